@@ -1,0 +1,126 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// Consumer runs a handler over the messages of a consumer group's topics.
+type Consumer struct {
+	*engine
+	kafka []kgo.Opt
+	owner string
+
+	warnWithoutID sync.Once
+	ids           map[string]dedup.Consumer // of each topic; written before a session starts
+}
+
+// ErrNotPrimary is returned by Run when the database is a standby. Nothing was consumed. Remedy: connect to the primary.
+var ErrNotPrimary = errors.New("the database is a standby: connect the consumer to the primary")
+
+// New returns a consumer, or all problems of its configuration at once. It opens no connection. The pool
+// is borrowed; each partition in work takes one connection of it. kafka says how to reach the brokers
+// (seeds, TLS, SASL, session timeout, balancers); group, topics, offsets, isolation and rebalancing are
+// set by the consumer and win over it.
+func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Consumer, error) {
+	cfg, err := cfg.withDefaults()
+	if pool == nil {
+		err = errors.Join(err, errors.New("pool is nil: want a pool of the primary"))
+	}
+	if handler == nil {
+		err = errors.Join(err, errors.New("handler is nil: want one made by Each, Queued or JSON"))
+	}
+	if err != nil {
+		return nil, err
+	}
+	engine, err := newEngine(pool, handler, cfg)
+	if err != nil {
+		return nil, err
+	}
+	c := &Consumer{engine: engine, kafka: kafka, owner: owner()}
+	if err := kgo.ValidateOpts(newSession(c).options()...); err != nil {
+		return nil, fmt.Errorf("kafka options: %w", err)
+	}
+	return c, nil
+}
+
+// Run consumes until ctx is cancelled. It survives the loss of the database and of the brokers: it logs,
+// waits and goes on. When ctx ends it stops fetching, lets each partition finish its batch for at most
+// DrainMax, commits the offsets to Kafka, leaves the group and returns nil. It returns an error at once
+// for what waiting cannot mend: a schema that does not fit, a standby, a name that is taken. Run may be
+// called again after it returned, not twice at a time.
+func (c *Consumer) Run(ctx context.Context) error {
+	if err := c.prepare(ctx); err != nil {
+		if ctx.Err() != nil {
+			return nil //nolint:nilerr // a clean stop before the start was done
+		}
+		return err
+	}
+	trouble := 0
+	for {
+		err := newSession(c).run(ctx)
+		if ctx.Err() != nil {
+			return nil
+		}
+		trouble++
+		wait := c.backoff(trouble)
+		c.cfg.Logger.WarnContext(ctx, "joining the group anew", "group", c.cfg.Group, "error", err, "retry_in", wait)
+		pause(ctx, wait)
+	}
+}
+
+// prepare checks the database and registers the consumer's names.
+func (c *Consumer) prepare(ctx context.Context) error {
+	if err := migrations.Check(ctx, c.pool, migrations.Options{Schema: c.cfg.Schema}); err != nil {
+		return err
+	}
+	var primary bool
+	if err := c.pool.QueryRow(ctx, primarySQL).Scan(&primary); err != nil {
+		return fmt.Errorf("ask whether the database is a primary: %w", err)
+	}
+	if !primary {
+		return ErrNotPrimary
+	}
+	ids := make(map[string]dedup.Consumer, len(c.cfg.Topics))
+	for _, topic := range c.cfg.Topics {
+		name, topics := c.cfg.Group+"/"+topic, []string{topic}
+		if c.cfg.Name != "" {
+			name, topics = c.cfg.Name, c.cfg.Topics
+		}
+		id, err := c.claims.Register(ctx, c.pool, name, c.cfg.Group, topics)
+		if err != nil {
+			return err
+		}
+		ids[topic] = id
+	}
+	c.ids = ids
+	return nil
+}
+
+// backoff grows from RetryMin to RetryMax, with full jitter.
+func (e *engine) backoff(attempt int) time.Duration {
+	ceiling := min(e.cfg.RetryMin<<min(attempt-1, 20), e.cfg.RetryMax)
+	return e.cfg.RetryMin/2 + rand.N(ceiling) //nolint:gosec // jitter needs no secret
+}
+
+// pause waits or returns false when ctx ends first.
+func pause(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+		return true
+	}
+}

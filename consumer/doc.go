@@ -1,0 +1,37 @@
+// Package consumer turns Kafka messages into effects in PostgreSQL that happen exactly once.
+//
+//	handler := consumer.JSON(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, order Order) error {
+//		_, err := tx.Exec(ctx, `INSERT INTO invoice (order_id, amount) VALUES ($1, $2)`, order.ID, order.Amount)
+//		return err
+//	})
+//	c, err := consumer.New(pool, []kgo.Opt{kgo.SeedBrokers("127.0.0.1:9092")}, handler, consumer.Config{
+//		Group:  "billing",
+//		Topics: []string{"orders"},
+//	})
+//	...
+//	err = c.Run(ctx) // until ctx is cancelled; then it drains and returns nil
+//
+// # What the handler must know
+//
+// A handler may run several times for one message, and takes effect once: everything it does through
+// tx commits together with the claim of the message's ID, or not at all. Whatever it does outside of tx
+// (an HTTP call, an e-mail, a write through another connection) may happen again. Give such calls a
+// key that stays the same, msg.ChildID("charge"), or publish a message with outbox.Publish and act on
+// that. Messages that a handler publishes through its tx get derived IDs by themselves.
+//
+// A handler does not commit or roll back: it returns nil or an error. It does not keep tx, and does not
+// use it from other goroutines.
+//
+// # What one batch does
+//
+// Messages of a partition are handled in order, up to BatchMax in one transaction: claim all IDs,
+// handle what is fresh, advance the position of the partition, commit. The committed position decides
+// where the partition resumes; Kafka's committed offset is advisory and follows it.
+//
+// # Failure
+//
+// If a batch fails it is rolled back, and what stands before the failing message commits without it.
+// The failing message is tried again, alone, with growing pauses. For now it blocks its partition until
+// it succeeds, and every attempt is logged with topic, partition, offset, ID and reason. Trouble with
+// the database is nobody's failure: the partition waits.
+package consumer

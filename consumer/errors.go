@@ -1,0 +1,94 @@
+package consumer
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/effectonce/effectonce/dedup"
+)
+
+// Permanent marks an error that trying again cannot mend: the message itself is at fault. For now the
+// message blocks its partition all the same, but it is tried again only at the longest pause.
+func Permanent(err error) error {
+	if err == nil {
+		return nil
+	}
+	return &permanentError{err}
+}
+
+type permanentError struct{ err error }
+
+func (e *permanentError) Error() string { return e.err.Error() }
+func (e *permanentError) Unwrap() error { return e.err }
+
+// IsPermanent reports whether err, or one that it wraps, was marked by Permanent.
+func IsPermanent(err error) bool {
+	var permanent *permanentError
+	return errors.As(err, &permanent)
+}
+
+// messageError is the failure of one message of a batch.
+type messageError struct {
+	index int // in the batch
+	err   error
+}
+
+func (e *messageError) Error() string { return e.err.Error() }
+func (e *messageError) Unwrap() error { return e.err }
+
+// PanicError is what a panic of a handler becomes.
+type PanicError struct {
+	Value any
+	Stack []byte
+}
+
+func (e *PanicError) Error() string { return fmt.Sprintf("handler panicked: %v\n%s", e.Value, e.Stack) }
+
+// errFenced: the position belongs to a later holder, or the database went back behind it.
+var errFenced = errors.New("position is held by another consumer, or the database went back")
+
+// wrapPosition recognises what advance_position raises.
+func wrapPosition(err error) error {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) && pgErr.Code == "EO001" {
+		return fmt.Errorf("%w: %w", errFenced, err)
+	}
+	return err
+}
+
+// errConnectionLost is added to the error of a handler whose connection broke under it.
+var errConnectionLost = errors.New("database connection lost")
+
+// troubleOfDatabase tells failures of the database, or of the way to it, from those of a message. They
+// are waited out and never counted as attempts. What a handler returns counts only if it comes from the
+// database: its own network calls are its own.
+func troubleOfDatabase(err error) bool {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) {
+		switch pgErr.Code[:2] {
+		case "08", "53", "57", "58":
+			return pgErr.Code != "57014" // query_canceled: a statement timeout is the statement's
+		}
+		return pgErr.Code == "25006" // read-only: failed over
+	}
+	var connectErr *pgconn.ConnectError
+	if errors.As(err, &connectErr) || errors.Is(err, errConnectionLost) {
+		return true
+	}
+	var failed *messageError
+	return !errors.As(err, &failed) && !errors.Is(err, errGoexit)
+}
+
+// concurrent tells that the engine's own statements met another transaction: a claim or a position that
+// somebody else holds, or a serialization failure at COMMIT. A new transaction resolves it.
+func concurrent(err error) bool {
+	var failed *messageError
+	if errors.As(err, &failed) {
+		return false
+	}
+	var pgErr *pgconn.PgError
+	return errors.Is(err, dedup.ErrRetry) || errors.As(err, &pgErr) && strings.HasPrefix(pgErr.Code, "40")
+}

@@ -1,0 +1,175 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// session is one membership in the group: a client and the partitions that it holds.
+type session struct {
+	*Consumer
+	client *kgo.Client
+	ready  chan struct{} // closed when client is set: callbacks can come earlier
+
+	mu         sync.Mutex
+	partitions map[topicPartition]*partition
+	closing    bool // no partition begins any more
+
+	failed chan error // a partition asks for a new session
+}
+
+type topicPartition struct {
+	topic     string
+	partition int32
+}
+
+func newSession(c *Consumer) *session {
+	return &session{
+		Consumer: c, ready: make(chan struct{}), partitions: map[topicPartition]*partition{},
+		failed: make(chan error, 1),
+	}
+}
+
+const (
+	// pollMax bounds the records of one poll; what waits for a partition is bounded by pausing it.
+	pollMax = 5000
+	// markEvery is how often marked offsets are committed to Kafka. They are advisory.
+	markEvery = time.Second
+	// markMax bounds the last commit of a session.
+	markMax = 5 * time.Second
+)
+
+func (s *session) options() []kgo.Opt {
+	opts := append([]kgo.Opt{kgo.SoftwareNameAndVersion("effectonce-consumer", "v1")}, s.kafka...)
+	return append(opts,
+		kgo.ConsumerGroup(s.cfg.Group),
+		kgo.ConsumeTopics(s.cfg.Topics...),
+		// Never the latest record, even by default: what lies between would be lost. Config.Start is
+		// resolved when positions are taken over.
+		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()),
+		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()),
+		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
+		kgo.AutoCommitMarks(),
+		kgo.AutoCommitInterval(markEvery),
+		kgo.BlockRebalanceOnPoll(),
+		kgo.AdjustFetchOffsetsFn(s.assigned),
+		kgo.OnPartitionsRevoked(s.revoked),
+		kgo.OnPartitionsLost(s.lost),
+	)
+}
+
+// run consumes until ctx ends or a partition asks for a new session.
+func (s *session) run(ctx context.Context) error {
+	client, err := kgo.NewClient(s.options()...)
+	if err != nil {
+		return fmt.Errorf("kafka options: %w", err)
+	}
+	defer client.CloseAllowingRebalance()
+	s.client = client
+	close(s.ready)
+	polling, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	go func() {
+		select {
+		case err := <-s.failed:
+			stop(err)
+		case <-polling.Done():
+		}
+	}()
+	for polling.Err() == nil {
+		s.poll(polling)
+	}
+	s.mu.Lock()
+	s.closing = true
+	s.mu.Unlock()
+	s.stop(context.WithoutCancel(ctx), s.take(nil), s.cfg.DrainMax)
+	s.commitMarks(context.WithoutCancel(ctx))
+	return context.Cause(polling)
+}
+
+// restart ends the session; the first reason counts.
+func (s *session) restart(err error) {
+	select {
+	case s.failed <- err:
+	default:
+	}
+}
+
+func (s *session) poll(ctx context.Context) {
+	fetches := s.client.PollRecords(ctx, pollMax)
+	fetches.EachError(func(topic string, partition int32, err error) {
+		if !errors.Is(err, context.Canceled) {
+			s.cfg.Logger.WarnContext(ctx, "fetch failed; it is tried again", "group", s.cfg.Group, "topic", topic, "partition", partition, "error", err)
+		}
+	})
+	fetches.EachPartition(func(fetched kgo.FetchTopicPartition) {
+		if len(fetched.Records) == 0 {
+			return
+		}
+		key := topicPartition{fetched.Topic, fetched.Partition}
+		s.mu.Lock()
+		p := s.partitions[key]
+		s.mu.Unlock()
+		// Without a partition it was taken away meanwhile; its next holder fetches the records again.
+		if p != nil && p.add(fetched.Records) {
+			s.client.PauseFetchPartitions(map[string][]int32{key.topic: {key.partition}})
+		}
+	})
+	s.client.AllowRebalance()
+}
+
+// take removes partitions from the session and returns them; nil takes all.
+func (s *session) take(keys map[string][]int32) []*partition {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var taken []*partition
+	if keys == nil {
+		taken = slices.Collect(maps.Values(s.partitions))
+		clear(s.partitions)
+		return taken
+	}
+	for topic, numbers := range keys {
+		for _, number := range numbers {
+			key := topicPartition{topic, number}
+			if p := s.partitions[key]; p != nil {
+				taken = append(taken, p)
+				delete(s.partitions, key)
+			}
+		}
+	}
+	return taken
+}
+
+// stop ends partitions: none takes another batch, each may finish the one it is at until the limit,
+// then its context is cancelled, which rolls back.
+func (s *session) stop(ctx context.Context, partitions []*partition, limit time.Duration) {
+	for _, p := range partitions {
+		p.stop()
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	for _, p := range partitions {
+		select {
+		case <-p.done:
+		case <-ctx.Done():
+			p.cancel()
+			<-p.done
+		}
+	}
+}
+
+// commitMarks commits what is marked; failure only makes the next holder see a few duplicates.
+func (s *session) commitMarks(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, markMax)
+	defer cancel()
+	if err := s.client.CommitMarkedOffsets(ctx); err != nil {
+		s.cfg.Logger.WarnContext(ctx, "offsets could not be committed to Kafka; the database knows the position", "group", s.cfg.Group, "error", err)
+	}
+}

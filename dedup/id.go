@@ -1,0 +1,106 @@
+package dedup
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"strings"
+	"time"
+
+	"github.com/google/uuid"
+)
+
+// crockford is the alphabet of ULIDs (https://github.com/ulid/spec).
+const crockford = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+
+// MessageID returns the ID under which a message is claimed, from the bytes that it carries. A UUIDv7
+// in its usual form of 36 characters and a ULID are used as they are, because they carry their time.
+// Anything else (a UUIDv4, "order-4711", a megabyte, bytes that are no UTF-8) becomes a UUIDv8 made of
+// the first 122 bits of SHA-256 over the scope's length, the scope and the bytes, with the top bit
+// set, so that it never falls among the times. The scope is the CloudEvents source where there is one,
+// else the topic. The SQL function effectonce.message_id(scope, text) computes the same.
+func MessageID(scope string, raw []byte) uuid.UUID {
+	if id, ok := parseUUIDv7(raw); ok {
+		return id
+	}
+	if id, ok := parseULID(raw); ok {
+		return id
+	}
+	hash := sha256.New()
+	var length [4]byte
+	binary.BigEndian.PutUint32(length[:], uint32(len(scope)))
+	hash.Write(length[:])
+	hash.Write([]byte(scope))
+	hash.Write(raw)
+	var id uuid.UUID
+	copy(id[:], hash.Sum(nil))
+	id[0] |= 0x80
+	id[6] = id[6]&0x0f | 0x80
+	id[8] = id[8]&0x3f | 0x80
+	return id
+}
+
+// ChildID derives the ID of what a message causes: the same parent and step give the same ID, at every
+// re-execution and on every machine. It has the form of a UUIDv7 with the time of the parent's record,
+// in milliseconds, so it is young enough to be proven fresh by the next consumer. at must be a time
+// that re-executions see again (the record's timestamp), never the present; times before 1970 and
+// after the year 6429 count as these bounds. The rest is SHA-256 over parent and step.
+func ChildID(parent uuid.UUID, step string, at time.Time) uuid.UUID {
+	hash := sha256.New()
+	hash.Write(parent[:])
+	hash.Write([]byte(step))
+	var id uuid.UUID
+	copy(id[:], hash.Sum(nil))
+	var milli [8]byte
+	binary.BigEndian.PutUint64(milli[:], uint64(min(max(at.UnixMilli(), 0), 1<<47-1)))
+	copy(id[:6], milli[2:])
+	id[6] = id[6]&0x0f | 0x70
+	id[8] = id[8]&0x3f | 0x80
+	return id
+}
+
+// Time returns the time that an ID carries, with a resolution of a millisecond, and false for an ID
+// that is a hash.
+func Time(id uuid.UUID) (time.Time, bool) {
+	if id[0]&0x80 != 0 {
+		return time.Time{}, false
+	}
+	var milli [8]byte
+	copy(milli[2:], id[:6])
+	return time.UnixMilli(int64(binary.BigEndian.Uint64(milli[:]))), true
+}
+
+func parseUUIDv7(raw []byte) (uuid.UUID, bool) {
+	if len(raw) != 36 {
+		return uuid.UUID{}, false
+	}
+	// ParseBytes takes 36 bytes only in the canonical form.
+	id, err := uuid.ParseBytes(raw)
+	if err != nil || id[6]>>4 != 7 || id[8]>>6 != 2 || id[0]&0x80 != 0 {
+		return uuid.UUID{}, false
+	}
+	return id, true
+}
+
+// parseULID reads 26 letters of five bits each, most significant first. The first letter may be 0 to 3:
+// above it the value would not fit below the IDs without time.
+func parseULID(raw []byte) (uuid.UUID, bool) {
+	if len(raw) != 26 || raw[0] < '0' || raw[0] > '3' {
+		return uuid.UUID{}, false
+	}
+	var high, low uint64
+	for _, c := range raw {
+		if 'a' <= c && c <= 'z' {
+			c -= 'a' - 'A'
+		}
+		digit := strings.IndexByte(crockford, c)
+		if digit < 0 {
+			return uuid.UUID{}, false
+		}
+		high = high<<5 | low>>59
+		low = low<<5 | uint64(digit)
+	}
+	var id uuid.UUID
+	binary.BigEndian.PutUint64(id[:8], high)
+	binary.BigEndian.PutUint64(id[8:], low)
+	return id, true
+}

@@ -1,0 +1,47 @@
+// Package crashpoint marks the gaps between two durable steps, so that tests can kill the process in each.
+//
+// In production nothing is armed and a point costs one atomic load. The package is internal: no
+// setting, environment variable or header can arm a point from outside this module.
+package crashpoint
+
+import "sync/atomic"
+
+// The points, in the order in which a message passes them.
+const (
+	RelayRead          = "relay.read"             // rows are read, nothing is produced
+	RelayProduced      = "relay.produced"         // records are handed to the client, not acknowledged
+	RelayAcknowledged  = "relay.acknowledged"     // Kafka has the records, progress does not say so
+	RelayProgressed    = "relay.progressed"       // progress is stored
+	ConsumerClaimed    = "consumer.claimed"       // claims are in the open transaction
+	ConsumerHandled    = "consumer.handled"       // effects are in the open transaction
+	ConsumerCommitting = "consumer.before_commit" // position and COMMIT are about to be sent
+	ConsumerCommitted  = "consumer.committed"     // the effect is durable, Kafka's offset is not
+	ConsumerMarked     = "consumer.marked"        // the offset is marked, perhaps not committed
+)
+
+// All lists the points, for tests that visit each.
+func All() []string {
+	return []string{
+		RelayRead, RelayProduced, RelayAcknowledged, RelayProgressed,
+		ConsumerClaimed, ConsumerHandled, ConsumerCommitting, ConsumerCommitted, ConsumerMarked,
+	}
+}
+
+//nolint:gochecknoglobals // one hook for the process is the purpose: it kills the process
+var hook atomic.Pointer[func(name string)]
+
+// Arm makes f run at every point. A nil f disarms.
+func Arm(f func(name string)) {
+	if f == nil {
+		hook.Store(nil)
+		return
+	}
+	hook.Store(&f)
+}
+
+// Here is a point. It returns unless the armed function ends the process.
+func Here(name string) {
+	if f := hook.Load(); f != nil {
+		(*f)(name)
+	}
+}

@@ -1,0 +1,34 @@
+// Package outbox publishes messages inside the caller's database transaction. They are rows of a table
+// until the relay (package relay, or the command outbox-relay) hands them to Kafka: a transaction that
+// commits publishes, one that rolls back never does.
+//
+//	tx, err := pool.Begin(ctx)
+//	...
+//	_, err = tx.Exec(ctx, `UPDATE orders SET state = 'paid' WHERE id = $1`, orderID) // takes the row's lock
+//	...
+//	err = outbox.Publish(ctx, tx, outbox.Message{
+//		Topic:   "orders",
+//		Key:     []byte(orderID),
+//		Payload: body,
+//	})
+//	...
+//	err = tx.Commit(ctx)
+//
+// # Order
+//
+// Messages of one key reach Kafka in the order in which they were inserted. That is commit order only
+// if whatever serialises the writers of a key (the row lock, the version check) is held before the
+// message is inserted: publish after the UPDATE, not before it. No relay can repair the other order.
+// Where the code does not make that plain, collect in a [Buffer] and flush it as the last statement
+// before COMMIT. Inside a handler of package consumer this happens by itself.
+//
+// # By plain SQL
+//
+// INSERT INTO effectonce.outbox (topic, key, payload) VALUES (…) from any language is a complete
+// publish; see docs/schema.md for the other columns and the form of headers.
+//
+// # Later duplicates
+//
+// The relay publishes at least once and always under the ID of the row. A consumer that claims this ID
+// (package dedup or consumer) has the effect once.
+package outbox

@@ -1,0 +1,135 @@
+package outbox
+
+import (
+	"bytes"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/google/uuid"
+)
+
+// Names of the record headers that the relay writes itself. A message must not carry them.
+const (
+	HeaderMessageID  = "message-id"  // the row's ID in the usual form of 36 characters
+	HeaderOccurredAt = "occurred-at" // created_at of the row, RFC 3339 in UTC with microseconds
+	// HeaderTraceParent is the W3C trace context. It is an ordinary header, named here because
+	// Config.Inject usually sets it.
+	HeaderTraceParent = "traceparent"
+)
+
+// Message is one message to publish. Key and Payload keep the difference between nil (Kafka's null; a
+// nil payload is a tombstone) and empty.
+type Message struct {
+	// ID names the message for ever; consumers deduplicate by it. The zero value lets the database
+	// make a UUIDv7.
+	ID uuid.UUID
+	// Topic in Kafka: 1 to 249 letters, digits, dots, underscores and hyphens.
+	Topic string
+	// Key decides the partition and the order: messages of one key stay in order.
+	Key []byte
+	// Payload is the record's value.
+	Payload []byte
+	// Headers in order. The same name may occur several times; the order among these is kept, the
+	// order across names is not (they are stored as a JSON object).
+	Headers []Header
+}
+
+// Header is one record header. A nil value is Kafka's null.
+type Header struct {
+	Name  string
+	Value []byte
+}
+
+// ErrInvalid is what every refusal of a message wraps: nothing was sent to the database, the
+// transaction is as it was. The text names message, field, value and bound.
+var ErrInvalid = errors.New("message cannot be published")
+
+var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
+
+// overheadBytes is an upper bound for what a record takes beside key, value and the row's own headers:
+// the two headers of the relay and the varints of the record.
+const overheadBytes = 160
+
+// size estimates the record's bytes on the wire, never too low.
+func (m *Message) size() int {
+	n := overheadBytes + len(m.Key) + len(m.Payload)
+	for _, h := range m.Headers {
+		n += len(h.Name) + len(h.Value) + 10
+	}
+	return n
+}
+
+// validate returns all problems of a message at once. index is its place in the call.
+func (m *Message) validate(index, recordBytesMax int) error {
+	var problems []error
+	report := func(format string, args ...any) {
+		problems = append(problems, fmt.Errorf("%w: message %d: %w", ErrInvalid, index, fmt.Errorf(format, args...)))
+	}
+	if !topicName.MatchString(m.Topic) || m.Topic == "." || m.Topic == ".." {
+		report("topic %.260q: Kafka takes 1 to 249 letters, digits, dots, underscores and hyphens", m.Topic)
+	}
+	if n := m.size(); n > recordBytesMax {
+		report("key, payload and headers take %d bytes, RecordBytesMax is %d: store the body elsewhere and publish a reference, or raise RecordBytesMax together with the topic's max.message.bytes", n, recordBytesMax)
+	}
+	for _, h := range m.Headers {
+		switch {
+		case h.Name == "":
+			report("header without a name")
+		case h.Name == HeaderMessageID || h.Name == HeaderOccurredAt:
+			report("header %q is written by the relay: set Message.ID instead, or use another name", h.Name)
+		case !utf8.ValidString(h.Name) || strings.ContainsRune(h.Name, 0):
+			report("header name %.60q: want UTF-8 without NUL", h.Name)
+		}
+	}
+	return errors.Join(problems...)
+}
+
+// binaryValue stands for a header value that JSON text cannot hold.
+type binaryValue struct {
+	Base64 string `json:"base64"`
+}
+
+// EncodeHeaders returns the stored form of headers: a JSON object. A value that is UTF-8 without NUL is
+// a string, null is null, other bytes are {"base64": "…"}, and a name that occurs several times has an
+// array of these.
+func EncodeHeaders(headers []Header) ([]byte, error) {
+	if len(headers) == 0 {
+		return []byte("{}"), nil
+	}
+	object := make(map[string]any, len(headers))
+	for _, h := range headers {
+		var value any
+		switch {
+		case h.Value == nil:
+		case utf8.Valid(h.Value) && bytes.IndexByte(h.Value, 0) < 0:
+			value = string(h.Value)
+		default:
+			value = binaryValue{Base64: base64.StdEncoding.EncodeToString(h.Value)}
+		}
+		switch earlier, ok := object[h.Name]; {
+		case !ok:
+			object[h.Name] = value
+		default:
+			if list, isList := earlier.([]any); isList {
+				object[h.Name] = append(list, value)
+			} else {
+				object[h.Name] = []any{earlier, value}
+			}
+		}
+	}
+	return json.Marshal(object)
+}
+
+// DecodeHeaders reads the stored form, also as other programs write it: numbers and booleans become
+// their JSON text. Anything else in a value is an error that names the header.
+func DecodeHeaders(stored []byte) ([]Header, error) {
+	if string(stored) == "{}" {
+		return nil, nil
+	}
+	return newOrderedObject(stored).headers()
+}

@@ -1,0 +1,131 @@
+package relay
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"time"
+
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// Config of a Relay. The zero value works.
+type Config struct {
+	// Schema that holds the tables. Default "effectonce"; bounds as in migrations.Options.
+	Schema string
+	// Name of the relay: all replicas that share the work have the same one; another name is another
+	// reader of the same outbox, with its own progress. 1 to 255 bytes. Default "default".
+	Name string
+	// Owner names this replica in the lease, for people. At most 255 bytes. Default: host name,
+	// process number and four random bytes.
+	Owner string
+	// Lease is how long a replica that died keeps the others waiting. 1 s to 10 min; default 10 s. It
+	// runs on the database's clock.
+	Lease time.Duration
+	// PollMin is the pause between two looks at the table while rows arrive. 1 ms to PollMax; default 2 ms.
+	PollMin time.Duration
+	// PollMax is the longest pause on an idle outbox; pauses double up to it. Up to 1 min; default 250 ms.
+	PollMax time.Duration
+	// ProgressEvery bounds how often progress is stored, and with it what a crash publishes again.
+	// 1 ms to 1 min; default 50 ms.
+	ProgressEvery time.Duration
+	// PageRowsMax is how many rows one statement reads. 1 to 100,000; default 5,000.
+	PageRowsMax int
+	// InFlightBytesMax bounds the keys, payloads and headers in memory: read and not acknowledged.
+	// A single larger row is still published. 64 KiB to 4 GiB; default 32 MiB.
+	InFlightBytesMax int
+	// DrainMax is how long Run waits, after its context was cancelled, for records that are with the
+	// broker. What is not acknowledged by then is published again by the next replica. Default 10 s.
+	DrainMax time.Duration
+	// Logger gets start, stop, lease changes, dead rows and trouble. Default: none.
+	Logger *slog.Logger
+	// Hooks are called synchronously; they must return quickly.
+	Hooks Hooks
+}
+
+// Hooks are optional callbacks, for metrics.
+type Hooks struct {
+	// Published is called after Kafka acknowledged rows and progress was stored.
+	Published func(rows int64)
+	// Dead is called after a row moved to outbox_dead.
+	Dead func(topic string, reason Reason)
+}
+
+type bound struct {
+	field           string
+	value           *time.Duration
+	standard        time.Duration
+	lowest, highest time.Duration
+}
+
+// withDefaults fills in what is zero and returns all problems at once.
+func (c Config) withDefaults() (Config, error) {
+	var problems []error
+	schema, err := migrations.Options{Schema: c.Schema}.Resolve()
+	problems = append(problems, err)
+	c.Schema = schema
+	c.Name = cmp.Or(c.Name, "default")
+	if len(c.Name) > 255 {
+		problems = append(problems, fmt.Errorf("Name has %d bytes: want 1 to 255", len(c.Name)))
+	}
+	if c.Owner == "" {
+		c.Owner = defaultOwner()
+	}
+	if len(c.Owner) > 255 {
+		problems = append(problems, fmt.Errorf("Owner has %d bytes: want 1 to 255", len(c.Owner)))
+	}
+	for _, b := range []bound{
+		{"Lease", &c.Lease, 10 * time.Second, time.Second, 10 * time.Minute},
+		{"PollMax", &c.PollMax, 250 * time.Millisecond, time.Millisecond, time.Minute},
+		{"PollMin", &c.PollMin, 2 * time.Millisecond, time.Millisecond, time.Minute},
+		{"ProgressEvery", &c.ProgressEvery, 50 * time.Millisecond, time.Millisecond, time.Minute},
+		{"DrainMax", &c.DrainMax, 10 * time.Second, time.Millisecond, 10 * time.Minute},
+	} {
+		*b.value = cmp.Or(*b.value, b.standard)
+		if *b.value < b.lowest || *b.value > b.highest {
+			problems = append(problems, fmt.Errorf("%s %v: want %v to %v", b.field, *b.value, b.lowest, b.highest))
+		}
+	}
+	if c.PollMin > c.PollMax {
+		problems = append(problems, fmt.Errorf("PollMin %v: want at most PollMax, which is %v", c.PollMin, c.PollMax))
+	}
+	c.PageRowsMax = cmp.Or(c.PageRowsMax, 5000)
+	if c.PageRowsMax < 1 || c.PageRowsMax > 100_000 {
+		problems = append(problems, fmt.Errorf("PageRowsMax %d: want 1 to 100000", c.PageRowsMax))
+	}
+	c.InFlightBytesMax = cmp.Or(c.InFlightBytesMax, 32<<20)
+	if c.InFlightBytesMax < 64<<10 || c.InFlightBytesMax > 4<<30 {
+		problems = append(problems, fmt.Errorf("InFlightBytesMax %d: want %d to %d", c.InFlightBytesMax, 64<<10, 4<<30))
+	}
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	return c, errors.Join(problems...)
+}
+
+func defaultOwner() string {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "unknown-host"
+	}
+	var random [4]byte
+	_, _ = rand.Read(random[:]) // never fails: crypto/rand documents it
+	return fmt.Sprintf("%.200s-%d-%s", host, os.Getpid(), hex.EncodeToString(random[:]))
+}
+
+// pause waits or returns false when ctx ends first.
+func pause(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+		return true
+	}
+}

@@ -1,0 +1,322 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/outbox"
+)
+
+// Reason says why a row is in outbox_dead.
+type Reason string
+
+// The reasons, as they stand in the column.
+const (
+	ReasonUnknownTopic Reason = "unknown_topic" // the topic does not exist; released by itself when it does
+	ReasonTooLarge     Reason = "too_large"     // larger than the topic's max.message.bytes
+	ReasonRefused      Reason = "refused"       // refused by Kafka for another reason
+	ReasonBadHeaders   Reason = "bad_headers"   // the headers column is not in the documented form
+	ReasonBehind       Reason = "behind"        // nothing is wrong: an earlier row of the key is dead
+)
+
+// deadRow is a verdict about a row.
+type deadRow struct {
+	row    *row
+	reason Reason
+	err    string
+}
+
+// deadEvery is how often dead rows are looked at: whether their topic exists by now, or an operator
+// released them.
+const deadEvery = time.Second
+
+// sorted is a page, separated. rows and records are of one length.
+type sorted struct {
+	rows    []*row
+	records []*kgo.Record
+	dead    []deadRow
+	behind  map[topicKey]bool // keys with a dead row
+}
+
+// bury gives up a row and, with it, the rest of its key. A row without a key has no order to keep.
+func (s *sorted) bury(r *row, reason Reason, err error) {
+	s.dead = append(s.dead, deadRow{r, reason, err.Error()})
+	if r.key != nil {
+		s.behind[keyOf(r)] = true
+	}
+}
+
+var errBehind = errors.New("an earlier row of this key is dead")
+
+// sort separates the rows of a page that can be produced from those that cannot.
+func (p *publisher) sort(ctx context.Context, rows []row) (*sorted, error) {
+	if err := p.learnTopics(ctx, rows); err != nil {
+		return nil, err
+	}
+	behind, err := p.behind(ctx, rows)
+	if err != nil {
+		return nil, err
+	}
+	s := &sorted{rows: make([]*row, 0, len(rows)), records: make([]*kgo.Record, 0, len(rows)), behind: behind}
+	maker := newRecordMaker(len(rows))
+	for i := range rows {
+		r := &rows[i]
+		if r.key != nil && len(s.behind) > 0 && s.behind[keyOf(r)] {
+			s.bury(r, ReasonBehind, errBehind)
+			continue
+		}
+		record, reason, err := p.record(maker, r)
+		if err != nil {
+			s.bury(r, reason, err)
+			continue
+		}
+		s.rows, s.records = append(s.rows, r), append(s.records, record)
+	}
+	return s, nil
+}
+
+type topicKey struct{ topic, key string }
+
+func keyOf(r *row) topicKey { return topicKey{r.topic, string(r.key)} }
+
+// record builds the record of a row, or says why Kafka would refuse it.
+func (p *publisher) record(maker *recordMaker, r *row) (*kgo.Record, Reason, error) {
+	headers, err := outbox.DecodeHeaders(r.headers)
+	if err != nil {
+		return nil, ReasonBadHeaders, err
+	}
+	topic, _ := p.topics.get(r.topic)
+	if topic.refusal != nil {
+		return nil, ReasonRefused, topic.refusal
+	}
+	if !topic.exists {
+		return nil, ReasonUnknownTopic, fmt.Errorf("topic %q does not exist: create it, and the row is published by itself", r.topic)
+	}
+	size := r.bytes() + 2*len(outbox.HeaderMessageID) + idLength + len(timeLayout) + batchOverheadBytes
+	if size > int(topic.maxBytes) {
+		return nil, ReasonTooLarge, fmt.Errorf("the record has %d bytes, max.message.bytes of topic %q is %d: raise it and retry the row, or discard the row", size, r.topic, topic.maxBytes)
+	}
+	return maker.add(r, headers), "", nil
+}
+
+func (p *publisher) learnTopics(ctx context.Context, rows []row) error {
+	var names []string
+	asked := map[string]bool{}
+	for i := range rows {
+		name := rows[i].topic
+		if asked[name] {
+			continue
+		}
+		asked[name] = true
+		if _, fresh := p.topics.get(name); !fresh {
+			names = append(names, name)
+		}
+	}
+	if len(names) == 0 {
+		return nil
+	}
+	return p.topics.learn(ctx, p.client, names)
+}
+
+// behind returns the keys of a page that have a dead row already.
+func (p *publisher) behind(ctx context.Context, rows []row) (map[topicKey]bool, error) {
+	found := map[topicKey]bool{}
+	if !p.deadExist {
+		return found, nil
+	}
+	names, keys := make([]string, len(rows)), make([][]byte, len(rows))
+	for i := range rows {
+		names[i], keys[i] = rows[i].topic, rows[i].key
+	}
+	result, err := p.pool.Query(ctx, p.sql.held, p.cfg.Name, names, keys)
+	if err != nil {
+		return nil, fmt.Errorf("look for dead keys: %w", err)
+	}
+	places, err := pgx.CollectRows(result, pgx.RowTo[int])
+	if err != nil {
+		return nil, fmt.Errorf("look for dead keys: %w", err)
+	}
+	for _, place := range places {
+		found[keyOf(&rows[place-1])] = true
+	}
+	return found, nil
+}
+
+// bury moves rows to outbox_dead and progress past them, in one transaction. Everything before end is
+// acknowledged.
+func (p *publisher) bury(ctx context.Context, dead []deadRow, end cursor) error {
+	seqs, reasons, errs := columns(dead)
+	p.storing.Lock()
+	defer p.storing.Unlock()
+	_, rows := p.takeAcked()
+	// Ticks are stored on their own: a rollback must not take back a number that the tick remembers.
+	if err := errors.Join(p.store(ctx, p.pool, end.from), p.store(ctx, p.pool, end.to)); err != nil {
+		return err
+	}
+	err := pgx.BeginFunc(ctx, p.pool, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, p.sql.bury, p.cfg.Name, seqs, reasons, errs); err != nil {
+			return err
+		}
+		return p.storeCursor(ctx, tx, end, rows)
+	})
+	if err != nil {
+		return fmt.Errorf("move %d rows to outbox_dead: %w", len(dead), err)
+	}
+	p.count(rows)
+	p.deadExist = p.deadExist || len(dead) > 0
+	for _, d := range dead {
+		if p.cfg.Hooks.Dead != nil {
+			p.cfg.Hooks.Dead(d.row.topic, d.reason)
+		}
+		if d.reason != ReasonBehind {
+			p.cfg.Logger.ErrorContext(ctx, "outbox row cannot be published; it moved to outbox_dead and holds its key",
+				"relay", p.cfg.Name, "seq", d.row.seq, "id", d.row.id, "topic", d.row.topic, "reason", d.reason, "error", d.err)
+		}
+	}
+	return nil
+}
+
+func columns(dead []deadRow) (seqs []int64, reasons, errs []string) {
+	for _, d := range dead {
+		seqs = append(seqs, d.row.seq)
+		reasons = append(reasons, string(d.reason))
+		errs = append(errs, fmt.Sprintf("%.2000s", d.err))
+	}
+	return seqs, reasons, errs
+}
+
+// reviveDead publishes dead rows whose topic exists by now or that were set to retry, in their order,
+// together with what stands behind them.
+func (p *publisher) reviveDead(ctx context.Context) error {
+	if !p.deadExist || time.Since(p.looked) < deadEvery {
+		return nil
+	}
+	p.looked = time.Now()
+	if err := p.retryCreatedTopics(ctx); err != nil {
+		return err
+	}
+	for {
+		more, err := p.reviveSome(ctx)
+		if err != nil {
+			return err
+		}
+		if !more {
+			break
+		}
+	}
+	if err := p.pool.QueryRow(ctx, p.sql.deadExist, p.cfg.Name).Scan(&p.deadExist); err != nil {
+		return fmt.Errorf("look for dead rows: %w", err)
+	}
+	return nil
+}
+
+func (p *publisher) retryCreatedTopics(ctx context.Context) error {
+	result, err := p.pool.Query(ctx, p.sql.missingTopics, p.cfg.Name)
+	if err != nil {
+		return fmt.Errorf("look for dead rows: %w", err)
+	}
+	names, err := pgx.CollectRows(result, pgx.RowTo[string])
+	if err != nil || len(names) == 0 {
+		return err
+	}
+	if err := p.topics.learn(ctx, p.client, names); err != nil {
+		return err
+	}
+	var created []string
+	for _, name := range names {
+		if topic, _ := p.topics.get(name); topic.exists {
+			created = append(created, name)
+		}
+	}
+	if len(created) == 0 {
+		return nil
+	}
+	_, err = p.pool.Exec(ctx, p.sql.retryTopic, p.cfg.Name, created)
+	return err
+}
+
+// reviveLimit bounds the rows of one round.
+const reviveLimit = 500
+
+// reviveSome publishes one page of releasable rows. Nothing else is in flight meanwhile, so the rows of
+// a key cannot overtake each other.
+func (p *publisher) reviveSome(ctx context.Context) (more bool, err error) {
+	result, err := p.pool.Query(ctx, p.sql.releasable, p.cfg.Name, reviveLimit)
+	if err != nil {
+		return false, fmt.Errorf("read dead rows: %w", err)
+	}
+	rows, err := pgx.CollectRows(result, func(c pgx.CollectableRow) (row, error) {
+		var r row
+		err := c.Scan(&r.seq, (*[16]byte)(&r.id), &r.topic, &r.key, &r.payload, &r.headers, &r.created)
+		return r, err
+	})
+	if err != nil || len(rows) == 0 {
+		return false, err
+	}
+	if err := p.learnTopics(ctx, rows); err != nil {
+		return false, err
+	}
+	maker := newRecordMaker(len(rows))
+	s := &sorted{behind: map[topicKey]bool{}}
+	b := &batch{}
+	for i := range rows {
+		r := &rows[i]
+		if r.key != nil && s.behind[keyOf(r)] {
+			continue // it stays behind
+		}
+		record, reason, err := p.record(maker, r)
+		if err != nil {
+			s.bury(r, reason, err)
+			continue
+		}
+		s.rows, s.records = append(s.rows, r), append(s.records, record)
+		b.bytes += r.bytes()
+	}
+	if err := p.settled(ctx); err != nil {
+		return false, err
+	}
+	if p.anySuspect(s.rows) {
+		err = p.sendSuspects(ctx, s)
+	} else {
+		b.rows, b.records = s.rows, s.records
+		p.send(ctx, b)
+		err = p.settled(ctx)
+	}
+	if err != nil {
+		return false, err
+	}
+	return len(rows) == reviveLimit && len(s.rows) > 0, p.forget(ctx, s)
+}
+
+// forget removes what was published and holds again what still cannot be.
+func (p *publisher) forget(ctx context.Context, s *sorted) error {
+	if len(s.rows) > 0 {
+		published := make([]int64, len(s.rows))
+		for i, r := range s.rows {
+			published[i] = r.seq
+		}
+		tag, err := p.pool.Exec(ctx, p.sql.exhume, p.cfg.Name, shardAll, p.lease.epoch, published)
+		if err != nil {
+			return fmt.Errorf("remove revived rows: %w", err)
+		}
+		if tag.RowsAffected() == 0 {
+			return errLeaseLost
+		}
+		p.cfg.Logger.InfoContext(ctx, "dead rows were published", "relay", p.cfg.Name, "rows", len(published))
+	}
+	// A row that is only behind keeps its state; it moves when the row before it does.
+	again := slices.DeleteFunc(s.dead, func(d deadRow) bool { return d.reason == ReasonBehind })
+	if len(again) > 0 {
+		seqs, reasons, errs := columns(again)
+		if _, err := p.pool.Exec(ctx, p.sql.holdAgain, p.cfg.Name, seqs, reasons, errs); err != nil {
+			return fmt.Errorf("hold dead rows again: %w", err)
+		}
+	}
+	return nil
+}

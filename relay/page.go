@@ -1,0 +1,154 @@
+package relay
+
+import (
+	"encoding/binary"
+	"fmt"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/outbox"
+)
+
+// row is one outbox row in memory. Its byte slices point into the page's arena.
+type row struct {
+	seq     int64
+	topic   string
+	key     []byte
+	payload []byte
+	id      uuid.UUID
+	headers []byte // JSON text
+	created time.Time
+}
+
+// rowOverheadBytes is what a row takes in memory beside its values: the row, its record, two headers.
+const rowOverheadBytes = 400
+
+func (r *row) bytes() int { return rowOverheadBytes + len(r.key) + len(r.payload) + len(r.headers) }
+
+// page is what one statement read.
+type page struct {
+	rows  []row
+	bytes int
+	// full: the batch may have more rows behind these.
+	full bool
+}
+
+// postgresEpoch is the zero of binary timestamps, in Unix microseconds.
+const postgresEpoch = 946684800 * 1_000_000
+
+// readPage takes rows out of a result set until bytesMax is passed, so that a page of huge rows does
+// not fill the memory; the rest of the result is read and dropped, and comes again with the next page.
+// Values are read in their binary form: a Scan by reflection costs more than everything else here.
+func readPage(rows pgx.Rows, limit, bytesMax int) (p *page, snapshot string, seqLast int64, err error) {
+	defer rows.Close()
+	p = &page{}
+	var arena []byte
+	topics := map[string]string{}
+	count := 0
+	for rows.Next() {
+		v := rows.RawValues()
+		if snapshot == "" {
+			snapshot = string(v[0])
+			seqLast = int64(binary.BigEndian.Uint64(v[1]))
+		}
+		if v[2] == nil { // the outer join's empty row: nothing became visible
+			break
+		}
+		if p.bytes > bytesMax {
+			p.full = true
+			break
+		}
+		count++
+		if need := len(v[5]) + len(v[6]) + len(v[7]); cap(arena)-len(arena) < need {
+			arena = make([]byte, 0, max(need, 256<<10))
+		}
+		r := row{seq: int64(binary.BigEndian.Uint64(v[2])), id: uuid.UUID(v[3])}
+		topic, ok := topics[string(v[4])]
+		if !ok {
+			topic = string(v[4])
+			topics[topic] = topic
+		}
+		r.topic = topic
+		r.key, arena = keep(arena, v[5])
+		r.payload, arena = keep(arena, v[6])
+		r.headers, arena = keep(arena, v[7])
+		r.created = time.UnixMicro(int64(binary.BigEndian.Uint64(v[8])) + postgresEpoch)
+		p.rows = append(p.rows, r)
+		p.bytes += r.bytes()
+	}
+	rows.Close()
+	if err := rows.Err(); err != nil {
+		return nil, "", 0, err
+	}
+	if snapshot == "" {
+		return nil, "", 0, fmt.Errorf("the statement brought no snapshot")
+	}
+	p.full = p.full || count == limit
+	return p, snapshot, seqLast, nil
+}
+
+// keep copies a value into the arena and keeps the difference between NULL and empty.
+func keep(arena, v []byte) (kept, rest []byte) {
+	if v == nil {
+		return nil, arena
+	}
+	start := len(arena)
+	arena = append(arena, v...)
+	return arena[start:len(arena):len(arena)], arena
+}
+
+// records turns rows into Kafka records. One allocation for all records and one for most headers: the
+// relay's share of the cost of a row is small on purpose.
+type recordMaker struct {
+	records []kgo.Record
+	headers []kgo.RecordHeader
+	text    []byte
+}
+
+const (
+	idLength   = 36
+	timeLayout = "2006-01-02T15:04:05.000000Z"
+)
+
+func newRecordMaker(n int) *recordMaker {
+	return &recordMaker{
+		records: make([]kgo.Record, 0, n),
+		headers: make([]kgo.RecordHeader, 0, 2*n),
+		text:    make([]byte, 0, n*(idLength+len(timeLayout))),
+	}
+}
+
+// add builds the record of a row. The row's own headers come after the relay's; one that uses the name
+// of a relay's header (possible by plain SQL only) is left out, since the row's id is what counts.
+func (m *recordMaker) add(r *row, own []outbox.Header) *kgo.Record {
+	start := len(m.text)
+	m.text = appendUUID(m.text, r.id)
+	m.text = r.created.UTC().AppendFormat(m.text, timeLayout)
+	text := m.text[start:len(m.text):len(m.text)]
+	first := len(m.headers)
+	m.headers = append(m.headers,
+		kgo.RecordHeader{Key: outbox.HeaderMessageID, Value: text[:idLength:idLength]},
+		kgo.RecordHeader{Key: outbox.HeaderOccurredAt, Value: text[idLength:]})
+	headers := m.headers[first:len(m.headers):len(m.headers)]
+	for _, h := range own {
+		if h.Name != outbox.HeaderMessageID && h.Name != outbox.HeaderOccurredAt {
+			headers = append(headers, kgo.RecordHeader{Key: h.Name, Value: h.Value})
+		}
+	}
+	m.records = append(m.records, kgo.Record{Topic: r.topic, Key: r.key, Value: r.payload, Headers: headers})
+	return &m.records[len(m.records)-1]
+}
+
+func appendUUID(b []byte, id uuid.UUID) []byte {
+	const digits = "0123456789abcdef"
+	for i, c := range id {
+		if i == 4 || i == 6 || i == 8 || i == 10 {
+			b = append(b, '-')
+		}
+		b = append(b, digits[c>>4], digits[c&15])
+	}
+	return b
+}

@@ -1,0 +1,303 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/effectonce/effectonce/internal/crashpoint"
+)
+
+// publisher is the work under one lease: one goroutine reads and produces in order, the client's
+// goroutine counts acknowledgements, one goroutine stores progress, one keeps the lease.
+type publisher struct {
+	*Relay
+	lease  *lease
+	client *kgo.Client
+	topics *topics
+
+	read      cursor    // what the next page starts behind
+	seqBefore int64     // last seq that an earlier statement saw
+	mark      floorMark // when the floor may move
+	deadExist bool      // outbox_dead may have rows of this relay
+	looked    time.Time // when dead rows were looked at last
+
+	mu        sync.Mutex
+	changed   chan struct{} // closed and replaced at every change of what is below
+	batches   []*batch      // in flight, oldest first
+	bytes     int           // of the batches in flight
+	failure   error         // of a record: everything in flight is void from here on
+	acked     *cursor       // behind the last batch of the acknowledged prefix; nil: nothing new
+	ackedRows int64
+
+	storing   sync.Mutex // one write of progress at a time: an older one must not land after a newer
+	published int64      // rows whose progress is stored
+}
+
+// batch is a page that was handed to the client.
+type batch struct {
+	rows    []*row // as long as the records
+	records []*kgo.Record
+	pending int
+	bytes   int
+	// end is where progress may move to; the zero value moves it nowhere.
+	end cursor
+}
+
+// publish works until ctx ends, the lease is lost or something fails. With once it returns as soon as
+// nothing waits. It returns the number of rows whose progress was stored.
+func (r *Relay) publish(ctx context.Context, l *lease, once bool) (int64, error) {
+	p := &publisher{
+		Relay: r, lease: l, topics: newTopics(),
+		read: l.cursor, seqBefore: l.cursor.from.seqLast, changed: make(chan struct{}),
+	}
+	client, err := r.newClient(p.topics)
+	if err != nil {
+		return 0, err
+	}
+	p.client = client
+	defer client.Close()
+
+	// What is under way when ctx ends may still be acknowledged and stored: this context ends later.
+	work, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancel()
+	group, groupCtx := errgroup.WithContext(work)
+	reading, stopReading := context.WithCancel(groupCtx)
+	defer context.AfterFunc(ctx, stopReading)()
+	keeping, stopKeeping := context.WithCancel(groupCtx)
+	storing, stopStoring := context.WithCancel(groupCtx)
+
+	group.Go(func() error { return r.keepLease(keeping, l) })
+	group.Go(func() error { return p.storeProgress(storing) })
+	group.Go(func() error {
+		defer stopKeeping()
+		defer stopStoring()
+		if err := p.loop(reading, once); err != nil && reading.Err() == nil {
+			return err
+		}
+		// Told to stop, or nothing left to read: what is with the brokers may still be acknowledged.
+		drain, cancel := context.WithTimeout(groupCtx, r.cfg.DrainMax)
+		defer cancel()
+		return p.settled(drain)
+	})
+	err = group.Wait()
+	stopReading()
+	if !errors.Is(err, errLeaseLost) {
+		end, cancelEnd := context.WithTimeout(context.WithoutCancel(ctx), r.cfg.Lease)
+		defer cancelEnd()
+		r.giveBack(end, l)
+	}
+	return p.published, err
+}
+
+// loop reads pages and produces them, as long as there is room in flight.
+func (p *publisher) loop(ctx context.Context, once bool) error {
+	if err := p.pool.QueryRow(ctx, p.sql.deadExist, p.cfg.Name).Scan(&p.deadExist); err != nil {
+		return fmt.Errorf("look for dead rows: %w", err)
+	}
+	idle := p.cfg.PollMin
+	limit := min(100, p.cfg.PageRowsMax)
+	for ctx.Err() == nil {
+		if err := p.reviveDead(ctx); err != nil {
+			return err
+		}
+		if err := p.room(ctx); err != nil {
+			return err
+		}
+		page, seen, seqLast, err := p.fetch(ctx, p.read, limit, p.seqBefore)
+		if err != nil {
+			return err
+		}
+		crashpoint.Here(crashpoint.RelayRead)
+		end := p.read.next(page, seen)
+		if !page.full {
+			end.floor = p.mark.advance(end.from, end.floor)
+		}
+		if len(page.rows) > 0 {
+			if !p.lease.held() {
+				return errLeaseLost
+			}
+			if err := p.produce(ctx, page, end); err != nil {
+				return err
+			}
+		} else if end.floor > p.read.floor {
+			p.enqueue(&batch{end: end})
+		}
+		p.read, p.seqBefore = end, seqLast
+		limit = nextLimit(limit, page, p.cfg)
+		switch {
+		case page.full:
+			continue
+		case len(page.rows) > 0:
+			idle = p.cfg.PollMin
+		case once:
+			return nil
+		default:
+			idle = min(2*idle, p.cfg.PollMax)
+		}
+		pause(ctx, idle)
+	}
+	return nil
+}
+
+// nextLimit lets pages grow to PageRowsMax while their rows are small, so that a page of large rows
+// takes no more memory than a page of small ones.
+func nextLimit(limit int, p *page, cfg Config) int {
+	if len(p.rows) == 0 {
+		return limit
+	}
+	fit := cfg.InFlightBytesMax / 4 / max(1, p.bytes/len(p.rows))
+	return max(1, min(4*limit, fit, cfg.PageRowsMax))
+}
+
+// produce hands a page to the client. Rows that Kafka cannot take leave the stream here.
+func (p *publisher) produce(ctx context.Context, page *page, end cursor) error {
+	sorted, err := p.sort(ctx, page.rows)
+	if err != nil {
+		return err
+	}
+	b := &batch{rows: sorted.rows, records: sorted.records, bytes: page.bytes, end: end}
+	if !p.anySuspect(b.rows) && len(sorted.dead) == 0 {
+		p.send(ctx, b)
+		return nil
+	}
+	// Progress must not pass a dead row before it is buried: everything before it is settled first.
+	b.end = cursor{}
+	if p.anySuspect(b.rows) {
+		if err := p.sendSuspects(ctx, sorted); err != nil {
+			return err
+		}
+	} else {
+		p.send(ctx, b)
+	}
+	if err := p.settled(ctx); err != nil {
+		return err
+	}
+	return p.bury(ctx, sorted.dead, end)
+}
+
+// send produces records in order.
+func (p *publisher) send(ctx context.Context, b *batch) {
+	b.pending = len(b.records)
+	p.enqueue(b)
+	promise := func(record *kgo.Record, err error) { p.settle(b, record, err) }
+	// Not cancelled with ctx: a cancelled record would leave a hole in front of those behind it. What is
+	// not acknowledged when the relay gives up is dropped with the client.
+	ctx = context.WithoutCancel(ctx)
+	for _, record := range b.records {
+		p.client.Produce(ctx, record, promise)
+	}
+	crashpoint.Here(crashpoint.RelayProduced)
+}
+
+// settle is called for each record when the brokers have answered.
+func (p *publisher) settle(b *batch, record *kgo.Record, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err != nil {
+		if refused(err) {
+			p.suspect(b.rows[slices.Index(b.records, record)].seq)
+		}
+		if p.failure == nil {
+			p.failure = fmt.Errorf("produce to topic %q: %w", record.Topic, err)
+			p.notify()
+		}
+	}
+	b.pending--
+	if b.pending == 0 {
+		p.advance()
+	}
+}
+
+// enqueue puts a batch behind those in flight. One without records (an empty page that moved the
+// floor) is acknowledged as soon as those before it are.
+func (p *publisher) enqueue(b *batch) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.batches = append(p.batches, b)
+	p.bytes += b.bytes
+	if b.pending == 0 {
+		p.advance()
+	}
+}
+
+// advance takes acknowledged batches off the front. After a failure nothing counts as acknowledged any
+// more: the rows are read again from the stored progress.
+func (p *publisher) advance() {
+	for len(p.batches) > 0 && p.batches[0].pending == 0 && p.failure == nil {
+		b := p.batches[0]
+		p.batches = p.batches[1:]
+		p.bytes -= b.bytes
+		p.ackedRows += int64(len(b.rows))
+		if b.end.from != nil {
+			end := b.end
+			p.acked = &end
+		}
+		p.notify()
+	}
+}
+
+func (p *publisher) notify() {
+	close(p.changed)
+	p.changed = make(chan struct{})
+}
+
+// state reads what waiters wait for.
+func (p *publisher) state() (inFlight, bytes int, failure error, changed <-chan struct{}) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.batches), p.bytes, p.failure, p.changed
+}
+
+// room waits until less than the limit is in flight, and reports a failed record.
+func (p *publisher) room(ctx context.Context) error {
+	for {
+		_, bytes, failure, changed := p.state()
+		if failure != nil {
+			return failure
+		}
+		if bytes < p.cfg.InFlightBytesMax {
+			return nil
+		}
+		if err := p.wait(ctx, changed); err != nil {
+			return err
+		}
+	}
+}
+
+// settled waits until nothing is in flight.
+func (p *publisher) settled(ctx context.Context) error {
+	for {
+		inFlight, _, failure, changed := p.state()
+		if failure != nil || inFlight == 0 {
+			return failure
+		}
+		if err := p.wait(ctx, changed); err != nil {
+			return fmt.Errorf("%d pages are not acknowledged; they are published again: %w", inFlight, err)
+		}
+	}
+}
+
+// complaintEvery is how often a relay that waits for brokers says so.
+const complaintEvery = 10 * time.Second
+
+func (p *publisher) wait(ctx context.Context, changed <-chan struct{}) error {
+	timer := time.NewTicker(complaintEvery)
+	defer timer.Stop()
+	for {
+		select {
+		case <-changed:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-timer.C:
+			p.cfg.Logger.WarnContext(ctx, "waiting for Kafka to acknowledge; nothing is lost, rows wait in the outbox", "relay", p.cfg.Name)
+		}
+	}
+}

@@ -1,0 +1,138 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// shardAll is the only shard for now: every row is in it.
+const shardAll int16 = 0
+
+// Relay publishes outbox rows to Kafka.
+type Relay struct {
+	pool  *pgxpool.Pool
+	kafka []kgo.Opt
+	cfg   Config
+	sql   queries
+
+	suspects suspects
+}
+
+// ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
+// order of the primary, and progress could not be stored. Nothing was published. Remedy: connect to the primary.
+var ErrNotPrimary = errors.New("the database is a standby: connect the relay to the primary")
+
+// errLeaseLost ends the work of this replica until it gets the lease again.
+var errLeaseLost = errors.New("lease lost: another replica publishes")
+
+// execer is what statements outside a transaction need: a pool or a connection.
+type execer interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+// New returns a relay, or all problems of its configuration at once. It opens no connection. The pool
+// is borrowed; four connections are enough. kafka says how to reach the brokers (seeds, TLS, SASL,
+// compression); acks=all and idempotent production are set by the relay and cannot be weakened.
+func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
+	cfg, err := cfg.withDefaults()
+	if pool == nil {
+		err = errors.Join(err, errors.New("pool is nil: want a pool of the primary"))
+	}
+	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema)}
+	client, clientErr := r.newClient(nil)
+	if clientErr != nil {
+		return nil, errors.Join(err, clientErr)
+	}
+	client.Close()
+	if err != nil {
+		return nil, err
+	}
+	return r, nil
+}
+
+// Run publishes until ctx is cancelled. It waits for the lease, and it survives the loss of the
+// database, of the brokers and of the lease: it logs, waits and goes on. When ctx ends it stops reading,
+// waits at most DrainMax for what is with the brokers, stores progress, gives the lease back and
+// returns nil. It returns an error at once for what waiting cannot mend: a schema that does not fit, a
+// standby.
+func (r *Relay) Run(ctx context.Context) error {
+	if err := migrations.Check(ctx, r.pool, migrations.Options{Schema: r.cfg.Schema}); err != nil {
+		return stopped(ctx, err)
+	}
+	var primary bool
+	if err := r.pool.QueryRow(ctx, primarySQL).Scan(&primary); err != nil {
+		return stopped(ctx, fmt.Errorf("ask whether the database is a primary: %w", err))
+	}
+	if !primary {
+		return ErrNotPrimary
+	}
+	trouble := 0
+	for ctx.Err() == nil {
+		err := r.serve(ctx)
+		if err == nil {
+			trouble = 0
+			continue
+		}
+		trouble++
+		wait := backoff(trouble)
+		r.cfg.Logger.WarnContext(ctx, "relay interrupted; it goes on from its stored progress",
+			"relay", r.cfg.Name, "error", err, "retry_in", wait)
+		pause(ctx, wait)
+	}
+	return nil
+}
+
+// Drain publishes until nothing waits and returns how many rows that were: the single-step form of Run
+// for tests and cron jobs. It returns an error if another replica holds the lease.
+func (r *Relay) Drain(ctx context.Context) (int64, error) {
+	lease, err := r.acquire(ctx)
+	if err != nil {
+		return 0, err
+	}
+	if lease == nil {
+		return 0, errLeaseLost
+	}
+	return r.publish(ctx, lease, true)
+}
+
+// serve waits for the lease and publishes under it.
+func (r *Relay) serve(ctx context.Context) error {
+	lease, err := r.acquire(ctx)
+	if err != nil {
+		return err
+	}
+	if lease == nil {
+		// A third of the lease: a dead holder is replaced soon after its lease ran out. The jitter
+		// keeps replicas from asking in step.
+		pause(ctx, r.cfg.Lease/6+rand.N(r.cfg.Lease/6)) //nolint:gosec // jitter needs no secret
+		return nil
+	}
+	r.cfg.Logger.InfoContext(ctx, "relay took the lease", "relay", r.cfg.Name, "owner", r.cfg.Owner, "epoch", lease.epoch)
+	_, err = r.publish(ctx, lease, false)
+	return err
+}
+
+// backoff grows from 100 ms to 5 s, with full jitter.
+func backoff(attempt int) time.Duration {
+	ceiling := min(100*time.Millisecond<<min(attempt, 10), 5*time.Second)
+	return 50*time.Millisecond + rand.N(ceiling) //nolint:gosec // jitter needs no secret
+}
+
+func stopped(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil //nolint:nilerr // a clean stop before the start was done
+	}
+	return err
+}

@@ -1,0 +1,135 @@
+package relay
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// tick is a snapshot that bounds a batch.
+type tick struct {
+	id       int64 // in outbox_ticks; 0: not stored yet (the beginning, tick 0, is known as stored)
+	stored   bool
+	snapshot string // xmin:xmax:xip,…  as PostgreSQL writes it
+	// seqLast was read before the snapshot was taken. A row gets its transaction id before its seq, so
+	// every row up to it belongs to a transaction that the snapshot knows: as done, or in xip.
+	seqLast int64
+	// The snapshot's parts. xip stays text: it only travels back.
+	xmin, xmax uint64
+	xip        []string
+}
+
+func newTick(snapshot string, seqLast int64) (*tick, error) {
+	parts := strings.SplitN(snapshot, ":", 3)
+	t := &tick{snapshot: snapshot, seqLast: seqLast}
+	if len(parts) != 3 {
+		return nil, fmt.Errorf("snapshot %q: want xmin:xmax:xip", snapshot)
+	}
+	if _, err := fmt.Sscan(parts[0], &t.xmin); err != nil {
+		return nil, fmt.Errorf("snapshot %q: xmin: %w", snapshot, err)
+	}
+	if _, err := fmt.Sscan(parts[1], &t.xmax); err != nil {
+		return nil, fmt.Errorf("snapshot %q: xmax: %w", snapshot, err)
+	}
+	t.xip = []string{}
+	if parts[2] != "" {
+		t.xip = strings.Split(parts[2], ",")
+	}
+	return t, nil
+}
+
+func (r *Relay) loadTick(ctx context.Context, db execer, id int64) (*tick, error) {
+	var snapshot string
+	var seqLast int64
+	if err := db.QueryRow(ctx, r.sql.loadTick, id).Scan(&snapshot, &seqLast); err != nil {
+		return nil, fmt.Errorf("load tick %d: %w", id, err)
+	}
+	t, err := newTick(snapshot, seqLast)
+	if err != nil {
+		return nil, err
+	}
+	t.id, t.stored = id, true
+	return t, nil
+}
+
+// store makes sure that a tick has a number. A tick that no progress refers to does no harm.
+func (r *Relay) store(ctx context.Context, db execer, t *tick) error {
+	if t == nil || t.stored {
+		return nil
+	}
+	if err := db.QueryRow(ctx, r.sql.storeTick, t.snapshot, t.seqLast).Scan(&t.id); err != nil {
+		return fmt.Errorf("store tick: %w", err)
+	}
+	t.stored = true
+	return nil
+}
+
+// cursor is a place in the stream of rows: everything visible in from is behind it and, while a batch
+// takes several pages (to is set), also what is visible in to up to seq.
+type cursor struct {
+	from *tick
+	to   *tick
+	seq  int64
+	// floor: everything that can ever appear up to this seq is behind the cursor.
+	floor int64
+}
+
+// next returns the cursor behind a page that was read at c. A page that was full leaves the rest of its
+// batch; seen is the tick that the statement brought along.
+func (c cursor) next(p *page, seen *tick) cursor {
+	if p.full {
+		to := c.to
+		if to == nil {
+			to = seen
+		}
+		return cursor{from: c.from, to: to, seq: p.rows[len(p.rows)-1].seq, floor: c.floor}
+	}
+	end := c.to
+	if end == nil {
+		end = seen
+	}
+	return cursor{from: end, floor: c.floor}
+}
+
+// floorMark remembers a tick until every transaction that it knew as open has ended. Then everything up
+// to the tick's seqLast that will ever be visible is visible.
+type floorMark struct {
+	xmax    uint64
+	seqLast int64
+}
+
+// advance is called with each tick whose batch is complete and returns the floor that it allows.
+func (m *floorMark) advance(t *tick, floor int64) int64 {
+	if t.xmin < m.xmax {
+		return floor
+	}
+	floor = max(floor, m.seqLast)
+	*m = floorMark{xmax: t.xmax, seqLast: t.seqLast}
+	return floor
+}
+
+// fetch reads the page behind a cursor. seqBefore is the last seq that an earlier statement saw: it
+// becomes the seqLast of the tick that this statement brings along.
+func (r *Relay) fetch(ctx context.Context, c cursor, limit int, seqBefore int64) (*page, *tick, int64, error) {
+	after := max(c.seq, c.floor)
+	var upTo *string
+	if c.to != nil {
+		upTo = &c.to.snapshot
+	}
+	// CacheDescribe: planned with its parameters each time (a generic plan cannot know that the cursor
+	// is near the end of a large table), in one round trip, and without a named statement, so that it
+	// works behind a transaction pooler.
+	rows, err := r.pool.Query(ctx, r.sql.fetch, pgx.QueryExecModeCacheDescribe,
+		max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo)
+	if err != nil {
+		return nil, nil, 0, fmt.Errorf("read outbox: %w", err)
+	}
+	p, snapshot, seqLast, err := readPage(rows, limit, r.cfg.InFlightBytesMax/4)
+	if err != nil {
+		return nil, nil, 0, fmt.Errorf("read outbox: %w", err)
+	}
+	seen, err := newTick(snapshot, seqBefore)
+	return p, seen, seqLast, err
+}

@@ -66,13 +66,16 @@ func (c *Consumer) Run(ctx context.Context) error {
 		}
 		return err
 	}
-	trouble := 0
-	for {
-		err := newSession(c).run(ctx)
-		if ctx.Err() != nil {
-			return nil
-		}
-		trouble++
+	for trouble := 1; ctx.Err() == nil; trouble++ {
+		c.join(ctx, trouble)
+	}
+	return nil
+}
+
+// join is one membership in the group. One that ends before ctx does is followed by another.
+func (c *Consumer) join(ctx context.Context, trouble int) {
+	err := newSession(c).run(ctx)
+	if ctx.Err() == nil {
 		wait := c.backoff(trouble)
 		c.cfg.Logger.WarnContext(ctx, "joining the group anew", "group", c.cfg.Group, "error", err, "retry_in", wait)
 		pause(ctx, wait)
@@ -113,14 +116,12 @@ func (e *engine) backoff(attempt int) time.Duration {
 	return e.cfg.RetryMin/2 + rand.N(ceiling) //nolint:gosec // jitter needs no secret
 }
 
-// pause waits or returns false when ctx ends first.
-func pause(ctx context.Context, d time.Duration) bool {
+// pause waits, unless ctx ends first.
+func pause(ctx context.Context, d time.Duration) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
 	case <-ctx.Done():
-		return false
 	case <-timer.C:
-		return true
 	}
 }

@@ -71,13 +71,13 @@ func (c Config) withDefaults() (Config, error) {
 	c.Schema = schema
 	c.Name = cmp.Or(c.Name, "default")
 	if len(c.Name) > 255 {
-		problems = append(problems, fmt.Errorf("Name has %d bytes: want 1 to 255", len(c.Name)))
+		problems = append(problems, fmt.Errorf("%s has %d bytes: want 1 to 255", "Name", len(c.Name)))
 	}
 	if c.Owner == "" {
 		c.Owner = defaultOwner()
 	}
 	if len(c.Owner) > 255 {
-		problems = append(problems, fmt.Errorf("Owner has %d bytes: want 1 to 255", len(c.Owner)))
+		problems = append(problems, fmt.Errorf("%s has %d bytes: want 1 to 255", "Owner", len(c.Owner)))
 	}
 	for _, b := range []bound{
 		{"Lease", &c.Lease, 10 * time.Second, time.Second, 10 * time.Minute},

@@ -15,6 +15,8 @@ import (
 type lease struct {
 	epoch  int64
 	cursor cursor
+	// seq was the last one given out before the statement that took the lease: see publisher.seqSafe.
+	seq int64
 	// trusted is when this process stops believing in its lease, by its own monotonic clock: counted
 	// from before the statement that took or renewed it, and a tenth early, so it ends before the
 	// database's does. A process that was frozen finds it over when it wakes.
@@ -35,8 +37,11 @@ func (r *Relay) acquire(ctx context.Context) (*lease, error) {
 		// Some hosted databases do not show it; then a move to another cluster cannot be noticed.
 		r.cfg.Logger.WarnContext(ctx, "system identifier unknown: a restore into another cluster will not be noticed", "error", err)
 	}
-	asked := time.Now()
 	l := &lease{}
+	if err := r.pool.QueryRow(ctx, r.sql.seq).Scan(&l.seq); err != nil {
+		return nil, fmt.Errorf("read the outbox's sequence: %w", err)
+	}
+	asked := time.Now()
 	var from int64
 	var to, known *int64
 	err := r.pool.QueryRow(ctx, r.sql.acquire, r.cfg.Name, shardAll, r.cfg.Owner, r.cfg.Lease, system).
@@ -81,17 +86,17 @@ func (r *Relay) keepLease(ctx context.Context, l *lease) error {
 		tag, err := r.pool.Exec(attempt, r.sql.renew, r.cfg.Name, shardAll, l.epoch, r.cfg.Lease)
 		cancel()
 		switch {
-		case ctx.Err() != nil:
-			return nil
-		case err == nil && tag.RowsAffected() == 0:
+		case err != nil:
+			if ctx.Err() == nil {
+				r.cfg.Logger.WarnContext(ctx, "lease could not be renewed", "relay", r.cfg.Name, "error", err)
+			}
+		case tag.RowsAffected() == 0:
 			return errLeaseLost
-		case err == nil:
+		default:
 			l.trust(asked, r.cfg.Lease)
 			if _, err := r.pool.Exec(ctx, r.sql.prune); err != nil && ctx.Err() == nil {
 				r.cfg.Logger.WarnContext(ctx, "old ticks could not be removed", "error", err)
 			}
-		default:
-			r.cfg.Logger.WarnContext(ctx, "lease could not be renewed", "relay", r.cfg.Name, "error", err)
 		}
 	}
 }

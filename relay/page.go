@@ -2,7 +2,7 @@ package relay
 
 import (
 	"encoding/binary"
-	"fmt"
+	"errors"
 	"time"
 
 	"github.com/google/uuid"
@@ -34,6 +34,9 @@ type page struct {
 	bytes int
 	// full: the batch may have more rows behind these.
 	full bool
+	// What the statement saw: its snapshot, and the last seq that was given out.
+	snapshot string
+	seqLast  int64
 }
 
 // postgresEpoch is the zero of binary timestamps, in Unix microseconds.
@@ -42,17 +45,17 @@ const postgresEpoch = 946684800 * 1_000_000
 // readPage takes rows out of a result set until bytesMax is passed, so that a page of huge rows does
 // not fill the memory; the rest of the result is read and dropped, and comes again with the next page.
 // Values are read in their binary form: a Scan by reflection costs more than everything else here.
-func readPage(rows pgx.Rows, limit, bytesMax int) (p *page, snapshot string, seqLast int64, err error) {
+func readPage(rows pgx.Rows, limit, bytesMax int) (*page, error) {
 	defer rows.Close()
-	p = &page{}
+	p := &page{}
 	var arena []byte
 	topics := map[string]string{}
 	count := 0
 	for rows.Next() {
 		v := rows.RawValues()
-		if snapshot == "" {
-			snapshot = string(v[0])
-			seqLast = int64(binary.BigEndian.Uint64(v[1]))
+		if p.snapshot == "" {
+			p.snapshot = string(v[0])
+			p.seqLast = int64(binary.BigEndian.Uint64(v[1]))
 		}
 		if v[2] == nil { // the outer join's empty row: nothing became visible
 			break
@@ -81,13 +84,13 @@ func readPage(rows pgx.Rows, limit, bytesMax int) (p *page, snapshot string, seq
 	}
 	rows.Close()
 	if err := rows.Err(); err != nil {
-		return nil, "", 0, err
+		return nil, err
 	}
-	if snapshot == "" {
-		return nil, "", 0, fmt.Errorf("the statement brought no snapshot")
+	if p.snapshot == "" {
+		return nil, errors.New("the statement brought no snapshot")
 	}
 	p.full = p.full || count == limit
-	return p, snapshot, seqLast, nil
+	return p, nil
 }
 
 // keep copies a value into the arena and keeps the difference between NULL and empty.

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
@@ -17,19 +19,13 @@ func (p *publisher) storeProgress(ctx context.Context) error {
 		if !pause(ctx, p.cfg.ProgressEvery) {
 			return p.storeAcked(ctx)
 		}
-		if _, _, _, changed := p.state(); !p.hasAcked() {
+		if f := p.inFlight(); !f.acked {
 			select {
-			case <-changed:
+			case <-f.changed:
 			case <-ctx.Done():
 			}
 		}
 	}
-}
-
-func (p *publisher) hasAcked() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.acked != nil
 }
 
 func (p *publisher) takeAcked() (*cursor, int64) {
@@ -68,6 +64,7 @@ func (p *publisher) count(rows int64) {
 
 // storeCursor writes progress under the lease's epoch.
 func (p *publisher) storeCursor(ctx context.Context, db execer, end cursor, rows int64) error {
+	seq := p.seqRead.Load()
 	if err := p.store(ctx, db, end.from); err != nil {
 		return err
 	}
@@ -84,6 +81,9 @@ func (p *publisher) storeCursor(ctx context.Context, db execer, end cursor, rows
 	}
 	if tag.RowsAffected() == 0 {
 		return errLeaseLost
+	}
+	if _, inside := db.(pgx.Tx); !inside { // there it is not committed yet
+		p.seqSafe.Store(seq)
 	}
 	return nil
 }

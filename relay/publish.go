@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -22,11 +23,16 @@ type publisher struct {
 	client *kgo.Client
 	topics *topics
 
-	read      cursor    // what the next page starts behind
-	seqBefore int64     // last seq that an earlier statement saw
-	mark      floorMark // when the floor may move
-	deadExist bool      // outbox_dead may have rows of this relay
-	looked    time.Time // when dead rows were looked at last
+	read cursor // what the next page starts behind
+	// seqRead is the last seq that was given out when the last statement ran. seqSafe is what it was before
+	// progress was stored, or the lease taken, last. A row has its transaction id before its seq, and storing progress took a
+	// later transaction id and has committed, so every snapshot from then on has an xmax above the ids of
+	// all rows up to seqSafe. (The snapshot alone does not tell: its xmax is not the next id, but the
+	// one after the last that has ended; transactions that run beyond it are not in xip.)
+	seqRead, seqSafe atomic.Int64
+	mark             floorMark // when the floor may move
+	deadExist        bool      // outbox_dead may have rows of this relay
+	looked           time.Time // when dead rows were looked at last
 
 	mu        sync.Mutex
 	changed   chan struct{} // closed and replaced at every change of what is below
@@ -55,8 +61,11 @@ type batch struct {
 func (r *Relay) publish(ctx context.Context, l *lease, once bool) (int64, error) {
 	p := &publisher{
 		Relay: r, lease: l, topics: newTopics(),
-		read: l.cursor, seqBefore: l.cursor.from.seqLast, changed: make(chan struct{}),
+		read: l.cursor, changed: make(chan struct{}),
+		mark: floorMark{xmax: l.cursor.from.xmax, seqLast: l.cursor.from.seqLast},
 	}
+	p.seqSafe.Store(l.seq)
+	p.seqRead.Store(l.seq)
 	client, err := r.newClient(p.topics)
 	if err != nil {
 		return 0, err
@@ -110,7 +119,7 @@ func (p *publisher) loop(ctx context.Context, once bool) error {
 		if err := p.room(ctx); err != nil {
 			return err
 		}
-		page, seen, seqLast, err := p.fetch(ctx, p.read, limit, p.seqBefore)
+		page, seen, err := p.fetch(ctx, p.read, limit, p.seqSafe.Load())
 		if err != nil {
 			return err
 		}
@@ -129,7 +138,8 @@ func (p *publisher) loop(ctx context.Context, once bool) error {
 		} else if end.floor > p.read.floor {
 			p.enqueue(&batch{end: end})
 		}
-		p.read, p.seqBefore = end, seqLast
+		p.read = end
+		p.seqRead.Store(page.seqLast)
 		limit = nextLimit(limit, page, p.cfg)
 		switch {
 		case page.full:
@@ -248,24 +258,28 @@ func (p *publisher) notify() {
 	p.changed = make(chan struct{})
 }
 
-// state reads what waiters wait for.
-func (p *publisher) state() (inFlight, bytes int, failure error, changed <-chan struct{}) {
+// flight is what waiters wait for; changed is closed when it is out of date.
+type flight struct {
+	pages, bytes int
+	failure      error
+	acked        bool
+	changed      <-chan struct{}
+}
+
+func (p *publisher) inFlight() flight {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return len(p.batches), p.bytes, p.failure, p.changed
+	return flight{pages: len(p.batches), bytes: p.bytes, failure: p.failure, acked: p.acked != nil, changed: p.changed}
 }
 
 // room waits until less than the limit is in flight, and reports a failed record.
 func (p *publisher) room(ctx context.Context) error {
 	for {
-		_, bytes, failure, changed := p.state()
-		if failure != nil {
-			return failure
+		f := p.inFlight()
+		if f.failure != nil || f.bytes < p.cfg.InFlightBytesMax {
+			return f.failure
 		}
-		if bytes < p.cfg.InFlightBytesMax {
-			return nil
-		}
-		if err := p.wait(ctx, changed); err != nil {
+		if err := p.wait(ctx, f.changed); err != nil {
 			return err
 		}
 	}
@@ -274,12 +288,12 @@ func (p *publisher) room(ctx context.Context) error {
 // settled waits until nothing is in flight.
 func (p *publisher) settled(ctx context.Context) error {
 	for {
-		inFlight, _, failure, changed := p.state()
-		if failure != nil || inFlight == 0 {
-			return failure
+		f := p.inFlight()
+		if f.failure != nil || f.pages == 0 {
+			return f.failure
 		}
-		if err := p.wait(ctx, changed); err != nil {
-			return fmt.Errorf("%d pages are not acknowledged; they are published again: %w", inFlight, err)
+		if err := p.wait(ctx, f.changed); err != nil {
+			return fmt.Errorf("%d pages are not acknowledged; they are published again: %w", f.pages, err)
 		}
 	}
 }

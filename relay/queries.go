@@ -25,6 +25,9 @@ WHERE relay = $1 AND shard = $2 AND epoch = $3`
 const systemSQL = `-- relay.system
 SELECT system_identifier FROM pg_control_system()`
 
+const seqSQL = `-- relay.seq
+SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq`
+
 const primarySQL = `-- relay.primary
 SELECT NOT pg_is_in_recovery()`
 
@@ -38,7 +41,7 @@ SELECT NOT pg_is_in_recovery()`
 //
 // $6 is the later tick while a batch takes several pages, so that each page reads the same batch; null
 // reads up to now, and the statement's own snapshot, which comes back with the rows, becomes the tick.
-// The sequence is read after the snapshot was taken: it bounds the next tick's rows, not this one's.
+// The sequence is read after the snapshot was taken: what it says counts for later ticks (publisher.seqSafe).
 //
 // Casts get new names: under the old name a cast would be what ORDER BY sees.
 const fetchSQL = `-- relay.fetch
@@ -144,14 +147,14 @@ FROM unnest($2::bigint[], $3::text[], $4::text[]) AS f (seq, reason, error)
 WHERE d.relay = $1 AND d.seq = f.seq`
 
 type queries struct {
-	acquire, renew, release, fetch, loadTick, storeTick, advance, prune, restamp, rebase string
-	deadExist, held, bury, missingTopics, retryTopic, releasable, exhume, holdAgain      string
+	seq, acquire, renew, release, fetch, loadTick, storeTick, advance, prune, restamp, rebase string
+	deadExist, held, bury, missingTopics, retryTopic, releasable, exhume, holdAgain           string
 }
 
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
-		acquire: in(acquireSQL), renew: in(renewSQL), release: in(releaseSQL), fetch: in(fetchSQL),
+		seq: in(seqSQL), acquire: in(acquireSQL), renew: in(renewSQL), release: in(releaseSQL), fetch: in(fetchSQL),
 		loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), prune: in(pruneSQL),
 		restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
 		bury: in(burySQL), missingTopics: in(missingTopicsSQL), retryTopic: in(retryTopicSQL),

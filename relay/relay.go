@@ -32,6 +32,10 @@ type Relay struct {
 // order of the primary, and progress could not be stored. Nothing was published. Remedy: connect to the primary.
 var ErrNotPrimary = errors.New("the database is a standby: connect the relay to the primary")
 
+// ErrLeaseHeld is returned by Drain while another replica publishes. Nothing was published. It is safe to
+// try again.
+var ErrLeaseHeld = errors.New("another replica holds the relay's lease")
+
 // errLeaseLost ends the work of this replica until it gets the lease again.
 var errLeaseLost = errors.New("lease lost: another replica publishes")
 
@@ -102,7 +106,7 @@ func (r *Relay) Drain(ctx context.Context) (int64, error) {
 		return 0, err
 	}
 	if lease == nil {
-		return 0, errLeaseLost
+		return 0, ErrLeaseHeld
 	}
 	return r.publish(ctx, lease, true)
 }

@@ -13,8 +13,8 @@ type tick struct {
 	id       int64 // in outbox_ticks; 0: not stored yet (the beginning, tick 0, is known as stored)
 	stored   bool
 	snapshot string // xmin:xmax:xip,…  as PostgreSQL writes it
-	// seqLast was read before the snapshot was taken. A row gets its transaction id before its seq, so
-	// every row up to it belongs to a transaction that the snapshot knows: as done, or in xip.
+	// seqLast divides the rows: every row up to it has a transaction id below the snapshot's xmax, so its
+	// transaction is done in the snapshot, or in xip. See publisher.seqSafe for how it is known.
 	seqLast int64
 	// The snapshot's parts. xip stays text: it only travels back.
 	xmin, xmax uint64
@@ -110,9 +110,8 @@ func (m *floorMark) advance(t *tick, floor int64) int64 {
 	return floor
 }
 
-// fetch reads the page behind a cursor. seqBefore is the last seq that an earlier statement saw: it
-// becomes the seqLast of the tick that this statement brings along.
-func (r *Relay) fetch(ctx context.Context, c cursor, limit int, seqBefore int64) (*page, *tick, int64, error) {
+// fetch reads the page behind a cursor. seqSafe becomes the seqLast of the tick that the statement brings along.
+func (r *Relay) fetch(ctx context.Context, c cursor, limit int, seqSafe int64) (*page, *tick, error) {
 	after := max(c.seq, c.floor)
 	var upTo *string
 	if c.to != nil {
@@ -124,12 +123,12 @@ func (r *Relay) fetch(ctx context.Context, c cursor, limit int, seqBefore int64)
 	rows, err := r.pool.Query(ctx, r.sql.fetch, pgx.QueryExecModeCacheDescribe,
 		max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo)
 	if err != nil {
-		return nil, nil, 0, fmt.Errorf("read outbox: %w", err)
+		return nil, nil, fmt.Errorf("read outbox: %w", err)
 	}
-	p, snapshot, seqLast, err := readPage(rows, limit, r.cfg.InFlightBytesMax/4)
+	p, err := readPage(rows, limit, r.cfg.InFlightBytesMax/4)
 	if err != nil {
-		return nil, nil, 0, fmt.Errorf("read outbox: %w", err)
+		return nil, nil, fmt.Errorf("read outbox: %w", err)
 	}
-	seen, err := newTick(snapshot, seqBefore)
-	return p, seen, seqLast, err
+	seen, err := newTick(p.snapshot, seqSafe)
+	return p, seen, err
 }

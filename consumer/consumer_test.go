@@ -1,0 +1,395 @@
+package consumer_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/outbox"
+)
+
+// Property: a message that a producer sent twice, or that stands twice in one batch, has one effect; the
+// first occurrence counts. Rows C22, C26.
+func TestDuplicatesOfTheProducerHaveOneEffect(t *testing.T) {
+	t.Parallel()
+	for name, handler := range map[string]consumer.Handler{
+		"each": consumer.Each(effect),
+		"queued": consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
+			q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
+			return nil
+		}),
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produceAs("order-1", "first")
+			h.produceAs("order-1", "again")
+			h.produceAs("order-2", "other")
+			stop := h.run(handler, nil)
+			h.waitEffects(2)
+			h.produceAs("order-1", "much later")
+			h.wait("position", func() bool { return h.position() == 4 })
+			require.NoError(t, stop())
+			require.Equal(t, []string{"first", "other"}, h.values())
+		})
+	}
+}
+
+// Property: the offset that Kafka knows is never ahead of the position that is committed with the effects,
+// and a clean stop leaves nothing to be redelivered. Rows C1, C42.
+func TestKafkaOffsetFollowsTheCommit(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	for i := range 30 {
+		h.produceAs(fmt.Sprint(i), fmt.Sprint(i))
+	}
+	var fail atomic.Bool
+	fail.Store(true)
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if fail.Load() && string(msg.Value) == "20" {
+			return errors.New("not yet")
+		}
+		return effect(ctx, tx, msg)
+	}), nil)
+	h.waitEffects(20)
+	h.wait("complaint", func() bool { return strings.Contains(h.log.String(), "blocks its partition") })
+	require.NoError(t, stop())
+	require.Equal(t, 20, h.position())
+	require.Equal(t, 20, committed(t, h.topic))
+	require.Contains(t, h.log.String(), "offset=20")
+
+	fail.Store(false)
+	var duplicates atomic.Int64
+	stop = h.run(consumer.Each(effect), func(c *consumer.Config) {
+		c.Hooks.Processed = func(_ string, _, again int) { duplicates.Add(int64(again)) }
+	})
+	h.waitEffects(30)
+	require.NoError(t, stop())
+	require.Zero(t, duplicates.Load(), "redelivered after a clean stop")
+	require.Equal(t, 30, committed(t, h.topic))
+}
+
+func committed(t *testing.T, group string) int {
+	t.Helper()
+	offsets, err := kadm.NewClient(kafkatest.Client(t)).FetchOffsets(t.Context(), group)
+	require.NoError(t, err)
+	at, ok := offsets.Lookup(group, 0)
+	if !ok {
+		return -1
+	}
+	return int(at.At)
+}
+
+// Property: where Kafka's offset is ahead of the database (a failover lost the last commits), the database
+// decides, and the lost effects are made up for. Row C32.
+func TestDatabaseDecidesWhereToResume(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	for i := range 20 {
+		h.produceAs(fmt.Sprint(i), fmt.Sprint(i))
+	}
+	stop := h.run(consumer.Each(effect), nil)
+	h.waitEffects(20)
+	require.NoError(t, stop())
+	require.Equal(t, 20, committed(t, h.topic))
+	// The database as it was when twelve messages were done.
+	h.exec(`DELETE FROM effectonce.processed_messages WHERE message_id IN (SELECT message_id FROM effects WHERE n > 12)`)
+	h.exec(`DELETE FROM effects WHERE n > 12`)
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 12`)
+	stop = h.run(consumer.Each(effect), nil)
+	h.waitEffects(20)
+	require.NoError(t, stop())
+}
+
+// Property: the same while the consumer runs: the database goes back behind it, and it goes back too.
+func TestRunningConsumerFollowsTheDatabaseBack(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	for i := range 10 {
+		h.produceAs(fmt.Sprint(i), fmt.Sprint(i))
+	}
+	stop := h.run(consumer.Each(effect), nil)
+	h.waitEffects(10)
+	h.exec(`WITH lost AS (DELETE FROM effects WHERE n > 4 RETURNING message_id), unclaimed AS (
+		DELETE FROM effectonce.processed_messages WHERE message_id IN (SELECT message_id FROM lost))
+		UPDATE effectonce.consumer_positions SET next_offset = 4`)
+	h.produceAs("10", "10")
+	h.waitEffects(11)
+	require.NoError(t, stop())
+	require.Contains(t, h.log.String(), "went back")
+}
+
+// Property: what a handler leaves broken is a failure, never a silent loss: a swallowed SQL error, a panic, a
+// goroutine that ends, a COMMIT or ROLLBACK of its own, a result left open. Everything else goes on, and
+// after a mended deployment the message has its effect. Rows C19, C20.
+func TestBrokenHandlerLosesNothing(t *testing.T) {
+	t.Parallel()
+	for name, misbehave := range map[string]func(ctx context.Context, tx pgx.Tx) error{
+		"swallowed error": func(ctx context.Context, tx pgx.Tx) error {
+			_, _ = tx.Exec(ctx, `SELECT 1/0`)
+			return nil
+		},
+		"panic":            func(context.Context, pgx.Tx) error { panic("boom") },
+		"goexit":           func(context.Context, pgx.Tx) error { runtime.Goexit(); return nil },
+		"commit":           func(ctx context.Context, tx pgx.Tx) error { return tx.Commit(ctx) },
+		"ignored rollback": func(ctx context.Context, tx pgx.Tx) error { _ = tx.Rollback(ctx); return nil },
+		"commit by sql": func(ctx context.Context, tx pgx.Tx) error {
+			_, _ = tx.Exec(ctx, " ; commit")
+			return nil
+		},
+		"open result": func(ctx context.Context, tx pgx.Tx) error {
+			_, err := tx.Query(ctx, `SELECT generate_series(1, 100000)`)
+			return err
+		},
+		"error": func(context.Context, pgx.Tx) error { return errors.New("no") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			for _, v := range []string{"a", "b", "bad", "c"} {
+				h.produceAs(v, v)
+			}
+			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				if string(msg.Value) == "bad" {
+					return misbehave(ctx, tx)
+				}
+				return effect(ctx, tx, msg)
+			}), nil)
+			h.wait("two failed attempts", func() bool { return strings.Count(h.log.String(), "blocks its partition") >= 2 })
+			require.NoError(t, stop())
+			require.Equal(t, []string{"a", "b"}, h.values())
+			require.Equal(t, 2, h.position())
+
+			stop = h.run(consumer.Each(effect), nil)
+			h.waitEffects(4)
+			require.NoError(t, stop())
+			require.Equal(t, []string{"a", "b", "bad", "c"}, h.values())
+		})
+	}
+}
+
+// Property: an error that appears only at COMMIT (a deferred constraint) fails its message alone.
+func TestErrorAtCommitFindsItsMessage(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.exec(`CREATE TABLE parent (id text PRIMARY KEY)`)
+	h.exec(`CREATE TABLE child (id text REFERENCES parent DEFERRABLE INITIALLY DEFERRED)`)
+	for _, v := range []string{"a", "b", "orphan", "c"} {
+		h.produceAs(v, v)
+	}
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if string(msg.Value) == "orphan" {
+			if _, err := tx.Exec(ctx, `INSERT INTO child VALUES ('orphan')`); err != nil {
+				return err
+			}
+		}
+		return effect(ctx, tx, msg)
+	}), nil)
+	h.wait("the orphan blocks", func() bool { return strings.Contains(h.log.String(), "offset=2") && h.position() == 2 })
+	require.Equal(t, []string{"a", "b"}, h.values())
+	h.exec(`INSERT INTO parent VALUES ('orphan')`)
+	h.waitEffects(4)
+	require.NoError(t, stop())
+}
+
+// Property: what handlers publish appears with their effects, after every other statement, under IDs that
+// a re-execution gives again; what is published in a savepoint that is rolled back does not.
+func TestPublishedInHandlerIsDerivedAndLast(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	ids := h.produce("a", "b")
+	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if err := outbox.Publish(ctx, tx, outbox.Message{Topic: "next", Payload: msg.Value}, outbox.Message{Topic: "next", Payload: []byte("2")}); err != nil {
+			return err
+		}
+		err := pgx.BeginFunc(ctx, tx, func(nested pgx.Tx) error {
+			if err := outbox.Publish(ctx, nested, outbox.Message{Topic: "next", Payload: []byte("never")}); err != nil {
+				return err
+			}
+			return errors.New("undo")
+		})
+		if err == nil {
+			return errors.New("the savepoint did not roll back")
+		}
+		return effect(ctx, tx, msg)
+	})
+	stop := h.run(handler, nil)
+	h.waitEffects(2)
+	require.NoError(t, stop())
+	published := func() []string {
+		rows, err := h.pool.Query(t.Context(), `SELECT id || ' ' || convert_from(payload, 'UTF8') FROM effectonce.outbox ORDER BY seq`)
+		require.NoError(t, err)
+		found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		require.NoError(t, err)
+		return found
+	}
+	first := published()
+	require.Len(t, first, 4)
+	require.NotContains(t, strings.Join(first, " "), "never")
+	// A failover loses everything; the re-execution publishes the same IDs again.
+	h.exec(`DELETE FROM effectonce.processed_messages`)
+	h.exec(`DELETE FROM effectonce.outbox`)
+	h.exec(`DELETE FROM effects`)
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 0`)
+	stop = h.run(handler, nil)
+	h.waitEffects(2)
+	require.NoError(t, stop())
+	require.Equal(t, first, published())
+	require.NotContains(t, strings.Join(first, " "), ids[0].String())
+}
+
+// Property: IDs that no database takes as text (a megabyte, NUL, broken UTF-8), missing and empty ones do
+// not disturb anybody: each such message has its effect once, without an ID by its coordinates. Row C25.
+func TestOddIDs(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	odd := [][]byte{bytes.Repeat([]byte("x"), 900_000), {0, 1, 2}, {0xff, 0xfe}, []byte("'; DROP TABLE effects; --"), nil, {}, {}}
+	for i, id := range odd {
+		record := &kgo.Record{Value: []byte{byte('a' + i)}, Headers: []kgo.RecordHeader{{Key: "\xff", Value: []byte{0xff}}}}
+		if i != 4 {
+			record.Headers = append(record.Headers, kgo.RecordHeader{Key: "message-id", Value: id})
+		}
+		h.produceRecord(record)
+	}
+	var without atomic.Int64
+	stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
+		c.Hooks.WithoutID = func(*consumer.Message) { without.Add(1) }
+	})
+	h.waitEffects(len(odd))
+	require.NoError(t, stop())
+	require.EqualValues(t, 3, without.Load())
+	require.Equal(t, 1, strings.Count(h.log.String(), "without an ID"), "said once")
+}
+
+// Property: a message with two different IDs is not guessed at.
+func TestAmbiguousIDBlocksAndSaysSo(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceRecord(&kgo.Record{Value: []byte("x"), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("1")}, {Key: "message-id", Value: []byte("2")}}})
+	stop := h.run(consumer.Each(effect), nil)
+	h.wait("complaint", func() bool { return strings.Contains(h.log.String(), "two different values") })
+	require.NoError(t, stop())
+	require.Zero(t, h.number(`SELECT count(*) FROM effects`))
+}
+
+// Property: a body that is no JSON blocks its partition with a message that says which and why, and only
+// its partition.
+func TestBadJSONBlocksOnlyItsPartition(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 2)
+	h.produceRecord(&kgo.Record{Partition: 0, Value: []byte("{broken")})
+	h.produceRecord(&kgo.Record{Partition: 1, Value: []byte(`"fine"`)})
+	stop := h.run(consumer.JSON(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message, _ string) error {
+		return effect(ctx, tx, msg)
+	}), nil)
+	h.waitEffects(1)
+	h.wait("complaint", func() bool {
+		log := h.log.String()
+		return strings.Contains(log, "no JSON") && strings.Contains(log, "partition=0 offset=0") && strings.Contains(log, "permanent=true")
+	})
+	require.NoError(t, stop())
+	require.NotContains(t, h.log.String(), "{broken", "no payload in a log")
+}
+
+// Property: what an aborted Kafka transaction wrote has no effect. Row C38.
+func TestAbortedRecordsAreNotSeen(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	client := kafkatest.Client(t, kgo.TransactionalID(h.topic))
+	for i, commit := range []kgo.TransactionEndTry{kgo.TryAbort, kgo.TryCommit} {
+		require.NoError(t, client.BeginTransaction())
+		require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Value: []byte{byte('0' + i)}}).FirstErr())
+		require.NoError(t, client.EndTransaction(t.Context(), commit))
+	}
+	stop := h.run(consumer.Each(effect), nil)
+	h.wait("position behind the control records", func() bool { return h.number(`SELECT count(*) FROM effects`) > 0 })
+	require.NoError(t, stop())
+	require.Equal(t, []string{"1"}, h.values())
+}
+
+// Property: at every isolation level, two consumers at one message have one effect. Rows C4, C5.
+func TestIsolationLevels(t *testing.T) {
+	t.Parallel()
+	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
+		t.Run(string(level), func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			engines := []*consumer.Engine{
+				consumer.NewEngine(t, h.pool, consumer.Each(effect), consumer.Config{Group: "g", Topics: []string{h.topic}, Isolation: level}),
+				consumer.NewEngine(t, h.pool, consumer.Each(effect), consumer.Config{Group: "g", Topics: []string{h.topic}, Isolation: level}),
+			}
+			// Both believe that they hold the partition: each has a position of its own to advance, so that
+			// only the claims are left to decide (row C11).
+			done := make(chan error, 2)
+			for i, engine := range engines {
+				go func() { done <- engine.ApplyAll(t.Context(), int32(i), 0, 2000, 50) }()
+			}
+			require.NoError(t, <-done)
+			require.NoError(t, <-done)
+			require.Equal(t, 2000, h.number(`SELECT count(*) FROM effects`))
+			require.Equal(t, 2000, h.number(`SELECT count(DISTINCT message_id) FROM effects`))
+		})
+	}
+}
+
+// Property: handlers that deadlock with each other are retried until all have their effect. Row C8.
+func TestDeadlockingHandlersAreRetried(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 2)
+	h.exec(`CREATE TABLE account (id int PRIMARY KEY, balance int)`)
+	h.exec(`INSERT INTO account VALUES (0, 0), (1, 0)`)
+	for i := range 60 {
+		h.produceRecord(&kgo.Record{Partition: int32(i % 2), Value: []byte{byte('0' + i%2)}})
+	}
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		first := int(msg.Value[0] - '0')
+		for _, id := range []int{first, 1 - first} {
+			if _, err := tx.Exec(ctx, `UPDATE account SET balance = balance + 1 WHERE id = $1`, id); err != nil {
+				return err
+			}
+		}
+		return effect(ctx, tx, msg)
+	}), func(c *consumer.Config) { c.BatchMax = 5 })
+	h.waitEffects(60)
+	require.NoError(t, stop())
+	require.Equal(t, 120, h.number(`SELECT sum(balance) FROM account`))
+}
+
+// Property: settings out of bounds are all reported at once, with field, value and bound.
+func TestConfigReportsAllProblems(t *testing.T) {
+	t.Parallel()
+	_, err := consumer.New(nil, nil, nil, consumer.Config{
+		Topics: []string{"bad topic"}, BatchMax: -1, Isolation: "chaos", RetryMin: time.Minute, RetryMax: time.Second, Schema: "X",
+	})
+	require.Error(t, err)
+	for _, part := range []string{"Group", "bad topic", "BatchMax -1", "chaos", "RetryMin 1m0s", `"X"`, "pool is nil", "handler is nil"} {
+		assert.ErrorContains(t, err, part)
+	}
+}
+
+// Property: a name that belongs to another group is refused at start. Row C27.
+func TestNameOfAnotherGroupIsRefused(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Name = "billing" })
+	h.wait("registered", func() bool { return h.number(`SELECT count(*) FROM effectonce.consumers`) == 1 })
+	require.NoError(t, stop())
+	other, err := consumer.New(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, consumer.Each(effect),
+		consumer.Config{Group: "another", Topics: []string{h.topic}, Name: "billing"})
+	require.NoError(t, err)
+	require.ErrorContains(t, other.Run(t.Context()), "choose another consumer name")
+}

@@ -1,0 +1,74 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup"
+)
+
+// Engine drives batches without Kafka.
+type Engine struct {
+	c  *Consumer
+	id dedup.Consumer
+}
+
+// NewEngine makes and registers a consumer.
+func NewEngine(t *testing.T, pool *pgxpool.Pool, handler Handler, cfg Config) *Engine {
+	t.Helper()
+	c, err := New(pool, nil, handler, cfg)
+	require.NoError(t, err)
+	require.NoError(t, c.prepare(t.Context()))
+	return &Engine{c, c.ids[cfg.Topics[0]]}
+}
+
+// Hold takes a partition over.
+func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
+	held, err := e.c.hold(ctx, []hold{{topic: e.c.cfg.Topics[0], partition: number, committed: -1}})
+	if err != nil {
+		return nil, err
+	}
+	return &Position{held[0]}, nil
+}
+
+// Position is a held partition.
+type Position struct{ p *position }
+
+// Apply runs one batch: n messages whose IDs are made of numbers from first on.
+func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, error) {
+	msgs := make([]*Message, n)
+	for i := range msgs {
+		number := first + i
+		msgs[i] = &Message{
+			ID: dedup.MessageID("test", []byte{byte(number >> 16), byte(number >> 8), byte(number)}), Topic: at.p.topic,
+			Partition: at.p.partition, Offset: int64(number), Time: time.Unix(1_700_000_000, 0), Value: []byte("x"),
+		}
+	}
+	return e.c.apply(ctx, e.id, at.p, msgs)
+}
+
+// ApplyAll runs batches until all are done, as a partition does.
+func (e *Engine) ApplyAll(ctx context.Context, number int32, first, n, batch int) error {
+	at, err := e.Hold(ctx, number)
+	if err != nil {
+		return err
+	}
+	for done := 0; done < n; {
+		if _, err := e.Apply(ctx, at, first+done, min(batch, n-done)); err != nil {
+			if concurrent(err) {
+				continue
+			}
+			return err
+		}
+		done += batch
+	}
+	return nil
+}
+
+// IsFenced reports whether a batch was refused because of its position.
+func IsFenced(err error) bool { return errors.Is(err, errFenced) }

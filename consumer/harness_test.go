@@ -1,0 +1,162 @@
+package consumer_test
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// harness is a database with a table of effects that has no unique constraint (a second effect must show),
+// a topic, and a consumer of it.
+type harness struct {
+	t     *testing.T
+	pool  *pgxpool.Pool
+	topic string
+	log   *logLines
+}
+
+func newHarness(t *testing.T, partitions int) *harness {
+	t.Helper()
+	h := &harness{t: t, pool: pgtest.Pool(t), topic: kafkatest.Topic(t, partitions), log: &logLines{}}
+	h.exec(`CREATE TABLE effects (n bigint GENERATED ALWAYS AS IDENTITY, message_id uuid, value text)`)
+	return h
+}
+
+func (h *harness) exec(sql string, args ...any) {
+	h.t.Helper()
+	_, err := h.pool.Exec(h.t.Context(), sql, args...)
+	require.NoError(h.t, err)
+}
+
+func (h *harness) number(sql string, args ...any) (n int) {
+	h.t.Helper()
+	require.NoError(h.t, h.pool.QueryRow(h.t.Context(), sql, args...).Scan(&n))
+	return n
+}
+
+// produce sends one record for each value, in order, to partition 0, with a new ID in the message-id header.
+func (h *harness) produce(values ...string) []uuid.UUID {
+	h.t.Helper()
+	ids := make([]uuid.UUID, len(values))
+	for i, value := range values {
+		var err error
+		ids[i], err = uuid.NewV7()
+		require.NoError(h.t, err)
+		h.produceAs(ids[i].String(), value)
+	}
+	return ids
+}
+
+func (h *harness) produceAs(id, value string) {
+	h.t.Helper()
+	h.produceRecord(&kgo.Record{Value: []byte(value), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id)}}})
+}
+
+func (h *harness) produceRecord(record *kgo.Record) {
+	h.t.Helper()
+	record.Topic = h.topic
+	client := kafkatest.Client(h.t, kgo.RecordPartitioner(kgo.ManualPartitioner()))
+	defer client.Close()
+	require.NoError(h.t, client.ProduceSync(h.t.Context(), record).FirstErr())
+}
+
+// effect is the handler of most tests: one row for each message.
+func effect(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+	_, err := tx.Exec(ctx, `INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
+	return err
+}
+
+// run starts a consumer and returns what stops it and returns what Run returned.
+func (h *harness) run(handler consumer.Handler, change func(*consumer.Config)) (stop func() error) {
+	h.t.Helper()
+	return h.runOn(h.pool, handler, change)
+}
+
+func (h *harness) runOn(pool *pgxpool.Pool, handler consumer.Handler, change func(*consumer.Config)) (stop func() error) {
+	h.t.Helper()
+	cfg := consumer.Config{
+		Group: h.topic, Topics: []string{h.topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond,
+		Logger: slog.New(slog.NewTextHandler(h.log, nil)),
+	}
+	if change != nil {
+		change(&cfg)
+	}
+	c, err := consumer.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(h.t)...)}, handler, cfg)
+	require.NoError(h.t, err)
+	ctx, cancel := context.WithCancel(h.t.Context())
+	done := make(chan error, 1)
+	go func() { done <- c.Run(ctx) }()
+	var once sync.Once
+	var result error
+	stop = func() error {
+		once.Do(func() {
+			cancel()
+			result = <-done
+		})
+		return result
+	}
+	h.t.Cleanup(func() {
+		_ = stop()
+		if h.t.Failed() {
+			h.t.Log(h.log.String())
+		}
+	})
+	return stop
+}
+
+// wait waits for a condition, long enough for a slow machine.
+func (h *harness) wait(what string, condition func() bool) {
+	h.t.Helper()
+	require.Eventually(h.t, condition, 40*time.Second, 10*time.Millisecond, "%s", what)
+}
+
+func (h *harness) waitEffects(n int) {
+	h.t.Helper()
+	h.wait("effects", func() bool { return h.number(`SELECT count(*) FROM effects`) >= n })
+	require.Equal(h.t, n, h.number(`SELECT count(*) FROM effects`))
+}
+
+// position is the stored position of partition 0.
+func (h *harness) position() int {
+	h.t.Helper()
+	return h.number(`SELECT coalesce(max(next_offset), -1) FROM effectonce.consumer_positions WHERE topic = $1 AND partition = 0`, h.topic)
+}
+
+func (h *harness) values() []string {
+	h.t.Helper()
+	rows, err := h.pool.Query(h.t.Context(), `SELECT value FROM effects ORDER BY n`)
+	require.NoError(h.t, err)
+	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(h.t, err)
+	return found
+}
+
+type logLines struct {
+	mu   sync.Mutex
+	text []byte
+}
+
+func (l *logLines) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.text = append(l.text, p...)
+	return len(p), nil
+}
+
+func (l *logLines) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return string(l.text)
+}

@@ -1,0 +1,171 @@
+package integration_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// produced puts messages of several keys, in version order, into a topic, the share of duplicates among
+// them under the same ID at another offset, and tells the database what should come out.
+func produced(t *testing.T, pool *pgxpool.Pool, topic string, keys, versions, duplicateEvery int) {
+	t.Helper()
+	ctx := t.Context()
+	client := kafkatest.Client(t)
+	var records []*kgo.Record
+	for version := 1; version <= versions; version++ {
+		for k := range keys {
+			key := fmt.Sprintf("k%d", k)
+			body, err := json.Marshal(event{key, version})
+			require.NoError(t, err)
+			id, err := uuid.NewV7()
+			require.NoError(t, err)
+			record := func() *kgo.Record {
+				return &kgo.Record{Topic: topic, Key: []byte(key), Value: body, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id.String())}}}
+			}
+			records = append(records, record())
+			if duplicateEvery > 0 && len(records)%duplicateEvery == 0 {
+				records = append(records, record())
+			}
+		}
+	}
+	require.NoError(t, client.ProduceSync(ctx, records...).FirstErr())
+	_, err := pool.Exec(ctx, `INSERT INTO versions SELECT 'k' || n, $2 FROM generate_series(0, $1 - 1) n`, keys, versions)
+	require.NoError(t, err)
+}
+
+// handled waits until every message has its effect.
+func handled(ctx context.Context, t *testing.T, pool *pgxpool.Pool, limit time.Duration) {
+	t.Helper()
+	want := count(ctx, t, pool, `SELECT sum(version) FROM versions`)
+	eventually(t, limit, "every message has its effect", func() (bool, any) {
+		n := count(ctx, t, pool, `SELECT count(*) FROM (SELECT DISTINCT key, version FROM effects) d`)
+		return n == want, fmt.Sprintf("%d of %d", n, want)
+	})
+	requireEffects(ctx, t, pool)
+}
+
+// Property: a consumer that is killed at any point between two durable steps, and started again, has every
+// effect once and in order, also what it publishes, for each handler shape. Rows C1, C2, C3, C22.
+func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
+	t.Parallel()
+	for _, point := range []string{
+		crashpoint.ConsumerClaimed, crashpoint.ConsumerHandled, crashpoint.ConsumerCommitting,
+		crashpoint.ConsumerCommitted, crashpoint.ConsumerMarked,
+	} {
+		for _, queued := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/queued=%v", point, queued), func(t *testing.T) {
+				t.Parallel()
+				ctx := t.Context()
+				url := pgtest.Database(t)
+				pool := open(t, url)
+				createWorkload(t, pool)
+				topic, forward := kafkatest.Topic(t, 2), kafkatest.Topic(t, 1)
+				produced(t, pool, topic, 5, 60, 10)
+				c := child{
+					Role: "consumer", URL: url, Brokers: kafkatest.Brokers(t), Topic: topic, Group: topic, Forward: forward,
+					Queued: queued, BatchMax: 40, SessionTimeout: 6 * time.Second, CrashAt: point, CrashAfter: 2,
+				}
+				first := start(t, c)
+				eventually(t, 30*time.Second, "the consumer reaches its crash point", func() (bool, any) { return first.ended(), first.log })
+				require.ErrorContains(t, first.err, "killed")
+
+				c.CrashAt = ""
+				second := start(t, c)
+				handled(ctx, t, pool, 40*time.Second)
+				require.NoError(t, second.terminate())
+				// What the handler published is there once for each effect, under distinct derived IDs.
+				require.Equal(t, count(ctx, t, pool, `SELECT count(*) FROM effects`), count(ctx, t, pool, `SELECT count(DISTINCT id) FROM effectonce.outbox`))
+				require.Equal(t, count(ctx, t, pool, `SELECT count(*) FROM effects`), count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox`))
+			})
+		}
+	}
+}
+
+// Property: a consumer that freezes inside its transaction, with claims held, is replaced, and when it
+// wakes up it changes nothing: neither its effects nor its position count. Rows C9, C10.
+func TestFrozenConsumerIsReplacedAndHarmlessWhenItWakes(t *testing.T) {
+	t.Parallel()
+	for _, point := range []string{crashpoint.ConsumerClaimed, crashpoint.ConsumerHandled, crashpoint.ConsumerCommitting, crashpoint.ConsumerCommitted} {
+		t.Run(point, func(t *testing.T) {
+			t.Parallel()
+			ctx := t.Context()
+			url := pgtest.Database(t)
+			pool := open(t, url)
+			createWorkload(t, pool)
+			topic := kafkatest.Topic(t, 1)
+			produced(t, pool, topic, 3, 50, 0)
+			c := child{
+				Role: "consumer", URL: url, Brokers: kafkatest.Brokers(t), Topic: topic, Group: topic,
+				BatchMax: 20, SessionTimeout: 6 * time.Second, IdleTimeout: time.Second, FreezeAt: point,
+			}
+			zombie := start(t, c)
+			eventually(t, 30*time.Second, "the consumer freezes", func() (bool, any) { return frozen(zombie), zombie.log })
+			c.FreezeAt = ""
+			heir := start(t, c)
+			handled(ctx, t, pool, 60*time.Second)
+			zombie.signal(syscall.SIGCONT)
+			require.NoError(t, zombie.terminate())
+			require.NoError(t, heir.terminate())
+			requireEffects(ctx, t, pool)
+		})
+	}
+}
+
+// frozen tells whether a process is stopped by a signal.
+func frozen(p *process) bool {
+	state, err := processState(p.cmd.Process.Pid)
+	return err == nil && state == 'T'
+}
+
+// Property: while members come and go, are killed or stopped cleanly, every effect happens once and each
+// key's effects stay in order. Rows C12, C42.
+func TestEffectsOnceWhileTheGroupRebalances(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	url := pgtest.Database(t)
+	pool := open(t, url)
+	createWorkload(t, pool)
+	topic := kafkatest.Topic(t, 4)
+	versions, rounds := 1500, 6
+	if testing.Short() {
+		t.Log("-short: 300 versions and 2 rounds instead of 1,500 and 6")
+		versions, rounds = 300, 2
+	}
+	produced(t, pool, topic, 8, versions, 20)
+	c := child{
+		Role: "consumer", URL: url, Brokers: kafkatest.Brokers(t), Topic: topic, Group: topic,
+		BatchMax: 20, SessionTimeout: 6 * time.Second, IdleTimeout: 2 * time.Second,
+	}
+	members := []*process{start(t, c), start(t, c)}
+	for round := range rounds {
+		before := count(ctx, t, pool, `SELECT count(*) FROM effects`)
+		members = append(members, start(t, c))
+		eventually(t, 60*time.Second, "effects go on", func() (bool, any) {
+			n := count(ctx, t, pool, `SELECT count(*) FROM effects`)
+			return n > before || n == 8*versions, n
+		})
+		if round%2 == 0 {
+			members[0].kill()
+		} else {
+			require.NoError(t, members[0].terminate())
+		}
+		members = members[1:]
+	}
+	handled(ctx, t, pool, 90*time.Second)
+	for _, m := range members {
+		require.NoError(t, m.terminate())
+	}
+}

@@ -1,0 +1,234 @@
+package integration_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"log/slog"
+	"os"
+	"os/exec"
+	"os/signal"
+	"runtime"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
+)
+
+const (
+	childVariable = "EFFECTONCE_TEST_CHILD"
+	childReady    = "child hears signals"
+)
+
+// child says what a process does. It travels as JSON in the environment.
+type child struct {
+	Role    string // relay or consumer
+	URL     string
+	Brokers []string
+	Topic   string
+	Group   string
+	Forward string // consumer: publish each message to this topic, too
+	Queued  bool   // consumer: the queue shape
+
+	CrashAt    string // crash point that kills the process with SIGKILL …
+	CrashAfter int    // … when it is passed for this many-th time, counted from 0
+	FreezeAt   string // crash point that stops the process with SIGSTOP, once
+
+	Lease          time.Duration
+	SessionTimeout time.Duration
+	IdleTimeout    time.Duration
+	BatchMax       int
+}
+
+func TestMain(m *testing.M) {
+	if spec := os.Getenv(childVariable); spec != "" {
+		os.Exit(runChild(spec))
+	}
+	pgtest.Main(m)
+}
+
+func runChild(spec string) int {
+	log := slog.New(slog.NewTextHandler(os.Stderr, nil))
+	var c child
+	if err := json.Unmarshal([]byte(spec), &c); err != nil {
+		log.Error("bad role", "error", err)
+		return 2
+	}
+	c.armCrashpoints()
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
+	log.Info(childReady)
+	pool, err := pgxpool.New(ctx, c.URL)
+	if err != nil {
+		log.Error("no pool", "error", err)
+		return 2
+	}
+	defer pool.Close()
+	if err := c.run(ctx, pool, log); err != nil {
+		log.Error("ended", "role", c.Role, "error", err)
+		return 1
+	}
+	return 0
+}
+
+func (c child) armCrashpoints() {
+	var mu sync.Mutex
+	crash, freeze := c.CrashAfter, true
+	crashpoint.Arm(func(name string) {
+		mu.Lock()
+		defer mu.Unlock()
+		if name == c.CrashAt {
+			if crash == 0 {
+				_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+				select {} // not one instruction more of the product
+			}
+			crash--
+		}
+		if name == c.FreezeAt && freeze {
+			freeze = false
+			_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+		}
+	})
+}
+
+func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) error {
+	seeds := []kgo.Opt{kgo.SeedBrokers(c.Brokers...)}
+	if c.Role == "relay" {
+		r, err := relay.New(pool, seeds, relay.Config{Lease: c.Lease, Logger: log})
+		if err != nil {
+			return err
+		}
+		return r.Run(ctx)
+	}
+	handler := consumer.JSON(c.effect)
+	if c.Queued {
+		handler = consumer.Queued(c.queuedEffect)
+	}
+	seeds = append(seeds, kgo.SessionTimeout(c.SessionTimeout), kgo.HeartbeatInterval(c.SessionTimeout/5))
+	r, err := consumer.New(pool, seeds, handler, consumer.Config{
+		Group: c.Group, Topics: []string{c.Topic}, BatchMax: c.BatchMax, IdleTimeout: c.IdleTimeout,
+		RetryMin: 10 * time.Millisecond, RetryMax: 200 * time.Millisecond, Logger: log,
+	})
+	if err != nil {
+		return err
+	}
+	return r.Run(ctx)
+}
+
+// event is the payload of the tests' messages.
+type event struct {
+	Key     string
+	Version int
+}
+
+const insertEffect = `INSERT INTO effects (message_id, key, version, worker) VALUES ($1, $2, $3, $4)`
+
+func (c child) effect(ctx context.Context, tx pgx.Tx, msg *consumer.Message, e event) error {
+	if _, err := tx.Exec(ctx, insertEffect, [16]byte(msg.ID), e.Key, e.Version, os.Getpid()); err != nil {
+		return err
+	}
+	if c.Forward == "" {
+		return nil
+	}
+	return outbox.Publish(ctx, tx, outbox.Message{Topic: c.Forward, Key: msg.Key, Payload: msg.Value})
+}
+
+func (c child) queuedEffect(ctx context.Context, q *consumer.Queue, msg *consumer.Message) error {
+	var e event
+	if err := json.Unmarshal(msg.Value, &e); err != nil {
+		return consumer.Permanent(err)
+	}
+	q.Queue(insertEffect, [16]byte(msg.ID), e.Key, e.Version, os.Getpid())
+	if c.Forward == "" {
+		return nil
+	}
+	return q.Publish(ctx, outbox.Message{Topic: c.Forward, Key: msg.Key, Payload: msg.Value})
+}
+
+// process is a child that runs.
+type process struct {
+	cmd  *exec.Cmd
+	log  *lockedBuffer
+	done chan struct{}
+	err  error
+}
+
+// start runs a child until the test ends; it does not survive the test.
+func start(t *testing.T, c child) *process {
+	t.Helper()
+	spec, err := json.Marshal(c)
+	require.NoError(t, err)
+	binary, err := os.Executable()
+	require.NoError(t, err)
+	p := &process{cmd: exec.Command(binary), log: &lockedBuffer{}, done: make(chan struct{})}
+	p.cmd.Env = append(os.Environ(), childVariable+"="+string(spec))
+	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
+	require.NoError(t, p.cmd.Start())
+	go func() {
+		p.err = p.cmd.Wait()
+		close(p.done)
+	}()
+	t.Cleanup(func() {
+		p.kill()
+		if t.Failed() {
+			t.Logf("%s %d said:\n%s", c.Role, p.cmd.Process.Pid, p.log)
+		}
+	})
+	return p
+}
+
+func (p *process) signal(s syscall.Signal) { _ = p.cmd.Process.Signal(s) }
+
+// kill ends the process with SIGKILL and waits for its end.
+func (p *process) kill() {
+	p.signal(syscall.SIGKILL)
+	<-p.done
+}
+
+// terminate asks for a clean stop, as soon as the process can hear, and returns how it ended.
+func (p *process) terminate() error {
+	for !strings.Contains(p.log.String(), childReady) && !p.ended() {
+		runtime.Gosched()
+	}
+	p.signal(syscall.SIGTERM)
+	<-p.done
+	return p.err
+}
+
+func (p *process) ended() bool {
+	select {
+	case <-p.done:
+		return true
+	default:
+		return false
+	}
+}
+
+type lockedBuffer struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.String()
+}

@@ -1,0 +1,15 @@
+// Package kafkatest gives each test Kafka topics of its own.
+//
+//	func TestMain(m *testing.M) { pgtest.Main(m) } // stops Kafka too
+//
+//	func TestRelay(t *testing.T) {
+//		t.Parallel()
+//		topic := kafkatest.Topic(t, 3)
+//		client := kafkatest.Client(t, kgo.DefaultProduceTopic(topic))
+//		...
+//		records := kafkatest.ReadAll(t, topic)
+//	}
+//
+// One cluster serves all tests of a process; package servers says which. The functions whose names end in
+// At work on another one.
+package kafkatest

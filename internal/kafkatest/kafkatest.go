@@ -1,0 +1,175 @@
+package kafkatest
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/servers"
+)
+
+const (
+	createMax   = 30 * time.Second
+	createEvery = 10 * time.Millisecond
+	cleanupMax  = 30 * time.Second
+)
+
+// shared is the cluster of this process, started by the first test that needs it. pgtest.Main stops it.
+var shared struct { //nolint:gochecknoglobals // what all tests of a process share has no other place
+	once  sync.Once
+	kafka *servers.Kafka
+	err   error // of the start, for every test that asks
+}
+
+// Kafka returns the cluster that the tests of this process share.
+func Kafka(tb testing.TB) *servers.Kafka {
+	tb.Helper()
+	shared.once.Do(func() {
+		// Others use it when this test is over.
+		ctx := context.WithoutCancel(tb.Context())
+		shared.kafka, shared.err = servers.StartKafka(ctx, servers.KafkaOptions{})
+		if shared.err == nil {
+			tb.Log("shared by the tests of this package:", shared.kafka.Description)
+		}
+	})
+	if shared.err != nil {
+		tb.Fatal(shared.err)
+	}
+	return shared.kafka
+}
+
+// Brokers returns the addresses of the shared cluster.
+func Brokers(tb testing.TB) []string {
+	tb.Helper()
+	return Kafka(tb).Brokers
+}
+
+// Own returns a cluster of the test's own, for tests that kill it. kfake, which takes Kafka's place where
+// there is no Docker engine, cannot be killed: look at its Kind.
+func Own(tb testing.TB) *servers.Kafka {
+	tb.Helper()
+	return start(tb, servers.KafkaOptions{Own: true})
+}
+
+// Fake returns a kfake of the test's own, for tests that inject faults, whatever else the machine has.
+func Fake(tb testing.TB, opts ...kfake.Opt) *kfake.Cluster {
+	tb.Helper()
+	return start(tb, servers.KafkaOptions{Embedded: true, Fake: opts}).Fake
+}
+
+func start(tb testing.TB, opts servers.KafkaOptions) *servers.Kafka {
+	tb.Helper()
+	k, err := servers.StartKafka(tb.Context(), opts)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Log("a cluster of its own:", k.Description)
+	tb.Cleanup(func() {
+		ctx, cancel := cleanupContext(tb)
+		defer cancel()
+		if err := k.Stop(ctx); err != nil {
+			tb.Errorf("stop the test's Kafka: %v", err)
+		}
+	})
+	return k
+}
+
+// Client returns a client of the shared cluster, closed when the test ends.
+func Client(tb testing.TB, opts ...kgo.Opt) *kgo.Client {
+	tb.Helper()
+	return ClientAt(tb, Brokers(tb), opts...)
+}
+
+// ClientAt is Client for another cluster.
+func ClientAt(tb testing.TB, brokers []string, opts ...kgo.Opt) *kgo.Client {
+	tb.Helper()
+	client, err := kgo.NewClient(append([]kgo.Opt{kgo.SeedBrokers(brokers...)}, opts...)...)
+	if err != nil {
+		tb.Fatalf("open a Kafka client: %v", err)
+	}
+	// Close alone would wait for ever for a test that ended between a poll and its AllowRebalance.
+	tb.Cleanup(client.CloseAllowingRebalance)
+	return client
+}
+
+// Topic creates a topic in the shared cluster and deletes it when the test ends. configs are pairs of a
+// name and a value, such as "cleanup.policy", "compact".
+func Topic(tb testing.TB, partitions int, configs ...string) string {
+	tb.Helper()
+	brokers := Brokers(tb)
+	name := TopicAt(tb, brokers, partitions, configs...)
+	admin := kadm.NewClient(ClientAt(tb, brokers))
+	tb.Cleanup(func() {
+		ctx, cancel := cleanupContext(tb)
+		defer cancel()
+		if _, err := admin.DeleteTopic(ctx, name); err != nil {
+			tb.Errorf("delete topic %s: %v", name, err)
+		}
+	})
+	return name
+}
+
+// TopicAt is Topic for a cluster of the test's own, which may be down when the test ends: the topic goes
+// with it.
+func TopicAt(tb testing.TB, brokers []string, partitions int, configs ...string) string {
+	tb.Helper()
+	if len(configs)%2 != 0 {
+		tb.Fatalf("create a topic: %q are not pairs of a name and a value", configs)
+	}
+	values := map[string]*string{}
+	for pair := range slices.Chunk(configs, 2) {
+		values[pair[0]] = &pair[1]
+	}
+	name := topicName(tb.Name())
+	create(tb, kadm.NewClient(ClientAt(tb, brokers)), name, partitions, values)
+	return name
+}
+
+// create returns once the topic can be used: a broker hears of it after the controller has answered.
+func create(tb testing.TB, admin *kadm.Client, name string, partitions int, configs map[string]*string) {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(tb.Context(), createMax)
+	defer cancel()
+	if _, err := admin.CreateTopic(ctx, int32(partitions), -1, configs, name); err != nil {
+		tb.Fatalf("create topic %s: %v", name, err)
+	}
+	tick := time.NewTicker(createEvery)
+	defer tick.Stop()
+	for {
+		offsets, err := admin.ListStartOffsets(ctx, name)
+		if err = cmp.Or(err, offsets.Error()); err == nil {
+			return
+		}
+		select {
+		case <-ctx.Done():
+			tb.Fatalf("wait until topic %s can be used: %v", name, err)
+		case <-tick.C:
+		}
+	}
+}
+
+// topicName tells a reader of Kafka's log which test it is.
+func topicName(test string) string {
+	test = strings.Map(func(r rune) rune {
+		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '-' || r == '_' {
+			return r
+		}
+		return '-' // a dot and an underscore would collide in the names of Kafka's metrics
+	}, test)
+	return test[:min(len(test), 200)] + "-" + strings.ToLower(rand.Text()[:10])
+}
+
+func cleanupContext(tb testing.TB) (context.Context, context.CancelFunc) {
+	tb.Helper()
+	// The test's own context is over by the time of its cleanup.
+	return context.WithTimeout(context.WithoutCancel(tb.Context()), cleanupMax)
+}

@@ -1,0 +1,117 @@
+package kafkatest_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+)
+
+func values(records []*kgo.Record) (all []string) {
+	for _, r := range records {
+		all = append(all, fmt.Sprintf("%d/%s", r.Partition, r.Value))
+	}
+	return all
+}
+
+func produce(t *testing.T, client *kgo.Client, topic string, partition int32, value string) {
+	t.Helper()
+	record := &kgo.Record{Topic: topic, Partition: partition, Value: []byte(value)}
+	require.NoError(t, client.ProduceSync(t.Context(), record).FirstErr())
+}
+
+func deleteTopic(t *testing.T, brokers []string, topic string) {
+	t.Helper()
+	admin, err := kadm.NewOptClient(kgo.SeedBrokers(brokers...))
+	require.NoError(t, err)
+	defer admin.Close()
+	_, err = admin.DeleteTopic(context.WithoutCancel(t.Context()), topic)
+	assert.NoError(t, err)
+}
+
+// ReadAll sees what is committed, once and in order, and ends: where the topic is empty, where a
+// partition ends in a transaction's marker, and while a transaction is open.
+func TestReadAllReadsWhatIsCommitted(t *testing.T) {
+	t.Parallel()
+	for name, brokers := range map[string][]string{
+		"best kind": kafkatest.Brokers(t),
+		"kfake":     kafkatest.Fake(t).ListenAddrs(),
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			topic := kafkatest.TopicAt(t, brokers, 3)
+			t.Cleanup(func() { deleteTopic(t, brokers, topic) }) // they may be somebody else's brokers
+			require.Empty(t, kafkatest.ReadAllAt(t, brokers, topic))
+
+			plain := kafkatest.ClientAt(t, brokers, kgo.RecordPartitioner(kgo.ManualPartitioner()))
+			produce(t, plain, topic, 1, "plain 1")
+			produce(t, plain, topic, 1, "plain 2")
+			produce(t, plain, topic, 0, "plain 3")
+
+			transactional := kafkatest.ClientAt(t, brokers, kgo.TransactionalID(topic), kgo.RecordPartitioner(kgo.ManualPartitioner()))
+			for value, end := range map[string]kgo.TransactionEndTry{"committed": kgo.TryCommit, "aborted": kgo.TryAbort} {
+				require.NoError(t, transactional.BeginTransaction())
+				produce(t, transactional, topic, 2, value)
+				require.NoError(t, transactional.EndTransaction(t.Context(), end))
+			}
+			require.NoError(t, transactional.BeginTransaction())
+			produce(t, transactional, topic, 0, "open")
+
+			want := []string{"0/plain 3", "1/plain 1", "1/plain 2", "2/committed"}
+			assert.Equal(t, want, values(kafkatest.ReadAllAt(t, brokers, topic)))
+			require.NoError(t, transactional.EndTransaction(t.Context(), kgo.TryAbort))
+		})
+	}
+}
+
+// A topic is there with its settings during the test, and gone after it.
+func TestTopicLastsAsLongAsTheTest(t *testing.T) { //nolint:tparallel // the end of the inner test is the point
+	t.Parallel()
+	admin := kadm.NewClient(kafkatest.Client(t))
+	var topic string
+	passed := t.Run("test", func(t *testing.T) {
+		topic = kafkatest.Topic(t, 2, "max.message.bytes", "4321")
+		configs, err := admin.DescribeTopicConfigs(t.Context(), topic)
+		require.NoError(t, err)
+		for _, c := range configs[0].Configs {
+			if c.Key == "max.message.bytes" {
+				assert.Equal(t, "4321", c.MaybeValue())
+			}
+		}
+		produce(t, kafkatest.Client(t), topic, 0, "first")
+		assert.Equal(t, "first", string(kafkatest.ReadAll(t, topic)[0].Value))
+	})
+	require.True(t, passed)
+	require.EventuallyWithT(t, func(c *assert.CollectT) { // a broker hears of it after the controller
+		topics, err := admin.ListTopics(t.Context())
+		require.NoError(c, err)
+		assert.False(c, topics.Has(topic))
+	}, 30*time.Second, 10*time.Millisecond)
+}
+
+// Fake is kfake also where there is a real Kafka, and takes its options.
+func TestFakeInjectsFaults(t *testing.T) {
+	t.Parallel()
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "seeded"))
+	require.Len(t, fake.ListenAddrs(), 1)
+	var faults atomic.Int32
+	fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
+		faults.Add(1)
+		return nil, errors.New("the connection breaks"), true
+	})
+	client := kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.MetadataMinAge(10*time.Millisecond))
+	produce(t, client, "seeded", 0, "in spite of it")
+	assert.EqualValues(t, 1, faults.Load())
+	assert.Len(t, kafkatest.ReadAllAt(t, fake.ListenAddrs(), "seeded"), 1)
+}

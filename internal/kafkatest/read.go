@@ -1,0 +1,89 @@
+package kafkatest
+
+import (
+	"cmp"
+	"context"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+const readMax = time.Minute
+
+// ReadAll returns what a consumer without any group and without any of our code finds in the topic:
+// every committed record up to the end at the time of the call, by partition and offset.
+func ReadAll(tb testing.TB, topic string) []*kgo.Record {
+	tb.Helper()
+	return ReadAllAt(tb, Brokers(tb), topic)
+}
+
+// ReadAllAt is ReadAll for another cluster.
+func ReadAllAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(tb.Context(), readMax)
+	defer cancel()
+	client, err := kgo.NewClient(
+		kgo.SeedBrokers(brokers...),
+		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
+		// The end of a partition may be a transaction's marker: without markers it would never be reached.
+		kgo.KeepControlRecords(),
+	)
+	if err != nil {
+		tb.Fatalf("open a Kafka client: %v", err)
+	}
+	defer client.Close()
+	missing, err := offsetsToRead(ctx, kadm.NewClient(client), topic)
+	if err != nil {
+		tb.Fatalf("list the offsets of topic %s: %v", topic, err)
+	}
+	from := map[int32]kgo.Offset{}
+	for partition := range missing {
+		from[partition] = kgo.NewOffset().AtStart()
+	}
+	client.AddConsumePartitions(map[string]map[int32]kgo.Offset{topic: from})
+	var records []*kgo.Record
+	for len(missing) > 0 {
+		fetches := client.PollFetches(ctx)
+		if err := fetches.Err(); err != nil {
+			tb.Fatalf("read topic %s: %v; the end of these partitions was not reached: %v", topic, err, missing)
+		}
+		for record := range fetches.RecordsAll() {
+			end, wanted := missing[record.Partition]
+			if wanted && record.Offset < end && !record.Attrs.IsControl() {
+				records = append(records, record)
+			}
+			if record.Offset >= end-1 {
+				delete(missing, record.Partition)
+			}
+		}
+	}
+	slices.SortFunc(records, func(a, b *kgo.Record) int {
+		return cmp.Or(cmp.Compare(a.Partition, b.Partition), cmp.Compare(a.Offset, b.Offset))
+	})
+	return records
+}
+
+// offsetsToRead returns the end of each partition that has something before it.
+func offsetsToRead(ctx context.Context, admin *kadm.Client, topic string) (map[int32]int64, error) {
+	starts, err := admin.ListStartOffsets(ctx, topic)
+	if err != nil {
+		return nil, err
+	}
+	ends, err := admin.ListCommittedOffsets(ctx, topic)
+	if err != nil {
+		return nil, err
+	}
+	missing := map[int32]int64{}
+	ends.Each(func(end kadm.ListedOffset) {
+		if start, ok := starts.Lookup(topic, end.Partition); ok && start.Offset < end.Offset {
+			missing[end.Partition] = end.Offset
+		}
+	})
+	if err := cmp.Or(starts.Error(), ends.Error()); err != nil {
+		return nil, err
+	}
+	return missing, nil
+}

@@ -1,0 +1,62 @@
+package kafkatest
+
+import (
+	"testing"
+
+	"github.com/twmb/franz-go/pkg/kadm"
+)
+
+// UnusedTopic returns the name of a topic that does not exist. If the test creates it, it is deleted when
+// the test ends.
+func UnusedTopic(tb testing.TB) string {
+	tb.Helper()
+	name := topicName(tb.Name())
+	admin := kadm.NewClient(Client(tb))
+	tb.Cleanup(func() {
+		ctx, cancel := cleanupContext(tb)
+		defer cancel()
+		_, _ = admin.DeleteTopic(ctx, name) // it may never have been created
+	})
+	return name
+}
+
+// CreateTopic creates a topic of a given name in the shared cluster.
+func CreateTopic(tb testing.TB, name string, partitions int) {
+	tb.Helper()
+	create(tb, kadm.NewClient(Client(tb)), name, partitions, nil)
+}
+
+// Configure changes one setting of a topic.
+func Configure(tb testing.TB, topic, name, value string) {
+	tb.Helper()
+	change := []kadm.AlterConfig{{Op: kadm.SetConfig, Name: name, Value: &value}}
+	responses, err := kadm.NewClient(Client(tb)).AlterTopicConfigs(tb.Context(), change, topic)
+	if err == nil {
+		_, err = responses.On(topic, func(r *kadm.AlterConfigsResponse) error { return r.Err })
+	}
+	if err != nil {
+		tb.Fatalf("set %s=%s of topic %s: %v", name, value, topic, err)
+	}
+}
+
+// Count returns how many records a topic of the shared cluster holds, without reading them. Transaction
+// markers count as records.
+func Count(tb testing.TB, topic string) int {
+	tb.Helper()
+	admin := kadm.NewClient(Client(tb))
+	starts, err := admin.ListStartOffsets(tb.Context(), topic)
+	if err != nil {
+		tb.Fatalf("list the offsets of topic %s: %v", topic, err)
+	}
+	ends, err := admin.ListEndOffsets(tb.Context(), topic)
+	if err != nil {
+		tb.Fatalf("list the offsets of topic %s: %v", topic, err)
+	}
+	n := 0
+	ends.Each(func(end kadm.ListedOffset) {
+		if start, ok := starts.Lookup(topic, end.Partition); ok {
+			n += int(end.Offset - start.Offset)
+		}
+	})
+	return n
+}

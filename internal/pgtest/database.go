@@ -1,0 +1,144 @@
+package pgtest
+
+import (
+	"context"
+	"crypto/rand"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/internal/servers"
+)
+
+const (
+	cleanupMax   = 30 * time.Second
+	poolCloseMax = 10 * time.Second
+	poolConnsMax = 16 // times sixteen tests at once is within the shared server's limit
+)
+
+// Pool returns a pool on a migrated database of the test's own.
+func Pool(tb testing.TB) *pgxpool.Pool {
+	tb.Helper()
+	config, err := pgxpool.ParseConfig(Database(tb))
+	if err != nil {
+		tb.Fatalf("parse the URL of the test's database: %v", err)
+	}
+	config.MaxConns = poolConnsMax
+	pool, err := pgxpool.NewWithConfig(tb.Context(), config)
+	if err != nil {
+		tb.Fatalf("open a pool on the test's database: %v", err)
+	}
+	tb.Cleanup(func() { closePool(tb, pool) })
+	return pool
+}
+
+// closePool does not wait for ever for a connection that the test kept: the checks that follow tell
+// what that connection is doing.
+func closePool(tb testing.TB, pool *pgxpool.Pool) {
+	tb.Helper()
+	closed := make(chan struct{})
+	go func() {
+		pool.Close()
+		close(closed)
+	}()
+	limit := time.NewTimer(poolCloseMax)
+	defer limit.Stop()
+	select {
+	case <-closed:
+	case <-limit.C:
+		tb.Errorf("close the test's pool: %d connections were never released", pool.Stat().AcquiredConns())
+	}
+}
+
+// Database returns the URL of a migrated database of the test's own.
+func Database(tb testing.TB) string {
+	tb.Helper()
+	server, template := shared.get(tb)
+	return create(tb, server, template)
+}
+
+// EmptyDatabase returns the URL of a database of the test's own, without the schema.
+func EmptyDatabase(tb testing.TB) string {
+	tb.Helper()
+	server, _ := shared.get(tb)
+	return create(tb, server, "template1")
+}
+
+// Cluster returns a server of the test's own, with settings as in postgres -c name=value. Unlike the
+// shared one it syncs its writes, so that its crash proves something.
+func Cluster(tb testing.TB, parameters map[string]string) *servers.Postgres {
+	tb.Helper()
+	p, err := servers.StartPostgres(tb.Context(), servers.PostgresOptions{Own: true, Parameters: parameters})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Log("a cluster of its own:", p.Description)
+	tb.Cleanup(func() {
+		ctx, cancel := cleanupContext(tb)
+		defer cancel()
+		if err := p.Stop(ctx); err != nil {
+			tb.Errorf("stop the test's cluster: %v", err)
+		}
+	})
+	return p
+}
+
+// Migrate installs the schema in a database that does not come from Database, such as a Cluster's.
+func Migrate(tb testing.TB, address string) {
+	tb.Helper()
+	if err := migrate(tb.Context(), address); err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// create clones template, and checks and drops the clone when the test ends.
+func create(tb testing.TB, server *servers.Postgres, template string) string {
+	tb.Helper()
+	name := databaseName(tb.Name())
+	sql := "CREATE DATABASE " + quote(name) + " TEMPLATE " + quote(template)
+	if err := execute(tb.Context(), server.URL, sql); err != nil {
+		tb.Fatalf("create the test's database: %v", err)
+	}
+	address := withDatabase(server.URL, name)
+	tb.Cleanup(func() {
+		ctx, cancel := cleanupContext(tb)
+		defer cancel()
+		checkInvariants(ctx, tb, address)
+		if err := execute(ctx, server.URL, "DROP DATABASE "+quote(name)+" WITH (FORCE)"); err != nil {
+			tb.Errorf("drop the test's database: %v", err)
+		}
+	})
+	return address
+}
+
+// databaseName tells a reader of pg_stat_activity which test it is, within PostgreSQL's 63 bytes.
+func databaseName(test string) string {
+	test = strings.Map(func(r rune) rune {
+		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' || r == '_' {
+			return r
+		}
+		return '_'
+	}, strings.ToLower(test))
+	return "effectonce_" + strings.ToLower(rand.Text()[:10]) + "_" + test[:min(len(test), 40)]
+}
+
+func quote(name string) string { return pgx.Identifier{name}.Sanitize() }
+
+func execute(ctx context.Context, address, sql string) error {
+	conn, err := pgx.Connect(ctx, address)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = conn.Close(ctx) }()
+	_, err = conn.Exec(ctx, sql)
+	return err
+}
+
+func cleanupContext(tb testing.TB) (context.Context, context.CancelFunc) {
+	tb.Helper()
+	// The test's own context is over by the time of its cleanup.
+	return context.WithTimeout(context.WithoutCancel(tb.Context()), cleanupMax)
+}

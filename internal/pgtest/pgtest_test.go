@@ -1,0 +1,106 @@
+package pgtest_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/servers"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+func connect(t *testing.T, address string) *pgx.Conn {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), address)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
+	return conn
+}
+
+// Tests that run at once do not see each other's rows, and find the schema installed.
+func TestPoolIsTheTestsOwn(t *testing.T) {
+	t.Parallel()
+	for i := range 4 {
+		t.Run(fmt.Sprint(i), func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.Pool(t)
+			require.NoError(t, migrations.Check(t.Context(), pool, migrations.Options{}))
+			_, err := pool.Exec(t.Context(), "CREATE TABLE own AS SELECT 1 AS n")
+			require.NoError(t, err)
+		})
+	}
+}
+
+// A test of the migrations themselves starts from nothing.
+func TestEmptyDatabaseHasNoSchema(t *testing.T) {
+	t.Parallel()
+	address := pgtest.EmptyDatabase(t)
+	conn := connect(t, address)
+	require.ErrorIs(t, migrations.Check(t.Context(), conn, migrations.Options{}), migrations.ErrTooOld)
+	pgtest.Migrate(t, address)
+	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
+}
+
+// A cluster of the test's own survives a crash with what was committed, and syncs its writes.
+func TestClusterCanBeKilled(t *testing.T) {
+	t.Parallel()
+	cluster := pgtest.Cluster(t, map[string]string{"deadlock_timeout": "200ms"})
+	pgtest.Migrate(t, cluster.URL)
+	require.NoError(t, cluster.Kill(t.Context()))
+	require.NoError(t, cluster.Restart(t.Context()))
+	conn := connect(t, cluster.URL)
+	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
+	var fsync, timeout string
+	err := conn.QueryRow(t.Context(), "SELECT current_setting('fsync'), current_setting('deadlock_timeout')").Scan(&fsync, &timeout)
+	require.NoError(t, err)
+	assert.Equal(t, "on", fsync)
+	assert.Equal(t, "200ms", timeout)
+	assert.NotEqual(t, servers.KindExternal, cluster.Kind)
+}
+
+// A transaction that a test forgot, and an outbox row from another cluster, fail the test with words that
+// lead to the cause.
+func TestInvariantsAreChecked(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	conn, observer := connect(t, address), connect(t, address)
+	violations := func() string {
+		found, err := pgtest.Violations(t.Context(), observer)
+		require.NoError(t, err)
+		return found
+	}
+	require.Empty(t, violations())
+
+	tx, err := conn.Begin(t.Context())
+	require.NoError(t, err)
+	_, err = tx.Exec(t.Context(), "SELECT 'forgotten'")
+	require.NoError(t, err)
+	require.Contains(t, violations(), "idle in transaction")
+	require.Contains(t, violations(), "forgotten")
+	require.NoError(t, tx.Rollback(t.Context()))
+
+	_, err = conn.Exec(t.Context(), `INSERT INTO effectonce.outbox (txid, topic) VALUES ('9000000000', 'restored')`)
+	require.NoError(t, err)
+	require.Equal(t, "txid 9000000000\n", violations())
+	_, err = conn.Exec(t.Context(), "DELETE FROM effectonce.outbox")
+	require.NoError(t, err)
+	require.Empty(t, violations())
+}
+
+// DATABASE_URL may have both forms that libpq knows.
+func TestAnotherDatabaseOfTheSameServer(t *testing.T) {
+	t.Parallel()
+	for address, want := range map[string]string{
+		"postgres://u:p@host:1/app?sslmode=disable": "postgres://u:p@host:1/own?sslmode=disable",
+		"host=h dbname=app user=u":                  "host=h dbname=app user=u dbname=own",
+	} {
+		assert.Equal(t, want, pgtest.WithDatabase(address, "own"))
+		config, err := pgx.ParseConfig(pgtest.WithDatabase(address, "own"))
+		require.NoError(t, err)
+		assert.Equal(t, "own", config.Database)
+	}
+}

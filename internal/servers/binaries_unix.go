@@ -1,0 +1,155 @@
+//go:build linux || darwin
+
+package servers
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"syscall"
+	"time"
+
+	embeddedpostgres "github.com/fergusstrange/embedded-postgres"
+)
+
+const (
+	postgresVersion = embeddedpostgres.V18
+	// ordinary is the user and group ("nobody") that runs PostgreSQL where this process is root.
+	ordinary = 65534
+)
+
+// postgresBinaries returns the directory of PostgreSQL's programs, downloaded by the first process that
+// needs them. They come by a rename, complete or not at all.
+func postgresBinaries(ctx context.Context) (string, error) {
+	cache, err := cacheDir()
+	if err != nil {
+		return "", err
+	}
+	binaries := filepath.Join(cache, "postgres")
+	if _, err := os.Stat(binaries); err == nil {
+		return binaries, nil
+	}
+	unlock, err := lock(ctx, filepath.Join(cache, "lock"))
+	if err != nil {
+		return "", err
+	}
+	defer unlock()
+	if _, err := os.Stat(binaries); err == nil {
+		return binaries, nil // by the process that had the lock
+	}
+	scratch, err := os.MkdirTemp(cache, "download-")
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = os.RemoveAll(scratch) }()
+	if err := giveAway(scratch); err != nil {
+		return "", err
+	}
+	port, err := freePort(ctx)
+	if err != nil {
+		return "", err
+	}
+	if err := download(scratch, port); err != nil {
+		return "", fmt.Errorf("get PostgreSQL %s (set DATABASE_URL or start a Docker engine to do without): %w", postgresVersion, err)
+	}
+	return binaries, os.Rename(filepath.Join(scratch, "postgres"), binaries)
+}
+
+// download leaves the programs in the directory "postgres" of scratch. The library cannot only download:
+// it starts a server, which proves that the programs work here, and stops it.
+func download(scratch string, port int) error {
+	at := func(name string) string { return filepath.Join(scratch, name) }
+	config := embeddedpostgres.DefaultConfig().
+		Version(postgresVersion).Port(uint32(port)).Logger(io.Discard).
+		CachePath(at("archive")).BinariesPath(at("postgres")).RuntimePath(at("run")).DataPath(at("data")).
+		Locale("C").Encoding("UTF8").StartTimeout(time.Minute).
+		StartParameters(map[string]string{"listen_addresses": "127.0.0.1", "unix_socket_directories": ""})
+	// The library downloads with the default client, whose connection would look like a leak to tests.
+	defer http.DefaultClient.CloseIdleConnections()
+	return asOrdinaryUser(func() error {
+		if _, err := os.ReadDir(scratch); err != nil {
+			return fmt.Errorf("user %d must be able to enter the directory for temporary files (set TMPDIR): %w", ordinary, err)
+		}
+		server := embeddedpostgres.NewDatabase(config)
+		if err := server.Start(); err != nil {
+			return err
+		}
+		return server.Stop()
+	})
+}
+
+// cacheDir returns the directory that keeps the programs between runs. For root it is one that the
+// ordinary user can enter, unlike root's home, and nobody but the two may own it, because its programs
+// will be run.
+func cacheDir() (string, error) {
+	name := "effectonce-postgres-" + string(postgresVersion)
+	dir := filepath.Join(os.TempDir(), name)
+	if os.Geteuid() != 0 {
+		base, err := os.UserCacheDir()
+		if err != nil {
+			return "", fmt.Errorf("find a directory for PostgreSQL's programs: %w", err)
+		}
+		dir = filepath.Join(base, name)
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // another user runs what is in it
+		return "", err
+	}
+	info, err := os.Lstat(dir)
+	if err != nil {
+		return "", err
+	}
+	owner := int(info.Sys().(*syscall.Stat_t).Uid)
+	trusted := owner == os.Geteuid() || os.Geteuid() == 0 && owner == ordinary
+	if !info.IsDir() || !trusted || info.Mode().Perm()&0o022 != 0 {
+		return "", fmt.Errorf("%s is not a directory that only this user can write to: remove it", dir)
+	}
+	return dir, giveAway(dir)
+}
+
+// lock keeps other processes out, until unlock or the end of this one.
+func lock(ctx context.Context, file string) (unlock func(), err error) {
+	f, err := os.OpenFile(file, os.O_CREATE|os.O_RDWR, 0o600) //nolint:gosec // in a directory that cacheDir vouches for
+	if err != nil {
+		return nil, err
+	}
+	tick := time.NewTicker(pollEvery)
+	defer tick.Stop()
+	for {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err == nil {
+			return func() { _ = f.Close() }, nil
+		}
+		if !errors.Is(err, syscall.EWOULDBLOCK) {
+			return nil, errors.Join(fmt.Errorf("lock %s: %w", file, err), f.Close())
+		}
+		select {
+		case <-ctx.Done():
+			return nil, errors.Join(fmt.Errorf("wait for the process that holds %s: %w", file, ctx.Err()), f.Close())
+		case <-tick.C:
+		}
+	}
+}
+
+// credential is what PostgreSQL's programs run with: they refuse root. Nil stands for those of this process.
+func credential() *syscall.Credential {
+	if os.Geteuid() != 0 {
+		return nil
+	}
+	return &syscall.Credential{Uid: ordinary, Gid: ordinary}
+}
+
+// giveAway makes the ordinary user the owner of what root created for it.
+func giveAway(path string) error {
+	if os.Geteuid() != 0 {
+		return nil
+	}
+	if err := os.Lchown(path, ordinary, ordinary); err != nil {
+		return fmt.Errorf("give %s to user %s: %w", path, strconv.Itoa(ordinary), err)
+	}
+	return nil
+}

@@ -1,0 +1,157 @@
+//go:build linux || darwin
+
+package servers
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"syscall"
+)
+
+// cluster is a PostgreSQL that runs as a child of this process.
+type cluster struct {
+	dir      string // data, log and password, removed with it
+	binaries string
+	flags    []string
+
+	server *exec.Cmd
+	exited chan struct{} // closed when server is gone
+}
+
+func (c *cluster) logFile() string { return filepath.Join(c.dir, "log") }
+func (c *cluster) data() string    { return filepath.Join(c.dir, "data") }
+
+// createCluster makes the data directory.
+func createCluster(ctx context.Context, binaries, password string, flags []string) (_ *cluster, err error) {
+	dir, err := os.MkdirTemp("", "effectonce-postgres-data-")
+	if err != nil {
+		return nil, err
+	}
+	c := &cluster{dir: dir, binaries: binaries, flags: flags}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.RemoveAll(dir))
+		}
+	}()
+	secret := filepath.Join(dir, "password")
+	if err := os.WriteFile(secret, []byte(password), 0o600); err != nil {
+		return nil, err
+	}
+	if err := errors.Join(giveAway(secret), giveAway(dir)); err != nil {
+		return nil, err
+	}
+	// The locale is one that every machine has and that PostgreSQL itself implements; what initdb would
+	// take from the environment may be another encoding. Without syncing: a crash of the machine takes
+	// this directory's owner with it.
+	initdb := c.command(ctx, "initdb", "-D", c.data(), "-U", "postgres", "-A", "scram-sha-256", "--pwfile", secret,
+		"-E", "UTF8", "--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--no-sync")
+	if output, err := initdb.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("initdb: %w:\n%s", err, tail(output))
+	}
+	return c, os.Remove(secret)
+}
+
+// command prepares a program of PostgreSQL: as an ordinary user, and out of the reach of a Ctrl-C at the
+// terminal, so that it is this process that decides when its database ends.
+func (c *cluster) command(ctx context.Context, name string, args ...string) *exec.Cmd {
+	program := filepath.Join(c.binaries, "bin", name)
+	cmd := exec.CommandContext(ctx, program, args...) //nolint:gosec // in a directory that cacheDir vouches for
+	cmd.Dir = c.dir
+	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=" + filepath.Dir(program) + ":/usr/bin:/bin"}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Credential: credential()}
+	return cmd
+}
+
+func (c *cluster) start(ctx context.Context) error {
+	log, err := os.OpenFile(c.logFile(), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = log.Close() }() // the server has its own handle
+	// The server outlives the context of the call that started it.
+	server := c.command(context.WithoutCancel(ctx), "postgres", append([]string{"-D", c.data()}, c.flags...)...)
+	// Not this process's own output: whoever reads that would wait for the server to close it.
+	server.Stdout, server.Stderr = log, log
+	if err := server.Start(); err != nil {
+		return fmt.Errorf("run postgres: %w", err)
+	}
+	release, err := c.leash(ctx, server.Process.Pid)
+	exited := make(chan struct{})
+	go func() {
+		_ = server.Wait() // the log has the reason
+		release()
+		close(exited)
+	}()
+	c.server, c.exited = server, exited
+	if err != nil {
+		return errors.Join(err, c.kill(ctx))
+	}
+	return nil
+}
+
+// leashed waits for the end of its input, which comes with the end of this process, however it ends.
+// SIGQUIT is PostgreSQL's immediate shutdown. (The kernel's own signal at the death of a parent exists on
+// Linux only, and in Go is bound to a thread.)
+const leashed = `read -r _; kill -QUIT "$0"; sleep 1; rm -rf -- "$1"`
+
+// leash makes sure that the server does not survive this process. release must be called once the
+// server is gone, because its process ID may then become somebody else's.
+func (c *cluster) leash(ctx context.Context, pid int) (release func(), err error) {
+	args := []string{"-c", leashed, strconv.Itoa(pid), c.dir}
+	watch := exec.CommandContext(context.WithoutCancel(ctx), "/bin/sh", args...) //nolint:gosec // a constant and our own values
+	watch.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Credential: credential()}
+	input, err := watch.StdinPipe()
+	if err == nil {
+		err = watch.Start()
+	}
+	if err != nil {
+		return func() {}, fmt.Errorf("run the watch over postgres: %w", err)
+	}
+	return func() {
+		_ = watch.Process.Kill() // before its input closes
+		_ = input.Close()
+		_ = watch.Wait()
+	}, nil
+}
+
+func (c *cluster) alive(context.Context) error {
+	select {
+	case <-c.exited:
+		return fmt.Errorf("%w:\n%s", errExited, c.log())
+	default:
+		return nil
+	}
+}
+
+func (c *cluster) log() []byte {
+	text, err := os.ReadFile(c.logFile())
+	if err != nil {
+		return []byte(err.Error())
+	}
+	return bytes.TrimSpace(tail(text))
+}
+
+func (c *cluster) kill(ctx context.Context) error {
+	if c.server == nil {
+		return nil
+	}
+	if err := c.server.Process.Signal(syscall.SIGQUIT); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("signal postgres: %w", err)
+	}
+	select {
+	case <-c.exited:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("wait for the end of postgres: %w:\n%s", ctx.Err(), c.log())
+	}
+}
+
+func (c *cluster) remove(ctx context.Context) error {
+	return errors.Join(c.kill(ctx), os.RemoveAll(c.dir))
+}

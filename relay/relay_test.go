@@ -1,0 +1,375 @@
+package relay_test
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
+)
+
+func newRelay(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) *relay.Relay {
+	t.Helper()
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, cfg)
+	require.NoError(t, err)
+	return r
+}
+
+func drain(t *testing.T, r *relay.Relay) int64 {
+	t.Helper()
+	n, err := r.Drain(t.Context())
+	require.NoError(t, err)
+	return n
+}
+
+func insert(t *testing.T, pool *pgxpool.Pool, topic, key, payload string) {
+	t.Helper()
+	_, err := pool.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, $2, $3)`, topic, []byte(key), []byte(payload))
+	require.NoError(t, err)
+}
+
+// values returns the values of a topic's records in order.
+func values(t *testing.T, topic string) []string {
+	t.Helper()
+	found := []string{}
+	for _, record := range kafkatest.ReadAll(t, topic) {
+		found = append(found, string(record.Value))
+	}
+	return found
+}
+
+func header(record *kgo.Record, name string) []string {
+	var found []string
+	for _, h := range record.Headers {
+		if h.Key == name {
+			found = append(found, string(h.Value))
+		}
+	}
+	return found
+}
+
+// Property: key, payload and headers arrive byte for byte, with null and empty told apart; the record
+// carries the row's ID, the publishing time as its timestamp and the row's time as a header. Rows O35, O36.
+func TestRecordIsTheRow(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	binary := []byte{0, 0xff, 'x', 0}
+	id := outboxID(t, pool)
+	require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		return outbox.Publish(
+			ctx, tx,
+			outbox.Message{ID: id, Topic: topic, Key: binary, Payload: binary, Headers: []outbox.Header{
+				{Name: "a", Value: []byte("1")}, {Name: "a", Value: binary}, {Name: "null"}, {Name: "empty", Value: []byte{}},
+			}},
+			outbox.Message{Topic: topic, Key: []byte{}, Payload: nil},
+			outbox.Message{Topic: topic, Payload: []byte{}},
+		)
+	}))
+	// A row that waited for a month must not be deleted by the topic's retention when it is published.
+	_, err := pool.Exec(ctx, `UPDATE effectonce.outbox SET created_at = '2020-01-02 03:04:05.678901+00'`)
+	require.NoError(t, err)
+	require.EqualValues(t, 3, drain(t, newRelay(t, pool, relay.Config{})))
+
+	records := kafkatest.ReadAll(t, topic)
+	require.Len(t, records, 3)
+	full, tombstone, empty := records[0], records[1], records[2]
+	assert.Equal(t, binary, full.Key)
+	assert.Equal(t, binary, full.Value)
+	assert.Equal(t, []string{id.String()}, header(full, "message-id"))
+	assert.Equal(t, []string{"2020-01-02T03:04:05.678901Z"}, header(full, "occurred-at"))
+	assert.Equal(t, []string{"1", string(binary)}, header(full, "a"))
+	assert.Contains(t, full.Headers, kgo.RecordHeader{Key: "null"})
+	assert.Contains(t, full.Headers, kgo.RecordHeader{Key: "empty", Value: []byte{}})
+	assert.WithinDuration(t, time.Now(), full.Timestamp, time.Hour)
+	assert.Nil(t, tombstone.Value)
+	assert.NotNil(t, tombstone.Key)
+	assert.Empty(t, tombstone.Key)
+	assert.Nil(t, empty.Key)
+	assert.NotNil(t, empty.Value)
+	assert.Empty(t, empty.Value)
+}
+
+// Property: a row whose transaction commits after later rows were published is published, once. Row O2.
+func TestLateCommitIsNotSkipped(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	r := newRelay(t, pool, relay.Config{})
+	late, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	defer late.Rollback(context.WithoutCancel(ctx))
+	require.NoError(t, outbox.Publish(ctx, late, outbox.Message{Topic: topic, Payload: []byte("late")}))
+	insert(t, pool, topic, "k", "early")
+	require.EqualValues(t, 1, drain(t, r))
+	insert(t, pool, topic, "k", "second")
+	require.EqualValues(t, 1, drain(t, r))
+	// More of the open transaction, after a tick: found by its transaction id.
+	require.NoError(t, outbox.Publish(ctx, late, outbox.Message{Topic: topic, Payload: []byte("later")}))
+	require.NoError(t, late.Commit(ctx))
+	require.EqualValues(t, 2, drain(t, r))
+	require.Zero(t, drain(t, r))
+	require.Equal(t, []string{"early", "second", "late", "later"}, values(t, topic))
+}
+
+// Property: one transaction with many more rows than a page, open while others are published, is
+// published whole and in order, page by page, also when the relay starts anew between pages.
+func TestLargeLateTransactionIsPaged(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	cfg := relay.Config{PageRowsMax: 7}
+	late, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	defer late.Rollback(context.WithoutCancel(ctx))
+	var want []string
+	for i := range 100 {
+		want = append(want, fmt.Sprint(i))
+		require.NoError(t, outbox.Publish(ctx, late, outbox.Message{Topic: topic, Key: []byte("k"), Payload: []byte(want[i])}))
+		if i == 50 {
+			insert(t, pool, topic, "other", "x")
+			require.EqualValues(t, 1, drain(t, newRelay(t, pool, cfg)))
+		}
+	}
+	require.NoError(t, late.Commit(ctx))
+	require.EqualValues(t, 100, drain(t, newRelay(t, pool, cfg)))
+	require.Equal(t, append([]string{"x"}, want...), values(t, topic))
+}
+
+// Property: a row for a topic that does not exist holds only that topic; when the topic is created the rows
+// are published by themselves, in order and before later ones. Row O12.
+func TestUnknownTopicHoldsOnlyItself(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	missing := kafkatest.UnusedTopic(t)
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	r := newRelay(t, pool, relay.Config{})
+	go func() { done <- r.Run(running) }()
+	insert(t, pool, missing, "k", "1")
+	insert(t, pool, topic, "k", "flows")
+	insert(t, pool, missing, "k", "2")
+	insert(t, pool, missing, "other", "3")
+	require.Eventually(t, func() bool { return len(values(t, topic)) == 1 && dead(t, pool) == 3 }, 20*time.Second, 20*time.Millisecond)
+	var reason, text string
+	require.NoError(t, pool.QueryRow(ctx, `SELECT reason, error FROM effectonce.outbox_dead ORDER BY seq LIMIT 1`).Scan(&reason, &text))
+	require.Equal(t, "unknown_topic", reason)
+	require.Contains(t, text, "create it")
+
+	insert(t, pool, missing, "k", "4")
+	kafkatest.CreateTopic(t, missing, 1)
+	insert(t, pool, missing, "k", "5")
+	require.Eventually(t, func() bool { return len(values(t, missing)) == 5 }, 20*time.Second, 20*time.Millisecond)
+	require.Equal(t, []string{"1", "2", "4", "5"}, keyed(t, missing, "k"))
+	require.Eventually(t, func() bool { return dead(t, pool) == 0 }, 20*time.Second, 20*time.Millisecond)
+	stop()
+	require.NoError(t, <-done)
+}
+
+// Property: a row that is too large for its topic is parked with its reason, later rows of its key wait
+// behind it in order, every other key flows; after the limit was raised and the row set to retry, all
+// are published in order. Rows O10, O11.
+func TestRowTooLargeHoldsOnlyItsKey(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1, "max.message.bytes", "5000")
+	r := newRelay(t, pool, relay.Config{})
+	insert(t, pool, topic, "big", "0")
+	insert(t, pool, topic, "big", strings.Repeat("x", 6000))
+	insert(t, pool, topic, "big", "2")
+	insert(t, pool, topic, "small", "s")
+	drain(t, r)
+	insert(t, pool, topic, "big", "3")
+	// Many rows that fit alone must not be refused as one batch that does not.
+	for range 20 {
+		insert(t, pool, topic, "small", strings.Repeat("y", 4000))
+	}
+	drain(t, r)
+	require.Equal(t, []string{"0"}, keyed(t, topic, "big"))
+	require.Len(t, keyed(t, topic, "small"), 21)
+	require.Equal(t, 3, dead(t, pool))
+	var reason, text string
+	require.NoError(t, pool.QueryRow(ctx, `SELECT reason, error FROM effectonce.outbox_dead WHERE state = 'held'`).Scan(&reason, &text))
+	require.Equal(t, "too_large", reason)
+	require.Contains(t, text, "max.message.bytes")
+
+	// Retried without a mended cause it stays; the others of its key stay behind it.
+	retry := `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE state = 'held'`
+	_, err := pool.Exec(ctx, retry)
+	require.NoError(t, err)
+	drain(t, r)
+	require.Equal(t, 3, dead(t, pool))
+
+	kafkatest.Configure(t, topic, "max.message.bytes", "10000")
+	_, err = pool.Exec(ctx, retry)
+	require.NoError(t, err)
+	drain(t, r)
+	require.Zero(t, dead(t, pool))
+	require.Equal(t, []string{"0", strings.Repeat("x", 6000), "2", "3"}, keyed(t, topic, "big"))
+}
+
+// Property: headers that plain SQL wrote in no known form park the row and name the header.
+func TestBadHeadersArePlainlyReported(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, headers) VALUES ($1, '{"trace": {"nested": 1}}'), ($1, '{"n": 7, "message-id": "mine"}')`, topic)
+	require.NoError(t, err)
+	drain(t, newRelay(t, pool, relay.Config{}))
+	var text string
+	require.NoError(t, pool.QueryRow(ctx, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'bad_headers'`).Scan(&text))
+	require.Contains(t, text, `"trace"`)
+	records := kafkatest.ReadAll(t, topic)
+	require.Len(t, records, 1)
+	require.Equal(t, []string{"7"}, header(records[0], "n"))
+	require.Len(t, header(records[0], "message-id"), 1, "the relay's own message-id is the only one")
+}
+
+// Property: only one replica publishes at a time; one that is stopped hands over at once, and the
+// progress of one that lost its lease is refused. Row O13.
+func TestLeaseMovesAndFences(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	first, second := newRelay(t, pool, relay.Config{Owner: "first"}), newRelay(t, pool, relay.Config{Owner: "second", Lease: time.Second})
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- first.Run(running) }()
+	require.Eventually(t, func() bool { return owner(t, pool) == "first" }, 20*time.Second, 10*time.Millisecond)
+	_, err := second.Drain(ctx)
+	require.ErrorIs(t, err, relay.ErrLeaseHeld)
+
+	// Another replica takes over behind its back: the first must notice, and must not store progress.
+	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() + interval '1 minute', owner = 'zombie', epoch = epoch + 1`)
+	require.NoError(t, err)
+	insert(t, pool, topic, "k", "1")
+	require.Eventually(t, func() bool { return len(values(t, topic)) > 0 }, 20*time.Second, 10*time.Millisecond, "in flight is in flight")
+	stop()
+	require.NoError(t, <-done)
+	var published int64
+	require.NoError(t, pool.QueryRow(ctx, `SELECT published FROM effectonce.outbox_progress`).Scan(&published))
+	require.Zero(t, published, "progress of an earlier epoch")
+	require.Equal(t, "zombie", owner(t, pool), "a lost lease must not be given back")
+
+	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp()`)
+	require.NoError(t, err)
+	drain(t, second)
+	require.Equal(t, "1", values(t, topic)[0])
+	require.Empty(t, owner(t, pool), "Drain gives the lease back")
+}
+
+// Property: an outbox that was restored into another cluster, where its transaction ids mean nothing, is
+// published on from the floor: everything above it again, nothing lost, and new rows flow. Row O22.
+func TestAnotherClusterLosesNothing(t *testing.T) {
+	t.Parallel()
+	// Other tests' transactions in the same cluster would hold the floor back.
+	cluster := pgtest.Cluster(t, nil)
+	pgtest.Migrate(t, cluster.URL)
+	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
+	pool, err := pgxpool.New(ctx, cluster.URL)
+	require.NoError(t, err)
+	defer pool.Close()
+	r := newRelay(t, pool, relay.Config{})
+	for i := range 5 {
+		insert(t, pool, topic, "k", fmt.Sprint(i))
+		drain(t, r)
+	}
+	// What a restore leaves behind: ids and ticks from far ahead, of a cluster with another identity.
+	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox SET txid = '900000000000'`)
+	require.NoError(t, err)
+	insert(t, pool, topic, "k", "5")
+	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox SET txid = '900000000001' WHERE payload = '5'`)
+	require.NoError(t, err)
+	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_ticks SET snapshot = '900000000001:900000000001:' WHERE tick > 0`)
+	require.NoError(t, err)
+	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_progress SET system_identifier = 1`)
+	require.NoError(t, err)
+	insert(t, pool, topic, "k", "6")
+	drain(t, r)
+	insert(t, pool, topic, "k", "7")
+	drain(t, r)
+	first := []string{}
+	seen := map[string]bool{}
+	for _, v := range values(t, topic) {
+		if !seen[v] {
+			first = append(first, v)
+		}
+		seen[v] = true
+	}
+	require.Equal(t, []string{"0", "1", "2", "3", "4", "5", "6", "7"}, first)
+	require.LessOrEqual(t, len(values(t, topic)), 8+3, "what is below the floor is not published again")
+}
+
+// Property: settings out of bounds are all reported at once, with field, value and bound.
+func TestConfigReportsAllProblems(t *testing.T) {
+	t.Parallel()
+	_, err := relay.New(nil, nil, relay.Config{Schema: "Bad Schema", Lease: time.Millisecond, PollMin: time.Second, PollMax: time.Millisecond, PageRowsMax: -1})
+	for _, part := range []string{"Bad Schema", "Lease 1ms", "PollMin 1s", "PageRowsMax -1", "pool is nil"} {
+		require.ErrorContains(t, err, part)
+	}
+	_, err = relay.New(pgtest.Pool(t), []kgo.Opt{kgo.DisableIdempotentWrite()}, relay.Config{})
+	require.ErrorContains(t, err, "DisableIdempotentWrite")
+}
+
+// Property: a poll reads rows by index only, whatever the statistics say. Row O21.
+func TestFetchWalksIndexes(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	// One transaction with all rows is what misleads the planner about txid.
+	_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 30000)`)
+	require.NoError(t, err)
+	for _, analyzed := range []bool{false, true} {
+		if analyzed {
+			_, err = pool.Exec(ctx, `ANALYZE effectonce.outbox`)
+			require.NoError(t, err)
+		}
+		rows, err := pool.Query(ctx, "EXPLAIN (ANALYZE, TIMING OFF, COSTS OFF) "+relay.FetchSQL, pgx.QueryExecModeExec,
+			int64(29990), "5:7:5", []string{"5", "6"}, int64(0), 100, nil)
+		require.NoError(t, err)
+		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		require.NoError(t, err)
+		plan := strings.Join(lines, "\n")
+		require.NotContains(t, plan, "Seq Scan on outbox o")
+		require.Contains(t, plan, "outbox_pkey")
+		require.Contains(t, plan, "outbox_txid")
+		require.NotRegexp(t, `Rows Removed by Filter: \d{3,}`, plan)
+	}
+}
+
+func dead(t *testing.T, pool *pgxpool.Pool) int {
+	t.Helper()
+	var n int
+	require.NoError(t, pool.QueryRow(t.Context(), `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&n))
+	return n
+}
+
+func owner(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	var name string
+	err := pool.QueryRow(t.Context(), `SELECT coalesce(max(owner), '') FROM effectonce.outbox_progress`).Scan(&name)
+	require.NoError(t, err)
+	return name
+}
+
+func keyed(t *testing.T, topic, key string) []string {
+	t.Helper()
+	var found []string
+	for _, record := range kafkatest.ReadAll(t, topic) {
+		if string(record.Key) == key {
+			found = append(found, string(record.Value))
+		}
+	}
+	return found
+}
+
+func outboxID(t *testing.T, pool *pgxpool.Pool) (id uuid.UUID) {
+	t.Helper()
+	require.NoError(t, pool.QueryRow(t.Context(), `SELECT effectonce.uuid_v7()`).Scan((*[16]byte)(&id)))
+	return id
+}

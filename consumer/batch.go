@@ -55,19 +55,43 @@ var errGoexit = errors.New("handler ended its goroutine (runtime.Goexit)")
 // connection was lost during COMMIT: then nobody knows, and running them again finds out, since the
 // claims are there or not.
 //
-// It runs in a goroutine of its own, so that a handler that ends its goroutine ends only the batch.
-func (e *engine) apply(ctx context.Context, consumer dedup.Consumer, pos *position, msgs []*Message) (fresh int, err error) {
-	done := make(chan struct{})
-	err = errGoexit
+// It runs in a goroutine of its own, so that a handler that ends its goroutine ends only the batch. When
+// ctx ends it waits for the rollback, but not for ever for a COMMIT that the server does not answer: that
+// one is left to itself, and to whoever runs the messages next.
+func (e *engine) apply(ctx context.Context, consumer dedup.Consumer, pos *position, msgs []*Message) (int, error) {
+	var fresh int
+	err := errGoexit
+	done, committing := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(done)
-		fresh, err = e.transact(ctx, consumer, pos, msgs)
+		fresh, err = e.transact(ctx, consumer, pos, msgs, committing)
 	}()
-	<-done
-	return fresh, err
+	select {
+	case <-done:
+		return fresh, err
+	case <-ctx.Done():
+	}
+	select {
+	case <-done:
+		return fresh, err
+	case <-committing:
+	}
+	answer := time.NewTimer(commitGrace)
+	defer answer.Stop()
+	select {
+	case <-done:
+		return fresh, err
+	case <-answer.C:
+		return 0, errCommitUnanswered
+	}
 }
 
-func (e *engine) transact(ctx context.Context, consumer dedup.Consumer, pos *position, msgs []*Message) (int, error) {
+// commitGrace is how long a stopping consumer waits for the answer to a COMMIT.
+const commitGrace = time.Second
+
+var errCommitUnanswered = errors.New("the database did not answer COMMIT before the consumer had to stop: whether it committed is found out by whoever runs the messages next")
+
+func (e *engine) transact(ctx context.Context, consumer dedup.Consumer, pos *position, msgs []*Message, committing chan<- struct{}) (int, error) {
 	for i, msg := range msgs {
 		if msg.invalid != nil {
 			return 0, &messageError{i, msg.invalid}
@@ -100,6 +124,7 @@ func (e *engine) transact(ctx context.Context, consumer dedup.Consumer, pos *pos
 	if err := ctx.Err(); err != nil {
 		return 0, err
 	}
+	close(committing)
 	return len(fresh), e.commit(ctx, t, pos, msgs[len(msgs)-1])
 }
 
@@ -136,11 +161,10 @@ func (e *engine) begin(ctx context.Context, t *tx, consumer dedup.Consumer, msgs
 // commit inserts what was published, advances the position and commits, in one round trip. If one of
 // the statements fails the server skips the COMMIT behind it.
 //
-// pgx's Tx.Commit does two things that a bare COMMIT does not, and so does this: it is not cut short by
-// the caller's deadline (pgx would cancel the COMMIT, which under synchronous replication makes it
-// visible without being replicated), and it takes the tag ROLLBACK, with which the server answers the
-// COMMIT of a failed transaction, for the failure that it is. When ctx ends meanwhile, the connection is
-// closed without a cancel request, and the outcome is unknown to us.
+// Like pgx's Tx.Commit, and unlike a bare COMMIT, it takes the tag ROLLBACK, with which the server answers
+// the COMMIT of a failed transaction, for the failure that it is. And it is never cut short: pgx would send
+// a cancel request, which makes a COMMIT that waits for a synchronous standby visible without being
+// replicated.
 func (e *engine) commit(ctx context.Context, t *tx, pos *position, last *Message) error {
 	batch := &pgx.Batch{}
 	detached := context.WithoutCancel(ctx)
@@ -159,11 +183,7 @@ func (e *engine) commit(ctx context.Context, t *tx, pos *position, last *Message
 		return rows.Err()
 	})
 	crashpoint.Here(crashpoint.ConsumerCommitting)
-	socket := t.conn.PgConn().Conn()
-	stop := context.AfterFunc(ctx, func() { _ = socket.Close() })
-	err := t.conn.SendBatch(detached, batch).Close()
-	stop()
-	if err != nil {
+	if err := t.conn.SendBatch(detached, batch).Close(); err != nil {
 		return fmt.Errorf("commit up to offset %d: %w", last.Offset, wrapPosition(err))
 	}
 	if tag != "COMMIT" {

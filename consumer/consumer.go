@@ -60,10 +60,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 // for what waiting cannot mend: a schema that does not fit, a standby, a name that is taken. Run may be
 // called again after it returned, not twice at a time.
 func (c *Consumer) Run(ctx context.Context) error {
-	if err := c.prepare(ctx); err != nil {
-		if ctx.Err() != nil {
-			return nil //nolint:nilerr // a clean stop before the start was done
-		}
+	if err := c.prepared(ctx); err != nil {
 		return err
 	}
 	for trouble := 1; ctx.Err() == nil; trouble++ {
@@ -78,6 +75,22 @@ func (c *Consumer) join(ctx context.Context, trouble int) {
 	if ctx.Err() == nil {
 		wait := c.backoff(trouble)
 		c.cfg.Logger.WarnContext(ctx, "joining the group anew", "group", c.cfg.Group, "error", err, "retry_in", wait)
+		pause(ctx, wait)
+	}
+}
+
+// prepared waits for a database that does not answer yet. A clean stop meanwhile is no error.
+func (c *Consumer) prepared(ctx context.Context) error {
+	for attempt := 1; ; attempt++ {
+		err := c.prepare(ctx)
+		if ctx.Err() != nil {
+			return nil
+		}
+		if err == nil || !troubleOfDatabase(err) {
+			return err
+		}
+		wait := c.backoff(attempt)
+		c.cfg.Logger.WarnContext(ctx, "waiting for the database", "group", c.cfg.Group, "error", err, "retry_in", wait)
 		pause(ctx, wait)
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // Permanent marks an error that trying again cannot mend: the message itself is at fault. For now the
@@ -79,7 +80,12 @@ func troubleOfDatabase(err error) bool {
 		return true
 	}
 	var failed *messageError
-	return !errors.As(err, &failed) && !errors.Is(err, errGoexit)
+	for _, own := range []error{errGoexit, migrations.ErrTooOld, migrations.ErrTooNew, dedup.ErrNameTaken, ErrNotPrimary} {
+		if errors.Is(err, own) {
+			return false
+		}
+	}
+	return !errors.As(err, &failed)
 }
 
 // concurrent tells that the engine's own statements met another transaction: a claim or a position that

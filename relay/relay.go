@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -72,19 +73,18 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 // returns nil. It returns an error at once for what waiting cannot mend: a schema that does not fit, a
 // standby.
 func (r *Relay) Run(ctx context.Context) error {
-	if err := migrations.Check(ctx, r.pool, migrations.Options{Schema: r.cfg.Schema}); err != nil {
-		return stopped(ctx, err)
-	}
-	var primary bool
-	if err := r.pool.QueryRow(ctx, primarySQL).Scan(&primary); err != nil {
-		return stopped(ctx, fmt.Errorf("ask whether the database is a primary: %w", err))
-	}
-	if !primary {
-		return ErrNotPrimary
-	}
 	trouble := 0
-	for ctx.Err() == nil {
-		err := r.serve(ctx)
+	for checked := false; ctx.Err() == nil; {
+		var err error
+		if !checked {
+			err = r.check(ctx)
+			if err != nil && ctx.Err() == nil && !unreachable(err) {
+				return err
+			}
+			checked = err == nil
+		} else {
+			err = r.serve(ctx)
+		}
 		if err == nil {
 			trouble = 0
 			continue
@@ -96,6 +96,31 @@ func (r *Relay) Run(ctx context.Context) error {
 		pause(ctx, wait)
 	}
 	return nil
+}
+
+// check refuses what waiting cannot mend.
+func (r *Relay) check(ctx context.Context) error {
+	if err := migrations.Check(ctx, r.pool, migrations.Options{Schema: r.cfg.Schema}); err != nil {
+		return err
+	}
+	var primary bool
+	if err := r.pool.QueryRow(ctx, primarySQL).Scan(&primary); err != nil {
+		return fmt.Errorf("ask whether the database is a primary: %w", err)
+	}
+	if !primary {
+		return ErrNotPrimary
+	}
+	return nil
+}
+
+// unreachable tells a database that does not answer, or is starting or stopping, from one that refuses.
+func unreachable(err error) bool {
+	var refusal *pgconn.PgError
+	if errors.As(err, &refusal) {
+		return strings.HasPrefix(refusal.Code, "57P") || strings.HasPrefix(refusal.Code, "53")
+	}
+	var connect *pgconn.ConnectError
+	return errors.As(err, &connect) || pgconn.SafeToRetry(err)
 }
 
 // Drain publishes until nothing waits and returns how many rows that were: the single-step form of Run
@@ -132,11 +157,4 @@ func (r *Relay) serve(ctx context.Context) error {
 func backoff(attempt int) time.Duration {
 	ceiling := min(100*time.Millisecond<<min(attempt, 10), 5*time.Second)
 	return 50*time.Millisecond + rand.N(ceiling) //nolint:gosec // jitter needs no secret
-}
-
-func stopped(ctx context.Context, err error) error {
-	if ctx.Err() != nil {
-		return nil //nolint:nilerr // a clean stop before the start was done
-	}
-	return err
 }

@@ -1,0 +1,192 @@
+package relay_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// Property: connections that break and brokers that answer "not enough replicas" or "timed out" for a third
+// of the produce requests cost time, and nothing else: no row is lost, parked or published out of order.
+// Row O28.
+func TestFlakyBrokerLosesNothing(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, "orders"))
+	random := rand.New(rand.NewPCG(1, 2))
+	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		switch random.IntN(9) {
+		case 0:
+			return nil, errors.New("connection cut"), true
+		case 1:
+			return refuse(request.(*kmsg.ProduceRequest), kerr.NotEnoughReplicas), nil, true
+		case 2:
+			return refuse(request.(*kmsg.ProduceRequest), kerr.RequestTimedOut), nil, true
+		default:
+			return nil, nil, false
+		}
+	})
+	for i := range 300 {
+		insert(t, pool, "orders", fmt.Sprint("k", i%7), fmt.Sprint(i))
+	}
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchMaxBytes(2000)}, relay.Config{PageRowsMax: 10})
+	require.NoError(t, err)
+	require.EqualValues(t, 300, drain(t, r))
+	require.Zero(t, dead(t, pool))
+	last := map[string]int{}
+	records := kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders")
+	require.Len(t, records, 300, "idempotent production: retries are no duplicates")
+	for _, record := range records {
+		var n int
+		_, err := fmt.Sscan(string(record.Value), &n)
+		require.NoError(t, err)
+		require.Greater(t, n, last[string(record.Key)]-1, "key %s", record.Key)
+		last[string(record.Key)] = n
+	}
+}
+
+func refuse(request *kmsg.ProduceRequest, why *kerr.Error) kmsg.Response {
+	response := request.ResponseKind().(*kmsg.ProduceResponse)
+	for _, topic := range request.Topics {
+		answer := kmsg.NewProduceResponseTopic()
+		answer.Topic, answer.TopicID = topic.Topic, topic.TopicID
+		for _, partition := range topic.Partitions {
+			p := kmsg.NewProduceResponseTopicPartition()
+			p.Partition, p.ErrorCode = partition.Partition, why.Code
+			answer.Partitions = append(answer.Partitions, p)
+		}
+		response.Topics = append(response.Topics, answer)
+	}
+	return response
+}
+
+// Property: a broker that is away is no failure of a row: the relay waits, keeps its lease, parks nothing,
+// and publishes everything in order when the broker is back. Row O31.
+func TestBrokerAwayIsWaitedOut(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	var away atomic.Bool
+	dial := func(ctx context.Context, network, address string) (net.Conn, error) {
+		if away.Load() {
+			return nil, errors.New("broker is away")
+		}
+		var d net.Dialer
+		conn, err := d.DialContext(ctx, network, address)
+		return &cutConn{Conn: conn, cut: &away}, err
+	}
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.Dialer(dial), kgo.RetryTimeout(time.Second)}, relay.Config{Lease: time.Second})
+	require.NoError(t, err)
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- r.Run(running) }()
+	insert(t, pool, "orders", "k", "0")
+	read := func() int { return len(kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders")) }
+	require.Eventually(t, func() bool { return read() == 1 }, 20*time.Second, 10*time.Millisecond)
+	away.Store(true)
+	for i := 1; i < 50; i++ {
+		insert(t, pool, "orders", "k", fmt.Sprint(i))
+	}
+	// Longer than the lease: another second, by the database's clock.
+	_, err = pool.Exec(ctx, `SELECT pg_sleep(2)`)
+	require.NoError(t, err)
+	require.Equal(t, 1, read())
+	require.Zero(t, dead(t, pool))
+	away.Store(false)
+	require.Eventually(t, func() bool { return read() >= 50 }, 40*time.Second, 10*time.Millisecond)
+	stop()
+	require.NoError(t, <-done)
+	next := 0
+	for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders") {
+		if string(record.Value) == fmt.Sprint(next) {
+			next++ // first occurrences are in order, whatever came twice between them
+		}
+	}
+	require.Equal(t, 50, next)
+}
+
+// cutConn breaks as soon as the flag is set.
+type cutConn struct {
+	net.Conn
+	cut *atomic.Bool
+}
+
+func (c *cutConn) Write(p []byte) (int, error) {
+	if c.cut.Load() {
+		_ = c.Close()
+		return 0, errors.New("broker is away")
+	}
+	return c.Conn.Write(p)
+}
+
+// Property: the relay refuses a standby, where the order of visibility is not the primary's. Row O25.
+func TestStandbyIsRefused(t *testing.T) {
+	t.Parallel()
+	cluster := pgtest.Cluster(t, nil)
+	pgtest.Migrate(t, cluster.URL)
+	pool, err := pgxpool.New(t.Context(), cluster.URL)
+	require.NoError(t, err)
+	defer pool.Close()
+	// A server that finds this file starts in recovery, and stays there without a primary to follow.
+	_, err = pool.Exec(t.Context(), `CHECKPOINT`)
+	require.NoError(t, err)
+	_, err = pool.Exec(t.Context(), `COPY (SELECT 1) TO PROGRAM 'touch standby.signal'`)
+	require.NoError(t, err)
+	require.NoError(t, cluster.Kill(t.Context()))
+	require.NoError(t, cluster.Restart(t.Context()))
+	pool.Reset()
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
+	require.NoError(t, err)
+	require.ErrorIs(t, r.Run(t.Context()), relay.ErrNotPrimary)
+}
+
+// Property: a database that stops and comes back costs time, and nothing else.
+func TestDatabaseAwayIsWaitedOut(t *testing.T) {
+	t.Parallel()
+	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
+	cluster := pgtest.Cluster(t, nil)
+	pgtest.Migrate(t, cluster.URL)
+	pool, err := pgxpool.New(ctx, cluster.URL)
+	require.NoError(t, err)
+	defer pool.Close()
+	r := newRelay(t, pool, relay.Config{Lease: time.Second})
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- r.Run(running) }()
+	for round := range 3 {
+		for i := range 20 {
+			insert(t, pool, topic, "k", fmt.Sprint(20*round+i))
+		}
+		require.NoError(t, cluster.Kill(ctx))
+		require.NoError(t, cluster.Restart(ctx))
+		pool.Reset()
+	}
+	require.Eventually(t, func() bool { return distinct(values(t, topic)) == 60 }, 40*time.Second, 50*time.Millisecond)
+	stop()
+	require.NoError(t, <-done)
+}
+
+func distinct(list []string) int {
+	seen := map[string]bool{}
+	for _, v := range list {
+		seen[v] = true
+	}
+	return len(seen)
+}

@@ -81,11 +81,8 @@ func (c *Consumer) join(ctx context.Context, trouble int) {
 
 // prepared waits for a database that does not answer yet. A clean stop meanwhile is no error.
 func (c *Consumer) prepared(ctx context.Context) error {
-	for attempt := 1; ; attempt++ {
+	for attempt := 1; ctx.Err() == nil; attempt++ {
 		err := c.prepare(ctx)
-		if ctx.Err() != nil {
-			return nil
-		}
 		if err == nil || !troubleOfDatabase(err) {
 			return err
 		}
@@ -93,6 +90,7 @@ func (c *Consumer) prepared(ctx context.Context) error {
 		c.cfg.Logger.WarnContext(ctx, "waiting for the database", "group", c.cfg.Group, "error", err, "retry_in", wait)
 		pause(ctx, wait)
 	}
+	return nil
 }
 
 // prepare checks the database and registers the consumer's names.

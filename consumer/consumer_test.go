@@ -152,7 +152,7 @@ func TestBrokenHandlerLosesNothing(t *testing.T) {
 			return nil
 		},
 		"open result": func(ctx context.Context, tx pgx.Tx) error {
-			_, err := tx.Query(ctx, `SELECT generate_series(1, 100000)`)
+			_, err := tx.Query(ctx, `SELECT generate_series(1, 100000)`) //nolint:sqlclosecheck // the mistake under test
 			return err
 		},
 		"error": func(context.Context, pgx.Tx) error { return errors.New("no") },

@@ -34,9 +34,9 @@ func newHarness(t *testing.T, partitions int) *harness {
 	return h
 }
 
-func (h *harness) exec(sql string, args ...any) {
+func (h *harness) exec(sql string) {
 	h.t.Helper()
-	_, err := h.pool.Exec(h.t.Context(), sql, args...)
+	_, err := h.pool.Exec(h.t.Context(), sql)
 	require.NoError(h.t, err)
 }
 

@@ -46,7 +46,7 @@ type stream struct {
 }
 
 // judge reads a topic's records as a consumer that drops duplicates would: first occurrences per key must
-// be 1, 2, 3, …
+// be 1, 2, 3 and so on.
 func judge(t *testing.T, records []*kgo.Record) stream {
 	t.Helper()
 	s := stream{last: map[string]int{}}

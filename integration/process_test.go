@@ -54,7 +54,7 @@ type child struct {
 
 func TestMain(m *testing.M) {
 	if spec := os.Getenv(childVariable); spec != "" {
-		os.Exit(runChild(spec))
+		os.Exit(runChild(spec)) //nolint:forbidigo // this process is a program, not a test
 	}
 	pgtest.Main(m)
 }
@@ -67,7 +67,7 @@ func runChild(spec string) int {
 		return 2
 	}
 	c.armCrashpoints()
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM) //nolint:forbidigo // as above
 	defer stop()
 	log.Info(childReady)
 	pool, err := pgxpool.New(ctx, c.URL)

@@ -99,7 +99,7 @@ func TestRelayKilledAtEachPointLosesNothing(t *testing.T) {
 
 				c.CrashAt = ""
 				second := start(t, c)
-				requirePublished(ctx, t, pool, topic)
+				requirePublished(t, pool, topic)
 				require.NoError(t, second.terminate())
 			})
 		}
@@ -135,10 +135,10 @@ func TestRelaysKilledAndFrozenAtRandomMoments(t *testing.T) {
 		}
 		// Frozen beyond its lease: the other one takes over; then both run.
 		relays[i].signal(syscall.SIGSTOP)
-		requirePublished(ctx, t, pool, topic)
+		requirePublished(t, pool, topic)
 		relays[i].signal(syscall.SIGCONT)
 	}
-	requirePublished(ctx, t, pool, topic)
+	requirePublished(t, pool, topic)
 	for _, r := range relays {
 		require.NoError(t, r.terminate())
 	}
@@ -190,7 +190,7 @@ func peakMemory(t *testing.T, pid int) int64 {
 		t.Skip("LOUD SKIP: no /proc on this system, so the memory of another process cannot be read")
 	}
 	require.NoError(t, err)
-	defer file.Close()
+	defer func() { _ = file.Close() }()
 	lines := bufio.NewScanner(file)
 	for lines.Scan() {
 		if rest, ok := strings.CutPrefix(lines.Text(), "VmHWM:"); ok {
@@ -216,8 +216,9 @@ func open(t *testing.T, url string) *pgxpool.Pool {
 }
 
 // requirePublished waits until the topic has every committed version, and judges it.
-func requirePublished(ctx context.Context, t *testing.T, pool *pgxpool.Pool, topic string) {
+func requirePublished(t *testing.T, pool *pgxpool.Pool, topic string) {
 	t.Helper()
+	ctx := t.Context()
 	want := written(ctx, t, pool)
 	var s stream
 	eventually(t, 40*time.Second, "everything is published", func() (bool, any) {

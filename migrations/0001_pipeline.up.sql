@@ -3,7 +3,14 @@
 -- Plain SQL: psql -f runs it as it stands. Every name is written with the default schema; the
 -- migrations package replaces the word where another schema is configured.
 
-CREATE SCHEMA IF NOT EXISTS effectonce;
+-- CREATE SCHEMA IF NOT EXISTS asks for the right to create schemas even where this one is there.
+DO $$
+BEGIN
+  IF to_regnamespace('effectonce') IS NULL THEN
+    CREATE SCHEMA effectonce;
+  END IF;
+END
+$$;
 
 -- ---------------------------------------------------------------------------------------------
 -- Message IDs

@@ -19,7 +19,7 @@ import (
 // DefaultSchema is the schema that holds every table unless another one is configured.
 const DefaultSchema = "effectonce"
 
-// Options of Up, Down, Status, Print and Check. The zero value works.
+// Options of Up, To, All, Status and Check. The zero value works.
 type Options struct {
 	// Schema holds the tables. Default "effectonce". At most 49 bytes of lower-case letters, digits
 	// and underscores, not starting with a digit or "pg_".
@@ -143,6 +143,12 @@ func To(ctx context.Context, conn *pgx.Conn, opts Options, version int) error {
 const createLock = `-- migrations.lock
 SELECT pg_advisory_xact_lock(hashtextextended('effectonce migrations', 0))`
 
+// schemaThere spares a role that may not create schemas from being refused where there is nothing to
+// create. quote_ident quotes only what needs it (a word of SQL): tern looks for its version table under
+// the name as it is given.
+const schemaThere = `-- migrations.schema
+SELECT quote_ident($1), EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)`
+
 const readOnly = `-- migrations.read_only
 SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::bool`
 
@@ -159,18 +165,22 @@ func open(ctx context.Context, conn *pgx.Conn, opts Options) (*migrate.Migrator,
 	if standby {
 		return nil, 0, errors.New("migrate: the database is read-only (a standby?): connect to the primary")
 	}
-	quoted := pgx.Identifier{schema}.Sanitize()
+	var quoted string
 	err = pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, createLock); err != nil {
 			return err
 		}
-		_, err := tx.Exec(ctx, "CREATE SCHEMA IF NOT EXISTS "+quoted)
+		var there bool
+		if err := tx.QueryRow(ctx, schemaThere, schema).Scan(&quoted, &there); err != nil || there {
+			return err
+		}
+		_, err := tx.Exec(ctx, "CREATE SCHEMA "+quoted)
 		return err
 	})
 	if err != nil {
 		return nil, 0, fmt.Errorf("create schema %s (the role needs CREATE on the database, or let its owner create the schema): %w", schema, err)
 	}
-	migrator, err := migrate.NewMigrator(ctx, conn, schema+"."+versionTable)
+	migrator, err := migrate.NewMigrator(ctx, conn, quoted+"."+versionTable)
 	if err != nil {
 		return nil, 0, fmt.Errorf("prepare migrations: %w", err)
 	}

@@ -52,11 +52,13 @@ var ErrInvalid = errors.New("message cannot be published")
 var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
 
 // overheadBytes is an upper bound for what a record takes beside key, value and the row's own headers:
-// the two headers of the relay and the varints of the record.
-const overheadBytes = 160
+// the two headers of the relay (88), the record's varints (22) and the batch around a single record (61),
+// because it is the batch that the broker compares with max.message.bytes.
+const overheadBytes = 192
 
-// size estimates the record's bytes on the wire, never too low.
-func (m *Message) size() int {
+// RecordBytes is an upper bound, by at most a few dozen bytes, for what the record takes in Kafka: the
+// bytes of a batch of this one record, which is what max.message.bytes limits.
+func (m *Message) RecordBytes() int {
 	n := overheadBytes + len(m.Key) + len(m.Payload)
 	for _, h := range m.Headers {
 		n += len(h.Name) + len(h.Value) + 10
@@ -73,7 +75,7 @@ func (m *Message) validate(index, recordBytesMax int) error {
 	if !topicName.MatchString(m.Topic) || m.Topic == "." || m.Topic == ".." {
 		report("topic %.260q: Kafka takes 1 to 249 letters, digits, dots, underscores and hyphens", m.Topic)
 	}
-	if n := m.size(); n > recordBytesMax {
+	if n := m.RecordBytes(); n > recordBytesMax {
 		report("key, payload and headers take %d bytes, RecordBytesMax is %d: store the body elsewhere and publish a reference, or raise RecordBytesMax together with the topic's max.message.bytes", n, recordBytesMax)
 	}
 	for _, h := range m.Headers {

@@ -19,9 +19,9 @@ const RecordBytesMaxDefault = 1_000_000
 type Config struct {
 	// Schema that holds the table. Default "effectonce"; bounds as in migrations.Options.
 	Schema string
-	// RecordBytesMax is the largest record that Publish accepts, in bytes: key, payload, headers and
-	// 160 bytes for what the relay adds. 1,024 to 100,000,000; default 1,000,000. The topic's
-	// max.message.bytes must not be below it.
+	// RecordBytesMax is the largest record that Publish accepts, in bytes: key, payload, headers (and 10
+	// bytes for each) and 192 bytes for what the relay and Kafka add. 1,024 to 100,000,000; default
+	// 1,000,000. The topic's max.message.bytes must not be below it.
 	RecordBytesMax int
 	// Inject adds headers that come from the context, such as the trace context, to every message.
 	// OpenTelemetry's propagators fit: func(ctx, h) { prop.Inject(ctx, propagation.MapCarrier(h)) }.

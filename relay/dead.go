@@ -98,8 +98,8 @@ func (p *publisher) record(maker *recordMaker, r *row) (*kgo.Record, Reason, err
 	if !topic.exists {
 		return nil, ReasonUnknownTopic, fmt.Errorf("topic %q does not exist: create it, and the row is published by itself", r.topic)
 	}
-	size := r.bytes() + 2*len(outbox.HeaderMessageID) + idLength + len(timeLayout) + batchOverheadBytes
-	if size > int(topic.maxBytes) {
+	message := outbox.Message{Key: r.key, Payload: r.payload, Headers: headers}
+	if size := message.RecordBytes(); size > int(topic.maxBytes) {
 		return nil, ReasonTooLarge, fmt.Errorf("the record has %d bytes, max.message.bytes of topic %q is %d: raise it and retry the row, or discard the row", size, r.topic, topic.maxBytes)
 	}
 	return maker.add(r, headers), "", nil

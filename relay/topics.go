@@ -19,9 +19,6 @@ const maxMessageBytesDefault = 1_048_588
 // recordBytesMax stays below what the client writes in one request.
 const recordBytesMax = 90_000_000
 
-// batchOverheadBytes is what a record batch takes beside its records.
-const batchOverheadBytes = 100
-
 // topics knows which topics exist and how large their records may be, so that a row that Kafka would
 // refuse is recognised before it is produced: a refusal afterwards would come when later rows of its key
 // are under way.

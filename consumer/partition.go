@@ -39,8 +39,10 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 	}
 }
 
-// add takes records and reports whether fetching should pause: two batches wait already.
-func (p *partition) add(records []*kgo.Record) bool {
+// add takes records, and pauses fetching when two batches wait already. Pausing and resuming happen under
+// the lock that guards what they are decided by: done later, a pause could land after the resume that
+// answers it, and the partition would stand still for ever.
+func (p *partition) add(records []*kgo.Record) {
 	p.queue.Lock()
 	defer p.queue.Unlock()
 	p.waiting = append(p.waiting, records...)
@@ -48,11 +50,10 @@ func (p *partition) add(records []*kgo.Record) bool {
 	case p.arrived <- struct{}{}:
 	default:
 	}
-	if p.paused || len(p.waiting) < 2*p.cfg.BatchMax {
-		return false
+	if !p.paused && len(p.waiting) >= 2*p.cfg.BatchMax {
+		p.paused = true
+		p.client.PauseFetchPartitions(map[string][]int32{p.pos.topic: {p.pos.partition}})
 	}
-	p.paused = true
-	return true
 }
 
 // next waits for the next batch; nil: the partition is to stop.

@@ -118,8 +118,8 @@ func (s *session) poll(ctx context.Context) {
 		p := s.partitions[key]
 		s.mu.Unlock()
 		// Without a partition it was taken away meanwhile; its next holder fetches the records again.
-		if p != nil && p.add(fetched.Records) {
-			s.client.PauseFetchPartitions(map[string][]int32{key.topic: {key.partition}})
+		if p != nil {
+			p.add(fetched.Records)
 		}
 	})
 	s.client.AllowRebalance()

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kadm"
@@ -24,8 +25,12 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
+	s.taking.Add(1)
+	defer s.taking.Add(-1)
 	for attempt := 1; ; attempt++ {
-		resumed, err := s.takeOver(ctx, offsets)
+		limited, cancel := context.WithTimeout(ctx, takeOverMax)
+		resumed, err := s.takeOver(limited, offsets)
+		cancel()
 		if err == nil {
 			return resumed, nil
 		}
@@ -37,6 +42,9 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 		pause(ctx, wait)
 	}
 }
+
+// takeOverMax bounds one attempt, so that a request that hangs is given up and said.
+const takeOverMax = 15 * time.Second
 
 func (s *session) takeOver(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	holds, err := s.holds(ctx, offsets)

@@ -1,0 +1,148 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/internal/bench"
+	"github.com/effectonce/effectonce/internal/servers"
+)
+
+func newBench(s *settings) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "bench",
+		Short: "Measure consumer or relay, and the textbook way beside it",
+		Long: `Measure consumer or relay, and the textbook way beside it, in turns and in one run.
+
+Without addresses it brings PostgreSQL (downloaded at the first run) and an in-process Kafka. With
+--database-url and --brokers it uses those, with a schema, topics and groups of its own, which it
+removes at the end. Give it a machine that does nothing else; what counts are the ratios.`,
+	}
+	cmd.AddCommand(newBenchConsume(s), newBenchRelay(s))
+	return cmd
+}
+
+func newBenchConsume(s *settings) *cobra.Command {
+	b := &benchmark{settings: s}
+	var options bench.ConsumeOptions
+	cmd := &cobra.Command{
+		Use:   "consume",
+		Short: "Measure messages a second, each with one insert of effect",
+		Long: `Measure messages a second, each with one insert of effect, medians of the rounds.
+
+  textbook        one message per transaction: claim, effect, commit, one after the other
+  statement       the engine with a handler that waits for one statement per message
+  by_id           the engine with the effects of a batch queued and sent in one round trip
+  no_dedup        the same with the claim taken out
+  all_duplicates  the same, when every message was claimed before
+
+bytes_per_message is the growth of the claims' table and index. wal_bytes_per_message is the claim's
+part of the write-ahead log: that of a by_id run less that of a no_dedup run, each right after a
+checkpoint. The log is the whole server's, so on a busy one the figure is too high; it is left out
+where the role must not run CHECKPOINT.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return b.run(cmd, func(ctx context.Context, on bench.Servers, progress func(string)) (report, error) {
+				options.Servers, options.Progress = on, progress
+				return bench.Consume(ctx, options)
+			})
+		},
+	}
+	flags := cmd.Flags()
+	addInt(flags, &options.Messages, "messages", bench.MessagesDefault, bench.MessagesMin, bench.MessagesMax,
+		"messages of the fast variants in a round; statement takes a fourth of them, textbook a fortieth")
+	addInt(flags, &options.Partitions, "partitions", bench.ConsumePartitionsDefault, bench.PartitionsMin, bench.PartitionsMax,
+		"partitions of the topic; the textbook loop stays a single one")
+	b.addFlags(cmd, &options.Rounds)
+	return cmd
+}
+
+func newBenchRelay(s *settings) *cobra.Command {
+	b := &benchmark{settings: s}
+	var options bench.RelayOptions
+	cmd := &cobra.Command{
+		Use:   "relay",
+		Short: "Measure rows a second of a backlog, and the time from commit to consumable",
+		Long: `Measure rows a second of a backlog, medians of the rounds, and the time from commit to consumable.
+
+  skip_locked     the textbook's poller: SELECT ... FOR UPDATE SKIP LOCKED, produce, UPDATE, commit
+  bare_cursor     reads by row number and produces; stores nothing, loses late commits: a ceiling
+  relay           the relay
+  p50_ms, p99_ms  from the return of COMMIT until a consumer has the record, at 500 messages a second
+
+Rows have 256 bytes of payload and one of 1,000 keys. All produce with the same settings.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return b.run(cmd, func(ctx context.Context, on bench.Servers, progress func(string)) (report, error) {
+				options.Servers, options.Progress = on, progress
+				return bench.Relay(ctx, options)
+			})
+		},
+	}
+	flags := cmd.Flags()
+	addInt(flags, &options.Rows, "rows", bench.RowsDefault, bench.RowsMin, bench.RowsMax, "rows of the backlog")
+	addInt(flags, &options.Partitions, "partitions", bench.RelayPartitionsDefault, bench.PartitionsMin, bench.PartitionsMax, "partitions of the topic")
+	addInt(flags, &options.LatencySeconds, "latency-seconds", bench.LatencySecondsDefault, bench.LatencySecondsMin, bench.LatencySecondsMax,
+		"how long messages are published one by one")
+	b.addFlags(cmd, &options.Rounds)
+	return cmd
+}
+
+// report is what a benchmark found.
+type report interface {
+	WriteTable(out io.Writer) error
+	SetServers(postgres, kafka string, took time.Duration)
+}
+
+// benchmark is one run of a bench command.
+type benchmark struct {
+	*settings
+	json bool
+}
+
+func (b *benchmark) addFlags(cmd *cobra.Command, rounds *int) {
+	addInt(cmd.Flags(), rounds, "rounds", bench.RoundsDefault, bench.RoundsMin, bench.RoundsMax, "how many times the variants take turns")
+	addJSON(cmd, &b.json)
+	cmd.Flags().Lookup("json").Usage = "print one line of JSON in place of the table"
+}
+
+// checkpointsAway keeps an embedded PostgreSQL from a checkpoint within a run; everything else is as it
+// comes, durability above all.
+func checkpointsAway() map[string]string {
+	return map[string]string{"max_wal_size": "8GB", "checkpoint_timeout": "1h"}
+}
+
+func (b *benchmark) run(cmd *cobra.Command, measure func(context.Context, bench.Servers, func(string)) (report, error)) (err error) {
+	ctx, begin := cmd.Context(), time.Now()
+	progress := func(line string) {
+		_, _ = fmt.Fprintln(cmd.ErrOrStderr(), line) // what cannot be shown is lost; the run goes on
+	}
+	progress("starting the servers (the first run downloads PostgreSQL)")
+	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
+		DatabaseURL: b.databaseURL.reveal(), Embedded: b.pool == nil, Parameters: checkpointsAway(),
+	})
+	if err != nil {
+		return err
+	}
+	defer stop(ctx, postgres.Stop, &err)
+	kafka, err := servers.StartKafka(ctx, servers.KafkaOptions{Brokers: b.brokers, Embedded: len(b.brokers) == 0})
+	if err != nil {
+		return err
+	}
+	defer stop(ctx, kafka.Stop, &err)
+	progress(postgres.Description)
+	progress(kafka.Description)
+	found, err := measure(ctx, bench.Servers{DatabaseURL: postgres.URL, Brokers: kafka.Brokers}, progress)
+	if err != nil {
+		return err
+	}
+	found.SetServers(postgres.Description, kafka.Description, time.Since(begin))
+	if b.json {
+		return printJSON(cmd.OutOrStdout(), found)
+	}
+	return found.WriteTable(cmd.OutOrStdout())
+}

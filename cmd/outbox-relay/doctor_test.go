@@ -1,0 +1,81 @@
+package main_test
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// severities reads "doctor --json": what each check found worst.
+func severities(t *testing.T, r result) map[string]string {
+	t.Helper()
+	worst := map[string]string{}
+	failed := false
+	for _, f := range r.object(t)["findings"].([]any) {
+		finding := f.(map[string]any)
+		check, severity := finding["check"].(string), finding["severity"].(string)
+		if severity != "ok" {
+			assert.NotEmpty(t, finding["remedy"], finding)
+		}
+		failed = failed || severity == "fail"
+		if worst[check] != "fail" {
+			worst[check] = severity
+		}
+	}
+	assert.Equal(t, !failed, r.object(t)["well"])
+	assert.Equal(t, failed, r.code == 1)
+	return worst
+}
+
+// Every check runs where everything is there, and the topics of rows are among them.
+func TestDoctorChecksEverything(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	execSQL(t, connect(t, address), "INSERT INTO effectonce.outbox (topic) VALUES ('never-created')")
+	found := severities(t, runOn(t, address, "doctor", "--json", "--brokers", strings.Join(kafkatest.Brokers(t), ",")))
+	delete(found, "durability") // the server that tests share does not sync
+	assert.Equal(t, map[string]string{
+		"database": "ok", "server": "ok", "writable": "ok", "clock": "ok", "transactions": "ok", "rights": "ok",
+		"schema": "ok", "sequence": "ok", "brokers": "ok", "topic never-created": "fail",
+	}, found)
+	r := runOn(t, address, "doctor", "--brokers", strings.Join(kafkatest.Brokers(t), ","))
+	assert.Equal(t, 1, r.code)
+	assert.Empty(t, r.stderr)
+	assert.Contains(t, r.stdout, "fail  topic never-created: it does not exist\n      remedy: create the topic")
+}
+
+// What is missing stops only the checks that need it, and each says what to do.
+func TestDoctorGoesOnWithWhatIsThere(t *testing.T) {
+	t.Parallel()
+	empty := severities(t, runOn(t, pgtest.EmptyDatabase(t), "doctor", "--json", "--timeout", "2s", "--brokers", "127.0.0.1:1"))
+	assert.Equal(t, "fail", empty["schema"])
+	assert.Equal(t, "fail", empty["brokers"])
+	assert.NotContains(t, empty, "sequence")
+	assert.NotContains(t, empty, "rights")
+
+	away := severities(t, runOn(t, "postgres://u@127.0.0.1:1/d", "doctor", "--json", "--brokers", strings.Join(kafkatest.Brokers(t), ",")))
+	assert.Equal(t, map[string]string{"database": "fail", "brokers": "ok"}, away)
+
+	alone := severities(t, runOn(t, pgtest.Database(t), "doctor", "--json"))
+	assert.Equal(t, "warn", alone["brokers"])
+	assert.Equal(t, "ok", alone["schema"])
+}
+
+// A role without rights gets the statements that give it what it lacks.
+func TestDoctorListsGrants(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	role := plainRole(t, address)
+	found := severities(t, runOn(t, role, "doctor", "--json"))
+	require.Equal(t, "fail", found["rights"])
+	assert.NotContains(t, found, "schema")
+	grant(t, address, role)
+	found = severities(t, runOn(t, role, "doctor", "--json"))
+	assert.Equal(t, "ok", found["schema"])
+	assert.NotEqual(t, "fail", found["rights"])
+}

@@ -1,0 +1,44 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// kafkaOptions say how to reach the brokers.
+func (s *settings) kafkaOptions(logger *slog.Logger) []kgo.Opt {
+	return []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.WithLogger(kafkaLog{logger})}
+}
+
+// askKafka returns a client for questions: it gives up after a limit, and says why instead of trying
+// again until then.
+func (s *settings) askKafka(limit time.Duration) (*kgo.Client, error) {
+	return kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.DialTimeout(limit), kgo.RetryTimeout(limit),
+		kgo.RequestRetries(0), kgo.SoftwareNameAndVersion("outbox-relay", "v1"))
+}
+
+// kafkaLog passes what the client has to say on to the log: that brokers are away, above all.
+type kafkaLog struct{ logger *slog.Logger }
+
+func (l kafkaLog) Level() kgo.LogLevel {
+	if l.logger.Enabled(context.Background(), slog.LevelDebug) {
+		return kgo.LogLevelDebug
+	}
+	return kgo.LogLevelWarn
+}
+
+func (l kafkaLog) Log(level kgo.LogLevel, msg string, keyvals ...any) {
+	at := slog.LevelDebug
+	switch level { //nolint:exhaustive // None is never logged, Debug is the value above
+	case kgo.LogLevelError:
+		at = slog.LevelError
+	case kgo.LogLevelWarn:
+		at = slog.LevelWarn
+	case kgo.LogLevelInfo:
+		at = slog.LevelInfo
+	}
+	l.logger.Log(context.Background(), at, "kafka: "+msg, keyvals...)
+}

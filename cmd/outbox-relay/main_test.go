@@ -1,0 +1,148 @@
+package main_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	main "github.com/effectonce/effectonce/cmd/outbox-relay"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// asProgram makes the test binary be the program, for tests that need real processes.
+const asProgram = "EFFECTONCE_TEST_AS_PROGRAM"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(asProgram) != "" {
+		os.Exit(main.Program())
+	}
+	pgtest.Main(m)
+}
+
+// output collects what a command writes, also while it works.
+type output struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+	more chan struct{} // one place: something was written
+}
+
+func newOutput() *output { return &output{more: make(chan struct{}, 1)} }
+
+func (o *output) Write(p []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	select {
+	case o.more <- struct{}{}:
+	default:
+	}
+	return o.text.Write(p)
+}
+
+func (o *output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.text.String()
+}
+
+// await returns when a text was written.
+func (o *output) await(t *testing.T, text string) {
+	t.Helper()
+	limit := time.NewTimer(commandMax)
+	defer limit.Stop()
+	for !strings.Contains(o.String(), text) {
+		select {
+		case <-o.more:
+		case <-limit.C:
+			require.FailNow(t, "not written: "+text, o.String())
+		}
+	}
+}
+
+// result is what a command left.
+type result struct {
+	code           int
+	stdout, stderr string
+}
+
+// commandMax is far above what a command takes that ends by itself.
+const commandMax = time.Minute
+
+// run runs a command line in this process.
+func run(t *testing.T, environment map[string]string, args ...string) result {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), commandMax)
+	defer cancel()
+	stdout, stderr := newOutput(), newOutput()
+	code := main.Execute(ctx, args, environment, stdout, stderr)
+	return result{code, stdout.String(), stderr.String()}
+}
+
+// runOn runs a command line on a database.
+func runOn(t *testing.T, databaseURL string, args ...string) result {
+	t.Helper()
+	return run(t, map[string]string{"OUTBOX_DATABASE_URL": databaseURL}, args...)
+}
+
+// object reads the one JSON object that a command printed.
+func (r result) object(t *testing.T) map[string]any {
+	t.Helper()
+	var v map[string]any
+	require.NoError(t, json.Unmarshal([]byte(r.stdout), &v), "%+v", r)
+	require.Equal(t, 1, strings.Count(r.stdout, "\n"), "want one line: %s", r.stdout)
+	return v
+}
+
+// inBackground starts a command in this process. What it returns stops the command and waits for it.
+func inBackground(t *testing.T, environment map[string]string, args ...string) (stderr *output, end func() int) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	stderr = newOutput()
+	done := make(chan int, 1)
+	go func() { done <- main.Execute(ctx, args, environment, newOutput(), stderr) }()
+	end = sync.OnceValue(func() int {
+		cancel()
+		return <-done
+	})
+	t.Cleanup(func() { end() })
+	return stderr, end
+}
+
+// process prepares the program as a process of its own.
+func process(t *testing.T, environment map[string]string, args ...string) (*exec.Cmd, *output) {
+	t.Helper()
+	program, err := os.Executable()
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), commandMax)
+	t.Cleanup(cancel)
+	cmd := exec.CommandContext(ctx, program, args...)
+	cmd.Env = []string{asProgram + "=1"}
+	for name, value := range environment {
+		cmd.Env = append(cmd.Env, name+"="+value)
+	}
+	written := newOutput()
+	cmd.Stdout, cmd.Stderr = written, written
+	return cmd, written
+}
+
+func connect(t *testing.T, address string) *pgx.Conn {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), address)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
+	return conn
+}
+
+func execSQL(t *testing.T, conn *pgx.Conn, sql string, args ...any) {
+	t.Helper()
+	_, err := conn.Exec(t.Context(), sql, args...)
+	require.NoError(t, err, sql)
+}

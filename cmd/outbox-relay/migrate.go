@@ -1,0 +1,202 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strconv"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/internal/doctor"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// flagYes cannot be given by the environment: consent belongs to one command line.
+const flagYes = "yes"
+
+func newMigrate(s *settings) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "migrate",
+		Short: "Bring, check, print or remove the tables",
+	}
+	cmd.AddCommand(newMigrateUp(s), newMigrateDown(s), newMigrateStatus(s), newMigratePrint(s))
+	return cmd
+}
+
+// migrated is what "migrate up" and "migrate down" print.
+type migrated struct {
+	Schema string `json:"schema"`
+	From   int    `json:"from"`
+	To     int    `json:"to"`
+}
+
+func (m migrated) print(out io.Writer, asJSON bool) error {
+	if asJSON {
+		return printJSON(out, m)
+	}
+	text := fmt.Sprintf("schema %s: version %d, was %d", m.Schema, m.To, m.From)
+	if m.From == m.To {
+		text = fmt.Sprintf("schema %s: version %d, nothing to do", m.Schema, m.To)
+	}
+	_, err := fmt.Fprintln(out, text)
+	return err
+}
+
+func newMigrateUp(s *settings) *cobra.Command {
+	var asJSON bool
+	cmd := needs(&cobra.Command{
+		Use:   "up",
+		Short: "Bring the tables to the version of this program",
+		Long: `Bring the tables to the version of this program. Any number of processes may do so at once:
+one works, the others wait and then find nothing to do. Connect to the primary, and not through a
+transaction pooler: the lock belongs to the session.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.migrate(cmd.Context(), func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
+				if err := migrations.Up(ctx, conn, s.options()); err != nil {
+					return err
+				}
+				return migrated{state.Schema, state.Current, state.Latest}.print(cmd.OutOrStdout(), asJSON)
+			})
+		},
+	}, flagDatabaseURL)
+	addJSON(cmd, &asJSON)
+	return cmd
+}
+
+func (s *settings) options() migrations.Options { return migrations.Options{Schema: s.schema} }
+
+// migrate opens a connection and reads the version before work.
+func (s *settings) migrate(ctx context.Context, work func(context.Context, *pgx.Conn, migrations.State) error) error {
+	conn, err := s.connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer hangUp(ctx, conn)
+	state, err := migrations.Status(ctx, conn, s.options())
+	if err != nil {
+		return err
+	}
+	return work(ctx, conn, state)
+}
+
+func newMigrateDown(s *settings) *cobra.Command {
+	var asJSON, yes bool
+	to := -1
+	cmd := needs(&cobra.Command{
+		Use:   "down --to VERSION --yes",
+		Short: "Go back to an older version, with the loss of what it does not know",
+		Long: `Go back to an older version: 0 removes every table. What the removed tables hold is lost: outbox
+rows that are not published yet, claims (so that redelivered messages have their effects again) and
+positions. Without --yes nothing is changed, and what would be lost is printed.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.migrate(cmd.Context(), func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
+				switch {
+				case to < 0:
+					return usageError{errors.New("--to is missing: want the version to go back to, 0 to remove everything")}
+				case to > state.Current:
+					return usageError{fmt.Errorf("--to %d: the database has version %d; \"outbox-relay migrate up\" goes forward", to, state.Current)}
+				case to < state.Current && !yes:
+					return usageError{fmt.Errorf("migrate down from version %d to %d would lose %s; repeat it with --yes if that is meant",
+						state.Current, to, s.loss(ctx, conn))}
+				}
+				if to < state.Current {
+					if err := migrations.To(ctx, conn, s.options(), to); err != nil {
+						return err
+					}
+				}
+				return migrated{state.Schema, state.Current, to}.print(cmd.OutOrStdout(), asJSON)
+			})
+		},
+	}, flagDatabaseURL)
+	addVersionFlag(cmd.Flags(), &to, "to", 0, "version to go back to; 0 removes everything")
+	addBool(cmd.Flags(), &yes, flagYes, "yes, lose what the removed tables hold")
+	addJSON(cmd, &asJSON)
+	return cmd
+}
+
+// addVersionFlag adds a flag that has no default: the target keeps its value unless it is given.
+func addVersionFlag(flags *pflag.FlagSet, target *int, name string, lowest int, usage string) {
+	addOption(flags, name, "version", "", usage, func(text string) error {
+		all, err := migrations.All(migrations.Options{})
+		if err != nil {
+			return err
+		}
+		n, err := strconv.Atoi(text)
+		if err != nil || n < lowest || n > len(all) {
+			return fmt.Errorf("want a version, %d to %d", lowest, len(all))
+		}
+		*target = n
+		return nil
+	})
+}
+
+// loss says what is in the tables, as far as it can be counted.
+func (s *settings) loss(ctx context.Context, conn *pgx.Conn) string {
+	status, err := doctor.ReadStatus(ctx, conn, s.schema, doctor.StatusOptions{})
+	if err != nil {
+		return "what the removed tables hold (it cannot be counted)"
+	}
+	var waiting, dead int64
+	for _, r := range status.Relays {
+		waiting = max(waiting, r.Waiting)
+		for _, n := range r.Dead {
+			dead += n
+		}
+	}
+	return fmt.Sprintf("%d outbox rows that are not published and %d dead ones, the claims of %d consumers (redelivered messages would have their effects again) and %d positions",
+		waiting, dead, status.Consumers, status.Positions)
+}
+
+// schemaState is what "migrate status" prints.
+type schemaState struct {
+	Schema  string `json:"schema"`
+	Current int    `json:"current"`
+	Latest  int    `json:"latest"`
+	State   string `json:"state"` // current, missing, old or new
+}
+
+func newMigrateStatus(s *settings) *cobra.Command {
+	var asJSON bool
+	cmd := needs(&cobra.Command{
+		Use:   "status",
+		Short: "Compare the version of the tables with that of this program",
+		Long:  "Compare the version of the tables with that of this program. Exit status 1 if they differ.",
+		Args:  noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.migrate(cmd.Context(), func(_ context.Context, _ *pgx.Conn, state migrations.State) error {
+				return printSchemaState(cmd.OutOrStdout(), state, asJSON)
+			})
+		},
+	}, flagDatabaseURL)
+	addJSON(cmd, &asJSON)
+	return cmd
+}
+
+func printSchemaState(out io.Writer, state migrations.State, asJSON bool) error {
+	s := schemaState{Schema: state.Schema, Current: state.Current, Latest: state.Latest, State: "current"}
+	remedy := "current"
+	switch {
+	case state.Current == 0:
+		s.State, remedy = "missing", "not installed: run \"outbox-relay migrate up\""
+	case state.Current < state.Latest:
+		s.State, remedy = "old", "too old: run \"outbox-relay migrate up\""
+	case state.Current > state.Latest:
+		s.State, remedy = "new", "too new: update this program"
+	}
+	var err error
+	if asJSON {
+		err = printJSON(out, s)
+	} else {
+		_, err = fmt.Fprintf(out, "schema %s: version %d, this program brings %d: %s\n", s.Schema, s.Current, s.Latest, remedy)
+	}
+	if err == nil && s.State != "current" {
+		return errNotWell
+	}
+	return err
+}

@@ -1,0 +1,99 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+)
+
+// option is the value of a flag, kept as text until all sources were looked at, so that every problem
+// is reported at once and with the name of its source.
+type option struct {
+	text  string
+	kind  string // what the help shows as the type
+	parse func(text string) error
+}
+
+func (o *option) String() string        { return o.text }
+func (o *option) Set(text string) error { o.text = text; return nil }
+func (o *option) Type() string          { return o.kind }
+
+func addOption(flags *pflag.FlagSet, name, kind, standard, usage string, parse func(string) error) {
+	flags.Var(&option{text: standard, kind: kind, parse: parse}, name, usage)
+}
+
+// addDuration adds a flag with bounds, which stand in its help.
+func addDuration(flags *pflag.FlagSet, target *time.Duration, name string, standard, lowest, highest time.Duration, usage string) {
+	bounds := short(lowest) + " to " + short(highest)
+	*target = standard
+	addOption(flags, name, "duration", short(standard), usage+" ("+bounds+")", func(text string) error {
+		d, err := time.ParseDuration(text)
+		if err != nil || d < lowest || d > highest {
+			return fmt.Errorf("want a duration such as %s, %s", short(standard), bounds)
+		}
+		*target = d
+		return nil
+	})
+}
+
+func addInt(flags *pflag.FlagSet, target *int, name string, standard, lowest, highest int, usage string) {
+	addOption(flags, name, "int", strconv.Itoa(standard), fmt.Sprintf("%s (%d to %d)", usage, lowest, highest), func(text string) error {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < lowest || n > highest {
+			return fmt.Errorf("want a number, %d to %d", lowest, highest)
+		}
+		*target = n
+		return nil
+	})
+}
+
+func addChoice(flags *pflag.FlagSet, target *string, name string, choices []string, standard, usage string) {
+	addOption(flags, name, "string", standard, usage+" ("+strings.Join(choices, ", ")+")", func(text string) error {
+		if !slices.Contains(choices, text) {
+			return errors.New("want one of " + strings.Join(choices, ", "))
+		}
+		*target = text
+		return nil
+	})
+}
+
+func addBool(flags *pflag.FlagSet, target *bool, name, usage string) {
+	addOption(flags, name, "bool", "false", usage, func(text string) error {
+		b, err := strconv.ParseBool(text)
+		if err != nil {
+			return errors.New("want true or false")
+		}
+		*target = b
+		return nil
+	})
+	flags.Lookup(name).NoOptDefVal = "true"
+}
+
+// short writes a duration without its zero units: 10m, not 10m0s.
+func short(d time.Duration) string {
+	text := d.String()
+	if strings.HasSuffix(text, "m0s") {
+		text = strings.TrimSuffix(text, "0s")
+	}
+	if strings.HasSuffix(text, "h0m") {
+		text = strings.TrimSuffix(text, "0m")
+	}
+	return text
+}
+
+// shown quotes a value that somebody gave, unless a secret may be in it: a database URL ends up in the
+// wrong place easily.
+func shown(text string) string {
+	lower := strings.ToLower(text)
+	for _, hint := range []string{"://", "@", "pass", "pwd", "secret", "="} {
+		if strings.Contains(lower, hint) {
+			return "(value not shown, it might hold a password)"
+		}
+	}
+	return fmt.Sprintf("%.100q", text)
+}

@@ -1,0 +1,95 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// brokersMax is how long the start waits for a broker before it says that there is none.
+const brokersMax = 5 * time.Second
+
+type runner struct {
+	*settings
+	config      relay.Config
+	connections int
+}
+
+func newRun(s *settings) *cobra.Command {
+	r := &runner{settings: s}
+	cmd := needs(&cobra.Command{
+		Use:   "run",
+		Short: "Publish outbox rows to Kafka until SIGTERM",
+		Long: `Publish outbox rows to Kafka, every committed row at least once and those of a key in order.
+
+Any number of replicas may run: one holds the lease and publishes, the others stand by. SIGTERM and
+SIGINT drain: what is with the brokers is waited for, progress is stored, the lease is given back. A
+second signal ends the process at once; then the last rows are published again by the next replica.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return r.run(cmd.Context(), s.logger(cmd.ErrOrStderr()))
+		},
+	}, flagDatabaseURL, flagBrokers)
+	flags := cmd.Flags()
+	addDuration(flags, &r.config.Lease, "lease", 10*time.Second, time.Second, 10*time.Minute, "how long a replica that died keeps the others waiting")
+	addDuration(flags, &r.config.PollMin, "poll-min", 2*time.Millisecond, time.Millisecond, time.Minute, "pause between two looks at the table while rows arrive")
+	addDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while none arrive")
+	addDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for what is with the brokers")
+	addInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
+	s.checks[cmd] = func() error {
+		if r.config.PollMin > r.config.PollMax {
+			return fmt.Errorf("--poll-min %s: want at most --poll-max, which is %s", short(r.config.PollMin), short(r.config.PollMax))
+		}
+		return nil
+	}
+	return cmd
+}
+
+func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
+	pool, err := r.connectPrimary(ctx, r.connections)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	if err := migrations.Check(ctx, pool, migrations.Options{Schema: r.schema}); err != nil {
+		return err
+	}
+	r.config.Schema, r.config.Name, r.config.Logger = r.schema, r.relay, logger
+	publisher, err := relay.New(pool, r.kafkaOptions(logger), r.config)
+	if err != nil {
+		return err
+	}
+	logger.InfoContext(ctx, "relay starts", "relay", r.relay, "database", r.target(), "schema", r.schema,
+		"brokers", strings.Join(r.brokers, ","), "version", readVersion().Version)
+	r.lookForBrokers(ctx, logger)
+	defer context.AfterFunc(ctx, func() {
+		logger.Info("relay drains; a second signal ends it at once", "relay", r.relay, "drain_max", r.config.DrainMax)
+	})()
+	if err := publisher.Run(ctx); err != nil {
+		return err
+	}
+	logger.InfoContext(ctx, "relay stopped", "relay", r.relay)
+	return nil
+}
+
+// lookForBrokers only warns: rows wait in the outbox until a broker is there.
+func (r *runner) lookForBrokers(ctx context.Context, logger *slog.Logger) {
+	client, err := r.askKafka(brokersMax)
+	if err != nil {
+		return // the relay's own client says the same
+	}
+	defer client.Close()
+	limited, cancel := context.WithTimeout(ctx, brokersMax)
+	defer cancel()
+	if err := client.Ping(limited); err != nil && ctx.Err() == nil {
+		logger.WarnContext(ctx, "no broker answers: rows wait in the outbox until one does; check --brokers and the network",
+			"brokers", strings.Join(r.brokers, ","), "error", err)
+	}
+}

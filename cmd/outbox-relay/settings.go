@@ -1,0 +1,223 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"strconv"
+	"strings"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// lookupFunc is os.LookupEnv, or what a test puts in its place.
+type lookupFunc func(name string) (value string, found bool)
+
+// secret is a text that never shows in output, whoever formats it. It is in a function because fmt looks
+// into a struct inside of a struct without asking its methods.
+type secret struct{ text func() string }
+
+const hidden = "(hidden)"
+
+func (s secret) String() string       { return hidden }
+func (s secret) GoString() string     { return hidden }
+func (s secret) LogValue() slog.Value { return slog.StringValue(hidden) }
+
+func (s secret) reveal() string {
+	if s.text == nil {
+		return ""
+	}
+	return s.text()
+}
+
+// settings are the flags that every command has. They are complete when a command works.
+type settings struct {
+	databaseURL secret          // empty: not given
+	pool        *pgxpool.Config // parsed from databaseURL; nil: not given
+	brokers     []string        // host:port; empty: not given
+	schema      string
+	relay       string
+	logLevel    slog.Level
+	logFormat   string
+
+	lookup   lookupFunc
+	checks   map[*cobra.Command]func() error // of flags that depend on each other
+	resolved bool                            // a command was found, and called in the right way
+}
+
+// Marks on commands: see needs and offline.
+const (
+	annotationNeeds   = "needs"
+	annotationOffline = "offline"
+)
+
+const (
+	flagDatabaseURL = "database-url"
+	flagBrokers     = "brokers"
+)
+
+// needs marks a command that cannot work without some of the addresses.
+func needs(cmd *cobra.Command, flags ...string) *cobra.Command {
+	return annotate(cmd, annotationNeeds, strings.Join(flags, " "))
+}
+
+// offline marks a command that uses no address, and so takes no offence at a wrong one.
+func offline(cmd *cobra.Command) *cobra.Command { return annotate(cmd, annotationOffline, "true") }
+
+func annotate(cmd *cobra.Command, name, value string) *cobra.Command {
+	if cmd.Annotations == nil {
+		cmd.Annotations = map[string]string{}
+	}
+	cmd.Annotations[name] = value
+	return cmd
+}
+
+func isAddress(flag string) bool { return flag == flagDatabaseURL || flag == flagBrokers }
+
+// generalName is a variable that other programs use as well.
+func generalName(flag string) string {
+	switch flag {
+	case flagDatabaseURL:
+		return "DATABASE_URL"
+	case flagBrokers:
+		return "KAFKA_BROKERS"
+	}
+	return ""
+}
+
+func (s *settings) addFlags(flags *pflag.FlagSet) {
+	addOption(flags, flagDatabaseURL, "url", "", "PostgreSQL, as postgres://user:password@host:5432/dbname; the environment hides it from other users of the machine",
+		s.parseDatabaseURL)
+	addOption(flags, flagBrokers, "list", "", "seed brokers of Kafka, as host:port,host:port", s.parseBrokers)
+	addOption(flags, "schema", "string", migrations.DefaultSchema, "schema that holds the tables", func(text string) error {
+		name, err := migrations.Options{Schema: text}.Resolve()
+		if err != nil || text == "" {
+			// Resolve quotes the name, which is shown already.
+			return errors.New("want at most 49 lower-case letters, digits and underscores, not starting with a digit or pg_")
+		}
+		s.schema = name
+		return nil
+	})
+	addOption(flags, "relay", "string", "default", "name of the relay: replicas that share the work have the same one", func(text string) error {
+		if text == "" || len(text) > 255 || strings.ContainsRune(text, 0) {
+			return errors.New("want 1 to 255 bytes")
+		}
+		s.relay = text
+		return nil
+	})
+	addOption(flags, "log-level", "string", "info", "what is logged to stderr (debug, info, warn, error)", func(text string) error {
+		if err := s.logLevel.UnmarshalText([]byte(text)); err != nil {
+			return errors.New("want debug, info, warn or error")
+		}
+		return nil
+	})
+	addChoice(flags, &s.logFormat, "log-format", []string{"text", "json"}, "text", "form of the log")
+}
+
+// resolve fills in what was not given as a flag from the environment, parses everything and returns all
+// problems at once.
+func (s *settings) resolve(cmd *cobra.Command) error {
+	var problems []error
+	cmd.Flags().VisitAll(func(f *pflag.Flag) {
+		if f.Name == "help" {
+			return
+		}
+		if isAddress(f.Name) && cmd.Annotations[annotationOffline] != "" {
+			return
+		}
+		problems = append(problems, s.resolveFlag(cmd, f))
+	})
+	for name := range strings.FieldsSeq(cmd.Annotations[annotationNeeds]) {
+		if cmd.Flags().Lookup(name).Value.String() == "" {
+			problems = append(problems, fmt.Errorf("--%s is missing: give the flag, or set %s or %s", name, ownName(name), generalName(name)))
+		}
+	}
+	if check := s.checks[cmd]; check != nil {
+		problems = append(problems, check())
+	}
+	if err := errors.Join(problems...); err != nil {
+		return err
+	}
+	s.resolved = true
+	return nil
+}
+
+func (s *settings) resolveFlag(cmd *cobra.Command, f *pflag.Flag) error {
+	source := "--" + f.Name
+	text := f.Value.String()
+	if !f.Changed {
+		name, value := s.fromEnvironment(f)
+		if name != "" {
+			source, text = name, value
+			if err := cmd.Flags().Set(f.Name, value); err != nil {
+				// Of a flag that another package added: its text quotes the value.
+				return fmt.Errorf("%s %s: want a %s", source, shown(value), f.Value.Type())
+			}
+		}
+	}
+	o, ours := f.Value.(*option)
+	if !ours || text == "" && (isAddress(f.Name) || !f.Changed) {
+		return nil
+	}
+	if err := o.parse(text); err != nil {
+		if f.Name == flagDatabaseURL {
+			return fmt.Errorf("%s: %w", source, err)
+		}
+		return fmt.Errorf("%s %s: %w", source, shown(text), err)
+	}
+	return nil
+}
+
+// ownName is the variable of a flag that only this program reads.
+func ownName(flag string) string {
+	return "OUTBOX_" + strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))
+}
+
+// fromEnvironment returns the variable that sets a flag, or no name. An empty variable sets nothing:
+// that is what an unset one becomes in many deployment files. What asks for consent cannot be given
+// beforehand, and hidden flags are between processes of this program.
+func (s *settings) fromEnvironment(f *pflag.Flag) (name, value string) {
+	if f.Name == flagYes || f.Hidden {
+		return "", ""
+	}
+	for _, name := range []string{ownName(f.Name), generalName(f.Name)} {
+		if name == "" {
+			continue
+		}
+		if value, found := s.lookup(name); found && value != "" {
+			return name, value
+		}
+	}
+	return "", ""
+}
+
+func (s *settings) parseDatabaseURL(text string) error {
+	config, err := parseDatabaseURL(text)
+	if err != nil {
+		return err
+	}
+	s.databaseURL, s.pool = secret{func() string { return text }}, config
+	return nil
+}
+
+func (s *settings) parseBrokers(text string) error {
+	s.brokers = nil
+	for item := range strings.SplitSeq(text, ",") {
+		item = strings.TrimSpace(item)
+		host, port, err := net.SplitHostPort(item)
+		if err != nil && !strings.Contains(item, ":") {
+			host, port, err = item, "9092", nil
+		}
+		n, portErr := strconv.ParseUint(port, 10, 16)
+		if err != nil || portErr != nil || n == 0 || host == "" || strings.ContainsAny(host, "/@ ") {
+			return errors.New("want host:port, several separated by commas")
+		}
+		s.brokers = append(s.brokers, net.JoinHostPort(host, port))
+	}
+	return nil
+}

@@ -1,0 +1,74 @@
+package main
+
+import (
+	"fmt"
+	"runtime/debug"
+
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// versionInfo is what "version --json" prints.
+type versionInfo struct {
+	Version  string `json:"version"`
+	Revision string `json:"revision"` // of the source; empty if the build does not know
+	Modified bool   `json:"modified"` // the source had changes that are not in the revision
+	Schema   int    `json:"schema_version"`
+	Go       string `json:"go"`
+}
+
+func newVersion(*settings) *cobra.Command {
+	var asJSON bool
+	cmd := offline(&cobra.Command{
+		Use:   "version",
+		Short: "Print the versions of program, schema and Go",
+		Args:  noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			v := readVersion()
+			if asJSON {
+				return printJSON(cmd.OutOrStdout(), v)
+			}
+			revision := v.Revision
+			if revision == "" {
+				revision = "unknown"
+			}
+			if v.Modified {
+				revision += " with changes"
+			}
+			_, err := fmt.Fprintf(cmd.OutOrStdout(), "outbox-relay %s\nrevision %s\nschema   version %d\ngo       %s\n",
+				v.Version, revision, v.Schema, v.Go)
+			return err
+		},
+	})
+	addJSON(cmd, &asJSON)
+	return cmd
+}
+
+func addJSON(cmd *cobra.Command, target *bool) {
+	addBool(cmd.Flags(), target, "json", "print one JSON object")
+}
+
+func readVersion() versionInfo {
+	v := versionInfo{Version: "unknown"}
+	if all, err := migrations.All(migrations.Options{}); err == nil {
+		v.Schema = len(all)
+	}
+	info, found := debug.ReadBuildInfo()
+	if !found {
+		return v
+	}
+	v.Go = info.GoVersion
+	if info.Main.Version != "" {
+		v.Version = info.Main.Version
+	}
+	for _, setting := range info.Settings {
+		switch setting.Key {
+		case "vcs.revision":
+			v.Revision = setting.Value
+		case "vcs.modified":
+			v.Modified = setting.Value == "true"
+		}
+	}
+	return v
+}

@@ -1,0 +1,264 @@
+package dedup_test
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// A consumer claims an ID once; a second consumer claims the same ID for itself.
+func TestClaimIsFreshOncePerConsumer(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	billing, err := claims.Register(t.Context(), pool, "billing/orders", "billing", []string{"orders"})
+	require.NoError(t, err)
+	mailing, err := claims.Register(t.Context(), pool, "mailing/orders", "mailing", []string{"orders"})
+	require.NoError(t, err)
+	id := newIDs(t, 1)[0]
+
+	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, billing, id))
+	assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, billing, id))
+	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, mailing, id))
+	assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, mailing, id))
+
+	err = pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+		next := newIDs(t, 1)[0]
+		fresh, err := claims.Claim(t.Context(), tx, billing, next)
+		require.NoError(t, err)
+		assert.True(t, fresh)
+		fresh, err = claims.Claim(t.Context(), tx, billing, next)
+		assert.False(t, fresh, "the same transaction again")
+		return err
+	})
+	require.NoError(t, err)
+}
+
+// C26: of an ID that occurs several times in a batch the first occurrence is fresh and the others are
+// duplicates, in the order of the batch and not in that of the IDs.
+func TestFirstOccurrenceInABatchWins(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	ids := newIDs(t, 4)
+	a, b, c, d := ids[0], ids[1], ids[2], ids[3]
+
+	assert.Equal(t, []bool{true, true, false, false}, claimAlone(t, pool, claims, 1, b, a, b, b))
+	assert.Equal(t, []bool{false, true, false, true, false, false}, claimAlone(t, pool, claims, 1, a, d, d, c, b, d))
+	assert.Equal(t, []bool{false, false, false, false}, claimAlone(t, pool, claims, 1, a, b, c, d))
+	assert.Empty(t, claimAlone(t, pool, claims, 1))
+
+	assert.Equal(t, []uuid.UUID{a, b, c, d}, ids, "the caller's slice was sorted")
+}
+
+// A claim that shares its round trip with other statements answers the same.
+func TestQueuedClaimSharesARoundTrip(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	ids := newIDs(t, 2)
+	claimAlone(t, pool, claims, 1, ids[0])
+
+	err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+		batch := &pgx.Batch{}
+		batch.Queue("SELECT set_config('lock_timeout', '1s', true)")
+		result := claims.Queue(batch, 1, ids)
+		batch.Queue("CREATE TABLE behind_it (n int)")
+		require.NoError(t, tx.SendBatch(t.Context(), batch).Close())
+		assert.Equal(t, []bool{false, true}, result.Fresh())
+		return nil
+	})
+	require.NoError(t, err)
+	assert.Equal(t, []bool{false, false}, claimAlone(t, pool, claims, 1, ids...))
+}
+
+// C3: a claim and the effect of its message are there together or not at all, however the transaction
+// ends.
+func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	_, err := pool.Exec(t.Context(), "CREATE TABLE effects (id uuid, amount int CHECK (amount > 0))")
+	require.NoError(t, err)
+	refused := errors.New("refused")
+
+	for _, tc := range []struct {
+		name      string
+		amount    int
+		end       func(t *testing.T, tx pgx.Tx) error
+		committed bool
+	}{
+		{"committed", 1, func(*testing.T, pgx.Tx) error { return nil }, true},
+		{"rolled back", 1, func(*testing.T, pgx.Tx) error { return refused }, false},
+		{"the effect fails", -1, func(*testing.T, pgx.Tx) error { return nil }, false},
+		{"the connection dies", 1, func(t *testing.T, tx pgx.Tx) error {
+			t.Helper()
+			_, err := pool.Exec(t.Context(), "SELECT pg_terminate_backend($1, 60000)", tx.Conn().PgConn().PID())
+			require.NoError(t, err)
+			return nil
+		}, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			id := newIDs(t, 1)[0]
+			err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+				fresh, err := claims.Claim(t.Context(), tx, 1, id)
+				require.NoError(t, err)
+				require.True(t, fresh)
+				if _, err = tx.Exec(t.Context(), "INSERT INTO effects VALUES ($1, $2)", id, tc.amount); err != nil {
+					return err
+				}
+				return tc.end(t, tx)
+			})
+			assert.Equal(t, tc.committed, err == nil, err)
+
+			var effects int
+			require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effects WHERE id = $1", id).Scan(&effects))
+			assert.Equal(t, tc.committed, effects == 1)
+			assert.Equal(t, []bool{!tc.committed}, claimAlone(t, pool, claims, 1, id), "the message comes again")
+		})
+	}
+}
+
+// Every ID has a partition: those of the past, of today, of the far future and hashes. A duplicate is
+// recognised in each of them, and a batch may go across all.
+func TestEveryIDHasItsPartition(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	var now time.Time
+	require.NoError(t, pool.QueryRow(t.Context(), "SELECT now()").Scan(&now))
+	midnight := now.UTC().Truncate(24 * time.Hour)
+	at := func(at time.Time) uuid.UUID { return dedup.ChildID(newIDs(t, 1)[0], "", at) }
+	day := func(at time.Time) string { return "processed_messages_" + at.Format("20060102") }
+
+	cases := []struct {
+		name, partition string
+		id              uuid.UUID
+	}{
+		{"1970", "processed_messages_past", at(time.UnixMilli(0))},
+		{"all bits clear", "processed_messages_past", uuid.Nil},
+		{"a year ago", "processed_messages_past", at(midnight.AddDate(-1, 0, 0))},
+		{"a week ago", day(midnight.AddDate(0, 0, -7)), at(midnight.AddDate(0, 0, -7))},
+		{"last moment of yesterday", day(midnight.AddDate(0, 0, -1)), at(midnight.Add(-time.Millisecond))},
+		{"first moment of today", day(midnight), at(midnight)},
+		{"smallest ID of today", day(midnight), floor(midnight)},
+		{"largest ID of yesterday", day(midnight.AddDate(0, 0, -1)), before(floor(midnight))},
+		{"now", day(midnight), at(now)},
+		{"in four weeks", day(midnight.AddDate(0, 0, 28)), at(midnight.AddDate(0, 0, 28))},
+		{"in ten years", "processed_messages_ahead", at(midnight.AddDate(10, 0, 0))},
+		{"largest ID with a time", "processed_messages_ahead", uuid.MustParse("7fffffff-ffff-ffff-ffff-ffffffffffff")},
+		{"smallest ID without", "processed_messages_untimed", uuid.MustParse("80000000-0000-0000-0000-000000000000")},
+		{"hash", "processed_messages_untimed", dedup.MessageID("orders", []byte("order-4711"))},
+		{"all bits set", "processed_messages_untimed", uuid.Max},
+	}
+	ids := make([]uuid.UUID, len(cases))
+	for i, tc := range cases {
+		ids[i] = tc.id
+	}
+	for _, fresh := range claimAlone(t, pool, claims, 1, ids...) {
+		assert.True(t, fresh)
+	}
+	for i, tc := range cases {
+		var partition string
+		err := pool.QueryRow(t.Context(),
+			"SELECT tableoid::regclass::text FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = 1", tc.id).Scan(&partition)
+		require.NoError(t, err, tc.name)
+		assert.Equal(t, "effectonce."+tc.partition, partition, tc.name)
+		assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, 1, ids[i]), tc.name)
+	}
+}
+
+// floor is the smallest ID of a time, whatever its version.
+func floor(at time.Time) uuid.UUID {
+	id := dedup.ChildID(uuid.Nil, "", at)
+	clear(id[6:])
+	return id
+}
+
+// before is the ID that precedes another one.
+func before(id uuid.UUID) uuid.UUID {
+	for i := len(id) - 1; i >= 0; i-- {
+		id[i]--
+		if id[i] != 0xff {
+			break
+		}
+	}
+	return id
+}
+
+// C25: what a message carries never reaches the database as text, so neither NUL nor broken UTF-8 nor a
+// megabyte can abort the batch of the others.
+func TestHostileIDsCannotFailABatch(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	hostile := []string{"\x00", "a\x00b", "\xff\xfe", "\xc3\x28", strings.Repeat("x", 1<<20), "", "'; DROP TABLE x; --", "\xed\xa0\xbd"}
+	ids := []uuid.UUID{newIDs(t, 1)[0]}
+	for _, raw := range hostile {
+		ids = append(ids, dedup.MessageID("orders", []byte(raw)))
+	}
+
+	for i, fresh := range claimAlone(t, pool, claims, 1, ids...) {
+		assert.True(t, fresh, i)
+	}
+	for i, fresh := range claimAlone(t, pool, claims, 1, ids...) {
+		assert.False(t, fresh, i)
+	}
+}
+
+// A claim is an insert and nothing else: neither a duplicate nor a conflict between two transactions
+// updates, deletes or locks a row of processed_messages, so that there is nothing for vacuum to clean.
+func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	claims := newClaims(t)
+	ids := append(newIDs(t, 100), dedup.MessageID("orders", []byte("order-4711")))
+
+	pool := newPool(t, address, 3)
+	claimAlone(t, pool, claims, 1, ids...)
+	claimAlone(t, pool, claims, 1, ids...)
+	holder, holderPID := begin(t, pool, pgx.TxOptions{})
+	contested := newIDs(t, 1)[0]
+	_, err := claims.Claim(t.Context(), holder, 1, contested)
+	require.NoError(t, err)
+	waiter, waiterPID := begin(t, pool, pgx.TxOptions{})
+	answers := claimInBackground(t, claims, waiter, contested)
+	waitUntilBlocked(t, pool, waiterPID, holderPID)
+	require.NoError(t, holder.Commit(t.Context()))
+	require.Equal(t, answer{}, <-answers)
+	require.NoError(t, waiter.Commit(t.Context()))
+	pool.Close() // what a connection did is in the statistics when it is closed, at the latest
+
+	observer := newPool(t, address, 1)
+	const changed = ` FROM pg_stat_user_tables WHERE schemaname = 'effectonce' AND relname LIKE 'processed_messages%'`
+	waitUntil(t, observer, `SELECT sum(n_tup_ins) >= $1`+changed, len(ids)+1)
+	var inserted, updated, deleted, dead int
+	err = observer.QueryRow(t.Context(), `SELECT sum(n_tup_ins), sum(n_tup_upd), sum(n_tup_del), sum(n_dead_tup)`+changed).
+		Scan(&inserted, &updated, &deleted, &dead)
+	require.NoError(t, err)
+	assert.Equal(t, len(ids)+1, inserted)
+	assert.Zero(t, updated)
+	assert.Zero(t, deleted)
+	assert.Zero(t, dead)
+	var locked int
+	require.NoError(t, observer.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.processed_messages WHERE xmax <> 0").Scan(&locked))
+	assert.Zero(t, locked)
+}
+
+// What a new transaction cannot resolve is not said to be worth a retry, and the error says what was
+// being done.
+func TestOtherErrorsAreNotForRetry(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	_, err := pool.Exec(t.Context(), "ALTER TABLE effectonce.processed_messages RENAME TO gone")
+	require.NoError(t, err)
+	tx, _ := begin(t, pool, pgx.TxOptions{})
+	_, err = claims.Claim(t.Context(), tx, 1, newIDs(t, 1)[0])
+	require.ErrorContains(t, err, "claim messages: ")
+	require.ErrorContains(t, err, "processed_messages")
+	require.NotErrorIs(t, err, dedup.ErrRetry)
+}

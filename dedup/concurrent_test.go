@@ -1,0 +1,304 @@
+package dedup_test
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// newPool is a pool of exactly so many connections at most, with settings of the session.
+func newPool(t *testing.T, address string, conns int32, settings ...string) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(address)
+	require.NoError(t, err)
+	config.MaxConns = conns
+	for pair := range slices.Chunk(settings, 2) {
+		config.ConnConfig.RuntimeParams[pair[0]] = pair[1]
+	}
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	return pool
+}
+
+// C4: of a hundred transactions that claim one ID exactly one is told that it is fresh: when all start
+// at the same moment, and when ninety-nine wait for the first one, after its commit and after its
+// rollback.
+func TestOneOfAHundredClaimsIsFresh(t *testing.T) {
+	t.Parallel()
+	cluster := pgtest.Cluster(t, map[string]string{"max_connections": "120"})
+	pgtest.Migrate(t, cluster.URL)
+	observer := newPool(t, cluster.URL, 1)
+	pool, claims := newPool(t, cluster.URL, 100), newClaims(t)
+	ids := newIDs(t, 3)
+
+	start := make(chan struct{})
+	race := contend(t, pool, claims, ids[0], 100, start)
+	close(start)
+	assert.Equal(t, 1, countFresh(t, race))
+
+	for i, end := range []func(pgx.Tx, context.Context) error{pgx.Tx.Commit, pgx.Tx.Rollback} {
+		first, _ := begin(t, pool, pgx.TxOptions{})
+		fresh, err := claims.Claim(t.Context(), first, 1, ids[i+1])
+		require.NoError(t, err)
+		require.True(t, fresh)
+		others := contend(t, pool, claims, ids[i+1], 99, start)
+		waitUntil(t, observer, `SELECT count(*) = 99 FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'`)
+		require.Empty(t, others, "nobody has an answer while the first transaction is open")
+		require.NoError(t, end(first, t.Context()))
+		assert.Equal(t, i, countFresh(t, others), "none after a commit, one after a rollback")
+	}
+	var rows int
+	require.NoError(t, observer.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.processed_messages").Scan(&rows))
+	assert.Equal(t, len(ids), rows)
+}
+
+// contend claims one ID in n transactions at once, all of which are open before start is closed.
+func contend(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, id uuid.UUID, n int, start <-chan struct{}) <-chan answer {
+	t.Helper()
+	answers := make(chan answer, n)
+	for range n {
+		tx, _ := begin(t, pool, pgx.TxOptions{})
+		go func() {
+			<-start
+			fresh, err := claims.Claim(t.Context(), tx, 1, id)
+			answers <- answer{fresh, cmp.Or(err, tx.Commit(t.Context()))}
+		}()
+	}
+	return answers
+}
+
+func countFresh(t *testing.T, answers <-chan answer) (fresh int) {
+	t.Helper()
+	for range cap(answers) {
+		a := <-answers
+		require.NoError(t, a.err)
+		if a.fresh {
+			fresh++
+		}
+	}
+	return fresh
+}
+
+// C4: a claim waits for the transaction that holds it, and for no other; a claim of another ID or by
+// another consumer does not wait.
+func TestClaimWaitsForItsHolderOnly(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	ids := newIDs(t, 3)
+	holder, holderPID := begin(t, pool, pgx.TxOptions{})
+	other, _ := begin(t, pool, pgx.TxOptions{})
+	waiter, waiterPID := begin(t, pool, pgx.TxOptions{})
+	_, err := claims.ClaimBatch(t.Context(), holder, 1, ids[:2])
+	require.NoError(t, err)
+
+	fresh, err := claims.Claim(t.Context(), other, 1, ids[2])
+	require.NoError(t, err)
+	assert.True(t, fresh, "another ID does not wait")
+	fresh, err = claims.Claim(t.Context(), other, 2, ids[0])
+	require.NoError(t, err)
+	assert.True(t, fresh, "another consumer does not wait")
+
+	answers := claimInBackground(t, claims, waiter, ids[1])
+	waitUntilBlocked(t, pool, waiterPID, holderPID)
+	require.NoError(t, holder.Rollback(t.Context()))
+	assert.Equal(t, answer{fresh: true}, <-answers)
+}
+
+// C7: two batches of the same IDs in opposite order never deadlock. A third transaction holds the ID in
+// the middle, so that each would get as far as it and hold one half of the other's, if the order of the
+// batch counted; the round ends well because the order of the IDs does.
+func TestBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
+	t.Parallel()
+	pool, claims := newPool(t, pgtest.Database(t), 4, "deadlock_timeout", "200ms"), newClaims(t)
+	for round := range 20 {
+		consumer := dedup.Consumer(round)
+		ids := newIDs(t, 51)
+		reversed := slices.Clone(ids)
+		slices.Reverse(reversed)
+
+		middle, _ := begin(t, pool, pgx.TxOptions{})
+		_, err := claims.Claim(t.Context(), middle, consumer, ids[25])
+		require.NoError(t, err)
+		answers := make(chan answer, 2)
+		for _, batch := range [][]uuid.UUID{ids, reversed} {
+			tx, pid := begin(t, pool, pgx.TxOptions{})
+			go claimAndCommit(t.Context(), claims, tx, consumer, batch, answers)
+			waitUntil(t, pool, "SELECT cardinality(pg_blocking_pids($1)) > 0", int32(pid))
+		}
+		require.NoError(t, middle.Rollback(t.Context()))
+		requireOneOfTwo(t, answers)
+	}
+}
+
+// C7: the same without a referee, many times: both start at the same moment and take what they can.
+func TestRacingBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
+	t.Parallel()
+	pool, claims := newPool(t, pgtest.Database(t), 2, "deadlock_timeout", "200ms"), newClaims(t)
+	for round := range 30 {
+		consumer := dedup.Consumer(round)
+		ids := newIDs(t, 500)
+		reversed := slices.Clone(ids)
+		slices.Reverse(reversed)
+		start := make(chan struct{})
+		answers := make(chan answer, 2)
+		for _, batch := range [][]uuid.UUID{ids, reversed} {
+			tx, _ := begin(t, pool, pgx.TxOptions{})
+			go func() {
+				<-start
+				claimAndCommit(t.Context(), claims, tx, consumer, batch, answers)
+			}()
+		}
+		close(start)
+		requireOneOfTwo(t, answers)
+	}
+}
+
+// claimAndCommit answers fresh if the whole batch is.
+func claimAndCommit(ctx context.Context, claims *dedup.Claims, tx pgx.Tx, consumer dedup.Consumer, ids []uuid.UUID, answers chan<- answer) {
+	fresh, err := claims.ClaimBatch(ctx, tx, consumer, ids)
+	if err != nil {
+		_ = tx.Rollback(ctx) // lets the other one go on
+		answers <- answer{err: err}
+		return
+	}
+	if slices.Contains(fresh, true) && slices.Contains(fresh, false) {
+		err = fmt.Errorf("a part of the batch is fresh: %v", fresh)
+	}
+	answers <- answer{fresh[0], cmp.Or(err, tx.Commit(ctx))}
+}
+
+func requireOneOfTwo(t *testing.T, answers <-chan answer) {
+	t.Helper()
+	a, b := <-answers, <-answers
+	require.NoError(t, a.err)
+	require.NoError(t, b.err)
+	require.NotEqual(t, a.fresh, b.fresh, "one batch is fresh and the other one is not")
+}
+
+// C5: under REPEATABLE READ and SERIALIZABLE a claim that the snapshot does not show yet is no
+// duplicate for PostgreSQL but a serialization failure. It is ErrRetry, and a new transaction sees the
+// duplicate.
+func TestConflictBeyondTheSnapshotIsForRetry(t *testing.T) {
+	t.Parallel()
+	for _, level := range []pgx.TxIsoLevel{pgx.RepeatableRead, pgx.Serializable} {
+		t.Run(string(level), func(t *testing.T) {
+			t.Parallel()
+			pool, claims := pgtest.Pool(t), newClaims(t)
+			opts := pgx.TxOptions{IsoLevel: level}
+			ids := newIDs(t, 4)
+
+			// A claim that was committed before the snapshot is an ordinary duplicate.
+			claimAlone(t, pool, claims, 1, ids[0])
+			tx, _ := begin(t, pool, opts)
+			fresh, err := claims.Claim(t.Context(), tx, 1, ids[0])
+			require.NoError(t, err)
+			assert.False(t, fresh)
+
+			// One that was committed after it is not.
+			claimAlone(t, pool, claims, 1, ids[1])
+			_, err = claims.Claim(t.Context(), tx, 1, ids[1])
+			requireRetry(t, err, "40001")
+			require.NoError(t, tx.Rollback(t.Context()))
+			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, ids[1]))
+
+			// Nor is one that was open when this one met it, and then committed.
+			holder, holderPID := begin(t, pool, opts)
+			_, err = claims.Claim(t.Context(), holder, 1, ids[2])
+			require.NoError(t, err)
+			tx, pid := begin(t, pool, opts)
+			answers := claimInBackground(t, claims, tx, ids[2])
+			waitUntilBlocked(t, pool, pid, holderPID)
+			require.NoError(t, holder.Commit(t.Context()))
+			requireRetry(t, (<-answers).err, "40001")
+			require.NoError(t, tx.Rollback(t.Context()))
+			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, ids[2]))
+
+			// After a rollback there is nothing to conflict with.
+			holder, holderPID = begin(t, pool, opts)
+			_, err = claims.Claim(t.Context(), holder, 1, ids[3])
+			require.NoError(t, err)
+			tx, pid = begin(t, pool, opts)
+			answers = claimInBackground(t, claims, tx, ids[3])
+			waitUntilBlocked(t, pool, pid, holderPID)
+			require.NoError(t, holder.Rollback(t.Context()))
+			assert.Equal(t, answer{fresh: true}, <-answers)
+			require.NoError(t, tx.Commit(t.Context()))
+			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, ids[3]))
+		})
+	}
+}
+
+func claimIn(t *testing.T, pool *pgxpool.Pool, opts pgx.TxOptions, claims *dedup.Claims, id uuid.UUID) []bool {
+	t.Helper()
+	var fresh []bool
+	err := pgx.BeginTxFunc(t.Context(), pool, opts, func(tx pgx.Tx) (err error) {
+		fresh, err = claims.ClaimBatch(t.Context(), tx, 1, []uuid.UUID{id})
+		return err
+	})
+	require.NoError(t, err)
+	return fresh
+}
+
+func requireRetry(t *testing.T, err error, code string) {
+	t.Helper()
+	require.ErrorIs(t, err, dedup.ErrRetry)
+	var pgErr *pgconn.PgError
+	require.ErrorAs(t, err, &pgErr)
+	require.Equal(t, code, pgErr.Code)
+}
+
+// A lock timeout leaves the claim to somebody else, for now: a new transaction may have it.
+func TestLockTimeoutIsForRetry(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	id := newIDs(t, 1)[0]
+	holder, _ := begin(t, pool, pgx.TxOptions{})
+	_, err := claims.Claim(t.Context(), holder, 1, id)
+	require.NoError(t, err)
+
+	tx, _ := begin(t, pool, pgx.TxOptions{})
+	_, err = tx.Exec(t.Context(), "SET LOCAL lock_timeout = '1ms'")
+	require.NoError(t, err)
+	_, err = claims.Claim(t.Context(), tx, 1, id)
+	requireRetry(t, err, "55P03")
+	require.NoError(t, holder.Rollback(t.Context()))
+	require.NoError(t, tx.Rollback(t.Context()))
+	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, 1, id))
+}
+
+// Two calls in one transaction can deadlock with another's: the documentation says so, and the loser is
+// told to run again.
+func TestDeadlockOfSeveralCallsIsForRetry(t *testing.T) {
+	t.Parallel()
+	pool, claims := newPool(t, pgtest.Database(t), 3, "deadlock_timeout", "50ms"), newClaims(t)
+	ids := newIDs(t, 2)
+	a, aPID := begin(t, pool, pgx.TxOptions{})
+	b, bPID := begin(t, pool, pgx.TxOptions{})
+	_, err := claims.Claim(t.Context(), a, 1, ids[0])
+	require.NoError(t, err)
+	_, err = claims.Claim(t.Context(), b, 1, ids[1])
+	require.NoError(t, err)
+	answers := claimInBackground(t, claims, a, ids[1])
+	waitUntilBlocked(t, pool, aPID, bPID)
+	_, err = claims.Claim(t.Context(), b, 1, ids[0])
+	if err != nil {
+		requireRetry(t, err, "40P01")
+		require.NoError(t, b.Rollback(t.Context()))
+		assert.Equal(t, answer{fresh: true}, <-answers)
+		return
+	}
+	requireRetry(t, (<-answers).err, "40P01")
+}

@@ -1,0 +1,94 @@
+package dedup_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/dedup"
+)
+
+// The claim and what it protects are one transaction: a payment that is delivered twice is booked once.
+func Example() {
+	book := func(ctx context.Context, pool *pgxpool.Pool, carriedID []byte, cents int) error {
+		claims, err := dedup.New(dedup.Config{})
+		if err != nil {
+			return err
+		}
+		consumer, err := claims.Register(ctx, pool, "billing/payments", "billing", []string{"payments"})
+		if err != nil {
+			return err
+		}
+		return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+			fresh, err := claims.Claim(ctx, tx, consumer, dedup.MessageID("payments", carriedID))
+			if err != nil || !fresh {
+				return err // a duplicate: its effect is committed already
+			}
+			_, err = tx.Exec(ctx, `UPDATE account SET balance = balance + $1 WHERE owner = 'alice'`, cents)
+			return err
+		})
+	}
+	_ = book
+}
+
+// Under REPEATABLE READ and SERIALIZABLE a conflict asks for a new transaction.
+func ExampleClaims_ClaimBatch() {
+	claims, err := dedup.New(dedup.Config{Schema: "effectonce"})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	handle := func(ctx context.Context, pool *pgxpool.Pool, consumer dedup.Consumer, carried []string) error {
+		ids := make([]uuid.UUID, len(carried))
+		for i, id := range carried {
+			ids[i] = dedup.MessageID("orders", []byte(id))
+		}
+		for {
+			err := pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{IsoLevel: pgx.Serializable}, func(tx pgx.Tx) error {
+				fresh, err := claims.ClaimBatch(ctx, tx, consumer, ids)
+				if err != nil {
+					return err
+				}
+				for i, id := range carried {
+					if !fresh[i] {
+						continue
+					}
+					if _, err := tx.Exec(ctx, `UPDATE orders SET state = 'paid' WHERE id = $1`, id); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+			if !errors.Is(err, dedup.ErrRetry) {
+				return err
+			}
+		}
+	}
+	_ = handle
+}
+
+// An ID that carries its time is taken as it is; anything else is hashed with its scope.
+func ExampleMessageID() {
+	fmt.Println(dedup.MessageID("orders", []byte("0191D3A7-5C1E-7ABC-9DEF-0123456789AB")))
+	fmt.Println(dedup.MessageID("orders", []byte("order-4711")))
+	fmt.Println(dedup.MessageID("refunds", []byte("order-4711")))
+	// Output:
+	// 0191d3a7-5c1e-7abc-9def-0123456789ab
+	// fe0374e1-62b3-872a-aabd-877c33d7b2b3
+	// cde2a6fc-03cf-8178-b1d7-1ed508df4f35
+}
+
+// The key for a foreign call is the same whenever the message is handled again.
+func ExampleChildID() {
+	message := dedup.MessageID("orders", []byte("order-4711"))
+	recordTime := time.Date(2026, time.November, 21, 12, 0, 0, 0, time.UTC)
+	charge := dedup.ChildID(message, "charge", recordTime)
+	at, _ := dedup.Time(charge)
+	fmt.Println(charge == dedup.ChildID(message, "charge", recordTime), charge.Version(), at.UTC())
+	// Output: true VERSION_7 2026-11-21 12:00:00 +0000 UTC
+}

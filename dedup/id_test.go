@@ -1,0 +1,262 @@
+package dedup_test
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// messageIDs are computed by another program, from the text of the documentation. They must never
+// change: a release that computes another ID for the same message would run it a second time.
+var messageIDs = []struct{ name, scope, raw, want string }{
+	{"UUIDv7", "orders", "0191d3a7-5c1e-7abc-9def-0123456789ab", "0191d3a7-5c1e-7abc-9def-0123456789ab"},
+	{"UUIDv7 in upper case", "orders", "0191D3A7-5C1E-7ABC-9DEF-0123456789AB", "0191d3a7-5c1e-7abc-9def-0123456789ab"},
+	{"smallest UUIDv7", "orders", "00000000-0000-7000-8000-000000000000", "00000000-0000-7000-8000-000000000000"},
+	{"largest UUIDv7 that is taken", "orders", "7fffffff-ffff-7fff-bfff-ffffffffffff", "7fffffff-ffff-7fff-bfff-ffffffffffff"},
+	{"UUIDv7 with the top bit set", "orders", "80000000-0000-7000-8000-000000000000", "d4cb0e2b-19d2-8a1b-bfe0-de58ce57fd56"},
+	{"largest UUIDv7 of all", "orders", "ffffffff-ffff-7fff-bfff-ffffffffffff", "ec4112f0-48fe-82df-8331-c48d2d07760e"},
+	{"UUIDv7 of another variant", "orders", "0191d3a7-5c1e-7abc-6def-0123456789ab", "cc477452-bc1a-87e9-b324-8ed25a7819d0"},
+	{"UUIDv7 in braces", "orders", "{0191d3a7-5c1e-7abc-9def-0123456789ab}", "f0ff0d27-65a1-8ef8-8df6-4c4a2f48a0bc"},
+	{"UUIDv7 without hyphens", "orders", "0191d3a75c1e7abc9def0123456789ab", "c76f2612-2720-8e40-8880-8925756e2e4c"},
+	{"UUIDv4", "orders", "9b2f4c1e-6a3d-4e0b-8f57-1c2d3e4f5a6b", "a5f730ac-c886-8e02-8abd-937a0c83d1a7"},
+	{"UUIDv4 with the top bit clear", "orders", "1b2f4c1e-6a3d-4e0b-8f57-1c2d3e4f5a6b", "b112cc34-b0d9-85b5-865f-9e3a27d8c0b3"},
+	{"UUIDv1", "orders", "0e3a9d52-c6f1-11f0-8de9-0242ac120002", "d2f9aaf4-95ac-8b03-abb5-2ee17a66bd48"},
+	{"ULID", "orders", "01ARZ3NDEKTSV4RRFFQ69G5FAV", "01563e3a-b5d3-d676-4c61-efb99302bd5b"},
+	{"ULID in lower case", "orders", "01arz3ndektsv4rrffq69g5fav", "01563e3a-b5d3-d676-4c61-efb99302bd5b"},
+	{"smallest ULID", "orders", "00000000000000000000000000", "00000000-0000-0000-0000-000000000000"},
+	{"largest ULID that is taken", "orders", "3ZZZZZZZZZZZZZZZZZZZZZZZZZ", "7fffffff-ffff-ffff-ffff-ffffffffffff"},
+	{"ULID that starts with 4", "orders", "41ARZ3NDEKTSV4RRFFQ69G5FAV", "ff4b8a00-276d-8928-8ce4-378f04238390"},
+	{"largest ULID of all", "orders", "7ZZZZZZZZZZZZZZZZZZZZZZZZZ", "c0c176be-07b8-81cd-940b-a3da81bfa639"},
+	{"no ULID: it has the letter U", "orders", "01ARZ3NDEKTSV4RRFFQ69G5FAU", "933fdc35-990d-868b-bd99-db5837aefb90"},
+	{"text", "orders", "order-4711", "fe0374e1-62b3-872a-aabd-877c33d7b2b3"},
+	{"text of a megabyte", "orders", strings.Repeat("x", 1<<20), "e6631c18-a0cd-840b-9dc3-65f20185c22b"},
+	{"empty", "orders", "", "b32186ec-a48d-83e1-a135-034ef8e213c4"},
+	{"empty, without a scope", "", "", "df3f6198-04a9-8fdb-8057-192dc43dd748"},
+	{"beyond ASCII", "bücher", "ß☃😀", "eff4b413-2ad7-80a0-8850-abb1b43b8fe5"},
+	{"NUL", "orders", "\x00", "a679be09-f763-8f2c-abce-dee6c5bd064c"},
+	{"no UTF-8", "orders", "\xff\xfe", "bfb16990-3514-874c-a180-fca7001a0f45"},
+}
+
+// An ID that carries its time is taken as it is, anything else becomes the documented hash.
+func TestMessageIDIsTheDocumentedOne(t *testing.T) {
+	t.Parallel()
+	for _, tc := range messageIDs {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			id := dedup.MessageID(tc.scope, []byte(tc.raw))
+			assert.Equal(t, tc.want, id.String())
+		})
+	}
+}
+
+// The SQL function computes the same ID as Go does: for the table above, and for many texts that are
+// almost a UUIDv7 or a ULID, which is where two parsers would disagree.
+func TestSQLComputesTheSameMessageID(t *testing.T) {
+	t.Parallel()
+	var scopes, texts []string
+	for _, tc := range messageIDs {
+		if tc.name == "NUL" || tc.name == "no UTF-8" {
+			continue // SQL text cannot hold these; that is why MessageID takes bytes
+		}
+		scopes, texts = append(scopes, tc.scope), append(texts, tc.raw)
+	}
+	random := rand.New(rand.NewPCG(1, 2))
+	for range 5000 {
+		scopes, texts = append(scopes, randomText(random, 10)), append(texts, almostAnID(random))
+	}
+
+	rows, err := pgtest.Pool(t).Query(t.Context(),
+		`SELECT effectonce.message_id(scope, id) FROM unnest($1::text[], $2::text[]) WITH ORDINALITY AS m (scope, id, place) ORDER BY place`,
+		scopes, texts)
+	require.NoError(t, err)
+	var taken, i int
+	var id [16]byte
+	for rows.Next() {
+		require.NoError(t, rows.Scan(&id))
+		require.Equal(t, uuid.UUID(id), dedup.MessageID(scopes[i], []byte(texts[i])), "scope %q, text %.100q", scopes[i], texts[i])
+		if id[0]&0x80 == 0 {
+			taken++
+		}
+		i++
+	}
+	require.NoError(t, rows.Err())
+	require.Len(t, texts, i)
+	assert.Greater(t, taken, 500, "the generator makes too few IDs that are taken as they are")
+	assert.Less(t, taken, i-500, "the generator makes too few IDs that are hashed")
+}
+
+// almostAnID makes a UUIDv7, a ULID or a text of their length, and mostly breaks one letter of it.
+func almostAnID(random *rand.Rand) string {
+	const crockford = "0123456789ABCDEFGHJKMNPQRSTVWXYZabcdefghjkmnpqrstvwxyz"
+	var text []byte
+	switch random.IntN(4) {
+	case 0:
+		var id uuid.UUID
+		for i := range id {
+			id[i] = byte(random.Uint32())
+		}
+		id[6] = id[6]&0x0f | 0x70
+		id[8] = id[8]&0x3f | 0x80
+		text = []byte(id.String())
+	case 1, 2:
+		text = make([]byte, 26)
+		for i := range text {
+			text[i] = crockford[random.IntN(len(crockford))]
+		}
+		text[0] = "0123456789"[random.IntN(10)]
+	default:
+		return randomText(random, 40)
+	}
+	if random.IntN(3) == 0 {
+		text = bytes.ToUpper(text)
+	}
+	if random.IntN(3) == 0 {
+		text[random.IntN(len(text))] = byte(' ' + random.IntN('~'-' '))
+	}
+	if random.IntN(20) == 0 {
+		return string(text) + "\n" // where $ in a regular expression may match too early
+	}
+	return string(text)
+}
+
+func randomText(random *rand.Rand, length int) string {
+	letters := []rune("0123456789abcxyzABCXYZ -_.:/\n\tüß☃😀")
+	text := make([]rune, random.IntN(length))
+	for i := range text {
+		text[i] = letters[random.IntN(len(letters))]
+	}
+	return string(text)
+}
+
+// Scope and text cannot run into each other: where a scope ends is part of the hash.
+func TestScopesCannotCollide(t *testing.T) {
+	t.Parallel()
+	assert.NotEqual(t, dedup.MessageID("a", []byte("bc")), dedup.MessageID("ab", []byte("c")))
+	assert.NotEqual(t, dedup.MessageID("", []byte("orders")), dedup.MessageID("orders", nil))
+	assert.NotEqual(t, dedup.MessageID("a", []byte("1")), dedup.MessageID("b", []byte("1")))
+	assert.NotEqual(t, dedup.MessageID("a", []byte("1")), dedup.MessageID("a", []byte("\x00\x00\x00\x011")))
+}
+
+// A child ID is the same at every re-execution and on every machine, has the form of a UUIDv7 and
+// carries the time that it was given; another parent, step or time gives another one.
+func TestChildIDIsDerivedFromParentStepAndTime(t *testing.T) {
+	t.Parallel()
+	parent := uuid.MustParse("0191d3a7-5c1e-7abc-9def-0123456789ab")
+	at := time.UnixMilli(1763700000123)
+
+	child := dedup.ChildID(parent, "charge", at)
+	assert.Equal(t, "019aa4b6-457b-797f-a261-2a19c5c0b052", child.String(), "computed by another program")
+	assert.Equal(t, child, dedup.ChildID(parent, "charge", at.UTC().Add(999*time.Microsecond)), "milliseconds count, and no time zone")
+	assert.Equal(t, uuid.Version(7), child.Version())
+	assert.Equal(t, uuid.RFC4122, child.Variant())
+	carried, ok := dedup.Time(child)
+	assert.True(t, ok)
+	assert.True(t, at.Equal(carried), carried)
+	assert.Equal(t, child, dedup.MessageID("any", []byte(child.String())), "the next consumer takes it as it is")
+
+	assert.NotEqual(t, child, dedup.ChildID(parent, "refund", at))
+	assert.NotEqual(t, child, dedup.ChildID(child, "charge", at))
+	assert.NotEqual(t, child, dedup.ChildID(parent, "charge", at.Add(time.Millisecond)))
+	assert.NotEqual(t, dedup.ChildID(parent, "a", at), dedup.ChildID(parent, "", at))
+}
+
+// A time that 47 bits of milliseconds cannot hold counts as the nearest one: the ID still lies among
+// the times, never among the hashes.
+func TestChildIDBoundsTheTime(t *testing.T) {
+	t.Parallel()
+	parent := uuid.MustParse("0191d3a7-5c1e-7abc-9def-0123456789ab")
+	for _, tc := range []struct {
+		name string
+		at   time.Time
+		want int64
+	}{
+		{"no time", time.Time{}, 0},
+		{"before 1970", time.UnixMilli(-1), 0},
+		{"1970", time.UnixMilli(0), 0},
+		{"largest", time.UnixMilli(1<<47 - 1), 1<<47 - 1},
+		{"beyond it", time.UnixMilli(1 << 47), 1<<47 - 1},
+		{"far beyond it", time.Unix(1<<50, 0), 1<<47 - 1},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			carried, ok := dedup.Time(dedup.ChildID(parent, "step", tc.at))
+			assert.True(t, ok)
+			assert.Equal(t, tc.want, carried.UnixMilli())
+		})
+	}
+}
+
+// The time of a UUIDv7 and of a ULID is read back; a hash has none.
+func TestTimeIsThatOfTheID(t *testing.T) {
+	t.Parallel()
+	at, ok := dedup.Time(dedup.MessageID("orders", []byte("0191d3a7-5c1e-7abc-9def-0123456789ab")))
+	assert.True(t, ok)
+	assert.Equal(t, "2024-09-08T22:00:46.366Z", at.UTC().Format(time.RFC3339Nano))
+
+	at, ok = dedup.Time(dedup.MessageID("orders", []byte("01ARZ3NDEKTSV4RRFFQ69G5FAV")))
+	assert.True(t, ok)
+	assert.Equal(t, "2016-07-30T23:54:10.259Z", at.UTC().Format(time.RFC3339Nano))
+
+	at, ok = dedup.Time(dedup.MessageID("orders", []byte("order-4711")))
+	assert.False(t, ok)
+	assert.True(t, at.IsZero())
+}
+
+// C25: whatever bytes a message carries, its ID is one of two kinds: one that carries its time and is
+// the text itself, or a UUIDv8 with the top bit set.
+func FuzzMessageID(f *testing.F) {
+	for _, tc := range messageIDs {
+		if len(tc.raw) < 1000 {
+			f.Add(tc.scope, []byte(tc.raw))
+		}
+	}
+	f.Fuzz(func(t *testing.T, scope string, raw []byte) {
+		before := bytes.Clone(raw)
+		id := dedup.MessageID(scope, raw)
+		require.Equal(t, before, raw, "the caller's bytes were changed")
+		require.Equal(t, id, dedup.MessageID(scope, raw), "not deterministic")
+
+		_, timed := dedup.Time(id)
+		if !timed {
+			require.Equal(t, uuid.Version(8), id.Version())
+			require.Equal(t, uuid.RFC4122, id.Variant())
+			require.NotEqual(t, id, dedup.MessageID(scope+"'", raw), "the scope is no part of the hash")
+			return
+		}
+		require.Equal(t, id, dedup.MessageID(scope+"'", raw), "an ID that carries its time has no scope")
+		switch len(raw) {
+		case 36:
+			require.Equal(t, uuid.Version(7), id.Version())
+			require.True(t, strings.EqualFold(id.String(), string(raw)), "%s became %s", raw, id)
+		case 26:
+			require.Equal(t, strings.ToUpper(string(raw)), ulid(id))
+		default:
+			require.Fail(t, "neither UUID nor ULID was taken as it is", "%q", raw)
+		}
+	})
+}
+
+// ulid writes an ID as a ULID, bit by bit.
+func ulid(id uuid.UUID) string {
+	text := make([]byte, 26)
+	for i := range text {
+		var digit int
+		for bit := i*5 - 2; bit < i*5+3; bit++ { // 26 letters have two bits more than an ID
+			digit <<= 1
+			if bit >= 0 && id[bit/8]&(0x80>>(bit%8)) != 0 {
+				digit |= 1
+			}
+		}
+		text[i] = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"[digit]
+	}
+	return string(text)
+}

@@ -1,0 +1,110 @@
+package dedup_test
+
+import (
+	"context"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// waitMax bounds every wait of these tests: what has not happened by then never will.
+const waitMax = 30 * time.Second
+
+func newClaims(tb testing.TB) *dedup.Claims {
+	tb.Helper()
+	claims, err := dedup.New(dedup.Config{})
+	require.NoError(tb, err)
+	return claims
+}
+
+// newIDs returns n fresh UUIDv7, in ascending order.
+func newIDs(tb testing.TB, n int) []uuid.UUID {
+	tb.Helper()
+	ids := make([]uuid.UUID, n)
+	for i := range ids {
+		id, err := uuid.NewV7()
+		require.NoError(tb, err)
+		ids[i] = id
+	}
+	return ids
+}
+
+// begin opens a transaction that ends with the test, and returns it with the process that runs it.
+func begin(t *testing.T, pool *pgxpool.Pool, opts pgx.TxOptions) (tx pgx.Tx, pid uint32) {
+	t.Helper()
+	tx, err := pool.BeginTx(t.Context(), opts)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	return tx, tx.Conn().PgConn().PID()
+}
+
+// claimAlone claims in a transaction of its own, which commits.
+func claimAlone(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, ids ...uuid.UUID) []bool {
+	t.Helper()
+	var fresh []bool
+	err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) (err error) {
+		fresh, err = claims.ClaimBatch(t.Context(), tx, consumer, ids)
+		return err
+	})
+	require.NoError(t, err)
+	return fresh
+}
+
+// waitUntil returns once the database says so.
+func waitUntil(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
+	t.Helper()
+	limit := time.NewTimer(waitMax)
+	defer limit.Stop()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		var so bool
+		require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&so))
+		if so {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-limit.C:
+			require.FailNow(t, "the database never came to say", "%s %v", sql, args)
+		}
+	}
+}
+
+// waitUntilBlocked returns once exactly these processes keep the first one waiting.
+func waitUntilBlocked(t *testing.T, pool *pgxpool.Pool, waiter uint32, holders ...uint32) {
+	t.Helper()
+	slices.Sort(holders)
+	pids := make([]int32, len(holders))
+	for i, pid := range holders {
+		pids[i] = int32(pid)
+	}
+	waitUntil(t, pool, `SELECT pg_blocking_pids($1) = $2::int[]`, int32(waiter), pids)
+}
+
+// answer is what a claim that was made in a goroutine gave.
+type answer struct {
+	fresh bool
+	err   error
+}
+
+// claimInBackground claims for consumer 1 while the test goes on: the claim may have to wait.
+func claimInBackground(t *testing.T, claims *dedup.Claims, tx pgx.Tx, id uuid.UUID) <-chan answer {
+	t.Helper()
+	answers := make(chan answer, 1)
+	go func() {
+		fresh, err := claims.Claim(t.Context(), tx, 1, id)
+		answers <- answer{fresh, err}
+	}()
+	return answers
+}

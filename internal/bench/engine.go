@@ -1,0 +1,62 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+)
+
+// errAllDone stops a consumer that handled everything.
+var errAllDone = errors.New("every message is handled")
+
+// engine runs package consumer over a topic and returns its rate. It uses nothing but the defaults.
+func (b *consumeBench) engine(ctx context.Context, l load, group string, handler consumer.Handler, level consumer.Dedup) (float64, error) {
+	pool, err := b.newPool(ctx, b.opts.Partitions+2)
+	if err != nil {
+		return 0, err
+	}
+	defer pool.Close()
+	run, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	m := &meter{want: l.messages}
+	c, err := consumer.New(pool, []kgo.Opt{kgo.SeedBrokers(b.Brokers...)}, handler, consumer.Config{
+		Group: group, Topics: []string{l.topic}, Schema: b.schema, Dedup: level,
+		Hooks: consumer.Hooks{
+			Processed: func(_ string, fresh, duplicates int) {
+				if m.add(fresh + duplicates) {
+					stop(errAllDone)
+				}
+			},
+			Failed: func(msg *consumer.Message, _ int, err error) { stop(fmt.Errorf("%s: %w", msg, err)) },
+		},
+	})
+	if err != nil {
+		return 0, err
+	}
+	if err := c.Run(run); err != nil {
+		return 0, err
+	}
+	if cause := context.Cause(run); !errors.Is(cause, errAllDone) {
+		return 0, cause
+	}
+	return m.rate()
+}
+
+// newPool makes a pool for one run, so that every variant prepares its statements itself.
+func (s *site) newPool(ctx context.Context, connections int) (*pgxpool.Pool, error) {
+	config, err := pgxpool.ParseConfig(s.DatabaseURL)
+	if err != nil {
+		return nil, fmt.Errorf("database URL: %w", err)
+	}
+	config.MaxConns = int32(connections)
+	pool, err := pgxpool.NewWithConfig(ctx, config)
+	if err != nil {
+		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
+	}
+	return pool, nil
+}

@@ -1,0 +1,34 @@
+package bench
+
+import (
+	"context"
+	"errors"
+)
+
+// Percentile is percentile.
+func Percentile(values []float64, share float64) float64 { return percentile(values, share) }
+
+// Rate returns the rate of a meter that saw these commits.
+func Rate(want int, commits ...int) (rate float64, done bool, err error) {
+	m := &meter{want: want}
+	for _, n := range commits {
+		done = m.add(n)
+	}
+	rate, err = m.rate()
+	return rate, done, err
+}
+
+// Judge returns the verdict on a run of n messages that left the effects of a statement.
+func Judge(ctx context.Context, on Servers, n int, effects string) (err error) {
+	s, err := newSite(ctx, on)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, s.remove(ctx)) }()
+	b := &consumeBench{site: s, samples: samples{}, note: func(string, ...any) {}}
+	return errors.Join(
+		b.exec(ctx, "create tables", consumeTablesSQL),
+		b.exec(ctx, "make effects", effects),
+		b.finish(ctx, "by_id", 0, load{messages: n}, 1, nil),
+	)
+}

@@ -1,0 +1,125 @@
+package bench
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"time"
+)
+
+// Bounds and defaults of ConsumeOptions and RelayOptions.
+const (
+	MessagesMin     = 2000
+	MessagesDefault = 100_000
+	MessagesMax     = 5_000_000
+
+	RowsMin     = 2000
+	RowsDefault = 500_000
+	RowsMax     = 5_000_000
+
+	RoundsMin     = 1
+	RoundsDefault = 3
+	RoundsMax     = 25
+
+	LatencySecondsMin     = 1
+	LatencySecondsDefault = 10
+	LatencySecondsMax     = 600
+
+	PartitionsMin            = 1
+	ConsumePartitionsDefault = 1
+	RelayPartitionsDefault   = 6
+	PartitionsMax            = 100
+)
+
+const (
+	latencyPerSecond  = 500
+	latencyWarmUp     = time.Second
+	payloadBytes      = 256 // of an outbox row
+	consumeValueBytes = 100 // of a message
+	keysDistinct      = 1000
+)
+
+// Servers are what a benchmark runs against. Both are needed.
+type Servers struct {
+	// DatabaseURL leads to PostgreSQL. The benchmark makes a schema of its own there and drops it.
+	DatabaseURL string
+	// Brokers are the seeds of the Kafka cluster. The benchmark makes topics of its own and deletes them.
+	Brokers []string
+}
+
+func (s Servers) check() error {
+	if s.DatabaseURL == "" || len(s.Brokers) == 0 {
+		return errors.New("bench: DatabaseURL and Brokers are needed")
+	}
+	return nil
+}
+
+// ConsumeOptions of Consume. The zero value of everything but Servers works.
+type ConsumeOptions struct {
+	Servers
+
+	// Messages that the fastest variants handle in a round; slower ones handle a fraction of them.
+	// 2,000 to 5,000,000; default 100,000.
+	Messages int
+	// Partitions of the topics. 1 to 100; default 1, since the textbook loop is a single one.
+	Partitions int
+	// Rounds in turns. 1 to 25; default 3.
+	Rounds int
+	// Progress gets one line at a time. Default: none.
+	Progress func(line string)
+}
+
+func (o ConsumeOptions) withDefaults() (ConsumeOptions, error) {
+	o.Messages = cmp.Or(o.Messages, MessagesDefault)
+	o.Partitions = cmp.Or(o.Partitions, ConsumePartitionsDefault)
+	o.Rounds = cmp.Or(o.Rounds, RoundsDefault)
+	if o.Progress == nil {
+		o.Progress = func(string) {}
+	}
+	return o, errors.Join(
+		o.check(),
+		inBounds("messages", o.Messages, MessagesMin, MessagesMax),
+		inBounds("partitions", o.Partitions, PartitionsMin, PartitionsMax),
+		inBounds("rounds", o.Rounds, RoundsMin, RoundsMax),
+	)
+}
+
+// RelayOptions of Relay. The zero value of everything but Servers works.
+type RelayOptions struct {
+	Servers
+
+	// Rows of the backlog that each variant drains. 2,000 to 5,000,000; default 500,000.
+	Rows int
+	// Partitions of the topic. 1 to 100; default 6.
+	Partitions int
+	// Rounds in turns. 1 to 25; default 3.
+	Rounds int
+	// LatencySeconds is how long messages are published one by one for the latencies. 1 to 600; default 10.
+	LatencySeconds int
+	// Progress gets one line at a time. Default: none.
+	Progress func(line string)
+}
+
+func (o RelayOptions) withDefaults() (RelayOptions, error) {
+	o.Rows = cmp.Or(o.Rows, RowsDefault)
+	o.Partitions = cmp.Or(o.Partitions, RelayPartitionsDefault)
+	o.Rounds = cmp.Or(o.Rounds, RoundsDefault)
+	o.LatencySeconds = cmp.Or(o.LatencySeconds, LatencySecondsDefault)
+	if o.Progress == nil {
+		o.Progress = func(string) {}
+	}
+	return o, errors.Join(
+		o.check(),
+		inBounds("rows", o.Rows, RowsMin, RowsMax),
+		inBounds("partitions", o.Partitions, PartitionsMin, PartitionsMax),
+		inBounds("rounds", o.Rounds, RoundsMin, RoundsMax),
+		inBounds("latency seconds", o.LatencySeconds, LatencySecondsMin, LatencySecondsMax),
+	)
+}
+
+func inBounds(what string, value, lowest, highest int) error {
+	if value < lowest || value > highest {
+		return fmt.Errorf("%s %d: want %d to %d", what, value, lowest, highest)
+	}
+	return nil
+}

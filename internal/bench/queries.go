@@ -1,0 +1,90 @@
+package bench
+
+import "github.com/effectonce/effectonce/migrations"
+
+// consumeTablesSQL makes what the handlers write, and the textbook's table of processed messages: an ID
+// and a consumer, both text, as articles have it. The effect has a primary key, as any real table has.
+const consumeTablesSQL = `-- bench.consume_tables
+CREATE TABLE effectonce.bench_effects (
+  id      bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  account text   NOT NULL,
+  body    bytea  NOT NULL
+);
+CREATE TABLE effectonce.bench_processed (
+  message_id   text        NOT NULL,
+  consumer     text        NOT NULL,
+  processed_at timestamptz NOT NULL DEFAULT now(),
+  PRIMARY KEY (message_id, consumer)
+)`
+
+// forgetSQL gives every run empty tables.
+const forgetSQL = `-- bench.forget
+TRUNCATE effectonce.processed_messages, effectonce.bench_processed, effectonce.bench_effects`
+
+const effectSQL = `-- bench.effect
+INSERT INTO effectonce.bench_effects (account, body) VALUES ($1, $2)`
+
+const textbookClaimSQL = `-- bench.textbook_claim
+INSERT INTO effectonce.bench_processed (message_id, consumer) VALUES ($1, $2) ON CONFLICT DO NOTHING`
+
+// effectsSQL counts what a run left. Bodies are different, so the two numbers tell lost from doubled.
+const effectsSQL = `-- bench.effects
+SELECT count(*), count(DISTINCT body) FROM effectonce.bench_effects`
+
+// rewindSQL makes a group start over, as an operator would; the claims stay.
+const rewindSQL = `-- bench.rewind
+DELETE FROM effectonce.consumer_positions WHERE consumer_group = $1`
+
+const claimBytesSQL = `-- bench.claim_bytes
+SELECT sum(pg_total_relation_size(relid))::bigint FROM pg_partition_tree('effectonce.processed_messages') WHERE isleaf`
+
+const walSQL = `-- bench.wal
+SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn`
+
+// pollerTableSQL is the outbox of the textbook: a row is published when it says so. The index keeps the
+// poller from looking at rows that are done.
+const pollerTableSQL = `-- bench.poller_table
+CREATE TABLE effectonce.bench_poller (
+  id           bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  message_id   uuid        NOT NULL,
+  topic        text        NOT NULL,
+  key          bytea,
+  payload      bytea,
+  headers      jsonb       NOT NULL DEFAULT '{}',
+  created_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+  published_at timestamptz
+);
+CREATE INDEX bench_poller_waiting ON effectonce.bench_poller (id) WHERE published_at IS NULL`
+
+// fillSQL publishes by plain SQL. The payload is text without repetitions, half of which a compressor
+// can take out, as of JSON.
+const fillSQL = `-- bench.fill
+INSERT INTO effectonce.outbox (topic, key, payload)
+SELECT $1, convert_to('account-' || (hashint8(n) & 2147483647) % $2, 'UTF8'),
+  convert_to((SELECT string_agg(md5(n::text || part::text), '') FROM generate_series(1, $3 / 32) AS part), 'UTF8')
+FROM generate_series($4::bigint, $5::bigint) AS n`
+
+// refillSQL gives the poller the same rows.
+const refillSQL = `-- bench.refill
+INSERT INTO effectonce.bench_poller (message_id, topic, key, payload, headers, created_at)
+SELECT id, topic, key, payload, headers, created_at FROM effectonce.outbox ORDER BY seq`
+
+const emptyPollerSQL = `-- bench.empty_poller
+TRUNCATE effectonce.bench_poller`
+
+const pollSQL = `-- bench.poll
+SELECT id, message_id, topic, key, payload, headers::text, created_at
+FROM effectonce.bench_poller WHERE published_at IS NULL
+ORDER BY id LIMIT $1 FOR UPDATE SKIP LOCKED`
+
+const publishedSQL = `-- bench.published
+UPDATE effectonce.bench_poller SET published_at = clock_timestamp() WHERE id = ANY ($1)`
+
+// cursorSQL reads in the order of seq. It loses what commits late: that is why nobody should do it, and
+// why it is the fastest.
+const cursorSQL = `-- bench.cursor
+SELECT seq, id, topic, key, payload, headers::text, created_at
+FROM effectonce.outbox WHERE seq > $1 ORDER BY seq LIMIT $2`
+
+// sql puts a statement into the benchmark's schema.
+func (s *site) sql(statement string) string { return migrations.InSchema(statement, s.schema) }

@@ -1,0 +1,190 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/relay"
+)
+
+// relayBench is one run of Relay.
+type relayBench struct {
+	*site
+
+	opts    RelayOptions
+	topic   string
+	samples samples
+	note    func(format string, args ...any)
+}
+
+// producer is how every variant produces: what the relay uses anyway (idempotent, acks=all, no linger
+// because a page is a batch already), and the client's default compression.
+func (s *site) producer() []kgo.Opt {
+	return []kgo.Opt{kgo.SeedBrokers(s.Brokers...), kgo.RequiredAcks(kgo.AllISRAcks()), kgo.ProducerLinger(0)}
+}
+
+// Relay measures how many rows a second of a backlog reach Kafka through the textbook's poller, through a
+// bare cursor that guarantees nothing, and through the relay; and how long a single message takes from
+// its commit until a consumer has it.
+func Relay(ctx context.Context, opts RelayOptions) (_ *RelayReport, err error) {
+	opts, err = opts.withDefaults()
+	if err != nil {
+		return nil, err
+	}
+	s, err := newSite(ctx, opts.Servers)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, s.remove(ctx)) }()
+	b := &relayBench{
+		site: s, opts: opts, samples: samples{},
+		note: func(format string, args ...any) { opts.Progress(fmt.Sprintf(format, args...)) },
+	}
+	if b.topic, err = b.site.topic(ctx, "drain", opts.Partitions); err != nil {
+		return nil, err
+	}
+	if err := b.fill(ctx); err != nil {
+		return nil, err
+	}
+	for round := range opts.Rounds {
+		if err := b.round(ctx, round); err != nil {
+			return nil, err
+		}
+	}
+	latencies, err := b.latencies(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("latencies: %w", err)
+	}
+	return newRelayReport(opts, b.samples, latencies), nil
+}
+
+// fillRows is how many rows one transaction of the backlog has.
+const fillRows = 5000
+
+// fill publishes the backlog once: every relay with a name of its own reads it from the beginning.
+func (b *relayBench) fill(ctx context.Context) error {
+	b.note("publishing a backlog of %d rows", b.opts.Rows)
+	if err := b.exec(ctx, "create the poller's table", pollerTableSQL); err != nil {
+		return err
+	}
+	for from := 1; from <= b.opts.Rows; from += fillRows {
+		to := min(from+fillRows-1, b.opts.Rows)
+		if _, err := b.pool.Exec(ctx, b.sql(fillSQL), b.topic, keysDistinct, payloadBytes, from, to); err != nil {
+			return fmt.Errorf("publish a backlog: %w", err)
+		}
+	}
+	return b.exec(ctx, "vacuum the outbox", "VACUUM (ANALYZE) effectonce.outbox")
+}
+
+// refill gives the poller the same rows as the relay, as freshly vacuumed.
+func (b *relayBench) refill(ctx context.Context) error {
+	return errors.Join(
+		b.exec(ctx, "empty the poller's table", emptyPollerSQL),
+		b.exec(ctx, "fill the poller's table", refillSQL),
+		b.exec(ctx, "vacuum the poller's table", "VACUUM (ANALYZE) effectonce.bench_poller"),
+	)
+}
+
+// drain is a way of getting the backlog into Kafka. It returns when everything is acknowledged.
+type drain struct {
+	key     string
+	prepare func(ctx context.Context) error
+	run     func(ctx context.Context, round int) error
+}
+
+// round runs every variant once. The order rotates, so that none always comes first.
+func (b *relayBench) round(ctx context.Context, round int) error {
+	nothing := func(context.Context) error { return nil }
+	drains := []drain{
+		{"skip_locked", b.refill, b.skipLocked},
+		{"bare_cursor", nothing, b.bareCursor},
+		{"relay", nothing, b.relay},
+	}
+	for i := range drains {
+		d := drains[(i+round)%len(drains)]
+		if err := b.measure(ctx, d, round); err != nil {
+			return fmt.Errorf("round %d: %s: %w", round+1, d.key, err)
+		}
+	}
+	return nil
+}
+
+// measure runs one variant and counts what arrived.
+func (b *relayBench) measure(ctx context.Context, d drain, round int) error {
+	if err := errors.Join(d.prepare(ctx), b.emptyTopic(ctx), b.checkpoint(ctx)); err != nil {
+		return err
+	}
+	before, err := b.written(ctx)
+	if err != nil {
+		return err
+	}
+	begin := time.Now()
+	if err := d.run(ctx, round); err != nil {
+		return err
+	}
+	elapsed := time.Since(begin)
+	after, err := b.written(ctx)
+	if err != nil {
+		return err
+	}
+	if after-before != int64(b.opts.Rows) {
+		return fmt.Errorf("%d rows became %d records: this is a bug, the figures are void; please report it", b.opts.Rows, after-before)
+	}
+	rate := float64(b.opts.Rows) / elapsed.Seconds()
+	b.samples.add(d.key, rate)
+	b.note("round %d: %-14s %9.0f rows/s", round+1, d.key, rate)
+	return nil
+}
+
+// emptyTopic keeps the runs from piling up on the brokers, whose memory may be this process's.
+func (b *relayBench) emptyTopic(ctx context.Context) error {
+	ends, err := b.admin.ListEndOffsets(ctx, b.topic)
+	if err = errors.Join(err, ends.Error()); err != nil {
+		return fmt.Errorf("ask Kafka for the ends of topic %s: %w", b.topic, err)
+	}
+	deleted, err := b.admin.DeleteRecords(ctx, ends.Offsets())
+	if err = errors.Join(err, deleted.Error()); err != nil {
+		return fmt.Errorf("empty topic %s: %w", b.topic, err)
+	}
+	return nil
+}
+
+// written returns how many records the topic has had.
+func (b *relayBench) written(ctx context.Context) (n int64, err error) {
+	ends, err := b.admin.ListEndOffsets(ctx, b.topic)
+	if err = errors.Join(err, ends.Error()); err != nil {
+		return 0, fmt.Errorf("ask Kafka for the ends of topic %s: %w", b.topic, err)
+	}
+	ends.Each(func(end kadm.ListedOffset) { n += end.Offset })
+	return n, nil
+}
+
+// relayName gives each round a relay with its own progress.
+func relayName(round int) string { return "round-" + strconv.Itoa(round) }
+
+// relay drains with package relay, which stores its progress as it does so.
+func (b *relayBench) relay(ctx context.Context, round int) error {
+	pool, err := b.newPool(ctx, 4)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	r, err := relay.New(pool, b.producer(), relay.Config{Schema: b.schema, Name: relayName(round)})
+	if err != nil {
+		return err
+	}
+	published, err := r.Drain(ctx)
+	if err != nil {
+		return err
+	}
+	if published != int64(b.opts.Rows) {
+		return fmt.Errorf("the relay counted %d of %d rows: this is a bug, the figures are void; please report it", published, b.opts.Rows)
+	}
+	return nil
+}

@@ -1,0 +1,179 @@
+package bench
+
+import (
+	"fmt"
+	"io"
+	"math"
+	"text/tabwriter"
+	"time"
+)
+
+// Where says what a benchmark ran on and how long it took.
+type Where struct {
+	Postgres string  `json:"postgres,omitempty"`
+	Kafka    string  `json:"kafka,omitempty"`
+	Seconds  float64 `json:"seconds,omitempty"` // starting the servers included
+}
+
+// SetServers adds descriptions of the servers.
+func (w *Where) SetServers(postgres, kafka string, took time.Duration) {
+	w.Postgres, w.Kafka, w.Seconds = postgres, kafka, math.Round(took.Seconds()*10)/10
+}
+
+// ConsumeReport is what Consume found: messages a second, medians of the rounds. A key that could not be
+// measured is left out.
+type ConsumeReport struct {
+	Textbook      *float64 `json:"textbook,omitempty"`       // one message per transaction, sequentially
+	Statement     *float64 `json:"statement,omitempty"`      // one statement per message, waited for
+	ByID          *float64 `json:"by_id,omitempty"`          // the effects of a batch in one round trip
+	NoDedup       *float64 `json:"no_dedup,omitempty"`       // the same without the claim
+	AllDuplicates *float64 `json:"all_duplicates,omitempty"` // every message was claimed before
+
+	StatementVsTextbook *float64 `json:"statement_vs_textbook,omitempty"`
+	ByIDVsTextbook      *float64 `json:"by_id_vs_textbook,omitempty"`
+	ByIDVsNoDedup       *float64 `json:"by_id_vs_no_dedup,omitempty"`
+
+	BytesPerMessage    *float64 `json:"bytes_per_message,omitempty"`     // table and index of the claims
+	WALBytesPerMessage *float64 `json:"wal_bytes_per_message,omitempty"` // of the claim alone
+
+	Messages   int `json:"messages"`
+	Partitions int `json:"partitions"`
+	Rounds     int `json:"rounds"`
+
+	Where
+}
+
+func newConsumeReport(opts ConsumeOptions, s samples) *ConsumeReport {
+	r := &ConsumeReport{
+		Textbook: rounded(s.median("textbook"), 0), Statement: rounded(s.median("statement"), 0),
+		ByID: rounded(s.median("by_id"), 0), NoDedup: rounded(s.median("no_dedup"), 0),
+		AllDuplicates:      rounded(s.median("all_duplicates"), 0),
+		BytesPerMessage:    rounded(s.median("bytes_per_message"), 0),
+		WALBytesPerMessage: rounded(s.median("wal_bytes_per_message"), 0),
+		Messages:           opts.Messages, Partitions: opts.Partitions, Rounds: opts.Rounds,
+	}
+	r.StatementVsTextbook = ratio(r.Statement, r.Textbook)
+	r.ByIDVsTextbook = ratio(r.ByID, r.Textbook)
+	r.ByIDVsNoDedup = ratio(r.ByID, r.NoDedup)
+	return r
+}
+
+// WriteTable writes the report for people.
+func (r *ConsumeReport) WriteTable(w io.Writer) error {
+	t := newTable(w, "handler", "messages/s", "against the textbook")
+	t.row("textbook: one message per transaction", r.Textbook, ratio(r.Textbook, r.Textbook))
+	t.row("engine, one statement per message", r.Statement, r.StatementVsTextbook)
+	t.row("engine, statements queued", r.ByID, r.ByIDVsTextbook)
+	t.row("engine, queued, without dedup", r.NoDedup, ratio(r.NoDedup, r.Textbook))
+	t.row("engine, queued, all duplicates", r.AllDuplicates, ratio(r.AllDuplicates, r.Textbook))
+	t.line("")
+	t.fact("with dedup against without", r.ByIDVsNoDedup, "%.2f")
+	t.fact("claim, table and index", r.BytesPerMessage, "%.0f bytes a message")
+	t.fact("claim, write-ahead log", r.WALBytesPerMessage, "%.0f bytes a message")
+	return t.flush()
+}
+
+// RelayReport is what Relay found: rows a second, medians of the rounds. A key that could not be measured
+// is left out.
+type RelayReport struct {
+	SkipLocked *float64 `json:"skip_locked,omitempty"` // the textbook's poller
+	BareCursor *float64 `json:"bare_cursor,omitempty"` // reads and produces, guarantees nothing
+	Relay      *float64 `json:"relay,omitempty"`
+
+	RelayVsSkipLocked *float64 `json:"relay_vs_skip_locked,omitempty"`
+	RelayVsBareCursor *float64 `json:"relay_vs_bare_cursor,omitempty"`
+
+	P50 *float64 `json:"p50_ms,omitempty"` // from commit to consumable, at 500 messages a second
+	P99 *float64 `json:"p99_ms,omitempty"`
+
+	Rows           int `json:"rows"`
+	PayloadBytes   int `json:"payload_bytes"`
+	Partitions     int `json:"partitions"`
+	Rounds         int `json:"rounds"`
+	LatencySeconds int `json:"latency_seconds"`
+
+	Where
+}
+
+func newRelayReport(opts RelayOptions, s samples, latencies []float64) *RelayReport {
+	r := &RelayReport{
+		SkipLocked: rounded(s.median("skip_locked"), 0), BareCursor: rounded(s.median("bare_cursor"), 0),
+		Relay: rounded(s.median("relay"), 0),
+		Rows:  opts.Rows, PayloadBytes: payloadBytes, Partitions: opts.Partitions, Rounds: opts.Rounds,
+		LatencySeconds: opts.LatencySeconds,
+	}
+	r.RelayVsSkipLocked = ratio(r.Relay, r.SkipLocked)
+	r.RelayVsBareCursor = ratio(r.Relay, r.BareCursor)
+	if len(latencies) > 0 {
+		p50, p99 := percentile(latencies, 0.5), percentile(latencies, 0.99)
+		r.P50, r.P99 = rounded(&p50, 2), rounded(&p99, 2)
+	}
+	return r
+}
+
+// WriteTable writes the report for people.
+func (r *RelayReport) WriteTable(w io.Writer) error {
+	t := newTable(w, "drain of a backlog", "rows/s", "against the textbook")
+	t.row("textbook: FOR UPDATE SKIP LOCKED", r.SkipLocked, ratio(r.SkipLocked, r.SkipLocked))
+	t.row("bare cursor, guarantees nothing", r.BareCursor, ratio(r.BareCursor, r.SkipLocked))
+	t.row("relay", r.Relay, r.RelayVsSkipLocked)
+	t.line("")
+	t.fact("from commit to consumable, median", r.P50, "%.2f ms")
+	t.fact("from commit to consumable, 99 of 100", r.P99, "%.2f ms")
+	return t.flush()
+}
+
+// table lays figures out in columns and leaves out what was not measured.
+type table struct {
+	w   *tabwriter.Writer
+	err error
+}
+
+func newTable(w io.Writer, columns ...any) *table {
+	t := &table{w: tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)}
+	t.line("%s\t%s\t%s", columns...)
+	return t
+}
+
+func (t *table) line(format string, args ...any) {
+	if _, err := fmt.Fprintf(t.w, format+"\n", args...); err != nil && t.err == nil {
+		t.err = err
+	}
+}
+
+func (t *table) row(what string, rate, against *float64) {
+	if rate != nil && against != nil {
+		t.line("%s\t%10.0f\t%19.1fx", what, *rate, *against)
+	}
+}
+
+func (t *table) fact(what string, value *float64, format string) {
+	if value != nil {
+		t.line("%s\t"+format, what, *value)
+	}
+}
+
+func (t *table) flush() error {
+	if t.err != nil {
+		return t.err
+	}
+	return t.w.Flush()
+}
+
+// rounded cuts digits off that mean nothing.
+func rounded(value *float64, digits int) *float64 {
+	if value == nil {
+		return nil
+	}
+	unit := math.Pow10(digits)
+	r := math.Round(*value*unit) / unit
+	return &r
+}
+
+func ratio(a, b *float64) *float64 {
+	if a == nil || b == nil || *b == 0 {
+		return nil
+	}
+	r := *a / *b
+	return rounded(&r, 2)
+}

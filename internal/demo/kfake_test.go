@@ -1,0 +1,79 @@
+//go:build unix
+
+package demo_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/internal/demo"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+)
+
+// A member that dies while its request to join waits is kept by kfake, with its share of the partitions
+// and without a session timer. The run comes to its end all the same.
+func TestRunOutlivesAMemberThatKfakeKeeps(t *testing.T) {
+	t.Parallel()
+	if testing.Short() {
+		t.Skip("NOT RUN with -short: another demo, which takes about 15 seconds")
+	}
+	kafka := kafkatest.Own(t)
+	if kafka.Fake == nil {
+		t.Skip("NOT RUN: about kfake, and this is a Kafka")
+	}
+	options := short(t)
+	options.Brokers = kafka.Brokers
+	joined := false
+	options.Progress = func(p demo.Progress) {
+		if !joined && p.Phase == "waiting for the last effects" {
+			joined = true
+			joinAndDie(t, kafka.Brokers)
+		}
+	}
+	report, err := demo.Run(t.Context(), options)
+	require.NoError(t, err)
+	assert.True(t, joined)
+	assert.True(t, report.Held(), "%+v", report)
+}
+
+// joinAndDie joins the only group there is, when it is stable, and hangs up while the others rejoin.
+func joinAndDie(t *testing.T, brokers []string) {
+	t.Helper()
+	admin := kadm.NewClient(kafkatest.ClientAt(t, brokers))
+	var group kadm.DescribedGroup
+	require.Eventually(t, func() bool {
+		groups, err := admin.DescribeGroups(t.Context())
+		require.NoError(t, err)
+		group = groups.Sorted()[0]
+		return group.State == "Stable" && len(group.Members) == 3
+	}, time.Minute, 50*time.Millisecond)
+
+	request := kmsg.NewPtrJoinGroupRequest()
+	request.Group, request.ProtocolType = group.Group, group.ProtocolType
+	request.SessionTimeoutMillis, request.RebalanceTimeoutMillis = 2000, 1000
+	protocol := kmsg.NewJoinGroupRequestProtocol()
+	metadata := kmsg.NewConsumerMemberMetadata()
+	metadata.Version, metadata.Topics = 1, []string{group.Group} // the topic has the same name
+	protocol.Name, protocol.Metadata = group.Protocol, metadata.AppendTo(nil)
+	request.Protocols = append(request.Protocols, protocol)
+
+	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	answer, err := request.RequestWith(t.Context(), client)
+	require.NoError(t, err)
+	require.Equal(t, kerr.MemberIDRequired.Code, answer.ErrorCode)
+	request.MemberID = answer.MemberID
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	_, err = request.RequestWith(ctx, client)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+}

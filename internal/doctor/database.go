@@ -1,0 +1,195 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// Server versions that are tested. A newer one probably works.
+const versionMin, versionMax = 140_000, 190_000
+
+// Server checks the version of the server and that it takes writes.
+func Server(ctx context.Context, db Querier) []Finding {
+	var number int
+	var version string
+	var standby, readOnly bool
+	if err := db.QueryRow(ctx, serverSQL).Scan(&number, &version, &standby, &readOnly); err != nil {
+		return broken("server", err)
+	}
+	var found []Finding
+	switch {
+	case number < versionMin:
+		found = append(found, fail("server", "upgrade to PostgreSQL 14 or later", "PostgreSQL %s is too old", version))
+	case number >= versionMax:
+		found = append(found, warn("server", "run the tests of this release against it before you rely on it", "PostgreSQL %s is newer than what was tested (14 to 18)", version))
+	default:
+		found = append(found, ok("server", "PostgreSQL %s", version))
+	}
+	switch {
+	case standby:
+		found = append(found, fail("writable", "let the database URL name the primary", "the database is a standby"))
+	case readOnly:
+		found = append(found, fail("writable", "ALTER DATABASE … or ALTER ROLE … RESET default_transaction_read_only", "transactions are read-only (default_transaction_read_only is on)"))
+	default:
+		found = append(found, ok("writable", "the database is a primary and takes writes"))
+	}
+	return found
+}
+
+// Durability checks that a commit survives a crash: exactly-once rests on it.
+func Durability(ctx context.Context, db Querier) []Finding {
+	var fsync, fullPages bool
+	var commit string
+	if err := db.QueryRow(ctx, durabilitySQL).Scan(&fsync, &fullPages, &commit); err != nil {
+		return broken("durability", err)
+	}
+	var found []Finding
+	if !fsync || !fullPages {
+		found = append(found, fail("durability", "set fsync and full_page_writes to on and restart PostgreSQL (off is for throw-away databases only)",
+			"fsync is %s, full_page_writes is %s: a crash of the machine may lose or damage what was committed", onOff(fsync), onOff(fullPages)))
+	}
+	if commit == "off" {
+		found = append(found, warn("durability", "set synchronous_commit to on for the roles that publish and consume",
+			"synchronous_commit is off: a crash may lose the last commits, their effects and claims together"))
+	}
+	if len(found) == 0 {
+		found = append(found, ok("durability", "fsync is on, synchronous_commit is %s", commit))
+	}
+	return found
+}
+
+func onOff(b bool) string {
+	if b {
+		return "on"
+	}
+	return "off"
+}
+
+// Schema checks that the tables are those that this program was built for.
+func Schema(ctx context.Context, db Querier, schema string) []Finding {
+	opts := migrations.Options{Schema: schema}
+	err := migrations.Check(ctx, db, opts)
+	switch {
+	case errors.Is(err, migrations.ErrTooOld):
+		return []Finding{fail("schema", "run \"outbox-relay migrate up\"", "%v", err)}
+	case errors.Is(err, migrations.ErrTooNew):
+		return []Finding{fail("schema", "update this program", "%v", err)}
+	case err != nil:
+		return broken("schema", err)
+	}
+	state, err := migrations.Status(ctx, db, opts)
+	if err != nil {
+		return broken("schema", err)
+	}
+	return []Finding{ok("schema", "schema %s has version %d", schema, state.Current)}
+}
+
+// right is a privilege that the relay needs.
+type right struct{ kind, name, privileges string }
+
+// relayRights is all that the relay's role needs; the role that publishes needs USAGE on the schema and
+// INSERT on outbox.
+func relayRights(schema string) []right {
+	return []right{
+		{"schema", schema, "USAGE"},
+		{"table", "schema_version", "SELECT"},
+		{"table", "outbox", "SELECT,UPDATE"}, // UPDATE: after a restore into another cluster
+		{"sequence", "outbox_seq_seq", "SELECT"},
+		{"table", "outbox_ticks", "SELECT,INSERT,DELETE"},
+		{"table", "outbox_progress", "SELECT,INSERT,UPDATE"},
+		{"table", "outbox_dead", "SELECT,INSERT,UPDATE,DELETE"},
+	}
+}
+
+// statusRights is what ReadStatus needs besides.
+func statusRights() []right {
+	return []right{{"table", "consumers", "SELECT"}, {"table", "consumer_positions", "SELECT"}}
+}
+
+// Rights checks what the connected role may do. It finds nothing where the schema does not exist.
+func Rights(ctx context.Context, db Querier, schema string) []Finding {
+	var exists bool
+	if err := db.QueryRow(ctx, schemaExistsSQL, schema).Scan(&exists); err != nil {
+		return broken("rights", err)
+	}
+	if !exists {
+		return nil
+	}
+	lacking, err := grants(ctx, db, schema, relayRights(schema))
+	if err != nil {
+		return broken("rights", err)
+	}
+	if len(lacking) > 0 {
+		return []Finding{fail("rights", "as the owner of the schema: "+strings.Join(lacking, "; "), "the role lacks rights that the relay needs")}
+	}
+	lacking, err = grants(ctx, db, schema, statusRights())
+	if err != nil {
+		return broken("rights", err)
+	}
+	if len(lacking) > 0 {
+		return []Finding{warn("rights", "as the owner of the schema: "+strings.Join(lacking, "; "), "the role may relay, but not run \"outbox-relay status\"")}
+	}
+	return []Finding{ok("rights", "the role has every right that it needs")}
+}
+
+// grants returns the statements that would give the role what it lacks.
+func grants(ctx context.Context, db Querier, schema string, needed []right) ([]string, error) {
+	var kinds, names, privileges []string
+	for _, r := range needed {
+		for privilege := range strings.SplitSeq(r.privileges, ",") {
+			kinds, names, privileges = append(kinds, r.kind), append(names, r.name), append(privileges, privilege)
+		}
+	}
+	rows, err := db.Query(ctx, rightsSQL, schema, kinds, names, privileges)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowTo[string])
+}
+
+// Sequence checks that seq is handed out in order: with a cache each session would have a range of its own.
+func Sequence(ctx context.Context, db Querier, schema string) []Finding {
+	var cache int64
+	if err := db.QueryRow(ctx, inSchema(sequenceSQL, schema)).Scan(&cache); err != nil {
+		return broken("sequence", err)
+	}
+	if cache != 1 {
+		return []Finding{fail("sequence", "ALTER SEQUENCE "+pgx.Identifier{schema, "outbox_seq_seq"}.Sanitize()+" CACHE 1",
+			"outbox.seq has a sequence cache of %d: messages of a key may be published out of order", cache)}
+	}
+	return []Finding{ok("sequence", "outbox.seq is handed out in order")}
+}
+
+// Clock compares the database's clock with this machine's. Nothing depends on it: leases, ages and
+// retention use the database's.
+func Clock(ctx context.Context, db Querier) []Finding {
+	var theirs time.Time
+	before := time.Now()
+	if err := db.QueryRow(ctx, clockSQL).Scan(&theirs); err != nil {
+		return broken("clock", err)
+	}
+	trip := time.Since(before)
+	off := theirs.Sub(before.Add(trip / 2)).Abs().Round(time.Millisecond)
+	return []Finding{ok("clock", "the clocks differ by about %v, within half a round trip of %v; only the database's decides", off, trip.Round(time.Millisecond))}
+}
+
+// OpenTransactions names the oldest transaction that has an id.
+func OpenTransactions(ctx context.Context, db Querier) []Finding {
+	var what string
+	var seconds float64
+	err := db.QueryRow(ctx, openSQL).Scan(&what, &seconds)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return []Finding{ok("transactions", "no transaction that writes is open (as far as this role may see)")}
+	case err != nil:
+		return broken("transactions", err)
+	}
+	age := time.Duration(seconds * float64(time.Second)).Round(time.Millisecond)
+	return []Finding{ok("transactions", "the oldest transaction that writes is open for %v: %s; it does not stall the relay, but rows above its floor are kept", age, what)}
+}

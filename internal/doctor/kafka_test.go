@@ -1,0 +1,142 @@
+package doctor_test
+
+import (
+	"context"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/internal/doctor"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+const insertSQL = "INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, convert_to(repeat('x', $2), 'UTF8'))"
+
+// byCheck returns the findings about one topic.
+func byCheck(findings []doctor.Finding, topic string) []doctor.Finding {
+	var found []doctor.Finding
+	for _, f := range findings {
+		if f.Check == "topic "+topic {
+			found = append(found, f)
+		}
+	}
+	return found
+}
+
+func topics(t *testing.T, conn *pgx.Conn) []doctor.Finding {
+	t.Helper()
+	admin := kadm.NewClient(kafkatest.Client(t))
+	return doctor.Topics(t.Context(), conn, admin, "effectonce")
+}
+
+// Every topic that a waiting or a dead row names is looked at, and what would stop a row is a failure
+// before the relay meets it.
+func TestTopicsOfRowsAreChecked(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	require.Contains(t, only(t, topics(t, conn)).Message, "no waiting or dead row")
+
+	fits := kafkatest.Topic(t, 2)
+	small := kafkatest.Topic(t, 1, "max.message.bytes", "10000")
+	tight := kafkatest.Topic(t, 1, "max.message.bytes", "10000")
+	strict := kafkatest.Topic(t, 1, "min.insync.replicas", "9")
+	exec(t, conn, insertSQL, fits, 100)
+	exec(t, conn, insertSQL, small, 20)
+	exec(t, conn, insertSQL, tight, 9900)
+	exec(t, conn, insertSQL, strict, 1)
+	exec(t, conn, insertSQL, "never-created", 1)
+	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
+		VALUES ('default', 1, gen_random_uuid(), 'never-created-either', '{}', now(), 'unknown_topic', 'e', 'held')`)
+
+	findings := topics(t, conn)
+	require.False(t, doctor.Well(findings))
+	for _, f := range findings {
+		if f.Severity != doctor.OK {
+			assert.NotEmpty(t, f.Remedy, "%+v", f)
+		}
+	}
+	for _, missing := range []string{"never-created", "never-created-either"} {
+		f := only(t, byCheck(findings, missing))
+		assert.Equal(t, doctor.Fail, f.Severity)
+		assert.Contains(t, f.Message, "does not exist")
+	}
+	// There may be one broker only, and then there is a warning about replicas beside the others.
+	of := func(topic string, severity doctor.Severity) string {
+		var text strings.Builder
+		for _, f := range byCheck(findings, topic) {
+			if f.Severity == severity {
+				text.WriteString(f.Message + "\n")
+			}
+		}
+		return text.String()
+	}
+	assert.Empty(t, of(fits, doctor.Fail))
+	assert.NotContains(t, of(fits, doctor.Warn), "max.message.bytes")
+	assert.Contains(t, of(small, doctor.Warn), "max.message.bytes is 10000")
+	assert.Empty(t, of(small, doctor.Fail))
+	assert.Contains(t, of(tight, doctor.Fail), "max.message.bytes is 10000, the largest waiting row makes a record of about 10")
+	assert.Contains(t, of(strict, doctor.Fail), "min.insync.replicas is 9")
+}
+
+// A topic is of no interest once its rows are published.
+func TestTopicsOfPublishedRowsAreNotChecked(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	exec(t, conn, insertSQL, "gone-since", 1)
+	require.False(t, doctor.Well(topics(t, conn)))
+	exec(t, conn, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) VALUES (1, pg_current_snapshot(), 0)")
+	exec(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard, tick) VALUES ('default', 0, 1)")
+	require.True(t, doctor.Well(topics(t, conn)))
+}
+
+// Brokers that answer are fine, at every address that the cluster gives.
+func TestBrokersAnswer(t *testing.T) {
+	t.Parallel()
+	admin := kadm.NewClient(kafkatest.Client(t))
+	assert.Equal(t, doctor.OK, only(t, doctor.Brokers(t.Context(), admin, "seeds")).Severity)
+}
+
+// Brokers that are away are reported within the limit, with the addresses that were tried.
+func TestBrokersAway(t *testing.T) {
+	t.Parallel()
+	client := kafkatest.ClientAt(t, []string{"127.0.0.1:1"}, kgo.RequestRetries(0))
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	f := only(t, doctor.Brokers(ctx, kadm.NewClient(client), "127.0.0.1:1"))
+	assert.Equal(t, doctor.Fail, f.Severity)
+	assert.Contains(t, f.Message, "127.0.0.1:1")
+	assert.Contains(t, f.Remedy, "--brokers")
+}
+
+// A broker whose advertised address leads nowhere is the classic trap: the seed answers, producing does
+// not work.
+func TestAdvertisedAddressIsChecked(t *testing.T) {
+	t.Parallel()
+	fake := kafkatest.Fake(t)
+	host, portText, found := strings.Cut(fake.ListenAddrs()[0], ":")
+	require.True(t, found)
+	port, err := strconv.ParseInt(portText, 10, 32)
+	require.NoError(t, err)
+	fake.ControlKey(int16(kmsg.Metadata), func(req kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		answer := req.ResponseKind().(*kmsg.MetadataResponse)
+		answer.Brokers = []kmsg.MetadataResponseBroker{{NodeID: 0, Host: host, Port: int32(port)}, {NodeID: 7, Host: "127.0.0.1", Port: 1}}
+		return answer, nil, true
+	})
+	client := kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.RequestRetries(0))
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	f := only(t, doctor.Brokers(ctx, kadm.NewClient(client), "seed"))
+	assert.Equal(t, doctor.Fail, f.Severity)
+	assert.Contains(t, f.Message, "broker 7 does not answer at 127.0.0.1:1")
+	assert.Contains(t, f.Remedy, "advertised.listeners")
+}

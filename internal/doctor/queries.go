@@ -1,0 +1,122 @@
+package doctor
+
+import "github.com/effectonce/effectonce/migrations"
+
+// progressSQL reads every relay's cursor with its two ticks taken apart. seq counts only while a batch
+// takes several pages, that is while next_tick is set. The epoch of the clock comes with it, so that a
+// rate is computed from the database's time.
+const progressSQL = `-- doctor.progress
+SELECT p.relay, p.shard, coalesce(p.owner, ''),
+  coalesce(extract(epoch FROM p.lease_until - clock_timestamp()), 0)::float8, p.epoch, p.published,
+  p.tick, p.floor, CASE WHEN p.next_tick IS NULL THEN 0 ELSE p.seq END,
+  t.seq_last, pg_snapshot_xmax(t.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(t.snapshot) x),
+  pg_snapshot_xmax(n.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(n.snapshot) x),
+  p.system_identifier, extract(epoch FROM clock_timestamp())::float8
+FROM effectonce.outbox_progress p
+LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
+LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick
+ORDER BY p.relay, p.shard`
+
+// waitingRows are the committed rows that a relay has not published yet; $1 to $8 are a waitingRange. A
+// row is published if it is visible in the tick behind the cursor or, while a batch takes several pages,
+// up to seq ($4, else 0) if it is visible in the next tick. Turned around, what waits is
+//
+//   - rows of transactions that were open at a tick and that its snapshot names, each transaction looked
+//     up by its id, within its own range of seq;
+//   - between batches: rows with a transaction id from the tick's xmax ($2) on;
+//   - inside a batch: those of them behind seq, found by seq, because the part of the batch that is
+//     published already has such ids too; and, up to seq, rows from the next tick's xmax ($5) on.
+//
+// Each branch walks one index, and what could make the planner take the other one is hidden from it
+// (pairs, coalesce). Each stops at $9 rows, so that the cost is bounded whatever the backlog.
+const waitingRows = `
+  SELECT * FROM (
+    (SELECT late.*
+     FROM unnest($6::text[]::xid8[], $7::bigint[], $8::bigint[]) AS open (txid, low, high) CROSS JOIN LATERAL (
+       SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
+       WHERE (o.txid, o.seq) > (open.txid, open.low) AND (o.txid, o.seq) <= (open.txid, open.high)
+       ORDER BY o.txid, o.seq LIMIT $9) late)
+    UNION ALL
+    (SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
+     WHERE $4 = 0 AND (o.txid, o.seq) > ($2::text::xid8, $3) AND o.seq > $3
+     ORDER BY o.txid, o.seq LIMIT $9)
+    UNION ALL
+    (SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
+     WHERE $4 > 0 AND o.seq > $1 AND coalesce(o.txid, '0'::xid8) >= $2::text::xid8
+     ORDER BY o.seq LIMIT $9)
+    UNION ALL
+    (SELECT fresh.* FROM (
+       SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
+       WHERE $4 > 0 AND (o.txid, o.seq) > ($5::text::xid8, $3) ORDER BY o.txid, o.seq LIMIT $9) fresh
+     WHERE fresh.seq > $3 AND fresh.seq <= $4)
+  ) waiting LIMIT $9`
+
+// countSQL also reads the first row and the end of the sequence, for an estimate where the count stopped
+// at its limit.
+const countSQL = `-- doctor.count
+SELECT count(*), coalesce(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float8,
+  coalesce(min(seq), 0), (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq)
+FROM (` + waitingRows + `) counted`
+
+// waitingTopicsSQL estimates what of a record comes from the row: the JSON text of headers is about as
+// long as they are on the wire.
+const waitingTopicsSQL = `-- doctor.waiting_topics
+SELECT topic, max(coalesce(octet_length(key), 0) + coalesce(octet_length(payload), 0) + octet_length(headers::text))
+FROM (` + waitingRows + `) sized GROUP BY topic`
+
+const deadSQL = `-- doctor.dead
+SELECT relay, reason, count(*) FROM (
+  SELECT relay, reason FROM effectonce.outbox_dead LIMIT $1
+) bounded GROUP BY relay, reason`
+
+const deadTopicsSQL = `-- doctor.dead_topics
+SELECT DISTINCT topic FROM (SELECT topic FROM effectonce.outbox_dead LIMIT $1) bounded`
+
+const consumersSQL = `-- doctor.consumers
+SELECT (SELECT count(*) FROM effectonce.consumers), (SELECT count(*) FROM effectonce.consumer_positions)`
+
+const serverSQL = `-- doctor.server
+SELECT current_setting('server_version_num')::int, current_setting('server_version'), pg_is_in_recovery(),
+  current_setting('transaction_read_only')::bool`
+
+const durabilitySQL = `-- doctor.durability
+SELECT current_setting('fsync')::bool, current_setting('full_page_writes')::bool, current_setting('synchronous_commit')`
+
+const schemaExistsSQL = `-- doctor.schema_exists
+SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)`
+
+// rightsSQL writes the statements that would give the role what it lacks, from the catalog: looking a table up by its name needs the rights
+// that are asked for. What does not exist is left out; the schema check tells.
+const rightsSQL = `-- doctor.rights
+SELECT format('GRANT %s ON %s %s TO %I', string_agg(n.privilege, ', ' ORDER BY n.place), upper(n.kind),
+  CASE n.kind WHEN 'schema' THEN format('%I', n.name) ELSE format('%I.%I', $1::text, n.name) END, current_user)
+FROM unnest($2::text[], $3::text[], $4::text[]) WITH ORDINALITY AS n (kind, name, privilege, place)
+JOIN pg_namespace s ON s.nspname = $1
+LEFT JOIN pg_class c ON c.relnamespace = s.oid AND c.relname = n.name
+WHERE CASE n.kind
+  WHEN 'schema' THEN NOT has_schema_privilege(s.oid, n.privilege)
+  WHEN 'sequence' THEN NOT has_sequence_privilege(c.oid, n.privilege)
+  ELSE NOT has_table_privilege(c.oid, n.privilege)
+END
+GROUP BY n.kind, n.name ORDER BY min(n.place)`
+
+const sequenceSQL = `-- doctor.sequence
+SELECT seqcache FROM pg_sequence WHERE seqrelid = pg_get_serial_sequence('effectonce.outbox', 'seq')::regclass`
+
+const clockSQL = `-- doctor.clock
+SELECT clock_timestamp()`
+
+// openSQL finds the oldest transaction that has an id: in a session, or prepared. Sessions of others are
+// only seen with pg_read_all_stats.
+const openSQL = `-- doctor.open_transactions
+SELECT what, extract(epoch FROM clock_timestamp() - since)::float8 FROM (
+  SELECT 'session ' || pid || ' (' || coalesce(nullif(application_name, ''), 'no application_name') || ')' AS what, xact_start AS since
+  FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() AND xact_start IS NOT NULL
+  UNION ALL
+  SELECT 'prepared transaction of ' || owner, prepared FROM pg_prepared_xacts
+) open ORDER BY since LIMIT 1`
+
+const systemSQL = `-- doctor.system
+SELECT system_identifier FROM pg_control_system()`
+
+func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }

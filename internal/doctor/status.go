@@ -1,0 +1,189 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// CountMax bounds what is counted exactly: rows waiting for a relay, and dead rows. Beyond it a backlog
+// is estimated from the sequence.
+const CountMax = 100_000
+
+// Status is the state of the pipeline's outgoing half.
+type Status struct {
+	Schema    string        `json:"schema"`
+	Well      bool          `json:"well"`
+	Problems  []string      `json:"problems"`
+	Relays    []RelayStatus `json:"relays"`
+	Consumers int64         `json:"consumers"` // names that claim
+	Positions int64         `json:"positions"` // partitions with a stored position
+}
+
+// RelayStatus is one reader of the outbox.
+type RelayStatus struct {
+	Relay string `json:"relay"`
+	Shard int16  `json:"shard"`
+	// Owner is the replica that publishes; empty if none does.
+	Owner            string  `json:"owner"`
+	Live             bool    `json:"live"` // the lease has not run out
+	LeaseLeftSeconds float64 `json:"lease_left_seconds"`
+	Epoch            int64   `json:"epoch"`
+	// Waiting counts committed rows that are not published yet, dead ones not included. It is exact up
+	// to CountMax, and else an estimate, rather too high.
+	Waiting              int64    `json:"waiting"`
+	WaitingExact         bool     `json:"waiting_exact"`
+	OldestWaitingSeconds float64  `json:"oldest_waiting_seconds"`
+	Published            int64    `json:"published"`
+	RowsPerSecond        *float64 `json:"rows_per_second"` // null: not measured
+	// Dead counts rows in outbox_dead by reason, at most CountMax of all.
+	Dead  map[string]int64 `json:"dead"`
+	Tick  int64            `json:"tick"`
+	Floor int64            `json:"floor"`
+}
+
+// StatusOptions of ReadStatus. The zero value works.
+type StatusOptions struct {
+	// Relay limits the status to one name, which also is reported if it never ran. Default: all.
+	Relay string
+	// Before is an earlier reading: the rate is measured since then. Default: no rate.
+	Before []Progress
+	// AgeMax is how long a row may wait before the status is not well. Default: any time, as long as
+	// somebody relays.
+	AgeMax time.Duration
+}
+
+// ReadStatus reads the state and judges it. db may be a standby; then it is the state that the standby
+// has received.
+func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptions) (*Status, error) {
+	all, err := ReadProgress(ctx, db, schema)
+	if err != nil {
+		return nil, err
+	}
+	s := &Status{Schema: schema, Problems: []string{}}
+	for _, p := range named(all, opts.Relay) {
+		relay, err := s.relay(ctx, db, schema, p)
+		if err != nil {
+			return nil, err
+		}
+		relay.RowsPerSecond = rate(opts.Before, p)
+		s.Relays = append(s.Relays, relay)
+	}
+	if err := s.readDead(ctx, db, schema); err != nil {
+		return nil, err
+	}
+	if err := db.QueryRow(ctx, inSchema(consumersSQL, schema)).Scan(&s.Consumers, &s.Positions); err != nil {
+		return nil, fmt.Errorf("count consumers: %w", err)
+	}
+	s.judge(opts.AgeMax)
+	return s, nil
+}
+
+// named picks a relay. Where none ever ran there is one all the same, for which everything waits.
+func named(all []Progress, name string) []Progress {
+	if name != "" {
+		all = slices.DeleteFunc(all, func(p Progress) bool { return p.relay != name })
+	}
+	if len(all) > 0 {
+		return all
+	}
+	if name == "" {
+		name = "default"
+	}
+	return []Progress{{relay: name, from: beginning(), next: beginning()}}
+}
+
+func (s *Status) relay(ctx context.Context, db Querier, schema string, p Progress) (RelayStatus, error) {
+	r := RelayStatus{
+		Relay: p.relay, Shard: p.shard, Epoch: p.epoch, Published: p.published, Tick: p.tick, Floor: p.floor,
+		Dead: map[string]int64{},
+	}
+	if r.Live = p.leaseLeft > 0; r.Live {
+		r.Owner, r.LeaseLeftSeconds = p.owner, p.leaseLeft
+	}
+	if p.moved(systemIdentifier(ctx, db)) {
+		p.aboveFloor()
+		s.Problems = append(s.Problems, fmt.Sprintf(
+			"relay %q: its progress belongs to another database cluster; when it runs, it publishes everything above the floor again", p.relay))
+	}
+	waiting := p.waiting()
+	var first, last int64
+	err := db.QueryRow(ctx, inSchema(countSQL, schema), waiting.args(CountMax+1)...).
+		Scan(&r.Waiting, &r.OldestWaitingSeconds, &first, &last)
+	if err != nil {
+		return r, fmt.Errorf("count waiting rows: %w", err)
+	}
+	r.WaitingExact = r.Waiting <= CountMax
+	if !r.WaitingExact {
+		r.Waiting = max(r.Waiting, last-max(waiting.above, first-1))
+	}
+	return r, nil
+}
+
+// rate is measured between two readings. A relay that was not there before began at 0.
+func rate(before []Progress, now Progress) *float64 {
+	if len(before) == 0 {
+		return nil
+	}
+	at, published := before[0].at, int64(0)
+	for _, b := range before {
+		if b.relay == now.relay && b.shard == now.shard {
+			published = b.published
+		}
+	}
+	if now.at <= at {
+		return nil
+	}
+	perSecond := float64(now.published-published) / (now.at - at)
+	return &perSecond
+}
+
+func (s *Status) readDead(ctx context.Context, db Querier, schema string) error {
+	rows, err := db.Query(ctx, inSchema(deadSQL, schema), CountMax)
+	if err != nil {
+		return fmt.Errorf("count dead rows: %w", err)
+	}
+	var relay, reason string
+	var n int64
+	_, err = pgx.ForEachRow(rows, []any{&relay, &reason, &n}, func() error {
+		for i := range s.Relays {
+			if s.Relays[i].Relay == relay {
+				s.Relays[i].Dead[reason] = n
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("count dead rows: %w", err)
+	}
+	return nil
+}
+
+// judge says what is not well. Each text names what to do.
+func (s *Status) judge(ageMax time.Duration) {
+	for _, r := range s.Relays {
+		switch {
+		case r.Waiting > 0 && r.Epoch == 0:
+			s.problem(r, "rows wait and it never ran: start \"outbox-relay run\"")
+		case r.Waiting > 0 && !r.Live:
+			s.problem(r, "rows wait and nobody holds its lease: start \"outbox-relay run\"")
+		case r.Waiting > 0 && ageMax > 0 && r.OldestWaitingSeconds > ageMax.Seconds():
+			s.problem(r, "the oldest row waits for longer than %v: see the log of %q, and \"outbox-relay doctor\"", ageMax, r.Owner)
+		}
+		var dead int64
+		for _, n := range r.Dead {
+			dead += n
+		}
+		if dead > 0 {
+			s.problem(r, "%d rows in outbox_dead hold their keys: read their column error and mend the cause", dead)
+		}
+	}
+	s.Well = len(s.Problems) == 0
+}
+
+func (s *Status) problem(r RelayStatus, format string, args ...any) {
+	s.Problems = append(s.Problems, fmt.Sprintf("relay %q: ", r.Relay)+fmt.Sprintf(format, args...))
+}

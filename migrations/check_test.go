@@ -1,0 +1,103 @@
+package migrations_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// A program learns at its start whether the database has the schema that it was built for, and if not,
+// what to do. Nothing is changed by asking.
+func TestCheckTellsTheRemedy(t *testing.T) {
+	t.Parallel()
+	all, err := migrations.All(migrations.Options{})
+	require.NoError(t, err)
+	latest := len(all)
+	for _, tc := range []struct {
+		name    string
+		sql     string
+		current int
+		is      error
+		text    string
+	}{
+		{"right", "", latest, nil, ""},
+		{"no schema", "DROP SCHEMA effectonce CASCADE", 0, migrations.ErrTooOld, `schema effectonce is not installed: run "outbox-relay migrate up"`},
+		{"no version table", "DROP TABLE effectonce.schema_version", 0, migrations.ErrTooOld, `schema effectonce is not installed: run "outbox-relay migrate up"`},
+		{"no version", "DELETE FROM effectonce.schema_version", 0, migrations.ErrTooOld, "is not installed"},
+		{"version 0", "UPDATE effectonce.schema_version SET version = 0", 0, migrations.ErrTooOld, "is not installed"},
+		{
+			"newer", "UPDATE effectonce.schema_version SET version = version + 1", latest + 1, migrations.ErrTooNew,
+			fmt.Sprintf("schema effectonce has version %d, this program knows %d: update this program", latest+1, latest),
+		},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			conn := connect(t, pgtest.Database(t))
+			if tc.sql != "" {
+				exec(t, conn, tc.sql)
+			}
+			before := catalog(t, conn, "effectonce")
+
+			state, err := migrations.Status(t.Context(), conn, migrations.Options{})
+			require.NoError(t, err)
+			assert.Equal(t, migrations.State{Schema: "effectonce", Current: tc.current, Latest: latest}, state)
+			err = migrations.Check(t.Context(), conn, migrations.Options{})
+			if tc.is == nil {
+				require.NoError(t, err)
+			} else {
+				require.ErrorIs(t, err, tc.is)
+				require.ErrorContains(t, err, tc.text)
+			}
+			assert.Equal(t, before, catalog(t, conn, "effectonce"))
+		})
+	}
+}
+
+// Every older version is told with both numbers.
+func TestOlderVersionIsTold(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	all, err := migrations.All(migrations.Options{})
+	require.NoError(t, err)
+	for version := range len(all) {
+		require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, version))
+		err := migrations.Check(t.Context(), conn, migrations.Options{})
+		require.ErrorIs(t, err, migrations.ErrTooOld)
+		require.ErrorContains(t, err, `run "outbox-relay migrate up"`)
+		if version > 0 {
+			require.ErrorContains(t, err, fmt.Sprintf("has version %d, this program needs %d", version, len(all)))
+		}
+	}
+}
+
+// A newer database is left as it is: an older program does not know how to take it back.
+func TestNewerDatabaseIsNotTouched(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	exec(t, conn, "UPDATE effectonce.schema_version SET version = version + 1")
+	before := catalog(t, conn, "effectonce")
+	for _, migrate := range []error{
+		migrations.Up(t.Context(), conn, migrations.Options{}),
+		migrations.To(t.Context(), conn, migrations.Options{}, 0),
+	} {
+		require.ErrorIs(t, migrate, migrations.ErrTooNew)
+		require.ErrorContains(t, migrate, "update this program")
+	}
+	require.Equal(t, before, catalog(t, conn, "effectonce"))
+}
+
+// A role that may not look is not told that the schema is missing.
+func TestCheckWithoutRightsIsNoVerdict(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	exec(t, conn, "SET SESSION AUTHORIZATION "+newRole(t, conn))
+	err := migrations.Check(t.Context(), conn, migrations.Options{})
+	require.ErrorContains(t, err, "read the schema version: ")
+	require.ErrorContains(t, err, "permission denied for schema effectonce")
+	require.NotErrorIs(t, err, migrations.ErrTooOld)
+}

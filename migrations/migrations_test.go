@@ -1,0 +1,212 @@
+package migrations_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// Down removes everything that up made, and up makes the same again. Up on a database that is up to date
+// changes nothing.
+func TestUpDownUp(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	want := installed(t)
+
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+	require.Equal(t, want, catalog(t, conn, "effectonce"))
+	exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('orders')")
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+	var rows int
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox").Scan(&rows))
+	require.Equal(t, 1, rows, "up to date already")
+
+	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 0))
+	require.Equal(t, nothing, catalog(t, conn, "effectonce"))
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+	require.Equal(t, want, catalog(t, conn, "effectonce"))
+	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
+}
+
+// Every step can be taken back and taken again.
+func TestEveryStepIsReversible(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	all, err := migrations.All(migrations.Options{})
+	require.NoError(t, err)
+	before := nothing
+	for _, m := range all {
+		require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, m.Version))
+		after := catalog(t, conn, "effectonce")
+		require.NotEqual(t, before, after, m.Name)
+		require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, m.Version-1))
+		require.Equal(t, before, catalog(t, conn, "effectonce"), m.Name)
+		require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, m.Version))
+		require.Equal(t, after, catalog(t, conn, "effectonce"), m.Name)
+		before = after
+	}
+	require.ErrorContains(t, migrations.To(t.Context(), conn, migrations.Options{}, len(all)+1), fmt.Sprintf("want 0 to %d", len(all)))
+	require.ErrorContains(t, migrations.To(t.Context(), conn, migrations.Options{}, -1), fmt.Sprintf("want 0 to %d", len(all)))
+	require.Equal(t, before, catalog(t, conn, "effectonce"))
+}
+
+// The files are plain SQL that psql can run as they stand, and they make what Up makes.
+func TestPlainFilesRunAsTheyStand(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	all, err := migrations.All(migrations.Options{})
+	require.NoError(t, err)
+	require.NotEmpty(t, all)
+	for i, m := range all {
+		assert.Equal(t, i+1, m.Version)
+		assert.Regexp(t, fmt.Sprintf("^%04d_[a-z_]+$", m.Version), m.Name)
+		up, err := os.ReadFile(m.Name + ".up.sql")
+		require.NoError(t, err)
+		down, err := os.ReadFile(m.Name + ".down.sql")
+		require.NoError(t, err)
+		assert.Equal(t, string(up), m.Up)
+		assert.Equal(t, string(down), m.Down)
+		exec(t, conn, string(up))
+	}
+	require.Equal(t, installed(t), catalog(t, conn, "effectonce"))
+	for i := len(all) - 1; i >= 0; i-- {
+		exec(t, conn, all[i].Down)
+	}
+	require.Equal(t, nothing, catalog(t, conn, "effectonce"))
+}
+
+// O39: ten replicas that start at once migrate one database; one of them works, the others wait and find
+// nothing to do.
+func TestTenReplicasMigrateAtOnce(t *testing.T) {
+	t.Parallel()
+	want := installed(t)
+	for range 5 {
+		address := pgtest.EmptyDatabase(t)
+		start := make(chan struct{})
+		done := make(chan error, 10)
+		for range cap(done) {
+			conn := connect(t, address)
+			go func() {
+				<-start
+				done <- migrations.Up(t.Context(), conn, migrations.Options{})
+			}()
+		}
+		close(start)
+		for range cap(done) {
+			require.NoError(t, <-done)
+		}
+		conn := connect(t, address)
+		require.Equal(t, want, catalog(t, conn, "effectonce"))
+		var versions int
+		require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.schema_version").Scan(&versions))
+		require.Equal(t, 1, versions)
+	}
+}
+
+// Two schemas in one database do not know each other: neither names the other one anywhere, what is
+// written to one is not in the other, and one goes without the other.
+func TestTwoSchemasSideBySide(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	want := installed(t)
+	tenant := migrations.Options{Schema: "tenant_7"}
+	require.NoError(t, migrations.Up(t.Context(), conn, tenant))
+
+	lines := catalog(t, conn, "tenant_7")
+	for _, line := range lines {
+		require.NotContains(t, line, "effectonce.")
+	}
+	require.Len(t, lines, len(want))
+	exec(t, conn, `INSERT INTO tenant_7.outbox (topic) VALUES ('orders'), ('orders');
+		INSERT INTO effectonce.outbox (topic) VALUES ('orders');
+		INSERT INTO tenant_7.processed_messages VALUES (tenant_7.message_id('orders', '1'), 1)`)
+	count := func(sql string) (n int) {
+		require.NoError(t, conn.QueryRow(t.Context(), sql).Scan(&n))
+		return n
+	}
+	assert.Equal(t, 2, count("SELECT max(seq) FROM tenant_7.outbox"))
+	assert.Equal(t, 1, count("SELECT max(seq) FROM effectonce.outbox"))
+	assert.Equal(t, 0, count("SELECT count(*) FROM effectonce.processed_messages"))
+
+	require.NoError(t, migrations.To(t.Context(), conn, tenant, 0))
+	require.Equal(t, nothing, catalog(t, conn, "tenant_7"))
+	require.ErrorIs(t, migrations.Check(t.Context(), conn, tenant), migrations.ErrTooOld)
+	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
+	require.Equal(t, want, catalog(t, conn, "effectonce"))
+	assert.Equal(t, 1, count("SELECT count(*) FROM effectonce.outbox"))
+}
+
+// A role that may not create schemas can migrate one that its administrator made for it.
+func TestOwnerOfTheSchemaCanMigrate(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	role := newRole(t, conn)
+	exec(t, conn, "CREATE SCHEMA effectonce AUTHORIZATION "+role)
+	exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
+	var foreign int
+	err := conn.QueryRow(t.Context(), "SELECT count(*) FROM pg_tables WHERE schemaname = 'effectonce' AND tableowner <> $1", conn.Config().Database).Scan(&foreign)
+	require.NoError(t, err)
+	require.Zero(t, foreign)
+	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 0))
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+}
+
+// A replica whose role may only use the tables can call Up where there is nothing to do.
+func TestUpWithNothingToDoNeedsNoRights(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	role := newRole(t, conn)
+	exec(t, conn, "GRANT USAGE ON SCHEMA effectonce TO "+role+"; GRANT SELECT ON effectonce.schema_version TO "+role)
+	exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+}
+
+// A role that may neither create the schema nor write to it is told what it lacks.
+func TestRoleWithoutRightsIsTold(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	exec(t, conn, "SET SESSION AUTHORIZATION "+newRole(t, conn))
+	err := migrations.Up(t.Context(), conn, migrations.Options{})
+	require.ErrorContains(t, err, "create schema effectonce (the role needs CREATE on the database")
+	require.ErrorContains(t, err, "permission denied")
+}
+
+// newRole makes a role that can do nothing, and removes it with the test. Roles belong to the cluster,
+// so its name is that of the test's database.
+func newRole(t *testing.T, conn *pgx.Conn) string {
+	t.Helper()
+	role := pgx.Identifier{conn.Config().Database}.Sanitize()
+	exec(t, conn, "CREATE ROLE "+role)
+	t.Cleanup(func() {
+		sql := "RESET SESSION AUTHORIZATION; DROP OWNED BY " + role + " CASCADE; DROP ROLE " + role
+		_, err := conn.PgConn().Exec(context.WithoutCancel(t.Context()), sql).ReadAll()
+		assert.NoError(t, err)
+	})
+	return role
+}
+
+// A standby, or a database that is read-only by its settings, is told from a lack of rights.
+func TestReadOnlyDatabaseIsNamed(t *testing.T) {
+	t.Parallel()
+	address := pgtest.EmptyDatabase(t)
+	conn := connect(t, address)
+	exec(t, conn, fmt.Sprintf("ALTER DATABASE %s SET default_transaction_read_only = on", pgx.Identifier{conn.Config().Database}.Sanitize()))
+	readOnly := connect(t, address)
+	for range 2 { // before and after the schema is there
+		err := migrations.Up(t.Context(), readOnly, migrations.Options{})
+		require.ErrorContains(t, err, "the database is read-only (a standby?): connect to the primary")
+		exec(t, conn, "SET default_transaction_read_only = off")
+		require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+	}
+	require.NoError(t, migrations.Check(t.Context(), readOnly, migrations.Options{}), "to look is allowed")
+}

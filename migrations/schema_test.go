@@ -1,0 +1,199 @@
+package migrations_test
+
+import (
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// S1: a schema name is plain or it is refused, by every function that takes one.
+func TestSchemaNamesArePlain(t *testing.T) {
+	t.Parallel()
+	for name, want := range map[string]string{
+		"": "effectonce", "effectonce": "effectonce", "tenant_7": "tenant_7", "_": "_", "a": "a", "order": "order", "pgx": "pgx",
+		strings.Repeat("a", 49): strings.Repeat("a", 49),
+	} {
+		resolved, err := migrations.Options{Schema: name}.Resolve()
+		require.NoError(t, err, name)
+		assert.Equal(t, want, resolved)
+	}
+	for _, name := range []string{
+		`"we""ird; DROP TABLE x`, `we"ird`, "a.b", "a b", " a", "a ", "A", "ä", "1a", "-", "a-b", "$user", "a$", "a'b", "a;", "a\x00", "a\n",
+		"pg_catalog", "pg_x", "a%sb", `a\b`, strings.Repeat("a", 50), strings.Repeat("a", 100_000),
+	} {
+		opts := migrations.Options{Schema: name}
+		_, err := opts.Resolve()
+		require.ErrorContains(t, err, "want at most 49 lower-case letters", "%.100q", name)
+		_, err = migrations.All(opts)
+		require.Error(t, err)
+		// None of these gets as far as the connection, which is nil.
+		require.Error(t, migrations.Up(t.Context(), nil, opts))
+		require.Error(t, migrations.To(t.Context(), nil, opts, 0))
+		require.Error(t, migrations.Check(t.Context(), nil, opts))
+	}
+}
+
+// S1: whatever a name is, what comes out of Resolve is an identifier that needs no quotes beyond those
+// that it gets, and statements differ from the originals in nothing but this identifier.
+func FuzzSchemaName(f *testing.F) {
+	for _, name := range []string{"", "effectonce", "tenant_7", "pg_x", `"we""ird; DROP TABLE x`, "a.b", "a'; --", "é", "a\n", "a\x00", "$$", "$1", "${1}"} {
+		f.Add(name)
+	}
+	plain := regexp.MustCompile(`\A[a-z_][a-z0-9_]*\z`)
+	originals, err := migrations.All(migrations.Options{})
+	require.NoError(f, err)
+	f.Fuzz(func(t *testing.T, name string) {
+		all, err := migrations.All(migrations.Options{Schema: name})
+		schema, resolveErr := migrations.Options{Schema: name}.Resolve()
+		require.Equal(t, err == nil, resolveErr == nil)
+		if err != nil {
+			return
+		}
+		require.Regexp(t, plain, schema)
+		require.Less(t, len(schema), 50)
+		require.False(t, strings.HasPrefix(schema, "pg_"))
+		if schema == migrations.DefaultSchema {
+			require.Equal(t, originals, all)
+			return
+		}
+		for i, m := range all {
+			require.Equal(t, originals[i].Up, strings.ReplaceAll(m.Up, `"`+schema+`"`, migrations.DefaultSchema))
+			require.Equal(t, originals[i].Down, strings.ReplaceAll(m.Down, `"`+schema+`"`, migrations.DefaultSchema))
+		}
+	})
+}
+
+// InSchema replaces whole words only, with the quoted name.
+func TestInSchemaReplacesWholeWords(t *testing.T) {
+	t.Parallel()
+	const sql = "SELECT * FROM effectonce.outbox, effectonce_other.t, noeffectonce.t, EFFECTONCE.t -- effectonce"
+	assert.Equal(t, sql, migrations.InSchema(sql, "effectonce"))
+	assert.Equal(t, `SELECT * FROM "tenant_7".outbox, effectonce_other.t, noeffectonce.t, EFFECTONCE.t -- "tenant_7"`,
+		migrations.InSchema(sql, "tenant_7"))
+}
+
+// S1: a name that is a word of SQL is a name like any other.
+func TestReservedWordsAreSchemaNames(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	for _, name := range []string{"order", "user", "select"} {
+		opts := migrations.Options{Schema: name}
+		require.NoError(t, migrations.Up(t.Context(), conn, opts), name)
+		require.NoError(t, migrations.Up(t.Context(), conn, opts), name)
+		require.NoError(t, migrations.Check(t.Context(), conn, opts), name)
+		exec(t, conn, `INSERT INTO `+pgx.Identifier{name}.Sanitize()+`.outbox (topic) VALUES ('orders')`)
+		require.NoError(t, migrations.To(t.Context(), conn, opts, 0), name)
+		require.ErrorIs(t, migrations.Check(t.Context(), conn, opts), migrations.ErrTooOld, name)
+	}
+}
+
+// Text that programs write has a limit in bytes, and the error names the column.
+func TestTextHasItsLimits(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	for _, tc := range []struct {
+		table, column, others string
+		min, max              int
+	}{
+		{"outbox", "topic", "", 1, 249},
+		{"outbox_progress", "relay", "shard => 0", 1, 255},
+		{"outbox_progress", "owner", "relay => 'r', shard => 0", 0, 255},
+		{"outbox_dead", "error", "relay => 'r', seq => 1, id => uuid_v7(), topic => 't', headers => '{}', created_at => now(), reason => 'refused', state => 'held'", 0, 2048},
+		{"consumers", "name", "consumer_group => 'g', topics => '{}'", 1, 600},
+		{"consumers", "consumer_group", "name => 'n', topics => '{}'", 1, 255},
+		{"consumer_positions", "consumer_group", "topic => 't', partition => 0", 1, 255},
+		{"consumer_positions", "topic", "consumer_group => 'g', partition => 0", 1, 249},
+		{"consumer_positions", "owner", "consumer_group => 'g', topic => 't', partition => 0", 0, 255},
+	} {
+		columns, values := tc.column, "repeat('x', $1)"
+		for _, other := range strings.Split(tc.others, ", ") {
+			if column, value, ok := strings.Cut(other, " => "); ok {
+				columns, values = columns+", "+column, values+", "+strings.ReplaceAll(value, "uuid_v7", "effectonce.uuid_v7")
+			}
+		}
+		insert := func(length int) error {
+			tx, err := conn.Begin(t.Context())
+			require.NoError(t, err)
+			defer func() { require.NoError(t, tx.Rollback(t.Context())) }()
+			_, err = tx.Exec(t.Context(), "INSERT INTO effectonce."+tc.table+" ("+columns+") VALUES ("+values+")", length)
+			return err
+		}
+		where := tc.table + "." + tc.column
+		require.NoError(t, insert(tc.min), where)
+		require.NoError(t, insert(tc.max), where)
+		refused := []int{tc.max + 1}
+		if tc.min > 0 {
+			refused = append(refused, tc.min-1)
+		}
+		for _, length := range refused {
+			var pgErr *pgconn.PgError
+			require.ErrorAs(t, insert(length), &pgErr, where)
+			assert.Equal(t, "23514", pgErr.Code, where)
+			assert.Contains(t, pgErr.ConstraintName, tc.column, where)
+		}
+	}
+}
+
+// A row inserted at any time has a UUIDv7 of that time by the database's clock, and two rows never have
+// the same. The floor of a time is not above any ID of that time and above every earlier one.
+func TestIDsMadeByTheDatabase(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	var versions, variants, distinct, between int
+	err := conn.QueryRow(t.Context(), `
+WITH made AS (
+  SELECT clock_timestamp() AS before, effectonce.uuid_v7() AS id, clock_timestamp() AS after FROM generate_series(1, 10000))
+SELECT count(*) FILTER (WHERE substr(id::text, 15, 1) = '7'), count(*) FILTER (WHERE substr(id::text, 20, 1) IN ('8', '9', 'a', 'b')),
+  count(DISTINCT id), count(*) FILTER (WHERE id BETWEEN effectonce.uuid_floor(before - interval '1 ms') AND effectonce.uuid_floor(after + interval '2 ms'))
+FROM made`).Scan(&versions, &variants, &distinct, &between)
+	require.NoError(t, err)
+	assert.Equal(t, []int{10000, 10000, 10000, 10000}, []int{versions, variants, distinct, between})
+
+	var floor string
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT effectonce.uuid_floor('2024-09-08 22:00:46.366Z')").Scan(&floor))
+	assert.Equal(t, "0191d3a7-5c1e-0000-0000-000000000000", floor)
+}
+
+// The partitions of processed_messages cover every ID without a gap, a day each around today, and none of
+// them is the DEFAULT partition, which every new one would have to scan under an exclusive lock.
+func TestPartitionsCoverEveryID(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	rows, err := conn.Query(t.Context(), `SELECT c.relname::text, pg_get_expr(c.relpartbound, c.oid)
+		FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'effectonce.processed_messages'::regclass
+		ORDER BY (regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \(''?([^'')]*)'))[1] = 'MINVALUE' DESC, 2`)
+	require.NoError(t, err)
+	type partition struct{ Name, Bound string }
+	partitions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[partition])
+	require.NoError(t, err)
+	require.Len(t, partitions, 43)
+
+	bound := regexp.MustCompile(`^FOR VALUES FROM \('?([^')]*)'?\) TO \('?([^')]*)'?\)$`)
+	last := "MINVALUE"
+	for _, p := range partitions {
+		from := bound.FindStringSubmatch(p.Bound)
+		require.NotNil(t, from, p)
+		require.Equal(t, last, from[1], p)
+		last = from[2]
+		if day := strings.TrimPrefix(p.Name, "processed_messages_"); len(day) == 8 {
+			var want, next string
+			err := conn.QueryRow(t.Context(), `SELECT effectonce.uuid_floor($1::text::date::timestamp AT TIME ZONE 'UTC'),
+				effectonce.uuid_floor(($1::text::date + 1)::timestamp AT TIME ZONE 'UTC')`, day).Scan(&want, &next)
+			require.NoError(t, err)
+			require.Equal(t, []string{want, next}, from[1:], p)
+		}
+	}
+	assert.Equal(t, "MAXVALUE", last)
+	var ahead int
+	err = conn.QueryRow(t.Context(), `SELECT max(substr(relname, 20))::date - (now() AT TIME ZONE 'UTC')::date FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$'`).Scan(&ahead)
+	require.NoError(t, err)
+	assert.GreaterOrEqual(t, ahead, 30, "days ahead")
+}

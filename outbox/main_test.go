@@ -1,0 +1,109 @@
+package outbox_test
+
+import (
+	"context"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/outbox"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// waitMax bounds every wait of these tests: what has not happened by then never will.
+const waitMax = 30 * time.Second
+
+func newOutbox(tb testing.TB, cfg outbox.Config) *outbox.Outbox {
+	tb.Helper()
+	o, err := outbox.New(cfg)
+	require.NoError(tb, err)
+	return o
+}
+
+// row is an outbox row as it is stored.
+type row struct {
+	Seq      int64
+	ID       uuid.UUID
+	Topic    string
+	Key      []byte // nil if null
+	Payload  []byte // nil if null
+	Headers  string
+	Shard    int16
+	TxidIsIt bool // txid is the transaction that made the row
+}
+
+// querier is a pool or a transaction.
+type querier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// rows returns what is stored, in the order of seq.
+func rows(t *testing.T, db querier) []row {
+	t.Helper()
+	result, err := db.Query(t.Context(), `SELECT seq, id, topic, key, payload, headers::text AS headers, shard,
+		txid::text::bigint & 4294967295 = xmin::text::bigint AS txid_is_it FROM effectonce.outbox ORDER BY seq`)
+	require.NoError(t, err)
+	all, err := pgx.CollectRows(result, pgx.RowToStructByPos[row])
+	require.NoError(t, err)
+	return all
+}
+
+// begin opens a transaction that ends with the test.
+func begin(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
+	t.Helper()
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) })
+	return tx
+}
+
+// publishAlone publishes in a transaction of its own, which commits.
+func publishAlone(t *testing.T, pool *pgxpool.Pool, msgs ...outbox.Message) {
+	t.Helper()
+	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+		return outbox.Publish(t.Context(), tx, msgs...)
+	}))
+}
+
+// newPool is a pool with settings of the session.
+func newPool(t *testing.T, address string, settings ...string) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(address)
+	require.NoError(t, err)
+	config.MaxConns = 2
+	for pair := range slices.Chunk(settings, 2) {
+		config.ConnConfig.RuntimeParams[pair[0]] = pair[1]
+	}
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	return pool
+}
+
+// waitUntilBlocked returns once a process waits for a lock.
+func waitUntilBlocked(t *testing.T, pool *pgxpool.Pool, waiter uint32) {
+	t.Helper()
+	limit := time.NewTimer(waitMax)
+	defer limit.Stop()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		var so bool
+		require.NoError(t, pool.QueryRow(t.Context(), "SELECT cardinality(pg_blocking_pids($1)) > 0", int32(waiter)).Scan(&so))
+		if so {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-limit.C:
+			require.FailNow(t, "the process never came to wait")
+		}
+	}
+}

@@ -1,0 +1,215 @@
+package outbox_test
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/outbox"
+)
+
+// A message that Kafka would refuse is refused, and the text names what is wrong with which message.
+// Nothing is inserted, of the valid messages of the call neither, and the transaction goes on.
+func TestInvalidMessagesAreRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	header := func(name string) outbox.Message {
+		return outbox.Message{Topic: "orders", Headers: []outbox.Header{{Name: name, Value: []byte("secret")}}}
+	}
+	const topic = "Kafka takes 1 to 249 letters, digits, dots, underscores and hyphens"
+	for _, tc := range []struct {
+		name    string
+		message outbox.Message
+		want    string
+	}{
+		{"no topic", outbox.Message{}, `topic "": ` + topic},
+		{"topic of 250 letters", outbox.Message{Topic: strings.Repeat("a", 250)}, topic},
+		{"topic is a dot", outbox.Message{Topic: "."}, `topic ".": ` + topic},
+		{"topic is two dots", outbox.Message{Topic: ".."}, `topic "..": ` + topic},
+		{"topic with a space", outbox.Message{Topic: "or ders"}, topic},
+		{"topic with a slash", outbox.Message{Topic: "or/ders"}, topic},
+		{"topic beyond ASCII", outbox.Message{Topic: "aufträge"}, topic},
+		{"topic with NUL", outbox.Message{Topic: "orders\x00"}, topic},
+		{"topic with a newline", outbox.Message{Topic: "orders\n"}, topic},
+		{"topic is no UTF-8", outbox.Message{Topic: "\xff"}, topic},
+		{"header without a name", header(""), "header without a name"},
+		{"header of the relay: ID", header("message-id"), `header "message-id" is written by the relay: set Message.ID instead`},
+		{"header of the relay: time", header("occurred-at"), `header "occurred-at" is written by the relay`},
+		{"header name with NUL", header("a\x00b"), `header name "a\x00b": want UTF-8 without NUL`},
+		{"header name is no UTF-8", header("\xff"), `header name "\xff": want UTF-8 without NUL`},
+		{"too large", outbox.Message{Topic: "orders", Payload: []byte(strings.Repeat("secret", 200_000))}, "RecordBytesMax is 1000000: store the body elsewhere"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			tx := begin(t, pool)
+			err := outbox.Publish(t.Context(), tx, outbox.Message{Topic: "valid"}, tc.message)
+			require.ErrorIs(t, err, outbox.ErrInvalid)
+			require.ErrorContains(t, err, "message 1: ")
+			require.ErrorContains(t, err, tc.want)
+			assert.NotContains(t, err.Error(), "secret", "errors go to logs: no header value and no payload in them")
+			assert.Less(t, len(err.Error()), 1000)
+
+			require.ErrorIs(t, outbox.NewBuffer().Add(t.Context(), tc.message), outbox.ErrInvalid)
+			assert.Empty(t, rows(t, tx))
+			require.NoError(t, outbox.Publish(t.Context(), tx, outbox.Message{Topic: "valid"}), "the transaction goes on")
+			require.NoError(t, tx.Rollback(t.Context()))
+		})
+	}
+}
+
+// What Kafka takes is taken: names at their bounds, and headers that only look like the relay's.
+func TestValidMessagesAtTheirBounds(t *testing.T) {
+	t.Parallel()
+	msgs := []outbox.Message{
+		{Topic: "a"},
+		{Topic: strings.Repeat("a", 249)},
+		{Topic: "..."},
+		{Topic: "AZaz09._-"},
+		{Topic: "orders", Headers: []outbox.Header{{Name: "Message-ID"}, {Name: "ü☃"}, {Name: " "}, {Name: strings.Repeat("n", 1000)}}},
+	}
+	pool := pgtest.Pool(t)
+	publishAlone(t, pool, msgs...)
+	assert.Len(t, rows(t, pool), len(msgs), "the database's own check takes them too")
+}
+
+// All problems of all messages come at once.
+func TestAllProblemsComeAtOnce(t *testing.T) {
+	t.Parallel()
+	o := newOutbox(t, outbox.Config{RecordBytesMax: 1024})
+	err := o.Publish(t.Context(), nil,
+		outbox.Message{Topic: "no topic", Payload: make([]byte, 2000), Headers: []outbox.Header{{Name: ""}, {Name: "message-id"}, {Name: "\x00"}}},
+		outbox.Message{Topic: "orders"},
+		outbox.Message{Topic: "neither?"})
+	require.ErrorIs(t, err, outbox.ErrInvalid)
+	for _, want := range []string{
+		`message 0: topic "no topic"`, "message 0: key, payload and headers take", "message 0: header without a name",
+		`message 0: header "message-id"`, `message 0: header name "\x00"`, `message 2: topic "neither?"`,
+	} {
+		require.ErrorContains(t, err, want)
+	}
+	assert.NotContains(t, err.Error(), "message 1")
+}
+
+// O11: a record of exactly RecordBytesMax is taken and one byte more is refused, wherever the byte is.
+func TestRecordBytesMaxIsExact(t *testing.T) {
+	t.Parallel()
+	const relayAdds = 192
+	for _, limit := range []int{1024, 1_000_000} {
+		o := newOutbox(t, outbox.Config{RecordBytesMax: limit})
+		for _, tc := range []struct {
+			name  string
+			sized func(n int) outbox.Message
+		}{
+			{"payload", func(n int) outbox.Message { return outbox.Message{Topic: "orders", Payload: make([]byte, n)} }},
+			{"key", func(n int) outbox.Message { return outbox.Message{Topic: "orders", Key: make([]byte, n)} }},
+			{"both", func(n int) outbox.Message {
+				return outbox.Message{Topic: "orders", Key: make([]byte, n/3), Payload: make([]byte, n-n/3)}
+			}},
+		} {
+			require.NoError(t, o.Buffer().Add(t.Context(), tc.sized(limit-relayAdds)), "%s, %d", tc.name, limit)
+			err := o.Buffer().Add(t.Context(), tc.sized(limit-relayAdds+1))
+			require.ErrorIs(t, err, outbox.ErrInvalid, "%s, %d", tc.name, limit)
+		}
+	}
+
+	o := newOutbox(t, outbox.Config{RecordBytesMax: 1024})
+	for _, h := range []outbox.Header{{Name: "h", Value: make([]byte, 1024)}, {Name: strings.Repeat("n", 1024)}} {
+		err := o.Buffer().Add(t.Context(), outbox.Message{Topic: "orders", Headers: []outbox.Header{h}})
+		require.ErrorIs(t, err, outbox.ErrInvalid, "headers count")
+	}
+	injecting := newOutbox(t, outbox.Config{RecordBytesMax: 1024, Inject: func(_ context.Context, h map[string]string) {
+		h["baggage"] = strings.Repeat("b", 1024)
+	}})
+	err := injecting.Buffer().Add(t.Context(), outbox.Message{Topic: "orders"})
+	require.ErrorIs(t, err, outbox.ErrInvalid, "injected headers count")
+}
+
+// O11: what is taken fits into a topic whose max.message.bytes is RecordBytesMax, as a batch of one
+// record with the headers of the relay, at any size and shape.
+func TestWhatIsTakenFitsIntoTheTopic(t *testing.T) {
+	t.Parallel()
+	for _, limit := range []int{1024, 1_000_000, 1 << 20, 3_000_000, 100_000_000} {
+		o := newOutbox(t, outbox.Config{RecordBytesMax: limit})
+		for _, keyShare := range []int{0, 2, 1} { // of the whole: none, half, all
+			for _, headers := range [][]outbox.Header{nil, {{Name: "h"}}, make([]outbox.Header, 50)} {
+				m := outbox.Message{Topic: "orders", Headers: headers}
+				for i := range headers {
+					headers[i] = outbox.Header{Name: "h", Value: []byte("v")}
+				}
+				room := limit - 192 - 12*len(headers)
+				if keyShare > 0 {
+					m.Key = make([]byte, room/keyShare)
+				}
+				m.Payload = make([]byte, room-len(m.Key))
+				require.NoError(t, o.Buffer().Add(t.Context(), m))
+				assert.LessOrEqual(t, batchBytes(&m), limit, "limit %d, key %d, %d headers", limit, len(m.Key), len(headers))
+			}
+		}
+	}
+}
+
+// batchBytes is what the broker compares with max.message.bytes for a batch of this one message.
+func batchBytes(m *outbox.Message) int {
+	record := kmsg.Record{Key: m.Key, Value: m.Payload, Headers: []kmsg.Header{
+		{Key: outbox.HeaderMessageID, Value: make([]byte, len("0191d3a7-5c1e-7abc-9def-0123456789ab"))},
+		{Key: outbox.HeaderOccurredAt, Value: make([]byte, len("2026-11-21T12:00:00.000000Z"))},
+	}}
+	for _, h := range m.Headers {
+		record.Headers = append(record.Headers, kmsg.Header{Key: h.Name, Value: h.Value})
+	}
+	// The length in front of a record counts what follows it.
+	record.Length = int32(len(record.AppendTo(nil))) - 1
+	return len((&kmsg.RecordBatch{Records: record.AppendTo(nil)}).AppendTo(nil))
+}
+
+// A transaction that collects its messages itself gets them checked and with the injected headers, and
+// nothing is sent: from Publish and from a buffer.
+func TestCollectorGetsTheMessages(t *testing.T) {
+	t.Parallel()
+	o := newOutbox(t, outbox.Config{Inject: func(_ context.Context, h map[string]string) { h["traceparent"] = "x" }})
+	tx := &collectingTx{}
+	message := outbox.Message{Topic: "orders", Key: []byte("k")}
+
+	require.NoError(t, o.Publish(t.Context(), tx, message))
+	require.NoError(t, o.Publish(t.Context(), tx))
+	require.ErrorIs(t, o.Publish(t.Context(), tx, outbox.Message{Topic: "?"}), outbox.ErrInvalid)
+	buffer := o.Buffer()
+	require.NoError(t, buffer.Add(t.Context(), message))
+	require.NoError(t, buffer.Flush(t.Context(), tx))
+	assert.Zero(t, buffer.Len())
+
+	want := message
+	want.Headers = []outbox.Header{{Name: "traceparent", Value: []byte("x")}}
+	assert.Equal(t, []outbox.Message{want, want}, tx.collected)
+	assert.Equal(t, []*outbox.Outbox{o, o}, tx.from)
+
+	tx.err = pgx.ErrTxClosed
+	require.ErrorIs(t, o.Publish(t.Context(), tx, message), pgx.ErrTxClosed)
+	require.NoError(t, buffer.Add(t.Context(), message))
+	require.ErrorIs(t, buffer.Flush(t.Context(), tx), pgx.ErrTxClosed)
+	assert.Equal(t, 1, buffer.Len())
+}
+
+// collectingTx is a transaction as package consumer has it. It panics if a statement is sent.
+type collectingTx struct {
+	pgx.Tx
+
+	collected []outbox.Message
+	from      []*outbox.Outbox
+	err       error
+}
+
+func (c *collectingTx) CollectOutbox(o *outbox.Outbox, msgs []outbox.Message) error {
+	if c.err != nil {
+		return c.err
+	}
+	c.collected = append(c.collected, msgs...)
+	c.from = append(c.from, o)
+	return nil
+}

@@ -1,0 +1,308 @@
+package outbox_test
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"sync/atomic"
+	"testing"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/outbox"
+)
+
+// O1: a message is published if and when the caller's transaction commits: nobody sees it before, and
+// what is rolled back, in a savepoint too, was never there.
+func TestMessagesFollowTheirTransaction(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	message := func(payload string) outbox.Message {
+		return outbox.Message{Topic: "orders", Payload: []byte(payload)}
+	}
+
+	tx := begin(t, pool)
+	require.NoError(t, outbox.Publish(t.Context(), tx, message("rolled back")))
+	assert.Len(t, rows(t, tx), 1)
+	require.NoError(t, tx.Rollback(t.Context()))
+	assert.Empty(t, rows(t, pool))
+
+	tx = begin(t, pool)
+	require.NoError(t, outbox.Publish(t.Context(), tx, message("first")))
+	refused := errors.New("refused")
+	err := pgx.BeginFunc(t.Context(), tx, func(savepoint pgx.Tx) error {
+		return errors.Join(outbox.Publish(t.Context(), savepoint, message("inside")), refused)
+	})
+	require.ErrorIs(t, err, refused)
+	require.NoError(t, outbox.Publish(t.Context(), tx, message("second")))
+	assert.Empty(t, rows(t, pool), "not before the commit")
+	require.NoError(t, tx.Commit(t.Context()))
+
+	stored := rows(t, pool)
+	require.Len(t, stored, 2)
+	assert.Equal(t, "first", string(stored[0].Payload))
+	assert.Equal(t, "second", string(stored[1].Payload))
+}
+
+// The order of messages in a call is the order of seq, however many they are and whatever their IDs.
+func TestOrderOfACallIsTheOrderOfSeq(t *testing.T) {
+	t.Parallel()
+	for _, n := range []int{1, 2, 3, 100, 2000} {
+		t.Run(strconv.Itoa(n), func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.Pool(t)
+			msgs := make([]outbox.Message, n)
+			for i := range msgs {
+				msgs[i] = outbox.Message{Topic: "orders", Key: []byte{byte(i % 7)}, Payload: []byte(strconv.Itoa(i))}
+				if i%2 == 0 {
+					msgs[i].ID = uuid.New() // random, so that an order by ID would show
+				}
+			}
+			publishAlone(t, pool, msgs...)
+			stored := rows(t, pool)
+			require.Len(t, stored, n)
+			ids := map[uuid.UUID]bool{}
+			for i, r := range stored {
+				require.Equal(t, strconv.Itoa(i), string(r.Payload))
+				require.False(t, ids[r.ID], "an ID was given twice")
+				ids[r.ID] = true
+				if i%2 == 0 {
+					require.Equal(t, msgs[i].ID, r.ID)
+				} else {
+					require.Equal(t, uuid.Version(7), r.ID.Version())
+				}
+			}
+		})
+	}
+}
+
+// A call is one statement and, once it is prepared, one round trip, however many messages it has.
+func TestACallIsOneRoundTrip(t *testing.T) {
+	t.Parallel()
+	config, err := pgx.ParseConfig(pgtest.Database(t))
+	require.NoError(t, err)
+	statements, writes := &recorder{}, &atomic.Int64{}
+	config.Tracer = statements
+	dial := config.DialFunc
+	config.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+		conn, err := dial(ctx, network, address)
+		return countedConn{conn, writes}, err
+	}
+	conn, err := pgx.ConnectConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, conn.Close(t.Context())) }()
+	tx, err := conn.Begin(t.Context())
+	require.NoError(t, err)
+	message := outbox.Message{Topic: "orders", Payload: []byte("x")}
+	require.NoError(t, outbox.Publish(t.Context(), tx, message)) // prepares the statement
+
+	for _, n := range []int{0, 1, 10, 500} {
+		statements.list = nil
+		writes.Store(0)
+		msgs := make([]outbox.Message, n)
+		for i := range msgs {
+			msgs[i] = message
+		}
+		require.NoError(t, outbox.Publish(t.Context(), tx, msgs...))
+		if n == 0 {
+			assert.Empty(t, statements.list)
+			assert.Zero(t, writes.Load())
+			continue
+		}
+		require.Len(t, statements.list, 1)
+		assert.Contains(t, statements.list[0], "-- outbox.publish\n")
+		assert.Equal(t, int64(1), writes.Load(), "%d messages", n)
+	}
+	require.NoError(t, tx.Rollback(t.Context()))
+}
+
+type countedConn struct {
+	net.Conn
+
+	writes *atomic.Int64
+}
+
+func (c countedConn) Write(b []byte) (int, error) {
+	c.writes.Add(1)
+	return c.Conn.Write(b)
+}
+
+// recorder keeps the text of every statement that a connection sends.
+type recorder struct{ list []string }
+
+func (r *recorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
+	r.list = append(r.list, data.SQL)
+	return ctx
+}
+
+func (r *recorder) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+// O36: key and payload are kept byte for byte, and null is not empty: neither for the key nor for the
+// payload, where null is a tombstone.
+func TestKeyAndPayloadAreKeptByteForByte(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	every := make([]byte, 256)
+	for i := range every {
+		every[i] = byte(i)
+	}
+	var msgs []outbox.Message
+	for _, key := range [][]byte{nil, {}, {0}, []byte("k\x00k"), {0xff, 0xfe}, every} {
+		for _, payload := range [][]byte{nil, {}, {0}, every} {
+			msgs = append(msgs, outbox.Message{Topic: "orders", Key: key, Payload: payload})
+		}
+	}
+	publishAlone(t, pool, msgs...)
+	for i, r := range rows(t, pool) {
+		assert.Equal(t, msgs[i].Key, r.Key, i)
+		assert.Equal(t, msgs[i].Payload, r.Payload, i)
+		hashed := msgs[i].Key
+		if hashed == nil {
+			hashed = r.ID[:]
+		}
+		assert.Equal(t, int16(sha256.Sum256(hashed)[0]), r.Shard, i)
+		assert.True(t, r.TxidIsIt, i)
+	}
+}
+
+// A queued publish shares the round trip of other statements and refuses the same messages.
+func TestQueueSharesARoundTrip(t *testing.T) {
+	t.Parallel()
+	pool, o := pgtest.Pool(t), newOutbox(t, outbox.Config{})
+	batch := &pgx.Batch{}
+	require.ErrorIs(t, o.Queue(t.Context(), batch, outbox.Message{Topic: "no topic"}), outbox.ErrInvalid)
+	require.NoError(t, o.Queue(t.Context(), batch))
+	require.Zero(t, batch.Len())
+
+	batch.Queue("CREATE TABLE before_it (n int)")
+	require.NoError(t, o.Queue(t.Context(), batch, outbox.Message{Topic: "a"}, outbox.Message{Topic: "b"}))
+	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+		return tx.SendBatch(t.Context(), batch).Close()
+	}))
+	stored := rows(t, pool)
+	require.Len(t, stored, 2)
+	assert.Equal(t, "a", stored[0].Topic)
+	assert.Equal(t, "b", stored[1].Topic)
+}
+
+// The trace context of the caller goes with every message of the call, except where the message brings
+// its own, and the caller's headers are left as they are.
+func TestInjectedHeadersDoNotOverride(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	calls := 0
+	o := newOutbox(t, outbox.Config{Inject: func(_ context.Context, headers map[string]string) {
+		calls++
+		headers[outbox.HeaderTraceParent] = "injected"
+	}})
+	roomy := make([]outbox.Header, 1, 8)
+	roomy[0] = outbox.Header{Name: "a", Value: []byte("1")}
+	msgs := []outbox.Message{
+		{Topic: "orders"},
+		{Topic: "orders", Headers: roomy},
+		{Topic: "orders", Headers: []outbox.Header{{Name: outbox.HeaderTraceParent, Value: []byte("own")}}},
+	}
+	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+		return o.Publish(t.Context(), tx, msgs...)
+	}))
+	stored := rows(t, pool)
+	require.Len(t, stored, 3)
+	assert.JSONEq(t, `{"traceparent": "injected"}`, stored[0].Headers)
+	assert.JSONEq(t, `{"traceparent": "injected", "a": "1"}`, stored[1].Headers)
+	assert.JSONEq(t, `{"traceparent": "own"}`, stored[2].Headers)
+	assert.Equal(t, 1, calls, "once for a call, not for a message")
+	assert.Nil(t, msgs[0].Headers)
+	assert.Zero(t, roomy[:2][1], "written behind the caller's headers")
+
+	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+		return o.Publish(t.Context(), tx)
+	}))
+	assert.Equal(t, 1, calls, "nothing to inject into")
+}
+
+// Everything happens in the configured schema; there is no other one in this database.
+func TestConfiguredSchemaIsUsed(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t, pgtest.EmptyDatabase(t))
+	conn, err := pool.Acquire(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, migrations.Up(t.Context(), conn.Conn(), migrations.Options{Schema: "tenant_7"}))
+	conn.Release()
+
+	o := newOutbox(t, outbox.Config{Schema: "tenant_7"})
+	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+		return o.Publish(t.Context(), tx, outbox.Message{Topic: "orders"})
+	}))
+	var n int
+	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM tenant_7.outbox").Scan(&n))
+	assert.Equal(t, 1, n)
+}
+
+// S1: a schema name that is not plain never gets as far as a statement; all problems of a configuration
+// come at once.
+func TestBadConfigurationIsRefused(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{`"we""ird; DROP TABLE x`, "a.b", "A", "ü", "a b", "1a", "pg_catalog", "a\x00", "a\n", "a'"} {
+		o, err := outbox.New(outbox.Config{Schema: name})
+		require.ErrorContains(t, err, "schema ", name)
+		assert.Nil(t, o, name)
+	}
+	for _, size := range []int{-1, 1, 1023, 100_000_001} {
+		_, err := outbox.New(outbox.Config{RecordBytesMax: size})
+		require.ErrorContains(t, err, fmt.Sprintf("RecordBytesMax %d: want 1024 to 100000000", size))
+	}
+	for _, size := range []int{0, 1024, 100_000_000} {
+		newOutbox(t, outbox.Config{RecordBytesMax: size})
+	}
+	_, err := outbox.New(outbox.Config{Schema: "A", RecordBytesMax: 1})
+	require.ErrorContains(t, err, "schema ")
+	require.ErrorContains(t, err, "RecordBytesMax")
+}
+
+// S8: a schema that somebody puts first in the search path, with a table and functions of the same names
+// and with functions and operators that fit our arguments better than PostgreSQL's own, has no effect.
+func TestSearchPathCannotHijackPublishing(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	_, err := newPool(t, address).Exec(t.Context(), `
+CREATE SCHEMA evil;
+CREATE TABLE evil.outbox (LIKE effectonce.outbox);
+CREATE FUNCTION evil.uuid_v7() RETURNS uuid LANGUAGE sql AS $$ SELECT '00000000-0000-0000-0000-000000000000'::uuid $$;
+CREATE FUNCTION evil.gen_random_uuid() RETURNS uuid LANGUAGE sql AS $$ SELECT '00000000-0000-0000-0000-000000000000'::uuid $$;
+CREATE FUNCTION evil.unnest(uuid[]) RETURNS SETOF uuid LANGUAGE sql AS $$ SELECT null::uuid WHERE false $$;
+CREATE FUNCTION evil.unnest(text[]) RETURNS SETOF text LANGUAGE sql AS $$ SELECT 'evil' $$;
+CREATE FUNCTION evil.unnest(bytea[]) RETURNS SETOF bytea LANGUAGE sql AS $$ SELECT 'evil'::bytea $$;
+CREATE FUNCTION evil.unnest(jsonb[]) RETURNS SETOF jsonb LANGUAGE sql AS $$ SELECT '[]'::jsonb $$;
+CREATE FUNCTION evil.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS $$ SELECT 'epoch'::timestamptz $$;
+CREATE FUNCTION evil.times(numeric, int) RETURNS numeric LANGUAGE sql AS $$ SELECT 0::numeric $$;
+CREATE OPERATOR evil.* (FUNCTION = evil.times, LEFTARG = numeric, RIGHTARG = int);`)
+	require.NoError(t, err)
+	pool := newPool(t, address, "search_path", "evil, public")
+
+	publishAlone(t, pool, outbox.Message{Topic: "orders", Payload: []byte("1")})
+	_, err = pool.Exec(t.Context(), "INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', '2')")
+	require.NoError(t, err)
+	stored := rows(t, pool)
+	require.Len(t, stored, 2)
+	for i, r := range stored {
+		assert.Equal(t, "orders", r.Topic)
+		assert.Equal(t, strconv.Itoa(i+1), string(r.Payload))
+		assert.JSONEq(t, "{}", r.Headers)
+		assert.Equal(t, uuid.Version(7), r.ID.Version())
+		sec, _ := r.ID.Time().UnixTime()
+		var recent bool
+		require.NoError(t, pool.QueryRow(t.Context(), "SELECT $1 > extract(epoch FROM now()) - 3600", sec).Scan(&recent))
+		assert.True(t, recent, r.ID)
+	}
+	var hijacked int
+	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM evil.outbox").Scan(&hijacked))
+	assert.Zero(t, hijacked)
+}

@@ -117,7 +117,7 @@ func TestRunReportsAChildThatFails(t *testing.T) {
 	_, err := demo.Run(t.Context(), options)
 	require.ErrorContains(t, err, "the reason is this")
 	require.ErrorContains(t, err, "exit status 5")
-	assert.FileExists(t, filepath.Join(logsOf(t, err), "shop-1.log"))
+	assert.FileExists(t, filepath.Join(logsOf(t, err), "relay-1.log"))
 	assertNothingLeft(t, options)
 }
 

@@ -25,8 +25,6 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
-	s.taking.Add(1)
-	defer s.taking.Add(-1)
 	for attempt := 1; ; attempt++ {
 		limited, cancel := context.WithTimeout(ctx, takeOverMax)
 		resumed, err := s.takeOver(limited, offsets)

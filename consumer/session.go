@@ -7,7 +7,6 @@ import (
 	"maps"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -21,8 +20,7 @@ type session struct {
 
 	mu         sync.Mutex
 	partitions map[topicPartition]*partition
-	closing    bool         // no partition begins any more
-	taking     atomic.Int32 // assignments that are waiting for their positions
+	closing    bool // no partition begins any more
 
 	failed chan error // a partition asks for a new session
 }
@@ -85,12 +83,9 @@ func (s *session) run(ctx context.Context) error {
 		case <-polling.Done():
 		}
 	}()
-	var watching sync.WaitGroup
-	watching.Go(func() { s.watch(polling) })
 	for polling.Err() == nil {
 		s.poll(polling)
 	}
-	watching.Wait()
 	s.mu.Lock()
 	s.closing = true
 	s.mu.Unlock()

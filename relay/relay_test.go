@@ -122,6 +122,35 @@ func TestLateCommitIsNotSkipped(t *testing.T) {
 	require.Equal(t, []string{"early", "second", "late", "later"}, values(t, topic))
 }
 
+// Property: a row is published whose transaction runs beyond the snapshot's xmax: that is one after the last id
+// that has ended, so while nothing else ends, an open transaction stands neither below it nor in xip.
+func TestSlowWriterInAnIdleClusterIsNotSkipped(t *testing.T) {
+	t.Parallel()
+	cluster := pgtest.Cluster(t, nil) // where no other test's transaction ends meanwhile
+	pgtest.Migrate(t, cluster.URL)
+	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
+	pool, err := pgxpool.New(ctx, cluster.URL)
+	require.NoError(t, err)
+	defer pool.Close()
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	r := newRelay(t, pool, relay.Config{Lease: time.Minute, PollMax: 20 * time.Millisecond})
+	go func() { done <- r.Run(running) }()
+	require.Eventually(t, func() bool { return owner(t, pool) != "" }, 20*time.Second, 10*time.Millisecond)
+	for i := range 3 {
+		require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+			if err := outbox.Publish(ctx, tx, outbox.Message{Topic: topic, Payload: fmt.Append(nil, i)}); err != nil {
+				return err
+			}
+			_, err := tx.Exec(ctx, `SELECT pg_sleep(0.5)`) // many polls see the sequence, and not the row
+			return err
+		}))
+	}
+	require.Eventually(t, func() bool { return len(values(t, topic)) == 3 }, 20*time.Second, 10*time.Millisecond)
+	stop()
+	require.NoError(t, <-done)
+}
+
 // Property: one transaction with many more rows than a page, open while others are published, is
 // published whole and in order, page by page, also when the relay starts anew between pages.
 func TestLargeLateTransactionIsPaged(t *testing.T) {

@@ -69,7 +69,7 @@ func newBenchRelay(s *settings) *cobra.Command {
 		Short: "Measure rows a second of a backlog, and the time from commit to consumable",
 		Long: `Measure rows a second of a backlog, medians of the rounds, and the time from commit to consumable.
 
-  skip_locked     the textbook's poller: SELECT ... FOR UPDATE SKIP LOCKED, produce, UPDATE, commit
+  skip_locked     the textbook's poller: SELECT ... FOR UPDATE SKIP LOCKED, produce, DELETE, commit
   bare_cursor     reads by row number and produces; stores nothing, loses late commits: a ceiling
   relay           the relay
   p50_ms, p99_ms  from the return of COMMIT until a consumer has the record, at 500 messages a second

@@ -41,20 +41,18 @@ SELECT sum(pg_total_relation_size(relid))::bigint FROM pg_partition_tree('effect
 const walSQL = `-- bench.wal
 SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn`
 
-// pollerTableSQL is the outbox of the textbook: a row is published when it says so. The index keeps the
-// poller from looking at rows that are done.
+// pollerTableSQL is the outbox of the textbook, in the variant whose rows are deleted once published: to
+// update a published_at in them was measured to be slower by a third.
 const pollerTableSQL = `-- bench.poller_table
 CREATE TABLE effectonce.bench_poller (
-  id           bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-  message_id   uuid        NOT NULL,
-  topic        text        NOT NULL,
-  key          bytea,
-  payload      bytea,
-  headers      jsonb       NOT NULL DEFAULT '{}',
-  created_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
-  published_at timestamptz
-);
-CREATE INDEX bench_poller_waiting ON effectonce.bench_poller (id) WHERE published_at IS NULL`
+  id         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  message_id uuid        NOT NULL,
+  topic      text        NOT NULL,
+  key        bytea,
+  payload    bytea,
+  headers    jsonb       NOT NULL DEFAULT '{}',
+  created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+)`
 
 // fillSQL publishes by plain SQL. The payload is text without repetitions, half of which a compressor
 // can take out, as of JSON.
@@ -74,11 +72,10 @@ TRUNCATE effectonce.bench_poller`
 
 const pollSQL = `-- bench.poll
 SELECT id, message_id, topic, key, payload, headers::text, created_at
-FROM effectonce.bench_poller WHERE published_at IS NULL
-ORDER BY id LIMIT $1 FOR UPDATE SKIP LOCKED`
+FROM effectonce.bench_poller ORDER BY id LIMIT $1 FOR UPDATE SKIP LOCKED`
 
 const publishedSQL = `-- bench.published
-UPDATE effectonce.bench_poller SET published_at = clock_timestamp() WHERE id = ANY ($1)`
+DELETE FROM effectonce.bench_poller WHERE id = ANY ($1)`
 
 // cursorSQL reads in the order of seq. It loses what commits late: that is why nobody should do it, and
 // why it is the fastest.

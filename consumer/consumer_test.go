@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -18,6 +19,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -319,6 +321,24 @@ func TestAbortedRecordsAreNotSeen(t *testing.T) {
 	h.wait("position behind the control records", func() bool { return h.number(`SELECT count(*) FROM effects`) > 0 })
 	require.NoError(t, stop())
 	require.Equal(t, []string{"1"}, h.values())
+}
+
+// Property: producers whose clocks are wrong by hours or decades, in the ID and in the record's timestamp,
+// change nothing: each message has its effect once, and its duplicate is recognised. Row C45.
+func TestWrongClocksOfProducers(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	for _, off := range []time.Duration{-500_000 * time.Hour, -50 * time.Hour, -2 * time.Hour, 0, 2 * time.Hour, 50 * time.Hour, 200_000 * time.Hour} {
+		at := time.Now().Add(off)
+		id := dedup.ChildID(uuid.New(), "id", at)
+		for range 2 {
+			h.produceRecord(&kgo.Record{Value: []byte(off.String()), Timestamp: at, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id.String())}}})
+		}
+	}
+	stop := h.run(consumer.Each(effect), nil)
+	h.wait("position", func() bool { return h.position() == 14 })
+	require.NoError(t, stop())
+	require.Equal(t, 7, h.number(`SELECT count(*) FROM effects`))
 }
 
 // Property: at every isolation level, two consumers at one message have one effect. Rows C4, C5.

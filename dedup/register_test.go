@@ -11,7 +11,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Replicas of one application start at once and all get the same number; another name gets another one.
+// C6: replicas of one application start at once and all get the same number, also those that find a row which
+// another transaction inserted meanwhile (insert-or-select would see none); another name gets another one.
 func TestReplicasRegisterAsOneConsumer(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)

@@ -23,7 +23,8 @@ import (
 
 // Property: whatever the order of transaction ids, row numbers and commits, and while a transaction
 // somewhere in the cluster stays open for the whole run, every committed row is published once, no
-// rolled-back row is, versions of a key arrive in commit order, and rows keep flowing. Rows O1 to O4, O6, O7.
+// rolled-back row is, versions of a key arrive in commit order, and rows keep flowing. Rows O1, O2, O3,
+// O4, O6, O7.
 func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()

@@ -2,17 +2,15 @@ package consumer
 
 import (
 	"cmp"
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"regexp"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/nodedup"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -95,12 +93,6 @@ const (
 
 var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
 
-type durationBound struct {
-	field                     string
-	value                     *time.Duration
-	standard, lowest, highest time.Duration
-}
-
 // withDefaults fills in what is zero and returns all problems at once.
 func (c Config) withDefaults() (Config, error) {
 	var problems []error
@@ -149,32 +141,16 @@ func (c Config) withDefaults() (Config, error) {
 }
 
 func (c *Config) durations() (problems []error) {
-	for _, b := range []durationBound{
-		{"StatementTimeout", &c.StatementTimeout, 30 * time.Second, 10 * time.Millisecond, time.Hour},
-		{"LockTimeout", &c.LockTimeout, 10 * time.Second, 10 * time.Millisecond, time.Hour},
-		{"IdleTimeout", &c.IdleTimeout, 30 * time.Second, 100 * time.Millisecond, time.Hour},
-		{"RetryMin", &c.RetryMin, 100 * time.Millisecond, time.Millisecond, time.Hour},
-		{"RetryMax", &c.RetryMax, 30 * time.Second, time.Millisecond, time.Hour},
-		{"DrainMax", &c.DrainMax, 20 * time.Second, time.Millisecond, 10 * time.Minute},
-	} {
-		*b.value = cmp.Or(*b.value, b.standard)
-		if *b.value < b.lowest || *b.value > b.highest {
-			problems = append(problems, fmt.Errorf("%s %v: want %v to %v", b.field, *b.value, b.lowest, b.highest))
-		}
-	}
+	problems = bounds.Durations(
+		bounds.Duration{Field: "StatementTimeout", Value: &c.StatementTimeout, Default: 30 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "LockTimeout", Value: &c.LockTimeout, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "IdleTimeout", Value: &c.IdleTimeout, Default: 30 * time.Second, Min: 100 * time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "RetryMin", Value: &c.RetryMin, Default: 100 * time.Millisecond, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "RetryMax", Value: &c.RetryMax, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "DrainMax", Value: &c.DrainMax, Default: 20 * time.Second, Min: time.Millisecond, Max: 10 * time.Minute},
+	)
 	if c.RetryMin > c.RetryMax {
 		problems = append(problems, fmt.Errorf("RetryMin %v: want at most RetryMax, which is %v", c.RetryMin, c.RetryMax))
 	}
 	return problems
-}
-
-// owner names this process in consumer_positions, for people.
-func owner() string {
-	host, err := os.Hostname()
-	if err != nil {
-		host = "unknown-host"
-	}
-	var random [4]byte
-	_, _ = rand.Read(random[:]) // never fails: crypto/rand documents it
-	return fmt.Sprintf("%.200s-%d-%s", host, os.Getpid(), hex.EncodeToString(random[:]))
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -47,7 +48,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	if err != nil {
 		return nil, err
 	}
-	c := &Consumer{engine: engine, kafka: kafka, owner: owner()}
+	c := &Consumer{engine: engine, kafka: kafka, owner: bounds.Owner()}
 	if err := kgo.ValidateOpts(newSession(c).options()...); err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
 	}

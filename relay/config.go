@@ -3,14 +3,12 @@ package relay
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"time"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -56,13 +54,6 @@ type Hooks struct {
 	Dead func(topic string, reason Reason)
 }
 
-type bound struct {
-	field           string
-	value           *time.Duration
-	standard        time.Duration
-	lowest, highest time.Duration
-}
-
 // withDefaults fills in what is zero and returns all problems at once.
 func (c Config) withDefaults() (Config, error) {
 	var problems []error
@@ -74,23 +65,18 @@ func (c Config) withDefaults() (Config, error) {
 		problems = append(problems, fmt.Errorf("%s has %d bytes: want 1 to 255", "Name", len(c.Name)))
 	}
 	if c.Owner == "" {
-		c.Owner = defaultOwner()
+		c.Owner = bounds.Owner()
 	}
 	if len(c.Owner) > 255 {
 		problems = append(problems, fmt.Errorf("%s has %d bytes: want 1 to 255", "Owner", len(c.Owner)))
 	}
-	for _, b := range []bound{
-		{"Lease", &c.Lease, 10 * time.Second, time.Second, 10 * time.Minute},
-		{"PollMax", &c.PollMax, 250 * time.Millisecond, time.Millisecond, time.Minute},
-		{"PollMin", &c.PollMin, 2 * time.Millisecond, time.Millisecond, time.Minute},
-		{"ProgressEvery", &c.ProgressEvery, 50 * time.Millisecond, time.Millisecond, time.Minute},
-		{"DrainMax", &c.DrainMax, 10 * time.Second, time.Millisecond, 10 * time.Minute},
-	} {
-		*b.value = cmp.Or(*b.value, b.standard)
-		if *b.value < b.lowest || *b.value > b.highest {
-			problems = append(problems, fmt.Errorf("%s %v: want %v to %v", b.field, *b.value, b.lowest, b.highest))
-		}
-	}
+	problems = append(problems, bounds.Durations(
+		bounds.Duration{Field: "Lease", Value: &c.Lease, Default: 10 * time.Second, Min: time.Second, Max: 10 * time.Minute},
+		bounds.Duration{Field: "PollMax", Value: &c.PollMax, Default: 250 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
+		bounds.Duration{Field: "PollMin", Value: &c.PollMin, Default: 2 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
+		bounds.Duration{Field: "ProgressEvery", Value: &c.ProgressEvery, Default: 50 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
+		bounds.Duration{Field: "DrainMax", Value: &c.DrainMax, Default: 10 * time.Second, Min: time.Millisecond, Max: 10 * time.Minute},
+	)...)
 	if c.PollMin > c.PollMax {
 		problems = append(problems, fmt.Errorf("PollMin %v: want at most PollMax, which is %v", c.PollMin, c.PollMax))
 	}
@@ -106,16 +92,6 @@ func (c Config) withDefaults() (Config, error) {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}
 	return c, errors.Join(problems...)
-}
-
-func defaultOwner() string {
-	host, err := os.Hostname()
-	if err != nil {
-		host = "unknown-host"
-	}
-	var random [4]byte
-	_, _ = rand.Read(random[:]) // never fails: crypto/rand documents it
-	return fmt.Sprintf("%.200s-%d-%s", host, os.Getpid(), hex.EncodeToString(random[:]))
 }
 
 // pause waits or returns false when ctx ends first.

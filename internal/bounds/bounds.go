@@ -1,0 +1,41 @@
+// Package bounds fills in and checks the settings that the configurations of this module share.
+package bounds
+
+import (
+	"cmp"
+	"crypto/rand"
+	"encoding/hex"
+	"fmt"
+	"os"
+	"time"
+)
+
+// Duration is a setting with its default and its bounds.
+type Duration struct {
+	Field             string
+	Value             *time.Duration
+	Default, Min, Max time.Duration
+}
+
+// Durations gives each setting that is zero its default, and returns a problem for each out of bounds.
+func Durations(settings ...Duration) (problems []error) {
+	for _, s := range settings {
+		*s.Value = cmp.Or(*s.Value, s.Default)
+		if *s.Value < s.Min || *s.Value > s.Max {
+			problems = append(problems, fmt.Errorf("%s %v: want %v to %v", s.Field, *s.Value, s.Min, s.Max))
+		}
+	}
+	return problems
+}
+
+// Owner names this process, for people who look at leases and positions: host name, process number and four
+// random bytes, at most 255 bytes.
+func Owner() string {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "unknown-host"
+	}
+	var random [4]byte
+	_, _ = rand.Read(random[:]) // never fails: crypto/rand documents it
+	return fmt.Sprintf("%.200s-%d-%s", host, os.Getpid(), hex.EncodeToString(random[:]))
+}

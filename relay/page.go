@@ -79,6 +79,9 @@ func readPage(rows pgx.Rows, limit, bytesMax int) (*page, error) {
 		r.payload, arena = keep(arena, v[6])
 		r.headers, arena = keep(arena, v[7])
 		r.created = time.UnixMicro(int64(binary.BigEndian.Uint64(v[8])) + postgresEpoch)
+		if n := len(p.rows); n > 0 && p.rows[n-1].seq >= r.seq {
+			return nil, errors.New("the statement's rows are not in order: please report it with the server's version and settings")
+		}
 		p.rows = append(p.rows, r)
 		p.bytes += r.bytes()
 	}

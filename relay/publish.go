@@ -105,11 +105,20 @@ func (r *Relay) publish(ctx context.Context, l *lease, once bool) (int64, error)
 	return p.published, err
 }
 
-// loop reads pages and produces them, as long as there is room in flight.
+// loop reads pages and produces them, as long as there is room in flight. Behind a full page the next one
+// is read while this one is produced: the database and this process work at the same time.
 func (p *publisher) loop(ctx context.Context, once bool) error {
 	if err := p.pool.QueryRow(ctx, p.sql.deadExist, p.cfg.Name).Scan(&p.deadExist); err != nil {
 		return fmt.Errorf("look for dead rows: %w", err)
 	}
+	ctx, cancel := context.WithCancel(ctx)
+	var ahead <-chan fetched
+	defer func() {
+		cancel()
+		if ahead != nil {
+			<-ahead
+		}
+	}()
 	idle := p.cfg.PollMin
 	limit := min(100, p.cfg.PageRowsMax)
 	for ctx.Err() == nil {
@@ -119,28 +128,28 @@ func (p *publisher) loop(ctx context.Context, once bool) error {
 		if err := p.room(ctx); err != nil {
 			return err
 		}
-		page, seen, err := p.fetch(ctx, p.read, limit, p.seqSafe.Load())
-		if err != nil {
-			return err
+		if ahead == nil {
+			ahead = p.fetchAhead(ctx, p.read, limit)
 		}
+		next := <-ahead
+		ahead = nil
+		if next.err != nil {
+			return next.err
+		}
+		page := next.page
 		crashpoint.Here(crashpoint.RelayRead)
-		end := p.read.next(page, seen)
-		if !page.full {
+		limit = nextLimit(limit, page, p.cfg)
+		end := p.read.next(page, next.seen)
+		if page.full {
+			ahead = p.fetchAhead(ctx, end, limit)
+		} else {
 			end.floor = p.mark.advance(end.from, end.floor)
 		}
-		if len(page.rows) > 0 {
-			if !p.lease.held() {
-				return errLeaseLost
-			}
-			if err := p.produce(ctx, page, end); err != nil {
-				return err
-			}
-		} else if end.floor > p.read.floor {
-			p.enqueue(&batch{end: end})
+		if err := p.hand(ctx, page, end); err != nil {
+			return err
 		}
 		p.read = end
 		p.seqRead.Store(page.seqLast)
-		limit = nextLimit(limit, page, p.cfg)
 		switch {
 		case page.full:
 			continue
@@ -152,6 +161,35 @@ func (p *publisher) loop(ctx context.Context, once bool) error {
 			idle = min(2*idle, p.cfg.PollMax)
 		}
 		pause(ctx, idle)
+	}
+	return nil
+}
+
+// fetched is the outcome of a statement.
+type fetched struct {
+	page *page
+	seen *tick
+	err  error
+}
+
+func (p *publisher) fetchAhead(ctx context.Context, c cursor, limit int) <-chan fetched {
+	result := make(chan fetched, 1)
+	go func() {
+		page, seen, err := p.fetch(ctx, c, limit, p.seqSafe.Load())
+		result <- fetched{page, seen, err}
+	}()
+	return result
+}
+
+// hand produces a page, if it has rows, under a lease that is certain.
+func (p *publisher) hand(ctx context.Context, page *page, end cursor) error {
+	switch {
+	case len(page.rows) > 0 && !p.lease.held():
+		return errLeaseLost
+	case len(page.rows) > 0:
+		return p.produce(ctx, page, end)
+	case end.floor > p.read.floor:
+		p.enqueue(&batch{end: end})
 	}
 	return nil
 }

@@ -43,19 +43,22 @@ SELECT NOT pg_is_in_recovery()`
 // reads up to now, and the statement's own snapshot, which comes back with the rows, becomes the tick.
 // The sequence is read after the snapshot was taken: what it says counts for later ticks (publisher.seqSafe).
 //
+// The snapshots are computed once, in now: written into the conditions they would be computed for each
+// row. The join keeps the order of the page, and readPage checks it: sorting again would copy every row.
 // Casts get new names: under the old name a cast would be what ORDER BY sees.
 const fetchSQL = `-- relay.fetch
 WITH now AS MATERIALIZED (
-  SELECT pg_current_snapshot() AS snapshot,
-    (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq) AS seq_last
+  SELECT pg_current_snapshot()::text AS snapshot,
+    (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq) AS seq_last,
+    $2::text::pg_snapshot AS since, coalesce($6::text::pg_snapshot, pg_current_snapshot()) AS until
 )
-SELECT now.snapshot::text, now.seq_last, page.seq, page.id, page.topic, page.key, page.payload, page.headers::text AS headers_text, page.created_at
+SELECT now.snapshot, now.seq_last, page.seq, page.id, page.topic, page.key, page.payload, page.headers::text AS headers_text, page.created_at
 FROM now LEFT JOIN (
   SELECT * FROM (
     (SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
      FROM effectonce.outbox o
-     WHERE o.seq > $1 AND NOT pg_visible_in_snapshot(o.txid, $2::text::pg_snapshot)
-       AND pg_visible_in_snapshot(o.txid, coalesce($6::text::pg_snapshot, pg_current_snapshot()))
+     WHERE o.seq > $1 AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
+       AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
      ORDER BY o.seq LIMIT $5)
     UNION ALL
     (SELECT late.*
@@ -63,11 +66,10 @@ FROM now LEFT JOIN (
        SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
        FROM effectonce.outbox o
        WHERE (o.txid, o.seq) > (open.txid, $4) AND (o.txid, o.seq) <= (open.txid, $1)
-         AND pg_visible_in_snapshot(o.txid, coalesce($6::text::pg_snapshot, pg_current_snapshot()))
+         AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
        ORDER BY o.txid, o.seq LIMIT $5) late)
   ) candidates ORDER BY seq LIMIT $5
-) page ON true
-ORDER BY page.seq`
+) page ON true`
 
 const loadTickSQL = `-- relay.load_tick
 SELECT snapshot::text, seq_last FROM effectonce.outbox_ticks WHERE tick = $1`

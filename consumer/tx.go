@@ -168,10 +168,13 @@ func (t *tx) CollectOutbox(o *outbox.Outbox, msgs []outbox.Message) error {
 	return nil
 }
 
+// traceParentBytesMax is generous: a traceparent has 55 bytes. The size of the message was checked before.
+const traceParentBytesMax = 100
+
 // withTrace adds the trace context of the parent where the child has none.
 func withTrace(headers []outbox.Header, parent *Message) []outbox.Header {
 	value, ok := parent.Header(outbox.HeaderTraceParent)
-	if !ok || slices.ContainsFunc(headers, func(h outbox.Header) bool { return h.Name == outbox.HeaderTraceParent }) {
+	if !ok || len(value) > traceParentBytesMax || slices.ContainsFunc(headers, func(h outbox.Header) bool { return h.Name == outbox.HeaderTraceParent }) {
 		return headers
 	}
 	return append(headers[:len(headers):len(headers)], outbox.Header{Name: outbox.HeaderTraceParent, Value: value})

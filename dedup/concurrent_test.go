@@ -104,6 +104,8 @@ func TestClaimWaitsForItsHolderOnly(t *testing.T) {
 	_, err := claims.ClaimBatch(t.Context(), holder, 1, ids[:2])
 	require.NoError(t, err)
 
+	_, err = other.Exec(t.Context(), "SET LOCAL lock_timeout = '5s'")
+	require.NoError(t, err)
 	fresh, err := claims.Claim(t.Context(), other, 1, ids[2])
 	require.NoError(t, err)
 	assert.True(t, fresh, "another ID does not wait")

@@ -141,10 +141,10 @@ CREATE TABLE effectonce.outbox_progress (
 
 -- Rows that Kafka does not take, as they were, and the later rows of their keys behind them.
 CREATE TABLE effectonce.outbox_dead (
-  relay      text        NOT NULL,
+  relay      text        NOT NULL CHECK (octet_length(relay) BETWEEN 1 AND 255),
   seq        bigint      NOT NULL,
   id         uuid        NOT NULL,
-  topic      text        NOT NULL,
+  topic      text        NOT NULL CHECK (octet_length(topic) BETWEEN 1 AND 249),
   key        bytea,
   payload    bytea,
   headers    jsonb       NOT NULL,

@@ -65,6 +65,7 @@ func FuzzSchemaName(f *testing.F) {
 			return
 		}
 		for i, m := range all {
+			require.NotContains(t, m.Up+m.Down, migrations.DefaultSchema+".")
 			require.Equal(t, originals[i].Up, strings.ReplaceAll(m.Up, `"`+schema+`"`, migrations.DefaultSchema))
 			require.Equal(t, originals[i].Down, strings.ReplaceAll(m.Down, `"`+schema+`"`, migrations.DefaultSchema))
 		}

@@ -19,7 +19,8 @@ func (o *Outbox) Buffer() *Buffer { return &Buffer{outbox: o} }
 // NewBuffer returns an empty buffer for the default schema with the default limits.
 func NewBuffer() *Buffer { return standard.Buffer() }
 
-// Add checks messages and keeps them; nothing is sent. After an error none of them is kept.
+// Add checks messages and keeps them; nothing is sent. After an error none of them is kept. The bytes of Key,
+// Payload and Headers must not change before Flush.
 func (b *Buffer) Add(ctx context.Context, msgs ...Message) error {
 	prepared, err := b.outbox.prepare(ctx, msgs)
 	if err != nil {

@@ -2,6 +2,7 @@ package outbox_test
 
 import (
 	"context"
+	"sort"
 	"strings"
 	"testing"
 
@@ -130,25 +131,28 @@ func TestRecordBytesMaxIsExact(t *testing.T) {
 	require.ErrorIs(t, err, outbox.ErrInvalid, "injected headers count")
 }
 
-// O11: what is taken fits into a topic whose max.message.bytes is RecordBytesMax, as a batch of one
-// record with the headers of the relay, at any size and shape.
+// O11: the largest message that is taken fits into a topic whose max.message.bytes is RecordBytesMax, as a
+// batch of one record with the headers of the relay, whatever its shape.
 func TestWhatIsTakenFitsIntoTheTopic(t *testing.T) {
 	t.Parallel()
-	for _, limit := range []int{1024, 1_000_000, 1 << 20, 3_000_000, 100_000_000} {
+	zeros := make([]byte, 10_000_000)
+	for _, limit := range []int{1024, 1_000_000, 1 << 20, 10_000_000} {
 		o := newOutbox(t, outbox.Config{RecordBytesMax: limit})
-		for _, keyShare := range []int{0, 2, 1} { // of the whole: none, half, all
-			for _, headers := range [][]outbox.Header{nil, {{Name: "h"}}, make([]outbox.Header, 50)} {
-				m := outbox.Message{Topic: "orders", Headers: headers}
-				for i := range headers {
-					headers[i] = outbox.Header{Name: "h", Value: []byte("v")}
+		for _, keyShare := range []int{0, 50, 100} { // percent of the bytes
+			for _, headers := range []int{0, 1, 40} {
+				message := func(bytes int) outbox.Message {
+					m := outbox.Message{Topic: "orders", Key: zeros[:bytes*keyShare/100], Payload: zeros[:bytes-bytes*keyShare/100]}
+					for range headers {
+						m.Headers = append(m.Headers, outbox.Header{Name: "h", Value: []byte("v")})
+					}
+					return m
 				}
-				room := limit - 192 - 12*len(headers)
-				if keyShare > 0 {
-					m.Key = make([]byte, room/keyShare)
-				}
-				m.Payload = make([]byte, room-len(m.Key))
-				require.NoError(t, o.Buffer().Add(t.Context(), m))
-				assert.LessOrEqual(t, batchBytes(&m), limit, "limit %d, key %d, %d headers", limit, len(m.Key), len(headers))
+				tooLarge := sort.Search(limit, func(bytes int) bool {
+					return o.Buffer().Add(t.Context(), message(bytes)) != nil
+				})
+				require.Positive(t, tooLarge)
+				largest := message(tooLarge - 1)
+				assert.LessOrEqual(t, batchBytes(&largest), limit, "limit %d, %d bytes of key, %d headers", limit, len(largest.Key), headers)
 			}
 		}
 	}

@@ -76,6 +76,9 @@ type Collector interface {
 // they are. They are published if and when tx commits. Hold the lock that orders the writers of a key
 // before you publish for it (package documentation, Order).
 //
+// Inside a handler of package consumer the messages are kept until the end of the batch: the bytes of Key,
+// Payload and Headers must not change meanwhile.
+//
 // A message that Kafka would refuse gives an error that wraps ErrInvalid, with all problems of all
 // messages; nothing is inserted and tx goes on. After any other error tx is aborted.
 func (o *Outbox) Publish(ctx context.Context, tx pgx.Tx, msgs ...Message) error {

@@ -62,7 +62,7 @@ FROM now LEFT JOIN (
      ORDER BY o.seq LIMIT $5)
     UNION ALL
     (SELECT late.*
-     FROM unnest($3::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
+     FROM pg_catalog.unnest($3::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
        SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
        FROM effectonce.outbox o
        WHERE (o.txid, o.seq) > (open.txid, $4) AND (o.txid, o.seq) <= (open.txid, $1)

@@ -43,7 +43,11 @@ func newBenchConsume(s *settings) *cobra.Command {
 bytes_per_message is the growth of the claims' table and index. wal_bytes_per_message is the claim's
 part of the write-ahead log: that of a by_id run less that of a no_dedup run, each right after a
 checkpoint. The log is the whole server's, so on a busy one the figure is too high; it is left out
-where the role must not run CHECKPOINT.`,
+where the role must not run CHECKPOINT.
+
+round_trip_us and commit_us are what this machine takes for a statement and for a COMMIT. The textbook
+pays four of the one and one of the other for each message: where a commit costs nothing (no fsync, a
+disk with a write cache) the ratios are small, where it waits for the disk they are large.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return b.run(cmd, func(ctx context.Context, on bench.Servers, progress func(string)) (report, error) {

@@ -62,6 +62,7 @@ func TestConsume(t *testing.T) {
 	for _, key := range []string{
 		"textbook", "statement", "by_id", "no_dedup", "all_duplicates",
 		"statement_vs_textbook", "by_id_vs_textbook", "by_id_vs_no_dedup", "bytes_per_message",
+		"round_trip_us", "commit_us",
 	} {
 		assert.Greater(t, found[key], 0.0, key)
 	}

@@ -95,7 +95,7 @@ func (b *consumeBench) round(ctx context.Context, round int, loads map[string]lo
 }
 
 func (b *consumeBench) textbookTurn(ctx context.Context, round int, loads map[string]load) error {
-	if err := b.clean(ctx); err != nil {
+	if err := errors.Join(b.machineTurn(ctx), b.clean(ctx)); err != nil {
 		return err
 	}
 	rate, err := b.textbook(ctx, loads["textbook"], b.group("textbook-"+strconv.Itoa(round)))

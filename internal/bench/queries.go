@@ -24,6 +24,9 @@ TRUNCATE effectonce.processed_messages, effectonce.bench_processed, effectonce.b
 const effectSQL = `-- bench.effect
 INSERT INTO effectonce.bench_effects (account, body) VALUES ($1, $2)`
 
+const roundTripSQL = `-- bench.round_trip
+SELECT 1`
+
 const textbookClaimSQL = `-- bench.textbook_claim
 INSERT INTO effectonce.bench_processed (message_id, consumer) VALUES ($1, $2) ON CONFLICT DO NOTHING`
 

@@ -36,6 +36,10 @@ type ConsumeReport struct {
 	BytesPerMessage    *float64 `json:"bytes_per_message,omitempty"`     // table and index of the claims
 	WALBytesPerMessage *float64 `json:"wal_bytes_per_message,omitempty"` // of the claim alone
 
+	// What the ratios hang on: the textbook pays four round trips and a commit for each message.
+	RoundTrip *float64 `json:"round_trip_us,omitempty"`
+	Commit    *float64 `json:"commit_us,omitempty"`
+
 	Messages   int `json:"messages"`
 	Partitions int `json:"partitions"`
 	Rounds     int `json:"rounds"`
@@ -50,7 +54,8 @@ func newConsumeReport(opts ConsumeOptions, s samples) *ConsumeReport {
 		AllDuplicates:      rounded(s.median("all_duplicates"), 0),
 		BytesPerMessage:    rounded(s.median("bytes_per_message"), 0),
 		WALBytesPerMessage: rounded(s.median("wal_bytes_per_message"), 0),
-		Messages:           opts.Messages, Partitions: opts.Partitions, Rounds: opts.Rounds,
+		RoundTrip:          rounded(s.median("round_trip_us"), 0), Commit: rounded(s.median("commit_us"), 0),
+		Messages: opts.Messages, Partitions: opts.Partitions, Rounds: opts.Rounds,
 	}
 	r.StatementVsTextbook = ratio(r.Statement, r.Textbook)
 	r.ByIDVsTextbook = ratio(r.ByID, r.Textbook)
@@ -70,6 +75,8 @@ func (r *ConsumeReport) WriteTable(w io.Writer) error {
 	t.fact("with dedup against without", r.ByIDVsNoDedup, "%.2f")
 	t.fact("claim, table and index", r.BytesPerMessage, "%.0f bytes a message")
 	t.fact("claim, write-ahead log", r.WALBytesPerMessage, "%.0f bytes a message")
+	t.fact("this machine: a round trip to the database", r.RoundTrip, "%.0f microseconds")
+	t.fact("this machine: a commit", r.Commit, "%.0f microseconds")
 	return t.flush()
 }
 

@@ -147,7 +147,7 @@ func TestStandbyIsRefused(t *testing.T) {
 	// A server that finds this file starts in recovery, and stays there without a primary to follow.
 	_, err = pool.Exec(t.Context(), `CHECKPOINT`)
 	require.NoError(t, err)
-	_, err = pool.Exec(t.Context(), `COPY (SELECT 1) TO PROGRAM 'touch standby.signal'`)
+	_, err = pool.Exec(t.Context(), `COPY (SELECT 1) TO PROGRAM 'cat > standby.signal'`)
 	require.NoError(t, err)
 	require.NoError(t, cluster.Kill(t.Context()))
 	require.NoError(t, cluster.Restart(t.Context()))

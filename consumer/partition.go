@@ -26,6 +26,7 @@ type partition struct {
 
 	queue   sync.Mutex
 	waiting []*kgo.Record
+	bytes   int // of keys and values waiting
 	paused  bool
 	arrived chan struct{} // has room for one signal
 }
@@ -39,18 +40,34 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 	}
 }
 
-// add takes records, and pauses fetching when two batches wait already. Pausing and resuming happen under
+// A partition pauses when much waits and resumes when half of it is left. A fetch that is under way while it
+// is paused leaves it out and may wait for other partitions, up to the client's FetchMaxWait: what still
+// waits has to last that long.
+const (
+	waitingBatchesMax = 20
+	waitingBytesMax   = 16 << 20
+)
+
+func recordBytes(records []*kgo.Record) (n int) {
+	for _, r := range records {
+		n += len(r.Key) + len(r.Value)
+	}
+	return n
+}
+
+// add takes records, and pauses fetching when enough of them wait. Pausing and resuming happen under
 // the lock that guards what they are decided by: done later, a pause could land after the resume that
 // answers it, and the partition would stand still for ever.
 func (p *partition) add(records []*kgo.Record) {
 	p.queue.Lock()
 	defer p.queue.Unlock()
 	p.waiting = append(p.waiting, records...)
+	p.bytes += recordBytes(records)
 	select {
 	case p.arrived <- struct{}{}:
 	default:
 	}
-	if !p.paused && len(p.waiting) >= 2*p.cfg.BatchMax {
+	if !p.paused && (len(p.waiting) >= waitingBatchesMax*p.cfg.BatchMax || p.bytes >= waitingBytesMax) {
 		p.paused = true
 		p.client.PauseFetchPartitions(map[string][]int32{p.pos.topic: {p.pos.partition}})
 	}
@@ -80,10 +97,11 @@ func (p *partition) pop() []*kgo.Record {
 	n := min(len(p.waiting), p.cfg.BatchMax)
 	batch := p.waiting[:n:n]
 	p.waiting = p.waiting[n:]
+	p.bytes -= recordBytes(batch)
 	if len(p.waiting) == 0 {
 		p.waiting = nil // or the array of an old burst would stay
 	}
-	if p.paused && len(p.waiting) < p.cfg.BatchMax {
+	if p.paused && len(p.waiting) < waitingBatchesMax/2*p.cfg.BatchMax && p.bytes < waitingBytesMax/2 {
 		p.paused = false
 		p.client.ResumeFetchPartitions(map[string][]int32{p.pos.topic: {p.pos.partition}})
 	}

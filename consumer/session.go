@@ -47,7 +47,11 @@ const (
 )
 
 func (s *session) options() []kgo.Opt {
-	opts := append([]kgo.Opt{kgo.SoftwareNameAndVersion("effectonce-consumer", "v1")}, s.kafka...)
+	opts := append([]kgo.Opt{
+		kgo.SoftwareNameAndVersion("effectonce-consumer", "v1"),
+		// A partition that resumes waits for the fetch that left it out: see waitingBatchesMax.
+		kgo.FetchMaxWait(250 * time.Millisecond),
+	}, s.kafka...)
 	return append(opts,
 		kgo.ConsumerGroup(s.cfg.Group),
 		kgo.ConsumeTopics(s.cfg.Topics...),

@@ -24,9 +24,15 @@ func main() {
 }
 
 func program() int {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	asked, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	// The first signal asks; after it the second one ends the process at once.
-	context.AfterFunc(ctx, stop)
+	// The first signal asks; the second one ends the process at once. Commands hear of the first only when the
+	// second would already work, so that what they say about it is true.
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	context.AfterFunc(asked, func() {
+		stop()
+		cancel()
+	})
 	return execute(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr)
 }

@@ -26,7 +26,7 @@ const (
 	LatencySecondsMax     = 600
 
 	PartitionsMin            = 1
-	ConsumePartitionsDefault = 1
+	ConsumePartitionsDefault = 4
 	RelayPartitionsDefault   = 6
 	PartitionsMax            = 100
 )

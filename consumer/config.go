@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"regexp"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -29,6 +30,13 @@ type Config struct {
 	Schema string
 	// Dedup says what stops a message that comes again. Default ByID.
 	Dedup Dedup
+	// Window is how long claims are kept: a message that is older, by its ID or by its record's
+	// timestamp, cannot be proven fresh and is parked as expired. Choose it longer than the retention of
+	// the topics. 1 minute to 10 years; default 7 days.
+	Window time.Duration
+	// Forever keeps claims for ever, in a table of their own; nothing expires. For ledgers. It is decided
+	// once for each name. Not together with Window.
+	Forever bool
 	// IDHeaders are the names of the headers that may carry a message's ID; the first that is there and
 	// not empty counts. Default: message-id, ce_id, id, _watermill_message_uuid, idempotency-key.
 	IDHeaders []string
@@ -52,6 +60,35 @@ type Config struct {
 	// IdleTimeout bounds the time between two statements of a transaction, that is also what a handler
 	// may take between them. It is what frees the claims of a consumer that froze. 100 ms to 1 h; default 30 s.
 	IdleTimeout time.Duration
+	// HandlerTimeout bounds what a handler may take for one message (with Batch: for one batch; with
+	// Queued: for a batch and its round trip). Then its context is cancelled; one that does not end for
+	// all that loses its connection. 1 ms to 1 h; default 30 s.
+	HandlerTimeout time.Duration
+	// OnFailure says what becomes of a message that cannot be handled. Default Park.
+	OnFailure OnFailure
+	// DeadLetterTopic is where OnFailure DeadLetter sends messages, through the outbox.
+	DeadLetterTopic string
+	// AttemptsMax is how often a message is tried at most, if its failure may pass. Attempts are counted
+	// in the database, and begun ones count: a message that kills the process is parked, too. Trouble with
+	// the database is nobody's attempt. 1 to 1,000; default 10.
+	AttemptsMax int
+	// PermanentStates are SQLSTATE codes, or classes of two characters, that trying again cannot mend,
+	// besides errors marked by Permanent: "23" stands for all constraint violations. Default: none.
+	PermanentStates []string
+	// ParkShareMax pauses a partition instead of parking when more than this share of its last 100
+	// messages failed: an outage of something that the handler needs must not park a whole topic. 0.01
+	// to 1, where 1 never pauses; default 0.2.
+	ParkShareMax float64
+	// Order says which messages wait for each other. Default ByPartition.
+	Order Order
+	// Workers is how many batches of one partition are in work at the same time, each with a connection
+	// of its own, where Order is ByKey or Unordered. 1 to 64; default 4, with ByPartition 1.
+	Workers int
+	// MessageBytesMax bounds key, value and headers of a message. A larger one is parked by reference, that
+	// is without its payload. 1 KiB to 1 GiB; default 32 MiB.
+	MessageBytesMax int
+	// OutOfRange says what to do where a position is not in the topic any more. Default Halt.
+	OutOfRange OutOfRange
 	// RetryMin and RetryMax bound the pauses between attempts; they double, with full jitter.
 	// 1 ms to 1 h; defaults 100 ms and 30 s.
 	RetryMin, RetryMax time.Duration
@@ -78,9 +115,58 @@ type Hooks struct {
 // Dedup is what stops a message that comes again.
 type Dedup uint8
 
-// ByID claims the ID of every message: it stops redeliveries and duplicates of the producer, whatever
-// partition or offset they come with.
-const ByID Dedup = 0
+// The levels.
+const (
+	// ByID claims the ID of every message: it stops redeliveries and duplicates of the producer, whatever
+	// partition or offset they come with.
+	ByID Dedup = iota
+	// ByPosition writes no row for a message: the stored position of the partition stops redeliveries. It
+	// does not stop a second copy at another offset. For topics that an exactly-once relay feeds.
+	ByPosition
+	// ByIDAndPayload is ByID, and tells a true duplicate from another message under the same ID: key and
+	// value are compared by their hash, and what differs is parked as a conflict.
+	ByIDAndPayload
+)
+
+// OnFailure is what becomes of a message that cannot be handled.
+type OnFailure uint8
+
+// The policies.
+const (
+	// Park stores the message in parked_messages. Later messages of its key go behind it until an
+	// operator retries or discards it; everything else flows.
+	Park OnFailure = iota
+	// Block tries on until it succeeds; the partition waits.
+	Block
+	// DeadLetter publishes the message to DeadLetterTopic, through the outbox. Its key goes on: order per
+	// key is given up. What Kafka would not take is parked.
+	DeadLetter
+)
+
+// Order is which messages wait for each other.
+type Order uint8
+
+// The orders.
+const (
+	// ByPartition handles the messages of a partition one after the other.
+	ByPartition Order = iota
+	// ByKey handles the messages of a key one after the other, and Workers keys at the same time.
+	ByKey
+	// Unordered handles messages as workers become free.
+	Unordered
+)
+
+// OutOfRange is what to do where a position is not in the topic any more: records were deleted before they
+// were consumed, or the end of the topic was lost.
+type OutOfRange uint8
+
+// The answers.
+const (
+	// Halt leaves the partition alone, and says so until an operator decides.
+	Halt OutOfRange = iota
+	// ResumeEarliest goes on at the earliest record that is left, and says so once.
+	ResumeEarliest
+)
 
 // Start is where a partition begins without a position.
 type Start uint8
@@ -91,7 +177,13 @@ const (
 	Latest
 )
 
-var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
+var (
+	topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
+	sqlState  = regexp.MustCompile(`^[0-9A-Z]{2}([0-9A-Z]{3})?$`)
+)
+
+// windowStandard is the window of a consumer that names none.
+const windowStandard = 7 * 24 * time.Hour
 
 // withDefaults fills in what is zero and returns all problems at once.
 func (c Config) withDefaults() (Config, error) {
@@ -114,18 +206,14 @@ func (c Config) withDefaults() (Config, error) {
 	if len(c.Name) > 600 {
 		report("Name has %d bytes: want at most 600", len(c.Name))
 	}
-	if c.Dedup != ByID && c.Dedup != nodedup.Level {
-		report("Dedup %d: want ByID", c.Dedup)
-	}
 	if c.Start > Latest {
 		report("Start %d: want Earliest or Latest", c.Start)
 	}
+	if c.OutOfRange > ResumeEarliest {
+		report("OutOfRange %d: want Halt or ResumeEarliest", c.OutOfRange)
+	}
 	if c.IDHeaders == nil {
 		c.IDHeaders = []string{"message-id", "ce_id", "id", "_watermill_message_uuid", "idempotency-key"}
-	}
-	c.BatchMax = cmp.Or(c.BatchMax, 500)
-	if c.BatchMax < 1 || c.BatchMax > 10_000 {
-		report("BatchMax %d: want 1 to 10000", c.BatchMax)
 	}
 	c.Isolation = cmp.Or(c.Isolation, pgx.ReadCommitted)
 	switch c.Isolation {
@@ -133,6 +221,9 @@ func (c Config) withDefaults() (Config, error) {
 	default:
 		report("Isolation %q: want read committed, repeatable read or serializable", c.Isolation)
 	}
+	problems = append(problems, c.dedup()...)
+	problems = append(problems, c.order()...)
+	problems = append(problems, c.failures()...)
 	problems = append(problems, c.durations()...)
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
@@ -140,11 +231,72 @@ func (c Config) withDefaults() (Config, error) {
 	return c, errors.Join(problems...)
 }
 
+func (c *Config) dedup() (problems []error) {
+	if c.Dedup > ByIDAndPayload && c.Dedup != nodedup.Level {
+		problems = append(problems, fmt.Errorf("Dedup %d: want ByID, ByPosition or ByIDAndPayload", c.Dedup))
+	}
+	if c.Forever && c.Window != 0 {
+		problems = append(problems, fmt.Errorf("Window %v: want none together with Forever", c.Window))
+		c.Window = 0
+	}
+	if !c.Forever {
+		problems = append(problems, bounds.Durations(
+			bounds.Duration{Field: "Window", Value: &c.Window, Default: windowStandard, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour})...)
+	}
+	return problems
+}
+
+func (c *Config) order() (problems []error) {
+	problems = bounds.Ints(
+		bounds.Int{Field: "BatchMax", Value: &c.BatchMax, Default: 500, Min: 1, Max: 10_000},
+		bounds.Int{Field: "MessageBytesMax", Value: &c.MessageBytesMax, Default: 32 << 20, Min: 1 << 10, Max: 1 << 30})
+	if c.Order > Unordered {
+		problems = append(problems, fmt.Errorf("Order %d: want ByPartition, ByKey or Unordered", c.Order))
+	}
+	if c.Order == ByPartition {
+		if c.Workers > 1 {
+			problems = append(problems, fmt.Errorf("Workers %d: want 1 where Order is ByPartition", c.Workers))
+		}
+		c.Workers = 1
+		return problems
+	}
+	if c.Dedup == ByPosition {
+		problems = append(problems, errors.New("Order: want ByPartition where Dedup is ByPosition: the position can only stop what is handled in its order"))
+	}
+	return append(problems, bounds.Ints(bounds.Int{Field: "Workers", Value: &c.Workers, Default: 4, Min: 1, Max: 64})...)
+}
+
+func (c *Config) failures() (problems []error) {
+	problems = bounds.Ints(bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 10, Min: 1, Max: 1000})
+	if c.OnFailure > DeadLetter {
+		problems = append(problems, fmt.Errorf("OnFailure %d: want Park, Block or DeadLetter", c.OnFailure))
+	}
+	switch named := c.DeadLetterTopic != ""; {
+	case c.OnFailure != DeadLetter && named:
+		problems = append(problems, fmt.Errorf("DeadLetterTopic %.260q: want none unless OnFailure is DeadLetter", c.DeadLetterTopic))
+	case c.OnFailure == DeadLetter && !topicName.MatchString(c.DeadLetterTopic):
+		problems = append(problems, fmt.Errorf("DeadLetterTopic %.260q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.DeadLetterTopic))
+	case named && slices.Contains(c.Topics, c.DeadLetterTopic):
+		problems = append(problems, fmt.Errorf("DeadLetterTopic %q: want none of Topics: the message would come back", c.DeadLetterTopic))
+	}
+	for _, state := range c.PermanentStates {
+		if !sqlState.MatchString(state) {
+			problems = append(problems, fmt.Errorf("PermanentStates: %.20q: want a SQLSTATE, such as 23505, or a class, such as 23", state))
+		}
+	}
+	c.ParkShareMax = cmp.Or(c.ParkShareMax, 0.2)
+	if !(c.ParkShareMax >= 0.01 && c.ParkShareMax <= 1) { // also refuses what is no number
+		problems = append(problems, fmt.Errorf("ParkShareMax %v: want 0.01 to 1", c.ParkShareMax))
+	}
+	return problems
+}
+
 func (c *Config) durations() (problems []error) {
 	problems = bounds.Durations(
 		bounds.Duration{Field: "StatementTimeout", Value: &c.StatementTimeout, Default: 30 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "LockTimeout", Value: &c.LockTimeout, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "IdleTimeout", Value: &c.IdleTimeout, Default: 30 * time.Second, Min: 100 * time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "HandlerTimeout", Value: &c.HandlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "RetryMin", Value: &c.RetryMin, Default: 100 * time.Millisecond, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "RetryMax", Value: &c.RetryMax, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "DrainMax", Value: &c.DrainMax, Default: 20 * time.Second, Min: time.Millisecond, Max: 10 * time.Minute},

@@ -28,6 +28,24 @@ func Durations(settings ...Duration) (problems []error) {
 	return problems
 }
 
+// Int is a setting with its default and its bounds.
+type Int struct {
+	Field             string
+	Value             *int
+	Default, Min, Max int
+}
+
+// Ints does what Durations does.
+func Ints(settings ...Int) (problems []error) {
+	for _, s := range settings {
+		*s.Value = cmp.Or(*s.Value, s.Default)
+		if *s.Value < s.Min || *s.Value > s.Max {
+			problems = append(problems, fmt.Errorf("%s %d: want %d to %d", s.Field, *s.Value, s.Min, s.Max))
+		}
+	}
+	return problems
+}
+
 // Owner names this process, for people who look at leases and positions: host name, process number and four
 // random bytes, at most 255 bytes.
 func Owner() string {

@@ -31,7 +31,7 @@ func BenchmarkClaimBatch(b *testing.B) {
 				b.StartTimer()
 				start := time.Now()
 				err := pgx.BeginFunc(b.Context(), pool, func(tx pgx.Tx) error {
-					_, err := claims.ClaimBatch(b.Context(), tx, 1, ids)
+					_, err := claims.ClaimBatch(b.Context(), tx, dedup.Numbered(1), ids)
 					return err
 				})
 				byID += time.Since(start)

@@ -3,6 +3,8 @@ package dedup
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -21,10 +23,20 @@ type Config struct {
 }
 
 // Claims records processed messages. It holds no connection and is safe for concurrent use.
-type Claims struct{ sql queries }
+type Claims struct {
+	sql    queries
+	schema string
+}
 
-// Consumer is the number of a registered consumer: the scope of its claims.
-type Consumer int32
+// Consumer is a registered consumer: the scope of its claims, and where they are kept. It is made by
+// Register; values are equal if they stand for the same consumer.
+type Consumer struct {
+	id      int32
+	forever bool
+}
+
+// ID is the number under which the tables know the consumer.
+func (c Consumer) ID() int32 { return c.id }
 
 // ErrRetry marks a claim that met a concurrent transaction in a way that only a new transaction can
 // resolve: serialization failure (40001, what REPEATABLE READ and SERIALIZABLE report instead of a
@@ -32,36 +44,13 @@ type Consumer int32
 // claimed: roll back and run it again; the next snapshot sees the other claim.
 var ErrRetry = errors.New("claim met a concurrent transaction: roll back and run again")
 
-// ErrNameTaken is returned by Register: the name belongs to another consumer group. Two applications
-// under one name would drop each other's messages. Nothing was changed. Remedy: another name.
-var ErrNameTaken = errors.New("consumer name is taken by another consumer group")
-
 // New returns the claims of a schema, or an error for a schema name out of bounds.
 func New(cfg Config) (*Claims, error) {
 	schema, err := migrations.Options{Schema: cfg.Schema}.Resolve()
 	if err != nil {
 		return nil, err
 	}
-	return &Claims{sql: newQueries(schema)}, nil
-}
-
-// Querier is a pool, a connection or a transaction.
-type Querier interface {
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
-}
-
-// Register returns the number of a consumer and makes it on the first call. The name is at most 600
-// bytes. A name that another group registered gives ErrNameTaken.
-func (c *Claims) Register(ctx context.Context, db Querier, name, group string, topics []string) (Consumer, error) {
-	var id Consumer
-	var owner string
-	if err := db.QueryRow(ctx, c.sql.register, name, group, topics).Scan(&id, &owner); err != nil {
-		return 0, fmt.Errorf("register consumer %q: %w", name, err)
-	}
-	if owner != group {
-		return 0, fmt.Errorf("%w: %q belongs to group %q, not to %q: choose another consumer name", ErrNameTaken, name, owner, group)
-	}
-	return id, nil
+	return &Claims{sql: newQueries(schema), schema: schema}, nil
 }
 
 // Claim records one message in the caller's transaction and reports whether it is fresh: true exactly
@@ -93,8 +82,9 @@ func (c *Claims) ClaimBatch(ctx context.Context, tx pgx.Tx, consumer Consumer, i
 
 // Result of a queued claim. It is filled when the batch's results have been read.
 type Result struct {
-	ids     []uuid.UUID
-	claimed map[uuid.UUID]struct{}
+	ids       []uuid.UUID
+	claimed   map[uuid.UUID]struct{}
+	conflicts []bool
 }
 
 // Queue adds the claim of ClaimBatch to a batch of statements, so that it can share their round trip.
@@ -107,17 +97,70 @@ func (c *Claims) Queue(batch *pgx.Batch, consumer Consumer, ids []uuid.UUID) *Re
 	}
 	slices.SortFunc(sorted, func(a, b [16]byte) int { return bytes.Compare(a[:], b[:]) })
 	sorted = slices.Compact(sorted)
-	batch.Queue(c.sql.claim, sorted, int32(consumer)).Query(func(rows pgx.Rows) error {
-		for rows.Next() {
-			var id [16]byte
-			if err := rows.Scan(&id); err != nil {
-				return err
-			}
-			result.claimed[id] = struct{}{}
+	sql := c.sql.claim
+	if consumer.forever {
+		sql = c.sql.claimForever
+	}
+	batch.Queue(sql, sorted, consumer.id).Query(result.read)
+	return result
+}
+
+// Fingerprint stands for what a message says: the first 128 bits of SHA-256 over key and value, each with its
+// length, nil told from empty.
+func Fingerprint(key, value []byte) [16]byte {
+	hash := sha256.New()
+	for _, part := range [][]byte{key, value} {
+		length := int64(len(part))
+		if part == nil {
+			length = -1
 		}
-		return rows.Err()
+		_ = binary.Write(hash, binary.BigEndian, length) // a hash takes everything
+		hash.Write(part)
+	}
+	return [16]byte(hash.Sum(nil))
+}
+
+// QueueChecked is Queue for consumers that tell a duplicate from another message under the same ID: the claim
+// stores the fingerprint of each message, and Result.Conflicts tells which IDs were claimed with another
+// one, before or earlier in the same batch. Claims without a fingerprint conflict with nothing.
+func (c *Claims) QueueChecked(batch *pgx.Batch, consumer Consumer, ids []uuid.UUID, fingerprints [][16]byte) *Result {
+	result := &Result{ids: ids, claimed: make(map[uuid.UUID]struct{}, len(ids)), conflicts: make([]bool, len(ids))}
+	order := make([]int, len(ids))
+	given := make([][16]byte, len(ids))
+	for i, id := range ids {
+		order[i], given[i] = i, id
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return bytes.Compare(ids[a][:], ids[b][:]) })
+	order = slices.CompactFunc(order, func(a, b int) bool { return ids[a] == ids[b] }) // the first occurrence counts
+	sorted, prints := make([][16]byte, len(order)), make([][16]byte, len(order))
+	for i, at := range order {
+		sorted[i], prints[i] = ids[at], fingerprints[at]
+	}
+	claim, compare := c.sql.claimChecked, c.sql.conflicts
+	if consumer.forever {
+		claim, compare = c.sql.claimCheckedForever, c.sql.conflictsForever
+	}
+	batch.Queue(claim, sorted, consumer.id, prints).Query(result.read)
+	batch.Queue(compare, given, consumer.id, fingerprints).Query(func(rows pgx.Rows) error {
+		var at int
+		_, err := pgx.ForEachRow(rows, []any{&at}, func() error {
+			result.conflicts[at-1] = true
+			return nil
+		})
+		return err
 	})
 	return result
+}
+
+func (r *Result) read(rows pgx.Rows) error {
+	for rows.Next() {
+		var id [16]byte
+		if err := rows.Scan(&id); err != nil {
+			return err
+		}
+		r.claimed[id] = struct{}{}
+	}
+	return rows.Err()
 }
 
 // Fresh tells for each ID of the claim, in the order in which they were given, whether it is fresh.
@@ -132,6 +175,10 @@ func (r *Result) Fresh() []bool {
 	}
 	return fresh
 }
+
+// Conflicts tells for each ID of QueueChecked whether it was claimed by a message that says something else.
+// Nil after Queue.
+func (r *Result) Conflicts() []bool { return r.conflicts }
 
 // WrapClaimError makes errors.Is(err, ErrRetry) true for those that a new transaction resolves.
 func WrapClaimError(err error) error {

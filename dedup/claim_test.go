@@ -19,9 +19,9 @@ import (
 func TestClaimIsFreshOncePerConsumer(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	billing, err := claims.Register(t.Context(), pool, "billing/orders", "billing", []string{"orders"})
+	billing, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
 	require.NoError(t, err)
-	mailing, err := claims.Register(t.Context(), pool, "mailing/orders", "mailing", []string{"orders"})
+	mailing, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "mailing/orders", Group: "mailing", Topics: []string{"orders"}})
 	require.NoError(t, err)
 	id := newIDs(t, 1)[0]
 
@@ -50,10 +50,10 @@ func TestFirstOccurrenceInABatchWins(t *testing.T) {
 	ids := newIDs(t, 4)
 	a, b, c, d := ids[0], ids[1], ids[2], ids[3]
 
-	assert.Equal(t, []bool{true, true, false, false}, claimAlone(t, pool, claims, 1, b, a, b, b))
-	assert.Equal(t, []bool{false, true, false, true, false, false}, claimAlone(t, pool, claims, 1, a, d, d, c, b, d))
-	assert.Equal(t, []bool{false, false, false, false}, claimAlone(t, pool, claims, 1, a, b, c, d))
-	assert.Empty(t, claimAlone(t, pool, claims, 1))
+	assert.Equal(t, []bool{true, true, false, false}, claimAlone(t, pool, claims, dedup.Numbered(1), b, a, b, b))
+	assert.Equal(t, []bool{false, true, false, true, false, false}, claimAlone(t, pool, claims, dedup.Numbered(1), a, d, d, c, b, d))
+	assert.Equal(t, []bool{false, false, false, false}, claimAlone(t, pool, claims, dedup.Numbered(1), a, b, c, d))
+	assert.Empty(t, claimAlone(t, pool, claims, dedup.Numbered(1)))
 
 	assert.Equal(t, []uuid.UUID{a, b, c, d}, ids, "the caller's slice was sorted")
 }
@@ -63,19 +63,19 @@ func TestQueuedClaimSharesARoundTrip(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	ids := newIDs(t, 2)
-	claimAlone(t, pool, claims, 1, ids[0])
+	claimAlone(t, pool, claims, dedup.Numbered(1), ids[0])
 
 	err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
 		batch := &pgx.Batch{}
 		batch.Queue("SELECT set_config('lock_timeout', '1s', true)")
-		result := claims.Queue(batch, 1, ids)
+		result := claims.Queue(batch, dedup.Numbered(1), ids)
 		batch.Queue("CREATE TABLE behind_it (n int)")
 		require.NoError(t, tx.SendBatch(t.Context(), batch).Close())
 		assert.Equal(t, []bool{false, true}, result.Fresh())
 		return nil
 	})
 	require.NoError(t, err)
-	assert.Equal(t, []bool{false, false}, claimAlone(t, pool, claims, 1, ids...))
+	assert.Equal(t, []bool{false, false}, claimAlone(t, pool, claims, dedup.Numbered(1), ids...))
 }
 
 // C3: a claim and the effect of its message are there together or not at all, however the transaction
@@ -107,7 +107,7 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 			t.Parallel()
 			id := newIDs(t, 1)[0]
 			err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-				fresh, err := claims.Claim(t.Context(), tx, 1, id)
+				fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id)
 				require.NoError(t, err)
 				require.True(t, fresh)
 				if _, err = tx.Exec(t.Context(), "INSERT INTO effects VALUES ($1, $2)", id, tc.amount); err != nil {
@@ -120,7 +120,7 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 			var effects int
 			require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effects WHERE id = $1", id).Scan(&effects))
 			assert.Equal(t, tc.committed, effects == 1)
-			assert.Equal(t, []bool{!tc.committed}, claimAlone(t, pool, claims, 1, id), "the message comes again")
+			assert.Equal(t, []bool{!tc.committed}, claimAlone(t, pool, claims, dedup.Numbered(1), id), "the message comes again")
 		})
 	}
 }
@@ -160,7 +160,7 @@ func TestEveryIDHasItsPartition(t *testing.T) {
 	for i, tc := range cases {
 		ids[i] = tc.id
 	}
-	for _, fresh := range claimAlone(t, pool, claims, 1, ids...) {
+	for _, fresh := range claimAlone(t, pool, claims, dedup.Numbered(1), ids...) {
 		assert.True(t, fresh)
 	}
 	for i, tc := range cases {
@@ -169,7 +169,7 @@ func TestEveryIDHasItsPartition(t *testing.T) {
 			"SELECT tableoid::regclass::text FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = 1", tc.id).Scan(&partition)
 		require.NoError(t, err, tc.name)
 		assert.Equal(t, "effectonce."+tc.partition, partition, tc.name)
-		assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, 1, ids[i]), tc.name)
+		assert.Equal(t, []bool{false}, claimAlone(t, pool, claims, dedup.Numbered(1), ids[i]), tc.name)
 	}
 }
 
@@ -202,10 +202,10 @@ func TestHostileIDsCannotFailABatch(t *testing.T) {
 		ids = append(ids, dedup.MessageID("orders", []byte(raw)))
 	}
 
-	for i, fresh := range claimAlone(t, pool, claims, 1, ids...) {
+	for i, fresh := range claimAlone(t, pool, claims, dedup.Numbered(1), ids...) {
 		assert.True(t, fresh, i)
 	}
-	for i, fresh := range claimAlone(t, pool, claims, 1, ids...) {
+	for i, fresh := range claimAlone(t, pool, claims, dedup.Numbered(1), ids...) {
 		assert.False(t, fresh, i)
 	}
 }
@@ -219,11 +219,11 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	ids := append(newIDs(t, 100), dedup.MessageID("orders", []byte("order-4711")))
 
 	pool := newPool(t, address, 3)
-	claimAlone(t, pool, claims, 1, ids...)
-	claimAlone(t, pool, claims, 1, ids...)
+	claimAlone(t, pool, claims, dedup.Numbered(1), ids...)
+	claimAlone(t, pool, claims, dedup.Numbered(1), ids...)
 	holder, holderPID := begin(t, pool, pgx.TxOptions{})
 	contested := newIDs(t, 1)[0]
-	_, err := claims.Claim(t.Context(), holder, 1, contested)
+	_, err := claims.Claim(t.Context(), holder, dedup.Numbered(1), contested)
 	require.NoError(t, err)
 	waiter, waiterPID := begin(t, pool, pgx.TxOptions{})
 	answers := claimInBackground(t, claims, waiter, contested)
@@ -257,8 +257,47 @@ func TestOtherErrorsAreNotForRetry(t *testing.T) {
 	_, err := pool.Exec(t.Context(), "ALTER TABLE effectonce.processed_messages RENAME TO gone")
 	require.NoError(t, err)
 	tx, _ := begin(t, pool, pgx.TxOptions{})
-	_, err = claims.Claim(t.Context(), tx, 1, newIDs(t, 1)[0])
+	_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), newIDs(t, 1)[0])
 	require.ErrorContains(t, err, "claim messages: ")
 	require.ErrorContains(t, err, "processed_messages")
 	require.NotErrorIs(t, err, dedup.ErrRetry)
+}
+
+// C23: the same ID with other content is told from a true duplicate, whether the first came earlier, in the
+// same batch, or without a fingerprint (which conflicts with nothing).
+func TestConflictsAreToldFromDuplicates(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	for _, r := range []dedup.Registration{{Name: "week", Group: "g"}, {Name: "forever", Group: "g", Forever: true}} {
+		t.Run(r.Name, func(t *testing.T) {
+			consumer, err := claims.Register(t.Context(), pool, r)
+			require.NoError(t, err)
+			a, b, old := uuid.New(), uuid.New(), uuid.New()
+			require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, old))
+			claim := func(ids []uuid.UUID, contents ...string) (fresh, conflicts []bool) {
+				prints := make([][16]byte, len(contents))
+				for i, content := range contents {
+					prints[i] = dedup.Fingerprint(nil, []byte(content))
+				}
+				require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+					batch := &pgx.Batch{}
+					result := claims.QueueChecked(batch, consumer, ids, prints)
+					if err := tx.SendBatch(t.Context(), batch).Close(); err != nil {
+						return err
+					}
+					fresh, conflicts = result.Fresh(), result.Conflicts()
+					return nil
+				}))
+				return fresh, conflicts
+			}
+			fresh, conflicts := claim([]uuid.UUID{b, a, a, a, old}, "b", "first", "first", "other", "old")
+			require.Equal(t, []bool{true, true, false, false, false}, fresh)
+			require.Equal(t, []bool{false, false, false, true, false}, conflicts)
+			fresh, conflicts = claim([]uuid.UUID{a, b}, "other", "b")
+			require.Equal(t, []bool{false, false}, fresh)
+			require.Equal(t, []bool{true, false}, conflicts)
+		})
+	}
+	require.NotEqual(t, dedup.Fingerprint(nil, []byte("x")), dedup.Fingerprint([]byte{}, []byte("x")))
+	require.NotEqual(t, dedup.Fingerprint([]byte("a"), []byte("bc")), dedup.Fingerprint([]byte("ab"), []byte("c")))
 }

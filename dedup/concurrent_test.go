@@ -51,7 +51,7 @@ func TestOneOfAHundredClaimsIsFresh(t *testing.T) {
 
 	for i, end := range []func(pgx.Tx, context.Context) error{pgx.Tx.Commit, pgx.Tx.Rollback} {
 		first, _ := begin(t, pool, pgx.TxOptions{})
-		fresh, err := claims.Claim(t.Context(), first, 1, ids[i+1])
+		fresh, err := claims.Claim(t.Context(), first, dedup.Numbered(1), ids[i+1])
 		require.NoError(t, err)
 		require.True(t, fresh)
 		others := contend(t, pool, claims, ids[i+1], 99, start)
@@ -73,7 +73,7 @@ func contend(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, id uuid.UUI
 		tx, _ := begin(t, pool, pgx.TxOptions{})
 		go func() {
 			<-start
-			fresh, err := claims.Claim(t.Context(), tx, 1, id)
+			fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id)
 			answers <- answer{fresh, cmp.Or(err, tx.Commit(t.Context()))}
 		}()
 	}
@@ -101,15 +101,15 @@ func TestClaimWaitsForItsHolderOnly(t *testing.T) {
 	holder, holderPID := begin(t, pool, pgx.TxOptions{})
 	other, _ := begin(t, pool, pgx.TxOptions{})
 	waiter, waiterPID := begin(t, pool, pgx.TxOptions{})
-	_, err := claims.ClaimBatch(t.Context(), holder, 1, ids[:2])
+	_, err := claims.ClaimBatch(t.Context(), holder, dedup.Numbered(1), ids[:2])
 	require.NoError(t, err)
 
 	_, err = other.Exec(t.Context(), "SET LOCAL lock_timeout = '5s'")
 	require.NoError(t, err)
-	fresh, err := claims.Claim(t.Context(), other, 1, ids[2])
+	fresh, err := claims.Claim(t.Context(), other, dedup.Numbered(1), ids[2])
 	require.NoError(t, err)
 	assert.True(t, fresh, "another ID does not wait")
-	fresh, err = claims.Claim(t.Context(), other, 2, ids[0])
+	fresh, err = claims.Claim(t.Context(), other, dedup.Numbered(2), ids[0])
 	require.NoError(t, err)
 	assert.True(t, fresh, "another consumer does not wait")
 
@@ -126,7 +126,7 @@ func TestBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pool, claims := newPool(t, pgtest.Database(t), 4, "deadlock_timeout", "200ms"), newClaims(t)
 	for round := range 20 {
-		consumer := dedup.Consumer(round)
+		consumer := dedup.Numbered(round)
 		ids := newIDs(t, 51)
 		reversed := slices.Clone(ids)
 		slices.Reverse(reversed)
@@ -150,7 +150,7 @@ func TestRacingBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pool, claims := newPool(t, pgtest.Database(t), 2, "deadlock_timeout", "200ms"), newClaims(t)
 	for round := range 30 {
-		consumer := dedup.Consumer(round)
+		consumer := dedup.Numbered(round)
 		ids := newIDs(t, 500)
 		reversed := slices.Clone(ids)
 		slices.Reverse(reversed)
@@ -203,22 +203,22 @@ func TestConflictBeyondTheSnapshotIsForRetry(t *testing.T) {
 			ids := newIDs(t, 4)
 
 			// A claim that was committed before the snapshot is an ordinary duplicate.
-			claimAlone(t, pool, claims, 1, ids[0])
+			claimAlone(t, pool, claims, dedup.Numbered(1), ids[0])
 			tx, _ := begin(t, pool, opts)
-			fresh, err := claims.Claim(t.Context(), tx, 1, ids[0])
+			fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[0])
 			require.NoError(t, err)
 			assert.False(t, fresh)
 
 			// One that was committed after it is not.
-			claimAlone(t, pool, claims, 1, ids[1])
-			_, err = claims.Claim(t.Context(), tx, 1, ids[1])
+			claimAlone(t, pool, claims, dedup.Numbered(1), ids[1])
+			_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[1])
 			requireRetry(t, err, "40001")
 			require.NoError(t, tx.Rollback(t.Context()))
 			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, ids[1]))
 
 			// Nor is one that was open when this one met it, and then committed.
 			holder, holderPID := begin(t, pool, opts)
-			_, err = claims.Claim(t.Context(), holder, 1, ids[2])
+			_, err = claims.Claim(t.Context(), holder, dedup.Numbered(1), ids[2])
 			require.NoError(t, err)
 			tx, pid := begin(t, pool, opts)
 			answers := claimInBackground(t, claims, tx, ids[2])
@@ -230,7 +230,7 @@ func TestConflictBeyondTheSnapshotIsForRetry(t *testing.T) {
 
 			// After a rollback there is nothing to conflict with.
 			holder, holderPID = begin(t, pool, opts)
-			_, err = claims.Claim(t.Context(), holder, 1, ids[3])
+			_, err = claims.Claim(t.Context(), holder, dedup.Numbered(1), ids[3])
 			require.NoError(t, err)
 			tx, pid = begin(t, pool, opts)
 			answers = claimInBackground(t, claims, tx, ids[3])
@@ -247,7 +247,7 @@ func claimIn(t *testing.T, pool *pgxpool.Pool, opts pgx.TxOptions, claims *dedup
 	t.Helper()
 	var fresh []bool
 	err := pgx.BeginTxFunc(t.Context(), pool, opts, func(tx pgx.Tx) (err error) {
-		fresh, err = claims.ClaimBatch(t.Context(), tx, 1, []uuid.UUID{id})
+		fresh, err = claims.ClaimBatch(t.Context(), tx, dedup.Numbered(1), []uuid.UUID{id})
 		return err
 	})
 	require.NoError(t, err)
@@ -268,17 +268,17 @@ func TestLockTimeoutIsForRetry(t *testing.T) {
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	id := newIDs(t, 1)[0]
 	holder, _ := begin(t, pool, pgx.TxOptions{})
-	_, err := claims.Claim(t.Context(), holder, 1, id)
+	_, err := claims.Claim(t.Context(), holder, dedup.Numbered(1), id)
 	require.NoError(t, err)
 
 	tx, _ := begin(t, pool, pgx.TxOptions{})
 	_, err = tx.Exec(t.Context(), "SET LOCAL lock_timeout = '1ms'")
 	require.NoError(t, err)
-	_, err = claims.Claim(t.Context(), tx, 1, id)
+	_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), id)
 	requireRetry(t, err, "55P03")
 	require.NoError(t, holder.Rollback(t.Context()))
 	require.NoError(t, tx.Rollback(t.Context()))
-	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, 1, id))
+	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, dedup.Numbered(1), id))
 }
 
 // Two calls in one transaction can deadlock with another's: the documentation says so, and the loser is
@@ -289,13 +289,13 @@ func TestDeadlockOfSeveralCallsIsForRetry(t *testing.T) {
 	ids := newIDs(t, 2)
 	a, aPID := begin(t, pool, pgx.TxOptions{})
 	b, bPID := begin(t, pool, pgx.TxOptions{})
-	_, err := claims.Claim(t.Context(), a, 1, ids[0])
+	_, err := claims.Claim(t.Context(), a, dedup.Numbered(1), ids[0])
 	require.NoError(t, err)
-	_, err = claims.Claim(t.Context(), b, 1, ids[1])
+	_, err = claims.Claim(t.Context(), b, dedup.Numbered(1), ids[1])
 	require.NoError(t, err)
 	answers := claimInBackground(t, claims, a, ids[1])
 	waitUntilBlocked(t, pool, aPID, bPID)
-	_, err = claims.Claim(t.Context(), b, 1, ids[0])
+	_, err = claims.Claim(t.Context(), b, dedup.Numbered(1), ids[0])
 	if err != nil {
 		requireRetry(t, err, "40P01")
 		require.NoError(t, b.Rollback(t.Context()))

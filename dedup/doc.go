@@ -3,7 +3,7 @@
 //	tx, err := pool.Begin(ctx)
 //	...
 //	claims, err := dedup.New(dedup.Config{})
-//	billing, err := claims.Register(ctx, pool, "billing/orders", "billing", []string{"orders"})
+//	billing, err := claims.Register(ctx, pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
 //	id := dedup.MessageID("orders", []byte("order-4711")) // what the message carries
 //	fresh, err := claims.Claim(ctx, tx, billing, id)
 //	if err != nil {

@@ -20,7 +20,7 @@ func Example() {
 		if err != nil {
 			return err
 		}
-		consumer, err := claims.Register(ctx, pool, "billing/payments", "billing", []string{"payments"})
+		consumer, err := claims.Register(ctx, pool, dedup.Registration{Name: "billing/payments", Group: "billing", Topics: []string{"payments"}})
 		if err != nil {
 			return err
 		}

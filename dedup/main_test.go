@@ -103,7 +103,7 @@ func claimInBackground(t *testing.T, claims *dedup.Claims, tx pgx.Tx, id uuid.UU
 	t.Helper()
 	answers := make(chan answer, 1)
 	go func() {
-		fresh, err := claims.Claim(t.Context(), tx, 1, id)
+		fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id)
 		answers <- answer{fresh, err}
 	}()
 	return answers

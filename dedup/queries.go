@@ -1,6 +1,10 @@
 package dedup
 
-import "github.com/effectonce/effectonce/migrations"
+import (
+	"strings"
+
+	"github.com/effectonce/effectonce/migrations"
+)
 
 // claimSQL inserts every ID in one statement. The IDs arrive sorted and without repetition: two batches
 // that lock the same rows in the same order cannot deadlock, and what RETURNING lists is exactly what
@@ -12,19 +16,117 @@ SELECT id, $2 FROM pg_catalog.unnest($1::uuid[]) AS id
 ON CONFLICT DO NOTHING
 RETURNING message_id`
 
+// claimCheckedSQL also stores what the message says. (An unnest of several arrays is always PostgreSQL's own.)
+const claimCheckedSQL = `-- dedup.claim_checked
+INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint)
+SELECT m.id, $2, m.fingerprint FROM unnest($1::uuid[], $3::uuid[]) AS m (id, fingerprint)
+ON CONFLICT DO NOTHING
+RETURNING message_id`
+
+// conflictsSQL is a statement of its own: the one that claims does not see rows that it met, because they are
+// newer than its snapshot. A new snapshot does.
+const conflictsSQL = `-- dedup.conflicts
+SELECT m.n FROM unnest($1::uuid[], $3::uuid[]) WITH ORDINALITY AS m (id, fingerprint, n)
+JOIN effectonce.processed_messages p ON p.message_id = m.id AND p.consumer = $2
+WHERE p.fingerprint <> m.fingerprint`
+
 // registerSQL hands the row back whether it is new or not, so that the caller can compare the group.
 // DO UPDATE is what makes RETURNING see a row of somebody else; it also locks it against a concurrent
-// registration. The group is never overwritten.
+// registration. Neither the group nor whether the consumer forgets is ever overwritten.
 const registerSQL = `-- dedup.register
-INSERT INTO effectonce.consumers AS c (name, consumer_group, topics) VALUES ($1, $2, coalesce($3::text[], '{}'))
-ON CONFLICT (name) DO UPDATE SET topics = CASE WHEN c.consumer_group = excluded.consumer_group THEN excluded.topics ELSE c.topics END
-RETURNING id, consumer_group`
+INSERT INTO effectonce.consumers AS c (name, consumer_group, topics, dedup_window) VALUES ($1, $2, coalesce($3::text[], '{}'), $4::interval)
+ON CONFLICT (name) DO UPDATE SET
+  topics = CASE WHEN c.consumer_group = excluded.consumer_group THEN excluded.topics ELSE c.topics END,
+  dedup_window = CASE WHEN c.consumer_group = excluded.consumer_group AND (c.dedup_window IS NULL) = (excluded.dedup_window IS NULL)
+    THEN excluded.dedup_window ELSE c.dedup_window END
+RETURNING id, consumer_group, dedup_window IS NULL`
 
-type queries struct{ claim, register string }
+// leaseSQL takes the lease if it is free; renewSQL keeps it.
+const leaseSQL = `-- dedup.lease
+INSERT INTO effectonce.maintenance AS m (job, owner, lease_until, epoch) VALUES ('dedup', $1, clock_timestamp() + $2::interval, 1)
+ON CONFLICT (job) DO UPDATE SET owner = excluded.owner, lease_until = clock_timestamp() + $2::interval, epoch = m.epoch + 1
+WHERE m.lease_until IS NULL OR m.lease_until < clock_timestamp()
+RETURNING epoch`
+
+const renewSQL = `-- dedup.renew
+UPDATE effectonce.maintenance SET lease_until = clock_timestamp() + $2::interval WHERE job = 'dedup' AND epoch = $1`
+
+const leaseDoneSQL = `-- dedup.lease_done
+UPDATE effectonce.maintenance SET lease_until = NULL, done_at = clock_timestamp() WHERE job = 'dedup' AND epoch = $1`
+
+const lockSettingsSQL = `-- dedup.lock_settings
+SELECT set_config('lock_timeout', $1, true), set_config('statement_timeout', $2, true)`
+
+// aheadSQL reads where the partition for what is far ahead begins, and where it should.
+const aheadSQL = `-- dedup.ahead
+SELECT to_timestamp(('x' || substr(replace(bound, '-', ''), 1, 12))::bit(48)::bigint / 1000.0),
+  (date_trunc('day', clock_timestamp() AT TIME ZONE 'UTC') + make_interval(days => $2)) AT TIME ZONE 'UTC'
+FROM (SELECT (regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \(''([0-9a-f-]{36})''\)'))[1] AS bound
+  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = $1 AND c.relname = 'processed_messages_ahead') b`
+
+// daysSQL lists the partitions of days by their bounds; names are for people.
+const daysSQL = `-- dedup.days
+SELECT relname, bounds[1]::uuid, bounds[2]::uuid
+FROM (SELECT c.relname, regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \(''([0-9a-f-]{36})''\) TO \(''([0-9a-f-]{36})''\)') AS bounds
+  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+  WHERE n.nspname = $1 AND c.relispartition AND c.relname ~ '^processed_messages_[0-9]{8}$') d
+WHERE bounds IS NOT NULL ORDER BY 2`
+
+// horizonSQL tells up to when the longest window reaches, and up to when the slowest position of the consumers
+// that forget has come. A position without any record has come nowhere until it is seen at the end of its
+// partition. A record from the future proves nothing.
+const horizonSQL = `-- dedup.horizon
+SELECT (SELECT clock_timestamp() - max(dedup_window) - $1::interval FROM effectonce.consumers),
+  p.passed, format('group %s, topic %s, partition %s', p.consumer_group, p.topic, p.partition)
+FROM (SELECT 1) AS one
+LEFT JOIN LATERAL (SELECT q.*,
+    CASE WHEN greatest(q.record_time, q.caught_up_at) < clock_timestamp() THEN greatest(q.record_time, q.caught_up_at)
+      WHEN greatest(q.record_time, q.caught_up_at) IS NOT NULL THEN clock_timestamp() END AS passed
+  FROM effectonce.consumer_positions q
+  WHERE EXISTS (SELECT FROM effectonce.consumers c WHERE c.consumer_group = q.consumer_group AND c.dedup_window IS NOT NULL)
+  ORDER BY greatest(q.record_time, q.caught_up_at) NULLS FIRST LIMIT 1) AS p ON true`
+
+// sweepStateSQL reads how many blocks a table has, and where the sweep goes on.
+const sweepStateSQL = `-- dedup.sweep_state
+SELECT pg_relation_size($1::regclass) / current_setting('block_size')::bigint,
+  coalesce((SELECT (state ->> $2)::bigint FROM effectonce.maintenance WHERE job = 'dedup'), 0)`
+
+const sweptSQL = `-- dedup.swept
+UPDATE effectonce.maintenance SET state = state || jsonb_build_object($2::text, $3::bigint) WHERE job = 'dedup' AND epoch = $1`
+
+// sweepSQL reads a range of blocks and nothing else. A consumer that is not registered any more counts with
+// the longest window. A claim goes when its window is over and the slowest position of its group was past
+// the claim's time.
+const sweepSQL = `-- dedup.sweep
+WITH slowest AS MATERIALIZED (
+  SELECT consumer_group, min(coalesce(greatest(record_time, caught_up_at), '-infinity')) AS passed
+  FROM effectonce.consumer_positions GROUP BY consumer_group
+), cutoff AS MATERIALIZED (
+  SELECT c.id, least(clock_timestamp() - c.dedup_window - $3::interval, s.passed) AS before
+  FROM effectonce.consumers c LEFT JOIN slowest s USING (consumer_group) WHERE c.dedup_window IS NOT NULL
+)
+DELETE FROM %s p WHERE p.ctid >= $1 AND p.ctid < $2
+  AND p.processed_at < coalesce((SELECT before FROM cutoff WHERE id = p.consumer),
+    (SELECT clock_timestamp() - max(dedup_window) - $3::interval FROM effectonce.consumers
+     WHERE NOT EXISTS (SELECT FROM effectonce.consumers c WHERE c.id = p.consumer)))`
+
+const forgetAttemptsSQL = `-- dedup.forget_attempts
+DELETE FROM effectonce.message_attempts WHERE updated_at < clock_timestamp() - $1::interval`
+
+type queries struct {
+	claim, claimChecked, conflicts                      string
+	claimForever, claimCheckedForever, conflictsForever string
+	register                                            string
+}
 
 func newQueries(schema string) queries {
+	in := func(sql string) string { return migrations.InSchema(sql, schema) }
+	forever := func(sql string) string {
+		return in(strings.ReplaceAll(sql, "effectonce.processed_messages", "effectonce.processed_forever"))
+	}
 	return queries{
-		claim:    migrations.InSchema(claimSQL, schema),
-		register: migrations.InSchema(registerSQL, schema),
+		claim: in(claimSQL), claimChecked: in(claimCheckedSQL), conflicts: in(conflictsSQL),
+		claimForever: forever(claimSQL), claimCheckedForever: forever(claimCheckedSQL), conflictsForever: forever(conflictsSQL),
+		register: in(registerSQL),
 	}
 }

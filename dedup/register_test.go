@@ -3,7 +3,9 @@ package dedup_test
 import (
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/google/uuid"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -23,7 +25,7 @@ func TestReplicasRegisterAsOneConsumer(t *testing.T) {
 	results := make(chan registered, 32)
 	for range cap(results) {
 		go func() {
-			consumer, err := claims.Register(t.Context(), pool, "billing/orders", "billing", []string{"orders"})
+			consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
 			results <- registered{consumer, err}
 		}()
 	}
@@ -33,7 +35,7 @@ func TestReplicasRegisterAsOneConsumer(t *testing.T) {
 		require.Equal(t, first, <-results)
 	}
 
-	other, err := claims.Register(t.Context(), pool, "billing/refunds", "billing", []string{"refunds"})
+	other, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/refunds", Group: "billing", Topics: []string{"refunds"}})
 	require.NoError(t, err)
 	assert.NotEqual(t, first.consumer, other)
 	var rows int
@@ -46,10 +48,10 @@ func TestReplicasRegisterAsOneConsumer(t *testing.T) {
 func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	owner, err := claims.Register(t.Context(), pool, "orders", "billing", []string{"orders"})
+	owner, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "orders", Group: "billing", Topics: []string{"orders"}})
 	require.NoError(t, err)
 
-	_, err = claims.Register(t.Context(), pool, "orders", "mailing", []string{"mails"})
+	_, err = claims.Register(t.Context(), pool, dedup.Registration{Name: "orders", Group: "mailing", Topics: []string{"mails"}})
 	require.ErrorIs(t, err, dedup.ErrNameTaken)
 	require.ErrorContains(t, err, `"orders" belongs to group "billing", not to "mailing"`)
 	require.ErrorContains(t, err, "choose another consumer name")
@@ -60,7 +62,7 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, "billing", group)
 	assert.Equal(t, []string{"orders"}, topics)
-	again, err := claims.Register(t.Context(), pool, "orders", "billing", []string{"orders", "refunds"})
+	again, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "orders", Group: "billing", Topics: []string{"orders", "refunds"}})
 	require.NoError(t, err)
 	assert.Equal(t, owner, again)
 	require.NoError(t, pool.QueryRow(t.Context(), "SELECT topics FROM effectonce.consumers").Scan(&topics))
@@ -71,7 +73,7 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 func TestConsumerNeedsNoTopics(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	consumer, err := claims.Register(t.Context(), pool, "webhooks", "webhooks", nil)
+	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "webhooks", Group: "webhooks", Topics: nil})
 	require.NoError(t, err)
 	assert.NotZero(t, consumer)
 }
@@ -81,21 +83,63 @@ func TestConsumerNamesHaveBounds(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	longest := strings.Repeat("ü", 300) // 600 bytes
-	_, err := claims.Register(t.Context(), pool, longest, strings.Repeat("g", 255), []string{"orders"})
+	_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: longest, Group: strings.Repeat("g", 255), Topics: []string{"orders"}})
 	require.NoError(t, err)
 
-	for _, tc := range []struct{ name, consumer, group, constraint string }{
-		{"no name", "", "billing", "consumers_name_check"},
-		{"name of 601 bytes", longest + "x", "billing", "consumers_name_check"},
-		{"no group", "billing", "", "consumers_consumer_group_check"},
-		{"group of 256 bytes", "billing", strings.Repeat("g", 256), "consumers_consumer_group_check"},
-		{"name with NUL", "a\x00b", "billing", "22021"},
+	for _, tc := range []struct {
+		name string
+		r    dedup.Registration
+		says string
+	}{
+		{"no name", dedup.Registration{Group: "billing"}, "Name of 0 bytes"},
+		{"name of 601 bytes", dedup.Registration{Name: longest + "x", Group: "billing"}, "Name of 601 bytes"},
+		{"no group", dedup.Registration{Name: "billing"}, "Group of 0 bytes"},
+		{"group of 256 bytes", dedup.Registration{Name: "billing", Group: strings.Repeat("g", 256)}, "Group of 256 bytes"},
+		{"name with NUL", dedup.Registration{Name: "a\x00b", Group: "billing"}, "without NUL"},
+		{"short window", dedup.Registration{Name: "a", Group: "a", Window: time.Second}, "Window 1s: want 1m0s to"},
+		{"window and forever", dedup.Registration{Name: "a", Group: "a", Window: time.Hour, Forever: true}, "none together with Forever"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			_, err := claims.Register(t.Context(), pool, tc.consumer, tc.group, []string{"orders"})
+			_, err := claims.Register(t.Context(), pool, tc.r)
 			require.ErrorContains(t, err, "register consumer")
-			require.ErrorContains(t, err, tc.constraint)
+			require.ErrorContains(t, err, tc.says)
 		})
 	}
+}
+
+// A window may change; whether a consumer forgets may not: its claims lie in one table or the other. C29.
+func TestForeverIsDecidedOnce(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	window := func(name string) (seconds *float64) {
+		require.NoError(t, pool.QueryRow(t.Context(), "SELECT extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers WHERE name = $1", name).Scan(&seconds))
+		return seconds
+	}
+	r := dedup.Registration{Name: "billing", Group: "billing"}
+	_, err := claims.Register(t.Context(), pool, r)
+	require.NoError(t, err)
+	require.InDelta(t, 7*24*3600, *window("billing"), 0)
+	r.Window = time.Hour
+	_, err = claims.Register(t.Context(), pool, r)
+	require.NoError(t, err)
+	require.InDelta(t, 3600, *window("billing"), 0)
+	r.Window, r.Forever = 0, true
+	_, err = claims.Register(t.Context(), pool, r)
+	require.ErrorIs(t, err, dedup.ErrForeverDecided)
+	require.InDelta(t, 3600, *window("billing"), 0)
+
+	ledger := dedup.Registration{Name: "ledger", Group: "ledger", Forever: true}
+	consumer, err := claims.Register(t.Context(), pool, ledger)
+	require.NoError(t, err)
+	require.Nil(t, window("ledger"))
+	id := uuid.New()
+	require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, id))
+	require.Equal(t, []bool{false}, claimAlone(t, pool, claims, consumer, id))
+	var rows int
+	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.processed_forever").Scan(&rows))
+	require.Equal(t, 1, rows)
+	ledger.Forever = false
+	_, err = claims.Register(t.Context(), pool, ledger)
+	require.ErrorIs(t, err, dedup.ErrForeverDecided)
 }

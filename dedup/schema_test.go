@@ -24,7 +24,7 @@ func TestConfiguredSchemaIsUsed(t *testing.T) {
 
 	claims, err := dedup.New(dedup.Config{Schema: "tenant_7"})
 	require.NoError(t, err)
-	consumer, err := claims.Register(t.Context(), pool, "billing/orders", "billing", []string{"orders"})
+	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
 	require.NoError(t, err)
 	id := newIDs(t, 1)[0]
 	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, id))
@@ -63,7 +63,7 @@ CREATE OPERATOR evil.|| (FUNCTION = evil.bit_or_varbit, LEFTARG = varbit, RIGHTA
 	require.NoError(t, err)
 	pool, claims := newPool(t, address, 2, "search_path", "evil, public"), newClaims(t)
 
-	consumer, err := claims.Register(t.Context(), pool, "billing/orders", "billing", []string{"orders"})
+	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
 	require.NoError(t, err)
 	id := newIDs(t, 1)[0]
 	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, id))
@@ -98,7 +98,7 @@ func TestClaimIsOneStatement(t *testing.T) {
 	tx, err := conn.Begin(t.Context())
 	require.NoError(t, err)
 	statements.list = nil
-	_, err = newClaims(t).ClaimBatch(t.Context(), tx, 1, newIDs(t, 1000))
+	_, err = newClaims(t).ClaimBatch(t.Context(), tx, dedup.Numbered(1), newIDs(t, 1000))
 	require.NoError(t, err)
 	require.Len(t, statements.list, 1)
 	assert.Contains(t, statements.list[0], "-- dedup.claim\n")

@@ -6,6 +6,7 @@ DROP TABLE effectonce.operator_actions;
 DROP TABLE effectonce.parked_messages;
 DROP TABLE effectonce.message_attempts;
 DROP FUNCTION effectonce.refuse_commit();
+DROP FUNCTION effectonce.check_position(text, text, integer, bigint);
 CREATE OR REPLACE FUNCTION effectonce.advance_position(
   p_group text, p_topic text, p_partition integer, p_epoch bigint, p_known bigint, p_next_offset bigint, p_record_time timestamptz)
 RETURNS bigint

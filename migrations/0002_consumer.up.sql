@@ -68,6 +68,23 @@ BEGIN
 END
 $$;
 
+-- Raises where the caller does not hold the position any more, and keeps others from taking it over before
+-- the caller's transaction has ended.
+CREATE FUNCTION effectonce.check_position(p_group text, p_topic text, p_partition integer, p_epoch bigint) RETURNS void
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+  PERFORM 1 FROM effectonce.consumer_positions
+  WHERE consumer_group = p_group AND topic = p_topic AND partition = p_partition AND epoch = p_epoch
+  FOR SHARE;
+  IF NOT FOUND THEN
+    RAISE EXCEPTION 'position of group %, topic %, partition % is held by another consumer', p_group, p_topic, p_partition
+      USING ERRCODE = 'EO001', HINT = format('epoch %s', p_epoch);
+  END IF;
+END
+$$;
+
 -- A consumer's transaction opens a holdable cursor on this function, and closes it right before its own
 -- COMMIT. PostgreSQL runs what is left of such a cursor at COMMIT: one that comes from anybody else fails
 -- here, before it can make claims durable whose effects are still to come.

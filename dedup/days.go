@@ -1,0 +1,168 @@
+package dedup
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+)
+
+// day is a partition of claims, for a range of IDs.
+type day struct {
+	name     string // of the table, without its schema
+	from, to time.Time
+}
+
+// floor is the smallest UUIDv7 of a point in time, as the SQL function uuid_floor has it.
+func floor(at time.Time) string {
+	return fmt.Sprintf("%08x-%04x-0000-0000-000000000000", at.UnixMilli()>>16, at.UnixMilli()&0xffff)
+}
+
+const untimedFloor = "80000000-0000-0000-0000-000000000000"
+
+// makeAhead makes sure that there is a partition for each of the coming days. What already lies in the
+// partition for all that is further ahead moves.
+func (m *maintenance) makeAhead(ctx context.Context) error {
+	var ahead, until time.Time
+	if err := m.conn.QueryRow(ctx, m.in(aheadSQL), m.schema, daysAhead).Scan(&ahead, &until); err != nil {
+		return err
+	}
+	if !ahead.Before(until) {
+		return nil
+	}
+	return m.locked(ctx, func(tx pgx.Tx) error {
+		if err := tx.QueryRow(ctx, m.in(aheadSQL), m.schema, daysAhead).Scan(&ahead, &until); err != nil {
+			return err
+		}
+		m.report.Made = nil
+		do := func(format string, args ...any) error {
+			_, err := tx.Exec(ctx, fmt.Sprintf(format, args...))
+			return err
+		}
+		parent, table := m.in("effectonce.processed_messages"), m.table("ahead")
+		if err := do("ALTER TABLE %s DETACH PARTITION %s", parent, table); err != nil {
+			return err
+		}
+		for at := ahead.UTC(); at.Before(until); at = at.AddDate(0, 0, 1) {
+			name := at.Format("20060102")
+			if err := do("CREATE TABLE %s PARTITION OF %s FOR VALUES FROM ('%s') TO ('%s')", m.table(name), parent, floor(at), floor(at.AddDate(0, 0, 1))); err != nil {
+				return err
+			}
+			m.report.Made = append(m.report.Made, "processed_messages_"+name)
+		}
+		// Into the parent: each row finds its day.
+		if err := do("WITH moved AS (DELETE FROM %s WHERE message_id < '%s' RETURNING *) INSERT INTO %s SELECT * FROM moved", table, floor(until), parent); err != nil {
+			return err
+		}
+		return do("ALTER TABLE %s ATTACH PARTITION %s FOR VALUES FROM ('%s') TO ('%s')", parent, table, floor(until), untimedFloor)
+	})
+}
+
+// dropBehind drops the days that nobody needs any more. The partition for what is older grows over them, so
+// that there is no ID without a partition.
+func (m *maintenance) dropBehind(ctx context.Context) error {
+	days, err := m.behind(ctx, m.conn)
+	if err != nil || len(days) == 0 {
+		return err
+	}
+	if m.dry {
+		m.report.dropped(days)
+		return nil
+	}
+	if err := m.renew(ctx); err != nil {
+		return err
+	}
+	return m.locked(ctx, func(tx pgx.Tx) error {
+		// Look again: now nobody claims.
+		days, err := m.behind(ctx, tx)
+		if err != nil || len(days) == 0 {
+			return err
+		}
+		do := func(format string, args ...any) error {
+			_, err := tx.Exec(ctx, fmt.Sprintf(format, args...))
+			return err
+		}
+		for _, d := range days {
+			if err := do("DROP TABLE %s", pgx.Identifier{m.schema, d.name}.Sanitize()); err != nil {
+				return err
+			}
+		}
+		parent, past := m.in("effectonce.processed_messages"), m.table("past")
+		if err := do("ALTER TABLE %s DETACH PARTITION %s", parent, past); err != nil {
+			return err
+		}
+		if err := do("ALTER TABLE %s ATTACH PARTITION %s FOR VALUES FROM (MINVALUE) TO ('%s')", parent, past, floor(days[len(days)-1].to)); err != nil {
+			return err
+		}
+		m.report.dropped(days)
+		return nil
+	})
+}
+
+func (r *Report) dropped(days []day) {
+	r.Dropped = nil
+	for _, d := range days {
+		r.Dropped = append(r.Dropped, d.name)
+	}
+}
+
+type querier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+// behind lists the days that may go: a run of the oldest ones.
+func (m *maintenance) behind(ctx context.Context, db querier) ([]day, error) {
+	horizon, err := m.horizon(ctx, db)
+	if err != nil || horizon == nil {
+		return nil, err
+	}
+	all, err := m.days(ctx, db)
+	if err != nil {
+		return nil, err
+	}
+	n := 0
+	for n < len(all) && !all[n].to.After(*horizon) {
+		n++
+	}
+	return all[:n], nil
+}
+
+// horizon is up to where no registered consumer needs its claims; nil: nobody is registered, all stays.
+func (m *maintenance) horizon(ctx context.Context, db querier) (*time.Time, error) {
+	var window, passed *time.Time
+	var slowest *string
+	if err := db.QueryRow(ctx, m.in(horizonSQL), dropMargin).Scan(&window, &passed, &slowest); err != nil {
+		return nil, fmt.Errorf("read windows and positions: %w", err)
+	}
+	m.report.HeldBack = ""
+	if window == nil {
+		return nil, nil //nolint:nilnil // stands for: no horizon
+	}
+	if slowest != nil && (passed == nil || passed.Before(*window)) {
+		m.report.HeldBack = *slowest
+		window = passed
+	}
+	if window != nil {
+		m.report.Horizon = *window
+	}
+	return window, nil
+}
+
+// days lists the daily partitions, the oldest first.
+func (m *maintenance) days(ctx context.Context, db querier) ([]day, error) {
+	rows, err := db.Query(ctx, daysSQL, m.schema)
+	if err != nil {
+		return nil, fmt.Errorf("list partitions: %w", err)
+	}
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (day, error) {
+		var d day
+		var from, to [16]byte
+		err := row.Scan(&d.name, &from, &to)
+		d.from, _ = Time(uuid.UUID(from))
+		d.to, _ = Time(uuid.UUID(to))
+		return d, err
+	})
+}

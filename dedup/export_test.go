@@ -1,0 +1,4 @@
+package dedup
+
+// Numbered returns a consumer that was never registered.
+func Numbered(id int) Consumer { return Consumer{id: int32(id)} }

@@ -1,0 +1,7 @@
+package dedup
+
+// The statements whose plans are tested.
+const (
+	FenceNextSQL  = fenceNextSQL
+	ReadFencesSQL = readFencesSQL
+)

@@ -1,0 +1,299 @@
+package dedup_test
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// idAt makes a UUIDv7 of a time.
+func idAt(at time.Time) uuid.UUID {
+	var id uuid.UUID
+	_, _ = rand.Read(id[6:])
+	var milli [8]byte
+	binary.BigEndian.PutUint64(milli[:], uint64(at.UnixMilli()))
+	copy(id[:6], milli[2:])
+	id[6], id[8] = id[6]&0x0f|0x70, id[8]&0x3f|0x80
+	return id
+}
+
+func maintain(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims) dedup.Report {
+	t.Helper()
+	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
+	require.NoError(t, err)
+	require.False(t, report.Elsewhere)
+	return report
+}
+
+func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
+	t.Helper()
+	_, err := pool.Exec(t.Context(), sql, args...)
+	require.NoError(t, err)
+}
+
+func number(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (n int) {
+	t.Helper()
+	require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&n))
+	return n
+}
+
+// away makes the database look as if nobody had maintained it for the given days: all that is younger lies
+// in the partition for what is far ahead.
+func away(t *testing.T, pool *pgxpool.Pool, days int) {
+	t.Helper()
+	exec(t, pool, `DO $$
+DECLARE
+  cut uuid := effectonce.uuid_floor(date_trunc('day', clock_timestamp() AT TIME ZONE 'UTC') AT TIME ZONE 'UTC' - interval '`+fmt.Sprint(days)+` days');
+  part record;
+BEGIN
+  EXECUTE 'ALTER TABLE effectonce.processed_messages DETACH PARTITION effectonce.processed_messages_ahead';
+  FOR part IN SELECT relname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace WHERE nspname = 'effectonce' AND relkind = 'r'
+    AND relname ~ '^processed_messages_[0-9]{8}$' AND relname >= 'processed_messages_' || to_char(clock_timestamp() AT TIME ZONE 'UTC' - interval '`+fmt.Sprint(days)+` days', 'YYYYMMDD') LOOP
+    EXECUTE format('DROP TABLE effectonce.%I', part.relname);
+  END LOOP;
+  EXECUTE format('ALTER TABLE effectonce.processed_messages ATTACH PARTITION effectonce.processed_messages_ahead FOR VALUES FROM (%L) TO (''80000000-0000-0000-0000-000000000000'')', cut);
+END $$`)
+}
+
+const partitionOfSQL = `SELECT count(*) FROM effectonce.processed_messages WHERE message_id = $1 AND tableoid::regclass::text = 'effectonce.processed_messages_' || $2`
+
+// Property: after any absence a run makes the days that are missing, and what was claimed meanwhile is in
+// its day; a second run has nothing to do. C30.
+func TestDaysAreMadeAheadAfterAnyAbsence(t *testing.T) {
+	t.Parallel()
+	for _, days := range []int{0, 6} {
+		t.Run(fmt.Sprint(days), func(t *testing.T) {
+			t.Parallel()
+			pool, claims := pgtest.Pool(t), newClaims(t)
+			away(t, pool, days)
+			consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g"})
+			require.NoError(t, err)
+			today, tomorrow, far := idAt(time.Now()), idAt(time.Now().Add(24*time.Hour)), idAt(time.Now().AddDate(1, 0, 0))
+			require.Equal(t, []bool{true, true, true}, claimAlone(t, pool, claims, consumer, today, tomorrow, far))
+			require.Equal(t, 1, number(t, pool, partitionOfSQL, today, "ahead"))
+
+			report := maintain(t, pool, claims)
+			require.Len(t, report.Made, 32+days)
+			require.Equal(t, 1, number(t, pool, partitionOfSQL, today, time.Now().UTC().Format("20060102")))
+			require.Equal(t, 1, number(t, pool, partitionOfSQL, tomorrow, time.Now().UTC().AddDate(0, 0, 1).Format("20060102")))
+			require.Equal(t, 1, number(t, pool, partitionOfSQL, far, "ahead"))
+			require.Equal(t, []bool{false, false, false}, claimAlone(t, pool, claims, consumer, today, tomorrow, far))
+			require.Empty(t, maintain(t, pool, claims).Made)
+		})
+	}
+}
+
+// Property: a day goes when the longest window is over and every stored position has passed it, not before;
+// an ID of a dropped day still finds a partition. Of the positions only those of consumers that forget count.
+// C29.
+func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	first := number(t, pool, `SELECT count(*) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`)
+	require.Empty(t, maintain(t, pool, claims).Dropped, "nobody is registered")
+
+	register := func(name string, window time.Duration) {
+		_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: name, Group: name, Window: window})
+		require.NoError(t, err)
+	}
+	_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
+	require.NoError(t, err)
+	register("short", time.Minute)
+	register("long", 5*24*time.Hour)
+	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, record_time) VALUES
+		('ledger', 'a', 0, NULL), ('short', 'a', 0, clock_timestamp() - interval '6 days 12 hours'), ('somebody', 'a', 0, NULL)`)
+	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test", DryRun: true})
+	require.NoError(t, err)
+	require.NotEmpty(t, report.Dropped)
+	require.Equal(t, first, number(t, pool, `SELECT count(*) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`), "a dry run")
+	dropped := maintain(t, pool, claims)
+	require.Equal(t, report.Dropped, dropped.Dropped)
+	require.Contains(t, dropped.HeldBack, "group short, topic a, partition 0")
+	oldest := func() string {
+		var name string
+		require.NoError(t, pool.QueryRow(t.Context(), `SELECT min(relname) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`).Scan(&name))
+		return name
+	}
+	day := func(ago time.Duration) string {
+		return "processed_messages_" + time.Now().UTC().Add(-ago).Format("20060102")
+	}
+	require.Equal(t, day(156*time.Hour), oldest(), "the position of group short")
+
+	// The partition is at its end: the window of the other consumer counts now.
+	exec(t, pool, `UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp() WHERE consumer_group = 'short'`)
+	maintain(t, pool, claims)
+	require.Equal(t, day(5*24*time.Hour+time.Hour), oldest())
+	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "long", Group: "long", Window: 2 * 24 * time.Hour})
+	require.NoError(t, err)
+	maintain(t, pool, claims)
+	require.Equal(t, day(2*24*time.Hour+time.Hour), oldest())
+	old := idAt(time.Now().AddDate(0, 0, -6))
+	require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, old))
+	require.Equal(t, 1, number(t, pool, partitionOfSQL, old, "past"))
+	// A position that has come nowhere holds everything.
+	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('long', 'new', 7)`)
+	report = maintain(t, pool, claims)
+	require.Empty(t, report.Dropped)
+	require.Contains(t, report.HeldBack, "partition 7")
+}
+
+// Property: claims of IDs without time go when their own consumer's window is over and its positions have
+// passed, in small steps over runs.
+func TestUntimedClaimsAreSwept(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	ids := map[string]int32{}
+	for name, window := range map[string]time.Duration{"short": time.Hour, "long": 48 * time.Hour, "held": time.Hour} {
+		consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: name, Group: name, Window: window})
+		require.NoError(t, err)
+		ids[name] = consumer.ID()
+	}
+	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, caught_up_at) VALUES ('short', 'a', 0, clock_timestamp()), ('held', 'a', 0, clock_timestamp() - interval '2 days')`)
+	for _, id := range []int32{ids["short"], ids["long"], ids["held"], 999} {
+		for _, age := range []string{"1 minute", "3 hours", "100 hours"} {
+			exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', $1 || $2 || n), $3, clock_timestamp() - $2::text::interval FROM generate_series(1, 1000) n`, fmt.Sprint(id), age, id)
+		}
+	}
+	report := maintain(t, pool, claims)
+	left := func(id int32) int {
+		return number(t, pool, `SELECT count(*) FROM effectonce.processed_messages_untimed WHERE consumer = $1`, id)
+	}
+	require.Equal(t, 1000, left(ids["short"]))
+	require.Equal(t, 2000, left(ids["long"]))
+	require.Equal(t, 2000, left(ids["held"]))
+	require.Equal(t, 2000, left(999), "nobody's: the longest window")
+	require.EqualValues(t, 5000, report.Swept)
+	require.EqualValues(t, 0, maintain(t, pool, claims).Swept)
+}
+
+// Property: one process at a time maintains; a holder that died is replaced when its lease is over.
+func TestOneMaintainerAtATime(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	exec(t, pool, `INSERT INTO effectonce.maintenance (job, owner, lease_until) VALUES ('dedup', 'somebody', clock_timestamp() + interval '1 minute')`)
+	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
+	require.NoError(t, err)
+	require.True(t, report.Elsewhere)
+	exec(t, pool, `UPDATE effectonce.maintenance SET lease_until = clock_timestamp() - interval '1 ms'`)
+	maintain(t, pool, claims)
+}
+
+// Property: while partitions are made, moved and dropped, by several processes of which some are killed, each
+// ID is fresh exactly once, and no claim fails or waits for long. C4, C30.
+func TestClaimsAreUniqueWhilePartitionsChange(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	away(t, pool, 3)
+	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g", Window: 36 * time.Hour})
+	require.NoError(t, err)
+	stop := make(chan struct{})
+	var workers sync.WaitGroup
+	workers.Go(func() { // kills one maintainer after the other
+		moment := time.NewTicker(20 * time.Millisecond)
+		defer moment.Stop()
+		for {
+			select {
+			case <-stop:
+				return
+			case <-moment.C:
+			}
+			_, _ = pool.Exec(t.Context(), `SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'maintainer' AND query LIKE '%processed_messages%' AND random() < 0.3`)
+		}
+	})
+	for range 3 {
+		workers.Go(func() {
+			config := pool.Config()
+			config.ConnConfig.RuntimeParams["application_name"] = "maintainer"
+			own, err := pgxpool.NewWithConfig(t.Context(), config)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer own.Close()
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				report, err := claims.Maintain(t.Context(), own, dedup.MaintainOptions{Owner: "test"})
+				if err == nil && !report.Elsewhere {
+					return
+				}
+				// A killed one keeps its lease; nobody wants to wait for that here.
+				_, _ = pool.Exec(t.Context(), `UPDATE effectonce.maintenance SET lease_until = NULL`)
+			}
+		})
+	}
+	const rounds, each = 60, 200
+	fresh := make([]int, rounds*each)
+	ids := make([]uuid.UUID, rounds*each)
+	for i := range ids {
+		ids[i] = idAt(time.Now().Add(time.Duration(i%100-30) * time.Hour))
+	}
+	var mu sync.Mutex
+	var claimers sync.WaitGroup
+	for range 3 {
+		claimers.Go(func() {
+			for round := range rounds {
+				batch := ids[round*each : (round+1)*each]
+				got, err := claimPatiently(t.Context(), pool, claims, consumer, batch)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				mu.Lock()
+				for i, isFresh := range got {
+					if isFresh {
+						fresh[round*each+i]++
+					}
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	claimers.Wait()
+	close(stop)
+	workers.Wait()
+	exec(t, pool, `UPDATE effectonce.maintenance SET lease_until = NULL`)
+	for tries := 0; number(t, pool, `SELECT count(*) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`) < 33; tries++ {
+		require.Less(t, tries, 5)
+		_, _ = claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
+	}
+	for i, n := range fresh {
+		require.Equal(t, 1, n, "id %s of %v", ids[i], i)
+	}
+	require.Equal(t, len(ids), number(t, pool, `SELECT count(*) FROM effectonce.processed_messages`))
+}
+
+func claimPatiently(ctx context.Context, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, ids []uuid.UUID) (fresh []bool, err error) {
+	for {
+		err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(ctx, `SET LOCAL lock_timeout = '5s'`); err != nil {
+				return err
+			}
+			fresh, err = claims.ClaimBatch(ctx, tx, consumer, ids)
+			return err
+		})
+		var pgErr *pgconn.PgError
+		if errors.As(err, &pgErr) && strings.HasPrefix(pgErr.Code, "40") {
+			continue // deadlocks between claimers and whoever changes partitions are retried
+		}
+		return fresh, err
+	}
+}

@@ -1,0 +1,96 @@
+package dedup
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Registration of a consumer.
+type Registration struct {
+	// Name is the scope of the claims. 1 to 600 bytes of UTF-8 without NUL.
+	Name string
+	// Group owns the name for ever. 1 to 255 bytes of UTF-8 without NUL.
+	Group string
+	// Topics, for people.
+	Topics []string
+	// Window is how long claims are kept at least: the dedup window. 1 minute to 10 years; default 7 days. It
+	// may change from one registration to the next.
+	Window time.Duration
+	// Forever keeps claims for ever, in processed_forever. It is decided once. Not together with Window.
+	Forever bool
+}
+
+// Bounds of Registration.Window.
+const (
+	WindowStandard = 7 * 24 * time.Hour
+	WindowMin      = time.Minute
+	WindowMax      = 10 * 365 * 24 * time.Hour
+)
+
+// ErrNameTaken is returned by Register: the name belongs to another consumer group. Two applications
+// under one name would drop each other's messages. Nothing was changed. Remedy: another name.
+var ErrNameTaken = errors.New("consumer name is taken by another consumer group")
+
+// ErrForeverDecided is returned by Register: the name was registered as one that never forgets, or as one that
+// does, and now should be the other. Its claims lie in the other table, so that messages would be handled
+// again. Nothing was changed. Remedy: another name, or to stop all consumers of the name and move its
+// claims, see docs/operations.md.
+var ErrForeverDecided = errors.New("whether a consumer forgets is decided once")
+
+// Querier is a pool, a connection or a transaction.
+type Querier interface {
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+// Register returns a consumer and makes it on the first call. A name that another group registered gives
+// ErrNameTaken. Settings out of bounds are all reported at once.
+func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Consumer, error) {
+	if err := r.check(); err != nil {
+		return Consumer{}, fmt.Errorf("register consumer %.80q: %w", r.Name, err)
+	}
+	var window *time.Duration
+	if !r.Forever {
+		if r.Window == 0 {
+			r.Window = WindowStandard
+		}
+		window = &r.Window
+	}
+	var registered Consumer
+	var owner string
+	err := db.QueryRow(ctx, c.sql.register, r.Name, r.Group, r.Topics, window).Scan(&registered.id, &owner, &registered.forever)
+	switch {
+	case err != nil:
+		return Consumer{}, fmt.Errorf("register consumer %q: %w", r.Name, err)
+	case owner != r.Group:
+		return Consumer{}, fmt.Errorf("%w: %q belongs to group %q, not to %q: choose another consumer name", ErrNameTaken, r.Name, owner, r.Group)
+	case registered.forever != r.Forever:
+		return Consumer{}, fmt.Errorf("%w: %q was registered with forever=%v, and is now %v: choose another consumer name, or move its claims as docs/operations.md says",
+			ErrForeverDecided, r.Name, registered.forever, r.Forever)
+	}
+	return registered, nil
+}
+
+func (r Registration) check() error {
+	var problems []error
+	for _, field := range []struct {
+		name, value string
+		max         int
+	}{{"Name", r.Name, 600}, {"Group", r.Group, 255}} {
+		if n := len(field.value); n < 1 || n > field.max || !utf8.ValidString(field.value) || strings.ContainsRune(field.value, 0) {
+			problems = append(problems, fmt.Errorf("%s of %d bytes: want 1 to %d bytes of UTF-8 without NUL", field.name, n, field.max))
+		}
+	}
+	switch {
+	case r.Forever && r.Window != 0:
+		problems = append(problems, fmt.Errorf("Window %v: want none together with Forever", r.Window))
+	case r.Window != 0 && (r.Window < WindowMin || r.Window > WindowMax):
+		problems = append(problems, fmt.Errorf("Window %v: want %v to %v", r.Window, WindowMin, WindowMax))
+	}
+	return errors.Join(problems...)
+}

@@ -14,6 +14,7 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/nodedup"
+	"github.com/effectonce/effectonce/outbox"
 )
 
 // engine runs batches. It knows no Kafka client.
@@ -21,6 +22,7 @@ type engine struct {
 	pool    *pgxpool.Pool
 	cfg     Config
 	claims  *dedup.Claims
+	outbox  *outbox.Outbox // for dead letters
 	handler Handler
 	sql     queries
 	timeout [3]string // settings, in milliseconds
@@ -31,9 +33,13 @@ func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error)
 	if err != nil {
 		return nil, err
 	}
+	letters, err := outbox.New(outbox.Config{Schema: cfg.Schema})
+	if err != nil {
+		return nil, err
+	}
 	milliseconds := func(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
 	return &engine{
-		pool: pool, cfg: cfg, claims: claims, handler: handler, sql: newQueries(cfg.Schema),
+		pool: pool, cfg: cfg, claims: claims, outbox: letters, handler: handler, sql: newQueries(cfg.Schema),
 		timeout: [3]string{milliseconds(cfg.StatementTimeout), milliseconds(cfg.LockTimeout), milliseconds(cfg.IdleTimeout)},
 	}, nil
 }
@@ -45,127 +51,150 @@ type position struct {
 	epoch     int64
 	// stored is next_offset as this holder saw it last; nil: none.
 	stored *int64
+	// stuck is how many holders in a row ended without order and without finishing anything.
+	stuck int
 }
 
-// errGoexit stands for a handler that ended its goroutine, as t.FailNow does.
-var errGoexit = errors.New("handler ended its goroutine (runtime.Goexit)")
-
-// apply handles messages of one partition in one transaction and advances its position behind the last
-// of them. It returns how many were fresh. After an error nothing of them is committed, except when the
-// connection was lost during COMMIT: then nobody knows, and running them again finds out, since the
-// claims are there or not.
-//
-// It runs in a goroutine of its own, so that a handler that ends its goroutine ends only the batch. When
-// ctx ends it waits for the rollback, but not for ever for a COMMIT that the server does not answer: that
-// one is left to itself, and to whoever runs the messages next.
-func (e *engine) apply(ctx context.Context, consumer dedup.Consumer, pos *position, msgs []*Message) (int, error) {
-	var fresh int
-	err := errGoexit
-	done, committing := make(chan struct{}), make(chan struct{})
-	go func() {
-		defer close(done)
-		fresh, err = e.transact(ctx, consumer, pos, msgs, committing)
-	}()
-	select {
-	case <-done:
-		return fresh, err
-	case <-ctx.Done():
-	}
-	select {
-	case <-done:
-		return fresh, err
-	case <-committing:
-	}
-	answer := time.NewTimer(commitGrace)
-	defer answer.Stop()
-	select {
-	case <-done:
-		return fresh, err
-	case <-answer.C:
-		return 0, errCommitUnanswered
-	}
+// work is what one transaction is to do: messages of one partition, in order, from Kafka or, all of them,
+// from parked_messages.
+type work struct {
+	consumer dedup.Consumer
+	pos      *position
+	msgs     []*Message
+	held     *heldKeys
+	apart    bool // the position is advanced by somebody else
 }
 
-// commitGrace is how long a stopping consumer waits for the answer to a COMMIT.
-const commitGrace = time.Second
+func (w *work) released() bool { return w.msgs[0].row != 0 }
 
-var errCommitUnanswered = errors.New("the database did not answer COMMIT before the consumer had to stop: whether it committed is found out by whoever runs the messages next")
+// outcome counts what a transaction committed.
+type outcome struct{ fresh, duplicates, parked int }
 
-func (e *engine) transact(ctx context.Context, consumer dedup.Consumer, pos *position, msgs []*Message, committing chan<- struct{}) (int, error) {
-	for i, msg := range msgs {
-		if msg.invalid != nil {
-			return 0, &messageError{i, msg.invalid}
-		}
+// transact does the work of a transaction, up to and including its COMMIT. It returns how much of it was
+// fresh. After an error nothing is committed, except when the connection was lost during COMMIT: see apply.
+func (e *engine) transact(ctx context.Context, w *work, r *run) (outcome, error) {
+	t := r.tx
+	defer t.end(ctx)
+	for _, msg := range w.msgs {
 		msg.published = 0
 	}
-	conn, err := e.pool.Acquire(ctx)
+	fresh, conflicts, oldest, err := e.begin(ctx, t, w)
 	if err != nil {
-		return 0, fmt.Errorf("get a database connection: %w", err)
+		return outcome{}, err
 	}
-	defer conn.Release()
-	t := &tx{conn: conn.Conn()}
-	defer t.end(ctx)
-
-	fresh, index, err := e.begin(ctx, t, consumer, msgs)
-	if err != nil {
-		return 0, err
-	}
-	crashpoint.Here(crashpoint.ConsumerClaimed)
-	if len(fresh) > 0 {
-		if err := e.handler.handle(ctx, t, fresh); err != nil {
-			var failed *messageError
-			if errors.As(err, &failed) {
-				return 0, &messageError{index[failed.index], failed.err}
-			}
-			return 0, err
+	crashpoint.At(ctx, crashpoint.ConsumerClaimed)
+	s := e.sortOut(w, fresh, conflicts, oldest)
+	if len(s.handle) > 0 {
+		r.places.Store(&s.index)
+		err := e.handler.handle(ctx, t, s.handle)
+		t.since.Store(0)
+		if err != nil {
+			return outcome{}, s.blame(ctx, r, err)
 		}
 	}
-	crashpoint.Here(crashpoint.ConsumerHandled)
+	crashpoint.At(ctx, crashpoint.ConsumerHandled)
 	if err := ctx.Err(); err != nil {
-		return 0, err
+		return outcome{}, err
 	}
-	close(committing)
-	return len(fresh), e.commit(ctx, t, pos, msgs[len(msgs)-1])
+	close(r.committing)
+	if err := e.commit(ctx, t, w, s); err != nil {
+		return outcome{}, err
+	}
+	w.held.add(s.keys)
+	return outcome{fresh: len(s.handle), parked: len(s.parked), duplicates: len(w.msgs) - len(s.handle) - len(s.parked)}, nil
 }
 
-// begin starts the transaction and claims, in one round trip. It returns the fresh messages and their
-// places in msgs.
-func (e *engine) begin(ctx context.Context, t *tx, consumer dedup.Consumer, msgs []*Message) ([]*Message, []int, error) {
-	ids := make([]uuid.UUID, len(msgs))
-	for i, msg := range msgs {
-		ids[i] = msg.ID
+// blame finds the place of the failed message in the batch.
+func (s *sorting) blame(ctx context.Context, r *run, err error) error {
+	if errors.Is(context.Cause(ctx), errHandlerTimeout) {
+		return r.culprit(fmt.Errorf("%w: %w", errHandlerTimeout, err))
 	}
+	var failed *messageError
+	if errors.As(err, &failed) {
+		return &messageError{s.index[failed.index], failed.err}
+	}
+	return err
+}
+
+// begin starts the transaction and claims, in one round trip. It tells for each message whether it is
+// fresh and whether it conflicts with another of its ID, and up to when claims reach back; zero: for ever.
+func (e *engine) begin(ctx context.Context, t *tx, w *work) (fresh, conflicts []bool, oldest time.Time, err error) {
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(e.cfg.Isolation))
+	batch.Queue(e.sql.guard)
 	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2])
-	var claim *dedup.Result
-	if e.cfg.Dedup != nodedup.Level {
-		claim = e.claims.Queue(batch, consumer, ids)
+	decide := e.queueClaim(batch, w)
+	if e.expires() && !w.released() {
+		batch.Queue(e.sql.age, w.consumer.ID()).QueryRow(func(row pgx.Row) error { return row.Scan(&oldest) })
 	}
 	if err := t.conn.SendBatch(ctx, batch).Close(); err != nil {
-		return nil, nil, dedup.WrapClaimError(err)
+		return nil, nil, oldest, dedup.WrapClaimError(err)
 	}
-	fresh, index := make([]*Message, 0, len(msgs)), make([]int, 0, len(msgs))
-	var isFresh []bool
-	if claim != nil {
-		isFresh = claim.Fresh()
-	}
-	for i, msg := range msgs {
-		if claim == nil || isFresh[i] {
-			fresh, index = append(fresh, msg), append(index, i)
-		}
-	}
-	return fresh, index, nil
+	fresh, conflicts = decide()
+	return fresh, conflicts, oldest, nil
 }
 
-// commit inserts what was published, advances the position and commits, in one round trip. If one of
-// the statements fails the server skips the COMMIT behind it.
+// queueClaim adds what decides which messages are fresh.
+func (e *engine) queueClaim(batch *pgx.Batch, w *work) (decide func() (fresh, conflicts []bool)) {
+	if w.released() {
+		return e.queueLock(batch, w)
+	}
+	switch e.cfg.Dedup {
+	case ByPosition:
+		return func() ([]bool, []bool) { return w.ahead(), nil }
+	case nodedup.Level:
+		return func() ([]bool, []bool) { return all(len(w.msgs)), nil }
+	case ByIDAndPayload:
+		prints := make([][16]byte, len(w.msgs))
+		for i, msg := range w.msgs {
+			prints[i] = dedup.Fingerprint(msg.Key, msg.Value)
+		}
+		claim := e.claims.QueueChecked(batch, w.consumer, w.ids(), prints)
+		return func() ([]bool, []bool) { return claim.Fresh(), claim.Conflicts() }
+	default:
+		claim := e.claims.Queue(batch, w.consumer, w.ids())
+		return func() ([]bool, []bool) { return claim.Fresh(), nil }
+	}
+}
+
+// expires tells whether claims are forgotten one day, and with them what proves a message fresh.
+func (e *engine) expires() bool {
+	return !e.cfg.Forever && (e.cfg.Dedup == ByID || e.cfg.Dedup == ByIDAndPayload)
+}
+
+func (w *work) ids() []uuid.UUID {
+	ids := make([]uuid.UUID, len(w.msgs))
+	for i, msg := range w.msgs {
+		ids[i] = msg.ID
+	}
+	return ids
+}
+
+// ahead tells which messages are not behind the stored position.
+func (w *work) ahead() []bool {
+	fresh := make([]bool, len(w.msgs))
+	for i, msg := range w.msgs {
+		fresh[i] = w.pos.stored == nil || msg.Offset >= *w.pos.stored
+	}
+	return fresh
+}
+
+func all(n int) []bool {
+	fresh := make([]bool, n)
+	for i := range fresh {
+		fresh[i] = true
+	}
+	return fresh
+}
+
+// commit inserts what was published and parked, advances the position and commits, in one round trip. If
+// one of the statements fails the server skips the COMMIT behind it.
 //
 // Like pgx's Tx.Commit, and unlike a bare COMMIT, it takes the tag ROLLBACK, with which the server answers
 // the COMMIT of a failed transaction, for the failure that it is. And it is never cut short: pgx would send
 // a cancel request, which makes a COMMIT that waits for a synchronous standby visible without being
 // replicated.
-func (e *engine) commit(ctx context.Context, t *tx, pos *position, last *Message) error {
+func (e *engine) commit(ctx context.Context, t *tx, w *work, s *sorting) error {
 	batch := &pgx.Batch{}
 	detached := context.WithoutCancel(ctx)
 	for _, c := range t.collected {
@@ -173,32 +202,70 @@ func (e *engine) commit(ctx context.Context, t *tx, pos *position, last *Message
 			return err
 		}
 	}
+	e.queueFailures(detached, batch, w, s)
+	batch.Queue(closeGuardSQL)
 	var stored int64
-	batch.Queue(e.sql.advance, e.cfg.Group, pos.topic, pos.partition, pos.epoch, pos.stored, last.Offset+1, last.Time).
-		QueryRow(func(row pgx.Row) error { return row.Scan(&stored) })
+	last := w.msgs[len(w.msgs)-1]
+	switch {
+	case w.released():
+		batch.Queue(e.sql.check, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch)
+	case !w.apart:
+		batch.Queue(e.sql.advance, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, w.pos.stored, last.Offset+1, last.Time).
+			QueryRow(func(row pgx.Row) error { return row.Scan(&stored) })
+	}
 	var tag string
 	batch.Queue("COMMIT").Query(func(rows pgx.Rows) error {
 		rows.Close()
 		tag = rows.CommandTag().String()
 		return rows.Err()
 	})
-	crashpoint.Here(crashpoint.ConsumerCommitting)
-	if err := t.conn.SendBatch(detached, batch).Close(); err != nil {
+	crashpoint.At(ctx, crashpoint.ConsumerCommitting)
+	err := t.conn.SendBatch(detached, batch).Close()
+	if err == nil && tag != "COMMIT" {
+		err = pgx.ErrTxCommitRollback
+	}
+	if endedByHandler(err) {
+		err = Permanent(errors.Join(errEnded, err))
+	}
+	if err != nil {
 		return fmt.Errorf("commit up to offset %d: %w", last.Offset, wrapPosition(err))
 	}
-	if tag != "COMMIT" {
-		return fmt.Errorf("commit up to offset %d: %w", last.Offset, pgx.ErrTxCommitRollback)
+	t.over.Store(true)
+	if !w.released() && !w.apart {
+		w.pos.stored = &stored
 	}
-	t.closed = true
-	pos.stored = &stored
-	crashpoint.Here(crashpoint.ConsumerCommitted)
+	crashpoint.At(ctx, crashpoint.ConsumerCommitted)
 	return nil
+}
+
+// queueFailures adds what becomes of messages that were not handled, or not at the first attempt.
+func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *sorting) {
+	if len(s.parked) > 0 {
+		if e.cfg.OnFailure == DeadLetter {
+			s = e.queueDeadLetters(ctx, batch, s)
+		}
+		if len(s.parked) > 0 {
+			e.queuePark(batch, w.consumer, s)
+		}
+	}
+	var tried [][16]byte
+	for _, msg := range w.msgs {
+		if msg.attempts > 0 {
+			tried = append(tried, msg.ID)
+		}
+	}
+	if len(tried) > 0 {
+		batch.Queue(e.sql.forgetAttempts, w.consumer.ID(), tried)
+	}
+	if w.released() {
+		e.queueReleased(batch, w, s)
+	}
 }
 
 // end rolls back what was not committed. If that cannot be said to the server soon, closing the
 // connection says it.
 func (t *tx) end(ctx context.Context) {
-	t.closed = true
+	t.over.Store(true)
 	if t.conn.IsClosed() || t.conn.PgConn().TxStatus() == 'I' {
 		return
 	}

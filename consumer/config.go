@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/nodedup"
 	"github.com/effectonce/effectonce/migrations"
@@ -108,6 +109,8 @@ type Hooks struct {
 	Processed func(topic string, fresh, duplicates int)
 	// Failed is called after each failed attempt at a single message.
 	Failed func(msg *Message, attempt int, err error)
+	// Parked is called after a commit that parked messages (or made dead letters of them).
+	Parked func(topic string, messages int)
 	// WithoutID is called for each message that is identified by its coordinates alone.
 	WithoutID func(msg *Message)
 }
@@ -142,6 +145,14 @@ const (
 	// key is given up. What Kafka would not take is parked.
 	DeadLetter
 )
+
+// past says what happened to a message.
+func (f OnFailure) past() string {
+	if f == DeadLetter {
+		return "sent to the dead letter topic"
+	}
+	return "parked"
+}
 
 // Order is which messages wait for each other.
 type Order uint8
@@ -181,9 +192,6 @@ var (
 	topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
 	sqlState  = regexp.MustCompile(`^[0-9A-Z]{2}([0-9A-Z]{3})?$`)
 )
-
-// windowStandard is the window of a consumer that names none.
-const windowStandard = 7 * 24 * time.Hour
 
 // withDefaults fills in what is zero and returns all problems at once.
 func (c Config) withDefaults() (Config, error) {
@@ -241,7 +249,7 @@ func (c *Config) dedup() (problems []error) {
 	}
 	if !c.Forever {
 		problems = append(problems, bounds.Durations(
-			bounds.Duration{Field: "Window", Value: &c.Window, Default: windowStandard, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour})...)
+			bounds.Duration{Field: "Window", Value: &c.Window, Default: dedup.WindowStandard, Min: dedup.WindowMin, Max: dedup.WindowMax})...)
 	}
 	return problems
 }

@@ -19,8 +19,9 @@ import (
 // Consumer runs a handler over the messages of a consumer group's topics.
 type Consumer struct {
 	*engine
-	kafka []kgo.Opt
-	owner string
+	kafka     []kgo.Opt
+	owner     string
+	lookEvery time.Duration
 
 	warnWithoutID sync.Once
 	ids           map[string]dedup.Consumer // of each topic; written before a session starts
@@ -48,11 +49,25 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	if err != nil {
 		return nil, err
 	}
-	c := &Consumer{engine: engine, kafka: kafka, owner: bounds.Owner()}
+	c := &Consumer{engine: engine, kafka: kafka, owner: bounds.Owner(), lookEvery: lookEvery}
 	if err := kgo.ValidateOpts(newSession(c).options()...); err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
 	}
-	return c, nil
+	return c, c.checkDrain()
+}
+
+// checkDrain refuses a drain that outlasts the rebalance: the partitions would be somebody else's before
+// their batches have ended.
+func (c *Consumer) checkDrain() error {
+	client, err := kgo.NewClient(c.kafka...) // connects to nobody before it is asked for something
+	if err != nil {
+		return fmt.Errorf("kafka options: %w", err)
+	}
+	defer client.Close()
+	if limit, ok := client.OptValue(kgo.RebalanceTimeout).(time.Duration); ok && c.cfg.DrainMax >= limit {
+		return fmt.Errorf("DrainMax %v: want less than the rebalance timeout of Kafka's client, which is %v (kgo.RebalanceTimeout)", c.cfg.DrainMax, limit)
+	}
+	return nil
 }
 
 // Run consumes until ctx is cancelled. It survives the loss of the database and of the brokers: it logs,
@@ -64,8 +79,15 @@ func (c *Consumer) Run(ctx context.Context) error {
 	if err := c.prepared(ctx); err != nil {
 		return err
 	}
+	var upkeep sync.WaitGroup
+	defer upkeep.Wait()
+	upkeep.Go(func() { c.claims.KeepUp(ctx, c.pool, c.owner, c.cfg.Logger) })
 	for trouble := 1; ctx.Err() == nil; trouble++ {
+		began := time.Now()
 		c.join(ctx, trouble)
+		if time.Since(began) > c.cfg.RetryMax+time.Minute {
+			trouble = 0 // what happened before is over
+		}
 	}
 	return nil
 }
@@ -112,7 +134,9 @@ func (c *Consumer) prepare(ctx context.Context) error {
 		if c.cfg.Name != "" {
 			name, topics = c.cfg.Name, c.cfg.Topics
 		}
-		id, err := c.claims.Register(ctx, c.pool, name, c.cfg.Group, topics)
+		id, err := c.claims.Register(ctx, c.pool, dedup.Registration{
+			Name: name, Group: c.cfg.Group, Topics: topics, Window: c.cfg.Window, Forever: c.cfg.Forever,
+		})
 		if err != nil {
 			return err
 		}

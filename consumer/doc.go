@@ -26,12 +26,24 @@
 //
 // Messages of a partition are handled in order, up to BatchMax in one transaction: claim all IDs,
 // handle what is fresh, advance the position of the partition, commit. The committed position decides
-// where the partition resumes; Kafka's committed offset is advisory and follows it.
+// where the partition resumes; Kafka's committed offset is advisory and follows it. With Config.Order
+// ByKey or Unordered several workers share a partition.
 //
 // # Failure
 //
-// If a batch fails it is rolled back, and what stands before the failing message commits without it.
-// The failing message is tried again, alone, with growing pauses. For now it blocks its partition until
-// it succeeds, and every attempt is logged with topic, partition, offset, ID and reason. Trouble with
-// the database is nobody's failure: the partition waits.
+// If a batch fails it is rolled back and split until the culprit stands alone; the others commit as
+// before. The culprit's error decides. One marked by Permanent, a value that cannot be decoded, a
+// SQLSTATE of PermanentStates: it is parked at once. Any other: it is tried up to AttemptsMax times with
+// growing pauses, counted in the database, and then parked. Trouble with the database is nobody's
+// failure: the partition waits. A message that ends the process is found and parked, too.
+//
+// A parked message is stored in parked_messages in the transaction that claims it. Later messages of
+// its key go behind it and everything else flows. An operator retries or discards it (outbox-relay
+// parked), and the running consumers do the rest, in order. Config.OnFailure has other policies. When
+// too many messages fail the partition pauses instead of parking them all: see ParkShareMax.
+//
+// # The dedup window
+//
+// Claims are kept for Config.Window. A message that is older, by its ID or its record's timestamp, cannot
+// be proven fresh and is parked as expired, not run. Choose the window longer than the topic's retention.
 package consumer

@@ -46,10 +46,11 @@ func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, er
 		number := first + i
 		msgs[i] = &Message{
 			ID: dedup.MessageID("test", []byte{byte(number >> 16), byte(number >> 8), byte(number)}), Topic: at.p.topic,
-			Partition: at.p.partition, Offset: int64(number), Time: time.Unix(1_700_000_000, 0), Value: []byte("x"),
+			Partition: at.p.partition, Offset: int64(number), Time: time.Now(), Value: []byte("x"),
 		}
 	}
-	return e.c.apply(ctx, e.id, at.p, msgs)
+	out, err := e.c.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: &heldKeys{keys: map[keyHash]struct{}{}}})
+	return out.fresh, err
 }
 
 // ApplyAll runs batches until all are done, as a partition does.

@@ -2,9 +2,7 @@ package consumer
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
-	"fmt"
 	"runtime/debug"
 
 	"github.com/jackc/pgx/v5"
@@ -12,7 +10,7 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// Handler is what a consumer does with messages. Make one with Each, Queued or JSON.
+// Handler is what a consumer does with messages. Make one with Each, JSON, Queued, Batch or Route.
 type Handler interface {
 	// handle works on the fresh messages of a batch, in order. A *messageError names the one that failed.
 	handle(ctx context.Context, t *tx, msgs []*Message) error
@@ -28,46 +26,78 @@ type eachHandler func(ctx context.Context, tx pgx.Tx, msg *Message) error
 
 func (h eachHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
 	for i, msg := range msgs {
-		t.current = msg
-		err := guard(func() error { return h(ctx, t, msg) })
+		t.turn(i, msg)
+		view := &messageTx{tx: t, msg: msg}
+		err := guard(func() error { return h(ctx, view, msg) })
+		view.done.Store(true)
 		if err = t.verdict(err); err != nil {
-			return &messageError{i, err}
+			return blamed(i, err)
 		}
 	}
 	return nil
 }
 
-// JSON makes a handler like Each that decodes the value first. A value that is no JSON of that form is
-// a permanent failure.
-func JSON[T any](handle func(ctx context.Context, tx pgx.Tx, msg *Message, body T) error) Handler {
-	return Each(func(ctx context.Context, tx pgx.Tx, msg *Message) error {
-		var body T
-		if err := json.Unmarshal(msg.Value, &body); err != nil {
-			return Permanent(fmt.Errorf("value is no JSON of the expected form: %w", err))
-		}
-		return handle(ctx, tx, msg, body)
-	})
+// blamed makes an error that of a message, unless it is the whole batch's.
+func blamed(index int, err error) error {
+	var batch *batchError
+	if errors.As(err, &batch) {
+		return err
+	}
+	return &messageError{index, err}
+}
+
+// Batch makes a handler that gets all fresh messages of a batch at once, for statements over sets and for
+// COPY. Where it fails the batch is split until the culprit stands alone, unless the handler names it: see
+// FailedAt. A message that it publishes needs an ID: msg.ChildID of its parent.
+func Batch(handle func(ctx context.Context, tx pgx.Tx, msgs []*Message) error) Handler {
+	return batchHandler(handle)
+}
+
+type batchHandler func(ctx context.Context, tx pgx.Tx, msgs []*Message) error
+
+func (h batchHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
+	t.turn(-1, nil)
+	view := &messageTx{tx: t}
+	err := t.verdict(guard(func() error { return h(ctx, view, msgs) }))
+	view.done.Store(true)
+	var failed *messageError
+	if err == nil || errors.As(err, &failed) && failed.index >= 0 && failed.index < len(msgs) {
+		return err
+	}
+	if len(msgs) == 1 {
+		return &messageError{0, err}
+	}
+	return &batchError{err}
+}
+
+// FailedAt says which message of a Batch failed, so that the others need not be tried to find out. index
+// counts from 0 in the messages that the handler got.
+func FailedAt(index int, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &messageError{index, err}
 }
 
 // Queue collects the statements of a batch; they are sent in one round trip when all messages were
 // handled. That is several times faster than a statement at a time, and fits handlers that only write.
 type Queue struct {
-	batch   *pgx.Batch
-	owner   []int // message of each statement
-	current int
-	tx      *tx
+	batch *pgx.Batch
+	owner []int // message of each statement
+	view  *messageTx
 }
 
-// Queue adds a statement. Callbacks on the returned query run when the results are read; an error from
-// one fails the message.
+// Queue adds a statement. Its result can be read with the callbacks of pgx.QueuedQuery; they run after all
+// messages were handled. A statement that fails fails its message.
 func (q *Queue) Queue(sql string, args ...any) *pgx.QueuedQuery {
-	q.owner = append(q.owner, q.current)
+	_ = q.view.refuse(sql) // noted, and reported when the handler returns
+	q.owner = append(q.owner, int(q.view.index.Load()))
 	return q.batch.Queue(sql, args...)
 }
 
 // Publish publishes messages with derived IDs, in the same transaction; see outbox.Publish.
 func (q *Queue) Publish(ctx context.Context, msgs ...outbox.Message) error {
-	return outbox.Publish(ctx, q.tx, msgs...)
+	return outbox.Publish(ctx, q.view, msgs...)
 }
 
 // Queued makes a handler that queues statements instead of waiting for each.
@@ -78,32 +108,49 @@ func Queued(handle func(ctx context.Context, q *Queue, msg *Message) error) Hand
 type queuedHandler func(ctx context.Context, q *Queue, msg *Message) error
 
 func (h queuedHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
-	q := &Queue{batch: &pgx.Batch{}, tx: t}
-	for i, msg := range msgs {
-		t.current, q.current = msg, i
-		if err := guard(func() error { return h(ctx, q, msg) }); err != nil {
-			return &messageError{i, err}
-		}
+	q := &Queue{batch: &pgx.Batch{QueuedQueries: make([]*pgx.QueuedQuery, 0, len(msgs))}, owner: make([]int, 0, len(msgs)), view: &messageTx{tx: t}}
+	defer q.view.done.Store(true)
+	if err := guard(func() error { return h.collect(ctx, t, q, msgs) }); err != nil {
+		return &messageError{int(t.index.Load()), err}
 	}
 	if q.batch.Len() == 0 {
 		return nil
 	}
-	// Each callback notes how far the results were read, so that an error finds its message.
-	read := 0
-	for i, query := range q.batch.QueuedQueries {
-		after := query.Fn
-		query.Fn = func(br pgx.BatchResults) error {
+	read := 0 // how far the results were read, so that an error finds its message
+	err := guard(func() error {
+		results := t.conn.SendBatch(ctx, q.batch)
+		for i, query := range q.batch.QueuedQueries {
 			read = i
-			if after != nil {
-				return after(br)
+			var err error
+			if query.Fn != nil {
+				err = query.Fn(results)
+			} else {
+				_, err = results.Exec()
 			}
-			_, err := br.Exec()
+			if err != nil {
+				_ = results.Close() // says the same
+				return err
+			}
+		}
+		return results.Close()
+	})
+	if err = t.verdict(err); err != nil {
+		return blamed(q.owner[read], err)
+	}
+	return nil
+}
+
+// collect runs the handler over the messages. Where it fails or panics, t.index is the message.
+func (h queuedHandler) collect(ctx context.Context, t *tx, q *Queue, msgs []*Message) error {
+	for i, msg := range msgs {
+		t.turn(i, msg)
+		q.view.msg = msg
+		if err := h(ctx, q, msg); err != nil {
 			return err
 		}
-	}
-	err := guard(func() error { return t.conn.SendBatch(ctx, q.batch).Close() })
-	if err = t.verdict(err); err != nil {
-		return &messageError{q.owner[read], err}
+		if err := t.misuse(); err != nil {
+			return Permanent(err)
+		}
 	}
 	return nil
 }
@@ -121,6 +168,8 @@ func guard(f func() error) (err error) {
 
 var errSwallowed = errors.New("handler returned nil although one of its statements failed: return the error; nothing of the batch was committed")
 
+var errIdle = errors.New("handler did nothing in its transaction for IdleTimeout, and the server ended it: do slow work before the transaction, take fewer messages (BatchMax), or raise IdleTimeout")
+
 var errEnded = errors.New("handler ended the transaction itself: return nil to commit, or an error to roll back")
 
 var errRowsOpen = errors.New("handler left a result open: close the rows before returning")
@@ -128,18 +177,27 @@ var errRowsOpen = errors.New("handler left a result open: close the rows before 
 // verdict looks, without a round trip, at what a handler left behind, and returns why the message
 // failed, or nil.
 func (t *tx) verdict(err error) error {
-	if t.misuse != nil {
-		return Permanent(errors.Join(t.misuse, err))
+	if misuse := t.misuse(); misuse != nil {
+		return Permanent(errors.Join(misuse, err))
+	}
+	if endedByHandler(err) {
+		return Permanent(errors.Join(errEnded, err))
 	}
 	if t.conn.IsClosed() {
 		// A handler whose own context ended broke the connection itself.
 		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
 			return err
 		}
+		if t.idled() {
+			return &batchError{errors.Join(errIdle, err)}
+		}
 		return errors.Join(errConnectionLost, err)
 	}
 	if err != nil {
 		return err
+	}
+	if t.busy.Load() {
+		return Permanent(errShared)
 	}
 	if t.conn.PgConn().IsBusy() {
 		return Permanent(errRowsOpen)

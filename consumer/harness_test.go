@@ -3,6 +3,7 @@ package consumer_test
 import (
 	"context"
 	"log/slog"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -159,4 +160,41 @@ func (l *logLines) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return string(l.text)
+}
+
+// block makes a failing message block its partition.
+func block(c *consumer.Config) { c.OnFailure = consumer.Block }
+
+// produceKeyed sends messages of the form key:value to partition 0, with new IDs.
+func (h *harness) produceKeyed(messages ...string) {
+	h.t.Helper()
+	for _, message := range messages {
+		key, _, _ := strings.Cut(message, ":")
+		h.produceRecord(&kgo.Record{Key: []byte(key), Value: []byte(message), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}}})
+	}
+}
+
+// parked lists what is parked, in order: value, reason and state.
+func (h *harness) parked() []string {
+	h.t.Helper()
+	rows, err := h.pool.Query(h.t.Context(), `SELECT convert_from(coalesce(payload, ''), 'UTF8') || ' ' || reason || ' ' || state FROM effectonce.parked_messages ORDER BY seq`)
+	require.NoError(h.t, err)
+	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(h.t, err)
+	return found
+}
+
+// waitParked waits until exactly one message is parked for each of the reasons, whatever is behind them.
+func (h *harness) waitParked(reasons ...string) {
+	h.t.Helper()
+	h.wait("parked "+strings.Join(reasons, " "), func() bool {
+		return h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE reason <> 'behind'`) == len(reasons) &&
+			h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE reason = ANY ($1)`, reasons) == len(reasons)
+	})
+}
+
+// retry does what an operator does to hand everything back.
+func (h *harness) retry() {
+	h.t.Helper()
+	h.exec(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp(), released_at = NULL WHERE state = 'parked'`)
 }

@@ -26,8 +26,15 @@ type Message struct {
 	// Time is the record's timestamp.
 	Time time.Time
 
-	published int   // messages published while handling it: the step of the next child ID
-	invalid   error // why it cannot be identified
+	topicID   uuid.UUID // zero if the broker does not know it
+	record    *kgo.Record
+	published int       // messages published while handling it: the step of the next child ID
+	released  time.Time // the time of its children, if it was parked
+	row       int64     // its seq in parked_messages; 0: it comes from Kafka
+	park      *parking  // it is not handled but parked
+	attempts  int       // attempts at it alone, as the database knows them; 0: none
+	counted   bool      // the next attempt is counted already
+	finished  bool      // for the tracker, under its lock
 }
 
 // Header is one record header; the value of Kafka's null is nil.
@@ -48,7 +55,13 @@ func (m *Message) Header(name string) ([]byte, bool) {
 
 // ChildID derives an ID from this message and a step: the same at every re-execution. Use it as the
 // idempotency key of a call to another system; each call in a handler needs a step of its own.
-func (m *Message) ChildID(step string) uuid.UUID { return dedup.ChildID(m.ID, step, m.Time) }
+func (m *Message) ChildID(step string) uuid.UUID {
+	at := m.Time
+	if !m.released.IsZero() {
+		at = m.released
+	}
+	return dedup.ChildID(m.ID, step, at)
+}
 
 // String names the message for logs, without key or value.
 func (m *Message) String() string {
@@ -59,21 +72,47 @@ func (m *Message) String() string {
 // message as the duplicate of another.
 var errAmbiguousID = errors.New("message carries two different values of an ID header: let its producer send one")
 
-// newMessage reads a record. topicID is zero if the broker does not know topic IDs.
-func (c *Consumer) newMessage(record *kgo.Record, topicID uuid.UUID) *Message {
-	m := &Message{
-		Topic: record.Topic, Partition: record.Partition, Offset: record.Offset,
-		Key: record.Key, Value: record.Value, Time: record.Timestamp,
+// headersMax bounds the headers of a message: they are looked through for each.
+const headersMax = 1000
+
+// newMessages reads records, with one allocation for all messages and one for all headers. topicID is zero
+// if the broker does not know topic IDs.
+func (c *Consumer) newMessages(records []*kgo.Record, topicID uuid.UUID) []*Message {
+	n := 0
+	for _, record := range records {
+		n += len(record.Headers)
 	}
-	if len(record.Headers) > 0 {
-		m.Headers = make([]Header, len(record.Headers))
-		for i, h := range record.Headers {
-			m.Headers[i] = Header{Name: h.Key, Value: h.Value}
+	slab, headers, msgs := make([]Message, len(records)), make([]Header, 0, n), make([]*Message, len(records))
+	for i, record := range records {
+		m := &slab[i]
+		*m = Message{
+			Topic: record.Topic, Partition: record.Partition, Offset: record.Offset,
+			Key: record.Key, Value: record.Value, Time: record.Timestamp, topicID: topicID, record: record,
 		}
+		begin := len(headers)
+		for _, h := range record.Headers {
+			headers = append(headers, Header{Name: h.Key, Value: h.Value})
+		}
+		m.Headers = headers[begin:len(headers):len(headers)]
+		c.identify(m)
+		msgs[i] = m
+	}
+	return msgs
+}
+
+// identify finds the ID of a message, and what keeps it from being handled.
+func (c *Consumer) identify(m *Message) {
+	if len(m.Headers) > headersMax {
+		m.park = &parking{reason: reasonInvalid, err: fmt.Errorf("message has %d headers: want at most %d", len(m.Headers), headersMax)}
+		m.ID = coordinatesID(m)
+		return
+	}
+	if size := m.size(); size > c.cfg.MessageBytesMax {
+		m.park = &parking{reason: reasonTooLarge, err: fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.cfg.MessageBytesMax)}
 	}
 	raw, err := c.rawID(m)
 	if err != nil {
-		m.invalid = Permanent(err)
+		m.park = &parking{reason: reasonInvalid, err: err}
 	}
 	if len(raw) > 0 {
 		scope := m.Topic
@@ -81,9 +120,9 @@ func (c *Consumer) newMessage(record *kgo.Record, topicID uuid.UUID) *Message {
 			scope = string(source)
 		}
 		m.ID = dedup.MessageID(scope, raw)
-		return m
+		return
 	}
-	m.ID = coordinatesID(m, topicID)
+	m.ID = coordinatesID(m)
 	if c.cfg.Hooks.WithoutID != nil {
 		c.cfg.Hooks.WithoutID(m)
 	}
@@ -91,7 +130,14 @@ func (c *Consumer) newMessage(record *kgo.Record, topicID uuid.UUID) *Message {
 		c.cfg.Logger.Warn("messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; said once",
 			"group", c.cfg.Group, "topic", m.Topic, "partition", m.Partition, "offset", m.Offset, "id_headers", c.cfg.IDHeaders)
 	})
-	return m
+}
+
+func (m *Message) size() int {
+	n := len(m.Key) + len(m.Value)
+	for _, h := range m.Headers {
+		n += len(h.Name) + len(h.Value)
+	}
+	return n
 }
 
 // rawID finds the bytes that name the message. An empty value names nothing: all messages with one would
@@ -120,9 +166,9 @@ func (c *Consumer) rawID(m *Message) ([]byte, error) {
 
 // coordinatesID stands for a message without an ID. The topic's own ID is part of it: a topic that was
 // deleted and made anew counts its offsets from zero again.
-func coordinatesID(m *Message, topicID uuid.UUID) uuid.UUID {
+func coordinatesID(m *Message) uuid.UUID {
 	raw := make([]byte, 0, 16+4+8+len(m.Topic))
-	raw = append(raw, topicID[:]...)
+	raw = append(raw, m.topicID[:]...)
 	raw = binary.BigEndian.AppendUint32(raw, uint32(m.Partition))
 	raw = binary.BigEndian.AppendUint64(raw, uint64(m.Offset))
 	return dedup.MessageID("effectonce:coordinates:"+m.Topic, raw)

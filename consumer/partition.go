@@ -4,39 +4,75 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
-
-	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// partition is one goroutine that handles the records of a partition in order, batch by batch.
+// partition is one goroutine that handles the records of a partition in order, batch by batch, or hands them
+// to workers.
 type partition struct {
 	*session
+	lane *lane
+
 	pos     *position
+	epoch   atomic.Int64 // of the last takeover; pos is its worker's
 	topicID uuid.UUID
 
-	ctx      context.Context //nolint:containedctx // the worker's life: cancel ends the batch in progress
 	cancel   context.CancelFunc
 	stopping chan struct{} // closed: no further batch, no further attempt
 	once     sync.Once
 	done     chan struct{}
 
-	queue   sync.Mutex
-	waiting []*kgo.Record
-	bytes   int // of keys and values waiting
-	paused  bool
-	arrived chan struct{} // has room for one signal
+	queue     sync.Mutex
+	waiting   []*kgo.Record
+	bytes     int // of keys and values waiting
+	paused    bool
+	seen      int64         // offset behind the last record that arrived, control records included
+	delivered int64         // the same without control records
+	arrived   chan struct{} // has room for one signal
+
+	lookedAt struct{ seen, end int64 } // by the watchdog, the last time
 }
 
 func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 	// The worker outlives the callback that started it, and the poll loop that feeds it: stop ends it.
 	ctx, cancel := context.WithCancel(context.WithoutCancel(s.client.Context()))
-	return &partition{
-		session: s, pos: pos, topicID: topicID, ctx: ctx, cancel: cancel,
+	p := &partition{
+		session: s, pos: pos, topicID: topicID, cancel: cancel,
 		stopping: make(chan struct{}), done: make(chan struct{}), arrived: make(chan struct{}, 1),
+	}
+	p.epoch.Store(pos.epoch)
+	p.lane = s.newLane(ctx, pos, p.stopping)
+	p.lane.committed = func(last *Message, _ outcome) { p.mark(last) }
+	p.lane.rehold = func(ctx context.Context) error { return s.rehold(ctx, p) }
+	p.lane.restart = s.restart
+	return p
+}
+
+// newLane makes the lane of a partition. After a takeover from a holder that ended without order, and without
+// finishing anything, the messages that it may have died of are tried alone.
+func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan struct{}) *lane {
+	l := &lane{
+		Consumer: c, ctx: ctx, stopping: stopping, careful: &atomic.Int64{},
+		work:    work{consumer: c.ids[pos.topic], pos: pos, held: &heldKeys{keys: map[keyHash]struct{}{}}},
+		breaker: &breaker{shareMax: c.cfg.ParkShareMax},
+	}
+	if pos.stuck > 0 {
+		l.careful.Store(int64(c.cfg.BatchMax))
+		if pos.stored != nil {
+			l.from = *pos.stored
+		}
+	}
+	return l
+}
+
+// mark marks an offset to be committed to Kafka. A message that was parked came long ago.
+func (p *partition) mark(last *Message) {
+	if last.row == 0 {
+		p.client.MarkCommitRecords(last.record)
 	}
 }
 
@@ -61,7 +97,13 @@ func recordBytes(records []*kgo.Record) (n int) {
 func (p *partition) add(records []*kgo.Record) {
 	p.queue.Lock()
 	defer p.queue.Unlock()
-	p.waiting = append(p.waiting, records...)
+	p.seen = records[len(records)-1].Offset + 1
+	for _, record := range records {
+		if !record.Attrs.IsControl() {
+			p.waiting = append(p.waiting, record)
+			p.delivered = record.Offset + 1
+		}
+	}
 	p.bytes += recordBytes(records)
 	select {
 	case p.arrived <- struct{}{}:
@@ -70,24 +112,6 @@ func (p *partition) add(records []*kgo.Record) {
 	if !p.paused && (len(p.waiting) >= waitingBatchesMax*p.cfg.BatchMax || p.bytes >= waitingBytesMax) {
 		p.paused = true
 		p.client.PauseFetchPartitions(map[string][]int32{p.pos.topic: {p.pos.partition}})
-	}
-}
-
-// next waits for the next batch; nil: the partition is to stop.
-func (p *partition) next() []*kgo.Record {
-	for {
-		select {
-		case <-p.stopping:
-			return nil
-		default:
-		}
-		if batch := p.pop(); len(batch) > 0 {
-			return batch
-		}
-		select {
-		case <-p.stopping:
-		case <-p.arrived:
-		}
 	}
 }
 
@@ -110,130 +134,66 @@ func (p *partition) pop() []*kgo.Record {
 
 func (p *partition) stop() { p.once.Do(func() { close(p.stopping) }) }
 
-func (p *partition) stopped() bool {
-	select {
-	case <-p.stopping:
-		return true
-	default:
-		return p.ctx.Err() != nil
-	}
-}
-
 func (p *partition) run() {
 	defer close(p.done)
 	defer p.cancel()
-	for batch := p.next(); batch != nil; batch = p.next() {
-		msgs := make([]*Message, len(batch))
-		for i, record := range batch {
-			msgs[i] = p.newMessage(record, p.topicID)
+	for waits := 1; ; waits++ {
+		err := p.lane.load(p.lane.ctx)
+		if err == nil {
+			break
 		}
-		if !p.process(msgs, batch) {
+		if !p.lane.waitOut(waits, err) {
 			return
 		}
 	}
+	if p.lane.careful.Load() > 0 {
+		p.cfg.Logger.WarnContext(p.lane.ctx, "the last holder of the partition ended without finishing anything: messages are tried alone for a while",
+			"group", p.cfg.Group, "topic", p.pos.topic, "partition", p.pos.partition, "times", p.pos.stuck, "messages", p.cfg.BatchMax)
+	}
+	if p.cfg.Order == ByPartition {
+		p.alone(p.lane.stopped)
+		return
+	}
+	p.alone(func() bool { return p.lane.stopped() || p.lane.careful.Load() <= 0 })
+	newFleet(p).run()
 }
 
-// process works until every message of a batch is done, or the partition is to stop: then it returns
-// false and the next holder goes on from the stored position.
-//
-// A batch that fails is rolled back and split: what stands before the culprit commits, the culprit is
-// tried alone until it succeeds, the rest follows. Where the culprit is not known (an error at COMMIT)
-// the halves are tried.
-func (p *partition) process(msgs []*Message, records []*kgo.Record) bool {
-	for attempt := 0; len(msgs) > 0; {
-		if p.stopped() {
-			return false
-		}
-		err := p.try(msgs, records)
-		if err == nil {
-			return true
-		}
-		if p.stopped() {
-			return false
-		}
-		var failed *messageError
-		switch {
-		case errors.Is(err, errFenced):
-			err = p.rehold(p.ctx, p)
-			if errors.Is(err, errWentBack) {
-				p.restart(err)
-				return false
+// alone handles one batch after the other, and in between what operators hand back.
+func (p *partition) alone(until func() bool) {
+	tend := time.NewTimer(tendEvery)
+	defer tend.Stop()
+	for more := false; !until(); {
+		if batch := p.pop(); len(batch) > 0 {
+			if !p.lane.process(p.newMessages(batch, p.topicID)) {
+				return
 			}
-			attempt = p.waitOut(attempt, err)
-		case troubleOfDatabase(err), concurrent(err):
-			attempt = p.waitOut(attempt, err)
-		case len(msgs) == 1:
-			attempt = p.complain(attempt, msgs[0], err)
-		case errors.As(err, &failed) && failed.index > 0:
-			if !p.process(msgs[:failed.index], records[:failed.index]) {
-				return false
+		} else if !more {
+			select {
+			case <-p.stopping:
+			case <-p.arrived:
+			case <-tend.C:
+				tend.Reset(0)
 			}
-			attempt, msgs, records = 0, msgs[failed.index:], records[failed.index:]
+		}
+		select {
+		case <-tend.C:
+			more = true
 		default:
-			half := (len(msgs) + 1) / 2
-			if failed != nil {
-				half = 1 // the first message is the culprit
+		}
+		if more {
+			if more = p.tend(); !more {
+				tend.Reset(tendEvery)
 			}
-			if !p.process(msgs[:half], records[:half]) {
-				return false
-			}
-			attempt, msgs, records = 0, msgs[half:], records[half:]
 		}
 	}
-	return true
 }
 
-// try applies a batch once and marks its last offset.
-func (p *partition) try(msgs []*Message, records []*kgo.Record) error {
-	fresh, err := p.apply(p.ctx, p.ids[p.pos.topic], p.pos, msgs)
-	if err != nil {
-		return err
+// tend looks after parked messages. Trouble makes it wait for another time.
+func (p *partition) tend() (more bool) {
+	more, err := p.lane.tend(p.lane.ctx)
+	if err != nil && !p.lane.stopped() && !errors.Is(err, context.Canceled) {
+		p.cfg.Logger.WarnContext(p.lane.ctx, "parked messages cannot be looked after; it is tried again", "group", p.cfg.Group,
+			"topic", p.pos.topic, "partition", p.pos.partition, "error", err)
 	}
-	if p.cfg.Hooks.Processed != nil {
-		p.cfg.Hooks.Processed(p.pos.topic, fresh, len(msgs)-fresh)
-	}
-	p.client.MarkCommitRecords(records[len(records)-1])
-	crashpoint.Here(crashpoint.ConsumerMarked)
-	return nil
-}
-
-// waitOut pauses after trouble that is no message's fault.
-func (p *partition) waitOut(attempt int, err error) int {
-	if err == nil {
-		return 0
-	}
-	attempt++
-	wait := p.backoff(attempt)
-	p.cfg.Logger.WarnContext(p.ctx, "partition waits for the database; nothing is lost", "group", p.cfg.Group,
-		"topic", p.pos.topic, "partition", p.pos.partition, "attempt", attempt, "error", err, "retry_in", wait)
-	p.pause(wait)
-	return attempt
-}
-
-// complain reports a failed attempt at a single message and pauses.
-func (p *partition) complain(attempt int, msg *Message, err error) int {
-	attempt++
-	wait := p.backoff(attempt)
-	if IsPermanent(err) {
-		wait = p.cfg.RetryMax // only a new version of the handler can help
-	}
-	if p.cfg.Hooks.Failed != nil {
-		p.cfg.Hooks.Failed(msg, attempt, err)
-	}
-	p.cfg.Logger.ErrorContext(p.ctx, "message fails and blocks its partition until it succeeds", "group", p.cfg.Group,
-		"topic", msg.Topic, "partition", msg.Partition, "offset", msg.Offset, "id", msg.ID,
-		"attempt", attempt, "permanent", IsPermanent(err), "error", err, "retry_in", wait)
-	p.pause(wait)
-	return attempt
-}
-
-// pause waits, unless the partition is to stop.
-func (p *partition) pause(d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-p.stopping:
-	case <-p.ctx.Done():
-	}
+	return more
 }

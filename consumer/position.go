@@ -17,6 +17,8 @@ type hold struct {
 	topicID   uuid.UUID // zero: the broker does not know it
 	committed int64     // Kafka's offset; negative: none
 	start     *int64    // where to begin if neither knows; nil: at the start
+	first     int64     // the earliest record that the topic has
+	end       int64     // behind its last record
 }
 
 func (h hold) compare(other hold) int {
@@ -45,7 +47,7 @@ func (e *Consumer) hold(ctx context.Context, holds []hold) ([]*position, error) 
 	}
 	taken, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (*position, error) {
 		pos := &position{}
-		return pos, row.Scan(&pos.topic, &pos.partition, &pos.epoch, &pos.stored)
+		return pos, row.Scan(&pos.topic, &pos.partition, &pos.epoch, &pos.stored, &pos.stuck)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("take positions over: %w", err)
@@ -63,6 +65,23 @@ func (e *Consumer) hold(ctx context.Context, holds []hold) ([]*position, error) 
 		}
 	}
 	return held, nil
+}
+
+// giveUp notes that positions are given up in good order.
+func (e *Consumer) giveUp(ctx context.Context, positions []*position) error {
+	if len(positions) == 0 {
+		return nil
+	}
+	topics, numbers, epochs := make([]string, len(positions)), make([]int32, len(positions)), make([]int64, len(positions))
+	for i, pos := range positions {
+		topics[i], numbers[i], epochs[i] = pos.topic, pos.partition, pos.epoch
+	}
+	ctx, cancel := context.WithTimeout(ctx, markMax)
+	defer cancel()
+	if _, err := e.pool.Exec(ctx, e.sql.givenUp, e.cfg.Group, topics, numbers, epochs); err != nil {
+		return fmt.Errorf("give positions up: %w", err)
+	}
+	return nil
 }
 
 // recreated tells which partitions have a position of an earlier topic of the same name.

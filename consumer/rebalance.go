@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -56,9 +57,9 @@ func (s *session) takeOver(ctx context.Context, offsets map[string]map[int32]kgo
 	resumed := map[string]map[int32]kgo.Offset{}
 	for i, h := range holds {
 		pos := held[i]
-		at := h.committed
-		if pos.stored != nil && (at < 0 || *pos.stored < at) {
-			at = *pos.stored
+		at, err := s.resume(ctx, h, pos)
+		if err != nil {
+			return nil, err
 		}
 		if resumed[h.topic] == nil {
 			resumed[h.topic] = map[int32]kgo.Offset{}
@@ -70,24 +71,85 @@ func (s *session) takeOver(ctx context.Context, offsets map[string]map[int32]kgo
 			offset = kgo.NewOffset().At(at)
 		}
 		resumed[h.topic][h.partition] = offset
-		s.begin(ctx, pos, h.topicID)
 		s.cfg.Logger.InfoContext(ctx, "partition assigned", "group", s.cfg.Group, "topic", h.topic, "partition", h.partition,
 			"epoch", pos.epoch, "position", pos.stored, "committed", h.committed, "resume", at)
 	}
 	return resumed, nil
 }
 
+// resume says where a partition goes on, and starts its worker, unless it has to halt.
+func (s *session) resume(ctx context.Context, h hold, pos *position) (int64, error) {
+	at := h.committed
+	if pos.stored != nil && (at < 0 || *pos.stored < at) {
+		at = *pos.stored
+	}
+	if pos.stored != nil && *pos.stored >= h.first {
+		at = max(at, h.first) // Kafka's offset is older than the topic, the position is not
+	}
+	if problem := h.outOfRange(at, pos.stored); problem != nil {
+		if s.cfg.OutOfRange == Halt {
+			return h.first, s.halt(ctx, pos, problem)
+		}
+		s.cfg.Logger.ErrorContext(ctx, "going on at the earliest record that is left", "group", s.cfg.Group, "topic", h.topic, "partition", h.partition,
+			"error", problem, "resume", h.first)
+		if err := s.reset(ctx, pos, h.first, problem); err != nil {
+			return 0, err
+		}
+		at = h.first
+	}
+	s.begin(ctx, pos, h, at)
+	return at, nil
+}
+
+// outOfRange tells whether records between what was consumed and what is left in the topic are missing.
+func (h hold) outOfRange(at int64, stored *int64) error {
+	switch {
+	case at >= 0 && at < h.first:
+		return fmt.Errorf("records %d to %d of %s/%d were deleted before they were consumed", at, h.first-1, h.topic, h.partition)
+	case at > h.end || stored != nil && *stored > h.end:
+		if stored != nil {
+			at = max(at, *stored)
+		}
+		return fmt.Errorf("%s/%d ends at offset %d, but was consumed up to %d: Kafka lost its end (an unclean election?)", h.topic, h.partition, h.end, at)
+	}
+	return nil
+}
+
+// halt leaves a partition alone until an operator decides.
+func (s *session) halt(ctx context.Context, pos *position, problem error) error {
+	said := fmt.Errorf("the partition halts: %w. To go on with what is left, set Config.OutOfRange to ResumeEarliest and restart", problem)
+	if _, err := s.pool.Exec(ctx, s.sql.trouble, s.cfg.Group, pos.topic, pos.partition, pos.epoch, errorText(said)); err != nil {
+		return fmt.Errorf("store why a partition halts: %w", err)
+	}
+	s.client.PauseFetchPartitions(map[string][]int32{pos.topic: {pos.partition}})
+	s.mu.Lock()
+	s.halted[topicPartition{pos.topic, pos.partition}] = said
+	s.mu.Unlock()
+	s.cfg.Logger.ErrorContext(ctx, "partition halts", "group", s.cfg.Group, "topic", pos.topic, "partition", pos.partition, "error", said)
+	return nil
+}
+
+// reset moves the stored position to what is left of the topic, and leaves a note about it.
+func (s *session) reset(ctx context.Context, pos *position, to int64, why error) error {
+	if _, err := s.pool.Exec(ctx, s.sql.reset, s.cfg.Group, pos.topic, pos.partition, pos.epoch, to, s.owner, errorText(why)); err != nil {
+		return fmt.Errorf("reset the position of %s/%d: %w", pos.topic, pos.partition, err)
+	}
+	pos.stored = &to
+	return nil
+}
+
 // begin starts the worker of a partition, after one that may be left from an earlier assignment.
-func (s *session) begin(ctx context.Context, pos *position, topicID uuid.UUID) {
-	key := topicPartition{pos.topic, pos.partition}
-	s.stop(ctx, s.take(map[string][]int32{pos.topic: {pos.partition}}), 0)
+func (s *session) begin(ctx context.Context, pos *position, h hold, at int64) {
+	s.end(ctx, s.take(map[string][]int32{pos.topic: {pos.partition}}), 0)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closing {
 		return
 	}
-	p := newPartition(s, pos, topicID)
-	s.partitions[key] = p
+	p := newPartition(s, pos, h.topicID)
+	p.seen = max(at, h.first)
+	p.delivered = p.seen
+	s.partitions[topicPartition{pos.topic, pos.partition}] = p
 	s.client.ResumeFetchPartitions(map[string][]int32{pos.topic: {pos.partition}})
 	go p.run()
 }
@@ -106,11 +168,13 @@ func (s *session) holds(ctx context.Context, offsets map[string]map[int32]kgo.Of
 	if err != nil {
 		return nil, fmt.Errorf("ask Kafka for topic IDs: %w", err)
 	}
-	var ends kadm.ListedOffsets
-	if s.cfg.Start == Latest {
-		if ends, err = admin.ListEndOffsets(ctx, names...); err != nil {
-			return nil, fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
-		}
+	starts, err := admin.ListStartOffsets(ctx, names...)
+	if err != nil {
+		return nil, fmt.Errorf("ask Kafka for the starts of partitions: %w", err)
+	}
+	ends, err := admin.ListEndOffsets(ctx, names...)
+	if err != nil {
+		return nil, fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
 	}
 	var holds []hold
 	for topic, numbers := range offsets {
@@ -119,11 +183,14 @@ func (s *session) holds(ctx context.Context, offsets map[string]map[int32]kgo.Of
 		}
 		for number, offset := range numbers {
 			h := hold{topic: topic, partition: number, committed: offset.EpochOffset().Offset, topicID: uuid.UUID(details[topic].ID)}
-			if end, ok := ends.Lookup(topic, number); ok && h.committed < 0 {
-				if end.Err != nil {
-					return nil, fmt.Errorf("ask Kafka for the end of %s/%d: %w", topic, number, end.Err)
-				}
-				h.start = &end.Offset
+			first, begins := starts.Lookup(topic, number)
+			end, ends := ends.Lookup(topic, number)
+			if err := errors.Join(first.Err, end.Err); err != nil || !begins || !ends {
+				return nil, fmt.Errorf("ask Kafka where %s/%d begins and ends: %w", topic, number, cmp.Or(err, errNoAnswer))
+			}
+			h.first, h.end = first.Offset, end.Offset
+			if s.cfg.Start == Latest && h.committed < 0 {
+				h.start = &h.end
 			}
 			holds = append(holds, h)
 		}
@@ -161,11 +228,14 @@ func (s *session) rehold(ctx context.Context, p *partition) error {
 		return err
 	}
 	known := p.pos.stored
-	*p.pos = *held[0]
+	p.pos.epoch, p.pos.stored, p.pos.stuck = held[0].epoch, held[0].stored, held[0].stuck
+	p.epoch.Store(p.pos.epoch)
 	if known != nil && (p.pos.stored == nil || *p.pos.stored < *known) {
 		return errWentBack
 	}
 	return nil
 }
+
+var errNoAnswer = errors.New("no answer about the partition")
 
 var errWentBack = errors.New("the database went back behind what was committed (a failover?): resuming at its position")

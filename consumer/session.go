@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -20,7 +21,8 @@ type session struct {
 
 	mu         sync.Mutex
 	partitions map[topicPartition]*partition
-	closing    bool // no partition begins any more
+	halted     map[topicPartition]error // that are assigned, but not in work
+	closing    bool                     // no partition begins any more
 
 	failed chan error // a partition asks for a new session
 }
@@ -32,7 +34,7 @@ type topicPartition struct {
 
 func newSession(c *Consumer) *session {
 	return &session{
-		Consumer: c, ready: make(chan struct{}), partitions: map[topicPartition]*partition{},
+		Consumer: c, ready: make(chan struct{}), partitions: map[topicPartition]*partition{}, halted: map[topicPartition]error{},
 		failed: make(chan error, 1),
 	}
 }
@@ -58,7 +60,10 @@ func (s *session) options() []kgo.Opt {
 		// Never the latest record, even by default: what lies between would be lost. Config.Start is
 		// resolved when positions are taken over.
 		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()),
-		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()),
+		// What is not in the topic any more is judged when positions are taken over: see Config.OutOfRange.
+		kgo.ConsumeResetOffset(kgo.NoResetOffset()),
+		// The offsets of control records tell a partition that is at its end from one that got stuck.
+		kgo.KeepControlRecords(),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
 		kgo.AutoCommitMarks(),
 		kgo.AutoCommitInterval(markEvery),
@@ -80,6 +85,9 @@ func (s *session) run(ctx context.Context) error {
 	close(s.ready)
 	polling, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
+	var looking sync.WaitGroup
+	defer looking.Wait()
+	looking.Go(func() { s.lookAfter(polling) })
 	go func() {
 		select {
 		case err := <-s.failed:
@@ -109,7 +117,11 @@ func (s *session) restart(err error) {
 func (s *session) poll(ctx context.Context) {
 	fetches := s.client.PollRecords(ctx, pollMax)
 	fetches.EachError(func(topic string, partition int32, err error) {
-		if !errors.Is(err, context.Canceled) {
+		var lost *kgo.ErrDataLoss
+		switch {
+		case errors.Is(err, kerr.OffsetOutOfRange), errors.As(err, &lost):
+			s.restart(fmt.Errorf("%s/%d: %w", topic, partition, err))
+		case !errors.Is(err, context.Canceled):
 			s.cfg.Logger.WarnContext(ctx, "fetch failed; it is tried again", "group", s.cfg.Group, "topic", topic, "partition", partition, "error", err)
 		}
 	})
@@ -137,11 +149,13 @@ func (s *session) take(keys map[string][]int32) []*partition {
 	if keys == nil {
 		taken = slices.Collect(maps.Values(s.partitions))
 		clear(s.partitions)
+		clear(s.halted)
 		return taken
 	}
 	for topic, numbers := range keys {
 		for _, number := range numbers {
 			key := topicPartition{topic, number}
+			delete(s.halted, key)
 			if p := s.partitions[key]; p != nil {
 				taken = append(taken, p)
 				delete(s.partitions, key)
@@ -151,9 +165,22 @@ func (s *session) take(keys map[string][]int32) []*partition {
 	return taken
 }
 
-// stop ends partitions: none takes another batch, each may finish the one it is at until the limit,
-// then its context is cancelled, which rolls back.
+// stop ends partitions in good order, and says so in the database: see end.
 func (s *session) stop(ctx context.Context, partitions []*partition, limit time.Duration) {
+	s.end(ctx, partitions, limit)
+	positions := make([]*position, len(partitions))
+	for i, p := range partitions {
+		positions[i] = p.pos
+	}
+	if err := s.giveUp(ctx, positions); err != nil {
+		// The next holder takes it for a crash, and is careful.
+		s.cfg.Logger.WarnContext(ctx, "partitions were given up, which could not be stored", "group", s.cfg.Group, "error", err)
+	}
+}
+
+// end ends partitions: none takes another batch, each may finish the one it is at until the limit,
+// then its context is cancelled, which rolls back.
+func (s *session) end(ctx context.Context, partitions []*partition, limit time.Duration) {
 	for _, p := range partitions {
 		p.stop()
 	}

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -16,17 +18,59 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// tx is the transaction that handlers get. It is a pgx.Tx of its own, for three reasons: BEGIN shares a
-// round trip with the claim and COMMIT one with the position, which pgx's own transaction cannot; a
-// handler must not end it; and messages published through it are collected and inserted last.
+// tx is one transaction of the engine, with what the handlers of its messages left behind.
 type tx struct {
-	conn    *pgx.Conn
-	closed  bool
-	misuse  error
-	current *Message // being handled
+	conn  *pgx.Conn
+	late  func(msg *Message) // reports a use after the handler returned
+	over  atomic.Bool        // nobody may use it any more
+	busy  atomic.Bool        // a statement of a handler is under way
+	fault atomic.Pointer[error]
+
+	begun   time.Time
+	idleMax time.Duration // after which the server ends the transaction
+	used    atomic.Int64  // when a handler's last statement ended, in nanoseconds after begun
+	tooLate atomic.Bool   // the next came later than idleMax after it
+	current *Message      // being handled; nil in a handler of whole batches
+	index   atomic.Int64  // of current in the handler's messages
+	since   atomic.Int64  // when its turn began, in nanoseconds after begun; 0: no handler is at work
 
 	collected  []collected // outbox messages, in order
 	savepoints int
+}
+
+// turn says which message is handled from now on.
+func (t *tx) turn(index int, msg *Message) {
+	t.current = msg
+	t.index.Store(int64(index))
+	t.since.Store(int64(time.Since(t.begun)) + 1)
+}
+
+// idled tells that nothing was sent to the server for so long that it may have ended the transaction.
+func (t *tx) idled() bool {
+	return t.tooLate.Load() || time.Since(t.begun)-time.Duration(t.used.Load()) >= t.idleMax
+}
+
+// misused notes what a handler must not do; the first counts.
+func (t *tx) misused(err error) error {
+	t.fault.CompareAndSwap(nil, &err)
+	return err
+}
+
+func (t *tx) misuse() error {
+	if err := t.fault.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+// messageTx is the transaction as the handler of one message gets it. It is a pgx.Tx of its own, for four
+// reasons: BEGIN shares a round trip with the claim and COMMIT one with the position, which pgx's own
+// transaction cannot; a handler must not end it, nor use it after it returned or in two goroutines; and
+// messages published through it are collected and inserted last.
+type messageTx struct {
+	*tx
+	msg  *Message // nil in a handler of whole batches
+	done atomic.Bool
 }
 
 // collected is what one Publish call brought.
@@ -36,8 +80,8 @@ type collected struct {
 }
 
 var (
-	_ pgx.Tx           = (*tx)(nil)
-	_ outbox.Collector = (*tx)(nil)
+	_ pgx.Tx           = (*messageTx)(nil)
+	_ outbox.Collector = (*messageTx)(nil)
 	_ pgx.Tx           = (*savepoint)(nil)
 	_ outbox.Collector = (*savepoint)(nil)
 )
@@ -48,21 +92,45 @@ var errNotYours = errors.New("the consumer ends the transaction, not the handler
 // errOver is what a handler gets that kept the transaction after it returned.
 var errOver = fmt.Errorf("the transaction of a handler is over when the handler returns: %w", pgx.ErrTxClosed)
 
-// Commit refuses: see errNotYours.
-func (t *tx) Commit(context.Context) error { t.misuse = errNotYours; return errNotYours }
+// errShared is what a handler gets that uses the transaction twice at a time.
+var errShared = errors.New("handler used its transaction from two goroutines, or while a result was open: use it from one, and close rows first")
 
-// Rollback refuses: see errNotYours.
-func (t *tx) Rollback(context.Context) error { t.misuse = errNotYours; return errNotYours }
-
-// Conn returns the connection of the transaction.
-func (t *tx) Conn() *pgx.Conn { return t.conn }
-
-// refuse keeps statements away that would end the transaction, and with it commit claims whose effects
-// are still to come.
-func (t *tx) refuse(sql string) error {
-	if t.closed {
+// enter begins a use of the transaction; leave ends it.
+func (v *messageTx) enter() error {
+	if v.over.Load() || v.done.Load() {
+		if v.late != nil {
+			v.late(v.msg)
+		}
 		return errOver
 	}
+	if !v.busy.CompareAndSwap(false, true) {
+		return v.misused(errShared)
+	}
+	v.tooLate.Store(v.idled())
+	return nil
+}
+
+// leave also notes that pgx found the connection busy.
+func (v *messageTx) leave(err error) {
+	v.used.Store(int64(time.Since(v.begun)))
+	v.busy.Store(false)
+	if err != nil && strings.Contains(err.Error(), "conn busy") {
+		_ = v.misused(errShared)
+	}
+}
+
+// Commit refuses: see errNotYours.
+func (v *messageTx) Commit(context.Context) error { return v.misused(errNotYours) }
+
+// Rollback refuses: see errNotYours.
+func (v *messageTx) Rollback(context.Context) error { return v.misused(errNotYours) }
+
+// Conn returns the connection of the transaction.
+func (v *messageTx) Conn() *pgx.Conn { return v.conn }
+
+// refuse keeps statements away that would end the transaction, and with it commit claims whose effects
+// are still to come. What gets past it, fails at the server: see refuse_commit in the migrations.
+func (v *messageTx) refuse(sql string) error {
 	sql = strings.TrimLeft(sql, " \t\r\n;(")
 	end := strings.IndexFunc(sql, func(r rune) bool { return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') })
 	if end < 0 {
@@ -77,94 +145,140 @@ func (t *tx) refuse(sql string) error {
 	default:
 		return nil
 	}
-	t.misuse = errNotYours
-	return errNotYours
+	return v.misused(errNotYours)
 }
 
 // Exec implements pgx.Tx.
-func (t *tx) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
-	if err := t.refuse(sql); err != nil {
-		return pgconn.CommandTag{}, err
+func (v *messageTx) Exec(ctx context.Context, sql string, args ...any) (tag pgconn.CommandTag, err error) {
+	if err := v.refuse(sql); err != nil {
+		return tag, err
 	}
-	return t.conn.Exec(ctx, sql, args...)
+	if err := v.enter(); err != nil {
+		return tag, err
+	}
+	defer func() { v.leave(err) }()
+	return v.conn.Exec(ctx, sql, args...)
 }
 
 // Query implements pgx.Tx.
-func (t *tx) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	if err := t.refuse(sql); err != nil {
+func (v *messageTx) Query(ctx context.Context, sql string, args ...any) (rows pgx.Rows, err error) {
+	if err := v.refuse(sql); err != nil {
 		return failedRows{err}, err
 	}
-	return t.conn.Query(ctx, sql, args...)
+	if err := v.enter(); err != nil {
+		return failedRows{err}, err
+	}
+	defer func() { v.leave(err) }()
+	return v.conn.Query(ctx, sql, args...)
 }
 
 // QueryRow implements pgx.Tx.
-func (t *tx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	if err := t.refuse(sql); err != nil {
+func (v *messageTx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	rows, err := v.Query(ctx, sql, args...)
+	if err != nil {
 		return failedRows{err}
 	}
-	return t.conn.QueryRow(ctx, sql, args...)
+	return firstRow{rows}
+}
+
+// firstRow is what pgx does in its own QueryRow.
+type firstRow struct{ pgx.Rows }
+
+func (r firstRow) Scan(dest ...any) error {
+	defer r.Close()
+	if !r.Next() {
+		if err := r.Err(); err != nil {
+			return err
+		}
+		return pgx.ErrNoRows
+	}
+	if err := r.Rows.Scan(dest...); err != nil {
+		return err
+	}
+	r.Close()
+	return r.Err()
 }
 
 // CopyFrom implements pgx.Tx.
-func (t *tx) CopyFrom(ctx context.Context, table pgx.Identifier, columns []string, src pgx.CopyFromSource) (int64, error) {
-	if t.closed {
-		return 0, errOver
+func (v *messageTx) CopyFrom(ctx context.Context, table pgx.Identifier, columns []string, src pgx.CopyFromSource) (n int64, err error) {
+	if err := v.enter(); err != nil {
+		return 0, err
 	}
-	return t.conn.CopyFrom(ctx, table, columns, src)
+	defer func() { v.leave(err) }()
+	return v.conn.CopyFrom(ctx, table, columns, src)
 }
 
 // SendBatch implements pgx.Tx.
-func (t *tx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
+func (v *messageTx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
 	for _, query := range b.QueuedQueries {
-		if err := t.refuse(query.SQL); err != nil {
+		if err := v.refuse(query.SQL); err != nil {
 			return pgx.FailedBatchResults(b, err)
 		}
 	}
-	return t.conn.SendBatch(ctx, b)
+	if err := v.enter(); err != nil {
+		return pgx.FailedBatchResults(b, err)
+	}
+	defer v.leave(nil)
+	return v.conn.SendBatch(ctx, b)
 }
 
 // Prepare implements pgx.Tx.
-func (t *tx) Prepare(ctx context.Context, name, sql string) (*pgconn.StatementDescription, error) {
-	if err := t.refuse(sql); err != nil {
+func (v *messageTx) Prepare(ctx context.Context, name, sql string) (desc *pgconn.StatementDescription, err error) {
+	if err := v.refuse(sql); err != nil {
 		return nil, err
 	}
-	return t.conn.Prepare(ctx, name, sql)
+	if err := v.enter(); err != nil {
+		return nil, err
+	}
+	defer func() { v.leave(err) }()
+	return v.conn.Prepare(ctx, name, sql)
 }
 
 // LargeObjects is not available: pgx lets only its own transactions make them. The SQL functions
 // (lo_from_bytea, lo_get, lo_put) work.
-func (t *tx) LargeObjects() pgx.LargeObjects {
+func (v *messageTx) LargeObjects() pgx.LargeObjects {
 	panic("effectonce: LargeObjects is not available in a handler: use the SQL functions lo_from_bytea, lo_get and lo_put")
 }
 
 // Begin starts a savepoint.
-func (t *tx) Begin(ctx context.Context) (pgx.Tx, error) {
-	t.savepoints++
-	s := &savepoint{tx: t, name: "effectonce_" + strconv.Itoa(t.savepoints), collected: len(t.collected)}
-	if _, err := t.Exec(ctx, "SAVEPOINT "+s.name); err != nil {
+func (v *messageTx) Begin(ctx context.Context) (pgx.Tx, error) {
+	v.savepoints++
+	s := &savepoint{messageTx: v, name: "effectonce_" + strconv.Itoa(v.savepoints), collected: len(v.collected)}
+	if _, err := v.Exec(ctx, "SAVEPOINT "+s.name); err != nil {
 		return nil, err
 	}
 	return s, nil
 }
 
+// errNoParent is what a handler of whole batches gets for a message without an ID.
+var errNoParent = errors.New("a message published by a handler of whole batches needs an ID: derive it from its parent with msg.ChildID, or a re-execution would publish it under another")
+
 // CollectOutbox keeps messages until the end of the batch: inserted as the last statement, they come
 // after every lock that orders their keys. A message without an ID gets one that is derived from the
 // message being handled and the message's place in the handler, so that a re-execution publishes it under
 // the same ID. It also carries on the trace.
-func (t *tx) CollectOutbox(o *outbox.Outbox, msgs []outbox.Message) error {
-	if t.closed {
-		return errOver
+func (v *messageTx) CollectOutbox(o *outbox.Outbox, msgs []outbox.Message) error {
+	if err := v.enter(); err != nil {
+		return err
 	}
+	defer v.leave(nil)
 	derived := make([]outbox.Message, len(msgs))
 	for i, m := range msgs {
-		if m.ID == uuid.Nil {
-			m.ID = t.current.ChildID("publish:" + strconv.Itoa(t.current.published))
+		if v.msg == nil {
+			if m.ID == uuid.Nil {
+				return v.misused(errNoParent)
+			}
+			derived[i] = m
+			continue
 		}
-		t.current.published++
-		m.Headers = withTrace(m.Headers, t.current)
+		if m.ID == uuid.Nil {
+			m.ID = v.msg.ChildID("publish:" + strconv.Itoa(v.msg.published))
+		}
+		v.msg.published++
+		m.Headers = withTrace(m.Headers, v.msg)
 		derived[i] = m
 	}
-	t.collected = append(t.collected, collected{o, derived})
+	v.collected = append(v.collected, collected{o, derived})
 	return nil
 }
 
@@ -183,31 +297,31 @@ func withTrace(headers []outbox.Header, parent *Message) []outbox.Header {
 // savepoint is a nested transaction of a handler. What was published inside it is forgotten when it is
 // rolled back.
 type savepoint struct {
-	*tx
+	*messageTx
 	name      string
 	collected int
-	over      bool
+	ended     bool
 }
 
 // Commit releases the savepoint.
 func (s *savepoint) Commit(ctx context.Context) error {
-	if s.over {
+	if s.ended {
 		return pgx.ErrTxClosed
 	}
-	s.over = true
-	_, err := s.conn.Exec(ctx, "RELEASE SAVEPOINT "+s.name)
+	s.ended = true
+	_, err := s.Exec(ctx, "RELEASE SAVEPOINT "+s.name)
 	return err
 }
 
 // Rollback goes back to the savepoint.
 func (s *savepoint) Rollback(ctx context.Context) error {
-	if s.over {
+	if s.ended {
 		return pgx.ErrTxClosed
 	}
-	s.over = true
-	_, err := s.conn.Exec(ctx, "ROLLBACK TO SAVEPOINT "+s.name)
+	s.ended = true
+	_, err := s.Exec(ctx, "ROLLBACK TO SAVEPOINT "+s.name)
 	if err == nil {
-		s.tx.collected = s.tx.collected[:s.collected]
+		s.messageTx.collected = s.messageTx.collected[:s.collected]
 	}
 	return err
 }

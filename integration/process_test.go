@@ -34,13 +34,17 @@ const (
 
 // child says what a process does. It travels as JSON in the environment.
 type child struct {
-	Role    string // relay or consumer
+	Role    string // relay, consumer, or deliver: a consumer without Kafka
 	URL     string
 	Brokers []string
 	Topic   string
 	Group   string
 	Forward string // consumer: publish each message to this topic, too
 	Queued  bool   // consumer: the queue shape
+
+	OnFailure consumer.OnFailure // deliver: what becomes of the message that fails
+	Shape     string             // deliver: each, queued or batch
+	Mended    bool               // deliver: no message fails any more
 
 	CrashAt    string // crash point that kills the process with SIGKILL …
 	CrashAfter int    // … when it is passed for this many-th time, counted from 0
@@ -111,6 +115,9 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 			return err
 		}
 		return r.Run(ctx)
+	}
+	if c.Role == "deliver" {
+		return c.deliver(ctx, pool, log)
 	}
 	handler := consumer.JSON(c.effect)
 	if c.Queued {

@@ -4,7 +4,10 @@
 // setting, environment variable or header can arm a point from outside this module.
 package crashpoint
 
-import "sync/atomic"
+import (
+	"context"
+	"sync/atomic"
+)
 
 // The points, in the order in which a message passes them.
 const (
@@ -17,6 +20,8 @@ const (
 	ConsumerCommitting = "consumer.before_commit" // position and COMMIT are about to be sent
 	ConsumerCommitted  = "consumer.committed"     // the effect is durable, Kafka's offset is not
 	ConsumerMarked     = "consumer.marked"        // the offset is marked, perhaps not committed
+	ConsumerAttempted  = "consumer.attempted"     // an attempt at a single message is counted, not begun
+	ConsumerReleasing  = "consumer.releasing"     // parked messages are about to be tried again
 )
 
 // All lists the points, for tests that visit each.
@@ -24,6 +29,7 @@ func All() []string {
 	return []string{
 		RelayRead, RelayProduced, RelayAcknowledged, RelayProgressed,
 		ConsumerClaimed, ConsumerHandled, ConsumerCommitting, ConsumerCommitted, ConsumerMarked,
+		ConsumerAttempted, ConsumerReleasing,
 	}
 }
 
@@ -44,4 +50,20 @@ func Here(name string) {
 	if f := hook.Load(); f != nil {
 		(*f)(name)
 	}
+}
+
+type contextKey struct{}
+
+// With makes f run at every point that work under the returned context passes, so that tests in one process
+// need not share the hook of Arm.
+func With(ctx context.Context, f func(name string)) context.Context {
+	return context.WithValue(ctx, contextKey{}, f)
+}
+
+// At is a point of work under ctx.
+func At(ctx context.Context, name string) {
+	if f, ok := ctx.Value(contextKey{}).(func(name string)); ok {
+		f(name)
+	}
+	Here(name)
 }

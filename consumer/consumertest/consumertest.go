@@ -1,0 +1,82 @@
+package consumertest
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// Main runs the tests of a package and stops what they started. Call it from TestMain.
+func Main(m *testing.M) { pgtest.Main(m) }
+
+// Message is delivered to a handler. Messages of one topic and partition are delivered in order.
+type Message struct {
+	// ID of the message, as its producer would send it. Default: one that is made up, the same in every run.
+	ID string
+	// Topic. Default "messages".
+	Topic     string
+	Partition int32
+	Key       string
+	Value     string
+	Headers   []consumer.Header
+	// Time of the record. Default: the present, the same in every run.
+	Time time.Time
+}
+
+// Options of Verify. The zero value is a handler that needs no table of its own, and so has no effect.
+type Options struct {
+	// Setup is SQL that makes what the handler needs: tables, and rows in them.
+	Setup string
+	// Prepare does the same in Go, after Setup.
+	Prepare func(ctx context.Context, pool *pgxpool.Pool) error
+	// Ignore names columns, as "table.column", that differ from run to run for a good reason. Identity
+	// columns, and those whose default is an expression (now(), a sequence), are ignored anyway.
+	Ignore []string
+	// Consumer changes the consumer's configuration. Group, Topics, Schema, Logger and Hooks are set by
+	// Verify.
+	Consumer func(cfg *consumer.Config)
+}
+
+// Database returns a pool on a database of the test's own that has the schema, for tests that call Deliver
+// themselves. It is closed, and the database dropped, when the test ends.
+func Database(tb testing.TB) *pgxpool.Pool {
+	tb.Helper()
+	return pgtest.Pool(tb)
+}
+
+// Records makes records of messages, with the offsets that they would have in new partitions.
+func Records(messages ...Message) []*kgo.Record {
+	next := map[string]int64{}
+	records := make([]*kgo.Record, len(messages))
+	for i, m := range messages {
+		if m.Topic == "" {
+			m.Topic = "messages"
+		}
+		if m.ID == "" {
+			m.ID = uuid.Must(uuid.NewV7()).String()
+		}
+		if m.Time.IsZero() {
+			m.Time = time.Now().Truncate(time.Millisecond)
+		}
+		partition := fmt.Sprint(m.Topic, m.Partition)
+		r := &kgo.Record{Topic: m.Topic, Partition: m.Partition, Offset: next[partition], Timestamp: m.Time, Value: []byte(m.Value)}
+		next[partition]++
+		if m.Key != "" {
+			r.Key = []byte(m.Key)
+		}
+		r.Headers = []kgo.RecordHeader{{Key: "message-id", Value: []byte(m.ID)}}
+		for _, h := range m.Headers {
+			r.Headers = append(r.Headers, kgo.RecordHeader{Key: h.Name, Value: h.Value})
+		}
+		records[i] = r
+	}
+	return records
+}

@@ -1,0 +1,102 @@
+package consumertest
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// effects are the rows of tables, counted, without the columns that are ignored.
+type effects map[string]map[string]int
+
+// tablesSQL lists the tables that a handler may write, with the columns that count: none that are made by
+// the database itself. Of the schema of the pipeline only the outbox is an effect of the handler.
+const tablesSQL = `-- consumertest.tables
+SELECT n.nspname, c.relname, array_agg(a.attname::text ORDER BY a.attnum)
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
+WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition
+  AND n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname NOT LIKE 'pg\_%'
+  AND (n.nspname <> 'effectonce' OR c.relname = 'outbox' AND a.attname IN ('id', 'topic', 'key', 'payload', 'headers'))
+  AND (a.attidentity = '' AND (d.oid IS NULL OR pg_get_expr(d.adbin, d.adrelid) NOT LIKE '%(%') OR n.nspname = 'effectonce')
+  AND NOT (n.nspname || '.' || c.relname || '.' || a.attname = ANY ($1::text[]) OR c.relname || '.' || a.attname = ANY ($1::text[]))
+GROUP BY n.nspname, c.relname ORDER BY 1, 2`
+
+func read(ctx context.Context, pool *pgxpool.Pool, ignore []string) (effects, error) {
+	rows, err := pool.Query(ctx, tablesSQL, append([]string{}, ignore...)) // never null
+	if err != nil {
+		return nil, fmt.Errorf("list the tables: %w", err)
+	}
+	type table struct {
+		Schema, Name string
+		Columns      []string
+	}
+	tables, err := pgx.CollectRows(rows, pgx.RowToStructByPos[table])
+	if err != nil {
+		return nil, fmt.Errorf("list the tables: %w", err)
+	}
+	found := effects{}
+	for _, t := range tables {
+		name := t.Schema + "." + t.Name
+		columns := make([]string, len(t.Columns))
+		for i, column := range t.Columns {
+			columns[i] = pgx.Identifier{column}.Sanitize()
+		}
+		rows, err := pool.Query(ctx, "SELECT to_jsonb(r)::text FROM (SELECT "+strings.Join(columns, ", ")+" FROM "+pgx.Identifier{t.Schema, t.Name}.Sanitize()+") r")
+		if err != nil {
+			return nil, fmt.Errorf("read table %s: %w", name, err)
+		}
+		texts, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		if err != nil {
+			return nil, fmt.Errorf("read table %s: %w", name, err)
+		}
+		for _, text := range texts {
+			if found[name] == nil {
+				found[name] = map[string]int{}
+			}
+			found[name][text]++
+		}
+	}
+	return found, nil
+}
+
+// shownMax bounds how many differences are said.
+const shownMax = 5
+
+// compare says how the effects differ from those of the clean run; empty: they do not.
+func compare(clean, other effects) string {
+	var said []string
+	for _, table := range slices.Sorted(maps.Keys(merged(clean, other))) {
+		for _, row := range slices.Sorted(maps.Keys(merged(clean[table], other[table]))) {
+			want, got := clean[table][row], other[table][row]
+			switch {
+			case got > want && want > 0:
+				said = append(said, fmt.Sprintf("doubled: %s has %d times %s, the clean run %d", table, got, row, want))
+			case got > want:
+				said = append(said, fmt.Sprintf("different: %s has %s, the clean run has not", table, row))
+			case got < want:
+				said = append(said, fmt.Sprintf("lost: %s has %d times %s, the clean run %d", table, got, row, want))
+			}
+		}
+	}
+	if more := len(said) - shownMax; more > 0 {
+		said = append(said[:shownMax], fmt.Sprintf("and %d more", more))
+	}
+	return strings.Join(said, "\n  ")
+}
+
+// merged has the keys of both maps.
+func merged[V any](a, b map[string]V) map[string]V {
+	both := maps.Clone(a)
+	if both == nil {
+		return b
+	}
+	maps.Copy(both, b)
+	return both
+}

@@ -1,0 +1,275 @@
+package consumertest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// Verify fails the test if the handler's effects in the database are not the same after every schedule of
+// deliveries and crashes as after a single clean run: each effect once, messages published once and under
+// the same IDs. It takes some seconds: about 30 runs, each in a database of its own.
+func Verify(t *testing.T, handler consumer.Handler, messages []Message, opts ...Options) {
+	t.Helper()
+	var o Options
+	switch len(opts) {
+	case 0:
+	case 1:
+		o = opts[0]
+	default:
+		t.Fatal("consumertest.Verify: want at most one Options")
+	}
+	if len(messages) == 0 {
+		t.Fatal("consumertest.Verify: want at least one message: without any, nothing is verified")
+	}
+	problems, err := verify(t, handler, Records(messages...), o)
+	if err != nil {
+		t.Fatal("consumertest.Verify:", err)
+	}
+	for _, problem := range problems {
+		t.Error(problem)
+	}
+}
+
+// schedule is one way in which the messages reach the handler.
+type schedule struct {
+	name    string
+	batch   int
+	records []*kgo.Record
+	crash   string // the point at which the consumer is killed once; then everything is delivered again
+	pass    int    // … when it is passed for this many-th time, from 0
+	hint    string // what a handler must have done that differs here
+}
+
+const (
+	hintOutside = "the handler seems to write through another connection than its tx, or to keep what it did in memory: only what goes through tx commits once"
+	hintBatch   = "the handler's effect seems to depend on which messages share a transaction, or on what it keeps in memory between messages"
+	hintRandom  = "the handler's effect differs from run to run: derive IDs from msg.ID or msg.ChildID and times from msg.Time, or name the columns in Options.Ignore"
+)
+
+// schedules lists what is tried, after the clean run.
+func schedules(records []*kgo.Record) []schedule {
+	all := []schedule{
+		{name: "a second clean run", batch: 500, records: records, hint: hintRandom},
+		{name: "each message in a transaction of its own", batch: 1, records: records, hint: hintBatch},
+		{name: "every message twice in a row", batch: 500, records: doubled(records), hint: hintBatch},
+		{name: "all messages, and then all again", batch: 2, records: again(records), hint: hintBatch},
+		{name: "all messages, and then all again in reverse", batch: 3, records: again(records, slices.Reverse[[]*kgo.Record]), hint: hintBatch},
+	}
+	for _, point := range []struct{ name, text string }{
+		{crashpoint.ConsumerClaimed, "killed after the claim, before the handler ran"},
+		{crashpoint.ConsumerHandled, "killed after the handler ran, before COMMIT"},
+		{crashpoint.ConsumerCommitting, "killed right before COMMIT"},
+		{crashpoint.ConsumerCommitted, "killed right after COMMIT"},
+		{crashpoint.ConsumerMarked, "killed before the offset went to Kafka"},
+	} {
+		for _, batch := range []int{1, 500} {
+			passes := []int{0}
+			if batch == 1 {
+				passes = slices.Compact([]int{0, len(records) / 2, len(records) - 1})
+			}
+			for _, pass := range passes {
+				all = append(all, schedule{
+					name:  fmt.Sprintf("%s (batches of %d, transaction %d), and delivered again", point.text, batch, pass+1),
+					batch: batch, records: records, crash: point.name, pass: pass, hint: hintOutside,
+				})
+			}
+		}
+	}
+	return all
+}
+
+// doubled has a copy of each record right behind it, at the next offset.
+func doubled(records []*kgo.Record) (twice []*kgo.Record) {
+	for _, r := range records {
+		one, two := *r, *r
+		one.Offset, two.Offset = 2*r.Offset, 2*r.Offset+1
+		twice = append(twice, &one, &two)
+	}
+	return twice
+}
+
+// again has copies of all records behind them, at later offsets, changed in their order.
+func again(records []*kgo.Record, change ...func([]*kgo.Record)) []*kgo.Record {
+	second := slices.Clone(records)
+	for _, f := range change {
+		f(second)
+	}
+	end := map[[2]any]int64{}
+	for _, r := range records {
+		end[[2]any{r.Topic, r.Partition}]++
+	}
+	both := slices.Clone(records)
+	for _, r := range second {
+		copied := *r
+		at := [2]any{r.Topic, r.Partition}
+		copied.Offset = end[at]
+		end[at]++
+		both = append(both, &copied)
+	}
+	return both
+}
+
+func verify(t *testing.T, handler consumer.Handler, records []*kgo.Record, o Options) (problems []string, err error) {
+	t.Helper()
+	clean, err := run(t, handler, schedule{name: "the clean run", batch: 500, records: records}, o)
+	if err != nil {
+		return nil, fmt.Errorf("the clean run: %w", err)
+	}
+	for _, s := range schedules(records) {
+		effects, err := run(t, handler, s, o)
+		if err != nil {
+			problems = append(problems, fmt.Sprintf("%s: %v", s.name, err))
+			continue
+		}
+		if difference := compare(clean, effects); difference != "" {
+			problems = append(problems, fmt.Sprintf("%s: %s\n%s", s.name, difference, s.hint))
+			if s.hint == hintRandom {
+				return problems, nil // whatever else differs, differs for that
+			}
+		}
+	}
+	return problems, nil
+}
+
+var errNoEffect = errors.New("the messages changed nothing in any table: there is no effect to verify; does Options.Setup make the handler's tables, and does Options.Ignore leave a column?")
+
+// runMax bounds one run; a handler that hangs is told from one that is slow by HandlerTimeout.
+const runMax = time.Minute
+
+// run delivers the records of a schedule in a database of its own and returns what is in it then.
+func run(t *testing.T, handler consumer.Handler, s schedule, o Options) (effects, error) {
+	t.Helper()
+	var found effects
+	var err error
+	t.Run(strings.ReplaceAll(s.name, " ", "_"), func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), runMax)
+		defer cancel()
+		pool := pgtest.Pool(t)
+		if err = prepare(ctx, pool, o); err != nil {
+			return
+		}
+		var failures failures
+		c, newErr := consumer.New(pool, nil, handler, o.config(s, &failures))
+		if err = newErr; err != nil {
+			return
+		}
+		var before effects
+		if before, err = read(ctx, pool, o.Ignore); err != nil {
+			return
+		}
+		if s.crash != "" && !crashing(ctx, c, s) {
+			err = errors.New("the crash point was not reached: the handler failed before?")
+		}
+		if err == nil {
+			_, err = c.Deliver(ctx, s.records...)
+		}
+		if err == nil {
+			err = failures.err()
+		}
+		if err == nil {
+			found, err = read(ctx, pool, o.Ignore)
+		}
+		if err == nil && compare(before, found) == "" {
+			err = errNoEffect
+		}
+	})
+	return found, err
+}
+
+func prepare(ctx context.Context, pool *pgxpool.Pool, o Options) error {
+	if o.Setup != "" {
+		if _, err := pool.Exec(ctx, o.Setup); err != nil {
+			return fmt.Errorf("Options.Setup: %w", err)
+		}
+	}
+	if o.Prepare != nil {
+		if err := o.Prepare(ctx, pool); err != nil {
+			return fmt.Errorf("Options.Prepare: %w", err)
+		}
+	}
+	return nil
+}
+
+func (o Options) config(s schedule, f *failures) consumer.Config {
+	var cfg consumer.Config
+	if o.Consumer != nil {
+		o.Consumer(&cfg)
+	}
+	cfg.Group, cfg.Topics, cfg.Schema, cfg.Logger = "consumertest", nil, "", nil
+	for _, r := range s.records {
+		if !slices.Contains(cfg.Topics, r.Topic) {
+			cfg.Topics = append(cfg.Topics, r.Topic)
+		}
+	}
+	cfg.BatchMax = s.batch
+	cfg.RetryMin, cfg.RetryMax = time.Millisecond, 10*time.Millisecond
+	cfg.Hooks = consumer.Hooks{Failed: f.failed}
+	return cfg
+}
+
+// failures keeps the last error of each message that failed.
+type failures struct {
+	mu   sync.Mutex
+	list []string
+}
+
+func (f *failures) failed(msg *consumer.Message, attempt int, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.list = append(f.list, fmt.Sprintf("%s, attempt %d: %v", msg, attempt, err))
+}
+
+func (f *failures) err() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.list) == 0 {
+		return nil
+	}
+	return fmt.Errorf("the handler failed: %s", strings.Join(f.list, "\n"))
+}
+
+// crashing delivers until the crash point, where the consumer is killed: the goroutine that passes the point
+// does nothing more, and its transaction is rolled back as the server does when a process dies. It returns
+// whether the point was reached.
+func crashing(ctx context.Context, c *consumer.Consumer, s schedule) bool {
+	ctx, kill := context.WithCancel(ctx)
+	defer kill()
+	var mu sync.Mutex
+	pass, killed := s.pass, false
+	die := func(name string) {
+		mu.Lock()
+		now := name == s.crash && pass == 0
+		if name == s.crash {
+			pass--
+		}
+		killed = killed || now
+		mu.Unlock()
+		if now {
+			kill()
+			runtime.Goexit()
+		}
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_, _ = c.Deliver(crashpoint.With(ctx, die), s.records...)
+	}()
+	<-done
+	mu.Lock()
+	defer mu.Unlock()
+	return killed
+}

@@ -1,0 +1,85 @@
+package consumer
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// Delivered counts what became of messages.
+type Delivered struct {
+	// Fresh were handled, Duplicates were dropped, Parked were parked or made dead letters.
+	Fresh, Duplicates, Parked int
+}
+
+// Deliver handles records as Run does, with claims, positions, retries and parking, but without Kafka: for
+// tests, and for records that come from elsewhere. Records of a partition are handled in the order in which
+// they are given; topic, partition, offset and timestamp count as if Kafka had brought them. Messages that
+// an operator handed back are tried again first. It returns when all are done, or when ctx ends: then what is
+// not committed was rolled back, and delivering all of it again is safe. Not while Run consumes the same
+// partitions: each would take them from the other.
+func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Delivered, error) {
+	var sum Delivered
+	if err := c.prepare(ctx); err != nil {
+		return sum, err
+	}
+	var order []topicPartition
+	byPartition := map[topicPartition][]*kgo.Record{}
+	for _, record := range records {
+		if _, known := c.ids[record.Topic]; !known {
+			return sum, fmt.Errorf("record of topic %q: want one of Topics", record.Topic)
+		}
+		key := topicPartition{record.Topic, record.Partition}
+		if byPartition[key] == nil {
+			order = append(order, key)
+		}
+		byPartition[key] = append(byPartition[key], record)
+	}
+	for _, key := range order {
+		if err := c.deliver(ctx, key, byPartition[key], &sum); err != nil {
+			return sum, fmt.Errorf("deliver to %s/%d: %w", key.topic, key.partition, err)
+		}
+	}
+	return sum, nil
+}
+
+func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*kgo.Record, sum *Delivered) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	take := hold{topic: key.topic, partition: key.partition, committed: -1}
+	held, err := c.hold(ctx, []hold{take})
+	if err != nil {
+		return err
+	}
+	l := c.newLane(ctx, held[0], nil)
+	l.committed = func(_ *Message, out outcome) {
+		sum.Fresh += out.fresh
+		sum.Duplicates += out.duplicates
+		sum.Parked += out.parked
+	}
+	l.rehold = func(ctx context.Context) error {
+		again, err := c.hold(ctx, []hold{take})
+		if err == nil {
+			*held[0] = *again[0]
+		}
+		return err
+	}
+	l.restart = func(err error) { cancel(err) }
+	if err := l.load(ctx); err != nil {
+		return err
+	}
+	for more := true; more; {
+		if more, err = l.tend(ctx); err != nil {
+			return err
+		}
+	}
+	for len(records) > 0 {
+		n := min(len(records), c.cfg.BatchMax)
+		if !l.process(c.newMessages(records[:n], take.topicID)) {
+			return context.Cause(ctx)
+		}
+		records = records[n:]
+	}
+	return c.giveUp(ctx, []*position{held[0]})
+}

@@ -1,0 +1,100 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kadm"
+)
+
+// lookEvery is how often a session compares its partitions with the ends of their topics.
+const lookEvery = time.Minute
+
+// errStuck asks for a new session: the broker has records that the client does not bring.
+var errStuck = errors.New("records are there and do not arrive: joining anew")
+
+// lookAfter notes which partitions are at their end, so that idle ones do not hold back the forgetting of
+// claims, watches for a client that got stuck, and repeats which partitions halt.
+func (s *session) lookAfter(ctx context.Context) {
+	ticker := time.NewTicker(s.lookEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		s.mu.Lock()
+		for key, why := range s.halted {
+			s.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.cfg.Group, "topic", key.topic, "partition", key.partition, "error", why)
+		}
+		s.mu.Unlock()
+		if err := s.look(ctx); err != nil && ctx.Err() == nil {
+			s.cfg.Logger.WarnContext(ctx, "partitions could not be compared with their topics; it is tried again", "group", s.cfg.Group, "error", err)
+		}
+	}
+}
+
+func (s *session) look(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	defer cancel()
+	s.mu.Lock()
+	partitions := make([]*partition, 0, len(s.partitions))
+	for _, p := range s.partitions {
+		partitions = append(partitions, p)
+	}
+	s.mu.Unlock()
+	if len(partitions) == 0 {
+		return nil
+	}
+	var now time.Time // before the ends are asked for: what comes later is not covered
+	if err := s.pool.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
+		return fmt.Errorf("ask for the time: %w", err)
+	}
+	// Committed: what an open transaction holds back is not missing.
+	ends, err := kadm.NewClient(s.client).ListCommittedOffsets(ctx, s.cfg.Topics...)
+	if err != nil {
+		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
+	}
+	var topics []string
+	var numbers []int32
+	var epochs, delivered []int64
+	for _, p := range partitions {
+		end, ok := ends.Lookup(p.pos.topic, p.pos.partition)
+		if !ok || end.Err != nil {
+			continue
+		}
+		atEnd, stuck, upTo := p.compare(end.Offset)
+		if stuck {
+			s.restart(fmt.Errorf("%s/%d: %w", p.pos.topic, p.pos.partition, errStuck))
+			return nil
+		}
+		if atEnd {
+			topics, numbers = append(topics, p.pos.topic), append(numbers, p.pos.partition)
+			epochs, delivered = append(epochs, p.epoch.Load()), append(delivered, upTo)
+		}
+	}
+	if len(topics) == 0 {
+		return nil
+	}
+	if _, err := s.pool.Exec(ctx, s.sql.caughtUp, s.cfg.Group, topics, numbers, epochs, now, delivered); err != nil {
+		return fmt.Errorf("note that partitions are at their end: %w", err)
+	}
+	return nil
+}
+
+// compare tells whether everything up to the end of the topic has arrived, whether nothing arrived since the
+// last time although it could have, and up to where messages arrived.
+func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
+	p.queue.Lock()
+	defer p.queue.Unlock()
+	missing := end > p.seen && !p.paused && len(p.waiting) == 0
+	stuck = missing && p.lookedAt.end > p.lookedAt.seen && p.lookedAt.seen == p.seen
+	p.lookedAt.seen, p.lookedAt.end = p.seen, end
+	if !missing {
+		p.lookedAt.end = p.seen
+	}
+	return end <= p.seen, stuck, p.delivered
+}

@@ -1,0 +1,194 @@
+package consumer_test
+
+import (
+	"context"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/consumer"
+)
+
+// Property: a handler that ends the transaction, whatever way it finds, loses no effect and doubles none: it
+// is parked for what it did, and every other message of its batch has its effect once. Behind the back of
+// the transaction the server refuses its COMMIT.
+func TestHandlerCannotEndTheTransaction(t *testing.T) {
+	t.Parallel()
+	for name, end := range map[string]func(ctx context.Context, tx pgx.Tx) error{
+		"commit": func(ctx context.Context, tx pgx.Tx) error { return tx.Commit(ctx) },
+		"ignored commit by sql": func(ctx context.Context, tx pgx.Tx) error {
+			_, _ = tx.Exec(ctx, "COMMIT")
+			return nil
+		},
+		"commit of the connection": func(ctx context.Context, tx pgx.Tx) error {
+			_, err := tx.Conn().Exec(ctx, "COMMIT")
+			return err
+		},
+		"ignored commit of the connection": func(ctx context.Context, tx pgx.Tx) error {
+			_, _ = tx.Conn().Exec(ctx, "COMMIT")
+			return nil
+		},
+		"commit and begin of the connection": func(ctx context.Context, tx pgx.Tx) error {
+			_, _ = tx.Conn().Exec(ctx, "COMMIT")
+			_, _ = tx.Conn().Exec(ctx, "BEGIN")
+			return nil
+		},
+		"rollback and begin of the connection": func(ctx context.Context, tx pgx.Tx) error {
+			_, _ = tx.Conn().Exec(ctx, "ROLLBACK")
+			_, _ = tx.Conn().Exec(ctx, "BEGIN")
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produceKeyed("a:1", "b:1", "c:bad", "d:1", "e:1")
+			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				if err := effect(ctx, tx, msg); err != nil {
+					return err
+				}
+				if strings.HasSuffix(string(msg.Value), "bad") {
+					return end(ctx, tx)
+				}
+				return nil
+			}), nil)
+			h.wait("position", func() bool { return h.position() == 5 })
+			require.NoError(t, stop())
+			require.Equal(t, []string{"a:1", "b:1", "d:1", "e:1"}, h.values())
+			require.Equal(t, []string{"c:bad permanent parked"}, h.parked())
+			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%transaction%'`))
+		})
+	}
+}
+
+// Property: what a handler leaves broken costs only its message, which is parked for what it did; the others
+// have their effects. Rows C19, C20, C46.
+func TestMisuseIsParkedForWhatItIs(t *testing.T) {
+	t.Parallel()
+	leave := make(chan struct{})
+	for name, tc := range map[string]struct {
+		misbehave func(ctx context.Context, tx pgx.Tx) error
+		says      string
+	}{
+		"swallowed error": {func(ctx context.Context, tx pgx.Tx) error { _, _ = tx.Exec(ctx, `SELECT 1/0`); return nil }, "one of its statements failed"},
+		"panic":           {func(context.Context, pgx.Tx) error { panic("boom") }, "handler panicked: boom"},
+		"goexit":          {func(context.Context, pgx.Tx) error { runtime.Goexit(); return nil }, "Goexit"},
+		"open result": {func(ctx context.Context, tx pgx.Tx) error {
+			_, err := tx.Query(ctx, `SELECT generate_series(1, 100000)`) //nolint:sqlclosecheck // the mistake under test
+			return err
+		}, "close the rows"},
+		"two goroutines": {func(ctx context.Context, tx pgx.Tx) error {
+			var both sync.WaitGroup
+			for range 2 {
+				both.Go(func() { _, _ = tx.Exec(ctx, `SELECT pg_sleep(0.3)`) })
+			}
+			both.Wait()
+			return nil
+		}, "two goroutines"},
+		"too slow":        {func(ctx context.Context, _ pgx.Tx) error { <-ctx.Done(); return ctx.Err() }, "longer than HandlerTimeout"},
+		"too slow in SQL": {func(ctx context.Context, tx pgx.Tx) error { _, err := tx.Exec(ctx, `SELECT pg_sleep(60)`); return err }, "longer than HandlerTimeout"},
+		"idle": {func(ctx context.Context, tx pgx.Tx) error {
+			time.Sleep(700 * time.Millisecond) // the mistake under test
+			_, err := tx.Exec(ctx, `SELECT 1`)
+			return err
+		}, "IdleTimeout"},
+		"ignores its context": {func(context.Context, pgx.Tx) error { <-leave; return nil }, "ignored the end of its context"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produceKeyed("a:1", "b:bad", "c:1")
+			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				if strings.HasSuffix(string(msg.Value), "bad") {
+					return tc.misbehave(ctx, tx)
+				}
+				return effect(ctx, tx, msg)
+			}), func(c *consumer.Config) {
+				c.AttemptsMax, c.HandlerTimeout, c.IdleTimeout = 2, time.Second, 500*time.Millisecond
+			})
+			h.wait("position", func() bool { return h.position() == 3 })
+			require.NoError(t, stop())
+			if name == "ignores its context" {
+				close(leave) // what was left behind gives its connections back
+			}
+			require.Equal(t, []string{"a:1", "c:1"}, h.values())
+			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%' || $1 || '%'`, tc.says), h.log.String())
+		})
+	}
+}
+
+// Property: a handler that keeps its transaction gets an error when it uses it later, which is reported, and
+// it touches no other message's transaction.
+func TestKeptTransactionIsRefusedAndReported(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:1", "a:2")
+	var kept pgx.Tx
+	var late error
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if kept != nil {
+			_, late = kept.Exec(ctx, `INSERT INTO effects (value) VALUES ('late')`)
+		}
+		kept = tx
+		return effect(ctx, tx, msg)
+	}), nil)
+	h.waitEffects(2)
+	require.NoError(t, stop())
+	require.ErrorIs(t, late, pgx.ErrTxClosed)
+	require.Contains(t, h.log.String(), "used its transaction after it returned")
+}
+
+// Property: stopping does not wait for ever for a handler that ignores its context.
+func TestStopLeavesAHandlerBehindThatIgnoresItsContext(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:1")
+	entered, leave := make(chan struct{}), make(chan struct{})
+	t.Cleanup(func() { close(leave) })
+	stop := h.run(consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error {
+		close(entered)
+		<-leave
+		return nil
+	}), func(c *consumer.Config) { c.DrainMax = 100 * time.Millisecond })
+	<-entered
+	stopped := make(chan error)
+	go func() { stopped <- stop() }()
+	select {
+	case err := <-stopped:
+		require.NoError(t, err)
+	case <-time.After(30 * time.Second):
+		require.Fail(t, "Run did not return")
+	}
+	require.Zero(t, h.position()+1, "nothing was committed")
+}
+
+// Property: a handler of whole batches that names the culprit costs no halving, and what it publishes needs
+// an ID of its own.
+func TestBatchNamesTheCulprit(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:1", "b:bad", "c:1")
+	calls := 0
+	stop := h.run(consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
+		calls++
+		for i, msg := range msgs {
+			if strings.HasSuffix(string(msg.Value), "bad") {
+				return consumer.FailedAt(i, consumer.Permanent(errBad))
+			}
+			if err := effect(ctx, tx, msg); err != nil {
+				return err
+			}
+		}
+		return nil
+	}), nil)
+	h.waitParked("permanent")
+	h.wait("position", func() bool { return h.position() == 3 })
+	require.NoError(t, stop())
+	require.Equal(t, []string{"a:1", "c:1"}, h.values())
+	require.Equal(t, 3, calls, "the batch, what stands before the culprit, what stands behind it")
+}

@@ -1,0 +1,114 @@
+package consumer_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+)
+
+func parallel(order consumer.Order) func(*consumer.Config) {
+	return func(c *consumer.Config) { c.Order, c.Workers, c.BatchMax = order, 4, 7 }
+}
+
+// Property: with several workers in a partition every message has its effect once, those of a key in order
+// (unless Unordered), whatever the handlers' times; a message that fails is parked and, with ByKey, its key
+// waits; the position ends behind everything. Row C14.
+func TestWorkersInsideAPartition(t *testing.T) {
+	t.Parallel()
+	for name, order := range map[string]consumer.Order{"by key": consumer.ByKey, "unordered": consumer.Unordered} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			const keys, versions = 9, 40
+			produceVersions(t, h.topic, keys, versions)
+			var mended atomic.Bool
+			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				if string(msg.Value) == "k3:10" && !mended.Load() {
+					return consumer.Permanent(errBad)
+				}
+				_, err := tx.Exec(ctx, `SELECT pg_sleep($1)`, rand.Float64()*0.003)
+				if err != nil {
+					return err
+				}
+				return effect(ctx, tx, msg)
+			}), parallel(order))
+			h.wait("position", func() bool { return h.position() == keys*versions })
+			behind := 0
+			if order == consumer.ByKey {
+				behind = versions - 11
+			}
+			require.Equal(t, behind, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'behind'`))
+			require.Equal(t, keys*versions-behind-1, h.number(`SELECT count(*) FROM effects`))
+			mended.Store(true)
+			h.retry()
+			h.waitEffects(keys * versions)
+			require.NoError(t, stop())
+			require.Equal(t, keys*versions, h.number(`SELECT count(DISTINCT value) FROM effects`))
+			if order == consumer.ByKey {
+				require.Zero(t, inversions(h))
+			}
+		})
+	}
+}
+
+// inversions counts effects that come before an earlier version of their key.
+func inversions(h *harness) int {
+	return h.number(`SELECT count(*) FROM (SELECT split_part(value, ':', 2)::int AS version,
+		lag(split_part(value, ':', 2)::int) OVER (PARTITION BY split_part(value, ':', 1) ORDER BY n) AS before FROM effects) e WHERE before > version`)
+}
+
+func produceVersions(t *testing.T, topic string, keys, versions int) {
+	t.Helper()
+	client := kafkatest.Client(t, kgo.RecordPartitioner(kgo.ManualPartitioner()))
+	defer client.Close()
+	var records []*kgo.Record
+	for version := range versions {
+		for key := range keys {
+			name := fmt.Sprintf("k%d", key)
+			records = append(records, &kgo.Record{Topic: topic, Key: []byte(name), Value: fmt.Appendf(nil, "%s:%d", name, version),
+				Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}}})
+		}
+	}
+	require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
+}
+
+// Property: workers stop and start again and again without losing, doubling or turning round an effect; the
+// stored position never passes a message that is not done.
+func TestWorkersOutliveRestarts(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	const keys, versions = 8, 100
+	produceVersions(t, h.topic, keys, versions)
+	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if _, err := tx.Exec(ctx, `SELECT pg_sleep($1)`, rand.Float64()*0.004); err != nil {
+			return err
+		}
+		return effect(ctx, tx, msg)
+	})
+	for done := 0; done < keys*versions; {
+		stop := h.run(handler, func(c *consumer.Config) { parallel(consumer.ByKey)(c); c.DrainMax = time.Millisecond })
+		h.wait("some effects", func() bool {
+			n := h.number(`SELECT count(*) FROM effects`)
+			return n >= done+60 || n == keys*versions
+		})
+		require.NoError(t, stop())
+		done = h.number(`SELECT count(*) FROM effects`)
+		require.LessOrEqual(t, h.position(), done)
+	}
+	require.Equal(t, keys*versions, h.number(`SELECT count(DISTINCT value) FROM effects`))
+	require.Equal(t, keys*versions, h.number(`SELECT count(*) FROM effects`))
+	require.Zero(t, inversions(h))
+	require.False(t, strings.Contains(h.log.String(), "level=ERROR"), "stopping is no error")
+}

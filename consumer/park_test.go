@@ -1,0 +1,371 @@
+package consumer_test
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/outbox"
+)
+
+var errBad = errors.New("no such account")
+
+// shapes are the three shapes of a handler with the same effect. fails says which messages fail, and how.
+func shapes(fails func(msg *consumer.Message) error) map[string]consumer.Handler {
+	return map[string]consumer.Handler{
+		"each": consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+			if err := fails(msg); err != nil {
+				return err
+			}
+			return effect(ctx, tx, msg)
+		}),
+		"queued": consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
+			if err := fails(msg); err != nil {
+				return err
+			}
+			q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
+			return nil
+		}),
+		"batch": consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
+			rows := make([][]any, len(msgs))
+			for i, msg := range msgs {
+				if err := fails(msg); err != nil {
+					return err // does not say whose it is: found by halving
+				}
+				rows[i] = []any{[16]byte(msg.ID), string(msg.Value)}
+			}
+			_, err := tx.CopyFrom(ctx, pgx.Identifier{"effects"}, []string{"message_id", "value"}, pgx.CopyFromRows(rows))
+			return err
+		}),
+	}
+}
+
+// Property: a message that cannot be handled is parked with why, in the transaction that claims it; later
+// messages of its key wait behind it and everything else flows; handed back, it and what waits have their
+// effects in order. For each shape of handler. Rows C15, C17.
+func TestParkingKeepsOrder(t *testing.T) {
+	t.Parallel()
+	var mended atomic.Bool
+	for name, handler := range shapes(func(msg *consumer.Message) error {
+		if strings.HasSuffix(string(msg.Value), "bad") && !mended.Load() {
+			return consumer.Permanent(errBad)
+		}
+		return nil
+	}) {
+		t.Run(name, func(t *testing.T) {
+			h := newHarness(t, 1)
+			h.produceKeyed("a:1", "b:1", "a:bad", "b:2", "a:2", "c:bad", "b:3", "a:3")
+			mended.Store(false)
+			stop := h.run(handler, nil)
+			h.wait("position", func() bool { return h.position() == 8 })
+			require.Equal(t, []string{"a:1", "b:1", "b:2", "b:3"}, h.values())
+			require.Equal(t, []string{"a:bad permanent parked", "a:2 behind behind", "c:bad permanent parked", "a:3 behind behind"}, h.parked())
+			require.Equal(t, 8, h.number(`SELECT count(*) FROM effectonce.processed_messages`), "claimed")
+			require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error = 'no such account' AND attempts = 1`))
+
+			// It fails again, and stays where it is.
+			h.retry()
+			h.wait("failed again", func() bool {
+				return h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked' AND attempts = 2`) == 2
+			})
+			h.produceKeyed("a:4", "c:2")
+			h.wait("position", func() bool { return h.position() == 10 })
+			require.Len(t, h.values(), 4)
+
+			mended.Store(true)
+			h.retry()
+			h.waitEffects(10)
+			h.wait("nothing is parked", func() bool { return len(h.parked()) == 0 })
+			order := strings.Join(h.values()[4:], " ")
+			require.Equal(t, []string{"a:bad", "a:2", "a:3", "a:4"}, of("a", order))
+			require.Equal(t, []string{"c:bad", "c:2"}, of("c", order))
+			// The key is free again.
+			h.produceKeyed("a:5")
+			h.waitEffects(11)
+			require.NoError(t, stop())
+			require.Zero(t, h.number(`SELECT count(*) FROM effectonce.message_attempts`))
+		})
+	}
+}
+
+// of picks the values of a key.
+func of(key, values string) (found []string) {
+	for _, value := range strings.Fields(values) {
+		if strings.HasPrefix(value, key+":") {
+			found = append(found, value)
+		}
+	}
+	return found
+}
+
+// Property: while a message is parked, its duplicates are dropped as always, and a consumer that starts anew
+// knows which keys wait.
+func TestParkedMessagesOutliveTheConsumer(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	bad := func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if string(msg.Value) == "a:bad" {
+			return consumer.Permanent(errBad)
+		}
+		return effect(ctx, tx, msg)
+	}
+	h.produceKeyed("a:bad")
+	stop := h.run(consumer.Each(bad), nil)
+	h.waitParked("permanent")
+	require.NoError(t, stop())
+	h.produceKeyed("a:1", "b:1")
+	stop = h.run(consumer.Each(bad), nil)
+	h.waitEffects(1)
+	h.wait("position", func() bool { return h.position() == 3 })
+	require.NoError(t, stop())
+	// A redelivery of everything changes nothing.
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 0`)
+	stop = h.run(consumer.Each(bad), nil)
+	h.wait("position", func() bool { return h.position() == 3 })
+	require.NoError(t, stop())
+	require.Equal(t, []string{"b:1"}, h.values())
+	require.Equal(t, []string{"a:bad permanent parked", "a:1 behind behind"}, h.parked())
+}
+
+// Property: an operator who deletes the first message of a key, also by plain SQL, frees what waits behind
+// it, in order.
+func TestDiscardFreesTheKey(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:bad", "a:1", "a:2", "b:bad")
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if strings.HasSuffix(string(msg.Value), "bad") {
+			return consumer.Permanent(errBad)
+		}
+		return effect(ctx, tx, msg)
+	}), nil)
+	h.wait("position", func() bool { return h.position() == 4 })
+	h.exec(`DELETE FROM effectonce.parked_messages WHERE state = 'parked'`)
+	h.waitEffects(2)
+	h.wait("freed", func() bool { return len(h.parked()) == 0 })
+	h.produceKeyed("b:1")
+	h.waitEffects(3)
+	require.NoError(t, stop())
+	require.Equal(t, []string{"a:1", "a:2", "b:1"}, h.values())
+}
+
+// Property: a failure that may pass is tried AttemptsMax times, counted across restarts, and then parked.
+func TestAttemptsSurviveARestart(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:bad", "b:1")
+	var tried atomic.Int64
+	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if string(msg.Value) == "a:bad" {
+			tried.Add(1)
+			return errBad
+		}
+		return effect(ctx, tx, msg)
+	})
+	settings := func(c *consumer.Config) { c.AttemptsMax = 5 }
+	stop := h.run(handler, func(c *consumer.Config) { settings(c); c.RetryMin, c.RetryMax = time.Hour, time.Hour })
+	h.wait("first attempt", func() bool {
+		return h.number(`SELECT coalesce(max(attempts), 0) FROM effectonce.message_attempts`) == 1
+	})
+	require.NoError(t, stop())
+	stop = h.run(handler, settings)
+	h.waitEffects(1)
+	h.waitParked("failed")
+	require.NoError(t, stop())
+	require.Equal(t, 5, h.number(`SELECT attempts FROM effectonce.parked_messages`))
+	require.LessOrEqual(t, tried.Load(), int64(6), "the batch that found it is no attempt of its own")
+	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.message_attempts`))
+}
+
+// Property: constraint violations are permanent where the user says so.
+func TestPermanentStates(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.exec(`CREATE UNIQUE INDEX ON effects (value)`)
+	h.produceKeyed("a:1", "a:1")
+	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.PermanentStates = []string{"23"} })
+	h.waitParked("permanent")
+	require.NoError(t, stop())
+	require.Equal(t, 1, h.number(`SELECT attempts FROM effectonce.parked_messages`))
+}
+
+// Property: what is older than the dedup window, by its ID or by its record, is parked and not run; a
+// consumer that never forgets runs it.
+func TestOlderThanTheWindowIsExpired(t *testing.T) {
+	t.Parallel()
+	for _, forever := range []bool{false, true} {
+		t.Run(fmt.Sprintf("forever=%v", forever), func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			old := time.Now().Add(-2 * time.Hour)
+			id := func(at time.Time) []kgo.RecordHeader {
+				return []kgo.RecordHeader{{Key: "message-id", Value: []byte(dedup.ChildID(uuid.New(), "id", at).String())}}
+			}
+			h.produceRecord(&kgo.Record{Value: []byte("old id"), Headers: id(old)})
+			h.produceRecord(&kgo.Record{Value: []byte("old record"), Timestamp: old, Headers: id(time.Now())})
+			h.produceRecord(&kgo.Record{Value: []byte("old, no time in the id"), Timestamp: old, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("x")}}})
+			h.produceRecord(&kgo.Record{Value: []byte("young"), Headers: id(time.Now())})
+			stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
+				if c.Forever = forever; !forever {
+					c.Window = time.Hour
+				}
+			})
+			h.wait("position", func() bool { return h.position() == 4 })
+			require.NoError(t, stop())
+			if forever {
+				require.Len(t, h.values(), 4)
+				return
+			}
+			require.Equal(t, []string{"young"}, h.values())
+			require.Equal(t, []string{"old id expired parked", "old record expired parked", "old, no time in the id expired parked"}, h.parked())
+		})
+	}
+}
+
+// Property: a message that is too large is parked by reference, and its key waits.
+func TestTooLargeIsParkedByReference(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:"+strings.Repeat("x", 5000), "a:1", "b:1")
+	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.MessageBytesMax = 4096 })
+	h.wait("position", func() bool { return h.position() == 3 })
+	require.NoError(t, stop())
+	require.Equal(t, []string{"b:1"}, h.values())
+	require.Equal(t, []string{" too_large parked", "a:1 behind behind"}, h.parked())
+}
+
+// Property: with the policy Block nothing is parked: the partition waits, says why in the database, and goes
+// on when the handler is mended.
+func TestBlockWaitsAndSaysWhy(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:1", "a:bad", "b:1")
+	var mended atomic.Bool
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if string(msg.Value) == "a:bad" && !mended.Load() {
+			return consumer.Permanent(errBad)
+		}
+		return effect(ctx, tx, msg)
+	}), func(c *consumer.Config) { block(c); c.AttemptsMax = 2 })
+	trouble := `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%blocks its partition%no such account%'`
+	h.wait("trouble", func() bool { return h.number(trouble) == 1 })
+	h.wait("more attempts than AttemptsMax", func() bool { return h.number(`SELECT max(attempts) FROM effectonce.message_attempts`) > 3 })
+	require.Equal(t, []string{"a:1"}, h.values())
+	mended.Store(true)
+	h.waitEffects(3)
+	require.NoError(t, stop())
+	require.Equal(t, []string{"a:1", "a:bad", "b:1"}, h.values())
+	require.Zero(t, h.number(trouble))
+}
+
+// Property: when too many messages fail the partition pauses instead of parking the topic, says so, and goes
+// on by itself when the outage is over; nothing is parked beyond the configured share.
+func TestFloodOfFailuresPausesThePartition(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	for i := range 40 {
+		h.produceKeyed(fmt.Sprintf("k%d:%d", i, i))
+	}
+	var over atomic.Bool
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if !over.Load() {
+			return consumer.Permanent(errBad)
+		}
+		return effect(ctx, tx, msg)
+	}), func(c *consumer.Config) { c.ParkShareMax = 0.1 })
+	h.wait("trouble", func() bool {
+		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%pauses instead of parking%'`) == 1
+	})
+	require.Len(t, h.parked(), 10)
+	over.Store(true)
+	h.waitEffects(30)
+	require.NoError(t, stop())
+	require.Len(t, h.parked(), 10)
+}
+
+// Property: a dead letter is published once, with its claim, under a derived ID and the headers that Spring
+// Kafka's dead letters have; its key goes on.
+func TestDeadLetterGoesThroughTheOutbox(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:bad", "a:1")
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if string(msg.Value) == "a:bad" {
+			return consumer.Permanent(errors.New("no such account\nat line 1"))
+		}
+		return effect(ctx, tx, msg)
+	}), func(c *consumer.Config) { c.OnFailure, c.DeadLetterTopic = consumer.DeadLetter, "letters" })
+	h.waitEffects(1)
+	h.wait("position", func() bool { return h.position() == 2 })
+	require.NoError(t, stop())
+	require.Empty(t, h.parked())
+	var topic, key, payload string
+	var stored []byte
+	require.NoError(t, h.pool.QueryRow(t.Context(), `SELECT topic, convert_from(key, 'UTF8'), convert_from(payload, 'UTF8'), headers::text FROM effectonce.outbox`).
+		Scan(&topic, &key, &payload, &stored))
+	require.Equal(t, []string{"letters", "a", "a:bad"}, []string{topic, key, payload})
+	headers, err := outbox.DecodeHeaders(stored)
+	require.NoError(t, err)
+	found := map[string][]byte{}
+	for _, header := range headers {
+		found[header.Name] = header.Value
+	}
+	require.Equal(t, h.topic, string(found["kafka_dlt-original-topic"]))
+	require.Equal(t, h.topic, string(found["kafka_dlt-original-consumer-group"]))
+	require.Equal(t, uint32(0), binary.BigEndian.Uint32(found["kafka_dlt-original-partition"]))
+	require.Equal(t, uint64(0), binary.BigEndian.Uint64(found["kafka_dlt-original-offset"]))
+	require.InDelta(t, time.Now().UnixMilli(), int64(binary.BigEndian.Uint64(found["kafka_dlt-original-timestamp"])), 600_000)
+	require.Equal(t, "CreateTime", string(found["kafka_dlt-original-timestamp-type"]))
+	require.Equal(t, "effectonce.permanent", string(found["kafka_dlt-exception-fqcn"]))
+	require.Equal(t, "no such account", string(found["kafka_dlt-exception-message"]))
+	require.Equal(t, "at line 1", string(found["kafka_dlt-exception-stacktrace"]))
+	require.NotContains(t, found, "message-id")
+}
+
+// Property: the same ID with another payload is parked as a conflict where payloads are compared; a true
+// duplicate is dropped. Row C23.
+func TestSameIDWithAnotherPayloadIsAConflict(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceAs("1", "first")
+	h.produceAs("1", "other")
+	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Dedup = consumer.ByIDAndPayload })
+	h.waitParked("conflict")
+	h.produceAs("1", "first")
+	h.produceAs("1", "late")
+	h.wait("position", func() bool { return h.position() == 4 })
+	require.NoError(t, stop())
+	require.Equal(t, []string{"first"}, h.values())
+	require.Equal(t, []string{"other conflict parked", "late conflict parked"}, h.parked())
+}
+
+// Property: where the position is what stops redeliveries, a rewound offset and a restart change nothing,
+// and no row is written for a message.
+func TestByPositionStopsRedeliveries(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceAs("1", "first")
+	h.produceAs("1", "same id, another offset")
+	byPosition := func(c *consumer.Config) { c.Dedup = consumer.ByPosition }
+	stop := h.run(consumer.Each(effect), byPosition)
+	h.waitEffects(2)
+	require.NoError(t, stop())
+	commitOffset(t, h.topic, h.topic, 0)
+	h.produceAs("2", "second")
+	stop = h.run(consumer.Each(effect), byPosition)
+	h.waitEffects(3)
+	require.NoError(t, stop())
+	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
+}

@@ -1,0 +1,232 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+)
+
+// Routes says which handler gets which messages, by topic.
+type Routes map[string]TopicRoutes
+
+// TopicRoutes says which handler gets which messages of a topic: at least one of the two.
+type TopicRoutes struct {
+	// Types are handlers by the type of message that a header names; see RouterConfig.TypeHeaders.
+	Types map[string]Handler
+	// Default gets every message whose type is not in Types, and those without a type. Default: none, see
+	// RouterConfig.OnUnknown.
+	Default Handler
+}
+
+// RouterConfig of a Router. The zero value works.
+type RouterConfig struct {
+	// TypeHeaders are the names of the headers that may carry the type of a message; the first that is
+	// there and not empty counts. Default: ce_type (CloudEvents), type.
+	TypeHeaders []string
+	// OnUnknown says what becomes of a message that no route fits. Default ParkUnknown.
+	OnUnknown OnUnknown
+	// Skipped, if set, is called for each message that SkipUnknown leaves out, for metrics. An execution
+	// that is rolled back calls it, too.
+	Skipped func(msg *Message)
+}
+
+// OnUnknown is what becomes of a message of an unknown type.
+type OnUnknown uint8
+
+// The policies.
+const (
+	// ParkUnknown treats it as a permanent failure: it is parked as unknown_type, or what
+	// Config.OnFailure says.
+	ParkUnknown OnUnknown = iota
+	// SkipUnknown takes it for handled, without any effect. A handler that is deployed later never sees it.
+	SkipUnknown
+)
+
+// Router is a Handler that hands each message to the handler of its topic and type. Make one with Route.
+type Router struct {
+	topics map[string]topicRoutes
+	cfg    RouterConfig
+}
+
+// route is where messages go. It is known by its address: handlers cannot be compared.
+type route struct{ handler Handler }
+
+type topicRoutes struct {
+	types     map[string]*route
+	otherwise *route // nil: what has no type of these is unknown
+}
+
+// skipped is the route of what SkipUnknown leaves out.
+type skipped func(msg *Message)
+
+func (s skipped) handle(_ context.Context, t *tx, msgs []*Message) error {
+	for i, msg := range msgs {
+		t.turn(i, msg)
+		if s == nil {
+			continue
+		}
+		if err := guard(func() error { s(msg); return nil }); err != nil {
+			return &messageError{i, err}
+		}
+	}
+	return nil
+}
+
+// Route returns a router, or all problems of its routes and configuration at once. Its handlers may be of any
+// shape, also routers. Messages of one route that follow each other reach its handler together, up to
+// Config.BatchMax; the order of messages is kept across routes. A message of a topic that has no routes, or
+// with different types in one header, is parked whatever OnUnknown says.
+func Route(routes Routes, cfg RouterConfig) (*Router, error) {
+	var problems []error
+	report := func(format string, args ...any) { problems = append(problems, fmt.Errorf(format, args...)) }
+	if cfg.TypeHeaders == nil {
+		cfg.TypeHeaders = []string{"ce_type", "type"}
+	}
+	for _, name := range cfg.TypeHeaders {
+		if name == "" {
+			report("TypeHeaders: a name is empty")
+		}
+	}
+	if cfg.OnUnknown > SkipUnknown {
+		report("OnUnknown %d: want ParkUnknown or SkipUnknown", cfg.OnUnknown)
+	}
+	if cfg.Skipped != nil && cfg.OnUnknown == ParkUnknown {
+		report("Skipped: want none unless OnUnknown is SkipUnknown")
+	}
+	if len(routes) == 0 {
+		report("routes are empty: want at least one topic")
+	}
+	var otherwise *route
+	if cfg.OnUnknown == SkipUnknown {
+		otherwise = &route{skipped(cfg.Skipped)}
+	}
+	topics := make(map[string]topicRoutes, len(routes))
+	for _, topic := range slices.Sorted(maps.Keys(routes)) {
+		given, made := routes[topic], topicRoutes{types: map[string]*route{}, otherwise: otherwise}
+		if !topicName.MatchString(topic) {
+			report("topic %.260q: want 1 to 249 letters, digits, dots, underscores and hyphens", topic)
+		}
+		if len(given.Types) == 0 && given.Default == nil {
+			report("topic %.260q: want Types or Default", topic)
+		}
+		if given.Default != nil {
+			made.otherwise = &route{given.Default}
+		}
+		for _, name := range slices.Sorted(maps.Keys(given.Types)) {
+			made.types[name] = &route{given.Types[name]}
+			if name == "" {
+				report("topic %.260q: a type is empty: messages without a type go to Default", topic)
+			}
+			if given.Types[name] == nil {
+				report("topic %.260q, type %.260q: handler is nil", topic, name)
+			}
+		}
+		topics[topic] = made
+	}
+	if len(problems) > 0 {
+		return nil, errors.Join(problems...)
+	}
+	return &Router{topics, cfg}, nil
+}
+
+// Topics returns the topics that have routes, sorted: what Config.Topics needs.
+func (r *Router) Topics() []string { return slices.Sorted(maps.Keys(r.topics)) }
+
+// handle hands out runs of messages with the same route. All routes are found first: a message without one
+// fails before anything was done that would have to be rolled back.
+func (r *Router) handle(ctx context.Context, t *tx, msgs []*Message) error {
+	routes := make([]*route, len(msgs))
+	for i, msg := range msgs {
+		var err error
+		if routes[i], err = r.find(msg); err != nil {
+			return &messageError{i, err}
+		}
+	}
+	for begin := 0; begin < len(msgs); {
+		end := begin + 1
+		for end < len(msgs) && routes[end] == routes[begin] {
+			end++
+		}
+		if err := routes[begin].handler.handle(ctx, t, msgs[begin:end]); err != nil {
+			return blameRun(t, begin, end-begin, err)
+		}
+		begin = end
+	}
+	return nil
+}
+
+// blameRun turns the place of a failed message in its run into its place among all messages, also for the
+// engine, which looks at the transaction for the one that took too long.
+func blameRun(t *tx, begin, n int, err error) error {
+	if index := t.index.Load(); index >= 0 {
+		t.index.Store(index + int64(begin))
+	}
+	var failed *messageError
+	if errors.As(err, &failed) && failed.index >= 0 && failed.index < n {
+		return &messageError{begin + failed.index, failed.err}
+	}
+	return err
+}
+
+// find returns the route of a message.
+func (r *Router) find(msg *Message) (*route, error) {
+	topic, ok := r.topics[msg.Topic]
+	if !ok {
+		return nil, unknownType("topic %q has no routes", msg.Topic)
+	}
+	if len(topic.types) == 0 {
+		return topic.otherwise, nil
+	}
+	name, err := r.typeOf(msg)
+	if err != nil {
+		return nil, err
+	}
+	if found, ok := topic.types[name]; ok {
+		return found, nil
+	}
+	switch {
+	case topic.otherwise != nil:
+		return topic.otherwise, nil
+	case name == "":
+		return nil, unknownType("message has no type: no header of %q", r.cfg.TypeHeaders)
+	default:
+		return nil, unknownType("type %.260q has no route in topic %q", name, msg.Topic)
+	}
+}
+
+// typeOf returns the type that a message carries; empty: none. One of two different ones cannot be chosen.
+func (r *Router) typeOf(msg *Message) (string, error) {
+	for _, name := range r.cfg.TypeHeaders {
+		found := ""
+		for _, h := range msg.Headers {
+			if h.Name != name || len(h.Value) == 0 {
+				continue
+			}
+			if found != "" && found != string(h.Value) {
+				return "", unknownType("message carries two different types in header %q: let its producer send one", name)
+			}
+			found = string(h.Value)
+		}
+		if found != "" {
+			return found, nil
+		}
+	}
+	return "", nil
+}
+
+// unknownTypeError marks a message that no route fits.
+type unknownTypeError struct{ err error }
+
+func unknownType(format string, args ...any) error {
+	return &unknownTypeError{Permanent(fmt.Errorf(format, args...))}
+}
+
+func (e *unknownTypeError) Error() string { return e.err.Error() }
+func (e *unknownTypeError) Unwrap() error { return e.err }
+
+func isUnknownType(err error) bool {
+	var target *unknownTypeError
+	return errors.As(err, &target)
+}

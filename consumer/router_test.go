@@ -1,0 +1,263 @@
+package consumer_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+)
+
+// produceTyped sends messages of the form type:value to partition 0, with new IDs and without keys. Without a
+// colon there is no type.
+func (h *harness) produceTyped(messages ...string) {
+	h.t.Helper()
+	for _, message := range messages {
+		record := &kgo.Record{Value: []byte(message), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}}}
+		if name, _, ok := strings.Cut(message, ":"); ok {
+			record.Headers = append(record.Headers, kgo.RecordHeader{Key: "ce_type", Value: []byte(name)})
+		}
+		h.produceRecord(record)
+	}
+}
+
+// router routes the topic of the harness.
+func (h *harness) router(routes consumer.TopicRoutes, cfg consumer.RouterConfig) *consumer.Router {
+	h.t.Helper()
+	router, err := consumer.Route(consumer.Routes{h.topic: routes}, cfg)
+	require.NoError(h.t, err)
+	require.Equal(h.t, []string{h.topic}, router.Topics())
+	return router
+}
+
+// waitHandled waits until n messages of partition 0 are handled, parked or skipped.
+func (h *harness) waitHandled(n int) {
+	h.t.Helper()
+	h.wait("position", func() bool { return h.position() == n })
+}
+
+// Property: whatever shapes the handlers of the types have, effects come in the order of the messages, and
+// messages of one type that follow each other reach a Batch together.
+func TestRouterKeepsOrderAcrossShapes(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	types := shapes(func(*consumer.Message) error { return nil })
+	var mu sync.Mutex
+	var runs []string
+	types["watched"] = consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
+		run := ""
+		for _, msg := range msgs {
+			run += strings.TrimPrefix(string(msg.Value), "watched:")
+			if err := effect(ctx, tx, msg); err != nil {
+				return err
+			}
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		runs = append(runs, run)
+		return nil
+	})
+	inner := h.router(consumer.TopicRoutes{Types: map[string]consumer.Handler{"nested": types["queued"]}}, consumer.RouterConfig{})
+	sent := []string{
+		"each:1", "queued:2", "queued:3", "each:4", "batch:5", "batch:6", "queued:7", "nested:8", "nested:9", "each:10",
+		"watched:a", "watched:b", "watched:c", "queued:11", "watched:d",
+	}
+	h.produceTyped(sent...)
+	stop := h.run(h.router(consumer.TopicRoutes{Types: types, Default: inner}, consumer.RouterConfig{}), nil)
+	h.waitHandled(len(sent))
+	require.Equal(t, sent, h.values())
+	require.Equal(t, []string{"abc", "d"}, runs)
+	require.NoError(t, stop())
+}
+
+// Property: the message that failed is the one that is parked, whatever the shape of its handler and
+// wherever its run stands among the others; all others have their effects in order. Row C17.
+func TestRouterBlamesTheRightMessage(t *testing.T) {
+	t.Parallel()
+	isBad := func(msg *consumer.Message) bool { return strings.HasSuffix(string(msg.Value), "bad") }
+	failing := shapes(func(msg *consumer.Message) error {
+		if isBad(msg) {
+			return consumer.Permanent(errBad)
+		}
+		return nil
+	})
+	failing["queued statement"] = consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
+		sql := `INSERT INTO effects (message_id, value) VALUES ($1, $2)`
+		if isBad(msg) {
+			sql = `INSERT INTO effects (message_id, value) VALUES ($1, (1 / length(left($2, 0)))::text)`
+		}
+		q.Queue(sql, [16]byte(msg.ID), string(msg.Value))
+		return nil
+	})
+	failing["named by batch"] = consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
+		for i, msg := range msgs {
+			if isBad(msg) {
+				return consumer.FailedAt(i, consumer.Permanent(errBad))
+			}
+			if err := effect(ctx, tx, msg); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	for name, handler := range failing {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			nested := h.router(consumer.TopicRoutes{Default: handler}, consumer.RouterConfig{})
+			h.produceTyped("good:1", "good:2", "x:1", "x:2", "x:bad", "x:3", "good:3", "x:bad", "good:4", "nested:1", "nested:bad", "nested:2")
+			stop := h.run(h.router(consumer.TopicRoutes{
+				Types: map[string]consumer.Handler{"good": consumer.Each(effect), "x": handler, "nested": nested},
+			}, consumer.RouterConfig{}), func(c *consumer.Config) {
+				parkAll(c)
+				c.PermanentStates = []string{"22012"}
+			})
+			h.waitHandled(12)
+			require.Equal(t, []string{"good:1", "good:2", "x:1", "x:2", "x:3", "good:3", "good:4", "nested:1", "nested:2"}, h.values())
+			require.Equal(t, []string{"x:bad permanent parked", "x:bad permanent parked", "nested:bad permanent parked"}, h.parked())
+			require.NoError(t, stop())
+		})
+	}
+}
+
+// Property: a message whose handler takes too long is blamed itself, behind runs of other routes, too.
+func TestRouterBlamesWhatTakesTooLong(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	slow := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if strings.HasSuffix(string(msg.Value), "bad") {
+			<-ctx.Done()
+			return ctx.Err()
+		}
+		return effect(ctx, tx, msg)
+	})
+	h.produceTyped("good:1", "good:2", "slow:1", "slow:bad", "good:3")
+	stop := h.run(h.router(consumer.TopicRoutes{
+		Types: map[string]consumer.Handler{"good": consumer.Each(effect), "slow": slow},
+	}, consumer.RouterConfig{}), func(c *consumer.Config) {
+		parkAll(c)
+		c.AttemptsMax, c.HandlerTimeout = 1, time.Second
+	})
+	h.waitHandled(5)
+	require.Equal(t, []string{"good:1", "good:2", "slow:1", "good:3"}, h.values())
+	require.Equal(t, []string{"slow:bad failed parked"}, h.parked())
+	require.NoError(t, stop())
+}
+
+// Property: a message that no route fits is parked as what it is, with why, before the handlers of its batch
+// did anything; the others have their effects.
+func TestUnknownTypesAreParked(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceTyped("good:1", "strange:1", "untyped", "good:2")
+	h.produceRecord(&kgo.Record{Value: []byte("ambiguous"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type", Value: []byte("bad")}}})
+	h.produceRecord(&kgo.Record{Value: []byte("said twice"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type"}, {Key: "ce_type", Value: []byte("good")}}})
+	stop := h.run(h.router(consumer.TopicRoutes{Types: map[string]consumer.Handler{"good": consumer.Each(effect)}}, consumer.RouterConfig{}), parkAll)
+	h.waitHandled(6)
+	require.Equal(t, []string{"good:1", "good:2", "said twice"}, h.values())
+	require.Equal(t, []string{"strange:1 unknown_type parked", "untyped unknown_type parked", "ambiguous unknown_type parked"}, h.parked())
+	for _, why := range []string{`type "strange" has no route in topic`, `message has no type: no header of ["ce_type" "type"]`, `two different types in header "ce_type"`} {
+		require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE attempts = 1 AND strpos(error, $1) > 0`, why), why)
+	}
+	require.NoError(t, stop())
+}
+
+// Property: messages of unknown types are left out only where that is said, each is counted, and they are
+// claimed. What has two types is parked all the same, and so is a whole topic without routes.
+func TestUnknownTypesAreSkippedOnRequest(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceTyped("good:1", "strange:1", "strange:2", "untyped", "good:2")
+	h.produceRecord(&kgo.Record{Value: []byte("ambiguous"), Headers: []kgo.RecordHeader{{Key: "ce_type", Value: []byte("good")}, {Key: "ce_type", Value: []byte("bad")}}})
+	h.produceTyped("strange:panic", "good:3")
+	var mu sync.Mutex
+	skipped := map[string]bool{}
+	cfg := consumer.RouterConfig{OnUnknown: consumer.SkipUnknown, Skipped: func(msg *consumer.Message) {
+		if strings.HasSuffix(string(msg.Value), "panic") {
+			panic("counter is broken")
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		skipped[string(msg.Value)] = true
+	}}
+	stop := h.run(h.router(consumer.TopicRoutes{Types: map[string]consumer.Handler{"good": consumer.Each(effect)}}, cfg), func(c *consumer.Config) {
+		parkAll(c)
+		c.AttemptsMax = 1
+	})
+	h.waitHandled(8)
+	require.NoError(t, stop())
+	require.Equal(t, []string{"good:1", "good:2", "good:3"}, h.values())
+	require.Equal(t, map[string]bool{"strange:1": true, "strange:2": true, "untyped": true}, skipped)
+	require.Equal(t, []string{"ambiguous unknown_type parked", "strange:panic failed parked"}, h.parked())
+	require.Equal(t, 8, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
+
+	other := newHarness(t, 1)
+	other.produceTyped("good:1")
+	stop = other.run(h.router(consumer.TopicRoutes{Default: consumer.Each(effect)}, cfg), parkAll)
+	other.waitParked("unknown_type")
+	require.NoError(t, stop())
+}
+
+// Property: the type is read from the first of the configured headers that is there and not empty; a message
+// of another type, or of none, goes to Default.
+func TestTypeIsReadFromTheConfiguredHeaders(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	say := func(what string) consumer.Handler {
+		return consumer.Each(func(ctx context.Context, tx pgx.Tx, _ *consumer.Message) error {
+			_, err := tx.Exec(ctx, `INSERT INTO effects (value) VALUES ($1)`, what)
+			return err
+		})
+	}
+	for _, headers := range [][]string{
+		{"event", "a", "kind", "b"},
+		{"kind", "b", "event", "a"},
+		{"event", "", "kind", "b"},
+		{"kind", "b"},
+		{"ce_type", "a"},
+		{"event", "A"},
+		{},
+	} {
+		record := &kgo.Record{}
+		for i := 0; i < len(headers); i += 2 {
+			record.Headers = append(record.Headers, kgo.RecordHeader{Key: headers[i], Value: []byte(headers[i+1])})
+		}
+		h.produceRecord(record)
+	}
+	stop := h.run(h.router(consumer.TopicRoutes{
+		Types: map[string]consumer.Handler{"a": say("a"), "b": say("b")}, Default: say("other"),
+	}, consumer.RouterConfig{TypeHeaders: []string{"event", "kind"}}), nil)
+	h.waitHandled(7)
+	require.Equal(t, []string{"a", "a", "b", "b", "other", "other", "other"}, h.values())
+	require.NoError(t, stop())
+}
+
+// All problems of routes are reported at once.
+func TestRouteReportsAllProblems(t *testing.T) {
+	t.Parallel()
+	router, err := consumer.Route(consumer.Routes{
+		"no topic!": {Default: consumer.Each(effect)},
+		"empty":     {},
+		"orders":    {Types: map[string]consumer.Handler{"": consumer.Each(effect), "placed": nil}},
+	}, consumer.RouterConfig{TypeHeaders: []string{""}, OnUnknown: 9})
+	require.Nil(t, router)
+	for _, part := range []string{
+		"TypeHeaders: a name is empty", "OnUnknown 9: want", `topic "no topic!": want 1 to 249`, `topic "empty": want Types or Default`,
+		`topic "orders": a type is empty`, `topic "orders", type "placed": handler is nil`,
+	} {
+		require.ErrorContains(t, err, part)
+	}
+	_, err = consumer.Route(nil, consumer.RouterConfig{Skipped: func(*consumer.Message) {}})
+	require.ErrorContains(t, err, "routes are empty")
+	require.ErrorContains(t, err, "Skipped: want none unless")
+	var joined interface{ Unwrap() []error }
+	require.True(t, errors.As(err, &joined) && len(joined.Unwrap()) == 2, "%v", err)
+}

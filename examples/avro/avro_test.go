@@ -1,0 +1,110 @@
+package main
+
+import (
+	"bytes"
+	"encoding/binary"
+	"net/http"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/sr"
+	"github.com/twmb/franz-go/pkg/sr/srfake"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// Property: the example runs with nothing but Go. Orders of both versions have their effects although the
+// registry was away at first; what is no Avro and what has an unknown schema is parked, and nothing else.
+func TestAvro(t *testing.T) {
+	t.Parallel()
+	var out bytes.Buffer
+	require.NoError(t, run(t.Context(), &out))
+	require.Contains(t, out.String(), "2 invoices in EUR and CHF, 2 undecodable messages parked, the registry was away 3 times")
+}
+
+func newRegistry(tb testing.TB, schemas ...string) (*srfake.Registry, *decoder[Order]) {
+	tb.Helper()
+	registry := srfake.New()
+	tb.Cleanup(registry.Close)
+	for i, schema := range schemas {
+		registry.SeedSchema("orders-value", i+1, i+1, sr.Schema{Schema: schema, Type: sr.TypeAvro})
+	}
+	client, err := sr.NewClient(sr.URLs(registry.URL()))
+	require.NoError(tb, err)
+	orders, err := newDecoder[Order](client, orderV2)
+	require.NoError(tb, err)
+	return registry, orders
+}
+
+// Property: what is not exactly one value of a schema that can be read as an order is an error.
+func TestOnlyWholeOrdersAreDecoded(t *testing.T) {
+	t.Parallel()
+	_, orders := newRegistry(t, orderV1, orderV2, `{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "string"}]}`, `"string"`)
+	good := encode(1, orderV1, Order{ID: "order-1", Cents: 100})
+	order, err := orders.Decode(&consumer.Message{Value: good})
+	require.NoError(t, err)
+	require.Equal(t, Order{"order-1", 100, "EUR"}, order)
+	for name, tc := range map[string]struct {
+		value []byte
+		want  string
+	}{
+		"null":                {nil, "header"},
+		"no magic byte":       {append([]byte{1}, good[1:]...), "header"},
+		"cut in a number":     {good[:len(good)-1], "EOF"},
+		"trailing byte":       {append(bytes.Clone(good), 0), "bytes behind the value"},
+		"incompatible schema": {binary.BigEndian.AppendUint32([]byte{0}, 3), "cannot be read as Order"},
+		"schema of no record": {binary.BigEndian.AppendUint32([]byte{0}, 4), "want a record"},
+		"unknown schema":      {binary.BigEndian.AppendUint32([]byte{0}, 5), "knows no schema 5"},
+	} {
+		_, err := orders.Decode(&consumer.Message{Value: tc.value})
+		require.ErrorContains(t, err, tc.want, name)
+	}
+	for n := range good {
+		_, err := orders.Decode(&consumer.Message{Value: good[:n]})
+		require.Error(t, err, "the first %d bytes", n)
+	}
+}
+
+// Property: schemas do not see each other's names.
+func TestSchemasAreKeptApart(t *testing.T) {
+	t.Parallel()
+	_, err := parse(orderV1)
+	require.NoError(t, err)
+	_, err = parse(`{"type": "record", "name": "Refund", "fields": [{"name": "order", "type": "Order"}]}`)
+	require.ErrorContains(t, err, "Order")
+}
+
+// Property: a schema is asked for once.
+func TestSchemasAreKept(t *testing.T) {
+	t.Parallel()
+	registry, orders := newRegistry(t, orderV1)
+	asked := 0
+	registry.Intercept(func(http.ResponseWriter, *http.Request) bool { asked++; return false })
+	for range 3 {
+		_, err := orders.Decode(&consumer.Message{Value: encode(1, orderV1, Order{ID: "order-1"})})
+		require.NoError(t, err)
+	}
+	require.Equal(t, 1, asked)
+}
+
+// Property: no value makes the decoder panic, and what decodes is the order that was encoded.
+func FuzzDecoder(f *testing.F) {
+	_, orders := newRegistry(f, orderV1, orderV2)
+	f.Add(encode(1, orderV1, Order{ID: "order-1", Cents: 100}))
+	f.Add(encode(2, orderV2, Order{ID: "order-1", Cents: -1, Currency: "CHF"}))
+	f.Fuzz(func(t *testing.T, value []byte) {
+		if len(value) > 4 && binary.BigEndian.Uint32(value[1:5]) > 2 {
+			return // would only ask the registry
+		}
+		order, err := orders.Decode(&consumer.Message{Value: value})
+		if err != nil {
+			return
+		}
+		again, err := orders.Decode(&consumer.Message{Value: encode(2, orderV2, order)})
+		require.NoError(t, err)
+		require.Equal(t, order, again)
+	})
+}

@@ -78,12 +78,12 @@ func (e *engine) transact(ctx context.Context, w *work, r *run) (outcome, error)
 	for _, msg := range w.msgs {
 		msg.published = 0
 	}
-	fresh, conflicts, oldest, err := e.begin(ctx, t, w)
+	claimed, err := e.begin(ctx, t, w)
 	if err != nil {
 		return outcome{}, err
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerClaimed)
-	s := e.sortOut(w, fresh, conflicts, oldest)
+	s := e.sortOut(w, claimed)
 	if len(s.handle) > 0 {
 		r.places.Store(&s.index)
 		err := e.handler.handle(ctx, t, s.handle)
@@ -116,22 +116,28 @@ func (s *sorting) blame(ctx context.Context, r *run, err error) error {
 	return err
 }
 
-// begin starts the transaction and claims, in one round trip. It tells for each message whether it is
-// fresh and whether it conflicts with another of its ID, and up to when claims reach back; zero: for ever.
-func (e *engine) begin(ctx context.Context, t *tx, w *work) (fresh, conflicts []bool, oldest time.Time, err error) {
+// claimed is what the database said about the messages of a transaction.
+type claimed struct {
+	fresh     []bool
+	conflicts []bool    // another message has its ID; nil: not compared
+	oldest    time.Time // up to when claims reach back; zero: for ever
+}
+
+// begin starts the transaction and claims, in one round trip.
+func (e *engine) begin(ctx context.Context, t *tx, w *work) (c claimed, err error) {
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(e.cfg.Isolation))
 	batch.Queue(e.sql.guard)
 	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2])
 	decide := e.queueClaim(batch, w)
 	if e.expires() && !w.released() {
-		batch.Queue(e.sql.age, w.consumer.ID()).QueryRow(func(row pgx.Row) error { return row.Scan(&oldest) })
+		batch.Queue(e.sql.age, w.consumer.ID()).QueryRow(func(row pgx.Row) error { return row.Scan(&c.oldest) })
 	}
 	if err := t.conn.SendBatch(ctx, batch).Close(); err != nil {
-		return nil, nil, oldest, dedup.WrapClaimError(err)
+		return c, dedup.WrapClaimError(err)
 	}
-	fresh, conflicts = decide()
-	return fresh, conflicts, oldest, nil
+	c.fresh, c.conflicts = decide()
+	return c, nil
 }
 
 // queueClaim adds what decides which messages are fresh.

@@ -244,7 +244,7 @@ func (c *Config) dedup() (problems []error) {
 		problems = append(problems, fmt.Errorf("Dedup %d: want ByID, ByPosition or ByIDAndPayload", c.Dedup))
 	}
 	if c.Forever && c.Window != 0 {
-		problems = append(problems, fmt.Errorf("Window %v: want none together with Forever", c.Window))
+		problems = append(problems, bounds.Problem("Window", c.Window, "none together with Forever"))
 		c.Window = 0
 	}
 	if !c.Forever {
@@ -263,7 +263,7 @@ func (c *Config) order() (problems []error) {
 	}
 	if c.Order == ByPartition {
 		if c.Workers > 1 {
-			problems = append(problems, fmt.Errorf("Workers %d: want 1 where Order is ByPartition", c.Workers))
+			problems = append(problems, bounds.Problem("Workers", c.Workers, "1 where Order is ByPartition"))
 		}
 		c.Workers = 1
 		return problems

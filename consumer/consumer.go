@@ -42,6 +42,13 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	if handler == nil {
 		err = errors.Join(err, errors.New("handler is nil: want one made by Each, Queued or JSON"))
 	}
+	if router, ok := handler.(*Router); ok {
+		for _, topic := range cfg.Topics {
+			if _, routed := router.topics[topic]; !routed {
+				err = errors.Join(err, fmt.Errorf("Topics: %q has no routes: all its messages would be parked; see Router.Topics", topic))
+			}
+		}
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -35,10 +35,8 @@ const (
 func (e *engine) queueDeadLetters(ctx context.Context, batch *pgx.Batch, s *sorting) *sorting {
 	left := &sorting{}
 	for i, msg := range s.parked {
-		err := error(nil)
-		if s.why[i].reason == reasonTooLarge {
-			err = s.why[i].err
-		} else {
+		err := s.why[i].err
+		if s.why[i].reason != reasonTooLarge {
 			err = e.outbox.Queue(ctx, batch, e.deadLetter(msg, s.why[i]))
 		}
 		if err != nil {

@@ -1,10 +1,12 @@
 package consumer
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 )
@@ -59,10 +61,20 @@ func JSONDecoder[T any]() Decoder[T] {
 	return DecoderFunc[T](func(msg *Message) (T, error) {
 		var body T
 		if err := json.Unmarshal(msg.Value, &body); err != nil {
-			return body, fmt.Errorf("value is no JSON of the expected form: %w", err)
+			return body, fmt.Errorf("value is no JSON of the expected form: %w", withoutPayload(err))
 		}
 		return body, nil
 	})
+}
+
+// withoutPayload takes out what encoding/json quotes of the value: errors go to logs and tables.
+func withoutPayload(err error) error {
+	var kind *json.UnmarshalTypeError
+	if errors.As(err, &kind) {
+		what, _, _ := strings.Cut(kind.Value, " ") // "number 4711"
+		return fmt.Errorf("%s at offset %d where %s wants %s", what, kind.Offset, cmp.Or(kind.Field, "the value"), kind.Type)
+	}
+	return err
 }
 
 // decode calls a decoder and says of its errors what becomes of the message.

@@ -3,6 +3,7 @@ package consumer
 import (
 	"context"
 	"errors"
+	"fmt"
 	"runtime/debug"
 
 	"github.com/jackc/pgx/v5"
@@ -60,9 +61,15 @@ func (h batchHandler) handle(ctx context.Context, t *tx, msgs []*Message) error 
 	view := &messageTx{tx: t}
 	err := t.verdict(guard(func() error { return h(ctx, view, msgs) }))
 	view.done.Store(true)
+	if err == nil {
+		return nil
+	}
 	var failed *messageError
-	if err == nil || errors.As(err, &failed) && failed.index >= 0 && failed.index < len(msgs) {
-		return err
+	if errors.As(err, &failed) {
+		if failed.index >= 0 && failed.index < len(msgs) {
+			return failed
+		}
+		err = fmt.Errorf("FailedAt(%d) of %d messages: want an index of theirs: %s", failed.index, len(msgs), failed.err)
 	}
 	if len(msgs) == 1 {
 		return &messageError{0, err}

@@ -93,7 +93,7 @@ func TestMisuseIsParkedForWhatItIs(t *testing.T) {
 		"too slow":        {func(ctx context.Context, _ pgx.Tx) error { <-ctx.Done(); return ctx.Err() }, "longer than HandlerTimeout"},
 		"too slow in SQL": {func(ctx context.Context, tx pgx.Tx) error { _, err := tx.Exec(ctx, `SELECT pg_sleep(60)`); return err }, "longer than HandlerTimeout"},
 		"idle": {func(ctx context.Context, tx pgx.Tx) error {
-			time.Sleep(700 * time.Millisecond) // the mistake under test
+			time.Sleep(700 * time.Millisecond) //nolint:forbidigo // the mistake under test
 			_, err := tx.Exec(ctx, `SELECT 1`)
 			return err
 		}, "IdleTimeout"},
@@ -191,4 +191,27 @@ func TestBatchNamesTheCulprit(t *testing.T) {
 	require.NoError(t, stop())
 	require.Equal(t, []string{"a:1", "c:1"}, h.values())
 	require.Equal(t, 3, calls, "the batch, what stands before the culprit, what stands behind it")
+}
+
+// Property: a handler of whole batches that names a message which it did not get is a failure, no crash, and
+// the culprit is found all the same.
+func TestBatchNamesNobody(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:1", "b:bad", "c:1")
+	stop := h.run(consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
+		for _, msg := range msgs {
+			if strings.HasSuffix(string(msg.Value), "bad") {
+				return consumer.FailedAt(99, errBad)
+			}
+			if err := effect(ctx, tx, msg); err != nil {
+				return err
+			}
+		}
+		return nil
+	}), func(c *consumer.Config) { c.AttemptsMax = 1 })
+	h.waitParked("failed")
+	h.wait("position", func() bool { return h.position() == 3 })
+	require.NoError(t, stop())
+	require.Equal(t, []string{"a:1", "c:1"}, h.values())
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -77,8 +76,10 @@ func produceVersions(t *testing.T, topic string, keys, versions int) {
 	for version := range versions {
 		for key := range keys {
 			name := fmt.Sprintf("k%d", key)
-			records = append(records, &kgo.Record{Topic: topic, Key: []byte(name), Value: fmt.Appendf(nil, "%s:%d", name, version),
-				Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}}})
+			records = append(records, &kgo.Record{
+				Topic: topic, Key: []byte(name), Value: fmt.Appendf(nil, "%s:%d", name, version),
+				Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}},
+			})
 		}
 	}
 	require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
@@ -110,5 +111,5 @@ func TestWorkersOutliveRestarts(t *testing.T) {
 	require.Equal(t, keys*versions, h.number(`SELECT count(DISTINCT value) FROM effects`))
 	require.Equal(t, keys*versions, h.number(`SELECT count(*) FROM effects`))
 	require.Zero(t, inversions(h))
-	require.False(t, strings.Contains(h.log.String(), "level=ERROR"), "stopping is no error")
+	require.NotContains(t, h.log.String(), "level=ERROR", "stopping is no error")
 }

@@ -135,20 +135,19 @@ type sorting struct {
 	keys   map[keyHash]struct{} // that are held from now on
 }
 
-// sortOut decides for each fresh message whether it is handled or parked. What is older than oldest cannot be
-// proven fresh.
-func (e *engine) sortOut(w *work, fresh, conflicts []bool, oldest time.Time) *sorting {
+// sortOut decides for each fresh message whether it is handled or parked.
+func (e *engine) sortOut(w *work, c claimed) *sorting {
 	s := &sorting{handle: make([]*Message, 0, len(w.msgs)), index: make([]int, 0, len(w.msgs))}
 	anyHeld := e.holdsKeys() && w.held.any()
 	for i, msg := range w.msgs {
 		why := msg.park
 		switch {
-		case conflicts != nil && conflicts[i]:
+		case c.conflicts != nil && c.conflicts[i]:
 			why = &parking{reason: reasonConflict, err: errConflict}
-		case !fresh[i]:
+		case !c.fresh[i]:
 			continue
 		case why == nil && msg.row == 0:
-			why = expired(msg, oldest)
+			why = expired(msg, c.oldest)
 		}
 		behind := msg.row == 0 && (anyHeld && w.held.has(msg.Key) || s.holds(msg.Key))
 		if why == nil && behind {

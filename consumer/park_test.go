@@ -57,17 +57,18 @@ func shapes(fails func(msg *consumer.Message) error) map[string]consumer.Handler
 // effects in order. For each shape of handler. Rows C15, C17.
 func TestParkingKeepsOrder(t *testing.T) {
 	t.Parallel()
-	var mended atomic.Bool
-	for name, handler := range shapes(func(msg *consumer.Message) error {
-		if strings.HasSuffix(string(msg.Value), "bad") && !mended.Load() {
-			return consumer.Permanent(errBad)
-		}
-		return nil
-	}) {
+	for _, name := range []string{"each", "queued", "batch"} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var mended atomic.Bool
+			handler := shapes(func(msg *consumer.Message) error {
+				if strings.HasSuffix(string(msg.Value), "bad") && !mended.Load() {
+					return consumer.Permanent(errBad)
+				}
+				return nil
+			})[name]
 			h := newHarness(t, 1)
 			h.produceKeyed("a:1", "b:1", "a:bad", "b:2", "a:2", "c:bad", "b:3", "a:3")
-			mended.Store(false)
 			stop := h.run(handler, nil)
 			h.wait("position", func() bool { return h.position() == 8 })
 			require.Equal(t, []string{"a:1", "b:1", "b:2", "b:3"}, h.values())

@@ -146,12 +146,12 @@ func (s *session) begin(ctx context.Context, pos *position, h hold, at int64) {
 	if s.closing {
 		return
 	}
-	p := newPartition(s, pos, h.topicID)
+	p := newPartition(s, pos, h.topicID) //nolint:contextcheck // it outlives the assignment
 	p.seen = max(at, h.first)
 	p.delivered = p.seen
 	s.partitions[topicPartition{pos.topic, pos.partition}] = p
 	s.client.ResumeFetchPartitions(map[string][]int32{pos.topic: {pos.partition}})
-	go p.run()
+	go p.run() //nolint:contextcheck // as above
 }
 
 // holds lists what is to be taken over, with what Kafka knows: the committed offset and the topic's ID.

@@ -149,20 +149,19 @@ func (r *Router) handle(ctx context.Context, t *tx, msgs []*Message) error {
 		for end < len(msgs) && routes[end] == routes[begin] {
 			end++
 		}
+		// For the engine, which looks at the transaction for a message that took too long. An error leaves it.
+		t.base.Add(int64(begin))
 		if err := routes[begin].handler.handle(ctx, t, msgs[begin:end]); err != nil {
-			return blameRun(t, begin, end-begin, err)
+			return blameRun(begin, end-begin, err)
 		}
+		t.base.Add(-int64(begin))
 		begin = end
 	}
 	return nil
 }
 
-// blameRun turns the place of a failed message in its run into its place among all messages, also for the
-// engine, which looks at the transaction for the one that took too long.
-func blameRun(t *tx, begin, n int, err error) error {
-	if index := t.index.Load(); index >= 0 {
-		t.index.Store(index + int64(begin))
-	}
+// blameRun turns the place of a failed message in its run into its place among all messages.
+func blameRun(begin, n int, err error) error {
 	var failed *messageError
 	if errors.As(err, &failed) && failed.index >= 0 && failed.index < n {
 		return &messageError{begin + failed.index, failed.err}

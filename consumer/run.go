@@ -22,10 +22,10 @@ type run struct {
 // culprit makes an error the one of the message that was being handled.
 func (r *run) culprit(err error) error {
 	places, index := r.places.Load(), int(r.tx.index.Load())
-	if places == nil || index < 0 {
+	if places == nil || index < 0 || index+int(r.tx.base.Load()) >= len(*places) {
 		return &batchError{err}
 	}
-	return &messageError{(*places)[index], err}
+	return &messageError{(*places)[index+int(r.tx.base.Load())], err}
 }
 
 // What a run waits for that does not end in time.

@@ -32,6 +32,7 @@ type tx struct {
 	tooLate atomic.Bool   // the next came later than idleMax after it
 	current *Message      // being handled; nil in a handler of whole batches
 	index   atomic.Int64  // of current in the handler's messages
+	base    atomic.Int64  // place of the first of them in the batch, where a router divides it
 	since   atomic.Int64  // when its turn began, in nanoseconds after begun; 0: no handler is at work
 
 	collected  []collected // outbox messages, in order
@@ -169,7 +170,7 @@ func (v *messageTx) Query(ctx context.Context, sql string, args ...any) (rows pg
 		return failedRows{err}, err
 	}
 	defer func() { v.leave(err) }()
-	return v.conn.Query(ctx, sql, args...)
+	return v.conn.Query(ctx, sql, args...) //nolint:sqlclosecheck // the caller's
 }
 
 // QueryRow implements pgx.Tx.

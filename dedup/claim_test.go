@@ -270,6 +270,7 @@ func TestConflictsAreToldFromDuplicates(t *testing.T) {
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	for _, r := range []dedup.Registration{{Name: "week", Group: "g"}, {Name: "forever", Group: "g", Forever: true}} {
 		t.Run(r.Name, func(t *testing.T) {
+			t.Parallel()
 			consumer, err := claims.Register(t.Context(), pool, r)
 			require.NoError(t, err)
 			a, b, old := uuid.New(), uuid.New(), uuid.New()

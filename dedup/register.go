@@ -9,6 +9,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/bounds"
 )
 
 // Registration of a consumer.
@@ -88,9 +90,9 @@ func (r Registration) check() error {
 	}
 	switch {
 	case r.Forever && r.Window != 0:
-		problems = append(problems, fmt.Errorf("Window %v: want none together with Forever", r.Window))
+		problems = append(problems, bounds.Problem("Window", r.Window, "none together with Forever"))
 	case r.Window != 0 && (r.Window < WindowMin || r.Window > WindowMax):
-		problems = append(problems, fmt.Errorf("Window %v: want %v to %v", r.Window, WindowMin, WindowMax))
+		problems = append(problems, bounds.Problem("Window", r.Window, fmt.Sprintf("%v to %v", WindowMin, WindowMax)))
 	}
 	return errors.Join(problems...)
 }

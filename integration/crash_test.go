@@ -161,6 +161,7 @@ func crashTable(t *testing.T, c child) {
 	c.ends(t)
 	all := crashKeys * crashVersions
 	switch c.OnFailure {
+	case consumer.Block:
 	case consumer.DeadLetter:
 		require.Equal(t, all-1, count(ctx, t, pool, `SELECT count(*) FROM effects`))
 		require.Equal(t, 1, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox WHERE topic = 'letters'`))

@@ -85,9 +85,20 @@ func parseDatabaseURL(text string) (*pgxpool.Config, error) {
 
 // connect opens the one connection that a command needs.
 func (s *settings) connect(ctx context.Context) (*pgx.Conn, error) {
+	return s.connectWith(ctx, s.pool.ConnConfig.Copy())
+}
+
+// connectWriting opens one that leads to a primary which takes writes.
+func (s *settings) connectWriting(ctx context.Context) (*pgx.Conn, error) {
+	config := s.pool.ConnConfig.Copy()
+	config.ValidateConnect = refuseReadOnly
+	return s.connectWith(ctx, config)
+}
+
+func (s *settings) connectWith(ctx context.Context, config *pgx.ConnConfig) (*pgx.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectMax)
 	defer cancel()
-	conn, err := pgx.ConnectConfig(ctx, s.pool.ConnConfig.Copy())
+	conn, err := pgx.ConnectConfig(ctx, config)
 	if err != nil {
 		return nil, s.connectError(err)
 	}

@@ -69,7 +69,22 @@ const widthMax = 79
 func (s *screen) overwrite(p demo.Progress) {
 	text := fmt.Sprintf("%.0fs orders %d delivered %d effects %d duplicates %d kills %d freezes %d",
 		p.Elapsed.Seconds(), p.Orders, p.Delivered, p.Effects, p.Duplicates, p.Kills, p.Freezes)
+	s.overwriteText(text)
+}
+
+func (s *screen) overwriteText(text string) {
 	text = text[:min(len(text), widthMax)]
 	_, _ = fmt.Fprintf(s.out, "\r%-*s", s.width, text)
 	s.width = len(text)
+}
+
+// step shows how far something is: like progress, for what has no phases.
+func (s *screen) step(format string, args ...any) {
+	switch {
+	case s.terminal:
+		s.overwriteText(fmt.Sprintf(format, args...))
+	case time.Since(s.last) >= lineEvery:
+		s.last = time.Now()
+		_, _ = fmt.Fprintf(s.out, format+"\n", args...)
+	}
 }

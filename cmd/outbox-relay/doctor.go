@@ -23,8 +23,9 @@ func newDoctor(s *settings) *cobra.Command {
 	var limit time.Duration
 	cmd := needs(&cobra.Command{
 		Use:   "doctor",
-		Short: "Check database, rights, brokers and topics, with a remedy for what is wrong",
-		Long: `Check the database, the rights of its role, the brokers and the topics that rows name.
+		Short: "Check database, rights, brokers, topics and consumers, with a remedy for what is wrong",
+		Long: `Check the database, the rights of its role, the brokers, the topics that rows name, and what consumers
+left: dedup windows against the retention of topics, parked messages, positions of groups that are gone.
 Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a check fails.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -98,7 +99,8 @@ func (s *settings) examineKafka(ctx context.Context, db doctor.Querier, limit ti
 	if db == nil || !doctor.Well(findings) {
 		return findings
 	}
-	return append(findings, doctor.Topics(limited, db, admin, s.schema)...)
+	findings = append(findings, doctor.Topics(limited, db, admin, s.schema)...)
+	return append(findings, doctor.Consumers(limited, db, admin, s.schema)...)
 }
 
 func printFindings(out io.Writer, findings []doctor.Finding) error {

@@ -41,7 +41,7 @@ func TestDoctorChecksEverything(t *testing.T) {
 	delete(found, "durability") // the server that tests share does not sync
 	assert.Equal(t, map[string]string{
 		"database": "ok", "server": "ok", "writable": "ok", "clock": "ok", "transactions": "ok", "rights": "ok",
-		"schema": "ok", "sequence": "ok", "brokers": "ok", "topic never-created": "fail",
+		"schema": "ok", "sequence": "ok", "brokers": "ok", "topic never-created": "fail", "consumers": "ok",
 	}, found)
 	r := runOn(t, address, "doctor", "--brokers", strings.Join(kafkatest.Brokers(t), ","))
 	assert.Equal(t, 1, r.code)

@@ -149,8 +149,14 @@ func (s *settings) loss(ctx context.Context, conn *pgx.Conn) string {
 			dead += n
 		}
 	}
-	return fmt.Sprintf("%d outbox rows that are not published and %d dead ones, the claims of %d consumers (redelivered messages would have their effects again) and %d positions",
-		waiting, dead, status.Consumers, status.Positions)
+	var parked int64
+	for _, c := range status.Consuming {
+		for _, n := range c.Parked {
+			parked += n
+		}
+	}
+	return fmt.Sprintf("%d outbox rows that are not published and %d dead ones, %d parked messages, the claims of %d consumers (redelivered messages would have their effects again) and %d positions",
+		waiting, dead, parked, status.Consumers, status.Positions)
 }
 
 // schemaState is what "migrate status" prints.

@@ -74,6 +74,14 @@ func addBool(flags *pflag.FlagSet, target *bool, name, usage string) {
 	flags.Lookup(name).NoOptDefVal = "true"
 }
 
+// commandLineOnly takes their environment variables from flags that decide what is lost.
+func commandLineOnly(flags *pflag.FlagSet, names ...string) {
+	for _, name := range names {
+		f := flags.Lookup(name)
+		f.Annotations = map[string][]string{annotationCommandLine: {}}
+	}
+}
+
 // short writes a duration without its zero units: 10m, not 10m0s.
 func short(d time.Duration) string {
 	text := d.String()

@@ -56,6 +56,9 @@ const (
 	annotationOffline = "offline"
 )
 
+// annotationCommandLine marks flags that have no environment variable: see commandLineOnly.
+const annotationCommandLine = "command-line"
+
 const (
 	flagDatabaseURL = "database-url"
 	flagBrokers     = "brokers"
@@ -182,7 +185,7 @@ func ownName(flag string) string {
 // that is what an unset one becomes in many deployment files. What asks for consent cannot be given
 // beforehand, and hidden flags are between processes of this program.
 func (s *settings) fromEnvironment(f *pflag.Flag) (name, value string) {
-	if f.Name == flagYes || f.Hidden {
+	if f.Name == flagYes || f.Hidden || f.Annotations[annotationCommandLine] != nil {
 		return "", ""
 	}
 	for _, name := range []string{ownName(f.Name), generalName(f.Name)} {

@@ -4,8 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"maps"
-	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
@@ -23,6 +21,7 @@ const statusMax = 30 * time.Second
 
 type statusOptions struct {
 	interval, ageMax time.Duration
+	parkedMax        int
 	json             bool
 	relay            string // empty: all
 }
@@ -31,11 +30,13 @@ func newStatus(s *settings) *cobra.Command {
 	var opts statusOptions
 	cmd := needs(&cobra.Command{
 		Use:   "status",
-		Short: "Show what waits, how fast it goes and who relays",
-		Long: `Show what waits, how fast it goes and who relays. With --relay only that relay, else all.
+		Short: "Show what waits, how fast it goes, who relays, and how consumers go",
+		Long: `Show what waits, how fast it goes and who relays; for each consumer, which partitions stand still and
+why, and what is parked. With --relay only that relay and no consumers, else all.
 
 Exit status 1 if it is not well: rows wait and nobody holds the lease, a row waits for longer than
---age-max, or rows are in outbox_dead.`,
+--age-max, rows are in outbox_dead, a partition stands still, or more than --parked-max messages are
+parked.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("relay") {
@@ -46,6 +47,7 @@ Exit status 1 if it is not well: rows wait and nobody holds the lease, a row wai
 	}, flagDatabaseURL)
 	addDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long the rate is measured; 0s: not at all")
 	addDuration(cmd.Flags(), &opts.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
+	addInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, doctor.CountMax, "how many messages may be parked")
 	addJSON(cmd, &opts.json)
 	return cmd
 }
@@ -77,7 +79,7 @@ func (s *settings) status(ctx context.Context, opts statusOptions, out io.Writer
 }
 
 func readStatus(ctx context.Context, conn *pgx.Conn, schema string, opts statusOptions) (*doctor.Status, error) {
-	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax}
+	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax, ParkedMax: int64(opts.parkedMax)}
 	if opts.interval > 0 {
 		before, err := doctor.ReadProgress(ctx, conn, schema)
 		if err != nil {
@@ -96,6 +98,39 @@ func readStatus(ctx context.Context, conn *pgx.Conn, schema string, opts statusO
 }
 
 func printStatus(out io.Writer, status *doctor.Status) error {
+	if err := printTable(out, relaysText(status)); err != nil {
+		return err
+	}
+	if _, err := fmt.Fprintf(out, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions); err != nil {
+		return err
+	}
+	if len(status.Consuming) > 0 {
+		if err := printTable(out, consumersText(status)); err != nil {
+			return err
+		}
+	}
+	// The statistics of claims belong here.
+	var text strings.Builder
+	for _, problem := range status.Problems {
+		fmt.Fprintln(&text, "not well:", problem)
+	}
+	if status.Well {
+		fmt.Fprintln(&text, "well")
+	}
+	_, err := io.WriteString(out, text.String())
+	return err
+}
+
+// printTable aligns columns that are separated by tabs.
+func printTable(out io.Writer, text string) error {
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	if _, err := io.WriteString(table, text); err != nil {
+		return err
+	}
+	return table.Flush()
+}
+
+func relaysText(status *doctor.Status) string {
 	var text strings.Builder
 	text.WriteString("relay\twaiting\toldest\trows/s\tpublished\tdead\trelayed by\tlease left\tepoch\n")
 	for _, r := range status.Relays {
@@ -112,37 +147,32 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 		if r.Live {
 			owner, left = plain(r.Owner), seconds(r.LeaseLeftSeconds)
 		}
-		fmt.Fprintf(&text, "%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", plain(r.Relay), waiting, oldest, rate, r.Published, deadText(r.Dead), owner, left, r.Epoch)
+		fmt.Fprintf(&text, "%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", plain(r.Relay), waiting, oldest, rate, r.Published, byReason(r.Dead), owner, left, r.Epoch)
 	}
-	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	if _, err := io.WriteString(table, text.String()); err != nil {
-		return err
-	}
-	if err := table.Flush(); err != nil {
-		return err
-	}
-	text.Reset()
-	fmt.Fprintf(&text, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions)
-	for _, problem := range status.Problems {
-		fmt.Fprintln(&text, "not well:", problem)
-	}
-	if status.Well {
-		fmt.Fprintln(&text, "well")
-	}
-	_, err := io.WriteString(out, text.String())
-	return err
+	return text.String()
 }
 
-// deadText is the number of dead rows and their reasons, in a fixed order.
-func deadText(dead map[string]int64) string {
+func consumersText(status *doctor.Status) string {
+	var text strings.Builder
+	text.WriteString("consumer\tpartitions\tstand still\tparked\tkeys held\toldest parked\n")
+	for _, c := range status.Consuming {
+		oldest := "-"
+		if c.OldestParkedSeconds > 0 {
+			oldest = seconds(c.OldestParkedSeconds)
+		}
+		fmt.Fprintf(&text, "%s\t%d\t%d\t%s\t%d\t%s\n", consumerText(c.Name), c.Partitions, len(c.Trouble), byReason(c.Parked), c.HeldKeys, oldest)
+	}
+	return text.String()
+}
+
+// byReason is a number of rows and their reasons, in a fixed order.
+func byReason(counts map[string]int64) string {
 	var total int64
-	var reasons []string
-	for _, reason := range slices.Sorted(maps.Keys(dead)) {
-		total += dead[reason]
-		reasons = append(reasons, fmt.Sprintf("%s %d", reason, dead[reason]))
+	for _, n := range counts {
+		total += n
 	}
 	if total == 0 {
 		return "0"
 	}
-	return fmt.Sprintf("%d (%s)", total, strings.Join(reasons, ", "))
+	return fmt.Sprintf("%d (%s)", total, doctor.ReasonsText(counts))
 }

@@ -48,6 +48,26 @@ func TestStatusSaysWhatWaits(t *testing.T) {
 	assert.Contains(t, v["problems"], `relay "other": rows wait and it never ran: start "outbox-relay run"`)
 }
 
+// Consumers are part of the picture: what stands still and what is parked is not well, unless so much is
+// tolerated.
+func TestStatusShowsConsumers(t *testing.T) {
+	t.Parallel()
+	address, conn := parkedDatabase(t)
+	execSQL(t, conn, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, trouble) VALUES ('billing', 'orders', 0, NULL), ('billing', 'orders', 1, 'pauses')")
+	r := runOn(t, address, "status", "--interval", "0s")
+	assert.Equal(t, 1, r.code)
+	assert.Regexp(t, `(?m)^consumer +partitions +stand still +parked +keys held +oldest parked$`, r.stdout)
+	assert.Regexp(t, `(?m)^billing/orders +2 +1 +4 \(behind 2, failed 1, permanent 1\) +1 +10m0?\S*$`, r.stdout)
+	assert.Contains(t, r.stdout, `not well: consumer "billing/orders": orders/1 stands still (said 0s ago): pauses`)
+	assert.Contains(t, r.stdout, `not well: consumer "audit/payments": 2 messages are parked and hold 2 keys`)
+	execSQL(t, conn, "UPDATE effectonce.consumer_positions SET trouble = NULL")
+	assert.Equal(t, 1, runOn(t, address, "status", "--interval", "0s", "--parked-max", "5").code)
+	assert.Zero(t, runOn(t, address, "status", "--interval", "0s", "--parked-max", "6").code)
+	assert.Zero(t, runOn(t, address, "status", "--interval", "0s", "--relay", "default").code)
+	v := runOn(t, address, "status", "--interval", "0s", "--json").object(t)
+	assert.Equal(t, map[string]any{"too_large": 1.0, "undecodable": 1.0}, v["consuming"].([]any)[0].(map[string]any)["parked"])
+}
+
 // A row that waits too long is not well even though somebody relays.
 func TestStatusMindsTheAge(t *testing.T) {
 	t.Parallel()

@@ -16,7 +16,8 @@ func ExampleVerify() {
 		_, err := tx.Exec(ctx, `INSERT INTO invoice (order_id, amount) VALUES ($1, $2)`, o.Order, o.Amount)
 		return err
 	})
-	_ = func(t *testing.T) { // func TestInvoices(t *testing.T)
+	// func TestInvoices(t *testing.T)
+	_ = func(t *testing.T) { //nolint:thelper // it stands for a test
 		consumertest.Verify(t, handler, []consumertest.Message{
 			{Key: "order-1", Value: `{"order": 1, "amount": 5}`},
 			{Key: "order-2", Value: `{"order": 2, "amount": 7}`},

@@ -61,7 +61,7 @@ func TestVerifyPassesTheOtherShapes(t *testing.T) {
 }
 
 // Property: what is wrong with a handler is found, and said as what it is.
-func TestVerifyFindsWhatIsWrong(t *testing.T) {
+func TestVerifyFindsWhatIsWrong(t *testing.T) { //nolint:tparallel // the cases share own and seen
 	t.Parallel()
 	var own *pgxpool.Pool
 	var seen int
@@ -91,7 +91,7 @@ func TestVerifyFindsWhatIsWrong(t *testing.T) {
 		}, []string{"the clean run", "the handler failed", "no such account"}},
 		"nothing": {func(context.Context, pgx.Tx, *consumer.Message) error { return nil }, []string{"changed nothing in any table"}},
 	} {
-		t.Run(name, func(t *testing.T) { // not parallel: the cases share own and seen
+		t.Run(name, func(t *testing.T) {
 			said := consumertest.Problems(t, consumer.Each(tc.handle), messages(), options)
 			for _, text := range tc.says {
 				require.Contains(t, strings.Join(said, "\n"), text)

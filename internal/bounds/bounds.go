@@ -46,6 +46,11 @@ func Ints(settings ...Int) (problems []error) {
 	return problems
 }
 
+// Problem says what is wrong with a setting.
+func Problem(field string, value any, want string) error {
+	return fmt.Errorf("%s %v: want %s", field, value, want)
+}
+
 // Owner names this process, for people who look at leases and positions: host name, process number and four
 // random bytes, at most 255 bytes.
 func Owner() string {

@@ -109,7 +109,12 @@ func relayRights(schema string) []right {
 
 // statusRights is what ReadStatus needs besides.
 func statusRights() []right {
-	return []right{{"table", "consumers", "SELECT"}, {"table", "consumer_positions", "SELECT"}}
+	return []right{{"table", "consumers", "SELECT"}, {"table", "consumer_positions", "SELECT"}, {"table", "parked_messages", "SELECT"}}
+}
+
+// operatorRights is what "outbox-relay parked" and "outbox-relay actions" need besides.
+func operatorRights() []right {
+	return []right{{"table", "parked_messages", "UPDATE,DELETE"}, {"table", "operator_actions", "SELECT,INSERT"}}
 }
 
 // Rights checks what the connected role may do. It finds nothing where the schema does not exist.
@@ -134,6 +139,14 @@ func Rights(ctx context.Context, db Querier, schema string) []Finding {
 	}
 	if len(lacking) > 0 {
 		return []Finding{warn("rights", "as the owner of the schema: "+strings.Join(lacking, "; "), "the role may relay, but not run \"outbox-relay status\"")}
+	}
+	lacking, err = grants(ctx, db, schema, operatorRights())
+	if err != nil {
+		return broken("rights", err)
+	}
+	if len(lacking) > 0 {
+		// A relay's role is better off without them.
+		return []Finding{ok("rights", "the role may relay; an operator's role needs besides, for \"outbox-relay parked\": %s", strings.Join(lacking, "; "))}
 	}
 	return []Finding{ok("rights", "the role has every right that it needs")}
 }

@@ -88,7 +88,7 @@ func TestSchemaVersionIsChecked(t *testing.T) {
 }
 
 // A role without rights is told the statements that give it what it lacks, and they are enough: for the
-// relay, and then for the status.
+// relay, then for the status, and then for an operator.
 func TestMissingRightsComeWithTheirGrants(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
@@ -107,7 +107,14 @@ func TestMissingRightsComeWithTheirGrants(t *testing.T) {
 		exec(t, conn, statements)
 	}
 	exec(t, conn, "SET ROLE "+role)
-	require.Equal(t, doctor.OK, only(t, doctor.Rights(t.Context(), conn, "effectonce")).Severity)
+	f := only(t, doctor.Rights(t.Context(), conn, "effectonce"))
+	require.Equal(t, doctor.OK, f.Severity, "who relays is no operator")
+	_, statements, found := strings.Cut(f.Message, "\"outbox-relay parked\": ")
+	require.True(t, found)
+	exec(t, conn, "RESET ROLE")
+	exec(t, conn, statements)
+	exec(t, conn, "SET ROLE "+role)
+	require.Equal(t, "the role has every right that it needs", only(t, doctor.Rights(t.Context(), conn, "effectonce")).Message)
 	_, err := doctor.ReadStatus(t.Context(), conn, "effectonce", doctor.StatusOptions{})
 	require.NoError(t, err)
 	exec(t, conn, "ROLLBACK")

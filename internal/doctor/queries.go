@@ -72,8 +72,46 @@ SELECT relay, reason, count(*) FROM (
 const deadTopicsSQL = `-- doctor.dead_topics
 SELECT DISTINCT topic FROM (SELECT topic FROM effectonce.outbox_dead LIMIT $1) bounded`
 
-const consumersSQL = `-- doctor.consumers
+const countConsumersSQL = `-- doctor.count_consumers
 SELECT (SELECT count(*) FROM effectonce.consumers), (SELECT count(*) FROM effectonce.consumer_positions)`
+
+// consumersSQL: a group may have several names, one for each topic.
+const consumersSQL = `-- doctor.consumers
+SELECT c.name, c.consumer_group, (SELECT count(*) FROM effectonce.consumer_positions p
+  WHERE p.consumer_group = c.consumer_group AND p.topic = ANY (c.topics))
+FROM effectonce.consumers c ORDER BY c.name`
+
+const troubleSQL = `-- doctor.trouble
+SELECT c.name, p.topic, p.partition, coalesce(p.owner, ''), p.trouble, extract(epoch FROM clock_timestamp() - p.updated_at)::float8
+FROM effectonce.consumer_positions p JOIN effectonce.consumers c ON c.consumer_group = p.consumer_group AND p.topic = ANY (c.topics)
+WHERE p.trouble IS NOT NULL ORDER BY c.name, p.topic, p.partition LIMIT $1`
+
+// parkedSQL counts at most $1 rows. A key is held by its first row, which is behind none.
+const parkedSQL = `-- doctor.parked
+SELECT c.name, p.reason, count(*),
+  count(DISTINCT (p.topic, p.partition, sha256(p.key))) FILTER (WHERE p.state <> 'behind' AND p.key IS NOT NULL),
+  extract(epoch FROM clock_timestamp() - min(p.parked_at))::float8
+FROM (SELECT consumer, topic, partition, key, reason, state, parked_at FROM effectonce.parked_messages LIMIT $1) p
+JOIN effectonce.consumers c ON c.id = p.consumer
+GROUP BY c.name, p.reason`
+
+const windowsSQL = `-- doctor.windows
+SELECT name, topics, extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers ORDER BY name`
+
+const parkedPartitionsSQL = `-- doctor.parked_partitions
+SELECT topic, partition, count(*) FROM (SELECT topic, partition FROM effectonce.parked_messages LIMIT $1) p
+GROUP BY topic, partition ORDER BY topic, partition`
+
+// heldBackSQL: claims are forgotten when they are older than the longest window and every position of a
+// group that forgets has passed them. A position is as old as the last record before it, or as the last time
+// when it was at the end of its partition.
+const heldBackSQL = `-- doctor.held_back
+SELECT consumer_group, topic, count(*), extract(epoch FROM clock_timestamp() - min(at))::float8
+FROM (SELECT p.consumer_group, p.topic, coalesce(greatest(p.record_time, p.caught_up_at), p.updated_at) AS at
+  FROM effectonce.consumer_positions p
+  WHERE EXISTS (SELECT FROM effectonce.consumers c WHERE c.consumer_group = p.consumer_group AND c.dedup_window IS NOT NULL)) held
+WHERE at < clock_timestamp() - (SELECT max(dedup_window) FROM effectonce.consumers)
+GROUP BY consumer_group, topic ORDER BY consumer_group, topic`
 
 const serverSQL = `-- doctor.server
 SELECT current_setting('server_version_num')::int, current_setting('server_version'), pg_is_in_recovery(),

@@ -9,11 +9,14 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// CountMax bounds what is counted exactly: rows waiting for a relay, and dead rows. Beyond it a backlog
-// is estimated from the sequence.
+// CountMax bounds what is counted exactly: rows waiting for a relay, dead rows, parked messages. Beyond it
+// a backlog is estimated from the sequence.
 const CountMax = 100_000
 
-// Status is the state of the pipeline's outgoing half.
+// troubleMax bounds how many partitions are listed that stand still.
+const troubleMax = 100
+
+// Status is the state of the pipeline: who relays what waits, and how the consumers go.
 type Status struct {
 	Schema    string        `json:"schema"`
 	Well      bool          `json:"well"`
@@ -21,6 +24,8 @@ type Status struct {
 	Relays    []RelayStatus `json:"relays"`
 	Consumers int64         `json:"consumers"` // names that claim
 	Positions int64         `json:"positions"` // partitions with a stored position
+	// Consuming has every name that claims. Empty where only one relay was asked for.
+	Consuming []ConsumerStatus `json:"consuming"`
 }
 
 // RelayStatus is one reader of the outbox.
@@ -47,10 +52,13 @@ type RelayStatus struct {
 
 // StatusOptions of ReadStatus. The zero value works.
 type StatusOptions struct {
-	// Relay limits the status to one name, which also is reported if it never ran. Default: all.
+	// Relay limits the status to one name, which also is reported if it never ran; consumers are then left
+	// out. Default: all.
 	Relay string
 	// Before is an earlier reading: the rate is measured since then. Default: no rate.
 	Before []Progress
+	// ParkedMax is how many messages may be parked before the status is not well. Default: none.
+	ParkedMax int64
 	// AgeMax is how long a row may wait before the status is not well. Default: any time, as long as
 	// somebody relays.
 	AgeMax time.Duration
@@ -63,7 +71,7 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 	if err != nil {
 		return nil, err
 	}
-	s := &Status{Schema: schema, Problems: []string{}}
+	s := &Status{Schema: schema, Problems: []string{}, Consuming: []ConsumerStatus{}}
 	for _, p := range named(all, opts.Relay) {
 		relay, err := s.relay(ctx, db, schema, p)
 		if err != nil {
@@ -75,10 +83,17 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 	if err := s.readDead(ctx, db, schema); err != nil {
 		return nil, err
 	}
-	if err := db.QueryRow(ctx, inSchema(consumersSQL, schema)).Scan(&s.Consumers, &s.Positions); err != nil {
+	if err := db.QueryRow(ctx, inSchema(countConsumersSQL, schema)).Scan(&s.Consumers, &s.Positions); err != nil {
 		return nil, fmt.Errorf("count consumers: %w", err)
 	}
 	s.judge(opts.AgeMax)
+	if opts.Relay == "" {
+		if err := s.readConsumers(ctx, db, schema); err != nil {
+			return nil, err
+		}
+		s.judgeConsumers(opts.ParkedMax)
+	}
+	s.Well = len(s.Problems) == 0
 	return s, nil
 }
 
@@ -181,7 +196,6 @@ func (s *Status) judge(ageMax time.Duration) {
 			s.problem(r, "%d rows in outbox_dead hold their keys: read their column error and mend the cause", dead)
 		}
 	}
-	s.Well = len(s.Problems) == 0
 }
 
 func (s *Status) problem(r RelayStatus, format string, args ...any) {

@@ -1,0 +1,145 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// ConsumerStatus is a name that claims, and how its topics go.
+type ConsumerStatus struct {
+	Name  string `json:"name"`
+	Group string `json:"group"`
+	// Partitions counts those with a stored position.
+	Partitions int64 `json:"partitions"`
+	// Trouble lists the partitions that stand still.
+	Trouble []PartitionTrouble `json:"trouble"`
+	// Parked counts messages by reason, at most CountMax of all consumers.
+	Parked map[string]int64 `json:"parked"`
+	// HeldKeys counts keys whose first message is parked, within the same bound.
+	HeldKeys int64 `json:"held_keys"`
+	// OldestParkedSeconds is the age of the oldest parked message; 0: there is none.
+	OldestParkedSeconds float64 `json:"oldest_parked_seconds"`
+}
+
+// PartitionTrouble is why a partition stands still.
+type PartitionTrouble struct {
+	Topic     string `json:"topic"`
+	Partition int32  `json:"partition"`
+	Owner     string `json:"owner"`
+	Text      string `json:"text"`
+	// SaidSeconds is since its holder last said so, which it does at every attempt.
+	SaidSeconds float64 `json:"said_seconds"`
+}
+
+func (c *ConsumerStatus) parked() (n int64) {
+	for _, count := range c.Parked {
+		n += count
+	}
+	return n
+}
+
+// readConsumers adds every consumer.
+func (s *Status) readConsumers(ctx context.Context, db Querier, schema string) error {
+	rows, err := db.Query(ctx, inSchema(consumersSQL, schema))
+	if err != nil {
+		return fmt.Errorf("read consumers: %w", err)
+	}
+	c := ConsumerStatus{Trouble: []PartitionTrouble{}}
+	byName := map[string]int{}
+	_, err = pgx.ForEachRow(rows, []any{&c.Name, &c.Group, &c.Partitions}, func() error {
+		c.Parked = map[string]int64{}
+		byName[c.Name] = len(s.Consuming)
+		s.Consuming = append(s.Consuming, c)
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("read consumers: %w", err)
+	}
+	if err := s.readTrouble(ctx, db, schema, byName); err != nil {
+		return fmt.Errorf("read partitions that stand still: %w", err)
+	}
+	if err := s.readParked(ctx, db, schema, byName); err != nil {
+		return fmt.Errorf("count parked messages: %w", err)
+	}
+	return nil
+}
+
+func (s *Status) readTrouble(ctx context.Context, db Querier, schema string, byName map[string]int) error {
+	rows, err := db.Query(ctx, inSchema(troubleSQL, schema), troubleMax)
+	if err != nil {
+		return err
+	}
+	var name string
+	var t PartitionTrouble
+	_, err = pgx.ForEachRow(rows, []any{&name, &t.Topic, &t.Partition, &t.Owner, &t.Text, &t.SaidSeconds}, func() error {
+		if i, known := byName[name]; known {
+			s.Consuming[i].Trouble = append(s.Consuming[i].Trouble, t)
+		}
+		return nil
+	})
+	return err
+}
+
+func (s *Status) readParked(ctx context.Context, db Querier, schema string, byName map[string]int) error {
+	rows, err := db.Query(ctx, inSchema(parkedSQL, schema), CountMax)
+	if err != nil {
+		return err
+	}
+	var name, reason string
+	var count, keys int64
+	var oldest float64
+	_, err = pgx.ForEachRow(rows, []any{&name, &reason, &count, &keys, &oldest}, func() error {
+		if i, known := byName[name]; known {
+			c := &s.Consuming[i]
+			c.Parked[reason] = count
+			c.HeldKeys += keys
+			c.OldestParkedSeconds = max(c.OldestParkedSeconds, oldest)
+		}
+		return nil
+	})
+	return err
+}
+
+// judgeConsumers says what is not well with them.
+func (s *Status) judgeConsumers(parkedMax int64) {
+	var all int64
+	for _, c := range s.Consuming {
+		all += c.parked()
+	}
+	for _, c := range s.Consuming {
+		for _, t := range c.Trouble {
+			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s/%d stands still (said %v ago): %s",
+				c.Name, t.Topic, t.Partition, time.Duration(t.SaidSeconds*float64(time.Second)).Round(time.Second), oneLine(t.Text)))
+		}
+		if n := c.parked(); n > 0 && all > parkedMax {
+			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %d messages are parked and hold %d keys, the oldest for %v: see \"outbox-relay parked list\"",
+				c.Name, n, c.HeldKeys, time.Duration(c.OldestParkedSeconds*float64(time.Second)).Round(time.Second)))
+		}
+	}
+}
+
+// oneLine keeps the text of somebody else's error within a line that a terminal can show.
+func oneLine(text string) string {
+	const lineMax = 300
+	line, _, more := strings.Cut(text, "\n")
+	quoted := fmt.Sprintf("%.*q", lineMax, line)
+	if line = quoted[1 : len(quoted)-1]; more {
+		line += "…"
+	}
+	return line
+}
+
+// ReasonsText is counts by reason, in a fixed order.
+func ReasonsText(counts map[string]int64) string {
+	var reasons []string
+	for _, reason := range slices.Sorted(maps.Keys(counts)) {
+		reasons = append(reasons, fmt.Sprintf("%s %d", reason, counts[reason]))
+	}
+	return strings.Join(reasons, ", ")
+}

@@ -1,0 +1,238 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+)
+
+// window is how long a consumer recognises what comes again.
+type window struct {
+	name   string
+	topics []string
+	keeps  *float64 // seconds; nil: for ever
+}
+
+// parkedAt is a partition of which messages are parked.
+type parkedAt struct {
+	topic     string
+	partition int32
+	count     int64
+}
+
+// heldBack is a topic whose positions keep claims from being forgotten.
+type heldBack struct {
+	group, topic string
+	partitions   int64
+	seconds      float64 // since the oldest of them was up to date
+}
+
+// Consumers compares what the tables say of consumers with Kafka: dedup windows with the retention of
+// topics, parked messages with the partitions that exist, positions with the groups that still are there.
+// ctx limits how long it waits for brokers.
+func Consumers(ctx context.Context, db Querier, admin *kadm.Client, schema string) []Finding {
+	windows, err := readWindows(ctx, db, schema)
+	if err != nil {
+		return broken("consumers", err)
+	}
+	if len(windows) == 0 {
+		return []Finding{ok("consumers", "none is registered")}
+	}
+	parked, held, err := readLeftOvers(ctx, db, schema)
+	if err != nil {
+		return broken("consumers", err)
+	}
+	names := map[string]bool{}
+	for _, w := range windows {
+		for _, topic := range w.topics {
+			names[topic] = true
+		}
+	}
+	for _, p := range parked {
+		names[p.topic] = true
+	}
+	for _, h := range held {
+		names[h.topic] = true
+	}
+	details := kadm.TopicDetails{}
+	if len(names) > 0 { // none would mean all
+		if details, err = admin.ListTopics(ctx, slices.Sorted(maps.Keys(names))...); err != nil {
+			return broken("consumers", err)
+		}
+	}
+	found := examineWindows(ctx, admin, windows, details)
+	found = append(found, examineParked(parked, details)...)
+	if len(held) > 0 {
+		groups, err := admin.ListGroups(ctx)
+		if err != nil {
+			return append(found, broken("retention", err)...)
+		}
+		found = append(found, examineHeldBack(held, details, groups, schema)...)
+	}
+	return found
+}
+
+func readWindows(ctx context.Context, db Querier, schema string) ([]window, error) {
+	rows, err := db.Query(ctx, inSchema(windowsSQL, schema))
+	if err != nil {
+		return nil, fmt.Errorf("read consumers: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (w window, err error) {
+		return w, row.Scan(&w.name, &w.topics, &w.keeps)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read consumers: %w", err)
+	}
+	return all, nil
+}
+
+func readLeftOvers(ctx context.Context, db Querier, schema string) ([]parkedAt, []heldBack, error) {
+	rows, err := db.Query(ctx, inSchema(parkedPartitionsSQL, schema), CountMax)
+	if err != nil {
+		return nil, nil, fmt.Errorf("read partitions of parked messages: %w", err)
+	}
+	parked, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (p parkedAt, err error) {
+		return p, row.Scan(&p.topic, &p.partition, &p.count)
+	})
+	if err != nil {
+		return nil, nil, fmt.Errorf("read partitions of parked messages: %w", err)
+	}
+	rows, err = db.Query(ctx, inSchema(heldBackSQL, schema))
+	if err != nil {
+		return nil, nil, fmt.Errorf("read positions: %w", err)
+	}
+	held, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (h heldBack, err error) {
+		return h, row.Scan(&h.group, &h.topic, &h.partitions, &h.seconds)
+	})
+	if err != nil {
+		return nil, nil, fmt.Errorf("read positions: %w", err)
+	}
+	return parked, held, nil
+}
+
+// examineWindows looks whether Kafka may deliver again what a consumer does not recognise any more.
+func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, details kadm.TopicDetails) []Finding {
+	retention := map[string]time.Duration{}
+	var existing []string
+	for name, d := range details {
+		if d.Err == nil {
+			existing = append(existing, name)
+		}
+	}
+	if len(existing) > 0 {
+		configs, err := admin.DescribeTopicConfigs(ctx, existing...)
+		if err != nil {
+			return broken("consumers", err)
+		}
+		for _, config := range configs {
+			if kept, known := kept(config); known {
+				retention[config.Name] = kept
+			}
+		}
+	}
+	var found []Finding
+	for _, w := range windows {
+		check := "consumer " + w.name
+		if w.keeps == nil {
+			found = append(found, ok(check, "it recognises duplicates for ever"))
+			continue
+		}
+		keeps := time.Duration(*w.keeps * float64(time.Second))
+		short := false
+		for _, topic := range w.topics {
+			kept, known := retention[topic]
+			if !known || kept <= keeps {
+				continue
+			}
+			short = true
+			found = append(found, warn(check, "set Window of this consumer to more than the retention, or Forever; or lower the topic's retention.ms",
+				"topic %s keeps messages %s, its dedup window is %v: what is older and is read again (a rewound group, a lost offset) is parked as expired", topic, keptText(kept), keeps))
+		}
+		if !short {
+			found = append(found, ok(check, "its dedup window is %v, the retention of its topics is not longer", keeps))
+		}
+	}
+	return found
+}
+
+// forever is longer than any window.
+const forever = 1<<63 - 1
+
+// kept is how long a topic keeps messages at least; one that is only compacted keeps the last of a key for
+// ever.
+func kept(config kadm.ResourceConfig) (d time.Duration, known bool) {
+	if config.Err != nil {
+		return 0, false
+	}
+	for _, entry := range config.Configs {
+		if entry.Key == "cleanup.policy" && entry.Value != nil && *entry.Value == "compact" {
+			return forever, true
+		}
+	}
+	ms, known := setting(config, "retention.ms")
+	if ms < 0 || ms > int64(forever/time.Millisecond) {
+		return forever, known
+	}
+	return time.Duration(ms) * time.Millisecond, known
+}
+
+func keptText(d time.Duration) string {
+	if d == forever {
+		return "for ever"
+	}
+	return "for " + d.String()
+}
+
+// examineParked finds parked messages that no consumer will ever be handed.
+func examineParked(parked []parkedAt, details kadm.TopicDetails) (found []Finding) {
+	for _, p := range parked {
+		d, listed := details[p.topic]
+		if listed && d.Err != nil && !errors.Is(d.Err, kerr.UnknownTopicOrPartition) {
+			continue // not allowed to look
+		}
+		if _, exists := d.Partitions[p.partition]; listed && d.Err == nil && exists {
+			continue
+		}
+		found = append(found, warn("parked", "create it anew and retry them, or discard them: outbox-relay parked discard --topic "+p.topic+" --all-of-key --why …",
+			"%d messages of %s/%d are parked, and Kafka does not have that partition: no consumer holds it, so a retry waits for ever", p.count, p.topic, p.partition))
+	}
+	return found
+}
+
+// examineHeldBack names what keeps claims that are older than every window.
+func examineHeldBack(held []heldBack, details kadm.TopicDetails, groups kadm.ListedGroups, schema string) (found []Finding) {
+	table := pgx.Identifier{schema, "consumer_positions"}.Sanitize()
+	for _, h := range held {
+		age := time.Duration(h.seconds * float64(time.Second)).Round(time.Minute)
+		forget := "DELETE FROM " + table + " WHERE consumer_group = " + literal(h.group)
+		switch d, listed := details[h.topic]; {
+		case !listed || errors.Is(d.Err, kerr.UnknownTopicOrPartition):
+			found = append(found, warn("retention", "if the topic never comes back: "+forget+" AND topic = "+literal(h.topic),
+				"group %s has %d positions of topic %s, which does not exist; since %v claims are not forgotten for them", h.group, h.partitions, h.topic, age))
+		case !active(groups, h.group):
+			found = append(found, warn("retention", "start it; or if it never comes back: "+forget,
+				"group %s has no member, and %d of its positions of topic %s are %v behind; claims are not forgotten for them", h.group, h.partitions, h.topic, age))
+		default:
+			found = append(found, warn("retention", "see \"outbox-relay status\" for what its partitions wait for",
+				"group %s is %v behind in %d partitions of topic %s; claims are not forgotten before it has passed", h.group, age, h.partitions, h.topic))
+		}
+	}
+	return found
+}
+
+// active tells whether a group has members.
+func active(groups kadm.ListedGroups, name string) bool {
+	g, listed := groups[name]
+	return listed && g.State != "Empty" && g.State != "Dead"
+}
+
+// literal writes a text for SQL.
+func literal(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }

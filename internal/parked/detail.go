@@ -1,0 +1,122 @@
+package parked
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+)
+
+// How much Show reads of what may be long.
+const (
+	behindMax  = 20
+	actionsMax = 20
+)
+
+// Detail is everything about a parked message.
+type Detail struct {
+	Message
+	TopicID    *uuid.UUID      `json:"topic_id"`
+	Headers    json.RawMessage `json:"headers"`
+	Payload    []byte          `json:"-"` // at most as much as was asked for
+	ReleasedAt *time.Time      `json:"released_at"`
+	RetryAt    time.Time       `json:"retry_at"`
+	Next       []Message       `json:"next"`    // what waits for it, at most 20
+	Actions    []Action        `json:"actions"` // of operators on this ID, the newest first, at most 20
+}
+
+// Show reads a message with up to payloadMax bytes of its payload, or ErrNotFound.
+func Show(ctx context.Context, db Querier, schema string, seq, payloadMax int64) (*Detail, error) {
+	found, err := List(ctx, db, schema, Filter{Seqs: []int64{seq}, Behind: true}, 1)
+	if err != nil {
+		return nil, err
+	}
+	if len(found) == 0 {
+		return nil, ErrNotFound
+	}
+	d := &Detail{Message: found[0]}
+	var topicID *[16]byte
+	var headers string
+	err = db.QueryRow(ctx, inSchema(detailSQL, schema), seq, min(payloadMax, 1<<30)).Scan(&topicID, &headers, &d.Payload, &d.ReleasedAt, &d.RetryAt)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, ErrNotFound
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read parked message: %w", err)
+	}
+	d.TopicID, d.Headers = (*uuid.UUID)(topicID), json.RawMessage(headers)
+	rows, err := db.Query(ctx, inSchema(behindSQL, schema), seq, behindMax)
+	if err != nil {
+		return nil, fmt.Errorf("read what is behind a parked message: %w", err)
+	}
+	if d.Next, err = pgx.CollectRows(rows, scanMessage); err != nil {
+		return nil, fmt.Errorf("read what is behind a parked message: %w", err)
+	}
+	d.Actions, err = Actions(ctx, db, schema, ActionFilter{Message: &d.ID}, actionsMax)
+	return d, err
+}
+
+// Action is a row of operator_actions.
+type Action struct {
+	ID      int64           `json:"id"`
+	Who     string          `json:"who"`
+	What    string          `json:"what"`
+	Why     string          `json:"why"`
+	When    time.Time       `json:"when"`
+	Role    string          `json:"db_role"`
+	Subject json.RawMessage `json:"subject"`
+}
+
+// Object names what an action was done to, in a line: the message, or else where in Kafka. Empty: it says neither.
+func (a *Action) Object() string {
+	var subject struct {
+		ID        string `json:"message_id"`
+		Topic     string `json:"topic"`
+		Partition int32  `json:"partition"`
+	}
+	if json.Unmarshal(a.Subject, &subject) != nil {
+		return ""
+	}
+	switch {
+	case subject.ID != "":
+		if id, err := uuid.Parse(subject.ID); err == nil {
+			return id.String()
+		}
+	case subject.Topic != "" && Printable(subject.Topic):
+		return fmt.Sprintf("%s/%d", subject.Topic, subject.Partition)
+	}
+	return ""
+}
+
+// ActionFilter says which actions are meant; what is nil does not filter.
+type ActionFilter struct {
+	Message     *uuid.UUID
+	YoungerThan *time.Duration
+}
+
+// Actions returns what operators did, the newest first.
+func Actions(ctx context.Context, db Querier, schema string, filter ActionFilter, limit int) ([]Action, error) {
+	var id *string
+	if filter.Message != nil {
+		text := filter.Message.String()
+		id = &text
+	}
+	rows, err := db.Query(ctx, inSchema(actionsSQL, schema), id, filter.YoungerThan, limit)
+	if err != nil {
+		return nil, fmt.Errorf("read operators' actions: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (a Action, err error) {
+		var subject string
+		err = row.Scan(&a.ID, &a.Who, &a.What, &a.Why, &a.When, &a.Role, &subject)
+		a.Subject = json.RawMessage(subject)
+		return a, err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read operators' actions: %w", err)
+	}
+	return all, nil
+}

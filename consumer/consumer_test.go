@@ -184,7 +184,7 @@ func TestBrokenHandlerLosesNothing(t *testing.T) {
 	}
 }
 
-// Property: an error that appears only at COMMIT (a deferred constraint) fails its message alone.
+// Property: an error that appears only at COMMIT (a deferred constraint) fails its message alone. Row C18.
 func TestErrorAtCommitFindsItsMessage(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -255,7 +255,7 @@ func TestPublishedInHandlerIsDerivedAndLast(t *testing.T) {
 }
 
 // Property: IDs that no database takes as text (a megabyte, NUL, broken UTF-8), missing and empty ones do
-// not disturb anybody: each such message has its effect once, without an ID by its coordinates. Row C25.
+// not disturb anybody: each such message has its effect once, without an ID by its coordinates. Rows C24, C25.
 func TestOddIDs(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

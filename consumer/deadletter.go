@@ -41,7 +41,7 @@ func (e *engine) queueDeadLetters(ctx context.Context, batch *pgx.Batch, s *sort
 		}
 		if err != nil {
 			why := *s.why[i]
-			why.err = fmt.Errorf("%s; it cannot be a dead letter: %w", errorText(why.err), err)
+			why.err = fmt.Errorf("it cannot be a dead letter (%.300s): %w", err.Error(), why.err)
 			left.parked, left.why, left.behind = append(left.parked, msg), append(left.why, &why), append(left.behind, false)
 		}
 	}

@@ -73,3 +73,6 @@ func (e *Engine) ApplyAll(ctx context.Context, number int32, first, n, batch int
 
 // IsFenced reports whether a batch was refused because of its position.
 func IsFenced(err error) bool { return errors.Is(err, errFenced) }
+
+// LookEvery makes a consumer compare its partitions with their topics more often.
+func LookEvery(c *Consumer, d time.Duration) { c.lookEvery = d }

@@ -87,6 +87,11 @@ func (h *harness) run(handler consumer.Handler, change func(*consumer.Config)) (
 
 func (h *harness) runOn(pool *pgxpool.Pool, handler consumer.Handler, change func(*consumer.Config)) (stop func() error) {
 	h.t.Helper()
+	return h.runWith(pool, nil, handler, change)
+}
+
+func (h *harness) runWith(pool *pgxpool.Pool, kafka []kgo.Opt, handler consumer.Handler, change func(*consumer.Config)) (stop func() error) {
+	h.t.Helper()
 	cfg := consumer.Config{
 		Group: h.topic, Topics: []string{h.topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond,
 		Logger: slog.New(slog.NewTextHandler(h.log, nil)),
@@ -94,7 +99,7 @@ func (h *harness) runOn(pool *pgxpool.Pool, handler consumer.Handler, change fun
 	if change != nil {
 		change(&cfg)
 	}
-	c, err := consumer.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(h.t)...)}, handler, cfg)
+	c, err := consumer.New(pool, append(kafka, kgo.SeedBrokers(kafkatest.Brokers(h.t)...)), handler, cfg)
 	require.NoError(h.t, err)
 	ctx, cancel := context.WithCancel(h.t.Context())
 	done := make(chan error, 1)

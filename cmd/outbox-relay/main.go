@@ -4,7 +4,8 @@
 //	outbox-relay migrate up      # bring the tables
 //	outbox-relay doctor          # is everything there that it needs?
 //	outbox-relay run             # publish, until SIGTERM
-//	outbox-relay status          # what waits, and who relays
+//	outbox-relay status          # what waits, who relays, how consumers go
+//	outbox-relay parked list     # messages that could not be handled
 //
 // Every flag can be set by an environment variable: --database-url by OUTBOX_DATABASE_URL (or
 // DATABASE_URL), --brokers by OUTBOX_BROKERS (or KAFKA_BROKERS), --lease by OUTBOX_LEASE and so on.

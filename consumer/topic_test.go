@@ -1,0 +1,220 @@
+package consumer_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+)
+
+// Property: whoever writes to one topic cannot use up the IDs of another: the same ID in two topics has an
+// effect in each. Row C28.
+func TestTopicsDoNotShareIDs(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	other := kafkatest.Topic(t, 1)
+	id := []kgo.RecordHeader{{Key: "message-id", Value: []byte("01890000-0000-7000-8000-000000000000")}}
+	client := kafkatest.Client(t)
+	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: other, Value: []byte("attacker"), Headers: id}).FirstErr())
+	forever := func(c *consumer.Config) { c.Topics, c.Forever = []string{h.topic, other}, true }
+	stop := h.run(consumer.Each(effect), forever)
+	h.waitEffects(1)
+	h.produceRecord(&kgo.Record{Value: []byte("honest"), Headers: id})
+	h.waitEffects(2)
+	require.NoError(t, stop())
+}
+
+// Property: when Kafka has forgotten the offsets of the group, the database's position is where it goes on.
+// Row C35.
+func TestForgottenOffsetsResumeAtThePosition(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produce("0", "1", "2")
+	stop := h.run(consumer.Each(effect), nil)
+	h.waitEffects(3)
+	require.NoError(t, stop())
+	h.wait("group deleted", func() bool {
+		deleted, err := kadm.NewClient(kafkatest.Client(t)).DeleteGroup(t.Context(), h.topic)
+		return err == nil && deleted.Err == nil
+	})
+	h.produce("3")
+	var again atomic.Int64
+	stop = h.run(consumer.Each(effect), func(c *consumer.Config) {
+		c.Hooks.Processed = func(_ string, _, duplicates int) { again.Add(int64(duplicates)) }
+	})
+	h.waitEffects(4)
+	require.NoError(t, stop())
+	require.Zero(t, again.Load(), "nothing was redelivered")
+}
+
+// Property: a topic that is deleted and made anew while it is consumed starts from its beginning; the effects
+// of both generations are there once. Row C36.
+func TestRecreatedTopicStartsAnew(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produce("a0", "a1", "a2")
+	stop := h.run(consumer.Each(effect), nil)
+	h.waitEffects(3)
+	require.NoError(t, stop())
+	admin := kadm.NewClient(kafkatest.Client(t))
+	deleted, err := admin.DeleteTopic(t.Context(), h.topic)
+	require.NoError(t, errors.Join(err, deleted.Err))
+	h.wait("made anew", func() bool {
+		made, err := admin.CreateTopic(t.Context(), 1, 1, nil, h.topic)
+		return err == nil && made.Err == nil
+	})
+	h.produce("b0", "b1")
+	stop = h.run(consumer.Each(effect), nil)
+	h.waitEffects(5)
+	require.NoError(t, stop())
+	require.Equal(t, 2, h.position())
+}
+
+// Property: partitions that are added are consumed from their beginning, everything once. Row C37.
+func TestAddedPartitionsAreConsumed(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produce("0")
+	stop := h.runWith(h.pool, []kgo.Opt{kgo.MetadataMaxAge(time.Second), kgo.MetadataMinAge(100 * time.Millisecond)}, consumer.Each(effect), nil)
+	h.waitEffects(1)
+	added, err := kadm.NewClient(kafkatest.Client(t)).UpdatePartitions(t.Context(), 3, h.topic)
+	require.NoError(t, errors.Join(err, added.Error()))
+	h.wait("written to the new partitions", func() bool {
+		client := kafkatest.Client(t, kgo.RecordPartitioner(kgo.ManualPartitioner()))
+		defer client.Close()
+		return client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Partition: 2, Value: []byte("1")}).FirstErr() == nil
+	})
+	h.wait("effect", func() bool { return h.number(`SELECT count(*) FROM effects`) >= 2 })
+	require.NoError(t, stop())
+	require.Equal(t, h.number(`SELECT count(DISTINCT message_id) FROM effects`), h.number(`SELECT count(*) FROM effects`))
+}
+
+// Property: a message that grows a thousandfold when it is decompressed is parked by reference, in bounded
+// memory. Row C39.
+func TestDecompressionBombIsParked(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	const size = 48 << 20
+	client := kafkatest.Client(t, kgo.ProducerBatchCompression(kgo.ZstdCompression()), kgo.ProducerBatchMaxBytes(64<<20), kgo.BrokerMaxWriteBytes(100<<20))
+	err := client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Key: []byte("k"), Value: make([]byte, size)}).FirstErr()
+	require.NoError(t, err)
+	h.produceKeyed("a:1")
+	stop := h.run(consumer.Each(effect), nil)
+	h.waitParked("too_large")
+	h.waitEffects(1)
+	require.NoError(t, stop())
+	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE payload IS NULL AND key = 'k'`))
+	var memory runtime.MemStats
+	runtime.ReadMemStats(&memory)
+	require.Less(t, memory.HeapAlloc, uint64(16*size))
+}
+
+// Property: headers that look like another library's attempts, delays or dead letters change nothing, and a
+// message with a thousand and one headers is parked. Row C41.
+func TestForgedHeadersAreIgnored(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	var forged []kgo.RecordHeader
+	for _, name := range []string{
+		"retry_topic-attempts", "retry_topic-backoff-timestamp", "kafka_dlt-original-topic", "x-delay", "attempts", "effectonce-attempts",
+		"kafka_backoffTimestamp", "effectonce-original-message-id",
+	} {
+		forged = append(forged, kgo.RecordHeader{Key: name, Value: bytes.Repeat([]byte{0x7f}, 8)})
+	}
+	h.produceRecord(&kgo.Record{Value: []byte("forged"), Headers: forged})
+	many := make([]kgo.RecordHeader, 1001)
+	for i := range many {
+		many[i].Key = fmt.Sprint(i)
+	}
+	h.produceRecord(&kgo.Record{Value: []byte("many"), Headers: many})
+	stop := h.run(consumer.Each(effect), nil)
+	h.waitEffects(1)
+	h.waitParked("invalid")
+	require.NoError(t, stop())
+}
+
+// Property: a dead letter that Kafka would not take is parked instead: to give a message up is always
+// possible. Whatever its headers and its error are made of can be stored. Row C40.
+func TestWhatCannotBeADeadLetterIsParked(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	odd := []kgo.RecordHeader{{Key: "\xff\x00", Value: []byte{0xff, 0}}, {Key: "message-id", Value: []byte("1")}}
+	h.produceRecord(&kgo.Record{Key: []byte("a"), Value: []byte("letter"), Headers: odd})
+	stop := h.run(consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error {
+		return consumer.Permanent(errors.New("broken \xff\x00 " + strings.Repeat("ü", 5000)))
+	}), func(c *consumer.Config) { c.OnFailure, c.DeadLetterTopic = consumer.DeadLetter, "letters" })
+	h.waitParked("permanent")
+	require.NoError(t, stop())
+	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%cannot be a dead letter%' AND headers ? 'effectonce-raw-headers'`))
+	// Handed back, it has its headers as they were.
+	h.retry()
+	var headers []consumer.Header
+	stop = h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		headers = msg.Headers
+		return effect(ctx, tx, msg)
+	}), nil)
+	h.waitEffects(1)
+	require.NoError(t, stop())
+	require.Equal(t, []consumer.Header{{Name: "\xff\x00", Value: []byte{0xff, 0}}, {Name: "message-id", Value: []byte("1")}}, headers)
+}
+
+// Property: a client that stopped bringing records is replaced. Row C13.
+func TestStuckClientIsReplaced(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+	var stuck atomic.Bool
+	var starved atomic.Int64
+	fake.ControlKey(int16(kmsg.Fetch), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		if !stuck.Load() {
+			return nil, nil, false
+		}
+		starved.Add(1)
+		fetch, _ := request.(*kmsg.FetchRequest)
+		return fetch.ResponseKind(), nil, true // nothing, as from a broker that lost the session
+	})
+	client := kafkatest.ClientAt(t, fake.ListenAddrs())
+	produce := func(value string) {
+		require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Value: []byte(value)}).FirstErr())
+	}
+	produce("0")
+	cfg := consumer.Config{
+		Group: h.topic, Topics: []string{h.topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond,
+		Logger: slog.New(slog.NewTextHandler(h.log, nil)),
+	}
+	c, err := consumer.New(h.pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, consumer.Each(effect), cfg)
+	require.NoError(t, err)
+	consumer.LookEvery(c, 200*time.Millisecond)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- c.Run(ctx) }()
+	h.waitEffects(1)
+	h.wait("seen at its end", func() bool {
+		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE caught_up_at IS NOT NULL`) == 1
+	})
+	stuck.Store(true)
+	h.wait("no fetch is under way that could bring it", func() bool { return starved.Load() > 1 })
+	produce("1")
+	h.wait("replaced", func() bool { return strings.Contains(h.log.String(), "do not arrive") })
+	stuck.Store(false)
+	h.waitEffects(2)
+	cancel()
+	require.NoError(t, <-done)
+}

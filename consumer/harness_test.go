@@ -189,7 +189,7 @@ func (h *harness) parked() []string {
 	return found
 }
 
-// waitParked waits until exactly one message is parked for each of the reasons, whatever is behind them.
+// waitParked waits until messages are parked for exactly these reasons, whatever is behind them.
 func (h *harness) waitParked(reasons ...string) {
 	h.t.Helper()
 	h.wait("parked "+strings.Join(reasons, " "), func() bool {

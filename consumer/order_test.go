@@ -113,3 +113,24 @@ func TestWorkersOutliveRestarts(t *testing.T) {
 	require.Zero(t, inversions(h))
 	require.NotContains(t, h.log.String(), "level=ERROR", "stopping is no error")
 }
+
+// Property: without order a retried message is handled alone, not with others of its key that nobody handed
+// back.
+func TestUnorderedRetriesOnlyWhatWasHandedBack(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:1", "a:2")
+	var mended atomic.Bool
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if !mended.Load() {
+			return consumer.Permanent(errBad)
+		}
+		return effect(ctx, tx, msg)
+	}), parallel(consumer.Unordered))
+	h.waitParked("permanent", "permanent")
+	mended.Store(true)
+	h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') = 'a:1'`)
+	h.waitEffects(1)
+	require.NoError(t, stop())
+	require.Equal(t, []string{"a:2 permanent parked"}, h.parked())
+}

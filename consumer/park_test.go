@@ -245,6 +245,14 @@ func TestTooLargeIsParkedByReference(t *testing.T) {
 	require.NoError(t, stop())
 	require.Equal(t, []string{"b:1"}, h.values())
 	require.Equal(t, []string{" too_large parked", "a:1 behind behind"}, h.parked())
+	// What is not stored cannot be handled again, whoever asks for it.
+	h.retry()
+	stop = h.run(consumer.Each(effect), nil)
+	h.wait("refused", func() bool {
+		return h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`) == 1
+	})
+	require.NoError(t, stop())
+	require.Equal(t, []string{"b:1"}, h.values())
 }
 
 // Property: with the policy Block nothing is parked: the partition waits, says why in the database, and goes

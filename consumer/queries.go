@@ -22,7 +22,7 @@ SELECT $1, t.topic, t.topic_id, t.partition, t.start, $2, false, t.start
 FROM unnest($3::text[], $4::uuid[], $5::int[], $6::bigint[]) AS t (topic, topic_id, partition, start)
 ORDER BY t.topic, t.partition
 ON CONFLICT (consumer_group, topic, partition) DO UPDATE SET
-  epoch = p.epoch + 1, owner = excluded.owner, updated_at = clock_timestamp(), released = false, held_offset = p.next_offset, trouble = NULL,
+  epoch = p.epoch + 1, owner = excluded.owner, updated_at = clock_timestamp(), released = false, held_offset = p.next_offset, trouble = NULL, trouble_since = NULL,
   stuck = CASE WHEN NOT p.released AND p.next_offset IS NOT DISTINCT FROM p.held_offset THEN p.stuck + 1 ELSE 0 END,
   topic_id = coalesce(excluded.topic_id, p.topic_id),
   next_offset = CASE WHEN p.topic_id <> excluded.topic_id THEN excluded.next_offset ELSE coalesce(p.next_offset, excluded.next_offset) END,
@@ -55,7 +55,7 @@ const (
 
 // troubleSQL says why a partition stands still. The next advance takes it back.
 const troubleSQL = `-- consumer.trouble
-UPDATE effectonce.consumer_positions SET trouble = $5, updated_at = clock_timestamp()
+UPDATE effectonce.consumer_positions SET trouble = $5, trouble_since = coalesce(trouble_since, clock_timestamp()), updated_at = clock_timestamp()
 WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4`
 
 // resetSQL moves a position to where the topic begins, which advance never does.
@@ -149,6 +149,7 @@ WITH due AS MATERIALIZED (
   SELECT f.seq FROM due CROSS JOIN LATERAL (
     SELECT n.seq FROM effectonce.parked_messages n
     WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = sha256(due.key) AND n.seq > due.seq
+      AND n.state = 'behind'
     ORDER BY n.seq LIMIT $4) AS f
 ), chosen AS (
   SELECT c.seq, row_number() OVER w AS n, sum(octet_length(coalesce(p.payload, ''))) OVER w AS bytes
@@ -157,6 +158,11 @@ WITH due AS MATERIALIZED (
 UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, clock_timestamp())
 FROM chosen c WHERE p.seq = c.seq AND (c.n = 1 OR c.n <= $4 AND c.bytes <= $5)
 RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.reason, p.state, p.released_at`
+
+// refuseLargeSQL takes back what cannot be handled again, because it is not stored as a whole.
+const refuseLargeSQL = `-- consumer.refuse_large
+UPDATE effectonce.parked_messages SET state = 'parked'
+WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND reason = 'too_large'`
 
 // lockParkedSQL decides who handles parked messages: whoever deletes them. In the order of seq, or two
 // transactions could deadlock.
@@ -177,7 +183,7 @@ type queries struct {
 	settings, advance, check, hold, recreated, guard, trouble, givenUp          string
 	reset, caughtUp, attempts, age                                              string
 	attempt, forgetAttempts, park, heads, mendAll, promote, release, lockParked string
-	unpark, setBack                                                             string
+	unpark, setBack, refuseLarge                                                string
 }
 
 func newQueries(schema string) queries {
@@ -186,6 +192,6 @@ func newQueries(schema string) queries {
 		settings: settingsSQL, advance: in(advanceSQL), check: in(checkSQL), hold: in(holdSQL), recreated: in(recreatedSQL),
 		guard: in(guardSQL), trouble: in(troubleSQL), givenUp: in(givenUpSQL), reset: in(resetSQL), caughtUp: in(caughtUpSQL),
 		attempt: in(attemptSQL), attempts: in(attemptsSQL), age: in(ageSQL), forgetAttempts: in(forgetAttemptsSQL), park: in(parkSQL), heads: in(headsSQL), mendAll: in(mendAllSQL),
-		promote: in(promoteSQL), release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL),
+		promote: in(promoteSQL), release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL), refuseLarge: in(refuseLargeSQL),
 	}
 }

@@ -124,6 +124,14 @@ func (l *lane) release(ctx context.Context) (more bool, err error) {
 	if l.careful.Load() > 0 {
 		limit = 1
 	}
+	tag, err := l.pool.Exec(ctx, l.sql.refuseLarge, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
+	if err != nil {
+		return false, fmt.Errorf("read parked messages: %w", err)
+	}
+	if tag.RowsAffected() > 0 {
+		l.cfg.Logger.ErrorContext(ctx, "messages were handed back that are too large to be stored: they stay parked",
+			"group", l.cfg.Group, "topic", l.work.pos.topic, "partition", l.work.pos.partition, "messages", tag.RowsAffected())
+	}
 	msgs, err := l.released(ctx, limit)
 	if err != nil || len(msgs) == 0 {
 		return false, err

@@ -108,13 +108,8 @@ func (r *Report) dropped(days []day) {
 	}
 }
 
-type querier interface {
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
-}
-
 // behind lists the days that may go: a run of the oldest ones.
-func (m *maintenance) behind(ctx context.Context, db querier) ([]day, error) {
+func (m *maintenance) behind(ctx context.Context, db StatsQuerier) ([]day, error) {
 	horizon, err := m.horizon(ctx, db)
 	if err != nil || horizon == nil {
 		return nil, err
@@ -131,7 +126,7 @@ func (m *maintenance) behind(ctx context.Context, db querier) ([]day, error) {
 }
 
 // horizon is up to where no registered consumer needs its claims; nil: nobody is registered, all stays.
-func (m *maintenance) horizon(ctx context.Context, db querier) (*time.Time, error) {
+func (m *maintenance) horizon(ctx context.Context, db StatsQuerier) (*time.Time, error) {
 	var window, passed *time.Time
 	var slowest *string
 	if err := db.QueryRow(ctx, m.in(horizonSQL), dropMargin).Scan(&window, &passed, &slowest); err != nil {
@@ -152,7 +147,7 @@ func (m *maintenance) horizon(ctx context.Context, db querier) (*time.Time, erro
 }
 
 // days lists the daily partitions, the oldest first.
-func (m *maintenance) days(ctx context.Context, db querier) ([]day, error) {
+func (m *maintenance) days(ctx context.Context, db StatsQuerier) ([]day, error) {
 	rows, err := db.Query(ctx, daysSQL, m.schema)
 	if err != nil {
 		return nil, fmt.Errorf("list partitions: %w", err)

@@ -181,6 +181,28 @@ func TestUntimedClaimsAreSwept(t *testing.T) {
 	require.EqualValues(t, 0, maintain(t, pool, claims).Swept)
 }
 
+// Property: the statistics say what the claims take, and what keeps them.
+func TestStatsSayWhatClaimsTake(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g"})
+	require.NoError(t, err)
+	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('g', 'a', 3)`)
+	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.uuid_v7(), 1 FROM generate_series(1, 20000)`)
+	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), 1 FROM generate_series(1, 30) n`)
+	exec(t, pool, `INSERT INTO effectonce.processed_forever SELECT effectonce.uuid_v7(), 2 FROM generate_series(1, 40)`)
+	require.Eventually(t, func() bool {
+		s, err := claims.ReadStats(t.Context(), pool)
+		require.NoError(t, err)
+		return s.Claims == 20030 && s.Untimed == 30 && s.Forever == 40 && s.BytesPerClaim > 80 && s.BytesPerClaim < 200 &&
+			s.HeldBack == "group g, topic a, partition 3" && s.MaintainedSeconds == nil && s.LastDay.Sub(s.OldestDay) > 30*24*time.Hour
+	}, 20*time.Second, 50*time.Millisecond)
+	maintain(t, pool, claims)
+	s, err := claims.ReadStats(t.Context(), pool)
+	require.NoError(t, err)
+	require.NotNil(t, s.MaintainedSeconds)
+}
+
 // Property: one process at a time maintains; a holder that died is replaced when its lease is over.
 func TestOneMaintainerAtATime(t *testing.T) {
 	t.Parallel()

@@ -110,6 +110,13 @@ DELETE FROM %s p WHERE p.ctid >= $1 AND p.ctid < $2
     (SELECT clock_timestamp() - max(dedup_window) - $3::interval FROM effectonce.consumers
      WHERE NOT EXISTS (SELECT FROM effectonce.consumers c WHERE c.id = p.consumer)))`
 
+const statsSQL = `-- dedup.stats
+SELECT coalesce(sum(pg_stat_get_live_tuples(relid)), 0)::bigint, coalesce(sum(pg_total_relation_size(relid)), 0)::bigint,
+  pg_stat_get_live_tuples('effectonce.processed_messages_untimed'::regclass), pg_stat_get_live_tuples('effectonce.processed_forever'::regclass),
+  pg_total_relation_size('effectonce.processed_forever'::regclass),
+  (SELECT extract(epoch FROM clock_timestamp() - done_at)::float8 FROM effectonce.maintenance WHERE job = 'dedup')
+FROM pg_partition_tree('effectonce.processed_messages') WHERE isleaf`
+
 const forgetAttemptsSQL = `-- dedup.forget_attempts
 DELETE FROM effectonce.message_attempts WHERE updated_at < clock_timestamp() - $1::interval`
 

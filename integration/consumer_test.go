@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -131,9 +132,19 @@ func frozen(p *process) bool {
 }
 
 // Property: while members come and go, are killed or stopped cleanly, every effect happens once and each
-// key's effects stay in order. Rows C12, C42.
+// key's effects stay in order, also with several workers in each partition. Rows C12, C14, C42.
 func TestEffectsOnceWhileTheGroupRebalances(t *testing.T) {
 	t.Parallel()
+	for name, order := range map[string]consumer.Order{"by partition": consumer.ByPartition, "by key": consumer.ByKey} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			rebalance(t, child{Order: order})
+		})
+	}
+}
+
+func rebalance(t *testing.T, c child) {
+	t.Helper()
 	ctx := t.Context()
 	url := pgtest.Database(t)
 	pool := open(t, url)
@@ -145,10 +156,8 @@ func TestEffectsOnceWhileTheGroupRebalances(t *testing.T) {
 		versions, rounds = 300, 2
 	}
 	produced(t, pool, topic, 8, versions, 20)
-	c := child{
-		Role: "consumer", URL: url, Brokers: kafkatest.Brokers(t), Topic: topic, Group: topic,
-		BatchMax: 20, SessionTimeout: 6 * time.Second, IdleTimeout: 2 * time.Second,
-	}
+	c.Role, c.URL, c.Brokers, c.Topic, c.Group = "consumer", url, kafkatest.Brokers(t), topic, topic
+	c.BatchMax, c.SessionTimeout, c.IdleTimeout = 20, 6*time.Second, 2*time.Second
 	members := []*process{start(t, c), start(t, c)}
 	for round := range rounds {
 		before := count(ctx, t, pool, `SELECT count(*) FROM effects`)

@@ -54,6 +54,7 @@ type child struct {
 	SessionTimeout time.Duration
 	IdleTimeout    time.Duration
 	BatchMax       int
+	Order          consumer.Order
 }
 
 func TestMain(m *testing.M) {
@@ -125,7 +126,7 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 	}
 	seeds = append(seeds, kgo.SessionTimeout(c.SessionTimeout), kgo.HeartbeatInterval(c.SessionTimeout/5))
 	r, err := consumer.New(pool, seeds, handler, consumer.Config{
-		Group: c.Group, Topics: []string{c.Topic}, BatchMax: c.BatchMax, IdleTimeout: c.IdleTimeout,
+		Group: c.Group, Topics: []string{c.Topic}, BatchMax: c.BatchMax, IdleTimeout: c.IdleTimeout, Order: c.Order,
 		RetryMin: 10 * time.Millisecond, RetryMax: 200 * time.Millisecond, Logger: log,
 	})
 	if err != nil {

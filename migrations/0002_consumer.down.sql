@@ -31,7 +31,7 @@ BEGIN
 END
 $$;
 ALTER TABLE effectonce.consumer_positions
-  DROP COLUMN released, DROP COLUMN held_offset, DROP COLUMN stuck, DROP COLUMN caught_up_at, DROP COLUMN trouble;
+  DROP COLUMN released, DROP COLUMN held_offset, DROP COLUMN stuck, DROP COLUMN caught_up_at, DROP COLUMN trouble, DROP COLUMN trouble_since;
 DROP TABLE effectonce.maintenance;
 DROP TABLE effectonce.processed_forever;
 ALTER TABLE effectonce.processed_messages DROP COLUMN fingerprint;

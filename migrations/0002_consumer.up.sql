@@ -41,7 +41,8 @@ ALTER TABLE effectonce.consumer_positions
   -- At this time the partition was handled up to its end: an idle partition passes time, too.
   ADD COLUMN caught_up_at timestamptz,
   -- Why the partition stands still; null: it does not.
-  ADD COLUMN trouble      text CHECK (octet_length(trouble) <= 2048);
+  ADD COLUMN trouble       text CHECK (octet_length(trouble) <= 2048),
+  ADD COLUMN trouble_since timestamptz;
 
 CREATE OR REPLACE FUNCTION effectonce.advance_position(
   p_group text, p_topic text, p_partition integer, p_epoch bigint, p_known bigint, p_next_offset bigint, p_record_time timestamptz)
@@ -55,7 +56,7 @@ BEGIN
   UPDATE effectonce.consumer_positions SET
     next_offset = greatest(next_offset, p_next_offset),
     record_time = CASE WHEN next_offset > p_next_offset THEN record_time ELSE p_record_time END,
-    trouble = NULL,
+    trouble = NULL, trouble_since = NULL,
     updated_at = clock_timestamp()
   WHERE consumer_group = p_group AND topic = p_topic AND partition = p_partition AND epoch = p_epoch
     AND (p_known IS NULL OR next_offset >= p_known)

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/doctor"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -109,8 +110,10 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 			return err
 		}
 	}
-	// The statistics of claims belong here.
 	var text strings.Builder
+	if d := status.Dedup; d != nil {
+		text.WriteString(claimsText(d))
+	}
 	for _, problem := range status.Problems {
 		fmt.Fprintln(&text, "not well:", problem)
 	}
@@ -119,6 +122,32 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 	}
 	_, err := io.WriteString(out, text.String())
 	return err
+}
+
+// claimsText says in two lines what the claims take.
+func claimsText(d *dedup.Stats) string {
+	maintained := "never maintained"
+	if d.MaintainedSeconds != nil {
+		maintained = "maintained " + seconds(*d.MaintainedSeconds) + " ago"
+	}
+	each := ""
+	if d.BytesPerClaim > 0 {
+		each = fmt.Sprintf(", %.0f bytes each", d.BytesPerClaim)
+	}
+	text := fmt.Sprintf("claims: about %d in %s%s, of these %d without time; for ever %d in %s; days %s to %s, %s\n",
+		d.Claims, bytesText(d.Bytes), each, d.Untimed, d.Forever, bytesText(d.ForeverBytes),
+		d.OldestDay.Format(time.DateOnly), d.LastDay.Format(time.DateOnly), maintained)
+	if d.HeldBack != "" {
+		text += fmt.Sprintf("claims are kept beyond every window for the position of %s\n", plain(d.HeldBack))
+	}
+	return text
+}
+
+func bytesText(n int64) string {
+	if n < 1<<30 {
+		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
+	}
+	return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
 }
 
 // printTable aligns columns that are separated by tabs.

@@ -114,7 +114,7 @@ func (s *Status) judgeConsumers(parkedMax int64) {
 	}
 	for _, c := range s.Consuming {
 		for _, t := range c.Trouble {
-			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s/%d stands still (said %v ago): %s",
+			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s/%d stands still (for %v): %s",
 				c.Name, t.Topic, t.Partition, time.Duration(t.SaidSeconds*float64(time.Second)).Round(time.Second), oneLine(t.Text)))
 		}
 		if n := c.parked(); n > 0 && all > parkedMax {

@@ -57,11 +57,11 @@ func TestStatusReportsConsumers(t *testing.T) {
 	assert.True(t, readStatus(t, conn, doctor.StatusOptions{Relay: "default"}).Well)
 
 	exec(t, conn, `UPDATE effectonce.consumer_positions SET trouble = E'message blocks\x1b its partition\nsecond line', owner = 'host-1',
-		updated_at = clock_timestamp() - interval '90 s' WHERE topic = 'payments'`)
+		trouble_since = clock_timestamp() - interval '90 s' WHERE topic = 'payments'`)
 	status = readStatus(t, conn, doctor.StatusOptions{ParkedMax: 4})
 	assert.False(t, status.Well)
 	require.Len(t, status.Problems, 1)
-	assert.Regexp(t, `^consumer "billing/payments": payments/0 stands still \(said 1m3\ds ago\): message blocks\\x1b its partition…$`, status.Problems[0])
+	assert.Regexp(t, `^consumer "billing/payments": payments/0 stands still \(for 1m3\ds\): message blocks\\x1b its partition…$`, status.Problems[0])
 	assert.Empty(t, status.Consuming[0].Trouble, "another topic of the same group")
 	trouble := status.Consuming[1].Trouble
 	require.Len(t, trouble, 1)

@@ -109,7 +109,7 @@ func relayRights(schema string) []right {
 
 // statusRights is what ReadStatus needs besides.
 func statusRights() []right {
-	return []right{{"table", "consumers", "SELECT"}, {"table", "consumer_positions", "SELECT"}, {"table", "parked_messages", "SELECT"}}
+	return []right{{"table", "consumers", "SELECT"}, {"table", "consumer_positions", "SELECT"}, {"table", "parked_messages", "SELECT"}, {"table", "maintenance", "SELECT"}}
 }
 
 // operatorRights is what "outbox-relay parked" and "outbox-relay actions" need besides.

@@ -82,7 +82,7 @@ SELECT c.name, c.consumer_group, (SELECT count(*) FROM effectonce.consumer_posit
 FROM effectonce.consumers c ORDER BY c.name`
 
 const troubleSQL = `-- doctor.trouble
-SELECT c.name, p.topic, p.partition, coalesce(p.owner, ''), p.trouble, extract(epoch FROM clock_timestamp() - p.updated_at)::float8
+SELECT c.name, p.topic, p.partition, coalesce(p.owner, ''), p.trouble, extract(epoch FROM clock_timestamp() - coalesce(p.trouble_since, p.updated_at))::float8
 FROM effectonce.consumer_positions p JOIN effectonce.consumers c ON c.consumer_group = p.consumer_group AND p.topic = ANY (c.topics)
 WHERE p.trouble IS NOT NULL ORDER BY c.name, p.topic, p.partition LIMIT $1`
 

@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/dedup"
 )
 
 // CountMax bounds what is counted exactly: rows waiting for a relay, dead rows, parked messages. Beyond it
@@ -26,6 +28,8 @@ type Status struct {
 	Positions int64         `json:"positions"` // partitions with a stored position
 	// Consuming has every name that claims. Empty where only one relay was asked for.
 	Consuming []ConsumerStatus `json:"consuming"`
+	// Dedup says what the claims take. Null where only one relay was asked for.
+	Dedup *dedup.Stats `json:"dedup"`
 }
 
 // RelayStatus is one reader of the outbox.
@@ -89,6 +93,13 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 	s.judge(opts.AgeMax)
 	if opts.Relay == "" {
 		if err := s.readConsumers(ctx, db, schema); err != nil {
+			return nil, err
+		}
+		claims, err := dedup.New(dedup.Config{Schema: schema})
+		if err != nil {
+			return nil, err
+		}
+		if s.Dedup, err = claims.ReadStats(ctx, db); err != nil {
 			return nil, err
 		}
 		s.judgeConsumers(opts.ParkedMax)

@@ -1,0 +1,101 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// pruneMax bounds a run: it waits for locks in short steps, and sweeps a bounded part.
+const pruneMax = 10 * time.Minute
+
+func newPrune(s *settings) *cobra.Command {
+	var dryRun, asJSON bool
+	cmd := needs(&cobra.Command{
+		Use:   "prune",
+		Short: "Forget claims that no dedup window needs any more",
+		Long: `Make the partitions of the coming days, drop the days of claims that no consumer needs any more, and sweep
+claims that cannot be dropped as a day. A day goes when the longest dedup window of all consumers is over
+and every stored position has passed it.
+
+Running consumers do this by themselves, every minute or so, if their role may change the tables. Where it
+may not, run this every hour as the role that owns them.
+
+Exit status 1 if another process is at it, or if a lock was not to be had: try again.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.prune(cmd.Context(), dryRun, asJSON, cmd.OutOrStdout())
+		},
+	}, flagDatabaseURL)
+	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only say what would be dropped")
+	addJSON(cmd, &asJSON)
+	return cmd
+}
+
+func (s *settings) prune(ctx context.Context, dryRun, asJSON bool, out io.Writer) error {
+	ctx, cancel := context.WithTimeout(ctx, pruneMax)
+	defer cancel()
+	pool, err := s.connectPrimary(ctx, 1)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	if err := migrations.Check(ctx, pool, migrations.Options{Schema: s.schema}); err != nil {
+		return err
+	}
+	claims, err := dedup.New(dedup.Config{Schema: s.schema})
+	if err != nil {
+		return err
+	}
+	report, err := claims.Maintain(ctx, pool, dedup.MaintainOptions{Owner: bounds.Owner(), DryRun: dryRun})
+	if err != nil {
+		return err
+	}
+	if asJSON {
+		err = printJSON(out, report)
+	} else {
+		_, err = io.WriteString(out, pruneText(report, dryRun))
+	}
+	if err == nil && report.Elsewhere {
+		return errNotWell
+	}
+	return err
+}
+
+func pruneText(r dedup.Report, dryRun bool) string {
+	if r.Elsewhere {
+		return "another process is at it\n"
+	}
+	var text strings.Builder
+	list := func(what string, names []string) {
+		if len(names) > 0 {
+			fmt.Fprintf(&text, "%s %d days: %s\n", what, len(names), strings.Join(names, ", "))
+		}
+	}
+	list("made", r.Made)
+	if dryRun {
+		list("would drop", r.Dropped)
+	} else {
+		list("dropped", r.Dropped)
+		if r.Swept > 0 {
+			fmt.Fprintf(&text, "swept %d claims\n", r.Swept)
+		}
+	}
+	if r.Horizon.IsZero() {
+		text.WriteString("nothing may be forgotten yet\n")
+	} else {
+		fmt.Fprintf(&text, "claims up to %s may be forgotten, in whole days\n", r.Horizon.UTC().Format(time.RFC3339))
+	}
+	if r.HeldBack != "" {
+		fmt.Fprintf(&text, "claims are kept beyond every window for the position of %s\n", plain(r.HeldBack))
+	}
+	return text.String()
+}

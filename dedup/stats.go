@@ -1,0 +1,63 @@
+package dedup
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Stats says what the claims take. Counts of rows are those of the server's statistics, not exact.
+type Stats struct {
+	// Claims and Bytes (table and index) of consumers that forget; BytesPerClaim is 0 for few rows.
+	Claims        int64   `json:"claims"`
+	Bytes         int64   `json:"bytes"`
+	BytesPerClaim float64 `json:"bytes_per_claim"`
+	// Untimed are the claims of IDs without time, which are swept one by one.
+	Untimed int64 `json:"untimed"`
+	// Forever and ForeverBytes are those of consumers that never forget.
+	Forever      int64 `json:"forever"`
+	ForeverBytes int64 `json:"forever_bytes"`
+	// OldestDay is the first day that is kept as a partition, LastDay the last one that has one.
+	OldestDay time.Time `json:"oldest_day"`
+	LastDay   time.Time `json:"last_day"`
+	// MaintainedSeconds is how long ago claims were maintained; null: never.
+	MaintainedSeconds *float64 `json:"maintained_seconds"`
+	// HeldBack names the position that keeps claims beyond every window; empty: none does.
+	HeldBack string `json:"held_back,omitempty"`
+}
+
+// bytesPerClaimMin is from how many rows on an average says something: small tables are mostly room.
+const bytesPerClaimMin = 10_000
+
+// StatsQuerier is a pool, a connection or a transaction.
+type StatsQuerier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+// ReadStats reads them from the catalog, which is cheap whatever the size of the tables.
+func (c *Claims) ReadStats(ctx context.Context, db StatsQuerier) (*Stats, error) {
+	var s Stats
+	m := &maintenance{Claims: c}
+	err := db.QueryRow(ctx, m.in(statsSQL)).Scan(&s.Claims, &s.Bytes, &s.Untimed, &s.Forever, &s.ForeverBytes, &s.MaintainedSeconds)
+	if err != nil {
+		return nil, fmt.Errorf("read the statistics of claims: %w", err)
+	}
+	days, err := m.days(ctx, db)
+	if err != nil {
+		return nil, err
+	}
+	if len(days) > 0 {
+		s.OldestDay, s.LastDay = days[0].from.UTC(), days[len(days)-1].from.UTC()
+	}
+	if _, err = m.horizon(ctx, db); err != nil {
+		return nil, err
+	}
+	s.HeldBack = m.report.HeldBack
+	if s.Claims >= bytesPerClaimMin {
+		s.BytesPerClaim = float64(s.Bytes) / float64(s.Claims)
+	}
+	return &s, nil
+}

@@ -1,0 +1,42 @@
+package integration_test
+
+import (
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// Property: the document of guarantees has every row of the consumer's failure modes, and each test that it
+// names exists.
+func TestGuaranteesNameTestsThatExist(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile("../docs/guarantees.md")
+	require.NoError(t, err)
+	for row := 1; row <= 48; row++ {
+		assert.Contains(t, string(text), fmt.Sprintf("| C%d |", row))
+	}
+	exists := map[string]bool{}
+	declared := regexp.MustCompile(`(?m)^func (Test\w+)\(`)
+	require.NoError(t, filepath.WalkDir("..", func(path string, _ fs.DirEntry, err error) error {
+		if err != nil || !strings.HasSuffix(path, "_test.go") {
+			return err
+		}
+		code, err := os.ReadFile(path)
+		for _, found := range declared.FindAllStringSubmatch(string(code), -1) {
+			exists[found[1]] = true
+		}
+		return err
+	}))
+	named := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(string(text), -1)
+	require.Greater(t, len(named), 40)
+	for _, name := range named {
+		assert.True(t, exists[name[1]], name[1])
+	}
+}

@@ -69,7 +69,7 @@ func (h batchHandler) handle(ctx context.Context, t *tx, msgs []*Message) error 
 		if failed.index >= 0 && failed.index < len(msgs) {
 			return failed
 		}
-		err = fmt.Errorf("FailedAt(%d) of %d messages: want an index of theirs: %s", failed.index, len(msgs), failed.err)
+		err = fmt.Errorf("FailedAt(%d) of %d messages: want an index of theirs: %s", failed.index, len(msgs), failed.err.Error())
 	}
 	if len(msgs) == 1 {
 		return &messageError{0, err}

@@ -77,7 +77,7 @@ WHERE bounds IS NOT NULL ORDER BY 2`
 // partition. A record from the future proves nothing.
 const horizonSQL = `-- dedup.horizon
 SELECT (SELECT clock_timestamp() - max(dedup_window) - $1::interval FROM effectonce.consumers),
-  p.passed, format('group %s, topic %s, partition %s', p.consumer_group, p.topic, p.partition)
+  p.passed, CASE WHEN p.topic IS NOT NULL THEN format('group %s, topic %s, partition %s', p.consumer_group, p.topic, p.partition) END
 FROM (SELECT 1) AS one
 LEFT JOIN LATERAL (SELECT q.*,
     CASE WHEN greatest(q.record_time, q.caught_up_at) < clock_timestamp() THEN greatest(q.record_time, q.caught_up_at)

@@ -69,7 +69,7 @@ func TestVerifyFindsWhatIsWrong(t *testing.T) { //nolint:tparallel // the cases 
 		own, seen = pool, 0
 		return nil
 	}}
-	for name, tc := range map[string]struct {
+	for name, tc := range map[string]struct { //nolint:paralleltest // as said
 		handle func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error
 		says   []string
 	}{

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/nodedup"
 )
 
@@ -63,9 +64,10 @@ func Consume(ctx context.Context, opts ConsumeOptions) (_ *ConsumeReport, err er
 // the whole not many.
 func (b *consumeBench) loads(ctx context.Context) (map[string]load, error) {
 	loads := map[string]load{
-		"textbook":  {messages: max(MessagesMin/10, b.opts.Messages/40)},
-		"statement": {messages: max(MessagesMin/2, b.opts.Messages/4)},
-		"by_id":     {messages: b.opts.Messages},
+		"textbook":    {messages: max(MessagesMin/10, b.opts.Messages/40)},
+		"per_message": {messages: max(MessagesMin/5, b.opts.Messages/10)},
+		"statement":   {messages: max(MessagesMin/2, b.opts.Messages/4)},
+		"by_id":       {messages: b.opts.Messages},
 	}
 	for name, l := range loads {
 		topic, err := b.topic(ctx, name, b.opts.Partitions)
@@ -85,7 +87,7 @@ func (b *consumeBench) loads(ctx context.Context) (map[string]load, error) {
 
 // round runs every variant once. The order rotates, so that none always comes first.
 func (b *consumeBench) round(ctx context.Context, round int, loads map[string]load) error {
-	variants := []func(ctx context.Context, round int, l map[string]load) error{b.textbookTurn, b.statementTurn, b.queuedTurns}
+	variants := []func(ctx context.Context, round int, l map[string]load) error{b.textbookTurn, b.perMessageTurns, b.statementTurn, b.queuedTurns, b.engineTurns}
 	for i := range variants {
 		if err := variants[(i+round)%len(variants)](ctx, round, loads); err != nil {
 			return fmt.Errorf("round %d: %w", round+1, err)
@@ -100,6 +102,93 @@ func (b *consumeBench) textbookTurn(ctx context.Context, round int, loads map[st
 	}
 	rate, err := b.textbook(ctx, loads["textbook"], b.group("textbook-"+strconv.Itoa(round)))
 	return b.finish(ctx, "textbook", round, loads["textbook"], rate, err)
+}
+
+// perMessageTurns runs the usual ways of being faster than the textbook, message by message.
+func (b *consumeBench) perMessageTurns(ctx context.Context, round int, loads map[string]load) error {
+	for key, run := range map[string]func(context.Context, load, string) (float64, error){
+		"textbook_parallel": b.textbookParallel, "watermill": b.watermill,
+	} {
+		if err := b.clean(ctx); err != nil {
+			return err
+		}
+		rate, err := run(ctx, loads["per_message"], b.group(key+"-"+strconv.Itoa(round)))
+		if err := b.finish(ctx, key, round, loads["per_message"], rate, err); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// engineTurns runs what is compared with by_id and no_dedup: the loop by hand, the level ByPosition, whole
+// batches, a key that is held.
+func (b *consumeBench) engineTurns(ctx context.Context, round int, loads map[string]load) error {
+	l := loads["by_id"]
+	group := func(key string) string { return b.group(key + "-" + strconv.Itoa(round)) }
+	if err := b.clean(ctx); err != nil {
+		return err
+	}
+	rate, err := b.handLoop(ctx, l, group("hand-loop"))
+	if err := b.finish(ctx, "hand_loop", round, l, rate, err); err != nil {
+		return err
+	}
+	if err := b.clean(ctx); err != nil {
+		return err
+	}
+	rate, err = b.engine(ctx, l, group("by-position"), b.queue(), consumer.ByPosition)
+	if err := b.finish(ctx, "by_position", round, l, rate, err); err != nil {
+		return err
+	}
+	if err := b.clean(ctx); err != nil {
+		return err
+	}
+	rate, err = b.engine(ctx, l, group("batch-copy"), b.copyBatch(), consumer.ByID)
+	if err := b.finish(ctx, "batch_copy", round, l, rate, err); err != nil {
+		return err
+	}
+	return b.parkedKey(ctx, round, l, group("parked-key"))
+}
+
+// parkedKey runs by_id while one key of a thousand is held: its messages go behind it.
+func (b *consumeBench) parkedKey(ctx context.Context, round int, l load, group string) error {
+	if err := b.clean(ctx); err != nil {
+		return err
+	}
+	claims, err := dedup.New(dedup.Config{Schema: b.schema})
+	if err != nil {
+		return err
+	}
+	registered, err := claims.Register(ctx, b.pool, dedup.Registration{Name: group + "/" + l.topic, Group: group, Topics: []string{l.topic}})
+	if err != nil {
+		return err
+	}
+	if _, err := b.pool.Exec(ctx, b.sql(holdKeySQL), registered.ID(), l.topic, b.opts.Partitions); err != nil {
+		return fmt.Errorf("hold a key: %w", err)
+	}
+	rate, err := b.engine(ctx, l, group, b.queue(), consumer.ByID)
+	handled := l
+	handled.messages -= (l.messages + keysDistinct - 1) / keysDistinct
+	return errors.Join(b.finish(ctx, "parked_key", round, handled, rate, err), b.exec(ctx, "empty the parked messages", emptyParkedSQL))
+}
+
+// queue is the handler with one round trip for the effects of a batch.
+func (b *consumeBench) queue() consumer.Handler {
+	effect := b.sql(effectSQL)
+	return consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
+		q.Queue(effect, string(msg.Key), msg.Value)
+		return nil
+	})
+}
+
+// copyBatch is the handler of whole batches.
+func (b *consumeBench) copyBatch() consumer.Handler {
+	table := pgx.Identifier{b.schema, "bench_effects"}
+	return consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
+		_, err := tx.CopyFrom(ctx, table, []string{"account", "body"}, pgx.CopyFromSlice(len(msgs), func(i int) ([]any, error) {
+			return []any{string(msgs[i].Key), msgs[i].Value}, nil
+		}))
+		return err
+	})
 }
 
 func (b *consumeBench) statementTurn(ctx context.Context, round int, loads map[string]load) error {
@@ -118,11 +207,7 @@ func (b *consumeBench) statementTurn(ctx context.Context, round int, loads map[s
 // queuedTurns runs the variants with one round trip for the effects of a batch. They belong together:
 // what the claim costs is the difference between two of them.
 func (b *consumeBench) queuedTurns(ctx context.Context, round int, loads map[string]load) error {
-	effect := b.sql(effectSQL)
-	handler := consumer.Queued(func(_ context.Context, q *consumer.Queue, msg *consumer.Message) error {
-		q.Queue(effect, string(msg.Key), msg.Value)
-		return nil
-	})
+	handler := b.queue()
 	withID := func(group string) (wal int64, err error) {
 		wal, err = b.queued(ctx, "by_id", round, loads, group, handler, consumer.ByID)
 		if err != nil {

@@ -32,6 +32,11 @@ func (b *consumeBench) engine(ctx context.Context, l load, group string, handler
 					stop(errAllDone)
 				}
 			},
+			Parked: func(_ string, messages int) {
+				if m.add(messages) {
+					stop(errAllDone)
+				}
+			},
 			Failed: func(msg *consumer.Message, _ int, err error) { stop(fmt.Errorf("%s: %w", msg, err)) },
 		},
 	})

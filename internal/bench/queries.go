@@ -24,6 +24,38 @@ TRUNCATE effectonce.processed_messages, effectonce.bench_processed, effectonce.b
 const effectSQL = `-- bench.effect
 INSERT INTO effectonce.bench_effects (account, body) VALUES ($1, $2)`
 
+// The statements of the engine, as the loop by hand sends them. handConsumer was never registered by anybody.
+const (
+	handConsumer = 2_000_000_000
+
+	handPositionsSQL = `-- bench.hand_positions
+INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, released)
+SELECT $1, $2, n, false FROM generate_series(0, $3::int - 1) n`
+	handGuardSQL = `-- bench.hand_guard
+DECLARE bench_guard NO SCROLL CURSOR WITH HOLD FOR SELECT effectonce.refuse_commit()`
+	handSettingsSQL = `-- bench.hand_settings
+SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true),
+  set_config('idle_in_transaction_session_timeout', $3, true),
+  set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
+	handClaimSQL = `-- bench.hand_claim
+INSERT INTO effectonce.processed_messages (message_id, consumer)
+SELECT id, $2 FROM pg_catalog.unnest($1::uuid[]) AS id
+ON CONFLICT DO NOTHING
+RETURNING message_id`
+	handAgeSQL = `-- bench.hand_age
+SELECT clock_timestamp() - coalesce((SELECT dedup_window FROM effectonce.consumers WHERE id = 1), interval '7 days')`
+	handAdvanceSQL = `-- bench.hand_advance
+SELECT effectonce.advance_position($1, $2, $3, $4, $5, $6, $7)`
+)
+
+// holdKeySQL parks a message of one key in each partition, so that what comes of the key goes behind it.
+const holdKeySQL = `-- bench.hold_key
+INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, reason, error, state)
+SELECT $1, gen_random_uuid(), $2, n, -1, convert_to('account-0', 'UTF8'), 'permanent', 'benchmark', 'parked' FROM generate_series(0, $3::int - 1) n`
+
+const emptyParkedSQL = `-- bench.empty_parked
+TRUNCATE effectonce.parked_messages`
+
 const roundTripSQL = `-- bench.round_trip
 SELECT 1`
 

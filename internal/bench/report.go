@@ -29,9 +29,23 @@ type ConsumeReport struct {
 	NoDedup       *float64 `json:"no_dedup,omitempty"`       // the same without the claim
 	AllDuplicates *float64 `json:"all_duplicates,omitempty"` // every message was claimed before
 
+	TextbookParallel *float64 `json:"textbook_parallel,omitempty"` // the textbook, a goroutine for each partition
+	Watermill        *float64 `json:"watermill,omitempty"`         // the same transaction in Watermill's router
+	HandLoop         *float64 `json:"hand_loop,omitempty"`         // the engine's statements by hand
+	ByPosition       *float64 `json:"by_position,omitempty"`       // no row for a message
+	BatchCopy        *float64 `json:"batch_copy,omitempty"`        // a handler of whole batches, COPY
+	ParkedKey        *float64 `json:"parked_key,omitempty"`        // by_id while a key is held
+
 	StatementVsTextbook *float64 `json:"statement_vs_textbook,omitempty"`
 	ByIDVsTextbook      *float64 `json:"by_id_vs_textbook,omitempty"`
 	ByIDVsNoDedup       *float64 `json:"by_id_vs_no_dedup,omitempty"`
+
+	ByIDVsTextbookParallel *float64 `json:"by_id_vs_textbook_parallel,omitempty"`
+	ByIDVsWatermill        *float64 `json:"by_id_vs_watermill,omitempty"`
+	ByIDVsHandLoop         *float64 `json:"by_id_vs_hand_loop,omitempty"`
+	ByPositionVsNoDedup    *float64 `json:"by_position_vs_no_dedup,omitempty"`
+	ParkedKeyVsByID        *float64 `json:"parked_key_vs_by_id,omitempty"`
+	AllDuplicatesVsByID    *float64 `json:"all_duplicates_vs_by_id,omitempty"`
 
 	BytesPerMessage    *float64 `json:"bytes_per_message,omitempty"`     // table and index of the claims
 	WALBytesPerMessage *float64 `json:"wal_bytes_per_message,omitempty"` // of the claim alone
@@ -57,6 +71,12 @@ func newConsumeReport(opts ConsumeOptions, s samples) *ConsumeReport {
 		RoundTrip:          rounded(s.median("round_trip_us"), 0), Commit: rounded(s.median("commit_us"), 0),
 		Messages: opts.Messages, Partitions: opts.Partitions, Rounds: opts.Rounds,
 	}
+	r.TextbookParallel, r.Watermill = rounded(s.median("textbook_parallel"), 0), rounded(s.median("watermill"), 0)
+	r.HandLoop, r.ByPosition = rounded(s.median("hand_loop"), 0), rounded(s.median("by_position"), 0)
+	r.BatchCopy, r.ParkedKey = rounded(s.median("batch_copy"), 0), rounded(s.median("parked_key"), 0)
+	r.ByIDVsTextbookParallel, r.ByIDVsWatermill = ratio(r.ByID, r.TextbookParallel), ratio(r.ByID, r.Watermill)
+	r.ByIDVsHandLoop, r.ByPositionVsNoDedup = ratio(r.ByID, r.HandLoop), ratio(r.ByPosition, r.NoDedup)
+	r.ParkedKeyVsByID, r.AllDuplicatesVsByID = ratio(r.ParkedKey, r.ByID), ratio(r.AllDuplicates, r.ByID)
 	r.StatementVsTextbook = ratio(r.Statement, r.Textbook)
 	r.ByIDVsTextbook = ratio(r.ByID, r.Textbook)
 	r.ByIDVsNoDedup = ratio(r.ByID, r.NoDedup)
@@ -67,11 +87,21 @@ func newConsumeReport(opts ConsumeOptions, s samples) *ConsumeReport {
 func (r *ConsumeReport) WriteTable(w io.Writer) error {
 	t := newTable(w, "handler", "messages/s", "against the textbook")
 	t.row("textbook: one message per transaction", r.Textbook, ratio(r.Textbook, r.Textbook))
+	t.row("textbook, a goroutine for each partition", r.TextbookParallel, ratio(r.TextbookParallel, r.Textbook))
+	t.row("Watermill, the textbook's transaction", r.Watermill, ratio(r.Watermill, r.Textbook))
 	t.row("engine, one statement per message", r.Statement, r.StatementVsTextbook)
 	t.row("engine, statements queued", r.ByID, r.ByIDVsTextbook)
 	t.row("engine, queued, without dedup", r.NoDedup, ratio(r.NoDedup, r.Textbook))
 	t.row("engine, queued, all duplicates", r.AllDuplicates, ratio(r.AllDuplicates, r.Textbook))
+	t.row("engine, queued, a key is held", r.ParkedKey, ratio(r.ParkedKey, r.Textbook))
+	t.row("engine, queued, by position", r.ByPosition, ratio(r.ByPosition, r.Textbook))
+	t.row("engine, whole batches by COPY", r.BatchCopy, ratio(r.BatchCopy, r.Textbook))
+	t.row("the engine's statements by hand", r.HandLoop, ratio(r.HandLoop, r.Textbook))
 	t.line("")
+	t.fact("queued against a goroutine for each partition", r.ByIDVsTextbookParallel, "%.1f")
+	t.fact("queued against Watermill", r.ByIDVsWatermill, "%.1f")
+	t.fact("queued against the loop by hand", r.ByIDVsHandLoop, "%.2f")
+	t.fact("by position against without dedup", r.ByPositionVsNoDedup, "%.2f")
 	t.fact("with dedup against without", r.ByIDVsNoDedup, "%.2f")
 	t.fact("claim, table and index", r.BytesPerMessage, "%.0f bytes a message")
 	t.fact("claim, write-ahead log", r.WALBytesPerMessage, "%.0f bytes a message")

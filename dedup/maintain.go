@@ -69,9 +69,17 @@ func (c *Claims) Maintain(ctx context.Context, pool *pgxpool.Pool, opts Maintain
 	return m.report, nil
 }
 
-// KeepUp calls Maintain every minute or so until ctx ends. Errors are logged: the next run makes up for them.
+// KeepUp calls Maintain every minute or so until ctx ends, for the first time after some seconds. Errors are
+// logged: the next run makes up for them.
 func (c *Claims) KeepUp(ctx context.Context, pool *pgxpool.Pool, owner string, log *slog.Logger) {
-	for ctx.Err() == nil {
+	for wait := keepUpFirst/2 + rand.N(keepUpFirst); ; wait = keepUpEvery/2 + rand.N(keepUpEvery) { //nolint:gosec // jitter needs no secret
+		timer := time.NewTimer(wait)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return
+		case <-timer.C:
+		}
 		report, err := c.Maintain(ctx, pool, MaintainOptions{Owner: owner})
 		switch {
 		case ctx.Err() != nil:
@@ -83,12 +91,6 @@ func (c *Claims) KeepUp(ctx context.Context, pool *pgxpool.Pool, owner string, l
 		case len(report.Made)+len(report.Dropped) > 0 || report.Swept > 0:
 			log.InfoContext(ctx, "claims were maintained", "made", report.Made, "dropped", report.Dropped, "swept", report.Swept, "held_back", report.HeldBack)
 		}
-		timer := time.NewTimer(keepUpEvery/2 + rand.N(keepUpEvery)) //nolint:gosec // jitter needs no secret
-		select {
-		case <-ctx.Done():
-		case <-timer.C:
-		}
-		timer.Stop()
 	}
 }
 
@@ -97,7 +99,10 @@ func notAllowed(err error) bool {
 	return errors.As(err, &pgErr) && pgErr.Code == "42501"
 }
 
-const keepUpEvery = time.Minute
+const (
+	keepUpFirst = 10 * time.Second
+	keepUpEvery = time.Minute
+)
 
 // maintenance is one run.
 type maintenance struct {

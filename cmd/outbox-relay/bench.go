@@ -34,16 +34,27 @@ func newBenchConsume(s *settings) *cobra.Command {
 		Short: "Measure messages a second, each with one insert of effect",
 		Long: `Measure messages a second, each with one insert of effect, medians of the rounds.
 
-  textbook        one message per transaction: claim, effect, commit, one after the other
-  statement       the engine with a handler that waits for one statement per message
-  by_id           the engine with the effects of a batch queued and sent in one round trip
-  no_dedup        the same with the claim taken out
-  all_duplicates  the same, when every message was claimed before
+  textbook           one message per transaction: claim, effect, commit, one after the other
+  textbook_parallel  the same with a goroutine and a connection for each partition
+  watermill          the same transaction in the router of Watermill, over the same Kafka client
+  statement          the engine with a handler that waits for one statement per message
+  by_id              the engine with the effects of a batch queued and sent in one round trip
+  no_dedup           the same with the claim taken out
+  all_duplicates     the same, when every message was claimed before
+  parked_key         the same, while one key of a thousand is held by a parked message
+  by_position        the same with the position instead of claims
+  batch_copy         the engine with a handler of whole batches that uses COPY
+  hand_loop          the statements of by_id, by hand
 
 bytes_per_message is the growth of the claims' table and index. wal_bytes_per_message is the claim's
 part of the write-ahead log: that of a by_id run less that of a no_dedup run, each right after a
-checkpoint. The log is the whole server's, so on a busy one the figure is too high; it is left out
-where the role must not run CHECKPOINT.
+checkpoint. Both are of one partition, whose IDs come in the order of their time; with _interleaved they
+are of all partitions at the same time, which leaves the pages of the index less full. The log is the
+whole server's, so on a busy one the figure is too high; it is left out where the role must not run
+CHECKPOINT.
+
+With --preload N, dedup_cost_uuid7 and dedup_cost_random say how much longer a claim takes when N claims
+of a week are in the table than when there is none.
 
 round_trip_us and commit_us are what this machine takes for a statement and for a COMMIT. The textbook
 pays four of the one and one of the other for each message: where a commit costs nothing (no fsync, a
@@ -58,9 +69,10 @@ disk with a write cache) the ratios are small, where it waits for the disk they 
 	}
 	flags := cmd.Flags()
 	addInt(flags, &options.Messages, "messages", bench.MessagesDefault, bench.MessagesMin, bench.MessagesMax,
-		"messages of the fast variants in a round; statement takes a fourth of them, textbook a fortieth")
+		"messages of the fast variants in a round; statement takes a fourth of them, textbook a fortieth, its faster forms a tenth")
 	addInt(flags, &options.Partitions, "partitions", bench.ConsumePartitionsDefault, bench.PartitionsMin, bench.PartitionsMax,
 		"partitions of the topic; the textbook loop stays a single one")
+	addInt(flags, &options.Preload, "preload", 0, 0, bench.PreloadMax, "claims in the table when the cost of one is measured again; 0: not measured")
 	b.addFlags(cmd, &options.Rounds)
 	return cmd
 }

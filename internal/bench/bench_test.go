@@ -54,7 +54,7 @@ func TestConsume(t *testing.T) {
 	on := own(t)
 	var lines []string
 	report, err := bench.Consume(t.Context(), bench.ConsumeOptions{
-		Servers: on, Messages: bench.MessagesMin, Partitions: 2, Rounds: 2,
+		Servers: on, Messages: bench.MessagesMin, Partitions: 2, Rounds: 2, Preload: 5000,
 		Progress: func(line string) { lines = append(lines, line) },
 	})
 	require.NoError(t, err)
@@ -63,24 +63,26 @@ func TestConsume(t *testing.T) {
 		"textbook", "statement", "by_id", "no_dedup", "all_duplicates",
 		"statement_vs_textbook", "by_id_vs_textbook", "by_id_vs_no_dedup", "bytes_per_message",
 		"round_trip_us", "commit_us",
+		"textbook_parallel", "watermill", "hand_loop", "by_position", "batch_copy", "parked_key", "bytes_per_message_interleaved",
+		"by_id_vs_textbook_parallel", "by_id_vs_watermill", "by_id_vs_hand_loop", "by_position_vs_no_dedup", "parked_key_vs_by_id",
+		"all_duplicates_vs_by_id", "dedup_cost_uuid7", "dedup_cost_random",
 	} {
 		assert.Greater(t, found[key], 0.0, key)
 	}
 	// The log is the whole server's, where other tests write too: any number may come out.
 	assert.Contains(t, found, "wal_bytes_per_message")
-	assert.NotContains(t, found, "by_position", "does not exist yet")
 	for key, want := range map[string]int{"messages": bench.MessagesMin, "partitions": 2, "rounds": 2} {
 		assert.InDelta(t, want, found[key], 0, key)
 	}
 	all := strings.Join(lines, "\n")
-	for _, variant := range []string{"textbook", "statement", "by_id", "no_dedup", "all_duplicates"} {
+	for _, variant := range []string{"textbook", "textbook_parallel", "watermill", "statement", "by_id", "no_dedup", "all_duplicates", "hand_loop", "by_position", "batch_copy", "parked_key", "stream"} {
 		assert.Contains(t, all, "round 1: "+variant)
 		assert.Contains(t, all, "round 2: "+variant)
 	}
 	var table bytes.Buffer
 	require.NoError(t, report.WriteTable(&table))
 	assert.Regexp(t, `(?m)^engine, statements queued +\d+ +[\d.]+x$`, table.String())
-	assert.Regexp(t, `(?m)^claim, table and index +\d+ bytes a message$`, table.String())
+	assert.Regexp(t, `(?m)^claim, table and index, one stream +\d+ bytes a message$`, table.String())
 	assertNothingLeft(t, on)
 }
 

@@ -57,6 +57,11 @@ func Consume(ctx context.Context, opts ConsumeOptions) (_ *ConsumeReport, err er
 			return nil, err
 		}
 	}
+	if opts.Preload > 0 {
+		if err := b.claimCosts(ctx); err != nil {
+			return nil, err
+		}
+	}
 	return newConsumeReport(opts, b.samples), nil
 }
 
@@ -68,9 +73,14 @@ func (b *consumeBench) loads(ctx context.Context) (map[string]load, error) {
 		"per_message": {messages: max(MessagesMin/5, b.opts.Messages/10)},
 		"statement":   {messages: max(MessagesMin/2, b.opts.Messages/4)},
 		"by_id":       {messages: b.opts.Messages},
+		"stream":      {messages: b.opts.Messages / 2},
 	}
 	for name, l := range loads {
-		topic, err := b.topic(ctx, name, b.opts.Partitions)
+		partitions := b.opts.Partitions
+		if name == "stream" {
+			partitions = 1
+		}
+		topic, err := b.topic(ctx, name, partitions)
 		if err != nil {
 			return nil, err
 		}
@@ -81,7 +91,6 @@ func (b *consumeBench) loads(ctx context.Context) (map[string]load, error) {
 			return nil, err
 		}
 	}
-	loads["no_dedup"] = loads["by_id"]
 	return loads, nil
 }
 
@@ -120,22 +129,15 @@ func (b *consumeBench) perMessageTurns(ctx context.Context, round int, loads map
 	return nil
 }
 
-// engineTurns runs what is compared with by_id and no_dedup: the loop by hand, the level ByPosition, whole
-// batches, a key that is held.
+// engineTurns runs what is compared with by_id and no_dedup: the level ByPosition, whole batches, a key that is
+// held.
 func (b *consumeBench) engineTurns(ctx context.Context, round int, loads map[string]load) error {
 	l := loads["by_id"]
 	group := func(key string) string { return b.group(key + "-" + strconv.Itoa(round)) }
 	if err := b.clean(ctx); err != nil {
 		return err
 	}
-	rate, err := b.handLoop(ctx, l, group("hand-loop"))
-	if err := b.finish(ctx, "hand_loop", round, l, rate, err); err != nil {
-		return err
-	}
-	if err := b.clean(ctx); err != nil {
-		return err
-	}
-	rate, err = b.engine(ctx, l, group("by-position"), b.queue(), consumer.ByPosition)
+	rate, err := b.engine(ctx, l, group("by-position"), b.queue(), consumer.ByPosition)
 	if err := b.finish(ctx, "by_position", round, l, rate, err); err != nil {
 		return err
 	}
@@ -205,74 +207,95 @@ func (b *consumeBench) statementTurn(ctx context.Context, round int, loads map[s
 }
 
 // queuedTurns runs the variants with one round trip for the effects of a batch. They belong together:
-// what the claim costs is the difference between two of them.
+// what the claim costs, and what the engine does, is the difference between two of them. Their order
+// changes from round to round.
 func (b *consumeBench) queuedTurns(ctx context.Context, round int, loads map[string]load) error {
-	handler := b.queue()
-	withID := func(group string) (wal int64, err error) {
-		wal, err = b.queued(ctx, "by_id", round, loads, group, handler, consumer.ByID)
-		if err != nil {
-			return 0, err
+	l, handler := loads["by_id"], b.queue()
+	group := func(key string) string { return b.group(key + "-" + strconv.Itoa(round)) }
+	var with, without footprint
+	turns := []func() error{
+		func() (err error) {
+			own := group("by-id")
+			if with, err = b.queued(ctx, "by_id", round, l, own, handler, consumer.ByID); err != nil {
+				return err
+			}
+			return b.allDuplicates(ctx, round, l, own, handler)
+		},
+		func() error {
+			if err := b.clean(ctx); err != nil {
+				return err
+			}
+			rate, err := b.handLoop(ctx, l, group("hand-loop"))
+			return b.finish(ctx, "hand_loop", round, l, rate, err)
+		},
+		func() (err error) {
+			without, err = b.queued(ctx, "no_dedup", round, l, group("no-dedup"), handler, consumer.Dedup(nodedup.Level))
+			return err
+		},
+	}
+	for i := range turns {
+		if err := turns[(i+round)%len(turns)](); err != nil {
+			return err
 		}
-		return wal, b.allDuplicates(ctx, round, loads["by_id"], group, handler)
 	}
-	without := func(group string) (wal int64, err error) {
-		return b.queued(ctx, "no_dedup", round, loads, group, handler, consumer.Dedup(nodedup.Level))
-	}
-	var walWith, walWithout int64
-	var err, errWithout error
-	groupWith, groupWithout := b.group("by-id-"+strconv.Itoa(round)), b.group("no-dedup-"+strconv.Itoa(round))
-	if round%2 == 0 {
-		walWith, err = withID(groupWith)
-	}
-	if err == nil {
-		walWithout, errWithout = without(groupWithout)
-	}
-	if round%2 == 1 && errWithout == nil {
-		walWith, err = withID(groupWith)
-	}
-	if err = errors.Join(err, errWithout); err != nil {
+	b.footprints("_interleaved", with, without, l)
+	return b.streamTurn(ctx, round, loads["stream"], handler)
+}
+
+// streamTurn measures what a claim takes where the IDs come in the order of their time, as from one partition.
+// Several partitions that are handled at the same time write in between each other, which leaves the pages of
+// the index less full.
+func (b *consumeBench) streamTurn(ctx context.Context, round int, l load, handler consumer.Handler) error {
+	with, err := b.queued(ctx, "stream", round, l, b.group("stream-"+strconv.Itoa(round)), handler, consumer.ByID)
+	if err != nil {
 		return err
 	}
-	if b.mayCheckpoint {
-		b.samples.add("wal_bytes_per_message", float64(walWith-walWithout)/float64(loads["by_id"].messages))
+	without, err := b.queued(ctx, "stream_no_dedup", round, l, b.group("stream-no-dedup-"+strconv.Itoa(round)), handler, consumer.Dedup(nodedup.Level))
+	if err != nil {
+		return err
 	}
+	b.footprints("", with, without, l)
 	return nil
 }
 
-// queued runs one of the two and returns what write-ahead log it took. The log is the whole server's:
-// on one that is busy with other things the figure is too high.
-func (b *consumeBench) queued(ctx context.Context, key string, round int, loads map[string]load, group string, handler consumer.Handler, level consumer.Dedup) (int64, error) {
+// footprint is what a run took.
+type footprint struct{ claims, wal int64 }
+
+func (b *consumeBench) footprints(suffix string, with, without footprint, l load) {
+	b.samples.add("bytes_per_message"+suffix, float64(with.claims)/float64(l.messages))
+	if b.mayCheckpoint {
+		b.samples.add("wal_bytes_per_message"+suffix, float64(with.wal-without.wal)/float64(l.messages))
+	}
+}
+
+// queued runs the queue shape and returns what it took. The write-ahead log is the whole server's: on one
+// that is busy with other things the figure is too high.
+func (b *consumeBench) queued(ctx context.Context, key string, round int, l load, group string, handler consumer.Handler, level consumer.Dedup) (took footprint, err error) {
 	if err := b.clean(ctx); err != nil {
-		return 0, err
+		return took, err
 	}
 	bytesBefore, err := b.number(ctx, "the size of processed_messages", claimBytesSQL)
 	if err != nil {
-		return 0, err
+		return took, err
 	}
 	walBefore, err := b.number(ctx, "the position of the write-ahead log", walSQL)
 	if err != nil {
-		return 0, err
+		return took, err
 	}
-	rate, err := b.engine(ctx, loads[key], group, handler, level)
+	rate, err := b.engine(ctx, l, group, handler, level)
 	if err != nil {
-		return 0, fmt.Errorf("%s: %w", key, err)
+		return took, fmt.Errorf("%s: %w", key, err)
 	}
 	// Before anything reads the tables: the first reader of a page may log it once more.
 	walAfter, err := b.number(ctx, "the position of the write-ahead log", walSQL)
 	if err != nil {
-		return 0, err
+		return took, err
 	}
-	if err = b.finish(ctx, key, round, loads[key], rate, nil); err != nil {
-		return 0, err
+	if err = b.finish(ctx, key, round, l, rate, nil); err != nil {
+		return took, err
 	}
 	bytesAfter, err := b.number(ctx, "the size of processed_messages", claimBytesSQL)
-	if err != nil {
-		return 0, err
-	}
-	if level == consumer.ByID {
-		b.samples.add("bytes_per_message", float64(bytesAfter-bytesBefore)/float64(loads[key].messages))
-	}
-	return walAfter - walBefore, nil
+	return footprint{bytesAfter - bytesBefore, walAfter - walBefore}, err
 }
 
 // allDuplicates makes a group start over: every message comes again and none may have an effect.

@@ -47,8 +47,17 @@ type ConsumeReport struct {
 	ParkedKeyVsByID        *float64 `json:"parked_key_vs_by_id,omitempty"`
 	AllDuplicatesVsByID    *float64 `json:"all_duplicates_vs_by_id,omitempty"`
 
-	BytesPerMessage    *float64 `json:"bytes_per_message,omitempty"`     // table and index of the claims
-	WALBytesPerMessage *float64 `json:"wal_bytes_per_message,omitempty"` // of the claim alone
+	// What a claim takes, alone: table and index, and write-ahead log, of one stream of messages, and of all
+	// partitions at the same time.
+	BytesPerMessage               *float64 `json:"bytes_per_message,omitempty"`
+	WALBytesPerMessage            *float64 `json:"wal_bytes_per_message,omitempty"`
+	BytesPerMessageInterleaved    *float64 `json:"bytes_per_message_interleaved,omitempty"`
+	WALBytesPerMessageInterleaved *float64 `json:"wal_bytes_per_message_interleaved,omitempty"`
+
+	// How much longer a claim takes with Preload rows in the table than with none.
+	DedupCostUUID7  *float64 `json:"dedup_cost_uuid7,omitempty"`
+	DedupCostRandom *float64 `json:"dedup_cost_random,omitempty"`
+	Preload         int      `json:"preload,omitempty"`
 
 	// What the ratios hang on: the textbook pays four round trips and a commit for each message.
 	RoundTrip *float64 `json:"round_trip_us,omitempty"`
@@ -71,6 +80,10 @@ func newConsumeReport(opts ConsumeOptions, s samples) *ConsumeReport {
 		RoundTrip:          rounded(s.median("round_trip_us"), 0), Commit: rounded(s.median("commit_us"), 0),
 		Messages: opts.Messages, Partitions: opts.Partitions, Rounds: opts.Rounds,
 	}
+	r.DedupCostUUID7, r.DedupCostRandom = rounded(s.median("dedup_cost_uuid7"), 2), rounded(s.median("dedup_cost_random"), 2)
+	r.Preload = opts.Preload
+	r.BytesPerMessageInterleaved = rounded(s.median("bytes_per_message_interleaved"), 0)
+	r.WALBytesPerMessageInterleaved = rounded(s.median("wal_bytes_per_message_interleaved"), 0)
 	r.TextbookParallel, r.Watermill = rounded(s.median("textbook_parallel"), 0), rounded(s.median("watermill"), 0)
 	r.HandLoop, r.ByPosition = rounded(s.median("hand_loop"), 0), rounded(s.median("by_position"), 0)
 	r.BatchCopy, r.ParkedKey = rounded(s.median("batch_copy"), 0), rounded(s.median("parked_key"), 0)
@@ -103,8 +116,12 @@ func (r *ConsumeReport) WriteTable(w io.Writer) error {
 	t.fact("queued against the loop by hand", r.ByIDVsHandLoop, "%.2f")
 	t.fact("by position against without dedup", r.ByPositionVsNoDedup, "%.2f")
 	t.fact("with dedup against without", r.ByIDVsNoDedup, "%.2f")
-	t.fact("claim, table and index", r.BytesPerMessage, "%.0f bytes a message")
-	t.fact("claim, write-ahead log", r.WALBytesPerMessage, "%.0f bytes a message")
+	t.fact("claim, table and index, one stream", r.BytesPerMessage, "%.0f bytes a message")
+	t.fact("claim, write-ahead log, one stream", r.WALBytesPerMessage, "%.0f bytes a message")
+	t.fact("claim, table and index, all partitions", r.BytesPerMessageInterleaved, "%.0f bytes a message")
+	t.fact("claim, write-ahead log, all partitions", r.WALBytesPerMessageInterleaved, "%.0f bytes a message")
+	t.fact(fmt.Sprintf("a claim by UUIDv7 at %d rows, against none", r.Preload), r.DedupCostUUID7, "%.2f")
+	t.fact(fmt.Sprintf("a claim by random ID at %d rows, against none", r.Preload), r.DedupCostRandom, "%.2f")
 	t.fact("this machine: a round trip to the database", r.RoundTrip, "%.0f microseconds")
 	t.fact("this machine: a commit", r.Commit, "%.0f microseconds")
 	return t.flush()

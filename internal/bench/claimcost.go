@@ -116,4 +116,3 @@ func (b *consumeBench) preload(ctx context.Context, consumer dedup.Consumer, id 
 	}
 	return nil
 }
-

@@ -132,15 +132,53 @@ func frozen(p *process) bool {
 }
 
 // Property: while members come and go, are killed or stopped cleanly, every effect happens once and each
-// key's effects stay in order, also with several workers in each partition. Rows C12, C14, C42.
+// key's effects stay in order, whatever the group's protocol, and also with several workers in each
+// partition. Rows C12, C13, C14, C42.
 func TestEffectsOnceWhileTheGroupRebalances(t *testing.T) {
 	t.Parallel()
-	for name, order := range map[string]consumer.Order{"by partition": consumer.ByPartition, "by key": consumer.ByKey} {
-		t.Run(name, func(t *testing.T) {
+	for _, c := range []child{
+		{Protocol: cooperative}, {Protocol: eager}, {Protocol: serverSide}, {Protocol: cooperative, Order: consumer.ByKey},
+	} {
+		t.Run(fmt.Sprintf("%s/%v", c.Protocol, c.Order == consumer.ByKey), func(t *testing.T) {
 			t.Parallel()
-			rebalance(t, child{Order: order})
+			rebalance(t, c)
 		})
 	}
+}
+
+// Property: a static member that stops and starts within its session keeps its partitions, and every effect
+// happens once and in order, also when it is killed.
+func TestStaticMemberComesBack(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	url := pgtest.Database(t)
+	pool := open(t, url)
+	createWorkload(t, pool)
+	topic := kafkatest.Topic(t, 4)
+	produced(t, pool, topic, 8, 200, 20)
+	c := child{
+		Role: "consumer", URL: url, Brokers: kafkatest.Brokers(t), Topic: topic, Group: topic,
+		BatchMax: 20, SessionTimeout: 6 * time.Second, IdleTimeout: 2 * time.Second,
+	}
+	member := func(name string) child { c.Instance = name; return c }
+	other := start(t, member("b"))
+	for round := range 3 {
+		p := start(t, member("a"))
+		before := count(ctx, t, pool, `SELECT count(*) FROM effects`)
+		eventually(t, 60*time.Second, "effects go on", func() (bool, any) {
+			n := count(ctx, t, pool, `SELECT count(*) FROM effects`)
+			return n > before || n == 1600, n
+		})
+		if round%2 == 0 {
+			p.kill()
+		} else {
+			require.NoError(t, p.terminate())
+		}
+	}
+	last := start(t, member("a"))
+	handled(ctx, t, pool, 90*time.Second)
+	require.NoError(t, last.terminate())
+	require.NoError(t, other.terminate())
 }
 
 func rebalance(t *testing.T, c child) {

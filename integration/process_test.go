@@ -55,6 +55,8 @@ type child struct {
 	IdleTimeout    time.Duration
 	BatchMax       int
 	Order          consumer.Order
+	Protocol       string // of the group: see protocols
+	Instance       string // consumer: a static member of this name
 }
 
 func TestMain(m *testing.M) {
@@ -124,7 +126,7 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 	if c.Queued {
 		handler = consumer.Queued(c.queuedEffect)
 	}
-	seeds = append(seeds, kgo.SessionTimeout(c.SessionTimeout), kgo.HeartbeatInterval(c.SessionTimeout/5))
+	seeds = append(seeds, c.membership()...)
 	r, err := consumer.New(pool, seeds, handler, consumer.Config{
 		Group: c.Group, Topics: []string{c.Topic}, BatchMax: c.BatchMax, IdleTimeout: c.IdleTimeout, Order: c.Order,
 		RetryMin: 10 * time.Millisecond, RetryMax: 200 * time.Millisecond, Logger: log,
@@ -133,6 +135,27 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 		return err
 	}
 	return r.Run(ctx)
+}
+
+// protocols of consumer groups.
+const (
+	cooperative = "cooperative" // the client's default: cooperative-sticky
+	eager       = "eager"       // everything is revoked at each rebalance
+	serverSide  = "KIP-848"     // the broker assigns; it sets the session timeout, too
+)
+
+func (c child) membership() []kgo.Opt {
+	opts := []kgo.Opt{kgo.SessionTimeout(c.SessionTimeout), kgo.HeartbeatInterval(c.SessionTimeout / 5)}
+	switch c.Protocol {
+	case eager:
+		opts = append(opts, kgo.Balancers(kgo.RangeBalancer()))
+	case serverSide:
+		opts = append(opts, kgo.ServerSideBalancer(), kgo.Balancers(kgo.StickyBalancer()))
+	}
+	if c.Instance != "" {
+		opts = append(opts, kgo.InstanceID(c.Instance))
+	}
+	return opts
 }
 
 // event is the payload of the tests' messages.

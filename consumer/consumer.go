@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -38,6 +39,14 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	cfg, err := cfg.withDefaults()
 	if pool == nil {
 		err = errors.Join(err, errors.New("pool is nil: want a pool of the primary"))
+	}
+	if pool != nil {
+		switch mode := pool.Config().ConnConfig.DefaultQueryExecMode; mode {
+		case pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol:
+			// Without asking the server, pgx cannot send arrays of IDs.
+			err = errors.Join(err, fmt.Errorf("pool: default_query_exec_mode %v: want cache_statement, or behind PgBouncer cache_describe or describe_exec", mode))
+		case pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec:
+		}
 	}
 	if handler == nil {
 		err = errors.Join(err, errors.New("handler is nil: want one made by Each, Queued or JSON"))

@@ -13,6 +13,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
@@ -402,6 +403,24 @@ func TestConfigReportsAllProblems(t *testing.T) {
 	for _, part := range []string{"Group", "bad topic", "BatchMax -1", "chaos", "RetryMin 1m0s", `"X"`, "pool is nil", "handler is nil"} {
 		assert.ErrorContains(t, err, part)
 	}
+}
+
+// Property: a pool whose protocol cannot work is refused at start, with the one that does, and so is a drain
+// that outlasts the rebalance.
+func TestWhatCannotWorkIsRefusedAtStart(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	config := h.pool.Config()
+	config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	cfg := consumer.Config{Group: "g", Topics: []string{"t"}}
+	_, err = consumer.New(pool, nil, consumer.Each(effect), cfg)
+	require.ErrorContains(t, err, "cache_describe")
+	cfg.DrainMax = 10 * time.Second
+	_, err = consumer.New(h.pool, []kgo.Opt{kgo.RebalanceTimeout(5 * time.Second)}, consumer.Each(effect), cfg)
+	require.ErrorContains(t, err, "DrainMax 10s: want less than the rebalance timeout")
 }
 
 // Property: a name that belongs to another group is refused at start. Row C27.

@@ -26,7 +26,7 @@ func pgbouncer(t *testing.T, address string, preparedMax int) string {
 	t.Helper()
 	binary, err := exec.LookPath("pgbouncer")
 	if err != nil {
-		if os.Getenv("REQUIRE_PGBOUNCER") != "" { //nolint:forbidigo // what CI demands
+		if os.Getenv("REQUIRE_PGBOUNCER") != "" {
 			t.Fatal("pgbouncer is not installed: apt-get install pgbouncer")
 		}
 		t.Skip("pgbouncer is not installed: the tests behind it are left out (apt-get install pgbouncer)")

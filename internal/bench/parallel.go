@@ -34,7 +34,7 @@ func (b *consumeBench) perPartition(ctx context.Context, l load, group string, w
 		for {
 			fetches := client.PollFetches(ctx)
 			if ctx.Err() != nil {
-				return nil
+				return nil //nolint:nilerr // everything is done
 			}
 			if err := fetches.Err(); err != nil {
 				return fmt.Errorf("fetch: %w", err)

@@ -30,7 +30,7 @@ func (b *consumeBench) watermill(ctx context.Context, l load, group string) (flo
 	defer stop(nil)
 	m := &meter{want: l.messages}
 	claim, effect := b.sql(textbookClaimSQL), b.sql(effectSQL)
-	router.AddConsumerHandler("bench", l.topic, &watermillSubscriber{b: b, l: l, group: group, stop: stop}, func(msg *message.Message) error {
+	router.AddConsumerHandler("bench", l.topic, &watermillSubscriber{b: b, l: l, group: group, stop: stop}, func(msg *message.Message) error { //nolint:contextcheck // the message has it
 		err := pgx.BeginFunc(msg.Context(), pool, func(tx pgx.Tx) error {
 			claimed, err := tx.Exec(msg.Context(), claim, msg.UUID, group)
 			if err != nil || claimed.RowsAffected() == 0 {

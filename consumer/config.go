@@ -61,9 +61,9 @@ type Config struct {
 	// IdleTimeout bounds the time between two statements of a transaction, that is also what a handler
 	// may take between them. It is what frees the claims of a consumer that froze. 100 ms to 1 h; default 30 s.
 	IdleTimeout time.Duration
-	// HandlerTimeout bounds what a handler may take for one message (with Batch: for one batch; with
-	// Queued: for a batch and its round trip). Then its context is cancelled; one that does not end for
-	// all that loses its connection. 1 ms to 1 h; default 30 s.
+	// HandlerTimeout bounds what a handler may take for one message (with Batch: for one batch), and with
+	// Queued the round trip of a batch. Then its context is cancelled, and the attempt has failed; a handler
+	// that does not end for all that loses its connection and is left behind. 1 ms to 1 h; default 30 s.
 	HandlerTimeout time.Duration
 	// OnFailure says what becomes of a message that cannot be handled. Default Park.
 	OnFailure OnFailure

@@ -53,10 +53,10 @@ func TestOnlyWholeOrdersAreDecoded(t *testing.T) {
 	}{
 		"null":                {nil, "header"},
 		"no magic byte":       {append([]byte{1}, good[1:]...), "header"},
-		"cut in a number":     {good[:len(good)-1], "EOF"},
+		"cut in a number":     {good[:len(good)-1], "short buffer"},
 		"trailing byte":       {append(bytes.Clone(good), 0), "bytes behind the value"},
-		"incompatible schema": {binary.BigEndian.AppendUint32([]byte{0}, 3), "cannot be read as Order"},
-		"schema of no record": {binary.BigEndian.AppendUint32([]byte{0}, 4), "want a record"},
+		"incompatible schema": {binary.BigEndian.AppendUint32([]byte{0}, 3), "cannot be read as main.Order"},
+		"schema of no record": {binary.BigEndian.AppendUint32([]byte{0}, 4), "cannot be read as main.Order"},
 		"unknown schema":      {binary.BigEndian.AppendUint32([]byte{0}, 5), "knows no schema 5"},
 	} {
 		_, err := orders.Decode(&consumer.Message{Value: tc.value})
@@ -71,10 +71,11 @@ func TestOnlyWholeOrdersAreDecoded(t *testing.T) {
 // Property: schemas do not see each other's names.
 func TestSchemasAreKeptApart(t *testing.T) {
 	t.Parallel()
-	_, err := parse(orderV1)
+	_, orders := newRegistry(t, orderV1, `"Order"`)
+	_, err := orders.Decode(&consumer.Message{Value: encode(1, orderV1, Order{ID: "order-1"})})
 	require.NoError(t, err)
-	_, err = parse(`{"type": "record", "name": "Refund", "fields": [{"name": "order", "type": "Order"}]}`)
-	require.ErrorContains(t, err, "Order")
+	_, err = orders.Decode(&consumer.Message{Value: encode(2, orderV1, Order{ID: "order-1"})})
+	require.ErrorContains(t, err, "schema 2: unknown")
 }
 
 // Property: a schema is asked for once.

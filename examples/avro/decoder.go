@@ -4,10 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"time"
 
-	"github.com/hamba/avro/v2"
+	"github.com/twmb/avro"
 	"github.com/twmb/franz-go/pkg/sr"
 
 	"github.com/effectonce/effectonce/consumer"
@@ -17,12 +16,12 @@ import (
 // writer used, and the Avro bytes. Schemas are fetched once and kept: an ID never changes its meaning.
 type decoder[T any] struct {
 	registry *sr.Client
-	reader   avro.Schema // what T looks like
+	reader   *avro.Schema // what T looks like
 	known    *sr.Serde
 }
 
 func newDecoder[T any](registry *sr.Client, readerSchema string) (*decoder[T], error) {
-	reader, err := parse(readerSchema)
+	reader, err := avro.Parse(readerSchema)
 	if err != nil {
 		return nil, err
 	}
@@ -60,40 +59,28 @@ func (d *decoder[T]) learn(id int) error {
 	if err != nil {
 		return consumer.RetryAfter(100*time.Millisecond, fmt.Errorf("ask the registry for schema %d: %w", id, err))
 	}
-	writer, err := parse(schema.Schema)
+	// A name that this schema does not define must not be found in another: hence no avro.SchemaCache.
+	writer, err := avro.Parse(schema.Schema)
 	if err != nil {
 		return fmt.Errorf("schema %d: %w", id, err)
 	}
-	resolved, err := avro.NewSchemaCompatibility().Resolve(d.reader, writer)
-	if err != nil {
-		return fmt.Errorf("schema %d cannot be read as %s: %w", id, d.reader.(avro.NamedSchema).FullName(), err)
-	}
 	var body T
+	resolved, err := avro.Resolve(writer, d.reader)
+	if err != nil {
+		return fmt.Errorf("schema %d cannot be read as %T: %w", id, body, err)
+	}
 	d.known.Register(id, body, sr.DecodeFn(func(value []byte, v any) error { return unmarshal(resolved, value, v) }))
 	return nil
 }
 
-// unmarshal reads exactly one value. avro.Unmarshal would take what ends in the middle of a number for whole,
-// with zero for the number, and would not see bytes behind the value.
-func unmarshal(schema avro.Schema, value []byte, v any) error {
-	r := avro.NewReader(nil, 0).Reset(value)
-	if r.ReadVal(schema, v); r.Error != nil {
-		return r.Error
+// unmarshal reads exactly one value. Decode by itself leaves bytes behind the value to its caller.
+func unmarshal(schema *avro.Schema, value []byte, v any) error {
+	rest, err := schema.Decode(value, v)
+	if err != nil {
+		return err
 	}
-	if r.Peek(); !errors.Is(r.Error, io.EOF) {
+	if len(rest) > 0 {
 		return errors.New("there are bytes behind the value")
 	}
 	return nil
-}
-
-// parse keeps schemas apart: a name that one does not define must not be found in another.
-func parse(schema string) (avro.Schema, error) {
-	parsed, err := avro.ParseWithCache(schema, "", &avro.SchemaCache{})
-	if err != nil {
-		return nil, err
-	}
-	if _, ok := parsed.(avro.NamedSchema); !ok {
-		return nil, fmt.Errorf("schema of type %s: want a record", parsed.Type())
-	}
-	return parsed, nil
 }

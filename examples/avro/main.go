@@ -15,8 +15,8 @@ import (
 	"os/signal"
 
 	"github.com/google/uuid"
-	"github.com/hamba/avro/v2"
 	"github.com/jackc/pgx/v5"
+	"github.com/twmb/avro"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/sr"
 
@@ -105,11 +105,8 @@ func run(ctx context.Context, out io.Writer) error {
 
 // encode is what a producer does.
 func encode(id int, schema string, order Order) []byte {
-	parsed, err := parse(schema)
-	if err != nil {
-		panic(err) // a constant
-	}
-	value, err := sr.Encode(order, new(sr.ConfluentHeader), id, nil, func(v any) ([]byte, error) { return avro.Marshal(parsed, v) })
+	parsed := avro.MustParse(schema) // a constant
+	value, err := sr.Encode(order, new(sr.ConfluentHeader), id, nil, func(v any) ([]byte, error) { return parsed.Encode(v) })
 	if err != nil {
 		panic(err) // a struct of strings and a number
 	}

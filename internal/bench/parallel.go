@@ -8,9 +8,9 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// perPartition reads a topic with a client of the usual settings and hands the records of each partition, in
-// order, to a goroutine of its own, until done or the first error.
-func (b *consumeBench) perPartition(ctx context.Context, l load, group string, work func(ctx context.Context, client *kgo.Client, records <-chan []*kgo.Record) error) error {
+// reader is a client as the textbook has it: it reads what is committed, from the start, and commits the
+// offsets of what was marked.
+func (b *consumeBench) reader(l load, group string) (*kgo.Client, error) {
 	client, err := kgo.NewClient(
 		kgo.SeedBrokers(b.Brokers...),
 		kgo.ConsumerGroup(group),
@@ -21,7 +21,17 @@ func (b *consumeBench) perPartition(ctx context.Context, l load, group string, w
 		kgo.AutoCommitInterval(markEvery),
 	)
 	if err != nil {
-		return fmt.Errorf("kafka options: %w", err)
+		return nil, fmt.Errorf("kafka options: %w", err)
+	}
+	return client, nil
+}
+
+// perPartition reads a topic with a client of the usual settings and hands the records of each partition, in
+// order, to a goroutine of its own, until done or the first error.
+func (b *consumeBench) perPartition(ctx context.Context, l load, group string, work func(ctx context.Context, client *kgo.Client, records <-chan []*kgo.Record) error) error {
+	client, err := b.reader(l, group)
+	if err != nil {
+		return err
 	}
 	defer client.Close()
 	workers, ctx := errgroup.WithContext(ctx)

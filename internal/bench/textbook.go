@@ -29,17 +29,9 @@ func (b *consumeBench) textbook(ctx context.Context, l load, group string) (floa
 			return 0, fmt.Errorf("prepare: %w", err)
 		}
 	}
-	client, err := kgo.NewClient(
-		kgo.SeedBrokers(b.Brokers...),
-		kgo.ConsumerGroup(group),
-		kgo.ConsumeTopics(l.topic),
-		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()),
-		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
-		kgo.AutoCommitMarks(),
-		kgo.AutoCommitInterval(markEvery),
-	)
+	client, err := b.reader(l, group)
 	if err != nil {
-		return 0, fmt.Errorf("kafka options: %w", err)
+		return 0, err
 	}
 	defer client.Close()
 	m := &meter{want: l.messages}

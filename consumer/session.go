@@ -25,6 +25,7 @@ type session struct {
 	closing    bool                     // no partition begins any more
 
 	failed chan error // a partition asks for a new session
+	warned time.Time  // when the poll loop said something last
 }
 
 type topicPartition struct {
@@ -44,6 +45,8 @@ const (
 	pollMax = 5000
 	// markEvery is how often marked offsets are committed to Kafka. They are advisory.
 	markEvery = time.Second
+	// warnEvery keeps errors that come with each fetch from flooding the log.
+	warnEvery = time.Second
 	// markMax bounds the last commit of a session.
 	markMax = 5 * time.Second
 )
@@ -119,9 +122,11 @@ func (s *session) poll(ctx context.Context) {
 	fetches.EachError(func(topic string, partition int32, err error) {
 		var lost *kgo.ErrDataLoss
 		switch {
-		case errors.Is(err, kerr.OffsetOutOfRange), errors.As(err, &lost):
+		case errors.Is(err, kerr.OffsetOutOfRange), errors.As(err, &lost), errors.Is(err, kerr.UnknownTopicID):
+			// The last one: the topic was deleted and made anew, which a client takes note of only at its start.
 			s.restart(fmt.Errorf("%s/%d: %w", topic, partition, err))
-		case !errors.Is(err, context.Canceled):
+		case !errors.Is(err, context.Canceled) && time.Since(s.warned) > warnEvery:
+			s.warned = time.Now()
 			s.cfg.Logger.WarnContext(ctx, "fetch failed; it is tried again", "group", s.cfg.Group, "topic", topic, "partition", partition, "error", err)
 		}
 	})

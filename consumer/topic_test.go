@@ -63,27 +63,38 @@ func TestForgottenOffsetsResumeAtThePosition(t *testing.T) {
 	require.Zero(t, again.Load(), "nothing was redelivered")
 }
 
-// Property: a topic that is deleted and made anew while it is consumed starts from its beginning; the effects
-// of both generations are there once. Row C36.
+// Property: a topic that is deleted and made anew, while it is consumed or while it is not, starts from its
+// beginning; the effects of both generations are there once. Row C36.
 func TestRecreatedTopicStartsAnew(t *testing.T) {
 	t.Parallel()
-	h := newHarness(t, 1)
-	h.produce("a0", "a1", "a2")
-	stop := h.run(consumer.Each(effect), nil)
-	h.waitEffects(3)
-	require.NoError(t, stop())
-	admin := kadm.NewClient(kafkatest.Client(t))
-	deleted, err := admin.DeleteTopic(t.Context(), h.topic)
-	require.NoError(t, errors.Join(err, deleted.Err))
-	h.wait("made anew", func() bool {
-		made, err := admin.CreateTopic(t.Context(), 1, 1, nil, h.topic)
-		return err == nil && made.Err == nil
-	})
-	h.produce("b0", "b1")
-	stop = h.run(consumer.Each(effect), nil)
-	h.waitEffects(5)
-	require.NoError(t, stop())
-	require.Equal(t, 2, h.position())
+	for _, running := range []bool{false, true} {
+		t.Run(fmt.Sprintf("running=%v", running), func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produce("a0", "a1", "a2")
+			fast := []kgo.Opt{kgo.MetadataMaxAge(time.Second), kgo.MetadataMinAge(100 * time.Millisecond)}
+			stop := h.runWith(h.pool, fast, consumer.Each(effect), nil)
+			h.waitEffects(3)
+			if !running {
+				require.NoError(t, stop())
+			}
+			admin := kadm.NewClient(kafkatest.Client(t))
+			deleted, err := admin.DeleteTopic(t.Context(), h.topic)
+			require.NoError(t, errors.Join(err, deleted.Err))
+			h.wait("made anew", func() bool {
+				made, err := admin.CreateTopic(t.Context(), 1, 1, nil, h.topic)
+				return err == nil && made.Err == nil
+			})
+			// More than there were before: the old position is within the new topic.
+			h.produce("b0", "b1", "b2", "b3", "b4")
+			if !running {
+				stop = h.runWith(h.pool, fast, consumer.Each(effect), nil)
+			}
+			h.waitEffects(8)
+			require.NoError(t, stop())
+			require.Equal(t, 5, h.position())
+		})
+	}
 }
 
 // Property: partitions that are added are consumed from their beginning, everything once. Row C37.

@@ -44,8 +44,10 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 		switch mode := pool.Config().ConnConfig.DefaultQueryExecMode; mode {
 		case pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol:
 			// Without asking the server, pgx cannot send arrays of IDs.
-			err = errors.Join(err, fmt.Errorf("pool: default_query_exec_mode %v: want cache_statement, or behind PgBouncer cache_describe or describe_exec", mode))
-		case pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec:
+			err = errors.Join(err, fmt.Errorf("pool: default_query_exec_mode %v: want cache_statement, or behind PgBouncer cache_describe", mode))
+		case pgx.QueryExecModeDescribeExec:
+			err = errors.Join(err, fmt.Errorf("pool: default_query_exec_mode %v: want cache_describe: behind a pooler it may execute another client's statement", mode))
+		case pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe:
 		}
 	}
 	if handler == nil {

@@ -410,16 +410,18 @@ func TestConfigReportsAllProblems(t *testing.T) {
 func TestWhatCannotWorkIsRefusedAtStart(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	config := h.pool.Config()
-	config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
 	cfg := consumer.Config{Group: "g", Topics: []string{"t"}}
-	_, err = consumer.New(pool, nil, consumer.Each(effect), cfg)
-	require.ErrorContains(t, err, "cache_describe")
+	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeExec, pgx.QueryExecModeDescribeExec} {
+		config := h.pool.Config()
+		config.ConnConfig.DefaultQueryExecMode = mode
+		pool, err := pgxpool.NewWithConfig(t.Context(), config)
+		require.NoError(t, err)
+		t.Cleanup(pool.Close)
+		_, err = consumer.New(pool, nil, consumer.Each(effect), cfg)
+		require.ErrorContains(t, err, "cache_describe")
+	}
 	cfg.DrainMax = 10 * time.Second
-	_, err = consumer.New(h.pool, []kgo.Opt{kgo.RebalanceTimeout(5 * time.Second)}, consumer.Each(effect), cfg)
+	_, err := consumer.New(h.pool, []kgo.Opt{kgo.RebalanceTimeout(5 * time.Second)}, consumer.Each(effect), cfg)
 	require.ErrorContains(t, err, "DrainMax 10s: want less than the rebalance timeout")
 }
 

@@ -2,6 +2,7 @@ package consumer
 
 import (
 	"context"
+	"errors"
 	"hash/maphash"
 	"sync"
 	"time"
@@ -151,6 +152,10 @@ func (f *fleet) advance() bool {
 // look looks after parked messages. Whatever has to be done is done while no worker is at work, so that the
 // messages of a key stay in order.
 func (f *fleet) look() bool {
+	if err := f.lane.inPlace(f.lane.ctx); errors.Is(err, errWentBack) {
+		f.restart(err)
+		return false
+	}
 	h, err := f.lane.heads(f.lane.ctx)
 	if err != nil {
 		return f.lane.waitOut(1, err)

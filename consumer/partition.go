@@ -188,9 +188,16 @@ func (p *partition) alone(until func() bool) {
 	}
 }
 
-// tend looks after parked messages. Trouble makes it wait for another time.
+// tend looks after the position and parked messages. Trouble makes it wait for another time.
 func (p *partition) tend() (more bool) {
-	more, err := p.lane.tend(p.lane.ctx)
+	err := p.lane.inPlace(p.lane.ctx)
+	if err == nil {
+		more, err = p.lane.tend(p.lane.ctx)
+	}
+	if errors.Is(err, errWentBack) {
+		p.restart(err)
+		return false
+	}
 	if err != nil && !p.lane.stopped() && !errors.Is(err, context.Canceled) {
 		p.cfg.Logger.WarnContext(p.lane.ctx, "parked messages cannot be looked after; it is tried again", "group", p.cfg.Group,
 			"topic", p.pos.topic, "partition", p.pos.partition, "error", err)

@@ -65,6 +65,10 @@ WITH moved AS (UPDATE effectonce.consumer_positions SET next_offset = $5, record
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 SELECT $6, 'position.reset', $7, jsonb_build_object('group', $1::text, 'topic', $2::text, 'partition', $3::int, 'next_offset', $5::bigint) FROM moved`
 
+// behindSQL tells whether a position is before where its holder, or a later one, has been.
+const behindSQL = `-- consumer.behind
+SELECT NOT EXISTS (SELECT FROM effectonce.consumer_positions WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset >= $4)`
+
 // caughtUpSQL notes that partitions were handled up to their end at a time of the database's clock.
 const caughtUpSQL = `-- consumer.caught_up
 UPDATE effectonce.consumer_positions p SET caught_up_at = $5
@@ -183,7 +187,7 @@ type queries struct {
 	settings, advance, check, hold, recreated, guard, trouble, givenUp          string
 	reset, caughtUp, attempts, age                                              string
 	attempt, forgetAttempts, park, heads, mendAll, promote, release, lockParked string
-	unpark, setBack, refuseLarge                                                string
+	unpark, setBack, refuseLarge, behind                                        string
 }
 
 func newQueries(schema string) queries {
@@ -193,5 +197,6 @@ func newQueries(schema string) queries {
 		guard: in(guardSQL), trouble: in(troubleSQL), givenUp: in(givenUpSQL), reset: in(resetSQL), caughtUp: in(caughtUpSQL),
 		attempt: in(attemptSQL), attempts: in(attemptsSQL), age: in(ageSQL), forgetAttempts: in(forgetAttemptsSQL), park: in(parkSQL), heads: in(headsSQL), mendAll: in(mendAllSQL),
 		promote: in(promoteSQL), release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL), refuseLarge: in(refuseLargeSQL),
+		behind: in(behindSQL),
 	}
 }

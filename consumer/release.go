@@ -84,6 +84,22 @@ func (l *lane) reload(ctx context.Context) error {
 	return err
 }
 
+// inPlace fails with errWentBack where the database is behind what this consumer committed. A partition at work
+// hears it from its own transactions; one without new records has to ask.
+func (l *lane) inPlace(ctx context.Context) error {
+	if l.work.pos.stored == nil {
+		return nil
+	}
+	var behind bool
+	if err := l.pool.QueryRow(ctx, l.sql.behind, l.cfg.Group, l.work.pos.topic, l.work.pos.partition, *l.work.pos.stored).Scan(&behind); err != nil {
+		return fmt.Errorf("read the position: %w", err)
+	}
+	if behind {
+		return errWentBack
+	}
+	return nil
+}
+
 // tend takes notice of what operators did, and tries again what is due, one transaction of it. It returns
 // whether there may be more. No other lane of the partition may be at work.
 func (l *lane) tend(ctx context.Context) (more bool, err error) {

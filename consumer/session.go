@@ -47,8 +47,9 @@ const (
 	markEvery = time.Second
 	// warnEvery keeps errors that come with each fetch from flooding the log.
 	warnEvery = time.Second
-	// markMax bounds the last commit of a session.
-	markMax = 5 * time.Second
+	// markMax bounds the last commit of a session, leaveMax its end.
+	markMax  = 5 * time.Second
+	leaveMax = 5 * time.Second
 )
 
 func (s *session) options() []kgo.Opt {
@@ -83,7 +84,7 @@ func (s *session) run(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}
-	defer client.CloseAllowingRebalance()
+	defer s.leave(ctx, client)
 	s.client = client
 	close(s.ready)
 	polling, stop := context.WithCancelCause(ctx)
@@ -107,6 +108,23 @@ func (s *session) run(ctx context.Context) error {
 	s.stop(context.WithoutCancel(ctx), s.take(nil), s.cfg.DrainMax)
 	s.commitMarks(context.WithoutCancel(ctx))
 	return context.Cause(polling)
+}
+
+// leave leaves the group. The client first waits for the answer to a JoinGroup, which comes when every other member
+// has joined, too, one that froze included: what was consumed is stored, so that is not worth waiting for.
+func (s *session) leave(ctx context.Context, client *kgo.Client) {
+	left := make(chan struct{})
+	go func() {
+		defer close(left)
+		client.CloseAllowingRebalance()
+	}()
+	timer := time.NewTimer(leaveMax)
+	defer timer.Stop()
+	select {
+	case <-left:
+	case <-timer.C:
+		s.cfg.Logger.WarnContext(ctx, "the group rebalances and was not left yet: it takes note of it then, or when the session times out", "group", s.cfg.Group)
+	}
 }
 
 // restart ends the session; the first reason counts.

@@ -25,6 +25,7 @@ const (
 	sweepRunMax   = 16_384          // blocks in one run, 128 MiB
 	attemptsMax   = 30 * 24 * time.Hour
 	statementsMax = time.Minute
+	lockIdleMax   = 3 * time.Second // a process that freezes with the lock loses it
 )
 
 // Report of a run of Maintain.
@@ -170,7 +171,7 @@ func (m *maintenance) renew(ctx context.Context) error {
 // it is. Waiting for the lock is short, because claims queue behind it.
 func (m *maintenance) locked(ctx context.Context, f func(tx pgx.Tx) error) error {
 	return pgx.BeginFunc(ctx, m.conn, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, lockSettingsSQL, lockWaitMax, fmt.Sprint(statementsMax.Milliseconds())); err != nil {
+		if _, err := tx.Exec(ctx, lockSettingsSQL, lockWaitMax, fmt.Sprint(statementsMax.Milliseconds()), fmt.Sprint(lockIdleMax.Milliseconds())); err != nil {
 			return err
 		}
 		// ONLY: the partitions are locked as they are changed. Every claim needs the parent.

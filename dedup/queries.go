@@ -55,7 +55,8 @@ const leaseDoneSQL = `-- dedup.lease_done
 UPDATE effectonce.maintenance SET lease_until = NULL, done_at = clock_timestamp() WHERE job = 'dedup' AND epoch = $1`
 
 const lockSettingsSQL = `-- dedup.lock_settings
-SELECT set_config('lock_timeout', $1, true), set_config('statement_timeout', $2, true)`
+SELECT set_config('lock_timeout', $1, true), set_config('statement_timeout', $2, true),
+  set_config('idle_in_transaction_session_timeout', $3, true)`
 
 // aheadSQL reads where the partition for what is far ahead begins, and where it should.
 const aheadSQL = `-- dedup.ahead

@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -19,6 +20,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/crashpoint"
@@ -30,11 +32,13 @@ import (
 const (
 	childVariable = "EFFECTONCE_TEST_CHILD"
 	childReady    = "child hears signals"
+	childJoins    = "child asks to join"
+	childTotals   = "child processed" // the last line of a consumer that stopped cleanly
 )
 
 // child says what a process does. It travels as JSON in the environment.
 type child struct {
-	Role    string // relay, consumer, or deliver: a consumer without Kafka
+	Role    string // relay, consumer, deliver (a consumer without Kafka) or upkeep (of claims)
 	URL     string
 	Brokers []string
 	Topic   string
@@ -49,10 +53,13 @@ type child struct {
 	CrashAt    string // crash point that kills the process with SIGKILL …
 	CrashAfter int    // … when it is passed for this many-th time, counted from 0
 	FreezeAt   string // crash point that stops the process with SIGSTOP, once
+	FreezeSQL  string // the same before the first statement that has this in it
 
 	Lease          time.Duration
 	SessionTimeout time.Duration
 	IdleTimeout    time.Duration
+	DrainMax       time.Duration
+	Pause          time.Duration // that the database takes for each message
 	BatchMax       int
 	Order          consumer.Order
 	Protocol       string // of the group: see protocols
@@ -77,7 +84,7 @@ func runChild(spec string) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM) //nolint:forbidigo // as above
 	defer stop()
 	log.Info(childReady)
-	pool, err := pgxpool.New(ctx, c.URL)
+	pool, err := c.open(ctx)
 	if err != nil {
 		log.Error("no pool", "error", err)
 		return 2
@@ -88,6 +95,41 @@ func runChild(spec string) int {
 		return 1
 	}
 	return 0
+}
+
+func (c child) open(ctx context.Context) (*pgxpool.Pool, error) {
+	config, err := pgxpool.ParseConfig(c.URL)
+	if err != nil {
+		return nil, err
+	}
+	if c.FreezeSQL != "" {
+		config.ConnConfig.Tracer = &freezer{part: c.FreezeSQL}
+	}
+	return pgxpool.NewWithConfig(ctx, config)
+}
+
+// freezer stops the process before a statement.
+type freezer struct {
+	part string
+	once sync.Once
+}
+
+func (f *freezer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	if strings.Contains(query.SQL, f.part) {
+		f.once.Do(func() { _ = syscall.Kill(os.Getpid(), syscall.SIGSTOP) })
+	}
+	return ctx
+}
+
+func (f *freezer) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+// joins says when the process asks to join its group, which is also how it takes part in a rebalance.
+type joins struct{ log *slog.Logger }
+
+func (j joins) OnBrokerWrite(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Duration, _ error) {
+	if key == int16(kmsg.JoinGroup) {
+		j.log.Info(childJoins)
+	}
 }
 
 func (c child) armCrashpoints() {
@@ -119,21 +161,27 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 		}
 		return r.Run(ctx)
 	}
-	if c.Role == "deliver" {
+	switch c.Role {
+	case "deliver":
 		return c.deliver(ctx, pool, log)
+	case "upkeep":
+		return c.upkeep(ctx, pool)
 	}
 	handler := consumer.JSON(c.effect)
 	if c.Queued {
 		handler = consumer.Queued(c.queuedEffect)
 	}
-	seeds = append(seeds, c.membership()...)
+	seeds = append(append(seeds, kgo.WithHooks(joins{log})), c.membership()...)
+	var fresh, duplicates atomic.Int64
 	r, err := consumer.New(pool, seeds, handler, consumer.Config{
 		Group: c.Group, Topics: []string{c.Topic}, BatchMax: c.BatchMax, IdleTimeout: c.IdleTimeout, Order: c.Order,
+		DrainMax: c.DrainMax, Hooks: consumer.Hooks{Processed: func(_ string, f, d int) { fresh.Add(int64(f)); duplicates.Add(int64(d)) }},
 		RetryMin: 10 * time.Millisecond, RetryMax: 200 * time.Millisecond, Logger: log,
 	})
 	if err != nil {
 		return err
 	}
+	defer func() { log.Info(childTotals, "fresh", fresh.Load(), "duplicates", duplicates.Load()) }()
 	return r.Run(ctx)
 }
 
@@ -141,14 +189,21 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 const (
 	cooperative = "cooperative" // the client's default: cooperative-sticky
 	eager       = "eager"       // everything is revoked at each rebalance
+	sticky      = "sticky"      // eager, too, and partitions go back to where they were
 	serverSide  = "KIP-848"     // the broker assigns; it sets the session timeout, too
 )
 
 func (c child) membership() []kgo.Opt {
-	opts := []kgo.Opt{kgo.SessionTimeout(c.SessionTimeout), kgo.HeartbeatInterval(c.SessionTimeout / 5)}
+	opts := []kgo.Opt{
+		kgo.SessionTimeout(c.SessionTimeout), kgo.HeartbeatInterval(c.SessionTimeout / 5),
+		// New partitions, and topics that were made anew, are found this often.
+		kgo.MetadataMaxAge(time.Second), kgo.MetadataMinAge(100 * time.Millisecond),
+	}
 	switch c.Protocol {
 	case eager:
 		opts = append(opts, kgo.Balancers(kgo.RangeBalancer()))
+	case sticky:
+		opts = append(opts, kgo.Balancers(kgo.StickyBalancer()))
 	case serverSide:
 		opts = append(opts, kgo.ServerSideBalancer(), kgo.Balancers(kgo.StickyBalancer()))
 	}
@@ -169,6 +224,11 @@ const insertEffect = `INSERT INTO effects (message_id, key, version, worker) VAL
 func (c child) effect(ctx context.Context, tx pgx.Tx, msg *consumer.Message, e event) error {
 	if _, err := tx.Exec(ctx, insertEffect, [16]byte(msg.ID), e.Key, e.Version, os.Getpid()); err != nil {
 		return err
+	}
+	if c.Pause > 0 {
+		if _, err := tx.Exec(ctx, `SELECT pg_sleep($1)`, c.Pause.Seconds()); err != nil {
+			return err
+		}
 	}
 	if c.Forward == "" {
 		return nil

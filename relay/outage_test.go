@@ -1,6 +1,7 @@
 package relay_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -132,6 +133,50 @@ func (c *cutConn) Write(p []byte) (int, error) {
 	if c.cut.Load() {
 		_ = c.Close()
 		return 0, errors.New("broker is away")
+	}
+	return c.Conn.Write(p)
+}
+
+// Property: a connection that is lost while the relay starts, by a pooler that ends or a server that restarts, is
+// no reason to give up.
+func TestConnectionLostAtTheStart(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	config, err := pgxpool.ParseConfig(pgtest.Database(t))
+	require.NoError(t, err)
+	var losses atomic.Int64
+	losses.Store(3)
+	dial := config.ConnConfig.DialFunc
+	config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+		conn, err := dial(ctx, network, address)
+		return &losingConn{conn, &losses}, err
+	}
+	pool, err := pgxpool.NewWithConfig(ctx, config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	topic := kafkatest.Topic(t, 1)
+	insert(t, pool, topic, "k", "0")
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
+	require.NoError(t, err)
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- r.Run(running) }()
+	require.Eventually(t, func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 || len(done) > 0 }, 20*time.Second, 10*time.Millisecond)
+	stop()
+	require.NoError(t, <-done)
+	require.Negative(t, losses.Load())
+}
+
+// losingConn breaks when the schema is asked for, as often as it is told to.
+type losingConn struct {
+	net.Conn
+	losses *atomic.Int64
+}
+
+func (c *losingConn) Write(p []byte) (int, error) {
+	if bytes.Contains(p, []byte("schema_version")) && c.losses.Add(-1) >= 0 {
+		_ = c.Close() // the answer will not come
+		return len(p), nil
 	}
 	return c.Conn.Write(p)
 }

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
+	"net"
 	"strings"
 	"time"
 
@@ -120,7 +122,8 @@ func unreachable(err error) bool {
 		return strings.HasPrefix(refusal.Code, "57P") || strings.HasPrefix(refusal.Code, "53")
 	}
 	var connect *pgconn.ConnectError
-	return errors.As(err, &connect) || pgconn.SafeToRetry(err)
+	var broken *net.OpError
+	return errors.As(err, &connect) || errors.As(err, &broken) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || pgconn.SafeToRetry(err)
 }
 
 // Drain publishes until nothing waits and returns how many rows that were: the single-step form of Run

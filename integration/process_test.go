@@ -55,6 +55,9 @@ type child struct {
 	FreezeAt   string // crash point that stops the process with SIGSTOP, once
 	FreezeSQL  string // the same before the first statement that has this in it
 
+	Shards         int16
+	ExactlyOnce    bool
+	Keep           time.Duration
 	Lease          time.Duration
 	SessionTimeout time.Duration
 	IdleTimeout    time.Duration
@@ -155,7 +158,7 @@ func (c child) armCrashpoints() {
 func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) error {
 	seeds := []kgo.Opt{kgo.SeedBrokers(c.Brokers...)}
 	if c.Role == "relay" {
-		r, err := relay.New(pool, seeds, relay.Config{Lease: c.Lease, Logger: log})
+		r, err := relay.New(pool, seeds, relay.Config{Lease: c.Lease, Shards: c.Shards, ExactlyOnce: c.ExactlyOnce, Keep: c.Keep, Logger: log})
 		if err != nil {
 			return err
 		}

@@ -76,75 +76,124 @@ func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 }
 
 // Property: a relay that is killed at any point between two durable steps, and started again, loses no
-// row and changes no order among first occurrences; it publishes again at most what was in flight.
-// Row O8, and O9: progress never gets ahead of the acknowledgement.
+// row and changes no order among first occurrences; it publishes again at most what was in flight, and with
+// exactly-once nothing that a reader of committed records sees. Row O8, and O9: progress never gets ahead of the
+// acknowledgement.
 func TestRelayKilledAtEachPointLosesNothing(t *testing.T) {
 	t.Parallel()
-	for _, point := range []string{crashpoint.RelayRead, crashpoint.RelayProduced, crashpoint.RelayAcknowledged, crashpoint.RelayProgressed} {
-		for _, after := range []int{0, 2} {
-			t.Run(fmt.Sprintf("%s/%d", point, after), func(t *testing.T) {
-				t.Parallel()
-				ctx := t.Context()
-				url := pgtest.Database(t)
-				pool := open(t, url)
-				createWorkload(t, pool)
-				topic := kafkatest.Topic(t, 2)
-				c := child{Role: "relay", URL: url, Brokers: kafkatest.Brokers(t), Lease: time.Second, CrashAt: point, CrashAfter: after}
-				first := start(t, c)
-				// Written until it happens: how many pages a few rows make is up to the scheduler.
-				eventually(t, 20*time.Second, "the relay reaches its crash point", func() (bool, any) {
-					writers{goroutines: 4, transactions: 80, keys: 5, topic: topic, seed: 2}.run(ctx, t, pool)
-					return first.ended(), first.log
+	points := map[bool][]string{
+		false: {crashpoint.RelayRead, crashpoint.RelayProduced, crashpoint.RelayAcknowledged, crashpoint.RelayProgressed},
+		true:  {crashpoint.RelayRead, crashpoint.RelayProduced, crashpoint.RelayAcknowledged, crashpoint.RelayCommitted, crashpoint.RelayProgressed},
+	}
+	for exactly, points := range points {
+		for _, point := range points {
+			for _, after := range []int{0, 2} {
+				t.Run(fmt.Sprintf("%s/%s/%d", guarantee(exactly), point, after), func(t *testing.T) {
+					t.Parallel()
+					killRelay(t, child{ExactlyOnce: exactly, CrashAt: point, CrashAfter: after})
 				})
-				require.ErrorContains(t, first.err, "killed")
+			}
+		}
+	}
+}
 
-				c.CrashAt = ""
-				second := start(t, c)
-				requirePublished(t, pool, topic)
-				require.NoError(t, second.terminate())
+func guarantee(exactly bool) string {
+	if exactly {
+		return "exactly once"
+	}
+	return "at least once"
+}
+
+func killRelay(t *testing.T, c child) {
+	t.Helper()
+	ctx := t.Context()
+	c.URL = pgtest.Database(t)
+	pool := open(t, c.URL)
+	createWorkload(t, pool)
+	topic := kafkatest.Topic(t, 2)
+	c.Role, c.Brokers, c.Lease = "relay", kafkatest.Brokers(t), time.Second
+	first := start(t, c)
+	// Written until it happens: how many pages a few rows make is up to the scheduler.
+	eventually(t, 20*time.Second, "the relay reaches its crash point", func() (bool, any) {
+		writers{goroutines: 4, transactions: 80, keys: 5, topic: topic, seed: 2}.run(ctx, t, pool)
+		return first.ended(), first.log
+	})
+	require.ErrorContains(t, first.err, "killed")
+	c.CrashAt = ""
+	second := start(t, c)
+	s := requirePublished(t, pool, topic)
+	require.NoError(t, second.terminate())
+	if c.ExactlyOnce {
+		require.Zero(t, s.duplicates)
+	}
+}
+
+// Property: killed and frozen at random moments under load, while others wait or share the work, and while the
+// number of shards changes, relays lose nothing and keep the order of first occurrences; with exactly-once a
+// reader of committed records sees nothing twice. Rows O8, O13, O30.
+func TestRelaysKilledAndFrozenAtRandomMoments(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]child{
+		"one shard": {Shards: 1}, "shared": {Shards: 4}, "exactly once": {Shards: 1, ExactlyOnce: true}, "shared, exactly once": {Shards: 3, ExactlyOnce: true},
+	} {
+		for _, changing := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/%v", name, changing), func(t *testing.T) {
+				t.Parallel()
+				disturbRelays(t, c, changing)
 			})
 		}
 	}
 }
 
-// Property: killed and frozen at random moments under load, with a second relay waiting, relays lose
-// nothing and keep the order of first occurrences.
-func TestRelaysKilledAndFrozenAtRandomMoments(t *testing.T) {
-	t.Parallel()
+func disturbRelays(t *testing.T, c child, changing bool) {
+	t.Helper()
 	rounds := 12
 	if testing.Short() {
 		t.Log("-short: 3 rounds instead of 12")
 		rounds = 3
 	}
 	ctx := t.Context()
-	url := pgtest.Database(t)
-	pool := open(t, url)
+	c.URL = pgtest.Database(t)
+	pool := open(t, c.URL)
 	createWorkload(t, pool)
 	topic := kafkatest.Topic(t, 3)
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	random := rand.New(rand.NewPCG(seed, 0))
-	c := child{Role: "relay", URL: url, Brokers: kafkatest.Brokers(t), Lease: time.Second}
-	relays := []*process{start(t, c), start(t, c)}
+	c.Role, c.Brokers, c.Lease = "relay", kafkatest.Brokers(t), time.Second
+	relays := []*process{start(t, c), start(t, c), start(t, c)}
 	for round := range rounds {
 		writers{goroutines: 6, transactions: 300, keys: 7, topic: topic, seed: seed + uint64(round), pauses: round%2 == 0}.run(ctx, t, pool)
+		if changing && round > 0 {
+			_, err := relay.SetShards(ctx, pool, "", "default", int16(1+random.IntN(5)))
+			require.NoError(t, err)
+		}
 		i := random.IntN(len(relays))
 		if random.IntN(3) > 0 {
 			relays[i].kill()
 			relays[i] = start(t, c)
 			continue
 		}
-		// Frozen beyond its lease: the other one takes over; then both run.
+		// Frozen beyond its lease: another one takes over; then both run.
 		relays[i].signal(syscall.SIGSTOP)
 		requirePublished(t, pool, topic)
 		relays[i].signal(syscall.SIGCONT)
 	}
 	requirePublished(t, pool, topic)
+	if changing {
+		eventually(t, 30*time.Second, "the number of shards has changed", func() (bool, any) {
+			n := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_relays WHERE shards_wanted IS NOT NULL`)
+			return n == 0, n
+		})
+	}
 	for _, r := range relays {
 		require.NoError(t, r.terminate())
 	}
-	s := judge(t, kafkatest.ReadAll(t, topic))
+	s := requirePublished(t, pool, topic)
 	t.Logf("%d records, %d of them duplicates", s.records, s.duplicates)
+	if c.ExactlyOnce {
+		require.Zero(t, s.duplicates)
+	}
 }
 
 // Property: the memory of a relay that finds a backlog does not grow with the backlog.
@@ -217,20 +266,21 @@ func open(t *testing.T, url string) *pgxpool.Pool {
 }
 
 // requirePublished waits until the topic has every committed version, and judges it.
-func requirePublished(t *testing.T, pool *pgxpool.Pool, topic string) {
+func requirePublished(t *testing.T, pool *pgxpool.Pool, topic string) stream {
 	t.Helper()
 	ctx := t.Context()
 	want := written(ctx, t, pool)
-	var s stream
-	eventually(t, 40*time.Second, "everything is published", func() (bool, any) {
-		var waiting int
-		err := pool.QueryRow(ctx, `SELECT count(*) FROM effectonce.outbox o, effectonce.outbox_progress p JOIN effectonce.outbox_ticks t USING (tick)
-			WHERE o.seq > p.floor AND NOT pg_visible_in_snapshot(o.txid, t.snapshot)`).Scan(&waiting)
+	eventually(t, 60*time.Second, "everything is published", func() (bool, any) {
+		var waiting, shards int
+		err := pool.QueryRow(ctx, `SELECT (SELECT count(*) FROM effectonce.outbox_progress), count(*)
+			FROM effectonce.outbox o JOIN effectonce.outbox_progress p ON o.shard % p.shards = p.shard JOIN effectonce.outbox_ticks t USING (tick)
+			WHERE o.seq > p.floor AND NOT pg_visible_in_snapshot(o.txid, t.snapshot)`).Scan(&shards, &waiting)
 		require.NoError(t, err)
-		return waiting == 0 && count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_progress`) > 0, waiting
+		return waiting == 0 && shards > 0 && shards == count(ctx, t, pool, `SELECT min(shards) FROM effectonce.outbox_progress`), waiting
 	})
-	s = judge(t, kafkatest.ReadAll(t, topic))
+	s := judge(t, kafkatest.ReadAll(t, topic))
 	require.Equal(t, want, s.last)
 	require.Empty(t, s.missing)
 	require.Zero(t, s.inversions)
+	return s
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"regexp"
 	"time"
 
 	"github.com/effectonce/effectonce/internal/bounds"
@@ -22,6 +23,20 @@ type Config struct {
 	// Owner names this replica in the lease, for people. At most 255 bytes. Default: host name,
 	// process number and four random bytes.
 	Owner string
+	// Shards is into how many shards keys are divided when the relay runs for the first time: each is published
+	// by one replica at a time. Later the number in the database counts; SetShards changes it. Each shard reads
+	// the whole outbox and leaves out what is not its own, so more shards than replicas cost and gain nothing.
+	// 1 to 256; default 1: one replica publishes, the others stand by.
+	Shards int16
+	// ExactlyOnce writes records and progress in one Kafka transaction: readers with isolation.level
+	// read_committed see each row once, whatever is killed. Rows become visible with the transaction, every
+	// TransactionMax or sooner. Default: at least once.
+	ExactlyOnce bool
+	// TransactionMax bounds how long a transaction gathers rows of a backlog. 1 ms to 10 s; default 200 ms.
+	TransactionMax time.Duration
+	// ProgressTopic is where progress is kept with ExactlyOnce: a compacted topic, which is made if it is not
+	// there. Relays may share it. Default "effectonce-relay-progress".
+	ProgressTopic string
 	// Lease is how long a replica that died keeps the others waiting. 1 s to 10 min; default 10 s. It
 	// runs on the database's clock.
 	Lease time.Duration
@@ -37,6 +52,10 @@ type Config struct {
 	// InFlightBytesMax bounds the keys, payloads and headers in memory: read and not acknowledged.
 	// A single larger row is still published. 64 KiB to 4 GiB; default 32 MiB.
 	InFlightBytesMax int
+	// Keep is how long published rows stay in the outbox at least, for people, for outbox-relay verify and for
+	// replays. They leave by TRUNCATE of a quarter of the outbox at a time, once every relay on it has published
+	// them: one that never runs again holds them back. 100 ms to 30 days; default 10 min.
+	Keep time.Duration
 	// DrainMax is how long Run waits, after its context was cancelled, for records that are with the
 	// broker. What is not acknowledged by then is published again by the next replica. Default 10 s.
 	DrainMax time.Duration
@@ -50,9 +69,18 @@ type Config struct {
 type Hooks struct {
 	// Published is called after Kafka acknowledged rows and progress was stored.
 	Published func(rows int64)
+	// Delivered is called for each row once Kafka acknowledged it (with ExactlyOnce: before the transaction
+	// is committed).
+	Delivered func(topic string, created time.Time)
+	// Interrupted is called when the relay has to start over from its stored progress.
+	Interrupted func(err error)
+	// Lease is called when this replica takes a shard, and when it gave it up or lost it.
+	Lease func(shard int16, held bool)
 	// Dead is called after a row moved to outbox_dead.
 	Dead func(topic string, reason Reason)
 }
+
+var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
 
 // withDefaults fills in what is zero and returns all problems at once.
 func (c Config) withDefaults() (Config, error) {
@@ -75,10 +103,20 @@ func (c Config) withDefaults() (Config, error) {
 		bounds.Duration{Field: "PollMax", Value: &c.PollMax, Default: 250 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
 		bounds.Duration{Field: "PollMin", Value: &c.PollMin, Default: 2 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
 		bounds.Duration{Field: "ProgressEvery", Value: &c.ProgressEvery, Default: 50 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
+		bounds.Duration{Field: "TransactionMax", Value: &c.TransactionMax, Default: 200 * time.Millisecond, Min: time.Millisecond, Max: 10 * time.Second},
+		bounds.Duration{Field: "Keep", Value: &c.Keep, Default: 10 * time.Minute, Min: 100 * time.Millisecond, Max: 30 * 24 * time.Hour},
 		bounds.Duration{Field: "DrainMax", Value: &c.DrainMax, Default: 10 * time.Second, Min: time.Millisecond, Max: 10 * time.Minute},
 	)...)
 	if c.PollMin > c.PollMax {
 		problems = append(problems, fmt.Errorf("PollMin %v: want at most PollMax, which is %v", c.PollMin, c.PollMax))
+	}
+	c.Shards = cmp.Or(c.Shards, 1)
+	if c.Shards < 1 || c.Shards > shardsMax {
+		problems = append(problems, fmt.Errorf("Shards %d: want 1 to %d", c.Shards, shardsMax))
+	}
+	c.ProgressTopic = cmp.Or(c.ProgressTopic, "effectonce-relay-progress")
+	if !topicName.MatchString(c.ProgressTopic) {
+		problems = append(problems, fmt.Errorf("ProgressTopic %q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.ProgressTopic))
 	}
 	c.PageRowsMax = cmp.Or(c.PageRowsMax, 5000)
 	if c.PageRowsMax < 1 || c.PageRowsMax > 100_000 {

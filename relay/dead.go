@@ -91,6 +91,11 @@ func (p *publisher) record(maker *recordMaker, r *row) (*kgo.Record, Reason, err
 	if err != nil {
 		return nil, ReasonBadHeaders, err
 	}
+	if p.exact != nil {
+		if err := p.refusal(r.seq); err != nil {
+			return nil, ReasonRefused, err
+		}
+	}
 	topic, _ := p.topics.get(r.topic)
 	if topic.refusal != nil {
 		return nil, ReasonRefused, topic.refusal
@@ -154,6 +159,9 @@ func (p *publisher) bury(ctx context.Context, dead []deadRow, end cursor) error 
 	seqs, reasons, errs := columns(dead)
 	p.storing.Lock()
 	defer p.storing.Unlock()
+	if p.exact != nil {
+		return p.buryExactlyOnce(ctx, dead, end)
+	}
 	_, rows := p.takeAcked()
 	// Ticks are stored on their own: a rollback must not take back a number that the tick remembers.
 	if err := errors.Join(p.store(ctx, p.pool, end.from), p.store(ctx, p.pool, end.to)); err != nil {
@@ -169,6 +177,25 @@ func (p *publisher) bury(ctx context.Context, dead []deadRow, end cursor) error 
 		return fmt.Errorf("move %d rows to outbox_dead: %w", len(dead), err)
 	}
 	p.count(rows)
+	p.buried(ctx, dead)
+	return nil
+}
+
+// buryExactlyOnce stores the dead rows, and moves progress with the transaction that is under way: after a crash
+// between the two, the rows are found in outbox_dead when they are read again.
+func (p *publisher) buryExactlyOnce(ctx context.Context, dead []deadRow, end cursor) error {
+	seqs, reasons, errs := columns(dead)
+	if _, err := p.pool.Exec(ctx, p.sql.bury, p.cfg.Name, seqs, reasons, errs); err != nil {
+		return fmt.Errorf("move %d rows to outbox_dead: %w", len(dead), err)
+	}
+	if end.from != nil {
+		p.enqueue(&batch{end: end})
+	}
+	p.buried(ctx, dead)
+	return nil
+}
+
+func (p *publisher) buried(ctx context.Context, dead []deadRow) {
 	p.deadExist = p.deadExist || len(dead) > 0
 	for _, d := range dead {
 		if p.cfg.Hooks.Dead != nil {
@@ -179,7 +206,6 @@ func (p *publisher) bury(ctx context.Context, dead []deadRow, end cursor) error 
 				"relay", p.cfg.Name, "seq", d.row.seq, "id", d.row.id, "topic", d.row.topic, "reason", d.reason, "error", d.err)
 		}
 	}
-	return nil
 }
 
 func columns(dead []deadRow) (seqs []int64, reasons, errs []string) {
@@ -210,7 +236,11 @@ func (p *publisher) reviveDead(ctx context.Context) error {
 			break
 		}
 	}
-	if err := p.pool.QueryRow(ctx, p.sql.deadExist, p.cfg.Name).Scan(&p.deadExist); err != nil {
+	return p.lookForDead(ctx)
+}
+
+func (p *publisher) lookForDead(ctx context.Context) error {
+	if err := p.pool.QueryRow(ctx, p.sql.deadExist, p.cfg.Name, p.lease.shards, p.lease.shard).Scan(&p.deadExist); err != nil {
 		return fmt.Errorf("look for dead rows: %w", err)
 	}
 	return nil
@@ -247,7 +277,7 @@ const reviveLimit = 500
 // reviveSome publishes one page of releasable rows. Nothing else is in flight meanwhile, so the rows of
 // a key cannot overtake each other.
 func (p *publisher) reviveSome(ctx context.Context) (more bool, err error) {
-	result, err := p.pool.Query(ctx, p.sql.releasable, p.cfg.Name, reviveLimit)
+	result, err := p.pool.Query(ctx, p.sql.releasable, p.cfg.Name, reviveLimit, p.lease.shards, p.lease.shard)
 	if err != nil {
 		return false, fmt.Errorf("read dead rows: %w", err)
 	}
@@ -281,17 +311,38 @@ func (p *publisher) reviveSome(ctx context.Context) (more bool, err error) {
 	if err := p.settled(ctx); err != nil {
 		return false, err
 	}
+	if !p.lease.held() {
+		return false, errLeaseLost
+	}
+	if p.exact != nil && p.anySuspect(s.rows) {
+		return true, p.sendAlone(ctx, s, func(*row) cursor { return cursor{} })
+	}
 	if p.anySuspect(s.rows) {
 		err = p.sendSuspects(ctx, s)
 	} else {
 		b.rows, b.records = s.rows, s.records
-		p.send(ctx, b)
-		err = p.settled(ctx)
+		if err = p.send(ctx, b); err == nil {
+			err = p.settled(ctx)
+		}
 	}
 	if err != nil {
 		return false, err
 	}
 	return len(rows) == reviveLimit && len(s.rows) > 0, p.forget(ctx, s)
+}
+
+func (p *publisher) exhume(ctx context.Context, seqs []int64) error {
+	if len(seqs) == 0 {
+		return nil
+	}
+	var mine bool
+	if err := p.pool.QueryRow(ctx, p.sql.exhume, p.cfg.Name, p.lease.shard, p.lease.epoch, seqs).Scan(&mine); err != nil {
+		return fmt.Errorf("remove revived rows: %w", err)
+	}
+	if !mine {
+		return errLeaseLost
+	}
+	return nil
 }
 
 // forget removes what was published and holds again what still cannot be.
@@ -301,12 +352,13 @@ func (p *publisher) forget(ctx context.Context, s *sorted) error {
 		for i, r := range s.rows {
 			published[i] = r.seq
 		}
-		tag, err := p.pool.Exec(ctx, p.sql.exhume, p.cfg.Name, shardAll, p.lease.epoch, published)
-		if err != nil {
-			return fmt.Errorf("remove revived rows: %w", err)
+		forget := func() error { return p.exhume(ctx, published) }
+		if p.exact != nil {
+			p.exact.revived = published
+			forget = func() error { return p.commit(ctx) }
 		}
-		if tag.RowsAffected() == 0 {
-			return errLeaseLost
+		if err := forget(); err != nil {
+			return err
 		}
 		p.cfg.Logger.InfoContext(ctx, "dead rows were published", "relay", p.cfg.Name, "rows", len(published))
 	}
@@ -314,7 +366,7 @@ func (p *publisher) forget(ctx context.Context, s *sorted) error {
 	again := slices.DeleteFunc(s.dead, func(d deadRow) bool { return d.reason == ReasonBehind })
 	if len(again) > 0 {
 		seqs, reasons, errs := columns(again)
-		if _, err := p.pool.Exec(ctx, p.sql.holdAgain, p.cfg.Name, seqs, reasons, errs); err != nil {
+		if _, err := p.pool.Exec(ctx, p.sql.holdAgain, p.cfg.Name, p.lease.shard, p.lease.epoch, seqs, reasons, errs); err != nil {
 			return fmt.Errorf("hold dead rows again: %w", err)
 		}
 	}

@@ -15,13 +15,18 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// publisher is the work under one lease: one goroutine reads and produces in order, the client's
-// goroutine counts acknowledgements, one goroutine stores progress, one keeps the lease.
+// publisher is the work on one shard under one lease: one goroutine reads and produces in order, the client's
+// goroutine counts acknowledgements, one goroutine stores progress, one watches the lease.
 type publisher struct {
 	*Relay
 	lease  *lease
 	client *kgo.Client
 	topics *topics
+	once   bool                 // end as soon as nothing waits
+	until  atomic.Pointer[tick] // end there, and keep the lease; nil: go on
+	lost   chan error           // somebody says that the lease is gone
+	ended  atomic.Bool          // at until
+	exact  *transaction         // nil: at least once
 
 	read cursor // what the next page starts behind
 	// seqRead is the last seq that was given out when the last statement ran. seqSafe is what it was before
@@ -33,6 +38,7 @@ type publisher struct {
 	mark             floorMark // when the floor may move
 	deadExist        bool      // outbox_dead may have rows of this relay
 	looked           time.Time // when dead rows were looked at last
+	bytesMax         int       // in flight: this shard's share
 
 	mu        sync.Mutex
 	changed   chan struct{} // closed and replaced at every change of what is below
@@ -56,19 +62,41 @@ type batch struct {
 	end cursor
 }
 
-// publish works until ctx ends, the lease is lost or something fails. With once it returns as soon as
-// nothing waits. It returns the number of rows whose progress was stored.
-func (r *Relay) publish(ctx context.Context, l *lease, once bool) (int64, error) {
+func newPublisher(r *Relay, l *lease) *publisher {
 	p := &publisher{
-		Relay: r, lease: l, topics: newTopics(),
-		read: l.cursor, changed: make(chan struct{}),
+		Relay: r, lease: l, topics: newTopics(), lost: make(chan error, 1),
+		read: l.cursor, changed: make(chan struct{}), bytesMax: max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)),
 		mark: floorMark{xmax: l.cursor.from.xmax, seqLast: l.cursor.from.seqLast},
 	}
 	p.seqSafe.Store(l.seq)
 	p.seqRead.Store(l.seq)
-	client, err := r.newClient(p.topics)
+	return p
+}
+
+// lose ends the work at once; what it does afterwards changes nothing, because of the epoch.
+func (p *publisher) lose(err error) {
+	select {
+	case p.lost <- err:
+	default:
+	}
+}
+
+// publish works until ctx ends, the lease is lost or something fails; with once, until nothing waits; with
+// until, up to that tick.
+func (p *publisher) publish(ctx context.Context) error {
+	err := p.work(ctx)
+	if !errors.Is(err, errLeaseLost) && !p.ended.Load() {
+		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.cfg.Lease)
+		defer cancel()
+		p.giveBack(end, p.lease)
+	}
+	return err
+}
+
+func (p *publisher) work(ctx context.Context) error {
+	client, err := p.newClient(p.lease, p.topics)
 	if err != nil {
-		return 0, err
+		return err
 	}
 	p.client = client
 	defer client.Close()
@@ -78,38 +106,56 @@ func (r *Relay) publish(ctx context.Context, l *lease, once bool) (int64, error)
 	defer cancel()
 	group, groupCtx := errgroup.WithContext(work)
 	reading, stopReading := context.WithCancel(groupCtx)
+	defer stopReading()
 	defer context.AfterFunc(ctx, stopReading)()
 	keeping, stopKeeping := context.WithCancel(groupCtx)
 	storing, stopStoring := context.WithCancel(groupCtx)
 
-	group.Go(func() error { return r.keepLease(keeping, l) })
-	group.Go(func() error { return p.storeProgress(storing) })
+	group.Go(func() error { return p.lease.watch(keeping) })
+	group.Go(func() error {
+		select {
+		case err := <-p.lost:
+			return err
+		case <-keeping.Done():
+			return nil
+		}
+	})
+	if p.cfg.ExactlyOnce {
+		if err := p.beginExactlyOnce(reading); err != nil {
+			stopKeeping()
+			stopStoring()
+			return errors.Join(err, group.Wait())
+		}
+		defer p.abort(ctx)
+	} else {
+		group.Go(func() error { return p.storeProgress(storing) })
+	}
 	group.Go(func() error {
 		defer stopKeeping()
 		defer stopStoring()
-		if err := p.loop(reading, once); err != nil && reading.Err() == nil {
+		if err := p.loop(reading); err != nil && reading.Err() == nil {
 			return err
 		}
 		// Told to stop, or nothing left to read: what is with the brokers may still be acknowledged.
-		drain, cancel := context.WithTimeout(groupCtx, r.cfg.DrainMax)
+		drain, cancel := context.WithTimeout(groupCtx, p.cfg.DrainMax)
 		defer cancel()
+		if p.exact != nil {
+			return p.commit(drain)
+		}
 		return p.settled(drain)
 	})
 	err = group.Wait()
-	stopReading()
-	if !errors.Is(err, errLeaseLost) {
-		end, cancelEnd := context.WithTimeout(context.WithoutCancel(ctx), r.cfg.Lease)
-		defer cancelEnd()
-		r.giveBack(end, l)
+	if end := p.until.Load(); err == nil && end != nil && p.read.from == end && p.read.to == nil {
+		p.ended.Store(true)
 	}
-	return p.published, err
+	return err
 }
 
 // loop reads pages and produces them, as long as there is room in flight. Behind a full page the next one
 // is read while this one is produced: the database and this process work at the same time.
-func (p *publisher) loop(ctx context.Context, once bool) error {
-	if err := p.pool.QueryRow(ctx, p.sql.deadExist, p.cfg.Name).Scan(&p.deadExist); err != nil {
-		return fmt.Errorf("look for dead rows: %w", err)
+func (p *publisher) loop(ctx context.Context) error {
+	if err := p.lookForDead(ctx); err != nil {
+		return err
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	var ahead <-chan fetched
@@ -129,6 +175,9 @@ func (p *publisher) loop(ctx context.Context, once bool) error {
 			return err
 		}
 		if ahead == nil {
+			if p.read = p.bounded(p.read); p.read.from == p.until.Load() {
+				return nil
+			}
 			ahead = p.fetchAhead(ctx, p.read, limit)
 		}
 		next := <-ahead
@@ -138,7 +187,7 @@ func (p *publisher) loop(ctx context.Context, once bool) error {
 		}
 		page := next.page
 		crashpoint.Here(crashpoint.RelayRead)
-		limit = nextLimit(limit, page, p.cfg)
+		limit = p.nextLimit(limit, page)
 		end := p.read.next(page, next.seen)
 		if page.full {
 			ahead = p.fetchAhead(ctx, end, limit)
@@ -148,21 +197,46 @@ func (p *publisher) loop(ctx context.Context, once bool) error {
 		if err := p.hand(ctx, page, end); err != nil {
 			return err
 		}
+		complete := p.read.to == nil // up to now, not up to an earlier tick
 		p.read = end
 		p.seqRead.Store(page.seqLast)
+		if p.exact != nil && p.exact.due(page.full) {
+			if err := p.commit(ctx); err != nil {
+				return err
+			}
+		}
 		switch {
 		case page.full:
 			continue
 		case len(page.rows) > 0:
 			idle = p.cfg.PollMin
-		case once:
+		case p.once && complete:
 			return nil
 		default:
 			idle = min(2*idle, p.cfg.PollMax)
 		}
-		pause(ctx, idle)
+		p.wakeable(ctx, idle)
 	}
 	return nil
+}
+
+// bounded makes the next batch end at until, if there is one.
+func (p *publisher) bounded(c cursor) cursor {
+	if end := p.until.Load(); end != nil && c.to == nil && c.from != end {
+		c.to, c.seq = end, 0
+	}
+	return c
+}
+
+// wakeable is a pause that Wake ends early.
+func (p *publisher) wakeable(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
+	case <-p.wake.next():
+	}
 }
 
 // fetched is the outcome of a statement.
@@ -175,7 +249,7 @@ type fetched struct {
 func (p *publisher) fetchAhead(ctx context.Context, c cursor, limit int) <-chan fetched {
 	result := make(chan fetched, 1)
 	go func() {
-		page, seen, err := p.fetch(ctx, c, limit, p.seqSafe.Load())
+		page, seen, err := p.fetch(ctx, c, limit)
 		result <- fetched{page, seen, err}
 	}()
 	return result
@@ -188,7 +262,7 @@ func (p *publisher) hand(ctx context.Context, page *page, end cursor) error {
 		return errLeaseLost
 	case len(page.rows) > 0:
 		return p.produce(ctx, page, end)
-	case end.floor > p.read.floor:
+	case end.floor > p.read.floor, p.read.to != nil && end.to == nil: // the end of a batch that took several pages
 		p.enqueue(&batch{end: end})
 	}
 	return nil
@@ -196,12 +270,12 @@ func (p *publisher) hand(ctx context.Context, page *page, end cursor) error {
 
 // nextLimit lets pages grow to PageRowsMax while their rows are small, so that a page of large rows
 // takes no more memory than a page of small ones.
-func nextLimit(limit int, p *page, cfg Config) int {
-	if len(p.rows) == 0 {
+func (p *publisher) nextLimit(limit int, page *page) int {
+	if len(page.rows) == 0 {
 		return limit
 	}
-	fit := cfg.InFlightBytesMax / 4 / max(1, p.bytes/len(p.rows))
-	return max(1, min(4*limit, fit, cfg.PageRowsMax))
+	fit := p.bytesMax / 4 / max(1, page.bytes/len(page.rows))
+	return max(1, min(4*limit, fit, p.cfg.PageRowsMax))
 }
 
 // produce hands a page to the client. Rows that Kafka cannot take leave the stream here.
@@ -210,10 +284,12 @@ func (p *publisher) produce(ctx context.Context, page *page, end cursor) error {
 	if err != nil {
 		return err
 	}
+	if p.exact != nil && p.anySuspect(sorted.rows) {
+		return p.produceAlone(ctx, sorted, end)
+	}
 	b := &batch{rows: sorted.rows, records: sorted.records, bytes: page.bytes, end: end}
 	if !p.anySuspect(b.rows) && len(sorted.dead) == 0 {
-		p.send(ctx, b)
-		return nil
+		return p.send(ctx, b)
 	}
 	// Progress must not pass a dead row before it is buried: everything before it is settled first.
 	b.end = cursor{}
@@ -221,8 +297,8 @@ func (p *publisher) produce(ctx context.Context, page *page, end cursor) error {
 		if err := p.sendSuspects(ctx, sorted); err != nil {
 			return err
 		}
-	} else {
-		p.send(ctx, b)
+	} else if err := p.send(ctx, b); err != nil {
+		return err
 	}
 	if err := p.settled(ctx); err != nil {
 		return err
@@ -230,8 +306,31 @@ func (p *publisher) produce(ctx context.Context, page *page, end cursor) error {
 	return p.bury(ctx, sorted.dead, end)
 }
 
+// produceAlone is produce with each row in a transaction of its own: see sendAlone.
+func (p *publisher) produceAlone(ctx context.Context, s *sorted, end cursor) error {
+	if err := p.bury(ctx, s.dead, cursor{}); err != nil {
+		return err
+	}
+	inside := cursor{from: p.read.from, to: end.to, floor: p.read.floor}
+	if inside.to == nil {
+		inside.to = end.from
+	}
+	err := p.sendAlone(ctx, s, func(r *row) cursor {
+		c := inside
+		c.seq = r.seq
+		return c
+	})
+	if err == nil {
+		p.enqueue(&batch{end: end})
+	}
+	return err
+}
+
 // send produces records in order.
-func (p *publisher) send(ctx context.Context, b *batch) {
+func (p *publisher) send(ctx context.Context, b *batch) error {
+	if err := p.open(); err != nil {
+		return err
+	}
 	b.pending = len(b.records)
 	p.enqueue(b)
 	promise := func(record *kgo.Record, err error) { p.settle(b, record, err) }
@@ -242,6 +341,7 @@ func (p *publisher) send(ctx context.Context, b *batch) {
 		p.client.Produce(ctx, record, promise)
 	}
 	crashpoint.Here(crashpoint.RelayProduced)
+	return nil
 }
 
 // settle is called for each record when the brokers have answered.
@@ -283,6 +383,11 @@ func (p *publisher) advance() {
 		p.batches = p.batches[1:]
 		p.bytes -= b.bytes
 		p.ackedRows += int64(len(b.rows))
+		if p.cfg.Hooks.Delivered != nil {
+			for _, r := range b.rows {
+				p.cfg.Hooks.Delivered(r.topic, r.created)
+			}
+		}
 		if b.end.from != nil {
 			end := b.end
 			p.acked = &end
@@ -314,7 +419,7 @@ func (p *publisher) inFlight() flight {
 func (p *publisher) room(ctx context.Context) error {
 	for {
 		f := p.inFlight()
-		if f.failure != nil || f.bytes < p.cfg.InFlightBytesMax {
+		if f.failure != nil || f.bytes < p.bytesMax {
 			return f.failure
 		}
 		if err := p.wait(ctx, f.changed); err != nil {

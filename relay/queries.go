@@ -2,28 +2,144 @@ package relay
 
 import "github.com/effectonce/effectonce/migrations"
 
+// fetchSettingsSQL leaves the planner no choice but to walk the indexes in order: on statistics that are out of date
+// it would sort what is left of the outbox for each page. The plan is made with the parameters each time.
+const fetchSettingsSQL = `-- relay.fetch_settings
+SELECT set_config(name, value, true)
+FROM (VALUES ('enable_sort', 'off'), ('enable_bitmapscan', 'off'), ('enable_seqscan', 'off'), ('jit', 'off'), ('plan_cache_mode', 'force_custom_plan')) AS s (name, value)`
+
+// enrollSQL makes a relay known, with as many shards as it begins with.
+const enrollSQL = `-- relay.enroll
+INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ($1, $2) ON CONFLICT (relay) DO NOTHING`
+
+// beatSQL says that this replica is alive, renews the leases that it holds ($4 and $5 are their shards and
+// epochs), and returns how things stand: one row for each shard, and whether it was renewed.
+const beatSQL = `-- relay.beat
+WITH alive AS (
+  INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until) VALUES ($1, $2, clock_timestamp() + $3::interval)
+  ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until
+), renewed AS (
+  UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval
+  FROM unnest($4::smallint[], $5::bigint[]) AS mine (shard, epoch)
+  WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch
+  RETURNING p.shard
+)
+SELECT r.shards, r.shards_wanted, others.owners, s.shard::smallint,
+  p.shard IS NULL OR p.lease_until IS NULL OR p.lease_until < clock_timestamp() AS free,
+  EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed
+FROM effectonce.outbox_relays r
+CROSS JOIN LATERAL (SELECT coalesce(array_agg(owner), '{}') AS owners FROM effectonce.outbox_replicas
+  WHERE relay = $1 AND owner <> $2 AND alive_until > clock_timestamp()) others
+CROSS JOIN LATERAL generate_series(0, r.shards - 1) AS s (shard)
+LEFT JOIN effectonce.outbox_progress p ON p.relay = r.relay AND p.shard = s.shard
+WHERE r.relay = $1
+ORDER BY s.shard`
+
+// leaveSQL takes a replica off the list. Those that died are forgotten on the way.
+const leaveSQL = `-- relay.leave
+DELETE FROM effectonce.outbox_replicas WHERE relay = $1 AND (owner = $2 OR alive_until < clock_timestamp() - interval '1 hour')`
+
 // acquireSQL takes a lease that is free or over, on the database's clock, and begins a new epoch. It
-// returns no row while somebody else holds it.
+// returns no row while somebody else holds it. The relay's row is locked: the number of shards does not change
+// meanwhile.
 const acquireSQL = `-- relay.acquire
-INSERT INTO effectonce.outbox_progress AS p (relay, shard, owner, lease_until, epoch, system_identifier)
-VALUES ($1, $2, $3, clock_timestamp() + $4::interval, 1, $5)
+INSERT INTO effectonce.outbox_progress AS p (relay, shard, shards, owner, lease_until, epoch, system_identifier, timeline)
+SELECT r.relay, $2, r.shards, $3, clock_timestamp() + $4::interval, 1, $5, $6
+FROM effectonce.outbox_relays r WHERE r.relay = $1 AND r.shards > $2 FOR SHARE
 ON CONFLICT (relay, shard) DO UPDATE SET
   owner = excluded.owner, lease_until = excluded.lease_until, epoch = p.epoch + 1,
-  system_identifier = coalesce(p.system_identifier, excluded.system_identifier)
+  system_identifier = coalesce(p.system_identifier, excluded.system_identifier), timeline = coalesce(p.timeline, excluded.timeline)
 WHERE p.lease_until IS NULL OR p.lease_until < clock_timestamp()
-RETURNING epoch, tick, next_tick, seq, floor, system_identifier`
-
-const renewSQL = `-- relay.renew
-UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() + $4::interval
-WHERE relay = $1 AND shard = $2 AND epoch = $3`
+RETURNING epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, advanced_epoch, published`
 
 // releaseSQL ends the lease now, so that another replica need not wait for it to run out.
 const releaseSQL = `-- relay.release
 UPDATE effectonce.outbox_progress SET lease_until = NULL, owner = NULL
 WHERE relay = $1 AND shard = $2 AND epoch = $3`
 
-const systemSQL = `-- relay.system
-SELECT system_identifier FROM pg_control_system()`
+const snapshotSQL = `-- relay.snapshot
+SELECT pg_current_snapshot()::text`
+
+// wantShardsSQL and what follows: see reshard.go.
+const wantShardsSQL = `-- relay.want_shards
+UPDATE effectonce.outbox_relays SET shards_wanted = nullif($2, shards) WHERE relay = $1 RETURNING shards`
+
+const lockShardsSQL = `-- relay.lock_shards
+SELECT FROM effectonce.outbox_relays WHERE relay = $1 AND shards_wanted IS NOT NULL FOR UPDATE`
+
+const allHeldSQL = `-- relay.all_held
+SELECT count(*) = (SELECT shards FROM effectonce.outbox_relays WHERE relay = $1)
+FROM (SELECT FROM effectonce.outbox_progress p JOIN unnest($2::smallint[], $3::bigint[]) AS mine (shard, epoch) USING (shard, epoch)
+  WHERE p.relay = $1 AND p.tick = $4 AND p.next_tick IS NULL AND p.lease_until > clock_timestamp() FOR UPDATE OF p) held`
+
+// cutOverSQL begins the new shards, with an epoch that is later than all that were.
+const cutOverSQL = `-- relay.cut_over
+INSERT INTO effectonce.outbox_progress AS p (relay, shard, shards, tick, floor, epoch, advanced_epoch, published, system_identifier, timeline)
+SELECT r.relay, s.shard, r.shards_wanted, $2, old.floor, old.epoch + 1, old.epoch + 1, CASE s.shard WHEN 0 THEN old.published ELSE 0 END,
+  old.system_identifier, old.timeline
+FROM effectonce.outbox_relays r
+CROSS JOIN LATERAL generate_series(0, r.shards_wanted - 1) AS s (shard)
+CROSS JOIN LATERAL (SELECT max(epoch) AS epoch, min(floor) AS floor, sum(published) AS published,
+    max(system_identifier) AS system_identifier, max(timeline) AS timeline
+  FROM effectonce.outbox_progress WHERE relay = r.relay) old
+WHERE r.relay = $1
+ON CONFLICT (relay, shard) DO UPDATE SET
+  shards = excluded.shards, tick = excluded.tick, next_tick = NULL, seq = 0, floor = excluded.floor, epoch = excluded.epoch,
+  advanced_epoch = excluded.advanced_epoch, published = excluded.published, owner = NULL, lease_until = NULL, updated_at = clock_timestamp()`
+
+const dropShardsSQL = `-- relay.drop_shards
+DELETE FROM effectonce.outbox_progress p USING effectonce.outbox_relays r
+WHERE r.relay = $1 AND p.relay = r.relay AND p.shard >= r.shards_wanted`
+
+const shardsDoneSQL = `-- relay.shards_done
+UPDATE effectonce.outbox_relays SET shards = shards_wanted, shards_wanted = NULL WHERE relay = $1`
+
+// slotsSQL looks at the slots of the outbox. One is kept as long as $1 since it was turned away from, and turned away
+// from when it has been filled for half of that, or is larger than $2.
+const slotsSQL = `-- relay.slots
+SELECT s.slot, s.slot = c.last_value, size.bytes,
+  size.bytes > 0 AND (s.turned_to + $1::interval / 2 < clock_timestamp() OR size.bytes > $2::bigint),
+  coalesce(s.turned_away, s.turned_to) + $1::interval < clock_timestamp()
+FROM effectonce.outbox_slots s, effectonce.outbox_slot c
+CROSS JOIN LATERAL pg_relation_size(('effectonce.outbox_' || s.slot)::regclass) AS size (bytes)
+ORDER BY s.slot`
+
+// turnSQL turns from slot $1 to slot $2. The sequence is not part of the transaction; should it turn and the rest
+// not happen, the times are wrong until the next turn, which only keeps rows for longer.
+const turnSQL = `-- relay.turn
+WITH away AS (UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() WHERE slot = $1),
+towards AS (UPDATE effectonce.outbox_slots SET turned_to = clock_timestamp(), turned_away = NULL WHERE slot = $2)
+SELECT setval('effectonce.outbox_slot', $2) WHERE (SELECT last_value FROM effectonce.outbox_slot) = $1`
+
+const slotSettingsSQL = `-- relay.slot_settings
+SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true)`
+
+// unpublishedSQL tells whether a slot has rows that some relay has not published: those that were not visible in
+// its tick, which are found by their transaction ids. A shard that was never leased, or whose ticks belong to another
+// cluster ($1, $2), has published nothing that is known.
+const unpublishedSQL = `-- relay.unpublished
+SELECT EXISTS (
+  SELECT FROM effectonce.outbox_progress p LEFT JOIN effectonce.outbox_ticks t USING (tick)
+  WHERE t.tick IS NULL OR p.system_identifier <> $1 OR p.timeline <> $2 OR EXISTS (
+    SELECT FROM effectonce.outbox_%[1]d o
+    WHERE (o.txid >= pg_snapshot_xmax(t.snapshot) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(t.snapshot)))) AND o.shard %% p.shards = p.shard)
+) OR EXISTS (
+  SELECT FROM effectonce.outbox_relays r WHERE r.shards > (SELECT count(*) FROM effectonce.outbox_progress p WHERE p.relay = r.relay))`
+
+const lockSlotSQL = `-- relay.lock_slot
+LOCK TABLE effectonce.outbox_%d IN ACCESS EXCLUSIVE MODE`
+
+const truncateSQL = `-- relay.truncate
+TRUNCATE effectonce.outbox_%d`
+
+const truncatedSQL = `-- relay.truncated
+UPDATE effectonce.outbox_slots SET truncated_at = clock_timestamp() WHERE slot = $1`
+
+// clusterSQL says which cluster this is: transaction ids and ticks mean nothing in another one, nor after a
+// promotion, which may have lost commits and gives their ids out again. The name of the WAL file has the
+// timeline at once; pg_control_checkpoint has it after the next checkpoint.
+const clusterSQL = `-- relay.cluster
+SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int`
 
 const seqSQL = `-- relay.seq
 SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq`
@@ -38,6 +154,8 @@ SELECT NOT pg_is_in_recovery()`
 // Both branches walk an index in order and stop at the page's size, so a page costs the same on a backlog
 // of ten rows and of ten million. (The second compares pairs: with txid = … the planner would, on some
 // statistics, walk the index on seq and filter the whole table.)
+//
+// Rows of other shards are read and left out: $8 of $7 is this one.
 //
 // $6 is the later tick while a batch takes several pages, so that each page reads the same batch; null
 // reads up to now, and the statement's own snapshot, which comes back with the rows, becomes the tick.
@@ -57,7 +175,7 @@ FROM now LEFT JOIN (
   SELECT * FROM (
     (SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
      FROM effectonce.outbox o
-     WHERE o.seq > $1 AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
+     WHERE o.seq > $1 AND o.shard % $7::int = $8::int AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
        AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
      ORDER BY o.seq LIMIT $5)
     UNION ALL
@@ -65,7 +183,7 @@ FROM now LEFT JOIN (
      FROM pg_catalog.unnest($3::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
        SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
        FROM effectonce.outbox o
-       WHERE (o.txid, o.seq) > (open.txid, $4) AND (o.txid, o.seq) <= (open.txid, $1)
+       WHERE (o.txid, o.seq) > (open.txid, $4) AND (o.txid, o.seq) <= (open.txid, $1) AND o.shard % $7::int = $8::int
          AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
        ORDER BY o.txid, o.seq LIMIT $5) late)
   ) candidates ORDER BY seq LIMIT $5
@@ -75,12 +193,16 @@ const loadTickSQL = `-- relay.load_tick
 SELECT snapshot::text, seq_last FROM effectonce.outbox_ticks WHERE tick = $1`
 
 const storeTickSQL = `-- relay.store_tick
-INSERT INTO effectonce.outbox_ticks (snapshot, seq_last) VALUES ($1::text::pg_snapshot, $2) RETURNING tick`
+INSERT INTO effectonce.outbox_ticks (snapshot, seq_last)
+SELECT $1::text::pg_snapshot, $2 FROM (SELECT set_config('synchronous_commit',
+  CASE WHEN current_setting('synchronous_commit') = 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true) AS setting) AS durable
+WHERE durable.setting IS NOT NULL
+RETURNING tick`
 
 // advanceSQL changes nothing when the epoch is over: then somebody else publishes.
 const advanceSQL = `-- relay.advance
 UPDATE effectonce.outbox_progress SET
-  tick = $4, next_tick = $5, seq = $6, floor = greatest(floor, $7), published = published + $8,
+  tick = $4, next_tick = $5, seq = $6, floor = greatest(floor, $7), published = published + $8, advanced_epoch = $3,
   updated_at = clock_timestamp()
 WHERE relay = $1 AND shard = $2 AND epoch = $3`
 
@@ -95,14 +217,14 @@ WHERE tick IN (
 
 // restampSQL and rebaseSQL: see recover.go.
 const restampSQL = `-- relay.restamp
-UPDATE effectonce.outbox SET txid = pg_current_xact_id() WHERE seq > $1`
+UPDATE effectonce.outbox SET txid = pg_current_xact_id() WHERE seq > $1 AND shard % $2::int = $3::int`
 
 const rebaseSQL = `-- relay.rebase
-UPDATE effectonce.outbox_progress SET tick = $4, next_tick = NULL, seq = 0, system_identifier = $5, updated_at = clock_timestamp()
+UPDATE effectonce.outbox_progress SET tick = $4, next_tick = NULL, seq = 0, system_identifier = $5, timeline = $6, advanced_epoch = $3, updated_at = clock_timestamp()
 WHERE relay = $1 AND shard = $2 AND epoch = $3`
 
 const deadExistSQL = `-- relay.dead_exist
-SELECT EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1)`
+SELECT EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1 AND shard % $2::int = $3::int)`
 
 // heldSQL finds which rows of a page stand behind a dead one of their key.
 const heldSQL = `-- relay.held
@@ -132,34 +254,44 @@ WHERE relay = $1 AND topic = ANY ($2) AND reason = 'unknown_topic' AND state = '
 const releasableSQL = `-- relay.releasable
 SELECT d.seq, d.id, d.topic, d.key, d.payload, d.headers::text AS headers_text, d.created_at
 FROM effectonce.outbox_dead d
-WHERE d.relay = $1 AND d.state <> 'held' AND NOT EXISTS (
+WHERE d.relay = $1 AND d.shard % $3::int = $4::int AND d.state <> 'held' AND NOT EXISTS (
   SELECT FROM effectonce.outbox_dead h
   WHERE h.relay = d.relay AND h.topic = d.topic AND sha256(h.key) = sha256(d.key) AND h.key = d.key
     AND h.seq < d.seq AND h.state = 'held')
 ORDER BY d.seq LIMIT $2`
 
-// exhumeSQL removes released rows, if the epoch still is the caller's.
+// exhumeSQL removes released rows, if the epoch still is the caller's, and tells whether it is. In the order of seq,
+// or it could deadlock with operators.
 const exhumeSQL = `-- relay.exhume
-DELETE FROM effectonce.outbox_dead WHERE relay = $1 AND seq = ANY ($4)
-  AND EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3)`
+WITH mine AS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3),
+locked AS MATERIALIZED (SELECT seq FROM effectonce.outbox_dead WHERE relay = $1 AND seq = ANY ($4) AND EXISTS (SELECT FROM mine) ORDER BY seq FOR UPDATE),
+gone AS (DELETE FROM effectonce.outbox_dead d USING locked WHERE d.relay = $1 AND d.seq = locked.seq)
+SELECT EXISTS (SELECT FROM mine)`
 
 const holdAgainSQL = `-- relay.hold_again
-UPDATE effectonce.outbox_dead d SET state = 'held', reason = f.reason, error = f.error, attempts = d.attempts + 1
-FROM unnest($2::bigint[], $3::text[], $4::text[]) AS f (seq, reason, error)
-WHERE d.relay = $1 AND d.seq = f.seq`
+WITH locked AS MATERIALIZED (
+  SELECT d.seq, f.reason, f.error FROM effectonce.outbox_dead d JOIN unnest($4::bigint[], $5::text[], $6::text[]) AS f (seq, reason, error) USING (seq)
+  WHERE d.relay = $1 AND EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3) ORDER BY d.seq FOR UPDATE OF d)
+UPDATE effectonce.outbox_dead d SET state = 'held', reason = l.reason, error = l.error, attempts = d.attempts + 1
+FROM locked l WHERE d.relay = $1 AND d.seq = l.seq`
 
 type queries struct {
-	seq, acquire, renew, release, fetch, loadTick, storeTick, advance, prune, restamp, rebase string
-	deadExist, held, bury, missingTopics, retryTopic, releasable, exhume, holdAgain           string
+	enroll, beat, leave, seq, acquire, release, fetch, loadTick, storeTick, advance, prune, restamp, rebase string
+	deadExist, held, bury, missingTopics, retryTopic, releasable, exhume, holdAgain                         string
+	lockShards, allHeld, cutOver, dropShards, shardsDone                                                    string
+	slots, turn, unpublished, lockSlot, truncate, truncated                                                 string
 }
 
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
-		seq: in(seqSQL), acquire: in(acquireSQL), renew: in(renewSQL), release: in(releaseSQL), fetch: in(fetchSQL),
+		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
+		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL),
 		loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), prune: in(pruneSQL),
 		restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
 		bury: in(burySQL), missingTopics: in(missingTopicsSQL), retryTopic: in(retryTopicSQL),
 		releasable: in(releasableSQL), exhume: in(exhumeSQL), holdAgain: in(holdAgainSQL),
+		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL),
+		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL),
 	}
 }

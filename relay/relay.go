@@ -18,9 +18,6 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// shardAll is the only shard for now: every row is in it.
-const shardAll int16 = 0
-
 // Relay publishes outbox rows to Kafka.
 type Relay struct {
 	pool  *pgxpool.Pool
@@ -29,18 +26,19 @@ type Relay struct {
 	sql   queries
 
 	suspects suspects
+	wake     wake
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
 // order of the primary, and progress could not be stored. Nothing was published. Remedy: connect to the primary.
 var ErrNotPrimary = errors.New("the database is a standby: connect the relay to the primary")
 
-// ErrLeaseHeld is returned by Drain while another replica publishes. Nothing was published. It is safe to
-// try again.
-var ErrLeaseHeld = errors.New("another replica holds the relay's lease")
+// ErrLeaseHeld is returned by Drain while another replica publishes. What was published is counted. It is safe
+// to try again.
+var ErrLeaseHeld = errors.New("another replica holds a lease of the relay")
 
-// errLeaseLost ends the work of this replica until it gets the lease again.
-var errLeaseLost = errors.New("lease lost: another replica publishes")
+// errLeaseLost ends the work on a shard until this replica gets its lease again.
+var errLeaseLost = errors.New("lease lost: another replica publishes this shard")
 
 // execer is what statements outside a transaction need: a pool or a connection.
 type execer interface {
@@ -58,7 +56,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 		err = errors.Join(err, errors.New("pool is nil: want a pool of the primary"))
 	}
 	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema)}
-	client, clientErr := r.newClient(nil)
+	client, clientErr := r.newClient(nil, nil)
 	if clientErr != nil {
 		return nil, errors.Join(err, clientErr)
 	}
@@ -69,35 +67,32 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	return r, nil
 }
 
-// Run publishes until ctx is cancelled. It waits for the lease, and it survives the loss of the
-// database, of the brokers and of the lease: it logs, waits and goes on. When ctx ends it stops reading,
-// waits at most DrainMax for what is with the brokers, stores progress, gives the lease back and
+// Run publishes until ctx is cancelled: the share of shards that falls to this replica. It survives the loss of
+// the database, of the brokers and of leases: it logs, waits and goes on. When ctx ends it stops reading,
+// waits at most DrainMax for what is with the brokers, stores progress, gives its leases back and
 // returns nil. It returns an error at once for what waiting cannot mend: a schema that does not fit, a
-// standby.
+// standby, a primary from before a failover.
 func (r *Relay) Run(ctx context.Context) error {
-	trouble := 0
-	for checked := false; ctx.Err() == nil; {
-		var err error
-		if !checked {
-			err = r.check(ctx)
-			if err != nil && ctx.Err() == nil && !unreachable(err) {
-				return err
-			}
-			checked = err == nil
-		} else {
-			err = r.serve(ctx)
-		}
+	for trouble := 1; ctx.Err() == nil; trouble++ {
+		err := r.check(ctx)
 		if err == nil {
-			trouble = 0
-			continue
+			return newMember(r).run(ctx)
 		}
-		trouble++
-		wait := backoff(trouble)
-		r.cfg.Logger.WarnContext(ctx, "relay interrupted; it goes on from its stored progress",
-			"relay", r.cfg.Name, "error", err, "retry_in", wait)
-		pause(ctx, wait)
+		if ctx.Err() == nil && !unreachable(err) {
+			return err
+		}
+		r.interrupted(ctx, err, trouble)
 	}
 	return nil
+}
+
+// interrupted says what went wrong, and waits before the next attempt.
+func (r *Relay) interrupted(ctx context.Context, err error, trouble int) {
+	wait := backoff(trouble)
+	if ctx.Err() == nil {
+		r.cfg.Logger.WarnContext(ctx, "relay interrupted; it goes on from its stored progress", "relay", r.cfg.Name, "error", err, "retry_in", wait)
+	}
+	pause(ctx, wait)
 }
 
 // check refuses what waiting cannot mend.
@@ -127,33 +122,48 @@ func unreachable(err error) bool {
 }
 
 // Drain publishes until nothing waits and returns how many rows that were: the single-step form of Run
-// for tests and cron jobs. It returns an error if another replica holds the lease.
-func (r *Relay) Drain(ctx context.Context) (int64, error) {
-	lease, err := r.acquire(ctx)
+// for tests and cron jobs. It returns an error if another replica holds a shard.
+func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
+	if _, err := r.pool.Exec(ctx, r.sql.enroll, r.cfg.Name, r.cfg.Shards); err != nil {
+		return 0, fmt.Errorf("make the relay known: %w", err)
+	}
+	standing, err := r.beat(ctx, nil)
 	if err != nil {
 		return 0, err
 	}
-	if lease == nil {
-		return 0, ErrLeaseHeld
+	defer r.leave(ctx)
+	for shard := range standing.shards {
+		lease, err := r.acquire(ctx, shard)
+		if err != nil {
+			return published, err
+		}
+		if lease == nil {
+			return published, ErrLeaseHeld
+		}
+		n, err := r.drain(ctx, lease)
+		published += n
+		if err != nil {
+			return published, err
+		}
 	}
-	return r.publish(ctx, lease, true)
+	return published, nil
 }
 
-// serve waits for the lease and publishes under it.
-func (r *Relay) serve(ctx context.Context) error {
-	lease, err := r.acquire(ctx)
-	if err != nil {
-		return err
-	}
-	if lease == nil {
-		// A third of the lease: a dead holder is replaced soon after its lease ran out. The jitter
-		// keeps replicas from asking in step.
-		pause(ctx, r.cfg.Lease/6+rand.N(r.cfg.Lease/6)) //nolint:gosec // jitter needs no secret
-		return nil
-	}
-	r.cfg.Logger.InfoContext(ctx, "relay took the lease", "relay", r.cfg.Name, "owner", r.cfg.Owner, "epoch", lease.epoch)
-	_, err = r.publish(ctx, lease, false)
-	return err
+// drain publishes one shard, and keeps its lease meanwhile.
+func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
+	p := newPublisher(r, l)
+	p.once = true
+	keeping, stop := context.WithCancel(ctx)
+	defer stop()
+	go func() {
+		for pause(keeping, r.cfg.Lease/3) {
+			if _, err := r.beat(keeping, []*lease{l}); err != nil && keeping.Err() == nil {
+				r.cfg.Logger.WarnContext(ctx, "lease could not be renewed", "relay", r.cfg.Name, "error", err)
+			}
+		}
+	}()
+	err := p.publish(ctx)
+	return p.published, err
 }
 
 // backoff grows from 100 ms to 5 s, with full jitter.

@@ -15,6 +15,9 @@ import (
 type suspects struct {
 	mu   sync.Mutex
 	seqs map[int64]bool
+	// refusals are what Kafka said about rows that were alone in a transaction, which it made void: the row is
+	// buried when it is read again.
+	refusals map[int64]error
 }
 
 func (r *Relay) suspect(seq int64) {
@@ -46,6 +49,25 @@ func (r *Relay) acquit(rows []*row) {
 	for _, row := range rows {
 		delete(r.suspects.seqs, row.seq)
 	}
+}
+
+func (r *Relay) refuse(seq int64, err error) {
+	r.suspects.mu.Lock()
+	defer r.suspects.mu.Unlock()
+	if r.suspects.refusals == nil {
+		r.suspects.refusals = map[int64]error{}
+	}
+	r.suspects.refusals[seq] = err
+	delete(r.suspects.seqs, seq)
+}
+
+// refusal returns what was said about a row, and forgets it.
+func (r *Relay) refusal(seq int64) error {
+	r.suspects.mu.Lock()
+	defer r.suspects.mu.Unlock()
+	err := r.suspects.refusals[seq]
+	delete(r.suspects.refusals, seq)
+	return err
 }
 
 // refused tells errors of a record from troubles of the brokers or the connection: those pass.
@@ -89,4 +111,30 @@ func (p *publisher) sendSuspects(ctx context.Context, s *sorted) error {
 	p.enqueue(&batch{rows: rows})
 	p.acquit(tried)
 	return nil
+}
+
+// sendAlone produces rows one by one, each in a transaction of its own, after which progress is at the cursor that
+// behind returns. A refusal makes the transaction void: the work starts over, and the row is known then.
+func (p *publisher) sendAlone(ctx context.Context, s *sorted, behind func(*row) cursor) error {
+	for i, r := range s.rows {
+		if err := p.commit(ctx); err != nil {
+			return err
+		}
+		if err := p.open(); err != nil {
+			return err
+		}
+		if err := p.client.ProduceSync(ctx, s.records[i]).FirstErr(); err != nil {
+			if refused(err) {
+				p.refuse(r.seq, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
+			}
+			return fmt.Errorf("produce to topic %q: %w", r.topic, err)
+		}
+		if end := behind(r); end.from != nil {
+			p.enqueue(&batch{rows: s.rows[i : i+1], end: end})
+		} else {
+			p.exact.revived = []int64{r.seq}
+		}
+		p.acquit(s.rows[i : i+1])
+	}
+	return p.commit(ctx)
 }

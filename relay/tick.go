@@ -110,25 +110,31 @@ func (m *floorMark) advance(t *tick, floor int64) int64 {
 	return floor
 }
 
-// fetch reads the page behind a cursor. seqSafe becomes the seqLast of the tick that the statement brings along.
-func (r *Relay) fetch(ctx context.Context, c cursor, limit int, seqSafe int64) (*page, *tick, error) {
+// fetch reads the page behind a cursor, and a tick behind it.
+func (p *publisher) fetch(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
+	seqSafe := p.seqSafe.Load()
 	after := max(c.seq, c.floor)
 	var upTo *string
 	if c.to != nil {
 		upTo = &c.to.snapshot
 	}
-	// CacheDescribe: planned with its parameters each time (a generic plan cannot know that the cursor
-	// is near the end of a large table), in one round trip, and without a named statement, so that it
-	// works behind a transaction pooler.
-	rows, err := r.pool.Query(ctx, r.sql.fetch, pgx.QueryExecModeCacheDescribe,
-		max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo)
+	// Both statements travel in one round trip and are one transaction, which the settings end with.
+	batch := &pgx.Batch{}
+	batch.Queue(fetchSettingsSQL)
+	batch.Queue(p.sql.fetch, max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo, p.lease.shards, p.lease.shard)
+	results := p.pool.SendBatch(ctx, batch)
+	defer func() { _ = results.Close() }()
+	if _, err := results.Exec(); err != nil {
+		return nil, nil, fmt.Errorf("read outbox: %w", err)
+	}
+	rows, err := results.Query()
 	if err != nil {
 		return nil, nil, fmt.Errorf("read outbox: %w", err)
 	}
-	p, err := readPage(rows, limit, r.cfg.InFlightBytesMax/4)
+	read, err := readPage(rows, limit, p.bytesMax/4)
 	if err != nil {
 		return nil, nil, fmt.Errorf("read outbox: %w", err)
 	}
-	seen, err := newTick(p.snapshot, seqSafe)
-	return p, seen, err
+	seen, err := newTick(read.snapshot, seqSafe)
+	return read, seen, err
 }

@@ -120,9 +120,12 @@ func (t *topics) store(found map[string]topicState) error {
 	return changed
 }
 
+// transactionTimeout is how long the transaction of a relay that died holds up readers, if nobody publishes the shard.
+const transactionTimeout = 30 * time.Second
+
 // newClient makes a producer with what correctness needs after, and so above, what the caller set:
 // idempotent, acks=all, no give-up after retries or time, and no going on after lost sequence numbers.
-func (r *Relay) newClient(t *topics) (*kgo.Client, error) {
+func (r *Relay) newClient(l *lease, t *topics) (*kgo.Client, error) {
 	opts := []kgo.Opt{
 		kgo.ProducerLinger(0), // the page is the batch
 		kgo.SoftwareNameAndVersion("effectonce-relay", "v1"),
@@ -140,6 +143,9 @@ func (r *Relay) newClient(t *topics) (*kgo.Client, error) {
 	if t != nil {
 		opts = append(opts, kgo.ProducerBatchMaxBytesFn(t.maxBytes))
 	}
+	if l != nil && r.cfg.ExactlyOnce {
+		opts = append(opts, kgo.TransactionalID(r.transactionalID(l)), kgo.TransactionTimeout(transactionTimeout))
+	}
 	client, err := kgo.NewClient(opts...)
 	if err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
@@ -148,7 +154,7 @@ func (r *Relay) newClient(t *topics) (*kgo.Client, error) {
 		client.Close()
 		return nil, errors.New("kafka options: DisableIdempotentWrite would lose the order of rows and duplicate them: remove it")
 	}
-	if id, ok := client.OptValue(kgo.TransactionalID).(string); ok && id != "" {
+	if id, ok := client.OptValue(kgo.TransactionalID).(string); ok && id != "" && l == nil {
 		client.Close()
 		return nil, errors.New("kafka options: TransactionalID is not for the relay to borrow: remove it")
 	}

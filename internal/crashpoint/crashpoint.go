@@ -14,6 +14,7 @@ const (
 	RelayRead          = "relay.read"             // rows are read, nothing is produced
 	RelayProduced      = "relay.produced"         // records are handed to the client, not acknowledged
 	RelayAcknowledged  = "relay.acknowledged"     // Kafka has the records, progress does not say so
+	RelayCommitted     = "relay.committed"        // exactly once: the transaction is committed, the database does not know
 	RelayProgressed    = "relay.progressed"       // progress is stored
 	ConsumerClaimed    = "consumer.claimed"       // claims are in the open transaction
 	ConsumerHandled    = "consumer.handled"       // effects are in the open transaction
@@ -27,7 +28,7 @@ const (
 // All lists the points, for tests that visit each.
 func All() []string {
 	return []string{
-		RelayRead, RelayProduced, RelayAcknowledged, RelayProgressed,
+		RelayRead, RelayProduced, RelayAcknowledged, RelayCommitted, RelayProgressed,
 		ConsumerClaimed, ConsumerHandled, ConsumerCommitting, ConsumerCommitted, ConsumerMarked,
 		ConsumerAttempted, ConsumerReleasing,
 	}

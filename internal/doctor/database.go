@@ -99,11 +99,21 @@ func relayRights(schema string) []right {
 	return []right{
 		{"schema", schema, "USAGE"},
 		{"table", "schema_version", "SELECT"},
-		{"table", "outbox", "SELECT,UPDATE"}, // UPDATE: after a restore into another cluster
+		{"table", "outbox", "SELECT,INSERT,UPDATE"}, // UPDATE: after a restore into another cluster; INSERT: messages for later
 		{"sequence", "outbox_seq_seq", "SELECT"},
+		{"sequence", "outbox_slot", "SELECT,UPDATE"},
+		{"table", "outbox_0", "SELECT,TRUNCATE"},
+		{"table", "outbox_1", "SELECT,TRUNCATE"},
+		{"table", "outbox_2", "SELECT,TRUNCATE"},
+		{"table", "outbox_3", "SELECT,TRUNCATE"},
+		{"table", "outbox_slots", "SELECT,UPDATE"},
 		{"table", "outbox_ticks", "SELECT,INSERT,DELETE"},
-		{"table", "outbox_progress", "SELECT,INSERT,UPDATE"},
+		{"table", "outbox_relays", "SELECT,INSERT,UPDATE"},
+		{"table", "outbox_replicas", "SELECT,INSERT,UPDATE,DELETE"},
+		{"table", "outbox_progress", "SELECT,INSERT,UPDATE,DELETE"},
 		{"table", "outbox_dead", "SELECT,INSERT,UPDATE,DELETE"},
+		{"table", "outbox_paused", "SELECT"},
+		{"table", "outbox_scheduled", "SELECT,DELETE"},
 	}
 }
 

@@ -1,0 +1,158 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/crashpoint"
+)
+
+// transaction is what a publisher needs to write records and progress in one Kafka transaction. Progress is a
+// record of the journal; the row in outbox_progress follows it, for retention and for people.
+type transaction struct {
+	journal *journal
+	max     time.Duration
+	begun   time.Time // of the transaction under way; zero: there is none
+	at      cursor    // the last one that was committed
+	rows    int64     // all that were ever committed
+	revived []int64   // dead rows that the transaction publishes
+	void    error     // why nothing can be committed any more: the work starts over
+}
+
+func (t *transaction) due(pageFull bool) bool { return !pageFull || time.Since(t.begun) >= t.max }
+
+// beginExactlyOnce fences whoever published this shard before, aborts what that one had under way, and goes on
+// from what was committed last.
+func (p *publisher) beginExactlyOnce(ctx context.Context) error {
+	p.exact = &transaction{journal: p.newJournal(), max: p.cfg.TransactionMax, rows: p.lease.stored.published}
+	if err := p.exact.journal.prepare(ctx, p.client); err != nil {
+		return err
+	}
+	if _, _, err := p.client.ProducerID(ctx); err != nil {
+		return fmt.Errorf("begin transactions as %q: %w", p.exact.journal.id, err)
+	}
+	found, err := p.exact.journal.read(ctx, p.client)
+	if err != nil {
+		return fmt.Errorf("read progress topic %q: %w", p.cfg.ProgressTopic, err)
+	}
+	p.exact.at = p.lease.cursor
+	if found == nil || !found.after(p.lease) {
+		return nil
+	}
+	if p.exact.at, err = found.cursor(); err != nil {
+		return fmt.Errorf("progress topic %q, offset %d: %w", p.cfg.ProgressTopic, found.offset, err)
+	}
+	p.cfg.Logger.InfoContext(ctx, "progress is taken from Kafka, which is ahead of the database's copy", "relay", p.cfg.Name, "shard", p.lease.shard,
+		"rows", found.Published-p.lease.stored.published)
+	p.exact.rows = found.Published
+	p.read = p.exact.at
+	p.mark = floorMark{xmax: p.read.from.xmax, seqLast: p.read.from.seqLast}
+	if err := p.exhume(ctx, found.Revived); err != nil {
+		return err
+	}
+	return p.storeCursor(ctx, p.pool, p.exact.at, found.Published-p.lease.stored.published)
+}
+
+// open begins a transaction unless one is under way.
+func (p *publisher) open() error {
+	if p.exact == nil || !p.exact.begun.IsZero() {
+		return nil
+	}
+	if err := p.client.BeginTransaction(); err != nil {
+		return fmt.Errorf("begin a transaction: %w", err)
+	}
+	p.exact.begun = time.Now()
+	return nil
+}
+
+// commit ends the transaction under way, with what is acknowledged as progress, and stores the copy. Everything
+// in flight is waited for first. Once that is done it does not end with ctx, only in time: a transaction that was
+// cut off is void, unless the journal says that it was committed.
+func (p *publisher) commit(ctx context.Context) error {
+	if err := p.settled(ctx); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.cfg.Lease)
+	defer cancel()
+	p.storing.Lock()
+	defer p.storing.Unlock()
+	if p.exact.void == nil {
+		p.exact.void = p.commitAcked(ctx)
+	}
+	return p.exact.void
+}
+
+func (p *publisher) commitAcked(ctx context.Context) error {
+	t := p.exact
+	end, rows := p.takeAcked()
+	if end == nil {
+		end = &t.at
+	}
+	if t.begun.IsZero() && *end == t.at {
+		return nil
+	}
+	// The ticks are stored, and with them every commit that they saw is durable, before Kafka knows of it: a
+	// server that crashes and loses commits must not give their transaction ids out again behind a tick.
+	if err := errors.Join(p.store(ctx, p.pool, end.from), p.store(ctx, p.pool, end.to)); err != nil {
+		return err
+	}
+	if !t.begun.IsZero() {
+		if err := p.endTransaction(ctx, *end, rows); err != nil {
+			return err
+		}
+	}
+	t.at = *end
+	if err := p.exhume(ctx, t.revived); err != nil {
+		return err
+	}
+	t.revived = nil
+	if err := p.storeCursor(ctx, p.pool, *end, rows); err != nil {
+		return err
+	}
+	crashpoint.Here(crashpoint.RelayProgressed)
+	p.count(rows)
+	return nil
+}
+
+func (p *publisher) endTransaction(ctx context.Context, end cursor, rows int64) error {
+	t := p.exact
+	record, err := t.journal.record(p.lease, end, t.rows+rows, t.revived)
+	if err != nil {
+		return err
+	}
+	if !p.lease.held() {
+		return errLeaseLost
+	}
+	if err := p.client.ProduceSync(ctx, record).FirstErr(); err != nil {
+		return fmt.Errorf("write progress to topic %q: %w", p.cfg.ProgressTopic, err)
+	}
+	crashpoint.Here(crashpoint.RelayAcknowledged)
+	if err := p.client.EndTransaction(ctx, kgo.TryCommit); err != nil {
+		return fmt.Errorf("commit a transaction: %w", err)
+	}
+	crashpoint.Here(crashpoint.RelayCommitted)
+	t.begun, t.rows = time.Time{}, t.rows+rows
+	return nil
+}
+
+// abort ends what was not committed, so that readers need not wait until it times out.
+func (p *publisher) abort(ctx context.Context) {
+	if p.exact.begun.IsZero() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), abortMax)
+	defer cancel()
+	err := p.client.AbortBufferedRecords(ctx)
+	if err == nil {
+		err = p.client.EndTransaction(ctx, kgo.TryAbort)
+	}
+	if err != nil {
+		p.cfg.Logger.WarnContext(ctx, "a transaction was left open; whoever publishes the shard next aborts it", "relay", p.cfg.Name, "shard", p.lease.shard, "error", err)
+	}
+}
+
+const abortMax = 2 * time.Second

@@ -1,0 +1,156 @@
+package relay
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// journal is a shard's progress in Kafka: records of one key in a compacted topic, written in the transactions
+// whose records they cover.
+type journal struct {
+	*publisher
+	id    string // transactional.id, and key of the records
+	topic string
+}
+
+// entry is a progress record. It is complete in itself: the ticks that it names may be lost in a failover.
+type entry struct {
+	System    *int64      `json:"system_identifier"`
+	Timeline  *int32      `json:"timeline"`
+	Epoch     int64       `json:"epoch"`
+	Published int64       `json:"published"`
+	From      storedTick  `json:"from"`
+	To        *storedTick `json:"to,omitempty"`
+	Seq       int64       `json:"seq"`
+	Floor     int64       `json:"floor"`
+	Revived   []int64     `json:"revived,omitempty"`
+
+	offset int64
+}
+
+type storedTick struct {
+	Snapshot string `json:"snapshot"`
+	SeqLast  int64  `json:"seq_last"`
+}
+
+// newJournal names the journal by what makes two outboxes different, so that relays of several databases can share
+// a Kafka.
+func (p *publisher) newJournal() *journal {
+	return &journal{publisher: p, id: p.transactionalID(p.lease), topic: p.cfg.ProgressTopic}
+}
+
+func (r *Relay) transactionalID(l *lease) string {
+	return fmt.Sprintf("effectonce/%v/%s/%s/%s/%d", deref(l.cluster.system), r.pool.Config().ConnConfig.Database, r.cfg.Schema, r.cfg.Name, l.shard)
+}
+
+// prepare makes the topic if it is not there.
+func (j *journal) prepare(ctx context.Context, client *kgo.Client) error {
+	admin := kadm.NewClient(client)
+	topics, err := admin.ListTopics(ctx, j.topic)
+	if err != nil {
+		return fmt.Errorf("ask Kafka for topic %q: %w", j.topic, err)
+	}
+	if topics.Has(j.topic) {
+		return nil
+	}
+	compact, ratio, segment := "compact", "0.1", fmt.Sprint(time.Hour.Milliseconds())
+	created, err := admin.CreateTopic(ctx, 1, -1, map[string]*string{
+		"cleanup.policy": &compact, "min.cleanable.dirty.ratio": &ratio, "segment.ms": &segment,
+	}, j.topic)
+	if err = errors.Join(err, created.Err); err != nil && !errors.Is(err, kerr.TopicAlreadyExists) {
+		return fmt.Errorf("make topic %q for progress: %w; make it yourself with one partition and cleanup.policy=compact", j.topic, err)
+	}
+	return nil
+}
+
+func (j *journal) record(l *lease, end cursor, published int64, revived []int64) (*kgo.Record, error) {
+	e := entry{
+		System: l.cluster.system, Timeline: l.cluster.timeline, Epoch: l.epoch, Published: published,
+		From: storedTick{end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: revived,
+	}
+	if end.to != nil {
+		e.To = &storedTick{end.to.snapshot, end.to.seqLast}
+	}
+	value, err := json.Marshal(e)
+	if err != nil {
+		return nil, fmt.Errorf("encode progress: %w", err)
+	}
+	return &kgo.Record{Topic: j.topic, Key: []byte(j.id), Value: value}, nil
+}
+
+// after tells whether the entry is about this cluster and newer than the database's copy. A later epoch of the
+// copy is a recovery, another number of shards, or a time without exactly-once.
+func (e *entry) after(l *lease) bool {
+	here := func(a, b any) bool { return a == b }
+	if !here(deref(e.System), deref(l.cluster.system)) || !here(deref(e.Timeline), deref(l.cluster.timeline)) {
+		return false
+	}
+	if e.Epoch != l.stored.epoch {
+		return e.Epoch > l.stored.epoch
+	}
+	return e.Published > l.stored.published
+}
+
+func (e *entry) cursor() (c cursor, err error) {
+	c = cursor{seq: e.Seq, floor: e.Floor}
+	if c.from, err = newTick(e.From.Snapshot, e.From.SeqLast); err != nil {
+		return c, err
+	}
+	if e.To != nil {
+		c.to, err = newTick(e.To.Snapshot, e.To.SeqLast)
+	}
+	return c, err
+}
+
+// read returns the last committed entry, or nil. It reads up to what was the end when it began: the transactions
+// of other shards that are still open before that are waited for, since nobody can tell what is behind them.
+func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) {
+	admin := kadm.NewClient(client)
+	ends, err := admin.ListEndOffsets(ctx, j.topic)
+	if err != nil {
+		return nil, err
+	}
+	end, ok := ends.Lookup(j.topic, 0)
+	if err := end.Err; err != nil || !ok {
+		return nil, errors.Join(err, errors.New("its end is unknown"))
+	}
+	if len(ends[j.topic]) != 1 {
+		return nil, fmt.Errorf("it has %d partitions: want 1", len(ends[j.topic]))
+	}
+	if end.Offset == 0 {
+		return nil, nil //nolint:nilnil // nothing was committed yet
+	}
+	reader, err := kgo.NewClient(append(append([]kgo.Opt{}, j.kafka...),
+		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{j.topic: {0: kgo.NewOffset().AtStart()}}),
+		kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.KeepControlRecords(),
+	)...)
+	if err != nil {
+		return nil, fmt.Errorf("kafka options: %w", err)
+	}
+	defer reader.Close()
+	var last *entry
+	for at := int64(0); at < end.Offset; {
+		fetches := reader.PollFetches(ctx)
+		if err := fetches.Err(); err != nil {
+			return nil, err
+		}
+		for _, record := range fetches.Records() {
+			at = record.Offset + 1
+			if record.Attrs.IsControl() || string(record.Key) != j.id {
+				continue
+			}
+			last = &entry{offset: record.Offset}
+			if err := json.Unmarshal(record.Value, last); err != nil {
+				return nil, fmt.Errorf("offset %d: %w", record.Offset, err)
+			}
+		}
+	}
+	return last, nil
+}

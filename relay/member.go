@@ -1,0 +1,305 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// member is this replica among those that share a relay's shards. One goroutine looks at how things stand in the
+// database, takes and gives up shards, and keeps their leases; each shard that it holds is a worker.
+type member struct {
+	*Relay
+	workers map[int16]*worker
+	trouble int       // workers that ended in trouble, one after the other
+	notYet  time.Time // no shard is taken before
+	pruned  time.Time // when old ticks were removed last
+	tidied  time.Time // when slots were looked at last
+	cut     *tick     // where all shards are to end: see reshard
+}
+
+// worker publishes one shard.
+type worker struct {
+	lease     *lease
+	publisher *publisher
+	stop      context.CancelFunc
+	ending    bool
+	err       error // once it said that it ended
+}
+
+// end ends the work in good order. It does not wait.
+func (w *worker) end() {
+	w.ending = true
+	w.stop()
+}
+
+func newMember(r *Relay) *member { return &member{Relay: r, workers: map[int16]*worker{}} }
+
+// standing is how things stand, on the database's clock.
+type standing struct {
+	shards  int16
+	wanted  *int16   // another number of shards
+	others  []string // owners of the other replicas
+	free    []int16
+	renewed []int16
+}
+
+// run takes part until ctx ends.
+func (m *member) run(ctx context.Context) error {
+	ended := make(chan int16)
+	var group sync.WaitGroup
+	defer func() {
+		m.abandonCut(context.WithoutCancel(ctx))
+		for _, w := range m.workers {
+			w.end()
+		}
+		go func() { group.Wait(); close(ended) }()
+		for range ended { //nolint:revive // what they say at the end is stored already
+		}
+		m.leave(ctx)
+	}()
+	if err := m.enroll(ctx); err != nil {
+		return err
+	}
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for ctx.Err() == nil {
+		select {
+		case <-ctx.Done():
+		case shard := <-ended:
+			if err := m.reap(ctx, shard); err != nil {
+				return err
+			}
+		case <-timer.C:
+			if err := m.step(ctx, &group, ended); err != nil {
+				return err
+			}
+			timer.Reset(m.beatEvery())
+		}
+	}
+	return nil
+}
+
+// beatEvery is how often a member looks. One without work takes a shard over soon; one at work renews its
+// leases, and gives nobody else reason to look.
+func (m *member) beatEvery() time.Duration {
+	if len(m.workers) == 0 {
+		return min(max(m.cfg.Lease/20, 50*time.Millisecond), 250*time.Millisecond)
+	}
+	return min(max(m.cfg.Lease/5, 100*time.Millisecond), 2*time.Second)
+}
+
+func (m *member) enroll(ctx context.Context) error {
+	for trouble := 1; ; trouble++ {
+		_, err := m.pool.Exec(ctx, m.sql.enroll, m.cfg.Name, m.cfg.Shards)
+		if err == nil || ctx.Err() != nil {
+			return nil
+		}
+		if !unreachable(err) {
+			return fmt.Errorf("make the relay known: %w", err)
+		}
+		m.interrupted(ctx, err, trouble)
+	}
+}
+
+// step is one look at how things stand, and what follows from it.
+func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- int16) error {
+	var leases []*lease
+	for _, w := range m.workers {
+		leases = append(leases, w.lease)
+	}
+	s, err := m.beat(ctx, leases)
+	if err != nil {
+		if ctx.Err() == nil {
+			m.cfg.Logger.WarnContext(ctx, "the database does not answer: leases could not be renewed", "relay", m.cfg.Name, "error", err)
+		}
+		return nil
+	}
+	for shard, w := range m.workers {
+		if !slices.Contains(s.renewed, shard) && slices.Contains(leases, w.lease) {
+			w.publisher.lose(errLeaseLost)
+			if w.publisher.ended.Load() {
+				m.abandonCut(ctx)
+			}
+		}
+	}
+	if s.wanted != nil {
+		return m.reshard(ctx, s, group, ended)
+	}
+	m.abandonCut(ctx)
+	quota := s.quota(m.cfg.Owner)
+	m.shed(quota)
+	if err := m.take(ctx, s.free, quota, group, ended); err != nil {
+		return err
+	}
+	m.prune(ctx)
+	m.tidy(ctx)
+	return nil
+}
+
+// beat renews leases and returns how things stand.
+func (r *Relay) beat(ctx context.Context, leases []*lease) (*standing, error) {
+	shards, epochs := make([]int16, len(leases)), make([]int64, len(leases))
+	for i, l := range leases {
+		shards[i], epochs[i] = l.shard, l.epoch
+	}
+	ctx, cancel := context.WithTimeout(ctx, r.cfg.Lease)
+	defer cancel()
+	asked := time.Now()
+	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs)
+	if err != nil {
+		return nil, fmt.Errorf("renew leases: %w", err)
+	}
+	s := &standing{}
+	var shard int16
+	var free, renewed bool
+	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.wanted, &s.others, &shard, &free, &renewed}, func() error {
+		if free {
+			s.free = append(s.free, shard)
+		}
+		if renewed {
+			s.renewed = append(s.renewed, shard)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("renew leases: %w", err)
+	}
+	for _, l := range leases {
+		if slices.Contains(s.renewed, l.shard) {
+			l.trust(asked, r.cfg.Lease)
+		}
+	}
+	return s, nil
+}
+
+// quota is how many shards fall to a replica: as many as to the others, and one more for the first ones by name
+// where the shards cannot be divided.
+func (s *standing) quota(owner string) int {
+	all := append(slices.Clone(s.others), owner)
+	slices.Sort(all)
+	each, left := int(s.shards)/len(all), int(s.shards)%len(all)
+	if slices.Index(all, owner) < left {
+		each++
+	}
+	return each
+}
+
+// shed gives up shards above the quota, in good order: what is with the brokers is waited for.
+func (m *member) shed(quota int) {
+	var held []int16
+	for shard, w := range m.workers {
+		if !w.ending {
+			held = append(held, shard)
+		}
+	}
+	slices.Sort(held)
+	for _, shard := range held[min(quota, len(held)):] {
+		m.workers[shard].end()
+	}
+}
+
+// take takes free shards up to the quota.
+func (m *member) take(ctx context.Context, free []int16, quota int, group *sync.WaitGroup, ended chan<- int16) error {
+	if time.Now().Before(m.notYet) {
+		return nil
+	}
+	for _, shard := range free {
+		if len(m.workers) >= quota || ctx.Err() != nil {
+			return nil
+		}
+		if m.workers[shard] != nil {
+			continue // it is ending
+		}
+		l, err := m.acquire(ctx, shard)
+		if errors.Is(err, ErrOldPrimary) {
+			return err
+		}
+		if err != nil {
+			m.back(ctx, err)
+			return nil
+		}
+		if l != nil {
+			m.cfg.Logger.InfoContext(ctx, "relay took the lease", "relay", m.cfg.Name, "owner", m.cfg.Owner, "shard", l.shard, "shards", l.shards, "epoch", l.epoch)
+			m.start(ctx, l, group, ended)
+		}
+	}
+	return nil
+}
+
+func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, ended chan<- int16) {
+	working, stop := context.WithCancel(ctx)
+	w := &worker{lease: l, publisher: newPublisher(m.Relay, l), stop: stop}
+	m.workers[l.shard] = w
+	if m.cfg.Hooks.Lease != nil {
+		m.cfg.Hooks.Lease(l.shard, true)
+	}
+	group.Go(func() {
+		defer stop()
+		w.err = w.publisher.publish(working)
+		ended <- l.shard // after which the member may read err
+	})
+}
+
+// reap takes note of a worker that ended.
+func (m *member) reap(ctx context.Context, shard int16) error {
+	w := m.workers[shard]
+	if w == nil || w.publisher.ended.Load() {
+		return nil // it keeps its lease: see reshard
+	}
+	delete(m.workers, shard)
+	if m.cfg.Hooks.Lease != nil {
+		m.cfg.Hooks.Lease(shard, false)
+	}
+	if w.err == nil || ctx.Err() != nil {
+		m.trouble = 0
+		return nil
+	}
+	m.back(ctx, fmt.Errorf("shard %d: %w", shard, w.err))
+	return nil
+}
+
+// back says what went wrong, and waits before shards are taken again.
+func (m *member) back(ctx context.Context, err error) {
+	m.trouble++
+	wait := backoff(m.trouble)
+	m.notYet = time.Now().Add(wait)
+	if ctx.Err() != nil {
+		return
+	}
+	m.cfg.Logger.WarnContext(ctx, "relay interrupted; it goes on from its stored progress", "relay", m.cfg.Name, "error", err, "retry_in", wait)
+	if m.cfg.Hooks.Interrupted != nil {
+		m.cfg.Hooks.Interrupted(err)
+	}
+}
+
+// prune forgets ticks that nobody stands on, now and then.
+func (m *member) prune(ctx context.Context) {
+	if m.workers[0] == nil || time.Since(m.pruned) < pruneEvery {
+		return
+	}
+	m.pruned = time.Now()
+	if _, err := m.pool.Exec(ctx, m.sql.prune); err != nil && ctx.Err() == nil {
+		m.cfg.Logger.WarnContext(ctx, "old ticks could not be removed", "error", err)
+	}
+}
+
+const pruneEvery = time.Minute
+
+// leave takes the replica off the list, so that the others need not wait for it.
+func (r *Relay) leave(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.cfg.Lease)
+	defer cancel()
+	if _, err := r.pool.Exec(ctx, r.sql.leave, r.cfg.Name, r.cfg.Owner); err != nil {
+		r.cfg.Logger.WarnContext(ctx, "replica could not be taken off the list; it is forgotten by itself", "relay", r.cfg.Name, "error", err)
+	}
+}
+
+// shardsMax is what outbox.shard can tell apart.
+const shardsMax = math.MaxUint8 + 1

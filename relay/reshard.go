@@ -1,0 +1,145 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// ErrUnknownRelay is returned by SetShards for a relay that never ran.
+var ErrUnknownRelay = errors.New("no relay of this name ever ran on this outbox")
+
+// SetShards asks for another number of shards, 1 to 256, and returns the present one. The relay changes it while it
+// runs, or when it runs next: one replica takes all shards, publishes each up to one common tick and begins the
+// new ones there, so that the rows of a key stay in order. Until then the old number counts. Asking again, also
+// for the old number, replaces what was asked for.
+func SetShards(ctx context.Context, pool *pgxpool.Pool, schema, relay string, shards int16) (now int16, err error) {
+	schema, err = migrations.Options{Schema: schema}.Resolve()
+	if shards < 1 || shards > shardsMax {
+		err = errors.Join(err, fmt.Errorf("shards %d: want 1 to %d", shards, shardsMax))
+	}
+	if err != nil {
+		return 0, err
+	}
+	err = pool.QueryRow(ctx, migrations.InSchema(wantShardsSQL, schema), relay, shards).Scan(&now)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return 0, fmt.Errorf("relay %q: %w", relay, ErrUnknownRelay)
+	}
+	return now, err
+}
+
+var errNoChange = errors.New("the number of shards is not to change any more")
+
+// reshard is a step on the way to another number of shards: the replica that holds shard 0 takes all others, too,
+// lets them run up to one tick, and replaces them.
+func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup, ended chan<- int16) error {
+	if m.workers[0] == nil {
+		m.abandonCut(ctx)
+		m.shed(0)
+		for _, shard := range s.free {
+			if shard == 0 && len(m.workers) == 0 {
+				return m.take(ctx, []int16{0}, 1, group, ended)
+			}
+		}
+		return nil
+	}
+	if len(m.workers) < int(s.shards) {
+		m.abandonCut(ctx)
+		return m.take(ctx, s.free, int(s.shards), group, ended)
+	}
+	if m.cut == nil {
+		cut, err := m.newCut(ctx)
+		if err != nil {
+			m.back(ctx, err)
+			return nil
+		}
+		m.cut = cut
+		m.cfg.Logger.InfoContext(ctx, "the number of shards changes: all shards are published up to one tick", "relay", m.cfg.Name, "shards", s.shards, "wanted", *s.wanted)
+	}
+	for _, w := range m.workers {
+		w.publisher.until.CompareAndSwap(nil, m.cut)
+	}
+	for _, w := range m.workers {
+		if !w.publisher.ended.Load() {
+			return nil
+		}
+	}
+	if err := m.cutOver(ctx); err != nil {
+		m.abandonCut(ctx)
+		m.back(ctx, err)
+		return nil
+	}
+	m.cfg.Logger.InfoContext(ctx, "the number of shards changed", "relay", m.cfg.Name, "shards", *s.wanted)
+	clear(m.workers)
+	m.cut = nil
+	return nil
+}
+
+// newCut takes a tick that is behind everything that the shards know. Each lease was taken by a transaction that
+// has committed, after its seq was read: see publisher.seqSafe.
+func (m *member) newCut(ctx context.Context) (*tick, error) {
+	var snapshot string
+	if err := m.pool.QueryRow(ctx, snapshotSQL).Scan(&snapshot); err != nil {
+		return nil, fmt.Errorf("take a snapshot: %w", err)
+	}
+	var seqLast int64
+	for _, w := range m.workers {
+		seqLast = max(seqLast, w.lease.seq)
+	}
+	cut, err := newTick(snapshot, seqLast)
+	if err != nil {
+		return nil, err
+	}
+	return cut, m.store(ctx, m.pool, cut)
+}
+
+// cutOver replaces the shards, if this replica still holds each of them, at the cut.
+func (m *member) cutOver(ctx context.Context) error {
+	var shards []int16
+	var epochs []int64
+	for shard, w := range m.workers {
+		shards, epochs = append(shards, shard), append(epochs, w.lease.epoch)
+	}
+	return pgx.BeginFunc(ctx, m.pool, func(tx pgx.Tx) error {
+		var held bool
+		tag, err := tx.Exec(ctx, m.sql.lockShards, m.cfg.Name)
+		if err != nil {
+			return fmt.Errorf("lock the relay: %w", err)
+		}
+		if tag.RowsAffected() == 0 {
+			return errNoChange
+		}
+		if err := tx.QueryRow(ctx, m.sql.allHeld, m.cfg.Name, shards, epochs, m.cut.id).Scan(&held); err != nil {
+			return fmt.Errorf("look at the shards: %w", err)
+		}
+		if !held {
+			return errLeaseLost
+		}
+		batch := &pgx.Batch{}
+		batch.Queue(m.sql.cutOver, m.cfg.Name, m.cut.id)
+		batch.Queue(m.sql.dropShards, m.cfg.Name)
+		batch.Queue(m.sql.shardsDone, m.cfg.Name)
+		return tx.SendBatch(ctx, batch).Close()
+	})
+}
+
+// abandonCut gives up shards that wait at a cut which will not be: they may be published further.
+func (m *member) abandonCut(ctx context.Context) {
+	if m.cut == nil {
+		return
+	}
+	m.cut = nil
+	for shard, w := range m.workers {
+		w.end()
+		if w.publisher.ended.Load() {
+			m.giveBack(ctx, w.lease)
+			delete(m.workers, shard)
+		}
+	}
+}

@@ -1,0 +1,124 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// Limits of tidying up. Whatever reads the outbox queues behind a lock that is waited for, so that is short; a
+// process that freezes with the lock loses it.
+const (
+	tidyMax      = 10 * time.Second
+	slotBytesMax = 256 << 20
+	slotLockMax  = 20 * time.Millisecond
+	slotIdleMax  = 3 * time.Second
+)
+
+// slot is a partition of the outbox.
+type slot struct {
+	number  int16
+	current bool // new rows go there
+	bytes   int64
+	turn    bool // it is old or large enough to turn to the next
+	kept    bool // for as long as Keep wants
+}
+
+// tidy turns to the next slot, and truncates those whose rows are published by all relays. The replica with shard 0
+// does it; two that both believe to be it do no harm: each step decides by its own locks.
+func (m *member) tidy(ctx context.Context) {
+	if m.workers[0] == nil || time.Since(m.tidied) < min(m.cfg.Keep/4, tidyMax) {
+		return
+	}
+	m.tidied = time.Now()
+	err := m.tidyUp(ctx, m.workers[0].lease.cluster)
+	var refusal *pgconn.PgError
+	if errors.As(err, &refusal) && refusal.Code == "42501" {
+		m.tidied = m.tidied.Add(time.Hour) // as long as nobody grants it, saying so now and then is enough
+	}
+	if err != nil && ctx.Err() == nil {
+		m.cfg.Logger.WarnContext(ctx, "published rows could not be removed; it is tried again", "relay", m.cfg.Name, "error", err)
+	}
+}
+
+func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
+	rows, err := r.pool.Query(ctx, r.sql.slots, r.cfg.Keep, slotBytesMax)
+	if err != nil {
+		return fmt.Errorf("look at the slots: %w", err)
+	}
+	slots, err := pgx.CollectRows(rows, func(c pgx.CollectableRow) (s slot, err error) {
+		return s, c.Scan(&s.number, &s.current, &s.bytes, &s.turn, &s.kept)
+	})
+	if err != nil {
+		return fmt.Errorf("look at the slots: %w", err)
+	}
+	for i, s := range slots {
+		switch {
+		case s.current && s.turn:
+			// One that a long transaction keeps is left out.
+			around := append(slots[i+1:len(slots):len(slots)], slots[:i]...)
+			next := slices.IndexFunc(around, func(s slot) bool { return s.bytes == 0 })
+			if next < 0 {
+				continue
+			}
+			if _, err := r.pool.Exec(ctx, r.sql.turn, s.number, around[next].number); err != nil {
+				return fmt.Errorf("turn to slot %d: %w", around[next].number, err)
+			}
+		case !s.current && s.kept && s.bytes > 0:
+			if err := r.truncate(ctx, s.number, here); err != nil {
+				return fmt.Errorf("truncate slot %d: %w", s.number, err)
+			}
+		}
+	}
+	return nil
+}
+
+// truncate empties a slot, unless it has rows that some relay has not published. The lock is what makes sure that
+// there is no row which is not committed yet: its transaction would hold a lock, too.
+func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) error {
+	unpublished := func(q interface {
+		QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+	},
+	) (found bool, err error) {
+		err = q.QueryRow(ctx, fmt.Sprintf(r.sql.unpublished, slot), here.system, here.timeline).Scan(&found)
+		return found, err
+	}
+	if found, err := unpublished(r.pool); err != nil || found {
+		return err
+	}
+	removed := false
+	// Read committed, whatever the role's default is: the second look has to see what came before the lock.
+	err := pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, slotSettingsSQL, milliseconds(slotLockMax), milliseconds(slotIdleMax)); err != nil {
+			return err
+		}
+		if _, err := tx.Exec(ctx, fmt.Sprintf(r.sql.lockSlot, slot)); err != nil {
+			return err
+		}
+		found, err := unpublished(tx)
+		if err != nil || found {
+			return err
+		}
+		removed = true
+		if _, err := tx.Exec(ctx, fmt.Sprintf(r.sql.truncate, slot)); err != nil {
+			return err
+		}
+		_, err = tx.Exec(ctx, r.sql.truncated, slot)
+		return err
+	})
+	var refusal *pgconn.PgError
+	if errors.As(err, &refusal) && refusal.Code == "55P03" {
+		return nil // somebody is at work in it
+	}
+	if err == nil && removed {
+		r.cfg.Logger.DebugContext(ctx, "published rows were removed", "relay", r.cfg.Name, "slot", slot)
+	}
+	return err
+}
+
+func milliseconds(d time.Duration) string { return fmt.Sprint(d.Milliseconds()) }

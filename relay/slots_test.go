@@ -1,0 +1,106 @@
+package relay_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+func one[T any](t *testing.T, pool *pgxpool.Pool, sql string) (v T) {
+	t.Helper()
+	require.NoError(t, pool.QueryRow(t.Context(), sql).Scan(&v))
+	return v
+}
+
+// running starts a relay that ends with the test.
+func running(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) {
+	t.Helper()
+	cfg.Lease = time.Second
+	r := newRelay(t, pool, cfg)
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	t.Cleanup(func() {
+		stop()
+		require.NoError(t, <-done)
+	})
+}
+
+// Property: published rows leave by TRUNCATE of their slot, without a single deleted or updated row, and rows that
+// are inserted meanwhile are published in order. A slot stays while a transaction that inserted into it is open.
+// Row O21.
+func TestSlotsTakeTurns(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	running(t, pool, relay.Config{Keep: 200 * time.Millisecond})
+	late, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	_, err = late.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'late', 'late')`, topic)
+	require.NoError(t, err)
+	truncated := `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL AND slot > 0`
+	n := 0
+	for ; one[int](t, pool, truncated) < 3; n++ {
+		require.Less(t, n, 100_000, "the slots do not take turns")
+		insert(t, pool, topic, "k", fmt.Sprint(n))
+	}
+	require.Equal(t, 0, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL AND slot = 0`))
+	require.NoError(t, late.Commit(ctx))
+	require.Eventually(t, func() bool {
+		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`) == 4 && one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`) == 0
+	}, 20*time.Second, 20*time.Millisecond)
+	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == n+1 }, 20*time.Second, 20*time.Millisecond)
+	var in []string
+	for _, v := range values(t, topic) {
+		if v != "late" {
+			in = append(in, v)
+		}
+	}
+	for i, v := range in {
+		require.Equal(t, fmt.Sprint(i), v)
+	}
+	require.Zero(t, one[int](t, pool, `SELECT coalesce(sum(n_tup_upd + n_tup_del), 0) FROM pg_stat_user_tables WHERE relname ~ '^outbox_[0-9]$'`))
+}
+
+// Property: a relay that has not published a slot's rows keeps them, whatever the others did; and so does one whose
+// progress belongs to another cluster or that has shards which were never published.
+func TestSlowestRelayKeepsTheSlot(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	slow := newRelay(t, pool, relay.Config{Name: "slow"})
+	drain(t, slow)
+	for i := range 20 {
+		insert(t, pool, topic, fmt.Sprint("k", i), "v")
+	}
+	fast := newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
+	drain(t, fast)
+	_, err := pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
+	require.NoError(t, err)
+	left := func() int {
+		require.NoError(t, fast.TidyUp(ctx))
+		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`)
+	}
+	require.Equal(t, 20, left(), "slow has published nothing")
+	drain(t, slow)
+	for undo, change := range map[string]string{
+		`UPDATE effectonce.outbox_relays SET shards = 1 WHERE relay = 'slow'`:             `UPDATE effectonce.outbox_relays SET shards = 2 WHERE relay = 'slow'`,
+		`UPDATE effectonce.outbox_progress SET timeline = timeline - 1 WHERE shard = 0`:   `UPDATE effectonce.outbox_progress SET timeline = timeline + 1 WHERE shard = 0`,
+		`UPDATE effectonce.outbox_progress SET tick = -tick WHERE relay = 'slow'`:         `UPDATE effectonce.outbox_progress SET tick = -tick WHERE relay = 'slow'`,
+		`UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`: `UPDATE effectonce.outbox_progress SET system_identifier = system_identifier + 1`,
+	} {
+		_, err := pool.Exec(ctx, change)
+		require.NoError(t, err)
+		require.Equal(t, 20, left(), change)
+		_, err = pool.Exec(ctx, undo)
+		require.NoError(t, err)
+	}
+	require.Zero(t, left())
+	require.Equal(t, 40, kafkatest.Count(t, topic))
+}

@@ -1,0 +1,33 @@
+package relay
+
+import "sync"
+
+// wake lets publishers look at the table before their pause is over.
+type wake struct {
+	mu sync.Mutex
+	ch chan struct{}
+}
+
+// next returns a channel that the next call closes.
+func (w *wake) next() <-chan struct{} {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.ch == nil {
+		w.ch = make(chan struct{})
+	}
+	return w.ch
+}
+
+func (w *wake) call() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.ch != nil {
+		close(w.ch)
+		w.ch = nil
+	}
+}
+
+// Wake makes the relay look at the outbox now, instead of at the end of its pause (PollMax at most): for programs
+// that publish and relay in one process. Call it after COMMIT. It is safe at any time and never blocks; a call that
+// comes too early, or not at all, only costs the pause.
+func (r *Relay) Wake() { r.wake.call() }

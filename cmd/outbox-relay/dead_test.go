@@ -197,8 +197,12 @@ func TestDeadPayloadsAreNotPrinted(t *testing.T) {
 	t.Parallel()
 	address, _ := deadDatabase(t)
 	for _, args := range [][]string{
-		{"dead", "list"}, {"dead", "list", "--json"}, {"dead", "retry", "--all", "--dry-run"}, {"dead", "retry", "--id", "4", "--json"},
-		{"dead", "discard", "--all", "--why", "w"}, {"actions", "list", "--json"},
+		{"dead", "list"},
+		{"dead", "list", "--json"},
+		{"dead", "retry", "--all", "--dry-run"},
+		{"dead", "retry", "--id", "4", "--json"},
+		{"dead", "discard", "--all", "--why", "w"},
+		{"actions", "list", "--json"},
 	} {
 		assertNoCanary(t, runOn(t, address, args...), strings.Join(args, " "))
 	}

@@ -1,0 +1,28 @@
+package dead
+
+import "github.com/effectonce/effectonce/internal/parked"
+
+// Reasons are all reasons that the schema knows.
+func Reasons() []string {
+	return []string{"unknown_topic", "too_large", "refused", "bad_headers", "behind"}
+}
+
+// States are all states that the schema knows.
+func States() []string { return []string{"held", "behind", "retry"} }
+
+// AdviceFor returns what a reason means and what to do; docs/operations.md has more.
+func AdviceFor(reason string) parked.Advice {
+	switch reason {
+	case "unknown_topic":
+		return parked.Advice{What: "the topic does not exist", Do: "create the topic: its rows are published by themselves; if its name is a mistake, discard"}
+	case "too_large":
+		return parked.Advice{What: "the record is larger than the topic's max.message.bytes", Do: "raise max.message.bytes of the topic, then retry; else discard, and let its writer publish a reference to the body"}
+	case "refused":
+		return parked.Advice{What: "Kafka refused the record", Do: "mend what the error names (rights, a policy of the topic), then retry; else discard"}
+	case "bad_headers":
+		return parked.Advice{What: "the column headers is not in the documented form", Do: "mend the column headers of its row in outbox_dead, then retry: so it keeps its place; else discard"}
+	case "behind":
+		return parked.Advice{What: "an earlier row of its key is dead", Do: "nothing: it follows when the first one is retried or discarded"}
+	}
+	return parked.Advice{What: "a newer version of the schema has this reason", Do: "see its documentation"}
+}

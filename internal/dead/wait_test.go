@@ -1,0 +1,58 @@
+package dead_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/dead"
+	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// A row counts as published when nothing is left of it and of what was behind it; what is held again, also
+// behind it, is named; what somebody gave up meanwhile was not published; what dies later is not waited for.
+func TestWaitTellsWhatBecameOfEach(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	places := bury(t, conn, "a refused held", "a behind behind", "b refused held", "c refused held", "c behind behind", "- refused held", "e refused held")
+	wait := &dead.Wait{}
+	look := func() dead.Report {
+		report, err := wait.Look(t.Context(), conn, schema)
+		require.NoError(t, err)
+		return report
+	}
+	publish := func(seq int) { exec(t, conn, "DELETE FROM effectonce.outbox_dead WHERE seq = $1", seq) }
+	hold := func(seq int) {
+		exec(t, conn, "UPDATE effectonce.outbox_dead SET state = 'held', reason = 'refused', error = 'refused again' WHERE seq = $1", seq)
+	}
+	assert.Equal(t, dead.Report{Failed: []parked.Failure{}}, look())
+	wait.Add(retry(t, conn, places...).Done)
+	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, headers, created_at, reason, error, state)
+		VALUES ('default', 99, gen_random_uuid(), 'orders', 'a', '{}', now(), 'behind', '', 'behind')`)
+	assert.Equal(t, 5, look().Pending)
+	publish(1) // one is behind it
+	assert.Equal(t, 5, look().Pending)
+	publish(2) // and now only what came later
+	report := look()
+	assert.Equal(t, 4, report.Pending)
+	assert.Equal(t, 1, report.Published)
+	hold(3)
+	publish(4)
+	hold(5) // what is behind 4
+	report = look()
+	assert.Equal(t, 2, report.Pending)
+	require.Len(t, report.Failed, 2)
+	assert.Equal(t, parked.Failure{ID: report.Failed[0].ID, Reason: "refused", Error: "refused again"}, report.Failed[0])
+	assert.Equal(t, byte(3), report.Failed[0].ID[15])
+	assert.Equal(t, byte(5), report.Failed[1].ID[15])
+	exec(t, conn, "UPDATE effectonce.outbox_dead SET state = 'held' WHERE seq = 6")
+	discard(t, conn, false, places[5])
+	publish(7)
+	report = look()
+	assert.Equal(t, 1, report.Discarded)
+	assert.Equal(t, 2, report.Published)
+	assert.Zero(t, report.Pending)
+	assert.Equal(t, report, look())
+}

@@ -115,11 +115,11 @@ func poll(ctx context.Context, client *kgo.Client) (kgo.Fetches, error) {
 	limited, cancel := context.WithTimeout(ctx, idleMax)
 	defer cancel()
 	fetches := client.PollFetches(limited)
-	for _, failed := range fetches.Errors() {
+	if failed := fetches.Errors(); len(failed) > 0 {
 		if ctx.Err() == nil && limited.Err() != nil {
 			return nil, fmt.Errorf("nothing came for %v", idleMax)
 		}
-		return nil, fmt.Errorf("topic %s, partition %d: %w", failed.Topic, failed.Partition, failed.Err)
+		return nil, fmt.Errorf("topic %s, partition %d: %w", failed[0].Topic, failed[0].Partition, failed[0].Err)
 	}
 	return fetches, nil
 }

@@ -145,7 +145,7 @@ func (e *explainer) lookAtPlace(ctx context.Context) (err error) {
 		return err
 	}
 	e.out.Records = append(e.out.Records, newRecord(record))
-	text, scope := carried(record)
+	text, scope := Carried(record)
 	e.names.addScope(scope)
 	if text == "" {
 		e.names.ids[coordinatesID(place, topicID)] = true

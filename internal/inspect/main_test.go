@@ -72,9 +72,9 @@ func consume(t *testing.T, pool *pgxpool.Pool, topic string, handler consumer.Ha
 	require.NoError(t, <-done)
 }
 
-func explain(t *testing.T, pool *pgxpool.Pool, k *inspect.Kafka, text string, topics ...string) *inspect.Explanation {
+func explain(t *testing.T, pool *pgxpool.Pool, k *inspect.Kafka, text string) *inspect.Explanation {
 	t.Helper()
-	found, err := inspect.Explain(t.Context(), pool, k, inspect.Question{Schema: schema, Text: text, Topics: topics, Since: time.Hour, ScanMax: 1000})
+	found, err := inspect.Explain(t.Context(), pool, k, inspect.Question{Schema: schema, Text: text, Since: time.Hour, ScanMax: 1000})
 	require.NoError(t, err)
 	return found
 }

@@ -111,8 +111,8 @@ func (n *names) time() (time.Time, bool) {
 	return time.Time{}, false
 }
 
-// carried finds the ID that a record carries, as a consumer with the usual settings does.
-func carried(record *kgo.Record) (text, scope string) {
+// Carried finds the ID that a record carries, as a consumer with the usual settings does.
+func Carried(record *kgo.Record) (text, scope string) {
 	scope = record.Topic
 	for _, h := range record.Headers {
 		if h.Key == "ce_source" && len(h.Value) > 0 {
@@ -132,6 +132,6 @@ func carried(record *kgo.Record) (text, scope string) {
 
 // match tells whether a record is the message.
 func (n *names) match(record *kgo.Record) bool {
-	text, scope := carried(record)
+	text, scope := Carried(record)
 	return text != "" && (n.texts[text] || n.ids[dedup.MessageID(scope, []byte(text))])
 }

@@ -30,7 +30,7 @@ const clockSlack = time.Minute
 var errEnough = errors.New("enough")
 
 func newRecord(r *kgo.Record) Record {
-	text, _ := carried(r)
+	text, _ := Carried(r)
 	found := Record{Place: Place{r.Topic, r.Partition, r.Offset}, Time: r.Timestamp, Key: parked.Key(r.Key), MessageID: text}
 	if r.Value != nil {
 		n := int64(len(r.Value))
@@ -174,7 +174,7 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 		if slices.ContainsFunc(e.out.Records, func(known Record) bool { return known.Place == place }) {
 			return nil
 		}
-		text, scope := carried(r)
+		text, scope := Carried(r)
 		e.names.addScope(scope)
 		e.names.addText(text)
 		e.out.Records = append(e.out.Records, newRecord(r))

@@ -31,7 +31,7 @@ var errNotWell = errors.New("not well")
 // commands are the constructors of all commands. The settings are filled in before a command works.
 func commands() []func(*settings) *cobra.Command {
 	return []func(*settings) *cobra.Command{
-		newRun, newMigrate, newStatus, newExplain, newVerify, newParked, newActions, newDoctor, newPrune, newDemo, newBench, newVersion,
+		newRun, newMigrate, newStatus, newExplain, newVerify, newTail, newPositions, newParked, newActions, newDoctor, newPrune, newDemo, newBench, newVersion,
 	}
 }
 

@@ -71,7 +71,9 @@ func (s *settings) verify(ctx context.Context, opts verify.Options, asJSON bool,
 		}
 		defer kafka.Client.Close()
 		screen := newScreen(progress)
-		opts.Progress = func(phase string, done int64) { screen.step("%s: %d", phase, done) }
+		if screen.terminal {
+			opts.Progress = func(phase string, done int64) { screen.step("%s: %d", phase, done) }
+		}
 		report, err := verify.Run(ctx, conn, kafka, opts)
 		screen.end()
 		if err != nil {

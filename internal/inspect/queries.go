@@ -83,3 +83,49 @@ const clockSQL = `-- inspect.clock
 SELECT clock_timestamp()`
 
 func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
+
+const snapshotSQL = `-- inspect.snapshot
+SELECT pg_current_snapshot()::text`
+
+const tailColumns = `o.seq, o.id, o.topic, o.key, o.created_at, octet_length(o.payload)::bigint, CASE WHEN $3 > 0 THEN substring(o.payload FROM 1 FOR $3) END`
+
+const tailFilter = `($1::text IS NULL OR o.topic = $1) AND ($2::bytea IS NULL OR o.key = $2)`
+
+// tailSQL reads the rows that became visible since the snapshot $6, whose xmax is $4 and whose open transactions
+// are $5, and with them the statement's own snapshot. Each branch walks the index on txid.
+const tailSQL = `-- inspect.tail
+WITH now AS MATERIALIZED (SELECT pg_current_snapshot()::text AS snapshot, $6::text::pg_snapshot AS since)
+SELECT now.snapshot, page.* FROM now LEFT JOIN (
+  SELECT ` + tailColumns + ` FROM effectonce.outbox o
+  WHERE (o.txid >= $4::text::xid8 OR o.txid = ANY ($5::text[]::xid8[])) AND ` + tailFilter + `
+    AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
+) page ON true ORDER BY page.seq`
+
+// historySQL reads the rows that are visible in the snapshot $5, behind $4.
+const historySQL = `-- inspect.history
+SELECT NULL::text, ` + tailColumns + ` FROM effectonce.outbox o
+WHERE o.seq > $4 AND ` + tailFilter + ` AND pg_visible_in_snapshot(o.txid, $5::text::pg_snapshot)
+ORDER BY o.seq LIMIT $6`
+
+// shardsOfSQL reads where every shard of every relay stands.
+const shardsOfSQL = `-- inspect.shards_of
+SELECT p.relay, p.shard, coalesce(p.owner, ''), coalesce(extract(epoch FROM p.lease_until - clock_timestamp()), 0)::float8, p.epoch,
+  p.tick, extract(epoch FROM clock_timestamp() - t.created_at)::float8, p.floor, p.published
+FROM effectonce.outbox_progress p LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
+WHERE $1::text IS NULL OR p.relay = $1 ORDER BY p.relay, p.shard`
+
+// lagSQL counts rows that shards of a relay have not published, at most $7 of those above every floor: what is
+// published below is passed over by seq.
+const lagSQL = `-- inspect.lag
+WITH ` + CutCTE + `
+SELECT o.shard % $6::int, count(*) FROM (
+  SELECT o.seq, o.txid, o.shard FROM effectonce.outbox o WHERE o.seq > (SELECT coalesce(min(floor), 0) FROM cut)
+  ORDER BY o.seq DESC LIMIT $7
+) o ` + CutJoin + ` WHERE NOT ` + CutPublished + ` GROUP BY 1`
+
+const positionsSQL = `-- inspect.positions
+SELECT consumer_group, topic, partition, next_offset, epoch, coalesce(owner, ''), released, record_time, caught_up_at,
+  extract(epoch FROM clock_timestamp() - updated_at)::float8, coalesce(trouble, '')
+FROM effectonce.consumer_positions
+WHERE ($1::text IS NULL OR consumer_group = $1) AND ($2::text IS NULL OR topic = $2)
+ORDER BY consumer_group, topic, partition LIMIT 100000`

@@ -41,6 +41,7 @@ FROM effectonce.consumers c CROSS JOIN LATERAL pg_catalog.unnest(c.topics) AS t 
 const unclaimedSQL = `-- verify.unclaimed
 SELECT m.place::int FROM pg_catalog.unnest($2::uuid[]) WITH ORDINALITY AS m (id, place)
 WHERE NOT EXISTS (SELECT FROM effectonce.processed_messages p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[]))
-  AND NOT EXISTS (SELECT FROM effectonce.processed_forever p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[]))`
+  AND NOT EXISTS (SELECT FROM effectonce.processed_forever p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[]))
+ORDER BY m.place`
 
 func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"time"
 
 	"github.com/google/uuid"
@@ -145,6 +146,9 @@ func Run(ctx context.Context, db inspect.Querier, kafka *inspect.Kafka, opts Opt
 	}
 	rep := r.report
 	rep.Topics = append(rep.Topics, r.names...)
+	for _, f := range r.findings() {
+		slices.Sort(f.Examples)
+	}
 	rep.Well = rep.Missing.Count+rep.OutOfOrder.Count+rep.Unclaimed.Count == 0 && (opts.DuplicatesAllowed || rep.Duplicates.Count == 0)
 	return rep, nil
 }

@@ -22,7 +22,7 @@ func (s *settings) watchStatus(ctx context.Context, opts statusOptions, out io.W
 		}
 		if err := s.status(ctx, opts, out); err != nil && !errors.Is(err, errNotWell) {
 			if ctx.Err() != nil {
-				return nil //nolint:nilerr // interrupted
+				return nil
 			}
 			return err
 		}

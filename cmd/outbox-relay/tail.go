@@ -43,11 +43,10 @@ one object a line.`,
 				t.PayloadMax = payloadShown
 			}
 			return s.withTables(cmd.Context(), false, func(ctx context.Context, conn *pgx.Conn) error {
-				err := t.follow(ctx, conn)
-				if errors.Is(err, errLimit) || cmd.Context().Err() != nil {
-					return nil // that is how it ends
+				if err := t.follow(ctx, conn); err != nil && !errors.Is(err, errLimit) && cmd.Context().Err() == nil {
+					return err
 				}
-				return err
+				return nil // enough rows, or an interrupt: that is how it ends
 			})
 		},
 	}, flagDatabaseURL)

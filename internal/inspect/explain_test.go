@@ -47,7 +47,7 @@ func TestExplainFollowsAMessage(t *testing.T) {
 
 	consume(t, pool, topic, consumer.Each(func(ctx context.Context, tx pgx.Tx, _ *consumer.Message) error {
 		return outbox.Publish(ctx, tx, outbox.Message{Topic: next}, outbox.Message{Topic: next, Payload: []byte("2")})
-	}), nil, "SELECT count(*) = 2 FROM effectonce.processed_messages")
+	}), "SELECT count(*) = 2 FROM effectonce.processed_messages")
 	kafkatest.Client(t).ProduceSync(t.Context(), &kgo.Record{Topic: topic, Key: []byte("order-1"), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id)}}})
 	publish(t, pool)
 	for _, asked := range []string{id, x.Records[0].String()} {
@@ -75,7 +75,7 @@ func TestExplainFindsForeignMessages(t *testing.T) {
 	).FirstErr())
 	consume(t, pool, topic, consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error {
 		return consumer.Permanent(errors.New("no such account"))
-	}), nil, "SELECT count(*) = 2 FROM effectonce.parked_messages")
+	}), "SELECT count(*) = 2 FROM effectonce.parked_messages")
 	exec(t, pool, `INSERT INTO effectonce.message_attempts SELECT consumer, message_id, 3, 'slow' FROM effectonce.parked_messages`)
 	exec(t, pool, `INSERT INTO effectonce.operator_actions (who, what, why, subject)
 		SELECT 'ana', 'parked.retry', 'why not', jsonb_build_object('message_id', message_id) FROM effectonce.parked_messages`)
@@ -108,7 +108,7 @@ func TestExplainFindsWhatCarriesNoID(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	require.NoError(t, kafkatest.Client(t).ProduceSync(t.Context(), &kgo.Record{Topic: topic}, &kgo.Record{Topic: topic}).FirstErr())
-	consume(t, pool, topic, consumer.Each(nothing), nil, "SELECT count(*) = 2 FROM effectonce.processed_messages")
+	consume(t, pool, topic, consumer.Each(nothing), "SELECT count(*) = 2 FROM effectonce.processed_messages")
 	x := explain(t, pool, kafka(t), topic+"/0/1")
 	assert.Len(t, x.Records, 1)
 	assert.Len(t, x.Claims, 1)

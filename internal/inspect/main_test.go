@@ -56,13 +56,9 @@ func publish(t *testing.T, pool *pgxpool.Pool) {
 }
 
 // consume runs a consumer until a condition holds in the database.
-func consume(t *testing.T, pool *pgxpool.Pool, topic string, handler consumer.Handler, change func(*consumer.Config), until string) {
+func consume(t *testing.T, pool *pgxpool.Pool, topic string, handler consumer.Handler, until string) {
 	t.Helper()
-	cfg := consumer.Config{Group: "g-" + topic, Topics: []string{topic}}
-	if change != nil {
-		change(&cfg)
-	}
-	c, err := consumer.New(pool, options(t), handler, cfg)
+	c, err := consumer.New(pool, options(t), handler, consumer.Config{Group: "g-" + topic, Topics: []string{topic}})
 	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)

@@ -86,7 +86,7 @@ func TestPositionsShowLag(t *testing.T) {
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT $1 FROM generate_series(1, 5)", topic)
 	publish(t, pool)
-	consume(t, pool, topic, consumer.Each(nothing), nil, "SELECT count(*) = 5 FROM effectonce.processed_messages")
+	consume(t, pool, topic, consumer.Each(nothing), "SELECT count(*) = 5 FROM effectonce.processed_messages")
 	exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT $1 FROM generate_series(1, 2)", topic)
 	publish(t, pool)
 	exec(t, pool, "INSERT INTO effectonce.outbox (topic) SELECT $1 FROM generate_series(1, 3)", topic)

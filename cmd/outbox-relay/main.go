@@ -5,6 +5,8 @@
 //	outbox-relay doctor          # is everything there that it needs?
 //	outbox-relay run             # publish, until SIGTERM
 //	outbox-relay status          # what waits, who relays, how consumers go
+//	outbox-relay explain ID      # where a message is
+//	outbox-relay verify          # outbox against topics against claims
 //	outbox-relay parked list     # messages that could not be handled
 //
 // Every flag can be set by an environment variable: --database-url by OUTBOX_DATABASE_URL (or

@@ -22,6 +22,7 @@ const statusMax = 30 * time.Second
 
 type statusOptions struct {
 	interval, ageMax time.Duration
+	watch            time.Duration // 0: once
 	parkedMax        int
 	json             bool
 	relay            string // empty: all
@@ -43,11 +44,16 @@ parked.`,
 			if cmd.Flags().Changed("relay") {
 				opts.relay = s.relay
 			}
+			if opts.watch > 0 {
+				return s.watchStatus(cmd.Context(), opts, cmd.OutOrStdout())
+			}
 			return s.status(cmd.Context(), opts, cmd.OutOrStdout())
 		},
 	}, flagDatabaseURL)
 	addDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long the rate is measured; 0s: not at all")
 	addDuration(cmd.Flags(), &opts.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
+	addDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "show it again this often, until it is interrupted; 0s: once")
+	commandLineOnly(cmd.Flags(), "watch")
 	addInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, doctor.CountMax, "how many messages may be parked")
 	addJSON(cmd, &opts.json)
 	return cmd

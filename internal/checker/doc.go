@@ -12,4 +12,6 @@
 //	...
 //	verdict := checker.Judge(evidence)
 //	fmt.Println(verdict.Held(), verdict.Examples)
+//
+// Extents and Scan read topics up to a moment's end; "outbox-relay explain" and "verify" do it with them.
 package checker

@@ -1,0 +1,76 @@
+package main_test
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// published is a database with three rows of two keys in a topic, as a relay published them.
+func published(t *testing.T) (address, topic string) {
+	t.Helper()
+	address, topic = pgtest.Database(t), kafkatest.Topic(t, 2)
+	execSQL(t, connect(t, address), `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'a', 'CANARY'), ($1, 'a', 'CANARY'), ($1, 'b', NULL)`, topic)
+	drain(t, address)
+	return address, topic
+}
+
+// drain publishes what waits.
+func drain(t *testing.T, address string) {
+	t.Helper()
+	r, err := relay.New(pool(t, address), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
+	require.NoError(t, err)
+	_, err = r.Drain(t.Context())
+	require.NoError(t, err)
+}
+
+// runKafka runs a command line on a database and on Kafka.
+func runKafka(t *testing.T, address string, args ...string) result {
+	t.Helper()
+	return run(t, map[string]string{"DATABASE_URL": address, "OUTBOX_BROKERS": strings.Join(kafkatest.Brokers(t), ",")}, args...)
+}
+
+// A message is shown as a timeline or as one object, never its payload; exit status 1 if nothing is known of
+// it, 2 if it is asked for in the wrong way. Row S3.
+func TestExplainIsATimeline(t *testing.T) {
+	t.Parallel()
+	address, topic := published(t)
+	var id string
+	require.NoError(t, connect(t, address).QueryRow(t.Context(), "SELECT id::text FROM effectonce.outbox WHERE seq = 2").Scan(&id))
+	r := runKafka(t, address, "explain", id)
+	assert.Zero(t, r.code, r.stderr)
+	assert.Regexp(t, `(?m)^\S+Z  outbox    topic `+topic+`, key a, seq 2, 6 bytes; relay default: published$`, r.stdout)
+	assert.Regexp(t, `(?m)^\S+Z  topic     `+topic+`/\d/1, key a, message-id `+id+`$`, r.stdout)
+	assert.Contains(t, r.stdout, "nobody claimed it\n")
+	assertNoCanary(t, r, "explain")
+
+	r = runOn(t, address, "explain", id)
+	assert.Contains(t, r.stdout, "topics were not searched: give --brokers")
+	v := runKafka(t, address, "explain", id, "--json").object(t)
+	assert.Equal(t, true, v["known"])
+	assert.Len(t, v["records"], 1)
+	assert.Equal(t, []any{}, v["claims"])
+
+	r = runKafka(t, address, "explain", "nobody", "--topic", topic)
+	assert.Equal(t, 1, r.code)
+	assert.Contains(t, r.stdout, "nothing is known of nobody\nnot in topic "+topic)
+	for _, args := range [][]string{{"explain"}, {"explain", "a", "b"}, {"explain", ""}, {"explain", "x", "--scan-max", "0"}} {
+		assert.Equal(t, 2, runKafka(t, address, args...).code, args)
+	}
+}
+
+func pool(t *testing.T, address string) *pgxpool.Pool {
+	t.Helper()
+	p, err := pgxpool.New(t.Context(), address)
+	require.NoError(t, err)
+	t.Cleanup(p.Close)
+	return p
+}

@@ -1,0 +1,133 @@
+package main
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/internal/inspect"
+	"github.com/effectonce/effectonce/internal/parked"
+)
+
+type tailer struct {
+	inspect.Tail
+	every         time.Duration
+	limit         int // 0: none
+	fromBeginning bool
+	payload, json bool
+	shown         int
+	out           io.Writer
+}
+
+func newTail(s *settings) *cobra.Command {
+	t := &tailer{}
+	cmd := needs(&cobra.Command{
+		Use:   "tail",
+		Short: "Follow the outbox: what is being published",
+		Long: `Show rows of the outbox as they commit, each once, until SIGINT or --limit: when it was inserted, its seq,
+topic, key, ID and the size of its payload. Rows of a long transaction come when it has ended. Payloads
+are shown with --payload only, up to 4 KiB, as text, or as base64 if they are none. With --json there is
+one object a line.`,
+		Example: `  outbox-relay tail --topic orders
+  outbox-relay tail --from-beginning --key order-7 --payload --json --limit 10`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			t.Schema, t.out = s.schema, cmd.OutOrStdout()
+			if t.payload {
+				t.PayloadMax = payloadShown
+			}
+			return s.withTables(cmd.Context(), false, func(ctx context.Context, conn *pgx.Conn) error {
+				if err := t.follow(ctx, conn); err != nil && !errors.Is(err, errLimit) && cmd.Context().Err() == nil {
+					return err
+				}
+				return nil // enough rows, or an interrupt: that is how it ends
+			})
+		},
+	}, flagDatabaseURL)
+	flags := cmd.Flags()
+	addText(flags, "topic", 249, "only this topic", into(&t.Topic))
+	addText(flags, "key", 1<<20, "only this key, as text or as base64:...", func(text string) (err error) {
+		t.Key, err = parked.ParseKey(text)
+		return err
+	})
+	addBool(flags, &t.fromBeginning, "from-beginning", "first show the rows that are there already")
+	addInt(flags, &t.limit, flagLimit, 0, 0, 1_000_000_000, "end after so many rows; 0: never")
+	addDuration(flags, &t.every, "every", 250*time.Millisecond, 10*time.Millisecond, time.Minute, "pause between two looks")
+	addBool(flags, &t.payload, "payload", "show payloads")
+	commandLineOnly(flags, "topic", "key", "from-beginning", flagLimit, "payload")
+	addJSON(cmd, &t.json)
+	return cmd
+}
+
+var errLimit = errors.New("enough rows")
+
+func (t *tailer) follow(ctx context.Context, conn *pgx.Conn) error {
+	if err := t.Start(ctx, conn, t.fromBeginning); err != nil {
+		return err
+	}
+	look := time.NewTicker(t.every)
+	defer look.Stop()
+	for {
+		behind, err := t.Next(ctx, conn, t.show)
+		if err != nil {
+			return err
+		}
+		if behind {
+			continue
+		}
+		select {
+		case <-look.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// tailLine is what "tail --json" prints of a row.
+type tailLine struct {
+	inspect.TailRow
+	Payload       *string `json:"payload,omitempty"`
+	PayloadBase64 *string `json:"payload_base64,omitempty"`
+}
+
+func (t *tailer) show(r inspect.TailRow) (err error) {
+	line := tailLine{TailRow: r}
+	if r.Payload != nil {
+		if text, ok := payloadText(r.Payload, *r.PayloadBytes > int64(len(r.Payload))); ok {
+			line.Payload = &text
+		} else {
+			encoded := base64.StdEncoding.EncodeToString(r.Payload)
+			line.PayloadBase64 = &encoded
+		}
+	}
+	if t.json {
+		err = printJSON(t.out, line)
+	} else {
+		_, err = io.WriteString(t.out, line.text())
+	}
+	if t.shown++; err == nil && t.limit > 0 && t.shown >= t.limit {
+		return errLimit
+	}
+	return err
+}
+
+func (l *tailLine) text() string {
+	size := "tombstone"
+	if l.PayloadBytes != nil {
+		size = fmt.Sprintf("%d bytes", *l.PayloadBytes)
+	}
+	text := fmt.Sprintf("%s  %d  %s  %s  %s  %s\n", l.CreatedAt.UTC().Format("2006-01-02T15:04:05.000Z"), l.Seq, l.Topic, keyText(l.Key), l.ID, size)
+	switch {
+	case l.Payload != nil:
+		text += "  " + printable(*l.Payload) + "\n"
+	case l.PayloadBase64 != nil:
+		text += "  base64:" + *l.PayloadBase64 + "\n"
+	}
+	return text
+}

@@ -1,0 +1,147 @@
+package inspect
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/checker"
+)
+
+// LagMax bounds how many rows are counted as lag.
+const LagMax = 100_000
+
+// Positions is where relays and consumers stand.
+type Positions struct {
+	Shards    []Shard    `json:"shards"`
+	Consumers []Position `json:"consumers"`
+}
+
+// Shard is where a shard of a relay stands.
+type Shard struct {
+	Relay            string   `json:"relay"`
+	Shard            int16    `json:"shard"`
+	Owner            string   `json:"owner"` // empty: nobody
+	LeaseLeftSeconds float64  `json:"lease_left_seconds"`
+	Epoch            int64    `json:"epoch"`
+	Tick             int64    `json:"tick"`
+	TickAgeSeconds   *float64 `json:"tick_age_seconds"` // null: it has none
+	Floor            int64    `json:"floor"`
+	Published        int64    `json:"published"`
+	// Lag counts committed rows that it has not published, of the last LagMax of the outbox.
+	Lag int64 `json:"lag"`
+}
+
+// Position is where a consumer group stands in a partition.
+type Position struct {
+	Group      string     `json:"group"`
+	Topic      string     `json:"topic"`
+	Partition  int32      `json:"partition"`
+	NextOffset *int64     `json:"next_offset"` // null: nothing handled yet
+	End        *int64     `json:"end"`         // of the topic; null: not known
+	Lag        *int64     `json:"lag"`
+	Epoch      int64      `json:"epoch"`
+	Owner      string     `json:"owner"`
+	Released   bool       `json:"released"` // its holder gave it up in good order
+	RecordTime *time.Time `json:"record_time"`
+	CaughtUpAt *time.Time `json:"caught_up_at"`
+	AgeSeconds float64    `json:"age_seconds"` // since it moved
+	Trouble    string     `json:"trouble"`
+}
+
+// PositionFilter says which are meant; what is nil does not filter.
+type PositionFilter struct {
+	Relay, Group, Topic *string
+}
+
+// ReadPositions reads all of them. Without kafka (nil) the ends of topics are not known.
+func ReadPositions(ctx context.Context, db Querier, kafka *Kafka, schema string, filter PositionFilter) (*Positions, error) {
+	p := &Positions{}
+	rows, err := db.Query(ctx, inSchema(shardsOfSQL, schema), filter.Relay)
+	if err == nil {
+		p.Shards, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (s Shard, err error) {
+			err = row.Scan(&s.Relay, &s.Shard, &s.Owner, &s.LeaseLeftSeconds, &s.Epoch, &s.Tick, &s.TickAgeSeconds, &s.Floor, &s.Published)
+			if s.Tick == 0 {
+				s.TickAgeSeconds = nil // the beginning is no time
+			}
+			return s, err
+		})
+	}
+	if err != nil {
+		return nil, wrap("read progress", err)
+	}
+	if err := p.readLag(ctx, db, schema); err != nil {
+		return nil, err
+	}
+	rows, err = db.Query(ctx, inSchema(positionsSQL, schema), filter.Group, filter.Topic)
+	if err == nil {
+		p.Consumers, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c Position, err error) {
+			err = row.Scan(&c.Group, &c.Topic, &c.Partition, &c.NextOffset, &c.Epoch, &c.Owner, &c.Released, &c.RecordTime, &c.CaughtUpAt, &c.AgeSeconds, &c.Trouble)
+			return c, err
+		})
+	}
+	if err != nil {
+		return nil, wrap("read positions", err)
+	}
+	if kafka != nil {
+		err = p.readEnds(ctx, kafka)
+	}
+	p.Shards, p.Consumers = some(p.Shards), some(p.Consumers)
+	return p, err
+}
+
+// readLag counts for each relay once, whatever the number of its shards.
+func (p *Positions) readLag(ctx context.Context, db Querier, schema string) error {
+	counted := map[string]map[int16]int64{}
+	for i := range p.Shards {
+		s := &p.Shards[i]
+		if counted[s.Relay] == nil {
+			lags := map[int16]int64{}
+			counted[s.Relay] = lags
+			cut, err := ReadCut(ctx, db, schema, s.Relay)
+			if errors.Is(err, ErrNeverRan) {
+				continue // its progress was deleted meanwhile
+			}
+			if err != nil {
+				return err
+			}
+			rows, err := db.Query(ctx, inSchema(lagSQL, schema), cut.Args(LagMax)...)
+			if err != nil {
+				return wrap("count rows that wait", err)
+			}
+			var shard int16
+			var n int64
+			if _, err := pgx.ForEachRow(rows, []any{&shard, &n}, func() error { lags[shard] = n; return nil }); err != nil {
+				return wrap("count rows that wait", err)
+			}
+		}
+		s.Lag = counted[s.Relay][s.Shard]
+	}
+	return nil
+}
+
+func (p *Positions) readEnds(ctx context.Context, kafka *Kafka) error {
+	extents := map[string]checker.Extent{}
+	for i := range p.Consumers {
+		c := &p.Consumers[i]
+		if extents[c.Topic] == nil {
+			found, err := checker.Extents(ctx, kafka.Client, time.Time{}, c.Topic)
+			if err != nil {
+				return err
+			}
+			extents[c.Topic] = found[c.Topic]
+		}
+		span, known := extents[c.Topic][c.Partition]
+		if !known {
+			continue
+		}
+		c.End = &span.End
+		if c.NextOffset != nil {
+			lag := max(0, span.End-*c.NextOffset)
+			c.Lag = &lag
+		}
+	}
+	return nil
+}

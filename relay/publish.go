@@ -122,6 +122,7 @@ func (p *publisher) loop(ctx context.Context, once bool) error {
 	idle := p.cfg.PollMin
 	limit := min(100, p.cfg.PageRowsMax)
 	for ctx.Err() == nil {
+		p.turn()
 		if err := p.reviveDead(ctx); err != nil {
 			return err
 		}
@@ -283,6 +284,11 @@ func (p *publisher) advance() {
 		p.batches = p.batches[1:]
 		p.bytes -= b.bytes
 		p.ackedRows += int64(len(b.rows))
+		if p.cfg.Hooks.Delivered != nil {
+			for _, r := range b.rows {
+				p.cfg.Hooks.Delivered(r.topic, r.created)
+			}
+		}
 		if b.end.from != nil {
 			end := b.end
 			p.acked = &end
@@ -343,6 +349,7 @@ func (p *publisher) wait(ctx context.Context, changed <-chan struct{}) error {
 	timer := time.NewTicker(complaintEvery)
 	defer timer.Stop()
 	for {
+		p.turn()
 		select {
 		case <-changed:
 			return nil

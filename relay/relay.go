@@ -77,6 +77,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 func (r *Relay) Run(ctx context.Context) error {
 	trouble := 0
 	for checked := false; ctx.Err() == nil; {
+		r.turn()
 		var err error
 		if !checked {
 			err = r.check(ctx)
@@ -95,6 +96,9 @@ func (r *Relay) Run(ctx context.Context) error {
 		wait := backoff(trouble)
 		r.cfg.Logger.WarnContext(ctx, "relay interrupted; it goes on from its stored progress",
 			"relay", r.cfg.Name, "error", err, "retry_in", wait)
+		if r.cfg.Hooks.Interrupted != nil && ctx.Err() == nil {
+			r.cfg.Hooks.Interrupted(err)
+		}
 		pause(ctx, wait)
 	}
 	return nil
@@ -152,8 +156,19 @@ func (r *Relay) serve(ctx context.Context) error {
 		return nil
 	}
 	r.cfg.Logger.InfoContext(ctx, "relay took the lease", "relay", r.cfg.Name, "owner", r.cfg.Owner, "epoch", lease.epoch)
+	if r.cfg.Hooks.Lease != nil {
+		r.cfg.Hooks.Lease(shardAll, true)
+		defer r.cfg.Hooks.Lease(shardAll, false)
+	}
 	_, err = r.publish(ctx, lease, false)
 	return err
+}
+
+// turn says that a loop is not stuck.
+func (r *Relay) turn() {
+	if r.cfg.Hooks.Turn != nil {
+		r.cfg.Hooks.Turn()
+	}
 }
 
 // backoff grows from 100 ms to 5 s, with full jitter.

@@ -20,6 +20,7 @@ type runner struct {
 	*settings
 	config      relay.Config
 	connections int
+	endpoints   endpoints
 }
 
 func newRun(s *settings) *cobra.Command {
@@ -43,7 +44,11 @@ second signal ends the process at once; then the last rows are published again b
 	addDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while none arrive")
 	addDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for what is with the brokers")
 	addInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
+	r.endpoints.addFlags(flags)
 	s.checks[cmd] = func() error {
+		if err := r.endpoints.check(); err != nil {
+			return err
+		}
 		if r.config.PollMin > r.config.PollMax {
 			return fmt.Errorf("--poll-min %s: want at most --poll-max, which is %s", short(r.config.PollMin), short(r.config.PollMax))
 		}
@@ -53,6 +58,11 @@ second signal ends the process at once; then the last rows are published again b
 }
 
 func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
+	watch, err := r.openWatch(ctx, logger)
+	if err != nil {
+		return err
+	}
+	defer watch.close()
 	pool, err := r.connectPrimary(ctx, r.connections)
 	if err != nil {
 		return err
@@ -62,6 +72,7 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 		return err
 	}
 	r.config.Schema, r.config.Name, r.config.Logger = r.schema, r.relay, logger
+	r.config.Hooks = watch.hooks()
 	publisher, err := relay.New(pool, r.kafkaOptions(logger), r.config)
 	if err != nil {
 		return err
@@ -72,6 +83,9 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 	defer context.AfterFunc(ctx, func() {
 		logger.Info("relay drains; a second signal ends it at once", "relay", r.relay, "drain_max", r.config.DrainMax)
 	})()
+	if err := watch.begin(ctx, pool); err != nil {
+		return err
+	}
 	if err := publisher.Run(ctx); err != nil {
 		return err
 	}

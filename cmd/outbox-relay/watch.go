@@ -20,10 +20,12 @@ const watchConnections = 2
 
 // watch answers how the relay goes, until the relay has stopped. Nil does nothing: --listen off.
 type watch struct {
-	state   *monitor.State
-	metrics *metrics.Metrics
-	server  *monitor.Server
-	pool    *pgxpool.Pool // nil until begin
+	endpoints *endpoints
+	at        net.Addr
+	state     *monitor.State
+	metrics   *metrics.Metrics
+	server    *monitor.Server
+	pool      *pgxpool.Pool // nil until begin
 
 	stops []context.CancelFunc
 	work  sync.WaitGroup
@@ -44,7 +46,7 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 		logger.WarnContext(ctx, "no /healthz, /readyz and /metrics: the standard address is taken; give --listen", "error", err)
 		return nil, nil //nolint:nilnil // see watch
 	}
-	w := &watch{state: monitor.NewState(), metrics: metrics.New(metrics.Config{
+	w := &watch{endpoints: &r.endpoints, at: listener.Addr(), state: monitor.NewState(), metrics: metrics.New(metrics.Config{
 		Relay: r.relay, Schema: r.schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger,
 	})}
 	w.server, err = monitor.New(monitor.Config{
@@ -61,11 +63,6 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 			logger.ErrorContext(ctx, "no /healthz, /readyz and /metrics any more", "error", err)
 		}
 	})
-	reach := "this machine"
-	if !loopback(listener.Addr()) {
-		reach = "other machines too"
-	}
-	logger.InfoContext(ctx, "listens for /healthz, /readyz and /metrics", "address", listener.Addr().String(), "reachable_from", reach, "pprof", r.endpoints.pprof)
 	return w, nil
 }
 
@@ -84,10 +81,15 @@ func (w *watch) hooks() relay.Hooks {
 }
 
 // begin also watches the database that the relay's pool leads to.
-func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool) error {
+func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool, logger *slog.Logger) error {
 	if w == nil {
 		return nil
 	}
+	reach := "this machine"
+	if !loopback(w.at) {
+		reach = "other machines too"
+	}
+	logger.InfoContext(ctx, "listens for /healthz, /readyz and /metrics", "address", w.at.String(), "reachable_from", reach, "pprof", w.endpoints.pprof)
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = watchConnections, 0, 0
 	lives := w.lives(ctx)

@@ -69,13 +69,16 @@ type Config struct {
 type Hooks struct {
 	// Published is called after Kafka acknowledged rows and progress was stored.
 	Published func(rows int64)
-	// Delivered is called for each row once Kafka acknowledged it (with ExactlyOnce: before the transaction
-	// is committed).
+	// Delivered is called for each row, in order, once Kafka acknowledged it (with ExactlyOnce: before the
+	// transaction is committed). Progress is stored later: after a crash the next holder publishes the last rows again.
 	Delivered func(topic string, created time.Time)
 	// Interrupted is called when the relay has to start over from its stored progress.
 	Interrupted func(err error)
 	// Lease is called when this replica takes a shard, and when it gave it up or lost it.
 	Lease func(shard int16, held bool)
+	// Turn is called at each turn of the relay's loop: also while nothing waits and while the database or the
+	// brokers are away, at least every few leases. A relay that makes no turn is stuck.
+	Turn func()
 	// Dead is called after a row moved to outbox_dead.
 	Dead func(topic string, reason Reason)
 }

@@ -110,6 +110,7 @@ func (m *member) enroll(ctx context.Context) error {
 
 // step is one look at how things stand, and what follows from it.
 func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- int16) error {
+	m.turn()
 	var leases []*lease
 	for _, w := range m.workers {
 		leases = append(leases, w.lease)

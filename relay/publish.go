@@ -168,6 +168,7 @@ func (p *publisher) loop(ctx context.Context) error {
 	idle := p.cfg.PollMin
 	limit := min(100, p.cfg.PageRowsMax)
 	for ctx.Err() == nil {
+		p.turn()
 		if err := p.reviveDead(ctx); err != nil {
 			return err
 		}
@@ -448,6 +449,7 @@ func (p *publisher) wait(ctx context.Context, changed <-chan struct{}) error {
 	timer := time.NewTicker(complaintEvery)
 	defer timer.Stop()
 	for {
+		p.turn()
 		select {
 		case <-changed:
 			return nil

@@ -74,6 +74,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 // standby, a primary from before a failover.
 func (r *Relay) Run(ctx context.Context) error {
 	for trouble := 1; ctx.Err() == nil; trouble++ {
+		r.turn()
 		err := r.check(ctx)
 		if err == nil {
 			return newMember(r).run(ctx)
@@ -91,6 +92,9 @@ func (r *Relay) interrupted(ctx context.Context, err error, trouble int) {
 	wait := backoff(trouble)
 	if ctx.Err() == nil {
 		r.cfg.Logger.WarnContext(ctx, "relay interrupted; it goes on from its stored progress", "relay", r.cfg.Name, "error", err, "retry_in", wait)
+		if r.cfg.Hooks.Interrupted != nil {
+			r.cfg.Hooks.Interrupted(err)
+		}
 	}
 	pause(ctx, wait)
 }
@@ -164,6 +168,13 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 	}()
 	err := p.publish(ctx)
 	return p.published, err
+}
+
+// turn says that a loop is not stuck.
+func (r *Relay) turn() {
+	if r.cfg.Hooks.Turn != nil {
+		r.cfg.Hooks.Turn()
+	}
 }
 
 // backoff grows from 100 ms to 5 s, with full jitter.

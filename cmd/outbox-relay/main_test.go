@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"maps"
 	"os"
 	"os/exec"
 	"strings"
@@ -73,6 +74,17 @@ type result struct {
 	stdout, stderr string
 }
 
+// alone keeps relays of tests that run beside each other from sharing the standard address, unless a test says
+// where to listen; an empty variable is the standard.
+func alone(environment map[string]string) map[string]string {
+	if _, said := environment["OUTBOX_LISTEN"]; said {
+		return environment
+	}
+	off := map[string]string{"OUTBOX_LISTEN": "off"}
+	maps.Copy(off, environment)
+	return off
+}
+
 // commandMax is far above what a command takes that ends by itself.
 const commandMax = time.Minute
 
@@ -82,7 +94,7 @@ func run(t *testing.T, environment map[string]string, args ...string) result {
 	ctx, cancel := context.WithTimeout(t.Context(), commandMax)
 	defer cancel()
 	stdout, stderr := newOutput(), newOutput()
-	code := main.Execute(ctx, args, environment, stdout, stderr)
+	code := main.Execute(ctx, args, alone(environment), stdout, stderr)
 	return result{code, stdout.String(), stderr.String()}
 }
 
@@ -107,7 +119,7 @@ func inBackground(t *testing.T, environment map[string]string, args ...string) (
 	ctx, cancel := context.WithCancel(t.Context())
 	stderr = newOutput()
 	done := make(chan int, 1)
-	go func() { done <- main.Execute(ctx, args, environment, newOutput(), stderr) }()
+	go func() { done <- main.Execute(ctx, args, alone(environment), newOutput(), stderr) }()
 	end = sync.OnceValue(func() int {
 		cancel()
 		return <-done
@@ -125,7 +137,7 @@ func process(t *testing.T, environment map[string]string, args ...string) (*exec
 	t.Cleanup(cancel)
 	cmd := exec.CommandContext(ctx, program, args...)
 	cmd.Env = []string{asProgram + "=1"}
-	for name, value := range environment {
+	for name, value := range alone(environment) {
 		cmd.Env = append(cmd.Env, name+"="+value)
 	}
 	written := newOutput()

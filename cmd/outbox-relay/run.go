@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -20,6 +21,7 @@ type runner struct {
 	*settings
 	config      relay.Config
 	connections int
+	endpoints   endpoints
 }
 
 func newRun(s *settings) *cobra.Command {
@@ -31,7 +33,12 @@ func newRun(s *settings) *cobra.Command {
 
 Any number of replicas may run: one holds the lease and publishes, the others stand by. SIGTERM and
 SIGINT drain: what is with the brokers is waited for, progress is stored, the lease is given back. A
-second signal ends the process at once; then the last rows are published again by the next replica.`,
+second signal ends the process at once; then the last rows are published again by the next replica.
+
+/healthz, /readyz and /metrics are at --listen, for this machine alone unless another address is given:
+
+  outbox-relay run --listen :9464                                    # in a container
+  outbox-relay run --pprof --admin-token-file /run/secrets/admin     # profiles, for whoever has the token`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return r.run(cmd.Context(), s.logger(cmd.ErrOrStderr()))
@@ -43,16 +50,23 @@ second signal ends the process at once; then the last rows are published again b
 	addDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while none arrive")
 	addDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for what is with the brokers")
 	addInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
+	r.endpoints.addFlags(flags)
 	s.checks[cmd] = func() error {
+		problem := r.endpoints.check()
 		if r.config.PollMin > r.config.PollMax {
-			return fmt.Errorf("--poll-min %s: want at most --poll-max, which is %s", short(r.config.PollMin), short(r.config.PollMax))
+			problem = errors.Join(problem, fmt.Errorf("--poll-min %s: want at most --poll-max, which is %s", short(r.config.PollMin), short(r.config.PollMax)))
 		}
-		return nil
+		return problem
 	}
 	return cmd
 }
 
 func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
+	watch, err := r.openWatch(ctx, logger)
+	if err != nil {
+		return err
+	}
+	defer watch.close()
 	pool, err := r.connectPrimary(ctx, r.connections)
 	if err != nil {
 		return err
@@ -62,6 +76,7 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 		return err
 	}
 	r.config.Schema, r.config.Name, r.config.Logger = r.schema, r.relay, logger
+	r.config.Hooks = watch.hooks()
 	publisher, err := relay.New(pool, r.kafkaOptions(logger), r.config)
 	if err != nil {
 		return err
@@ -72,6 +87,9 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 	defer context.AfterFunc(ctx, func() {
 		logger.Info("relay drains; a second signal ends it at once", "relay", r.relay, "drain_max", r.config.DrainMax)
 	})()
+	if err := watch.begin(ctx, pool, logger); err != nil {
+		return err
+	}
 	if err := publisher.Run(ctx); err != nil {
 		return err
 	}

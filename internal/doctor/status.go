@@ -135,17 +135,11 @@ func (s *Status) relay(ctx context.Context, db Querier, schema string, p Progres
 		s.Problems = append(s.Problems, fmt.Sprintf(
 			"relay %q: its progress belongs to another database cluster; when it runs, it publishes everything above the floor again", p.relay))
 	}
-	waiting := p.waiting()
-	var first, last int64
-	err := db.QueryRow(ctx, inSchema(countSQL, schema), waiting.args(CountMax+1)...).
-		Scan(&r.Waiting, &r.OldestWaitingSeconds, &first, &last)
+	b, err := p.backlog(ctx, db, schema, CountMax)
 	if err != nil {
-		return r, fmt.Errorf("count waiting rows: %w", err)
+		return r, err
 	}
-	r.WaitingExact = r.Waiting <= CountMax
-	if !r.WaitingExact {
-		r.Waiting = max(r.Waiting, last-max(waiting.above, first-1))
-	}
+	r.Waiting, r.WaitingExact, r.OldestWaitingSeconds = b.Waiting, b.Exact, b.OldestSeconds
 	return r, nil
 }
 

@@ -1,0 +1,74 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/internal/monitor"
+)
+
+// Settings of the endpoints.
+const (
+	// listenStandard can be reached from this machine alone.
+	listenStandard = "127.0.0.1:9464"
+	listenOff      = "off"
+)
+
+// endpoints say what "run" answers over HTTP.
+type endpoints struct {
+	listen *pflag.Flag // to know whether somebody gave it
+	addr   string      // empty: off
+	pprof  bool
+	token  monitor.Token
+	every  time.Duration
+}
+
+func (e *endpoints) addFlags(flags *pflag.FlagSet) {
+	addOption(flags, "listen", "address", listenStandard, "where /healthz, /readyz and /metrics are, as host:port; off: nowhere", e.parseListen)
+	e.listen = flags.Lookup("listen")
+	addDuration(flags, &e.every, "metrics-interval", 15*time.Second, time.Second, 10*time.Minute, "pause between two readings of the database for /metrics")
+	addBool(flags, &e.pprof, "pprof", "also /debug/pprof/, for whoever shows the token of --admin-token-file")
+	addOption(flags, "admin-token-file", "file", "", fmt.Sprintf("file with a token of at least %d bytes, which what shows internals asks for", monitor.TokenBytesMin), func(path string) (err error) {
+		e.token, err = monitor.ReadToken(path)
+		return err
+	})
+}
+
+func (e *endpoints) parseListen(text string) error {
+	if text == listenOff {
+		e.addr = ""
+		return nil
+	}
+	host, port, err := net.SplitHostPort(text)
+	if err != nil || strings.ContainsAny(host, "/@ ") {
+		return errors.New("want host:port, :port for every address of this machine, or off")
+	}
+	if _, err := strconv.ParseUint(port, 10, 16); err != nil {
+		return errors.New("want a port, 0 to 65535; 0 takes a free one")
+	}
+	e.addr = text
+	return nil
+}
+
+// check refuses what does not fit together.
+func (e *endpoints) check() error {
+	switch {
+	case e.pprof && e.addr == "":
+		return errors.New("--pprof with --listen off: want an address, or no --pprof")
+	case e.pprof && !e.token.Set():
+		return errors.New("--pprof without a token: want --admin-token-file")
+	}
+	return nil
+}
+
+// loopback tells whether only this machine reaches an address.
+func loopback(addr net.Addr) bool {
+	tcp, ok := addr.(*net.TCPAddr)
+	return ok && tcp.IP.IsLoopback()
+}

@@ -1,0 +1,239 @@
+package main_test
+
+import (
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+const adminToken = "a-token-of-an-admin"
+
+func tokenFile(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "token")
+	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+	return path
+}
+
+// listening waits until a relay listens, and returns where.
+func listening(t *testing.T, stderr *output) string {
+	t.Helper()
+	stderr.await(t, "listens for /healthz, /readyz and /metrics")
+	var found []string
+	require.Eventually(t, func() bool {
+		found = regexp.MustCompile(`address=(\S+) reachable_from=`).FindStringSubmatch(stderr.String())
+		return found != nil
+	}, commandMax, time.Millisecond)
+	_, port, err := net.SplitHostPort(found[1])
+	require.NoError(t, err)
+	return "http://127.0.0.1:" + port
+}
+
+// get returns 0 where nobody listens.
+func get(t *testing.T, url, bearer string) (code int, body string) {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
+	require.NoError(t, err)
+	r.Close = true
+	if bearer != "" {
+		r.Header.Set("Authorization", "Bearer "+bearer)
+	}
+	response, err := http.DefaultClient.Do(r)
+	if err != nil {
+		return 0, err.Error()
+	}
+	defer func() { _ = response.Body.Close() }()
+	text, err := io.ReadAll(response.Body)
+	require.NoError(t, err)
+	return response.StatusCode, string(text)
+}
+
+func awaitGet(t *testing.T, url string, holds func(code int, body string) bool) {
+	t.Helper()
+	var code int
+	var body string
+	require.Eventually(t, func() bool {
+		code, body = get(t, url, "")
+		return holds(code, body)
+	}, commandMax, 20*time.Millisecond, "%s: last %d %s", url, &code, &body)
+}
+
+func contains(code int, text string) func(int, string) bool {
+	return func(got int, body string) bool { return got == code && strings.Contains(body, text) }
+}
+
+// held keeps a broker from answering to records, until what it returns is called.
+func held(t *testing.T) (brokers []string, arrived <-chan struct{}, release func()) {
+	t.Helper()
+	fake := kafkatest.Fake(t)
+	gate, first := make(chan struct{}), make(chan struct{}, 1)
+	open := false
+	release = func() {
+		if !open {
+			close(gate)
+		}
+		open = true
+	}
+	t.Cleanup(release)
+	fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		select {
+		case first <- struct{}{}:
+		default:
+		}
+		fake.SleepControl(func() { <-gate })
+		return nil, nil, false
+	})
+	return fake.ListenAddrs(), first, release
+}
+
+// Row S9: probes follow a relay through its life: it publishes, another one stands by, it drains and is alive to the
+// end of it. No endpoint shows a key, a payload, a header or a secret, also not while they are in memory; pprof
+// asks for the token.
+func TestEndpointsOfARun(t *testing.T) {
+	t.Parallel()
+	brokers, arrived, release := held(t)
+	topic := kafkatest.TopicAt(t, brokers, 1)
+	address := pgtest.Database(t)
+	conn := connect(t, address)
+	environment := map[string]string{
+		"DATABASE_URL": address, "KAFKA_BROKERS": strings.Join(brokers, ","), "OUTBOX_LISTEN": "127.0.0.1:0",
+		"OUTBOX_PPROF": "true", "OUTBOX_ADMIN_TOKEN_FILE": tokenFile(t, adminToken+"\n"), "OUTBOX_METRICS_INTERVAL": "1s", "OUTBOX_DRAIN_MAX": "5m",
+	}
+	stderr, end := inBackground(t, environment, "run")
+	base := listening(t, stderr)
+	assert.Contains(t, stderr.String(), `reachable_from="this machine"`)
+	awaitGet(t, base+"/readyz", contains(200, `{"ready":true,"relay":"default","state":"publishing","shards_owned":1,"reasons":[]}`))
+	second, endSecond := inBackground(t, environment, "run")
+	awaitGet(t, listening(t, second)+"/readyz", contains(200, `"state":"standing_by","shards_owned":0`))
+	assert.Zero(t, endSecond(), second)
+
+	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'CANARY-key', 'CANARY-payload', '{\"CANARY-header\": \"CANARY-value\"}')", topic)
+	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic, payload) VALUES ('never-created', 'CANARY-payload')")
+	select {
+	case <-arrived:
+	case <-time.After(commandMax):
+		require.FailNow(t, "nothing was produced", stderr)
+	}
+	awaitGet(t, base+"/metrics", contains(200, `outbox_pending_messages{relay="default"}`))
+	for _, path := range []string{"/healthz", "/readyz", "/metrics", "/debug/pprof/", "/debug/pprof/heap?debug=1", "/debug/pprof/goroutine?debug=2", "/debug/pprof/allocs"} {
+		code, body := get(t, base+path, adminToken)
+		assert.Equal(t, 200, code, path)
+		for _, secret := range []string{"CANARY", adminToken, conn.Config().Password} {
+			assert.NotContains(t, body, secret, path)
+		}
+		code, _ = get(t, base+path, "")
+		if strings.Contains(path, "pprof") {
+			assert.Equal(t, 401, code, path)
+		} else {
+			assert.Equal(t, 200, code, path)
+		}
+	}
+	assert.NotContains(t, stderr.String(), adminToken)
+
+	done := make(chan int, 1)
+	go func() { done <- end() }()
+	awaitGet(t, base+"/readyz", contains(503, `"ready":false,"relay":"default","state":"draining"`))
+	code, _ := get(t, base+"/healthz", "")
+	assert.Equal(t, 200, code, "a relay that drains is alive")
+	release()
+	assert.Zero(t, <-done, stderr)
+	code, _ = get(t, base+"/healthz", "")
+	assert.Zero(t, code, "nobody listens any more")
+}
+
+// Row S9: while the database is away a relay is alive but not ready, and shows no old values of it; it is ready again
+// when the database is back.
+func TestEndpointsWithoutTheDatabase(t *testing.T) {
+	t.Parallel()
+	cluster := pgtest.Cluster(t, nil)
+	pgtest.Migrate(t, cluster.URL)
+	environment := relayEnvironment(t, cluster.URL)
+	environment["OUTBOX_LISTEN"], environment["OUTBOX_METRICS_INTERVAL"] = ":0", "1s"
+	stderr, end := inBackground(t, environment, "run", "--lease", "1s")
+	base := listening(t, stderr)
+	assert.Contains(t, stderr.String(), `reachable_from="other machines too"`)
+	awaitGet(t, base+"/readyz", contains(200, `"state":"publishing"`))
+	awaitGet(t, base+"/metrics", contains(200, "\noutbox_table_bytes "))
+	require.NoError(t, cluster.Kill(t.Context()))
+	awaitGet(t, base+"/readyz", contains(503, `"the database does not answer, or refuses: see the log"`))
+	awaitGet(t, base+"/metrics", func(code int, body string) bool {
+		return code == 200 && !strings.Contains(body, "outbox_table_bytes") && !strings.Contains(body, "\noutbox_pending_messages")
+	})
+	_, body := get(t, base+"/metrics", "")
+	assert.Regexp(t, `(?m)^outbox_metrics_errors_total [1-9]`, body)
+	code, _ := get(t, base+"/healthz", "")
+	assert.Equal(t, 200, code)
+	require.NoError(t, cluster.Restart(t.Context()))
+	awaitGet(t, base+"/readyz", contains(200, `"state":"publishing"`))
+	awaitGet(t, base+"/metrics", contains(200, "\noutbox_table_bytes "))
+	assert.Zero(t, end(), stderr)
+}
+
+// Row S9: without settings only this machine reaches the endpoints, and pprof is not there; where the standard
+// address is taken the relay publishes all the same, but one that was asked for is needed.
+func TestWhereARelayListens(t *testing.T) {
+	t.Parallel()
+	help := run(t, nil, "run", "--help")
+	assert.Regexp(t, `--listen address .*\(default 127\.0\.0\.1:9464\)`, help.stdout)
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = taken.Close() })
+	url := []string{"run", "--brokers", "127.0.0.1:1", "--database-url", "postgres://u:CANARY@127.0.0.1:1/d"}
+	r := run(t, nil, append(url, "--listen", taken.Addr().String())...)
+	assert.Equal(t, 1, r.code)
+	assert.Contains(t, r.stderr, "error: cannot listen on "+taken.Addr().String())
+	assert.Contains(t, r.stderr, "give another --listen, or off")
+
+	// Whichever of the two has the standard address, both go on to the database.
+	for range 2 {
+		if standard, err := net.Listen("tcp", "127.0.0.1:9464"); err == nil {
+			t.Cleanup(func() { _ = standard.Close() })
+		}
+		r = run(t, map[string]string{"OUTBOX_LISTEN": ""}, url...)
+		assert.Contains(t, r.stderr, "the standard address is taken; give --listen")
+		assert.Contains(t, r.stderr, "cannot connect to the database")
+	}
+}
+
+// Wrong settings of the endpoints are refused at the start, and a refusal does not show the token.
+func TestEndpointSettingsAreRefused(t *testing.T) {
+	t.Parallel()
+	url := []string{"run", "--brokers", "127.0.0.1:1", "--database-url", "postgres://u@127.0.0.1:1/d"}
+	short := tokenFile(t, "CANARY-short")
+	for name, c := range map[string]struct {
+		args []string
+		want string
+	}{
+		"no port":         {[]string{"--listen", "127.0.0.1"}, `--listen "127.0.0.1": want host:port, :port for every address of this machine, or off`},
+		"no number":       {[]string{"--listen", "127.0.0.1:http"}, `want a port, 0 to 65535`},
+		"a URL":           {[]string{"--listen", "http://127.0.0.1:1"}, `want host:port`},
+		"often":           {[]string{"--metrics-interval", "1ms"}, `--metrics-interval "1ms": want a duration such as 15s, 1s to 10m`},
+		"pprof for all":   {[]string{"--pprof", "--listen", "127.0.0.1:0"}, "--pprof without a token: want --admin-token-file"},
+		"pprof nowhere":   {[]string{"--pprof", "--listen", "off", "--admin-token-file", tokenFile(t, adminToken)}, "--pprof with --listen off"},
+		"a short token":   {[]string{"--admin-token-file", short}, `holds a token of a wrong length: want 16 to 1024 bytes`},
+		"no file":         {[]string{"--admin-token-file", short + "-none"}, `cannot be opened`},
+		"several at once": {[]string{"--admin-token-file", short, "--listen", "x"}, "--listen"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := run(t, nil, append(url[:len(url):len(url)], c.args...)...)
+			assert.Equal(t, 2, r.code)
+			assert.Contains(t, r.stderr, c.want)
+			assert.NotContains(t, r.stderr, "CANARY")
+		})
+	}
+}

@@ -1,0 +1,120 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"sync"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/internal/metrics"
+	"github.com/effectonce/effectonce/internal/monitor"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// watchConnections to the database are for metrics and readiness, so that neither waits for the relay's
+// own, nor takes them from it.
+const watchConnections = 2
+
+// watch answers how the relay goes, until the relay has stopped. Nil does nothing: --listen off.
+type watch struct {
+	endpoints *endpoints
+	at        net.Addr
+	state     *monitor.State
+	metrics   *metrics.Metrics
+	server    *monitor.Server
+	pool      *pgxpool.Pool // nil until begin
+
+	stops []context.CancelFunc
+	work  sync.WaitGroup
+}
+
+// openWatch listens before anything else is done: probes see a replica that starts.
+func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, error) {
+	if r.endpoints.addr == "" {
+		return nil, nil //nolint:nilnil // see watch
+	}
+	var config net.ListenConfig
+	listener, err := config.Listen(ctx, "tcp", r.endpoints.addr)
+	switch {
+	case err != nil && r.endpoints.listen.Changed:
+		return nil, fmt.Errorf("cannot listen on %s: %w: give another --listen, or off", r.endpoints.addr, err)
+	case err != nil:
+		// Nobody asked for it: another relay on this machine is no reason not to publish.
+		logger.WarnContext(ctx, "no /healthz, /readyz and /metrics: the standard address is taken; give --listen", "error", err)
+		return nil, nil //nolint:nilnil // see watch
+	}
+	w := &watch{endpoints: &r.endpoints, at: listener.Addr(), state: monitor.NewState(), metrics: metrics.New(metrics.Config{
+		Relay: r.relay, Schema: r.schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger,
+	})}
+	w.server, err = monitor.New(monitor.Config{
+		Relay: r.relay, Schema: r.schema, State: w.state, Metrics: w.metrics.Handler(),
+		PProf: r.endpoints.pprof, Token: r.endpoints.token, Logger: logger,
+	})
+	if err != nil {
+		_ = listener.Close()
+		return nil, err
+	}
+	lives := w.lives(ctx)
+	w.work.Go(func() {
+		if err := w.server.Run(lives, listener); err != nil {
+			logger.ErrorContext(ctx, "no /healthz, /readyz and /metrics any more", "error", err)
+		}
+	})
+	return w, nil
+}
+
+// lives returns a context that ends with close, later than the relay's.
+func (w *watch) lives(ctx context.Context) context.Context {
+	lives, stop := context.WithCancel(context.WithoutCancel(ctx))
+	w.stops = append(w.stops, stop)
+	return lives
+}
+
+func (w *watch) hooks() relay.Hooks {
+	if w == nil {
+		return relay.Hooks{}
+	}
+	return w.state.Hooks(w.metrics.Hooks())
+}
+
+// begin also watches the database that the relay's pool leads to.
+func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool, logger *slog.Logger) error {
+	if w == nil {
+		return nil
+	}
+	reach := "this machine"
+	if !loopback(w.at) {
+		reach = "other machines too"
+	}
+	logger.InfoContext(ctx, "listens for /healthz, /readyz and /metrics", "address", w.at.String(), "reachable_from", reach, "pprof", w.endpoints.pprof)
+	config := pool.Config()
+	config.MaxConns, config.MinConns, config.MinIdleConns = watchConnections, 0, 0
+	lives := w.lives(ctx)
+	own, err := pgxpool.NewWithConfig(lives, config)
+	if err != nil {
+		return err
+	}
+	w.pool = own
+	w.server.Ask(own)
+	w.work.Go(func() { w.metrics.Watch(lives, own) })
+	w.state.Running()
+	context.AfterFunc(ctx, w.state.Draining)
+	return nil
+}
+
+// close is for after the relay has stopped.
+func (w *watch) close() {
+	if w == nil {
+		return
+	}
+	for _, stop := range w.stops {
+		stop()
+	}
+	w.work.Wait()
+	if w.pool != nil {
+		w.pool.Close()
+	}
+}

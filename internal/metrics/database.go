@@ -1,0 +1,135 @@
+package metrics
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/effectonce/effectonce/internal/doctor"
+)
+
+// Limits of a reading.
+const (
+	readMax      = 10 * time.Second // all groups together: with Config.Every the greatest age of a value
+	statementMax = "3s"
+	lockMax      = "500ms"
+	waitingMax   = 10_000  // rows that are counted one by one; beyond it the backlog is estimated
+	rowsMax      = 100_000 // dead rows, and parked messages, that are counted
+	positionsMax = 1_000
+)
+
+// database collects what was read last. A group that failed has no values.
+type database struct {
+	pending, oldest, dead, shards, paused, size, transactions, parked, positions *prometheus.Desc
+
+	mu     sync.Mutex
+	groups map[string][]prometheus.Metric
+}
+
+func newDatabase() *database {
+	d := prometheus.NewDesc
+	return &database{
+		groups:       map[string][]prometheus.Metric{},
+		pending:      d("outbox_pending_messages", "Committed rows that are not published, dead ones not included: counted up to 10000, beyond that estimated from the sequence.", []string{"relay"}, nil),
+		oldest:       d("outbox_oldest_pending_age_seconds", "Age of the oldest row that is not published; 0 if there is none.", []string{"relay"}, nil),
+		dead:         d("outbox_dead_messages", "Rows in outbox_dead.", []string{"relay", "reason", "state"}, nil),
+		shards:       d("outbox_shards", "Shards of the relay, over all replicas.", []string{"relay"}, nil),
+		paused:       d("outbox_paused_topics", "Topics that are paused.", []string{"relay"}, nil),
+		size:         d("outbox_table_bytes", "Size of the outbox with its indexes.", nil, nil),
+		transactions: d("outbox_oldest_transaction_age_seconds", "Age of the oldest open transaction of the cluster that has written; 0 if there is none.", nil, nil),
+		parked:       d("effectonce_parked_messages", "Messages that consumers have parked.", []string{"group", "topic", "reason"}, nil),
+		positions:    d("effectonce_consumer_position_age_seconds", "Age of the last record before a consumer's position, or since it was at the end of its partition.", []string{"group", "topic", "partition"}, nil),
+	}
+}
+
+// Describe is part of prometheus.Collector.
+func (d *database) Describe(descs chan<- *prometheus.Desc) {
+	for _, desc := range []*prometheus.Desc{d.pending, d.oldest, d.dead, d.shards, d.paused, d.size, d.transactions, d.parked, d.positions} {
+		descs <- desc
+	}
+}
+
+// Collect is part of prometheus.Collector.
+func (d *database) Collect(metrics chan<- prometheus.Metric) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, group := range d.groups {
+		for _, metric := range group {
+			metrics <- metric
+		}
+	}
+}
+
+func (d *database) set(group string, values []prometheus.Metric) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.groups[group] = values
+}
+
+// Watch reads the database until ctx ends. The pool is borrowed: one connection is enough.
+func (m *Metrics) Watch(ctx context.Context, pool *pgxpool.Pool) {
+	var said []string // the groups whose failure was logged, so that an outage does not fill the log
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-timer.C:
+		}
+		failed, err := m.read(ctx, pool)
+		if ctx.Err() != nil {
+			return
+		}
+		if len(failed) > 0 && !slices.Equal(failed, said) {
+			m.cfg.Logger.WarnContext(ctx, "metrics of the database are left out until they can be read again", "groups", failed, "error", err)
+		}
+		said = failed
+		timer.Reset(m.cfg.Every)
+	}
+}
+
+// read replaces the values of every group, and returns the groups that have none now.
+func (m *Metrics) read(ctx context.Context, pool *pgxpool.Pool) (failed []string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, readMax)
+	defer cancel()
+	for _, g := range m.groups(doctor.SystemIdentifier(ctx, pool)) {
+		values, groupErr := m.readGroup(ctx, pool, g)
+		if groupErr != nil {
+			m.errors.Inc()
+			failed = append(failed, g.name)
+			err = errors.Join(err, fmt.Errorf("%s: %w", g.name, groupErr))
+		}
+		m.database.set(g.name, values)
+	}
+	return failed, err
+}
+
+func (m *Metrics) readGroup(ctx context.Context, pool *pgxpool.Pool, g group) (values []prometheus.Metric, err error) {
+	err = pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		asked := time.Now()
+		var now time.Time
+		if err := tx.QueryRow(ctx, limitsSQL, statementMax, lockMax).Scan(nil, nil, &now); err != nil {
+			return err
+		}
+		m.clockAhead.Store(int64(now.Sub(asked.Add(time.Since(asked) / 2))))
+		values, err = g.read(ctx, tx)
+		return err
+	})
+	var refused *pgconn.PgError
+	if errors.As(err, &refused) && refused.Code == "42501" && g.optional {
+		return nil, nil // a role that may only relay
+	}
+	if err != nil {
+		return nil, err
+	}
+	return values, nil
+}

@@ -1,0 +1,11 @@
+// Package metrics shows a relay to Prometheus: what its callbacks count, and what is in the database.
+//
+//	m := metrics.New(metrics.Config{Relay: "default", Schema: "effectonce", Version: version})
+//	config.Hooks = m.Hooks()
+//	go m.Watch(ctx, pool)
+//	http.Handle("/metrics", m.Handler())
+//
+// Gauges of the database are read in the background, not at each scrape, each group in a short transaction of
+// its own. A group that cannot be read is left out until it can: a value is never older than one interval and
+// the time that the reading takes. docs/metrics.md lists them all.
+package metrics

@@ -1,0 +1,129 @@
+package metrics
+
+import (
+	"log/slog"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/effectonce/effectonce/relay"
+)
+
+// Config of Metrics.
+type Config struct {
+	Relay   string // name of the relay: the label of most metrics
+	Schema  string
+	Version string        // of the program
+	Every   time.Duration // pause between two readings of the database
+	Logger  *slog.Logger
+}
+
+// Metrics of one replica.
+type Metrics struct {
+	cfg      Config
+	registry *prometheus.Registry
+
+	dispatched    *prometheus.CounterVec // by topic
+	lag           prometheus.Observer
+	dead          *prometheus.CounterVec // by reason
+	leases        prometheus.Counter
+	interruptions prometheus.Counter
+	errors        prometheus.Counter
+	database      *database
+
+	// clockAhead is how far the database's clock, which stamps rows, is ahead of this process's.
+	clockAhead atomic.Int64
+
+	mu    sync.Mutex
+	owned map[int16]bool // shards
+}
+
+// New returns metrics that nobody has counted in yet.
+func New(cfg Config) *Metrics {
+	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), database: newDatabase(), owned: map[int16]bool{}}
+	name := prometheus.Labels{"relay": cfg.Relay}
+	counter := func(metric, help string, labels prometheus.Labels) prometheus.Counter {
+		c := prometheus.NewCounter(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: labels})
+		m.registry.MustRegister(c)
+		return c
+	}
+	vector := func(metric, help, label string) *prometheus.CounterVec {
+		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: name}, []string{label})
+		m.registry.MustRegister(c)
+		return c
+	}
+	m.dispatched = vector("outbox_messages_dispatched_total", "Rows that Kafka acknowledged to this replica, repetitions included.", "topic")
+	m.dead = vector("outbox_messages_dead_total", "Rows that this replica moved to outbox_dead.", "reason")
+	for _, reason := range []relay.Reason{
+		relay.ReasonUnknownTopic, relay.ReasonTooLarge, relay.ReasonRefused, relay.ReasonBadHeaders, relay.ReasonBehind,
+	} {
+		m.dead.WithLabelValues(string(reason)) // 0, so that the first one is an increase
+	}
+	m.leases = counter("outbox_lease_changes_total", "Shards that this replica took, gave back or lost.", name)
+	m.interruptions = counter("outbox_interruptions_total", "Times that this replica had to start over from its stored progress.", name)
+	m.errors = counter("outbox_metrics_errors_total", "Groups of gauges that could not be read from the database.", nil)
+	lag := prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "outbox_delivery_lag_seconds", Help: "Time from a row's created_at to Kafka's acknowledgement.", ConstLabels: name,
+		Buckets: []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600},
+	})
+	m.lag = lag
+	m.registry.MustRegister(
+		lag,
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "outbox_shards_owned", Help: "Shards that this replica publishes.", ConstLabels: name,
+		}, m.shardsOwned),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "outbox_relay_info", Help: "Version of the program; always 1.", ConstLabels: prometheus.Labels{"version": cfg.Version},
+		}, func() float64 { return 1 }),
+		m.database,
+		collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
+	)
+	return m
+}
+
+// Hooks are the callbacks through which the relay counts.
+func (m *Metrics) Hooks() relay.Hooks {
+	return relay.Hooks{
+		Delivered:   m.delivered,
+		Dead:        func(_ string, reason relay.Reason) { m.dead.WithLabelValues(string(reason)).Inc() },
+		Lease:       m.lease,
+		Interrupted: func(error) { m.interruptions.Inc() },
+	}
+}
+
+func (m *Metrics) delivered(topic string, created time.Time) {
+	m.dispatched.WithLabelValues(topic).Inc()
+	now := time.Now().Add(time.Duration(m.clockAhead.Load()))
+	m.lag.Observe(max(now.Sub(created).Seconds(), 0))
+}
+
+func (m *Metrics) lease(shard int16, held bool) {
+	m.leases.Inc()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if held {
+		m.owned[shard] = true
+	} else {
+		delete(m.owned, shard)
+	}
+}
+
+func (m *Metrics) shardsOwned() float64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return float64(len(m.owned))
+}
+
+// scrapesMax is how many scrapes are answered at once; more are refused.
+const scrapesMax = 4
+
+// Handler answers scrapes.
+func (m *Metrics) Handler() http.Handler {
+	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{MaxRequestsInFlight: scrapesMax})
+}

@@ -1,0 +1,260 @@
+package metrics_test
+
+import (
+	"context"
+	"log/slog"
+	"os"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/metrics"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/relay"
+)
+
+func newMetrics(schema string) *metrics.Metrics {
+	return metrics.New(metrics.Config{
+		Relay: "default", Schema: schema, Version: "v1.2.3", Every: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler),
+	})
+}
+
+// Every metric of a relay at work has the right value: what waits while brokers are away and how old it is, what
+// was delivered and how late, what is dead or parked, who holds what. And docs/metrics.md lists all of them with
+// their labels and types, and no others.
+func TestMetricsOfARun(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	fake := kafkatest.Fake(t)
+	topic := kafkatest.TopicAt(t, fake.ListenAddrs(), 1)
+	m := newMetrics("effectonce")
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Hooks: m.Hooks(), Lease: time.Second})
+	require.NoError(t, err)
+	watch(t, m, pool)
+	owned, pending := of("outbox_shards_owned", "relay", "default"), of("outbox_pending_messages", "relay", "default")
+	age := of("outbox_oldest_pending_age_seconds", "relay", "default")
+	dispatched := of("outbox_messages_dispatched_total", "relay", "default", "topic", topic)
+
+	s := await(t, m, "nothing waits", func(s series) bool { v, there := s[pending]; return there && v == 0 })
+	assert.Zero(t, s[age])
+	assert.Zero(t, s[owned])
+	end := inBackground(t, func(ctx context.Context) { assert.NoError(t, r.Run(ctx)) })
+	await(t, m, "the lease", func(s series) bool { return s[owned] == 1 })
+
+	exec(t, pool, "INSERT INTO effectonce.outbox (topic) VALUES ('never-created')")
+	s = await(t, m, "a dead row, which does not wait", func(s series) bool {
+		return s[of("outbox_dead_messages", "reason", "unknown_topic", "relay", "default", "state", "held")] == 1 && s[pending] == 0
+	})
+	assert.InDelta(t, 1, s[of("outbox_messages_dead_total", "reason", "unknown_topic", "relay", "default")], 0)
+	assert.InDelta(t, 0, s[of("outbox_messages_dead_total", "reason", "too_large", "relay", "default")], 0)
+
+	// Kafka takes records and does not answer.
+	release := make(chan struct{})
+	fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		fake.SleepControl(func() { <-release })
+		return nil, nil, false
+	})
+	exec(t, pool, "INSERT INTO effectonce.outbox (topic, created_at) SELECT $1, clock_timestamp() - interval '100 s' FROM generate_series(1, 3)", topic)
+	s = await(t, m, "three rows wait", func(s series) bool { return s[pending] == 3 })
+	assert.GreaterOrEqual(t, s[age], 100.0)
+	assert.Less(t, s[age], 160.0)
+	first := s[age]
+	s = await(t, m, "they get older", func(s series) bool { return s[age] > first })
+	assert.Zero(t, s[dispatched])
+	close(release)
+	s = await(t, m, "they are delivered", func(s series) bool { return s[dispatched] == 3 && s[pending] == 0 })
+	assert.Zero(t, s[age])
+	assert.InDelta(t, 3, s[of("outbox_delivery_lag_seconds_count", "relay", "default")], 0)
+	assert.InDelta(t, 300, s[of("outbox_delivery_lag_seconds_sum", "relay", "default")], 150)
+	assert.InDelta(t, 0, s[of("outbox_delivery_lag_seconds_bucket", "relay", "default", "le", "60")], 0)
+	assert.InDelta(t, 3, s[of("outbox_delivery_lag_seconds_bucket", "relay", "default", "le", "300")], 0)
+
+	// A lease that somebody else took is an interruption, and two changes more.
+	assert.Zero(t, s[of("outbox_interruptions_total", "relay", "default")])
+	exec(t, pool, "UPDATE effectonce.outbox_progress SET epoch = epoch + 1, lease_until = NULL")
+	await(t, m, "the lease is lost and taken again", func(s series) bool {
+		return s[of("outbox_interruptions_total", "relay", "default")] >= 1 && s[of("outbox_lease_changes_total", "relay", "default")] == 3
+	})
+
+	openTransaction(t, m, pool)
+	end()
+	tablesAtRest(t, m, pool)
+	s, types := scrape(t, m)
+	assert.Zero(t, s[owned])
+	assert.InDelta(t, 4, s[of("outbox_lease_changes_total", "relay", "default")], 0)
+	assert.InDelta(t, 1, s[of("outbox_relay_info", "version", "v1.2.3")], 0)
+	assert.InDelta(t, 0, s["outbox_metrics_errors_total"], 0)
+	assert.Contains(t, types, "go_goroutines")
+	assert.Contains(t, types, "process_cpu_seconds_total")
+	compareWithDocs(t, s, types)
+}
+
+// openTransaction is seen while it has written, and only then.
+func openTransaction(t *testing.T, m *metrics.Metrics, pool *pgxpool.Pool) {
+	t.Helper()
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer tx.Rollback(context.WithoutCancel(t.Context()))
+	_, err = tx.Exec(t.Context(), "SELECT pg_current_xact_id()")
+	require.NoError(t, err)
+	await(t, m, "an open transaction", func(s series) bool { return s["outbox_oldest_transaction_age_seconds"] > 0.2 })
+}
+
+// tablesAtRest checks what is in the database when no relay runs.
+func tablesAtRest(t *testing.T, m *metrics.Metrics, pool *pgxpool.Pool) {
+	t.Helper()
+	before, _ := scrape(t, m)
+	exec(t, pool, "INSERT INTO effectonce.outbox (topic, payload) SELECT 't', string_agg(uuid_send(gen_random_uuid()), '') FROM generate_series(1, 20000)")
+	await(t, m, "320 kB more", func(s series) bool { return s["outbox_table_bytes"] >= before["outbox_table_bytes"]+320_000 })
+
+	exec(t, pool, "CREATE TABLE IF NOT EXISTS effectonce.outbox_paused (relay text, topic text, who text, why text)")
+	exec(t, pool, "INSERT INTO effectonce.outbox_paused (relay, topic, who, why) VALUES ('default', 'a', 'ana', '-'), ('default', 'b', 'ana', '-'), ('other', 'a', 'ana', '-')")
+	await(t, m, "paused topics", func(s series) bool { return s[of("outbox_paused_topics", "relay", "default")] == 2 })
+	exec(t, pool, "CREATE TABLE IF NOT EXISTS effectonce.outbox_relays (relay text PRIMARY KEY, shards smallint)")
+	exec(t, pool, "INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 4), ('other', 7) ON CONFLICT (relay) DO UPDATE SET shards = excluded.shards")
+	await(t, m, "shards", func(s series) bool { return s[of("outbox_shards", "relay", "default")] == 4 })
+
+	exec(t, pool, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('billing/orders', 'billing', '{orders}')")
+	exec(t, pool, `INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", reason, error, state)
+		SELECT c.id, gen_random_uuid(), 'orders', 0, n, CASE n WHEN 1 THEN 'failed' ELSE 'behind' END, '', 'parked'
+		FROM effectonce.consumers c, generate_series(1, 3) n`)
+	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, record_time, caught_up_at) VALUES
+		('billing', 'orders', 0, clock_timestamp() - interval '200 s', NULL),
+		('billing', 'orders', 1, clock_timestamp() - interval '200 s', clock_timestamp())`)
+	position := func(partition string) string {
+		return of("effectonce_consumer_position_age_seconds", "group", "billing", "partition", partition, "topic", "orders")
+	}
+	s := await(t, m, "consumers", func(s series) bool {
+		_, there := s[position("1")]
+		return there && s[of("effectonce_parked_messages", "group", "billing", "reason", "failed", "topic", "orders")] == 1
+	})
+	assert.InDelta(t, 2, s[of("effectonce_parked_messages", "group", "billing", "reason", "behind", "topic", "orders")], 0)
+	assert.InDelta(t, 230, s[position("0")], 30)
+	assert.InDelta(t, 15, s[position("1")], 15, "an idle partition at its end is not late")
+}
+
+// compareWithDocs compares names, types and labels in both directions.
+func compareWithDocs(t *testing.T, samples series, types map[string]string) {
+	t.Helper()
+	text, err := os.ReadFile("../../docs/metrics.md")
+	require.NoError(t, err)
+	documented := map[string]string{}
+	for _, row := range regexp.MustCompile("(?m)^\\| `(\\w+)` \\| (\\w+) \\| ([^|]*) \\|").FindAllStringSubmatch(string(text), -1) {
+		documented[row[1]] = row[2] + " " + strings.Join(regexp.MustCompile(`\w+`).FindAllString(row[3], -1), ",")
+	}
+	exposed := map[string]string{}
+	label := regexp.MustCompile(`(\w+)="`)
+	for s := range samples {
+		name, labels, _ := strings.Cut(s, "{")
+		for _, suffix := range []string{"_bucket", "_sum", "_count"} {
+			if types[strings.TrimSuffix(name, suffix)] == "histogram" {
+				name = strings.TrimSuffix(name, suffix)
+			}
+		}
+		if !strings.HasPrefix(name, "outbox_") && !strings.HasPrefix(name, "effectonce_") {
+			continue
+		}
+		var names []string
+		for _, found := range label.FindAllStringSubmatch(labels, -1) {
+			if found[1] != "le" {
+				names = append(names, found[1])
+			}
+		}
+		exposed[name] = types[name] + " " + strings.Join(names, ",")
+	}
+	assert.Equal(t, documented, exposed)
+	assert.Len(t, exposed, 17)
+}
+
+// What cannot be read is left out and counted, not shown as it was; everything else stays, and it comes back.
+func TestNoValueIsStale(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	m := newMetrics("effectonce")
+	exec(t, pool, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
+		VALUES ('default', 1, gen_random_uuid(), 't', '{}', now(), 'too_large', 'e', 'held')`)
+	watch(t, m, pool)
+	dead := of("outbox_dead_messages", "reason", "too_large", "relay", "default", "state", "held")
+	s := await(t, m, "a dead row", func(s series) bool { return s[dead] == 1 })
+	assert.Zero(t, s["outbox_metrics_errors_total"])
+
+	exec(t, pool, "ALTER TABLE effectonce.outbox_dead RENAME TO elsewhere")
+	s = await(t, m, "no dead rows", func(s series) bool { _, there := s[dead]; return !there })
+	assert.GreaterOrEqual(t, s["outbox_metrics_errors_total"], 1.0)
+	assert.Contains(t, s, of("outbox_pending_messages", "relay", "default"))
+	assert.Contains(t, s, "outbox_table_bytes")
+	exec(t, pool, "ALTER TABLE effectonce.elsewhere RENAME TO outbox_dead")
+	await(t, m, "the dead row again", func(s series) bool { return s[dead] == 1 })
+
+	// A lock that is not given soon is such a failure, and ends the wait.
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer tx.Rollback(context.WithoutCancel(t.Context()))
+	_, err = tx.Exec(t.Context(), "LOCK TABLE effectonce.outbox_dead IN ACCESS EXCLUSIVE MODE")
+	require.NoError(t, err)
+	await(t, m, "no dead rows while they are locked", func(s series) bool { _, there := s[dead]; return !there })
+	require.NoError(t, tx.Rollback(t.Context()))
+	await(t, m, "the dead row once more", func(s series) bool { return s[dead] == 1 })
+}
+
+// A role that may relay and nothing else has the metrics of the relay, and no errors for what it may not see.
+func TestRoleOfARelayIsEnough(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	var role string
+	require.NoError(t, pool.QueryRow(t.Context(), "SELECT 'effectonce_metrics_' || pg_backend_pid()").Scan(&role))
+	exec(t, pool, "CREATE ROLE "+role)
+	t.Cleanup(func() {
+		_, err := pool.Exec(context.WithoutCancel(t.Context()), "RESET ROLE; DROP OWNED BY "+role+"; DROP ROLE "+role)
+		assert.NoError(t, err)
+	})
+	exec(t, pool, "GRANT USAGE ON SCHEMA effectonce TO "+role)
+	exec(t, pool, "GRANT SELECT ON effectonce.outbox, effectonce.outbox_seq_seq, effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_dead TO "+role)
+	config := pool.Config()
+	config.ConnConfig.RuntimeParams["role"] = role
+	limited, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(limited.Close)
+	exec(t, pool, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('g', 't', 0)")
+	m := newMetrics("effectonce")
+	watch(t, m, limited)
+	s := await(t, m, "all groups were read", func(s series) bool { _, there := s["outbox_table_bytes"]; return there })
+	assert.Contains(t, s, of("outbox_pending_messages", "relay", "default"))
+	assert.Zero(t, s["outbox_metrics_errors_total"])
+	for name := range s {
+		assert.NotContains(t, name, "effectonce_consumer_position_age_seconds")
+		assert.NotContains(t, name, "outbox_oldest_transaction_age_seconds", "it sees no other sessions")
+	}
+}
+
+// The statements are about the configured schema.
+func TestMetricsOfAnotherSchema(t *testing.T) {
+	t.Parallel()
+	address := pgtest.EmptyDatabase(t)
+	conn, err := pgx.Connect(t.Context(), address)
+	require.NoError(t, err)
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{Schema: "elsewhere"}))
+	_, err = conn.Exec(t.Context(), "INSERT INTO elsewhere.outbox (topic) VALUES ('t'), ('t')")
+	require.NoError(t, err)
+	require.NoError(t, conn.Close(t.Context()))
+	pool, err := pgxpool.New(t.Context(), address)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	m := newMetrics("elsewhere")
+	watch(t, m, pool)
+	s := await(t, m, "two rows wait", func(s series) bool {
+		return s[of("outbox_pending_messages", "relay", "default")] == 2 && s["outbox_table_bytes"] > 0
+	})
+	assert.Zero(t, s["outbox_metrics_errors_total"])
+}

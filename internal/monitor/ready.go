@@ -1,0 +1,128 @@
+package monitor
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// Limits of the question to the database.
+const (
+	askMax       = 2 * time.Second
+	statementMax = "1500ms"
+	answerMaxAge = time.Second // so that many probes cost no more than one
+)
+
+// Readiness is the answer of /readyz.
+type Readiness struct {
+	Ready  bool   `json:"ready"`
+	Relay  string `json:"relay"`
+	State  string `json:"state"` // starting, publishing, standing_by, waiting or draining
+	Shards int    `json:"shards_owned"`
+	// Reasons say why it is not ready.
+	Reasons []string `json:"reasons"`
+}
+
+// answer is what the database said.
+type answer struct {
+	at     time.Time
+	reason string // empty: it is reachable, and the schema fits
+	held   bool   // somebody holds a lease
+}
+
+// database asks, one at a time.
+type database struct {
+	relay, schema string
+
+	mu   sync.Mutex
+	pool *pgxpool.Pool // nil while the program starts
+	last answer
+}
+
+func (d *database) use(pool *pgxpool.Pool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.pool, d.last = pool, answer{}
+}
+
+func (d *database) ask(ctx context.Context) answer {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.pool == nil {
+		return answer{reason: "the database is not connected yet"}
+	}
+	if time.Since(d.last.at) < answerMaxAge {
+		return d.last
+	}
+	// The answer is for the next caller too: one that hangs up must not spoil it.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askMax)
+	defer cancel()
+	held, err := d.look(ctx)
+	d.last = answer{at: time.Now(), reason: reason(err), held: held}
+	return d.last
+}
+
+var errStandby = errors.New("the database is a standby")
+
+func (d *database) look(ctx context.Context) (held bool, err error) {
+	err = pgx.BeginTxFunc(ctx, d.pool, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		var standby bool
+		if err := tx.QueryRow(ctx, limitsSQL, statementMax).Scan(nil, nil, &standby); err != nil {
+			return err
+		}
+		if standby {
+			return errStandby
+		}
+		if err := migrations.Check(ctx, tx, migrations.Options{Schema: d.schema}); err != nil {
+			return err
+		}
+		return tx.QueryRow(ctx, migrations.InSchema(heldSQL, d.schema), d.relay).Scan(&held)
+	})
+	return held, err
+}
+
+// reason never repeats what the driver says: that has names of users and hosts.
+func reason(err error) string {
+	switch {
+	case err == nil:
+		return ""
+	case errors.Is(err, errStandby), errors.Is(err, migrations.ErrTooOld), errors.Is(err, migrations.ErrTooNew):
+		return err.Error()
+	}
+	return "the database does not answer, or refuses: see the log"
+}
+
+// readiness of this replica now.
+func (s *Server) readiness(ctx context.Context) Readiness {
+	at := s.database.ask(ctx)
+	phase, shards := s.cfg.State.now()
+	r := Readiness{Relay: s.cfg.Relay, Shards: shards, Reasons: []string{}}
+	if at.reason != "" {
+		r.Reasons = append(r.Reasons, at.reason)
+	}
+	switch {
+	case phase == starting:
+		r.State = "starting"
+		r.Reasons = append(r.Reasons, "the relay starts")
+	case phase == draining:
+		r.State = "draining"
+		r.Reasons = append(r.Reasons, "the relay was told to stop")
+	case shards > 0:
+		r.State = "publishing"
+	case at.held:
+		r.State = "standing_by"
+	default:
+		r.State = "waiting"
+		if at.reason == "" {
+			r.Reasons = append(r.Reasons, "no replica holds a lease")
+		}
+	}
+	r.Ready = len(r.Reasons) == 0
+	return r
+}

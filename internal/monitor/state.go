@@ -1,0 +1,104 @@
+package monitor
+
+import (
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/effectonce/effectonce/relay"
+)
+
+// phase of a replica's life.
+type phase int
+
+const (
+	starting phase = iota
+	running
+	draining
+)
+
+// stuckAfter is far above what a turn of a relay that holds a lease may take: its statements end with the lease,
+// and while it waits for brokers it still turns.
+const stuckAfter = 5 * time.Minute
+
+// State is what a relay's callbacks tell about it.
+type State struct {
+	stuckAfter time.Duration
+
+	mu    sync.Mutex
+	phase phase
+	owned map[int16]bool // shards
+	turn  time.Time      // the last sign of life
+}
+
+// NewState returns the state of a replica that starts.
+func NewState() *State {
+	return &State{stuckAfter: stuckAfter, owned: map[int16]bool{}, turn: time.Now()}
+}
+
+// Hooks are callbacks that keep the state, and then call next.
+func (s *State) Hooks(next relay.Hooks) relay.Hooks {
+	hooks := next
+	hooks.Turn = func() {
+		s.turned()
+		if next.Turn != nil {
+			next.Turn()
+		}
+	}
+	hooks.Lease = func(shard int16, held bool) {
+		s.lease(shard, held)
+		if next.Lease != nil {
+			next.Lease(shard, held)
+		}
+	}
+	return hooks
+}
+
+func (s *State) turned() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.turn = time.Now()
+}
+
+func (s *State) lease(shard int16, held bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.turn = time.Now()
+	if held {
+		s.owned[shard] = true
+	} else {
+		delete(s.owned, shard)
+	}
+}
+
+// Running notes that the relay was set up and goes to work.
+func (s *State) Running() { s.enter(running) }
+
+// Draining notes that it was told to stop.
+func (s *State) Draining() { s.enter(draining) }
+
+// enter never goes back: a stop may come before the start is over.
+func (s *State) enter(next phase) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.phase = max(s.phase, next)
+	s.turn = time.Now()
+}
+
+// stuck is why the process has to be restarted, or empty. Only a replica that holds a shard can be stuck: one
+// without waits for the database or for another replica, and a restart would mend neither.
+func (s *State) stuck() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	silent := time.Since(s.turn)
+	if s.phase == running && len(s.owned) > 0 && silent > s.stuckAfter {
+		return fmt.Sprintf("the relay holds %d shards and has done nothing for %v", len(s.owned), silent.Round(time.Second))
+	}
+	return ""
+}
+
+func (s *State) now() (phase, int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.phase, len(s.owned)
+}

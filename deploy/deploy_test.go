@@ -1,0 +1,196 @@
+package deploy_test
+
+import (
+	"encoding/json"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.yaml.in/yaml/v3"
+)
+
+// metrics are what "outbox-relay run" exports, without those of Go and of the process.
+var metrics = map[string]bool{
+	"outbox_oldest_pending_age_seconds":     true,
+	"outbox_pending_messages":               true,
+	"outbox_messages_dispatched_total":      true,
+	"outbox_delivery_lag_seconds":           true,
+	"outbox_dead_messages":                  true,
+	"outbox_messages_dead_total":            true,
+	"outbox_shards":                         true,
+	"outbox_shards_owned":                   true,
+	"outbox_lease_changes_total":            true,
+	"outbox_interruptions_total":            true,
+	"outbox_paused_topics":                  true,
+	"outbox_table_bytes":                    true,
+	"outbox_oldest_transaction_age_seconds": true,
+	"effectonce_parked_messages":            true,
+	"outbox_metrics_errors_total":           true,
+	"outbox_relay_info":                     true,
+}
+
+// comingFlags are flags of "run" that other changes bring. REMOVE when those are merged: the program's own
+// help is what counts.
+var comingFlags = strings.Fields(`--listen --metrics-interval --admin-token-file --pprof --kafka-tls --kafka-ca-file --kafka-cert-file
+	--kafka-key-file --kafka-sasl-mechanism --kafka-username --kafka-password-file --kafka-token-file --database-password-file --insecure
+	--exactly-once --shards`)
+
+// rule is an alert of alerts.yaml.
+type rule struct {
+	Alert       string
+	Expr        string
+	Labels      map[string]string
+	Annotations map[string]string
+}
+
+func alerts(t *testing.T) (all []rule) {
+	t.Helper()
+	var file struct{ Groups []struct{ Rules []rule } }
+	require.NoError(t, yaml.Unmarshal([]byte(read(t, "prometheus/alerts.yaml")), &file))
+	for _, group := range file.Groups {
+		all = append(all, group.Rules...)
+	}
+	require.NotEmpty(t, all)
+	return all
+}
+
+func read(t *testing.T, path string) string {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	return string(text)
+}
+
+// expressions returns the queries of the dashboard's panels, and those that fill its variables.
+func expressions(t *testing.T) (all []string) {
+	t.Helper()
+	var dashboard struct {
+		Panels     []struct{ Targets []struct{ Expr string } }
+		Templating struct{ List []struct{ Definition string } }
+	}
+	require.NoError(t, json.Unmarshal([]byte(read(t, "grafana/outbox-relay.json")), &dashboard))
+	for _, panel := range dashboard.Panels {
+		for _, target := range panel.Targets {
+			all = append(all, target.Expr)
+		}
+	}
+	for _, variable := range dashboard.Templating.List {
+		all = append(all, variable.Definition)
+	}
+	require.Greater(t, len(all), 20)
+	return all
+}
+
+var (
+	named   = regexp.MustCompile(`\b(?:outbox|effectonce)_[a-z_]+`)
+	derived = regexp.MustCompile(`_(bucket|sum|count)$`)
+)
+
+// Alerts and dashboard ask only for metrics that the program has, and the dashboard shows all of them.
+func TestMetricsExist(t *testing.T) {
+	t.Parallel()
+	shown := map[string]bool{}
+	for _, expr := range expressions(t) {
+		for _, name := range named.FindAllString(expr, -1) {
+			name = derived.ReplaceAllString(name, "")
+			assert.True(t, metrics[name], "dashboard: %s in %s", name, expr)
+			shown[name] = true
+		}
+	}
+	assert.Equal(t, metrics, shown)
+	for _, r := range alerts(t) {
+		found := named.FindAllString(r.Expr, -1)
+		assert.NotEmpty(t, found, r.Alert)
+		for _, name := range found {
+			assert.True(t, metrics[derived.ReplaceAllString(name, "")], "%s: %s", r.Alert, name)
+		}
+	}
+}
+
+// Each alert says what happens and leads to a heading for operators that says what to look at and what to
+// do, each such heading belongs to an alert, and each alert has a test in which it fires.
+func TestAlertsAreDocumented(t *testing.T) {
+	t.Parallel()
+	sections := map[string]string{}
+	for _, section := range regexp.MustCompile(`(?m)^##+ `).Split(read(t, "../docs/operations.md"), -1) {
+		title, body, _ := strings.Cut(section, "\n")
+		if name, found := strings.CutPrefix(title, "Alert: "); found {
+			sections[name] = body
+		}
+	}
+	tests := read(t, "prometheus/alerts_test.yaml")
+	for _, r := range alerts(t) {
+		assert.Contains(t, []string{"critical", "warning"}, r.Labels["severity"], r.Alert)
+		assert.NotEmpty(t, r.Annotations["summary"], r.Alert)
+		assert.NotEmpty(t, r.Annotations["description"], r.Alert)
+		assert.Equal(t, "https://github.com/effectonce/effectonce/blob/main/docs/operations.md#alert-"+strings.ToLower(r.Alert),
+			r.Annotations["runbook_url"], r.Alert)
+		for _, part := range []string{"**Symptom.**", "**Look.**", "**Remedy.**"} {
+			assert.Contains(t, sections[r.Alert], part, "docs/operations.md, Alert: %s", r.Alert)
+		}
+		delete(sections, r.Alert)
+		fires := regexp.MustCompile(`alertname: ` + r.Alert + `\n\s+exp_alerts:\n`)
+		assert.Regexp(t, fires, tests, r.Alert)
+	}
+	assert.Empty(t, sections, "headings without an alert")
+}
+
+var (
+	flag     = regexp.MustCompile(`(?:^|[\s"'\[,-])(--[a-z][a-z-]+)`)
+	variable = regexp.MustCompile(`\bOUTBOX_([A-Z_]+)\b`)
+	// foreign are flags of other programs in these files.
+	foreign = regexp.MustCompile(`docker .*|go build .*|test: \[CMD, (?:pg_isready|/opt/kafka)[^\n]*|FROM .*|COPY .*|RUN --mount[^&]*|kubectl .* exec [^/]*`)
+)
+
+// Every flag and every variable in these files is one of the program.
+func TestFlagsExist(t *testing.T) {
+	t.Parallel()
+	known := map[string]bool{}
+	for _, command := range [][]string{{"run"}, {"migrate", "up"}, {"status"}} {
+		help, err := exec.CommandContext(t.Context(), "go", append(append([]string{"run", "../cmd/outbox-relay"}, command...), "--help")...).CombinedOutput()
+		require.NoError(t, err, "%s", help)
+		for _, found := range flag.FindAllStringSubmatch(string(help), -1) {
+			known[found[1]] = true
+		}
+	}
+	require.True(t, known["--drain-max"] && known["--interval"], "the help is not understood")
+	for _, name := range comingFlags {
+		known[name] = true
+	}
+	used := 0
+	require.NoError(t, filepath.WalkDir(".", func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || entry.IsDir() || strings.HasSuffix(path, ".go") || strings.HasSuffix(path, ".json") {
+			return err
+		}
+		text := foreign.ReplaceAllString(read(t, path), "")
+		for _, found := range flag.FindAllStringSubmatch(text, -1) {
+			used++
+			assert.True(t, known[found[1]], "%s: %s", path, found[1])
+		}
+		for _, found := range variable.FindAllStringSubmatch(text, -1) {
+			name := "--" + strings.ToLower(strings.ReplaceAll(found[1], "_", "-"))
+			assert.True(t, known[name] || found[1] == "RELAY_IMAGE", "%s: %s", path, found[0])
+		}
+		return nil
+	}))
+	require.Greater(t, used, 20)
+}
+
+// The two ways to build the image end in the same one.
+func TestBothImagesAreTheSame(t *testing.T) {
+	t.Parallel()
+	last := func(path string) string {
+		_, stage, found := strings.Cut(read(t, path), "\nFROM scratch\n")
+		require.True(t, found, path)
+		return stage
+	}
+	fromBuild := strings.ReplaceAll(last("Dockerfile"), "COPY --from=build /out/", "COPY ")
+	assert.Equal(t, fromBuild, last("Dockerfile.binary"))
+	assert.Contains(t, fromBuild, "\nUSER 65532:65532\n")
+}

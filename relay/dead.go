@@ -22,6 +22,7 @@ const (
 	ReasonTooLarge     Reason = "too_large"     // larger than the topic's max.message.bytes
 	ReasonRefused      Reason = "refused"       // refused by Kafka for another reason
 	ReasonBadHeaders   Reason = "bad_headers"   // the headers column is not in the documented form
+	ReasonPaused       Reason = "paused"        // an operator paused the topic; released by itself when it is resumed
 	ReasonBehind       Reason = "behind"        // nothing is wrong: an earlier row of the key is dead
 )
 
@@ -51,6 +52,8 @@ func (s *sorted) bury(r *row, reason Reason, err error) {
 		s.behind[keyOf(r)] = true
 	}
 }
+
+var errPaused = errors.New("the topic is paused: its rows are published when it is resumed")
 
 var errBehind = errors.New("an earlier row of this key is dead")
 
@@ -95,6 +98,9 @@ func (p *publisher) record(maker *recordMaker, r *row) (*kgo.Record, Reason, err
 		if err := p.refusal(r.seq); err != nil {
 			return nil, ReasonRefused, err
 		}
+	}
+	if p.isPaused(r.topic) {
+		return nil, ReasonPaused, errPaused
 	}
 	topic, _ := p.topics.get(r.topic)
 	if topic.refusal != nil {
@@ -201,7 +207,7 @@ func (p *publisher) buried(ctx context.Context, dead []deadRow) {
 		if p.cfg.Hooks.Dead != nil {
 			p.cfg.Hooks.Dead(d.row.topic, d.reason)
 		}
-		if d.reason != ReasonBehind {
+		if d.reason != ReasonBehind && d.reason != ReasonPaused {
 			p.cfg.Logger.ErrorContext(ctx, "outbox row cannot be published; it moved to outbox_dead and holds its key",
 				"relay", p.cfg.Name, "seq", d.row.seq, "id", d.row.id, "topic", d.row.topic, "reason", d.reason, "error", d.err)
 		}
@@ -224,7 +230,7 @@ func (p *publisher) reviveDead(ctx context.Context) error {
 		return nil
 	}
 	p.looked = time.Now()
-	if err := p.retryCreatedTopics(ctx); err != nil {
+	if err := p.retryTopics(ctx); err != nil {
 		return err
 	}
 	for {
@@ -246,28 +252,41 @@ func (p *publisher) lookForDead(ctx context.Context) error {
 	return nil
 }
 
-func (p *publisher) retryCreatedTopics(ctx context.Context) error {
-	result, err := p.pool.Query(ctx, p.sql.missingTopics, p.cfg.Name)
+func (p *publisher) retryTopics(ctx context.Context) error {
+	result, err := p.pool.Query(ctx, p.sql.waitingTopics, p.cfg.Name)
 	if err != nil {
 		return fmt.Errorf("look for dead rows: %w", err)
 	}
-	names, err := pgx.CollectRows(result, pgx.RowTo[string])
-	if err != nil || len(names) == 0 {
-		return err
+	var missing, ready []string
+	var name string
+	var paused bool
+	_, err = pgx.ForEachRow(result, []any{&name, &paused}, func() error {
+		switch {
+		case p.isPaused(name):
+		case paused:
+			ready = append(ready, name)
+		default:
+			missing = append(missing, name)
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("look for dead rows: %w", err)
 	}
-	if err := p.topics.learn(ctx, p.client, names); err != nil {
-		return err
-	}
-	var created []string
-	for _, name := range names {
-		if topic, _ := p.topics.get(name); topic.exists {
-			created = append(created, name)
+	if len(missing) > 0 {
+		if err := p.topics.learn(ctx, p.client, missing); err != nil {
+			return err
 		}
 	}
-	if len(created) == 0 {
+	for _, name := range missing {
+		if topic, _ := p.topics.get(name); topic.exists {
+			ready = append(ready, name)
+		}
+	}
+	if len(ready) == 0 {
 		return nil
 	}
-	_, err = p.pool.Exec(ctx, p.sql.retryTopic, p.cfg.Name, created)
+	_, err = p.pool.Exec(ctx, p.sql.retryTopic, p.cfg.Name, ready)
 	return err
 }
 

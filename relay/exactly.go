@@ -15,6 +15,7 @@ import (
 // record of the journal; the row in outbox_progress follows it, for retention and for people.
 type transaction struct {
 	journal *journal
+	life    context.Context //nolint:containedctx // of the work: it ends when something failed, not when it is to stop
 	max     time.Duration
 	begun   time.Time // of the transaction under way; zero: there is none
 	at      cursor    // the last one that was committed
@@ -27,8 +28,8 @@ func (t *transaction) due(pageFull bool) bool { return !pageFull || time.Since(t
 
 // beginExactlyOnce fences whoever published this shard before, aborts what that one had under way, and goes on
 // from what was committed last.
-func (p *publisher) beginExactlyOnce(ctx context.Context) error {
-	p.exact = &transaction{journal: p.newJournal(), max: p.cfg.TransactionMax, rows: p.lease.stored.published}
+func (p *publisher) beginExactlyOnce(ctx, life context.Context) error {
+	p.exact = &transaction{journal: p.newJournal(), life: life, max: p.cfg.TransactionMax, rows: p.lease.stored.published}
 	if err := p.exact.journal.prepare(ctx, p.client); err != nil {
 		return err
 	}
@@ -70,13 +71,17 @@ func (p *publisher) open() error {
 }
 
 // commit ends the transaction under way, with what is acknowledged as progress, and stores the copy. Everything
-// in flight is waited for first. Once that is done it does not end with ctx, only in time: a transaction that was
-// cut off is void, unless the journal says that it was committed.
+// in flight is waited for first. Once that is done it does not end with ctx, only with the work and in time: a
+// transaction that was cut off is void, unless the journal says that it was committed.
 func (p *publisher) commit(ctx context.Context) error {
 	if err := p.settled(ctx); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.cfg.Lease)
+	deadline, ok := ctx.Deadline()
+	if !ok {
+		deadline = time.Now().Add(transactionTimeout)
+	}
+	ctx, cancel := context.WithDeadline(p.exact.life, deadline)
 	defer cancel()
 	p.storing.Lock()
 	defer p.storing.Unlock()

@@ -109,22 +109,34 @@ func (e *entry) cursor() (c cursor, err error) {
 	return c, err
 }
 
+// end waits for a topic that is new to the brokers.
+func (j *journal) end(ctx context.Context, admin *kadm.Client) (int64, error) {
+	for {
+		ends, err := admin.ListEndOffsets(ctx, j.topic)
+		if err != nil {
+			return 0, err
+		}
+		if n := len(ends[j.topic]); n > 1 {
+			return 0, fmt.Errorf("it has %d partitions: want 1", n)
+		}
+		end, there := ends.Lookup(j.topic, 0)
+		if there && !kerr.IsRetriable(end.Err) {
+			return end.Offset, end.Err
+		}
+		if !pause(ctx, 20*time.Millisecond) {
+			return 0, fmt.Errorf("its end is unknown: %w", errors.Join(end.Err, ctx.Err()))
+		}
+	}
+}
+
 // read returns the last committed entry, or nil. It reads up to what was the end when it began: the transactions
 // of other shards that are still open before that are waited for, since nobody can tell what is behind them.
 func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) {
-	admin := kadm.NewClient(client)
-	ends, err := admin.ListEndOffsets(ctx, j.topic)
+	end, err := j.end(ctx, kadm.NewClient(client))
 	if err != nil {
 		return nil, err
 	}
-	end, ok := ends.Lookup(j.topic, 0)
-	if err := end.Err; err != nil || !ok {
-		return nil, errors.Join(err, errors.New("its end is unknown"))
-	}
-	if len(ends[j.topic]) != 1 {
-		return nil, fmt.Errorf("it has %d partitions: want 1", len(ends[j.topic]))
-	}
-	if end.Offset == 0 {
+	if end == 0 {
 		return nil, nil //nolint:nilnil // nothing was committed yet
 	}
 	reader, err := kgo.NewClient(append(append([]kgo.Opt{}, j.kafka...),
@@ -136,7 +148,7 @@ func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) 
 	}
 	defer reader.Close()
 	var last *entry
-	for at := int64(0); at < end.Offset; {
+	for at := int64(0); at < end; {
 		fetches := reader.PollFetches(ctx)
 		if err := fetches.Err(); err != nil {
 			return nil, err

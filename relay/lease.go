@@ -67,15 +67,18 @@ func (r *Relay) askCluster(ctx context.Context) (c cluster) {
 
 // acquire returns nil while another replica holds the shard.
 func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
-	l := &lease{shard: shard, cluster: r.askCluster(ctx)}
-	if err := r.pool.QueryRow(ctx, r.sql.seq).Scan(&l.seq); err != nil {
+	// A connection that is dead without saying so must not keep a replica from everything else.
+	asking, cancel := context.WithTimeout(ctx, r.cfg.Lease)
+	defer cancel()
+	l := &lease{shard: shard, cluster: r.askCluster(asking)}
+	if err := r.pool.QueryRow(asking, r.sql.seq).Scan(&l.seq); err != nil {
 		return nil, fmt.Errorf("read the outbox's sequence: %w", err)
 	}
 	asked := time.Now()
 	var from int64
 	var to *int64
 	var known cluster
-	err := r.pool.QueryRow(ctx, r.sql.acquire, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
+	err := r.pool.QueryRow(asking, r.sql.acquire, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
 		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no lease is no error

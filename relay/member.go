@@ -60,7 +60,8 @@ func (m *member) run(ctx context.Context) error {
 			w.end()
 		}
 		go func() { group.Wait(); close(ended) }()
-		for range ended { //nolint:revive // what they say at the end is stored already
+		for shard := range ended {
+			_ = m.reap(ctx, shard) // ctx has ended, or an error is under way already
 		}
 		m.leave(ctx)
 	}()
@@ -160,7 +161,8 @@ func (r *Relay) beat(ctx context.Context, leases []*lease) (*standing, error) {
 	s := &standing{}
 	var shard int16
 	var free, renewed bool
-	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.wanted, &s.others, &shard, &free, &renewed}, func() error {
+	var paused []string
+	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.wanted, &s.others, &shard, &free, &renewed, &paused}, func() error {
 		if free {
 			s.free = append(s.free, shard)
 		}
@@ -172,6 +174,7 @@ func (r *Relay) beat(ctx context.Context, leases []*lease) (*standing, error) {
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
 	}
+	r.paused.Store(&paused)
 	for _, l := range leases {
 		if slices.Contains(s.renewed, l.shard) {
 			l.trust(asked, r.cfg.Lease)

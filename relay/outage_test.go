@@ -28,6 +28,16 @@ import (
 // Row O28.
 func TestFlakyBrokerLosesNothing(t *testing.T) {
 	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			testFlakyBrokerLosesNothing(t, exactly)
+		})
+	}
+}
+
+func testFlakyBrokerLosesNothing(t *testing.T, exactly bool) {
+	t.Helper()
 	pool := pgtest.Pool(t)
 	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, "orders"))
 	random := rand.New(rand.NewPCG(1, 2))
@@ -47,7 +57,7 @@ func TestFlakyBrokerLosesNothing(t *testing.T) {
 	for i := range 300 {
 		insert(t, pool, "orders", fmt.Sprint("k", i%7), fmt.Sprint(i))
 	}
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchMaxBytes(2000)}, relay.Config{PageRowsMax: 10})
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchMaxBytes(2000)}, relay.Config{ExactlyOnce: exactly, PageRowsMax: 10})
 	require.NoError(t, err)
 	require.EqualValues(t, 300, drain(t, r))
 	require.Zero(t, dead(t, pool))

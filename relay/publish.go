@@ -121,7 +121,7 @@ func (p *publisher) work(ctx context.Context) error {
 		}
 	})
 	if p.cfg.ExactlyOnce {
-		if err := p.beginExactlyOnce(reading); err != nil {
+		if err := p.beginExactlyOnce(reading, groupCtx); err != nil {
 			stopKeeping()
 			stopStoring()
 			return errors.Join(err, group.Wait())

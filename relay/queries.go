@@ -13,7 +13,7 @@ const enrollSQL = `-- relay.enroll
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ($1, $2) ON CONFLICT (relay) DO NOTHING`
 
 // beatSQL says that this replica is alive, renews the leases that it holds ($4 and $5 are their shards and
-// epochs), and returns how things stand: one row for each shard, and whether it was renewed.
+// epochs), and returns how things stand: one row for each shard, whether it was renewed, and which topics are paused.
 const beatSQL = `-- relay.beat
 WITH alive AS (
   INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until) VALUES ($1, $2, clock_timestamp() + $3::interval)
@@ -26,10 +26,11 @@ WITH alive AS (
 )
 SELECT r.shards, r.shards_wanted, others.owners, s.shard::smallint,
   p.shard IS NULL OR p.lease_until IS NULL OR p.lease_until < clock_timestamp() AS free,
-  EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed
+  EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed, waiting.topics AS paused
 FROM effectonce.outbox_relays r
 CROSS JOIN LATERAL (SELECT coalesce(array_agg(owner), '{}') AS owners FROM effectonce.outbox_replicas
   WHERE relay = $1 AND owner <> $2 AND alive_until > clock_timestamp()) others
+CROSS JOIN LATERAL (SELECT coalesce(array_agg(topic), '{}') AS topics FROM effectonce.outbox_paused WHERE relay = $1) waiting
 CROSS JOIN LATERAL generate_series(0, r.shards - 1) AS s (shard)
 LEFT JOIN effectonce.outbox_progress p ON p.relay = r.relay AND p.shard = s.shard
 WHERE r.relay = $1
@@ -60,9 +61,38 @@ WHERE relay = $1 AND shard = $2 AND epoch = $3`
 const snapshotSQL = `-- relay.snapshot
 SELECT pg_current_snapshot()::text`
 
+// pauseSQL and what follows: see pause.go.
+const pauseSQL = `-- relay.pause
+WITH paused AS (
+  INSERT INTO effectonce.outbox_paused (relay, topic, who, why) SELECT $1, t.topic, $3, $4 FROM pg_catalog.unnest($2::text[]) AS t (topic)
+  ON CONFLICT (relay, topic) DO NOTHING RETURNING topic
+), noted AS (
+  INSERT INTO effectonce.operator_actions (who, what, why, subject)
+  SELECT $3, 'topic.pause', $4, jsonb_build_object('relay', $1::text, 'topic', topic) FROM paused
+)
+SELECT topic FROM paused ORDER BY topic`
+
+const resumeSQL = `-- relay.resume
+WITH resumed AS (
+  DELETE FROM effectonce.outbox_paused WHERE relay = $1 AND topic = ANY ($2::text[]) RETURNING topic
+), noted AS (
+  INSERT INTO effectonce.operator_actions (who, what, why, subject)
+  SELECT $3, 'topic.resume', $4, jsonb_build_object('relay', $1::text, 'topic', topic) FROM resumed
+)
+SELECT topic FROM resumed ORDER BY topic`
+
+const pausedSQL = `-- relay.paused
+SELECT topic, who, why, paused_at FROM effectonce.outbox_paused WHERE relay = $1 ORDER BY topic`
+
 // wantShardsSQL and what follows: see reshard.go.
 const wantShardsSQL = `-- relay.want_shards
-UPDATE effectonce.outbox_relays SET shards_wanted = nullif($2, shards) WHERE relay = $1 RETURNING shards`
+WITH wanted AS (
+  UPDATE effectonce.outbox_relays SET shards_wanted = nullif($2, shards) WHERE relay = $1 RETURNING shards
+), noted AS (
+  INSERT INTO effectonce.operator_actions (who, what, why, subject)
+  SELECT $3, 'relay.shards', $4, jsonb_build_object('relay', $1::text, 'shards', shards, 'wanted', $2::smallint) FROM wanted
+)
+SELECT shards FROM wanted`
 
 const lockShardsSQL = `-- relay.lock_shards
 SELECT FROM effectonce.outbox_relays WHERE relay = $1 AND shards_wanted IS NOT NULL FOR UPDATE`
@@ -241,13 +271,15 @@ FROM unnest($2::bigint[], $3::text[], $4::text[]) AS d (seq, reason, error)
 JOIN effectonce.outbox o USING (seq)
 ON CONFLICT (relay, seq) DO NOTHING`
 
-// missingTopicsSQL lists what waits for a topic to be created.
-const missingTopicsSQL = `-- relay.missing_topics
-SELECT DISTINCT topic FROM effectonce.outbox_dead WHERE relay = $1 AND reason = 'unknown_topic' AND state = 'held'`
+// waitingTopicsSQL lists what waits for a topic to be created, or to be resumed.
+const waitingTopicsSQL = `-- relay.waiting_topics
+SELECT DISTINCT topic, reason = 'paused' FROM effectonce.outbox_dead WHERE relay = $1 AND reason IN ('unknown_topic', 'paused') AND state = 'held'`
 
 const retryTopicSQL = `-- relay.retry_topic
-UPDATE effectonce.outbox_dead SET state = 'retry'
-WHERE relay = $1 AND topic = ANY ($2) AND reason = 'unknown_topic' AND state = 'held'`
+WITH locked AS MATERIALIZED (
+  SELECT seq FROM effectonce.outbox_dead
+  WHERE relay = $1 AND topic = ANY ($2) AND reason IN ('unknown_topic', 'paused') AND state = 'held' ORDER BY seq FOR UPDATE)
+UPDATE effectonce.outbox_dead d SET state = 'retry' FROM locked WHERE d.relay = $1 AND d.seq = locked.seq`
 
 // releasableSQL lists dead rows with no held row of their key at or before them, in order. Rows without
 // a key hold nobody.
@@ -277,7 +309,7 @@ FROM locked l WHERE d.relay = $1 AND d.seq = l.seq`
 
 type queries struct {
 	enroll, beat, leave, seq, acquire, release, fetch, loadTick, storeTick, advance, prune, restamp, rebase string
-	deadExist, held, bury, missingTopics, retryTopic, releasable, exhume, holdAgain                         string
+	deadExist, held, bury, waitingTopics, retryTopic, releasable, exhume, holdAgain                         string
 	lockShards, allHeld, cutOver, dropShards, shardsDone                                                    string
 	slots, turn, unpublished, lockSlot, truncate, truncated                                                 string
 }
@@ -289,7 +321,7 @@ func newQueries(schema string) queries {
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL),
 		loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), prune: in(pruneSQL),
 		restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
-		bury: in(burySQL), missingTopics: in(missingTopicsSQL), retryTopic: in(retryTopicSQL),
+		bury: in(burySQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),
 		releasable: in(releasableSQL), exhume: in(exhumeSQL), holdAgain: in(holdAgainSQL),
 		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL),
 		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL),

@@ -7,7 +7,9 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -27,6 +29,7 @@ type Relay struct {
 
 	suspects suspects
 	wake     wake
+	paused   atomic.Pointer[[]string] // topics
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
@@ -168,6 +171,12 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 	}()
 	err := p.publish(ctx)
 	return p.published, err
+}
+
+// isPaused tells whether an operator paused a topic, as far as the last look knows.
+func (r *Relay) isPaused(topic string) bool {
+	paused := r.paused.Load()
+	return paused != nil && slices.Contains(*paused, topic)
 }
 
 // turn says that a loop is not stuck.

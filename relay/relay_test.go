@@ -104,8 +104,18 @@ func TestRecordIsTheRow(t *testing.T) {
 // Property: a row whose transaction commits after later rows were published is published, once. Row O2.
 func TestLateCommitIsNotSkipped(t *testing.T) {
 	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			testLateCommitIsNotSkipped(t, exactly)
+		})
+	}
+}
+
+func testLateCommitIsNotSkipped(t *testing.T, exactly bool) {
+	t.Helper()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	r := newRelay(t, pool, relay.Config{})
+	r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
 	late, err := pool.Begin(ctx)
 	require.NoError(t, err)
 	defer late.Rollback(context.WithoutCancel(ctx))
@@ -155,8 +165,18 @@ func TestSlowWriterInAnIdleClusterIsNotSkipped(t *testing.T) {
 // published whole and in order, page by page, also when the relay starts anew between pages.
 func TestLargeLateTransactionIsPaged(t *testing.T) {
 	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			testLargeLateTransactionIsPaged(t, exactly)
+		})
+	}
+}
+
+func testLargeLateTransactionIsPaged(t *testing.T, exactly bool) {
+	t.Helper()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	cfg := relay.Config{PageRowsMax: 7}
+	cfg := relay.Config{ExactlyOnce: exactly, PageRowsMax: 7}
 	late, err := pool.Begin(ctx)
 	require.NoError(t, err)
 	defer late.Rollback(context.WithoutCancel(ctx))
@@ -178,11 +198,21 @@ func TestLargeLateTransactionIsPaged(t *testing.T) {
 // are published by themselves, in order and before later ones. Row O12.
 func TestUnknownTopicHoldsOnlyItself(t *testing.T) {
 	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			testUnknownTopicHoldsOnlyItself(t, exactly)
+		})
+	}
+}
+
+func testUnknownTopicHoldsOnlyItself(t *testing.T, exactly bool) {
+	t.Helper()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	missing := kafkatest.UnusedTopic(t)
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
-	r := newRelay(t, pool, relay.Config{})
+	r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
 	go func() { done <- r.Run(running) }()
 	insert(t, pool, missing, "k", "1")
 	insert(t, pool, topic, "k", "flows")
@@ -209,8 +239,18 @@ func TestUnknownTopicHoldsOnlyItself(t *testing.T) {
 // are published in order. Rows O10, O11.
 func TestRowTooLargeHoldsOnlyItsKey(t *testing.T) {
 	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			testRowTooLargeHoldsOnlyItsKey(t, exactly)
+		})
+	}
+}
+
+func testRowTooLargeHoldsOnlyItsKey(t *testing.T, exactly bool) {
+	t.Helper()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1, "max.message.bytes", "5000")
-	r := newRelay(t, pool, relay.Config{})
+	r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
 	insert(t, pool, topic, "big", "0")
 	insert(t, pool, topic, "big", strings.Repeat("x", 6000))
 	insert(t, pool, topic, "big", "2")
@@ -248,10 +288,20 @@ func TestRowTooLargeHoldsOnlyItsKey(t *testing.T) {
 // Property: headers that plain SQL wrote in no known form park the row and name the header.
 func TestBadHeadersArePlainlyReported(t *testing.T) {
 	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			testBadHeadersArePlainlyReported(t, exactly)
+		})
+	}
+}
+
+func testBadHeadersArePlainlyReported(t *testing.T, exactly bool) {
+	t.Helper()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, headers) VALUES ($1, '{"trace": {"nested": 1}}'), ($1, '{"n": 7, "message-id": "mine"}')`, topic)
 	require.NoError(t, err)
-	drain(t, newRelay(t, pool, relay.Config{}))
+	drain(t, newRelay(t, pool, relay.Config{ExactlyOnce: exactly}))
 	var text string
 	require.NoError(t, pool.QueryRow(ctx, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'bad_headers'`).Scan(&text))
 	require.Contains(t, text, `"trace"`)
@@ -265,8 +315,18 @@ func TestBadHeadersArePlainlyReported(t *testing.T) {
 // progress of one that lost its lease is refused. Row O13.
 func TestLeaseMovesAndFences(t *testing.T) {
 	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			testLeaseMovesAndFences(t, exactly)
+		})
+	}
+}
+
+func testLeaseMovesAndFences(t *testing.T, exactly bool) {
+	t.Helper()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	first, second := newRelay(t, pool, relay.Config{Owner: "first"}), newRelay(t, pool, relay.Config{Owner: "second", Lease: time.Second})
+	first, second := newRelay(t, pool, relay.Config{ExactlyOnce: exactly, Owner: "first"}), newRelay(t, pool, relay.Config{ExactlyOnce: exactly, Owner: "second", Lease: time.Second})
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
 	go func() { done <- first.Run(running) }()
@@ -297,6 +357,16 @@ func TestLeaseMovesAndFences(t *testing.T) {
 // published on from the floor: everything above it again, nothing lost, and new rows flow. Row O22.
 func TestAnotherClusterLosesNothing(t *testing.T) {
 	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			testAnotherClusterLosesNothing(t, exactly)
+		})
+	}
+}
+
+func testAnotherClusterLosesNothing(t *testing.T, exactly bool) {
+	t.Helper()
 	// Other tests' transactions in the same cluster would hold the floor back.
 	cluster := pgtest.Cluster(t, nil)
 	pgtest.Migrate(t, cluster.URL)
@@ -304,7 +374,7 @@ func TestAnotherClusterLosesNothing(t *testing.T) {
 	pool, err := pgxpool.New(ctx, cluster.URL)
 	require.NoError(t, err)
 	defer pool.Close()
-	r := newRelay(t, pool, relay.Config{})
+	r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
 	for i := range 5 {
 		insert(t, pool, topic, "k", fmt.Sprint(i))
 		drain(t, r)

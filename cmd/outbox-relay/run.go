@@ -21,6 +21,7 @@ type runner struct {
 	*settings
 	config      relay.Config
 	connections int
+	shards      int
 	endpoints   endpoints
 }
 
@@ -31,9 +32,13 @@ func newRun(s *settings) *cobra.Command {
 		Short: "Publish outbox rows to Kafka until SIGTERM",
 		Long: `Publish outbox rows to Kafka, every committed row at least once and those of a key in order.
 
-Any number of replicas may run: one holds the lease and publishes, the others stand by. SIGTERM and
-SIGINT drain: what is with the brokers is waited for, progress is stored, the lease is given back. A
+Any number of replicas may run: each shard of the keys is published by one of them, the others stand by. There
+is one shard unless --shards says otherwise at the first start; "outbox-relay shards" changes it later.
+SIGTERM and SIGINT drain: what is with the brokers is waited for, progress is stored, leases are given back. A
 second signal ends the process at once; then the last rows are published again by the next replica.
+
+With --exactly-once, records and progress are written in one Kafka transaction: readers with isolation.level
+read_committed see each row once, whatever is killed.
 
 /healthz, /readyz and /metrics are at --listen, for this machine alone unless another address is given:
 
@@ -49,6 +54,11 @@ second signal ends the process at once; then the last rows are published again b
 	addDuration(flags, &r.config.PollMin, "poll-min", 2*time.Millisecond, time.Millisecond, time.Minute, "pause between two looks at the table while rows arrive")
 	addDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while none arrive")
 	addDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for what is with the brokers")
+	addInt(flags, &r.shards, "shards", 1, 1, shardsMax, "into how many shards keys are divided, when the relay runs for the first time")
+	addBool(flags, &r.config.ExactlyOnce, "exactly-once", "write records and progress in one Kafka transaction")
+	addDuration(flags, &r.config.TransactionMax, "transaction-max", 200*time.Millisecond, time.Millisecond, 10*time.Second, "how long a transaction gathers rows of a backlog, with --exactly-once")
+	addText(flags, "progress-topic", 249, "where progress is kept with --exactly-once; default: effectonce-relay-progress", func(text string) error { r.config.ProgressTopic = text; return nil })
+	addDuration(flags, &r.config.Keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long published rows stay in the outbox")
 	addInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
 	r.endpoints.addFlags(flags)
 	s.checks[cmd] = func() error {
@@ -75,7 +85,7 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 	if err := migrations.Check(ctx, pool, migrations.Options{Schema: r.schema}); err != nil {
 		return err
 	}
-	r.config.Schema, r.config.Name, r.config.Logger = r.schema, r.relay, logger
+	r.config.Schema, r.config.Name, r.config.Logger, r.config.Shards = r.schema, r.relay, logger, int16(r.shards)
 	r.config.Hooks = watch.hooks()
 	publisher, err := relay.New(pool, r.kafkaOptions(logger), r.config)
 	if err != nil {

@@ -4,7 +4,7 @@ import "github.com/effectonce/effectonce/internal/parked"
 
 // Reasons are all reasons that the schema knows.
 func Reasons() []string {
-	return []string{"unknown_topic", "too_large", "refused", "bad_headers", "behind"}
+	return []string{"unknown_topic", "too_large", "refused", "bad_headers", "paused", "behind"}
 }
 
 // States are all states that the schema knows.
@@ -21,6 +21,8 @@ func AdviceFor(reason string) parked.Advice {
 		return parked.Advice{What: "Kafka refused the record", Do: "mend what the error names (rights, a policy of the topic), then retry; else discard"}
 	case "bad_headers":
 		return parked.Advice{What: "the column headers is not in the documented form", Do: "mend the column headers of its row in outbox_dead, then retry: so it keeps its place; else discard"}
+	case "paused":
+		return parked.Advice{What: "an operator paused its topic", Do: "resume the topic: its rows are published by themselves, in order"}
 	case "behind":
 		return parked.Advice{What: "an earlier row of its key is dead", Do: "nothing: it follows when the first one is retried or discarded"}
 	}

@@ -24,6 +24,7 @@ func beginning() tick { return tick{xmax: "1"} }
 type Progress struct {
 	relay     string
 	shard     int16
+	shards    int16
 	owner     string
 	leaseLeft float64
 	epoch     int64
@@ -48,7 +49,7 @@ func ReadProgress(ctx context.Context, db Querier, schema string) ([]Progress, e
 		var fromLast *int64
 		var fromMax, nextMax *string
 		err := row.Scan(&p.relay, &p.shard, &p.owner, &p.leaseLeft, &p.epoch, &p.published, &p.tick, &p.floor, &p.seq,
-			&fromLast, &fromMax, &p.from.xip, &nextMax, &p.next.xip, &p.system, &p.at)
+			&fromLast, &fromMax, &p.from.xip, &nextMax, &p.next.xip, &p.system, &p.at, &p.shards)
 		if err != nil {
 			return p, err
 		}
@@ -79,6 +80,8 @@ type waitingRange struct {
 	open     []string
 	openLow  []int64
 	openHigh []int64
+
+	shards, shard int16
 }
 
 // waiting says where the rows are that p has not published.
@@ -86,7 +89,7 @@ func (p *Progress) waiting() waitingRange {
 	r := waitingRange{
 		above: max(p.from.seqLast, p.floor, p.seq), xmax: p.from.xmax,
 		floor: p.floor, seq: p.seq, nextXmax: p.next.xmax,
-		open: []string{}, openLow: []int64{}, openHigh: []int64{},
+		shards: p.shards, shard: p.shard, open: []string{}, openLow: []int64{}, openHigh: []int64{},
 	}
 	add := func(txid string, low, high int64) {
 		r.open, r.openLow, r.openHigh = append(r.open, txid), append(r.openLow, low), append(r.openHigh, high)
@@ -107,7 +110,7 @@ func (p *Progress) waiting() waitingRange {
 }
 
 func (r waitingRange) args(limit int) []any {
-	return []any{r.above, r.xmax, r.floor, r.seq, r.nextXmax, r.open, r.openLow, r.openHigh, limit}
+	return []any{r.above, r.xmax, r.floor, r.seq, r.nextXmax, r.open, r.openLow, r.openHigh, limit, r.shards, r.shard}
 }
 
 // moved tells whether the cursor belongs to another cluster: a dump was restored, or pg_upgrade ran.

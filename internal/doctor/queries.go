@@ -11,7 +11,7 @@ SELECT p.relay, p.shard, coalesce(p.owner, ''),
   p.tick, p.floor, CASE WHEN p.next_tick IS NULL THEN 0 ELSE p.seq END,
   t.seq_last, pg_snapshot_xmax(t.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(t.snapshot) x),
   pg_snapshot_xmax(n.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(n.snapshot) x),
-  p.system_identifier, extract(epoch FROM clock_timestamp())::float8
+  p.system_identifier, extract(epoch FROM clock_timestamp())::float8, p.shards
 FROM effectonce.outbox_progress p
 LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
 LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick
@@ -27,6 +27,8 @@ ORDER BY p.relay, p.shard`
 //   - inside a batch: those of them behind seq, found by seq, because the part of the batch that is
 //     published already has such ids too; and, up to seq, rows from the next tick's xmax ($5) on.
 //
+// $10 is into how many shards the relay divides the rows, $11 the one that is asked for.
+//
 // Each branch walks one index, and what could make the planner take the other one is hidden from it
 // (pairs, coalesce). Each stops at $9 rows, so that the cost is bounded whatever the backlog.
 const waitingRows = `
@@ -34,20 +36,20 @@ const waitingRows = `
     (SELECT late.*
      FROM unnest($6::text[]::xid8[], $7::bigint[], $8::bigint[]) AS open (txid, low, high) CROSS JOIN LATERAL (
        SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
-       WHERE (o.txid, o.seq) > (open.txid, open.low) AND (o.txid, o.seq) <= (open.txid, open.high)
+       WHERE (o.txid, o.seq) > (open.txid, open.low) AND (o.txid, o.seq) <= (open.txid, open.high) AND o.shard % $10::int = $11::int
        ORDER BY o.txid, o.seq LIMIT $9) late)
     UNION ALL
     (SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
-     WHERE $4 = 0 AND (o.txid, o.seq) > ($2::text::xid8, $3) AND o.seq > $3
+     WHERE $4 = 0 AND (o.txid, o.seq) > ($2::text::xid8, $3) AND o.seq > $3 AND o.shard % $10::int = $11::int
      ORDER BY o.txid, o.seq LIMIT $9)
     UNION ALL
     (SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
-     WHERE $4 > 0 AND o.seq > $1 AND coalesce(o.txid, '0'::xid8) >= $2::text::xid8
+     WHERE $4 > 0 AND o.seq > $1 AND coalesce(o.txid, '0'::xid8) >= $2::text::xid8 AND o.shard % $10::int = $11::int
      ORDER BY o.seq LIMIT $9)
     UNION ALL
     (SELECT fresh.* FROM (
        SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
-       WHERE $4 > 0 AND (o.txid, o.seq) > ($5::text::xid8, $3) ORDER BY o.txid, o.seq LIMIT $9) fresh
+       WHERE $4 > 0 AND (o.txid, o.seq) > ($5::text::xid8, $3) AND o.shard % $10::int = $11::int ORDER BY o.txid, o.seq LIMIT $9) fresh
      WHERE fresh.seq > $3 AND fresh.seq <= $4)
   ) waiting LIMIT $9`
 

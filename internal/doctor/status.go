@@ -119,7 +119,7 @@ func named(all []Progress, name string) []Progress {
 	if name == "" {
 		name = "default"
 	}
-	return []Progress{{relay: name, from: beginning(), next: beginning()}}
+	return []Progress{{relay: name, shards: 1, from: beginning(), next: beginning()}}
 }
 
 func (s *Status) relay(ctx context.Context, db Querier, schema string, p Progress) (RelayStatus, error) {

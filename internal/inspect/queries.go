@@ -5,7 +5,7 @@ import "github.com/effectonce/effectonce/migrations"
 // shardsSQL is into how many shards a relay ($1) divides the outbox. A row belongs to the shard
 // outbox.shard % this number. The one place that knows where the number is.
 const shardsSQL = `-- inspect.shards
-SELECT 1 WHERE $1::text IS NOT NULL`
+SELECT coalesce((SELECT shards FROM effectonce.outbox_relays WHERE relay = $1), 1)`
 
 // cutSQL reads where all shards of a relay stand, from one snapshot. A tick that is missing is null.
 const cutSQL = `-- inspect.cut

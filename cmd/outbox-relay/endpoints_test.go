@@ -111,7 +111,7 @@ func TestEndpointsOfARun(t *testing.T) {
 	conn := connect(t, address)
 	environment := map[string]string{
 		"DATABASE_URL": address, "KAFKA_BROKERS": strings.Join(brokers, ","), "OUTBOX_LISTEN": "127.0.0.1:0",
-		"OUTBOX_PPROF": "true", "OUTBOX_ADMIN_TOKEN_FILE": tokenFile(t, adminToken+"\n"), "OUTBOX_METRICS_INTERVAL": "1s", "OUTBOX_DRAIN_MAX": "5m",
+		"OUTBOX_PPROF": "true", "OUTBOX_ADMIN_TOKEN_FILE": tokenFile(t, adminToken+"\n"), "OUTBOX_METRICS_INTERVAL": "1s", "OUTBOX_DRAIN_MAX": "1m",
 	}
 	stderr, end := inBackground(t, environment, "run")
 	base := listening(t, stderr)

@@ -1,0 +1,213 @@
+package integration_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// denials collects the statements that a pool was not allowed to run, also where nobody minded.
+type denials struct {
+	mu  sync.Mutex
+	all []string
+}
+
+type statementKey struct{}
+
+func (d *denials) note(sql string, err error) {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) && pgErr.Code == "42501" {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.all = append(d.all, pgErr.Message+": "+sql)
+	}
+}
+
+func (d *denials) list() []string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return append([]string(nil), d.all...)
+}
+
+func (d *denials) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	return context.WithValue(ctx, statementKey{}, query.SQL)
+}
+
+func (d *denials) TraceQueryEnd(ctx context.Context, _ *pgx.Conn, end pgx.TraceQueryEndData) {
+	sql, _ := ctx.Value(statementKey{}).(string)
+	d.note(sql, end.Err)
+}
+
+func (d *denials) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
+	return ctx
+}
+
+func (d *denials) TraceBatchQuery(_ context.Context, _ *pgx.Conn, query pgx.TraceBatchQueryData) {
+	d.note(query.SQL, query.Err)
+}
+
+func (d *denials) TraceBatchEnd(_ context.Context, _ *pgx.Conn, end pgx.TraceBatchEndData) {
+	d.note("a batch", end.Err)
+}
+
+// parts is a database with the group roles, and opens pools of their members.
+type parts struct {
+	address, prefix string
+	owner           *pgxpool.Pool
+	denied          *denials
+}
+
+func newParts(t *testing.T) parts {
+	t.Helper()
+	p := parts{address: pgtest.Database(t), denied: &denials{}}
+	p.prefix, p.owner = pgtest.RolePrefix(t, p.address), open(t, p.address)
+	sql, err := migrations.Roles(migrations.Options{}, p.prefix)
+	require.NoError(t, err)
+	_, err = p.owner.Exec(t.Context(), sql)
+	require.NoError(t, err)
+	return p
+}
+
+// as opens a pool of a login that is a member of one group role.
+func (p parts) as(t *testing.T, part string) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(pgtest.Login(t, p.address, p.prefix, part))
+	require.NoError(t, err)
+	config.MaxConns, config.ConnConfig.Tracer = 10, p.denied
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	return pool
+}
+
+// paper is a handler of money: fenced, with an effect and a message of its own. What is bad fails for good until it
+// is mended, and what is flaky the first time.
+type paper struct {
+	results string // topic
+	mended  atomic.Bool
+	flaked  atomic.Bool
+}
+
+func (p *paper) handle(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+	value := string(msg.Value)
+	switch {
+	case strings.HasPrefix(value, "bad") && !p.mended.Load():
+		return consumer.Permanent(errors.New("no such account"))
+	case strings.HasPrefix(value, "flaky") && !p.flaked.Swap(true):
+		return errors.New("the ledger is away")
+	}
+	if _, err := dedup.Fence(ctx, tx, "test", value, 1, nil); err != nil {
+		return err
+	}
+	if _, err := tx.Exec(ctx, `INSERT INTO app_effects (value) VALUES ($1)`, value); err != nil {
+		return err
+	}
+	return outbox.Publish(ctx, tx, outbox.Message{Topic: p.results, Key: msg.Key, Payload: msg.Value})
+}
+
+// Property: publisher, relay and consumer work with the rights of their role alone, from the insert to the effect, with
+// retries, parking, fences and messages of their own, and to the truncation of what is published and the release of
+// leases; nothing is even tried that is not allowed. Row S7.
+func TestPartsWorkWithTheirRoles(t *testing.T) {
+	t.Parallel()
+	ctx, p := t.Context(), newParts(t)
+	topic, results := kafkatest.Topic(t, 2), kafkatest.Topic(t, 1)
+	_, err := p.owner.Exec(ctx, `CREATE TABLE app_effects (value text); GRANT INSERT ON app_effects TO `+p.prefix+`_consumer`)
+	require.NoError(t, err)
+	brokers := kgo.SeedBrokers(kafkatest.Brokers(t)...)
+	var log lockedBuffer
+	logger := slog.New(slog.NewTextHandler(&log, nil))
+
+	relayPool, consumerPool, publisher := p.as(t, "relay"), p.as(t, "consumer"), p.as(t, "publisher")
+	r, err := relay.New(relayPool, []kgo.Opt{brokers}, relay.Config{Keep: 100 * time.Millisecond, Lease: time.Second, Shards: 2, Logger: logger})
+	require.NoError(t, err)
+	handler := &paper{results: results}
+	c, err := consumer.New(consumerPool, []kgo.Opt{brokers}, consumer.Each(handler.handle),
+		consumer.Config{Group: topic, Topics: []string{topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond, Logger: logger})
+	require.NoError(t, err)
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 2)
+	go func() { done <- r.Run(running) }()
+	go func() { done <- c.Run(running) }()
+
+	n := 0
+	publish := func(values ...string) {
+		t.Helper()
+		for _, value := range values {
+			require.NoError(t, pgx.BeginFunc(ctx, publisher, func(tx pgx.Tx) error {
+				return outbox.Publish(ctx, tx, outbox.Message{Topic: topic, Key: []byte(value), Payload: []byte(value)})
+			}))
+			n++
+		}
+	}
+	publish("good", "bad", "flaky")
+	_, err = publisher.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('no-such-topic-' || $1, 'k', 'v')`, topic)
+	require.NoError(t, err)
+	within := func(what, sql string, want int) {
+		t.Helper()
+		eventually(t, 60*time.Second, what, func() (bool, any) {
+			got := count(ctx, t, p.owner, sql)
+			return got >= want, fmt.Sprint(got, p.denied.list(), log.String())
+		})
+	}
+	within("parked", `SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`, 1)
+	within("effects", `SELECT count(*) FROM app_effects`, 2)
+	within("a dead row", `SELECT count(*) FROM effectonce.outbox_dead`, 1)
+	handler.mended.Store(true)
+	_, err = p.as(t, "operator").Exec(ctx, `UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp(), released_at = NULL`)
+	require.NoError(t, err)
+	within("the parked message is handled", `SELECT count(*) FROM app_effects`, 3)
+	for count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`) < 4 {
+		require.Less(t, n, 100_000, log.String())
+		publish(fmt.Sprint("more-", n))
+	}
+	within("all effects", `SELECT count(*) FROM app_effects`, n)
+	eventually(t, 60*time.Second, "all results", func() (bool, any) { got := kafkatest.Count(t, results); return got >= n, got })
+	stop()
+	require.NoError(t, <-done)
+	require.NoError(t, <-done)
+
+	require.Equal(t, n, count(ctx, t, p.owner, `SELECT count(DISTINCT value) FROM app_effects`))
+	require.Equal(t, n, count(ctx, t, p.owner, `SELECT count(*) FROM app_effects`))
+	require.Equal(t, 2, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress WHERE owner IS NULL AND published > 0`), "leases are given back")
+	require.Zero(t, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_replicas`))
+	require.Positive(t, count(ctx, t, p.owner, `SELECT count(DISTINCT slot) FROM effectonce.outbox_slots WHERE turned_away IS NOT NULL`), "the slots were used")
+
+	// The upkeep of claims is not the consumer's, and trying it does not keep the owner from it.
+	allowed := p.denied.list()
+	var own []string
+	for _, denied := range allowed {
+		if !strings.Contains(denied, "dedup.lease") { // what KeepUp tries once
+			own = append(own, denied)
+		}
+	}
+	assert.Empty(t, own)
+	claims, err := dedup.New(dedup.Config{})
+	require.NoError(t, err)
+	_, err = claims.Maintain(ctx, consumerPool, dedup.MaintainOptions{Owner: "consumer"})
+	require.ErrorContains(t, err, "permission denied for table maintenance")
+	report, err := claims.Maintain(ctx, p.owner, dedup.MaintainOptions{Owner: "owner"})
+	require.NoError(t, err)
+	assert.False(t, report.Elsewhere)
+}

@@ -21,9 +21,9 @@ const flagYes = "yes"
 func newMigrate(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "migrate",
-		Short: "Bring, check, print or remove the tables",
+		Short: "Bring, check, print or remove the tables, and the roles for them",
 	}
-	cmd.AddCommand(newMigrateUp(s), newMigrateDown(s), newMigrateStatus(s), newMigratePrint(s))
+	cmd.AddCommand(newMigrateUp(s), newMigrateDown(s), newMigrateStatus(s), newMigratePrint(s), newMigrateRoles(s))
 	return cmd
 }
 

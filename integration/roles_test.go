@@ -1,0 +1,318 @@
+package integration_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// denials collects the statements that a pool was not allowed to run, also where nobody minded.
+type denials struct {
+	mu  sync.Mutex
+	all []string
+}
+
+type statementKey struct{}
+
+func (d *denials) note(sql string, err error) {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) && pgErr.Code == "42501" {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.all = append(d.all, pgErr.Message+": "+sql)
+	}
+}
+
+func (d *denials) list() []string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return append([]string(nil), d.all...)
+}
+
+func (d *denials) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	return context.WithValue(ctx, statementKey{}, query.SQL)
+}
+
+func (d *denials) TraceQueryEnd(ctx context.Context, _ *pgx.Conn, end pgx.TraceQueryEndData) {
+	sql, _ := ctx.Value(statementKey{}).(string)
+	d.note(sql, end.Err)
+}
+
+func (d *denials) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
+	return ctx
+}
+
+func (d *denials) TraceBatchQuery(_ context.Context, _ *pgx.Conn, query pgx.TraceBatchQueryData) {
+	d.note(query.SQL, query.Err)
+}
+
+func (d *denials) TraceBatchEnd(_ context.Context, _ *pgx.Conn, end pgx.TraceBatchEndData) {
+	d.note("a batch", end.Err)
+}
+
+// parts is a database with the group roles, and opens pools of their members.
+type parts struct {
+	address, prefix string
+	owner           *pgxpool.Pool
+	denied          *denials
+}
+
+func newParts(t *testing.T) parts {
+	t.Helper()
+	p := parts{address: pgtest.Database(t), denied: &denials{}}
+	p.prefix, p.owner = pgtest.RolePrefix(t, p.address), open(t, p.address)
+	sql, err := migrations.Roles(migrations.Options{}, p.prefix)
+	require.NoError(t, err)
+	_, err = p.owner.Exec(t.Context(), sql)
+	require.NoError(t, err)
+	return p
+}
+
+// as opens a pool of a login that is a member of one group role.
+func (p parts) as(t *testing.T, part string) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(pgtest.Login(t, p.address, p.prefix, part))
+	require.NoError(t, err)
+	config.MaxConns, config.ConnConfig.Tracer = 10, p.denied
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	return pool
+}
+
+// paper is a handler of money: fenced, with an effect and a message of its own. What is bad fails for good until it
+// is mended, and what is flaky the first time.
+type paper struct {
+	results string // topic
+	mended  atomic.Bool
+	flaked  atomic.Bool
+}
+
+func (p *paper) handle(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+	value := string(msg.Value)
+	switch {
+	case strings.HasPrefix(value, "bad") && !p.mended.Load():
+		return consumer.Permanent(errors.New("no such account"))
+	case strings.HasPrefix(value, "flaky") && !p.flaked.Swap(true):
+		return errors.New("the ledger is away")
+	}
+	if _, err := dedup.Fence(ctx, tx, "test", value, 1, nil); err != nil {
+		return err
+	}
+	if _, err := tx.Exec(ctx, `INSERT INTO app_effects (value) VALUES ($1)`, value); err != nil {
+		return err
+	}
+	return outbox.Publish(ctx, tx, outbox.Message{Topic: p.results, Key: msg.Key, Payload: msg.Value})
+}
+
+// Property: publisher, relay and consumer work with the rights of their role alone, from the insert to the effect, with
+// retries, parking, fences and messages of their own, and to the truncation of what is published and the release of
+// leases; nothing is even tried that is not allowed. Row S7.
+func TestPartsWorkWithTheirRoles(t *testing.T) {
+	t.Parallel()
+	ctx, p := t.Context(), newParts(t)
+	topic, results := kafkatest.Topic(t, 2), kafkatest.Topic(t, 1)
+	_, err := p.owner.Exec(ctx, `CREATE TABLE app_effects (value text); GRANT INSERT ON app_effects TO `+p.prefix+`_consumer`)
+	require.NoError(t, err)
+	brokers := kgo.SeedBrokers(kafkatest.Brokers(t)...)
+	var log lockedBuffer
+	logger := slog.New(slog.NewTextHandler(&log, nil))
+
+	relayPool, consumerPool, publisher := p.as(t, "relay"), p.as(t, "consumer"), p.as(t, "publisher")
+	r, err := relay.New(relayPool, []kgo.Opt{brokers}, relay.Config{Keep: 100 * time.Millisecond, Lease: time.Second, Shards: 2, Logger: logger})
+	require.NoError(t, err)
+	handler := &paper{results: results}
+	c, err := consumer.New(consumerPool, []kgo.Opt{brokers}, consumer.Each(handler.handle),
+		consumer.Config{Group: topic, Topics: []string{topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond, Logger: logger})
+	require.NoError(t, err)
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 2)
+	go func() { done <- r.Run(running) }()
+	go func() { done <- c.Run(running) }()
+
+	n := 0
+	publish := func(values ...string) {
+		t.Helper()
+		for _, value := range values {
+			require.NoError(t, pgx.BeginFunc(ctx, publisher, func(tx pgx.Tx) error {
+				return outbox.Publish(ctx, tx, outbox.Message{Topic: topic, Key: []byte(value), Payload: []byte(value)})
+			}))
+			n++
+		}
+	}
+	publish("good", "bad", "flaky")
+	_, err = publisher.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('no-such-topic-' || $1, 'k', 'v')`, topic)
+	require.NoError(t, err)
+	within := func(what, sql string, want int) {
+		t.Helper()
+		eventually(t, 60*time.Second, what, func() (bool, any) {
+			got := count(ctx, t, p.owner, sql)
+			return got >= want, fmt.Sprint(got, p.denied.list(), log.String())
+		})
+	}
+	within("parked", `SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked'`, 1)
+	within("effects", `SELECT count(*) FROM app_effects`, 2)
+	within("a dead row", `SELECT count(*) FROM effectonce.outbox_dead`, 1)
+	handler.mended.Store(true)
+	_, err = p.as(t, "operator").Exec(ctx, `UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp(), released_at = NULL`)
+	require.NoError(t, err)
+	within("the parked message is handled", `SELECT count(*) FROM app_effects`, 3)
+	for count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`) < 4 {
+		require.Less(t, n, 100_000, log.String())
+		publish(fmt.Sprint("more-", n))
+	}
+	within("all effects", `SELECT count(*) FROM app_effects`, n)
+	eventually(t, 60*time.Second, "all results", func() (bool, any) { got := kafkatest.Count(t, results); return got >= n, got })
+	stop()
+	require.NoError(t, <-done)
+	require.NoError(t, <-done)
+
+	require.Equal(t, n, count(ctx, t, p.owner, `SELECT count(DISTINCT value) FROM app_effects`))
+	require.Equal(t, n, count(ctx, t, p.owner, `SELECT count(*) FROM app_effects`))
+	require.Equal(t, 2, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress WHERE owner IS NULL AND published > 0`), "leases are given back")
+	require.Zero(t, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_replicas`))
+	require.Positive(t, count(ctx, t, p.owner, `SELECT count(DISTINCT slot) FROM effectonce.outbox_slots WHERE turned_away IS NOT NULL`), "the slots were used")
+
+	// The upkeep of claims is not the consumer's, and trying it does not keep the owner from it.
+	allowed := p.denied.list()
+	var own []string
+	for _, denied := range allowed {
+		if !strings.Contains(denied, "dedup.lease") { // what KeepUp tries once
+			own = append(own, denied)
+		}
+	}
+	assert.Empty(t, own)
+	claims, err := dedup.New(dedup.Config{})
+	require.NoError(t, err)
+	_, err = claims.Maintain(ctx, consumerPool, dedup.MaintainOptions{Owner: "consumer"})
+	require.ErrorContains(t, err, "permission denied for table maintenance")
+	report, err := claims.Maintain(ctx, p.owner, dedup.MaintainOptions{Owner: "owner"})
+	require.NoError(t, err)
+	assert.False(t, report.Elsewhere)
+}
+
+// Property: a role may not do what another part does: each of these is refused by the database. Row S7.
+func TestRolesAreRefused(t *testing.T) {
+	t.Parallel()
+	ctx, p := t.Context(), newParts(t)
+	everybody := []string{
+		`CREATE TABLE effectonce.mine (n int)`,
+		`CREATE FUNCTION effectonce.now() RETURNS int LANGUAGE sql RETURN 1`,
+		`ALTER TABLE effectonce.outbox ADD COLUMN mine int`,
+		`DROP TABLE effectonce.fences`,
+		`UPDATE effectonce.schema_version SET version = 1`,
+		`DELETE FROM effectonce.processed_messages`,
+		`UPDATE effectonce.processed_messages SET consumer = 2`,
+		`TRUNCATE effectonce.processed_messages`,
+		`DELETE FROM effectonce.processed_forever`,
+		`DELETE FROM effectonce.processed_messages_untimed`,
+		`ALTER TABLE effectonce.processed_messages DETACH PARTITION effectonce.processed_messages_past`,
+		`INSERT INTO effectonce.maintenance (job) VALUES ('dedup')`,
+		`UPDATE effectonce.operator_actions SET who = 'nobody'`,
+		`DELETE FROM effectonce.operator_actions`,
+		`DELETE FROM effectonce.consumers`,
+		`DELETE FROM effectonce.consumer_positions`,
+		`DELETE FROM effectonce.fences`,
+		`DELETE FROM effectonce.outbox`,
+		`TRUNCATE effectonce.outbox`,
+		`DROP TABLE effectonce.outbox_0`,
+		`ALTER SEQUENCE effectonce.outbox_seq_seq CACHE 10`,
+		`SELECT setval('effectonce.outbox_seq_seq', 1)`,
+		`SELECT nextval('effectonce.outbox_seq_seq')`,
+	}
+	notOfTheOutbox := []string{
+		`INSERT INTO effectonce.outbox (topic, txid) VALUES ('t', '1')`,
+		`INSERT INTO effectonce.outbox (topic, slot) VALUES ('t', 3)`,
+		`INSERT INTO effectonce.outbox (topic, seq) OVERRIDING SYSTEM VALUE VALUES ('t', 1)`,
+		`SELECT FROM effectonce.outbox`,
+		`SELECT payload FROM effectonce.outbox_0`,
+		`INSERT INTO effectonce.outbox (topic) VALUES ('t') RETURNING payload`,
+		`UPDATE effectonce.outbox SET topic = 't'`,
+		`SELECT payload FROM effectonce.outbox_scheduled`,
+		`SELECT setval('effectonce.outbox_slot', 1)`,
+		`SELECT FROM effectonce.outbox_dead`,
+		`UPDATE effectonce.outbox_progress SET floor = 0`,
+		`INSERT INTO effectonce.outbox_paused (relay, topic, who, why) VALUES ('r', 't', 'w', 'w')`,
+		`SELECT FROM effectonce.operator_actions`,
+	}
+	notOfClaims := []string{
+		`INSERT INTO effectonce.processed_messages (message_id, consumer) VALUES (gen_random_uuid(), 1)`,
+		`INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('n', 'g', '{}')`,
+		`UPDATE effectonce.consumer_positions SET next_offset = 1`,
+		`SELECT effectonce.advance_position('g', 't', 0, 1, 1, 1, now())`,
+		`INSERT INTO effectonce.fences (scope, resource, version) VALUES ('s', 'r', 1)`,
+		`INSERT INTO effectonce.message_attempts (consumer, message_id, attempts) VALUES (1, gen_random_uuid(), 1)`,
+	}
+	for part, refused := range map[string][]string{
+		"publisher": append(append([]string{
+			`SELECT FROM effectonce.processed_messages`, `SELECT FROM effectonce.consumers`, `SELECT FROM effectonce.parked_messages`,
+		}, notOfTheOutbox...), notOfClaims...),
+		"consumer": notOfTheOutbox,
+		"relay": append([]string{
+			`SELECT FROM effectonce.processed_messages`, `SELECT FROM effectonce.processed_forever`, `SELECT FROM effectonce.fences`,
+			`SELECT payload FROM effectonce.parked_messages`, `SELECT error FROM effectonce.parked_messages`, `DELETE FROM effectonce.parked_messages`,
+			`INSERT INTO effectonce.operator_actions (who, what, why) VALUES ('w', 'w', 'w')`, `DELETE FROM effectonce.outbox_paused`,
+			`INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (now(), 't')`,
+		}, notOfClaims...),
+		"operator": append([]string{
+			`INSERT INTO effectonce.outbox (topic) VALUES ('t')`, `UPDATE effectonce.outbox SET topic = 't'`, `TRUNCATE effectonce.outbox_0`,
+			`SELECT setval('effectonce.outbox_slot', 1)`, `UPDATE effectonce.outbox_relays SET shards = 2`, `UPDATE effectonce.outbox_progress SET floor = 0`,
+			`INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", reason, error, state)
+				VALUES (1, gen_random_uuid(), 't', 0, 0, 'failed', '', 'retry')`,
+			`INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (now(), 't')`,
+		}, notOfClaims...),
+	} {
+		pool := p.as(t, part)
+		var session string
+		require.NoError(t, pool.QueryRow(ctx, `SELECT session_user`).Scan(&session))
+		require.Equal(t, p.prefix+"_login_"+part, session)
+		for _, sql := range append(append([]string(nil), everybody...), refused...) {
+			_, err := pool.Exec(ctx, sql)
+			var pgErr *pgconn.PgError
+			if assert.ErrorAs(t, err, &pgErr, "%s: %s", part, sql) {
+				assert.Equal(t, "42501", pgErr.Code, "%s: %s: %v", part, sql, err)
+			}
+		}
+	}
+}
+
+// Property: a message for later may be given and taken back by who publishes, and by nobody else read. Row S7.
+func TestPublisherTakesBackWhatIsForLater(t *testing.T) {
+	t.Parallel()
+	ctx, p := t.Context(), newParts(t)
+	publisher := p.as(t, "publisher")
+	_, err := publisher.Exec(ctx, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) VALUES (now() + interval '1 day', 't', 'v'), (now(), 'u', 'v')`)
+	require.NoError(t, err)
+	var slot int
+	_, err = p.owner.Exec(ctx, `SELECT setval('effectonce.outbox_slot', 2)`)
+	require.NoError(t, err)
+	_, err = publisher.Exec(ctx, `INSERT INTO effectonce.outbox (topic) VALUES ('t')`)
+	require.NoError(t, err)
+	require.NoError(t, p.owner.QueryRow(ctx, `SELECT slot FROM effectonce.outbox`).Scan(&slot))
+	require.Equal(t, 2, slot, "it sees which slot is filled")
+	tag, err := publisher.Exec(ctx, `WITH mine AS (SELECT id FROM effectonce.outbox_scheduled WHERE topic = 't')
+		DELETE FROM effectonce.outbox_scheduled s USING mine WHERE s.id = mine.id AND s.topic = 't'`)
+	require.NoError(t, err)
+	require.EqualValues(t, 1, tag.RowsAffected())
+}

@@ -1,0 +1,55 @@
+package pgtest
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"net/url"
+	"testing"
+)
+
+// RolePrefix returns a prefix for names of roles that nobody else uses. Roles belong to the whole server: those whose
+// name begins with it and an underscore go when the test ends, with what they own and may do in the database at address.
+func RolePrefix(tb testing.TB, address string) string {
+	tb.Helper()
+	random := make([]byte, 8)
+	_, _ = rand.Read(random) // never fails
+	prefix := "test_" + hex.EncodeToString(random)
+	tb.Cleanup(func() {
+		ctx, cancel := cleanupContext(tb)
+		defer cancel()
+		if err := execute(ctx, address, dropRolesSQL(prefix)); err != nil {
+			tb.Errorf("drop the test's roles: %v", err)
+		}
+	})
+	return prefix
+}
+
+func dropRolesSQL(prefix string) string {
+	return `DO $$
+DECLARE
+  role text;
+BEGIN
+  FOR role IN SELECT rolname FROM pg_roles WHERE starts_with(rolname, '` + prefix + `_') LOOP
+    EXECUTE format('DROP OWNED BY %I CASCADE', role);
+    EXECUTE format('DROP ROLE %I', role);
+  END LOOP;
+END
+$$`
+}
+
+// Login makes a role PREFIX_login_PART that may log in and is a member of the role PREFIX_PART, and of no other. It
+// returns the URL under which it does.
+func Login(tb testing.TB, address, prefix, part string) string {
+	tb.Helper()
+	name := prefix + "_login_" + part
+	sql := "CREATE ROLE " + name + " LOGIN PASSWORD 'of-a-test'; GRANT " + prefix + "_" + part + " TO " + name
+	if err := execute(tb.Context(), address, sql); err != nil {
+		tb.Fatalf("make a role that may log in: %v", err)
+	}
+	u, err := url.Parse(address)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	u.User = url.UserPassword(name, "of-a-test")
+	return u.String()
+}

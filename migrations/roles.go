@@ -1,0 +1,31 @@
+package migrations
+
+import (
+	"cmp"
+	_ "embed" // of roles.sql
+	"fmt"
+	"regexp"
+	"strings"
+)
+
+//go:embed roles.sql
+var rolesSQL string
+
+var roleWord = regexp.MustCompile(`\b` + DefaultSchema + `_(publisher|relay|consumer|operator)\b`)
+
+// Roles returns the SQL that brings the group roles PREFIX_publisher, PREFIX_relay, PREFIX_consumer and
+// PREFIX_operator, each with the rights that it needs in the schema of opts. It is for one transaction of the role
+// that owns the tables, at the latest version of the schema, and may be run again at any time. The prefix has the
+// bounds of a schema's name, and is the schema's name where it is empty.
+func Roles(opts Options, prefix string) (string, error) {
+	schema, err := opts.Resolve()
+	if err != nil {
+		return "", err
+	}
+	prefix = cmp.Or(prefix, schema)
+	if !schemaName.MatchString(prefix) || strings.HasPrefix(prefix, "pg_") {
+		return "", fmt.Errorf("prefix of roles %q: want at most 49 lower-case letters, digits and underscores, not starting with a digit or pg_", prefix)
+	}
+	// The roles come first: a schema may have the name of one. What comes in needs no quotes.
+	return InSchema(roleWord.ReplaceAllString(rolesSQL, prefix+"_$1"), schema), nil
+}

@@ -1,0 +1,97 @@
+-- effectonce: group roles with the rights that each part needs, and no others. It may be run again at any time,
+-- and has to be after each migration, in one transaction: what a role had in the schema is taken back first, so
+-- that a right which a release does not need any more goes.
+--
+-- Run it as the owner of the tables. Making the roles asks for CREATEROLE; where they are there, they stay as they
+-- are. Roles belong to the whole cluster, so databases that must not share theirs need different names.
+
+DO $$
+DECLARE
+  roles CONSTANT text[] := ARRAY['effectonce_publisher', 'effectonce_relay', 'effectonce_consumer', 'effectonce_operator'];
+  wanted text;
+  given record;
+BEGIN
+  FOREACH wanted IN ARRAY roles LOOP
+    IF to_regrole(wanted) IS NULL THEN
+      BEGIN
+        EXECUTE format('CREATE ROLE %I NOLOGIN', wanted);
+      EXCEPTION WHEN duplicate_object OR unique_violation THEN
+        NULL; -- made meanwhile, for another database
+      END;
+    END IF;
+  END LOOP;
+  -- pg_shdepend knows every table, sequence and column that such a role has a right on. REVOKE ... ON ALL TABLES would
+  -- change each partition of claims, while consumers make and drop them.
+  FOR given IN
+    SELECT DISTINCT format('%I.%I', n.nspname, c.relname) AS relation, r.rolname
+    FROM pg_shdepend d JOIN pg_class c ON c.oid = d.objid JOIN pg_namespace n ON n.oid = c.relnamespace JOIN pg_roles r ON r.oid = d.refobjid
+    WHERE d.dbid = (SELECT oid FROM pg_database WHERE datname = current_database()) AND d.classid = 'pg_class'::regclass
+      AND d.refclassid = 'pg_authid'::regclass AND d.deptype = 'a' AND c.relnamespace = 'effectonce'::regnamespace AND r.rolname = ANY (roles)
+  LOOP
+    EXECUTE format('REVOKE ALL ON %s FROM %I', given.relation, given.rolname);
+  END LOOP;
+END
+$$;
+
+REVOKE ALL ON SCHEMA effectonce FROM effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_operator;
+GRANT USAGE ON SCHEMA effectonce TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_operator;
+GRANT SELECT ON effectonce.schema_version TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_operator;
+
+-- ---------------------------------------------------------------------------------------------
+-- Publisher, which a consumer's handlers are too
+
+-- Whoever could give txid or seq could keep others from inserting. Without USAGE on the sequence every row would go
+-- to slot 0. A message for later is taken back by its id and topic.
+GRANT INSERT (id, topic, key, payload, headers, created_at) ON effectonce.outbox TO effectonce_publisher, effectonce_consumer;
+GRANT USAGE ON SEQUENCE effectonce.outbox_slot TO effectonce_publisher, effectonce_consumer;
+GRANT INSERT, DELETE, SELECT (due_at, id, topic) ON effectonce.outbox_scheduled TO effectonce_publisher, effectonce_consumer;
+-- Functions are everybody's, unless somebody changed the defaults.
+GRANT EXECUTE ON FUNCTION effectonce.uuid_v7() TO effectonce_publisher, effectonce_relay, effectonce_consumer;
+
+-- ---------------------------------------------------------------------------------------------
+-- Relay
+
+-- UPDATE: after a restore into another cluster. INSERT: messages for later.
+GRANT SELECT, INSERT, UPDATE ON effectonce.outbox TO effectonce_relay;
+GRANT SELECT, TRUNCATE ON effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3 TO effectonce_relay;
+GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq TO effectonce_relay;
+GRANT SELECT, UPDATE ON SEQUENCE effectonce.outbox_slot TO effectonce_relay;
+GRANT SELECT, UPDATE ON effectonce.outbox_slots TO effectonce_relay;
+GRANT SELECT, INSERT, DELETE ON effectonce.outbox_ticks TO effectonce_relay;
+GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_relays TO effectonce_relay;
+GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.outbox_replicas, effectonce.outbox_progress, effectonce.outbox_dead TO effectonce_relay;
+GRANT SELECT ON effectonce.outbox_paused TO effectonce_relay;
+GRANT SELECT, DELETE ON effectonce.outbox_scheduled TO effectonce_relay;
+-- For its metrics and "outbox-relay status": how far consumers are, and what is parked, without its content.
+GRANT SELECT ON effectonce.consumers, effectonce.consumer_positions, effectonce.maintenance TO effectonce_relay;
+GRANT SELECT (consumer, topic, partition, key, reason, state, parked_at) ON effectonce.parked_messages TO effectonce_relay;
+
+-- ---------------------------------------------------------------------------------------------
+-- Consumer
+
+-- Nobody but the owner takes claims away or changes them: "outbox-relay prune". A role that could take the lease of
+-- this job, and then not do it, would only keep the owner from it; so it may not write in maintenance.
+GRANT SELECT, INSERT ON effectonce.processed_messages, effectonce.processed_forever TO effectonce_consumer;
+GRANT SELECT ON effectonce.maintenance TO effectonce_consumer;
+GRANT SELECT, INSERT, UPDATE ON effectonce.consumers, effectonce.consumer_positions, effectonce.fences TO effectonce_consumer;
+GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.message_attempts, effectonce.parked_messages TO effectonce_consumer;
+GRANT INSERT ON effectonce.operator_actions TO effectonce_consumer;
+GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(),
+  effectonce.advance_position(text, text, integer, bigint, bigint, bigint, timestamptz),
+  effectonce.check_position(text, text, integer, bigint) TO effectonce_consumer;
+
+-- ---------------------------------------------------------------------------------------------
+-- Operator
+
+-- It sees everything, and changes what waits for a person; each change is written down.
+GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3, effectonce.outbox_slots,
+  effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_dead,
+  effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.processed_messages,
+  effectonce.processed_forever, effectonce.maintenance, effectonce.message_attempts, effectonce.parked_messages, effectonce.fences,
+  effectonce.operator_actions TO effectonce_operator;
+GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq, effectonce.outbox_slot TO effectonce_operator;
+GRANT UPDATE, DELETE ON effectonce.outbox_dead, effectonce.parked_messages TO effectonce_operator;
+GRANT INSERT, UPDATE, DELETE ON effectonce.outbox_paused TO effectonce_operator;
+GRANT UPDATE (shards_wanted) ON effectonce.outbox_relays TO effectonce_operator;
+GRANT INSERT ON effectonce.operator_actions TO effectonce_operator;
+GRANT EXECUTE ON FUNCTION effectonce.message_id(text, text) TO effectonce_operator;

@@ -115,7 +115,7 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	c.Shards = cmp.Or(c.Shards, 1)
 	if c.Shards < 1 || c.Shards > shardsMax {
-		problems = append(problems, fmt.Errorf("Shards %d: want 1 to %d", c.Shards, shardsMax))
+		problems = append(problems, fmt.Errorf("%s %d: want 1 to %d", "Shards", c.Shards, shardsMax))
 	}
 	c.ProgressTopic = cmp.Or(c.ProgressTopic, "effectonce-relay-progress")
 	if !topicName.MatchString(c.ProgressTopic) {

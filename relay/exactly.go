@@ -86,7 +86,7 @@ func (p *publisher) commit(ctx context.Context) error {
 	p.storing.Lock()
 	defer p.storing.Unlock()
 	if p.exact.void == nil {
-		p.exact.void = p.commitAcked(ctx)
+		p.exact.void = p.commitAcked(ctx) //nolint:contextcheck // the work's own
 	}
 	return p.exact.void
 }

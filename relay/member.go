@@ -61,7 +61,7 @@ func (m *member) run(ctx context.Context) error {
 		}
 		go func() { group.Wait(); close(ended) }()
 		for shard := range ended {
-			_ = m.reap(ctx, shard) // ctx has ended, or an error is under way already
+			m.reap(ctx, shard)
 		}
 		m.leave(ctx)
 	}()
@@ -74,9 +74,7 @@ func (m *member) run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 		case shard := <-ended:
-			if err := m.reap(ctx, shard); err != nil {
-				return err
-			}
+			m.reap(ctx, shard)
 		case <-timer.C:
 			if err := m.step(ctx, &group, ended); err != nil {
 				return err
@@ -121,7 +119,7 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- i
 		if ctx.Err() == nil {
 			m.cfg.Logger.WarnContext(ctx, "the database does not answer: leases could not be renewed", "relay", m.cfg.Name, "error", err)
 		}
-		return nil
+		return nil //nolint:nilerr // it is said, and the next look decides
 	}
 	for shard, w := range m.workers {
 		if !slices.Contains(s.renewed, shard) && slices.Contains(leases, w.lease) {
@@ -227,7 +225,7 @@ func (m *member) take(ctx context.Context, free []int16, quota int, group *sync.
 		}
 		if err != nil {
 			m.back(ctx, err)
-			return nil
+			return nil //nolint:nilerr // it is said, and tried again
 		}
 		if l != nil {
 			m.cfg.Logger.InfoContext(ctx, "relay took the lease", "relay", m.cfg.Name, "owner", m.cfg.Owner, "shard", l.shard, "shards", l.shards, "epoch", l.epoch)
@@ -252,21 +250,20 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 }
 
 // reap takes note of a worker that ended.
-func (m *member) reap(ctx context.Context, shard int16) error {
+func (m *member) reap(ctx context.Context, shard int16) {
 	w := m.workers[shard]
 	if w == nil || w.publisher.ended.Load() {
-		return nil // it keeps its lease: see reshard
+		return // it keeps its lease: see reshard
 	}
 	delete(m.workers, shard)
 	if m.cfg.Hooks.Lease != nil {
 		m.cfg.Hooks.Lease(shard, false)
 	}
-	if w.err == nil || ctx.Err() != nil {
+	if w.err != nil {
+		m.back(ctx, fmt.Errorf("shard %d: %w", shard, w.err))
+	} else {
 		m.trouble = 0
-		return nil
 	}
-	m.back(ctx, fmt.Errorf("shard %d: %w", shard, w.err))
-	return nil
 }
 
 // back says what went wrong, and waits before shards are taken again.

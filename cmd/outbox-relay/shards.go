@@ -31,7 +31,7 @@ Each shard reads the whole outbox and leaves out the others' rows: more shards t
   outbox-relay shards 3`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			number, err := strconv.Atoi(args[0])
+			number, err := strconv.ParseInt(args[0], 10, 16)
 			if err != nil || number < 1 || number > shardsMax {
 				return usageError{fmt.Errorf("number of shards %q: want 1 to %d", args[0], shardsMax)}
 			}
@@ -47,7 +47,7 @@ Each shard reads the whole outbox and leaves out the others' rows: more shards t
 					return err
 				case asJSON:
 					return printJSON(cmd.OutOrStdout(), map[string]any{"relay": s.relay, "shards": now, "wanted": number})
-				case int(now) == number:
+				case int64(now) == number:
 					_, err = fmt.Fprintf(cmd.OutOrStdout(), "relay %s has %d shards\n", plain(s.relay), now)
 				default:
 					_, err = fmt.Fprintf(cmd.OutOrStdout(), "relay %s has %d shards, and will have %d as soon as a replica runs\n", plain(s.relay), now, number)

@@ -98,7 +98,7 @@ func (m *member) enroll(ctx context.Context) error {
 	for trouble := 1; ; trouble++ {
 		_, err := m.pool.Exec(ctx, m.sql.enroll, m.cfg.Name, m.cfg.Shards)
 		if err == nil || ctx.Err() != nil {
-			return nil
+			return nil //nolint:nilerr // a clean stop
 		}
 		if !unreachable(err) {
 			return fmt.Errorf("make the relay known: %w", err)
@@ -119,7 +119,7 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- i
 		if ctx.Err() == nil {
 			m.cfg.Logger.WarnContext(ctx, "the database does not answer: leases could not be renewed", "relay", m.cfg.Name, "error", err)
 		}
-		return nil //nolint:nilerr // it is said, and the next look decides
+		return nil
 	}
 	for shard, w := range m.workers {
 		if !slices.Contains(s.renewed, shard) && slices.Contains(leases, w.lease) {
@@ -214,7 +214,7 @@ func (m *member) take(ctx context.Context, free []int16, quota int, group *sync.
 	}
 	for _, shard := range free {
 		if len(m.workers) >= quota || ctx.Err() != nil {
-			return nil
+			return nil //nolint:nilerr // a clean stop
 		}
 		if m.workers[shard] != nil {
 			continue // it is ending
@@ -225,7 +225,7 @@ func (m *member) take(ctx context.Context, free []int16, quota int, group *sync.
 		}
 		if err != nil {
 			m.back(ctx, err)
-			return nil //nolint:nilerr // it is said, and tried again
+			return nil
 		}
 		if l != nil {
 			m.cfg.Logger.InfoContext(ctx, "relay took the lease", "relay", m.cfg.Name, "owner", m.cfg.Owner, "shard", l.shard, "shards", l.shards, "epoch", l.epoch)

@@ -83,9 +83,9 @@ func TestSlowestRelayKeepsTheSlot(t *testing.T) {
 	drain(t, fast)
 	_, err := pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
 	require.NoError(t, err)
-	left := func() int { //nolint:contextcheck // the test's
+	left := func() int {
 		require.NoError(t, fast.TidyUp(ctx))
-		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`)
+		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`) //nolint:contextcheck // the test's
 	}
 	require.Equal(t, 20, left(), "slow has published nothing")
 	drain(t, slow)

@@ -88,6 +88,7 @@ func newBenchRelay(s *settings) *cobra.Command {
   skip_locked     the textbook's poller: SELECT ... FOR UPDATE SKIP LOCKED, produce, DELETE, commit
   bare_cursor     reads by row number and produces; stores nothing, loses late commits: a ceiling
   relay           the relay
+  exactly_once    the relay with --exactly-once
   p50_ms, p99_ms  from the return of COMMIT until a consumer has the record, at 500 messages a second
 
 Rows have 256 bytes of payload and one of 1,000 keys. All produce with the same settings.`,

@@ -20,7 +20,7 @@ func TestBenchJSON(t *testing.T) {
 		keys []string
 	}{
 		"consume": {[]string{"--messages", "2000"}, []string{"textbook", "no_dedup", "by_id", "bytes_per_message", "wal_bytes_per_message"}},
-		"relay":   {[]string{"--rows", "2000", "--latency-seconds", "1"}, []string{"skip_locked", "bare_cursor", "relay", "p50_ms", "p99_ms"}},
+		"relay":   {[]string{"--rows", "2000", "--latency-seconds", "1"}, []string{"skip_locked", "bare_cursor", "relay", "exactly_once", "p50_ms", "p99_ms"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

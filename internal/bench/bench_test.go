@@ -96,7 +96,7 @@ func TestRelay(t *testing.T) {
 	})
 	require.NoError(t, err)
 	found := object(t, report)
-	for _, key := range []string{"skip_locked", "bare_cursor", "relay", "relay_vs_skip_locked", "relay_vs_bare_cursor", "p99_ms"} {
+	for _, key := range []string{"skip_locked", "bare_cursor", "relay", "relay_vs_skip_locked", "relay_vs_bare_cursor", "exactly_once", "exactly_once_vs_relay", "p99_ms"} {
 		assert.Greater(t, found[key], 0.0, key)
 	}
 	assert.Contains(t, found, "p50_ms")

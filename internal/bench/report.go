@@ -133,9 +133,11 @@ type RelayReport struct {
 	SkipLocked *float64 `json:"skip_locked,omitempty"` // the textbook's poller
 	BareCursor *float64 `json:"bare_cursor,omitempty"` // reads and produces, guarantees nothing
 	Relay      *float64 `json:"relay,omitempty"`
+	Exactly    *float64 `json:"exactly_once,omitempty"` // the relay, in Kafka transactions
 
 	RelayVsSkipLocked *float64 `json:"relay_vs_skip_locked,omitempty"`
 	RelayVsBareCursor *float64 `json:"relay_vs_bare_cursor,omitempty"`
+	ExactlyVsRelay    *float64 `json:"exactly_once_vs_relay,omitempty"`
 
 	P50 *float64 `json:"p50_ms,omitempty"` // from commit to consumable, at 500 messages a second
 	P99 *float64 `json:"p99_ms,omitempty"`
@@ -152,12 +154,13 @@ type RelayReport struct {
 func newRelayReport(opts RelayOptions, s samples, latencies []float64) *RelayReport {
 	r := &RelayReport{
 		SkipLocked: rounded(s.median("skip_locked"), 0), BareCursor: rounded(s.median("bare_cursor"), 0),
-		Relay: rounded(s.median("relay"), 0),
-		Rows:  opts.Rows, PayloadBytes: payloadBytes, Partitions: opts.Partitions, Rounds: opts.Rounds,
+		Relay: rounded(s.median("relay"), 0), Exactly: rounded(s.median("exactly_once"), 0),
+		Rows: opts.Rows, PayloadBytes: payloadBytes, Partitions: opts.Partitions, Rounds: opts.Rounds,
 		LatencySeconds: opts.LatencySeconds,
 	}
 	r.RelayVsSkipLocked = ratio(r.Relay, r.SkipLocked)
 	r.RelayVsBareCursor = ratio(r.Relay, r.BareCursor)
+	r.ExactlyVsRelay = ratio(r.Exactly, r.Relay)
 	if len(latencies) > 0 {
 		p50, p99 := percentile(latencies, 0.5), percentile(latencies, 0.99)
 		r.P50, r.P99 = rounded(&p50, 2), rounded(&p99, 2)
@@ -171,6 +174,7 @@ func (r *RelayReport) WriteTable(w io.Writer) error {
 	t.row("textbook: FOR UPDATE SKIP LOCKED", r.SkipLocked, ratio(r.SkipLocked, r.SkipLocked))
 	t.row("bare cursor, guarantees nothing", r.BareCursor, ratio(r.BareCursor, r.SkipLocked))
 	t.row("relay", r.Relay, r.RelayVsSkipLocked)
+	t.row("relay, exactly once", r.Exactly, ratio(r.Exactly, r.SkipLocked))
 	t.line("")
 	t.fact("from commit to consumable, median", r.P50, "%.2f ms")
 	t.fact("from commit to consumable, 99 of 100", r.P99, "%.2f ms")

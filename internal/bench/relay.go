@@ -17,10 +17,12 @@ import (
 type relayBench struct {
 	*site
 
-	opts    RelayOptions
-	topic   string
-	samples samples
-	note    func(format string, args ...any)
+	opts  RelayOptions
+	topic string
+	// progress is where the relay keeps it with exactly-once.
+	progress string
+	samples  samples
+	note     func(format string, args ...any)
 }
 
 // producer is how every variant produces: what the relay uses anyway (idempotent, acks=all, no linger
@@ -47,6 +49,9 @@ func Relay(ctx context.Context, opts RelayOptions) (_ *RelayReport, err error) {
 		note: func(format string, args ...any) { opts.Progress(fmt.Sprintf(format, args...)) },
 	}
 	if b.topic, err = b.site.topic(ctx, "drain", opts.Partitions); err != nil {
+		return nil, err
+	}
+	if b.progress, err = b.site.topic(ctx, "progress", 1); err != nil {
 		return nil, err
 	}
 	if err := b.fill(ctx); err != nil {
@@ -176,7 +181,7 @@ func (b *relayBench) relay(ctx context.Context, round int) error {
 
 // exactlyOnce does so with records and progress in Kafka transactions.
 func (b *relayBench) exactlyOnce(ctx context.Context, round int) error {
-	return b.drain(ctx, relay.Config{Name: relayName(round) + "-exactly-once", ExactlyOnce: true})
+	return b.drain(ctx, relay.Config{Name: relayName(round) + "-exactly-once", ExactlyOnce: true, ProgressTopic: b.progress})
 }
 
 func (b *relayBench) drain(ctx context.Context, cfg relay.Config) error {

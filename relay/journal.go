@@ -109,22 +109,27 @@ func (e *entry) cursor() (c cursor, err error) {
 	return c, err
 }
 
-// end waits for a topic that is new to the brokers.
-func (j *journal) end(ctx context.Context, admin *kadm.Client) (int64, error) {
+// extent waits for a topic that is new to the brokers.
+func (j *journal) extent(ctx context.Context, admin *kadm.Client) (begin, end int64, err error) {
 	for {
+		begins, err := admin.ListStartOffsets(ctx, j.topic)
+		if err != nil {
+			return 0, 0, err
+		}
 		ends, err := admin.ListEndOffsets(ctx, j.topic)
 		if err != nil {
-			return 0, err
+			return 0, 0, err
 		}
 		if n := len(ends[j.topic]); n > 1 {
-			return 0, fmt.Errorf("it has %d partitions: want 1", n)
+			return 0, 0, fmt.Errorf("it has %d partitions: want 1", n)
 		}
+		begin, _ := begins.Lookup(j.topic, 0)
 		end, there := ends.Lookup(j.topic, 0)
-		if there && !kerr.IsRetriable(end.Err) {
-			return end.Offset, end.Err
+		if problem := errors.Join(begin.Err, end.Err); there && !kerr.IsRetriable(begin.Err) && !kerr.IsRetriable(end.Err) {
+			return begin.Offset, end.Offset, problem
 		}
 		if !pause(ctx, 20*time.Millisecond) {
-			return 0, fmt.Errorf("its end is unknown: %w", errors.Join(end.Err, ctx.Err()))
+			return 0, 0, fmt.Errorf("its end is unknown: %w", errors.Join(end.Err, ctx.Err()))
 		}
 	}
 }
@@ -132,11 +137,11 @@ func (j *journal) end(ctx context.Context, admin *kadm.Client) (int64, error) {
 // read returns the last committed entry, or nil. It reads up to what was the end when it began: the transactions
 // of other shards that are still open before that are waited for, since nobody can tell what is behind them.
 func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) {
-	end, err := j.end(ctx, kadm.NewClient(client))
+	begin, end, err := j.extent(ctx, kadm.NewClient(client))
 	if err != nil {
 		return nil, err
 	}
-	if end == 0 {
+	if begin == end {
 		return nil, nil //nolint:nilnil // nothing was committed yet
 	}
 	reader, err := kgo.NewClient(append(append([]kgo.Opt{}, j.kafka...),
@@ -148,7 +153,7 @@ func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) 
 	}
 	defer reader.Close()
 	var last *entry
-	for at := int64(0); at < end; {
+	for at := begin; at < end; {
 		fetches := reader.PollFetches(ctx)
 		if err := fetches.Err(); err != nil {
 			return nil, err

@@ -103,7 +103,7 @@ func (m *member) enroll(ctx context.Context) error {
 		if !unreachable(err) {
 			return fmt.Errorf("make the relay known: %w", err)
 		}
-		m.interrupted(ctx, err, trouble)
+		pause(ctx, m.interrupted(ctx, err, trouble))
 	}
 }
 
@@ -266,18 +266,10 @@ func (m *member) reap(ctx context.Context, shard int16) {
 	}
 }
 
-// back says what went wrong, and waits before shards are taken again.
+// back waits before shards are taken again.
 func (m *member) back(ctx context.Context, err error) {
 	m.trouble++
-	wait := backoff(m.trouble)
-	m.notYet = time.Now().Add(wait)
-	if ctx.Err() != nil {
-		return
-	}
-	m.cfg.Logger.WarnContext(ctx, "relay interrupted; it goes on from its stored progress", "relay", m.cfg.Name, "error", err, "retry_in", wait)
-	if m.cfg.Hooks.Interrupted != nil {
-		m.cfg.Hooks.Interrupted(err)
-	}
+	m.notYet = time.Now().Add(m.interrupted(ctx, err, m.trouble))
 }
 
 // prune forgets ticks that nobody stands on, now and then.

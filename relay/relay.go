@@ -85,13 +85,13 @@ func (r *Relay) Run(ctx context.Context) error {
 		if ctx.Err() == nil && !unreachable(err) {
 			return err
 		}
-		r.interrupted(ctx, err, trouble)
+		pause(ctx, r.interrupted(ctx, err, trouble))
 	}
 	return nil
 }
 
-// interrupted says what went wrong, and waits before the next attempt.
-func (r *Relay) interrupted(ctx context.Context, err error, trouble int) {
+// interrupted says what went wrong, and how long to wait before the next attempt.
+func (r *Relay) interrupted(ctx context.Context, err error, trouble int) time.Duration {
 	wait := backoff(trouble)
 	if ctx.Err() == nil {
 		r.cfg.Logger.WarnContext(ctx, "relay interrupted; it goes on from its stored progress", "relay", r.cfg.Name, "error", err, "retry_in", wait)
@@ -99,7 +99,7 @@ func (r *Relay) interrupted(ctx context.Context, err error, trouble int) {
 			r.cfg.Hooks.Interrupted(err)
 		}
 	}
-	pause(ctx, wait)
+	return wait
 }
 
 // check refuses what waiting cannot mend.

@@ -114,7 +114,7 @@ func (p *publisher) sendSuspects(ctx context.Context, s *sorted) error {
 }
 
 // sendAlone produces rows one by one, each in a transaction of its own, after which progress is at the cursor that
-// behind returns. A refusal makes the transaction void: the work starts over, and the row is known then.
+// behind returns, or where it was if that is the zero value: the row was dead. A refusal makes the transaction void: the work starts over, and the row is known then.
 func (p *publisher) sendAlone(ctx context.Context, s *sorted, behind func(*row) cursor) error {
 	for i, r := range s.rows {
 		if err := p.commit(ctx); err != nil {
@@ -129,11 +129,11 @@ func (p *publisher) sendAlone(ctx context.Context, s *sorted, behind func(*row) 
 			}
 			return fmt.Errorf("produce to topic %q: %w", r.topic, err)
 		}
-		if end := behind(r); end.from != nil {
-			p.enqueue(&batch{rows: s.rows[i : i+1], end: end})
-		} else {
+		end := behind(r)
+		if end.from == nil {
 			p.exact.revived = []int64{r.seq}
 		}
+		p.enqueue(&batch{rows: s.rows[i : i+1], end: end})
 		p.acquit(s.rows[i : i+1])
 	}
 	return p.commit(ctx)

@@ -179,7 +179,7 @@ func TestPartsWorkWithTheirRoles(t *testing.T) {
 	require.NoError(t, err)
 	within("the parked message is handled", `SELECT count(*) FROM app_effects`, 3)
 	for count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`) < 4 {
-		require.Less(t, n, 100_000, log.String())
+		require.Less(t, n, 20_000, log.String())
 		publish(fmt.Sprint("more-", n))
 	}
 	within("all effects", `SELECT count(*) FROM app_effects`, n)
@@ -192,12 +192,10 @@ func TestPartsWorkWithTheirRoles(t *testing.T) {
 	require.Equal(t, n, count(ctx, t, p.owner, `SELECT count(*) FROM app_effects`))
 	require.Equal(t, 2, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress WHERE owner IS NULL AND published > 0`), "leases are given back")
 	require.Zero(t, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_replicas`))
-	require.Positive(t, count(ctx, t, p.owner, `SELECT count(DISTINCT slot) FROM effectonce.outbox_slots WHERE turned_away IS NOT NULL`), "the slots were used")
 
 	// The upkeep of claims is not the consumer's, and trying it does not keep the owner from it.
-	allowed := p.denied.list()
 	var own []string
-	for _, denied := range allowed {
+	for _, denied := range p.denied.list() {
 		if !strings.Contains(denied, "dedup.lease") { // what KeepUp tries once
 			own = append(own, denied)
 		}

@@ -180,8 +180,13 @@ func TestRefusedWhenProduced(t *testing.T) {
 				}
 				last[string(record.Key)] = n
 			}
-			require.Len(t, seen, 26)
+			for i := range 30 {
+				if i%10 != 7 && i != 20 {
+					require.NotZero(t, seen[fmt.Sprint(i)], i)
+				}
+			}
 			if exactly {
+				require.Len(t, seen, 26)
 				for value, times := range seen {
 					require.Equal(t, 1, times, value)
 				}

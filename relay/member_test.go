@@ -20,7 +20,7 @@ func TestReplicasShareShards(t *testing.T) {
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 3)
 	const lease = 30 * time.Second
 	replica := func(owner string) (stop func()) {
-		r := newRelay(t, pool, relay.Config{Owner: owner, Shards: 4, Lease: lease})
+		r := newRelay(t, pool, relay.Config{Owner: owner, Shards: 4, Lease: lease}) //nolint:contextcheck // the test's
 		running, cancel := context.WithCancel(ctx)
 		done := make(chan error, 1)
 		go func() { done <- r.Run(running) }()

@@ -90,11 +90,11 @@ func Schema(ctx context.Context, db Querier, schema string) []Finding {
 	return []Finding{ok("schema", "schema %s has version %d", schema, state.Current)}
 }
 
-// right is a privilege that the relay needs.
+// right is what a role needs. A privilege on some columns has them behind it: SELECT(one two).
 type right struct{ kind, name, privileges string }
 
 // relayRights is all that the relay's role needs; the role that publishes needs USAGE on the schema and
-// INSERT on outbox.
+// INSERT on outbox. migrations/roles.sql gives the same, and what statusRights says.
 func relayRights(schema string) []right {
 	return []right{
 		{"schema", schema, "USAGE"},
@@ -117,14 +117,37 @@ func relayRights(schema string) []right {
 	}
 }
 
-// statusRights is what ReadStatus needs besides.
+// statusRights is what ReadStatus and the relay's metrics need besides. What a parked message says is none of
+// their business.
 func statusRights() []right {
-	return []right{{"table", "consumers", "SELECT"}, {"table", "consumer_positions", "SELECT"}, {"table", "parked_messages", "SELECT"}, {"table", "maintenance", "SELECT"}}
+	return []right{
+		{"table", "consumers", "SELECT"},
+		{"table", "consumer_positions", "SELECT"},
+		{"table", "parked_messages", "SELECT(consumer topic partition key reason state parked_at)"},
+		{"table", "maintenance", "SELECT"},
+	}
 }
 
-// operatorRights is what "outbox-relay parked" and "outbox-relay actions" need besides.
-func operatorRights() []right {
-	return []right{{"table", "parked_messages", "UPDATE,DELETE"}, {"table", "operator_actions", "SELECT,INSERT"}}
+// operatorRights is all that the commands of an operator need: to look at everything, and to act on what waits. The
+// role of an operator that migrations/roles.sql makes has the same.
+func operatorRights(schema string) []right {
+	rights := []right{
+		{"schema", schema, "USAGE"},
+		{"sequence", "outbox_seq_seq", "SELECT"},
+		{"sequence", "outbox_slot", "SELECT"},
+		{"table", "parked_messages", "SELECT,UPDATE,DELETE"},
+		{"table", "outbox_dead", "SELECT,UPDATE,DELETE"},
+		{"table", "outbox_paused", "SELECT,INSERT,UPDATE,DELETE"},
+		{"table", "outbox_relays", "SELECT,UPDATE(shards_wanted)"},
+		{"table", "operator_actions", "SELECT,INSERT"},
+	}
+	for _, table := range []string{
+		"schema_version", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_ticks", "outbox_progress", "outbox_replicas",
+		"outbox_scheduled", "consumers", "consumer_positions", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences",
+	} {
+		rights = append(rights, right{"table", table, "SELECT"})
+	}
+	return rights
 }
 
 // Rights checks what the connected role may do. It finds nothing where the schema does not exist.
@@ -136,40 +159,38 @@ func Rights(ctx context.Context, db Querier, schema string) []Finding {
 	if !exists {
 		return nil
 	}
-	lacking, err := grants(ctx, db, schema, relayRights(schema))
-	if err != nil {
-		return broken("rights", err)
+	var lacking [3][]string
+	for i, needed := range [][]right{relayRights(schema), statusRights(), operatorRights(schema)} {
+		var err error
+		if lacking[i], err = grants(ctx, db, schema, needed); err != nil {
+			return broken("rights", err)
+		}
 	}
-	if len(lacking) > 0 {
-		return []Finding{fail("rights", "as the owner of the schema: "+strings.Join(lacking, "; "), "the role lacks rights that the relay needs")}
-	}
-	lacking, err = grants(ctx, db, schema, statusRights())
-	if err != nil {
-		return broken("rights", err)
-	}
-	if len(lacking) > 0 {
-		return []Finding{warn("rights", "as the owner of the schema: "+strings.Join(lacking, "; "), "the role may relay, but not run \"outbox-relay status\"")}
-	}
-	lacking, err = grants(ctx, db, schema, operatorRights())
-	if err != nil {
-		return broken("rights", err)
-	}
-	if len(lacking) > 0 {
+	relay, status, operator := lacking[0], lacking[1], lacking[2]
+	switch {
+	case len(relay) > 0 && len(operator) == 0:
+		return []Finding{ok("rights", "the role is an operator's: it may look at everything and act on what waits; it may not relay")}
+	case len(relay) > 0:
+		return []Finding{fail("rights", "as the owner of the schema: "+strings.Join(relay, "; "), "the role lacks rights that the relay needs")}
+	case len(status) > 0:
+		return []Finding{warn("rights", "as the owner of the schema: "+strings.Join(status, "; "), "the role may relay, but not run \"outbox-relay status\"")}
+	case len(operator) > 0:
 		// A relay's role is better off without them.
-		return []Finding{ok("rights", "the role may relay; an operator's role needs besides, for \"outbox-relay parked\": %s", strings.Join(lacking, "; "))}
+		return []Finding{ok("rights", "the role may relay; an operator's role needs besides, for \"outbox-relay parked\": %s", strings.Join(operator, "; "))}
 	}
 	return []Finding{ok("rights", "the role has every right that it needs")}
 }
 
 // grants returns the statements that would give the role what it lacks.
 func grants(ctx context.Context, db Querier, schema string, needed []right) ([]string, error) {
-	var kinds, names, privileges []string
+	var kinds, names, privileges, columns []string
 	for _, r := range needed {
 		for privilege := range strings.SplitSeq(r.privileges, ",") {
-			kinds, names, privileges = append(kinds, r.kind), append(names, r.name), append(privileges, privilege)
+			privilege, some, _ := strings.Cut(strings.TrimSuffix(privilege, ")"), "(")
+			kinds, names, privileges, columns = append(kinds, r.kind), append(names, r.name), append(privileges, privilege), append(columns, some)
 		}
 	}
-	rows, err := db.Query(ctx, rightsSQL, schema, kinds, names, privileges)
+	rows, err := db.Query(ctx, rightsSQL, schema, kinds, names, privileges, columns)
 	if err != nil {
 		return nil, err
 	}

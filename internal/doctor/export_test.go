@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"context"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 )
@@ -35,4 +36,23 @@ func ExplainWaiting(ctx context.Context, db Querier, schema string, limit int) (
 	sql := inSchema("EXPLAIN (ANALYZE, FORMAT JSON) SELECT count(*), min(created_at) FROM ("+waitingRows+") w", schema)
 	err = db.QueryRow(ctx, sql, all[0].waiting().args(limit)...).Scan(&plan)
 	return plan, err
+}
+
+// RoleRights lists what the doctor asks for: of a relay, and of an operator.
+func RoleRights(schema string) (relay, operator []string) {
+	list := func(needed []right) (lines []string) {
+		for _, r := range needed {
+			for privilege := range strings.SplitSeq(r.privileges, ",") {
+				privilege, columns, some := strings.Cut(strings.TrimSuffix(privilege, ")"), "(")
+				if !some {
+					lines = append(lines, privilege+" "+r.name)
+				}
+				for column := range strings.FieldsSeq(columns) {
+					lines = append(lines, privilege+" "+r.name+"."+column)
+				}
+			}
+		}
+		return lines
+	}
+	return list(append(relayRights(schema), statusRights()...)), list(operatorRights(schema))
 }

@@ -128,14 +128,16 @@ SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)`
 // rightsSQL writes the statements that would give the role what it lacks, from the catalog: looking a table up by its name needs the rights
 // that are asked for. What does not exist is left out; the schema check tells.
 const rightsSQL = `-- doctor.rights
-SELECT format('GRANT %s ON %s %s TO %I', string_agg(n.privilege, ', ' ORDER BY n.place), upper(n.kind),
+SELECT format('GRANT %s ON %s %s TO %I', string_agg(n.privilege || CASE WHEN n.columns <> '' THEN format(' (%s)', replace(n.columns, ' ', ', ')) ELSE '' END,
+    ', ' ORDER BY n.place), upper(n.kind),
   CASE n.kind WHEN 'schema' THEN format('%I', n.name) ELSE format('%I.%I', $1::text, n.name) END, current_user)
-FROM unnest($2::text[], $3::text[], $4::text[]) WITH ORDINALITY AS n (kind, name, privilege, place)
+FROM unnest($2::text[], $3::text[], $4::text[], $5::text[]) WITH ORDINALITY AS n (kind, name, privilege, columns, place)
 JOIN pg_namespace s ON s.nspname = $1
 LEFT JOIN pg_class c ON c.relnamespace = s.oid AND c.relname = n.name
-WHERE CASE n.kind
-  WHEN 'schema' THEN NOT has_schema_privilege(s.oid, n.privilege)
-  WHEN 'sequence' THEN NOT has_sequence_privilege(c.oid, n.privilege)
+WHERE CASE
+  WHEN n.kind = 'schema' THEN NOT has_schema_privilege(s.oid, n.privilege)
+  WHEN n.kind = 'sequence' THEN NOT has_sequence_privilege(c.oid, n.privilege)
+  WHEN n.columns <> '' THEN EXISTS (SELECT FROM string_to_table(n.columns, ' ') AS col (name) WHERE NOT has_column_privilege(c.oid, col.name, n.privilege))
   ELSE NOT has_table_privilege(c.oid, n.privilege)
 END
 GROUP BY n.kind, n.name ORDER BY min(n.place)`

@@ -1,6 +1,8 @@
 package outbox_test
 
 import (
+	"context"
+	"errors"
 	"strings"
 	"testing"
 	"time"
@@ -47,28 +49,27 @@ func TestMessagesForLaterWait(t *testing.T) {
 		{Topic: "orders", DeliverAt: time.Date(-9000, 1, 1, 0, 0, 0, 0, time.UTC)},
 		{Topic: "orders", Payload: []byte("3")},
 	}
-	for name, publish := range map[string]func(t *testing.T, tx pgx.Tx) error{
-		"Publish": func(t *testing.T, tx pgx.Tx) error { return outbox.Publish(t.Context(), tx, msgs...) },
-		"Queue": func(t *testing.T, tx pgx.Tx) error {
+	o := newOutbox(t, outbox.Config{})
+	for name, publish := range map[string]func(ctx context.Context, tx pgx.Tx) error{
+		"Publish": func(ctx context.Context, tx pgx.Tx) error { return o.Publish(ctx, tx, msgs...) },
+		"Queue": func(ctx context.Context, tx pgx.Tx) error {
 			batch := &pgx.Batch{}
-			require.NoError(t, newOutbox(t, outbox.Config{}).Queue(t.Context(), batch, msgs...))
-			return tx.SendBatch(t.Context(), batch).Close()
+			return errors.Join(o.Queue(ctx, batch, msgs...), tx.SendBatch(ctx, batch).Close())
 		},
-		"Buffer": func(t *testing.T, tx pgx.Tx) error {
-			buffer := outbox.NewBuffer()
-			require.NoError(t, buffer.Add(t.Context(), msgs...))
-			return buffer.Flush(t.Context(), tx)
+		"Buffer": func(ctx context.Context, tx pgx.Tx) error {
+			buffer := o.Buffer()
+			return errors.Join(buffer.Add(ctx, msgs...), buffer.Flush(ctx, tx))
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.Pool(t)
 			tx := begin(t, pool)
-			require.NoError(t, publish(t, tx))
+			require.NoError(t, publish(t.Context(), tx))
 			require.NoError(t, tx.Rollback(t.Context()))
 			assert.Empty(t, scheduled(t, pool))
 
-			require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error { return publish(t, tx) }))
+			require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error { return publish(t.Context(), tx) }))
 			var now string
 			for _, r := range rows(t, pool) {
 				now += string(r.Payload)

@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -273,7 +274,7 @@ func (v *messageTx) CollectOutbox(o *outbox.Outbox, msgs []outbox.Message) error
 			continue
 		}
 		if m.ID == uuid.Nil {
-			m.ID = v.msg.ChildID("publish:" + strconv.Itoa(v.msg.published))
+			m.ID = v.msg.publishID("publish:"+strconv.Itoa(v.msg.published), !m.DeliverAt.IsZero())
 		}
 		v.msg.published++
 		m.Headers = withTrace(m.Headers, v.msg)
@@ -281,6 +282,15 @@ func (v *messageTx) CollectOutbox(o *outbox.Outbox, msgs []outbox.Message) error
 	}
 	v.collected = append(v.collected, collected{o, derived})
 	return nil
+}
+
+// publishID derives the ID of what is published. That of a message for later carries no time: the parent's would be
+// too old for the next consumer, and DeliverAt may be another one at a re-execution.
+func (m *Message) publishID(step string, later bool) uuid.UUID {
+	if later {
+		return dedup.MessageID("effectonce:later", append(m.ID[:len(m.ID):len(m.ID)], step...))
+	}
+	return m.ChildID(step)
 }
 
 // traceParentBytesMax is generous: a traceparent has 55 bytes. The size of the message was checked before.

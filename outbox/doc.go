@@ -27,6 +27,17 @@
 // INSERT INTO effectonce.outbox (topic, key, payload) VALUES (…) from any language is a complete
 // publish; see docs/schema.md for the other columns and the form of headers.
 //
+// # Later, and to several topics
+//
+// A message with DeliverAt waits in a table of its own until it is due, and can be taken back until then:
+//
+//	reminder := uuid.New()
+//	err = outbox.Publish(ctx, tx, outbox.Message{ID: reminder, Topic: "reminders", Key: []byte(orderID), DeliverAt: inThreeDays})
+//	...
+//	cancelled, err := outbox.Cancel(ctx, tx, reminder) // false: it is published, or about to be
+//
+// AlsoTo names further topics that get a message under the same ID.
+//
 // # Later duplicates
 //
 // The relay publishes at least once and always under the ID of the row. A consumer that claims this ID

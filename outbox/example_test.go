@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -47,6 +49,24 @@ func ExampleBuffer() {
 		})
 	}
 	_ = ship
+}
+
+// A reminder is published in three days, unless its order is paid before. Cancel says which of the two it is.
+func ExampleCancel() {
+	place := func(ctx context.Context, tx pgx.Tx, orderID string, reminder uuid.UUID) error {
+		return outbox.Publish(ctx, tx, outbox.Message{
+			ID:        reminder, // uuid.New(), stored with the order
+			Topic:     "reminders",
+			AlsoTo:    []string{"audit"},
+			Key:       []byte(orderID),
+			DeliverAt: time.Now().AddDate(0, 0, 3),
+		})
+	}
+	pay := func(ctx context.Context, tx pgx.Tx, reminder uuid.UUID) (reminded bool, err error) {
+		cancelled, err := outbox.Cancel(ctx, tx, reminder)
+		return !cancelled, err
+	}
+	_, _ = place, pay
 }
 
 // A message that Kafka would refuse is refused at once, and the transaction goes on.

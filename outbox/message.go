@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"regexp"
 	"strings"
+	"time"
 	"unicode/utf8"
 
 	"github.com/google/uuid"
@@ -37,6 +38,19 @@ type Message struct {
 	// Headers in order. The same name may occur several times; the order among these is kept, the
 	// order across names is not (they are stored as a JSON object).
 	Headers []Header
+	// DeliverAt is when the message is to be published, not before it by the database's clock, and about a second
+	// after it at the latest while a relay runs. Zero: now. A time in the past is due; at most 10 years ahead. Its
+	// place in the order of its key is where it is then, behind what was published meanwhile. Until it is due,
+	// Cancel can take it back by its ID. Publishing an ID for later that waits already changes nothing.
+	//
+	// Consumers park a message as expired whose ID is a UUIDv7 with a time before their window. So where you
+	// choose the ID, let it carry no time (uuid.New()) or that of DeliverAt. In handlers of package consumer the
+	// derived ID of a message for later carries none.
+	DeliverAt time.Time
+	// AlsoTo are further topics that get the same message under the same ID, each once: one row of the outbox
+	// for each. At most 100, none of them twice. A consumer claims IDs for each topic unless its Config.Name says
+	// otherwise: with a Name of its own for several of these topics it handles the message once.
+	AlsoTo []string
 }
 
 // Header is one record header. A nil value is Kafka's null.
@@ -50,6 +64,8 @@ type Header struct {
 var ErrInvalid = errors.New("message cannot be published")
 
 var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
+
+func validTopic(name string) bool { return topicName.MatchString(name) && name != "." && name != ".." }
 
 // overheadBytes is an upper bound for what a record takes beside key, value and the row's own headers:
 // the two headers of the relay (88), the record's varints (22) and the batch around a single record (61),
@@ -72,8 +88,11 @@ func (m *Message) validate(index, recordBytesMax int) error {
 	report := func(format string, args ...any) {
 		problems = append(problems, fmt.Errorf("%w: message %d: %w", ErrInvalid, index, fmt.Errorf(format, args...)))
 	}
-	if !topicName.MatchString(m.Topic) || m.Topic == "." || m.Topic == ".." {
-		report("topic %.260q: Kafka takes 1 to 249 letters, digits, dots, underscores and hyphens", m.Topic)
+	if !validTopic(m.Topic) {
+		report("topic %.260q: %w", m.Topic, errTopic)
+	}
+	for _, problem := range m.checkLater() {
+		report("%w", problem)
 	}
 	if n := m.RecordBytes(); n > recordBytesMax {
 		report("key, payload and headers take %d bytes, RecordBytesMax is %d: store the body elsewhere and publish a reference, or raise RecordBytesMax together with the topic's max.message.bytes", n, recordBytesMax)

@@ -31,18 +31,11 @@ type Config struct {
 
 // Outbox publishes into one schema. It holds no connection and is safe for concurrent use.
 type Outbox struct {
-	insert         string
+	insert, fanOut, schedule, cancel string
+
 	recordBytesMax int
 	inject         func(ctx context.Context, headers map[string]string)
 }
-
-// insertSQL takes any number of messages in one statement. The order of the arrays is the order of seq.
-const insertSQL = `-- outbox.publish
-INSERT INTO effectonce.outbox (id, topic, key, payload, headers)
-SELECT coalesce(m.id, effectonce.uuid_v7()), m.topic, m.key, m.payload, m.headers
-FROM unnest($1::uuid[], $2::text[], $3::bytea[], $4::bytea[], $5::jsonb[])
-  WITH ORDINALITY AS m (id, topic, key, payload, headers, place)
-ORDER BY m.place`
 
 // New returns an outbox, or all problems of its configuration at once.
 func New(cfg Config) (*Outbox, error) {
@@ -54,11 +47,19 @@ func New(cfg Config) (*Outbox, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Outbox{insert: migrations.InSchema(insertSQL, schema), recordBytesMax: size, inject: cfg.Inject}, nil
+	return newOutbox(schema, size, cfg.Inject), nil
+}
+
+func newOutbox(schema string, recordBytesMax int, inject func(ctx context.Context, headers map[string]string)) *Outbox {
+	in := func(sql string) string { return migrations.InSchema(sql, schema) }
+	return &Outbox{
+		insert: in(insertSQL), fanOut: in(fanOutSQL), schedule: in(scheduleSQL), cancel: in(cancelSQL),
+		recordBytesMax: recordBytesMax, inject: inject,
+	}
 }
 
 //nolint:gochecknoglobals // immutable: what the package-level functions use
-var standard = &Outbox{insert: insertSQL, recordBytesMax: RecordBytesMaxDefault}
+var standard = newOutbox(migrations.DefaultSchema, RecordBytesMaxDefault, nil)
 
 // Publish inserts messages into the default schema with the default limits; see Outbox.Publish.
 func Publish(ctx context.Context, tx pgx.Tx, msgs ...Message) error {
@@ -72,8 +73,8 @@ type Collector interface {
 	CollectOutbox(o *Outbox, msgs []Message) error
 }
 
-// Publish inserts messages in the caller's transaction: one statement and one round trip, however many
-// they are. They are published if and when tx commits. Hold the lock that orders the writers of a key
+// Publish inserts messages in the caller's transaction: one statement (another one for messages for later) and
+// one round trip, however many they are. They are published if and when tx commits. Hold the lock that orders the writers of a key
 // before you publish for it (package documentation, Order).
 //
 // Inside a handler of package consumer the messages are kept until the end of the batch: the bytes of Key,
@@ -99,11 +100,13 @@ func (o *Outbox) Queue(ctx context.Context, batch *pgx.Batch, msgs ...Message) e
 	if err != nil || len(prepared) == 0 {
 		return err
 	}
-	args, err := arrays(prepared)
+	inserts, err := o.statements(prepared)
 	if err != nil {
 		return err
 	}
-	batch.Queue(o.insert, args...)
+	for _, s := range inserts {
+		batch.Queue(s.sql, s.args...)
+	}
 	return nil
 }
 
@@ -144,11 +147,20 @@ func hasHeader(headers []Header, name string) bool {
 }
 
 func (o *Outbox) flush(ctx context.Context, tx pgx.Tx, prepared []Message) error {
-	args, err := arrays(prepared)
+	inserts, err := o.statements(prepared)
 	if err != nil {
 		return err
 	}
-	if _, err := tx.Exec(ctx, o.insert, args...); err != nil {
+	if len(inserts) == 1 {
+		_, err = tx.Exec(ctx, inserts[0].sql, inserts[0].args...)
+	} else {
+		batch := &pgx.Batch{}
+		for _, s := range inserts {
+			batch.Queue(s.sql, s.args...)
+		}
+		err = tx.SendBatch(ctx, batch).Close()
+	}
+	if err != nil {
 		return fmt.Errorf("insert %d outbox rows: %w", len(prepared), err)
 	}
 	return nil

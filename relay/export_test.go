@@ -10,3 +10,15 @@ const FetchSettingsSQL = fetchSettingsSQL
 
 // TidyUp is a run of the upkeep of slots.
 func (r *Relay) TidyUp(ctx context.Context) error { return r.tidyUp(ctx, r.askCluster(ctx)) }
+
+// PromoteDue is a look at the messages for later.
+func (r *Relay) PromoteDue(ctx context.Context) error {
+	_, err := r.promoteDue(ctx)
+	return err
+}
+
+// NextDueSQL and PromoteSQL are what the plan's test looks at.
+const (
+	NextDueSQL = nextDueSQL
+	PromoteSQL = promoteSQL
+)

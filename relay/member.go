@@ -242,6 +242,9 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	if m.cfg.Hooks.Lease != nil {
 		m.cfg.Hooks.Lease(l.shard, true)
 	}
+	if l.shard == 0 {
+		group.Go(func() { m.promote(working) })
+	}
 	group.Go(func() {
 		defer stop()
 		w.err = w.publisher.publish(working)

@@ -307,7 +307,45 @@ WITH locked AS MATERIALIZED (
 UPDATE effectonce.outbox_dead d SET state = 'held', reason = l.reason, error = l.error, attempts = d.attempts + 1
 FROM locked l WHERE d.relay = $1 AND d.seq = l.seq`
 
+// nextDueSQL is what an idle relay asks: in how many milliseconds the next message for later is due, at most a second.
+const nextDueSQL = `-- relay.next_due
+SELECT coalesce((
+  SELECT CASE WHEN due_at <= clock_timestamp() THEN 0
+    WHEN due_at < clock_timestamp() + interval '1 second' THEN ceil(extract(epoch FROM due_at - clock_timestamp()) * 1000::numeric)
+    ELSE 1000 END
+  FROM effectonce.outbox_scheduled ORDER BY due_at LIMIT 1), 1000)::bigint`
+
+// promoteSQL moves due messages into the outbox, in the order of their times. The lock lets one do it at a time:
+// of two side by side the later batch could commit first. The time is asked in a subquery, as a constant of the
+// statement: as a volatile function it would be no condition of the index.
+//
+// It waits for nobody's row, and takes the rows of an ID that are due together all or none (or a full batch of them):
+// so a DELETE by ID, which takes one row after the other, also has all or none, and neither stops the other for ever.
+// A row that came or went since the statement's snapshot leaves its ID for the next time.
+const promoteSQL = `-- relay.promote
+WITH mine AS MATERIALIZED (
+  SELECT pg_try_advisory_xact_lock(hashtextextended('outbox promote', 'effectonce.outbox_scheduled'::regclass::oid::bigint)) AS locked
+), due AS MATERIALIZED (
+  SELECT due_at, id, topic FROM effectonce.outbox_scheduled
+  WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp())
+  ORDER BY due_at, id LIMIT $1 FOR UPDATE SKIP LOCKED
+), whole AS MATERIALIZED (
+  SELECT due_at, id FROM due GROUP BY due_at, id
+  HAVING count(*) >= least($1, (SELECT count(*) FROM effectonce.outbox_scheduled s WHERE s.id = due.id AND s.due_at = due.due_at))
+), gone AS (
+  DELETE FROM effectonce.outbox_scheduled s USING due JOIN whole USING (due_at, id)
+  WHERE s.id = due.id AND s.topic = due.topic
+  RETURNING s.due_at, s.id, s.topic, s.key, s.payload, s.headers, s.created_at
+), moved AS (
+  INSERT INTO effectonce.outbox (id, topic, key, payload, headers, created_at)
+  SELECT id, topic, key, payload, headers, greatest(due_at, created_at) FROM gone ORDER BY due_at, created_at, id, topic
+  RETURNING 1
+)
+SELECT (SELECT count(*) FROM due), (SELECT count(*) FROM moved)`
+
 type queries struct {
+	nextDue, promote string
+
 	enroll, beat, leave, seq, acquire, release, fetch, loadTick, storeTick, advance, prune, restamp, rebase string
 	deadExist, held, bury, waitingTopics, retryTopic, releasable, exhume, holdAgain                         string
 	lockShards, allHeld, cutOver, dropShards, shardsDone                                                    string
@@ -317,6 +355,7 @@ type queries struct {
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
+		nextDue: in(nextDueSQL), promote: in(promoteSQL),
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL),
 		loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), prune: in(pruneSQL),

@@ -139,6 +139,9 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 		return 0, err
 	}
 	defer r.leave(ctx)
+	if _, err := r.promoteDue(ctx); err != nil {
+		return 0, err
+	}
 	for shard := range standing.shards {
 		lease, err := r.acquire(ctx, shard)
 		if err != nil {

@@ -113,7 +113,7 @@ func relayRights(schema string) []right {
 		{"table", "outbox_progress", "SELECT,INSERT,UPDATE,DELETE"},
 		{"table", "outbox_dead", "SELECT,INSERT,UPDATE,DELETE"},
 		{"table", "outbox_paused", "SELECT"},
-		{"table", "outbox_scheduled", "SELECT,DELETE"},
+		{"table", "outbox_scheduled", "SELECT,UPDATE,DELETE"}, // UPDATE: to lock rows
 	}
 }
 

@@ -1,0 +1,106 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/internal/replay"
+)
+
+func newReplay(s *settings) *cobra.Command {
+	opts := replay.Options{By: parked.Operator{Why: "replayed by hand"}}
+	var timeout time.Duration
+	var asJSON bool
+	cmd := needs(&cobra.Command{
+		Use:   "replay",
+		Short: "Publish rows again that are published and still in the outbox",
+		Long: `Publish rows again, with the same IDs and in the order of the outbox: those that --relay has published, that
+were created from --from-time on and before --to-time, and that are still in the outbox (run --keep says for
+how long they stay). Consumers that deduplicate drop what they know; a new topic (--to-topic) gets what a
+consumer missed, or a consumer that begins. Behind newer records of its key a row stands in a place that is
+not its own: for whoever does not deduplicate, choose another topic.
+
+Rows that wait for the relay are left to it, and so are dead rows and those that somebody discarded with this
+command line. The relay's progress is not touched; it may run meanwhile. The replay is written down: see
+"outbox-relay actions list". Exit status 1 if rows left the outbox before they were read.`,
+		Example: `  outbox-relay replay --from-time 2026-03-01T08:00:00Z --to-time 2026-03-01T09:00:00Z --dry-run
+  outbox-relay replay --from-time 2026-03-01T08:00:00Z --to-time 2026-03-01T09:00:00Z --topic orders --to-topic orders-again`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			opts.Schema, opts.Relay = s.schema, s.relay
+			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+			defer cancel()
+			return s.replay(ctx, opts, asJSON, cmd.OutOrStdout(), cmd.ErrOrStderr())
+		},
+	}, flagDatabaseURL, flagBrokers)
+	flags := cmd.Flags()
+	addTime(flags, "from-time", "rows that were created then or later", &opts.From)
+	addTime(flags, "to-time", "rows that were created before", &opts.To)
+	addText(flags, "topic", 249, "only rows of this topic", into(&opts.Topic))
+	addText(flags, "to-topic", 249, "publish to this topic, not to that of the row", into(&opts.ToTopic))
+	addBool(flags, &opts.DryRun, "dry-run", "count the rows, and do nothing")
+	addText(flags, "by", 255, "who does it; default: the user and the machine", func(text string) error { opts.By.Who = text; return nil })
+	addText(flags, "why", 2048, "why it is done", func(text string) error { opts.By.Why = text; return nil })
+	addDuration(flags, &timeout, "timeout", time.Hour, time.Second, 30*24*time.Hour, "how long all of it may take")
+	commandLineOnly(flags, "from-time", "to-time", "topic", "to-topic", "dry-run", "why")
+	addJSON(cmd, &asJSON)
+	s.checks[cmd] = func() error {
+		if opts.From.IsZero() || opts.To.IsZero() || !opts.From.Before(opts.To) {
+			return errors.New("want --from-time and a later --to-time")
+		}
+		return nil
+	}
+	return cmd
+}
+
+func addTime(flags *pflag.FlagSet, name, usage string, target *time.Time) {
+	addText(flags, name, 64, usage+", such as 2026-03-01T08:00:00Z", func(text string) (err error) {
+		if *target, err = time.Parse(time.RFC3339Nano, text); err != nil {
+			return errors.New("want a time such as 2026-03-01T08:00:00Z")
+		}
+		return nil
+	})
+}
+
+func (s *settings) replay(ctx context.Context, opts replay.Options, asJSON bool, out, progress io.Writer) error {
+	if opts.By.Who == "" {
+		opts.By.Who = whoami()
+	}
+	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+		client, err := kgo.NewClient(append(s.kafkaOptions(s.logger(progress)), kgo.RequiredAcks(kgo.AllISRAcks()), kgo.SoftwareNameAndVersion("outbox-relay", "v1"))...)
+		if err != nil {
+			return fmt.Errorf("kafka options: %w", err)
+		}
+		defer client.Close()
+		screen := newScreen(progress)
+		if screen.terminal {
+			opts.Progress = func(done int64) { screen.step("published: %d", done) }
+		}
+		report, err := replay.Run(ctx, conn, client, opts)
+		screen.end()
+		if err != nil {
+			return fmt.Errorf("%d rows are published again: %w", report.Published, err)
+		}
+		switch {
+		case asJSON:
+			err = printJSON(out, report)
+		case opts.DryRun:
+			_, err = fmt.Fprintf(out, "%d rows would be published again\n", report.Rows)
+		default:
+			_, err = fmt.Fprintf(out, "%d of %d rows are published again\n", report.Published, report.Rows)
+		}
+		if err == nil && !opts.DryRun && report.Published < report.Rows {
+			return errNotWell
+		}
+		return err
+	})
+}

@@ -1,0 +1,75 @@
+package main_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// replay publishes what the relay has published, of the times and the topic that are given, with the same IDs, bytes and
+// order, and leaves the relay's progress, what waits, what is dead and what was discarded alone; a dry run counts.
+func TestReplayPublishesAgain(t *testing.T) {
+	t.Parallel()
+	address, topic, other, copies := pgtest.Database(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
+	conn := connect(t, address)
+	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, key, payload, headers, created_at)
+		SELECT $1, 'k', n::text::bytea, '{"a": ["1", null], "message-id": "forged"}', '2026-01-01 00:00+00'::timestamptz + n * interval '1 second' FROM generate_series(1, 1200) n`, topic)
+	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, key, payload, created_at) VALUES ($1, '', NULL, '2026-01-01 00:10+00'), ($2, NULL, '', '2026-01-01 00:10+00'), ('dead', 'k', 'dead', '2026-01-01 00:10+00')`, topic, other)
+	drain(t, address)
+	execSQL(t, conn, `INSERT INTO effectonce.operator_actions (who, what, why, subject) SELECT 'me', 'dead.discard', 'x', jsonb_build_object('relay', 'default', 'seq', 7)`)
+	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, payload, created_at) VALUES ($1, 'waits', '2026-01-01 00:10+00')`, topic)
+	const progress = `SELECT string_agg(p::text, ' ') FROM effectonce.outbox_progress p`
+	var before, after string
+	require.NoError(t, conn.QueryRow(t.Context(), progress).Scan(&before))
+	replay := func(args ...string) result {
+		return runKafka(t, address, append([]string{"replay", "--from-time", "2026-01-01T00:00:02Z", "--to-time", "2026-01-01T00:20:00Z"}, args...)...)
+	}
+
+	dry := replay("--dry-run", "--json")
+	assert.Zero(t, dry.code, dry.stderr)
+	assert.EqualValues(t, 1199, dry.object(t)["rows"], "1200 of the topic, not the first, the last and the discarded one; and two others")
+	assert.Zero(t, kafkatest.Count(t, copies))
+	r := replay("--topic", topic, "--to-topic", copies)
+	require.Zero(t, r.code, r.stderr)
+	assert.Equal(t, "1198 of 1198 rows are published again\n", r.stdout)
+	first, again := kafkatest.ReadAll(t, topic), kafkatest.ReadAll(t, copies)
+	require.Len(t, again, 1198)
+	want := append(first[1:6:6], first[7:1199]...)
+	for i, record := range append(want, first[1200]) {
+		require.Equal(t, record.Key, again[i].Key)
+		require.Equal(t, record.Value, again[i].Value)
+		require.Equal(t, record.Headers, again[i].Headers)
+		assert.WithinDuration(t, time.Now(), again[i].Timestamp, time.Hour)
+	}
+	r = replay("--topic", other)
+	require.Zero(t, r.code, r.stderr)
+	twice := kafkatest.ReadAll(t, other)
+	require.Len(t, twice, 2)
+	assert.Equal(t, twice[0].Headers, twice[1].Headers)
+	assert.NotNil(t, twice[1].Value)
+
+	require.NoError(t, conn.QueryRow(t.Context(), progress).Scan(&after))
+	assert.Equal(t, before, after)
+	var noted int
+	require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*) FROM effectonce.operator_actions WHERE what = 'replay' AND subject->>'rows' IN ('1198', '1')`).Scan(&noted))
+	assert.Equal(t, 2, noted)
+}
+
+// Times that are missing or the wrong way round are wrong use, and nothing is looked at.
+func TestReplayWantsTimes(t *testing.T) {
+	t.Parallel()
+	for _, args := range [][]string{
+		{"replay"}, {"replay", "--from-time", "2026-01-01T00:00:00Z"},
+		{"replay", "--from-time", "2026-01-01T00:00:00Z", "--to-time", "2026-01-01T00:00:00Z"},
+		{"replay", "--from-time", "yesterday", "--to-time", "2026-01-01T00:00:00Z"},
+	} {
+		r := runKafka(t, "postgres://nobody@127.0.0.1:1/none", args...)
+		assert.Equal(t, 2, r.code, "%v: %s", args, r.stderr)
+		assert.Contains(t, r.stderr, "time")
+	}
+}

@@ -1,0 +1,26 @@
+package replay
+
+import "github.com/effectonce/effectonce/internal/inspect"
+
+// chosen are the rows that the relay has published and Kafka has taken: dead rows, and those that somebody gave up,
+// are none of them. $1 to $6 are the cut, $7 and $8 the times, $9 the topic, $10 the relay, $11 the last seq.
+const chosen = `FROM effectonce.outbox o ` + inspect.CutJoin + `
+WHERE o.created_at >= $7 AND o.created_at < $8 AND ($9::text IS NULL OR o.topic = $9) AND o.seq <= $11 AND ` + inspect.CutPublished + `
+  AND NOT EXISTS (SELECT FROM effectonce.outbox_dead d WHERE d.relay = $10 AND d.seq = o.seq)
+  AND NOT EXISTS (SELECT FROM effectonce.operator_actions a
+    WHERE a.what = 'dead.discard' AND a.subject->>'relay' = $10 AND a.subject->>'seq' = o.seq::text)`
+
+const countSQL = `-- replay.count
+WITH ` + inspect.CutCTE + `
+SELECT count(*) ` + chosen
+
+const lastSQL = `-- replay.last
+SELECT coalesce(max(seq), 0) FROM effectonce.outbox`
+
+const pageSQL = `-- replay.page
+WITH ` + inspect.CutCTE + `
+SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers::text AS headers_text, o.created_at ` + chosen + `
+  AND o.seq > $12 ORDER BY o.seq LIMIT $13`
+
+const noteSQL = `-- replay.note
+INSERT INTO effectonce.operator_actions (who, what, why, subject) VALUES ($1, 'replay', $2, $3)`

@@ -1,0 +1,43 @@
+package outbox
+
+// With several arguments unnest is PostgreSQL's own, whatever the search path says (and must have no schema).
+
+// insertSQL takes any number of messages in one statement. The order of the arrays is the order of seq.
+const insertSQL = `-- outbox.publish
+INSERT INTO effectonce.outbox (id, topic, key, payload, headers)
+SELECT coalesce(m.id, effectonce.uuid_v7()), m.topic, m.key, m.payload, m.headers
+FROM unnest($1::uuid[], $2::text[], $3::bytea[], $4::bytea[], $5::jsonb[])
+  WITH ORDINALITY AS m (id, topic, key, payload, headers, place)
+ORDER BY m.place`
+
+// fanOutSQL takes messages that go to several topics: bodies travel once, and $5 says to which of them each topic
+// of $6 belongs. An ID is made once for each message, so m must be materialized.
+const fanOutSQL = `-- outbox.publish_fan_out
+WITH m AS MATERIALIZED (
+  SELECT coalesce(m.id, effectonce.uuid_v7()) AS id, m.key, m.payload, m.headers, m.place
+  FROM unnest($1::uuid[], $2::bytea[], $3::bytea[], $4::jsonb[]) WITH ORDINALITY AS m (id, key, payload, headers, place)
+)
+INSERT INTO effectonce.outbox (id, topic, key, payload, headers)
+SELECT m.id, t.topic, m.key, m.payload, m.headers
+FROM unnest($5::int[], $6::text[]) WITH ORDINALITY AS t (message, topic, place) JOIN m ON m.place = t.message
+ORDER BY t.place`
+
+// scheduleSQL takes messages for later. An ID that the database makes has the time at which it is due: consumers
+// park an ID as expired that is older than their window. What waits already under the ID stays as it is, so that a
+// caller who does not know whether it committed may come again.
+const scheduleSQL = `-- outbox.schedule
+WITH m AS MATERIALIZED (
+  SELECT coalesce(m.id, (left(effectonce.uuid_floor(greatest(m.due_at, clock_timestamp()))::text, 13) || right(effectonce.uuid_v7()::text, 23))::uuid) AS id,
+    m.key, m.payload, m.headers, m.due_at, m.place
+  FROM unnest($1::uuid[], $2::bytea[], $3::bytea[], $4::jsonb[], $7::timestamptz[]) WITH ORDINALITY AS m (id, key, payload, headers, due_at, place)
+)
+INSERT INTO effectonce.outbox_scheduled (due_at, id, topic, key, payload, headers)
+SELECT m.due_at, m.id, t.topic, m.key, m.payload, m.headers
+FROM unnest($5::int[], $6::text[]) WITH ORDINALITY AS t (message, topic, place) JOIN m ON m.place = t.message
+ORDER BY t.place
+ON CONFLICT DO NOTHING`
+
+// cancelSQL and the relay's move decide by the rows' locks. The move takes all rows of an ID that are due together
+// or none, and waits for none: whichever has the first of them has all.
+const cancelSQL = `-- outbox.cancel
+DELETE FROM effectonce.outbox_scheduled WHERE id = $1`

@@ -1,0 +1,222 @@
+package relay_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
+)
+
+func must(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
+	t.Helper()
+	_, err := pool.Exec(t.Context(), sql, args...)
+	require.NoError(t, err)
+}
+
+// Property: a message for later gets into the outbox once and never before its time by the database's clock, also where
+// two relays of different names look after the same outbox; each of them publishes it once, under its ID, with
+// everything that it had. What is never due stays.
+func TestMessagesForLaterArePublishedOnceAndNotBefore(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	must(t, pool, `CREATE TABLE moved (id uuid, at timestamptz);
+		CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO moved VALUES (NEW.id, clock_timestamp()); RETURN NULL; END';
+		CREATE TRIGGER note AFTER INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION note();
+		CREATE TABLE planned (id uuid, due_at timestamptz)`)
+	must(t, pool, `WITH s AS (
+		INSERT INTO effectonce.outbox_scheduled (due_at, topic, key, payload, headers)
+		SELECT clock_timestamp() + (n - 50) * interval '30 milliseconds', $1, ('k' || n % 5)::bytea, n::text::bytea, '{"a": "1"}' FROM generate_series(1, 150) n
+		RETURNING id, due_at) INSERT INTO planned SELECT * FROM s`, topic)
+	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES ('infinity', $1), (clock_timestamp() + interval '1 hour', $1)`, topic)
+	running(t, pool, relay.Config{})
+	running(t, pool, relay.Config{Name: "other"})
+	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) >= 300 }, 30*time.Second, 20*time.Millisecond)
+
+	require.Equal(t, 150, one[int](t, pool, `SELECT count(*) FROM moved`))
+	require.Equal(t, 150, one[int](t, pool, `SELECT count(*) FROM moved JOIN planned USING (id) WHERE at >= due_at`))
+	require.Equal(t, 2, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`))
+	copies := map[string]int{}
+	for _, record := range kafkatest.ReadAll(t, topic) {
+		copies[header(record, "message-id")[0]]++
+		require.Equal(t, []string{"1"}, header(record, "a"))
+		require.NotEmpty(t, record.Key)
+		require.NotEmpty(t, record.Value)
+	}
+	require.Len(t, copies, 150)
+	for id, n := range copies {
+		require.Equal(t, 2, n, id)
+	}
+}
+
+// Property: of "cancelled" and "published" exactly one holds for each message and all its topics, and the caller is told
+// which, however many cancel, roll back and move at once; a DELETE by plain SQL counts as Cancel does.
+func TestCancelledOrPublished(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	r := newRelay(t, pool, relay.Config{})
+	const messages = 600
+	msgs := make([]outbox.Message, messages)
+	for i := range msgs {
+		msgs[i] = outbox.Message{ID: uuid.New(), Topic: "c", AlsoTo: []string{"b", "a"}, Key: []byte{byte(i)}, DeliverAt: time.Unix(int64(i), 0)}
+	}
+	require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return outbox.Publish(ctx, tx, msgs...) }))
+
+	var cancelled [messages]bool
+	var next atomic.Int64
+	next.Store(-1)
+	undo := errors.New("rolled back")
+	var cancelling, moving sync.WaitGroup
+	stop := make(chan struct{})
+	move := func() {
+		var found, moved int
+		if err := pool.QueryRow(ctx, relay.PromoteSQL, 7).Scan(&found, &moved); err != nil {
+			t.Errorf("move: %v", err)
+		}
+	}
+	for range 3 {
+		cancelling.Go(func() {
+			for i := next.Add(1); i < messages; i = next.Add(1) {
+				var found bool
+				err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) (err error) {
+					if i%3 == 0 {
+						tag, err := tx.Exec(ctx, `DELETE FROM effectonce.outbox_scheduled WHERE id = $1`, msgs[i].ID[:])
+						found = tag.RowsAffected() > 0
+						return err
+					}
+					found, err = outbox.Cancel(ctx, tx, msgs[i].ID)
+					if err == nil && i%3 == 1 {
+						return undo
+					}
+					return err
+				})
+				if err != nil && !errors.Is(err, undo) {
+					t.Errorf("cancel: %v", err)
+				}
+				cancelled[i] = found && err == nil
+				if i%10 == 0 {
+					move() // however the others are scheduled, some are moved
+				}
+			}
+		})
+	}
+	for range 2 {
+		moving.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					move() // few at a time, from the end at which the cancelling goes on, too
+				}
+			}
+		})
+	}
+	cancelling.Wait()
+	close(stop)
+	moving.Wait()
+	for one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`) > 0 {
+		require.NoError(t, r.PromoteDue(ctx))
+	}
+	rows, err := pool.Query(ctx, `SELECT id, string_agg(topic, '' ORDER BY topic) FROM effectonce.outbox GROUP BY id`)
+	require.NoError(t, err)
+	published, id, topics := map[uuid.UUID]string{}, [16]byte{}, ""
+	_, err = pgx.ForEachRow(rows, []any{&id, &topics}, func() error { published[id] = topics; return nil })
+	require.NoError(t, err)
+	n := 0
+	for i, m := range msgs {
+		if cancelled[i] {
+			n++
+			require.Empty(t, published[m.ID], "cancelled and published")
+		} else {
+			require.Equal(t, "abc", published[m.ID], "not cancelled and not published once to each topic")
+		}
+	}
+	t.Logf("%d of %d cancelled", n, messages)
+	require.NotZero(t, n)
+	require.Less(t, n, messages*2/3, "nothing was moved meanwhile: the test shows nothing")
+}
+
+// Property: however many move at once, the order of the outbox is the order of the times.
+func TestMovedInTheOrderOfTheTimes(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, key) SELECT 'epoch'::timestamptz + hashint4(n) * interval '1 second', 'orders', 'k' FROM generate_series(1, 5000) n`)
+	must(t, pool, `CREATE TABLE planned AS SELECT id, row_number() OVER (ORDER BY due_at) AS place FROM effectonce.outbox_scheduled WHERE due_at < now()`)
+	var moving sync.WaitGroup
+	for i := range 4 {
+		r := newRelay(t, pool, relay.Config{Name: fmt.Sprint("r", i)})
+		moving.Go(func() {
+			for range 10 {
+				if err := r.PromoteDue(ctx); err != nil {
+					t.Errorf("move: %v", err)
+				}
+			}
+		})
+	}
+	moving.Wait()
+	require.Greater(t, one[int](t, pool, `SELECT count(*) FROM planned`), 2000)
+	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM planned WHERE id NOT IN (SELECT id FROM effectonce.outbox)`))
+	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM (SELECT place, row_number() OVER (ORDER BY seq) AS came FROM effectonce.outbox JOIN planned USING (id)) x WHERE place <> came`))
+}
+
+// Property: whoever is killed in the middle of a move has moved nothing, and the next one moves all of it, once.
+func TestKilledMoveMovesNothing(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	r := newRelay(t, pool, relay.Config{})
+	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT now(), 'orders', n::text::bytea FROM generate_series(1, 100) n`)
+	// The insert of the 50th row waits for this lock, after all were deleted.
+	must(t, pool, `CREATE FUNCTION halt() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN IF NEW.payload = ''50'' THEN PERFORM pg_advisory_xact_lock(4711); END IF; RETURN NEW; END';
+		CREATE TRIGGER halt BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION halt()`)
+	blocker, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	defer blocker.Rollback(context.WithoutCancel(ctx))
+	_, err = blocker.Exec(ctx, `SELECT pg_advisory_xact_lock(4711)`)
+	require.NoError(t, err)
+	done := make(chan error, 1)
+	go func() { done <- r.PromoteDue(ctx) }()
+	const waiting = `FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '-- relay.promote%' AND wait_event_type = 'Lock'`
+	require.Eventually(t, func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) == 1 }, 20*time.Second, 5*time.Millisecond)
+	must(t, pool, `SELECT pg_terminate_backend(pid) `+waiting)
+	require.Error(t, <-done)
+	require.NoError(t, blocker.Rollback(ctx))
+	require.Equal(t, 100, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`))
+	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
+	for one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`) > 0 { // the server may still be undoing the first move
+		require.NoError(t, r.PromoteDue(ctx))
+	}
+	require.Equal(t, 100, one[int](t, pool, `SELECT count(DISTINCT id) FROM effectonce.outbox`))
+	require.Equal(t, 100, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
+}
+
+// Property: what is not due costs nothing: both statements go into the index at the time of now, whatever waits behind it.
+func TestLookForMessagesForLaterIsCheap(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic) SELECT now() + n * interval '1 hour', 'orders' FROM generate_series(1, 20000) n; ANALYZE effectonce.outbox_scheduled`)
+	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic) SELECT now() - n * interval '1 hour', 'orders' FROM generate_series(1, 3) n`)
+	for _, sql := range []string{relay.NextDueSQL, strings.ReplaceAll(relay.PromoteSQL, "$1", "1000")} {
+		rows, err := pool.Query(t.Context(), "EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF, SUMMARY OFF, BUFFERS OFF) "+sql)
+		require.NoError(t, err)
+		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		require.NoError(t, err)
+		plan := strings.Join(lines, "\n")
+		require.Contains(t, plan, "outbox_scheduled_due", plan)
+		require.NotContains(t, plan, "Seq Scan", plan)
+		require.NotContains(t, plan, "Rows Removed by Filter", plan)
+	}
+}

@@ -37,9 +37,7 @@ var metrics = map[string]bool{
 
 // comingFlags are flags of "run" that other changes bring. REMOVE when those are merged: the program's own
 // help is what counts.
-var comingFlags = strings.Fields(`--listen --metrics-interval --admin-token-file --pprof --kafka-tls --kafka-ca-file --kafka-cert-file
-	--kafka-key-file --kafka-sasl-mechanism --kafka-username --kafka-password-file --kafka-token-file --database-password-file --insecure
-	--exactly-once --shards`)
+var comingFlags = strings.Fields(`--exactly-once --shards`)
 
 // rule is an alert of alerts.yaml.
 type rule struct {

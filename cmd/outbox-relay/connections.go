@@ -18,15 +18,17 @@ import (
 // annotationPlainKafka marks commands that know neither TLS nor SASL: see plainKafka.
 const annotationPlainKafka = "plain-kafka"
 
+const flagDatabasePasswordFile = "database-password-file"
+
 // plainKafka marks a command that brings its own Kafka, or takes one of a test bench.
-func plainKafka(cmd *cobra.Command) *cobra.Command { return annotate(cmd, annotationPlainKafka, "true") }
+func plainKafka(cmd *cobra.Command) *cobra.Command {
+	return annotate(cmd, annotationPlainKafka, "true")
+}
 
 // isConnection tells whether a flag says how to reach the database or the brokers.
 func isConnection(flag string) bool {
 	return isAddress(flag) || flag == flagDatabasePasswordFile || strings.HasPrefix(flag, "kafka-")
 }
-
-const flagDatabasePasswordFile = "database-password-file"
 
 func (s *settings) addConnectionFlags(flags *pflag.FlagSet) {
 	s.databasePassword.flag = flagDatabasePasswordFile
@@ -58,12 +60,12 @@ func (s *settings) warn(cmd *cobra.Command) {
 	logger := s.logger(cmd.ErrOrStderr())
 	if s.pool != nil {
 		if host, mode := weakest(s.pool.ConnConfig); mode != sslVerifyFull {
-			logger.WarnContext(cmd.Context(), "who is between here and the database can pose as it: set sslmode=verify-full and, for an authority of your own, "+
+			logger.Warn("who is between here and the database can pose as it: set sslmode=verify-full and, for an authority of your own, "+
 				"sslrootcert=FILE in the database URL; --insecure if you trust that network", "host", host, "sslmode", string(mode))
 		}
 	}
 	if (cmd.Name() == "run" || cmd.Name() == "doctor") && !s.kafka.tls && !allLoopback(s.brokers) {
-		logger.WarnContext(cmd.Context(), "who is between here and the brokers can read and change what is published: give --kafka-tls; --insecure if you trust that network",
+		logger.Warn("who is between here and the brokers can read and change what is published: give --kafka-tls; --insecure if you trust that network",
 			"brokers", strings.Join(s.brokers, ","))
 	}
 }

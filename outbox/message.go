@@ -38,7 +38,7 @@ type Message struct {
 	// Headers in order. The same name may occur several times; the order among these is kept, the
 	// order across names is not (they are stored as a JSON object).
 	Headers []Header
-	// DeliverAt is when the message is to be published, not before it by the database's clock, and about a second
+	// DeliverAt is when the message is to be published, not before it by the database's clock, and about two seconds
 	// after it at the latest while a relay runs. Zero: now. A time in the past is due; at most 10 years ahead. Its
 	// place in the order of its key is where it is then, behind what was published meanwhile. Until it is due,
 	// Cancel can take it back by its ID. Publishing an ID for later that waits already changes nothing.

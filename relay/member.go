@@ -91,7 +91,7 @@ func (m *member) beatEvery() time.Duration {
 	if len(m.workers) == 0 {
 		return min(max(m.cfg.Lease/20, 50*time.Millisecond), 250*time.Millisecond)
 	}
-	return min(max(m.cfg.Lease/5, 100*time.Millisecond), 2*time.Second)
+	return min(max(m.cfg.Lease/5, 100*time.Millisecond), 2500*time.Millisecond)
 }
 
 func (m *member) enroll(ctx context.Context) error {

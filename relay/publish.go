@@ -36,6 +36,7 @@ type publisher struct {
 	// one after the last that has ended; transactions that run beyond it are not in xip.)
 	seqRead, seqSafe atomic.Int64
 	mark             floorMark // when the floor may move
+	quiet            bool      // the last page had no rows
 	deadExist        bool      // outbox_dead may have rows of this relay
 	looked           time.Time // when dead rows were looked at last
 	bytesMax         int       // in flight: this shard's share
@@ -188,6 +189,7 @@ func (p *publisher) loop(ctx context.Context) error {
 		}
 		page := next.page
 		crashpoint.Here(crashpoint.RelayRead)
+		p.quiet = len(page.rows) == 0
 		limit = p.nextLimit(limit, page)
 		end := p.read.next(page, next.seen)
 		if page.full {

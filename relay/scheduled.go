@@ -9,11 +9,11 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// How messages for later are looked after: an idle relay looks once a second (one descent of an index, also when
+// How messages for later are looked after: an idle relay looks every two seconds (one descent of an index, also when
 // there never were any), and at the moment at which the next one is due where that is sooner. promotePause keeps
 // many small moves from becoming a load.
 const (
-	promoteEvery   = time.Second
+	promoteEvery   = 2 * time.Second
 	promotePause   = 100 * time.Millisecond
 	promoteRowsMax = 1000
 )

@@ -80,6 +80,9 @@ func refused(err error) bool {
 	case kerr.OutOfOrderSequenceNumber.Code, kerr.UnknownProducerID.Code, kerr.InvalidProducerEpoch.Code,
 		kerr.InvalidProducerIDMapping.Code, kerr.UnknownTopicOrPartition.Code, kerr.UnknownTopicID.Code:
 		return false // a new client, or a new look at the topic, decides
+	case kerr.SaslAuthenticationFailed.Code, kerr.IllegalSaslState.Code, kerr.UnsupportedSaslMechanism.Code,
+		kerr.ClusterAuthorizationFailed.Code, kerr.TransactionalIDAuthorizationFailed.Code, kerr.ProducerFenced.Code, kerr.InvalidTxnState.Code:
+		return false // of the connection or the transaction, not of the record
 	}
 	return !kafka.Retriable
 }

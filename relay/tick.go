@@ -118,14 +118,19 @@ func (p *publisher) fetch(ctx context.Context, c cursor, limit int) (*page, *tic
 	if c.to != nil {
 		upTo = &c.to.snapshot
 	}
-	// Both statements travel in one round trip and are one transaction, which the settings end with.
+	// Both statements travel in one round trip and are one transaction, which the settings end with. An idle
+	// relay does without: what came since its last look is little, on whatever plan.
 	batch := &pgx.Batch{}
-	batch.Queue(fetchSettingsSQL)
+	if !p.quiet {
+		batch.Queue(fetchSettingsSQL)
+	}
 	batch.Queue(p.sql.fetch, max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo, p.lease.shards, p.lease.shard)
 	results := p.pool.SendBatch(ctx, batch)
 	defer func() { _ = results.Close() }()
-	if _, err := results.Exec(); err != nil {
-		return nil, nil, fmt.Errorf("read outbox: %w", err)
+	if !p.quiet {
+		if _, err := results.Exec(); err != nil {
+			return nil, nil, fmt.Errorf("read outbox: %w", err)
+		}
 	}
 	rows, err := results.Query()
 	if err != nil {

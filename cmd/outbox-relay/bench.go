@@ -122,6 +122,7 @@ type benchmark struct {
 }
 
 func (b *benchmark) addFlags(cmd *cobra.Command, rounds *int) {
+	plainKafka(cmd)
 	addInt(cmd.Flags(), rounds, "rounds", bench.RoundsDefault, bench.RoundsMin, bench.RoundsMax, "how many times the variants take turns")
 	addJSON(cmd, &b.json)
 	cmd.Flags().Lookup("json").Usage = "print one line of JSON in place of the table"
@@ -139,8 +140,12 @@ func (b *benchmark) run(cmd *cobra.Command, measure func(context.Context, bench.
 		_, _ = fmt.Fprintln(cmd.ErrOrStderr(), line) // what cannot be shown is lost; the run goes on
 	}
 	progress("starting the servers (the first run downloads PostgreSQL)")
+	address, err := b.databaseAddress()
+	if err != nil {
+		return err
+	}
 	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
-		DatabaseURL: b.databaseURL.reveal(), Embedded: b.pool == nil, Parameters: checkpointsAway(),
+		DatabaseURL: address, Embedded: b.pool == nil, Parameters: checkpointsAway(),
 	})
 	if err != nil {
 		return err

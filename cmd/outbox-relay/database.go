@@ -36,7 +36,7 @@ var hostName = regexp.MustCompile(`^[A-Za-z0-9._:%-]+$`)
 
 // hosts lists where a connection is tried.
 func hosts(c *pgx.ConnConfig) []*pgconn.FallbackConfig {
-	return append([]*pgconn.FallbackConfig{{Host: c.Host, Port: c.Port}}, c.Fallbacks...)
+	return append([]*pgconn.FallbackConfig{{Host: c.Host, Port: c.Port, TLSConfig: c.TLSConfig}}, c.Fallbacks...)
 }
 
 // parseDatabaseURL also refuses what the parser takes for something else than was meant: a password
@@ -66,6 +66,9 @@ func parseDatabaseURL(text string) (*pgxpool.Config, error) {
 		}
 	}
 	for _, host := range hosts(c) {
+		if host.TLSConfig != nil {
+			host.TLSConfig.MinVersion = tls.VersionTLS12
+		}
 		if !hostName.MatchString(host.Host) && !strings.HasPrefix(host.Host, "/") {
 			return nil, errBadURL
 		}
@@ -98,6 +101,9 @@ func (s *settings) connectWriting(ctx context.Context) (*pgx.Conn, error) {
 func (s *settings) connectWith(ctx context.Context, config *pgx.ConnConfig) (*pgx.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectMax)
 	defer cancel()
+	if err := s.usePassword(ctx, config); err != nil {
+		return nil, s.connectError(err)
+	}
 	conn, err := pgx.ConnectConfig(ctx, config)
 	if err != nil {
 		return nil, s.connectError(err)
@@ -120,6 +126,7 @@ func (s *settings) connectPrimary(ctx context.Context, connections int) (*pgxpoo
 	// Asked of every new connection, also after a failover. Here and not in AfterConnect, because a URL
 	// with several hosts then goes on to the next one.
 	config.ConnConfig.ValidateConnect = refuseReadOnly
+	config.BeforeConnect = s.usePassword
 	pool, err := pgxpool.NewWithConfig(ctx, config)
 	if err != nil {
 		return nil, s.connectError(err)
@@ -175,6 +182,8 @@ func connectReason(err error) string {
 		return errStandby.Error()
 	case errors.Is(err, errReadOnly):
 		return errReadOnly.Error()
+	case errors.Is(err, errSecretFile):
+		return err.Error()
 	case errors.As(err, &server):
 		return serverReason(server.Code)
 	case errors.Is(err, syscall.ECONNREFUSED):
@@ -184,9 +193,9 @@ func connectReason(err error) string {
 	case errors.As(err, &dns):
 		return "the host name is not known: check the host"
 	case errors.As(err, &certificate), errors.As(err, &unknownAuthority):
-		return "its TLS certificate is not trusted: set sslrootcert, or another sslmode"
+		return "its TLS certificate is not trusted, or is of another host: set sslrootcert to the authority that signed it, and the host to a name that it has"
 	case strings.Contains(err.Error(), "server refused TLS"):
-		return "it does not offer TLS: set sslmode=disable if you trust the network"
+		return "it does not offer TLS: turn ssl on there; sslmode=disable and --insecure if you trust the network"
 	case errors.Is(err, context.DeadlineExceeded), pgconn.Timeout(err):
 		return fmt.Sprintf("no answer within %v: check host and port, and the network", connectMax)
 	case errors.Is(err, context.Canceled):

@@ -30,7 +30,7 @@ const stopMax = 20 * time.Second
 func newDemo(s *settings) *cobra.Command {
 	d := &demonstration{settings: s}
 	var child bool
-	cmd := &cobra.Command{
+	cmd := plainKafka(&cobra.Command{
 		Use:   "demo",
 		Short: "Run the whole pipeline, break it while it runs, and check what came of it",
 		Long: `Run the whole pipeline, break it while it runs, and check what came of it.
@@ -59,7 +59,7 @@ the consumers do not claim messages, effects happen twice, and the status is 1.`
 			}
 			return d.run(cmd.Context())
 		},
-	}
+	})
 	flags := cmd.Flags()
 	addInt(flags, &d.options.Orders, "orders", demo.OrdersDefault, demo.OrdersMin, demo.OrdersMax, "how many orders the shop places")
 	addDuration(flags, &d.options.Duration, "duration", demo.DurationDefault, demo.DurationMin, demo.DurationMax, "how long orders are placed and processes are killed")
@@ -103,8 +103,12 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	begin := time.Now()
 	screen := newScreen(d.progress)
 	screen.line("starting the servers (the first run downloads PostgreSQL)")
+	address, err := d.databaseAddress()
+	if err != nil {
+		return err
+	}
 	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
-		DatabaseURL: d.databaseURL.reveal(), Embedded: d.pool == nil,
+		DatabaseURL: address, Embedded: d.pool == nil,
 	})
 	if err != nil {
 		return err

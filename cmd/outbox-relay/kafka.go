@@ -10,14 +10,14 @@ import (
 
 // kafkaOptions say how to reach the brokers.
 func (s *settings) kafkaOptions(logger *slog.Logger) []kgo.Opt {
-	return []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.WithLogger(kafkaLog{logger})}
+	return append(s.kafka.options(s.insecure, brokersMax), kgo.SeedBrokers(s.brokers...), kgo.WithLogger(kafkaLog{logger}))
 }
 
 // askKafka returns a client for questions: it gives up after a limit, and says why instead of trying
 // again until then.
 func (s *settings) askKafka(limit time.Duration) (*kgo.Client, error) {
-	return kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.DialTimeout(limit), kgo.RetryTimeout(limit),
-		kgo.RequestRetries(0), kgo.SoftwareNameAndVersion("outbox-relay", "v1"))
+	return kgo.NewClient(append(s.kafka.options(s.insecure, limit), kgo.SeedBrokers(s.brokers...), kgo.RetryTimeout(limit),
+		kgo.RequestRetries(0), kgo.SoftwareNameAndVersion("outbox-relay", "v1"))...)
 }
 
 // kafkaLog passes what the client has to say on to the log: that brokers are away, above all.

@@ -117,7 +117,7 @@ func (r *runner) lookForBrokers(ctx context.Context, logger *slog.Logger) {
 	limited, cancel := context.WithTimeout(ctx, brokersMax)
 	defer cancel()
 	if err := client.Ping(limited); err != nil && ctx.Err() == nil {
-		logger.WarnContext(ctx, "no broker answers: rows wait in the outbox until one does; check --brokers and the network",
+		logger.WarnContext(ctx, "no broker answers: rows wait in the outbox until one does; check --brokers and the network, TLS and credentials",
 			"brokers", strings.Join(r.brokers, ","), "error", err)
 	}
 }

@@ -37,13 +37,16 @@ func (s secret) reveal() string {
 
 // settings are the flags that every command has. They are complete when a command works.
 type settings struct {
-	databaseURL secret          // empty: not given
-	pool        *pgxpool.Config // parsed from databaseURL; nil: not given
-	brokers     []string        // host:port; empty: not given
-	schema      string
-	relay       string
-	logLevel    slog.Level
-	logFormat   string
+	databaseURL      secret // empty: not given
+	databasePassword secretFile
+	pool             *pgxpool.Config // parsed from databaseURL; nil: not given
+	brokers          []string        // host:port; empty: not given
+	kafka            kafkaSecurity
+	insecure         bool
+	schema           string
+	relay            string
+	logLevel         slog.Level
+	logFormat        string
 
 	lookup   lookupFunc
 	checks   map[*cobra.Command]func() error // of flags that depend on each other
@@ -97,6 +100,7 @@ func (s *settings) addFlags(flags *pflag.FlagSet) {
 	addOption(flags, flagDatabaseURL, "url", "", "PostgreSQL, as postgres://user:password@host:5432/dbname; the environment hides it from other users of the machine",
 		s.parseDatabaseURL)
 	addOption(flags, flagBrokers, "list", "", "seed brokers of Kafka, as host:port,host:port", s.parseBrokers)
+	s.addConnectionFlags(flags)
 	addOption(flags, "schema", "string", migrations.DefaultSchema, "schema that holds the tables", func(text string) error {
 		name, err := migrations.Options{Schema: text}.Resolve()
 		if err != nil || text == "" {
@@ -130,7 +134,7 @@ func (s *settings) resolve(cmd *cobra.Command) error {
 		if f.Name == "help" {
 			return
 		}
-		if isAddress(f.Name) && cmd.Annotations[annotationOffline] != "" {
+		if isConnection(f.Name) && cmd.Annotations[annotationOffline] != "" {
 			return
 		}
 		problems = append(problems, s.resolveFlag(cmd, f))
@@ -140,6 +144,9 @@ func (s *settings) resolve(cmd *cobra.Command) error {
 			problems = append(problems, fmt.Errorf("--%s is missing: give the flag, or set %s or %s", name, ownName(name), generalName(name)))
 		}
 	}
+	if cmd.Annotations[annotationOffline] == "" {
+		problems = append(problems, s.checkConnections(cmd))
+	}
 	if check := s.checks[cmd]; check != nil {
 		problems = append(problems, check())
 	}
@@ -147,6 +154,7 @@ func (s *settings) resolve(cmd *cobra.Command) error {
 		return err
 	}
 	s.resolved = true
+	s.warn(cmd)
 	return nil
 }
 

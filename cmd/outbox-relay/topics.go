@@ -43,7 +43,7 @@ func newTopicsChange(s *settings, verb, short, done string, change changeTopics)
 	cmd := needs(&cobra.Command{
 		Use:   verb + " TOPIC...",
 		Short: short,
-		Long:  short + ". The relay takes note within two seconds; who and why are kept: see \"outbox-relay actions list\".",
+		Long:  short + ". The relay takes note within three seconds; who and why are kept: see \"outbox-relay actions list\".",
 		Args:  cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, topics []string) error {
 			if by.Who == "" {

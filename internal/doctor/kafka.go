@@ -19,16 +19,18 @@ import (
 // TopicRowsMax bounds how many waiting rows, and how many dead ones, are searched for topics.
 const TopicRowsMax = 10_000
 
+const checkBrokers = "check --brokers, the network, that Kafka runs, and whether it asks for --kafka-tls and --kafka-sasl-mechanism"
+
 // Brokers checks that every broker answers, also at the address that the cluster gives for it. ctx
 // limits how long it waits.
 func Brokers(ctx context.Context, admin *kadm.Client, seeds string) []Finding {
 	meta, err := admin.BrokerMetadata(ctx)
 	if err != nil {
-		return []Finding{fail("brokers", "check --brokers, the network and that Kafka runs", "no broker of %s answers: %v", seeds, err)}
+		return []Finding{fail("brokers", checkBrokers, "no broker of %s answers: %v", seeds, err)}
 	}
 	versions, err := admin.ApiVersions(ctx)
 	if err != nil {
-		return []Finding{fail("brokers", "check --brokers, the network and that Kafka runs", "the brokers of %s do not answer: %v", seeds, err)}
+		return []Finding{fail("brokers", checkBrokers, "the brokers of %s do not answer: %v", seeds, err)}
 	}
 	var found []Finding
 	for _, b := range meta.Brokers {

@@ -64,7 +64,8 @@ func TestReplayPublishesAgain(t *testing.T) {
 func TestReplayWantsTimes(t *testing.T) {
 	t.Parallel()
 	for _, args := range [][]string{
-		{"replay"}, {"replay", "--from-time", "2026-01-01T00:00:00Z"},
+		{"replay"},
+		{"replay", "--from-time", "2026-01-01T00:00:00Z"},
 		{"replay", "--from-time", "2026-01-01T00:00:00Z", "--to-time", "2026-01-01T00:00:00Z"},
 		{"replay", "--from-time", "yesterday", "--to-time", "2026-01-01T00:00:00Z"},
 	} {

@@ -92,7 +92,9 @@ func promote(t *testing.T, c child, running bool) {
 	require.NoError(t, err)
 	old, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(c.Brokers...)}, relay.Config{ExactlyOnce: c.ExactlyOnce})
 	require.NoError(t, err)
-	require.ErrorIs(t, old.Run(ctx), relay.ErrOldPrimary)
+	limited, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	require.ErrorIs(t, old.Run(limited), relay.ErrOldPrimary)
 }
 
 // requireKept waits until everything that the promoted standby has is published, and judges it; what was lost is left

@@ -147,9 +147,9 @@ func TestRelaysKilledAndFrozenAtRandomMoments(t *testing.T) {
 
 func disturbRelays(t *testing.T, c child, changing bool) {
 	t.Helper()
-	rounds := 12
+	rounds := 6
 	if testing.Short() {
-		t.Log("-short: 3 rounds instead of 12")
+		t.Log("-short: 3 rounds instead of 6")
 		rounds = 3
 	}
 	ctx := t.Context()

@@ -61,7 +61,7 @@ GRANT SELECT, INSERT, DELETE ON effectonce.outbox_ticks TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_relays TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.outbox_replicas, effectonce.outbox_progress, effectonce.outbox_dead TO effectonce_relay;
 GRANT SELECT ON effectonce.outbox_paused TO effectonce_relay;
-GRANT SELECT, DELETE ON effectonce.outbox_scheduled TO effectonce_relay;
+GRANT SELECT, UPDATE, DELETE ON effectonce.outbox_scheduled TO effectonce_relay; -- UPDATE: to lock rows
 -- For its metrics and "outbox-relay status": how far consumers are, and what is parked, without its content.
 GRANT SELECT ON effectonce.consumers, effectonce.consumer_positions, effectonce.maintenance TO effectonce_relay;
 GRANT SELECT (consumer, topic, partition, key, reason, state, parked_at) ON effectonce.parked_messages TO effectonce_relay;

@@ -21,7 +21,9 @@ type member struct {
 	notYet  time.Time // no shard is taken before
 	pruned  time.Time // when old ticks were removed last
 	tidied  time.Time // when slots were looked at last
-	cut     *tick     // where all shards are to end: see reshard
+	// resharding: the shards rest, or are on their way to the cut, and others wait for it.
+	resharding bool
+	cut        *tick // where all shards are to end: see reshard
 }
 
 // worker publishes one shard.
@@ -88,6 +90,9 @@ func (m *member) run(ctx context.Context) error {
 // beatEvery is how often a member looks. One without work takes a shard over soon; one at work renews its
 // leases, and gives nobody else reason to look.
 func (m *member) beatEvery() time.Duration {
+	if m.resharding {
+		return 50 * time.Millisecond
+	}
 	if len(m.workers) == 0 {
 		return min(max(m.cfg.Lease/20, 50*time.Millisecond), 250*time.Millisecond)
 	}
@@ -129,6 +134,7 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- i
 			}
 		}
 	}
+	m.resharding = s.wanted != nil
 	if s.wanted != nil {
 		return m.reshard(ctx, s, group, ended)
 	}

@@ -23,6 +23,8 @@ type publisher struct {
 	client *kgo.Client
 	topics *topics
 	once   bool                 // end as soon as nothing waits
+	rest   atomic.Bool          // read nothing new, at the end of a batch, until it is false or until is set …
+	rests  atomic.Bool          // … which is so
 	until  atomic.Pointer[tick] // end there, and keep the lease; nil: go on
 	lost   chan error           // somebody says that the lease is gone
 	ended  atomic.Bool          // at until
@@ -180,6 +182,10 @@ func (p *publisher) loop(ctx context.Context) error {
 			if p.read = p.bounded(p.read); p.read.from == p.until.Load() {
 				return nil
 			}
+			if p.resting() {
+				p.wakeable(ctx, p.cfg.PollMin)
+				continue
+			}
 			ahead = p.fetchAhead(ctx, p.read, limit)
 		}
 		next := <-ahead
@@ -229,6 +235,13 @@ func (p *publisher) bounded(c cursor) cursor {
 		c.to, c.seq = end, 0
 	}
 	return c
+}
+
+// resting tells whether the next batch has to wait. Whatever was read is before a tick that is taken from now on.
+func (p *publisher) resting() bool {
+	rests := p.rest.Load() && p.until.Load() == nil && p.read.to == nil
+	p.rests.Store(rests)
+	return rests
 }
 
 // wakeable is a pause that Wake ends early.

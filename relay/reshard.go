@@ -54,6 +54,15 @@ func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup
 		return m.take(ctx, s.free, int(s.shards), group, ended)
 	}
 	if m.cut == nil {
+		// A page that is being read may be behind a tick that is taken now: everybody rests first.
+		for _, w := range m.workers {
+			w.publisher.rest.Store(true)
+		}
+		for _, w := range m.workers {
+			if !w.publisher.rests.Load() {
+				return nil
+			}
+		}
 		cut, err := m.newCut(ctx)
 		if err != nil {
 			m.back(ctx, err)
@@ -131,6 +140,9 @@ func (m *member) cutOver(ctx context.Context) error {
 
 // abandonCut gives up shards that wait at a cut which will not be: they may be published further.
 func (m *member) abandonCut(ctx context.Context) {
+	for _, w := range m.workers {
+		w.publisher.rest.Store(false)
+	}
 	if m.cut == nil {
 		return
 	}

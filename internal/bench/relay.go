@@ -181,7 +181,33 @@ func (b *relayBench) relay(ctx context.Context, round int) error {
 
 // exactlyOnce does so with records and progress in Kafka transactions.
 func (b *relayBench) exactlyOnce(ctx context.Context, round int) error {
-	return b.drain(ctx, relay.Config{Name: relayName(round) + "-exactly-once", ExactlyOnce: true, ProgressTopic: b.progress})
+	if err := b.drain(ctx, relay.Config{Name: relayName(round) + "-exactly-once", ExactlyOnce: true, ProgressTopic: b.progress}); err != nil {
+		return err
+	}
+	return b.marked(ctx)
+}
+
+// marked waits until the brokers have written the markers of all transactions: they would be counted with the next
+// run.
+func (b *relayBench) marked(ctx context.Context) error {
+	for {
+		ends, err := b.admin.ListEndOffsets(ctx, b.topic)
+		if err = errors.Join(err, ends.Error()); err != nil {
+			return fmt.Errorf("ask Kafka for the ends of topic %s: %w", b.topic, err)
+		}
+		stable, err := b.admin.ListCommittedOffsets(ctx, b.topic)
+		if err = errors.Join(err, stable.Error()); err != nil {
+			return fmt.Errorf("ask Kafka for the ends of topic %s: %w", b.topic, err)
+		}
+		open := false
+		ends.Each(func(end kadm.ListedOffset) {
+			at, _ := stable.Lookup(end.Topic, end.Partition)
+			open = open || at.Offset < end.Offset
+		})
+		if !open {
+			return nil
+		}
+	}
 }
 
 func (b *relayBench) drain(ctx context.Context, cfg relay.Config) error {

@@ -7,8 +7,9 @@
 //	...
 //	err = r.Run(ctx) // until ctx is cancelled; then it drains and returns nil
 //
-// The command outbox-relay run is this program. Any number of replicas may run: a lease in the database
-// lets one publish while the others stand by.
+// The command outbox-relay run is this program. Any number of replicas may run: keys are divided into shards
+// (one, unless Config.Shards says otherwise), leases in the database let one replica publish each, and the
+// others stand by. With Config.ExactlyOnce readers of committed records see each row once.
 //
 // # How it reads
 //

@@ -1,0 +1,126 @@
+package main_test
+
+import (
+	"bytes"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"net"
+	"net/url"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// offerTLS gives a cluster a certificate. The server writes the files, wherever it runs: its key must be nobody
+// else's to read.
+func offerTLS(t *testing.T, address string, certificate, key []byte) {
+	t.Helper()
+	conn := connect(t, address)
+	for name, text := range map[string][]byte{"server.crt": certificate, "server.key": key} {
+		// COPY takes no arguments, and PEM has nothing that needs a quote.
+		execSQL(t, conn, "COPY (SELECT line FROM regexp_split_to_table(rtrim('"+string(text)+"', E'\n'), E'\n') AS line) TO PROGRAM 'umask 077; cat > "+name+"'")
+	}
+	execSQL(t, conn, "ALTER SYSTEM SET ssl = on")
+	execSQL(t, conn, "SELECT pg_reload_conf()")
+	// Of its own accord it takes notice some time later.
+	config, err := pgx.ParseConfig(at(t, address, url.Values{"sslmode": {"require"}}))
+	require.NoError(t, err)
+	block, _ := pem.Decode(certificate)
+	config.TLSConfig.VerifyPeerCertificate = func(shown [][]byte, _ [][]*x509.Certificate) error {
+		if !bytes.Equal(shown[0], block.Bytes) {
+			return errors.New("still another one")
+		}
+		return nil
+	}
+	require.Eventually(t, func() bool {
+		tried, err := pgx.ConnectConfig(t.Context(), config)
+		if err == nil {
+			_ = tried.Close(t.Context())
+		}
+		return err == nil
+	}, commandMax, 20*time.Millisecond)
+}
+
+// at is an address with other parameters.
+func at(t *testing.T, address string, parameters url.Values) string {
+	t.Helper()
+	u, err := url.Parse(address)
+	require.NoError(t, err)
+	u.RawQuery = parameters.Encode()
+	return u.String()
+}
+
+// verified asks for a server that shows a certificate of an authority.
+func verified(t *testing.T, address string, signer *authority) string {
+	t.Helper()
+	return at(t, address, url.Values{"sslmode": {"verify-full"}, "sslrootcert": {signer.file}})
+}
+
+// Row S6: with verify-full every connection of a relay, also those for its metrics, and of the other commands is
+// over TLS 1.2 or later, to a server that the authority vouches for.
+func TestDatabaseOverTLS(t *testing.T) {
+	t.Parallel()
+	cluster, signer := pgtest.Cluster(t, nil), newAuthority(t)
+	pgtest.Migrate(t, cluster.URL)
+	certificate, key := signer.issue(t, nil)
+	offerTLS(t, cluster.URL, certificate, key)
+	conn, topic := connect(t, cluster.URL), kafkatest.Topic(t, 1)
+	environment := relayEnvironment(t, verified(t, cluster.URL, signer))
+	environment["OUTBOX_LISTEN"] = "127.0.0.1:0"
+	require.Zero(t, run(t, environment, "migrate", "status").code)
+	written, end := inBackground(t, environment, "run", "--metrics-interval", "1s")
+	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1)", topic)
+	awaitRecords(t, topic, 1)
+	awaitGet(t, listening(t, written)+"/readyz", func(code int, _ string) bool { return code == 200 })
+	awaitGet(t, listening(t, written)+"/metrics", func(_ int, body string) bool { return strings.Contains(body, "\noutbox_table_bytes") })
+	var connections, protected int
+	require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*), count(*) FILTER (WHERE s.ssl AND s.version IN ('TLSv1.2', 'TLSv1.3'))
+		FROM pg_stat_activity a JOIN pg_stat_ssl s USING (pid) WHERE a.application_name = 'outbox-relay'`).Scan(&connections, &protected))
+	assert.GreaterOrEqual(t, connections, 2)
+	assert.Equal(t, connections, protected)
+	require.Zero(t, end(), written)
+	assert.NotContains(t, written.String(), "level=WARN")
+	for _, command := range []string{"status --interval 0s", "positions"} {
+		r := run(t, environment, strings.Fields(command)...)
+		assert.Zero(t, r.code, "%s: %+v", command, r)
+		assert.Empty(t, r.stderr, command)
+	}
+}
+
+// Row S6: a server that the authority does not vouch for, under this name and now, gets neither a password nor a
+// query, and the remedy is said; and so does one that offers no TLS.
+func TestDatabaseIsRefused(t *testing.T) {
+	t.Parallel()
+	cluster, signer := pgtest.Cluster(t, nil), newAuthority(t)
+	trusted := verified(t, cluster.URL, signer)
+	for _, command := range [][]string{{"migrate", "status"}, {"run", "--brokers", "127.0.0.1:1"}} {
+		r := runOn(t, trusted, command...)
+		assert.Equal(t, 1, r.code, r)
+		assert.Contains(t, r.stderr, "it does not offer TLS", "before it does")
+	}
+	for name, change := range map[string]func(*x509.Certificate){
+		"right":      nil,
+		"other host": func(c *x509.Certificate) { c.IPAddresses = []net.IP{net.IPv4(127, 0, 0, 2)} },
+		"expired":    func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Minute) },
+		"client's":   func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth} },
+	} {
+		certificate, key := signer.issue(t, change)
+		offerTLS(t, cluster.URL, certificate, key)
+		others := verified(t, cluster.URL, newAuthority(t))
+		for address, refused := range map[string]bool{trusted: change != nil, others: true} {
+			for _, command := range [][]string{{"migrate", "status"}, {"run", "--brokers", "127.0.0.1:1"}, {"doctor", "--brokers", "127.0.0.1:1", "--timeout", "2s"}} {
+				r := runOn(t, address, command...)
+				assert.Equal(t, 1, r.code, "%s: %v: %+v", name, command, r) // the tables are missing
+				assert.Equal(t, refused, strings.Contains(r.stdout+r.stderr, "its TLS certificate is not trusted, or is of another host"), "%s: %v: %+v", name, command, r)
+			}
+		}
+	}
+}

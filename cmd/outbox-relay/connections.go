@@ -75,7 +75,7 @@ type sslMode string
 
 const (
 	sslDisable    sslMode = "disable"
-	sslPrefer     sslMode = "prefer" // or allow: in the clear if the server, or who poses as it, says so
+	sslPrefer     sslMode = "prefer" // or allow: see encryptedOnly
 	sslRequire    sslMode = "require"
 	sslVerifyCA   sslMode = "verify-ca"
 	sslVerifyFull sslMode = "verify-full"
@@ -87,7 +87,7 @@ func weakest(c *pgx.ConnConfig) (host string, mode sslMode) {
 	ways := map[string][]*tls.Config{}
 	var names []string
 	for _, h := range hosts(c) {
-		if network, _ := pgconn.NetworkAddress(h.Host, h.Port); network == "unix" || isLoopback(h.Host) {
+		if isLocal(h) {
 			continue
 		}
 		if ways[h.Host] == nil {
@@ -118,6 +118,21 @@ func modeOf(ways []*tls.Config) sslMode {
 		return sslVerifyCA
 	}
 	return sslRequire
+}
+
+// encryptedOnly takes away the ways that lead to another machine in the clear: with sslmode=prefer and allow it would
+// be who is between, by saying that there is no TLS, who decides.
+func encryptedOnly(c *pgx.ConnConfig) {
+	kept := slices.DeleteFunc(hosts(c), func(h *pgconn.FallbackConfig) bool { return h.TLSConfig == nil && !isLocal(h) })
+	if len(kept) > 0 {
+		c.Host, c.Port, c.TLSConfig, c.Fallbacks = kept[0].Host, kept[0].Port, kept[0].TLSConfig, kept[1:]
+	}
+}
+
+// isLocal tells whether a way stays on this machine.
+func isLocal(h *pgconn.FallbackConfig) bool {
+	network, _ := pgconn.NetworkAddress(h.Host, h.Port)
+	return network == "unix" || isLoopback(h.Host)
 }
 
 // usePassword puts the password of the file, as it is now, into a connection that is about to be made.

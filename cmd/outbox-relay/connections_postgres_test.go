@@ -5,9 +5,11 @@ import (
 	"crypto/x509"
 	"encoding/pem"
 	"errors"
+	"io"
 	"net"
 	"net/url"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -123,4 +125,88 @@ func TestDatabaseIsRefused(t *testing.T) {
 			}
 		}
 	}
+}
+
+// Row S6: on the way to another machine nobody can turn TLS off by saying that there is none, whatever the sslmode:
+// not a byte goes out in the clear, and the remedy is said. To this machine, and where --insecure says so, it does.
+// (0.0.0.0 leads to this machine, and does not look like it.)
+func TestNobodyTurnsTLSOff(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []string{"", "?sslmode=prefer", "?sslmode=allow", "?sslmode=require", "?sslmode=verify-full"} {
+		for _, c := range []struct {
+			host string
+			args []string
+			bare bool
+		}{
+			{"0.0.0.0", nil, false},
+			{"0.0.0.0", []string{"--insecure"}, mode != "?sslmode=require" && mode != "?sslmode=verify-full"},
+			{"127.0.0.1", nil, mode != "?sslmode=require" && mode != "?sslmode=verify-full"},
+		} {
+			for _, command := range [][]string{{"migrate", "status"}, {"run", "--brokers", "127.0.0.1:1"}} {
+				between := newDowngrade(t)
+				_, port, err := net.SplitHostPort(between.listener.Addr().String())
+				require.NoError(t, err)
+				r := runOn(t, "postgres://"+canaryHead+"@"+net.JoinHostPort(c.host, port)+"/d"+mode, append(command, c.args...)...)
+				assert.Equal(t, 1, r.code, r)
+				assert.Equal(t, c.bare, strings.Contains(between.stop(), canaryHead), "%s%s %v", c.host, mode, c.args)
+				if !c.bare {
+					assert.Contains(t, r.stderr, "it does not offer TLS: turn ssl on there", "%s%s %v", c.host, mode, c.args)
+				}
+			}
+		}
+	}
+}
+
+// downgrade is who is between: it says that there is no TLS, and listens.
+type downgrade struct {
+	listener net.Listener
+	work     sync.WaitGroup
+	mu       sync.Mutex
+	heard    bytes.Buffer
+}
+
+func newDowngrade(t *testing.T) *downgrade {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	d := &downgrade{listener: listener}
+	d.work.Go(func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			d.work.Go(func() { d.answer(conn) })
+		}
+	})
+	t.Cleanup(func() { d.stop() })
+	return d
+}
+
+// answer hears the first thing that is said after a request for TLS, or in place of one.
+func (d *downgrade) answer(conn net.Conn) {
+	defer func() { _ = conn.Close() }()
+	_ = conn.SetDeadline(time.Now().Add(commandMax))
+	said := make([]byte, 1024)
+	n, err := io.ReadFull(conn, said[:8])
+	if err != nil {
+		return
+	}
+	if bytes.Equal(said[:8], []byte{0, 0, 0, 8, 4, 210, 22, 47}) {
+		_, _ = conn.Write([]byte("N"))
+		n = 0
+	}
+	more, _ := conn.Read(said[n:])
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	_, _ = d.heard.Write(said[:n+more])
+}
+
+// stop returns what was heard in the clear.
+func (d *downgrade) stop() string {
+	_ = d.listener.Close()
+	d.work.Wait()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.heard.String()
 }

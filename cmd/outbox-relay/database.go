@@ -195,7 +195,7 @@ func connectReason(err error) string {
 	case errors.As(err, &certificate), errors.As(err, &unknownAuthority):
 		return "its TLS certificate is not trusted, or is of another host: set sslrootcert to the authority that signed it, and the host to a name that it has"
 	case strings.Contains(err.Error(), "server refused TLS"):
-		return "it does not offer TLS: turn ssl on there; sslmode=disable and --insecure if you trust the network"
+		return "it does not offer TLS: turn ssl on there; sslmode=disable with --insecure if you trust the network"
 	case errors.Is(err, context.DeadlineExceeded), pgconn.Timeout(err):
 		return fmt.Sprintf("no answer within %v: check host and port, and the network", connectMax)
 	case errors.Is(err, context.Canceled):

@@ -155,6 +155,9 @@ func (s *settings) resolve(cmd *cobra.Command) error {
 	}
 	s.resolved = true
 	s.warn(cmd)
+	if s.pool != nil && !s.insecure {
+		encryptedOnly(s.pool.ConnConfig)
+	}
 	return nil
 }
 

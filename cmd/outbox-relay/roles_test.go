@@ -86,6 +86,8 @@ func TestOperatorHasItsCommands(t *testing.T) {
 		"dead discard --id 4 --why test", "parked list", "parked show " + idPrefix + "1", "parked retry --reason failed",
 		"parked retry --topic orders --key order-1 --dry-run", "parked discard --reason undecodable --why test",
 		"parked discard --topic payments --all-of-key --why test", "actions list", "prune --dry-run",
+		"shards 2 --why test", "topics pause orders --why test", "topics list", "topics resume orders --why test",
+		"replay --from-time 2000-01-01T00:00:00Z --to-time 2100-01-01T00:00:00Z --topic " + topic,
 	} {
 		r := runKafka(t, operator, strings.Fields(strings.ReplaceAll(line, " --brokers KAFKA", ""))...)
 		for _, word := range []string{"permission", "denied", "rights that", "GRANT"} {
@@ -96,7 +98,8 @@ func TestOperatorHasItsCommands(t *testing.T) {
 	}
 	for line, code := range codes {
 		assert.NotEqual(t, 2, code, line)
-		if strings.HasPrefix(line, "dead ") || strings.HasPrefix(line, "parked ") || strings.HasPrefix(line, "actions ") || strings.HasPrefix(line, "tail ") {
+		if strings.HasPrefix(line, "dead ") || strings.HasPrefix(line, "parked ") || strings.HasPrefix(line, "actions ") || strings.HasPrefix(line, "tail ") ||
+			strings.HasPrefix(line, "shards ") || strings.HasPrefix(line, "topics ") || strings.HasPrefix(line, "replay ") {
 			assert.Zero(t, code, line)
 		}
 	}

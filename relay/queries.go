@@ -363,9 +363,9 @@ type queries struct {
 	nextDue, promote string
 
 	enroll, beat, leave, seq, acquire, release, fetch, hasTick, loadTick, storeTick, advance, prune, restamp, rebase string
-	deadExist, held, bury, waitingTopics, retryTopic, releasable, exhume, holdAgain                         string
-	lockShards, allHeld, cutOver, dropShards, shardsDone                                                    string
-	slots, turn, unpublished, lockSlot, truncate, truncated                                                 string
+	deadExist, held, bury, waitingTopics, retryTopic, releasable, exhume, holdAgain                                  string
+	lockShards, allHeld, cutOver, dropShards, shardsDone                                                             string
+	slots, turn, unpublished, lockSlot, truncate, truncated                                                          string
 }
 
 func newQueries(schema string) queries {

@@ -158,7 +158,7 @@ func TestRefusedWhenProduced(t *testing.T) {
 			done := make(chan error, 1)
 			go func() { done <- r.Run(ctx) }()
 			// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29 has another.
-			require.Eventually(t, func() bool { return dead(t, pool) == 4 }, 30*time.Second, 10*time.Millisecond)
+			require.Eventually(t, func() bool { return dead(t, pool) == 4 }, 60*time.Second, 10*time.Millisecond)
 			require.Eventually(t, func() bool {
 				return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress`) >= 26
 			}, 30*time.Second, 10*time.Millisecond)

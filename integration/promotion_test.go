@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -82,7 +83,7 @@ func promote(t *testing.T, c child, running bool) {
 	}
 	w.transactions, w.seed = 120, 4
 	w.run(ctx, t, second.pool)
-	requireKept(t, second, topic)
+	requireKept(t, second.pool, topic)
 	require.NoError(t, r.terminate())
 
 	// The old primary comes back, and learns of the promotion as a restore of it would.
@@ -97,11 +98,11 @@ func promote(t *testing.T, c child, running bool) {
 	require.ErrorIs(t, old.Run(limited), relay.ErrOldPrimary)
 }
 
-// requireKept waits until everything that the promoted standby has is published, and judges it; what was lost is left
+// requireKept waits until everything that the database has is published, and judges it; what was lost is left
 // out.
-func requireKept(t *testing.T, s *standby, topic string) {
+func requireKept(t *testing.T, pool *pgxpool.Pool, topic string) {
 	t.Helper()
-	want := written(t.Context(), t, s.pool)
+	want := written(t.Context(), t, pool)
 	var judged stream
 	eventually(t, 60*time.Second, "everything is published", func() (bool, any) {
 		var kept []*kgo.Record

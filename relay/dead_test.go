@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"log/slog"
 	"testing"
 	"time"
 
@@ -151,17 +152,17 @@ func TestRefusedWhenProduced(t *testing.T) {
 				}
 				insert(t, pool, "orders", fmt.Sprint("k", i%10), value)
 			}
-			cfg := relay.Config{ExactlyOnce: exactly, Lease: time.Second, TransactionMax: time.Millisecond, PageRowsMax: 10}
+			cfg := relay.Config{ExactlyOnce: exactly, TransactionMax: time.Millisecond, PageRowsMax: 10, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}
 			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, cfg)
 			require.NoError(t, err)
 			ctx, stop := context.WithCancel(t.Context())
 			done := make(chan error, 1)
 			go func() { done <- r.Run(ctx) }()
 			// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29 has another.
-			require.Eventually(t, func() bool { return dead(t, pool) == 4 }, 30*time.Second, 10*time.Millisecond)
+			require.Eventually(t, func() bool { return dead(t, pool) == 4 }, 60*time.Second, 10*time.Millisecond)
 			require.Eventually(t, func() bool {
 				return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress`) >= 26
-			}, 30*time.Second, 10*time.Millisecond)
+			}, 60*time.Second, 10*time.Millisecond)
 			stop()
 			require.NoError(t, <-done)
 			require.Equal(t, 2, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused' AND error LIKE '%INVALID_RECORD%'`))

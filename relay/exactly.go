@@ -44,9 +44,20 @@ func (p *publisher) beginExactlyOnce(ctx, life context.Context) error {
 	if found == nil || !found.after(p.lease) {
 		return nil
 	}
-	if p.exact.at, err = found.cursor(); err != nil {
+	at, err := found.cursor()
+	if err != nil {
 		return fmt.Errorf("progress topic %q, offset %d: %w", p.cfg.ProgressTopic, found.offset, err)
 	}
+	remembered, err := p.exact.journal.remembered(ctx, at)
+	if err != nil {
+		return fmt.Errorf("look for the ticks of progress topic %q: %w", p.cfg.ProgressTopic, err)
+	}
+	if !remembered {
+		p.cfg.Logger.ErrorContext(ctx, "the database went back behind what was published, to a backup or a dump: the relay goes on from the database's progress, so consumers will see duplicates",
+			"relay", p.cfg.Name, "shard", p.lease.shard)
+		return nil
+	}
+	p.exact.at = at
 	p.cfg.Logger.InfoContext(ctx, "progress is taken from Kafka, which is ahead of the database's copy", "relay", p.cfg.Name, "shard", p.lease.shard,
 		"rows", found.Published-p.lease.stored.published)
 	p.exact.rows = found.Published

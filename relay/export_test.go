@@ -9,7 +9,13 @@ const FetchSQL = fetchSQL
 const FetchSettingsSQL = fetchSettingsSQL
 
 // TidyUp is a run of the upkeep of slots.
-func (r *Relay) TidyUp(ctx context.Context) error { return r.tidyUp(ctx, r.askCluster(ctx)) }
+func (r *Relay) TidyUp(ctx context.Context) error {
+	here, err := r.askCluster(ctx)
+	if err != nil {
+		return err
+	}
+	return r.tidyUp(ctx, here)
+}
 
 // PromoteDue is a look at the messages for later.
 func (r *Relay) PromoteDue(ctx context.Context) error {

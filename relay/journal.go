@@ -36,6 +36,7 @@ type entry struct {
 }
 
 type storedTick struct {
+	Tick     int64  `json:"tick"`
 	Snapshot string `json:"snapshot"`
 	SeqLast  int64  `json:"seq_last"`
 }
@@ -73,10 +74,10 @@ func (j *journal) prepare(ctx context.Context, client *kgo.Client) error {
 func (j *journal) record(l *lease, end cursor, published int64, revived []int64) (*kgo.Record, error) {
 	e := entry{
 		System: l.cluster.system, Timeline: l.cluster.timeline, Epoch: l.epoch, Published: published,
-		From: storedTick{end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: revived,
+		From: storedTick{end.from.id, end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: revived,
 	}
 	if end.to != nil {
-		e.To = &storedTick{end.to.snapshot, end.to.seqLast}
+		e.To = &storedTick{end.to.id, end.to.snapshot, end.to.seqLast}
 	}
 	value, err := json.Marshal(e)
 	if err != nil {
@@ -100,13 +101,38 @@ func (e *entry) after(l *lease) bool {
 
 func (e *entry) cursor() (c cursor, err error) {
 	c = cursor{seq: e.Seq, floor: e.Floor}
-	if c.from, err = newTick(e.From.Snapshot, e.From.SeqLast); err != nil {
+	if c.from, err = e.From.tick(); err != nil {
 		return c, err
 	}
 	if e.To != nil {
-		c.to, err = newTick(e.To.Snapshot, e.To.SeqLast)
+		c.to, err = e.To.tick()
 	}
 	return c, err
+}
+
+func (s *storedTick) tick() (*tick, error) {
+	t, err := newTick(s.Snapshot, s.SeqLast)
+	if err != nil {
+		return nil, err
+	}
+	t.id, t.stored = s.Tick, true
+	return t, nil
+}
+
+// remembered tells whether the database has the ticks of an entry, which were durable there before the entry was. It does
+// not once it went back: to a backup or a dump, in the same cluster. Then row numbers come again, and what
+// the entry takes for published is something else.
+func (j *journal) remembered(ctx context.Context, c cursor) (bool, error) {
+	for _, t := range []*tick{c.from, c.to} {
+		if t == nil {
+			continue
+		}
+		var has bool
+		if err := j.pool.QueryRow(ctx, j.sql.hasTick, t.id, t.snapshot, t.seqLast).Scan(&has); err != nil || !has {
+			return false, err
+		}
+	}
+	return true, nil
 }
 
 // extent waits for a topic that is new to the brokers.

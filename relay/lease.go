@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // cluster tells whose transaction ids the ticks are made of: see clusterSQL. Unknown where the database does
@@ -15,6 +17,7 @@ import (
 type cluster struct {
 	system   *int64
 	timeline *int32
+	run      *string // of the server: see serverRun
 }
 
 // lease is the right to publish a shard, until the database's clock passes its end. Its epoch is in every
@@ -56,13 +59,29 @@ func (l *lease) watch(ctx context.Context) error {
 	return nil
 }
 
-func (r *Relay) askCluster(ctx context.Context) (c cluster) {
+// askCluster leaves out what some hosted databases do not show. Only a refusal counts as that: one of many
+// connections that a failover broke does not, since the next statement may reach the new primary.
+func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
 	if err := r.pool.QueryRow(ctx, clusterSQL).Scan(&c.system, &c.timeline); err != nil {
-		// Some hosted databases do not show it; then a move to another cluster cannot be noticed.
+		if !hidden(err) {
+			return c, fmt.Errorf("ask for the cluster's identity: %w", err)
+		}
 		r.cfg.Logger.WarnContext(ctx, "the cluster's identity is unknown: a restore into another cluster, or a failover that lost commits, will not be noticed", "error", err)
-		return cluster{}
+		c = cluster{}
 	}
-	return c
+	if err := r.pool.QueryRow(ctx, runSQL).Scan(&c.run); err != nil {
+		if !hidden(err) {
+			return c, fmt.Errorf("ask for the server's run: %w", err)
+		}
+		r.cfg.Logger.WarnContext(ctx, "the server's run is unknown: a crash that lost commits while the relay runs will not be noticed", "error", err)
+	}
+	return c, nil
+}
+
+// hidden tells a database that does not have, or does not allow, a function.
+func hidden(err error) bool {
+	var refusal *pgconn.PgError
+	return errors.As(err, &refusal) && slices.Contains([]string{"42501", "42883", "0A000"}, refusal.Code)
 }
 
 // acquire returns nil while another replica holds the shard.
@@ -70,7 +89,11 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	// A connection that is dead without saying so must not keep a replica from everything else.
 	asking, cancel := context.WithTimeout(ctx, r.cfg.Lease)
 	defer cancel()
-	l := &lease{shard: shard, cluster: r.askCluster(asking)}
+	here, err := r.askCluster(asking)
+	if err != nil {
+		return nil, err
+	}
+	l := &lease{shard: shard, cluster: here}
 	if err := r.pool.QueryRow(asking, r.sql.seq).Scan(&l.seq); err != nil {
 		return nil, fmt.Errorf("read the outbox's sequence: %w", err)
 	}
@@ -78,7 +101,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	var from int64
 	var to *int64
 	var known cluster
-	err := r.pool.QueryRow(asking, r.sql.acquire, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
+	err = r.pool.QueryRow(asking, r.sql.acquire, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
 		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no lease is no error

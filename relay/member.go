@@ -151,14 +151,14 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- i
 
 // beat renews leases and returns how things stand.
 func (r *Relay) beat(ctx context.Context, leases []*lease) (*standing, error) {
-	shards, epochs := make([]int16, len(leases)), make([]int64, len(leases))
+	shards, epochs, runs := make([]int16, len(leases)), make([]int64, len(leases)), make([]*string, len(leases))
 	for i, l := range leases {
-		shards[i], epochs[i] = l.shard, l.epoch
+		shards[i], epochs[i], runs[i] = l.shard, l.epoch, l.cluster.run
 	}
 	ctx, cancel := context.WithTimeout(ctx, r.cfg.Lease)
 	defer cancel()
 	asked := time.Now()
-	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs)
+	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs)
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
 	}

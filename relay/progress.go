@@ -75,7 +75,7 @@ func (p *publisher) storeCursor(ctx context.Context, db execer, end cursor, rows
 		}
 		to = &end.to.id
 	}
-	tag, err := db.Exec(ctx, p.sql.advance, p.cfg.Name, p.lease.shard, p.lease.epoch, end.from.id, to, end.seq, end.floor, rows)
+	tag, err := db.Exec(ctx, p.sql.advance, p.cfg.Name, p.lease.shard, p.lease.epoch, end.from.id, to, end.seq, end.floor, rows, p.lease.cluster.run)
 	if err != nil {
 		return fmt.Errorf("store progress: %w", err)
 	}

@@ -12,16 +12,16 @@ FROM (VALUES ('enable_sort', 'off'), ('enable_bitmapscan', 'off'), ('enable_seqs
 const enrollSQL = `-- relay.enroll
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ($1, $2) ON CONFLICT (relay) DO NOTHING`
 
-// beatSQL says that this replica is alive, renews the leases that it holds ($4 and $5 are their shards and
-// epochs), and returns how things stand: one row for each shard, whether it was renewed, and which topics are paused.
+// beatSQL says that this replica is alive, renews the leases that it holds ($4 to $6 are their shards and
+// epochs, and the runs of the server that they were taken in), and returns how things stand: one row for each shard, whether it was renewed, and which topics are paused.
 const beatSQL = `-- relay.beat
 WITH alive AS (
   INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until) VALUES ($1, $2, clock_timestamp() + $3::interval)
   ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until
 ), renewed AS (
   UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval
-  FROM unnest($4::smallint[], $5::bigint[]) AS mine (shard, epoch)
-  WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch
+  FROM unnest($4::smallint[], $5::bigint[], $6::text[]) AS mine (shard, epoch, run)
+  WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND CASE WHEN mine.run IS NULL THEN true ELSE mine.run = ` + serverRun + ` END
   RETURNING p.shard
 )
 SELECT r.shards, r.shards_wanted, others.owners, s.shard::smallint,
@@ -139,6 +139,15 @@ UPDATE effectonce.outbox_slots SET truncated_at = clock_timestamp() WHERE slot =
 const clusterSQL = `-- relay.cluster
 SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int`
 
+// serverRun names a run of the server. A crash or a promotion begins another one; only those lose commits that
+// somebody has seen, and give their transaction ids out again. Statistics survive a clean stop and are thrown away
+// by the recovery from a crash. (Who resets them by hand costs the relay a lease.)
+const serverRun = `concat_ws('/', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), extract(epoch FROM pg_stat_get_bgwriter_stat_reset_time()))`
+
+const runSQL = `-- relay.run
+SELECT ` + serverRun + `
+`
+
 const seqSQL = `-- relay.seq
 SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq`
 
@@ -187,22 +196,29 @@ FROM now LEFT JOIN (
   ) candidates ORDER BY seq LIMIT $5
 ) page ON true`
 
+const hasTickSQL = `-- relay.has_tick
+SELECT EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $1 AND snapshot::text = $2 AND seq_last = $3)`
+
 const loadTickSQL = `-- relay.load_tick
 SELECT snapshot::text, seq_last FROM effectonce.outbox_ticks WHERE tick = $1`
 
+// storeTickSQL makes a tick durable, and with it every commit that it saw. It does not in another run of the server
+// ($3): the tick may have seen commits that are lost, and would take their transaction ids, given out again, for
+// published.
 const storeTickSQL = `-- relay.store_tick
 INSERT INTO effectonce.outbox_ticks (snapshot, seq_last)
 SELECT $1::text::pg_snapshot, $2 FROM (SELECT set_config('synchronous_commit',
   CASE WHEN current_setting('synchronous_commit') = 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true) AS setting) AS durable
-WHERE durable.setting IS NOT NULL
+WHERE durable.setting IS NOT NULL AND CASE WHEN $3::text IS NULL THEN true ELSE $3::text = ` + serverRun + ` END
 RETURNING tick`
 
-// advanceSQL changes nothing when the epoch is over: then somebody else publishes.
+// advanceSQL changes nothing when the epoch is over: then somebody else publishes. Nor does it in another run of the
+// server: see storeTickSQL.
 const advanceSQL = `-- relay.advance
 UPDATE effectonce.outbox_progress SET
   tick = $4, next_tick = $5, seq = $6, floor = greatest(floor, $7), published = published + $8, advanced_epoch = $3,
   updated_at = clock_timestamp()
-WHERE relay = $1 AND shard = $2 AND epoch = $3`
+WHERE relay = $1 AND shard = $2 AND epoch = $3 AND CASE WHEN $9::text IS NULL THEN true ELSE $9::text = ` + serverRun + ` END`
 
 // pruneSQL forgets ticks that no reader stands on. An hour of them stays, for people.
 const pruneSQL = `-- relay.prune_ticks
@@ -219,7 +235,7 @@ UPDATE effectonce.outbox SET txid = pg_current_xact_id() WHERE seq > $1 AND shar
 
 const rebaseSQL = `-- relay.rebase
 UPDATE effectonce.outbox_progress SET tick = $4, next_tick = NULL, seq = 0, system_identifier = $5, timeline = $6, advanced_epoch = $3, updated_at = clock_timestamp()
-WHERE relay = $1 AND shard = $2 AND epoch = $3`
+WHERE relay = $1 AND shard = $2 AND epoch = $3 AND CASE WHEN $7::text IS NULL THEN true ELSE $7::text = ` + serverRun + ` END`
 
 const deadExistSQL = `-- relay.dead_exist
 SELECT EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1 AND shard % $2::int = $3::int)`
@@ -314,10 +330,10 @@ SELECT (SELECT count(*) FROM due), (SELECT count(*) FROM moved)`
 type queries struct {
 	nextDue, promote string
 
-	enroll, beat, leave, seq, acquire, release, fetch, loadTick, storeTick, advance, prune, restamp, rebase string
-	deadExist, held, bury, waitingTopics, retryTopic, releasable, exhume, holdAgain                         string
-	lockShards, allHeld, cutOver, dropShards, shardsDone                                                    string
-	slots, turn, unpublished, lockSlot, truncate, truncated                                                 string
+	enroll, beat, leave, seq, acquire, release, fetch, hasTick, loadTick, storeTick, advance, prune, restamp, rebase string
+	deadExist, held, bury, waitingTopics, retryTopic, releasable, exhume, holdAgain                                  string
+	lockShards, allHeld, cutOver, dropShards, shardsDone                                                             string
+	slots, turn, unpublished, lockSlot, truncate, truncated                                                          string
 }
 
 func newQueries(schema string) queries {
@@ -326,7 +342,7 @@ func newQueries(schema string) queries {
 		nextDue: in(nextDueSQL), promote: in(promoteSQL),
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL),
-		loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), prune: in(pruneSQL),
+		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), prune: in(pruneSQL),
 		restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
 		bury: in(burySQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),
 		releasable: in(releasableSQL), exhume: in(exhumeSQL), holdAgain: in(holdAgainSQL),

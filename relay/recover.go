@@ -48,11 +48,12 @@ func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, er
 	if err != nil {
 		return 0, err
 	}
+	begin.run = l.cluster.run
 	if err := r.store(ctx, r.pool, begin); err != nil {
 		return 0, err
 	}
 	err = pgx.BeginFunc(ctx, r.pool, func(tx pgx.Tx) error {
-		tag, err := tx.Exec(ctx, r.sql.rebase, r.cfg.Name, l.shard, l.epoch, begin.id, l.cluster.system, l.cluster.timeline)
+		tag, err := tx.Exec(ctx, r.sql.rebase, r.cfg.Name, l.shard, l.epoch, begin.id, l.cluster.system, l.cluster.timeline, l.cluster.run)
 		if err != nil {
 			return err
 		}

@@ -43,6 +43,9 @@ var ErrLeaseHeld = errors.New("another replica holds a lease of the relay")
 // errLeaseLost ends the work on a shard until this replica gets its lease again.
 var errLeaseLost = errors.New("lease lost: another replica publishes this shard")
 
+// errAnotherRun ends it, too: what was read before the server crashed, or another was promoted, says nothing now.
+var errAnotherRun = errors.New("the server crashed, or another was promoted: the shard goes on from its stored progress")
+
 // execer is what statements outside a transaction need: a pool or a connection.
 type execer interface {
 	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)

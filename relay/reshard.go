@@ -105,6 +105,7 @@ func (m *member) newCut(ctx context.Context) (*tick, error) {
 	if err != nil {
 		return nil, err
 	}
+	cut.run = m.workers[0].lease.cluster.run
 	return cut, m.store(ctx, m.pool, cut)
 }
 

@@ -2,6 +2,7 @@ package relay
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 
@@ -19,6 +20,7 @@ type tick struct {
 	// The snapshot's parts. xip stays text: it only travels back.
 	xmin, xmax uint64
 	xip        []string
+	run        *string // of the server that took it; unknown for one that is stored
 }
 
 func newTick(snapshot string, seqLast int64) (*tick, error) {
@@ -59,7 +61,11 @@ func (r *Relay) store(ctx context.Context, db execer, t *tick) error {
 	if t == nil || t.stored {
 		return nil
 	}
-	if err := db.QueryRow(ctx, r.sql.storeTick, t.snapshot, t.seqLast).Scan(&t.id); err != nil {
+	err := db.QueryRow(ctx, r.sql.storeTick, t.snapshot, t.seqLast, t.run).Scan(&t.id)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return errAnotherRun
+	}
+	if err != nil {
 		return fmt.Errorf("store tick: %w", err)
 	}
 	t.stored = true
@@ -141,5 +147,9 @@ func (p *publisher) fetch(ctx context.Context, c cursor, limit int) (*page, *tic
 		return nil, nil, fmt.Errorf("read outbox: %w", err)
 	}
 	seen, err := newTick(read.snapshot, seqSafe)
-	return read, seen, err
+	if err != nil {
+		return nil, nil, err
+	}
+	seen.run = p.lease.cluster.run
+	return read, seen, nil
 }

@@ -1,0 +1,370 @@
+package integration_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// held is a Kafka that does not take records for a while.
+type held struct {
+	brokers []string
+	waits   atomic.Bool
+	refused atomic.Int64
+}
+
+func newHeld(t *testing.T, topic string) *held {
+	t.Helper()
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, topic))
+	h := &held{brokers: fake.ListenAddrs()}
+	fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		if !h.waits.Load() {
+			return nil, nil, false
+		}
+		h.refused.Add(1)
+		return nil, errors.New("connection cut"), true
+	})
+	return h
+}
+
+// values of a topic, each once.
+func (h *held) values(t *testing.T, topic string) map[string]bool {
+	t.Helper()
+	found := map[string]bool{}
+	for _, record := range kafkatest.ReadAllAt(t, h.brokers, topic) {
+		found[string(record.Value)] = true
+	}
+	return found
+}
+
+// running is a relay in this process, until the test ends.
+func running(t *testing.T, pool *pgxpool.Pool, brokers []string, cfg relay.Config) {
+	t.Helper()
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, cfg)
+	require.NoError(t, err)
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+}
+
+// Property: a relay that runs on through a crash of the server which loses commits that it has read (writers use
+// synchronous_commit=off), and whose transaction ids are given out again, skips nothing that is there afterwards:
+// what it learned before the crash is not stored, however late Kafka acknowledges. Row O24.
+func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(guarantee(exactly), func(t *testing.T) {
+			t.Parallel()
+			ctx := t.Context()
+			cluster := pgtest.Cluster(t, map[string]string{"synchronous_commit": "off", "wal_writer_delay": "10s", "wal_writer_flush_after": "1GB"})
+			pgtest.Migrate(t, cluster.URL)
+			pool := open(t, cluster.URL)
+			const topic, insert = "orders", `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', 'k', $1::text::bytea)`
+			kafka := newHeld(t, topic)
+			running(t, pool, kafka.brokers, relay.Config{ExactlyOnce: exactly, InFlightBytesMax: 64 << 10})
+			_, err := pool.Exec(ctx, insert, "first")
+			require.NoError(t, err)
+			eventually(t, 20*time.Second, "the first row is stored as published", func() (bool, any) {
+				n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress`)
+				return n == 1, n
+			})
+			_, err = pool.Exec(ctx, `CHECKPOINT`)
+			require.NoError(t, err)
+
+			kafka.waits.Store(true)
+			for range 60 { // transaction ids that come again
+				_, err := pool.Exec(ctx, `SELECT pg_current_xact_id()`)
+				require.NoError(t, err)
+			}
+			// So large that the relay reads nothing more until it is acknowledged.
+			_, err = pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', 'phantom', convert_to(repeat(md5('x'), 4000), 'UTF8')`)
+			require.NoError(t, err)
+			lost := count(ctx, t, pool, `SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint`)
+			eventually(t, 20*time.Second, "it is on its way to Kafka", func() (bool, any) { return kafka.refused.Load() > 0, nil })
+			require.NoError(t, cluster.Kill(ctx))
+			require.NoError(t, cluster.Restart(ctx))
+			pool.Reset()
+			require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox WHERE key = 'phantom'`), "the test's own premise: it is lost")
+			for i := range 20 {
+				_, err := pool.Exec(ctx, insert, fmt.Sprint(i))
+				require.NoError(t, err)
+			}
+			require.Less(t, count(ctx, t, pool, `SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint`), lost, "the test's own premise: transaction ids come again")
+			kafka.waits.Store(false)
+			eventually(t, 30*time.Second, "everything that is there is published", func() (bool, any) {
+				found := kafka.values(t, topic)
+				for i := range 20 {
+					if !found[fmt.Sprint(i)] {
+						return false, len(found)
+					}
+				}
+				return true, nil
+			})
+		})
+	}
+}
+
+// dump is a database as pg_dump writes it: rows of one snapshot, and where sequences are, which is later. (PostgreSQL's
+// own program would have to be as new as the server, and comes neither with the embedded one nor on many machines.)
+type dump struct {
+	tables    map[string][]byte
+	sequences map[string][2]any
+}
+
+const dumpedColumns = `SELECT string_agg(quote_ident(attname), ', ' ORDER BY attnum) FROM pg_attribute
+	WHERE attrelid = $1::regclass AND attnum > 0 AND NOT attisdropped AND attgenerated = ''`
+
+func takeDump(t *testing.T, pool *pgxpool.Pool) *dump {
+	t.Helper()
+	ctx := t.Context()
+	d := &dump{tables: map[string][]byte{}, sequences: map[string][2]any{}}
+	err := pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		for _, table := range relations(ctx, t, tx, `'r'`) {
+			var columns string
+			require.NoError(t, tx.QueryRow(ctx, dumpedColumns, table).Scan(&columns))
+			var out bytes.Buffer
+			_, err := tx.Conn().PgConn().CopyTo(ctx, &out, fmt.Sprintf(`COPY %s (%s) TO STDOUT`, table, columns))
+			require.NoError(t, err)
+			d.tables[table] = out.Bytes()
+		}
+		for _, sequence := range relations(ctx, t, tx, `'S'`) {
+			var last int64
+			var called bool
+			require.NoError(t, tx.QueryRow(ctx, `SELECT last_value, is_called FROM `+sequence).Scan(&last, &called))
+			d.sequences[sequence] = [2]any{last, called}
+		}
+		return nil
+	})
+	require.NoError(t, err)
+	return d
+}
+
+// relations of a kind, of the tests and of the product.
+func relations(ctx context.Context, t *testing.T, tx pgx.Tx, kind string) []string {
+	t.Helper()
+	rows, err := tx.Query(ctx, `SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+		WHERE n.nspname IN ('public', 'effectonce') AND c.relkind = `+kind+` ORDER BY c.oid`)
+	require.NoError(t, err)
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	return names
+}
+
+// restore puts the dump into a database that has the schema: over what is there.
+func (d *dump) restore(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	ctx := t.Context()
+	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, `SET LOCAL session_replication_role = replica`) // no triggers, no foreign keys, as pg_restore does
+		require.NoError(t, err)
+		_, err = tx.Exec(ctx, `TRUNCATE `+strings.Join(slices.Collect(maps.Keys(d.tables)), ", "))
+		require.NoError(t, err)
+		for table, rows := range d.tables {
+			var columns string
+			require.NoError(t, tx.QueryRow(ctx, dumpedColumns, table).Scan(&columns))
+			_, err := tx.Conn().PgConn().CopyFrom(ctx, bytes.NewReader(rows), fmt.Sprintf(`COPY %s (%s) FROM STDIN`, table, columns))
+			require.NoError(t, err, table)
+		}
+		for sequence, at := range d.sequences {
+			_, err := tx.Exec(ctx, `SELECT setval($1::regclass, $2, $3)`, sequence, at[0], at[1])
+			require.NoError(t, err)
+		}
+		return nil
+	})
+	require.NoError(t, err)
+}
+
+// restored is what the dump tests vary.
+type restored struct {
+	child
+	inPlace bool // over the database that was dumped, which went on meanwhile
+}
+
+// Property: after a dump, taken while transactions are open and rows wait, is restored, into a new cluster or over the
+// database itself, the relay skips nothing: neither what waited nor what is written afterwards, before it starts or
+// later, whose transaction ids and row numbers were in use before; what is below the floor is not published
+// again, the order of first occurrences is kept, and claims hold. Row O22.
+func TestRestoredDumpSkipsNothing(t *testing.T) {
+	t.Parallel()
+	counts := []int16{1, 3}
+	if testing.Short() {
+		t.Log("-short: only 3 shards instead of 1 and 3")
+		counts = counts[1:]
+	}
+	for _, exactly := range []bool{false, true} {
+		for _, shards := range counts {
+			for _, inPlace := range []bool{false, true} {
+				t.Run(fmt.Sprintf("%s/%d shards/in place %v", guarantee(exactly), shards, inPlace), func(t *testing.T) {
+					t.Parallel()
+					restoreDump(t, restored{child{ExactlyOnce: exactly, Shards: shards}, inPlace})
+				})
+			}
+		}
+	}
+}
+
+func restoreDump(t *testing.T, c restored) {
+	t.Helper()
+	ctx := t.Context()
+	cluster := pgtest.Cluster(t, nil)
+	pgtest.Migrate(t, cluster.URL)
+	pool := open(t, cluster.URL)
+	createWorkload(t, pool)
+	topic := kafkatest.Topic(t, 2)
+	c.Role, c.URL, c.Brokers, c.Lease = "relay", cluster.URL, kafkatest.Brokers(t), time.Second
+	r := start(t, c.child)
+	w := writers{goroutines: 4, transactions: 200, keys: 6, topic: topic, seed: 5, pauses: true}
+	w.run(ctx, t, pool)
+	requirePublished(t, pool, topic)
+	eventually(t, 30*time.Second, "the floor moves", func() (bool, any) {
+		n := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress`)
+		return n > 100, n
+	})
+	require.NoError(t, r.terminate())
+	floors := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress`)
+
+	// Unpublished rows, a dead one, a claim, and an open transaction whose row is not in the dump.
+	w.transactions, w.seed = 80, 6
+	w.run(ctx, t, pool)
+	behind, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	defer behind.Rollback(context.WithoutCancel(ctx))
+	_, err = behind.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, '{"key":"open","version":1}')`, topic)
+	require.NoError(t, err)
+	claimed := uuid.Must(uuid.NewV7())
+	require.True(t, claim(ctx, t, pool, claimed))
+	_, err = pool.Exec(ctx, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, payload, headers, created_at, reason, error, state)
+		SELECT 'default', seq, id, 'missing', payload, headers, created_at, 'unknown_topic', '', 'held' FROM effectonce.outbox ORDER BY seq LIMIT 1`)
+	require.NoError(t, err)
+	d := takeDump(t, pool)
+	require.NoError(t, behind.Rollback(ctx))
+
+	// The old database goes on, and publishes: all of that is undone.
+	if c.inPlace {
+		lost := start(t, c.child)
+		for i := range 60 {
+			_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'lost', $2)`, topic, fmt.Appendf(nil, `{"key":"lost","version":%d}`, i+1))
+			require.NoError(t, err)
+		}
+		eventually(t, 30*time.Second, "what will be undone is published", func() (bool, any) {
+			for _, record := range kafkatest.ReadAll(t, topic) {
+				if string(record.Value) == `{"key":"lost","version":60}` {
+					return true, nil
+				}
+			}
+			return false, nil
+		})
+		require.NoError(t, lost.terminate())
+	} else {
+		next := pgtest.Cluster(t, nil)
+		pgtest.Migrate(t, next.URL)
+		pool = open(t, next.URL)
+		createWorkload(t, pool)
+		c.URL = next.URL
+	}
+	d.restore(t, pool)
+	require.False(t, claim(ctx, t, pool, claimed), "claims hold")
+	w.transactions, w.seed = 80, 7
+	w.run(ctx, t, pool)
+	r = start(t, c.child)
+	w.seed = 8
+	w.run(ctx, t, pool)
+	requireKept(t, pool, topic)
+	require.NoError(t, r.terminate())
+	require.Equal(t, 1, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`))
+
+	ids := map[string]int{}
+	for _, record := range kafkatest.ReadAll(t, topic) {
+		for _, h := range record.Headers {
+			if h.Key == outbox.HeaderMessageID {
+				ids[string(h.Value)]++
+			}
+		}
+	}
+	rows, err := pool.Query(ctx, `SELECT id::text FROM effectonce.outbox WHERE seq <= $1`, floors)
+	require.NoError(t, err)
+	published, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.NotEmpty(t, published)
+	for _, id := range published {
+		require.Equal(t, 1, ids[id], "a row below the floor")
+	}
+}
+
+func claim(ctx context.Context, t *testing.T, pool *pgxpool.Pool, id uuid.UUID) (fresh bool) {
+	t.Helper()
+	claims, err := dedup.New(dedup.Config{})
+	require.NoError(t, err)
+	consumer, err := claims.Register(ctx, pool, dedup.Registration{Name: "billing/payments", Group: "billing", Topics: []string{"payments"}})
+	require.NoError(t, err)
+	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { fresh, err = claims.Claim(ctx, tx, consumer, id); return err })
+	require.NoError(t, err)
+	return fresh
+}
+
+// resetSQL is what docs/operations.md says.
+const resetSQL = `UPDATE effectonce.outbox_progress SET tick = 0, next_tick = NULL, seq = 0, floor = 0,
+	epoch = epoch + 1, advanced_epoch = epoch + 1, owner = NULL, lease_until = NULL WHERE relay = 'default'`
+
+// Property: progress that is set back by hand, while the relay runs, has everything that is there published again under
+// the same IDs and in order; so has progress that is deleted, unless it is in Kafka, too: then the relay goes on from
+// there.
+func TestProgressSetBackByHand(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		for name, sql := range map[string]string{"reset": resetSQL, "deleted": `DELETE FROM effectonce.outbox_progress`} {
+			t.Run(guarantee(exactly)+"/"+name, func(t *testing.T) {
+				t.Parallel()
+				ctx := t.Context()
+				c := child{Role: "relay", URL: pgtest.Database(t), Brokers: kafkatest.Brokers(t), Shards: 3, ExactlyOnce: exactly, Lease: time.Second}
+				pool, topic := open(t, c.URL), kafkatest.Topic(t, 2)
+				createWorkload(t, pool)
+				r := start(t, c)
+				w := writers{goroutines: 4, transactions: 80, keys: 6, topic: topic, seed: 9}
+				w.run(ctx, t, pool)
+				before := requirePublished(t, pool, topic)
+				rows := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox`)
+				_, err := pool.Exec(ctx, sql)
+				require.NoError(t, err)
+				w.seed = 10
+				w.run(ctx, t, pool)
+				again := rows
+				if exactly && name == "deleted" {
+					again = 0
+				}
+				eventually(t, 30*time.Second, "all of it is published again", func() (bool, any) {
+					n := judge(t, kafkatest.ReadAll(t, topic)).duplicates
+					return n >= before.duplicates+again, n
+				})
+				s := requirePublished(t, pool, topic)
+				require.NoError(t, r.terminate())
+				if exactly && again == 0 {
+					require.Zero(t, s.duplicates)
+				}
+			})
+		}
+	}
+}

@@ -37,6 +37,8 @@ type Config struct {
 	// ProgressTopic is where progress is kept with ExactlyOnce: a compacted topic, which is made if it is not
 	// there. Relays may share it. Default "effectonce-relay-progress".
 	ProgressTopic string
+	// Sink takes the rows instead of Kafka. Not with ExactlyOnce. Default: Kafka.
+	Sink Sink
 	// Lease is how long a replica that died keeps the others waiting. 1 s to 10 min; default 10 s. It
 	// runs on the database's clock.
 	Lease time.Duration
@@ -44,10 +46,15 @@ type Config struct {
 	PollMin time.Duration
 	// PollMax is the longest pause on an idle outbox; pauses double up to it. Up to 1 min; default 250 ms.
 	PollMax time.Duration
+	// Listen makes the relay look at the outbox when a program calls outbox.Notify, over one connection more of the
+	// pool's settings, which must not go through PgBouncer in transaction mode (nothing would be heard). Rows that
+	// nobody tells of wait for PollMax at most, as without. Default: only polling.
+	Listen bool
 	// ProgressEvery bounds how often progress is stored, and with it what a crash publishes again.
 	// 1 ms to 1 min; default 50 ms.
 	ProgressEvery time.Duration
-	// PageRowsMax is how many rows one statement reads. 1 to 100,000; default 5,000.
+	// PageRowsMax is how many rows one statement reads, and a Sink is handed at once. 1 to 100,000; default 5,000,
+	// with a Sink 100.
 	PageRowsMax int
 	// InFlightBytesMax bounds the keys, payloads and headers in memory: read and not acknowledged.
 	// A single larger row is still published. 64 KiB to 4 GiB; default 32 MiB.
@@ -121,7 +128,14 @@ func (c Config) withDefaults() (Config, error) {
 	if !topicName.MatchString(c.ProgressTopic) {
 		problems = append(problems, fmt.Errorf("ProgressTopic %q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.ProgressTopic))
 	}
-	c.PageRowsMax = cmp.Or(c.PageRowsMax, 5000)
+	if c.Sink != nil && c.ExactlyOnce {
+		problems = append(problems, errors.New("ExactlyOnce with a Sink: its transactions are Kafka's: remove one of the two; receivers deduplicate by ID"))
+	}
+	rows := 5000
+	if c.Sink != nil {
+		rows = 100
+	}
+	c.PageRowsMax = cmp.Or(c.PageRowsMax, rows)
 	if c.PageRowsMax < 1 || c.PageRowsMax > 100_000 {
 		problems = append(problems, fmt.Errorf("PageRowsMax %d: want 1 to 100000", c.PageRowsMax))
 	}

@@ -132,7 +132,7 @@ func (p *publisher) learnTopics(ctx context.Context, rows []row) error {
 	if len(names) == 0 {
 		return nil
 	}
-	return p.topics.learn(ctx, p.client, names)
+	return p.learn(ctx, names)
 }
 
 // behind returns the keys of a page that have a dead row already.
@@ -274,7 +274,7 @@ func (p *publisher) retryTopics(ctx context.Context) error {
 		return fmt.Errorf("look for dead rows: %w", err)
 	}
 	if len(missing) > 0 {
-		if err := p.topics.learn(ctx, p.client, missing); err != nil {
+		if err := p.learn(ctx, missing); err != nil {
 			return err
 		}
 	}
@@ -336,9 +336,12 @@ func (p *publisher) reviveSome(ctx context.Context) (more bool, err error) {
 	if p.exact != nil && p.anySuspect(s.rows) {
 		return true, p.sendAlone(ctx, s, func(*row) cursor { return cursor{} })
 	}
-	if p.anySuspect(s.rows) {
+	switch {
+	case p.cfg.Sink != nil:
+		err = p.feed(ctx, s, func(*row) cursor { return cursor{} })
+	case p.anySuspect(s.rows):
 		err = p.sendSuspects(ctx, s)
-	} else {
+	default:
 		b.rows, b.records = s.rows, s.records
 		if err = p.send(ctx, b); err == nil {
 			err = p.settled(ctx)

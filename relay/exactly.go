@@ -15,7 +15,6 @@ import (
 // record of the journal; the row in outbox_progress follows it, for retention and for people.
 type transaction struct {
 	journal *journal
-	life    context.Context //nolint:containedctx // of the work: it ends when something failed, not when it is to stop
 	max     time.Duration
 	begun   time.Time // of the transaction under way; zero: there is none
 	at      cursor    // the last one that was committed
@@ -28,8 +27,8 @@ func (t *transaction) due(pageFull bool) bool { return !pageFull || time.Since(t
 
 // beginExactlyOnce fences whoever published this shard before, aborts what that one had under way, and goes on
 // from what was committed last.
-func (p *publisher) beginExactlyOnce(ctx, life context.Context) error {
-	p.exact = &transaction{journal: p.newJournal(), life: life, max: p.cfg.TransactionMax, rows: p.lease.stored.published}
+func (p *publisher) beginExactlyOnce(ctx context.Context) error {
+	p.exact = &transaction{journal: p.newJournal(), max: p.cfg.TransactionMax, rows: p.lease.stored.published}
 	if err := p.exact.journal.prepare(ctx, p.client); err != nil {
 		return err
 	}
@@ -92,7 +91,7 @@ func (p *publisher) commit(ctx context.Context) error {
 	if !ok {
 		deadline = time.Now().Add(transactionTimeout)
 	}
-	ctx, cancel := context.WithDeadline(p.exact.life, deadline)
+	ctx, cancel := context.WithDeadline(p.life, deadline)
 	defer cancel()
 	p.storing.Lock()
 	defer p.storing.Unlock()

@@ -70,6 +70,9 @@ func (m *member) run(ctx context.Context) error {
 	if err := m.enroll(ctx); err != nil {
 		return err
 	}
+	if m.cfg.Listen {
+		group.Go(func() { m.listen(ctx) })
+	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for ctx.Err() == nil {

@@ -20,8 +20,9 @@ import (
 type publisher struct {
 	*Relay
 	lease  *lease
-	client *kgo.Client
+	client *kgo.Client // nil with a sink
 	topics *topics
+	life   context.Context      //nolint:containedctx // of the work: it ends when something failed, not when it is to stop
 	once   bool                 // end as soon as nothing waits
 	rest   atomic.Bool          // read nothing new, at the end of a batch, until it is false or until is set …
 	rests  atomic.Bool          // … which is so
@@ -97,17 +98,20 @@ func (p *publisher) publish(ctx context.Context) error {
 }
 
 func (p *publisher) work(ctx context.Context) error {
-	client, err := p.newClient(p.lease, p.topics)
-	if err != nil {
-		return err
+	if p.cfg.Sink == nil {
+		client, err := p.newClient(p.lease, p.topics)
+		if err != nil {
+			return err
+		}
+		p.client = client
+		defer client.Close()
 	}
-	p.client = client
-	defer client.Close()
 
 	// What is under way when ctx ends may still be acknowledged and stored: this context ends later.
 	work, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
 	group, groupCtx := errgroup.WithContext(work)
+	p.life = groupCtx
 	reading, stopReading := context.WithCancel(groupCtx)
 	defer stopReading()
 	defer context.AfterFunc(ctx, stopReading)()
@@ -124,7 +128,7 @@ func (p *publisher) work(ctx context.Context) error {
 		}
 	})
 	if p.cfg.ExactlyOnce {
-		if err := p.beginExactlyOnce(reading, groupCtx); err != nil {
+		if err := p.beginExactlyOnce(reading); err != nil {
 			stopKeeping()
 			stopStoring()
 			return errors.Join(err, group.Wait())
@@ -147,7 +151,7 @@ func (p *publisher) work(ctx context.Context) error {
 		}
 		return p.settled(drain)
 	})
-	err = group.Wait()
+	err := group.Wait()
 	if end := p.until.Load(); err == nil && end != nil && p.read.from == end && p.read.to == nil {
 		p.ended.Store(true)
 	}
@@ -303,6 +307,9 @@ func (p *publisher) produce(ctx context.Context, page *page, end cursor) error {
 	if p.exact != nil && p.anySuspect(sorted.rows) {
 		return p.produceAlone(ctx, sorted, end)
 	}
+	if p.cfg.Sink != nil {
+		return p.feedPage(ctx, sorted, end)
+	}
 	b := &batch{rows: sorted.rows, records: sorted.records, bytes: page.bytes, end: end}
 	if !p.anySuspect(b.rows) && len(sorted.dead) == 0 {
 		return p.send(ctx, b)
@@ -327,19 +334,23 @@ func (p *publisher) produceAlone(ctx context.Context, s *sorted, end cursor) err
 	if err := p.bury(ctx, s.dead, cursor{}); err != nil {
 		return err
 	}
-	inside := cursor{from: p.read.from, to: end.to, floor: p.read.floor}
-	if inside.to == nil {
-		inside.to = end.from
-	}
-	err := p.sendAlone(ctx, s, func(r *row) cursor {
-		c := inside
-		c.seq = r.seq
-		return c
-	})
+	err := p.sendAlone(ctx, s, p.inside(end))
 	if err == nil {
 		p.enqueue(&batch{end: end})
 	}
 	return err
+}
+
+// inside returns where progress may be behind each row of a page that was read at p.read and ends at end.
+func (p *publisher) inside(end cursor) func(*row) cursor {
+	c := cursor{from: p.read.from, to: end.to, floor: p.read.floor}
+	if c.to == nil {
+		c.to = end.from
+	}
+	return func(r *row) cursor {
+		c.seq = r.seq
+		return c
+	}
 }
 
 // send produces records in order.

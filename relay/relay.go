@@ -55,18 +55,22 @@ type execer interface {
 
 // New returns a relay, or all problems of its configuration at once. It opens no connection. The pool
 // is borrowed; four connections are enough. kafka says how to reach the brokers (seeds, TLS, SASL,
-// compression); acks=all and idempotent production are set by the relay and cannot be weakened.
+// compression); acks=all and idempotent production are set by the relay and cannot be weakened. With Config.Sink it is nil.
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	if pool == nil {
 		err = errors.Join(err, errors.New("pool is nil: want a pool of the primary"))
 	}
 	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema)}
-	client, clientErr := r.newClient(nil, nil)
-	if clientErr != nil {
-		return nil, errors.Join(err, clientErr)
+	if cfg.Sink != nil {
+		if len(kafka) > 0 {
+			err = errors.Join(err, errors.New("kafka options with a Sink: rows go to the sink alone: remove one of the two"))
+		}
+	} else if client, clientErr := r.newClient(nil, nil); clientErr != nil {
+		err = errors.Join(err, clientErr)
+	} else {
+		client.Close()
 	}
-	client.Close()
 	if err != nil {
 		return nil, err
 	}

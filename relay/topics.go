@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"strconv"
 	"sync"
 	"time"
@@ -60,6 +61,18 @@ func (t *topics) maxBytes(name string) int32 {
 
 // errLimitsChanged asks for a new client: batch sizes are fixed when a client first meets a topic.
 var errLimitsChanged = errors.New("max.message.bytes of a topic changed: starting over with a new client")
+
+// learn gets to know topics. A sink says what it does not take when it is handed it.
+func (p *publisher) learn(ctx context.Context, names []string) error {
+	if p.cfg.Sink == nil {
+		return p.topics.learn(ctx, p.client, names)
+	}
+	found := map[string]topicState{}
+	for _, name := range names {
+		found[name] = topicState{exists: true, maxBytes: math.MaxInt32}
+	}
+	return p.topics.store(found)
+}
 
 // learn asks the brokers about topics. It waits while no broker answers.
 func (t *topics) learn(ctx context.Context, client *kgo.Client, names []string) error {

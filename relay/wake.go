@@ -1,6 +1,12 @@
 package relay
 
-import "sync"
+import (
+	"context"
+	"fmt"
+	"sync"
+
+	"github.com/jackc/pgx/v5"
+)
 
 // wake lets publishers look at the table before their pause is over.
 type wake struct {
@@ -31,3 +37,36 @@ func (w *wake) call() {
 // that publish and relay in one process. Call it after COMMIT. It is safe at any time and never blocks; a call that
 // comes too early, or not at all, only costs the pause.
 func (r *Relay) Wake() { r.wake.call() }
+
+// listen wakes the publishers when a program says, by NOTIFY, that it committed rows. It has a connection of its own,
+// and is only about latency: while it is lost, polling finds everything.
+func (r *Relay) listen(ctx context.Context) {
+	for trouble := 1; ctx.Err() == nil; trouble++ {
+		err := r.listenOnce(ctx, &trouble)
+		if ctx.Err() != nil {
+			return
+		}
+		wait := backoff(trouble)
+		r.cfg.Logger.WarnContext(ctx, "the relay does not hear NOTIFY; polling finds rows meanwhile", "relay", r.cfg.Name, "error", err, "retry_in", wait)
+		pause(ctx, wait)
+	}
+}
+
+func (r *Relay) listenOnce(ctx context.Context, trouble *int) error {
+	pooled, err := r.pool.Acquire(ctx)
+	if err != nil {
+		return err
+	}
+	conn := pooled.Hijack() // a session that listens must not go back to the others
+	defer func() { _ = conn.Close(context.WithoutCancel(ctx)) }()
+	if _, err := conn.Exec(ctx, "LISTEN "+pgx.Identifier{r.cfg.Schema}.Sanitize()); err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	*trouble = 0
+	for {
+		r.wake.call() // also at first: what came before is not told again
+		if _, err := conn.WaitForNotification(ctx); err != nil {
+			return fmt.Errorf("wait for a notification: %w", err)
+		}
+	}
+}

@@ -1,0 +1,315 @@
+package relay_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// receiver is what a sink hands rows to. answer decides each call; nil takes everything.
+type receiver struct {
+	answer func(ctx context.Context, messages []relay.Message) (int, error)
+
+	mu       sync.Mutex
+	calls    [][]string // payloads that were handed over
+	received []string   // payloads that were taken
+	ids      map[string]string
+}
+
+func (s *receiver) Publish(ctx context.Context, messages []relay.Message) (int, error) {
+	n, err := len(messages), error(nil)
+	if s.answer != nil {
+		n, err = s.answer(ctx, messages)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var call []string
+	for _, m := range messages {
+		call = append(call, string(m.Payload))
+	}
+	s.calls = append(s.calls, call)
+	for _, m := range messages[:min(max(n, 0), len(messages))] {
+		if s.ids == nil {
+			s.ids = map[string]string{}
+		}
+		s.received = append(s.received, string(m.Payload))
+		s.ids[string(m.Payload)] = m.ID.String()
+	}
+	return n, err
+}
+
+func (s *receiver) all() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.received)
+}
+
+func newSinkRelay(t *testing.T, pool *pgxpool.Pool, sink relay.Sink, cfg relay.Config) *relay.Relay {
+	t.Helper()
+	cfg.Sink = sink
+	r, err := relay.New(pool, nil, cfg)
+	require.NoError(t, err)
+	return r
+}
+
+// Property: a sink is handed each row as Kafka would have it, in order and once while nothing fails, over as many pages
+// as it takes.
+func TestSinkIsHandedTheRows(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	id := outboxID(t, pool)
+	require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		return outbox.Publish(ctx, tx, outbox.Message{ID: id, Topic: "a", Key: []byte{0, 0xff}, Payload: []byte{}, Headers: []outbox.Header{{Name: "h", Value: []byte{1, 0xff}}}},
+			outbox.Message{Topic: "b"})
+	}))
+	var first, second relay.Message
+	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+		if first.Topic == "" {
+			first, second = messages[0], messages[1]
+		}
+		return len(messages), nil
+	}}
+	r := newSinkRelay(t, pool, sink, relay.Config{PageRowsMax: 7})
+	require.EqualValues(t, 2, drain(t, r))
+	require.Equal(t, id, first.ID)
+	require.Equal(t, "a", first.Topic)
+	require.Equal(t, []byte{0, 0xff}, first.Key)
+	require.NotNil(t, first.Payload)
+	require.Empty(t, first.Payload)
+	require.Len(t, first.Headers, 3)
+	require.Equal(t, outbox.Header{Name: "message-id", Value: []byte(id.String())}, first.Headers[0])
+	require.Equal(t, "occurred-at", first.Headers[1].Name)
+	require.Equal(t, outbox.Header{Name: "h", Value: []byte{1, 0xff}}, first.Headers[2])
+	require.Nil(t, second.Key)
+	require.Nil(t, second.Payload)
+
+	sink.received = nil
+	var want []string
+	for i := range 50 {
+		want = append(want, fmt.Sprint(i))
+		insert(t, pool, "a", fmt.Sprint("k", i%3), fmt.Sprint(i))
+	}
+	require.EqualValues(t, 50, drain(t, r))
+	require.Equal(t, want, sink.all())
+	require.Zero(t, drain(t, r))
+}
+
+// Property: what a sink took of a page is not handed over again after a trouble of the receiver, and the rest is, at
+// once and in order: a receiver that takes a part of each call gets everything once.
+func TestSinkGoesOnBehindWhatWasAccepted(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	random := rand.New(rand.NewPCG(5, 8))
+	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+		if n := random.IntN(len(messages) + 1); n < len(messages) {
+			return n, errors.New("receiver is away")
+		}
+		return len(messages), nil
+	}}
+	var want []string
+	for i := range 60 {
+		want = append(want, fmt.Sprint(i))
+		insert(t, pool, "a", fmt.Sprint("k", i%3), fmt.Sprint(i))
+	}
+	for range 1000 {
+		if _, err := newSinkRelay(t, pool, sink, relay.Config{PageRowsMax: 20}).Drain(ctx); err == nil {
+			break
+		}
+	}
+	require.Equal(t, want, sink.all())
+}
+
+// Property: a row that the receiver refuses for good moves to outbox_dead and holds its key; everything else flows, and
+// when an operator retries it, the key comes in its order. Rows O18, O19.
+func TestSinkRefusalHoldsTheKey(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	refuses := true
+	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+		for i, m := range messages {
+			if refuses && string(m.Payload) == "bad" {
+				return i, fmt.Errorf("subject: %w", relay.Refuse(errors.New("no such subject")))
+			}
+		}
+		return len(messages), nil
+	}}
+	r := newSinkRelay(t, pool, sink, relay.Config{})
+	for _, row := range [][2]string{{"k", "1"}, {"k", "bad"}, {"other", "2"}, {"k", "3"}} {
+		insert(t, pool, "a", row[0], row[1])
+	}
+	require.EqualValues(t, 2, drain(t, r))
+	require.Equal(t, []string{"1", "2"}, sink.all())
+	insert(t, pool, "a", "k", "4")
+	insert(t, pool, "a", "other", "5")
+	require.EqualValues(t, 1, drain(t, r))
+
+	rows, err := pool.Query(ctx, `SELECT convert_from(payload, 'UTF8') || ' ' || reason FROM effectonce.outbox_dead ORDER BY seq`)
+	require.NoError(t, err)
+	dead, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.Equal(t, []string{"bad refused", "3 behind", "4 behind"}, dead)
+	var text string
+	require.NoError(t, pool.QueryRow(ctx, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'refused'`).Scan(&text))
+	require.Contains(t, text, "no such subject")
+
+	// Refused once more: it is held again, and nothing behind it moves.
+	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'refused'`)
+	require.NoError(t, err)
+	drain(t, newSinkRelay(t, pool, sink, relay.Config{}))
+	require.Equal(t, []string{"1", "2", "5"}, sink.all())
+
+	refuses = false
+	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE reason = 'refused'`)
+	require.NoError(t, err)
+	drain(t, newSinkRelay(t, pool, sink, relay.Config{}))
+	require.Equal(t, []string{"1", "2", "5", "bad", "3", "4"}, sink.all())
+}
+
+// Property: progress does not pass a refused row before the row is buried: a trouble right behind the refusal loses nothing.
+func TestSinkTroubleBehindARefusalLosesNothing(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	trouble := true
+	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+		for i, m := range messages {
+			switch {
+			case string(m.Payload) == "bad":
+				return i, relay.Refuse(errors.New("no such subject"))
+			case trouble && string(m.Payload) == "3":
+				trouble = false
+				return i, errors.New("receiver is away")
+			}
+		}
+		return len(messages), nil
+	}}
+	for _, row := range []string{"1", "bad", "2", "3"} {
+		insert(t, pool, "a", row, row)
+	}
+	_, err := newSinkRelay(t, pool, sink, relay.Config{}).Drain(ctx)
+	require.ErrorContains(t, err, "receiver is away")
+	drain(t, newSinkRelay(t, pool, sink, relay.Config{}))
+	require.Subset(t, sink.all(), []string{"1", "2", "3"})
+	var dead string
+	require.NoError(t, pool.QueryRow(ctx, `SELECT convert_from(payload, 'UTF8') FROM effectonce.outbox_dead`).Scan(&dead))
+	require.Equal(t, "bad", dead)
+}
+
+// Property: a sink that hangs is told to end after a lease, and the rows come again; at a stop it gets DrainMax.
+func TestSinkThatHangsIsEnded(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	hung := make(chan struct{}, 1000)
+	hang := true
+	sink := &receiver{answer: func(ctx context.Context, messages []relay.Message) (int, error) {
+		if hang {
+			hung <- struct{}{}
+			<-ctx.Done()
+			return 0, ctx.Err()
+		}
+		return len(messages), nil
+	}}
+	insert(t, pool, "a", "k", "1")
+	_, err := newSinkRelay(t, pool, sink, relay.Config{Lease: time.Second}).Drain(t.Context())
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+
+	<-hung
+	running, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	r := newSinkRelay(t, pool, sink, relay.Config{Lease: 10 * time.Minute, DrainMax: time.Millisecond})
+	go func() { done <- r.Run(running) }()
+	<-hung
+	stop()
+	select {
+	case err := <-done:
+		require.NoError(t, err)
+	case <-time.After(time.Minute):
+		require.Fail(t, "the stop waits for the lease")
+	}
+	hang = false
+	require.EqualValues(t, 1, drain(t, newSinkRelay(t, pool, sink, relay.Config{})))
+}
+
+// Property: a sink that miscounts loses nothing: the call counts as failed, and says whose mistake it is.
+func TestSinkThatMiscountsIsNotBelieved(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	insert(t, pool, "a", "k", "1")
+	for _, n := range []int{-1, 0, 2} {
+		sink := &receiver{answer: func(context.Context, []relay.Message) (int, error) { return n, nil }}
+		_, err := newSinkRelay(t, pool, sink, relay.Config{}).Drain(t.Context())
+		require.ErrorContains(t, err, fmt.Sprintf("accepted %d of 1 messages", n))
+	}
+	require.EqualValues(t, 1, drain(t, newSinkRelay(t, pool, &receiver{}, relay.Config{})))
+}
+
+// Property: settings that contradict each other are refused, all at once.
+func TestSinkWithKafkaIsRefused(t *testing.T) {
+	t.Parallel()
+	_, err := relay.New(pgtest.Pool(t), []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, relay.Config{Sink: &receiver{}, ExactlyOnce: true})
+	require.ErrorContains(t, err, "ExactlyOnce with a Sink")
+	require.ErrorContains(t, err, "kafka options with a Sink")
+}
+
+// Property: replicas that share shards hand a sink each key's rows in order, whatever fails: nothing is lost.
+func TestSinkOfSeveralShards(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	var mu sync.Mutex
+	random := rand.New(rand.NewPCG(13, 21))
+	firsts := map[string][]string{}
+	seen := map[string]bool{}
+	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		took, counted := len(messages), len(messages)
+		if random.IntN(3) == 0 { // some are taken without being counted
+			took = random.IntN(len(messages) + 1)
+			counted = random.IntN(took + 1)
+		}
+		for _, m := range messages[:took] {
+			if !seen[string(m.Payload)] {
+				seen[string(m.Payload)] = true
+				firsts[string(m.Key)] = append(firsts[string(m.Key)], string(m.Payload))
+			}
+		}
+		if counted < len(messages) {
+			return counted, errors.New("receiver is away")
+		}
+		return counted, nil
+	}}
+	want := map[string][]string{}
+	for i := range 200 {
+		key := fmt.Sprint("k", i%11)
+		want[key] = append(want[key], fmt.Sprint(i))
+		insert(t, pool, "a", key, fmt.Sprint(i))
+	}
+	running, stop := context.WithCancel(t.Context())
+	var group sync.WaitGroup
+	for range 2 {
+		r := newSinkRelay(t, pool, sink, relay.Config{Shards: 4, Lease: time.Second, PageRowsMax: 20})
+		group.Go(func() { assert.NoError(t, r.Run(running)) })
+	}
+	require.Eventually(t, func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(seen) == 200
+	}, time.Minute, 10*time.Millisecond)
+	stop()
+	group.Wait()
+	require.Equal(t, want, firsts)
+}

@@ -1,0 +1,48 @@
+package relay_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// Property: a relay that listens looks at the outbox when a program notifies it, also after its listening connection
+// was lost: what was notified meanwhile is found when it listens again.
+func TestNotifyEndsThePause(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	r := newRelay(t, pool, relay.Config{Listen: true, PollMin: time.Minute, PollMax: time.Minute, Lease: 10 * time.Minute})
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- r.Run(running) }()
+	arrives := func(n int) {
+		t.Helper()
+		require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == n }, 20*time.Second, 10*time.Millisecond)
+	}
+	// It may come before the relay pauses, so it is said more than once; the relay would look in a minute.
+	notify := func() bool { return assert.NoError(t, outbox.Notify(ctx, pool)) }
+	notified := func(n int) {
+		t.Helper()
+		require.Eventually(t, func() bool { return notify() && kafkatest.Count(t, topic) == n }, 20*time.Second, 10*time.Millisecond)
+	}
+	insert(t, pool, topic, "k", "first")
+	notified(1)
+	insert(t, pool, topic, "k", "second")
+	notified(2)
+
+	insert(t, pool, topic, "k", "third")
+	var ended bool
+	require.NoError(t, pool.QueryRow(ctx, `SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'`).Scan(&ended))
+	require.True(t, ended)
+	arrives(3) // nobody notifies
+	stop()
+	require.NoError(t, <-done)
+}

@@ -28,7 +28,7 @@ type eachHandler func(ctx context.Context, tx pgx.Tx, msg *Message) error
 func (h eachHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
 	for i, msg := range msgs {
 		t.turn(i, msg)
-		view := &messageTx{tx: t, msg: msg}
+		view := t.view(msg)
 		err := guard(func() error { return h(ctx, view, msg) })
 		view.done.Store(true)
 		if err = t.verdict(err); err != nil {
@@ -58,7 +58,7 @@ type batchHandler func(ctx context.Context, tx pgx.Tx, msgs []*Message) error
 
 func (h batchHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
 	t.turn(-1, nil)
-	view := &messageTx{tx: t}
+	view := t.view(nil)
 	err := t.verdict(guard(func() error { return h(ctx, view, msgs) }))
 	view.done.Store(true)
 	if err == nil {
@@ -97,7 +97,7 @@ type Queue struct {
 // Queue adds a statement. Its result can be read with the callbacks of pgx.QueuedQuery; they run after all
 // messages were handled. A statement that fails fails its message.
 func (q *Queue) Queue(sql string, args ...any) *pgx.QueuedQuery {
-	_ = q.view.refuse(sql) // noted, and reported when the handler returns
+	_ = q.view.Refuse(sql) // noted, and reported when the handler returns
 	q.owner = append(q.owner, int(q.view.index.Load()))
 	return q.batch.Queue(sql, args...)
 }
@@ -115,7 +115,7 @@ func Queued(handle func(ctx context.Context, q *Queue, msg *Message) error) Hand
 type queuedHandler func(ctx context.Context, q *Queue, msg *Message) error
 
 func (h queuedHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
-	q := &Queue{batch: &pgx.Batch{QueuedQueries: make([]*pgx.QueuedQuery, 0, len(msgs))}, owner: make([]int, 0, len(msgs)), view: &messageTx{tx: t}}
+	q := &Queue{batch: &pgx.Batch{QueuedQueries: make([]*pgx.QueuedQuery, 0, len(msgs))}, owner: make([]int, 0, len(msgs)), view: t.view(nil)}
 	defer q.view.done.Store(true)
 	if err := guard(func() error { return h.collect(ctx, t, q, msgs) }); err != nil {
 		return &messageError{int(t.index.Load()), err}

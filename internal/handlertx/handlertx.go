@@ -1,0 +1,219 @@
+// Package handlertx is the transaction as code gets it that must not end it: handlers of messages and of requests. It is a
+// pgx.Tx of its own, for three reasons: BEGIN and COMMIT share round trips with other statements, which pgx's own
+// transaction cannot; a handler must not end it; and it must not be used after the handler returned, nor in two
+// goroutines, which the Gate finds out.
+package handlertx
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
+)
+
+// Gate is asked at each use.
+type Gate interface {
+	// Enter begins a use of the transaction, or says why there is none; Leave ends it, with its error.
+	Enter() error
+	Leave(err error)
+	// Misused notes what a handler must not do and returns it.
+	Misused(err error) error
+}
+
+// Tx implements pgx.Tx.
+type Tx struct {
+	conn *pgx.Conn
+	gate Gate
+	savepoints *int
+}
+
+// New makes the transaction of a connection on which BEGIN was sent. savepoints counts those of the connection's
+// transaction, so that several Tx of it can each make some.
+func New(conn *pgx.Conn, gate Gate, savepoints *int) *Tx {
+	return &Tx{conn: conn, gate: gate, savepoints: savepoints}
+}
+
+var (
+	_ pgx.Tx = (*Tx)(nil)
+	_ pgx.Tx = (*savepoint)(nil)
+)
+
+// ErrNotYours is what a handler gets that calls Commit or Rollback.
+var ErrNotYours = errors.New("the caller of the handler ends the transaction, not the handler: return nil to commit, or an error to roll back")
+
+// Commit refuses: see ErrNotYours.
+func (v *Tx) Commit(context.Context) error { return v.gate.Misused(ErrNotYours) }
+
+// Rollback refuses: see ErrNotYours.
+func (v *Tx) Rollback(context.Context) error { return v.gate.Misused(ErrNotYours) }
+
+// Conn returns the connection of the transaction.
+func (v *Tx) Conn() *pgx.Conn { return v.conn }
+
+// Refuse keeps statements away that would end the transaction, and with it commit claims whose effects
+// are still to come. What gets past it, fails at the server: see refuse_commit in the migrations.
+func (v *Tx) Refuse(sql string) error {
+	sql = strings.TrimLeft(sql, " \t\r\n;(")
+	end := strings.IndexFunc(sql, func(r rune) bool { return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') })
+	if end < 0 {
+		end = len(sql)
+	}
+	switch strings.ToLower(sql[:end]) {
+	case "commit", "end", "abort", "prepare":
+	case "rollback":
+		if slices.Contains(strings.Fields(strings.ToLower(sql)), "to") {
+			return nil
+		}
+	default:
+		return nil
+	}
+	return v.gate.Misused(ErrNotYours)
+}
+
+// Exec implements pgx.Tx.
+func (v *Tx) Exec(ctx context.Context, sql string, args ...any) (tag pgconn.CommandTag, err error) {
+	if err := v.Refuse(sql); err != nil {
+		return tag, err
+	}
+	if err := v.gate.Enter(); err != nil {
+		return tag, err
+	}
+	defer func() { v.gate.Leave(err) }()
+	return v.conn.Exec(ctx, sql, args...)
+}
+
+// Query implements pgx.Tx.
+func (v *Tx) Query(ctx context.Context, sql string, args ...any) (rows pgx.Rows, err error) {
+	if err := v.Refuse(sql); err != nil {
+		return failedRows{err}, err
+	}
+	if err := v.gate.Enter(); err != nil {
+		return failedRows{err}, err
+	}
+	defer func() { v.gate.Leave(err) }()
+	return v.conn.Query(ctx, sql, args...) //nolint:sqlclosecheck // the caller's
+}
+
+// QueryRow implements pgx.Tx.
+func (v *Tx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	rows, err := v.Query(ctx, sql, args...)
+	if err != nil {
+		return failedRows{err}
+	}
+	return firstRow{rows}
+}
+
+// firstRow is what pgx does in its own QueryRow.
+type firstRow struct{ pgx.Rows }
+
+func (r firstRow) Scan(dest ...any) error {
+	defer r.Close()
+	if !r.Next() {
+		if err := r.Err(); err != nil {
+			return err
+		}
+		return pgx.ErrNoRows
+	}
+	if err := r.Rows.Scan(dest...); err != nil {
+		return err
+	}
+	r.Close()
+	return r.Err()
+}
+
+// CopyFrom implements pgx.Tx.
+func (v *Tx) CopyFrom(ctx context.Context, table pgx.Identifier, columns []string, src pgx.CopyFromSource) (n int64, err error) {
+	if err := v.gate.Enter(); err != nil {
+		return 0, err
+	}
+	defer func() { v.gate.Leave(err) }()
+	return v.conn.CopyFrom(ctx, table, columns, src)
+}
+
+// SendBatch implements pgx.Tx.
+func (v *Tx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
+	for _, query := range b.QueuedQueries {
+		if err := v.Refuse(query.SQL); err != nil {
+			return pgx.FailedBatchResults(b, err)
+		}
+	}
+	if err := v.gate.Enter(); err != nil {
+		return pgx.FailedBatchResults(b, err)
+	}
+	defer v.gate.Leave(nil)
+	return v.conn.SendBatch(ctx, b)
+}
+
+// Prepare implements pgx.Tx.
+func (v *Tx) Prepare(ctx context.Context, name, sql string) (desc *pgconn.StatementDescription, err error) {
+	if err := v.Refuse(sql); err != nil {
+		return nil, err
+	}
+	if err := v.gate.Enter(); err != nil {
+		return nil, err
+	}
+	defer func() { v.gate.Leave(err) }()
+	return v.conn.Prepare(ctx, name, sql)
+}
+
+// LargeObjects is not available: pgx lets only its own transactions make them. The SQL functions
+// (lo_from_bytea, lo_get, lo_put) work.
+func (v *Tx) LargeObjects() pgx.LargeObjects {
+	panic("effectonce: LargeObjects is not available in a handler: use the SQL functions lo_from_bytea, lo_get and lo_put")
+}
+
+// Begin starts a savepoint.
+func (v *Tx) Begin(ctx context.Context) (pgx.Tx, error) {
+	*v.savepoints++
+	s := &savepoint{Tx: v, name: "effectonce_" + strconv.Itoa(*v.savepoints)}
+	if _, err := v.Exec(ctx, "SAVEPOINT "+s.name); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+// savepoint is a nested transaction of a handler.
+type savepoint struct {
+	*Tx
+	name  string
+	ended bool
+}
+
+// Commit releases the savepoint.
+func (s *savepoint) Commit(ctx context.Context) error {
+	if s.ended {
+		return pgx.ErrTxClosed
+	}
+	s.ended = true
+	_, err := s.Exec(ctx, "RELEASE SAVEPOINT "+s.name)
+	return err
+}
+
+// Rollback goes back to the savepoint.
+func (s *savepoint) Rollback(ctx context.Context) error {
+	if s.ended {
+		return pgx.ErrTxClosed
+	}
+	s.ended = true
+	_, err := s.Exec(ctx, "ROLLBACK TO SAVEPOINT "+s.name)
+	return err
+}
+
+// failedRows carries an error to whoever reads a result that does not exist.
+type failedRows struct{ err error }
+
+func (r failedRows) Close()                                       {}
+func (r failedRows) Err() error                                   { return r.err }
+func (r failedRows) CommandTag() pgconn.CommandTag                { return pgconn.CommandTag{} }
+func (r failedRows) FieldDescriptions() []pgconn.FieldDescription { return nil }
+func (r failedRows) Next() bool                                   { return false }
+func (r failedRows) Scan(...any) error                            { return r.err }
+func (r failedRows) Values() ([]any, error)                       { return nil, r.err }
+func (r failedRows) RawValues() [][]byte                          { return nil }
+func (r failedRows) Conn() *pgx.Conn                              { return nil }
+func (r failedRows) TypeMap() *pgtype.Map                         { return nil }

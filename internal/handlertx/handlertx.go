@@ -27,8 +27,8 @@ type Gate interface {
 
 // Tx implements pgx.Tx.
 type Tx struct {
-	conn *pgx.Conn
-	gate Gate
+	conn       *pgx.Conn
+	gate       Gate
 	savepoints *int
 }
 

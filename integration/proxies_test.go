@@ -12,6 +12,7 @@ import (
 	"time"
 
 	toxiproxy "github.com/Shopify/toxiproxy/v2"
+	"github.com/Shopify/toxiproxy/v2/toxics"
 	"github.com/rs/zerolog"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
@@ -20,6 +21,9 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
+
+// distance makes the time between two durable steps long enough for faults to hit it.
+const distance = `{"name": "distance", "type": "latency", "stream": "downstream", "attributes": {"latency": 20, "jitter": 10}}`
 
 // proxies are the ways of one process to its servers.
 type proxies struct {
@@ -34,6 +38,8 @@ func newProxies(t *testing.T, database string) *proxies {
 	server := toxiproxy.NewServer(toxiproxy.NewMetricsContainer(nil), zerolog.Nop())
 	between := func(address string) *toxiproxy.Proxy {
 		p := toxiproxy.NewProxy(server, address, "127.0.0.1:0", address)
+		_, err := p.Toxics.AddToxicJson(strings.NewReader(distance))
+		require.NoError(t, err)
 		require.NoError(t, p.Start())
 		t.Cleanup(func() { _ = inTime(func() error { p.Stop(); return nil }) })
 		return p
@@ -116,7 +122,13 @@ func refuse(list []*toxiproxy.Proxy) error {
 func mend(ctx context.Context, list []*toxiproxy.Proxy) error {
 	return inTime(func() error {
 		for _, p := range list {
-			p.Toxics.ResetToxics(ctx)
+			for _, present := range p.Toxics.GetToxicArray() {
+				if name := present.(*toxics.ToxicWrapper).Name; name != "distance" {
+					if err := p.Toxics.RemoveToxic(ctx, name); err != nil {
+						return err
+					}
+				}
+			}
 			if err := p.Start(); err != nil && !errors.Is(err, toxiproxy.ErrProxyAlreadyStarted) {
 				return err
 			}

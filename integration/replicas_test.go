@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -44,14 +45,14 @@ const (
 	lingering = "slow_close" // the server hears late of the end of a process
 )
 
-// deck has each fault once, and killed and frozen as often as a side is cut off.
+// deck has each cut once. A kill has to hit between two steps, so there are more.
 func deck() []fault {
 	var all []fault
 	for _, side := range []string{"postgres", "kafka"} {
 		for _, kind := range []string{refusal, reset, blackHole, cutShort, latency, bandwidth, lingering} {
 			all = append(all, fault{kind, side})
 		}
-		all = append(all, fault{kill, ""}, fault{stopped, ""})
+		all = append(all, fault{stopped, ""}, fault{kill, ""}, fault{kill, ""}, fault{kill, ""})
 	}
 	return all
 }
@@ -62,7 +63,7 @@ type replica struct {
 	child    child
 	database string // without a proxy
 	ways     *proxies
-	suffers  *fault
+	suffers  []fault
 }
 
 func newReplica(t *testing.T, c child) *replica {
@@ -93,9 +94,14 @@ func (r *replica) side(f fault) []*toxiproxy.Proxy {
 	return r.ways.postgres
 }
 
+// ready tells whether another fault can be added.
+func (r *replica) ready(f fault) bool {
+	return !slices.Contains(r.suffers, f) && !slices.ContainsFunc(r.suffers, func(s fault) bool { return s.side == "" })
+}
+
 func (r *replica) strike(t *testing.T, f fault, random *rand.Rand) {
 	t.Helper()
-	r.suffers = &f
+	r.suffers = append(r.suffers, f)
 	way := []string{"upstream", "downstream"}[random.IntN(2)]
 	severity := random.IntN(1000)
 	attributes := fmt.Sprintf(map[string]string{
@@ -123,20 +129,16 @@ func (r *replica) strike(t *testing.T, f fault, random *rand.Rand) {
 // heal ends what the replica suffers from, sometimes with another process.
 func (r *replica) heal(t *testing.T, random *rand.Rand) {
 	t.Helper()
-	f := *r.suffers
-	r.suffers = nil
-	if f.kind != kill {
-		require.False(t, r.ended(), "%v ended a relay: %v", f, r.err)
+	gone := slices.Contains(r.suffers, fault{kill, ""})
+	if !gone {
+		require.False(t, r.ended(), "%v ended a relay: %v", r.suffers, r.err)
 	}
-	if anew := random.IntN(3) == 0; anew || f.kind == kill {
+	if anew := random.IntN(3) == 0; anew || gone {
 		r.restart(t)
 	}
-	if f.kind == stopped {
-		r.signal(syscall.SIGCONT)
-	}
-	if f.side != "" {
-		r.unless(t, mend(t.Context(), r.side(f)))
-	}
+	r.signal(syscall.SIGCONT)
+	r.suffers = nil
+	r.unless(t, mend(t.Context(), append(slices.Clone(r.ways.postgres), r.ways.kafka...)))
 }
 
 // unless goes on with new proxies where the old ones are stuck, or another program took a port.
@@ -193,21 +195,23 @@ func cutOff(t *testing.T, c child) {
 	seen := map[string]int{}
 	for len(faults) > 0 {
 		r := replicas[random.IntN(len(replicas))]
-		if r.suffers != nil {
-			r.heal(t, random)
-		} else {
-			seen[faults[0].String()]++
-			r.strike(t, faults[0], random)
+		length := 50*time.Millisecond + time.Duration(random.IntN(300))*time.Millisecond
+		if f := faults[0]; r.ready(f) && (r.suffers == nil || random.IntN(2) == 0) {
+			seen[f.String()]++
+			r.strike(t, f, random)
 			faults = faults[1:]
+			if f.kind == stopped {
+				length *= 5 // often longer than the lease
+			}
+		} else {
+			r.heal(t, random)
 		}
-		elapse(t, pool, 50*time.Millisecond+time.Duration(random.IntN(500))*time.Millisecond)
+		elapse(t, pool, length)
 	}
 	stop()
 	require.NoError(t, <-written)
 	for _, r := range replicas {
-		if r.suffers != nil {
-			r.heal(t, random)
-		}
+		r.heal(t, random)
 	}
 	requirePublished(t, pool, topic)
 	for _, r := range replicas {

@@ -41,6 +41,7 @@ type child struct {
 	Role    string // relay, consumer, deliver (a consumer without Kafka) or upkeep (of claims)
 	URL     string
 	Brokers []string
+	Through map[string]string // relay: the proxies of the brokers, by their addresses
 	Topic   string
 	Group   string
 	Forward string // consumer: publish each message to this topic, too
@@ -73,7 +74,7 @@ func TestMain(m *testing.M) {
 	if spec := os.Getenv(childVariable); spec != "" {
 		os.Exit(runChild(spec)) //nolint:forbidigo // this process is a program, not a test
 	}
-	pgtest.Main(m)
+	pgtest.Main(m, leftByProxies()...)
 }
 
 func runChild(spec string) int {
@@ -158,6 +159,9 @@ func (c child) armCrashpoints() {
 func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) error {
 	seeds := []kgo.Opt{kgo.SeedBrokers(c.Brokers...)}
 	if c.Role == "relay" {
+		if c.Through != nil {
+			seeds = append(seeds, dialer(c.Through))
+		}
 		r, err := relay.New(pool, seeds, relay.Config{Lease: c.Lease, Shards: c.Shards, ExactlyOnce: c.ExactlyOnce, Keep: c.Keep, Logger: log})
 		if err != nil {
 			return err

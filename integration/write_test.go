@@ -27,11 +27,18 @@ type writers struct {
 
 var errRollback = errors.New("rolled back on purpose")
 
-// run writes until all transactions are committed; one in ten is rolled back and not repeated.
+// run is write in a test that waits for it.
 func (w writers) run(ctx context.Context, t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
+	require.NoError(t, w.write(ctx, pool))
+}
+
+// write returns when all transactions are committed; one in ten is rolled back and not repeated.
+func (w writers) write(ctx context.Context, pool *pgxpool.Pool) error {
 	_, err := pool.Exec(ctx, `INSERT INTO versions SELECT 'k' || n, 0 FROM generate_series(0, $1 - 1) n ON CONFLICT DO NOTHING`, w.keys)
-	require.NoError(t, err)
+	if err != nil {
+		return err
+	}
 	group, ctx := errgroup.WithContext(ctx)
 	for g := range w.goroutines {
 		random := rand.New(rand.NewPCG(w.seed, uint64(g)))
@@ -45,7 +52,7 @@ func (w writers) run(ctx context.Context, t *testing.T, pool *pgxpool.Pool) {
 			return nil
 		})
 	}
-	require.NoError(t, group.Wait())
+	return group.Wait()
 }
 
 // one transaction. With pauses it gets its transaction id early or late, waits with and without the key's lock

@@ -18,6 +18,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/rcrowley/go-metrics"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
@@ -34,6 +35,7 @@ const (
 	childReady    = "child hears signals"
 	childJoins    = "child asks to join"
 	childTotals   = "child processed" // the last line of a consumer that stopped cleanly
+	childAnswered = "child was answered about a transaction"
 )
 
 // child says what a process does. It travels as JSON in the environment.
@@ -74,6 +76,7 @@ func TestMain(m *testing.M) {
 	if spec := os.Getenv(childVariable); spec != "" {
 		os.Exit(runChild(spec)) //nolint:forbidigo // this process is a program, not a test
 	}
+	metrics.UseNilMetrics = true // sarama's would tick for ever
 	pgtest.Main(m, leftByProxies()...)
 }
 
@@ -112,6 +115,16 @@ func (c child) open(ctx context.Context) (*pgxpool.Pool, error) {
 	return pgxpool.NewWithConfig(ctx, config)
 }
 
+// freezeMe stops the process and returns when it was woken. The signal may reach another thread first, and this one
+// would go on until that one has a processor.
+func freezeMe() {
+	woken := make(chan os.Signal, 1)
+	signal.Notify(woken, syscall.SIGCONT)
+	defer signal.Stop(woken)
+	_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+	<-woken
+}
+
 // freezer stops the process before a statement.
 type freezer struct {
 	part string
@@ -120,7 +133,7 @@ type freezer struct {
 
 func (f *freezer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
 	if strings.Contains(query.SQL, f.part) {
-		f.once.Do(func() { _ = syscall.Kill(os.Getpid(), syscall.SIGSTOP) })
+		f.once.Do(freezeMe)
 	}
 	return ctx
 }
@@ -133,6 +146,15 @@ type joins struct{ log *slog.Logger }
 func (j joins) OnBrokerWrite(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Duration, _ error) {
 	if key == int16(kmsg.JoinGroup) {
 		j.log.Info(childJoins)
+	}
+}
+
+// answers says when a relay was told what became of a transaction that it wanted to end.
+type answers struct{ log *slog.Logger }
+
+func (a answers) OnBrokerRead(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Duration, err error) {
+	if key == int16(kmsg.EndTxn) && err == nil {
+		a.log.Info(childAnswered)
 	}
 }
 
@@ -151,7 +173,7 @@ func (c child) armCrashpoints() {
 		}
 		if name == c.FreezeAt && freeze {
 			freeze = false
-			_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+			freezeMe()
 		}
 	})
 }
@@ -161,6 +183,9 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 	if c.Role == "relay" {
 		if c.Through != nil {
 			seeds = append(seeds, dialer(c.Through))
+		}
+		if c.FreezeAt != "" {
+			seeds = append(seeds, kgo.WithHooks(answers{log}))
 		}
 		r, err := relay.New(pool, seeds, relay.Config{Lease: c.Lease, Shards: c.Shards, ExactlyOnce: c.ExactlyOnce, Keep: c.Keep, Logger: log})
 		if err != nil {

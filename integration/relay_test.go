@@ -269,6 +269,12 @@ func open(t *testing.T, url string) *pgxpool.Pool {
 // requirePublished waits until the topic has every committed version, and judges it.
 func requirePublished(t *testing.T, pool *pgxpool.Pool, topic string) stream {
 	t.Helper()
+	return requirePublishedAt(t, kafkatest.Brokers(t), pool, topic)
+}
+
+// requirePublishedAt is requirePublished for another cluster.
+func requirePublishedAt(t *testing.T, brokers []string, pool *pgxpool.Pool, topic string) stream {
+	t.Helper()
 	ctx := t.Context()
 	want := written(ctx, t, pool)
 	eventually(t, 60*time.Second, "everything is published", func() (bool, any) {
@@ -282,7 +288,7 @@ func requirePublished(t *testing.T, pool *pgxpool.Pool, topic string) stream {
 	// Brokers answer a commit before they have marked it everywhere: until then readers of committed records see less.
 	var s stream
 	eventually(t, 20*time.Second, "everything can be read", func() (bool, any) {
-		s = judge(t, kafkatest.ReadAll(t, topic))
+		s = judge(t, kafkatest.ReadAllAt(t, brokers, topic))
 		return maps.Equal(want, s.last), s.last
 	})
 	require.Empty(t, s.missing)

@@ -1,0 +1,181 @@
+package integration_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/IBM/sarama"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+
+	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// Property: with exactly-once, readers of committed records that share no code with the relay see each row once,
+// by its ID and by its offset, after relays were killed 50 times: at each point between two durable steps,
+// and at random moments while rows are written. Rows O8, O13, O28, O30.
+func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
+	t.Parallel()
+	kills := 50
+	if testing.Short() {
+		t.Log("-short: 12 kills instead of 50")
+		kills = 12
+	}
+	ctx, kafka := t.Context(), kafkatest.Kafka(t)
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d, transaction.version %d", seed, transactionVersion(t, kafka.Brokers))
+	random := rand.New(rand.NewPCG(seed, 0))
+	c := child{Role: "relay", URL: pgtest.Database(t), Brokers: kafka.Brokers, Lease: time.Second, Shards: 3, ExactlyOnce: true}
+	pool := open(t, c.URL)
+	createWorkload(t, pool)
+	topic := kafkatest.Topic(t, 3)
+	write := func(transactions int) {
+		writers{goroutines: 4, transactions: transactions, keys: 11, topic: topic, seed: random.Uint64()}.run(ctx, t, pool)
+	}
+	points := []string{crashpoint.RelayRead, crashpoint.RelayProduced, crashpoint.RelayAcknowledged, crashpoint.RelayCommitted, crashpoint.RelayProgressed}
+	relays := []*process{start(t, c), start(t, c)}
+	for kill := range kills {
+		i := kill % len(relays)
+		if kill < 2*len(points) { // each point, at its first pass and after some
+			relays[i].kill()
+			doomed := c
+			doomed.CrashAt, doomed.CrashAfter = points[kill/2], kill%2*(1+random.IntN(5))
+			p := start(t, doomed)
+			eventually(t, 30*time.Second, "the relay reaches "+doomed.CrashAt, func() (bool, any) {
+				write(40)
+				return p.ended(), p.log
+			})
+			require.ErrorContains(t, p.err, "killed")
+		} else {
+			victim, wait := relays[i], random.Float64()*0.4
+			go func() {
+				// The database waits, for as long as some of the writing takes. If it cannot, the kill comes at once.
+				_, _ = pool.Exec(ctx, `SELECT pg_sleep($1)`, wait)
+				victim.signal(syscall.SIGKILL)
+			}()
+			write(400)
+			<-victim.done
+		}
+		relays[i] = start(t, c)
+	}
+	requirePublished(t, pool, topic)
+	for _, r := range relays {
+		require.NoError(t, r.terminate())
+	}
+	writeEnds(t, kafka.Brokers, topic)
+	requireRowsOnce(t, pool, topic, readForeign(t, kafka, topic))
+	all := readSarama(t, kafka.Brokers, topic, sarama.ReadUncommitted)
+	committed := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox`)
+	t.Logf("%d kills; %d rows; a reader of uncommitted records sees %d more, of aborted transactions", kills, committed, len(all)-committed)
+	require.Greater(t, len(all), committed, "the test's own premise: kills hit transactions that were under way")
+}
+
+// Property: a relay that is frozen in the middle of a transaction, and never wakes, holds up readers of committed
+// records no longer than until its successor takes the shard and fences it, well before the transaction would time
+// out; records of the aborted transaction are there for readers of uncommitted records only. When it wakes after all,
+// also if it still takes the lease for its own, it publishes nothing, and its progress is refused by the brokers, or
+// by the database where the brokers had taken it before. Rows O8, O13, O30.
+func TestFrozenInATransactionIsFencedAndHarmlessWhenItWakes(t *testing.T) {
+	t.Parallel()
+	for _, point := range []string{crashpoint.RelayProduced, crashpoint.RelayAcknowledged, crashpoint.RelayCommitted} {
+		for _, trusts := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/trusts its lease %v", point, trusts), func(t *testing.T) {
+				t.Parallel()
+				freezeTransaction(t, point, trusts)
+			})
+		}
+	}
+}
+
+func freezeTransaction(t *testing.T, point string, trusts bool) {
+	t.Helper()
+	ctx, kafka := t.Context(), kafkatest.Kafka(t)
+	t.Logf("transaction.version %d", transactionVersion(t, kafka.Brokers))
+	// A cluster of its own, because a transaction is held open.
+	c := child{Role: "relay", URL: pgtest.Cluster(t, nil).URL, Brokers: kafka.Brokers, Lease: time.Second, ExactlyOnce: true}
+	pgtest.Migrate(t, c.URL)
+	pool := open(t, c.URL)
+	createWorkload(t, pool)
+	topic := kafkatest.Topic(t, 1)
+	writers{goroutines: 4, transactions: 80, keys: 5, topic: topic, seed: 1}.run(ctx, t, pool)
+	asleep := c
+	if asleep.FreezeAt = point; trusts {
+		asleep.Lease = time.Minute
+	}
+	zombie := start(t, asleep)
+	eventually(t, 30*time.Second, "the relay freezes", func() (bool, any) { return frozen(zombie), zombie.log })
+	hanging := partitionsOf(t, kafka.Brokers, topic)[0]
+	if point != crashpoint.RelayCommitted {
+		require.Zero(t, hanging.stable)
+	}
+	if point != crashpoint.RelayProduced {
+		require.Positive(t, hanging.end, "the transaction has records")
+	}
+	if trusts { // as if the database's clock had moved: the zombie hears nothing of it
+		_, err := pool.Exec(ctx, `UPDATE effectonce.outbox_progress SET lease_until = NULL`)
+		require.NoError(t, err)
+		_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_replicas SET alive_until = '-infinity'`)
+		require.NoError(t, err)
+	}
+	heir := start(t, c)
+	// Less than the transaction's 30 s: the successor ends it, not the broker.
+	eventually(t, 20*time.Second, "the last stable offset moves", func() (bool, any) {
+		now := partitionsOf(t, kafka.Brokers, topic)[0]
+		return now.stable == now.end && (point == crashpoint.RelayCommitted || now.stable > hanging.stable), now
+	})
+	writers{goroutines: 4, transactions: 80, keys: 5, topic: topic, seed: 2}.run(ctx, t, pool)
+	requirePublished(t, pool, topic)
+	rows := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox`)
+	const published = `SELECT sum(published) FROM effectonce.outbox_progress`
+	require.Equal(t, rows, count(ctx, t, pool, published))
+	before := partitionsOf(t, kafka.Brokers, topic)
+
+	wake(t, pool, zombie, trusts && point != crashpoint.RelayCommitted)
+	require.Equal(t, before, partitionsOf(t, kafka.Brokers, topic))
+	require.Equal(t, rows, count(ctx, t, pool, published))
+	require.NoError(t, zombie.terminate())
+	require.NoError(t, heir.terminate())
+	require.Equal(t, rows, count(ctx, t, pool, published))
+	writeEnds(t, kafka.Brokers, topic)
+	requireRowsOnce(t, pool, topic, readForeign(t, kafka, topic))
+	all := len(readSarama(t, kafka.Brokers, topic, sarama.ReadUncommitted))
+	t.Logf("%d rows; a reader of uncommitted records sees %d more, of the aborted transaction", rows, all-rows)
+	if point == crashpoint.RelayAcknowledged {
+		require.Equal(t, rows+int(hanging.end), all)
+	}
+}
+
+// wake returns when the zombie has noticed. With fenced the brokers must be the ones to tell it: the database is
+// kept from telling it before.
+func wake(t *testing.T, pool *pgxpool.Pool, zombie *process, fenced bool) {
+	t.Helper()
+	hears := func(what string, texts ...string) {
+		eventually(t, 30*time.Second, what, func() (bool, any) {
+			said := zombie.log.String()
+			return slices.ContainsFunc(texts, func(text string) bool { return strings.Contains(said, text) }), said
+		})
+	}
+	if !fenced {
+		zombie.signal(syscall.SIGCONT)
+		hears("the zombie starts over", "relay interrupted")
+		return
+	}
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer tx.Rollback(context.WithoutCancel(t.Context()))
+	_, err = tx.Exec(t.Context(), `SELECT FROM effectonce.outbox_replicas WHERE alive_until = '-infinity' FOR UPDATE`)
+	require.NoError(t, err)
+	zombie.signal(syscall.SIGCONT)
+	hears("the brokers answer the zombie", childAnswered)
+	require.NoError(t, tx.Rollback(t.Context()))
+	hears("the zombie is fenced", kerr.ProducerFenced.Message, kerr.InvalidProducerEpoch.Message)
+}

@@ -8,6 +8,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/internal/dead"
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/parked"
 )
 
@@ -58,7 +59,7 @@ func (f *deadFilter) add(cmd *cobra.Command, limit int) {
 	oneOfThese("state", "what it waits for", dead.States(), &f.State)
 	addAge(flags, &f.OlderThan, "older-than", "dead for longer than this")
 	addAge(flags, &f.YoungerThan, "younger-than", "dead for less than this")
-	addInt(flags, &f.limit, flagLimit, limit, 1, dead.TargetsMax, "how many rows at most")
+	addInt(flags, &f.limit, flagLimit, limit, 1, operator.TargetsMax, "how many rows at most")
 	commandLineOnly(flags, "id", "key", "topic", "reason", "state", "older-than", "younger-than", flagLimit)
 }
 

@@ -12,13 +12,13 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/internal/dead"
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/internal/operator"
 )
 
 // deadAct is what retry and discard have in common.
 type deadAct struct {
 	filter    deadFilter
-	by        parked.Operator
+	by        operator.By
 	all       bool
 	wholeKeys bool // discard
 	discard   bool
@@ -31,7 +31,7 @@ type deadAct struct {
 
 func (a *deadAct) add(s *settings, cmd *cobra.Command) *cobra.Command {
 	flags := cmd.Flags()
-	a.filter.add(cmd, dead.TargetsMax)
+	a.filter.add(cmd, operator.TargetsMax)
 	addBool(flags, &a.all, flagAll, "every dead row, where no filter is given")
 	addBool(flags, &a.dryRun, "dry-run", "show what would be done, and do nothing")
 	addInt(flags, &a.rate, "rate", 0, 0, 100_000, "how many rows a second; 0: as fast as it goes")
@@ -53,7 +53,7 @@ func (a *deadAct) add(s *settings, cmd *cobra.Command) *cobra.Command {
 }
 
 func newDeadRetry(s *settings) *cobra.Command {
-	a := &deadAct{by: parked.Operator{Why: "retried by hand"}}
+	a := &deadAct{by: operator.By{Why: "retried by hand"}}
 	cmd := &cobra.Command{
 		Use:   "retry",
 		Short: "Hand dead rows back to the running relay",

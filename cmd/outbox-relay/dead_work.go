@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/internal/dead"
+	"github.com/effectonce/effectonce/internal/operator"
 )
 
 // deadReport is what retry and discard print.
@@ -47,7 +48,7 @@ func (a *deadAct) verb() string {
 
 // work goes through the rows, a transaction for each few of them.
 func (a *deadAct) work(ctx context.Context, conn *pgx.Conn, schema string, places []dead.Place, report *deadReport, screen *screen) error {
-	chunk, pace := dead.ChunkMax, time.NewTicker(time.Hour)
+	chunk, pace := operator.ChunkMax, time.NewTicker(time.Hour)
 	defer pace.Stop()
 	if a.rate > 0 {
 		chunk = max(1, min(chunk, a.rate/10))

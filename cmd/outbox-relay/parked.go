@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/parked"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -65,7 +66,7 @@ func (f *parkedFilter) add(cmd *cobra.Command, limit int) {
 	})
 	addAge(flags, &f.OlderThan, "older-than", "parked for longer than this")
 	addAge(flags, &f.YoungerThan, "younger-than", "parked for less than this")
-	addInt(flags, &f.limit, flagLimit, limit, 1, parked.TargetsMax, "how many messages at most")
+	addInt(flags, &f.limit, flagLimit, limit, 1, operator.TargetsMax, "how many messages at most")
 	commandLineOnly(flags, "id", "key", "topic", "consumer", "group", "reason", "older-than", "younger-than", flagLimit)
 }
 

@@ -11,13 +11,14 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/parked"
 )
 
 // parkedAct is what retry and discard have in common.
 type parkedAct struct {
 	filter    parkedFilter
-	by        parked.Operator
+	by        operator.By
 	all       bool
 	wholeKeys bool // discard
 	discard   bool
@@ -30,7 +31,7 @@ type parkedAct struct {
 
 func (a *parkedAct) add(s *settings, cmd *cobra.Command) *cobra.Command {
 	flags := cmd.Flags()
-	a.filter.add(cmd, parked.TargetsMax)
+	a.filter.add(cmd, operator.TargetsMax)
 	addBool(flags, &a.all, flagAll, "every parked message, where no filter is given")
 	addBool(flags, &a.dryRun, "dry-run", "show what would be done, and do nothing")
 	addInt(flags, &a.rate, "rate", 0, 0, 100_000, "how many messages a second; 0: as fast as it goes")
@@ -47,7 +48,7 @@ func (a *parkedAct) add(s *settings, cmd *cobra.Command) *cobra.Command {
 }
 
 func newParkedRetry(s *settings) *cobra.Command {
-	a := &parkedAct{by: parked.Operator{Why: "retried by hand"}}
+	a := &parkedAct{by: operator.By{Why: "retried by hand"}}
 	cmd := &cobra.Command{
 		Use:   "retry",
 		Short: "Hand parked messages back to the running consumers",

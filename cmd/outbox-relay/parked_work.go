@@ -12,6 +12,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/parked"
 )
 
@@ -40,7 +41,7 @@ func (a *parkedAct) verb() string {
 
 // work goes through the messages, a transaction for each few of them.
 func (a *parkedAct) work(ctx context.Context, conn *pgx.Conn, schema string, seqs []int64, report *actReport, screen *screen) error {
-	chunk, pace := parked.ChunkMax, time.NewTicker(time.Hour)
+	chunk, pace := operator.ChunkMax, time.NewTicker(time.Hour)
 	defer pace.Stop()
 	if a.rate > 0 {
 		chunk = max(1, min(chunk, a.rate/10))

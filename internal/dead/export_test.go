@@ -23,7 +23,7 @@ func Plans(ctx context.Context, t *testing.T, conn *pgx.Conn, schema string, pla
 		retrySQL:      {relays, seqs, []string{"{}"}, "who", "why"},
 		discardSQL:    {relays, seqs, []string{"{}"}, "who", "why", true},
 		promoteSQL:    {relays, topics, hashes},
-		outcomesSQL:   {relays, seqs, []int64{seqs[0] + 100_000}, topics, hashes},
+		outcomesSQL:   {relays, seqs, []int64{seqs[0] + 100_000}, relays, topics, hashes},
 		nextSQL:       {relays[0], seqs[0], nextMax},
 	} {
 		tx, err := conn.Begin(ctx)

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/dead"
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -59,7 +59,7 @@ func left(t *testing.T, conn *pgx.Conn) []string {
 	return all
 }
 
-var ana = parked.Operator{Who: "ana@ops", Why: "the limit is raised"}
+var ana = operator.By{Who: "ana@ops", Why: "the limit is raised"}
 
 func retry(t *testing.T, conn *pgx.Conn, places ...dead.Place) *dead.Result {
 	t.Helper()

@@ -7,6 +7,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/parked"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -62,7 +63,7 @@ func left(t *testing.T, conn *pgx.Conn) []string {
 	return all
 }
 
-var ana = parked.Operator{Who: "ana@ops", Why: "the account exists now"}
+var ana = operator.By{Who: "ana@ops", Why: "the account exists now"}
 
 func retry(t *testing.T, conn *pgx.Conn, seqs ...int64) *parked.Result {
 	t.Helper()

@@ -66,6 +66,23 @@ func TestHandlerCannotEndTheTransaction(t *testing.T) {
 	}
 }
 
+// sessionEnds waits until the server has ended a session.
+func sessionEnds(ctx context.Context, conn *pgx.Conn) error {
+	look, err := pgx.ConnectConfig(ctx, conn.Config())
+	if err != nil {
+		return err
+	}
+	defer func() { _ = look.Close(context.WithoutCancel(ctx)) }()
+	every := time.NewTicker(10 * time.Millisecond)
+	defer every.Stop()
+	for there := true; there; <-every.C {
+		if err := look.QueryRow(ctx, `SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = $1)`, int64(conn.PgConn().PID())).Scan(&there); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // Property: what a handler leaves broken costs only its message, which is parked for what it did; the others
 // have their effects. Rows C19, C20, C46.
 func TestMisuseIsParkedForWhatItIs(t *testing.T) {
@@ -93,7 +110,9 @@ func TestMisuseIsParkedForWhatItIs(t *testing.T) {
 		"too slow":        {func(ctx context.Context, _ pgx.Tx) error { <-ctx.Done(); return ctx.Err() }, "longer than HandlerTimeout"},
 		"too slow in SQL": {func(ctx context.Context, tx pgx.Tx) error { _, err := tx.Exec(ctx, `SELECT pg_sleep(60)`); return err }, "longer than HandlerTimeout"},
 		"idle": {func(ctx context.Context, tx pgx.Tx) error {
-			time.Sleep(700 * time.Millisecond) //nolint:forbidigo // the mistake under test
+			if err := sessionEnds(ctx, tx.Conn()); err != nil {
+				return err
+			}
 			_, err := tx.Exec(ctx, `SELECT 1`)
 			return err
 		}, "IdleTimeout"},

@@ -35,10 +35,10 @@ func image(t *testing.T) string {
 	t.Helper()
 	if err := exec.CommandContext(t.Context(), "docker", "info").Run(); err != nil {
 		require.NotEqual(t, "1", os.Getenv("REQUIRE_CONTAINERS"), "no Docker engine answers") //nolint:forbidigo // the same variable as the servers of tests
-		t.Skip("the image is not tested: no Docker engine answers")
+		t.Skip("LOUD SKIP: the image is not tested, no Docker engine answers")
 	}
 	if runtime.GOOS != "linux" {
-		t.Skip("the image is not tested: its containers take the network of the host, which is Linux only")
+		t.Skip("LOUD SKIP: the image is not tested, its containers take the network of the host, which is Linux only")
 	}
 	dir := t.TempDir()
 	command(t, []string{"CGO_ENABLED=0"}, "go", "build", "-trimpath", "-ldflags=-s -w -buildid=", "-o", filepath.Join(dir, "outbox-relay"), "../cmd/outbox-relay")

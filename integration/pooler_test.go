@@ -72,8 +72,8 @@ func poolerBinary(t *testing.T) string {
 			return binary
 		}
 	}
-	if os.Getenv("REQUIRE_PGBOUNCER") == "1" {
-		t.Fatal("REQUIRE_PGBOUNCER=1, but there is no pgbouncer: install it (Debian: apt-get install pgbouncer)")
+	if os.Getenv("REQUIRE_CONTAINERS") == "1" {
+		t.Fatal("REQUIRE_CONTAINERS=1, but there is no pgbouncer: install it (Debian: apt-get install pgbouncer)")
 	}
 	t.Skip("LOUD SKIP: there is no pgbouncer on this machine (Debian: apt-get install pgbouncer)")
 	return ""

@@ -79,7 +79,7 @@ func TestEachStatementIsAllowed(t *testing.T) {
 		"consumer":  {"consumer/queries.go", "dedup/queries.go", "dedup/fence_queries.go", "outbox/queries.go"},
 		"operator": {
 			"internal/doctor/queries.go", "internal/dead/queries.go", "internal/parked/queries.go", "internal/inspect/queries.go", "internal/verify/queries.go",
-			"relay/operator_queries.go", "internal/replay/queries.go",
+			"relay/operator_queries.go", "internal/replay/queries.go", "internal/operator/queries.go",
 		},
 	} {
 		pool := p.as(t, part)

@@ -1,15 +1,6 @@
 package main
 
-import (
-	"errors"
-	"slices"
-	"strings"
-
-	"github.com/spf13/cobra"
-
-	"github.com/effectonce/effectonce/internal/dead"
-	"github.com/effectonce/effectonce/internal/parked"
-)
+import "github.com/spf13/cobra"
 
 func newDead(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
@@ -23,63 +14,51 @@ behind it, in order, and everything else flows. What becomes of it is the operat
   outbox-relay dead retry --id ID --wait     # the running relay publishes it, and what is behind it
   outbox-relay dead discard --id ID --why …  # it is never published; what is behind it goes on`,
 	}
-	cmd.AddCommand(newDeadList(s), newDeadShow(s), newDeadRetry(s), newDeadDiscard(s))
+	cmd.AddCommand(
+		newList(s, newDeadRows(s), &cobra.Command{
+			Use:   "list",
+			Short: "List dead rows, the newest first",
+			Long: `List rows that Kafka did not take, the newest first, with what waits behind each and the totals by
+reason. What is behind another row is listed with --state behind, or by its --id. With --relay only the
+rows of that relay, else of all. With --json there is one object a line and nothing else. Exit status 1
+if no row fits.`,
+		}),
+		newShow(s, newDeadRows(s), &cobra.Command{
+			Use:   "show ID",
+			Short: "Show everything about a dead row, and what to do",
+			Long: `Show everything about a row that Kafka did not take: headers and payload, the error in full, what waits
+behind it, what operators did with it, and what to do. ID is the row's id or its seq, as the relay's log
+shows them. Several are shown if the row is dead for several relays: --relay chooses one.
+
+The payload is shown as text, or as base64 if it is none, up to 4 KiB unless --full.`,
+		}),
+		newRetry(s, newDeadRows(s), &cobra.Command{
+			Use:   "retry",
+			Short: "Hand dead rows back to the running relay",
+			Long: `Hand dead rows back to the running relay: it publishes them within about a second, and then what waits
+behind them, in order. One that Kafka still does not take is held again, with the new error.
+Only the first row of a key can be retried; the others follow it. Rows of a topic that did not exist need
+no retry: they follow by themselves once it does.
+
+With --wait it reports how many were published; exit status 1 if one is held again, or is not done within
+--wait-max. Every retry is written down: see "outbox-relay actions list".
+
+  outbox-relay dead retry --id 0199a0c4-… --wait
+  outbox-relay dead retry --reason too_large --topic orders --why "limit raised to 4 MiB" --wait`,
+		}),
+		newDiscard(s, newDeadRows(s), &cobra.Command{
+			Use:   "discard",
+			Short: "Give dead rows up: they are never published",
+			Long: `Give dead rows up: they are never published. What waits behind one is handed back to the relay, in order;
+with --all-of-key it is given up as well. Only the first row of a key can be discarded alone. One that was
+handed back already cannot be discarded: the relay may be publishing it.
+
+Every discard is written down, with --why: see "outbox-relay actions list". The payload is not kept there:
+look at it with "outbox-relay dead show" before.
+
+  outbox-relay dead discard --id 0199a0c4-… --why "test order"
+  outbox-relay dead discard --topic oders --all-of-key --why "the name was a typing mistake"`,
+		}),
+	)
 	return cmd
-}
-
-// deadFilter are the flags that choose rows. They come from the command line alone: what a deployment put
-// into the environment must not decide what is discarded.
-type deadFilter struct {
-	dead.Filter
-	id    bool
-	limit int
-}
-
-func (f *deadFilter) add(cmd *cobra.Command, limit int) {
-	flags := cmd.Flags()
-	addText(flags, "id", 255, "the row's id or seq, as the relay's log shows them", func(text string) error {
-		f.id = true
-		return f.SetID(text)
-	})
-	addText(flags, "key", 1<<20, "the row's key, as text or as base64:...", func(text string) (err error) {
-		f.Key, err = parked.ParseKey(text)
-		return err
-	})
-	addText(flags, "topic", 249, "topic", into(&f.Topic))
-	oneOfThese := func(name, usage string, known []string, target **string) {
-		addOption(flags, name, "string", "", usage+" ("+strings.Join(known, ", ")+")", func(text string) error {
-			if !slices.Contains(known, text) {
-				return errors.New("want one of " + strings.Join(known, ", "))
-			}
-			return into(target)(text)
-		})
-	}
-	oneOfThese("reason", "why it is dead", dead.Reasons(), &f.Reason)
-	oneOfThese("state", "what it waits for", dead.States(), &f.State)
-	addAge(flags, &f.OlderThan, "older-than", "dead for longer than this")
-	addAge(flags, &f.YoungerThan, "younger-than", "dead for less than this")
-	addInt(flags, &f.limit, flagLimit, limit, 1, dead.TargetsMax, "how many rows at most")
-	commandLineOnly(flags, "id", "key", "topic", "reason", "state", "older-than", "younger-than", flagLimit)
-}
-
-// settle adds what only the command knows: --relay narrows, too, wherever it was set.
-func (f *deadFilter) settle(s *settings, cmd *cobra.Command) {
-	if cmd.Flags().Changed("relay") {
-		f.Relay = &s.relay
-	}
-	// Rows that wait behind others are of interest only to whoever asks for them.
-	f.Behind = f.id || f.Reason != nil && *f.Reason == "behind" || f.State != nil && *f.State == "behind"
-}
-
-// given tells whether rows were chosen. The name of a relay chooses none: a deployment may have set it.
-func (f *deadFilter) given() bool {
-	return f.id || f.Key != nil || f.Topic != nil || f.Reason != nil || f.State != nil || f.OlderThan != nil || f.YoungerThan != nil
-}
-
-// nothing is the error of a filter that fits nothing.
-func (f *deadFilter) nothing() error {
-	if f.given() || f.Relay != nil {
-		return errors.New("no dead row fits: \"outbox-relay dead list\" shows what there is")
-	}
-	return errors.New("no row is dead")
 }

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 	"syscall"
@@ -46,7 +47,7 @@ func demoCommand(t *testing.T, program string, args ...string) *exec.Cmd {
 func TestDemo(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
-		t.Skip("NOT RUN with -short: outbox-relay demo, which takes about a minute")
+		t.Skip("LOUD SKIP with -short: outbox-relay demo, which takes about a minute")
 	}
 	program := filepath.Join(t.TempDir(), "outbox-relay")
 	output, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, ".").CombinedOutput()
@@ -104,7 +105,8 @@ func lastLine(t *testing.T, stdout string) map[string]any {
 func endsWithItsChildren(t *testing.T, cmd *exec.Cmd, end os.Signal) {
 	t.Helper()
 	if _, err := os.Stat("/proc/self/task"); err != nil {
-		t.Skip("NOT RUN: needs /proc to find the children of a process")
+		require.NotEqual(t, "linux", runtime.GOOS, "/proc is there on every Linux: %v", err)
+		t.Skip("LOUD SKIP: no /proc on this system, so the children of a process cannot be found")
 	}
 	stdout, err := cmd.StdoutPipe()
 	require.NoError(t, err)

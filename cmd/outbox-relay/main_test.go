@@ -12,7 +12,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	main "github.com/effectonce/effectonce/cmd/outbox-relay"
@@ -145,16 +144,7 @@ func process(t *testing.T, environment map[string]string, args ...string) (*exec
 	return cmd, written
 }
 
-func connect(t *testing.T, address string) *pgx.Conn {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), address)
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
-	return conn
-}
-
-func execSQL(t *testing.T, conn *pgx.Conn, sql string, args ...any) {
-	t.Helper()
-	_, err := conn.Exec(t.Context(), sql, args...)
-	require.NoError(t, err, sql)
-}
+var (
+	connect = pgtest.Connect
+	execSQL = pgtest.Exec
+)

@@ -193,6 +193,7 @@ func TestParkedActionsNeedAChoice(t *testing.T) {
 	}
 	assert.Equal(t, untouched, parkedRows(t, conn))
 	assert.Contains(t, runOn(t, address, "parked", "retry", "--all", "--dry-run").stdout, "4 messages would be retried; nothing was done (--dry-run)\n")
+	assert.Equal(t, "parked.retry", runOn(t, address, "parked", "retry", "--all", "--dry-run", "--json").object(t)["what"])
 
 	execSQL(t, conn, "ALTER DATABASE "+pgx.Identifier{conn.Config().Database}.Sanitize()+" SET default_transaction_read_only = on")
 	r := runOn(t, address, "parked", "retry", "--all")

@@ -12,12 +12,12 @@ import (
 	"github.com/spf13/pflag"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/replay"
 )
 
 func newReplay(s *settings) *cobra.Command {
-	opts := replay.Options{By: parked.Operator{Why: "replayed by hand"}}
+	opts := replay.Options{By: operator.By{Why: "replayed by hand"}}
 	var timeout time.Duration
 	var asJSON bool
 	cmd := needs(&cobra.Command{

@@ -9,14 +9,14 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/relay"
 )
 
 const shardsMax = 256
 
 func newShards(s *settings) *cobra.Command {
-	by := parked.Operator{Why: "by hand"}
+	by := operator.By{Why: "by hand"}
 	var asJSON bool
 	cmd := needs(&cobra.Command{
 		Use:   "shards NUMBER",

@@ -9,7 +9,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -38,7 +38,7 @@ keys; all other topics go on. When it is resumed they are published in their ord
 type changeTopics func(ctx context.Context, pool *pgxpool.Pool, schema, name, who, why string, topics ...string) ([]string, error)
 
 func newTopicsChange(s *settings, verb, short, done string, change changeTopics) *cobra.Command {
-	by := parked.Operator{Why: "by hand"}
+	by := operator.By{Why: "by hand"}
 	var asJSON bool
 	cmd := needs(&cobra.Command{
 		Use:   verb + " TOPIC...",

@@ -6,7 +6,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -97,16 +96,6 @@ func TestActionsAreWrittenDown(t *testing.T) {
 	assert.Equal(t, before, left(t, conn))
 }
 
-// blocked waits until a session waits for a lock of holder.
-func blocked(t *testing.T, look, holder *pgx.Conn) {
-	t.Helper()
-	require.Eventually(t, func() bool {
-		var waits bool
-		err := look.QueryRow(t.Context(), "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid)))", int32(holder.PgConn().PID())).Scan(&waits)
-		return err == nil && waits
-	}, 10*time.Second, 5*time.Millisecond)
-}
-
 // What the relay decides first counts: an action that waited for it looks again, so that a row which was released
 // meanwhile, because its topic exists now, is not given up while the relay publishes it. It holds under a role whose
 // transactions would not see it by default.
@@ -128,7 +117,7 @@ func TestReleasedInTheMiddleIsNotDiscarded(t *testing.T) {
 				result, err = dead.Discard(t.Context(), operator, schema, ana, places[:1], wholeKeys)
 				done <- err
 			}()
-			blocked(t, look, relay)
+			pgtest.Blocked(t, look, relay)
 			exec(t, relay, "COMMIT")
 			require.NoError(t, <-done)
 			assert.Empty(t, result.Done)
@@ -155,7 +144,7 @@ func TestDeadlockIsTriedAgain(t *testing.T) {
 		result, err = dead.Retry(context.WithoutCancel(t.Context()), operator, schema, ana, places)
 		done <- err
 	}()
-	blocked(t, look, other)
+	pgtest.Blocked(t, look, other)
 	exec(t, other, "SELECT FROM effectonce.outbox_dead WHERE seq = 1 FOR UPDATE")
 	exec(t, other, "COMMIT")
 	require.NoError(t, <-done)

@@ -2,9 +2,9 @@
 // back to the running relay ([Retry]) or gives them up ([Discard]), and writes down who did so and why. The
 // relay does the rest: what is handed back is published within about a second, and then what is behind it.
 //
-//	places, err := dead.Targets(ctx, conn, schema, dead.Filter{Topic: &topic}, dead.TargetsMax)
+//	places, err := dead.Targets(ctx, conn, schema, dead.Filter{Topic: &topic}, operator.TargetsMax)
 //	...
-//	result, err := dead.Retry(ctx, conn, schema, parked.Operator{Who: "ana@ops", Why: "the limit is raised"}, places)
+//	result, err := dead.Retry(ctx, conn, schema, operator.By{Who: "ana@ops", Why: "the limit is raised"}, places)
 //	...
 //	wait.Add(result.Done)
 //	report, err := wait.Look(ctx, conn, schema)

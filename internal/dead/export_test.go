@@ -1,17 +1,17 @@
 package dead
 
 import (
-	"context"
 	"crypto/sha256"
 	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // Plans runs the statements about some rows in a transaction that is rolled back, and returns their plans.
-func Plans(ctx context.Context, t *testing.T, conn *pgx.Conn, schema string, places []Place) map[string]string {
+func Plans(t *testing.T, conn *pgx.Conn, schema string, places []Place) map[string]string {
 	t.Helper()
 	hash := sha256.Sum256([]byte("key 7"))
 	relays, seqs := []string{places[0].Relay}, []int64{places[0].Seq}
@@ -23,18 +23,11 @@ func Plans(ctx context.Context, t *testing.T, conn *pgx.Conn, schema string, pla
 		retrySQL:      {relays, seqs, []string{"{}"}, "who", "why"},
 		discardSQL:    {relays, seqs, []string{"{}"}, "who", "why", true},
 		promoteSQL:    {relays, topics, hashes},
-		outcomesSQL:   {relays, seqs, []int64{seqs[0] + 100_000}, topics, hashes},
+		outcomesSQL:   {relays, seqs, []int64{seqs[0] + 100_000}, relays, topics, hashes},
 		nextSQL:       {relays[0], seqs[0], nextMax},
 	} {
-		tx, err := conn.Begin(ctx)
-		require.NoError(t, err)
-		rows, err := tx.Query(ctx, "EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF, SUMMARY OFF) "+inSchema(sql, schema), args...)
-		require.NoError(t, err)
-		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		require.NoError(t, err)
-		require.NoError(t, tx.Rollback(ctx))
 		name, _, _ := strings.Cut(sql, "\n")
-		plans[name] = strings.Join(lines, "\n")
+		plans[name] = pgtest.Plan(t, conn, inSchema(sql, schema), args...)
 	}
 	return plans
 }

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/dead"
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -16,19 +16,10 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 const schema = "effectonce"
 
-func connect(t *testing.T, address string) *pgx.Conn {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), address)
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
-	return conn
-}
-
-func exec(t *testing.T, conn *pgx.Conn, sql string, args ...any) {
-	t.Helper()
-	_, err := conn.Exec(t.Context(), sql, args...)
-	require.NoError(t, err, sql)
-}
+var (
+	connect = pgtest.Connect
+	exec    = pgtest.Exec
+)
 
 // bury inserts what a relay would, each row as "key reason state", and returns the places. The key - is
 // null. The ID of a row is 0…n, its seq n, its payload "payload n", n counting from 1.
@@ -59,7 +50,7 @@ func left(t *testing.T, conn *pgx.Conn) []string {
 	return all
 }
 
-var ana = parked.Operator{Who: "ana@ops", Why: "the limit is raised"}
+var ana = operator.By{Who: "ana@ops", Why: "the limit is raised"}
 
 func retry(t *testing.T, conn *pgx.Conn, places ...dead.Place) *dead.Result {
 	t.Helper()

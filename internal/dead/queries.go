@@ -50,13 +50,6 @@ FROM effectonce.outbox_dead o JOIN effectonce.outbox_dead d
   ON o.relay = d.relay AND o.topic = d.topic AND sha256(o.key) = sha256(d.key) AND d.seq > o.seq
 WHERE o.relay = $1 AND o.seq = $2 AND d.state = 'behind' ORDER BY d.seq LIMIT $3`
 
-// settingsSQL bounds how long an operator's transaction may stand in the relay's way, whatever the defaults
-// of the role are, and makes what it did durable.
-const settingsSQL = `-- dead.settings
-SELECT clock_timestamp(), set_config('lock_timeout', '30s', true), set_config('statement_timeout', '2min', true),
-  set_config('idle_in_transaction_session_timeout', '30s', true),
-  set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
-
 const lockedColumns = `d.relay, d.seq, d.id, d.topic, d.key, d.reason, d.error, d.attempts, d.state, d.created_at`
 
 // lockSQL takes the rows in the order of seq.
@@ -119,15 +112,15 @@ CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.outbox_dead n
 WHERE d.relay = q.relay AND d.seq = first.seq AND d.state = 'behind'`
 
 // outcomesSQL looks how far the relay is: the first row that is left of each, up to the last that was behind
-// it. Null: all of them are published.
+// it. Null: all of them are published. $4 to $6 are the queue, which names the relay again.
 const outcomesSQL = `-- dead.outcomes
 SELECT t.relay, t.seq, d.id, d.state, d.reason, d.error
-FROM unnest($1::text[], $2::bigint[], $3::bigint[], $4::text[], $5::bytea[]) AS t (relay, seq, last, topic, hash)
+FROM unnest($1::text[], $2::bigint[], $3::bigint[], $4::text[], $5::text[], $6::bytea[]) AS t (relay, seq, last, queue, topic, hash)
 LEFT JOIN LATERAL (
   (SELECT n.seq FROM effectonce.outbox_dead n WHERE t.hash IS NULL AND n.relay = t.relay AND n.seq = t.seq)
   UNION ALL
   (SELECT n.seq FROM effectonce.outbox_dead n
-   WHERE n.relay = t.relay AND n.topic = t.topic AND sha256(n.key) = t.hash AND n.seq >= t.seq AND n.seq <= t.last
+   WHERE n.relay = t.queue AND n.topic = t.topic AND sha256(n.key) = t.hash AND n.seq >= t.seq AND n.seq <= t.last
    ORDER BY n.seq LIMIT 1)
 ) AS left_over ON true
 LEFT JOIN effectonce.outbox_dead d ON d.relay = t.relay AND d.seq = left_over.seq

@@ -11,14 +11,12 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/parked"
 )
 
 // ErrNotFound means that no dead row fits.
 var ErrNotFound = errors.New("no dead row fits")
-
-// TargetsMax bounds what one call of Targets returns.
-const TargetsMax = 1_000_000
 
 // How much Show reads of what may be long.
 const (
@@ -97,7 +95,7 @@ func (f Filter) args(more ...any) []any {
 }
 
 // List returns rows, the newest first.
-func List(ctx context.Context, db parked.Querier, schema string, filter Filter, limit int) ([]Row, error) {
+func List(ctx context.Context, db operator.Querier, schema string, filter Filter, limit int) ([]Row, error) {
 	return collect(ctx, db, scanRow, inSchema(listSQL, schema), filter.args(limit)...)
 }
 
@@ -111,14 +109,14 @@ type Total struct {
 }
 
 // Totals counts what a filter means, and what is behind it.
-func Totals(ctx context.Context, db parked.Querier, schema string, filter Filter) ([]Total, error) {
+func Totals(ctx context.Context, db operator.Querier, schema string, filter Filter) ([]Total, error) {
 	filter.Behind = true
 	return collect(ctx, db, pgx.RowToStructByPos[Total], inSchema(totalsSQL, schema), filter.args()...)
 }
 
 // Targets names rows, the oldest first, for Retry and Discard.
-func Targets(ctx context.Context, db parked.Querier, schema string, filter Filter, limit int) ([]Place, error) {
-	return collect(ctx, db, pgx.RowToStructByPos[Place], inSchema(targetsSQL, schema), filter.args(min(limit, TargetsMax))...)
+func Targets(ctx context.Context, db operator.Querier, schema string, filter Filter, limit int) ([]Place, error) {
+	return collect(ctx, db, pgx.RowToStructByPos[Place], inSchema(targetsSQL, schema), filter.args(min(limit, operator.TargetsMax))...)
 }
 
 // Detail is everything about a dead row.
@@ -131,7 +129,7 @@ type Detail struct {
 }
 
 // Show reads a row with up to payloadMax bytes of its payload, or ErrNotFound.
-func Show(ctx context.Context, db parked.Querier, schema string, place Place, payloadMax int64) (*Detail, error) {
+func Show(ctx context.Context, db operator.Querier, schema string, place Place, payloadMax int64) (*Detail, error) {
 	found, err := List(ctx, db, schema, Filter{Seqs: []int64{place.Seq}, Relay: &place.Relay, Behind: true}, 1)
 	if err != nil {
 		return nil, err
@@ -156,7 +154,7 @@ func Show(ctx context.Context, db parked.Querier, schema string, place Place, pa
 	return d, err
 }
 
-func collect[T any](ctx context.Context, db parked.Querier, scan pgx.RowToFunc[T], sql string, args ...any) ([]T, error) {
+func collect[T any](ctx context.Context, db operator.Querier, scan pgx.RowToFunc[T], sql string, args ...any) ([]T, error) {
 	rows, err := db.Query(ctx, sql, args...)
 	if err != nil {
 		return nil, fmt.Errorf("read dead rows: %w", err)

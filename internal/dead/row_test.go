@@ -133,7 +133,7 @@ func TestStatementsDoNotReadTheWholeTable(t *testing.T) {
 			CASE WHEN n < 1000 THEN 'refused' ELSE 'behind' END, 'e', CASE WHEN n < 1000 THEN 'held' ELSE 'behind' END
 		FROM generate_series(0, 19999) n`)
 	exec(t, conn, "ANALYZE effectonce.outbox_dead")
-	for name, plan := range dead.Plans(t.Context(), t, conn, schema, []dead.Place{at(8)}) {
+	for name, plan := range dead.Plans(t, conn, schema, []dead.Place{at(8)}) {
 		assert.NotContains(t, plan, "Seq Scan on outbox_dead", "%s\n%s", name, plan)
 		for _, touched := range regexp.MustCompile(`actual rows=(\d+)`).FindAllStringSubmatch(plan, -1) {
 			var rows int

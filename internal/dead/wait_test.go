@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/dead"
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -27,7 +27,7 @@ func TestWaitTellsWhatBecameOfEach(t *testing.T) {
 	hold := func(seq int) {
 		exec(t, conn, "UPDATE effectonce.outbox_dead SET state = 'held', reason = 'refused', error = 'refused again' WHERE seq = $1", seq)
 	}
-	assert.Equal(t, dead.Report{Failed: []parked.Failure{}}, look())
+	assert.Equal(t, dead.Report{Failed: []operator.Failure{}}, look())
 	wait.Add(retry(t, conn, places...).Done)
 	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, headers, created_at, reason, error, state)
 		VALUES ('default', 99, gen_random_uuid(), 'orders', 'a', '{}', now(), 'behind', '', 'behind')`)
@@ -44,7 +44,7 @@ func TestWaitTellsWhatBecameOfEach(t *testing.T) {
 	report = look()
 	assert.Equal(t, 2, report.Pending)
 	require.Len(t, report.Failed, 2)
-	assert.Equal(t, parked.Failure{ID: report.Failed[0].ID, Reason: "refused", Error: "refused again"}, report.Failed[0])
+	assert.Equal(t, operator.Failure{ID: report.Failed[0].ID, Reason: "refused", Error: "refused again"}, report.Failed[0])
 	assert.Equal(t, byte(3), report.Failed[0].ID[15])
 	assert.Equal(t, byte(5), report.Failed[1].ID[15])
 	exec(t, conn, "UPDATE effectonce.outbox_dead SET state = 'held' WHERE seq = 6")

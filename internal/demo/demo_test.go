@@ -38,7 +38,7 @@ func short(t *testing.T) demo.Options {
 func TestRunHoldsThePromise(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
-		t.Skip("NOT RUN with -short: the demo, which takes about 15 seconds")
+		t.Skip("LOUD SKIP with -short: the demo, which takes about 15 seconds")
 	}
 	options := short(t)
 	var phases []string
@@ -67,7 +67,7 @@ func TestRunHoldsThePromise(t *testing.T) {
 func TestRunWithoutDedupBreaksThePromise(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
-		t.Skip("NOT RUN with -short: the demo without dedup, which takes about 15 seconds")
+		t.Skip("LOUD SKIP with -short: the demo without dedup, which takes about 15 seconds")
 	}
 	options := short(t)
 	options.WithoutDedup = true

@@ -23,11 +23,11 @@ import (
 func TestRunOutlivesAMemberThatKfakeKeeps(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
-		t.Skip("NOT RUN with -short: another demo, which takes about 15 seconds")
+		t.Skip("LOUD SKIP with -short: another demo, which takes about 15 seconds")
 	}
 	kafka := kafkatest.Own(t)
 	if kafka.Fake == nil {
-		t.Skip("NOT RUN: about kfake, and this is a Kafka")
+		t.Skip("LOUD SKIP: about kfake, and this is a Kafka")
 	}
 	options := short(t)
 	options.Brokers = kafka.Brokers

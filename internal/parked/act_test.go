@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
@@ -115,16 +114,6 @@ func TestActionsAreWrittenDown(t *testing.T) {
 	assert.Equal(t, before, left(t, conn))
 }
 
-// blocked waits until a session waits for a lock of holder.
-func blocked(t *testing.T, look, holder *pgx.Conn) {
-	t.Helper()
-	require.Eventually(t, func() bool {
-		var waits bool
-		err := look.QueryRow(t.Context(), "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid)))", int32(holder.PgConn().PID())).Scan(&waits)
-		return err == nil && waits
-	}, 10*time.Second, 5*time.Millisecond)
-}
-
 // What a consumer is handling is decided by the consumer: an operator's action waits for it, and then finds
 // what is left. It holds under a role whose transactions would not see it by default.
 func TestConsumerInTheMiddleWins(t *testing.T) {
@@ -155,7 +144,7 @@ func TestConsumerInTheMiddleWins(t *testing.T) {
 				result, err = action(t.Context(), operator, seqs[:1])
 				done <- err
 			}()
-			blocked(t, look, consumer)
+			pgtest.Blocked(t, look, consumer)
 			exec(t, consumer, "COMMIT")
 			require.NoError(t, <-done)
 			if name == "discard whole key" {
@@ -186,7 +175,7 @@ func TestDeadlockIsTriedAgain(t *testing.T) {
 		result, err = parked.Discard(t.Context(), operator, schema, ana, seqs, false)
 		done <- err
 	}()
-	blocked(t, look, consumer)
+	pgtest.Blocked(t, look, consumer)
 	exec(t, consumer, "SELECT FROM effectonce.parked_messages WHERE seq = $1 FOR UPDATE", seqs[0])
 	exec(t, consumer, "COMMIT")
 	require.NoError(t, <-done)

@@ -9,6 +9,8 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/operator"
 )
 
 // How much Show reads of what may be long.
@@ -30,7 +32,7 @@ type Detail struct {
 }
 
 // Show reads a message with up to payloadMax bytes of its payload, or ErrNotFound.
-func Show(ctx context.Context, db Querier, schema string, seq, payloadMax int64) (*Detail, error) {
+func Show(ctx context.Context, db operator.Querier, schema string, seq, payloadMax int64) (*Detail, error) {
 	found, err := List(ctx, db, schema, Filter{Seqs: []int64{seq}, Behind: true}, 1)
 	if err != nil {
 		return nil, err
@@ -99,7 +101,7 @@ type ActionFilter struct {
 }
 
 // Actions returns what operators did, the newest first.
-func Actions(ctx context.Context, db Querier, schema string, filter ActionFilter, limit int) ([]Action, error) {
+func Actions(ctx context.Context, db operator.Querier, schema string, filter ActionFilter, limit int) ([]Action, error) {
 	var id *string
 	if filter.Message != nil {
 		text := filter.Message.String()

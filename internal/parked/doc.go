@@ -3,9 +3,9 @@
 // so and why. The consumers do the rest: what is handed back is handled by the one that holds its
 // partition, within about a second.
 //
-//	seqs, err := parked.Targets(ctx, conn, schema, parked.Filter{Topic: &topic}, parked.TargetsMax)
+//	seqs, err := parked.Targets(ctx, conn, schema, parked.Filter{Topic: &topic}, operator.TargetsMax)
 //	...
-//	result, err := parked.Retry(ctx, conn, schema, parked.Operator{Who: "ana@ops", Why: "the account exists now"}, seqs)
+//	result, err := parked.Retry(ctx, conn, schema, operator.By{Who: "ana@ops", Why: "the account exists now"}, seqs)
 //	...
 //	wait.Add(result.Done)
 //	report, err := wait.Look(ctx, conn, schema)

@@ -1,17 +1,17 @@
 package parked
 
 import (
-	"context"
 	"crypto/sha256"
 	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // Plans runs the statements about some rows in a transaction that is rolled back, and returns their plans.
-func Plans(ctx context.Context, t *testing.T, conn *pgx.Conn, schema string, seqs []int64) map[string]string {
+func Plans(t *testing.T, conn *pgx.Conn, schema string, seqs []int64) map[string]string {
 	t.Helper()
 	hash := sha256.Sum256([]byte("key 7"))
 	one := []any{[]int32{1}, []string{"orders"}, []int32{0}, [][]byte{hash[:]}}
@@ -25,15 +25,8 @@ func Plans(ctx context.Context, t *testing.T, conn *pgx.Conn, schema string, seq
 		outcomesSQL:   append([]any{seqs, []int64{seqs[0] + 100_000}}, one...),
 		behindSQL:     {seqs[0], behindMax},
 	} {
-		tx, err := conn.Begin(ctx)
-		require.NoError(t, err)
-		rows, err := tx.Query(ctx, "EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF, SUMMARY OFF) "+inSchema(sql, schema), args...)
-		require.NoError(t, err)
-		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		require.NoError(t, err)
-		require.NoError(t, tx.Rollback(ctx))
 		name, _, _ := strings.Cut(sql, "\n")
-		plans[name] = strings.Join(lines, "\n")
+		plans[name] = pgtest.Plan(t, conn, inSchema(sql, schema), args...)
 	}
 	return plans
 }

@@ -7,6 +7,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/parked"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -15,19 +16,10 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 const schema = "effectonce"
 
-func connect(t *testing.T, address string) *pgx.Conn {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), address)
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
-	return conn
-}
-
-func exec(t *testing.T, conn *pgx.Conn, sql string, args ...any) {
-	t.Helper()
-	_, err := conn.Exec(t.Context(), sql, args...)
-	require.NoError(t, err, sql)
-}
+var (
+	connect = pgtest.Connect
+	exec    = pgtest.Exec
+)
 
 // park inserts what a consumer would, each row as "key reason state", and returns the rows' seq. The key -
 // is null. The ID of a row is 0…n, its offset n, its payload "payload n", n counting from 1.
@@ -62,7 +54,7 @@ func left(t *testing.T, conn *pgx.Conn) []string {
 	return all
 }
 
-var ana = parked.Operator{Who: "ana@ops", Why: "the account exists now"}
+var ana = operator.By{Who: "ana@ops", Why: "the account exists now"}
 
 func retry(t *testing.T, conn *pgx.Conn, seqs ...int64) *parked.Result {
 	t.Helper()

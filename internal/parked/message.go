@@ -12,19 +12,11 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/operator"
 )
-
-// Querier is a connection, a pool or a transaction.
-type Querier interface {
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
-}
 
 // ErrNotFound means that no message is parked that fits.
 var ErrNotFound = errors.New("no parked message fits")
-
-// TargetsMax bounds what one call of Targets returns.
-const TargetsMax = 1_000_000
 
 // Message is a row of parked_messages, without what may be large or secret.
 type Message struct {
@@ -83,7 +75,7 @@ func (f Filter) args(more ...any) []any {
 }
 
 // List returns messages, the newest first.
-func List(ctx context.Context, db Querier, schema string, filter Filter, limit int) ([]Message, error) {
+func List(ctx context.Context, db operator.Querier, schema string, filter Filter, limit int) ([]Message, error) {
 	rows, err := db.Query(ctx, inSchema(listSQL, schema), filter.args(limit)...)
 	if err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
@@ -105,7 +97,7 @@ type Total struct {
 }
 
 // Totals counts what a filter means, and what is behind it.
-func Totals(ctx context.Context, db Querier, schema string, filter Filter) ([]Total, error) {
+func Totals(ctx context.Context, db operator.Querier, schema string, filter Filter) ([]Total, error) {
 	filter.Behind = true
 	rows, err := db.Query(ctx, inSchema(totalsSQL, schema), filter.args()...)
 	if err != nil {
@@ -119,14 +111,14 @@ func Totals(ctx context.Context, db Querier, schema string, filter Filter) ([]To
 }
 
 // Targets returns the seq of messages, the oldest first, for Retry and Discard.
-func Targets(ctx context.Context, db Querier, schema string, filter Filter, limit int) ([]int64, error) {
-	return seqs(ctx, db, inSchema(targetsSQL, schema), filter.args(min(limit, TargetsMax))...)
+func Targets(ctx context.Context, db operator.Querier, schema string, filter Filter, limit int) ([]int64, error) {
+	return seqs(ctx, db, inSchema(targetsSQL, schema), filter.args(min(limit, operator.TargetsMax))...)
 }
 
 // Find returns the seq of messages by what a person has of them: the ID as logs show it, the ID as the
 // message carried it, or topic/partition/offset. Several consumers may have parked the same message, and
 // one ID may be used twice. None is ErrNotFound.
-func Find(ctx context.Context, db Querier, schema, text string) ([]int64, error) {
+func Find(ctx context.Context, db operator.Querier, schema, text string) ([]int64, error) {
 	sql, args := findArgs(text)
 	found, err := seqs(ctx, db, inSchema(sql, schema), args...)
 	if err == nil && len(found) == 0 {
@@ -153,7 +145,7 @@ func findArgs(text string) (sql string, args []any) {
 	return findSQL, []any{id, text}
 }
 
-func seqs(ctx context.Context, db Querier, sql string, args ...any) ([]int64, error) {
+func seqs(ctx context.Context, db operator.Querier, sql string, args ...any) ([]int64, error) {
 	rows, err := db.Query(ctx, sql, args...)
 	if err != nil {
 		return nil, fmt.Errorf("look for parked messages: %w", err)

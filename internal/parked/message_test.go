@@ -170,7 +170,7 @@ func TestStatementsDoNotReadTheWholeTable(t *testing.T) {
 	exec(t, conn, "ANALYZE effectonce.parked_messages")
 	targets, err := parked.Targets(t.Context(), conn, schema, parked.Filter{Key: parked.Key("key 7")}, 10)
 	require.NoError(t, err)
-	for name, plan := range parked.Plans(t.Context(), t, conn, schema, targets) {
+	for name, plan := range parked.Plans(t, conn, schema, targets) {
 		assert.NotContains(t, plan, "Seq Scan on parked_messages", "%s\n%s", name, plan)
 		for _, touched := range regexp.MustCompile(`actual rows=(\d+)`).FindAllStringSubmatch(plan, -1) {
 			var rows int

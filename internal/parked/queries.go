@@ -68,13 +68,6 @@ FROM effectonce.parked_messages o JOIN effectonce.parked_messages p
 JOIN effectonce.consumers c ON c.id = p.consumer
 WHERE o.seq = $1 AND p.state = 'behind' ORDER BY p.seq LIMIT $2`
 
-// settingsSQL bounds how long an operator's transaction may stand in a consumer's way, whatever the
-// defaults of the role are, and makes what it did durable.
-const settingsSQL = `-- parked.settings
-SELECT clock_timestamp(), set_config('lock_timeout', '30s', true), set_config('statement_timeout', '2min', true),
-  set_config('idle_in_transaction_session_timeout', '30s', true),
-  set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
-
 // lockSQL takes the rows in the order of seq, as consumers do, and waits for one that is handling them.
 const lockSQL = `-- parked.lock
 SELECT p.seq, p.consumer, c.name, p.message_id, p.topic, p.partition, p."offset", p.key, p.reason, p.error, p.attempts, p.state
@@ -89,13 +82,13 @@ WHERE n.seq = ANY ($1) OR n.seq IN (
   SELECT n.seq FROM effectonce.parked_messages p JOIN effectonce.parked_messages n ON ` + sameQueue + ` WHERE p.seq = ANY ($1))
 ORDER BY n.seq FOR UPDATE OF n`
 
-// retrySQL hands locked rows back. Whether a row is the head is looked at again, under the lock. With it
-// comes the last row behind each: how far the key goes on.
+// retrySQL hands locked rows back that have a payload. Whether a row is the head is looked at again, under
+// the lock. With it comes the last row behind each: how far the key goes on.
 const retrySQL = `-- parked.retry
 WITH handed AS (
   UPDATE effectonce.parked_messages p SET state = 'retry', retry_at = clock_timestamp(), released_at = NULL
   FROM unnest($1::bigint[], $2::jsonb[]) AS s (seq, subject)
-  WHERE p.seq = s.seq AND p.state <> 'retry' AND ` + isHead + `
+  WHERE p.seq = s.seq AND p.state <> 'retry' AND p.reason <> 'too_large' AND ` + isHead + `
   RETURNING p.seq, s.subject,
     coalesce((SELECT max(n.seq) FROM effectonce.parked_messages n WHERE ` + sameQueue + ` AND n.seq > p.seq AND n.state = 'behind'), p.seq) AS last
 ), logged AS (
@@ -132,7 +125,7 @@ WHERE p.seq = first.seq AND p.state = 'behind'`
 // outcomesSQL looks how far the consumers are: the first row that is left of each, up to the last that was
 // behind it. Null: all of them are done.
 const outcomesSQL = `-- parked.outcomes
-SELECT t.seq, p.seq, p.message_id, p.state, p.reason, p.error
+SELECT t.seq, p.message_id, p.state, p.reason, p.error
 FROM unnest($1::bigint[], $2::bigint[], $3::int[], $4::text[], $5::int[], $6::bytea[]) AS t (seq, last, consumer, topic, partition, hash)
 LEFT JOIN LATERAL (
   (SELECT n.seq FROM effectonce.parked_messages n WHERE t.hash IS NULL AND n.seq = t.seq)

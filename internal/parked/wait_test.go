@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/parked"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -25,7 +26,7 @@ func TestWaitTellsWhatBecameOfEach(t *testing.T) {
 	conn := connect(t, pgtest.Database(t))
 	seqs := park(t, conn, "a failed parked", "a behind behind", "b failed parked", "c failed parked", "c behind behind", "- failed parked", "e failed parked")
 	wait := &parked.Wait{}
-	assert.Equal(t, parked.Report{Failed: []parked.Failure{}}, look(t, conn, wait))
+	assert.Equal(t, parked.Report{Failed: []operator.Failure{}}, look(t, conn, wait))
 	wait.Add(retry(t, conn, seqs...).Done)
 	exec(t, conn, `INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, reason, error, state)
 		SELECT consumer, gen_random_uuid(), topic, partition, 99, key, 'behind', '', 'behind' FROM effectonce.parked_messages WHERE seq = $1`, seqs[0])
@@ -45,7 +46,7 @@ func TestWaitTellsWhatBecameOfEach(t *testing.T) {
 	report = look(t, conn, wait)
 	assert.Equal(t, 2, report.Pending)
 	require.Len(t, report.Failed, 2)
-	assert.Equal(t, parked.Failure{ID: report.Failed[0].ID, Reason: "failed", Error: "failed again"}, report.Failed[0])
+	assert.Equal(t, operator.Failure{ID: report.Failed[0].ID, Reason: "failed", Error: "failed again"}, report.Failed[0])
 	assert.Equal(t, byte(3), report.Failed[0].ID[15])
 	assert.Equal(t, byte(5), report.Failed[1].ID[15])
 

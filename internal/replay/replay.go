@@ -14,7 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/inspect"
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -29,7 +29,7 @@ type Options struct {
 	Topic         *string   // nil: all
 	ToTopic       *string   // where to; nil: the row's own
 	DryRun        bool
-	By            parked.Operator
+	By            operator.By
 	// Progress is told how many rows are published. Optional.
 	Progress func(rows int64)
 }

@@ -1,0 +1,157 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/internal/dead"
+	"github.com/effectonce/effectonce/internal/operator"
+)
+
+// deadRows are rows of outbox_dead that the flags of a command choose, and what it did with them.
+type deadRows struct {
+	s *settings
+	dead.Filter
+	id   bool
+	wait dead.Wait
+	did  deadReport
+}
+
+// deadReport is what retry and discard print with --json.
+type deadReport struct {
+	actReport
+	Retrying []uuid.UUID  `json:"retrying"` // left alone: handed back before
+	Behind   []uuid.UUID  `json:"behind"`   // left alone: behind another row meanwhile
+	Waited   *dead.Report `json:"waited"`
+}
+
+func newDeadRows(s *settings) *deadRows {
+	return &deadRows{s: s, did: deadReport{Retrying: []uuid.UUID{}, Behind: []uuid.UUID{}}}
+}
+
+func (d *deadRows) words() words {
+	return words{
+		command: "dead", row: "row", filters: "--id, --key, --topic, --reason, --state", why: "why it is dead",
+		wait: "the relay has published them", finished: "published", failed: "held", unfinished: "does a relay run?",
+		gone: dead.ErrNotFound,
+	}
+}
+
+func (d *deadRows) add(flags *pflag.FlagSet) {
+	addText(flags, "id", 255, "the row's id or seq, as the relay's log shows them", d.name)
+	filter{&d.Key, &d.Topic, &d.Reason, &d.OlderThan, &d.YoungerThan}.add(flags, d.words(), dead.Reasons())
+	addOneOf(flags, &d.State, "state", "what it waits for", dead.States())
+	commandLineOnly(flags, "state")
+}
+
+func (d *deadRows) name(id string) error {
+	d.id = true
+	return d.SetID(id)
+}
+
+// resolve lets --relay narrow, too, wherever it was set.
+func (d *deadRows) resolve(_ context.Context, _ *pgx.Conn, flags *pflag.FlagSet) error {
+	if flags.Changed("relay") {
+		d.Relay = &d.s.relay
+	}
+	// Rows that wait behind others are of interest only to whoever asks for them.
+	d.Behind = d.id || d.Reason != nil && *d.Reason == "behind" || d.State != nil && *d.State == "behind"
+	return nil
+}
+
+// given: the name of a relay chooses nothing, a deployment may have set it.
+func (d *deadRows) given() bool {
+	return d.id || d.Key != nil || d.Topic != nil || d.Reason != nil || d.State != nil || d.OlderThan != nil || d.YoungerThan != nil
+}
+
+func (d *deadRows) nothing() error {
+	if d.given() || d.Relay != nil {
+		return errors.New("no dead row fits: \"outbox-relay dead list\" shows what there is")
+	}
+	return errors.New("no row is dead")
+}
+
+func (d *deadRows) list(ctx context.Context, conn *pgx.Conn, limit int) ([]dead.Row, error) {
+	return dead.List(ctx, conn, d.s.schema, d.Filter, limit)
+}
+
+func (d *deadRows) these(ctx context.Context, conn *pgx.Conn, places []dead.Place, limit int) ([]dead.Row, error) {
+	seqs := make([]int64, len(places))
+	for i, place := range places {
+		seqs[i] = place.Seq
+	}
+	return dead.List(ctx, conn, d.s.schema, dead.Filter{Seqs: seqs, Relay: d.Relay, Behind: true}, limit)
+}
+
+func (d *deadRows) targets(ctx context.Context, conn *pgx.Conn, limit int) ([]dead.Place, error) {
+	return dead.Targets(ctx, conn, d.s.schema, d.Filter, limit)
+}
+
+func (d *deadRows) totals(ctx context.Context, conn *pgx.Conn) (string, error) {
+	found, err := dead.Totals(ctx, conn, d.s.schema, d.Filter)
+	totals := make([]total, len(found))
+	for i, t := range found {
+		totals[i] = total{"relay " + plain(t.Relay), t.Reason, t.Count, t.Retrying, t.HeldKeys}
+	}
+	return totalsText(totals, "dead"), err
+}
+
+func (*deadRows) print(out io.Writer, rows []dead.Row) error {
+	var text strings.Builder
+	text.WriteString("seq\tid\ttopic\tkey\treason\tattempts\tage\tbehind it\terror\n")
+	for _, r := range rows {
+		reason := r.Reason
+		if r.State == "retry" {
+			reason += " (being retried)"
+		}
+		fmt.Fprintf(&text, "%d\t%s\t%s\t%s\t%s\t%d\t%s\t%d\t%s\n", r.Seq, r.ID, r.Topic, keyText(r.Key), reason, r.Attempts, seconds(r.AgeSeconds), r.Behind, clip(r.Error, errorWidth))
+	}
+	return printTable(out, text.String())
+}
+
+func (d *deadRows) named() bool { return d.Behind }
+
+func (d *deadRows) queued(r dead.Row) queued[dead.Place] {
+	return queued[dead.Place]{r.Place(), r.ID, fmt.Sprintf("seq %d", r.Seq), r.Head}
+}
+
+func (d *deadRows) act(ctx context.Context, conn *pgx.Conn, o *order, places []dead.Place) (outcome, error) {
+	var result *dead.Result
+	var err error
+	if o.discard {
+		result, err = dead.Discard(ctx, conn, d.s.schema, o.by, places, o.wholeKeys)
+	} else {
+		result, err = dead.Retry(ctx, conn, d.s.schema, o.by, places)
+	}
+	if err != nil {
+		return outcome{}, err
+	}
+	d.wait.Add(result.Done)
+	d.did.Retrying, d.did.Behind = append(d.did.Retrying, result.Retrying...), append(d.did.Behind, result.Behind...)
+	sum := outcome{done: len(result.Done), released: result.Released}
+	if o.discard {
+		sum.leave("it was handed back, and the relay may be publishing it", result.Retrying...)
+	} else {
+		sum.before = len(result.Retrying) // they are on their way
+	}
+	sum.leave("it waits behind another row, or the relay may be publishing it", result.Behind...)
+	return sum, nil
+}
+
+func (d *deadRows) look(ctx context.Context, conn *pgx.Conn) (operator.Report, error) {
+	r, err := d.wait.Look(ctx, conn, d.s.schema)
+	d.did.Waited = &r
+	return operator.Report{Finished: r.Published, Discarded: r.Discarded, Pending: r.Pending, Failed: r.Failed}, err
+}
+
+func (d *deadRows) report(common actReport) any {
+	d.did.actReport = common
+	return d.did
+}

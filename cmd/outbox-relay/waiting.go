@@ -1,0 +1,165 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/internal/operator"
+	"github.com/effectonce/effectonce/internal/parked"
+)
+
+// waiting is a table of rows that wait for an operator, such as dead ones, with the flags that choose some
+// of them; each command has one of its own. P names a row, R is one as it is listed.
+type waiting[P, R any] interface {
+	words() words
+	chooser
+	reader[P, R]
+	printer[R]
+	actor[P, R]
+}
+
+type chooser interface {
+	add(flags *pflag.FlagSet)
+	name(id string) error // chooses by what a person has of a row
+	// resolve is for before anything is read: it adds what only the database and the other flags know.
+	resolve(ctx context.Context, conn *pgx.Conn, flags *pflag.FlagSet) error
+	given() bool    // whether the flags choose anything
+	nothing() error // for a choice that fits nothing
+}
+
+type reader[P, R any] interface {
+	list(ctx context.Context, conn *pgx.Conn, limit int) ([]R, error)                     // what was chosen, the newest first
+	these(ctx context.Context, conn *pgx.Conn, places []P, limit int) ([]R, error)        // those, as list does
+	targets(ctx context.Context, conn *pgx.Conn, limit int) ([]P, error)                  // what was chosen, the oldest first
+	totals(ctx context.Context, conn *pgx.Conn) (string, error)                           // for under a list
+	show(ctx context.Context, conn *pgx.Conn, place P, payloadMax int64) (*detail, error) // or an error that is its words().gone
+}
+
+type printer[R any] interface {
+	print(out io.Writer, rows []R) error
+}
+
+type actor[P, R any] interface {
+	named() bool // whether rows were chosen wherever they stand in their queues
+	queued(row R) queued[P]
+	// act retries rows, or discards them; report knows of it afterwards.
+	act(ctx context.Context, conn *pgx.Conn, o *order, places []P) (outcome, error)
+	look(ctx context.Context, conn *pgx.Conn) (operator.Report, error)
+	report(common actReport) any // for --json
+}
+
+// words are what commands say of a table.
+type words struct {
+	command, row string // "dead", "row": the command is also what the rows are
+	filters      string // flags that choose rows
+	why          string // what the flag of reasons says
+	wait         string // what --wait waits for
+	// What became of rows that were handed back.
+	finished, failed, unfinished string
+	gone                         error // there is no such row any more
+}
+
+func (w words) rows() string { return w.row + "s" }
+
+// queued is where a row stands.
+type queued[P any] struct {
+	place P
+	id    uuid.UUID
+	at    string     // its place, for people
+	head  *uuid.UUID // the row that it waits for
+}
+
+// filter is what the flags of every table set.
+type filter struct {
+	key                    *parked.Key
+	topic, reason          **string
+	olderThan, youngerThan **time.Duration
+}
+
+// add adds flags. They come from the command line alone: what a deployment put into the environment must not
+// decide what is discarded.
+func (f filter) add(flags *pflag.FlagSet, w words, reasons []string) {
+	addText(flags, "key", 1<<20, "the "+w.row+"'s key, as text or as base64:...", func(text string) (err error) {
+		*f.key, err = parked.ParseKey(text)
+		return err
+	})
+	addText(flags, "topic", 249, "topic", into(f.topic))
+	addOneOf(flags, f.reason, "reason", w.why, reasons)
+	addAge(flags, f.olderThan, "older-than", w.command+" for longer than this")
+	addAge(flags, f.youngerThan, "younger-than", w.command+" for less than this")
+	commandLineOnly(flags, "id", "key", "topic", "reason", "older-than", "younger-than")
+}
+
+// addOneOf adds a flag of a text that filters only if it is given.
+func addOneOf(flags *pflag.FlagSet, target **string, name, usage string, known []string) {
+	addOption(flags, name, "string", "", usage+" ("+strings.Join(known, ", ")+")", func(text string) error {
+		if !slices.Contains(known, text) {
+			return errors.New("want one of " + strings.Join(known, ", "))
+		}
+		return into(target)(text)
+	})
+}
+
+const (
+	flagAll   = "all"
+	flagLimit = "limit"
+)
+
+func addLimit(flags *pflag.FlagSet, limit *int, standard int, w words) {
+	addInt(flags, limit, flagLimit, standard, 1, operator.TargetsMax, "how many "+w.rows()+" at most")
+	commandLineOnly(flags, flagLimit)
+}
+
+// into makes a flag set a text.
+func into(target **string) func(string) error {
+	return func(text string) error { *target = &text; return nil }
+}
+
+// addText adds a flag of a text that PostgreSQL can store.
+func addText(flags *pflag.FlagSet, name string, bytesMax int, usage string, set func(string) error) {
+	addOption(flags, name, "string", "", usage, func(text string) error {
+		if len(text) > bytesMax || !utf8.ValidString(text) || strings.ContainsRune(text, 0) {
+			return fmt.Errorf("want at most %d bytes of UTF-8", bytesMax)
+		}
+		return set(text)
+	})
+}
+
+// ageMax is far above what anything is kept.
+const ageMax = 10 * 365 * 24 * time.Hour
+
+// addAge adds a flag of a duration that filters only if it is given.
+func addAge(flags *pflag.FlagSet, target **time.Duration, name, usage string) {
+	addOption(flags, name, "duration", "", usage, func(text string) error {
+		d, err := time.ParseDuration(text)
+		if err != nil || d < 0 || d > ageMax {
+			return errors.New("want a duration such as 90s, 15m or 48h")
+		}
+		*target = &d
+		return nil
+	})
+}
+
+// oneID makes a command take the ID of a row.
+func oneID(set func(id string) error) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) != 1 {
+			return fmt.Errorf("%s takes one ID: see %s --help", cmd.CommandPath(), cmd.CommandPath())
+		}
+		if args[0] == "" || len(args[0]) > 1024 || !utf8.ValidString(args[0]) || strings.ContainsRune(args[0], 0) {
+			return errors.New("ID: want 1 to 1024 bytes of UTF-8")
+		}
+		return set(args[0])
+	}
+}

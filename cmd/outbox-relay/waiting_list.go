@@ -1,0 +1,116 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// parkedListMax is how much is listed unless more is asked for.
+const parkedListMax = 50
+
+// newList makes cmd list rows.
+func newList[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
+	var limit int
+	var asJSON bool
+	w.add(cmd.Flags())
+	addLimit(cmd.Flags(), &limit, parkedListMax, w.words())
+	addJSON(cmd, &asJSON)
+	cmd.Args = noArgs
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		return s.read(cmd, w, func(ctx context.Context, conn *pgx.Conn) error {
+			return list(ctx, conn, w, limit, asJSON, cmd.OutOrStdout())
+		})
+	}
+	return needs(cmd, flagDatabaseURL)
+}
+
+// withTables connects and checks the tables. A writing command needs a primary.
+func (s *settings) withTables(ctx context.Context, writes bool, work func(context.Context, *pgx.Conn) error) error {
+	connect := s.connect
+	if writes {
+		connect = s.connectWriting
+	}
+	conn, err := connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer hangUp(ctx, conn)
+	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.schema}); err != nil {
+		return err
+	}
+	return work(ctx, conn)
+}
+
+// read runs work with a connection, after the choice of rows is resolved.
+func (s *settings) read(cmd *cobra.Command, choice chooser, work func(context.Context, *pgx.Conn) error) error {
+	ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
+	defer cancel()
+	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+		if err := choice.resolve(ctx, conn, cmd.Flags()); err != nil {
+			return err
+		}
+		return work(ctx, conn)
+	})
+}
+
+func list[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], limit int, asJSON bool, out io.Writer) error {
+	rows, err := w.list(ctx, conn, limit+1)
+	if err != nil {
+		return err
+	}
+	if len(rows) == 0 {
+		return w.nothing()
+	}
+	more := len(rows) > limit
+	rows = rows[:min(len(rows), limit)]
+	if asJSON {
+		for _, r := range rows {
+			if err := printJSON(out, r); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	totals, err := w.totals(ctx, conn)
+	if err != nil {
+		return err
+	}
+	if err := w.print(out, rows); err != nil {
+		return err
+	}
+	if more {
+		totals = fmt.Sprintf("the newest %d: --%s shows more\n", len(rows), flagLimit) + totals
+	}
+	_, err = io.WriteString(out, totals)
+	return err
+}
+
+// total is how many rows of one relay or consumer wait for a reason.
+type total struct {
+	of, reason            string
+	count, retrying, keys int64
+}
+
+// totalsText writes one line for each relay or consumer; the totals are sorted by it.
+func totalsText(totals []total, what string) string {
+	var text strings.Builder
+	for len(totals) > 0 {
+		var reasons []string
+		var count, keys, retrying int64
+		of := totals[0].of
+		for len(totals) > 0 && totals[0].of == of {
+			t := totals[0]
+			reasons = append(reasons, fmt.Sprintf("%s %d", t.reason, t.count))
+			count, keys, retrying, totals = count+t.count, keys+t.keys, retrying+t.retrying, totals[1:]
+		}
+		fmt.Fprintf(&text, "%s: %d %s (%s), %d keys held, %d being retried\n", of, count, what, strings.Join(reasons, ", "), keys, retrying)
+	}
+	return text.String()
+}

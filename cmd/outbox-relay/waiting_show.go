@@ -1,0 +1,185 @@
+package main
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/internal/parked"
+)
+
+// payloadShown is how much of a payload is shown without --full.
+const payloadShown = 4 << 10
+
+// newShow makes cmd show everything about one row.
+func newShow[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
+	var asJSON, full bool
+	addBool(cmd.Flags(), &full, "full", "the whole payload")
+	addJSON(cmd, &asJSON)
+	cmd.Args = oneID(w.name)
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		payloadMax := int64(payloadShown)
+		if full {
+			payloadMax = 1 << 30
+		}
+		return s.read(cmd, w, func(ctx context.Context, conn *pgx.Conn) error {
+			return show(ctx, conn, w, payloadMax, asJSON, cmd.OutOrStdout())
+		})
+	}
+	return needs(cmd, flagDatabaseURL)
+}
+
+func show[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], payloadMax int64, asJSON bool, out io.Writer) error {
+	places, err := w.targets(ctx, conn, parkedListMax)
+	if err != nil {
+		return err
+	}
+	shown := 0
+	for _, place := range places {
+		d, err := w.show(ctx, conn, place, payloadMax)
+		if errors.Is(err, w.words().gone) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if asJSON {
+			err = printJSON(out, d.json)
+		} else {
+			_, err = io.WriteString(out, strings.Repeat("\n", min(shown, 1))+d.text())
+		}
+		if err != nil {
+			return err
+		}
+		shown++
+	}
+	if shown == 0 {
+		return w.nothing()
+	}
+	return nil
+}
+
+// detail is everything about a row, as it is shown.
+type detail struct {
+	json     any
+	id       uuid.UUID
+	facts    [][2]string // name and value
+	err      string
+	headers  json.RawMessage
+	payload  payload
+	unstored bool // the payload was too large to be stored
+	behind   int64
+	rows     string
+	next     []string // of those behind it, the first
+	actions  []parked.Action
+	advice   parked.Advice
+}
+
+func (d *detail) text() string {
+	var text strings.Builder
+	fmt.Fprintf(&text, "%-10s %s\n", "id", d.id)
+	for _, fact := range d.facts {
+		fmt.Fprintf(&text, "%-10s %s\n", fact[0], fact[1])
+	}
+	block(&text, "error", d.err)
+	printHeaders(&text, d.headers)
+	d.payload.print(&text, d.unstored)
+	if d.behind > 0 {
+		fmt.Fprintf(&text, "behind it  %d %s\n", d.behind, d.rows)
+		for _, next := range d.next {
+			fmt.Fprintf(&text, "  %s\n", next)
+		}
+		if d.behind > int64(len(d.next)) {
+			fmt.Fprintf(&text, "  and %d more\n", d.behind-int64(len(d.next)))
+		}
+	}
+	for i, a := range d.actions {
+		if i == 0 {
+			text.WriteString("operators\n")
+		}
+		fmt.Fprintf(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), printable(a.Who), printable(a.What), clip(a.Why, 200))
+	}
+	fmt.Fprintf(&text, "%-10s %s\n", "what to do", d.advice.Do)
+	return text.String()
+}
+
+// payload is one as --json shows it.
+type payload struct {
+	Payload          *string `json:"payload"`        // null: not there, a tombstone, or no text
+	PayloadBase64    *string `json:"payload_base64"` // null: not there, a tombstone, or text
+	PayloadTruncated bool    `json:"payload_truncated"`
+	bytes            *int64
+	read             int
+}
+
+// newPayload takes what was read of a payload, and how many bytes it has.
+func newPayload(read []byte, bytes *int64) payload {
+	p := payload{bytes: bytes, read: len(read)}
+	if bytes == nil {
+		return p
+	}
+	p.PayloadTruncated = int64(len(read)) < *bytes
+	if text, ok := payloadText(read, p.PayloadTruncated); ok {
+		p.Payload = &text
+	} else {
+		encoded := base64.StdEncoding.EncodeToString(read)
+		p.PayloadBase64 = &encoded
+	}
+	return p
+}
+
+func (p payload) print(text *strings.Builder, unstored bool) {
+	switch {
+	case p.bytes == nil && unstored:
+		block(text, "payload", "not stored")
+	case p.bytes == nil:
+		block(text, "payload", "none (a tombstone)")
+	case p.Payload != nil:
+		block(text, "payload", fmt.Sprintf("%d bytes of text", *p.bytes))
+		indent(text, *p.Payload)
+	default:
+		block(text, "payload", fmt.Sprintf("%d bytes, in base64", *p.bytes))
+		indent(text, *p.PayloadBase64)
+	}
+	if p.PayloadTruncated {
+		fmt.Fprintf(text, "  (the first %d bytes: --full shows all)\n", p.read)
+	}
+}
+
+// payloadText is the payload as text, if it is some. Where it was cut, so may be its last character.
+func payloadText(payload []byte, truncated bool) (text string, ok bool) {
+	for range utf8.UTFMax {
+		if utf8.Valid(payload) {
+			return string(payload), true
+		}
+		if !truncated || len(payload) == 0 {
+			break
+		}
+		payload = payload[:len(payload)-1]
+	}
+	return "", false
+}
+
+// printHeaders writes the headers as they are stored: see docs/schema.md, outbox.
+func printHeaders(text *strings.Builder, stored json.RawMessage) {
+	var headers map[string]json.RawMessage
+	if json.Unmarshal(stored, &headers) != nil || len(headers) == 0 {
+		return
+	}
+	text.WriteString("headers\n")
+	for _, name := range slices.Sorted(maps.Keys(headers)) {
+		fmt.Fprintf(text, "  %s: %s\n", printable(name), printable(string(headers[name])))
+	}
+}

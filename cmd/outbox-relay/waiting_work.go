@@ -1,0 +1,199 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"os/user"
+	"strings"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/operator"
+)
+
+// waitEvery is how often --wait looks.
+const waitEvery = 250 * time.Millisecond
+
+// whoami is the user of the machine, for the record.
+func whoami() string {
+	name, host := "unknown", "unknown"
+	if u, err := user.Current(); err == nil && u.Username != "" {
+		name = u.Username
+	}
+	if h, err := os.Hostname(); err == nil && h != "" {
+		host = h
+	}
+	who := strings.ReplaceAll(strings.ToValidUTF8(name+"@"+host, "?"), "\x00", "?")
+	return strings.ToValidUTF8(who[:min(len(who), 255)], "")
+}
+
+// work is an order that is carried out.
+type work[P, R any] struct {
+	waiting[P, R]
+	*order
+	screen  *screen
+	matched int
+	sum     outcome
+	waited  *operator.Report
+}
+
+// outcome is what became of rows.
+type outcome struct {
+	done     int
+	released int64  // keys that go on after a discard
+	before   int    // were handed back before, which is as well
+	left     []left // alone
+}
+
+// left is a row that was left alone.
+type left struct {
+	id  uuid.UUID
+	why string
+}
+
+func (o *outcome) leave(why string, ids ...uuid.UUID) {
+	for _, id := range ids {
+		o.left = append(o.left, left{id, why})
+	}
+}
+
+// actReport is what every retry and discard prints with --json.
+type actReport struct {
+	What     string `json:"what"`
+	DryRun   bool   `json:"dry_run"`
+	Matched  int    `json:"matched"`
+	Done     int    `json:"done"`
+	Released int64  `json:"released"` // keys that go on after a discard
+}
+
+func (w *work[P, R]) json() any {
+	what := w.words().command + ".retry"
+	if w.discard {
+		what = w.words().command + ".discard"
+	}
+	return w.report(actReport{What: what, DryRun: w.dryRun, Matched: w.matched, Done: w.sum.done, Released: w.sum.released})
+}
+
+// preview shows what would be done.
+func (w *work[P, R]) preview(ctx context.Context, conn *pgx.Conn, places []P, out io.Writer) error {
+	if w.order.json {
+		return printJSON(out, w.json())
+	}
+	rows, err := w.these(ctx, conn, places, parkedListMax)
+	if err != nil {
+		return err
+	}
+	if err := w.waiting.print(out, rows); err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(out, "%d %s would be %s; nothing was done (--dry-run)\n", len(places), w.words().rows(), w.verb())
+	return err
+}
+
+// do goes through the rows, a transaction for each few of them.
+func (w *work[P, R]) do(ctx context.Context, conn *pgx.Conn, places []P) error {
+	chunk, pace := operator.ChunkMax, time.NewTicker(time.Hour)
+	defer pace.Stop()
+	if w.rate > 0 {
+		chunk = max(1, min(chunk, w.rate/10))
+		pace.Reset(time.Duration(chunk) * time.Second / time.Duration(w.rate))
+	}
+	for done := 0; done < len(places); done += chunk {
+		if w.rate > 0 && done > 0 {
+			select {
+			case <-pace.C:
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+		upTo := min(done+chunk, len(places))
+		now, err := w.act(ctx, conn, w.order, places[done:upTo])
+		if err != nil {
+			return err
+		}
+		w.sum.done, w.sum.released, w.sum.before = w.sum.done+now.done, w.sum.released+now.released, w.sum.before+now.before
+		w.sum.left = append(w.sum.left, now.left...)
+		w.screen.step("%d of %d %s %s", upTo, len(places), w.words().rows(), w.verb())
+	}
+	if w.wait {
+		return w.await(ctx, conn)
+	}
+	return nil
+}
+
+// await looks until nothing is pending, or for as long as --wait-max.
+func (w *work[P, R]) await(ctx context.Context, conn *pgx.Conn) error {
+	limit := time.NewTimer(w.waitMax)
+	defer limit.Stop()
+	every := time.NewTicker(waitEvery)
+	defer every.Stop()
+	for {
+		now, err := w.look(ctx, conn)
+		if err != nil {
+			return err
+		}
+		w.waited = &now
+		if now.Pending == 0 {
+			return nil
+		}
+		w.screen.step("%d %s, %d %s again, %d to go", now.Finished, w.words().finished, len(now.Failed), w.words().failed, now.Pending)
+		select {
+		case <-every.C:
+		case <-limit.C:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// print says what was done, and returns errNotWell if not everything was.
+func (w *work[P, R]) print(out io.Writer) error {
+	var err error
+	if w.order.json {
+		err = printJSON(out, w.json())
+	} else {
+		_, err = io.WriteString(out, w.text())
+	}
+	well := len(w.sum.left) == 0 && (w.waited == nil || len(w.waited.Failed) == 0 && w.waited.Pending == 0)
+	if err == nil && !well {
+		return errNotWell
+	}
+	return err
+}
+
+func (w *work[P, R]) text() string {
+	var text strings.Builder
+	sum, words := w.sum, w.words()
+	fmt.Fprintf(&text, "%d %s %s", sum.done, words.rows(), w.verb())
+	if sum.released > 0 {
+		fmt.Fprintf(&text, "; %d keys go on", sum.released)
+	}
+	if sum.before > 0 {
+		fmt.Fprintf(&text, "; %d were handed back before", sum.before)
+	}
+	if gone := w.matched - sum.done - sum.before - len(sum.left); gone > 0 {
+		fmt.Fprintf(&text, "; %d were gone meanwhile", gone)
+	}
+	text.WriteString("\n")
+	for _, l := range sum.left {
+		fmt.Fprintf(&text, "not %s: %s: %s\n", w.verb(), l.id, l.why)
+	}
+	if r := w.waited; r != nil {
+		fmt.Fprintf(&text, "%d %s, %d %s again\n", r.Finished, words.finished, len(r.Failed), words.failed)
+		for _, f := range r.Failed {
+			fmt.Fprintf(&text, "%s: %s: %s: %s\n", words.failed, f.ID, f.Reason, clip(f.Error, 200))
+		}
+		if r.Discarded > 0 {
+			fmt.Fprintf(&text, "%d were discarded meanwhile\n", r.Discarded)
+		}
+		if r.Pending > 0 {
+			fmt.Fprintf(&text, "not done within %v: %d; %s \"outbox-relay status\" shows it\n", w.waitMax, r.Pending, words.unfinished)
+		}
+	}
+	return text.String()
+}

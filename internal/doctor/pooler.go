@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -19,7 +20,7 @@ func Pooler(ctx context.Context, connect func(context.Context) (*pgx.Conn, error
 	if err != nil {
 		return broken(check, err)
 	}
-	defer conn.Close(context.WithoutCancel(ctx))
+	defer hangUp(ctx, conn)
 	first, transactions, err := askBackend(ctx, conn)
 	switch {
 	case err != nil:
@@ -36,7 +37,7 @@ func Pooler(ctx context.Context, connect func(context.Context) (*pgx.Conn, error
 	if err != nil {
 		return broken(check, err)
 	}
-	defer other.Close(context.WithoutCancel(ctx))
+	defer hangUp(ctx, other)
 	second, _, err := askBackend(ctx, other)
 	if err != nil {
 		return broken(check, err)
@@ -46,6 +47,13 @@ func Pooler(ctx context.Context, connect func(context.Context) (*pgx.Conn, error
 		mode = "transaction mode"
 	}
 	return []Finding{ok(check, "the connection leads through a pooler (%s); the relay works there, \"outbox-relay migrate\" needs PostgreSQL itself: see docs/pgbouncer.md", mode)}
+}
+
+// hangUp closes a connection politely, and does not wait long for it.
+func hangUp(ctx context.Context, conn *pgx.Conn) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+	defer cancel()
+	_ = conn.Close(ctx) // the work is done
 }
 
 // askBackend returns the process that answers in a transaction, and whether there are transactions.

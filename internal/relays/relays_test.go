@@ -24,9 +24,9 @@ func connect(t *testing.T, address string) *pgx.Conn {
 	return conn
 }
 
-func exec(t *testing.T, conn *pgx.Conn, sql string, args ...any) {
+func exec(t *testing.T, conn *pgx.Conn, sql string) {
 	t.Helper()
-	_, err := conn.Exec(t.Context(), sql, args...)
+	_, err := conn.Exec(t.Context(), sql)
 	require.NoError(t, err, sql)
 }
 

@@ -61,6 +61,8 @@ func TestRelayIsForgotten(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, all, 2)
 	assert.True(t, all[0].Live())
+	assert.Equal(t, int64(1), all[0].Leased)
+	assert.Equal(t, int64(1), all[0].Replicas)
 	assert.Zero(t, all[0].QuietSeconds)
 	assert.Equal(t, "old", all[1].Relay)
 	assert.False(t, all[1].Live())

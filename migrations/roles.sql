@@ -93,5 +93,7 @@ GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq, effectonce.outbox_slot TO ef
 GRANT UPDATE, DELETE ON effectonce.outbox_dead, effectonce.parked_messages TO effectonce_operator;
 GRANT INSERT, UPDATE, DELETE ON effectonce.outbox_paused TO effectonce_operator;
 GRANT UPDATE (shards_wanted) ON effectonce.outbox_relays TO effectonce_operator;
+-- A relay by an old name, which holds published rows back: "outbox-relay relays delete".
+GRANT DELETE ON effectonce.outbox_relays, effectonce.outbox_progress, effectonce.outbox_replicas TO effectonce_operator;
 GRANT INSERT ON effectonce.operator_actions TO effectonce_operator;
 GRANT EXECUTE ON FUNCTION effectonce.message_id(text, text) TO effectonce_operator;

@@ -20,16 +20,20 @@ type doctorReport struct {
 
 func newDoctor(s *settings) *cobra.Command {
 	var asJSON bool
-	var limit time.Duration
+	var limit, keep time.Duration
 	cmd := needs(&cobra.Command{
 		Use:   "doctor",
 		Short: "Check database, rights, brokers, topics and consumers, with a remedy for what is wrong",
 		Long: `Check the database, the rights of its role, the brokers, the topics that rows name, and what consumers
-left: dedup windows against the retention of topics, parked messages, positions of groups that are gone.
-Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a check fails.`,
+left: dedup windows against the retention of topics, parked messages, positions of groups that are gone. Of the
+database also what holds others up: long and prepared transactions, replication slots, autovacuum, relays by an
+old name, slots of the outbox that do not take turns, messages for later that are overdue, a pooler between.
+Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a check fails; a warning is none.`,
+		Example: `  outbox-relay doctor
+  outbox-relay doctor --json | jq -r '.findings[] | select(.severity != "ok") | .remedy'`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			findings := s.examine(cmd.Context(), limit)
+			findings := s.examine(cmd.Context(), limit, keep)
 			report := doctorReport{Well: doctor.Well(findings), Findings: findings}
 			var err error
 			if asJSON {
@@ -44,12 +48,13 @@ Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a c
 		},
 	}, flagDatabaseURL)
 	addDuration(cmd.Flags(), &limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "how long each of database and brokers may take for an answer")
+	addDuration(cmd.Flags(), &keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long the relay keeps published rows, as \"run\" was told")
 	addJSON(cmd, &asJSON)
 	return cmd
 }
 
 // examine runs every check that what it found before allows.
-func (s *settings) examine(ctx context.Context, limit time.Duration) []doctor.Finding {
+func (s *settings) examine(ctx context.Context, limit, keep time.Duration) []doctor.Finding {
 	limited, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	var findings []doctor.Finding
@@ -63,10 +68,12 @@ func (s *settings) examine(ctx context.Context, limit time.Duration) []doctor.Fi
 	}
 	defer hangUp(ctx, conn)
 	findings = append(findings, doctor.Finding{Check: "database", Severity: doctor.OK, Message: s.target() + " answers"})
+	findings = append(findings, doctor.Pooler(limited, s.connect)...)
 	findings = append(findings, doctor.Server(limited, conn)...)
 	findings = append(findings, doctor.Durability(limited, conn)...)
 	findings = append(findings, doctor.Clock(limited, conn)...)
 	findings = append(findings, doctor.OpenTransactions(limited, conn)...)
+	findings = append(findings, doctor.ReplicationSlots(limited, conn)...)
 	tables := doctor.Rights(limited, conn, s.schema)
 	if doctor.Well(tables) {
 		tables = append(tables, doctor.Schema(limited, conn, s.schema)...)
@@ -76,6 +83,10 @@ func (s *settings) examine(ctx context.Context, limit time.Duration) []doctor.Fi
 		return append(findings, s.examineKafka(ctx, nil, limit)...)
 	}
 	findings = append(findings, doctor.Sequence(limited, conn, s.schema)...)
+	findings = append(findings, doctor.Autovacuum(limited, conn, s.schema)...)
+	findings = append(findings, doctor.Relays(limited, conn, s.schema)...)
+	findings = append(findings, doctor.Slots(limited, conn, s.schema, keep)...)
+	findings = append(findings, doctor.Later(limited, conn, s.schema)...)
 	return append(findings, s.examineKafka(ctx, conn, limit)...)
 }
 
@@ -99,6 +110,7 @@ func (s *settings) examineKafka(ctx context.Context, db doctor.Querier, limit ti
 	if db == nil || !doctor.Well(findings) {
 		return findings
 	}
+	findings = append(findings, doctor.MessageSize(limited, admin)...)
 	findings = append(findings, doctor.Topics(limited, db, admin, s.schema)...)
 	return append(findings, doctor.Consumers(limited, db, admin, s.schema)...)
 }
@@ -106,9 +118,9 @@ func (s *settings) examineKafka(ctx context.Context, db doctor.Querier, limit ti
 func printFindings(out io.Writer, findings []doctor.Finding) error {
 	var text strings.Builder
 	for _, f := range findings {
-		fmt.Fprintf(&text, "%-4s  %s: %s\n", f.Severity, f.Check, f.Message)
+		fmt.Fprintf(&text, "%-4s  %s: %s\n", f.Severity, printable(f.Check), printable(f.Message))
 		if f.Remedy != "" {
-			fmt.Fprintf(&text, "      remedy: %s\n", f.Remedy)
+			fmt.Fprintf(&text, "      remedy: %s\n", printable(f.Remedy))
 		}
 	}
 	_, err := io.WriteString(out, text.String())

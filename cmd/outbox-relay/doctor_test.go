@@ -41,12 +41,13 @@ func TestDoctorChecksEverything(t *testing.T) {
 	delete(found, "durability") // the server that tests share does not sync
 	assert.Equal(t, map[string]string{
 		"database": "ok", "server": "ok", "writable": "ok", "clock": "ok", "transactions": "ok", "rights": "ok",
-		"schema": "ok", "sequence": "ok", "brokers": "ok", "topic never-created": "fail", "consumers": "ok",
+		"schema": "ok", "sequence": "ok", "pooler": "ok", "replication": "ok", "autovacuum": "ok", "relays": "ok", "slots": "ok", "scheduled": "ok",
+		"brokers": "ok", "message size": "ok", "topic never-created": "fail", "consumers": "ok",
 	}, found)
 	r := runOn(t, address, "doctor", "--brokers", strings.Join(kafkatest.Brokers(t), ","))
 	assert.Equal(t, 1, r.code)
 	assert.Empty(t, r.stderr)
-	assert.Contains(t, r.stdout, "fail  topic never-created: it does not exist\n      remedy: create the topic")
+	assert.Contains(t, r.stdout, "fail  topic never-created: it does not exist\n      remedy: create the topic: kafka-topics.sh")
 }
 
 // What is missing stops only the checks that need it, and each says what to do.

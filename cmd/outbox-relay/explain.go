@@ -27,8 +27,8 @@ func newExplain(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:   "explain ID",
 		Short: "Show where a message is: outbox, topic, claims, parked, children",
-		Long: `Show where a message is: its row in the outbox and what each relay did with it, its records in the topic,
-who claimed it and when, whether it is parked, what its handlers published, what operators did about it.
+		Long: `Show where a message is: until when it waits if it is for later, its row in the outbox and what each relay
+did with it, its records in the topic, who claimed it and when, whether it is parked, what its handlers published, what operators did about it.
 ID is the ID that the message carries, the ID as logs show it, or topic/partition/offset.
 
 The topic is searched from the time of the row on, in the partition of its key; without a row from the
@@ -150,6 +150,13 @@ func events(x *inspect.Explanation) (all []event) {
 	for _, d := range x.Dead {
 		add(d.DiedAt, "dead", "relay %s, seq %d: %s (%s): %s; attempts %d", plain(d.Relay), d.Seq, d.Reason, d.State, clip(d.Error, 200), d.Attempts)
 	}
+	for _, r := range x.Scheduled {
+		state := ""
+		if r.OverdueSeconds > 0 {
+			state = ", overdue for " + seconds(r.OverdueSeconds)
+		}
+		add(r.CreatedAt, "later", "scheduled for %s%s: topic %s, key %s, %s", r.DueAt.UTC().Format("2006-01-02T15:04:05.000Z"), state, r.Topic, keyText(r.Key), sizeText(r.PayloadBytes))
+	}
 	for i, r := range x.Records {
 		again := ""
 		if i > 0 {
@@ -181,11 +188,7 @@ func events(x *inspect.Explanation) (all []event) {
 }
 
 func rowText(r inspect.Row) string {
-	payload := "a tombstone"
-	if r.PayloadBytes != nil {
-		payload = fmt.Sprintf("%d bytes", *r.PayloadBytes)
-	}
-	text := fmt.Sprintf("topic %s, key %s, seq %d, %s", r.Topic, keyText(r.Key), r.Seq, payload)
+	text := fmt.Sprintf("topic %s, key %s, seq %d, %s", r.Topic, keyText(r.Key), r.Seq, sizeText(r.PayloadBytes))
 	if len(r.States) == 0 {
 		return text + "; waiting: no relay ever ran"
 	}
@@ -193,6 +196,13 @@ func rowText(r inspect.Row) string {
 		text += fmt.Sprintf("; relay %s: %s", plain(relay), r.States[relay])
 	}
 	return text
+}
+
+func sizeText(bytes *int64) string {
+	if bytes == nil {
+		return "a tombstone"
+	}
+	return fmt.Sprintf("%d bytes", *bytes)
 }
 
 func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }

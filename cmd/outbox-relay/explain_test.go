@@ -67,6 +67,24 @@ func TestExplainIsATimeline(t *testing.T) {
 	}
 }
 
+// A message for later is known before it is in the outbox: until when it waits, and that it is overdue.
+func TestExplainKnowsMessagesForLater(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	const id = "0192f0c1-2b3c-7def-8123-456789abcdef"
+	conn := connect(t, address)
+	execSQL(t, conn, "INSERT INTO effectonce.outbox_scheduled (due_at, id, topic, key, payload) VALUES ('2100-01-02 03:04:05Z', $1, 'reminders', 'a', 'CANARY')", id)
+	r := runOn(t, address, "explain", id)
+	assert.Zero(t, r.code, r.stderr)
+	assert.Regexp(t, `(?m)^\S+Z  later     scheduled for 2100-01-02T03:04:05.000Z: topic reminders, key a, 6 bytes$`, r.stdout)
+	assertNoCanary(t, r, "explain")
+	execSQL(t, conn, "UPDATE effectonce.outbox_scheduled SET due_at = clock_timestamp() - interval '1 hour'")
+	assert.Regexp(t, `scheduled for \S+Z, overdue for 1h[0m\ds]*: topic reminders`, runOn(t, address, "explain", id).stdout)
+	v := runOn(t, address, "explain", id, "--json").object(t)
+	assert.Len(t, v["scheduled"], 1)
+	assert.Equal(t, []any{}, runOn(t, address, "explain", "nobody", "--json").object(t)["scheduled"])
+}
+
 func pool(t *testing.T, address string) *pgxpool.Pool {
 	t.Helper()
 	p, err := pgxpool.New(t.Context(), address)

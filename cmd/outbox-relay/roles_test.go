@@ -75,6 +75,8 @@ func TestOperatorHasItsCommands(t *testing.T) {
 	_, err := conn.PgConn().Exec(t.Context(), parkSQL).ReadAll()
 	require.NoError(t, err)
 	execSQL(t, conn, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset) VALUES ('billing', 'orders', 0, 0)")
+	execSQL(t, conn, "INSERT INTO effectonce.outbox_relays (relay) VALUES ('old')")
+	execSQL(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('old', 0)")
 	var id string
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT id::text FROM effectonce.outbox ORDER BY seq LIMIT 1").Scan(&id))
 	operator := pgtest.Login(t, address, withRoles(t, address), "operator")
@@ -86,7 +88,7 @@ func TestOperatorHasItsCommands(t *testing.T) {
 		"dead discard --id 4 --why test", "parked list", "parked show " + idPrefix + "1", "parked retry --reason failed",
 		"parked retry --topic orders --key order-1 --dry-run", "parked discard --reason undecodable --why test",
 		"parked discard --topic payments --all-of-key --why test", "actions list", "prune --dry-run",
-		"shards 2 --why test", "topics pause orders --why test", "topics list", "topics resume orders --why test",
+		"relays list", "relays list --json", "relays delete old --why test", "shards 2 --why test", "topics pause orders --why test", "topics list", "topics resume orders --why test",
 		"replay --from-time 2000-01-01T00:00:00Z --to-time 2100-01-01T00:00:00Z --topic " + topic,
 	} {
 		r := runKafka(t, operator, strings.Fields(strings.ReplaceAll(line, " --brokers KAFKA", ""))...)
@@ -99,7 +101,7 @@ func TestOperatorHasItsCommands(t *testing.T) {
 	for line, code := range codes {
 		assert.NotEqual(t, 2, code, line)
 		if strings.HasPrefix(line, "dead ") || strings.HasPrefix(line, "parked ") || strings.HasPrefix(line, "actions ") || strings.HasPrefix(line, "tail ") ||
-			strings.HasPrefix(line, "shards ") || strings.HasPrefix(line, "topics ") || strings.HasPrefix(line, "replay ") {
+			strings.HasPrefix(line, "shards ") || strings.HasPrefix(line, "topics ") || strings.HasPrefix(line, "replay ") || strings.HasPrefix(line, "relays ") {
 			assert.Zero(t, code, line)
 		}
 	}

@@ -37,7 +37,7 @@ func newStatus(s *settings) *cobra.Command {
 why, and what is parked. With --relay only that relay and no consumers, else all.
 
 Exit status 1 if it is not well: rows wait and nobody holds the lease, a row waits for longer than
---age-max, rows are in outbox_dead, a partition stands still, or more than --parked-max messages are
+--age-max, a message for later is overdue for longer, rows are in outbox_dead, a partition stands still, or more than --parked-max messages are
 parked.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -108,6 +108,11 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 	if err := printTable(out, relaysText(status)); err != nil {
 		return err
 	}
+	if status.Scheduled.Count > 0 {
+		if _, err := io.WriteString(out, scheduledText(status.Scheduled)); err != nil {
+			return err
+		}
+	}
 	if _, err := fmt.Fprintf(out, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions); err != nil {
 		return err
 	}
@@ -128,6 +133,20 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 	}
 	_, err := io.WriteString(out, text.String())
 	return err
+}
+
+func scheduledText(s doctor.Scheduled) string {
+	some := func(n int64, exact bool) string {
+		if exact {
+			return strconv.FormatInt(n, 10)
+		}
+		return "more than " + strconv.FormatInt(n, 10)
+	}
+	text := "scheduled for later: " + some(s.Count, s.CountExact)
+	if s.Overdue > 0 {
+		text += fmt.Sprintf(", of these %s due, the oldest for %s", some(s.Overdue, s.OverdueExact), seconds(s.OldestOverdueSeconds))
+	}
+	return text + "\n"
 }
 
 // claimsText says in two lines what the claims take.

@@ -96,3 +96,24 @@ func TestStatusWithoutRights(t *testing.T) {
 	assert.Equal(t, 1, r.code)
 	assert.Contains(t, r.stderr, `"outbox-relay doctor" lists the rights that the role lacks`)
 }
+
+// Messages for later are counted; what is overdue for longer than a row may wait is not well.
+func TestStatusCountsMessagesForLater(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	conn := connect(t, address)
+	assert.NotContains(t, runOn(t, address, "status", "--interval", "0s").stdout, "scheduled")
+	execSQL(t, conn, "INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (clock_timestamp() + interval '1 hour', 't')")
+	r := runOn(t, address, "status", "--interval", "0s")
+	assert.Zero(t, r.code)
+	assert.Contains(t, r.stdout, "scheduled for later: 1\n")
+	execSQL(t, conn, "INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (clock_timestamp() - interval '1 hour', 't')")
+	r = runOn(t, address, "status", "--interval", "0s")
+	assert.Equal(t, 1, r.code)
+	assert.Regexp(t, `(?m)^scheduled for later: 2, of these 1 due, the oldest for 1h[0m\ds]*$`, r.stdout)
+	assert.Contains(t, r.stdout, "not well: 1 messages for later are due and not in the outbox")
+	assert.Zero(t, runOn(t, address, "status", "--interval", "0s", "--age-max", "2h").code)
+	v := runOn(t, address, "status", "--interval", "0s", "--json").object(t)["scheduled"].(map[string]any)
+	assert.InDelta(t, 2, v["count"], 0)
+	assert.InDelta(t, 1, v["overdue"], 0)
+}

@@ -111,7 +111,21 @@ func TestWindowsAreComparedWithRetention(t *testing.T) {
 		}
 		assert.Equal(t, doctor.Warn, f.Severity, "%+v", f)
 		assert.Contains(t, f.Message, c.warns)
+		assert.Equal(t, c.topic != compacted, strings.Contains(f.Remedy, "--entity-name "+c.topic+" --add-config retention.ms="), "age removes nothing from a topic that is only compacted")
 	}
+}
+
+// A limit of bytes bounds no time: the window is compared with retention.ms, and the limit is named.
+func TestBytesOfRetentionAreNamed(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	topic := kafkatest.Topic(t, 1, "retention.ms", "604800000", "retention.bytes", "1073741824")
+	exec(t, conn, registerSQL, "n", "g", []string{topic}, "1 day")
+	f := only(t, consumers(t, conn))
+	assert.Contains(t, f.Message, "keeps messages for 168h0m0s (at most 1073741824 bytes of a partition: retention.bytes, which bounds no time)")
+	assert.Contains(t, f.Remedy, "retention.ms=86400000")
+	exec(t, conn, "UPDATE effectonce.consumers SET dedup_window = '8 days'")
+	assert.Equal(t, doctor.OK, only(t, consumers(t, conn)).Severity)
 }
 
 // Messages that are parked for a partition which Kafka does not have can wait for ever: that is said.

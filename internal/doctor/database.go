@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"strings"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -77,7 +76,7 @@ func Schema(ctx context.Context, db Querier, schema string) []Finding {
 	err := migrations.Check(ctx, db, opts)
 	switch {
 	case errors.Is(err, migrations.ErrTooOld):
-		return []Finding{fail("schema", "run \"outbox-relay migrate up\"", "%v", err)}
+		return []Finding{fail("schema", "outbox-relay migrate up && outbox-relay migrate roles --apply   # as the owner of the tables", "%v", err)}
 	case errors.Is(err, migrations.ErrTooNew):
 		return []Finding{fail("schema", "update this program", "%v", err)}
 	case err != nil:
@@ -138,11 +137,13 @@ func operatorRights(schema string) []right {
 		{"table", "parked_messages", "SELECT,UPDATE,DELETE"},
 		{"table", "outbox_dead", "SELECT,UPDATE,DELETE"},
 		{"table", "outbox_paused", "SELECT,INSERT,UPDATE,DELETE"},
-		{"table", "outbox_relays", "SELECT,UPDATE(shards_wanted)"},
+		{"table", "outbox_relays", "SELECT,UPDATE(shards_wanted),DELETE"},
+		{"table", "outbox_progress", "SELECT,DELETE"},
+		{"table", "outbox_replicas", "SELECT,DELETE"},
 		{"table", "operator_actions", "SELECT,INSERT"},
 	}
 	for _, table := range []string{
-		"schema_version", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_ticks", "outbox_progress", "outbox_replicas",
+		"schema_version", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_ticks",
 		"outbox_scheduled", "consumers", "consumer_positions", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences",
 	} {
 		rights = append(rights, right{"table", table, "SELECT"})
@@ -208,32 +209,4 @@ func Sequence(ctx context.Context, db Querier, schema string) []Finding {
 			"outbox.seq has a sequence cache of %d: messages of a key may be published out of order", cache)}
 	}
 	return []Finding{ok("sequence", "outbox.seq is handed out in order")}
-}
-
-// Clock compares the database's clock with this machine's. Nothing depends on it: leases, ages and
-// retention use the database's.
-func Clock(ctx context.Context, db Querier) []Finding {
-	var theirs time.Time
-	before := time.Now()
-	if err := db.QueryRow(ctx, clockSQL).Scan(&theirs); err != nil {
-		return broken("clock", err)
-	}
-	trip := time.Since(before)
-	off := theirs.Sub(before.Add(trip / 2)).Abs().Round(time.Millisecond)
-	return []Finding{ok("clock", "the clocks differ by about %v, within half a round trip of %v; only the database's decides", off, trip.Round(time.Millisecond))}
-}
-
-// OpenTransactions names the oldest transaction that has an id.
-func OpenTransactions(ctx context.Context, db Querier) []Finding {
-	var what string
-	var seconds float64
-	err := db.QueryRow(ctx, openSQL).Scan(&what, &seconds)
-	switch {
-	case errors.Is(err, pgx.ErrNoRows):
-		return []Finding{ok("transactions", "no transaction that writes is open (as far as this role may see)")}
-	case err != nil:
-		return broken("transactions", err)
-	}
-	age := time.Duration(seconds * float64(time.Second)).Round(time.Millisecond)
-	return []Finding{ok("transactions", "the oldest transaction that writes is open for %v: %s; it does not stall the relay, but rows above its floor are kept", age, what)}
 }

@@ -99,7 +99,7 @@ func missing(name string, details kadm.TopicDetails) *Finding {
 	case listed && d.Err == nil:
 		return nil
 	case !listed || errors.Is(d.Err, kerr.UnknownTopicOrPartition) || errors.Is(d.Err, kerr.InvalidTopicException):
-		f = fail("topic "+name, "create the topic: rows that wait for it are then published by themselves", "it does not exist")
+		f = fail("topic "+name, fmt.Sprintf("create the topic: kafka-topics.sh --bootstrap-server \"$KAFKA_BROKERS\" --create --topic %s --partitions 12 --replication-factor 3 --config min.insync.replicas=2   # rows that wait for it are then published by themselves", name), "it does not exist")
 	case errors.Is(d.Err, kerr.TopicAuthorizationFailed):
 		f = fail("topic "+name, "grant DESCRIBE and WRITE on the topic", "not allowed: %v", d.Err)
 	default:
@@ -117,24 +117,70 @@ func topic(config kadm.ResourceConfig, wanted wantedTopic, detail kadm.TopicDeta
 	var found []Finding
 	switch {
 	case knownMax && wanted.largest > maxBytes:
-		found = append(found, fail(check, "raise max.message.bytes of the topic before the relay gets there, else the row goes to outbox_dead",
+		found = append(found, fail(check, alterTopic(config.Name, "max.message.bytes", wanted.largest)+"   # before the relay gets there, else the row goes to outbox_dead",
 			"max.message.bytes is %d, the largest waiting row makes a record of about %d", maxBytes, wanted.largest))
+	case wanted.largest > relayBytesMax:
+		found = append(found, fail(check, "store the body elsewhere and publish a reference to it; outbox.Config.RecordBytesMax keeps such rows out",
+			"the largest waiting row makes a record of about %d bytes, and the relay publishes none above %d", wanted.largest, relayBytesMax))
 	case knownMax && maxBytes < outbox.RecordBytesMaxDefault:
-		found = append(found, warn(check, "raise max.message.bytes, or set RecordBytesMax of the programs that publish below it",
+		found = append(found, warn(check, alterTopic(config.Name, "max.message.bytes", messageBytesStandard)+"   # or set RecordBytesMax of the programs that publish below it",
 			"max.message.bytes is %d, but outbox.Publish accepts records of %d bytes unless configured", maxBytes, outbox.RecordBytesMaxDefault))
 	}
 	switch {
 	case knownInSync && inSync > replicas:
-		found = append(found, fail(check, "lower min.insync.replicas or add replicas", "min.insync.replicas is %d, but it has %d replicas: nothing can be published", inSync, replicas))
+		found = append(found, fail(check, alterTopic(config.Name, "min.insync.replicas", max(replicas-1, 1))+"   # or add replicas: kafka-reassign-partitions.sh",
+			"min.insync.replicas is %d, but it has %d replicas: nothing can be published", inSync, replicas))
 	case replicas < 2:
-		found = append(found, warn(check, "three replicas and min.insync.replicas=2 (not on a single test broker)", "it has one replica: what Kafka acknowledged is lost with one broker"))
+		found = append(found, warn(check, "three replicas and min.insync.replicas=2, by kafka-reassign-partitions.sh (not on a single test broker)", "it has one replica: what Kafka acknowledged is lost with one broker"))
 	case knownInSync && inSync < 2:
-		found = append(found, warn(check, "set min.insync.replicas to 2", "min.insync.replicas is 1: a record may be acknowledged by one broker and lost with it"))
+		found = append(found, warn(check, alterTopic(config.Name, "min.insync.replicas", 2), "min.insync.replicas is 1: although the relay waits for all replicas in sync (acks=all), a record may be acknowledged by one broker and lost with it"))
+	case knownInSync && inSync == replicas:
+		found = append(found, warn(check, alterTopic(config.Name, "min.insync.replicas", replicas-1)+"   # or add a replica", "min.insync.replicas is %d, as many as it has replicas: while one broker is away, also for a restart, nothing is published", inSync))
 	}
 	if len(found) == 0 {
 		found = append(found, ok(check, "%d partitions, %d replicas", len(detail.Partitions), replicas))
 	}
 	return found
+}
+
+// relayBytesMax is the largest record that the relay publishes, whatever the topic takes.
+const relayBytesMax = 90_000_000
+
+// messageBytesStandard is Kafka's own message.max.bytes.
+const messageBytesStandard = 1_048_588
+
+// MessageSize looks at what topics get that have no limit of their own: those that are made later.
+func MessageSize(ctx context.Context, admin *kadm.Client) []Finding {
+	const check = "message size"
+	meta, err := admin.BrokerMetadata(ctx)
+	if err != nil {
+		return broken(check, err)
+	}
+	configs, err := admin.DescribeBrokerConfigs(ctx, meta.Brokers.NodeIDs()...)
+	if err != nil {
+		return broken(check, err)
+	}
+	var tight []string
+	for _, config := range configs {
+		if config.Err != nil {
+			// A relay needs no such right, and is better off without it.
+			return []Finding{ok(check, "not looked at: the brokers' settings cannot be read (%v)", config.Err)}
+		}
+		if limit, known := setting(config, "message.max.bytes"); known && limit < outbox.RecordBytesMaxDefault {
+			tight = append(tight, fmt.Sprintf("%d on broker %s", limit, config.Name))
+		}
+	}
+	if len(tight) > 0 {
+		return []Finding{warn(check,
+			fmt.Sprintf("kafka-configs.sh --bootstrap-server \"$KAFKA_BROKERS\" --alter --entity-type brokers --entity-default --add-config message.max.bytes=%d", messageBytesStandard),
+			"message.max.bytes is %s: a topic without max.message.bytes takes less than the %d bytes that outbox.Publish accepts unless configured", strings.Join(tight, ", "), outbox.RecordBytesMaxDefault)}
+	}
+	return []Finding{ok(check, "the brokers' message.max.bytes is not below what outbox.Publish accepts")}
+}
+
+// alterTopic is the command that sets one setting of a topic. A topic's name needs no quotes.
+func alterTopic(topic, name string, value int64) string {
+	return fmt.Sprintf("kafka-configs.sh --bootstrap-server \"$KAFKA_BROKERS\" --alter --entity-type topics --entity-name %s --add-config %s=%d", topic, name, value)
 }
 
 func setting(config kadm.ResourceConfig, name string) (int64, bool) {

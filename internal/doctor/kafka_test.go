@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
@@ -85,6 +86,66 @@ func TestTopicsOfRowsAreChecked(t *testing.T) {
 	assert.Empty(t, of(small, doctor.Fail))
 	assert.Contains(t, of(tight, doctor.Fail), "max.message.bytes is 10000, the largest waiting row makes a record of about 10")
 	assert.Contains(t, of(strict, doctor.Fail), "min.insync.replicas is 9")
+	for topic, remedy := range map[string]string{
+		small:  "--entity-name " + small + " --add-config max.message.bytes=1048588",
+		tight:  "--entity-name " + tight + " --add-config max.message.bytes=1",
+		strict: "--entity-name " + strict + " --add-config min.insync.replicas=",
+	} {
+		var remedies []string
+		for _, f := range byCheck(findings, topic) {
+			remedies = append(remedies, f.Remedy)
+		}
+		assert.Contains(t, strings.Join(remedies, "\n"), remedy)
+	}
+}
+
+// How many replicas have to have a record is compared with how many there are: one is too few to keep it, all of
+// them too many to stay up.
+func TestReplicasInSyncAreJudged(t *testing.T) {
+	t.Parallel()
+	fake := kafkatest.Fake(t, kfake.NumBrokers(3))
+	conn := connect(t, pgtest.Database(t))
+	admin := kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs()))
+	for name, c := range map[string]struct {
+		inSync   string
+		severity doctor.Severity
+		text     string
+	}{
+		"one":   {"1", doctor.Warn, "min.insync.replicas is 1: although the relay waits for all replicas in sync"},
+		"two":   {"2", doctor.OK, "1 partitions, 3 replicas"},
+		"three": {"3", doctor.Warn, "min.insync.replicas is 3, as many as it has replicas"},
+		"four":  {"4", doctor.Fail, "min.insync.replicas is 4, but it has 3 replicas"},
+	} {
+		created, err := admin.CreateTopic(t.Context(), 1, 3, map[string]*string{"min.insync.replicas": &c.inSync}, name)
+		require.NoError(t, err)
+		require.NoError(t, created.Err)
+		exec(t, conn, insertSQL, name, 1)
+		f := only(t, byCheck(doctor.Topics(t.Context(), conn, admin, "effectonce"), name))
+		assert.Equal(t, c.severity, f.Severity, name)
+		assert.Contains(t, f.Message, c.text)
+	}
+}
+
+// A record that the relay cannot publish, whatever the topic takes, is found before; and brokers whose own limit is
+// below what outbox.Publish accepts are, too.
+func TestSizesAreCompared(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	huge := kafkatest.Topic(t, 1, "max.message.bytes", "200000000")
+	exec(t, conn, insertSQL, huge, 91_000_000)
+	f := byCheck(topics(t, conn), huge)[0]
+	assert.Equal(t, doctor.Fail, f.Severity)
+	assert.Contains(t, f.Message, "the relay publishes none above 90000000")
+
+	brokers := func(limit string) doctor.Finding {
+		fake := kafkatest.Fake(t, kfake.BrokerConfigs(map[string]string{"message.max.bytes": limit}))
+		return only(t, doctor.MessageSize(t.Context(), kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs()))))
+	}
+	assert.Equal(t, doctor.OK, brokers("1048588").Severity)
+	small := brokers("999999")
+	assert.Equal(t, doctor.Warn, small.Severity)
+	assert.Contains(t, small.Message, "message.max.bytes is 999999 on broker 0")
+	assert.Contains(t, small.Remedy, "--add-config message.max.bytes=1048588")
 }
 
 // A topic is of no interest once its rows are published.

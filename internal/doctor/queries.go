@@ -4,7 +4,7 @@ import "github.com/effectonce/effectonce/migrations"
 
 // progressSQL reads every relay's cursor with its two ticks taken apart. seq counts only while a batch
 // takes several pages, that is while next_tick is set. The epoch of the clock comes with it, so that a
-// rate is computed from the database's time.
+// rate is computed from the database's time. A shard that no replica ever took has no cursor: it stands at the beginning.
 const progressSQL = `-- doctor.progress
 SELECT p.relay, p.shard, coalesce(p.owner, ''),
   coalesce(extract(epoch FROM p.lease_until - clock_timestamp()), 0)::float8, p.epoch, p.published,
@@ -12,7 +12,13 @@ SELECT p.relay, p.shard, coalesce(p.owner, ''),
   t.seq_last, pg_snapshot_xmax(t.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(t.snapshot) x),
   pg_snapshot_xmax(n.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(n.snapshot) x),
   p.system_identifier, extract(epoch FROM clock_timestamp())::float8, p.shards
-FROM effectonce.outbox_progress p
+FROM (
+  SELECT relay, shard, owner, lease_until, epoch, published, tick, floor, next_tick, seq, system_identifier, shards FROM effectonce.outbox_progress
+  UNION ALL
+  SELECT r.relay, s.shard, NULL, NULL, 0, 0, 0, 0, NULL, 0, NULL, r.shards
+  FROM effectonce.outbox_relays r CROSS JOIN LATERAL generate_series(0, r.shards - 1) AS s (shard)
+  WHERE NOT EXISTS (SELECT FROM effectonce.outbox_progress p WHERE p.relay = r.relay AND p.shard = s.shard)
+) p
 LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
 LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick
 ORDER BY p.relay, p.shard`
@@ -66,10 +72,11 @@ const waitingTopicsSQL = `-- doctor.waiting_topics
 SELECT topic, max(coalesce(octet_length(key), 0) + coalesce(octet_length(payload), 0) + octet_length(headers::text))
 FROM (` + waitingRows + `) sized GROUP BY topic`
 
+// deadSQL counts each dead row in its shard.
 const deadSQL = `-- doctor.dead
-SELECT relay, reason, count(*) FROM (
-  SELECT relay, reason FROM effectonce.outbox_dead LIMIT $1
-) bounded GROUP BY relay, reason`
+SELECT d.relay, (d.shard % coalesce(r.shards, 1))::smallint, d.reason, count(*)
+FROM (SELECT relay, shard, reason FROM effectonce.outbox_dead LIMIT $1) d LEFT JOIN effectonce.outbox_relays r USING (relay)
+GROUP BY 1, 2, 3`
 
 const deadTopicsSQL = `-- doctor.dead_topics
 SELECT DISTINCT topic FROM (SELECT topic FROM effectonce.outbox_dead LIMIT $1) bounded`
@@ -148,15 +155,72 @@ SELECT seqcache FROM pg_sequence WHERE seqrelid = pg_get_serial_sequence('effect
 const clockSQL = `-- doctor.clock
 SELECT clock_timestamp()`
 
-// openSQL finds the oldest transaction that has an id: in a session, or prepared. Sessions of others are
-// only seen with pg_read_all_stats.
+// openSQL finds the oldest transactions: in sessions, or prepared. Sessions of others are only seen with
+// pg_read_all_stats.
 const openSQL = `-- doctor.open_transactions
-SELECT what, extract(epoch FROM clock_timestamp() - since)::float8 FROM (
-  SELECT 'session ' || pid || ' (' || coalesce(nullif(application_name, ''), 'no application_name') || ')' AS what, xact_start AS since
-  FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() AND xact_start IS NOT NULL
+SELECT what, remedy, extract(epoch FROM clock_timestamp() - since)::float8, writes FROM (
+  SELECT 'session ' || pid || ' (' || coalesce(nullif(application_name, ''), 'no application_name') || ')' AS what,
+    format('SELECT pg_terminate_backend(%s); -- it is %s; ask its owner (%s) first', pid, coalesce(state, '-'), usename) AS remedy, xact_start AS since, backend_xid IS NOT NULL AS writes
+  FROM pg_stat_activity WHERE (backend_xid IS NOT NULL OR backend_xmin IS NOT NULL) AND pid <> pg_backend_pid() AND xact_start IS NOT NULL
+    AND backend_type = 'client backend'
   UNION ALL
-  SELECT 'prepared transaction of ' || owner, prepared FROM pg_prepared_xacts
-) open ORDER BY since LIMIT 1`
+  SELECT format('prepared transaction %s of %s in database %s', gid, owner, database),
+    format('ROLLBACK PREPARED %L; -- or COMMIT PREPARED, in database %s: its coordinator knows which', gid, database), prepared, true FROM pg_prepared_xacts
+) open ORDER BY since LIMIT 20`
+
+// holdersSQL finds what keeps dead rows for somebody else: slots, and standbys with hot_standby_feedback.
+const holdersSQL = `-- doctor.holders
+SELECT * FROM (
+  SELECT format('replication slot %s', slot_name) AS what, format('SELECT pg_drop_replication_slot(%L); -- only if its reader never comes back', slot_name) AS remedy, active,
+    greatest(coalesce(age(xmin), 0), coalesce(age(catalog_xmin), 0))::bigint AS behind,
+    coalesce(pg_wal_lsn_diff(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END, restart_lsn), 0)::bigint AS wal
+  FROM pg_replication_slots WHERE NOT temporary
+  UNION ALL
+  SELECT format('standby %s (%s)', application_name, coalesce(host(client_addr), 'local')),
+    'SELECT pid, xact_start, query FROM pg_stat_activity WHERE backend_xmin IS NOT NULL ORDER BY xact_start; -- there; or hot_standby_feedback = off',
+    true, age(backend_xmin)::bigint, 0
+  FROM pg_stat_replication WHERE backend_xmin IS NOT NULL
+) held ORDER BY behind DESC LIMIT 20`
+
+const autovacuumSQL = `-- doctor.autovacuum
+SELECT current_setting('autovacuum')::bool, current_setting('track_counts')::bool`
+
+// starvedSQL finds tables for which autovacuum is off, or does not keep up: with $2 times the dead rows at which it
+// begins, at least $3. Each setting is the table's own, or else the server's.
+const starvedSQL = `-- doctor.starved
+SELECT relname, off, dead > $3 AND dead > $2 * (threshold + factor * greatest(rows, 0)), dead, extract(epoch FROM clock_timestamp() - vacuumed)::float8
+FROM (
+  SELECT c.relname, c.reltuples AS rows, coalesce(s.n_dead_tup, 0) AS dead, greatest(s.last_autovacuum, s.last_vacuum) AS vacuumed,
+    coalesce(o.off, false) AS off,
+    coalesce(o.threshold, current_setting('autovacuum_vacuum_threshold')::float8) AS threshold,
+    coalesce(o.factor, current_setting('autovacuum_vacuum_scale_factor')::float8) AS factor
+  FROM pg_class c LEFT JOIN pg_stat_all_tables s ON s.relid = c.oid
+  CROSS JOIN LATERAL (
+    SELECT bool_or(NOT option_value::bool) FILTER (WHERE option_name = 'autovacuum_enabled') AS off,
+      max(option_value::float8) FILTER (WHERE option_name = 'autovacuum_vacuum_threshold') AS threshold,
+      max(option_value::float8) FILTER (WHERE option_name = 'autovacuum_vacuum_scale_factor') AS factor
+    FROM pg_options_to_table(c.reloptions)
+  ) o
+  WHERE c.relnamespace = to_regnamespace(quote_ident($1)) AND c.relkind = 'r'
+) tables
+WHERE off OR dead > $3 AND dead > $2 * (threshold + factor * greatest(rows, 0))
+ORDER BY relname LIMIT 50`
+
+const backendSQL = `-- doctor.backend
+SELECT pg_backend_pid()`
+
+const scheduledSQL = `-- doctor.scheduled
+SELECT (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled LIMIT $1) bounded),
+  (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled WHERE due_at <= (SELECT clock_timestamp()) LIMIT $1) bounded),
+  greatest(extract(epoch FROM clock_timestamp() - (SELECT due_at FROM effectonce.outbox_scheduled ORDER BY due_at LIMIT 1)), 0)::float8`
+
+// slotsSQL: how old the first row of each slot is, and which one is filled now.
+const slotsSQL = `-- doctor.slots
+SELECT s.slot, s.slot = c.last_value, pg_relation_size(('effectonce.outbox_' || s.slot)::regclass),
+  coalesce(extract(epoch FROM clock_timestamp() - (
+    SELECT o.created_at FROM effectonce.outbox o WHERE o.slot = s.slot ORDER BY o.seq LIMIT 1)), 0)::float8
+FROM effectonce.outbox_slots s, effectonce.outbox_slot c
+ORDER BY s.slot`
 
 const systemSQL = `-- doctor.system
 SELECT system_identifier FROM pg_control_system()`

@@ -120,7 +120,7 @@ func readLeftOvers(ctx context.Context, db Querier, schema string) ([]parkedAt, 
 
 // examineWindows looks whether Kafka may deliver again what a consumer does not recognise any more.
 func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, details kadm.TopicDetails) []Finding {
-	retention := map[string]time.Duration{}
+	retention, bytes, compacted := map[string]time.Duration{}, map[string]int64{}, map[string]bool{}
 	var existing []string
 	for name, d := range details {
 		if d.Err == nil {
@@ -135,6 +135,10 @@ func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, d
 		for _, config := range configs {
 			if kept, known := kept(config); known {
 				retention[config.Name] = kept
+			}
+			compacted[config.Name] = onlyCompacted(config)
+			if limit, known := setting(config, "retention.bytes"); known && limit >= 0 {
+				bytes[config.Name] = limit
 			}
 		}
 	}
@@ -153,8 +157,16 @@ func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, d
 				continue
 			}
 			short = true
-			found = append(found, warn(check, "set Window of this consumer to more than the retention, or Forever; or lower the topic's retention.ms",
-				"topic %s keeps messages %s, its dedup window is %v: what is older and is read again (a rewound group, a lost offset) is parked as expired", topic, keptText(kept), keeps))
+			hint := ""
+			if limit, limited := bytes[topic]; limited {
+				hint = fmt.Sprintf(" (at most %d bytes of a partition: retention.bytes, which bounds no time)", limit)
+			}
+			remedy := "set Window of this consumer to more than the retention, or Forever"
+			if !compacted[topic] {
+				remedy += "; or keep less: " + alterTopic(topic, "retention.ms", keeps.Milliseconds())
+			}
+			found = append(found, warn(check, remedy,
+				"topic %s keeps messages %s%s, its dedup window is %v: what is older and is read again (a rewound group, a lost offset) is parked as expired", topic, keptText(kept), hint, keeps))
 		}
 		if !short {
 			found = append(found, ok(check, "its dedup window is %v, the retention of its topics is not longer", keeps))
@@ -172,16 +184,20 @@ func kept(config kadm.ResourceConfig) (d time.Duration, known bool) {
 	if config.Err != nil {
 		return 0, false
 	}
-	for _, entry := range config.Configs {
-		if entry.Key == "cleanup.policy" && entry.Value != nil && *entry.Value == "compact" {
-			return forever, true
-		}
+	if onlyCompacted(config) {
+		return forever, true
 	}
 	ms, known := setting(config, "retention.ms")
 	if ms < 0 || ms > int64(forever/time.Millisecond) {
 		return forever, known
 	}
 	return time.Duration(ms) * time.Millisecond, known
+}
+
+func onlyCompacted(config kadm.ResourceConfig) bool {
+	return slices.ContainsFunc(config.Configs, func(entry kadm.Config) bool {
+		return entry.Key == "cleanup.policy" && entry.Value != nil && *entry.Value == "compact"
+	})
 }
 
 func keptText(d time.Duration) string {

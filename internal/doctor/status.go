@@ -28,6 +28,8 @@ type Status struct {
 	Positions int64         `json:"positions"` // partitions with a stored position
 	// Consuming has every name that claims. Empty where only one relay was asked for.
 	Consuming []ConsumerStatus `json:"consuming"`
+	// Scheduled are the messages for later.
+	Scheduled Scheduled `json:"scheduled"`
 	// Dedup says what the claims take. Null where only one relay was asked for.
 	Dedup *dedup.Stats `json:"dedup"`
 }
@@ -89,6 +91,9 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 	}
 	if err := db.QueryRow(ctx, inSchema(countConsumersSQL, schema)).Scan(&s.Consumers, &s.Positions); err != nil {
 		return nil, fmt.Errorf("count consumers: %w", err)
+	}
+	if s.Scheduled, err = ReadScheduled(ctx, db, schema); err != nil {
+		return nil, err
 	}
 	s.judge(opts.AgeMax)
 	if opts.Relay == "" {
@@ -167,10 +172,11 @@ func (s *Status) readDead(ctx context.Context, db Querier, schema string) error 
 		return fmt.Errorf("count dead rows: %w", err)
 	}
 	var relay, reason string
+	var shard int16
 	var n int64
-	_, err = pgx.ForEachRow(rows, []any{&relay, &reason, &n}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&relay, &shard, &reason, &n}, func() error {
 		for i := range s.Relays {
-			if s.Relays[i].Relay == relay {
+			if s.Relays[i].Relay == relay && s.Relays[i].Shard == shard {
 				s.Relays[i].Dead[reason] = n
 			}
 		}
@@ -184,10 +190,19 @@ func (s *Status) readDead(ctx context.Context, db Querier, schema string) error 
 
 // judge says what is not well. Each text names what to do.
 func (s *Status) judge(ageMax time.Duration) {
+	if overdue := s.Scheduled.Overdue; overdue > 0 && ageMax > 0 && s.Scheduled.OldestOverdueSeconds > ageMax.Seconds() {
+		s.Problems = append(s.Problems, fmt.Sprintf("%d messages for later are due and not in the outbox, the oldest for longer than %v: start \"outbox-relay run\", or see its log", overdue, ageMax))
+	}
+	ran := map[string]bool{}
+	for _, r := range s.Relays {
+		ran[r.Relay] = ran[r.Relay] || r.Epoch > 0
+	}
 	for _, r := range s.Relays {
 		switch {
-		case r.Waiting > 0 && r.Epoch == 0:
+		case r.Waiting > 0 && !ran[r.Relay]:
 			s.problem(r, "rows wait and it never ran: start \"outbox-relay run\"")
+		case r.Waiting > 0 && r.Epoch == 0:
+			s.problem(r, "rows of shard %d wait and no replica ever took it: start \"outbox-relay run\"", r.Shard)
 		case r.Waiting > 0 && !r.Live:
 			s.problem(r, "rows wait and nobody holds its lease: start \"outbox-relay run\"")
 		case r.Waiting > 0 && ageMax > 0 && r.OldestWaitingSeconds > ageMax.Seconds():

@@ -15,18 +15,20 @@ import (
 
 // Explanation is everything that is known of a message.
 type Explanation struct {
-	Asked    string           `json:"asked"`
-	Known    bool             `json:"known"`
-	IDs      []uuid.UUID      `json:"ids"` // under which consumers may claim it
-	Outbox   []Row            `json:"outbox"`
-	Dead     []Dead           `json:"dead"`
-	Records  []Record         `json:"records"` // in topics
-	Searched *Search          `json:"searched"`
-	Claims   []Claim          `json:"claims"`
-	Attempts []Attempt        `json:"attempts"`
-	Parked   []parked.Message `json:"parked"`
-	Children []Row            `json:"children"` // what its handlers published into this outbox
-	Actions  []parked.Action  `json:"actions"`
+	Asked  string      `json:"asked"`
+	Known  bool        `json:"known"`
+	IDs    []uuid.UUID `json:"ids"` // under which consumers may claim it
+	Outbox []Row       `json:"outbox"`
+	Dead   []Dead      `json:"dead"`
+	// Scheduled are messages for later; the relay moves them to the outbox, under the same ID, when they are due.
+	Scheduled []Scheduled      `json:"scheduled"`
+	Records   []Record         `json:"records"` // in topics
+	Searched  *Search          `json:"searched"`
+	Claims    []Claim          `json:"claims"`
+	Attempts  []Attempt        `json:"attempts"`
+	Parked    []parked.Message `json:"parked"`
+	Children  []Row            `json:"children"` // what its handlers published into this outbox
+	Actions   []parked.Action  `json:"actions"`
 }
 
 // Row is a row of the outbox.
@@ -61,6 +63,18 @@ type Dead struct {
 	Attempts int32      `json:"attempts"`
 	State    string     `json:"state"`
 	DiedAt   time.Time  `json:"died_at"`
+}
+
+// Scheduled is a row of outbox_scheduled.
+type Scheduled struct {
+	ID           uuid.UUID  `json:"id"`
+	Topic        string     `json:"topic"`
+	Key          parked.Key `json:"key"`
+	DueAt        time.Time  `json:"due_at"`
+	CreatedAt    time.Time  `json:"created_at"`
+	PayloadBytes *int64     `json:"payload_bytes"`
+	// OverdueSeconds is since it was due; 0: it is not yet.
+	OverdueSeconds float64 `json:"overdue_seconds"`
 }
 
 // Record is the message in a topic.
@@ -182,6 +196,11 @@ func (e *explainer) readRows(ctx context.Context) error {
 		return err
 	}
 	e.out.Dead = append(e.out.Dead, dead...)
+	scheduled, err := e.scheduled(ctx, fresh)
+	if err != nil {
+		return err
+	}
+	e.out.Scheduled = append(e.out.Scheduled, scheduled...)
 	for _, row := range rows {
 		e.names.addScope(row.Topic)
 		e.names.addText(row.ID.String())
@@ -189,6 +208,9 @@ func (e *explainer) readRows(ctx context.Context) error {
 	for _, row := range dead {
 		e.names.addScope(row.Topic)
 		e.names.addText(row.ID.String())
+	}
+	for _, row := range scheduled {
+		e.names.addScope(row.Topic)
 	}
 	return nil
 }
@@ -207,8 +229,8 @@ func (n *names) sorted() []uuid.UUID {
 func (e *explainer) result() *Explanation {
 	x := e.out
 	x.IDs = e.names.sorted()
-	x.Known = len(x.Outbox)+len(x.Dead)+len(x.Records)+len(x.Claims)+len(x.Attempts)+len(x.Parked)+len(x.Actions) > 0
-	x.IDs, x.Outbox, x.Dead, x.Records = some(x.IDs), some(x.Outbox), some(x.Dead), some(x.Records)
+	x.Known = len(x.Outbox)+len(x.Dead)+len(x.Scheduled)+len(x.Records)+len(x.Claims)+len(x.Attempts)+len(x.Parked)+len(x.Actions) > 0
+	x.IDs, x.Outbox, x.Dead, x.Scheduled, x.Records = some(x.IDs), some(x.Outbox), some(x.Dead), some(x.Scheduled), some(x.Records)
 	x.Claims, x.Attempts, x.Parked = some(x.Claims), some(x.Attempts), some(x.Parked)
 	x.Children, x.Actions = some(x.Children), some(x.Actions)
 	return x

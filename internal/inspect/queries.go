@@ -48,6 +48,10 @@ const deadSQL = `-- inspect.dead
 SELECT relay, seq, id, topic, key, reason, error, attempts, state, died_at
 FROM effectonce.outbox_dead WHERE id = ANY ($1::uuid[]) ORDER BY relay, seq LIMIT 1000`
 
+const scheduledSQL = `-- inspect.scheduled
+SELECT id, topic, key, due_at, created_at, octet_length(payload)::bigint, greatest(extract(epoch FROM clock_timestamp() - due_at), 0)::float8
+FROM effectonce.outbox_scheduled WHERE id = ANY ($1::uuid[]) ORDER BY due_at, id, topic LIMIT 1000`
+
 const topicsSQL = `-- inspect.topics
 SELECT DISTINCT t.topic FROM effectonce.consumers c CROSS JOIN LATERAL pg_catalog.unnest(c.topics) AS t (topic) ORDER BY 1`
 

@@ -47,6 +47,18 @@ func (e *explainer) dead(ctx context.Context, ids []uuid.UUID) ([]Dead, error) {
 	return all, wrap("read dead rows", err)
 }
 
+func (e *explainer) scheduled(ctx context.Context, ids []uuid.UUID) ([]Scheduled, error) {
+	rows, err := e.db.Query(ctx, inSchema(scheduledSQL, e.Schema), asBytes(ids))
+	if err != nil {
+		return nil, wrap("read messages for later", err)
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (r Scheduled, err error) {
+		err = row.Scan((*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.DueAt, &r.CreatedAt, &r.PayloadBytes, &r.OverdueSeconds)
+		return r, err
+	})
+	return all, wrap("read messages for later", err)
+}
+
 // states asks every relay about rows.
 func (e *explainer) states(ctx context.Context, rows []Row) error {
 	if len(rows) == 0 {

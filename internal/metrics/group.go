@@ -29,6 +29,7 @@ func (m *Metrics) groups(system *int64) []group {
 		{name: "dead", read: m.query(d.dead, deadSQL, []string{name}, name, rowsMax)},
 		{name: "size", read: m.query(d.size, sizeSQL, nil)},
 		{name: "transactions", read: m.query(d.transactions, transactionsSQL, nil)},
+		{name: "scheduled", optional: true, read: m.scheduled},
 		{name: "parked", optional: true, read: m.query(d.parked, parkedSQL, nil, rowsMax)},
 		{name: "positions", optional: true, read: m.query(d.positions, positionsSQL, nil, positionsMax)},
 	}
@@ -46,6 +47,24 @@ func (m *Metrics) pending(ctx context.Context, tx pgx.Tx, system *int64) ([]prom
 	}
 	age, err := gauge(m.database.oldest, max(b.OldestSeconds, 0), m.cfg.Relay)
 	return []prometheus.Metric{rows, age}, err
+}
+
+// scheduled has no values where the schema is older than the table.
+func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
+	var exists bool
+	if err := tx.QueryRow(ctx, existsSQL, migrations.InSchema("effectonce.outbox_scheduled", m.cfg.Schema)).Scan(&exists); err != nil || !exists {
+		return nil, err
+	}
+	s, err := doctor.ReadScheduled(ctx, tx, m.cfg.Schema)
+	if err != nil {
+		return nil, err
+	}
+	count, err := gauge(m.database.scheduled, float64(s.Count))
+	if err != nil {
+		return nil, err
+	}
+	overdue, err := gauge(m.database.overdue, s.OldestOverdueSeconds)
+	return []prometheus.Metric{count, overdue}, err
 }
 
 // later is query for a table that came with a later version of the schema; standard is the value without it.

@@ -125,6 +125,15 @@ func tablesAtRest(t *testing.T, m *metrics.Metrics, pool *pgxpool.Pool) {
 	exec(t, pool, "INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 4), ('other', 7) ON CONFLICT (relay) DO UPDATE SET shards = excluded.shards")
 	await(t, m, "shards", func(s series) bool { return s[of("outbox_shards", "relay", "default")] == 4 })
 
+	exec(t, pool, "INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (clock_timestamp() + interval '1 hour', 't')")
+	later, overdue := "outbox_scheduled_messages", "outbox_oldest_overdue_age_seconds"
+	soon := await(t, m, "a message for later", func(s series) bool { return s[later] == 1 })
+	assert.Contains(t, soon, overdue)
+	assert.Zero(t, soon[overdue])
+	exec(t, pool, "INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (clock_timestamp() - interval '200 s', 't')")
+	late := await(t, m, "one that is overdue", func(s series) bool { return s[later] == 2 })
+	assert.InDelta(t, 230, late[overdue], 30)
+
 	exec(t, pool, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('billing/orders', 'billing', '{orders}')")
 	exec(t, pool, `INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", reason, error, state)
 		SELECT c.id, gen_random_uuid(), 'orders', 0, n, CASE n WHEN 1 THEN 'failed' ELSE 'behind' END, '', 'parked'
@@ -174,7 +183,7 @@ func compareWithDocs(t *testing.T, samples series, types map[string]string) {
 		exposed[name] = types[name] + " " + strings.Join(names, ",")
 	}
 	assert.Equal(t, documented, exposed)
-	assert.Len(t, exposed, 17)
+	assert.Len(t, exposed, 19)
 }
 
 // What cannot be read is left out and counted, not shown as it was; everything else stays, and it comes back.

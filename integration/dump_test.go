@@ -29,7 +29,9 @@ const pgImage, pgMajor = "postgres:18", "18"
 func newPgPrograms(t *testing.T) pgPrograms {
 	t.Helper()
 	for _, p := range []pgPrograms{
-		{dir: os.Getenv("PG_PROGRAMS")}, {}, {dir: "/usr/lib/postgresql/" + pgMajor + "/bin/"},
+		{dir: os.Getenv("PG_PROGRAMS")},
+		{},
+		{dir: "/usr/lib/postgresql/" + pgMajor + "/bin/"},
 		{before: []string{"docker", "run", "--rm", "--interactive", "--pull=never", "--network=host", pgImage}},
 	} {
 		cmd := p.command(t, "pg_dump", "--version")
@@ -153,7 +155,7 @@ func (d *dumped) prepare(t *testing.T) {
 	d.insert(t, pool, d.missing, "held")
 	eventually(t, 30*time.Second, "the floor moves, a row is dead, one waits for its topic", func() (bool, any) {
 		d.waiting = append(d.waiting, fmt.Sprint(len(d.waiting)))
-		d.insert(t, pool, d.paused, d.waiting[len(d.waiting)-1])
+		d.insert(t, pool, d.paused, d.waiting[len(d.waiting)-1]) //nolint:contextcheck // the test's
 		floor := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress`)
 		reasons := count(ctx, t, pool, `SELECT count(DISTINCT reason) FROM effectonce.outbox_dead WHERE reason IN ('paused', 'unknown_topic')`)
 		return floor > 100 && reasons == 2, []int{floor, reasons}

@@ -74,8 +74,8 @@ func TestRowBetweenTheLookAndTheLockIsKept(t *testing.T) {
 				})
 			}}), relay.Config{Keep: time.Hour})
 			left := func() int {
-				require.NoError(t, tidier.TidyUp(ctx)) //nolint:contextcheck // the test's
-				return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0 WHERE convert_from(payload, 'UTF8') = 'published'`)
+				require.NoError(t, tidier.TidyUp(ctx))
+				return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0 WHERE convert_from(payload, 'UTF8') = 'published'`) //nolint:contextcheck // the test's
 			}
 			_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '59 minutes' WHERE slot = 0; SELECT setval('effectonce.outbox_slot', 1)`)
 			require.NoError(t, err)

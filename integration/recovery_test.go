@@ -127,8 +127,9 @@ func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
 	}
 }
 
-// dump is a database as pg_dump writes it: rows of one snapshot, and where sequences are, which is later. (PostgreSQL's
-// own program would have to be as new as the server, and comes neither with the embedded one nor on many machines.)
+// dump is a database as pg_dump writes it: rows of one snapshot, and where sequences are, which is later. PostgreSQL's
+// own program has to be as new as the server, and comes neither with the embedded one nor on many machines: see
+// TestDumpOfPostgreSQLsOwn.
 type dump struct {
 	tables    map[string][]byte
 	sequences map[string][2]any
@@ -296,6 +297,22 @@ func restoreDump(t *testing.T, c restored) {
 	require.NoError(t, r.terminate())
 	require.Equal(t, 1, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`))
 
+	requirePublishedOnce(t, topic, below(t, pool, topic, floors))
+}
+
+// below lists the rows of a topic up to a floor.
+func below(t *testing.T, pool *pgxpool.Pool, topic string, floor int) []string {
+	t.Helper()
+	rows, err := pool.Query(t.Context(), `SELECT id::text FROM effectonce.outbox WHERE topic = $1 AND seq <= $2`, topic, floor)
+	require.NoError(t, err)
+	ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.NotEmpty(t, ids)
+	return ids
+}
+
+func requirePublishedOnce(t *testing.T, topic string, published []string) {
+	t.Helper()
 	ids := map[string]int{}
 	for _, record := range kafkatest.ReadAll(t, topic) {
 		for _, h := range record.Headers {
@@ -304,11 +321,6 @@ func restoreDump(t *testing.T, c restored) {
 			}
 		}
 	}
-	rows, err := pool.Query(ctx, `SELECT id::text FROM effectonce.outbox WHERE seq <= $1`, floors)
-	require.NoError(t, err)
-	published, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	require.NotEmpty(t, published)
 	for _, id := range published {
 		require.Equal(t, 1, ids[id], "a row below the floor")
 	}

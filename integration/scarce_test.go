@@ -1,0 +1,113 @@
+package integration_test
+
+import (
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// fullSQL refuses what the relay writes as a server does whose data volume is full: reads go on.
+const fullSQL = `CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS
+	$$ BEGIN RAISE EXCEPTION 'could not extend file: No space left on device' USING ERRCODE = 'disk_full'; END $$;
+CREATE TRIGGER full_disk BEFORE INSERT OR UPDATE ON effectonce.outbox_progress FOR EACH STATEMENT EXECUTE FUNCTION full_disk();
+CREATE TRIGGER full_disk BEFORE INSERT OR UPDATE ON effectonce.outbox_replicas FOR EACH STATEMENT EXECUTE FUNCTION full_disk();
+CREATE TRIGGER full_disk BEFORE INSERT ON effectonce.outbox_relays FOR EACH STATEMENT EXECUTE FUNCTION full_disk();
+CREATE TRIGGER full_disk BEFORE INSERT ON effectonce.outbox_ticks FOR EACH STATEMENT EXECUTE FUNCTION full_disk();
+CREATE TRIGGER full_disk BEFORE INSERT OR UPDATE ON effectonce.outbox_dead FOR EACH STATEMENT EXECUTE FUNCTION full_disk()`
+
+// Property: a database that takes no more writes, because its disk is full, is waited out, by a relay that starts then as
+// by one that runs: nothing is lost, nothing moves to outbox_dead for it, and with exactly-once nothing comes twice.
+// Row O32. (A full volume of the WAL ends the server: that is a crash.)
+func TestFullDiskIsWaitedOut(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(guarantee(exactly), func(t *testing.T) {
+			t.Parallel()
+			ctx, pool, topic := t.Context(), open(t, pgtest.Database(t)), kafkatest.Topic(t, 1)
+			createWorkload(t, pool)
+			log := &lockedBuffer{}
+			cfg := relay.Config{ExactlyOnce: exactly, Lease: time.Second, Logger: slog.New(slog.NewTextHandler(log, nil))}
+			refused := func(times int) {
+				eventually(t, 30*time.Second, "the relay is refused", func() (bool, any) {
+					return strings.Count(log.String(), "SQLSTATE 53100") >= times, log
+				})
+			}
+			execute := func(sql string) {
+				_, err := pool.Exec(ctx, sql)
+				require.NoError(t, err)
+			}
+			w := writers{goroutines: 2, transactions: 20, keys: 3, topic: topic, seed: 11}
+			w.run(ctx, t, pool)
+			execute(fullSQL)
+			running(t, pool, kafkatest.Brokers(t), cfg)
+			refused(2)
+			execute(`DROP FUNCTION full_disk CASCADE`)
+			requirePublished(t, pool, topic)
+			execute(fullSQL)
+			seen := strings.Count(log.String(), "SQLSTATE 53100")
+			w.seed = 12
+			w.run(ctx, t, pool)
+			refused(seen + 2)
+			execute(`DROP FUNCTION full_disk CASCADE`)
+			s := requirePublished(t, pool, topic)
+			require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_dead`))
+			if exactly {
+				require.Zero(t, s.duplicates)
+			}
+		})
+	}
+}
+
+// Property: a server that has no connection left for the relay is waited out, by one that starts then as by one that
+// runs and loses those that it has. Row O37.
+func TestNoConnectionLeftIsWaitedOut(t *testing.T) {
+	t.Parallel()
+	ctx, url := t.Context(), pgtest.Database(t)
+	pool, topic, log := open(t, url), kafkatest.Topic(t, 1), &lockedBuffer{}
+	prefix := pgtest.RolePrefix(t, url)
+	execute := func(sql string) {
+		_, err := pool.Exec(ctx, sql)
+		require.NoError(t, err)
+	}
+	execute(`CREATE ROLE ` + prefix + `_all; GRANT pg_read_all_data, pg_write_all_data TO ` + prefix + `_all`)
+	relays := open(t, pgtest.Login(t, url, prefix, "all"))
+	limit := func(n int) { execute(fmt.Sprintf(`ALTER ROLE %s_login_all CONNECTION LIMIT %d`, prefix, n)) }
+	refused := func(times int) {
+		eventually(t, 30*time.Second, "the relay is refused", func() (bool, any) {
+			n := strings.Count(log.String(), "SQLSTATE 53300")
+			return n >= times, log
+		})
+	}
+	published := func(values ...string) {
+		eventually(t, 30*time.Second, "it is published", func() (bool, any) {
+			got := distinct(t, topic)
+			return slices.Equal(got, values), got
+		})
+	}
+	insert := func(payload string) {
+		_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', convert_to($2, 'UTF8'))`, topic, payload)
+		require.NoError(t, err)
+	}
+	limit(0)
+	running(t, relays, kafkatest.Brokers(t), relay.Config{Lease: time.Second, Logger: slog.New(slog.NewTextHandler(log, nil))})
+	insert("first")
+	refused(2)
+	limit(10)
+	published("first")
+	limit(0)
+	seen := strings.Count(log.String(), "SQLSTATE 53300")
+	execute(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = '` + prefix + `_login_all'`)
+	insert("second")
+	refused(seen + 2)
+	limit(10)
+	published("first", "second")
+}

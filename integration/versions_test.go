@@ -1,0 +1,86 @@
+package integration_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// expandSQL is what the migration of a next release may do while older programs run: new columns, in the middle of what
+// they would read with an asterisk or write without names, and new tables.
+const expandSQL = `DO $$
+DECLARE
+  known regclass;
+BEGIN
+  FOR known IN SELECT c.oid FROM pg_class c WHERE c.relnamespace = 'effectonce'::regnamespace AND c.relkind IN ('r', 'p')
+    AND NOT c.relispartition AND c.relname <> 'schema_version' LOOP
+    EXECUTE format('ALTER TABLE %s ADD COLUMN of_the_next_release text NOT NULL DEFAULT %L, ADD COLUMN unknown bigint', known, 'new');
+  END LOOP;
+END
+$$;
+CREATE TABLE effectonce.of_the_next_release (relay text);
+UPDATE effectonce.schema_version SET version = version + 1`
+
+// Property: relays that run while the migration of a next release adds columns and tables go on, in all that they do
+// (publish, bury, release, change shards, recover from trouble), lose nothing and publish nothing twice; one that starts then is
+// refused, and so is one of the next release before the migration. Row S14.
+func TestRelaysRunOnThroughANextMigration(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(guarantee(exactly), func(t *testing.T) {
+			t.Parallel()
+			ctx, pool := t.Context(), open(t, pgtest.Database(t))
+			topic, missing, brokers := kafkatest.Topic(t, 2), kafkatest.UnusedTopic(t), kafkatest.Brokers(t)
+			createWorkload(t, pool)
+			cfg := relay.Config{ExactlyOnce: exactly, Shards: 2, Lease: time.Second}
+			running(t, pool, brokers, cfg)
+			running(t, pool, brokers, cfg)
+			w := writers{goroutines: 3, transactions: 60, keys: 5, topic: topic, seed: 13}
+			w.run(ctx, t, pool)
+			requirePublished(t, pool, topic)
+			execute := func(sql string, args ...any) {
+				_, err := pool.Exec(ctx, sql, args...)
+				require.NoError(t, err)
+			}
+			execute(expandSQL)
+
+			execute(`INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'first'), ($1, 'k', 'second')`, missing)
+			w.seed = 14
+			w.run(ctx, t, pool)
+			requirePublished(t, pool, topic)
+			kafkatest.CreateTopic(t, missing, 1)
+			execute(`INSERT INTO effectonce.outbox_scheduled (topic, key, payload, due_at) VALUES ($1, 'k', 'third', clock_timestamp())`, missing)
+			_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 3)
+			require.NoError(t, err)
+			w.seed = 15
+			w.run(ctx, t, pool)
+			eventually(t, 30*time.Second, "the number of shards changes", func() (bool, any) {
+				n := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_progress`)
+				return n == 3, n
+			})
+			// Leases are taken anew, under other epochs, as after any trouble.
+			execute(`UPDATE effectonce.outbox_progress SET epoch = epoch + 1, lease_until = NULL, owner = NULL`)
+			w.seed = 16
+			w.run(ctx, t, pool)
+			requirePublished(t, pool, topic)
+			eventually(t, 30*time.Second, "what waited is published", func() (bool, any) {
+				got := distinct(t, missing)
+				return len(got) == 3, got
+			})
+			require.Equal(t, []string{"first", "second", "third"}, distinct(t, missing))
+
+			another, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, cfg)
+			require.NoError(t, err)
+			require.ErrorIs(t, another.Run(ctx), migrations.ErrTooNew)
+			execute(`UPDATE effectonce.schema_version SET version = version - 2`)
+			require.ErrorIs(t, another.Run(ctx), migrations.ErrTooOld)
+		})
+	}
+}

@@ -1,0 +1,269 @@
+package relay_test
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// between runs something right before each statement with a tag.
+type between struct {
+	tag string
+	do  func(ctx context.Context)
+}
+
+func (b *between) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	if len(query.SQL) > len(b.tag) && query.SQL[:len(b.tag)] == b.tag {
+		b.do(ctx)
+	}
+	return ctx
+}
+
+func (b *between) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+// traced is a second pool on a pool's database.
+func traced(t *testing.T, pool *pgxpool.Pool, tracer pgx.QueryTracer) *pgxpool.Pool {
+	t.Helper()
+	config := pool.Config()
+	config.ConnConfig.Tracer = tracer
+	second, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(second.Close)
+	return second
+}
+
+// Property: a row that is committed between the look at a slot and its lock is not lost, also where the role's default is a
+// stricter isolation, and one whose transaction is still open then keeps the slot. A slot whose time is not up is kept.
+func TestRowBetweenTheLookAndTheLockIsKept(t *testing.T) {
+	t.Parallel()
+	for _, open := range []bool{false, true} {
+		t.Run(fmt.Sprintf("still open %v", open), func(t *testing.T) {
+			t.Parallel()
+			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+			insert(t, pool, topic, "k", "published")
+			drain(t, newRelay(t, pool, relay.Config{}))
+			// A writer that read the slot's number before it was turned.
+			late, err := pool.Begin(ctx)
+			require.NoError(t, err)
+			defer late.Rollback(context.WithoutCancel(ctx))
+			var once sync.Once
+			tidier := newRelay(t, traced(t, pool, &between{"-- relay.lock_slot", func(ctx context.Context) {
+				once.Do(func() {
+					if _, err := late.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload, slot) VALUES ($1, 'k', 'late', 0)`, topic); err != nil {
+						t.Error(err)
+					}
+					if !open {
+						if err := late.Commit(ctx); err != nil {
+							t.Error(err)
+						}
+					}
+				})
+			}}), relay.Config{Keep: time.Hour})
+			left := func() int {
+				require.NoError(t, tidier.TidyUp(ctx))
+				return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0 WHERE convert_from(payload, 'UTF8') = 'published'`) //nolint:contextcheck // the test's
+			}
+			_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '59 minutes' WHERE slot = 0; SELECT setval('effectonce.outbox_slot', 1)`)
+			require.NoError(t, err)
+			require.NoError(t, newRelay(t, pool, relay.Config{Keep: time.Hour}).TidyUp(ctx))
+			require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`), "its time is not up")
+			_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '61 minutes' WHERE slot = 0`)
+			require.NoError(t, err)
+			require.Equal(t, 1, left())
+			if open {
+				require.NoError(t, late.Commit(ctx))
+			}
+			require.Equal(t, 1, left(), "it is not published")
+			drain(t, newRelay(t, pool, relay.Config{}))
+			require.Equal(t, []string{"published", "late"}, values(t, topic))
+			require.Zero(t, left())
+		})
+	}
+}
+
+// leases is what a relay says about its only shard.
+type leases struct{ held, lost atomic.Int64 }
+
+func (l *leases) hooks() relay.Hooks {
+	return relay.Hooks{Lease: func(_ int16, held bool) {
+		if held {
+			l.held.Add(1)
+		} else {
+			l.lost.Add(1)
+		}
+	}}
+}
+
+func await(t *testing.T, what string, condition func() bool) {
+	t.Helper()
+	require.Eventually(t, condition, 20*time.Second, 5*time.Millisecond, what)
+}
+
+// runs is running, with a Lease of its own.
+func runs(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) {
+	t.Helper()
+	r := newRelay(t, pool, cfg)
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+}
+
+const takenSQL = `UPDATE effectonce.outbox_progress SET epoch = epoch + 1, owner = 'another', lease_until = clock_timestamp() + interval '1 hour'`
+
+// Property: a replica whose shard somebody else took, which it can learn only from the epoch, gives up long before its own
+// lease would have ended, leaves the other's lease as it is, and counts nothing as published that is not stored. Row O13.
+func TestTakenShardIsGivenUp(t *testing.T) {
+	t.Parallel()
+	for _, rows := range []bool{false, true} {
+		t.Run(fmt.Sprintf("rows %v", rows), func(t *testing.T) {
+			t.Parallel()
+			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+			var l leases
+			var published atomic.Int64
+			hooks := l.hooks()
+			hooks.Published = func(n int64) { published.Add(n) }
+			runs(t, pool, relay.Config{Lease: 10 * time.Minute, Hooks: hooks})
+			await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+			insert(t, pool, topic, "k", "first")
+			await(t, "a row is published", func() bool { return published.Load() == 1 })
+			_, err := pool.Exec(ctx, takenSQL)
+			require.NoError(t, err)
+			until := one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress`)
+			if rows {
+				insert(t, pool, topic, "k", "second")
+			}
+			await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
+			require.EqualValues(t, 1, published.Load())
+			require.True(t, until.Equal(one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress`)))
+		})
+	}
+}
+
+// stalled is a pool's tracer that lets statements wait.
+type stalled struct {
+	between
+	fetch   atomic.Bool // the next page waits until release is closed: before it is read …
+	write   func()      // … or, if this is set, afterwards; this runs before
+	reads   atomic.Bool
+	waits   chan struct{} // closed when it does
+	release chan struct{}
+	beats   atomic.Int64
+	cut     atomic.Bool // leases cannot be renewed
+}
+
+func newStalled(write func()) *stalled {
+	s := &stalled{write: write, waits: make(chan struct{}), release: make(chan struct{})}
+	s.tag, s.do = "-- relay.beat", func(context.Context) { s.beats.Add(1) }
+	return s
+}
+
+func (s *stalled) TraceQueryStart(ctx context.Context, conn *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	ctx = s.between.TraceQueryStart(ctx, conn, query)
+	if s.cut.Load() && strings.HasPrefix(query.SQL, s.tag) {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithCancel(ctx)
+		cancel()
+	}
+	return ctx
+}
+
+func (s *stalled) stall() {
+	close(s.waits)
+	<-s.release
+}
+
+func (s *stalled) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
+	for _, q := range data.Batch.QueuedQueries {
+		if !strings.HasPrefix(q.SQL, "-- relay.fetch\n") || !s.fetch.CompareAndSwap(true, false) {
+			continue
+		}
+		if s.write == nil {
+			s.stall()
+		} else {
+			s.write()
+			s.reads.Store(true)
+		}
+	}
+	return ctx
+}
+
+func (s *stalled) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+
+func (s *stalled) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {
+	if s.reads.CompareAndSwap(true, false) {
+		s.stall()
+	}
+}
+
+// handed counts records that the relay gave to its client.
+type handed struct{ atomic.Int64 }
+
+func (h *handed) OnProduceRecordBuffered(*kgo.Record) { h.Add(1) }
+
+// Property: a page that arrives when the lease is over, because it could not be renewed, is not handed to Kafka, and the
+// shard is given up. Row O13.
+func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	tracer, records := newStalled(func() { insert(t, pool, topic, "k", "after") }), &handed{}
+	var l leases
+	r, err := relay.New(traced(t, pool, tracer), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(records)}, relay.Config{Lease: 2 * time.Second, Hooks: l.hooks()})
+	require.NoError(t, err)
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	insert(t, pool, topic, "k", "before")
+	await(t, "a row is handed over", func() bool { return records.Load() == 1 })
+	tracer.cut.Store(true)
+	tracer.fetch.Store(true)
+	<-tracer.waits
+	await(t, "the lease is over", func() bool {
+		return one[bool](t, pool, `SELECT lease_until < clock_timestamp() FROM effectonce.outbox_progress`)
+	})
+	close(tracer.release)
+	await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
+	require.EqualValues(t, 1, records.Load())
+	stop()
+	require.NoError(t, <-done)
+}
+
+// Property: the tick at which the number of shards changes is taken when no shard reads a page: none is behind it, and
+// nothing is published again by the new shards.
+func TestShardsChangeWhenNothingIsRead(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	tracer := newStalled(nil)
+	runs(t, traced(t, pool, tracer), relay.Config{Lease: time.Second})
+	insert(t, pool, topic, "k", "0")
+	await(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
+	tracer.fetch.Store(true)
+	<-tracer.waits
+	_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 2)
+	require.NoError(t, err)
+	beats := tracer.beats.Load()
+	await(t, "the relay wants to change it", func() bool { return tracer.beats.Load() > beats+10 })
+	for i := range 10 {
+		insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i+1))
+	}
+	close(tracer.release)
+	await(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress`) == 2 })
+	insert(t, pool, topic, "k", "last")
+	await(t, "all is published", func() bool { return slices.Contains(values(t, topic), "last") })
+	await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 12 })
+	require.Equal(t, 12, kafkatest.Count(t, topic), "nothing twice")
+}

@@ -109,7 +109,8 @@ func TestRelay(t *testing.T) {
 	})
 	require.NoError(t, err)
 	found := object(t, report)
-	for _, key := range []string{"skip_locked", "bare_cursor", "relay", "relay_vs_skip_locked", "relay_vs_bare_cursor", "exactly_once", "exactly_once_vs_relay", "p99_ms",
+	for _, key := range []string{
+		"skip_locked", "bare_cursor", "relay", "relay_vs_skip_locked", "relay_vs_bare_cursor", "exactly_once", "exactly_once_vs_relay", "p99_ms",
 		"cpu_seconds_per_million", "cpu_seconds_per_million_without_metrics", "cpu_seconds_per_million_exactly_once",
 		"idle_queries_per_second", "relay_process", "large_relay_process", "large_vs_relay_process", "large_cpu_seconds_per_million",
 	} {

@@ -150,7 +150,7 @@ func (m *recordMaker) add(r *row, own []outbox.Header) *kgo.Record {
 	return &m.records[len(m.records)-1]
 }
 
-// appendTime appends a time in timeLayout. To format each by its layout would be a tenth of the cost of a row.
+// appendTime appends a time in timeLayout. To format each by its layout was 5 percent of the CPU of a row.
 func (m *recordMaker) appendTime(b []byte, t time.Time) []byte {
 	if second := t.Unix(); m.seconds == nil || second != m.second {
 		m.second, m.seconds = second, t.UTC().AppendFormat(m.seconds[:0], timeLayout[:len(timeLayout)-len("000000Z")])

@@ -1,6 +1,9 @@
 package relay
 
-import "context"
+import (
+	"context"
+	"time"
+)
 
 // FetchSQL is the statement of the plan's test.
 const FetchSQL = fetchSQL
@@ -28,3 +31,12 @@ const (
 	NextDueSQL = nextDueSQL
 	PromoteSQL = promoteSQL
 )
+
+// Times returns times as the records of one page have them.
+func Times(times ...time.Time) (texts []string) {
+	m := newRecordMaker(len(times))
+	for _, t := range times {
+		texts = append(texts, string(m.appendTime(nil, t)))
+	}
+	return texts
+}

@@ -112,6 +112,8 @@ type recordMaker struct {
 	records []kgo.Record
 	headers []kgo.RecordHeader
 	text    []byte
+	second  int64  // whose text is in seconds
+	seconds []byte // rows that follow each other mostly have theirs in common
 }
 
 const (
@@ -132,7 +134,7 @@ func newRecordMaker(n int) *recordMaker {
 func (m *recordMaker) add(r *row, own []outbox.Header) *kgo.Record {
 	start := len(m.text)
 	m.text = appendUUID(m.text, r.id)
-	m.text = r.created.UTC().AppendFormat(m.text, timeLayout)
+	m.text = m.appendTime(m.text, r.created)
 	text := m.text[start:len(m.text):len(m.text)]
 	first := len(m.headers)
 	m.headers = append(m.headers,
@@ -146,6 +148,19 @@ func (m *recordMaker) add(r *row, own []outbox.Header) *kgo.Record {
 	}
 	m.records = append(m.records, kgo.Record{Topic: r.topic, Key: r.key, Value: r.payload, Headers: headers})
 	return &m.records[len(m.records)-1]
+}
+
+// appendTime appends a time in timeLayout. To format each by its layout was 5 percent of the CPU of a row.
+func (m *recordMaker) appendTime(b []byte, t time.Time) []byte {
+	if second := t.Unix(); m.seconds == nil || second != m.second {
+		m.second, m.seconds = second, t.UTC().AppendFormat(m.seconds[:0], timeLayout[:len(timeLayout)-len("000000Z")])
+	}
+	b = append(b, m.seconds...)
+	micros := t.Nanosecond() / 1000
+	for unit := 100_000; unit > 0; unit /= 10 {
+		b = append(b, byte('0'+micros/unit%10))
+	}
+	return append(b, 'Z')
 }
 
 func appendUUID(b []byte, id uuid.UUID) []byte {

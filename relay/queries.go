@@ -291,13 +291,13 @@ WITH locked AS MATERIALIZED (
 UPDATE effectonce.outbox_dead d SET state = 'held', reason = l.reason, error = l.error, attempts = d.attempts + 1
 FROM locked l WHERE d.relay = $1 AND d.seq = l.seq`
 
-// nextDueSQL is what an idle relay asks: in how many milliseconds the next message for later is due, at most a second.
+// nextDueSQL is what an idle relay asks: in how many milliseconds the next message for later is due, at most two seconds.
 const nextDueSQL = `-- relay.next_due
 SELECT coalesce((
   SELECT CASE WHEN due_at <= clock_timestamp() THEN 0
-    WHEN due_at < clock_timestamp() + interval '1 second' THEN ceil(extract(epoch FROM due_at - clock_timestamp()) * 1000::numeric)
-    ELSE 1000 END
-  FROM effectonce.outbox_scheduled ORDER BY due_at LIMIT 1), 1000)::bigint`
+    WHEN due_at < clock_timestamp() + interval '2 seconds' THEN ceil(extract(epoch FROM due_at - clock_timestamp()) * 1000::numeric)
+    ELSE 2000 END
+  FROM effectonce.outbox_scheduled ORDER BY due_at LIMIT 1), 2000)::bigint`
 
 // promoteSQL moves due messages into the outbox, in the order of their times. The lock lets one do it at a time:
 // of two side by side the later batch could commit first. The time is asked in a subquery, as a constant of the

@@ -20,15 +20,21 @@ func TestBenchJSON(t *testing.T) {
 		keys []string
 	}{
 		"consume": {[]string{"--messages", "2000"}, []string{"textbook", "no_dedup", "by_id", "bytes_per_message", "wal_bytes_per_message"}},
-		"relay":   {[]string{"--rows", "2000", "--latency-seconds", "1"}, []string{"skip_locked", "bare_cursor", "relay", "exactly_once", "p50_ms", "p99_ms"}},
+		"relay": {[]string{"--rows", "2000", "--latency-seconds", "1", "--idle-seconds", "1", "--large-rows", "3000"}, []string{
+			"skip_locked", "bare_cursor", "relay", "exactly_once", "p50_ms", "p99_ms",
+			"cpu_seconds_per_million", "memory_mb", "idle_cpu_percent", "idle_queries_per_second", "large_vs_relay_process",
+		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			environment := map[string]string{
 				"DATABASE_URL": pgtest.EmptyDatabase(t), "KAFKA_BROKERS": strings.Join(kafkatest.Brokers(t), ","),
 			}
-			r := run(t, environment, append([]string{"bench", name, "--json", "--rounds", "1"}, want.args...)...)
-			require.Zero(t, r.code, "%+v", r)
+			cmd, _ := process(t, environment, append([]string{"bench", name, "--json", "--rounds", "1"}, want.args...)...)
+			stdout, stderr := newOutput(), newOutput()
+			cmd.Stdout, cmd.Stderr = stdout, stderr
+			require.NoError(t, cmd.Run(), stderr)
+			r := result{stdout: stdout.String(), stderr: stderr.String()}
 			found := r.object(t)
 			for _, key := range append(want.keys, "seconds") {
 				assert.IsType(t, 0.0, found[key], key)

@@ -4,6 +4,9 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"io"
+	"os"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -86,21 +89,42 @@ func TestConsume(t *testing.T) {
 	assertNothingLeft(t, on)
 }
 
+// child is a relay's process that the test binary plays.
+func child(t *testing.T) []string {
+	t.Helper()
+	program, err := os.Executable()
+	require.NoError(t, err)
+	return []string{program, childArgument}
+}
+
 // Every variant of the relay gets every row to Kafka once (Relay itself counts them), every message of
-// the latencies arrives, and what it made on the servers is gone afterwards.
+// the latencies arrives, a relay alone in a process is measured busy, idle and on a larger backlog, and what was made
+// on the servers is gone afterwards.
 func TestRelay(t *testing.T) {
 	t.Parallel()
 	on := own(t)
 	report, err := bench.Relay(t.Context(), bench.RelayOptions{
 		Servers: on, Rows: bench.RowsMin, Partitions: 2, Rounds: 2, LatencySeconds: 1,
+		LargeRows: 2 * bench.RowsMin, IdleSeconds: 1, Command: child(t),
 	})
 	require.NoError(t, err)
 	found := object(t, report)
-	for _, key := range []string{"skip_locked", "bare_cursor", "relay", "relay_vs_skip_locked", "relay_vs_bare_cursor", "exactly_once", "exactly_once_vs_relay", "p99_ms"} {
+	for _, key := range []string{
+		"skip_locked", "bare_cursor", "relay", "relay_vs_skip_locked", "relay_vs_bare_cursor", "exactly_once", "exactly_once_vs_relay", "p99_ms",
+		"cpu_seconds_per_million", "cpu_seconds_per_million_without_metrics", "cpu_seconds_per_million_exactly_once",
+		"idle_queries_per_second", "relay_process", "large_relay_process", "large_vs_relay_process", "large_cpu_seconds_per_million",
+	} {
 		assert.Greater(t, found[key], 0.0, key)
 	}
 	assert.Contains(t, found, "p50_ms")
-	for key, want := range map[string]int{"rows": bench.RowsMin, "partitions": 2, "rounds": 2, "latency_seconds": 1, "payload_bytes": 256} {
+	assert.Less(t, found["idle_queries_per_second"], 50.0, "that is no idle relay")
+	assert.Less(t, found["idle_cpu_percent"], 100.0)
+	if runtime.GOOS == "linux" {
+		for _, key := range []string{"memory_mb", "memory_mb_exactly_once", "large_memory_mb"} {
+			assert.Greater(t, found[key], 5.0, key)
+		}
+	}
+	for key, want := range map[string]int{"rows": bench.RowsMin, "large_rows": 2 * bench.RowsMin, "partitions": 2, "rounds": 2, "latency_seconds": 1, "payload_bytes": 256} {
 		assert.InDelta(t, want, found[key], 0, key)
 	}
 	var table bytes.Buffer
@@ -108,6 +132,23 @@ func TestRelay(t *testing.T) {
 	assert.Regexp(t, `(?m)^relay +\d+ +[\d.]+x$`, table.String())
 	assert.Regexp(t, `(?m)^from commit to consumable, median +[\d.]+ ms$`, table.String())
 	assertNothingLeft(t, on)
+}
+
+// What only a process of its own can tell is left out without one, and a process that does not do its job gives no
+// figure but an error with what it said.
+func TestRelayProcess(t *testing.T) {
+	t.Parallel()
+	options := bench.RelayOptions{Servers: own(t), Rows: bench.RowsMin, Partitions: 1, Rounds: 1, LatencySeconds: 1, LargeRows: 5000}
+	report, err := bench.Relay(t.Context(), options)
+	require.NoError(t, err)
+	for key := range object(t, report) {
+		assert.NotRegexp(t, "cpu|memory|idle|process|large", key)
+	}
+	options.Command = []string{child(t)[0], "-test.bogus"}
+	_, err = bench.Relay(t.Context(), options)
+	require.ErrorContains(t, err, "the relay's process: exit status 2: flag provided but not defined: -test.bogus")
+	require.ErrorContains(t, bench.RelayProcess(t.Context(), strings.NewReader(""), io.Discard, nil), "not by people")
+	assertNothingLeft(t, options.Servers)
 }
 
 // A run that lost or doubled an effect gives no figure but an error.
@@ -146,8 +187,10 @@ func TestWrongOptions(t *testing.T) {
 	for _, part := range []string{"messages 1: want 2000 to 5000000", "partitions 1000: want 1 to 100", "rounds -1: want 1 to 25", "are needed"} {
 		require.ErrorContains(t, err, part)
 	}
-	_, err = bench.Relay(t.Context(), bench.RelayOptions{Rows: 1, LatencySeconds: 1000})
-	for _, part := range []string{"rows 1: want 2000 to 5000000", "latency seconds 1000: want 1 to 600", "are needed"} {
+	_, err = bench.Relay(t.Context(), bench.RelayOptions{Rows: 1, LatencySeconds: 1000, LargeRows: -1, IdleSeconds: 601})
+	for _, part := range []string{
+		"rows 1: want 2000 to 5000000", "large rows -1: want 0 to 100000000", "idle seconds 601: want 1 to 600", "latency seconds 1000: want 1 to 600", "are needed",
+	} {
 		require.ErrorContains(t, err, part)
 	}
 }

@@ -17,6 +17,12 @@ const (
 	RowsDefault = 500_000
 	RowsMax     = 5_000_000
 
+	LargeRowsMax = 100_000_000
+
+	IdleSecondsMin     = 1
+	IdleSecondsDefault = 15
+	IdleSecondsMax     = 600
+
 	RoundsMin     = 1
 	RoundsDefault = 3
 	RoundsMax     = 25
@@ -96,6 +102,14 @@ type RelayOptions struct {
 
 	// Rows of the backlog that each variant drains. 2,000 to 5,000,000; default 500,000.
 	Rows int
+	// LargeRows is a backlog that the relay alone drains once, to compare. 0 to 100,000,000; default 0: it is
+	// not measured.
+	LargeRows int
+	// IdleSeconds is how long an idle relay is watched. 1 to 600; default 15.
+	IdleSeconds int
+	// Command starts a process that calls RelayProcess, in which a relay is alone. Default: none; what only such a
+	// process can tell (CPU, memory, a large backlog) is left out.
+	Command []string
 	// Partitions of the topic. 1 to 100; default 6.
 	Partitions int
 	// Rounds in turns. 1 to 25; default 3.
@@ -111,6 +125,7 @@ func (o RelayOptions) withDefaults() (RelayOptions, error) {
 	o.Partitions = cmp.Or(o.Partitions, RelayPartitionsDefault)
 	o.Rounds = cmp.Or(o.Rounds, RoundsDefault)
 	o.LatencySeconds = cmp.Or(o.LatencySeconds, LatencySecondsDefault)
+	o.IdleSeconds = cmp.Or(o.IdleSeconds, IdleSecondsDefault)
 	if o.Progress == nil {
 		o.Progress = func(string) {}
 	}
@@ -119,6 +134,8 @@ func (o RelayOptions) withDefaults() (RelayOptions, error) {
 		inBounds("rows", o.Rows, RowsMin, RowsMax),
 		inBounds("partitions", o.Partitions, PartitionsMin, PartitionsMax),
 		inBounds("rounds", o.Rounds, RoundsMin, RoundsMax),
+		inBounds("large rows", o.LargeRows, 0, LargeRowsMax),
+		inBounds("idle seconds", o.IdleSeconds, IdleSecondsMin, IdleSecondsMax),
 		inBounds("latency seconds", o.LatencySeconds, LatencySecondsMin, LatencySecondsMax),
 	)
 }

@@ -97,6 +97,9 @@ SELECT $1, convert_to('account-' || (hashint8(n) & 2147483647) % $2, 'UTF8'),
   convert_to((SELECT string_agg(md5(n::text || part::text), '') FROM generate_series(1, $3 / 32) AS part), 'UTF8')
 FROM generate_series($4::bigint, $5::bigint) AS n`
 
+const emptyOutboxSQL = `-- bench.empty_outbox
+TRUNCATE effectonce.outbox`
+
 // refillSQL gives the poller the same rows.
 const refillSQL = `-- bench.refill
 INSERT INTO effectonce.bench_poller (message_id, topic, key, payload, headers, created_at)

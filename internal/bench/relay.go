@@ -32,8 +32,8 @@ func (s *site) producer() []kgo.Opt {
 }
 
 // Relay measures how many rows a second of a backlog reach Kafka through the textbook's poller, through a
-// bare cursor that guarantees nothing, and through the relay; and how long a single message takes from
-// its commit until a consumer has it.
+// bare cursor that guarantees nothing, and through the relay; how long a single message takes from its
+// commit until a consumer has it; and what a process costs that runs a relay and nothing else.
 func Relay(ctx context.Context, opts RelayOptions) (_ *RelayReport, err error) {
 	opts, err = opts.withDefaults()
 	if err != nil {
@@ -54,17 +54,29 @@ func Relay(ctx context.Context, opts RelayOptions) (_ *RelayReport, err error) {
 	if b.progress, err = b.site.topic(ctx, "progress", 1); err != nil {
 		return nil, err
 	}
-	if err := b.fill(ctx); err != nil {
+	if err := b.exec(ctx, "create the poller's table", pollerTableSQL); err != nil {
+		return nil, err
+	}
+	if err := b.fill(ctx, b.opts.Rows); err != nil {
 		return nil, err
 	}
 	for round := range opts.Rounds {
 		if err := b.round(ctx, round); err != nil {
 			return nil, err
 		}
+		if err := b.costs(ctx, round); err != nil {
+			return nil, err
+		}
 	}
 	latencies, err := b.latencies(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("latencies: %w", err)
+	}
+	if err := b.idle(ctx); err != nil {
+		return nil, err
+	}
+	if err := b.large(ctx); err != nil {
+		return nil, err
 	}
 	return newRelayReport(opts, b.samples, latencies), nil
 }
@@ -73,13 +85,10 @@ func Relay(ctx context.Context, opts RelayOptions) (_ *RelayReport, err error) {
 const fillRows = 5000
 
 // fill publishes the backlog once: every relay with a name of its own reads it from the beginning.
-func (b *relayBench) fill(ctx context.Context) error {
-	b.note("publishing a backlog of %d rows", b.opts.Rows)
-	if err := b.exec(ctx, "create the poller's table", pollerTableSQL); err != nil {
-		return err
-	}
-	for from := 1; from <= b.opts.Rows; from += fillRows {
-		to := min(from+fillRows-1, b.opts.Rows)
+func (b *relayBench) fill(ctx context.Context, rows int) error {
+	b.note("publishing a backlog of %d rows", rows)
+	for from := 1; from <= rows; from += fillRows {
+		to := min(from+fillRows-1, rows)
 		if _, err := b.pool.Exec(ctx, b.sql(fillSQL), b.topic, keysDistinct, payloadBytes, from, to); err != nil {
 			return fmt.Errorf("publish a backlog: %w", err)
 		}

@@ -142,6 +142,23 @@ type RelayReport struct {
 	P50 *float64 `json:"p50_ms,omitempty"` // from commit to consumable, at 500 messages a second
 	P99 *float64 `json:"p99_ms,omitempty"`
 
+	// What a process uses that runs the relay and nothing else, metrics counted as in outbox-relay run.
+	CPU               *float64 `json:"cpu_seconds_per_million,omitempty"`
+	CPUWithoutMetrics *float64 `json:"cpu_seconds_per_million_without_metrics,omitempty"`
+	CPUExactly        *float64 `json:"cpu_seconds_per_million_exactly_once,omitempty"`
+	Memory            *float64 `json:"memory_mb,omitempty"` // peak of what is resident, during a drain
+	MemoryExactly     *float64 `json:"memory_mb_exactly_once,omitempty"`
+	IdleCPU           *float64 `json:"idle_cpu_percent,omitempty"` // of one core
+	IdleQueries       *float64 `json:"idle_queries_per_second,omitempty"`
+
+	// The same process with LargeRows and with Rows to drain.
+	Process      *float64 `json:"relay_process,omitempty"` // rows a second
+	Large        *float64 `json:"large_relay_process,omitempty"`
+	LargeVsRelay *float64 `json:"large_vs_relay_process,omitempty"`
+	LargeCPU     *float64 `json:"large_cpu_seconds_per_million,omitempty"`
+	LargeMemory  *float64 `json:"large_memory_mb,omitempty"`
+	LargeRows    int      `json:"large_rows,omitempty"`
+
 	Rows           int `json:"rows"`
 	PayloadBytes   int `json:"payload_bytes"`
 	Partitions     int `json:"partitions"`
@@ -157,6 +174,14 @@ func newRelayReport(opts RelayOptions, s samples, latencies []float64) *RelayRep
 		Relay: rounded(s.median("relay"), 0), Exactly: rounded(s.median("exactly_once"), 0),
 		Rows: opts.Rows, PayloadBytes: payloadBytes, Partitions: opts.Partitions, Rounds: opts.Rounds,
 		LatencySeconds: opts.LatencySeconds,
+	}
+	r.CPU, r.CPUWithoutMetrics, r.CPUExactly = rounded(s.median("cpu"), 2), rounded(s.median("cpu_without_metrics"), 2), rounded(s.median("cpu_exactly_once"), 2)
+	r.Memory, r.MemoryExactly = rounded(s.median("memory"), 0), rounded(s.median("memory_exactly_once"), 0)
+	r.IdleCPU, r.IdleQueries = rounded(s.median("idle_cpu"), 2), rounded(s.median("idle_queries"), 1)
+	r.Process = rounded(s.median("process"), 0)
+	if r.Large = rounded(s.median("process_large"), 0); r.Large != nil {
+		r.LargeVsRelay, r.LargeRows = ratio(r.Large, r.Process), opts.LargeRows
+		r.LargeCPU, r.LargeMemory = rounded(s.median("cpu_large"), 2), rounded(s.median("memory_large"), 0)
 	}
 	r.RelayVsSkipLocked = ratio(r.Relay, r.SkipLocked)
 	r.RelayVsBareCursor = ratio(r.Relay, r.BareCursor)
@@ -178,6 +203,15 @@ func (r *RelayReport) WriteTable(w io.Writer) error {
 	t.line("")
 	t.fact("from commit to consumable, median", r.P50, "%.2f ms")
 	t.fact("from commit to consumable, 99 of 100", r.P99, "%.2f ms")
+	t.fact("relay alone, a million rows", r.CPU, "%.2f CPU seconds")
+	t.fact("relay alone, a million rows, without metrics", r.CPUWithoutMetrics, "%.2f CPU seconds")
+	t.fact("relay alone, a million rows, exactly once", r.CPUExactly, "%.2f CPU seconds")
+	t.fact("relay alone, memory", r.Memory, "%.0f MB")
+	t.fact("relay alone, memory, exactly once", r.MemoryExactly, "%.0f MB")
+	t.fact("relay alone, idle", r.IdleCPU, "%.2f %% of a core")
+	t.fact("relay alone, idle, statements", r.IdleQueries, "%.1f a second")
+	t.fact(fmt.Sprintf("a backlog of %d rows against one of %d", r.LargeRows, r.Rows), r.LargeVsRelay, "%.2f")
+	t.fact(fmt.Sprintf("a backlog of %d rows, memory", r.LargeRows), r.LargeMemory, "%.0f MB")
 	return t.flush()
 }
 

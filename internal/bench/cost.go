@@ -1,0 +1,166 @@
+package bench
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os/exec"
+	"strings"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+)
+
+// costs of a relay are those of a process that runs nothing else: PostgreSQL is one of its own, and an in-process
+// Kafka stays in this one. Each is measured in every round, and the order rotates.
+func (b *relayBench) costs(ctx context.Context, round int) error {
+	if len(b.opts.Command) == 0 {
+		return nil
+	}
+	variants := []struct {
+		suffix string
+		job    relayJob
+	}{
+		{"", relayJob{Metrics: true}},
+		{"_without_metrics", relayJob{}},
+		{"_exactly_once", relayJob{Metrics: true, ExactlyOnce: true}},
+	}
+	for i := range variants {
+		v := variants[(i+round)%len(variants)]
+		v.job.Name = fmt.Sprintf("cost-%d%s", round, v.suffix)
+		if err := b.cost(ctx, v.suffix, v.job, b.opts.Rows); err != nil {
+			return fmt.Errorf("round %d: cost%s: %w", round+1, v.suffix, err)
+		}
+	}
+	return nil
+}
+
+// cost measures one drain. What it finds is added under the names of the report, with a suffix.
+func (b *relayBench) cost(ctx context.Context, suffix string, job relayJob, rows int) error {
+	if err := errors.Join(b.emptyTopic(ctx), b.checkpoint(ctx)); err != nil {
+		return err
+	}
+	before, err := b.written(ctx)
+	if err != nil {
+		return err
+	}
+	found, err := b.process(ctx, job)
+	if err != nil {
+		return err
+	}
+	if job.ExactlyOnce {
+		if err := b.marked(ctx); err != nil {
+			return err
+		}
+	}
+	after, err := b.written(ctx)
+	if err != nil {
+		return err
+	}
+	if got := after - before; found.Published != int64(rows) || got < int64(rows) || (got > int64(rows) && !job.ExactlyOnce) {
+		return fmt.Errorf("the relay counted %d of %d rows, which became %d records: this is a bug, the figures are void; please report it",
+			found.Published, rows, got)
+	}
+	b.samples.add("process"+suffix, float64(rows)/found.Seconds)
+	line := fmt.Sprintf("relay alone%s: %.0f rows/s", suffix, float64(rows)/found.Seconds)
+	if found.CPUSeconds != nil {
+		b.samples.add("cpu"+suffix, *found.CPUSeconds/float64(rows)*1e6)
+		line += fmt.Sprintf(", %.2f CPU seconds a million", *found.CPUSeconds/float64(rows)*1e6)
+	}
+	if found.MemoryMB != nil {
+		b.samples.add("memory"+suffix, *found.MemoryMB)
+		line += fmt.Sprintf(", %.0f MB", *found.MemoryMB)
+	}
+	b.note("%s", line)
+	return nil
+}
+
+// large drains a backlog that is larger: neither rate nor memory should hang on it.
+func (b *relayBench) large(ctx context.Context) error {
+	if b.opts.LargeRows == 0 || len(b.opts.Command) == 0 {
+		return nil
+	}
+	if err := b.exec(ctx, "empty the outbox", emptyOutboxSQL); err != nil {
+		return err
+	}
+	if err := b.fill(ctx, b.opts.LargeRows); err != nil {
+		return err
+	}
+	return b.cost(ctx, "_large", relayJob{Name: "cost-large", Metrics: true}, b.opts.LargeRows)
+}
+
+// idle measures a relay that has nothing to do, and who has waited long enough that its pauses are the longest.
+func (b *relayBench) idle(ctx context.Context) error {
+	if len(b.opts.Command) == 0 {
+		return nil
+	}
+	b.note("an idle relay for %d seconds", b.opts.IdleSeconds)
+	found, err := b.process(ctx, relayJob{Name: relayName(b.opts.Rounds - 1), Metrics: true, Idle: time.Duration(b.opts.IdleSeconds) * time.Second})
+	if err != nil {
+		return fmt.Errorf("idle: %w", err)
+	}
+	if found.CPUSeconds != nil {
+		b.samples.add("idle_cpu", *found.CPUSeconds/found.Seconds*100)
+	}
+	b.samples.add("idle_queries", float64(found.Queries)/found.Seconds)
+	return nil
+}
+
+// trimEvery is how often what a process has produced is deleted from the topic, whose records may be in this
+// process's memory.
+const trimEvery = 500 * time.Millisecond
+
+// process runs a job in a process of its own.
+func (b *relayBench) process(ctx context.Context, job relayJob) (*relayUsage, error) {
+	job.DatabaseURL, job.Brokers, job.Schema, job.ProgressTopic = b.DatabaseURL, b.Brokers, b.schema, b.progress
+	task, err := json.Marshal(job)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, b.opts.Command[0], b.opts.Command[1:]...) //nolint:gosec // this program itself
+	var out, logs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &logs
+	stdin, err := cmd.StdinPipe() // open for as long as this process lives
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("start the relay's process: %w", err)
+	}
+	_, _ = stdin.Write(append(task, '\n')) // it fits into the pipe; a process that is gone already shows in Wait
+	group, trimming := errgroup.WithContext(ctx)
+	group.Go(func() error { return b.trim(trimming) })
+	err = cmd.Wait()
+	cancel()
+	if trimmed := group.Wait(); err == nil && trimmed != nil {
+		return nil, trimmed
+	}
+	if err != nil {
+		return nil, fmt.Errorf("the relay's process: %w: %s", err, strings.TrimSpace(logs.String()))
+	}
+	found := &relayUsage{}
+	if err := json.Unmarshal(out.Bytes(), found); err != nil {
+		return nil, fmt.Errorf("what the relay's process found: %w", err)
+	}
+	return found, nil
+}
+
+// trim returns nil when ctx ends.
+func (b *relayBench) trim(ctx context.Context) error {
+	every := time.NewTicker(trimEvery)
+	defer every.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-every.C:
+			if err := b.emptyTopic(ctx); err != nil && ctx.Err() == nil {
+				return err
+			}
+		}
+	}
+}

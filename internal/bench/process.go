@@ -1,0 +1,188 @@
+package bench
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/internal/metrics"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// relayJob is what a process of the benchmark has to do. It travels through standard input: an address may have a
+// password.
+type relayJob struct {
+	DatabaseURL   string
+	Brokers       []string
+	Schema        string
+	Name          string
+	ExactlyOnce   bool
+	ProgressTopic string
+	Metrics       bool          // count as outbox-relay run does
+	Idle          time.Duration // do nothing for so long, in place of a drain
+}
+
+// relayUsage is what the process used meanwhile. Nil: it cannot be measured here.
+type relayUsage struct {
+	Published  int64
+	Seconds    float64
+	CPUSeconds *float64
+	MemoryMB   *float64 // the peak of the process
+	Queries    int64    // statements that were sent to the database
+}
+
+// idleWarmUp is how long an idle relay takes its lease and lengthens its pauses.
+const idleWarmUp = 3 * time.Second
+
+// RelayProcess runs a relay that Relay measures, and nothing else, in a process that Relay started: see
+// RelayOptions.Command. stdin carries the job and is also the line to the parent: when it ends, the parent is gone
+// and orphaned is called, which has to end the process at once.
+func RelayProcess(ctx context.Context, stdin io.Reader, stdout io.Writer, orphaned func()) error {
+	input := bufio.NewReader(stdin)
+	var job relayJob
+	line, err := input.ReadBytes('\n')
+	if err == nil {
+		err = json.Unmarshal(line, &job)
+	}
+	if err != nil {
+		return fmt.Errorf("this command is started by the benchmark, not by people: no job on standard input: %w", err)
+	}
+	go func() {
+		_, _ = io.Copy(io.Discard, input) // whatever ends it, nobody is there any more
+		orphaned()
+	}()
+	used, err := job.run(ctx)
+	if err != nil {
+		return err
+	}
+	return json.NewEncoder(stdout).Encode(used)
+}
+
+func (j relayJob) run(ctx context.Context) (*relayUsage, error) {
+	queries := &queryCounter{}
+	config, err := pgxpool.ParseConfig(j.DatabaseURL)
+	if err != nil {
+		return nil, fmt.Errorf("database URL: %w", err)
+	}
+	config.MaxConns = 4
+	if j.Idle > 0 {
+		config.ConnConfig.Tracer = queries
+	}
+	pool, err := pgxpool.NewWithConfig(ctx, config)
+	if err != nil {
+		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
+	}
+	defer pool.Close()
+	options := relay.Config{Schema: j.Schema, Name: j.Name, ExactlyOnce: j.ExactlyOnce, ProgressTopic: j.ProgressTopic}
+	if j.Metrics {
+		options.Hooks = metrics.New(metrics.Config{Relay: j.Name, Schema: j.Schema}).Hooks()
+	}
+	r, err := relay.New(pool, (&site{Servers: Servers{Brokers: j.Brokers}}).producer(), options)
+	if err != nil {
+		return nil, err
+	}
+	if j.Idle > 0 {
+		return j.idle(ctx, r, queries)
+	}
+	used := &relayUsage{}
+	measure := begin()
+	if used.Published, err = r.Drain(ctx); err != nil {
+		return nil, err
+	}
+	measure.end(used)
+	return used, nil
+}
+
+func (j relayJob) idle(ctx context.Context, r *relay.Relay, queries *queryCounter) (*relayUsage, error) {
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	used := &relayUsage{}
+	var measure usage
+	for _, phase := range []struct {
+		takes time.Duration
+		then  func()
+	}{
+		{idleWarmUp, func() { measure = begin(); used.Queries -= queries.n.Load() }},
+		{j.Idle, func() { used.Queries += queries.n.Load(); measure.end(used) }},
+	} {
+		timer := time.NewTimer(phase.takes)
+		select {
+		case err := <-done:
+			timer.Stop()
+			return nil, errors.Join(errors.New("the idle relay ended"), err)
+		case <-timer.C:
+		}
+		phase.then()
+	}
+	stop()
+	return used, <-done
+}
+
+// usage is what this process had used at a moment.
+type usage struct {
+	at  time.Time
+	cpu *float64
+}
+
+func begin() usage { return usage{time.Now(), cpuSeconds()} }
+
+func (u usage) end(used *relayUsage) {
+	used.Seconds = time.Since(u.at).Seconds()
+	if cpu := cpuSeconds(); cpu != nil && u.cpu != nil {
+		spent := *cpu - *u.cpu
+		used.CPUSeconds = &spent
+	}
+	used.MemoryMB = peakMemory()
+}
+
+// peakMemory is the peak of what is resident. The rusage of a process that was just started would tell the peak of
+// its parent, whose memory it shares until it becomes another program.
+func peakMemory() *float64 {
+	status, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		return nil // not Linux
+	}
+	_, after, _ := strings.Cut(string(status), "VmHWM:")
+	fields := strings.Fields(after)
+	if len(fields) == 0 {
+		return nil
+	}
+	kilobytes, err := strconv.ParseFloat(fields[0], 64)
+	if err != nil {
+		return nil
+	}
+	megabytes := kilobytes * 1024 / 1e6
+	return &megabytes
+}
+
+// queryCounter counts statements.
+type queryCounter struct{ n atomic.Int64 }
+
+func (c *queryCounter) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
+	c.n.Add(1)
+	return ctx
+}
+
+func (c *queryCounter) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+func (c *queryCounter) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
+	c.n.Add(int64(data.Batch.Len()))
+	return ctx
+}
+
+func (c *queryCounter) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+
+func (c *queryCounter) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}

@@ -99,7 +99,7 @@ func (m *member) beatEvery() time.Duration {
 	if len(m.workers) == 0 {
 		return min(max(m.cfg.Lease/20, 50*time.Millisecond), 250*time.Millisecond)
 	}
-	return min(max(m.cfg.Lease/5, 100*time.Millisecond), 2500*time.Millisecond)
+	return min(max(m.cfg.Lease/4, 100*time.Millisecond), 2500*time.Millisecond)
 }
 
 func (m *member) enroll(ctx context.Context) error {
@@ -136,6 +136,9 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- i
 				m.abandonCut(ctx)
 			}
 		}
+	}
+	if s.shards == 0 {
+		return m.enroll(ctx) // somebody deleted the relay
 	}
 	m.resharding = s.wanted != nil
 	if s.wanted != nil {

@@ -94,3 +94,17 @@ func TestWakeEndsThePause(t *testing.T) {
 	stop()
 	require.NoError(t, <-done)
 }
+
+// Property: a relay that an operator deleted while a replica stood by makes itself known again.
+func TestDeletedRelayComesBack(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	running(t, pool, relay.Config{})
+	insert(t, pool, topic, "k", "first")
+	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, 20*time.Second, 10*time.Millisecond)
+	_, err := pool.Exec(ctx, `WITH r AS (DELETE FROM effectonce.outbox_relays), s AS (DELETE FROM effectonce.outbox_replicas) DELETE FROM effectonce.outbox_progress`)
+	require.NoError(t, err)
+	require.Eventually(t, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_relays`) == 1 }, 20*time.Second, 10*time.Millisecond)
+	insert(t, pool, topic, "k", "second")
+	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) >= 2 }, 20*time.Second, 10*time.Millisecond)
+}

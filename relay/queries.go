@@ -113,14 +113,16 @@ const slotSettingsSQL = `-- relay.slot_settings
 SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true)`
 
 // unpublishedSQL tells whether a slot has rows that some relay has not published: those that were not visible in
-// its tick, which are found by their transaction ids. A shard that was never leased, or whose ticks belong to another
+// its tick, which are found by their transaction ids. Up to the floor everything is published, also what a restore
+// brought with transaction ids that this cluster has not reached. A shard that was never leased, or whose ticks belong to another
 // cluster ($1, $2), has published nothing that is known.
 const unpublishedSQL = `-- relay.unpublished
 SELECT EXISTS (
   SELECT FROM effectonce.outbox_progress p LEFT JOIN effectonce.outbox_ticks t USING (tick)
   WHERE t.tick IS NULL OR p.system_identifier <> $1 OR p.timeline <> $2 OR EXISTS (
     SELECT FROM effectonce.outbox_%[1]d o
-    WHERE (o.txid >= pg_snapshot_xmax(t.snapshot) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(t.snapshot)))) AND o.shard %% p.shards = p.shard)
+    WHERE (o.txid >= pg_snapshot_xmax(t.snapshot) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(t.snapshot)))) AND o.shard %% p.shards = p.shard
+      AND o.seq > p.floor)
 ) OR EXISTS (
   SELECT FROM effectonce.outbox_relays r WHERE r.shards > (SELECT count(*) FROM effectonce.outbox_progress p WHERE p.relay = r.relay))`
 

@@ -104,3 +104,24 @@ func TestSlowestRelayKeepsTheSlot(t *testing.T) {
 	require.Zero(t, left())
 	require.Equal(t, 40, kafkatest.Count(t, topic))
 }
+
+// Property: published rows that a restore brought, with transaction ids which the new cluster has not reached, do not keep
+// their slot: they are below the floor. Row O22.
+func TestRowsOfAnotherClusterLeave(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	for range 20 {
+		insert(t, pool, topic, "k", "v")
+	}
+	r := newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
+	drain(t, r)
+	_, err := pool.Exec(ctx, `UPDATE effectonce.outbox SET txid = '9000000000000'; UPDATE effectonce.outbox_progress SET floor = 19;
+		UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
+	require.NoError(t, err)
+	require.NoError(t, r.TidyUp(ctx))
+	require.Equal(t, 20, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`), "the last row is above the floor")
+	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_progress SET floor = 20`)
+	require.NoError(t, err)
+	require.NoError(t, r.TidyUp(ctx))
+	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`))
+}

@@ -23,6 +23,13 @@ const (
 	ConsumerMarked     = "consumer.marked"        // the offset is marked, perhaps not committed
 	ConsumerAttempted  = "consumer.attempted"     // an attempt at a single message is counted, not begun
 	ConsumerReleasing  = "consumer.releasing"     // parked messages are about to be tried again
+	KeyClaimed         = "key.claimed"            // the key is claimed: in the open transaction, or durably for a flow
+	KeyWorked          = "key.worked"             // the work's effects are in the open transaction
+	KeyCommitting      = "key.before_commit"      // response or recovery point and COMMIT are about to be sent
+	KeyCommitted       = "key.committed"          // the outcome is durable, nobody was told
+	KeyCalling         = "key.calling"            // a foreign call is about to be made
+	KeyCalled          = "key.called"             // the foreign system acted, the recovery point does not say so
+	KeyAdvanced        = "key.advanced"           // a phase is durable, the next has not begun
 )
 
 // All lists the points, for tests that visit each.
@@ -31,6 +38,7 @@ func All() []string {
 		RelayRead, RelayProduced, RelayAcknowledged, RelayCommitted, RelayProgressed,
 		ConsumerClaimed, ConsumerHandled, ConsumerCommitting, ConsumerCommitted, ConsumerMarked,
 		ConsumerAttempted, ConsumerReleasing,
+		KeyClaimed, KeyWorked, KeyCommitting, KeyCommitted, KeyCalling, KeyCalled, KeyAdvanced,
 	}
 }
 

@@ -1,0 +1,275 @@
+package idempotency
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Run completes what clients gave up, asks the reconciler about what is indeterminate, and forgets old keys, until ctx ends.
+// Any number of replicas may run it: locks and tokens decide who does what. It logs errors, and goes on.
+func (f *Flow[S]) Run(ctx context.Context) {
+	every(ctx, f.op, f.cfg.Every, func(ctx context.Context) error {
+		_, err := f.Complete(ctx)
+		if f.cfg.Reconcile != nil {
+			_, reconcileErr := f.Reconcile(ctx)
+			err = errors.Join(err, reconcileErr)
+		}
+		_, reapErr := f.op.Reap(ctx)
+		return errors.Join(err, reapErr)
+	})
+}
+
+// Run forgets old keys, of all operations, until ctx ends. Any number of replicas may run it.
+func (o *Operation) Run(ctx context.Context) {
+	every(ctx, o, reapEvery, func(ctx context.Context) error {
+		_, err := o.Reap(ctx)
+		return err
+	})
+}
+
+const reapEvery = 30 * time.Second
+
+// every calls work again and again, at times that replicas do not share.
+func every(ctx context.Context, o *Operation, d time.Duration, work func(ctx context.Context) error) {
+	for pause(ctx, d/2+rand.N(d)) { //nolint:gosec // jitter needs no secret
+		if err := work(ctx); err != nil && ctx.Err() == nil {
+			o.cfg.Logger.WarnContext(ctx, "idempotency keys could not be looked after; it is tried again", "operation", o.cfg.Operation, "error", err)
+		}
+	}
+}
+
+// Reap forgets finished keys of all operations whose window is over, by the database's clock, in small transactions,
+// and returns how many. Unfinished keys stay, however old they are.
+func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) {
+	defer func() {
+		if reaped > 0 && o.cfg.Hooks.Reaped != nil {
+			o.cfg.Hooks.Reaped(reaped)
+		}
+	}()
+	for {
+		tag, err := o.pool.Exec(ctx, o.sql.reap, reapMax)
+		if err != nil {
+			return reaped, fmt.Errorf("forget finished keys: %w", err)
+		}
+		reaped += tag.RowsAffected()
+		if tag.RowsAffected() < reapMax {
+			return reaped, nil
+		}
+	}
+}
+
+// reapMax bounds a transaction; completeMax and reconcileMax a page.
+const (
+	reapMax      = 1000
+	completeMax  = 100
+	reconcileMax = 100
+)
+
+// Complete drives unfinished flows whose client does not come back and that nobody works on, one after the other, each
+// from its recovery point, and returns how many it finished. It needs FlowConfig.StoreRequest. A flow whose attempts
+// are used up is abandoned: a person decides. An error of one flow does not keep others; all are returned.
+func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
+	type found struct {
+		Scope, Key  string
+		Fingerprint []byte
+	}
+	rows, err := f.op.pool.Query(ctx, f.op.sql.abandoned, f.op.cfg.Operation, completeMax)
+	if err != nil {
+		return 0, fmt.Errorf("look for abandoned keys: %w", err)
+	}
+	keys, err := pgx.CollectRows(rows, pgx.RowToStructByPos[found])
+	if err != nil {
+		return 0, fmt.Errorf("look for abandoned keys: %w", err)
+	}
+	var problems []error
+	for _, k := range keys {
+		if ctx.Err() != nil {
+			break
+		}
+		key := Key{Scope: k.Scope, Operation: f.op.cfg.Operation, Value: k.Key, Fingerprint: Fingerprint(k.Fingerprint)}
+		done, err := f.resume(ctx, key)
+		if done {
+			finished++
+		}
+		if err != nil && !errors.Is(err, ErrInProgress) {
+			problems = append(problems, fmt.Errorf("complete %v: %w", key, err))
+		}
+	}
+	return finished, errors.Join(problems...)
+}
+
+// resume drives one flow with the request that was stored.
+func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
+	o := f.op
+	s, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value))
+	if err != nil || s == nil {
+		return false, err
+	}
+	if s.state != running || s.locked {
+		return false, nil
+	}
+	h, _, err := f.take(ctx, key, s)
+	if errors.Is(err, ErrUnknownRecoveryPoint) {
+		return false, errors.Join(err, f.leave(ctx, key, s, err))
+	}
+	if h == nil || err != nil {
+		return false, err
+	}
+	request, err := o.open(key, "request", s.request, s.sealed)
+	if err != nil {
+		return false, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
+	}
+	_, err = o.answered(f.drive(ctx, h, request))
+	return err == nil, err
+}
+
+// leave puts a flow off that this program does not know. Another version of it may.
+func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) error {
+	h := newHolder(f.op, key, s)
+	return h.unlock(ctx, cause, f.retryAfter(h), false)
+}
+
+// UndecidedKey is a key whose outcome is unknown.
+type UndecidedKey[S any] struct {
+	Key Key
+	// Phase whose call may have been made, or not. Ask the foreign system for ChildID.
+	Phase string
+	State S
+	// Request, where it was stored.
+	Request []byte
+	// Since is when the request came.
+	Since time.Time
+	// Error that made it undecided.
+	Error string
+}
+
+// Decision of a reconciler.
+type Decision struct {
+	outcome   *Response
+	continues bool
+}
+
+// Unknown: the foreign system could not tell either; it is asked again later. It is the zero value.
+func Unknown() Decision { return Decision{} }
+
+// DidNotHappen: the call was not made, so the flow makes it again.
+func DidNotHappen() Decision { return Decision{continues: true} }
+
+// Happened ends the flow with a response; what is left of its phases is not executed.
+func Happened(response Response) Decision { return Decision{outcome: &response} }
+
+// Reconcile asks FlowConfig.Reconcile about each key that is indeterminate, and carries out what it decides. It returns
+// how many keys were decided. Two that run at once may both ask; one of them decides.
+func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
+	if f.cfg.Reconcile == nil {
+		return 0, errors.New("FlowConfig.Reconcile is not set")
+	}
+	var problems []error
+	var after time.Time
+	var scope, value string
+	for ctx.Err() == nil {
+		page, err := f.undecidedKeys(ctx, after, scope, value)
+		if err != nil {
+			return decided, errors.Join(append(problems, err)...)
+		}
+		for _, u := range page {
+			ok, err := f.decide(ctx, u)
+			if ok {
+				decided++
+			}
+			if err != nil {
+				problems = append(problems, fmt.Errorf("reconcile %v: %w", u.key, err))
+			}
+			after, scope, value = u.since, u.key.Scope, u.key.Value
+		}
+		if len(page) < reconcileMax {
+			break
+		}
+	}
+	return decided, errors.Join(problems...)
+}
+
+// undecidedRow is a key as undecidedKeysSQL returns it.
+type undecidedRow struct {
+	key   Key
+	at    stored
+	error *string
+	since time.Time
+}
+
+func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, value string) ([]undecidedRow, error) {
+	rows, err := f.op.pool.Query(ctx, f.op.sql.undecidedKeys, f.op.cfg.Operation, after, scope, value, reconcileMax)
+	if err != nil {
+		return nil, fmt.Errorf("look for undecided keys: %w", err)
+	}
+	found, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (undecidedRow, error) {
+		u := undecidedRow{key: Key{Operation: f.op.cfg.Operation}}
+		var fingerprint []byte
+		err := row.Scan(&u.key.Scope, &u.key.Value, &fingerprint, &u.at.token, &u.at.phases, &u.at.calling, &u.at.data, &u.at.request, &u.at.sealed, &u.error, &u.since)
+		copy(u.key.Fingerprint[:], fingerprint)
+		return u, err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("look for undecided keys: %w", err)
+	}
+	return found, nil
+}
+
+func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
+	asked := UndecidedKey[S]{Key: u.key, Since: u.since}
+	if u.error != nil {
+		asked.Error = *u.error
+	}
+	switch {
+	case u.at.calling != nil:
+		asked.Phase = *u.at.calling
+	case len(u.at.phases) < len(f.names):
+		asked.Phase = f.names[len(u.at.phases)]
+	}
+	data, err := f.op.open(u.key, "data", u.at.data, u.at.sealed)
+	if err != nil {
+		return false, err
+	}
+	if data != nil {
+		if err := json.Unmarshal(data, &asked.State); err != nil {
+			return false, fmt.Errorf("read what its phases stored: %w", err)
+		}
+	}
+	if asked.Request, err = f.op.open(u.key, "request", u.at.request, u.at.sealed); err != nil {
+		return false, err
+	}
+	decision, err := f.cfg.Reconcile(ctx, asked)
+	if err != nil || (!decision.continues && decision.outcome == nil) {
+		return false, err
+	}
+	return f.carryOut(ctx, u, decision)
+}
+
+// carryOut gives the key back to its phases, or finishes it, unless somebody else decided meanwhile.
+func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, decision Decision) (bool, error) {
+	o := f.op
+	decided := false
+	err := pgx.BeginFunc(ctx, o.pool, func(tx pgx.Tx) error {
+		tag, err := tx.Exec(ctx, o.sql.decided, u.key.Scope, u.key.Operation, u.key.Value, u.at.token)
+		if err != nil || tag.RowsAffected() == 0 {
+			return err
+		}
+		decided = true
+		if decision.outcome == nil {
+			return nil
+		}
+		out, err := o.outcome(u.key, *decision.outcome, u.at.sealed)
+		if err != nil {
+			return err
+		}
+		_, err = tx.Exec(ctx, o.sql.finish, u.key.Scope, u.key.Operation, u.key.Value, u.at.token+1, nil, out.status, out.headers, out.body, out.dropped, o.window())
+		return err
+	})
+	return decided && err == nil, err
+}

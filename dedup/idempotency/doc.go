@@ -1,0 +1,36 @@
+// Package idempotency executes a request once for each idempotency key, however often it comes: a payment, an order, a
+// command of a program that retries. It knows no HTTP; package httpkey builds on it.
+//
+//	orders, err := idempotency.New(pool, idempotency.Config{Operation: "create-order"})
+//	...
+//	key := idempotency.Key{Scope: tenant, Value: r.Header.Get("Idempotency-Key"), Fingerprint: idempotency.NewFingerprint(body)}
+//	response, err := orders.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+//		_, err := tx.Exec(ctx, `INSERT INTO orders …`)
+//		return idempotency.Response{Status: 201, Body: body}, err
+//	})
+//
+// # Four answers
+//
+// A claim is an insert: the primary key decides who executes, never a look before it. A key that exists gives, in this
+// order: a mismatch (ErrMismatch: the same key for another request), the response that is stored (Response.Replayed), or
+// that somebody is at it (ErrInProgress). Otherwise the work is executed.
+//
+// # Work in one transaction, or in phases
+//
+// Once is for work that stays in the database: key, effects and response are committed together, or none of them.
+//
+// A [Flow] is for work that asks other systems. Its phases are committed one by one, each with a recovery point; no
+// transaction is open while a foreign call runs, and each call is given Step.ChildID as its own idempotency key, so that
+// a system which honours it acts once although it may be asked again. A flow that was cut off goes on at the first phase
+// that is not done. A system that honours no key is called in a phase that is AtMostOnce: where its answer is lost, the
+// key becomes indeterminate, and a person or FlowConfig.Reconcile decides.
+//
+// # What is stored
+//
+// Outcomes: what the work returned, and what it called Final. A failure that trying again could mend stores nothing, and
+// frees the key at once, unless Config.Strict or AttemptsMax turn it into the outcome. Finished keys are forgotten after
+// Config.Window: a request that comes again later is executed again. Unfinished ones are never forgotten by themselves.
+//
+// Times are the database's. A worker that lost its lock cannot store anything: the lock's token, which grows with every
+// takeover, is in each of its writes.
+package idempotency

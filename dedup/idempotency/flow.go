@@ -1,0 +1,277 @@
+package idempotency
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/crashpoint"
+)
+
+// Flow executes a request in atomic phases: each commits its writes together with its recovery point, and no
+// transaction is open while a foreign system is asked. A flow that was cut off goes on at the first phase that is not
+// done, when the request comes again or the completer finds it, on any replica. S is what phases hand on to later
+// ones; it is stored as JSON.
+//
+// The idea is Brandur Leach's, after Stripe: https://brandur.org/idempotency-keys.
+type Flow[S any] struct {
+	op     *Operation
+	cfg    FlowConfig[S]
+	phases []Phase[S]
+	names  []string
+}
+
+// FlowConfig of a Flow. The zero value works.
+type FlowConfig[S any] struct {
+	// StoreRequest keeps what was asked for until the outcome is there, so that the completer (Flow.Run) can finish what a
+	// client gave up. Default: such a flow waits for its client.
+	StoreRequest bool
+	// CallMax is how long a foreign call, or the transaction of a phase, may take. 1 ms to 1 h; default 1 min.
+	CallMax time.Duration
+	// RetryAfter is how long the completer leaves a flow alone that failed, doubled with each attempt up to a hundred
+	// times. 1 ms to 1 h; default 5 s.
+	RetryAfter time.Duration
+	// Every is how often Run looks for what is abandoned, undecided or old. 10 ms to 1 h; default 10 s.
+	Every time.Duration
+	// Reconcile asks the foreign system, or its records, what became of a call whose outcome is unknown. Default: a person
+	// decides.
+	Reconcile func(ctx context.Context, undecided UndecidedKey[S]) (Decision, error)
+}
+
+// Phase is a step of a flow, between two recovery points.
+type Phase[S any] struct {
+	// Name of the recovery point behind it. It is stored: phases of flows that are under way must keep their names and
+	// their order; new ones may be added at the end. 1 to 255 bytes.
+	Name string
+	// Call asks a foreign system, under step.ChildID() as its idempotency key. No transaction is open. It may be
+	// made again, after a crash: with the same key. What it learns goes into step.State. Default: none.
+	Call func(ctx context.Context, step *Step[S]) error
+	// AtMostOnce says that the foreign system does not deduplicate: a call whose outcome is unknown is never made again
+	// by itself, and makes the key indeterminate. An error of Call is taken for that, unless it is one of NotDone or Final.
+	AtMostOnce bool
+	// Write changes the database, in one transaction with the recovery point. Like the work of Once it may run more than
+	// once. Default: only the recovery point.
+	Write func(ctx context.Context, tx pgx.Tx, step *Step[S]) error
+}
+
+// Step is what a phase has to do with.
+type Step[S any] struct {
+	// Key of the request.
+	Key Key
+	// State is what was stored with the last recovery point. What Call and Write change is stored with the next.
+	State S
+	// Request that was given to Do, or was stored.
+	Request []byte
+	// Attempt counts from 1, since the last recovery point.
+	Attempt int
+
+	phase    string
+	response *Response
+}
+
+// ChildID is Key.ChildID of the phase.
+func (s *Step[S]) ChildID() uuid.UUID { return s.Key.ChildID(s.phase) }
+
+// Finish ends the flow with this phase, and says what the client gets. The last phase must call it.
+func (s *Step[S]) Finish(response Response) { s.response = &response }
+
+// NewFlow returns a flow, or all problems at once. An operation has one flow.
+func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow[S], error) {
+	f := &Flow[S]{op: op, cfg: cfg, phases: phases}
+	var problems []error
+	if op == nil {
+		problems = append(problems, errors.New("operation is nil"))
+	}
+	if len(phases) == 0 || len(phases) > phasesMax {
+		problems = append(problems, fmt.Errorf("%d phases: want 1 to %d", len(phases), phasesMax))
+	}
+	for i, phase := range phases {
+		switch {
+		case phase.Name == "" || len(phase.Name) > keyBytesMax || !readable(phase.Name):
+			problems = append(problems, fmt.Errorf("name of phase %d: want 1 to %d bytes of UTF-8 without control characters", i, keyBytesMax))
+		case slices.Contains(f.names, phase.Name):
+			problems = append(problems, fmt.Errorf("phase %q is there twice", phase.Name))
+		case phase.Call == nil && phase.Write == nil:
+			problems = append(problems, fmt.Errorf("phase %q does nothing: want Call or Write", phase.Name))
+		case phase.AtMostOnce && phase.Call == nil:
+			problems = append(problems, fmt.Errorf("phase %q is AtMostOnce and has no Call", phase.Name))
+		}
+		f.names = append(f.names, phase.Name)
+	}
+	problems = append(problems, checkDurations(&f.cfg.CallMax, &f.cfg.RetryAfter, &f.cfg.Every)...)
+	if err := errors.Join(problems...); err != nil {
+		return nil, err
+	}
+	return f, nil
+}
+
+// phasesMax bounds the array in the row.
+const phasesMax = 100
+
+// Do executes the flow under a key, from its recovery point on, and returns its outcome. request is what was asked for,
+// for the phases; it is stored only with StoreRequest.
+//
+// A phase that fails ends the flow for now: its writes are rolled back, the recovery points before it stay, and the lock is
+// given up, so that the next request with the key goes on there at once. Final makes the failure the outcome.
+// Errors are those of Once, and ErrIndeterminate, ErrUnknownRecoveryPoint, ErrLockLost. When ctx ends the flow stops
+// between two phases, and can be resumed.
+func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, error) {
+	key, err := f.op.complete(key)
+	if err != nil {
+		return f.op.answered(Response{}, err)
+	}
+	deadline := time.Now().Add(f.op.cfg.WaitMax)
+	for {
+		response, err := f.do(ctx, key, request)
+		if !errors.Is(err, ErrInProgress) || time.Now().After(deadline) || !pause(ctx, askEvery) {
+			return f.op.answered(response, err)
+		}
+	}
+}
+
+// askEvery is how often a request that waits for another one looks.
+const askEvery = 50 * time.Millisecond
+
+func (f *Flow[S]) do(ctx context.Context, key Key, request []byte) (Response, error) {
+	h, response, err := f.claim(ctx, key, request)
+	if h == nil {
+		return response, err
+	}
+	crashpoint.At(ctx, crashpoint.KeyClaimed)
+	return f.drive(ctx, h, request)
+}
+
+// claim takes the key's lock. Without it, it returns what the key says.
+func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, Response, error) {
+	o := f.op
+	sealed := o.cfg.Seal != nil
+	var kept []byte
+	if f.cfg.StoreRequest {
+		var err error
+		if kept, err = o.seal(key, "request", append([]byte{}, request...), sealed); err != nil {
+			return nil, Response{}, err
+		}
+	}
+	for range claimsMax {
+		s, err := read(o.pool.QueryRow(ctx, o.sql.claimFlow, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept))
+		switch {
+		case err != nil:
+			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
+		case s == nil:
+			continue // it was committed while the insert waited
+		case s.made:
+			s.sealed = sealed
+			return newHolder(o, key, s), Response{}, nil
+		}
+		h, response, err := f.take(ctx, key, s)
+		if h != nil || err != nil || response.Replayed {
+			return h, response, err
+		}
+	}
+	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // it changes hands all the time
+}
+
+// take takes over a key that nobody holds. It returns nothing if somebody was faster.
+func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Response, error) {
+	o := f.op
+	if response, ok, err := o.answer(key, s); ok {
+		return nil, response, err
+	}
+	if !begins(s.phases, f.names) || len(s.phases) == len(f.names) {
+		o.cfg.Logger.ErrorContext(ctx, "a key has phases done that this program does not know; nothing is run again until a program with them, or a person, finishes it",
+			"key", key, "done", s.phases, "known", f.names)
+		return nil, Response{}, fmt.Errorf("%w: done are %q, known %q", ErrUnknownRecoveryPoint, s.phases, f.names)
+	}
+	if s.attempts >= cmp.Or(o.cfg.AttemptsMax, attemptsOfAll) {
+		return nil, Response{}, f.abandon(ctx, key, s, "its attempts are used up")
+	}
+	tag, err := o.pool.Exec(ctx, o.sql.takeFlow, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner)
+	if err != nil {
+		return nil, Response{}, fmt.Errorf("take over %v: %w", key, err)
+	}
+	if tag.RowsAffected() == 0 {
+		return nil, Response{}, nil
+	}
+	s.token, s.attempts = s.token+1, s.attempts+1
+	h := newHolder(o, key, s)
+	if s.calling == nil {
+		return h, Response{}, nil
+	}
+	// Whoever had it died in a call that must not be made twice.
+	err = h.undecided(ctx, indeterminate, fmt.Errorf("worker ended during the call of phase %q", *s.calling))
+	return nil, Response{}, errors.Join(ErrIndeterminate, err)
+}
+
+func (f *Flow[S]) abandon(ctx context.Context, key Key, s *stored, why string) error {
+	h := newHolder(f.op, key, s)
+	return errors.Join(ErrAbandoned, h.undecided(ctx, abandoned, errors.New(why)))
+}
+
+// drive goes through the phases that are not done, under the lock.
+func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Response, error) {
+	ctx, stop := h.keep(ctx)
+	defer stop()
+	step, err := f.step(h, request)
+	if err != nil {
+		return Response{}, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
+	}
+	for _, phase := range f.phases[len(h.at.phases):] {
+		if err := f.phase(ctx, h, step, phase); err != nil {
+			return f.settle(ctx, h, err)
+		}
+		if step.response != nil {
+			return *step.response, nil
+		}
+		step.Attempt = 1
+		crashpoint.At(ctx, crashpoint.KeyAdvanced)
+	}
+	panic("unreachable: the last phase finishes, or fails")
+}
+
+func (f *Flow[S]) step(h *holder, request []byte) (*Step[S], error) {
+	step := &Step[S]{Key: h.key, Request: request, Attempt: h.at.attempts}
+	if h.at.data == nil {
+		return step, nil
+	}
+	data, err := h.o.open(h.key, "data", h.at.data, h.at.sealed)
+	if err == nil {
+		err = json.Unmarshal(data, &step.State)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read what the phases of %v stored: %w", h.key, err)
+	}
+	return step, nil
+}
+
+// retryAfter is when the completer comes back to a flow that failed.
+func (f *Flow[S]) retryAfter(h *holder) time.Duration {
+	return f.cfg.RetryAfter * time.Duration(min(1<<min(h.at.attempts-1, 10), 100))
+}
+
+// settle is what becomes of a phase that failed.
+func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error) (Response, error) {
+	var final *FinalError
+	var unknown *indeterminateError
+	var not *notDoneError
+	switch {
+	case errors.As(cause, &final):
+		return final.Response, h.finish(ctx, final.Response)
+	case errors.As(cause, &unknown):
+		return Response{}, errors.Join(cause, h.undecided(ctx, indeterminate, cause))
+	case lost(cause), errors.Is(context.Cause(ctx), ErrLockLost):
+		return Response{}, fmt.Errorf("%w: %w", ErrLockLost, cause)
+	case errors.Is(cause, ErrUnanswered):
+		return Response{}, cause // it may be done: the lock runs out, and the next one sees
+	case h.o.cfg.Strict:
+		response := h.o.cfg.Failed(cause)
+		return response, h.finish(ctx, response)
+	}
+	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), errors.As(cause, &not)))
+}

@@ -1,0 +1,120 @@
+package idempotency
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+)
+
+// holder has the lock of a key, until the database's clock passes its end or somebody with another token takes it. The
+// token is in every write, so a holder that lost the lock cannot store anything.
+type holder struct {
+	o   *Operation
+	key Key
+	at  *stored
+}
+
+func newHolder(o *Operation, key Key, at *stored) *holder { return &holder{o: o, key: key, at: at} }
+
+// keep renews the lock until stop is called. The context that it returns ends when the lock is lost.
+func (h *holder) keep(ctx context.Context) (context.Context, func()) {
+	ctx, lose := context.WithCancelCause(ctx)
+	var group sync.WaitGroup
+	group.Go(func() {
+		renewed := time.Now()
+		for pause(ctx, h.o.cfg.Lock/3) {
+			asked := time.Now()
+			held, err := h.renew(ctx)
+			switch {
+			case err == nil && held:
+				renewed = asked
+			case err == nil || time.Since(renewed) > h.o.cfg.Lock:
+				if ctx.Err() == nil {
+					h.o.cfg.Logger.WarnContext(ctx, "the lock of a key is lost: another worker goes on with it", "key", h.key, "error", err)
+				}
+				lose(ErrLockLost)
+				return
+			}
+		}
+	})
+	return ctx, func() {
+		lose(nil)
+		group.Wait()
+	}
+}
+
+func (h *holder) renew(ctx context.Context) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, h.o.cfg.Lock/3)
+	defer cancel()
+	return h.update(ctx, h.o.sql.renew, h.o.cfg.Lock)
+}
+
+// update writes under the token, and tells whether it still counts.
+func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, error) {
+	tag, err := h.o.pool.Exec(ctx, sql, append([]any{h.key.Scope, h.key.Operation, h.key.Value, h.at.token}, args...)...)
+	if err != nil {
+		return false, err
+	}
+	return tag.RowsAffected() == 1, nil
+}
+
+// calling writes down that a call is about to be made which must not be made twice.
+func (h *holder) calling(ctx context.Context, phase string) error {
+	held, err := h.update(ctx, h.o.sql.calling, phase)
+	if err != nil {
+		return fmt.Errorf("write down the call of phase %q: %w", phase, err)
+	}
+	if !held {
+		return ErrLockLost
+	}
+	return nil
+}
+
+// unlock gives the key up for now. That must also be said when the caller's context is over; if it is not, the lock runs
+// out by itself.
+func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Duration, notCalled bool) error {
+	ctx, cancel := h.lastWords(ctx)
+	defer cancel()
+	if _, err := h.update(ctx, h.o.sql.unlock, text(cause), retryAfter, notCalled); err != nil {
+		return fmt.Errorf("give up the lock of %v, which runs out by itself: %w", h.key, err)
+	}
+	return nil
+}
+
+// undecided hands the key to people.
+func (h *holder) undecided(ctx context.Context, to state, cause error) error {
+	ctx, cancel := h.lastWords(ctx)
+	defer cancel()
+	held, err := h.update(ctx, h.o.sql.undecided, to, text(cause))
+	if err != nil {
+		return fmt.Errorf("mark %v as %s: %w", h.key, to, err)
+	}
+	if held {
+		h.o.cfg.Logger.ErrorContext(ctx, "a key needs a person: see outbox-relay keys", "key", h.key, "state", to, "error", cause)
+	}
+	return nil
+}
+
+// finish stores an outcome without effects.
+func (h *holder) finish(ctx context.Context, response Response) error {
+	ctx, cancel := h.lastWords(ctx)
+	defer cancel()
+	out, err := h.o.outcome(h.key, response, h.at.sealed)
+	if err != nil {
+		return err
+	}
+	_, err = h.o.pool.Exec(ctx, h.o.sql.finish, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, nil, out.status, out.headers, out.body, out.dropped, h.o.window())
+	if lost(err) {
+		return fmt.Errorf("%w: %w", ErrLockLost, err)
+	}
+	if err != nil {
+		return fmt.Errorf("store the outcome of %v: %w", h.key, err)
+	}
+	return nil
+}
+
+// lastWords outlives the caller's context a little.
+func (h *holder) lastWords(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), h.o.cfg.StatementTimeout)
+}

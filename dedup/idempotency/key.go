@@ -1,0 +1,99 @@
+package idempotency
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/google/uuid"
+
+	"github.com/effectonce/effectonce/dedup"
+)
+
+// Key names one request of one tenant for one operation, and says what it asks for.
+type Key struct {
+	// Scope is the tenant: keys of two scopes never meet. Required, 1 to 255 bytes of UTF-8 without control characters.
+	Scope string
+	// Operation that is asked for. Empty: the operation that is asked. 1 to 255 bytes.
+	Operation string
+	// Value is what the client sent, or Domain made. 1 to 255 bytes of UTF-8 without control characters.
+	Value string
+	// Fingerprint of what is asked for: see NewFingerprint. A claim under the same key with another one is refused.
+	// Zero: not compared, for values that say all (Domain).
+	Fingerprint Fingerprint
+}
+
+// Fingerprint tells two requests apart: SHA-256.
+type Fingerprint [sha256.Size]byte
+
+// NewFingerprint hashes the parts of a request, each with its length: method, path, query, canonical body.
+func NewFingerprint(parts ...[]byte) Fingerprint { return Fingerprint(hash("", parts...)) }
+
+// NewKey mints a key for a new logical request: a UUIDv7. Make it once, before the first attempt, and send it with
+// each.
+func NewKey() string { return uuid.Must(uuid.NewV7()).String() }
+
+// Domain makes the value of a key out of what identifies the operation from anywhere, without anybody having to
+// remember a random one: Domain("charge", "order", "4127"). The parts keep their borders: Domain("a", "b-c") is another
+// value than Domain("a-b", "c"). Longer values than 255 bytes are shortened to a hash.
+func Domain(parts ...string) string {
+	escaped := make([]string, len(parts))
+	for i, part := range parts {
+		escaped[i] = strings.NewReplacer(`~`, `~~`, `-`, `~-`).Replace(part)
+	}
+	value := strings.Join(escaped, "-")
+	if len(value) > keyBytesMax || !readable(value) {
+		return fmt.Sprintf("~sha256-%x", hash("domain", []byte(value)))
+	}
+	return value
+}
+
+const keyBytesMax = 255
+
+// ErrInvalid marks a key that is out of bounds. Nothing was sent to the database.
+var ErrInvalid = errors.New("invalid idempotency key")
+
+// Validate returns all problems of a key at once; the error wraps ErrInvalid. It does not repeat the value.
+func (k Key) Validate() error {
+	var problems []error
+	for _, part := range []struct{ field, value string }{{"scope", k.Scope}, {"operation", k.Operation}, {"value", k.Value}} {
+		switch {
+		case part.value == "" || len(part.value) > keyBytesMax:
+			problems = append(problems, fmt.Errorf("%w: %s has %d bytes: want 1 to %d", ErrInvalid, part.field, len(part.value), keyBytesMax))
+		case !readable(part.value):
+			problems = append(problems, fmt.Errorf("%w: %s has control characters, or is not UTF-8", ErrInvalid, part.field))
+		}
+	}
+	return errors.Join(problems...)
+}
+
+// readable tells text that can be stored, and shown to a person in one line.
+func readable(text string) bool {
+	return utf8.ValidString(text) && !strings.ContainsFunc(text, func(r rune) bool { return r < ' ' || r == 0x7f })
+}
+
+// ChildID derives the ID under which a step of the work asks other systems, or publishes: the same at every attempt,
+// on every machine, and also after a failover that lost the key. It carries no time (a UUIDv8), since nothing that
+// has one would survive that. Give it to foreign calls as their idempotency key, and to outbox messages as their ID.
+func (k Key) ChildID(step string) uuid.UUID {
+	return dedup.MessageID("effectonce:idempotency", hash("child", []byte(k.Scope), []byte(k.Operation), []byte(k.Value), []byte(step)))
+}
+
+// String names a key in logs and errors: without its value, which may be a client's secret.
+func (k Key) String() string {
+	return fmt.Sprintf("%s of scope %q (%x)", k.Operation, k.Scope, hash("show", []byte(k.Value))[:4])
+}
+
+func hash(purpose string, parts ...[]byte) []byte {
+	h := sha256.New()
+	for _, part := range append([][]byte{[]byte(purpose)}, parts...) {
+		var length [8]byte
+		binary.BigEndian.PutUint64(length[:], uint64(len(part)))
+		h.Write(length[:])
+		h.Write(part)
+	}
+	return h.Sum(nil)
+}

@@ -1,0 +1,165 @@
+package idempotency
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/crashpoint"
+)
+
+// Once executes work under a key, in one transaction with the key: both are committed, or neither. Another request
+// with the same key waits at most WaitMax for it, and then gets the same response with Replayed set, or ErrInProgress.
+//
+// work may run more than once (after a serialization failure, a deadlock, an attempt that failed): its effects are those
+// of one execution, as long as all of them go through tx, which it must not commit or roll back. Publish outbox messages
+// under key.ChildID, so that they keep their IDs. What must be asked of another system belongs into a Flow.
+//
+// An error of the work rolls everything back, and frees the key at once; Final stores a response without effects. Errors
+// that wrap ErrMismatch, ErrInProgress, ErrAbandoned and ErrInvalid mean that the work did not run. After ErrUnanswered
+// nobody knows yet: ask again with the same key. Trying again is safe after every error.
+func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
+	key, err := o.complete(key)
+	if err != nil {
+		return o.answered(Response{}, err)
+	}
+	for attempt := 1; ; attempt++ {
+		response, err := o.once(ctx, key, work)
+		if err == nil || attempt > o.cfg.Retries || !conflict(err) {
+			return o.answered(response, err)
+		}
+		if !pause(ctx, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
+			return o.answered(Response{}, ctx.Err())
+		}
+	}
+}
+
+// once is one execution of the transaction.
+func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
+	t, replayed, err := o.claimWork(ctx, key)
+	if t == nil {
+		return replayed, err
+	}
+	defer t.end(ctx)
+	crashpoint.At(ctx, crashpoint.KeyClaimed)
+	var response Response
+	err = t.run(ctx, func(ctx context.Context, tx pgx.Tx) (err error) {
+		response, err = work(ctx, tx)
+		return err
+	})
+	crashpoint.At(ctx, crashpoint.KeyWorked)
+	if err == nil {
+		err = ctx.Err()
+	}
+	var final *FinalError
+	switch {
+	case err == nil:
+		return response, o.respond(ctx, t, key, response)
+	case errors.As(err, &final):
+		t.end(ctx)
+		return o.settle(ctx, key, final.Response)
+	case conflict(err), ctx.Err() != nil:
+		return Response{}, err
+	}
+	t.end(ctx)
+	return o.failed(ctx, key, err)
+}
+
+// claimWork begins the transaction of the work. Without one it returns what the key says.
+func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Response, error) {
+	sealed := o.cfg.Seal != nil
+	for range claimsMax {
+		var s *stored
+		t, err := o.begin(ctx, func(batch *pgx.Batch) {
+			batch.Queue(o.sql.claimWork, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.window()).
+				QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
+		})
+		switch {
+		case waited(err):
+			return nil, Response{}, &InProgressError{RetryAfter: time.Second}
+		case err != nil:
+			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
+		case s == nil: // it was committed while the insert waited
+			t.end(ctx)
+			continue
+		case s.made:
+			return t, Response{}, nil
+		}
+		if response, ok, err := o.answer(key, s); ok {
+			t.end(ctx)
+			return nil, response, err
+		}
+		if len(s.phases) > 0 || s.calling != nil {
+			t.end(ctx)
+			return nil, Response{}, fmt.Errorf("%w: the key was begun as a flow, in phases", ErrUnknownRecoveryPoint)
+		}
+		tag, err := t.pooled.Exec(ctx, o.sql.takeWork, key.Scope, key.Operation, key.Value, s.token, key.Fingerprint[:], sealed, o.window())
+		if err == nil && tag.RowsAffected() == 1 {
+			return t, Response{}, nil
+		}
+		t.end(ctx)
+		if waited(err) {
+			return nil, Response{}, &InProgressError{RetryAfter: time.Second}
+		}
+		if err != nil {
+			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
+		}
+	}
+	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // it changes hands all the time
+}
+
+// claimsMax bounds how often a claim that met a change is made again.
+const claimsMax = 10
+
+// respond stores the response and commits.
+func (o *Operation) respond(ctx context.Context, t *transaction, key Key, response Response) error {
+	out, err := o.outcome(key, response, o.cfg.Seal != nil)
+	if err != nil {
+		return err
+	}
+	crashpoint.At(ctx, crashpoint.KeyCommitting)
+	err = t.commit(ctx, func(batch *pgx.Batch) {
+		batch.Queue(o.sql.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped)
+	})
+	if err != nil {
+		return fmt.Errorf("commit %v: %w", key, err)
+	}
+	crashpoint.At(ctx, crashpoint.KeyCommitted)
+	return nil
+}
+
+// settle stores an outcome without effects. Whoever was first counts.
+func (o *Operation) settle(ctx context.Context, key Key, response Response) (Response, error) {
+	t, replayed, err := o.claimWork(ctx, key)
+	if t == nil {
+		return replayed, err
+	}
+	defer t.end(ctx)
+	return response, o.respond(ctx, t, key, response)
+}
+
+// failed is a failure that trying again could mend: it stores nothing, unless it is to be the outcome.
+func (o *Operation) failed(ctx context.Context, key Key, cause error) (Response, error) {
+	if o.cfg.Strict {
+		return o.settle(ctx, key, o.cfg.Failed(cause))
+	}
+	if o.cfg.AttemptsMax == 0 {
+		return Response{}, cause
+	}
+	var attempts int
+	var token int64
+	err := o.pool.QueryRow(ctx, o.sql.failed, key.Scope, key.Operation, key.Value, key.Fingerprint[:], o.cfg.Seal != nil, text(cause)).Scan(&attempts, &token)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows): // somebody else has made something of the key
+		return Response{}, cause
+	case err != nil:
+		return Response{}, errors.Join(cause, fmt.Errorf("count the attempt at %v: %w", key, err))
+	case attempts < o.cfg.AttemptsMax:
+		return Response{}, cause
+	}
+	return o.settle(ctx, key, o.cfg.Failed(cause))
+}

@@ -1,0 +1,222 @@
+package idempotency
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// Config of an Operation. The zero value works, but for Operation itself.
+type Config struct {
+	// Schema that holds the tables. Default "effectonce"; bounds as in migrations.Options.
+	Schema string
+	// Operation that keys are for: the same value of two operations is two keys. Required; 1 to 255 bytes.
+	Operation string
+	// Window is how long a finished key is remembered, and its response replayed: a request that comes again later is
+	// executed again. 1 min to 10 years; default 24 h.
+	Window time.Duration
+	// Forever remembers finished keys without end. Not with Window.
+	Forever bool
+	// WaitMax is how long a request waits for another one with the same key before it gets ErrInProgress. It holds a
+	// connection meanwhile, where the other one works in one transaction. 1 ms to 1 min; default 250 ms.
+	WaitMax time.Duration
+	// Lock is how long a worker of a flow that died keeps others waiting; one at work renews it, at a third of that. 1 s to
+	// 1 h; default 30 s. It runs on the database's clock.
+	Lock time.Duration
+	// StatementTimeout, LockTimeout and IdleTimeout are the server's limits in transactions of the work, whatever the
+	// role's own are. 1 ms to 1 h; default 30 s, 5 s and 30 s.
+	StatementTimeout, LockTimeout, IdleTimeout time.Duration
+	// Isolation of the transactions of the work. Default read committed.
+	Isolation pgx.TxIsoLevel
+	// Retries is how often a transaction is run again at once after a serialization failure or a deadlock. 1 to 100;
+	// default 5.
+	Retries int
+	// Strict stores the first outcome whatever it is, also a failure that trying again could mend: Failed makes the
+	// response. Default: such a failure stores nothing, and the next request executes.
+	Strict bool
+	// AttemptsMax is after how many attempts a failure that trying again could mend becomes the outcome (Once), or the key
+	// is abandoned (Flow). 1 to 1,000,000; default: no limit for Once, 20 for flows. Not with Strict.
+	AttemptsMax int
+	// Failed makes the response of a failure that Strict or AttemptsMax turned into the outcome. Default: status 500
+	// without a body.
+	Failed func(err error) Response
+	// ResponseBytesMax is the largest body that is stored. Of a larger one only status, headers and the fact are: a later
+	// request gets Response.BodyDropped. 1 byte to 64 MiB; default 1 MiB.
+	ResponseBytesMax int
+	// Seal encrypts what is stored of requests and responses. Default: plain.
+	Seal Sealer
+	// Owner names this process in locks, for people. At most 255 bytes. Default: host name, process number and four random
+	// bytes.
+	Owner string
+	// Logger gets keys that are abandoned or indeterminate, lost locks, and trouble. Default: none.
+	Logger *slog.Logger
+	// Hooks are called synchronously; they must return quickly.
+	Hooks Hooks
+}
+
+// Hooks are optional callbacks, for metrics.
+type Hooks struct {
+	// Answered is called for each request, with what became of it.
+	Answered func(operation string, verdict Verdict)
+	// Reaped is called with the number of keys that were forgotten.
+	Reaped func(keys int64)
+}
+
+// Verdict is what became of a request.
+type Verdict string
+
+// The verdicts.
+const (
+	Executed      Verdict = "executed"    // the work ran, and its outcome is stored
+	Replayed      Verdict = "replayed"    // the outcome was stored before
+	Mismatch      Verdict = "mismatch"    // ErrMismatch
+	InProgress    Verdict = "in_progress" // ErrInProgress
+	Undecided     Verdict = "undecided"   // ErrIndeterminate, ErrAbandoned, ErrUnknownRecoveryPoint
+	FailedForNow  Verdict = "failed"      // the work failed, and trying again could mend it
+	InvalidKey    Verdict = "invalid"     // ErrInvalid
+	LostItsLock   Verdict = "lock_lost"   // ErrLockLost
+	NotAnswered   Verdict = "unanswered"  // ErrUnanswered
+	attemptsOfAll         = 20            // of flows
+)
+
+// Sealer encrypts what is stored. aad is what the text belongs to: Open must refuse a text that was sealed with another.
+type Sealer interface {
+	Seal(plain, aad []byte) ([]byte, error)
+	Open(sealed, aad []byte) ([]byte, error)
+}
+
+// Operation executes requests once for each key. It is safe for concurrent use.
+type Operation struct {
+	pool *pgxpool.Pool
+	cfg  Config
+	sql  queries
+}
+
+// New returns an operation, or all problems of its configuration at once. It opens no connection; the pool is
+// borrowed, and must be one of the primary.
+func New(pool *pgxpool.Pool, cfg Config) (*Operation, error) {
+	cfg, err := cfg.withDefaults()
+	if pool == nil {
+		err = errors.Join(err, errors.New("pool is nil: want a pool of the primary"))
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &Operation{pool: pool, cfg: cfg, sql: newQueries(cfg.Schema)}, nil
+}
+
+func (c Config) withDefaults() (Config, error) {
+	schema, err := migrations.Options{Schema: c.Schema}.Resolve()
+	problems := []error{err}
+	c.Schema = schema
+	if err := (Key{Scope: "-", Operation: c.Operation, Value: "-"}).Validate(); err != nil {
+		problems = append(problems, fmt.Errorf("Operation: %w", err))
+	}
+	if c.Forever && c.Window != 0 {
+		problems = append(problems, errors.New("Window with Forever: want one of them"))
+	}
+	problems = append(problems, bounds.Durations(
+		bounds.Duration{Field: "Window", Value: &c.Window, Default: 24 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
+		bounds.Duration{Field: "WaitMax", Value: &c.WaitMax, Default: 250 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
+		bounds.Duration{Field: "Lock", Value: &c.Lock, Default: 30 * time.Second, Min: time.Second, Max: time.Hour},
+		bounds.Duration{Field: "StatementTimeout", Value: &c.StatementTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "LockTimeout", Value: &c.LockTimeout, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "IdleTimeout", Value: &c.IdleTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
+	)...)
+	problems = append(problems, bounds.Ints(
+		bounds.Int{Field: "Retries", Value: &c.Retries, Default: 5, Min: 1, Max: 100},
+		bounds.Int{Field: "ResponseBytesMax", Value: &c.ResponseBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
+	)...)
+	if c.AttemptsMax < 0 || c.AttemptsMax > 1_000_000 {
+		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "1 to 1000000, or 0 for the default"))
+	}
+	if c.Strict && c.AttemptsMax > 0 {
+		problems = append(problems, errors.New("AttemptsMax with Strict: the first outcome is stored: want one of them"))
+	}
+	switch c.Isolation {
+	case "":
+		c.Isolation = pgx.ReadCommitted
+	case pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable:
+	default:
+		problems = append(problems, bounds.Problem("Isolation", c.Isolation, "read committed, repeatable read or serializable"))
+	}
+	c.Owner = cmp.Or(c.Owner, bounds.Owner())
+	if len(c.Owner) > 255 {
+		problems = append(problems, fmt.Errorf("Owner has %d bytes: want 1 to 255", len(c.Owner)))
+	}
+	if c.Failed == nil {
+		c.Failed = func(error) Response { return Response{Status: 500} }
+	}
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	return c, errors.Join(problems...)
+}
+
+// window is null for Forever.
+func (o *Operation) window() *time.Duration {
+	if o.cfg.Forever {
+		return nil
+	}
+	return &o.cfg.Window
+}
+
+// complete fills in the operation of a key, and refuses one of another.
+func (o *Operation) complete(k Key) (Key, error) {
+	if k.Operation == "" {
+		k.Operation = o.cfg.Operation
+	}
+	if k.Operation != o.cfg.Operation {
+		return k, fmt.Errorf("%w: it is of operation %q, not of %q", ErrInvalid, k.Operation, o.cfg.Operation)
+	}
+	return k, k.Validate()
+}
+
+// answered tells the hook what became of a request.
+func (o *Operation) answered(response Response, err error) (Response, error) {
+	if o.cfg.Hooks.Answered != nil {
+		o.cfg.Hooks.Answered(o.cfg.Operation, verdictOf(response, err))
+	}
+	return response, err
+}
+
+func verdictOf(response Response, err error) Verdict {
+	switch {
+	case err == nil && response.Replayed:
+		return Replayed
+	case err == nil:
+		return Executed
+	case errors.Is(err, ErrInvalid):
+		return InvalidKey
+	case errors.Is(err, ErrMismatch):
+		return Mismatch
+	case errors.Is(err, ErrInProgress):
+		return InProgress
+	case errors.Is(err, ErrLockLost):
+		return LostItsLock
+	case errors.Is(err, ErrUnanswered):
+		return NotAnswered
+	case errors.Is(err, ErrIndeterminate), errors.Is(err, ErrAbandoned), errors.Is(err, ErrUnknownRecoveryPoint):
+		return Undecided
+	default:
+		return FailedForNow
+	}
+}
+
+// Once is Operation.Once for an operation with the default settings: the one that the key names.
+func Once(ctx context.Context, pool *pgxpool.Pool, key Key, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
+	o, err := New(pool, Config{Operation: key.Operation})
+	if err != nil {
+		return Response{}, err
+	}
+	return o.Once(ctx, key, work)
+}

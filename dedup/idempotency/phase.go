@@ -1,0 +1,133 @@
+package idempotency
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/crashpoint"
+)
+
+// phase makes the foreign call, then the writes with the recovery point.
+func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
+	if err := ctx.Err(); err != nil {
+		return context.Cause(ctx)
+	}
+	step.phase = phase.Name
+	limited, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
+	defer cancel()
+	if phase.Call != nil {
+		if err := f.call(limited, h, step, phase); err != nil {
+			return err
+		}
+	}
+	learnt, err := json.Marshal(step.State) // a transaction that is run again begins with what the call left
+	if err != nil {
+		return fmt.Errorf("write the state of %v: %w", h.key, err)
+	}
+	for attempt := 1; ; attempt++ {
+		err := f.write(limited, h, step, phase)
+		if err == nil || attempt > h.o.cfg.Retries || !conflict(err) {
+			return err
+		}
+		if !pause(limited, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
+			return errors.Join(limited.Err(), err)
+		}
+		var again S
+		if err := json.Unmarshal(learnt, &again); err != nil {
+			return fmt.Errorf("read the state of %v: %w", h.key, err)
+		}
+		step.State, step.response = again, nil
+	}
+}
+
+// call makes the foreign call. One that must not be made twice is written down before.
+func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
+	if phase.AtMostOnce {
+		if err := h.calling(ctx, phase.Name); err != nil {
+			return err
+		}
+	}
+	crashpoint.At(ctx, crashpoint.KeyCalling)
+	err := phase.Call(ctx, step)
+	crashpoint.At(ctx, crashpoint.KeyCalled)
+	var final *FinalError
+	var not *notDoneError
+	if err != nil && phase.AtMostOnce && !errors.As(err, &final) && !errors.As(err, &not) {
+		return Indeterminate(fmt.Errorf("call of phase %q: %w", phase.Name, err))
+	}
+	if err != nil {
+		return fmt.Errorf("call of phase %q: %w", phase.Name, err)
+	}
+	return nil
+}
+
+// errNoResponse is a mistake of the flow.
+var errNoResponse = errors.New("the last phase did not call Finish: nothing was committed")
+
+// write is the transaction of a phase.
+func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
+	t, err := h.o.begin(ctx, nil)
+	if err != nil {
+		return fmt.Errorf("begin phase %q: %w", phase.Name, err)
+	}
+	defer t.end(ctx)
+	if phase.Write != nil {
+		err := t.run(ctx, func(ctx context.Context, tx pgx.Tx) error { return phase.Write(ctx, tx, step) })
+		if err != nil {
+			return fmt.Errorf("phase %q: %w", phase.Name, err)
+		}
+	}
+	crashpoint.At(ctx, crashpoint.KeyWorked)
+	if step.response == nil && phase.Name == f.names[len(f.names)-1] {
+		return fmt.Errorf("phase %q: %w", phase.Name, errNoResponse)
+	}
+	last, err := f.last(h, step, phase)
+	if err != nil {
+		return err
+	}
+	if err := ctx.Err(); err != nil {
+		return context.Cause(ctx)
+	}
+	crashpoint.At(ctx, crashpoint.KeyCommitting)
+	if err := t.commit(ctx, last); err != nil {
+		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
+	}
+	h.at.attempts = 1
+	return nil
+}
+
+// last is the statement before COMMIT: the recovery point, or the outcome.
+func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S]) (func(*pgx.Batch), error) {
+	o, key := h.o, h.key
+	if step.response != nil {
+		out, err := o.outcome(key, *step.response, h.at.sealed)
+		return func(batch *pgx.Batch) {
+			batch.Queue(o.sql.finish, key.Scope, key.Operation, key.Value, h.at.token, phase.Name, out.status, out.headers, out.body, out.dropped, o.window())
+		}, err
+	}
+	data, err := json.Marshal(step.State)
+	if err != nil {
+		return nil, fmt.Errorf("write the state of %v: %w", key, err)
+	}
+	if data, err = o.seal(key, "data", data, h.at.sealed); err != nil {
+		return nil, err
+	}
+	return func(batch *pgx.Batch) {
+		batch.Queue(o.sql.advance, key.Scope, key.Operation, key.Value, h.at.token, phase.Name, data)
+	}, nil
+}
+
+func checkDurations(callMax, retryAfter, every *time.Duration) []error {
+	return bounds.Durations(
+		bounds.Duration{Field: "CallMax", Value: callMax, Default: time.Minute, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "RetryAfter", Value: retryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "Every", Value: every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
+	)
+}

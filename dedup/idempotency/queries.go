@@ -1,0 +1,139 @@
+package idempotency
+
+import "github.com/effectonce/effectonce/migrations"
+
+// settingsSQL makes a transaction safe whatever the defaults of the role are: see consumer.settings. $2 is how long a
+// claim waits for whoever has the key.
+const settingsSQL = `-- idempotency.settings
+SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true), set_config('idle_in_transaction_session_timeout', $3, true),
+  set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
+
+// lockTimeoutSQL is for the work behind a claim.
+const lockTimeoutSQL = `-- idempotency.lock_timeout
+SELECT set_config('lock_timeout', $1, true)`
+
+// found are the columns of a key that exists.
+const found = `state, fingerprint, phases, calling, data, request, lock_token, locked_until > clock_timestamp(),
+  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed
+FROM effectonce.idempotency_keys WHERE scope = $1 AND operation = $2 AND key = $3`
+
+// fresh are the same columns of one that this statement made.
+const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
+  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean FROM claimed`
+
+// claimWorkSQL claims a key for work in one transaction: nobody sees the row before the work is done, so it is
+// finished from the start, and what is written at the end changes no indexed column. No row: somebody committed the
+// key while the insert waited; the next statement sees it.
+const claimWorkSQL = `-- idempotency.claim_work
+WITH claimed AS (
+  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, expires_at)
+  VALUES ($1, $2, $3, $4, 'finished', $5, 1, clock_timestamp() + $6::interval) ON CONFLICT DO NOTHING RETURNING lock_token)
+SELECT ` + fresh + ` UNION ALL SELECT ` + found
+
+// takeWorkSQL takes a key over whose earlier attempts failed.
+const takeWorkSQL = `-- idempotency.take_work
+UPDATE effectonce.idempotency_keys SET state = 'finished', lock_token = lock_token + 1, attempts = attempts + 1, error = NULL,
+  retry_at = NULL, sealed = $6, expires_at = clock_timestamp() + $7::interval
+WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'running' AND lock_token = $4 AND fingerprint = $5
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases = '{}' AND calling IS NULL`
+
+// respondSQL is the last statement of the work.
+const respondSQL = `-- idempotency.respond
+UPDATE effectonce.idempotency_keys SET status = $4, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp()
+WHERE scope = $1 AND operation = $2 AND key = $3`
+
+// failedSQL counts an attempt of work whose transaction was rolled back, and with it the claim. It leaves alone what
+// others have made of the key meanwhile.
+const failedSQL = `-- idempotency.failed
+INSERT INTO effectonce.idempotency_keys AS k (scope, operation, key, fingerprint, state, sealed, attempts, error)
+VALUES ($1, $2, $3, $4, 'running', $5, 1, $6)
+ON CONFLICT (scope, operation, key) DO UPDATE SET attempts = k.attempts + 1, error = excluded.error, sealed = excluded.sealed
+  WHERE k.state = 'running' AND k.fingerprint = excluded.fingerprint AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp())
+RETURNING k.attempts, k.lock_token`
+
+// claimFlowSQL claims a key for work in phases.
+const claimFlowSQL = `-- idempotency.claim_flow
+WITH claimed AS (
+  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, locked_until, locked_by, request)
+  VALUES ($1, $2, $3, $4, 'running', $5, 1, clock_timestamp() + $6::interval, $7, $8) ON CONFLICT DO NOTHING RETURNING lock_token)
+SELECT ` + fresh + ` UNION ALL SELECT ` + found
+
+// lookSQL is what the completer, and whoever only wants the outcome, ask.
+const lookSQL = `-- idempotency.look
+SELECT ` + found
+
+// takeFlowSQL takes the lock of a key over that nobody holds: the token that was seen decides between two that try.
+const takeFlowSQL = `-- idempotency.take_flow
+UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
+  locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
+
+const renewSQL = `-- idempotency.renew
+UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'`
+
+const unlockSQL = `-- idempotency.unlock
+UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
+  calling = CASE WHEN $7 THEN NULL ELSE calling END
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'`
+
+// callingSQL is written before a foreign call that must not be made twice.
+const callingSQL = `-- idempotency.calling
+UPDATE effectonce.idempotency_keys SET calling = $5
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running' AND calling IS NULL`
+
+// undecidedSQL hands a key to people.
+const undecidedSQL = `-- idempotency.undecided
+UPDATE effectonce.idempotency_keys SET state = $5, error = $6, locked_until = NULL, retry_at = NULL
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'`
+
+// advanceSQL and finishSQL raise EO003 where the key is not the caller's any more.
+const (
+	advanceSQL = `-- idempotency.advance
+SELECT effectonce.advance_key($1, $2, $3, $4, $5, $6)`
+	finishSQL = `-- idempotency.finish
+SELECT effectonce.finish_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
+)
+
+// abandonedSQL finds unfinished keys that nobody works on. Those with a request can be driven on without their client.
+const abandonedSQL = `-- idempotency.abandoned
+SELECT scope, key, fingerprint FROM effectonce.idempotency_keys
+WHERE state = 'running' AND operation = $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= clock_timestamp()
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp())
+ORDER BY coalesce(retry_at, created_at) LIMIT $2`
+
+// reapSQL forgets finished keys. Rows that somebody else deletes are left to them.
+const reapSQL = `-- idempotency.reap
+WITH old AS (
+  SELECT scope, operation, key FROM effectonce.idempotency_keys
+  WHERE state = 'finished' AND expires_at <= clock_timestamp() ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED)
+DELETE FROM effectonce.idempotency_keys k USING old
+WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND k.state = 'finished' AND k.expires_at <= clock_timestamp()`
+
+// undecidedKeysSQL is the work of a reconciler.
+const undecidedKeysSQL = `-- idempotency.undecided_keys
+SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
+WHERE state = 'indeterminate' AND operation = $1 AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
+
+// decidedSQL gives a key back to its phases.
+const decidedSQL = `-- idempotency.decided
+UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, attempts = 0, calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'indeterminate'`
+
+type queries struct {
+	settings, lockTimeout, claimWork, takeWork, respond, failed                   string
+	claimFlow, look, takeFlow, renew, unlock, calling, undecided, advance, finish string
+	abandoned, reap, undecidedKeys, decided                                       string
+}
+
+func newQueries(schema string) queries {
+	in := func(sql string) string { return migrations.InSchema(sql, schema) }
+	return queries{
+		settings: settingsSQL, lockTimeout: lockTimeoutSQL,
+		claimWork: in(claimWorkSQL), takeWork: in(takeWorkSQL), respond: in(respondSQL), failed: in(failedSQL),
+		claimFlow: in(claimFlowSQL), look: in(lookSQL), takeFlow: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
+		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
+		abandoned: in(abandonedSQL), reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
+	}
+}

@@ -1,0 +1,165 @@
+package idempotency
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// state of a key, as it stands in the column.
+type state string
+
+const (
+	running       state = "running"
+	finished      state = "finished"
+	indeterminate state = "indeterminate"
+	abandoned     state = "abandoned"
+)
+
+// stored is a key as a statement found it. made: the statement made it.
+type stored struct {
+	made        bool
+	state       state
+	fingerprint Fingerprint
+	phases      []string
+	calling     *string
+	data        []byte
+	request     []byte
+	token       int64
+	locked      bool
+	remaining   time.Duration
+	attempts    int
+	status      *int
+	headers     []byte
+	body        []byte
+	dropped     bool
+	sealed      bool
+}
+
+// read takes the row of a claim or a look, if there is one.
+func read(row pgx.Row) (*stored, error) {
+	s := &stored{}
+	var is *state
+	var fingerprint []byte
+	var locked, dropped, sealed *bool
+	var remaining *float64
+	var attempts *int
+	err := row.Scan(&is, &fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &locked, &remaining, &attempts,
+		&s.status, &s.headers, &s.body, &dropped, &sealed)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, nil //nolint:nilnil // no row is no error
+	}
+	if err != nil {
+		return nil, err
+	}
+	if is == nil {
+		return &stored{made: true, state: running, token: s.token, attempts: 1}, nil
+	}
+	s.state, s.fingerprint = *is, Fingerprint(fingerprint)
+	s.locked = locked != nil && *locked
+	s.remaining = time.Duration(*remaining * float64(time.Second))
+	s.attempts, s.dropped, s.sealed = *attempts, *dropped, *sealed
+	return s, nil
+}
+
+// answer is what a key that exists says about a request: its outcome, or why there is none. ok is false if the
+// request may be executed.
+func (o *Operation) answer(k Key, s *stored) (response Response, ok bool, err error) {
+	switch {
+	case s.fingerprint != k.Fingerprint:
+		return Response{}, true, ErrMismatch
+	case s.state == finished:
+		response, err := o.replay(k, s)
+		return response, true, err
+	case s.state == indeterminate:
+		return Response{}, true, ErrIndeterminate
+	case s.state == abandoned:
+		return Response{}, true, ErrAbandoned
+	case s.locked:
+		return Response{}, true, &InProgressError{RetryAfter: max(s.remaining, time.Second).Round(time.Second)}
+	}
+	return Response{}, false, nil
+}
+
+func (o *Operation) replay(k Key, s *stored) (Response, error) {
+	r := Response{Replayed: true, BodyDropped: s.dropped, Body: s.body}
+	if s.status != nil {
+		r.Status = *s.status
+	}
+	if s.headers != nil {
+		if err := json.Unmarshal(s.headers, &r.Header); err != nil {
+			return Response{}, fmt.Errorf("read the headers of %v: %w", k, err)
+		}
+	}
+	var err error
+	r.Body, err = o.open(k, "body", s.body, s.sealed)
+	return r, err
+}
+
+// outcome is a response as it is stored.
+type outcome struct {
+	status  int
+	headers []byte
+	body    []byte
+	dropped bool
+}
+
+func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
+	out := outcome{status: r.Status, body: r.Body}
+	if r.Status < 0 || r.Status > 999 {
+		return out, fmt.Errorf("response of %v has status %d: want 0 to 999", k, r.Status)
+	}
+	if len(r.Body) > o.cfg.ResponseBytesMax {
+		out.body, out.dropped = nil, true
+	}
+	var err error
+	if len(r.Header) > 0 {
+		if out.headers, err = json.Marshal(r.Header); err != nil {
+			return out, fmt.Errorf("write the headers of %v: %w", k, err)
+		}
+	}
+	out.body, err = o.seal(k, "body", out.body, sealed)
+	return out, err
+}
+
+// seal encrypts what is stored of a key, if its row is one that is. Each text is bound to its key and its column.
+func (o *Operation) seal(k Key, column string, plain []byte, sealed bool) ([]byte, error) {
+	if !sealed || plain == nil {
+		return plain, nil
+	}
+	if o.cfg.Seal == nil {
+		return nil, fmt.Errorf("what is stored of %v is encrypted, and this program has no Config.Seal", k)
+	}
+	text, err := o.cfg.Seal.Seal(plain, bound(k, column))
+	if err != nil {
+		return nil, fmt.Errorf("encrypt the %s of %v: %w", column, k, err)
+	}
+	return text, nil
+}
+
+func (o *Operation) open(k Key, column string, text []byte, sealed bool) ([]byte, error) {
+	if !sealed || text == nil {
+		return text, nil
+	}
+	if o.cfg.Seal == nil {
+		return nil, fmt.Errorf("what is stored of %v is encrypted, and this program has no Config.Seal", k)
+	}
+	plain, err := o.cfg.Seal.Open(text, bound(k, column))
+	if err != nil {
+		return nil, fmt.Errorf("decrypt the %s of %v: %w", column, k, err)
+	}
+	return plain, nil
+}
+
+func bound(k Key, column string) []byte {
+	return hash("seal", []byte(k.Scope), []byte(k.Operation), []byte(k.Value), []byte(column))
+}
+
+// begins tells whether the phases that are done are the first ones of a list.
+func begins(done, list []string) bool {
+	return len(done) <= len(list) && slices.Equal(done, list[:len(done)])
+}

@@ -1,0 +1,152 @@
+package idempotency
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/internal/handlertx"
+)
+
+// transaction is one transaction of the engine, on a connection of its own. Work gets it as a pgx.Tx that it cannot end.
+type transaction struct {
+	o      *Operation
+	pooled *pgxpool.Conn
+	work   *handlertx.Tx
+	busy   atomic.Bool // a statement of the work is under way
+	over   atomic.Bool // the work has returned
+	fault  atomic.Pointer[error]
+}
+
+var (
+	errOver   = fmt.Errorf("the transaction of a request is over when its work returns: %w", pgx.ErrTxClosed)
+	errShared = errors.New("the work used its transaction from two goroutines, or while a result was open: use it from one, and close rows first")
+)
+
+// Enter implements handlertx.Gate.
+func (t *transaction) Enter() error {
+	if t.over.Load() {
+		return errOver
+	}
+	if !t.busy.CompareAndSwap(false, true) {
+		return t.Misused(errShared)
+	}
+	return nil
+}
+
+// Leave implements handlertx.Gate.
+func (t *transaction) Leave(error) { t.busy.Store(false) }
+
+// Misused implements handlertx.Gate.
+func (t *transaction) Misused(err error) error {
+	t.fault.CompareAndSwap(nil, &err)
+	return err
+}
+
+// begin begins a transaction; what claim queues travels with BEGIN.
+func (o *Operation) begin(ctx context.Context, claim func(batch *pgx.Batch)) (*transaction, error) {
+	pooled, err := o.pool.Acquire(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("get a database connection: %w", err)
+	}
+	t := &transaction{o: o, pooled: pooled}
+	t.work = handlertx.New(pooled.Conn(), t, new(int))
+	batch := &pgx.Batch{}
+	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
+	lock := o.cfg.LockTimeout
+	if claim != nil {
+		lock = o.cfg.WaitMax
+	}
+	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(lock), millis(o.cfg.IdleTimeout))
+	if claim != nil {
+		claim(batch)
+		batch.Queue(o.sql.lockTimeout, millis(o.cfg.LockTimeout))
+	}
+	if err := pooled.SendBatch(ctx, batch).Close(); err != nil {
+		t.end(ctx)
+		return nil, err
+	}
+	return t, nil
+}
+
+// run gives the transaction to the work.
+func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx pgx.Tx) error) error {
+	defer t.over.Store(true)
+	err := work(ctx, t.work)
+	if fault := t.fault.Load(); fault != nil {
+		return *fault
+	}
+	return err
+}
+
+// commit ends the transaction with what last queues, in one round trip: if one of the statements fails, the server
+// skips the COMMIT behind it. It is not cut short with ctx: pgx would send a cancel request, which makes a COMMIT that
+// waits for a synchronous standby visible without being replicated. One that the server does not answer is left to itself.
+func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) error {
+	batch := &pgx.Batch{}
+	last(batch)
+	var tag string
+	batch.Queue("COMMIT").Query(func(rows pgx.Rows) error {
+		rows.Close()
+		tag = rows.CommandTag().String()
+		return rows.Err()
+	})
+	conn, pooled := t.pooled.Conn(), t.pooled
+	t.pooled = nil
+	done := make(chan error, 1)
+	go func() {
+		defer pooled.Release()
+		err := conn.SendBatch(context.WithoutCancel(ctx), batch).Close()
+		if err == nil && tag != "COMMIT" {
+			err = pgx.ErrTxCommitRollback
+		}
+		if err != nil {
+			rollback(ctx, conn)
+		}
+		done <- err
+	}()
+	timer := time.NewTimer(t.o.cfg.StatementTimeout + commitGrace)
+	defer timer.Stop()
+	select {
+	case err := <-done:
+		if conn.IsClosed() && err != nil {
+			return fmt.Errorf("%w (%w)", ErrUnanswered, err)
+		}
+		return err
+	case <-timer.C:
+		return ErrUnanswered
+	}
+}
+
+const (
+	commitGrace = 5 * time.Second // beyond what the server itself allows the statements before COMMIT
+	rollbackMax = 5 * time.Second
+)
+
+// end rolls back what was not committed.
+func (t *transaction) end(ctx context.Context) {
+	if t.pooled == nil {
+		return
+	}
+	rollback(ctx, t.pooled.Conn())
+	t.pooled.Release()
+	t.pooled = nil
+}
+
+// rollback leaves a connection that does not answer to the pool, which closes it, and to the server, which rolls back.
+func rollback(ctx context.Context, conn *pgx.Conn) {
+	if conn.IsClosed() || conn.PgConn().TxStatus() == 'I' {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackMax)
+	defer cancel()
+	_, _ = conn.Exec(ctx, "ROLLBACK")
+}
+
+func millis(d time.Duration) string { return strconv.FormatInt(max(1, d.Milliseconds()), 10) }

@@ -1,0 +1,92 @@
+-- effectonce, schema version 4: idempotency keys of requests.
+
+-- A row is claimed by its INSERT: the primary key decides who executes. Work in one transaction inserts it as
+-- finished, together with its effect. Work in phases inserts it as running and commits each phase with its recovery
+-- point, under lock_token, which grows whenever somebody takes the lock: who lost it cannot write any more.
+CREATE TABLE effectonce.idempotency_keys (
+  scope          text        NOT NULL CHECK (octet_length(scope) BETWEEN 1 AND 255),     -- the tenant
+  operation      text        NOT NULL CHECK (octet_length(operation) BETWEEN 1 AND 255),
+  key            text        NOT NULL CHECK (octet_length(key) BETWEEN 1 AND 255),
+  fingerprint    bytea       NOT NULL CHECK (octet_length(fingerprint) = 32), -- SHA-256 of what was asked for; 32 zero bytes: not compared
+  -- running: not finished; somebody works on it while locked_until lies ahead. finished: the outcome is stored.
+  -- indeterminate: whether a foreign system acted is unknown, and it cannot be asked again: a person or a reconciler
+  -- decides. abandoned: the attempts are used up, or the program does not know its recovery point: a person decides.
+  state          text        NOT NULL CONSTRAINT idempotency_keys_state_is_unknown CHECK (state IN ('running', 'finished', 'indeterminate', 'abandoned')),
+  phases         text[]      NOT NULL DEFAULT '{}', -- that are done, in order; the last one is the recovery point
+  calling        text        CHECK (octet_length(calling) BETWEEN 1 AND 255), -- phase whose foreign call may be under way, and must not be made twice
+  data           bytea,                             -- what phases hand on to later ones
+  request        bytea,                             -- what was asked for, where the completer needs it
+  lock_token     bigint      NOT NULL DEFAULT 1,
+  locked_until   timestamptz,
+  locked_by      text        CHECK (octet_length(locked_by) <= 255),
+  attempts       integer     NOT NULL DEFAULT 0,    -- begun since the last phase that is done
+  error          text        CHECK (octet_length(error) <= 2048), -- of the last attempt
+  retry_at       timestamptz,                       -- the completer leaves it alone until then
+  status         integer     CHECK (status BETWEEN 0 AND 999),
+  headers        jsonb,
+  body           bytea,
+  body_dropped   boolean     NOT NULL DEFAULT false, -- it was too large to be stored
+  sealed         boolean     NOT NULL DEFAULT false, -- data, request and body are encrypted, each with the name of its key
+  created_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+  finished_at    timestamptz,
+  expires_at     timestamptz,                       -- a finished key is forgotten then; null: never
+  CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key)
+) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05);
+
+-- What work in one transaction writes twice (the claim, then the response) changes no indexed column: the second
+-- write stays on its page.
+CREATE INDEX idempotency_keys_unfinished ON effectonce.idempotency_keys (coalesce(retry_at, created_at)) WHERE state = 'running';
+CREATE INDEX idempotency_keys_undecided ON effectonce.idempotency_keys (created_at) WHERE state IN ('indeterminate', 'abandoned');
+CREATE INDEX idempotency_keys_expiry ON effectonce.idempotency_keys (expires_at) WHERE state = 'finished';
+
+COMMENT ON TABLE effectonce.idempotency_keys IS
+  'Requests by their idempotency keys, with their recovery points and outcomes: see outbox-relay keys.';
+
+-- Writes a phase of a key down, or its outcome, and raises EO003 where the caller does not hold the key any more. It is
+-- called last in the transaction of a phase, so that the phase is rolled back then.
+CREATE FUNCTION effectonce.advance_key(
+  p_scope text, p_operation text, p_key text, p_token bigint, p_phase text, p_data bytea) RETURNS void
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+  UPDATE effectonce.idempotency_keys SET
+    phases = array_append(phases, p_phase), data = p_data, calling = NULL, attempts = 1, error = NULL
+  WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND state = 'running';
+  IF NOT FOUND THEN
+    RAISE EXCEPTION 'idempotency key of operation % is held by another worker', p_operation
+      USING ERRCODE = 'EO003', HINT = format('token %s', p_token);
+  END IF;
+END
+$$;
+
+CREATE FUNCTION effectonce.finish_key(
+  p_scope text, p_operation text, p_key text, p_token bigint, p_phase text, p_status integer, p_headers jsonb, p_body bytea,
+  p_dropped boolean, p_window interval) RETURNS void
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+  UPDATE effectonce.idempotency_keys SET
+    state = 'finished', phases = CASE WHEN p_phase IS NULL THEN phases ELSE array_append(phases, p_phase) END,
+    status = p_status, headers = p_headers, body = p_body, body_dropped = p_dropped,
+    data = NULL, request = NULL, -- nobody needs them any more
+    calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
+    finished_at = clock_timestamp(), expires_at = clock_timestamp() + p_window
+  WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND state = 'running';
+  IF NOT FOUND THEN
+    RAISE EXCEPTION 'idempotency key of operation % is held by another worker', p_operation
+      USING ERRCODE = 'EO003', HINT = format('token %s', p_token);
+  END IF;
+END
+$$;
+
+-- Keys that a client made for requests whose answer it does not have yet, so that it asks again under the same key
+-- after a restart.
+CREATE TABLE effectonce.pending_requests (
+  client     text        NOT NULL CHECK (octet_length(client) BETWEEN 1 AND 255),
+  request    text        NOT NULL CHECK (octet_length(request) BETWEEN 1 AND 255), -- what the client calls it: "charge order 4127"
+  key        text        NOT NULL CHECK (octet_length(key) BETWEEN 1 AND 255),
+  created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  CONSTRAINT pending_requests_pkey PRIMARY KEY (client, request)
+);

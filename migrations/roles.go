@@ -11,10 +11,10 @@ import (
 //go:embed roles.sql
 var rolesSQL string
 
-var roleWord = regexp.MustCompile(`\b` + DefaultSchema + `_(publisher|relay|consumer|operator)\b`)
+var roleWord = regexp.MustCompile(`\b` + DefaultSchema + `_(publisher|relay|consumer|endpoint|operator)\b`)
 
-// Roles returns the SQL that brings the group roles PREFIX_publisher, PREFIX_relay, PREFIX_consumer and
-// PREFIX_operator, each with the rights that it needs in the schema of opts. It is for one transaction of the role
+// Roles returns the SQL that brings the group roles PREFIX_publisher, PREFIX_relay, PREFIX_consumer,
+// PREFIX_endpoint and PREFIX_operator, each with the rights that it needs in the schema of opts. It is for one transaction of the role
 // that owns the tables, at the latest version of the schema, and may be run again at any time. The prefix has the
 // bounds of a schema's name, and is the schema's name where it is empty.
 func Roles(opts Options, prefix string) (string, error) {

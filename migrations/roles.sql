@@ -7,7 +7,7 @@
 
 DO $$
 DECLARE
-  roles CONSTANT text[] := ARRAY['effectonce_publisher', 'effectonce_relay', 'effectonce_consumer', 'effectonce_operator'];
+  roles CONSTANT text[] := ARRAY['effectonce_publisher', 'effectonce_relay', 'effectonce_consumer', 'effectonce_endpoint', 'effectonce_operator'];
   wanted text;
   given record;
 BEGIN
@@ -33,20 +33,20 @@ BEGIN
 END
 $$;
 
-REVOKE ALL ON SCHEMA effectonce FROM effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_operator;
-GRANT USAGE ON SCHEMA effectonce TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_operator;
-GRANT SELECT ON effectonce.schema_version TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_operator;
+REVOKE ALL ON SCHEMA effectonce FROM effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
+GRANT USAGE ON SCHEMA effectonce TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
+GRANT SELECT ON effectonce.schema_version TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
 
 -- ---------------------------------------------------------------------------------------------
--- Publisher, which a consumer's handlers are too
+-- Publisher, which a consumer's and an endpoint's handlers are too
 
 -- Whoever could give txid or seq could keep others from inserting. Without USAGE on the sequence every row would go
 -- to slot 0. A message for later is taken back by its id and topic.
-GRANT INSERT (id, topic, key, payload, headers, created_at) ON effectonce.outbox TO effectonce_publisher, effectonce_consumer;
-GRANT USAGE ON SEQUENCE effectonce.outbox_slot TO effectonce_publisher, effectonce_consumer;
-GRANT INSERT, DELETE, SELECT (due_at, id, topic) ON effectonce.outbox_scheduled TO effectonce_publisher, effectonce_consumer;
+GRANT INSERT (id, topic, key, payload, headers, created_at) ON effectonce.outbox TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
+GRANT USAGE ON SEQUENCE effectonce.outbox_slot TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
+GRANT INSERT, DELETE, SELECT (due_at, id, topic) ON effectonce.outbox_scheduled TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
 -- Functions are everybody's, unless somebody changed the defaults.
-GRANT EXECUTE ON FUNCTION effectonce.uuid_v7() TO effectonce_publisher, effectonce_relay, effectonce_consumer;
+GRANT EXECUTE ON FUNCTION effectonce.uuid_v7() TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint;
 
 -- ---------------------------------------------------------------------------------------------
 -- Relay
@@ -81,6 +81,13 @@ GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(),
   effectonce.check_position(text, text, integer, bigint) TO effectonce_consumer;
 
 -- ---------------------------------------------------------------------------------------------
+-- Endpoint: what executes requests by their idempotency keys
+
+GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_endpoint;
+GRANT EXECUTE ON FUNCTION effectonce.advance_key(text, text, text, bigint, text, bytea),
+  effectonce.finish_key(text, text, text, bigint, text, integer, jsonb, bytea, boolean, interval) TO effectonce_endpoint;
+
+-- ---------------------------------------------------------------------------------------------
 -- Operator
 
 -- It sees everything, and changes what waits for a person; each change is written down.
@@ -88,7 +95,7 @@ GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, eff
   effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_dead,
   effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.processed_messages,
   effectonce.processed_forever, effectonce.maintenance, effectonce.message_attempts, effectonce.parked_messages, effectonce.fences,
-  effectonce.operator_actions TO effectonce_operator;
+  effectonce.operator_actions, effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_operator;
 GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq, effectonce.outbox_slot TO effectonce_operator;
 GRANT UPDATE, DELETE ON effectonce.outbox_dead, effectonce.parked_messages TO effectonce_operator;
 GRANT INSERT, UPDATE, DELETE ON effectonce.outbox_paused TO effectonce_operator;
@@ -96,4 +103,5 @@ GRANT UPDATE (shards_wanted) ON effectonce.outbox_relays TO effectonce_operator;
 -- A relay by an old name, which holds published rows back: "outbox-relay relays delete".
 GRANT DELETE ON effectonce.outbox_relays, effectonce.outbox_progress, effectonce.outbox_replicas TO effectonce_operator;
 GRANT INSERT ON effectonce.operator_actions TO effectonce_operator;
+GRANT UPDATE, DELETE ON effectonce.idempotency_keys TO effectonce_operator;
 GRANT EXECUTE ON FUNCTION effectonce.message_id(text, text) TO effectonce_operator;

@@ -155,13 +155,13 @@ type Decision struct {
 	continues bool
 }
 
-// Unknown: the foreign system could not tell either; it is asked again later. It is the zero value.
+// Unknown says that the foreign system could not tell either; it is asked again later. It is the zero value.
 func Unknown() Decision { return Decision{} }
 
-// DidNotHappen: the call was not made, so the flow makes it again.
+// DidNotHappen says that the call was not made, so the flow makes it again.
 func DidNotHappen() Decision { return Decision{continues: true} }
 
-// Happened ends the flow with a response; what is left of its phases is not executed.
+// Happened says that it was, and ends the flow with a response; what is left of its phases is not executed.
 func Happened(response Response) Decision { return Decision{outcome: &response} }
 
 // Reconcile asks FlowConfig.Reconcile about each key that is indeterminate, and carries out what it decides. It returns

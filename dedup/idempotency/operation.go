@@ -122,7 +122,7 @@ func (c Config) withDefaults() (Config, error) {
 		problems = append(problems, fmt.Errorf("Operation: %w", err))
 	}
 	if c.Forever && c.Window != 0 {
-		problems = append(problems, errors.New("Window with Forever: want one of them"))
+		problems = append(problems, bounds.Problem("Window", c.Window, "none, with Forever"))
 	}
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "Window", Value: &c.Window, Default: 24 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
@@ -140,7 +140,7 @@ func (c Config) withDefaults() (Config, error) {
 		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "1 to 1000000, or 0 for the default"))
 	}
 	if c.Strict && c.AttemptsMax > 0 {
-		problems = append(problems, errors.New("AttemptsMax with Strict: the first outcome is stored: want one of them"))
+		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "none, with Strict: the first outcome is stored"))
 	}
 	switch c.Isolation {
 	case "":
@@ -151,7 +151,7 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	c.Owner = cmp.Or(c.Owner, bounds.Owner())
 	if len(c.Owner) > 255 {
-		problems = append(problems, fmt.Errorf("Owner has %d bytes: want 1 to 255", len(c.Owner)))
+		problems = append(problems, bounds.Problem("Owner", c.Owner, "at most 255 bytes"))
 	}
 	if c.Failed == nil {
 		c.Failed = func(error) Response { return Response{Status: 500} }

@@ -1,0 +1,81 @@
+package watermillsink
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+)
+
+// call is one call of the publisher.
+type call struct {
+	ended chan struct{}
+	err   error // once ended
+}
+
+var errUnfinished = errors.New("the publisher ended its goroutine instead of returning")
+
+// call publishes, and returns at the end of ctx at the latest. Publishers take no context: a call that does not heed
+// that of its messages goes on behind the back of the relay, which hands the same messages over again. Both run
+// through them from the same place in order, so this adds duplicates and changes no order of first occurrences; but
+// each attempt would leave another goroutine behind. So no call begins while one that was left is under way: there
+// are never more of them than calls at one time, which is one for each shard.
+func (s *Sink) call(ctx context.Context, topic string, messages []*message.Message) error {
+	if err := s.waitForLeft(ctx); err != nil {
+		return err
+	}
+	c := &call{ended: make(chan struct{}), err: errUnfinished}
+	go func() {
+		defer close(c.ended)
+		c.err = s.publisher.Publish(topic, messages...)
+	}()
+	select {
+	case <-c.ended:
+		return c.err
+	case <-ctx.Done():
+		s.leave(c)
+		return fmt.Errorf("the publisher did not return in time; its call goes on: %w", ctx.Err())
+	}
+}
+
+func (s *Sink) leave(c *call) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.left = append(s.left, c)
+}
+
+// waitForLeft waits until no call that was left is under way.
+func (s *Sink) waitForLeft(ctx context.Context) error {
+	for ctx.Err() == nil {
+		c := s.oldestLeft()
+		if c == nil {
+			return nil
+		}
+		select {
+		case <-c.ended:
+		case <-ctx.Done():
+			return fmt.Errorf("an earlier call of the publisher has still not returned: %w", ctx.Err())
+		}
+	}
+	return ctx.Err()
+}
+
+// oldestLeft returns nil if every call that was left has ended.
+func (s *Sink) oldestLeft() *call {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.left = slices.DeleteFunc(s.left, func(c *call) bool {
+		select {
+		case <-c.ended:
+			return true
+		default:
+			return false
+		}
+	})
+	if len(s.left) == 0 {
+		return nil
+	}
+	return s.left[0]
+}

@@ -113,8 +113,8 @@ type recordMaker struct {
 	headers []kgo.RecordHeader
 	text    []byte
 	now     time.Time // the client would ask the clock for each record
-	second  int64  // whose text is in seconds
-	seconds []byte // rows that follow each other mostly have theirs in common
+	second  int64     // whose text is in seconds
+	seconds []byte    // rows that follow each other mostly have theirs in common
 }
 
 const (

@@ -57,7 +57,7 @@ func NewPending(pool *pgxpool.Pool, cfg PendingConfig) (*Pending, error) {
 		problems = append(problems, errors.New("pool is nil: want a pool of the primary"))
 	}
 	if !storable(cfg.Client) {
-		problems = append(problems, fmt.Errorf("Client has %d bytes: want 1 to 255 bytes of UTF-8 without control characters", len(cfg.Client)))
+		problems = append(problems, bounds.Problem("Client", fmt.Sprintf("of %d bytes", len(cfg.Client)), "1 to 255 bytes of UTF-8 without control characters"))
 	}
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "AgeMax", Value: &cfg.AgeMax, Default: 22 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},

@@ -3,6 +3,7 @@ package httpkey_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -59,9 +60,8 @@ func (p payer) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer response.Body.Close()
 	_, err = io.Copy(io.Discard, response.Body)
-	return err
+	return errors.Join(err, response.Body.Close())
 }
 
 // Property: a client that is killed between its attempt and the answer, before or after the server acted, finds its

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"slices"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -195,7 +196,7 @@ func TestOnlyTheWholeAnswerForgets(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.Pool(t)
 			pending := newPending(t, pool, httpkey.PendingConfig{})
-			s := newServer(t, func(n int, w http.ResponseWriter, _ *http.Request) {
+			s := newRemote(t, func(n int, w http.ResponseWriter, _ *http.Request) {
 				if n == 0 {
 					broken(w)
 				}
@@ -229,7 +230,7 @@ func TestOneNameIsOneKey(t *testing.T) {
 	for range 20 {
 		wg.Go(func() {
 			status, _, err := do(httpkey.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, b.URL, "charge")
-			assert.NoError(t, err)
+			assert.NoError(t, err) //nolint:testifylint // require must not be called here
 			assert.Equal(t, http.StatusCreated, status)
 		})
 	}
@@ -251,7 +252,7 @@ func TestPendingRequestGetsTooOld(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	pending := newPending(t, pool, httpkey.PendingConfig{AgeMax: time.Hour})
-	s := newServer(t, failing(0, 0))
+	s := newRemote(t, failing(0, 0))
 	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
 	ctx := httpkey.WithRequestName(t.Context(), "charge")
 	for _, test := range []struct {
@@ -279,7 +280,7 @@ func TestNothingIsSentWithoutADurableKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	pending := newPending(t, pool, httpkey.PendingConfig{})
-	s := newServer(t, failing(0, 0))
+	s := newRemote(t, failing(0, 0))
 	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
 	_, err := pending.Begin(t.Context(), "charge", "first")
 	require.NoError(t, err)
@@ -304,7 +305,7 @@ func TestNothingIsSentWithoutADurableKey(t *testing.T) {
 func TestPendingSettingsAndPages(t *testing.T) {
 	t.Parallel()
 	_, err := httpkey.NewPending(nil, httpkey.PendingConfig{Schema: "no-schema!", AgeMax: time.Second})
-	for _, want := range []string{"pool is nil", "Client has 0 bytes: want 1 to 255", "AgeMax 1s: want 1m0s"} {
+	for _, want := range []string{"pool is nil", "Client of 0 bytes: want 1 to 255", "AgeMax 1s: want 1m0s"} {
 		require.ErrorContains(t, err, want)
 	}
 	pool := pgtest.Pool(t)
@@ -318,4 +319,31 @@ func TestPendingSettingsAndPages(t *testing.T) {
 	require.Len(t, page, 1)
 	require.Equal(t, "b", page[0].Request)
 	require.Equal(t, "key-b", page[0].Key)
+}
+
+// Property: with ForgetAnswered, an answer ends a pending request only where a new key could not execute it again: not where
+// nobody knows whether it was executed, it was with an answer that is lost, or the key has another request. A redirect that
+// is followed leaves it to the answer behind it.
+func TestWhatSettlesARequest(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	pending := newPending(t, pool, httpkey.PendingConfig{})
+	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
+		status, err := strconv.Atoi(r.URL.Path[1:])
+		assert.NoError(t, err) //nolint:testifylint // require must not be called here
+		if status == http.StatusPermanentRedirect {
+			w.Header().Set("Location", "/"+r.URL.RawQuery)
+		}
+		if status == http.StatusInternalServerError {
+			w.Header().Set("Idempotent-Replayed", "true")
+		}
+		w.WriteHeader(status)
+	})
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1}))
+	kept := []string{"308?409", "401", "403", "408", "409", "410", "422", "423", "425", "429", "500", "501", "503"}
+	for _, path := range append([]string{"200", "201", "204", "308?200", "400", "402", "404", "413"}, kept...) {
+		_, _, err := do(httpkey.WithRequestName(t.Context(), path), t, client, http.MethodPost, s.URL+"/"+path, "x")
+		require.NoError(t, err)
+	}
+	require.ElementsMatch(t, kept, isPending(t, pending))
 }

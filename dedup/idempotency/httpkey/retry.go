@@ -14,9 +14,8 @@ import (
 type verdict int
 
 const (
-	final   verdict = iota // the answer of the server, or an error that the next attempt would meet, too
-	retry                  // whether the server acted is unknown, or it did not: ask again
-	through                // a redirect: the answer is elsewhere
+	final verdict = iota // the answer of the server, or an error that the next attempt would meet, too
+	retry                // whether the server acted is unknown, or it did not: ask again
 )
 
 // judge is the table of the package's documentation.
@@ -32,10 +31,22 @@ func judge(response *http.Response) verdict {
 		if response.Header.Get("Retry-After") != "" {
 			return retry // in progress; other conflicts stay
 		}
-	case http.StatusTemporaryRedirect, http.StatusPermanentRedirect:
-		return through
 	}
 	return final
+}
+
+// settles tells answers after which a key is not needed any more. After the others the request was not executed for now, or
+// it was, or nobody knows: under a new key it could be executed again. 409 and 410 are what Middleware says of a key that a
+// person has to decide, and of an answer that was not kept; 422 may say that the key was used for what now has other
+// contents; 307 and 308 say that the answer is elsewhere.
+func settles(status int) bool {
+	switch status {
+	case http.StatusTemporaryRedirect, http.StatusPermanentRedirect,
+		http.StatusUnauthorized, http.StatusForbidden, http.StatusRequestTimeout, http.StatusConflict, http.StatusGone,
+		http.StatusUnprocessableEntity, http.StatusLocked, http.StatusTooEarly, http.StatusTooManyRequests:
+		return false
+	}
+	return status >= 200 && status < 500
 }
 
 // judgeError tells errors that another attempt could mend: all but these. What a client of HTTP/2 or a proxy returns has

@@ -86,7 +86,7 @@ const forgetMax = 5 * time.Second
 func (c *call) hand(response *http.Response, end func()) *http.Response {
 	response.Request = c.request // SentKey needs it, and a base need not set it
 	answer := &answerBody{ReadCloser: response.Body, end: end, had: func() {}}
-	if c.name != "" && c.t.cfg.ForgetAnswered && judge(response) == final {
+	if c.name != "" && c.t.cfg.ForgetAnswered && settles(response.StatusCode) {
 		answer.had = sync.OnceFunc(c.forget)
 	}
 	if writer, ok := response.Body.(io.Writer); ok { // 101: the connection
@@ -120,7 +120,7 @@ type answerBody struct {
 func (a *answerBody) Read(p []byte) (int, error) {
 	n, err := a.ReadCloser.Read(p)
 	switch {
-	case err == io.EOF: //nolint:errorlint // io.ErrUnexpectedEOF and wrapped ones are no end
+	case err == io.EOF: // a wrapped one is no end
 		if !a.broken {
 			a.had()
 		}

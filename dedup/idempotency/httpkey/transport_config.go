@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -37,8 +38,9 @@ type TransportConfig struct {
 	// Pending remembers the keys of requests that have a name (WithRequestName), so that they survive this process. Default:
 	// requests that have a name are refused.
 	Pending PendingStore
-	// ForgetAnswered makes the Transport forget a pending key by itself, when the body of the final answer was read to its end
-	// or closed. Who dies between that and writing the answer down asks again under a new key. Default: the caller
+	// ForgetAnswered makes the Transport forget a pending key by itself, when the body of an answer that settles the request was
+	// read to its end or closed: 2xx, 3xx but 307 and 308, 4xx but 401, 403, 408, 409, 410, 422, 423, 425 and 429.
+	// Who dies between that and writing the answer down asks again under a new key: a second effect. Default: the caller
 	// forgets it in the transaction that writes the answer down (Pending.ForgetTx).
 	ForgetAnswered bool
 	// Logger gets what is tried again, and trouble with forgetting. It never gets a key. Default: none.
@@ -63,12 +65,12 @@ func (c TransportConfig) withDefaults() (TransportConfig, error) {
 	c.Methods = slices.Clone(c.Methods)
 	for _, method := range c.Methods {
 		if safe(method) || !token(method) {
-			problems = append(problems, fmt.Errorf("Methods %q: want methods that change something", method))
+			problems = append(problems, bounds.Problem("Methods", strconv.Quote(method), "methods that change something"))
 		}
 	}
 	c.Header = http.CanonicalHeaderKey(cmp.Or(c.Header, defaultHeader))
 	if !token(c.Header) {
-		problems = append(problems, fmt.Errorf("Header %q: want the name of a header", c.Header))
+		problems = append(problems, bounds.Problem("Header", strconv.Quote(c.Header), "the name of a header"))
 	}
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "TotalMax", Value: &c.TotalMax, Default: time.Minute, Min: time.Millisecond, Max: time.Hour},
@@ -94,7 +96,6 @@ func (c TransportConfig) withDefaults() (TransportConfig, error) {
 
 // token is what names of methods and headers are made of (RFC 9110, 5.6.2).
 func token(text string) bool {
-	return text != "" && !strings.ContainsFunc(text, func(r rune) bool {
-		return !(r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || strings.ContainsRune("!#$%&'*+-.^_`|~", r))
-	})
+	const chars = "!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+	return text != "" && strings.Trim(text, chars) == ""
 }

@@ -40,16 +40,16 @@ func newClient(t *testing.T, cfg httpkey.TransportConfig) *http.Client {
 // asked is what a server saw of a request.
 type asked struct{ method, path, key, body, connection string }
 
-// server answers the n-th request, counted from 0, with what the test says.
-type server struct {
+// remote is a service that answers the n-th request, counted from 0, with what the test says.
+type remote struct {
 	*httptest.Server
 	mu    sync.Mutex
 	asked []asked
 }
 
-func newServer(t *testing.T, answer func(n int, w http.ResponseWriter, r *http.Request)) *server {
+func newRemote(t *testing.T, answer func(n int, w http.ResponseWriter, r *http.Request)) *remote {
 	t.Helper()
-	s := &server{}
+	s := &remote{}
 	s.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
 		if err != nil {
@@ -65,7 +65,7 @@ func newServer(t *testing.T, answer func(n int, w http.ResponseWriter, r *http.R
 	return s
 }
 
-func (s *server) all() []asked {
+func (s *remote) all() []asked {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return append([]asked(nil), s.asked...)
@@ -95,16 +95,15 @@ func send(t *testing.T, client *http.Client, request *http.Request) (int, string
 	if err != nil {
 		return 0, "", err
 	}
-	defer response.Body.Close()
 	read, err := io.ReadAll(response.Body)
-	return response.StatusCode, string(read), err
+	return response.StatusCode, string(read), errors.Join(err, response.Body.Close())
 }
 
 // Property: each logical request gets a UUIDv7 of its own, and all its attempts carry it and the whole body; requests that
 // change nothing, and methods that were not asked for, get none; the caller's header stays as it was.
 func TestOneKeyForAllAttempts(t *testing.T) {
 	t.Parallel()
-	s := newServer(t, failing(http.StatusServiceUnavailable, 2))
+	s := newRemote(t, failing(http.StatusServiceUnavailable, 2))
 	client := newClient(t, quick(httpkey.TransportConfig{}))
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL+"/charges", strings.NewReader("4127"))
 	require.NoError(t, err)
@@ -137,7 +136,7 @@ func TestOneKeyForAllAttempts(t *testing.T) {
 // step of the work under another key, and that one is the same at each attempt of the work. Row H5.
 func TestKeyOfTheCallerIsKept(t *testing.T) {
 	t.Parallel()
-	s := newServer(t, failing(http.StatusBadGateway, 1))
+	s := newRemote(t, failing(http.StatusBadGateway, 1))
 	client := newClient(t, quick(httpkey.TransportConfig{}))
 	request, err := http.NewRequestWithContext(httpkey.WithKey(t.Context(), "of-context"), http.MethodPost, s.URL, http.NoBody)
 	require.NoError(t, err)
@@ -163,7 +162,7 @@ func TestKeyOfTheCallerIsKept(t *testing.T) {
 // sent, and the body is closed. Row H9.
 func TestUnusableKeysAreNotSent(t *testing.T) {
 	t.Parallel()
-	s := newServer(t, failing(0, 0))
+	s := newRemote(t, failing(0, 0))
 	client := newClient(t, quick(httpkey.TransportConfig{}))
 	for name, values := range map[string][]string{
 		"two": {"a", "b"}, "empty": {""}, "long": {strings.Repeat("a", 256)}, "space": {"a b"}, "not ASCII": {"ä"},
@@ -224,7 +223,7 @@ func TestWhatIsTriedAgain(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			s := newServer(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
+			s := newRemote(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
 				for name, values := range test.header {
 					w.Header()[name] = values
 				}
@@ -268,7 +267,7 @@ func TestBodiesThatCannotBeRepeated(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			s := newServer(t, failing(http.StatusServiceUnavailable, 2))
+			s := newRemote(t, failing(http.StatusServiceUnavailable, 2))
 			client := newClient(t, quick(httpkey.TransportConfig{BodyBytesMax: 1000}))
 			sent := strings.Repeat("x", test.bytes)
 			body := &closing{Reader: strings.NewReader(sent)}
@@ -290,7 +289,7 @@ func TestBodiesThatCannotBeRepeated(t *testing.T) {
 // Property: what fails while the body of the request is read is not sent again, and a body that hangs ends with its context.
 func TestBodiesThatBreak(t *testing.T) {
 	t.Parallel()
-	s := newServer(t, failing(0, 0))
+	s := newRemote(t, failing(0, 0))
 	client := newClient(t, quick(httpkey.TransportConfig{}))
 	broken := errors.New("broken")
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, io.MultiReader(strings.NewReader("x"), errorReader{broken}))
@@ -299,7 +298,7 @@ func TestBodiesThatBreak(t *testing.T) {
 	require.ErrorIs(t, err, broken)
 
 	reader, writer := io.Pipe() // nobody writes
-	defer writer.Close()
+	defer func() { require.NoError(t, writer.Close()) }()
 	ctx, cancel := context.WithCancel(t.Context())
 	request, err = http.NewRequestWithContext(ctx, http.MethodPost, s.URL, reader)
 	require.NoError(t, err)
@@ -321,7 +320,7 @@ func (e errorReader) Read([]byte) (int, error) { return 0, e.err }
 // key under which to ask again, and its text does not.
 func TestUnansweredRequestCanBeAskedAgain(t *testing.T) {
 	t.Parallel()
-	s := newServer(t, func(n int, w http.ResponseWriter, r *http.Request) {
+	s := newRemote(t, func(n int, w http.ResponseWriter, r *http.Request) {
 		if n < 2 {
 			<-r.Context().Done()
 			return
@@ -347,7 +346,7 @@ func TestUnansweredRequestCanBeAskedAgain(t *testing.T) {
 // Property: a caller that goes during a pause is let go at once, with the key.
 func TestPauseEndsWithTheContext(t *testing.T) {
 	t.Parallel()
-	s := newServer(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
+	s := newRemote(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Retry-After", "50")
 		w.WriteHeader(http.StatusServiceUnavailable)
 	})
@@ -368,7 +367,7 @@ func TestPauseEndsWithTheContext(t *testing.T) {
 // Property: the key goes along where a redirect asks for the same request elsewhere, and not where it asks for a GET.
 func TestKeyFollowsRedirects(t *testing.T) {
 	t.Parallel()
-	s := newServer(t, func(_ int, w http.ResponseWriter, r *http.Request) {
+	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case "/moved":
 			http.Redirect(w, r, "/here", http.StatusTemporaryRedirect)
@@ -418,7 +417,7 @@ func TestMistakesOfSetUpAreNotTriedAgain(t *testing.T) {
 	s.Config.ErrorLog = nothing()
 	s.StartTLS()
 	defer s.Close()
-	plain := newServer(t, failing(0, 0))
+	plain := newRemote(t, failing(0, 0))
 	client := newClient(t, httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) { assert.Fail(t, "tried again", r.Err) }})
 	for _, address := range []string{s.URL, strings.Replace(plain.URL, "http:", "https:", 1)} {
 		_, _, err := do(t.Context(), t, client, http.MethodPost, address, "x")
@@ -446,7 +445,7 @@ func TestTransportSettingsAreChecked(t *testing.T) {
 // Property: nothing that is logged about a request has its key, or its address with what that may hide.
 func TestLogsHaveNoKeys(t *testing.T) {
 	t.Parallel()
-	s := newServer(t, failing(http.StatusServiceUnavailable, 1))
+	s := newRemote(t, failing(http.StatusServiceUnavailable, 1))
 	var log bytes.Buffer
 	client := newClient(t, quick(httpkey.TransportConfig{Logger: textLogger(&log)}))
 	_, _, err := do(httpkey.WithKey(t.Context(), "canary-key"), t, client, http.MethodPost, s.URL+"/canary-path?canary-query", "canary-body")

@@ -187,6 +187,7 @@ func TestOnlyTheWholeAnswerForgets(t *testing.T) {
 		"an answer that breaks off": func(w http.ResponseWriter) {
 			w.Header().Set("Content-Length", "100")
 			_, _ = io.WriteString(w, "paid")
+			_ = http.NewResponseController(w).Flush()
 			panic(http.ErrAbortHandler)
 		},
 		"no final answer": func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },

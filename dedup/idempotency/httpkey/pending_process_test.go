@@ -75,7 +75,7 @@ func TestKilledClientAsksAgainUnderItsKey(t *testing.T) {
 			bank := newBank(t, pool)
 			killed := make(chan *os.Process, 1)
 			gone := make(chan struct{})
-			bank.disturb = func(n int, act func()) {
+			bank.disturb(func(n int, act func()) {
 				if n > 0 {
 					act()
 					return
@@ -85,7 +85,7 @@ func TestKilledClientAsksAgainUnderItsKey(t *testing.T) {
 				}
 				_ = (<-killed).Kill()
 				<-gone
-			}
+			})
 			binary, err := os.Executable()
 			require.NoError(t, err)
 			spec, err := json.Marshal(payer{Database: pool.Config().ConnString(), Server: bank.URL, Name: "charge order 4127"})

@@ -28,10 +28,10 @@ type bank struct {
 	*httptest.Server
 	pool     *pgxpool.Pool
 	listener *resetting
-	disturb  func(n int, act func()) // around the n-th request
 
-	mu   sync.Mutex
-	seen []string
+	mu     sync.Mutex
+	seen   []string
+	around func(n int, act func()) // the n-th request
 }
 
 func newBank(t *testing.T, pool *pgxpool.Pool) *bank {
@@ -40,7 +40,7 @@ func newBank(t *testing.T, pool *pgxpool.Pool) *bank {
 	require.NoError(t, err)
 	operation, err := idempotency.New(pool, idempotency.Config{Operation: "pay"})
 	require.NoError(t, err)
-	b := &bank{pool: pool, disturb: func(_ int, act func()) { act() }}
+	b := &bank{pool: pool, around: func(_ int, act func()) { act() }}
 	b.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
 		if err != nil {
@@ -49,8 +49,9 @@ func newBank(t *testing.T, pool *pgxpool.Pool) *bank {
 		b.mu.Lock()
 		n := len(b.seen)
 		b.seen = append(b.seen, r.Header.Get("Idempotency-Key"))
+		around := b.around
 		b.mu.Unlock()
-		b.disturb(n, func() { b.pay(w, r, operation, body) })
+		around(n, func() { b.pay(w, r, operation, body) })
 	}))
 	b.listener = &resetting{Listener: b.Listener}
 	b.Listener = b.listener
@@ -58,6 +59,12 @@ func newBank(t *testing.T, pool *pgxpool.Pool) *bank {
 	b.Start()
 	t.Cleanup(b.Close)
 	return b
+}
+
+func (b *bank) disturb(around func(n int, act func())) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.around = around
 }
 
 // pay goes on without its client, as a payment does.
@@ -117,12 +124,12 @@ func TestCutConnectionsCostNoSecondEffect(t *testing.T) {
 	pool := pgtest.Pool(t)
 	b := newBank(t, pool)
 	b.listener.left.Store(2)
-	b.disturb = func(n int, act func()) {
+	b.disturb(func(n int, act func()) {
 		act()
 		if n < 2 {
 			panic(http.ErrAbortHandler) // the answer is lost
 		}
-	}
+	})
 	var retries []error
 	client := newClient(t, quick(httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) { retries = append(retries, r.Err) }}))
 	status, body, err := do(t.Context(), t, client, http.MethodPost, b.URL, "charge")
@@ -152,10 +159,10 @@ func TestKeyIsPendingUntilTheAnswerIsWrittenDown(t *testing.T) {
 	defer lazyPool.Close()
 	pending := newPending(t, lazyPool, httpkey.PendingConfig{})
 	var sent []string
-	b.disturb = func(_ int, act func()) {
+	b.disturb(func(_ int, act func()) {
 		sent = append(sent, isPending(t, pending)...)
 		act()
-	}
+	})
 	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
 	request, err := http.NewRequestWithContext(httpkey.WithRequestName(t.Context(), "charge order 4127"), http.MethodPost, b.URL, http.NoBody)
 	require.NoError(t, err)

@@ -1,6 +1,7 @@
 package httpkey_test
 
 import (
+	"context"
 	"errors"
 	"io"
 	"log"
@@ -131,5 +132,33 @@ func TestTotalTimeIsBounded(t *testing.T) {
 		require.LessOrEqual(t, time.Since(start), 30*time.Second)
 		require.GreaterOrEqual(t, time.Since(start), 21*time.Second)
 		require.GreaterOrEqual(t, attempts, 3)
+	})
+}
+
+// Property: a caller that goes during a pause is let go at once, with the key.
+func TestPauseEndsWithTheContext(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		gone := errors.New("gone")
+		ctx, cancel := context.WithCancelCause(t.Context())
+		var key string
+		transport, err := httpkey.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
+			key = r.Header.Get("Idempotency-Key")
+			return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {"50"}}), nil
+		}), httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) {
+			require.Equal(t, 503, r.Status)
+			require.GreaterOrEqual(t, r.Wait, 50*time.Second)
+			time.AfterFunc(time.Second, func() { cancel(gone) })
+		}})
+		require.NoError(t, err)
+		request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://bank.example", http.NoBody)
+		require.NoError(t, err)
+		start := time.Now()
+		_, err = transport.RoundTrip(request) //nolint:bodyclose // there is none
+		var unanswered *httpkey.UnansweredError
+		require.ErrorAs(t, err, &unanswered)
+		require.ErrorIs(t, err, gone)
+		require.Equal(t, key, unanswered.Key)
+		require.Equal(t, time.Second, time.Since(start))
 	})
 }

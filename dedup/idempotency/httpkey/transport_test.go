@@ -343,27 +343,6 @@ func TestUnansweredRequestCanBeAskedAgain(t *testing.T) {
 	}
 }
 
-// Property: a caller that goes during a pause is let go at once, with the key.
-func TestPauseEndsWithTheContext(t *testing.T) {
-	t.Parallel()
-	s := newRemote(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Retry-After", "50")
-		w.WriteHeader(http.StatusServiceUnavailable)
-	})
-	gone := errors.New("gone")
-	ctx, cancel := context.WithCancelCause(t.Context())
-	client := newClient(t, httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) {
-		assert.Equal(t, 503, r.Status)
-		assert.GreaterOrEqual(t, r.Wait, 50*time.Second)
-		cancel(gone)
-	}})
-	_, _, err := do(ctx, t, client, http.MethodPost, s.URL, "x")
-	var unanswered *httpkey.UnansweredError
-	require.ErrorAs(t, err, &unanswered)
-	require.ErrorIs(t, err, gone)
-	require.Equal(t, s.all()[0].key, unanswered.Key)
-}
-
 // Property: the key goes along where a redirect asks for the same request elsewhere, and not where it asks for a GET.
 func TestKeyFollowsRedirects(t *testing.T) {
 	t.Parallel()

@@ -1,0 +1,357 @@
+package httpkey_test
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// bank is a service that pays once for each key, and is cut off as the test says.
+type bank struct {
+	*httptest.Server
+	pool     *pgxpool.Pool
+	listener *resetting
+
+	mu     sync.Mutex
+	seen   []string
+	around func(n int, act func()) // the n-th request
+}
+
+func newBank(t *testing.T, pool *pgxpool.Pool) *bank {
+	t.Helper()
+	_, err := pool.Exec(t.Context(), `CREATE TABLE payments (name text NOT NULL)`)
+	require.NoError(t, err)
+	operation, err := idempotency.New(pool, idempotency.Config{Operation: "pay"})
+	require.NoError(t, err)
+	b := &bank{pool: pool, around: func(_ int, act func()) { act() }}
+	b.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			panic(http.ErrAbortHandler)
+		}
+		b.mu.Lock()
+		n := len(b.seen)
+		b.seen = append(b.seen, r.Header.Get("Idempotency-Key"))
+		around := b.around
+		b.mu.Unlock()
+		around(n, func() { b.pay(w, r, operation, body) })
+	}))
+	b.listener = &resetting{Listener: b.Listener}
+	b.Listener = b.listener
+	b.Config.ErrorLog = nothing()
+	b.Start()
+	t.Cleanup(b.Close)
+	return b
+}
+
+func (b *bank) disturb(around func(n int, act func())) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.around = around
+}
+
+// pay goes on without its client, as a payment does.
+func (b *bank) pay(w http.ResponseWriter, r *http.Request, operation *idempotency.Operation, body []byte) {
+	key := idempotency.Key{Scope: "shop", Value: r.Header.Get("Idempotency-Key"), Fingerprint: idempotency.NewFingerprint(body)}
+	response, err := operation.Once(context.WithoutCancel(r.Context()), key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		_, err := tx.Exec(ctx, `INSERT INTO payments (name) VALUES ($1)`, string(body))
+		return idempotency.Response{Status: http.StatusCreated, Body: []byte("paid")}, err
+	})
+	switch {
+	case errors.Is(err, idempotency.ErrInProgress):
+		w.Header().Set("Retry-After", "0")
+		w.WriteHeader(http.StatusConflict)
+	case err != nil:
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+	default:
+		w.WriteHeader(response.Status)
+		_, _ = w.Write(response.Body)
+	}
+}
+
+func (b *bank) keys() []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.Clone(b.seen)
+}
+
+func (b *bank) payments(t *testing.T) (n int) {
+	t.Helper()
+	require.NoError(t, b.pool.QueryRow(t.Context(), `SELECT count(*) FROM payments`).Scan(&n))
+	return n
+}
+
+func newPending(t *testing.T, pool *pgxpool.Pool, cfg httpkey.PendingConfig) *httpkey.Pending {
+	t.Helper()
+	cfg.Client = "shop"
+	pending, err := httpkey.NewPending(pool, cfg)
+	require.NoError(t, err)
+	return pending
+}
+
+func isPending(t *testing.T, pending *httpkey.Pending) []string {
+	t.Helper()
+	list, err := pending.List(t.Context(), "", 100)
+	require.NoError(t, err)
+	names := []string{}
+	for _, r := range list {
+		names = append(names, r.Request)
+	}
+	return names
+}
+
+// Property: connections that are reset before the server read the request, and after it acted, cost attempts and no second
+// effect, and the client gets the answer. Row H5.
+func TestCutConnectionsCostNoSecondEffect(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	b := newBank(t, pool)
+	b.listener.left.Store(2)
+	b.disturb(func(n int, act func()) {
+		act()
+		if n < 2 {
+			panic(http.ErrAbortHandler) // the answer is lost
+		}
+	})
+	var retries []error
+	client := newClient(t, quick(httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) { retries = append(retries, r.Err) }}))
+	status, body, err := do(t.Context(), t, client, http.MethodPost, b.URL, "charge")
+	require.NoError(t, err)
+	require.Equal(t, http.StatusCreated, status)
+	require.Equal(t, "paid", body)
+	require.Len(t, retries, 4, "%v", retries)
+	require.Len(t, b.keys(), 3)
+	require.Equal(t, 1, b.payments(t))
+}
+
+// Property: a key is committed before it is sent, with synchronous_commit whatever the role's default is, and stays until
+// the transaction that writes the answer down forgets it.
+func TestKeyIsPendingUntilTheAnswerIsWrittenDown(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	_, err := pool.Exec(t.Context(), `
+		CREATE TABLE commits (how text NOT NULL);
+		CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO public.commits VALUES (current_setting(''synchronous_commit'')); RETURN NEW; END';
+		CREATE TRIGGER note AFTER INSERT ON effectonce.pending_requests FOR EACH ROW EXECUTE FUNCTION note()`)
+	require.NoError(t, err)
+	b := newBank(t, pool)
+	lazy := pool.Config()
+	lazy.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
+	lazyPool, err := pgxpool.NewWithConfig(t.Context(), lazy)
+	require.NoError(t, err)
+	defer lazyPool.Close()
+	pending := newPending(t, lazyPool, httpkey.PendingConfig{})
+	var sent []string
+	b.disturb(func(_ int, act func()) {
+		sent = append(sent, isPending(t, pending)...)
+		act()
+	})
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
+	request, err := http.NewRequestWithContext(httpkey.WithRequestName(t.Context(), "charge order 4127"), http.MethodPost, b.URL, http.NoBody)
+	require.NoError(t, err)
+	response, err := client.Do(request)
+	require.NoError(t, err)
+	require.NoError(t, response.Body.Close())
+	require.Equal(t, []string{"charge order 4127"}, sent)
+	require.Equal(t, sent, isPending(t, pending))
+	var how string
+	require.NoError(t, pool.QueryRow(t.Context(), `SELECT how FROM commits`).Scan(&how))
+	require.Equal(t, "on", how)
+
+	forget := func(err error) func(pgx.Tx) error {
+		return func(tx pgx.Tx) error {
+			return errors.Join(pending.ForgetTx(t.Context(), tx, "charge order 4127", httpkey.SentKey(response, "")), err)
+		}
+	}
+	require.Error(t, pgx.BeginFunc(t.Context(), pool, forget(errors.New("not written down"))))
+	require.Len(t, isPending(t, pending), 1)
+	require.NoError(t, pgx.BeginFunc(t.Context(), pool, forget(nil)))
+	require.Empty(t, isPending(t, pending))
+}
+
+// Property: a request that got no final answer, or not the whole of it, stays pending, and a new Transport on the same
+// database asks under its key; with ForgetAnswered, the answer ends it.
+func TestOnlyTheWholeAnswerForgets(t *testing.T) {
+	t.Parallel()
+	for name, broken := range map[string]func(w http.ResponseWriter){
+		"an answer that breaks off": func(w http.ResponseWriter) {
+			w.Header().Set("Content-Length", "100")
+			_, _ = io.WriteString(w, "paid")
+			_ = http.NewResponseController(w).Flush()
+			panic(http.ErrAbortHandler)
+		},
+		"no final answer": func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
+		"no answer":       func(http.ResponseWriter) { panic(http.ErrAbortHandler) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.Pool(t)
+			pending := newPending(t, pool, httpkey.PendingConfig{})
+			s := newRemote(t, func(n int, w http.ResponseWriter, _ *http.Request) {
+				if n == 0 {
+					broken(w)
+				}
+			})
+			s.Config.ErrorLog = nothing()
+			cfg := quick(httpkey.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1})
+			ctx := httpkey.WithRequestName(t.Context(), "charge")
+			status, _, err := do(ctx, t, newClient(t, cfg), http.MethodPost, s.URL, "x")
+			require.True(t, err != nil || status == http.StatusServiceUnavailable)
+			require.Equal(t, []string{"charge"}, isPending(t, pending))
+
+			_, _, err = do(ctx, t, newClient(t, cfg), http.MethodPost, s.URL, "x")
+			require.NoError(t, err)
+			require.Empty(t, isPending(t, pending))
+			require.Equal(t, s.all()[0].key, s.all()[1].key)
+			_, _, err = do(ctx, t, newClient(t, cfg), http.MethodPost, s.URL, "x")
+			require.NoError(t, err)
+			require.NotEqual(t, s.all()[0].key, s.all()[2].key)
+		})
+	}
+}
+
+// Property: whoever asks under one name at the same time asks under one key: the insert decides; names of two clients never
+// meet.
+func TestOneNameIsOneKey(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	b := newBank(t, pool)
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: newPending(t, pool, httpkey.PendingConfig{}), AttemptsMax: 100}))
+	var wg sync.WaitGroup
+	for range 20 {
+		wg.Go(func() {
+			status, _, err := do(httpkey.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, b.URL, "charge")
+			assert.NoError(t, err) //nolint:testifylint // require must not be called here
+			assert.Equal(t, http.StatusCreated, status)
+		})
+	}
+	wg.Wait()
+	require.Equal(t, 1, b.payments(t))
+	keys := b.keys()
+	slices.Sort(keys)
+	require.Len(t, slices.Compact(keys), 1)
+
+	other, err := httpkey.NewPending(pool, httpkey.PendingConfig{Client: "another shop"})
+	require.NoError(t, err)
+	key, err := other.Begin(t.Context(), "charge", "fresh")
+	require.NoError(t, err)
+	require.Equal(t, "fresh", key)
+}
+
+// Property: a request is not asked again when servers may have forgotten its key: nothing is sent, and it is listed as such.
+func TestPendingRequestGetsTooOld(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	pending := newPending(t, pool, httpkey.PendingConfig{AgeMax: time.Hour})
+	s := newRemote(t, failing(0, 0))
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
+	ctx := httpkey.WithRequestName(t.Context(), "charge")
+	for _, test := range []struct {
+		age     string
+		refused bool
+	}{{"59 minutes", false}, {"61 minutes", true}} {
+		_, err := pool.Exec(t.Context(), `INSERT INTO effectonce.pending_requests (client, request, key, created_at)
+			VALUES ('shop', 'charge', 'old', clock_timestamp() - $1::text::interval) ON CONFLICT (client, request) DO UPDATE SET created_at = excluded.created_at`, test.age)
+		require.NoError(t, err)
+		_, _, err = do(ctx, t, client, http.MethodPost, s.URL, "x")
+		require.Equal(t, test.refused, errors.Is(err, httpkey.ErrPendingTooOld), "%v", err)
+		list, err := pending.List(t.Context(), "", 1)
+		require.NoError(t, err)
+		require.Equal(t, test.refused, list[0].TooOld)
+	}
+	require.Len(t, s.all(), 1)
+	require.NoError(t, pending.Forget(t.Context(), "charge", "another"))
+	require.Len(t, isPending(t, pending), 1)
+	require.NoError(t, pending.Forget(t.Context(), "charge", "old"))
+	require.Empty(t, isPending(t, pending))
+}
+
+// Property: nothing is sent when the key cannot be made durable, or the caller gave another key than the pending one.
+func TestNothingIsSentWithoutADurableKey(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	pending := newPending(t, pool, httpkey.PendingConfig{})
+	s := newRemote(t, failing(0, 0))
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
+	_, err := pending.Begin(t.Context(), "charge", "first")
+	require.NoError(t, err)
+	_, _, err = do(httpkey.WithKey(httpkey.WithRequestName(t.Context(), "charge"), "second"), t, client, http.MethodPost, s.URL, "x")
+	require.ErrorIs(t, err, httpkey.ErrKey)
+	_, _, err = do(httpkey.WithRequestName(t.Context(), "a\nb"), t, client, http.MethodPost, s.URL, "x")
+	require.ErrorIs(t, err, httpkey.ErrKey)
+
+	config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/nothing?sslmode=disable&connect_timeout=1")
+	require.NoError(t, err)
+	config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("no network") }
+	nowhere, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer nowhere.Close()
+	client = newClient(t, quick(httpkey.TransportConfig{Pending: newPending(t, nowhere, httpkey.PendingConfig{})}))
+	_, _, err = do(httpkey.WithRequestName(t.Context(), "other"), t, client, http.MethodPost, s.URL, "x")
+	require.ErrorIs(t, err, httpkey.ErrKey)
+	require.Empty(t, s.all())
+}
+
+// Property: settings of a Pending are checked all at once; what is listed comes in pages.
+func TestPendingSettingsAndPages(t *testing.T) {
+	t.Parallel()
+	_, err := httpkey.NewPending(nil, httpkey.PendingConfig{Schema: "no-schema!", AgeMax: time.Second})
+	for _, want := range []string{"pool is nil", "Client of 0 bytes: want 1 to 255", "AgeMax 1s: want 1m0s"} {
+		require.ErrorContains(t, err, want)
+	}
+	pool := pgtest.Pool(t)
+	pending := newPending(t, pool, httpkey.PendingConfig{})
+	for _, name := range []string{"c", "a", "b"} {
+		_, err := pending.Begin(t.Context(), name, "key-"+name)
+		require.NoError(t, err)
+	}
+	page, err := pending.List(t.Context(), "a", 1)
+	require.NoError(t, err)
+	require.Len(t, page, 1)
+	require.Equal(t, "b", page[0].Request)
+	require.Equal(t, "key-b", page[0].Key)
+}
+
+// Property: with ForgetAnswered, an answer ends a pending request only where a new key could not execute it again: not where
+// nobody knows whether it was executed, it was with an answer that is lost, or the key has another request. A redirect that
+// is followed leaves it to the answer behind it.
+func TestWhatSettlesARequest(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	pending := newPending(t, pool, httpkey.PendingConfig{})
+	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
+		status, err := strconv.Atoi(r.URL.Path[1:])
+		assert.NoError(t, err) //nolint:testifylint // require must not be called here
+		if status == http.StatusPermanentRedirect {
+			w.Header().Set("Location", "/"+r.URL.RawQuery)
+		}
+		if status == http.StatusInternalServerError {
+			w.Header().Set("Idempotent-Replayed", "true")
+		}
+		w.WriteHeader(status)
+	})
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1}))
+	kept := []string{"308?409", "401", "403", "408", "409", "410", "422", "423", "425", "429", "500", "501", "503"}
+	for _, path := range append([]string{"200", "201", "204", "308?200", "400", "402", "404", "413"}, kept...) {
+		_, _, err := do(httpkey.WithRequestName(t.Context(), path), t, client, http.MethodPost, s.URL+"/"+path, "x")
+		require.NoError(t, err)
+	}
+	require.ElementsMatch(t, kept, isPending(t, pending))
+}

@@ -1,0 +1,80 @@
+package httpkey
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"time"
+)
+
+// run sends the request until there is an answer, or no attempt or time is left.
+func (c *call) run(ctx context.Context) (*http.Response, error) {
+	cfg := c.t.cfg
+	for attempt := 1; ; attempt++ {
+		response, err := c.attempt(ctx)
+		if err == nil && judge(response) != retry {
+			return response, nil
+		}
+		wait := cfg.backoff(attempt, retryAfter(response))
+		switch {
+		case ctx.Err() != nil && err == nil:
+			return response, nil // reading the body tells
+		case err == nil && (attempt == cfg.AttemptsMax || time.Until(c.deadline) <= wait):
+			return response, nil
+		case err != nil && (judgeError(err) == final || ctx.Err() != nil || attempt == cfg.AttemptsMax || time.Until(c.deadline) <= wait):
+			return nil, c.unanswered(attempt, err)
+		}
+		c.tell(ctx, Retry{Attempt: attempt, Status: status(response), Err: err, Wait: wait})
+		if response != nil {
+			drain(response.Body)
+		}
+		if !sleep(ctx, wait) {
+			return nil, c.unanswered(attempt, context.Cause(ctx))
+		}
+		next, err := c.body.again()
+		if err != nil {
+			return nil, c.unanswered(attempt, fmt.Errorf("%w: %w", errBody, err))
+		}
+		c.request.Body = next
+	}
+}
+
+// attempt sends the request once, and waits for the header of the response.
+func (c *call) attempt(ctx context.Context) (*http.Response, error) {
+	limit := min(c.t.cfg.AttemptMax, time.Until(c.deadline))
+	ctx, cancel := context.WithCancelCause(ctx)
+	end := func() { cancel(nil) }
+	late := fmt.Errorf("no response within %v: %w", limit, context.DeadlineExceeded)
+	timer := time.AfterFunc(limit, func() { cancel(late) })
+	response, err := c.t.base.RoundTrip(c.request.WithContext(ctx))
+	if !timer.Stop() {
+		cancel(late)                    // the timer's own call may still be on its way
+		if context.Cause(ctx) == late { //nolint:errorlint // this very one, not the caller's
+			if err == nil {
+				_ = response.Body.Close() // it cannot be read any more
+			}
+			err = late
+		}
+	}
+	if err != nil {
+		end()
+		return nil, err
+	}
+	return c.hand(response, end), nil
+}
+
+// tell tells what is sent again, without its key and without the address, which may hold secrets, too.
+func (c *call) tell(ctx context.Context, r Retry) {
+	c.t.cfg.Logger.InfoContext(ctx, "request is sent again", "method", c.request.Method, "host", c.request.URL.Host,
+		"attempt", r.Attempt, "status", r.Status, "error", r.Err, "wait", r.Wait)
+	if c.t.cfg.Retrying != nil {
+		c.t.cfg.Retrying(c.request, r)
+	}
+}
+
+func status(response *http.Response) int {
+	if response == nil {
+		return 0
+	}
+	return response.StatusCode
+}

@@ -1,0 +1,141 @@
+package httpkey
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"sync"
+	"time"
+)
+
+var errBody = errors.New("read the body of the request")
+
+// body is what a request sends.
+type body struct {
+	first  io.ReadCloser                 // for the first attempt
+	again  func() (io.ReadCloser, error) // for each later one; nil: there is none
+	length int64                         // of what was read into memory, else 0
+}
+
+// newBody makes the body repeatable where that is wanted, and possible.
+func newBody(r *http.Request, bytesMax int, repeat bool) (body, error) {
+	switch {
+	case !repeat:
+		return body{first: r.Body}, nil
+	case r.Body == nil || r.Body == http.NoBody:
+		return body{first: r.Body, again: func() (io.ReadCloser, error) { return r.Body, nil }}, nil
+	case r.GetBody != nil:
+		return body{first: r.Body, again: r.GetBody}, nil
+	case r.ContentLength > int64(bytesMax):
+		return body{first: r.Body}, nil
+	}
+	stop := context.AfterFunc(r.Context(), func() { _ = r.Body.Close() }) // a reader that hangs would not hear of ctx
+	read, err := io.ReadAll(io.LimitReader(r.Body, int64(bytesMax)+1))
+	if !stop() && err == nil {
+		err = context.Cause(r.Context())
+	}
+	switch {
+	case err != nil:
+		return body{}, fmt.Errorf("%w: %w", errBody, err)
+	case len(read) > bytesMax:
+		return body{first: struct {
+			io.Reader
+			io.Closer
+		}{io.MultiReader(bytes.NewReader(read), r.Body), r.Body}}, nil
+	}
+	if err := r.Body.Close(); err != nil {
+		return body{}, fmt.Errorf("%w: %w", errBody, err)
+	}
+	if len(read) == 0 {
+		return body{first: http.NoBody, again: func() (io.ReadCloser, error) { return http.NoBody, nil }}, nil
+	}
+	again := func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(read)), nil }
+	first, err := again()
+	return body{first: first, again: again, length: int64(len(read))}, err
+}
+
+func (b body) apply(r *http.Request) {
+	r.Body = b.first
+	if b.again == nil {
+		return
+	}
+	if r.GetBody == nil && r.Body != nil {
+		r.GetBody = b.again
+	}
+	if r.ContentLength <= 0 && len(r.Trailer) == 0 { // trailers need chunks
+		r.ContentLength = b.length
+	}
+}
+
+// drainBytesMax and what does not come at once is worth a connection.
+const drainBytesMax = 64 << 10
+
+// drain reads what is left, so that the connection can be used again, and closes.
+func drain(body io.ReadCloser) {
+	_, _ = io.CopyN(io.Discard, body, drainBytesMax) // else the connection is closed
+	_ = body.Close()
+}
+
+// forgetMax bounds how long the reader of a response waits for PendingStore.Forget.
+const forgetMax = 5 * time.Second
+
+// hand makes closing the body end the attempt, and forget the key if this is to be done here.
+func (c *call) hand(response *http.Response, end func()) *http.Response {
+	response.Request = c.request // SentKey needs it, and a base need not set it
+	answer := &answerBody{ReadCloser: response.Body, end: end, had: func() {}}
+	if c.name != "" && c.t.cfg.ForgetAnswered && settles(response.StatusCode) {
+		answer.had = sync.OnceFunc(c.forget)
+	}
+	if writer, ok := response.Body.(io.Writer); ok { // 101: the connection
+		response.Body = struct {
+			*answerBody
+			io.Writer
+		}{answer, writer}
+		return response
+	}
+	response.Body = answer
+	return response
+}
+
+func (c *call) forget() {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(c.request.Context()), forgetMax)
+	defer cancel()
+	if err := c.t.cfg.Pending.Forget(ctx, c.name, c.key); err != nil { // the next one under its name gets this answer again
+		c.t.cfg.Logger.WarnContext(ctx, "an answered request stays pending", "request", c.name, "error", err)
+	}
+}
+
+// answerBody is the body of a response.
+type answerBody struct {
+	io.ReadCloser
+	broken bool
+	had    func() // the caller has the answer
+	end    func()
+}
+
+// Read implements io.Reader.
+func (a *answerBody) Read(p []byte) (int, error) {
+	n, err := a.ReadCloser.Read(p)
+	switch {
+	case err == io.EOF: // a wrapped one is no end
+		if !a.broken {
+			a.had()
+		}
+	case err != nil:
+		a.broken = true
+	}
+	return n, err
+}
+
+// Close implements io.Closer. Who closes early has seen enough.
+func (a *answerBody) Close() error {
+	err := a.ReadCloser.Close()
+	if !a.broken {
+		a.had()
+	}
+	a.end()
+	return err
+}

@@ -1,0 +1,68 @@
+package httpkey
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"sync/atomic"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+type contextKey int
+
+const (
+	keyInContext contextKey = iota
+	nameInContext
+)
+
+// chosen is a key that the caller chose, for one request.
+type chosen struct {
+	value  string
+	target atomic.Pointer[string] // of the request that it was sent with
+}
+
+// WithKey makes a Transport send this key with the request of the context, whatever its method: also to ask again, later
+// or in another process. A context is for one request, which may be sent several times: another method or address under
+// it is refused, since its answer could be that of the first.
+func WithKey(ctx context.Context, key string) context.Context {
+	return context.WithValue(ctx, keyInContext, &chosen{value: key})
+}
+
+// WithChild is WithKey with the key that a step of the work under another key asks other systems with: the same at each
+// attempt of the work. See idempotency.Key.ChildID. A key without an operation takes part in none: fill it in.
+func WithChild(ctx context.Context, key idempotency.Key, step string) context.Context {
+	return WithKey(ctx, key.ChildID(step).String())
+}
+
+// WithRequestName names the request of the context for TransportConfig.Pending: "charge order 4127". It names one effect
+// for ever: whoever asks under it again, also after a restart, asks under the same key. 1 to 255 bytes.
+func WithRequestName(ctx context.Context, name string) context.Context {
+	return context.WithValue(ctx, nameInContext, name)
+}
+
+// SentKey returns the key that a response was asked with, empty if none. header is TransportConfig.Header, or empty for
+// its default.
+func SentKey(response *http.Response, header string) string {
+	if response == nil || response.Request == nil {
+		return ""
+	}
+	if header == "" {
+		header = defaultHeader
+	}
+	return response.Request.Header.Get(header)
+}
+
+// defaultHeader is what the IETF's draft and most services call it.
+const defaultHeader = "Idempotency-Key"
+
+var errOtherRequest = errors.New("the idempotency key in the context was sent with another request: give each request its own context")
+
+// claim binds the key to a method and an address.
+func (c *chosen) claim(r *http.Request) error {
+	target := r.Method + " " + r.URL.String()
+	if !c.target.CompareAndSwap(nil, &target) && *c.target.Load() != target {
+		return errOtherRequest
+	}
+	return nil
+}

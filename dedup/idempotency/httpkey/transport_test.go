@@ -1,0 +1,434 @@
+package httpkey_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+)
+
+// quick are settings with pauses that no test notices.
+func quick(cfg httpkey.TransportConfig) httpkey.TransportConfig {
+	cfg.BackoffMin, cfg.BackoffMax = time.Millisecond, 2*time.Millisecond
+	return cfg
+}
+
+func newClient(t *testing.T, cfg httpkey.TransportConfig) *http.Client {
+	t.Helper()
+	base := &http.Transport{}
+	t.Cleanup(base.CloseIdleConnections)
+	transport, err := httpkey.NewTransport(base, cfg)
+	require.NoError(t, err)
+	return &http.Client{Transport: transport}
+}
+
+// asked is what a server saw of a request.
+type asked struct{ method, path, key, body, connection string }
+
+// remote is a service that answers the n-th request, counted from 0, with what the test says.
+type remote struct {
+	*httptest.Server
+	mu    sync.Mutex
+	asked []asked
+}
+
+func newRemote(t *testing.T, answer func(n int, w http.ResponseWriter, r *http.Request)) *remote {
+	t.Helper()
+	s := &remote{}
+	s.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			panic(http.ErrAbortHandler)
+		}
+		s.mu.Lock()
+		n := len(s.asked)
+		s.asked = append(s.asked, asked{r.Method, r.URL.Path, strings.Join(r.Header.Values("Idempotency-Key"), ","), string(body), r.RemoteAddr})
+		s.mu.Unlock()
+		answer(n, w, r)
+	}))
+	t.Cleanup(s.Close)
+	return s
+}
+
+func (s *remote) all() []asked {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return append([]asked(nil), s.asked...)
+}
+
+// failing answers with a status until the n-th request, and 200 from there on.
+func failing(status, until int) func(int, http.ResponseWriter, *http.Request) {
+	return func(n int, w http.ResponseWriter, _ *http.Request) {
+		if n < until {
+			w.WriteHeader(status)
+		}
+		_, _ = io.WriteString(w, "answer")
+	}
+}
+
+// do sends a request and returns status and body.
+func do(ctx context.Context, t *testing.T, client *http.Client, method, address, body string) (int, string, error) {
+	t.Helper()
+	request, err := http.NewRequestWithContext(ctx, method, address, strings.NewReader(body))
+	require.NoError(t, err)
+	return send(t, client, request)
+}
+
+func send(t *testing.T, client *http.Client, request *http.Request) (int, string, error) {
+	t.Helper()
+	response, err := client.Do(request)
+	if err != nil {
+		return 0, "", err
+	}
+	read, err := io.ReadAll(response.Body)
+	return response.StatusCode, string(read), errors.Join(err, response.Body.Close())
+}
+
+// Property: each logical request gets a UUIDv7 of its own, and all its attempts carry it and the whole body; requests that
+// change nothing, and methods that were not asked for, get none; the caller's header stays as it was.
+func TestOneKeyForAllAttempts(t *testing.T) {
+	t.Parallel()
+	s := newRemote(t, failing(http.StatusServiceUnavailable, 2))
+	client := newClient(t, quick(httpkey.TransportConfig{}))
+	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL+"/charges", strings.NewReader("4127"))
+	require.NoError(t, err)
+	status, body, err := send(t, client, request)
+	require.NoError(t, err)
+	require.Equal(t, http.StatusOK, status)
+	require.Equal(t, "answer", body)
+	require.Empty(t, request.Header)
+
+	for _, method := range []string{http.MethodPatch, http.MethodPut, http.MethodDelete, http.MethodGet} {
+		_, _, err := do(t.Context(), t, client, method, s.URL, "")
+		require.NoError(t, err)
+	}
+	all := s.all()
+	require.Len(t, all, 7)
+	first, err := uuid.Parse(all[0].key)
+	require.NoError(t, err)
+	require.EqualValues(t, 7, first.Version())
+	for _, a := range all[:3] {
+		assert.Equal(t, asked{http.MethodPost, "/charges", first.String(), "4127", all[0].connection}, a, "the connection of a failure is used again")
+	}
+	assert.NotEmpty(t, all[3].key, "PATCH")
+	assert.NotEqual(t, all[0].key, all[3].key)
+	for _, a := range all[4:] {
+		assert.Empty(t, a.key, a.method)
+	}
+}
+
+// Property: a key that the caller chose is the one that is sent: from the header, else from the context, else derived for a
+// step of the work under another key, and that one is the same at each attempt of the work. Row H5.
+func TestKeyOfTheCallerIsKept(t *testing.T) {
+	t.Parallel()
+	s := newRemote(t, failing(http.StatusBadGateway, 1))
+	client := newClient(t, quick(httpkey.TransportConfig{}))
+	request, err := http.NewRequestWithContext(httpkey.WithKey(t.Context(), "of-context"), http.MethodPost, s.URL, http.NoBody)
+	require.NoError(t, err)
+	request.Header.Set("Idempotency-Key", "of-header")
+	_, _, err = send(t, client, request)
+	require.NoError(t, err)
+	_, _, err = do(httpkey.WithKey(t.Context(), "of-context"), t, client, http.MethodDelete, s.URL, "")
+	require.NoError(t, err)
+	parent := idempotency.Key{Scope: "tenant", Operation: "order", Value: "4127"}
+	for range 2 {
+		_, _, err = do(httpkey.WithChild(t.Context(), parent, "charge"), t, client, http.MethodPost, s.URL, "")
+		require.NoError(t, err)
+	}
+	var keys []string
+	for _, a := range s.all() {
+		keys = append(keys, a.key)
+	}
+	child := parent.ChildID("charge").String()
+	require.Equal(t, []string{"of-header", "of-header", "of-context", child, child}, keys)
+}
+
+// Property: a key that cannot be used, and one that the context gave to another request, are refused before anything is
+// sent, and the body is closed. Row H9.
+func TestUnusableKeysAreNotSent(t *testing.T) {
+	t.Parallel()
+	s := newRemote(t, failing(0, 0))
+	client := newClient(t, quick(httpkey.TransportConfig{}))
+	for name, values := range map[string][]string{
+		"two": {"a", "b"}, "empty": {""}, "long": {strings.Repeat("a", 256)}, "space": {"a b"}, "not ASCII": {"ä"},
+	} {
+		body := &closing{Reader: strings.NewReader("x")}
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, body)
+		require.NoError(t, err)
+		request.Header["Idempotency-Key"] = values
+		_, _, err = send(t, client, request)
+		require.ErrorIs(t, err, httpkey.ErrKey, name)
+		require.True(t, body.closed.Load(), name)
+	}
+	_, _, err := do(httpkey.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, s.URL, "")
+	require.ErrorIs(t, err, httpkey.ErrKey, "a name without Pending would not survive")
+	require.Empty(t, s.all())
+
+	ctx := httpkey.WithKey(t.Context(), "one")
+	for range 2 {
+		_, _, err = do(ctx, t, client, http.MethodPost, s.URL+"/a", "")
+		require.NoError(t, err)
+	}
+	_, _, err = do(ctx, t, client, http.MethodPost, s.URL+"/b", "")
+	require.ErrorIs(t, err, httpkey.ErrKey)
+	require.Len(t, s.all(), 2)
+}
+
+// Property: what is tried again is what the table of Transport says, and no more often than AttemptsMax; the last answer is
+// returned as it is.
+func TestWhatIsTriedAgain(t *testing.T) {
+	t.Parallel()
+	const all = 3
+	for _, test := range []struct {
+		name     string
+		method   string
+		status   int
+		header   http.Header
+		attempts int
+	}{
+		{"408", "POST", 408, nil, all},
+		{"425", "POST", 425, nil, all},
+		{"429", "POST", 429, nil, all},
+		{"500", "POST", 500, nil, all},
+		{"502", "POST", 502, nil, all},
+		{"503", "POST", 503, nil, all},
+		{"504", "POST", 504, nil, all},
+		{"GET needs no key", "GET", 503, nil, all},
+		{"PUT has none", "PUT", 503, nil, 1},
+		{"DELETE has none", "DELETE", 503, nil, 1},
+		{"in progress", "POST", 409, http.Header{"Retry-After": {"0"}}, all},
+		{"another conflict", "POST", 409, nil, 1},
+		{"mismatch", "POST", 422, http.Header{"Retry-After": {"0"}}, 1},
+		{"replayed failure", "POST", 500, http.Header{"Idempotent-Replayed": {"true"}}, 1},
+		{"400", "POST", 400, nil, 1},
+		{"401", "POST", 401, nil, 1},
+		{"501", "POST", 501, nil, 1},
+		{"201", "POST", 201, nil, 1},
+		{"asks for too long", "POST", 503, http.Header{"Retry-After": {"3600"}}, 1},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			s := newRemote(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
+				for name, values := range test.header {
+					w.Header()[name] = values
+				}
+				w.WriteHeader(test.status)
+				_, _ = io.WriteString(w, "answer")
+			})
+			client := newClient(t, quick(httpkey.TransportConfig{AttemptsMax: all}))
+			status, body, err := do(t.Context(), t, client, test.method, s.URL, "")
+			require.NoError(t, err)
+			require.Equal(t, test.status, status)
+			require.Equal(t, "answer", body)
+			require.Len(t, s.all(), test.attempts)
+		})
+	}
+}
+
+// closing is a body without GetBody.
+type closing struct {
+	io.Reader
+	closed atomic.Bool
+}
+
+func (c *closing) Close() error {
+	c.closed.Store(true)
+	return nil
+}
+
+// Property: a body that cannot be sent again is sent once, whole; a small one is read into memory for that; each is closed.
+func TestBodiesThatCannotBeRepeated(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		name     string
+		bytes    int
+		declared int64
+		attempts int
+	}{
+		{"fits exactly", 1000, -1, 3},
+		{"is empty", 0, -1, 3},
+		{"is one byte too large", 1001, -1, 1},
+		{"says that it is too large", 5000, 5000, 1},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			s := newRemote(t, failing(http.StatusServiceUnavailable, 2))
+			client := newClient(t, quick(httpkey.TransportConfig{BodyBytesMax: 1000}))
+			sent := strings.Repeat("x", test.bytes)
+			body := &closing{Reader: strings.NewReader(sent)}
+			request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, body)
+			require.NoError(t, err)
+			request.ContentLength = test.declared
+			_, _, err = send(t, client, request)
+			require.NoError(t, err)
+			require.True(t, body.closed.Load())
+			require.Len(t, s.all(), test.attempts)
+			for _, a := range s.all() {
+				require.Equal(t, sent, a.body)
+				require.NotEmpty(t, a.key)
+			}
+		})
+	}
+}
+
+// Property: what fails while the body of the request is read is not sent again, and a body that hangs ends with its context.
+func TestBodiesThatBreak(t *testing.T) {
+	t.Parallel()
+	s := newRemote(t, failing(0, 0))
+	client := newClient(t, quick(httpkey.TransportConfig{}))
+	broken := errors.New("broken")
+	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, io.MultiReader(strings.NewReader("x"), errorReader{broken}))
+	require.NoError(t, err)
+	_, _, err = send(t, client, request)
+	require.ErrorIs(t, err, broken)
+
+	reader, writer := io.Pipe() // nobody writes
+	defer func() { require.NoError(t, writer.Close()) }()
+	ctx, cancel := context.WithCancel(t.Context())
+	request, err = http.NewRequestWithContext(ctx, http.MethodPost, s.URL, reader)
+	require.NoError(t, err)
+	done := make(chan error, 1)
+	go func() {
+		_, _, err := send(t, client, request)
+		done <- err
+	}()
+	cancel()
+	require.Error(t, <-done)
+	require.Empty(t, s.all())
+}
+
+type errorReader struct{ err error }
+
+func (e errorReader) Read([]byte) (int, error) { return 0, e.err }
+
+// Property: an attempt that hangs is given up and made again; when attempts are used up, or the caller goes, the error has the
+// key under which to ask again, and its text does not.
+func TestUnansweredRequestCanBeAskedAgain(t *testing.T) {
+	t.Parallel()
+	s := newRemote(t, func(n int, w http.ResponseWriter, r *http.Request) {
+		if n < 2 {
+			<-r.Context().Done()
+			return
+		}
+		_, _ = io.WriteString(w, "answer")
+	})
+	client := newClient(t, quick(httpkey.TransportConfig{AttemptMax: 50 * time.Millisecond, AttemptsMax: 2}))
+	_, _, err := do(t.Context(), t, client, http.MethodPost, s.URL, "x")
+	var unanswered *httpkey.UnansweredError
+	require.ErrorAs(t, err, &unanswered)
+	require.Equal(t, 2, unanswered.Attempts)
+	require.True(t, unanswered.Timeout())
+	require.NotContains(t, err.Error(), unanswered.Key)
+
+	_, body, err := do(httpkey.WithKey(t.Context(), unanswered.Key), t, client, http.MethodPost, s.URL, "x")
+	require.NoError(t, err)
+	require.Equal(t, "answer", body)
+	for _, a := range s.all() {
+		require.Equal(t, unanswered.Key, a.key)
+	}
+}
+
+// Property: the key goes along where a redirect asks for the same request elsewhere, and not where it asks for a GET.
+func TestKeyFollowsRedirects(t *testing.T) {
+	t.Parallel()
+	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/moved":
+			http.Redirect(w, r, "/here", http.StatusTemporaryRedirect)
+		case "/here":
+			http.Redirect(w, r, "/result", http.StatusSeeOther)
+		}
+	})
+	client := newClient(t, quick(httpkey.TransportConfig{}))
+	for _, ctx := range []context.Context{t.Context(), httpkey.WithKey(t.Context(), "chosen")} {
+		before := len(s.all())
+		_, _, err := do(ctx, t, client, http.MethodPost, s.URL+"/moved", "x")
+		require.NoError(t, err)
+		all := s.all()[before:]
+		require.Len(t, all, 3)
+		require.NotEmpty(t, all[0].key)
+		require.Equal(t, asked{"POST", "/here", all[0].key, "x", all[0].connection}, all[1])
+		require.Equal(t, asked{"GET", "/result", "", "", all[0].connection}, all[2])
+	}
+}
+
+// resetting resets the first connections before anything was read from them.
+type resetting struct {
+	net.Listener
+	left atomic.Int32
+}
+
+func (l *resetting) Accept() (net.Conn, error) {
+	for {
+		conn, err := l.Listener.Accept()
+		if err != nil || l.left.Add(-1) < 0 {
+			return conn, err
+		}
+		if err := reset(conn); err != nil {
+			return nil, err
+		}
+	}
+}
+
+func reset(conn net.Conn) error {
+	return errors.Join(conn.(*net.TCPConn).SetLinger(0), conn.Close())
+}
+
+// Property: a certificate that is refused is not tried again, nor is a server that speaks no TLS.
+func TestMistakesOfSetUpAreNotTriedAgain(t *testing.T) {
+	t.Parallel()
+	s := httptest.NewUnstartedServer(http.NotFoundHandler())
+	s.Config.ErrorLog = nothing()
+	s.StartTLS()
+	defer s.Close()
+	plain := newRemote(t, failing(0, 0))
+	client := newClient(t, httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) { assert.Fail(t, "tried again", r.Err) }})
+	for _, address := range []string{s.URL, strings.Replace(plain.URL, "http:", "https:", 1)} {
+		_, _, err := do(t.Context(), t, client, http.MethodPost, address, "x")
+		require.Error(t, err)
+	}
+}
+
+// Property: settings out of bounds are refused, all at once, with field, value and bound.
+func TestTransportSettingsAreChecked(t *testing.T) {
+	t.Parallel()
+	_, err := httpkey.NewTransport(nil, httpkey.TransportConfig{
+		Methods: []string{"GET", "BAD METHOD"}, Header: "a b", AttemptsMax: 101, TotalMax: -1, AttemptMax: 2 * time.Hour,
+		BackoffMin: time.Minute, BackoffMax: time.Second, BodyBytesMax: 65 << 20, ForgetAnswered: true,
+	})
+	for _, want := range []string{
+		"base is nil", `Methods "GET"`, `Methods "BAD METHOD"`, `Header "a b"`, "AttemptsMax 101: want 1 to 100", "TotalMax -1ns: want 1ms to 1h0m0s",
+		"AttemptMax 2h0m0s", "BackoffMax 1s: want at least BackoffMin, 1m0s", "BodyBytesMax 68157440", "ForgetAnswered true",
+	} {
+		require.ErrorContains(t, err, want)
+	}
+	_, err = httpkey.NewTransport(http.DefaultTransport, httpkey.TransportConfig{})
+	require.NoError(t, err)
+}
+
+// Property: nothing that is logged about a request has its key, or its address with what that may hide.
+func TestLogsHaveNoKeys(t *testing.T) {
+	t.Parallel()
+	s := newRemote(t, failing(http.StatusServiceUnavailable, 1))
+	var log bytes.Buffer
+	client := newClient(t, quick(httpkey.TransportConfig{Logger: textLogger(&log)}))
+	_, _, err := do(httpkey.WithKey(t.Context(), "canary-key"), t, client, http.MethodPost, s.URL+"/canary-path?canary-query", "canary-body")
+	require.NoError(t, err)
+	require.Contains(t, log.String(), "status=503")
+	require.NotContains(t, log.String(), "canary")
+}

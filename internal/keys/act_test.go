@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -184,6 +183,7 @@ func TestInDoubtItIsThePersonWhoDecides(t *testing.T) {
 type reverse struct{}
 
 func (reverse) Seal(plain, _ []byte) ([]byte, error) { return append([]byte("sealed:"), plain...), nil }
+
 func (reverse) Open(sealed, _ []byte) ([]byte, error) {
 	if len(sealed) < 7 || string(sealed[:7]) != "sealed:" {
 		return nil, errors.New("not sealed")
@@ -197,23 +197,22 @@ func TestOnePersonDecides(t *testing.T) {
 	pool := pgtest.Pool(t)
 	for n := range 5 {
 		place := key(t, pool, fmt.Sprint("k", n), "indeterminate")
-		var done, refused atomic.Int32
-		var people sync.WaitGroup
-		for range 6 {
-			people.Go(func() {
+		heard := make(chan error, 6)
+		for range cap(heard) {
+			go func() {
 				_, err := retry(t.Context(), pool, place)
-				var no *keys.RefusedError
-				switch {
-				case err == nil:
-					done.Add(1)
-				case assert.ErrorAs(t, err, &no):
-					refused.Add(1)
-				}
-			})
+				heard <- err
+			}()
 		}
-		people.Wait()
-		assert.Equal(t, int32(1), done.Load())
-		assert.Equal(t, int32(5), refused.Load())
+		refused := 0
+		for range cap(heard) {
+			if err := <-heard; err != nil {
+				var no *keys.RefusedError
+				require.ErrorAs(t, err, &no)
+				refused++
+			}
+		}
+		assert.Equal(t, 5, refused)
 		assert.Equal(t, int64(8), find(t, pool, place.Key).LockToken)
 	}
 	assert.Equal(t, 5, scalar[int](t, pool, "SELECT count(*) FROM effectonce.operator_actions"))

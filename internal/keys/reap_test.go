@@ -5,9 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -64,38 +66,30 @@ func TestReapersLeaveUnfinishedKeys(t *testing.T) {
 		_, err := pool.Exec(ctx, "UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 hour' WHERE state <> 'finished' AND expires_at IS NULL")
 		return err
 	})
+	var calls sync.Map
+	flow := charge(t, pool, idempotency.Config{AttemptsMax: 2}, idempotency.Phase[struct{}]{
+		Call: func(_ context.Context, step *idempotency.Step[struct{}]) error {
+			n, _ := calls.LoadOrStore(step.Key.Value, new(atomic.Int32))
+			if n.(*atomic.Int32).Add(1) <= 2 {
+				return idempotency.NotDone(errRefused)
+			}
+			return nil
+		},
+	})
 	const clients, each = 4, 5
+	failed := make(chan error, clients*each)
 	var group sync.WaitGroup
 	for c := range clients {
 		group.Go(func() {
 			for n := range each {
-				name := fmt.Sprintf("%d-%d", c, n)
-				calls := 0
-				flow := charge(t, pool, idempotency.Config{AttemptsMax: 2}, idempotency.Phase[struct{}]{
-					Call: func(context.Context, *idempotency.Step[struct{}]) error {
-						if calls++; calls <= 2 {
-							return idempotency.NotDone(errors.New("refused"))
-						}
-						return nil
-					},
-				})
-				for range 2 {
-					_, err := flow.Do(ctx, named(name), nil)
-					assert.ErrorContains(t, err, "refused")
-				}
-				_, err := flow.Do(ctx, named(name), nil)
-				assert.ErrorIs(t, err, idempotency.ErrAbandoned)
-				_, err = keys.Retry(ctx, pool, schema, ana, keys.Place{Scope: "t", Operation: "charge", Key: name})
-				assert.NoError(t, err)
-				_, err = flow.Do(ctx, named(name), nil)
-				assert.NoError(t, err)
-				replayed, err := flow.Do(ctx, named(name), nil)
-				assert.NoError(t, err)
-				assert.True(t, replayed.Replayed, "its window has just begun")
+				failed <- retried(ctx, pool, flow, fmt.Sprintf("%d-%d", c, n))
 			}
 		})
 	}
 	group.Wait()
+	for range clients * each {
+		require.NoError(t, <-failed)
+	}
 	assert.Equal(t, clients*each, scalar[int](t, pool, "SELECT count(DISTINCT key) FROM reserved"))
 	assert.Equal(t, clients*each, scalar[int](t, pool, "SELECT count(*) FROM reserved"), "a key was deleted under its flow")
 	exec(t, pool, "UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp()")
@@ -103,3 +97,26 @@ func TestReapersLeaveUnfinishedKeys(t *testing.T) {
 	stop()
 	reapers.Wait()
 }
+
+// retried takes one key through two failures, an operator's retry and its outcome.
+func retried(ctx context.Context, pool *pgxpool.Pool, flow *idempotency.Flow[struct{}], name string) error {
+	for _, want := range []error{errRefused, errRefused, idempotency.ErrAbandoned} {
+		if _, err := flow.Do(ctx, named(name), nil); !errors.Is(err, want) {
+			return fmt.Errorf("%s: want %w, got %w", name, want, err)
+		}
+	}
+	if _, err := keys.Retry(ctx, pool, schema, ana, keys.Place{Scope: "t", Operation: "charge", Key: name}); err != nil {
+		return err
+	}
+	if _, err := flow.Do(ctx, named(name), nil); err != nil {
+		return err
+	}
+	response, err := flow.Do(ctx, named(name), nil)
+	if err == nil && !response.Replayed {
+		err = fmt.Errorf("%s is executed again: its window has just begun", name)
+	}
+	return err
+}
+
+// errRefused is a foreign system that certainly did nothing.
+var errRefused = errors.New("refused")

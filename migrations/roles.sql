@@ -65,6 +65,8 @@ GRANT SELECT, UPDATE, DELETE ON effectonce.outbox_scheduled TO effectonce_relay;
 -- For its metrics and "outbox-relay status": how far consumers are, and what is parked, without its content.
 GRANT SELECT ON effectonce.consumers, effectonce.consumer_positions, effectonce.maintenance TO effectonce_relay;
 GRANT SELECT (consumer, topic, partition, key, reason, state, parked_at) ON effectonce.parked_messages TO effectonce_relay;
+-- For its metrics, too: how many requests wait for a decision, and not which.
+GRANT SELECT (state, created_at, retry_at, locked_until, expires_at) ON effectonce.idempotency_keys TO effectonce_relay;
 
 -- ---------------------------------------------------------------------------------------------
 -- Consumer

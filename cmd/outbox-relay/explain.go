@@ -26,10 +26,13 @@ func newExplain(s *settings) *cobra.Command {
 	var asJSON bool
 	cmd := needs(&cobra.Command{
 		Use:   "explain ID",
-		Short: "Show where a message is: outbox, topic, claims, parked, children",
+		Short: "Show where a message or a request is: idempotency key, outbox, topic, claims, parked, children",
 		Long: `Show where a message is: until when it waits if it is for later, its row in the outbox and what each relay
 did with it, its records in the topic, who claimed it and when, whether it is parked, what its handlers published, what operators did about it.
-ID is the ID that the message carries, the ID as logs show it, or topic/partition/offset.
+ID is the ID that the message carries, the ID as logs show it, or topic/partition/offset; or the idempotency key
+of a request: then what the request published is followed, under Key.ChildID of its phases, of "publish",
+"publish:0" to "publish:9" or of the operation's name. The request behind such a message is found by the message's
+ID, among the first 100,000 keys.
 
 The topic is searched from the time of the row on, in the partition of its key; without a row from the
 time of the ID, or --since, in the topics of all consumers or in --topic. Without --brokers it is not
@@ -143,6 +146,12 @@ func explanationText(x *inspect.Explanation) string {
 func events(x *inspect.Explanation) (all []event) {
 	add := func(at time.Time, what, format string, args ...any) {
 		all = append(all, event{at, what, fmt.Sprintf(format, args...)})
+	}
+	for _, r := range x.Requests {
+		add(r.CreatedAt, "request", "%s", requestText(r))
+		if r.FinishedAt != nil {
+			add(*r.FinishedAt, "request", "%s is finished", clip(r.Key, errorWidth))
+		}
 	}
 	for _, r := range x.Outbox {
 		add(r.CreatedAt, "outbox", "%s", rowText(r))

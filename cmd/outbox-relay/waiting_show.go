@@ -146,11 +146,18 @@ func (p payload) print(text *strings.Builder, unstored bool) {
 		block(text, "payload", "not stored")
 	case p.bytes == nil:
 		block(text, "payload", "none (a tombstone)")
-	case p.Payload != nil:
-		block(text, "payload", fmt.Sprintf("%d bytes of text", *p.bytes))
-		indent(text, *p.Payload)
 	default:
-		block(text, "payload", fmt.Sprintf("%d bytes, in base64", *p.bytes))
+		p.printAs(text, "payload")
+	}
+}
+
+// printAs writes what was read of a text that is there.
+func (p payload) printAs(text *strings.Builder, name string) {
+	if p.Payload != nil {
+		block(text, name, fmt.Sprintf("%d bytes of text", *p.bytes))
+		indent(text, *p.Payload)
+	} else {
+		block(text, name, fmt.Sprintf("%d bytes, in base64", *p.bytes))
 		indent(text, *p.PayloadBase64)
 	}
 	if p.PayloadTruncated {

@@ -124,6 +124,7 @@ func statusRights() []right {
 		{"table", "consumer_positions", "SELECT"},
 		{"table", "parked_messages", "SELECT(consumer topic partition key reason state parked_at)"},
 		{"table", "maintenance", "SELECT"},
+		{"table", "idempotency_keys", "SELECT(state created_at retry_at locked_until expires_at)"},
 	}
 }
 
@@ -141,10 +142,11 @@ func operatorRights(schema string) []right {
 		{"table", "outbox_progress", "SELECT,DELETE"},
 		{"table", "outbox_replicas", "SELECT,DELETE"},
 		{"table", "operator_actions", "SELECT,INSERT"},
+		{"table", "idempotency_keys", "SELECT,UPDATE,DELETE"},
 	}
 	for _, table := range []string{
 		"schema_version", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_ticks",
-		"outbox_scheduled", "consumers", "consumer_positions", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences",
+		"outbox_scheduled", "consumers", "consumer_positions", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences", "pending_requests",
 	} {
 		rights = append(rights, right{"table", table, "SELECT"})
 	}

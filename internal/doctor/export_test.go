@@ -7,6 +7,9 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
+// KeysSQL is a statement whose plan is looked at.
+const KeysSQL = keysSQL
+
 // WaitingSeqs returns what the statement behind every count finds, for each relay.
 func WaitingSeqs(ctx context.Context, db Querier, schema string, limit int) (map[string][]int64, error) {
 	all, err := ReadProgress(ctx, db, schema)

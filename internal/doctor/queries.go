@@ -214,6 +214,22 @@ SELECT (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled LIMIT $1) 
   (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled WHERE due_at <= (SELECT clock_timestamp()) LIMIT $1) bounded),
   greatest(extract(epoch FROM clock_timestamp() - (SELECT due_at FROM effectonce.outbox_scheduled ORDER BY due_at LIMIT 1)), 0)::float8`
 
+// keysSQL counts $1 keys of each kind at most, and reads nothing of those that are finished and not over. $2: since when
+// nobody works on what is stuck.
+const keysSQL = `-- doctor.keys
+SELECT running.n, coalesce(extract(epoch FROM clock_timestamp() - running.oldest), 0)::float8, running.stuck, undecided.indeterminate, undecided.abandoned,
+  greatest(coalesce(extract(epoch FROM clock_timestamp() - (
+    SELECT expires_at FROM effectonce.idempotency_keys WHERE state = 'finished' AND expires_at IS NOT NULL ORDER BY expires_at LIMIT 1)), 0), 0)::float8
+FROM (
+  SELECT count(*) AS n, min(created_at) AS oldest, count(*) FILTER (
+    WHERE due <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp() - $2::interval)) AS stuck
+  FROM (SELECT created_at, locked_until, coalesce(retry_at, created_at) AS due FROM effectonce.idempotency_keys
+    WHERE state = 'running' ORDER BY coalesce(retry_at, created_at) LIMIT $1) first
+) running, (
+  SELECT count(*) FILTER (WHERE state = 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state = 'abandoned') AS abandoned
+  FROM (SELECT state FROM effectonce.idempotency_keys WHERE state IN ('indeterminate', 'abandoned') ORDER BY created_at LIMIT $1) first
+) undecided`
+
 // slotsSQL: how old the first row of each slot is, and which one is filled now.
 const slotsSQL = `-- doctor.slots
 SELECT s.slot, s.slot = c.last_value, pg_relation_size(('effectonce.outbox_' || s.slot)::regclass),

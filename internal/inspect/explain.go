@@ -10,16 +10,19 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/effectonce/effectonce/internal/keys"
 	"github.com/effectonce/effectonce/internal/parked"
 )
 
 // Explanation is everything that is known of a message.
 type Explanation struct {
-	Asked  string      `json:"asked"`
-	Known  bool        `json:"known"`
-	IDs    []uuid.UUID `json:"ids"` // under which consumers may claim it
-	Outbox []Row       `json:"outbox"`
-	Dead   []Dead      `json:"dead"`
+	Asked string      `json:"asked"`
+	Known bool        `json:"known"`
+	IDs   []uuid.UUID `json:"ids"` // under which consumers may claim it
+	// Requests are those whose idempotency key was asked for, or which published the message.
+	Requests []keys.Row `json:"requests"`
+	Outbox   []Row      `json:"outbox"`
+	Dead     []Dead     `json:"dead"`
 	// Scheduled are messages for later; the relay moves them to the outbox, under the same ID, when they are due.
 	Scheduled []Scheduled      `json:"scheduled"`
 	Records   []Record         `json:"records"` // in topics
@@ -116,7 +119,7 @@ type Attempt struct {
 func Explain(ctx context.Context, db Querier, kafka *Kafka, q Question) (*Explanation, error) {
 	e := &explainer{Question: q, db: db, kafka: kafka, names: newNames(q.Text), out: &Explanation{Asked: q.Text, Searched: nil}}
 	for _, step := range []func(context.Context) error{
-		e.lookAtPlace, e.readRows, e.searchTopics, e.readRows, e.readStates, e.readConsumers, e.readChildren, e.readActions,
+		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows, e.readStates, e.readConsumers, e.readChildren, e.readActions, e.readRequestActions,
 	} {
 		if err := step(ctx); err != nil {
 			return nil, err
@@ -229,9 +232,10 @@ func (n *names) sorted() []uuid.UUID {
 func (e *explainer) result() *Explanation {
 	x := e.out
 	x.IDs = e.names.sorted()
-	x.Known = len(x.Outbox)+len(x.Dead)+len(x.Scheduled)+len(x.Records)+len(x.Claims)+len(x.Attempts)+len(x.Parked)+len(x.Actions) > 0
+	x.Known = len(x.Requests)+len(x.Outbox)+len(x.Dead)+len(x.Scheduled)+len(x.Records)+len(x.Claims)+len(x.Attempts)+len(x.Parked)+len(x.Actions) > 0
 	x.IDs, x.Outbox, x.Dead, x.Scheduled, x.Records = some(x.IDs), some(x.Outbox), some(x.Dead), some(x.Scheduled), some(x.Records)
 	x.Claims, x.Attempts, x.Parked = some(x.Claims), some(x.Attempts), some(x.Parked)
+	x.Requests = some(x.Requests)
 	x.Children, x.Actions = some(x.Children), some(x.Actions)
 	return x
 }

@@ -28,7 +28,7 @@ const (
 
 // database collects what was read last. A group that failed has no values.
 type database struct {
-	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, parked, positions *prometheus.Desc
+	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, keys, unfinished, parked, positions *prometheus.Desc
 
 	mu     sync.Mutex
 	groups map[string][]prometheus.Metric
@@ -47,6 +47,8 @@ func newDatabase() *database {
 		transactions: d("outbox_oldest_transaction_age_seconds", "Age of the oldest open transaction of the cluster that has written; 0 if there is none.", nil, nil),
 		scheduled:    d("outbox_scheduled_messages", "Messages for later that are not in the outbox yet, counted up to 100000.", nil, nil),
 		overdue:      d("outbox_oldest_overdue_age_seconds", "Time since the first message for later was due that is not in the outbox; 0 if none is due.", nil, nil),
+		keys:         d("effectonce_idempotency_keys", "Idempotency keys that are not finished, counted up to 10000.", []string{"state"}, nil),
+		unfinished:   d("effectonce_oldest_unfinished_key_age_seconds", "Time since the oldest running idempotency key was first asked for; 0 if none runs.", nil, nil),
 		parked:       d("effectonce_parked_messages", "Messages that consumers have parked.", []string{"group", "topic", "reason"}, nil),
 		positions:    d("effectonce_consumer_position_age_seconds", "Age of the last record before a consumer's position, or since it was at the end of its partition.", []string{"group", "topic", "partition"}, nil),
 	}
@@ -54,7 +56,7 @@ func newDatabase() *database {
 
 // Describe is part of prometheus.Collector.
 func (d *database) Describe(descs chan<- *prometheus.Desc) {
-	for _, desc := range []*prometheus.Desc{d.pending, d.oldest, d.dead, d.shards, d.paused, d.size, d.transactions, d.scheduled, d.overdue, d.parked, d.positions} {
+	for _, desc := range []*prometheus.Desc{d.pending, d.oldest, d.dead, d.shards, d.paused, d.size, d.transactions, d.scheduled, d.overdue, d.keys, d.unfinished, d.parked, d.positions} {
 		descs <- desc
 	}
 }

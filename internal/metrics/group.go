@@ -30,6 +30,7 @@ func (m *Metrics) groups(system *int64) []group {
 		{name: "size", read: m.query(d.size, sizeSQL, nil)},
 		{name: "transactions", read: m.query(d.transactions, transactionsSQL, nil)},
 		{name: "scheduled", optional: true, read: m.scheduled},
+		{name: "keys", optional: true, read: m.keys},
 		{name: "parked", optional: true, read: m.query(d.parked, parkedSQL, nil, rowsMax)},
 		{name: "positions", optional: true, read: m.query(d.positions, positionsSQL, nil, positionsMax)},
 	}
@@ -65,6 +66,27 @@ func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric
 	}
 	overdue, err := gauge(m.database.overdue, s.OldestOverdueSeconds)
 	return []prometheus.Metric{count, overdue}, err
+}
+
+// keys has no values where the schema is older than the table.
+func (m *Metrics) keys(ctx context.Context, tx pgx.Tx) (values []prometheus.Metric, err error) {
+	var exists bool
+	if err := tx.QueryRow(ctx, existsSQL, migrations.InSchema("effectonce.idempotency_keys", m.cfg.Schema)).Scan(&exists); err != nil || !exists {
+		return nil, err
+	}
+	k, err := doctor.ReadKeys(ctx, tx, m.cfg.Schema)
+	if err != nil {
+		return nil, err
+	}
+	for state, n := range map[string]int64{"running": k.Running, "indeterminate": k.Indeterminate, "abandoned": k.Abandoned} {
+		value, err := gauge(m.database.keys, float64(n), state)
+		if err != nil {
+			return nil, err
+		}
+		values = append(values, value)
+	}
+	oldest, err := gauge(m.database.unfinished, k.OldestUnfinishedSeconds)
+	return append(values, oldest), err
 }
 
 // later is query for a table that came with a later version of the schema; standard is the value without it.

@@ -134,6 +134,15 @@ func tablesAtRest(t *testing.T, m *metrics.Metrics, pool *pgxpool.Pool) {
 	late := await(t, m, "one that is overdue", func(s series) bool { return s[later] == 2 })
 	assert.InDelta(t, 230, late[overdue], 30)
 
+	keys := func(state string) string { return of("effectonce_idempotency_keys", "state", state) }
+	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, created_at)
+		SELECT 't', 'charge', n::text, sha256('x'), (ARRAY['running', 'running', 'finished', 'indeterminate', 'abandoned'])[n], now() - n * interval '1 hour' FROM generate_series(1, 5) n`)
+	open := await(t, m, "unfinished keys", func(s series) bool {
+		return s[keys("running")] == 2 && s[keys("indeterminate")] == 1 && s[keys("abandoned")] == 1
+	})
+	assert.InDelta(t, 7230, open["effectonce_oldest_unfinished_key_age_seconds"], 30)
+	assert.NotContains(t, open, keys("finished"))
+
 	exec(t, pool, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('billing/orders', 'billing', '{orders}')")
 	exec(t, pool, `INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", reason, error, state)
 		SELECT c.id, gen_random_uuid(), 'orders', 0, n, CASE n WHEN 1 THEN 'failed' ELSE 'behind' END, '', 'parked'
@@ -183,7 +192,7 @@ func compareWithDocs(t *testing.T, samples series, types map[string]string) {
 		exposed[name] = types[name] + " " + strings.Join(names, ",")
 	}
 	assert.Equal(t, documented, exposed)
-	assert.Len(t, exposed, 19)
+	assert.Len(t, exposed, 21)
 }
 
 // What cannot be read is left out and counted, not shown as it was; everything else stays, and it comes back.

@@ -110,3 +110,9 @@ func (result *Result[P, R]) finish(rows []R, at time.Time) {
 		}
 	}
 }
+
+// Limit bounds how long a transaction may stand in the way of others, as those of a Table are.
+func Limit(ctx context.Context, tx pgx.Tx) error {
+	_, err := tx.Exec(ctx, settingsSQL)
+	return err
+}

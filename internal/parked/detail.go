@@ -73,12 +73,15 @@ type Action struct {
 	Subject json.RawMessage `json:"subject"`
 }
 
-// Object names what an action was done to, in a line: the message, or else where in Kafka. Empty: it says neither.
+// Object names what an action was done to, in a line: the message, the idempotency key as logs have it, or else where in Kafka. Empty: it says neither.
 func (a *Action) Object() string {
 	var subject struct {
 		ID        string `json:"message_id"`
 		Topic     string `json:"topic"`
 		Partition int32  `json:"partition"`
+		Operation string `json:"operation"`
+		Scope     string `json:"scope"`
+		Mark      string `json:"mark"`
 	}
 	if json.Unmarshal(a.Subject, &subject) != nil {
 		return ""
@@ -88,6 +91,8 @@ func (a *Action) Object() string {
 		if id, err := uuid.Parse(subject.ID); err == nil {
 			return id.String()
 		}
+	case subject.Operation != "" && Printable(subject.Operation+subject.Scope+subject.Mark):
+		return fmt.Sprintf("%s of scope %s (%s)", subject.Operation, subject.Scope, subject.Mark)
 	case subject.Topic != "" && Printable(subject.Topic):
 		return fmt.Sprintf("%s/%d", subject.Topic, subject.Partition)
 	}

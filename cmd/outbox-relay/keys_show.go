@@ -1,0 +1,237 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/internal/keys"
+)
+
+// theKey is the argument KEY, with the flags that tell it from others of the same value.
+type theKey struct{ keys.Name }
+
+func (k *theKey) on(cmd *cobra.Command) {
+	addPlace(cmd.Flags(), &k.Scope, &k.Operation)
+	cmd.Args = func(cmd *cobra.Command, args []string) error {
+		if len(args) != 1 {
+			return fmt.Errorf("%s takes one key: see %s --help", cmd.CommandPath(), cmd.CommandPath())
+		}
+		if args[0] == "" || len(args[0]) > 255 || strings.ContainsRune(args[0], 0) {
+			return errors.New("key: want 1 to 255 bytes of UTF-8")
+		}
+		k.Key = args[0]
+		return nil
+	}
+}
+
+// one finds the key that is meant. It names those that there are, where it is not the only one.
+func (k *theKey) one(ctx context.Context, conn keysDB, schema string) (keys.Row, error) {
+	rows, err := keys.Find(ctx, conn, schema, k.Name)
+	switch {
+	case err != nil:
+		return keys.Row{}, err
+	case len(rows) == 0:
+		return keys.Row{}, errors.New("no such key: it was never used, or is forgotten, since its window is over; \"outbox-relay keys list\" shows what is not finished")
+	case len(rows) == 1:
+		return rows[0], nil
+	}
+	several := "several keys fit: choose one with --scope and --operation:"
+	for _, r := range rows {
+		several += fmt.Sprintf(" %q of %q,", r.Scope, r.Operation)
+	}
+	return keys.Row{}, errors.New(strings.TrimSuffix(several, ","))
+}
+
+// keysDB is a connection or a pool.
+type keysDB interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+func newKeysShow(s *settings) *cobra.Command {
+	var k theKey
+	var asJSON, payload, full bool
+	cmd := needs(&cobra.Command{
+		Use:   "show KEY",
+		Short: "Show everything about an idempotency key, and what to do",
+		Long: `Show everything about an idempotency key: the phases that are done, the foreign call that may be under way,
+who holds its lock and until when, the attempts and the error in full, the outcome, what operators did with it,
+and what to do. KEY is what the client sent, or, of a key that is not finished, the eight digits that logs have.
+Without --scope and --operation the whole table is read.
+
+What was asked for, handed on and answered is shown with --payload alone, up to 4 KiB of each unless --full; what
+is encrypted never is.`,
+		Example: `  outbox-relay keys show 0192f0c1-2b3c-7def-8123-456789abcdef
+  outbox-relay keys show 1f00c3aa --payload
+  outbox-relay keys show order-4127 --scope tenant-7 --operation charge --json`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			most := int64(0)
+			switch {
+			case payload && full:
+				most = 1 << 30
+			case payload:
+				most = payloadShown
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
+			defer cancel()
+			return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				row, err := k.one(ctx, conn, s.schema)
+				if err != nil {
+					return err
+				}
+				d, err := keys.Show(ctx, conn, s.schema, row, most)
+				if err != nil {
+					return err
+				}
+				shown := newShownKey(d, payload)
+				if asJSON {
+					return printJSON(cmd.OutOrStdout(), shown)
+				}
+				_, err = io.WriteString(cmd.OutOrStdout(), shown.text())
+				return err
+			})
+		},
+	}, flagDatabaseURL)
+	k.on(cmd)
+	addBool(cmd.Flags(), &payload, "payload", "also what was asked for, handed on and answered")
+	addBool(cmd.Flags(), &full, "full", "with --payload: all of it")
+	commandLineOnly(cmd.Flags(), "payload", "full")
+	addJSON(cmd, &asJSON)
+	return cmd
+}
+
+// shownKey is what "keys show --json" prints.
+type shownKey struct {
+	*keys.Detail
+	Request *payload `json:"request,omitempty"` // with --payload, and not sealed
+	Data    *payload `json:"data,omitempty"`
+	Body    *payload `json:"body,omitempty"`
+	What    string   `json:"what"`
+	Do      string   `json:"do"`
+}
+
+func newShownKey(d *keys.Detail, withPayload bool) shownKey {
+	shown := shownKey{Detail: d}
+	shown.What, shown.Do = keyAdvice(d.Row)
+	if withPayload && !d.Sealed {
+		for _, p := range []struct {
+			into  **payload
+			read  []byte
+			bytes *int64
+		}{{&shown.Request, d.Request, d.RequestBytes}, {&shown.Data, d.Data, d.DataBytes}, {&shown.Body, d.Body, d.BodyBytes}} {
+			if p.bytes != nil {
+				made := newPayload(p.read, p.bytes)
+				*p.into = &made
+			}
+		}
+	}
+	return shown
+}
+
+func (k shownKey) text() string {
+	var text strings.Builder
+	fact := func(name, format string, args ...any) {
+		fmt.Fprintf(&text, "%-10s %s\n", name, fmt.Sprintf(format, args...))
+	}
+	fact("key", "%s (%s in logs)", printable(k.Key), k.Mark)
+	fact("scope", "%s", printable(k.Scope))
+	fact("operation", "%s", printable(k.Operation))
+	fact("state", "%s: %s", k.State, k.What)
+	fact("asked", "%s, %s ago", k.CreatedAt.UTC().Format(time.RFC3339), seconds(k.AgeSeconds))
+	if len(k.Phases) > 0 {
+		fact("done", "%s", printable(strings.Join(k.Phases, ", ")))
+	}
+	if k.Calling != nil {
+		fact("calling", "%s: the foreign system may have been asked, and must not be asked twice", printable(*k.Calling))
+	}
+	if k.LockedBy != nil {
+		fact("lock", "%s, until %s (token %d)", printable(*k.LockedBy), utc(k.LockedUntil, "it gave it up"), k.LockToken)
+	} else {
+		fact("lock", "token %d", k.LockToken)
+	}
+	fact("attempts", "%d since the last phase that is done", k.Attempts)
+	if k.RetryAt != nil {
+		fact("put off", "until %s", utc(k.RetryAt, ""))
+	}
+	if k.Error != nil {
+		block(&text, "error", *k.Error)
+	}
+	k.outcome(&text)
+	for i, a := range k.Actions {
+		if i == 0 {
+			text.WriteString("operators\n")
+		}
+		fmt.Fprintf(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), printable(a.Who), printable(a.What), clip(a.Why, 200))
+	}
+	fact("what to do", "%s", k.Do)
+	return text.String()
+}
+
+func (k shownKey) outcome(text *strings.Builder) {
+	if k.State == keys.Finished {
+		status := "none"
+		if k.Status != nil {
+			status = fmt.Sprint(*k.Status)
+		}
+		fmt.Fprintf(text, "%-10s status %s, since %s, forgotten %s\n", "outcome", status, utc(k.FinishedAt, "-"), utc(k.ExpiresAt, "never"))
+		printHeaders(text, k.Headers)
+	}
+	for _, p := range []struct {
+		name  string
+		shown *payload
+		bytes *int64
+	}{{"request", k.Request, k.RequestBytes}, {"data", k.Data, k.DataBytes}, {"body", k.Body, k.BodyBytes}} {
+		switch {
+		case p.bytes == nil:
+		case k.Sealed:
+			fmt.Fprintf(text, "%-10s %d bytes, encrypted\n", p.name, *p.bytes)
+		case p.shown == nil:
+			fmt.Fprintf(text, "%-10s %d bytes: --payload shows them\n", p.name, *p.bytes)
+		default:
+			p.shown.printAs(text, p.name)
+		}
+	}
+	if k.BodyDropped {
+		fmt.Fprintf(text, "%-10s not stored: it was too large\n", "body")
+	}
+}
+
+// keyAdvice says what is the matter with a key, and what to do about it.
+func keyAdvice(r keys.Row) (what, do string) {
+	const decide = "find out from the foreign system whether it acted; if not, \"keys retry\"; if it did, \"keys finish\" with what the client is to get"
+	switch {
+	case r.State == keys.Finished:
+		return "its outcome is stored", "nothing: every request with it gets the outcome"
+	case r.State == keys.Indeterminate:
+		return "a foreign system may have acted or not", decide
+	case r.State == keys.Abandoned:
+		return "its attempts are used up", "mend the cause, then \"keys retry\"; or \"keys finish\" with what the client is to get"
+	case r.Locked:
+		return "somebody works on it", "wait; if the holder hangs, \"keys unlock\" ends its lock"
+	case r.Stuck:
+		return "nobody works on it", "the client asks again, or the completer (Flow.Run) goes on with it: see that one runs, and its log; or \"keys finish\""
+	}
+	return "it failed, and is put off", "nothing: the client asks again, or the completer goes on with it"
+}
+
+// requestText is a request in a timeline.
+func requestText(r keys.Row) string {
+	text := fmt.Sprintf("%s of %s, scope %s, is asked for; it is %s", clip(r.Key, errorWidth), plain(r.Operation), plain(r.Scope), stateOf(r))
+	if r.Status != nil {
+		text += fmt.Sprintf(", with status %d", *r.Status)
+	}
+	if len(r.Phases) > 0 {
+		text += ", done: " + printable(strings.Join(r.Phases, ", "))
+	}
+	if r.Calling != nil {
+		text += ", calling: " + printable(*r.Calling)
+	}
+	return text
+}

@@ -1,0 +1,142 @@
+package main_test
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// requests makes one key in doubt, one given up, one that is locked, one that is stuck, and two finished ones, one of
+// which is over.
+func requests(t *testing.T, conn *pgx.Conn) {
+	t.Helper()
+	execSQL(t, conn, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, request, body, status, locked_until, locked_by,
+			attempts, error, created_at, finished_at, expires_at) VALUES
+		('t7', 'charge', 'in-doubt', sha256('x'), 'indeterminate', '{reserve}', 'pay', 'card 4111', NULL, NULL, NULL, 'pod-1', 1, 'no answer', now() - interval '3 hours', NULL, NULL),
+		('t7', 'charge', 'given-up', sha256('x'), 'abandoned', '{}', NULL, 'card 4222', NULL, NULL, NULL, 'pod-1', 20, 'refused', now() - interval '2 hours', NULL, NULL),
+		('t7', 'charge', 'locked', sha256('x'), 'running', '{}', NULL, NULL, NULL, NULL, now() + interval '1 hour', 'pod-2', 1, NULL, now() - interval '1 hour', NULL, NULL),
+		('t7', 'charge', 'same', sha256('x'), 'running', '{}', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, now() - interval '4 hours', NULL, NULL),
+		('t8', 'charge', 'same', sha256('x'), 'finished', '{}', NULL, NULL, 'paid: 4333', 201, NULL, NULL, 1, NULL, now(), now(), now() + interval '1 day'),
+		('t8', 'charge', 'over', sha256('x'), 'finished', '{}', NULL, NULL, 'paid', 201, NULL, NULL, 1, NULL, now(), now(), now() - interval '2 hours')`)
+}
+
+// An operator finds what waits for a decision, sees everything about it but what was asked and answered unless that is
+// asked for, and decides; each decision is written down, and one that makes no sense is refused with the remedy.
+func TestKeysAreDecidedByAnOperator(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	conn := connect(t, address)
+	empty := runOn(t, address, "keys", "list")
+	assert.Equal(t, 1, empty.code)
+	assert.Contains(t, empty.stderr, "every key is finished")
+	requests(t, conn)
+
+	listed := runOn(t, address, "keys", "list")
+	assert.Zero(t, listed.code, listed.stderr)
+	assert.Regexp(t, `(?m)^locked +[0-9a-f]{8} +t7 +charge +running \(locked\)`, listed.stdout)
+	assert.Regexp(t, `(?m)^in-doubt +[0-9a-f]{8} +t7 +charge +indeterminate +3h[0-9ms]* +1 +reserve +no answer`, listed.stdout)
+	assert.NotContains(t, listed.stdout, "finished")
+	assert.NotContains(t, listed.stdout, "4111")
+	assert.Regexp(t, `^key.*\nsame .* stuck .*\n$`, runOn(t, address, "keys", "list", "--state", "stuck").stdout)
+	var row map[string]any
+	require.NoError(t, json.Unmarshal([]byte(runOn(t, address, "keys", "list", "--limit", "1", "--json").stdout), &row))
+	assert.Equal(t, "locked", row["key"])
+	next := regexp.MustCompile(`--after (\S+)`).FindStringSubmatch(runOn(t, address, "keys", "list", "--limit", "1").stdout)
+	require.Len(t, next, 2)
+	assert.Equal(t, row["cursor"], next[1])
+	assert.Regexp(t, `(?m)\ngiven-up `, runOn(t, address, "keys", "list", "--limit", "1", "--after", next[1]).stdout)
+
+	shown := runOn(t, address, "keys", "show", "in-doubt")
+	for _, want := range []string{"calling    pay", "may have acted or not", "pod-1", "no answer", "request    9 bytes: --payload", "keys retry"} {
+		assert.Contains(t, shown.stdout, want)
+	}
+	assert.NotContains(t, shown.stdout, "4111")
+	assert.Contains(t, runOn(t, address, "keys", "show", "in-doubt", "--payload").stdout, "card 4111")
+	execSQL(t, conn, "UPDATE effectonce.idempotency_keys SET sealed = true WHERE key = 'in-doubt'")
+	for _, more := range []string{"--json", "--full"} {
+		sealed := runOn(t, address, "keys", "show", "in-doubt", "--payload", more)
+		assert.Zero(t, sealed.code, sealed.stderr)
+		assert.NotContains(t, sealed.stdout, "4111")
+	}
+	mark := regexp.MustCompile(`\(([0-9a-f]{8}) in logs\)`).FindStringSubmatch(shown.stdout)
+	require.Len(t, mark, 2)
+	assert.Contains(t, runOn(t, address, "keys", "show", mark[1]).stdout, "in-doubt")
+
+	v := runOn(t, address, "keys", "retry", mark[1], "--why", "ticket 88", "--by", "ana", "--json").object(t)
+	assert.Equal(t, "key.retry", v["what"])
+	assert.Contains(t, runOn(t, address, "keys", "unlock", "locked", "--why", "it hangs").stdout, "it was held by pod-2")
+	body := filepath.Join(t.TempDir(), "body")
+	require.NoError(t, os.WriteFile(body, []byte(`{"paid":true}`), 0o600))
+	done := runOn(t, address, "keys", "finish", "given-up", "--status", "201", "--header", "content-type: application/json", "--header", "X-A: 1", "--header", "X-A: 2",
+		"--body-file", body, "--window", "1h", "--why", "statement of the bank")
+	assert.Zero(t, done.code, done.stderr)
+	var status int
+	var headers, stored string
+	var hour bool
+	require.NoError(t, conn.QueryRow(t.Context(), `SELECT status, headers::text, convert_from(body, 'UTF8'), expires_at - finished_at BETWEEN interval '59 min' AND interval '61 min'
+		FROM effectonce.idempotency_keys WHERE key = 'given-up' AND state = 'finished'`).Scan(&status, &headers, &stored, &hour))
+	assert.Equal(t, 201, status)
+	assert.JSONEq(t, `{"Content-Type": ["application/json"], "X-A": ["1", "2"]}`, headers)
+	assert.Equal(t, `{"paid":true}`, stored)
+	assert.True(t, hour)
+	actions := runOn(t, address, "actions", "list").stdout
+	assert.Regexp(t, `key.finish +charge of scope t7 \([0-9a-f]{8}\) +statement of the bank`, actions)
+	assert.Contains(t, runOn(t, address, "keys", "show", "given-up").stdout, "key.finish: statement of the bank")
+
+	for args, want := range map[string]string{
+		"retry in-doubt": "running already", "unlock given-up": "never changed", "retry nobody": "no such key", "unlock same": `"t8" of "charge", "t7" of "charge"`,
+	} {
+		r := runOn(t, address, append(append([]string{"keys"}, strings.Fields(args)...), "--why", "w")...)
+		assert.Equal(t, 1, r.code, args)
+		assert.Contains(t, r.stderr, want, args)
+	}
+	assert.Zero(t, runOn(t, address, "keys", "finish", "same", "--scope", "t7", "--operation", "charge", "--status", "409", "--why", "w").code)
+}
+
+// Wrong use is refused before anything is done, with all problems at once.
+func TestKeysRefuseWrongUse(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	requests(t, connect(t, address))
+	for args, want := range map[string][]string{
+		"finish in-doubt":                   {"--why is missing", "--status is missing"},
+		"finish in-doubt --status 1000":     {"0 to 999"},
+		"retry in-doubt":                    {"--why is missing"},
+		"retry --why w":                     {"takes one key"},
+		"show":                              {"takes one key"},
+		"list --state lost":                 {"want one of running, finished, indeterminate, abandoned, stuck"},
+		"list --after x":                    {"what an earlier list ended with"},
+		"finish k --status 1 --header nope": {"Name: value"},
+		"finish k --status 1 --header Set-Cookie:a=b --why w":                         {"secret of one answer"},
+		"finish k --status 1 --why w --forever --window 1h":                           {"want one of them"},
+		"finish in-doubt --status 1 --why w --body-file /nonexistent/effectonce/body": {"no such file"},
+	} {
+		r := runOn(t, address, append([]string{"keys"}, strings.Fields(args)...)...)
+		assert.Equal(t, 2, r.code, args)
+		for _, text := range want {
+			assert.Contains(t, r.stderr, text, args)
+		}
+	}
+}
+
+// Reaping forgets what is over, and with --dry-run only counts it.
+func TestKeysAreReaped(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	requests(t, connect(t, address))
+	assert.Equal(t, "1 keys would be forgotten; nothing was done (--dry-run)\n", runOn(t, address, "keys", "reap", "--dry-run").stdout)
+	r := runOn(t, address, "keys", "reap", "--json")
+	assert.Empty(t, r.stderr, "no progress where nobody watches")
+	assert.InDelta(t, 1, r.object(t)["keys"], 0)
+	assert.Equal(t, 1, runOn(t, address, "keys", "show", "over").code)
+	assert.Equal(t, "0 keys forgotten\n", runOn(t, address, "keys", "reap").stdout)
+}

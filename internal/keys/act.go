@@ -1,0 +1,160 @@
+package keys
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/effectonce/effectonce/internal/operator"
+)
+
+// RefusedError means that what was asked for makes no sense for the key as it is. Nothing was changed.
+type RefusedError struct {
+	Row    Row // as it was, locked
+	Remedy string
+}
+
+func (e *RefusedError) Error() string { return e.Remedy }
+
+// Unlock ends the lock of a running key now. Whoever holds it can store nothing afterwards, and the next request, or
+// the completer, goes on from the recovery point; if a call was under way that must not be made twice, the key becomes
+// indeterminate then. It returns the key as it was. An error means that nothing was changed, unless the connection
+// broke during COMMIT; a repeated call is refused then, and so are those of Retry and Finish.
+func Unlock(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Row, error) {
+	return change{what: "key.unlock", sql: unlockSQL, remedy: unlockRemedy}.act(ctx, db, schema, by, place)
+}
+
+// Retry says of an indeterminate or abandoned key that it did not happen: it is running again, and goes on from its
+// recovery point with the next request, or by the completer. Errors as in Unlock.
+func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Row, error) {
+	return change{what: "key.retry", sql: retrySQL, remedy: retryRemedy}.act(ctx, db, schema, by, place)
+}
+
+// Outcome is what a request gets from now on.
+type Outcome struct {
+	Status int
+	Header map[string][]string
+	Body   []byte
+	Window *time.Duration // how long it is remembered; nil: for ever
+}
+
+// Finish says of a key that it happened, or will never: its outcome is what every request with it gets. It works for
+// indeterminate and abandoned keys, and for running ones that nobody holds. Errors as in Unlock.
+func Finish(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, outcome Outcome) (*Row, error) {
+	var headers []byte
+	if len(outcome.Header) > 0 {
+		var err error
+		if headers, err = json.Marshal(outcome.Header); err != nil {
+			return nil, fmt.Errorf("headers of the outcome: %w", err)
+		}
+	}
+	return change{
+		what: "key.finish", sql: finishSQL, remedy: finishRemedy,
+		args: []any{outcome.Status, headers, outcome.Body, outcome.Window}, note: map[string]any{"status": outcome.Status, "body_bytes": len(outcome.Body)},
+	}.act(ctx, db, schema, by, place)
+}
+
+// change is one kind of action.
+type change struct {
+	what   string
+	sql    string // Place's columns, then args
+	args   []any
+	note   map[string]any   // to write down besides what the key was
+	remedy func(Row) string // for a key that sql leaves alone
+}
+
+// act runs one transaction: lock, let the database decide, write it down.
+func (c change) act(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Row, error) {
+	var was Row
+	// Read committed, whatever the role's default is: what follows the lock has to see what came before it.
+	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
+		if err := operator.Limit(ctx, tx); err != nil {
+			return err
+		}
+		rows, err := tx.Query(ctx, inSchema(lockSQL, schema), place.Scope, place.Operation, place.Key)
+		if err != nil {
+			return err
+		}
+		was, err = pgx.CollectExactlyOneRow(rows, scanRow)
+		if errors.Is(err, pgx.ErrNoRows) {
+			return ErrNotFound
+		}
+		if err != nil {
+			return err
+		}
+		done, err := tx.Exec(ctx, inSchema(c.sql, schema), append([]any{place.Scope, place.Operation, place.Key}, c.args...)...)
+		if err != nil {
+			return err
+		}
+		if done.RowsAffected() == 0 {
+			return &RefusedError{was, c.remedy(was)}
+		}
+		subject, err := json.Marshal(c.subject(was))
+		if err != nil {
+			return err
+		}
+		_, err = tx.Exec(ctx, inSchema(noteSQL, schema), place.Scope, place.Operation, place.Key, by.Who, c.what, by.Why, string(subject))
+		return err
+	})
+	var refused *pgconn.PgError
+	if errors.As(err, &refused) && (refused.Code == "55P03" || refused.Code == "40P01") {
+		err = fmt.Errorf("%w (%s)", operator.ErrBusy, refused.Code)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s of scope %q (%s): %w", place.Operation, place.Scope, was.Mark, err)
+	}
+	return &was, nil
+}
+
+// subject is what is written down of a key: never its value, nor what was asked and answered.
+func (c change) subject(was Row) map[string]any {
+	subject := map[string]any{
+		"mark": was.Mark, "state": was.State, "phases": was.Phases, "calling": was.Calling, "lock_token": was.LockToken, "locked_by": was.LockedBy,
+		"attempts": was.Attempts, "error": was.Error, "created_at": was.CreatedAt,
+	}
+	for name, value := range c.note {
+		subject[name] = value
+	}
+	return subject
+}
+
+const hasOutcome = "it is finished, and its outcome is never changed: \"outbox-relay keys show\" shows it"
+
+func unlockRemedy(was Row) string {
+	switch was.State {
+	case Finished:
+		return hasOutcome
+	case Running:
+		return "nobody holds its lock: the next request, or the completer, goes on with it"
+	}
+	return "it is " + was.State + ", so that nobody holds its lock: decide with \"outbox-relay keys retry\" or \"keys finish\""
+}
+
+func retryRemedy(was Row) string {
+	switch {
+	case was.State == Finished:
+		return hasOutcome
+	case was.Locked:
+		return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock", holder(was))
+	}
+	return "it is running already: the next request, or the completer, goes on with it"
+}
+
+func finishRemedy(was Row) string {
+	if was.State == Finished {
+		return hasOutcome
+	}
+	return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock first", holder(was))
+}
+
+func holder(was Row) string {
+	if was.LockedBy == nil {
+		return "somebody"
+	}
+	return fmt.Sprintf("%q", *was.LockedBy)
+}

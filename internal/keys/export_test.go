@@ -1,0 +1,8 @@
+package keys
+
+// Statements whose plans are looked at.
+const (
+	ListSQL = listSQL
+	FindSQL = findSQL
+	ReapSQL = reapSQL
+)

@@ -1,0 +1,122 @@
+package keys_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/keys"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// Finished keys are forgotten when their window is over, in small transactions; everything else stays.
+func TestReapForgetsWhatIsOver(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	for _, state := range []string{"locked", "free", "put off", "finished", "over", "indeterminate", "abandoned"} {
+		key(t, pool, state, state)
+	}
+	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, expires_at)
+		SELECT 't', 'many', n::text, sha256('x'), 'finished', CASE WHEN n <= 2500 THEN clock_timestamp() END FROM generate_series(1, 2510) n`)
+	n, err := keys.Expired(t.Context(), pool, schema)
+	require.NoError(t, err)
+	assert.Equal(t, int64(2501), n)
+	var steps []int64
+	reaped, err := keys.Reap(t.Context(), pool, schema, func(n int64) { steps = append(steps, n) })
+	require.NoError(t, err)
+	assert.Equal(t, int64(2501), reaped)
+	assert.Equal(t, []int64{1000, 2000, 2501}, steps)
+	assert.Equal(t, 6, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge'"))
+	assert.Equal(t, 10, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'many'"), "kept for ever")
+}
+
+// Reapers that never rest delete no key that is unfinished, whatever window stands in its row, nor one that was just
+// retried: each key gets through its failures, an operator's retry and its outcome with one effect of the phase that
+// was done first, and is forgotten only then. Row H16.
+func TestReapersLeaveUnfinishedKeys(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	exec(t, pool, reservedSQL)
+	ctx, stop := context.WithCancel(t.Context())
+	var reapers sync.WaitGroup
+	reap := func(work func() error) {
+		reapers.Go(func() {
+			for ctx.Err() == nil {
+				if err := work(); err != nil && ctx.Err() == nil {
+					t.Errorf("%v", err)
+					return
+				}
+			}
+		})
+	}
+	op, err := idempotency.New(pool, idempotency.Config{Operation: "charge"})
+	require.NoError(t, err)
+	reap(func() error { _, err := op.Reap(ctx); return err })
+	reap(func() error { _, err := keys.Reap(ctx, pool, schema, func(int64) {}); return err })
+	reap(func() error {
+		_, err := pool.Exec(ctx, "UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 hour' WHERE state <> 'finished' AND expires_at IS NULL")
+		return err
+	})
+	var calls sync.Map
+	flow := charge(t, pool, idempotency.Config{AttemptsMax: 2}, idempotency.Phase[struct{}]{
+		Call: func(_ context.Context, step *idempotency.Step[struct{}]) error {
+			n, _ := calls.LoadOrStore(step.Key.Value, new(atomic.Int32))
+			if n.(*atomic.Int32).Add(1) <= 2 {
+				return idempotency.NotDone(errRefused)
+			}
+			return nil
+		},
+	})
+	const clients, each = 4, 5
+	failed := make(chan error, clients*each)
+	var group sync.WaitGroup
+	for c := range clients {
+		group.Go(func() {
+			for n := range each {
+				failed <- retried(ctx, pool, flow, fmt.Sprintf("%d-%d", c, n))
+			}
+		})
+	}
+	group.Wait()
+	for range clients * each {
+		require.NoError(t, <-failed)
+	}
+	assert.Equal(t, clients*each, scalar[int](t, pool, "SELECT count(DISTINCT key) FROM reserved"))
+	assert.Equal(t, clients*each, scalar[int](t, pool, "SELECT count(*) FROM reserved"), "a key was deleted under its flow")
+	exec(t, pool, "UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp()")
+	assert.Eventually(t, func() bool { return scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys") == 0 }, time.Minute, 10*time.Millisecond)
+	stop()
+	reapers.Wait()
+}
+
+// retried takes one key through two failures, an operator's retry and its outcome.
+func retried(ctx context.Context, pool *pgxpool.Pool, flow *idempotency.Flow[struct{}], name string) error {
+	for _, want := range []error{errRefused, errRefused, idempotency.ErrAbandoned} {
+		if _, err := flow.Do(ctx, named(name), nil); !errors.Is(err, want) {
+			return fmt.Errorf("%s: want %w, got %w", name, want, err)
+		}
+	}
+	if _, err := keys.Retry(ctx, pool, schema, ana, keys.Place{Scope: "t", Operation: "charge", Key: name}); err != nil {
+		return err
+	}
+	if _, err := flow.Do(ctx, named(name), nil); err != nil {
+		return err
+	}
+	response, err := flow.Do(ctx, named(name), nil)
+	if err == nil && !response.Replayed {
+		err = fmt.Errorf("%s is executed again: its window has just begun", name)
+	}
+	return err
+}
+
+// errRefused is a foreign system that certainly did nothing.
+var errRefused = errors.New("refused")

@@ -37,11 +37,16 @@ func mediaType(r *http.Request) string {
 	return header
 }
 
+func isJSON(r *http.Request) bool {
+	media := mediaType(r)
+	return media == "application/json" || strings.HasSuffix(media, "+json")
+}
+
 // Canonical is the default of Config.Fingerprint. JSON that is the same but for space, order of members and escapes is
 // the same request (RFC 8785). Numbers count as they are written, because 9007199254740993 and 9007199254740992 are two
 // amounts, and one float64. What is not JSON, or names a member twice, counts byte for byte.
 func Canonical(r *http.Request, body []byte) ([]byte, error) {
-	if media := mediaType(r); media != "application/json" && !strings.HasSuffix(media, "+json") {
+	if !isJSON(r) {
 		return body, nil
 	}
 	value := jsontext.Value(slices.Clone(body))
@@ -57,13 +62,13 @@ func Canonical(r *http.Request, body []byte) ([]byte, error) {
 func Without(pointers ...string) func(r *http.Request, body []byte) ([]byte, error) {
 	return func(r *http.Request, body []byte) ([]byte, error) {
 		canonical, err := Canonical(r, body)
-		if err != nil {
-			return nil, err
+		if err != nil || !isJSON(r) {
+			return canonical, err
 		}
 		if kept, err := without(canonical, pointers); err == nil {
 			return kept, nil
 		}
-		return canonical, nil // not JSON
+		return canonical, nil // it is not what it says
 	}
 }
 
@@ -74,7 +79,7 @@ func without(body []byte, pointers []string) ([]byte, error) {
 	for {
 		token, err := in.ReadToken()
 		if err == io.EOF { //nolint:errorlint // it is not wrapped
-			return kept.Bytes(), nil
+			return bytes.TrimSuffix(kept.Bytes(), []byte("\n")), nil
 		}
 		if err != nil {
 			return nil, err

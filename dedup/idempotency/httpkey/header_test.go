@@ -15,7 +15,13 @@ func TestKeysOfHeaders(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("k", 255)
 	for _, good := range []struct{ header, key string }{
-		{`a`, `a`}, {`"a"`, `a`}, {`"a\"b\\c"`, `a"b\c`}, {`a"b`, `a"b`}, {`~!`, `~!`}, {long, long}, {`"` + long + `"`, long},
+		{`a`, `a`},
+		{`"a"`, `a`},
+		{`"a\"b\\c"`, `a"b\c`},
+		{`a"b`, `a"b`},
+		{`~!`, `~!`},
+		{long, long},
+		{`"` + long + `"`, long},
 		{`charge-order-4127`, `charge-order-4127`},
 	} {
 		key, err := httpkey.ParseKey(http.Header{"Idempotency-Key": {good.header}})
@@ -23,8 +29,26 @@ func TestKeysOfHeaders(t *testing.T) {
 		require.Equal(t, good.key, key)
 	}
 	for _, bad := range [][]string{
-		nil, {}, {``}, {`""`}, {`"a`}, {`"`}, {`"a"b`}, {`"a\n"`}, {`"a\`}, {`"a";p=1`}, {`a b`}, {`"a b"`}, {"a\x00"}, {"a\x7f"}, {"ä"},
-		{long + "k"}, {`"` + long + `k"`}, {`a`, `a`}, {`a, b`}, {`a`, ``},
+		nil,
+		{},
+		{``},
+		{`""`},
+		{`"a`},
+		{`"`},
+		{`"a"b`},
+		{`"a\n"`},
+		{`"a\`},
+		{`"a";p=1`},
+		{`a b`},
+		{`"a b"`},
+		{"a\x00"},
+		{"a\x7f"},
+		{"ä"},
+		{long + "k"},
+		{`"` + long + `k"`},
+		{`a`, `a`},
+		{`a, b`},
+		{`a`, ``},
 	} {
 		_, err := httpkey.ParseKey(http.Header{"Idempotency-Key": bad})
 		require.Error(t, err, bad)

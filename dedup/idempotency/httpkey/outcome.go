@@ -12,11 +12,11 @@ import (
 type Outcome int
 
 const (
-	// Forget: nothing is stored, what the handler wrote is rolled back, the key is free. Trying again may help.
+	// Forget stores nothing: what the handler wrote is rolled back, the key is free. Trying again may help.
 	Forget Outcome = iota
-	// Refuse: the response is stored and replayed, what the handler wrote is rolled back.
+	// Refuse stores the response, which is replayed; what the handler wrote is rolled back.
 	Refuse
-	// Commit: the response and what the handler wrote are committed together.
+	// Commit stores the response together with what the handler wrote.
 	Commit
 )
 

@@ -70,6 +70,7 @@ func describe(kind Problem) problem {
 		return p(413, "The request is too large", "The body is larger than this endpoint takes. Nothing was done.")
 	case ProblemUnavailable:
 		return p(503, "Not available", "The request could not be executed now. Ask again with the same key.")
+	case ProblemInternal:
 	}
 	return p(500, "Internal error", "The request was not executed.")
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"log"
 	"net/http"
@@ -57,7 +58,10 @@ type server struct {
 	*httptest.Server
 }
 
-func serve(t *testing.T, handler http.Handler) *server { return start(t, handler, false) }
+func serve(t *testing.T, handler http.Handler) *server {
+	t.Helper()
+	return start(t, handler, false)
+}
 
 func start(t *testing.T, handler http.Handler, http2 bool) *server {
 	t.Helper()
@@ -113,9 +117,8 @@ func (s *server) ask(ctx context.Context, method, path, key, body string, header
 	if err != nil {
 		return a, err
 	}
-	defer response.Body.Close()
 	content, err := io.ReadAll(response.Body)
-	if err != nil {
+	if err = errors.Join(err, response.Body.Close()); err != nil {
 		return a, err
 	}
 	a.status, a.header, a.body = response.StatusCode, response.Header, string(content)

@@ -33,14 +33,48 @@ CREATE TABLE effectonce.idempotency_keys (
   CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key)
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05);
 
--- What work in one transaction writes twice (the claim, then the response) changes no indexed column: the second
--- write stays on its page.
 CREATE INDEX idempotency_keys_unfinished ON effectonce.idempotency_keys (coalesce(retry_at, created_at)) WHERE state = 'running';
 CREATE INDEX idempotency_keys_undecided ON effectonce.idempotency_keys (created_at) WHERE state IN ('indeterminate', 'abandoned');
 CREATE INDEX idempotency_keys_expiry ON effectonce.idempotency_keys (expires_at) WHERE state = 'finished';
 
 COMMENT ON TABLE effectonce.idempotency_keys IS
   'Requests by their idempotency keys, with their recovery points and outcomes: see outbox-relay keys.';
+
+-- Claims a key for work in this transaction, waiting p_wait at most for whoever has it (55P03 then), and sets the limits of
+-- the work. No row: it is claimed. A row: what is there. The row is finished from the start: nobody sees it before the work
+-- is done, and what the end of the work writes (the response) changes no indexed column. One statement instead of four,
+-- since this is on the path of each request; for the same reason it sets no search_path, and names everything in full.
+CREATE FUNCTION effectonce.claim_key(
+  p_scope text, p_operation text, p_key text, p_fingerprint bytea, p_sealed boolean, p_window interval,
+  p_wait text, p_lock_timeout text, p_statement_timeout text, p_idle_timeout text)
+RETURNS TABLE (state text, fingerprint bytea, phases text[], calling text, data bytea, request bytea, lock_token bigint, locked boolean,
+  remaining double precision, attempts integer, status integer, headers jsonb, body bytea, body_dropped boolean, sealed boolean)
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_column
+BEGIN
+  PERFORM pg_catalog.set_config('lock_timeout', p_wait, true), pg_catalog.set_config('statement_timeout', p_statement_timeout, true),
+    pg_catalog.set_config('idle_in_transaction_session_timeout', p_idle_timeout, true),
+    pg_catalog.set_config('synchronous_commit', CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true);
+  LOOP
+    INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, expires_at)
+    VALUES (p_scope, p_operation, p_key, p_fingerprint, 'finished', p_sealed, 1, pg_catalog.clock_timestamp() + p_window)
+    ON CONFLICT DO NOTHING;
+    IF FOUND THEN
+      PERFORM pg_catalog.set_config('lock_timeout', p_lock_timeout, true);
+      RETURN;
+    END IF;
+    RETURN QUERY SELECT k.state, k.fingerprint, k.phases, k.calling, k.data, k.request, k.lock_token, k.locked_until > pg_catalog.clock_timestamp(),
+      coalesce(extract(epoch FROM k.locked_until - pg_catalog.clock_timestamp()), 0)::double precision,
+      k.attempts, k.status, k.headers, k.body, k.body_dropped, k.sealed
+    FROM effectonce.idempotency_keys k WHERE k.scope = p_scope AND k.operation = p_operation AND k.key = p_key;
+    IF FOUND THEN
+      PERFORM pg_catalog.set_config('lock_timeout', p_lock_timeout, true);
+      RETURN;
+    END IF;
+  END LOOP; -- it was forgotten between the two
+END
+$$;
 
 -- Writes a phase of a key down, or its outcome, and raises EO003 where the caller does not hold the key any more. It is
 -- called last in the transaction of a phase, so that the phase is rolled back then.

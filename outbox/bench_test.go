@@ -1,7 +1,6 @@
 package outbox_test
 
 import (
-	"context"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -19,7 +18,7 @@ func BenchmarkNotify(b *testing.B) {
 			pool := pgtest.Pool(b)
 			b.SetParallelism(8)
 			b.RunParallel(func(pb *testing.PB) {
-				ctx := context.Background()
+				ctx := b.Context()
 				for pb.Next() {
 					err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
 						if err := outbox.Publish(ctx, tx, outbox.Message{Topic: "orders", Payload: make([]byte, 256)}); err != nil || way != "inside" {

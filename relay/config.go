@@ -76,9 +76,9 @@ type Config struct {
 type Hooks struct {
 	// Published is called after Kafka acknowledged rows and progress was stored.
 	Published func(rows int64)
-	// Delivered is called for each row, in order, once Kafka acknowledged it (with ExactlyOnce: before the
-	// transaction is committed). Progress is stored later: after a crash the next holder publishes the last rows again.
-	Delivered func(topic string, created time.Time)
+	// Delivered is called for rows of one topic, in order, once Kafka acknowledged them (with ExactlyOnce: before the
+	// transaction is committed), with the times at which they were inserted. The slice is the hook's only until it returns. Progress is stored later: after a crash the next holder publishes the last rows again.
+	Delivered func(topic string, created []time.Time)
 	// Interrupted is called when the relay has to start over from its stored progress.
 	Interrupted func(err error)
 	// Lease is called when this replica takes a shard, and when it gave it up or lost it.

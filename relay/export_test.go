@@ -40,3 +40,20 @@ func Times(times ...time.Time) (texts []string) {
 	}
 	return texts
 }
+
+// RenewsWhatItGaveBack tells whether a beat that was under way while a lease was given back renews it.
+func (r *Relay) RenewsWhatItGaveBack(ctx context.Context) (bool, error) {
+	if _, err := r.pool.Exec(ctx, r.sql.enroll, r.cfg.Name, r.cfg.Shards); err != nil {
+		return false, err
+	}
+	l, err := r.acquire(ctx, 0)
+	if err != nil {
+		return false, err
+	}
+	r.giveBack(ctx, l)
+	s, err := r.beat(ctx, []*lease{l})
+	if err != nil {
+		return false, err
+	}
+	return len(s.renewed) > 0, nil
+}

@@ -108,3 +108,11 @@ func TestDeletedRelayComesBack(t *testing.T) {
 	insert(t, pool, topic, "k", "second")
 	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) >= 2 }, 20*time.Second, 10*time.Millisecond)
 }
+
+// Property: a lease that was given back stays free, also where its renewal was on the way: nobody would publish the shard.
+func TestLeaseGivenBackIsNotRenewed(t *testing.T) {
+	t.Parallel()
+	renewed, err := newRelay(t, pgtest.Pool(t), relay.Config{}).RenewsWhatItGaveBack(t.Context())
+	require.NoError(t, err)
+	require.False(t, renewed)
+}

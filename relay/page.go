@@ -112,8 +112,9 @@ type recordMaker struct {
 	records []kgo.Record
 	headers []kgo.RecordHeader
 	text    []byte
-	second  int64  // whose text is in seconds
-	seconds []byte // rows that follow each other mostly have theirs in common
+	now     time.Time // the client would ask the clock for each record
+	second  int64     // whose text is in seconds
+	seconds []byte    // rows that follow each other mostly have theirs in common
 }
 
 const (
@@ -126,6 +127,7 @@ func newRecordMaker(n int) *recordMaker {
 		records: make([]kgo.Record, 0, n),
 		headers: make([]kgo.RecordHeader, 0, 2*n),
 		text:    make([]byte, 0, n*(idLength+len(timeLayout))),
+		now:     time.Now(),
 	}
 }
 
@@ -146,7 +148,7 @@ func (m *recordMaker) add(r *row, own []outbox.Header) *kgo.Record {
 			headers = append(headers, kgo.RecordHeader{Key: h.Name, Value: h.Value})
 		}
 	}
-	m.records = append(m.records, kgo.Record{Topic: r.topic, Key: r.key, Value: r.payload, Headers: headers})
+	m.records = append(m.records, kgo.Record{Topic: r.topic, Key: r.key, Value: r.payload, Headers: headers, Timestamp: m.now})
 	return &m.records[len(m.records)-1]
 }
 

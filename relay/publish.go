@@ -51,6 +51,7 @@ type publisher struct {
 	failure   error         // of a record: everything in flight is void from here on
 	acked     *cursor       // behind the last batch of the acknowledged prefix; nil: nothing new
 	ackedRows int64
+	created   []time.Time // of tellDelivered
 
 	storing   sync.Mutex // one write of progress at a time: an older one must not land after a newer
 	published int64      // rows whose progress is stored
@@ -410,16 +411,26 @@ func (p *publisher) advance() {
 		p.batches = p.batches[1:]
 		p.bytes -= b.bytes
 		p.ackedRows += int64(len(b.rows))
-		if p.cfg.Hooks.Delivered != nil {
-			for _, r := range b.rows {
-				p.cfg.Hooks.Delivered(r.topic, r.created)
-			}
-		}
+		p.tellDelivered(b.rows)
 		if b.end.from != nil {
 			end := b.end
 			p.acked = &end
 		}
 		p.notify()
+	}
+}
+
+// tellDelivered tells the hook of rows, those of one topic that follow each other together.
+func (p *publisher) tellDelivered(rows []*row) {
+	if p.cfg.Hooks.Delivered == nil {
+		return
+	}
+	for i, r := range rows {
+		p.created = append(p.created, r.created)
+		if i == len(rows)-1 || rows[i+1].topic != r.topic {
+			p.cfg.Hooks.Delivered(r.topic, p.created)
+			p.created = p.created[:0]
+		}
 	}
 }
 

@@ -12,8 +12,9 @@ FROM (VALUES ('enable_sort', 'off'), ('enable_bitmapscan', 'off'), ('enable_seqs
 const enrollSQL = `-- relay.enroll
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ($1, $2) ON CONFLICT (relay) DO NOTHING`
 
-// beatSQL says that this replica is alive, renews the leases that it holds ($4 to $6 are their shards and
-// epochs, and the runs of the server that they were taken in), and returns how things stand: one row for each shard, whether it was renewed, and which topics are paused.
+// beatSQL says that this replica is alive, renews the leases that it holds ($4 to $6 are their shards and epochs, and the
+// runs of the server that they were taken in; one that was given back meanwhile has no owner), and returns how things
+// stand: one row for each shard, whether it was renewed, and which topics are paused.
 const beatSQL = `-- relay.beat
 WITH alive AS (
   INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until) VALUES ($1, $2, clock_timestamp() + $3::interval)
@@ -21,7 +22,7 @@ WITH alive AS (
 ), renewed AS (
   UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval
   FROM unnest($4::smallint[], $5::bigint[], $6::text[]) AS mine (shard, epoch, run)
-  WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND CASE WHEN mine.run IS NULL THEN true ELSE mine.run = ` + serverRun + ` END
+  WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND CASE WHEN mine.run IS NULL THEN true ELSE mine.run = ` + serverRun + ` END
   RETURNING p.shard
 )
 SELECT r.shards, r.shards_wanted, others.owners, s.shard::smallint,

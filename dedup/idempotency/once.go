@@ -75,7 +75,8 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 	for range claimsMax {
 		var s *stored
 		t, err := o.begin(ctx, func(batch *pgx.Batch) {
-			batch.Queue(o.sql.claimWork, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.window()).
+			batch.Queue(o.sql.claimWork, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.window(),
+				millis(o.cfg.WaitMax), millis(o.cfg.LockTimeout), millis(o.cfg.StatementTimeout), millis(o.cfg.IdleTimeout)).
 				QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
 		})
 		switch {
@@ -83,10 +84,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 			return nil, Response{}, &InProgressError{RetryAfter: time.Second}
 		case err != nil:
 			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
-		case s == nil: // it was committed while the insert waited
-			t.end(ctx)
-			continue
-		case s.made:
+		case s == nil:
 			return t, Response{}, nil
 		}
 		if response, ok, err := o.answer(key, s); ok {

@@ -73,7 +73,7 @@ var errNoResponse = errors.New("the last phase did not call Finish: nothing was 
 
 // write is the transaction of a phase.
 func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
-	t, err := h.o.begin(ctx, nil)
+	t, err := h.o.begin(ctx, h.o.limits)
 	if err != nil {
 		return fmt.Errorf("begin phase %q: %w", phase.Name, err)
 	}

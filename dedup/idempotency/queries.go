@@ -2,15 +2,10 @@ package idempotency
 
 import "github.com/effectonce/effectonce/migrations"
 
-// settingsSQL makes a transaction safe whatever the defaults of the role are: see consumer.settings. $2 is how long a
-// claim waits for whoever has the key.
+// settingsSQL makes a transaction safe whatever the defaults of the role are: see consumer.settings.
 const settingsSQL = `-- idempotency.settings
 SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true), set_config('idle_in_transaction_session_timeout', $3, true),
   set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
-
-// lockTimeoutSQL is for the work behind a claim.
-const lockTimeoutSQL = `-- idempotency.lock_timeout
-SELECT set_config('lock_timeout', $1, true)`
 
 // found are the columns of a key that exists.
 const found = `state, fingerprint, phases, calling, data, request, lock_token, locked_until > clock_timestamp(),
@@ -21,14 +16,9 @@ FROM effectonce.idempotency_keys WHERE scope = $1 AND operation = $2 AND key = $
 const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
   NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean FROM claimed`
 
-// claimWorkSQL claims a key for work in one transaction: nobody sees the row before the work is done, so it is
-// finished from the start, and what is written at the end changes no indexed column. No row: somebody committed the
-// key while the insert waited; the next statement sees it.
+// claimWorkSQL claims a key for work in one transaction. No row: it is claimed.
 const claimWorkSQL = `-- idempotency.claim_work
-WITH claimed AS (
-  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, expires_at)
-  VALUES ($1, $2, $3, $4, 'finished', $5, 1, clock_timestamp() + $6::interval) ON CONFLICT DO NOTHING RETURNING lock_token)
-SELECT ` + fresh + ` UNION ALL SELECT ` + found
+SELECT * FROM effectonce.claim_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
 
 // takeWorkSQL takes a key over whose earlier attempts failed.
 const takeWorkSQL = `-- idempotency.take_work
@@ -122,7 +112,7 @@ UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_toke
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'indeterminate'`
 
 type queries struct {
-	settings, lockTimeout, claimWork, takeWork, respond, failed                   string
+	settings, claimWork, takeWork, respond, failed                                string
 	claimFlow, look, takeFlow, renew, unlock, calling, undecided, advance, finish string
 	abandoned, reap, undecidedKeys, decided                                       string
 }
@@ -130,7 +120,7 @@ type queries struct {
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
-		settings: settingsSQL, lockTimeout: lockTimeoutSQL,
+		settings:  settingsSQL,
 		claimWork: in(claimWorkSQL), takeWork: in(takeWorkSQL), respond: in(respondSQL), failed: in(failedSQL),
 		claimFlow: in(claimFlowSQL), look: in(lookSQL), takeFlow: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),

@@ -49,8 +49,8 @@ func (t *transaction) Misused(err error) error {
 	return err
 }
 
-// begin begins a transaction; what claim queues travels with BEGIN.
-func (o *Operation) begin(ctx context.Context, claim func(batch *pgx.Batch)) (*transaction, error) {
+// begin begins a transaction; what first queues travels with BEGIN.
+func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*transaction, error) {
 	pooled, err := o.pool.Acquire(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("get a database connection: %w", err)
@@ -59,15 +59,7 @@ func (o *Operation) begin(ctx context.Context, claim func(batch *pgx.Batch)) (*t
 	t.work = handlertx.New(pooled.Conn(), t, new(int))
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
-	lock := o.cfg.LockTimeout
-	if claim != nil {
-		lock = o.cfg.WaitMax
-	}
-	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(lock), millis(o.cfg.IdleTimeout))
-	if claim != nil {
-		claim(batch)
-		batch.Queue(o.sql.lockTimeout, millis(o.cfg.LockTimeout))
-	}
+	first(batch)
 	if err := pooled.SendBatch(ctx, batch).Close(); err != nil {
 		t.end(ctx)
 		return nil, err
@@ -147,6 +139,11 @@ func rollback(ctx context.Context, conn *pgx.Conn) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackMax)
 	defer cancel()
 	_, _ = conn.Exec(ctx, "ROLLBACK")
+}
+
+// limits are for transactions that claim nothing.
+func (o *Operation) limits(batch *pgx.Batch) {
+	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(o.cfg.LockTimeout), millis(o.cfg.IdleTimeout))
 }
 
 func millis(d time.Duration) string { return strconv.FormatInt(max(1, d.Milliseconds()), 10) }

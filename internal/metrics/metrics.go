@@ -97,10 +97,12 @@ func (m *Metrics) Hooks() relay.Hooks {
 	}
 }
 
-func (m *Metrics) delivered(topic string, created time.Time) {
-	m.dispatched.WithLabelValues(topic).Inc()
+func (m *Metrics) delivered(topic string, created []time.Time) {
+	m.dispatched.WithLabelValues(topic).Add(float64(len(created)))
 	now := time.Now().Add(time.Duration(m.clockAhead.Load()))
-	m.lag.Observe(max(now.Sub(created).Seconds(), 0))
+	for _, at := range created {
+		m.lag.Observe(max(now.Sub(at).Seconds(), 0))
+	}
 }
 
 func (m *Metrics) lease(shard int16, held bool) {

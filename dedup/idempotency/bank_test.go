@@ -1,0 +1,124 @@
+package idempotency_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"sync"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/outbox"
+)
+
+// bank is a foreign system: it charges once for each idempotency key, and remembers how often it was asked.
+type bank struct {
+	*httptest.Server
+
+	mu      sync.Mutex
+	asked   int
+	charges map[string]string // by key
+	refuse  int               // so many requests are refused before it did anything
+}
+
+func newBank(t *testing.T) *bank {
+	t.Helper()
+	b := &bank{charges: map[string]string{}}
+	b.Server = httptest.NewServer(b)
+	t.Cleanup(b.Close)
+	return b
+}
+
+func (b *bank) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body, _ := io.ReadAll(r.Body)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.asked++
+	if b.refuse > 0 {
+		b.refuse--
+		w.WriteHeader(http.StatusServiceUnavailable)
+		return
+	}
+	key := r.Header.Get("Idempotency-Key")
+	if _, ok := b.charges[key]; !ok {
+		b.charges[key] = string(body)
+	}
+	_, _ = fmt.Fprintf(w, "charge-%d", len(b.charges))
+}
+
+func (b *bank) counts() (asked, charges int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.asked, len(b.charges)
+}
+
+// errAway is a bank that certainly did nothing.
+var errAway = errors.New("the bank is away")
+
+func charge(ctx context.Context, url, key string, amount []byte) (string, error) {
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, url, bytes.NewReader(amount))
+	if err != nil {
+		return "", err
+	}
+	request.Header.Set("Idempotency-Key", key)
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = response.Body.Close() }()
+	body, err := io.ReadAll(response.Body)
+	if err == nil && response.StatusCode != http.StatusOK {
+		err = errAway
+	}
+	return string(body), err
+}
+
+// payment is what the phases of a payment hand on.
+type payment struct {
+	Order  int64
+	Charge string
+}
+
+// paymentPhases reserve an order, charge for it and book it with a message. Each writes an effect.
+func paymentPhases(url string, atMostOnce bool) []idempotency.Phase[payment] {
+	return []idempotency.Phase[payment]{
+		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+			return tx.QueryRow(ctx, `INSERT INTO effects (name) VALUES ($1) RETURNING id`, "reserve "+step.Key.Value).Scan(&step.State.Order)
+		}},
+		{
+			Name:       "charge",
+			AtMostOnce: atMostOnce,
+			Call: func(ctx context.Context, step *idempotency.Step[payment]) (err error) {
+				step.State.Charge, err = charge(ctx, url, step.ChildID().String(), step.Request)
+				if errors.Is(err, errAway) {
+					err = idempotency.NotDone(err)
+				}
+				return err
+			},
+			Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+				return effect(ctx, tx, "charge "+step.Key.Value)
+			},
+		},
+		{Name: "book", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+			step.Finish(idempotency.Response{Status: 201, Body: fmt.Appendf(nil, "order %d, %s", step.State.Order, step.State.Charge)})
+			if err := effect(ctx, tx, "book "+step.Key.Value); err != nil {
+				return err
+			}
+			return outbox.Publish(ctx, tx, outbox.Message{ID: step.ChildID(), Topic: "receipts", Key: []byte(step.Key.Value)})
+		}},
+	}
+}
+
+func newFlow(t *testing.T, op *idempotency.Operation, cfg idempotency.FlowConfig[payment], phases []idempotency.Phase[payment]) *idempotency.Flow[payment] {
+	t.Helper()
+	f, err := idempotency.NewFlow(op, cfg, phases...)
+	require.NoError(t, err)
+	return f
+}

@@ -1,0 +1,268 @@
+package idempotency_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/crashpoint"
+)
+
+// Property: phases run once each, in order, hand on their state, and the outcome is replayed without them.
+func TestFlowRunsItsPhasesOnce(t *testing.T) {
+	t.Parallel()
+	pool, b := newPool(t), newBank(t)
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
+	first, err := flow.Do(t.Context(), key("k"), []byte("100"))
+	require.NoError(t, err)
+	require.Equal(t, "order 1, charge-1", string(first.Body))
+	requirePaidOnce(t, pool, b)
+	asked, _ := b.counts()
+	require.Equal(t, 1, asked)
+	require.Equal(t, "100", b.charges[idempotency.Key{Scope: "tenant", Operation: "order", Value: "k"}.ChildID("charge").String()])
+}
+
+// Property: a phase that fails leaves the recovery points before it, frees the key at once, and the next request goes on
+// there: the phases before it do not run again. Rows H1, H3.
+func TestFlowGoesOnAtTheFailedPhase(t *testing.T) {
+	t.Parallel()
+	pool, b := newPool(t), newBank(t)
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
+	b.refuse = 2
+	for range 2 {
+		_, err := flow.Do(t.Context(), key("k"), []byte("100"))
+		require.ErrorIs(t, err, errAway)
+		require.Equal(t, 1, effects(t, pool, "reserve k"))
+		require.Zero(t, effects(t, pool, "charge k"))
+	}
+	mismatch := key("k")
+	mismatch.Fingerprint = idempotency.NewFingerprint([]byte("200"))
+	_, err := flow.Do(t.Context(), mismatch, []byte("200"))
+	require.ErrorIs(t, err, idempotency.ErrMismatch)
+	requirePaidOnce(t, pool, b)
+}
+
+// Property: a final failure of a phase is the outcome: replayed, with the phases before it done and nothing behind them.
+func TestFinalFailureEndsTheFlow(t *testing.T) {
+	t.Parallel()
+	pool, b := newPool(t), newBank(t)
+	phases := paymentPhases(b.URL, true)
+	phases[1].Call = func(context.Context, *idempotency.Step[payment]) error {
+		return idempotency.Final(idempotency.Response{Status: 402}, errors.New("declined"))
+	}
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases)
+	for _, replayed := range []bool{false, true} {
+		response, err := flow.Do(t.Context(), key("k"), nil)
+		require.NoError(t, err)
+		require.Equal(t, idempotency.Response{Status: 402, Replayed: replayed}, response)
+	}
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
+}
+
+// Property: ten requests at once with one key execute the flow once; the others get its outcome, or that it is in
+// progress.
+func TestFlowAtOnceIsExecutedOnce(t *testing.T) {
+	t.Parallel()
+	pool, b := newPool(t), newBank(t)
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Millisecond}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
+	rounds := 100
+	if testing.Short() {
+		rounds = 10
+	}
+	for round := range rounds {
+		var group sync.WaitGroup
+		executed := make(chan struct{}, 10)
+		for range 10 {
+			group.Go(func() {
+				response, err := flow.Do(t.Context(), key(fmt.Sprint(round)), []byte("100"))
+				if !errors.Is(err, idempotency.ErrInProgress) && assert.NoError(t, err) && !response.Replayed {
+					executed <- struct{}{}
+				}
+			})
+		}
+		group.Wait()
+		require.Len(t, executed, 1)
+	}
+	require.Equal(t, 3*rounds, count(t, pool, `SELECT count(*) FROM effects`))
+	asked, _ := b.counts()
+	require.Equal(t, rounds, asked)
+}
+
+// Property: phases that changed between deploys so that those which are done do not begin the list are found out, and
+// nothing is run; phases that were added at the end are run. Row H17.
+func TestChangedPhasesAreFoundOut(t *testing.T) {
+	t.Parallel()
+	pool, b := newPool(t), newBank(t)
+	op := newOperation(t, pool, idempotency.Config{})
+	b.refuse = 1
+	whole := paymentPhases(b.URL, false)
+	_, err := newFlow(t, op, idempotency.FlowConfig[payment]{}, whole).Do(t.Context(), key("k"), []byte("100"))
+	require.Error(t, err)
+	renamed := append([]idempotency.Phase[payment]{{Name: "begin", Write: whole[0].Write}}, whole[1:]...)
+	swapped := []idempotency.Phase[payment]{whole[1], whole[0], whole[2]}
+	inserted := append([]idempotency.Phase[payment]{{Name: "check", Write: whole[0].Write}}, whole...)
+	for name, phases := range map[string][]idempotency.Phase[payment]{"renamed": renamed, "swapped": swapped, "inserted": inserted, "shorter": whole[:1]} {
+		_, err := newFlow(t, op, idempotency.FlowConfig[payment]{}, phases).Do(t.Context(), key("k"), []byte("100"))
+		require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint, name)
+	}
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
+	// Once does not take a key that was begun in phases.
+	_, err = op.Once(t.Context(), key("k"), insertOnce("k"))
+	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+	added := append(whole[:2:2], idempotency.Phase[payment]{Name: "audit", Write: func(ctx context.Context, tx pgx.Tx, _ *idempotency.Step[payment]) error {
+		return effect(ctx, tx, "audit k")
+	}}, whole[2])
+	_, err = newFlow(t, op, idempotency.FlowConfig[payment]{}, added).Do(t.Context(), key("k"), []byte("100"))
+	require.NoError(t, err)
+	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effects`))
+}
+
+// Property: a lock that is shorter than the work is renewed: nobody takes the key over. Row H23.
+func TestLongWorkKeepsItsLock(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	op := newOperation(t, pool, idempotency.Config{Lock: time.Second, WaitMax: time.Millisecond})
+	renewed, begun := make(chan struct{}), make(chan struct{}, 10)
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
+		Name: "long",
+		Call: func(ctx context.Context, _ *idempotency.Step[payment]) error {
+			begun <- struct{}{}
+			select {
+			case <-renewed:
+				return nil
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		},
+		Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+			step.Finish(idempotency.Response{Status: 200})
+			return effect(ctx, tx, "long")
+		},
+	}})
+	done := make(chan error, 1)
+	go func() {
+		_, err := flow.Do(t.Context(), key("k"), nil)
+		done <- err
+	}()
+	<-begun
+	// As seen by the database, the work goes on for three times its lock.
+	require.Eventually(t, func() bool {
+		_, err := flow.Do(t.Context(), key("k"), nil)
+		return assert.ErrorIs(t, err, idempotency.ErrInProgress) &&
+			count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE clock_timestamp() > created_at + interval '3 seconds'`) == 1
+	}, time.Minute, 50*time.Millisecond)
+	close(renewed)
+	require.NoError(t, <-done)
+	require.Empty(t, begun)
+	require.Equal(t, 1, effects(t, pool, "long"))
+}
+
+// Property: a worker whose lock was taken is told so during its work, and can store neither phase nor outcome.
+func TestLostLockEndsTheWork(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	op := newOperation(t, pool, idempotency.Config{Lock: time.Second})
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
+		Name: "long",
+		Call: func(ctx context.Context, _ *idempotency.Step[payment]) error {
+			_, err := pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1`)
+			if err != nil {
+				return err
+			}
+			<-ctx.Done()
+			return context.Cause(ctx)
+		},
+	}})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrLockLost)
+
+	taken := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
+		Name: "short",
+		Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+			if _, err := pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1 WHERE key = $1`, step.Key.Value); err != nil {
+				return err
+			}
+			if step.Key.Value == "final" {
+				return idempotency.Final(idempotency.Response{Status: 400}, errors.New("declined"))
+			}
+			step.Finish(idempotency.Response{Status: 200})
+			return effect(ctx, tx, "short")
+		},
+	}})
+	for _, value := range []string{"commit", "final"} {
+		_, err = taken.Do(t.Context(), key(value), nil)
+		require.ErrorIs(t, err, idempotency.ErrLockLost, value)
+	}
+	require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
+	require.Equal(t, 3, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND phases = '{}'`))
+}
+
+// Property: a context that ends stops a flow between two phases, with its key free, and it can be resumed. Row H19.
+func TestCancelledFlowCanBeResumed(t *testing.T) {
+	t.Parallel()
+	pool, b := newPool(t), newBank(t)
+	op := newOperation(t, pool, idempotency.Config{Lock: time.Hour})
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
+	for _, at := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyAdvanced, crashpoint.KeyCalling, crashpoint.KeyCalled, crashpoint.KeyCommitting} {
+		ctx, cancel := context.WithCancel(t.Context())
+		ctx = crashpoint.With(ctx, func(name string) {
+			if name == at {
+				cancel()
+			}
+		})
+		_, err := flow.Do(ctx, key("k"), []byte("100"))
+		require.Error(t, err, at)
+		cancel()
+	}
+	requirePaidOnce(t, pool, b)
+}
+
+// Property: what a transaction changed in the state is not there when the transaction is run again after a serialization
+// failure: the state is what the last recovery point, or the call, left. Row H20.
+func TestStateIsOfTheTransactionThatCommitted(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	runs := 0
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
+		Name: "a",
+		Call: func(_ context.Context, step *idempotency.Step[payment]) error {
+			step.State.Order += 10
+			return nil
+		},
+		Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+			step.State.Order++
+			if runs++; runs < 3 {
+				_, err := tx.Exec(ctx, `DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$`)
+				return err
+			}
+			step.Finish(idempotency.Response{Status: int(step.State.Order)})
+			return effect(ctx, tx, "a")
+		},
+	}})
+	response, err := flow.Do(t.Context(), key("k"), nil)
+	require.NoError(t, err)
+	require.Equal(t, 11, response.Status)
+	require.Equal(t, 1, effects(t, pool, "a"))
+}
+
+// Property: a flow whose last phase does not say what the client gets is refused when it gets there, and commits nothing of
+// that phase.
+func TestFlowWithoutAResponse(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
+		Name:  "a",
+		Write: func(ctx context.Context, tx pgx.Tx, _ *idempotency.Step[payment]) error { return effect(ctx, tx, "a") },
+	}})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorContains(t, err, "did not call Finish")
+	require.Zero(t, effects(t, pool, "a"))
+}

@@ -95,8 +95,11 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 	go func() {
 		defer pooled.Release()
 		err := conn.SendBatch(context.WithoutCancel(ctx), batch).Close()
-		if err == nil && tag != "COMMIT" {
+		switch {
+		case err == nil && tag != "COMMIT":
 			err = pgx.ErrTxCommitRollback
+		case err != nil && conn.IsClosed(): // asked here: behind Release the connection is somebody else's
+			err = fmt.Errorf("%w (%w)", ErrUnanswered, err)
 		}
 		if err != nil {
 			rollback(ctx, conn)
@@ -107,9 +110,6 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 	defer timer.Stop()
 	select {
 	case err := <-done:
-		if conn.IsClosed() && err != nil {
-			return fmt.Errorf("%w (%w)", ErrUnanswered, err)
-		}
 		return err
 	case <-timer.C:
 		return ErrUnanswered

@@ -1,0 +1,232 @@
+package httpkey_test
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+)
+
+// Property: New reports everything that is wrong at once, with field, value and bound.
+func TestNewReportsAllProblems(t *testing.T) {
+	t.Parallel()
+	_, err := httpkey.New(nil, nil, httpkey.Config{
+		Operation:       idempotency.Config{ResponseBytesMax: 100},
+		PassThrough:     []string{"get", ""},
+		RequestBytesMax: -1, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99, RetryAfter: time.Millisecond,
+		Headers: []string{"X-Good", "set-cookie", "Date", "bad name"},
+	})
+	for _, part := range []string{
+		"scope is nil", "pool is nil", "Operation", `PassThrough "get"`, `PassThrough ""`, "RequestBytesMax -1", "ReadTimeout -1ns",
+		"HandlerTimeout 2h0m0s", "BufferBytesMax 99", "RetryAfter 1ms", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
+	} {
+		require.ErrorContains(t, err, part)
+	}
+	require.NotContains(t, err.Error(), "X-Good")
+}
+
+// Property: a request without a usable key, tenant or body is refused without a database. Rows H8, H9, H10.
+func TestRefusedBeforeAnySQL(t *testing.T) {
+	t.Parallel()
+	long := strings.Repeat("t", 256)
+	scope := func(r *http.Request) (string, error) {
+		switch r.Header.Get("X-Tenant") {
+		case "":
+			return "acme", nil
+		case "none":
+			return "", nil
+		case "stranger":
+			return "", fmt.Errorf("token: %w", httpkey.ErrUnauthenticated)
+		case "broken":
+			return "acme", errors.New("canary")
+		}
+		return long, nil
+	}
+	m, err := httpkey.New(noPool(t), scope, httpkey.Config{
+		Operation: idempotency.Config{Operation: "api"}, RequestBytesMax: 10,
+		Fingerprint: func(_ *http.Request, body []byte) ([]byte, error) {
+			if string(body) == "odd" {
+				return nil, errors.New("canary")
+			}
+			return body, nil
+		},
+	})
+	require.NoError(t, err)
+	s := serve(t, m.Handler(insert(201)))
+	for name, c := range map[string]struct {
+		key, body string
+		header    []string
+		status    int
+		kind      httpkey.Problem
+	}{
+		"no key":       {"", "a", nil, 400, httpkey.ProblemKeyMissing},
+		"blank":        {"a b", "a", nil, 400, httpkey.ProblemKeyMalformed},
+		"long":         {long, "a", nil, 400, httpkey.ProblemKeyMalformed},
+		"two":          {"a", "a", []string{"Idempotency-Key", "b"}, 400, httpkey.ProblemKeyMalformed},
+		"large":        {"a", "12345678901", nil, 413, httpkey.ProblemTooLarge},
+		"odd":          {"a", "odd", nil, 400, httpkey.ProblemUnreadable},
+		"no tenant":    {"a", "a", []string{"X-Tenant", "none"}, 500, httpkey.ProblemInternal},
+		"stranger":     {"", "a", []string{"X-Tenant", "stranger"}, 401, httpkey.ProblemUnauthenticated},
+		"broken scope": {"a", "a", []string{"X-Tenant", "broken"}, 500, httpkey.ProblemInternal},
+		"long tenant":  {"a", "a", []string{"X-Tenant", "long"}, 500, httpkey.ProblemInternal},
+		"well":         {"a", "1234567890", nil, 503, httpkey.ProblemUnavailable}, // only this one asks the database
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			a := s.post(t, c.key, c.body, c.header...)
+			requireProblem(t, a, c.status, c.kind)
+			require.NotContains(t, a.body, "canary")
+		})
+	}
+}
+
+// endless is a body that never ends and does not say so before.
+type endless struct{ read atomic.Int64 }
+
+func (e *endless) Read(p []byte) (int, error) {
+	e.read.Add(int64(len(p)))
+	return len(p), nil
+}
+
+// Property: a body without end is cut off at the limit, one that does not come is given up, and neither needs the database.
+// Row H10.
+func TestHugeAndSlowBodies(t *testing.T) {
+	t.Parallel()
+	for name, http2 := range map[string]bool{"HTTP1": false, "HTTP2": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			m := newMiddleware(t, noPool(t), httpkey.Config{ReadTimeout: 100 * time.Millisecond, RequestBytesMax: 1 << 20})
+			s := start(t, m.Handler(insert(201)), http2)
+			slow, end := io.Pipe()
+			defer func() { assert.NoError(t, end.Close()) }()
+			go func() { _, _ = end.Write([]byte("a")) }()
+			huge := &endless{}
+			for status, body := range map[int]io.Reader{http.StatusRequestTimeout: slow, http.StatusRequestEntityTooLarge: io.LimitReader(huge, 10<<30)} {
+				r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, body)
+				require.NoError(t, err)
+				r.Header.Set("Idempotency-Key", "k")
+				response, err := s.Client().Do(r)
+				require.NoError(t, err)
+				require.NoError(t, response.Body.Close())
+				require.Equal(t, status, response.StatusCode)
+			}
+			require.Less(t, huge.read.Load(), int64(64<<20))
+		})
+	}
+}
+
+// Property: a response that is too large to be stored reaches the first client whole; a later request learns that it was
+// done, and with which status, and nothing runs again. Row H11.
+func TestResponseTooLargeToStore(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	body := strings.Repeat("x", 5<<20)
+	s := serve(t, newMiddleware(t, pool, operation(idempotency.Config{ResponseBytesMax: 1000})).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if err := effect(r, "a"); err != nil {
+			httpkey.Fail(r, err)
+			return
+		}
+		w.Header().Set("Location", "/orders/1")
+		w.Header().Set("Content-Type", "text/csv")
+		w.WriteHeader(http.StatusCreated)
+		_, _ = io.Copy(w, strings.NewReader(body))
+	})))
+	once := s.post(t, "k", "")
+	require.Equal(t, 201, once.status)
+	require.Equal(t, body, once.body)
+	for range 2 {
+		again := s.post(t, "k", "")
+		requireProblem(t, again, 410, httpkey.ProblemResponseDropped)
+		require.True(t, again.replayed())
+		require.Equal(t, 201, again.problem.Outcome)
+		require.Equal(t, "/orders/1", again.header.Get("Location"))
+		require.Equal(t, "no-store", again.header.Get("Cache-Control"))
+	}
+	require.Equal(t, 1, effects(t, pool))
+}
+
+// Property: what would bypass the transaction (flushing, hijacking, another protocol, a response without end) is an error to the
+// handler, and undoes the request even if the handler does not mind; what only looks like it is recorded. Row H21.
+func TestStreamingIsRefused(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	for name, c := range map[string]struct {
+		stream func(w http.ResponseWriter) error
+		want   error
+	}{
+		"flush":    {func(w http.ResponseWriter) error { return http.NewResponseController(w).Flush() }, httpkey.ErrStreaming},
+		"hijack":   {func(w http.ResponseWriter) error { _, _, err := http.NewResponseController(w).Hijack(); return err }, httpkey.ErrStreaming},
+		"hijacker": {func(w http.ResponseWriter) error { _, _, err := w.(http.Hijacker).Hijack(); return err }, httpkey.ErrStreaming},
+		"events": {func(w http.ResponseWriter) error {
+			w.Header().Set("Content-Type", "text/event-stream")
+			_, err := io.WriteString(w, "data: a\n\n")
+			return errors.Join(err, http.NewResponseController(w).Flush())
+		}, httpkey.ErrStreaming},
+		"protocol": {func(w http.ResponseWriter) error {
+			w.WriteHeader(http.StatusSwitchingProtocols)
+			_, err := io.WriteString(w, "a")
+			return err
+		}, httpkey.ErrStreaming},
+		"endless":   {func(w http.ResponseWriter) error { _, err := io.Copy(w, &endless{}); return err }, httpkey.ErrResponseTooLarge},
+		"copy":      {func(w http.ResponseWriter) error { _, err := io.Copy(w, strings.NewReader("copied")); return err }, nil},
+		"early":     {func(w http.ResponseWriter) error { w.WriteHeader(http.StatusEarlyHints); return nil }, nil},
+		"deadlines": {func(w http.ResponseWriter) error { return http.NewResponseController(w).SetWriteDeadline(time.Now()) }, http.ErrNotSupported},
+		"is no flusher": {func(w http.ResponseWriter) error {
+			if _, ok := w.(http.Flusher); ok {
+				return errors.New("it has a Flush that cannot refuse")
+			}
+			if _, ok := w.(io.ReaderFrom); ok {
+				return errors.New("it has a ReadFrom")
+			}
+			return nil
+		}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var got error
+			s := serve(t, newMiddleware(t, pool, httpkey.Config{BufferBytesMax: 1 << 20}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				if err := effect(r, name); err != nil {
+					httpkey.Fail(r, err)
+					return
+				}
+				got = c.stream(w)
+				w.WriteHeader(http.StatusAccepted) // it does not mind
+			})))
+			a := s.post(t, strings.ReplaceAll(name, " ", "-"), "a")
+			if c.want != nil {
+				require.ErrorIs(t, got, c.want)
+			} else {
+				require.NoError(t, got)
+			}
+			want := 1
+			if errors.Is(c.want, httpkey.ErrStreaming) || errors.Is(c.want, httpkey.ErrResponseTooLarge) {
+				requireProblem(t, a, 500, httpkey.ProblemInternal)
+				want = 0
+			} else {
+				require.Less(t, a.status, 300)
+			}
+			require.Equal(t, want, count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name))
+			require.Equal(t, want, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, strings.ReplaceAll(name, " ", "-")))
+		})
+	}
+}
+
+// Property: a handler whose method passes through, or that is not behind the middleware, gets no transaction, and says so.
+func TestNoTransactionWithoutMiddleware(t *testing.T) {
+	t.Parallel()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
+	require.NoError(t, err)
+	for _, use := range []func(){func() { httpkey.Tx(r) }, func() { httpkey.Key(r) }, func() { httpkey.Fail(r, io.EOF) }} {
+		require.PanicsWithValue(t, "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough", use)
+	}
+}

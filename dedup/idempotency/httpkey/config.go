@@ -1,0 +1,139 @@
+package httpkey
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/bounds"
+)
+
+// Scope names the tenant, or the principal, that a request comes from, as authentication has found it out: keys of two
+// scopes never meet. An error that wraps ErrUnauthenticated is answered with 401; any other one, and an empty scope, with
+// 500. There is no default: one that mixes tenants would show the answers of one to the other.
+type Scope func(r *http.Request) (string, error)
+
+// ErrUnauthenticated is for Scope: the request has no principal.
+var ErrUnauthenticated = errors.New("the request is not authenticated")
+
+// Config of a Middleware. The zero value works, but for Operation.Operation.
+type Config struct {
+	// Operation says how keys are kept: its name, which is required, window, waiting, encryption. One name may serve all
+	// routes: a key that comes again for another method, path or query is a mismatch.
+	Operation idempotency.Config
+	// Optional lets requests without a key in. They get one that nobody else knows, so that the handler has its
+	// transaction all the same. Default: 400.
+	Optional bool
+	// PassThrough are the methods that need no key, and get neither transaction nor replay. Default GET, HEAD, OPTIONS,
+	// TRACE, PUT and DELETE, which HTTP defines as idempotent. A handler of these that is not, wants them left out here.
+	PassThrough []string
+	// RequestBytesMax is the largest body that is read. 1 byte to 64 MiB; default 1 MiB.
+	RequestBytesMax int
+	// ReadTimeout is how long a body may take; no database connection is held meanwhile. Where the server's ResponseWriter is
+	// wrapped by something without Unwrap, only the server's own timeouts count. 1 ms to 1 h; default 10 s.
+	ReadTimeout time.Duration
+	// HandlerTimeout is how long claim and handler may take, whether or not the client waits. 1 ms to 1 h; default 30 s.
+	HandlerTimeout time.Duration
+	// BufferBytesMax is the largest body that a handler may answer with; beyond it its effect is rolled back. What is larger
+	// than Operation.ResponseBytesMax reaches the first client, and is not stored. 1 byte to 1 GiB; default 8 MiB, or
+	// Operation.ResponseBytesMax if that is larger.
+	BufferBytesMax int
+	// Headers of responses to store and replay, beside those of ReplayedHeaders. Cookies, credentials and headers of the
+	// connection are refused.
+	Headers []string
+	// Outcome says what becomes of a response, by its status. Default: DefaultOutcome.
+	Outcome func(status int) Outcome
+	// Fingerprint returns what of the body tells two requests apart; method, path, query and media type count anyway. An
+	// error is answered with 400. Default: Canonical. See Without.
+	Fingerprint func(r *http.Request, body []byte) ([]byte, error)
+	// RetryAfter is what clients are told with 503. 1 s to 1 h; default 1 s.
+	RetryAfter time.Duration
+}
+
+// Middleware executes requests once for each key. It is safe for concurrent use.
+type Middleware struct {
+	op    *idempotency.Operation
+	scope Scope
+	cfg   Config
+	keep  map[string]bool
+	log   *slog.Logger
+}
+
+// New returns a middleware, or all problems of its configuration at once. It opens no connection; the pool is borrowed,
+// and must be one of the primary.
+func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
+	problems := cfg.check()
+	if scope == nil {
+		problems = append(problems, errors.New("scope is nil: want a function that tells the tenant of a request"))
+	}
+	m := &Middleware{scope: scope, cfg: cfg, keep: map[string]bool{}, log: cfg.Operation.Logger}
+	if m.log == nil {
+		m.log = slog.New(slog.DiscardHandler)
+	}
+	for _, name := range append(ReplayedHeaders(), cfg.Headers...) {
+		m.keep[http.CanonicalHeaderKey(name)] = true
+	}
+	op, err := idempotency.New(pool, m.cfg.Operation)
+	if err != nil {
+		problems = append(problems, err)
+	}
+	if err := errors.Join(problems...); err != nil {
+		return nil, err
+	}
+	m.op = op
+	return m, nil
+}
+
+// Operation is what the middleware keeps its keys in: for idempotency.NewFlow, and for forgetting old keys.
+func (m *Middleware) Operation() *idempotency.Operation { return m.op }
+
+// check fills in defaults and returns all problems, but for those of Operation.
+func (c *Config) check() []error {
+	problems := bounds.Durations(
+		bounds.Duration{Field: "ReadTimeout", Value: &c.ReadTimeout, Default: 10 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "HandlerTimeout", Value: &c.HandlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: time.Second, Min: time.Second, Max: time.Hour},
+	)
+	problems = append(problems, bounds.Ints(
+		bounds.Int{Field: "RequestBytesMax", Value: &c.RequestBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
+		bounds.Int{Field: "BufferBytesMax", Value: &c.BufferBytesMax, Default: max(8<<20, c.Operation.ResponseBytesMax), Min: 1, Max: 1 << 30},
+	)...)
+	if c.BufferBytesMax < c.Operation.ResponseBytesMax {
+		problems = append(problems, bounds.Problem("BufferBytesMax", c.BufferBytesMax, fmt.Sprintf("at least Operation.ResponseBytesMax, %d", c.Operation.ResponseBytesMax)))
+	}
+	if c.PassThrough == nil {
+		c.PassThrough = []string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace, http.MethodPut, http.MethodDelete}
+	}
+	for _, method := range c.PassThrough {
+		if !isName(method) || method != strings.ToUpper(method) {
+			problems = append(problems, bounds.Problem("PassThrough", fmt.Sprintf("%q", method), "a method in capitals"))
+		}
+	}
+	for _, name := range c.Headers {
+		switch {
+		case !isName(name):
+			problems = append(problems, bounds.Problem("Headers", fmt.Sprintf("%q", name), "the name of a header"))
+		case slices.Contains(neverReplayed(), http.CanonicalHeaderKey(name)):
+			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client or one connection"))
+		}
+	}
+	if c.Outcome == nil {
+		c.Outcome = DefaultOutcome
+	}
+	if c.Fingerprint == nil {
+		c.Fingerprint = Canonical
+	}
+	if c.Operation.Failed == nil {
+		c.Operation.Failed = failed
+	}
+	return problems
+}
+
+func isName(text string) bool { return text != "" && !strings.ContainsAny(text, " \t\r\n:,") }

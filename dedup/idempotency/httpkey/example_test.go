@@ -1,0 +1,87 @@
+package httpkey_test
+
+import (
+	"context"
+	"net/http"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/outbox"
+)
+
+type accountKey struct{}
+
+// tenant is whom authentication let in. An empty one is refused.
+func tenant(r *http.Request) (string, error) {
+	account, _ := r.Context().Value(accountKey{}).(string)
+	return account, nil
+}
+
+// createOrder writes the order and its message in the request's transaction.
+func createOrder(w http.ResponseWriter, r *http.Request) {
+	ctx, tx, id := r.Context(), httpkey.Tx(r), httpkey.Key(r).ChildID("order")
+	if _, err := tx.Exec(ctx, `INSERT INTO orders (id) VALUES ($1)`, id); err != nil {
+		httpkey.Fail(r, err)
+		return
+	}
+	created := outbox.Message{ID: id, Topic: "orders", Key: id[:], Payload: []byte(`{"created":true}`)}
+	if err := outbox.Publish(ctx, tx, created); err != nil {
+		httpkey.Fail(r, err)
+		return
+	}
+	w.Header().Set("Location", "/orders/"+id.String())
+	w.WriteHeader(http.StatusCreated)
+}
+
+// Handler is a func(http.Handler) http.Handler, so any router takes it. Each line stands behind authentication:
+//
+//	chi:          router.With(authenticate, once.Handler).Post("/orders", createOrder)
+//	gorilla/mux:  router.Use(authenticate, once.Handler)
+//	echo:         group.Use(echo.WrapMiddleware(once.Handler), writeErrors)
+//
+// A handler of echo returns errors, which echo writes outside of all middleware: too late, the empty response is taken for a
+// success by then. So writeErrors must write them inside:
+//
+//	func writeErrors(next echo.HandlerFunc) echo.HandlerFunc {
+//		return func(c echo.Context) error {
+//			if err := next(c); err != nil {
+//				c.Error(err)
+//			}
+//			return nil
+//		}
+//	}
+func ExampleMiddleware_Handler() {
+	routes := func(pool *pgxpool.Pool, authenticate func(http.Handler) http.Handler) (http.Handler, error) {
+		once, err := httpkey.New(pool, tenant, httpkey.Config{
+			Operation: idempotency.Config{Operation: "shop-api", WaitMax: 2 * time.Second},
+		})
+		if err != nil {
+			return nil, err
+		}
+		mux := http.NewServeMux()
+		mux.Handle("POST /orders", authenticate(once.Handler(http.HandlerFunc(createOrder))))
+		return mux, nil
+	}
+	_ = routes
+}
+
+// An endpoint that charges a card: the bank gets the same key at each try, and no transaction is open while it thinks.
+func ExampleFlowHandler() {
+	type state struct{ Receipt string }
+	routes := func(once *httpkey.Middleware, charge func(ctx context.Context, key string, order []byte) (string, error)) (http.Handler, error) {
+		flow, err := idempotency.NewFlow(once.Operation(), idempotency.FlowConfig[state]{StoreRequest: true},
+			idempotency.Phase[state]{Name: "charged", Call: func(ctx context.Context, step *idempotency.Step[state]) (err error) {
+				step.State.Receipt, err = charge(ctx, step.ChildID().String(), step.Request)
+				step.Finish(idempotency.Response{Status: http.StatusCreated, Body: []byte(step.State.Receipt)})
+				return err
+			}})
+		if err != nil {
+			return nil, err
+		}
+		return httpkey.FlowHandler(once, flow, nil), nil
+	}
+	_ = routes
+}

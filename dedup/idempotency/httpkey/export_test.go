@@ -1,0 +1,4 @@
+package httpkey
+
+// ParseKey is for fuzzing.
+var ParseKey = parseKey

@@ -1,0 +1,63 @@
+package httpkey
+
+import (
+	"context"
+	"errors"
+	"net/http"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+// FlowHandler is an endpoint whose work is in phases, because it asks other systems: it claims the key and answers with the
+// flow's outcome, as Middleware.Handler does with a transaction's. Make the flow with m.Operation(). Give only headers to
+// Step.Finish that may be shown again.
+//
+// request makes of a request, whose body is read already, what the phases get; nil: the body. Nothing is stored yet: an
+// error is answered with 400, or with the response of an idempotency.Final. A failure of a phase is answered with 503 and
+// Retry-After: the next try goes on there.
+//
+// The client that goes away does not end the flow; Config.HandlerTimeout does, between two phases, and it stays resumable.
+func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		key, body, ok := m.take(w, r)
+		if !ok {
+			return
+		}
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), m.cfg.HandlerTimeout)
+		defer cancel()
+		if request != nil {
+			made, err := request(again(ctx, r, body))
+			var final *idempotency.FinalError
+			switch {
+			case errors.As(err, &final):
+				write(w, final.Response)
+				return
+			case err != nil:
+				refuse(w, ProblemUnreadable, 0)
+				return
+			}
+			body = made
+		}
+		response, err := flow.Do(ctx, key, body)
+		switch {
+		case err != nil:
+			m.failFlow(w, r, key, err)
+		case response.Replayed:
+			replay(w, response)
+		default:
+			write(w, response)
+		}
+	})
+}
+
+// failFlow answers for a flow that stopped. What a phase returned is no verdict: the flow can be resumed.
+func (m *Middleware) failFlow(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error) {
+	kind, retryAfter := m.problem(err)
+	if kind == ProblemInternal {
+		kind, retryAfter = ProblemUnavailable, m.cfg.RetryAfter
+	}
+	if describe(kind).Status >= http.StatusInternalServerError {
+		m.log.ErrorContext(r.Context(), "a flow did not come to its end", "key", key, "problem", kind, "error", err)
+	}
+	refuse(w, kind, retryAfter)
+}

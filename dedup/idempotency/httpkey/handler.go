@@ -1,0 +1,47 @@
+package httpkey
+
+import (
+	"context"
+	"net/http"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+// exchange is what a handler can ask for. It travels in the request's context, because an http.Handler has no other
+// argument for it.
+type exchange struct {
+	tx  pgx.Tx
+	key idempotency.Key
+	err error
+}
+
+type exchangeKey struct{}
+
+// Tx is the transaction of the request, for the handler's writes and its outbox messages: they are committed together with the
+// response, or not at all. It must not be used after the handler has returned, nor in two goroutines. Tx panics where the
+// request did not come through a Middleware, or its method passes through: a handler without its transaction would write
+// what nothing protects.
+func Tx(r *http.Request) pgx.Tx { return of(r).tx }
+
+// Key of the request: Key(r).ChildID("invoice") is the ID for an outbox message, or the key for another system, that is the same
+// at each try. It panics where Tx does.
+func Key(r *http.Request) idempotency.Key { return of(r).key }
+
+// Fail gives the request up for an error, whatever was or will be written to the ResponseWriter: everything is rolled back
+// and nothing is stored. A serialization failure or a deadlock runs the handler again; an idempotency.Final makes its
+// response the outcome; the client gets 500 for all others. Return after it. It panics where Tx does.
+func Fail(r *http.Request, err error) { of(r).err = err }
+
+func of(r *http.Request) *exchange {
+	if e := from(r.Context()); e != nil {
+		return e
+	}
+	panic("httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough")
+}
+
+func from(ctx context.Context) *exchange {
+	e, _ := ctx.Value(exchangeKey{}).(*exchange)
+	return e
+}

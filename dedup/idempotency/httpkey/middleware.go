@@ -1,0 +1,226 @@
+package httpkey
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"os"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+// Handler executes next once for each key, in one transaction with the key and the response: see Tx. next may run more than
+// once (after a serialization failure or a deadlock that it reported by Fail, after a try that stored nothing); of all runs only one has
+// effects. Nothing reaches the client before COMMIT. A panic of next rolls back and goes on.
+//
+// Put it behind authentication, so that a caller who lost his rights gets no replay, and before whatever reads the body.
+func (m *Middleware) Handler(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		// Inside of another middleware, which has the key already, this one would wait for it.
+		if slices.Contains(m.cfg.PassThrough, r.Method) || from(r.Context()) != nil {
+			next.ServeHTTP(w, r)
+			return
+		}
+		if key, body, ok := m.take(w, r); ok {
+			m.serve(w, r, next, key, body)
+		}
+	})
+}
+
+// take reads key and body before any SQL, or answers why not.
+func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.Key, []byte, bool) {
+	scope, err := m.scope(r)
+	switch {
+	case errors.Is(err, ErrUnauthenticated):
+		refuse(w, ProblemUnauthenticated, 0)
+		return idempotency.Key{}, nil, false
+	case err == nil:
+		key := idempotency.Key{Scope: scope, Operation: m.cfg.Operation.Operation, Value: "-"}
+		err = key.Validate()
+	}
+	if err != nil {
+		m.log.ErrorContext(r.Context(), "the scope of a request is not known, so it is refused", "error", err)
+		refuse(w, ProblemInternal, 0)
+		return idempotency.Key{}, nil, false
+	}
+	value, err := parseKey(r.Header)
+	switch {
+	case errors.Is(err, errNoKey) && m.cfg.Optional:
+		value = idempotency.NewKey()
+	case errors.Is(err, errNoKey):
+		refuse(w, ProblemKeyMissing, 0)
+		return idempotency.Key{}, nil, false
+	case err != nil:
+		refuse(w, ProblemKeyMalformed, 0)
+		return idempotency.Key{}, nil, false
+	}
+	body, ok := m.read(w, r)
+	if !ok {
+		return idempotency.Key{}, nil, false
+	}
+	fingerprint, err := m.fingerprint(r, body)
+	if err != nil {
+		refuse(w, ProblemUnreadable, 0)
+		return idempotency.Key{}, nil, false
+	}
+	return idempotency.Key{Scope: scope, Operation: m.cfg.Operation.Operation, Value: value, Fingerprint: fingerprint}, body, true
+}
+
+// read takes the body within its bounds, or answers why not.
+func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool) {
+	if r.Body == nil {
+		return nil, true
+	}
+	limit := int64(m.cfg.RequestBytesMax)
+	if r.ContentLength > limit {
+		refuse(w, ProblemTooLarge, 0)
+		return nil, false
+	}
+	controller := http.NewResponseController(w)
+	limited := controller.SetReadDeadline(time.Now().Add(m.cfg.ReadTimeout)) == nil
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
+	var large *http.MaxBytesError
+	switch {
+	case err == nil:
+		if limited {
+			_ = controller.SetReadDeadline(time.Time{}) // the body is complete: the deadline would only end the connection
+		}
+		return body, true
+	case errors.As(err, &large):
+		refuse(w, ProblemTooLarge, 0)
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		if r.ProtoMajor == 1 {
+			w.Header().Set("Connection", "close") // the rest of the body still stands in it
+		}
+		refuse(w, ProblemReadTimeout, 0)
+	default:
+		refuse(w, ProblemUnreadable, 0)
+	}
+	return nil, false
+}
+
+// serve executes the request and answers it.
+func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler, key idempotency.Key, body []byte) {
+	ctx, begun, cancel := detach(r.Context(), m.cfg.HandlerTimeout)
+	defer cancel()
+	var answered idempotency.Response // as the handler left it
+	stored, err := m.op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		if !begun() {
+			return idempotency.Response{}, context.Canceled
+		}
+		e := &exchange{tx: tx, key: key}
+		recorded := newRecorder(w.Header(), m.cfg.BufferBytesMax)
+		next.ServeHTTP(recorded, again(context.WithValue(ctx, exchangeKey{}, e), r, body))
+		response, err := recorded.response()
+		if err := errors.Join(e.err, err); err != nil {
+			return idempotency.Response{}, m.final(err)
+		}
+		answered = response
+		response.Header = m.kept(response.Header)
+		switch m.cfg.Outcome(response.Status) {
+		case Commit:
+			return response, nil
+		case Refuse:
+			return response, idempotency.Final(response, &forgottenError{response})
+		default:
+			return response, &forgottenError{response}
+		}
+	})
+	var forgotten *forgottenError
+	switch {
+	case errors.As(err, &forgotten):
+		first(w, answered)
+	case err != nil:
+		m.fail(w, r, key, err)
+	case stored.Replayed:
+		replay(w, stored)
+	case answered.Status != 0 && answered.Status == stored.Status:
+		first(w, answered)
+	default: // what Fail, or Config.Operation.Failed, made the outcome
+		write(w, stored)
+	}
+}
+
+// final lets only headers through that may be stored.
+func (m *Middleware) final(err error) error {
+	var final *idempotency.FinalError
+	if !errors.As(err, &final) {
+		return err
+	}
+	response := final.Response
+	response.Header = m.kept(response.Header)
+	return idempotency.Final(response, err)
+}
+
+// again is the request for one run of the handler: a run must not see what an earlier one has read or changed.
+func again(ctx context.Context, r *http.Request, body []byte) *http.Request {
+	run := r.Clone(ctx)
+	run.Body = io.NopCloser(bytes.NewReader(body))
+	run.ContentLength = int64(len(body))
+	run.TransferEncoding = nil
+	return run
+}
+
+// detach makes a context that the client ends only as long as the work has not begun: a client that went away while its request
+// waited for a connection costs nothing, one that goes later gets its work done, or all of it rolled back.
+func detach(parent context.Context, timeout time.Duration) (context.Context, func() bool, context.CancelFunc) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(parent), timeout)
+	stop := context.AfterFunc(parent, cancel)
+	running := false
+	begun := func() bool {
+		running = running || stop()
+		return running
+	}
+	return ctx, begun, func() {
+		stop()
+		cancel()
+	}
+}
+
+// fail answers for an error of the engine, or of a handler that called Fail.
+func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error) {
+	kind, retryAfter := m.problem(err)
+	if describe(kind).Status >= http.StatusInternalServerError && r.Context().Err() == nil {
+		m.log.ErrorContext(r.Context(), "a request was not executed", "key", key, "problem", kind, "error", err)
+	}
+	refuse(w, kind, retryAfter)
+}
+
+func (m *Middleware) problem(err error) (Problem, time.Duration) {
+	var busy *idempotency.InProgressError
+	switch {
+	case errors.As(err, &busy):
+		return ProblemKeyInProgress, busy.RetryAfter
+	case errors.Is(err, idempotency.ErrInProgress), errors.Is(err, idempotency.ErrLockLost):
+		return ProblemKeyInProgress, m.cfg.RetryAfter
+	case errors.Is(err, idempotency.ErrMismatch):
+		return ProblemKeyReused, 0
+	case errors.Is(err, idempotency.ErrIndeterminate):
+		return ProblemKeyUndecided, 0
+	case errors.Is(err, idempotency.ErrAbandoned):
+		return ProblemKeyAbandoned, 0
+	case errors.Is(err, idempotency.ErrUnanswered):
+		return ProblemUnanswered, m.cfg.RetryAfter
+	case passing(err):
+		return ProblemUnavailable, m.cfg.RetryAfter
+	}
+	return ProblemInternal, 0
+}
+
+// passing tells errors that are gone with time: the database is away or busy, a program with other phases is being rolled out.
+func passing(err error) bool {
+	var refusal *pgconn.PgError
+	if errors.As(err, &refusal) {
+		return slices.Contains([]string{"08", "40", "53", "55", "57", "58"}, refusal.Code[:min(2, len(refusal.Code))])
+	}
+	var connect *pgconn.ConnectError
+	return errors.As(err, &connect) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) ||
+		errors.Is(err, idempotency.ErrUnknownRecoveryPoint) || pgconn.SafeToRetry(err)
+}

@@ -1,0 +1,116 @@
+package httpkey
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"sync"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+var (
+	// ErrStreaming is what a handler gets that flushes or hijacks: nothing may reach the client before COMMIT. The request
+	// is given up, whatever the handler does about it: rolled back, nothing stored, status 500.
+	ErrStreaming = errors.New("the response of a request with an idempotency key cannot be streamed: it is sent after COMMIT, in one piece")
+	// ErrResponseTooLarge is what a handler gets whose response exceeds Config.BufferBytesMax. The request is given up in
+	// the same way.
+	ErrResponseTooLarge = errors.New("the response is larger than Config.BufferBytesMax")
+
+	errAfterwards = errors.New("the handler has returned")
+)
+
+// recorder keeps a response until the transaction is committed. It has no Unwrap, so that http.ResponseController reaches
+// nothing behind it, and no ReadFrom: io.Copy goes through Write.
+type recorder struct {
+	bytesMax int
+
+	mu     sync.Mutex // a goroutine that the handler left behind must do no harm
+	header http.Header
+	sent   http.Header // header as it was when the status was written
+	status int
+	body   bytes.Buffer
+	err    error
+	over   bool
+}
+
+var _ http.Hijacker = (*recorder)(nil)
+
+func newRecorder(header http.Header, bytesMax int) *recorder {
+	return &recorder{header: header.Clone(), bytesMax: bytesMax}
+}
+
+// Header implements http.ResponseWriter.
+func (w *recorder) Header() http.Header { return w.header }
+
+// WriteHeader implements http.ResponseWriter. Informational responses are left out; the first other one counts.
+func (w *recorder) WriteHeader(status int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if status < 100 || status > 999 {
+		panic(fmt.Sprintf("invalid WriteHeader code %d", status)) // what net/http does
+	}
+	if status == http.StatusSwitchingProtocols {
+		_ = w.refuse(ErrStreaming) // the handler finds out when it writes
+	}
+	if status >= 200 {
+		w.write(status)
+	}
+}
+
+func (w *recorder) write(status int) {
+	if w.status == 0 && !w.over {
+		w.status, w.sent = status, w.header.Clone()
+	}
+}
+
+// Write implements http.ResponseWriter.
+func (w *recorder) Write(part []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.write(http.StatusOK)
+	switch {
+	case w.over:
+		return 0, errAfterwards
+	case w.err != nil:
+		return 0, w.err
+	case w.status == http.StatusNoContent, w.status == http.StatusNotModified:
+		return 0, http.ErrBodyNotAllowed
+	case w.body.Len()+len(part) > w.bytesMax:
+		return 0, w.refuse(ErrResponseTooLarge)
+	}
+	return w.body.Write(part)
+}
+
+// FlushError is what http.ResponseController calls. There is no Flush, which could not refuse.
+func (w *recorder) FlushError() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.refuse(ErrStreaming)
+}
+
+// Hijack implements http.Hijacker, to say why not.
+func (w *recorder) Hijack() (net.Conn, *bufio.ReadWriter, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return nil, nil, w.refuse(ErrStreaming)
+}
+
+func (w *recorder) refuse(err error) error {
+	if w.err == nil {
+		w.err = err
+	}
+	return w.err
+}
+
+// response is what the handler answered. Its header is the whole one, for the first client.
+func (w *recorder) response() (idempotency.Response, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.write(http.StatusOK)
+	w.over = true
+	return idempotency.Response{Status: w.status, Header: w.sent, Body: w.body.Bytes()}, w.err
+}

@@ -1,0 +1,93 @@
+package httpkey
+
+import (
+	"net/http"
+	"net/textproto"
+	"slices"
+	"strings"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+// ReplayedHeaders are the headers of a response that are stored and replayed by default: they describe its content, and
+// belong to no client and no connection.
+func ReplayedHeaders() []string {
+	return []string{
+		"Allow", "Content-Disposition", "Content-Encoding", "Content-Language", "Content-Location", "Content-Type",
+		"Etag", "Last-Modified", "Link", "Location", "Preference-Applied", "Retry-After",
+	}
+}
+
+// neverReplayed belong to one client, one connection or one moment.
+func neverReplayed() []string {
+	return []string{
+		"Age", "Authentication-Info", "Authorization", "Cache-Control", "Connection", "Content-Length", "Cookie", "Cookie2",
+		"Date", "Expires", keyHeader, replayedHeader, "Keep-Alive", "Proxy-Authenticate", "Proxy-Authentication-Info",
+		"Proxy-Authorization", "Proxy-Connection", "Set-Cookie", "Set-Cookie2", "Te", "Trailer", "Transfer-Encoding", "Upgrade",
+		"Www-Authenticate",
+	}
+}
+
+// kept is what of a header is stored. What Connection names belongs to the connection.
+func (m *Middleware) kept(header http.Header) map[string][]string {
+	kept := map[string][]string{}
+	for name, values := range header {
+		if m.keep[http.CanonicalHeaderKey(name)] {
+			kept[http.CanonicalHeaderKey(name)] = values
+		}
+	}
+	for _, names := range header.Values("Connection") {
+		for name := range strings.SplitSeq(names, ",") {
+			delete(kept, textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)))
+		}
+	}
+	return kept
+}
+
+// first sends what the handler answered, whole: the header includes what was set outside of this middleware.
+func first(w http.ResponseWriter, response idempotency.Response) {
+	clear(w.Header())
+	write(w, response)
+}
+
+// replay sends what is stored. Caches must not take it for an answer to somebody else.
+func replay(w http.ResponseWriter, response idempotency.Response) {
+	header := w.Header()
+	header.Set(replayedHeader, "true")
+	header.Set("Cache-Control", "no-store")
+	if response.BodyDropped {
+		for name, values := range replayable(response.Header) {
+			if !strings.HasPrefix(name, "Content-") {
+				header[name] = values
+			}
+		}
+		gone := describe(ProblemResponseDropped)
+		gone.Outcome = response.Status
+		send(w, gone, 0)
+		return
+	}
+	response.Header = replayable(response.Header)
+	write(w, response)
+}
+
+// replayable leaves out what a flow should not have put into its response.
+func replayable(header map[string][]string) map[string][]string {
+	kept := map[string][]string{}
+	for name, values := range header {
+		if name = http.CanonicalHeaderKey(name); !slices.Contains(neverReplayed(), name) {
+			kept[name] = values
+		}
+	}
+	return kept
+}
+
+func write(w http.ResponseWriter, response idempotency.Response) {
+	for name, values := range response.Header {
+		w.Header()[name] = values
+	}
+	if response.Status == 0 {
+		response.Status = http.StatusOK
+	}
+	w.WriteHeader(response.Status)
+	_, _ = w.Write(response.Body) // a client that is gone asks again
+}

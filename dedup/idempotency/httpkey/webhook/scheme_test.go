@@ -213,9 +213,11 @@ func TestSignaturesHaveOneForm(t *testing.T) {
 	for name, change := range map[string]func(string) string{
 		"github":            func(s string) string { return "sha256=" + strings.ToUpper(strings.TrimPrefix(s, "sha256=")) },
 		"stripe":            func(s string) string { return strings.Replace(s, "v1=", "v0=", 1) },
+		"stripe ":           func(s string) string { return "t=1," + s },
 		"standard":          func(s string) string { return strings.TrimRight(s, "=") },
 		"standard, ed25519": func(s string) string { return strings.Replace(s, "v1a,", "v1,", 1) },
 	} {
+		name = strings.TrimSpace(name)
 		for _, change := range []func(string) string{
 			change, func(s string) string { return s[:len(s)-1] },
 			func(s string) string { return s + "=" }, func(s string) string { return s + "\n" }, strings.ToLower, strings.ToUpper,

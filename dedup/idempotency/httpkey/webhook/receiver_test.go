@@ -169,7 +169,7 @@ func send(ctx context.Context, server *httptest.Server, delivery *http.Request) 
 	if err != nil {
 		return 0, "", err
 	}
-	r.Header = delivery.Header
+	r.Header, r.ContentLength = delivery.Header, delivery.ContentLength
 	response, err := server.Client().Do(r)
 	if err != nil {
 		return 0, "", err

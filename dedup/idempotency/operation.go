@@ -52,7 +52,7 @@ type Config struct {
 	// ResponseBytesMax is the largest body that is stored. Of a larger one only status, headers and the fact are: a later
 	// request gets Response.BodyDropped. 1 byte to 64 MiB; default 1 MiB.
 	ResponseBytesMax int
-	// Seal encrypts what is stored of requests and responses. Default: plain.
+	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Default: plain.
 	Seal Sealer
 	// Owner names this process in locks, for people. At most 255 bytes. Default: host name, process number and four random
 	// bytes.

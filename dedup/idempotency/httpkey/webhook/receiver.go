@@ -1,0 +1,241 @@
+package webhook
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math"
+	"net/http"
+	"os"
+	"strconv"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+// Receiver is the endpoint of one sender. It is safe for concurrent use.
+type Receiver struct {
+	cfg    Config
+	events *idempotency.Operation
+	handle Handler
+}
+
+// New returns a receiver, or all problems of its configuration at once. It opens no connection; the pool is borrowed,
+// and must be one of the primary.
+func New(pool *pgxpool.Pool, cfg Config, handle Handler) (*Receiver, error) {
+	cfg, err := cfg.withDefaults()
+	problems := []error{err}
+	if handle == nil {
+		problems = append(problems, errors.New("handler is nil"))
+	}
+	events, err := idempotency.New(pool, cfg.Idempotency)
+	if err != nil {
+		problems = append(problems, fmt.Errorf("%s: %w", "Idempotency", err))
+	}
+	if err := errors.Join(problems...); err != nil {
+		return nil, err
+	}
+	return &Receiver{cfg: cfg, events: events, handle: handle}, nil
+}
+
+// Run forgets events whose window is over, until ctx ends: see idempotency.Operation.Run. One of all receivers and
+// operations of a schema is enough.
+func (r *Receiver) Run(ctx context.Context) { r.events.Run(ctx) }
+
+// ServeHTTP answers a delivery. What it tells the sender says nothing about secrets, or why the handler failed.
+func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
+	a := r.receive(w, request)
+	if r.cfg.Hooks.Answered != nil {
+		r.cfg.Hooks.Answered(a)
+	}
+	r.log(request.Context(), a)
+	w.Header().Set("Cache-Control", "no-store")
+	text := http.StatusText(a.Status)
+	if a.Refused {
+		text = refused
+	}
+	switch a.Status {
+	case http.StatusConflict, http.StatusServiceUnavailable:
+		w.Header().Set("Retry-After", strconv.Itoa(r.retryAfter(a.Err)))
+	case http.StatusMethodNotAllowed:
+		w.Header().Set("Allow", http.MethodPost)
+	case http.StatusRequestTimeout:
+		w.Header().Set("Connection", "close")
+	case http.StatusNoContent:
+		w.WriteHeader(a.Status)
+		return
+	}
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.Header().Set("X-Content-Type-Options", "nosniff")
+	w.WriteHeader(a.Status)
+	_, _ = io.WriteString(w, text+"\n")
+}
+
+// receive reads and verifies a delivery before it asks for a database connection.
+func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) Answer {
+	a := Answer{Sender: r.cfg.Sender}
+	if request.Method != http.MethodPost {
+		a.Status, a.Err = http.StatusMethodNotAllowed, fmt.Errorf("%w: method is not POST", ErrMalformed)
+		return a
+	}
+	event, err := r.verified(w, request)
+	if err != nil {
+		a.Status, a.Err = statusOf(err), err
+		return a
+	}
+	a.ID, a.Type = event.ID, event.Type
+	event.key = idempotency.Key{Scope: r.cfg.Sender, Operation: r.cfg.Idempotency.Operation, Value: event.ID}
+	if r.cfg.CompareBody {
+		event.key.Fingerprint = idempotency.NewFingerprint(event.Body)
+	}
+	// The sender may hang up long before the effect is committed: its next delivery finds the outcome then.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(request.Context()), r.cfg.HandleMax)
+	defer cancel()
+	r.once(ctx, event, &a)
+	return a
+}
+
+// verified is the event of a delivery whose signature fits.
+func (r *Receiver) verified(w http.ResponseWriter, request *http.Request) (Event, error) {
+	if err := r.cfg.Scheme.once(request.Header); err != nil {
+		return Event{}, err
+	}
+	body, err := r.read(w, request)
+	if err != nil {
+		return Event{}, err
+	}
+	event, err := r.cfg.Scheme.verify(request.Header, body)
+	if err != nil {
+		return Event{}, err
+	}
+	event.Sender, event.Body, event.Header = r.cfg.Sender, body, request.Header.Clone()
+	if r.cfg.ID != nil {
+		if event.ID, err = r.cfg.ID(event); err != nil {
+			return Event{}, fmt.Errorf("%w: %w", ErrMalformed, err)
+		}
+	}
+	return event, nil
+}
+
+// read takes the body, within its limits.
+func (r *Receiver) read(w http.ResponseWriter, request *http.Request) ([]byte, error) {
+	limit := int64(r.cfg.BodyBytesMax)
+	if request.ContentLength > limit {
+		return nil, fmt.Errorf("%w: %d bytes: want at most %d", ErrTooLarge, request.ContentLength, limit)
+	}
+	control := http.NewResponseController(w)
+	// Where a middleware's writer hides the connection, http.Server.ReadTimeout is what is left.
+	limited := control.SetReadDeadline(time.Now().Add(r.cfg.ReadMax)) == nil
+	body, err := io.ReadAll(http.MaxBytesReader(w, request.Body, limit))
+	if limited && err == nil {
+		err = control.SetReadDeadline(time.Time{})
+	}
+	var large *http.MaxBytesError
+	switch {
+	case errors.As(err, &large):
+		return nil, fmt.Errorf("%w: want at most %d bytes", ErrTooLarge, limit)
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return nil, fmt.Errorf("%w: %v", ErrSlow, r.cfg.ReadMax)
+	case err != nil:
+		return nil, fmt.Errorf("%w: read the body: %w", ErrMalformed, err)
+	}
+	return body, nil
+}
+
+// once handles an event, together with the claim of its ID.
+func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
+	ctx, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	var failure error // the handler's, whatever it wraps
+	response, err := r.events.Once(ctx, event.key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		failure = nil
+		if err := r.fresh(ctx, tx, event.Timestamp); err != nil {
+			if errors.Is(err, ErrStale) {
+				stop(err) // cut off, it is no attempt: who sends an old recording must not use up the event's
+			}
+			return idempotency.Response{}, err
+		}
+		failure = r.handle(ctx, tx, event)
+		var refusal *RefusedError
+		var final *idempotency.FinalError
+		if errors.As(failure, &refusal) || errors.As(failure, &final) {
+			return idempotency.Response{}, idempotency.Final(r.cfg.refusal(), failure)
+		}
+		return idempotency.Response{Status: http.StatusNoContent}, failure
+	})
+	switch {
+	case err == nil:
+		a.Status, a.Replayed, a.Refused = response.Status, response.Replayed, response.BodyDropped || len(response.Body) > 0
+		if !a.Replayed {
+			a.Err = failure
+		}
+	case failure != nil:
+		a.Status, a.Err = http.StatusServiceUnavailable, err
+	default:
+		a.Status, a.Err = statusOf(err), err
+	}
+}
+
+// fresh compares the signed timestamp with the database's clock. It is asked only for events that are not remembered:
+// a recorded delivery of another gets its outcome again, and does nothing.
+func (r *Receiver) fresh(ctx context.Context, tx pgx.Tx, signed time.Time) error {
+	if signed.IsZero() {
+		return nil
+	}
+	var age float64
+	if err := tx.QueryRow(ctx, ageSQL, float64(signed.Unix())).Scan(&age); err != nil {
+		return fmt.Errorf("ask for the age of a delivery: %w", err)
+	}
+	if math.Abs(age) > r.cfg.Tolerance.Seconds() {
+		return fmt.Errorf("%w: it was signed %.0f s ago: want at most %v, in both directions", ErrStale, age, r.cfg.Tolerance)
+	}
+	return nil
+}
+
+// statusOf is 5xx, or 409, for what another delivery of the event could mend.
+func statusOf(err error) int {
+	for _, known := range []struct {
+		err    error
+		status int
+	}{
+		{ErrStale, http.StatusBadRequest},
+		{ErrSignature, http.StatusUnauthorized},
+		{ErrMalformed, http.StatusBadRequest},
+		{idempotency.ErrInvalid, http.StatusBadRequest},
+		{ErrTooLarge, http.StatusRequestEntityTooLarge},
+		{ErrSlow, http.StatusRequestTimeout},
+		{idempotency.ErrMismatch, http.StatusUnprocessableEntity},
+		{idempotency.ErrInProgress, http.StatusConflict},
+	} {
+		if errors.Is(err, known.err) {
+			return known.status
+		}
+	}
+	return http.StatusServiceUnavailable
+}
+
+func (r *Receiver) retryAfter(err error) int {
+	after := r.cfg.RetryAfter
+	var busy *idempotency.InProgressError
+	if errors.As(err, &busy) {
+		after = busy.RetryAfter
+	}
+	return max(1, int(math.Ceil(after.Seconds())))
+}
+
+// log tells of what is not handled: strangers' deliveries quietly, since they decide how many there are.
+func (r *Receiver) log(ctx context.Context, a Answer) {
+	level := slog.LevelWarn
+	switch {
+	case a.Err == nil:
+		return
+	case a.ID == "":
+		level = slog.LevelInfo
+	}
+	r.cfg.Logger.Log(ctx, level, "a webhook delivery is not handled", "sender", a.Sender, "id", a.ID, "type", a.Type, "status", a.Status, "error", a.Err)
+}

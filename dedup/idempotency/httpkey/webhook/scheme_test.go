@@ -1,0 +1,344 @@
+package webhook_test
+
+import (
+	"bytes"
+	"crypto/ed25519"
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/http"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/webhook"
+)
+
+// The standard's own example secret, and another one.
+const (
+	secret      = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+	otherSecret = "whsec_b3RoZXItc2VjcmV0LW90aGVyLXNlY3JldA=="
+)
+
+func private() ed25519.PrivateKey { return ed25519.NewKeyFromSeed(bytes.Repeat([]byte{7}, 32)) }
+
+func public() string {
+	return "whpk_" + base64.StdEncoding.EncodeToString(private().Public().(ed25519.PublicKey))
+}
+
+// sender is a scheme, and code that signs for it which shares nothing with it.
+type sender struct {
+	scheme func(secrets ...string) webhook.Scheme
+	// sign makes the headers of a delivery; body holds the ID for Stripe.
+	sign func(tb testing.TB, secret, id string, at time.Time, body []byte) http.Header
+	// signature is the header that holds it.
+	signature string
+	timed     bool
+}
+
+func hexMAC(secret, text string) string {
+	mac := hmac.New(sha256.New, []byte(secret))
+	mac.Write([]byte(text))
+	return hex.EncodeToString(mac.Sum(nil))
+}
+
+func senders() map[string]sender {
+	return map[string]sender{
+		"standard": {
+			scheme: webhook.StandardWebhooks, signature: "Webhook-Signature", timed: true,
+			sign: func(tb testing.TB, secret, id string, at time.Time, body []byte) http.Header {
+				tb.Helper()
+				library, err := standardwebhooks.NewWebhook(secret)
+				require.NoError(tb, err)
+				signature, err := library.Sign(id, at, body)
+				require.NoError(tb, err)
+				return http.Header{"Webhook-Id": {id}, "Webhook-Timestamp": {strconv.FormatInt(at.Unix(), 10)}, "Webhook-Signature": {signature}}
+			},
+		},
+		"standard, ed25519": {
+			scheme: func(secrets ...string) webhook.Scheme {
+				if secrets[0] == otherSecret {
+					return webhook.StandardWebhooks("whpk_" + base64.StdEncoding.EncodeToString(make([]byte, 32)))
+				}
+				return webhook.StandardWebhooks(public())
+			},
+			signature: "Webhook-Signature", timed: true,
+			sign: func(_ testing.TB, _, id string, at time.Time, body []byte) http.Header {
+				signature := ed25519.Sign(private(), fmt.Appendf(nil, "%s.%d.%s", id, at.Unix(), body))
+				return http.Header{
+					"Webhook-Id": {id}, "Webhook-Timestamp": {strconv.FormatInt(at.Unix(), 10)},
+					"Webhook-Signature": {"v1a," + base64.StdEncoding.EncodeToString(signature)},
+				}
+			},
+		},
+		"stripe": {
+			scheme: webhook.Stripe, signature: "Stripe-Signature", timed: true,
+			sign: func(_ testing.TB, secret, _ string, at time.Time, body []byte) http.Header {
+				return http.Header{"Stripe-Signature": {fmt.Sprintf("t=%d,v1=%s", at.Unix(), hexMAC(secret, fmt.Sprintf("%d.%s", at.Unix(), body)))}}
+			},
+		},
+		"github": {
+			scheme: webhook.GitHub, signature: "X-Hub-Signature-256",
+			sign: func(_ testing.TB, secret, id string, _ time.Time, body []byte) http.Header {
+				return http.Header{"X-Hub-Signature-256": {"sha256=" + hexMAC(secret, string(body))}, "X-Github-Delivery": {id}, "X-Github-Event": {"invoice.paid"}}
+			},
+		},
+	}
+}
+
+func bodyOf(id string) []byte {
+	return []byte(`{"id":"` + id + `","type":"invoice.paid","data":{"amount":100}}`)
+}
+
+// Property: what the senders publish as examples is accepted, and what we compute is what others compute: GitHub's and
+// the standard's published vectors; Stripe publishes none, this one is Python's hmac's.
+func TestPublishedVectors(t *testing.T) {
+	t.Parallel()
+	for name, vector := range map[string]struct {
+		scheme webhook.Scheme
+		header http.Header
+		body   string
+		want   webhook.Event
+	}{
+		"GitHub": {
+			webhook.GitHub("It's a Secret to Everybody"),
+			http.Header{
+				"X-Hub-Signature-256": {"sha256=757107ea0eb2509fc211221cce984b8a37570b6d7586c22c46f4379c8b043e17"},
+				"X-Github-Delivery":   {"72d3162e-cc78-11e3-81ab-4c9367dc0958"}, "X-Github-Event": {"push"},
+			},
+			"Hello, World!",
+			webhook.Event{ID: "72d3162e-cc78-11e3-81ab-4c9367dc0958", Type: "push"},
+		},
+		"Standard Webhooks": {
+			webhook.StandardWebhooks(secret),
+			http.Header{
+				"Webhook-Id": {"msg_p5jXN8AQM9LWM0D4loKWxJek"}, "Webhook-Timestamp": {"1614265330"},
+				"Webhook-Signature": {"v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="},
+			},
+			`{"test": 2432232314}`,
+			webhook.Event{ID: "msg_p5jXN8AQM9LWM0D4loKWxJek", Timestamp: time.Unix(1614265330, 0).UTC()},
+		},
+		"Stripe": {
+			webhook.Stripe("whsec_test_secret"),
+			http.Header{"Stripe-Signature": {"t=1492774577,v1=f7a632a9ffdbb1ced2fc48e44c374ec2cb4292469db292862c06ae703e2befbd,v0=6ffbb59b2300aae63f272406069a9788598b792a944a07aba816edb039989a39"}},
+			`{"id":"evt_1","type":"invoice.paid"}`,
+			webhook.Event{ID: "evt_1", Type: "invoice.paid", Timestamp: time.Unix(1492774577, 0).UTC()},
+		},
+	} {
+		event, err := vector.scheme.Verify(vector.header, []byte(vector.body))
+		require.NoError(t, err, name)
+		require.Equal(t, vector.want, event, name)
+	}
+}
+
+// Property: of a signed delivery nothing may be changed: each byte of each signed header in each of 256 ways, of the
+// body, the secret; headers missing, empty, twice, huge.
+func TestForgeriesAreRefused(t *testing.T) {
+	t.Parallel()
+	for name, s := range senders() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			body := bodyOf("evt_1")
+			good := s.sign(t, secret, "evt_1", time.Unix(1_700_000_000, 0), body)
+			scheme := s.scheme(secret)
+			event, err := scheme.Verify(good, body)
+			require.NoError(t, err)
+			require.Equal(t, "evt_1", event.ID)
+			require.Equal(t, "invoice.paid", event.Type)
+			refused := func(what string, header http.Header, body []byte) {
+				t.Helper()
+				_, err := scheme.Verify(header, body)
+				if !errors.Is(err, webhook.ErrSignature) && !errors.Is(err, webhook.ErrMalformed) {
+					t.Fatalf("%s is accepted: %v (error %v)", what, header, err)
+				}
+				require.NotContains(t, err.Error(), secret)
+			}
+			for field := range good {
+				if !s.timed && field != s.signature {
+					continue // GitHub signs its body alone
+				}
+				for i := range len(good.Get(field)) {
+					for b := range 256 {
+						changed := []byte(good.Get(field))
+						if changed[i] == byte(b) {
+							continue
+						}
+						changed[i] = byte(b)
+						header := good.Clone()
+						header.Set(field, string(changed))
+						refused(fmt.Sprintf("byte %d of %s as %q", i, field, byte(b)), header, body)
+					}
+				}
+			}
+			for i := range body {
+				changed := bytes.Clone(body)
+				changed[i] ^= 1
+				refused(fmt.Sprintf("byte %d of the body", i), good, changed)
+			}
+			refused("a shorter body", good, body[:len(body)-1])
+			refused("a longer body", good, append(bytes.Clone(body), ' '))
+			for field := range good {
+				without, twice, empty, huge := good.Clone(), good.Clone(), good.Clone(), good.Clone()
+				without.Del(field)
+				twice.Add(field, good.Get(field))
+				empty.Set(field, "")
+				huge.Set(field, strings.Repeat("v1,a ", 1_000_000))
+				refused("no "+field, without, body)
+				refused("two of "+field, twice, body)
+				refused("an empty "+field, empty, body)
+				refused("a huge "+field, huge, body)
+			}
+			refused("another secret", s.sign(t, otherSecret, "evt_1", time.Unix(1_700_000_000, 0), body), append(body, '\n'))
+			_, err = s.scheme(otherSecret).Verify(good, body)
+			require.ErrorIs(t, err, webhook.ErrSignature)
+		})
+	}
+}
+
+// Property: signatures have one form: hex in capitals, base64 without padding or with other last bits, space, another
+// version's name and borders moved into ID or time are refused.
+func TestSignaturesHaveOneForm(t *testing.T) {
+	t.Parallel()
+	all, body := senders(), bodyOf("evt_1")
+	at := time.Unix(1_700_000_000, 0)
+	for name, change := range map[string]func(string) string{
+		"github":            func(s string) string { return "sha256=" + strings.ToUpper(strings.TrimPrefix(s, "sha256=")) },
+		"stripe":            func(s string) string { return strings.Replace(s, "v1=", "v0=", 1) },
+		"stripe ":           func(s string) string { return "t=1," + s },
+		"standard":          func(s string) string { return strings.TrimRight(s, "=") },
+		"standard, ed25519": func(s string) string { return strings.Replace(s, "v1a,", "v1,", 1) },
+	} {
+		name = strings.TrimSpace(name)
+		for _, change := range []func(string) string{
+			change, func(s string) string { return s[:len(s)-1] },
+			func(s string) string { return s + "=" }, func(s string) string { return s + "\n" }, strings.ToLower, strings.ToUpper,
+		} {
+			good := all[name].sign(t, secret, "evt_1", at, body)
+			changed := change(good.Get(all[name].signature))
+			if changed == good.Get(all[name].signature) {
+				continue
+			}
+			good.Set(all[name].signature, changed)
+			_, err := all[name].scheme(secret).Verify(good, body)
+			require.Error(t, err, "%s: %q", name, changed)
+		}
+	}
+	// A delivery whose body begins like a time, read with the border one full stop further.
+	header := all["standard"].sign(t, secret, "evt_1", time.Unix(1, 0), []byte("1700000000.{}"))
+	header.Set("Webhook-Id", "evt_1.1")
+	header.Set("Webhook-Timestamp", "1700000000")
+	_, err := webhook.StandardWebhooks(secret).Verify(header, []byte("{}"))
+	require.ErrorIs(t, err, webhook.ErrMalformed)
+}
+
+// Property: while secrets are rotated, on either side, deliveries that are signed with one of them, or with several, are
+// accepted; afterwards the old one is refused.
+func TestSecretsAreRotated(t *testing.T) {
+	t.Parallel()
+	body, at := bodyOf("evt_1"), time.Unix(1_700_000_000, 0)
+	for name, s := range senders() {
+		if name == "standard, ed25519" {
+			continue // below
+		}
+		for _, with := range []string{secret, otherSecret} {
+			_, err := s.scheme(otherSecret, secret).Verify(s.sign(t, with, "evt_1", at, body), body)
+			require.NoError(t, err, name)
+		}
+		both, next := s.sign(t, secret, "evt_1", at, body), s.sign(t, otherSecret, "evt_1", at, body).Get(s.signature)
+		switch name {
+		case "standard":
+			both.Set(s.signature, "v1,AAAA v2,b "+both.Get(s.signature)+" "+next)
+		case "stripe":
+			_, mac, _ := strings.Cut(next, ",")
+			both.Set(s.signature, both.Get(s.signature)+","+mac+",v2=a")
+		}
+		_, err := s.scheme(secret).Verify(both, body)
+		require.NoError(t, err, name)
+	}
+	asymmetric := senders()["standard, ed25519"].sign(t, "", "evt_1", at, body)
+	for _, scheme := range []webhook.Scheme{webhook.StandardWebhooks(secret, public()), webhook.StandardWebhooks(public(), otherSecret)} {
+		_, err := scheme.Verify(asymmetric, body)
+		require.NoError(t, err)
+	}
+	_, err := webhook.StandardWebhooks(secret).Verify(asymmetric, body)
+	require.ErrorIs(t, err, webhook.ErrSignature)
+}
+
+// Property: whatever prints a configuration prints no secret. Row H12.
+func TestSecretsAreNotShown(t *testing.T) {
+	t.Parallel()
+	raw, err := base64.StdEncoding.DecodeString(strings.TrimPrefix(secret, "whsec_"))
+	require.NoError(t, err)
+	for name, s := range senders() {
+		cfg := webhook.Config{Sender: "s", Scheme: s.scheme(secret)}
+		var logged bytes.Buffer
+		slog.New(slog.NewTextHandler(&logged, nil)).Info("x", "config", cfg, "scheme", cfg.Scheme)
+		shown := []string{logged.String()}
+		for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%q", "%x", "%d"} {
+			shown = append(shown, fmt.Sprintf(verb, cfg), fmt.Sprintf(verb, &cfg.Scheme))
+		}
+		for _, shown := range shown {
+			for _, form := range []string{secret, secret[6:], string(raw), strings.Trim(fmt.Sprintf("%d", raw), "[]"), fmt.Sprintf("%x", raw), fmt.Sprintf("%x", secret)} {
+				require.NotContains(t, shown, form, name)
+			}
+		}
+	}
+}
+
+// Property: secrets that cannot be right are refused at start, all at once, by their place, and are not shown.
+func TestWrongSecretsAreRefused(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		scheme webhook.Scheme
+		want   []string
+	}{
+		{webhook.Stripe(), []string{"Stripe: 0 secrets: want 1 to 16"}},
+		{webhook.Stripe("ok", "canary\n", ""), []string{"Stripe: secret 2", "Stripe: secret 3"}},
+		{webhook.GitHub(make([]string, 17)...), []string{"GitHub: 17 secrets", "GitHub: secret 17"}},
+		{webhook.StandardWebhooks(), []string{"0 keys"}},
+		{webhook.StandardWebhooks("canary", "whsec_canary!", "whsec_Y2FuYXJ5", "whpk_Y2FuYXJ5", secret+"\n"), []string{"key 1: want", "key 2: want", "key 3: want", "key 4: want", "key 5: want"}},
+		{webhook.StandardWebhooks("whsk_canary"), []string{"key 1 is the sender's private one"}},
+		{webhook.Scheme{}, []string{"Scheme is empty"}},
+		{webhook.SchemeOf(nil), []string{"Scheme is empty"}},
+	} {
+		_, err := webhook.New(nil, webhook.Config{Sender: "", Scheme: c.scheme}, nil)
+		for _, want := range append(c.want, "Sender: ", "handler is nil", "pool is nil") {
+			require.ErrorContains(t, err, want)
+		}
+		require.NotContains(t, err.Error(), "canary")
+		require.NotContains(t, err.Error(), "Y2FuYXJ5")
+	}
+}
+
+// Property: settings out of bounds, and those that do not go together, are refused with field, value and bound.
+func TestWrongSettingsAreRefused(t *testing.T) {
+	t.Parallel()
+	change := map[string]func(*webhook.Config){
+		"Tolerance 1ms: want":                                func(c *webhook.Config) { c.Tolerance = time.Millisecond },
+		"RetryAfter 2h0m0s: want":                            func(c *webhook.Config) { c.RetryAfter = 2 * time.Hour },
+		"ReadMax -1ns: want":                                 func(c *webhook.Config) { c.ReadMax = -1 },
+		"HandleMax 2h0m0s: want":                             func(c *webhook.Config) { c.HandleMax = 2 * time.Hour },
+		"BodyBytesMax -1: want":                              func(c *webhook.Config) { c.BodyBytesMax = -1 },
+		"RefusedStatus 500: want":                            func(c *webhook.Config) { c.RefusedStatus = 500 },
+		"RefusedStatus 410: want 2xx":                        func(c *webhook.Config) { c.RefusedStatus = 410 },
+		"RefusedStatus 301: want 2xx":                        func(c *webhook.Config) { c.RefusedStatus = 301 },
+		"Idempotency.Window 10m0s: want more than twice the": func(c *webhook.Config) { c.Idempotency.Window = 10 * time.Minute },
+		"Idempotency.Strict: want false":                     func(c *webhook.Config) { c.Idempotency.Strict = true },
+		"Retries -1: want":                                   func(c *webhook.Config) { c.Idempotency.Retries = -1 },
+	}
+	for want := range maps.Keys(change) {
+		cfg := webhook.Config{Sender: "s", Scheme: webhook.GitHub("secret")}
+		change[want](&cfg)
+		_, err := webhook.New(nil, cfg, nil)
+		require.ErrorContains(t, err, want)
+	}
+}

@@ -1,0 +1,97 @@
+package idempotency
+
+import (
+	"crypto/aes"
+	"crypto/cipher"
+	"errors"
+	"fmt"
+	"slices"
+)
+
+// AESSealer is a Sealer with AES-256 in Galois/counter mode. What it makes says which key it was made with, so that keys
+// are rotated while programs run: give all programs the new key, then make it the current one in all of them, and drop
+// the old one after the longest window, when nothing is left of it:
+//
+//	SELECT count(*) FROM effectonce.idempotency_keys WHERE sealed AND 'old' = ANY (ARRAY[
+//	  convert_from(substr(body, 3, get_byte(body, 1)), 'UTF8'), convert_from(substr(data, 3, get_byte(data, 1)), 'UTF8'),
+//	  convert_from(substr(request, 3, get_byte(request, 1)), 'UTF8')])
+//
+// It encrypts the bodies of responses, and what flows store of requests and between phases; not headers, the texts of errors,
+// or the keys themselves. It is safe for concurrent use, and holds its keys where no formatting verb, logger or
+// encoder finds them.
+type AESSealer struct {
+	current string
+	named   func(name string) (cipher.AEAD, bool)
+}
+
+// ErrUnknownSealKey says that a text was encrypted with a key that this program was not given.
+var ErrUnknownSealKey = errors.New("unknown encryption key")
+
+var _ Sealer = (*AESSealer)(nil)
+
+// NewAESSealer returns a sealer that encrypts with keys[current], and decrypts with any of the keys; or all problems at
+// once. Keys have 32 random bytes, and names 1 to 255 bytes that are no secret. A name stands for one key for ever. One
+// key is good for 2^32 texts.
+func NewAESSealer(keys map[string][]byte, current string) (*AESSealer, error) {
+	var problems []error
+	ciphers := make(map[string]cipher.AEAD, len(keys))
+	for name, key := range keys {
+		if name == "" || len(name) > keyBytesMax || !readable(name) {
+			problems = append(problems, fmt.Errorf("name %q of an encryption key: want 1 to %d bytes of UTF-8 without control characters", name, keyBytesMax))
+		}
+		if len(key) != sealKeyBytes || !slices.ContainsFunc(key, func(b byte) bool { return b != 0 }) {
+			problems = append(problems, fmt.Errorf("encryption key %q has %d bytes: want %d random ones", name, len(key), sealKeyBytes))
+			continue
+		}
+		block, err := aes.NewCipher(key)
+		if err == nil {
+			ciphers[name], err = cipher.NewGCMWithRandomNonce(block)
+		}
+		if err != nil {
+			problems = append(problems, fmt.Errorf("encryption key %q: %w", name, err))
+		}
+	}
+	if _, ok := keys[current]; !ok {
+		problems = append(problems, fmt.Errorf("current encryption key %q: want the name of one of the %d keys", current, len(keys)))
+	}
+	if err := errors.Join(problems...); err != nil {
+		return nil, err
+	}
+	named := func(name string) (cipher.AEAD, bool) { c, ok := ciphers[name]; return c, ok }
+	return &AESSealer{current: current, named: named}, nil
+}
+
+const (
+	sealKeyBytes = 32
+	sealVersion  = 1
+	sealPrefix   = 2 // version and length of the name, before the name
+)
+
+// Seal implements Sealer: version, length of the name, name, nonce, text, tag.
+func (s *AESSealer) Seal(plain, aad []byte) ([]byte, error) {
+	c, _ := s.named(s.current)
+	header := append([]byte{sealVersion, byte(len(s.current))}, s.current...)
+	return c.Seal(header, nil, plain, boundTo(header, aad)), nil //nolint:gosec // this cipher makes a random nonce itself
+}
+
+// Open implements Sealer.
+func (s *AESSealer) Open(sealed, aad []byte) ([]byte, error) {
+	if len(sealed) < sealPrefix || sealed[0] != sealVersion || len(sealed) < sealPrefix+int(sealed[1]) {
+		return nil, errors.New("the text is not one that AESSealer made")
+	}
+	end := sealPrefix + int(sealed[1])
+	header, text := sealed[:end], sealed[end:]
+	name := string(header[sealPrefix:])
+	c, ok := s.named(name)
+	if !ok {
+		return nil, fmt.Errorf("%w %q: give it to this program, as a key that is not the current one", ErrUnknownSealKey, name)
+	}
+	plain, err := c.Open([]byte{}, nil, text, boundTo(header, aad))
+	if err != nil {
+		return nil, fmt.Errorf("the text was changed, moved here from another row or column, or its key %q is not the one it was made with: %w", name, err)
+	}
+	return plain, nil
+}
+
+// boundTo binds a text to its key's name, too.
+func boundTo(header, aad []byte) []byte { return hash("sealed", header, aad) }

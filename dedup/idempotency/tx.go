@@ -104,9 +104,6 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 		if err != nil {
 			rollback(ctx, conn)
 		}
-		if err != nil && conn.IsClosed() { // asked here: once released, the connection is somebody else's
-			err = fmt.Errorf("%w (%w)", ErrUnanswered, err)
-		}
 		done <- err
 	}()
 	timer := time.NewTimer(t.o.cfg.StatementTimeout + commitGrace)

@@ -106,7 +106,7 @@ func TestWrongSettingsAreRefused(t *testing.T) {
 	_, err = homes(t, region.Table{Version: 1, Slots: region.Spread("eu")}).Middleware(region.Config{
 		AheadMax: time.Millisecond, Forward: map[string]*url.URL{"us": {Scheme: "ftp", Host: "us"}},
 	})
-	for _, text := range []string{"AheadMax 1ms", "Here", "Key is nil", "Forward to \"us\""} {
+	for _, text := range []string{"AheadMax 1ms", "Here", "Key nil", "Forward to \"us\""} {
 		require.ErrorContains(t, err, text)
 	}
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/effects"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -130,12 +131,12 @@ func verify(t *testing.T, handler consumer.Handler, records []*kgo.Record, o Opt
 		return nil, fmt.Errorf("the clean run: %w", err)
 	}
 	for _, s := range schedules(records) {
-		effects, err := run(t, handler, s, o)
+		after, err := run(t, handler, s, o)
 		if err != nil {
 			problems = append(problems, fmt.Sprintf("%s: %v", s.name, err))
 			continue
 		}
-		if difference := compare(clean, effects); difference != "" {
+		if difference := effects.Compare(clean, after); difference != "" {
 			problems = append(problems, fmt.Sprintf("%s: %s\n%s", s.name, difference, s.hint))
 			if s.hint == hintRandom {
 				return problems, nil // whatever else differs, differs for that
@@ -151,9 +152,9 @@ var errNoEffect = errors.New("the messages changed nothing in any table: there i
 const runMax = time.Minute
 
 // run delivers the records of a schedule in a database of its own and returns what is in it then.
-func run(t *testing.T, handler consumer.Handler, s schedule, o Options) (effects, error) {
+func run(t *testing.T, handler consumer.Handler, s schedule, o Options) (effects.Effects, error) {
 	t.Helper()
-	var found effects
+	var found effects.Effects
 	var err error
 	t.Run(strings.ReplaceAll(s.name, " ", "_"), func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), runMax)
@@ -167,8 +168,8 @@ func run(t *testing.T, handler consumer.Handler, s schedule, o Options) (effects
 		if err = newErr; err != nil {
 			return
 		}
-		var before effects
-		if before, err = read(ctx, pool, o.Ignore); err != nil {
+		var before effects.Effects
+		if before, err = effects.Read(ctx, pool, o.Ignore); err != nil {
 			return
 		}
 		if s.crash != "" && !crashing(ctx, c, s) {
@@ -181,9 +182,9 @@ func run(t *testing.T, handler consumer.Handler, s schedule, o Options) (effects
 			err = failures.err()
 		}
 		if err == nil {
-			found, err = read(ctx, pool, o.Ignore)
+			found, err = effects.Read(ctx, pool, o.Ignore)
 		}
-		if err == nil && compare(before, found) == "" {
+		if err == nil && effects.Compare(before, found) == "" {
 			err = errNoEffect
 		}
 	})

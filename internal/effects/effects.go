@@ -1,4 +1,5 @@
-package consumertest
+// Package effects reads what handlers left in the tables of a test's database, and says how two such readings differ.
+package effects
 
 import (
 	"context"
@@ -11,12 +12,12 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// effects are the rows of tables, counted, without the columns that are ignored.
-type effects map[string]map[string]int
+// Effects are the rows of tables, counted, without the columns that are ignored.
+type Effects map[string]map[string]int
 
 // tablesSQL lists the tables that a handler may write, with the columns that count: none that are made by
 // the database itself. Of the schema of the pipeline only the outbox is an effect of the handler.
-const tablesSQL = `-- consumertest.tables
+const tablesSQL = `-- effects.tables
 SELECT n.nspname, c.relname, array_agg(a.attname::text ORDER BY a.attnum)
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
@@ -28,7 +29,8 @@ WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition
   AND NOT (n.nspname || '.' || c.relname || '.' || a.attname = ANY ($1::text[]) OR c.relname || '.' || a.attname = ANY ($1::text[]))
 GROUP BY n.nspname, c.relname ORDER BY 1, 2`
 
-func read(ctx context.Context, pool *pgxpool.Pool, ignore []string) (effects, error) {
+// Read returns what is in the tables now, without the columns that are named, as "table.column", in ignore.
+func Read(ctx context.Context, pool *pgxpool.Pool, ignore []string) (Effects, error) {
 	rows, err := pool.Query(ctx, tablesSQL, append([]string{}, ignore...)) // never null
 	if err != nil {
 		return nil, fmt.Errorf("list the tables: %w", err)
@@ -41,7 +43,7 @@ func read(ctx context.Context, pool *pgxpool.Pool, ignore []string) (effects, er
 	if err != nil {
 		return nil, fmt.Errorf("list the tables: %w", err)
 	}
-	found := effects{}
+	found := Effects{}
 	for _, t := range tables {
 		name := t.Schema + "." + t.Name
 		columns := make([]string, len(t.Columns))
@@ -69,8 +71,8 @@ func read(ctx context.Context, pool *pgxpool.Pool, ignore []string) (effects, er
 // shownMax bounds how many differences are said.
 const shownMax = 5
 
-// compare says how the effects differ from those of the clean run; empty: they do not.
-func compare(clean, other effects) string {
+// Compare says how the effects differ from those of the clean run; empty: they do not.
+func Compare(clean, other Effects) string {
 	var said []string
 	for _, table := range slices.Sorted(maps.Keys(merged(clean, other))) {
 		for _, row := range slices.Sorted(maps.Keys(merged(clean[table], other[table]))) {

@@ -1,0 +1,88 @@
+package idempotencytest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// Main runs the tests of a package and stops what they started. Call it from TestMain.
+func Main(m *testing.M) { pgtest.Main(m) }
+
+// Request sends the request that is verified, always the same one under the same key, to one replica. An error, or a
+// status that asks for another try, means that the client does not know yet.
+type Request func(ctx context.Context) (idempotency.Response, error)
+
+// Start starts a replica of what is verified, on a database of the run's own. It is called again where a replica was
+// killed: keep nothing in memory that a new process would not have.
+type Start func(pool *pgxpool.Pool) (Request, error)
+
+// Options of Verify. The zero value is work that needs no table of its own, and so has no effect.
+type Options struct {
+	// Setup is SQL that makes what the work needs: tables, and rows in them.
+	Setup string
+	// Prepare does the same in Go, after Setup, and at the beginning of each run: reset stubs of foreign systems here.
+	Prepare func(ctx context.Context, pool *pgxpool.Pool) error
+	// Effects lists what happened outside of the tables, or what a query of yours finds: one text for each effect, the same
+	// in every run, in any order. "charge of order 1 over 500", twice in the list, is a charge that was made twice.
+	Effects func(ctx context.Context, pool *pgxpool.Pool) ([]string, error)
+	// Ignore names columns, as "table.column", that differ from run to run for a good reason. Identity columns, and those
+	// whose default is an expression (now(), a sequence), are ignored anyway.
+	Ignore []string
+}
+
+// Once is work in one transaction.
+func Once(cfg idempotency.Config, key idempotency.Key, work func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error)) Start {
+	return func(pool *pgxpool.Pool) (Request, error) {
+		op, err := idempotency.New(pool, cfg)
+		return func(ctx context.Context) (idempotency.Response, error) { return op.Once(ctx, key, work) }, err
+	}
+}
+
+// Flow is work in phases. FlowConfig.Reconcile is asked where the outcome is in doubt.
+func Flow[S any](build func(pool *pgxpool.Pool) (*idempotency.Flow[S], error), key idempotency.Key, request []byte) Start {
+	return func(pool *pgxpool.Pool) (Request, error) {
+		flow, err := build(pool)
+		return func(ctx context.Context) (idempotency.Response, error) {
+			response, err := flow.Do(ctx, key, request)
+			if !errors.Is(err, idempotency.ErrIndeterminate) {
+				return response, err
+			}
+			if decided, reconcileErr := flow.Reconcile(ctx); decided == 0 || reconcileErr != nil {
+				return response, err
+			}
+			return flow.Do(ctx, key, request)
+		}, err
+	}
+}
+
+// Handler is an HTTP handler that executes requests under their keys. header has the key, in the field that the handler
+// reads. Statuses 408, 409, 425, 429 and those from 500 on ask the client for another try.
+func Handler(build func(pool *pgxpool.Pool) (http.Handler, error), method, target string, header http.Header, body []byte) Start {
+	return func(pool *pgxpool.Pool) (Request, error) {
+		handler, err := build(pool)
+		return func(ctx context.Context) (idempotency.Response, error) {
+			r := httptest.NewRequestWithContext(ctx, method, target, bytes.NewReader(body))
+			r.Header = header.Clone()
+			recorder := httptest.NewRecorder()
+			handler.ServeHTTP(recorder, r)
+			response := idempotency.Response{Status: recorder.Code, Header: recorder.Header(), Body: recorder.Body.Bytes()}
+			switch {
+			case response.Status >= http.StatusInternalServerError, response.Status == http.StatusConflict, response.Status == http.StatusTooEarly,
+				response.Status == http.StatusTooManyRequests, response.Status == http.StatusRequestTimeout:
+				return response, fmt.Errorf("the handler answered %d: %.200s", response.Status, response.Body)
+			}
+			return response, nil
+		}, err
+	}
+}

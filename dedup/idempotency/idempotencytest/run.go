@@ -1,0 +1,248 @@
+package idempotencytest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/crashpoint"
+)
+
+// run is what a schedule works with: a database, and the replica that is asked.
+type run struct {
+	pool  *pgxpool.Pool
+	start Start
+	send  Request
+
+	mu      sync.Mutex
+	answer  *idempotency.Response // the first; each later one must be the same
+	inDoubt bool
+}
+
+// restart puts another replica in the place of the one that is there.
+func (r *run) restart() (err error) {
+	if r.send, err = r.start(r.pool); err != nil {
+		return fmt.Errorf("start a replica: %w", err)
+	}
+	return nil
+}
+
+// triesMax bounds how often a client asks.
+const triesMax = 20
+
+// settle sends the request until it was answered so many times.
+func (r *run) settle(ctx context.Context, answers int) error {
+	var last error
+	for range triesMax {
+		response, err := r.send(ctx)
+		switch last = err; {
+		case err == nil:
+			if err := r.answered(response); err != nil {
+				return err
+			}
+			if answers--; answers == 0 {
+				return nil
+			}
+			continue
+		case errors.Is(err, idempotency.ErrIndeterminate):
+			r.inDoubt = true
+			return nil
+		case errors.Is(err, idempotency.ErrMismatch), errors.Is(err, idempotency.ErrInvalid), ctx.Err() != nil:
+			return err
+		}
+		if err := r.expire(ctx); err != nil {
+			return err
+		}
+	}
+	return fmt.Errorf("the request was not answered after %d tries: %w", triesMax, last)
+}
+
+var errOtherAnswer = errors.New("the request was answered differently")
+
+// answered notes an answer, and refuses one that differs from an earlier one.
+func (r *run) answered(response idempotency.Response) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.answer == nil {
+		r.answer = &response
+		return nil
+	}
+	if response.BodyDropped {
+		response.Body = r.answer.Body
+	}
+	if first := r.answer; first.Status != response.Status || !bytes.Equal(first.Body, response.Body) {
+		return fmt.Errorf("%w: first status %d and %.200q, then status %d and %.200q: the first answer has to be stored, and replayed",
+			errOtherAnswer, first.Status, first.Body, response.Status, response.Body)
+	}
+	return nil
+}
+
+// expireSQL lets the locks of replicas that were killed run out, as time would.
+const expireSQL = `-- idempotencytest.expire
+UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() WHERE state = 'running' AND locked_until > clock_timestamp()`
+
+// expire makes the time pass that a client waits.
+func (r *run) expire(ctx context.Context) error {
+	if _, err := r.pool.Exec(ctx, expireSQL); err != nil {
+		return fmt.Errorf("let locks run out: %w", err)
+	}
+	return nil
+}
+
+// together sends the request n times at once, to one replica. Whoever is told to wait asks again at the end.
+func (r *run) together(ctx context.Context, n int) error {
+	var group errgroup.Group
+	for range n {
+		group.Go(func() error {
+			response, err := r.send(ctx)
+			if err != nil {
+				return nil //nolint:nilerr // it is asked again, and then the error is told
+			}
+			return r.answered(response)
+		})
+	}
+	return group.Wait()
+}
+
+// at sends the request, under a context of its own, and does something when it passes a point for the n-th time, from 0. It returns when the request
+// has ended, or, if the point ends it in another goroutine, a little later.
+func (r *run) at(ctx, requests context.Context, point string, n int, do func()) error {
+	var mu sync.Mutex
+	reached := false
+	hook := func(name string) {
+		mu.Lock()
+		now := name == point && n == 0
+		if name == point {
+			n--
+		}
+		reached = reached || now
+		mu.Unlock()
+		if now {
+			do()
+		}
+	}
+	done := make(chan error, 1)
+	go func() {
+		var err error
+		defer func() { done <- err }()
+		var response idempotency.Response
+		if response, err = r.send(crashpoint.With(requests, hook)); err == nil {
+			err = r.answered(response)
+		}
+	}()
+	timer := time.NewTimer(endMax)
+	defer timer.Stop()
+	var err error
+	select {
+	case err = <-done:
+	case <-timer.C:
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if !reached {
+		return errors.New("the work did not get as far as in the clean run: does it hand on the context that it is given?")
+	}
+	if errors.Is(err, errOtherAnswer) {
+		return err
+	}
+	return r.expire(ctx) // what it said is nothing that a client would go by
+}
+
+// endMax is how long a request may take that was disturbed.
+const endMax = 10 * time.Second
+
+// killed kills the replica: the goroutine that passes the point does nothing more, the lock stays, and the transaction is
+// rolled back as the server does when a process dies. Another replica takes its place.
+func (r *run) killed(ctx context.Context, point string, n int) error {
+	doomed, kill := context.WithCancel(ctx)
+	defer kill()
+	if err := r.at(ctx, doomed, point, n, func() { kill(); runtime.Goexit() }); err != nil {
+		return err
+	}
+	return r.restart()
+}
+
+// left ends the request's context, as net/http does when the client is gone.
+func (r *run) left(ctx context.Context, point string, n int) error {
+	leaving, leave := context.WithCancel(ctx)
+	defer leave()
+	return r.at(ctx, leaving, point, n, leave)
+}
+
+// cutSQL ends the sessions of open transactions, and waits until they are gone.
+const cutSQL = `-- idempotencytest.cut
+SELECT count(pg_terminate_backend(pid, 5000)) FROM pg_stat_activity
+WHERE datname = current_database() AND pid <> pg_backend_pid() AND state LIKE 'idle in transaction%'`
+
+func (r *run) cut(ctx context.Context, point string, n int) error {
+	var ended int
+	var cutErr error
+	err := r.at(ctx, ctx, point, n, func() { cutErr = r.pool.QueryRow(ctx, cutSQL).Scan(&ended) })
+	switch {
+	case err != nil:
+		return err
+	case cutErr != nil:
+		return fmt.Errorf("cut the connection: %w", cutErr)
+	case ended == 0:
+		return errors.New("cut the connection: no transaction was open")
+	}
+	return nil
+}
+
+// countSQL makes the n-th write of the key fail, at its COMMIT. A sequence counts, since no rollback takes that back.
+const countSQL = `-- idempotencytest.count
+CREATE SCHEMA idempotencytest;
+CREATE SEQUENCE idempotencytest.writes MINVALUE 0 START 0;
+SELECT nextval('idempotencytest.writes');
+CREATE FUNCTION idempotencytest.fail() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+  IF nextval('idempotencytest.writes') = %d THEN
+    RAISE EXCEPTION 'made to fail by idempotencytest' USING ERRCODE = '%s';
+  END IF;
+  RETURN NULL;
+END $$;
+CREATE CONSTRAINT TRIGGER idempotencytest AFTER INSERT OR UPDATE ON effectonce.idempotency_keys
+  DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION idempotencytest.fail()`
+
+// arm makes the n-th write of the key fail; 0: they are only counted.
+func (r *run) arm(ctx context.Context, n int, code string) error {
+	if _, err := r.pool.Exec(ctx, fmt.Sprintf(countSQL, n, code)); err != nil {
+		return fmt.Errorf("make COMMIT fail: %w", err)
+	}
+	return nil
+}
+
+func (r *run) failing(ctx context.Context, n int, code string) error {
+	if err := r.arm(ctx, n, code); err != nil {
+		return err
+	}
+	response, err := r.send(ctx)
+	if err != nil {
+		return r.expire(ctx) // it is what was wanted; the client asks again
+	}
+	return r.answered(response)
+}
+
+// clean sends the request once, and returns the points that it passes and how often it writes its key.
+func (r *run) clean(ctx context.Context) (passed []string, writes int, err error) {
+	if err := r.arm(ctx, 0, "40001"); err != nil {
+		return nil, 0, err
+	}
+	response, err := r.send(crashpoint.With(ctx, func(name string) { passed = append(passed, name) }))
+	if err != nil {
+		return nil, 0, err
+	}
+	if len(passed) == 0 {
+		return nil, 0, errors.New("the request passed none of the points at which work under a key can be cut off: does it go through Once or Flow.Do, with the context that it is given?")
+	}
+	err = r.pool.QueryRow(ctx, `SELECT last_value FROM idempotencytest.writes`).Scan(&writes)
+	return passed, writes, errors.Join(err, r.answered(response))
+}

@@ -1,0 +1,81 @@
+package idempotencytest
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/effectonce/effectonce/internal/crashpoint"
+)
+
+// schedule is one way in which the request reaches replicas.
+type schedule struct {
+	name string
+	send func(ctx context.Context, r *run) error
+	hint string // what the work must have done that differs here
+}
+
+const (
+	hintRandom  = "the work's effects differ from run to run: derive IDs from Key.ChildID, take times from the request or the database's defaults, or name the columns in Options.Ignore"
+	hintAgain   = "the request was executed twice: does it go through Once or Flow.Do, under the same key each time?"
+	hintOutside = "the work seems to write through another connection than its tx, to ask a foreign system without Step.ChildID as its key, or to keep in memory what it did: only what goes through tx is committed with the key, and only a call under ChildID can be made again"
+)
+
+// atOnce is how many clients send the request at once.
+const atOnce = 10
+
+// schedules lists what is tried after the clean run, which passed these points, and wrote the key so many times.
+func schedules(passed []string, writes int) []schedule {
+	all := []schedule{
+		{"a second clean run", func(ctx context.Context, r *run) error { return r.settle(ctx, 1) }, hintRandom},
+		{"the request three times in a row, the third to another replica", func(ctx context.Context, r *run) error {
+			if err := r.settle(ctx, 2); err != nil {
+				return err
+			}
+			return r.restart()
+		}, hintAgain},
+		{fmt.Sprintf("the request %d times at once", atOnce), func(ctx context.Context, r *run) error { return r.together(ctx, atOnce) }, hintAgain},
+	}
+	for n := 1; n <= writes; n++ {
+		for _, with := range []struct{ code, text string }{{"40001", "a serialization failure"}, {"53100", "a full disk"}} {
+			all = append(all, schedule{
+				fmt.Sprintf("write %d of the key fails at COMMIT, with %s", n, with.text),
+				func(ctx context.Context, r *run) error { return r.failing(ctx, n, with.code) }, hintOutside,
+			})
+		}
+	}
+	passes := map[string]int{}
+	for _, point := range passed {
+		pass := passes[point]
+		passes[point]++
+		where := fmt.Sprintf("%s (pass %d)", texts()[point], pass+1)
+		all = append(all, schedule{
+			"the replica is killed " + where,
+			func(ctx context.Context, r *run) error { return r.killed(ctx, point, pass) }, hintOutside,
+		})
+		if point == crashpoint.KeyWorked || point == crashpoint.KeyCalled {
+			all = append(all, schedule{
+				"the client goes away " + where,
+				func(ctx context.Context, r *run) error { return r.left(ctx, point, pass) }, hintOutside,
+			})
+		}
+		if point == crashpoint.KeyWorked {
+			all = append(all, schedule{
+				"the connection is cut " + where,
+				func(ctx context.Context, r *run) error { return r.cut(ctx, point, pass) }, hintOutside,
+			})
+		}
+	}
+	return all
+}
+
+func texts() map[string]string {
+	return map[string]string{
+		crashpoint.KeyClaimed:    "after the claim, before the work",
+		crashpoint.KeyCalling:    "before a foreign call",
+		crashpoint.KeyCalled:     "after a foreign call, which is not written down",
+		crashpoint.KeyWorked:     "after the work, before COMMIT",
+		crashpoint.KeyCommitting: "right before COMMIT",
+		crashpoint.KeyCommitted:  "right after COMMIT",
+		crashpoint.KeyAdvanced:   "after a phase, before the next",
+	}
+}

@@ -1,0 +1,156 @@
+package idempotencytest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/effectonce/effectonce/internal/effects"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// Verify fails the test if the effects of the request are not the same after every schedule of repetitions and faults as
+// after a single execution, or if it is not answered the same each time. It takes some seconds: a run, in a database of
+// its own, for each point at which the work can be cut off.
+func Verify(t *testing.T, start Start, opts ...Options) {
+	t.Helper()
+	var o Options
+	switch len(opts) {
+	case 0:
+	case 1:
+		o = opts[0]
+	default:
+		t.Fatal("idempotencytest.Verify: want at most one Options")
+	}
+	problems, err := verify(t, start, o)
+	if err != nil {
+		t.Fatal("idempotencytest.Verify:", err)
+	}
+	for _, problem := range problems {
+		t.Error(problem)
+	}
+}
+
+var errNoEffect = errors.New("the request changed nothing in any table, and Options.Effects lists nothing: there is no effect to verify; does Options.Setup make the tables, and does Options.Ignore leave a column?")
+
+func verify(t *testing.T, start Start, o Options) (problems []string, err error) {
+	t.Helper()
+	var passed []string
+	var writes int
+	clean := execute(t, start, o, schedule{name: "the clean run", send: func(ctx context.Context, r *run) (err error) {
+		passed, writes, err = r.clean(ctx)
+		return err
+	}})
+	if clean.err == nil && effects.Compare(clean.before, clean.after) == "" {
+		clean.err = errNoEffect
+	}
+	if clean.err != nil {
+		return nil, fmt.Errorf("the clean run: %w", clean.err)
+	}
+	for _, s := range schedules(passed, writes) {
+		found := execute(t, start, o, s)
+		switch difference := found.compare(clean); {
+		case found.err != nil:
+			problems = append(problems, fmt.Sprintf("%s: %v", s.name, found.err))
+		case difference != "":
+			problems = append(problems, fmt.Sprintf("%s: %s\n%s", s.name, difference, s.hint))
+			if s.hint == hintRandom {
+				return problems, nil // whatever else differs, differs for that
+			}
+		}
+	}
+	return problems, nil
+}
+
+// result of a run.
+type result struct {
+	before, after effects.Effects
+	inDoubt       bool
+	err           error
+}
+
+// compare says how the effects differ. Where the outcome is in doubt nothing may have happened, but not twice.
+func (r result) compare(clean result) string {
+	difference := effects.Compare(clean.after, r.after)
+	if !r.inDoubt {
+		return difference
+	}
+	var said []string
+	for line := range strings.SplitSeq(difference, "\n") {
+		if strings.HasPrefix(strings.TrimSpace(line), "doubled:") {
+			said = append(said, line)
+		}
+	}
+	return strings.Join(said, "\n")
+}
+
+// runMax bounds one run.
+const runMax = time.Minute
+
+// execute goes through a schedule, in a database of its own, and then asks until there is an answer.
+func execute(t *testing.T, start Start, o Options, s schedule) (found result) {
+	t.Helper()
+	t.Run(strings.ReplaceAll(s.name, " ", "_"), func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), runMax)
+		defer cancel()
+		r := &run{pool: pgtest.Pool(t), start: start}
+		found.err = func() (err error) {
+			if err := o.prepare(ctx, r); err != nil {
+				return err
+			}
+			if found.before, err = o.read(ctx, r); err != nil {
+				return err
+			}
+			if err := r.restart(); err != nil {
+				return err
+			}
+			if err := s.send(ctx, r); err != nil {
+				return err
+			}
+			if err := r.settle(ctx, 1); err != nil {
+				return err
+			}
+			found.inDoubt = r.inDoubt
+			found.after, err = o.read(ctx, r)
+			return err
+		}()
+	})
+	return found
+}
+
+func (o Options) prepare(ctx context.Context, r *run) error {
+	if o.Setup != "" {
+		if _, err := r.pool.Exec(ctx, o.Setup); err != nil {
+			return fmt.Errorf("Options.Setup: %w", err)
+		}
+	}
+	if o.Prepare != nil {
+		if err := o.Prepare(ctx, r.pool); err != nil {
+			return fmt.Errorf("Options.Prepare: %w", err)
+		}
+	}
+	return nil
+}
+
+// read takes the tables and what Options.Effects lists.
+func (o Options) read(ctx context.Context, r *run) (effects.Effects, error) {
+	found, err := effects.Read(ctx, r.pool, o.Ignore)
+	if err != nil || o.Effects == nil {
+		return found, err
+	}
+	listed, err := o.Effects(ctx, r.pool)
+	if err != nil {
+		return nil, fmt.Errorf("Options.Effects: %w", err)
+	}
+	const name = "Options.Effects"
+	for _, effect := range listed {
+		if found[name] == nil {
+			found[name] = map[string]int{}
+		}
+		found[name][effect]++
+	}
+	return found, nil
+}

@@ -1,0 +1,132 @@
+package region
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"slices"
+	"time"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/bounds"
+)
+
+// The headers of what is refused or forwarded.
+const (
+	HomeHeader      = "Effectonce-Home"      // of a refusal: the region that would answer
+	ForwardedHeader = "Effectonce-Forwarded" // of a request: the region that forwarded it
+)
+
+// Config of Middleware.
+type Config struct {
+	// Here is the region of this process. Required.
+	Here string
+	// Key of a request, with the same scope, operation and value that it is claimed under. ok is false for a request
+	// without a key, which is served here. Required.
+	Key func(r *http.Request) (key idempotency.Key, ok bool)
+	// Forward has the addresses of regions that requests are forwarded to; those of others are refused. Forward only to
+	// addresses that authenticate the caller again. Default: all are refused.
+	Forward map[string]*url.URL
+	// Transport of what is forwarded. Default: http.DefaultTransport.
+	Transport http.RoundTripper
+	// AheadMax is how far the time in a key may lie ahead of this process's clock: a key from further ahead is refused,
+	// because a table may hold then that not all regions have yet. 1 s to 1 h; default 10 min.
+	AheadMax time.Duration
+}
+
+// Middleware lets requests through whose keys are at home here. Others are forwarded, once, or refused with 421 Misdirected
+// Request and the home's name, as application/problem+json. Nothing was done for a request that is refused; one whose
+// forwarding failed (502) may have been executed: the client asks again under the same key.
+func (h *Homes) Middleware(cfg Config) (func(http.Handler) http.Handler, error) {
+	problems := bounds.Durations(bounds.Duration{Field: "AheadMax", Value: &cfg.AheadMax, Default: 10 * time.Minute, Min: time.Second, Max: time.Hour})
+	if !named(cfg.Here) {
+		problems = append(problems, bounds.Problem("Here", fmt.Sprintf("%.70q", cfg.Here), fmt.Sprintf("1 to %d bytes of visible ASCII", nameMax)))
+	}
+	if cfg.Key == nil {
+		problems = append(problems, bounds.Problem("Key", "nil", "a function that finds the key of a request"))
+	}
+	proxies := map[string]http.Handler{}
+	for _, region := range slices.Sorted(maps.Keys(cfg.Forward)) {
+		to := cfg.Forward[region]
+		switch {
+		case to == nil || to.Host == "" || to.Scheme != "http" && to.Scheme != "https":
+			problems = append(problems, bounds.Problem("Forward", fmt.Sprintf("to %.70q", region), "an address with http or https and a host"))
+		case region == cfg.Here:
+			problems = append(problems, bounds.Problem("Forward", fmt.Sprintf("to %.70q", region), "other regions than Here"))
+		default:
+			proxies[region] = proxy(cfg, region, to)
+		}
+	}
+	if err := errors.Join(problems...); err != nil {
+		return nil, err
+	}
+	return func(next http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { h.route(cfg, proxies, next, w, r) })
+	}, nil
+}
+
+func (h *Homes) route(cfg Config, proxies map[string]http.Handler, next http.Handler, w http.ResponseWriter, r *http.Request) {
+	key, ok := cfg.Key(r)
+	if !ok {
+		next.ServeHTTP(w, r)
+		return
+	}
+	if made, ok := madeAt(key); ok && time.Until(made) > cfg.AheadMax {
+		refuse(w, http.StatusBadRequest, "", fmt.Sprintf("the time in the idempotency key is more than %v ahead", cfg.AheadMax))
+		return
+	}
+	home, version := h.Home(key)
+	if home == cfg.Here {
+		next.ServeHTTP(w, r)
+		return
+	}
+	// Who forwarded has other tables, or made the header up: a second hop could be the beginning of a circle.
+	if from := r.Header.Get(ForwardedHeader); from != "" {
+		refuse(w, http.StatusMisdirectedRequest, home, fmt.Sprintf("the request was forwarded already, and table %d of region %s has another home for its idempotency key", version, cfg.Here))
+		return
+	}
+	if to, ok := proxies[home]; ok {
+		to.ServeHTTP(w, r)
+		return
+	}
+	refuse(w, http.StatusMisdirectedRequest, home, fmt.Sprintf("the idempotency key is at home in region %s, not in %s: send the request there, under the same key", home, cfg.Here))
+}
+
+func proxy(cfg Config, region string, to *url.URL) http.Handler {
+	target := *to
+	return &httputil.ReverseProxy{
+		Transport: cfg.Transport,
+		Rewrite: func(r *httputil.ProxyRequest) {
+			r.SetURL(&target)
+			r.SetXForwarded()
+			r.Out.Header.Set(ForwardedHeader, cfg.Here)
+		},
+		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, _ error) {
+			refuse(w, http.StatusBadGateway, region, fmt.Sprintf("region %s, where the idempotency key is at home, does not answer: try again with the same key", region))
+		},
+	}
+}
+
+// refuse answers as RFC 9457 says.
+func refuse(w http.ResponseWriter, status int, home, detail string) {
+	body, err := json.Marshal(struct {
+		Title  string `json:"title"`
+		Status int    `json:"status"`
+		Detail string `json:"detail"`
+		Home   string `json:"home,omitempty"`
+	}{http.StatusText(status), status, detail, home})
+	if err != nil {
+		panic(err) // strings and a number
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.Header().Set("Cache-Control", "no-store")
+	if home != "" {
+		w.Header().Set(HomeHeader, home)
+	}
+	w.WriteHeader(status)
+	_, _ = w.Write(append(body, '\n'))
+}

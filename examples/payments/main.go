@@ -1,0 +1,111 @@
+// Payments: an API that takes orders, charges for them at a payment provider and has a receipt sent, each once, although
+// it is killed in every phase and its client asks again.
+//
+//	go run ./examples/payments
+//
+// The interesting part is api.go: the phases. It needs nothing but Go. With DATABASE_URL and KAFKA_BROKERS it uses those
+// servers; the provider is always one in this process, and the API a process of its own, which can be killed.
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"text/tabwriter"
+
+	"golang.org/x/sync/errgroup"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	work := func(ctx context.Context) error { return run(ctx, os.Stdout) }
+	if os.Getenv(envDatabase) != "" {
+		work = serve // this is a child that run started
+	}
+	if err := work(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, "payments:", err)
+		os.Exit(1)
+	}
+}
+
+// deaths are where the API is killed, and what is durable then. The first one is no death at all.
+func deaths() []struct{ at, text string } {
+	return []struct{ at, text string }{
+		{"", "never"},
+		{atRequest, "before the key was claimed"},
+		{atReserve, "the order was written, not committed"},
+		{atCharge, "the order was committed, the provider not asked"},
+		{atCharged, "the provider had charged, the API had not noted it"},
+		{atBook, "order and receipt were written, not committed"},
+		{atAnswer, "all was committed, the client not told"},
+	}
+}
+
+// run places one order for each death, and shows what became of it.
+func run(ctx context.Context, out io.Writer) error {
+	s, err := openSite(ctx)
+	if err != nil {
+		return err
+	}
+	defer s.close(ctx)
+	working, stop := context.WithCancel(ctx)
+	defer stop()
+	wait, err := s.start(working)
+	if err != nil {
+		return err
+	}
+	orders := make([]outcome, len(deaths()))
+	group, asking := errgroup.WithContext(ctx)
+	group.SetLimit(3)
+	for i, death := range deaths() {
+		group.Go(func() (err error) {
+			orders[i], err = s.order(asking, death.at)
+			return err
+		})
+	}
+	if err = group.Wait(); err == nil {
+		err = s.settled(ctx, len(orders))
+	}
+	if err == nil {
+		err = s.report(ctx, out, orders)
+	}
+	stop()
+	if stopErr := wait(); err == nil {
+		err = stopErr
+	}
+	return err
+}
+
+// report counts by customer: each death has its own.
+func (s *site) report(ctx context.Context, out io.Writer, orders []outcome) error {
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	_, _ = fmt.Fprintln(table, "THE API WAS KILLED WHEN\tTIMES\tREQUESTS\tSTATUS\tPROVIDER ASKED\tCHARGES\tORDERS\tRECEIPTS")
+	wrong := 0
+	for i, death := range deaths() {
+		customer := s.customerOf(death.at)
+		var booked, receipts int
+		if err := s.pool.QueryRow(ctx, countSQL, customer).Scan(&booked, &receipts); err != nil {
+			return fmt.Errorf("count: %w", err)
+		}
+		asked, charges := s.provider.count(customer)
+		if charges != 1 || booked != 1 || receipts != 1 {
+			wrong++
+		}
+		o := orders[i]
+		_, _ = fmt.Fprintf(table, "%s\t%d\t%d\t%d\t%d\t%d\t%d\t%d\n", death.text, o.killed, o.requests, o.status, asked, charges, booked, receipts)
+	}
+	_, _ = fmt.Fprintf(out, "%s\n%s\n\n", s.postgres.Description, s.kafka.Description)
+	if err := table.Flush(); err != nil {
+		return err
+	}
+	if wrong > 0 {
+		return fmt.Errorf("%d orders do not have one charge and one receipt", wrong)
+	}
+	_, err := fmt.Fprintf(out, "\n%d orders, one charge and one receipt each\n", len(orders))
+	return err
+}
+
+const countSQL = `SELECT (SELECT count(*) FROM payment_orders WHERE customer = $1 AND state = 'paid'), (SELECT count(*) FROM payment_receipts WHERE customer = $1)`

@@ -1,0 +1,59 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"regexp"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+func TestMain(m *testing.M) {
+	if os.Getenv(envDatabase) != "" {
+		main() // the API's process
+		return
+	}
+	pgtest.Main(m)
+}
+
+// Property: wherever the API is killed, the client's request under the same key ends with one charge, one order and one
+// receipt. Rows H1, H4, H5.
+func TestEachDeathLeavesOneCharge(t *testing.T) {
+	t.Parallel()
+	var out bytes.Buffer
+	require.NoError(t, run(t.Context(), &out), out.String())
+	t.Log("\n" + out.String())
+	rows := regexp.MustCompile(`(?m)  (\d)  +(\d+)  +201  +(\d)  +1  +1  +1$`).FindAllStringSubmatch(out.String(), -1)
+	require.Len(t, rows, 7, out.String())
+	for i, row := range rows {
+		require.Equal(t, i > 0, row[1] == "1", "every API but the first is killed once: %s", out.String())
+	}
+	require.Equal(t, "2", rows[4][3], "the one that was killed after the charge asked again: %s", out.String())
+}
+
+// Property: a decline is an answer: it is booked, and replayed to who asks again; another order under the same key is
+// refused. Row H6.
+func TestDeclineIsReplayed(t *testing.T) {
+	t.Parallel()
+	s, err := openSite(t.Context())
+	require.NoError(t, err)
+	defer s.close(t.Context())
+	key, rich := idempotency.NewKey(), request{Customer: s.customerOf("poor"), Cents: creditMax + 1}
+	first, err := s.ask(t.Context(), "", key, rich)
+	require.NoError(t, err)
+	require.Equal(t, 402, first.status)
+	again, err := s.ask(t.Context(), "", key, rich)
+	require.NoError(t, err)
+	require.True(t, again.replayed)
+	require.Equal(t, first.body, again.body)
+	asked, charged := s.provider.count(rich.Customer)
+	require.Equal(t, []int{1, 0}, []int{asked, charged})
+	rich.Cents--
+	other, err := s.ask(t.Context(), "", key, rich)
+	require.NoError(t, err)
+	require.Equal(t, 422, other.status)
+}

@@ -3,34 +3,39 @@
 -- A row is claimed by its INSERT: the primary key decides who executes. Work in one transaction inserts it as
 -- finished, together with its effect. Work in phases inserts it as running and commits each phase with its recovery
 -- point, under lock_token, which grows whenever somebody takes the lock: who lost it cannot write any more.
+--
+-- Each constraint and each partial index is made ready for each statement, on the path of each request: so lengths are those
+-- of types, and what is left is one constraint.
 CREATE TABLE effectonce.idempotency_keys (
-  scope          text        NOT NULL CHECK (octet_length(scope) BETWEEN 1 AND 255),     -- the tenant
-  operation      text        NOT NULL CHECK (octet_length(operation) BETWEEN 1 AND 255),
-  key            text        NOT NULL CHECK (octet_length(key) BETWEEN 1 AND 255),
-  fingerprint    bytea       NOT NULL CHECK (octet_length(fingerprint) = 32), -- SHA-256 of what was asked for; 32 zero bytes: not compared
+  scope          varchar(255) NOT NULL,              -- the tenant
+  operation      varchar(255) NOT NULL,
+  key            varchar(255) NOT NULL,
+  fingerprint    bytea       NOT NULL,               -- SHA-256 of what was asked for; 32 zero bytes: not compared
   -- running: not finished; somebody works on it while locked_until lies ahead. finished: the outcome is stored.
   -- indeterminate: whether a foreign system acted is unknown, and it cannot be asked again: a person or a reconciler
   -- decides. abandoned: the attempts are used up, or the program does not know its recovery point: a person decides.
-  state          text        NOT NULL CONSTRAINT idempotency_keys_state_is_unknown CHECK (state IN ('running', 'finished', 'indeterminate', 'abandoned')),
-  phases         text[]      NOT NULL DEFAULT '{}', -- that are done, in order; the last one is the recovery point
-  calling        text        CHECK (octet_length(calling) BETWEEN 1 AND 255), -- phase whose foreign call may be under way, and must not be made twice
-  data           bytea,                             -- what phases hand on to later ones
-  request        bytea,                             -- what was asked for, where the completer needs it
+  state          text        NOT NULL,
+  phases         text[]      NOT NULL DEFAULT '{}',  -- that are done, in order; the last one is the recovery point
+  calling        varchar(255),                       -- phase whose foreign call may be under way, and must not be made twice
+  data           bytea,                              -- what phases hand on to later ones
+  request        bytea,                              -- what was asked for, where the completer needs it
   lock_token     bigint      NOT NULL DEFAULT 1,
   locked_until   timestamptz,
-  locked_by      text        CHECK (octet_length(locked_by) <= 255),
-  attempts       integer     NOT NULL DEFAULT 0,    -- begun since the last phase that is done
-  error          text        CHECK (octet_length(error) <= 2048), -- of the last attempt
-  retry_at       timestamptz,                       -- the completer leaves it alone until then
-  status         integer     CHECK (status BETWEEN 0 AND 999),
+  locked_by      varchar(255),
+  attempts       integer     NOT NULL DEFAULT 0,     -- begun since the last phase that is done
+  error          varchar(2000),                      -- of the last attempt
+  retry_at       timestamptz,                        -- the completer leaves it alone until then
+  status         smallint,
   headers        jsonb,
   body           bytea,
   body_dropped   boolean     NOT NULL DEFAULT false, -- it was too large to be stored
   sealed         boolean     NOT NULL DEFAULT false, -- data, request and body are encrypted, each with the name of its key
   created_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
   finished_at    timestamptz,
-  expires_at     timestamptz,                       -- a finished key is forgotten then; null: never
-  CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key)
+  expires_at     timestamptz,                        -- a finished key is forgotten then; null: never
+  CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key),
+  CONSTRAINT idempotency_keys_is_out_of_bounds CHECK (scope <> '' AND operation <> '' AND key <> '' AND octet_length(fingerprint) = 32
+    AND state IN ('running', 'finished', 'indeterminate', 'abandoned') AND status BETWEEN 0 AND 999)
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05);
 
 CREATE INDEX idempotency_keys_unfinished ON effectonce.idempotency_keys (coalesce(retry_at, created_at)) WHERE state = 'running';
@@ -64,9 +69,9 @@ BEGIN
       PERFORM pg_catalog.set_config('lock_timeout', p_lock_timeout, true);
       RETURN;
     END IF;
-    RETURN QUERY SELECT k.state, k.fingerprint, k.phases, k.calling, k.data, k.request, k.lock_token, k.locked_until > pg_catalog.clock_timestamp(),
+    RETURN QUERY SELECT k.state, k.fingerprint, k.phases, k.calling::text, k.data, k.request, k.lock_token, k.locked_until > pg_catalog.clock_timestamp(),
       coalesce(extract(epoch FROM k.locked_until - pg_catalog.clock_timestamp()), 0)::double precision,
-      k.attempts, k.status, k.headers, k.body, k.body_dropped, k.sealed
+      k.attempts, k.status::integer, k.headers, k.body, k.body_dropped, k.sealed
     FROM effectonce.idempotency_keys k WHERE k.scope = p_scope AND k.operation = p_operation AND k.key = p_key;
     IF FOUND THEN
       PERFORM pg_catalog.set_config('lock_timeout', p_lock_timeout, true);

@@ -2,11 +2,14 @@ package idempotency_test
 
 import (
 	"context"
+	"net"
 	"strconv"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -14,14 +17,36 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// BenchmarkOnce compares a handler without keys (BEGIN, an insert, an update, COMMIT) with the same one under Once, and with
-// a replay, at 32 connections.
-func BenchmarkOnce(b *testing.B) {
+// distant is a connection to a server that is a millisecond away.
+type distant struct{ net.Conn }
+
+func (c distant) Write(b []byte) (int, error) {
+	<-time.After(time.Millisecond)
+	return c.Conn.Write(b)
+}
+
+// BenchmarkOnceAtADistance is BenchmarkOnce over a network, where round trips are what costs.
+func BenchmarkOnceAtADistance(b *testing.B) {
+	benchmarkOnce(b, func(ctx context.Context, network, address string) (net.Conn, error) {
+		conn, err := (&net.Dialer{}).DialContext(ctx, network, address)
+		return distant{conn}, err
+	})
+}
+
+// BenchmarkOnce compares a handler without keys with the same one under Once, and with a replay, at 32 connections: one of
+// two statements, and one of eight, as an order of three lines with its booking and its message has.
+func BenchmarkOnce(b *testing.B) { benchmarkOnce(b, nil) }
+
+func benchmarkOnce(b *testing.B, dial pgconn.DialFunc) {
+	b.Helper()
 	cluster := pgtest.Cluster(b, map[string]string{"fsync": "on", "synchronous_commit": "on"}) // as in production
 	pgtest.Migrate(b, cluster.URL)
 	config, err := pgxpool.ParseConfig(cluster.URL)
 	require.NoError(b, err)
 	config.MaxConns = 32
+	if dial != nil {
+		config.ConnConfig.DialFunc = dial
+	}
 	pool, err := pgxpool.NewWithConfig(b.Context(), config)
 	require.NoError(b, err)
 	b.Cleanup(pool.Close)
@@ -32,12 +57,18 @@ func BenchmarkOnce(b *testing.B) {
 	require.NoError(b, err)
 	body := make([]byte, 200)
 	var n atomic.Int64
+	var statements int
 	work := func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		i := n.Add(1)
 		if _, err := tx.Exec(ctx, `UPDATE accounts SET balance = balance + 1 WHERE id = $1`, i*7919%10000); err != nil {
 			return idempotency.Response{}, err
 		}
-		return idempotency.Response{Status: 201, Body: body}, effect(ctx, tx, "name")
+		for range statements - 1 {
+			if err := effect(ctx, tx, "name"); err != nil {
+				return idempotency.Response{}, err
+			}
+		}
+		return idempotency.Response{Status: 201, Body: body}, nil
 	}
 	_, err = o.Once(b.Context(), key("replayed"), work)
 	require.NoError(b, err)
@@ -60,13 +91,15 @@ func BenchmarkOnce(b *testing.B) {
 			return err
 		}},
 	} {
-		b.Run(way.name, func(b *testing.B) {
-			b.SetParallelism(16)
-			b.RunParallel(func(pb *testing.PB) {
-				for pb.Next() {
-					require.NoError(b, way.run(b.Context(), n.Add(1)))
-				}
+		for _, statements = range []int{2, 8} {
+			b.Run(way.name+"/"+strconv.Itoa(statements), func(b *testing.B) {
+				b.SetParallelism(16)
+				b.RunParallel(func(pb *testing.PB) {
+					for pb.Next() {
+						require.NoError(b, way.run(b.Context(), n.Add(1)))
+					}
+				})
 			})
-		})
+		}
 	}
 }

@@ -266,3 +266,42 @@ func TestWrongSettings(t *testing.T) {
 		require.ErrorContains(t, err, problem)
 	}
 }
+
+// Property: outcomes, recovery points and the mark of a call that must not be repeated are durable before anybody acts on
+// them, also where the role's synchronous_commit is off.
+func TestWhatIsActedOnIsDurable(t *testing.T) {
+	t.Parallel()
+	wide, b := newPool(t), newBank(t)
+	_, err := wide.Exec(t.Context(), `CREATE FUNCTION durable() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+		IF current_setting('synchronous_commit') <> 'on' AND (NEW.state = 'finished' OR NEW.calling IS NOT NULL OR NEW.phases <> OLD.phases) THEN
+			RAISE EXCEPTION 'not durable: % % %', NEW.state, NEW.calling, NEW.phases; END IF;
+		RETURN NEW; END $$;
+		CREATE TRIGGER durable BEFORE UPDATE ON effectonce.idempotency_keys FOR EACH ROW EXECUTE FUNCTION durable()`)
+	require.NoError(t, err)
+	config := wide.Config()
+	config.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer pool.Close()
+	op := newOperation(t, pool, idempotency.Config{})
+	_, err = op.Once(t.Context(), key("once"), insertOnce("once"))
+	require.NoError(t, err)
+	cfg := idempotency.FlowConfig[payment]{Reconcile: func(context.Context, idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+		return idempotency.Happened(idempotency.Response{Status: 200}), nil
+	}}
+	phases := paymentPhases(b.URL, true)
+	_, err = newFlow(t, op, cfg, phases).Do(t.Context(), key("flow"), nil)
+	require.NoError(t, err)
+	for value, failure := range map[string]error{
+		"declined": idempotency.Final(idempotency.Response{Status: 402}, errors.New("declined")),
+		"unknown":  errors.New("no answer"),
+	} {
+		phases[1].Call = func(context.Context, *idempotency.Step[payment]) error { return failure }
+		_, err = newFlow(t, op, cfg, phases).Do(t.Context(), key(value), nil)
+		require.Equal(t, value == "unknown", errors.Is(err, idempotency.ErrIndeterminate), err)
+	}
+	decided, err := newFlow(t, op, cfg, phases).Reconcile(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, 1, decided)
+	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished'`))
+}

@@ -254,22 +254,25 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 // carryOut gives the key back to its phases, or finishes it, unless somebody else decided meanwhile.
 func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, decision Decision) (bool, error) {
 	o := f.op
-	decided := false
-	err := pgx.BeginFunc(ctx, o.pool, func(tx pgx.Tx) error {
-		tag, err := tx.Exec(ctx, o.sql.decided, u.key.Scope, u.key.Operation, u.key.Value, u.at.token)
-		if err != nil || tag.RowsAffected() == 0 {
-			return err
+	t, err := o.begin(ctx, o.limits)
+	if err != nil {
+		return false, err
+	}
+	defer t.end(ctx)
+	tag, err := t.pooled.Exec(ctx, o.sql.decided, u.key.Scope, u.key.Operation, u.key.Value, u.at.token)
+	if err != nil || tag.RowsAffected() == 0 {
+		return false, err
+	}
+	var out outcome
+	if decision.outcome != nil {
+		if out, err = o.outcome(u.key, *decision.outcome, u.at.sealed); err != nil {
+			return false, err
 		}
-		decided = true
-		if decision.outcome == nil {
-			return nil
+	}
+	err = t.commit(ctx, func(batch *pgx.Batch) {
+		if decision.outcome != nil {
+			batch.Queue(o.sql.finish, u.key.Scope, u.key.Operation, u.key.Value, u.at.token+1, nil, out.status, out.headers, out.body, out.dropped, o.window())
 		}
-		out, err := o.outcome(u.key, *decision.outcome, u.at.sealed)
-		if err != nil {
-			return err
-		}
-		_, err = tx.Exec(ctx, o.sql.finish, u.key.Scope, u.key.Operation, u.key.Value, u.at.token+1, nil, out.status, out.headers, out.body, out.dropped, o.window())
-		return err
 	})
-	return decided && err == nil, err
+	return err == nil, err
 }

@@ -61,11 +61,11 @@ func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, err
 
 // calling writes down that a call is about to be made which must not be made twice.
 func (h *holder) calling(ctx context.Context, phase string) error {
-	held, err := h.update(ctx, h.o.sql.calling, phase)
+	rows, err := h.o.durably(ctx, h.o.sql.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase)
 	if err != nil {
 		return fmt.Errorf("write down the call of phase %q: %w", phase, err)
 	}
-	if !held {
+	if rows == 0 {
 		return ErrLockLost
 	}
 	return nil
@@ -86,11 +86,11 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 func (h *holder) undecided(ctx context.Context, to state, cause error) error {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
-	held, err := h.update(ctx, h.o.sql.undecided, to, text(cause))
+	rows, err := h.o.durably(ctx, h.o.sql.undecided, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, to, text(cause))
 	if err != nil {
 		return fmt.Errorf("mark %v as %s: %w", h.key, to, err)
 	}
-	if held {
+	if rows > 0 {
 		h.o.cfg.Logger.ErrorContext(ctx, "a key needs a person: see outbox-relay keys", "key", h.key, "state", to, "error", cause)
 	}
 	return nil
@@ -104,7 +104,7 @@ func (h *holder) finish(ctx context.Context, response Response) error {
 	if err != nil {
 		return err
 	}
-	_, err = h.o.pool.Exec(ctx, h.o.sql.finish, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, nil, out.status, out.headers, out.body, out.dropped, h.o.window())
+	_, err = h.o.durably(ctx, h.o.sql.finish, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, nil, out.status, out.headers, out.body, out.dropped, h.o.window())
 	if lost(err) {
 		return fmt.Errorf("%w: %w", ErrLockLost, err)
 	}

@@ -20,24 +20,26 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 		return context.Cause(ctx)
 	}
 	step.phase = phase.Name
-	limited, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
-	defer cancel()
 	if phase.Call != nil {
-		if err := f.call(limited, h, step, phase); err != nil {
+		calling, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
+		defer cancel()
+		if err := f.call(calling, h, step, phase); err != nil {
 			return err
 		}
 	}
+	writing, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
+	defer cancel()
 	learnt, err := json.Marshal(step.State) // a transaction that is run again begins with what the call left
 	if err != nil {
 		return fmt.Errorf("write the state of %v: %w", h.key, err)
 	}
 	for attempt := 1; ; attempt++ {
-		err := f.write(limited, h, step, phase)
+		err := f.write(writing, h, step, phase)
 		if err == nil || attempt > h.o.cfg.Retries || !conflict(err) {
 			return err
 		}
-		if !pause(limited, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
-			return errors.Join(limited.Err(), err)
+		if !pause(writing, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
+			return errors.Join(writing.Err(), err)
 		}
 		var again S
 		if err := json.Unmarshal(learnt, &again); err != nil {

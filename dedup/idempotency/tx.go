@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/internal/handlertx"
@@ -139,6 +140,23 @@ func rollback(ctx context.Context, conn *pgx.Conn) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackMax)
 	defer cancel()
 	_, _ = conn.Exec(ctx, "ROLLBACK")
+}
+
+// durably executes one statement in a transaction of its own that is durable when it returns, whatever the role's
+// synchronous_commit is, and tells how many rows it changed.
+func (o *Operation) durably(ctx context.Context, sql string, args ...any) (rows int64, err error) {
+	t, err := o.begin(ctx, o.limits)
+	if err != nil {
+		return 0, err
+	}
+	defer t.end(ctx)
+	err = t.commit(ctx, func(batch *pgx.Batch) {
+		batch.Queue(sql, args...).Exec(func(tag pgconn.CommandTag) error {
+			rows = tag.RowsAffected()
+			return nil
+		})
+	})
+	return rows, err
 }
 
 // limits are for transactions that claim nothing.

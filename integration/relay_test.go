@@ -209,8 +209,10 @@ func TestBacklogDrainsInBoundedMemory(t *testing.T) {
 	small := drainBacklog(t, 50_000)
 	big := drainBacklog(t, large)
 	t.Logf("peak memory: %d MB for 50,000 rows, %d MB for %d rows", small>>20, big>>20, large)
-	require.Less(t, big, int64(300<<20))
 	require.Less(t, big, 2*small+64<<20)
+	if !raceDetector { // which has memory of its own
+		require.Less(t, big, int64(200<<20))
+	}
 }
 
 // drainBacklog returns the peak memory of a relay process that publishes rows of 256 bytes.

@@ -80,7 +80,7 @@ func TestCancelledOrPublished(t *testing.T) {
 	next.Store(-1)
 	undo := errors.New("rolled back")
 	var cancelling, moving sync.WaitGroup
-	stop := make(chan struct{})
+	stop, begun := make(chan struct{}), make(chan struct{})
 	move := func() {
 		var found, moved int
 		if err := pool.QueryRow(ctx, relay.PromoteSQL, 7).Scan(&found, &moved); err != nil {
@@ -107,6 +107,9 @@ func TestCancelledOrPublished(t *testing.T) {
 					t.Errorf("cancel: %v", err)
 				}
 				cancelled[i] = found && err == nil
+				if i == messages/10 {
+					close(begun) // however those that move are scheduled, some are cancelled
+				}
 				if i%10 == 0 {
 					move() // however the others are scheduled, some are moved
 				}
@@ -115,6 +118,7 @@ func TestCancelledOrPublished(t *testing.T) {
 	}
 	for range 2 {
 		moving.Go(func() {
+			<-begun
 			for {
 				select {
 				case <-stop:

@@ -66,13 +66,49 @@ func ReadAllAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
 	return records
 }
 
+// markedMax is how long ReadAll waits for the markers of transactions. One that is open holds it up for so long.
+const (
+	markedMax   = 2 * time.Second
+	markedEvery = 20 * time.Millisecond
+)
+
+// marked returns the end of what can be read as committed. Brokers answer the end of a transaction before they have
+// marked it in each partition; until then what was committed cannot be read.
+func marked(ctx context.Context, admin *kadm.Client, topic string) (kadm.ListedOffsets, error) {
+	for deadline := time.Now().Add(markedMax); ; {
+		all, err := admin.ListEndOffsets(ctx, topic)
+		if err != nil {
+			return nil, err
+		}
+		committed, err := admin.ListCommittedOffsets(ctx, topic)
+		if err != nil {
+			return nil, err
+		}
+		open := false
+		all.Each(func(end kadm.ListedOffset) {
+			c, ok := committed.Lookup(topic, end.Partition)
+			open = open || ok && c.Offset < end.Offset
+		})
+		if !open || time.Now().After(deadline) {
+			return committed, nil
+		}
+		timer := time.NewTimer(markedEvery)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return nil, ctx.Err()
+		case <-timer.C:
+		}
+	}
+}
+
 // offsetsToRead returns the end of each partition that has something before it.
 func offsetsToRead(ctx context.Context, admin *kadm.Client, topic string) (map[int32]int64, error) {
 	starts, err := admin.ListStartOffsets(ctx, topic)
 	if err != nil {
 		return nil, err
 	}
-	ends, err := admin.ListCommittedOffsets(ctx, topic)
+	ends, err := marked(ctx, admin, topic)
 	if err != nil {
 		return nil, err
 	}

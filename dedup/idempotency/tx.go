@@ -94,7 +94,6 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 	t.pooled = nil
 	done := make(chan error, 1)
 	go func() {
-		defer pooled.Release()
 		err := conn.SendBatch(context.WithoutCancel(ctx), batch).Close()
 		switch {
 		case err == nil && tag != "COMMIT":
@@ -105,6 +104,7 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 		if err != nil {
 			rollback(ctx, conn)
 		}
+		pooled.Release() // before the caller goes on, and wants it again
 		done <- err
 	}()
 	timer := time.NewTimer(t.o.cfg.StatementTimeout + commitGrace)

@@ -156,15 +156,21 @@ func TestRefusedWhenProduced(t *testing.T) {
 			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, cfg)
 			require.NoError(t, err)
 			ctx, stop := context.WithCancel(t.Context())
-			done := make(chan error, 1)
-			go func() { done <- r.Run(ctx) }()
+			done := make(chan struct{})
+			var ended error
+			go func() {
+				defer close(done)
+				ended = r.Run(ctx)
+			}()
+			defer func() { stop(); <-done }()
 			// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29 has another.
 			require.Eventually(t, func() bool { return dead(t, pool) == 4 }, 60*time.Second, 10*time.Millisecond)
 			require.Eventually(t, func() bool {
 				return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress`) >= 26
 			}, 60*time.Second, 10*time.Millisecond)
 			stop()
-			require.NoError(t, <-done)
+			<-done
+			require.NoError(t, ended)
 			require.Equal(t, 2, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused' AND error LIKE '%INVALID_RECORD%'`))
 			seen := map[string]int{}
 			last := map[string]int{}
@@ -194,4 +200,14 @@ func TestRefusedWhenProduced(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Property: every row that is published is counted, also where its page has a dead row and progress is stored all the time.
+func TestRowsBesideDeadOnesAreCounted(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic, missing := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
+	_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic) SELECT CASE WHEN i % 3 = 1 THEN $1 ELSE $2 END FROM generate_series(1, 300) AS i`, missing, topic)
+	require.NoError(t, err)
+	require.EqualValues(t, 200, drain(t, newRelay(t, pool, relay.Config{PageRowsMax: 3, ProgressEvery: time.Millisecond})))
+	require.Equal(t, 200, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress`))
 }

@@ -3,5 +3,8 @@
 DROP TABLE effectonce.pending_requests;
 DROP FUNCTION effectonce.finish_key(text, text, text, bigint, text, integer, jsonb, bytea, boolean, interval);
 DROP FUNCTION effectonce.advance_key(text, text, text, bigint, text, bytea);
-DROP FUNCTION effectonce.claim_key(text, text, text, bytea, boolean, interval, text, text, text, text);
 DROP TABLE effectonce.idempotency_keys;
+DROP DOMAIN effectonce.key_status;
+DROP DOMAIN effectonce.key_state;
+DROP DOMAIN effectonce.key_fingerprint;
+DROP DOMAIN effectonce.key_name;

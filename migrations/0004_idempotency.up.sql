@@ -3,18 +3,23 @@
 -- A row is claimed by its INSERT: the primary key decides who executes. Work in one transaction inserts it as
 -- finished, together with its effect. Work in phases inserts it as running and commits each phase with its recovery
 -- point, under lock_token, which grows whenever somebody takes the lock: who lost it cannot write any more.
---
--- Each constraint and each partial index is made ready for each statement, on the path of each request: so lengths are those
--- of types, and what is left is one constraint.
+
+-- What holds for values is said by types: a CHECK of the table would be parsed for each INSERT and UPDATE, on the path
+-- of each request. Names are compared byte by byte.
+CREATE DOMAIN effectonce.key_name AS varchar(255) COLLATE "C" CONSTRAINT is_empty CHECK (VALUE <> '');
+CREATE DOMAIN effectonce.key_fingerprint AS bytea CONSTRAINT is_no_sha256 CHECK (octet_length(VALUE) = 32);
+CREATE DOMAIN effectonce.key_state AS text CONSTRAINT is_no_state CHECK (VALUE IN ('running', 'finished', 'indeterminate', 'abandoned'));
+CREATE DOMAIN effectonce.key_status AS smallint CONSTRAINT is_no_status CHECK (VALUE BETWEEN 0 AND 999);
+
 CREATE TABLE effectonce.idempotency_keys (
-  scope          varchar(255) NOT NULL,              -- the tenant
-  operation      varchar(255) NOT NULL,
-  key            varchar(255) NOT NULL,
-  fingerprint    bytea       NOT NULL,               -- SHA-256 of what was asked for; 32 zero bytes: not compared
+  scope          effectonce.key_name NOT NULL,       -- the tenant
+  operation      effectonce.key_name NOT NULL,
+  key            effectonce.key_name NOT NULL,
+  fingerprint    effectonce.key_fingerprint NOT NULL, -- SHA-256 of what was asked for; 32 zero bytes: not compared
   -- running: not finished; somebody works on it while locked_until lies ahead. finished: the outcome is stored.
   -- indeterminate: whether a foreign system acted is unknown, and it cannot be asked again: a person or a reconciler
   -- decides. abandoned: the attempts are used up, or the program does not know its recovery point: a person decides.
-  state          text        NOT NULL,
+  state          effectonce.key_state NOT NULL,
   phases         text[]      NOT NULL DEFAULT '{}',  -- that are done, in order; the last one is the recovery point
   calling        varchar(255),                       -- phase whose foreign call may be under way, and must not be made twice
   data           bytea,                              -- what phases hand on to later ones
@@ -25,17 +30,15 @@ CREATE TABLE effectonce.idempotency_keys (
   attempts       integer     NOT NULL DEFAULT 0,     -- begun since the last phase that is done
   error          varchar(2000),                      -- of the last attempt
   retry_at       timestamptz,                        -- the completer leaves it alone until then
-  status         smallint,
+  status         effectonce.key_status,
   headers        jsonb,
   body           bytea,
   body_dropped   boolean     NOT NULL DEFAULT false, -- it was too large to be stored
-  sealed         boolean     NOT NULL DEFAULT false, -- data, request and body are encrypted, each with the name of its key
+  sealed         boolean     NOT NULL DEFAULT false, -- data, request, headers and body are encrypted, each with the name of its key
   created_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
   finished_at    timestamptz,
   expires_at     timestamptz,                        -- a finished key is forgotten then; null: never
-  CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key),
-  CONSTRAINT idempotency_keys_is_out_of_bounds CHECK (scope <> '' AND operation <> '' AND key <> '' AND octet_length(fingerprint) = 32
-    AND state IN ('running', 'finished', 'indeterminate', 'abandoned') AND status BETWEEN 0 AND 999)
+  CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key)
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05);
 
 CREATE INDEX idempotency_keys_unfinished ON effectonce.idempotency_keys (coalesce(retry_at, created_at)) WHERE state = 'running';
@@ -44,42 +47,6 @@ CREATE INDEX idempotency_keys_expiry ON effectonce.idempotency_keys (expires_at)
 
 COMMENT ON TABLE effectonce.idempotency_keys IS
   'Requests by their idempotency keys, with their recovery points and outcomes: see outbox-relay keys.';
-
--- Claims a key for work in this transaction, waiting p_wait at most for whoever has it (55P03 then), and sets the limits of
--- the work. No row: it is claimed. A row: what is there. The row is finished from the start: nobody sees it before the work
--- is done, and what the end of the work writes (the response) changes no indexed column. One statement instead of four,
--- since this is on the path of each request; for the same reason it sets no search_path, and names everything in full.
-CREATE FUNCTION effectonce.claim_key(
-  p_scope text, p_operation text, p_key text, p_fingerprint bytea, p_sealed boolean, p_window interval,
-  p_wait text, p_lock_timeout text, p_statement_timeout text, p_idle_timeout text)
-RETURNS TABLE (state text, fingerprint bytea, phases text[], calling text, data bytea, request bytea, lock_token bigint, locked boolean,
-  remaining double precision, attempts integer, status integer, headers jsonb, body bytea, body_dropped boolean, sealed boolean)
-LANGUAGE plpgsql
-AS $$
-#variable_conflict use_column
-BEGIN
-  PERFORM pg_catalog.set_config('lock_timeout', p_wait, true), pg_catalog.set_config('statement_timeout', p_statement_timeout, true),
-    pg_catalog.set_config('idle_in_transaction_session_timeout', p_idle_timeout, true),
-    pg_catalog.set_config('synchronous_commit', CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true);
-  LOOP
-    INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, expires_at)
-    VALUES (p_scope, p_operation, p_key, p_fingerprint, 'finished', p_sealed, 1, pg_catalog.clock_timestamp() + p_window)
-    ON CONFLICT DO NOTHING;
-    IF FOUND THEN
-      PERFORM pg_catalog.set_config('lock_timeout', p_lock_timeout, true);
-      RETURN;
-    END IF;
-    RETURN QUERY SELECT k.state, k.fingerprint, k.phases, k.calling::text, k.data, k.request, k.lock_token, k.locked_until > pg_catalog.clock_timestamp(),
-      coalesce(extract(epoch FROM k.locked_until - pg_catalog.clock_timestamp()), 0)::double precision,
-      k.attempts, k.status::integer, k.headers, k.body, k.body_dropped, k.sealed
-    FROM effectonce.idempotency_keys k WHERE k.scope = p_scope AND k.operation = p_operation AND k.key = p_key;
-    IF FOUND THEN
-      PERFORM pg_catalog.set_config('lock_timeout', p_lock_timeout, true);
-      RETURN;
-    END IF;
-  END LOOP; -- it was forgotten between the two
-END
-$$;
 
 -- Writes a phase of a key down, or its outcome, and raises EO003 where the caller does not hold the key any more. It is
 -- called last in the transaction of a phase, so that the phase is rolled back then.

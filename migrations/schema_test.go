@@ -1,6 +1,7 @@
 package migrations_test
 
 import (
+	"fmt"
 	"regexp"
 	"strings"
 	"testing"
@@ -140,6 +141,39 @@ func TestTextHasItsLimits(t *testing.T) {
 			assert.Equal(t, "23514", pgErr.Code, where)
 			assert.Contains(t, pgErr.ConstraintName, tc.column, where)
 		}
+	}
+}
+
+// A key's row takes no value that the program could not read again.
+func TestValuesOfKeysHaveTheirTypes(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	insert := func(column, value string) error {
+		tx, err := conn.Begin(t.Context())
+		require.NoError(t, err)
+		defer func() { require.NoError(t, tx.Rollback(t.Context())) }()
+		values := map[string]string{"scope": "'shop'", "operation": "'charge'", "key": "'k'", "fingerprint": "sha256('')", "state": "'finished'", "status": "NULL"}
+		values[column] = value
+		_, err = tx.Exec(t.Context(), fmt.Sprintf(`INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status)
+			VALUES (%s, %s, %s, %s, %s, %s)`, values["scope"], values["operation"], values["key"], values["fingerprint"], values["state"], values["status"]))
+		return err
+	}
+	for _, tc := range []struct {
+		column, good, bad, code string
+	}{
+		{"scope", "'t'", "''", "23514"},
+		{"operation", "repeat('o', 255)", "''", "23514"},
+		{"key", "repeat('k', 255)", "repeat('k', 256)", "22001"},
+		{"key", "'k'", "NULL", "23502"},
+		{"fingerprint", "decode(repeat('00', 32), 'hex')", "decode(repeat('00', 31), 'hex')", "23514"},
+		{"state", "'indeterminate'", "'done'", "23514"},
+		{"status", "0", "-1", "23514"},
+		{"status", "999", "1000", "23514"},
+	} {
+		require.NoError(t, insert(tc.column, tc.good), tc.column)
+		var pgErr *pgconn.PgError
+		require.ErrorAs(t, insert(tc.column, tc.bad), &pgErr, tc.column)
+		assert.Equal(t, tc.code, pgErr.Code, tc.column)
 	}
 }
 

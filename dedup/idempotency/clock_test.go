@@ -26,8 +26,6 @@ INSERT INTO skewed.clock VALUES ('0');
 CREATE FUNCTION skewed.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE RETURN (SELECT pg_catalog.clock_timestamp() + ahead FROM skewed.clock);
 ALTER FUNCTION effectonce.finish_key SET search_path = skewed, pg_catalog, pg_temp;
 ALTER FUNCTION effectonce.advance_key SET search_path = skewed, pg_catalog, pg_temp;
-DO $$ BEGIN EXECUTE (SELECT string_agg(replace(pg_get_functiondef(p.oid), 'pg_catalog.clock_timestamp', 'skewed.clock_timestamp'), ';')
-  FROM pg_proc p WHERE p.pronamespace = 'effectonce'::regnamespace AND p.proname = 'claim_key'); END $$;
 ALTER TABLE effectonce.idempotency_keys ALTER created_at SET DEFAULT skewed.clock_timestamp()`
 
 // skewed returns a pool on a database whose clock is off by so much, and a function that makes its time pass.

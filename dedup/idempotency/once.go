@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
@@ -74,18 +75,23 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 	sealed := o.cfg.Seal != nil
 	for range claimsMax {
 		var s *stored
+		var claimed bool
 		t, err := o.begin(ctx, func(batch *pgx.Batch) {
-			batch.Queue(o.sql.claimWork, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.window(),
-				millis(o.cfg.WaitMax), millis(o.cfg.LockTimeout), millis(o.cfg.StatementTimeout), millis(o.cfg.IdleTimeout)).
+			batch.Queue(o.sql.beginWork, key.Scope, key.Operation, key.Value, millis(o.cfg.StatementTimeout), millis(o.cfg.WaitMax), millis(o.cfg.IdleTimeout)).
 				QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
+			batch.Queue(o.sql.claimWork, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.window(), millis(o.cfg.LockTimeout)).
+				Exec(func(tag pgconn.CommandTag) error { claimed = tag.RowsAffected() == 1; return nil })
 		})
 		switch {
 		case waited(err):
 			return nil, Response{}, &InProgressError{RetryAfter: time.Second}
 		case err != nil:
 			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
-		case s == nil:
+		case claimed:
 			return t, Response{}, nil
+		case s.made: // committed, or forgotten, since it was looked for
+			t.end(ctx)
+			continue
 		}
 		if response, ok, err := o.answer(key, s); ok {
 			t.end(ctx)
@@ -95,7 +101,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 			t.end(ctx)
 			return nil, Response{}, fmt.Errorf("%w: the key was begun as a flow, in phases", ErrUnknownRecoveryPoint)
 		}
-		tag, err := t.pooled.Exec(ctx, o.sql.takeWork, key.Scope, key.Operation, key.Value, s.token, key.Fingerprint[:], sealed, o.window())
+		tag, err := t.pooled.Exec(ctx, o.sql.takeWork, key.Scope, key.Operation, key.Value, s.token, key.Fingerprint[:], sealed, o.window(), millis(o.cfg.LockTimeout))
 		if err == nil && tag.RowsAffected() == 1 {
 			return t, Response{}, nil
 		}

@@ -5,38 +5,55 @@ import "github.com/effectonce/effectonce/migrations"
 // settingsSQL makes a transaction safe whatever the defaults of the role are: see consumer.settings.
 const settingsSQL = `-- idempotency.settings
 SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true), set_config('idle_in_transaction_session_timeout', $3, true),
-  set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
+  ` + durable
 
-// found are the columns of a key that exists.
-const found = `state, fingerprint, phases, calling, data, request, lock_token, locked_until > clock_timestamp(),
-  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed
+// durable lets COMMIT wait for the disk at least.
+const durable = `set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
+
+// columns of a key.
+const columns = `state, fingerprint, phases, calling, data, request, coalesce(lock_token, 0), locked_until > clock_timestamp(),
+  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed`
+
+// found is a key that exists.
+const found = columns + `
 FROM effectonce.idempotency_keys WHERE scope = $1 AND operation = $2 AND key = $3`
 
 // fresh are the same columns of one that this statement made.
 const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
   NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean FROM claimed`
 
-// claimWorkSQL claims a key for work in one transaction. No row: it is claimed.
+// beginWorkSQL sets the limits of a claim, and looks what is there: nulls, if nothing is.
+const beginWorkSQL = `-- idempotency.begin_work
+SELECT ` + columns + `
+FROM (SELECT set_config('statement_timeout', $4, true), set_config('lock_timeout', $5, true), set_config('idle_in_transaction_session_timeout', $6, true),
+  ` + durable + `) AS settings
+LEFT JOIN effectonce.idempotency_keys ON scope = $1 AND operation = $2 AND key = $3`
+
+// claimWorkSQL claims a key for work in one transaction, waiting for whoever has it. The row is finished from the start:
+// nobody sees it before the work is done, and what the end of the work writes (the response) changes no indexed column.
 const claimWorkSQL = `-- idempotency.claim_work
-SELECT * FROM effectonce.claim_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
+INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, expires_at)
+VALUES ($1::text, $2::text, $3::text, $4::bytea, 'finished', $5, 1, clock_timestamp() + $6::interval)
+ON CONFLICT DO NOTHING RETURNING set_config('lock_timeout', $7, true) -- of the work`
 
 // takeWorkSQL takes a key over whose earlier attempts failed.
 const takeWorkSQL = `-- idempotency.take_work
 UPDATE effectonce.idempotency_keys SET state = 'finished', lock_token = lock_token + 1, attempts = attempts + 1, error = NULL,
   retry_at = NULL, sealed = $6, expires_at = clock_timestamp() + $7::interval
 WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'running' AND lock_token = $4 AND fingerprint = $5
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases = '{}' AND calling IS NULL`
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases = '{}' AND calling IS NULL
+RETURNING set_config('lock_timeout', $8, true)`
 
 // respondSQL is the last statement of the work.
 const respondSQL = `-- idempotency.respond
-UPDATE effectonce.idempotency_keys SET status = $4, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp()
+UPDATE effectonce.idempotency_keys SET status = $4::smallint, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp()
 WHERE scope = $1 AND operation = $2 AND key = $3`
 
 // failedSQL counts an attempt of work whose transaction was rolled back, and with it the claim. It leaves alone what
 // others have made of the key meanwhile.
 const failedSQL = `-- idempotency.failed
 INSERT INTO effectonce.idempotency_keys AS k (scope, operation, key, fingerprint, state, sealed, attempts, error)
-VALUES ($1, $2, $3, $4, 'running', $5, 1, $6)
+VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, $6)
 ON CONFLICT (scope, operation, key) DO UPDATE SET attempts = k.attempts + 1, error = excluded.error, sealed = excluded.sealed
   WHERE k.state = 'running' AND k.fingerprint = excluded.fingerprint AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp())
 RETURNING k.attempts, k.lock_token`
@@ -45,7 +62,7 @@ RETURNING k.attempts, k.lock_token`
 const claimFlowSQL = `-- idempotency.claim_flow
 WITH claimed AS (
   INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, locked_until, locked_by, request)
-  VALUES ($1, $2, $3, $4, 'running', $5, 1, clock_timestamp() + $6::interval, $7, $8) ON CONFLICT DO NOTHING RETURNING lock_token)
+  VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, clock_timestamp() + $6::interval, $7, $8) ON CONFLICT DO NOTHING RETURNING lock_token)
 SELECT ` + fresh + ` UNION ALL SELECT ` + found
 
 // lookSQL is what the completer, and whoever only wants the outcome, ask.
@@ -75,7 +92,7 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state =
 
 // undecidedSQL hands a key to people.
 const undecidedSQL = `-- idempotency.undecided
-UPDATE effectonce.idempotency_keys SET state = $5, error = $6, locked_until = NULL, retry_at = NULL
+UPDATE effectonce.idempotency_keys SET state = $5::text, error = $6, locked_until = NULL, retry_at = NULL
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'`
 
 // advanceSQL and finishSQL raise EO003 where the key is not the caller's any more.
@@ -112,7 +129,7 @@ UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_toke
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'indeterminate'`
 
 type queries struct {
-	settings, claimWork, takeWork, respond, failed                                string
+	settings, beginWork, claimWork, takeWork, respond, failed                     string
 	claimFlow, look, takeFlow, renew, unlock, calling, undecided, advance, finish string
 	abandoned, reap, undecidedKeys, decided                                       string
 }
@@ -121,7 +138,7 @@ func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
 		settings:  settingsSQL,
-		claimWork: in(claimWorkSQL), takeWork: in(takeWorkSQL), respond: in(respondSQL), failed: in(failedSQL),
+		beginWork: in(beginWorkSQL), claimWork: in(claimWorkSQL), takeWork: in(takeWorkSQL), respond: in(respondSQL), failed: in(failedSQL),
 		claimFlow: in(claimFlowSQL), look: in(lookSQL), takeFlow: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
 		abandoned: in(abandonedSQL), reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),

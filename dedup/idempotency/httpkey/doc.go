@@ -60,6 +60,9 @@
 // everything that reads the body. Inside of what compresses, logs or measures: the whole response comes at once. A handler
 // cannot stream: see ErrStreaming.
 //
+// A router between this middleware and the handler may route a request again, for the handler's second run: those of net/http,
+// gorilla/mux and echo can, mounted ones of chi need a line, and echo's errors another one. See the examples of Middleware.Handler.
+//
 // # What a stranger can learn, and fill
 //
 // The scope comes first in the primary key: a key of another tenant is a miss like any other, by the same statement, so

@@ -125,6 +125,40 @@ func TestHugeAndSlowBodies(t *testing.T) {
 	}
 }
 
+// Property: ReadTimeout is not one of the handler, nor of the connection: a handler that takes longer is not taken for one
+// whose client left, and the next request on the connection is served. Without a body net/http reads on from the
+// connection at once, and would never take the deadline back by itself. Row H10.
+func TestReadTimeoutEndsWithTheBody(t *testing.T) {
+	t.Parallel()
+	for name, body := range map[string]string{"body": "a", "no body": ""} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := newPool(t)
+			const readTimeout = 300 * time.Millisecond
+			inner := newMiddleware(t, pool, httpkey.Config{ReadTimeout: readTimeout}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				if _, err := httpkey.Tx(r).Exec(r.Context(), `SELECT pg_sleep($1)`, 2*readTimeout.Seconds()); err != nil {
+					httpkey.Fail(r, err)
+					return
+				}
+				insert(201).ServeHTTP(w, r)
+			}))
+			left := make(chan error, 2)
+			connections := make(chan string, 2)
+			s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				connections <- r.RemoteAddr
+				inner.ServeHTTP(w, r)
+				left <- r.Context().Err()
+			}))
+			for _, key := range []string{"k1", "k2"} {
+				require.Equal(t, 201, s.post(t, key, body).status)
+				require.NoError(t, <-left)
+			}
+			require.Equal(t, <-connections, <-connections)
+			require.Equal(t, 2, effects(t, pool))
+		})
+	}
+}
+
 // Property: a response that is too large to be stored reaches the first client whole; a later request learns that it was
 // done, and with which status, and nothing runs again. Row H11.
 func TestResponseTooLargeToStore(t *testing.T) {

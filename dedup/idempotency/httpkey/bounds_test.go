@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // Property: New reports everything that is wrong at once, with field, value and bound.
@@ -52,7 +53,7 @@ func TestRefusedBeforeAnySQL(t *testing.T) {
 		}
 		return long, nil
 	}
-	m, err := httpkey.New(noPool(t), scope, httpkey.Config{
+	m, err := httpkey.New(pgtest.NoPool(t), scope, httpkey.Config{
 		Operation: idempotency.Config{Operation: "api"}, RequestBytesMax: 10,
 		Fingerprint: func(_ *http.Request, body []byte) ([]byte, error) {
 			if string(body) == "odd" {
@@ -105,7 +106,7 @@ func TestHugeAndSlowBodies(t *testing.T) {
 	for name, http2 := range map[string]bool{"HTTP1": false, "HTTP2": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			m := newMiddleware(t, noPool(t), httpkey.Config{ReadTimeout: 100 * time.Millisecond, RequestBytesMax: 1 << 20})
+			m := newMiddleware(t, pgtest.NoPool(t), httpkey.Config{ReadTimeout: 100 * time.Millisecond, RequestBytesMax: 1 << 20})
 			s := start(t, m.Handler(insert(201)), http2)
 			slow, end := io.Pipe()
 			defer func() { assert.NoError(t, end.Close()) }()
@@ -153,7 +154,8 @@ func TestReadTimeoutEndsWithTheBody(t *testing.T) {
 				require.Equal(t, 201, s.post(t, key, body).status)
 				require.NoError(t, <-left)
 			}
-			require.Equal(t, <-connections, <-connections)
+			first, second := <-connections, <-connections
+			require.Equal(t, first, second)
 			require.Equal(t, 2, effects(t, pool))
 		})
 	}
@@ -249,8 +251,8 @@ func TestStreamingIsRefused(t *testing.T) {
 			} else {
 				require.Less(t, a.status, 300)
 			}
-			require.Equal(t, want, count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name))
-			require.Equal(t, want, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, strings.ReplaceAll(name, " ", "-")))
+			require.Equal(t, want, pgtest.Count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name))
+			require.Equal(t, want, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, strings.ReplaceAll(name, " ", "-")))
 		})
 	}
 }

@@ -22,6 +22,7 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // cut is after how many bytes of requests, or of answers, a connection is reset; -1: never.
@@ -166,8 +167,12 @@ func padded(text string) string { return fmt.Sprintf("%-20000s", text) }
 // insist asks until it has the whole answer, as a program does: after an answer that breaks off, and after the last attempt,
 // under the same key.
 func (s *service) insist(client *http.Client, name string) (answer, error) {
-	ctx := s.t.Context()
+	key := ""
 	for tries := 0; ; tries++ {
+		ctx := s.t.Context()
+		if key != "" {
+			ctx = httpkey.WithKey(ctx, key)
+		}
 		request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+s.address+"/"+name, strings.NewReader(padded(name)))
 		if err != nil {
 			return answer{}, err
@@ -181,9 +186,9 @@ func (s *service) insist(client *http.Client, name string) (answer, error) {
 			if err == nil {
 				return answer{status: response.StatusCode, header: response.Header, body: string(body)}, nil
 			}
-			ctx = httpkey.WithKey(s.t.Context(), httpkey.SentKey(response, ""))
+			key = httpkey.SentKey(response, "")
 		} else if errors.As(err, &unanswered) {
-			ctx = httpkey.WithKey(s.t.Context(), unanswered.Key)
+			key = unanswered.Key
 		}
 		if tries == 20 {
 			return answer{}, err
@@ -203,7 +208,7 @@ func (s *service) requireOnce(name string, a answer) {
 	sent := slices.Compact(slices.Clone(s.seen[name]))
 	s.mu.Unlock()
 	require.Len(s.t, sent, 1, "one key over all tries")
-	require.Equal(s.t, 1, count(s.t, s.pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1 AND state = 'finished'`, sent[0]))
+	require.Equal(s.t, 1, pgtest.Count(s.t, s.pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1 AND state = 'finished'`, sent[0]))
 }
 
 // Property: wherever connections are cut, a request has one effect, the client gets the answer of that execution, and all its
@@ -282,7 +287,7 @@ func TestFirstTryStillRuns(t *testing.T) {
 func TestUnavailableFirst(t *testing.T) {
 	t.Parallel()
 	s := newService(t, newPool(t))
-	s.with(func() { s.once = newMiddleware(t, noPool(t), httpkey.Config{}) })
+	s.with(func() { s.once = newMiddleware(t, pgtest.NoPool(t), httpkey.Config{}) })
 	var statuses []int
 	a, err := s.insist(newClient(t, quick(httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) {
 		statuses = append(statuses, r.Status)
@@ -329,7 +334,7 @@ func TestRandomCutsAndRestarts(t *testing.T) {
 			for n := worker; n < len(answers); n += 4 {
 				var err error
 				answers[n], err = s.insist(client, fmt.Sprint("charge-", n))
-				assert.NoError(t, err) //nolint:testifylint // not the test's goroutine
+				assert.NoError(t, err)
 			}
 		})
 	}

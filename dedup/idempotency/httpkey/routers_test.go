@@ -11,6 +11,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // netRoutes are of net/http itself.
@@ -74,7 +75,7 @@ func TestRouters(t *testing.T) {
 				require.Equal(t, []int{201, 201}, []int{fresh.status, again.status}, path)
 				require.Equal(t, []bool{false, true}, []bool{fresh.replayed(), again.replayed()}, path)
 				require.Equal(t, fresh.header.Get("Location"), again.header.Get("Location"))
-				require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM shipments WHERE order_name = $1 AND '/shipments/' || id = $2`, order, fresh.header.Get("Location")), path)
+				require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM shipments WHERE order_name = $1 AND '/shipments/' || id = $2`, order, fresh.header.Get("Location")), path)
 			}
 			for range 2 {
 				requireProblem(t, post("/orders/bad/shipments", "bad"), 500, httpkey.ProblemInternal)
@@ -82,8 +83,8 @@ func TestRouters(t *testing.T) {
 			}
 			require.Equal(t, http.StatusNotFound, post("/nowhere", "nowhere").status)
 			requireProblem(t, post("/orders/4127/shipments", ""), 400, httpkey.ProblemKeyMissing)
-			require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM shipments`))
-			require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'bad'`))
+			require.Equal(t, 4, pgtest.Count(t, pool, `SELECT count(*) FROM shipments`))
+			require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'bad'`))
 		})
 	}
 }

@@ -1,6 +1,7 @@
 package httpkey_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -167,7 +168,10 @@ func padded(text string) string { return fmt.Sprintf("%-20000s", text) }
 // insist asks until it has the whole answer, as a program does: after an answer that breaks off, and after the last attempt,
 // under the same key.
 func (s *service) insist(client *http.Client, name string) (answer, error) {
-	key := ""
+	return s.again(client, name, "")
+}
+
+func (s *service) again(client *http.Client, name, key string) (answer, error) {
 	for tries := 0; ; tries++ {
 		ctx := s.t.Context()
 		if key != "" {
@@ -391,6 +395,43 @@ func TestKilledClientOfTheMiddleware(t *testing.T) {
 			require.Empty(t, s.cuts)
 			require.NoError(t, pending.Forget(t.Context(), left[0].Request, httpkey.SentKey(response, "")))
 			require.Empty(t, isPending(t, pending))
+		})
+	}
+}
+
+// Property: a client whose request ends at any point of the execution, also in the middle of COMMIT and after it, has
+// its work done, once: the next try gets the stored answer. Rows H4, H19.
+func TestClientLeavesAtEachPoint(t *testing.T) {
+	t.Parallel()
+	for _, point := range []string{crashpoint.KeyWorked, crashpoint.KeyCommitting, crashpoint.KeyCommitted} {
+		t.Run(point, func(t *testing.T) {
+			t.Parallel()
+			s := newService(t, newPool(t))
+			ctx, leave := context.WithCancel(httpkey.WithKey(t.Context(), "k"))
+			defer leave()
+			left, seen := make(chan struct{}), make(chan struct{})
+			s.with(func() {
+				s.at = func(at string) {
+					if at == point {
+						leave()
+						<-left
+						close(seen)
+					}
+				}
+			})
+			client := newClient(t, quick(httpkey.TransportConfig{AttemptsMax: 1}))
+			_, _, err := do(ctx, t, client, http.MethodPost, "http://"+s.address+"/charge", padded("charge"))
+			require.ErrorIs(t, err, context.Canceled)
+			close(left)
+			<-seen
+			s.with(func() { s.at = func(string) {} })
+			var a answer
+			require.Eventually(t, func() bool { // it may still be in progress
+				a, err = s.again(client, "charge", "k")
+				return err == nil && a.status != http.StatusConflict
+			}, 30*time.Second, time.Millisecond)
+			require.True(t, a.replayed())
+			s.requireOnce("charge", a)
 		})
 	}
 }

@@ -53,6 +53,8 @@
 // 409 without that a person has to decide, 422 that the key belongs to another request, 503 that the same key may be
 // tried again. 410 says that the request was executed, and its response was too large to be kept.
 //
+// What becomes of each kind of bad request, and of one whose client or server goes away, is a table in docs/operations.md.
+//
 // # Where it belongs
 //
 // Behind authentication: a caller who lost his rights must get its 401, not a replay, and the scope is whom it let in. Let

@@ -14,10 +14,11 @@ import (
 //
 //	SELECT count(*) FROM effectonce.idempotency_keys WHERE sealed AND 'old' = ANY (ARRAY[
 //	  convert_from(substr(body, 3, get_byte(body, 1)), 'UTF8'), convert_from(substr(data, 3, get_byte(data, 1)), 'UTF8'),
-//	  convert_from(substr(request, 3, get_byte(request, 1)), 'UTF8')])
+//	  convert_from(substr(request, 3, get_byte(request, 1)), 'UTF8'), (SELECT convert_from(substr(h, 3, get_byte(h, 1)), 'UTF8')
+//	  FROM decode(CASE jsonb_typeof(headers) WHEN 'string' THEN headers #>> '{}' END, 'base64') h)])
 //
-// It encrypts the bodies of responses, and what flows store of requests and between phases; not headers, the texts of errors,
-// or the keys themselves. It is safe for concurrent use, and holds its keys where no formatting verb, logger or
+// It encrypts headers and bodies of responses, and what flows store of requests and between phases; not statuses, the texts
+// of errors, or the keys themselves. It is safe for concurrent use, and holds its keys where no formatting verb, logger or
 // encoder finds them.
 type AESSealer struct {
 	current string

@@ -47,7 +47,8 @@ func sealedWith(t *testing.T, pool *pgxpool.Pool, name string) int {
 	t.Helper()
 	return count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE sealed AND $1 = ANY (ARRAY[
 		convert_from(substr(body, 3, get_byte(body, 1)), 'UTF8'), convert_from(substr(data, 3, get_byte(data, 1)), 'UTF8'),
-		convert_from(substr(request, 3, get_byte(request, 1)), 'UTF8')])`, name)
+		convert_from(substr(request, 3, get_byte(request, 1)), 'UTF8'), (SELECT convert_from(substr(h, 3, get_byte(h, 1)), 'UTF8')
+		FROM decode(CASE jsonb_typeof(headers) WHEN 'string' THEN headers #>> '{}' END, 'base64') h)])`, name)
 }
 
 // Property: bodies are not in the table in clear; they are replayed with the key that they were made with, after it was

@@ -1,6 +1,7 @@
 package idempotency
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -90,12 +91,15 @@ func (o *Operation) replay(k Key, s *stored) (Response, error) {
 	if s.status != nil {
 		r.Status = *s.status
 	}
-	if s.headers != nil {
-		if err := json.Unmarshal(s.headers, &r.Header); err != nil {
+	headers, err := o.openHeaders(k, s)
+	if err != nil {
+		return Response{}, err
+	}
+	if headers != nil {
+		if err := json.Unmarshal(headers, &r.Header); err != nil {
 			return Response{}, fmt.Errorf("read the headers of %v: %w", k, err)
 		}
 	}
-	var err error
 	r.Body, err = o.open(k, "body", s.body, s.sealed)
 	return r, err
 }
@@ -121,9 +125,36 @@ func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
 		if out.headers, err = json.Marshal(r.Header); err != nil {
 			return out, fmt.Errorf("write the headers of %v: %w", k, err)
 		}
+		if out.headers, err = o.sealHeaders(k, out.headers, sealed); err != nil {
+			return out, err
+		}
 	}
 	out.body, err = o.seal(k, "body", out.body, sealed)
 	return out, err
+}
+
+// sealHeaders puts sealed headers as one string of base64 into their column, which is of JSON.
+func (o *Operation) sealHeaders(k Key, plain []byte, sealed bool) ([]byte, error) {
+	if !sealed {
+		return plain, nil
+	}
+	text, err := o.seal(k, "headers", plain, sealed)
+	if err != nil {
+		return nil, err
+	}
+	return json.Marshal(text)
+}
+
+// openHeaders also reads those of releases that did not seal headers: an object, in a sealed row, too.
+func (o *Operation) openHeaders(k Key, s *stored) ([]byte, error) {
+	if !s.sealed || !bytes.HasPrefix(s.headers, []byte(`"`)) {
+		return s.headers, nil
+	}
+	var text []byte
+	if err := json.Unmarshal(s.headers, &text); err != nil {
+		return nil, fmt.Errorf("read the headers of %v: %w", k, err)
+	}
+	return o.open(k, "headers", text, s.sealed)
 }
 
 // seal encrypts what is stored of a key, if its row is one that is. Each text is bound to its key and its column.

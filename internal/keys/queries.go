@@ -42,7 +42,7 @@ SELECT * FROM (
 
 // detailSQL reads up to $4 bytes of what was asked and answered, and nothing that is encrypted.
 const detailSQL = `-- keys.detail
-SELECT encode(k.fingerprint, 'hex'), coalesce(k.headers, '{}')::text,
+SELECT encode(k.fingerprint, 'hex'), CASE jsonb_typeof(k.headers) WHEN 'object' THEN k.headers ELSE '{}' END::text,
   CASE WHEN NOT k.sealed THEN substring(k.request FROM 1 FOR $4::int) END,
   CASE WHEN NOT k.sealed THEN substring(k.data FROM 1 FOR $4::int) END,
   CASE WHEN NOT k.sealed THEN substring(k.body FROM 1 FOR $4::int) END

@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // Property: New reports everything that is wrong at once, with field, value and bound.
@@ -52,7 +53,7 @@ func TestRefusedBeforeAnySQL(t *testing.T) {
 		}
 		return long, nil
 	}
-	m, err := httpkey.New(noPool(t), scope, httpkey.Config{
+	m, err := httpkey.New(pgtest.NoPool(t), scope, httpkey.Config{
 		Operation: idempotency.Config{Operation: "api"}, RequestBytesMax: 10,
 		Fingerprint: func(_ *http.Request, body []byte) ([]byte, error) {
 			if string(body) == "odd" {
@@ -105,14 +106,20 @@ func TestHugeAndSlowBodies(t *testing.T) {
 	for name, http2 := range map[string]bool{"HTTP1": false, "HTTP2": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			m := newMiddleware(t, noPool(t), httpkey.Config{ReadTimeout: 100 * time.Millisecond, RequestBytesMax: 1 << 20})
-			s := start(t, m.Handler(insert(201)), http2)
 			slow, end := io.Pipe()
 			defer func() { assert.NoError(t, end.Close()) }()
 			go func() { _, _ = end.Write([]byte("a")) }()
 			huge := &endless{}
-			for status, body := range map[int]io.Reader{http.StatusRequestTimeout: slow, http.StatusRequestEntityTooLarge: io.LimitReader(huge, 10<<30)} {
-				r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, body)
+			for status, c := range map[int]struct {
+				body io.Reader
+				max  time.Duration // a busy machine takes its time for a large body
+			}{
+				http.StatusRequestTimeout:        {slow, 100 * time.Millisecond},
+				http.StatusRequestEntityTooLarge: {io.LimitReader(huge, 10<<30), time.Minute},
+			} {
+				m := newMiddleware(t, pgtest.NoPool(t), httpkey.Config{ReadTimeout: c.max, RequestBytesMax: 1 << 20})
+				s := start(t, m.Handler(insert(201)), http2)
+				r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, c.body)
 				require.NoError(t, err)
 				r.Header.Set("Idempotency-Key", "k")
 				response, err := s.Client().Do(r)
@@ -121,6 +128,41 @@ func TestHugeAndSlowBodies(t *testing.T) {
 				require.Equal(t, status, response.StatusCode)
 			}
 			require.Less(t, huge.read.Load(), int64(64<<20))
+		})
+	}
+}
+
+// Property: ReadTimeout is not one of the handler, nor of the connection: a handler that takes longer is not taken for one
+// whose client left, and the next request on the connection is served. Without a body net/http reads on from the
+// connection at once, and would never take the deadline back by itself. Row H10.
+func TestReadTimeoutEndsWithTheBody(t *testing.T) {
+	t.Parallel()
+	for name, body := range map[string]string{"body": "a", "no body": ""} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := newPool(t)
+			const readTimeout = 300 * time.Millisecond
+			inner := newMiddleware(t, pool, httpkey.Config{ReadTimeout: readTimeout}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				if _, err := httpkey.Tx(r).Exec(r.Context(), `SELECT pg_sleep($1)`, 2*readTimeout.Seconds()); err != nil {
+					httpkey.Fail(r, err)
+					return
+				}
+				insert(201).ServeHTTP(w, r)
+			}))
+			left := make(chan error, 2)
+			connections := make(chan string, 2)
+			s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				connections <- r.RemoteAddr
+				inner.ServeHTTP(w, r)
+				left <- r.Context().Err()
+			}))
+			for _, key := range []string{"k1", "k2"} {
+				require.Equal(t, 201, s.post(t, key, body).status)
+				require.NoError(t, <-left)
+			}
+			first, second := <-connections, <-connections
+			require.Equal(t, first, second)
+			require.Equal(t, 2, effects(t, pool))
 		})
 	}
 }
@@ -215,8 +257,8 @@ func TestStreamingIsRefused(t *testing.T) {
 			} else {
 				require.Less(t, a.status, 300)
 			}
-			require.Equal(t, want, count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name))
-			require.Equal(t, want, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, strings.ReplaceAll(name, " ", "-")))
+			require.Equal(t, want, pgtest.Count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name))
+			require.Equal(t, want, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, strings.ReplaceAll(name, " ", "-")))
 		})
 	}
 }

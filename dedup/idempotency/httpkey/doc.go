@@ -43,7 +43,7 @@
 // DefaultOutcome says by the status: 2xx and 3xx are committed and stored; a 4xx that another try would meet again is
 // stored, and what the handler wrote is rolled back; 401, 403, 408, 409, 423, 425, 429 and 5xx store nothing and free the
 // key. A panic rolls back and goes on. Stored are status, body, and the headers of ReplayedHeaders and Config.Headers; cookies and
-// credentials never. Operation.Seal encrypts bodies, not headers.
+// credentials never. Operation.Seal encrypts headers and bodies.
 //
 // What asks other systems does not belong into a transaction: see FlowHandler.
 //
@@ -53,12 +53,17 @@
 // 409 without that a person has to decide, 422 that the key belongs to another request, 503 that the same key may be
 // tried again. 410 says that the request was executed, and its response was too large to be kept.
 //
+// What becomes of each kind of bad request, and of one whose client or server goes away, is a table in docs/operations.md.
+//
 // # Where it belongs
 //
 // Behind authentication: a caller who lost his rights must get its 401, not a replay, and the scope is whom it let in. Let
 // the scope be the principal where callers of one tenant must not see each other's answers. In front of
 // everything that reads the body. Inside of what compresses, logs or measures: the whole response comes at once. A handler
 // cannot stream: see ErrStreaming.
+//
+// A router between this middleware and the handler may route a request again, for the handler's second run: those of net/http,
+// gorilla/mux and echo can, mounted ones of chi need a line, and echo's errors another one. See the examples of Middleware.Handler.
 //
 // # What a stranger can learn, and fill
 //

@@ -36,23 +36,19 @@ func createOrder(w http.ResponseWriter, r *http.Request) {
 	w.WriteHeader(http.StatusCreated)
 }
 
-// Handler is a func(http.Handler) http.Handler, so any router takes it. Each line stands behind authentication:
-//
-//	chi:          router.With(authenticate, once.Handler).Post("/orders", createOrder)
-//	gorilla/mux:  router.Use(authenticate, once.Handler)
-//	echo:         group.Use(echo.WrapMiddleware(once.Handler), writeErrors)
-//
-// A handler of echo returns errors, which echo writes outside of all middleware: too late, the empty response is taken for a
-// success by then. So writeErrors must write them inside:
-//
-//	func writeErrors(next echo.HandlerFunc) echo.HandlerFunc {
-//		return func(c echo.Context) error {
-//			if err := next(c); err != nil {
-//				c.Error(err)
-//			}
-//			return nil
-//		}
-//	}
+// ship is a handler without a router: order comes from the path.
+func ship(w http.ResponseWriter, r *http.Request, order string) {
+	id := httpkey.Key(r).ChildID("shipment")
+	if _, err := httpkey.Tx(r).Exec(r.Context(), `INSERT INTO shipments (id, order_name) VALUES ($1, $2)`, id, order); err != nil {
+		httpkey.Fail(r, err)
+		return
+	}
+	w.Header().Set("Location", "/shipments/"+id.String())
+	w.WriteHeader(http.StatusCreated)
+}
+
+// Handler is a func(http.Handler) http.Handler, so any router takes it, behind authentication. The other examples show chi,
+// gorilla/mux and echo.
 func ExampleMiddleware_Handler() {
 	routes := func(pool *pgxpool.Pool, authenticate func(http.Handler) http.Handler) (http.Handler, error) {
 		once, err := httpkey.New(pool, tenant, httpkey.Config{

@@ -17,6 +17,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -112,10 +113,10 @@ func TestStatusDecidesWhatIsKept(t *testing.T) {
 		case httpkey.Refuse:
 		}
 		require.EqualValues(t, wantRuns, runs.Load()-before, status)
-		require.Equal(t, wantEffects, count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name), status)
-		require.Equal(t, wantKeys, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, name), status)
+		require.Equal(t, wantEffects, pgtest.Count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name), status)
+		require.Equal(t, wantKeys, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, name), status)
 	}
-	require.Equal(t, effects(t, pool), count(t, pool, `SELECT count(*) FROM effectonce.outbox`))
+	require.Equal(t, effects(t, pool), pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox`))
 }
 
 // Property: Config.Outcome decides otherwise.
@@ -220,7 +221,7 @@ func TestFailGivesTheRequestUp(t *testing.T) {
 		require.Equal(t, "declined", a.body)
 	}
 	require.True(t, a.replayed())
-	require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE headers::text LIKE '%canary%'`))
+	require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE headers::text LIKE '%canary%'`))
 
 	a = s.post(t, "c", "c", "X-Kind", "other")
 	requireProblem(t, a, 500, httpkey.ProblemInternal)
@@ -302,8 +303,8 @@ func TestMiddlewareInsideAnother(t *testing.T) {
 func TestMethodsThatPassThrough(t *testing.T) {
 	t.Parallel()
 	next := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "passed") })
-	s := serve(t, newMiddleware(t, noPool(t), httpkey.Config{}).Handler(next))
-	changed := serve(t, newMiddleware(t, noPool(t), httpkey.Config{PassThrough: []string{"POST"}}).Handler(next))
+	s := serve(t, newMiddleware(t, pgtest.NoPool(t), httpkey.Config{}).Handler(next))
+	changed := serve(t, newMiddleware(t, pgtest.NoPool(t), httpkey.Config{PassThrough: []string{"POST"}}).Handler(next))
 	for method, passes := range map[string]bool{"GET": true, "HEAD": true, "OPTIONS": true, "TRACE": true, "PUT": true, "DELETE": true, "POST": false, "PATCH": false} {
 		a, err := s.ask(t.Context(), method, "/", "", "")
 		require.NoError(t, err)

@@ -64,6 +64,20 @@ func (p payer) run(ctx context.Context) error {
 	return errors.Join(err, response.Body.Close())
 }
 
+// start starts it as a process.
+func (p payer) start(t *testing.T) *exec.Cmd {
+	t.Helper()
+	binary, err := os.Executable()
+	require.NoError(t, err)
+	spec, err := json.Marshal(p)
+	require.NoError(t, err)
+	client := exec.CommandContext(t.Context(), binary)
+	client.Env = append(os.Environ(), payerVariable+"="+string(spec))
+	client.Stderr = os.Stderr
+	require.NoError(t, client.Start())
+	return client
+}
+
 // Property: a client that is killed between its attempt and the answer, before or after the server acted, finds its
 // request pending when it is back, asks again under the same key, and there is one effect.
 func TestKilledClientAsksAgainUnderItsKey(t *testing.T) {
@@ -86,16 +100,9 @@ func TestKilledClientAsksAgainUnderItsKey(t *testing.T) {
 				_ = (<-killed).Kill()
 				<-gone
 			})
-			binary, err := os.Executable()
-			require.NoError(t, err)
-			spec, err := json.Marshal(payer{Database: pool.Config().ConnString(), Server: bank.URL, Name: "charge order 4127"})
-			require.NoError(t, err)
-			client := exec.CommandContext(t.Context(), binary)
-			client.Env = append(os.Environ(), payerVariable+"="+string(spec))
-			client.Stderr = os.Stderr
-			require.NoError(t, client.Start())
+			client := payer{Database: pool.Config().ConnString(), Server: bank.URL, Name: "charge order 4127"}.start(t)
 			killed <- client.Process
-			err = client.Wait()
+			err := client.Wait()
 			close(gone)
 			require.ErrorContains(t, err, "signal: killed")
 

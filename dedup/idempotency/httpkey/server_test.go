@@ -22,19 +22,7 @@ import (
 // newPool is a database with a table for effects.
 func newPool(t *testing.T) *pgxpool.Pool {
 	t.Helper()
-	pool := pgtest.Pool(t)
-	_, err := pool.Exec(t.Context(), `CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
-	require.NoError(t, err)
-	return pool
-}
-
-// noPool is of a database that does not exist: who asks it fails.
-func noPool(t *testing.T) *pgxpool.Pool {
-	t.Helper()
-	pool, err := pgxpool.New(t.Context(), "postgres://127.0.0.1:1/none?connect_timeout=1")
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	return pool
+	return pgtest.PoolWith(t, `CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
 }
 
 // tenantOf stands for authentication.
@@ -168,20 +156,14 @@ func insert(status int) http.Handler {
 	})
 }
 
-func count(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (n int) {
-	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&n))
-	return n
-}
-
 func effects(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
-	return count(t, pool, `SELECT count(*) FROM effects`)
+	return pgtest.Count(t, pool, `SELECT count(*) FROM effects`)
 }
 
 func keys(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
-	return count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`)
+	return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`)
 }
 
 func operation(cfg idempotency.Config) httpkey.Config { return httpkey.Config{Operation: cfg} }

@@ -1,0 +1,437 @@
+package httpkey_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// cut is after how many bytes of requests, or of answers, a connection is reset; -1: never.
+type cut struct{ read, written int }
+
+// cutting resets its connections as next says of each.
+type cutting struct {
+	net.Listener
+	next func() cut
+}
+
+func (l *cutting) Accept() (net.Conn, error) {
+	conn, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &cutConn{Conn: conn, left: l.next()}, nil
+}
+
+// cutConn is read and written by one goroutine each.
+type cutConn struct {
+	net.Conn
+	left cut
+}
+
+func (c *cutConn) Read(p []byte) (int, error) {
+	if c.left.read < 0 || len(p) == 0 {
+		return c.Conn.Read(p)
+	}
+	if c.left.read == 0 {
+		_ = reset(c.Conn)
+		return 0, net.ErrClosed
+	}
+	n, err := c.Conn.Read(p[:min(len(p), c.left.read)])
+	c.left.read -= n
+	return n, err
+}
+
+func (c *cutConn) Write(p []byte) (int, error) {
+	if c.left.written < 0 {
+		return c.Conn.Write(p)
+	}
+	n, err := c.Conn.Write(p[:min(len(p), c.left.written)])
+	c.left.written -= n
+	if err == nil && n < len(p) {
+		_ = reset(c.Conn)
+		err = net.ErrClosed
+	}
+	return n, err
+}
+
+// service is a server behind the middleware that can be stopped and started again at its address. Its answers are as long as
+// its requests, and name the row of the effect.
+type service struct {
+	t       *testing.T
+	pool    *pgxpool.Pool
+	address string
+
+	mu     sync.Mutex
+	server *http.Server
+	once   *httpkey.Middleware
+	cuts   []cut               // of connections to come
+	at     func(point string)  // called at the points of an execution
+	work   func(name string)   // called in front of the effect
+	seen   map[string][]string // keys of all tries
+}
+
+func newService(t *testing.T, pool *pgxpool.Pool, cuts ...cut) *service {
+	t.Helper()
+	s := &service{t: t, pool: pool, address: "127.0.0.1:0", cuts: cuts, at: func(string) {}, work: func(string) {}, seen: map[string][]string{}}
+	require.NoError(t, s.start())
+	t.Cleanup(func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		assert.NoError(t, s.server.Close())
+	})
+	return s
+}
+
+func (s *service) start() error {
+	once, err := httpkey.New(s.pool, tenantOf, httpkey.Config{Operation: idempotency.Config{Operation: "api"}})
+	if err != nil {
+		return err
+	}
+	listener, err := (&net.ListenConfig{}).Listen(s.t.Context(), "tcp", s.address)
+	if err != nil {
+		return err
+	}
+	s.once, s.address = once, listener.Addr().String()
+	s.server = &http.Server{ErrorLog: nothing(), Handler: http.HandlerFunc(s.serve), ReadHeaderTimeout: time.Minute}
+	go func(server *http.Server) { _ = server.Serve(&cutting{listener, s.next}) }(s.server)
+	return nil
+}
+
+// restart ends all connections, and makes everything anew that a process holds in its memory.
+func (s *service) restart() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	assert.NoError(s.t, s.server.Close())
+	assert.NoError(s.t, s.start())
+}
+
+func (s *service) next() cut {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.cuts) == 0 {
+		return cut{-1, -1}
+	}
+	defer func() { s.cuts = s.cuts[1:] }()
+	return s.cuts[0]
+}
+
+// with changes what the service does.
+func (s *service) with(change func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	change()
+}
+
+func (s *service) serve(w http.ResponseWriter, r *http.Request) {
+	name := r.URL.Path[1:]
+	s.mu.Lock()
+	once, at, work := s.once, s.at, s.work
+	s.seen[name] = append(s.seen[name], r.Header.Get("Idempotency-Key"))
+	s.mu.Unlock()
+	r = r.WithContext(crashpoint.With(r.Context(), at))
+	once.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		work(name)
+		var id int
+		if err := httpkey.Tx(r).QueryRow(r.Context(), `INSERT INTO effects (name) VALUES ($1) RETURNING id`, name).Scan(&id); err != nil {
+			httpkey.Fail(r, err)
+			return
+		}
+		w.WriteHeader(http.StatusCreated)
+		_, _ = io.WriteString(w, padded(fmt.Sprintf("effect %d", id)))
+	})).ServeHTTP(w, r)
+}
+
+// padded is long enough to be cut in the middle.
+func padded(text string) string { return fmt.Sprintf("%-20000s", text) }
+
+// insist asks until it has the whole answer, as a program does: after an answer that breaks off, and after the last attempt,
+// under the same key.
+func (s *service) insist(client *http.Client, name string) (answer, error) {
+	return s.again(client, name, "")
+}
+
+func (s *service) again(client *http.Client, name, key string) (answer, error) {
+	for tries := 0; ; tries++ {
+		ctx := s.t.Context()
+		if key != "" {
+			ctx = httpkey.WithKey(ctx, key)
+		}
+		request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+s.address+"/"+name, strings.NewReader(padded(name)))
+		if err != nil {
+			return answer{}, err
+		}
+		response, err := client.Do(request)
+		var unanswered *httpkey.UnansweredError
+		if err == nil {
+			var body []byte
+			body, err = io.ReadAll(response.Body)
+			err = errors.Join(err, response.Body.Close())
+			if err == nil {
+				return answer{status: response.StatusCode, header: response.Header, body: string(body)}, nil
+			}
+			key = httpkey.SentKey(response, "")
+		} else if errors.As(err, &unanswered) {
+			key = unanswered.Key
+		}
+		if tries == 20 {
+			return answer{}, err
+		}
+	}
+}
+
+// requireOnce checks that a request has one effect, whose execution the answer is of, and one key over all tries.
+func (s *service) requireOnce(name string, a answer) {
+	s.t.Helper()
+	require.Equal(s.t, http.StatusCreated, a.status, a.body)
+	var id, n int
+	require.NoError(s.t, s.pool.QueryRow(s.t.Context(), `SELECT min(id), count(*) FROM effects WHERE name = $1`, name).Scan(&id, &n))
+	require.Equal(s.t, 1, n)
+	require.Equal(s.t, padded(fmt.Sprintf("effect %d", id)), a.body)
+	s.mu.Lock()
+	sent := slices.Compact(slices.Clone(s.seen[name]))
+	s.mu.Unlock()
+	require.Len(s.t, sent, 1, "one key over all tries")
+	require.Equal(s.t, 1, pgtest.Count(s.t, s.pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1 AND state = 'finished'`, sent[0]))
+}
+
+// Property: wherever connections are cut, a request has one effect, the client gets the answer of that execution, and all its
+// tries have one key; where the effect was committed before the cut, the answer is the stored one. Rows H4, H5.
+func TestConnectionsCutAnywhere(t *testing.T) {
+	t.Parallel()
+	early := []cut{{0, -1}, {100, -1}, {10_000, -1}} // before a request, in its head, in its body
+	late := []cut{{-1, 0}, {-1, 20}, {-1, 10_000}}   // after COMMIT before the answer, in its head, in its body
+	for name, test := range map[string]struct {
+		cuts     []cut
+		replayed bool
+	}{
+		"nowhere": {nil, false}, "before the request": {early[:1], false}, "in its head": {early[1:2], false}, "in its body": {early[2:], false},
+		"before the answer": {late[:1], true}, "in the head of the answer": {late[1:2], true}, "in the body of the answer": {late[2:], true},
+		"everywhere": {slices.Concat(early, late, early, late), true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newService(t, newPool(t), test.cuts...)
+			a, err := s.insist(newClient(t, quick(httpkey.TransportConfig{})), "charge")
+			require.NoError(t, err)
+			require.Equal(t, test.replayed, a.replayed())
+			s.requireOnce("charge", a)
+			require.Empty(t, s.cuts)
+			require.Equal(t, 1, keys(t, s.pool))
+		})
+	}
+}
+
+// Property: the same of a server that ends in the middle of an execution, and is started again. Rows H1, H4.
+func TestServerRestartedBetweenTries(t *testing.T) {
+	t.Parallel()
+	for _, point := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyCommitting, crashpoint.KeyCommitted} {
+		t.Run(point, func(t *testing.T) {
+			t.Parallel()
+			s := newService(t, newPool(t))
+			var ended atomic.Bool
+			s.with(func() {
+				s.at = func(at string) {
+					if at == point && ended.CompareAndSwap(false, true) {
+						s.restart()
+						panic(http.ErrAbortHandler)
+					}
+				}
+			})
+			a, err := s.insist(newClient(t, quick(httpkey.TransportConfig{})), "charge")
+			require.NoError(t, err)
+			require.True(t, ended.Load())
+			require.Equal(t, point == crashpoint.KeyCommitted, a.replayed())
+			s.requireOnce("charge", a)
+		})
+	}
+}
+
+// Property: a client whose first try is given up while it still runs is told to wait (409), and gets its answer. Row H7.
+func TestFirstTryStillRuns(t *testing.T) {
+	t.Parallel()
+	s := newService(t, newPool(t))
+	release := make(chan struct{})
+	s.with(func() { s.work = func(string) { <-release } })
+	let := sync.OnceFunc(func() { close(release) })
+	defer let()
+	var statuses []int
+	a, err := s.insist(newClient(t, quick(httpkey.TransportConfig{AttemptMax: time.Second, Retrying: func(_ *http.Request, r httpkey.Retry) {
+		if statuses = append(statuses, r.Status); r.Status == http.StatusConflict && len(statuses) == 2 {
+			let()
+		}
+	}})), "charge")
+	require.NoError(t, err)
+	require.Equal(t, []int{0, http.StatusConflict}, statuses[:min(2, len(statuses))])
+	require.True(t, a.replayed())
+	s.requireOnce("charge", a)
+}
+
+// Property: a service that cannot reach its database says so (503), and the same try later is executed. Row H18.
+func TestUnavailableFirst(t *testing.T) {
+	t.Parallel()
+	s := newService(t, newPool(t))
+	s.with(func() { s.once = newMiddleware(t, pgtest.NoPool(t), httpkey.Config{}) })
+	var statuses []int
+	a, err := s.insist(newClient(t, quick(httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) {
+		statuses = append(statuses, r.Status)
+		s.restart()
+	}})), "charge")
+	require.NoError(t, err)
+	require.Equal(t, []int{http.StatusServiceUnavailable}, statuses)
+	require.False(t, a.replayed())
+	s.requireOnce("charge", a)
+}
+
+// Property: the same of many requests at once, over connections that are used again and cut at random places, and servers
+// that end at random points.
+func TestRandomCutsAndRestarts(t *testing.T) {
+	t.Parallel()
+	seed := rand.Uint64()
+	t.Log("seed", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+	s := newService(t, newPool(t))
+	for range 60 {
+		at := []cut{{-1, -1}, {random.IntN(80_000), -1}, {-1, random.IntN(80_000)}}
+		s.cuts = append(s.cuts, at[random.IntN(3)])
+	}
+	restarts := 5
+	s.with(func() {
+		s.at = func(string) {
+			s.mu.Lock()
+			restart := restarts > 0 && random.IntN(20) == 0
+			if restart {
+				restarts--
+			}
+			s.mu.Unlock()
+			if restart {
+				s.restart()
+				panic(http.ErrAbortHandler)
+			}
+		}
+	})
+	client := newClient(t, quick(httpkey.TransportConfig{AttemptsMax: 10}))
+	var group sync.WaitGroup
+	answers := make([]answer, 40)
+	for worker := range 4 {
+		group.Go(func() {
+			for n := worker; n < len(answers); n += 4 {
+				var err error
+				answers[n], err = s.insist(client, fmt.Sprint("charge-", n))
+				assert.NoError(t, err)
+			}
+		})
+	}
+	group.Wait()
+	for n, a := range answers {
+		s.requireOnce(fmt.Sprint("charge-", n), a)
+	}
+	require.Equal(t, len(answers), effects(t, s.pool))
+	require.Equal(t, len(answers), keys(t, s.pool))
+}
+
+// Property: a client that is killed at each point of the execution of its request, and started again, asks under the key
+// that its table has; so does whoever asks for the answer after that, over connections that break, too. Rows H1, H5.
+func TestKilledClientOfTheMiddleware(t *testing.T) {
+	t.Parallel()
+	for _, point := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyCommitting, crashpoint.KeyCommitted} {
+		t.Run(point, func(t *testing.T) {
+			t.Parallel()
+			pool := newPool(t)
+			s := newService(t, pool, cut{-1, -1}, cut{100, -1}, cut{-1, 0})
+			killed, gone := make(chan *os.Process, 1), make(chan struct{})
+			var ended atomic.Bool
+			s.with(func() {
+				s.at = func(at string) {
+					if at == point && ended.CompareAndSwap(false, true) {
+						assert.NoError(t, (<-killed).Kill())
+						<-gone
+					}
+				}
+			})
+			spec := payer{Database: pool.Config().ConnString(), Server: "http://" + s.address + "/charge", Name: padded("charge order 4127")[:200]}
+			first := spec.start(t)
+			killed <- first.Process
+			err := first.Wait()
+			close(gone)
+			require.ErrorContains(t, err, "signal: killed")
+			require.NoError(t, spec.start(t).Wait())
+
+			pending := newPending(t, pool, httpkey.PendingConfig{})
+			left, err := pending.List(t.Context(), "", 10)
+			require.NoError(t, err)
+			require.Len(t, left, 1)
+			client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
+			request, err := http.NewRequestWithContext(httpkey.WithRequestName(t.Context(), left[0].Request), http.MethodPost, spec.Server, strings.NewReader(spec.Name))
+			require.NoError(t, err)
+			response, err := client.Do(request)
+			require.NoError(t, err)
+			body, err := io.ReadAll(response.Body)
+			require.NoError(t, errors.Join(err, response.Body.Close()))
+			a := answer{status: response.StatusCode, header: response.Header, body: string(body)}
+			require.True(t, a.replayed())
+			s.requireOnce("charge", a)
+			require.Equal(t, left[0].Key, s.seen["charge"][0])
+			require.Empty(t, s.cuts)
+			require.NoError(t, pending.Forget(t.Context(), left[0].Request, httpkey.SentKey(response, "")))
+			require.Empty(t, isPending(t, pending))
+		})
+	}
+}
+
+// Property: a client whose request ends at any point of the execution, also in the middle of COMMIT and after it, has
+// its work done, once: the next try gets the stored answer. Rows H4, H19.
+func TestClientLeavesAtEachPoint(t *testing.T) {
+	t.Parallel()
+	for _, point := range []string{crashpoint.KeyWorked, crashpoint.KeyCommitting, crashpoint.KeyCommitted} {
+		t.Run(point, func(t *testing.T) {
+			t.Parallel()
+			s := newService(t, newPool(t))
+			ctx, leave := context.WithCancel(httpkey.WithKey(t.Context(), "k"))
+			defer leave()
+			left, seen := make(chan struct{}), make(chan struct{})
+			s.with(func() {
+				s.at = func(at string) {
+					if at == point {
+						leave()
+						<-left
+						close(seen)
+					}
+				}
+			})
+			client := newClient(t, quick(httpkey.TransportConfig{AttemptsMax: 1}))
+			_, _, err := do(ctx, t, client, http.MethodPost, "http://"+s.address+"/charge", padded("charge"))
+			require.ErrorIs(t, err, context.Canceled)
+			close(left)
+			<-seen
+			s.with(func() { s.at = func(string) {} })
+			var a answer
+			require.Eventually(t, func() bool { // it may still be in progress
+				a, err = s.again(client, "charge", "k")
+				return err == nil && a.status != http.StatusConflict
+			}, 30*time.Second, time.Millisecond)
+			require.True(t, a.replayed())
+			s.requireOnce("charge", a)
+		})
+	}
+}

@@ -1,0 +1,45 @@
+package httpkey_test
+
+import (
+	"net/http"
+
+	"github.com/labstack/echo/v5"
+
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+)
+
+// echoRoutes are of echo (v5; v4 differs in that its context is no pointer, and c.Error(err) writes an error).
+func echoRoutes(authenticate func(http.Handler) http.Handler, once *httpkey.Middleware) http.Handler {
+	router := echo.New()
+	router.Use(echo.WrapMiddleware(authenticate), echo.WrapMiddleware(once.Handler), writeErrors)
+	router.POST("/orders/:order/shipments", func(c *echo.Context) error {
+		if c.Param("order") == "unknown" {
+			return echo.ErrNotFound
+		}
+		ship(c.Response(), c.Request(), c.Param("order"))
+		return nil
+	})
+	router.Group("/shops/:shop").POST("/orders/:order/shipments", func(c *echo.Context) error {
+		ship(c.Response(), c.Request(), c.Param("shop")+"-"+c.Param("order"))
+		return nil
+	})
+	return router
+}
+
+// writeErrors writes what a handler returns inside of the middleware. Echo itself does so outside of all of them: too
+// late, the empty response is taken for a success by then, and what the handler wrote before its error is committed.
+func writeErrors(next echo.HandlerFunc) echo.HandlerFunc {
+	return func(c *echo.Context) error {
+		if err := next(c); err != nil {
+			c.Echo().HTTPErrorHandler(c, err)
+		}
+		return nil
+	}
+}
+
+func ExampleMiddleware_Handler_echo() {
+	run := func(authenticate func(http.Handler) http.Handler, once *httpkey.Middleware) error {
+		return http.ListenAndServe(":8080", echoRoutes(authenticate, once))
+	}
+	_ = run
+}

@@ -99,7 +99,7 @@ func (s *settings) applyRoles(ctx context.Context, sql string, p prefixed, out i
 	if asJSON {
 		return printJSON(out, p)
 	}
-	roles := []string{p.Prefix + "_publisher", p.Prefix + "_relay", p.Prefix + "_consumer", p.Prefix + "_operator"}
+	roles := []string{p.Prefix + "_publisher", p.Prefix + "_relay", p.Prefix + "_consumer", p.Prefix + "_endpoint", p.Prefix + "_operator"}
 	_, err = fmt.Fprintf(out, "schema %s: rights of %s\n", p.Schema, strings.Join(roles, ", "))
 	return err
 }

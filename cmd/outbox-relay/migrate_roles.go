@@ -20,12 +20,13 @@ func newMigrateRoles(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "roles",
 		Short: "Print, or apply, the SQL of roles with the least rights",
-		Long: `Print the SQL of four group roles that may do what their part needs, and nothing else:
+		Long: `Print the SQL of five group roles that may do what their part needs, and nothing else:
 
   PREFIX_publisher  inserts into the outbox, and does not read it
   PREFIX_relay      "outbox-relay run", status
   PREFIX_consumer   consumers, and what their handlers publish
-  PREFIX_operator   every command that looks, parked, dead
+  PREFIX_endpoint   services with idempotency keys, and what their handlers publish
+  PREFIX_operator   every command that looks, parked, dead, keys
 
 They cannot log in. Make a role for each program a member:
 

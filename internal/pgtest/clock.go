@@ -10,7 +10,7 @@ const clockOffsetMax = 30 * 24 * time.Hour
 
 // ClockOffset is TEST_CLOCK_OFFSET: by how much the clock of the tests' servers is ahead of the tests' own.
 func ClockOffset() (time.Duration, error) {
-	text := os.Getenv("TEST_CLOCK_OFFSET") //nolint:forbidigo // the environment describes the servers of tests
+	text := os.Getenv("TEST_CLOCK_OFFSET")
 	if text == "" {
 		return 0, nil
 	}

@@ -24,6 +24,7 @@ func TestClockIsAsFarAwayAsAsked(t *testing.T) {
 
 // What is no duration, or none that a test could mean, is refused.
 func TestWrongClockOffset(t *testing.T) {
+	t.Setenv("TEST_CLOCK_OFFSET", "")
 	for _, wrong := range []string{"+1 h", "1", "10000h"} {
 		t.Setenv("TEST_CLOCK_OFFSET", wrong)
 		_, err := pgtest.ClockOffset()

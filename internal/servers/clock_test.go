@@ -19,7 +19,7 @@ func TestClockOffset(t *testing.T) {
 	t.Parallel()
 	for _, offset := range []time.Duration{time.Hour, -90 * time.Minute} {
 		p, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{Own: true, ClockOffset: offset})
-		if errors.Is(err, servers.ErrNoCompiler) && os.Getenv("REQUIRE_CONTAINERS") != "1" {
+		if errors.Is(err, servers.ErrNoCompiler) && os.Getenv("REQUIRE_CONTAINERS") != "1" { //nolint:forbidigo // as for servers: a skip is for people, not for CI
 			t.Skip("NOT TESTED: ", err)
 		}
 		require.NoError(t, err)
@@ -47,4 +47,11 @@ func requireTimeout(t *testing.T, address string) {
 	_, err = conn.Exec(ctx, "SET statement_timeout = 300; SELECT pg_sleep(10)")
 	require.ErrorContains(t, err, "statement timeout")
 	require.GreaterOrEqual(t, time.Since(began), 250*time.Millisecond)
+}
+
+// Without a C compiler a clock cannot be shifted, and no server with the machine's clock stands in.
+func TestClockOffsetNeedsACompiler(t *testing.T) {
+	t.Setenv("PATH", t.TempDir())
+	_, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{ClockOffset: time.Hour})
+	require.ErrorIs(t, err, servers.ErrNoCompiler)
 }

@@ -18,7 +18,8 @@ CREATE TABLE effectonce.idempotency_keys (
   fingerprint    effectonce.key_fingerprint NOT NULL, -- SHA-256 of what was asked for; 32 zero bytes: not compared
   -- running: not finished; somebody works on it while locked_until lies ahead. finished: the outcome is stored.
   -- indeterminate: whether a foreign system acted is unknown, and it cannot be asked again: a person or a reconciler
-  -- decides. abandoned: the attempts are used up, or the program does not know its recovery point: a person decides.
+  -- decides. abandoned: the attempts are used up: a person decides. Where a program does not know the recovery point, the
+  -- key stays running, and waits for a program that does.
   state          effectonce.key_state NOT NULL,
   phases         text[]      NOT NULL DEFAULT '{}',  -- that are done, in order; the last one is the recovery point
   calling        varchar(255),                       -- phase whose foreign call may be under way, and must not be made twice

@@ -41,7 +41,7 @@ func scheduled(t *testing.T, db querier) []later {
 // others go to the outbox in the order of the call. The stored time is never before the one that was asked for.
 func TestMessagesForLaterWait(t *testing.T) {
 	t.Parallel()
-	at := time.Now().Add(time.Hour).Truncate(time.Microsecond).Add(time.Nanosecond)
+	at := dbNow(t).Add(time.Hour).Truncate(time.Microsecond).Add(time.Nanosecond)
 	msgs := []outbox.Message{
 		{Topic: "orders", Payload: []byte("1")},
 		{Topic: "orders", Key: []byte{0, 0xff}, Payload: []byte{}, Headers: []outbox.Header{{Name: "a", Value: []byte("1")}}, DeliverAt: at},
@@ -85,11 +85,11 @@ func TestMessagesForLaterWait(t *testing.T) {
 			assert.JSONEq(t, `{"a": "1"}`, future.Headers)
 			assert.Nil(t, past.Key)
 			assert.Nil(t, past.Payload)
-			assert.True(t, past.Due.Before(time.Now()))
+			assert.True(t, past.Due.Before(dbNow(t)))
 			// Consumers take the time in an ID for the message's age.
 			assert.Equal(t, uuid.Version(7), future.ID.Version())
 			assert.WithinDuration(t, at, time.Unix(future.ID.Time().UnixTime()), 2*time.Millisecond)
-			assert.WithinDuration(t, time.Now(), time.Unix(past.ID.Time().UnixTime()), time.Hour/2, "what is past is as old as the call")
+			assert.WithinDuration(t, dbNow(t), time.Unix(past.ID.Time().UnixTime()), time.Hour/2, "what is past is as old as the call")
 		})
 	}
 }
@@ -100,7 +100,7 @@ func TestFanOut(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	own := uuid.New()
-	at := time.Now().Add(time.Hour)
+	at := dbNow(t).Add(time.Hour)
 	publishAlone(
 		t, pool,
 		outbox.Message{Topic: "a", AlsoTo: []string{"c", "b"}, Key: []byte("k"), Payload: []byte("1")},
@@ -143,7 +143,7 @@ func TestMistakenTimesAndTopicsAreRefused(t *testing.T) {
 	t.Parallel()
 	err := outbox.NewBuffer().Add(
 		t.Context(),
-		outbox.Message{Topic: "a", DeliverAt: time.Unix(time.Now().UnixMilli(), 0), AlsoTo: []string{"no topic", "b", "b", "a"}},
+		outbox.Message{Topic: "a", DeliverAt: time.Unix(dbNow(t).UnixMilli(), 0), AlsoTo: []string{"no topic", "b", "b", "a"}},
 		outbox.Message{Topic: "a", AlsoTo: strings.Split(strings.Repeat("b,", 101), ",")[:101]},
 		outbox.Message{Topic: "a", DeliverAt: time.Now().AddDate(10, 0, -1), AlsoTo: []string{"b"}},
 	)
@@ -162,7 +162,7 @@ func TestMistakenTimesAndTopicsAreRefused(t *testing.T) {
 func TestCancel(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	id, at := uuid.New(), time.Now().Add(time.Hour)
+	id, at := uuid.New(), dbNow(t).Add(time.Hour)
 	cancel := func(commit bool) (found bool) {
 		tx := begin(t, pool)
 		var err error
@@ -221,7 +221,7 @@ CREATE FUNCTION evil.uuid_floor(timestamptz) RETURNS uuid LANGUAGE sql AS $$ SEL
 	o := newOutbox(t, outbox.Config{Schema: "money"})
 	id := uuid.New()
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return o.Publish(t.Context(), tx, outbox.Message{ID: id, Topic: "a", AlsoTo: []string{"b"}, DeliverAt: time.Now().Add(time.Hour)}, outbox.Message{Topic: "a", AlsoTo: []string{"b"}})
+		return o.Publish(t.Context(), tx, outbox.Message{ID: id, Topic: "a", AlsoTo: []string{"b"}, DeliverAt: dbNow(t).Add(time.Hour)}, outbox.Message{Topic: "a", AlsoTo: []string{"b"}})
 	}))
 	var now, waiting int
 	count := `SELECT (SELECT count(*) FROM money.outbox WHERE topic IN ('a', 'b')), (SELECT count(*) FROM money.outbox_scheduled WHERE due_at > now())`
@@ -233,4 +233,12 @@ CREATE FUNCTION evil.uuid_floor(timestamptz) RETURNS uuid LANGUAGE sql AS $$ SEL
 		assert.True(t, found)
 		return err
 	}))
+}
+
+// dbNow is the time by the database's clock, which tells when a message is due.
+func dbNow(t *testing.T) time.Time {
+	t.Helper()
+	offset, err := pgtest.ClockOffset()
+	require.NoError(t, err)
+	return time.Now().Add(offset)
 }

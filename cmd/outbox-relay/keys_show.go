@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/keys"
 )
 
@@ -215,6 +216,8 @@ func keyAdvice(r keys.Row) (what, do string) {
 		return "its attempts are used up", "mend the cause, then \"keys retry\"; or \"keys finish\" with what the client is to get"
 	case r.Locked:
 		return "somebody works on it", "wait; if the holder hangs, \"keys unlock\" ends its lock"
+	case r.Error != nil && strings.HasPrefix(*r.Error, idempotency.ErrUnknownRecoveryPoint.Error()):
+		return "it waits for a program that knows the phases that are done", "see in the error which ones the program knows that looks after it; deploy one whose list begins with those that are done; or, when you know what they did, \"keys finish\""
 	case r.Stuck:
 		return "nobody works on it", "the client asks again, or the completer (Flow.Run) goes on with it: see that one runs, and its log; or \"keys finish\""
 	}

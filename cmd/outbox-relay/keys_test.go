@@ -2,6 +2,7 @@ package main_test
 
 import (
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -12,6 +13,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -139,4 +141,17 @@ func TestKeysAreReaped(t *testing.T) {
 	assert.InDelta(t, 1, r.object(t)["keys"], 0)
 	assert.Equal(t, 1, runOn(t, address, "keys", "show", "over").code)
 	assert.Equal(t, "0 keys forgotten\n", runOn(t, address, "keys", "reap").stdout)
+}
+
+// A key that no program knows the phases of is not passed over as one that is put off.
+func TestUnknownPhasesAreExplained(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	conn := connect(t, address)
+	requests(t, conn)
+	execSQL(t, conn, `UPDATE effectonce.idempotency_keys SET retry_at = now() + interval '1 min', error = $1 WHERE key = 'same' AND scope = 't7'`,
+		fmt.Sprintf("%v: done are [\"reserve\"], known [\"begin\"]", idempotency.ErrUnknownRecoveryPoint))
+	shown := runOn(t, address, "keys", "show", "same", "--scope", "t7").stdout
+	assert.Contains(t, shown, "waits for a program that knows the phases")
+	assert.Contains(t, shown, "keys finish")
 }

@@ -20,12 +20,13 @@ func newMigrateRoles(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "roles",
 		Short: "Print, or apply, the SQL of roles with the least rights",
-		Long: `Print the SQL of four group roles that may do what their part needs, and nothing else:
+		Long: `Print the SQL of five group roles that may do what their part needs, and nothing else:
 
   PREFIX_publisher  inserts into the outbox, and does not read it
   PREFIX_relay      "outbox-relay run", status
   PREFIX_consumer   consumers, and what their handlers publish
-  PREFIX_operator   every command that looks, parked, dead
+  PREFIX_endpoint   services with idempotency keys, and what their handlers publish
+  PREFIX_operator   every command that looks, parked, dead, keys
 
 They cannot log in. Make a role for each program a member:
 
@@ -99,7 +100,7 @@ func (s *settings) applyRoles(ctx context.Context, sql string, p prefixed, out i
 	if asJSON {
 		return printJSON(out, p)
 	}
-	roles := []string{p.Prefix + "_publisher", p.Prefix + "_relay", p.Prefix + "_consumer", p.Prefix + "_operator"}
+	roles := []string{p.Prefix + "_publisher", p.Prefix + "_relay", p.Prefix + "_consumer", p.Prefix + "_endpoint", p.Prefix + "_operator"}
 	_, err = fmt.Fprintf(out, "schema %s: rights of %s\n", p.Schema, strings.Join(roles, ", "))
 	return err
 }

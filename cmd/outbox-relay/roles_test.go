@@ -39,7 +39,7 @@ func TestMigrateRoles(t *testing.T) {
 	require.Greater(t, first, 60)
 	r := runOn(t, address, "migrate", "roles", "--apply", "--prefix", prefix)
 	require.Zero(t, r.code, r.stderr)
-	assert.Equal(t, "schema effectonce: rights of "+prefix+"_publisher, "+prefix+"_relay, "+prefix+"_consumer, "+prefix+"_operator\n", r.stdout)
+	assert.Equal(t, "schema effectonce: rights of "+prefix+"_publisher, "+prefix+"_relay, "+prefix+"_consumer, "+prefix+"_endpoint, "+prefix+"_operator\n", r.stdout)
 	assert.Equal(t, map[string]any{"schema": "effectonce", "prefix": prefix}, runOn(t, address, "migrate", "roles", "--apply", "--json", "--prefix", prefix).object(t))
 	execSQL(t, conn, printed.stdout)
 	assert.Equal(t, first, rights())

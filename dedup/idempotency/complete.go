@@ -73,7 +73,8 @@ const (
 
 // Complete drives unfinished flows whose client does not come back and that nobody works on, one after the other, each
 // from its recovery point, and returns how many it finished. It needs FlowConfig.StoreRequest. A flow whose attempts
-// are used up is abandoned: a person decides. An error of one flow does not keep others; all are returned.
+// are used up is abandoned: a person decides. One whose phases this program does not know is left alone for longer and longer,
+// and reported each time. An error of one flow does not keep others; all are returned.
 func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
 	type found struct {
 		Scope, Key  string
@@ -129,10 +130,14 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	return err == nil, err
 }
 
-// leave puts a flow off that this program does not know. Another version of it may.
+// leave puts a flow off that this program does not know. Another version of it may: during a deployment the older one meets
+// keys of the newer one, so it must not give them up, nor use up their attempts.
 func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) error {
 	h := newHolder(f.op, key, s)
-	return h.unlock(ctx, cause, f.retryAfter(h), false)
+	if _, err := h.update(ctx, f.op.sql.leave, text(cause), f.cfg.RetryAfter); err != nil {
+		return fmt.Errorf("put %v off: %w", key, err)
+	}
+	return nil
 }
 
 // UndecidedKey is a key whose outcome is unknown.

@@ -35,8 +35,8 @@ type FlowConfig[S any] struct {
 	StoreRequest bool
 	// CallMax is how long a foreign call may take, and how long the transaction of a phase. 1 ms to 1 h; default 1 min.
 	CallMax time.Duration
-	// RetryAfter is how long the completer leaves a flow alone that failed, doubled with each attempt up to a hundred
-	// times. 1 ms to 1 h; default 5 s.
+	// RetryAfter is how long the completer leaves a flow alone that failed, or whose phases it does not know, doubled with each
+	// attempt up to a hundred times. 1 ms to 1 h; default 5 s.
 	RetryAfter time.Duration
 	// Every is how often Run looks for what is abandoned, undecided or old. 10 ms to 1 h; default 10 s.
 	Every time.Duration

@@ -85,6 +85,13 @@ UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at
   calling = CASE WHEN $7 THEN NULL ELSE calling END
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'`
 
+// leaveSQL puts a key off that nobody holds, for as long as it is old, at least $6 and at most a hundred times that: so the
+// pause doubles each time, and a version that knows the key's phases finds no attempts used up.
+const leaveSQL = `-- idempotency.leave
+UPDATE effectonce.idempotency_keys SET error = $5, retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - created_at), 100 * $6::interval)
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
+
 // callingSQL is written before a foreign call that must not be made twice.
 const callingSQL = `-- idempotency.calling
 UPDATE effectonce.idempotency_keys SET calling = $5
@@ -131,7 +138,7 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state =
 type queries struct {
 	settings, beginWork, claimWork, takeWork, respond, failed                     string
 	claimFlow, look, takeFlow, renew, unlock, calling, undecided, advance, finish string
-	abandoned, reap, undecidedKeys, decided                                       string
+	abandoned, leave, reap, undecidedKeys, decided                                string
 }
 
 func newQueries(schema string) queries {
@@ -141,6 +148,6 @@ func newQueries(schema string) queries {
 		beginWork: in(beginWorkSQL), claimWork: in(claimWorkSQL), takeWork: in(takeWorkSQL), respond: in(respondSQL), failed: in(failedSQL),
 		claimFlow: in(claimFlowSQL), look: in(lookSQL), takeFlow: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
-		abandoned: in(abandonedSQL), reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
+		abandoned: in(abandonedSQL), leave: in(leaveSQL), reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
 	}
 }

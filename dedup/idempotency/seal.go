@@ -10,12 +10,8 @@ import (
 
 // AESSealer is a Sealer with AES-256 in Galois/counter mode. What it makes says which key it was made with, so that keys
 // are rotated while programs run: give all programs the new key, then make it the current one in all of them, and drop
-// the old one after the longest window, when nothing is left of it:
-//
-//	SELECT count(*) FROM effectonce.idempotency_keys WHERE sealed AND 'old' = ANY (ARRAY[
-//	  convert_from(substr(body, 3, get_byte(body, 1)), 'UTF8'), convert_from(substr(data, 3, get_byte(data, 1)), 'UTF8'),
-//	  convert_from(substr(request, 3, get_byte(request, 1)), 'UTF8'), (SELECT convert_from(substr(h, 3, get_byte(h, 1)), 'UTF8')
-//	  FROM decode(CASE jsonb_typeof(headers) WHEN 'string' THEN headers #>> '{}' END, 'base64') h)])
+// the old one after the longest window, when nothing is left of it: docs/operations.md, "Rotating the keys that encrypt
+// requests", has the steps and the query.
 //
 // It encrypts headers and bodies of responses, and what flows store of requests and between phases; not statuses, the texts
 // of errors, or the keys themselves. It is safe for concurrent use, and holds its keys where no formatting verb, logger or

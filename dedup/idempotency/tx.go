@@ -27,6 +27,7 @@ type transaction struct {
 
 var (
 	errOver   = fmt.Errorf("the transaction of a request is over when its work returns: %w", pgx.ErrTxClosed)
+	errEnded  = errors.New("the work ended its transaction by a statement of its own, so that neither its effects nor the key are certain: leave COMMIT and ROLLBACK to the caller")
 	errShared = errors.New("the work used its transaction from two goroutines, or while a result was open: use it from one, and close rows first")
 )
 
@@ -74,6 +75,9 @@ func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx
 	err := work(ctx, t.work)
 	if fault := t.fault.Load(); fault != nil {
 		return *fault
+	}
+	if t.pooled.Conn().PgConn().TxStatus() == 'I' { // COMMIT would say yes, with a warning, and nothing would be stored
+		return errors.Join(errEnded, err)
 	}
 	return err
 }

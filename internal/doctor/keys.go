@@ -24,6 +24,8 @@ type Keys struct {
 	OldestUnfinishedSeconds float64 `json:"oldest_unfinished_seconds"`
 	// Stuck are running, nobody has worked on them for an hour, and nobody put them off.
 	Stuck int64 `json:"stuck"`
+	// Failing are running, were first asked for more than an hour ago, and are put off.
+	Failing int64 `json:"failing"`
 	// OldestExpiredSeconds is since the first window was over of a finished key that is still there; 0: none is.
 	OldestExpiredSeconds float64 `json:"oldest_expired_seconds"`
 }
@@ -31,7 +33,7 @@ type Keys struct {
 // ReadKeys counts idempotency keys, through the partial indexes alone.
 func ReadKeys(ctx context.Context, db Querier, schema string) (k Keys, err error) {
 	err = db.QueryRow(ctx, inSchema(keysSQL, schema), KeysMax, stuckMax).
-		Scan(&k.Running, &k.OldestUnfinishedSeconds, &k.Stuck, &k.Indeterminate, &k.Abandoned, &k.OldestExpiredSeconds)
+		Scan(&k.Running, &k.OldestUnfinishedSeconds, &k.Stuck, &k.Failing, &k.Indeterminate, &k.Abandoned, &k.OldestExpiredSeconds)
 	if err != nil {
 		return k, fmt.Errorf("count idempotency keys: %w", err)
 	}
@@ -57,6 +59,10 @@ func IdempotencyKeys(ctx context.Context, db Querier, schema string) []Finding {
 	if k.Stuck > 0 {
 		found = append(found, warn(check, "outbox-relay keys list --state stuck --older-than 1h   # see that a program with Flow.Run works for these operations, and its log",
 			"%s requests are unfinished, and nobody has worked on them for %v: their clients do not come back, and no completer runs, or it fails", bounded(k.Stuck), stuckMax))
+	}
+	if k.Failing > 0 {
+		found = append(found, warn(check, "outbox-relay keys list --state running --older-than 1h   # keys show KEY has the error, and what to do",
+			"%s requests are unfinished for more than %v, and put off again and again: they fail, or no program that looks after them knows the phases that are done", bounded(k.Failing), stuckMax))
 	}
 	if over := age(k.OldestExpiredSeconds); over > expiredMax {
 		found = append(found, warn(check, "outbox-relay keys reap   # and let a program with Flow.Run or Operation.Run work all the time",

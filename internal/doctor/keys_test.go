@@ -10,7 +10,7 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Each kind of trouble with requests is found alone, with its remedy; what is under way, put off, or finished within its
+// Each kind of trouble with requests is found alone, with its remedy; what is under way, or finished within its
 // window is none.
 func TestRequestsThatNobodyEnds(t *testing.T) {
 	t.Parallel()
@@ -28,7 +28,7 @@ func TestRequestsThatNobodyEnds(t *testing.T) {
 		"over":                      {[]any{"finished", nil, nil, "-2 hours"}, "whose window is over for 2h0m0s", "outbox-relay keys reap"},
 		"locked":                    {[]any{"running", "1 min", nil, nil}, "", ""},
 		"its lock has just ended":   {[]any{"running", "-1 min", nil, nil}, "", ""},
-		"put off":                   {[]any{"running", nil, "1 min", nil}, "", ""},
+		"put off for hours":         {[]any{"running", nil, "1 min", nil}, "put off again and again", "keys list --state running --older-than 1h"},
 		"over for a moment":         {[]any{"finished", nil, nil, "-1 min"}, "", ""},
 		"within its window":         {[]any{"finished", nil, nil, "1 hour"}, "", ""},
 		"finished, never forgotten": {[]any{"finished", nil, nil, nil}, "", ""},

@@ -71,7 +71,11 @@ func EmptyDatabase(tb testing.TB) string {
 // shared one it syncs its writes, so that its crash proves something.
 func Cluster(tb testing.TB, parameters map[string]string) *servers.Postgres {
 	tb.Helper()
-	p, err := servers.StartPostgres(tb.Context(), servers.PostgresOptions{Own: true, Parameters: parameters})
+	offset, err := ClockOffset()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	p, err := servers.StartPostgres(tb.Context(), servers.PostgresOptions{Own: true, ClockOffset: offset, Parameters: parameters})
 	if err != nil {
 		tb.Fatal(err)
 	}

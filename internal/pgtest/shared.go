@@ -39,8 +39,12 @@ func (s *sharedServer) get(tb testing.TB) (server *servers.Postgres, template st
 	return s.server, s.template
 }
 
-func (s *sharedServer) start(ctx context.Context) (err error) {
-	s.server, err = servers.StartPostgres(ctx, servers.PostgresOptions{Parameters: map[string]string{
+func (s *sharedServer) start(ctx context.Context) error {
+	offset, err := ClockOffset()
+	if err != nil {
+		return err
+	}
+	s.server, err = servers.StartPostgres(ctx, servers.PostgresOptions{ClockOffset: offset, Parameters: map[string]string{
 		"max_connections": "300",
 		// Its data is gone when the process ends, so there is no crash that these could guard against,
 		// and creating and dropping a database for each test waits for dozens of syncs. A Cluster, which

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"syscall"
+	"time"
 )
 
 // cluster is a PostgreSQL that runs as a child of this process.
@@ -19,6 +20,7 @@ type cluster struct {
 	dir      string // data, log and password, removed with it
 	binaries string
 	flags    []string
+	clock    string // library that shifts the server's clock, if it is shifted
 
 	server *exec.Cmd
 	exited chan struct{} // closed when server is gone
@@ -28,7 +30,7 @@ func (c *cluster) logFile() string { return filepath.Join(c.dir, "log") }
 func (c *cluster) data() string    { return filepath.Join(c.dir, "data") }
 
 // createCluster makes the data directory.
-func createCluster(ctx context.Context, binaries, password string, flags []string) (_ *cluster, err error) {
+func createCluster(ctx context.Context, binaries, password string, flags []string, clockOffset time.Duration) (_ *cluster, err error) {
 	dir, err := os.MkdirTemp("", "effectonce-postgres-data-")
 	if err != nil {
 		return nil, err
@@ -39,6 +41,11 @@ func createCluster(ctx context.Context, binaries, password string, flags []strin
 			err = errors.Join(err, os.RemoveAll(dir))
 		}
 	}()
+	if clockOffset != 0 {
+		if c.clock, err = clockLibrary(ctx, dir, clockOffset); err != nil {
+			return nil, err
+		}
+	}
 	secret := filepath.Join(dir, "password")
 	if err := os.WriteFile(secret, []byte(password), 0o600); err != nil {
 		return nil, err
@@ -76,6 +83,9 @@ func (c *cluster) start(ctx context.Context) error {
 	defer func() { _ = log.Close() }() // the server has its own handle
 	// The server outlives the context of the call that started it.
 	server := c.command(context.WithoutCancel(ctx), "postgres", append([]string{"-D", c.data()}, c.flags...)...)
+	if c.clock != "" {
+		server.Env = append(server.Env, "LD_PRELOAD="+c.clock)
+	}
 	// Not this process's own output: whoever reads that would wait for the server to close it.
 	server.Stdout, server.Stderr = log, log
 	if err := server.Start(); err != nil {

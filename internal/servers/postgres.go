@@ -4,12 +4,14 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"maps"
 	"net/url"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/moby/moby/api/types/container"
@@ -28,6 +30,9 @@ type PostgresOptions struct {
 	Embedded bool
 	// Parameters are server settings, as in postgres -c name=value. An external server ignores them.
 	Parameters map[string]string
+	// ClockOffset is by how much the server's clock is ahead of this machine's. Another than 0 asks for downloaded binaries,
+	// like Embedded, and for a C compiler. In whole seconds.
+	ClockOffset time.Duration
 }
 
 // Postgres is a running PostgreSQL.
@@ -43,7 +48,7 @@ func StartPostgres(ctx context.Context, opts PostgresOptions) (*Postgres, error)
 	if address == "" && !opts.Own {
 		address = env("DATABASE_URL")
 	}
-	kind, err := choose(ctx, opts.Embedded, address)
+	kind, err := choose(ctx, opts.Embedded || opts.ClockOffset != 0, address)
 	if err != nil {
 		return nil, fmt.Errorf("start PostgreSQL: %w", err)
 	}
@@ -57,7 +62,12 @@ func StartPostgres(ctx context.Context, opts PostgresOptions) (*Postgres, error)
 	case KindEmbedded:
 		var binaries string
 		if binaries, err = postgresBinaries(ctx); err == nil {
-			err = launch(ctx, func(port int) (*Server, error) { return p.fromBinaries(ctx, port, binaries, opts.Parameters) })
+			err = launch(ctx, func(port int) (*Server, error) { return p.fromBinaries(ctx, port, binaries, opts) })
+		}
+		if err == nil && opts.ClockOffset != 0 {
+			if err = p.checkClock(ctx, opts.ClockOffset); err != nil {
+				err = errors.Join(err, p.Stop(context.WithoutCancel(ctx)))
+			}
 		}
 	}
 	if err != nil && replaceable(ctx, kind) {
@@ -103,7 +113,7 @@ func (p *Postgres) inContainer(ctx context.Context, port int, parameters map[str
 	return &p.Server, err
 }
 
-func (p *Postgres) fromBinaries(ctx context.Context, port int, binaries string, parameters map[string]string) (*Server, error) {
+func (p *Postgres) fromBinaries(ctx context.Context, port int, binaries string, opts PostgresOptions) (*Server, error) {
 	password := rand.Text()
 	p.URL = localURL(port, password)
 	settings := map[string]string{
@@ -112,9 +122,9 @@ func (p *Postgres) fromBinaries(ctx context.Context, port int, binaries string, 
 		// The default socket directory is shared between all servers of the machine.
 		"unix_socket_directories": "",
 	}
-	maps.Copy(settings, parameters)
+	maps.Copy(settings, opts.Parameters)
 	var err error
-	p.backend, err = createCluster(ctx, binaries, password, flags(settings))
+	p.backend, err = createCluster(ctx, binaries, password, flags(settings), opts.ClockOffset)
 	return &p.Server, err
 }
 

@@ -88,7 +88,7 @@ func TestEachSchemeIsHandledOnce(t *testing.T) {
 			seen = event
 			return book(ctx, tx, event)
 		})
-		now := time.Now()
+		now := dbNow(t)
 		for _, at := range []time.Time{now, now.Add(time.Minute), now.Add(-time.Minute)} {
 			delivery := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", bytes.NewReader(bodyOf("evt_1")))
 			delivery.Header = s.sign(t, secret, "evt_1", at, bodyOf("evt_1"))
@@ -126,7 +126,7 @@ func TestRedeliveredFiftyTimesAtOnce(t *testing.T) {
 		for range 50 {
 			group.Go(func() {
 				for {
-					status, after, err := send(t.Context(), server, request(t, id, time.Now()))
+					status, after, err := send(t.Context(), server, request(t, id, dbNow(t)))
 					if !assert.NoError(t, err) { //nolint:testifylint // not the test's goroutine
 						return
 					}
@@ -174,7 +174,7 @@ func TestFailureIsDeliveredAgain(t *testing.T) {
 			return errors.Join(book(ctx, tx, event), failures[i])
 		})
 	for ; failures[i] != nil; i++ {
-		w := deliver(r, request(t, "evt_1", time.Now()))
+		w := deliver(r, request(t, "evt_1", dbNow(t)))
 		require.Equal(t, http.StatusServiceUnavailable, w.Code, failures[i])
 		require.NotEmpty(t, w.Header().Get("Retry-After"))
 		require.Equal(t, "Service Unavailable\n", w.Body.String())
@@ -182,9 +182,9 @@ func TestFailureIsDeliveredAgain(t *testing.T) {
 		require.Zero(t, effects(t, pool, "evt_1")+keys(t, pool))
 	}
 	require.NotContains(t, logged.String(), "amount", "bodies are not logged")
-	require.Equal(t, http.StatusNoContent, deliver(r, request(t, "evt_1", time.Now())).Code)
+	require.Equal(t, http.StatusNoContent, deliver(r, request(t, "evt_1", dbNow(t))).Code)
 	require.Equal(t, 1, effects(t, pool, "evt_1"))
-	require.Equal(t, http.StatusServiceUnavailable, deliver(newReceiver(t, pgtest.NoPool(t), webhook.Config{}, book), request(t, "evt_1", time.Now())).Code)
+	require.Equal(t, http.StatusServiceUnavailable, deliver(newReceiver(t, pgtest.NoPool(t), webhook.Config{}, book), request(t, "evt_1", dbNow(t))).Code)
 }
 
 // Property: a refusal takes back what the handler wrote, is remembered with the status that was set, and never tried
@@ -202,7 +202,7 @@ func TestRefusalsStopTheSender(t *testing.T) {
 				return errors.Join(book(ctx, tx, event), fmt.Errorf("parse: %w", webhook.Refuse(io.EOF)))
 			})
 		for range 3 {
-			w := deliver(r, request(t, id, time.Now()))
+			w := deliver(r, request(t, id, dbNow(t)))
 			require.Equal(t, status, w.Code)
 			require.Empty(t, w.Header().Get("Retry-After"))
 		}
@@ -215,10 +215,10 @@ func TestRefusalsStopTheSender(t *testing.T) {
 	}
 	r := newReceiver(t, pool, webhook.Config{Idempotency: idempotency.Config{AttemptsMax: 3}}, func(context.Context, pgx.Tx, webhook.Event) error { return io.EOF })
 	for range 5 {
-		require.Equal(t, http.StatusBadRequest, deliver(r, request(t, "evt_9", time.Now().Add(-time.Hour))).Code)
+		require.Equal(t, http.StatusBadRequest, deliver(r, request(t, "evt_9", dbNow(t).Add(-time.Hour))).Code)
 	}
 	for _, want := range []int{503, 503, 200, 200} {
-		require.Equal(t, want, deliver(r, request(t, "evt_9", time.Now())).Code)
+		require.Equal(t, want, deliver(r, request(t, "evt_9", dbNow(t))).Code)
 	}
 }
 
@@ -240,9 +240,9 @@ func TestToleranceInBothDirections(t *testing.T) {
 		{24 * 365 * time.Hour, 400},
 	} {
 		id := fmt.Sprint("evt_", c.by)
-		require.Equal(t, c.want, deliver(r, request(t, id, time.Now().Add(c.by))).Code, c.by)
+		require.Equal(t, c.want, deliver(r, request(t, id, dbNow(t).Add(c.by))).Code, c.by)
 		require.Equal(t, c.want == 204, effects(t, pool, id) == 1, c.by)
-		require.Equal(t, http.StatusNoContent, deliver(r, request(t, id, time.Now())).Code, c.by)
+		require.Equal(t, http.StatusNoContent, deliver(r, request(t, id, dbNow(t))).Code, c.by)
 		require.Equal(t, http.StatusNoContent, deliver(r, request(t, id, time.Unix(1, 0))).Code, c.by)
 		require.Equal(t, 1, effects(t, pool, id))
 	}
@@ -258,7 +258,7 @@ func TestStrangersTakeNoConnection(t *testing.T) {
 		return e.ID, nil
 	}}, book)
 	with := func(change func(r *http.Request)) *http.Request {
-		delivery := request(t, "evt_1", time.Now())
+		delivery := request(t, "evt_1", dbNow(t))
 		change(delivery)
 		return delivery
 	}
@@ -273,11 +273,11 @@ func TestStrangersTakeNoConnection(t *testing.T) {
 		"said too large": {with(func(r *http.Request) { r.ContentLength = 1001 }), 413},
 		"too large":      {with(func(r *http.Request) { r.Body, r.ContentLength = io.NopCloser(endless{}), -1 }), 413},
 		"cut off":        {with(func(r *http.Request) { r.Body = io.NopCloser(failing{}) }), 400},
-		"no ID":          {request(t, "", time.Now()), 400},
-		"long ID":        {request(t, strings.Repeat("a", 256), time.Now()), 400},
-		"control in ID":  {request(t, `a\u0000`, time.Now()), 400},
-		"refused ID":     {request(t, "bad", time.Now()), 400},
-		"well-formed":    {request(t, "evt_1", time.Now()), 503},
+		"no ID":          {request(t, "", dbNow(t)), 400},
+		"long ID":        {request(t, strings.Repeat("a", 256), dbNow(t)), 400},
+		"control in ID":  {request(t, `a\u0000`, dbNow(t)), 400},
+		"refused ID":     {request(t, "bad", dbNow(t)), 400},
+		"well-formed":    {request(t, "evt_1", dbNow(t)), 503},
 	} {
 		w := deliver(r, c.request)
 		require.Equal(t, c.want, w.Code, name)
@@ -337,7 +337,7 @@ func TestDeadlineEndsWithTheBody(t *testing.T) {
 			defer server.Close()
 			for _, id := range []string{"evt_1", "evt_2"} {
 				delivery := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", bytes.NewReader(body))
-				delivery.Header = senders()["github"].sign(t, secret, id, time.Now(), body)
+				delivery.Header = senders()["github"].sign(t, secret, id, dbNow(t), body)
 				if body == nil {
 					delivery.Body = http.NoBody // an empty one goes in chunks
 				}
@@ -361,12 +361,12 @@ func TestChangedBody(t *testing.T) {
 	changed := func() *http.Request {
 		body := bytes.ReplaceAll(bodyOf("evt_1"), []byte("100"), []byte("999"))
 		r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", bytes.NewReader(body))
-		r.Header = senders()["stripe"].sign(t, secret, "evt_1", time.Now(), body)
+		r.Header = senders()["stripe"].sign(t, secret, "evt_1", dbNow(t), body)
 		return r
 	}
 	for compare, want := range map[bool]int{false: 204, true: 422} {
 		r := newReceiver(t, pool, webhook.Config{Sender: fmt.Sprint(compare), CompareBody: compare}, book)
-		require.Equal(t, http.StatusNoContent, deliver(r, request(t, "evt_1", time.Now())).Code)
+		require.Equal(t, http.StatusNoContent, deliver(r, request(t, "evt_1", dbNow(t))).Code)
 		require.Equal(t, want, deliver(r, changed()).Code)
 		require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects WHERE sender = $1`, fmt.Sprint(compare)))
 	}
@@ -378,7 +378,7 @@ func TestOwnIDs(t *testing.T) {
 	pool := newPool(t)
 	r := newReceiver(t, pool, webhook.Config{ID: func(e webhook.Event) (string, error) { return idempotency.Domain(e.Type, "in_1"), nil }}, book)
 	for _, id := range []string{"evt_1", "evt_2"} {
-		require.Equal(t, http.StatusNoContent, deliver(r, request(t, id, time.Now())).Code)
+		require.Equal(t, http.StatusNoContent, deliver(r, request(t, id, dbNow(t))).Code)
 	}
 	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
 }
@@ -413,12 +413,12 @@ func TestKilledAtEachPoint(t *testing.T) {
 		if point == crashpoint.KeyCommitted {
 			want = http.StatusNoContent
 		}
-		require.Equal(t, want, deliver(r, request(t, id, time.Now()).WithContext(kill)).Code, point)
+		require.Equal(t, want, deliver(r, request(t, id, dbNow(t)).WithContext(kill)).Code, point)
 		require.True(t, killed)
 		// The sender tries again. The pool may hand out the dead connection once more.
 		code := 0
 		for tries := 0; tries < 3 && code != http.StatusNoContent; tries++ {
-			code = deliver(r, request(t, id, time.Now())).Code
+			code = deliver(r, request(t, id, dbNow(t))).Code
 		}
 		require.Equal(t, http.StatusNoContent, code, point)
 		require.Equal(t, 1, effects(t, pool, id), point)
@@ -438,7 +438,7 @@ func TestSenderHangsUp(t *testing.T) {
 		return book(ctx, tx, event)
 	})
 	for range 2 {
-		require.Equal(t, http.StatusNoContent, deliver(r, request(t, "evt_1", time.Now()).WithContext(ctx)).Code)
+		require.Equal(t, http.StatusNoContent, deliver(r, request(t, "evt_1", dbNow(t)).WithContext(ctx)).Code)
 	}
 	require.Equal(t, 1, calls)
 	require.Equal(t, 1, effects(t, pool, "evt_1"))
@@ -456,7 +456,15 @@ func TestHandlerIsEnded(t *testing.T) {
 		}
 		return book(ctx, tx, event)
 	})
-	require.Equal(t, http.StatusServiceUnavailable, deliver(r, request(t, "evt_1", time.Now())).Code)
-	require.Eventually(t, func() bool { return deliver(r, request(t, "evt_1", time.Now())).Code == http.StatusNoContent }, 30*time.Second, time.Millisecond)
+	require.Equal(t, http.StatusServiceUnavailable, deliver(r, request(t, "evt_1", dbNow(t))).Code)
+	require.Eventually(t, func() bool { return deliver(r, request(t, "evt_1", dbNow(t))).Code == http.StatusNoContent }, 30*time.Second, time.Millisecond)
 	require.Equal(t, 1, effects(t, pool, "evt_1"))
+}
+
+// dbNow is the time by the database's clock, which is the one that tells whether a delivery is too old.
+func dbNow(t *testing.T) time.Time {
+	t.Helper()
+	offset, err := pgtest.ClockOffset()
+	require.NoError(t, err)
+	return time.Now().Add(offset)
 }

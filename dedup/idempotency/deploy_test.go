@@ -1,0 +1,117 @@
+package idempotency_test
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+// deployed leaves a flow behind that a newer program began: its second phase failed. It returns the flows of the older
+// program, whose first phase has another name, and of the newer one.
+func deployed(t *testing.T, pool *pgxpool.Pool, logger *slog.Logger) (older, newer *idempotency.Flow[payment], b *bank) {
+	t.Helper()
+	b = newBank(t)
+	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: 5 * time.Second}
+	op := newOperation(t, pool, idempotency.Config{AttemptsMax: 3, Logger: logger})
+	newer = newFlow(t, op, cfg, paymentPhases(b.URL, false))
+	phases := paymentPhases(b.URL, false)
+	phases[0].Name = "begin"
+	older = newFlow(t, op, cfg, phases)
+	b.refuse = 1
+	_, err := newer.Do(t.Context(), key("k"), []byte("100"))
+	require.ErrorIs(t, err, errAway)
+	return older, newer, b
+}
+
+// passes makes time pass for all keys.
+func passes(t *testing.T, pool *pgxpool.Pool, d time.Duration) {
+	t.Helper()
+	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval`, d)
+	require.NoError(t, err)
+}
+
+// Property: a completer that does not know the phases which are done runs nothing, gives nothing up and uses up no
+// attempts, however long it meets the key; it reports each time, and comes back at pauses that grow up to a limit. A
+// program that knows the phases goes on. Row H17.
+func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	older, newer, b := deployed(t, pool, nil)
+	passes(t, pool, time.Minute)
+	looked, last := 0, time.Duration(0)
+	for elapsed := time.Duration(0); elapsed < 2*time.Hour; {
+		_, err := older.Complete(t.Context())
+		require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+		finished, err := older.Complete(t.Context())
+		require.NoError(t, err, "it is put off")
+		require.Zero(t, finished)
+		looked++
+		var off time.Duration
+		require.NoError(t, pool.QueryRow(t.Context(), `SELECT retry_at - clock_timestamp() FROM effectonce.idempotency_keys WHERE state = 'running' AND attempts = 1
+			AND error LIKE '%["reserve"]%' AND locked_until IS NULL AND phases = '{reserve}'`).Scan(&off))
+		require.Greater(t, off, last-5*time.Second)
+		require.LessOrEqual(t, off, 500*time.Second, "a hundred times RetryAfter")
+		passes(t, pool, off)
+		elapsed, last = elapsed+off, off
+	}
+	require.Less(t, looked, 25, "not every five seconds")
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
+	_, err := older.Do(t.Context(), key("k"), []byte("100"))
+	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+	finished, err := newer.Complete(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, 1, finished)
+	requirePaidOnce(t, pool, b)
+}
+
+// Property: a key whose phases are unknown is put off for as long as it is old, at least RetryAfter, also when no attempt
+// is counted because a person or a reconciler gave it back. Row H17.
+func TestUnknownPhasesOfAKeyThatWasGivenBack(t *testing.T) {
+	t.Parallel()
+	for age, want := range map[time.Duration]time.Duration{0: 5 * time.Second, time.Minute: time.Minute, 30 * 24 * time.Hour: 500 * time.Second} {
+		pool := newPool(t)
+		older, _, _ := deployed(t, pool, nil)
+		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET attempts = 0, retry_at = NULL, created_at = clock_timestamp() - $1::interval`, age)
+		require.NoError(t, err)
+		_, err = older.Complete(t.Context())
+		require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+		var off time.Duration
+		require.NoError(t, pool.QueryRow(t.Context(), `SELECT retry_at - clock_timestamp() FROM effectonce.idempotency_keys`).Scan(&off))
+		assert.InDelta(t, want.Seconds(), off.Seconds(), 4, age)
+	}
+}
+
+// meanwhile does something when a line is logged.
+type meanwhile struct {
+	slog.Handler
+
+	do func()
+}
+
+func (m meanwhile) Handle(context.Context, slog.Record) error {
+	m.do()
+	return nil
+}
+
+// Property: a key that somebody holds again when it is put off is left to him. Row H17.
+func TestUnknownPhasesOfAKeyThatIsHeldAgain(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	const renewed = `UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + interval '1 hour', retry_at = NULL, error = NULL`
+	older, _, _ := deployed(t, pool, slog.New(meanwhile{slog.NewTextHandler(io.Discard, nil), func() {
+		_, err := pool.Exec(t.Context(), renewed)
+		assert.NoError(t, err)
+	}}))
+	passes(t, pool, time.Minute)
+	_, err := older.Complete(t.Context())
+	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE locked_until > clock_timestamp() AND retry_at IS NULL AND error IS NULL`))
+}

@@ -1,0 +1,45 @@
+package idempotency_test
+
+import (
+	"context"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+// Property: work that rolls its transaction back behind the library's back, and so loses the claim, is no success, and what
+// it does as part of a phase does not move the recovery point.
+func TestWorkThatEndedItsTransactionIsNoSuccess(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{})
+	for value, end := range map[string]func(ctx context.Context, tx pgx.Tx) error{
+		"comment":     func(ctx context.Context, tx pgx.Tx) error { _, err := tx.Exec(ctx, "-- tidy up\nROLLBACK"); return err },
+		"several":     func(ctx context.Context, tx pgx.Tx) error { _, err := tx.Exec(ctx, "SELECT 1; ROLLBACK"); return err },
+		"its own way": func(ctx context.Context, tx pgx.Tx) error { _, err := tx.Conn().Exec(ctx, "ROLLBACK"); return err },
+	} {
+		work := func(ctx context.Context, tx pgx.Tx) error {
+			if err := effect(ctx, tx, value); err != nil {
+				return err
+			}
+			return end(ctx, tx)
+		}
+		_, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+			return idempotency.Response{Status: 201}, work(ctx, tx)
+		})
+		require.ErrorContains(t, err, "ended its transaction", value)
+		flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+			step.Finish(idempotency.Response{Status: 201})
+			return work(ctx, tx)
+		}}})
+		_, err = flow.Do(t.Context(), key("flow "+value), nil)
+		require.ErrorContains(t, err, "ended its transaction", value)
+	}
+	require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
+	require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' OR phases <> '{}'`))
+	_, err := o.Once(t.Context(), key("next"), insertOnce("next"))
+	require.NoError(t, err, "the connection is in order")
+}

@@ -1,0 +1,104 @@
+package prommetrics_test
+
+import (
+	"context"
+	"errors"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/prommetrics"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// scraped returns the samples that Prometheus would read, by series.
+func scraped(t *testing.T, registry *prometheus.Registry) map[string]string {
+	t.Helper()
+	w := httptest.NewRecorder()
+	promhttp.HandlerFor(registry, promhttp.HandlerOpts{}).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/metrics", nil))
+	found := map[string]string{}
+	for line := range strings.Lines(w.Body.String()) {
+		if series, value, ok := strings.Cut(strings.TrimSpace(line), "} "); ok {
+			found[series+"}"] = value
+		} else if series, value, ok := strings.Cut(strings.TrimSpace(line), " "); ok && series != "#" {
+			found[series] = value
+		}
+	}
+	return found
+}
+
+func operation(t *testing.T, pool *pgxpool.Pool, name string, hooks idempotency.Hooks) *idempotency.Operation {
+	t.Helper()
+	op, err := idempotency.New(pool, idempotency.Config{Operation: name, Hooks: hooks})
+	require.NoError(t, err)
+	return op
+}
+
+// Property: what became of each request is counted for its operation, of all operations that share a registry; those that
+// are named have all their series before the first request; keys that are forgotten are counted. No label has a key or
+// a tenant in it.
+func TestRequestsAreCounted(t *testing.T) {
+	t.Parallel()
+	ctx, pool, registry := t.Context(), pgtest.Pool(t), prometheus.NewRegistry()
+	first, err := prommetrics.Hooks(registry, "order")
+	require.NoError(t, err)
+	second, err := prommetrics.Hooks(registry)
+	require.NoError(t, err)
+	orders, refunds := operation(t, pool, "order", first), operation(t, pool, "refund", second)
+	before := scraped(t, registry)
+	require.Len(t, before, 10, "nine outcomes of orders, and what was forgotten")
+	require.Equal(t, "0", before[`idempotency_requests_total{operation="order",outcome="lock_lost"}`])
+
+	failure := errors.New("away")
+	ask := func(op *idempotency.Operation, k idempotency.Key, err error) {
+		_, got := op.Once(ctx, k, func(context.Context, pgx.Tx) (idempotency.Response, error) {
+			return idempotency.Response{Status: 201}, err
+		})
+		require.ErrorIs(t, got, err)
+	}
+	k := idempotency.Key{Scope: "tenant-7", Value: "secret-key"}
+	for range 3 {
+		ask(orders, k, nil)
+	}
+	ask(refunds, k, nil)
+	ask(orders, idempotency.Key{Scope: "tenant-7", Value: "other"}, failure)
+	k.Fingerprint[0]++
+	_, err = orders.Once(ctx, k, nil)
+	require.ErrorIs(t, err, idempotency.ErrMismatch)
+	_, err = pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() WHERE state = 'finished'`)
+	require.NoError(t, err)
+	_, err = refunds.Reap(ctx)
+	require.NoError(t, err)
+
+	found := scraped(t, registry)
+	for series, want := range map[string]string{
+		`idempotency_requests_total{operation="order",outcome="executed"}`: "1", `idempotency_requests_total{operation="order",outcome="replayed"}`: "2",
+		`idempotency_requests_total{operation="order",outcome="mismatch"}`: "1", `idempotency_requests_total{operation="order",outcome="failed"}`: "1",
+		`idempotency_requests_total{operation="order",outcome="invalid"}`: "0", `idempotency_requests_total{operation="refund",outcome="executed"}`: "1",
+		`idempotency_keys_forgotten_total`: "2",
+	} {
+		require.Equal(t, want, found[series], series)
+	}
+	for series := range found {
+		require.NotContains(t, series, "tenant-7")
+		require.NotContains(t, series, "secret-key")
+	}
+}
+
+// Property: counters of another shape under the same name are an error, not a panic in the middle of a request.
+func TestNameThatIsTaken(t *testing.T) {
+	t.Parallel()
+	registry := prometheus.NewRegistry()
+	require.NoError(t, registry.Register(prometheus.NewCounter(prometheus.CounterOpts{Name: "idempotency_requests_total", Help: "other"})))
+	_, err := prommetrics.Hooks(registry)
+	require.ErrorContains(t, err, "register metrics of idempotency keys")
+}

@@ -94,7 +94,7 @@ LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-  RAISE EXCEPTION 'the consumer ends the transaction, not the handler' USING ERRCODE = 'EO002',
+  RAISE EXCEPTION 'who began the transaction ends it, not the handler' USING ERRCODE = 'EO002',
     HINT = 'Return nil to commit, or an error to roll back.';
 END
 $$;

@@ -86,7 +86,7 @@ GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(),
 -- Endpoint: what executes requests by their idempotency keys
 
 GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_endpoint;
-GRANT EXECUTE ON FUNCTION effectonce.advance_key(text, text, text, bigint, text, bytea),
+GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(), effectonce.advance_key(text, text, text, bigint, text, bytea),
   effectonce.finish_key(text, text, text, bigint, text, integer, jsonb, bytea, boolean, interval) TO effectonce_endpoint;
 
 -- ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@ package idempotency_test
 
 import (
 	"context"
+	"errors"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -42,4 +43,49 @@ func TestWorkThatEndedItsTransactionIsNoSuccess(t *testing.T) {
 	require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' OR phases <> '{}'`))
 	_, err := o.Once(t.Context(), key("next"), insertOnce("next"))
 	require.NoError(t, err, "the connection is in order")
+}
+
+// Property: what work commits behind the library's back is there once, and nobody is told that it succeeded with an empty
+// response.
+func TestWorkThatCommittedByItselfIsInDoubt(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{})
+	work := func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		if err := effect(ctx, tx, "k"); err != nil {
+			return idempotency.Response{}, err
+		}
+		_, err := tx.Conn().Exec(ctx, "COMMIT")
+		return idempotency.Response{Status: 201}, err
+	}
+	_, err := o.Once(t.Context(), key("k"), work)
+	require.ErrorContains(t, err, "ended its transaction")
+	_, err = o.Once(t.Context(), key("k"), work)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	require.Equal(t, 1, effects(t, pool, "k"))
+}
+
+// Property: a phase cannot commit by itself, and then be run again; nor does a transaction that the work begins instead count.
+func TestPhaseCannotCommitByItself(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{})
+	for value, sql := range map[string]string{"commit": "COMMIT", "commit and begin": "COMMIT; BEGIN", "begin anew": "ROLLBACK; BEGIN"} {
+		own := func(ctx context.Context, tx pgx.Tx) error {
+			_, err := tx.Conn().Exec(ctx, sql)
+			return errors.Join(err, effect(ctx, tx, "phase of "+value))
+		}
+		flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+			step.Finish(idempotency.Response{Status: 201})
+			return errors.Join(effect(ctx, tx, "phase of "+value), own(ctx, tx))
+		}}})
+		_, err := flow.Do(t.Context(), key("flow "+value), nil)
+		require.Error(t, err, value)
+		require.Zero(t, effects(t, pool, "phase of "+value))
+	}
+	_, err := o.Once(t.Context(), key("once"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		_, err := tx.Conn().Exec(ctx, "ROLLBACK; BEGIN")
+		return idempotency.Response{Status: 201}, err
+	})
+	require.ErrorContains(t, err, "ended its transaction")
 }

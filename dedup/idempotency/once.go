@@ -126,9 +126,14 @@ func (o *Operation) respond(ctx context.Context, t *transaction, key Key, respon
 		return err
 	}
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
+	var stored bool
 	err = t.commit(ctx, func(batch *pgx.Batch) {
-		batch.Queue(o.sql.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped)
+		batch.Queue(o.sql.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped).
+			Exec(func(tag pgconn.CommandTag) error { stored = tag.RowsAffected() == 1; return nil })
 	})
+	if err == nil && !stored { // it is another transaction than the one that claimed
+		err = errEnded
+	}
 	if err != nil {
 		return fmt.Errorf("commit %v: %w", key, err)
 	}

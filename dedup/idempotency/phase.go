@@ -75,7 +75,10 @@ var errNoResponse = errors.New("the last phase did not call Finish: nothing was 
 
 // write is the transaction of a phase.
 func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
-	t, err := h.o.begin(ctx, h.o.limits)
+	t, err := h.o.begin(ctx, func(batch *pgx.Batch) {
+		h.o.limits(batch)
+		batch.Queue(h.o.sql.guard)
+	})
 	if err != nil {
 		return fmt.Errorf("begin phase %q: %w", phase.Name, err)
 	}
@@ -98,7 +101,11 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 		return context.Cause(ctx)
 	}
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
-	if err := t.commit(ctx, last); err != nil {
+	err = t.commit(ctx, func(batch *pgx.Batch) {
+		batch.Queue(closeGuardSQL)
+		last(batch)
+	})
+	if err != nil {
 		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
 	}
 	h.at.attempts = 1

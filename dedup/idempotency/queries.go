@@ -12,7 +12,7 @@ const durable = `set_config('synchronous_commit', CASE WHEN current_setting('syn
 
 // columns of a key.
 const columns = `state, fingerprint, phases, calling, data, request, coalesce(lock_token, 0), locked_until > clock_timestamp(),
-  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed`
+  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed, finished_at IS NULL AND status IS NULL`
 
 // found is a key that exists.
 const found = columns + `
@@ -20,7 +20,7 @@ FROM effectonce.idempotency_keys WHERE scope = $1 AND operation = $2 AND key = $
 
 // fresh are the same columns of one that this statement made.
 const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
-  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean FROM claimed`
+  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean FROM claimed`
 
 // beginWorkSQL sets the limits of a claim, and looks what is there: nulls, if nothing is.
 const beginWorkSQL = `-- idempotency.begin_work
@@ -48,6 +48,17 @@ RETURNING set_config('lock_timeout', $8, true)`
 const respondSQL = `-- idempotency.respond
 UPDATE effectonce.idempotency_keys SET status = $4::smallint, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp()
 WHERE scope = $1 AND operation = $2 AND key = $3`
+
+// guardSQL opens a cursor in the transaction of a phase that makes a COMMIT of the work's own fail, since the phase would be
+// run again; closeGuardSQL takes it away: see consumer.guard. Work in one transaction does without: its key is
+// committed with it, and found to have no outcome.
+const guardSQL = `-- idempotency.guard
+DECLARE ` + guardCursor + ` NO SCROLL CURSOR WITH HOLD FOR SELECT effectonce.refuse_commit()`
+
+const (
+	guardCursor   = "effectonce_guard"
+	closeGuardSQL = "CLOSE " + guardCursor
+)
 
 // failedSQL counts an attempt of work whose transaction was rolled back, and with it the claim. It leaves alone what
 // others have made of the key meanwhile.
@@ -138,7 +149,7 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state =
 type queries struct {
 	settings, beginWork, claimWork, takeWork, respond, failed                     string
 	claimFlow, look, takeFlow, renew, unlock, calling, undecided, advance, finish string
-	abandoned, leave, reap, undecidedKeys, decided                                string
+	abandoned, leave, guard, reap, undecidedKeys, decided                         string
 }
 
 func newQueries(schema string) queries {
@@ -148,6 +159,6 @@ func newQueries(schema string) queries {
 		beginWork: in(beginWorkSQL), claimWork: in(claimWorkSQL), takeWork: in(takeWorkSQL), respond: in(respondSQL), failed: in(failedSQL),
 		claimFlow: in(claimFlowSQL), look: in(lookSQL), takeFlow: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
-		abandoned: in(abandonedSQL), leave: in(leaveSQL), reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
+		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
 	}
 }

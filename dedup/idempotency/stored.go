@@ -39,6 +39,7 @@ type stored struct {
 	body        []byte
 	dropped     bool
 	sealed      bool
+	unfinished  bool // it has no outcome
 }
 
 // read takes the row of a claim or a look, if there is one.
@@ -46,11 +47,11 @@ func read(row pgx.Row) (*stored, error) {
 	s := &stored{}
 	var is *state
 	var fingerprint []byte
-	var locked, dropped, sealed *bool
+	var locked, dropped, sealed, unfinished *bool
 	var remaining *float64
 	var attempts *int
 	err := row.Scan(&is, &fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &locked, &remaining, &attempts,
-		&s.status, &s.headers, &s.body, &dropped, &sealed)
+		&s.status, &s.headers, &s.body, &dropped, &sealed, &unfinished)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no row is no error
 	}
@@ -63,7 +64,7 @@ func read(row pgx.Row) (*stored, error) {
 	s.state, s.fingerprint = *is, Fingerprint(fingerprint)
 	s.locked = locked != nil && *locked
 	s.remaining = time.Duration(*remaining * float64(time.Second))
-	s.attempts, s.dropped, s.sealed = *attempts, *dropped, *sealed
+	s.attempts, s.dropped, s.sealed, s.unfinished = *attempts, *dropped, *sealed, *unfinished
 	return s, nil
 }
 
@@ -73,6 +74,8 @@ func (o *Operation) answer(k Key, s *stored) (response Response, ok bool, err er
 	switch {
 	case s.fingerprint != k.Fingerprint:
 		return Response{}, true, ErrMismatch
+	case s.state == finished && s.unfinished:
+		return Response{}, true, fmt.Errorf("%w: its work committed by a statement of its own, and left no response", ErrIndeterminate)
 	case s.state == finished:
 		response, err := o.replay(k, s)
 		return response, true, err

@@ -19,6 +19,7 @@ import (
 type transaction struct {
 	o      *Operation
 	pooled *pgxpool.Conn
+	conn   *pgx.Conn // of pooled
 	work   *handlertx.Tx
 	busy   atomic.Bool // a statement of the work is under way
 	over   atomic.Bool // the work has returned
@@ -39,8 +40,15 @@ func (t *transaction) Enter() error {
 	if !t.busy.CompareAndSwap(false, true) {
 		return t.Misused(errShared)
 	}
+	if t.ended() { // each statement would be a transaction of its own
+		t.busy.Store(false)
+		return t.Misused(errEnded)
+	}
 	return nil
 }
+
+// ended tells whether the work ended the transaction, by a statement that got past handlertx.
+func (t *transaction) ended() bool { return t.conn.PgConn().TxStatus() == 'I' }
 
 // Leave implements handlertx.Gate.
 func (t *transaction) Leave(error) { t.busy.Store(false) }
@@ -57,8 +65,8 @@ func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*t
 	if err != nil {
 		return nil, fmt.Errorf("get a database connection: %w", err)
 	}
-	t := &transaction{o: o, pooled: pooled}
-	t.work = handlertx.New(pooled.Conn(), t, new(int))
+	t := &transaction{o: o, pooled: pooled, conn: pooled.Conn()}
+	t.work = handlertx.New(t.conn, t, new(int))
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
 	first(batch)
@@ -76,7 +84,7 @@ func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx
 	if fault := t.fault.Load(); fault != nil {
 		return *fault
 	}
-	if t.pooled.Conn().PgConn().TxStatus() == 'I' { // COMMIT would say yes, with a warning, and nothing would be stored
+	if t.ended() { // COMMIT would say yes, with a warning, and nothing would be stored
 		return errors.Join(errEnded, err)
 	}
 	return err

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"sync"
 	"testing"
 	"time"
 
@@ -121,6 +122,76 @@ func TestPausedTopicWaits(t *testing.T) {
 			require.Equal(t, []string{"1", "3", "5", "6"}, keyed(t, topic, "k0"))
 			require.Equal(t, []string{"2", "4"}, keyed(t, topic, "k1"))
 			require.Equal(t, []string{"topic.pause", "topic.resume"}, one[[]string](t, pool, `SELECT array_agg(what ORDER BY id) FROM effectonce.operator_actions`))
+		})
+	}
+}
+
+// Property: the rows of a key are published in their order, whenever in their midst its topic is paused and resumed.
+func TestOrderAcrossPauses(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+			running(t, pool, relay.Config{ExactlyOnce: exactly})
+			var writing sync.WaitGroup
+			defer writing.Wait()
+			stop, written := make(chan struct{}), 0
+			writing.Go(func() {
+				for ; ; written++ {
+					select {
+					case <-stop:
+						return
+					default:
+					}
+					if _, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', $2), ($1, 'l', $2)`, topic, fmt.Append(nil, written)); err != nil {
+						t.Errorf("write: %v", err)
+						return
+					}
+				}
+			})
+			for range 3 {
+				_, err := relay.Pause(ctx, pool, "", "default", "ana", "test", topic)
+				require.NoError(t, err)
+				await(t, "rows wait", func() bool { return dead(t, pool) > 10 })
+				_, err = relay.Resume(ctx, pool, "", "default", "ana", "test", topic)
+				require.NoError(t, err)
+				// Those that come meanwhile wait behind them.
+				await(t, "they are released", func() bool {
+					return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'paused'`) == 0
+				})
+			}
+			close(stop)
+			writing.Wait()
+			await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 2*written && dead(t, pool) == 0 })
+			for _, key := range []string{"k", "l"} {
+				got := keyed(t, topic, key)
+				require.Len(t, got, written)
+				for i, v := range got {
+					require.Equal(t, fmt.Sprint(i), v)
+				}
+			}
+		})
+	}
+}
+
+// Property: what becomes of dead rows is decided by who holds the shard: one that lost it while it published them, or
+// found that they still cannot be, leaves them as they are. Row O13.
+func TestDeadRowsBelongToTheHolder(t *testing.T) {
+	t.Parallel()
+	for tag, headers := range map[string]string{"-- relay.exhume": `{}`, "-- relay.hold_again": `{"n": {}}`} {
+		t.Run(tag, func(t *testing.T) {
+			t.Parallel()
+			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+			insert(t, pool, topic, "k", "1")
+			must(t, pool, `UPDATE effectonce.outbox SET headers = '{"n": {}}'`)
+			drain(t, newRelay(t, pool, relay.Config{}))
+			must(t, pool, `UPDATE effectonce.outbox_dead SET headers = $1, state = 'retry'`, headers)
+			row := func() string { return one[string](t, pool, `SELECT d::text FROM effectonce.outbox_dead d`) }
+			before := row()
+			_, _ = newRelay(t, traced(t, pool, &between{tag, func(context.Context) { must(t, pool, takenSQL) }}), relay.Config{}).Drain(ctx) // it may not have found out
+			require.Equal(t, before, row())
+			require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
 		})
 	}
 }

@@ -242,6 +242,19 @@ func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
 	require.NoError(t, <-done)
 }
 
+// Property: a replica that cannot renew its lease gives the shard up when it is over, also while it has nothing to do.
+// Row O13.
+func TestShardIsGivenUpWhenItsLeaseIsOver(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	tracer := newStalled(nil)
+	var l leases
+	runs(t, traced(t, pool, tracer), relay.Config{Lease: time.Second, Hooks: l.hooks()})
+	await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+	tracer.cut.Store(true)
+	await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
+}
+
 // Property: the tick at which the number of shards changes is taken when no shard reads a page: none is behind it, and
 // nothing is published again by the new shards.
 func TestShardsChangeWhenNothingIsRead(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -171,6 +172,37 @@ func TestOrderAcrossPauses(t *testing.T) {
 					require.Equal(t, fmt.Sprint(i), v)
 				}
 			}
+		})
+	}
+}
+
+// Property: rows of a key wait behind a dead one however often the relay has looked at it in vain, and also from the moment
+// at which it is handed back to that at which it is published: then they follow in their order.
+func TestRowsBehindADeadOneWait(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+			var looks atomic.Int64
+			runs(t, traced(t, pool, &between{"-- relay.waiting_topics", func(context.Context) { looks.Add(1) }}), relay.Config{ExactlyOnce: exactly, Lease: time.Second})
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
+			await(t, "the row is dead", func() bool { return dead(t, pool) == 1 })
+			for i := 2; i <= 3; i++ {
+				before := looks.Load()
+				await(t, "the relay looks", func() bool { return looks.Load() > before+1 })
+				insert(t, pool, topic, "k", fmt.Sprint(i))
+				await(t, "the next row waits", func() bool { return dead(t, pool) == i || kafkatest.Count(t, topic) > 0 })
+			}
+			require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+				_, err := tx.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry', headers = '{}' WHERE payload = '1'`)
+				if err == nil {
+					_, err = tx.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '4')`, topic)
+				}
+				return err
+			}))
+			await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 4 && dead(t, pool) == 0 })
+			require.Equal(t, []string{"1", "2", "3", "4"}, values(t, topic))
 		})
 	}
 }

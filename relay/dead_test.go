@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -164,13 +165,16 @@ func TestOrderAcrossPauses(t *testing.T) {
 			}
 			close(stop)
 			writing.Wait()
-			await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 2*written && dead(t, pool) == 0 })
+			await(t, "all is published", func() bool { return len(values(t, topic)) >= 2*written && dead(t, pool) == 0 })
 			for _, key := range []string{"k", "l"} {
-				got := keyed(t, topic, key)
-				require.Len(t, got, written)
-				for i, v := range got {
-					require.Equal(t, fmt.Sprint(i), v)
+				next := 0
+				for _, v := range keyed(t, topic, key) {
+					if n, err := strconv.Atoi(v); err != nil || n >= next || exactly { // else it may come again
+						require.Equal(t, fmt.Sprint(next), v)
+						next++
+					}
 				}
+				require.Equal(t, written, next)
 			}
 		})
 	}
@@ -221,7 +225,7 @@ func TestDeadRowsBelongToTheHolder(t *testing.T) {
 			must(t, pool, `UPDATE effectonce.outbox_dead SET headers = $1, state = 'retry'`, headers)
 			row := func() string { return one[string](t, pool, `SELECT d::text FROM effectonce.outbox_dead d`) }
 			before := row()
-			_, _ = newRelay(t, traced(t, pool, &between{tag, func(context.Context) { must(t, pool, takenSQL) }}), relay.Config{}).Drain(ctx) // it may not have found out
+			_, _ = newRelay(t, traced(t, pool, &between{tag, meddle(t, pool, takenSQL)}), relay.Config{}).Drain(ctx) // it may not have found out
 			require.Equal(t, before, row())
 			require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
 		})

@@ -35,6 +35,16 @@ func (b *between) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.Tr
 
 func (b *between) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
+// meddle is what between does: it changes the database behind the relay's back.
+func meddle(t *testing.T, pool *pgxpool.Pool, sql string) func(context.Context) {
+	t.Helper()
+	return func(ctx context.Context) {
+		if _, err := pool.Exec(ctx, sql); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // traced is a second pool on a pool's database.
 func traced(t *testing.T, pool *pgxpool.Pool, tracer pgx.QueryTracer) *pgxpool.Pool {
 	t.Helper()

@@ -60,7 +60,7 @@ func (r read) OnBrokerRead(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Dur
 func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	cfg := relay.Config{ExactlyOnce: true, ProgressTopic: kafkatest.UnusedTopic(t), Lease: time.Second}
+	cfg := relay.Config{ExactlyOnce: true, ProgressTopic: kafkatest.UnusedTopic(t), Lease: time.Minute} // who loses it would wait, too
 	first := newRelay(t, pool, cfg)
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)

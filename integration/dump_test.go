@@ -39,8 +39,8 @@ func newPgPrograms(t *testing.T) pgPrograms {
 			return p
 		}
 	}
-	if os.Getenv("REQUIRE_PG_DUMP") == "1" {
-		t.Fatal("REQUIRE_PG_DUMP=1, but there is no pg_dump of PostgreSQL " + pgMajor + ": name its directory in PG_PROGRAMS")
+	if os.Getenv("REQUIRE_CONTAINERS") == "1" {
+		t.Fatal("REQUIRE_CONTAINERS=1, but there is no pg_dump of PostgreSQL " + pgMajor + ", not even in the image " + pgImage + ": name its directory in PG_PROGRAMS")
 	}
 	t.Skip("LOUD SKIP: there is no pg_dump of PostgreSQL " + pgMajor + " on this machine; PG_PROGRAMS names its directory")
 	return pgPrograms{}

@@ -147,8 +147,8 @@ func (d *dumped) prepare(t *testing.T) {
 	topic := kafkatest.Topic(t, 2)
 	d.paused, d.missing, d.later = kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t), kafkatest.Topic(t, 1)
 	d.writers = writers{goroutines: 4, transactions: 200, keys: 6, topic: topic, seed: 5, pauses: true}
-	r := start(t, d.child)
 	d.writers.run(ctx, t, pool)
+	r := start(t, d.child) // not before: the floor of a shard to which no key falls stays where its lease was taken
 	requirePublished(t, pool, topic)
 	_, err := relay.Pause(ctx, pool, "", "default", "ana", "test", d.paused)
 	require.NoError(t, err)

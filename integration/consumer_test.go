@@ -30,7 +30,7 @@ func produced(t *testing.T, pool *pgxpool.Pool, topic string, keys, versions, du
 func producedAt(t *testing.T, brokers []string, pool *pgxpool.Pool, topic, name string, keys, versions, duplicateEvery int) {
 	t.Helper()
 	ctx := t.Context()
-	client := kafkatest.ClientAt(t, brokers)
+	client := kafkatest.ClientAt(t, brokers, kgo.UnknownTopicRetries(50)) // a topic that was just made anew
 	var records []*kgo.Record
 	for version := 1; version <= versions; version++ {
 		for k := range keys {
@@ -62,11 +62,16 @@ func handled(ctx context.Context, t *testing.T, pool *pgxpool.Pool, limit time.D
 
 func allHandled(ctx context.Context, t *testing.T, pool *pgxpool.Pool, limit time.Duration) {
 	t.Helper()
+	eventually(t, limit, "every message has its effect", effectsOfAll(ctx, t, pool))
+}
+
+func effectsOfAll(ctx context.Context, t *testing.T, pool *pgxpool.Pool) func() (bool, any) {
+	t.Helper()
 	want := count(ctx, t, pool, `SELECT sum(version) FROM versions`)
-	eventually(t, limit, "every message has its effect", func() (bool, any) {
+	return func() (bool, any) {
 		n := count(ctx, t, pool, `SELECT count(*) FROM (SELECT DISTINCT key, version FROM effects) d`)
 		return n == want, fmt.Sprintf("%d of %d", n, want)
-	})
+	}
 }
 
 // Property: a consumer that is killed at any point between two durable steps, and started again, has every

@@ -39,8 +39,8 @@ func newPgPrograms(t *testing.T) pgPrograms {
 			return p
 		}
 	}
-	if os.Getenv("REQUIRE_PG_DUMP") == "1" {
-		t.Fatal("REQUIRE_PG_DUMP=1, but there is no pg_dump of PostgreSQL " + pgMajor + ": name its directory in PG_PROGRAMS")
+	if os.Getenv("REQUIRE_CONTAINERS") == "1" {
+		t.Fatal("REQUIRE_CONTAINERS=1, but there is no pg_dump of PostgreSQL " + pgMajor + ", not even in the image " + pgImage + ": name its directory in PG_PROGRAMS")
 	}
 	t.Skip("LOUD SKIP: there is no pg_dump of PostgreSQL " + pgMajor + " on this machine; PG_PROGRAMS names its directory")
 	return pgPrograms{}
@@ -147,8 +147,8 @@ func (d *dumped) prepare(t *testing.T) {
 	topic := kafkatest.Topic(t, 2)
 	d.paused, d.missing, d.later = kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t), kafkatest.Topic(t, 1)
 	d.writers = writers{goroutines: 4, transactions: 200, keys: 6, topic: topic, seed: 5, pauses: true}
-	r := start(t, d.child)
 	d.writers.run(ctx, t, pool)
+	r := start(t, d.child) // not before: the floor of a shard to which no key falls stays where its lease was taken
 	requirePublished(t, pool, topic)
 	_, err := relay.Pause(ctx, pool, "", "default", "ana", "test", d.paused)
 	require.NoError(t, err)

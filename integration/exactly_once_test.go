@@ -128,7 +128,7 @@ func freezeTransaction(t *testing.T, point string, trusts bool) {
 	}
 	heir := start(t, c)
 	// Less than the transaction's 30 s: the successor ends it, not the broker.
-	eventually(t, 20*time.Second, "the last stable offset moves", func() (bool, any) {
+	within(t, 20*time.Second, "the last stable offset moves", func() (bool, any) {
 		now := partitionsOf(t, kafka.Brokers, topic)[0]
 		return now.stable == now.end && (point == crashpoint.RelayCommitted || now.stable > hanging.stable), now
 	})

@@ -58,9 +58,9 @@ func pooled(t *testing.T, mode, prepared string, c child) {
 	p := newPooler(t, address, settings...)
 	db := open(t, address)
 	createWorkload(t, db)
-	versions, rounds := 400, 6
+	versions, rounds := 200, 6
 	if testing.Short() {
-		t.Log("-short: 100 versions and 2 rounds instead of 400 and 6")
+		t.Log("-short: 100 versions and 2 rounds instead of 200 and 6")
 		versions, rounds = 100, 2
 	}
 	topic, forward := kafkatest.Topic(t, 4), kafkatest.Topic(t, 1)

@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"flag"
+	"fmt"
 	"log/slog"
 	"os"
 	"os/exec"
@@ -77,7 +79,19 @@ func TestMain(m *testing.M) {
 		os.Exit(runChild(spec)) //nolint:forbidigo // this process is a program, not a test
 	}
 	metrics.UseNilMetrics = true // sarama's would tick for ever
+	sideBySide()
 	pgtest.Main(m, leftByProxies()...)
+}
+
+// sideBySide runs more tests at once than there are processors, unless the command line says how many: nearly all of
+// their time they wait for leases, sessions and servers.
+func sideBySide() {
+	flag.Parse()
+	chosen := false
+	flag.Visit(func(f *flag.Flag) { chosen = chosen || f.Name == "test.parallel" })
+	if !chosen {
+		_ = flag.Set("test.parallel", fmt.Sprint(3*runtime.GOMAXPROCS(0)))
+	}
 }
 
 func runChild(spec string) int {
@@ -323,7 +337,7 @@ func (p *process) kill() {
 // terminate asks for a clean stop, as soon as the process can hear, and returns how it ended.
 func (p *process) terminate() error {
 	for !strings.Contains(p.log.String(), childReady) && !p.ended() {
-		runtime.Gosched()
+		<-time.After(time.Millisecond)
 	}
 	p.signal(syscall.SIGTERM)
 	<-p.done

@@ -236,9 +236,9 @@ func restoreDump(t *testing.T, c restored) {
 	createWorkload(t, pool)
 	topic := kafkatest.Topic(t, 2)
 	c.Role, c.URL, c.Brokers, c.Lease = "relay", cluster.URL, kafkatest.Brokers(t), time.Second
-	r := start(t, c.child)
 	w := writers{goroutines: 4, transactions: 200, keys: 6, topic: topic, seed: 5, pauses: true}
 	w.run(ctx, t, pool)
+	r := start(t, c.child) // not before: the floor of a shard to which no key falls stays where its lease was taken
 	requirePublished(t, pool, topic)
 	eventually(t, 30*time.Second, "the floor moves", func() (bool, any) {
 		n := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress`)

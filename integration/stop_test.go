@@ -86,7 +86,7 @@ func TestDrainMaxBoundsTheStop(t *testing.T) {
 	sleeping := `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'`
 	eventually(t, 30*time.Second, "a handler is at work", func() (bool, any) { return count(ctx, t, pool, sleeping) == 1, slow.log })
 	slow.signal(syscall.SIGTERM)
-	eventually(t, 20*time.Second, "the consumer stops", func() (bool, any) { return slow.ended(), slow.log })
+	within(t, 20*time.Second, "the consumer stops", func() (bool, any) { return slow.ended(), slow.log })
 	require.NoError(t, slow.err)
 	require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effects`))
 	c.Pause = 0
@@ -112,7 +112,7 @@ func TestStopDoesNotWaitForOtherMembers(t *testing.T) {
 		return strings.Count(stays.log.String(), childJoins) > asked, stays.log
 	})
 	stays.signal(syscall.SIGTERM)
-	eventually(t, 25*time.Second, "it stops", func() (bool, any) { return stays.ended(), stays.log })
+	within(t, 25*time.Second, "it stops", func() (bool, any) { return stays.ended(), stays.log })
 	require.NoError(t, stays.err)
 }
 
@@ -125,7 +125,7 @@ func TestStopBeforeItBegan(t *testing.T) {
 		c.URL = url
 		p := start(t, c)
 		group.Go(func() { _ = p.terminate() })
-		eventually(t, 20*time.Second, "it stops", func() (bool, any) { return p.ended(), p.log })
+		within(t, 20*time.Second, "it stops", func() (bool, any) { return p.ended(), p.log })
 		require.NoError(t, p.err, p.log)
 	}
 	group.Wait()

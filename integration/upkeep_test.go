@@ -36,7 +36,7 @@ func TestFrozenUpkeepDoesNotHoldUpClaims(t *testing.T) {
 	eventually(t, 30*time.Second, "the upkeep freezes", func() (bool, any) { return frozen(zombie), zombie.log })
 	heir := start(t, c)
 	producedAt(t, c.Brokers, pool, c.Topic, "k", 4, 50, 0)
-	handled(ctx, t, pool, 30*time.Second)
+	within(t, 30*time.Second, "every message has its effect", effectsOfAll(ctx, t, pool))
 	zombie.signal(syscall.SIGCONT)
 	<-zombie.done
 	require.Error(t, zombie.err, "its connection is gone")

@@ -5,6 +5,9 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"strconv"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -121,6 +124,110 @@ func TestPausedTopicWaits(t *testing.T) {
 			require.Equal(t, []string{"1", "3", "5", "6"}, keyed(t, topic, "k0"))
 			require.Equal(t, []string{"2", "4"}, keyed(t, topic, "k1"))
 			require.Equal(t, []string{"topic.pause", "topic.resume"}, one[[]string](t, pool, `SELECT array_agg(what ORDER BY id) FROM effectonce.operator_actions`))
+		})
+	}
+}
+
+// Property: the rows of a key are published in their order, whenever in their midst its topic is paused and resumed.
+func TestOrderAcrossPauses(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+			running(t, pool, relay.Config{ExactlyOnce: exactly})
+			var writing sync.WaitGroup
+			defer writing.Wait()
+			stop, written := make(chan struct{}), 0
+			writing.Go(func() {
+				for ; ; written++ {
+					select {
+					case <-stop:
+						return
+					default:
+					}
+					if _, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', $2), ($1, 'l', $2)`, topic, fmt.Append(nil, written)); err != nil {
+						t.Errorf("write: %v", err)
+						return
+					}
+				}
+			})
+			for range 3 {
+				_, err := relay.Pause(ctx, pool, "", "default", "ana", "test", topic)
+				require.NoError(t, err)
+				await(t, "rows wait", func() bool { return dead(t, pool) > 10 })
+				_, err = relay.Resume(ctx, pool, "", "default", "ana", "test", topic)
+				require.NoError(t, err)
+				// Those that come meanwhile wait behind them.
+				await(t, "they are released", func() bool {
+					return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'paused'`) == 0
+				})
+			}
+			close(stop)
+			writing.Wait()
+			await(t, "all is published", func() bool { return len(values(t, topic)) >= 2*written && dead(t, pool) == 0 })
+			for _, key := range []string{"k", "l"} {
+				next := 0
+				for _, v := range keyed(t, topic, key) {
+					if n, err := strconv.Atoi(v); err != nil || n >= next || exactly { // else it may come again
+						require.Equal(t, fmt.Sprint(next), v)
+						next++
+					}
+				}
+				require.Equal(t, written, next)
+			}
+		})
+	}
+}
+
+// Property: rows of a key wait behind a dead one however often the relay has looked at it in vain, and also from the moment
+// at which it is handed back to that at which it is published: then they follow in their order.
+func TestRowsBehindADeadOneWait(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+			var looks atomic.Int64
+			runs(t, traced(t, pool, &between{"-- relay.waiting_topics", func(context.Context) { looks.Add(1) }}), relay.Config{ExactlyOnce: exactly, Lease: time.Second})
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
+			await(t, "the row is dead", func() bool { return dead(t, pool) == 1 })
+			for i := 2; i <= 3; i++ {
+				before := looks.Load()
+				await(t, "the relay looks", func() bool { return looks.Load() > before+1 })
+				insert(t, pool, topic, "k", fmt.Sprint(i))
+				await(t, "the next row waits", func() bool { return dead(t, pool) == i || kafkatest.Count(t, topic) > 0 })
+			}
+			require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+				_, err := tx.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry', headers = '{}' WHERE payload = '1'`)
+				if err == nil {
+					_, err = tx.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '4')`, topic)
+				}
+				return err
+			}))
+			await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 4 && dead(t, pool) == 0 })
+			require.Equal(t, []string{"1", "2", "3", "4"}, values(t, topic))
+		})
+	}
+}
+
+// Property: what becomes of dead rows is decided by who holds the shard: one that lost it while it published them, or
+// found that they still cannot be, leaves them as they are. Row O13.
+func TestDeadRowsBelongToTheHolder(t *testing.T) {
+	t.Parallel()
+	for tag, headers := range map[string]string{"-- relay.exhume": `{}`, "-- relay.hold_again": `{"n": {}}`} {
+		t.Run(tag, func(t *testing.T) {
+			t.Parallel()
+			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+			insert(t, pool, topic, "k", "1")
+			must(t, pool, `UPDATE effectonce.outbox SET headers = '{"n": {}}'`)
+			drain(t, newRelay(t, pool, relay.Config{}))
+			must(t, pool, `UPDATE effectonce.outbox_dead SET headers = $1, state = 'retry'`, headers)
+			row := func() string { return one[string](t, pool, `SELECT d::text FROM effectonce.outbox_dead d`) }
+			before := row()
+			_, _ = newRelay(t, traced(t, pool, &between{tag, meddle(t, pool, takenSQL)}), relay.Config{}).Drain(ctx) // it may not have found out
+			require.Equal(t, before, row())
+			require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
 		})
 	}
 }

@@ -57,3 +57,9 @@ func (r *Relay) RenewsWhatItGaveBack(ctx context.Context) (bool, error) {
 	}
 	return len(s.renewed) > 0, nil
 }
+
+// Acquires tells whether a shard can be taken.
+func (r *Relay) Acquires(ctx context.Context, shard int16) (bool, error) {
+	l, err := r.acquire(ctx, shard)
+	return l != nil, err
+}

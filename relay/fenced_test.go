@@ -35,6 +35,16 @@ func (b *between) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.Tr
 
 func (b *between) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
+// meddle is what between does: it changes the database behind the relay's back.
+func meddle(t *testing.T, pool *pgxpool.Pool, sql string) func(context.Context) {
+	t.Helper()
+	return func(ctx context.Context) {
+		if _, err := pool.Exec(ctx, sql); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // traced is a second pool on a pool's database.
 func traced(t *testing.T, pool *pgxpool.Pool, tracer pgx.QueryTracer) *pgxpool.Pool {
 	t.Helper()
@@ -240,6 +250,19 @@ func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
 	require.EqualValues(t, 1, records.Load())
 	stop()
 	require.NoError(t, <-done)
+}
+
+// Property: a replica that cannot renew its lease gives the shard up when it is over, also while it has nothing to do.
+// Row O13.
+func TestShardIsGivenUpWhenItsLeaseIsOver(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	tracer := newStalled(nil)
+	var l leases
+	runs(t, traced(t, pool, tracer), relay.Config{Lease: time.Second, Hooks: l.hooks()})
+	await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+	tracer.cut.Store(true)
+	await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
 }
 
 // Property: the tick at which the number of shards changes is taken when no shard reads a page: none is behind it, and

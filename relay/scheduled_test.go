@@ -177,27 +177,58 @@ func TestMovedInTheOrderOfTheTimes(t *testing.T) {
 	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM (SELECT place, row_number() OVER (ORDER BY seq) AS came FROM effectonce.outbox JOIN planned USING (id)) x WHERE place <> came`))
 }
 
+// Property: while one moves messages, another one moves none, also none behind them: its own could commit first. What is not
+// due stays, also under the ID of what is.
+func TestOneMovesAtATime(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT 'epoch'::timestamptz + n * interval '1 second', 'orders', n::text::bytea FROM generate_series(1, 1500) n`)
+	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (id, due_at, topic) SELECT id, 'infinity', 'tomorrow' FROM effectonce.outbox_scheduled`)
+	release := halted(t, pool)
+	done := make(chan error, 1)
+	first := newRelay(t, pool, relay.Config{Name: "first"})
+	go func() { done <- first.PromoteDue(ctx) }()
+	const waiting = `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '-- relay.promote%' AND wait_event_type = 'Lock'`
+	await(t, "the first one is in the middle of it", func() bool { return one[int](t, pool, waiting) == 1 })
+	other, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	require.NoError(t, newRelay(t, pool, relay.Config{Name: "other"}).PromoteDue(other), "it does not wait")
+	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
+	release()
+	require.NoError(t, <-done)
+	require.Equal(t, 1500, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox WHERE topic = 'orders'`))
+	require.Equal(t, 1500, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled WHERE topic = 'tomorrow'`))
+}
+
+// halted lets the insert of the row 50 into the outbox wait until release, after a move has deleted all its rows.
+func halted(t *testing.T, pool *pgxpool.Pool) (release func()) {
+	t.Helper()
+	ctx := t.Context()
+	must(t, pool, `CREATE FUNCTION halt() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN IF NEW.payload = ''50'' THEN PERFORM pg_advisory_xact_lock(4711); END IF; RETURN NEW; END';
+		CREATE TRIGGER halt BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION halt()`)
+	blocker, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	release = func() { _ = blocker.Rollback(context.WithoutCancel(ctx)) }
+	t.Cleanup(release)
+	_, err = blocker.Exec(ctx, `SELECT pg_advisory_xact_lock(4711)`)
+	require.NoError(t, err)
+	return release
+}
+
 // Property: whoever is killed in the middle of a move has moved nothing, and the next one moves all of it, once.
 func TestKilledMoveMovesNothing(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	r := newRelay(t, pool, relay.Config{})
 	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT now(), 'orders', n::text::bytea FROM generate_series(1, 100) n`)
-	// The insert of the 50th row waits for this lock, after all were deleted.
-	must(t, pool, `CREATE FUNCTION halt() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN IF NEW.payload = ''50'' THEN PERFORM pg_advisory_xact_lock(4711); END IF; RETURN NEW; END';
-		CREATE TRIGGER halt BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION halt()`)
-	blocker, err := pool.Begin(ctx)
-	require.NoError(t, err)
-	defer blocker.Rollback(context.WithoutCancel(ctx))
-	_, err = blocker.Exec(ctx, `SELECT pg_advisory_xact_lock(4711)`)
-	require.NoError(t, err)
+	release := halted(t, pool)
 	done := make(chan error, 1)
 	go func() { done <- r.PromoteDue(ctx) }()
 	const waiting = `FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '-- relay.promote%' AND wait_event_type = 'Lock'`
 	require.Eventually(t, func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) == 1 }, 20*time.Second, 5*time.Millisecond)
 	must(t, pool, `SELECT pg_terminate_backend(pid) `+waiting)
 	require.Error(t, <-done)
-	require.NoError(t, blocker.Rollback(ctx))
+	release()
 	require.Equal(t, 100, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`))
 	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
 	for one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`) > 0 { // the server may still be undoing the first move

@@ -25,17 +25,13 @@ func TestRunOutlivesAMemberThatKfakeKeeps(t *testing.T) {
 	if testing.Short() {
 		t.Skip("LOUD SKIP with -short: another demo, which takes about 15 seconds")
 	}
-	kafka := kafkatest.Own(t)
-	if kafka.Fake == nil {
-		t.Skip("LOUD SKIP: about kfake, and this is a Kafka")
-	}
 	options := short(t)
-	options.Brokers = kafka.Brokers
+	options.Brokers, options.Fake = kafkatest.Fake(t).ListenAddrs(), true
 	joined := false
 	options.Progress = func(p demo.Progress) {
 		if !joined && p.Phase == "waiting for the last effects" {
 			joined = true
-			joinAndDie(t, kafka.Brokers)
+			joinAndDie(t, options.Brokers)
 		}
 	}
 	report, err := demo.Run(t.Context(), options)

@@ -1,0 +1,117 @@
+package relay_test
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// Property: the number of shards does not change under a replica that lost one of them when it was about to change it:
+// who has the shard now publishes on. It changes when that one is gone. Rows O5, O13.
+func TestShardsDoNotChangeUnderAnotherHolder(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	var once sync.Once
+	var refused atomic.Int64
+	taken := meddle(t, pool, takenSQL+` WHERE shard = 1`)
+	runs(t, traced(t, pool, &between{"-- relay.all_held", func(ctx context.Context) { once.Do(func() { taken(ctx) }) }}), relay.Config{Shards: 2, Lease: time.Second, Hooks: relay.Hooks{Interrupted: func(error) { refused.Add(1) }}})
+	for i := range 10 {
+		insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i))
+	}
+	await(t, "rows are published", func() bool { return kafkatest.Count(t, topic) == 10 })
+	_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 3)
+	require.NoError(t, err)
+	const changedSQL = `SELECT shards = 3 FROM effectonce.outbox_relays`
+	await(t, "the change is refused", func() bool { return refused.Load() > 0 || one[bool](t, pool, changedSQL) })
+	require.Equal(t, "another", one[string](t, pool, `SELECT owner FROM effectonce.outbox_progress WHERE shard = 1`))
+	require.False(t, one[bool](t, pool, changedSQL))
+	must(t, pool, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() WHERE shard = 1`)
+	await(t, "the number changes", func() bool { return one[bool](t, pool, changedSQL) })
+}
+
+// Property: new shards begin with the lowest floor and a later epoch than any of the old ones, also those that are gone
+// with the change, and with what all of them published: no holder of before can store progress, and a restore publishes
+// again all that a shard was behind with. Rows O5, O13, O22.
+func TestNewShardsBeginWithWhatAllOldOnesKnew(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	write := func() {
+		for i := range 12 {
+			insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i))
+		}
+	}
+	write()
+	before := newRelay(t, pool, relay.Config{Shards: 3})
+	await(t, "the floors move", func() bool {
+		drain(t, before)
+		return one[int](t, pool, `SELECT min(floor) FROM effectonce.outbox_progress`) > 0
+	})
+	must(t, pool, `UPDATE effectonce.outbox_progress SET epoch = 100 WHERE shard = 2`) // it changed hands often …
+	must(t, pool, `CREATE TABLE held (epoch bigint); CREATE TABLE begun (epoch bigint, floor bigint, published bigint);
+		CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO begun VALUES (NEW.epoch, NEW.floor, NEW.published); RETURN NULL; END';
+		CREATE TRIGGER note AFTER UPDATE ON effectonce.outbox_progress FOR EACH ROW WHEN (OLD.shards <> NEW.shards) EXECUTE FUNCTION note()`)
+	behind := meddle(t, pool, `INSERT INTO held SELECT max(epoch) FROM effectonce.outbox_progress;
+		UPDATE effectonce.outbox_progress SET floor = 0 WHERE shard = 2`) // … and is behind
+	runs(t, traced(t, pool, &between{"-- relay.all_held", behind}), relay.Config{Lease: time.Second})
+	write()
+	await(t, "rows are published", func() bool {
+		return one[int](t, pool, `SELECT sum(published)::int FROM effectonce.outbox_progress`) == 24
+	})
+	_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 1)
+	require.NoError(t, err)
+	await(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM begun`) == 1 })
+	require.Equal(t, []int64{1, 0, 24}, one[[]int64](t, pool, `SELECT ARRAY[epoch - (SELECT max(epoch) FROM held), floor, published] FROM begun`))
+	require.Greater(t, one[int](t, pool, `SELECT max(epoch) FROM held`), 100, "the test's own premise")
+	require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress`))
+}
+
+// Property: a shard that goes away with the change of their number is not taken by a replica that asks for it meanwhile: it
+// would begin the outbox anew. Row O5.
+func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	other, asked := newRelay(t, pool, relay.Config{Owner: "other"}), make(chan error, 1)
+	var taken bool
+	runs(t, traced(t, pool, &changing{between{"-- relay.cut_over", func(ctx context.Context) {
+		go func() {
+			var err error
+			taken, err = other.Acquires(context.WithoutCancel(ctx), 2)
+			asked <- err
+		}()
+		for waits, err := false, error(nil); !waits && err == nil; {
+			err = pool.QueryRow(ctx, `SELECT EXISTS (SELECT FROM pg_stat_activity
+				WHERE datname = current_database() AND query LIKE '-- relay.acquire%' AND wait_event_type = 'Lock')`).Scan(&waits)
+		}
+	}}}), relay.Config{Shards: 3, Lease: time.Second})
+	insert(t, pool, topic, "k", "1")
+	await(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
+	_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 1)
+	require.NoError(t, err)
+	require.NoError(t, <-asked)
+	require.False(t, taken)
+	require.Equal(t, []int16{0}, one[[]int16](t, pool, `SELECT array_agg(shard) FROM effectonce.outbox_progress`))
+}
+
+// changing is between, for what goes in a batch.
+type changing struct{ between }
+
+func (c *changing) TraceBatchStart(ctx context.Context, conn *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
+	for _, q := range data.Batch.QueuedQueries {
+		c.TraceQueryStart(ctx, conn, pgx.TraceQueryStartData{SQL: q.SQL})
+	}
+	return ctx
+}
+
+func (*changing) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+
+func (*changing) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}

@@ -1,0 +1,106 @@
+package relay_test
+
+import (
+	"context"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// Property: progress of a transaction that was never committed is no progress: its rows are published. Row O30.
+func TestProgressOfAnAbortedTransactionDoesNotCount(t *testing.T) {
+	t.Parallel()
+	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	// The transaction stays open, with the rows and their progress in it, as behind a relay that was killed.
+	var mended atomic.Bool
+	fake.ControlKey(int16(kmsg.EndTxn), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		if mended.Load() {
+			return nil, nil, false
+		}
+		fake.KeepControl()
+		response := request.ResponseKind().(*kmsg.EndTxnResponse)
+		response.ErrorCode = kerr.ProducerFenced.Code
+		return response, nil, true
+	})
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
+	require.NoError(t, err)
+	insert(t, pool, "orders", "k", "1")
+	_, err = r.Drain(t.Context())
+	require.ErrorIs(t, err, kerr.ProducerFenced)
+	mended.Store(true)
+	require.EqualValues(t, 1, drain(t, r))
+	require.Len(t, kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders"), 1)
+}
+
+// read says that a client was handed what it asked to read.
+type read chan struct{}
+
+func (r read) OnBrokerRead(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Duration, err error) {
+	if key != int16(kmsg.Fetch) || err != nil {
+		return
+	}
+	select {
+	case r <- struct{}{}:
+	default:
+	}
+}
+
+// Property: a relay that takes over reads progress to its end: where a transaction of another shard is open in front of
+// it, it waits for that, and publishes nothing again. Row O30.
+func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	cfg := relay.Config{ExactlyOnce: true, ProgressTopic: kafkatest.UnusedTopic(t), Lease: time.Minute} // who loses it would wait, too
+	first := newRelay(t, pool, cfg)
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- first.Run(running) }()
+	published := func(n int) {
+		t.Helper()
+		await(t, "rows are published", func() bool {
+			return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress`) == n
+		})
+	}
+	insert(t, pool, topic, "k", "1")
+	published(1)
+	must(t, pool, `CREATE TABLE before AS SELECT * FROM effectonce.outbox_progress`)
+
+	other := kafkatest.Client(t, kgo.TransactionalID(topic))
+	require.NoError(t, other.BeginTransaction())
+	require.NoError(t, other.ProduceSync(ctx, &kgo.Record{Topic: cfg.ProgressTopic, Key: []byte("another shard"), Value: []byte("{}")}).FirstErr())
+	insert(t, pool, topic, "k", "2")
+	published(2)
+	stop()
+	require.NoError(t, <-done)
+	// As behind a kill right after the commit: the copy in the database is behind.
+	must(t, pool, `UPDATE effectonce.outbox_progress p SET tick = b.tick, next_tick = b.next_tick, seq = b.seq, floor = b.floor,
+		published = b.published, advanced_epoch = b.advanced_epoch FROM before b`)
+
+	reads, ended := make(read, 1), make(chan error, 1)
+	second, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(reads)}, cfg)
+	require.NoError(t, err)
+	go func() {
+		_, err := second.Drain(ctx)
+		ended <- err
+	}()
+	select {
+	case <-reads:
+		require.NoError(t, other.EndTransaction(ctx, kgo.TryCommit))
+		require.NoError(t, <-ended)
+	case err := <-ended:
+		require.NoError(t, err)
+		require.NoError(t, other.EndTransaction(ctx, kgo.TryCommit))
+	}
+	require.Equal(t, []string{"1", "2"}, values(t, topic), "nothing twice")
+	require.Equal(t, 2, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress`))
+}

@@ -259,7 +259,7 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 // carryOut gives the key back to its phases, or finishes it, unless somebody else decided meanwhile.
 func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, decision Decision) (bool, error) {
 	o := f.op
-	t, err := o.begin(ctx, o.limits)
+	t, err := o.unclaimed(ctx)
 	if err != nil {
 		return false, err
 	}

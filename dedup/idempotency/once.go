@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -72,48 +73,60 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 
 // claimWork begins the transaction of the work. Without one it returns what the key says.
 func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Response, error) {
-	sealed := o.cfg.Seal != nil
+	args := []any{key.Scope, key.Operation, key.Value, key.Fingerprint[:], o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout)}
 	for range claimsMax {
-		var s *stored
-		var claimed bool
-		t, err := o.begin(ctx, func(batch *pgx.Batch) {
-			batch.Queue(o.sql.beginWork, key.Scope, key.Operation, key.Value, millis(o.cfg.StatementTimeout), millis(o.cfg.WaitMax), millis(o.cfg.IdleTimeout)).
-				QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
-			batch.Queue(o.sql.claimWork, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.window(), millis(o.cfg.LockTimeout)).
-				Exec(func(tag pgconn.CommandTag) error { claimed = tag.RowsAffected() == 1; return nil })
-		})
-		switch {
-		case waited(err):
-			return nil, Response{}, &InProgressError{RetryAfter: time.Second}
-		case err != nil:
-			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
-		case claimed:
-			return t, Response{}, nil
-		case s.made: // committed, or forgotten, since it was looked for
-			t.end(ctx)
-			continue
+		t, took, err := o.take(ctx, key, o.sql.claimWork, args...)
+		if took || err != nil {
+			return t, Response{}, err
+		}
+		s, err := t.instead(ctx, key)
+		if err != nil {
+			return nil, Response{}, err
+		}
+		if s == nil {
+			continue // it was forgotten
 		}
 		if response, ok, err := o.answer(key, s); ok {
-			t.end(ctx)
 			return nil, response, err
 		}
 		if len(s.phases) > 0 || s.calling != nil {
-			t.end(ctx)
 			return nil, Response{}, fmt.Errorf("%w: the key was begun as a flow, in phases", ErrUnknownRecoveryPoint)
 		}
-		tag, err := t.pooled.Exec(ctx, o.sql.takeWork, key.Scope, key.Operation, key.Value, s.token, key.Fingerprint[:], sealed, o.window(), millis(o.cfg.LockTimeout))
-		if err == nil && tag.RowsAffected() == 1 {
-			return t, Response{}, nil
+		t, took, err = o.take(ctx, key, o.sql.takeWork, append(slices.Clip(args), s.token)...)
+		if took || err != nil {
+			return t, Response{}, err
 		}
 		t.end(ctx)
-		if waited(err) {
-			return nil, Response{}, &InProgressError{RetryAfter: time.Second}
-		}
-		if err != nil {
-			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
-		}
 	}
 	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // it changes hands all the time
+}
+
+// take begins a transaction with a statement that takes a key, and tells whether it did. It waits at most WaitMax for
+// whoever has it.
+func (o *Operation) take(ctx context.Context, key Key, sql string, args ...any) (t *transaction, took bool, err error) {
+	t, err = o.begin(ctx, func(batch *pgx.Batch) {
+		o.limits(batch, o.cfg.WaitMax)
+		batch.Queue(sql, args...).Exec(func(tag pgconn.CommandTag) error { took = tag.RowsAffected() == 1; return nil })
+	})
+	switch {
+	case waited(err):
+		return nil, false, &InProgressError{RetryAfter: time.Second}
+	case err != nil:
+		return nil, false, fmt.Errorf("claim %v: %w", key, err)
+	}
+	return t, took, nil
+}
+
+// instead ends a transaction that claimed nothing, and looks what there is, in one round trip.
+func (t *transaction) instead(ctx context.Context, key Key) (s *stored, err error) {
+	defer t.end(ctx)
+	batch := &pgx.Batch{}
+	batch.Queue("ROLLBACK")
+	batch.Queue(t.o.sql.look, key.Scope, key.Operation, key.Value).QueryRow(func(row pgx.Row) (err error) { s, err = read(row); return err })
+	if err := t.conn.SendBatch(ctx, batch).Close(); err != nil {
+		return nil, fmt.Errorf("look at %v: %w", key, err)
+	}
+	return s, nil
 }
 
 // claimsMax bounds how often a claim that met a change is made again.

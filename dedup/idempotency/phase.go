@@ -75,10 +75,7 @@ var errNoResponse = errors.New("the last phase did not call Finish: nothing was 
 
 // write is the transaction of a phase.
 func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
-	t, err := h.o.begin(ctx, func(batch *pgx.Batch) {
-		h.o.limits(batch)
-		batch.Queue(h.o.sql.guard)
-	})
+	t, err := h.o.unclaimed(ctx, h.o.sql.guard)
 	if err != nil {
 		return fmt.Errorf("begin phase %q: %w", phase.Name, err)
 	}

@@ -2,32 +2,20 @@ package idempotency
 
 import "github.com/effectonce/effectonce/migrations"
 
-// settingsSQL makes a transaction safe whatever the defaults of the role are: see consumer.settings.
+// settingsSQL makes a transaction safe whatever the defaults of the role are: see consumer.settings. A value is only set
+// where it has to be: each costs the server as much as a look at a row.
 const settingsSQL = `-- idempotency.settings
 SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true), set_config('idle_in_transaction_session_timeout', $3, true),
-  ` + durable
+  CASE WHEN current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN set_config('synchronous_commit', 'on', true) END`
 
-// durable lets COMMIT wait for the disk at least.
-const durable = `set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
-
-// columns of a key.
-const columns = `state, fingerprint, phases, calling, data, request, coalesce(lock_token, 0), locked_until > clock_timestamp(),
-  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed, finished_at IS NULL AND status IS NULL`
-
-// found is a key that exists.
-const found = columns + `
+// found are the columns of a key that exists.
+const found = `state, fingerprint, phases, calling, data, request, lock_token, locked_until > clock_timestamp(),
+  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed, finished_at IS NULL AND status IS NULL
 FROM effectonce.idempotency_keys WHERE scope = $1 AND operation = $2 AND key = $3`
 
 // fresh are the same columns of one that this statement made.
 const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
   NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean FROM claimed`
-
-// beginWorkSQL sets the limits of a claim, and looks what is there: nulls, if nothing is.
-const beginWorkSQL = `-- idempotency.begin_work
-SELECT ` + columns + `
-FROM (SELECT set_config('statement_timeout', $4, true), set_config('lock_timeout', $5, true), set_config('idle_in_transaction_session_timeout', $6, true),
-  ` + durable + `) AS settings
-LEFT JOIN effectonce.idempotency_keys ON scope = $1 AND operation = $2 AND key = $3`
 
 // claimWorkSQL claims a key for work in one transaction, waiting for whoever has it. The row is finished from the start:
 // nobody sees it before the work is done, and what the end of the work writes (the response) changes no indexed column.
@@ -39,10 +27,10 @@ ON CONFLICT DO NOTHING RETURNING set_config('lock_timeout', $7, true) -- of the 
 // takeWorkSQL takes a key over whose earlier attempts failed.
 const takeWorkSQL = `-- idempotency.take_work
 UPDATE effectonce.idempotency_keys SET state = 'finished', lock_token = lock_token + 1, attempts = attempts + 1, error = NULL,
-  retry_at = NULL, sealed = $6, expires_at = clock_timestamp() + $7::interval
-WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'running' AND lock_token = $4 AND fingerprint = $5
+  retry_at = NULL, sealed = $5, expires_at = clock_timestamp() + $6::interval
+WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'running' AND lock_token = $8 AND fingerprint = $4
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases = '{}' AND calling IS NULL
-RETURNING set_config('lock_timeout', $8, true)`
+RETURNING set_config('lock_timeout', $7, true)`
 
 // respondSQL is the last statement of the work.
 const respondSQL = `-- idempotency.respond
@@ -147,7 +135,7 @@ UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_toke
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'indeterminate'`
 
 type queries struct {
-	settings, beginWork, claimWork, takeWork, respond, failed                     string
+	settings, claimWork, takeWork, respond, failed                                string
 	claimFlow, look, takeFlow, renew, unlock, calling, undecided, advance, finish string
 	abandoned, leave, guard, reap, undecidedKeys, decided                         string
 }
@@ -156,7 +144,7 @@ func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
 		settings:  settingsSQL,
-		beginWork: in(beginWorkSQL), claimWork: in(claimWorkSQL), takeWork: in(takeWorkSQL), respond: in(respondSQL), failed: in(failedSQL),
+		claimWork: in(claimWorkSQL), takeWork: in(takeWorkSQL), respond: in(respondSQL), failed: in(failedSQL),
 		claimFlow: in(claimFlowSQL), look: in(lookSQL), takeFlow: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
 		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),

@@ -157,7 +157,7 @@ func rollback(ctx context.Context, conn *pgx.Conn) {
 // durably executes one statement in a transaction of its own that is durable when it returns, whatever the role's
 // synchronous_commit is, and tells how many rows it changed.
 func (o *Operation) durably(ctx context.Context, sql string, args ...any) (rows int64, err error) {
-	t, err := o.begin(ctx, o.limits)
+	t, err := o.unclaimed(ctx)
 	if err != nil {
 		return 0, err
 	}
@@ -171,9 +171,19 @@ func (o *Operation) durably(ctx context.Context, sql string, args ...any) (rows 
 	return rows, err
 }
 
-// limits are for transactions that claim nothing.
-func (o *Operation) limits(batch *pgx.Batch) {
-	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(o.cfg.LockTimeout), millis(o.cfg.IdleTimeout))
+// limits bounds the statements of a transaction, and how long they wait for locks.
+func (o *Operation) limits(batch *pgx.Batch, lockTimeout time.Duration) {
+	batch.Queue(o.sql.settings, millis(o.cfg.StatementTimeout), millis(lockTimeout), millis(o.cfg.IdleTimeout))
+}
+
+// unclaimed begins a transaction that takes no key.
+func (o *Operation) unclaimed(ctx context.Context, then ...string) (*transaction, error) {
+	return o.begin(ctx, func(batch *pgx.Batch) {
+		o.limits(batch, o.cfg.LockTimeout)
+		for _, sql := range then {
+			batch.Queue(sql)
+		}
+	})
 }
 
 func millis(d time.Duration) string { return strconv.FormatInt(max(1, d.Milliseconds()), 10) }

@@ -160,44 +160,37 @@ func (p *publisher) behind(ctx context.Context, rows []row) (map[topicKey]bool, 
 }
 
 // bury moves rows to outbox_dead and progress past them, in one transaction. Everything before end is
-// acknowledged.
+// acknowledged. With ExactlyOnce see produceBesideDead.
 func (p *publisher) bury(ctx context.Context, dead []deadRow, end cursor) error {
-	seqs, reasons, errs := columns(dead)
 	p.storing.Lock()
 	defer p.storing.Unlock()
-	if p.exact != nil {
-		return p.buryExactlyOnce(ctx, dead, end)
-	}
 	_, rows := p.takeAcked()
 	// Ticks are stored on their own: a rollback must not take back a number that the tick remembers.
 	if err := errors.Join(p.store(ctx, p.pool, end.from), p.store(ctx, p.pool, end.to)); err != nil {
 		return err
 	}
-	err := pgx.BeginFunc(ctx, p.pool, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, p.sql.bury, p.cfg.Name, seqs, reasons, errs); err != nil {
-			return err
-		}
-		return p.storeCursor(ctx, tx, end, rows)
-	})
-	if err != nil {
-		return fmt.Errorf("move %d rows to outbox_dead: %w", len(dead), err)
+	if err := p.storeBuried(ctx, columns(dead), end, rows); err != nil {
+		return err
 	}
 	p.count(rows)
 	p.buried(ctx, dead)
 	return nil
 }
 
-// buryExactlyOnce stores the dead rows, and moves progress with the transaction that is under way: after a crash
-// between the two, the rows are found in outbox_dead when they are read again.
-func (p *publisher) buryExactlyOnce(ctx context.Context, dead []deadRow, end cursor) error {
-	seqs, reasons, errs := columns(dead)
-	if _, err := p.pool.Exec(ctx, p.sql.bury, p.cfg.Name, seqs, reasons, errs); err != nil {
-		return fmt.Errorf("move %d rows to outbox_dead: %w", len(dead), err)
+// storeBuried is storeCursor together with the dead rows up to there, all or nothing: a row in outbox_dead is behind
+// the cursor, or it would be read again beside it, and a holder that lost its shard adds none, because of the epoch.
+func (p *publisher) storeBuried(ctx context.Context, dead verdicts, end cursor, rows int64) error {
+	seq := p.seqRead.Load()
+	err := pgx.BeginFunc(ctx, p.pool, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, p.sql.bury, p.cfg.Name, dead.seqs, dead.reasons, dead.errs); err != nil {
+			return err
+		}
+		return p.storeCursor(ctx, tx, end, rows)
+	})
+	if err != nil {
+		return fmt.Errorf("move %d rows to outbox_dead: %w", len(dead.seqs), err)
 	}
-	if end.from != nil {
-		p.enqueue(&batch{end: end})
-	}
-	p.buried(ctx, dead)
+	p.seqSafe.Store(seq)
 	return nil
 }
 
@@ -214,13 +207,21 @@ func (p *publisher) buried(ctx context.Context, dead []deadRow) {
 	}
 }
 
-func columns(dead []deadRow) (seqs []int64, reasons, errs []string) {
+// verdicts are dead rows as statements take them.
+type verdicts struct {
+	seqs          []int64
+	reasons, errs []string
+}
+
+func (v *verdicts) add(seq int64, reason Reason, err string) {
+	v.seqs, v.reasons, v.errs = append(v.seqs, seq), append(v.reasons, string(reason)), append(v.errs, fmt.Sprintf("%.2000s", err))
+}
+
+func columns(dead []deadRow) (v verdicts) {
 	for _, d := range dead {
-		seqs = append(seqs, d.row.seq)
-		reasons = append(reasons, string(d.reason))
-		errs = append(errs, fmt.Sprintf("%.2000s", d.err))
+		v.add(d.row.seq, d.reason, d.err)
 	}
-	return seqs, reasons, errs
+	return v
 }
 
 // reviveDead publishes dead rows whose topic exists by now or that were set to retry, in their order,
@@ -387,8 +388,8 @@ func (p *publisher) forget(ctx context.Context, s *sorted) error {
 	// A row that is only behind keeps its state; it moves when the row before it does.
 	again := slices.DeleteFunc(s.dead, func(d deadRow) bool { return d.reason == ReasonBehind })
 	if len(again) > 0 {
-		seqs, reasons, errs := columns(again)
-		if _, err := p.pool.Exec(ctx, p.sql.holdAgain, p.cfg.Name, p.lease.shard, p.lease.epoch, seqs, reasons, errs); err != nil {
+		v := columns(again)
+		if _, err := p.pool.Exec(ctx, p.sql.holdAgain, p.cfg.Name, p.lease.shard, p.lease.epoch, v.seqs, v.reasons, v.errs); err != nil {
 			return fmt.Errorf("hold dead rows again: %w", err)
 		}
 	}

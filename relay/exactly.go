@@ -20,6 +20,7 @@ type transaction struct {
 	at      cursor    // the last one that was committed
 	rows    int64     // all that were ever committed
 	revived []int64   // dead rows that the transaction publishes
+	dead    []deadRow // what it steps over
 	void    error     // why nothing can be committed any more: the work starts over
 }
 
@@ -65,7 +66,45 @@ func (p *publisher) beginExactlyOnce(ctx context.Context) error {
 	if err := p.exhume(ctx, found.Revived); err != nil {
 		return err
 	}
-	return p.storeCursor(ctx, p.pool, p.exact.at, found.Published-p.lease.stored.published)
+	rows := found.Published - p.lease.stored.published
+	if dead := found.verdicts(); len(dead.seqs) > 0 {
+		return p.storeBuried(ctx, dead, p.exact.at, rows)
+	}
+	return p.storeCursor(ctx, p.pool, p.exact.at, rows)
+}
+
+// produceBesideDead produces a page that has dead rows, and commits at once: they move to outbox_dead behind the
+// commit, together with the copy of progress, and the next page has to find them there. Before the commit they must
+// not: whoever goes on from the progress before it would publish them from there and from the outbox, and an operator
+// could discard what is read again.
+func (p *publisher) produceBesideDead(ctx context.Context, s *sorted, bytes int, end cursor) error {
+	if len(s.records) == 0 {
+		p.enqueue(&batch{end: end})
+	} else if err := p.send(ctx, &batch{rows: s.rows, records: s.records, bytes: bytes, end: end}); err != nil {
+		return err
+	}
+	p.exact.dead = s.dead
+	return p.commit(ctx)
+}
+
+// produceAlone is produce with each row in a transaction of its own, which steps over the dead rows before it: see
+// sendAlone.
+func (p *publisher) produceAlone(ctx context.Context, s *sorted, end cursor) error {
+	inside, dead := p.inside(end), s.dead
+	err := p.sendAlone(ctx, s, func(r *row) cursor {
+		n := 0
+		for n < len(dead) && dead[n].row.seq < r.seq {
+			n++
+		}
+		p.exact.dead, dead = dead[:n], dead[n:]
+		return inside(r)
+	})
+	if err != nil {
+		return err
+	}
+	p.enqueue(&batch{end: end})
+	p.exact.dead = dead
+	return p.commit(ctx)
 }
 
 // open begins a transaction unless one is under way.
@@ -107,7 +146,7 @@ func (p *publisher) commitAcked(ctx context.Context) error {
 	if end == nil {
 		end = &t.at
 	}
-	if t.begun.IsZero() && *end == t.at {
+	if t.begun.IsZero() && *end == t.at && len(t.dead) == 0 {
 		return nil
 	}
 	// The ticks are stored, and with them every commit that they saw is durable, before Kafka knows of it: a
@@ -125,8 +164,17 @@ func (p *publisher) commitAcked(ctx context.Context) error {
 		return err
 	}
 	t.revived = nil
-	if err := p.storeCursor(ctx, p.pool, *end, rows); err != nil {
-		return err
+	if len(t.dead) == 0 {
+		err := p.storeCursor(ctx, p.pool, *end, rows)
+		if err != nil {
+			return err
+		}
+	} else {
+		if err := p.storeBuried(ctx, columns(t.dead), *end, rows); err != nil {
+			return err
+		}
+		p.buried(ctx, t.dead)
+		t.dead = nil
 	}
 	crashpoint.Here(crashpoint.RelayProgressed)
 	p.count(rows)
@@ -135,7 +183,7 @@ func (p *publisher) commitAcked(ctx context.Context) error {
 
 func (p *publisher) endTransaction(ctx context.Context, end cursor, rows int64) error {
 	t := p.exact
-	record, err := t.journal.record(p.lease, end, t.rows+rows, t.revived)
+	record, err := t.journal.record(p.lease, end, t.rows+rows, t)
 	if err != nil {
 		return err
 	}

@@ -31,6 +31,9 @@ type entry struct {
 	Seq       int64       `json:"seq"`
 	Floor     int64       `json:"floor"`
 	Revived   []int64     `json:"revived,omitempty"`
+	// Dead are the rows that the transaction stepped over, by reason: the first seq, then what each is above the one
+	// before it, so that a page of them is a small record.
+	Dead map[Reason][]int64 `json:"dead,omitempty"`
 
 	offset int64
 }
@@ -71,11 +74,12 @@ func (j *journal) prepare(ctx context.Context, client *kgo.Client) error {
 	return nil
 }
 
-func (j *journal) record(l *lease, end cursor, published int64, revived []int64) (*kgo.Record, error) {
+func (j *journal) record(l *lease, end cursor, published int64, t *transaction) (*kgo.Record, error) {
 	e := entry{
 		System: l.cluster.system, Timeline: l.cluster.timeline, Epoch: l.epoch, Published: published,
-		From: storedTick{end.from.id, end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: revived,
+		From: storedTick{end.from.id, end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: t.revived,
 	}
+	e.step(t.dead)
 	if end.to != nil {
 		e.To = &storedTick{end.to.id, end.to.snapshot, end.to.seqLast}
 	}
@@ -84,6 +88,31 @@ func (j *journal) record(l *lease, end cursor, published int64, revived []int64)
 		return nil, fmt.Errorf("encode progress: %w", err)
 	}
 	return &kgo.Record{Topic: j.topic, Key: []byte(j.id), Value: value}, nil
+}
+
+// step notes dead rows, which are in the order of seq.
+func (e *entry) step(dead []deadRow) {
+	if len(dead) == 0 {
+		return
+	}
+	e.Dead = map[Reason][]int64{}
+	last := map[Reason]int64{}
+	for _, d := range dead {
+		e.Dead[d.reason] = append(e.Dead[d.reason], d.row.seq-last[d.reason])
+		last[d.reason] = d.row.seq
+	}
+}
+
+// verdicts are the rows of an entry that a holder committed and, since it died then, did not bury.
+func (e *entry) verdicts() (v verdicts) {
+	for reason, above := range e.Dead {
+		var seq int64
+		for _, n := range above {
+			seq += n
+			v.add(seq, reason, "the relay was interrupted when it had found this, so the details are lost: a retry finds them again")
+		}
+	}
+	return v
 }
 
 // after tells whether the entry is about this cluster and newer than the database's copy. A later epoch of the

@@ -308,6 +308,9 @@ func (p *publisher) produce(ctx context.Context, page *page, end cursor) error {
 	if p.exact != nil && p.anySuspect(sorted.rows) {
 		return p.produceAlone(ctx, sorted, end)
 	}
+	if p.exact != nil && len(sorted.dead) > 0 {
+		return p.produceBesideDead(ctx, sorted, page.bytes, end)
+	}
 	if p.cfg.Sink != nil {
 		return p.feedPage(ctx, sorted, end)
 	}
@@ -328,18 +331,6 @@ func (p *publisher) produce(ctx context.Context, page *page, end cursor) error {
 		return err
 	}
 	return p.bury(ctx, sorted.dead, end)
-}
-
-// produceAlone is produce with each row in a transaction of its own: see sendAlone.
-func (p *publisher) produceAlone(ctx context.Context, s *sorted, end cursor) error {
-	if err := p.bury(ctx, s.dead, cursor{}); err != nil {
-		return err
-	}
-	err := p.sendAlone(ctx, s, p.inside(end))
-	if err == nil {
-		p.enqueue(&batch{end: end})
-	}
-	return err
 }
 
 // inside returns where progress may be behind each row of a page that was read at p.read and ends at end.

@@ -70,21 +70,20 @@ func (r *Relay) refusal(seq int64) error {
 	return err
 }
 
-// refused tells errors of a record from troubles of the brokers or the connection: those pass.
+// refused tells what Kafka says about a record or its topic from all else: troubles of the brokers, the connection or the
+// transaction, also those that the client would not try again, pass, or are mended where they are, and would make every
+// row dead that is read meanwhile. An error that is not known here is one of them: the relay names it, and waits.
 func refused(err error) bool {
 	var kafka *kerr.Error
 	if !errors.As(err, &kafka) {
 		return false
 	}
 	switch kafka.Code {
-	case kerr.OutOfOrderSequenceNumber.Code, kerr.UnknownProducerID.Code, kerr.InvalidProducerEpoch.Code,
-		kerr.InvalidProducerIDMapping.Code, kerr.UnknownTopicOrPartition.Code, kerr.UnknownTopicID.Code:
-		return false // a new client, or a new look at the topic, decides
-	case kerr.SaslAuthenticationFailed.Code, kerr.IllegalSaslState.Code, kerr.UnsupportedSaslMechanism.Code,
-		kerr.ClusterAuthorizationFailed.Code, kerr.TransactionalIDAuthorizationFailed.Code, kerr.ProducerFenced.Code, kerr.InvalidTxnState.Code:
-		return false // of the connection or the transaction, not of the record
+	case kerr.MessageTooLarge.Code, kerr.RecordListTooLarge.Code, kerr.InvalidRecord.Code, kerr.InvalidTimestamp.Code,
+		kerr.UnsupportedForMessageFormat.Code, kerr.PolicyViolation.Code, kerr.InvalidTopicException.Code, kerr.TopicAuthorizationFailed.Code:
+		return true
 	}
-	return !kafka.Retriable
+	return false // also for a topic that is not there: a new look at it decides
 }
 
 // sendSuspects produces the rows of a page one by one, each acknowledged before the next, and moves those

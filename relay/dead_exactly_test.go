@@ -1,0 +1,195 @@
+package relay_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+func valuesAt(t *testing.T, fake *kfake.Cluster, topic string) (all []string) {
+	t.Helper()
+	for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), topic) {
+		all = append(all, string(record.Value))
+	}
+	return all
+}
+
+// mixed writes rows of a topic that is there and of one that is not, with a key and without, in one transaction.
+const mixedSQL = `INSERT INTO effectonce.outbox (topic, key, payload) VALUES
+	('orders', 'k', '1'), ('missing', 'k', '2'), ('missing', NULL, '3'), ('orders', 'l', '4'), ('missing', 'k', '5'), ('orders', NULL, '6')`
+
+// Property: a row that Kafka cannot take is published once, when it can, also where the holder of its shard dies before the
+// transaction that steps over it is committed; until then it is not among the dead, where an operator could decide about
+// what is read again. Rows O12, O30.
+func TestDeadRowOfAnAbortedTransactionIsPublishedOnce(t *testing.T) {
+	t.Parallel()
+	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	var early atomic.Int64
+	fake.ControlKey(int16(kmsg.EndTxn), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		var n int64 // the control functions of kfake have no context
+		if err := pool.QueryRow(context.Background(), `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&n); err != nil {
+			t.Error(err)
+		}
+		early.Store(n)
+		response := request.ResponseKind().(*kmsg.EndTxnResponse)
+		response.ErrorCode = kerr.ProducerFenced.Code
+		return response, nil, true
+	})
+	must(t, pool, mixedSQL)
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
+	require.NoError(t, err)
+	_, err = r.Drain(t.Context())
+	require.ErrorIs(t, err, kerr.ProducerFenced)
+	require.NoError(t, fake.CreateTopic("missing", 1, nil))
+	drain(t, r)
+	drain(t, r)
+	require.Equal(t, []string{"1", "4", "6"}, valuesAt(t, fake, "orders"))
+	require.Equal(t, []string{"2", "3", "5"}, valuesAt(t, fake, "missing"))
+	require.Zero(t, dead(t, pool))
+	require.Zero(t, early.Load(), "dead rows before the commit")
+}
+
+// broken is a tracer that lets statements with a tag fail.
+type broken struct {
+	tag string
+	on  atomic.Bool
+}
+
+func (b *broken) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	if b.on.Load() && strings.HasPrefix(query.SQL, b.tag) {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithCancel(ctx)
+		cancel()
+	}
+	return ctx
+}
+
+func (*broken) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+// Property: a row that a committed transaction stepped over is not lost where its holder dies before it is among the dead:
+// the next one finds it in the progress topic, also where rows around it went alone. Rows O12, O30.
+func TestDeadRowOfACommittedTransactionIsNotLost(t *testing.T) {
+	t.Parallel()
+	for _, alone := range []bool{false, true} {
+		name := "together"
+		if alone {
+			name = "alone"
+		}
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+			if alone { // the first answer makes all rows suspects
+				fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+					return refuse(request.(*kmsg.ProduceRequest), kerr.InvalidRecord), nil, true
+				})
+			}
+			must(t, pool, mixedSQL)
+			tracer := &broken{tag: "-- relay.bury"}
+			r, err := relay.New(traced(t, pool, tracer), []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
+			require.NoError(t, err)
+			if alone {
+				_, err = r.Drain(t.Context())
+				require.ErrorIs(t, err, kerr.InvalidRecord)
+			}
+			tracer.on.Store(true)
+			for dying := 0; ; dying++ {
+				require.Less(t, dying, 5, "it never comes to the dead rows")
+				if _, err = r.Drain(t.Context()); errors.Is(err, context.Canceled) {
+					break
+				}
+				require.NoError(t, err)
+			}
+			require.Zero(t, dead(t, pool))
+			require.NotEmpty(t, valuesAt(t, fake, "orders"), "the test's own premise: the transaction is committed")
+			tracer.on.Store(false)
+			drain(t, r)
+			require.Equal(t, []string{"1", "4", "6"}, valuesAt(t, fake, "orders"))
+			require.Equal(t, []string{"2 held", "3 held", "5 behind"}, one[[]string](t, pool,
+				`SELECT array_agg(convert_from(payload, 'UTF8') || ' ' || state ORDER BY seq) FROM effectonce.outbox_dead`))
+			require.NoError(t, fake.CreateTopic("missing", 1, nil))
+			drain(t, r)
+			require.Equal(t, []string{"2", "3", "5"}, valuesAt(t, fake, "missing"))
+			require.Zero(t, dead(t, pool))
+		})
+	}
+}
+
+// Property: a holder that lost its shard adds nothing to the dead rows: whoever has it now may have published them.
+// Rows O12, O13.
+func TestFencedHolderBuriesNothing(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+			must(t, pool, mixedSQL)
+			r, err := relay.New(traced(t, pool, &between{"-- relay.bury", meddle(t, pool, takenSQL)}),
+				[]kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly})
+			require.NoError(t, err)
+			_, err = r.Drain(t.Context())
+			require.ErrorContains(t, err, "lease lost")
+			require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
+			require.Zero(t, dead(t, pool))
+		})
+	}
+}
+
+// Property: an error that says nothing about a record makes nothing dead: the relay waits, says what the error is, and
+// publishes everything when it is over. Row O31.
+func TestTroubleOfBrokersKillsNoRow(t *testing.T) {
+	t.Parallel()
+	for exactly, reasons := range map[bool][]*kerr.Error{
+		false: {kerr.UnknownServerError, kerr.UnsupportedVersion, kerr.RebootstrapRequired},
+		true:  {kerr.UnknownServerError, kerr.TransactionAbortable, kerr.TransactionCoordinatorFenced},
+	} {
+		for _, why := range reasons {
+			t.Run(fmt.Sprint(why.Message, ", exactly once ", exactly), func(t *testing.T) {
+				t.Parallel()
+				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+				var refusals atomic.Int64
+				var mended atomic.Bool
+				fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+					if mended.Load() {
+						return nil, nil, false
+					}
+					fake.KeepControl()
+					refusals.Add(1)
+					return refuse(request.(*kmsg.ProduceRequest), why), nil, true
+				})
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', '1'), ('orders', '2')`)
+				var said bytes.Buffer
+				r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))})
+				require.NoError(t, err)
+				ctx, stop := context.WithCancel(t.Context())
+				done := make(chan error, 1)
+				go func() { done <- r.Run(ctx) }()
+				await(t, "it is refused again and again", func() bool { return refusals.Load() >= 4 })
+				require.Zero(t, dead(t, pool))
+				mended.Store(true)
+				await(t, "all is published", func() bool {
+					return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress`) >= 2
+				})
+				stop()
+				require.NoError(t, <-done)
+				require.Zero(t, dead(t, pool))
+				require.Contains(t, said.String(), why.Message)
+			})
+		}
+	}
+}

@@ -188,7 +188,7 @@ func (p *publisher) loop(ctx context.Context) error {
 				return nil
 			}
 			if p.resting() {
-				p.wakeable(ctx, p.cfg.PollMin)
+				p.wakeable(ctx, p.cfg.PollMin, p.wake.next())
 				continue
 			}
 			ahead = p.fetchAhead(ctx, p.read, limit)
@@ -229,7 +229,7 @@ func (p *publisher) loop(ctx context.Context) error {
 		default:
 			idle = min(2*idle, p.cfg.PollMax)
 		}
-		p.wakeable(ctx, idle)
+		p.wakeable(ctx, idle, next.woken)
 	}
 	return nil
 }
@@ -249,14 +249,14 @@ func (p *publisher) resting() bool {
 	return rests
 }
 
-// wakeable is a pause that Wake ends early.
-func (p *publisher) wakeable(ctx context.Context, d time.Duration) {
+// wakeable is a pause that Wake ends early, which closes woken.
+func (p *publisher) wakeable(ctx context.Context, d time.Duration, woken <-chan struct{}) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
 	case <-ctx.Done():
 	case <-timer.C:
-	case <-p.wake.next():
+	case <-woken:
 	}
 }
 
@@ -265,13 +265,16 @@ type fetched struct {
 	page *page
 	seen *tick
 	err  error
+	// woken is closed by a Wake since the statement was sent, which may not have seen what that was about.
+	woken <-chan struct{}
 }
 
 func (p *publisher) fetchAhead(ctx context.Context, c cursor, limit int) <-chan fetched {
 	result := make(chan fetched, 1)
+	woken := p.wake.next()
 	go func() {
 		page, seen, err := p.fetch(ctx, c, limit)
-		result <- fetched{page, seen, err}
+		result <- fetched{page, seen, err, woken}
 	}()
 	return result
 }

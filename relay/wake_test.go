@@ -46,3 +46,22 @@ func TestNotifyEndsThePause(t *testing.T) {
 	stop()
 	require.NoError(t, <-done)
 }
+
+// Property: a relay that is woken while it reads the outbox looks again at once: what it reads may have been there before.
+func TestWakeDuringALookIsNotLost(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	tracer := newStalled(func() {})
+	tracer.fetch.Store(true)
+	r := newRelay(t, traced(t, pool, tracer), relay.Config{PollMin: time.Minute, PollMax: time.Minute, Lease: 10 * time.Minute})
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	<-tracer.waits // it has read nothing
+	insert(t, pool, topic, "k", "1")
+	r.Wake()
+	close(tracer.release)
+	await(t, "the row is published before the pause is over", func() bool { return kafkatest.Count(t, topic) == 1 })
+	stop()
+	require.NoError(t, <-done)
+}

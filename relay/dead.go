@@ -145,13 +145,15 @@ func (p *publisher) behind(ctx context.Context, rows []row) (map[topicKey]bool, 
 	for i := range rows {
 		names[i], keys[i] = rows[i].topic, rows[i].key
 	}
+	ctx, cancel := p.patient(ctx)
+	defer cancel()
 	result, err := p.pool.Query(ctx, p.sql.held, p.cfg.Name, names, keys)
 	if err != nil {
-		return nil, fmt.Errorf("look for dead keys: %w", err)
+		return nil, fmt.Errorf("look for dead keys: %w", silence(ctx, err))
 	}
 	places, err := pgx.CollectRows(result, pgx.RowTo[int])
 	if err != nil {
-		return nil, fmt.Errorf("look for dead keys: %w", err)
+		return nil, fmt.Errorf("look for dead keys: %w", silence(ctx, err))
 	}
 	for _, place := range places {
 		found[keyOf(&rows[place-1])] = true
@@ -162,6 +164,8 @@ func (p *publisher) behind(ctx context.Context, rows []row) (map[topicKey]bool, 
 // bury moves rows to outbox_dead and progress past them, in one transaction. Everything before end is
 // acknowledged. With ExactlyOnce see produceBesideDead.
 func (p *publisher) bury(ctx context.Context, dead []deadRow, end cursor) error {
+	ctx, cancel := p.patient(ctx)
+	defer cancel()
 	p.storing.Lock()
 	defer p.storing.Unlock()
 	_, rows := p.takeAcked()
@@ -247,13 +251,17 @@ func (p *publisher) reviveDead(ctx context.Context) error {
 }
 
 func (p *publisher) lookForDead(ctx context.Context) error {
+	ctx, cancel := p.patient(ctx)
+	defer cancel()
 	if err := p.pool.QueryRow(ctx, p.sql.deadExist, p.cfg.Name, p.lease.shards, p.lease.shard).Scan(&p.deadExist); err != nil {
-		return fmt.Errorf("look for dead rows: %w", err)
+		return fmt.Errorf("look for dead rows: %w", silence(ctx, err))
 	}
 	return nil
 }
 
 func (p *publisher) retryTopics(ctx context.Context) error {
+	ctx, cancel := p.patient(ctx)
+	defer cancel()
 	result, err := p.pool.Query(ctx, p.sql.waitingTopics, p.cfg.Name)
 	if err != nil {
 		return fmt.Errorf("look for dead rows: %w", err)
@@ -294,18 +302,28 @@ func (p *publisher) retryTopics(ctx context.Context) error {
 // reviveLimit bounds the rows of one round.
 const reviveLimit = 500
 
-// reviveSome publishes one page of releasable rows. Nothing else is in flight meanwhile, so the rows of
-// a key cannot overtake each other.
-func (p *publisher) reviveSome(ctx context.Context) (more bool, err error) {
+func (p *publisher) releasable(ctx context.Context) ([]row, error) {
+	ctx, cancel := p.patient(ctx)
+	defer cancel()
 	result, err := p.pool.Query(ctx, p.sql.releasable, p.cfg.Name, reviveLimit, p.lease.shards, p.lease.shard)
 	if err != nil {
-		return false, fmt.Errorf("read dead rows: %w", err)
+		return nil, fmt.Errorf("read dead rows: %w", silence(ctx, err))
 	}
 	rows, err := pgx.CollectRows(result, func(c pgx.CollectableRow) (row, error) {
 		var r row
 		err := c.Scan(&r.seq, (*[16]byte)(&r.id), &r.topic, &r.key, &r.payload, &r.headers, &r.created)
 		return r, err
 	})
+	if err != nil {
+		return nil, fmt.Errorf("read dead rows: %w", silence(ctx, err))
+	}
+	return rows, nil
+}
+
+// reviveSome publishes one page of releasable rows. Nothing else is in flight meanwhile, so the rows of
+// a key cannot overtake each other.
+func (p *publisher) reviveSome(ctx context.Context) (more bool, err error) {
+	rows, err := p.releasable(ctx)
 	if err != nil || len(rows) == 0 {
 		return false, err
 	}
@@ -358,9 +376,11 @@ func (p *publisher) exhume(ctx context.Context, seqs []int64) error {
 	if len(seqs) == 0 {
 		return nil
 	}
+	ctx, cancel := p.patient(ctx)
+	defer cancel()
 	var mine bool
 	if err := p.pool.QueryRow(ctx, p.sql.exhume, p.cfg.Name, p.lease.shard, p.lease.epoch, seqs).Scan(&mine); err != nil {
-		return fmt.Errorf("remove revived rows: %w", err)
+		return fmt.Errorf("remove revived rows: %w", silence(ctx, err))
 	}
 	if !mine {
 		return errLeaseLost
@@ -388,9 +408,11 @@ func (p *publisher) forget(ctx context.Context, s *sorted) error {
 	// A row that is only behind keeps its state; it moves when the row before it does.
 	again := slices.DeleteFunc(s.dead, func(d deadRow) bool { return d.reason == ReasonBehind })
 	if len(again) > 0 {
+		ctx, cancel := p.patient(ctx)
+		defer cancel()
 		v := columns(again)
 		if _, err := p.pool.Exec(ctx, p.sql.holdAgain, p.cfg.Name, p.lease.shard, p.lease.epoch, v.seqs, v.reasons, v.errs); err != nil {
-			return fmt.Errorf("hold dead rows again: %w", err)
+			return fmt.Errorf("hold dead rows again: %w", silence(ctx, err))
 		}
 	}
 	return nil

@@ -32,6 +32,9 @@ const (
 	PromoteSQL = promoteSQL
 )
 
+// SetPatience limits statements to less than Run would.
+func (r *Relay) SetPatience(d time.Duration) { r.patience = d }
+
 // Times returns times as the records of one page have them.
 func Times(times ...time.Time) (texts []string) {
 	m := newRecordMaker(len(times))

@@ -104,11 +104,13 @@ func (m *member) beatEvery() time.Duration {
 
 func (m *member) enroll(ctx context.Context) error {
 	for trouble := 1; ; trouble++ {
-		_, err := m.pool.Exec(ctx, m.sql.enroll, m.cfg.Name, m.cfg.Shards)
+		asking, cancel := m.brief(ctx)
+		_, err := m.pool.Exec(asking, m.sql.enroll, m.cfg.Name, m.cfg.Shards)
+		cancel()
 		if err == nil || ctx.Err() != nil {
 			return nil //nolint:nilerr // a clean stop
 		}
-		if !unreachable(err) {
+		if !unreachable(err) && !errors.Is(err, context.DeadlineExceeded) {
 			return fmt.Errorf("make the relay known: %w", err)
 		}
 		pause(ctx, m.interrupted(ctx, err, trouble))
@@ -150,8 +152,11 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- i
 	if err := m.take(ctx, s.free, quota, group, ended); err != nil {
 		return err
 	}
-	m.prune(ctx)
-	m.tidy(ctx)
+	// Not for long: the leases are to be renewed.
+	upkeep, cancel := context.WithTimeout(ctx, m.cfg.Lease/2)
+	defer cancel()
+	m.prune(upkeep)
+	m.tidy(upkeep)
 	return nil
 }
 
@@ -250,6 +255,7 @@ func (m *member) take(ctx context.Context, free []int16, quota int, group *sync.
 func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, ended chan<- int16) {
 	working, stop := context.WithCancel(ctx)
 	w := &worker{lease: l, publisher: newPublisher(m.Relay, l), stop: stop}
+	w.publisher.patience <<= min(m.trouble, patienceGrows)
 	m.workers[l.shard] = w
 	if m.cfg.Hooks.Lease != nil {
 		m.cfg.Hooks.Lease(l.shard, true)
@@ -292,13 +298,19 @@ func (m *member) prune(ctx context.Context) {
 	if m.workers[0] == nil || time.Since(m.pruned) < pruneEvery {
 		return
 	}
-	m.pruned = time.Now()
-	if _, err := m.pool.Exec(ctx, m.sql.prune); err != nil && ctx.Err() == nil {
+	tag, err := m.pool.Exec(ctx, m.sql.prune, pruneRowsMax)
+	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
 		m.cfg.Logger.WarnContext(ctx, "old ticks could not be removed", "error", err)
+	}
+	if err != nil || tag.RowsAffected() < pruneRowsMax { // else the next look goes on
+		m.pruned = time.Now()
 	}
 }
 
-const pruneEvery = time.Minute
+const (
+	pruneEvery   = time.Minute
+	pruneRowsMax = 10_000
+)
 
 // leave takes the replica off the list, so that the others need not wait for it.
 func (r *Relay) leave(ctx context.Context) {

@@ -43,6 +43,7 @@ type publisher struct {
 	deadExist        bool      // outbox_dead may have rows of this relay
 	looked           time.Time // when dead rows were looked at last
 	bytesMax         int       // in flight: this shard's share
+	patience         time.Duration
 
 	mu        sync.Mutex
 	changed   chan struct{} // closed and replaced at every change of what is below
@@ -69,7 +70,7 @@ type batch struct {
 
 func newPublisher(r *Relay, l *lease) *publisher {
 	p := &publisher{
-		Relay: r, lease: l, topics: newTopics(), lost: make(chan error, 1),
+		Relay: r, lease: l, patience: r.patience, topics: newTopics(), lost: make(chan error, 1),
 		read: l.cursor, changed: make(chan struct{}), bytesMax: max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)),
 		mark: floorMark{xmax: l.cursor.from.xmax, seqLast: l.cursor.from.seqLast},
 	}

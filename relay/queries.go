@@ -223,14 +223,15 @@ UPDATE effectonce.outbox_progress SET
   updated_at = clock_timestamp()
 WHERE relay = $1 AND shard = $2 AND epoch = $3 AND CASE WHEN $9::text IS NULL THEN true ELSE $9::text = ` + serverRun + ` END`
 
-// pruneSQL forgets ticks that no reader stands on. An hour of them stays, for people.
+// pruneSQL forgets ticks that no reader stands on, the oldest $1. Some minutes of them stay, for whoever is about to read one
+// that progress has just left.
 const pruneSQL = `-- relay.prune_ticks
 DELETE FROM effectonce.outbox_ticks
 WHERE tick IN (
   SELECT tick FROM effectonce.outbox_ticks
-  WHERE tick > 0 AND created_at < clock_timestamp() - interval '1 hour'
+  WHERE tick > 0 AND created_at < clock_timestamp() - interval '10 minutes'
     AND tick < (SELECT min(tick) FROM effectonce.outbox_progress)
-  ORDER BY tick LIMIT 10000)`
+  ORDER BY tick LIMIT $1)`
 
 // restampSQL and rebaseSQL: see recover.go.
 const restampSQL = `-- relay.restamp

@@ -30,6 +30,7 @@ type Relay struct {
 	suspects suspects
 	wake     wake
 	paused   atomic.Pointer[[]string] // topics
+	patience time.Duration            // with a statement
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
@@ -61,7 +62,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	if pool == nil {
 		err = errors.Join(err, errors.New("pool is nil: want a pool of the primary"))
 	}
-	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema)}
+	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema), patience: cfg.patience()}
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
 			err = errors.Join(err, errors.New("kafka options with a Sink: rows go to the sink alone: remove one of the two"))

@@ -93,6 +93,8 @@ func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup
 // newCut takes a tick that is behind everything that the shards know. Each lease was taken by a transaction that
 // has committed, after its seq was read: see publisher.seqSafe.
 func (m *member) newCut(ctx context.Context) (*tick, error) {
+	ctx, cancel := m.brief(ctx)
+	defer cancel()
 	var snapshot string
 	if err := m.pool.QueryRow(ctx, snapshotSQL).Scan(&snapshot); err != nil {
 		return nil, fmt.Errorf("take a snapshot: %w", err)
@@ -111,6 +113,8 @@ func (m *member) newCut(ctx context.Context) (*tick, error) {
 
 // cutOver replaces the shards, if this replica still holds each of them, at the cut.
 func (m *member) cutOver(ctx context.Context) error {
+	ctx, cancel := m.brief(ctx)
+	defer cancel()
 	var shards []int16
 	var epochs []int64
 	for shard, w := range m.workers {
@@ -151,7 +155,9 @@ func (m *member) abandonCut(ctx context.Context) {
 	for shard, w := range m.workers {
 		w.end()
 		if w.publisher.ended.Load() {
-			m.giveBack(ctx, w.lease)
+			brief, cancel := m.brief(ctx)
+			m.giveBack(brief, w.lease)
+			cancel()
 			delete(m.workers, shard)
 		}
 	}

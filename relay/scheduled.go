@@ -37,7 +37,7 @@ func (r *Relay) promote(ctx context.Context) {
 // promoteDue moves what is due, and says in how long to look again.
 func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 	var millis int64
-	if err := r.pool.QueryRow(ctx, r.sql.nextDue).Scan(&millis); err != nil {
+	if err := r.ask(ctx, []any{&millis}, r.sql.nextDue); err != nil {
 		return 0, fmt.Errorf("look for messages that are due: %w", err)
 	}
 	if millis > 0 {
@@ -45,7 +45,7 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 	}
 	for {
 		var found, moved int
-		err := r.pool.QueryRow(ctx, r.sql.promote, promoteRowsMax).Scan(&found, &moved)
+		err := r.ask(ctx, []any{&found, &moved}, r.sql.promote, promoteRowsMax)
 		var refusal *pgconn.PgError
 		if errors.As(err, &refusal) && refusal.Code == "40001" {
 			return promotePause, nil // where the role's isolation is stricter, whoever cancels one row undoes the move
@@ -60,4 +60,11 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 			return promotePause, nil
 		}
 	}
+}
+
+// ask reads one row, in time.
+func (r *Relay) ask(ctx context.Context, into []any, sql string, args ...any) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
+	defer cancel()
+	return silence(ctx, r.pool.QueryRow(ctx, sql, args...).Scan(into...))
 }

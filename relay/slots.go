@@ -41,7 +41,7 @@ func (m *member) tidy(ctx context.Context) {
 	if errors.As(err, &refusal) && refusal.Code == "42501" {
 		m.tidied = m.tidied.Add(time.Hour) // as long as nobody grants it, saying so now and then is enough
 	}
-	if err != nil && ctx.Err() == nil {
+	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
 		m.cfg.Logger.WarnContext(ctx, "published rows could not be removed; it is tried again", "relay", m.cfg.Name, "error", err)
 	}
 }

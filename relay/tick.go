@@ -126,6 +126,8 @@ func (p *publisher) fetch(ctx context.Context, c cursor, limit int) (*page, *tic
 	}
 	// Both statements travel in one round trip and are one transaction, which the settings end with. An idle
 	// relay does without: what came since its last look is little, on whatever plan.
+	ctx, cancel := p.patient(ctx)
+	defer cancel()
 	batch := &pgx.Batch{}
 	if !p.quiet {
 		batch.Queue(fetchSettingsSQL)
@@ -135,16 +137,16 @@ func (p *publisher) fetch(ctx context.Context, c cursor, limit int) (*page, *tic
 	defer func() { _ = results.Close() }()
 	if !p.quiet {
 		if _, err := results.Exec(); err != nil {
-			return nil, nil, fmt.Errorf("read outbox: %w", err)
+			return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
 		}
 	}
 	rows, err := results.Query()
 	if err != nil {
-		return nil, nil, fmt.Errorf("read outbox: %w", err)
+		return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
 	}
 	read, err := readPage(rows, limit, p.bytesMax/4)
 	if err != nil {
-		return nil, nil, fmt.Errorf("read outbox: %w", err)
+		return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
 	}
 	seen, err := newTick(read.snapshot, seqSafe)
 	if err != nil {

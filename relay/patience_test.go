@@ -1,0 +1,73 @@
+package relay_test
+
+import (
+	"context"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// Property: where the outbox cannot be read, while the leases can be renewed, the relay does not wait for ever: it says so,
+// tries again, keeps its lease until then, and publishes when the outbox answers. Row O13.
+func TestSilentReadIsGivenUp(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	var mu sync.Mutex
+	var silent, other []string
+	interrupted := func(err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		if strings.Contains(err.Error(), "read outbox: the database does not answer") {
+			silent = append(silent, err.Error())
+		} else {
+			other = append(other, err.Error())
+		}
+	}
+	r := newRelay(t, pool, relay.Config{Lease: 4 * time.Second, Keep: 100 * time.Millisecond, Hooks: relay.Hooks{Interrupted: interrupted}})
+	r.SetPatience(time.Second)
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- r.Run(running) }()
+	insert(t, pool, topic, "k", "1")
+	await(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
+	lock, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	defer lock.Rollback(context.WithoutCancel(ctx))
+	_, err = lock.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '2')`, topic)
+	require.NoError(t, err)
+	_, err = lock.Exec(ctx, `LOCK TABLE effectonce.outbox IN ACCESS EXCLUSIVE MODE`)
+	require.NoError(t, err)
+	await(t, "it is said again and again", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(silent) >= 3
+	})
+	require.NoError(t, lock.Commit(ctx))
+	await(t, "the next row is published", func() bool { return kafkatest.Count(t, topic) == 2 })
+	stop()
+	require.NoError(t, <-done)
+	require.Empty(t, other, "the lease was lost, since the upkeep waited for the lock, too")
+}
+
+// Property: however many ticks there are, those that nobody stands on are forgotten without waiting for the next turn of the
+// upkeep, and those of the last minutes are kept.
+func TestOldTicksAreForgotten(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	must(t, pool, `INSERT INTO effectonce.outbox_ticks (snapshot, seq_last, created_at)
+		SELECT '10:10:', 0, clock_timestamp() - i * interval '9 minutes' FROM generate_series(1, 2) AS i, generate_series(1, 25000)`)
+	insert(t, pool, topic, "k", "1")
+	drain(t, newRelay(t, pool, relay.Config{}))
+	runs(t, pool, relay.Config{Lease: time.Second})
+	await(t, "they are forgotten", func() bool {
+		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`) <= 25000
+	})
+	require.Equal(t, 25000, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:' AND created_at > clock_timestamp() - interval '10 minutes'`))
+}

@@ -39,11 +39,11 @@ const mixedSQL = `INSERT INTO effectonce.outbox (topic, key, payload) VALUES
 // what is read again. Rows O12, O30.
 func TestDeadRowOfAnAbortedTransactionIsPublishedOnce(t *testing.T) {
 	t.Parallel()
-	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	ctx, pool, fake := t.Context(), pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 	var early atomic.Int64
 	fake.ControlKey(int16(kmsg.EndTxn), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		var n int64 // the control functions of kfake have no context
-		if err := pool.QueryRow(context.Background(), `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&n); err != nil {
+		var n int64
+		if err := pool.QueryRow(ctx, `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&n); err != nil {
 			t.Error(err)
 		}
 		early.Store(n)
@@ -54,7 +54,7 @@ func TestDeadRowOfAnAbortedTransactionIsPublishedOnce(t *testing.T) {
 	must(t, pool, mixedSQL)
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
 	require.NoError(t, err)
-	_, err = r.Drain(t.Context())
+	_, err = r.Drain(ctx)
 	require.ErrorIs(t, err, kerr.ProducerFenced)
 	require.NoError(t, fake.CreateTopic("missing", 1, nil))
 	drain(t, r)

@@ -247,6 +247,7 @@ func TestCallThatMustNotBeMadeTwice(t *testing.T) {
 				}
 				made, _ := b.counts()
 				require.Equal(t, asked, made)
+				passes(t, pool, time.Minute)
 				decided, err := flow.Reconcile(t.Context())
 				require.NoError(t, err)
 				require.Equal(t, 1, decided)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -73,8 +74,9 @@ type indeterminateError struct{ err error }
 func (e *indeterminateError) Error() string   { return e.err.Error() }
 func (e *indeterminateError) Unwrap() []error { return []error{ErrIndeterminate, e.err} }
 
-// Indeterminate says that a foreign system may have acted or not, and cannot be asked again under the same key: the
-// flow stops until a person or the reconciler decides. Only from Phase.Call.
+// Indeterminate says that a foreign system may have acted or not, and cannot be asked again under the same key: what the
+// work or the phase wrote is rolled back, and the key stops until a person or the reconciler decides. The mark is written after
+// the fact: where the database or the process is gone in that moment, only a phase that is AtMostOnce is not run again.
 func Indeterminate(err error) error { return &indeterminateError{err} }
 
 type notDoneError struct{ err error }
@@ -105,7 +107,9 @@ func lost(err error) bool {
 }
 
 // text is what is stored of an error.
-func text(err error) string { return fmt.Sprintf("%.2000s", err) }
+func text(err error) string {
+	return fmt.Sprintf("%.2000s", strings.ReplaceAll(strings.ToValidUTF8(err.Error(), "\uFFFD"), "\x00", ""))
+}
 
 // pause waits or returns false when ctx ends first.
 func pause(ctx context.Context, d time.Duration) bool {

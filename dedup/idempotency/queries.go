@@ -10,31 +10,33 @@ SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2,
 
 // found are the columns of a key that exists.
 const found = `state, fingerprint, phases, calling, data, request, lock_token, locked_until > clock_timestamp(),
-  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed, finished_at IS NULL AND status IS NULL
+  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed, finished_at IS NULL AND status IS NULL,
+  coalesce(extract(epoch FROM retry_at - clock_timestamp()), 0)::float8
 FROM effectonce.idempotency_keys WHERE scope = $1 AND operation = $2 AND key = $3`
 
 // fresh are the same columns of one that this statement made.
 const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
-  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean FROM claimed`
+  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean, NULL::float8 FROM claimed`
 
 // claimWorkSQL claims a key for work in one transaction, waiting for whoever has it. The row is finished from the start:
 // nobody sees it before the work is done, and what the end of the work writes (the response) changes no indexed column.
 const claimWorkSQL = `-- idempotency.claim_work
 INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, expires_at)
-VALUES ($1::text, $2::text, $3::text, $4::bytea, 'finished', $5, 1, clock_timestamp() + $6::interval)
-ON CONFLICT DO NOTHING RETURNING set_config('lock_timeout', $7, true) -- of the work`
+VALUES ($1::text, $2::text, $3::text, $7::bytea, 'finished', $4, 1, clock_timestamp() + $5::interval)
+ON CONFLICT DO NOTHING RETURNING set_config('lock_timeout', $6, true) -- of the work`
 
 // takeWorkSQL takes a key over whose earlier attempts failed.
 const takeWorkSQL = `-- idempotency.take_work
 UPDATE effectonce.idempotency_keys SET state = 'finished', lock_token = lock_token + 1, attempts = attempts + 1, error = NULL,
-  retry_at = NULL, sealed = $5, expires_at = clock_timestamp() + $6::interval
-WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'running' AND lock_token = $8 AND fingerprint = $4
+  retry_at = NULL, sealed = $4, expires_at = clock_timestamp() + $5::interval
+WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'running' AND lock_token = $7 AND fingerprint = $8
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases = '{}' AND calling IS NULL
-RETURNING set_config('lock_timeout', $7, true)`
+RETURNING set_config('lock_timeout', $6, true)`
 
-// respondSQL is the last statement of the work.
+// respondSQL is the last statement of the work. Of the window of work that took long, at least a half is still to come.
 const respondSQL = `-- idempotency.respond
-UPDATE effectonce.idempotency_keys SET status = $4::smallint, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp()
+UPDATE effectonce.idempotency_keys SET status = $4::smallint, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp(),
+  expires_at = CASE WHEN expires_at < clock_timestamp() + $8::interval / 2 THEN clock_timestamp() + $8::interval ELSE expires_at END
 WHERE scope = $1 AND operation = $2 AND key = $3`
 
 // guardSQL opens a cursor in the transaction of a phase that makes a COMMIT of the work's own fail, since the phase would be
@@ -54,8 +56,9 @@ const failedSQL = `-- idempotency.failed
 INSERT INTO effectonce.idempotency_keys AS k (scope, operation, key, fingerprint, state, sealed, attempts, error)
 VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, $6)
 ON CONFLICT (scope, operation, key) DO UPDATE SET attempts = k.attempts + 1, error = excluded.error, sealed = excluded.sealed
-  WHERE k.state = 'running' AND k.fingerprint = excluded.fingerprint AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp())
-RETURNING k.attempts, k.lock_token`
+  WHERE k.state = 'running' AND k.phases = '{}' AND k.calling IS NULL
+    AND k.fingerprint = excluded.fingerprint AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp())
+RETURNING k.attempts`
 
 // claimFlowSQL claims a key for work in phases.
 const claimFlowSQL = `-- idempotency.claim_flow
@@ -98,7 +101,7 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state =
 
 // undecidedSQL hands a key to people.
 const undecidedSQL = `-- idempotency.undecided
-UPDATE effectonce.idempotency_keys SET state = $5::text, error = $6, locked_until = NULL, retry_at = NULL
+UPDATE effectonce.idempotency_keys SET state = $5::text, error = $6, locked_until = NULL, retry_at = clock_timestamp() + nullif($7::interval, '0')
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'`
 
 // advanceSQL and finishSQL raise EO003 where the key is not the caller's any more.
@@ -124,10 +127,15 @@ WITH old AS (
 DELETE FROM effectonce.idempotency_keys k USING old
 WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND k.state = 'finished' AND k.expires_at <= clock_timestamp()`
 
+// doubtSQL hands a key of work in one transaction to people: it is the caller's in this transaction.
+const doubtSQL = `-- idempotency.doubt
+UPDATE effectonce.idempotency_keys SET state = 'indeterminate', error = $4, expires_at = NULL
+WHERE scope = $1 AND operation = $2 AND key = $3`
+
 // undecidedKeysSQL is the work of a reconciler.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state = 'indeterminate' AND operation = $1 AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
+WHERE state = 'indeterminate' AND operation = $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
 
 // decidedSQL gives a key back to its phases.
 const decidedSQL = `-- idempotency.decided
@@ -137,7 +145,7 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state =
 type queries struct {
 	settings, claimWork, takeWork, respond, failed                                string
 	claimFlow, look, takeFlow, renew, unlock, calling, undecided, advance, finish string
-	abandoned, leave, guard, reap, undecidedKeys, decided                         string
+	abandoned, leave, guard, doubt, reap, undecidedKeys, decided                  string
 }
 
 func newQueries(schema string) queries {
@@ -147,6 +155,6 @@ func newQueries(schema string) queries {
 		claimWork: in(claimWorkSQL), takeWork: in(takeWorkSQL), respond: in(respondSQL), failed: in(failedSQL),
 		claimFlow: in(claimFlowSQL), look: in(lookSQL), takeFlow: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
-		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
+		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), doubt: in(doubtSQL), reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
 	}
 }

@@ -39,7 +39,8 @@ type stored struct {
 	body        []byte
 	dropped     bool
 	sealed      bool
-	unfinished  bool // it has no outcome
+	unfinished  bool          // it has no outcome
+	putOff      time.Duration // until the completer comes back to it
 }
 
 // read takes the row of a claim or a look, if there is one.
@@ -48,10 +49,10 @@ func read(row pgx.Row) (*stored, error) {
 	var is *state
 	var fingerprint []byte
 	var locked, dropped, sealed, unfinished *bool
-	var remaining *float64
+	var remaining, putOff *float64
 	var attempts *int
 	err := row.Scan(&is, &fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &locked, &remaining, &attempts,
-		&s.status, &s.headers, &s.body, &dropped, &sealed, &unfinished)
+		&s.status, &s.headers, &s.body, &dropped, &sealed, &unfinished, &putOff)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no row is no error
 	}
@@ -63,7 +64,7 @@ func read(row pgx.Row) (*stored, error) {
 	}
 	s.state, s.fingerprint = *is, Fingerprint(fingerprint)
 	s.locked = locked != nil && *locked
-	s.remaining = time.Duration(*remaining * float64(time.Second))
+	s.remaining, s.putOff = time.Duration(*remaining*float64(time.Second)), time.Duration(*putOff*float64(time.Second))
 	s.attempts, s.dropped, s.sealed, s.unfinished = *attempts, *dropped, *sealed, *unfinished
 	return s, nil
 }

@@ -10,10 +10,12 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/keys"
 	"github.com/effectonce/effectonce/internal/operator"
 )
@@ -206,11 +208,11 @@ func (headerFlag) Type() string   { return "string" }
 func (h headerFlag) Set(text string) error {
 	name, value, found := strings.Cut(text, ":")
 	name, value = textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)), strings.TrimSpace(value)
-	if !found || name == "" || strings.ContainsAny(name, " \t") || strings.ContainsFunc(name+value, func(r rune) bool { return r < ' ' || r == 0x7f }) {
+	if !found || name == "" || !utf8.ValidString(text) || strings.ContainsAny(name, " \t") || strings.ContainsFunc(name+value, func(r rune) bool { return r < ' ' || r == 0x7f }) {
 		return errors.New("want 'Name: value'")
 	}
-	if name == "Set-Cookie" || name == "Authorization" {
-		return errors.New("want none that is a secret of one answer")
+	if idempotency.NeverStored(name) {
+		return errors.New("want none that belongs to one client or one connection")
 	}
 	h[name] = append(h[name], value)
 	return nil

@@ -118,7 +118,9 @@ func TestKeysRefuseWrongUse(t *testing.T) {
 		"list --state lost":                 {"want one of running, finished, indeterminate, abandoned, stuck"},
 		"list --after x":                    {"what an earlier list ended with"},
 		"finish k --status 1 --header nope": {"Name: value"},
-		"finish k --status 1 --header Set-Cookie:a=b --why w":                         {"secret of one answer"},
+		"finish k --status 1 --header Set-Cookie:a=b --why w":                         {"belongs to one client"},
+		"finish k --status 1 --header www-authenticate:Basic --why w":                 {"belongs to one client"},
+		"finish k --status 1 --header X-A:\xe9 --why w":                               {"Name: value"},
 		"finish k --status 1 --why w --forever --window 1h":                           {"want one of them"},
 		"finish in-doubt --status 1 --why w --body-file /nonexistent/effectonce/body": {"no such file"},
 	} {

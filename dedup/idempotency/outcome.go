@@ -14,7 +14,8 @@ import (
 type Response struct {
 	// Status from 0 to 999.
 	Status int
-	// Header to replay. Only what may be shown again: no cookies, no credentials.
+	// Header to replay, byte for byte. Only what may be shown again; what NeverStored tells, and what a header Connection
+	// names, is left out of what is stored.
 	Header map[string][]string
 	// Body, at most Config.ResponseBytesMax; of a larger one only the fact is stored.
 	Body []byte

@@ -100,7 +100,7 @@ func (o *Operation) replay(k Key, s *stored) (Response, error) {
 		return Response{}, err
 	}
 	if headers != nil {
-		if err := json.Unmarshal(headers, &r.Header); err != nil {
+		if r.Header, err = readHeaders(headers); err != nil {
 			return Response{}, fmt.Errorf("read the headers of %v: %w", k, err)
 		}
 	}
@@ -124,14 +124,12 @@ func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
 	if len(r.Body) > o.cfg.ResponseBytesMax {
 		out.body, out.dropped = nil, true
 	}
-	var err error
-	if len(r.Header) > 0 {
-		if out.headers, err = json.Marshal(r.Header); err != nil {
-			return out, fmt.Errorf("write the headers of %v: %w", k, err)
-		}
-		if out.headers, err = o.sealHeaders(k, out.headers, sealed); err != nil {
-			return out, err
-		}
+	headers, err := writeHeaders(r.Header)
+	if err != nil {
+		return out, fmt.Errorf("%v: %w", k, err)
+	}
+	if out.headers, err = o.sealHeaders(k, headers, sealed); err != nil {
+		return out, err
 	}
 	out.body, err = o.seal(k, "body", out.body, sealed)
 	return out, err
@@ -139,7 +137,7 @@ func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
 
 // sealHeaders puts sealed headers as one string of base64 into their column, which is of JSON.
 func (o *Operation) sealHeaders(k Key, plain []byte, sealed bool) ([]byte, error) {
-	if !sealed {
+	if !sealed || plain == nil {
 		return plain, nil
 	}
 	text, err := o.seal(k, "headers", plain, sealed)

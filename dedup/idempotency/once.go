@@ -68,6 +68,9 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 		return Response{}, err
 	}
 	t.end(ctx)
+	if errors.Is(err, errEnded) {
+		o.doubt(ctx, key)
+	}
 	return o.failed(ctx, key, err)
 }
 
@@ -85,6 +88,9 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 		}
 		if s == nil {
 			continue // it was forgotten
+		}
+		if s.state == finished && s.unfinished {
+			o.doubt(ctx, key)
 		}
 		if response, ok, err := o.answer(key, s); ok {
 			return nil, response, err

@@ -100,7 +100,9 @@ func TestUnfinishedKeysAreFoundByTheirIndexes(t *testing.T) {
 	plan = pgtest.Plan(t, conn, keys.FindSQL, "7", "t", "charge", 100)
 	assert.NotContains(t, plan, "Seq Scan")
 	plan = pgtest.Plan(t, conn, keys.ReapSQL, keys.ReapMax)
-	assert.Contains(t, plan, "idempotency_keys_expiry")
+	for _, looks := range []string{`Index Cond: (expires_at <=`, `Index Cond: (COALESCE(retry_at, created_at) <=`} { // not all that are within their windows
+		assert.Contains(t, plan, looks)
+	}
 }
 
 // A key is found by its value, in every scope, and by the mark that logs have of it, as long as it is not finished.

@@ -189,5 +189,7 @@ func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
 	assert.Zero(t, runOn(t, address, "keys", "finish", "by-itself", "--status", "201", "--why", "its rows are there").code)
 	assert.Regexp(t, `(?m)^outcome +status 201`, runOn(t, address, "keys", "show", "by-itself").stdout)
 	assert.Zero(t, runOn(t, address, "keys", "finish", "in-doubt", "--status", "201", "--why", "paid").code)
-	assert.NotContains(t, runOn(t, address, "keys", "show", "in-doubt", "--payload", "--full").stdout, "4111", "nobody knows whether it is encrypted")
+	done := runOn(t, address, "keys", "show", "in-doubt", "--payload", "--json").object(t)
+	assert.NotContains(t, done, "request", "nobody knows whether it is encrypted")
+	assert.InDelta(t, 9, done["request_bytes"], 0)
 }

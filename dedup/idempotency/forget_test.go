@@ -85,6 +85,7 @@ func TestCountsOfFailuresAreForgotten(t *testing.T) {
 	daysPass(23)
 	fail("tried again")
 	require.Zero(t, reap(), "within the day")
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'tried again' AND least(retry_at, expires_at) > clock_timestamp() + interval '23 hours'`))
 	daysPass(2)
 	require.Equal(t, int64(1), reap())
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'tried again' AND attempts = 2`))

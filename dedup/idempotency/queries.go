@@ -50,13 +50,13 @@ const (
 
 // failedSQL counts an attempt of work whose transaction was rolled back, and with it the claim. It leaves alone what
 // others have made of the key meanwhile. The count is forgotten after a day without another one; retry_at orders it behind what
-// is due, and nothing waits for it. What a flow began (locked_by) is never forgotten.
+// is due, and nothing waits for it. What a flow, or anybody else, has ever taken is never forgotten.
 const failedSQL = `-- idempotency.failed
 INSERT INTO effectonce.idempotency_keys AS k (scope, operation, key, fingerprint, state, sealed, attempts, error, retry_at, expires_at)
 VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, $6, clock_timestamp() + interval '1 day', clock_timestamp() + interval '1 day')
 ON CONFLICT (scope, operation, key) DO UPDATE SET attempts = k.attempts + 1, error = excluded.error, sealed = excluded.sealed,
-    retry_at = CASE WHEN k.locked_by IS NULL THEN excluded.retry_at ELSE k.retry_at END,
-    expires_at = CASE WHEN k.locked_by IS NULL THEN excluded.expires_at ELSE k.expires_at END
+    retry_at = CASE WHEN k.lock_token = 1 AND k.locked_by IS NULL THEN excluded.retry_at ELSE k.retry_at END,
+    expires_at = CASE WHEN k.lock_token = 1 AND k.locked_by IS NULL THEN excluded.expires_at ELSE k.expires_at END
   WHERE k.state = 'running' AND k.fingerprint = excluded.fingerprint AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp())
 RETURNING k.attempts, k.lock_token`
 
@@ -120,7 +120,7 @@ WHERE state = 'running' AND operation = $1 AND request IS NOT NULL AND coalesce(
 ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 
 // reapSQL forgets finished keys whose window is over, and counts of failures that nobody added to for a day: those rows have
-// no effect, and a flow's never lack locked_by. Where work committed by itself, its effect is there and its outcome is
+// no effect, since nobody ever took them: a flow's have locked_by from the start, and each takeover makes lock_token grow. Where work committed by itself, its effect is there and its outcome is
 // not: that is left to a person. Rows that somebody else works on are left to them.
 const reapSQL = `-- idempotency.reap
 WITH old AS (
@@ -129,7 +129,7 @@ WITH old AS (
 ), counts AS (
   SELECT scope, operation, key, false FROM effectonce.idempotency_keys
   WHERE state = 'running' AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp()) AND expires_at <= (SELECT clock_timestamp())
-    AND phases = '{}' AND calling IS NULL AND request IS NULL AND data IS NULL AND locked_by IS NULL AND locked_until IS NULL
+    AND phases = '{}' AND calling IS NULL AND request IS NULL AND data IS NULL AND lock_token = 1 AND locked_by IS NULL AND locked_until IS NULL
   ORDER BY coalesce(retry_at, created_at) LIMIT $1 FOR UPDATE SKIP LOCKED
 ), doubted AS (
   UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, error = '` + unanswered + `'

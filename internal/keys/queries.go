@@ -11,9 +11,10 @@ const stuckSQL = `(k.state = 'running' AND (k.locked_until IS NULL OR k.locked_u
 // indeterminate, and makes it so when it meets it.
 const unansweredSQL = `(k.state = 'finished' AND k.finished_at IS NULL AND k.status IS NULL)`
 
-// countsSQL: it has no effect, and counts the failures of work in one transaction until expires_at. A flow has locked_by.
+// countsSQL: it has no effect, and counts the failures of work in one transaction until expires_at. Nobody
+// ever took it: a flow has locked_by from the start, and each takeover makes lock_token grow.
 const countsSQL = `(k.state = 'running' AND k.expires_at IS NOT NULL AND k.phases = '{}' AND k.calling IS NULL AND k.request IS NULL AND k.data IS NULL
-  AND k.locked_by IS NULL AND k.locked_until IS NULL)`
+  AND k.lock_token = 1 AND k.locked_by IS NULL AND k.locked_until IS NULL)`
 
 const columns = `k.scope, k.operation, k.key, ` + markSQL + ` AS mark,
   CASE WHEN ` + unansweredSQL + ` THEN 'indeterminate' ELSE k.state END AS state, ` + unansweredSQL + ` AS unanswered, ` + countsSQL + ` AS counts, ` + stuckSQL + ` AS stuck, k.phases, k.calling,

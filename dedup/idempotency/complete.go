@@ -46,7 +46,8 @@ func every(ctx context.Context, o *Operation, d time.Duration, work func(ctx con
 }
 
 // Reap forgets finished keys of all operations whose window is over, by the database's clock, in small transactions,
-// and returns how many. Unfinished keys stay, however old they are.
+// and returns how many. Unfinished keys stay, however old they are, but for counts of failures of work in one transaction, which
+// had no effect.
 func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) {
 	defer func() {
 		if reaped > 0 && o.cfg.Hooks.Reaped != nil {

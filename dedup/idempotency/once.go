@@ -72,6 +72,9 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 		return Response{}, err
 	}
 	t.end(ctx)
+	if errors.Is(err, errEnded) {
+		o.unanswered(ctx, key)
+	}
 	return o.failed(ctx, key, err)
 }
 
@@ -90,6 +93,9 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 		}
 		if s == nil {
 			continue // it was forgotten
+		}
+		if s.state == finished && s.unfinished {
+			o.unanswered(ctx, key)
 		}
 		if response, ok, err := o.answer(key, s); ok {
 			return nil, response, err

@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Property: the document of guarantees has every row of the failure modes of consumers and of the relay, and each test
+// Property: the document of guarantees has every row of the failure modes of consumers and of the relay, each failure mode of idempotency keys, and each test
 // that it names exists.
 func TestGuaranteesNameTestsThatExist(t *testing.T) {
 	t.Parallel()
@@ -26,6 +26,12 @@ func TestGuaranteesNameTestsThatExist(t *testing.T) {
 		if row < 16 || row > 20 { // which share a line
 			assert.Contains(t, string(text), fmt.Sprintf("| O%d |", row))
 		}
+	}
+	for _, mode := range []string{
+		"clock skew", "check-then-act", "partial commit", "region visibility", "weak keys", "key collision", "non-determinism", "expiry too early",
+		"concurrent duplicates",
+	} {
+		assert.Regexp(t, `(?m)^\| `+mode+" \\| .+ \\| .*`Test", string(text))
 	}
 	exists := map[string]bool{}
 	declared := regexp.MustCompile(`(?m)^func (Test\w+)\(`)

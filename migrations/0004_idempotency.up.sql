@@ -15,7 +15,7 @@ CREATE TABLE effectonce.idempotency_keys (
   scope          effectonce.key_name NOT NULL,       -- the tenant
   operation      effectonce.key_name NOT NULL,
   key            effectonce.key_name NOT NULL,
-  fingerprint    effectonce.key_fingerprint NOT NULL, -- SHA-256 of what was asked for; 32 zero bytes: not compared
+  fingerprint    effectonce.key_fingerprint NOT NULL, -- SHA-256 of what was asked for; 32 zero bytes: there is none
   -- running: not finished; somebody works on it while locked_until lies ahead. finished: the outcome is stored.
   -- indeterminate: whether a foreign system acted is unknown, and it cannot be asked again: a person or a reconciler
   -- decides. abandoned: the attempts are used up: a person decides. Where a program does not know the recovery point, the

@@ -105,7 +105,9 @@ GRANT UPDATE (shards_wanted) ON effectonce.outbox_relays TO effectonce_operator;
 -- A relay by an old name, which holds published rows back: "outbox-relay relays delete".
 GRANT DELETE ON effectonce.outbox_relays, effectonce.outbox_progress, effectonce.outbox_replicas TO effectonce_operator;
 GRANT INSERT ON effectonce.operator_actions TO effectonce_operator;
--- Not the columns that say which request it is, what it asked for and what is done of it. DELETE: what is over.
+-- Not the columns that say which request it is, what it asked for, what its phases hand on and which are done. What is
+-- decided can be decided wrongly: state and DELETE, which is for what is over and cannot be limited to it, are enough to
+-- have a request executed again.
 GRANT UPDATE (state, lock_token, attempts, calling, locked_until, retry_at, error, status, headers, body, body_dropped, sealed,
-  data, request, finished_at, expires_at), DELETE ON effectonce.idempotency_keys TO effectonce_operator;
+  finished_at, expires_at), DELETE ON effectonce.idempotency_keys TO effectonce_operator;
 GRANT EXECUTE ON FUNCTION effectonce.message_id(text, text) TO effectonce_operator;

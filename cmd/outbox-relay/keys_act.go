@@ -10,10 +10,12 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/keys"
 	"github.com/effectonce/effectonce/internal/operator"
 )
@@ -92,17 +94,24 @@ actions list".`,
 }
 
 func newKeysRetry(s *settings) *cobra.Command {
-	return newKeyAct(s, &cobra.Command{
+	var callDidNotHappen bool
+	cmd := &cobra.Command{
 		Use:   "retry KEY",
 		Short: "Say of an indeterminate or abandoned key that it did not happen",
 		Long: `Say of an indeterminate or abandoned key that it did not happen: it is running again, and goes on from its
-recovery point with the next request, or by the completer. A foreign call that may have been under way is made
-again. So be sure: ask the foreign system. Its attempts are counted from the start.
+recovery point with the next request, or by the completer. Its attempts are counted from the start.
+
+Where a foreign call that must not be made twice may have been made ("keys show" calls it "calling"), it is made
+again. So ask the foreign system, and say --call-did-not-happen: without that such a key stays as it is.
 
 Every retry is written down, with --why: see "outbox-relay actions list".`,
-		Example: `  outbox-relay keys retry order-4127 --why "the bank has no such transfer, ticket 88"`,
-	}, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Row, error) {
-		return keys.Retry(ctx, pool, s.schema, by, place)
+		Example: `  outbox-relay keys retry order-4127 --call-did-not-happen --why "the bank has no such transfer, ticket 88"
+  outbox-relay keys retry order-4131 --why "the stock service is mended"`,
+	}
+	addBool(cmd.Flags(), &callDidNotHappen, "call-did-not-happen", "the foreign system was asked, and did nothing")
+	commandLineOnly(cmd.Flags(), "call-did-not-happen")
+	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Row, error) {
+		return keys.Retry(ctx, pool, s.schema, by, place, callDidNotHappen)
 	}, func(was *keys.Row) string {
 		return "it was " + was.State + ", and goes on with the next request, or by the completer"
 	}, nothingMore)
@@ -130,7 +139,7 @@ more. For indeterminate and abandoned keys, and for running ones that nobody hol
 not executed: write what they would have by hand. A finished key stays as it is.
 
 The outcome is stored as it is given, not encrypted, and is remembered for --window, which should be that of the
-operation. Every finish is written down, with --why: see "outbox-relay actions list".`,
+operation. What was asked for stays beside it until then. Every finish is written down, with --why: see "outbox-relay actions list".`,
 		Example: `  outbox-relay keys finish order-4127 --status 201 --header 'Content-Type: application/json' --body-file paid.json \
     --why "the bank's statement has it, ticket 88"
   outbox-relay keys finish order-4128 --status 409 --why "the customer withdrew it"`,
@@ -206,11 +215,11 @@ func (headerFlag) Type() string   { return "string" }
 func (h headerFlag) Set(text string) error {
 	name, value, found := strings.Cut(text, ":")
 	name, value = textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)), strings.TrimSpace(value)
-	if !found || name == "" || strings.ContainsAny(name, " \t") || strings.ContainsFunc(name+value, func(r rune) bool { return r < ' ' || r == 0x7f }) {
+	if !found || name == "" || !utf8.ValidString(text) || strings.ContainsAny(name, " \t") || strings.ContainsFunc(name+value, func(r rune) bool { return r < ' ' || r == 0x7f }) {
 		return errors.New("want 'Name: value'")
 	}
-	if name == "Set-Cookie" || name == "Authorization" {
-		return errors.New("want none that is a secret of one answer")
+	if idempotency.NeverStored(name) {
+		return errors.New("want none that belongs to one client or one connection")
 	}
 	h[name] = append(h[name], value)
 	return nil

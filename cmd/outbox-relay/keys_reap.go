@@ -21,7 +21,8 @@ func newKeysReap(s *settings) *cobra.Command {
 		Short: "Forget finished keys whose window is over",
 		Long: `Forget finished keys whose window is over, of all operations, in small transactions. A request that comes
 again later is executed again: that is what the window says. Keys that are not finished stay, however old they
-are.
+are, but for those that only count failures of work in one transaction, which had no effect: they go a day after
+the last one. A key whose work committed by itself, and left no outcome, becomes indeterminate instead.
 
 Programs with Flow.Run or Operation.Run do this by themselves. Run it every hour where none does; several at once
 do not harm. It is not written down as an action.`,

@@ -119,7 +119,8 @@ func TestOperatorDecidesAboutKeysWithItsRole(t *testing.T) {
 	assert.Contains(t, waiting, "was-paid")
 	assert.Contains(t, does(0, "keys show not-paid --payload"), "1 EUR")
 
-	does(0, "keys retry not-paid --why no-such-transfer --by ana")
+	assert.Contains(t, does(1, "keys retry not-paid --why no-such-transfer"), "--call-did-not-happen")
+	does(0, "keys retry not-paid --call-did-not-happen --why no-such-transfer --by ana")
 	does(0, "keys finish was-paid --status 201 --why statement --by ana")
 	does(0, "keys retry given-up --why bank-is-back --by ana")
 	asked := bank.asked.Load()
@@ -185,6 +186,9 @@ func TestOperatorMayNotMakeOrRenameKeys(t *testing.T) {
 			`UPDATE effectonce.idempotency_keys SET fingerprint = sha256('y') WHERE key = 'in-doubt'`,
 			`UPDATE effectonce.idempotency_keys SET phases = '{reserve,pay}' WHERE key = 'in-doubt'`,
 			`UPDATE effectonce.idempotency_keys SET created_at = now() WHERE key = 'in-doubt'`,
+			`UPDATE effectonce.idempotency_keys SET request = '900 EUR' WHERE key = 'in-doubt'`,
+			`UPDATE effectonce.idempotency_keys SET request = NULL WHERE key = 'in-doubt'`,
+			`UPDATE effectonce.idempotency_keys SET data = '{"amount":900}' WHERE key = 'in-doubt'`,
 			`UPDATE effectonce.idempotency_keys SET locked_by = 'me' WHERE key = 'in-doubt'`,
 			`TRUNCATE effectonce.idempotency_keys`,
 			`INSERT INTO effectonce.pending_requests (client, request, key) VALUES ('c', 'r', 'k')`,
@@ -208,7 +212,7 @@ func TestOperatorMayNotMakeOrRenameKeys(t *testing.T) {
 			}
 		}
 		if part == "endpoint" { // what it has no right to write down it cannot do by the command
-			r := runOn(t, login, "keys", "retry", "in-doubt", "--why", "w")
+			r := runOn(t, login, "keys", "retry", "in-doubt", "--call-did-not-happen", "--why", "w")
 			assert.Equal(t, 1, r.code)
 			assert.Contains(t, r.stderr, "42501")
 			assert.Contains(t, runOn(t, address, "keys", "list", "--state", "indeterminate").stdout, "in-doubt")

@@ -68,7 +68,7 @@ and what to do. KEY is what the client sent, or, of a key that is not finished, 
 Without --scope and --operation the whole table is read.
 
 What was asked for, handed on and answered is shown with --payload alone, up to 4 KiB of each unless --full; what
-is encrypted never is.`,
+is encrypted never is, and of a finished key only the answer is.`,
 		Example: `  outbox-relay keys show 0192f0c1-2b3c-7def-8123-456789abcdef
   outbox-relay keys show 1f00c3aa --payload
   outbox-relay keys show order-4127 --scope tenant-7 --operation charge --json`,
@@ -127,7 +127,7 @@ func newShownKey(d *keys.Detail, withPayload bool) shownKey {
 			read  []byte
 			bytes *int64
 		}{{&shown.Request, d.Request, d.RequestBytes}, {&shown.Data, d.Data, d.DataBytes}, {&shown.Body, d.Body, d.BodyBytes}} {
-			if p.bytes != nil {
+			if p.bytes != nil && (p.into == &shown.Body || d.State != keys.Finished) {
 				made := newPayload(p.read, p.bytes)
 				*p.into = &made
 			}
@@ -193,6 +193,8 @@ func (k shownKey) outcome(text *strings.Builder) {
 		case p.bytes == nil:
 		case k.Sealed:
 			fmt.Fprintf(text, "%-10s %d bytes, encrypted\n", p.name, *p.bytes)
+		case k.State == keys.Finished && p.name != "body":
+			fmt.Fprintf(text, "%-10s %d bytes, needed no more: they go with the key, and are not shown, since they may be encrypted\n", p.name, *p.bytes)
 		case p.shown == nil:
 			fmt.Fprintf(text, "%-10s %d bytes: --payload shows them\n", p.name, *p.bytes)
 		default:
@@ -206,22 +208,44 @@ func (k shownKey) outcome(text *strings.Builder) {
 
 // keyAdvice says what is the matter with a key, and what to do about it.
 func keyAdvice(r keys.Row) (what, do string) {
-	const decide = "find out from the foreign system whether it acted; if not, \"keys retry\"; if it did, \"keys finish\" with what the client is to get"
 	switch {
 	case r.State == keys.Finished:
 		return "its outcome is stored", "nothing: every request with it gets the outcome"
-	case r.State == keys.Indeterminate:
-		return "a foreign system may have acted or not", decide
-	case r.State == keys.Abandoned:
-		return "its attempts are used up", "mend the cause, then \"keys retry\"; or \"keys finish\" with what the client is to get"
 	case r.Locked:
 		return "somebody works on it", "wait; if the holder hangs, \"keys unlock\" ends its lock"
+	case r.Unanswered:
+		return "its work committed by a statement of its own, and left no outcome",
+			"see what its work left in the database, and write by hand what is missing; then \"keys finish\" with what the client is to get; only if nothing of it is there, \"keys retry\"; and mend the program"
+	case r.Calling != nil:
+		return adviceOnCall(r)
+	case r.State == keys.Indeterminate:
+		return "it may have happened or not",
+			"see in the error what is in doubt, and find out from the foreign system, or in the database; if nothing happened, \"keys retry\"; if it did, \"keys finish\" with what the client is to get"
+	case r.State == keys.Abandoned:
+		return "its attempts are used up", "mend the cause, then \"keys retry\"; or \"keys finish\" with what the client is to get"
 	case r.Error != nil && strings.HasPrefix(*r.Error, idempotency.ErrUnknownRecoveryPoint.Error()):
 		return "it waits for a program that knows the phases that are done", "see in the error which ones the program knows that looks after it; deploy one whose list begins with those that are done; or, when you know what they did, \"keys finish\""
+	case r.Counts:
+		return "its work failed, and was rolled back: only the attempts are counted", "nothing: a request with it executes it; when none comes, the reaper forgets it"
 	case r.Stuck:
 		return "nobody works on it", "the client asks again, or the completer (Flow.Run) goes on with it: see that one runs, and its log; or \"keys finish\""
 	}
 	return "it failed, and is put off", "nothing: the client asks again, or the completer goes on with it"
+}
+
+// adviceOnCall is for a key that nobody works on, whose foreign call may have been made, and must not be made twice. What
+// was found out comes before anything else: also where the attempts are used up, trying again would ask again.
+func adviceOnCall(r keys.Row) (what, do string) {
+	const ask = "first find out from the foreign system whether it acted: "
+	const finish = "if it did, \"keys finish\" with what the client is to get"
+	what = "a foreign system may have acted or not, and must not be asked twice"
+	switch r.State {
+	case keys.Abandoned:
+		what = "its attempts are used up, and " + what
+	case keys.Running:
+		return what, ask + finish + "; if it did not, let the next request, or the completer, make it indeterminate, then \"keys retry --call-did-not-happen\""
+	}
+	return what, ask + finish + "; only if it did not, \"keys retry --call-did-not-happen\""
 }
 
 // requestText is a request in a timeline.

@@ -73,7 +73,7 @@ func TestKeysAreDecidedByAnOperator(t *testing.T) {
 	require.Len(t, mark, 2)
 	assert.Contains(t, runOn(t, address, "keys", "show", mark[1]).stdout, "in-doubt")
 
-	v := runOn(t, address, "keys", "retry", mark[1], "--why", "ticket 88", "--by", "ana", "--json").object(t)
+	v := runOn(t, address, "keys", "retry", mark[1], "--call-did-not-happen", "--why", "ticket 88", "--by", "ana", "--json").object(t)
 	assert.Equal(t, "key.retry", v["what"])
 	assert.Contains(t, runOn(t, address, "keys", "unlock", "locked", "--why", "it hangs").stdout, "it was held by pod-2")
 	body := filepath.Join(t.TempDir(), "body")
@@ -118,7 +118,9 @@ func TestKeysRefuseWrongUse(t *testing.T) {
 		"list --state lost":                 {"want one of running, finished, indeterminate, abandoned, stuck"},
 		"list --after x":                    {"what an earlier list ended with"},
 		"finish k --status 1 --header nope": {"Name: value"},
-		"finish k --status 1 --header Set-Cookie:a=b --why w":                         {"secret of one answer"},
+		"finish k --status 1 --header Set-Cookie:a=b --why w":                         {"belongs to one client"},
+		"finish k --status 1 --header www-authenticate:Basic --why w":                 {"belongs to one client"},
+		"finish k --status 1 --header X-A:\xe9 --why w":                               {"Name: value"},
 		"finish k --status 1 --why w --forever --window 1h":                           {"want one of them"},
 		"finish in-doubt --status 1 --why w --body-file /nonexistent/effectonce/body": {"no such file"},
 	} {
@@ -154,4 +156,42 @@ func TestUnknownPhasesAreExplained(t *testing.T) {
 	shown := runOn(t, address, "keys", "show", "same", "--scope", "t7").stdout
 	assert.Contains(t, shown, "waits for a program that knows the phases")
 	assert.Contains(t, shown, "keys finish")
+}
+
+// What show tells to do first follows from what is not known: a call that may have been made is asked about before anything
+// is tried again, also where the attempts are used up; work that committed by itself is looked at.
+func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	conn := connect(t, address)
+	requests(t, conn)
+	execSQL(t, conn, `UPDATE effectonce.idempotency_keys SET calling = 'pay' WHERE key = 'given-up'`)
+	execSQL(t, conn, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, attempts, retry_at, expires_at) VALUES
+		('t7', 'charge', 'by-itself', sha256('x'), 'finished', '{}', NULL, 1, NULL, now() + interval '1 day'),
+		('t7', 'charge', 'cut', sha256('x'), 'running', '{reserve}', 'pay', 1, NULL, NULL),
+		('t7', 'charge', 'plain', sha256('x'), 'abandoned', '{reserve}', NULL, 1, NULL, NULL),
+		('t7', 'charge', 'counts', sha256('x'), 'running', '{}', NULL, 2, now() + interval '1 day', now() + interval '1 day')`)
+	for key, want := range map[string][]string{
+		"in-doubt":  {"(?m)^state +indeterminate: a foreign system may have acted", "what to do first find out .*keys retry --call-did-not-happen"},
+		"given-up":  {"(?m)^state +abandoned: its attempts are used up, and a foreign system may have acted", "what to do first find out .*keys retry --call-did-not-happen"},
+		"cut":       {"(?m)^state +running: a foreign system may have acted", "what to do first find out"},
+		"plain":     {"what to do mend the cause, then \"keys retry\""},
+		"by-itself": {"(?m)^state +indeterminate: its work committed by a statement of its own", "what to do see what its work left"},
+		"counts":    {"only the attempts are counted", "what to do nothing"},
+	} {
+		shown := runOn(t, address, "keys", "show", key)
+		assert.Zero(t, shown.code, key)
+		for _, text := range want {
+			assert.Regexp(t, text, shown.stdout, key)
+		}
+	}
+	refused := runOn(t, address, "keys", "retry", "given-up", "--why", "mended")
+	assert.Equal(t, 1, refused.code)
+	assert.Contains(t, refused.stderr, "--call-did-not-happen")
+	assert.Zero(t, runOn(t, address, "keys", "finish", "by-itself", "--status", "201", "--why", "its rows are there").code)
+	assert.Regexp(t, `(?m)^outcome +status 201`, runOn(t, address, "keys", "show", "by-itself").stdout)
+	assert.Zero(t, runOn(t, address, "keys", "finish", "in-doubt", "--status", "201", "--why", "paid").code)
+	done := runOn(t, address, "keys", "show", "in-doubt", "--payload", "--json").object(t)
+	assert.NotContains(t, done, "request", "nobody knows whether it is encrypted")
+	assert.InDelta(t, 9, done["request_bytes"], 0)
 }

@@ -300,6 +300,7 @@ func TestWhatIsActedOnIsDurable(t *testing.T) {
 		_, err = newFlow(t, op, cfg, phases).Do(t.Context(), key(value), nil)
 		require.Equal(t, value == "unknown", errors.Is(err, idempotency.ErrIndeterminate), err)
 	}
+	passes(t, wide, time.Minute)
 	decided, err := newFlow(t, op, cfg, phases).Reconcile(t.Context())
 	require.NoError(t, err)
 	require.Equal(t, 1, decided)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime/debug"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -45,7 +46,8 @@ func every(ctx context.Context, o *Operation, d time.Duration, work func(ctx con
 }
 
 // Reap forgets finished keys of all operations whose window is over, by the database's clock, in small transactions,
-// and returns how many. Unfinished keys stay, however old they are.
+// and returns how many. Unfinished keys stay, however old they are, but for counts of failures of work in one transaction, which
+// had no effect.
 func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) {
 	defer func() {
 		if reaped > 0 && o.cfg.Hooks.Reaped != nil {
@@ -126,8 +128,24 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	if err != nil {
 		return false, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
 	}
-	_, err = o.answered(f.drive(ctx, h, request))
+	_, err = o.answered(f.driveOn(ctx, h, request))
 	return err == nil, err
+}
+
+// driveOn survives a phase that panics, since what it would end here is the program and not one request.
+func (f *Flow[S]) driveOn(ctx context.Context, h *holder, request []byte) (response Response, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = f.panicked(ctx, h.key, p)
+			err = errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
+		}
+	}()
+	return f.drive(ctx, h, request)
+}
+
+func (f *Flow[S]) panicked(ctx context.Context, key Key, p any) error {
+	f.op.cfg.Logger.ErrorContext(ctx, "work on a key panicked", "key", key, "panic", p, "stack", string(debug.Stack()))
+	return fmt.Errorf("panic: %v", p)
 }
 
 // leave puts a flow off that this program does not know. Another version of it may: during a deployment the older one meets
@@ -169,7 +187,8 @@ func DidNotHappen() Decision { return Decision{continues: true} }
 // Happened says that it was, and ends the flow with a response; what is left of its phases is not executed.
 func Happened(response Response) Decision { return Decision{outcome: &response} }
 
-// Reconcile asks FlowConfig.Reconcile about each key that is indeterminate, and carries out what it decides. It returns
+// Reconcile asks FlowConfig.Reconcile about each key that has been indeterminate for CallMax, so that what was on its way to
+// the foreign system has arrived or never will, and carries out what it decides. It returns
 // how many keys were decided. Two that run at once may both ask; one of them decides.
 func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 	if f.cfg.Reconcile == nil {
@@ -249,11 +268,23 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 	if asked.Request, err = f.op.open(u.key, "request", u.at.request, u.at.sealed); err != nil {
 		return false, err
 	}
-	decision, err := f.cfg.Reconcile(ctx, asked)
+	decision, err := f.ask(ctx, asked)
 	if err != nil || (!decision.continues && decision.outcome == nil) {
 		return false, err
 	}
 	return f.carryOut(ctx, u, decision)
+}
+
+// ask calls the reconciler, which has as long as a call.
+func (f *Flow[S]) ask(ctx context.Context, undecided UndecidedKey[S]) (decision Decision, err error) {
+	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
+	defer cancel()
+	defer func() {
+		if p := recover(); p != nil {
+			decision, err = Unknown(), f.panicked(ctx, undecided.Key, p)
+		}
+	}()
+	return f.cfg.Reconcile(ctx, undecided)
 }
 
 // carryOut gives the key back to its phases, or finishes it, unless somebody else decided meanwhile.

@@ -167,7 +167,7 @@ func requirePaidOnce(t *testing.T, pool *pgxpool.Pool, b *bank) {
 // message are there once. Rows H1, H4, H5.
 func TestKilledBetweenAnyTwoSteps(t *testing.T) {
 	t.Parallel()
-	for _, c := range gaps() {
+	for _, c := range append(gaps(), child{At: crashpoint.KeyCommitted, Nth: 1}) {
 		t.Run(fmt.Sprint(c.At, " ", c.Nth), func(t *testing.T) {
 			t.Parallel()
 			pool, b := newPool(t), newBank(t)
@@ -247,6 +247,7 @@ func TestCallThatMustNotBeMadeTwice(t *testing.T) {
 				}
 				made, _ := b.counts()
 				require.Equal(t, asked, made)
+				passes(t, pool, time.Minute)
 				decided, err := flow.Reconcile(t.Context())
 				require.NoError(t, err)
 				require.Equal(t, 1, decided)

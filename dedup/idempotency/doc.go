@@ -3,7 +3,7 @@
 //
 //	orders, err := idempotency.New(pool, idempotency.Config{Operation: "create-order"})
 //	...
-//	key := idempotency.Key{Scope: tenant, Value: r.Header.Get("Idempotency-Key"), Fingerprint: idempotency.NewFingerprint(body)}
+//	key := orders.Key(tenant, r.Header.Get("Idempotency-Key"), idempotency.NewFingerprint(body))
 //	response, err := orders.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 //		_, err := tx.Exec(ctx, `INSERT INTO orders …`)
 //		return idempotency.Response{Status: 201, Body: body}, err

@@ -88,6 +88,8 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 	var problems []error
 	if op == nil {
 		problems = append(problems, errors.New("operation is nil"))
+	} else if op.cfg.Isolation != pgx.ReadCommitted {
+		problems = append(problems, fmt.Errorf("Config.Isolation of the operation is %q: want read committed, since the lock of a key is renewed while a phase writes", op.cfg.Isolation))
 	}
 	if len(phases) == 0 || len(phases) > phasesMax {
 		problems = append(problems, fmt.Errorf("%d phases: want 1 to %d", len(phases), phasesMax))
@@ -119,7 +121,8 @@ const phasesMax = 100
 // for the phases; it is stored only with StoreRequest.
 //
 // A phase that fails ends the flow for now: its writes are rolled back, the recovery points before it stay, and the lock is
-// given up, so that the next request with the key goes on there at once. Final makes the failure the outcome.
+// given up, so that the next request with the key goes on there at once; without Config.AttemptsMax, a phase that failed
+// ten times waits for what RetryAfter has become (ErrInProgress). Final makes the failure the outcome.
 // Errors are those of Once, and ErrIndeterminate, ErrUnknownRecoveryPoint, ErrLockLost. When ctx ends the flow stops
 // between two phases, and can be resumed.
 func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, error) {
@@ -189,8 +192,13 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 			"key", key, "done", s.phases, "known", f.names)
 		return nil, Response{}, fmt.Errorf("%w: done are %q, known %q", ErrUnknownRecoveryPoint, s.phases, f.names)
 	}
-	if s.attempts >= cmp.Or(o.cfg.AttemptsMax, attemptsOfAll) {
+	// Where a call may be under way that must not be made twice, the key is in doubt, however many attempts there were.
+	if s.calling == nil && s.attempts >= cmp.Or(o.cfg.AttemptsMax, attemptsOfAll) {
 		return nil, Response{}, f.abandon(ctx, key, s, "its attempts are used up")
+	}
+	// A client that tries again and again must not use the attempts up within seconds.
+	if s.putOff > 0 && o.cfg.AttemptsMax == 0 && s.attempts >= attemptsOfAll/2 {
+		return nil, Response{}, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
 	}
 	tag, err := o.pool.Exec(ctx, o.sql.takeFlow, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner)
 	if err != nil {
@@ -205,13 +213,13 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 		return h, Response{}, nil
 	}
 	// Whoever had it died in a call that must not be made twice.
-	err = h.undecided(ctx, indeterminate, fmt.Errorf("worker ended during the call of phase %q", *s.calling))
+	err = h.undecided(ctx, indeterminate, fmt.Errorf("worker ended during the call of phase %q", *s.calling), f.cfg.CallMax)
 	return nil, Response{}, errors.Join(ErrIndeterminate, err)
 }
 
 func (f *Flow[S]) abandon(ctx context.Context, key Key, s *stored, why string) error {
 	h := newHolder(f.op, key, s)
-	return errors.Join(ErrAbandoned, h.undecided(ctx, abandoned, errors.New(why)))
+	return errors.Join(ErrAbandoned, h.undecided(ctx, abandoned, errors.New(why), 0))
 }
 
 // drive goes through the phases that are not done, under the lock.
@@ -227,6 +235,7 @@ func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Respons
 			return f.settle(ctx, h, err)
 		}
 		if step.response != nil {
+			crashpoint.At(ctx, crashpoint.KeyCommitted)
 			return *step.response, nil
 		}
 		step.Attempt = 1
@@ -260,18 +269,19 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error) (Response,
 	var final *FinalError
 	var unknown *indeterminateError
 	var not *notDoneError
+	var work *workError
 	switch {
 	case errors.As(cause, &final):
 		return final.Response, h.finish(ctx, final.Response)
 	case errors.As(cause, &unknown):
-		return Response{}, errors.Join(cause, h.undecided(ctx, indeterminate, cause))
+		return Response{}, errors.Join(cause, h.undecided(ctx, indeterminate, cause, f.cfg.CallMax))
 	case lost(cause), errors.Is(context.Cause(ctx), ErrLockLost):
 		return Response{}, fmt.Errorf("%w: %w", ErrLockLost, cause)
 	case errors.Is(cause, ErrUnanswered):
 		return Response{}, cause // it may be done: the lock runs out, and the next one sees
-	case h.o.cfg.Strict:
+	case h.o.cfg.Strict && errors.As(cause, &work) && !conflict(cause) && ctx.Err() == nil:
 		response := h.o.cfg.Failed(cause)
 		return response, h.finish(ctx, response)
 	}
-	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), errors.As(cause, &not)))
+	return Response{}, errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), !h.called && errors.As(cause, &not)))
 }

@@ -13,6 +13,8 @@ type holder struct {
 	o   *Operation
 	key Key
 	at  *stored
+	// called: the call of the phase was made, and the foreign system did what it was asked for.
+	called bool
 }
 
 func newHolder(o *Operation, key Key, at *stored) *holder { return &holder{o: o, key: key, at: at} }
@@ -82,11 +84,11 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 	return nil
 }
 
-// undecided hands the key to people.
-func (h *holder) undecided(ctx context.Context, to state, cause error) error {
+// undecided hands the key to people, and after a while to the reconciler: what may still be on its way has arrived then.
+func (h *holder) undecided(ctx context.Context, to state, cause error, wait time.Duration) error {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
-	rows, err := h.o.durably(ctx, h.o.sql.undecided, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, to, text(cause))
+	rows, err := h.o.durably(ctx, h.o.sql.undecided, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, to, text(cause), wait)
 	if err != nil {
 		return fmt.Errorf("mark %v as %s: %w", h.key, to, err)
 	}

@@ -22,7 +22,7 @@ type Key struct {
 	// Value is what the client sent, or Domain made. 1 to 255 bytes of UTF-8 without control characters.
 	Value string
 	// Fingerprint of what is asked for: see NewFingerprint. A claim under the same key with another one is refused.
-	// Zero: not compared, for values that say all (Domain).
+	// Zero: there is none, for values that say all (Domain); a claim with one does not match a claim without.
 	Fingerprint Fingerprint
 }
 
@@ -77,8 +77,12 @@ func readable(text string) bool {
 
 // ChildID derives the ID under which a step of the work asks other systems, or publishes: the same at every attempt,
 // on every machine, and also after a failover that lost the key. It carries no time (a UUIDv8), since nothing that
-// has one would survive that. Give it to foreign calls as their idempotency key, and to outbox messages as their ID.
+// has one would survive that. Give it to foreign calls as their idempotency key, and to outbox messages as their ID. It
+// panics without a scope, an operation or a value, since IDs of other requests would be the same: Operation.Key has all.
 func (k Key) ChildID(step string) uuid.UUID {
+	if k.Scope == "" || k.Operation == "" || k.Value == "" {
+		panic("idempotency: ChildID of a key without scope, operation or value: make the key by Operation.Key")
+	}
 	return dedup.MessageID("effectonce:idempotency", hash("child", []byte(k.Scope), []byte(k.Operation), []byte(k.Value), []byte(step)))
 }
 

@@ -58,24 +58,32 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 		err = ctx.Err()
 	}
 	var final *FinalError
+	var unknown *indeterminateError
 	switch {
 	case err == nil:
 		return response, o.respond(ctx, t, key, response)
 	case errors.As(err, &final):
 		t.end(ctx)
 		return o.settle(ctx, key, final.Response)
+	case errors.As(err, &unknown):
+		t.end(ctx)
+		return Response{}, errors.Join(err, o.doubt(ctx, key, err))
 	case conflict(err), ctx.Err() != nil:
 		return Response{}, err
 	}
 	t.end(ctx)
+	if errors.Is(err, errEnded) {
+		o.unanswered(ctx, key)
+	}
 	return o.failed(ctx, key, err)
 }
 
 // claimWork begins the transaction of the work. Without one it returns what the key says.
 func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Response, error) {
-	args := []any{key.Scope, key.Operation, key.Value, key.Fingerprint[:], o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout)}
+	args := []any{key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout)}
+	args = slices.Clip(args) // what is appended is not shared
 	for range claimsMax {
-		t, took, err := o.take(ctx, key, o.sql.claimWork, args...)
+		t, took, err := o.take(ctx, key, o.sql.claimWork, append(args, key.Fingerprint[:])...)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -86,13 +94,16 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 		if s == nil {
 			continue // it was forgotten
 		}
+		if s.state == finished && s.unfinished {
+			o.unanswered(ctx, key)
+		}
 		if response, ok, err := o.answer(key, s); ok {
 			return nil, response, err
 		}
 		if len(s.phases) > 0 || s.calling != nil {
 			return nil, Response{}, fmt.Errorf("%w: the key was begun as a flow, in phases", ErrUnknownRecoveryPoint)
 		}
-		t, took, err = o.take(ctx, key, o.sql.takeWork, append(slices.Clip(args), s.token)...)
+		t, took, err = o.take(ctx, key, o.sql.takeWork, append(args, s.token, s.fingerprint[:])...)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -141,7 +152,7 @@ func (o *Operation) respond(ctx context.Context, t *transaction, key Key, respon
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
 	var stored bool
 	err = t.commit(ctx, func(batch *pgx.Batch) {
-		batch.Queue(o.sql.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped).
+		batch.Queue(o.sql.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
 			Exec(func(tag pgconn.CommandTag) error { stored = tag.RowsAffected() == 1; return nil })
 	})
 	if err == nil && !stored { // it is another transaction than the one that claimed
@@ -164,6 +175,23 @@ func (o *Operation) settle(ctx context.Context, key Key, response Response) (Res
 	return response, o.respond(ctx, t, key, response)
 }
 
+// doubt marks the key of work that asked another system, and does not know what became of it: a person decides.
+func (o *Operation) doubt(ctx context.Context, key Key, cause error) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), o.cfg.StatementTimeout)
+	defer cancel()
+	t, _, err := o.claimWork(ctx, key)
+	if t == nil {
+		return err
+	}
+	defer t.end(ctx)
+	err = t.commit(ctx, func(batch *pgx.Batch) { batch.Queue(o.sql.doubt, key.Scope, key.Operation, key.Value, text(cause)) })
+	if err != nil {
+		return fmt.Errorf("mark %v as %s: %w", key, indeterminate, err)
+	}
+	o.cfg.Logger.ErrorContext(ctx, "a key needs a person: see outbox-relay keys", "key", key, "state", indeterminate, "error", cause)
+	return nil
+}
+
 // failed is a failure that trying again could mend: it stores nothing, unless it is to be the outcome.
 func (o *Operation) failed(ctx context.Context, key Key, cause error) (Response, error) {
 	if o.cfg.Strict {
@@ -173,8 +201,7 @@ func (o *Operation) failed(ctx context.Context, key Key, cause error) (Response,
 		return Response{}, cause
 	}
 	var attempts int
-	var token int64
-	err := o.pool.QueryRow(ctx, o.sql.failed, key.Scope, key.Operation, key.Value, key.Fingerprint[:], o.cfg.Seal != nil, text(cause)).Scan(&attempts, &token)
+	err := o.pool.QueryRow(ctx, o.sql.failed, key.Scope, key.Operation, key.Value, key.Fingerprint[:], o.cfg.Seal != nil, text(cause)).Scan(&attempts)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows): // somebody else has made something of the key
 		return Response{}, cause

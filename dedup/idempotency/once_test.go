@@ -325,7 +325,7 @@ func TestSmallPoolDoesNotDeadlock(t *testing.T) {
 	pool, err := pgxpool.NewWithConfig(t.Context(), config)
 	require.NoError(t, err)
 	defer pool.Close()
-	o := newOperation(t, pool, idempotency.Config{WaitMax: time.Minute})
+	o := newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second})
 	var group sync.WaitGroup
 	for i := range 50 {
 		group.Go(func() {

@@ -124,6 +124,7 @@ func (c Config) withDefaults() (Config, error) {
 	if c.Forever && c.Window != 0 {
 		problems = append(problems, bounds.Problem("Window", c.Window, "none, with Forever"))
 	}
+	wait := c.WaitMax
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "Window", Value: &c.Window, Default: 24 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
 		bounds.Duration{Field: "WaitMax", Value: &c.WaitMax, Default: 250 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
@@ -132,6 +133,11 @@ func (c Config) withDefaults() (Config, error) {
 		bounds.Duration{Field: "LockTimeout", Value: &c.LockTimeout, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "IdleTimeout", Value: &c.IdleTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 	)...)
+	if wait == 0 {
+		c.WaitMax = min(c.WaitMax, c.StatementTimeout)
+	} else if c.WaitMax > c.StatementTimeout {
+		problems = append(problems, bounds.Problem("WaitMax", c.WaitMax, "at most StatementTimeout, which ends it"))
+	}
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "Retries", Value: &c.Retries, Default: 5, Min: 1, Max: 100},
 		bounds.Int{Field: "ResponseBytesMax", Value: &c.ResponseBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
@@ -168,6 +174,11 @@ func (o *Operation) window() *time.Duration {
 		return nil
 	}
 	return &o.cfg.Window
+}
+
+// Key is one of this operation. It is checked where it is used.
+func (o *Operation) Key(scope, value string, fingerprint Fingerprint) Key {
+	return Key{Scope: scope, Operation: o.cfg.Operation, Value: value, Fingerprint: fingerprint}
 }
 
 // complete fills in the operation of a key, and refuses one of another.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -13,7 +14,8 @@ import (
 type Response struct {
 	// Status from 0 to 999.
 	Status int
-	// Header to replay. Only what may be shown again: no cookies, no credentials.
+	// Header to replay, byte for byte. Only what may be shown again; what NeverStored tells, and what a header Connection
+	// names, is left out of what is stored.
 	Header map[string][]string
 	// Body, at most Config.ResponseBytesMax; of a larger one only the fact is stored.
 	Body []byte
@@ -73,8 +75,9 @@ type indeterminateError struct{ err error }
 func (e *indeterminateError) Error() string   { return e.err.Error() }
 func (e *indeterminateError) Unwrap() []error { return []error{ErrIndeterminate, e.err} }
 
-// Indeterminate says that a foreign system may have acted or not, and cannot be asked again under the same key: the
-// flow stops until a person or the reconciler decides. Only from Phase.Call.
+// Indeterminate says that a foreign system may have acted or not, and cannot be asked again under the same key: what the
+// work or the phase wrote is rolled back, and the key stops until a person or the reconciler decides. The mark is written after
+// the fact: where the database or the process is gone in that moment, only a phase that is AtMostOnce is not run again.
 func Indeterminate(err error) error { return &indeterminateError{err} }
 
 type notDoneError struct{ err error }
@@ -105,7 +108,9 @@ func lost(err error) bool {
 }
 
 // text is what is stored of an error.
-func text(err error) string { return fmt.Sprintf("%.2000s", err) }
+func text(err error) string {
+	return fmt.Sprintf("%.2000s", strings.ReplaceAll(strings.ToValidUTF8(err.Error(), "\uFFFD"), "\x00", ""))
+}
 
 // pause waits or returns false when ctx ends first.
 func pause(ctx context.Context, d time.Duration) bool {

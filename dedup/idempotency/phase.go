@@ -19,7 +19,7 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err := ctx.Err(); err != nil {
 		return context.Cause(ctx)
 	}
-	step.phase = phase.Name
+	step.phase, h.called = phase.Name, false
 	if phase.Call != nil {
 		calling, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
 		defer cancel()
@@ -33,6 +33,7 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err != nil {
 		return fmt.Errorf("write the state of %v: %w", h.key, err)
 	}
+	response := step.response // of the call
 	for attempt := 1; ; attempt++ {
 		err := f.write(writing, h, step, phase)
 		if err == nil || attempt > h.o.cfg.Retries || !conflict(err) {
@@ -45,7 +46,7 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 		if err := json.Unmarshal(learnt, &again); err != nil {
 			return fmt.Errorf("read the state of %v: %w", h.key, err)
 		}
-		step.State, step.response = again, nil
+		step.State, step.response = again, response
 	}
 }
 
@@ -65,10 +66,16 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 		return Indeterminate(fmt.Errorf("call of phase %q: %w", phase.Name, err))
 	}
 	if err != nil {
-		return fmt.Errorf("call of phase %q: %w", phase.Name, err)
+		return &workError{fmt.Errorf("call of phase %q: %w", phase.Name, err)}
 	}
+	h.called = true
 	return nil
 }
+
+// workError is one of a Call or a Write, and not of what is around them.
+type workError struct{ error }
+
+func (e *workError) Unwrap() error { return e.error }
 
 // errNoResponse is a mistake of the flow.
 var errNoResponse = errors.New("the last phase did not call Finish: nothing was committed")
@@ -83,7 +90,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if phase.Write != nil {
 		err := t.run(ctx, func(ctx context.Context, tx pgx.Tx) error { return phase.Write(ctx, tx, step) })
 		if err != nil {
-			return fmt.Errorf("phase %q: %w", phase.Name, err)
+			return &workError{fmt.Errorf("phase %q: %w", phase.Name, err)}
 		}
 	}
 	crashpoint.At(ctx, crashpoint.KeyWorked)

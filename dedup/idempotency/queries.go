@@ -10,31 +10,33 @@ SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2,
 
 // found are the columns of a key that exists.
 const found = `state, fingerprint, phases, calling, data, request, lock_token, locked_until > clock_timestamp(),
-  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed, finished_at IS NULL AND status IS NULL
+  coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed, finished_at IS NULL AND status IS NULL,
+  coalesce(extract(epoch FROM retry_at - clock_timestamp()), 0)::float8
 FROM effectonce.idempotency_keys WHERE scope = $1 AND operation = $2 AND key = $3`
 
 // fresh are the same columns of one that this statement made.
 const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
-  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean FROM claimed`
+  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean, NULL::float8 FROM claimed`
 
 // claimWorkSQL claims a key for work in one transaction, waiting for whoever has it. The row is finished from the start:
 // nobody sees it before the work is done, and what the end of the work writes (the response) changes no indexed column.
 const claimWorkSQL = `-- idempotency.claim_work
 INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, expires_at)
-VALUES ($1::text, $2::text, $3::text, $4::bytea, 'finished', $5, 1, clock_timestamp() + $6::interval)
-ON CONFLICT DO NOTHING RETURNING set_config('lock_timeout', $7, true) -- of the work`
+VALUES ($1::text, $2::text, $3::text, $7::bytea, 'finished', $4, 1, clock_timestamp() + $5::interval)
+ON CONFLICT DO NOTHING RETURNING set_config('lock_timeout', $6, true) -- of the work`
 
 // takeWorkSQL takes a key over whose earlier attempts failed.
 const takeWorkSQL = `-- idempotency.take_work
 UPDATE effectonce.idempotency_keys SET state = 'finished', lock_token = lock_token + 1, attempts = attempts + 1, error = NULL,
-  retry_at = NULL, sealed = $5, expires_at = clock_timestamp() + $6::interval
-WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'running' AND lock_token = $8 AND fingerprint = $4
+  retry_at = NULL, sealed = $4, expires_at = clock_timestamp() + $5::interval
+WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'running' AND lock_token = $7 AND fingerprint = $8
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases = '{}' AND calling IS NULL
-RETURNING set_config('lock_timeout', $7, true)`
+RETURNING set_config('lock_timeout', $6, true)`
 
-// respondSQL is the last statement of the work.
+// respondSQL is the last statement of the work. Of the window of work that took long, at least a half is still to come.
 const respondSQL = `-- idempotency.respond
-UPDATE effectonce.idempotency_keys SET status = $4::smallint, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp()
+UPDATE effectonce.idempotency_keys SET status = $4::smallint, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp(),
+  expires_at = CASE WHEN expires_at < clock_timestamp() + $8::interval / 2 THEN clock_timestamp() + $8::interval ELSE expires_at END
 WHERE scope = $1 AND operation = $2 AND key = $3`
 
 // guardSQL opens a cursor in the transaction of a phase that makes a COMMIT of the work's own fail, since the phase would be
@@ -49,13 +51,17 @@ const (
 )
 
 // failedSQL counts an attempt of work whose transaction was rolled back, and with it the claim. It leaves alone what
-// others have made of the key meanwhile.
+// others have made of the key meanwhile. The count is forgotten after a day without another one; retry_at orders it behind what
+// is due, and nothing waits for it. What a flow, or anybody else, has ever taken is never forgotten.
 const failedSQL = `-- idempotency.failed
-INSERT INTO effectonce.idempotency_keys AS k (scope, operation, key, fingerprint, state, sealed, attempts, error)
-VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, $6)
-ON CONFLICT (scope, operation, key) DO UPDATE SET attempts = k.attempts + 1, error = excluded.error, sealed = excluded.sealed
-  WHERE k.state = 'running' AND k.fingerprint = excluded.fingerprint AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp())
-RETURNING k.attempts, k.lock_token`
+INSERT INTO effectonce.idempotency_keys AS k (scope, operation, key, fingerprint, state, sealed, attempts, error, retry_at, expires_at)
+VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, $6, clock_timestamp() + interval '1 day', clock_timestamp() + interval '1 day')
+ON CONFLICT (scope, operation, key) DO UPDATE SET attempts = k.attempts + 1, error = excluded.error, sealed = excluded.sealed,
+    retry_at = CASE WHEN k.lock_token = 1 AND k.locked_by IS NULL THEN excluded.retry_at ELSE k.retry_at END,
+    expires_at = CASE WHEN k.lock_token = 1 AND k.locked_by IS NULL THEN excluded.expires_at ELSE k.expires_at END
+  WHERE k.state = 'running' AND k.phases = '{}' AND k.calling IS NULL
+    AND k.fingerprint = excluded.fingerprint AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp())
+RETURNING k.attempts`
 
 // claimFlowSQL claims a key for work in phases.
 const claimFlowSQL = `-- idempotency.claim_flow
@@ -98,7 +104,7 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state =
 
 // undecidedSQL hands a key to people.
 const undecidedSQL = `-- idempotency.undecided
-UPDATE effectonce.idempotency_keys SET state = $5::text, error = $6, locked_until = NULL, retry_at = NULL
+UPDATE effectonce.idempotency_keys SET state = $5::text, error = $6, locked_until = NULL, retry_at = clock_timestamp() + nullif($7::interval, '0')
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'`
 
 // advanceSQL and finishSQL raise EO003 where the key is not the caller's any more.
@@ -112,22 +118,46 @@ SELECT effectonce.finish_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
 // abandonedSQL finds unfinished keys that nobody works on. Those with a request can be driven on without their client.
 const abandonedSQL = `-- idempotency.abandoned
 SELECT scope, key, fingerprint FROM effectonce.idempotency_keys
-WHERE state = 'running' AND operation = $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= clock_timestamp()
+WHERE state = 'running' AND operation = $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
   AND (locked_until IS NULL OR locked_until <= clock_timestamp())
 ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 
-// reapSQL forgets finished keys. Rows that somebody else deletes are left to them.
+// reapSQL forgets finished keys whose window is over, and counts of failures that nobody added to for a day: those rows have
+// no effect, since nobody ever took them: a flow's have locked_by from the start, and each takeover makes lock_token grow.
+// Where work committed by itself, its effect is there and its outcome is not: that is left to a person. Rows that somebody else
+// works on are left to them.
 const reapSQL = `-- idempotency.reap
 WITH old AS (
-  SELECT scope, operation, key FROM effectonce.idempotency_keys
-  WHERE state = 'finished' AND expires_at <= clock_timestamp() ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED)
-DELETE FROM effectonce.idempotency_keys k USING old
-WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND k.state = 'finished' AND k.expires_at <= clock_timestamp()`
+  SELECT scope, operation, key, finished_at IS NULL AND status IS NULL AS unanswered FROM effectonce.idempotency_keys
+  WHERE state = 'finished' AND expires_at <= (SELECT clock_timestamp()) ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
+), counts AS (
+  SELECT scope, operation, key, false FROM effectonce.idempotency_keys
+  WHERE state = 'running' AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp()) AND expires_at <= (SELECT clock_timestamp())
+    AND phases = '{}' AND calling IS NULL AND request IS NULL AND data IS NULL AND lock_token = 1 AND locked_by IS NULL AND locked_until IS NULL
+  ORDER BY coalesce(retry_at, created_at) LIMIT $1 FOR UPDATE SKIP LOCKED
+), doubted AS (
+  UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, error = '` + unansweredText + `'
+  FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND old.unanswered
+)
+DELETE FROM effectonce.idempotency_keys k USING (SELECT * FROM old UNION ALL SELECT * FROM counts) gone
+WHERE k.scope = gone.scope AND k.operation = gone.operation AND k.key = gone.key AND NOT gone.unanswered`
+
+// unansweredSQL hands a key to people whose work committed by itself.
+const unansweredSQL = `-- idempotency.unanswered
+UPDATE effectonce.idempotency_keys SET state = 'indeterminate', expires_at = NULL, error = '` + unansweredText + `'
+WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'finished' AND finished_at IS NULL AND status IS NULL`
+
+const unansweredText = "its work committed by a statement of its own, and left no outcome"
+
+// doubtSQL hands a key of work in one transaction to people: it is the caller's in this transaction.
+const doubtSQL = `-- idempotency.doubt
+UPDATE effectonce.idempotency_keys SET state = 'indeterminate', error = $4, expires_at = NULL
+WHERE scope = $1 AND operation = $2 AND key = $3`
 
 // undecidedKeysSQL is the work of a reconciler.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state = 'indeterminate' AND operation = $1 AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
+WHERE state = 'indeterminate' AND operation = $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
 
 // decidedSQL gives a key back to its phases.
 const decidedSQL = `-- idempotency.decided
@@ -137,7 +167,7 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state =
 type queries struct {
 	settings, claimWork, takeWork, respond, failed                                string
 	claimFlow, look, takeFlow, renew, unlock, calling, undecided, advance, finish string
-	abandoned, leave, guard, reap, undecidedKeys, decided                         string
+	abandoned, leave, guard, doubt, unanswered, reap, undecidedKeys, decided      string
 }
 
 func newQueries(schema string) queries {
@@ -147,6 +177,7 @@ func newQueries(schema string) queries {
 		claimWork: in(claimWorkSQL), takeWork: in(takeWorkSQL), respond: in(respondSQL), failed: in(failedSQL),
 		claimFlow: in(claimFlowSQL), look: in(lookSQL), takeFlow: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
-		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
+		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), doubt: in(doubtSQL), unanswered: in(unansweredSQL),
+		reap: in(reapSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
 	}
 }

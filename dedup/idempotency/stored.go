@@ -39,7 +39,8 @@ type stored struct {
 	body        []byte
 	dropped     bool
 	sealed      bool
-	unfinished  bool // it has no outcome
+	unfinished  bool          // it has no outcome
+	putOff      time.Duration // until the completer comes back to it
 }
 
 // read takes the row of a claim or a look, if there is one.
@@ -48,10 +49,10 @@ func read(row pgx.Row) (*stored, error) {
 	var is *state
 	var fingerprint []byte
 	var locked, dropped, sealed, unfinished *bool
-	var remaining *float64
+	var remaining, putOff *float64
 	var attempts *int
 	err := row.Scan(&is, &fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &locked, &remaining, &attempts,
-		&s.status, &s.headers, &s.body, &dropped, &sealed, &unfinished)
+		&s.status, &s.headers, &s.body, &dropped, &sealed, &unfinished, &putOff)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no row is no error
 	}
@@ -63,7 +64,7 @@ func read(row pgx.Row) (*stored, error) {
 	}
 	s.state, s.fingerprint = *is, Fingerprint(fingerprint)
 	s.locked = locked != nil && *locked
-	s.remaining = time.Duration(*remaining * float64(time.Second))
+	s.remaining, s.putOff = time.Duration(*remaining*float64(time.Second)), time.Duration(*putOff*float64(time.Second))
 	s.attempts, s.dropped, s.sealed, s.unfinished = *attempts, *dropped, *sealed, *unfinished
 	return s, nil
 }
@@ -99,7 +100,7 @@ func (o *Operation) replay(k Key, s *stored) (Response, error) {
 		return Response{}, err
 	}
 	if headers != nil {
-		if err := json.Unmarshal(headers, &r.Header); err != nil {
+		if r.Header, err = readHeaders(headers); err != nil {
 			return Response{}, fmt.Errorf("read the headers of %v: %w", k, err)
 		}
 	}
@@ -123,14 +124,12 @@ func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
 	if len(r.Body) > o.cfg.ResponseBytesMax {
 		out.body, out.dropped = nil, true
 	}
-	var err error
-	if len(r.Header) > 0 {
-		if out.headers, err = json.Marshal(r.Header); err != nil {
-			return out, fmt.Errorf("write the headers of %v: %w", k, err)
-		}
-		if out.headers, err = o.sealHeaders(k, out.headers, sealed); err != nil {
-			return out, err
-		}
+	headers, err := writeHeaders(r.Header)
+	if err != nil {
+		return out, fmt.Errorf("%v: %w", k, err)
+	}
+	if out.headers, err = o.sealHeaders(k, headers, sealed); err != nil {
+		return out, err
 	}
 	out.body, err = o.seal(k, "body", out.body, sealed)
 	return out, err
@@ -138,7 +137,7 @@ func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
 
 // sealHeaders puts sealed headers as one string of base64 into their column, which is of JSON.
 func (o *Operation) sealHeaders(k Key, plain []byte, sealed bool) ([]byte, error) {
-	if !sealed {
+	if !sealed || plain == nil {
 		return plain, nil
 	}
 	text, err := o.seal(k, "headers", plain, sealed)

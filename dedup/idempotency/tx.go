@@ -81,6 +81,10 @@ func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*t
 func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx pgx.Tx) error) error {
 	defer t.over.Store(true)
 	err := work(ctx, t.work)
+	t.over.Store(true)
+	if !t.busy.CompareAndSwap(false, true) || t.conn.PgConn().IsBusy() { // what is still under way must not end up in the next transaction of the connection
+		return errors.Join(errShared, err)
+	}
 	if fault := t.fault.Load(); fault != nil {
 		return *fault
 	}
@@ -156,7 +160,8 @@ func rollback(ctx context.Context, conn *pgx.Conn) {
 
 // durably executes one statement in a transaction of its own that is durable when it returns, whatever the role's
 // synchronous_commit is, and tells how many rows it changed.
-func (o *Operation) durably(ctx context.Context, sql string, args ...any) (rows int64, err error) {
+func (o *Operation) durably(ctx context.Context, sql string, args ...any) (int64, error) {
+	var rows int64
 	t, err := o.unclaimed(ctx)
 	if err != nil {
 		return 0, err
@@ -168,7 +173,10 @@ func (o *Operation) durably(ctx context.Context, sql string, args ...any) (rows 
 			return nil
 		})
 	})
-	return rows, err
+	if err != nil {
+		return 0, err // rows may still be written
+	}
+	return rows, nil
 }
 
 // limits bounds the statements of a transaction, and how long they wait for locks.

@@ -143,7 +143,7 @@ func operatorRights(schema string) []right {
 		{"table", "outbox_replicas", "SELECT,DELETE"},
 		{"table", "operator_actions", "SELECT,INSERT"},
 		{"table", "idempotency_keys", "SELECT,DELETE,UPDATE(state lock_token attempts calling locked_until retry_at error status headers body " +
-			"body_dropped sealed data request finished_at expires_at)"},
+			"body_dropped sealed finished_at expires_at)"},
 	}
 	for _, table := range []string{
 		"schema_version", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_ticks",

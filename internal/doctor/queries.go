@@ -215,16 +215,18 @@ SELECT (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled LIMIT $1) 
   greatest(extract(epoch FROM clock_timestamp() - (SELECT due_at FROM effectonce.outbox_scheduled ORDER BY due_at LIMIT 1)), 0)::float8`
 
 // keysSQL counts $1 keys of each kind at most, and reads nothing of those that are finished and not over. $2: since when
-// nobody works on what is stuck.
+// nobody works on what is stuck. What has expires_at and no lock only counts failures of work in one transaction, and had no
+// effect: a reaper forgets it then.
 const keysSQL = `-- doctor.keys
 SELECT running.n, coalesce(extract(epoch FROM clock_timestamp() - running.oldest), 0)::float8, running.stuck, running.failing, undecided.indeterminate, undecided.abandoned,
   greatest(coalesce(extract(epoch FROM clock_timestamp() - (
     SELECT expires_at FROM effectonce.idempotency_keys WHERE state = 'finished' AND expires_at IS NOT NULL ORDER BY expires_at LIMIT 1)), 0), 0)::float8
 FROM (
-  SELECT count(*) AS n, min(created_at) AS oldest, count(*) FILTER (
-    WHERE due <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp() - $2::interval)) AS stuck,
-    count(*) FILTER (WHERE due > clock_timestamp() AND created_at <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp())) AS failing
-  FROM (SELECT created_at, locked_until, coalesce(retry_at, created_at) AS due FROM effectonce.idempotency_keys
+  SELECT count(*) FILTER (WHERE NOT counts) AS n, min(created_at) FILTER (WHERE NOT counts) AS oldest, count(*) FILTER (
+    WHERE NOT counts AND due <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp() - $2::interval)) AS stuck,
+    count(*) FILTER (WHERE NOT counts AND due > clock_timestamp() AND created_at <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp())) AS failing
+  FROM (SELECT created_at, locked_until, coalesce(retry_at, created_at) AS due,
+      locked_until IS NULL AND coalesce(expires_at > clock_timestamp() - $2::interval, false) AS counts FROM effectonce.idempotency_keys
     WHERE state = 'running' ORDER BY coalesce(retry_at, created_at) LIMIT $1) first
 ) running, (
   SELECT count(*) FILTER (WHERE state = 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state = 'abandoned') AS abandoned

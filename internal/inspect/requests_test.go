@@ -44,7 +44,7 @@ func TestExplainFollowsARequest(t *testing.T) {
 	two := idempotency.Key{Scope: "t7", Operation: "charge", Value: "two-4127"}
 	_, err = flow.Do(t.Context(), two, nil)
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	_, err = keys.Retry(t.Context(), pool, "effectonce", operator.By{Who: "ana", Why: "w"}, keys.Place{Scope: "t7", Operation: "charge", Key: "two-4127"})
+	_, err = keys.Retry(t.Context(), pool, "effectonce", operator.By{Who: "ana", Why: "w"}, keys.Place{Scope: "t7", Operation: "charge", Key: "two-4127"}, true)
 	require.NoError(t, err)
 	publish(t, pool)
 	consume(t, pool, topic, consumer.Each(nothing), "SELECT count(*) = 2 FROM effectonce.processed_messages")

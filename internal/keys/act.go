@@ -30,9 +30,13 @@ func Unlock(ctx context.Context, db operator.Beginner, schema string, by operato
 }
 
 // Retry says of an indeterminate or abandoned key that it did not happen: it is running again, and goes on from its
-// recovery point with the next request, or by the completer. Errors as in Unlock.
-func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Row, error) {
-	return change{what: "key.retry", sql: retrySQL, remedy: retryRemedy}.act(ctx, db, schema, by, place)
+// recovery point with the next request, or by the completer. Where a call that must not be made twice may be under way
+// (Row.Calling), that is refused unless callDidNotHappen. Errors as in Unlock.
+func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, callDidNotHappen bool) (*Row, error) {
+	return change{
+		what: "key.retry", sql: retrySQL, remedy: retryRemedy,
+		args: []any{callDidNotHappen}, note: map[string]any{"call_did_not_happen": callDidNotHappen},
+	}.act(ctx, db, schema, by, place)
 }
 
 // Outcome is what a request gets from now on.
@@ -141,6 +145,9 @@ func retryRemedy(was Row) string {
 		return hasOutcome
 	case was.Locked:
 		return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock", holder(was))
+	case was.State != Running:
+		return fmt.Sprintf("the call of phase %q may have been made, and must not be made twice: ask the foreign system; if it did nothing, "+
+			"add --call-did-not-happen; if it acted, \"outbox-relay keys finish\"", *was.Calling)
 	}
 	return "it is running already: the next request, or the completer, goes on with it"
 }

@@ -23,7 +23,7 @@ func unlock(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.
 }
 
 func retry(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Row, error) {
-	return keys.Retry(ctx, db, schema, ana, place)
+	return keys.Retry(ctx, db, schema, ana, place, true)
 }
 
 func finish(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Row, error) {
@@ -46,6 +46,7 @@ func TestActionsFitTheState(t *testing.T) {
 		{"over", "never changed", "never changed", "never changed"},
 		{"indeterminate", "keys retry", done, done},
 		{"abandoned", "keys retry", done, done},
+		{"unanswered", "keys retry", done, done},
 	} {
 		for what, want := range map[string]string{"unlock": c.unlock, "retry": c.retry, "finish": c.finish} {
 			t.Run(what+" "+c.state, func(t *testing.T) {
@@ -72,7 +73,8 @@ func TestActionsFitTheState(t *testing.T) {
 				switch what {
 				case "finish":
 					assert.Equal(t, keys.Finished, now.State)
-					assert.Nil(t, now.RequestBytes, "nobody needs it any more")
+					assert.NotNil(t, now.RequestBytes, "an operator cannot take it away, nor change it")
+					assert.NotNil(t, now.FinishedAt)
 				case "retry":
 					assert.Equal(t, keys.Running, now.State)
 					assert.Zero(t, now.Attempts)
@@ -128,6 +130,34 @@ func TestUnlockFencesTheHolder(t *testing.T) {
 	close(free)
 	require.ErrorIs(t, <-first, idempotency.ErrLockLost)
 	assert.Equal(t, 1, scalar[int](t, pool, "SELECT count(*) FROM reserved"))
+}
+
+// A key whose call may have been made, and must not be made twice, is not given back to its phases without the word of a
+// person who knows that the call did nothing, however the key came to wait. Row H5.
+func TestRetryOfACallNeedsAWord(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	for _, state := range []string{"indeterminate", "abandoned"} {
+		place := key(t, pool, state, state)
+		exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay'")
+		_, err := keys.Retry(t.Context(), pool, schema, ana, place, false)
+		require.ErrorContains(t, err, "--call-did-not-happen", state)
+		require.ErrorContains(t, err, `"pay"`, state)
+		row := find(t, pool, state)
+		assert.Equal(t, state, row.State)
+		assert.Equal(t, "pay", *row.Calling)
+		assert.Equal(t, int64(7), row.LockToken)
+		_, err = keys.Retry(t.Context(), pool, schema, ana, place, true)
+		require.NoError(t, err)
+		assert.Equal(t, keys.Running, find(t, pool, state).State)
+		actions, err := keys.Actions(t.Context(), pool, schema, place, 9)
+		require.NoError(t, err)
+		require.Len(t, actions, 1, "a refusal is not written down")
+		assert.Contains(t, string(actions[0].Subject), `"call_did_not_happen": true`)
+	}
+	place := key(t, pool, "no call", "abandoned")
+	_, err := keys.Retry(t.Context(), pool, schema, ana, place, false)
+	require.NoError(t, err)
 }
 
 // errLost is a foreign system that does not answer.

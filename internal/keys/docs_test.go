@@ -1,6 +1,8 @@
 package keys_test
 
 import (
+	"context"
+	"errors"
 	"os"
 	"regexp"
 	"strings"
@@ -30,7 +32,7 @@ func documented(t *testing.T, variables ...string) [][]string {
 		sql := strings.NewReplacer(variables...).Replace(block[1])
 		blocks = append(blocks, strings.SplitAfter(strings.TrimSpace(sql), ";\n"))
 	}
-	require.Len(t, blocks, 2)
+	require.Len(t, blocks, 3)
 	return blocks
 }
 
@@ -83,7 +85,7 @@ func TestDocumentedClaim(t *testing.T) {
 	assert.Zero(t, tag.RowsAffected())
 	assert.Equal(t, "mismatch", answer(t, pool, "2 EUR"), "before the replay")
 	assert.Equal(t, "replay", answer(t, pool, "1 EUR"))
-	for state, want := range map[string]string{"indeterminate": "indeterminate", "abandoned": "abandoned", "locked": "in progress", "free": "execute"} {
+	for state, want := range map[string]string{"indeterminate": "indeterminate", "unanswered": "indeterminate", "abandoned": "abandoned", "locked": "in progress", "free": "execute"} {
 		exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
 		key(t, pool, "k", state)
 		assert.Equal(t, want, answer(t, pool, "x"), state)
@@ -91,12 +93,80 @@ func TestDocumentedClaim(t *testing.T) {
 	}
 }
 
+// Work in one transaction that failed, and was counted, is taken over by plain SQL: by one of two, and its outcome is replayed
+// here. What somebody holds or decided, what was asked for otherwise, and what was begun in phases is left alone.
+func TestDocumentedTakeover(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	op, err := idempotency.New(pool, idempotency.Config{Operation: "charge", AttemptsMax: 5})
+	require.NoError(t, err)
+	failure := errors.New("away")
+	_, err = op.Once(t.Context(), named("k"), func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, failure })
+	require.ErrorIs(t, err, failure)
+	exec(t, pool, "UPDATE effectonce.idempotency_keys SET fingerprint = sha256('x')")
+	require.Equal(t, "execute", answer(t, pool, "x"))
+	take := documented(t, request("x", "1")...)[1]
+	require.Len(t, take, 1)
+	taken := func(sql string) int64 {
+		tag, err := pool.Exec(t.Context(), sql)
+		require.NoError(t, err)
+		return tag.RowsAffected()
+	}
+	assert.Zero(t, taken(documented(t, request("y", "1")...)[1][0]), "another request")
+	for _, change := range []string{
+		"phases = '{reserve}'", "calling = 'pay'", "state = 'indeterminate'", "state = 'abandoned'", "locked_until = clock_timestamp() + interval '1 h'", "lock_token = 7",
+	} {
+		exec(t, pool, "CREATE TABLE before AS TABLE effectonce.idempotency_keys")
+		exec(t, pool, "UPDATE effectonce.idempotency_keys SET "+change)
+		assert.Zero(t, taken(take[0]), change)
+		exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
+		exec(t, pool, "INSERT INTO effectonce.idempotency_keys TABLE before")
+		exec(t, pool, "DROP TABLE before")
+	}
+	steps := documented(t, request("x", "1")...)[0]
+	conn, err := pool.Acquire(t.Context())
+	require.NoError(t, err)
+	for _, step := range []string{steps[0], steps[1], take[0], steps[4], steps[5]} {
+		_, err := conn.Exec(t.Context(), step)
+		require.NoError(t, err, step)
+	}
+	conn.Release()
+	assert.Zero(t, taken(take[0]), "it has its outcome")
+	assert.Equal(t, "replay", answer(t, pool, "x"))
+	exec(t, pool, "UPDATE effectonce.idempotency_keys SET fingerprint = decode(repeat('00', 32), 'hex')")
+	response, err := op.Once(t.Context(), named("k"), nil)
+	require.NoError(t, err)
+	assert.Equal(t, []any{201, "done", true}, []any{response.Status, string(response.Body), response.Replayed})
+	assert.EqualValues(t, 2, find(t, pool, "k").Attempts)
+}
+
+// The documented limits of names are those of the table, with the documented errors.
+func TestDocumentedLimits(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	long := strings.Repeat("ä", 255)
+	for name, want := range map[string]string{long: "", long + "a": "22001", "": "23514"} {
+		for _, column := range []string{":'scope'", ":'operation'", ":'key'"} {
+			exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
+			sql := documented(t, append([]string{column, "'" + name + "'"}, request("x", "0")...)...)[0][2]
+			_, err := pool.Exec(t.Context(), sql)
+			if want == "" {
+				require.NoError(t, err, column)
+				continue
+			}
+			var refused *pgconn.PgError
+			require.ErrorAs(t, err, &refused, column)
+			assert.Equal(t, want, refused.Code, column)
+		}
+	}
+}
+
 // Phases by plain SQL: whoever lost its token stores nothing more, and the others go on from the recovery point.
 func TestDocumentedPhases(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	first := documented(t, request("x", "1")...)[1]
-	second := documented(t, request("x", "2")...)[1]
+	first := documented(t, request("x", "1")...)[2]
+	second := documented(t, request("x", "2")...)[2]
 	require.Len(t, first, 4)
 	exec(t, pool, first[0])
 	exec(t, pool, first[2])
@@ -112,7 +182,7 @@ func TestDocumentedPhases(t *testing.T) {
 	tag, err = pool.Exec(t.Context(), second[1])
 	require.NoError(t, err)
 	assert.Equal(t, int64(1), tag.RowsAffected())
-	third := documented(t, request("x", "3")...)[1]
+	third := documented(t, request("x", "3")...)[2]
 	exec(t, pool, third[3])
 	row := find(t, pool, "k")
 	assert.Equal(t, keys.Finished, row.State)

@@ -7,7 +7,17 @@ const markSQL = `encode(substr(sha256('\x0000000000000004'::bytea || 'show'::byt
 // stuckSQL: it runs, nobody has it, and it is not put off.
 const stuckSQL = `(k.state = 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()) AND coalesce(k.retry_at, k.created_at) <= clock_timestamp())`
 
-const columns = `k.scope, k.operation, k.key, ` + markSQL + ` AS mark, k.state, ` + stuckSQL + ` AS stuck, k.phases, k.calling,
+// unansweredSQL: its work committed by a statement of its own, and left no outcome. The library answers that it is
+// indeterminate, and makes it so when it meets it.
+const unansweredSQL = `(k.state = 'finished' AND k.finished_at IS NULL AND k.status IS NULL)`
+
+// countsSQL: it has no effect, and counts the failures of work in one transaction until expires_at. Nobody
+// ever took it: a flow has locked_by from the start, and each takeover makes lock_token grow.
+const countsSQL = `(k.state = 'running' AND k.expires_at IS NOT NULL AND k.phases = '{}' AND k.calling IS NULL AND k.request IS NULL AND k.data IS NULL
+  AND k.lock_token = 1 AND k.locked_by IS NULL AND k.locked_until IS NULL)`
+
+const columns = `k.scope, k.operation, k.key, ` + markSQL + ` AS mark,
+  CASE WHEN ` + unansweredSQL + ` THEN 'indeterminate' ELSE k.state END AS state, ` + unansweredSQL + ` AS unanswered, ` + countsSQL + ` AS counts, ` + stuckSQL + ` AS stuck, k.phases, k.calling,
   k.state = 'running' AND coalesce(k.locked_until > clock_timestamp(), false) AS locked, k.locked_by, k.locked_until, k.lock_token,
   k.attempts, k.error, k.retry_at, k.status, k.body_dropped, k.sealed,
   octet_length(k.request)::bigint AS request_bytes, octet_length(k.data)::bigint AS data_bytes, octet_length(k.body)::bigint AS body_bytes,
@@ -40,11 +50,12 @@ SELECT * FROM (
   SELECT ` + columns + ` WHERE k.state IN ('indeterminate', 'abandoned') AND k.key <> $1 AND ` + markSQL + ` = $1` + named + `
 ) found ORDER BY created_at DESC, scope DESC, operation DESC LIMIT $4`
 
-// detailSQL reads up to $4 bytes of what was asked and answered, and nothing that is encrypted.
+// detailSQL reads up to $4 bytes of what was asked and answered, and nothing that is encrypted: of a key that a person
+// finished, request and data may be, whatever sealed says of the outcome.
 const detailSQL = `-- keys.detail
 SELECT encode(k.fingerprint, 'hex'), CASE jsonb_typeof(k.headers) WHEN 'object' THEN k.headers ELSE '{}' END::text,
-  CASE WHEN NOT k.sealed THEN substring(k.request FROM 1 FOR $4::int) END,
-  CASE WHEN NOT k.sealed THEN substring(k.data FROM 1 FOR $4::int) END,
+  CASE WHEN NOT k.sealed AND k.state <> 'finished' THEN substring(k.request FROM 1 FOR $4::int) END,
+  CASE WHEN NOT k.sealed AND k.state <> 'finished' THEN substring(k.data FROM 1 FOR $4::int) END,
   CASE WHEN NOT k.sealed THEN substring(k.body FROM 1 FOR $4::int) END
 FROM effectonce.idempotency_keys k WHERE k.scope = $1 AND k.operation = $2 AND k.key = $3`
 
@@ -67,32 +78,44 @@ const unlockSQL = `-- keys.unlock
 UPDATE effectonce.idempotency_keys k SET lock_token = k.lock_token + 1, locked_until = NULL, retry_at = NULL
 ` + this + ` AND k.state = 'running' AND k.locked_until > clock_timestamp()`
 
-// retrySQL says that the call was not made: the flow goes on at its recovery point.
+// retrySQL says that nothing happened: the flow goes on at its recovery point. $4: nor did the call, where one that must
+// not be made twice may be under way.
 const retrySQL = `-- keys.retry
 UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, calling = NULL,
-  locked_until = NULL, retry_at = NULL, error = NULL
-` + this + ` AND k.state IN ('indeterminate', 'abandoned')`
+  locked_until = NULL, retry_at = NULL, error = NULL, expires_at = NULL
+` + this + ` AND (k.state IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `) AND (k.calling IS NULL OR $4::bool)`
 
-// finishSQL says what the outcome is. Nobody here can encrypt it, and what was encrypted is not needed any more.
+// finishSQL says what the outcome is. Nobody here can encrypt it. What was asked for, and what phases handed on, stay
+// until the key is forgotten: a role that may take them away may change them, too.
 const finishSQL = `-- keys.finish
 UPDATE effectonce.idempotency_keys k SET state = 'finished', lock_token = k.lock_token + 1, status = $4, headers = $5, body = $6,
-  body_dropped = false, sealed = false, data = NULL, request = NULL, calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
+  body_dropped = false, sealed = false, calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
   finished_at = clock_timestamp(), expires_at = clock_timestamp() + $7::interval
-` + this + ` AND (k.state IN ('indeterminate', 'abandoned')
+` + this + ` AND (k.state IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `
   OR k.state = 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()))`
 
 const noteSQL = `-- keys.note
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 VALUES ($4, $5, $6, $7::jsonb || jsonb_build_object('scope', $1::text, 'operation', $2::text, 'key_sha256', encode(sha256(convert_to($3::text, 'UTF8')), 'hex')))`
 
-// reapSQL forgets finished keys. Rows that somebody else deletes are left to them.
+// reapSQL is that of package idempotency.
 const reapSQL = `-- keys.reap
 WITH old AS (
-  SELECT scope, operation, key FROM effectonce.idempotency_keys
-  WHERE state = 'finished' AND expires_at <= clock_timestamp() ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED)
-DELETE FROM effectonce.idempotency_keys k USING old
-WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND k.state = 'finished' AND k.expires_at <= clock_timestamp()`
+  SELECT scope, operation, key, finished_at IS NULL AND status IS NULL AS unanswered FROM effectonce.idempotency_keys
+  WHERE state = 'finished' AND expires_at <= (SELECT clock_timestamp()) ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
+), counts AS (
+  SELECT scope, operation, key, false FROM effectonce.idempotency_keys k
+  WHERE ` + countsSQL + ` AND coalesce(k.retry_at, k.created_at) <= (SELECT clock_timestamp()) AND k.expires_at <= (SELECT clock_timestamp())
+  ORDER BY coalesce(k.retry_at, k.created_at) LIMIT $1 FOR UPDATE SKIP LOCKED
+), doubted AS (
+  UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, error = 'its work committed by a statement of its own, and left no outcome'
+  FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND old.unanswered
+)
+DELETE FROM effectonce.idempotency_keys k USING (SELECT * FROM old UNION ALL SELECT * FROM counts) gone
+WHERE k.scope = gone.scope AND k.operation = gone.operation AND k.key = gone.key AND NOT gone.unanswered`
 
 const expiredSQL = `-- keys.expired
-SELECT count(*) FROM (
-  SELECT FROM effectonce.idempotency_keys WHERE state = 'finished' AND expires_at <= clock_timestamp() LIMIT $1) bounded`
+SELECT (SELECT count(*) FROM (
+    SELECT FROM effectonce.idempotency_keys k WHERE k.state = 'finished' AND k.expires_at <= (SELECT clock_timestamp()) AND NOT ` + unansweredSQL + ` LIMIT $1) bounded)
+  + (SELECT count(*) FROM (
+    SELECT FROM effectonce.idempotency_keys k WHERE ` + countsSQL + ` AND k.expires_at <= (SELECT clock_timestamp()) LIMIT $1) bounded)`

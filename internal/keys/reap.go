@@ -22,19 +22,20 @@ type Execer interface {
 }
 
 // Reap forgets finished keys whose window is over, by the database's clock, in small transactions, and calls progress
-// after each with how many it were so far. Keys that are not finished stay, however old they are. After an error what
-// was forgotten stays forgotten.
+// after each with how many it were so far. Keys that are not finished stay, however old they are, but for those that only
+// count failures (Row.Counts); those whose work committed by itself become indeterminate. After an error what was forgotten
+// stays forgotten.
 func Reap(ctx context.Context, db Execer, schema string, progress func(reaped int64)) (reaped int64, err error) {
 	for {
 		tag, err := db.Exec(ctx, inSchema(reapSQL, schema), ReapMax)
 		if err != nil {
 			return reaped, fmt.Errorf("forget finished keys: %w", err)
 		}
-		reaped += tag.RowsAffected()
-		progress(reaped)
-		if tag.RowsAffected() < ReapMax {
+		if tag.RowsAffected() == 0 { // some of a full page may be left to a person
 			return reaped, nil
 		}
+		reaped += tag.RowsAffected()
+		progress(reaped)
 	}
 }
 

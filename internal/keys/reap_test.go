@@ -22,20 +22,27 @@ import (
 func TestReapForgetsWhatIsOver(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	for _, state := range []string{"locked", "free", "put off", "finished", "over", "indeterminate", "abandoned"} {
+	for _, state := range []string{"locked", "free", "put off", "finished", "over", "unanswered", "indeterminate", "abandoned"} {
 		key(t, pool, state, state)
 	}
-	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, expires_at)
-		SELECT 't', 'many', n::text, sha256('x'), 'finished', CASE WHEN n <= 2500 THEN clock_timestamp() END FROM generate_series(1, 2510) n`)
+	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, expires_at)
+		SELECT 't', 'many', n::text, sha256('x'), 'finished', 201, CASE WHEN n <= 2500 THEN clock_timestamp() END FROM generate_series(1, 2510) n`)
+	exec(t, pool, "UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 hour' WHERE key = 'unanswered'")
+	exec(t, pool, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, retry_at, expires_at)
+		SELECT 't', 'counts', n::text, sha256('x'), 'running', due, due FROM generate_series(1, 9) n, LATERAL (SELECT clock_timestamp() + (5 - n) * interval '1 hour') d(due)`)
 	n, err := keys.Expired(t.Context(), pool, schema)
 	require.NoError(t, err)
-	assert.Equal(t, int64(2501), n)
+	assert.Equal(t, int64(2506), n)
 	var steps []int64
 	reaped, err := keys.Reap(t.Context(), pool, schema, func(n int64) { steps = append(steps, n) })
 	require.NoError(t, err)
-	assert.Equal(t, int64(2501), reaped)
-	assert.Equal(t, []int64{1000, 2000, 2501}, steps)
-	assert.Equal(t, 6, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge'"))
+	assert.Equal(t, int64(2506), reaped)
+	assert.Equal(t, []int64{1004, 2004, 2506}, steps)
+	assert.Equal(t, 7, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge'"))
+	assert.Equal(t, 4, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'counts'"), "of failures, within their day")
+	unanswered := find(t, pool, "unanswered")
+	assert.Equal(t, keys.Indeterminate, unanswered.State)
+	assert.False(t, unanswered.Unanswered, "it stands among those that wait")
 	assert.Equal(t, 10, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'many'"), "kept for ever")
 }
 
@@ -105,7 +112,7 @@ func retried(ctx context.Context, pool *pgxpool.Pool, flow *idempotency.Flow[str
 			return fmt.Errorf("%s: want %w, got %w", name, want, err)
 		}
 	}
-	if _, err := keys.Retry(ctx, pool, schema, ana, keys.Place{Scope: "t", Operation: "charge", Key: name}); err != nil {
+	if _, err := keys.Retry(ctx, pool, schema, ana, keys.Place{Scope: "t", Operation: "charge", Key: name}, false); err != nil {
 		return err
 	}
 	if _, err := flow.Do(ctx, named(name), nil); err != nil {

@@ -39,6 +39,10 @@ type Row struct {
 	// Mark is what logs have instead of the key.
 	Mark  string `json:"mark"`
 	State string `json:"state"`
+	// Unanswered: it is indeterminate since its work committed by a statement of its own, and left no outcome.
+	Unanswered bool `json:"unanswered"`
+	// Counts: it only counts failures of work in one transaction, which had no effect, and is forgotten at ExpiresAt.
+	Counts bool `json:"counts"`
 	// Stuck: it is running, nobody works on it, and it is time that somebody did.
 	Stuck   bool     `json:"stuck"`
 	Phases  []string `json:"phases"`  // that are done, in order
@@ -66,7 +70,7 @@ type Row struct {
 }
 
 func scanRow(row pgx.CollectableRow) (r Row, err error) {
-	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Stuck, &r.Phases, &r.Calling, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
+	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Unanswered, &r.Counts, &r.Stuck, &r.Phases, &r.Calling, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
 		&r.Attempts, &r.Error, &r.RetryAt, &r.Status, &r.BodyDropped, &r.Sealed, &r.RequestBytes, &r.DataBytes, &r.BodyBytes,
 		&r.CreatedAt, &r.AgeSeconds, &r.FinishedAt, &r.ExpiresAt)
 	r.Cursor = Cursor{r.CreatedAt, r.Place}

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
-	"slices"
 	"strings"
 	"time"
 
@@ -84,6 +83,15 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 	for _, name := range append(ReplayedHeaders(), cfg.Headers...) {
 		m.keep[http.CanonicalHeaderKey(name)] = true
 	}
+	if given := cfg.Operation.Failed; given == nil {
+		m.cfg.Operation.Failed = failed
+	} else {
+		m.cfg.Operation.Failed = func(err error) idempotency.Response {
+			response := given(err)
+			response.Header = m.kept(response.Header)
+			return response
+		}
+	}
 	op, err := idempotency.New(pool, m.cfg.Operation)
 	if err != nil {
 		problems = append(problems, err)
@@ -129,7 +137,7 @@ func (c *Config) check() []error {
 		switch {
 		case !isName(name):
 			problems = append(problems, bounds.Problem("Headers", fmt.Sprintf("%q", name), "the name of a header"))
-		case slices.Contains(neverReplayed(), http.CanonicalHeaderKey(name)):
+		case neverReplayed(name):
 			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client or one connection"))
 		}
 	}
@@ -138,9 +146,6 @@ func (c *Config) check() []error {
 	}
 	if c.Fingerprint == nil {
 		c.Fingerprint = Canonical
-	}
-	if c.Operation.Failed == nil {
-		c.Operation.Failed = failed
 	}
 	return problems
 }

@@ -1,4 +1,4 @@
 package httpkey
 
-// ParseKey is for fuzzing.
-var ParseKey = parseKey
+// Detach is for its context, which a handler only sees by chance.
+var Detach = detach

@@ -65,6 +65,7 @@ func TestFlowIsResumedByTheNextRequest(t *testing.T) {
 	require.Equal(t, "r-1", a.body)
 	require.Equal(t, "/charges/1", a.header.Get("Location"))
 	require.Empty(t, a.header.Get("Set-Cookie"))
+	require.NotContains(t, stored(t, pool), "canary", "it is not stored either")
 	requireProblem(t, s.post(t, "k", "b"), 422, httpkey.ProblemKeyReused)
 	require.Equal(t, 1, effects(t, pool))
 	require.EqualValues(t, 2, charged.Load())

@@ -31,7 +31,8 @@ func Key(r *http.Request) idempotency.Key { return of(r).key }
 
 // Fail gives the request up for an error, whatever was or will be written to the ResponseWriter: everything is rolled back
 // and nothing is stored. A serialization failure or a deadlock runs the handler again; an idempotency.Final makes its
-// response the outcome; the client gets 500 for all others. Return after it. It panics where Tx does.
+// response the outcome; the client gets 503 where the database is away or busy, and 500 for all others. Return after it.
+// It panics where Tx does.
 func Fail(r *http.Request, err error) { of(r).err = err }
 
 func of(r *http.Request) *exchange {

@@ -12,29 +12,33 @@ const (
 	keyBytesMax    = 255
 )
 
+// Why ParseKey found no key.
 var (
-	errNoKey        = errors.New("the header Idempotency-Key is missing")
-	errMalformedKey = errors.New("the header Idempotency-Key must come once, with 1 to 255 visible ASCII characters, as they are or in double quotes")
+	// ErrNoKey: the header is missing.
+	ErrNoKey = errors.New("the header Idempotency-Key is missing")
+	// ErrMalformedKey: it comes twice, or is not of its form. The error does not repeat it.
+	ErrMalformedKey = errors.New("the header Idempotency-Key must come once, with 1 to 255 visible ASCII characters, as they are or in double quotes")
 )
 
-// parseKey reads the key of a request. Both forms of a value are the same key: raw, as most clients send it, and as a
-// string of RFC 8941, as the draft of the header says. A proxy that joins two headers puts a space between them, which is
-// refused like two headers.
-func parseKey(header http.Header) (string, error) {
+// ParseKey reads the Idempotency-Key of a request: the value that it is claimed under, for whatever else has to know it, such as
+// region.Config.Key. 1 to 255 visible ASCII characters, in one of two forms that are the same key: raw, as most clients send
+// it, and as a string of RFC 8941, as the draft of the header says. A proxy that joins two headers puts a space between them,
+// which is refused like two headers. Errors are ErrNoKey and ErrMalformedKey.
+func ParseKey(header http.Header) (string, error) {
 	values := header.Values(keyHeader)
 	if len(values) == 0 {
-		return "", errNoKey
+		return "", ErrNoKey
 	}
 	value := values[0]
 	if strings.HasPrefix(value, `"`) {
 		var ok bool
 		if value, ok = unquote(value); !ok {
-			return "", errMalformedKey
+			return "", ErrMalformedKey
 		}
 	}
 	invisible := func(r rune) bool { return r <= ' ' || r > '~' }
 	if len(values) > 1 || value == "" || len(value) > keyBytesMax || strings.ContainsFunc(value, invisible) {
-		return "", errMalformedKey
+		return "", ErrMalformedKey
 	}
 	return value, nil
 }

@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"io"
+	"maps"
+	"net"
 	"net/http"
 	"os"
 	"slices"
@@ -50,11 +52,11 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 		refuse(w, ProblemInternal, 0)
 		return idempotency.Key{}, nil, false
 	}
-	value, err := parseKey(r.Header)
+	value, err := ParseKey(r.Header)
 	switch {
-	case errors.Is(err, errNoKey) && m.cfg.Optional:
+	case errors.Is(err, ErrNoKey) && m.cfg.Optional:
 		value = idempotency.NewKey()
-	case errors.Is(err, errNoKey):
+	case errors.Is(err, ErrNoKey):
 		refuse(w, ProblemKeyMissing, 0)
 		return idempotency.Key{}, nil, false
 	case err != nil:
@@ -112,8 +114,9 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler, key idempotency.Key, body []byte) {
 	ctx, begun, cancel := detach(r.Context(), m.cfg.HandlerTimeout)
 	defer cancel()
-	var answered idempotency.Response // as the handler left it
+	var answered, kept idempotency.Response // as the handler's last run left it, and what of that may be stored
 	stored, err := m.op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		answered, kept = idempotency.Response{}, idempotency.Response{} // an earlier run was rolled back
 		if !begun() {
 			return idempotency.Response{}, context.Canceled
 		}
@@ -122,10 +125,11 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		next.ServeHTTP(recorded, again(context.WithValue(ctx, exchangeKey{}, e), r, body))
 		response, err := recorded.response()
 		if err := errors.Join(e.err, err); err != nil {
-			return idempotency.Response{}, m.final(err)
+			return idempotency.Response{}, &givenUpError{m.final(err), tx.Conn().IsClosed()}
 		}
 		answered = response
 		response.Header = m.kept(response.Header)
+		kept = response
 		switch m.cfg.Outcome(response.Status) {
 		case Commit:
 			return response, nil
@@ -143,11 +147,16 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		m.fail(w, r, key, err)
 	case stored.Replayed:
 		replay(w, stored)
-	case answered.Status != 0 && answered.Status == stored.Status:
+	case answered.Status != 0 && same(stored, kept):
 		first(w, answered)
-	default: // what Fail, or Config.Operation.Failed, made the outcome
+	default: // what Fail, Config.Operation.Failed or misuse of the transaction made the outcome
 		write(w, stored)
 	}
+}
+
+// same tells whether a replay will give, byte for byte, what the handler answered.
+func same(a, b idempotency.Response) bool {
+	return a.Status == b.Status && bytes.Equal(a.Body, b.Body) && maps.EqualFunc(a.Header, b.Header, slices.Equal)
 }
 
 // final lets only headers through that may be stored.
@@ -178,6 +187,9 @@ func detach(parent context.Context, timeout time.Duration) (context.Context, fun
 	running := false
 	begun := func() bool {
 		running = running || stop()
+		if !running {
+			cancel() // what stop found under way may not have done so yet: an end that is nobody's failure must be seen as one
+		}
 		return running
 	}
 	return ctx, begun, func() {
@@ -224,5 +236,15 @@ func passing(err error) bool {
 	}
 	var connect *pgconn.ConnectError
 	return errors.As(err, &connect) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) ||
-		errors.Is(err, idempotency.ErrUnknownRecoveryPoint) || pgconn.SafeToRetry(err)
+		errors.Is(err, idempotency.ErrUnknownRecoveryPoint) || pgconn.SafeToRetry(err) || cut(err)
+}
+
+// cut tells a broken connection to the database. A handler's own EOF may be anybody's: there the connection is asked.
+func cut(err error) bool {
+	var handlers *givenUpError
+	if errors.As(err, &handlers) {
+		return handlers.cut
+	}
+	var network net.Error
+	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &network)
 }

@@ -3,7 +3,6 @@ package httpkey
 import (
 	"net/http"
 	"net/textproto"
-	"slices"
 	"strings"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -19,13 +18,12 @@ func ReplayedHeaders() []string {
 }
 
 // neverReplayed belong to one client, one connection or one moment.
-func neverReplayed() []string {
-	return []string{
-		"Age", "Authentication-Info", "Authorization", "Cache-Control", "Connection", "Content-Length", "Cookie", "Cookie2",
-		"Date", "Expires", keyHeader, replayedHeader, "Keep-Alive", "Proxy-Authenticate", "Proxy-Authentication-Info",
-		"Proxy-Authorization", "Proxy-Connection", "Set-Cookie", "Set-Cookie2", "Te", "Trailer", "Transfer-Encoding", "Upgrade",
-		"Www-Authenticate",
+func neverReplayed(name string) bool {
+	switch http.CanonicalHeaderKey(name) {
+	case "Age", "Cache-Control", "Content-Length", "Date", "Expires", keyHeader, replayedHeader:
+		return true
 	}
+	return idempotency.NeverStored(name)
 }
 
 // kept is what of a header is stored. What Connection names belongs to the connection.
@@ -74,8 +72,8 @@ func replay(w http.ResponseWriter, response idempotency.Response) {
 func replayable(header map[string][]string) map[string][]string {
 	kept := map[string][]string{}
 	for name, values := range header {
-		if name = http.CanonicalHeaderKey(name); !slices.Contains(neverReplayed(), name) {
-			kept[name] = values
+		if !neverReplayed(name) {
+			kept[http.CanonicalHeaderKey(name)] = values
 		}
 	}
 	return kept

@@ -167,3 +167,10 @@ func keys(t *testing.T, pool *pgxpool.Pool) int {
 }
 
 func operation(cfg idempotency.Config) httpkey.Config { return httpkey.Config{Operation: cfg} }
+
+// stored is all that the table of keys holds.
+func stored(t *testing.T, pool *pgxpool.Pool) (all string) {
+	t.Helper()
+	require.NoError(t, pool.QueryRow(t.Context(), `SELECT string_agg(k::text, ',') FROM effectonce.idempotency_keys k`).Scan(&all))
+	return all
+}

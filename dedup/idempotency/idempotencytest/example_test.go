@@ -11,7 +11,7 @@ import (
 )
 
 func ExampleVerify() {
-	key := idempotency.Key{Scope: "tenant", Value: "k"}
+	key := idempotency.Key{Scope: "tenant", Operation: "order", Value: "k"}
 	createOrder := func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		_, err := tx.Exec(ctx, `INSERT INTO orders (id, amount) VALUES ($1, $2)`, key.ChildID("order"), 100)
 		return idempotency.Response{Status: 201}, err

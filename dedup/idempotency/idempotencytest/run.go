@@ -41,6 +41,7 @@ const triesMax = 20
 // settle sends the request until it was answered so many times.
 func (r *run) settle(ctx context.Context, answers int) error {
 	var last error
+	doubted := false
 	for range triesMax {
 		response, err := r.send(ctx)
 		switch last = err; {
@@ -52,9 +53,11 @@ func (r *run) settle(ctx context.Context, answers int) error {
 				return nil
 			}
 			continue
-		case errors.Is(err, idempotency.ErrIndeterminate):
+		case errors.Is(err, idempotency.ErrIndeterminate) && doubted: // the reconciler, if there is one, could not tell either
 			r.inDoubt = true
 			return nil
+		case errors.Is(err, idempotency.ErrIndeterminate):
+			doubted = true
 		case errors.Is(err, idempotency.ErrMismatch), errors.Is(err, idempotency.ErrInvalid), ctx.Err() != nil:
 			return err
 		}
@@ -85,9 +88,10 @@ func (r *run) answered(response idempotency.Response) error {
 	return nil
 }
 
-// expireSQL lets the locks of replicas that were killed run out, as time would.
+// expireSQL lets the locks of replicas that were killed run out, and pauses of completer and reconciler, as time would.
 const expireSQL = `-- idempotencytest.expire
-UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() WHERE state = 'running' AND locked_until > clock_timestamp()`
+UPDATE effectonce.idempotency_keys SET locked_until = least(locked_until, clock_timestamp()), retry_at = least(retry_at, clock_timestamp())
+WHERE state IN ('running', 'indeterminate') AND (locked_until > clock_timestamp() OR retry_at > clock_timestamp())`
 
 // expire makes the time pass that a client waits.
 func (r *run) expire(ctx context.Context) error {

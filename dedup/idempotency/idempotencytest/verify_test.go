@@ -24,7 +24,7 @@ func TestMain(m *testing.M) { idempotencytest.Main(m) }
 
 const orders = `CREATE TABLE orders (n bigint GENERATED ALWAYS AS IDENTITY, id text, made_at timestamptz DEFAULT now())`
 
-func key() idempotency.Key { return idempotency.Key{Scope: "tenant", Value: "k"} }
+func key() idempotency.Key { return idempotency.Key{Scope: "tenant", Operation: "order", Value: "k"} }
 
 func order(ctx context.Context, tx pgx.Tx, id string) error {
 	_, err := tx.Exec(ctx, `INSERT INTO orders (id) VALUES ($1)`, id)
@@ -73,7 +73,7 @@ func (b *bank) effects(context.Context, *pgxpool.Pool) ([]string, error) {
 // payment is a flow of three phases; call is what its second one does.
 func payment(call func(step *idempotency.Step[string]) error, atMostOnce bool, cfg idempotency.FlowConfig[string]) func(*pgxpool.Pool) (*idempotency.Flow[string], error) {
 	return func(pool *pgxpool.Pool) (*idempotency.Flow[string], error) {
-		op, err := idempotency.New(pool, idempotency.Config{Operation: "pay"})
+		op, err := idempotency.New(pool, idempotency.Config{Operation: "order"})
 		if err != nil {
 			return nil, err
 		}

@@ -25,16 +25,20 @@ const (
 type Config struct {
 	// Here is the region of this process. Required.
 	Here string
-	// Key of a request, with the same scope, operation and value that it is claimed under. ok is false for a request
-	// without a key, which is served here. Required.
+	// Key of a request, with the same scope, operation and value that it is claimed under: behind httpkey.Middleware the value
+	// is what httpkey.ParseKey returns, and not the header, since a client may send one key with quotes and without them. ok is
+	// false for a request without a key, or with one that is malformed, which is served, or refused, here. Required.
 	Key func(r *http.Request) (key idempotency.Key, ok bool)
 	// Forward has the addresses of regions that requests are forwarded to; those of others are refused. Forward only to
 	// addresses that authenticate the caller again. Default: all are refused.
 	Forward map[string]*url.URL
 	// Transport of what is forwarded. Default: http.DefaultTransport.
 	Transport http.RoundTripper
-	// AheadMax is how far the time in a key may lie ahead of this process's clock: a key from further ahead is refused,
-	// because a table may hold then that not all regions have yet. 1 s to 1 h; default 10 min.
+	// AheadMax is how far the time in a key may lie ahead of this process's clock: a key from further ahead is refused (400),
+	// because a table may hold then that not all regions have yet. A process whose clock is slow by more refuses all keys that
+	// carry the time; one whose clock is fast lets keys through from that much further ahead: see the package's text on how
+	// tables are changed. 1 s to 30 days; default 24 h, more than clocks are wrong by, so that in practice only clients that make
+	// times up are refused.
 	AheadMax time.Duration
 }
 
@@ -42,7 +46,7 @@ type Config struct {
 // Request and the home's name, as application/problem+json. Nothing was done for a request that is refused; one whose
 // forwarding failed (502) may have been executed: the client asks again under the same key.
 func (h *Homes) Middleware(cfg Config) (func(http.Handler) http.Handler, error) {
-	problems := bounds.Durations(bounds.Duration{Field: "AheadMax", Value: &cfg.AheadMax, Default: 10 * time.Minute, Min: time.Second, Max: time.Hour})
+	problems := bounds.Durations(bounds.Duration{Field: "AheadMax", Value: &cfg.AheadMax, Default: 24 * time.Hour, Min: time.Second, Max: 30 * 24 * time.Hour})
 	if !named(cfg.Here) {
 		problems = append(problems, bounds.Problem("Here", fmt.Sprintf("%.70q", cfg.Here), fmt.Sprintf("1 to %d bytes of visible ASCII", nameMax)))
 	}

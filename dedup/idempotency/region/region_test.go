@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 	"github.com/effectonce/effectonce/dedup/idempotency/region"
 )
 
@@ -123,8 +124,8 @@ func newSite(t *testing.T, h *region.Homes, name string, forward map[string]*url
 	t.Helper()
 	s := &site{name: name}
 	route, err := h.Middleware(region.Config{Here: name, Forward: forward, Transport: &http.Transport{DisableKeepAlives: true}, Key: func(r *http.Request) (idempotency.Key, bool) {
-		value := r.Header.Get("Idempotency-Key")
-		return key(value), value != ""
+		value, err := httpkey.ParseKey(r.Header)
+		return key(value), err == nil
 	}})
 	require.NoError(t, err)
 	s.Server = httptest.NewServer(route(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -185,10 +186,43 @@ func TestRequestsAreServedAtHome(t *testing.T) {
 		assert.Contains(t, got.body, `"home":"us"`)
 		got = eu.post(t, "")
 		assert.Equal(t, 201, got.status, "no key: served where it lands")
-		got = eu.post(t, keyOf(t, time.Now().Add(time.Hour)).Value)
-		assert.Equal(t, 400, got.status, "a key from the future could be of a table that others do not have")
 	}
 	assert.Equal(t, []string{"k-forwarded"}, us.executed)
+}
+
+// Property: a key has one home, and so one execution, whether a client sends it with quotes or without them, and wherever
+// it lands.
+func TestBothFormsOfAKeyHaveOneHome(t *testing.T) {
+	t.Parallel()
+	both := homes(t, region.Table{Version: 1, Slots: region.Spread("eu", "us")})
+	us := newSite(t, both, "us", nil)
+	address, err := url.Parse(us.URL)
+	require.NoError(t, err)
+	eu := newSite(t, both, "eu", map[string]*url.URL{"us": address})
+	served := map[string]int{}
+	for i := range 50 {
+		value := fmt.Sprint("k", i)
+		raw, quoted := eu.post(t, value), eu.post(t, `"`+value+`"`)
+		require.Equal(t, []int{201, 201}, []int{raw.status, quoted.status})
+		require.Equal(t, raw.header.Get("Served-By"), quoted.header.Get("Served-By"), value)
+		served[raw.header.Get("Served-By")]++
+	}
+	require.Len(t, served, 2)
+}
+
+// Property: a process whose clock is wrong by hours, in either direction, serves keys that carry the time; only one from
+// further ahead than AheadMax, which could be of a table that others do not have, is refused.
+func TestWrongClocksRefuseNoKeys(t *testing.T) {
+	t.Parallel()
+	eu := newSite(t, all("eu"), "eu", nil)
+	for _, by := range []time.Duration{-365 * 24 * time.Hour, -23 * time.Hour, 0, time.Hour, 23 * time.Hour} {
+		require.Equal(t, 201, eu.post(t, keyOf(t, time.Now().Add(by)).Value).status, by)
+	}
+	served := len(eu.executed)
+	got := eu.post(t, keyOf(t, time.Now().Add(25*time.Hour)).Value)
+	require.Equal(t, 400, got.status)
+	require.Contains(t, got.body, "more than 24h0m0s ahead")
+	require.Len(t, eu.executed, served)
 }
 
 // Property: two regions whose tables name each other send a request on once, not in a circle, and execute it nowhere.

@@ -24,7 +24,9 @@ type Config struct {
 	// ID makes of an event what it is deduplicated by, for senders that send one happening under two IDs. 1 to 255 bytes;
 	// see idempotency.Domain. Default: Event.ID.
 	ID func(event Event) (string, error)
-	// CompareBody refuses an ID that comes again with another body, with 422. Default: the ID decides.
+	// CompareBody refuses an ID that comes again with another body, with 422. Default: the ID decides. Set it, or take it
+	// back, together with another name of the sender, or a window after the last event: redeliveries of events that were
+	// handled before the change would be refused.
 	CompareBody bool
 	// RefusedStatus answers what Refuse made, so that the sender stops: 200 to 299, or 400 to 499 but for 408, 409, 410, 425
 	// and 429, which senders take for a wish to try again, or to be removed. Default 200, with the body "refused". With 4xx

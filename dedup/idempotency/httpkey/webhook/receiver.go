@@ -166,7 +166,7 @@ func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
 		if errors.As(failure, &refusal) || errors.As(failure, &final) {
 			return idempotency.Response{}, idempotency.Final(r.cfg.refusal(), failure)
 		}
-		return idempotency.Response{Status: http.StatusNoContent}, failure
+		return idempotency.Response{Status: http.StatusOK}, failure
 	})
 	switch {
 	case err == nil:

@@ -92,7 +92,7 @@ func TestEachSchemeIsHandledOnce(t *testing.T) {
 		for _, at := range []time.Time{now, now.Add(time.Minute), now.Add(-time.Minute)} {
 			delivery := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", bytes.NewReader(bodyOf("evt_1")))
 			delivery.Header = s.sign(t, secret, "evt_1", at, bodyOf("evt_1"))
-			require.Equal(t, http.StatusNoContent, deliver(r, delivery).Code, name)
+			require.Equal(t, http.StatusOK, deliver(r, delivery).Code, name)
 		}
 		require.Equal(t, []any{name, "evt_1", "invoice.paid", string(bodyOf("evt_1"))}, []any{seen.Sender, seen.ID, seen.Type, string(seen.Body)})
 		require.NotEmpty(t, seen.Header.Get(s.signature))
@@ -107,8 +107,8 @@ func TestEachSchemeIsHandledOnce(t *testing.T) {
 		WHERE operation = 'webhook' AND key = 'evt_1' AND expires_at - finished_at BETWEEN interval '6 days 23 hours' AND interval '7 days'`))
 }
 
-// Property: fifty deliveries of one event at once have one effect; each gets 204, or 409 with the time to try again, and
-// 204 then. Row H7.
+// Property: fifty deliveries of one event at once have one effect; each gets 200, or 409 with the time to try again, and
+// 200 then. Row H7.
 func TestRedeliveredFiftyTimesAtOnce(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -131,7 +131,7 @@ func TestRedeliveredFiftyTimesAtOnce(t *testing.T) {
 						return
 					}
 					if status != http.StatusConflict {
-						assert.Equal(t, http.StatusNoContent, status)
+						assert.Equal(t, http.StatusOK, status)
 						return
 					}
 					assert.NotEmpty(t, after)
@@ -182,7 +182,7 @@ func TestFailureIsDeliveredAgain(t *testing.T) {
 		require.Zero(t, effects(t, pool, "evt_1")+keys(t, pool))
 	}
 	require.NotContains(t, logged.String(), "amount", "bodies are not logged")
-	require.Equal(t, http.StatusNoContent, deliver(r, request(t, "evt_1", dbNow(t))).Code)
+	require.Equal(t, http.StatusOK, deliver(r, request(t, "evt_1", dbNow(t))).Code)
 	require.Equal(t, 1, effects(t, pool, "evt_1"))
 	require.Equal(t, http.StatusServiceUnavailable, deliver(newReceiver(t, pgtest.NoPool(t), webhook.Config{}, book), request(t, "evt_1", dbNow(t))).Code)
 }
@@ -234,16 +234,16 @@ func TestToleranceInBothDirections(t *testing.T) {
 	}{
 		{-time.Hour, 400},
 		{-5*time.Minute - 2*time.Second, 400},
-		{-4 * time.Minute, 204},
-		{4 * time.Minute, 204},
+		{-4 * time.Minute, 200},
+		{4 * time.Minute, 200},
 		{5*time.Minute + 5*time.Second, 400},
 		{24 * 365 * time.Hour, 400},
 	} {
 		id := fmt.Sprint("evt_", c.by)
 		require.Equal(t, c.want, deliver(r, request(t, id, dbNow(t).Add(c.by))).Code, c.by)
-		require.Equal(t, c.want == 204, effects(t, pool, id) == 1, c.by)
-		require.Equal(t, http.StatusNoContent, deliver(r, request(t, id, dbNow(t))).Code, c.by)
-		require.Equal(t, http.StatusNoContent, deliver(r, request(t, id, time.Unix(1, 0))).Code, c.by)
+		require.Equal(t, c.want == 200, effects(t, pool, id) == 1, c.by)
+		require.Equal(t, http.StatusOK, deliver(r, request(t, id, dbNow(t))).Code, c.by)
+		require.Equal(t, http.StatusOK, deliver(r, request(t, id, time.Unix(1, 0))).Code, c.by)
 		require.Equal(t, 1, effects(t, pool, id))
 	}
 }
@@ -343,7 +343,7 @@ func TestDeadlineEndsWithTheBody(t *testing.T) {
 				}
 				status, _, err := send(t.Context(), server, delivery)
 				require.NoError(t, err)
-				require.Equal(t, http.StatusNoContent, status)
+				require.Equal(t, http.StatusOK, status)
 				require.Equal(t, 1, effects(t, pool, id))
 			}
 			require.Zero(t, ended.Load())
@@ -364,9 +364,9 @@ func TestChangedBody(t *testing.T) {
 		r.Header = senders()["stripe"].sign(t, secret, "evt_1", dbNow(t), body)
 		return r
 	}
-	for compare, want := range map[bool]int{false: 204, true: 422} {
+	for compare, want := range map[bool]int{false: 200, true: 422} {
 		r := newReceiver(t, pool, webhook.Config{Sender: fmt.Sprint(compare), CompareBody: compare}, book)
-		require.Equal(t, http.StatusNoContent, deliver(r, request(t, "evt_1", dbNow(t))).Code)
+		require.Equal(t, http.StatusOK, deliver(r, request(t, "evt_1", dbNow(t))).Code)
 		require.Equal(t, want, deliver(r, changed()).Code)
 		require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects WHERE sender = $1`, fmt.Sprint(compare)))
 	}
@@ -378,7 +378,7 @@ func TestOwnIDs(t *testing.T) {
 	pool := newPool(t)
 	r := newReceiver(t, pool, webhook.Config{ID: func(e webhook.Event) (string, error) { return idempotency.Domain(e.Type, "in_1"), nil }}, book)
 	for _, id := range []string{"evt_1", "evt_2"} {
-		require.Equal(t, http.StatusNoContent, deliver(r, request(t, id, dbNow(t))).Code)
+		require.Equal(t, http.StatusOK, deliver(r, request(t, id, dbNow(t))).Code)
 	}
 	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
 }
@@ -411,16 +411,16 @@ func TestKilledAtEachPoint(t *testing.T) {
 		})
 		want := http.StatusServiceUnavailable
 		if point == crashpoint.KeyCommitted {
-			want = http.StatusNoContent
+			want = http.StatusOK
 		}
 		require.Equal(t, want, deliver(r, request(t, id, dbNow(t)).WithContext(kill)).Code, point)
 		require.True(t, killed)
 		// The sender tries again. The pool may hand out the dead connection once more.
 		code := 0
-		for tries := 0; tries < 3 && code != http.StatusNoContent; tries++ {
+		for tries := 0; tries < 3 && code != http.StatusOK; tries++ {
 			code = deliver(r, request(t, id, dbNow(t))).Code
 		}
-		require.Equal(t, http.StatusNoContent, code, point)
+		require.Equal(t, http.StatusOK, code, point)
 		require.Equal(t, 1, effects(t, pool, id), point)
 	}
 }
@@ -438,7 +438,7 @@ func TestSenderHangsUp(t *testing.T) {
 		return book(ctx, tx, event)
 	})
 	for range 2 {
-		require.Equal(t, http.StatusNoContent, deliver(r, request(t, "evt_1", dbNow(t)).WithContext(ctx)).Code)
+		require.Equal(t, http.StatusOK, deliver(r, request(t, "evt_1", dbNow(t)).WithContext(ctx)).Code)
 	}
 	require.Equal(t, 1, calls)
 	require.Equal(t, 1, effects(t, pool, "evt_1"))
@@ -457,7 +457,7 @@ func TestHandlerIsEnded(t *testing.T) {
 		return book(ctx, tx, event)
 	})
 	require.Equal(t, http.StatusServiceUnavailable, deliver(r, request(t, "evt_1", dbNow(t))).Code)
-	require.Eventually(t, func() bool { return deliver(r, request(t, "evt_1", dbNow(t))).Code == http.StatusNoContent }, 30*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return deliver(r, request(t, "evt_1", dbNow(t))).Code == http.StatusOK }, 30*time.Second, time.Millisecond)
 	require.Equal(t, 1, effects(t, pool, "evt_1"))
 }
 

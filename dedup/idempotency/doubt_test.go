@@ -1,0 +1,331 @@
+package idempotency_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+)
+
+// stateOf is the state of a key.
+func stateOf(t *testing.T, pool *pgxpool.Pool, value string) (state string) {
+	t.Helper()
+	require.NoError(t, pool.QueryRow(t.Context(), `SELECT state FROM effectonce.idempotency_keys WHERE key = $1`, value).Scan(&state))
+	return state
+}
+
+type step = idempotency.Step[payment]
+
+// calls is a phase whose call does something, and whose write has an effect.
+func calls(atMostOnce bool, call func(s *step) error) idempotency.Phase[payment] {
+	return idempotency.Phase[payment]{
+		Name: "charge", AtMostOnce: atMostOnce,
+		Call:  func(_ context.Context, s *step) error { return call(s) },
+		Write: func(ctx context.Context, tx pgx.Tx, _ *step) error { return effect(ctx, tx, "charge") },
+	}
+}
+
+func ends(name string) idempotency.Phase[payment] {
+	return idempotency.Phase[payment]{Name: name, Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
+		s.Finish(idempotency.Response{Status: 201})
+		return effect(ctx, tx, name)
+	}}
+}
+
+// Property: a call that must not be made twice, and whose worker died in it, leaves the key in doubt also at the last
+// attempt: "given up" would have a person try it again. Row H5.
+func TestLostCallOfTheLastAttemptIsInDoubt(t *testing.T) {
+	t.Parallel()
+	pool, made := newPool(t), 0
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{AttemptsMax: 1}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		calls(true, func(*step) error { made++; panic("the process dies") }), ends("ship"),
+	})
+	require.Panics(t, func() { _, _ = flow.Do(t.Context(), key("k"), nil) })
+	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp()`)
+	require.NoError(t, err)
+	for range 2 {
+		_, err = flow.Do(t.Context(), key("k"), nil)
+		require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+		require.NotErrorIs(t, err, idempotency.ErrAbandoned)
+	}
+	require.Equal(t, 1, made)
+	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
+}
+
+// Property: what a call decided stays decided when the writes behind it are run again after a conflict: a flow that it
+// ended goes through no other phase. Row H20.
+func TestCallThatEndsTheFlowEndsItAfterAConflict(t *testing.T) {
+	t.Parallel()
+	pool, conflicts := newPool(t), 1
+	declined := calls(false, func(s *step) error { s.Finish(idempotency.Response{Status: 402}); return nil })
+	declined.Write = func(ctx context.Context, tx pgx.Tx, _ *step) error {
+		if conflicts--; conflicts >= 0 {
+			return &pgconn.PgError{Code: "40P01"}
+		}
+		return effect(ctx, tx, "declined")
+	}
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{declined, ends("ship")})
+	response, err := flow.Do(t.Context(), key("k"), nil)
+	require.NoError(t, err)
+	require.Equal(t, 402, response.Status)
+	require.Equal(t, 1, effects(t, pool, "declined"))
+	require.Zero(t, effects(t, pool, "ship"))
+}
+
+// Property: a strict flow stores failures of its phases, and not that its client left or that two transactions met: those
+// say nothing about the request, which goes on where it was. Rows H18 to H20.
+func TestStrictFlowStoresOnlyFailuresOfItsPhases(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	op := newOperation(t, pool, idempotency.Config{Strict: true, Retries: 1})
+	leave := func() {}
+	var fail error
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		calls(false, func(*step) error { leave(); return nil }),
+		{Name: "book", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
+			s.Finish(idempotency.Response{Status: 201})
+			return errors.Join(fail, effect(ctx, tx, "book"))
+		}},
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	leave = cancel
+	_, err := flow.Do(ctx, key("left"), nil)
+	require.ErrorIs(t, err, context.Canceled)
+	leave = func() {}
+	fail = &pgconn.PgError{Code: "40001"}
+	for _, value := range []string{"left", "met"} {
+		_, err = flow.Do(t.Context(), key(value), nil)
+		require.ErrorIs(t, err, fail)
+		require.Equal(t, "running", stateOf(t, pool, value))
+	}
+	fail = nil
+	for _, value := range []string{"left", "met"} {
+		response, err := flow.Do(t.Context(), key(value), nil)
+		require.NoError(t, err)
+		require.Equal(t, idempotency.Response{Status: 201}, response)
+	}
+	fail = errAway
+	for range 2 {
+		response, err := flow.Do(t.Context(), key("failed"), nil)
+		require.NoError(t, err)
+		require.Equal(t, 500, response.Status)
+	}
+}
+
+// Property: an error that is no text, as foreign systems give them, neither keeps a key locked nor lets a call in doubt be
+// made again. Row H5.
+func TestErrorsOfAnyBytes(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	garbage := errors.New("bank says \xff\x00\xfe" + strings.Repeat("\xff", 3000))
+	made := 0
+	op := newOperation(t, pool, idempotency.Config{AttemptsMax: 2})
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		calls(false, func(s *step) error {
+			made++
+			if s.Key.Value == "doubt" {
+				return idempotency.Indeterminate(garbage)
+			}
+			return garbage
+		}), ends("ship"),
+	})
+	for range 2 {
+		_, err := flow.Do(t.Context(), key("doubt"), nil)
+		require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	}
+	require.Equal(t, 1, made)
+	_, err := flow.Do(t.Context(), key("failed"), nil)
+	require.ErrorIs(t, err, garbage)
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'failed' AND locked_until IS NULL AND error LIKE 'call of phase "charge": bank says %'`))
+	for range 2 { // the second one is the outcome
+		_, err = op.Once(t.Context(), key("once"), func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, garbage })
+	}
+	require.NoError(t, err)
+}
+
+// Property: work in one transaction that asked another system, and does not know what became of it, is not run again by
+// itself: a person decides. Row H5.
+func TestWorkInDoubtIsNotRunAgain(t *testing.T) {
+	t.Parallel()
+	pool, ran := newPool(t), 0
+	o := newOperation(t, pool, idempotency.Config{})
+	work := func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		ran++
+		return idempotency.Response{}, errors.Join(effect(ctx, tx, "k"), idempotency.Indeterminate(errAway))
+	}
+	for range 3 {
+		_, err := o.Once(t.Context(), key("k"), work)
+		require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	}
+	require.Equal(t, 1, ran)
+	require.Zero(t, effects(t, pool, "k"))
+	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
+}
+
+// Property: a write that says "not done" says nothing about the call before it, which was made. Row H5.
+func TestWriteCannotTakeBackACall(t *testing.T) {
+	t.Parallel()
+	pool, made := newPool(t), 0
+	charged := calls(true, func(*step) error { made++; return nil })
+	charged.Write = func(context.Context, pgx.Tx, *step) error { return idempotency.NotDone(errAway) }
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{charged, ends("ship")})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, errAway)
+	_, err = flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	require.Equal(t, 1, made)
+}
+
+// Property: the reconciler is asked when what was on its way to the foreign system has arrived, by the database's clock, and not
+// before; one that panics or hangs decides nothing. Row H5.
+func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
+	t.Parallel()
+	pool, asked := newPool(t), 0
+	answer := func(context.Context) idempotency.Decision { panic("reconciler") }
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{
+		CallMax: time.Second,
+		Reconcile: func(ctx context.Context, _ idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+			asked++
+			return answer(ctx), nil
+		},
+	}, []idempotency.Phase[payment]{calls(true, func(*step) error { return errAway }), ends("ship")})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	_, err = flow.Reconcile(t.Context())
+	require.NoError(t, err)
+	require.Zero(t, asked)
+	passes(t, pool, time.Second)
+	_, err = flow.Reconcile(t.Context())
+	require.ErrorContains(t, err, "panic: reconciler")
+	answer = func(ctx context.Context) idempotency.Decision { <-ctx.Done(); return idempotency.Unknown() }
+	decided, err := flow.Reconcile(t.Context())
+	require.NoError(t, err)
+	require.Zero(t, decided)
+	answer = func(context.Context) idempotency.Decision {
+		return idempotency.Happened(idempotency.Response{Status: 201})
+	}
+	decided, err = flow.Reconcile(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, 1, decided)
+	require.Equal(t, 3, asked)
+}
+
+// Property: a phase that panics does not end the completer's program, and the key is free for the next attempt. Row H1.
+func TestCompleterSurvivesAPanic(t *testing.T) {
+	t.Parallel()
+	pool, fail := newPool(t), func() error { return errAway }
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{StoreRequest: true}, []idempotency.Phase[payment]{
+		calls(false, func(*step) error { return fail() }), ends("ship"),
+	})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, errAway)
+	passes(t, pool, time.Hour)
+	fail = func() error { panic("nil map") }
+	_, err = flow.Complete(t.Context())
+	require.ErrorContains(t, err, "panic: nil map")
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL AND error LIKE '%nil map%'`))
+	passes(t, pool, time.Hour)
+	fail = func() error { return nil }
+	finished, err := flow.Complete(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, 1, finished)
+}
+
+// Property: clients that try again and again while a foreign system is away do not use a flow's attempts up: from the
+// tenth on they wait as the completer does. Row H1.
+func TestImpatientClientsUseNoAttemptsUp(t *testing.T) {
+	t.Parallel()
+	pool, away := newPool(t), true
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: time.Millisecond}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		calls(false, func(*step) error {
+			if away {
+				return errAway
+			}
+			return nil
+		}), ends("ship"),
+	})
+	for n := range 50 {
+		_, err := flow.Do(t.Context(), key("k"), nil)
+		if n < 10 {
+			require.ErrorIs(t, err, errAway, n)
+			continue
+		}
+		var progress *idempotency.InProgressError
+		require.ErrorAs(t, err, &progress)
+		require.Greater(t, progress.RetryAfter, 4*time.Minute)
+	}
+	away = false
+	passes(t, pool, time.Hour)
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.NoError(t, err)
+}
+
+// Property: a statement of a goroutine that the work left behind is part of no other transaction: nothing is committed.
+func TestGoroutineLeftBehindCommitsNothing(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Second})
+	over := make(chan struct{})
+	_, err := o.Once(t.Context(), key("k"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		if err := effect(ctx, tx, "k"); err != nil {
+			return idempotency.Response{}, err
+		}
+		go func() {
+			defer close(over)
+			_, _ = tx.Exec(ctx, `SELECT pg_sleep(0.3) AS left_behind`) // it is cut off, or not
+		}()
+		for active := 0; active == 0; {
+			if err := pool.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE state = 'active' AND query LIKE '%left_behind' AND pid <> pg_backend_pid()`).Scan(&active); err != nil {
+				return idempotency.Response{}, err
+			}
+		}
+		return idempotency.Response{Status: 201}, nil
+	})
+	require.ErrorContains(t, err, "two goroutines")
+	<-over
+	require.Zero(t, effects(t, pool, "k"))
+	_, err = o.Once(t.Context(), key("k"), insertOnce("k"))
+	require.NoError(t, err)
+	require.Equal(t, 1, effects(t, pool, "k"))
+}
+
+// Property: the outcome of work that took longer than its window is kept for a while all the same. Row H16.
+func TestWindowBeginsWithTheOutcome(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{Window: time.Minute})
+	_, err := o.Once(t.Context(), key("k"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		_, err := tx.Exec(ctx, `UPDATE effectonce.idempotency_keys SET expires_at = expires_at - interval '2 minutes'`) // as if it had taken so long
+		return idempotency.Response{Status: 201}, errors.Join(err, effect(ctx, tx, "k"))
+	})
+	require.NoError(t, err)
+	reaped, err := o.Reap(t.Context())
+	require.NoError(t, err)
+	require.Zero(t, reaped)
+	response, err := o.Once(t.Context(), key("k"), insertOnce("k"))
+	require.NoError(t, err)
+	require.True(t, response.Replayed)
+}
+
+// Property: settings that cannot work are refused at the start, and an ID that other requests would share is not made.
+func TestWhatCannotWorkIsRefused(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	_, err := idempotency.New(pool, idempotency.Config{Operation: "order", WaitMax: 2 * time.Second, StatementTimeout: time.Second})
+	require.ErrorContains(t, err, "WaitMax")
+	for _, level := range []pgx.TxIsoLevel{pgx.RepeatableRead, pgx.Serializable} {
+		_, err = idempotency.NewFlow(newOperation(t, pool, idempotency.Config{Isolation: level}), idempotency.FlowConfig[payment]{}, ends("all"))
+		require.ErrorContains(t, err, "Isolation")
+	}
+	require.Panics(t, func() { key("k").ChildID("charge") })
+	whole := newOperation(t, pool, idempotency.Config{}).Key("tenant", "k", idempotency.Fingerprint{})
+	require.Equal(t, idempotency.Key{Scope: "tenant", Operation: "order", Value: "k"}.ChildID("charge"), whole.ChildID("charge"))
+}

@@ -1,0 +1,108 @@
+package idempotency
+
+import (
+	"encoding/json"
+	"fmt"
+	"strings"
+	"unicode/utf8"
+)
+
+// NeverStored tells headers that are not stored with an outcome, whoever put them into it: cookies and credentials, which
+// are one client's, and those of one connection. Names are taken in any case.
+func NeverStored(name string) bool {
+	switch strings.ToLower(strings.TrimSpace(name)) {
+	case "cookie", "cookie2", "set-cookie", "set-cookie2",
+		"authorization", "authentication-info", "www-authenticate",
+		"proxy-authorization", "proxy-authenticate", "proxy-authentication-info",
+		"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade":
+		return true
+	}
+	return false
+}
+
+// writeHeaders is what is stored of the headers of a response; nil: nothing.
+func writeHeaders(header map[string][]string) ([]byte, error) {
+	connection := namedByConnection(header)
+	kept := map[string][]headerValue{}
+	for name, values := range header {
+		// A name that is no text is in no answer: net/http leaves it out.
+		if NeverStored(name) || connection[strings.ToLower(name)] || !jsonText(name) {
+			continue
+		}
+		var texts []headerValue
+		for _, value := range values {
+			texts = append(texts, headerValue(value))
+		}
+		kept[name] = texts
+	}
+	if len(kept) == 0 {
+		return nil, nil
+	}
+	text, err := json.Marshal(kept)
+	if err != nil {
+		return nil, fmt.Errorf("write headers: %w", err)
+	}
+	return text, nil
+}
+
+// namedByConnection are headers that the header Connection makes ones of the connection.
+func namedByConnection(header map[string][]string) map[string]bool {
+	named := map[string]bool{}
+	for name, values := range header {
+		if !strings.EqualFold(name, "Connection") {
+			continue
+		}
+		for _, value := range values {
+			for other := range strings.SplitSeq(value, ",") {
+				named[strings.ToLower(strings.TrimSpace(other))] = true
+			}
+		}
+	}
+	return named
+}
+
+func readHeaders(text []byte) (map[string][]string, error) {
+	var stored map[string][]headerValue
+	if err := json.Unmarshal(text, &stored); err != nil {
+		return nil, err
+	}
+	header := make(map[string][]string, len(stored))
+	for name, texts := range stored {
+		var values []string
+		for _, text := range texts {
+			values = append(values, string(text))
+		}
+		header[name] = values
+	}
+	return header, nil
+}
+
+// headerValue is a string in JSON, or {"base64": "…"} where it has bytes that JSON, or jsonb, would change or refuse:
+// headers may be Latin-1.
+type headerValue string
+
+type headerBytes struct {
+	Base64 []byte `json:"base64"`
+}
+
+// MarshalJSON implements json.Marshaler.
+func (v headerValue) MarshalJSON() ([]byte, error) {
+	if jsonText(string(v)) {
+		return json.Marshal(string(v))
+	}
+	return json.Marshal(headerBytes{[]byte(v)})
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (v *headerValue) UnmarshalJSON(text []byte) error {
+	if strings.HasPrefix(string(text), "{") {
+		var raw headerBytes
+		err := json.Unmarshal(text, &raw)
+		*v = headerValue(raw.Base64)
+		return err
+	}
+	return json.Unmarshal(text, (*string)(v))
+}
+
+// jsonText tells strings that jsonb keeps as they are.
+func jsonText(s string) bool { return utf8.ValidString(s) && !strings.ContainsRune(s, 0) }

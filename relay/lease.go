@@ -115,11 +115,16 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 		r.giveBack(ctx, l)
 		return nil, err
 	}
-	if moved {
+	switch {
+	case moved:
+		to = nil
 		if from, err = r.recover(ctx, l, known); err != nil {
 			return nil, err
 		}
-		to, l.cursor.seq = nil, 0
+	case from == 0:
+		if err := r.begin(ctx, l); err != nil {
+			return nil, err
+		}
 	}
 	if l.cursor.from, err = r.loadTick(ctx, r.pool, from); err != nil {
 		return nil, err

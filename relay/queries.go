@@ -233,9 +233,21 @@ WHERE tick IN (
     AND tick < (SELECT min(tick) FROM effectonce.outbox_progress)
   ORDER BY tick LIMIT $1)`
 
-// restampSQL and rebaseSQL: see recover.go.
+// lockStampsSQL and what follows: see recover.go.
+const lockStampsSQL = `-- relay.lock_stamps
+SELECT pg_advisory_xact_lock(hashtextextended('outbox stamps', 'effectonce.outbox'::regclass::oid::bigint))`
+
+// foreign is true of a row above the floor whose transaction id this cluster has not reached, or has given to a
+// transaction that is still open: exactly the visible rows of which the statement's own snapshot does not say so. Written
+// so that two looks into an index find them.
+const foreign = `o.seq > $1 AND o.shard % $2::int = $3::int
+  AND (o.txid >= pg_snapshot_xmax(pg_current_snapshot()) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(pg_current_snapshot()))))`
+
+const foreignSQL = `-- relay.foreign
+SELECT EXISTS (SELECT FROM effectonce.outbox o WHERE ` + foreign + `)`
+
 const restampSQL = `-- relay.restamp
-UPDATE effectonce.outbox SET txid = pg_current_xact_id() WHERE seq > $1 AND shard % $2::int = $3::int`
+UPDATE effectonce.outbox o SET txid = pg_current_xact_id() WHERE ` + foreign
 
 const rebaseSQL = `-- relay.rebase
 UPDATE effectonce.outbox_progress SET tick = $4, next_tick = NULL, seq = 0, system_identifier = $5, timeline = $6, advanced_epoch = $3, updated_at = clock_timestamp()
@@ -334,10 +346,11 @@ SELECT (SELECT count(*) FROM due), (SELECT count(*) FROM moved)`
 type queries struct {
 	nextDue, promote string
 
-	enroll, beat, leave, seq, acquire, release, fetch, hasTick, loadTick, storeTick, advance, prune, restamp, rebase string
-	deadExist, held, bury, waitingTopics, retryTopic, releasable, exhume, holdAgain                                  string
-	lockShards, allHeld, cutOver, dropShards, shardsDone                                                             string
-	slots, turn, unpublished, lockSlot, truncate, truncated                                                          string
+	enroll, beat, leave, seq, acquire, release, fetch, hasTick, loadTick, storeTick, advance, prune string
+	lockStamps, foreign, restamp, rebase                                                            string
+	deadExist, held, bury, waitingTopics, retryTopic, releasable, exhume, holdAgain                 string
+	lockShards, allHeld, cutOver, dropShards, shardsDone                                            string
+	slots, turn, unpublished, lockSlot, truncate, truncated                                         string
 }
 
 func newQueries(schema string) queries {
@@ -347,7 +360,7 @@ func newQueries(schema string) queries {
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL),
 		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), prune: in(pruneSQL),
-		restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
+		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
 		bury: in(burySQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),
 		releasable: in(releasableSQL), exhume: in(exhumeSQL), holdAgain: in(holdAgainSQL),
 		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL),

@@ -30,21 +30,14 @@ func (c cluster) movedFrom(known cluster) (bool, error) {
 // recover makes progress usable again in another cluster (dump and restore, pg_upgrade), or after a promotion,
 // which may have lost commits: transaction ids belong to one cluster and one timeline, so the stored ticks
 // mean nothing here. What is certain is the floor: everything up to it is published. Everything above it is
-// published again (duplicates under the same IDs, never a loss): it gets a transaction id of this cluster, and
-// a new tick from before that transaction becomes the progress.
-//
-// The snapshot is taken before the transaction has an id. What other transactions of this cluster
-// insert meanwhile is either restamped with the rest, or not visible in the new tick; both are read.
+// published again (duplicates under the same IDs, never a loss): progress becomes a tick in which nothing is
+// visible, and rows with transaction ids of another cluster get one of this cluster.
 func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, error) {
 	r.cfg.Logger.ErrorContext(ctx, "the outbox is in another database cluster than before, or behind a failover: everything above the floor is published again, so consumers will see duplicates",
 		"relay", r.cfg.Name, "shard", l.shard, "floor", l.cursor.floor, "system_identifier_before", deref(known.system), "system_identifier", deref(l.cluster.system),
 		"timeline_before", deref(known.timeline), "timeline", deref(l.cluster.timeline))
-	var snapshot string
-	if err := r.pool.QueryRow(ctx, snapshotSQL).Scan(&snapshot); err != nil {
-		return 0, fmt.Errorf("take a snapshot: %w", err)
-	}
-	// seqLast is the floor: the restamped rows have new transaction ids and old seqs.
-	begin, err := newTick(snapshot, l.cursor.floor)
+	// Not the first tick, which every database has: progress in Kafka that names it would also fit one that went back.
+	begin, err := newTick("1:1:", l.cursor.floor)
 	if err != nil {
 		return 0, err
 	}
@@ -52,21 +45,55 @@ func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, er
 	if err := r.store(ctx, r.pool, begin); err != nil {
 		return 0, err
 	}
-	err = pgx.BeginFunc(ctx, r.pool, func(tx pgx.Tx) error {
+	err = r.stamp(ctx, l, func(tx pgx.Tx) error {
 		tag, err := tx.Exec(ctx, r.sql.rebase, r.cfg.Name, l.shard, l.epoch, begin.id, l.cluster.system, l.cluster.timeline, l.cluster.run)
-		if err != nil {
-			return err
+		if err == nil && tag.RowsAffected() == 0 {
+			err = errLeaseLost
 		}
-		if tag.RowsAffected() == 0 {
-			return errLeaseLost
-		}
-		_, err = tx.Exec(ctx, r.sql.restamp, l.cursor.floor, l.shards, l.shard)
 		return err
 	})
 	if err != nil {
 		return 0, fmt.Errorf("move progress to this cluster: %w", err)
 	}
+	l.cursor.seq, l.stored.epoch = 0, l.epoch
 	return begin.id, nil
+}
+
+// begin is for a relay, or a shard, that has published nothing that is known: its progress does not tell that the rows
+// came from another cluster.
+func (r *Relay) begin(ctx context.Context, l *lease) error {
+	if err := r.stamp(ctx, l, func(pgx.Tx) error { return nil }); err != nil {
+		return fmt.Errorf("look for rows of another cluster: %w", err)
+	}
+	return nil
+}
+
+// stamp gives a transaction id of this cluster to the rows of a shard above its floor that have none, in the
+// transaction of also. An id that is visible in a snapshot of this cluster is visible in all later ones, whoever gave
+// it, so such rows are read as they are. That is all a relay needs of them, therefore no relay stamps rows that another
+// one began with: they would get behind the tick that it works on. Of two that begin at once the second waits, and sees
+// what the first has stamped.
+func (r *Relay) stamp(ctx context.Context, l *lease, also func(pgx.Tx) error) error {
+	// Read committed, whatever the role's default is: what is looked at has to be newer than the lock.
+	return pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, r.sql.lockStamps); err != nil {
+			return err
+		}
+		if err := also(tx); err != nil {
+			return err
+		}
+		var found bool
+		if err := tx.QueryRow(ctx, r.sql.foreign, l.cursor.floor, l.shards, l.shard).Scan(&found); err != nil || !found {
+			return err
+		}
+		tag, err := tx.Exec(ctx, r.sql.restamp, l.cursor.floor, l.shards, l.shard)
+		if err != nil {
+			return err
+		}
+		r.cfg.Logger.WarnContext(ctx, "rows of another database cluster get a transaction id of this one, and are published",
+			"relay", r.cfg.Name, "shard", l.shard, "floor", l.cursor.floor, "rows", tag.RowsAffected())
+		return nil
+	})
 }
 
 func deref[T any](p *T) any {

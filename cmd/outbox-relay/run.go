@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/internal/collector"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -73,6 +74,7 @@ read_committed see each row once, whatever is killed.
 }
 
 func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
+	collector.Relax()
 	watch, err := r.openWatch(ctx, logger)
 	if err != nil {
 		return err

@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/effectonce/effectonce/internal/collector"
 	"github.com/effectonce/effectonce/internal/metrics"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -49,6 +50,7 @@ const idleWarmUp = 3 * time.Second
 // RelayOptions.Command. stdin carries the job and is also the line to the parent: when it ends, the parent is gone
 // and orphaned is called, which has to end the process at once.
 func RelayProcess(ctx context.Context, stdin io.Reader, stdout io.Writer, orphaned func()) error {
+	collector.Relax() // as outbox-relay run does
 	input := bufio.NewReader(stdin)
 	var job relayJob
 	line, err := input.ReadBytes('\n')

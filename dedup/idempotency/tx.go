@@ -21,8 +21,8 @@ type transaction struct {
 	pooled *pgxpool.Conn
 	conn   *pgx.Conn // of pooled
 	work   *handlertx.Tx
-	busy   atomic.Bool // a statement of the work is under way
-	over   atomic.Bool // the work has returned
+	free   chan struct{} // has one element unless a statement of the work is under way
+	over   atomic.Bool   // the work has returned
 	fault  atomic.Pointer[error]
 }
 
@@ -37,11 +37,13 @@ func (t *transaction) Enter() error {
 	if t.over.Load() {
 		return errOver
 	}
-	if !t.busy.CompareAndSwap(false, true) {
+	select {
+	case <-t.free:
+	default:
 		return t.Misused(errShared)
 	}
 	if t.ended() { // each statement would be a transaction of its own
-		t.busy.Store(false)
+		t.Leave(nil)
 		return t.Misused(errEnded)
 	}
 	return nil
@@ -51,7 +53,12 @@ func (t *transaction) Enter() error {
 func (t *transaction) ended() bool { return t.conn.PgConn().TxStatus() == 'I' }
 
 // Leave implements handlertx.Gate.
-func (t *transaction) Leave(error) { t.busy.Store(false) }
+func (t *transaction) Leave(error) {
+	select {
+	case t.free <- struct{}{}:
+	default:
+	}
+}
 
 // Misused implements handlertx.Gate.
 func (t *transaction) Misused(err error) error {
@@ -65,7 +72,8 @@ func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*t
 	if err != nil {
 		return nil, fmt.Errorf("get a database connection: %w", err)
 	}
-	t := &transaction{o: o, pooled: pooled, conn: pooled.Conn()}
+	t := &transaction{o: o, pooled: pooled, conn: pooled.Conn(), free: make(chan struct{}, 1)}
+	t.free <- struct{}{}
 	t.work = handlertx.New(t.conn, t, new(int))
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(o.cfg.Isolation))
@@ -82,7 +90,13 @@ func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx
 	defer t.over.Store(true)
 	err := work(ctx, t.work)
 	t.over.Store(true)
-	if !t.busy.CompareAndSwap(false, true) || t.conn.PgConn().IsBusy() { // what is still under way must not end up in the next transaction of the connection
+	select {
+	case <-t.free:
+	default:
+		t.cut()
+		return errors.Join(errShared, err)
+	}
+	if t.conn.PgConn().IsBusy() {
 		return errors.Join(errShared, err)
 	}
 	if fault := t.fault.Load(); fault != nil {
@@ -92,6 +106,17 @@ func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx
 		return errors.Join(errEnded, err)
 	}
 	return err
+}
+
+// cut ends what a goroutine that the work left behind does on the connection, which must not end up in the next transaction there.
+func (t *transaction) cut() {
+	_ = t.conn.PgConn().Conn().Close() // of the socket, which may be done beside a statement
+	timer := time.NewTimer(rollbackMax)
+	defer timer.Stop()
+	select {
+	case <-t.free:
+	case <-timer.C:
+	}
 }
 
 // commit ends the transaction with what last queues, in one round trip: if one of the statements fails, the server

@@ -29,10 +29,33 @@ import (
 // cut is after how many bytes of requests, or of answers, a connection is reset; -1: never.
 type cut struct{ read, written int }
 
-// cutting resets its connections as next says of each.
+// cuts are of the connections to come. They have a lock of their own: a server that is closed waits for its Accept.
+type cuts struct {
+	mu   sync.Mutex
+	left []cut
+}
+
+func (c *cuts) next() cut {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.left) == 0 {
+		return cut{-1, -1}
+	}
+	defer func() { c.left = c.left[1:] }()
+	return c.left[0]
+}
+
+func (c *cuts) requireUsed(t *testing.T) {
+	t.Helper()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	require.Empty(t, c.left)
+}
+
+// cutting resets its connections as its cuts say.
 type cutting struct {
 	net.Listener
-	next func() cut
+	cuts *cuts
 }
 
 func (l *cutting) Accept() (net.Conn, error) {
@@ -40,7 +63,7 @@ func (l *cutting) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &cutConn{Conn: conn, left: l.next()}, nil
+	return &cutConn{Conn: conn, left: l.cuts.next()}, nil
 }
 
 // cutConn is read and written by one goroutine each.
@@ -81,19 +104,25 @@ type service struct {
 	t       *testing.T
 	pool    *pgxpool.Pool
 	address string
+	cuts    cuts
 
-	mu     sync.Mutex
-	server *http.Server
-	once   *httpkey.Middleware
-	cuts   []cut               // of connections to come
-	at     func(point string)  // called at the points of an execution
-	work   func(name string)   // called in front of the effect
-	seen   map[string][]string // keys of all tries
+	mu       sync.Mutex
+	listener net.Listener
+	server   *http.Server
+	once     *httpkey.Middleware
+	at       func(point string)  // called at the points of an execution
+	work     func(name string)   // called in front of the effect
+	seen     map[string][]string // keys of all tries
 }
 
 func newService(t *testing.T, pool *pgxpool.Pool, cuts ...cut) *service {
 	t.Helper()
-	s := &service{t: t, pool: pool, address: "127.0.0.1:0", cuts: cuts, at: func(string) {}, work: func(string) {}, seen: map[string][]string{}}
+	s := &service{t: t, pool: pool, at: func(string) {}, work: func(string) {}, seen: map[string][]string{}}
+	s.cuts.left = cuts
+	var err error
+	s.listener, err = (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	s.address = s.listener.Addr().String()
 	require.NoError(t, s.start())
 	t.Cleanup(func() {
 		s.mu.Lock()
@@ -103,18 +132,12 @@ func newService(t *testing.T, pool *pgxpool.Pool, cuts ...cut) *service {
 	return s
 }
 
-func (s *service) start() error {
-	once, err := httpkey.New(s.pool, tenantOf, httpkey.Config{Operation: idempotency.Config{Operation: "api"}})
-	if err != nil {
+func (s *service) start() (err error) {
+	if s.once, err = httpkey.New(s.pool, tenantOf, httpkey.Config{Operation: idempotency.Config{Operation: "api"}}); err != nil {
 		return err
 	}
-	listener, err := (&net.ListenConfig{}).Listen(s.t.Context(), "tcp", s.address)
-	if err != nil {
-		return err
-	}
-	s.once, s.address = once, listener.Addr().String()
 	s.server = &http.Server{ErrorLog: nothing(), Handler: http.HandlerFunc(s.serve), ReadHeaderTimeout: time.Minute}
-	go func(server *http.Server) { _ = server.Serve(&cutting{listener, s.next}) }(s.server)
+	go func(server *http.Server, listener net.Listener) { _ = server.Serve(&cutting{listener, &s.cuts}) }(s.server, s.listener)
 	return nil
 }
 
@@ -122,18 +145,25 @@ func (s *service) start() error {
 func (s *service) restart() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	assert.NoError(s.t, s.server.Close())
-	assert.NoError(s.t, s.start())
+	_ = s.server.Close()
+	_ = s.listener.Close() // Serve may not have begun
+	if assert.Eventually(s.t, s.listens, 10*time.Second, time.Millisecond) {
+		assert.NoError(s.t, s.start())
+	}
 }
 
-func (s *service) next() cut {
+// listens takes the address back, unless a connection of somebody has it for its own end just now.
+func (s *service) listens() bool {
+	var err error
+	s.listener, err = (&net.ListenConfig{}).Listen(s.t.Context(), "tcp", s.address)
+	return err == nil
+}
+
+// keys are those of all tries of a request.
+func (s *service) keys(name string) []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.cuts) == 0 {
-		return cut{-1, -1}
-	}
-	defer func() { s.cuts = s.cuts[1:] }()
-	return s.cuts[0]
+	return slices.Clone(s.seen[name])
 }
 
 // with changes what the service does.
@@ -208,9 +238,7 @@ func (s *service) requireOnce(name string, a answer) {
 	require.NoError(s.t, s.pool.QueryRow(s.t.Context(), `SELECT min(id), count(*) FROM effects WHERE name = $1`, name).Scan(&id, &n))
 	require.Equal(s.t, 1, n)
 	require.Equal(s.t, padded(fmt.Sprintf("effect %d", id)), a.body)
-	s.mu.Lock()
-	sent := slices.Compact(slices.Clone(s.seen[name]))
-	s.mu.Unlock()
+	sent := slices.Compact(s.keys(name))
 	require.Len(s.t, sent, 1, "one key over all tries")
 	require.Equal(s.t, 1, pgtest.Count(s.t, s.pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1 AND state = 'finished'`, sent[0]))
 }
@@ -236,7 +264,7 @@ func TestConnectionsCutAnywhere(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, test.replayed, a.replayed())
 			s.requireOnce("charge", a)
-			require.Empty(t, s.cuts)
+			s.cuts.requireUsed(t)
 			require.Equal(t, 1, keys(t, s.pool))
 		})
 	}
@@ -310,11 +338,12 @@ func TestRandomCutsAndRestarts(t *testing.T) {
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	random := rand.New(rand.NewPCG(seed, 0))
-	s := newService(t, newPool(t))
-	for range 60 {
+	cuts := make([]cut, 60)
+	for n := range cuts {
 		at := []cut{{-1, -1}, {random.IntN(80_000), -1}, {-1, random.IntN(80_000)}}
-		s.cuts = append(s.cuts, at[random.IntN(3)])
+		cuts[n] = at[random.IntN(3)]
 	}
+	s := newService(t, newPool(t), cuts...)
 	restarts := 5
 	s.with(func() {
 		s.at = func(string) {
@@ -391,8 +420,8 @@ func TestKilledClientOfTheMiddleware(t *testing.T) {
 			a := answer{status: response.StatusCode, header: response.Header, body: string(body)}
 			require.True(t, a.replayed())
 			s.requireOnce("charge", a)
-			require.Equal(t, left[0].Key, s.seen["charge"][0])
-			require.Empty(t, s.cuts)
+			require.Equal(t, left[0].Key, s.keys("charge")[0])
+			s.cuts.requireUsed(t)
 			require.NoError(t, pending.Forget(t.Context(), left[0].Request, httpkey.SentKey(response, "")))
 			require.Empty(t, isPending(t, pending))
 		})

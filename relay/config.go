@@ -37,6 +37,11 @@ type Config struct {
 	// ProgressTopic is where progress is kept with ExactlyOnce: a compacted topic, which is made if it is not
 	// there. Relays may share it. Default "effectonce-relay-progress".
 	ProgressTopic string
+	// SkipDead lets the later rows of a key pass a dead one that is wrong itself (ReasonTooLarge, ReasonRefused,
+	// ReasonBadHeaders): they are published, and the dead row, when it is retried, comes after them. It counts for rows
+	// that wait, too, so all replicas should agree. Rows whose topic is missing or paused wait in their order all the
+	// same. Default: a dead row holds its key.
+	SkipDead bool
 	// Sink takes the rows instead of Kafka. Not with ExactlyOnce. Default: Kafka.
 	Sink Sink
 	// Lease is how long a replica that died keeps the others waiting. 1 s to 10 min; default 10 s. It

@@ -42,15 +42,22 @@ type sorted struct {
 	rows    []*row
 	records []*kgo.Record
 	dead    []deadRow
-	behind  map[topicKey]bool // keys with a dead row
+	behind  map[topicKey]bool // keys with a dead row that holds them
+	skip    bool              // Config.SkipDead
 }
 
 // bury gives up a row and, with it, the rest of its key. A row without a key has no order to keep.
 func (s *sorted) bury(r *row, reason Reason, err error) {
 	s.dead = append(s.dead, deadRow{r, reason, err.Error()})
-	if r.key != nil {
+	if r.key != nil && !(s.skip && reason.ofRow()) {
 		s.behind[keyOf(r)] = true
 	}
+}
+
+// ofRow is true where it is the row that is wrong, and no other row waits for the same thing. The statements that
+// look for what holds a key have the same list.
+func (r Reason) ofRow() bool {
+	return r == ReasonTooLarge || r == ReasonRefused || r == ReasonBadHeaders
 }
 
 var errPaused = errors.New("the topic is paused: its rows are published when it is resumed")
@@ -66,7 +73,7 @@ func (p *publisher) sort(ctx context.Context, rows []row) (*sorted, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &sorted{rows: make([]*row, 0, len(rows)), records: make([]*kgo.Record, 0, len(rows)), behind: behind}
+	s := &sorted{rows: make([]*row, 0, len(rows)), records: make([]*kgo.Record, 0, len(rows)), behind: behind, skip: p.cfg.SkipDead}
 	maker := newRecordMaker(len(rows))
 	for i := range rows {
 		r := &rows[i]
@@ -147,7 +154,7 @@ func (p *publisher) behind(ctx context.Context, rows []row) (map[topicKey]bool, 
 	}
 	ctx, cancel := p.patient(ctx)
 	defer cancel()
-	result, err := p.pool.Query(ctx, p.sql.held, p.cfg.Name, names, keys)
+	result, err := p.pool.Query(ctx, p.sql.held, p.cfg.Name, names, keys, p.cfg.SkipDead)
 	if err != nil {
 		return nil, fmt.Errorf("look for dead keys: %w", silence(ctx, err))
 	}
@@ -205,8 +212,8 @@ func (p *publisher) buried(ctx context.Context, dead []deadRow) {
 			p.cfg.Hooks.Dead(d.row.topic, d.reason)
 		}
 		if d.reason != ReasonBehind && d.reason != ReasonPaused {
-			p.cfg.Logger.ErrorContext(ctx, "outbox row cannot be published; it moved to outbox_dead and holds its key",
-				"relay", p.cfg.Name, "seq", d.row.seq, "id", d.row.id, "topic", d.row.topic, "reason", d.reason, "error", d.err)
+			p.cfg.Logger.ErrorContext(ctx, "outbox row cannot be published; it moved to outbox_dead",
+				"relay", p.cfg.Name, "holds_key", d.row.key != nil && !(p.cfg.SkipDead && d.reason.ofRow()), "seq", d.row.seq, "id", d.row.id, "topic", d.row.topic, "reason", d.reason, "error", d.err)
 		}
 	}
 }
@@ -305,7 +312,7 @@ const reviveLimit = 500
 func (p *publisher) releasable(ctx context.Context) ([]row, error) {
 	ctx, cancel := p.patient(ctx)
 	defer cancel()
-	result, err := p.pool.Query(ctx, p.sql.releasable, p.cfg.Name, reviveLimit, p.lease.shards, p.lease.shard)
+	result, err := p.pool.Query(ctx, p.sql.releasable, p.cfg.Name, reviveLimit, p.lease.shards, p.lease.shard, p.cfg.SkipDead)
 	if err != nil {
 		return nil, fmt.Errorf("read dead rows: %w", silence(ctx, err))
 	}
@@ -331,7 +338,7 @@ func (p *publisher) reviveSome(ctx context.Context) (more bool, err error) {
 		return false, err
 	}
 	maker := newRecordMaker(len(rows))
-	s := &sorted{behind: map[topicKey]bool{}}
+	s := &sorted{behind: map[topicKey]bool{}, skip: p.cfg.SkipDead}
 	b := &batch{}
 	for i := range rows {
 		r := &rows[i]

@@ -256,12 +256,15 @@ WHERE relay = $1 AND shard = $2 AND epoch = $3 AND CASE WHEN $7::text IS NULL TH
 const deadExistSQL = `-- relay.dead_exist
 SELECT EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1 AND shard % $2::int = $3::int)`
 
+// skipped is a dead row that holds nobody: see Config.SkipDead.
+const skipped = `::bool AND reason IN ('too_large', 'refused', 'bad_headers')`
+
 // heldSQL finds which rows of a page stand behind a dead one of their key.
 const heldSQL = `-- relay.held
 SELECT page.place::int FROM unnest($2::text[], $3::bytea[]) WITH ORDINALITY AS page (topic, key, place)
 WHERE EXISTS (
   SELECT FROM effectonce.outbox_dead d
-  WHERE d.relay = $1 AND d.topic = page.topic AND sha256(d.key) = sha256(page.key) AND d.key = page.key)`
+  WHERE d.relay = $1 AND d.topic = page.topic AND sha256(d.key) = sha256(page.key) AND d.key = page.key AND NOT ($4` + skipped + `))`
 
 const burySQL = `-- relay.bury
 INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, payload, headers, created_at, reason, error, state)
@@ -289,7 +292,7 @@ FROM effectonce.outbox_dead d
 WHERE d.relay = $1 AND d.shard % $3::int = $4::int AND d.state <> 'held' AND NOT EXISTS (
   SELECT FROM effectonce.outbox_dead h
   WHERE h.relay = d.relay AND h.topic = d.topic AND sha256(h.key) = sha256(d.key) AND h.key = d.key
-    AND h.seq < d.seq AND h.state = 'held')
+    AND h.seq < d.seq AND h.state = 'held' AND NOT ($5` + skipped + `))
 ORDER BY d.seq LIMIT $2`
 
 // exhumeSQL removes released rows, if the epoch still is the caller's, and tells whether it is. In the order of seq,

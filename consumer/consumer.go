@@ -8,7 +8,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -37,19 +36,7 @@ var ErrNotPrimary = errors.New("the database is a standby: connect the consumer 
 // set by the consumer and win over it.
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Consumer, error) {
 	cfg, err := cfg.withDefaults()
-	if pool == nil {
-		err = errors.Join(err, errors.New("pool is nil: want a pool of the primary"))
-	}
-	if pool != nil {
-		switch mode := pool.Config().ConnConfig.DefaultQueryExecMode; mode {
-		case pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol:
-			// Without asking the server, pgx cannot send arrays of IDs.
-			err = errors.Join(err, fmt.Errorf("pool: default_query_exec_mode %v: want cache_statement, or behind PgBouncer cache_describe", mode))
-		case pgx.QueryExecModeDescribeExec:
-			err = errors.Join(err, fmt.Errorf("pool: default_query_exec_mode %v: want cache_describe: behind a pooler it may execute another client's statement", mode))
-		case pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe:
-		}
-	}
+	err = errors.Join(err, bounds.Pool(pool))
 	if handler == nil {
 		err = errors.Join(err, errors.New("handler is nil: want one made by Each, Queued or JSON"))
 	}

@@ -49,7 +49,7 @@ type sorted struct {
 // bury gives up a row and, with it, the rest of its key. A row without a key has no order to keep.
 func (s *sorted) bury(r *row, reason Reason, err error) {
 	s.dead = append(s.dead, deadRow{r, reason, err.Error()})
-	if r.key != nil && !(s.skip && reason.ofRow()) {
+	if r.key != nil && (!s.skip || !reason.ofRow()) {
 		s.behind[keyOf(r)] = true
 	}
 }
@@ -213,7 +213,7 @@ func (p *publisher) buried(ctx context.Context, dead []deadRow) {
 		}
 		if d.reason != ReasonBehind && d.reason != ReasonPaused {
 			p.cfg.Logger.ErrorContext(ctx, "outbox row cannot be published; it moved to outbox_dead",
-				"relay", p.cfg.Name, "holds_key", d.row.key != nil && !(p.cfg.SkipDead && d.reason.ofRow()), "seq", d.row.seq, "id", d.row.id, "topic", d.row.topic, "reason", d.reason, "error", d.err)
+				"relay", p.cfg.Name, "holds_key", d.row.key != nil && (!p.cfg.SkipDead || !d.reason.ofRow()), "seq", d.row.seq, "id", d.row.id, "topic", d.row.topic, "reason", d.reason, "error", d.err)
 		}
 	}
 }

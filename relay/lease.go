@@ -126,11 +126,13 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 			return nil, err
 		}
 	}
-	if l.cursor.from, err = r.loadTick(ctx, r.pool, from); err != nil {
+	loading, stop := context.WithTimeout(ctx, r.patience)
+	defer stop()
+	if l.cursor.from, err = r.loadTick(loading, r.pool, from); err != nil {
 		return nil, err
 	}
 	if to != nil {
-		if l.cursor.to, err = r.loadTick(ctx, r.pool, *to); err != nil {
+		if l.cursor.to, err = r.loadTick(loading, r.pool, *to); err != nil {
 			return nil, err
 		}
 	}

@@ -20,7 +20,7 @@ type PausedTopic struct {
 	PausedAt time.Time `json:"paused_at"`
 }
 
-// Pause lets the rows of topics wait, from the relay's next look on (a fifth of its Lease, 2.5 s at most): they move to
+// Pause lets the rows of topics wait, from the relay's next look on (a quarter of its Lease, 2.5 s at most): they move to
 // outbox_dead, and what comes behind them in their keys, too. Other topics go on. who and why are kept in
 // operator_actions. Topics that are paused already stay as they are; it returns those that were not.
 func Pause(ctx context.Context, pool *pgxpool.Pool, schema, relay, who, why string, topics ...string) ([]string, error) {

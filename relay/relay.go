@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -59,9 +60,7 @@ type execer interface {
 // compression); acks=all and idempotent production are set by the relay and cannot be weakened. With Config.Sink it is nil.
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
-	if pool == nil {
-		err = errors.Join(err, errors.New("pool is nil: want a pool of the primary"))
-	}
+	err = errors.Join(err, bounds.Pool(pool))
 	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema), patience: cfg.patience()}
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
@@ -112,6 +111,8 @@ func (r *Relay) interrupted(ctx context.Context, err error, trouble int) time.Du
 
 // check refuses what waiting cannot mend.
 func (r *Relay) check(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, r.patience)
+	defer cancel()
 	if err := migrations.Check(ctx, r.pool, migrations.Options{Schema: r.cfg.Schema}); err != nil {
 		return err
 	}
@@ -133,7 +134,8 @@ func unreachable(err error) bool {
 	}
 	var connect *pgconn.ConnectError
 	var broken *net.OpError
-	return errors.As(err, &connect) || errors.As(err, &broken) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || pgconn.SafeToRetry(err)
+	return errors.As(err, &connect) || errors.As(err, &broken) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
+		errors.Is(err, context.DeadlineExceeded) || pgconn.SafeToRetry(err)
 }
 
 // Drain publishes until nothing waits and returns how many rows that were: the single-step form of Run

@@ -416,6 +416,22 @@ func TestConfigReportsAllProblems(t *testing.T) {
 	require.ErrorContains(t, err, "DisableIdempotentWrite")
 }
 
+// Property: a pool whose protocol cannot work, or may execute somebody else's statement behind a pooler, is refused at
+// start, with the one that works. Row O15.
+func TestProtocolOfThePoolIsChecked(t *testing.T) {
+	t.Parallel()
+	database := pgtest.Pool(t).Config()
+	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeExec, pgx.QueryExecModeDescribeExec} {
+		config := database.Copy()
+		config.ConnConfig.DefaultQueryExecMode = mode
+		pool, err := pgxpool.NewWithConfig(t.Context(), config)
+		require.NoError(t, err)
+		t.Cleanup(pool.Close)
+		_, err = relay.New(pool, nil, relay.Config{})
+		require.ErrorContains(t, err, "cache_describe")
+	}
+}
+
 // Property: a poll reads rows by index only, whatever the statistics say. Row O21.
 func TestFetchWalksIndexes(t *testing.T) {
 	t.Parallel()

@@ -70,7 +70,7 @@ func TestCommandsReachSecuredBrokers(t *testing.T) {
 				{"verify", ""},
 				{"positions", "\ndefault  0 "},
 				{"explain " + orders + "/0/0", "  topic "},
-				{"replay --from-time 2000-01-01T00:00:00Z --to-time 2100-01-01T00:00:00Z", "2 of 2 rows are published again"},
+				{"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z", "2 of 2 rows are published again"},
 			} {
 				r := run(t, environment, strings.Fields(c.command)...)
 				assert.Contains(t, r.stdout, c.want, c.command)

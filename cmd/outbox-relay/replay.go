@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -23,17 +24,21 @@ func newReplay(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:   "replay",
 		Short: "Publish rows again that are published and still in the outbox",
-		Long: `Publish rows again, with the same IDs and in the order of the outbox: those that --relay has published, that
-were created from --from-time on and before --to-time, and that are still in the outbox (run --keep says for
-how long they stay). Consumers that deduplicate drop what they know; a new topic (--to-topic) gets what a
-consumer missed, or a consumer that begins. Behind newer records of its key a row stands in a place that is
-not its own: for whoever does not deduplicate, choose another topic.
+		Long: `Publish rows again, with the same IDs and in the order of the outbox: those that --relay has published, from
+--from on and before --to, that are still in the outbox (run --keep says for how long they stay). Both are times
+of created_at, or ticks, as "outbox-relay positions" shows them: then what was committed after the first and
+before the second counts. Ticks that no relay stands on are forgotten after some ten minutes.
+
+Consumers that deduplicate drop what they know; a new topic (--to-topic) gets what a consumer missed, or a
+consumer that begins. Behind newer records of its key a row stands in a place that is not its own: for whoever
+does not deduplicate, choose another topic.
 
 Rows that wait for the relay are left to it, and so are dead rows and those that somebody discarded with this
 command line. The relay's progress is not touched; it may run meanwhile. The replay is written down: see
 "outbox-relay actions list". Exit status 1 if rows left the outbox before they were read.`,
-		Example: `  outbox-relay replay --from-time 2026-03-01T08:00:00Z --to-time 2026-03-01T09:00:00Z --dry-run
-  outbox-relay replay --from-time 2026-03-01T08:00:00Z --to-time 2026-03-01T09:00:00Z --topic orders --to-topic orders-again`,
+		Example: `  outbox-relay replay --from 2026-03-01T08:00:00Z --to 2026-03-01T09:00:00Z --dry-run
+  outbox-relay replay --from 2026-03-01T08:00:00Z --to 2026-03-01T09:00:00Z --topic orders --to-topic orders-again
+  outbox-relay replay --from 4711 --topic orders --to-topic orders-again       # all that was published since the tick`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			opts.Schema, opts.Relay = s.schema, s.relay
@@ -43,29 +48,37 @@ command line. The relay's progress is not touched; it may run meanwhile. The rep
 		},
 	}, flagDatabaseURL, flagBrokers)
 	flags := cmd.Flags()
-	addTime(flags, "from-time", "rows that were created then or later", &opts.From)
-	addTime(flags, "to-time", "rows that were created before", &opts.To)
+	addBound(flags, "from", "time or tick from which on rows are published again", &opts.From)
+	addBound(flags, "to", "time or tick where that ends; default: all that is published", &opts.To)
 	addText(flags, "topic", 249, "only rows of this topic", into(&opts.Topic))
 	addText(flags, "to-topic", 249, "publish to this topic, not to that of the row", into(&opts.ToTopic))
 	addBool(flags, &opts.DryRun, "dry-run", "count the rows, and do nothing")
 	addText(flags, "by", 255, "who does it; default: the user and the machine", func(text string) error { opts.By.Who = text; return nil })
 	addText(flags, "why", 2048, "why it is done", func(text string) error { opts.By.Why = text; return nil })
 	addDuration(flags, &timeout, "timeout", time.Hour, time.Second, 30*24*time.Hour, "how long all of it may take")
-	commandLineOnly(flags, "from-time", "to-time", "topic", "to-topic", "dry-run", "why")
+	commandLineOnly(flags, "from", "to", "topic", "to-topic", "dry-run", "why")
 	addJSON(cmd, &asJSON)
 	s.checks[cmd] = func() error {
-		if opts.From.IsZero() || opts.To.IsZero() || !opts.From.Before(opts.To) {
-			return errors.New("want --from-time and a later --to-time")
+		if opts.From.IsZero() {
+			return errors.New("want --from, a time or a tick")
+		}
+		early, late := opts.From, opts.To
+		if early.Tick != 0 && late.Tick != 0 && early.Tick >= late.Tick || !early.Time.IsZero() && !late.Time.IsZero() && !early.Time.Before(late.Time) {
+			return errors.New("--to: want a time, or a tick, later than --from")
 		}
 		return nil
 	}
 	return cmd
 }
 
-func addTime(flags *pflag.FlagSet, name, usage string, target *time.Time) {
-	addText(flags, name, 64, usage+", such as 2026-03-01T08:00:00Z", func(text string) (err error) {
-		if *target, err = time.Parse(time.RFC3339Nano, text); err != nil {
-			return errors.New("want a time such as 2026-03-01T08:00:00Z")
+func addBound(flags *pflag.FlagSet, name, usage string, target *replay.Bound) {
+	addText(flags, name, 64, usage, func(text string) (err error) {
+		if target.Tick, err = strconv.ParseInt(text, 10, 64); err == nil && target.Tick > 0 {
+			return nil
+		}
+		target.Tick = 0
+		if target.Time, err = time.Parse(time.RFC3339Nano, text); err != nil {
+			return errors.New("want a time such as 2026-03-01T08:00:00Z, or a tick, which is a number above 0")
 		}
 		return nil
 	})

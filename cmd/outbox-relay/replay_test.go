@@ -27,7 +27,7 @@ func TestReplayPublishesAgain(t *testing.T) {
 	var before, after string
 	require.NoError(t, conn.QueryRow(t.Context(), progress).Scan(&before))
 	replay := func(args ...string) result {
-		return runKafka(t, address, append([]string{"replay", "--from-time", "2026-01-01T00:00:02Z", "--to-time", "2026-01-01T00:20:00Z"}, args...)...)
+		return runKafka(t, address, append([]string{"replay", "--from", "2026-01-01T00:00:02Z", "--to", "2026-01-01T00:20:00Z"}, args...)...)
 	}
 
 	dry := replay("--dry-run", "--json")
@@ -60,14 +60,55 @@ func TestReplayPublishesAgain(t *testing.T) {
 	assert.Equal(t, 2, noted)
 }
 
+// Between two ticks are the rows that were committed between them, in whatever order their seq is; without an end, all
+// since then. A tick that is not there is an error that says what else there is.
+func TestReplayFromATick(t *testing.T) {
+	t.Parallel()
+	address, topic, copies := pgtest.Database(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
+	conn, late := connect(t, address), connect(t, address)
+	insert := `INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, $2)`
+	execSQL(t, conn, insert, topic, "before")
+	execSQL(t, late, "BEGIN")
+	execSQL(t, late, insert, topic, "late")
+	ticks := make([]string, 3)
+	for n := range ticks {
+		drain(t, address)
+		require.NoError(t, conn.QueryRow(t.Context(), `SELECT tick::text FROM effectonce.outbox_progress`).Scan(&ticks[n]))
+		if n == 0 {
+			execSQL(t, late, "COMMIT")
+		}
+		execSQL(t, conn, insert, topic, ticks[n])
+	}
+	drain(t, address)
+
+	r := runKafka(t, address, "replay", "--from", ticks[0], "--to", ticks[1], "--to-topic", copies)
+	require.Zero(t, r.code, r.stderr)
+	r = runKafka(t, address, "replay", "--from", ticks[2], "--topic", topic, "--to-topic", copies)
+	require.Zero(t, r.code, r.stderr)
+	var payloads []string
+	for _, record := range kafkatest.ReadAll(t, copies) {
+		payloads = append(payloads, string(record.Value))
+	}
+	assert.Equal(t, []string{"late", ticks[0], ticks[2]}, payloads)
+	var from string
+	require.NoError(t, conn.QueryRow(t.Context(), `SELECT subject->>'from' FROM effectonce.operator_actions WHERE what = 'replay' ORDER BY id LIMIT 1`).Scan(&from))
+	assert.Equal(t, ticks[0], from)
+
+	r = runKafka(t, address, "replay", "--from", "4711000")
+	assert.Equal(t, 1, r.code)
+	assert.Contains(t, r.stderr, "tick 4711000 is not there")
+}
+
 // Times that are missing or the wrong way round are wrong use, and nothing is looked at.
 func TestReplayWantsTimes(t *testing.T) {
 	t.Parallel()
 	for _, args := range [][]string{
 		{"replay"},
-		{"replay", "--from-time", "2026-01-01T00:00:00Z"},
-		{"replay", "--from-time", "2026-01-01T00:00:00Z", "--to-time", "2026-01-01T00:00:00Z"},
-		{"replay", "--from-time", "yesterday", "--to-time", "2026-01-01T00:00:00Z"},
+		{"replay", "--to", "2026-01-01T00:00:00Z"},
+		{"replay", "--from", "7", "--to", "7"},
+		{"replay", "--from", "0", "--to", "7"},
+		{"replay", "--from", "2026-01-01T00:00:00Z", "--to", "2026-01-01T00:00:00Z"},
+		{"replay", "--from", "yesterday", "--to", "2026-01-01T00:00:00Z"},
 	} {
 		r := runKafka(t, "postgres://nobody@127.0.0.1:1/none", args...)
 		assert.Equal(t, 2, r.code, "%v: %s", args, r.stderr)

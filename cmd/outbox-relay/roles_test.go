@@ -89,7 +89,7 @@ func TestOperatorHasItsCommands(t *testing.T) {
 		"parked retry --topic orders --key order-1 --dry-run", "parked discard --reason undecodable --why test",
 		"parked discard --topic payments --all-of-key --why test", "actions list", "prune --dry-run",
 		"relays list", "relays list --json", "relays delete old --why test", "shards 2 --why test", "topics pause orders --why test", "topics list", "topics resume orders --why test",
-		"replay --from-time 2000-01-01T00:00:00Z --to-time 2100-01-01T00:00:00Z --topic " + topic,
+		"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z --topic " + topic,
 	} {
 		r := runKafka(t, operator, strings.Fields(strings.ReplaceAll(line, " --brokers KAFKA", ""))...)
 		for _, word := range []string{"permission", "denied", "rights that", "GRANT"} {

@@ -5,6 +5,7 @@ package replay
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"time"
 
@@ -25,13 +26,48 @@ const pageRowsMax = 500
 // Options say what is published again.
 type Options struct {
 	Schema, Relay string
-	From, To      time.Time // of created_at: from the first, before the second
-	Topic         *string   // nil: all
-	ToTopic       *string   // where to; nil: the row's own
+	From, To      Bound
+	Topic         *string // nil: all
+	ToTopic       *string // where to; nil: the row's own
 	DryRun        bool
 	By            operator.By
 	// Progress is told how many rows are published. Optional.
 	Progress func(rows int64)
+}
+
+// Bound is a time of created_at, or a tick: what was committed before it is visible in its snapshot. From is inclusive,
+// To is not. The zero value is none.
+type Bound struct {
+	Time time.Time
+	Tick int64
+}
+
+// IsZero tells whether there is no bound.
+func (b Bound) IsZero() bool { return b == Bound{} }
+
+// MarshalJSON writes the time or the tick.
+func (b Bound) MarshalJSON() ([]byte, error) {
+	switch {
+	case b.Tick != 0:
+		return json.Marshal(b.Tick)
+	case b.Time.IsZero():
+		return []byte("null"), nil
+	}
+	return json.Marshal(b.Time)
+}
+
+// args are the time, or the snapshot, as the statements take them.
+func (b Bound) args(ctx context.Context, db DB, sql string) (at *time.Time, snapshot *string, err error) {
+	switch {
+	case b.Tick != 0:
+		err = db.QueryRow(ctx, sql, b.Tick).Scan(&snapshot)
+		if errors.Is(err, pgx.ErrNoRows) {
+			err = fmt.Errorf("tick %d is not there: it is forgotten ten minutes after relays have moved on, unless one stands on it (outbox-relay positions): give a time", b.Tick)
+		}
+	case !b.Time.IsZero():
+		at = &b.Time
+	}
+	return at, snapshot, err
 }
 
 // Report says what was done.
@@ -62,7 +98,15 @@ func Run(ctx context.Context, db DB, client *kgo.Client, opts Options) (*Report,
 	if err := db.QueryRow(ctx, in(lastSQL)).Scan(&last); err != nil {
 		return report, fmt.Errorf("read the end of the outbox: %w", err)
 	}
-	args := append(cut.Args(), opts.From, opts.To, opts.Topic, opts.Relay, last)
+	from, since, err := opts.From.args(ctx, db, in(tickSQL))
+	if err != nil {
+		return report, fmt.Errorf("begin of the replay: %w", err)
+	}
+	to, until, err := opts.To.args(ctx, db, in(tickSQL))
+	if err != nil {
+		return report, fmt.Errorf("end of the replay: %w", err)
+	}
+	args := cut.Args(from, to, opts.Topic, opts.Relay, last, since, until)
 	if err := db.QueryRow(ctx, in(countSQL), args...).Scan(&report.Rows); err != nil {
 		return report, fmt.Errorf("count rows: %w", err)
 	}

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -39,23 +38,12 @@ func Retry(ctx context.Context, db operator.Beginner, schema string, by operator
 	}.act(ctx, db, schema, by, place)
 }
 
-// Outcome is what a request gets from now on.
-type Outcome struct {
-	Status int
-	Header map[string][]string
-	Body   []byte
-	Window *time.Duration // how long it is remembered; nil: for ever
-}
-
 // Finish says of a key that it happened, or will never: its outcome is what every request with it gets. It works for
 // indeterminate and abandoned keys, and for running ones that nobody holds. Errors as in Unlock.
 func Finish(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, outcome Outcome) (*Row, error) {
-	var headers []byte
-	if len(outcome.Header) > 0 {
-		var err error
-		if headers, err = json.Marshal(outcome.Header); err != nil {
-			return nil, fmt.Errorf("headers of the outcome: %w", err)
-		}
+	headers, err := writeHeaders(outcome.Header)
+	if err != nil {
+		return nil, err
 	}
 	return change{
 		what: "key.finish", sql: finishSQL, remedy: finishRemedy,

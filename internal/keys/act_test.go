@@ -276,3 +276,21 @@ func TestAnOutcomeUnderWayIsWaitedFor(t *testing.T) {
 	_, err = unlock(t.Context(), conn, keys.Place{Scope: "t", Operation: "charge", Key: "nobody's"})
 	require.ErrorIs(t, err, keys.ErrNotFound)
 }
+
+// Whoever finishes a key cannot have stored what belongs to one client or one connection, nor what would be stored as something
+// else: it is refused by name, and nothing is changed.
+func TestOutcomeHasNoHeaderThatIsNeverStored(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	place := key(t, pool, "k", "indeterminate")
+	for name, value := range map[string]string{
+		"Set-Cookie": "a=b", "set-cookie": "a=b", "WWW-Authenticate": "Basic", "Connection": "X-By", "X-Latin": "\xe9", "X-Zero": "\x00", "X-\xe9": "1",
+	} {
+		_, err := keys.Finish(t.Context(), pool, schema, ana, place, keys.Outcome{Status: 200, Header: map[string][]string{"X-By": {"ana"}, name: {"1", value}}})
+		require.ErrorContains(t, err, fmt.Sprintf("%q", name))
+		row := find(t, pool, "k")
+		assert.Equal(t, keys.Indeterminate, row.State)
+		assert.Equal(t, int64(7), row.LockToken)
+	}
+	assert.Zero(t, scalar[int](t, pool, "SELECT count(*) FROM effectonce.operator_actions"))
+}

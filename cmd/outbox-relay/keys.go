@@ -26,7 +26,7 @@ are used up.
   outbox-relay keys list                          # what is not finished
   outbox-relay keys show KEY                      # everything about one, and what to do
   outbox-relay keys retry KEY --why …             # it did not happen: it goes on from its recovery point
-  outbox-relay keys finish KEY --status 201 --why …   # it happened: this is what every request with it gets
+  outbox-relay keys finish KEY --status 201 --window 24h --why …   # it happened: every request with it gets this
 
 KEY is what the client sent, or, of a key that is not finished, the eight digits that logs have instead of it.`,
 	}

@@ -22,12 +22,12 @@ import (
 
 // changedKey is what unlock, retry and finish print with --json.
 type changedKey struct {
-	What string    `json:"what"`
-	Was  *keys.Row `json:"was"`
+	What string `json:"what"`
+	*keys.Changed
 }
 
 // newKeyAct makes cmd change one key.
-func newKeyAct(s *settings, cmd *cobra.Command, act func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Row, error), said func(was *keys.Row) string, check func() error) *cobra.Command {
+func newKeyAct(s *settings, cmd *cobra.Command, act func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error), said func(changed *keys.Changed) string, check func() error) *cobra.Command {
 	var k theKey
 	var by operator.By
 	var asJSON bool
@@ -52,14 +52,14 @@ func newKeyAct(s *settings, cmd *cobra.Command, act func(ctx context.Context, po
 			if err != nil {
 				return err
 			}
-			was, err := act(ctx, pool, by, row.Place)
+			changed, err := act(ctx, pool, by, row.Place)
 			if err != nil {
 				return err
 			}
 			if asJSON {
-				return printJSON(cmd.OutOrStdout(), changedKey{"key." + cmd.Name(), was})
+				return printJSON(cmd.OutOrStdout(), changedKey{"key." + cmd.Name(), changed})
 			}
-			_, err = fmt.Fprintf(cmd.OutOrStdout(), "key %s of %s, scope %s: %s\n", clip(was.Key, 255), plain(was.Operation), plain(was.Scope), said(was))
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "key %s of %s, scope %s: %s\n", clip(row.Key, 255), plain(row.Operation), plain(row.Scope), said(changed))
 			return err
 		})
 	}
@@ -79,10 +79,10 @@ was under way that must not be made twice, the key becomes indeterminate then.
 A holder that died needs no unlock: its lock runs out by itself. Every unlock is written down: see "outbox-relay
 actions list".`,
 		Example: `  outbox-relay keys unlock 0192f0c1-2b3c-7def-8123-456789abcdef --why "pod 3 hangs"`,
-	}, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Row, error) {
+	}, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		return keys.Unlock(ctx, pool, s.schema, by, place)
-	}, func(was *keys.Row) string {
-		text := "the lock is ended, the next request goes on with it"
+	}, func(changed *keys.Changed) string {
+		was, text := changed.Was, "the lock is ended, the next request goes on with it"
 		if was.Calling != nil {
 			text = "the lock is ended; a call was under way, so that it becomes indeterminate with the next request"
 		}
@@ -110,10 +110,10 @@ Every retry is written down, with --why: see "outbox-relay actions list".`,
 	}
 	addBool(cmd.Flags(), &callDidNotHappen, "call-did-not-happen", "the foreign system was asked, and did nothing")
 	commandLineOnly(cmd.Flags(), "call-did-not-happen")
-	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Row, error) {
+	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		return keys.Retry(ctx, pool, s.schema, by, place, callDidNotHappen)
-	}, func(was *keys.Row) string {
-		return "it was " + was.State + ", and goes on with the next request, or by the completer"
+	}, func(changed *keys.Changed) string {
+		return "it was " + changed.Was.State + ", and goes on with the next request, or by the completer"
 	}, nothingMore)
 }
 
@@ -138,11 +138,14 @@ func newKeysFinish(s *settings) *cobra.Command {
 more. For indeterminate and abandoned keys, and for running ones that nobody holds. What is left of its phases is
 not executed: write what they would have by hand. A finished key stays as it is.
 
-The outcome is stored as it is given, not encrypted, and is remembered for --window, which should be that of the
-operation. What was asked for stays beside it until then. Every finish is written down, with --why: see "outbox-relay actions list".`,
+The outcome is stored as it is given, not encrypted. What was asked for stays beside it until it is forgotten.
+
+Say how long it is remembered: --window with what the operation's program has as Config.Window, or --forever where
+it has Config.Forever. There is no default: once the key is forgotten, a request that comes late is executed again,
+and pays again. Every finish is written down, with --why: see "outbox-relay actions list".`,
 		Example: `  outbox-relay keys finish order-4127 --status 201 --header 'Content-Type: application/json' --body-file paid.json \
-    --why "the bank's statement has it, ticket 88"
-  outbox-relay keys finish order-4128 --status 409 --why "the customer withdrew it"`,
+    --window 24h --why "the bank's statement has it, ticket 88"
+  outbox-relay keys finish order-4128 --status 409 --forever --why "the customer withdrew it"`,
 	}
 	addOption(cmd.Flags(), "status", "int", "", "the status that requests get (0 to 999); required", func(text string) error {
 		n, err := strconv.Atoi(text)
@@ -154,10 +157,18 @@ operation. What was asked for stays beside it until then. Every finish is writte
 	})
 	cmd.Flags().Var(f.headers, "header", "a header that requests get, as 'Name: value'; may be given again")
 	addText(cmd.Flags(), "body-file", 4096, "file with the body that requests get; -: standard input; default: no body", func(text string) error { f.file = text; return nil })
-	addDuration(cmd.Flags(), &f.window, "window", 24*time.Hour, time.Minute, ageMax, "how long it is remembered")
-	addBool(cmd.Flags(), &f.forever, "forever", "remember it without end")
+	const bounds = "1m to 87600h"
+	addOption(cmd.Flags(), "window", "duration", "", "how long it is remembered: Config.Window of the operation ("+bounds+"); this or --forever", func(text string) error {
+		d, err := time.ParseDuration(text)
+		if err != nil || d < time.Minute || d > ageMax {
+			return errors.New("want a duration such as 24h, " + bounds)
+		}
+		f.window = d
+		return nil
+	})
+	addBool(cmd.Flags(), &f.forever, "forever", "remember it without end: Config.Forever of the operation")
 	commandLineOnly(cmd.Flags(), "status", "header", "body-file", "window", "forever")
-	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Row, error) {
+	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		outcome := keys.Outcome{Status: f.status, Header: f.headers, Window: &f.window}
 		if f.forever {
 			outcome.Window = nil
@@ -167,18 +178,30 @@ operation. What was asked for stays beside it until then. Every finish is writte
 			return nil, err
 		}
 		return keys.Finish(ctx, pool, s.schema, by, place, outcome)
-	}, func(was *keys.Row) string {
-		return fmt.Sprintf("it was %s, and is finished: every request with it gets status %d", was.State, f.status)
+	}, func(changed *keys.Changed) string {
+		return fmt.Sprintf("it was %s, and is finished: every request with it gets status %d; %s", changed.Was.State, f.status, forgotten(changed.Now.ExpiresAt))
 	}, func() error {
 		var problems []error
 		if f.status < 0 {
 			problems = append(problems, errors.New("--status is missing: say what requests get"))
 		}
-		if f.forever && cmd.Flags().Changed("window") {
+		switch window := cmd.Flags().Changed("window"); {
+		case f.forever && window:
 			problems = append(problems, errors.New("--forever and --window: want one of them"))
+		case !f.forever && !window:
+			problems = append(problems, errors.New("--window or --forever is missing: say how long the outcome is remembered, as Config.Window or Config.Forever "+
+				"of the operation say in its program; a request that comes after a window that is too short is executed again"))
 		}
 		return errors.Join(problems...)
 	})
+}
+
+// forgotten says until when an outcome is replayed.
+func forgotten(at *time.Time) string {
+	if at == nil {
+		return "the key is never forgotten"
+	}
+	return "the key is forgotten at " + utc(at, "") + ", and a request that comes later is executed again"
 }
 
 func (f *finishing) body(stdin io.Reader) (body []byte, err error) {

@@ -121,7 +121,7 @@ func TestOperatorDecidesAboutKeysWithItsRole(t *testing.T) {
 
 	assert.Contains(t, does(1, "keys retry not-paid --why no-such-transfer"), "--call-did-not-happen")
 	does(0, "keys retry not-paid --call-did-not-happen --why no-such-transfer --by ana")
-	does(0, "keys finish was-paid --status 201 --why statement --by ana")
+	assert.Contains(t, does(0, "keys finish was-paid --status 201 --forever --why statement --by ana"), "never forgotten")
 	does(0, "keys retry given-up --why bank-is-back --by ana")
 	asked := bank.asked.Load()
 	for _, value := range []string{"not-paid", "was-paid", "given-up"} {

@@ -81,6 +81,7 @@ func TestKeysAreDecidedByAnOperator(t *testing.T) {
 	done := runOn(t, address, "keys", "finish", "given-up", "--status", "201", "--header", "content-type: application/json", "--header", "X-A: 1", "--header", "X-A: 2",
 		"--body-file", body, "--window", "1h", "--why", "statement of the bank")
 	assert.Zero(t, done.code, done.stderr)
+	assert.Regexp(t, `status 201; the key is forgotten at [-0-9]+T[:0-9]+Z, and a request that comes later is executed again\n$`, done.stdout)
 	var status int
 	var headers, stored string
 	var hour bool
@@ -101,7 +102,7 @@ func TestKeysAreDecidedByAnOperator(t *testing.T) {
 		assert.Equal(t, 1, r.code, args)
 		assert.Contains(t, r.stderr, want, args)
 	}
-	assert.Zero(t, runOn(t, address, "keys", "finish", "same", "--scope", "t7", "--operation", "charge", "--status", "409", "--why", "w").code)
+	assert.Zero(t, runOn(t, address, "keys", "finish", "same", "--scope", "t7", "--operation", "charge", "--status", "409", "--window", "1m", "--why", "w").code)
 }
 
 // Wrong use is refused before anything is done, with all problems at once.
@@ -110,19 +111,21 @@ func TestKeysRefuseWrongUse(t *testing.T) {
 	address := pgtest.Database(t)
 	requests(t, connect(t, address))
 	for args, want := range map[string][]string{
-		"finish in-doubt":                   {"--why is missing", "--status is missing"},
-		"finish in-doubt --status 1000":     {"0 to 999"},
-		"retry in-doubt":                    {"--why is missing"},
-		"retry --why w":                     {"takes one key"},
-		"show":                              {"takes one key"},
-		"list --state lost":                 {"want one of running, finished, indeterminate, abandoned, stuck"},
-		"list --after x":                    {"what an earlier list ended with"},
-		"finish k --status 1 --header nope": {"Name: value"},
-		"finish k --status 1 --header Set-Cookie:a=b --why w":                         {"belongs to one client"},
-		"finish k --status 1 --header www-authenticate:Basic --why w":                 {"belongs to one client"},
-		"finish k --status 1 --header X-A:\xe9 --why w":                               {"Name: value"},
-		"finish k --status 1 --why w --forever --window 1h":                           {"want one of them"},
-		"finish in-doubt --status 1 --why w --body-file /nonexistent/effectonce/body": {"no such file"},
+		"finish in-doubt": {"--why is missing", "--status is missing", "--window or --forever is missing", "executed again"},
+		"finish in-doubt --status 1 --why w --forever=false":  {"--window or --forever is missing"},
+		"finish in-doubt --status 1 --why w --window 59s":     {"want a duration such as 24h, 1m to 87600h"},
+		"finish in-doubt --status 1000":                       {"0 to 999"},
+		"retry in-doubt":                                      {"--why is missing"},
+		"retry --why w":                                       {"takes one key"},
+		"show":                                                {"takes one key"},
+		"list --state lost":                                   {"want one of running, finished, indeterminate, abandoned, stuck"},
+		"list --after x":                                      {"what an earlier list ended with"},
+		"finish k --status 1 --header nope":                   {"Name: value"},
+		"finish k --status 1 --header Set-Cookie:a=b --why w": {"belongs to one client"},
+		"finish k --status 1 --header www-authenticate:Basic --why w":                           {"belongs to one client"},
+		"finish k --status 1 --header X-A:\xe9 --why w":                                         {"Name: value"},
+		"finish k --status 1 --why w --forever --window 1h":                                     {"want one of them"},
+		"finish in-doubt --status 1 --why w --forever --body-file /nonexistent/effectonce/body": {"no such file"},
 	} {
 		r := runOn(t, address, append([]string{"keys"}, strings.Fields(args)...)...)
 		assert.Equal(t, 2, r.code, args)
@@ -188,9 +191,12 @@ func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
 	refused := runOn(t, address, "keys", "retry", "given-up", "--why", "mended")
 	assert.Equal(t, 1, refused.code)
 	assert.Contains(t, refused.stderr, "--call-did-not-happen")
-	assert.Zero(t, runOn(t, address, "keys", "finish", "by-itself", "--status", "201", "--why", "its rows are there").code)
+	assert.Zero(t, runOn(t, address, "keys", "finish", "by-itself", "--status", "201", "--window", "24h", "--why", "its rows are there").code)
 	assert.Regexp(t, `(?m)^outcome +status 201`, runOn(t, address, "keys", "show", "by-itself").stdout)
-	assert.Zero(t, runOn(t, address, "keys", "finish", "in-doubt", "--status", "201", "--why", "paid").code)
+	finished := runOn(t, address, "keys", "finish", "in-doubt", "--status", "201", "--forever", "--why", "paid", "--json").object(t)
+	assert.Equal(t, "indeterminate", finished["was"].(map[string]any)["state"])
+	assert.Equal(t, "finished", finished["now"].(map[string]any)["state"])
+	assert.Nil(t, finished["now"].(map[string]any)["expires_at"], "never forgotten")
 	done := runOn(t, address, "keys", "show", "in-doubt", "--payload", "--json").object(t)
 	assert.NotContains(t, done, "request", "nobody knows whether it is encrypted")
 	assert.InDelta(t, 9, done["request_bytes"], 0)

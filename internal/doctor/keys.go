@@ -50,11 +50,11 @@ func IdempotencyKeys(ctx context.Context, db Querier, schema string) []Finding {
 	}
 	var found []Finding
 	if k.Indeterminate > 0 {
-		found = append(found, warn(check, "outbox-relay keys list --state indeterminate   # then keys show KEY, ask the foreign system, and: keys retry KEY --call-did-not-happen --why …, or keys finish KEY --status … --why …",
+		found = append(found, warn(check, "outbox-relay keys list --state indeterminate   # then keys show KEY, ask the foreign system, and: keys retry KEY --call-did-not-happen --why …, or keys finish KEY --status … --window … (or --forever) --why …",
 			"%s requests are indeterminate: whether they happened is unknown, and a person has to decide", bounded(k.Indeterminate)))
 	}
 	if k.Abandoned > 0 {
-		found = append(found, warn(check, "outbox-relay keys list --state abandoned   # keys show KEY says whether a call may have been made; mend the cause, then: keys retry KEY --why …, or keys finish KEY --status … --why …",
+		found = append(found, warn(check, "outbox-relay keys list --state abandoned   # keys show KEY says whether a call may have been made; mend the cause, then: keys retry KEY --why …, or keys finish KEY --status … --window … (or --forever) --why …",
 			"%s requests are abandoned: their attempts are used up, and a person has to decide", bounded(k.Abandoned)))
 	}
 	if k.Stuck > 0 {

@@ -20,18 +20,24 @@ type RefusedError struct {
 
 func (e *RefusedError) Error() string { return e.Remedy }
 
+// Changed is a key before and after an action.
+type Changed struct {
+	Was Row `json:"was"`
+	Now Row `json:"now"`
+}
+
 // Unlock ends the lock of a running key now. Whoever holds it can store nothing afterwards, and the next request, or
 // the completer, goes on from the recovery point; if a call was under way that must not be made twice, the key becomes
-// indeterminate then. It returns the key as it was. An error means that nothing was changed, unless the connection
+// indeterminate then. An error means that nothing was changed, unless the connection
 // broke during COMMIT; a repeated call is refused then, and so are those of Retry and Finish.
-func Unlock(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Row, error) {
+func Unlock(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Changed, error) {
 	return change{what: "key.unlock", sql: unlockSQL, remedy: unlockRemedy}.act(ctx, db, schema, by, place)
 }
 
 // Retry says of an indeterminate or abandoned key that it did not happen: it is running again, and goes on from its
 // recovery point with the next request, or by the completer. Where a call that must not be made twice may be under way
 // (Row.Calling), that is refused unless callDidNotHappen. Errors as in Unlock.
-func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, callDidNotHappen bool) (*Row, error) {
+func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, callDidNotHappen bool) (*Changed, error) {
 	return change{
 		what: "key.retry", sql: retrySQL, remedy: retryRemedy,
 		args: []any{callDidNotHappen}, note: map[string]any{"call_did_not_happen": callDidNotHappen},
@@ -40,7 +46,7 @@ func Retry(ctx context.Context, db operator.Beginner, schema string, by operator
 
 // Finish says of a key that it happened, or will never: its outcome is what every request with it gets. It works for
 // indeterminate and abandoned keys, and for running ones that nobody holds. Errors as in Unlock.
-func Finish(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, outcome Outcome) (*Row, error) {
+func Finish(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, outcome Outcome) (*Changed, error) {
 	headers, err := writeHeaders(outcome.Header)
 	if err != nil {
 		return nil, err
@@ -61,22 +67,15 @@ type change struct {
 }
 
 // act runs one transaction: lock, let the database decide, write it down.
-func (c change) act(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Row, error) {
-	var was Row
+func (c change) act(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Changed, error) {
+	var was, now Row
 	// Read committed, whatever the role's default is: what follows the lock has to see what came before it.
 	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
 		if err := operator.Limit(ctx, tx); err != nil {
 			return err
 		}
-		rows, err := tx.Query(ctx, inSchema(lockSQL, schema), place.Scope, place.Operation, place.Key)
-		if err != nil {
-			return err
-		}
-		was, err = pgx.CollectExactlyOneRow(rows, scanRow)
-		if errors.Is(err, pgx.ErrNoRows) {
-			return ErrNotFound
-		}
-		if err != nil {
+		var err error
+		if was, err = lock(ctx, tx, schema, place); err != nil {
 			return err
 		}
 		done, err := tx.Exec(ctx, inSchema(c.sql, schema), append([]any{place.Scope, place.Operation, place.Key}, c.args...)...)
@@ -91,6 +90,10 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 			return err
 		}
 		_, err = tx.Exec(ctx, inSchema(noteSQL, schema), place.Scope, place.Operation, place.Key, by.Who, c.what, by.Why, string(subject))
+		if err != nil {
+			return err
+		}
+		now, err = lock(ctx, tx, schema, place)
 		return err
 	})
 	var refused *pgconn.PgError
@@ -100,7 +103,20 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 	if err != nil {
 		return nil, fmt.Errorf("%s of scope %q (%s): %w", place.Operation, place.Scope, was.Mark, err)
 	}
-	return &was, nil
+	return &Changed{was, now}, nil
+}
+
+// lock returns a key as it is, once nobody else changes it.
+func lock(ctx context.Context, tx pgx.Tx, schema string, place Place) (Row, error) {
+	rows, err := tx.Query(ctx, inSchema(lockSQL, schema), place.Scope, place.Operation, place.Key)
+	if err != nil {
+		return Row{}, err
+	}
+	row, err := pgx.CollectExactlyOneRow(rows, scanRow)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return Row{}, ErrNotFound
+	}
+	return row, err
 }
 
 // subject is what is written down of a key: never its value, nor what was asked and answered.

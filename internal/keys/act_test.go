@@ -18,15 +18,15 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-func unlock(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Row, error) {
+func unlock(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Changed, error) {
 	return keys.Unlock(ctx, db, schema, ana, place)
 }
 
-func retry(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Row, error) {
+func retry(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Changed, error) {
 	return keys.Retry(ctx, db, schema, ana, place, true)
 }
 
-func finish(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Row, error) {
+func finish(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Changed, error) {
 	window := time.Hour
 	return keys.Finish(ctx, db, schema, ana, place, keys.Outcome{Status: 200, Header: map[string][]string{"X-By": {"ana"}}, Body: []byte("by hand"), Window: &window})
 }
@@ -37,7 +37,7 @@ func finish(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.
 func TestActionsFitTheState(t *testing.T) {
 	t.Parallel()
 	const done = ""
-	acts := map[string]func(context.Context, operator.Beginner, keys.Place) (*keys.Row, error){"unlock": unlock, "retry": retry, "finish": finish}
+	acts := map[string]func(context.Context, operator.Beginner, keys.Place) (*keys.Changed, error){"unlock": unlock, "retry": retry, "finish": finish}
 	for _, c := range []struct{ state, unlock, retry, finish string }{
 		{"locked", done, "keys unlock", "keys unlock"},
 		{"free", "nobody holds its lock", "running already", done},
@@ -55,7 +55,7 @@ func TestActionsFitTheState(t *testing.T) {
 				place := key(t, pool, "k", c.state)
 				key(t, pool, "other", c.state)
 				before := scalar[string](t, pool, "SELECT string_agg(k::text, ' ' ORDER BY key) FROM effectonce.idempotency_keys k")
-				was, err := acts[what](t.Context(), pool, place)
+				changed, err := acts[what](t.Context(), pool, place)
 				if want != done {
 					require.ErrorContains(t, err, want)
 					var refused *keys.RefusedError
@@ -65,8 +65,10 @@ func TestActionsFitTheState(t *testing.T) {
 					return
 				}
 				require.NoError(t, err)
-				assert.Equal(t, int64(7), was.LockToken)
+				assert.Equal(t, int64(7), changed.Was.LockToken)
 				now := find(t, pool, "k")
+				changed.Now.AgeSeconds = now.AgeSeconds
+				assert.Equal(t, now, changed.Now)
 				assert.Equal(t, int64(8), now.LockToken)
 				assert.False(t, now.Locked)
 				assert.Nil(t, now.RetryAt)
@@ -121,9 +123,9 @@ func TestUnlockFencesTheHolder(t *testing.T) {
 	<-called
 	_, err := flow.Do(t.Context(), named("k"), nil)
 	require.ErrorIs(t, err, idempotency.ErrInProgress)
-	was, err := unlock(t.Context(), pool, find(t, pool, "k").Place)
+	changed, err := unlock(t.Context(), pool, find(t, pool, "k").Place)
 	require.NoError(t, err)
-	assert.True(t, was.Locked)
+	assert.True(t, changed.Was.Locked)
 	response, err := flow.Do(t.Context(), named("k"), nil)
 	require.NoError(t, err)
 	assert.False(t, response.Replayed)

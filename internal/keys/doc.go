@@ -4,7 +4,7 @@
 //
 //	found, err := keys.Find(ctx, conn, schema, keys.Name{Key: "7f3c…"})
 //	...
-//	row, err := keys.Retry(ctx, conn, schema, operator.By{Who: "ana@ops", Why: "the bank has no such transfer"}, found[0].Place, false)
+//	changed, err := keys.Retry(ctx, conn, schema, operator.By{Who: "ana@ops", Why: "the bank has no such transfer"}, found[0].Place, false)
 //
 // Whoever works on a key writes under the token of its lock. Each change here makes the token grow, so that a worker
 // that is still alive can store nothing afterwards: its transaction is rolled back.

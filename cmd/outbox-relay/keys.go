@@ -7,6 +7,7 @@ import (
 	"io"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
@@ -94,9 +95,25 @@ key fits.`,
 // addPlace adds the flags of what a key belongs to. They come from the command line alone: what a deployment put into
 // the environment must not decide which key is meant.
 func addPlace(flags *pflag.FlagSet, scope, operation **string) {
-	addText(flags, "scope", 255, "the key's scope: the tenant", into(scope))
-	addText(flags, "operation", 255, "the operation that was asked for", into(operation))
+	for _, part := range []struct {
+		name, usage string
+		into        **string
+	}{{"scope", "the key's scope: the tenant", scope}, {"operation", "the operation that was asked for", operation}} {
+		addOption(flags, part.name, "string", "", part.usage, func(text string) error {
+			*part.into = &text
+			return checkName(text)
+		})
+	}
 	commandLineOnly(flags, "scope", "operation")
+}
+
+// checkName refuses what cannot be a scope, an operation or a key in the table, which also has those of programs in other
+// languages: longer ones than this library's 255 bytes, where they are not ASCII.
+func checkName(text string) error {
+	if text == "" || !utf8.ValidString(text) || utf8.RuneCountInString(text) > 255 || strings.ContainsRune(text, 0) {
+		return errors.New("want 1 to 255 characters of UTF-8")
+	}
+	return nil
 }
 
 func noKey(filter keys.Filter) error {

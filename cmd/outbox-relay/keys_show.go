@@ -24,8 +24,8 @@ func (k *theKey) on(cmd *cobra.Command) {
 		if len(args) != 1 {
 			return fmt.Errorf("%s takes one key: see %s --help", cmd.CommandPath(), cmd.CommandPath())
 		}
-		if args[0] == "" || len(args[0]) > 255 || strings.ContainsRune(args[0], 0) {
-			return errors.New("key: want 1 to 255 bytes of UTF-8")
+		if err := checkName(args[0]); err != nil {
+			return fmt.Errorf("key: %w", err)
 		}
 		k.Key = args[0]
 		return nil

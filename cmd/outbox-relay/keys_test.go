@@ -112,16 +112,22 @@ func TestKeysRefuseWrongUse(t *testing.T) {
 	requests(t, connect(t, address))
 	for args, want := range map[string][]string{
 		"finish in-doubt": {"--why is missing", "--status is missing", "--window or --forever is missing", "executed again"},
-		"finish in-doubt --status 1 --why w --forever=false":  {"--window or --forever is missing"},
-		"finish in-doubt --status 1 --why w --window 59s":     {"want a duration such as 24h, 1m to 87600h"},
-		"finish in-doubt --status 1000":                       {"0 to 999"},
-		"retry in-doubt":                                      {"--why is missing"},
-		"retry --why w":                                       {"takes one key"},
-		"show":                                                {"takes one key"},
-		"list --state lost":                                   {"want one of running, finished, indeterminate, abandoned, stuck"},
-		"list --after x":                                      {"what an earlier list ended with"},
-		"finish k --status 1 --header nope":                   {"Name: value"},
-		"finish k --status 1 --header Set-Cookie:a=b --why w": {"belongs to one client"},
+		"finish in-doubt --status 1 --why w --forever=false": {"--window or --forever is missing"},
+		"finish in-doubt --status 1 --why w --window 59s":    {"want a duration such as 24h, 1m to 87600h"},
+		"finish in-doubt --status 1000":                      {"0 to 999"},
+		"show \xe9":                                          {"key: want 1 to 255 characters of UTF-8"},
+		"unlock \xe9 --why w":                                {"key: want 1 to 255 characters of UTF-8"},
+		"show k --scope \xe9":                                {`: want 1 to 255 characters of UTF-8`},
+		"list --operation \xe9":                              {`: want 1 to 255 characters of UTF-8`},
+		"list --scope=":                                      {`: want 1 to 255 characters of UTF-8`},
+		"show " + strings.Repeat("k", 256):                   {"key: want 1 to 255 characters of UTF-8"},
+		"retry in-doubt":                                     {"--why is missing"},
+		"retry --why w":                                      {"takes one key"},
+		"show":                                               {"takes one key"},
+		"list --state lost":                                  {"want one of running, finished, indeterminate, abandoned, stuck"},
+		"list --after x":                                     {"what an earlier list ended with"},
+		"finish k --status 1 --header nope":                  {"Name: value"},
+		"finish k --status 1 --header Set-Cookie:a=b --why w":                                   {"belongs to one client"},
 		"finish k --status 1 --header www-authenticate:Basic --why w":                           {"belongs to one client"},
 		"finish k --status 1 --header X-A:\xe9 --why w":                                         {"Name: value"},
 		"finish k --status 1 --why w --forever --window 1h":                                     {"want one of them"},
@@ -133,6 +139,16 @@ func TestKeysRefuseWrongUse(t *testing.T) {
 			assert.Contains(t, r.stderr, text, args)
 		}
 	}
+}
+
+// What a program in another language may have stored is found, too: the table's limit is 255 characters, whatever their bytes.
+func TestLongKeysOfOthersAreShown(t *testing.T) {
+	t.Parallel()
+	address, long := pgtest.Database(t), strings.Repeat("ключ", 255)[:2*255]
+	execSQL(t, connect(t, address), `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state) VALUES ($1, $1, $1, sha256('x'), 'running')`, long)
+	r := runOn(t, address, "keys", "show", long, "--scope", long, "--operation", long, "--json")
+	assert.Equal(t, long, r.object(t)["key"])
+	assert.Contains(t, runOn(t, address, "keys", "list", "--scope", long, "--json").stdout, long)
 }
 
 // Reaping forgets what is over, and with --dry-run only counts it.

@@ -38,17 +38,17 @@ do not harm. It is not written down as an action.`,
 					if err != nil {
 						return err
 					}
-					return printReaped(cmd, n, true, asJSON)
+					return printReaped(cmd, keys.Reaped{Forgotten: n}, true, asJSON)
 				}
 				screen := newScreen(cmd.ErrOrStderr())
-				n, err := keys.Reap(ctx, conn, s.schema, func(n int64) {
+				reaped, err := keys.Reap(ctx, conn, s.schema, func(r keys.Reaped) {
 					if screen.terminal {
-						screen.step("%d keys forgotten", n)
+						screen.step("%d keys forgotten", r.Forgotten)
 					}
 				})
 				screen.end()
 				// Also after an error: what is forgotten is forgotten.
-				if said := printReaped(cmd, n, false, asJSON); err == nil {
+				if said := printReaped(cmd, reaped, false, asJSON); err == nil {
 					err = said
 				}
 				return err
@@ -61,9 +61,10 @@ do not harm. It is not written down as an action.`,
 	return cmd
 }
 
-func printReaped(cmd *cobra.Command, n int64, dryRun, asJSON bool) error {
+func printReaped(cmd *cobra.Command, reaped keys.Reaped, dryRun, asJSON bool) error {
+	n := reaped.Forgotten
 	if asJSON {
-		return printJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "dry_run": dryRun})
+		return printJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "indeterminate": reaped.Doubted, "dry_run": dryRun})
 	}
 	text := fmt.Sprintf("%d keys forgotten", n)
 	switch {
@@ -71,6 +72,8 @@ func printReaped(cmd *cobra.Command, n int64, dryRun, asJSON bool) error {
 		text = fmt.Sprintf("at least %d keys would be forgotten; nothing was done (--dry-run)", n)
 	case dryRun:
 		text = fmt.Sprintf("%d keys would be forgotten; nothing was done (--dry-run)", n)
+	case reaped.Doubted > 0:
+		text += fmt.Sprintf("; %d became indeterminate, since their work committed by itself, and left no outcome: \"outbox-relay keys list --state indeterminate\"", reaped.Doubted)
 	}
 	_, err := fmt.Fprintln(cmd.OutOrStdout(), text)
 	return err

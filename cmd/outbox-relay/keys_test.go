@@ -155,13 +155,17 @@ func TestLongKeysOfOthersAreShown(t *testing.T) {
 func TestKeysAreReaped(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
-	requests(t, connect(t, address))
+	conn := connect(t, address)
+	requests(t, conn)
 	assert.Equal(t, "1 keys would be forgotten; nothing was done (--dry-run)\n", runOn(t, address, "keys", "reap", "--dry-run").stdout)
 	r := runOn(t, address, "keys", "reap", "--json")
 	assert.Empty(t, r.stderr, "no progress where nobody watches")
 	assert.InDelta(t, 1, r.object(t)["keys"], 0)
 	assert.Equal(t, 1, runOn(t, address, "keys", "show", "over").code)
 	assert.Equal(t, "0 keys forgotten\n", runOn(t, address, "keys", "reap").stdout)
+	execSQL(t, conn, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, expires_at)
+		VALUES ('t7', 'charge', 'by-itself', sha256('x'), 'finished', now() - interval '1 hour')`)
+	assert.Contains(t, runOn(t, address, "keys", "reap").stdout, "0 keys forgotten; 1 became indeterminate")
 }
 
 // A key that no program knows the phases of is not passed over as one that is put off.

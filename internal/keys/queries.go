@@ -98,7 +98,8 @@ const noteSQL = `-- keys.note
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 VALUES ($4, $5, $6, $7::jsonb || jsonb_build_object('scope', $1::text, 'operation', $2::text, 'key_sha256', encode(sha256(convert_to($3::text, 'UTF8')), 'hex')))`
 
-// reapSQL is that of package idempotency.
+// reapSQL is that of package idempotency. It says how many were forgotten, and how many are left to a person: with both a full page
+// is told from the last one.
 const reapSQL = `-- keys.reap
 WITH old AS (
   SELECT scope, operation, key, finished_at IS NULL AND status IS NULL AS unanswered FROM effectonce.idempotency_keys
@@ -109,10 +110,12 @@ WITH old AS (
   ORDER BY coalesce(k.retry_at, k.created_at) LIMIT $1 FOR UPDATE SKIP LOCKED
 ), doubted AS (
   UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, error = 'its work committed by a statement of its own, and left no outcome'
-  FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND old.unanswered
+  FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND old.unanswered RETURNING true
+), forgotten AS (
+  DELETE FROM effectonce.idempotency_keys k USING (SELECT * FROM old UNION ALL SELECT * FROM counts) gone
+  WHERE k.scope = gone.scope AND k.operation = gone.operation AND k.key = gone.key AND NOT gone.unanswered RETURNING true
 )
-DELETE FROM effectonce.idempotency_keys k USING (SELECT * FROM old UNION ALL SELECT * FROM counts) gone
-WHERE k.scope = gone.scope AND k.operation = gone.operation AND k.key = gone.key AND NOT gone.unanswered`
+SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM doubted)`
 
 const expiredSQL = `-- keys.expired
 SELECT (SELECT count(*) FROM (

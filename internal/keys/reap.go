@@ -4,8 +4,6 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/jackc/pgx/v5/pgconn"
-
 	"github.com/effectonce/effectonce/internal/operator"
 )
 
@@ -16,26 +14,34 @@ const (
 	ExpiredMax = 1_000_000
 )
 
-// Execer is a connection or a pool, outside of transactions.
-type Execer interface {
-	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+// Reaped is what Reap did.
+type Reaped struct {
+	Forgotten int64
+	// Doubted are those whose work committed by itself, and left no outcome: they are indeterminate now.
+	Doubted int64
 }
 
 // Reap forgets finished keys whose window is over, by the database's clock, in small transactions, and calls progress
-// after each with how many it were so far. Keys that are not finished stay, however old they are, but for those that only
+// after each with how many it were so far; db is a connection or a pool, outside of transactions. Keys that are not finished stay, however old they are, but for those that only
 // count failures (Row.Counts); those whose work committed by itself become indeterminate. After an error what was forgotten
 // stays forgotten.
-func Reap(ctx context.Context, db Execer, schema string, progress func(reaped int64)) (reaped int64, err error) {
+func Reap(ctx context.Context, db operator.Querier, schema string, progress func(Reaped)) (Reaped, error) {
+	return reap(ctx, db, schema, ReapMax, progress)
+}
+
+func reap(ctx context.Context, db operator.Querier, schema string, page int64, progress func(Reaped)) (all Reaped, err error) {
 	for {
-		tag, err := db.Exec(ctx, inSchema(reapSQL, schema), ReapMax)
-		if err != nil {
-			return reaped, fmt.Errorf("forget finished keys: %w", err)
+		var now Reaped
+		if err := db.QueryRow(ctx, inSchema(reapSQL, schema), page).Scan(&now.Forgotten, &now.Doubted); err != nil {
+			return all, fmt.Errorf("forget finished keys: %w", err)
 		}
-		if tag.RowsAffected() == 0 { // some of a full page may be left to a person
-			return reaped, nil
+		all.Forgotten, all.Doubted = all.Forgotten+now.Forgotten, all.Doubted+now.Doubted
+		if now != (Reaped{}) {
+			progress(all)
 		}
-		reaped += tag.RowsAffected()
-		progress(reaped)
+		if now.Forgotten+now.Doubted < page { // what is left to a person fills a page, too
+			return all, nil
+		}
 	}
 }
 

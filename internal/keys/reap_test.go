@@ -34,9 +34,9 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, int64(2506), n)
 	var steps []int64
-	reaped, err := keys.Reap(t.Context(), pool, schema, func(n int64) { steps = append(steps, n) })
+	reaped, err := keys.Reap(t.Context(), pool, schema, func(r keys.Reaped) { steps = append(steps, r.Forgotten) })
 	require.NoError(t, err)
-	assert.Equal(t, int64(2506), reaped)
+	assert.Equal(t, keys.Reaped{Forgotten: 2506, Doubted: 1}, reaped)
 	assert.Equal(t, []int64{1004, 2004, 2506}, steps)
 	assert.Equal(t, 7, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'charge'"))
 	assert.Equal(t, 4, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'counts'"), "of failures, within their day")
@@ -44,6 +44,25 @@ func TestReapForgetsWhatIsOver(t *testing.T) {
 	assert.Equal(t, keys.Indeterminate, unanswered.State)
 	assert.False(t, unanswered.Unanswered, "it stands among those that wait")
 	assert.Equal(t, 10, scalar[int](t, pool, "SELECT count(*) FROM effectonce.idempotency_keys WHERE operation = 'many'"), "kept for ever")
+}
+
+// Keys that are left to a person do not keep a run from what is behind them, also where they fill its pages. Row H16.
+func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	for n := range 5 {
+		key(t, pool, fmt.Sprint("unanswered ", n), "unanswered")
+		key(t, pool, fmt.Sprint("over ", n), "over")
+		key(t, pool, fmt.Sprint("finished ", n), "finished")
+	}
+	exec(t, pool, "UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '2 hours' WHERE key LIKE 'unanswered%'")
+	var last keys.Reaped
+	reaped, err := keys.ReapBy(t.Context(), pool, schema, 2, func(r keys.Reaped) { last = r })
+	require.NoError(t, err)
+	assert.Equal(t, keys.Reaped{Forgotten: 5, Doubted: 5}, reaped)
+	assert.Equal(t, reaped, last)
+	assert.Equal(t, "finished 5, indeterminate 5", scalar[string](t, pool, `SELECT string_agg(state || ' ' || n, ', ' ORDER BY state)
+		FROM (SELECT state, count(*) AS n FROM effectonce.idempotency_keys GROUP BY state) s`))
 }
 
 // Reapers that never rest delete no key that is unfinished, whatever window stands in its row, nor one that was just
@@ -68,7 +87,7 @@ func TestReapersLeaveUnfinishedKeys(t *testing.T) {
 	op, err := idempotency.New(pool, idempotency.Config{Operation: "charge"})
 	require.NoError(t, err)
 	reap(func() error { _, err := op.Reap(ctx); return err })
-	reap(func() error { _, err := keys.Reap(ctx, pool, schema, func(int64) {}); return err })
+	reap(func() error { _, err := keys.Reap(ctx, pool, schema, func(keys.Reaped) {}); return err })
 	reap(func() error {
 		_, err := pool.Exec(ctx, "UPDATE effectonce.idempotency_keys SET expires_at = clock_timestamp() - interval '1 hour' WHERE state <> 'finished' AND expires_at IS NULL")
 		return err

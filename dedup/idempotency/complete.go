@@ -48,19 +48,24 @@ func every(ctx context.Context, o *Operation, d time.Duration, work func(ctx con
 // Reap forgets finished keys of all operations whose window is over, by the database's clock, in small transactions,
 // and returns how many. Unfinished keys stay, however old they are, but for counts of failures of work in one transaction, which
 // had no effect.
-func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) {
+func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) { return o.reap(ctx, reapMax) }
+
+func (o *Operation) reap(ctx context.Context, page int64) (reaped int64, err error) {
 	defer func() {
 		if reaped > 0 && o.cfg.Hooks.Reaped != nil {
 			o.cfg.Hooks.Reaped(reaped)
 		}
 	}()
 	for {
-		tag, err := o.pool.Exec(ctx, o.sql.reap, reapMax)
-		if err != nil {
+		var forgotten, doubted int64
+		if err := o.pool.QueryRow(ctx, o.sql.reap, page).Scan(&forgotten, &doubted); err != nil {
 			return reaped, fmt.Errorf("forget finished keys: %w", err)
 		}
-		reaped += tag.RowsAffected()
-		if tag.RowsAffected() < reapMax {
+		reaped += forgotten
+		if doubted > 0 {
+			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", doubted, "error", unansweredText)
+		}
+		if forgotten+doubted < page { // what is left to a person fills a page, too
 			return reaped, nil
 		}
 	}

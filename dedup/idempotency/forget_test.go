@@ -1,8 +1,10 @@
 package idempotency_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"log/slog"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -49,6 +51,24 @@ func TestWorkThatCommittedByItselfWaitsForAPerson(t *testing.T) {
 	_, err = o.Once(t.Context(), key("k"), committed)
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
 	require.Equal(t, 1, effects(t, pool, "k"))
+}
+
+// Property: keys that are left to a person do not keep a run from what is behind them, also where they fill its pages, and the log
+// says that they wait. Row H16.
+func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	var log bytes.Buffer
+	o := newOperation(t, pool, idempotency.Config{Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	_, err := pool.Exec(t.Context(), `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, expires_at)
+		SELECT 't', 'order', n::text, sha256('x'), 'finished', CASE WHEN n > 5 THEN 201 END, clock_timestamp() - interval '1 hour' + n * interval '1 s' FROM generate_series(1, 10) n`)
+	require.NoError(t, err)
+	reaped, err := o.ReapBy(t.Context(), 2)
+	require.NoError(t, err)
+	require.EqualValues(t, 5, reaped)
+	require.Equal(t, 5, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate'`))
+	require.Equal(t, 5, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`))
+	require.Contains(t, log.String(), "keys need a person")
 }
 
 // Property: what only counts the failures of work in one transaction is forgotten after a day without another one, and each

@@ -125,7 +125,7 @@ ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 // reapSQL forgets finished keys whose window is over, and counts of failures that nobody added to for a day: those rows have
 // no effect, since nobody ever took them: a flow's have locked_by from the start, and each takeover makes lock_token grow.
 // Where work committed by itself, its effect is there and its outcome is not: that is left to a person. Rows that somebody else
-// works on are left to them.
+// works on are left to them. It says how many were forgotten, and how many are left to a person: both fill a page.
 const reapSQL = `-- idempotency.reap
 WITH old AS (
   SELECT scope, operation, key, finished_at IS NULL AND status IS NULL AS unanswered FROM effectonce.idempotency_keys
@@ -137,10 +137,12 @@ WITH old AS (
   ORDER BY coalesce(retry_at, created_at) LIMIT $1 FOR UPDATE SKIP LOCKED
 ), doubted AS (
   UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, error = '` + unansweredText + `'
-  FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND old.unanswered
+  FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND old.unanswered RETURNING true
+), forgotten AS (
+  DELETE FROM effectonce.idempotency_keys k USING (SELECT * FROM old UNION ALL SELECT * FROM counts) gone
+  WHERE k.scope = gone.scope AND k.operation = gone.operation AND k.key = gone.key AND NOT gone.unanswered RETURNING true
 )
-DELETE FROM effectonce.idempotency_keys k USING (SELECT * FROM old UNION ALL SELECT * FROM counts) gone
-WHERE k.scope = gone.scope AND k.operation = gone.operation AND k.key = gone.key AND NOT gone.unanswered`
+SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM doubted)`
 
 // unansweredSQL hands a key to people whose work committed by itself.
 const unansweredSQL = `-- idempotency.unanswered

@@ -74,23 +74,14 @@ func newKeysUnlock(s *settings) *cobra.Command {
 		Short: "End the lock of a running key now",
 		Long: `End the lock of a running key now, where its holder hangs. The holder can store nothing afterwards, not even
 the phase that it works on; the next request, or the completer, goes on from the recovery point. If a foreign call
-was under way that must not be made twice, the key becomes indeterminate then.
+was under way that must not be made twice, the key becomes indeterminate then: see "keys show" again.
 
 A holder that died needs no unlock: its lock runs out by itself. Every unlock is written down: see "outbox-relay
 actions list".`,
 		Example: `  outbox-relay keys unlock 0192f0c1-2b3c-7def-8123-456789abcdef --why "pod 3 hangs"`,
 	}, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		return keys.Unlock(ctx, pool, s.schema, by, place)
-	}, func(changed *keys.Changed) string {
-		was, text := changed.Was, "the lock is ended, the next request goes on with it"
-		if was.Calling != nil {
-			text = "the lock is ended; a call was under way, so that it becomes indeterminate with the next request"
-		}
-		if was.LockedBy != nil {
-			text += "; it was held by " + printable(*was.LockedBy)
-		}
-		return text
-	}, nothingMore)
+	}, unlocked, nothingMore)
 }
 
 func newKeysRetry(s *settings) *cobra.Command {
@@ -102,7 +93,8 @@ func newKeysRetry(s *settings) *cobra.Command {
 recovery point with the next request, or by the completer. Its attempts are counted from the start.
 
 Where a foreign call that must not be made twice may have been made ("keys show" calls it "calling"), it is made
-again. So ask the foreign system, and say --call-did-not-happen: without that such a key stays as it is.
+again. So ask the foreign system, by the child ID that "keys show" has, and say --call-did-not-happen: without that
+such a key stays as it is. "It does not know the payment" counts only when the call cannot be on its way any more.
 
 Every retry is written down, with --why: see "outbox-relay actions list".`,
 		Example: `  outbox-relay keys retry order-4127 --call-did-not-happen --why "the bank has no such transfer, ticket 88"
@@ -112,9 +104,7 @@ Every retry is written down, with --why: see "outbox-relay actions list".`,
 	commandLineOnly(cmd.Flags(), "call-did-not-happen")
 	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		return keys.Retry(ctx, pool, s.schema, by, place, callDidNotHappen)
-	}, func(changed *keys.Changed) string {
-		return "it was " + changed.Was.State + ", and goes on with the next request, or by the completer"
-	}, nothingMore)
+	}, retried, nothingMore)
 }
 
 // bodyMax is the largest outcome that package idempotency stores.
@@ -135,8 +125,10 @@ func newKeysFinish(s *settings) *cobra.Command {
 		Use:   "finish KEY",
 		Short: "Say what the outcome of a key is, so that every request with it gets that",
 		Long: `Say what the outcome of a key is, so that every request with it gets that, and nothing of it is executed any
-more. For indeterminate and abandoned keys, and for running ones that nobody holds. What is left of its phases is
-not executed: write what they would have by hand. A finished key stays as it is.
+more. For indeterminate and abandoned keys, and for running ones that nobody holds. A finished key stays as it is.
+
+Only the answer is stored. What the phases that are done did stays, also where the answer is a failure. What the
+phase whose call may have been made, and those behind it, would have written is not written: do so by hand, before.
 
 The outcome is stored as it is given, not encrypted. What was asked for stays beside it until it is forgotten.
 
@@ -179,7 +171,7 @@ and pays again. Every finish is written down, with --why: see "outbox-relay acti
 		}
 		return keys.Finish(ctx, pool, s.schema, by, place, outcome)
 	}, func(changed *keys.Changed) string {
-		return fmt.Sprintf("it was %s, and is finished: every request with it gets status %d; %s", changed.Was.State, f.status, forgotten(changed.Now.ExpiresAt))
+		return finished(changed, f.status)
 	}, func() error {
 		var problems []error
 		if f.status < 0 {
@@ -194,14 +186,6 @@ and pays again. Every finish is written down, with --why: see "outbox-relay acti
 		}
 		return errors.Join(problems...)
 	})
-}
-
-// forgotten says until when an outcome is replayed.
-func forgotten(at *time.Time) string {
-	if at == nil {
-		return "the key is never forgotten"
-	}
-	return "the key is forgotten at " + utc(at, "") + ", and a request that comes later is executed again"
 }
 
 func (f *finishing) body(stdin io.Reader) (body []byte, err error) {

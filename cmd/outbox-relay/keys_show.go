@@ -5,13 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/keys"
 )
 
@@ -39,7 +40,7 @@ func (k *theKey) one(ctx context.Context, conn keysDB, schema string) (keys.Row,
 	case err != nil:
 		return keys.Row{}, err
 	case len(rows) == 0:
-		return keys.Row{}, errors.New("no such key: it was never used, or is forgotten, since its window is over; \"outbox-relay keys list\" shows what is not finished")
+		return keys.Row{}, errors.New("no such key: it was never used, or is forgotten, since its window is over; the eight digits that logs have find only what is not finished; \"outbox-relay keys list\" shows what is not finished")
 	case len(rows) == 1:
 		return rows[0], nil
 	}
@@ -59,18 +60,21 @@ type keysDB interface {
 func newKeysShow(s *settings) *cobra.Command {
 	var k theKey
 	var asJSON, payload, full bool
+	var children []string
 	cmd := needs(&cobra.Command{
 		Use:   "show KEY",
 		Short: "Show everything about an idempotency key, and what to do",
 		Long: `Show everything about an idempotency key: the phases that are done, the foreign call that may be under way,
 who holds its lock and until when, the attempts and the error in full, the outcome, what operators did with it,
-and what to do. KEY is what the client sent, or, of a key that is not finished, the eight digits that logs have.
+and what to do. The child ID of a phase is what its call was given as its own idempotency key or reference
+(Step.ChildID, Key.ChildID): ask the foreign system by it. --child has that of any other phase or step. KEY is what the client sent, or, of a key that is not finished, the eight digits that logs have.
 Without --scope and --operation the whole table is read.
 
 What was asked for, handed on and answered is shown with --payload alone, up to 4 KiB of each unless --full; what
 is encrypted never is, and of a finished key only the answer is.`,
 		Example: `  outbox-relay keys show 0192f0c1-2b3c-7def-8123-456789abcdef
   outbox-relay keys show 1f00c3aa --payload
+  outbox-relay keys show order-4127 --child reserve --child pay
   outbox-relay keys show order-4127 --scope tenant-7 --operation charge --json`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			most := int64(0)
@@ -91,7 +95,7 @@ is encrypted never is, and of a finished key only the answer is.`,
 				if err != nil {
 					return err
 				}
-				shown := newShownKey(d, payload)
+				shown := newShownKey(d, payload, children)
 				if asJSON {
 					return printJSON(cmd.OutOrStdout(), shown)
 				}
@@ -101,9 +105,10 @@ is encrypted never is, and of a finished key only the answer is.`,
 		},
 	}, flagDatabaseURL)
 	k.on(cmd)
+	cmd.Flags().Var((*stepsFlag)(&children), "child", "also the child ID of this phase or step; may be given again")
 	addBool(cmd.Flags(), &payload, "payload", "also what was asked for, handed on and answered")
 	addBool(cmd.Flags(), &full, "full", "with --payload: all of it")
-	commandLineOnly(cmd.Flags(), "payload", "full")
+	commandLineOnly(cmd.Flags(), "child", "payload", "full")
 	addJSON(cmd, &asJSON)
 	return cmd
 }
@@ -114,12 +119,32 @@ type shownKey struct {
 	Request *payload `json:"request,omitempty"` // with --payload, and not sealed
 	Data    *payload `json:"data,omitempty"`
 	Body    *payload `json:"body,omitempty"`
-	What    string   `json:"what"`
-	Do      string   `json:"do"`
+	// ChildIDs of the phases that are done, of the one that may be under way, and of those that were asked for.
+	ChildIDs map[string]uuid.UUID `json:"child_ids"`
+	What     string               `json:"what"`
+	Do       string               `json:"do"`
+	children []string             // to show as text
 }
 
-func newShownKey(d *keys.Detail, withPayload bool) shownKey {
-	shown := shownKey{Detail: d}
+// stepsFlag is a flag that may be given again.
+type stepsFlag []string
+
+func (*stepsFlag) String() string { return "" }
+func (*stepsFlag) Type() string   { return "string" }
+
+func (f *stepsFlag) Set(text string) error {
+	*f = append(*f, text)
+	return nil
+}
+
+func newShownKey(d *keys.Detail, withPayload bool, children []string) shownKey {
+	shown := shownKey{Detail: d, ChildIDs: map[string]uuid.UUID{}, children: children}
+	if d.Calling != nil && !slices.Contains(children, *d.Calling) {
+		shown.children = append([]string{*d.Calling}, children...)
+	}
+	for _, step := range append(slices.Clone(d.Phases), shown.children...) {
+		shown.ChildIDs[step] = d.ChildID(step)
+	}
 	shown.What, shown.Do = keyAdvice(d.Row)
 	if withPayload && !d.Sealed {
 		for _, p := range []struct {
@@ -152,13 +177,20 @@ func (k shownKey) text() string {
 	if k.Calling != nil {
 		fact("calling", "%s: the foreign system may have been asked, and must not be asked twice", printable(*k.Calling))
 	}
+	for _, step := range k.children {
+		fact("child ID", "%s: what the call of %s is given as its key or reference", k.ChildIDs[step], printable(step))
+	}
 	if k.LockedBy != nil {
 		fact("lock", "%s, until %s (token %d)", printable(*k.LockedBy), utc(k.LockedUntil, "it gave it up"), k.LockToken)
 	} else {
 		fact("lock", "token %d", k.LockToken)
 	}
 	fact("attempts", "%d since the last phase that is done", k.Attempts)
-	if k.RetryAt != nil {
+	switch {
+	case k.RetryAt == nil:
+	case k.State == keys.Indeterminate:
+		fact("put off", "until %s: then the program's reconciler asks, if it has one", utc(k.RetryAt, ""))
+	default:
 		fact("put off", "until %s", utc(k.RetryAt, ""))
 	}
 	if k.Error != nil {
@@ -171,7 +203,7 @@ func (k shownKey) text() string {
 		}
 		fmt.Fprintf(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), printable(a.Who), printable(a.What), clip(a.Why, 200))
 	}
-	fact("what to do", "%s", k.Do)
+	fact("what to do", "%s", strings.ReplaceAll(k.Do, "\n", "\n"+strings.Repeat(" ", 11)))
 	return text.String()
 }
 
@@ -204,48 +236,6 @@ func (k shownKey) outcome(text *strings.Builder) {
 	if k.BodyDropped {
 		fmt.Fprintf(text, "%-10s not stored: it was too large\n", "body")
 	}
-}
-
-// keyAdvice says what is the matter with a key, and what to do about it.
-func keyAdvice(r keys.Row) (what, do string) {
-	switch {
-	case r.State == keys.Finished:
-		return "its outcome is stored", "nothing: every request with it gets the outcome"
-	case r.Locked:
-		return "somebody works on it", "wait; if the holder hangs, \"keys unlock\" ends its lock"
-	case r.Unanswered:
-		return "its work committed by a statement of its own, and left no outcome",
-			"see what its work left in the database, and write by hand what is missing; then \"keys finish\" with what the client is to get; only if nothing of it is there, \"keys retry\"; and mend the program"
-	case r.Calling != nil:
-		return adviceOnCall(r)
-	case r.State == keys.Indeterminate:
-		return "it may have happened or not",
-			"see in the error what is in doubt, and find out from the foreign system, or in the database; if nothing happened, \"keys retry\"; if it did, \"keys finish\" with what the client is to get"
-	case r.State == keys.Abandoned:
-		return "its attempts are used up", "mend the cause, then \"keys retry\"; or \"keys finish\" with what the client is to get"
-	case r.Error != nil && strings.HasPrefix(*r.Error, idempotency.ErrUnknownRecoveryPoint.Error()):
-		return "it waits for a program that knows the phases that are done", "see in the error which ones the program knows that looks after it; deploy one whose list begins with those that are done; or, when you know what they did, \"keys finish\""
-	case r.Counts:
-		return "its work failed, and was rolled back: only the attempts are counted", "nothing: a request with it executes it; when none comes, the reaper forgets it"
-	case r.Stuck:
-		return "nobody works on it", "the client asks again, or the completer (Flow.Run) goes on with it: see that one runs, and its log; or \"keys finish\""
-	}
-	return "it failed, and is put off", "nothing: the client asks again, or the completer goes on with it"
-}
-
-// adviceOnCall is for a key that nobody works on, whose foreign call may have been made, and must not be made twice. What
-// was found out comes before anything else: also where the attempts are used up, trying again would ask again.
-func adviceOnCall(r keys.Row) (what, do string) {
-	const ask = "first find out from the foreign system whether it acted: "
-	const finish = "if it did, \"keys finish\" with what the client is to get"
-	what = "a foreign system may have acted or not, and must not be asked twice"
-	switch r.State {
-	case keys.Abandoned:
-		what = "its attempts are used up, and " + what
-	case keys.Running:
-		return what, ask + finish + "; if it did not, let the next request, or the completer, make it indeterminate, then \"keys retry --call-did-not-happen\""
-	}
-	return what, ask + finish + "; only if it did not, \"keys retry --call-did-not-happen\""
 }
 
 // requestText is a request in a timeline.

@@ -195,8 +195,8 @@ func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
 		('t7', 'charge', 'plain', sha256('x'), 'abandoned', '{reserve}', NULL, 1, NULL, NULL),
 		('t7', 'charge', 'counts', sha256('x'), 'running', '{}', NULL, 2, now() + interval '1 day', now() + interval '1 day')`)
 	for key, want := range map[string][]string{
-		"in-doubt":  {"(?m)^state +indeterminate: a foreign system may have acted", "what to do first find out .*keys retry --call-did-not-happen"},
-		"given-up":  {"(?m)^state +abandoned: its attempts are used up, and a foreign system may have acted", "what to do first find out .*keys retry --call-did-not-happen"},
+		"in-doubt":  {"(?m)^state +indeterminate: a foreign system may have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
+		"given-up":  {"(?m)^state +abandoned: its attempts are used up, and a foreign system may have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
 		"cut":       {"(?m)^state +running: a foreign system may have acted", "what to do first find out"},
 		"plain":     {"what to do mend the cause, then \"keys retry\""},
 		"by-itself": {"(?m)^state +indeterminate: its work committed by a statement of its own", "what to do see what its work left"},
@@ -220,4 +220,40 @@ func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
 	done := runOn(t, address, "keys", "show", "in-doubt", "--payload", "--json").object(t)
 	assert.NotContains(t, done, "request", "nobody knows whether it is encrypted")
 	assert.InDelta(t, 9, done["request_bytes"], 0)
+}
+
+// Whoever has to ask a foreign system finds what to ask for, which is what the call was given; is told to wait while the call may
+// still be on its way; and learns from each command what it leaves undone, and what the next request does.
+func TestWhatToAskForAndWhatIsLeftUndone(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	conn := connect(t, address)
+	requests(t, conn)
+	k := idempotency.Key{Scope: "t7", Operation: "charge", Value: "in-doubt"}
+	pay, reserve := k.ChildID("pay").String(), k.ChildID("reserve").String()
+	shown := runOn(t, address, "keys", "show", "in-doubt").stdout
+	assert.Regexp(t, "(?m)^child ID +"+pay+": .* pay ", shown)
+	assert.NotContains(t, shown, reserve)
+	assert.NotContains(t, shown, "not before")
+	assert.Contains(t, shown, `what phase "pay" and those behind it would have`)
+	assert.Regexp(t, "(?m)^child ID +"+reserve, runOn(t, address, "keys", "show", "in-doubt", "--child", "reserve", "--child", "pay").stdout)
+	assert.Equal(t, map[string]any{"pay": pay, "reserve": reserve, "other": k.ChildID("other").String()},
+		runOn(t, address, "keys", "show", "in-doubt", "--child", "other", "--json").object(t)["child_ids"])
+	execSQL(t, conn, "UPDATE effectonce.idempotency_keys SET retry_at = now() + interval '1 minute' WHERE key = 'in-doubt'")
+	assert.Regexp(t, "what to do not before [-0-9]+T[:0-9]+Z, since the call may still be on its way:\n {11}first find out", runOn(t, address, "keys", "show", "in-doubt").stdout)
+
+	assert.Contains(t, runOn(t, address, "keys", "retry", "in-doubt", "--why", "w").stderr, pay)
+	retried := runOn(t, address, "keys", "retry", "in-doubt", "--call-did-not-happen", "--why", "w").stdout
+	assert.Contains(t, retried, "or by the completer; the call of phase \"pay\" is made again")
+	execSQL(t, conn, "UPDATE effectonce.idempotency_keys SET calling = 'pay', request = NULL, locked_until = now() + interval '1 hour' WHERE key IN ('in-doubt', 'locked')")
+	assert.Contains(t, runOn(t, address, "keys", "show", "locked").stdout, "asks a foreign system")
+	assert.Contains(t, runOn(t, address, "keys", "unlock", "in-doubt", "--why", "w").stdout, `the call of phase "pay" was under way`)
+	assert.Contains(t, runOn(t, address, "keys", "retry", "in-doubt", "--why", "w").stderr, "makes it indeterminate")
+	assert.Contains(t, runOn(t, address, "keys", "unlock", "in-doubt", "--why", "w").stderr, pay)
+
+	execSQL(t, conn, "UPDATE effectonce.idempotency_keys SET phases = '{reserve}', request = NULL WHERE key = 'given-up'")
+	assert.Contains(t, runOn(t, address, "keys", "show", "given-up").stdout, "what reserve did stays: where that outcome is a failure, take it back")
+	assert.Contains(t, runOn(t, address, "keys", "retry", "given-up", "--why", "w").stdout, "no completer can")
+	assert.Contains(t, runOn(t, address, "keys", "show", "given-up").stdout, "no completer can")
+	assert.Contains(t, runOn(t, address, "keys", "finish", "given-up", "--status", "409", "--window", "24h", "--why", "w").stdout, "what reserve did stays, and what was to be done behind that is not executed")
 }

@@ -138,9 +138,9 @@ func unlockRemedy(was Row) string {
 	case Finished:
 		return hasOutcome
 	case Running:
-		return "nobody holds its lock: the next request, or the completer, goes on with it"
+		return "nobody holds its lock: " + goesOn(was)
 	}
-	return "it is " + was.State + ", so that nobody holds its lock: decide with \"outbox-relay keys retry\" or \"keys finish\""
+	return "it is " + was.State + ", so that nobody holds its lock: decide with \"outbox-relay keys retry\" or \"keys finish\"; \"keys show\" says what to find out first"
 }
 
 func retryRemedy(was Row) string {
@@ -150,10 +150,18 @@ func retryRemedy(was Row) string {
 	case was.Locked:
 		return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock", holder(was))
 	case was.State != Running:
-		return fmt.Sprintf("the call of phase %q may have been made, and must not be made twice: ask the foreign system; if it did nothing, "+
-			"add --call-did-not-happen; if it acted, \"outbox-relay keys finish\"", *was.Calling)
+		return fmt.Sprintf("the call of phase %q may have been made, and must not be made twice: ask the foreign system (the child ID of the phase is %v); "+
+			"if it did nothing, add --call-did-not-happen; if it acted, \"outbox-relay keys finish\"", *was.Calling, was.ChildID(*was.Calling))
 	}
-	return "it is running already: the next request, or the completer, goes on with it"
+	return "it is running already: " + goesOn(was)
+}
+
+// goesOn says what the next request does with a running key that nobody holds.
+func goesOn(was Row) string {
+	if was.Calling == nil {
+		return "the next request, or the completer, goes on with it"
+	}
+	return fmt.Sprintf("the next request, or the completer, makes it indeterminate, since the call of phase %q (child ID %v) may have been made", *was.Calling, was.ChildID(*was.Calling))
 }
 
 func finishRemedy(was Row) string {

@@ -184,9 +184,11 @@ func TestInDoubtItIsThePersonWhoDecides(t *testing.T) {
 			pool := pgtest.Pool(t)
 			exec(t, pool, reservedSQL)
 			var calls atomic.Int32
+			var asked atomic.Value
 			flow := charge(t, pool, idempotency.Config{Seal: sealed}, idempotency.Phase[struct{}]{
 				AtMostOnce: true,
-				Call: func(context.Context, *idempotency.Step[struct{}]) error {
+				Call: func(_ context.Context, step *idempotency.Step[struct{}]) error {
+					asked.Store(step.ChildID())
 					if calls.Add(1) <= 2 {
 						return errLost
 					}
@@ -197,6 +199,7 @@ func TestInDoubtItIsThePersonWhoDecides(t *testing.T) {
 			row := find(t, pool, "k")
 			assert.Equal(t, []string{"reserve"}, row.Phases)
 			assert.Equal(t, "pay", *row.Calling)
+			assert.Equal(t, asked.Load(), row.ChildID("pay"), "what the person asks the foreign system for")
 			_, err := retry(t.Context(), pool, row.Place)
 			require.NoError(t, err)
 			undecided(t, flow)

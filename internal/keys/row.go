@@ -8,8 +8,10 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -31,6 +33,11 @@ type Place struct {
 	Scope     string `json:"scope"`
 	Operation string `json:"operation"`
 	Key       string `json:"key"`
+}
+
+// ChildID is idempotency.Key.ChildID: what the call of a phase, or of a step, was given as its own idempotency key.
+func (p Place) ChildID(step string) uuid.UUID {
+	return idempotency.Key{Scope: p.Scope, Operation: p.Operation, Value: p.Key}.ChildID(step)
 }
 
 // Row is a key, without what was asked and answered.

@@ -1,7 +1,7 @@
 package keys
 
 // ReapBy is Reap with another size of pages.
-var ReapBy = reap //nolint:gochecknoglobals // for tests
+var ReapBy = reap
 
 // Statements whose plans are looked at.
 const (

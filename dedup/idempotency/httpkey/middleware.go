@@ -114,6 +114,7 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler, key idempotency.Key, body []byte) {
 	ctx, begun, cancel := detach(r.Context(), m.cfg.HandlerTimeout)
 	defer cancel()
+	outer := w.Header().Clone()
 	var answered, kept idempotency.Response // as the handler's last run left it, and what of that may be stored
 	stored, err := m.op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		answered, kept = idempotency.Response{}, idempotency.Response{} // an earlier run was rolled back
@@ -121,14 +122,14 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 			return idempotency.Response{}, context.Canceled
 		}
 		e := &exchange{tx: tx, key: key}
-		recorded := newRecorder(w.Header(), m.cfg.BufferBytesMax)
+		recorded := newRecorder(outer, m.cfg.BufferBytesMax)
 		next.ServeHTTP(recorded, again(context.WithValue(ctx, exchangeKey{}, e), r, body))
 		response, err := recorded.response()
 		if err := errors.Join(e.err, err); err != nil {
 			return idempotency.Response{}, &givenUpError{m.final(err), tx.Conn().IsClosed()}
 		}
 		answered = response
-		response.Header = m.kept(response.Header)
+		response.Header = m.kept(response.Header, outer)
 		kept = response
 		switch m.cfg.Outcome(response.Status) {
 		case Commit:
@@ -166,7 +167,7 @@ func (m *Middleware) final(err error) error {
 		return err
 	}
 	response := final.Response
-	response.Header = m.kept(response.Header)
+	response.Header = m.kept(response.Header, nil)
 	return idempotency.Final(response, err)
 }
 

@@ -3,6 +3,7 @@ package httpkey
 import (
 	"net/http"
 	"net/textproto"
+	"slices"
 	"strings"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -26,11 +27,12 @@ func neverReplayed(name string) bool {
 	return idempotency.NeverStored(name)
 }
 
-// kept is what of a header is stored. What Connection names belongs to the connection.
-func (m *Middleware) kept(header http.Header) map[string][]string {
+// kept is what of a header is stored. What Connection names belongs to the connection. What stands as it did outside of this
+// middleware, before the handler ran, is left out: it is that layer's word about one answer, and at a replay it says its own.
+func (m *Middleware) kept(header, outer http.Header) map[string][]string {
 	kept := map[string][]string{}
 	for name, values := range header {
-		if m.keep[http.CanonicalHeaderKey(name)] {
+		if given, ok := outer[name]; m.keep[http.CanonicalHeaderKey(name)] && (!ok || !slices.Equal(given, values)) {
 			kept[http.CanonicalHeaderKey(name)] = values
 		}
 	}

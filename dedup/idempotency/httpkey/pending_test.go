@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"slices"
 	"strconv"
 	"sync"
@@ -348,10 +349,68 @@ func TestWhatSettlesARequest(t *testing.T) {
 		w.WriteHeader(status)
 	})
 	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1}))
-	kept := []string{"308?409", "401", "403", "408", "409", "410", "422", "423", "425", "429", "500", "501", "503"}
+	kept := []string{"308?409", "401", "403", "407", "408", "409", "410", "421", "422", "423", "425", "429", "500", "501", "503"}
 	for _, path := range append([]string{"200", "201", "204", "308?200", "400", "402", "404", "413"}, kept...) {
 		_, _, err := do(httpkey.WithRequestName(t.Context(), path), t, client, http.MethodPost, s.URL+"/"+path, "x")
 		require.NoError(t, err)
+	}
+	require.ElementsMatch(t, kept, isPending(t, pending))
+}
+
+// Property: where an earlier attempt may have been executed, a refusal ends a pending request only if it is the stored answer:
+// a route that is gone by then says nothing about that attempt. What was not executed for now (429) leaves no doubt.
+func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	pending := newPending(t, pool, httpkey.PendingConfig{})
+	first := map[string]func(w http.ResponseWriter){
+		"no answer": func(http.ResponseWriter) { panic(http.ErrAbortHandler) },
+		"503":       func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
+		"429":       func(w http.ResponseWriter) { w.WriteHeader(http.StatusTooManyRequests) },
+		"pending":   nil, "a key": nil, "nothing": nil,
+	}
+	var mu sync.Mutex
+	tries := map[string]int{}
+	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		tries[r.URL.Path]++
+		try := tries[r.URL.Path]
+		mu.Unlock()
+		query := r.URL.Query()
+		if earlier := first[query.Get("first")]; earlier != nil && try == 1 {
+			earlier(w)
+			return
+		}
+		w.Header().Set("Idempotent-Replayed", query.Get("replayed"))
+		status, err := strconv.Atoi(query.Get("then"))
+		assert.NoError(t, err) //nolint:testifylint // require must not be called here
+		w.WriteHeader(status)
+	})
+	s.Config.ErrorLog = nothing()
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 2}))
+	kept := []string{}
+	for earlier := range first {
+		for _, then := range []struct {
+			status   string
+			replayed bool
+			settles  bool
+		}{{"404", false, earlier == "429" || earlier == "nothing"}, {"404", true, true}, {"201", false, true}} {
+			name := earlier + ", then " + then.status + " " + strconv.FormatBool(then.replayed)
+			if !then.settles {
+				kept = append(kept, name)
+			}
+			ctx := httpkey.WithRequestName(t.Context(), name)
+			switch earlier {
+			case "pending":
+				_, err := pending.Begin(t.Context(), name, name[:7])
+				require.NoError(t, err)
+			case "a key":
+				ctx = httpkey.WithKey(ctx, "chosen")
+			}
+			query := url.Values{"first": {earlier}, "then": {then.status}, "replayed": {strconv.FormatBool(then.replayed)}}
+			_, _, err := do(ctx, t, client, http.MethodPost, s.URL+"/"+url.PathEscape(name)+"?"+query.Encode(), "x")
+			require.NoError(t, err)
+		}
 	}
 	require.ElementsMatch(t, kept, isPending(t, pending))
 }

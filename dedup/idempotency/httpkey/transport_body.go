@@ -86,7 +86,7 @@ const forgetMax = 5 * time.Second
 func (c *call) hand(response *http.Response, end func()) *http.Response {
 	response.Request = c.request // SentKey needs it, and a base need not set it
 	answer := &answerBody{ReadCloser: response.Body, end: end, had: func() {}}
-	if c.name != "" && c.t.cfg.ForgetAnswered && settles(response.StatusCode) {
+	if c.name != "" && c.t.cfg.ForgetAnswered && settles(response, c.doubt) {
 		answer.had = sync.OnceFunc(c.forget)
 	}
 	if writer, ok := response.Body.(io.Writer); ok { // 101: the connection

@@ -28,17 +28,18 @@ func (c *call) run(ctx context.Context) (*http.Response, error) {
 		}
 		c.tell(ctx, Retry{Attempt: attempt, Status: status(response), Err: err, Wait: wait})
 		c.doubt = c.doubt || err != nil || response.StatusCode >= http.StatusInternalServerError
+		next := time.Now().Add(wait)
 		if response != nil {
-			drain(response.Body)
+			drain(response.Body, wait)
 		}
-		if !sleep(ctx, wait) {
+		if !sleep(ctx, time.Until(next)) {
 			return nil, c.unanswered(attempt, context.Cause(ctx))
 		}
-		next, err := c.body.again()
+		body, err := c.body.again()
 		if err != nil {
 			return nil, c.unanswered(attempt, fmt.Errorf("%w: %w", errBody, err))
 		}
-		c.request.Body = next
+		c.request.Body = body
 	}
 }
 

@@ -86,6 +86,9 @@ func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) time.Dur
 	return rand.N(ceiling + 1) //nolint:gosec // as above
 }
 
+// retryAfterMax is more than any request has time for; a date in the year 9999 would overflow what is added to it.
+const retryAfterMax = 24 * time.Hour
+
 // retryAfter is what the server asks for, 0 if nothing: seconds, or a date. A date is taken by the server's own clock.
 func retryAfter(response *http.Response) time.Duration {
 	if response == nil {
@@ -93,7 +96,7 @@ func retryAfter(response *http.Response) time.Duration {
 	}
 	value := response.Header.Get("Retry-After")
 	if seconds, err := strconv.ParseUint(value, 10, 32); err == nil { // 136 years at most
-		return time.Duration(seconds) * time.Second
+		return min(time.Duration(seconds)*time.Second, retryAfterMax)
 	}
 	date, err := http.ParseTime(value)
 	if err != nil {
@@ -103,7 +106,7 @@ func retryAfter(response *http.Response) time.Duration {
 	if err != nil {
 		now = time.Now()
 	}
-	return max(date.Sub(now), 0)
+	return min(max(date.Sub(now), 0), retryAfterMax)
 }
 
 // sleep waits or returns false when ctx ends first.

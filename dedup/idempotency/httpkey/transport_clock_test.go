@@ -213,3 +213,21 @@ func TestStalledBodyOverAConnection(t *testing.T) {
 		})
 	}
 }
+
+// Property: whoever asks for a pause that is longer than the request has time for is not asked again, however long it is.
+func TestRetryAfterWithoutEnd(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		for _, value := range []string{"Fri, 31 Dec 9999 23:59:59 GMT", "4294967295", "86400"} {
+			var attempts []time.Time
+			transport := network(func(int) (*http.Response, error) {
+				return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {value}}), nil
+			}).transport(t, &attempts, httpkey.TransportConfig{})
+			response, err := post(t, transport)
+			require.NoError(t, err)
+			require.NoError(t, response.Body.Close())
+			require.Equal(t, http.StatusServiceUnavailable, response.StatusCode)
+			require.Len(t, attempts, 1, value)
+		}
+	})
+}

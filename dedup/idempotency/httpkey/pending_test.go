@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -413,4 +414,55 @@ func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 		}
 	}
 	require.ElementsMatch(t, kept, isPending(t, pending))
+}
+
+// Property: a replica that listed a request before another one wrote its answer down and forgot it, asks under the name and the
+// key that it listed: it gets the stored answer, and there is one effect. What that made pending again is listed, under the same
+// key, until it is forgotten; whoever asks under the name with the listed key while a new request has the name sends nothing.
+func TestListedBeforeAnotherReplicaForgot(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(insert(http.StatusCreated)))
+	pending := newPending(t, pool, httpkey.PendingConfig{})
+	key, err := pending.Begin(t.Context(), "charge order 4127", "key-1") // of a process that died
+	require.NoError(t, err)
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
+	var listed [2]httpkey.PendingRequest
+	for replica := range listed {
+		list, err := pending.List(t.Context(), "", 10)
+		require.NoError(t, err)
+		require.Len(t, list, 1)
+		listed[replica] = list[0]
+	}
+	ask := func(r httpkey.PendingRequest) answer {
+		ctx := httpkey.WithKey(httpkey.WithRequestName(t.Context(), r.Request), r.Key)
+		request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.URL, strings.NewReader("4127"))
+		require.NoError(t, err)
+		response, err := client.Do(request)
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		require.Equal(t, key, httpkey.SentKey(response, ""))
+		return answer{status: response.StatusCode, header: response.Header}
+	}
+	forget := func() {
+		require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+			return pending.ForgetTx(t.Context(), tx, "charge order 4127", key)
+		}))
+		require.Empty(t, isPending(t, pending))
+	}
+	require.False(t, ask(listed[0]).replayed())
+	forget()
+	require.True(t, ask(listed[1]).replayed())
+	require.Equal(t, 1, effects(t, pool))
+	again, err := pending.List(t.Context(), "", 10)
+	require.NoError(t, err)
+	require.Len(t, again, 1, "if this replica dies now, the next one is told")
+	require.Equal(t, key, again[0].Key)
+	forget()
+
+	_, err = pending.Begin(t.Context(), "charge order 4127", "key-2")
+	require.NoError(t, err)
+	_, _, err = do(httpkey.WithKey(httpkey.WithRequestName(t.Context(), "charge order 4127"), key), t, client, http.MethodPost, s.URL, "4127")
+	require.ErrorIs(t, err, httpkey.ErrKey)
+	require.Equal(t, 1, effects(t, pool))
 }

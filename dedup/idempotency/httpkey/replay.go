@@ -13,8 +13,8 @@ import (
 // belong to no client and no connection.
 func ReplayedHeaders() []string {
 	return []string{
-		"Allow", "Content-Disposition", "Content-Encoding", "Content-Language", "Content-Location", "Content-Type",
-		"Etag", "Last-Modified", "Link", "Location", "Preference-Applied", "Retry-After",
+		"Allow", "Content-Disposition", "Content-Encoding", "Content-Language", "Content-Location", "Content-Range", "Content-Type",
+		"Etag", "Last-Modified", "Link", "Location", "Preference-Applied", "Retry-After", "X-Content-Type-Options",
 	}
 }
 

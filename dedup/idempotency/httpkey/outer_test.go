@@ -2,6 +2,7 @@ package httpkey_test
 
 import (
 	"compress/gzip"
+	"errors"
 	"io"
 	"net/http"
 	"strings"
@@ -66,4 +67,43 @@ func TestHeadersOfOuterLayersAreNotStored(t *testing.T) {
 	}
 	require.NotContains(t, stored(t, pool), "gzip")
 	require.Contains(t, stored(t, pool), "text/plain")
+}
+
+// Property: a handler's trailers are neither announced nor sent, at the first answer as at a replay; those of a layer outside are.
+func TestTrailersAreNotSent(t *testing.T) {
+	t.Parallel()
+	inner := newMiddleware(t, newPool(t), httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Trailer", "X-Sum")
+		w.Header().Set(http.TrailerPrefix+"X-More", "canary")
+		_, _ = io.WriteString(w, "body")
+		w.Header().Set("X-Sum", "canary")
+	}))
+	plain := serve(t, inner)
+	outside := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Trailer", "X-Outer")
+		inner.ServeHTTP(w, r)
+		w.Header().Set("X-Outer", "sum")
+	}))
+	for n, test := range []struct {
+		s    *server
+		want http.Header
+	}{{plain, nil}, {plain, nil}, {outside, http.Header{"X-Outer": {"sum"}}}} {
+		r, err := test.s.request(t.Context(), http.MethodPost, "/orders", "k", "")
+		require.NoError(t, err)
+		response, err := test.s.Client().Do(r)
+		require.NoError(t, err)
+		body, err := io.ReadAll(response.Body)
+		require.NoError(t, errors.Join(err, response.Body.Close()))
+		require.Equal(t, "body", string(body))
+		require.Equal(t, n > 0, response.Header.Get("Idempotent-Replayed") == "true")
+		require.Equal(t, test.want, response.Trailer)
+	}
+	r, err := outside.request(t.Context(), http.MethodPost, "/orders", "j", "")
+	require.NoError(t, err)
+	response, err := outside.Client().Do(r)
+	require.NoError(t, err)
+	_, err = io.Copy(io.Discard, response.Body)
+	require.NoError(t, errors.Join(err, response.Body.Close()))
+	require.Empty(t, response.Header.Get("Idempotent-Replayed"))
+	require.Equal(t, http.Header{"X-Outer": {"sum"}}, response.Trailer)
 }

@@ -1,6 +1,7 @@
 package httpkey
 
 import (
+	"maps"
 	"net/http"
 	"net/textproto"
 	"slices"
@@ -44,9 +45,18 @@ func (m *Middleware) kept(header, outer http.Header) map[string][]string {
 	return kept
 }
 
-// first sends what the handler answered, whole: the header includes what was set outside of this middleware.
+// first sends what the handler answered, whole: the header includes what was set outside of this middleware. Trailers are none of
+// it, since those that the handler sets behind the body are not recorded; those of a layer outside are its own.
 func first(w http.ResponseWriter, response idempotency.Response) {
+	outer := w.Header()["Trailer"]
 	clear(w.Header())
+	response.Header = maps.Clone(response.Header)
+	maps.DeleteFunc(response.Header, func(name string, _ []string) bool {
+		return name == "Trailer" || strings.HasPrefix(name, http.TrailerPrefix)
+	})
+	if outer != nil {
+		w.Header()["Trailer"] = outer
+	}
 	write(w, response)
 }
 

@@ -110,19 +110,20 @@ func TestKeysRefuseWrongUse(t *testing.T) {
 	address := pgtest.Database(t)
 	requests(t, connect(t, address))
 	for args, want := range map[string][]string{
-		"finish in-doubt":                   {"--why is missing", "--status is missing"},
-		"finish in-doubt --status 1000":     {"0 to 999"},
-		"retry in-doubt":                    {"--why is missing"},
-		"retry --why w":                     {"takes one key"},
-		"show":                              {"takes one key"},
-		"list --state lost":                 {"want one of running, finished, indeterminate, abandoned, stuck"},
-		"list --after x":                    {"what an earlier list ended with"},
-		"finish k --status 1 --header nope": {"Name: value"},
-		"finish k --status 1 --header Set-Cookie:a=b --why w":                         {"belongs to one client"},
-		"finish k --status 1 --header www-authenticate:Basic --why w":                 {"belongs to one client"},
-		"finish k --status 1 --header X-A:\xe9 --why w":                               {"Name: value"},
-		"finish k --status 1 --why w --forever --window 1h":                           {"want one of them"},
-		"finish in-doubt --status 1 --why w --body-file /nonexistent/effectonce/body": {"no such file"},
+		"finish in-doubt":                     {"--why is missing", "--status is missing"},
+		"finish in-doubt --status 1000":       {"200 to 999"},
+		"finish in-doubt --status 99":         {"200 to 999"},
+		"retry in-doubt":                      {"--why is missing"},
+		"retry --why w":                       {"takes one key"},
+		"show":                                {"takes one key"},
+		"list --state lost":                   {"want one of running, finished, indeterminate, abandoned, stuck"},
+		"list --after x":                      {"what an earlier list ended with"},
+		"finish k --status 201 --header nope": {"Name: value"},
+		"finish k --status 201 --header Set-Cookie:a=b --why w":                         {"belongs to one client"},
+		"finish k --status 201 --header www-authenticate:Basic --why w":                 {"belongs to one client"},
+		"finish k --status 201 --header X-A:\xe9 --why w":                               {"Name: value"},
+		"finish k --status 201 --why w --forever --window 1h":                           {"want one of them"},
+		"finish in-doubt --status 201 --why w --body-file /nonexistent/effectonce/body": {"no such file"},
 	} {
 		r := runOn(t, address, append([]string{"keys"}, strings.Fields(args)...)...)
 		assert.Equal(t, 2, r.code, args)

@@ -139,10 +139,10 @@ and pays again. Every finish is written down, with --why: see "outbox-relay acti
     --window 24h --why "the bank's statement has it, ticket 88"
   outbox-relay keys finish order-4128 --status 409 --forever --why "the customer withdrew it"`,
 	}
-	addOption(cmd.Flags(), "status", "int", "", "the status that requests get (0 to 999); required", func(text string) error {
+	addOption(cmd.Flags(), "status", "int", "", "the status that requests get (0, or 200 to 999); required", func(text string) error {
 		n, err := strconv.Atoi(text)
-		if err != nil || n < 0 || n > 999 {
-			return errors.New("want a number, 0 to 999")
+		if err != nil || n != 0 && (n < 200 || n > 999) {
+			return errors.New("want a number: 0, or 200 to 999")
 		}
 		f.status = n
 		return nil

@@ -243,13 +243,13 @@ func TestStateIsOfTheTransactionThatCommitted(t *testing.T) {
 				_, err := tx.Exec(ctx, `DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$`)
 				return err
 			}
-			step.Finish(idempotency.Response{Status: int(step.State.Order)})
+			step.Finish(idempotency.Response{Status: 200 + int(step.State.Order)})
 			return effect(ctx, tx, "a")
 		},
 	}})
 	response, err := flow.Do(t.Context(), key("k"), nil)
 	require.NoError(t, err)
-	require.Equal(t, 11, response.Status)
+	require.Equal(t, 211, response.Status)
 	require.Equal(t, 1, effects(t, pool, "a"))
 }
 

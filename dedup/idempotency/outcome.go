@@ -12,7 +12,7 @@ import (
 
 // Response is the outcome of a request: what the client gets, now and at each later try. It need not be HTTP's.
 type Response struct {
-	// Status from 0 to 999.
+	// Status 0, or 200 to 999: what HTTP has below is no answer, and net/http panics at it.
 	Status int
 	// Header to replay, byte for byte. Only what may be shown again; what NeverStored tells, and what a header Connection
 	// names, is left out of what is stored.

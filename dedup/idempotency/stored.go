@@ -118,8 +118,8 @@ type outcome struct {
 
 func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
 	out := outcome{status: r.Status, body: r.Body}
-	if r.Status < 0 || r.Status > 999 {
-		return out, fmt.Errorf("response of %v has status %d: want 0 to 999", k, r.Status)
+	if r.Status != 0 && (r.Status < 200 || r.Status > 999) {
+		return out, fmt.Errorf("response of %v has status %d: want 0, or 200 to 999", k, r.Status)
 	}
 	if len(r.Body) > o.cfg.ResponseBytesMax {
 		out.body, out.dropped = nil, true

@@ -16,6 +16,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -121,6 +122,11 @@ const bodyMax = 64 << 10
 // ServeHTTP handles POST /orders.
 func (a *api) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	dieAt(atRequest)
+	value, err := httpkey.ParseKey(r.Header)
+	if err != nil {
+		refuse(w, err)
+		return
+	}
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, bodyMax))
 	if err != nil {
 		http.Error(w, "the body could not be read", http.StatusBadRequest)
@@ -128,7 +134,7 @@ func (a *api) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	key := idempotency.Key{
 		Scope:       "shop", // the tenant: who the caller was authenticated as, never a header
-		Value:       r.Header.Get("Idempotency-Key"),
+		Value:       value,
 		Fingerprint: idempotency.NewFingerprint([]byte(r.Method), []byte(r.URL.Path), body),
 	}
 	response, err := a.flow.Do(r.Context(), key, body)
@@ -152,12 +158,12 @@ func refuse(w http.ResponseWriter, err error) {
 	case errors.As(err, &busy):
 		w.Header().Set("Retry-After", strconv.Itoa(int(busy.RetryAfter.Seconds())))
 		http.Error(w, "the order is being worked on", http.StatusConflict)
-	case errors.Is(err, idempotency.ErrInvalid):
-		http.Error(w, "want a header Idempotency-Key of 1 to 255 bytes", http.StatusBadRequest)
+	case errors.Is(err, httpkey.ErrNoKey), errors.Is(err, httpkey.ErrMalformedKey):
+		http.Error(w, err.Error(), http.StatusBadRequest)
 	case errors.Is(err, idempotency.ErrMismatch):
 		http.Error(w, "the Idempotency-Key was used for another order", http.StatusUnprocessableEntity)
 	case errors.Is(err, idempotency.ErrAbandoned), errors.Is(err, idempotency.ErrIndeterminate):
-		http.Error(w, "the order has to be looked into", http.StatusInternalServerError)
+		http.Error(w, "the order has to be looked into", http.StatusConflict) // without Retry-After: to ask again does not help
 	default:
 		http.Error(w, "try again with the same key", http.StatusServiceUnavailable)
 	}

@@ -125,8 +125,8 @@ func (c *child) post(ctx context.Context, key string, body []byte, o *outcome) (
 		return 0, err
 	}
 	o.status, o.body, o.replayed = answer.StatusCode, string(text), answer.Header.Get("Idempotent-Replayed") != ""
-	switch answer.StatusCode {
-	case http.StatusConflict, http.StatusServiceUnavailable:
+	busy := answer.StatusCode == http.StatusConflict && answer.Header.Get("Retry-After") != "" // else a person decides
+	if busy || answer.StatusCode == http.StatusServiceUnavailable {
 		return 100 * time.Millisecond, nil // Retry-After says a second; this client is impatient
 	}
 	return 0, nil

@@ -2,9 +2,15 @@ package main
 
 import (
 	"bytes"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"regexp"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -56,4 +62,50 @@ func TestDeclineIsReplayed(t *testing.T) {
 	other, err := s.ask(t.Context(), "", key, rich)
 	require.NoError(t, err)
 	require.Equal(t, 422, other.status)
+}
+
+// Property: a key is the same with and without quotes; without one, or with two, nothing is done.
+func TestKeysAreReadAsEverywhere(t *testing.T) {
+	t.Parallel()
+	s, err := openSite(t.Context())
+	require.NoError(t, err)
+	defer s.close(t.Context())
+	key, r := idempotency.NewKey(), request{Customer: s.customerOf("quoted"), Cents: 100}
+	first, err := s.ask(t.Context(), "", key, r)
+	require.NoError(t, err)
+	require.Equal(t, 201, first.status)
+	again, err := s.ask(t.Context(), "", `"`+key+`"`, r)
+	require.NoError(t, err)
+	require.True(t, again.replayed)
+	require.Equal(t, first.body, again.body)
+
+	for _, keys := range [][]string{nil, {"a", "b"}, {"a b"}} {
+		w := httptest.NewRecorder()
+		ask := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/orders", strings.NewReader("{}"))
+		ask.Header["Idempotency-Key"] = keys
+		(&api{}).ServeHTTP(w, ask) // it has no flow
+		require.Equal(t, http.StatusBadRequest, w.Code)
+	}
+}
+
+// Property: a client is told to come again only where that helps: an order that a person has to look into is 409 without
+// Retry-After.
+func TestWhatAPersonDecidesIsNotAskedAgain(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		err        error
+		status     int
+		retryAfter string
+	}{
+		{idempotency.ErrAbandoned, 409, ""},
+		{fmt.Errorf("charge: %w", idempotency.ErrIndeterminate), 409, ""},
+		{&idempotency.InProgressError{RetryAfter: 2 * time.Second}, 409, "2"},
+		{idempotency.ErrMismatch, 422, ""},
+		{errors.New("the provider is away"), 503, ""},
+	} {
+		w := httptest.NewRecorder()
+		refuse(w, test.err)
+		require.Equal(t, test.status, w.Code, test.err)
+		require.Equal(t, test.retryAfter, w.Header().Get("Retry-After"), test.err)
+	}
 }

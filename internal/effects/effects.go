@@ -75,18 +75,53 @@ const shownMax = 5
 func Compare(clean, other Effects) string {
 	var said []string
 	for _, table := range slices.Sorted(maps.Keys(merged(clean, other))) {
-		for _, row := range slices.Sorted(maps.Keys(merged(clean[table], other[table]))) {
-			want, got := clean[table][row], other[table][row]
-			switch {
-			case got > want && want > 0:
-				said = append(said, fmt.Sprintf("doubled: %s has %d times %s, the clean run %d", table, got, row, want))
-			case got > want:
-				said = append(said, fmt.Sprintf("different: %s has %s, the clean run has not", table, row))
-			case got < want:
-				said = append(said, fmt.Sprintf("lost: %s has %d times %s, the clean run %d", table, got, row, want))
-			}
+		more, fewer := differences(table, clean[table], other[table])
+		said = append(append(said, more...), fewer...)
+	}
+	return shown(said)
+}
+
+// Twice says what there is more of than after the clean run, where less is no fault; empty: nothing. A row with another text counts
+// in a table that has more rows than after the clean run, which had some: it is the same effect again. One in the place of another
+// row is not a second one, nor is the first one in a table.
+func Twice(clean, other Effects) string {
+	var said []string
+	for _, table := range slices.Sorted(maps.Keys(other)) {
+		again, _ := differences(table, clean[table], other[table])
+		if n := rows(clean[table]); n == 0 || rows(other[table]) <= n {
+			again = slices.DeleteFunc(again, func(text string) bool { return !strings.HasPrefix(text, doubled) })
+		}
+		said = append(said, again...)
+	}
+	return shown(said)
+}
+
+const doubled = "doubled: "
+
+// differences lists the rows that a table has more of than after the clean run, and those that it has less of.
+func differences(table string, clean, other map[string]int) (more, fewer []string) {
+	for _, row := range slices.Sorted(maps.Keys(merged(clean, other))) {
+		want, got := clean[row], other[row]
+		switch {
+		case got > want && want > 0:
+			more = append(more, fmt.Sprintf(doubled+"%s has %d times %s, the clean run %d", table, got, row, want))
+		case got > want:
+			more = append(more, fmt.Sprintf("different: %s has %s, the clean run has not", table, row))
+		case got < want:
+			fewer = append(fewer, fmt.Sprintf("lost: %s has %d times %s, the clean run %d", table, got, row, want))
 		}
 	}
+	return more, fewer
+}
+
+func rows(table map[string]int) (n int) {
+	for _, times := range table {
+		n += times
+	}
+	return n
+}
+
+func shown(said []string) string {
 	if more := len(said) - shownMax; more > 0 {
 		said = append(said[:shownMax], fmt.Sprintf("and %d more", more))
 	}

@@ -88,7 +88,7 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 	} else {
 		m.cfg.Operation.Failed = func(err error) idempotency.Response {
 			response := given(err)
-			response.Header = m.kept(response.Header)
+			response.Header = m.kept(response.Header, nil)
 			return response
 		}
 	}

@@ -43,7 +43,7 @@
 // DefaultOutcome says by the status: 2xx and 3xx are committed and stored; a 4xx that another try would meet again is
 // stored, and what the handler wrote is rolled back; 401, 403, 408, 409, 423, 425, 429 and 5xx store nothing and free the
 // key. A panic rolls back and goes on. Stored are status, body, and the headers of ReplayedHeaders and Config.Headers; cookies and
-// credentials never. Operation.Seal encrypts headers and bodies.
+// credentials never, nor what a layer outside had set already: it sets its own at a replay. Operation.Seal encrypts headers and bodies.
 //
 // What asks other systems does not belong into a transaction: see FlowHandler.
 //

@@ -2,6 +2,7 @@ package httpkey
 
 import (
 	"bytes"
+	"fmt"
 	"io"
 	"mime"
 	"net/http"
@@ -58,8 +59,13 @@ func Canonical(r *http.Request, body []byte) ([]byte, error) {
 
 // Without is for Config.Fingerprint: Canonical, but for members of JSON that differ from try to try, each as a JSON pointer
 // (RFC 6901): Without("/sent_at", "/meta/attempt"). What is left out must have no effect: a retry that changes only that gets
-// the first one's answer.
+// the first one's answer. It panics where a pointer is none, since that would leave out nothing, and refuse each retry.
 func Without(pointers ...string) func(r *http.Request, body []byte) ([]byte, error) {
+	for _, pointer := range pointers {
+		if !strings.HasPrefix(pointer, "/") || strings.Contains(strings.NewReplacer("~0", "", "~1", "").Replace(pointer), "~") {
+			panic(fmt.Sprintf(`httpkey: Without(%q): want a JSON pointer: "/" before each name, and in names "~1" for a slash and "~0" for a tilde`, pointer))
+		}
+	}
 	return func(r *http.Request, body []byte) ([]byte, error) {
 		canonical, err := Canonical(r, body)
 		if err != nil || !isJSON(r) {

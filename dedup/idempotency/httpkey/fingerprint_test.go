@@ -1,6 +1,7 @@
 package httpkey_test
 
 import (
+	"fmt"
 	"net/http"
 	"testing"
 
@@ -74,6 +75,16 @@ func TestWithoutMembers(t *testing.T) {
 	raw, err := hook(jsonRequest(t, "text/plain"), []byte(`{"sent_at":1}`))
 	require.NoError(t, err)
 	require.JSONEq(t, `{"sent_at":1}`, string(raw))
+}
+
+// Property: what is no pointer, and would leave out nothing, is refused at set-up.
+func TestWithoutRefusesWhatIsNoPointer(t *testing.T) {
+	t.Parallel()
+	for _, pointer := range []string{"sent_at", "", "meta/attempt", "$.sent_at", "/a~b", "/a~", "/a~01~2"} {
+		require.PanicsWithValue(t, fmt.Sprintf(`httpkey: Without(%q): want a JSON pointer: "/" before each name, and in names "~1" for a slash and "~0" for a tilde`, pointer),
+			func() { httpkey.Without("/well", pointer) })
+	}
+	require.NotPanics(t, func() { httpkey.Without("/", "/a~0b", "/a~1b", "/a~01", "/list/0") })
 }
 
 // Property: a retry that differs only in what Without leaves out is replayed.

@@ -114,21 +114,23 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler, key idempotency.Key, body []byte) {
 	ctx, begun, cancel := detach(r.Context(), m.cfg.HandlerTimeout)
 	defer cancel()
+	outer, started := w.Header().Clone(), false
 	var answered, kept idempotency.Response // as the handler's last run left it, and what of that may be stored
 	stored, err := m.op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		answered, kept = idempotency.Response{}, idempotency.Response{} // an earlier run was rolled back
 		if !begun() {
 			return idempotency.Response{}, context.Canceled
 		}
+		started = true
 		e := &exchange{tx: tx, key: key}
-		recorded := newRecorder(w.Header(), m.cfg.BufferBytesMax)
+		recorded := newRecorder(outer, m.cfg.BufferBytesMax)
 		next.ServeHTTP(recorded, again(context.WithValue(ctx, exchangeKey{}, e), r, body))
 		response, err := recorded.response()
 		if err := errors.Join(e.err, err); err != nil {
 			return idempotency.Response{}, &givenUpError{m.final(err), tx.Conn().IsClosed()}
 		}
 		answered = response
-		response.Header = m.kept(response.Header)
+		response.Header = m.kept(response.Header, outer)
 		kept = response
 		switch m.cfg.Outcome(response.Status) {
 		case Commit:
@@ -144,7 +146,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	case errors.As(err, &forgotten):
 		first(w, answered)
 	case err != nil:
-		m.fail(w, r, key, err)
+		m.fail(w, r, key, err, started || r.Context().Err() == nil)
 	case stored.Replayed:
 		replay(w, stored)
 	case answered.Status != 0 && same(stored, kept):
@@ -166,7 +168,7 @@ func (m *Middleware) final(err error) error {
 		return err
 	}
 	response := final.Response
-	response.Header = m.kept(response.Header)
+	response.Header = m.kept(response.Header, nil)
 	return idempotency.Final(response, err)
 }
 
@@ -198,10 +200,11 @@ func detach(parent context.Context, timeout time.Duration) (context.Context, fun
 	}
 }
 
-// fail answers for an error of the engine, or of a handler that called Fail.
-func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error) {
+// fail answers for an error of the engine, or of a handler that called Fail. told: it is worth a line in the log, also where
+// the client is gone; that a client went before its work began is nobody's failure.
+func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, told bool) {
 	kind, retryAfter := m.problem(err)
-	if describe(kind).Status >= http.StatusInternalServerError && r.Context().Err() == nil {
+	if told && describe(kind).Status >= http.StatusInternalServerError {
 		m.log.ErrorContext(r.Context(), "a request was not executed", "key", key, "problem", kind, "error", err)
 	}
 	refuse(w, kind, retryAfter)
@@ -232,6 +235,10 @@ func (m *Middleware) problem(err error) (Problem, time.Duration) {
 func passing(err error) bool {
 	var refusal *pgconn.PgError
 	if errors.As(err, &refusal) {
+		switch refusal.Code {
+		case "25006", "25P03", "25P04": // it is a standby by now; the transaction was idle, or took, too long
+			return true
+		}
 		return slices.Contains([]string{"08", "40", "53", "55", "57", "58"}, refusal.Code[:min(2, len(refusal.Code))])
 	}
 	var connect *pgconn.ConnectError

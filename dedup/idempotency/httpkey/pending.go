@@ -104,7 +104,8 @@ func (p *Pending) Forget(ctx context.Context, request, key string) error {
 }
 
 // ForgetTx forgets a request in the transaction that writes its answer down: both hold, or none. key is SentKey of
-// the response.
+// the response. Where the reply to that COMMIT is lost, look whether the answer was written down before asking again: if it
+// was, the name is free, and would get a new key.
 func (p *Pending) ForgetTx(ctx context.Context, tx pgx.Tx, request, key string) error {
 	return p.forget(ctx, tx, request, key)
 }
@@ -128,7 +129,10 @@ type PendingRequest struct {
 }
 
 // List returns what is pending after a restart: at most limit requests, in the order of their names, from the first one
-// behind after. Ask each of them again, under its name.
+// behind after. Look first whether its answer was written down: if so, Forget it. Else ask again at once, under its name and
+// its key: WithKey(WithRequestName(ctx, r.Request), r.Key). Somebody else may have forgotten it since it was listed: under the
+// name alone it would get a new key, and a second effect; under its key it is pending again, and the server replays. See the
+// example of Pending.
 func (p *Pending) List(ctx context.Context, after string, limit int) ([]PendingRequest, error) {
 	rows, err := p.pool.Query(ctx, p.sql.list, p.cfg.Client, p.cfg.AgeMax, after, limit)
 	if err != nil {

@@ -14,11 +14,24 @@ import (
 )
 
 // A payment that happens once, whatever becomes of this process: the key is on disk before the bank is asked, and goes in
-// the transaction that writes the answer down. After a restart, charge every order that is in Pending.List again.
+// the transaction that writes the answer down. What is pending after a restart is asked again under its key: another replica
+// may have listed it, too, and be done by now.
 func ExamplePending() {
-	charge := func(ctx context.Context, pool *pgxpool.Pool, client *http.Client, pending *httpkey.Pending, order string) (err error) {
-		name := "charge order " + order
-		request, err := http.NewRequestWithContext(httpkey.WithRequestName(ctx, name), http.MethodPost, "https://bank.example/charges", strings.NewReader(order))
+	const charge = "charge order "
+	// key is empty for an order that one program charges for the first time.
+	pay := func(ctx context.Context, pool *pgxpool.Pool, client *http.Client, pending *httpkey.Pending, order, key string) (err error) {
+		var charged bool
+		if err := pool.QueryRow(ctx, `SELECT charged FROM orders WHERE id = $1`, order).Scan(&charged); err != nil {
+			return err
+		}
+		if charged { // also where the reply of the COMMIT below was lost
+			return pending.Forget(ctx, charge+order, key) // whoever asked when that was done made it pending again
+		}
+		asking := httpkey.WithRequestName(ctx, charge+order)
+		if key != "" {
+			asking = httpkey.WithKey(asking, key)
+		}
+		request, err := http.NewRequestWithContext(asking, http.MethodPost, "https://bank.example/charges", strings.NewReader(order))
 		if err != nil {
 			return err
 		}
@@ -34,10 +47,19 @@ func ExamplePending() {
 			if _, err := tx.Exec(ctx, `UPDATE orders SET charged = true WHERE id = $1`, order); err != nil {
 				return err
 			}
-			return pending.ForgetTx(ctx, tx, name, httpkey.SentKey(response, ""))
+			return pending.ForgetTx(ctx, tx, charge+order, httpkey.SentKey(response, ""))
 		})
 	}
-	_ = charge
+	restarted := func(ctx context.Context, pool *pgxpool.Pool, client *http.Client, pending *httpkey.Pending) error {
+		requests, err := pending.List(ctx, "", 100) // and then what is behind the last one
+		for _, r := range requests {
+			if order, ok := strings.CutPrefix(r.Request, charge); ok && !r.TooOld { // else a person asks the bank
+				err = errors.Join(err, pay(ctx, pool, client, pending, order, r.Key))
+			}
+		}
+		return err
+	}
+	_ = restarted
 }
 
 // A handler that asks another service under a key derived from its own: the same at each attempt of the work.

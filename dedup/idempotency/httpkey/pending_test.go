@@ -7,8 +7,10 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -348,10 +350,119 @@ func TestWhatSettlesARequest(t *testing.T) {
 		w.WriteHeader(status)
 	})
 	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1}))
-	kept := []string{"308?409", "401", "403", "408", "409", "410", "422", "423", "425", "429", "500", "501", "503"}
+	kept := []string{"308?409", "401", "403", "407", "408", "409", "410", "421", "422", "423", "425", "429", "500", "501", "503"}
 	for _, path := range append([]string{"200", "201", "204", "308?200", "400", "402", "404", "413"}, kept...) {
 		_, _, err := do(httpkey.WithRequestName(t.Context(), path), t, client, http.MethodPost, s.URL+"/"+path, "x")
 		require.NoError(t, err)
 	}
 	require.ElementsMatch(t, kept, isPending(t, pending))
+}
+
+// Property: where an earlier attempt may have been executed, a refusal ends a pending request only if it is the stored answer:
+// a route that is gone by then says nothing about that attempt. What was not executed for now (429) leaves no doubt.
+func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	pending := newPending(t, pool, httpkey.PendingConfig{})
+	first := map[string]func(w http.ResponseWriter){
+		"no answer": func(http.ResponseWriter) { panic(http.ErrAbortHandler) },
+		"503":       func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
+		"429":       func(w http.ResponseWriter) { w.WriteHeader(http.StatusTooManyRequests) },
+		"pending":   nil, "a key": nil, "nothing": nil,
+	}
+	var mu sync.Mutex
+	tries := map[string]int{}
+	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		tries[r.URL.Path]++
+		try := tries[r.URL.Path]
+		mu.Unlock()
+		query := r.URL.Query()
+		if earlier := first[query.Get("first")]; earlier != nil && try == 1 {
+			earlier(w)
+			return
+		}
+		w.Header().Set("Idempotent-Replayed", query.Get("replayed"))
+		status, err := strconv.Atoi(query.Get("then"))
+		assert.NoError(t, err) //nolint:testifylint // require must not be called here
+		w.WriteHeader(status)
+	})
+	s.Config.ErrorLog = nothing()
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 2}))
+	kept := []string{}
+	for earlier := range first {
+		for _, then := range []struct {
+			status   string
+			replayed bool
+			settles  bool
+		}{{"404", false, earlier == "429" || earlier == "nothing"}, {"404", true, true}, {"201", false, true}} {
+			name := earlier + ", then " + then.status + " " + strconv.FormatBool(then.replayed)
+			if !then.settles {
+				kept = append(kept, name)
+			}
+			ctx := httpkey.WithRequestName(t.Context(), name)
+			switch earlier {
+			case "pending":
+				_, err := pending.Begin(t.Context(), name, name[:7])
+				require.NoError(t, err)
+			case "a key":
+				ctx = httpkey.WithKey(ctx, "chosen")
+			}
+			query := url.Values{"first": {earlier}, "then": {then.status}, "replayed": {strconv.FormatBool(then.replayed)}}
+			_, _, err := do(ctx, t, client, http.MethodPost, s.URL+"/"+url.PathEscape(name)+"?"+query.Encode(), "x")
+			require.NoError(t, err)
+		}
+	}
+	require.ElementsMatch(t, kept, isPending(t, pending))
+}
+
+// Property: a replica that listed a request before another one wrote its answer down and forgot it, asks under the name and the
+// key that it listed: it gets the stored answer, and there is one effect. What that made pending again is listed, under the same
+// key, until it is forgotten; whoever asks under the name with the listed key while a new request has the name sends nothing.
+func TestListedBeforeAnotherReplicaForgot(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(insert(http.StatusCreated)))
+	pending := newPending(t, pool, httpkey.PendingConfig{})
+	key, err := pending.Begin(t.Context(), "charge order 4127", "key-1") // of a process that died
+	require.NoError(t, err)
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
+	var listed [2]httpkey.PendingRequest
+	for replica := range listed {
+		list, err := pending.List(t.Context(), "", 10)
+		require.NoError(t, err)
+		require.Len(t, list, 1)
+		listed[replica] = list[0]
+	}
+	ask := func(r httpkey.PendingRequest) answer {
+		ctx := httpkey.WithKey(httpkey.WithRequestName(t.Context(), r.Request), r.Key)
+		request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.URL, strings.NewReader("4127"))
+		require.NoError(t, err)
+		response, err := client.Do(request)
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		require.Equal(t, key, httpkey.SentKey(response, ""))
+		return answer{status: response.StatusCode, header: response.Header}
+	}
+	forget := func() {
+		require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+			return pending.ForgetTx(t.Context(), tx, "charge order 4127", key)
+		}))
+		require.Empty(t, isPending(t, pending))
+	}
+	require.False(t, ask(listed[0]).replayed())
+	forget()
+	require.True(t, ask(listed[1]).replayed())
+	require.Equal(t, 1, effects(t, pool))
+	again, err := pending.List(t.Context(), "", 10)
+	require.NoError(t, err)
+	require.Len(t, again, 1, "if this replica dies now, the next one is told")
+	require.Equal(t, key, again[0].Key)
+	forget()
+
+	_, err = pending.Begin(t.Context(), "charge order 4127", "key-2")
+	require.NoError(t, err)
+	_, _, err = do(httpkey.WithKey(httpkey.WithRequestName(t.Context(), "charge order 4127"), key), t, client, http.MethodPost, s.URL, "4127")
+	require.ErrorIs(t, err, httpkey.ErrKey)
+	require.Equal(t, 1, effects(t, pool))
 }

@@ -1,8 +1,10 @@
 package httpkey
 
 import (
+	"maps"
 	"net/http"
 	"net/textproto"
+	"slices"
 	"strings"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -12,8 +14,8 @@ import (
 // belong to no client and no connection.
 func ReplayedHeaders() []string {
 	return []string{
-		"Allow", "Content-Disposition", "Content-Encoding", "Content-Language", "Content-Location", "Content-Type",
-		"Etag", "Last-Modified", "Link", "Location", "Preference-Applied", "Retry-After",
+		"Allow", "Content-Disposition", "Content-Encoding", "Content-Language", "Content-Location", "Content-Range", "Content-Type",
+		"Etag", "Last-Modified", "Link", "Location", "Preference-Applied", "Retry-After", "X-Content-Type-Options",
 	}
 }
 
@@ -26,11 +28,12 @@ func neverReplayed(name string) bool {
 	return idempotency.NeverStored(name)
 }
 
-// kept is what of a header is stored. What Connection names belongs to the connection.
-func (m *Middleware) kept(header http.Header) map[string][]string {
+// kept is what of a header is stored. What Connection names belongs to the connection. What stands as it did outside of this
+// middleware, before the handler ran, is left out: it is that layer's word about one answer, and at a replay it says its own.
+func (m *Middleware) kept(header, outer http.Header) map[string][]string {
 	kept := map[string][]string{}
 	for name, values := range header {
-		if m.keep[http.CanonicalHeaderKey(name)] {
+		if given, ok := outer[name]; m.keep[http.CanonicalHeaderKey(name)] && (!ok || !slices.Equal(given, values)) {
 			kept[http.CanonicalHeaderKey(name)] = values
 		}
 	}
@@ -42,9 +45,18 @@ func (m *Middleware) kept(header http.Header) map[string][]string {
 	return kept
 }
 
-// first sends what the handler answered, whole: the header includes what was set outside of this middleware.
+// first sends what the handler answered, whole: the header includes what was set outside of this middleware. Trailers are none of
+// it, since those that the handler sets behind the body are not recorded; those of a layer outside are its own.
 func first(w http.ResponseWriter, response idempotency.Response) {
+	outer := w.Header()["Trailer"]
 	clear(w.Header())
+	response.Header = maps.Clone(response.Header)
+	maps.DeleteFunc(response.Header, func(name string, _ []string) bool {
+		return name == "Trailer" || strings.HasPrefix(name, http.TrailerPrefix)
+	})
+	if outer != nil {
+		w.Header()["Trailer"] = outer
+	}
 	write(w, response)
 }
 

@@ -31,6 +31,8 @@ func TestOnlyListedHeadersAreStored(t *testing.T) {
 		w.Header().Set("Cache-Control", "public, max-age=600")
 		w.Header().Set("Content-Type", "text/x-receipt")
 		w.Header().Set("ETag", `"v1"`)
+		w.Header().Set("Content-Range", "bytes 0-3/9")
+		w.Header().Set("X-Content-Type-Options", "nosniff")
 		w.Header().Add("Link", "</a>; rel=next")
 		w.Header().Add("Link", "</b>; rel=prev")
 		w.Header().Set("Location", "/orders/1")
@@ -44,8 +46,9 @@ func TestOnlyListedHeadersAreStored(t *testing.T) {
 	require.Empty(t, once.header.Get("Idempotent-Replayed"))
 	again.header.Del("Date")
 	require.Equal(t, http.Header{
-		"Cache-Control": {"no-store"}, "Content-Length": {"4"}, "Content-Type": {"text/x-receipt"}, "Etag": {`"v1"`}, "Idempotent-Replayed": {"true"},
-		"Link": {"</a>; rel=next", "</b>; rel=prev"}, "Location": {"/orders/1"}, "X-Listed": {"yes"},
+		"Cache-Control": {"no-store"}, "Content-Length": {"4"}, "Content-Range": {"bytes 0-3/9"}, "Content-Type": {"text/x-receipt"}, "Etag": {`"v1"`},
+		"Idempotent-Replayed": {"true"}, "Link": {"</a>; rel=next", "</b>; rel=prev"}, "Location": {"/orders/1"}, "X-Content-Type-Options": {"nosniff"},
+		"X-Listed": {"yes"},
 	}, again.header)
 	require.Equal(t, "body", again.body)
 	require.Contains(t, stored(t, pool), "x-receipt")

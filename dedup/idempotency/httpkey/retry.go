@@ -20,8 +20,8 @@ const (
 
 // judge is the table of the package's documentation.
 func judge(response *http.Response) verdict {
-	if response.Header.Get("Idempotent-Replayed") == "true" {
-		return final // it is stored: it will not change
+	if replayed(response) {
+		return final
 	}
 	switch response.StatusCode {
 	case http.StatusRequestTimeout, http.StatusTooEarly, http.StatusTooManyRequests, http.StatusInternalServerError,
@@ -38,16 +38,27 @@ func judge(response *http.Response) verdict {
 // settles tells answers after which a key is not needed any more. After the others the request was not executed for now, or
 // it was, or nobody knows: under a new key it could be executed again. 409 and 410 are what Middleware says of a key that a
 // person has to decide, and of an answer that was not kept; 422 may say that the key was used for what now has other
-// contents; 307 and 308 say that the answer is elsewhere.
-func settles(status int) bool {
-	switch status {
+// contents; 307 and 308 say that the answer is elsewhere; 407 and 421 come from something on the way. doubt: an earlier attempt
+// may have been executed. Then a refusal may be about this attempt alone (a route that is gone, a limit that is lower now),
+// unless it is the stored answer.
+func settles(response *http.Response, doubt bool) bool {
+	switch response.StatusCode {
 	case http.StatusTemporaryRedirect, http.StatusPermanentRedirect,
-		http.StatusUnauthorized, http.StatusForbidden, http.StatusRequestTimeout, http.StatusConflict, http.StatusGone,
-		http.StatusUnprocessableEntity, http.StatusLocked, http.StatusTooEarly, http.StatusTooManyRequests:
+		http.StatusUnauthorized, http.StatusForbidden, http.StatusProxyAuthRequired, http.StatusRequestTimeout, http.StatusConflict,
+		http.StatusGone, http.StatusMisdirectedRequest, http.StatusUnprocessableEntity, http.StatusLocked, http.StatusTooEarly,
+		http.StatusTooManyRequests:
 		return false
 	}
-	return status >= 200 && status < 500
+	switch status := response.StatusCode; {
+	case status >= 400 && status < 500:
+		return !doubt || replayed(response)
+	default:
+		return status >= 200 && status < 400
+	}
 }
+
+// replayed tells a stored answer: it will not change.
+func replayed(response *http.Response) bool { return response.Header.Get(replayedHeader) == "true" }
 
 // judgeError tells errors that another attempt could mend: all but these. What a client of HTTP/2 or a proxy returns has
 // no common type, and to ask again under the same key does no harm.
@@ -75,6 +86,9 @@ func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) time.Dur
 	return rand.N(ceiling + 1) //nolint:gosec // as above
 }
 
+// retryAfterMax is more than any request has time for; a date in the year 9999 would overflow what is added to it.
+const retryAfterMax = 24 * time.Hour
+
 // retryAfter is what the server asks for, 0 if nothing: seconds, or a date. A date is taken by the server's own clock.
 func retryAfter(response *http.Response) time.Duration {
 	if response == nil {
@@ -82,7 +96,7 @@ func retryAfter(response *http.Response) time.Duration {
 	}
 	value := response.Header.Get("Retry-After")
 	if seconds, err := strconv.ParseUint(value, 10, 32); err == nil { // 136 years at most
-		return time.Duration(seconds) * time.Second
+		return min(time.Duration(seconds)*time.Second, retryAfterMax)
 	}
 	date, err := http.ParseTime(value)
 	if err != nil {
@@ -92,7 +106,7 @@ func retryAfter(response *http.Response) time.Duration {
 	if err != nil {
 		now = time.Now()
 	}
-	return max(date.Sub(now), 0)
+	return min(max(date.Sub(now), 0), retryAfterMax)
 }
 
 // sleep waits or returns false when ctx ends first.

@@ -80,6 +80,7 @@ type call struct {
 	key      string // empty: none
 	name     string // that Pending knows it by
 	deadline time.Time
+	doubt    bool // an earlier attempt, of this process or of another one, may have been executed
 }
 
 // RoundTrip implements http.RoundTripper. Where a redirect is followed under 307 or 308, the key goes along.
@@ -189,6 +190,7 @@ func (c *call) begin(ctx context.Context, given bool) error {
 	if given && key != c.key {
 		return fmt.Errorf("request %q is pending under another key than the one that was given", c.name)
 	}
+	c.doubt = given || key != c.key // the caller's own key may have been sent before
 	c.key = key
 	return usable(key)
 }

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"net/http/httptrace"
+	"sync/atomic"
 	"time"
 )
 
@@ -25,17 +27,19 @@ func (c *call) run(ctx context.Context) (*http.Response, error) {
 			return nil, c.unanswered(attempt, err)
 		}
 		c.tell(ctx, Retry{Attempt: attempt, Status: status(response), Err: err, Wait: wait})
+		c.doubt = c.doubt || err != nil || response.StatusCode >= http.StatusInternalServerError
+		next := time.Now().Add(wait)
 		if response != nil {
-			drain(response.Body)
+			drain(response.Body, wait)
 		}
-		if !sleep(ctx, wait) {
+		if !sleep(ctx, time.Until(next)) {
 			return nil, c.unanswered(attempt, context.Cause(ctx))
 		}
-		next, err := c.body.again()
+		body, err := c.body.again()
 		if err != nil {
 			return nil, c.unanswered(attempt, fmt.Errorf("%w: %w", errBody, err))
 		}
-		c.request.Body = next
+		c.request.Body = body
 	}
 }
 
@@ -46,7 +50,9 @@ func (c *call) attempt(ctx context.Context) (*http.Response, error) {
 	end := func() { cancel(nil) }
 	late := fmt.Errorf("no response within %v: %w", limit, context.DeadlineExceeded)
 	timer := time.AfterFunc(limit, func() { cancel(late) })
-	response, err := c.t.base.RoundTrip(c.request.WithContext(ctx))
+	traced, sent := c.trace(ctx)
+	response, err := c.t.base.RoundTrip(c.request.WithContext(traced))
+	c.doubt = c.doubt || sent.Load() > 1
 	if !timer.Stop() {
 		cancel(late)                    // the timer's own call may still be on its way
 		if context.Cause(ctx) == late { //nolint:errorlint // this very one, not the caller's
@@ -61,6 +67,16 @@ func (c *call) attempt(ctx context.Context) (*http.Response, error) {
 		return nil, err
 	}
 	return c.hand(response, end), nil
+}
+
+// trace counts the connections that an attempt is sent over: a http.Transport sends a request with a key again by itself when
+// the server closed a connection that was used before, and that may have been after it acted.
+func (c *call) trace(ctx context.Context) (context.Context, *atomic.Int32) {
+	connections := &atomic.Int32{}
+	if c.name == "" || !c.t.cfg.ForgetAnswered {
+		return ctx, connections
+	}
+	return httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(httptrace.GotConnInfo) { connections.Add(1) }}), connections
 }
 
 // tell tells what is sent again, without its key and without the address, which may hold secrets, too.

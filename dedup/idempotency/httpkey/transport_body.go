@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -70,12 +71,24 @@ func (b body) apply(r *http.Request) {
 	}
 }
 
-// drainBytesMax and what does not come at once is worth a connection.
-const drainBytesMax = 64 << 10
+// What of an answer that is not wanted is read, so that its connection can be used again: what takes longer is not worth it.
+const (
+	drainBytesMax = 64 << 10
+	drainMin      = 100 * time.Millisecond // also where the next attempt follows at once
+	drainMax      = time.Second
+)
 
-// drain reads what is left, so that the connection can be used again, and closes.
-func drain(body io.ReadCloser) {
+// drain reads what is left, in about the time that the next attempt is away anyway, and closes. No timer of the attempt runs
+// any more: a body that stalls would block for ever.
+func drain(body io.ReadCloser, wait time.Duration) {
+	late := time.AfterFunc(min(max(wait, drainMin), drainMax), func() {
+		if a, ok := body.(interface{ cancel() }); ok {
+			a.cancel() // first: a body of net/http cannot be closed while the head of its compression is read
+		}
+		_ = body.Close()
+	})
 	_, _ = io.CopyN(io.Discard, body, drainBytesMax) // else the connection is closed
+	late.Stop()
 	_ = body.Close()
 }
 
@@ -86,7 +99,7 @@ const forgetMax = 5 * time.Second
 func (c *call) hand(response *http.Response, end func()) *http.Response {
 	response.Request = c.request // SentKey needs it, and a base need not set it
 	answer := &answerBody{ReadCloser: response.Body, end: end, had: func() {}}
-	if c.name != "" && c.t.cfg.ForgetAnswered && settles(response.StatusCode) {
+	if c.name != "" && c.t.cfg.ForgetAnswered && settles(response, c.doubt) {
 		answer.had = sync.OnceFunc(c.forget)
 	}
 	if writer, ok := response.Body.(io.Writer); ok { // 101: the connection
@@ -111,8 +124,8 @@ func (c *call) forget() {
 // answerBody is the body of a response.
 type answerBody struct {
 	io.ReadCloser
-	broken bool
-	had    func() // the caller has the answer
+	broken atomic.Bool // drain closes while it reads
+	had    func()      // the caller has the answer
 	end    func()
 }
 
@@ -121,19 +134,21 @@ func (a *answerBody) Read(p []byte) (int, error) {
 	n, err := a.ReadCloser.Read(p)
 	switch {
 	case err == io.EOF: // a wrapped one is no end
-		if !a.broken {
+		if !a.broken.Load() {
 			a.had()
 		}
 	case err != nil:
-		a.broken = true
+		a.broken.Store(true)
 	}
 	return n, err
 }
 
+func (a *answerBody) cancel() { a.end() }
+
 // Close implements io.Closer. Who closes early has seen enough.
 func (a *answerBody) Close() error {
 	err := a.ReadCloser.Close()
-	if !a.broken {
+	if !a.broken.Load() {
 		a.had()
 	}
 	a.end()

@@ -162,3 +162,72 @@ func TestPauseEndsWithTheContext(t *testing.T) {
 		require.Equal(t, time.Second, time.Since(start))
 	})
 }
+
+// Property: an answer that is not wanted, and whose body stalls, holds up the next attempt for a second at most; the pause
+// counts from the answer.
+func TestStalledBodyOfAFailureIsGivenUp(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		for wait, most := range map[string]time.Duration{"0": time.Second, "30": 31 * time.Second} {
+			var attempts []time.Time
+			var bodies []*io.PipeWriter
+			transport := network(func(attempt int) (*http.Response, error) {
+				if attempt == 1 {
+					stalled, end := io.Pipe()
+					bodies = append(bodies, end)
+					return &http.Response{StatusCode: http.StatusServiceUnavailable, Header: http.Header{"Retry-After": {wait}}, Body: stalled}, nil
+				}
+				return answerOf(http.StatusOK, http.Header{}), nil
+			}).transport(t, &attempts, httpkey.TransportConfig{BackoffMax: 100 * time.Millisecond})
+			response, err := post(t, transport)
+			require.NoError(t, err)
+			require.NoError(t, response.Body.Close())
+			require.Equal(t, http.StatusOK, response.StatusCode)
+			require.Len(t, attempts, 2)
+			require.LessOrEqual(t, attempts[1].Sub(attempts[0]), most)
+			_, err = bodies[0].Write([]byte("late"))
+			require.ErrorIs(t, err, io.ErrClosedPipe, "the body is closed")
+		}
+	})
+}
+
+// Property: the same over a connection, whose body cannot be closed while the head of its compression is read.
+func TestStalledBodyOverAConnection(t *testing.T) {
+	t.Parallel()
+	for _, encoding := range []string{"", "gzip"} {
+		t.Run("encoding "+encoding, func(t *testing.T) {
+			t.Parallel()
+			release := make(chan struct{})
+			s := newRemote(t, func(n int, w http.ResponseWriter, _ *http.Request) {
+				if n == 0 {
+					w.Header().Set("Content-Encoding", encoding)
+					w.WriteHeader(http.StatusServiceUnavailable)
+					_ = http.NewResponseController(w).Flush()
+					<-release
+				}
+			})
+			defer close(release)
+			status, _, err := do(t.Context(), t, newClient(t, quick(httpkey.TransportConfig{})), http.MethodPost, s.URL, "x")
+			require.NoError(t, err)
+			require.Equal(t, http.StatusOK, status)
+		})
+	}
+}
+
+// Property: whoever asks for a pause that is longer than the request has time for is not asked again, however long it is.
+func TestRetryAfterWithoutEnd(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		for _, value := range []string{"Fri, 31 Dec 9999 23:59:59 GMT", "4294967295", "86400"} {
+			var attempts []time.Time
+			transport := network(func(int) (*http.Response, error) {
+				return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {value}}), nil
+			}).transport(t, &attempts, httpkey.TransportConfig{})
+			response, err := post(t, transport)
+			require.NoError(t, err)
+			require.NoError(t, response.Body.Close())
+			require.Equal(t, http.StatusServiceUnavailable, response.StatusCode)
+			require.Len(t, attempts, 1, value)
+		}
+	})
+}

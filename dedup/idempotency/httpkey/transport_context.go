@@ -36,7 +36,9 @@ func WithChild(ctx context.Context, key idempotency.Key, step string) context.Co
 }
 
 // WithRequestName names the request of the context for TransportConfig.Pending: "charge order 4127". It names one effect
-// for ever: whoever asks under it again, also after a restart, asks under the same key. 1 to 255 bytes.
+// until it is forgotten: whoever asks under it again, also after a restart, asks under the same key. After that it gets a new
+// key, and a second effect: look before whether the answer was written down, and ask again for what Pending.List told with
+// WithKey as well. 1 to 255 bytes.
 func WithRequestName(ctx context.Context, name string) context.Context {
 	return context.WithValue(ctx, nameInContext, name)
 }

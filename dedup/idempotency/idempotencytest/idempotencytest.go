@@ -3,6 +3,7 @@ package idempotencytest
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -13,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -67,7 +69,8 @@ func Flow[S any](build func(pool *pgxpool.Pool) (*idempotency.Flow[S], error), k
 }
 
 // Handler is an HTTP handler that executes requests under their keys. header has the key, in the field that the handler
-// reads. Statuses 408, 409, 425, 429 and those from 500 on ask the client for another try.
+// reads. Statuses 408, 409, 425, 429 and those from 500 on ask the client for another try. Of httpkey's own answers,
+// ProblemKeyUndecided is an outcome in doubt, and ProblemResponseDropped one whose body was not kept.
 func Handler(build func(pool *pgxpool.Pool) (http.Handler, error), method, target string, header http.Header, body []byte) Start {
 	return func(pool *pgxpool.Pool) (Request, error) {
 		handler, err := build(pool)
@@ -76,13 +79,27 @@ func Handler(build func(pool *pgxpool.Pool) (http.Handler, error), method, targe
 			r.Header = header.Clone()
 			recorder := httptest.NewRecorder()
 			handler.ServeHTTP(recorder, r)
-			response := idempotency.Response{Status: recorder.Code, Header: recorder.Header(), Body: recorder.Body.Bytes()}
-			switch {
-			case response.Status >= http.StatusInternalServerError, response.Status == http.StatusConflict, response.Status == http.StatusTooEarly,
-				response.Status == http.StatusTooManyRequests, response.Status == http.StatusRequestTimeout:
-				return response, fmt.Errorf("the handler answered %d: %.200s", response.Status, response.Body)
-			}
-			return response, nil
+			return understand(idempotency.Response{Status: recorder.Code, Header: recorder.Header(), Body: recorder.Body.Bytes()})
 		}, err
 	}
+}
+
+// understand reads an answer as a client of httpkey does.
+func understand(response idempotency.Response) (idempotency.Response, error) {
+	var problem struct {
+		Type    httpkey.Problem
+		Outcome int
+	}
+	_ = json.Unmarshal(response.Body, &problem) // what is none has no type
+	switch {
+	case problem.Type == httpkey.ProblemKeyUndecided:
+		return response, fmt.Errorf("the handler answered %d: %w", response.Status, idempotency.ErrIndeterminate)
+	case problem.Type == httpkey.ProblemResponseDropped:
+		response.Status, response.BodyDropped, response.Body = problem.Outcome, true, nil
+		return response, nil
+	case response.Status >= http.StatusInternalServerError, response.Status == http.StatusConflict, response.Status == http.StatusTooEarly,
+		response.Status == http.StatusTooManyRequests, response.Status == http.StatusRequestTimeout:
+		return response, fmt.Errorf("the handler answered %d: %.200s", response.Status, response.Body)
+	}
+	return response, nil
 }

@@ -5,7 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"net/http"
 	"runtime"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -13,6 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
@@ -78,14 +83,42 @@ func (r *run) answered(response idempotency.Response) error {
 		r.answer = &response
 		return nil
 	}
-	if response.BodyDropped {
-		response.Body = r.answer.Body
-	}
-	if first := r.answer; first.Status != response.Status || !bytes.Equal(first.Body, response.Body) {
+	first := r.answer
+	dropped := first.BodyDropped || response.BodyDropped
+	switch name, differs := otherHeader(*first, response, dropped); {
+	case first.Status != response.Status || !dropped && !bytes.Equal(first.Body, response.Body):
 		return fmt.Errorf("%w: first status %d and %.200q, then status %d and %.200q: the first answer has to be stored, and replayed",
 			errOtherAnswer, first.Status, first.Body, response.Status, response.Body)
+	case differs:
+		return fmt.Errorf("%w: first %s %.200q, then %.200q: the first answer has to be stored, and replayed",
+			errOtherAnswer, name, header(*first, name), header(response, name))
+	}
+	if first.BodyDropped {
+		r.answer = &response // it may have the body
 	}
 	return nil
+}
+
+// otherHeader finds a header that is replayed by default, and differs. An answer whose body was dropped says nothing of it.
+func otherHeader(a, b idempotency.Response, dropped bool) (string, bool) {
+	for _, name := range httpkey.ReplayedHeaders() {
+		if dropped && strings.HasPrefix(name, "Content-") {
+			continue
+		}
+		if !slices.Equal(header(a, name), header(b, name)) {
+			return name, true
+		}
+	}
+	return "", false
+}
+
+func header(r idempotency.Response, name string) (values []string) {
+	for _, is := range slices.Sorted(maps.Keys(r.Header)) {
+		if http.CanonicalHeaderKey(is) == name {
+			values = append(values, r.Header[is]...)
+		}
+	}
+	return values
 }
 
 // expireSQL lets the locks of replicas that were killed run out, and pauses of completer and reconciler, as time would.

@@ -74,17 +74,10 @@ type result struct {
 
 // compare says how the effects differ. Where the outcome is in doubt nothing may have happened, but not twice.
 func (r result) compare(clean result) string {
-	difference := effects.Compare(clean.after, r.after)
-	if !r.inDoubt {
-		return difference
+	if r.inDoubt {
+		return effects.Twice(clean.after, r.after)
 	}
-	var said []string
-	for line := range strings.SplitSeq(difference, "\n") {
-		if strings.HasPrefix(strings.TrimSpace(line), "doubled:") {
-			said = append(said, line)
-		}
-	}
-	return strings.Join(said, "\n")
+	return effects.Compare(clean.after, r.after)
 }
 
 // runMax bounds one run.

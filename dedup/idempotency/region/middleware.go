@@ -30,7 +30,8 @@ type Config struct {
 	// false for a request without a key, or with one that is malformed, which is served, or refused, here. Required.
 	Key func(r *http.Request) (key idempotency.Key, ok bool)
 	// Forward has the addresses of regions that requests are forwarded to; those of others are refused. Forward only to
-	// addresses that authenticate the caller again. Default: all are refused.
+	// addresses that authenticate the caller again. An address has no path and no query: the request arrives as the client sent
+	// it, so that it has one fingerprint, forwarded or not. Default: all are refused.
 	Forward map[string]*url.URL
 	// Transport of what is forwarded. Default: http.DefaultTransport.
 	Transport http.RoundTripper
@@ -59,6 +60,10 @@ func (h *Homes) Middleware(cfg Config) (func(http.Handler) http.Handler, error) 
 		switch {
 		case to == nil || to.Host == "" || to.Scheme != "http" && to.Scheme != "https":
 			problems = append(problems, bounds.Problem("Forward", fmt.Sprintf("to %.70q", region), "an address with http or https and a host"))
+		case to.Path != "" && to.Path != "/", to.Opaque != "":
+			problems = append(problems, bounds.Problem("Forward", fmt.Sprintf("to %.70q with path %.70q", region, to.Path+to.Opaque), "an address without a path, or with /"))
+		case to.RawQuery != "" || to.ForceQuery: // not shown: it may have a secret
+			problems = append(problems, bounds.Problem("Forward", fmt.Sprintf("to %.70q with a query", region), "an address without a query"))
 		case region == cfg.Here:
 			problems = append(problems, bounds.Problem("Forward", fmt.Sprintf("to %.70q", region), "other regions than Here"))
 		default:
@@ -106,6 +111,7 @@ func proxy(cfg Config, region string, to *url.URL) http.Handler {
 		Transport: cfg.Transport,
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(&target)
+			r.Out.URL.RawQuery = r.In.URL.RawQuery // what could not be parsed is missing there: another fingerprint
 			r.SetXForwarded()
 			r.Out.Header.Set(ForwardedHeader, cfg.Here)
 		},

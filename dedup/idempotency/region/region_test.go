@@ -1,8 +1,10 @@
 package region_test
 
 import (
+	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
@@ -105,11 +107,18 @@ func TestWrongSettingsAreRefused(t *testing.T) {
 		require.ErrorContains(t, err, text)
 	}
 	_, err = homes(t, region.Table{Version: 1, Slots: region.Spread("eu")}).Middleware(region.Config{
-		AheadMax: time.Millisecond, Forward: map[string]*url.URL{"us": {Scheme: "ftp", Host: "us"}},
+		AheadMax: time.Millisecond, Forward: map[string]*url.URL{
+			"us": {Scheme: "ftp", Host: "us"}, "ap": {Scheme: "https", Host: "ap", Path: "/api/"}, "sa": {Scheme: "https", Host: "sa", RawQuery: "token=canary"},
+			"af": {Scheme: "https", Host: "af", Path: "/"},
+		},
 	})
-	for _, text := range []string{"AheadMax 1ms", "Here", "Key nil", "Forward to \"us\""} {
+	for _, text := range []string{
+		"AheadMax 1ms", "Here", "Key nil", "Forward to \"us\"", "Forward to \"ap\" with path \"/api/\": want an address without a path", "Forward to \"sa\" with a query: want",
+	} {
 		require.ErrorContains(t, err, text)
 	}
+	require.NotContains(t, err.Error(), "canary")
+	require.NotContains(t, err.Error(), `"af"`)
 }
 
 // site is a region's server. It counts what it executes.
@@ -247,4 +256,32 @@ func TestForwardingDoesNotCircle(t *testing.T) {
 	got = eu.post(t, "k")
 	assert.Equal(t, 502, got.status)
 	assert.Contains(t, got.body, "try again with the same key")
+}
+
+// Property: a forwarded request has the target that its client sent, whatever stands in it, and so the fingerprint of one that
+// was sent to its home at once.
+func TestForwardedTargetIsTheClients(t *testing.T) {
+	t.Parallel()
+	targets := []string{"/orders", "/orders?a=1&b=2", "/orders?a=1;b=2", "/orders?a=%zz&b=%2F", "/or%2Fders//x?;", "/orders?b=2&a=1&&=", "//orders?x=a%20b+c"}
+	for name, root := range map[string]string{"no path": "", "a slash": "/"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var seen []string
+			us := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { seen = append(seen, r.RequestURI) }))
+			t.Cleanup(us.Close)
+			address, err := url.Parse(us.URL + root)
+			require.NoError(t, err)
+			eu := newSite(t, all("us"), "eu", map[string]*url.URL{"us": address})
+			for _, target := range targets {
+				conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", eu.Listener.Addr().String())
+				require.NoError(t, err)
+				_, err = fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: eu\r\nIdempotency-Key: k\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", target)
+				require.NoError(t, err)
+				answer, err := io.ReadAll(conn)
+				require.NoError(t, errors.Join(err, conn.Close()))
+				require.Contains(t, string(answer), "200 OK")
+			}
+			require.Equal(t, targets, seen)
+		})
+	}
 }

@@ -142,6 +142,10 @@ func (f *Flow[S]) driveOn(ctx context.Context, h *holder, request []byte) (respo
 	defer func() {
 		if p := recover(); p != nil {
 			err = f.panicked(ctx, h.key, p)
+			if h.doubtful {
+				err = h.doubt(ctx, err, f.cfg.CallMax)
+				return
+			}
 			err = errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
 		}
 	}()
@@ -153,11 +157,16 @@ func (f *Flow[S]) panicked(ctx context.Context, key Key, p any) error {
 	return fmt.Errorf("panic: %v", p)
 }
 
-// leave puts a flow off that this program does not know. Another version of it may: during a deployment the older one meets
+// leave puts off a flow in doubt of which the reconciler knows nothing yet, or one that this program does not know. Another version of it may: during a deployment the older one meets
 // keys of the newer one, so it must not give them up, nor use up their attempts.
 func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) error {
 	h := newHolder(f.op, key, s)
-	if _, err := h.update(ctx, f.op.sql.leave, text(cause), f.cfg.RetryAfter); err != nil {
+	var why *string
+	if cause != nil {
+		known := text(cause)
+		why = &known
+	}
+	if _, err := h.update(ctx, f.op.sql.leave, why, f.cfg.RetryAfter); err != nil {
 		return fmt.Errorf("put %v off: %w", key, err)
 	}
 	return nil
@@ -208,6 +217,9 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 			return decided, errors.Join(append(problems, err)...)
 		}
 		for _, u := range page {
+			if ctx.Err() != nil {
+				break
+			}
 			ok, err := f.decide(ctx, u)
 			if ok {
 				decided++
@@ -274,8 +286,11 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 		return false, err
 	}
 	decision, err := f.ask(ctx, asked)
-	if err != nil || (!decision.continues && decision.outcome == nil) {
+	if err != nil {
 		return false, err
+	}
+	if !decision.continues && decision.outcome == nil {
+		return false, f.leave(ctx, u.key, &u.at, nil)
 	}
 	return f.carryOut(ctx, u, decision)
 }

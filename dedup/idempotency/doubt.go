@@ -4,8 +4,9 @@ import "context"
 
 // unanswered makes a key indeterminate whose work committed by a statement of its own, if it did: its effects are there at least
 // in part, and its outcome is not, so that a person has to look. Until then it stands in the table as finished, where
-// no index finds it. Where this fails, the next request does it, or the reaper.
-func (o *Operation) unanswered(ctx context.Context, key Key) {
+// no index finds it. Where this fails, the next request does it, or the reaper of an operation that forgets. It tells
+// whether the key was such a one.
+func (o *Operation) unanswered(ctx context.Context, key Key) bool {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), o.cfg.StatementTimeout)
 	defer cancel()
 	rows, err := o.durably(ctx, o.sql.unanswered, key.Scope, key.Operation, key.Value)
@@ -16,4 +17,5 @@ func (o *Operation) unanswered(ctx context.Context, key Key) {
 	case rows > 0:
 		o.cfg.Logger.ErrorContext(ctx, "work committed by a statement of its own: its key is indeterminate, and a person has to look at what it did", "key", key)
 	}
+	return rows > 0
 }

@@ -3,6 +3,7 @@ package idempotency_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -10,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -170,7 +172,101 @@ func TestWorkInDoubtIsNotRunAgain(t *testing.T) {
 	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
 }
 
-// Property: a write that says "not done" says nothing about the call before it, which was made. Row H5.
+// Property: where a request that waits for work which ends in doubt executes it, the key is marked behind it: nobody is told
+// that the request is only in progress. Row H5.
+func TestDoubtIsMarkedBehindWhoeverWaited(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Second})
+	impatient := newOperation(t, pool, idempotency.Config{WaitMax: time.Millisecond})
+	claimed, begun, over, second := make(chan struct{}), make(chan struct{}), make(chan struct{}), make(chan error, 1)
+	go func() {
+		<-claimed
+		_, err := o.Once(t.Context(), key("k"), func(context.Context, pgx.Tx) (idempotency.Response, error) {
+			close(begun)
+			<-over
+			return idempotency.Response{}, errAway
+		})
+		second <- err
+	}()
+	first := make(chan error, 1)
+	go func() {
+		_, err := impatient.Once(t.Context(), key("k"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
+			close(claimed)
+			for waiting := 0; waiting == 0; {
+				if err := pool.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()`).Scan(&waiting); err != nil {
+					return idempotency.Response{}, err
+				}
+			}
+			return idempotency.Response{}, idempotency.Indeterminate(errAway)
+		})
+		first <- err
+	}()
+	select {
+	case <-begun:
+		require.Never(t, func() bool { return len(first) > 0 }, 300*time.Millisecond, 10*time.Millisecond)
+		close(over)
+		require.ErrorIs(t, <-second, errAway)
+	case err := <-second: // the mark was faster
+		require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	}
+	err := <-first
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	require.NotErrorIs(t, err, idempotency.ErrInProgress)
+	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
+}
+
+// Property: doubt that a conflict in the database brought is doubt: neither the work nor a phase is run again. Row H5.
+func TestDoubtIsNoConflict(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o, ran := newOperation(t, pool, idempotency.Config{}), 0
+	unknown := func() error {
+		ran++
+		return idempotency.Indeterminate(&pgconn.PgError{Code: "40001"})
+	}
+	_, err := o.Once(t.Context(), key("once"), func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, unknown() })
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "charge", Write: func(context.Context, pgx.Tx, *step) error { return unknown() }}, ends("ship")})
+	_, err = flow.Do(t.Context(), key("flow"), nil)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	require.Equal(t, 2, ran)
+	for _, value := range []string{"once", "flow"} {
+		require.Equal(t, "indeterminate", stateOf(t, pool, value))
+	}
+}
+
+// Property: what the key of another operation says, which the work used, is not said of this one's: nobody is told to take
+// another key, or that nothing was done, and nothing is done again while the request waits.
+func TestVerdictsOfOtherKeysAreNotThisOnes(t *testing.T) {
+	t.Parallel()
+	pool, asked := newPool(t), 0
+	inner := []error{
+		idempotency.ErrMismatch, &idempotency.InProgressError{RetryAfter: time.Second}, idempotency.ErrAbandoned, idempotency.ErrLockLost,
+		idempotency.ErrUnknownRecoveryPoint, idempotency.ErrUnanswered, idempotency.ErrInvalid, &pgconn.PgError{Code: "EO003"},
+	}
+	o := newOperation(t, pool, idempotency.Config{})
+	for n, err := range inner {
+		once, phases := key(fmt.Sprint("once ", n)), key(fmt.Sprint("flow ", n))
+		flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
+			asked++
+			return fmt.Errorf("the other operation: %w", err)
+		}), ends("ship")})
+		_, got := flow.Do(t.Context(), phases, nil)
+		_, gotOnce := o.Once(t.Context(), once, func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, err })
+		for _, got := range []error{got, gotOnce} {
+			require.ErrorContains(t, got, err.Error())
+			for _, verdict := range []error{idempotency.ErrMismatch, idempotency.ErrInProgress, idempotency.ErrAbandoned, idempotency.ErrLockLost, idempotency.ErrUnknownRecoveryPoint, idempotency.ErrUnanswered, idempotency.ErrInvalid} {
+				require.NotErrorIs(t, got, verdict)
+			}
+		}
+		require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1 AND state = 'running' AND locked_until IS NULL`, phases.Value), "it is free at once")
+	}
+	require.Len(t, inner, asked)
+}
+
+// Property: a write that says "not done" says nothing about the call before it, which was made: the key is in doubt at once,
+// with what went wrong. So it is where the phase panics in the completer. Row H5.
 func TestWriteCannotTakeBackACall(t *testing.T) {
 	t.Parallel()
 	pool, made := newPool(t), 0
@@ -179,9 +275,29 @@ func TestWriteCannotTakeBackACall(t *testing.T) {
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{charged, ends("ship")})
 	_, err := flow.Do(t.Context(), key("k"), nil)
 	require.ErrorIs(t, err, errAway)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND calling = 'charge' AND error LIKE '%away%'`))
 	_, err = flow.Do(t.Context(), key("k"), nil)
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
 	require.Equal(t, 1, made)
+
+	away := true
+	charged = calls(true, func(*step) error {
+		if away {
+			return idempotency.NotDone(errAway)
+		}
+		return nil
+	})
+	charged.Write = func(context.Context, pgx.Tx, *step) error { panic("nil map") }
+	flow = newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{StoreRequest: true}, []idempotency.Phase[payment]{charged, ends("ship")})
+	_, err = flow.Do(t.Context(), key("panics"), nil)
+	require.ErrorIs(t, err, errAway)
+	require.NotErrorIs(t, err, idempotency.ErrIndeterminate)
+	passes(t, pool, time.Hour)
+	away = false
+	_, err = flow.Complete(t.Context())
+	require.ErrorContains(t, err, "nil map")
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'panics' AND state = 'indeterminate' AND error LIKE '%nil map%'`))
 }
 
 // Property: the reconciler is asked when what was on its way to the foreign system has arrived, by the database's clock, and not
@@ -191,7 +307,7 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 	pool, asked := newPool(t), 0
 	answer := func(context.Context) idempotency.Decision { panic("reconciler") }
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{
-		CallMax: time.Second,
+		CallMax: 10 * time.Second,
 		Reconcile: func(ctx context.Context, _ idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
 			asked++
 			return answer(ctx), nil
@@ -202,13 +318,17 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 	_, err = flow.Reconcile(t.Context())
 	require.NoError(t, err)
 	require.Zero(t, asked)
-	passes(t, pool, time.Second)
+	passes(t, pool, 10*time.Second)
 	_, err = flow.Reconcile(t.Context())
 	require.ErrorContains(t, err, "panic: reconciler")
 	answer = func(ctx context.Context) idempotency.Decision { <-ctx.Done(); return idempotency.Unknown() }
 	decided, err := flow.Reconcile(t.Context())
 	require.NoError(t, err)
 	require.Zero(t, decided)
+	_, err = flow.Reconcile(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, 2, asked, "it is not asked again at once")
+	passes(t, pool, time.Hour)
 	answer = func(context.Context) idempotency.Decision {
 		return idempotency.Happened(idempotency.Response{Status: 201})
 	}
@@ -268,33 +388,44 @@ func TestImpatientClientsUseNoAttemptsUp(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: a statement of a goroutine that the work left behind is part of no other transaction: nothing is committed.
+// Property: a statement of a goroutine that the work left behind is part of no other transaction: nothing is committed, also
+// where the work panics.
 func TestGoroutineLeftBehindCommitsNothing(t *testing.T) {
 	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Second})
-	over := make(chan struct{})
-	_, err := o.Once(t.Context(), key("k"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-		if err := effect(ctx, tx, "k"); err != nil {
-			return idempotency.Response{}, err
-		}
-		go func() {
-			defer close(over)
-			_, _ = tx.Exec(ctx, `SELECT pg_sleep(0.3) AS left_behind`) // it is cut off, or not
-		}()
-		for active := 0; active == 0; {
-			if err := pool.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE state = 'active' AND query LIKE '%left_behind' AND pid <> pg_backend_pid()`).Scan(&active); err != nil {
-				return idempotency.Response{}, err
+	for name, end := range map[string]func(){"returns": func() {}, "panics": func() { panic("work") }} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := newPool(t)
+			o := newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Second})
+			over := make(chan struct{})
+			work := func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+				if err := effect(ctx, tx, "k"); err != nil {
+					return idempotency.Response{}, err
+				}
+				go func() {
+					defer close(over)
+					_, _ = tx.Exec(ctx, `SELECT pg_sleep(60) AS left_behind`) // it is cut off
+				}()
+				for active := 0; active == 0; {
+					if err := pool.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE state = 'active' AND query LIKE '%left_behind' AND pid <> pg_backend_pid()`).Scan(&active); err != nil {
+						return idempotency.Response{}, err
+					}
+				}
+				end()
+				return idempotency.Response{Status: 201}, nil
 			}
-		}
-		return idempotency.Response{Status: 201}, nil
-	})
-	require.ErrorContains(t, err, "two goroutines")
-	<-over
-	require.Zero(t, effects(t, pool, "k"))
-	_, err = o.Once(t.Context(), key("k"), insertOnce("k"))
-	require.NoError(t, err)
-	require.Equal(t, 1, effects(t, pool, "k"))
+			func() {
+				defer func() { assert.Equal(t, name == "panics", recover() != nil) }()
+				_, err := o.Once(t.Context(), key("k"), work)
+				require.ErrorContains(t, err, "two goroutines")
+			}()
+			<-over
+			require.Zero(t, effects(t, pool, "k"))
+			_, err := o.Once(t.Context(), key("k"), insertOnce("k"))
+			require.NoError(t, err)
+			require.Equal(t, 1, effects(t, pool, "k"))
+		})
+	}
 }
 
 // Property: the outcome of work that took longer than its window is kept for a while all the same. Row H16.

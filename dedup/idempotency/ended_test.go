@@ -60,6 +60,7 @@ func TestWorkThatCommittedByItselfIsInDoubt(t *testing.T) {
 	}
 	_, err := o.Once(t.Context(), key("k"), work)
 	require.ErrorContains(t, err, "ended its transaction")
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate, "nobody is told that nothing was done")
 	_, err = o.Once(t.Context(), key("k"), work)
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
 	require.Equal(t, 1, effects(t, pool, "k"))
@@ -83,9 +84,30 @@ func TestPhaseCannotCommitByItself(t *testing.T) {
 		require.Error(t, err, value)
 		require.Zero(t, effects(t, pool, "phase of "+value))
 	}
-	_, err := o.Once(t.Context(), key("once"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-		_, err := tx.Conn().Exec(ctx, "ROLLBACK; BEGIN")
-		return idempotency.Response{Status: 201}, err
-	})
-	require.ErrorContains(t, err, "ended its transaction")
+}
+
+// Property: what the work writes in a transaction that it began instead of its own is not committed, nor does it touch the
+// outcome that another request left meanwhile.
+func TestTransactionThatTheWorkBeganDoesNotCount(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{})
+	for value, meanwhile := range map[string]bool{"alone": false, "another request": true} {
+		_, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+			_, err := tx.Conn().Exec(ctx, "ROLLBACK")
+			if meanwhile {
+				_, err := o.Once(ctx, key(value), insertOnce(value))
+				require.NoError(t, err)
+			}
+			_, begin := tx.Conn().Exec(ctx, "BEGIN")
+			return idempotency.Response{Status: 200}, errors.Join(err, begin, effect(ctx, tx, "lost"))
+		})
+		require.ErrorContains(t, err, "ended its transaction", value)
+		response, err := o.Once(t.Context(), key(value), insertOnce(value))
+		require.NoError(t, err)
+		require.Equal(t, meanwhile, response.Replayed)
+		require.Equal(t, 201, response.Status)
+		require.Equal(t, 1, effects(t, pool, value))
+	}
+	require.Zero(t, effects(t, pool, "lost"))
 }

@@ -124,7 +124,8 @@ const phasesMax = 100
 // given up, so that the next request with the key goes on there at once; without Config.AttemptsMax, a phase that failed
 // ten times waits for what RetryAfter has become (ErrInProgress). Final makes the failure the outcome.
 // Errors are those of Once, and ErrIndeterminate, ErrUnknownRecoveryPoint, ErrLockLost. When ctx ends the flow stops
-// between two phases, and can be resumed.
+// between two phases, and can be resumed: a call that may be made again is cut short, and one that is AtMostOnce, and what a
+// phase writes, comes to its end first, within CallMax.
 func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, error) {
 	key, err := f.op.complete(key)
 	if err != nil {
@@ -194,7 +195,11 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 	}
 	// Where a call may be under way that must not be made twice, the key is in doubt, however many attempts there were.
 	if s.calling == nil && s.attempts >= cmp.Or(o.cfg.AttemptsMax, attemptsOfAll) {
-		return nil, Response{}, f.abandon(ctx, key, s, "its attempts are used up")
+		mine, err := newHolder(o, key, s).undecided(ctx, abandoned, errors.New("its attempts are used up"), 0)
+		if mine || err != nil {
+			err = errors.Join(ErrAbandoned, err)
+		}
+		return nil, Response{}, err
 	}
 	// A client that tries again and again must not use the attempts up within seconds.
 	if s.putOff > 0 && o.cfg.AttemptsMax == 0 && s.attempts >= attemptsOfAll/2 {
@@ -213,18 +218,16 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 		return h, Response{}, nil
 	}
 	// Whoever had it died in a call that must not be made twice.
-	err = h.undecided(ctx, indeterminate, fmt.Errorf("worker ended during the call of phase %q", *s.calling), f.cfg.CallMax)
-	return nil, Response{}, errors.Join(ErrIndeterminate, err)
-}
-
-func (f *Flow[S]) abandon(ctx context.Context, key Key, s *stored, why string) error {
-	h := newHolder(f.op, key, s)
-	return errors.Join(ErrAbandoned, h.undecided(ctx, abandoned, errors.New(why), 0))
+	mine, err := h.undecided(ctx, indeterminate, fmt.Errorf("worker ended during the call of phase %q", *s.calling), f.cfg.CallMax)
+	if mine || err != nil {
+		err = errors.Join(ErrIndeterminate, err)
+	}
+	return nil, Response{}, err
 }
 
 // drive goes through the phases that are not done, under the lock.
 func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Response, error) {
-	ctx, stop := h.keep(ctx)
+	stop := h.keep(ctx)
 	defer stop()
 	step, err := f.step(h, request)
 	if err != nil {
@@ -232,7 +235,9 @@ func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Respons
 	}
 	for _, phase := range f.phases[len(h.at.phases):] {
 		if err := f.phase(ctx, h, step, phase); err != nil {
-			return f.settle(ctx, h, err)
+			stolen := h.stolen()
+			stop() // or it would renew what is given up
+			return f.settle(ctx, h, err, stolen)
 		}
 		if step.response != nil {
 			crashpoint.At(ctx, crashpoint.KeyCommitted)
@@ -265,21 +270,27 @@ func (f *Flow[S]) retryAfter(h *holder) time.Duration {
 }
 
 // settle is what becomes of a phase that failed.
-func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error) (Response, error) {
+func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen bool) (Response, error) {
 	var final *FinalError
 	var unknown *indeterminateError
 	var not *notDoneError
 	var work *workError
 	switch {
 	case errors.As(cause, &final):
-		return final.Response, h.finish(ctx, final.Response)
+		err := h.finish(ctx, final.Response)
+		if err != nil && !errors.Is(err, ErrLockLost) && !errors.Is(err, ErrUnanswered) {
+			err = errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
+		}
+		return final.Response, err
 	case errors.As(cause, &unknown):
-		return Response{}, errors.Join(cause, h.undecided(ctx, indeterminate, cause, f.cfg.CallMax))
-	case lost(cause), errors.Is(context.Cause(ctx), ErrLockLost):
+		return Response{}, h.doubt(ctx, cause, f.cfg.CallMax)
+	case lost(cause), stolen:
 		return Response{}, fmt.Errorf("%w: %w", ErrLockLost, cause)
 	case errors.Is(cause, ErrUnanswered):
 		return Response{}, cause // it may be done: the lock runs out, and the next one sees
-	case h.o.cfg.Strict && errors.As(cause, &work) && !conflict(cause) && ctx.Err() == nil:
+	case h.doubtful: // the call was made, and what it found out could not be stored
+		return Response{}, h.doubt(ctx, cause, f.cfg.CallMax)
+	case h.o.cfg.Strict && errors.As(cause, &work) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
 		response := h.o.cfg.Failed(cause)
 		return response, h.finish(ctx, response)
 	}

@@ -205,24 +205,63 @@ func TestLostLockEndsTheWork(t *testing.T) {
 	require.Equal(t, 3, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND phases = '{}'`))
 }
 
-// Property: a context that ends stops a flow between two phases, with its key free, and it can be resumed. Row H19.
+// Property: a context that ends stops a flow between two phases, with its key free, and it can be resumed; a call that must
+// not be made twice, and what a phase writes, is not cut short, so that nothing is in doubt. Row H19.
 func TestCancelledFlowCanBeResumed(t *testing.T) {
 	t.Parallel()
-	pool, b := newPool(t), newBank(t)
-	op := newOperation(t, pool, idempotency.Config{Lock: time.Hour})
-	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
-	for _, at := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyAdvanced, crashpoint.KeyCalling, crashpoint.KeyCalled, crashpoint.KeyCommitting} {
-		ctx, cancel := context.WithCancel(t.Context())
-		ctx = crashpoint.With(ctx, func(name string) {
-			if name == at {
-				cancel()
-			}
-		})
-		_, err := flow.Do(ctx, key("k"), []byte("100"))
-		require.Error(t, err, at)
-		cancel()
+	for _, atMostOnce := range []bool{false, true} {
+		for _, at := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyAdvanced, crashpoint.KeyCalling, crashpoint.KeyCalled, crashpoint.KeyCommitting} {
+			t.Run(fmt.Sprint(at, " at most once ", atMostOnce), func(t *testing.T) {
+				t.Parallel()
+				pool, b := newPool(t), newBank(t)
+				flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, atMostOnce))
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				_, err := flow.Do(crashpoint.With(ctx, func(name string) {
+					if name == at {
+						cancel()
+					}
+				}), key("k"), []byte("100"))
+				require.ErrorIs(t, err, context.Canceled)
+				require.NotErrorIs(t, err, idempotency.ErrIndeterminate)
+				requirePaidOnce(t, pool, b)
+			})
+		}
 	}
-	requirePaidOnce(t, pool, b)
+}
+
+// Property: a phase that is done is not done again under the same token, which two workers may have where a server lost the
+// claim of one with its last commits. Row H5.
+func TestDonePhaseIsNotDoneAgain(t *testing.T) {
+	t.Parallel()
+	pool, again := newPool(t), make(chan struct{})
+	op := newOperation(t, pool, idempotency.Config{})
+	var flow *idempotency.Flow[payment]
+	writes := 0
+	write := func(ctx context.Context, tx pgx.Tx, s *step) error {
+		if writes++; writes == 1 { // the server forgets the claim, and another one does the phase
+			_, err := pool.Exec(ctx, `DELETE FROM effectonce.idempotency_keys`)
+			require.NoError(t, err)
+			go func() {
+				defer close(again)
+				_, err := flow.Do(ctx, s.Key, nil)
+				assert.ErrorIs(t, err, errAway)
+			}()
+			<-again
+			_, err = pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + interval '1 minute'`)
+			require.NoError(t, err)
+		}
+		return effect(ctx, tx, "charge")
+	}
+	flow = newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		{Name: "charge", Write: write},
+		{Name: "ship", Write: func(context.Context, pgx.Tx, *step) error { return errAway }},
+	})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrLockLost)
+	require.Equal(t, 2, writes)
+	require.Equal(t, 1, effects(t, pool, "charge"))
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{charge}' AND lock_token = 1`))
 }
 
 // Property: what a transaction changed in the state is not there when the transaction is run again after a serialization

@@ -2,8 +2,10 @@ package idempotency
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -13,15 +15,22 @@ type holder struct {
 	o   *Operation
 	key Key
 	at  *stored
-	// called: the call of the phase was made, and the foreign system did what it was asked for.
-	called bool
+	// working ends when the lock is lost, and not with the caller: what must not be cut short is done under it.
+	working context.Context //nolint:containedctx // of the work between keep and its stop
+	ending  atomic.Bool     // the outcome is about to be stored, and the lock goes with it
+
+	// Of the phase under way:
+	called   bool // its call was made, and the foreign system did what it was asked for
+	doubtful bool // it was written down that a call is made which must not be made twice
+	away     bool // the connection of its transaction broke
 }
 
 func newHolder(o *Operation, key Key, at *stored) *holder { return &holder{o: o, key: key, at: at} }
 
-// keep renews the lock until stop is called. The context that it returns ends when the lock is lost.
-func (h *holder) keep(ctx context.Context) (context.Context, func()) {
-	ctx, lose := context.WithCancelCause(ctx)
+// keep renews the lock until stop is called, and makes h.working.
+func (h *holder) keep(ctx context.Context) (stop func()) {
+	ctx, lose := context.WithCancelCause(context.WithoutCancel(ctx))
+	h.working = ctx
 	var group sync.WaitGroup
 	group.Go(func() {
 		renewed := time.Now()
@@ -32,7 +41,7 @@ func (h *holder) keep(ctx context.Context) (context.Context, func()) {
 			case err == nil && held:
 				renewed = asked
 			case err == nil || time.Since(renewed) > h.o.cfg.Lock:
-				if ctx.Err() == nil {
+				if ctx.Err() == nil && !h.ending.Load() {
 					h.o.cfg.Logger.WarnContext(ctx, "the lock of a key is lost: another worker goes on with it", "key", h.key, "error", err)
 				}
 				lose(ErrLockLost)
@@ -40,11 +49,14 @@ func (h *holder) keep(ctx context.Context) (context.Context, func()) {
 			}
 		}
 	})
-	return ctx, func() {
+	return func() {
 		lose(nil)
 		group.Wait()
 	}
 }
+
+// stolen tells, until stop is called, whether the lock was lost.
+func (h *holder) stolen() bool { return errors.Is(context.Cause(h.working), ErrLockLost) }
 
 func (h *holder) renew(ctx context.Context) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, h.o.cfg.Lock/3)
@@ -70,6 +82,7 @@ func (h *holder) calling(ctx context.Context, phase string) error {
 	if rows == 0 {
 		return ErrLockLost
 	}
+	h.doubtful = true
 	return nil
 }
 
@@ -84,18 +97,25 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 	return nil
 }
 
-// undecided hands the key to people, and after a while to the reconciler: what may still be on its way has arrived then.
-func (h *holder) undecided(ctx context.Context, to state, cause error, wait time.Duration) error {
+// undecided hands the key to people, and after a while to the reconciler: what may still be on its way has arrived then. It
+// tells whether the key was the holder's.
+func (h *holder) undecided(ctx context.Context, to state, cause error, wait time.Duration) (bool, error) {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
 	rows, err := h.o.durably(ctx, h.o.sql.undecided, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, to, text(cause), wait)
 	if err != nil {
-		return fmt.Errorf("mark %v as %s: %w", h.key, to, err)
+		return false, fmt.Errorf("mark %v as %s: %w", h.key, to, err)
 	}
 	if rows > 0 {
 		h.o.cfg.Logger.ErrorContext(ctx, "a key needs a person: see outbox-relay keys", "key", h.key, "state", to, "error", cause)
 	}
-	return nil
+	return rows > 0, nil
+}
+
+// doubt hands the key to people because of a call of which only they can say what became of it.
+func (h *holder) doubt(ctx context.Context, cause error, wait time.Duration) error {
+	_, err := h.undecided(ctx, indeterminate, cause, wait)
+	return errors.Join(ErrIndeterminate, cause, err)
 }
 
 // finish stores an outcome without effects.

@@ -51,8 +51,9 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 	var response Response
 	err = t.run(ctx, func(ctx context.Context, tx pgx.Tx) (err error) {
 		response, err = work(ctx, tx)
-		return err
+		return ofWork(err)
 	})
+	away := t.conn.IsClosed() // asked here: behind end the connection is somebody else's
 	crashpoint.At(ctx, crashpoint.KeyWorked)
 	if err == nil {
 		err = ctx.Err()
@@ -61,7 +62,13 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 	var unknown *indeterminateError
 	switch {
 	case err == nil:
-		return response, o.respond(ctx, t, key, response)
+		if err = o.respond(ctx, t, key, response); err == nil {
+			return response, nil
+		}
+		if code(err) == "" || conflict(err) || outage(err) || errors.Is(err, errEnded) {
+			return Response{}, err
+		}
+		return o.failed(ctx, key, err) // of a deferred constraint
 	case errors.As(err, &final):
 		t.end(ctx)
 		return o.settle(ctx, key, final.Response)
@@ -72,8 +79,14 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 		return Response{}, err
 	}
 	t.end(ctx)
-	if errors.Is(err, errEnded) {
-		o.unanswered(ctx, key)
+	switch {
+	case errors.Is(err, errEnded):
+		if o.unanswered(ctx, key) {
+			return Response{}, errors.Join(ErrIndeterminate, err)
+		}
+		return Response{}, err
+	case away || outage(err):
+		return Response{}, err
 	}
 	return o.failed(ctx, key, err)
 }
@@ -120,7 +133,7 @@ func (o *Operation) take(ctx context.Context, key Key, sql string, args ...any) 
 		batch.Queue(sql, args...).Exec(func(tag pgconn.CommandTag) error { took = tag.RowsAffected() == 1; return nil })
 	})
 	switch {
-	case waited(err):
+	case waited(err), code(err) == "57014" && ctx.Err() == nil: // where WaitMax is as long as StatementTimeout
 		return nil, false, &InProgressError{RetryAfter: time.Second}
 	case err != nil:
 		return nil, false, fmt.Errorf("claim %v: %w", key, err)
@@ -150,12 +163,16 @@ func (o *Operation) respond(ctx context.Context, t *transaction, key Key, respon
 		return err
 	}
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
-	var stored bool
+	var gone bool
 	err = t.commit(ctx, func(batch *pgx.Batch) {
 		batch.Queue(o.sql.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
-			Exec(func(tag pgconn.CommandTag) error { stored = tag.RowsAffected() == 1; return nil })
+			QueryRow(func(row pgx.Row) error {
+				err := row.Scan(nil)
+				gone = code(err) == "22012"
+				return err
+			})
 	})
-	if err == nil && !stored { // it is another transaction than the one that claimed
+	if gone { // it is another transaction than the one that claimed, and the server skipped COMMIT
 		err = errEnded
 	}
 	if err != nil {
@@ -175,13 +192,27 @@ func (o *Operation) settle(ctx context.Context, key Key, response Response) (Res
 	return response, o.respond(ctx, t, key, response)
 }
 
-// doubt marks the key of work that asked another system, and does not know what became of it: a person decides.
+// doubt marks the key of work that asked another system, and does not know what became of it: a person decides. Where
+// a request that waited executes the same work by now, that has to end first.
 func (o *Operation) doubt(ctx context.Context, key Key, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), o.cfg.StatementTimeout)
 	defer cancel()
+	for {
+		err := o.mark(ctx, key, cause)
+		if err == nil || !errors.Is(err, ErrInProgress) && !conflict(err) || !pause(ctx, askEvery) {
+			return ofWork(err) // it says nothing else of the key than that the mark is not there
+		}
+	}
+}
+
+func (o *Operation) mark(ctx context.Context, key Key, cause error) error {
 	t, _, err := o.claimWork(ctx, key)
+	if err != nil {
+		return fmt.Errorf("mark %v as %s: %w", key, indeterminate, err)
+	}
 	if t == nil {
-		return err
+		o.cfg.Logger.ErrorContext(ctx, "a request that waited for work in doubt executed it again, and stored its outcome: look whether the other system acted twice", "key", key, "error", cause)
+		return nil
 	}
 	defer t.end(ctx)
 	err = t.commit(ctx, func(batch *pgx.Batch) { batch.Queue(o.sql.doubt, key.Scope, key.Operation, key.Value, text(cause)) })
@@ -200,10 +231,9 @@ func (o *Operation) failed(ctx context.Context, key Key, cause error) (Response,
 	if o.cfg.AttemptsMax == 0 {
 		return Response{}, cause
 	}
-	var attempts int
-	err := o.pool.QueryRow(ctx, o.sql.failed, key.Scope, key.Operation, key.Value, key.Fingerprint[:], o.cfg.Seal != nil, text(cause)).Scan(&attempts)
+	attempts, err := o.attempted(ctx, key, cause)
 	switch {
-	case errors.Is(err, pgx.ErrNoRows): // somebody else has made something of the key
+	case errors.Is(err, pgx.ErrNoRows), waited(err): // somebody else has made something of the key, or is about to
 		return Response{}, cause
 	case err != nil:
 		return Response{}, errors.Join(cause, fmt.Errorf("count the attempt at %v: %w", key, err))
@@ -211,4 +241,18 @@ func (o *Operation) failed(ctx context.Context, key Key, cause error) (Response,
 		return Response{}, cause
 	}
 	return o.settle(ctx, key, o.cfg.Failed(cause))
+}
+
+// attempted counts a failure, and tells how many there were. It waits as a claim does for whoever has the key by now.
+func (o *Operation) attempted(ctx context.Context, key Key, cause error) (attempts int, err error) {
+	t, err := o.begin(ctx, func(batch *pgx.Batch) {
+		o.limits(batch, o.cfg.WaitMax)
+		batch.Queue(o.sql.failed, key.Scope, key.Operation, key.Value, key.Fingerprint[:], o.cfg.Seal != nil, text(cause)).
+			QueryRow(func(row pgx.Row) error { return row.Scan(&attempts) })
+	})
+	if err != nil {
+		return 0, err
+	}
+	defer t.end(ctx)
+	return attempts, t.commit(ctx, func(*pgx.Batch) {})
 }

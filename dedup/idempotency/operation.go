@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -156,8 +157,8 @@ func (c Config) withDefaults() (Config, error) {
 		problems = append(problems, bounds.Problem("Isolation", c.Isolation, "read committed, repeatable read or serializable"))
 	}
 	c.Owner = cmp.Or(c.Owner, bounds.Owner())
-	if len(c.Owner) > 255 {
-		problems = append(problems, bounds.Problem("Owner", c.Owner, "at most 255 bytes"))
+	if len(c.Owner) > 255 || !readable(c.Owner) {
+		problems = append(problems, bounds.Problem("Owner", strconv.Quote(c.Owner), "at most 255 bytes of UTF-8 without control characters"))
 	}
 	if c.Failed == nil {
 		c.Failed = func(error) Response { return Response{Status: 500} }

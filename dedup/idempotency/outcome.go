@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -77,7 +78,9 @@ func (e *indeterminateError) Unwrap() []error { return []error{ErrIndeterminate,
 
 // Indeterminate says that a foreign system may have acted or not, and cannot be asked again under the same key: what the
 // work or the phase wrote is rolled back, and the key stops until a person or the reconciler decides. The mark is written after
-// the fact: where the database or the process is gone in that moment, only a phase that is AtMostOnce is not run again.
+// the fact: where the database or the process is gone in that moment, only a phase that is AtMostOnce is not run again. Nor
+// does it stop a request that waits for the work of Once already, and executes it as soon as that is rolled back: what must
+// not be asked twice belongs into a Flow.
 func Indeterminate(err error) error { return &indeterminateError{err} }
 
 type notDoneError struct{ err error }
@@ -89,23 +92,71 @@ func (e *notDoneError) Unwrap() error { return e.err }
 // AtMostOnce may be made again.
 func NotDone(err error) error { return &notDoneError{err} }
 
-// conflict tells errors that end a transaction and are gone with the next: serialization failure and deadlock.
-func conflict(err error) bool {
+// code is that of a refusal by the server, if it is one.
+func code(err error) string {
 	var refusal *pgconn.PgError
-	return errors.As(err, &refusal) && (refusal.Code == "40001" || refusal.Code == "40P01")
+	if !errors.As(err, &refusal) {
+		return ""
+	}
+	return refusal.Code
+}
+
+// conflict tells errors that end a transaction and are gone with the next: serialization failure and deadlock. What the
+// work decided, or does not know, because of one is no conflict: it must not run again.
+func conflict(err error) bool {
+	var final *FinalError
+	return (code(err) == "40001" || code(err) == "40P01") && !errors.Is(err, ErrIndeterminate) && !errors.As(err, &final)
+}
+
+// outage tells troubles of the server, which say nothing about a request: connection, resources, shutdown, its own errors.
+func outage(err error) bool {
+	refusal := code(err)
+	return len(refusal) == 5 && slices.Contains([]string{"08", "53", "57", "58", "F0", "XX"}, refusal[:2])
+}
+
+// workError is one of the work, of a Call or of a Write, and not of what is around them. What the keys of another operation
+// say, which the work used, it does not say of this one's: its key is neither used for another request nor in progress.
+type workError struct{ err error }
+
+func (e *workError) Error() string { return e.err.Error() }
+
+// Is hides what only the engine says of a key.
+func (e *workError) Is(target error) bool {
+	switch target {
+	case ErrMismatch, ErrInProgress, ErrAbandoned, ErrLockLost, ErrUnknownRecoveryPoint, ErrUnanswered, ErrInvalid:
+		return false
+	case ErrIndeterminate:
+		var unknown *indeterminateError
+		return errors.As(e.err, &unknown)
+	}
+	return errors.Is(e.err, target)
+}
+
+// As does the same.
+func (e *workError) As(target any) bool {
+	switch target.(type) {
+	case **InProgressError:
+		return false
+	case **pgconn.PgError:
+		if lost(e.err) {
+			return false
+		}
+	}
+	return errors.As(e.err, target)
+}
+
+func ofWork(err error) error {
+	if err == nil {
+		return nil
+	}
+	return &workError{err}
 }
 
 // waited tells a lock that was not to be had in time.
-func waited(err error) bool {
-	var refusal *pgconn.PgError
-	return errors.As(err, &refusal) && refusal.Code == "55P03"
-}
+func waited(err error) bool { return code(err) == "55P03" }
 
-// lost tells that advance_key or finish_key found another token.
-func lost(err error) bool {
-	var refusal *pgconn.PgError
-	return errors.As(err, &refusal) && refusal.Code == "EO003"
-}
+// lost tells that advance_key or finish_key found another token, or the phase done.
+func lost(err error) bool { return code(err) == "EO003" }
 
 // text is what is stored of an error.
 func text(err error) string {

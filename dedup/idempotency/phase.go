@@ -16,18 +16,19 @@ import (
 
 // phase makes the foreign call, then the writes with the recovery point.
 func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
-	if err := ctx.Err(); err != nil {
+	if h.stolen() {
+		return ErrLockLost
+	}
+	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	step.phase, h.called = phase.Name, false
+	step.phase, h.called, h.doubtful = phase.Name, false, false
 	if phase.Call != nil {
-		calling, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
-		defer cancel()
-		if err := f.call(calling, h, step, phase); err != nil {
+		if err := f.call(ctx, h, step, phase); err != nil {
 			return err
 		}
 	}
-	writing, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
+	writing, cancel := context.WithTimeout(h.working, f.cfg.CallMax)
 	defer cancel()
 	learnt, err := json.Marshal(step.State) // a transaction that is run again begins with what the call left
 	if err != nil {
@@ -35,11 +36,11 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	}
 	response := step.response // of the call
 	for attempt := 1; ; attempt++ {
-		err := f.write(writing, h, step, phase)
+		err := f.write(writing, h, step, phase) //nolint:contextcheck // it does not end with the caller
 		if err == nil || attempt > h.o.cfg.Retries || !conflict(err) {
 			return err
 		}
-		if !pause(writing, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
+		if !pause(writing, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:contextcheck,gosec // as above; jitter needs no secret
 			return errors.Join(writing.Err(), err)
 		}
 		var again S
@@ -50,8 +51,15 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	}
 }
 
-// call makes the foreign call. One that must not be made twice is written down before.
-func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
+// call makes the foreign call, which ctx cuts short. One that must not be made twice is written down before, and not cut
+// short: nobody could say what became of it.
+func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error { //nolint:contextcheck // not all of it ends with the caller
+	if phase.AtMostOnce {
+		ctx = h.working
+	}
+	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
+	defer cancel()
+	defer context.AfterFunc(h.working, cancel)()
 	if phase.AtMostOnce {
 		if err := h.calling(ctx, phase.Name); err != nil {
 			return err
@@ -62,20 +70,17 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 	crashpoint.At(ctx, crashpoint.KeyCalled)
 	var final *FinalError
 	var not *notDoneError
-	if err != nil && phase.AtMostOnce && !errors.As(err, &final) && !errors.As(err, &not) {
-		return Indeterminate(fmt.Errorf("call of phase %q: %w", phase.Name, err))
+	if err == nil {
+		h.called = true
+		return nil
 	}
-	if err != nil {
-		return &workError{fmt.Errorf("call of phase %q: %w", phase.Name, err)}
+	h.doubtful = h.doubtful && !errors.As(err, &not)
+	err = fmt.Errorf("call of phase %q: %w", phase.Name, err)
+	if h.doubtful && !errors.As(err, &final) {
+		err = Indeterminate(err)
 	}
-	h.called = true
-	return nil
+	return ofWork(err)
 }
-
-// workError is one of a Call or a Write, and not of what is around them.
-type workError struct{ error }
-
-func (e *workError) Unwrap() error { return e.error }
 
 // errNoResponse is a mistake of the flow.
 var errNoResponse = errors.New("the last phase did not call Finish: nothing was committed")
@@ -89,8 +94,9 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	defer t.end(ctx)
 	if phase.Write != nil {
 		err := t.run(ctx, func(ctx context.Context, tx pgx.Tx) error { return phase.Write(ctx, tx, step) })
+		h.away = t.conn.IsClosed()
 		if err != nil {
-			return &workError{fmt.Errorf("phase %q: %w", phase.Name, err)}
+			return ofWork(fmt.Errorf("phase %q: %w", phase.Name, err))
 		}
 	}
 	crashpoint.At(ctx, crashpoint.KeyWorked)
@@ -105,6 +111,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 		return context.Cause(ctx)
 	}
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
+	h.ending.Store(step.response != nil)
 	err = t.commit(ctx, func(batch *pgx.Batch) {
 		batch.Queue(closeGuardSQL)
 		last(batch)
@@ -112,7 +119,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err != nil {
 		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
 	}
-	h.at.attempts = 1
+	h.at.attempts, h.doubtful = 1, false
 	return nil
 }
 

@@ -33,11 +33,13 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'running' AND lock_
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases = '{}' AND calling IS NULL
 RETURNING set_config('lock_timeout', $6, true)`
 
-// respondSQL is the last statement of the work. Of the window of work that took long, at least a half is still to come.
+// respondSQL is the last statement of the work. Of the window of work that took long, at least a half is still to come. In
+// another transaction than the one that claimed it divides by zero, so that the server skips the COMMIT behind it.
 const respondSQL = `-- idempotency.respond
-UPDATE effectonce.idempotency_keys SET status = $4::smallint, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp(),
+WITH stored AS (UPDATE effectonce.idempotency_keys SET status = $4::smallint, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp(),
   expires_at = CASE WHEN expires_at < clock_timestamp() + $8::interval / 2 THEN clock_timestamp() + $8::interval ELSE expires_at END
-WHERE scope = $1 AND operation = $2 AND key = $3`
+WHERE scope = $1 AND operation = $2 AND key = $3 AND state = 'finished' AND finished_at IS NULL RETURNING 1)
+SELECT 1 / count(*) FROM stored`
 
 // guardSQL opens a cursor in the transaction of a phase that makes a COMMIT of the work's own fail, since the phase would be
 // run again; closeGuardSQL takes it away: see consumer.guard. Work in one transaction does without: its key is
@@ -83,7 +85,7 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state =
 
 const renewSQL = `-- idempotency.renew
 UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'`
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running' AND locked_until IS NOT NULL`
 
 const unlockSQL = `-- idempotency.unlock
 UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
@@ -91,10 +93,10 @@ UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'`
 
 // leaveSQL puts a key off that nobody holds, for as long as it is old, at least $6 and at most a hundred times that: so the
-// pause doubles each time, and a version that knows the key's phases finds no attempts used up.
+// pause doubles each time, and a version that knows the key's phases finds no attempts used up. One in doubt keeps its error.
 const leaveSQL = `-- idempotency.leave
-UPDATE effectonce.idempotency_keys SET error = $5, retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - created_at), 100 * $6::interval)
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'
+UPDATE effectonce.idempotency_keys SET error = coalesce($5, error), retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - created_at), 100 * $6::interval)
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state IN ('running', 'indeterminate')
   AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
 
 // callingSQL is written before a foreign call that must not be made twice.
@@ -102,9 +104,9 @@ const callingSQL = `-- idempotency.calling
 UPDATE effectonce.idempotency_keys SET calling = $5
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running' AND calling IS NULL`
 
-// undecidedSQL hands a key to people.
+// undecidedSQL hands a key to people, with the error of the last attempt.
 const undecidedSQL = `-- idempotency.undecided
-UPDATE effectonce.idempotency_keys SET state = $5::text, error = $6, locked_until = NULL, retry_at = clock_timestamp() + nullif($7::interval, '0')
+UPDATE effectonce.idempotency_keys SET state = $5::text, error = left(concat_ws('; then: ', error, $6::text), 2000), locked_until = NULL, retry_at = clock_timestamp() + nullif($7::interval, '0')
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state = 'running'`
 
 // advanceSQL and finishSQL raise EO003 where the key is not the caller's any more.

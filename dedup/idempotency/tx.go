@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -87,13 +88,19 @@ func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*t
 
 // run gives the transaction to the work.
 func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx pgx.Tx) error) error {
-	defer t.over.Store(true)
+	alone := false
+	stop := sync.OnceFunc(func() { // also when the work panics
+		t.over.Store(true)
+		select {
+		case <-t.free:
+			alone = true
+		default:
+			t.cut()
+		}
+	})
+	defer stop()
 	err := work(ctx, t.work)
-	t.over.Store(true)
-	select {
-	case <-t.free:
-	default:
-		t.cut()
+	if stop(); !alone {
 		return errors.Join(errShared, err)
 	}
 	if t.conn.PgConn().IsBusy() {

@@ -100,8 +100,8 @@ func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
 			}()
 			waiting, cancel := context.WithTimeout(ctx, 20*time.Second) // the relay's own limit is its lease
 			defer cancel()
-			for waits, err := false, error(nil); !waits; {
-				err = pool.QueryRow(waiting, `SELECT EXISTS (SELECT FROM pg_stat_activity
+			for waits := false; !waits; {
+				err := pool.QueryRow(waiting, `SELECT EXISTS (SELECT FROM pg_stat_activity
 					WHERE datname = current_database() AND query LIKE '-- relay.acquire%' AND wait_event_type = 'Lock')`).Scan(&waits)
 				if err != nil {
 					t.Errorf("the other one does not wait: %v", err)

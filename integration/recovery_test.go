@@ -134,7 +134,7 @@ func stopWriter(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	var pid int
 	require.NoError(t, pool.QueryRow(t.Context(), `SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'`).Scan(&pid))
-	_, err := pool.Exec(t.Context(), fmt.Sprintf(`COPY (SELECT) TO PROGRAM 'kill -STOP %d'`, pid))
+	_, err := pool.Exec(t.Context(), fmt.Sprintf(`COPY (SELECT) TO PROGRAM 'cat > /dev/null && kill -STOP %d'`, pid))
 	require.NoError(t, err)
 }
 

@@ -144,7 +144,7 @@ func TestRouterBlamesWhatTakesTooLong(t *testing.T) {
 		Types: map[string]consumer.Handler{"good": consumer.Each(effect), "slow": slow},
 	}, consumer.RouterConfig{}), func(c *consumer.Config) {
 		parkAll(c)
-		c.AttemptsMax, c.HandlerTimeout = 1, time.Second
+		c.AttemptsMax, c.HandlerTimeout = 1, 3*time.Second
 	})
 	h.waitHandled(5)
 	require.Equal(t, []string{"good:1", "good:2", "slow:1", "good:3"}, h.values())

@@ -107,11 +107,14 @@ var consoleLine = regexp.MustCompile(`(?m)^Partition:(\d+)\tOffset:(\d+)\t(\S*)$
 
 var consoleID = regexp.MustCompile(`(?:^|,)message-id:([0-9a-f-]{36})(?:,|$)`)
 
-// readConsole reads the topic with Kafka's own console consumer, in the broker's container.
-func readConsole(t *testing.T, kafka *servers.Kafka, topic, level string) []place {
+// readConsole reads so many rows, and what ends the partitions, with Kafka's own console consumer, in the broker's container.
+// Rows that came twice push others out.
+func readConsole(t *testing.T, kafka *servers.Kafka, topic, level string, rows int) []place {
 	t.Helper()
+	partitions := partitionsOf(t, kafka.Brokers, topic)
 	output, err := kafka.Exec(t.Context(), "/opt/kafka/bin/kafka-console-consumer.sh", "--bootstrap-server", "localhost:9094",
-		"--topic", topic, "--from-beginning", "--isolation-level", level, "--timeout-ms", "10000",
+		"--topic", topic, "--from-beginning", "--isolation-level", level, "--timeout-ms", "60000",
+		"--max-messages", strconv.Itoa(rows+len(partitions)),
 		"--formatter-property", "print.partition=true", "--formatter-property", "print.offset=true",
 		"--formatter-property", "print.headers=true", "--formatter-property", "print.value=false")
 	require.NoError(t, err)
@@ -130,7 +133,7 @@ func readConsole(t *testing.T, kafka *servers.Kafka, topic, level string) []plac
 		require.NotNil(t, id, "no message-id in %s", line[0])
 		found = append(found, place{int32(partition), offset, string(id[1])})
 	}
-	require.Len(t, partitionsOf(t, kafka.Brokers, topic), ends, "the console consumer did not get to the end:\n%.2000s", output)
+	require.Len(t, partitions, ends, "the console consumer did not get to the end:\n%.2000s", output)
 	return found
 }
 
@@ -142,7 +145,7 @@ func readForeign(t *testing.T, kafka *servers.Kafka, topic string) []place {
 		t.Logf("read_committed: %d records by sarama; there is no container with Kafka's console consumer", len(found))
 		return found
 	}
-	console := readConsole(t, kafka, topic, "read_committed")
+	console := readConsole(t, kafka, topic, "read_committed", len(found))
 	t.Logf("read_committed: %d records by sarama, %d by kafka-console-consumer.sh", len(found), len(console))
 	require.ElementsMatch(t, console, found)
 	return found

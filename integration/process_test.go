@@ -67,6 +67,7 @@ type child struct {
 	SessionTimeout time.Duration
 	IdleTimeout    time.Duration
 	DrainMax       time.Duration
+	HandlerTimeout time.Duration // and StatementTimeout
 	Pause          time.Duration // that the database takes for each message
 	BatchMax       int
 	Order          consumer.Order
@@ -221,7 +222,8 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 	var fresh, duplicates atomic.Int64
 	r, err := consumer.New(pool, seeds, handler, consumer.Config{
 		Group: c.Group, Topics: []string{c.Topic}, BatchMax: c.BatchMax, IdleTimeout: c.IdleTimeout, Order: c.Order,
-		DrainMax: c.DrainMax, Hooks: consumer.Hooks{Processed: func(_ string, f, d int) { fresh.Add(int64(f)); duplicates.Add(int64(d)) }},
+		DrainMax: c.DrainMax, HandlerTimeout: c.HandlerTimeout, StatementTimeout: c.HandlerTimeout,
+		Hooks:    consumer.Hooks{Processed: func(_ string, f, d int) { fresh.Add(int64(f)); duplicates.Add(int64(d)) }},
 		RetryMin: 10 * time.Millisecond, RetryMax: 200 * time.Millisecond, Logger: log,
 	})
 	if err != nil {
@@ -241,7 +243,8 @@ const (
 
 func (c child) membership() []kgo.Opt {
 	opts := []kgo.Opt{
-		kgo.SessionTimeout(c.SessionTimeout), kgo.HeartbeatInterval(c.SessionTimeout / 5),
+		kgo.SessionTimeout(c.SessionTimeout), kgo.HeartbeatInterval(min(c.SessionTimeout/5, 6*time.Second)),
+		kgo.RebalanceTimeout(max(c.SessionTimeout, time.Minute)), // a minute is its default
 		// New partitions, and topics that were made anew, are found this often.
 		kgo.MetadataMaxAge(time.Second), kgo.MetadataMinAge(100 * time.Millisecond),
 	}

@@ -118,9 +118,10 @@ func (l *leases) hooks() relay.Hooks {
 	}}
 }
 
+// await waits for less than the minute for which a relay may pause at most.
 func await(t *testing.T, what string, condition func() bool) {
 	t.Helper()
-	require.Eventually(t, condition, 20*time.Second, 5*time.Millisecond, what)
+	require.Eventually(t, condition, 40*time.Second, 5*time.Millisecond, what)
 }
 
 // runs is running, with a Lease of its own.
@@ -271,7 +272,7 @@ func TestShardsChangeWhenNothingIsRead(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	tracer := newStalled(nil)
-	runs(t, traced(t, pool, tracer), relay.Config{Lease: time.Second})
+	runs(t, traced(t, pool, tracer), relay.Config{Lease: 30 * time.Second})
 	insert(t, pool, topic, "k", "0")
 	await(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
 	tracer.fetch.Store(true)

@@ -81,7 +81,7 @@ func TestRunPublishesAndDrains(t *testing.T) {
 	grant(t, address, role)
 	topic := kafkatest.Topic(t, 1)
 	conn := connect(t, address)
-	stderr, end := inBackground(t, relayEnvironment(t, role), "run", "--lease", "1s", "--log-format", "json", "--log-level", "debug")
+	stderr, end := inBackground(t, relayEnvironment(t, role), "run", "--lease", "30s", "--log-format", "json", "--log-level", "debug")
 	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, 'k', convert_to(n::text, 'UTF8') FROM generate_series(1, 20) n", topic)
 	for i, record := range awaitRecords(t, topic, 20) {
 		assert.Equal(t, fmt.Sprint(i+1), string(record.Value))

@@ -35,7 +35,7 @@ func ReadAllAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
 		tb.Fatalf("open a Kafka client: %v", err)
 	}
 	defer client.Close()
-	missing, err := offsetsToRead(ctx, kadm.NewClient(client), topic)
+	missing, err := offsetsToRead(ctx, tb, kadm.NewClient(client), topic)
 	if err != nil {
 		tb.Fatalf("list the offsets of topic %s: %v", topic, err)
 	}
@@ -68,28 +68,36 @@ func ReadAllAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
 
 // markedMax is how long ReadAll waits for the markers of transactions. One that is open holds it up for so long.
 const (
-	markedMax   = 2 * time.Second
+	markedMax   = 10 * time.Second
 	markedEvery = 20 * time.Millisecond
 )
 
 // marked returns the end of what can be read as committed. Brokers answer the end of a transaction before they have
-// marked it in each partition; until then what was committed cannot be read.
-func marked(ctx context.Context, admin *kadm.Client, topic string) (kadm.ListedOffsets, error) {
+// marked it in each partition; until then what was committed cannot be read. It waits for what was there when it was called,
+// not for transactions that begin meanwhile. It says so where it returns less, which is right only below an open transaction:
+// whoever asks again and again, or knows of one, goes on.
+func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string) (kadm.ListedOffsets, error) {
+	tb.Helper()
+	all, err := admin.ListEndOffsets(ctx, topic)
+	if err != nil {
+		return nil, err
+	}
 	for deadline := time.Now().Add(markedMax); ; {
-		all, err := admin.ListEndOffsets(ctx, topic)
-		if err != nil {
-			return nil, err
-		}
 		committed, err := admin.ListCommittedOffsets(ctx, topic)
 		if err != nil {
 			return nil, err
 		}
-		open := false
+		open := map[int32]int64{}
 		all.Each(func(end kadm.ListedOffset) {
-			c, ok := committed.Lookup(topic, end.Partition)
-			open = open || ok && c.Offset < end.Offset
+			if c, ok := committed.Lookup(topic, end.Partition); ok && c.Offset < end.Offset {
+				open[end.Partition] = c.Offset
+			}
 		})
-		if !open || time.Now().After(deadline) {
+		if len(open) == 0 {
+			return committed, nil
+		}
+		if time.Now().After(deadline) {
+			tb.Logf("topic %s: transactions are open, or not marked within %v, from these partitions' offsets on: %v; what is there is not read", topic, markedMax, open)
 			return committed, nil
 		}
 		timer := time.NewTimer(markedEvery)
@@ -103,12 +111,13 @@ func marked(ctx context.Context, admin *kadm.Client, topic string) (kadm.ListedO
 }
 
 // offsetsToRead returns the end of each partition that has something before it.
-func offsetsToRead(ctx context.Context, admin *kadm.Client, topic string) (map[int32]int64, error) {
+func offsetsToRead(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string) (map[int32]int64, error) {
+	tb.Helper()
 	starts, err := admin.ListStartOffsets(ctx, topic)
 	if err != nil {
 		return nil, err
 	}
-	ends, err := marked(ctx, admin, topic)
+	ends, err := marked(ctx, tb, admin, topic)
 	if err != nil {
 		return nil, err
 	}

@@ -93,7 +93,7 @@ func TestReapersLeaveUnfinishedKeys(t *testing.T) {
 		return err
 	})
 	var calls sync.Map
-	flow := charge(t, pool, idempotency.Config{AttemptsMax: 2}, idempotency.Phase[struct{}]{
+	flow := charge(t, pool, idempotency.Config{AttemptsMax: 2, WaitMax: 30 * time.Second}, idempotency.Phase[struct{}]{
 		Call: func(_ context.Context, step *idempotency.Step[struct{}]) error {
 			n, _ := calls.LoadOrStore(step.Key.Value, new(atomic.Int32))
 			if n.(*atomic.Int32).Add(1) <= 2 {

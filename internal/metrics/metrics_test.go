@@ -38,7 +38,7 @@ func TestMetricsOfARun(t *testing.T) {
 	fake := kafkatest.Fake(t)
 	topic := kafkatest.TopicAt(t, fake.ListenAddrs(), 1)
 	m := newMetrics("effectonce")
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Hooks: m.Hooks(), Lease: time.Second})
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{Hooks: m.Hooks(), Lease: 30 * time.Second})
 	require.NoError(t, err)
 	watch(t, m, pool)
 	owned, pending := of("outbox_shards_owned", "relay", "default"), of("outbox_pending_messages", "relay", "default")

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -283,13 +284,14 @@ func TestPublisherThatHangs(t *testing.T) {
 	interrupted := make(chan error, 1000)
 	running, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
-	r := newRelay(t, pool, sink, relay.Config{Lease: time.Second, Hooks: relay.Hooks{Interrupted: func(err error) { interrupted <- err }}})
+	r := newRelay(t, pool, sink, relay.Config{Lease: 3 * time.Second, Hooks: relay.Hooks{Interrupted: func(err error) { interrupted <- err }}})
 	go func() { done <- r.Run(running) }()
 	var texts []string
 	for limit := time.After(time.Minute); len(texts) < 3; {
 		select {
 		case err := <-interrupted:
-			if errors.Is(err, context.DeadlineExceeded) { // a slow machine may lose the lease meanwhile
+			// A slow machine may lose the lease meanwhile, or the database be late.
+			if errors.Is(err, context.DeadlineExceeded) && strings.Contains(err.Error(), "return") {
 				texts = append(texts, err.Error())
 			}
 		case <-limit:
@@ -310,7 +312,7 @@ func TestPublisherThatHangs(t *testing.T) {
 	require.Eventually(t, func() bool { return len(p.taken()) >= 6 }, time.Minute, time.Millisecond)
 	stop()
 	require.NoError(t, <-done)
-	require.Equal(t, []string{"1", "2", "3", "1", "2", "3"}, p.taken(), "the call that was left ends before the next begins")
+	require.Equal(t, []string{"1", "2", "3", "1", "2", "3"}, p.taken()[:6], "the call that was left ends before the next begins")
 }
 
 // Property: a call that was left has copies: the relay may use the memory of its rows again.

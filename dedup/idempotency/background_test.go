@@ -87,6 +87,7 @@ func TestAttemptsAreBounded(t *testing.T) {
 	_, err = op.Once(t.Context(), key("k"), insertOnce("k"))
 	require.ErrorIs(t, err, idempotency.ErrAbandoned)
 	require.Equal(t, 1, effects(t, pool, "reserve k"))
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned' AND error LIKE '%bank is away%; then: its attempts are used up'`))
 }
 
 // Property: finished keys are forgotten when their window is over by the database's clock, of all operations and by any

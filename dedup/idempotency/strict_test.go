@@ -96,7 +96,7 @@ func TestOutageIsNoOutcome(t *testing.T) {
 func TestFailureDoesNotWaitForTheNext(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{AttemptsMax: 10, WaitMax: 5 * time.Millisecond})
+	o := newOperation(t, pool, idempotency.Config{AttemptsMax: 10, WaitMax: 5 * time.Millisecond, LockTimeout: time.Hour})
 	patient := newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second})
 	claimed, begun, over, second := make(chan struct{}), make(chan struct{}), make(chan struct{}), make(chan error, 1)
 	go func() {
@@ -118,6 +118,7 @@ func TestFailureDoesNotWaitForTheNext(t *testing.T) {
 		return idempotency.Response{}, errAway
 	})
 	require.ErrorIs(t, err, errAway)
+	require.EqualError(t, err, errAway.Error(), "and not that a statement took too long")
 	<-begun // it still works
 	close(over)
 	require.NoError(t, <-second)

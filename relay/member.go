@@ -81,10 +81,12 @@ func (m *member) run(ctx context.Context) error {
 		case shard := <-ended:
 			m.reap(ctx, shard)
 		case <-timer.C:
+			begun := time.Now()
 			if err := m.step(ctx, &group, ended); err != nil {
 				return err
 			}
-			timer.Reset(m.beatEvery())
+			// From one beginning to the next: what a step took must not be added to the pause between two renewals.
+			timer.Reset(max(time.Millisecond, m.beatEvery()-time.Since(begun)))
 		}
 	}
 	return nil

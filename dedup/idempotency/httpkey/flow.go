@@ -16,7 +16,8 @@ import (
 // error is answered with 400, or with the response of an idempotency.Final. A failure of a phase is answered with 503 and
 // Retry-After: the next try goes on there.
 //
-// The client that goes away does not end the flow; Config.HandlerTimeout does, between two phases, and it stays resumable.
+// The client that goes away does not end the flow; Config.HandlerTimeout does, between two phases, and it stays resumable. A
+// phase that is AtMostOnce, and what a phase writes, is not cut short: FlowConfig.CallMax bounds these.
 func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		key, body, ok := m.take(w, r)

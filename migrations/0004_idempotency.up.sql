@@ -51,7 +51,8 @@ COMMENT ON TABLE effectonce.idempotency_keys IS
 
 -- Writes a phase of a key down, or its outcome, and raises EO003 where the caller does not hold the key any more. It is
 -- called last in the transaction of a phase, so that the phase is rolled back then. Where a server lost a claim with its
--- last commits, two may have one token: a phase that is done is not done again then either.
+-- last commits, two may have one token: a phase that is done is not done again then either. (coalesce keeps the planner from
+-- the partial index of all running keys, which looks cheaper than the primary key on an empty table.)
 CREATE FUNCTION effectonce.advance_key(
   p_scope text, p_operation text, p_key text, p_token bigint, p_phase text, p_data bytea) RETURNS void
 LANGUAGE plpgsql
@@ -60,7 +61,7 @@ AS $$
 BEGIN
   UPDATE effectonce.idempotency_keys SET
     phases = array_append(phases, p_phase), data = p_data, calling = NULL, attempts = 1, error = NULL
-  WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND state = 'running'
+  WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND coalesce(state, '') = 'running'
     AND p_phase <> ALL (phases);
   IF NOT FOUND THEN
     RAISE EXCEPTION 'idempotency key of operation % is held by another worker', p_operation
@@ -82,7 +83,7 @@ BEGIN
     data = NULL, request = NULL, -- nobody needs them any more
     calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
     finished_at = clock_timestamp(), expires_at = clock_timestamp() + p_window
-  WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND state = 'running'
+  WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND coalesce(state, '') = 'running'
     AND (p_phase IS NULL OR p_phase <> ALL (phases));
   IF NOT FOUND THEN
     RAISE EXCEPTION 'idempotency key of operation % is held by another worker', p_operation

@@ -163,18 +163,16 @@ func (o *Operation) respond(ctx context.Context, t *transaction, key Key, respon
 		return err
 	}
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
-	var gone bool
 	err = t.commit(ctx, func(batch *pgx.Batch) {
 		batch.Queue(o.sql.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
 			QueryRow(func(row pgx.Row) error {
 				err := row.Scan(nil)
-				gone = code(err) == "22012"
+				if code(err) == "22012" { // it is another transaction than the one that claimed, and the server skips COMMIT
+					return errEnded
+				}
 				return err
 			})
 	})
-	if gone { // it is another transaction than the one that claimed, and the server skipped COMMIT
-		err = errEnded
-	}
 	if err != nil {
 		return fmt.Errorf("commit %v: %w", key, err)
 	}

@@ -46,6 +46,12 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 const takeOverMax = 15 * time.Second
 
 func (s *session) takeOver(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
+	s.mu.Lock()
+	closing := s.closing
+	s.mu.Unlock()
+	if closing {
+		return offsets, nil // nothing begins any more: the next holder should not take it for a crash
+	}
 	holds, err := s.holds(ctx, offsets)
 	if err != nil || len(holds) == 0 {
 		return offsets, err
@@ -205,8 +211,7 @@ func (s *session) revoked(ctx context.Context, _ *kgo.Client, keys map[string][]
 	if len(keys) == 0 {
 		return
 	}
-	s.stop(ctx, s.take(keys), s.cfg.DrainMax)
-	s.commitMarks(ctx)
+	s.giveBack(ctx, keys)
 }
 
 // lost stops at once: somebody else holds the partitions already. What is committed late anyway is

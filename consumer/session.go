@@ -24,6 +24,7 @@ type session struct {
 	halted     map[topicPartition]error // that are assigned, but not in work
 	closing    bool                     // no partition begins any more
 
+	ends   sync.Mutex // one goroutine gives partitions back at a time: see giveBack
 	failed chan error // a partition asks for a new session
 	warned time.Time  // when the poll loop said something last
 }
@@ -105,9 +106,18 @@ func (s *session) run(ctx context.Context) error {
 	s.mu.Lock()
 	s.closing = true
 	s.mu.Unlock()
-	s.stop(context.WithoutCancel(ctx), s.take(nil), s.cfg.DrainMax)
-	s.commitMarks(context.WithoutCancel(ctx))
+	s.giveBack(context.WithoutCancel(ctx), nil)
 	return context.Cause(polling)
+}
+
+// giveBack ends partitions in good order; nil: all. A stop and a rebalance may come together: whoever is second waits for
+// what the first one took. A rebalance that went on meanwhile would have another member begin beside a batch that is still
+// under way, and the offset behind that would be forgotten.
+func (s *session) giveBack(ctx context.Context, keys map[string][]int32) {
+	s.ends.Lock()
+	defer s.ends.Unlock()
+	s.stop(ctx, s.take(keys), s.cfg.DrainMax)
+	s.commitMarks(ctx)
 }
 
 // leave leaves the group. The client first waits for the answer to a JoinGroup, which comes when every other member

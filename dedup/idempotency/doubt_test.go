@@ -193,10 +193,8 @@ func TestDoubtIsMarkedBehindWhoeverWaited(t *testing.T) {
 	go func() {
 		_, err := impatient.Once(t.Context(), key("k"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
 			close(claimed)
-			for waiting := 0; waiting == 0; {
-				if err := pool.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()`).Scan(&waiting); err != nil {
-					return idempotency.Response{}, err
-				}
+			if err := until(ctx, pool, somebodyWaits); err != nil {
+				return idempotency.Response{}, err
 			}
 			return idempotency.Response{}, idempotency.Indeterminate(errAway)
 		})
@@ -406,10 +404,8 @@ func TestGoroutineLeftBehindCommitsNothing(t *testing.T) {
 					defer close(over)
 					_, _ = tx.Exec(ctx, `SELECT pg_sleep(60) AS left_behind`) // it is cut off
 				}()
-				for active := 0; active == 0; {
-					if err := pool.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE state = 'active' AND query LIKE '%left_behind' AND pid <> pg_backend_pid()`).Scan(&active); err != nil {
-						return idempotency.Response{}, err
-					}
+				if err := until(ctx, pool, `SELECT count(*) FROM pg_stat_activity WHERE state = 'active' AND query LIKE '%left_behind' AND pid <> pg_backend_pid()`); err != nil {
+					return idempotency.Response{}, err
 				}
 				end()
 				return idempotency.Response{Status: 201}, nil

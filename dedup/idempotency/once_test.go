@@ -52,6 +52,18 @@ func effects(t *testing.T, pool *pgxpool.Pool, name string) int {
 	return count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name)
 }
 
+// until asks the database, from beside the work of a request, until there is what it counts.
+func until(ctx context.Context, pool *pgxpool.Pool, sql string) error {
+	for n := 0; n == 0; {
+		if err := pool.QueryRow(ctx, sql).Scan(&n); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+const somebodyWaits = `SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()`
+
 func key(value string) idempotency.Key { return idempotency.Key{Scope: "tenant", Value: value} }
 
 // insertOnce is work with one effect and a response.

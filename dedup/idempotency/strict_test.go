@@ -110,10 +110,8 @@ func TestFailureDoesNotWaitForTheNext(t *testing.T) {
 	}()
 	_, err := o.Once(t.Context(), key("k"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
 		close(claimed)
-		for waiting := 0; waiting == 0; {
-			if err := pool.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()`).Scan(&waiting); err != nil {
-				return idempotency.Response{}, err
-			}
+		if err := until(ctx, pool, somebodyWaits); err != nil {
+			return idempotency.Response{}, err
 		}
 		return idempotency.Response{}, errAway
 	})

@@ -78,7 +78,8 @@ func New(cfg Config) *Metrics {
 			Name: "outbox_shards_owned", Help: "Shards that this replica publishes.", ConstLabels: name,
 		}, m.shardsOwned),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "outbox_relay_info", Help: "Version of the program; always 1.", ConstLabels: prometheus.Labels{"version": cfg.Version},
+			Name: "outbox_relay_info", Help: "Version of the program; always 1.",
+			ConstLabels: prometheus.Labels{"relay": cfg.Relay, "version": cfg.Version},
 		}, func() float64 { return 1 }),
 		m.database,
 		collectors.NewGoCollector(),

@@ -93,7 +93,7 @@ func TestMetricsOfARun(t *testing.T) {
 	s, types := scrape(t, m)
 	assert.Zero(t, s[owned])
 	assert.InDelta(t, 4, s[of("outbox_lease_changes_total", "relay", "default")], 0)
-	assert.InDelta(t, 1, s[of("outbox_relay_info", "version", "v1.2.3")], 0)
+	assert.InDelta(t, 1, s[of("outbox_relay_info", "relay", "default", "version", "v1.2.3")], 0)
 	assert.InDelta(t, 0, s["outbox_metrics_errors_total"], 0)
 	assert.Contains(t, types, "go_goroutines")
 	assert.Contains(t, types, "process_cpu_seconds_total")

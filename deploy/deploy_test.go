@@ -176,6 +176,21 @@ func TestFlagsExist(t *testing.T) {
 	require.Greater(t, used, 20)
 }
 
+// The unit starts a relay again, for ever, whatever it failed with: also after a panic, whose exit status is that of
+// wrong settings.
+func TestUnitStartsTheRelayAgain(t *testing.T) {
+	t.Parallel()
+	settings := map[string][]string{}
+	for _, found := range regexp.MustCompile(`(?m)^(\w+)=(.*)$`).FindAllStringSubmatch(read(t, "systemd/outbox-relay.service"), -1) {
+		settings[found[1]] = append(settings[found[1]], found[2])
+	}
+	assert.Equal(t, []string{"on-failure"}, settings["Restart"])
+	assert.Equal(t, []string{"0"}, settings["StartLimitIntervalSec"], "no number of starts is too many")
+	for _, exception := range []string{"RestartPreventExitStatus", "SuccessExitStatus", "StartLimitAction"} {
+		assert.Empty(t, settings[exception], exception)
+	}
+}
+
 // The two ways to build the image end in the same one.
 func TestBothImagesAreTheSame(t *testing.T) {
 	t.Parallel()

@@ -123,6 +123,32 @@ func TestReadiness(t *testing.T) {
 	alive()
 }
 
+// Row S14: a replica that runs stays ready when the migration of a next release is done, and says else why not, as
+// before. An older schema is another matter.
+func TestRunningReplicaStaysReadyUnderANewerSchema(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	exec := func(sql string) {
+		_, err := pool.Exec(t.Context(), sql)
+		require.NoError(t, err)
+	}
+	state := monitor.NewState()
+	hooks := state.Hooks(relay.Hooks{})
+	server := newServer(t, state, false)
+	server.Ask(pool)
+	state.Running()
+	hooks.Lease(0, true)
+	exec("INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until) VALUES ('default', 0, 'other', clock_timestamp() + interval '1 hour')")
+	exec("UPDATE effectonce.schema_version SET version = version - 1")
+	awaitReady(t, server, 503, "publishing", "database schema is too old")
+	exec("UPDATE effectonce.schema_version SET version = version + 2")
+	awaitReady(t, server, 200, "publishing", "")
+	hooks.Lease(0, false)
+	awaitReady(t, server, 200, "standing_by", "")
+	exec("UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() - interval '1 s'")
+	awaitReady(t, server, 503, "waiting", "no replica holds a lease")
+}
+
 // A relay is stuck when it holds a shard and makes no turn. One without a shard waits for something else, and one
 // that drains has its own limit.
 func TestStuckRelayIsNotAlive(t *testing.T) {

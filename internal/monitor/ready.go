@@ -32,7 +32,7 @@ type Readiness struct {
 // answer is what the database said.
 type answer struct {
 	at     time.Time
-	reason string // empty: it is reachable, and the schema fits
+	reason string // empty: it is reachable, and the schema is not older than the program
 	held   bool   // somebody holds a lease
 }
 
@@ -79,7 +79,9 @@ func (d *database) look(ctx context.Context) (held bool, err error) {
 		if standby {
 			return errStandby
 		}
-		if err := migrations.Check(ctx, tx, migrations.Options{Schema: d.schema}); err != nil {
+		// A newer schema is none of the relay's troubles while it runs: the roll-out migrates before it replaces
+		// replicas, which publish meanwhile. If all of them were not ready then, they could be ended all at once.
+		if err := migrations.Check(ctx, tx, migrations.Options{Schema: d.schema}); err != nil && !errors.Is(err, migrations.ErrTooNew) {
 			return err
 		}
 		return tx.QueryRow(ctx, migrations.InSchema(heldSQL, d.schema), d.relay).Scan(&held)
@@ -92,7 +94,7 @@ func reason(err error) string {
 	switch {
 	case err == nil:
 		return ""
-	case errors.Is(err, errStandby), errors.Is(err, migrations.ErrTooOld), errors.Is(err, migrations.ErrTooNew):
+	case errors.Is(err, errStandby), errors.Is(err, migrations.ErrTooOld):
 		return err.Error()
 	}
 	return "the database does not answer, or refuses: see the log"

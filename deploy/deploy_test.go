@@ -149,7 +149,7 @@ var (
 func TestFlagsExist(t *testing.T) {
 	t.Parallel()
 	known := map[string]bool{}
-	for _, command := range [][]string{{"run"}, {"migrate", "up"}, {"status"}} {
+	for _, command := range [][]string{{"run"}, {"migrate", "up"}, {"migrate", "roles"}, {"status"}} {
 		help, err := exec.CommandContext(t.Context(), "go", append(append([]string{"run", "../cmd/outbox-relay"}, command...), "--help")...).CombinedOutput()
 		require.NoError(t, err, "%s", help)
 		for _, found := range flag.FindAllStringSubmatch(string(help), -1) {

@@ -41,3 +41,43 @@ capabilities: {drop: [ALL]}
     defaultMode: 0440
     items: [{key: {{ .secret.key | quote }}, path: password}]
 {{- end }}
+
+{{- /* The secret with the password of who migrates. */ -}}
+{{- define "relay.migrateSecret" -}}
+{{- ternary .Values.migrate.database.passwordSecret .Values.database.passwordSecret (ne .Values.migrate.database.url "") | toYaml }}
+{{- end }}
+
+{{- /* A container that brings the tables or the roles: (list $ "up"), (list $ "roles"). */ -}}
+{{- define "relay.migrate" -}}
+{{- $command := last . }}
+{{- with first . -}}
+- name: migrate-{{ $command }}
+  image: {{ include "relay.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  args:
+    - migrate
+    - {{ $command }}
+    {{- if eq $command "roles" }}
+    - --apply
+    {{- with .Values.migrate.rolesPrefix }}
+    - --prefix={{ . }}
+    {{- end }}
+    {{- end }}
+    - --schema={{ .Values.schema }}
+    - --database-url={{ default .Values.database.url .Values.migrate.database.url }}
+    {{- $secret := include "relay.migrateSecret" . | fromYaml }}
+    {{- if $secret.name }}
+    - --database-password-file=/secrets/database/password
+    {{- end }}
+    {{- if .Values.insecure }}
+    - --insecure
+    {{- end }}
+    - --log-format=json
+  resources: {{- toYaml .Values.resources | nindent 4 }}
+  securityContext: {{- include "relay.containerSecurity" . | nindent 4 }}
+  {{- if $secret.name }}
+  volumeMounts:
+    - {name: database-password, mountPath: /secrets/database, readOnly: true}
+  {{- end }}
+{{- end }}
+{{- end }}

@@ -49,5 +49,29 @@ COMMENT ON TABLE effectonce.outbox IS
 INSERT INTO effectonce.outbox (txid, seq, id, topic, key, payload, headers, created_at) OVERRIDING SYSTEM VALUE
 SELECT txid, seq, id, topic, key, payload, headers, created_at FROM effectonce.outbox_slotted ORDER BY seq;
 SELECT setval('effectonce.outbox_seq_seq', last_value, is_called) FROM effectonce.outbox_slotted_seq_seq;
+-- The rights move back.
+DO $$
+DECLARE
+  given record;
+BEGIN
+  -- Without an ACL the owner alone has rights; the new table may be somebody else's.
+  FOR given IN
+    SELECT a.privilege_type, r.columns, r.target, a.grantee, a.is_grantable
+    FROM pg_class c, pg_class n, LATERAL (
+      SELECT '' AS columns, 'TABLE effectonce.outbox' AS target, coalesce(c.relacl, acldefault('r', c.relowner)) AS acl
+      UNION ALL
+      SELECT format('(%I)', attname), 'TABLE effectonce.outbox', attacl FROM pg_attribute WHERE attrelid = c.oid AND NOT attisdropped AND attname <> 'slot'
+      UNION ALL
+      SELECT '', 'SEQUENCE effectonce.outbox_seq_seq', coalesce(relacl, acldefault('s', relowner)) FROM pg_class
+      WHERE oid = 'effectonce.outbox_slotted_seq_seq'::regclass
+    ) r, LATERAL aclexplode(r.acl) a
+    WHERE c.oid = 'effectonce.outbox_slotted'::regclass AND n.oid = 'effectonce.outbox'::regclass AND a.grantee <> n.relowner
+  LOOP
+    EXECUTE format('GRANT %s %s ON %s TO %s%s', given.privilege_type, given.columns, given.target,
+      CASE given.grantee WHEN 0 THEN 'PUBLIC' ELSE given.grantee::regrole::text END,
+      CASE WHEN given.is_grantable THEN ' WITH GRANT OPTION' ELSE '' END);
+  END LOOP;
+END
+$$;
 DROP TABLE effectonce.outbox_slotted;
 DROP SEQUENCE effectonce.outbox_slot;

@@ -6,7 +6,7 @@
 
 -- Published rows leave by TRUNCATE of a whole slot, never row by row. New rows go to the slot that the sequence
 -- outbox_slot names; a relay turns it. The sequence only chooses: a row is right in every slot, and what may be
--- truncated is looked up under the slot's lock. Whoever inserts needs USAGE on it, or always fills slot 0.
+-- truncated is looked up under the slot's lock.
 LOCK TABLE effectonce.outbox IN ACCESS EXCLUSIVE MODE;
 ALTER TABLE effectonce.outbox RENAME TO outbox_unslotted;
 ALTER TABLE effectonce.outbox_unslotted RENAME CONSTRAINT outbox_pkey TO outbox_unslotted_pkey;
@@ -15,6 +15,9 @@ ALTER INDEX effectonce.outbox_txid RENAME TO outbox_unslotted_txid;
 
 CREATE SEQUENCE effectonce.outbox_slot AS smallint MINVALUE 0 MAXVALUE 3 START 0;
 SELECT setval('effectonce.outbox_slot', 0);
+-- The column's default reads it with the rights of whoever inserts. Without any, PostgreSQL refuses the row up to
+-- version 17, and fills slot 0 for ever from 18 on. SELECT does not turn it, as USAGE would.
+GRANT SELECT ON SEQUENCE effectonce.outbox_slot TO PUBLIC;
 
 -- Append-only: the relay neither updates nor deletes a row, so there are no dead tuples.
 -- The order of the first two columns matters: defaults are computed in this order, so a row has its
@@ -55,7 +58,7 @@ $$;
 COMMENT ON TABLE effectonce.outbox IS
   'INSERT INTO outbox (topic, key, payload) is a complete publish. Hold the lock that orders a key before inserting its row.';
 
--- What is there moves, with its place in the order; and so do the rights on the table.
+-- What is there moves, with its place in the order; and so do the rights on the table, its columns and its sequence.
 INSERT INTO effectonce.outbox (txid, seq, id, topic, key, payload, headers, created_at, slot) OVERRIDING SYSTEM VALUE
 SELECT txid, seq, id, topic, key, payload, headers, created_at, 0 FROM effectonce.outbox_unslotted ORDER BY seq;
 SELECT setval('effectonce.outbox_seq_seq', last_value, is_called) FROM effectonce.outbox_unslotted_seq_seq;
@@ -63,16 +66,22 @@ DO $$
 DECLARE
   given record;
 BEGIN
+  -- Without an ACL the owner alone has rights; the new table may be somebody else's.
   FOR given IN
-    SELECT a.grantee, a.privilege_type, a.is_grantable FROM pg_class c CROSS JOIN LATERAL aclexplode(c.relacl) a
-    WHERE c.oid = 'effectonce.outbox_unslotted'::regclass AND a.grantee <> c.relowner AND a.privilege_type <> 'MAINTAIN'
+    SELECT a.privilege_type, r.columns, r.target, a.grantee, a.is_grantable
+    FROM pg_class c, pg_class n, LATERAL (
+      SELECT '' AS columns, 'TABLE effectonce.outbox' AS target, coalesce(c.relacl, acldefault('r', c.relowner)) AS acl
+      UNION ALL
+      SELECT format('(%I)', attname), 'TABLE effectonce.outbox', attacl FROM pg_attribute WHERE attrelid = c.oid AND NOT attisdropped
+      UNION ALL
+      SELECT '', 'SEQUENCE effectonce.outbox_seq_seq', coalesce(relacl, acldefault('s', relowner)) FROM pg_class
+      WHERE oid = 'effectonce.outbox_unslotted_seq_seq'::regclass
+    ) r, LATERAL aclexplode(r.acl) a
+    WHERE c.oid = 'effectonce.outbox_unslotted'::regclass AND n.oid = 'effectonce.outbox'::regclass AND a.grantee <> n.relowner
   LOOP
-    EXECUTE format('GRANT %s ON effectonce.outbox TO %s%s', given.privilege_type,
+    EXECUTE format('GRANT %s %s ON %s TO %s%s', given.privilege_type, given.columns, given.target,
       CASE given.grantee WHEN 0 THEN 'PUBLIC' ELSE given.grantee::regrole::text END,
       CASE WHEN given.is_grantable THEN ' WITH GRANT OPTION' ELSE '' END);
-    IF given.privilege_type = 'INSERT' THEN
-      EXECUTE format('GRANT USAGE ON SEQUENCE effectonce.outbox_slot TO %s', CASE given.grantee WHEN 0 THEN 'PUBLIC' ELSE given.grantee::regrole::text END);
-    END IF;
   END LOOP;
 END
 $$;

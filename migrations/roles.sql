@@ -40,10 +40,10 @@ GRANT SELECT ON effectonce.schema_version TO effectonce_publisher, effectonce_re
 -- ---------------------------------------------------------------------------------------------
 -- Publisher, which a consumer's and an endpoint's handlers are too
 
--- Whoever could give txid or seq could keep others from inserting. Without USAGE on the sequence every row would go
--- to slot 0. A message for later is taken back by its id and topic.
+-- Whoever could give txid or seq could keep others from inserting. The default of slot reads the sequence; that is
+-- everybody's to read, unless somebody took it away. A message for later is taken back by its id and topic.
 GRANT INSERT (id, topic, key, payload, headers, created_at) ON effectonce.outbox TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
-GRANT USAGE ON SEQUENCE effectonce.outbox_slot TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
+GRANT SELECT ON SEQUENCE effectonce.outbox_slot TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
 GRANT INSERT, DELETE, SELECT (due_at, id, topic) ON effectonce.outbox_scheduled TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
 -- Functions are everybody's, unless somebody changed the defaults.
 GRANT EXECUTE ON FUNCTION effectonce.uuid_v7() TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint;

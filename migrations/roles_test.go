@@ -91,6 +91,76 @@ func TestRolesNeedNoSuperuser(t *testing.T) {
 	assert.Equal(t, all[0], all[2])
 }
 
+// outboxRights lists who may do what on the outbox, its columns and its sequence, without the role that looks.
+func outboxRights(t *testing.T, conn *pgx.Conn) []string {
+	t.Helper()
+	rows, err := conn.Query(t.Context(), `
+WITH acls AS (
+  SELECT relname AS on, coalesce(relacl, acldefault(CASE relkind WHEN 'S' THEN 's' ELSE 'r' END::"char", relowner)) AS acl FROM pg_class
+  WHERE oid IN ('effectonce.outbox'::regclass, 'effectonce.outbox_seq_seq'::regclass)
+  UNION ALL SELECT attname, attacl FROM pg_attribute WHERE attrelid = 'effectonce.outbox'::regclass)
+SELECT format('%s: %s on %s %s', CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE a.grantee::regrole::text END, a.privilege_type, acls.on, a.is_grantable)
+FROM acls CROSS JOIN LATERAL aclexplode(acl) a WHERE a.grantee <> current_user::regrole ORDER BY 1`)
+	require.NoError(t, err)
+	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	return lines
+}
+
+// Property: whoever has INSERT on the outbox, or on some of its columns, keeps it when a migration makes the table
+// anew, also where another role migrates; and needs nothing else to fill the slot whose turn it is.
+func TestRightsOnTheOutboxOutliveMigrations(t *testing.T) {
+	t.Parallel()
+	address := pgtest.EmptyDatabase(t)
+	conn, prefix := connect(t, address), pgtest.RolePrefix(t, address)
+	owner, columns, table, granter, granted, public := prefix+"_owner", prefix+"_columns", prefix+"_table", prefix+"_granter", prefix+"_granted", prefix+"_public"
+	for _, role := range []string{owner, columns, table, granter, granted, public} {
+		exec(t, conn, "CREATE ROLE "+role)
+	}
+	exec(t, conn, fmt.Sprintf("GRANT CREATE ON DATABASE %s TO %s", pgx.Identifier{conn.Config().Database}.Sanitize(), owner))
+	as := func(role, sql string) {
+		t.Helper()
+		exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+		defer exec(t, conn, "RESET SESSION AUTHORIZATION")
+		exec(t, conn, sql)
+	}
+	exec(t, conn, "SET SESSION AUTHORIZATION "+owner)
+	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 1))
+	exec(t, conn, fmt.Sprintf(`GRANT USAGE ON SCHEMA effectonce TO PUBLIC; GRANT INSERT (topic) ON effectonce.outbox TO PUBLIC;
+		GRANT INSERT (topic, payload) ON effectonce.outbox TO %s; GRANT ALL ON effectonce.outbox TO %s;
+		GRANT INSERT, SELECT (seq) ON effectonce.outbox TO %s WITH GRANT OPTION; GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq TO %[3]s`, columns, table, granter))
+	exec(t, conn, "RESET SESSION AUTHORIZATION")
+	want := outboxRights(t, conn)
+	require.Greater(t, len(want), 15)
+
+	all, err := migrations.All(migrations.Options{})
+	require.NoError(t, err)
+	for _, version := range []int{1, len(all), 1} {
+		require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, version))
+		require.Equal(t, want, outboxRights(t, conn), version)
+		if version > 1 {
+			exec(t, conn, "SELECT setval('effectonce.outbox_slot', 2)")
+		}
+		exec(t, conn, "TRUNCATE effectonce.outbox")
+		as(granter, "GRANT INSERT ON effectonce.outbox TO "+granted)
+		for _, role := range []string{owner, columns, table, granter, granted} {
+			as(role, "INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', '1')")
+		}
+		as(public, "INSERT INTO effectonce.outbox (topic) VALUES ('orders')")
+		as(granter, "REVOKE INSERT ON effectonce.outbox FROM "+granted)
+		if version > 1 {
+			var rows int
+			require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox_2").Scan(&rows))
+			require.Equal(t, 6, rows)
+			for _, role := range []string{columns, public} {
+				var turns bool
+				require.NoError(t, conn.QueryRow(t.Context(), "SELECT has_sequence_privilege($1, 'effectonce.outbox_slot', 'USAGE, UPDATE')", role).Scan(&turns))
+				require.False(t, turns, "a role that inserts does not turn the slot")
+			}
+		}
+	}
+}
+
 // A prefix that could be anything but a name is refused, with its bounds; none is the schema's name.
 func TestRolePrefixIsBounded(t *testing.T) {
 	t.Parallel()

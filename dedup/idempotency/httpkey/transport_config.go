@@ -24,7 +24,8 @@ type TransportConfig struct {
 	// AttemptsMax is how often a request is sent at most. 1 to 100; default 6.
 	AttemptsMax int
 	// TotalMax bounds all attempts of a request and the pauses between them, up to the header of the response; its body is
-	// read under the request's own context. 1 ms to 1 h; default 1 min.
+	// read under the request's own context. Where that has a deadline, the attempts end a tenth of the time ahead of it, 250 ms at
+	// most. 1 ms to 1 h; default 1 min.
 	TotalMax time.Duration
 	// AttemptMax bounds one attempt, sending included, up to the header of the response. 1 ms to 1 h; default 20 s.
 	// What is sent only once has no other limit than its context, neither this one nor TotalMax.

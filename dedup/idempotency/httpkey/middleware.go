@@ -205,7 +205,11 @@ func detach(parent context.Context, timeout time.Duration) (context.Context, fun
 func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, told bool) {
 	kind, retryAfter := m.problem(err)
 	if told && describe(kind).Status >= http.StatusInternalServerError {
-		m.log.ErrorContext(r.Context(), "a request was not executed", "key", key, "problem", kind, "error", err)
+		text := "a request was not executed"
+		if kind == ProblemUnanswered {
+			text = "a request is answered without its outcome"
+		}
+		m.log.ErrorContext(r.Context(), text, "key", key, "problem", kind, "error", err)
 	}
 	refuse(w, kind, retryAfter)
 }
@@ -223,7 +227,7 @@ func (m *Middleware) problem(err error) (Problem, time.Duration) {
 		return ProblemKeyUndecided, 0
 	case errors.Is(err, idempotency.ErrAbandoned):
 		return ProblemKeyAbandoned, 0
-	case errors.Is(err, idempotency.ErrUnanswered):
+	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // a replica that can read it may be next
 		return ProblemUnanswered, m.cfg.RetryAfter
 	case passing(err):
 		return ProblemUnavailable, m.cfg.RetryAfter

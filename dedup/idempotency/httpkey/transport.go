@@ -87,7 +87,8 @@ type call struct {
 	doubt    bool // an earlier attempt, of this process or of another one, may have been executed
 }
 
-// RoundTrip implements http.RoundTripper. Where a redirect is followed under 307 or 308, the key goes along.
+// RoundTrip implements http.RoundTripper. Where a redirect is followed under 307 or 308, the key goes along. One that is followed
+// by a GET has no key; where that gets no answer, the UnansweredError has the one that was redirected.
 func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 	c, err := t.prepare(r)
 	if err != nil {
@@ -214,9 +215,11 @@ func (c *call) begin(ctx context.Context, given bool) error {
 	return usable(key)
 }
 
+// unanswered also has the key of a request whose answer sent the client here for the outcome.
 func (c *call) unanswered(attempts int, err error) error {
-	if c.key == "" {
+	key := keyOf(c.request, c.t.cfg.Header)
+	if key == "" {
 		return err
 	}
-	return &UnansweredError{Key: c.key, Attempts: attempts, Err: err}
+	return &UnansweredError{Key: key, Attempts: attempts, Err: err}
 }

@@ -411,7 +411,8 @@ func TestKeyBehindARedirect(t *testing.T) {
 }
 
 // Property: where an earlier attempt may have been executed, a refusal ends a pending request only if it is the stored answer:
-// a route that is gone by then says nothing about that attempt. What was not executed for now (429) leaves no doubt.
+// a route that is gone by then says nothing about that attempt, nor about the one that is in progress (409). What was not executed
+// for now (429) leaves no doubt.
 func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -419,8 +420,12 @@ func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 	first := map[string]func(w http.ResponseWriter){
 		"no answer": func(http.ResponseWriter) { panic(http.ErrAbortHandler) },
 		"503":       func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
-		"429":       func(w http.ResponseWriter) { w.WriteHeader(http.StatusTooManyRequests) },
-		"pending":   nil, "a key": nil, "nothing": nil,
+		"409": func(w http.ResponseWriter) {
+			w.Header().Set("Retry-After", "0")
+			w.WriteHeader(http.StatusConflict)
+		},
+		"429":     func(w http.ResponseWriter) { w.WriteHeader(http.StatusTooManyRequests) },
+		"pending": nil, "a key": nil, "nothing": nil,
 	}
 	var mu sync.Mutex
 	tries := map[string]int{}

@@ -1,6 +1,7 @@
 package httpkey_test
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -128,6 +129,66 @@ func TestHugeAndSlowBodies(t *testing.T) {
 				require.Equal(t, status, response.StatusCode)
 			}
 			require.Less(t, huge.read.Load(), int64(64<<20))
+		})
+	}
+}
+
+// Property: a body that a layer outside has read is not taken for an empty one, under which all requests with a key would look the
+// same: they are refused, and the log says what to do. A layer that looks for a form where there is none, or puts the body back,
+// does no harm. Row H6.
+func TestBodyThatWasReadBefore(t *testing.T) {
+	t.Parallel()
+	const form, text = "application/x-www-form-urlencoded", "text/plain"
+	for name, c := range map[string]struct {
+		media  string
+		reads  func(r *http.Request) error
+		chunks bool
+		served bool
+	}{
+		"form":            {form, (*http.Request).ParseForm, false, false},
+		"form in chunks":  {form, (*http.Request).ParseForm, true, false},
+		"value of a form": {form, func(r *http.Request) error { _ = r.PostFormValue("a"); return nil }, false, false},
+		"whole body":      {text, func(r *http.Request) error { _, err := io.ReadAll(r.Body); return err }, false, false},
+		"no form":         {text, (*http.Request).ParseForm, false, true},
+		"form put back": {form, func(r *http.Request) error {
+			body, err := io.ReadAll(r.Body)
+			r.Body = io.NopCloser(bytes.NewReader(body))
+			err = errors.Join(err, r.ParseForm())
+			r.Body = io.NopCloser(bytes.NewReader(body))
+			return err
+		}, false, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := newPool(t)
+			var log bytes.Buffer
+			inner := newMiddleware(t, pool, operation(idempotency.Config{Logger: textLogger(&log)})).Handler(insert(201))
+			s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				if assert.NoError(t, c.reads(r)) {
+					inner.ServeHTTP(w, r)
+				}
+			}))
+			ask := func(key, body string) answer {
+				r, err := s.request(t.Context(), http.MethodPost, "/orders", key, body, "Content-Type", c.media)
+				require.NoError(t, err)
+				if c.chunks {
+					r.ContentLength = -1
+				}
+				a, err := s.send(r)
+				require.NoError(t, err)
+				return a
+			}
+			if c.served {
+				require.Equal(t, 201, ask("k", "a=1").status)
+				requireProblem(t, ask("k", "a=2"), 422, httpkey.ProblemKeyReused)
+				require.Equal(t, 201, ask("empty", "").status)
+				return
+			}
+			for _, body := range []string{"a=1", "a=2"} {
+				requireProblem(t, ask("k", body), 500, httpkey.ProblemInternal)
+			}
+			require.Contains(t, log.String(), "put the middleware in front")
+			require.Zero(t, effects(t, pool)+keys(t, pool))
 		})
 	}
 }

@@ -96,6 +96,12 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 		if limited {
 			_ = controller.SetReadDeadline(time.Time{}) // the body is complete: the deadline would only end the connection
 		}
+		if len(body) == 0 && consumed(r) {
+			m.log.ErrorContext(r.Context(), "the body of a request was read before this middleware, which could not tell two requests apart, so it is refused: "+
+				"put the middleware in front of what reads the body")
+			refuse(w, ProblemInternal, 0)
+			return nil, false
+		}
 		return body, true
 	case errors.As(err, &large):
 		refuse(w, ProblemTooLarge, 0)
@@ -108,6 +114,11 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 		refuse(w, ProblemUnreadable, 0)
 	}
 	return nil, false
+}
+
+// consumed tells that a layer outside has read a body of which nothing is left. A form of the query alone is none of it.
+func consumed(r *http.Request) bool {
+	return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
 }
 
 // serve executes the request and answers it.

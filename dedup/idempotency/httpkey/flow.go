@@ -35,7 +35,9 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), m.cfg.HandlerTimeout)
 		defer cancel()
 		if request != nil {
-			made, err := request(again(ctx, r, body))
+			run := again(ctx, r, body)
+			defer removeFiles(run, r)
+			made, err := request(run)
 			var final *idempotency.FinalError
 			switch {
 			case errors.As(err, &final):

@@ -135,7 +135,9 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		started = true
 		e := &exchange{tx: tx, key: key}
 		recorded := newRecorder(outer, m.cfg.BufferBytesMax)
-		next.ServeHTTP(recorded, again(context.WithValue(ctx, exchangeKey{}, e), r, body))
+		run := again(context.WithValue(ctx, exchangeKey{}, e), r, body)
+		defer removeFiles(run, r)
+		next.ServeHTTP(recorded, run)
 		response, err := recorded.response()
 		if err := errors.Join(e.err, err); err != nil {
 			return idempotency.Response{}, &givenUpError{m.final(err), tx.Conn().IsClosed()}
@@ -190,6 +192,14 @@ func again(ctx context.Context, r *http.Request, body []byte) *http.Request {
 	run.ContentLength = int64(len(body))
 	run.TransferEncoding = nil
 	return run
+}
+
+// removeFiles removes the files that a run made when it parsed a form: net/http knows only those of its own request. As there, what a
+// copy of the run parsed (WithContext) is its maker's.
+func removeFiles(run, r *http.Request) {
+	if run.MultipartForm != nil && r.MultipartForm == nil { // else they are there for the next run, too
+		_ = run.MultipartForm.RemoveAll() // as net/http does
+	}
 }
 
 // detach makes a context that the client ends only as long as the work has not begun: a client that went away while its request

@@ -48,6 +48,10 @@ var (
 	// ErrUnanswered: the connection was lost during COMMIT, so nobody knows yet. Asking again under the same key finds
 	// out.
 	ErrUnanswered = errors.New("the database did not answer COMMIT: ask again with the same key")
+	// ErrUnreadable: the request was executed, and this program cannot read the response that is stored: it was not given the key that
+	// it was encrypted with (ErrUnknownSealKey), or no Config.Seal, or the text was changed. Asking again under the same key gives the
+	// response where a program can read it; another key would have a second effect.
+	ErrUnreadable = errors.New("the request with this idempotency key was executed, and its stored response cannot be read")
 )
 
 // InProgressError is an ErrInProgress that says when it is worth trying again.
@@ -123,7 +127,7 @@ func (e *workError) Error() string { return e.err.Error() }
 // Is hides what only the engine says of a key.
 func (e *workError) Is(target error) bool {
 	switch target {
-	case ErrMismatch, ErrInProgress, ErrAbandoned, ErrLockLost, ErrUnknownRecoveryPoint, ErrUnanswered, ErrInvalid:
+	case ErrMismatch, ErrInProgress, ErrAbandoned, ErrLockLost, ErrUnknownRecoveryPoint, ErrUnanswered, ErrUnreadable, ErrInvalid:
 		return false
 	case ErrIndeterminate:
 		var unknown *indeterminateError

@@ -79,7 +79,10 @@ func (o *Operation) answer(k Key, s *stored) (response Response, ok bool, err er
 		return Response{}, true, fmt.Errorf("%w: its work committed by a statement of its own, and left no response", ErrIndeterminate)
 	case s.state == finished:
 		response, err := o.replay(k, s)
-		return response, true, err
+		if err != nil {
+			return Response{}, true, fmt.Errorf("%w: %w", ErrUnreadable, err)
+		}
+		return response, true, nil
 	case s.state == indeterminate:
 		return Response{}, true, ErrIndeterminate
 	case s.state == abandoned:

@@ -64,6 +64,24 @@ func TestDeclineIsReplayed(t *testing.T) {
 	require.Equal(t, 422, other.status)
 }
 
+// Property: an outcome without a status, as a person may have stored it, is answered with 200.
+func TestOutcomeWithoutAStatusIsAnswered(t *testing.T) {
+	t.Parallel()
+	s, err := openSite(t.Context())
+	require.NoError(t, err)
+	defer s.close(t.Context())
+	key, r := idempotency.NewKey(), request{Customer: s.customerOf("finished"), Cents: 100}
+	_, err = s.ask(t.Context(), "", key, r)
+	require.NoError(t, err)
+	changed, err := s.pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET status = 0, body = NULL WHERE key = $1`, key)
+	require.NoError(t, err)
+	require.EqualValues(t, 1, changed.RowsAffected())
+	again, err := s.ask(t.Context(), "", key, r)
+	require.NoError(t, err)
+	require.Equal(t, 200, again.status)
+	require.True(t, again.replayed)
+}
+
 // Property: a key is the same with and without quotes; without one, or with two, nothing is done.
 func TestKeysAreReadAsEverywhere(t *testing.T) {
 	t.Parallel()

@@ -1,15 +1,21 @@
 package httpkey_test
 
 import (
+	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
+	"mime/multipart"
 	"net/http"
+	"os"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -128,6 +134,139 @@ func TestHugeAndSlowBodies(t *testing.T) {
 				require.Equal(t, status, response.StatusCode)
 			}
 			require.Less(t, huge.read.Load(), int64(64<<20))
+		})
+	}
+}
+
+// Property: a body that a layer outside has read is not taken for an empty one, under which all requests with a key would look the
+// same: they are refused, and the log says what to do. A layer that looks for a form where there is none, or puts the body back,
+// does no harm. Row H6.
+func TestBodyThatWasReadBefore(t *testing.T) {
+	t.Parallel()
+	const form, text = "application/x-www-form-urlencoded", "text/plain"
+	for name, c := range map[string]struct {
+		media  string
+		reads  func(r *http.Request) error
+		chunks bool
+		served bool
+	}{
+		"form":            {form, (*http.Request).ParseForm, false, false},
+		"form in chunks":  {form, (*http.Request).ParseForm, true, false},
+		"value of a form": {form, func(r *http.Request) error { _ = r.PostFormValue("a"); return nil }, false, false},
+		"whole body":      {text, func(r *http.Request) error { _, err := io.ReadAll(r.Body); return err }, false, false},
+		"no form":         {text, (*http.Request).ParseForm, false, true},
+		"form put back": {form, func(r *http.Request) error {
+			body, err := io.ReadAll(r.Body)
+			r.Body = io.NopCloser(bytes.NewReader(body))
+			err = errors.Join(err, r.ParseForm())
+			r.Body = io.NopCloser(bytes.NewReader(body))
+			return err
+		}, false, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := newPool(t)
+			var log bytes.Buffer
+			inner := newMiddleware(t, pool, operation(idempotency.Config{Logger: textLogger(&log)})).Handler(insert(201))
+			s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				if assert.NoError(t, c.reads(r)) {
+					inner.ServeHTTP(w, r)
+				}
+			}))
+			ask := func(key, body string) answer {
+				r, err := s.request(t.Context(), http.MethodPost, "/orders", key, body, "Content-Type", c.media)
+				require.NoError(t, err)
+				if c.chunks {
+					r.ContentLength = -1
+				}
+				a, err := s.send(r)
+				require.NoError(t, err)
+				return a
+			}
+			if c.served {
+				require.Equal(t, 201, ask("k", "a=1").status)
+				requireProblem(t, ask("k", "a=2"), 422, httpkey.ProblemKeyReused)
+				require.Equal(t, 201, ask("empty", "").status)
+				return
+			}
+			for _, body := range []string{"a=1", "a=2"} {
+				requireProblem(t, ask("k", body), 500, httpkey.ProblemInternal)
+			}
+			require.Contains(t, log.String(), "put the middleware in front")
+			require.Zero(t, effects(t, pool)+keys(t, pool))
+		})
+	}
+}
+
+// Property: files of a multipart form are gone after each run, one that is run again or panics, too, and after a flow has read its
+// request.
+func TestFilesOfFormsAreRemoved(t *testing.T) {
+	t.Parallel()
+	var body bytes.Buffer
+	form := multipart.NewWriter(&body)
+	part, err := form.CreateFormFile("scan", "scan.png")
+	require.NoError(t, err)
+	_, err = part.Write(make([]byte, 100_000))
+	require.NoError(t, errors.Join(err, form.Close()))
+	// parsed is the name of the file that the form makes.
+	parsed := func(r *http.Request) (string, error) {
+		if err := r.ParseMultipartForm(1); err != nil {
+			return "", err
+		}
+		scan, err := r.MultipartForm.File["scan"][0].Open()
+		if err != nil {
+			return "", err
+		}
+		file, ok := scan.(*os.File)
+		if !ok {
+			return "", errors.New("it is in memory")
+		}
+		return file.Name(), file.Close()
+	}
+	for name, runs := range map[string]int{"answer": 1, "conflict": 2, "panic": 1, "flow": 1} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			m := newMiddleware(t, newPool(t), httpkey.Config{})
+			var files []string
+			handler := m.Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+				file, err := parsed(r)
+				if !assert.NoError(t, err) {
+					return
+				}
+				assert.FileExists(t, file)
+				files = append(files, file)
+				switch {
+				case name == "panic":
+					panic(http.ErrAbortHandler)
+				case name == "conflict" && len(files) == 1:
+					httpkey.Fail(r, &pgconn.PgError{Code: "40001"})
+				}
+			}))
+			if name == "flow" {
+				flow, err := idempotency.NewFlow(m.Operation(), idempotency.FlowConfig[charge]{},
+					idempotency.Phase[charge]{Name: "stored", Write: func(_ context.Context, _ pgx.Tx, step *idempotency.Step[charge]) error {
+						step.Finish(idempotency.Response{Status: 200})
+						return nil
+					}})
+				require.NoError(t, err)
+				handler = httpkey.FlowHandler(m, flow, func(r *http.Request) ([]byte, error) {
+					file, err := parsed(r)
+					files = append(files, file)
+					return nil, err
+				})
+			}
+			s := serve(t, handler)
+			a, err := s.ask(t.Context(), http.MethodPost, "/scans", "k", body.String(), "Content-Type", form.FormDataContentType())
+			if name == "panic" {
+				require.Error(t, err)
+			} else {
+				require.NoError(t, err)
+				require.Equal(t, 200, a.status, a.body)
+			}
+			require.Len(t, files, runs)
+			for _, file := range files {
+				require.NoFileExists(t, file)
+			}
 		})
 	}
 }

@@ -59,8 +59,9 @@
 //
 // Behind authentication: a caller who lost his rights must get its 401, not a replay, and the scope is whom it let in. Let
 // the scope be the principal where callers of one tenant must not see each other's answers. In front of
-// everything that reads the body. Inside of what compresses, logs or measures: the whole response comes at once. A handler
-// cannot stream: see ErrStreaming.
+// everything that reads the body: a request whose body is gone is refused with 500. Inside of what compresses, logs or measures: the
+// whole response comes at once. What recovers panics belongs outside, too: recovered inside, a panic behind the answer commits half
+// of the work, where no status of 400 or more is written then. A handler cannot stream: see ErrStreaming.
 //
 // A router between this middleware and the handler may route a request again, for the handler's second run: those of net/http,
 // gorilla/mux and echo can, mounted ones of chi need a line, and echo's errors another one. See the examples of Middleware.Handler.

@@ -27,11 +27,20 @@ func echoRoutes(authenticate func(http.Handler) http.Handler, once *httpkey.Midd
 }
 
 // writeErrors writes what a handler returns inside of the middleware. Echo itself does so outside of all of them: too
-// late, the empty response is taken for a success by then, and what the handler wrote before its error is committed.
+// late, the empty response is taken for a success by then, and what the handler wrote before its error is committed. Where
+// the handler answered already, echo writes nothing any more: Fail gives such a request up.
 func writeErrors(next echo.HandlerFunc) echo.HandlerFunc {
 	return func(c *echo.Context) error {
-		if err := next(c); err != nil {
+		err := next(c)
+		if err == nil {
+			return nil
+		}
+		answered, _ := echo.UnwrapResponse(c.Response())
+		switch method := c.Request().Method; {
+		case answered == nil || !answered.Committed:
 			c.Echo().HTTPErrorHandler(c, err)
+		case method == http.MethodPost || method == http.MethodPatch: // the others pass through, by default
+			httpkey.Fail(c.Request(), err)
 		}
 		return nil
 	}

@@ -1,14 +1,19 @@
 package httpkey_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -69,6 +74,39 @@ func TestFlowIsResumedByTheNextRequest(t *testing.T) {
 	requireProblem(t, s.post(t, "k", "b"), 422, httpkey.ProblemKeyReused)
 	require.Equal(t, 1, effects(t, pool))
 	require.EqualValues(t, 2, charged.Load())
+}
+
+// Property: a flow inside of a middleware's transaction, which has its key, is refused at once, with no effect, and says what is wrong
+// in the log; a pool of two connections serves others as before. Row H22.
+func TestFlowInsideAMiddleware(t *testing.T) {
+	t.Parallel()
+	plain := newPool(t)
+	config := plain.Config()
+	config.MaxConns = 2
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	var log bytes.Buffer
+	m := newMiddleware(t, pool, operation(idempotency.Config{Logger: textLogger(&log)}))
+	flow, err := idempotency.NewFlow(m.Operation(), idempotency.FlowConfig[charge]{},
+		idempotency.Phase[charge]{Name: "charged", Write: func(_ context.Context, _ pgx.Tx, step *idempotency.Step[charge]) error {
+			step.Finish(idempotency.Response{Status: 201})
+			return nil
+		}})
+	require.NoError(t, err)
+	inside, alone := serve(t, m.Handler(httpkey.FlowHandler(m, flow, nil))), serve(t, httpkey.FlowHandler(m, flow, nil))
+	var group sync.WaitGroup
+	for n := range 4 {
+		group.Go(func() {
+			a, err := inside.ask(t.Context(), http.MethodPost, "/orders", fmt.Sprint("inside-", n), "a")
+			assert.NoError(t, err) //nolint:testifylint // not the test's goroutine
+			assert.Equal(t, httpkey.ProblemInternal, a.problem.Type)
+		})
+	}
+	group.Wait()
+	require.Contains(t, log.String(), "take the route out")
+	require.Equal(t, 201, alone.post(t, "k", "a").status)
+	require.Equal(t, 1, keys(t, pool))
 }
 
 // Property: a flow whose foreign call has an unknown outcome answers 409 without Retry-After, now and later; one that

@@ -96,6 +96,12 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 		if limited {
 			_ = controller.SetReadDeadline(time.Time{}) // the body is complete: the deadline would only end the connection
 		}
+		if len(body) == 0 && consumed(r) {
+			m.log.ErrorContext(r.Context(), "the body of a request was read before this middleware, which could not tell two requests apart, so it is refused: "+
+				"put the middleware in front of what reads the body")
+			refuse(w, ProblemInternal, 0)
+			return nil, false
+		}
 		return body, true
 	case errors.As(err, &large):
 		refuse(w, ProblemTooLarge, 0)
@@ -108,6 +114,11 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 		refuse(w, ProblemUnreadable, 0)
 	}
 	return nil, false
+}
+
+// consumed tells that a layer outside has read a body of which nothing is left. A form of the query alone is none of it.
+func consumed(r *http.Request) bool {
+	return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
 }
 
 // serve executes the request and answers it.
@@ -124,7 +135,9 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		started = true
 		e := &exchange{tx: tx, key: key}
 		recorded := newRecorder(outer, m.cfg.BufferBytesMax)
-		next.ServeHTTP(recorded, again(context.WithValue(ctx, exchangeKey{}, e), r, body))
+		run := again(context.WithValue(ctx, exchangeKey{}, e), r, body)
+		defer removeFiles(run, r)
+		next.ServeHTTP(recorded, run)
 		response, err := recorded.response()
 		if err := errors.Join(e.err, err); err != nil {
 			return idempotency.Response{}, &givenUpError{m.final(err), tx.Conn().IsClosed()}
@@ -181,6 +194,14 @@ func again(ctx context.Context, r *http.Request, body []byte) *http.Request {
 	return run
 }
 
+// removeFiles removes the files that a run made when it parsed a form: net/http knows only those of its own request. As there, what a
+// copy of the run parsed (WithContext) is its maker's.
+func removeFiles(run, r *http.Request) {
+	if run.MultipartForm != nil && r.MultipartForm == nil { // else they are there for the next run, too
+		_ = run.MultipartForm.RemoveAll() // as net/http does
+	}
+}
+
 // detach makes a context that the client ends only as long as the work has not begun: a client that went away while its request
 // waited for a connection costs nothing, one that goes later gets its work done, or all of it rolled back.
 func detach(parent context.Context, timeout time.Duration) (context.Context, func() bool, context.CancelFunc) {
@@ -205,7 +226,11 @@ func detach(parent context.Context, timeout time.Duration) (context.Context, fun
 func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, told bool) {
 	kind, retryAfter := m.problem(err)
 	if told && describe(kind).Status >= http.StatusInternalServerError {
-		m.log.ErrorContext(r.Context(), "a request was not executed", "key", key, "problem", kind, "error", err)
+		text := "a request was not executed"
+		if kind == ProblemUnanswered {
+			text = "a request is answered without its outcome"
+		}
+		m.log.ErrorContext(r.Context(), text, "key", key, "problem", kind, "error", err)
 	}
 	refuse(w, kind, retryAfter)
 }
@@ -223,7 +248,7 @@ func (m *Middleware) problem(err error) (Problem, time.Duration) {
 		return ProblemKeyUndecided, 0
 	case errors.Is(err, idempotency.ErrAbandoned):
 		return ProblemKeyAbandoned, 0
-	case errors.Is(err, idempotency.ErrUnanswered):
+	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // a replica that can read it may be next
 		return ProblemUnanswered, m.cfg.RetryAfter
 	case passing(err):
 		return ProblemUnavailable, m.cfg.RetryAfter

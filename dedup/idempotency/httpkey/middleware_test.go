@@ -187,6 +187,53 @@ func TestPanicRollsBackAndGoesOn(t *testing.T) {
 	}
 }
 
+// Property: a failure behind a success rolls back, stores nothing and is 500, whoever wrote it: the handler, or a layer inside of
+// the middleware that recovers its panic, as chi's Recoverer does. The next request is executed.
+func TestFailureBehindASuccessRollsBack(t *testing.T) {
+	t.Parallel()
+	recoverer := func(next http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			defer func() {
+				if recover() != nil {
+					w.WriteHeader(http.StatusInternalServerError)
+				}
+			}()
+			next.ServeHTTP(w, r)
+		})
+	}
+	for name, late := range map[string]func(w http.ResponseWriter){
+		"recovered panic": func(http.ResponseWriter) { panic("trouble") },
+		"error":           func(w http.ResponseWriter) { http.Error(w, "canary", http.StatusInternalServerError) },
+		"refusal":         func(w http.ResponseWriter) { w.WriteHeader(http.StatusNotFound) },
+	} {
+		for answer, status := range map[string]int{"status": http.StatusCreated, "redirect": http.StatusSeeOther, "body alone": 0} {
+			t.Run(name+" behind "+answer, func(t *testing.T) {
+				t.Parallel()
+				pool := newPool(t)
+				var runs atomic.Int64
+				s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(recoverer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					if !assert.NoError(t, effect(r, "a")) {
+						return
+					}
+					if status != 0 {
+						w.WriteHeader(status)
+					}
+					_, _ = io.WriteString(w, "made")
+					if runs.Add(1) == 1 {
+						late(w)
+					}
+				}))))
+				a := s.post(t, "k", "a")
+				requireProblem(t, a, 500, httpkey.ProblemInternal)
+				require.NotContains(t, a.body, "canary")
+				require.Zero(t, effects(t, pool)+keys(t, pool))
+				require.Less(t, s.post(t, "k", "a").status, 400)
+				require.Equal(t, 1, effects(t, pool))
+			})
+		}
+	}
+}
+
 // Property: Fail rolls back; a serialization failure runs the handler again with the same request, a Final is stored, and
 // everything else is 500 without a word of the error.
 func TestFailGivesTheRequestUp(t *testing.T) {

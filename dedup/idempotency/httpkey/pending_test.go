@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -358,8 +359,60 @@ func TestWhatSettlesARequest(t *testing.T) {
 	require.ElementsMatch(t, kept, isPending(t, pending))
 }
 
+// Property: behind a redirect to a GET the key is that of the request that was redirected: the answer's, by which it is forgotten,
+// and the error's, where the GET gets no answer; asked again under it, the request has no second effect. It is not sent along.
+func TestKeyBehindARedirect(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	pending := newPending(t, pool, httpkey.PendingConfig{})
+	var gone atomic.Bool
+	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
+		switch {
+		case r.Method == http.MethodPost:
+			http.Redirect(w, r, "/moved", http.StatusSeeOther)
+		case r.URL.Path == "/moved":
+			http.Redirect(w, r, "/result", http.StatusFound)
+		case gone.Load():
+			panic(http.ErrAbortHandler)
+		}
+	})
+	s.Config.ErrorLog = nothing()
+	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending, AttemptsMax: 2}))
+	gone.Store(true)
+	ctx := httpkey.WithRequestName(t.Context(), "charge")
+	_, _, err := do(ctx, t, client, http.MethodPost, s.URL+"/charge", "x")
+	var unanswered *httpkey.UnansweredError
+	require.ErrorAs(t, err, &unanswered)
+	require.Equal(t, s.all()[0].key, unanswered.Key)
+
+	gone.Store(false)
+	request, err := http.NewRequestWithContext(httpkey.WithKey(ctx, unanswered.Key), http.MethodPost, s.URL+"/charge", strings.NewReader("x"))
+	require.NoError(t, err)
+	response, err := client.Do(request)
+	require.NoError(t, err)
+	require.NoError(t, response.Body.Close())
+	require.Equal(t, "/result", response.Request.URL.Path)
+	require.Equal(t, unanswered.Key, httpkey.SentKey(response, ""))
+	for _, a := range s.all() {
+		require.Equal(t, a.method == http.MethodPost, a.key == unanswered.Key)
+		require.Equal(t, a.method == http.MethodGet, a.key == "")
+	}
+	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+		return pending.ForgetTx(t.Context(), tx, "charge", httpkey.SentKey(response, ""))
+	}))
+	require.Empty(t, isPending(t, pending))
+
+	_, _, err = do(t.Context(), t, client, http.MethodGet, s.URL+"/moved", "")
+	require.NoError(t, err)
+	gone.Store(true)
+	_, _, err = do(t.Context(), t, client, http.MethodGet, s.URL+"/moved", "")
+	require.Error(t, err)
+	require.NotErrorAs(t, err, &unanswered, "a request that never had a key")
+}
+
 // Property: where an earlier attempt may have been executed, a refusal ends a pending request only if it is the stored answer:
-// a route that is gone by then says nothing about that attempt. What was not executed for now (429) leaves no doubt.
+// a route that is gone by then says nothing about that attempt, nor about the one that is in progress (409). What was not executed
+// for now (429) leaves no doubt.
 func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -367,8 +420,12 @@ func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 	first := map[string]func(w http.ResponseWriter){
 		"no answer": func(http.ResponseWriter) { panic(http.ErrAbortHandler) },
 		"503":       func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
-		"429":       func(w http.ResponseWriter) { w.WriteHeader(http.StatusTooManyRequests) },
-		"pending":   nil, "a key": nil, "nothing": nil,
+		"409": func(w http.ResponseWriter) {
+			w.Header().Set("Retry-After", "0")
+			w.WriteHeader(http.StatusConflict)
+		},
+		"429":     func(w http.ResponseWriter) { w.WriteHeader(http.StatusTooManyRequests) },
+		"pending": nil, "a key": nil, "nothing": nil,
 	}
 	var mu sync.Mutex
 	tries := map[string]int{}

@@ -21,6 +21,7 @@ var (
 	ErrResponseTooLarge = errors.New("the response is larger than Config.BufferBytesMax")
 
 	errAfterwards = errors.New("the handler has returned")
+	errFailedLate = errors.New("the handler answered with a failure after a success: use Fail, or answer once everything is done")
 )
 
 // recorder keeps a response until the transaction is committed. It has no Unwrap, so that http.ResponseController reaches
@@ -46,7 +47,8 @@ func newRecorder(header http.Header, bytesMax int) *recorder {
 // Header implements http.ResponseWriter.
 func (w *recorder) Header() http.Header { return w.header }
 
-// WriteHeader implements http.ResponseWriter. Informational responses are left out; the first other one counts.
+// WriteHeader implements http.ResponseWriter. Informational responses are left out; the first other one counts. A failure behind a
+// success (http.Error, something that recovers a panic) gives the request up: half of the work may be missing.
 func (w *recorder) WriteHeader(status int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -55,6 +57,9 @@ func (w *recorder) WriteHeader(status int) {
 	}
 	if status == http.StatusSwitchingProtocols {
 		_ = w.refuse(ErrStreaming) // the handler finds out when it writes
+	}
+	if status >= 400 && w.status != 0 && w.status < 400 {
+		_ = w.refuse(errFailedLate)
 	}
 	if status >= 200 {
 		w.write(status)

@@ -1,6 +1,7 @@
 package httpkey_test
 
 import (
+	"bytes"
 	"context"
 	"io"
 	"net/http"
@@ -8,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -88,6 +90,53 @@ func TestRevokedCallerGetsNoReplay(t *testing.T) {
 	a := s.post(t, "k", "a")
 	require.Equal(t, 401, a.status)
 	require.NotContains(t, a.body, "made")
+}
+
+// Property: where the stored answer cannot be read, since its key of encryption is missing, a client is not told that nothing was
+// done: it is to ask again with the same key (503), and gets the answer where it can be read. One effect. Row S13.
+func TestUnreadableAnswerIsAskedForAgain(t *testing.T) {
+	t.Parallel()
+	sealer := func(name string) *idempotency.AESSealer {
+		s, err := idempotency.NewAESSealer(map[string][]byte{name: bytes.Repeat([]byte(name), 32)}, name)
+		require.NoError(t, err)
+		return s
+	}
+	for name, handler := range map[string]func(m *httpkey.Middleware) http.Handler{
+		"transaction": func(m *httpkey.Middleware) http.Handler { return m.Handler(insert(201)) },
+		"flow": func(m *httpkey.Middleware) http.Handler {
+			flow, err := idempotency.NewFlow(m.Operation(), idempotency.FlowConfig[charge]{},
+				idempotency.Phase[charge]{Name: "made", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[charge]) error {
+					step.Finish(idempotency.Response{Status: 201, Body: []byte("made a")})
+					_, err := tx.Exec(ctx, `INSERT INTO effects (name) VALUES ('a')`)
+					return err
+				}})
+			require.NoError(t, err)
+			return httpkey.FlowHandler(m, flow, nil)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := newPool(t)
+			var log bytes.Buffer
+			with := func(s idempotency.Sealer) *server {
+				return serve(t, handler(newMiddleware(t, pool, operation(idempotency.Config{Seal: s, Logger: textLogger(&log)}))))
+			}
+			before := with(sealer("a"))
+			require.Equal(t, 201, before.post(t, "k", "a").status)
+			for _, other := range []*server{with(sealer("b")), with(nil)} {
+				a := other.post(t, "k", "a")
+				requireProblem(t, a, 503, httpkey.ProblemUnanswered)
+				require.NotEmpty(t, a.header.Get("Retry-After"))
+				require.NotContains(t, a.body, "not executed")
+			}
+			require.Contains(t, log.String(), "unknown encryption key")
+			require.NotContains(t, log.String(), "not executed")
+			a := before.post(t, "k", "a")
+			require.True(t, a.replayed())
+			require.Equal(t, "made a", a.body)
+			require.Equal(t, 1, effects(t, pool))
+		})
+	}
 }
 
 // Property: another request under a key is 422, also while the stored one stays as it is. Row H6.

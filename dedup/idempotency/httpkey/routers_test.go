@@ -1,12 +1,14 @@
 package httpkey_test
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/labstack/echo/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -101,4 +103,28 @@ func TestErrorsOfEcho(t *testing.T) {
 		require.Equal(t, fmt.Sprint(http.StatusNotFound, i > 0), fmt.Sprint(a.status, a.replayed()))
 		require.JSONEq(t, `{"message": "Not Found"}`, a.body)
 	}
+}
+
+// Property: an error that a handler of echo returns behind its answer gives the request up: no effect, the key is free.
+func TestErrorsOfEchoBehindTheAnswer(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	router := echo.New()
+	router.Use(echo.WrapMiddleware(newMiddleware(t, pool, httpkey.Config{}).Handler), writeErrors)
+	router.Any("/orders", func(c *echo.Context) error {
+		if c.Request().Method == http.MethodPost {
+			if err := effect(c.Request(), "half"); err != nil {
+				return err
+			}
+		}
+		return errors.Join(c.String(http.StatusCreated, "made"), errors.New("canary: the other half"))
+	})
+	s := serve(t, router)
+	a := s.post(t, "k", "a")
+	requireProblem(t, a, 500, httpkey.ProblemInternal)
+	require.NotContains(t, a.body, "canary")
+	require.Zero(t, effects(t, pool)+keys(t, pool))
+	a, err := s.ask(t.Context(), http.MethodGet, "/orders", "", "")
+	require.NoError(t, err)
+	require.Equal(t, 201, a.status, "what passes through has no transaction to give up")
 }

@@ -101,6 +101,10 @@ func (s *server) ask(ctx context.Context, method, path, key, body string, header
 	if err != nil {
 		return a, err
 	}
+	return s.send(r)
+}
+
+func (s *server) send(r *http.Request) (a answer, err error) {
 	response, err := s.Client().Do(r)
 	if err != nil {
 		return a, err
@@ -110,7 +114,7 @@ func (s *server) ask(ctx context.Context, method, path, key, body string, header
 		return a, err
 	}
 	a.status, a.header, a.body = response.StatusCode, response.Header, string(content)
-	if response.Header.Get("Content-Type") == "application/problem+json" && method != http.MethodHead {
+	if response.Header.Get("Content-Type") == "application/problem+json" && r.Method != http.MethodHead {
 		err = json.Unmarshal(content, &a.problem)
 	}
 	return a, err

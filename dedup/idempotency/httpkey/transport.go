@@ -31,6 +31,10 @@ import (
 // UnansweredError.
 //
 // A response whose body breaks off is not asked for again by itself: do it under SentKey.
+//
+// Timeout of the http.Client must be 0: its error takes the place of the UnansweredError, and the key is lost, so that whoever
+// asks again does so under a new one, and has a second effect. TotalMax, or the request's context, bound it as well. Who cannot
+// do without makes the key first, WithKey(ctx, idempotency.NewKey()), and asks again under that.
 type Transport struct {
 	base http.RoundTripper
 	cfg  TransportConfig
@@ -50,7 +54,7 @@ func NewTransport(base http.RoundTripper, cfg TransportConfig) (*Transport, erro
 }
 
 // UnansweredError is a request that the server may have executed, or not. It is safe to ask again under Key, and only
-// under Key: see WithKey.
+// under Key: see WithKey. errors.As finds it in what a http.Client returns, but for one with a Timeout: see Transport.
 type UnansweredError struct {
 	Key      string
 	Attempts int
@@ -83,7 +87,8 @@ type call struct {
 	doubt    bool // an earlier attempt, of this process or of another one, may have been executed
 }
 
-// RoundTrip implements http.RoundTripper. Where a redirect is followed under 307 or 308, the key goes along.
+// RoundTrip implements http.RoundTripper. Where a redirect is followed under 307 or 308, the key goes along. One that is followed
+// by a GET has no key; where that gets no answer, the UnansweredError has the one that was redirected.
 func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 	c, err := t.prepare(r)
 	if err != nil {
@@ -104,7 +109,7 @@ func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 
 // prepare fills in the key and the body. The caller's request stays as it is, but for its body.
 func (t *Transport) prepare(r *http.Request) (*call, error) {
-	c := &call{t: t, request: r.WithContext(r.Context()), deadline: time.Now().Add(t.cfg.TotalMax)} // shares Trailer, which the body fills in
+	c := &call{t: t, request: r.WithContext(r.Context()), deadline: t.deadline(r.Context())} // shares Trailer, which the body fills in
 	c.request.Header = r.Header.Clone()
 	if c.request.Header == nil {
 		c.request.Header = http.Header{}
@@ -126,6 +131,21 @@ func (t *Transport) prepare(r *http.Request) (*call, error) {
 		c.request.Header.Set(t.cfg.Header, c.key)
 	}
 	return c, nil
+}
+
+// headStart is how long before the deadline of its context a request ends by itself, at most.
+const headStart = 250 * time.Millisecond
+
+// deadline is that of all attempts. It is ahead of the context's, by a tenth of the time at most: what comes after that one a
+// http.Client with a Timeout replaces by an error of its own, without the key. This helps only where nothing stalls in between.
+func (t *Transport) deadline(ctx context.Context) time.Time {
+	now := time.Now()
+	deadline := now.Add(t.cfg.TotalMax)
+	end, ok := ctx.Deadline()
+	if early := end.Add(-min(end.Sub(now)/10, headStart)); ok && early.Before(deadline) {
+		return early
+	}
+	return deadline
 }
 
 // chooseKey leaves the key empty where none is needed, and tells whether the caller gave it.
@@ -195,9 +215,11 @@ func (c *call) begin(ctx context.Context, given bool) error {
 	return usable(key)
 }
 
+// unanswered also has the key of a request whose answer sent the client here for the outcome.
 func (c *call) unanswered(attempts int, err error) error {
-	if c.key == "" {
+	key := keyOf(c.request, c.t.cfg.Header)
+	if key == "" {
 		return err
 	}
-	return &UnansweredError{Key: c.key, Attempts: attempts, Err: err}
+	return &UnansweredError{Key: key, Attempts: attempts, Err: err}
 }

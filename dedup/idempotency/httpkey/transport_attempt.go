@@ -27,7 +27,8 @@ func (c *call) run(ctx context.Context) (*http.Response, error) {
 			return nil, c.unanswered(attempt, err)
 		}
 		c.tell(ctx, Retry{Attempt: attempt, Status: status(response), Err: err, Wait: wait})
-		c.doubt = c.doubt || err != nil || response.StatusCode >= http.StatusInternalServerError
+		c.doubt = c.doubt || err != nil || response.StatusCode >= http.StatusInternalServerError ||
+			response.StatusCode == http.StatusConflict // somebody executes it
 		next := time.Now().Add(wait)
 		if response != nil {
 			drain(response.Body, wait)

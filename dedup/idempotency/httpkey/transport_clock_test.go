@@ -135,6 +135,45 @@ func TestTotalTimeIsBounded(t *testing.T) {
 	})
 }
 
+// Property: a server that acts and then hangs costs no second effect where the http.Client has a Timeout, which replaces errors
+// that come after it: the request ends ahead of that, with the key; a key of the caller's is good for asking again, too.
+func TestClientWithATimeoutLosesNoKey(t *testing.T) {
+	t.Parallel()
+	for name, key := range map[string]string{"key of the Transport's": "", "key of the caller's": "mine"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				ctx := t.Context()
+				if key != "" {
+					ctx = httpkey.WithKey(ctx, key)
+				}
+				effects := map[string]bool{}
+				hangs := true
+				transport, err := httpkey.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
+					effects[r.Header.Get("Idempotency-Key")] = true
+					if hangs {
+						<-r.Context().Done()
+						return nil, r.Context().Err()
+					}
+					return answerOf(http.StatusOK, http.Header{}), nil
+				}), httpkey.TransportConfig{})
+				require.NoError(t, err)
+				client := &http.Client{Transport: transport, Timeout: 10 * time.Second}
+				_, _, err = do(ctx, t, client, http.MethodPost, "http://bank.example", "x")
+				require.ErrorIs(t, err, context.DeadlineExceeded)
+				var unanswered *httpkey.UnansweredError
+				require.ErrorAs(t, err, &unanswered)
+				require.True(t, effects[unanswered.Key])
+
+				hangs = false
+				_, _, err = do(httpkey.WithKey(ctx, unanswered.Key), t, client, http.MethodPost, "http://bank.example", "x")
+				require.NoError(t, err)
+				require.Len(t, effects, 1)
+			})
+		})
+	}
+}
+
 // Property: a caller that goes during a pause is let go at once, with the key.
 func TestPauseEndsWithTheContext(t *testing.T) {
 	t.Parallel()

@@ -24,7 +24,8 @@ type TransportConfig struct {
 	// AttemptsMax is how often a request is sent at most. 1 to 100; default 6.
 	AttemptsMax int
 	// TotalMax bounds all attempts of a request and the pauses between them, up to the header of the response; its body is
-	// read under the request's own context. 1 ms to 1 h; default 1 min.
+	// read under the request's own context. Where that has a deadline, the attempts end a tenth of the time ahead of it, 250 ms at
+	// most. 1 ms to 1 h; default 1 min.
 	TotalMax time.Duration
 	// AttemptMax bounds one attempt, sending included, up to the header of the response. 1 ms to 1 h; default 20 s.
 	// What is sent only once has no other limit than its context, neither this one nor TotalMax.
@@ -40,7 +41,7 @@ type TransportConfig struct {
 	Pending PendingStore
 	// ForgetAnswered makes the Transport forget a pending key by itself, when the body of an answer that settles the request was
 	// read to its end or closed: 2xx, 3xx but 307 and 308, 4xx but 401, 403, 407, 408, 409, 410, 421, 422, 423, 425 and 429. Where
-	// an earlier attempt got a 5xx or no answer, or the request was pending already or came with a key of the caller's, a 4xx
+	// an earlier attempt got a 5xx, 409 or no answer, or the request was pending already or came with a key of the caller's, a 4xx
 	// does so only with Idempotent-Replayed: true: the earlier attempt may have been executed.
 	// Who dies between that and writing the answer down asks again under a new key: a second effect. Default: the caller
 	// forgets it in the transaction that writes the answer down (Pending.ForgetTx).

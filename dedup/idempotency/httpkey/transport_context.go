@@ -1,6 +1,7 @@
 package httpkey
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net/http"
@@ -43,16 +44,24 @@ func WithRequestName(ctx context.Context, name string) context.Context {
 	return context.WithValue(ctx, nameInContext, name)
 }
 
-// SentKey returns the key that a response was asked with, empty if none. header is TransportConfig.Header, or empty for
-// its default.
+// SentKey returns the key that a response was asked with, empty if none: behind a redirect to a GET, that of the request that was
+// redirected. header is TransportConfig.Header, or empty for its default.
 func SentKey(response *http.Response, header string) string {
-	if response == nil || response.Request == nil {
+	if response == nil {
 		return ""
 	}
-	if header == "" {
-		header = defaultHeader
+	return keyOf(response.Request, cmp.Or(header, defaultHeader))
+}
+
+// keyOf is the key that a request has, or else the last one on the way of redirects that led to it.
+func keyOf(r *http.Request, header string) string {
+	for r != nil {
+		if key := r.Header.Get(header); key != "" || r.Response == nil {
+			return key
+		}
+		r = r.Response.Request
 	}
-	return response.Request.Header.Get(header)
+	return ""
 }
 
 // defaultHeader is what the IETF's draft and most services call it.

@@ -53,7 +53,7 @@
 // with the database's clock in that transaction; only for an event that is not remembered, since all others have no
 // effect. No clock of this process decides anything but how long it waits.
 //
-//	200              handled, now or before
+//	200              handled, now or before, or what a person stored (outbox-relay keys finish), with its status
 //	RefusedStatus    refused (Refuse, or Idempotency.AttemptsMax), now or before
 //	400, 401, 405    malformed or out of tolerance; no signature fits; not POST
 //	408, 413         the body was too slow, or too large

@@ -1,6 +1,7 @@
 package webhook
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -170,7 +171,9 @@ func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
 	})
 	switch {
 	case err == nil:
-		a.Status, a.Replayed, a.Refused = response.Status, response.Replayed, response.BodyDropped || len(response.Body) > 0
+		// An outcome that a person stored (outbox-relay keys finish) may have status 0, and a body of its own.
+		a.Status, a.Replayed = cmp.Or(response.Status, http.StatusOK), response.Replayed
+		a.Refused = response.BodyDropped || string(response.Body) == refused
 		if !a.Replayed {
 			a.Err = failure
 		}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -70,7 +71,7 @@ func (e *engine) deadLetter(msg *Message, why *parking) outbox.Message {
 	text(letterTimestampType, timestampType)
 	text(letterGroup, e.cfg.Group)
 	text(letterClass, "effectonce."+why.reason)
-	message, stack, _ := strings.Cut(errorText(why.err), "\n")
+	message, stack, _ := strings.Cut(bounds.ErrorText(why.err), "\n")
 	text(letterMessage, message)
 	text(letterStack, stack)
 	text(letterID, msg.ID.String())

@@ -9,6 +9,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
@@ -144,7 +145,7 @@ func (l *lane) count(msg *Message, last error) bool {
 	for waits := 1; ; waits++ {
 		var text *string
 		if last != nil {
-			said := errorText(last)
+			said := bounds.ErrorText(last)
 			text = &said
 		}
 		err := l.pool.QueryRow(l.ctx, l.sql.attempt, l.work.consumer.ID(), [16]byte(msg.ID), text).Scan(&msg.attempts)
@@ -256,7 +257,7 @@ func (l *lane) say(msg *Message, text string, err error, attrs ...any) {
 // trouble says, in the log and in the database, why the partition stands still.
 func (l *lane) trouble(msg *Message, why *parking, text string, wait time.Duration) {
 	l.say(msg, text, why.err, "attempts", why.attempts, "reason", why.reason, "retry_in", wait)
-	said := errorText(fmt.Errorf("%s: offset %d, message %s, attempt %d: %w", text, msg.Offset, msg.ID, why.attempts, why.err))
+	said := bounds.ErrorText(fmt.Errorf("%s: offset %d, message %s, attempt %d: %w", text, msg.Offset, msg.ID, why.attempts, why.err))
 	// The log said it already; a database that is away says the rest.
 	_, _ = l.pool.Exec(l.ctx, l.sql.trouble, l.cfg.Group, msg.Topic, msg.Partition, l.work.pos.epoch, said)
 }

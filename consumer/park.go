@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -50,25 +51,6 @@ type expiredError struct {
 func (e expiredError) Error() string {
 	return fmt.Sprintf("the message's %s is of %s, and the dedup window begins at %s: it may have been handled before, and its claim be forgotten",
 		e.what, e.at.UTC().Format(time.RFC3339), e.oldest.UTC().Format(time.RFC3339))
-}
-
-// errorBytesMax bounds stored error texts; the schema checks the same.
-const errorBytesMax = 2048
-
-// errorText makes an error storable: bounded, UTF-8, without NUL.
-func errorText(err error) string {
-	if err == nil {
-		return ""
-	}
-	text := strings.ReplaceAll(strings.ToValidUTF8(err.Error(), "\uFFFD"), "\x00", "")
-	if len(text) <= errorBytesMax {
-		return text
-	}
-	text = text[:errorBytesMax]
-	for !utf8.ValidString(text) {
-		text = text[:len(text)-1]
-	}
-	return text
 }
 
 // keyHash stands for a key.
@@ -207,7 +189,7 @@ func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *sorting
 		if s.why[i].reason != reasonTooLarge {
 			payloads[i], headers[i] = m.Value, headersText(m.Headers)
 		}
-		reasons[i], errs[i], attempts[i] = s.why[i].reason, errorText(s.why[i].err), int32(s.why[i].attempts)
+		reasons[i], errs[i], attempts[i] = s.why[i].reason, bounds.ErrorText(s.why[i].err), int32(s.why[i].attempts)
 		states[i] = "parked"
 		if s.behind[i] {
 			states[i] = "behind"

@@ -11,6 +11,8 @@ import (
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/bounds"
 )
 
 // assigned is called by the client between the assignment of partitions and their first fetch. It takes
@@ -124,7 +126,7 @@ func (h hold) outOfRange(at int64, stored *int64) error {
 // halt leaves a partition alone until an operator decides.
 func (s *session) halt(ctx context.Context, pos *position, problem error) error {
 	said := fmt.Errorf("the partition halts: %w. To go on with what is left, set Config.OutOfRange to ResumeEarliest and restart", problem)
-	if _, err := s.pool.Exec(ctx, s.sql.trouble, s.cfg.Group, pos.topic, pos.partition, pos.epoch, errorText(said)); err != nil {
+	if _, err := s.pool.Exec(ctx, s.sql.trouble, s.cfg.Group, pos.topic, pos.partition, pos.epoch, bounds.ErrorText(said)); err != nil {
 		return fmt.Errorf("store why a partition halts: %w", err)
 	}
 	s.client.PauseFetchPartitions(map[string][]int32{pos.topic: {pos.partition}})
@@ -137,7 +139,7 @@ func (s *session) halt(ctx context.Context, pos *position, problem error) error 
 
 // reset moves the stored position to what is left of the topic, and leaves a note about it.
 func (s *session) reset(ctx context.Context, pos *position, to int64, why error) error {
-	if _, err := s.pool.Exec(ctx, s.sql.reset, s.cfg.Group, pos.topic, pos.partition, pos.epoch, to, s.owner, errorText(why)); err != nil {
+	if _, err := s.pool.Exec(ctx, s.sql.reset, s.cfg.Group, pos.topic, pos.partition, pos.epoch, to, s.owner, bounds.ErrorText(why)); err != nil {
 		return fmt.Errorf("reset the position of %s/%d: %w", pos.topic, pos.partition, err)
 	}
 	pos.stored = &to

@@ -11,6 +11,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
@@ -273,7 +274,7 @@ func (l *lane) setBack(msg *Message, state string, why *parking, wait time.Durat
 	} else {
 		l.say(msg, "parked message failed again and is tried later", why.err, "attempts", why.attempts, "retry_in", wait)
 	}
-	_, err := l.pool.Exec(l.ctx, l.sql.setBack, msg.row, state, why.reason, errorText(why.err), attempts, wait, l.work.consumer.ID(), [16]byte(msg.ID))
+	_, err := l.pool.Exec(l.ctx, l.sql.setBack, msg.row, state, why.reason, bounds.ErrorText(why.err), attempts, wait, l.work.consumer.ID(), [16]byte(msg.ID))
 	if err != nil {
 		l.cfg.Logger.WarnContext(l.ctx, "a parked message could not be set back; it is tried again", "group", l.cfg.Group, "id", msg.ID, "error", err)
 	}

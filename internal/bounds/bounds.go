@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"os"
+	"strings"
 	"time"
 )
 
@@ -49,6 +50,18 @@ func Ints(settings ...Int) (problems []error) {
 // Problem says what is wrong with a setting.
 func Problem(field string, value any, want string) error {
 	return fmt.Errorf("%s %v: want %s", field, value, want)
+}
+
+// errorBytesMax bounds stored error texts; the schema checks the same.
+const errorBytesMax = 2048
+
+// ErrorText makes an error storable: bounded, UTF-8, without NUL.
+func ErrorText(err error) string {
+	if err == nil {
+		return ""
+	}
+	text := strings.ReplaceAll(strings.ToValidUTF8(err.Error(), "\uFFFD"), "\x00", "")
+	return strings.ToValidUTF8(text[:min(len(text), errorBytesMax)], "") // the cut may have divided a letter
 }
 
 // Owner names this process, for people who look at leases and positions: host name, process number and four

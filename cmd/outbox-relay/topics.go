@@ -4,12 +4,14 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/internal/operator"
+	"github.com/effectonce/effectonce/internal/relays"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -50,6 +52,9 @@ func newTopicsChange(s *settings, verb, short, done string, change changeTopics)
 				by.Who = whoami()
 			}
 			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				if err := s.knowsRelay(ctx, pool); err != nil {
+					return err
+				}
 				changed, err := change(ctx, pool, s.schema, s.relay, by.Who, by.Why, topics...)
 				if err != nil {
 					return err
@@ -67,6 +72,26 @@ func newTopicsChange(s *settings, verb, short, done string, change changeTopics)
 	addJSON(cmd, &asJSON)
 	commandLineOnly(cmd.Flags(), "why")
 	return cmd
+}
+
+// knowsRelay refuses a name that no relay has, though others are there: nobody would take note of the change. Before the
+// first relay runs any name may be meant.
+func (s *settings) knowsRelay(ctx context.Context, pool *pgxpool.Pool) error {
+	all, err := relays.List(ctx, pool, s.schema)
+	if err != nil {
+		return err
+	}
+	var names []string
+	for _, r := range all {
+		if r.Relay == s.relay {
+			return nil
+		}
+		names = append(names, plain(r.Relay))
+	}
+	if len(names) == 0 {
+		return nil
+	}
+	return fmt.Errorf("relay %s: %w; there is %s: give it with --relay", plain(s.relay), relay.ErrUnknownRelay, strings.Join(names, ", "))
 }
 
 func newTopicsList(s *settings) *cobra.Command {

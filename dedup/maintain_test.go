@@ -306,7 +306,7 @@ func TestClaimsAreUniqueWhilePartitionsChange(t *testing.T) {
 func claimPatiently(ctx context.Context, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, ids []uuid.UUID) (fresh []bool, err error) {
 	for {
 		err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-			if _, err := tx.Exec(ctx, `SET LOCAL lock_timeout = '5s'`); err != nil {
+			if _, err := tx.Exec(ctx, `SET LOCAL lock_timeout = '30s'`); err != nil {
 				return err
 			}
 			fresh, err = claims.ClaimBatch(ctx, tx, consumer, ids)

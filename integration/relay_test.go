@@ -43,7 +43,7 @@ func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 	_, err = bystander.Exec(ctx, `SELECT pg_current_xact_id()`)
 	require.NoError(t, err)
 
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{Lease: time.Minute})
 	require.NoError(t, err)
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
@@ -225,7 +225,7 @@ func drainBacklog(t *testing.T, rows int) int64 {
 	_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload)
 		SELECT $1, ('k' || n % 1000)::bytea, convert_to(repeat(md5(n::text), 8), 'UTF8') FROM generate_series(1, $2) n`, topic, rows)
 	require.NoError(t, err)
-	p := start(t, child{Role: "relay", URL: url, Brokers: kafkatest.Brokers(t), Lease: 10 * time.Second})
+	p := start(t, child{Role: "relay", URL: url, Brokers: kafkatest.Brokers(t), Lease: time.Minute})
 	eventually(t, 3*time.Minute, "the backlog drains", func() (bool, any) {
 		n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress`)
 		return n >= rows, n

@@ -140,7 +140,7 @@ func TestPartsWorkWithTheirRoles(t *testing.T) {
 	logger := slog.New(slog.NewTextHandler(&log, nil))
 
 	relayPool, consumerPool, publisher := p.as(t, "relay"), p.as(t, "consumer"), p.as(t, "publisher")
-	r, err := relay.New(relayPool, []kgo.Opt{brokers}, relay.Config{Keep: 100 * time.Millisecond, Lease: time.Second, Shards: 2, Logger: logger})
+	r, err := relay.New(relayPool, []kgo.Opt{brokers}, relay.Config{Keep: 100 * time.Millisecond, Lease: 5 * time.Second, Shards: 2, Logger: logger})
 	require.NoError(t, err)
 	handler := &paper{results: results}
 	c, err := consumer.New(consumerPool, []kgo.Opt{brokers}, consumer.Each(handler.handle),

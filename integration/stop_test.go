@@ -26,7 +26,7 @@ func TestCleanStopsRedeliverNothing(t *testing.T) {
 		t.Run(protocol, func(t *testing.T) {
 			t.Parallel()
 			ctx := t.Context()
-			c, pool := consuming(t, child{Protocol: protocol, BatchMax: 7}, 4)
+			c, pool := consuming(t, child{Protocol: protocol, BatchMax: 7, SessionTimeout: 30 * time.Second}, 4)
 			seed := uint64(time.Now().UnixNano())
 			t.Logf("seed %d", seed)
 			random := rand.New(rand.NewPCG(seed, 0))

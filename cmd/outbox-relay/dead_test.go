@@ -214,7 +214,7 @@ func TestRelayFollowsTheOperator(t *testing.T) {
 	t.Parallel()
 	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1, "max.message.bytes", "5000")
 	conn := connect(t, address)
-	inBackground(t, map[string]string{"DATABASE_URL": address, "KAFKA_BROKERS": strings.Join(kafkatest.Brokers(t), ",")}, "run")
+	inBackground(t, map[string]string{"DATABASE_URL": address, "KAFKA_BROKERS": strings.Join(kafkatest.Brokers(t), ",")}, "run", "--lease", "1m")
 	for _, payload := range []string{"a1", "a:big", "a2", "b:bad", "b2", "c1"} {
 		execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, key, payload, headers) SELECT $1, convert_to(left($2, 1), 'UTF8'),
 			convert_to($2 || repeat('x', CASE WHEN $2 LIKE '%big' THEN 6000 ELSE 0 END), 'UTF8'), CASE WHEN $2 LIKE '%bad' THEN '{"n": {}}' ELSE '{}' END::jsonb`, topic, payload)

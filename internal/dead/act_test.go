@@ -133,7 +133,7 @@ func TestDeadlockIsTriedAgain(t *testing.T) {
 	address := pgtest.Database(t)
 	other, operator, look := connect(t, address), connect(t, address), connect(t, address)
 	exec(t, other, "SET deadlock_timeout = '1h'")
-	exec(t, operator, "SET deadlock_timeout = '2s'")
+	exec(t, operator, "SET deadlock_timeout = '10s'")
 	places := bury(t, look, "a refused held", "b refused held")
 	exec(t, other, "BEGIN")
 	exec(t, other, "SELECT FROM effectonce.outbox_dead WHERE seq = 2 FOR UPDATE")

@@ -86,7 +86,7 @@ func TestNothingIsLostDoubledOrStranded(t *testing.T) {
 		_, err := conn.Exec(t.Context(), mendSQL, 1)
 		require.NoError(t, ignoreDeadlock(err)) // one who uses psql would try again
 		return failed.Load() || len(left(t, conn)) == 0 && drained(t, conn)
-	}, 2*time.Minute, 10*time.Millisecond, "rows are stranded")
+	}, 8*time.Minute, 10*time.Millisecond, "rows are stranded")
 	stopped.Store(true)
 	require.NoError(t, group.Wait())
 	judge(t, conn, topic)

@@ -164,7 +164,7 @@ func TestDeadlockIsTriedAgain(t *testing.T) {
 	address := pgtest.Database(t)
 	consumer, operator, look := connect(t, address), connect(t, address), connect(t, address)
 	exec(t, consumer, "SET deadlock_timeout = '1h'")
-	exec(t, operator, "SET deadlock_timeout = '2s'")
+	exec(t, operator, "SET deadlock_timeout = '10s'")
 	seqs := park(t, look, "a failed parked", "b failed parked")
 	exec(t, consumer, "BEGIN")
 	exec(t, consumer, "SELECT FROM effectonce.parked_messages WHERE seq = $1 FOR UPDATE", seqs[1])

@@ -14,7 +14,7 @@ import (
 )
 
 const (
-	cleanupMax   = 30 * time.Second
+	cleanupMax   = time.Minute
 	poolCloseMax = 10 * time.Second
 	poolConnsMax = 16 // times sixteen tests at once is within the shared server's limit
 )

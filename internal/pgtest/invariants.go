@@ -13,7 +13,7 @@ import (
 // settleMax is how long a broken invariant may take to heal: a connection that was just cut keeps its
 // transaction until the server notices.
 const (
-	settleMax   = 3 * time.Second
+	settleMax   = 30 * time.Second
 	settleEvery = 20 * time.Millisecond
 )
 

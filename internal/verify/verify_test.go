@@ -53,7 +53,7 @@ func (s *site) insert(n int) {
 
 func (s *site) relay() *relay.Relay {
 	s.Helper()
-	r, err := relay.New(s.pool, s.options(), relay.Config{})
+	r, err := relay.New(s.pool, s.options(), relay.Config{Lease: time.Minute})
 	require.NoError(s, err)
 	return r
 }

@@ -50,7 +50,7 @@ func TestBacklogLeavesNoDeadRows(t *testing.T) {
 	require.NoError(t, err)
 	defer relays.Close()
 
-	r := newRelay(t, relays, relay.Config{})
+	r := newRelay(t, relays, relay.Config{Lease: time.Minute})
 	working, stop := context.WithCancel(ctx)
 	defer stop()
 	done := make(chan error, 1)

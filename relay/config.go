@@ -66,7 +66,8 @@ type Config struct {
 	InFlightBytesMax int
 	// Keep is how long published rows stay in the outbox at least, for people, for outbox-relay verify and for
 	// replays. They leave by TRUNCATE of a quarter of the outbox at a time, once every relay on it has published
-	// them: one that never runs again holds them back. 100 ms to 30 days; default 10 min.
+	// them: one that never runs again holds them back. Relays by several names on one outbox all do so, so the
+	// smallest of their Keeps counts: give all the same. 100 ms to 30 days; default 10 min.
 	Keep time.Duration
 	// DrainMax is how long Run waits, after its context was cancelled, for records that are with the
 	// broker. What is not acknowledged by then is published again by the next replica. Default 10 s.
@@ -88,8 +89,9 @@ type Hooks struct {
 	Interrupted func(err error)
 	// Lease is called when this replica takes a shard, and when it gave it up or lost it.
 	Lease func(shard int16, held bool)
-	// Turn is called at each turn of the relay's loop: also while nothing waits and while the database or the
-	// brokers are away, at least every few leases. A relay that makes no turn is stuck.
+	// Turn is called at each turn of the relay's loops: also while nothing waits and while the database or the
+	// brokers are away, at least every few leases. A relay that makes no turn is stuck; so is one whose Sink goes on
+	// though its context ended, and Turn is not called meanwhile.
 	Turn func()
 	// Dead is called after a row moved to outbox_dead.
 	Dead func(topic string, reason Reason)

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -48,7 +49,7 @@ type sorted struct {
 
 // bury gives up a row and, with it, the rest of its key. A row without a key has no order to keep.
 func (s *sorted) bury(r *row, reason Reason, err error) {
-	s.dead = append(s.dead, deadRow{r, reason, err.Error()})
+	s.dead = append(s.dead, deadRow{r, reason, bounds.ErrorText(err)})
 	if r.key != nil && (!s.skip || !reason.ofRow()) {
 		s.behind[keyOf(r)] = true
 	}
@@ -192,7 +193,7 @@ func (p *publisher) bury(ctx context.Context, dead []deadRow, end cursor) error 
 // the cursor, or it would be read again beside it, and a holder that lost its shard adds none, because of the epoch.
 func (p *publisher) storeBuried(ctx context.Context, dead verdicts, end cursor, rows int64) error {
 	seq := p.seqRead.Load()
-	err := pgx.BeginFunc(ctx, p.pool, func(tx pgx.Tx) error {
+	err := p.transact(ctx, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, p.sql.bury, p.cfg.Name, dead.seqs, dead.reasons, dead.errs); err != nil {
 			return err
 		}
@@ -206,7 +207,9 @@ func (p *publisher) storeBuried(ctx context.Context, dead verdicts, end cursor, 
 }
 
 func (p *publisher) buried(ctx context.Context, dead []deadRow) {
+	p.forgetRefusals(dead)
 	p.deadExist = p.deadExist || len(dead) > 0
+	p.laid += len(dead)
 	for _, d := range dead {
 		if p.cfg.Hooks.Dead != nil {
 			p.cfg.Hooks.Dead(d.row.topic, d.reason)
@@ -225,7 +228,7 @@ type verdicts struct {
 }
 
 func (v *verdicts) add(seq int64, reason Reason, err string) {
-	v.seqs, v.reasons, v.errs = append(v.seqs, seq), append(v.reasons, string(reason)), append(v.errs, fmt.Sprintf("%.2000s", err))
+	v.seqs, v.reasons, v.errs = append(v.seqs, seq), append(v.reasons, string(reason)), append(v.errs, err)
 }
 
 func columns(dead []deadRow) (v verdicts) {
@@ -236,25 +239,34 @@ func columns(dead []deadRow) (v verdicts) {
 }
 
 // reviveDead publishes dead rows whose topic exists by now or that were set to retry, in their order,
-// together with what stands behind them.
+// together with what stands behind them. Where they are many the pages of the outbox, with the rows of other topics, take
+// turns with them. Meanwhile each turn publishes more of them than a page has put behind them: they come to an end.
 func (p *publisher) reviveDead(ctx context.Context) error {
-	if !p.deadExist || time.Since(p.looked) < deadEvery {
+	if !p.deadExist {
 		return nil
 	}
-	p.looked = time.Now()
-	if err := p.retryTopics(ctx); err != nil {
-		return err
+	if time.Since(p.looked) >= deadEvery {
+		p.looked = time.Now()
+		if err := p.retryTopics(ctx); err != nil {
+			return err
+		}
+	} else if !p.reviving {
+		return nil
 	}
-	for {
-		more, err := p.reviveSome(ctx)
+	begun, want := time.Now(), 2*p.laid
+	p.reviving, p.laid = true, 0
+	for published := 0; published < want || time.Since(begun) < reviveMax; {
+		n, more, err := p.reviveSome(ctx)
 		if err != nil {
 			return err
 		}
 		if !more {
-			break
+			p.reviving = false
+			return p.lookForDead(ctx)
 		}
+		published += n
 	}
-	return p.lookForDead(ctx)
+	return nil
 }
 
 func (p *publisher) lookForDead(ctx context.Context) error {
@@ -306,40 +318,56 @@ func (p *publisher) retryTopics(ctx context.Context) error {
 	return err
 }
 
-// reviveLimit bounds the rows of one round.
-const reviveLimit = 500
+const (
+	reviveRowsMax = 500                    // of one round
+	reviveMax     = 200 * time.Millisecond // of rounds before the outbox has its turn
+)
 
-func (p *publisher) releasable(ctx context.Context) ([]row, error) {
+// releasable reads a page of dead rows that can be published, as readPage does one of the outbox.
+func (p *publisher) releasable(ctx context.Context) (*page, error) {
 	ctx, cancel := p.patient(ctx)
 	defer cancel()
-	result, err := p.pool.Query(ctx, p.sql.releasable, p.cfg.Name, reviveLimit, p.lease.shards, p.lease.shard, p.cfg.SkipDead)
+	limit := min(p.reviveLimit, reviveRowsMax)
+	result, err := p.pool.Query(ctx, p.sql.releasable, p.cfg.Name, limit, p.lease.shards, p.lease.shard, p.cfg.SkipDead)
 	if err != nil {
 		return nil, fmt.Errorf("read dead rows: %w", silence(ctx, err))
 	}
-	rows, err := pgx.CollectRows(result, func(c pgx.CollectableRow) (row, error) {
+	defer result.Close()
+	page := &page{}
+	for count := 1; result.Next(); count++ {
+		page.full = count == limit
+		if page.bytes > p.bytesMax/4 {
+			page.full = true
+			break
+		}
 		var r row
-		err := c.Scan(&r.seq, (*[16]byte)(&r.id), &r.topic, &r.key, &r.payload, &r.headers, &r.created)
-		return r, err
-	})
-	if err != nil {
+		if err := result.Scan(&r.seq, (*[16]byte)(&r.id), &r.topic, &r.key, &r.payload, &r.headers, &r.created); err != nil {
+			return nil, fmt.Errorf("read dead rows: %w", err)
+		}
+		page.rows = append(page.rows, r)
+		page.bytes += r.bytes()
+	}
+	result.Close()
+	if err := result.Err(); err != nil {
 		return nil, fmt.Errorf("read dead rows: %w", silence(ctx, err))
 	}
-	return rows, nil
+	p.reviveLimit = p.nextLimit(p.reviveLimit, page)
+	return page, nil
 }
 
 // reviveSome publishes one page of releasable rows. Nothing else is in flight meanwhile, so the rows of
 // a key cannot overtake each other.
-func (p *publisher) reviveSome(ctx context.Context) (more bool, err error) {
-	rows, err := p.releasable(ctx)
-	if err != nil || len(rows) == 0 {
-		return false, err
+func (p *publisher) reviveSome(ctx context.Context) (published int, more bool, err error) {
+	page, err := p.releasable(ctx)
+	if err != nil || len(page.rows) == 0 {
+		return 0, false, err
 	}
+	rows := page.rows
 	if err := p.learnTopics(ctx, rows); err != nil {
-		return false, err
+		return 0, false, err
 	}
 	maker := newRecordMaker(len(rows))
 	s := &sorted{behind: map[topicKey]bool{}, skip: p.cfg.SkipDead}
-	b := &batch{}
 	for i := range rows {
 		r := &rows[i]
 		if r.key != nil && s.behind[keyOf(r)] {
@@ -351,32 +379,36 @@ func (p *publisher) reviveSome(ctx context.Context) (more bool, err error) {
 			continue
 		}
 		s.rows, s.records = append(s.rows, r), append(s.records, record)
-		b.bytes += r.bytes()
 	}
 	if err := p.settled(ctx); err != nil {
-		return false, err
+		return 0, false, err
 	}
 	if !p.lease.held() {
-		return false, errLeaseLost
-	}
-	if p.exact != nil && p.anySuspect(s.rows) {
-		return true, p.sendAlone(ctx, s, func(*row) cursor { return cursor{} })
+		return 0, false, errLeaseLost
 	}
 	switch {
+	case p.exact != nil && p.anySuspect(s.rows):
+		// One that is refused ends the work: what is known about others is stored first.
+		if err := p.holdAgain(ctx, s.dead); err != nil {
+			return 0, false, err
+		}
+		return len(s.rows), true, p.sendAlone(ctx, s, func(*row) cursor { return cursor{} })
 	case p.cfg.Sink != nil:
-		err = p.feed(ctx, s, func(*row) cursor { return cursor{} })
+		// What it took before it failed must not come again each time.
+		err = errors.Join(p.feed(ctx, s, func(*row) cursor { return cursor{} }), p.forget(ctx, s))
 	case p.anySuspect(s.rows):
-		err = p.sendSuspects(ctx, s)
+		if err = p.sendSuspects(ctx, s); err == nil {
+			err = p.forget(ctx, s)
+		}
 	default:
-		b.rows, b.records = s.rows, s.records
-		if err = p.send(ctx, b); err == nil {
+		if err = p.send(ctx, &batch{rows: s.rows, records: s.records, bytes: page.bytes}); err == nil {
 			err = p.settled(ctx)
 		}
+		if err == nil {
+			err = p.forget(ctx, s)
+		}
 	}
-	if err != nil {
-		return false, err
-	}
-	return len(rows) == reviveLimit && len(s.rows) > 0, p.forget(ctx, s)
+	return len(s.rows), page.full && len(s.rows) > 0, err
 }
 
 func (p *publisher) exhume(ctx context.Context, seqs []int64) error {
@@ -412,15 +444,22 @@ func (p *publisher) forget(ctx context.Context, s *sorted) error {
 		}
 		p.cfg.Logger.InfoContext(ctx, "dead rows were published", "relay", p.cfg.Name, "rows", len(published))
 	}
+	return p.holdAgain(ctx, s.dead)
+}
+
+// holdAgain stores why rows that are dead already cannot be published still.
+func (p *publisher) holdAgain(ctx context.Context, dead []deadRow) error {
 	// A row that is only behind keeps its state; it moves when the row before it does.
-	again := slices.DeleteFunc(s.dead, func(d deadRow) bool { return d.reason == ReasonBehind })
-	if len(again) > 0 {
-		ctx, cancel := p.patient(ctx)
-		defer cancel()
-		v := columns(again)
-		if _, err := p.pool.Exec(ctx, p.sql.holdAgain, p.cfg.Name, p.lease.shard, p.lease.epoch, v.seqs, v.reasons, v.errs); err != nil {
-			return fmt.Errorf("hold dead rows again: %w", silence(ctx, err))
-		}
+	again := slices.DeleteFunc(dead, func(d deadRow) bool { return d.reason == ReasonBehind })
+	if len(again) == 0 {
+		return nil
 	}
+	ctx, cancel := p.patient(ctx)
+	defer cancel()
+	v := columns(again)
+	if _, err := p.pool.Exec(ctx, p.sql.holdAgain, p.cfg.Name, p.lease.shard, p.lease.epoch, v.seqs, v.reasons, v.errs); err != nil {
+		return fmt.Errorf("hold dead rows again: %w", silence(ctx, err))
+	}
+	p.forgetRefusals(again)
 	return nil
 }

@@ -5,7 +5,9 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -133,8 +135,9 @@ func TestOrderAcrossPauses(t *testing.T) {
 			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 			running(t, pool, relay.Config{ExactlyOnce: exactly, Lease: time.Second}) // it takes note of a pause as often as it renews its lease
 			var writing sync.WaitGroup
-			defer writing.Wait()
 			stop, written := make(chan struct{}), 0
+			end := sync.OnceFunc(func() { close(stop); writing.Wait() })
+			defer end()
 			writing.Go(func() {
 				for ; ; written++ {
 					select {
@@ -159,8 +162,7 @@ func TestOrderAcrossPauses(t *testing.T) {
 					return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'paused'`) == 0
 				})
 			}
-			close(stop)
-			writing.Wait()
+			end()
 			await(t, "all is published", func() bool { return len(values(t, topic)) >= 2*written && dead(t, pool) == 0 })
 			for _, key := range []string{"k", "l"} {
 				next := 0
@@ -229,6 +231,60 @@ func TestDeadRowsBelongToTheHolder(t *testing.T) {
 	}
 }
 
+// poisoned lets Kafka refuse records with "poison" in them, and everything that is produced together with one.
+func poisoned(fake *kfake.Cluster) {
+	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		produce := request.(*kmsg.ProduceRequest)
+		for _, topic := range produce.Topics {
+			for _, partition := range topic.Partitions {
+				if bytes.Contains(partition.Records, []byte("poison")) {
+					return refuse(produce, kerr.InvalidRecord), nil, true
+				}
+			}
+		}
+		return nil, nil, false
+	})
+}
+
+// Property: several records that Kafka refuses only when they are produced, one behind the other, hold nobody else, when they
+// are read first and when an operator retries them: each is found out, and keeps the reason.
+func TestRefusedSideBySide(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+			poisoned(fake)
+			cfg := relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}
+			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, cfg)
+			require.NoError(t, err)
+			ctx, stop := context.WithCancel(t.Context())
+			done := make(chan error, 1)
+			go func() { done <- r.Run(ctx) }()
+			t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+			flows := func(value string) {
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', convert_to($1, 'UTF8'))`, value)
+				await(t, "what is innocent flows", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), value) })
+			}
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) SELECT 'orders', 'poison' FROM generate_series(1, 4)`)
+			flows("1")
+			const heldSQL = `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held' AND reason = 'refused' AND error LIKE '%INVALID_RECORD%' AND attempts = $1`
+			held := func(attempts int) bool {
+				return pgtest.Count(t, pool, strings.ReplaceAll(heldSQL, "$1", fmt.Sprint(attempts))) == 4
+			}
+			await(t, "they are held", func() bool {
+				return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`) == 4
+			})
+			attempts := one[int](t, pool, `SELECT max(attempts) FROM effectonce.outbox_dead`)
+			require.True(t, held(attempts))
+			must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry'`)
+			await(t, "they are held again", func() bool { return held(attempts + 1) })
+			flows("2")
+		})
+	}
+}
+
 // Property: a record that Kafka refuses only when it is produced moves to outbox_dead and holds its key; the innocent
 // rows that were under way with it are published, once where that is promised.
 func TestRefusedWhenProduced(t *testing.T) {
@@ -237,18 +293,7 @@ func TestRefusedWhenProduced(t *testing.T) {
 		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
 			t.Parallel()
 			pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-			fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-				fake.KeepControl()
-				produce := request.(*kmsg.ProduceRequest)
-				for _, topic := range produce.Topics {
-					for _, partition := range topic.Partitions {
-						if bytes.Contains(partition.Records, []byte("poison")) {
-							return refuse(produce, kerr.InvalidRecord), nil, true
-						}
-					}
-				}
-				return nil, nil, false
-			})
+			poisoned(fake)
 			for i := range 30 {
 				value := fmt.Sprint(i)
 				if i == 7 || i == 20 {
@@ -315,3 +360,110 @@ func TestRowsBesideDeadOnesAreCounted(t *testing.T) {
 	require.EqualValues(t, 200, drain(t, newRelay(t, pool, relay.Config{PageRowsMax: 3, ProgressEvery: time.Millisecond})))
 	require.Equal(t, 200, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress`))
 }
+
+// Property: rows of a topic that was resumed, however many wait, do not stop other topics until they are out; what comes
+// meanwhile for the same keys is published behind them, and all of it comes to an end.
+func TestResumedTopicDoesNotStopOthers(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			const waiting = 4000
+			pool, topic, other := pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
+			many := func(first, last int) {
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
+					SELECT $1, convert_to('k' || i % 10, 'UTF8'), convert_to(i::text, 'UTF8') FROM generate_series($2::int, $3::int) AS i`, topic, first, last)
+			}
+			// Rounds of few rows make the backlog last.
+			var late atomic.Bool
+			behind := -1
+			tracer := &between{"-- relay.releasable", func(ctx context.Context) {
+				<-time.After(50 * time.Millisecond) // a slow database: the rounds take their time
+				if late.CompareAndSwap(false, true) {
+					meddle(t, pool, fmt.Sprintf(`INSERT INTO effectonce.outbox (topic, payload) VALUES ('%s', 'now')`, other))(ctx)
+				}
+			}}
+			cfg := relay.Config{ExactlyOnce: exactly, PageRowsMax: 100}
+			r := newRelay(t, pool, cfg)
+			drain(t, r)
+			_, err := relay.Pause(t.Context(), pool, "", "default", "ana", "test", topic)
+			require.NoError(t, err)
+			many(1, waiting)
+			drain(t, r)
+			require.Equal(t, waiting, dead(t, pool))
+			_, err = relay.Resume(t.Context(), pool, "", "default", "ana", "test", topic)
+			require.NoError(t, err)
+			many(waiting+1, waiting+500)
+			running(t, traced(t, pool, tracer), cfg)
+			await(t, "the other topic goes on", func() bool {
+				if kafkatest.Count(t, other) == 0 {
+					return false
+				}
+				behind = dead(t, pool)
+				return true
+			})
+			require.Positive(t, behind, "it came when all others were out")
+			await(t, "all is out", func() bool { return dead(t, pool) == 0 && kafkatest.Count(t, topic) >= waiting+500 })
+			for k := range 10 {
+				last := 0
+				for _, value := range keyed(t, topic, fmt.Sprint("k", k)) {
+					n, err := strconv.Atoi(value)
+					require.NoError(t, err)
+					require.Greater(t, n, last)
+					last = n
+				}
+			}
+		})
+	}
+}
+
+// Property: a replica that freezes while it buries rows keeps its shard, and the shards of others, from nobody for longer
+// than its lease. Row O13.
+func TestFrozenBurialLocksNobodyOut(t *testing.T) {
+	t.Parallel()
+	pool, topic, missing := pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
+	tracer := &freezing{frozen: make(chan struct{}), thaw: make(chan struct{})}
+	thaw := sync.OnceFunc(func() { close(tracer.thaw) })
+	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '1')`, missing)
+	const lease = 8 * time.Second
+	first := newRelay(t, traced(t, pool, tracer), relay.Config{Lease: lease})
+	t.Cleanup(thaw)
+	done := make(chan error, 1)
+	go func() {
+		_, err := first.Drain(t.Context())
+		done <- err
+	}()
+	select {
+	case <-tracer.frozen:
+	case err := <-done:
+		require.Fail(t, "it does not come to the burial", "%v", err)
+	}
+	must(t, pool, `UPDATE effectonce.outbox_replicas SET alive_until = clock_timestamp()`)
+	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'l', '2')`, topic)
+	running(t, pool, relay.Config{Lease: lease})
+	await(t, "another replica publishes", func() bool { return kafkatest.Count(t, topic) >= 1 && dead(t, pool) == 1 })
+	thaw()
+	require.Error(t, <-done)
+	require.Equal(t, 1, dead(t, pool))
+}
+
+// freezing lets a replica freeze right before the COMMIT of a burial: from then on it sends nothing.
+type freezing struct {
+	buries, froze atomic.Bool
+	frozen, thaw  chan struct{}
+}
+
+func (f *freezing) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	switch {
+	case strings.HasPrefix(query.SQL, "-- relay.bury"):
+		f.buries.Store(true)
+	case f.froze.Load():
+		<-f.thaw
+	case strings.EqualFold(query.SQL, "commit") && f.buries.Load() && f.froze.CompareAndSwap(false, true):
+		close(f.frozen)
+		<-f.thaw
+	}
+	return ctx
+}
+
+func (*freezing) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}

@@ -41,7 +41,13 @@ func (p *publisher) beginExactlyOnce(ctx context.Context) error {
 		return fmt.Errorf("read progress topic %q: %w", p.cfg.ProgressTopic, err)
 	}
 	p.exact.at = p.lease.cursor
-	if found == nil || !found.after(p.lease) {
+	if found == nil {
+		return nil
+	}
+	if _, err := p.lease.cluster.movedFrom(cluster{system: found.System, timeline: found.Timeline}); err != nil {
+		return fmt.Errorf("progress topic %q: %w", p.cfg.ProgressTopic, err)
+	}
+	if !found.after(p.lease) {
 		return nil
 	}
 	at, err := found.cursor()
@@ -190,7 +196,7 @@ func (p *publisher) endTransaction(ctx context.Context, end cursor, rows int64) 
 	if !p.lease.held() {
 		return errLeaseLost
 	}
-	if err := p.client.ProduceSync(ctx, record).FirstErr(); err != nil {
+	if err := p.produceOne(ctx, record); err != nil {
 		return fmt.Errorf("write progress to topic %q: %w", p.cfg.ProgressTopic, err)
 	}
 	crashpoint.Here(crashpoint.RelayAcknowledged)

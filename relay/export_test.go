@@ -66,3 +66,30 @@ func (r *Relay) Acquires(ctx context.Context, shard int16) (bool, error) {
 	l, err := r.acquire(ctx, shard)
 	return l != nil, err
 }
+
+// FetchesElsewhere is what a look at the outbox says that reaches another server than the one of the lease.
+func (r *Relay) FetchesElsewhere(ctx context.Context) error {
+	l, err := r.acquire(ctx, 0)
+	if err != nil {
+		return err
+	}
+	another := "another run"
+	l.cluster.run = &another
+	_, _, err = newPublisher(r, l).fetch(ctx, l.cursor, 10)
+	r.giveBack(ctx, l)
+	return err
+}
+
+// HasSeen lets this process have published on another timeline of this cluster.
+func (r *Relay) HasSeen(ctx context.Context, later int32) error {
+	c, err := r.askCluster(ctx)
+	if err != nil {
+		return err
+	}
+	*c.timeline += later
+	r.newest.Store(&c)
+	return nil
+}
+
+// ErrAnotherRun is what FetchesElsewhere returns.
+var ErrAnotherRun = errAnotherRun

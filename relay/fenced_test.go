@@ -240,9 +240,9 @@ func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
 	go func() { done <- r.Run(ctx) }()
 	insert(t, pool, topic, "k", "before")
 	await(t, "a row is handed over", func() bool { return records.Load() == 1 })
-	tracer.cut.Store(true)
 	tracer.fetch.Store(true)
 	<-tracer.waits
+	tracer.cut.Store(true)
 	await(t, "the lease is over", func() bool {
 		return one[bool](t, pool, `SELECT lease_until < clock_timestamp() FROM effectonce.outbox_progress`)
 	})

@@ -51,7 +51,7 @@ func (p *publisher) newJournal() *journal {
 }
 
 func (r *Relay) transactionalID(l *lease) string {
-	return fmt.Sprintf("effectonce/%v/%s/%s/%s/%d", deref(l.cluster.system), r.pool.Config().ConnConfig.Database, r.cfg.Schema, r.cfg.Name, l.shard)
+	return fmt.Sprintf("effectonce/%v/%s/%s/%s/%d", deref(l.cluster.system), l.cluster.database, r.cfg.Schema, r.cfg.Name, l.shard)
 }
 
 // prepare makes the topic if it is not there.
@@ -209,8 +209,15 @@ func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) 
 	defer reader.Close()
 	var last *entry
 	for at := begin; at < end; {
-		fetches := reader.PollFetches(ctx)
-		if err := fetches.Err(); err != nil {
+		polling, cancel := context.WithTimeout(ctx, complaintEvery)
+		fetches := reader.PollFetches(polling)
+		silent := polling.Err() != nil && ctx.Err() == nil
+		cancel()
+		if err := fetches.Err(); silent && errors.Is(err, context.DeadlineExceeded) {
+			j.cfg.Logger.WarnContext(ctx, "waiting for a transaction that is open in the progress topic; if it hangs, kafka-transactions.sh finds and aborts it",
+				"relay", j.cfg.Name, "shard", j.lease.shard, "topic", j.topic, "offset", at)
+			continue
+		} else if err != nil {
 			return nil, err
 		}
 		for _, record := range fetches.Records() {

@@ -1,7 +1,9 @@
 package relay_test
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -103,4 +105,81 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	}
 	require.Equal(t, []string{"1", "2"}, values(t, topic), "nothing twice")
 	require.Equal(t, 2, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress`))
+}
+
+// Property: a relay that was led back to an old primary publishes nothing: where this process has worked on a later
+// timeline, and with exactly once where any has. Row O26.
+func TestOldPrimaryIsKnownFromElsewhere(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	cfg := relay.Config{ExactlyOnce: true, ProgressTopic: kafkatest.UnusedTopic(t)}
+	r := newRelay(t, pool, cfg)
+	insert(t, pool, topic, "k", "1")
+	drain(t, r)
+	insert(t, pool, topic, "k", "2")
+	require.NoError(t, r.HasSeen(ctx, 1))
+	_, err := r.Drain(ctx)
+	require.ErrorIs(t, err, relay.ErrOldPrimary)
+
+	entries := kafkatest.ReadAll(t, cfg.ProgressTopic)
+	last := entries[len(entries)-1]
+	var entry map[string]any
+	numbers := json.NewDecoder(bytes.NewReader(last.Value))
+	numbers.UseNumber()
+	require.NoError(t, numbers.Decode(&entry))
+	timeline, err := entry["timeline"].(json.Number).Int64()
+	require.NoError(t, err)
+	entry["timeline"] = timeline + 1
+	value, err := json.Marshal(entry)
+	require.NoError(t, err)
+	require.NoError(t, kafkatest.Client(t).ProduceSync(ctx, &kgo.Record{Topic: cfg.ProgressTopic, Key: last.Key, Value: value}).FirstErr())
+	limited, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	require.ErrorIs(t, newRelay(t, pool, cfg).Run(limited), relay.ErrOldPrimary)
+	require.Equal(t, []string{"1"}, values(t, topic))
+}
+
+// Property: what a connection to another server shows is not published, and no progress is made by it. Rows O24, O25.
+func TestWhatAnotherServerShowsIsNotRead(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	r := newRelay(t, pool, relay.Config{})
+	drain(t, r)
+	insert(t, pool, topic, "k", "1")
+	require.ErrorIs(t, r.FetchesElsewhere(t.Context()), relay.ErrAnotherRun)
+	require.EqualValues(t, 1, drain(t, r))
+}
+
+// Property: a broker that has the progress record of a transaction and does not answer does not keep a relay from stopping.
+func TestStopWhileProgressIsNotAcknowledged(t *testing.T) {
+	t.Parallel()
+	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "progress"))
+	progress := fake.TopicInfo("progress").TopicID
+	silent, answer := make(chan struct{}), make(chan struct{})
+	t.Cleanup(func() { close(answer) })
+	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		for _, topic := range request.(*kmsg.ProduceRequest).Topics {
+			if topic.Topic == "progress" || topic.TopicID == progress {
+				fake.DropControl()
+				close(silent)
+				fake.SleepControl(func() { <-answer })
+			}
+		}
+		return nil, nil, false
+	})
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true, ProgressTopic: "progress", DrainMax: time.Second})
+	require.NoError(t, err)
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	insert(t, pool, "orders", "k", "1")
+	<-silent
+	stop()
+	select {
+	case err := <-done:
+		require.NoError(t, err)
+	case <-time.After(40 * time.Second):
+		require.Fail(t, "the stop waits for the broker")
+	}
 }

@@ -18,6 +18,7 @@ type cluster struct {
 	system   *int64
 	timeline *int32
 	run      *string // of the server: see serverRun
+	database string  // as the server calls it; a pooler may have another name
 }
 
 // lease is the right to publish a shard, until the database's clock passes its end. Its epoch is in every
@@ -89,19 +90,32 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	// A connection that is dead without saying so must not keep a replica from everything else.
 	asking, cancel := context.WithTimeout(ctx, r.cfg.Lease)
 	defer cancel()
-	here, err := r.askCluster(asking)
-	if err != nil {
+	l := &lease{shard: shard}
+	var err error
+	if l.cluster, err = r.askCluster(asking); err != nil {
 		return nil, err
 	}
-	l := &lease{shard: shard, cluster: here}
-	if err := r.pool.QueryRow(asking, r.sql.seq).Scan(&l.seq); err != nil {
+	// Its own progress does not tell an old primary that there is a later one; this process may have seen it.
+	if newest := r.newest.Load(); newest != nil {
+		if _, err := l.cluster.movedFrom(*newest); err != nil {
+			return nil, err
+		}
+	}
+	var same bool
+	if err := r.pool.QueryRow(asking, r.sql.seq, l.cluster.run).Scan(&l.seq, &l.cluster.database, &same); err != nil {
 		return nil, fmt.Errorf("read the outbox's sequence: %w", err)
 	}
+	if !same {
+		return nil, errAnotherRun
+	}
+	// Whoever has the row locked must not keep this replica from renewing the leases that it holds.
+	taking, stop := context.WithTimeout(asking, max(r.cfg.Lease/2, time.Second))
+	defer stop()
 	asked := time.Now()
 	var from int64
 	var to *int64
 	var known cluster
-	err = r.pool.QueryRow(asking, r.sql.acquire, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
+	err = r.pool.QueryRow(taking, r.sql.acquire, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
 		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no lease is no error
@@ -110,33 +124,44 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 		return nil, fmt.Errorf("take the lease of shard %d: %w", shard, err)
 	}
 	l.trust(asked, r.cfg.Lease)
-	moved, err := l.cluster.movedFrom(known)
-	if err != nil {
+	if err := r.begin(ctx, l, known, from, to); err != nil {
 		r.giveBack(ctx, l)
 		return nil, err
+	}
+	newest := l.cluster
+	r.newest.Store(&newest)
+	return l, nil
+}
+
+// begin finds out where a lease begins: at stored progress, or behind a recovery.
+func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, to *int64) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
+	defer cancel()
+	moved, err := l.cluster.movedFrom(known)
+	if err != nil {
+		return err
 	}
 	switch {
 	case moved:
 		to = nil
 		if from, err = r.recover(ctx, l, known); err != nil {
-			return nil, err
+			return silence(ctx, err)
 		}
 	case from == 0:
-		if err := r.begin(ctx, l); err != nil {
-			return nil, err
+		// Nothing was published that is known: progress does not tell that the rows came from another cluster.
+		if err := r.stamp(ctx, l, func(pgx.Tx) error { return nil }); err != nil {
+			return fmt.Errorf("look for rows of another cluster: %w", silence(ctx, err))
 		}
 	}
-	loading, stop := context.WithTimeout(ctx, r.patience)
-	defer stop()
-	if l.cursor.from, err = r.loadTick(loading, r.pool, from); err != nil {
-		return nil, err
+	if l.cursor.from, err = r.loadTick(ctx, r.pool, from); err != nil {
+		return silence(ctx, err)
 	}
 	if to != nil {
-		if l.cursor.to, err = r.loadTick(loading, r.pool, *to); err != nil {
-			return nil, err
+		if l.cursor.to, err = r.loadTick(ctx, r.pool, *to); err != nil {
+			return silence(ctx, err)
 		}
 	}
-	return l, nil
+	return nil
 }
 
 // giveBack ends the lease early. Failure only costs the others the rest of it.

@@ -54,16 +54,18 @@ type standing struct {
 
 // run takes part until ctx ends.
 func (m *member) run(ctx context.Context) error {
-	ended := make(chan int16)
+	ended := make(chan *worker)
 	var group sync.WaitGroup
+	listening, stopListening := context.WithCancel(ctx)
 	defer func() {
+		stopListening()
 		m.abandonCut(context.WithoutCancel(ctx))
 		for _, w := range m.workers {
 			w.end()
 		}
 		go func() { group.Wait(); close(ended) }()
-		for shard := range ended {
-			m.reap(ctx, shard)
+		for w := range ended {
+			_ = m.reap(ctx, w)
 		}
 		m.leave(ctx)
 	}()
@@ -71,15 +73,17 @@ func (m *member) run(ctx context.Context) error {
 		return err
 	}
 	if m.cfg.Listen {
-		group.Go(func() { m.listen(ctx) })
+		group.Go(func() { m.listen(listening) })
 	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for ctx.Err() == nil {
 		select {
 		case <-ctx.Done():
-		case shard := <-ended:
-			m.reap(ctx, shard)
+		case w := <-ended:
+			if err := m.reap(ctx, w); err != nil {
+				return err
+			}
 		case <-timer.C:
 			begun := time.Now()
 			if err := m.step(ctx, &group, ended); err != nil {
@@ -120,7 +124,7 @@ func (m *member) enroll(ctx context.Context) error {
 }
 
 // step is one look at how things stand, and what follows from it.
-func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- int16) error {
+func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *worker) error {
 	m.turn()
 	var leases []*lease
 	for _, w := range m.workers {
@@ -227,7 +231,7 @@ func (m *member) shed(quota int) {
 }
 
 // take takes free shards up to the quota.
-func (m *member) take(ctx context.Context, free []int16, quota int, group *sync.WaitGroup, ended chan<- int16) error {
+func (m *member) take(ctx context.Context, free []int16, quota int, group *sync.WaitGroup, ended chan<- *worker) error {
 	if time.Now().Before(m.notYet) {
 		return nil
 	}
@@ -254,7 +258,7 @@ func (m *member) take(ctx context.Context, free []int16, quota int, group *sync.
 	return nil
 }
 
-func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, ended chan<- int16) {
+func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, ended chan<- *worker) {
 	working, stop := context.WithCancel(ctx)
 	w := &worker{lease: l, publisher: newPublisher(m.Relay, l), stop: stop}
 	w.publisher.patience <<= min(m.trouble, patienceGrows)
@@ -268,25 +272,38 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	group.Go(func() {
 		defer stop()
 		w.err = w.publisher.publish(working)
-		ended <- l.shard // after which the member may read err
+		ended <- w // after which the member may read err
 	})
 }
 
-// reap takes note of a worker that ended.
-func (m *member) reap(ctx context.Context, shard int16) {
-	w := m.workers[shard]
-	if w == nil || w.publisher.ended.Load() {
-		return // it keeps its lease: see reshard
+// reap takes note of a worker that ended. It returns what waiting cannot mend.
+func (m *member) reap(ctx context.Context, w *worker) error {
+	shard := w.lease.shard
+	switch {
+	case m.workers[shard] != w:
+		return nil // it was replaced already: see reshard
+	case !w.publisher.ended.Load():
+	case w.ending: // it came to the cut when that was given up already
+		brief, cancel := m.brief(context.WithoutCancel(ctx))
+		m.giveBack(brief, w.lease)
+		cancel()
+	default:
+		return nil // it keeps its lease: see reshard
 	}
 	delete(m.workers, shard)
 	if m.cfg.Hooks.Lease != nil {
 		m.cfg.Hooks.Lease(shard, false)
 	}
-	if w.err != nil {
-		m.back(ctx, fmt.Errorf("shard %d: %w", shard, w.err))
-	} else {
+	var alone *refusedAlone
+	switch {
+	case w.err == nil:
 		m.trouble = 0
+	case errors.Is(w.err, ErrOldPrimary):
+		return w.err
+	case !errors.As(w.err, &alone):
+		m.back(ctx, fmt.Errorf("shard %d: %w", shard, w.err))
 	}
+	return nil
 }
 
 // back waits before shards are taken again.

@@ -1,12 +1,21 @@
 package relay_test
 
 import (
+	"bytes"
 	"context"
 	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -115,4 +124,148 @@ func TestLeaseGivenBackIsNotRenewed(t *testing.T) {
 	renewed, err := newRelay(t, pgtest.Pool(t), relay.Config{}).RenewsWhatItGaveBack(t.Context())
 	require.NoError(t, err)
 	require.False(t, renewed)
+}
+
+// Property: a change of the number of shards that an operator takes back, while a shard that has read up to the cut still
+// waits for the brokers, leaves no shard behind: all are published further.
+func TestReshardingTakenBackLeavesNoShardBehind(t *testing.T) {
+	t.Parallel()
+	ctx, pool, fake := t.Context(), pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	var fetches, beats atomic.Int64
+	tracer := &counting{prefixes: map[string]*atomic.Int64{"-- relay.fetch\n": &fetches, "-- relay.beat": &beats}}
+	var said lockedBuffer
+	r, err := relay.New(traced(t, pool, tracer), []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)},
+		relay.Config{Shards: 2, Lease: 30 * time.Second, DrainMax: time.Minute, Logger: slog.New(slog.NewTextHandler(&said, nil))})
+	require.NoError(t, err)
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- r.Run(running) }()
+	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+	await(t, "both shards are taken", func() bool {
+		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress WHERE owner IS NOT NULL`) == 2
+	})
+	held, release := make(chan struct{}), make(chan struct{})
+	fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
+		fake.DropControl()
+		close(held)
+		fake.SleepControl(func() { <-release })
+		return nil, nil, false
+	})
+	insert(t, pool, "orders", "k", "1")
+	<-held
+	_, err = relay.SetShards(ctx, pool, "", "default", "ana", "test", 3)
+	require.NoError(t, err)
+	await(t, "the cut is taken", func() bool { return strings.Contains(said.String(), "up to one tick") })
+	// Nobody reads on: both have come to the cut.
+	for last := int64(-1); last != fetches.Load(); {
+		last = fetches.Load()
+		seen := beats.Load()
+		await(t, "the relay looks", func() bool { return beats.Load() > seen+3 })
+	}
+	_, err = relay.SetShards(ctx, pool, "", "default", "ana", "test", 2)
+	require.NoError(t, err)
+	seen := beats.Load()
+	await(t, "it takes note", func() bool { return beats.Load() > seen+1 })
+	close(release)
+	for i := range 10 {
+		insert(t, pool, "orders", fmt.Sprint("k", i), fmt.Sprint("after", i))
+	}
+	await(t, "all is published", func() bool { return distinct(valuesAt(t, fake, "orders")) == 11 })
+}
+
+// counting counts statements, also those in batches, by how they begin.
+type counting struct{ prefixes map[string]*atomic.Int64 }
+
+func (c *counting) count(sql string) {
+	for prefix, n := range c.prefixes {
+		if strings.HasPrefix(sql, prefix) {
+			n.Add(1)
+		}
+	}
+}
+
+func (c *counting) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
+	c.count(query.SQL)
+	return ctx
+}
+
+func (*counting) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+func (c *counting) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
+	for _, q := range data.Batch.QueuedQueries {
+		c.count(q.SQL)
+	}
+	return ctx
+}
+
+func (*counting) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+
+func (*counting) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
+
+// lockedBuffer is what a relay may write to while a test reads it.
+type lockedBuffer struct {
+	mu sync.Mutex
+	bytes.Buffer
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.Buffer.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.Buffer.String()
+}
+
+// slowClose is a client that takes its time to end.
+type slowClose struct{ atomic.Int64 }
+
+func (s *slowClose) OnClientClosed(*kgo.Client) {
+	<-time.After(500 * time.Millisecond)
+	s.Add(1)
+}
+
+// Property: the end of a shard's work that comes late, when the number of shards has changed already, says nothing about
+// the work on the new shard of that number.
+func TestLateEndOfAnOldShardEndsNoNewOne(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	closing := &slowClose{}
+	var l leases
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(closing)}, relay.Config{Lease: 30 * time.Second, Hooks: l.hooks()})
+	require.NoError(t, err)
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- r.Run(running) }()
+	defer func() { stop(); require.NoError(t, <-done) }()
+	await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+	before := closing.Load()
+	_, err = relay.SetShards(ctx, pool, "", "default", "ana", "test", 2)
+	require.NoError(t, err)
+	await(t, "the new shards are taken", func() bool { return l.held.Load() == 3 })
+	await(t, "the old one's client has ended", func() bool { return closing.Load() > before })
+	for i := range 10 {
+		insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i))
+	}
+	await(t, "both are published", func() bool { return kafkatest.Count(t, topic) >= 10 })
+	require.Zero(t, l.lost.Load())
+}
+
+// Property: a relay that cannot go on says so and ends, also where it listens for wake-ups.
+func TestListeningRelayEndsWithItsError(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	drain(t, newRelay(t, pool, relay.Config{}))
+	must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = timeline + 1, lease_until = NULL`)
+	r, ended := newRelay(t, pool, relay.Config{Listen: true}), make(chan error, 1)
+	go func() { ended <- r.Run(t.Context()) }()
+	select {
+	case err := <-ended:
+		require.ErrorIs(t, err, relay.ErrOldPrimary)
+	case <-time.After(40 * time.Second):
+		require.Fail(t, "it hangs")
+	}
 }

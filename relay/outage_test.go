@@ -172,7 +172,7 @@ func TestConnectionLostAtTheStart(t *testing.T) {
 	t.Cleanup(pool.Close)
 	topic := kafkatest.Topic(t, 1)
 	insert(t, pool, topic, "k", "0")
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{Lease: time.Minute})
 	require.NoError(t, err)
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)

@@ -37,6 +37,7 @@ type page struct {
 	// What the statement saw: its snapshot, and the last seq that was given out.
 	snapshot string
 	seqLast  int64
+	here     bool // on the server of the lease
 }
 
 // postgresEpoch is the zero of binary timestamps, in Unix microseconds.
@@ -56,6 +57,7 @@ func readPage(rows pgx.Rows, limit, bytesMax int) (*page, error) {
 		if p.snapshot == "" {
 			p.snapshot = string(v[0])
 			p.seqLast = int64(binary.BigEndian.Uint64(v[1]))
+			p.here = v[9][0] == 1
 		}
 		if v[2] == nil { // the outer join's empty row: nothing became visible
 			break

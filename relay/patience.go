@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 )
 
 // Each statement has a limit. A connection can be silent for ever (a backend that is stopped, a network that drops
@@ -31,6 +33,17 @@ func silence(ctx context.Context, err error) error {
 		return fmt.Errorf("%w: %w", errNoAnswer, err)
 	}
 	return err
+}
+
+// transact runs fn in a transaction that a process which freezes inside, or is cut off, loses after a Lease. Read
+// committed, whatever the role's default is: what is looked at has to be newer than the locks.
+func (r *Relay) transact(ctx context.Context, fn func(pgx.Tx) error) error {
+	return pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, idleMaxSQL, milliseconds(r.cfg.Lease)); err != nil {
+			return err
+		}
+		return fn(tx)
+	})
 }
 
 // brief is the context of what a member does between two renewals of its leases.

@@ -42,6 +42,9 @@ type publisher struct {
 	quiet            bool      // the last page had no rows
 	deadExist        bool      // outbox_dead may have rows of this relay
 	looked           time.Time // when dead rows were looked at last
+	reviving         bool      // there were more to publish
+	reviveLimit      int       // rows of the next page of them
+	laid             int       // rows that became dead since
 	bytesMax         int       // in flight: this shard's share
 	patience         time.Duration
 
@@ -176,6 +179,7 @@ func (p *publisher) loop(ctx context.Context) error {
 	}()
 	idle := p.cfg.PollMin
 	limit := min(100, p.cfg.PageRowsMax)
+	p.reviveLimit = limit
 	for ctx.Err() == nil {
 		p.turn()
 		if err := p.reviveDead(ctx); err != nil {
@@ -221,7 +225,7 @@ func (p *publisher) loop(ctx context.Context) error {
 			}
 		}
 		switch {
-		case page.full:
+		case page.full, p.reviving:
 			continue
 		case len(page.rows) > 0:
 			idle = p.cfg.PollMin

@@ -59,8 +59,14 @@ const releaseSQL = `-- relay.release
 UPDATE effectonce.outbox_progress SET lease_until = NULL, owner = NULL
 WHERE relay = $1 AND shard = $2 AND epoch = $3`
 
+// idleMaxSQL ends a transaction whose process froze inside it, or was cut off: its locks would keep everybody else from
+// the shard until TCP gives up.
+const idleMaxSQL = `-- relay.idle_max
+SELECT set_config('idle_in_transaction_session_timeout', $1, true)`
+
 const snapshotSQL = `-- relay.snapshot
-SELECT pg_current_snapshot()::text`
+SELECT pg_current_snapshot()::text, ` + here + `
+`
 
 // lockShardsSQL and what follows: see reshard.go.
 const lockShardsSQL = `-- relay.lock_shards
@@ -147,56 +153,61 @@ SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || substr(pg_wa
 // by the recovery from a crash. (Who resets them by hand costs the relay a lease.)
 const serverRun = `concat_ws('/', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), extract(epoch FROM pg_stat_get_bgwriter_stat_reset_time()))`
 
+// here tells whether a statement is on the server whose run is $1 (null: unknown). Another connection of the pool may lead
+// elsewhere, after a failover: what a standby shows as committed, or an old primary as visible, says nothing here.
+const here = `CASE WHEN pg_is_in_recovery() THEN false WHEN $1::text IS NULL THEN true ELSE $1::text = ` + serverRun + ` END`
+
 const runSQL = `-- relay.run
 SELECT ` + serverRun + `
 `
 
 const seqSQL = `-- relay.seq
-SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq`
+SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END, current_database()::text, ` + here + `
+FROM effectonce.outbox_seq_seq`
 
 const primarySQL = `-- relay.primary
 SELECT NOT pg_is_in_recovery()`
 
 // fetchSQL reads, in seq order, the rows that became visible between the tick behind the cursor and the
-// tick before it. $1 divides them: a row with a seq above the earlier tick's seq_last is found by its
-// seq and must not be visible in the earlier snapshot ($2); a row up to it belongs to a transaction that
-// was open in that snapshot, and each of those ($3) is looked up by its id. $4 is where the last page ended.
+// tick before it. $2 divides them: a row with a seq above the earlier tick's seq_last is found by its
+// seq and must not be visible in the earlier snapshot ($3); a row up to it belongs to a transaction that
+// was open in that snapshot, and each of those ($4) is looked up by its id. $5 is where the last page ended.
 // Both branches walk an index in order and stop at the page's size, so a page costs the same on a backlog
 // of ten rows and of ten million. (The second compares pairs: with txid = … the planner would, on some
 // statistics, walk the index on seq and filter the whole table.)
 //
-// Rows of other shards are read and left out: $8 of $7 is this one.
+// Rows of other shards are read and left out: $9 of $8 is this one.
 //
-// $6 is the later tick while a batch takes several pages, so that each page reads the same batch; null
+// $7 is the later tick while a batch takes several pages, so that each page reads the same batch; null
 // reads up to now, and the statement's own snapshot, which comes back with the rows, becomes the tick.
 // The sequence is read after the snapshot was taken: what it says counts for later ticks (publisher.seqSafe).
 //
-// The snapshots are computed once, in now: written into the conditions they would be computed for each
+// $1 is the run of the server that the lease was taken on: see here. The snapshots are computed once, in now: written into the conditions they would be computed for each
 // row. The join keeps the order of the page, and readPage checks it: sorting again would copy every row.
 // Casts get new names: under the old name a cast would be what ORDER BY sees.
 const fetchSQL = `-- relay.fetch
 WITH now AS MATERIALIZED (
   SELECT pg_current_snapshot()::text AS snapshot,
     (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq) AS seq_last,
-    $2::text::pg_snapshot AS since, coalesce($6::text::pg_snapshot, pg_current_snapshot()) AS until
+    ` + here + ` AS here, $3::text::pg_snapshot AS since, coalesce($7::text::pg_snapshot, pg_current_snapshot()) AS until
 )
-SELECT now.snapshot, now.seq_last, page.seq, page.id, page.topic, page.key, page.payload, page.headers::text AS headers_text, page.created_at
+SELECT now.snapshot, now.seq_last, page.seq, page.id, page.topic, page.key, page.payload, page.headers::text AS headers_text, page.created_at, now.here
 FROM now LEFT JOIN (
   SELECT * FROM (
     (SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
      FROM effectonce.outbox o
-     WHERE o.seq > $1 AND o.shard % $7::int = $8::int AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
+     WHERE o.seq > $2 AND o.shard % $8::int = $9::int AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
        AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
-     ORDER BY o.seq LIMIT $5)
+     ORDER BY o.seq LIMIT $6)
     UNION ALL
     (SELECT late.*
-     FROM pg_catalog.unnest($3::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
+     FROM pg_catalog.unnest($4::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
        SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
        FROM effectonce.outbox o
-       WHERE (o.txid, o.seq) > (open.txid, $4) AND (o.txid, o.seq) <= (open.txid, $1) AND o.shard % $7::int = $8::int
+       WHERE (o.txid, o.seq) > (open.txid, $5) AND (o.txid, o.seq) <= (open.txid, $2) AND o.shard % $8::int = $9::int
          AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
-       ORDER BY o.txid, o.seq LIMIT $5) late)
-  ) candidates ORDER BY seq LIMIT $5
+       ORDER BY o.txid, o.seq LIMIT $6) late)
+  ) candidates ORDER BY seq LIMIT $6
 ) page ON true`
 
 const hasTickSQL = `-- relay.has_tick

@@ -59,23 +59,13 @@ func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, er
 	return begin.id, nil
 }
 
-// begin is for a relay, or a shard, that has published nothing that is known: its progress does not tell that the rows
-// came from another cluster.
-func (r *Relay) begin(ctx context.Context, l *lease) error {
-	if err := r.stamp(ctx, l, func(pgx.Tx) error { return nil }); err != nil {
-		return fmt.Errorf("look for rows of another cluster: %w", err)
-	}
-	return nil
-}
-
 // stamp gives a transaction id of this cluster to the rows of a shard above its floor that have none, in the
 // transaction of also. An id that is visible in a snapshot of this cluster is visible in all later ones, whoever gave
 // it, so such rows are read as they are. That is all a relay needs of them, therefore no relay stamps rows that another
 // one began with: they would get behind the tick that it works on. Of two that begin at once the second waits, and sees
 // what the first has stamped.
 func (r *Relay) stamp(ctx context.Context, l *lease, also func(pgx.Tx) error) error {
-	// Read committed, whatever the role's default is: what is looked at has to be newer than the lock.
-	return pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+	return r.transact(ctx, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, r.sql.lockStamps); err != nil {
 			return err
 		}

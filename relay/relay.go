@@ -32,6 +32,8 @@ type Relay struct {
 	wake     wake
 	paused   atomic.Pointer[[]string] // topics
 	patience time.Duration            // with a statement
+	newest   atomic.Pointer[cluster]  // that this process had a lease on
+	overdue  atomic.Int64             // calls of the sink that go on though their context ended
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
@@ -45,8 +47,9 @@ var ErrLeaseHeld = errors.New("another replica holds a lease of the relay")
 // errLeaseLost ends the work on a shard until this replica gets its lease again.
 var errLeaseLost = errors.New("lease lost: another replica publishes this shard")
 
-// errAnotherRun ends it, too: what was read before the server crashed, or another was promoted, says nothing now.
-var errAnotherRun = errors.New("the server crashed, or another was promoted: the shard goes on from its stored progress")
+// errAnotherRun ends it, too: what was read before the server crashed, or another was promoted, says nothing now. Nor
+// does what another server shows: a connection may have led to one.
+var errAnotherRun = errors.New("the server crashed, or another was promoted or answered: the shard goes on from its stored progress")
 
 // execer is what statements outside a transaction need: a pool or a connection.
 type execer interface {
@@ -192,9 +195,9 @@ func (r *Relay) isPaused(topic string) bool {
 	return paused != nil && slices.Contains(*paused, topic)
 }
 
-// turn says that a loop is not stuck.
+// turn says that a loop is not stuck. Statements, and waiting for brokers, end by themselves; a sink may not.
 func (r *Relay) turn() {
-	if r.cfg.Hooks.Turn != nil {
+	if r.cfg.Hooks.Turn != nil && r.overdue.Load() == 0 {
 		r.cfg.Hooks.Turn()
 	}
 }

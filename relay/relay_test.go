@@ -1,6 +1,7 @@
 package relay_test
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"strings"
@@ -9,6 +10,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -22,6 +24,7 @@ import (
 
 func newRelay(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) *relay.Relay {
 	t.Helper()
+	cfg.Lease = cmp.Or(cfg.Lease, time.Minute) // who loses it for a busy machine publishes again
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, cfg)
 	require.NoError(t, err)
 	return r
@@ -326,7 +329,8 @@ func TestLeaseMovesAndFences(t *testing.T) {
 func testLeaseMovesAndFences(t *testing.T, exactly bool) {
 	t.Helper()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	first, second := newRelay(t, pool, relay.Config{ExactlyOnce: exactly, Owner: "first"}), newRelay(t, pool, relay.Config{ExactlyOnce: exactly, Owner: "second", Lease: time.Second})
+	var l leases
+	first, second := newRelay(t, pool, relay.Config{ExactlyOnce: exactly, Owner: "first", Hooks: l.hooks()}), newRelay(t, pool, relay.Config{ExactlyOnce: exactly, Owner: "second"})
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
 	go func() { done <- first.Run(running) }()
@@ -338,7 +342,8 @@ func testLeaseMovesAndFences(t *testing.T, exactly bool) {
 	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() + interval '1 minute', owner = 'zombie', epoch = epoch + 1`)
 	require.NoError(t, err)
 	insert(t, pool, topic, "k", "1")
-	require.Eventually(t, func() bool { return len(values(t, topic)) > 0 }, 20*time.Second, 10*time.Millisecond, "in flight is in flight")
+	// In flight is in flight; or it found out before it read the row.
+	await(t, "it notices", func() bool { return len(values(t, topic)) > 0 || l.lost.Load() > 0 })
 	stop()
 	require.NoError(t, <-done)
 	var published int64
@@ -432,6 +437,30 @@ func TestProtocolOfThePoolIsChecked(t *testing.T) {
 	}
 }
 
+// Property: a pool whose connections may lead to a standby is refused at start. Row O25.
+func TestPoolOfSeveralHostsIsChecked(t *testing.T) {
+	t.Parallel()
+	config := pgtest.Pool(t).Config()
+	config.ConnConfig.Fallbacks = []*pgconn.FallbackConfig{{Host: config.ConnConfig.Host, Port: config.ConnConfig.Port}}
+	for _, several := range []bool{false, true} {
+		if several {
+			config.ConnConfig.Fallbacks = append(config.ConnConfig.Fallbacks, &pgconn.FallbackConfig{Host: "127.0.0.2", Port: config.ConnConfig.Port})
+		}
+		for _, validate := range []pgconn.ValidateConnectFunc{nil, pgconn.ValidateConnectTargetSessionAttrsReadWrite} {
+			config := config.Copy()
+			config.ConnConfig.ValidateConnect = validate
+			pool, err := pgxpool.NewWithConfig(t.Context(), config)
+			require.NoError(t, err)
+			t.Cleanup(pool.Close)
+			if _, err = relay.New(pool, nil, relay.Config{}); several && validate == nil {
+				require.ErrorContains(t, err, "target_session_attrs=read-write")
+			} else {
+				require.NoError(t, err)
+			}
+		}
+	}
+}
+
 // Property: a poll reads rows by index only, whatever the statistics say. Row O21.
 func TestFetchWalksIndexes(t *testing.T) {
 	t.Parallel()
@@ -449,7 +478,7 @@ func TestFetchWalksIndexes(t *testing.T) {
 		_, err = tx.Exec(ctx, relay.FetchSettingsSQL)
 		require.NoError(t, err)
 		rows, err := tx.Query(ctx, "EXPLAIN (ANALYZE, TIMING OFF, COSTS OFF) "+relay.FetchSQL, pgx.QueryExecModeExec,
-			int64(29990), "5:7:5", []string{"5", "6"}, int64(0), 100, nil, 1, 0)
+			nil, int64(29990), "5:7:5", []string{"5", "6"}, int64(0), 100, nil, 1, 0)
 		require.NoError(t, err)
 		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
 		require.NoError(t, err)

@@ -38,7 +38,7 @@ var errNoChange = errors.New("the number of shards is not to change any more")
 
 // reshard is a step on the way to another number of shards: the replica that holds shard 0 takes all others, too,
 // lets them run up to one tick, and replaces them.
-func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup, ended chan<- int16) error {
+func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup, ended chan<- *worker) error {
 	if m.workers[0] == nil {
 		m.abandonCut(ctx)
 		m.shed(0)
@@ -95,9 +95,14 @@ func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup
 func (m *member) newCut(ctx context.Context) (*tick, error) {
 	ctx, cancel := m.brief(ctx)
 	defer cancel()
+	run := m.workers[0].lease.cluster.run
 	var snapshot string
-	if err := m.pool.QueryRow(ctx, snapshotSQL).Scan(&snapshot); err != nil {
+	var same bool
+	if err := m.pool.QueryRow(ctx, snapshotSQL, run).Scan(&snapshot, &same); err != nil {
 		return nil, fmt.Errorf("take a snapshot: %w", err)
+	}
+	if !same {
+		return nil, errAnotherRun
 	}
 	var seqLast int64
 	for _, w := range m.workers {
@@ -107,7 +112,7 @@ func (m *member) newCut(ctx context.Context) (*tick, error) {
 	if err != nil {
 		return nil, err
 	}
-	cut.run = m.workers[0].lease.cluster.run
+	cut.run = run
 	return cut, m.store(ctx, m.pool, cut)
 }
 
@@ -120,7 +125,7 @@ func (m *member) cutOver(ctx context.Context) error {
 	for shard, w := range m.workers {
 		shards, epochs = append(shards, shard), append(epochs, w.lease.epoch)
 	}
-	return pgx.BeginFunc(ctx, m.pool, func(tx pgx.Tx) error {
+	return m.transact(ctx, func(tx pgx.Tx) error {
 		var held bool
 		tag, err := tx.Exec(ctx, m.sql.lockShards, m.cfg.Name)
 		if err != nil {

@@ -122,7 +122,13 @@ func (p *publisher) handOver(ctx context.Context, rows []*row, records []*kgo.Re
 			messages[i].Headers[j] = outbox.Header{Name: h.Key, Value: h.Value}
 		}
 	}
+	overdue := make(chan struct{})
+	late := context.AfterFunc(ctx, func() { p.overdue.Add(1); close(overdue) })
 	accepted, err := p.cfg.Sink.Publish(ctx, messages)
+	if !late() {
+		<-overdue
+		p.overdue.Add(-1)
+	}
 	if accepted < 0 || accepted > len(messages) || (accepted < len(messages) && err == nil) {
 		return 0, fmt.Errorf("the sink says that it accepted %d of %d messages, without an error: please report it to whoever wrote the sink", accepted, len(messages))
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -143,7 +144,8 @@ func TestSinkRefusalHoldsTheKey(t *testing.T) {
 	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
 		for i, m := range messages {
 			if refuses && string(m.Payload) == "bad" {
-				return i, fmt.Errorf("subject: %w", relay.Refuse(errors.New("no such subject")))
+				// More than a column takes, and what no column takes.
+				return i, fmt.Errorf("subject: %w", relay.Refuse(errors.New("no such subject: \x00\xff"+strings.Repeat("あ", 2000))))
 			}
 		}
 		return len(messages), nil
@@ -178,6 +180,41 @@ func TestSinkRefusalHoldsTheKey(t *testing.T) {
 	require.NoError(t, err)
 	drain(t, newSinkRelay(t, pool, sink, relay.Config{}))
 	require.Equal(t, []string{"1", "2", "5", "bad", "3", "4"}, sink.all())
+}
+
+// Property: rows that an operator retries come as others do: not more of them in a call than PageRowsMax, and what was
+// accepted before a trouble does not come again.
+func TestSinkTakesRetriedRowsAsOthers(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	refuses := true
+	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+		switch {
+		case refuses:
+			return 0, relay.Refuse(errors.New("not yet"))
+		case len(messages) > 2:
+			return 0, errors.New("too many at once")
+		case len(messages) == 2:
+			return 1, errors.New("receiver is away")
+		}
+		return len(messages), nil
+	}}
+	var want []string
+	for i := range 5 {
+		want = append(want, fmt.Sprint(i))
+		insert(t, pool, "a", fmt.Sprint("k", i), fmt.Sprint(i))
+	}
+	cfg := relay.Config{PageRowsMax: 2}
+	drain(t, newSinkRelay(t, pool, sink, cfg))
+	refuses = false
+	must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry'`)
+	for range 20 {
+		if _, err := newSinkRelay(t, pool, sink, cfg).Drain(t.Context()); err == nil {
+			break
+		}
+	}
+	require.Equal(t, want, sink.all())
+	require.Zero(t, dead(t, pool))
 }
 
 // Property: progress does not pass a refused row before the row is buried: a trouble right behind the refusal loses nothing.
@@ -224,8 +261,8 @@ func TestSinkThatHangsIsEnded(t *testing.T) {
 		return len(messages), nil
 	}}
 	insert(t, pool, "a", "k", "1")
-	_, err := newSinkRelay(t, pool, sink, relay.Config{Lease: time.Second}).Drain(t.Context())
-	require.ErrorIs(t, err, context.DeadlineExceeded)
+	_, err := newSinkRelay(t, pool, sink, relay.Config{Lease: 5 * time.Second}).Drain(t.Context())
+	require.ErrorContains(t, err, "hand rows to the sink", "whether its time or the lease was over first")
 
 	<-hung
 	running, stop := context.WithCancel(t.Context())

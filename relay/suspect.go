@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // suspects are rows whose record failed with an error that trying again does not mend. The client fails
@@ -16,7 +17,7 @@ type suspects struct {
 	mu   sync.Mutex
 	seqs map[int64]bool
 	// refusals are what Kafka said about rows that were alone in a transaction, which it made void: the row is
-	// buried when it is read again.
+	// buried when it is read again, and it is kept until then. There may be several: the work starts over for each.
 	refusals map[int64]error
 }
 
@@ -61,14 +62,27 @@ func (r *Relay) refuse(seq int64, err error) {
 	delete(r.suspects.seqs, seq)
 }
 
-// refusal returns what was said about a row, and forgets it.
+// refusal returns what was said about a row.
 func (r *Relay) refusal(seq int64) error {
 	r.suspects.mu.Lock()
 	defer r.suspects.mu.Unlock()
-	err := r.suspects.refusals[seq]
-	delete(r.suspects.refusals, seq)
-	return err
+	return r.suspects.refusals[seq]
 }
+
+// forgetRefusals is for rows of which it is stored.
+func (r *Relay) forgetRefusals(dead []deadRow) {
+	r.suspects.mu.Lock()
+	defer r.suspects.mu.Unlock()
+	for _, d := range dead {
+		delete(r.suspects.refusals, d.row.seq)
+	}
+}
+
+// refusedAlone is a refusal of which the work starts over at once: it is known now which row it is.
+type refusedAlone struct{ cause error }
+
+func (r *refusedAlone) Error() string { return r.cause.Error() }
+func (r *refusedAlone) Unwrap() error { return r.cause }
 
 // refused tells what Kafka says about a record or its topic from all else: troubles of the brokers, the connection or the
 // transaction, also those that the client would not try again, pass, or are mended where they are, and would make every
@@ -86,6 +100,19 @@ func refused(err error) bool {
 	return false // also for a topic that is not there: a new look at it decides
 }
 
+// produceOne produces a record and waits until it is acknowledged. The client's own way of waiting does not end with ctx
+// once a broker has got the record and does not answer.
+func (p *publisher) produceOne(ctx context.Context, record *kgo.Record) error {
+	done := make(chan error, 1)
+	p.client.Produce(ctx, record, func(_ *kgo.Record, err error) { done <- err })
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
 // sendSuspects produces the rows of a page one by one, each acknowledged before the next, and moves those
 // that Kafka refuses, and what is behind them, to the dead of the page.
 func (p *publisher) sendSuspects(ctx context.Context, s *sorted) error {
@@ -99,7 +126,7 @@ func (p *publisher) sendSuspects(ctx context.Context, s *sorted) error {
 			s.bury(r, ReasonBehind, errBehind)
 			continue
 		}
-		err := p.client.ProduceSync(ctx, s.records[i]).FirstErr()
+		err := p.produceOne(ctx, s.records[i])
 		if err != nil && !refused(err) {
 			return fmt.Errorf("produce to topic %q: %w", r.topic, err)
 		}
@@ -125,11 +152,13 @@ func (p *publisher) sendAlone(ctx context.Context, s *sorted, behind func(*row) 
 		if err := p.open(); err != nil {
 			return err
 		}
-		if err := p.client.ProduceSync(ctx, s.records[i]).FirstErr(); err != nil {
-			if refused(err) {
-				p.refuse(r.seq, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
+		if err := p.produceOne(ctx, s.records[i]); err != nil {
+			cause := fmt.Errorf("produce to topic %q: %w", r.topic, err)
+			if !refused(err) {
+				return cause
 			}
-			return fmt.Errorf("produce to topic %q: %w", r.topic, err)
+			p.refuse(r.seq, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
+			return &refusedAlone{cause}
 		}
 		end := behind(r)
 		if end.from == nil {

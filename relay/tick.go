@@ -132,7 +132,7 @@ func (p *publisher) fetch(ctx context.Context, c cursor, limit int) (*page, *tic
 	if !p.quiet {
 		batch.Queue(fetchSettingsSQL)
 	}
-	batch.Queue(p.sql.fetch, max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo, p.lease.shards, p.lease.shard)
+	batch.Queue(p.sql.fetch, p.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo, p.lease.shards, p.lease.shard)
 	results := p.pool.SendBatch(ctx, batch)
 	defer func() { _ = results.Close() }()
 	if !p.quiet {
@@ -147,6 +147,9 @@ func (p *publisher) fetch(ctx context.Context, c cursor, limit int) (*page, *tic
 	read, err := readPage(rows, limit, p.bytesMax/4)
 	if err != nil {
 		return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
+	}
+	if !read.here {
+		return nil, nil, errAnotherRun
 	}
 	seen, err := newTick(read.snapshot, seqSafe)
 	if err != nil {

@@ -13,7 +13,12 @@ func Pool(pool *pgxpool.Pool) error {
 	if pool == nil {
 		return errors.New("pool is nil: want a pool of the primary")
 	}
-	switch mode := pool.Config().ConnConfig.DefaultQueryExecMode; mode {
+	config := pool.Config().ConnConfig
+	if several(config) && config.ValidateConnect == nil {
+		// A connection to a standby sees other rows than the primary, and statements would go to either.
+		return errors.New("pool: several hosts, and nothing tells which is the primary: add target_session_attrs=read-write")
+	}
+	switch mode := config.DefaultQueryExecMode; mode {
 	case pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol:
 		// Without asking the server, pgx cannot send arrays of IDs.
 		return fmt.Errorf("pool: default_query_exec_mode %v: want cache_statement, or behind PgBouncer cache_describe", mode)
@@ -22,4 +27,14 @@ func Pool(pool *pgxpool.Pool) error {
 	case pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe:
 	}
 	return nil
+}
+
+// several tells whether connections may go to different servers. The same one can stand there with TLS and without.
+func several(config *pgx.ConnConfig) bool {
+	for _, other := range config.Fallbacks {
+		if other.Host != config.Host || other.Port != config.Port {
+			return true
+		}
+	}
+	return false
 }

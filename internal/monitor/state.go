@@ -17,8 +17,8 @@ const (
 	draining
 )
 
-// stuckAfter is far above what a turn of a relay that holds a lease may take: its statements end with the lease,
-// and while it waits for brokers it still turns.
+// stuckAfter is far above what a turn of a relay that holds a lease may take: renewals end with the lease, and while
+// it waits for statements or brokers it still turns.
 const stuckAfter = 5 * time.Minute
 
 // State is what a relay's callbacks tell about it.

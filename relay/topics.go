@@ -5,20 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"strconv"
 	"sync"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/limits"
 )
-
-// maxMessageBytesDefault is Kafka's, for brokers that do not tell.
-const maxMessageBytesDefault = 1_048_588
-
-// recordBytesMax stays below what the client writes in one request.
-const recordBytesMax = 90_000_000
 
 // topics knows which topics exist and how large their records may be, so that a row that Kafka would
 // refuse is recognised before it is produced: a refusal afterwards would come when later rows of its key
@@ -56,7 +51,7 @@ func (t *topics) maxBytes(name string) int32 {
 	if s, ok := t.known[name]; ok && s.exists {
 		return s.maxBytes
 	}
-	return maxMessageBytesDefault
+	return limits.RecordBytesDefault
 }
 
 // errLimitsChanged asks for a new client: batch sizes are fixed when a client first meets a topic.
@@ -88,7 +83,6 @@ func (t *topics) learn(ctx context.Context, client *kgo.Client, names []string) 
 		switch {
 		case ok && d.Err == nil:
 			existing = append(existing, name)
-			found[name] = topicState{exists: true, maxBytes: maxMessageBytesDefault}
 		case !ok || errors.Is(d.Err, kerr.UnknownTopicOrPartition) || errors.Is(d.Err, kerr.InvalidTopicException) || errors.Is(d.Err, kerr.UnknownTopicID):
 			found[name] = topicState{}
 		case errors.Is(d.Err, kerr.TopicAuthorizationFailed):
@@ -97,26 +91,11 @@ func (t *topics) learn(ctx context.Context, client *kgo.Client, names []string) 
 			return fmt.Errorf("ask Kafka for topic %q: %w", name, d.Err)
 		}
 	}
-	if len(existing) > 0 {
-		// Without the right to describe configurations the default limit counts.
-		if configs, err := admin.DescribeTopicConfigs(ctx, existing...); err == nil {
-			for _, config := range configs {
-				readMaxBytes(config, found)
-			}
-		}
+	sizes, _ := limits.RecordBytes(ctx, client, existing...) // after an error the default limit counts
+	for name, bytes := range sizes {
+		found[name] = topicState{exists: true, maxBytes: bytes}
 	}
 	return t.store(found)
-}
-
-func readMaxBytes(config kadm.ResourceConfig, found map[string]topicState) {
-	for _, entry := range config.Configs {
-		if entry.Key != "max.message.bytes" || entry.Value == nil {
-			continue
-		}
-		if n, err := strconv.ParseInt(*entry.Value, 10, 32); err == nil && n > 0 {
-			found[config.Name] = topicState{exists: true, maxBytes: int32(min(n, recordBytesMax))}
-		}
-	}
 }
 
 func (t *topics) store(found map[string]topicState) error {

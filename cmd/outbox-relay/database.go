@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"regexp"
 	"slices"
@@ -26,6 +27,24 @@ const connectMax = 10 * time.Second
 // nor what the parser says about it is repeated.
 var errBadURL = errors.New("the database URL cannot be parsed: want postgres://user:password@host:5432/dbname; " +
 	"in user and password write % as %25, @ as %40, # as %23, / as %2F, : as %3A, ? as %3F, \\ as %5C and a space as %20")
+
+// errBadFile does not name the file either: a path may be a piece of the password as well.
+var errBadFile = errors.New("a file of the database URL's TLS settings cannot be used: want sslrootcert, sslcert and sslkey (PGSSLROOTCERT, PGSSLCERT " +
+	"and PGSSLKEY where the URL has none; also servicefile) to name files that exist, that the user this runs as can read, and that are in PEM form")
+
+// urlError says in our own words what the parser found.
+func urlError(err error) error {
+	var file *fs.PathError
+	if errors.As(err, &file) {
+		return errBadFile
+	}
+	for _, text := range []string{"unable to add CA", "failed to decode sslkey", "unable to load cert"} {
+		if cause := errors.Unwrap(err); cause != nil && strings.HasPrefix(cause.Error(), text) {
+			return errBadFile
+		}
+	}
+	return errBadURL
+}
 
 // settingName is what a parameter of a connection is called. What does not look like one is a piece of
 // something else, perhaps of a password with a space in it.
@@ -57,7 +76,7 @@ func parseDatabaseURL(text string) (*pgxpool.Config, error) {
 	}
 	config, err := pgxpool.ParseConfig(text)
 	if err != nil {
-		return nil, errBadURL
+		return nil, urlError(err)
 	}
 	c := config.ConnConfig
 	for name := range c.RuntimeParams {

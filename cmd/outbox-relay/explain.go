@@ -38,7 +38,7 @@ The topic is searched from the time of the row on, in the partition of its key; 
 time of the ID, or --since, in the topics of all consumers or in --topic. Without --brokers it is not
 searched. The outbox has no index on IDs: the table is read once.
 
-Exit status 1 if nothing is known of it.`,
+Exit status 1 if nothing is known of it, or if Kafka failed: then the rest is shown, and the error.`,
 		Example: `  outbox-relay explain 0192f0c1-2b3c-7def-8123-456789abcdef
   outbox-relay explain orders/3/1234
   outbox-relay explain order-4711 --topic orders --since 72h --json`,
@@ -90,7 +90,7 @@ func (s *settings) explain(ctx context.Context, q inspect.Question, asJSON bool,
 		} else {
 			_, err = io.WriteString(out, explanationText(found))
 		}
-		if err == nil && !found.Known {
+		if err == nil && (!found.Known || found.KafkaError != "") {
 			return errNotWell
 		}
 		return err
@@ -128,6 +128,8 @@ func explanationText(x *inspect.Explanation) string {
 		fmt.Fprintf(&text, "%s  %-8s  %s\n", e.at.UTC().Format("2006-01-02T15:04:05.000Z"), e.what, e.text)
 	}
 	switch {
+	case x.KafkaError != "":
+		text.WriteString(kafkaErrorText("topics were not searched, or not to their end", x.KafkaError))
 	case x.Searched == nil:
 		text.WriteString("topics were not searched: give --brokers, and --topic where no row and no consumer names one\n")
 	case !x.Searched.Complete:
@@ -137,10 +139,15 @@ func explanationText(x *inspect.Explanation) string {
 		fmt.Fprintf(&text, "not in topic %s from %s on (%d records)\n",
 			strings.Join(x.Searched.Topics, ", "), x.Searched.Since.UTC().Format(time.RFC3339), x.Searched.Records)
 	}
-	if x.Known && len(x.Claims) == 0 {
+	if x.Known && len(x.Claims) == 0 && (x.KafkaError == "" || len(x.IDs) > 0) {
 		text.WriteString("nobody claimed it\n")
 	}
 	return text.String()
+}
+
+// kafkaErrorText is one line, whatever the brokers said.
+func kafkaErrorText(what, err string) string {
+	return fmt.Sprintf("%s: Kafka: %s\n", what, clip(err, kafkaErrorWidth))
 }
 
 func events(x *inspect.Explanation) (all []event) {

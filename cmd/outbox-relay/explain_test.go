@@ -85,6 +85,45 @@ func TestExplainKnowsMessagesForLater(t *testing.T) {
 	assert.Equal(t, []any{}, runOn(t, address, "explain", "nobody", "--json").object(t)["scheduled"])
 }
 
+// What the database knows is shown while no broker answers, and so is the error: exit status 1.
+func TestExplainAndPositionsWhileKafkaIsAway(t *testing.T) {
+	t.Parallel()
+	address, topic := published(t)
+	conn := connect(t, address)
+	execSQL(t, conn, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset) VALUES ('billing', $1, 0, 5)", topic)
+	var id string
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT id::text FROM effectonce.outbox WHERE seq = 2").Scan(&id))
+	away := func(args ...string) result {
+		return run(t, map[string]string{"DATABASE_URL": address, "OUTBOX_BROKERS": "127.0.0.1:1"}, args...)
+	}
+
+	r := away("explain", id)
+	assert.Equal(t, 1, r.code)
+	assert.NotContains(t, r.stderr, "error: ")
+	assert.Regexp(t, `(?m)^\S+Z  outbox    topic `+topic+`, key a, seq 2, 6 bytes; relay default: published$`, r.stdout)
+	assert.Regexp(t, `(?m)^topics were not searched, or not to their end: Kafka: .*127\.0\.0\.1:1`, r.stdout)
+	v := away("explain", id, "--json").object(t)
+	assert.Len(t, v["outbox"], 1)
+	assert.Contains(t, v["kafka_error"], "127.0.0.1:1")
+	assert.Equal(t, false, v["searched"].(map[string]any)["complete"])
+	r = away("explain", topic+"/0/1")
+	assert.Equal(t, 1, r.code)
+	assert.Contains(t, r.stdout, "nothing is known of "+topic+"/0/1\ntopics were not searched, or not to their end: Kafka: ")
+	assert.Empty(t, runKafka(t, address, "explain", id, "--json").object(t)["kafka_error"])
+
+	r = away("positions")
+	assert.Equal(t, 1, r.code)
+	assert.NotContains(t, r.stderr, "error: ")
+	assert.Regexp(t, `(?m)^default +0 +0 +`, r.stdout)
+	assert.Regexp(t, `(?m)^billing +`+topic+`/0 +5 +- +- `, r.stdout)
+	assert.Regexp(t, `(?m)^the ends of topics are not known: Kafka: .*127\.0\.0\.1:1`, r.stdout)
+	v = away("positions", "--json").object(t)
+	assert.Len(t, v["shards"], 1)
+	assert.Len(t, v["consumers"], 1)
+	assert.Contains(t, v["kafka_error"], "127.0.0.1:1")
+	assert.Zero(t, runKafka(t, address, "positions").code)
+}
+
 func pool(t *testing.T, address string) *pgxpool.Pool {
 	t.Helper()
 	p, err := pgxpool.New(t.Context(), address)

@@ -24,7 +24,7 @@ func newPositions(s *settings) *cobra.Command {
 rows it has not published (of the last 100000); for each partition of each consumer group, the stored
 position, the end of the topic (with --brokers), who holds it, and why it stands still if it does.
 
-Exit status 1 if there is nothing to show.`,
+Exit status 1 if there is nothing to show, or if Kafka failed: then the rest is shown, and the error.`,
 		Example: `  outbox-relay positions
   outbox-relay positions --group billing --topic orders --json`,
 		Args: noArgs,
@@ -50,9 +50,14 @@ Exit status 1 if there is nothing to show.`,
 					return errors.New("no relay and no consumer that fits has a position")
 				}
 				if asJSON {
-					return printJSON(cmd.OutOrStdout(), positions)
+					err = printJSON(cmd.OutOrStdout(), positions)
+				} else {
+					err = printPositions(cmd.OutOrStdout(), positions)
 				}
-				return printPositions(cmd.OutOrStdout(), positions)
+				if err == nil && positions.KafkaError != "" {
+					return errNotWell
+				}
+				return err
 			})
 		},
 	}, flagDatabaseURL)
@@ -98,7 +103,11 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 		fmt.Fprintf(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\n", plain(c.Group), plain(c.Topic), c.Partition,
 			numberText(c.NextOffset), numberText(c.End), numberText(c.Lag), seconds(c.AgeSeconds), owner, c.Epoch, trouble)
 	}
-	return printTable(out, text.String())
+	if err := printTable(out, text.String()); err != nil || p.KafkaError == "" {
+		return err
+	}
+	_, err := io.WriteString(out, kafkaErrorText("the ends of topics are not known", p.KafkaError))
+	return err
 }
 
 func numberText(n *int64) string {

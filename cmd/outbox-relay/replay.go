@@ -11,7 +11,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/replay"
@@ -34,7 +33,8 @@ consumer that begins. Behind newer records of its key a row stands in a place th
 does not deduplicate, choose another topic.
 
 Rows that wait for the relay are left to it, and so are dead rows and those that somebody discarded with this
-command line. The relay's progress is not touched; it may run meanwhile. The replay is written down: see
+command line. The relay's progress is not touched; it may run meanwhile. At a row that Kafka does not take it ends,
+with an error that names the row, and no later row of the same key is published. The replay is written down: see
 "outbox-relay actions list". Exit status 1 if rows left the outbox before they were read.`,
 		Example: `  outbox-relay replay --from 2026-03-01T08:00:00Z --to 2026-03-01T09:00:00Z --dry-run
   outbox-relay replay --from 2026-03-01T08:00:00Z --to 2026-03-01T09:00:00Z --topic orders --to-topic orders-again
@@ -89,16 +89,11 @@ func (s *settings) replay(ctx context.Context, opts replay.Options, asJSON bool,
 		opts.By.Who = whoami()
 	}
 	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-		client, err := kgo.NewClient(append(s.kafkaOptions(s.logger(progress)), kgo.RequiredAcks(kgo.AllISRAcks()), kgo.SoftwareNameAndVersion("outbox-relay", "v1"))...)
-		if err != nil {
-			return fmt.Errorf("kafka options: %w", err)
-		}
-		defer client.Close()
 		screen := newScreen(progress)
 		if screen.terminal {
 			opts.Progress = func(done int64) { screen.step("published: %d", done) }
 		}
-		report, err := replay.Run(ctx, conn, client, opts)
+		report, err := replay.Run(ctx, conn, s.kafkaOptions(s.logger(progress)), opts)
 		screen.end()
 		if err != nil {
 			return fmt.Errorf("%d rows are published again: %w", report.Published, err)

@@ -1,6 +1,7 @@
 package main_test
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
@@ -58,6 +59,58 @@ func TestReplayPublishesAgain(t *testing.T) {
 	var noted int
 	require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*) FROM effectonce.operator_actions WHERE what = 'replay' AND subject->>'rows' IN ('1198', '1')`).Scan(&noted))
 	assert.Equal(t, 2, noted)
+}
+
+// A row is sent again up to the size that its topic takes, in its place; at one that is larger the replay ends, names it
+// and what to do, and sends no later row of its key.
+func TestReplayOfLargeRows(t *testing.T) {
+	t.Parallel()
+	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1, "max.message.bytes", "4194304")
+	large, small := kafkatest.Topic(t, 1, "max.message.bytes", "4194304"), kafkatest.Topic(t, 1)
+	conn := connect(t, address)
+	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, key, payload)
+		SELECT $1, 'k', convert_to(rpad(n::text, CASE n WHEN 2 THEN 2000000 ELSE 1 END, 'x'), 'UTF8') FROM generate_series(1, 3) n`, topic)
+	drain(t, address)
+	sent := func(topic string) (all string) {
+		for _, record := range kafkatest.ReadAll(t, topic) {
+			all += string(record.Value[:1])
+		}
+		return all
+	}
+	replay := func(topic string) result {
+		return runKafka(t, address, "replay", "--from", "2026-01-01T00:00:00Z", "--to-topic", topic)
+	}
+
+	r := replay(large)
+	require.Zero(t, r.code, r.stderr)
+	assert.Equal(t, "123", sent(large))
+
+	r = replay(small)
+	assert.Equal(t, 1, r.code)
+	assert.Regexp(t, `1 rows are published again: row 2 \(id \S{36}\) has 2000\d{3} bytes as a record, max\.message\.bytes of topic "`+small+`" is 1048588: raise it`, r.stderr)
+	assert.Equal(t, "1", sent(small))
+	kafkatest.Configure(t, small, "max.message.bytes", "4194304")
+	// A broker may hear of the new limit a moment later.
+	require.Eventually(t, func() bool { return replay(small).code == 0 }, 30*time.Second, 10*time.Millisecond)
+	assert.Regexp(t, "^11+23$", sent(small))
+}
+
+// A page ends where it has enough bytes, and the next one begins behind it.
+func TestReplayOfMoreBytesThanAPage(t *testing.T) {
+	t.Parallel()
+	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1, "max.message.bytes", "4194304")
+	const rows = 14 // of 3 MB; a page has 32 MiB
+	execSQL(t, connect(t, address), `INSERT INTO effectonce.outbox (topic, key, payload)
+		SELECT $1, 'k', convert_to(rpad(n || ' ', 3000000, 'x'), 'UTF8') FROM generate_series(1, $2) n`, topic, rows)
+	drain(t, address)
+	r := runKafka(t, address, "replay", "--from", "2026-01-01T00:00:00Z")
+	require.Zero(t, r.code, r.stderr)
+	assert.Equal(t, "14 of 14 rows are published again\n", r.stdout)
+	records := kafkatest.ReadAll(t, topic)
+	require.Len(t, records, 2*rows)
+	for n, record := range records {
+		assert.Equal(t, fmt.Sprintf("%d xxx", n%rows+1), string(record.Value[:len(fmt.Sprint(n%rows+1))+4]))
+	}
 }
 
 // Between two ticks are the rows that were committed between them, in whatever order their seq is; without an end, all

@@ -3,6 +3,8 @@ package main_test
 import (
 	"fmt"
 	"net/url"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -53,6 +55,28 @@ func assertNoCanary(t *testing.T, r result, what string) {
 				return
 			}
 		}
+	}
+}
+
+// A file of the URL that is missing or is no certificate is not told as a malformed URL, and neither password nor path is
+// repeated.
+func TestUnreadableFilesOfTheURLAreNamed(t *testing.T) {
+	t.Parallel()
+	broken := filepath.Join(t.TempDir(), "broken.pem")
+	require.NoError(t, os.WriteFile(broken, []byte("no certificate"), 0o600))
+	for _, settings := range []string{
+		"sslmode=verify-full&sslrootcert=/no/" + canaryTail + "/root.pem",
+		"sslmode=verify-full&sslrootcert=" + broken,
+		"sslmode=verify-full&sslrootcert=" + filepath.Dir(broken),
+		"sslmode=require&sslcert=/no/cert.pem&sslkey=/no/key.pem",
+		"sslmode=require&sslcert=" + broken + "&sslkey=" + broken,
+	} {
+		r := runOn(t, "postgres://user:"+canaryHead+"@127.0.0.1:1/app?"+settings, "status")
+		assert.Equal(t, 2, r.code, settings)
+		assert.Contains(t, r.stderr, "sslrootcert, sslcert and sslkey", settings)
+		assert.Contains(t, r.stderr, "the user this runs as can read", settings)
+		assert.NotContains(t, r.stderr, "cannot be parsed", settings)
+		assertNoCanary(t, r, settings)
 	}
 }
 

@@ -186,7 +186,7 @@ func printTable(out io.Writer, text string) error {
 
 func relaysText(status *doctor.Status) string {
 	var text strings.Builder
-	text.WriteString("relay\twaiting\toldest\trows/s\tpublished\tdead\trelayed by\tlease left\tepoch\n")
+	text.WriteString("relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\trelayed by\tlease left\tepoch\n")
 	for _, r := range status.Relays {
 		waiting, oldest, rate, owner, left := strconv.FormatInt(r.Waiting, 10), "-", "-", "nobody", "-"
 		if !r.WaitingExact {
@@ -201,7 +201,7 @@ func relaysText(status *doctor.Status) string {
 		if r.Live {
 			owner, left = plain(r.Owner), seconds(r.LeaseLeftSeconds)
 		}
-		fmt.Fprintf(&text, "%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", plain(r.Relay), waiting, oldest, rate, r.Published, byReason(r.Dead), owner, left, r.Epoch)
+		fmt.Fprintf(&text, "%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published, byReason(r.Dead), owner, left, r.Epoch)
 	}
 	return text.String()
 }

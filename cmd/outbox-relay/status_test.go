@@ -17,8 +17,8 @@ func TestStatusSaysWhatWaits(t *testing.T) {
 	conn := connect(t, address)
 	r := runOn(t, address, "status", "--interval", "10ms")
 	assert.Zero(t, r.code, r.stderr)
-	assert.Regexp(t, `(?m)^relay +waiting +oldest +rows/s +published +dead +relayed by +lease left +epoch$`, r.stdout)
-	assert.Regexp(t, `(?m)^default +0 +- +- +0 +0 +nobody +- +0$`, r.stdout)
+	assert.Regexp(t, `(?m)^relay +shard +waiting +oldest +rows/s +published +dead +relayed by +lease left +epoch$`, r.stdout)
+	assert.Regexp(t, `(?m)^default +0 +0 +- +- +0 +0 +nobody +- +0$`, r.stdout)
 	assert.Regexp(t, `well\n$`, r.stdout)
 
 	execSQL(t, conn, insertTwo)
@@ -29,8 +29,8 @@ func TestStatusSaysWhatWaits(t *testing.T) {
 	r = runOn(t, address, "status", "--interval", "10ms")
 	assert.Equal(t, 1, r.code)
 	assert.Empty(t, r.stderr)
-	assert.Regexp(t, `(?m)^default +2 +\d\.\ds +0 +70 +3 \(behind 2, refused 1\) +"host-\\x1b\[31m" +(1h|59m\d+s) +3$`, r.stdout)
-	assert.Contains(t, r.stdout, `not well: relay "default": 3 rows in outbox_dead`)
+	assert.Regexp(t, `(?m)^default +0 +2 +\d\.\ds +0 +70 +3 \(behind 2, refused 1\) +"host-\\x1b\[31m" +(1h|59m\d+s) +3$`, r.stdout)
+	assert.Contains(t, r.stdout, `not well: relay "default", shard 0: 3 rows in outbox_dead`)
 	assert.NotRegexp(t, `(?m)^well$`, r.stdout)
 
 	v := runOn(t, address, "status", "--interval", "0s", "--json").object(t)

@@ -13,6 +13,8 @@ import (
 const (
 	keyWidth   = 32
 	errorWidth = 72
+	// kafkaErrorWidth is more: the commands that end a hanging transaction are in it.
+	kafkaErrorWidth = 1000
 )
 
 func keyText(key parked.Key) string {

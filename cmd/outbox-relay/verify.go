@@ -29,7 +29,8 @@ group's position that it has not claimed: leave it out for consumers that dedupl
 give --since for groups that began at the end of their topics.
 
 It may run while rows are published and consumed: progress is read first, then the topics up to the end
-that they have at that later moment. Rows of topics that Kafka has deleted by age are counted, not
+that they have at that later moment; Kafka transactions that are open there are waited for, and one that
+hangs is an error that names it. Rows of topics that Kafka has deleted by age are counted, not
 judged. Records beyond the first of their ID are no fault of consumers, who drop them, and the usual
 trace of a relay that was killed: --allow-duplicates.
 

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kadm"
@@ -11,8 +13,13 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// idleMax is how long a partition may bring nothing before its end before a scan gives up.
-const idleMax = 30 * time.Second
+const (
+	// idleMax is how long a scan waits for more before it gives up. It is above what Kafka needs to end the
+	// transaction of a relay that died: the relay's timeout of 30 s, and the 10 s between two looks at timeouts.
+	idleMax = time.Minute
+	// askMax is how long brokers may take to say what holds a scan up.
+	askMax = 5 * time.Second
+)
 
 // Span is what a scan reads of a partition: the offsets from From on and before End. Start is the first
 // offset that Kafka still has.
@@ -21,14 +28,17 @@ type Span struct{ Start, From, End int64 }
 // Extent is the spans of a topic's partitions.
 type Extent map[int32]Span
 
-// Extents asks how far the committed records of topics reach, from a time on, or from the start if it is
-// zero. A topic that does not exist has no partitions.
+// Extents asks how far the records of topics reach, from a time on, or from the start if it is zero. A topic
+// that does not exist has no partitions.
+//
+// The end is that of all records, not of those that can be read as committed: behind the first record of an open
+// transaction there may be others that are committed, such as those of another shard of the relay.
 func Extents(ctx context.Context, client *kgo.Client, since time.Time, topics ...string) (map[string]Extent, error) {
 	admin := kadm.NewClient(client)
 	all := make(map[string]Extent, len(topics))
 	for _, topic := range topics {
 		// The end first: it is a moment, the others only have to be before it.
-		ends, err := admin.ListCommittedOffsets(ctx, topic)
+		ends, err := admin.ListEndOffsets(ctx, topic)
 		if err != nil {
 			return nil, fmt.Errorf("ask for the end of topic %s: %w", topic, err)
 		}
@@ -62,6 +72,9 @@ func Extents(ctx context.Context, client *kgo.Client, since time.Time, topics ..
 
 // Scan calls each with every committed record of the extents; those of a partition come in order. An error
 // that each returns ends the scan and is returned. options lead to the brokers; they must not name a group.
+//
+// Transactions that are open before the end of an extent are waited for. One that hangs, so that nothing comes for
+// a minute or until the deadline of ctx, is an error that names it.
 func Scan(ctx context.Context, options []kgo.Opt, extents map[string]Extent, each func(*kgo.Record) error) error {
 	missing := map[string]map[int32]int64{}
 	from := map[string]map[int32]kgo.Offset{}
@@ -92,7 +105,11 @@ func Scan(ctx context.Context, options []kgo.Opt, extents map[string]Extent, eac
 	for left > 0 {
 		fetches, err := poll(ctx, client)
 		if err != nil {
-			return fmt.Errorf("%d partitions are not read to their end: %w", left, err)
+			err = fmt.Errorf("%d partitions are not read to their end: %w", left, err)
+			if why := heldUp(ctx, kadm.NewClient(client), missing); why != nil {
+				err = fmt.Errorf("%w: %w", err, why)
+			}
+			return err
 		}
 		for record := range fetches.RecordsAll() {
 			end, wanted := missing[record.Topic][record.Partition]
@@ -115,11 +132,44 @@ func poll(ctx context.Context, client *kgo.Client) (kgo.Fetches, error) {
 	limited, cancel := context.WithTimeout(ctx, idleMax)
 	defer cancel()
 	fetches := client.PollFetches(limited)
-	if failed := fetches.Errors(); len(failed) > 0 {
-		if ctx.Err() == nil && limited.Err() != nil {
-			return nil, fmt.Errorf("nothing came for %v", idleMax)
-		}
-		return nil, fmt.Errorf("topic %s, partition %d: %w", failed[0].Topic, failed[0].Partition, failed[0].Err)
+	failed := fetches.Errors()
+	switch {
+	case len(failed) == 0:
+		return fetches, nil
+	case ctx.Err() != nil:
+		return nil, ctx.Err()
+	case limited.Err() != nil:
+		return nil, fmt.Errorf("nothing came for %v", idleMax)
 	}
-	return fetches, nil
+	return nil, fmt.Errorf("topic %s, partition %d: %w", failed[0].Topic, failed[0].Partition, failed[0].Err)
+}
+
+// heldUp names the first transaction that keeps a partition from being read to its end; nil: there is none that the
+// brokers tell of. It asks although the deadline of ctx has passed, which may be because of the transaction.
+func heldUp(ctx context.Context, admin *kadm.Client, ends map[string]map[int32]int64) error {
+	if errors.Is(ctx.Err(), context.Canceled) {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askMax)
+	defer cancel()
+	for _, topic := range slices.Sorted(maps.Keys(ends)) {
+		if len(ends[topic]) == 0 {
+			continue
+		}
+		committed, err := admin.ListCommittedOffsets(ctx, topic)
+		if err != nil {
+			return nil // the scan has failed already; this would only be the reason
+		}
+		for _, partition := range slices.Sorted(maps.Keys(ends[topic])) {
+			at, known := committed.Lookup(topic, partition)
+			if !known || at.Err != nil || at.Offset >= ends[topic][partition] {
+				continue
+			}
+			place := fmt.Sprintf("--topic %s --partition %d", topic, partition)
+			return fmt.Errorf("topic %s, partition %d: a transaction is open from offset %d on, and nothing behind it can be read until it ends; "+
+				"if it stays it hangs: see \"kafka-transactions.sh --bootstrap-server ... find-hanging %s\", and end it by \"... abort %s --start-offset %d\"",
+				topic, partition, at.Offset, place, place, at.Offset)
+		}
+	}
+	return nil
 }

@@ -113,7 +113,7 @@ func TestShardsThatWereNeverLeasedCount(t *testing.T) {
 	assert.Zero(t, status.Relays[0].Waiting)
 	assert.Equal(t, odd, status.Relays[1].Waiting)
 	require.Len(t, status.Problems, 1)
-	assert.Contains(t, status.Problems[0], "rows of shard 1 wait and no replica ever took it")
+	assert.Contains(t, status.Problems[0], `relay "default", shard 1: rows wait and no replica ever took it`)
 	backlog, err := doctor.ReadBacklog(t.Context(), conn, "effectonce", "default", nil, 1000)
 	require.NoError(t, err)
 	assert.Equal(t, odd, backlog.Waiting)

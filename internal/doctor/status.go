@@ -137,8 +137,7 @@ func (s *Status) relay(ctx context.Context, db Querier, schema string, p Progres
 	}
 	if p.moved(systemIdentifier(ctx, db)) {
 		p.aboveFloor()
-		s.Problems = append(s.Problems, fmt.Sprintf(
-			"relay %q: its progress belongs to another database cluster; when it runs, it publishes everything above the floor again", p.relay))
+		s.problem(r, "its progress belongs to another database cluster; when it runs, it publishes everything above the floor again")
 	}
 	b, err := p.backlog(ctx, db, schema, CountMax)
 	if err != nil {
@@ -200,9 +199,9 @@ func (s *Status) judge(ageMax time.Duration) {
 	for _, r := range s.Relays {
 		switch {
 		case r.Waiting > 0 && !ran[r.Relay]:
-			s.problem(r, "rows wait and it never ran: start \"outbox-relay run\"")
+			s.Problems = append(s.Problems, fmt.Sprintf("relay %q: rows wait and it never ran: start \"outbox-relay run\"", r.Relay))
 		case r.Waiting > 0 && r.Epoch == 0:
-			s.problem(r, "rows of shard %d wait and no replica ever took it: start \"outbox-relay run\"", r.Shard)
+			s.problem(r, "rows wait and no replica ever took it: start \"outbox-relay run\"")
 		case r.Waiting > 0 && !r.Live:
 			s.problem(r, "rows wait and nobody holds its lease: start \"outbox-relay run\"")
 		case r.Waiting > 0 && ageMax > 0 && r.OldestWaitingSeconds > ageMax.Seconds():
@@ -219,5 +218,5 @@ func (s *Status) judge(ageMax time.Duration) {
 }
 
 func (s *Status) problem(r RelayStatus, format string, args ...any) {
-	s.Problems = append(s.Problems, fmt.Sprintf("relay %q: ", r.Relay)+fmt.Sprintf(format, args...))
+	s.Problems = append(s.Problems, fmt.Sprintf("relay %q, shard %d: ", r.Relay, r.Shard)+fmt.Sprintf(format, args...))
 }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/keys"
 	"github.com/effectonce/effectonce/internal/parked"
@@ -32,6 +33,9 @@ type Explanation struct {
 	Parked    []parked.Message `json:"parked"`
 	Children  []Row            `json:"children"` // what its handlers published into this outbox
 	Actions   []parked.Action  `json:"actions"`
+	// KafkaError says why topics could not be searched, or not to their end. Empty: they were, or there are no brokers
+	// to ask.
+	KafkaError string `json:"kafka_error"`
 }
 
 // Row is a row of the outbox.
@@ -115,7 +119,8 @@ type Attempt struct {
 	UpdatedAt time.Time `json:"updated_at"`
 }
 
-// Explain finds a message by its ID or its place. Without kafka (nil) topics are not searched.
+// Explain finds a message by its ID or its place. Without kafka (nil) topics are not searched. An error of Kafka's is part of
+// the explanation: what the database knows is shown while brokers are away.
 func Explain(ctx context.Context, db Querier, kafka *Kafka, q Question) (*Explanation, error) {
 	e := &explainer{Question: q, db: db, kafka: kafka, names: newNames(q.Text), out: &Explanation{Asked: q.Text, Searched: nil}}
 	for _, step := range []func(context.Context) error{
@@ -154,10 +159,12 @@ func (e *explainer) lookAtPlace(ctx context.Context) (err error) {
 	e.place = &place
 	e.names = newNames("")
 	clear(e.names.texts)
-	if e.kafka == nil {
-		return nil
-	}
-	record, topicID, err := e.kafka.at(ctx, place)
+	var record *kgo.Record
+	var topicID uuid.UUID
+	err = e.askKafka(ctx, func(ctx context.Context) (err error) {
+		record, topicID, err = e.kafka.at(ctx, place)
+		return err
+	})
 	if err != nil || record == nil {
 		return err
 	}
@@ -170,6 +177,24 @@ func (e *explainer) lookAtPlace(ctx context.Context) (err error) {
 	}
 	e.names.addText(text)
 	return nil
+}
+
+// askKafka asks, and takes no more than half of the time that is left, since the database is to be asked too. Once Kafka
+// failed it is not asked again.
+func (e *explainer) askKafka(ctx context.Context, ask func(context.Context) error) error {
+	if e.kafka == nil || e.out.KafkaError != "" {
+		return nil
+	}
+	limited, cancel := ctx, context.CancelFunc(func() {})
+	if deadline, some := ctx.Deadline(); some {
+		limited, cancel = context.WithTimeout(ctx, time.Until(deadline)/2)
+	}
+	defer cancel()
+	err := ask(limited)
+	if err != nil && ctx.Err() == nil {
+		e.out.KafkaError, err = err.Error(), nil
+	}
+	return err
 }
 
 // readRows reads rows of the outbox by IDs that were not asked for yet.

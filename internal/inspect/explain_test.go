@@ -114,6 +114,31 @@ func TestExplainFindsWhatCarriesNoID(t *testing.T) {
 	assert.Len(t, x.Claims, 1)
 }
 
+// onScan does something when a scan of topics begins, which is when their ends are known.
+type onScan func()
+
+func (f onScan) OnNewClient(*kgo.Client) { f() }
+
+// Property: a record that stands behind the first of an open transaction is found by its place: it is waited for.
+func TestExplainWaitsForOpenTransactions(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	open := kafkatest.Client(t, kgo.TransactionalID(topic))
+	require.NoError(t, open.BeginTransaction())
+	require.NoError(t, open.ProduceSync(t.Context(), &kgo.Record{Topic: topic}).FirstErr())
+	require.NoError(t, kafkatest.Client(t).ProduceSync(t.Context(), &kgo.Record{Topic: topic, Headers: []kgo.RecordHeader{{Key: "id", Value: []byte("7")}}}).FirstErr())
+	k, scans := kafka(t), 0
+	k.Options = append(k.Options, kgo.WithHooks(onScan(func() {
+		if scans++; scans == 1 {
+			assert.NoError(t, open.EndTransaction(t.Context(), kgo.TryAbort))
+		}
+	})))
+	x := explain(t, pool, k, topic+"/0/1")
+	require.Len(t, x.Records, 1)
+	assert.Equal(t, "7", x.Records[0].MessageID)
+	assert.Empty(t, x.KafkaError)
+}
+
 // Property: a row that Kafka does not take is dead for that relay, with the reason.
 func TestExplainShowsDeadRows(t *testing.T) {
 	t.Parallel()

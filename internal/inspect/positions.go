@@ -17,6 +17,8 @@ const LagMax = 100_000
 type Positions struct {
 	Shards    []Shard    `json:"shards"`
 	Consumers []Position `json:"consumers"`
+	// KafkaError says why the ends of topics are not known. Empty: they are, or there are no brokers to ask.
+	KafkaError string `json:"kafka_error"`
 }
 
 // Shard is where a shard of a relay stands.
@@ -56,7 +58,8 @@ type PositionFilter struct {
 	Relay, Group, Topic *string
 }
 
-// ReadPositions reads all of them. Without kafka (nil) the ends of topics are not known.
+// ReadPositions reads all of them. Without kafka (nil) the ends of topics are not known. An error of Kafka's is part of the
+// positions: what the database knows is shown while brokers are away.
 func ReadPositions(ctx context.Context, db Querier, kafka *Kafka, schema string, filter PositionFilter) (*Positions, error) {
 	p := &Positions{}
 	rows, err := db.Query(ctx, inSchema(shardsOfSQL, schema), filter.Relay)
@@ -86,10 +89,12 @@ func ReadPositions(ctx context.Context, db Querier, kafka *Kafka, schema string,
 		return nil, wrap("read positions", err)
 	}
 	if kafka != nil {
-		err = p.readEnds(ctx, kafka)
+		if err := p.readEnds(ctx, kafka); err != nil {
+			p.KafkaError = err.Error()
+		}
 	}
 	p.Shards, p.Consumers = some(p.Shards), some(p.Consumers)
-	return p, err
+	return p, nil
 }
 
 // readLag counts for each relay once, whatever the number of its shards.

@@ -144,10 +144,11 @@ func (e *explainer) searchTopics(ctx context.Context) error {
 		if t.since.Before(search.Since) {
 			search.Since = t.since
 		}
-		if err := e.search(ctx, t, search); err != nil {
+		if err := e.askKafka(ctx, func(ctx context.Context) error { return e.search(ctx, t, search) }); err != nil {
 			return err
 		}
 	}
+	search.Complete = search.Complete && e.out.KafkaError == ""
 	slices.Sort(search.Topics)
 	search.Topics = slices.Compact(search.Topics)
 	return nil
@@ -180,7 +181,7 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 		e.out.Records = append(e.out.Records, newRecord(r))
 		return nil
 	})
-	if errors.Is(err, errEnough) || errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
+	if errors.Is(err, errEnough) {
 		search.Complete, err = false, nil
 	}
 	return err

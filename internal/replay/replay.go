@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -20,8 +19,12 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// pageRowsMax bounds what is in memory, with the brokers and read by one statement.
-const pageRowsMax = 500
+// What is in memory, with the brokers and read by one statement: at most so many rows, and no further row where they have
+// so many bytes.
+const (
+	pageRowsMax  = 500
+	pageBytesMax = 32 << 20
+)
 
 // Options say what is published again.
 type Options struct {
@@ -83,11 +86,12 @@ type DB interface {
 	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 }
 
-// Run publishes the chosen rows in the order of seq, under their IDs, and notes who did it. An error leaves what was
-// published; it is safe to run again, since consumers know the IDs. client is nil for a dry run.
+// Run publishes the chosen rows in the order of seq, under their IDs, and notes who did it. It ends at the first row that
+// Kafka does not take, and sends no later row of its key. An error leaves what was published; it is safe to run
+// again, since consumers know the IDs. kafka leads to the brokers; a dry run needs none.
 //
 // Rows may leave the outbox meanwhile: then Published is less than Rows.
-func Run(ctx context.Context, db DB, client *kgo.Client, opts Options) (*Report, error) {
+func Run(ctx context.Context, db DB, kafka []kgo.Opt, opts Options) (*Report, error) {
 	in := func(sql string) string { return migrations.InSchema(sql, opts.Schema) }
 	report := &Report{DryRun: opts.DryRun}
 	cut, err := inspect.ReadCut(ctx, db, opts.Schema, opts.Relay)
@@ -120,60 +124,80 @@ func Run(ctx context.Context, db DB, client *kgo.Client, opts Options) (*Report,
 	if _, err := db.Exec(ctx, in(noteSQL), opts.By.Who, opts.By.Why, string(subject)); err != nil {
 		return report, fmt.Errorf("note the replay: %w", err)
 	}
+	return report, report.publish(ctx, db, kafka, in(pageSQL), args, opts)
+}
+
+func (r *Report) publish(ctx context.Context, db DB, kafka []kgo.Opt, sql string, args []any, opts Options) error {
+	sender, err := newSender(kafka)
+	if err != nil {
+		return err
+	}
+	defer sender.client.Close()
+	limit := pageRowsMax
 	for after := int64(0); ; {
-		records, end, err := page(ctx, db, in(pageSQL), append(args[:len(args):len(args)], after, pageRowsMax), opts.ToTopic)
-		if err != nil || len(records) == 0 {
-			return report, err
+		rows, err := page(ctx, db, sql, append(args[:len(args):len(args)], after, limit), opts.ToTopic)
+		if err != nil || len(rows) == 0 {
+			return err
 		}
-		for _, result := range client.ProduceSync(ctx, records...) {
-			if result.Err != nil {
-				err = fmt.Errorf("publish to topic %s: %w", result.Record.Topic, result.Err)
-				continue
-			}
-			report.Published++
-		}
+		published, err := sender.send(ctx, rows)
+		r.Published += published
 		if err != nil {
-			return report, err
+			return err
 		}
 		if opts.Progress != nil {
-			opts.Progress(report.Published)
+			opts.Progress(r.Published)
 		}
-		after = end
+		after = rows[len(rows)-1].seq
+		limit = min(2*len(rows), pageRowsMax) // what the next page would drop is read for nothing
 	}
 }
 
-// page reads the rows behind a seq as records, and the seq of the last.
-func page(ctx context.Context, db DB, sql string, args []any, toTopic *string) (records []*kgo.Record, end int64, err error) {
-	rows, err := db.Query(ctx, sql, args...)
+// page reads the rows behind a seq, at least one if there is any.
+func page(ctx context.Context, db DB, sql string, args []any, toTopic *string) ([]row, error) {
+	result, err := db.Query(ctx, sql, args...)
 	if err != nil {
-		return nil, 0, fmt.Errorf("read outbox: %w", err)
+		return nil, fmt.Errorf("read outbox: %w", err)
 	}
-	var id [16]byte
+	defer result.Close()
+	var rows []row
+	for bytes := 0; bytes <= pageBytesMax && result.Next(); {
+		r, err := scan(result, toTopic)
+		if err != nil {
+			return nil, err
+		}
+		rows = append(rows, r)
+		bytes += r.bytes
+	}
+	result.Close()
+	if err := result.Err(); err != nil {
+		return nil, fmt.Errorf("read outbox: %w", err)
+	}
+	return rows, nil
+}
+
+func scan(result pgx.Rows, toTopic *string) (r row, err error) {
 	var topic, headers string
 	var key, payload []byte
 	var created time.Time
-	_, err = pgx.ForEachRow(rows, []any{&end, &id, &topic, &key, &payload, &headers, &created}, func() error {
-		own, err := outbox.DecodeHeaders([]byte(headers))
-		if err != nil {
-			return fmt.Errorf("row %d: %w", end, err)
-		}
-		record := &kgo.Record{Topic: topic, Key: key, Value: payload, Headers: []kgo.RecordHeader{
-			{Key: outbox.HeaderMessageID, Value: []byte(uuid.UUID(id).String())},
-			{Key: outbox.HeaderOccurredAt, Value: []byte(created.UTC().Format("2006-01-02T15:04:05.000000Z"))},
-		}}
-		if toTopic != nil {
-			record.Topic = *toTopic
-		}
-		for _, h := range own {
-			if h.Name != outbox.HeaderMessageID && h.Name != outbox.HeaderOccurredAt {
-				record.Headers = append(record.Headers, kgo.RecordHeader{Key: h.Name, Value: h.Value})
-			}
-		}
-		records = append(records, record)
-		return nil
-	})
-	if err != nil {
-		return nil, 0, fmt.Errorf("read outbox: %w", err)
+	if err := result.Scan(&r.seq, (*[16]byte)(&r.id), &topic, &key, &payload, &headers, &created); err != nil {
+		return r, fmt.Errorf("read outbox: %w", err)
 	}
-	return records, end, nil
+	own, err := outbox.DecodeHeaders([]byte(headers))
+	if err != nil {
+		return r, fmt.Errorf("read outbox: row %d: %w", r.seq, err)
+	}
+	if toTopic != nil {
+		topic = *toTopic
+	}
+	r.bytes = (&outbox.Message{Key: key, Payload: payload, Headers: own}).RecordBytes()
+	r.record = &kgo.Record{Topic: topic, Key: key, Value: payload, Headers: []kgo.RecordHeader{
+		{Key: outbox.HeaderMessageID, Value: []byte(r.id.String())},
+		{Key: outbox.HeaderOccurredAt, Value: []byte(created.UTC().Format("2006-01-02T15:04:05.000000Z"))},
+	}}
+	for _, h := range own {
+		if h.Name != outbox.HeaderMessageID && h.Name != outbox.HeaderOccurredAt {
+			r.record.Headers = append(r.record.Headers, kgo.RecordHeader{Key: h.Name, Value: h.Value})
+		}
+	}
+	return r, nil
 }

@@ -1,0 +1,120 @@
+package replay
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+
+	"github.com/google/uuid"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/limits"
+)
+
+// row is a row of the outbox and the record that is made of it.
+type row struct {
+	seq    int64
+	id     uuid.UUID
+	bytes  int // as the relay counts them
+	record *kgo.Record
+}
+
+// sender publishes pages such that nothing of a key passes a row of it that Kafka does not take: a consumer of a new
+// topic would apply them in the wrong order, and the row is sent behind them when the replay is run again.
+type sender struct {
+	client *kgo.Client
+
+	mu    sync.Mutex
+	sizes map[string]int32 // of records, by topic: asked for once, since the client's batches are fixed as well
+}
+
+func newSender(kafka []kgo.Opt) (*sender, error) {
+	s := &sender{sizes: map[string]int32{}}
+	var err error
+	s.client, err = kgo.NewClient(append(kafka[:len(kafka):len(kafka)],
+		kgo.RequiredAcks(kgo.AllISRAcks()),
+		kgo.SoftwareNameAndVersion("outbox-relay", "v1"),
+		kgo.ProducerBatchMaxBytesFn(s.recordBytes),
+		// A batch that is refused fails everything of its partition that is buffered: so all of a page has to be.
+		kgo.ManualFlushing(),
+	)...)
+	if err != nil {
+		return nil, fmt.Errorf("kafka options: %w", err)
+	}
+	return s, nil
+}
+
+func (s *sender) recordBytes(topic string) int32 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if n, known := s.sizes[topic]; known {
+		return n
+	}
+	return limits.RecordBytesDefault
+}
+
+// learn asks for the limits of topics that are new.
+func (s *sender) learn(ctx context.Context, rows []row) error {
+	var topics []string
+	for _, r := range rows {
+		if _, known := s.sizes[r.record.Topic]; !known && !slices.Contains(topics, r.record.Topic) {
+			topics = append(topics, r.record.Topic)
+		}
+	}
+	found, err := limits.RecordBytes(ctx, s.client, topics...)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	maps.Copy(s.sizes, found)
+	return err
+}
+
+// send publishes the rows before the first one that is too large for its topic, and says how many Kafka took.
+func (s *sender) send(ctx context.Context, rows []row) (published int64, err error) {
+	if err := s.learn(ctx, rows); err != nil {
+		return 0, err
+	}
+	var tooLarge error
+	for i, r := range rows {
+		if most := s.recordBytes(r.record.Topic); r.bytes > int(most) {
+			tooLarge = fmt.Errorf("row %d (id %s) has %d bytes as a record, max.message.bytes of topic %q is %d: raise it and run the replay again, "+
+				"or end it before this row and go on behind it", r.seq, r.id, r.bytes, r.record.Topic, most)
+			rows = rows[:i]
+			break
+		}
+	}
+	published, err = s.produce(ctx, rows)
+	if err == nil {
+		err = tooLarge
+	}
+	return published, err
+}
+
+// produce returns when everything is answered, or ctx has ended.
+func (s *sender) produce(ctx context.Context, rows []row) (published int64, err error) {
+	var mu sync.Mutex
+	var taken int64
+	errs := make([]error, len(rows))
+	for i, r := range rows {
+		s.client.Produce(ctx, r.record, func(_ *kgo.Record, err error) {
+			mu.Lock()
+			defer mu.Unlock()
+			if errs[i] = err; err == nil {
+				taken++
+			}
+		})
+	}
+	ended := s.client.Flush(ctx)
+	mu.Lock()
+	defer mu.Unlock()
+	for i, err := range errs {
+		if err != nil { // of a batch: any row of it may be the one that is refused
+			return taken, fmt.Errorf("publish row %d (id %s), or one behind it, to topic %q: %w", rows[i].seq, rows[i].id, rows[i].record.Topic, err)
+		}
+	}
+	if ended != nil {
+		return taken, fmt.Errorf("publish: %w", ended)
+	}
+	return taken, nil
+}

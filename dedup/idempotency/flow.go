@@ -205,14 +205,15 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 	if s.putOff > 0 && o.cfg.AttemptsMax == 0 && s.attempts >= attemptsOfAll/2 {
 		return nil, Response{}, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
 	}
-	tag, err := o.pool.Exec(ctx, o.sql.takeFlow, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner)
+	err := o.pool.QueryRow(ctx, o.sql.takeFlow, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling).
+		Scan(&s.data, &s.request, &s.sealed, &s.attempts)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, Response{}, nil
+	}
 	if err != nil {
 		return nil, Response{}, fmt.Errorf("take over %v: %w", key, err)
 	}
-	if tag.RowsAffected() == 0 {
-		return nil, Response{}, nil
-	}
-	s.token, s.attempts = s.token+1, s.attempts+1
+	s.token++
 	h := newHolder(o, key, s)
 	if s.calling == nil {
 		return h, Response{}, nil

@@ -264,6 +264,83 @@ func TestDonePhaseIsNotDoneAgain(t *testing.T) {
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{charge}' AND lock_token = 1`))
 }
 
+// Property: a call that must not be made twice is not made by a worker whose claim the server lost, once another one under
+// the same token made it and its phase is done. Row H5.
+func TestDoneCallIsNotMadeAgain(t *testing.T) {
+	t.Parallel()
+	pool, made := newPool(t), 0
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		calls(true, func(*step) error { made++; return nil }),
+		{Name: "ship", Write: func(context.Context, pgx.Tx, *step) error { return errAway }},
+	})
+	_, err := flow.Do(crashpoint.With(t.Context(), func(name string) {
+		if name != crashpoint.KeyClaimed {
+			return
+		}
+		_, err := pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`)
+		require.NoError(t, err)
+		_, err = flow.Do(t.Context(), key("k"), nil)
+		require.ErrorIs(t, err, errAway)
+	}), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrLockLost)
+	require.Equal(t, 1, made)
+	require.Equal(t, 1, effects(t, pool, "charge"))
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{charge}' AND lock_token = 1 AND calling IS NULL`))
+}
+
+// Property: whoever takes a key over goes on from where it is then, and not from where it was when he looked: its earlier
+// holder, whose lock ran out, may have made a call meanwhile that must not be made twice. Row H2.
+func TestTakeoverGoesOnFromWhatIsDone(t *testing.T) {
+	t.Parallel()
+	for meanwhile, sql := range map[string]string{
+		"the phase is done": `SELECT effectonce.advance_key('tenant', 'order', 'k', 1, 'charge', '{"Order": 7}')`,
+		"it was lost, and begun anew with another state": `UPDATE effectonce.idempotency_keys SET data = '{"Order": 7}'`,
+	} {
+		t.Run(meanwhile, func(t *testing.T) {
+			t.Parallel()
+			pool, made := newPool(t), 0
+			var found payment
+			ship := ends("ship")
+			book := ship.Write
+			ship.Write = func(ctx context.Context, tx pgx.Tx, s *step) error {
+				found = s.State
+				return book(ctx, tx, s)
+			}
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+				calls(true, func(*step) error {
+					if made++; made == 1 {
+						return idempotency.NotDone(errAway)
+					}
+					return nil
+				}), ship,
+			})
+			_, err := flow.Do(t.Context(), key("k"), nil)
+			require.ErrorIs(t, err, errAway)
+			holder, err := pool.Begin(t.Context())
+			require.NoError(t, err)
+			defer func() { _ = holder.Rollback(context.WithoutCancel(t.Context())) }()
+			_, err = holder.Exec(t.Context(), `SELECT FROM effectonce.idempotency_keys WHERE locked_until IS NULL AND lock_token = 1 AND phases = '{}' FOR UPDATE`)
+			require.NoError(t, err)
+			done := make(chan error, 1)
+			go func() {
+				_, err := flow.Do(t.Context(), key("k"), nil)
+				done <- err
+			}()
+			require.NoError(t, until(t.Context(), pool, somebodyWaits))
+			_, err = holder.Exec(t.Context(), sql)
+			require.NoError(t, err)
+			require.NoError(t, holder.Commit(t.Context()))
+			err = <-done
+			if meanwhile == "the phase is done" {
+				require.Equal(t, 1, made, "the one that was not done")
+			}
+			require.NoError(t, err)
+			require.EqualValues(t, 7, found.Order)
+			require.Equal(t, 1, effects(t, pool, "ship"))
+		})
+	}
+}
+
 // Property: what a transaction changed in the state is not there when the transaction is run again after a serialization
 // failure: the state is what the last recovery point, or the call, left. Row H20.
 func TestStateIsOfTheTransactionThatCommitted(t *testing.T) {

@@ -84,12 +84,15 @@ SELECT ` + fresh + ` UNION ALL SELECT ` + found
 const lookSQL = `-- idempotency.look
 SELECT ` + found
 
-// takeFlowSQL takes the lock of a key over that nobody holds: the token that was seen decides between two that try.
+// takeFlowSQL takes the lock of a key over that nobody holds: the token that was seen decides between two that try. A holder
+// whose lock ran out has that token until then, and so may one whose claim a server lost: what the taker decided by, the
+// request, what is done and what may be under way, is as it was seen, or no row; the rest is as it is now.
 const takeFlowSQL = `-- idempotency.take_flow
 UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
   locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + `
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint = $7 AND phases = $8 AND calling IS NOT DISTINCT FROM $9
+RETURNING data, request, sealed, attempts`
 
 const renewSQL = `-- idempotency.renew
 UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval
@@ -107,10 +110,10 @@ UPDATE effectonce.idempotency_keys SET error = coalesce($5, error), retry_at = c
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state IN ('running', 'indeterminate')
   AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
 
-// callingSQL is written before a foreign call that must not be made twice.
+// callingSQL is written before a foreign call that must not be made twice, and not where the phase is done: see advance_key.
 const callingSQL = `-- idempotency.calling
-UPDATE effectonce.idempotency_keys SET calling = $5
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND calling IS NULL`
+UPDATE effectonce.idempotency_keys SET calling = $5::text
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND calling IS NULL AND $5 <> ALL (phases)`
 
 // undecidedSQL hands a key to people, with the error of the last attempt.
 const undecidedSQL = `-- idempotency.undecided

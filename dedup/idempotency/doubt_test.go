@@ -336,6 +336,55 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 	require.Equal(t, 3, asked)
 }
 
+// Property: the reconciler of a flow is not asked about work in one transaction of the same operation that is in doubt, also where
+// that took the key over from a flow: what it would give back runs again, though its effect is there. Row H5.
+func TestReconcilerIsNotAskedAboutWork(t *testing.T) {
+	t.Parallel()
+	pool, away := newPool(t), errAway
+	o := newOperation(t, pool, idempotency.Config{})
+	flow := newFlow(t, o, idempotency.FlowConfig[payment]{
+		Reconcile: func(context.Context, idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+			return idempotency.DidNotHappen(), nil
+		},
+	}, []idempotency.Phase[payment]{calls(false, func(*step) error { return away }), ends("ship")})
+	unknown := func(context.Context, pgx.Tx) (idempotency.Response, error) {
+		return idempotency.Response{}, idempotency.Indeterminate(errAway)
+	}
+	values := []string{"committed", "unknown", "committed by a flow", "unknown by a flow"}
+	for n, value := range values {
+		if n >= 2 {
+			_, err := flow.Do(t.Context(), key(value), nil)
+			require.ErrorIs(t, err, errAway)
+		}
+		work := unknown
+		if n%2 == 0 {
+			work = committed
+		}
+		_, err := o.Once(t.Context(), key(value), work)
+		require.ErrorIs(t, err, idempotency.ErrIndeterminate, value)
+	}
+	passes(t, pool, time.Hour)
+	decided, err := flow.Reconcile(t.Context())
+	require.NoError(t, err)
+	require.Zero(t, decided)
+	for _, value := range values {
+		_, err := o.Once(t.Context(), key(value), committed)
+		require.ErrorIs(t, err, idempotency.ErrIndeterminate, value)
+	}
+	require.Equal(t, 2, effects(t, pool, "k"))
+
+	// A person gave a key back, and the flow took it: it is asked about that one.
+	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, expires_at = NULL WHERE key = 'unknown'`)
+	require.NoError(t, err)
+	away = idempotency.Indeterminate(errAway)
+	_, err = flow.Do(t.Context(), key("unknown"), nil)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	passes(t, pool, time.Hour)
+	decided, err = flow.Reconcile(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, 1, decided)
+}
+
 // Property: a phase that panics does not end the completer's program, and the key is free for the next attempt. Row H1.
 func TestCompleterSurvivesAPanic(t *testing.T) {
 	t.Parallel()

@@ -40,8 +40,8 @@ type FlowConfig[S any] struct {
 	RetryAfter time.Duration
 	// Every is how often Run looks for what is abandoned, undecided or old. 10 ms to 1 h; default 10 s.
 	Every time.Duration
-	// Reconcile asks the foreign system, or its records, what became of a call whose outcome is unknown. Default: a person
-	// decides.
+	// Reconcile asks the foreign system, or its records, what became of a call whose outcome is unknown. It is not asked about
+	// keys of Operation.Once. Default: a person decides.
 	Reconcile func(ctx context.Context, undecided UndecidedKey[S]) (Decision, error)
 }
 

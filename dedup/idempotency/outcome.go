@@ -81,7 +81,7 @@ func (e *indeterminateError) Error() string   { return e.err.Error() }
 func (e *indeterminateError) Unwrap() []error { return []error{ErrIndeterminate, e.err} }
 
 // Indeterminate says that a foreign system may have acted or not, and cannot be asked again under the same key: what the
-// work or the phase wrote is rolled back, and the key stops until a person or the reconciler decides. The mark is written after
+// work or the phase wrote is rolled back, and the key stops until a person decides, or the reconciler of a flow. The mark is written after
 // the fact: where the database or the process is gone in that moment, only a phase that is AtMostOnce is not run again. Nor
 // does it stop a request that waits for the work of Once already, and executes it as soon as that is rolled back: what must
 // not be asked twice belongs into a Flow.

@@ -33,10 +33,10 @@ INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, sta
 VALUES ($1::text, $2::text, $3::text, $7::bytea, 'finished', $4, 1, clock_timestamp() + $5::interval)
 ON CONFLICT DO NOTHING RETURNING set_config('lock_timeout', $6, true) -- of the work`
 
-// takeWorkSQL takes a key over whose earlier attempts failed.
+// takeWorkSQL takes a key over whose earlier attempts failed, also from a flow: without locked_by no reconciler is asked about it.
 const takeWorkSQL = `-- idempotency.take_work
 UPDATE effectonce.idempotency_keys SET state = 'finished', lock_token = lock_token + 1, attempts = attempts + 1, error = NULL,
-  retry_at = NULL, sealed = $4, expires_at = clock_timestamp() + $5::interval
+  retry_at = NULL, locked_by = NULL, sealed = $4, expires_at = clock_timestamp() + $5::interval
 WHERE scope = $1 AND operation = $2 AND key = $3 AND ` + isRunning + ` AND lock_token = $7 AND fingerprint = $8
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases = '{}' AND calling IS NULL
 RETURNING set_config('lock_timeout', $6, true)`
@@ -169,10 +169,11 @@ const doubtSQL = `-- idempotency.doubt
 UPDATE effectonce.idempotency_keys SET state = 'indeterminate', error = $4, expires_at = NULL
 WHERE scope = $1 AND operation = $2 AND key = $3`
 
-// undecidedKeysSQL is the work of a reconciler.
+// undecidedKeysSQL is the work of a reconciler: keys of flows, which alone have locked_by. Work in one transaction is in doubt with
+// effects that it committed by itself, or in another system: nothing that a flow knows, and it has no phase to go on at.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state = 'indeterminate' AND operation = $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
+WHERE state = 'indeterminate' AND operation = $1 AND locked_by IS NOT NULL AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
 
 // decidedSQL gives a key back to its phases.
 const decidedSQL = `-- idempotency.decided

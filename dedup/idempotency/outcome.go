@@ -42,7 +42,7 @@ var (
 	// not committed is rolled back.
 	ErrLockLost = errors.New("another worker has taken over the idempotency key")
 	// ErrUnknownRecoveryPoint: the phases that are done are not the first ones of this program's list: it was deployed
-	// with other phases. Nothing was run again, and the key goes on with a program that knows them, or when a person finishes
+	// with other phases. Nothing was run again, its reconciler was not asked, and the key goes on with a program that knows them, or when a person finishes
 	// it.
 	ErrUnknownRecoveryPoint = errors.New("the phases that are done do not begin this flow's list")
 	// ErrUnanswered: the connection was lost during COMMIT, so nobody knows yet. Asking again under the same key finds

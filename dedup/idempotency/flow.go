@@ -82,7 +82,10 @@ func (s *Step[S]) ChildID() uuid.UUID { return s.Key.ChildID(s.phase) }
 // Finish ends the flow with this phase, and says what the client gets. The last phase must call it.
 func (s *Step[S]) Finish(response Response) { s.response = &response }
 
-// NewFlow returns a flow, or all problems at once. An operation has one flow.
+// NewFlow returns a flow, or all problems at once. An operation has one flow, which all that need it share: a second one of the
+// same Operation is refused, since completer and reconciler look after all keys of the operation, and would run their own phases
+// for requests of another flow. Nobody can tell where it is two Operations with one name, or two programs: give each flow an
+// operation with a name of its own. All replicas of a program may have it, with the same phases.
 func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow[S], error) {
 	f := &Flow[S]{op: op, cfg: cfg, phases: phases}
 	var problems []error
@@ -108,6 +111,9 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 		f.names = append(f.names, phase.Name)
 	}
 	problems = append(problems, checkDurations(&f.cfg.CallMax, &f.cfg.RetryAfter, &f.cfg.Every)...)
+	if len(problems) == 0 && op.flow.Swap(true) {
+		problems = append(problems, fmt.Errorf("operation %q has a flow already: share that one, or make another operation with a name of its own", op.cfg.Operation))
+	}
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}

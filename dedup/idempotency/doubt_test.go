@@ -172,6 +172,45 @@ func TestWorkInDoubtIsNotRunAgain(t *testing.T) {
 	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
 }
 
+// Property: what the work knows of another system counts also where it misused its transaction: doubt is doubt, and what is final
+// is stored; so it is with what a phase writes. Rows H5, H18.
+func TestMisuseHidesNoVerdict(t *testing.T) {
+	t.Parallel()
+	pool, ran := newPool(t), 0
+	o := newOperation(t, pool, idempotency.Config{})
+	verdicts := map[string]error{
+		"doubt": idempotency.Indeterminate(errAway), "final": idempotency.Final(idempotency.Response{Status: 402}, errors.New("declined")),
+	}
+	misuse := func(ctx context.Context, tx pgx.Tx, value string) error {
+		ran++
+		return errors.Join(effect(ctx, tx, "k"), tx.Rollback(ctx), verdicts[value])
+	}
+	flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
+		return misuse(ctx, tx, s.Key.Value[len("flow "):])
+	}}})
+	for n := range 3 {
+		for value := range verdicts {
+			once, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+				return idempotency.Response{}, misuse(ctx, tx, value)
+			})
+			phases, flowErr := flow.Do(t.Context(), key("flow "+value), nil)
+			if value == "doubt" {
+				require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+				require.ErrorIs(t, flowErr, idempotency.ErrIndeterminate)
+				continue
+			}
+			require.NoError(t, errors.Join(err, flowErr))
+			for _, response := range []idempotency.Response{once, phases} {
+				require.Equal(t, idempotency.Response{Status: 402, Replayed: n > 0}, response)
+			}
+		}
+	}
+	require.Equal(t, 4, ran)
+	require.Zero(t, effects(t, pool, "k"))
+	require.Equal(t, "indeterminate", stateOf(t, pool, "doubt"))
+	require.Equal(t, "indeterminate", stateOf(t, pool, "flow doubt"))
+}
+
 // Property: where a request that waits for work which ends in doubt executes it, the key is marked behind it: nobody is told
 // that the request is only in progress. Row H5.
 func TestDoubtIsMarkedBehindWhoeverWaited(t *testing.T) {

@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -178,6 +180,51 @@ func TestLongWorkKeepsItsLock(t *testing.T) {
 	require.NoError(t, <-done)
 	require.Empty(t, begun)
 	require.Equal(t, 1, effects(t, pool, "long"))
+}
+
+// Property: a renewal that hangs does not cost the lock: the next one comes before it is over, by the database's clock. Row H23.
+func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
+	t.Parallel()
+	wide := newPool(t)
+	_, err := wide.Exec(t.Context(), `CREATE TABLE renewals (late boolean NOT NULL);
+		CREATE FUNCTION renewed() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO renewals VALUES (OLD.locked_until <= clock_timestamp()); RETURN NULL; END $$;
+		CREATE TRIGGER renewed AFTER UPDATE ON effectonce.idempotency_keys FOR EACH ROW WHEN (NEW.locked_until > OLD.locked_until) EXECUTE FUNCTION renewed()`)
+	require.NoError(t, err)
+	var hang atomic.Bool
+	config := wide.Config()
+	config.PrepareConn = func(ctx context.Context, _ *pgx.Conn) (bool, error) {
+		if hang.CompareAndSwap(true, false) {
+			<-ctx.Done()
+		}
+		return true, ctx.Err()
+	}
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer pool.Close()
+	renewed := make(chan struct{})
+	op := newOperation(t, pool, idempotency.Config{Lock: 15 * time.Second}) // so that a renewal in time may be seconds late
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
+		Name: "long",
+		Call: func(ctx context.Context, s *step) error {
+			hang.Store(true)
+			s.Finish(idempotency.Response{Status: 200})
+			select {
+			case <-renewed:
+			case <-ctx.Done():
+			}
+			return ctx.Err()
+		},
+	}})
+	done := make(chan error, 1)
+	go func() {
+		_, err := flow.Do(t.Context(), key("k"), nil)
+		done <- err
+	}()
+	require.Eventually(t, func() bool { return count(t, wide, `SELECT count(*) FROM renewals`) > 0 }, time.Minute, 50*time.Millisecond)
+	close(renewed)
+	require.NoError(t, <-done)
+	require.False(t, hang.Load())
+	require.Zero(t, count(t, wide, `SELECT count(*) FROM renewals WHERE late`))
 }
 
 // Property: a worker whose lock was taken is told so during its work, and can store neither phase nor outcome.

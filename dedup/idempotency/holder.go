@@ -34,8 +34,9 @@ func (h *holder) keep(ctx context.Context) (stop func()) {
 	var group sync.WaitGroup
 	group.Go(func() {
 		renewed := time.Now()
-		for pause(ctx, h.o.cfg.Lock/3) {
-			asked := time.Now()
+		asked := renewed
+		for pause(ctx, h.o.cfg.Lock/3-time.Since(asked)) { // from beginning to beginning: one that hangs leaves time for another
+			asked = time.Now()
 			held, err := h.renew(ctx)
 			switch {
 			case err == nil && held:

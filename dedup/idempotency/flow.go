@@ -172,10 +172,10 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 	for range claimsMax {
 		s, err := read(o.pool.QueryRow(ctx, o.sql.claimFlow, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept))
 		switch {
+		case conflict(err), err == nil && s == nil:
+			continue // it was committed while the insert waited: an error where the role's default is not read committed
 		case err != nil:
 			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
-		case s == nil:
-			continue // it was committed while the insert waited
 		case s.made:
 			s.sealed = sealed
 			return newHolder(o, key, s), Response{}, nil
@@ -213,7 +213,7 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 	}
 	err := o.pool.QueryRow(ctx, o.sql.takeFlow, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling).
 		Scan(&s.data, &s.request, &s.sealed, &s.attempts)
-	if errors.Is(err, pgx.ErrNoRows) {
+	if errors.Is(err, pgx.ErrNoRows) || conflict(err) {
 		return nil, Response{}, nil
 	}
 	if err != nil {

@@ -70,10 +70,31 @@ func TestFinalFailureEndsTheFlow(t *testing.T) {
 }
 
 // Property: ten requests at once with one key execute the flow once; the others get its outcome, or that it is in
-// progress.
+// progress, whatever the role's default isolation is.
 func TestFlowAtOnceIsExecutedOnce(t *testing.T) {
 	t.Parallel()
-	pool, b := newPool(t), newBank(t)
+	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
+		t.Run(string(level), func(t *testing.T) {
+			t.Parallel()
+			flowAtOnce(t, withDefault(t, newPool(t), level))
+		})
+	}
+}
+
+// withDefault is a pool whose sessions have another default isolation.
+func withDefault(t *testing.T, pool *pgxpool.Pool, level pgx.TxIsoLevel) *pgxpool.Pool {
+	t.Helper()
+	config := pool.Config()
+	config.ConnConfig.RuntimeParams["default_transaction_isolation"] = string(level)
+	other, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(other.Close)
+	return other
+}
+
+func flowAtOnce(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	b := newBank(t)
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Millisecond}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
 	rounds := 100
 	if testing.Short() {
@@ -180,6 +201,30 @@ func TestLongWorkKeepsItsLock(t *testing.T) {
 	require.NoError(t, <-done)
 	require.Empty(t, begun)
 	require.Equal(t, 1, effects(t, pool, "long"))
+}
+
+// Property: a holder whose write meets another one of the row writes behind it, whatever the role's default isolation is: the key
+// is given up at once.
+func TestHoldersWriteWaitsForOthers(t *testing.T) {
+	t.Parallel()
+	wide := newPool(t)
+	other, err := wide.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = other.Rollback(context.WithoutCancel(t.Context())) }()
+	var group sync.WaitGroup
+	op := newOperation(t, withDefault(t, wide, pgx.RepeatableRead), idempotency.Config{Lock: time.Hour})
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
+		_, err := other.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp()`)
+		group.Go(func() {
+			assert.NoError(t, errors.Join(until(t.Context(), wide, somebodyWaits), other.Commit(t.Context())))
+		})
+		return errors.Join(err, errAway)
+	}), ends("ship")})
+	_, err = flow.Do(t.Context(), key("k"), nil)
+	group.Wait()
+	require.ErrorIs(t, err, errAway)
+	require.NotContains(t, err.Error(), "give up the lock")
+	require.Equal(t, 1, count(t, wide, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`))
 }
 
 // Property: a renewal that hangs does not cost the lock: the next one comes before it is over, by the database's clock. Row H23.

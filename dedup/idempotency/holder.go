@@ -65,13 +65,15 @@ func (h *holder) renew(ctx context.Context) (bool, error) {
 	return h.update(ctx, h.o.sql.renew, h.o.cfg.Lock)
 }
 
-// update writes under the token, and tells whether it still counts.
+// update writes under the token, and tells whether it still counts. It waits for a phase that is being committed, which is a
+// conflict where the role's default is not read committed.
 func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, error) {
-	tag, err := h.o.pool.Exec(ctx, sql, append([]any{h.key.Scope, h.key.Operation, h.key.Value, h.at.token}, args...)...)
-	if err != nil {
-		return false, err
+	for attempt := 1; ; attempt++ {
+		tag, err := h.o.pool.Exec(ctx, sql, append([]any{h.key.Scope, h.key.Operation, h.key.Value, h.at.token}, args...)...)
+		if err == nil || attempt > h.o.cfg.Retries || !conflict(err) {
+			return tag.RowsAffected() == 1, err
+		}
 	}
-	return tag.RowsAffected() == 1, nil
 }
 
 // calling writes down that a call is about to be made which must not be made twice.

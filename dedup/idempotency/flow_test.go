@@ -395,6 +395,47 @@ func TestDoneCallIsNotMadeAgain(t *testing.T) {
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{charge}' AND lock_token = 1 AND calling IS NULL`))
 }
 
+// Property: a worker whose claim the server lost, and whose own call was not done, takes no note away of the call that another one
+// makes under the same token: it would be made again. Row H5.
+func TestNoteOfACallStaysWhileItIsMade(t *testing.T) {
+	t.Parallel()
+	pool, begun, over, another := newPool(t), make(chan struct{}, 10), make(chan struct{}), make(chan error, 1)
+	looked := 0
+	var flow *idempotency.Flow[payment]
+	flow = newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		{Name: "look", Call: func(ctx context.Context, s *step) error {
+			if looked++; looked > 1 {
+				return nil
+			}
+			if _, err := pool.Exec(ctx, `DELETE FROM effectonce.idempotency_keys`); err != nil {
+				return err
+			}
+			go func() {
+				_, err := flow.Do(context.WithoutCancel(ctx), s.Key, nil)
+				another <- err
+			}()
+			<-begun
+			return idempotency.NotDone(errAway)
+		}},
+		calls(true, func(*step) error { begun <- struct{}{}; <-over; return nil }), ends("ship"),
+	})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, errAway)
+	second := make(chan error, 1)
+	go func() {
+		_, err := flow.Do(t.Context(), key("k"), nil)
+		second <- err
+	}()
+	select {
+	case err = <-second:
+	case <-begun:
+		err = errors.New("it is called again")
+	}
+	close(over)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	require.ErrorIs(t, <-another, idempotency.ErrLockLost)
+}
+
 // Property: whoever takes a key over goes on from where it is then, and not from where it was when he looked: its earlier
 // holder, whose lock ran out, may have made a call meanwhile that must not be made twice. Row H2.
 func TestTakeoverGoesOnFromWhatIsDone(t *testing.T) {

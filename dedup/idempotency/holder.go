@@ -20,9 +20,10 @@ type holder struct {
 	ending  atomic.Bool     // the outcome is about to be stored, and the lock goes with it
 
 	// Of the phase under way:
-	called   bool // its call was made, and the foreign system did what it was asked for
-	doubtful bool // it was written down that a call is made which must not be made twice
-	away     bool // the connection of its transaction broke
+	noted    string // its name, once it is written down that its call is made, which must not be made twice
+	called   bool   // its call was made, and the foreign system did what it was asked for
+	doubtful bool   // such a call may have been made, and what it found out is not stored
+	away     bool   // the connection of its transaction broke
 }
 
 func newHolder(o *Operation, key Key, at *stored) *holder { return &holder{o: o, key: key, at: at} }
@@ -85,7 +86,7 @@ func (h *holder) calling(ctx context.Context, phase string) error {
 	if rows == 0 {
 		return ErrLockLost
 	}
-	h.doubtful = true
+	h.noted, h.doubtful = phase, true
 	return nil
 }
 
@@ -94,7 +95,11 @@ func (h *holder) calling(ctx context.Context, phase string) error {
 func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Duration, notCalled bool) error {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
-	if _, err := h.update(ctx, h.o.sql.unlock, text(cause), retryAfter, notCalled); err != nil {
+	var withdrawn *string
+	if notCalled && h.noted != "" {
+		withdrawn = &h.noted
+	}
+	if _, err := h.update(ctx, h.o.sql.unlock, text(cause), retryAfter, withdrawn); err != nil {
 		return fmt.Errorf("give up the lock of %v, which runs out by itself: %w", h.key, err)
 	}
 	return nil

@@ -98,9 +98,11 @@ const renewSQL = `-- idempotency.renew
 UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND locked_until IS NOT NULL`
 
+// unlockSQL takes the note of a call away that was not done, and of no other: one under the same token, where a server lost a claim,
+// may be under way.
 const unlockSQL = `-- idempotency.unlock
 UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
-  calling = CASE WHEN $7 THEN NULL ELSE calling END
+  calling = nullif(calling, $7)
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning
 
 // leaveSQL puts a key off that nobody holds, for as long as it is old, at least $6 and at most a hundred times that: so the

@@ -141,9 +141,10 @@ func TestRenewalsNeedNoCommonClock(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool, _ := skewed(t, off)
-			begun, end, done := make(chan struct{}), make(chan struct{}), make(chan error, 1)
-			f := single(t, pool, 2*time.Second, func(ctx context.Context) error {
-				close(begun)
+			begun, end, done := make(chan struct{}, 10), make(chan struct{}), make(chan error, 1)
+			const lock = 6 * time.Second // a renewal may be seconds late
+			f := single(t, pool, lock, func(ctx context.Context) error {
+				begun <- struct{}{}
 				select {
 				case <-end:
 				case <-ctx.Done():
@@ -160,10 +161,11 @@ func TestRenewalsNeedNoCommonClock(t *testing.T) {
 			require.NoError(t, pool.QueryRow(t.Context(), until).Scan(&first))
 			require.Eventually(t, func() bool { // for longer than the first lock
 				_, err := f.Do(t.Context(), key("a"), nil)
-				return errors.Is(err, idempotency.ErrInProgress) && pool.QueryRow(t.Context(), until).Scan(&now) == nil && now.Sub(first) > 2*time.Second
-			}, 20*time.Second, 50*time.Millisecond)
+				return errors.Is(err, idempotency.ErrInProgress) && pool.QueryRow(t.Context(), until).Scan(&now) == nil && now.Sub(first) > lock
+			}, time.Minute, 50*time.Millisecond)
 			close(end)
 			require.NoError(t, <-done)
+			require.Empty(t, begun)
 			require.Equal(t, 1, effects(t, pool, "a"))
 		})
 	}

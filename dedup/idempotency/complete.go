@@ -1,6 +1,7 @@
 package idempotency
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -158,7 +159,7 @@ func (f *Flow[S]) panicked(ctx context.Context, key Key, p any) error {
 }
 
 // leave puts off a flow in doubt of which the reconciler knows nothing yet, or one that this program does not know. Another version of it may: during a deployment the older one meets
-// keys of the newer one, so it must not give them up, nor use up their attempts.
+// keys of the newer one, so it must not give them up, nor use up their attempts, nor decide about them.
 func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) error {
 	h := newHolder(f.op, key, s)
 	var why *string
@@ -203,7 +204,8 @@ func Happened(response Response) Decision { return Decision{outcome: &response} 
 
 // Reconcile asks FlowConfig.Reconcile about each key that has been indeterminate for CallMax, so that what was on its way to
 // the foreign system has arrived or never will, and carries out what it decides. It returns
-// how many keys were decided. Two that run at once may both ask; one of them decides.
+// how many keys were decided. Two that run at once may both ask; one of them decides. A key whose phase in doubt this program does
+// not know is left alone for longer and longer, and reported each time: ErrUnknownRecoveryPoint.
 func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 	if f.cfg.Reconcile == nil {
 		return 0, errors.New("FlowConfig.Reconcile is not set")
@@ -263,15 +265,14 @@ func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, val
 }
 
 func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
-	asked := UndecidedKey[S]{Key: u.key, Since: u.since}
+	phase, known := f.inDoubt(&u.at)
+	if !known {
+		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, phase, f.names)
+		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
+	}
+	asked := UndecidedKey[S]{Key: u.key, Phase: phase, Since: u.since}
 	if u.error != nil {
 		asked.Error = *u.error
-	}
-	switch {
-	case u.at.calling != nil:
-		asked.Phase = *u.at.calling
-	case len(u.at.phases) < len(f.names):
-		asked.Phase = f.names[len(u.at.phases)]
 	}
 	data, err := f.op.open(u.key, "data", u.at.data, u.at.sealed)
 	if err != nil {
@@ -293,6 +294,18 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 		return false, f.leave(ctx, u.key, &u.at, nil)
 	}
 	return f.carryOut(ctx, u, decision)
+}
+
+// inDoubt is the phase behind those that are done, and whether this program knows it as that.
+func (f *Flow[S]) inDoubt(s *stored) (phase string, known bool) {
+	if s.calling != nil {
+		phase = *s.calling
+	}
+	if !begins(s.phases, f.names) || len(s.phases) == len(f.names) {
+		return phase, false
+	}
+	next := f.names[len(s.phases)]
+	return cmp.Or(phase, next), phase == "" || phase == next
 }
 
 // ask calls the reconciler, which has as long as a call.

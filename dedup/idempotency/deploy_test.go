@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -87,6 +88,62 @@ func TestUnknownPhasesOfAKeyThatWasGivenBack(t *testing.T) {
 		require.NoError(t, pool.QueryRow(t.Context(), `SELECT retry_at - clock_timestamp() FROM effectonce.idempotency_keys`).Scan(&off))
 		assert.InDelta(t, want.Seconds(), off.Seconds(), 4, age)
 	}
+}
+
+// Property: a program that does not know the phase which is in doubt decides nothing about it: its reconciler is not asked, the
+// key is put off, and a program that knows the phase decides. Row H17.
+func TestDoubtWaitsForAProgramThatKnowsItsPhase(t *testing.T) {
+	t.Parallel()
+	pool, asked := newPool(t), []string(nil)
+	cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, undecided idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+		asked = append(asked, undecided.Phase)
+		return idempotency.DidNotHappen(), nil
+	}}
+	program := func(names ...string) *idempotency.Flow[payment] {
+		var phases []idempotency.Phase[payment]
+		for _, name := range names {
+			phase := ends(name)
+			if name == "ship" {
+				phase = calls(true, func(*step) error { return errAway })
+				phase.Name = name
+			} else if name != "book" {
+				phase.Write = func(context.Context, pgx.Tx, *step) error { return nil }
+			}
+			phases = append(phases, phase)
+		}
+		return newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases)
+	}
+	newer := program("reserve", "charge", "ship", "book")
+	_, err := newer.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	const undecided = `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND phases = '{reserve,charge}' AND error LIKE '%bank is away'`
+	for name, older := range map[string]*idempotency.Flow[payment]{
+		"without it": program("reserve", "charge"), "another one there": program("reserve", "charge", "book"), "others before it": program("begin", "charge", "ship"),
+		"later": program("reserve", "charge", "check", "ship"),
+	} {
+		for _, calling := range []string{`'ship'`, `NULL`} {
+			if calling == `NULL` && name != "without it" && name != "others before it" {
+				continue // nothing tells which phase is in doubt but those that are done
+			}
+			passes(t, pool, time.Hour)
+			_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET calling = `+calling)
+			require.NoError(t, err)
+			decided, err := older.Reconcile(t.Context())
+			require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint, name)
+			require.Zero(t, decided, name)
+			_, err = older.Reconcile(t.Context())
+			require.NoError(t, err, "it is put off")
+			require.Empty(t, asked, name)
+			require.Equal(t, 1, count(t, pool, undecided), name)
+		}
+	}
+	passes(t, pool, time.Hour)
+	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET calling = 'ship'`)
+	require.NoError(t, err)
+	decided, err := newer.Reconcile(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, 1, decided)
+	require.Equal(t, []string{"ship"}, asked)
 }
 
 // meanwhile does something when a line is logged.

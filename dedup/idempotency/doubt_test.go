@@ -172,6 +172,45 @@ func TestWorkInDoubtIsNotRunAgain(t *testing.T) {
 	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
 }
 
+// Property: what the work knows of another system counts also where it misused its transaction: doubt is doubt, and what is final
+// is stored; so it is with what a phase writes. Rows H5, H18.
+func TestMisuseHidesNoVerdict(t *testing.T) {
+	t.Parallel()
+	pool, ran := newPool(t), 0
+	o := newOperation(t, pool, idempotency.Config{})
+	verdicts := map[string]error{
+		"doubt": idempotency.Indeterminate(errAway), "final": idempotency.Final(idempotency.Response{Status: 402}, errors.New("declined")),
+	}
+	misuse := func(ctx context.Context, tx pgx.Tx, value string) error {
+		ran++
+		return errors.Join(effect(ctx, tx, "k"), tx.Rollback(ctx), verdicts[value])
+	}
+	flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
+		return misuse(ctx, tx, s.Key.Value[len("flow "):])
+	}}})
+	for n := range 3 {
+		for value := range verdicts {
+			once, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+				return idempotency.Response{}, misuse(ctx, tx, value)
+			})
+			phases, flowErr := flow.Do(t.Context(), key("flow "+value), nil)
+			if value == "doubt" {
+				require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+				require.ErrorIs(t, flowErr, idempotency.ErrIndeterminate)
+				continue
+			}
+			require.NoError(t, errors.Join(err, flowErr))
+			for _, response := range []idempotency.Response{once, phases} {
+				require.Equal(t, idempotency.Response{Status: 402, Replayed: n > 0}, response)
+			}
+		}
+	}
+	require.Equal(t, 4, ran)
+	require.Zero(t, effects(t, pool, "k"))
+	require.Equal(t, "indeterminate", stateOf(t, pool, "doubt"))
+	require.Equal(t, "indeterminate", stateOf(t, pool, "flow doubt"))
+}
+
 // Property: where a request that waits for work which ends in doubt executes it, the key is marked behind it: nobody is told
 // that the request is only in progress. Row H5.
 func TestDoubtIsMarkedBehindWhoeverWaited(t *testing.T) {
@@ -334,6 +373,55 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 1, decided)
 	require.Equal(t, 3, asked)
+}
+
+// Property: the reconciler of a flow is not asked about work in one transaction of the same operation that is in doubt, also where
+// that took the key over from a flow: what it would give back runs again, though its effect is there. Row H5.
+func TestReconcilerIsNotAskedAboutWork(t *testing.T) {
+	t.Parallel()
+	pool, away := newPool(t), errAway
+	o := newOperation(t, pool, idempotency.Config{})
+	flow := newFlow(t, o, idempotency.FlowConfig[payment]{
+		Reconcile: func(context.Context, idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+			return idempotency.DidNotHappen(), nil
+		},
+	}, []idempotency.Phase[payment]{calls(false, func(*step) error { return away }), ends("ship")})
+	unknown := func(context.Context, pgx.Tx) (idempotency.Response, error) {
+		return idempotency.Response{}, idempotency.Indeterminate(errAway)
+	}
+	values := []string{"committed", "unknown", "committed by a flow", "unknown by a flow"}
+	for n, value := range values {
+		if n >= 2 {
+			_, err := flow.Do(t.Context(), key(value), nil)
+			require.ErrorIs(t, err, errAway)
+		}
+		work := unknown
+		if n%2 == 0 {
+			work = committed
+		}
+		_, err := o.Once(t.Context(), key(value), work)
+		require.ErrorIs(t, err, idempotency.ErrIndeterminate, value)
+	}
+	passes(t, pool, time.Hour)
+	decided, err := flow.Reconcile(t.Context())
+	require.NoError(t, err)
+	require.Zero(t, decided)
+	for _, value := range values {
+		_, err := o.Once(t.Context(), key(value), committed)
+		require.ErrorIs(t, err, idempotency.ErrIndeterminate, value)
+	}
+	require.Equal(t, 2, effects(t, pool, "k"))
+
+	// A person gave a key back, and the flow took it: it is asked about that one.
+	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, expires_at = NULL WHERE key = 'unknown'`)
+	require.NoError(t, err)
+	away = idempotency.Indeterminate(errAway)
+	_, err = flow.Do(t.Context(), key("unknown"), nil)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	passes(t, pool, time.Hour)
+	decided, err = flow.Reconcile(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, 1, decided)
 }
 
 // Property: a phase that panics does not end the completer's program, and the key is free for the next attempt. Row H1.

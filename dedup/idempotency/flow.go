@@ -40,8 +40,8 @@ type FlowConfig[S any] struct {
 	RetryAfter time.Duration
 	// Every is how often Run looks for what is abandoned, undecided or old. 10 ms to 1 h; default 10 s.
 	Every time.Duration
-	// Reconcile asks the foreign system, or its records, what became of a call whose outcome is unknown. Default: a person
-	// decides.
+	// Reconcile asks the foreign system, or its records, what became of a call whose outcome is unknown. It is not asked about
+	// keys of Operation.Once. Default: a person decides.
 	Reconcile func(ctx context.Context, undecided UndecidedKey[S]) (Decision, error)
 }
 
@@ -82,7 +82,10 @@ func (s *Step[S]) ChildID() uuid.UUID { return s.Key.ChildID(s.phase) }
 // Finish ends the flow with this phase, and says what the client gets. The last phase must call it.
 func (s *Step[S]) Finish(response Response) { s.response = &response }
 
-// NewFlow returns a flow, or all problems at once. An operation has one flow.
+// NewFlow returns a flow, or all problems at once. An operation has one flow, which all that need it share: a second one of the
+// same Operation is refused, since completer and reconciler look after all keys of the operation, and would run their own phases
+// for requests of another flow. Nobody can tell where it is two Operations with one name, or two programs: give each flow an
+// operation with a name of its own. All replicas of a program may have it, with the same phases.
 func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow[S], error) {
 	f := &Flow[S]{op: op, cfg: cfg, phases: phases}
 	var problems []error
@@ -108,6 +111,9 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 		f.names = append(f.names, phase.Name)
 	}
 	problems = append(problems, checkDurations(&f.cfg.CallMax, &f.cfg.RetryAfter, &f.cfg.Every)...)
+	if len(problems) == 0 && op.flow.Swap(true) {
+		problems = append(problems, fmt.Errorf("operation %q has a flow already: share that one, or make another operation with a name of its own", op.cfg.Operation))
+	}
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
@@ -166,10 +172,10 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 	for range claimsMax {
 		s, err := read(o.pool.QueryRow(ctx, o.sql.claimFlow, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept))
 		switch {
+		case conflict(err), err == nil && s == nil:
+			continue // it was committed while the insert waited: an error where the role's default is not read committed
 		case err != nil:
 			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
-		case s == nil:
-			continue // it was committed while the insert waited
 		case s.made:
 			s.sealed = sealed
 			return newHolder(o, key, s), Response{}, nil
@@ -205,14 +211,15 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 	if s.putOff > 0 && o.cfg.AttemptsMax == 0 && s.attempts >= attemptsOfAll/2 {
 		return nil, Response{}, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
 	}
-	tag, err := o.pool.Exec(ctx, o.sql.takeFlow, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner)
+	err := o.pool.QueryRow(ctx, o.sql.takeFlow, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling).
+		Scan(&s.data, &s.request, &s.sealed, &s.attempts)
+	if errors.Is(err, pgx.ErrNoRows) || conflict(err) {
+		return nil, Response{}, nil
+	}
 	if err != nil {
 		return nil, Response{}, fmt.Errorf("take over %v: %w", key, err)
 	}
-	if tag.RowsAffected() == 0 {
-		return nil, Response{}, nil
-	}
-	s.token, s.attempts = s.token+1, s.attempts+1
+	s.token++
 	h := newHolder(o, key, s)
 	if s.calling == nil {
 		return h, Response{}, nil

@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -68,10 +70,31 @@ func TestFinalFailureEndsTheFlow(t *testing.T) {
 }
 
 // Property: ten requests at once with one key execute the flow once; the others get its outcome, or that it is in
-// progress.
+// progress, whatever the role's default isolation is.
 func TestFlowAtOnceIsExecutedOnce(t *testing.T) {
 	t.Parallel()
-	pool, b := newPool(t), newBank(t)
+	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
+		t.Run(string(level), func(t *testing.T) {
+			t.Parallel()
+			flowAtOnce(t, withDefault(t, newPool(t), level))
+		})
+	}
+}
+
+// withDefault is a pool whose sessions have another default isolation.
+func withDefault(t *testing.T, pool *pgxpool.Pool, level pgx.TxIsoLevel) *pgxpool.Pool {
+	t.Helper()
+	config := pool.Config()
+	config.ConnConfig.RuntimeParams["default_transaction_isolation"] = string(level)
+	other, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(other.Close)
+	return other
+}
+
+func flowAtOnce(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	b := newBank(t)
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Millisecond}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
 	rounds := 100
 	if testing.Short() {
@@ -125,6 +148,21 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effects`))
 }
 
+// Property: an operation has one flow. A second one, whose completer would run its own phases for requests of the first, is
+// refused at the start; what was refused for another reason is none.
+func TestOperationHasOneFlow(t *testing.T) {
+	t.Parallel()
+	op := newOperation(t, newPool(t), idempotency.Config{})
+	_, err := idempotency.NewFlow(op, idempotency.FlowConfig[int]{})
+	require.ErrorContains(t, err, "0 phases")
+	_, err = idempotency.NewFlow(op, idempotency.FlowConfig[payment]{}, ends("charge"))
+	require.NoError(t, err)
+	_, err = idempotency.NewFlow(op, idempotency.FlowConfig[payment]{}, ends("refund"))
+	require.EqualError(t, err, `operation "order" has a flow already: share that one, or make another operation with a name of its own`)
+	_, err = idempotency.NewFlow(newOperation(t, newPool(t), idempotency.Config{}), idempotency.FlowConfig[payment]{}, ends("refund"))
+	require.NoError(t, err)
+}
+
 // Property: a lock that is shorter than the work is renewed: nobody takes the key over. Row H23.
 func TestLongWorkKeepsItsLock(t *testing.T) {
 	t.Parallel()
@@ -163,6 +201,75 @@ func TestLongWorkKeepsItsLock(t *testing.T) {
 	require.NoError(t, <-done)
 	require.Empty(t, begun)
 	require.Equal(t, 1, effects(t, pool, "long"))
+}
+
+// Property: a holder whose write meets another one of the row writes behind it, whatever the role's default isolation is: the key
+// is given up at once.
+func TestHoldersWriteWaitsForOthers(t *testing.T) {
+	t.Parallel()
+	wide := newPool(t)
+	other, err := wide.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = other.Rollback(context.WithoutCancel(t.Context())) }()
+	var group sync.WaitGroup
+	op := newOperation(t, withDefault(t, wide, pgx.RepeatableRead), idempotency.Config{Lock: time.Hour})
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
+		_, err := other.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp()`)
+		group.Go(func() {
+			assert.NoError(t, errors.Join(until(t.Context(), wide, somebodyWaits), other.Commit(t.Context())))
+		})
+		return errors.Join(err, errAway)
+	}), ends("ship")})
+	_, err = flow.Do(t.Context(), key("k"), nil)
+	group.Wait()
+	require.ErrorIs(t, err, errAway)
+	require.NotContains(t, err.Error(), "give up the lock")
+	require.Equal(t, 1, count(t, wide, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`))
+}
+
+// Property: a renewal that hangs does not cost the lock: the next one comes before it is over, by the database's clock. Row H23.
+func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
+	t.Parallel()
+	wide := newPool(t)
+	_, err := wide.Exec(t.Context(), `CREATE TABLE renewals (late boolean NOT NULL);
+		CREATE FUNCTION renewed() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO renewals VALUES (OLD.locked_until <= clock_timestamp()); RETURN NULL; END $$;
+		CREATE TRIGGER renewed AFTER UPDATE ON effectonce.idempotency_keys FOR EACH ROW WHEN (NEW.locked_until > OLD.locked_until) EXECUTE FUNCTION renewed()`)
+	require.NoError(t, err)
+	var hang atomic.Bool
+	config := wide.Config()
+	config.PrepareConn = func(ctx context.Context, _ *pgx.Conn) (bool, error) {
+		if hang.CompareAndSwap(true, false) {
+			<-ctx.Done()
+		}
+		return true, ctx.Err()
+	}
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer pool.Close()
+	renewed := make(chan struct{})
+	op := newOperation(t, pool, idempotency.Config{Lock: 15 * time.Second}) // so that a renewal in time may be seconds late
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
+		Name: "long",
+		Call: func(ctx context.Context, s *step) error {
+			hang.Store(true)
+			s.Finish(idempotency.Response{Status: 200})
+			select {
+			case <-renewed:
+			case <-ctx.Done():
+			}
+			return ctx.Err()
+		},
+	}})
+	done := make(chan error, 1)
+	go func() {
+		_, err := flow.Do(t.Context(), key("k"), nil)
+		done <- err
+	}()
+	require.Eventually(t, func() bool { return count(t, wide, `SELECT count(*) FROM renewals`) > 0 }, time.Minute, 50*time.Millisecond)
+	close(renewed)
+	require.NoError(t, <-done)
+	require.False(t, hang.Load())
+	require.Zero(t, count(t, wide, `SELECT count(*) FROM renewals WHERE late`))
 }
 
 // Property: a worker whose lock was taken is told so during its work, and can store neither phase nor outcome.
@@ -262,6 +369,124 @@ func TestDonePhaseIsNotDoneAgain(t *testing.T) {
 	require.Equal(t, 2, writes)
 	require.Equal(t, 1, effects(t, pool, "charge"))
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{charge}' AND lock_token = 1`))
+}
+
+// Property: a call that must not be made twice is not made by a worker whose claim the server lost, once another one under
+// the same token made it and its phase is done. Row H5.
+func TestDoneCallIsNotMadeAgain(t *testing.T) {
+	t.Parallel()
+	pool, made := newPool(t), 0
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		calls(true, func(*step) error { made++; return nil }),
+		{Name: "ship", Write: func(context.Context, pgx.Tx, *step) error { return errAway }},
+	})
+	_, err := flow.Do(crashpoint.With(t.Context(), func(name string) {
+		if name != crashpoint.KeyClaimed {
+			return
+		}
+		_, err := pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`)
+		require.NoError(t, err)
+		_, err = flow.Do(t.Context(), key("k"), nil)
+		require.ErrorIs(t, err, errAway)
+	}), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrLockLost)
+	require.Equal(t, 1, made)
+	require.Equal(t, 1, effects(t, pool, "charge"))
+	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{charge}' AND lock_token = 1 AND calling IS NULL`))
+}
+
+// Property: a worker whose claim the server lost, and whose own call was not done, takes no note away of the call that another one
+// makes under the same token: it would be made again. Row H5.
+func TestNoteOfACallStaysWhileItIsMade(t *testing.T) {
+	t.Parallel()
+	pool, begun, over, another := newPool(t), make(chan struct{}, 10), make(chan struct{}), make(chan error, 1)
+	looked := 0
+	var flow *idempotency.Flow[payment]
+	flow = newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		{Name: "look", Call: func(ctx context.Context, s *step) error {
+			if looked++; looked > 1 {
+				return nil
+			}
+			if _, err := pool.Exec(ctx, `DELETE FROM effectonce.idempotency_keys`); err != nil {
+				return err
+			}
+			go func() {
+				_, err := flow.Do(context.WithoutCancel(ctx), s.Key, nil)
+				another <- err
+			}()
+			<-begun
+			return idempotency.NotDone(errAway)
+		}},
+		calls(true, func(*step) error { begun <- struct{}{}; <-over; return nil }), ends("ship"),
+	})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, errAway)
+	second := make(chan error, 1)
+	go func() {
+		_, err := flow.Do(t.Context(), key("k"), nil)
+		second <- err
+	}()
+	select {
+	case err = <-second:
+	case <-begun:
+		err = errors.New("it is called again")
+	}
+	close(over)
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	require.ErrorIs(t, <-another, idempotency.ErrLockLost)
+}
+
+// Property: whoever takes a key over goes on from where it is then, and not from where it was when he looked: its earlier
+// holder, whose lock ran out, may have made a call meanwhile that must not be made twice. Row H2.
+func TestTakeoverGoesOnFromWhatIsDone(t *testing.T) {
+	t.Parallel()
+	for meanwhile, sql := range map[string]string{
+		"the phase is done": `SELECT effectonce.advance_key('tenant', 'order', 'k', 1, 'charge', '{"Order": 7}')`,
+		"it was lost, and begun anew with another state": `UPDATE effectonce.idempotency_keys SET data = '{"Order": 7}'`,
+	} {
+		t.Run(meanwhile, func(t *testing.T) {
+			t.Parallel()
+			pool, made := newPool(t), 0
+			var found payment
+			ship := ends("ship")
+			book := ship.Write
+			ship.Write = func(ctx context.Context, tx pgx.Tx, s *step) error {
+				found = s.State
+				return book(ctx, tx, s)
+			}
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+				calls(true, func(*step) error {
+					if made++; made == 1 {
+						return idempotency.NotDone(errAway)
+					}
+					return nil
+				}), ship,
+			})
+			_, err := flow.Do(t.Context(), key("k"), nil)
+			require.ErrorIs(t, err, errAway)
+			holder, err := pool.Begin(t.Context())
+			require.NoError(t, err)
+			defer func() { _ = holder.Rollback(context.WithoutCancel(t.Context())) }()
+			_, err = holder.Exec(t.Context(), `SELECT FROM effectonce.idempotency_keys WHERE locked_until IS NULL AND lock_token = 1 AND phases = '{}' FOR UPDATE`)
+			require.NoError(t, err)
+			done := make(chan error, 1)
+			go func() {
+				_, err := flow.Do(t.Context(), key("k"), nil)
+				done <- err
+			}()
+			require.NoError(t, until(t.Context(), pool, somebodyWaits))
+			_, err = holder.Exec(t.Context(), sql)
+			require.NoError(t, err)
+			require.NoError(t, holder.Commit(t.Context()))
+			err = <-done
+			if meanwhile == "the phase is done" {
+				require.Equal(t, 1, made, "the one that was not done")
+			}
+			require.NoError(t, err)
+			require.EqualValues(t, 7, found.Order)
+			require.Equal(t, 1, effects(t, pool, "ship"))
+		})
+	}
 }
 
 // Property: what a transaction changed in the state is not there when the transaction is run again after a serialization

@@ -20,9 +20,10 @@ type holder struct {
 	ending  atomic.Bool     // the outcome is about to be stored, and the lock goes with it
 
 	// Of the phase under way:
-	called   bool // its call was made, and the foreign system did what it was asked for
-	doubtful bool // it was written down that a call is made which must not be made twice
-	away     bool // the connection of its transaction broke
+	noted    string // its name, once it is written down that its call is made, which must not be made twice
+	called   bool   // its call was made, and the foreign system did what it was asked for
+	doubtful bool   // such a call may have been made, and what it found out is not stored
+	away     bool   // the connection of its transaction broke
 }
 
 func newHolder(o *Operation, key Key, at *stored) *holder { return &holder{o: o, key: key, at: at} }
@@ -34,8 +35,9 @@ func (h *holder) keep(ctx context.Context) (stop func()) {
 	var group sync.WaitGroup
 	group.Go(func() {
 		renewed := time.Now()
-		for pause(ctx, h.o.cfg.Lock/3) {
-			asked := time.Now()
+		asked := renewed
+		for pause(ctx, h.o.cfg.Lock/3-time.Since(asked)) { // from beginning to beginning: one that hangs leaves time for another
+			asked = time.Now()
 			held, err := h.renew(ctx)
 			switch {
 			case err == nil && held:
@@ -64,13 +66,15 @@ func (h *holder) renew(ctx context.Context) (bool, error) {
 	return h.update(ctx, h.o.sql.renew, h.o.cfg.Lock)
 }
 
-// update writes under the token, and tells whether it still counts.
+// update writes under the token, and tells whether it still counts. It waits for a phase that is being committed, which is a
+// conflict where the role's default is not read committed.
 func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, error) {
-	tag, err := h.o.pool.Exec(ctx, sql, append([]any{h.key.Scope, h.key.Operation, h.key.Value, h.at.token}, args...)...)
-	if err != nil {
-		return false, err
+	for attempt := 1; ; attempt++ {
+		tag, err := h.o.pool.Exec(ctx, sql, append([]any{h.key.Scope, h.key.Operation, h.key.Value, h.at.token}, args...)...)
+		if err == nil || attempt > h.o.cfg.Retries || !conflict(err) {
+			return tag.RowsAffected() == 1, err
+		}
 	}
-	return tag.RowsAffected() == 1, nil
 }
 
 // calling writes down that a call is about to be made which must not be made twice.
@@ -82,7 +86,7 @@ func (h *holder) calling(ctx context.Context, phase string) error {
 	if rows == 0 {
 		return ErrLockLost
 	}
-	h.doubtful = true
+	h.noted, h.doubtful = phase, true
 	return nil
 }
 
@@ -91,7 +95,11 @@ func (h *holder) calling(ctx context.Context, phase string) error {
 func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Duration, notCalled bool) error {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
-	if _, err := h.update(ctx, h.o.sql.unlock, text(cause), retryAfter, notCalled); err != nil {
+	var withdrawn *string
+	if notCalled && h.noted != "" {
+		withdrawn = &h.noted
+	}
+	if _, err := h.update(ctx, h.o.sql.unlock, text(cause), retryAfter, withdrawn); err != nil {
 		return fmt.Errorf("give up the lock of %v, which runs out by itself: %w", h.key, err)
 	}
 	return nil

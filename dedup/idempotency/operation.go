@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -100,6 +101,7 @@ type Operation struct {
 	pool *pgxpool.Pool
 	cfg  Config
 	sql  queries
+	flow atomic.Bool // it has one: see NewFlow
 }
 
 // New returns an operation, or all problems of its configuration at once. It opens no connection; the pool is

@@ -42,7 +42,7 @@ var (
 	// not committed is rolled back.
 	ErrLockLost = errors.New("another worker has taken over the idempotency key")
 	// ErrUnknownRecoveryPoint: the phases that are done are not the first ones of this program's list: it was deployed
-	// with other phases. Nothing was run again, and the key goes on with a program that knows them, or when a person finishes
+	// with other phases. Nothing was run again, its reconciler was not asked, and the key goes on with a program that knows them, or when a person finishes
 	// it.
 	ErrUnknownRecoveryPoint = errors.New("the phases that are done do not begin this flow's list")
 	// ErrUnanswered: the connection was lost during COMMIT, so nobody knows yet. Asking again under the same key finds
@@ -81,7 +81,7 @@ func (e *indeterminateError) Error() string   { return e.err.Error() }
 func (e *indeterminateError) Unwrap() []error { return []error{ErrIndeterminate, e.err} }
 
 // Indeterminate says that a foreign system may have acted or not, and cannot be asked again under the same key: what the
-// work or the phase wrote is rolled back, and the key stops until a person or the reconciler decides. The mark is written after
+// work or the phase wrote is rolled back, and the key stops until a person decides, or the reconciler of a flow. The mark is written after
 // the fact: where the database or the process is gone in that moment, only a phase that is AtMostOnce is not run again. Nor
 // does it stop a request that waits for the work of Once already, and executes it as soon as that is rolled back: what must
 // not be asked twice belongs into a Flow.

@@ -22,7 +22,7 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	step.phase, h.called, h.doubtful = phase.Name, false, false
+	step.phase, h.noted, h.called, h.doubtful = phase.Name, "", false, false
 	if phase.Call != nil {
 		if err := f.call(ctx, h, step, phase); err != nil {
 			return err

@@ -33,10 +33,10 @@ INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, sta
 VALUES ($1::text, $2::text, $3::text, $7::bytea, 'finished', $4, 1, clock_timestamp() + $5::interval)
 ON CONFLICT DO NOTHING RETURNING set_config('lock_timeout', $6, true) -- of the work`
 
-// takeWorkSQL takes a key over whose earlier attempts failed.
+// takeWorkSQL takes a key over whose earlier attempts failed, also from a flow: without locked_by no reconciler is asked about it.
 const takeWorkSQL = `-- idempotency.take_work
 UPDATE effectonce.idempotency_keys SET state = 'finished', lock_token = lock_token + 1, attempts = attempts + 1, error = NULL,
-  retry_at = NULL, sealed = $4, expires_at = clock_timestamp() + $5::interval
+  retry_at = NULL, locked_by = NULL, sealed = $4, expires_at = clock_timestamp() + $5::interval
 WHERE scope = $1 AND operation = $2 AND key = $3 AND ` + isRunning + ` AND lock_token = $7 AND fingerprint = $8
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases = '{}' AND calling IS NULL
 RETURNING set_config('lock_timeout', $6, true)`
@@ -84,20 +84,25 @@ SELECT ` + fresh + ` UNION ALL SELECT ` + found
 const lookSQL = `-- idempotency.look
 SELECT ` + found
 
-// takeFlowSQL takes the lock of a key over that nobody holds: the token that was seen decides between two that try.
+// takeFlowSQL takes the lock of a key over that nobody holds: the token that was seen decides between two that try. A holder
+// whose lock ran out has that token until then, and so may one whose claim a server lost: what the taker decided by, the
+// request, what is done and what may be under way, is as it was seen, or no row; the rest is as it is now.
 const takeFlowSQL = `-- idempotency.take_flow
 UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
   locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + `
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint = $7 AND phases = $8 AND calling IS NOT DISTINCT FROM $9
+RETURNING data, request, sealed, attempts`
 
 const renewSQL = `-- idempotency.renew
 UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND locked_until IS NOT NULL`
 
+// unlockSQL takes the note of a call away that was not done, and of no other: one under the same token, where a server lost a claim,
+// may be under way.
 const unlockSQL = `-- idempotency.unlock
 UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
-  calling = CASE WHEN $7 THEN NULL ELSE calling END
+  calling = nullif(calling, $7)
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning
 
 // leaveSQL puts a key off that nobody holds, for as long as it is old, at least $6 and at most a hundred times that: so the
@@ -107,10 +112,10 @@ UPDATE effectonce.idempotency_keys SET error = coalesce($5, error), retry_at = c
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state IN ('running', 'indeterminate')
   AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
 
-// callingSQL is written before a foreign call that must not be made twice.
+// callingSQL is written before a foreign call that must not be made twice, and not where the phase is done: see advance_key.
 const callingSQL = `-- idempotency.calling
-UPDATE effectonce.idempotency_keys SET calling = $5
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND calling IS NULL`
+UPDATE effectonce.idempotency_keys SET calling = $5::text
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND calling IS NULL AND $5 <> ALL (phases)`
 
 // undecidedSQL hands a key to people, with the error of the last attempt.
 const undecidedSQL = `-- idempotency.undecided
@@ -166,10 +171,11 @@ const doubtSQL = `-- idempotency.doubt
 UPDATE effectonce.idempotency_keys SET state = 'indeterminate', error = $4, expires_at = NULL
 WHERE scope = $1 AND operation = $2 AND key = $3`
 
-// undecidedKeysSQL is the work of a reconciler.
+// undecidedKeysSQL is the work of a reconciler: keys of flows, which alone have locked_by. Work in one transaction is in doubt with
+// effects that it committed by itself, or in another system: nothing that a flow knows, and it has no phase to go on at.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state = 'indeterminate' AND operation = $1 AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
+WHERE state = 'indeterminate' AND operation = $1 AND locked_by IS NOT NULL AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
 
 // decidedSQL gives a key back to its phases.
 const decidedSQL = `-- idempotency.decided

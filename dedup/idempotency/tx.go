@@ -107,7 +107,7 @@ func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx
 		return errors.Join(errShared, err)
 	}
 	if fault := t.fault.Load(); fault != nil {
-		return *fault
+		return errors.Join(*fault, err) // what the work knows of other systems counts all the same
 	}
 	if t.ended() { // COMMIT would say yes, with a warning, and nothing would be stored
 		return errors.Join(errEnded, err)

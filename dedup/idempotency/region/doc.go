@@ -34,7 +34,11 @@
 //
 // To move slots, add a table whose From lies ahead by more than these together: what a deployment to all regions takes,
 // AheadMax, and how far the clock of any of the processes may be fast. With the default of 24 hours, two days are enough for
-// clocks that are right to the hour. A table can be dropped once the keys of its time are forgotten: the From of the next one, plus
-// the window of the operations (idempotency.Config.Window), plus AheadMax. Dropping the first one moves keys without a time
-// at once: where there are such, keep their requests away for a window before, or keep the table.
+// clocks that are right to the hour. The oldest table can be dropped once the keys of its time are forgotten: the From of the next
+// one, plus the window of the operations (idempotency.Config.Window), plus AheadMax. Not all of them are forgotten then: keys that
+// are not finished, or in doubt, never are (outbox-relay keys list, in each region: decide about them before), and a client whose
+// clock is far behind makes such keys today. So Middleware refuses keys from before the From of the first table that is left
+// (400): it executes them nowhere, where another home would execute them again. Keep the table if such clients are to be served;
+// a From of zero in the next one would let their keys move. Dropping the first one moves keys without a time at once: where there
+// are such, keep their requests away for a window before, or keep the table.
 package region

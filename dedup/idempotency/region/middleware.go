@@ -43,7 +43,8 @@ type Config struct {
 	AheadMax time.Duration
 }
 
-// Middleware lets requests through whose keys are at home here. Others are forwarded, once, or refused with 421 Misdirected
+// Middleware lets requests through whose keys are at home here, and refuses those with a key from too far ahead (AheadMax), or
+// from before the first table (400). Others are forwarded, once, or refused with 421 Misdirected
 // Request and the home's name, as application/problem+json. Nothing was done for a request that is refused; one whose
 // forwarding failed (502) may have been executed: the client asks again under the same key.
 func (h *Homes) Middleware(cfg Config) (func(http.Handler) http.Handler, error) {
@@ -84,9 +85,15 @@ func (h *Homes) route(cfg Config, proxies map[string]http.Handler, next http.Han
 		next.ServeHTTP(w, r)
 		return
 	}
-	if made, ok := madeAt(key); ok && time.Until(made) > cfg.AheadMax {
-		refuse(w, http.StatusBadRequest, "", fmt.Sprintf("the time in the idempotency key is more than %v ahead", cfg.AheadMax))
-		return
+	if made, ok := madeAt(key); ok {
+		if time.Until(made) > cfg.AheadMax {
+			refuse(w, http.StatusBadRequest, "", fmt.Sprintf("the time in the idempotency key is more than %v ahead", cfg.AheadMax))
+			return
+		}
+		if from := h.tables[0].From; made.Before(from) { // it may have been executed in another region
+			refuse(w, http.StatusBadRequest, "", fmt.Sprintf("the time in the idempotency key is before %s: where it was at home, and whether its request was executed, is not known any more", from.UTC().Format(time.RFC3339)))
+			return
+		}
 	}
 	home, version := h.Home(key)
 	if home == cfg.Here {

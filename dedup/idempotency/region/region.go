@@ -21,8 +21,9 @@ const SlotsMax = 1024
 type Table struct {
 	// Version names it: larger than that of the table before. From 1.
 	Version int
-	// From when it holds, by the times in keys: later than that of the table before. The first one holds for all earlier
-	// keys, and for those without a time, whatever its From is.
+	// From when it holds, by the times in keys: later than that of the table before. The first one holds for keys without a
+	// time, too. A key from before its From may have had its home in a table that was dropped: Middleware refuses it. Zero, for
+	// the first table that there ever was: there are none.
 	From time.Time
 	// Slots has the region of each slot: SlotsMax names, each 1 to 63 bytes of visible ASCII.
 	Slots []string
@@ -68,7 +69,7 @@ func named(region string) bool {
 }
 
 // Home returns the region in whose database a key is claimed, and the version of the table that says so. It depends on
-// nothing but the key and the tables.
+// nothing but the key and the tables. For a key from before the first table's From it is that table, and may be wrong: see Table.
 func (h *Homes) Home(key idempotency.Key) (region string, version int) {
 	table := h.tables[0]
 	if made, ok := madeAt(key); ok {

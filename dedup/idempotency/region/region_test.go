@@ -234,6 +234,31 @@ func TestWrongClocksRefuseNoKeys(t *testing.T) {
 	require.Len(t, eu.executed, served)
 }
 
+// Property: when the oldest table is dropped, no key of its time gets another home, where it would be executed again: it is
+// refused, in every region. While the table is there it is served at home, however far its client's clock is behind.
+func TestKeysOfADroppedTableAreRefused(t *testing.T) {
+	t.Parallel()
+	moved := time.Now().Add(-30 * 24 * time.Hour).Truncate(time.Millisecond)
+	first := region.Table{Version: 1, Slots: region.Spread("eu")}
+	second := region.Table{Version: 2, From: moved, Slots: region.Spread("us")}
+	before, dropped := homes(t, first, second), homes(t, second)
+	for _, made := range []time.Time{time.Unix(0, 0), moved.Add(-time.Hour), moved.Add(-time.Millisecond)} {
+		k := keyOf(t, made).Value
+		require.Equal(t, 201, newSite(t, before, "eu", nil).post(t, k).status)
+		for _, name := range []string{"eu", "us"} {
+			s := newSite(t, dropped, name, nil)
+			got := s.post(t, k)
+			require.Equal(t, 400, got.status, made)
+			require.Contains(t, got.body, "is before "+moved.UTC().Format(time.RFC3339))
+			require.Empty(t, s.executed)
+		}
+	}
+	for _, made := range []time.Time{moved, time.Now()} {
+		require.Equal(t, 201, newSite(t, dropped, "us", nil).post(t, keyOf(t, made).Value).status, made)
+	}
+	require.Equal(t, 201, newSite(t, dropped, "us", nil).post(t, "k").status, "without a time")
+}
+
 // Property: two regions whose tables name each other send a request on once, not in a circle, and execute it nowhere.
 func TestForwardingDoesNotCircle(t *testing.T) {
 	t.Parallel()

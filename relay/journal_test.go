@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -156,13 +157,13 @@ func TestStopWhileProgressIsNotAcknowledged(t *testing.T) {
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "progress"))
 	progress := fake.TopicInfo("progress").TopicID
 	silent, answer := make(chan struct{}), make(chan struct{})
+	silence := sync.OnceFunc(func() { close(silent) })
 	t.Cleanup(func() { close(answer) })
 	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
 		fake.KeepControl()
 		for _, topic := range request.(*kmsg.ProduceRequest).Topics {
 			if topic.Topic == "progress" || topic.TopicID == progress {
-				fake.DropControl()
-				close(silent)
+				silence()
 				fake.SleepControl(func() { <-answer })
 			}
 		}

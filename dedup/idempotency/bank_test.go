@@ -118,7 +118,7 @@ func paymentPhases(url string, atMostOnce bool) []idempotency.Phase[payment] {
 
 func newFlow(t *testing.T, op *idempotency.Operation, cfg idempotency.FlowConfig[payment], phases []idempotency.Phase[payment]) *idempotency.Flow[payment] {
 	t.Helper()
-	f, err := idempotency.NewFlow(op.Another(), cfg, phases...)
+	f, err := idempotency.NewFlow(op, cfg, phases...)
 	require.NoError(t, err)
 	return f
 }

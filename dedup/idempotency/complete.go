@@ -123,7 +123,10 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	if s.state != running || s.locked {
 		return false, nil
 	}
-	h, _, err := f.take(ctx, key, s)
+	var h *holder
+	if err = f.several(s.phases); err == nil {
+		h, _, err = f.take(ctx, key, s)
+	}
 	if errors.Is(err, ErrUnknownRecoveryPoint) {
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
 	}
@@ -265,6 +268,9 @@ func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, val
 }
 
 func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
+	if err := f.several(u.at.phases); err != nil {
+		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
+	}
 	phase, known := f.inDoubt(&u.at)
 	if !known {
 		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, phase, f.names)

@@ -73,6 +73,42 @@ func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 	requirePaidOnce(t, pool, b)
 }
 
+// Property: a completer that cannot tell whose a key is, because flows with other phases have the same operation and nothing is
+// done yet, runs none of its own, and reports it; once something is done, and with a later release of the flow, it can. Row H17.
+func TestCompleterTellsFlowsApart(t *testing.T) {
+	t.Parallel()
+	ctx, pool, away := t.Context(), newPool(t), true
+	op := newOperation(t, pool, idempotency.Config{})
+	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Second}
+	charge := calls(false, func(*step) error {
+		if away {
+			return errAway
+		}
+		return nil
+	})
+	charges := newFlow(t, op, cfg, []idempotency.Phase[payment]{charge, ends("ship")})
+	refunds := newFlow(t, op, cfg, []idempotency.Phase[payment]{ends("refund")})
+	_, err := charges.Do(ctx, key("k"), []byte("100"))
+	require.ErrorIs(t, err, errAway)
+	for _, flow := range []*idempotency.Flow[payment]{refunds, charges} {
+		passes(t, pool, time.Hour)
+		finished, err := flow.Complete(ctx)
+		require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+		require.ErrorContains(t, err, "an operation with a name of its own")
+		require.Zero(t, finished)
+	}
+	require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
+	away = false
+	later := newFlow(t, op, cfg, []idempotency.Phase[payment]{charge, {Name: "ship", Write: func(ctx context.Context, tx pgx.Tx, s *step) error { return errAway }}, ends("tell")})
+	_, err = later.Do(ctx, key("k"), []byte("100"))
+	require.ErrorIs(t, err, errAway)
+	passes(t, pool, time.Hour)
+	finished, err := charges.Complete(ctx)
+	require.NoError(t, err)
+	require.Equal(t, 1, finished)
+	require.Equal(t, 2, count(t, pool, `SELECT count(*) FROM effects`))
+}
+
 // Property: a key whose phases are unknown is put off for as long as it is old, at least RetryAfter, also when no attempt
 // is counted because a person or a reconciler gave it back. Row H17.
 func TestUnknownPhasesOfAKeyThatWasGivenBack(t *testing.T) {

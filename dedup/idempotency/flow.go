@@ -82,10 +82,10 @@ func (s *Step[S]) ChildID() uuid.UUID { return s.Key.ChildID(s.phase) }
 // Finish ends the flow with this phase, and says what the client gets. The last phase must call it.
 func (s *Step[S]) Finish(response Response) { s.response = &response }
 
-// NewFlow returns a flow, or all problems at once. An operation has one flow, which all that need it share: a second one of the
-// same Operation is refused, since completer and reconciler look after all keys of the operation, and would run their own phases
-// for requests of another flow. Nobody can tell where it is two Operations with one name, or two programs: give each flow an
-// operation with a name of its own. All replicas of a program may have it, with the same phases.
+// NewFlow returns a flow, or all problems at once. An operation has one flow: completer and reconciler look after all keys of
+// the operation, and leave those alone of which they cannot tell whose they are, where this process made flows with other
+// phases of it. Nobody can tell where it is two Operations with one name, or two programs: give each flow an operation with a
+// name of its own.
 func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow[S], error) {
 	f := &Flow[S]{op: op, cfg: cfg, phases: phases}
 	var problems []error
@@ -111,12 +111,12 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 		f.names = append(f.names, phase.Name)
 	}
 	problems = append(problems, checkDurations(&f.cfg.CallMax, &f.cfg.RetryAfter, &f.cfg.Every)...)
-	if len(problems) == 0 && op.flow.Swap(true) {
-		problems = append(problems, fmt.Errorf("operation %q has a flow already: share that one, or make another operation with a name of its own", op.cfg.Operation))
-	}
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
+	op.flows.Lock()
+	defer op.flows.Unlock()
+	op.flows.phases = append(op.flows.phases, f.names)
 	return f, nil
 }
 
@@ -186,6 +186,19 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 		}
 	}
 	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // it changes hands all the time
+}
+
+// several tells of phases that are done, on behalf of nobody who knows the flow, that they begin another flow of the operation,
+// too: one that is no earlier or later release of this one.
+func (f *Flow[S]) several(done []string) error {
+	f.op.flows.Lock()
+	defer f.op.flows.Unlock()
+	for _, other := range f.op.flows.phases {
+		if begins(done, f.names) && begins(done, other) && !begins(other, f.names) && !begins(f.names, other) {
+			return fmt.Errorf("%w: done are %q, and flows of %q and of %q begin so: give each an operation with a name of its own", ErrUnknownRecoveryPoint, done, f.names, other)
+		}
+	}
+	return nil
 }
 
 // take takes over a key that nobody holds. It returns nothing if somebody was faster.

@@ -148,21 +148,6 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effects`))
 }
 
-// Property: an operation has one flow. A second one, whose completer would run its own phases for requests of the first, is
-// refused at the start; what was refused for another reason is none.
-func TestOperationHasOneFlow(t *testing.T) {
-	t.Parallel()
-	op := newOperation(t, newPool(t), idempotency.Config{})
-	_, err := idempotency.NewFlow(op, idempotency.FlowConfig[int]{})
-	require.ErrorContains(t, err, "0 phases")
-	_, err = idempotency.NewFlow(op, idempotency.FlowConfig[payment]{}, ends("charge"))
-	require.NoError(t, err)
-	_, err = idempotency.NewFlow(op, idempotency.FlowConfig[payment]{}, ends("refund"))
-	require.EqualError(t, err, `operation "order" has a flow already: share that one, or make another operation with a name of its own`)
-	_, err = idempotency.NewFlow(newOperation(t, newPool(t), idempotency.Config{}), idempotency.FlowConfig[payment]{}, ends("refund"))
-	require.NoError(t, err)
-}
-
 // Property: a lock that is shorter than the work is renewed: nobody takes the key over. Row H23.
 func TestLongWorkKeepsItsLock(t *testing.T) {
 	t.Parallel()

@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strconv"
-	"sync/atomic"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -101,7 +101,11 @@ type Operation struct {
 	pool *pgxpool.Pool
 	cfg  Config
 	sql  queries
-	flow atomic.Bool // it has one: see NewFlow
+	// flows are the phases of each flow that was made: see several.
+	flows struct {
+		sync.Mutex
+		phases [][]string
+	}
 }
 
 // New returns an operation, or all problems of its configuration at once. It opens no connection; the pool is

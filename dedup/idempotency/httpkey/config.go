@@ -25,8 +25,8 @@ var ErrUnauthenticated = errors.New("the request is not authenticated")
 // Config of a Middleware. The zero value works, but for Operation.Operation.
 type Config struct {
 	// Operation says how keys are kept: its name, which is required, window, waiting, encryption. One name may serve all
-	// routes, of which one may be a flow (an operation has one: see idempotency.NewFlow): a key that comes again for another
-	// method, path or query is a mismatch.
+	// routes, of which one may be a flow (see idempotency.NewFlow): a key that comes again for another method, path or query
+	// is a mismatch.
 	Operation idempotency.Config
 	// Optional lets requests without a key in. They get one that nobody else knows, so that the handler has its
 	// transaction all the same. Default: 400.

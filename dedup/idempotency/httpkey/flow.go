@@ -9,8 +9,9 @@ import (
 )
 
 // FlowHandler is an endpoint whose work is in phases, because it asks other systems: it claims the key and answers with the
-// flow's outcome, as Middleware.Handler does with a transaction's. Make the flow with m.Operation(), which has one: the
-// next flow wants a Middleware with an operation of another name. Give only headers to Step.Finish that may be shown again.
+// flow's outcome, as Middleware.Handler does with a transaction's. Make the flow with m.Operation(); a second flow
+// wants a Middleware with an operation of another name: see idempotency.NewFlow. Give only headers to Step.Finish that may be
+// shown again.
 //
 // request makes of a request, whose body is read already, what the phases get; nil: the body. Nothing is stored yet: an
 // error is answered with 400, or with the response of an idempotency.Final. A failure of a phase is answered with 503 and

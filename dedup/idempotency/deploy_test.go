@@ -99,7 +99,7 @@ func TestCompleterTellsFlowsApart(t *testing.T) {
 	}
 	require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
 	away = false
-	later := newFlow(t, op, cfg, []idempotency.Phase[payment]{charge, {Name: "ship", Write: func(ctx context.Context, tx pgx.Tx, s *step) error { return errAway }}, ends("tell")})
+	later := newFlow(t, op, cfg, []idempotency.Phase[payment]{charge, {Name: "ship", Write: func(context.Context, pgx.Tx, *step) error { return errAway }}, ends("tell")})
 	_, err = later.Do(ctx, key("k"), []byte("100"))
 	require.ErrorIs(t, err, errAway)
 	passes(t, pool, time.Hour)

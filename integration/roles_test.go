@@ -126,6 +126,35 @@ func (p *paper) handle(ctx context.Context, tx pgx.Tx, msg *consumer.Message) er
 	return outbox.Publish(ctx, tx, outbox.Message{Topic: p.results, Key: msg.Key, Payload: msg.Value})
 }
 
+// Property: where the database hides which server it is, as some hosted ones do, a relay says so and works: it renews its
+// lease, and publishes what comes after many idle looks. Row O25.
+func TestRelayWithoutTheServersIdentity(t *testing.T) {
+	t.Parallel()
+	ctx, p, topic := t.Context(), newParts(t), kafkatest.Topic(t, 1)
+	_, err := p.owner.Exec(ctx, `REVOKE EXECUTE ON FUNCTION pg_walfile_name(pg_lsn), pg_current_wal_lsn() FROM PUBLIC`)
+	require.NoError(t, err)
+	var log lockedBuffer
+	r, err := relay.New(p.as(t, "relay"), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)},
+		relay.Config{PollMax: 5 * time.Millisecond, Lease: 30 * time.Second, Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- r.Run(running) }()
+	for i := range 3 {
+		eventually(t, 30*time.Second, "a lease is taken and renewed", func() (bool, any) {
+			return count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress WHERE lease_until > clock_timestamp() + interval '20 seconds'`) == 1, log.String()
+		})
+		<-time.After(500 * time.Millisecond) // a hundred looks
+		_, err = p.owner.Exec(ctx, `INSERT INTO effectonce.outbox (topic) VALUES ($1)`, topic)
+		require.NoError(t, err)
+		eventually(t, 30*time.Second, "the row is published", func() (bool, any) { return kafkatest.Count(t, topic) == i+1, log.String() })
+	}
+	stop()
+	require.NoError(t, <-done)
+	require.Contains(t, log.String(), "the server's run is unknown")
+	require.NotContains(t, log.String(), "does not answer")
+}
+
 // Property: publisher, relay and consumer work with the rights of their role alone, from the insert to the effect, with
 // retries, parking, fences and messages of their own, and to the truncation of what is published and the release of
 // leases; nothing is even tried that is not allowed. Row S7.

@@ -408,7 +408,7 @@ func (p *publisher) reviveSome(ctx context.Context) (published int, more bool, e
 			err = p.forget(ctx, s)
 		}
 	}
-	return len(s.rows), page.full && len(s.rows) > 0, err
+	return len(s.rows), page.full, err
 }
 
 func (p *publisher) exhume(ctx context.Context, seqs []int64) error {
@@ -457,8 +457,12 @@ func (p *publisher) holdAgain(ctx context.Context, dead []deadRow) error {
 	ctx, cancel := p.patient(ctx)
 	defer cancel()
 	v := columns(again)
-	if _, err := p.pool.Exec(ctx, p.sql.holdAgain, p.cfg.Name, p.lease.shard, p.lease.epoch, v.seqs, v.reasons, v.errs); err != nil {
+	var mine bool
+	if err := p.pool.QueryRow(ctx, p.sql.holdAgain, p.cfg.Name, p.lease.shard, p.lease.epoch, v.seqs, v.reasons, v.errs).Scan(&mine); err != nil {
 		return fmt.Errorf("hold dead rows again: %w", silence(ctx, err))
+	}
+	if !mine {
+		return errLeaseLost
 	}
 	p.forgetRefusals(again)
 	return nil

@@ -45,7 +45,7 @@ func (p *publisher) beginExactlyOnce(ctx context.Context) error {
 		return nil
 	}
 	if _, err := p.lease.cluster.movedFrom(cluster{system: found.System, timeline: found.Timeline}); err != nil {
-		return fmt.Errorf("progress topic %q: %w", p.cfg.ProgressTopic, err)
+		return fmt.Errorf("progress topic %q: %w; or, where an older state of it was put back on purpose, give the relay another progress topic", p.cfg.ProgressTopic, err)
 	}
 	if !found.after(p.lease) {
 		return nil
@@ -144,6 +144,16 @@ func (p *publisher) commit(ctx context.Context) error {
 		p.exact.void = p.commitAcked(ctx) //nolint:contextcheck // the work's own
 	}
 	return p.exact.void
+}
+
+// void lets nothing be committed any more.
+func (p *publisher) void(why error) error {
+	p.storing.Lock()
+	defer p.storing.Unlock()
+	if p.exact.void == nil {
+		p.exact.void = why
+	}
+	return why
 }
 
 func (p *publisher) commitAcked(ctx context.Context) error {

@@ -156,9 +156,15 @@ func (j *journal) remembered(ctx context.Context, c cursor) (bool, error) {
 		if t == nil {
 			continue
 		}
-		var has bool
-		if err := j.pool.QueryRow(ctx, j.sql.hasTick, t.id, t.snapshot, t.seqLast).Scan(&has); err != nil || !has {
+		var has, same bool
+		if err := j.pool.QueryRow(ctx, j.sql.hasTick, j.lease.cluster.run, t.id, t.snapshot, t.seqLast).Scan(&has, &same); err != nil {
 			return false, err
+		}
+		if !same {
+			return false, errAnotherRun
+		}
+		if !has {
+			return false, nil
 		}
 	}
 	return true, nil

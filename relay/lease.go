@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -76,6 +77,9 @@ func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
 		}
 		r.cfg.Logger.WarnContext(ctx, "the server's run is unknown: a crash that lost commits while the relay runs will not be noticed", "error", err)
 	}
+	if c.run != nil && c.timeline != nil && !strings.HasPrefix(*c.run, fmt.Sprintf("%08X", *c.timeline)) {
+		return c, errAnotherRun // two connections, two servers
+	}
 	return c, nil
 }
 
@@ -115,7 +119,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	var from int64
 	var to *int64
 	var known cluster
-	err = r.pool.QueryRow(taking, r.sql.acquire, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
+	err = r.pool.QueryRow(taking, r.sql.acquire, l.cluster.run, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
 		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no lease is no error
@@ -125,7 +129,9 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	}
 	l.trust(asked, r.cfg.Lease)
 	if err := r.begin(ctx, l, known, from, to); err != nil {
-		r.giveBack(ctx, l)
+		brief, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.cfg.Lease)
+		defer cancel()
+		r.giveBack(brief, l)
 		return nil, err
 	}
 	newest := l.cluster
@@ -135,8 +141,6 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 
 // begin finds out where a lease begins: at stored progress, or behind a recovery.
 func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, to *int64) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
-	defer cancel()
 	moved, err := l.cluster.movedFrom(known)
 	if err != nil {
 		return err
@@ -145,19 +149,21 @@ func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, 
 	case moved:
 		to = nil
 		if from, err = r.recover(ctx, l, known); err != nil {
-			return silence(ctx, err)
+			return err
 		}
 	case from == 0:
 		// Nothing was published that is known: progress does not tell that the rows came from another cluster.
 		if err := r.stamp(ctx, l, func(pgx.Tx) error { return nil }); err != nil {
-			return fmt.Errorf("look for rows of another cluster: %w", silence(ctx, err))
+			return fmt.Errorf("look for rows of another cluster: %w", err)
 		}
 	}
-	if l.cursor.from, err = r.loadTick(ctx, r.pool, from); err != nil {
+	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
+	defer cancel()
+	if l.cursor.from, err = r.loadTick(ctx, l.cluster.run, from); err != nil {
 		return silence(ctx, err)
 	}
 	if to != nil {
-		if l.cursor.to, err = r.loadTick(ctx, r.pool, *to); err != nil {
+		if l.cursor.to, err = r.loadTick(ctx, l.cluster.run, *to); err != nil {
 			return silence(ctx, err)
 		}
 	}

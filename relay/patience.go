@@ -35,11 +35,12 @@ func silence(ctx context.Context, err error) error {
 	return err
 }
 
-// transact runs fn in a transaction that a process which freezes inside, or is cut off, loses after a Lease. Read
-// committed, whatever the role's default is: what is looked at has to be newer than the locks.
+// transact runs fn in a transaction that a process which freezes inside, or is cut off, loses after a Lease, and that waits
+// for somebody's lock as long as for a statement. Read committed, whatever the role's default is: what is looked at has to
+// be newer than the locks.
 func (r *Relay) transact(ctx context.Context, fn func(pgx.Tx) error) error {
 	return pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, idleMaxSQL, milliseconds(r.cfg.Lease)); err != nil {
+		if _, err := tx.Exec(ctx, lockSettingsSQL, milliseconds(r.patience), milliseconds(r.cfg.Lease)); err != nil {
 			return err
 		}
 		return fn(tx)

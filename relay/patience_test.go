@@ -60,6 +60,20 @@ func TestSilentReadIsGivenUp(t *testing.T) {
 	require.Empty(t, lost, "the lease was lost, since the upkeep waited for the lock, too")
 }
 
+// Property: a recovery may take longer than a statement: its rows are published when it is done.
+func TestLongRecoveryComesToAnEnd(t *testing.T) {
+	t.Parallel()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	insert(t, pool, topic, "k", "1")
+	must(t, pool, `UPDATE effectonce.outbox SET txid = '99999999'`)
+	must(t, pool, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(4); RETURN new; END'`)
+	must(t, pool, `CREATE TRIGGER slow BEFORE UPDATE ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION slow()`)
+	r := newRelay(t, pool, relay.Config{})
+	r.SetPatience(3 * time.Second)
+	require.EqualValues(t, 1, drain(t, r))
+	require.Equal(t, []string{"1"}, values(t, topic))
+}
+
 // Property: however many ticks there are, those that nobody stands on are forgotten without waiting for the next turn of the
 // upkeep, and those of the last minutes are kept.
 func TestOldTicksAreForgotten(t *testing.T) {

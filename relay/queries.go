@@ -1,6 +1,10 @@
 package relay
 
-import "github.com/effectonce/effectonce/migrations"
+import (
+	"strings"
+
+	"github.com/effectonce/effectonce/migrations"
+)
 
 // fetchSettingsSQL leaves the planner no choice but to walk the indexes in order: on statistics that are out of date
 // it would sort what is left of the outbox for each page. The plan is made with the parameters each time.
@@ -42,12 +46,12 @@ const leaveSQL = `-- relay.leave
 DELETE FROM effectonce.outbox_replicas WHERE relay = $1 AND (owner = $2 OR alive_until < clock_timestamp() - interval '1 hour')`
 
 // acquireSQL takes a lease that is free or over, on the database's clock, and begins a new epoch. It
-// returns no row while somebody else holds it. The relay's row is locked: the number of shards does not change
+// returns no row while somebody else holds it, nor on another server than that of the run $1. The relay's row is locked: the number of shards does not change
 // meanwhile.
 const acquireSQL = `-- relay.acquire
 INSERT INTO effectonce.outbox_progress AS p (relay, shard, shards, owner, lease_until, epoch, system_identifier, timeline)
-SELECT r.relay, $2, r.shards, $3, clock_timestamp() + $4::interval, 1, $5, $6
-FROM effectonce.outbox_relays r WHERE r.relay = $1 AND r.shards > $2 FOR SHARE
+SELECT r.relay, $3, r.shards, $4, clock_timestamp() + $5::interval, 1, $6, $7
+FROM effectonce.outbox_relays r WHERE r.relay = $2 AND r.shards > $3 AND ` + here + ` FOR SHARE
 ON CONFLICT (relay, shard) DO UPDATE SET
   owner = excluded.owner, lease_until = excluded.lease_until, epoch = p.epoch + 1,
   system_identifier = coalesce(p.system_identifier, excluded.system_identifier), timeline = coalesce(p.timeline, excluded.timeline)
@@ -58,11 +62,6 @@ RETURNING epoch, shards, tick, next_tick, seq, floor, system_identifier, timelin
 const releaseSQL = `-- relay.release
 UPDATE effectonce.outbox_progress SET lease_until = NULL, owner = NULL
 WHERE relay = $1 AND shard = $2 AND epoch = $3`
-
-// idleMaxSQL ends a transaction whose process froze inside it, or was cut off: its locks would keep everybody else from
-// the shard until TCP gives up.
-const idleMaxSQL = `-- relay.idle_max
-SELECT set_config('idle_in_transaction_session_timeout', $1, true)`
 
 const snapshotSQL = `-- relay.snapshot
 SELECT pg_current_snapshot()::text, ` + here + `
@@ -116,7 +115,9 @@ WITH away AS (UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp()
 towards AS (UPDATE effectonce.outbox_slots SET turned_to = clock_timestamp(), turned_away = NULL WHERE slot = $2)
 SELECT setval('effectonce.outbox_slot', $2) WHERE (SELECT last_value FROM effectonce.outbox_slot) = $1`
 
-const slotSettingsSQL = `-- relay.slot_settings
+// lockSettingsSQL ends a wait for a lock, and a transaction whose process froze inside it, or was cut off: its locks would
+// keep everybody else from their work until TCP gives up.
+const lockSettingsSQL = `-- relay.lock_settings
 SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true)`
 
 // unpublishedSQL tells whether a slot has rows that some relay has not published: those that were not visible in
@@ -152,6 +153,8 @@ SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || substr(pg_wa
 // somebody has seen, and give their transaction ids out again. Statistics survive a clean stop and are thrown away
 // by the recovery from a crash. (Who resets them by hand costs the relay a lease.)
 const serverRun = `concat_ws('/', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), extract(epoch FROM pg_stat_get_bgwriter_stat_reset_time()))`
+
+const unknownRun = `'unknown'`
 
 // here tells whether a statement is on the server whose run is $1 (null: unknown). Another connection of the pool may lead
 // elsewhere, after a failover: what a standby shows as committed, or an old primary as visible, says nothing here.
@@ -211,10 +214,12 @@ FROM now LEFT JOIN (
 ) page ON true`
 
 const hasTickSQL = `-- relay.has_tick
-SELECT EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $1 AND snapshot::text = $2 AND seq_last = $3)`
+SELECT EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $2 AND snapshot::text = $3 AND seq_last = $4), ` + here + `
+`
 
 const loadTickSQL = `-- relay.load_tick
-SELECT snapshot::text, seq_last FROM effectonce.outbox_ticks WHERE tick = $1`
+SELECT snapshot::text, seq_last FROM effectonce.outbox_ticks WHERE tick = $2 AND ` + here + `
+`
 
 // storeTickSQL makes a tick durable, and with it every commit that it saw. It does not in another run of the server
 // ($3): the tick may have seen commits that are lost, and would take their transaction ids, given out again, for
@@ -315,11 +320,13 @@ gone AS (DELETE FROM effectonce.outbox_dead d USING locked WHERE d.relay = $1 AN
 SELECT EXISTS (SELECT FROM mine)`
 
 const holdAgainSQL = `-- relay.hold_again
-WITH locked AS MATERIALIZED (
+WITH mine AS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3),
+locked AS MATERIALIZED (
   SELECT d.seq, f.reason, f.error FROM effectonce.outbox_dead d JOIN unnest($4::bigint[], $5::text[], $6::text[]) AS f (seq, reason, error) USING (seq)
-  WHERE d.relay = $1 AND EXISTS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3) ORDER BY d.seq FOR UPDATE OF d)
-UPDATE effectonce.outbox_dead d SET state = 'held', reason = l.reason, error = l.error, attempts = d.attempts + 1
-FROM locked l WHERE d.relay = $1 AND d.seq = l.seq`
+  WHERE d.relay = $1 AND EXISTS (SELECT FROM mine) ORDER BY d.seq FOR UPDATE OF d),
+held AS (UPDATE effectonce.outbox_dead d SET state = 'held', reason = l.reason, error = l.error, attempts = d.attempts + 1
+  FROM locked l WHERE d.relay = $1 AND d.seq = l.seq)
+SELECT EXISTS (SELECT FROM mine)`
 
 // nextDueSQL is what an idle relay asks: in how many milliseconds the next message for later is due, at most two seconds.
 const nextDueSQL = `-- relay.next_due
@@ -363,12 +370,14 @@ type queries struct {
 	enroll, beat, leave, seq, acquire, release, fetch, hasTick, loadTick, storeTick, advance, prune string
 	lockStamps, foreign, restamp, rebase                                                            string
 	deadExist, held, bury, waitingTopics, retryTopic, releasable, exhume, holdAgain                 string
-	lockShards, allHeld, cutOver, dropShards, shardsDone                                            string
+	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                  string
 	slots, turn, unpublished, lockSlot, truncate, truncated                                         string
 }
 
-func newQueries(schema string) queries {
-	in := func(sql string) string { return migrations.InSchema(sql, schema) }
+// newQueries names the run of the server as run says: serverRun, or unknownRun where the database hides what that needs. A
+// function that is not allowed is refused also where a CASE would not come to it.
+func newQueries(schema, run string) queries {
+	in := func(sql string) string { return migrations.InSchema(strings.ReplaceAll(sql, serverRun, run), schema) }
 	return queries{
 		nextDue: in(nextDueSQL), promote: in(promoteSQL),
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
@@ -377,7 +386,7 @@ func newQueries(schema string) queries {
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
 		bury: in(burySQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),
 		releasable: in(releasableSQL), exhume: in(exhumeSQL), holdAgain: in(holdAgainSQL),
-		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL),
+		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),
 		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL),
 	}
 }

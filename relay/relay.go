@@ -9,6 +9,7 @@ import (
 	"net"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -26,7 +27,10 @@ type Relay struct {
 	pool  *pgxpool.Pool
 	kafka []kgo.Opt
 	cfg   Config
-	sql   queries
+	sql   queries // see adapt
+
+	adapting sync.Mutex
+	adapted  bool
 
 	suspects suspects
 	wake     wake
@@ -64,7 +68,7 @@ type execer interface {
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
-	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema), patience: cfg.patience()}
+	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience()}
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
 			err = errors.Join(err, errors.New("kafka options with a Sink: rows go to the sink alone: remove one of the two"))
@@ -126,6 +130,25 @@ func (r *Relay) check(ctx context.Context) error {
 	if !primary {
 		return ErrNotPrimary
 	}
+	return r.adapt(ctx)
+}
+
+// adapt leaves functions out of statements that the database hides. It comes before everything that uses them.
+func (r *Relay) adapt(ctx context.Context) error {
+	r.adapting.Lock()
+	defer r.adapting.Unlock()
+	if r.adapted {
+		return nil
+	}
+	var run string
+	err := r.pool.QueryRow(ctx, runSQL).Scan(&run)
+	if err != nil && !hidden(err) {
+		return fmt.Errorf("ask for the server's run: %w", err)
+	}
+	if err != nil {
+		r.sql = newQueries(r.cfg.Schema, unknownRun)
+	}
+	r.adapted = true
 	return nil
 }
 
@@ -144,6 +167,9 @@ func unreachable(err error) bool {
 // Drain publishes until nothing waits and returns how many rows that were: the single-step form of Run
 // for tests and cron jobs. It returns an error if another replica holds a shard.
 func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
+	if err := r.adapt(ctx); err != nil {
+		return 0, err
+	}
 	if _, err := r.pool.Exec(ctx, r.sql.enroll, r.cfg.Name, r.cfg.Shards); err != nil {
 		return 0, fmt.Errorf("make the relay known: %w", err)
 	}

@@ -98,7 +98,7 @@ func (m *member) newCut(ctx context.Context) (*tick, error) {
 	run := m.workers[0].lease.cluster.run
 	var snapshot string
 	var same bool
-	if err := m.pool.QueryRow(ctx, snapshotSQL, run).Scan(&snapshot, &same); err != nil {
+	if err := m.pool.QueryRow(ctx, m.sql.snapshot, run).Scan(&snapshot, &same); err != nil {
 		return nil, fmt.Errorf("take a snapshot: %w", err)
 	}
 	if !same {

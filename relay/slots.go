@@ -94,7 +94,7 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) error {
 	removed := false
 	// Read committed, whatever the role's default is: the second look has to see what came before the lock.
 	err := pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, slotSettingsSQL, milliseconds(slotLockMax), milliseconds(slotIdleMax)); err != nil {
+		if _, err := tx.Exec(ctx, lockSettingsSQL, milliseconds(slotLockMax), milliseconds(slotIdleMax)); err != nil {
 			return err
 		}
 		if _, err := tx.Exec(ctx, fmt.Sprintf(r.sql.lockSlot, slot)); err != nil {

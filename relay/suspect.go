@@ -153,7 +153,8 @@ func (p *publisher) sendAlone(ctx context.Context, s *sorted, behind func(*row) 
 			return err
 		}
 		if err := p.produceOne(ctx, s.records[i]); err != nil {
-			cause := fmt.Errorf("produce to topic %q: %w", r.topic, err)
+			// It may be in the transaction, and is in no progress: a stop must not commit it.
+			cause := p.void(fmt.Errorf("produce to topic %q: %w", r.topic, err))
 			if !refused(err) {
 				return cause
 			}

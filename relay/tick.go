@@ -42,10 +42,10 @@ func newTick(snapshot string, seqLast int64) (*tick, error) {
 	return t, nil
 }
 
-func (r *Relay) loadTick(ctx context.Context, db execer, id int64) (*tick, error) {
+func (r *Relay) loadTick(ctx context.Context, run *string, id int64) (*tick, error) {
 	var snapshot string
 	var seqLast int64
-	if err := db.QueryRow(ctx, r.sql.loadTick, id).Scan(&snapshot, &seqLast); err != nil {
+	if err := r.pool.QueryRow(ctx, r.sql.loadTick, run, id).Scan(&snapshot, &seqLast); err != nil {
 		return nil, fmt.Errorf("load tick %d: %w", id, err)
 	}
 	t, err := newTick(snapshot, seqLast)

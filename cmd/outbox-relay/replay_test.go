@@ -95,6 +95,23 @@ func TestReplayOfLargeRows(t *testing.T) {
 	assert.Regexp(t, "^11+23$", sent(small))
 }
 
+// A row whose headers were mended among the dead rows stands in the outbox as it was written: the replay says so and what to do.
+func TestReplayOfAMendedRow(t *testing.T) {
+	t.Parallel()
+	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1)
+	conn := connect(t, address)
+	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, key, headers) VALUES ($1, 'k', '{"n": {}}')`, topic)
+	drain(t, address)
+	execSQL(t, conn, `UPDATE effectonce.outbox_dead SET headers = '{}', state = 'retry'`)
+	drain(t, address)
+	require.Equal(t, 1, kafkatest.Count(t, topic))
+	r := runKafka(t, address, "replay", "--from", "2026-01-01T00:00:00Z", "--topic", topic)
+	assert.Equal(t, 1, r.code, r.stdout)
+	assert.Contains(t, r.stderr, "row 1 (id ")
+	assert.Contains(t, r.stderr, "end the replay before this row and go on behind it")
+	assert.Equal(t, 1, kafkatest.Count(t, topic))
+}
+
 // A page ends where it has enough bytes, and the next one begins behind it.
 func TestReplayOfMoreBytesThanAPage(t *testing.T) {
 	t.Parallel()

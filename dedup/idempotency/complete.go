@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"math/rand/v2"
 	"runtime/debug"
 	"time"
@@ -268,7 +269,11 @@ func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, val
 }
 
 func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
-	if err := f.several(u.at.phases); err != nil {
+	begun := slices.Clone(u.at.phases)
+	if u.at.calling != nil {
+		begun = append(begun, *u.at.calling)
+	}
+	if err := f.several(begun); err != nil {
 		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
 	}
 	phase, known := f.inDoubt(&u.at)

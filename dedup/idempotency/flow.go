@@ -84,8 +84,8 @@ func (s *Step[S]) Finish(response Response) { s.response = &response }
 
 // NewFlow returns a flow, or all problems at once. An operation has one flow: completer and reconciler look after all keys of
 // the operation, and leave those alone of which they cannot tell whose they are, where this process made flows with other
-// phases of it. Nobody can tell where it is two Operations with one name, or two programs: give each flow an operation with a
-// name of its own.
+// phases of it. Nobody can tell where it is two Operations with one name, or two programs, nor where the phases of one flow
+// are the first ones of the other, which is taken for its next release: give each flow an operation with a name of its own.
 func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow[S], error) {
 	f := &Flow[S]{op: op, cfg: cfg, phases: phases}
 	var problems []error
@@ -116,7 +116,9 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 	}
 	op.flows.Lock()
 	defer op.flows.Unlock()
-	op.flows.phases = append(op.flows.phases, f.names)
+	if !slices.ContainsFunc(op.flows.phases, func(known []string) bool { return slices.Equal(known, f.names) }) {
+		op.flows.phases = append(op.flows.phases, f.names)
+	}
 	return f, nil
 }
 

@@ -184,7 +184,8 @@ func scan(result pgx.Rows, toTopic *string) (r row, err error) {
 	}
 	own, err := outbox.DecodeHeaders([]byte(headers))
 	if err != nil {
-		return r, fmt.Errorf("read outbox: row %d: %w", r.seq, err)
+		// It may have been mended among the dead rows: the outbox keeps it as it was written.
+		return r, fmt.Errorf("row %d (id %s) cannot be published as it stands in the outbox: end the replay before this row and go on behind it: %w", r.seq, r.id, err)
 	}
 	if toTopic != nil {
 		topic = *toTopic

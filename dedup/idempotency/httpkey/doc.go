@@ -59,7 +59,8 @@
 //
 // Behind authentication: a caller who lost his rights must get its 401, not a replay, and the scope is whom it let in. Let
 // the scope be the principal where callers of one tenant must not see each other's answers. In front of
-// everything that reads the body: a request whose body is gone is refused with 500. Inside of what compresses, logs or measures: the
+// everything that reads the body: a request whose body is gone is refused with 500, if it said
+// how long it was or was parsed as a form. Inside of what compresses, logs or measures: the
 // whole response comes at once. What recovers panics belongs outside, too: recovered inside, a panic behind the answer commits half
 // of the work, where no status of 400 or more is written then. A handler cannot stream: see ErrStreaming.
 //

@@ -20,11 +20,11 @@ import (
 // The client that goes away does not end the flow; Config.HandlerTimeout does, between two phases, and it stays resumable. A
 // phase that is AtMostOnce, and what a phase writes, is not cut short: FlowConfig.CallMax bounds these.
 //
-// It must not stand inside of Middleware.Handler, where it would wait for the key that the request's own transaction holds: such a
-// request is refused with 500.
+// It must not stand inside of the Handler of a Middleware of the same operation, where it would wait for the key that the
+// request's own transaction holds: such a request is refused with 500.
 func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if from(r.Context()) != nil {
+		if e := from(r.Context()); e != nil && e.key.Operation == m.cfg.Operation.Operation {
 			m.log.ErrorContext(r.Context(), "a FlowHandler stands inside of Middleware.Handler, so its requests are refused: take the route out of that one")
 			refuse(w, ProblemInternal, 0)
 			return

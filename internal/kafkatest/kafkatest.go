@@ -92,12 +92,18 @@ func Client(tb testing.TB, opts ...kgo.Opt) *kgo.Client {
 // ClientAt is Client for another cluster.
 func ClientAt(tb testing.TB, brokers []string, opts ...kgo.Opt) *kgo.Client {
 	tb.Helper()
+	client := open(tb, brokers, opts...)
+	// Close alone would wait for ever for a test that ended between a poll and its AllowRebalance.
+	tb.Cleanup(client.CloseAllowingRebalance)
+	return client
+}
+
+func open(tb testing.TB, brokers []string, opts ...kgo.Opt) *kgo.Client {
+	tb.Helper()
 	client, err := kgo.NewClient(append([]kgo.Opt{kgo.SeedBrokers(brokers...)}, opts...)...)
 	if err != nil {
 		tb.Fatalf("open a Kafka client: %v", err)
 	}
-	// Close alone would wait for ever for a test that ended between a poll and its AllowRebalance.
-	tb.Cleanup(client.CloseAllowingRebalance)
 	return client
 }
 

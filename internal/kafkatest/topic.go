@@ -43,7 +43,9 @@ func Configure(tb testing.TB, topic, name, value string) {
 // markers count as records.
 func Count(tb testing.TB, topic string) int {
 	tb.Helper()
-	admin := kadm.NewClient(Client(tb))
+	client := open(tb, Brokers(tb))
+	defer client.Close() // not at the end of the test: whoever waits asks again and again
+	admin := kadm.NewClient(client)
 	starts, err := admin.ListStartOffsets(tb.Context(), topic)
 	if err != nil {
 		tb.Fatalf("list the offsets of topic %s: %v", topic, err)

@@ -1,9 +1,12 @@
 package kafkatest
 
 import (
+	"context"
+	"errors"
 	"testing"
 
 	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
 )
 
 // UnusedTopic returns the name of a topic that does not exist. If the test creates it, it is deleted when
@@ -45,15 +48,7 @@ func Count(tb testing.TB, topic string) int {
 	tb.Helper()
 	client := open(tb, Brokers(tb))
 	defer client.Close() // not at the end of the test: whoever waits asks again and again
-	admin := kadm.NewClient(client)
-	starts, err := admin.ListStartOffsets(tb.Context(), topic)
-	if err != nil {
-		tb.Fatalf("list the offsets of topic %s: %v", topic, err)
-	}
-	ends, err := admin.ListEndOffsets(tb.Context(), topic)
-	if err != nil {
-		tb.Fatalf("list the offsets of topic %s: %v", topic, err)
-	}
+	starts, ends := offsets(tb, kadm.NewClient(client), topic)
 	n := 0
 	ends.Each(func(end kadm.ListedOffset) {
 		if start, ok := starts.Lookup(topic, end.Partition); ok {
@@ -61,4 +56,27 @@ func Count(tb testing.TB, topic string) int {
 		}
 	})
 	return n
+}
+
+// offsets asks again while a leader is elected, as right after a topic was made.
+func offsets(tb testing.TB, admin *kadm.Client, topic string) (starts, ends kadm.ListedOffsets) {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(tb.Context(), readMax)
+	defer cancel()
+	for {
+		starts, err := admin.ListStartOffsets(ctx, topic)
+		if err == nil {
+			ends, err = admin.ListEndOffsets(ctx, topic)
+		}
+		if err == nil {
+			return starts, ends
+		}
+		var shards *kadm.ShardErrors
+		if errors.As(err, &shards) && len(shards.Errs) > 0 {
+			err = shards.Errs[0].Err
+		}
+		if !kerr.IsRetriable(err) || ctx.Err() != nil {
+			tb.Fatalf("list the offsets of topic %s: %v", topic, err)
+		}
+	}
 }

@@ -67,7 +67,7 @@ func pooled(t *testing.T, mode, prepared string, c child) {
 	produced(t, db, topic, 8, versions, 20)
 	c.Role, c.URL, c.Brokers = "consumer", p.url(mode), kafkatest.Brokers(t)
 	c.Topic, c.Group, c.Forward = topic, topic, forward
-	c.BatchMax, c.SessionTimeout, c.IdleTimeout, c.Lease = 10, sessionTimeout, 2*time.Second, time.Second
+	c.BatchMax, c.SessionTimeout, c.IdleTimeout, c.Lease = 10, sessionTimeout, 2*time.Second, 3*time.Second
 	r := c
 	r.Role = "relay"
 	consumers, relays := []*process{start(t, c), start(t, c)}, []*process{start(t, r), start(t, r)}

@@ -43,16 +43,16 @@ RETURNING id, consumer_group, dedup_window IS NULL`
 
 // leaseSQL takes the lease if it is free; renewSQL keeps it.
 const leaseSQL = `-- dedup.lease
-INSERT INTO effectonce.maintenance AS m (job, owner, lease_until, epoch) VALUES ('dedup', $1, clock_timestamp() + $2::interval, 1)
+INSERT INTO effectonce.maintenance AS m (job, owner, lease_until, epoch) VALUES ('claims', $1, clock_timestamp() + $2::interval, 1)
 ON CONFLICT (job) DO UPDATE SET owner = excluded.owner, lease_until = clock_timestamp() + $2::interval, epoch = m.epoch + 1
 WHERE m.lease_until IS NULL OR m.lease_until < clock_timestamp()
 RETURNING epoch`
 
 const renewSQL = `-- dedup.renew
-UPDATE effectonce.maintenance SET lease_until = clock_timestamp() + $2::interval WHERE job = 'dedup' AND epoch = $1`
+UPDATE effectonce.maintenance SET lease_until = clock_timestamp() + $2::interval WHERE job = 'claims' AND epoch = $1`
 
 const leaseDoneSQL = `-- dedup.lease_done
-UPDATE effectonce.maintenance SET lease_until = NULL, done_at = clock_timestamp() WHERE job = 'dedup' AND epoch = $1`
+UPDATE effectonce.maintenance SET lease_until = NULL, done_at = clock_timestamp() WHERE job = 'claims' AND epoch = $1`
 
 const lockSettingsSQL = `-- dedup.lock_settings
 SELECT set_config('lock_timeout', $1, true), set_config('statement_timeout', $2, true),
@@ -90,10 +90,10 @@ LEFT JOIN LATERAL (SELECT q.*,
 // sweepStateSQL reads how many blocks a table has, and where the sweep goes on.
 const sweepStateSQL = `-- dedup.sweep_state
 SELECT pg_relation_size($1::regclass) / current_setting('block_size')::bigint,
-  coalesce((SELECT (state ->> $2)::bigint FROM effectonce.maintenance WHERE job = 'dedup'), 0)`
+  coalesce((SELECT (state ->> $2)::bigint FROM effectonce.maintenance WHERE job = 'claims'), 0)`
 
 const sweptSQL = `-- dedup.swept
-UPDATE effectonce.maintenance SET state = state || jsonb_build_object($2::text, $3::bigint) WHERE job = 'dedup' AND epoch = $1`
+UPDATE effectonce.maintenance SET state = state || jsonb_build_object($2::text, $3::bigint) WHERE job = 'claims' AND epoch = $1`
 
 // sweepSQL reads a range of blocks and nothing else. A consumer that is not registered any more counts with
 // the longest window. A claim goes when its window is over and the slowest position of its group was past
@@ -115,7 +115,7 @@ const statsSQL = `-- dedup.stats
 SELECT coalesce(sum(pg_stat_get_live_tuples(relid)), 0)::bigint, coalesce(sum(pg_total_relation_size(relid)), 0)::bigint,
   pg_stat_get_live_tuples('effectonce.processed_messages_untimed'::regclass), pg_stat_get_live_tuples('effectonce.processed_forever'::regclass),
   pg_total_relation_size('effectonce.processed_forever'::regclass),
-  (SELECT extract(epoch FROM clock_timestamp() - done_at)::float8 FROM effectonce.maintenance WHERE job = 'dedup')
+  (SELECT extract(epoch FROM clock_timestamp() - done_at)::float8 FROM effectonce.maintenance WHERE job = 'claims')
 FROM pg_partition_tree('effectonce.processed_messages') WHERE isleaf`
 
 const forgetAttemptsSQL = `-- dedup.forget_attempts

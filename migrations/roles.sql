@@ -35,7 +35,7 @@ $$;
 
 REVOKE ALL ON SCHEMA effectonce FROM effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
 GRANT USAGE ON SCHEMA effectonce TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
-GRANT SELECT ON effectonce.schema_version TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
+GRANT SELECT ON effectonce.schema_version, effectonce.schema_compatibility TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
 
 -- ---------------------------------------------------------------------------------------------
 -- Publisher, which a consumer's and an endpoint's handlers are too
@@ -63,7 +63,8 @@ GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.outbox_replicas, effectonce.o
 GRANT SELECT ON effectonce.outbox_paused TO effectonce_relay;
 GRANT SELECT, UPDATE, DELETE ON effectonce.outbox_scheduled TO effectonce_relay; -- UPDATE: to lock rows
 -- For its metrics and "outbox-relay status": how far consumers are, and what is parked, without its content.
-GRANT SELECT ON effectonce.consumers, effectonce.consumer_positions, effectonce.maintenance TO effectonce_relay;
+GRANT SELECT ON effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics, effectonce.consumer_pauses,
+  effectonce.maintenance TO effectonce_relay;
 GRANT SELECT (consumer, topic, partition, key, reason, state, parked_at) ON effectonce.parked_messages TO effectonce_relay;
 -- For its metrics, too: how many requests wait for a decision, and not which.
 GRANT SELECT (state, created_at, retry_at, locked_until, expires_at) ON effectonce.idempotency_keys TO effectonce_relay;
@@ -76,11 +77,14 @@ GRANT SELECT (state, created_at, retry_at, locked_until, expires_at) ON effecton
 GRANT SELECT, INSERT ON effectonce.processed_messages, effectonce.processed_forever TO effectonce_consumer;
 GRANT SELECT ON effectonce.maintenance TO effectonce_consumer;
 GRANT SELECT, INSERT, UPDATE ON effectonce.consumers, effectonce.consumer_positions, effectonce.fences TO effectonce_consumer;
+GRANT SELECT, INSERT ON effectonce.consumer_topics TO effectonce_consumer;
+GRANT SELECT ON effectonce.consumer_pauses TO effectonce_consumer;
 GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.message_attempts, effectonce.parked_messages TO effectonce_consumer;
 GRANT INSERT ON effectonce.operator_actions TO effectonce_consumer;
 GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(),
   effectonce.advance_position(text, text, integer, bigint, bigint, bigint, timestamptz),
-  effectonce.check_position(text, text, integer, bigint) TO effectonce_consumer;
+  effectonce.check_position(text, text, integer, bigint),
+  effectonce.check_position(text, text, integer, bigint, bigint) TO effectonce_consumer;
 
 -- ---------------------------------------------------------------------------------------------
 -- Endpoint: what executes requests by their idempotency keys
@@ -95,12 +99,17 @@ GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(), effectonce.advance_key(tex
 -- It sees everything, and changes what waits for a person; each change is written down.
 GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3, effectonce.outbox_slots,
   effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_dead,
-  effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.processed_messages,
+  effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics,
+  effectonce.consumer_pauses, effectonce.processed_messages,
   effectonce.processed_forever, effectonce.maintenance, effectonce.message_attempts, effectonce.parked_messages, effectonce.fences,
   effectonce.operator_actions, effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_operator;
 GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq, effectonce.outbox_slot TO effectonce_operator;
 GRANT UPDATE, DELETE ON effectonce.outbox_dead, effectonce.parked_messages TO effectonce_operator;
 GRANT INSERT, UPDATE, DELETE ON effectonce.outbox_paused TO effectonce_operator;
+-- Orders to a consumer: where a partition resumes, what is paused, and from when on another rule names messages.
+GRANT UPDATE (resume_at) ON effectonce.consumer_positions TO effectonce_operator;
+GRANT INSERT, UPDATE, DELETE ON effectonce.consumer_pauses TO effectonce_operator;
+GRANT UPDATE (id_rule) ON effectonce.consumers TO effectonce_operator;
 GRANT UPDATE (shards_wanted) ON effectonce.outbox_relays TO effectonce_operator;
 -- A relay by an old name, which holds published rows back: "outbox-relay relays delete".
 GRANT DELETE ON effectonce.outbox_relays, effectonce.outbox_progress, effectonce.outbox_replicas TO effectonce_operator;

@@ -13,7 +13,6 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/crashpoint"
-	"github.com/effectonce/effectonce/internal/nodedup"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -26,6 +25,8 @@ type engine struct {
 	handler Handler
 	sql     queries
 	timeout [3]string // settings, in milliseconds
+	// unclaimed handles every message without a claim: see internal/nodedup.
+	unclaimed bool
 }
 
 func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error) {
@@ -145,12 +146,13 @@ func (e *engine) queueClaim(batch *pgx.Batch, w *work) (decide func() (fresh, co
 	if w.released() {
 		return e.queueLock(batch, w)
 	}
-	switch e.cfg.Dedup {
-	case ByPosition:
-		return func() ([]bool, []bool) { return w.ahead(), nil }
-	case nodedup.Level:
+	if e.unclaimed {
 		return func() ([]bool, []bool) { return all(len(w.msgs)), nil }
-	case ByIDAndPayload:
+	}
+	switch e.cfg.Dedup {
+	case DedupByPosition:
+		return func() ([]bool, []bool) { return w.ahead(), nil }
+	case DedupByIDAndPayload:
 		prints := make([][16]byte, len(w.msgs))
 		for i, msg := range w.msgs {
 			prints[i] = dedup.Fingerprint(msg.Key, msg.Value)
@@ -165,7 +167,7 @@ func (e *engine) queueClaim(batch *pgx.Batch, w *work) (decide func() (fresh, co
 
 // expires tells whether claims are forgotten one day, and with them what proves a message fresh.
 func (e *engine) expires() bool {
-	return !e.cfg.Forever && (e.cfg.Dedup == ByID || e.cfg.Dedup == ByIDAndPayload)
+	return !e.cfg.Forever && !e.unclaimed && (e.cfg.Dedup == DedupByID || e.cfg.Dedup == DedupByIDAndPayload)
 }
 
 func (w *work) ids() []uuid.UUID {
@@ -247,7 +249,7 @@ func (e *engine) commit(ctx context.Context, t *tx, w *work, s *sorting) error {
 // queueFailures adds what becomes of messages that were not handled, or not at the first attempt.
 func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *sorting) {
 	if len(s.parked) > 0 {
-		if e.cfg.OnFailure == DeadLetter {
+		if e.cfg.OnFailure == OnFailureDeadLetter {
 			s = e.queueDeadLetters(ctx, batch, s)
 		}
 		if len(s.parked) > 0 {

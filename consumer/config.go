@@ -13,7 +13,6 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
-	"github.com/effectonce/effectonce/internal/nodedup"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -29,7 +28,7 @@ type Config struct {
 	Name string
 	// Schema that holds the tables. Default "effectonce"; bounds as in migrations.Options.
 	Schema string
-	// Dedup says what stops a message that comes again. Default ByID.
+	// Dedup says what stops a message that comes again. Default DedupByID.
 	Dedup Dedup
 	// Window is how long claims are kept: a message that is older, by its ID or by its record's
 	// timestamp, cannot be proven fresh and is parked as expired. Choose it longer than the retention of
@@ -46,7 +45,7 @@ type Config struct {
 	// identified by topic, partition and offset, which stops redeliveries but not a producer's duplicates.
 	IDFunc func(msg *Message) []byte
 	// Start is where a partition begins for which neither the database nor Kafka knows a position.
-	// Default Earliest.
+	// Default StartEarliest.
 	Start Start
 	// BatchMax is how many messages share a transaction at most. 1 to 10,000; default 500.
 	BatchMax int
@@ -65,9 +64,9 @@ type Config struct {
 	// Queued the round trip of a batch. Then its context is cancelled, and the attempt has failed; a handler
 	// that does not end for all that loses its connection and is left behind. 1 ms to 1 h; default 30 s.
 	HandlerTimeout time.Duration
-	// OnFailure says what becomes of a message that cannot be handled. Default Park.
+	// OnFailure says what becomes of a message that cannot be handled. Default OnFailurePark.
 	OnFailure OnFailure
-	// DeadLetterTopic is where OnFailure DeadLetter sends messages, through the outbox.
+	// DeadLetterTopic is where OnFailure OnFailureDeadLetter sends messages, through the outbox.
 	DeadLetterTopic string
 	// AttemptsMax is how often a message is tried at most, if its failure may pass. Attempts are counted
 	// in the database, and begun ones count: a message that kills the process is parked, too. Trouble with
@@ -80,15 +79,15 @@ type Config struct {
 	// messages failed: an outage of something that the handler needs must not park a whole topic. 0.01
 	// to 1, where 1 never pauses; default 0.2.
 	ParkShareMax float64
-	// Order says which messages wait for each other. Default ByPartition.
+	// Order says which messages wait for each other. Default OrderByPartition.
 	Order Order
 	// Workers is how many batches of one partition are in work at the same time, each with a connection
-	// of its own, where Order is ByKey or Unordered. 1 to 64; default 4, with ByPartition 1.
+	// of its own, where Order is OrderByKey or OrderUnordered. 1 to 64; default 4, with OrderByPartition 1.
 	Workers int
 	// MessageBytesMax bounds key, value and headers of a message. A larger one is parked by reference, that
 	// is without its payload. 1 KiB to 1 GiB; default 32 MiB.
 	MessageBytesMax int
-	// OutOfRange says what to do where a position is not in the topic any more. Default Halt.
+	// OutOfRange says what to do where a position is not in the topic any more. Default OutOfRangeHalt.
 	OutOfRange OutOfRange
 	// RetryMin and RetryMax bound the pauses between attempts; they double, with full jitter.
 	// 1 ms to 1 h; defaults 100 ms and 30 s.
@@ -120,15 +119,15 @@ type Dedup uint8
 
 // The levels.
 const (
-	// ByID claims the ID of every message: it stops redeliveries and duplicates of the producer, whatever
+	// DedupByID claims the ID of every message: it stops redeliveries and duplicates of the producer, whatever
 	// partition or offset they come with.
-	ByID Dedup = iota
-	// ByPosition writes no row for a message: the stored position of the partition stops redeliveries. It
+	DedupByID Dedup = iota
+	// DedupByPosition writes no row for a message: the stored position of the partition stops redeliveries. It
 	// does not stop a second copy at another offset. For topics that an exactly-once relay feeds.
-	ByPosition
-	// ByIDAndPayload is ByID, and tells a true duplicate from another message under the same ID: key and
+	DedupByPosition
+	// DedupByIDAndPayload is DedupByID, and tells a true duplicate from another message under the same ID: key and
 	// value are compared by their hash, and what differs is parked as a conflict.
-	ByIDAndPayload
+	DedupByIDAndPayload
 )
 
 // OnFailure is what becomes of a message that cannot be handled.
@@ -136,19 +135,19 @@ type OnFailure uint8
 
 // The policies.
 const (
-	// Park stores the message in parked_messages. Later messages of its key go behind it until an
+	// OnFailurePark stores the message in parked_messages. Later messages of its key go behind it until an
 	// operator retries or discards it; everything else flows.
-	Park OnFailure = iota
-	// Block tries on until it succeeds; the partition waits.
-	Block
-	// DeadLetter publishes the message to DeadLetterTopic, through the outbox. Its key goes on: order per
+	OnFailurePark OnFailure = iota
+	// OnFailureBlock tries on until it succeeds; the partition waits.
+	OnFailureBlock
+	// OnFailureDeadLetter publishes the message to DeadLetterTopic, through the outbox. Its key goes on: order per
 	// key is given up. What Kafka would not take is parked.
-	DeadLetter
+	OnFailureDeadLetter
 )
 
 // past says what happened to a message.
 func (f OnFailure) past() string {
-	if f == DeadLetter {
+	if f == OnFailureDeadLetter {
 		return "sent to the dead letter topic"
 	}
 	return "parked"
@@ -159,12 +158,12 @@ type Order uint8
 
 // The orders.
 const (
-	// ByPartition handles the messages of a partition one after the other.
-	ByPartition Order = iota
-	// ByKey handles the messages of a key one after the other, and Workers keys at the same time.
-	ByKey
-	// Unordered handles messages as workers become free.
-	Unordered
+	// OrderByPartition handles the messages of a partition one after the other.
+	OrderByPartition Order = iota
+	// OrderByKey handles the messages of a key one after the other, and Workers keys at the same time.
+	OrderByKey
+	// OrderUnordered handles messages as workers become free.
+	OrderUnordered
 )
 
 // OutOfRange is what to do where a position is not in the topic any more: records were deleted before they
@@ -173,19 +172,19 @@ type OutOfRange uint8
 
 // The answers.
 const (
-	// Halt leaves the partition alone, and says so until an operator decides.
-	Halt OutOfRange = iota
-	// ResumeEarliest goes on at the earliest record that is left, and says so once.
-	ResumeEarliest
+	// OutOfRangeHalt leaves the partition alone, and says so until an operator decides.
+	OutOfRangeHalt OutOfRange = iota
+	// OutOfRangeResumeEarliest goes on at the earliest record that is left, and says so once.
+	OutOfRangeResumeEarliest
 )
 
 // Start is where a partition begins without a position.
 type Start uint8
 
-// The starts. Latest is resolved and stored once, so that a restart before the first message skips nothing.
+// The starts. StartLatest is resolved and stored once, so that a restart before the first message skips nothing.
 const (
-	Earliest Start = iota
-	Latest
+	StartEarliest Start = iota
+	StartLatest
 )
 
 var (
@@ -214,11 +213,11 @@ func (c Config) withDefaults() (Config, error) {
 	if len(c.Name) > 600 {
 		report("Name has %d bytes: want at most 600", len(c.Name))
 	}
-	if c.Start > Latest {
-		report("Start %d: want Earliest or Latest", c.Start)
+	if c.Start > StartLatest {
+		report("Start %d: want StartEarliest or StartLatest", c.Start)
 	}
-	if c.OutOfRange > ResumeEarliest {
-		report("OutOfRange %d: want Halt or ResumeEarliest", c.OutOfRange)
+	if c.OutOfRange > OutOfRangeResumeEarliest {
+		report("OutOfRange %d: want OutOfRangeHalt or OutOfRangeResumeEarliest", c.OutOfRange)
 	}
 	if c.IDHeaders == nil {
 		c.IDHeaders = []string{"message-id", "ce_id", "id", "_watermill_message_uuid", "idempotency-key"}
@@ -240,8 +239,8 @@ func (c Config) withDefaults() (Config, error) {
 }
 
 func (c *Config) dedup() (problems []error) {
-	if c.Dedup > ByIDAndPayload && c.Dedup != nodedup.Level {
-		problems = append(problems, fmt.Errorf("Dedup %d: want ByID, ByPosition or ByIDAndPayload", c.Dedup))
+	if c.Dedup > DedupByIDAndPayload {
+		problems = append(problems, fmt.Errorf("Dedup %d: want DedupByID, DedupByPosition or DedupByIDAndPayload", c.Dedup))
 	}
 	if c.Forever && c.Window != 0 {
 		problems = append(problems, bounds.Problem("Window", c.Window, "none together with Forever"))
@@ -258,31 +257,31 @@ func (c *Config) order() (problems []error) {
 	problems = bounds.Ints(
 		bounds.Int{Field: "BatchMax", Value: &c.BatchMax, Default: 500, Min: 1, Max: 10_000},
 		bounds.Int{Field: "MessageBytesMax", Value: &c.MessageBytesMax, Default: 32 << 20, Min: 1 << 10, Max: 1 << 30})
-	if c.Order > Unordered {
-		problems = append(problems, fmt.Errorf("Order %d: want ByPartition, ByKey or Unordered", c.Order))
+	if c.Order > OrderUnordered {
+		problems = append(problems, fmt.Errorf("Order %d: want OrderByPartition, OrderByKey or OrderUnordered", c.Order))
 	}
-	if c.Order == ByPartition {
+	if c.Order == OrderByPartition {
 		if c.Workers > 1 {
 			problems = append(problems, bounds.Problem("Workers", c.Workers, "1 where Order is ByPartition"))
 		}
 		c.Workers = 1
 		return problems
 	}
-	if c.Dedup == ByPosition {
-		problems = append(problems, errors.New("Order: want ByPartition where Dedup is ByPosition: the position can only stop what is handled in its order"))
+	if c.Dedup == DedupByPosition {
+		problems = append(problems, errors.New("Order: want OrderByPartition where Dedup is DedupByPosition: the position can only stop what is handled in its order"))
 	}
 	return append(problems, bounds.Ints(bounds.Int{Field: "Workers", Value: &c.Workers, Default: 4, Min: 1, Max: 64})...)
 }
 
 func (c *Config) failures() (problems []error) {
 	problems = bounds.Ints(bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 10, Min: 1, Max: 1000})
-	if c.OnFailure > DeadLetter {
-		problems = append(problems, fmt.Errorf("OnFailure %d: want Park, Block or DeadLetter", c.OnFailure))
+	if c.OnFailure > OnFailureDeadLetter {
+		problems = append(problems, fmt.Errorf("OnFailure %d: want OnFailurePark, OnFailureBlock or OnFailureDeadLetter", c.OnFailure))
 	}
 	switch named := c.DeadLetterTopic != ""; {
-	case c.OnFailure != DeadLetter && named:
+	case c.OnFailure != OnFailureDeadLetter && named:
 		problems = append(problems, fmt.Errorf("DeadLetterTopic %.260q: want none unless OnFailure is DeadLetter", c.DeadLetterTopic))
-	case c.OnFailure == DeadLetter && !topicName.MatchString(c.DeadLetterTopic):
+	case c.OnFailure == OnFailureDeadLetter && !topicName.MatchString(c.DeadLetterTopic):
 		problems = append(problems, fmt.Errorf("DeadLetterTopic %.260q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.DeadLetterTopic))
 	case named && slices.Contains(c.Topics, c.DeadLetterTopic):
 		problems = append(problems, fmt.Errorf("DeadLetterTopic %q: want none of Topics: the message would come back", c.DeadLetterTopic))

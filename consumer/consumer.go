@@ -13,12 +13,13 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/nodedup"
 	"github.com/effectonce/effectonce/migrations"
 )
 
 // Consumer runs a handler over the messages of a consumer group's topics.
 type Consumer struct {
-	*engine
+	engine    *engine
 	kafka     []kgo.Opt
 	owner     string
 	lookEvery time.Duration
@@ -69,8 +70,8 @@ func (c *Consumer) checkDrain() error {
 		return fmt.Errorf("kafka options: %w", err)
 	}
 	defer client.Close()
-	if limit, ok := client.OptValue(kgo.RebalanceTimeout).(time.Duration); ok && c.cfg.DrainMax >= limit {
-		return fmt.Errorf("DrainMax %v: want less than the rebalance timeout of Kafka's client, which is %v (kgo.RebalanceTimeout)", c.cfg.DrainMax, limit)
+	if limit, ok := client.OptValue(kgo.RebalanceTimeout).(time.Duration); ok && c.engine.cfg.DrainMax >= limit {
+		return fmt.Errorf("DrainMax %v: want less than the rebalance timeout of Kafka's client, which is %v (kgo.RebalanceTimeout)", c.engine.cfg.DrainMax, limit)
 	}
 	return nil
 }
@@ -86,11 +87,11 @@ func (c *Consumer) Run(ctx context.Context) error {
 	}
 	var upkeep sync.WaitGroup
 	defer upkeep.Wait()
-	upkeep.Go(func() { c.claims.KeepUp(ctx, c.pool, c.owner, c.cfg.Logger) })
+	upkeep.Go(func() { c.engine.claims.KeepUp(ctx, c.engine.pool, c.owner, c.engine.cfg.Logger) })
 	for trouble := 1; ctx.Err() == nil; trouble++ {
 		began := time.Now()
 		c.join(ctx, trouble)
-		if time.Since(began) > c.cfg.RetryMax+time.Minute {
+		if time.Since(began) > c.engine.cfg.RetryMax+time.Minute {
 			trouble = 0 // what happened before is over
 		}
 	}
@@ -101,8 +102,8 @@ func (c *Consumer) Run(ctx context.Context) error {
 func (c *Consumer) join(ctx context.Context, trouble int) {
 	err := newSession(c).run(ctx)
 	if ctx.Err() == nil {
-		wait := c.backoff(trouble)
-		c.cfg.Logger.WarnContext(ctx, "joining the group anew", "group", c.cfg.Group, "error", err, "retry_in", wait)
+		wait := c.engine.backoff(trouble)
+		c.engine.cfg.Logger.WarnContext(ctx, "joining the group anew", "group", c.engine.cfg.Group, "error", err, "retry_in", wait)
 		pause(ctx, wait)
 	}
 }
@@ -114,8 +115,8 @@ func (c *Consumer) prepared(ctx context.Context) error {
 		if err == nil || !troubleOfDatabase(err) {
 			return err
 		}
-		wait := c.backoff(attempt)
-		c.cfg.Logger.WarnContext(ctx, "waiting for the database", "group", c.cfg.Group, "error", err, "retry_in", wait)
+		wait := c.engine.backoff(attempt)
+		c.engine.cfg.Logger.WarnContext(ctx, "waiting for the database", "group", c.engine.cfg.Group, "error", err, "retry_in", wait)
 		pause(ctx, wait)
 	}
 	return nil
@@ -123,24 +124,25 @@ func (c *Consumer) prepared(ctx context.Context) error {
 
 // prepare checks the database and registers the consumer's names.
 func (c *Consumer) prepare(ctx context.Context) error {
-	if err := migrations.Check(ctx, c.pool, migrations.Options{Schema: c.cfg.Schema}); err != nil {
+	c.engine.unclaimed = nodedup.In(ctx)
+	if err := migrations.Check(ctx, c.engine.pool, migrations.Options{Schema: c.engine.cfg.Schema}); err != nil {
 		return err
 	}
 	var primary bool
-	if err := c.pool.QueryRow(ctx, primarySQL).Scan(&primary); err != nil {
+	if err := c.engine.pool.QueryRow(ctx, primarySQL).Scan(&primary); err != nil {
 		return fmt.Errorf("ask whether the database is a primary: %w", err)
 	}
 	if !primary {
 		return ErrNotPrimary
 	}
-	ids := make(map[string]dedup.Consumer, len(c.cfg.Topics))
-	for _, topic := range c.cfg.Topics {
-		name, topics := c.cfg.Group+"/"+topic, []string{topic}
-		if c.cfg.Name != "" {
-			name, topics = c.cfg.Name, c.cfg.Topics
+	ids := make(map[string]dedup.Consumer, len(c.engine.cfg.Topics))
+	for _, topic := range c.engine.cfg.Topics {
+		name, topics := c.engine.cfg.Group+"/"+topic, []string{topic}
+		if c.engine.cfg.Name != "" {
+			name, topics = c.engine.cfg.Name, c.engine.cfg.Topics
 		}
-		id, err := c.claims.Register(ctx, c.pool, dedup.Registration{
-			Name: name, Group: c.cfg.Group, Topics: topics, Window: c.cfg.Window, Forever: c.cfg.Forever,
+		id, err := c.engine.claims.Register(ctx, c.engine.pool, dedup.Registration{
+			Name: name, Group: c.engine.cfg.Group, Topics: topics, Window: c.engine.cfg.Window, Forever: c.engine.cfg.Forever,
 		})
 		if err != nil {
 			return err

@@ -75,7 +75,7 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		}
 	}
 	for len(records) > 0 {
-		n := min(len(records), c.cfg.BatchMax)
+		n := min(len(records), c.engine.cfg.BatchMax)
 		if !l.process(c.newMessages(records[:n], take.topicID)) {
 			return context.Cause(ctx)
 		}

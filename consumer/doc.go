@@ -27,7 +27,7 @@
 // Messages of a partition are handled in order, up to BatchMax in one transaction: claim all IDs,
 // handle what is fresh, advance the position of the partition, commit. The committed position decides
 // where the partition resumes; Kafka's committed offset is advisory and follows it. With Config.Order
-// ByKey or Unordered several workers share a partition.
+// OrderByKey or OrderUnordered several workers share a partition.
 //
 // # Failure
 //

@@ -29,7 +29,7 @@ func NewEngine(t *testing.T, pool *pgxpool.Pool, handler Handler, cfg Config) *E
 
 // Hold takes a partition over.
 func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
-	held, err := e.c.hold(ctx, []hold{{topic: e.c.cfg.Topics[0], partition: number, committed: -1}})
+	held, err := e.c.hold(ctx, []hold{{topic: e.c.engine.cfg.Topics[0], partition: number, committed: -1}})
 	if err != nil {
 		return nil, err
 	}
@@ -49,7 +49,7 @@ func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, er
 			Partition: at.p.partition, Offset: int64(number), Time: time.Now(), Value: []byte("x"),
 		}
 	}
-	out, err := e.c.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: &heldKeys{keys: map[keyHash]struct{}{}}})
+	out, err := e.c.engine.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: &heldKeys{keys: map[keyHash]struct{}{}}})
 	return out.fresh, err
 }
 

@@ -12,14 +12,14 @@ import (
 // one worker, in order, or each to whoever is free. The claims say what is done; the stored position follows
 // the lowest message that is not, so that nothing is left out after a crash and only little comes again.
 type fleet struct {
-	*partition
-	queues  []chan *Message
-	seed    maphash.Seed
-	workers sync.WaitGroup
-	failed  chan struct{} // closed when a worker ended
-	once    sync.Once
-	track   tracker
-	stored  *Message // the last message that the stored position is behind
+	partition *partition
+	queues    []chan *Message
+	seed      maphash.Seed
+	workers   sync.WaitGroup
+	failed    chan struct{} // closed when a worker ended
+	once      sync.Once
+	track     tracker
+	stored    *Message // the last message that the stored position is behind
 }
 
 // advanceEvery is how often the position is stored.
@@ -27,27 +27,27 @@ const advanceEvery = 100 * time.Millisecond
 
 func newFleet(p *partition) *fleet {
 	f := &fleet{partition: p, seed: maphash.MakeSeed(), failed: make(chan struct{})}
-	n := p.cfg.Workers
-	if p.cfg.Order == Unordered {
+	n := p.session.consumer.engine.cfg.Workers
+	if p.session.consumer.engine.cfg.Order == OrderUnordered {
 		n = 1 // one queue, from which all take
 	}
 	for range n {
-		f.queues = append(f.queues, make(chan *Message, 2*p.cfg.BatchMax))
+		f.queues = append(f.queues, make(chan *Message, 2*p.session.consumer.engine.cfg.BatchMax))
 	}
 	return f
 }
 
 func (f *fleet) run() {
 	// A position that went back, or is somebody else's, is no matter of one worker.
-	f.lane.rehold = func(context.Context) error { return errWentBack }
-	for i := range f.cfg.Workers {
-		lane := *f.lane
+	f.partition.lane.rehold = func(context.Context) error { return errWentBack }
+	for i := range f.partition.session.consumer.engine.cfg.Workers {
+		lane := *f.partition.lane
 		lane.work.apart, lane.committed = true, func(*Message, outcome) {}
 		f.workers.Go(func() { f.work(&lane, f.queues[i%len(f.queues)]) })
 	}
 	f.dispatch()
 	f.workers.Wait()
-	if f.lane.ctx.Err() == nil {
+	if f.partition.lane.ctx.Err() == nil {
 		f.advance()
 	}
 }
@@ -66,7 +66,7 @@ func (f *fleet) dispatch() {
 				}
 				due = false
 			}
-			batch = f.newMessages(f.pop(), f.topicID)
+			batch = f.partition.session.consumer.newMessages(f.partition.pop(), f.partition.topicID)
 			f.track.add(batch)
 		}
 		var queue chan<- *Message // nil, which never takes, where there is nothing to hand out
@@ -78,7 +78,7 @@ func (f *fleet) dispatch() {
 		select {
 		case queue <- next:
 			batch = batch[1:]
-		case <-f.arrived:
+		case <-f.partition.arrived:
 		case <-advance.C:
 			if !f.advance() {
 				return
@@ -87,7 +87,7 @@ func (f *fleet) dispatch() {
 			due = true
 		case <-f.failed:
 			return
-		case <-f.stopping:
+		case <-f.partition.stopping:
 			return
 		}
 	}
@@ -104,10 +104,10 @@ func (f *fleet) queueOf(msg *Message) chan *Message {
 // work is one worker.
 func (f *fleet) work(l *lane, queue <-chan *Message) {
 	defer f.once.Do(func() { close(f.failed) })
-	msgs := make([]*Message, 0, f.cfg.BatchMax)
+	msgs := make([]*Message, 0, f.partition.session.consumer.engine.cfg.BatchMax)
 	for {
 		select {
-		case <-f.stopping:
+		case <-f.partition.stopping:
 			return
 		case <-f.failed:
 			return
@@ -115,7 +115,7 @@ func (f *fleet) work(l *lane, queue <-chan *Message) {
 			msgs = append(msgs[:0], msg)
 		}
 	collect:
-		for len(msgs) < f.cfg.BatchMax {
+		for len(msgs) < f.partition.session.consumer.engine.cfg.BatchMax {
 			select {
 			case msg := <-queue:
 				msgs = append(msgs, msg)
@@ -136,38 +136,38 @@ func (f *fleet) advance() bool {
 	if last == nil || last == f.stored {
 		return true
 	}
-	ctx, cancel := context.WithTimeout(f.lane.ctx, takeOverMax)
+	ctx, cancel := context.WithTimeout(f.partition.lane.ctx, takeOverMax)
 	defer cancel()
 	var stored int64
-	err := f.pool.QueryRow(ctx, f.sql.advance, f.cfg.Group, f.pos.topic, f.pos.partition, f.pos.epoch, f.pos.stored, last.Offset+1, last.Time).Scan(&stored)
+	err := f.partition.session.consumer.engine.pool.QueryRow(ctx, f.partition.session.consumer.engine.sql.advance, f.partition.session.consumer.engine.cfg.Group, f.partition.pos.topic, f.partition.pos.partition, f.partition.pos.epoch, f.partition.pos.stored, last.Offset+1, last.Time).Scan(&stored)
 	if err != nil {
 		// Not stored is only late, unless the position is not ours any more.
-		return f.lane.waitOut(1, wrapPosition(err))
+		return f.partition.lane.waitOut(1, wrapPosition(err))
 	}
-	f.stored, f.pos.stored = last, &stored
-	f.mark(last)
+	f.stored, f.partition.pos.stored = last, &stored
+	f.partition.mark(last)
 	return true
 }
 
 // look looks after parked messages. Whatever has to be done is done while no worker is at work, so that the
 // messages of a key stay in order.
 func (f *fleet) look() bool {
-	if err := f.lane.inPlace(f.lane.ctx); errors.Is(err, errWentBack) {
-		f.restart(err)
+	if err := f.partition.lane.inPlace(f.partition.lane.ctx); errors.Is(err, errWentBack) {
+		f.partition.session.restart(err)
 		return false
 	}
-	h, err := f.lane.heads(f.lane.ctx)
+	h, err := f.partition.lane.heads(f.partition.lane.ctx)
 	if err != nil {
-		return f.lane.waitOut(1, err)
+		return f.partition.lane.waitOut(1, err)
 	}
 	quiet := !h.due
-	for _, key := range f.lane.work.held.list() {
+	for _, key := range f.partition.lane.work.held.list() {
 		if _, held := h.held[keyHash(key)]; !held {
 			quiet = false
 		}
 	}
 	if quiet {
-		f.lane.work.held.add(h.held)
+		f.partition.lane.work.held.add(h.held)
 		return true
 	}
 	for !f.track.idle() {
@@ -175,12 +175,12 @@ func (f *fleet) look() bool {
 		case <-f.track.emptied():
 		case <-f.failed:
 			return false
-		case <-f.stopping:
+		case <-f.partition.stopping:
 			return false
 		}
 	}
-	for f.tend() {
-		if f.lane.stopped() {
+	for f.partition.tend() {
+		if f.partition.lane.stopped() {
 			return false
 		}
 	}

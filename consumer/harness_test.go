@@ -168,7 +168,7 @@ func (l *logLines) String() string {
 }
 
 // block makes a failing message block its partition.
-func block(c *consumer.Config) { c.OnFailure = consumer.Block }
+func block(c *consumer.Config) { c.OnFailure = consumer.OnFailureBlock }
 
 // produceKeyed sends messages of the form key:value to partition 0, with new IDs.
 func (h *harness) produceKeyed(messages ...string) {

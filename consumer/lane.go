@@ -16,7 +16,7 @@ import (
 // lane works through messages of a partition in order, transaction by transaction. A partition has one, and
 // one more for each worker where messages are handled in parallel.
 type lane struct {
-	*Consumer
+	consumer *Consumer
 
 	work     work // but its messages
 	breaker  *breaker
@@ -128,7 +128,7 @@ func (l *lane) ready(msgs []*Message) bool {
 	if !l.count(msg, nil) {
 		return false
 	}
-	if msg.attempts <= l.cfg.AttemptsMax || l.cfg.OnFailure == Block {
+	if msg.attempts <= l.consumer.engine.cfg.AttemptsMax || l.consumer.engine.cfg.OnFailure == OnFailureBlock {
 		return true
 	}
 	why := &parking{reasonCrashed, fmt.Errorf("attempt %d began and did not end: the message seems to end the process", msg.attempts-1), msg.attempts - 1}
@@ -148,7 +148,7 @@ func (l *lane) count(msg *Message, last error) bool {
 			said := bounds.ErrorText(last)
 			text = &said
 		}
-		err := l.pool.QueryRow(l.ctx, l.sql.attempt, l.work.consumer.ID(), [16]byte(msg.ID), text).Scan(&msg.attempts)
+		err := l.consumer.engine.pool.QueryRow(l.ctx, l.consumer.engine.sql.attempt, l.work.consumer.ID(), [16]byte(msg.ID), text).Scan(&msg.attempts)
 		if err == nil {
 			msg.counted = true
 			crashpoint.At(l.ctx, crashpoint.ConsumerAttempted)
@@ -175,7 +175,7 @@ func (l *lane) try(msgs []*Message) error {
 	}
 	w := l.work
 	w.msgs = msgs
-	out, err := l.apply(l.ctx, &w)
+	out, err := l.consumer.engine.apply(l.ctx, &w)
 	if err != nil {
 		l.stale = true
 		return err
@@ -185,13 +185,13 @@ func (l *lane) try(msgs []*Message) error {
 	}
 	if !w.released() {
 		l.breaker.handled(out.fresh)
-		if l.cfg.Hooks.Processed != nil {
-			l.cfg.Hooks.Processed(l.work.pos.topic, out.fresh, out.duplicates)
+		if l.consumer.engine.cfg.Hooks.Processed != nil {
+			l.consumer.engine.cfg.Hooks.Processed(l.work.pos.topic, out.fresh, out.duplicates)
 		}
 	}
 	l.committed(msgs[len(msgs)-1], out)
-	if l.cfg.Hooks.Parked != nil && out.parked > 0 {
-		l.cfg.Hooks.Parked(l.work.pos.topic, out.parked)
+	if l.consumer.engine.cfg.Hooks.Parked != nil && out.parked > 0 {
+		l.consumer.engine.cfg.Hooks.Parked(l.work.pos.topic, out.parked)
 	}
 	crashpoint.At(l.ctx, crashpoint.ConsumerMarked)
 	return nil
@@ -206,18 +206,18 @@ func (l *lane) failed(msg *Message, err error) bool {
 	}
 	msg.counted = false
 	if msg.park != nil { // it could not even be parked
-		wait := l.cfg.RetryMax
+		wait := l.consumer.engine.cfg.RetryMax
 		l.trouble(msg, &parking{msg.park.reason, err, msg.attempts}, "message cannot be parked and blocks its partition", wait)
 		l.pause(wait)
 		return !l.stopped()
 	}
-	if l.cfg.Hooks.Failed != nil {
-		l.cfg.Hooks.Failed(msg, msg.attempts, err)
+	if l.consumer.engine.cfg.Hooks.Failed != nil {
+		l.consumer.engine.cfg.Hooks.Failed(msg, msg.attempts, err)
 	}
-	reason, permanent := l.judge(err)
-	final := permanent || msg.attempts >= l.cfg.AttemptsMax
+	reason, permanent := l.consumer.engine.judge(err)
+	final := permanent || msg.attempts >= l.consumer.engine.cfg.AttemptsMax
 	why := &parking{reason, err, msg.attempts}
-	wait := l.backoff(msg.attempts)
+	wait := l.consumer.engine.backoff(msg.attempts)
 	var later *retryAfterError
 	if errors.As(err, &later) {
 		wait = max(wait, later.after)
@@ -227,21 +227,21 @@ func (l *lane) failed(msg *Message, err error) bool {
 		return l.setBack(msg, "parked", why, 0) && false
 	case msg.row != 0:
 		return l.setBack(msg, "retry", why, wait) && false
-	case l.cfg.OnFailure == Block:
+	case l.consumer.engine.cfg.OnFailure == OnFailureBlock:
 		if permanent {
-			wait = l.cfg.RetryMax // only a new version of the handler can help
+			wait = l.consumer.engine.cfg.RetryMax // only a new version of the handler can help
 		}
 		l.trouble(msg, why, "message fails and blocks its partition until it succeeds", wait)
 	case final && !l.breaker.allows():
-		wait = max(wait, l.cfg.RetryMax)
-		l.trouble(msg, why, fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and tries again", l.cfg.ParkShareMax, breakerWindow), wait)
+		wait = max(wait, l.consumer.engine.cfg.RetryMax)
+		l.trouble(msg, why, fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and tries again", l.consumer.engine.cfg.ParkShareMax, breakerWindow), wait)
 	case final:
 		l.breaker.parked()
 		msg.park = why
-		l.say(msg, "message cannot be handled and is "+l.cfg.OnFailure.past(), err, "attempts", msg.attempts, "reason", reason)
+		l.say(msg, "message cannot be handled and is "+l.consumer.engine.cfg.OnFailure.past(), err, "attempts", msg.attempts, "reason", reason)
 		return true
 	default:
-		l.say(msg, "message failed and is tried again", err, "attempts", msg.attempts, "attempts_max", l.cfg.AttemptsMax, "retry_in", wait)
+		l.say(msg, "message failed and is tried again", err, "attempts", msg.attempts, "attempts_max", l.consumer.engine.cfg.AttemptsMax, "retry_in", wait)
 	}
 	l.pause(wait)
 	return !l.stopped() && l.count(msg, err)
@@ -249,8 +249,8 @@ func (l *lane) failed(msg *Message, err error) bool {
 
 // say logs what happened to a message.
 func (l *lane) say(msg *Message, text string, err error, attrs ...any) {
-	l.cfg.Logger.ErrorContext(l.ctx, text, append([]any{
-		"group", l.cfg.Group, "topic", msg.Topic, "partition", msg.Partition, "offset", msg.Offset, "id", msg.ID, "error", err,
+	l.consumer.engine.cfg.Logger.ErrorContext(l.ctx, text, append([]any{
+		"group", l.consumer.engine.cfg.Group, "topic", msg.Topic, "partition", msg.Partition, "offset", msg.Offset, "id", msg.ID, "error", err,
 	}, attrs...)...)
 }
 
@@ -259,12 +259,12 @@ func (l *lane) trouble(msg *Message, why *parking, text string, wait time.Durati
 	l.say(msg, text, why.err, "attempts", why.attempts, "reason", why.reason, "retry_in", wait)
 	said := bounds.ErrorText(fmt.Errorf("%s: offset %d, message %s, attempt %d: %w", text, msg.Offset, msg.ID, why.attempts, why.err))
 	// The log said it already; a database that is away says the rest.
-	_, _ = l.pool.Exec(l.ctx, l.sql.trouble, l.cfg.Group, msg.Topic, msg.Partition, l.work.pos.epoch, said)
+	_, _ = l.consumer.engine.pool.Exec(l.ctx, l.consumer.engine.sql.trouble, l.consumer.engine.cfg.Group, msg.Topic, msg.Partition, l.work.pos.epoch, said)
 }
 
 // waitOut pauses after trouble that is no message's fault. It returns false if the lane is to stop.
 func (l *lane) waitOut(waits int, err error) bool {
-	if errors.Is(err, errFenced) || l.cfg.Dedup == ByPosition {
+	if errors.Is(err, errFenced) || l.consumer.engine.cfg.Dedup == DedupByPosition {
 		// Without claims nothing but the position says whether a COMMIT without an answer came through.
 		again := l.rehold(l.ctx)
 		if errors.Is(again, errWentBack) {
@@ -275,8 +275,8 @@ func (l *lane) waitOut(waits int, err error) bool {
 			return !l.stopped()
 		}
 	}
-	wait := l.backoff(waits)
-	l.cfg.Logger.WarnContext(l.ctx, "partition waits for the database; nothing is lost", "group", l.cfg.Group,
+	wait := l.consumer.engine.backoff(waits)
+	l.consumer.engine.cfg.Logger.WarnContext(l.ctx, "partition waits for the database; nothing is lost", "group", l.consumer.engine.cfg.Group,
 		"topic", l.work.pos.topic, "partition", l.work.pos.partition, "attempt", waits, "error", err, "retry_in", wait)
 	l.pause(wait)
 	return !l.stopped()

@@ -18,7 +18,7 @@ var errStuck = errors.New("records are there and do not arrive: joining anew")
 // lookAfter notes which partitions are at their end, so that idle ones do not hold back the forgetting of
 // claims, watches for a client that got stuck, and repeats which partitions halt.
 func (s *session) lookAfter(ctx context.Context) {
-	ticker := time.NewTicker(s.lookEvery)
+	ticker := time.NewTicker(s.consumer.lookEvery)
 	defer ticker.Stop()
 	for {
 		select {
@@ -28,11 +28,11 @@ func (s *session) lookAfter(ctx context.Context) {
 		}
 		s.mu.Lock()
 		for key, why := range s.halted {
-			s.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.cfg.Group, "topic", key.topic, "partition", key.partition, "error", why)
+			s.consumer.engine.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "error", why)
 		}
 		s.mu.Unlock()
 		if err := s.look(ctx); err != nil && ctx.Err() == nil {
-			s.cfg.Logger.WarnContext(ctx, "partitions could not be compared with their topics; it is tried again", "group", s.cfg.Group, "error", err)
+			s.consumer.engine.cfg.Logger.WarnContext(ctx, "partitions could not be compared with their topics; it is tried again", "group", s.consumer.engine.cfg.Group, "error", err)
 		}
 	}
 }
@@ -50,11 +50,11 @@ func (s *session) look(ctx context.Context) error {
 		return nil
 	}
 	var now time.Time // before the ends are asked for: what comes later is not covered
-	if err := s.pool.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
+	if err := s.consumer.engine.pool.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
 		return fmt.Errorf("ask for the time: %w", err)
 	}
 	// Committed: what an open transaction holds back is not missing.
-	ends, err := kadm.NewClient(s.client).ListCommittedOffsets(ctx, s.cfg.Topics...)
+	ends, err := kadm.NewClient(s.client).ListCommittedOffsets(ctx, s.consumer.engine.cfg.Topics...)
 	if err != nil {
 		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
 	}
@@ -79,7 +79,7 @@ func (s *session) look(ctx context.Context) error {
 	if len(topics) == 0 {
 		return nil
 	}
-	if _, err := s.pool.Exec(ctx, s.sql.caughtUp, s.cfg.Group, topics, numbers, epochs, now, delivered); err != nil {
+	if _, err := s.consumer.engine.pool.Exec(ctx, s.consumer.engine.sql.caughtUp, s.consumer.engine.cfg.Group, topics, numbers, epochs, now, delivered); err != nil {
 		return fmt.Errorf("note that partitions are at their end: %w", err)
 	}
 	return nil

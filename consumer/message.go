@@ -107,8 +107,8 @@ func (c *Consumer) identify(m *Message) {
 		m.ID = coordinatesID(m)
 		return
 	}
-	if size := m.size(); size > c.cfg.MessageBytesMax {
-		m.park = &parking{reason: reasonTooLarge, err: fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.cfg.MessageBytesMax)}
+	if size := m.size(); size > c.engine.cfg.MessageBytesMax {
+		m.park = &parking{reason: reasonTooLarge, err: fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.engine.cfg.MessageBytesMax)}
 	}
 	raw, err := c.rawID(m)
 	if err != nil {
@@ -123,12 +123,12 @@ func (c *Consumer) identify(m *Message) {
 		return
 	}
 	m.ID = coordinatesID(m)
-	if c.cfg.Hooks.WithoutID != nil {
-		c.cfg.Hooks.WithoutID(m)
+	if c.engine.cfg.Hooks.WithoutID != nil {
+		c.engine.cfg.Hooks.WithoutID(m)
 	}
 	c.warnWithoutID.Do(func() {
-		c.cfg.Logger.Warn("messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; said once",
-			"group", c.cfg.Group, "topic", m.Topic, "partition", m.Partition, "offset", m.Offset, "id_headers", c.cfg.IDHeaders)
+		c.engine.cfg.Logger.Warn("messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; said once",
+			"group", c.engine.cfg.Group, "topic", m.Topic, "partition", m.Partition, "offset", m.Offset, "id_headers", c.engine.cfg.IDHeaders)
 	})
 }
 
@@ -143,7 +143,7 @@ func (m *Message) size() int {
 // rawID finds the bytes that name the message. An empty value names nothing: all messages with one would
 // be duplicates of each other.
 func (c *Consumer) rawID(m *Message) ([]byte, error) {
-	for _, name := range c.cfg.IDHeaders {
+	for _, name := range c.engine.cfg.IDHeaders {
 		var found []byte
 		for _, h := range m.Headers {
 			if h.Name != name || len(h.Value) == 0 {
@@ -158,8 +158,8 @@ func (c *Consumer) rawID(m *Message) ([]byte, error) {
 			return found, nil
 		}
 	}
-	if c.cfg.IDFunc != nil {
-		return c.cfg.IDFunc(m), nil
+	if c.engine.cfg.IDFunc != nil {
+		return c.engine.cfg.IDFunc(m), nil
 	}
 	return nil, nil
 }

@@ -26,7 +26,7 @@ func parallel(order consumer.Order) func(*consumer.Config) {
 // waits; the position ends behind everything. Row C14.
 func TestWorkersInsideAPartition(t *testing.T) {
 	t.Parallel()
-	for name, order := range map[string]consumer.Order{"by key": consumer.ByKey, "unordered": consumer.Unordered} {
+	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			h := newHarness(t, 1)
@@ -45,7 +45,7 @@ func TestWorkersInsideAPartition(t *testing.T) {
 			}), parallel(order))
 			h.wait("position", func() bool { return h.position() == keys*versions })
 			behind := 0
-			if order == consumer.ByKey {
+			if order == consumer.OrderByKey {
 				behind = versions - 11
 			}
 			require.Equal(t, behind, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'behind'`))
@@ -55,7 +55,7 @@ func TestWorkersInsideAPartition(t *testing.T) {
 			h.waitEffects(keys * versions)
 			require.NoError(t, stop())
 			require.Equal(t, keys*versions, h.number(`SELECT count(DISTINCT value) FROM effects`))
-			if order == consumer.ByKey {
+			if order == consumer.OrderByKey {
 				require.Zero(t, inversions(h))
 			}
 		})
@@ -99,7 +99,7 @@ func TestWorkersOutliveRestarts(t *testing.T) {
 		return effect(ctx, tx, msg)
 	})
 	for done := 0; done < keys*versions; {
-		stop := h.run(handler, func(c *consumer.Config) { parallel(consumer.ByKey)(c); c.DrainMax = time.Millisecond })
+		stop := h.run(handler, func(c *consumer.Config) { parallel(consumer.OrderByKey)(c); c.DrainMax = time.Millisecond })
 		h.wait("some effects", func() bool {
 			n := h.number(`SELECT count(*) FROM effects`)
 			return n >= done+60 || n == keys*versions
@@ -126,7 +126,7 @@ func TestUnorderedRetriesOnlyWhatWasHandedBack(t *testing.T) {
 			return consumer.Permanent(errBad)
 		}
 		return effect(ctx, tx, msg)
-	}), parallel(consumer.Unordered))
+	}), parallel(consumer.OrderUnordered))
 	h.waitParked("permanent", "permanent")
 	mended.Store(true)
 	h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') = 'a:1'`)

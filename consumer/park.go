@@ -159,7 +159,9 @@ func (s *sorting) holds(key []byte) bool {
 }
 
 // holdsKeys tells whether a parked message makes the later ones of its key wait.
-func (e *engine) holdsKeys() bool { return e.cfg.Order != Unordered && e.cfg.OnFailure != DeadLetter }
+func (e *engine) holdsKeys() bool {
+	return e.cfg.Order != OrderUnordered && e.cfg.OnFailure != OnFailureDeadLetter
+}
 
 // expired returns why a message cannot be proven fresh, or nil: its claim, if it was handled before, may be
 // forgotten. The ID's time counts and the record's, whichever is older.

@@ -315,7 +315,7 @@ func TestDeadLetterGoesThroughTheOutbox(t *testing.T) {
 			return consumer.Permanent(errors.New("no such account\nat line 1"))
 		}
 		return effect(ctx, tx, msg)
-	}), func(c *consumer.Config) { c.OnFailure, c.DeadLetterTopic = consumer.DeadLetter, "letters" })
+	}), func(c *consumer.Config) { c.OnFailure, c.DeadLetterTopic = consumer.OnFailureDeadLetter, "letters" })
 	h.waitEffects(1)
 	h.wait("position", func() bool { return h.position() == 2 })
 	require.NoError(t, stop())
@@ -350,7 +350,7 @@ func TestSameIDWithAnotherPayloadIsAConflict(t *testing.T) {
 	h := newHarness(t, 1)
 	h.produceAs("1", "first")
 	h.produceAs("1", "other")
-	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Dedup = consumer.ByIDAndPayload })
+	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Dedup = consumer.DedupByIDAndPayload })
 	h.waitParked("conflict")
 	h.produceAs("1", "first")
 	h.produceAs("1", "late")
@@ -367,7 +367,7 @@ func TestByPositionStopsRedeliveries(t *testing.T) {
 	h := newHarness(t, 1)
 	h.produceAs("1", "first")
 	h.produceAs("1", "same id, another offset")
-	byPosition := func(c *consumer.Config) { c.Dedup = consumer.ByPosition }
+	byPosition := func(c *consumer.Config) { c.Dedup = consumer.DedupByPosition }
 	stop := h.run(consumer.Each(effect), byPosition)
 	h.waitEffects(2)
 	require.NoError(t, stop())

@@ -14,8 +14,8 @@ import (
 // partition is one goroutine that handles the records of a partition in order, batch by batch, or hands them
 // to workers.
 type partition struct {
-	*session
-	lane *lane
+	session *session
+	lane    *lane
 
 	pos     *position
 	epoch   atomic.Int64 // of the last takeover; pos is its worker's
@@ -45,7 +45,7 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 		stopping: make(chan struct{}), done: make(chan struct{}), arrived: make(chan struct{}, 1),
 	}
 	p.epoch.Store(pos.epoch)
-	p.lane = s.newLane(ctx, pos, p.stopping)
+	p.lane = s.consumer.newLane(ctx, pos, p.stopping)
 	p.lane.committed = func(last *Message, _ outcome) { p.mark(last) }
 	p.lane.rehold = func(ctx context.Context) error { return s.rehold(ctx, p) }
 	p.lane.restart = s.restart
@@ -56,12 +56,12 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 // finishing anything, the messages that it may have died of are tried alone.
 func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan struct{}) *lane {
 	l := &lane{
-		Consumer: c, ctx: ctx, stopping: stopping, careful: &atomic.Int64{},
+		consumer: c, ctx: ctx, stopping: stopping, careful: &atomic.Int64{},
 		work:    work{consumer: c.ids[pos.topic], pos: pos, held: &heldKeys{keys: map[keyHash]struct{}{}}},
-		breaker: &breaker{shareMax: c.cfg.ParkShareMax},
+		breaker: &breaker{shareMax: c.engine.cfg.ParkShareMax},
 	}
 	if pos.stuck > 0 {
-		l.careful.Store(int64(c.cfg.BatchMax))
+		l.careful.Store(int64(c.engine.cfg.BatchMax))
 		if pos.stored != nil {
 			l.from = *pos.stored
 		}
@@ -72,7 +72,7 @@ func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan s
 // mark marks an offset to be committed to Kafka. A message that was parked came long ago.
 func (p *partition) mark(last *Message) {
 	if last.row == 0 {
-		p.client.MarkCommitRecords(last.record)
+		p.session.client.MarkCommitRecords(last.record)
 	}
 }
 
@@ -109,25 +109,25 @@ func (p *partition) add(records []*kgo.Record) {
 	case p.arrived <- struct{}{}:
 	default:
 	}
-	if !p.paused && (len(p.waiting) >= waitingBatchesMax*p.cfg.BatchMax || p.bytes >= waitingBytesMax) {
+	if !p.paused && (len(p.waiting) >= waitingBatchesMax*p.session.consumer.engine.cfg.BatchMax || p.bytes >= waitingBytesMax) {
 		p.paused = true
-		p.client.PauseFetchPartitions(map[string][]int32{p.pos.topic: {p.pos.partition}})
+		p.session.client.PauseFetchPartitions(map[string][]int32{p.pos.topic: {p.pos.partition}})
 	}
 }
 
 func (p *partition) pop() []*kgo.Record {
 	p.queue.Lock()
 	defer p.queue.Unlock()
-	n := min(len(p.waiting), p.cfg.BatchMax)
+	n := min(len(p.waiting), p.session.consumer.engine.cfg.BatchMax)
 	batch := p.waiting[:n:n]
 	p.waiting = p.waiting[n:]
 	p.bytes -= recordBytes(batch)
 	if len(p.waiting) == 0 {
 		p.waiting = nil // or the array of an old burst would stay
 	}
-	if p.paused && len(p.waiting) < waitingBatchesMax/2*p.cfg.BatchMax && p.bytes < waitingBytesMax/2 {
+	if p.paused && len(p.waiting) < waitingBatchesMax/2*p.session.consumer.engine.cfg.BatchMax && p.bytes < waitingBytesMax/2 {
 		p.paused = false
-		p.client.ResumeFetchPartitions(map[string][]int32{p.pos.topic: {p.pos.partition}})
+		p.session.client.ResumeFetchPartitions(map[string][]int32{p.pos.topic: {p.pos.partition}})
 	}
 	return batch
 }
@@ -147,10 +147,10 @@ func (p *partition) run() {
 		}
 	}
 	if p.lane.careful.Load() > 0 {
-		p.cfg.Logger.WarnContext(p.lane.ctx, "the last holder of the partition ended without finishing anything: messages are tried alone for a while",
-			"group", p.cfg.Group, "topic", p.pos.topic, "partition", p.pos.partition, "times", p.pos.stuck, "messages", p.cfg.BatchMax)
+		p.session.consumer.engine.cfg.Logger.WarnContext(p.lane.ctx, "the last holder of the partition ended without finishing anything: messages are tried alone for a while",
+			"group", p.session.consumer.engine.cfg.Group, "topic", p.pos.topic, "partition", p.pos.partition, "times", p.pos.stuck, "messages", p.session.consumer.engine.cfg.BatchMax)
 	}
-	if p.cfg.Order == ByPartition {
+	if p.session.consumer.engine.cfg.Order == OrderByPartition {
 		p.alone(p.lane.stopped)
 		return
 	}
@@ -164,7 +164,7 @@ func (p *partition) alone(until func() bool) {
 	defer tend.Stop()
 	for more := false; !until(); {
 		if batch := p.pop(); len(batch) > 0 {
-			if !p.lane.process(p.newMessages(batch, p.topicID)) {
+			if !p.lane.process(p.session.consumer.newMessages(batch, p.topicID)) {
 				return
 			}
 		} else if !more {
@@ -195,11 +195,11 @@ func (p *partition) tend() (more bool) {
 		more, err = p.lane.tend(p.lane.ctx)
 	}
 	if errors.Is(err, errWentBack) {
-		p.restart(err)
+		p.session.restart(err)
 		return false
 	}
 	if err != nil && !p.lane.stopped() && !errors.Is(err, context.Canceled) {
-		p.cfg.Logger.WarnContext(p.lane.ctx, "parked messages cannot be looked after; it is tried again", "group", p.cfg.Group,
+		p.session.consumer.engine.cfg.Logger.WarnContext(p.lane.ctx, "parked messages cannot be looked after; it is tried again", "group", p.session.consumer.engine.cfg.Group,
 			"topic", p.pos.topic, "partition", p.pos.partition, "error", err)
 	}
 	return more

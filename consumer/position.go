@@ -41,7 +41,7 @@ func (e *Consumer) hold(ctx context.Context, holds []hold) ([]*position, error) 
 	if err != nil {
 		return nil, err
 	}
-	rows, err := e.pool.Query(ctx, e.sql.hold, e.cfg.Group, e.owner, topics, ids, numbers, starts)
+	rows, err := e.engine.pool.Query(ctx, e.engine.sql.hold, e.engine.cfg.Group, e.owner, topics, ids, numbers, starts)
 	if err != nil {
 		return nil, fmt.Errorf("take positions over: %w", err)
 	}
@@ -78,7 +78,7 @@ func (e *Consumer) giveUp(ctx context.Context, positions []*position) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, markMax)
 	defer cancel()
-	if _, err := e.pool.Exec(ctx, e.sql.givenUp, e.cfg.Group, topics, numbers, epochs); err != nil {
+	if _, err := e.engine.pool.Exec(ctx, e.engine.sql.givenUp, e.engine.cfg.Group, topics, numbers, epochs); err != nil {
 		return fmt.Errorf("give positions up: %w", err)
 	}
 	return nil
@@ -86,7 +86,7 @@ func (e *Consumer) giveUp(ctx context.Context, positions []*position) error {
 
 // recreated tells which partitions have a position of an earlier topic of the same name.
 func (e *Consumer) recreated(ctx context.Context, topics []string, ids []*[16]byte, numbers []int32) (map[topicPartition]bool, error) {
-	rows, err := e.pool.Query(ctx, e.sql.recreated, e.cfg.Group, topics, ids, numbers)
+	rows, err := e.engine.pool.Query(ctx, e.engine.sql.recreated, e.engine.cfg.Group, topics, ids, numbers)
 	if err != nil {
 		return nil, fmt.Errorf("read positions: %w", err)
 	}

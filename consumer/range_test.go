@@ -44,7 +44,7 @@ func TestDeletedRecordsHaltThePartition(t *testing.T) {
 	require.NoError(t, stop())
 	require.Len(t, h.values(), 5)
 
-	stop = h.run(consumer.Each(effect), func(c *consumer.Config) { c.OutOfRange = consumer.ResumeEarliest })
+	stop = h.run(consumer.Each(effect), func(c *consumer.Config) { c.OutOfRange = consumer.OutOfRangeResumeEarliest })
 	h.waitEffects(6)
 	h.wait("position", func() bool { return h.position() == 8 })
 	require.NoError(t, stop())
@@ -68,7 +68,7 @@ func TestLostEndHaltsThePartition(t *testing.T) {
 		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%Kafka lost its end%'`) == 1
 	})
 	require.NoError(t, stop())
-	stop = h.run(consumer.Each(effect), func(c *consumer.Config) { c.OutOfRange = consumer.ResumeEarliest })
+	stop = h.run(consumer.Each(effect), func(c *consumer.Config) { c.OutOfRange = consumer.OutOfRangeResumeEarliest })
 	h.waitEffects(2)
 	require.NoError(t, stop())
 	require.Equal(t, 2, h.position())

@@ -38,8 +38,8 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 		if ctx.Err() != nil {
 			return nil, err
 		}
-		wait := s.backoff(attempt)
-		s.cfg.Logger.WarnContext(ctx, "positions could not be taken over; the partitions wait", "group", s.cfg.Group, "error", err, "retry_in", wait)
+		wait := s.consumer.engine.backoff(attempt)
+		s.consumer.engine.cfg.Logger.WarnContext(ctx, "positions could not be taken over; the partitions wait", "group", s.consumer.engine.cfg.Group, "error", err, "retry_in", wait)
 		pause(ctx, wait)
 	}
 }
@@ -58,7 +58,7 @@ func (s *session) takeOver(ctx context.Context, offsets map[string]map[int32]kgo
 	if err != nil || len(holds) == 0 {
 		return offsets, err
 	}
-	held, err := s.hold(ctx, holds)
+	held, err := s.consumer.hold(ctx, holds)
 	if err != nil {
 		return nil, err
 	}
@@ -79,7 +79,7 @@ func (s *session) takeOver(ctx context.Context, offsets map[string]map[int32]kgo
 			offset = kgo.NewOffset().At(at)
 		}
 		resumed[h.topic][h.partition] = offset
-		s.cfg.Logger.InfoContext(ctx, "partition assigned", "group", s.cfg.Group, "topic", h.topic, "partition", h.partition,
+		s.consumer.engine.cfg.Logger.InfoContext(ctx, "partition assigned", "group", s.consumer.engine.cfg.Group, "topic", h.topic, "partition", h.partition,
 			"epoch", pos.epoch, "position", pos.stored, "committed", h.committed, "resume", at)
 	}
 	return resumed, nil
@@ -95,10 +95,10 @@ func (s *session) resume(ctx context.Context, h hold, pos *position) (int64, err
 		at = max(at, h.first) // Kafka's offset is older than the topic, the position is not
 	}
 	if problem := h.outOfRange(at, pos.stored); problem != nil {
-		if s.cfg.OutOfRange == Halt {
+		if s.consumer.engine.cfg.OutOfRange == OutOfRangeHalt {
 			return h.first, s.halt(ctx, pos, problem)
 		}
-		s.cfg.Logger.ErrorContext(ctx, "going on at the earliest record that is left", "group", s.cfg.Group, "topic", h.topic, "partition", h.partition,
+		s.consumer.engine.cfg.Logger.ErrorContext(ctx, "going on at the earliest record that is left", "group", s.consumer.engine.cfg.Group, "topic", h.topic, "partition", h.partition,
 			"error", problem, "resume", h.first)
 		if err := s.reset(ctx, pos, h.first, problem); err != nil {
 			return 0, err
@@ -125,21 +125,21 @@ func (h hold) outOfRange(at int64, stored *int64) error {
 
 // halt leaves a partition alone until an operator decides.
 func (s *session) halt(ctx context.Context, pos *position, problem error) error {
-	said := fmt.Errorf("the partition halts: %w. To go on with what is left, set Config.OutOfRange to ResumeEarliest and restart", problem)
-	if _, err := s.pool.Exec(ctx, s.sql.trouble, s.cfg.Group, pos.topic, pos.partition, pos.epoch, bounds.ErrorText(said)); err != nil {
+	said := fmt.Errorf("the partition halts: %w. To go on with what is left, set Config.OutOfRange to OutOfRangeResumeEarliest and restart", problem)
+	if _, err := s.consumer.engine.pool.Exec(ctx, s.consumer.engine.sql.trouble, s.consumer.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, bounds.ErrorText(said)); err != nil {
 		return fmt.Errorf("store why a partition halts: %w", err)
 	}
 	s.client.PauseFetchPartitions(map[string][]int32{pos.topic: {pos.partition}})
 	s.mu.Lock()
 	s.halted[topicPartition{pos.topic, pos.partition}] = said
 	s.mu.Unlock()
-	s.cfg.Logger.ErrorContext(ctx, "partition halts", "group", s.cfg.Group, "topic", pos.topic, "partition", pos.partition, "error", said)
+	s.consumer.engine.cfg.Logger.ErrorContext(ctx, "partition halts", "group", s.consumer.engine.cfg.Group, "topic", pos.topic, "partition", pos.partition, "error", said)
 	return nil
 }
 
 // reset moves the stored position to what is left of the topic, and leaves a note about it.
 func (s *session) reset(ctx context.Context, pos *position, to int64, why error) error {
-	if _, err := s.pool.Exec(ctx, s.sql.reset, s.cfg.Group, pos.topic, pos.partition, pos.epoch, to, s.owner, bounds.ErrorText(why)); err != nil {
+	if _, err := s.consumer.engine.pool.Exec(ctx, s.consumer.engine.sql.reset, s.consumer.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, to, s.consumer.owner, bounds.ErrorText(why)); err != nil {
 		return fmt.Errorf("reset the position of %s/%d: %w", pos.topic, pos.partition, err)
 	}
 	pos.stored = &to
@@ -197,7 +197,7 @@ func (s *session) holds(ctx context.Context, offsets map[string]map[int32]kgo.Of
 				return nil, fmt.Errorf("ask Kafka where %s/%d begins and ends: %w", topic, number, cmp.Or(err, errNoAnswer))
 			}
 			h.first, h.end = first.Offset, end.Offset
-			if s.cfg.Start == Latest && h.committed < 0 {
+			if s.consumer.engine.cfg.Start == StartLatest && h.committed < 0 {
 				h.start = &h.end
 			}
 			holds = append(holds, h)
@@ -222,7 +222,7 @@ func (s *session) lost(ctx context.Context, _ *kgo.Client, keys map[string][]int
 	if len(keys) == 0 {
 		return
 	}
-	s.cfg.Logger.WarnContext(ctx, "partitions were lost: this consumer was away for longer than its session", "group", s.cfg.Group, "partitions", keys)
+	s.consumer.engine.cfg.Logger.WarnContext(ctx, "partitions were lost: this consumer was away for longer than its session", "group", s.consumer.engine.cfg.Group, "partitions", keys)
 	s.stop(ctx, s.take(keys), 0)
 }
 
@@ -230,7 +230,7 @@ func (s *session) lost(ctx context.Context, _ *kgo.Client, keys map[string][]int
 // database is behind what this consumer committed.
 func (s *session) rehold(ctx context.Context, p *partition) error {
 	h := hold{topic: p.pos.topic, partition: p.pos.partition, topicID: p.topicID, committed: -1}
-	held, err := s.hold(ctx, []hold{h})
+	held, err := s.consumer.hold(ctx, []hold{h})
 	if err != nil {
 		return err
 	}

@@ -25,7 +25,7 @@ type heads struct {
 }
 
 func (l *lane) heads(ctx context.Context) (*heads, error) {
-	rows, err := l.pool.Query(ctx, l.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
+	rows, err := l.consumer.engine.pool.Query(ctx, l.consumer.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
 	if err != nil {
 		return nil, fmt.Errorf("read parked keys: %w", err)
 	}
@@ -48,10 +48,10 @@ func (l *lane) heads(ctx context.Context) (*heads, error) {
 // load learns, when the partition is taken over, which keys are held. A key whose first message somebody
 // deleted goes on with the next.
 func (l *lane) load(ctx context.Context) error {
-	if _, err := l.pool.Exec(ctx, l.sql.mendAll, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition); err != nil {
+	if _, err := l.consumer.engine.pool.Exec(ctx, l.consumer.engine.sql.mendAll, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition); err != nil {
 		return fmt.Errorf("look after parked keys: %w", err)
 	}
-	rows, err := l.pool.Query(ctx, l.sql.attempts, l.work.consumer.ID(), attemptsLoadMax)
+	rows, err := l.consumer.engine.pool.Query(ctx, l.consumer.engine.sql.attempts, l.work.consumer.ID(), attemptsLoadMax)
 	if err != nil {
 		return fmt.Errorf("read attempts: %w", err)
 	}
@@ -92,7 +92,7 @@ func (l *lane) inPlace(ctx context.Context) error {
 		return nil
 	}
 	var behind bool
-	if err := l.pool.QueryRow(ctx, l.sql.behind, l.cfg.Group, l.work.pos.topic, l.work.pos.partition, *l.work.pos.stored).Scan(&behind); err != nil {
+	if err := l.consumer.engine.pool.QueryRow(ctx, l.consumer.engine.sql.behind, l.consumer.engine.cfg.Group, l.work.pos.topic, l.work.pos.partition, *l.work.pos.stored).Scan(&behind); err != nil {
 		return fmt.Errorf("read the position: %w", err)
 	}
 	if behind {
@@ -116,7 +116,7 @@ func (l *lane) tend(ctx context.Context) (more bool, err error) {
 	}
 	if len(gone) > 0 {
 		// The first message of these keys is gone. If others are left, they go on; else the key is free.
-		rows, err := l.pool.Query(ctx, l.sql.promote, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, gone)
+		rows, err := l.consumer.engine.pool.Query(ctx, l.consumer.engine.sql.promote, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, gone)
 		if err != nil {
 			return false, fmt.Errorf("look after parked keys: %w", err)
 		}
@@ -137,17 +137,17 @@ func (l *lane) tend(ctx context.Context) (more bool, err error) {
 
 // release tries parked messages again: those that are due, and in their order those behind them.
 func (l *lane) release(ctx context.Context) (more bool, err error) {
-	limit := l.cfg.BatchMax
+	limit := l.consumer.engine.cfg.BatchMax
 	if l.careful.Load() > 0 {
 		limit = 1
 	}
-	tag, err := l.pool.Exec(ctx, l.sql.refuseLarge, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
+	tag, err := l.consumer.engine.pool.Exec(ctx, l.consumer.engine.sql.refuseLarge, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
 	if err != nil {
 		return false, fmt.Errorf("read parked messages: %w", err)
 	}
 	if tag.RowsAffected() > 0 {
-		l.cfg.Logger.ErrorContext(ctx, "messages were handed back that are too large to be stored: they stay parked",
-			"group", l.cfg.Group, "topic", l.work.pos.topic, "partition", l.work.pos.partition, "messages", tag.RowsAffected())
+		l.consumer.engine.cfg.Logger.ErrorContext(ctx, "messages were handed back that are too large to be stored: they stay parked",
+			"group", l.consumer.engine.cfg.Group, "topic", l.work.pos.topic, "partition", l.work.pos.partition, "messages", tag.RowsAffected())
 	}
 	msgs, err := l.released(ctx, limit)
 	if err != nil || len(msgs) == 0 {
@@ -163,7 +163,7 @@ const releaseBytesMax = 16 << 20
 
 // released reads what is to be tried again, and stores when: it is the time of what the messages cause.
 func (l *lane) released(ctx context.Context, limit int) ([]*Message, error) {
-	rows, err := l.pool.Query(ctx, l.sql.release, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax)
+	rows, err := l.consumer.engine.pool.Query(ctx, l.consumer.engine.sql.release, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax)
 	if err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
@@ -229,7 +229,7 @@ func (e *engine) queueLock(batch *pgx.Batch, w *work) (decide func() (fresh, con
 		})
 		return err
 	})
-	if e.cfg.Dedup == ByID || e.cfg.Dedup == ByIDAndPayload {
+	if e.cfg.Dedup == DedupByID || e.cfg.Dedup == DedupByIDAndPayload {
 		e.claims.Queue(batch, w.consumer, w.ids())
 	}
 	return func() ([]bool, []bool) {
@@ -274,9 +274,9 @@ func (l *lane) setBack(msg *Message, state string, why *parking, wait time.Durat
 	} else {
 		l.say(msg, "parked message failed again and is tried later", why.err, "attempts", why.attempts, "retry_in", wait)
 	}
-	_, err := l.pool.Exec(l.ctx, l.sql.setBack, msg.row, state, why.reason, bounds.ErrorText(why.err), attempts, wait, l.work.consumer.ID(), [16]byte(msg.ID))
+	_, err := l.consumer.engine.pool.Exec(l.ctx, l.consumer.engine.sql.setBack, msg.row, state, why.reason, bounds.ErrorText(why.err), attempts, wait, l.work.consumer.ID(), [16]byte(msg.ID))
 	if err != nil {
-		l.cfg.Logger.WarnContext(l.ctx, "a parked message could not be set back; it is tried again", "group", l.cfg.Group, "id", msg.ID, "error", err)
+		l.consumer.engine.cfg.Logger.WarnContext(l.ctx, "a parked message could not be set back; it is tried again", "group", l.consumer.engine.cfg.Group, "id", msg.ID, "error", err)
 	}
 	return err == nil
 }

@@ -25,9 +25,9 @@ type RouterConfig struct {
 	// TypeHeaders are the names of the headers that may carry the type of a message; the first that is
 	// there and not empty counts. Default: ce_type (CloudEvents), type.
 	TypeHeaders []string
-	// OnUnknown says what becomes of a message that no route fits. Default ParkUnknown.
+	// OnUnknown says what becomes of a message that no route fits. Default OnUnknownPark.
 	OnUnknown OnUnknown
-	// Skipped, if set, is called for each message that SkipUnknown leaves out, for metrics. An execution
+	// Skipped, if set, is called for each message that OnUnknownSkip leaves out, for metrics. An execution
 	// that is rolled back calls it, too.
 	Skipped func(msg *Message)
 }
@@ -37,11 +37,11 @@ type OnUnknown uint8
 
 // The policies.
 const (
-	// ParkUnknown treats it as a permanent failure: it is parked as unknown_type, or what
+	// OnUnknownPark treats it as a permanent failure: it is parked as unknown_type, or what
 	// Config.OnFailure says.
-	ParkUnknown OnUnknown = iota
-	// SkipUnknown takes it for handled, without any effect. A handler that is deployed later never sees it.
-	SkipUnknown
+	OnUnknownPark OnUnknown = iota
+	// OnUnknownSkip takes it for handled, without any effect. A handler that is deployed later never sees it.
+	OnUnknownSkip
 )
 
 // Router is a Handler that hands each message to the handler of its topic and type. Make one with Route.
@@ -58,7 +58,7 @@ type topicRoutes struct {
 	otherwise *route // nil: what has no type of these is unknown
 }
 
-// skipped is the route of what SkipUnknown leaves out.
+// skipped is the route of what OnUnknownSkip leaves out.
 type skipped func(msg *Message)
 
 func (s skipped) handle(_ context.Context, t *tx, msgs []*Message) error {
@@ -89,17 +89,17 @@ func Route(routes Routes, cfg RouterConfig) (*Router, error) {
 			report("TypeHeaders: a name is empty")
 		}
 	}
-	if cfg.OnUnknown > SkipUnknown {
-		report("OnUnknown %d: want ParkUnknown or SkipUnknown", cfg.OnUnknown)
+	if cfg.OnUnknown > OnUnknownSkip {
+		report("OnUnknown %d: want OnUnknownPark or SkipUnknown", cfg.OnUnknown)
 	}
-	if cfg.Skipped != nil && cfg.OnUnknown == ParkUnknown {
+	if cfg.Skipped != nil && cfg.OnUnknown == OnUnknownPark {
 		report("Skipped: want none unless OnUnknown is SkipUnknown")
 	}
 	if len(routes) == 0 {
 		report("routes are empty: want at least one topic")
 	}
 	var otherwise *route
-	if cfg.OnUnknown == SkipUnknown {
+	if cfg.OnUnknown == OnUnknownSkip {
 		otherwise = &route{skipped(cfg.Skipped)}
 	}
 	topics := make(map[string]topicRoutes, len(routes))

@@ -180,7 +180,7 @@ func TestUnknownTypesAreSkippedOnRequest(t *testing.T) {
 	h.produceTyped("strange:panic", "good:3")
 	var mu sync.Mutex
 	skipped := map[string]bool{}
-	cfg := consumer.RouterConfig{OnUnknown: consumer.SkipUnknown, Skipped: func(msg *consumer.Message) {
+	cfg := consumer.RouterConfig{OnUnknown: consumer.OnUnknownSkip, Skipped: func(msg *consumer.Message) {
 		if strings.HasSuffix(string(msg.Value), "panic") {
 			panic("counter is broken")
 		}

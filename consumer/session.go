@@ -15,9 +15,9 @@ import (
 
 // session is one membership in the group: a client and the partitions that it holds.
 type session struct {
-	*Consumer
-	client *kgo.Client
-	ready  chan struct{} // closed when client is set: callbacks can come earlier
+	consumer *Consumer
+	client   *kgo.Client
+	ready    chan struct{} // closed when client is set: callbacks can come earlier
 
 	mu         sync.Mutex
 	partitions map[topicPartition]*partition
@@ -36,7 +36,7 @@ type topicPartition struct {
 
 func newSession(c *Consumer) *session {
 	return &session{
-		Consumer: c, ready: make(chan struct{}), partitions: map[topicPartition]*partition{}, halted: map[topicPartition]error{},
+		consumer: c, ready: make(chan struct{}), partitions: map[topicPartition]*partition{}, halted: map[topicPartition]error{},
 		failed: make(chan error, 1),
 	}
 }
@@ -58,10 +58,10 @@ func (s *session) options() []kgo.Opt {
 		kgo.SoftwareNameAndVersion("effectonce-consumer", "v1"),
 		// A partition that resumes waits for the fetch that left it out: see waitingBatchesMax.
 		kgo.FetchMaxWait(250 * time.Millisecond),
-	}, s.kafka...)
+	}, s.consumer.kafka...)
 	return append(opts,
-		kgo.ConsumerGroup(s.cfg.Group),
-		kgo.ConsumeTopics(s.cfg.Topics...),
+		kgo.ConsumerGroup(s.consumer.engine.cfg.Group),
+		kgo.ConsumeTopics(s.consumer.engine.cfg.Topics...),
 		// Never the latest record, even by default: what lies between would be lost. Config.Start is
 		// resolved when positions are taken over.
 		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()),
@@ -116,7 +116,7 @@ func (s *session) run(ctx context.Context) error {
 func (s *session) giveBack(ctx context.Context, keys map[string][]int32) {
 	s.ends.Lock()
 	defer s.ends.Unlock()
-	s.stop(ctx, s.take(keys), s.cfg.DrainMax)
+	s.stop(ctx, s.take(keys), s.consumer.engine.cfg.DrainMax)
 	s.commitMarks(ctx)
 }
 
@@ -133,7 +133,7 @@ func (s *session) leave(ctx context.Context, client *kgo.Client) {
 	select {
 	case <-left:
 	case <-timer.C:
-		s.cfg.Logger.WarnContext(ctx, "the group rebalances and was not left yet: it takes note of it then, or when the session times out", "group", s.cfg.Group)
+		s.consumer.engine.cfg.Logger.WarnContext(ctx, "the group rebalances and was not left yet: it takes note of it then, or when the session times out", "group", s.consumer.engine.cfg.Group)
 	}
 }
 
@@ -155,7 +155,7 @@ func (s *session) poll(ctx context.Context) {
 			s.restart(fmt.Errorf("%s/%d: %w", topic, partition, err))
 		case !errors.Is(err, context.Canceled) && time.Since(s.warned) > warnEvery:
 			s.warned = time.Now()
-			s.cfg.Logger.WarnContext(ctx, "fetch failed; it is tried again", "group", s.cfg.Group, "topic", topic, "partition", partition, "error", err)
+			s.consumer.engine.cfg.Logger.WarnContext(ctx, "fetch failed; it is tried again", "group", s.consumer.engine.cfg.Group, "topic", topic, "partition", partition, "error", err)
 		}
 	})
 	fetches.EachPartition(func(fetched kgo.FetchTopicPartition) {
@@ -205,9 +205,9 @@ func (s *session) stop(ctx context.Context, partitions []*partition, limit time.
 	for i, p := range partitions {
 		positions[i] = p.pos
 	}
-	if err := s.giveUp(ctx, positions); err != nil {
+	if err := s.consumer.giveUp(ctx, positions); err != nil {
 		// The next holder takes it for a crash, and is careful.
-		s.cfg.Logger.WarnContext(ctx, "partitions were given up, which could not be stored", "group", s.cfg.Group, "error", err)
+		s.consumer.engine.cfg.Logger.WarnContext(ctx, "partitions were given up, which could not be stored", "group", s.consumer.engine.cfg.Group, "error", err)
 	}
 }
 
@@ -234,6 +234,6 @@ func (s *session) commitMarks(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, markMax)
 	defer cancel()
 	if err := s.client.CommitMarkedOffsets(ctx); err != nil {
-		s.cfg.Logger.WarnContext(ctx, "offsets could not be committed to Kafka; the database knows the position", "group", s.cfg.Group, "error", err)
+		s.consumer.engine.cfg.Logger.WarnContext(ctx, "offsets could not be committed to Kafka; the database knows the position", "group", s.consumer.engine.cfg.Group, "error", err)
 	}
 }

@@ -169,7 +169,7 @@ func TestWhatCannotBeADeadLetterIsParked(t *testing.T) {
 	h.produceRecord(&kgo.Record{Key: []byte("a"), Value: []byte("letter"), Headers: odd})
 	stop := h.run(consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error {
 		return consumer.Permanent(errors.New("broken \xff\x00 " + strings.Repeat("ü", 5000)))
-	}), func(c *consumer.Config) { c.OnFailure, c.DeadLetterTopic = consumer.DeadLetter, "letters" })
+	}), func(c *consumer.Config) { c.OnFailure, c.DeadLetterTopic = consumer.OnFailureDeadLetter, "letters" })
 	h.waitParked("permanent")
 	require.NoError(t, stop())
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%cannot be a dead letter%' AND headers ? 'effectonce-raw-headers'`))

@@ -180,7 +180,7 @@ func frozen(p *process) bool {
 func TestEffectsOnceWhileTheGroupRebalances(t *testing.T) {
 	t.Parallel()
 	cases := map[string]child{
-		"by key": {Order: consumer.ByKey}, "static": {Instance: "member"}, "static, KIP-848": {Instance: "member", Protocol: serverSide},
+		"by key": {Order: consumer.OrderByKey}, "static": {Instance: "member"}, "static, KIP-848": {Instance: "member", Protocol: serverSide},
 	}
 	for _, protocol := range []string{cooperative, eager, sticky, serverSide} {
 		cases[protocol] = child{Protocol: protocol}

@@ -58,7 +58,7 @@ func (c child) deliver(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger
 	if c.Shape == "deadly" {
 		cfg.AttemptsMax = 3
 	}
-	if c.OnFailure == consumer.DeadLetter {
+	if c.OnFailure == consumer.OnFailureDeadLetter {
 		cfg.DeadLetterTopic = "letters"
 	}
 	d, err := consumer.New(pool, nil, c.shape(), cfg)
@@ -128,11 +128,11 @@ func TestKilledAtEachPointWithEachShapeAndPolicy(t *testing.T) {
 		crashpoint.ConsumerClaimed, crashpoint.ConsumerHandled, crashpoint.ConsumerCommitting, crashpoint.ConsumerCommitted,
 		crashpoint.ConsumerMarked, crashpoint.ConsumerAttempted, crashpoint.ConsumerReleasing,
 	}
-	policies := map[string]consumer.OnFailure{"park": consumer.Park, "block": consumer.Block, "dead letter": consumer.DeadLetter}
+	policies := map[string]consumer.OnFailure{"park": consumer.OnFailurePark, "block": consumer.OnFailureBlock, "dead letter": consumer.OnFailureDeadLetter}
 	for name, policy := range policies {
 		for _, shape := range []string{"each", "queued", "batch"} {
 			for _, point := range points {
-				if point == crashpoint.ConsumerReleasing && policy != consumer.Park {
+				if point == crashpoint.ConsumerReleasing && policy != consumer.OnFailurePark {
 					continue // nothing is parked
 				}
 				t.Run(name+"/"+shape+"/"+point, func(t *testing.T) {
@@ -157,19 +157,19 @@ func crashTable(t *testing.T, c child) {
 	if point != crashpoint.ConsumerReleasing {
 		c.killed(t)
 	}
-	c.CrashAt, c.Mended = "", c.OnFailure == consumer.Block
+	c.CrashAt, c.Mended = "", c.OnFailure == consumer.OnFailureBlock
 	c.ends(t)
 	all := crashKeys * crashVersions
 	switch c.OnFailure {
-	case consumer.Block:
-	case consumer.DeadLetter:
+	case consumer.OnFailureBlock:
+	case consumer.OnFailureDeadLetter:
 		require.Equal(t, all-1, count(ctx, t, pool, `SELECT count(*) FROM effects`))
 		require.Equal(t, 1, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox WHERE topic = 'letters'`))
 		_, err := pool.Exec(ctx, `UPDATE effects SET version = version - 1 WHERE key = $1 AND version > $2`, bad.Key, bad.Version)
 		require.NoError(t, err)
 		_, err = pool.Exec(ctx, `UPDATE versions SET version = version - 1 WHERE key = $1`, bad.Key)
 		require.NoError(t, err)
-	case consumer.Park:
+	case consumer.OnFailurePark:
 		behind := crashVersions - bad.Version
 		require.Equal(t, all-1-behind, count(ctx, t, pool, `SELECT count(*) FROM effects`))
 		require.Equal(t, 1, count(ctx, t, pool, `SELECT count(*) FROM effectonce.parked_messages WHERE state = 'parked' AND reason = 'permanent'`))

@@ -26,11 +26,11 @@ func TestEffectsOnceThroughPgBouncer(t *testing.T) {
 		mode, prepared string
 		order          consumer.Order
 	}{
-		"described":                      {describeOnly, "0", consumer.ByPartition},
-		"described, by key":              {describeOnly, "0", consumer.ByKey},
-		"described, although prepared":   {describeOnly, "200", consumer.ByPartition},
-		"prepared":                       {"default_query_exec_mode=cache_statement", "200", consumer.ByPartition},
-		"prepared, more than are cached": {"default_query_exec_mode=cache_statement", "5", consumer.ByPartition},
+		"described":                      {describeOnly, "0", consumer.OrderByPartition},
+		"described, by key":              {describeOnly, "0", consumer.OrderByKey},
+		"described, although prepared":   {describeOnly, "200", consumer.OrderByPartition},
+		"prepared":                       {"default_query_exec_mode=cache_statement", "200", consumer.OrderByPartition},
+		"prepared, more than are cached": {"default_query_exec_mode=cache_statement", "5", consumer.OrderByPartition},
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {

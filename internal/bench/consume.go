@@ -137,14 +137,14 @@ func (b *consumeBench) engineTurns(ctx context.Context, round int, loads map[str
 	if err := b.clean(ctx); err != nil {
 		return err
 	}
-	rate, err := b.engine(ctx, l, group("by-position"), b.queue(), consumer.ByPosition)
+	rate, err := b.engine(ctx, l, group("by-position"), b.queue(), consumer.DedupByPosition)
 	if err := b.finish(ctx, "by_position", round, l, rate, err); err != nil {
 		return err
 	}
 	if err := b.clean(ctx); err != nil {
 		return err
 	}
-	rate, err = b.engine(ctx, l, group("batch-copy"), b.copyBatch(), consumer.ByID)
+	rate, err = b.engine(ctx, l, group("batch-copy"), b.copyBatch(), consumer.DedupByID)
 	if err := b.finish(ctx, "batch_copy", round, l, rate, err); err != nil {
 		return err
 	}
@@ -167,7 +167,7 @@ func (b *consumeBench) parkedKey(ctx context.Context, round int, l load, group s
 	if _, err := b.pool.Exec(ctx, b.sql(holdKeySQL), registered.ID(), l.topic, b.opts.Partitions); err != nil {
 		return fmt.Errorf("hold a key: %w", err)
 	}
-	rate, err := b.engine(ctx, l, group, b.queue(), consumer.ByID)
+	rate, err := b.engine(ctx, l, group, b.queue(), consumer.DedupByID)
 	handled := l
 	handled.messages -= (l.messages + keysDistinct - 1) / keysDistinct
 	return errors.Join(b.finish(ctx, "parked_key", round, handled, rate, err), b.exec(ctx, "empty the parked messages", emptyParkedSQL))
@@ -202,7 +202,7 @@ func (b *consumeBench) statementTurn(ctx context.Context, round int, loads map[s
 		_, err := tx.Exec(ctx, effect, string(msg.Key), msg.Value)
 		return err
 	})
-	rate, err := b.engine(ctx, loads["statement"], b.group("statement-"+strconv.Itoa(round)), handler, consumer.ByID)
+	rate, err := b.engine(ctx, loads["statement"], b.group("statement-"+strconv.Itoa(round)), handler, consumer.DedupByID)
 	return b.finish(ctx, "statement", round, loads["statement"], rate, err)
 }
 
@@ -216,7 +216,7 @@ func (b *consumeBench) queuedTurns(ctx context.Context, round int, loads map[str
 	turns := []func() error{
 		func() (err error) {
 			own := group("by-id")
-			if with, err = b.queued(ctx, "by_id", round, l, own, handler, consumer.ByID); err != nil {
+			if with, err = b.queued(ctx, "by_id", round, l, own, handler, consumer.DedupByID); err != nil {
 				return err
 			}
 			return b.allDuplicates(ctx, round, l, own, handler)
@@ -229,7 +229,7 @@ func (b *consumeBench) queuedTurns(ctx context.Context, round int, loads map[str
 			return b.finish(ctx, "hand_loop", round, l, rate, err)
 		},
 		func() (err error) {
-			without, err = b.queued(ctx, "no_dedup", round, l, group("no-dedup"), handler, consumer.Dedup(nodedup.Level))
+			without, err = b.queued(nodedup.With(ctx), "no_dedup", round, l, group("no-dedup"), handler, consumer.DedupByID)
 			return err
 		},
 	}
@@ -246,11 +246,11 @@ func (b *consumeBench) queuedTurns(ctx context.Context, round int, loads map[str
 // Several partitions that are handled at the same time write in between each other, which leaves the pages of
 // the index less full.
 func (b *consumeBench) streamTurn(ctx context.Context, round int, l load, handler consumer.Handler) error {
-	with, err := b.queued(ctx, "stream", round, l, b.group("stream-"+strconv.Itoa(round)), handler, consumer.ByID)
+	with, err := b.queued(ctx, "stream", round, l, b.group("stream-"+strconv.Itoa(round)), handler, consumer.DedupByID)
 	if err != nil {
 		return err
 	}
-	without, err := b.queued(ctx, "stream_no_dedup", round, l, b.group("stream-no-dedup-"+strconv.Itoa(round)), handler, consumer.Dedup(nodedup.Level))
+	without, err := b.queued(nodedup.With(ctx), "stream_no_dedup", round, l, b.group("stream-no-dedup-"+strconv.Itoa(round)), handler, consumer.DedupByID)
 	if err != nil {
 		return err
 	}
@@ -307,7 +307,7 @@ func (b *consumeBench) allDuplicates(ctx context.Context, round int, l load, gro
 	if err = errors.Join(err, deleted.Error()); err != nil {
 		return fmt.Errorf("rewind group %s: %w", group, err)
 	}
-	rate, err := b.engine(ctx, l, group, handler, consumer.ByID)
+	rate, err := b.engine(ctx, l, group, handler, consumer.DedupByID)
 	return b.finish(ctx, "all_duplicates", round, l, rate, err)
 }
 

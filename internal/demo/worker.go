@@ -50,7 +50,7 @@ func runConsumer(ctx context.Context, pool *pgxpool.Pool, j job, logger *slog.Lo
 		IdleTimeout: idleTimeout, LockTimeout: lockTimeout, RetryMax: retryMax, DrainMax: consumerDrainMax,
 	}
 	if j.WithoutDedup {
-		config.Dedup = nodedup.Level
+		ctx = nodedup.With(ctx)
 	}
 	c, err := consumer.New(pool, options, handler, config)
 	if err != nil {

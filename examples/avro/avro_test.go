@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"net/http"
+	"os"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -21,7 +22,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 func TestAvro(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
-	require.NoError(t, run(t.Context(), &out))
+	require.NoError(t, run(t.Context(), &out, os.Getenv("DATABASE_URL")))
 	require.Contains(t, out.String(), "2 invoices in EUR and CHF, 2 undecodable messages parked, the registry was away 3 times")
 }
 

@@ -3,8 +3,8 @@
 //	go run ./examples/avro
 //
 // The interesting part is decoder.go: what the registry says about a message is told from the registry being
-// away. It needs nothing but Go. With DATABASE_URL and KAFKA_BROKERS it uses those servers; the registry is
-// always one in this process.
+// away. It needs nothing but Go. With DATABASE_URL and KAFKA_BROKERS it uses those servers: a schema
+// of its own (effectonce_avro), which it makes, and a topic of its own. The registry is always one in this process.
 package main
 
 import (
@@ -26,7 +26,7 @@ import (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
-	if err := run(ctx, os.Stdout); err != nil {
+	if err := run(ctx, os.Stdout, os.Getenv("DATABASE_URL")); err != nil {
 		fmt.Fprintln(os.Stderr, "avro:", err)
 		os.Exit(1)
 	}
@@ -52,14 +52,14 @@ type Order struct {
 
 // invoice has its effect once for each order.
 func invoice(ctx context.Context, tx pgx.Tx, _ *consumer.Message, order Order) error {
-	_, err := tx.Exec(ctx, `INSERT INTO avro_invoices (order_id, cents, currency) VALUES ($1, $2, $3)`, order.ID, order.Cents, order.Currency)
+	_, err := tx.Exec(ctx, `INSERT INTO invoices (order_id, cents, currency) VALUES ($1, $2, $3)`, order.ID, order.Cents, order.Currency)
 	return err
 }
 
 // run sends orders of both versions, one of a schema that nobody registered and one that is no Avro, while
 // the registry is away at first, and counts what became of them.
-func run(ctx context.Context, out io.Writer) error {
-	s, err := openSite(ctx)
+func run(ctx context.Context, out io.Writer, databaseURL string) error {
+	s, err := openSite(ctx, databaseURL)
 	if err != nil {
 		return err
 	}
@@ -77,7 +77,7 @@ func run(ctx context.Context, out io.Writer) error {
 		return err
 	}
 	c, err := consumer.New(s.pool, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, consumer.Decoded(orders, invoice), consumer.Config{
-		Group: "billing-" + s.topic, Topics: []string{s.topic}, ParkShareMax: 1, // half of these messages are bad on purpose
+		Schema: schema, Group: "billing-" + s.topic, Topics: []string{s.topic}, ParkShareMax: 1, // half of these messages are bad on purpose
 	})
 	if err != nil {
 		return err

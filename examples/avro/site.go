@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -10,15 +9,14 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/sr"
 	"github.com/twmb/franz-go/pkg/sr/srfake"
 
+	"github.com/effectonce/effectonce/internal/ownschema"
 	"github.com/effectonce/effectonce/internal/servers"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // site is what a service has anyway: a database with its tables, brokers, a topic and a schema registry.
@@ -34,32 +32,31 @@ type site struct {
 	kafka    *servers.Kafka
 }
 
-const tables = `
-CREATE TABLE IF NOT EXISTS avro_invoices (order_id text NOT NULL, cents bigint NOT NULL, currency text NOT NULL);
-TRUNCATE avro_invoices`
+// schema is this program's own: DATABASE_URL may name a database that is in use.
+const schema = "effectonce_avro"
 
-func openSite(ctx context.Context) (_ *site, err error) {
+// tables begin empty, whatever an earlier run left.
+const tables = `
+CREATE TABLE IF NOT EXISTS effectonce_avro.invoices (order_id text NOT NULL, cents bigint NOT NULL, currency text NOT NULL);
+TRUNCATE effectonce_avro.invoices`
+
+// openSite takes the database of the URL, or starts one if there is none.
+func openSite(ctx context.Context, databaseURL string) (_ *site, err error) {
 	s := &site{topic: fmt.Sprintf("avro-%d", time.Now().UnixNano())}
 	defer func() {
 		if err != nil {
 			s.close(ctx)
 		}
 	}()
-	if s.postgres, err = servers.StartPostgres(ctx, servers.PostgresOptions{Embedded: os.Getenv("DATABASE_URL") == ""}); err != nil {
+	if s.postgres, err = servers.StartPostgres(ctx, servers.PostgresOptions{DatabaseURL: databaseURL, Embedded: databaseURL == ""}); err != nil {
 		return nil, err
 	}
 	if s.kafka, err = servers.StartKafka(ctx, servers.KafkaOptions{Embedded: os.Getenv("KAFKA_BROKERS") == ""}); err != nil {
 		return nil, err
 	}
 	s.brokers = s.kafka.Brokers
-	if err := migrate(ctx, s.postgres.URL); err != nil {
+	if s.pool, err = ownschema.Open(ctx, s.postgres.URL, schema, "examples/avro", tables); err != nil {
 		return nil, err
-	}
-	if s.pool, err = pgxpool.New(ctx, s.postgres.URL); err != nil {
-		return nil, errors.New("the database URL cannot be parsed")
-	}
-	if _, err := s.pool.Exec(ctx, tables); err != nil {
-		return nil, fmt.Errorf("create the tables: %w", err)
 	}
 	if s.client, err = kgo.NewClient(kgo.SeedBrokers(s.brokers...)); err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
@@ -90,16 +87,6 @@ func (s *site) register(schema string) (id int, err error) {
 	return id, err
 }
 
-// migrate installs the tables of effectonce. In production it is a step of the deployment: outbox-relay migrate up.
-func migrate(ctx context.Context, url string) error {
-	conn, err := pgx.Connect(ctx, url)
-	if err != nil {
-		return errors.New("the database does not answer")
-	}
-	defer func() { _ = conn.Close(ctx) }()
-	return migrations.Up(ctx, conn, migrations.Options{})
-}
-
 func (s *site) close(ctx context.Context) {
 	ctx = context.WithoutCancel(ctx)
 	if s.client != nil {
@@ -120,11 +107,11 @@ func (s *site) close(ctx context.Context) {
 }
 
 // handledSQL is true when the consumer is through with all four messages.
-const handledSQL = `SELECT coalesce(sum(next_offset), 0) >= 4 FROM effectonce.consumer_positions WHERE topic = $1`
+const handledSQL = `SELECT coalesce(sum(next_offset), 0) >= 4 FROM effectonce_avro.consumer_positions WHERE topic = $1`
 
-const countSQL = `SELECT (SELECT count(*) FROM avro_invoices),
-	(SELECT string_agg(currency, ' and ' ORDER BY order_id) FROM avro_invoices),
-	(SELECT count(*) FROM effectonce.parked_messages WHERE topic = $1 AND reason = 'undecodable')`
+const countSQL = `SELECT (SELECT count(*) FROM effectonce_avro.invoices),
+	(SELECT string_agg(currency, ' and ' ORDER BY order_id) FROM effectonce_avro.invoices),
+	(SELECT count(*) FROM effectonce_avro.parked_messages WHERE topic = $1 AND reason = 'undecodable')`
 
 func (s *site) report(ctx context.Context, out io.Writer) error {
 	ticker := time.NewTicker(10 * time.Millisecond)

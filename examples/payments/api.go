@@ -40,27 +40,32 @@ type api struct {
 
 func newAPI(pool *pgxpool.Pool, provider *providerClient, topic string) (*api, error) {
 	op, err := idempotency.New(pool, idempotency.Config{
+		Schema:    schema,
 		Operation: "create-order",
 		Lock:      time.Second, // how long an API that was killed keeps its clients waiting
 	})
 	if err != nil {
 		return nil, err
 	}
+	box, err := outbox.New(outbox.Config{Schema: schema})
+	if err != nil {
+		return nil, err
+	}
 	flow, err := idempotency.NewFlow(op, idempotency.FlowConfig[payment]{
 		StoreRequest: true, // so that flow.Run finishes what clients give up
-	}, phases(provider, topic)...)
+	}, phases(provider, box, topic)...)
 	return &api{flow}, err
 }
 
 // phases of an order. Each is committed on its own; no transaction is open while the provider is asked.
-func phases(provider *providerClient, topic string) []idempotency.Phase[payment] {
+func phases(provider *providerClient, box *outbox.Outbox, topic string) []idempotency.Phase[payment] {
 	return []idempotency.Phase[payment]{
 		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
 			r, err := parse(step.Request)
 			if err != nil {
 				return idempotency.Final(idempotency.Response{Status: http.StatusBadRequest}, err)
 			}
-			_, err = tx.Exec(ctx, `INSERT INTO payment_orders (id, customer, cents, state) VALUES ($1, $2, $3, 'reserved')`,
+			_, err = tx.Exec(ctx, `INSERT INTO orders (id, customer, cents, state) VALUES ($1, $2, $3, 'reserved')`,
 				orderID(step.Key), r.Customer, r.Cents)
 			dieAt(atReserve)
 			return err
@@ -85,14 +90,14 @@ func phases(provider *providerClient, topic string) []idempotency.Phase[payment]
 			id := orderID(step.Key)
 			if step.State.Declined {
 				step.Finish(idempotency.Response{Status: http.StatusPaymentRequired, Body: fmt.Appendf(nil, "order %s is declined\n", id)})
-				_, err := tx.Exec(ctx, `UPDATE payment_orders SET state = 'declined' WHERE id = $1`, id)
+				_, err := tx.Exec(ctx, `UPDATE orders SET state = 'declined' WHERE id = $1`, id)
 				return err
 			}
-			if _, err := tx.Exec(ctx, `UPDATE payment_orders SET state = 'paid', charge = $2 WHERE id = $1`, id, step.State.Charge); err != nil {
+			if _, err := tx.Exec(ctx, `UPDATE orders SET state = 'paid', charge = $2 WHERE id = $1`, id, step.State.Charge); err != nil {
 				return err
 			}
 			step.Finish(idempotency.Response{Status: http.StatusCreated, Body: fmt.Appendf(nil, "order %s is paid by charge %s\n", id, step.State.Charge)})
-			err := outbox.Publish(ctx, tx, outbox.Message{
+			err := box.Publish(ctx, tx, outbox.Message{
 				ID: step.Key.ChildID("receipt"), Topic: topic, Key: []byte(id.String()), Payload: step.Request,
 			})
 			dieAt(atBook)
@@ -107,7 +112,7 @@ func orderID(key idempotency.Key) uuid.UUID { return key.ChildID("order") }
 // sendReceipt is the consumer's handler: it has its effect once for each message ID. A mail server would be asked
 // outside of the transaction, under msg.ChildID("mail"); here a table stands for it.
 func sendReceipt(ctx context.Context, tx pgx.Tx, _ *consumer.Message, r request) error {
-	_, err := tx.Exec(ctx, `INSERT INTO payment_receipts (customer, cents) VALUES ($1, $2)`, r.Customer, r.Cents)
+	_, err := tx.Exec(ctx, `INSERT INTO receipts (customer, cents) VALUES ($1, $2)`, r.Customer, r.Cents)
 	return err
 }
 

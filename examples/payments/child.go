@@ -10,7 +10,7 @@ import (
 	"os"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/effectonce/effectonce/internal/ownschema"
 )
 
 // The environment of the API's process.
@@ -44,9 +44,9 @@ func dieAt(point string) {
 
 // serve is the API's process: it prints its address, and ends when the process that started it does.
 func serve(ctx context.Context) error {
-	pool, err := pgxpool.New(ctx, os.Getenv(envDatabase))
+	pool, err := ownschema.Connect(ctx, os.Getenv(envDatabase), schema)
 	if err != nil {
-		return errors.New("the database URL cannot be parsed")
+		return err
 	}
 	defer pool.Close()
 	handler, err := newAPI(pool, &providerClient{os.Getenv(envProvider), &http.Client{Timeout: 10 * time.Second}}, os.Getenv(envTopic))

@@ -4,7 +4,8 @@
 //	go run ./examples/payments
 //
 // The interesting part is api.go: the phases. It needs nothing but Go. With DATABASE_URL and KAFKA_BROKERS it uses those
-// servers; the provider is always one in this process, and the API a process of its own, which can be killed.
+// servers: a schema of its own (effectonce_payments), which it makes, and a topic of its own. The provider is always one in
+// this process, and the API a process of its own, which can be killed.
 package main
 
 import (
@@ -21,7 +22,7 @@ import (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
-	work := func(ctx context.Context) error { return run(ctx, os.Stdout) }
+	work := func(ctx context.Context) error { return run(ctx, os.Stdout, os.Getenv("DATABASE_URL")) }
 	if os.Getenv(envDatabase) != "" {
 		work = serve // this is a child that run started
 	}
@@ -45,8 +46,8 @@ func deaths() []struct{ at, text string } {
 }
 
 // run places one order for each death, and shows what became of it.
-func run(ctx context.Context, out io.Writer) error {
-	s, err := openSite(ctx)
+func run(ctx context.Context, out io.Writer, databaseURL string) error {
+	s, err := openSite(ctx, databaseURL)
 	if err != nil {
 		return err
 	}
@@ -108,4 +109,4 @@ func (s *site) report(ctx context.Context, out io.Writer, orders []outcome) erro
 	return err
 }
 
-const countSQL = `SELECT (SELECT count(*) FROM payment_orders WHERE customer = $1 AND state = 'paid'), (SELECT count(*) FROM payment_receipts WHERE customer = $1)`
+const countSQL = `SELECT (SELECT count(*) FROM effectonce_payments.orders WHERE customer = $1 AND state = 'paid'), (SELECT count(*) FROM effectonce_payments.receipts WHERE customer = $1)`

@@ -31,7 +31,7 @@ func TestMain(m *testing.M) {
 func TestEachDeathLeavesOneCharge(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
-	require.NoError(t, run(t.Context(), &out), out.String())
+	require.NoError(t, run(t.Context(), &out, os.Getenv("DATABASE_URL")), out.String())
 	t.Log("\n" + out.String())
 	rows := regexp.MustCompile(`(?m)  (\d)  +(\d+)  +201  +(\d)  +1  +1  +1$`).FindAllStringSubmatch(out.String(), -1)
 	require.Len(t, rows, 7, out.String())
@@ -45,7 +45,7 @@ func TestEachDeathLeavesOneCharge(t *testing.T) {
 // refused. Row H6.
 func TestDeclineIsReplayed(t *testing.T) {
 	t.Parallel()
-	s, err := openSite(t.Context())
+	s, err := openSite(t.Context(), os.Getenv("DATABASE_URL"))
 	require.NoError(t, err)
 	defer s.close(t.Context())
 	key, rich := idempotency.NewKey(), request{Customer: s.customerOf("poor"), Cents: creditMax + 1}
@@ -67,13 +67,13 @@ func TestDeclineIsReplayed(t *testing.T) {
 // Property: an outcome without a status, as a person may have stored it, is answered with 200.
 func TestOutcomeWithoutAStatusIsAnswered(t *testing.T) {
 	t.Parallel()
-	s, err := openSite(t.Context())
+	s, err := openSite(t.Context(), os.Getenv("DATABASE_URL"))
 	require.NoError(t, err)
 	defer s.close(t.Context())
 	key, r := idempotency.NewKey(), request{Customer: s.customerOf("finished"), Cents: 100}
 	_, err = s.ask(t.Context(), "", key, r)
 	require.NoError(t, err)
-	changed, err := s.pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET status = 0, body = NULL WHERE key = $1`, key)
+	changed, err := s.pool.Exec(t.Context(), `UPDATE effectonce_payments.idempotency_keys SET status = 0, body = NULL WHERE key = $1`, key)
 	require.NoError(t, err)
 	require.EqualValues(t, 1, changed.RowsAffected())
 	again, err := s.ask(t.Context(), "", key, r)
@@ -85,7 +85,7 @@ func TestOutcomeWithoutAStatusIsAnswered(t *testing.T) {
 // Property: a key is the same with and without quotes; without one, or with two, nothing is done.
 func TestKeysAreReadAsEverywhere(t *testing.T) {
 	t.Parallel()
-	s, err := openSite(t.Context())
+	s, err := openSite(t.Context(), os.Getenv("DATABASE_URL"))
 	require.NoError(t, err)
 	defer s.close(t.Context())
 	key, r := idempotency.NewKey(), request{Customer: s.customerOf("quoted"), Cents: 100}

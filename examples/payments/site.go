@@ -3,20 +3,18 @@ package main
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/ownschema"
 	"github.com/effectonce/effectonce/internal/servers"
-	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -29,20 +27,23 @@ type site struct {
 	kafka    *servers.Kafka
 }
 
-// tables are created under a lock, since sites that share a database may start at once.
-const tables = `
-SELECT pg_advisory_xact_lock(4127);
-CREATE TABLE IF NOT EXISTS payment_orders (id uuid PRIMARY KEY, customer text NOT NULL, cents bigint NOT NULL, state text NOT NULL, charge text);
-CREATE TABLE IF NOT EXISTS payment_receipts (customer text NOT NULL, cents bigint NOT NULL)`
+// schema is this program's own: DATABASE_URL may name a database that is in use.
+const schema = "effectonce_payments"
 
-func openSite(ctx context.Context) (_ *site, err error) {
+// tables are shared by the sites of a database.
+const tables = `
+CREATE TABLE IF NOT EXISTS effectonce_payments.orders (id uuid PRIMARY KEY, customer text NOT NULL, cents bigint NOT NULL, state text NOT NULL, charge text);
+CREATE TABLE IF NOT EXISTS effectonce_payments.receipts (customer text NOT NULL, cents bigint NOT NULL)`
+
+// openSite takes the database of the URL, or starts one if there is none.
+func openSite(ctx context.Context, databaseURL string) (_ *site, err error) {
 	s := &site{topic: fmt.Sprintf("receipts-%d", time.Now().UnixNano())}
 	defer func() {
 		if err != nil {
 			s.close(ctx)
 		}
 	}()
-	if s.postgres, err = servers.StartPostgres(ctx, servers.PostgresOptions{Embedded: os.Getenv("DATABASE_URL") == ""}); err != nil {
+	if s.postgres, err = servers.StartPostgres(ctx, servers.PostgresOptions{DatabaseURL: databaseURL, Embedded: databaseURL == ""}); err != nil {
 		return nil, err
 	}
 	if s.kafka, err = servers.StartKafka(ctx, servers.KafkaOptions{Embedded: os.Getenv("KAFKA_BROKERS") == ""}); err != nil {
@@ -51,19 +52,8 @@ func openSite(ctx context.Context) (_ *site, err error) {
 	if s.provider, err = startProvider(ctx); err != nil {
 		return nil, err
 	}
-	conn, err := pgx.Connect(ctx, s.postgres.URL)
-	if err != nil {
-		return nil, errors.New("the database does not answer")
-	}
-	defer func() { _ = conn.Close(ctx) }()
-	if err := migrations.Up(ctx, conn, migrations.Options{}); err != nil { // in production: outbox-relay migrate up
+	if s.pool, err = ownschema.Open(ctx, s.postgres.URL, schema, "examples/payments", tables); err != nil {
 		return nil, err
-	}
-	if _, err := conn.Exec(ctx, tables); err != nil {
-		return nil, fmt.Errorf("create the tables: %w", err)
-	}
-	if s.pool, err = pgxpool.New(ctx, s.postgres.URL); err != nil {
-		return nil, errors.New("the database URL cannot be parsed")
 	}
 	client, err := kgo.NewClient(kgo.SeedBrokers(s.kafka.Brokers...))
 	if err != nil {
@@ -79,11 +69,13 @@ func openSite(ctx context.Context) (_ *site, err error) {
 // start runs the relay and the consumer of receipts until ctx ends. Usually they are programs of their own.
 func (s *site) start(ctx context.Context) (wait func() error, err error) {
 	kafka := []kgo.Opt{kgo.SeedBrokers(s.kafka.Brokers...)}
-	r, err := relay.New(s.pool, kafka, relay.Config{})
+	r, err := relay.New(s.pool, kafka, relay.Config{Schema: schema})
 	if err != nil {
 		return nil, err
 	}
-	c, err := consumer.New(s.pool, kafka, consumer.JSON(sendReceipt), consumer.Config{Group: "receipts-" + s.topic, Topics: []string{s.topic}})
+	c, err := consumer.New(s.pool, kafka, consumer.JSON(sendReceipt), consumer.Config{
+		Schema: schema, Group: "receipts-" + s.topic, Topics: []string{s.topic},
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -99,7 +91,7 @@ func (s *site) customerOf(death string) string {
 }
 
 // settledSQL is true when the positions of the consumer add up to the receipts.
-const settledSQL = `SELECT coalesce(sum(next_offset), 0) >= $2 FROM effectonce.consumer_positions WHERE topic = $1`
+const settledSQL = `SELECT coalesce(sum(next_offset), 0) >= $2 FROM effectonce_payments.consumer_positions WHERE topic = $1`
 
 // settled waits until as many receipts were handled.
 func (s *site) settled(ctx context.Context, receipts int) error {

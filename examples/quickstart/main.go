@@ -2,7 +2,8 @@
 //
 //	go run ./examples/quickstart
 //
-// It needs nothing but Go. With DATABASE_URL and KAFKA_BROKERS it uses those servers.
+// It needs nothing but Go. With DATABASE_URL and KAFKA_BROKERS it uses those servers: a schema of its own
+// (effectonce_quickstart), which it makes, and a topic of its own.
 package main
 
 import (
@@ -25,7 +26,7 @@ import (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
-	if err := run(ctx, os.Stdout); err != nil {
+	if err := run(ctx, os.Stdout, os.Getenv("DATABASE_URL")); err != nil {
 		fmt.Fprintln(os.Stderr, "quickstart:", err)
 		os.Exit(1)
 	}
@@ -40,12 +41,12 @@ type Order struct {
 // quickstart begin
 
 // placeOrder stores an order and publishes its event in one transaction: both, or neither.
-func placeOrder(ctx context.Context, pool *pgxpool.Pool, topic string, order Order) error {
+func placeOrder(ctx context.Context, pool *pgxpool.Pool, box *outbox.Outbox, topic string, order Order) error {
 	return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, `INSERT INTO orders (id, amount) VALUES ($1, $2)`, order.ID, order.Amount); err != nil {
 			return err
 		}
-		return outbox.Publish(ctx, tx, outbox.Message{Topic: topic, Key: []byte(order.ID), Payload: toJSON(order)})
+		return box.Publish(ctx, tx, outbox.Message{Topic: topic, Key: []byte(order.ID), Payload: toJSON(order)})
 	})
 }
 
@@ -58,11 +59,12 @@ func invoice(ctx context.Context, tx pgx.Tx, _ *consumer.Message, order Order) e
 // start runs the relay and the consumer until ctx ends. Usually they are programs of their own.
 func start(ctx context.Context, pool *pgxpool.Pool, brokers []string, topic string) (wait func() error, err error) {
 	kafka := []kgo.Opt{kgo.SeedBrokers(brokers...)}
-	r, err := relay.New(pool, kafka, relay.Config{})
+	r, err := relay.New(pool, kafka, relay.Config{Schema: schema})
 	if err != nil {
 		return nil, err
 	}
 	c, err := consumer.New(pool, kafka, consumer.JSON(invoice), consumer.Config{
+		Schema: schema,
 		Group:  "billing-" + topic,
 		Topics: []string{topic},
 	})
@@ -78,8 +80,8 @@ func start(ctx context.Context, pool *pgxpool.Pool, brokers []string, topic stri
 // quickstart end
 
 // run places three orders, sends one of the messages again under its ID, and counts the invoices.
-func run(ctx context.Context, out io.Writer) error {
-	s, err := openSite(ctx)
+func run(ctx context.Context, out io.Writer, databaseURL string) error {
+	s, err := openSite(ctx, databaseURL)
 	if err != nil {
 		return err
 	}
@@ -91,7 +93,7 @@ func run(ctx context.Context, out io.Writer) error {
 		return err
 	}
 	for i := 1; i <= 3 && err == nil; i++ {
-		err = placeOrder(ctx, s.pool, s.topic, Order{ID: fmt.Sprintf("order-%d", i), Amount: 100 * i})
+		err = placeOrder(ctx, s.pool, s.box, s.topic, Order{ID: fmt.Sprintf("order-%d", i), Amount: 100 * i})
 	}
 	if err == nil {
 		err = s.publishAgain(ctx)

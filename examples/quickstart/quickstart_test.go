@@ -17,7 +17,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 func TestQuickstart(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
-	require.NoError(t, run(t.Context(), &out))
+	require.NoError(t, run(t.Context(), &out, os.Getenv("DATABASE_URL")))
 	require.Contains(t, out.String(), "3 orders, 4 messages (one of them twice), 3 invoices")
 }
 

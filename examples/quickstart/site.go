@@ -3,24 +3,24 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"os"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/ownschema"
 	"github.com/effectonce/effectonce/internal/servers"
-	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/outbox"
 )
 
 // site is what a service has anyway: a database with its tables, brokers and a topic.
 type site struct {
 	pool     *pgxpool.Pool
+	box      *outbox.Outbox
 	brokers  []string
 	topic    string
 	client   *kgo.Client
@@ -28,33 +28,36 @@ type site struct {
 	kafka    *servers.Kafka
 }
 
-const tables = `
-CREATE TABLE IF NOT EXISTS orders (id text PRIMARY KEY, amount int NOT NULL);
-CREATE TABLE IF NOT EXISTS invoices (order_id text NOT NULL, amount int NOT NULL);
-TRUNCATE orders, invoices`
+// schema is this program's own: DATABASE_URL may name a database that is in use. It holds the tables of effectonce, too,
+// since another program's outbox is not to be relayed from here.
+const schema = "effectonce_quickstart"
 
-func openSite(ctx context.Context) (_ *site, err error) {
+// tables begin empty, whatever an earlier run left.
+const tables = `
+CREATE TABLE IF NOT EXISTS effectonce_quickstart.orders (id text PRIMARY KEY, amount int NOT NULL);
+CREATE TABLE IF NOT EXISTS effectonce_quickstart.invoices (order_id text NOT NULL, amount int NOT NULL);
+TRUNCATE effectonce_quickstart.orders, effectonce_quickstart.invoices`
+
+// openSite takes the database of the URL, or starts one if there is none.
+func openSite(ctx context.Context, databaseURL string) (_ *site, err error) {
 	s := &site{topic: fmt.Sprintf("quickstart-%d", time.Now().UnixNano())}
 	defer func() {
 		if err != nil {
 			s.close(ctx)
 		}
 	}()
-	if s.postgres, err = servers.StartPostgres(ctx, servers.PostgresOptions{Embedded: os.Getenv("DATABASE_URL") == ""}); err != nil {
+	if s.postgres, err = servers.StartPostgres(ctx, servers.PostgresOptions{DatabaseURL: databaseURL, Embedded: databaseURL == ""}); err != nil {
 		return nil, err
 	}
 	if s.kafka, err = servers.StartKafka(ctx, servers.KafkaOptions{Embedded: os.Getenv("KAFKA_BROKERS") == ""}); err != nil {
 		return nil, err
 	}
 	s.brokers = s.kafka.Brokers
-	if err := migrate(ctx, s.postgres.URL); err != nil {
+	if s.pool, err = ownschema.Open(ctx, s.postgres.URL, schema, "examples/quickstart", tables); err != nil {
 		return nil, err
 	}
-	if s.pool, err = pgxpool.New(ctx, s.postgres.URL); err != nil {
-		return nil, errors.New("the database URL cannot be parsed")
-	}
-	if _, err := s.pool.Exec(ctx, tables); err != nil {
-		return nil, fmt.Errorf("create the tables: %w", err)
+	if s.box, err = outbox.New(outbox.Config{Schema: schema}); err != nil {
+		return nil, err
 	}
 	if s.client, err = kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.ConsumeTopics(s.topic)); err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
@@ -63,16 +66,6 @@ func openSite(ctx context.Context) (_ *site, err error) {
 		return nil, fmt.Errorf("create topic %s: %w", s.topic, err)
 	}
 	return s, nil
-}
-
-// migrate installs the tables of effectonce. In production it is a step of the deployment: outbox-relay migrate up.
-func migrate(ctx context.Context, url string) error {
-	conn, err := pgx.Connect(ctx, url)
-	if err != nil {
-		return errors.New("the database does not answer")
-	}
-	defer func() { _ = conn.Close(ctx) }()
-	return migrations.Up(ctx, conn, migrations.Options{})
 }
 
 func (s *site) close(ctx context.Context) {
@@ -107,7 +100,7 @@ func (s *site) publishAgain(ctx context.Context) error {
 }
 
 // handledSQL is true when the consumer's positions add up to all records: three orders and the duplicate.
-const handledSQL = `SELECT coalesce(sum(next_offset), 0) >= 4 FROM effectonce.consumer_positions WHERE topic = $1`
+const handledSQL = `SELECT coalesce(sum(next_offset), 0) >= 4 FROM effectonce_quickstart.consumer_positions WHERE topic = $1`
 
 func (s *site) report(ctx context.Context, out io.Writer) error {
 	ticker := time.NewTicker(10 * time.Millisecond)

@@ -15,6 +15,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/ownschema"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -40,7 +41,7 @@ type site struct {
 // newSite makes the schema. After an error nothing is left of it. The name is random, so that two
 // benchmarks cannot meet.
 func newSite(ctx context.Context, servers Servers) (_ *site, err error) {
-	var random [4]byte
+	var random [8]byte
 	_, _ = rand.Read(random[:]) // never fails: crypto/rand documents it
 	s := &site{Servers: servers, schema: "effectonce_bench_" + hex.EncodeToString(random[:]), mayCheckpoint: true}
 	defer func() {
@@ -60,6 +61,9 @@ func newSite(ctx context.Context, servers Servers) (_ *site, err error) {
 		return s, err
 	}
 	defer closeConn()
+	if err := ownschema.MakeNew(ctx, conn, s.schema, "outbox-relay bench"); err != nil {
+		return s, err
+	}
 	s.made = true
 	return s, migrations.Up(ctx, conn, migrations.Options{Schema: s.schema})
 }

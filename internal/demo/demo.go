@@ -38,8 +38,9 @@ func Run(ctx context.Context, options Options) (Report, error) {
 	if err != nil {
 		return Report{}, fmt.Errorf("make a directory for the processes' logs: %w", err)
 	}
-	report, err := prepareAndCarryOut(ctx, options, j, logs)
-	err = errors.Join(err, tearDown(ctx, j))
+	var m made
+	report, err := prepareAndCarryOut(ctx, options, j, &m, logs)
+	err = errors.Join(err, tearDown(ctx, j, m))
 	report.Seed, report.Elapsed = options.Seed, time.Since(begin)
 	failed := err != nil || !report.Held() && !options.WithoutDedup
 	switch {
@@ -53,9 +54,9 @@ func Run(ctx context.Context, options Options) (Report, error) {
 	return report, err
 }
 
-// newJob names everything of the run after one random number, so that runs cannot meet.
+// newJob names everything of the run after one random number, so that runs cannot meet, each other or a schema that is there.
 func newJob(options Options) job {
-	var random [4]byte
+	var random [8]byte
 	_, _ = rand.Read(random[:]) // never fails: crypto/rand documents it
 	name := "effectonce_demo_" + hex.EncodeToString(random[:])
 	return job{

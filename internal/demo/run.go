@@ -47,9 +47,9 @@ type run struct {
 }
 
 // prepareAndCarryOut is the run between the options and the removal.
-func prepareAndCarryOut(ctx context.Context, options Options, j job, logs string) (Report, error) {
+func prepareAndCarryOut(ctx context.Context, options Options, j job, m *made, logs string) (Report, error) {
 	options.Progress(Progress{Phase: "preparing tables and topic", Total: j.Orders})
-	if err := setUp(ctx, j); err != nil {
+	if err := setUp(ctx, j, m); err != nil {
 		return Report{}, fmt.Errorf("prepare the demo: %w", err)
 	}
 	conn, err := pgx.Connect(ctx, j.DatabaseURL)

@@ -9,8 +9,10 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/ownschema"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -60,13 +62,20 @@ func inShop(sql, schema string) string {
 	return strings.ReplaceAll(sql, "shop.", pgx.Identifier{schema}.Sanitize()+".")
 }
 
+// made is what a run made, and removes: nothing else of the same name.
+type made struct{ schema, topic bool }
+
 // setUp makes the schema and the topic of a run.
-func setUp(ctx context.Context, j job) error {
+func setUp(ctx context.Context, j job, m *made) error {
 	conn, err := pgx.Connect(ctx, j.DatabaseURL)
 	if err != nil {
 		return err
 	}
 	defer hangUp(ctx, conn)
+	if err := ownschema.MakeNew(ctx, conn, j.Schema, "outbox-relay demo"); err != nil {
+		return err
+	}
+	m.schema = true
 	if err := migrations.Up(ctx, conn, migrations.Options{Schema: j.Schema}); err != nil {
 		return err
 	}
@@ -82,7 +91,9 @@ func setUp(ctx context.Context, j job) error {
 	}
 	defer client.Close()
 	// -1 leaves the number of replicas to the cluster.
-	if _, err := kadm.NewClient(client).CreateTopic(ctx, partitions, -1, nil, j.Topic); err != nil {
+	_, err = kadm.NewClient(client).CreateTopic(ctx, partitions, -1, nil, j.Topic)
+	m.topic = !errors.Is(err, kerr.TopicAlreadyExists) // after another error it may have been made
+	if err != nil {
 		return fmt.Errorf("create topic %s: %w", j.Topic, err)
 	}
 	return nil
@@ -102,10 +113,17 @@ func hangUp(ctx context.Context, conn *pgx.Conn) {
 const tearDownMax = 10 * time.Second
 
 // tearDown removes what setUp made. It also runs after ctx was cancelled.
-func tearDown(ctx context.Context, j job) error {
+func tearDown(ctx context.Context, j job, m made) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), tearDownMax)
 	defer cancel()
-	return errors.Join(dropSchema(ctx, j), deleteTopic(ctx, j))
+	var problems []error
+	if m.schema {
+		problems = append(problems, dropSchema(ctx, j))
+	}
+	if m.topic {
+		problems = append(problems, deleteTopic(ctx, j))
+	}
+	return errors.Join(problems...)
 }
 
 func dropSchema(ctx context.Context, j job) error {

@@ -35,7 +35,7 @@ func TestRelaysAreListedAndDeleted(t *testing.T) {
 		assert.Contains(t, r.stderr, text)
 	}
 	assert.Contains(t, runOn(t, address, "doctor").stdout, "warn  relays: no replica has worked as relay \"old\" for 25h0m")
-	assert.Contains(t, runOn(t, address, "doctor").stdout, "remedy: outbox-relay relays delete 'old' --why")
+	assert.Contains(t, runOn(t, address, "doctor").stdout, "remedy: outbox-relay run --relay 'old'")
 	live := runOn(t, address, "relays", "delete", "default", "--why", "w")
 	assert.Equal(t, 1, live.code)
 	assert.Contains(t, live.stderr, "stop all of them first")

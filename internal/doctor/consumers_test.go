@@ -74,6 +74,7 @@ func consumers(t *testing.T, conn *pgx.Conn) []doctor.Finding {
 	for _, f := range found {
 		if f.Severity != doctor.OK {
 			assert.NotEmpty(t, f.Remedy, "%+v", f)
+			harmless(t, f)
 		}
 	}
 	return found
@@ -111,7 +112,7 @@ func TestWindowsAreComparedWithRetention(t *testing.T) {
 		}
 		assert.Equal(t, doctor.Warn, f.Severity, "%+v", f)
 		assert.Contains(t, f.Message, c.warns)
-		assert.Equal(t, c.topic != compacted, strings.Contains(f.Remedy, "--entity-name "+c.topic+" --add-config retention.ms="), "age removes nothing from a topic that is only compacted")
+		assert.Equal(t, "set Window of this consumer to more than the retention, or Forever", f.Remedy)
 	}
 }
 
@@ -123,7 +124,6 @@ func TestBytesOfRetentionAreNamed(t *testing.T) {
 	exec(t, conn, registerSQL, "n", "g", []string{topic}, "1 day")
 	f := only(t, consumers(t, conn))
 	assert.Contains(t, f.Message, "keeps messages for 168h0m0s (at most 1073741824 bytes of a partition: retention.bytes, which bounds no time)")
-	assert.Contains(t, f.Remedy, "retention.ms=86400000")
 	exec(t, conn, "UPDATE effectonce.consumers SET dedup_window = '8 days'")
 	assert.Equal(t, doctor.OK, only(t, consumers(t, conn)).Severity)
 }
@@ -150,8 +150,8 @@ func TestParkedMessagesWithoutPartitionAreFound(t *testing.T) {
 	assert.Contains(t, strings.Join(said, "\n"), "1 messages of "+gone+"/0 are parked")
 }
 
-// Row C29: what keeps claims beyond every window is named with its cause, and the remedy for a group that
-// is gone works.
+// Row C29: what keeps claims beyond every window is named with its cause. That a group is gone for good is not
+// the doctor's to say.
 func TestAbandonedPositionsAreFound(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
@@ -188,10 +188,10 @@ func TestAbandonedPositionsAreFound(t *testing.T) {
 		byMessage[what] = f.Remedy
 	}
 	assert.Contains(t, byMessage["is"], "outbox-relay status", "a live group is only slow")
-	assert.Contains(t, byMessage["has"], "AND topic = '"+gone+"'")
+	assert.Contains(t, byMessage["has"], "create the topic again")
+	assert.Contains(t, found[0].Remedy, "start a consumer of the group")
 
-	_, forget, _ := strings.Cut(found[0].Remedy, ": ")
-	exec(t, conn, forget)
+	exec(t, conn, "DELETE FROM effectonce.consumer_positions WHERE consumer_group = 'it''s gone'")
 	exec(t, conn, "UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp() WHERE topic = $1", topic)
 	require.Len(t, retention(), 1, "an idle partition passes time, too")
 }

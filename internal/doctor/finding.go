@@ -22,7 +22,7 @@ type Finding struct {
 	Check    string   `json:"check"`
 	Severity Severity `json:"severity"`
 	Message  string   `json:"message"`
-	Remedy   string   `json:"remedy,omitempty"` // always there for warn and fail
+	Remedy   string   `json:"remedy,omitempty"` // always there for warn and fail; never a command that destroys what is stored
 }
 
 // Querier is what the checks of the database need: a connection, a pool or a transaction.

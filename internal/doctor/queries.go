@@ -165,13 +165,13 @@ SELECT what, remedy, extract(epoch FROM clock_timestamp() - since)::float8, writ
     AND backend_type = 'client backend'
   UNION ALL
   SELECT format('prepared transaction %s of %s in database %s', gid, owner, database),
-    format('ROLLBACK PREPARED %L; -- or COMMIT PREPARED, in database %s: its coordinator knows which', gid, database), prepared, true FROM pg_prepared_xacts
+    format('SELECT * FROM pg_prepared_xacts WHERE gid = %L; -- its coordinator knows how it has to end: docs/operations.md, "Long transactions"', gid), prepared, true FROM pg_prepared_xacts
 ) open ORDER BY since LIMIT 20`
 
 // holdersSQL finds what keeps dead rows for somebody else: slots, and standbys with hot_standby_feedback.
 const holdersSQL = `-- doctor.holders
 SELECT * FROM (
-  SELECT format('replication slot %s', slot_name) AS what, format('SELECT pg_drop_replication_slot(%L); -- only if its reader never comes back', slot_name) AS remedy, active,
+  SELECT format('replication slot %s', slot_name) AS what, format('SELECT * FROM pg_replication_slots WHERE slot_name = %L; -- start its reader; if that never comes back: docs/operations.md, "Size"', slot_name) AS remedy, active,
     greatest(coalesce(age(xmin), 0), coalesce(age(catalog_xmin), 0))::bigint AS behind,
     coalesce(pg_wal_lsn_diff(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END, restart_lsn), 0)::bigint AS wal
   FROM pg_replication_slots WHERE NOT temporary

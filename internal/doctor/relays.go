@@ -25,7 +25,7 @@ func Relays(ctx context.Context, db Querier, schema string) []Finding {
 	for _, r := range all {
 		if quiet := age(r.QuietSeconds); !r.Live() && quiet > quietMax {
 			found = append(found, warn(check,
-				fmt.Sprintf("outbox-relay relays delete %s --why \"…\"   # only if it never comes back; else outbox-relay run --relay %[1]s", shellWord(r.Relay)),
+				fmt.Sprintf(`outbox-relay run --relay %s   # if it never comes back, see docs/operations.md, "Size"`, shellWord(r.Relay)),
 				"no replica has worked as relay %q for %v: the outbox keeps every row that it has not published, for ever", r.Relay, quiet))
 		}
 	}

@@ -16,7 +16,7 @@ const (
 	awaitEvery = 20 * time.Millisecond
 )
 
-// A relay by an old name, whose rows the outbox would keep for ever, is a warning with the command that forgets it;
+// A relay by an old name, whose rows the outbox would keep for ever, is a warning with the command that publishes them;
 // one that works, stands by, or stopped a moment ago is none.
 func TestOldRelaysAreFound(t *testing.T) {
 	t.Parallel()
@@ -35,10 +35,11 @@ func TestOldRelaysAreFound(t *testing.T) {
 	found := check()
 	require.Len(t, found, 2)
 	assert.Contains(t, found[0].Message, `no replica has worked as relay "it's old" for 1h1m`)
-	assert.Contains(t, found[0].Remedy, `outbox-relay relays delete 'it'\''s old' --why`)
+	assert.Contains(t, found[0].Remedy, `outbox-relay run --relay 'it'\''s old'`)
 	assert.Contains(t, found[1].Message, `relay "never leased" for 3h0m`)
 	for _, f := range found {
 		assert.Equal(t, doctor.Warn, f.Severity)
+		harmless(t, f)
 	}
 }
 

@@ -75,7 +75,7 @@ func Consumers(ctx context.Context, db Querier, admin *kadm.Client, schema strin
 		if err != nil {
 			return append(found, broken("retention", err)...)
 		}
-		found = append(found, examineHeldBack(held, details, groups, schema)...)
+		found = append(found, examineHeldBack(held, details, groups)...)
 	}
 	return found
 }
@@ -120,7 +120,7 @@ func readLeftOvers(ctx context.Context, db Querier, schema string) ([]parkedAt, 
 
 // examineWindows looks whether Kafka may deliver again what a consumer does not recognise any more.
 func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, details kadm.TopicDetails) []Finding {
-	retention, bytes, compacted := map[string]time.Duration{}, map[string]int64{}, map[string]bool{}
+	retention, bytes := map[string]time.Duration{}, map[string]int64{}
 	var existing []string
 	for name, d := range details {
 		if d.Err == nil {
@@ -136,7 +136,6 @@ func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, d
 			if kept, known := kept(config); known {
 				retention[config.Name] = kept
 			}
-			compacted[config.Name] = onlyCompacted(config)
 			if limit, known := setting(config, "retention.bytes"); known && limit >= 0 {
 				bytes[config.Name] = limit
 			}
@@ -161,11 +160,7 @@ func examineWindows(ctx context.Context, admin *kadm.Client, windows []window, d
 			if limit, limited := bytes[topic]; limited {
 				hint = fmt.Sprintf(" (at most %d bytes of a partition: retention.bytes, which bounds no time)", limit)
 			}
-			remedy := "set Window of this consumer to more than the retention, or Forever"
-			if !compacted[topic] {
-				remedy += "; or keep less: " + alterTopic(topic, "retention.ms", keeps.Milliseconds())
-			}
-			found = append(found, warn(check, remedy,
+			found = append(found, warn(check, "set Window of this consumer to more than the retention, or Forever",
 				"topic %s keeps messages %s%s, its dedup window is %v: what is older and is read again (a rewound group, a lost offset) is parked as expired", topic, keptText(kept), hint, keeps))
 		}
 		if !short {
@@ -217,24 +212,25 @@ func examineParked(parked []parkedAt, details kadm.TopicDetails) (found []Findin
 		if _, exists := d.Partitions[p.partition]; listed && d.Err == nil && exists {
 			continue
 		}
-		found = append(found, warn("parked", "create it anew and retry them, or discard them: outbox-relay parked discard --topic "+p.topic+" --all-of-key --why …",
+		found = append(found, warn("parked", "outbox-relay parked list --topic "+p.topic+`   # create the partition, then parked retry; else decide on each: docs/operations.md, "Parked messages"`,
 			"%d messages of %s/%d are parked, and Kafka does not have that partition: no consumer holds it, so a retry waits for ever", p.count, p.topic, p.partition))
 	}
 	return found
 }
 
+// ifGone leads to a decision that is not the doctor's: who forgets a position that is still needed loses messages.
+const ifGone = `if it never comes back, see docs/operations.md, "A group that is gone holds retention back"`
+
 // examineHeldBack names what keeps claims that are older than every window.
-func examineHeldBack(held []heldBack, details kadm.TopicDetails, groups kadm.ListedGroups, schema string) (found []Finding) {
-	table := pgx.Identifier{schema, "consumer_positions"}.Sanitize()
+func examineHeldBack(held []heldBack, details kadm.TopicDetails, groups kadm.ListedGroups) (found []Finding) {
 	for _, h := range held {
 		age := time.Duration(h.seconds * float64(time.Second)).Round(time.Minute)
-		forget := "DELETE FROM " + table + " WHERE consumer_group = " + literal(h.group)
 		switch d, listed := details[h.topic]; {
 		case !listed || errors.Is(d.Err, kerr.UnknownTopicOrPartition):
-			found = append(found, warn("retention", "if the topic never comes back: "+forget+" AND topic = "+literal(h.topic),
+			found = append(found, warn("retention", "create the topic again, or "+ifGone,
 				"group %s has %d positions of topic %s, which does not exist; since %v claims are not forgotten for them", h.group, h.partitions, h.topic, age))
 		case !active(groups, h.group):
-			found = append(found, warn("retention", "start it; or if it never comes back: "+forget,
+			found = append(found, warn("retention", "start a consumer of the group, or "+ifGone,
 				"group %s has no member, and %d of its positions of topic %s are %v behind; claims are not forgotten for them", h.group, h.partitions, h.topic, age))
 		default:
 			found = append(found, warn("retention", "see \"outbox-relay status\" for what its partitions wait for",

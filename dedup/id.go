@@ -31,8 +31,13 @@ func MessageID(scope string, raw []byte) uuid.UUID {
 	hash.Write(length[:])
 	hash.Write([]byte(scope))
 	hash.Write(raw)
+	return hashedID(hash.Sum(nil))
+}
+
+// hashedID is the form of an ID that carries no time: a UUIDv8 with the top bit set.
+func hashedID(sum []byte) uuid.UUID {
 	var id uuid.UUID
-	copy(id[:], hash.Sum(nil))
+	copy(id[:], sum)
 	id[0] |= 0x80
 	id[6] = id[6]&0x0f | 0x80
 	id[8] = id[8]&0x3f | 0x80
@@ -56,6 +61,21 @@ func ChildID(parent uuid.UUID, step string, at time.Time) uuid.UUID {
 	id[6] = id[6]&0x0f | 0x70
 	id[8] = id[8]&0x3f | 0x80
 	return id
+}
+
+// CallKey derives the key that a foreign call of a message carries (an Idempotency-Key), from the name of the
+// consumer, the ID of the message and the name of the step. Nothing else enters it, above all no time: however
+// often and however late the message is run again, on whatever machine, the key is the same, and it is another
+// one for each other consumer, message or step. It is made of the first 122 bits of SHA-256 over the three
+// parts, each behind its length in 4 bytes (big-endian), in the form of a UUIDv8 (RFC 9562, section 5.8) with
+// the top bit set: it never looks like an ID that carries a time. Other programs may compute it.
+func CallKey(scope string, parent uuid.UUID, step string) uuid.UUID {
+	hash := sha256.New()
+	for _, part := range [][]byte{[]byte(scope), parent[:], []byte(step)} {
+		hash.Write(binary.BigEndian.AppendUint32(nil, uint32(len(part))))
+		hash.Write(part)
+	}
+	return hashedID(hash.Sum(nil))
 }
 
 // Time returns the time that an ID carries, with a resolution of a millisecond, and false for an ID

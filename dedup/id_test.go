@@ -2,6 +2,7 @@ package dedup_test
 
 import (
 	"bytes"
+	"encoding/binary"
 	"math/rand/v2"
 	"strings"
 	"testing"
@@ -167,6 +168,43 @@ func TestChildIDIsDerivedFromParentStepAndTime(t *testing.T) {
 	assert.NotEqual(t, child, dedup.ChildID(child, "charge", at))
 	assert.NotEqual(t, child, dedup.ChildID(parent, "charge", at.Add(time.Millisecond)))
 	assert.NotEqual(t, dedup.ChildID(parent, "a", at), dedup.ChildID(parent, "", at))
+}
+
+// callKeys are computed by another program, from the text of the documentation. They must never change: a
+// release that computes another key for the same call would make the call a second time.
+var callKeys = []struct{ name, scope, parent, step, want string }{
+	{"of an ID with a time", "billing", "0191d3a7-5c1e-7abc-9def-0123456789ab", "charge", "e36d14fe-f433-8634-a45c-dc9912dae07e"},
+	{"another step", "billing", "0191d3a7-5c1e-7abc-9def-0123456789ab", "refund", "e4d4522a-c7bb-8eb7-93cd-d71e25c80a2a"},
+	{"another consumer", "shipping", "0191d3a7-5c1e-7abc-9def-0123456789ab", "charge", "e2d08b56-c04e-8467-958e-f3c466eac661"},
+	{"of an ID that is a hash", "billing", "a5f730ac-c886-8e02-8abd-937a0c83d1a7", "charge", "af320641-184c-8bed-adfa-70a664a93ea5"},
+	{"no step", "billing", "0191d3a7-5c1e-7abc-9def-0123456789ab", "", "97db001d-1d77-8ac5-ba82-d07a8b7c5a5b"},
+	{"no consumer", "", "0191d3a7-5c1e-7abc-9def-0123456789ab", "charge", "d949f849-3376-8fda-88c4-c63aeb5b0b73"},
+	{"nothing", "", "00000000-0000-0000-0000-000000000000", "", "94cbf0f2-6096-8fa2-abf1-8169fa4c407f"},
+	{"beyond ASCII", "bücher", "0191d3a7-5c1e-7abc-9def-0123456789ab", "ß☃😀", "97a06377-c122-805e-899f-90d72741515f"},
+	{"long", strings.Repeat("x", 600), "0191d3a7-5c1e-7abc-9def-0123456789ab", strings.Repeat("y", 70000), "a07cd989-bb29-8973-bb2d-efbac00d575b"},
+	{"NUL", "billing", "0191d3a7-5c1e-7abc-9def-0123456789ab", "charge\x00", "e9167845-41a8-8090-bbef-150a27fb4985"},
+}
+
+// The key of a foreign call is the documented one, depends on nothing but consumer, message and step, and never
+// looks like an ID that carries a time. A1.
+func TestCallKeyIsTheDocumentedOne(t *testing.T) {
+	t.Parallel()
+	for _, tc := range callKeys {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			key := dedup.CallKey(tc.scope, uuid.MustParse(tc.parent), tc.step)
+			assert.Equal(t, tc.want, key.String())
+			assert.Equal(t, uuid.Version(8), key.Version())
+			assert.Equal(t, uuid.RFC4122, key.Variant())
+			_, timed := dedup.Time(key)
+			assert.False(t, timed)
+		})
+	}
+	// The parts cannot run into each other, whatever they hold.
+	parent := uuid.MustParse("0191d3a7-5c1e-7abc-9def-0123456789ab")
+	scope := "a" + string(binary.BigEndian.AppendUint32(nil, 16)) + string(parent[:])
+	assert.NotEqual(t, dedup.CallKey("a", parent, "step"), dedup.CallKey(scope, parent, "step"))
+	assert.NotEqual(t, dedup.CallKey("ab", parent, "c"), dedup.CallKey("a", parent, "bc"))
 }
 
 // A time that 47 bits of milliseconds cannot hold counts as the nearest one: the ID still lies among

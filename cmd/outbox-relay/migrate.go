@@ -194,7 +194,7 @@ func newMigrateStatus(s *settings) *cobra.Command {
 		Short: "Compare the version of the tables with that of this program",
 		Long: `Compare the version of the tables with that of this program. Exit status 1 if the program does not work
 with them. A newer version may be compatible: its release says from which version on programs work with it.`,
-		Args:  noArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.migrate(cmd.Context(), func(_ context.Context, _ *pgx.Conn, state migrations.State) error {
 				return printSchemaState(cmd.OutOrStdout(), state, asJSON)

@@ -18,20 +18,32 @@ func TestCheckTellsTheRemedy(t *testing.T) {
 	all, err := migrations.All(migrations.Options{})
 	require.NoError(t, err)
 	latest := len(all)
+	const newer = "UPDATE effectonce.schema_version SET version = version + 1"
 	for _, tc := range []struct {
 		name    string
 		sql     string
 		current int
+		oldest  int
 		is      error
 		text    string
 	}{
-		{"right", "", latest, nil, ""},
-		{"no schema", "DROP SCHEMA effectonce CASCADE", 0, migrations.ErrTooOld, `schema effectonce is not installed: run "outbox-relay migrate up"`},
-		{"no version table", "DROP TABLE effectonce.schema_version", 0, migrations.ErrTooOld, `schema effectonce is not installed: run "outbox-relay migrate up"`},
-		{"no version", "DELETE FROM effectonce.schema_version", 0, migrations.ErrTooOld, "is not installed"},
-		{"version 0", "UPDATE effectonce.schema_version SET version = 0", 0, migrations.ErrTooOld, "is not installed"},
+		{"right", "", latest, 0, nil, ""},
+		{"no schema", "DROP SCHEMA effectonce CASCADE", 0, 0, migrations.ErrTooOld, `schema effectonce is not installed: run "outbox-relay migrate up"`},
+		{"no version table", "DROP TABLE effectonce.schema_version", 0, 0, migrations.ErrTooOld, `schema effectonce is not installed: run "outbox-relay migrate up"`},
+		{"no version", "DELETE FROM effectonce.schema_version", 0, 0, migrations.ErrTooOld, "is not installed"},
+		{"version 0", "UPDATE effectonce.schema_version SET version = 0", 0, 0, migrations.ErrTooOld, "is not installed"},
+		{"newer, and this program works with it", newer, latest + 1, 5, nil, ""},
+		{"newer, from this version on", newer + fmt.Sprintf("; UPDATE effectonce.schema_compatibility SET oldest = %d", latest), latest + 1, latest, nil, ""},
 		{
-			"newer", "UPDATE effectonce.schema_version SET version = version + 1", latest + 1, migrations.ErrTooNew,
+			"too new", newer + "; UPDATE effectonce.schema_compatibility SET oldest = 1000", latest + 1, 1000, migrations.ErrTooNew,
+			fmt.Sprintf("schema effectonce has version %d, this program knows %d: update this program", latest+1, latest),
+		},
+		{
+			"newer, and does not say", newer + "; DROP TABLE effectonce.schema_compatibility", latest + 1, 0, migrations.ErrTooNew,
+			"update this program",
+		},
+		{
+			"newer, and says nothing", newer + "; DELETE FROM effectonce.schema_compatibility", latest + 1, 0, migrations.ErrTooNew,
 			fmt.Sprintf("schema effectonce has version %d, this program knows %d: update this program", latest+1, latest),
 		},
 	} {
@@ -45,7 +57,7 @@ func TestCheckTellsTheRemedy(t *testing.T) {
 
 			state, err := migrations.Status(t.Context(), conn, migrations.Options{})
 			require.NoError(t, err)
-			assert.Equal(t, migrations.State{Schema: "effectonce", Current: tc.current, Latest: latest}, state)
+			assert.Equal(t, migrations.State{Schema: "effectonce", Current: tc.current, Latest: latest, Oldest: tc.oldest}, state)
 			err = migrations.Check(t.Context(), conn, migrations.Options{})
 			if tc.is == nil {
 				require.NoError(t, err)
@@ -75,19 +87,22 @@ func TestOlderVersionIsTold(t *testing.T) {
 	}
 }
 
-// A newer database is left as it is: an older program does not know how to take it back.
+// A newer database is left as it is: an older program does not know how to take it back. Where the program works
+// with it, Up has nothing to do, so that a process that calls it at its start may start again.
 func TestNewerDatabaseIsNotTouched(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
 	exec(t, conn, "UPDATE effectonce.schema_version SET version = version + 1")
 	before := catalog(t, conn, "effectonce")
-	for _, migrate := range []error{
-		migrations.Up(t.Context(), conn, migrations.Options{}),
-		migrations.To(t.Context(), conn, migrations.Options{}, 0),
-	} {
-		require.ErrorIs(t, migrate, migrations.ErrTooNew)
-		require.ErrorContains(t, migrate, "update this program")
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+	refuse := func(err error) {
+		require.ErrorIs(t, err, migrations.ErrTooNew)
+		require.ErrorContains(t, err, "update this program")
 	}
+	refuse(migrations.To(t.Context(), conn, migrations.Options{}, 0))
+	exec(t, conn, "UPDATE effectonce.schema_compatibility SET oldest = 1000")
+	refuse(migrations.Up(t.Context(), conn, migrations.Options{}))
+	refuse(migrations.To(t.Context(), conn, migrations.Options{}, 0))
 	require.Equal(t, before, catalog(t, conn, "effectonce"))
 }
 

@@ -5,6 +5,8 @@
 //	...
 //	err = migrations.Up(ctx, conn, migrations.Options{})
 //
-// A program that only uses the tables calls Check at its start. Everything lives in one schema,
+// Programs may run meanwhile: a migration that does not get its locks within LockTimeout gives up, and is tried
+// again. A program that only uses the tables calls Check at its start, which also accepts a newer schema that
+// says that the program works with it. Everything lives in one schema,
 // "effectonce" unless configured, and the tables are a public contract: docs/schema.md.
 package migrations

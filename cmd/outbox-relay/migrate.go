@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"strconv"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
@@ -48,27 +49,43 @@ func (m migrated) print(out io.Writer, asJSON bool) error {
 
 func newMigrateUp(s *settings) *cobra.Command {
 	var asJSON bool
+	var lockWait time.Duration
 	cmd := needs(&cobra.Command{
 		Use:   "up",
 		Short: "Bring the tables to the version of this program",
 		Long: `Bring the tables to the version of this program. Any number of processes may do so at once:
 one works, the others wait and then find nothing to do. Connect to the primary, and not through a
-transaction pooler: the lock belongs to the session.`,
+transaction pooler: the lock belongs to the session.
+
+Relays and consumers of the release before may run meanwhile, and after it; replace them then. A migration
+waits at most 1.5 s at a time for the locks of its tables, so that no claim queues behind it for longer. If
+others hold them, it says who does, pauses and tries again, until --lock-wait.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.migrate(cmd.Context(), func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
-				if err := migrations.Up(ctx, conn, s.options()); err != nil {
+				if err := migrations.Up(ctx, conn, s.patient(cmd, lockWait)); err != nil {
 					return err
 				}
-				return migrated{state.Schema, state.Current, state.Latest}.print(cmd.OutOrStdout(), asJSON)
+				// A newer one is left as it is.
+				return migrated{state.Schema, state.Current, max(state.Current, state.Latest)}.print(cmd.OutOrStdout(), asJSON)
 			})
 		},
 	}, flagDatabaseURL)
+	addLockWait(cmd.Flags(), &lockWait)
 	addJSON(cmd, &asJSON)
 	return cmd
 }
 
 func (s *settings) options() migrations.Options { return migrations.Options{Schema: s.schema} }
+
+// patient are the options of what changes the tables.
+func (s *settings) patient(cmd *cobra.Command, lockWait time.Duration) migrations.Options {
+	return migrations.Options{Schema: s.schema, LockWaitMax: lockWait, Logger: s.logger(cmd.ErrOrStderr())}
+}
+
+func addLockWait(flags *pflag.FlagSet, target *time.Duration) {
+	addDuration(flags, target, "lock-wait", 5*time.Minute, time.Second, 24*time.Hour, "give up if other transactions hold locks for so long")
+}
 
 // migrate opens a connection and reads the version before work.
 func (s *settings) migrate(ctx context.Context, work func(context.Context, *pgx.Conn, migrations.State) error) error {
@@ -86,13 +103,15 @@ func (s *settings) migrate(ctx context.Context, work func(context.Context, *pgx.
 
 func newMigrateDown(s *settings) *cobra.Command {
 	var asJSON, yes bool
+	var lockWait time.Duration
 	to := -1
 	cmd := needs(&cobra.Command{
 		Use:   "down --to VERSION --yes",
 		Short: "Go back to an older version, with the loss of what it does not know",
 		Long: `Go back to an older version: 0 removes every table. What the removed tables hold is lost: outbox
 rows that are not published yet, claims (so that redelivered messages have their effects again) and
-positions. Without --yes nothing is changed, and what would be lost is printed.`,
+positions. Without --yes nothing is changed, and what would be lost is printed. It waits for locks as
+"migrate up" does.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.migrate(cmd.Context(), func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
@@ -106,7 +125,7 @@ positions. Without --yes nothing is changed, and what would be lost is printed.`
 						state.Current, to, s.loss(ctx, conn))}
 				}
 				if to < state.Current {
-					if err := migrations.To(ctx, conn, s.options(), to); err != nil {
+					if err := migrations.To(ctx, conn, s.patient(cmd, lockWait), to); err != nil {
 						return err
 					}
 				}
@@ -115,6 +134,7 @@ positions. Without --yes nothing is changed, and what would be lost is printed.`
 		},
 	}, flagDatabaseURL)
 	addVersionFlag(cmd.Flags(), &to, "to", 0, "version to go back to; 0 removes everything")
+	addLockWait(cmd.Flags(), &lockWait)
 	addBool(cmd.Flags(), &yes, flagYes, "yes, lose what the removed tables hold")
 	addJSON(cmd, &asJSON)
 	return cmd
@@ -164,7 +184,7 @@ type schemaState struct {
 	Schema  string `json:"schema"`
 	Current int    `json:"current"`
 	Latest  int    `json:"latest"`
-	State   string `json:"state"` // current, missing, old or new
+	State   string `json:"state"` // current, compatible, missing, old or new
 }
 
 func newMigrateStatus(s *settings) *cobra.Command {
@@ -172,8 +192,9 @@ func newMigrateStatus(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:   "status",
 		Short: "Compare the version of the tables with that of this program",
-		Long:  "Compare the version of the tables with that of this program. Exit status 1 if they differ.",
-		Args:  noArgs,
+		Long: `Compare the version of the tables with that of this program. Exit status 1 if the program does not work
+with them. A newer version may be compatible: its release says from which version on programs work with it.`,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.migrate(cmd.Context(), func(_ context.Context, _ *pgx.Conn, state migrations.State) error {
 				return printSchemaState(cmd.OutOrStdout(), state, asJSON)
@@ -192,6 +213,8 @@ func printSchemaState(out io.Writer, state migrations.State, asJSON bool) error 
 		s.State, remedy = "missing", "not installed: run \"outbox-relay migrate up\""
 	case state.Current < state.Latest:
 		s.State, remedy = "old", "too old: run \"outbox-relay migrate up\""
+	case state.Compatible():
+		s.State, remedy = "compatible", "newer, and this program works with it"
 	case state.Current > state.Latest:
 		s.State, remedy = "new", "too new: update this program"
 	}
@@ -201,7 +224,7 @@ func printSchemaState(out io.Writer, state migrations.State, asJSON bool) error 
 	} else {
 		_, err = fmt.Fprintf(out, "schema %s: version %d, this program brings %d: %s\n", s.Schema, s.Current, s.Latest, remedy)
 	}
-	if err == nil && s.State != "current" {
+	if err == nil && s.State != "current" && s.State != "compatible" {
 		return errNotWell
 	}
 	return err

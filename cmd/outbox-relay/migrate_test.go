@@ -90,11 +90,51 @@ func TestMigrateUpStatusDown(t *testing.T) {
 	assert.Contains(t, r.stderr, "goes forward")
 }
 
-// A database that a newer release migrated is left alone, with the remedy, by everything that would use it.
-func TestNewerSchemaIsRefused(t *testing.T) {
+// A database that a newer release migrated, and that works with this program, is used as it is.
+func TestCompatibleSchemaIsUsed(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
 	execSQL(t, connect(t, address), "UPDATE effectonce.schema_version SET version = version + 7")
+	for _, tc := range []struct {
+		args []string
+		text string
+	}{
+		{[]string{"migrate", "up"}, fmt.Sprintf("version %d, nothing to do", latest(t)+7)},
+		{[]string{"migrate", "status"}, "newer, and this program works with it"},
+		{[]string{"status", "--interval", "0s"}, ""},
+	} {
+		r := runOn(t, address, tc.args...)
+		assert.Zero(t, r.code, "%v: %s", tc.args, r.stderr)
+		assert.Contains(t, r.stdout, tc.text)
+	}
+	assert.Equal(t, "compatible", runOn(t, address, "migrate", "status", "--json").object(t)["state"])
+	assert.Contains(t, runOn(t, address, "doctor").stdout, "update this program when you can")
+}
+
+// "migrate up" says who holds the locks that it waits for, and for how long it waits.
+func TestMigrateUpSaysWhatItWaitsFor(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	conn := connect(t, address)
+	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 4))
+	execSQL(t, conn, "SET application_name = 'night report'; BEGIN; LOCK TABLE effectonce.consumers IN ROW EXCLUSIVE MODE")
+	r := runOn(t, address, "migrate", "up", "--lock-wait", "4s")
+	assert.Equal(t, 1, r.code)
+	held := fmt.Sprintf("pid %d (night report, role ", conn.PgConn().PID())
+	assert.Regexp(t, `(?s)level=WARN msg="migration waits for a lock, other programs go on" migration=0005_promise held_by="`+regexp.QuoteMeta(held)+`.*gave up after \d+s: waited for a lock held by `+regexp.QuoteMeta(held), r.stderr)
+
+	_, err := connect(t, address).PgConn().Exec(t.Context(), run(t, nil, "migrate", "print", "--version", "5").stdout).ReadAll()
+	require.ErrorContains(t, err, "SQLSTATE 55P03", "psql gives up as well")
+	execSQL(t, conn, "COMMIT")
+	assert.Zero(t, runOn(t, address, "migrate", "up").code)
+}
+
+// A database of a newer release that does not work with this program is left alone, with the remedy, by everything
+// that would use it.
+func TestNewerSchemaIsRefused(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	execSQL(t, connect(t, address), "UPDATE effectonce.schema_version SET version = version + 7; UPDATE effectonce.schema_compatibility SET oldest = 1000")
 	for _, args := range [][]string{{"migrate", "up"}, {"status"}, {"run", "--brokers", "127.0.0.1:1"}} {
 		r := runOn(t, address, args...)
 		assert.Equal(t, 1, r.code, args)

@@ -21,7 +21,9 @@ func newMigratePrint(s *settings) *cobra.Command {
   outbox-relay migrate print | psql -v ON_ERROR_STOP=1
 
 Each migration is a transaction that also records its version, refuses to run on another version than
-the one before it, and waits for the same lock as "migrate up".`,
+the one before it, and waits for the same lock as "migrate up". A statement that waits for a table's lock
+for more than 1.5 s fails, so that no claim queues behind it for longer, and nothing is changed then: run
+psql again.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			all, err := migrations.All(s.options())
@@ -55,8 +57,9 @@ $lock$;
 `
 
 // before and after keep the record of versions as "migrate up" does, so that either can go on where the
-// other stopped. VERSION and PREVIOUS are numbers.
-const before = `DO $before$
+// other stopped. VERSION and PREVIOUS are numbers; TIMEOUT is migrations.LockTimeout.
+const before = `SET LOCAL lock_timeout = 'TIMEOUTms';
+DO $before$
 BEGIN
   -- CREATE SCHEMA IF NOT EXISTS asks for the right to create schemas even where this one is there.
   IF to_regnamespace('effectonce') IS NULL THEN
@@ -77,7 +80,8 @@ COMMIT;
 `
 
 func printMigration(out io.Writer, m migrations.Migration, schema string) error {
-	numbers := strings.NewReplacer("VERSION", strconv.Itoa(m.Version), "PREVIOUS", strconv.Itoa(m.Version-1))
+	numbers := strings.NewReplacer("VERSION", strconv.Itoa(m.Version), "PREVIOUS", strconv.Itoa(m.Version-1),
+		"TIMEOUT", strconv.FormatInt(migrations.LockTimeout.Milliseconds(), 10))
 	in := func(sql string) string { return migrations.InSchema(numbers.Replace(sql), schema) }
 	_, err := fmt.Fprintf(out, "-- migration %d: %s\n%s%s\n%s\n%s", m.Version, m.Name, locks, in(before), strings.TrimSpace(m.Up), in(after))
 	return err

@@ -70,7 +70,7 @@ func onOff(b bool) string {
 	return "off"
 }
 
-// Schema checks that the tables are those that this program was built for.
+// Schema checks that this program works with the tables.
 func Schema(ctx context.Context, db Querier, schema string) []Finding {
 	opts := migrations.Options{Schema: schema}
 	err := migrations.Check(ctx, db, opts)
@@ -86,6 +86,10 @@ func Schema(ctx context.Context, db Querier, schema string) []Finding {
 	if err != nil {
 		return broken("schema", err)
 	}
+	if state.Compatible() {
+		return []Finding{warn("schema", "update this program when you can", "schema %s has version %d, this program knows %d and works with it",
+			schema, state.Current, state.Latest)}
+	}
 	return []Finding{ok("schema", "schema %s has version %d", schema, state.Current)}
 }
 
@@ -98,6 +102,7 @@ func relayRights(schema string) []right {
 	return []right{
 		{"schema", schema, "USAGE"},
 		{"table", "schema_version", "SELECT"},
+		{"table", "schema_compatibility", "SELECT"},
 		{"table", "outbox", "SELECT,INSERT,UPDATE"}, // UPDATE: after a restore into another cluster; INSERT: messages for later
 		{"sequence", "outbox_seq_seq", "SELECT"},
 		{"sequence", "outbox_slot", "SELECT,UPDATE"},
@@ -122,6 +127,8 @@ func statusRights() []right {
 	return []right{
 		{"table", "consumers", "SELECT"},
 		{"table", "consumer_positions", "SELECT"},
+		{"table", "consumer_topics", "SELECT"},
+		{"table", "consumer_pauses", "SELECT"},
 		{"table", "parked_messages", "SELECT(consumer topic partition key reason state parked_at)"},
 		{"table", "maintenance", "SELECT"},
 		{"table", "idempotency_keys", "SELECT(state created_at retry_at locked_until expires_at)"},
@@ -142,12 +149,15 @@ func operatorRights(schema string) []right {
 		{"table", "outbox_progress", "SELECT,DELETE"},
 		{"table", "outbox_replicas", "SELECT,DELETE"},
 		{"table", "operator_actions", "SELECT,INSERT"},
+		{"table", "consumer_pauses", "SELECT,INSERT,UPDATE,DELETE"},
+		{"table", "consumer_positions", "SELECT,UPDATE(resume_at)"},
+		{"table", "consumers", "SELECT,UPDATE(id_rule)"},
 		{"table", "idempotency_keys", "SELECT,DELETE,UPDATE(state lock_token attempts calling locked_until retry_at error status headers body " +
 			"body_dropped sealed finished_at expires_at)"},
 	}
 	for _, table := range []string{
-		"schema_version", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_ticks",
-		"outbox_scheduled", "consumers", "consumer_positions", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences", "pending_requests",
+		"schema_version", "schema_compatibility", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_ticks",
+		"outbox_scheduled", "consumer_topics", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences", "pending_requests",
 	} {
 		rights = append(rights, right{"table", table, "SELECT"})
 	}

@@ -83,6 +83,11 @@ func TestSchemaVersionIsChecked(t *testing.T) {
 	newer := connect(t, pgtest.Database(t))
 	exec(t, newer, "UPDATE effectonce.schema_version SET version = version + 1")
 	f := only(t, doctor.Schema(t.Context(), newer, "effectonce"))
+	assert.Equal(t, doctor.Warn, f.Severity)
+	assert.Contains(t, f.Message, "and works with it")
+	assert.Contains(t, f.Remedy, "update this program when you can")
+	exec(t, newer, "UPDATE effectonce.schema_compatibility SET oldest = 1000")
+	f = only(t, doctor.Schema(t.Context(), newer, "effectonce"))
 	assert.Equal(t, doctor.Fail, f.Severity)
 	assert.Contains(t, f.Remedy, "update this program")
 }

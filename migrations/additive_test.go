@@ -1,0 +1,95 @@
+package migrations_test
+
+import (
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// firstAdditive is the first migration of those that programs of the release before run on with.
+const firstAdditive = 5
+
+var (
+	sqlComment = regexp.MustCompile(`--[^\n]*`)
+	sqlBody    = regexp.MustCompile(`(?s)\$[a-z]*\$.*?\$[a-z]*\$`) // of a function: new ones are none of an older program's business
+	raises     = regexp.MustCompile(`UPDATE effectonce\.schema_compatibility SET oldest = \d+`)
+	addsColumn = regexp.MustCompile(`(?i)\bADD (COLUMN )?(IF NOT EXISTS )?[a-z_]+ [^,;]*\bNOT NULL\b[^,;]*`)
+)
+
+// breaking are statements that a program which does not know of them may fail or err with.
+var breaking = map[string]*regexp.Regexp{
+	"takes something away":               regexp.MustCompile(`(?i)\b(DROP|TRUNCATE|REVOKE)\b`),
+	"renames something":                  regexp.MustCompile(`(?i)\bRENAME\b`),
+	"moves something":                    regexp.MustCompile(`(?i)\bSET SCHEMA\b`),
+	"changes the type of a column":       regexp.MustCompile(`(?i)\bALTER (COLUMN )?[a-z_]+ (SET DATA )?TYPE\b`),
+	"wants a value":                      regexp.MustCompile(`(?i)\bSET NOT NULL\b`),
+	"refuses what an old program writes": regexp.MustCompile(`(?i)\b(ADD (CONSTRAINT|CHECK|UNIQUE|PRIMARY|FOREIGN|EXCLUDE)|CREATE UNIQUE INDEX)\b`),
+	"changes a function":                 regexp.MustCompile(`(?i)\b(CREATE OR REPLACE|ALTER FUNCTION)\b`),
+}
+
+// broken says what in a migration an older program may break at. A migration that raises the oldest version may do
+// all of it.
+func broken(up string) (found []string) {
+	if raises.MatchString(up) {
+		return nil
+	}
+	up = sqlBody.ReplaceAllString(sqlComment.ReplaceAllString(up, ""), "''")
+	up = strings.Join(strings.Fields(up), " ")
+	for what, pattern := range breaking {
+		if match := pattern.FindString(up); match != "" {
+			found = append(found, what+": "+match)
+		}
+	}
+	for _, column := range addsColumn.FindAllString(up, -1) {
+		if !regexp.MustCompile(`(?i)\b(DEFAULT|GENERATED)\b`).MatchString(column) {
+			found = append(found, "wants a value: "+column)
+		}
+	}
+	return found
+}
+
+// D25: programs of the release before go on with the tables of a migration, or the migration says which programs
+// do: from version 5 on each adds only, or raises schema_compatibility.oldest.
+func TestMigrationsAddOnly(t *testing.T) {
+	t.Parallel()
+	all, err := migrations.All(migrations.Options{})
+	require.NoError(t, err)
+	for _, m := range all[firstAdditive-1:] {
+		assert.Empty(t, broken(m.Up), "%s: add only, or raise schema_compatibility.oldest (docs/design.md, Migrations)", m.Name)
+	}
+	for sql, want := range map[string]string{
+		"ALTER TABLE effectonce.consumers DROP COLUMN name":                        "takes something away",
+		"DROP TABLE effectonce.fences":                                             "takes something away",
+		"ALTER TABLE effectonce.consumers RENAME name TO title":                    "renames something",
+		"ALTER TABLE effectonce.consumers ALTER COLUMN name TYPE varchar(600)":     "changes the type",
+		"ALTER TABLE effectonce.consumers ALTER name SET DATA TYPE text":           "changes the type",
+		"ALTER TABLE effectonce.consumers ALTER COLUMN dedup_window SET NOT NULL":  "wants a value",
+		"ALTER TABLE effectonce.consumers ADD COLUMN a text, ADD b text NOT NULL":  "wants a value",
+		"ALTER TABLE effectonce.consumers ADD CONSTRAINT c CHECK (name <> '')":     "refuses what",
+		"CREATE UNIQUE INDEX ON effectonce.consumers (consumer_group)":             "refuses what",
+		"CREATE OR REPLACE FUNCTION effectonce.uuid_v7() RETURNS uuid AS $$ $$ ()": "changes a function",
+	} {
+		if found := broken("-- Additive.\n" + sql + ";"); assert.Len(t, found, 1, sql) {
+			assert.Contains(t, found[0], want, sql)
+		}
+		assert.Empty(t, broken(sql+"; UPDATE effectonce.schema_compatibility SET oldest = 6"), sql)
+	}
+	for _, sql := range []string{
+		"ALTER TABLE effectonce.consumers ADD COLUMN a text NOT NULL DEFAULT 'x' CHECK (a <> ''), ADD COLUMN b bigint -- DROP nothing",
+		"CREATE TABLE effectonce.t (a text NOT NULL, CONSTRAINT t_pkey PRIMARY KEY (a))",
+		"CREATE FUNCTION effectonce.f() RETURNS trigger AS $$ BEGIN DROP TABLE t; END $$",
+	} {
+		assert.Empty(t, broken(sql), sql)
+	}
+
+	var oldest int
+	require.NoError(t, connect(t, pgtest.Database(t)).QueryRow(t.Context(), "SELECT oldest FROM effectonce.schema_compatibility").Scan(&oldest))
+	assert.GreaterOrEqual(t, oldest, firstAdditive, "programs of earlier versions do not ask")
+	assert.LessOrEqual(t, oldest, len(all))
+}

@@ -1,0 +1,184 @@
+package migrations_test
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// journal keeps what a migration logs.
+type journal struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (j *journal) Write(p []byte) (int, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.buf.Write(p)
+}
+
+func (j *journal) lines() []string {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return strings.Split(strings.TrimSuffix(j.buf.String(), "\n"), "\n")[:strings.Count(j.buf.String(), "\n")]
+}
+
+func (j *journal) logger() *slog.Logger { return slog.New(slog.NewTextHandler(j, nil)) }
+
+// atVersion4 returns a database of version 4 in which a consumer has two partitions.
+func atVersion4(t *testing.T) string {
+	t.Helper()
+	address := pgtest.EmptyDatabase(t)
+	conn := connect(t, address)
+	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 4))
+	exec(t, conn, `INSERT INTO effectonce.consumers (id, name, consumer_group, topics) OVERRIDING SYSTEM VALUE VALUES (1, 'shop/orders', 'shop', '{orders}');
+		INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('shop', 'orders', 0), ('shop', 'orders', 1)`)
+	return address
+}
+
+// claims makes one claim after another, as a consumer of the second partition does, until stop. A statement that
+// has to wait for much longer than a migration's LockTimeout fails.
+func claims(t *testing.T, address string) (made *atomic.Int64, stop func() error) {
+	t.Helper()
+	conn := connect(t, address)
+	exec(t, conn, "SET statement_timeout = '10s'")
+	ctx, cancel := context.WithCancel(t.Context())
+	made = &atomic.Int64{}
+	done := make(chan error, 1)
+	go func() {
+		for ctx.Err() == nil {
+			err := pgx.BeginFunc(t.Context(), conn, func(tx pgx.Tx) error {
+				_, err := tx.Exec(t.Context(), `WITH claim AS (
+					INSERT INTO effectonce.processed_messages (message_id, consumer) VALUES (effectonce.uuid_v7(), 1))
+					UPDATE effectonce.consumer_positions SET next_offset = coalesce(next_offset, 0) + 1 WHERE partition = 1`)
+				return err
+			})
+			if err != nil {
+				done <- err
+				return
+			}
+			made.Add(1)
+		}
+		done <- nil
+	}()
+	return made, func() error { cancel(); return <-done }
+}
+
+// D25: a migration does not let claims queue behind a transaction that has locks for long: it gives up after a
+// moment, names who holds them, tries again, and succeeds once that transaction is over. It does not fail meanwhile.
+func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
+	t.Parallel()
+	for name, hold := range map[string]string{
+		"positions": `UPDATE effectonce.consumer_positions SET next_offset = 1 WHERE partition = 0;
+			INSERT INTO effectonce.processed_messages (message_id, consumer) VALUES (effectonce.uuid_v7(), 1)`,
+		"the last table of the migration": `LOCK TABLE effectonce.parked_messages IN ROW EXCLUSIVE MODE`,
+		"rows that it only writes":        `INSERT INTO effectonce.maintenance (job) VALUES ('dedup')`,
+		"its own version":                 `UPDATE effectonce.schema_version SET version = version`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			address := atVersion4(t)
+			holder := connect(t, address)
+			exec(t, holder, "SET application_name = 'night report'; BEGIN; "+hold)
+			made, stop := claims(t, address)
+
+			var j journal
+			up := make(chan error, 1)
+			migrator := connect(t, address)
+			go func() { up <- migrations.Up(t.Context(), migrator, migrations.Options{Logger: j.logger()}) }()
+			for tries := range 2 {
+				require.Eventually(t, func() bool { return len(j.lines()) > tries }, time.Minute, 10*time.Millisecond, "the migration gives up for a moment")
+				require.Contains(t, j.lines()[tries], fmt.Sprintf("held_by=\"pid %d (night report, role ", holder.PgConn().PID()))
+				before := made.Load()
+				require.Eventually(t, func() bool { return made.Load() > before+5 }, time.Minute, time.Millisecond, "claims go on")
+			}
+			require.Empty(t, up, "the migration neither fails nor succeeds meanwhile")
+
+			exec(t, holder, "COMMIT")
+			require.NoError(t, <-up)
+			require.NoError(t, migrations.Check(t.Context(), migrator, migrations.Options{}))
+			before := made.Load()
+			require.Eventually(t, func() bool { return made.Load() > before }, time.Minute, time.Millisecond)
+			require.NoError(t, stop(), "no claim waited for long")
+		})
+	}
+}
+
+// The time for which locks are asked for has an end: what is tried again at LockWaitMax ends with the holder's name,
+// and the database is as it was.
+func TestMigrationGivesUpAtItsLimit(t *testing.T) {
+	t.Parallel()
+	address := atVersion4(t)
+	holder, conn := connect(t, address), connect(t, address)
+	before := catalog(t, conn, "effectonce")
+	exec(t, holder, "SET application_name = 'night report'; BEGIN; LOCK TABLE effectonce.consumer_positions IN ROW EXCLUSIVE MODE")
+	var j journal
+	err := migrations.Up(t.Context(), conn, migrations.Options{LockWaitMax: 4 * time.Second, Logger: j.logger()})
+	require.ErrorContains(t, err, fmt.Sprintf("waited for a lock held by pid %d (night report, role ", holder.PgConn().PID()))
+	require.ErrorContains(t, err, "idle in transaction, transaction of 00:00:0")
+	require.ErrorContains(t, err, "SQLSTATE 55P03")
+	assert.Len(t, j.lines(), 1, "one more try was in the limit")
+	require.Equal(t, before, catalog(t, conn, "effectonce"))
+
+	ctx, cancel := context.WithCancel(t.Context())
+	up := make(chan error, 1)
+	go func() { up <- migrations.Up(ctx, conn, migrations.Options{Logger: j.logger()}) }()
+	require.Eventually(t, func() bool { return len(j.lines()) > 1 }, time.Minute, 10*time.Millisecond)
+	cancel()
+	err = <-up
+	require.ErrorIs(t, err, context.Canceled)
+	require.ErrorContains(t, err, "held by pid")
+
+	exec(t, holder, "ROLLBACK")
+	require.ErrorContains(t, migrations.Up(t.Context(), conn, migrations.Options{LockWaitMax: -1}), "LockWaitMax -1ns: want 0 (5m0s) or more")
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+	var timeout string
+	require.NoError(t, conn.QueryRow(t.Context(), "SHOW lock_timeout").Scan(&timeout))
+	assert.Equal(t, "0", timeout, "the caller's session is as it was")
+}
+
+// A migration that a deadlock ended is tried again, too.
+func TestMigrationIsTriedAgainAfterADeadlock(t *testing.T) {
+	t.Parallel()
+	address := atVersion4(t)
+	holder, look := connect(t, address), connect(t, address)
+	// The other one does not look for deadlocks before the migration does.
+	exec(t, holder, "SET deadlock_timeout = '1min'; BEGIN; LOCK TABLE effectonce.parked_messages IN ROW EXCLUSIVE MODE")
+	var j journal
+	up := make(chan error, 1)
+	migrator := connect(t, address)
+	go func() { up <- migrations.Up(t.Context(), migrator, migrations.Options{Logger: j.logger()}) }()
+	require.Eventually(t, func() bool {
+		var waits bool
+		err := look.QueryRow(t.Context(), `SELECT EXISTS (SELECT FROM pg_locks WHERE relation = 'effectonce.parked_messages'::regclass AND NOT granted)`).Scan(&waits)
+		return assert.NoError(t, err) && waits
+	}, time.Minute, time.Millisecond)
+	exec(t, holder, "SELECT FROM effectonce.consumers; COMMIT")
+	require.NoError(t, <-up)
+	require.Len(t, j.lines(), 1)
+}
+
+// What is no matter of locks is not tried again.
+func TestMigrationFailsAtOnceForOtherReasons(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, atVersion4(t))
+	exec(t, conn, "CREATE TABLE effectonce.consumer_pauses ()")
+	var j journal
+	err := migrations.Up(t.Context(), conn, migrations.Options{Logger: j.logger()})
+	require.ErrorContains(t, err, `migrate to version 5: 0005_promise: ERROR: relation "consumer_pauses" already exists`)
+	require.Empty(t, j.lines())
+}

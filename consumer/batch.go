@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -16,7 +18,7 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// engine runs batches. It knows no Kafka client.
+// engine runs transactions. It knows no Kafka client.
 type engine struct {
 	pool    *pgxpool.Pool
 	cfg     Config
@@ -27,6 +29,7 @@ type engine struct {
 	timeout [3]string // settings, in milliseconds
 	// unclaimed handles every message without a claim: see internal/nodedup.
 	unclaimed bool
+	abandoned atomic.Int32 // attempts that were left behind and still run
 }
 
 func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error) {
@@ -45,6 +48,11 @@ func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error)
 	}, nil
 }
 
+// bounded limits a round trip of the engine outside of a transaction's own limits.
+func (e *engine) bounded(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(ctx, e.answerMax())
+}
+
 // position is a partition as its present holder knows it.
 type position struct {
 	topic     string
@@ -52,8 +60,14 @@ type position struct {
 	epoch     int64
 	// stored is next_offset as this holder saw it last; nil: none.
 	stored *int64
+	// handledFrom is from which offset on, up to stored, this consumer has worked through everything.
+	handledFrom int64
+	// keysFrom is up to which offset the previous release may have attempted messages: see Message.ChildID.
+	keysFrom int64
 	// stuck is how many holders in a row ended without order and without finishing anything.
 	stuck int
+	// server is when the server began that the position was taken over on. After a failover it is another one.
+	server time.Time
 }
 
 // work is what one transaction is to do: messages of one partition, in order, from Kafka or, all of them,
@@ -63,7 +77,9 @@ type work struct {
 	pos      *position
 	msgs     []*Message
 	held     *heldKeys
-	apart    bool // the position is advanced by somebody else
+	// apart: the position is not advanced by this transaction, which only makes sure that it is still ours.
+	apart bool
+	hints [][]byte // keys of the messages that may be held
 }
 
 func (w *work) released() bool { return w.msgs[0].row != 0 }
@@ -71,74 +87,135 @@ func (w *work) released() bool { return w.msgs[0].row != 0 }
 // outcome counts what a transaction committed.
 type outcome struct{ fresh, duplicates, parked int }
 
-// transact does the work of a transaction, up to and including its COMMIT. It returns how much of it was
-// fresh. After an error nothing is committed, except when the connection was lost during COMMIT: see apply.
-func (e *engine) transact(ctx context.Context, w *work, r *run) (outcome, error) {
-	t := r.tx
+// transact does the work of a transaction, up to and including its COMMIT. After a failure nothing is committed,
+// except when the connection was lost during COMMIT: see apply.
+func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *failure) {
+	t := a.tx
 	defer t.end(ctx)
 	for _, msg := range w.msgs {
 		msg.published = 0
 	}
 	claimed, err := e.begin(ctx, t, w)
 	if err != nil {
-		return outcome{}, err
+		return outcome{}, &failure{origin: originEngine, index: unknownIndex, lost: t.conn.IsClosed(), err: err}
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerClaimed)
-	s := e.sortOut(w, claimed)
+	s := e.choose(w, claimed)
 	if len(s.handle) > 0 {
-		r.places.Store(&s.index)
+		a.places.Store(&s.index)
 		err := e.handler.handle(ctx, t, s.handle)
 		t.since.Store(0)
 		if err != nil {
-			return outcome{}, s.blame(ctx, r, err)
+			return outcome{}, handlerFailure(ctx, t, s, err)
 		}
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerHandled)
 	if err := ctx.Err(); err != nil {
-		return outcome{}, err
+		return outcome{}, &failure{origin: originHandler, index: unknownIndex, err: context.Cause(ctx)}
 	}
-	close(r.committing)
-	if err := e.commit(ctx, t, w, s); err != nil {
-		return outcome{}, err
+	w.held.add(s.keys) // before it is stored: what is not there after all is found out by the next message of the key
+	close(a.committing)
+	if f := e.commit(ctx, t, w, s); f != nil {
+		return outcome{}, f
 	}
-	w.held.add(s.keys)
+	w.held.free(w.hints, claimed.held, s.keys)
 	return outcome{fresh: len(s.handle), parked: len(s.parked), duplicates: len(w.msgs) - len(s.handle) - len(s.parked)}, nil
 }
 
-// blame finds the place of the failed message in the batch.
-func (s *sorting) blame(ctx context.Context, r *run, err error) error {
-	if errors.Is(context.Cause(ctx), errHandlerTimeout) {
-		return r.culprit(fmt.Errorf("%w: %w", errHandlerTimeout, err))
+// send runs statements in one round trip, and counts in done those that succeeded.
+func send(ctx context.Context, conn *pgx.Conn, batch *pgx.Batch, done *int) error {
+	results := conn.SendBatch(ctx, batch)
+	for _, query := range batch.QueuedQueries {
+		var err error
+		if query.Fn != nil {
+			err = query.Fn(results)
+		} else {
+			_, err = results.Exec()
+		}
+		if err != nil {
+			_ = results.Close() // says the same
+			return err
+		}
+		*done++
 	}
-	var failed *messageError
-	if errors.As(err, &failed) {
-		return &messageError{s.index[failed.index], failed.err}
-	}
-	return err
+	return results.Close()
 }
 
-// claimed is what the database said about the messages of a transaction.
-type claimed struct {
-	fresh     []bool
-	conflicts []bool    // another message has its ID; nil: not compared
-	oldest    time.Time // up to when claims reach back; zero: for ever
-}
+var errServerChanged = errors.New("the connection leads to another server, or to one that was restarted, since the position was taken over")
 
 // begin starts the transaction and claims, in one round trip.
 func (e *engine) begin(ctx context.Context, t *tx, w *work) (c claimed, err error) {
+	ctx, cancel := e.bounded(ctx)
+	defer cancel()
 	batch := &pgx.Batch{}
 	batch.Queue("BEGIN ISOLATION LEVEL " + string(e.cfg.Isolation))
 	batch.Queue(e.sql.guard)
-	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2])
+	var server time.Time
+	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server) })
 	decide := e.queueClaim(batch, w)
 	if e.expires() && !w.released() {
-		batch.Queue(e.sql.age, w.consumer.ID()).QueryRow(func(row pgx.Row) error { return row.Scan(&c.oldest) })
+		sql := e.sql.forgotten
+		if e.cfg.Isolation != pgx.ReadCommitted {
+			sql += " FOR SHARE" // TRUNCATE is not MVCC: an older snapshot would show an older mark
+		}
+		batch.Queue(sql, w.consumer.ID()).QueryRow(func(row pgx.Row) error {
+			var at *time.Time
+			err := row.Scan(&at)
+			if at != nil {
+				c.forgotten = *at
+			}
+			return err
+		})
 	}
-	if err := t.conn.SendBatch(ctx, batch).Close(); err != nil {
+	unlocked := e.queueHeld(batch, w, &c)
+	done := 0
+	if err := send(ctx, t.conn, batch, &done); err != nil {
 		return c, dedup.WrapClaimError(err)
+	}
+	if w.apart && !server.Equal(w.pos.server) {
+		return c, fmt.Errorf("%w: %w", errFenced, errServerChanged)
+	}
+	if unlocked() {
+		return c, fmt.Errorf("%w: the first parked message of a key went away meanwhile", dedup.ErrRetry)
 	}
 	c.fresh, c.conflicts = decide()
 	return c, nil
+}
+
+// queueHeld asks which of the messages' keys are held, and keeps operators from taking the first parked message of
+// such a key away before this transaction ends: what it parks behind it would have nothing in front of it. Only
+// keys that may be held, by what this holder knows, are asked for.
+func (e *engine) queueHeld(batch *pgx.Batch, w *work, c *claimed) (unlocked func() bool) {
+	w.hints = nil
+	if !w.released() && e.holdsKeys() {
+		w.hints = w.held.of(w.msgs)
+	}
+	if len(w.hints) == 0 {
+		return func() bool { return false }
+	}
+	c.held = map[keyHash]struct{}{}
+	locked := map[keyHash]struct{}{}
+	read := func(into map[keyHash]struct{}) func(rows pgx.Rows) error {
+		return func(rows pgx.Rows) error {
+			var hash []byte
+			_, err := pgx.ForEachRow(rows, []any{&hash}, func() error {
+				into[keyHash(hash)] = struct{}{}
+				return nil
+			})
+			return err
+		}
+	}
+	args := []any{w.consumer.ID(), w.pos.topic, w.pos.partition, w.hints}
+	batch.Queue(e.sql.lockHeads, args...).Query(read(locked))
+	batch.Queue(e.sql.heldNow, args...).Query(read(c.held))
+	return func() bool {
+		for hash := range c.held {
+			if _, there := locked[hash]; !there {
+				return true
+			}
+		}
+		return false
+	}
 }
 
 // queueClaim adds what decides which messages are fresh.
@@ -163,11 +240,6 @@ func (e *engine) queueClaim(batch *pgx.Batch, w *work) (decide func() (fresh, co
 		claim := e.claims.Queue(batch, w.consumer, w.ids())
 		return func() ([]bool, []bool) { return claim.Fresh(), nil }
 	}
-}
-
-// expires tells whether claims are forgotten one day, and with them what proves a message fresh.
-func (e *engine) expires() bool {
-	return !e.cfg.Forever && !e.unclaimed && (e.cfg.Dedup == DedupByID || e.cfg.Dedup == DedupByIDAndPayload)
 }
 
 func (w *work) ids() []uuid.UUID {
@@ -202,14 +274,16 @@ func all(n int) []bool {
 // the COMMIT of a failed transaction, for the failure that it is. And it is never cut short: pgx would send
 // a cancel request, which makes a COMMIT that waits for a synchronous standby visible without being
 // replicated.
-func (e *engine) commit(ctx context.Context, t *tx, w *work, s *sorting) error {
+func (e *engine) commit(ctx context.Context, t *tx, w *work, s *selection) *failure {
 	batch := &pgx.Batch{}
 	detached := context.WithoutCancel(ctx)
-	for _, c := range t.collected {
+	for i, c := range t.collected {
 		if err := c.outbox.Queue(detached, batch, c.msgs...); err != nil {
-			return err
+			return &failure{origin: originStatement, index: s.place(c.index), err: err}
 		}
+		t.collected[i].upTo = batch.Len()
 	}
+	published := batch.Len()
 	e.queueFailures(detached, batch, w, s)
 	batch.Queue(closeGuardSQL)
 	var stored int64
@@ -217,8 +291,10 @@ func (e *engine) commit(ctx context.Context, t *tx, w *work, s *sorting) error {
 	switch {
 	case w.released():
 		batch.Queue(e.sql.check, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch)
-	case !w.apart:
-		batch.Queue(e.sql.advance, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, w.pos.stored, last.Offset+1, last.Time).
+	case w.apart:
+		batch.Queue(e.sql.checkKnown, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, w.pos.stored)
+	default:
+		batch.Queue(e.sql.advance, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, w.pos.stored, last.next(), last.Time).
 			QueryRow(func(row pgx.Row) error { return row.Scan(&stored) })
 	}
 	var tag string
@@ -228,15 +304,14 @@ func (e *engine) commit(ctx context.Context, t *tx, w *work, s *sorting) error {
 		return rows.Err()
 	})
 	crashpoint.At(ctx, crashpoint.ConsumerCommitting)
-	err := t.conn.SendBatch(detached, batch).Close()
+	done := 0
+	err := send(detached, t.conn, batch, &done)
 	if err == nil && tag != "COMMIT" {
 		err = pgx.ErrTxCommitRollback
 	}
-	if endedByHandler(err) {
-		err = Permanent(errors.Join(errEnded, err))
-	}
 	if err != nil {
-		return fmt.Errorf("commit up to offset %d: %w", last.Offset, wrapPosition(err))
+		err = fmt.Errorf("commit up to offset %d: %w", last.Offset, err)
+		return e.commitFailure(t, s, err, done, published, batch.Len())
 	}
 	t.over.Store(true)
 	if !w.released() && !w.apart {
@@ -246,8 +321,32 @@ func (e *engine) commit(ctx context.Context, t *tx, w *work, s *sorting) error {
 	return nil
 }
 
+// commitFailure says where the failure of the last round trip arose: done statements succeeded, the first published
+// of all come from handlers.
+func (e *engine) commitFailure(t *tx, s *selection, err error, done, published, all int) *failure {
+	f := &failure{origin: originEngine, index: unknownIndex, lost: t.conn.IsClosed(), err: err}
+	code := f.state()
+	switch {
+	case endedByHandler(err):
+		f.origin, f.err = originStatement, Permanent(errors.Join(errEnded, err))
+	case code == "", done >= all-1:
+		f.origin = originCommit // without a SQLSTATE the answer is missing: COMMIT may have been done
+	case done < published && slices.Contains([]string{"22", "23", "54"}, code[:2]):
+		f.origin, f.index = originStatement, s.place(t.publisher(done))
+	}
+	return f
+}
+
+// place is the place in the batch of a message that was handled; unknownIndex stays what it is.
+func (s *selection) place(index int) int {
+	if index < 0 || index >= len(s.index) {
+		return unknownIndex
+	}
+	return s.index[index]
+}
+
 // queueFailures adds what becomes of messages that were not handled, or not at the first attempt.
-func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *sorting) {
+func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *selection) {
 	if len(s.parked) > 0 {
 		if e.cfg.OnFailure == OnFailureDeadLetter {
 			s = e.queueDeadLetters(ctx, batch, s)
@@ -266,7 +365,7 @@ func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s
 		batch.Queue(e.sql.forgetAttempts, w.consumer.ID(), tried)
 	}
 	if w.released() {
-		e.queueReleased(batch, w, s)
+		batch.Queue(e.sql.unpark, w.rows(s.handle)) // the next message of each key comes first: see parked_promote
 	}
 }
 

@@ -72,9 +72,13 @@ type Config struct {
 	// in the database, and begun ones count: a message that kills the process is parked, too. Trouble with
 	// the database is nobody's attempt. 1 to 1,000; default 10.
 	AttemptsMax int
-	// PermanentStates are SQLSTATE codes, or classes of two characters, that trying again cannot mend,
+	// PermanentStates are SQLSTATE codes, or classes of two characters, that no further attempt can cure,
 	// besides errors marked by Permanent: "23" stands for all constraint violations. Default: none.
 	PermanentStates []string
+	// AbandonedMax bounds the handlers that ignored the end of their context and still run, each with a connection of
+	// its own: at this number no partition of this consumer begins another attempt until one of them returns.
+	// 1 to 1,000; default 16.
+	AbandonedMax int
 	// ParkShareMax pauses a partition instead of parking when more than this share of its last 100
 	// messages failed: an outage of something that the handler needs must not park a whole topic. 0.01
 	// to 1, where 1 never pauses; default 0.2.
@@ -274,7 +278,9 @@ func (c *Config) order() (problems []error) {
 }
 
 func (c *Config) failures() (problems []error) {
-	problems = bounds.Ints(bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 10, Min: 1, Max: 1000})
+	problems = bounds.Ints(
+		bounds.Int{Field: "AttemptsMax", Value: &c.AttemptsMax, Default: 10, Min: 1, Max: 1000},
+		bounds.Int{Field: "AbandonedMax", Value: &c.AbandonedMax, Default: 16, Min: 1, Max: 1000})
 	if c.OnFailure > OnFailureDeadLetter {
 		problems = append(problems, fmt.Errorf("OnFailure %d: want OnFailurePark, OnFailureBlock or OnFailureDeadLetter", c.OnFailure))
 	}

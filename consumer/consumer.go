@@ -26,6 +26,7 @@ type Consumer struct {
 
 	warnWithoutID sync.Once
 	ids           map[string]dedup.Consumer // of each topic; written before a session starts
+	names         map[string]string         // of the consumer, of each topic; as ids
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby. Nothing was consumed. Remedy: connect to the primary.
@@ -112,7 +113,7 @@ func (c *Consumer) join(ctx context.Context, trouble int) {
 func (c *Consumer) prepared(ctx context.Context) error {
 	for attempt := 1; ctx.Err() == nil; attempt++ {
 		err := c.prepare(ctx)
-		if err == nil || !troubleOfDatabase(err) {
+		if err == nil || !waitable(err) {
 			return err
 		}
 		wait := c.engine.backoff(attempt)
@@ -135,7 +136,7 @@ func (c *Consumer) prepare(ctx context.Context) error {
 	if !primary {
 		return ErrNotPrimary
 	}
-	ids := make(map[string]dedup.Consumer, len(c.engine.cfg.Topics))
+	ids, named := make(map[string]dedup.Consumer, len(c.engine.cfg.Topics)), make(map[string]string, len(c.engine.cfg.Topics))
 	for _, topic := range c.engine.cfg.Topics {
 		name, topics := c.engine.cfg.Group+"/"+topic, []string{topic}
 		if c.engine.cfg.Name != "" {
@@ -147,9 +148,9 @@ func (c *Consumer) prepare(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		ids[topic] = id
+		ids[topic], named[topic] = id, name
 	}
-	c.ids = ids
+	c.ids, c.names = ids, named
 	return nil
 }
 

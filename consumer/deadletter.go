@@ -33,8 +33,8 @@ const (
 
 // queueDeadLetters publishes what is not handled, in the same transaction. It returns what has to be parked
 // all the same: what the outbox refuses, because Kafka would.
-func (e *engine) queueDeadLetters(ctx context.Context, batch *pgx.Batch, s *sorting) *sorting {
-	left := &sorting{}
+func (e *engine) queueDeadLetters(ctx context.Context, batch *pgx.Batch, s *selection) *selection {
+	left := &selection{}
 	for i, msg := range s.parked {
 		err := s.why[i].err
 		if s.why[i].reason != reasonTooLarge {
@@ -76,5 +76,5 @@ func (e *engine) deadLetter(msg *Message, why *parking) outbox.Message {
 	text(letterStack, stack)
 	text(letterID, msg.ID.String())
 	text(letterAttempts, fmt.Sprint(why.attempts))
-	return outbox.Message{ID: msg.ChildID("dead-letter"), Topic: e.cfg.DeadLetterTopic, Key: msg.Key, Payload: msg.Value, Headers: headers}
+	return outbox.Message{ID: msg.OutboxID("dead-letter"), Topic: e.cfg.DeadLetterTopic, Key: msg.Key, Payload: msg.Value, Headers: headers}
 }

@@ -58,7 +58,7 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		sum.Duplicates += out.duplicates
 		sum.Parked += out.parked
 	}
-	l.rehold = func(ctx context.Context) error {
+	l.regain = func(ctx context.Context) error {
 		again, err := c.hold(ctx, []hold{take})
 		if err == nil {
 			*held[0] = *again[0]
@@ -69,14 +69,21 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 	if err := l.load(ctx); err != nil {
 		return err
 	}
-	for more := true; more; {
-		if more, err = l.tend(ctx); err != nil {
+	for list := []due{{}}; len(list) > 0; {
+		if list, err = l.due(ctx); err == nil && len(list) > 0 {
+			err = l.release(ctx, list)
+		}
+		if err != nil {
 			return err
 		}
 	}
 	for len(records) > 0 {
 		n := min(len(records), c.engine.cfg.BatchMax)
-		if !l.process(c.newMessages(records[:n], take.topicID)) {
+		batch := make([]queued, n)
+		for i, record := range records[:n] {
+			batch[i] = queued{record: record}
+		}
+		if !l.process(l.messages(c, batch, take.topicID)) {
 			return context.Cause(ctx)
 		}
 		records = records[n:]

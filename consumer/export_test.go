@@ -49,8 +49,11 @@ func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, er
 			Partition: at.p.partition, Offset: int64(number), Time: time.Now(), Value: []byte("x"),
 		}
 	}
-	out, err := e.c.engine.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: &heldKeys{keys: map[keyHash]struct{}{}}})
-	return out.fresh, err
+	out, f := e.c.engine.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys()})
+	if f != nil {
+		return 0, f
+	}
+	return out.fresh, nil
 }
 
 // ApplyAll runs batches until all are done, as a partition does.
@@ -61,7 +64,8 @@ func (e *Engine) ApplyAll(ctx context.Context, number int32, first, n, batch int
 	}
 	for done := 0; done < n; {
 		if _, err := e.Apply(ctx, at, first+done, min(batch, n-done)); err != nil {
-			if concurrent(err) {
+			var f *failure
+			if errors.As(err, &f) && e.c.engine.verdict(f) == verdictRepeat {
 				continue
 			}
 			return err
@@ -72,7 +76,10 @@ func (e *Engine) ApplyAll(ctx context.Context, number int32, first, n, batch int
 }
 
 // IsFenced reports whether a batch was refused because of its position.
-func IsFenced(err error) bool { return errors.Is(err, errFenced) }
+func IsFenced(err error) bool {
+	var f *failure
+	return errors.As(err, &f) && isFenced(nil, f)
+}
 
 // LookEvery makes a consumer compare its partitions with their topics more often.
 func LookEvery(c *Consumer, d time.Duration) { c.lookEvery = d }

@@ -2,48 +2,60 @@ package consumer
 
 import (
 	"context"
-	"errors"
+	"crypto/sha256"
 	"hash/maphash"
+	"slices"
 	"sync"
 	"time"
 )
 
 // fleet handles the messages of one partition with several workers at a time. The messages of a key go to
-// one worker, in order, or each to whoever is free. The claims say what is done; the stored position follows
+// one worker, in order, or each to whichever is free. The claims say what is done; the stored position follows
 // the lowest message that is not, so that nothing is left out after a crash and only little comes again.
 type fleet struct {
 	partition *partition
-	queues    []chan *Message
+	queues    []chan task
 	seed      maphash.Seed
 	workers   sync.WaitGroup
 	failed    chan struct{} // closed when a worker ended
 	once      sync.Once
 	track     tracker
-	stored    *Message // the last message that the stored position is behind
+	stored    int64 // the position that is stored, or 0
+
+	mu        sync.Mutex
+	releasing map[int64]struct{} // parked messages that are handed to a worker
+}
+
+// task is what a worker does next: a message, or parked messages of one key that are due. What has one key is done by
+// one worker, so a key that is retried waits for itself alone.
+type task struct {
+	msg *Message
+	due due
 }
 
 // advanceEvery is how often the position is stored.
 const advanceEvery = 100 * time.Millisecond
 
 func newFleet(p *partition) *fleet {
-	f := &fleet{partition: p, seed: maphash.MakeSeed(), failed: make(chan struct{})}
-	n := p.session.consumer.engine.cfg.Workers
-	if p.session.consumer.engine.cfg.Order == OrderUnordered {
+	cfg := &p.session.consumer.engine.cfg
+	f := &fleet{partition: p, seed: maphash.MakeSeed(), failed: make(chan struct{}), releasing: map[int64]struct{}{}}
+	n := cfg.Workers
+	if cfg.Order == OrderUnordered {
 		n = 1 // one queue, from which all take
 	}
 	for range n {
-		f.queues = append(f.queues, make(chan *Message, 2*p.session.consumer.engine.cfg.BatchMax))
+		f.queues = append(f.queues, make(chan task, 2*cfg.BatchMax))
 	}
 	return f
 }
 
 func (f *fleet) run() {
-	// A position that went back, or is somebody else's, is no matter of one worker.
-	f.partition.lane.rehold = func(context.Context) error { return errWentBack }
-	for i := range f.partition.session.consumer.engine.cfg.Workers {
-		lane := *f.partition.lane
-		lane.work.apart, lane.committed = true, func(*Message, outcome) {}
-		f.workers.Go(func() { f.work(&lane, f.queues[i%len(f.queues)]) })
+	cfg := &f.partition.session.consumer.engine.cfg
+	// A position that went back, or has another holder, concerns all workers.
+	f.partition.lane.regain = func(context.Context) error { return errWentBack }
+	for i := range cfg.Workers {
+		lane := f.partition.lane.worker()
+		f.workers.Go(func() { f.work(lane, f.queues[i%len(f.queues)]) })
 	}
 	f.dispatch()
 	f.workers.Wait()
@@ -52,137 +64,177 @@ func (f *fleet) run() {
 	}
 }
 
+// worker is a lane beside this one: it shares all but what one transaction needs for itself.
+func (l *lane) worker() *lane {
+	w := &lane{
+		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, scope: l.scope, breaker: l.breaker, careful: l.careful,
+		tried: l.tried, committed: func(*Message, outcome) {}, regain: l.regain, restart: l.restart,
+	}
+	w.work.apart = true
+	return w
+}
+
 // dispatch hands out messages until the partition is to stop or a worker ended.
 func (f *fleet) dispatch() {
-	advance, tend := time.NewTicker(advanceEvery), time.NewTicker(tendEvery)
+	p := f.partition
+	advance := time.NewTicker(advanceEvery)
 	defer advance.Stop()
-	defer tend.Stop()
 	var batch []*Message
-	for due := false; ; {
-		if len(batch) == 0 {
-			if due {
-				if !f.look() {
-					return
-				}
-				due = false
-			}
-			batch = f.partition.session.consumer.newMessages(f.partition.pop(), f.partition.topicID)
+	for {
+		if len(batch) == 0 && !f.track.full() {
+			batch = alone(p.messages(p.queue.pop()))
 			f.track.add(batch)
 		}
-		var queue chan<- *Message // nil, which never takes, where there is nothing to hand out
-		var next *Message
+		var to chan<- task // nil, which never takes, where there is nothing to hand out
+		var next task
 		if len(batch) > 0 {
-			next = batch[0]
-			queue = f.queueOf(next)
+			next = task{msg: batch[0]}
+			to = f.queueOf(batch[0].Key, batch[0].Offset)
 		}
+		ok := true
 		select {
-		case queue <- next:
+		case to <- next:
 			batch = batch[1:]
-		case <-f.partition.arrived:
+		case <-p.queue.arrived:
+		case <-p.looked:
+			ok = f.release()
 		case <-advance.C:
-			if !f.advance() {
-				return
-			}
-		case <-tend.C:
-			due = true
+			ok = f.advance()
+		case <-p.idle.C:
+			ok = !f.track.idle() || len(batch) > 0 || p.advanceIdle()
 		case <-f.failed:
 			return
-		case <-f.partition.stopping:
+		case <-p.stopping:
+			return
+		}
+		if !ok {
 			return
 		}
 	}
 }
 
-func (f *fleet) queueOf(msg *Message) chan *Message {
-	if len(f.queues) == 1 || msg.Key == nil {
-		// Without a key there is no order: the offset spreads them.
-		return f.queues[int(msg.Offset)%len(f.queues)]
+// alone gives each message an allocation of its own: one that is slow must not keep those that arrived with it.
+func alone(msgs []*Message) []*Message {
+	for i, msg := range msgs {
+		own := *msg
+		own.Headers = slices.Clone(msg.Headers)
+		msgs[i] = &own
 	}
-	return f.queues[maphash.Bytes(f.seed, msg.Key)%uint64(len(f.queues))]
+	return msgs
+}
+
+// queueOf chooses the worker of a key. Without a key there is no order: the offset spreads them.
+func (f *fleet) queueOf(key []byte, offset int64) chan task {
+	if len(f.queues) == 1 || key == nil {
+		return f.queues[int(offset)%len(f.queues)]
+	}
+	hash := sha256.Sum256(key)
+	return f.queueOfHash(hash[:])
+}
+
+func (f *fleet) queueOfHash(hash []byte) chan task {
+	return f.queues[maphash.Bytes(f.seed, hash)%uint64(len(f.queues))]
+}
+
+// release hands parked messages that are due to the workers of their keys.
+func (f *fleet) release() bool {
+	l := f.partition.lane
+	list, err := l.due(l.ctx)
+	if err != nil {
+		l.said.warn(l, "parked messages cannot be looked after; it is tried again", err)
+		return !l.stopped()
+	}
+	for _, d := range list {
+		f.mu.Lock()
+		_, under := f.releasing[d.seq]
+		f.releasing[d.seq] = struct{}{}
+		f.mu.Unlock()
+		if under {
+			continue
+		}
+		to := f.queues[int(d.seq)%len(f.queues)]
+		if d.hash != nil {
+			to = f.queueOfHash(d.hash)
+		}
+		select {
+		case to <- task{due: d}:
+		case <-f.failed:
+			return false
+		case <-f.partition.stopping:
+			return false
+		}
+	}
+	return true
 }
 
 // work is one worker.
-func (f *fleet) work(l *lane, queue <-chan *Message) {
+func (f *fleet) work(l *lane, tasks <-chan task) {
 	defer f.once.Do(func() { close(f.failed) })
-	msgs := make([]*Message, 0, f.partition.session.consumer.engine.cfg.BatchMax)
+	batchMax := f.partition.session.consumer.engine.cfg.BatchMax
+	msgs := make([]*Message, 0, batchMax)
 	for {
+		var next task
 		select {
 		case <-f.partition.stopping:
 			return
 		case <-f.failed:
 			return
-		case msg := <-queue:
-			msgs = append(msgs[:0], msg)
+		case next = <-tasks:
 		}
-	collect:
-		for len(msgs) < f.partition.session.consumer.engine.cfg.BatchMax {
+		msgs = msgs[:0]
+		for collecting := next.msg != nil; collecting; {
+			msgs = append(msgs, next.msg)
+			next = task{}
+			if len(msgs) == batchMax {
+				break
+			}
 			select {
-			case msg := <-queue:
-				msgs = append(msgs, msg)
+			case next = <-tasks:
+				collecting = next.msg != nil
 			default:
-				break collect
+				collecting = false
 			}
 		}
-		if !l.process(msgs) {
+		if len(msgs) > 0 && !f.handle(l, msgs) || next.due.seq != 0 && !f.retry(l, next.due) {
 			return
 		}
-		f.track.done(msgs)
 	}
+}
+
+// handle brings messages to their end. The position that the transaction makes sure of is the one that is stored.
+func (f *fleet) handle(l *lane, msgs []*Message) bool {
+	l.work.pos = f.partition.current.Load()
+	if !l.process(msgs) {
+		return false
+	}
+	f.track.done(msgs)
+	return true
+}
+
+// retry tries parked messages of one key again.
+func (f *fleet) retry(l *lane, d due) bool {
+	l.work.pos = f.partition.current.Load()
+	err := l.release(l.ctx, []due{d})
+	f.mu.Lock()
+	delete(f.releasing, d.seq)
+	f.mu.Unlock()
+	if err != nil && !l.stopped() {
+		l.said.warn(l, "parked messages cannot be looked after; it is tried again", err)
+	}
+	return !l.stopped()
 }
 
 // advance stores how far everything is done. It returns false if the partition is to stop.
 func (f *fleet) advance() bool {
-	last := f.track.low()
-	if last == nil || last == f.stored {
+	low := f.track.low()
+	if low.behind == f.stored || low.behind == 0 {
 		return true
 	}
-	ctx, cancel := context.WithTimeout(f.partition.lane.ctx, takeOverMax)
-	defer cancel()
-	var stored int64
-	err := f.partition.session.consumer.engine.pool.QueryRow(ctx, f.partition.session.consumer.engine.sql.advance, f.partition.session.consumer.engine.cfg.Group, f.partition.pos.topic, f.partition.pos.partition, f.partition.pos.epoch, f.partition.pos.stored, last.Offset+1, last.Time).Scan(&stored)
-	if err != nil {
-		// Not stored is only late, unless the position is not ours any more.
-		return f.partition.lane.waitOut(1, wrapPosition(err))
-	}
-	f.stored, f.partition.pos.stored = last, &stored
-	f.partition.mark(last)
-	return true
-}
-
-// look looks after parked messages. Whatever has to be done is done while no worker is at work, so that the
-// messages of a key stay in order.
-func (f *fleet) look() bool {
-	if err := f.partition.lane.inPlace(f.partition.lane.ctx); errors.Is(err, errWentBack) {
-		f.partition.session.restart(err)
+	if !f.partition.advance(low) {
 		return false
 	}
-	h, err := f.partition.lane.heads(f.partition.lane.ctx)
-	if err != nil {
-		return f.partition.lane.waitOut(1, err)
-	}
-	quiet := !h.due
-	for _, key := range f.partition.lane.work.held.list() {
-		if _, held := h.held[keyHash(key)]; !held {
-			quiet = false
-		}
-	}
-	if quiet {
-		f.partition.lane.work.held.add(h.held)
-		return true
-	}
-	for !f.track.idle() {
-		select {
-		case <-f.track.emptied():
-		case <-f.failed:
-			return false
-		case <-f.partition.stopping:
-			return false
-		}
-	}
-	for f.partition.tend() {
-		if f.partition.lane.stopped() {
-			return false
-		}
+	if f.partition.pos.stored != nil && *f.partition.pos.stored >= low.behind {
+		f.stored = low.behind
 	}
 	return true
 }

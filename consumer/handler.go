@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"runtime/debug"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -18,7 +20,7 @@ type Handler interface {
 }
 
 // Each makes a handler that gets one message at a time and the transaction. An error rolls the batch
-// back; see Permanent for those that trying again cannot mend. Panics become errors.
+// back; see Permanent for those that no further attempt can cure. Panics become errors.
 func Each(handle func(ctx context.Context, tx pgx.Tx, msg *Message) error) Handler {
 	return eachHandler(handle)
 }
@@ -31,7 +33,7 @@ func (h eachHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
 		view := t.view(msg)
 		err := guard(func() error { return h(ctx, view, msg) })
 		view.done.Store(true)
-		if err = t.verdict(err); err != nil {
+		if err = t.inspect(err); err != nil {
 			return blamed(i, err)
 		}
 	}
@@ -59,7 +61,7 @@ type batchHandler func(ctx context.Context, tx pgx.Tx, msgs []*Message) error
 func (h batchHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
 	t.turn(-1, nil)
 	view := t.view(nil)
-	err := t.verdict(guard(func() error { return h(ctx, view, msgs) }))
+	err := t.inspect(guard(func() error { return h(ctx, view, msgs) }))
 	view.done.Store(true)
 	if err == nil {
 		return nil
@@ -123,28 +125,27 @@ func (h queuedHandler) handle(ctx context.Context, t *tx, msgs []*Message) error
 	if q.batch.Len() == 0 {
 		return nil
 	}
+	return h.send(ctx, t, q, len(msgs))
+}
+
+// send sends what was queued. It is the round trip of the whole batch: one that takes too long is no message's fault.
+func (h queuedHandler) send(ctx context.Context, t *tx, q *Queue, messages int) error {
+	t.turn(unknownIndex, nil)
+	t.busy.Store(true)
 	read := 0 // how far the results were read, so that an error finds its message
-	err := guard(func() error {
-		results := t.conn.SendBatch(ctx, q.batch)
-		for i, query := range q.batch.QueuedQueries {
-			read = i
-			var err error
-			if query.Fn != nil {
-				err = query.Fn(results)
-			} else {
-				_, err = results.Exec()
-			}
-			if err != nil {
-				_ = results.Close() // says the same
-				return err
-			}
-		}
-		return results.Close()
-	})
-	if err = t.verdict(err); err != nil {
-		return blamed(q.owner[read], err)
+	err := guard(func() error { return send(ctx, t.conn, q.batch, &read) })
+	t.busy.Store(false)
+	if err = t.inspect(err); err == nil {
+		return nil
 	}
-	return nil
+	var answered *pgconn.PgError
+	var panicked *PanicError
+	known := errors.As(err, &panicked) || errors.As(err, &answered) && (read > 0 || !strings.HasPrefix(answered.Code, "42"))
+	if messages > 1 && !known {
+		// Without an answer any of them may be at fault, and so may any where PostgreSQL refused to prepare one.
+		return &batchError{err}
+	}
+	return blamed(q.owner[min(read, len(q.owner)-1)], err)
 }
 
 // collect runs the handler over the messages. Where it fails or panics, t.index is the message.
@@ -181,9 +182,9 @@ var errEnded = errors.New("handler ended the transaction itself: return nil to c
 
 var errRowsOpen = errors.New("handler left a result open: close the rows before returning")
 
-// verdict looks, without a round trip, at what a handler left behind, and returns why the message
+// inspect looks, without a round trip, at what a handler left behind, and returns why the message
 // failed, or nil.
-func (t *tx) verdict(err error) error {
+func (t *tx) inspect(err error) error {
 	if misuse := t.misuse(); misuse != nil {
 		return Permanent(errors.Join(misuse, err))
 	}

@@ -13,23 +13,52 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// lane works through messages of a partition in order, transaction by transaction. A partition has one, and
-// one more for each worker where messages are handled in parallel.
+// lane brings messages of a partition to their end, in order, transaction by transaction. A partition has one, and
+// one more for each worker where messages are handled in parallel. docs/design.md has the table of its states.
 type lane struct {
-	consumer *Consumer
+	engine *engine
+	ctx    context.Context //nolint:containedctx // the life of the lane: its end rolls back
+	// stopping is closed: no further transaction, no further attempt.
+	stopping <-chan struct{}
 
-	work     work // but its messages
-	breaker  *breaker
-	careful  *atomic.Int64     // so many messages are still tried alone, and counted first …
-	from     int64             // … from this offset on: what comes before was handled
-	tried    map[uuid.UUID]int // attempts that earlier holders left behind
-	ctx      context.Context   //nolint:containedctx // the life of the lane: its end rolls back
-	stopping <-chan struct{}   // no further batch, no further attempt
-	stale    bool              // a COMMIT may have parked something that held does not know
+	work    work   // but its messages
+	scope   string // the consumer's name
+	breaker *breaker
+	careful *careful
+	tried   map[uuid.UUID]tried // attempts that earlier holders left behind
 
 	committed func(last *Message, out outcome)
-	rehold    func(ctx context.Context) error
-	restart   func(error)
+	// regain takes the position over again after it was refused. errWentBack: the database lost commits.
+	regain func(ctx context.Context) error
+	// restart gives the partition up, to be assigned anew.
+	restart func(error)
+
+	refused refusals // of the position, by another holder
+	said    repeated
+}
+
+// careful counts how many messages are still tried alone, and counted before they are tried, because the last holder
+// may have died of one of them. The lanes of a partition share it.
+type careful struct {
+	left atomic.Int64
+	from int64 // offset of the first of them: what comes before was handled
+}
+
+// concerns reports whether a message is one of them.
+func (c *careful) concerns(msg *Message) bool {
+	return c.left.Load() > 0 && (msg.row != 0 || msg.Offset >= c.from)
+}
+
+func (c *careful) done(msgs []*Message) {
+	if last := msgs[len(msgs)-1]; last.row != 0 || last.Offset >= c.from {
+		c.left.Add(-int64(len(msgs)))
+	}
+}
+
+// tried is what message_attempts knows about a message.
+type tried struct {
+	attempts int
+	keys     int16
 }
 
 func (l *lane) stopped() bool {
@@ -41,12 +70,12 @@ func (l *lane) stopped() bool {
 	}
 }
 
-// process works until every message is done, or the lane is to stop: then it returns false and the next
-// holder goes on from the stored position.
+// process brings every message to its end. It returns false if the lane is to stop: then the next holder resumes at
+// the stored position.
 func (l *lane) process(msgs []*Message) bool {
 	for len(msgs) > 0 {
 		n := l.together(msgs)
-		if !l.batch(msgs[:n]) {
+		if !l.finish(msgs[:n]) {
 			return false
 		}
 		msgs = msgs[n:]
@@ -56,230 +85,255 @@ func (l *lane) process(msgs []*Message) bool {
 
 // together says how many of the messages share the next transaction.
 func (l *lane) together(msgs []*Message) int {
-	if l.careful.Load() <= 0 {
-		return len(msgs)
-	}
 	n := 0
-	for n < len(msgs) && msgs[n].row == 0 && msgs[n].Offset < l.from {
+	for n < len(msgs) && !l.careful.concerns(msgs[n]) {
 		n++
 	}
 	return max(n, 1)
 }
 
-// batch does messages in one transaction. If it fails it is rolled back and split: what stands before the
-// culprit commits, then the culprit's error decides, and the rest follows. Where the culprit is not known (an
-// error at COMMIT) the halves are tried. Of parked messages, what follows the culprit waits for another
-// time: it returns false.
-func (l *lane) batch(msgs []*Message) bool {
-	for waits := 0; len(msgs) > 0; {
-		if l.stopped() || !l.ready(msgs) {
+// step is what a lane does next with messages whose transaction failed.
+type step uint8
+
+const (
+	// stepAgain: wait, then the same messages.
+	stepAgain step = iota
+	// stepRegain: take the position over again, then the same messages.
+	stepRegain
+	// stepHalves: the first half, then the second one.
+	stepHalves
+	// stepCulprit: what comes before the failed message, then that one is judged, then the rest.
+	stepCulprit
+)
+
+// next is the step after a failure of n messages.
+func (f *failure) next(v verdict, n int) step {
+	switch {
+	case v == verdictFenced:
+		return stepRegain
+	case v == verdictRepeat, v == verdictWait, v == verdictDivide && n == 1:
+		return stepAgain
+	case v == verdictDivide, f.index == unknownIndex && n > 1:
+		return stepHalves
+	default:
+		return stepCulprit
+	}
+}
+
+// finish brings messages that share a transaction to their end. It returns false if the lane is to stop, or if a
+// parked message stays parked: what waits behind it waits for another time.
+func (l *lane) finish(msgs []*Message) bool {
+	waits, losses := 0, 0
+	for len(msgs) > 0 {
+		if l.stopped() || !l.admit(msgs) {
 			return false
 		}
-		err := l.try(msgs)
-		if err == nil {
+		f := l.try(msgs)
+		if f == nil {
 			return true
 		}
 		if l.stopped() {
 			return false
 		}
-		var failed *messageError
-		switch {
-		case errors.Is(err, errFenced), troubleOfDatabase(err), concurrent(err):
+		v := l.engine.verdict(f)
+		if f.lost && f.origin != originCommit {
+			if losses++; losses > 1 && l.databaseAnswers() {
+				v = verdictCount // it recurs with these messages, and with them alone
+			}
+		}
+		ok := true
+		switch f.next(v, len(msgs)) {
+		case stepAgain:
 			waits++
-			if !l.waitOut(waits, err) {
-				return false
-			}
-			continue
-		case errors.As(err, &failed):
-		case len(msgs) == 1:
-			failed = &messageError{0, err}
-		default:
+			ok = l.wait(waits, f)
+		case stepRegain:
+			ok = l.takeBack(f)
+		case stepHalves:
 			half := (len(msgs) + 1) / 2
-			if !l.batch(msgs[:half]) {
-				return false
+			ok = l.finish(msgs[:half])
+			waits, losses, msgs = 0, 0, msgs[half:]
+		case stepCulprit:
+			at := max(f.index, 0)
+			ok = at == 0 || l.finish(msgs[:at])
+			if ok {
+				msgs, ok = l.settle(msgs[at:], f, v)
 			}
-			waits, msgs = 0, msgs[half:]
-			continue
+			waits, losses = 0, 0
 		}
-		if failed.index > 0 && !l.batch(msgs[:failed.index]) {
+		if !ok {
 			return false
-		}
-		waits, msgs = 0, msgs[failed.index:]
-		if !l.failed(msgs[0], failed.err) {
-			return false
-		}
-		if msgs[0].park == nil { // it is tried again, alone
-			if !l.batch(msgs[:1]) {
-				return false
-			}
-			msgs = msgs[1:]
 		}
 	}
 	return true
 }
 
-// ready counts an attempt before it begins, where the message may have killed its consumer: an attempt that
-// ends with the process must count, too.
-func (l *lane) ready(msgs []*Message) bool {
+// settle decides what becomes of the first of the messages, whose attempt failed, and returns those that are left.
+func (l *lane) settle(msgs []*Message, f *failure, v verdict) ([]*Message, bool) {
+	if !l.judge(msgs[0], f, v) {
+		return nil, false
+	}
+	if msgs[0].park != nil {
+		return msgs, true // it is parked together with what follows
+	}
+	return msgs[1:], l.finish(msgs[:1]) // it is tried again, alone
+}
+
+// admit counts an attempt before it begins, where the message may have killed its consumer: an attempt that
+// ends with the process must count, too. It returns false if the message is not to be tried.
+func (l *lane) admit(msgs []*Message) bool {
 	msg := msgs[0]
-	if len(msgs) > 1 || l.careful.Load() <= 0 || msg.row == 0 && msg.Offset < l.from || msg.counted || msg.park != nil {
+	if len(msgs) > 1 || !l.careful.concerns(msg) || msg.counted || msg.park != nil {
 		return true
 	}
 	if !l.count(msg, nil) {
 		return false
 	}
-	if msg.attempts <= l.consumer.engine.cfg.AttemptsMax || l.consumer.engine.cfg.OnFailure == OnFailureBlock {
+	if msg.attempts <= l.engine.cfg.AttemptsMax || l.engine.cfg.OnFailure == OnFailureBlock {
 		return true
 	}
 	why := &parking{reasonCrashed, fmt.Errorf("attempt %d began and did not end: the message seems to end the process", msg.attempts-1), msg.attempts - 1}
 	if msg.row != 0 {
-		return l.setBack(msg, "parked", why, 0) && false
+		l.setBack(msg, "parked", why, 0)
+		return false
 	}
 	msg.park = why
-	l.say(msg, "message is parked: it seems to end the process", why.err, "attempts", why.attempts)
+	l.report(msg, "message is parked: it seems to end the process", why.err, "attempts", why.attempts)
 	return true
 }
 
 // count counts an attempt at a message in the database, and waits until that is done.
 func (l *lane) count(msg *Message, last error) bool {
+	var text *string
+	if last != nil {
+		said := bounds.ErrorText(last)
+		text = &said
+	}
 	for waits := 1; ; waits++ {
-		var text *string
-		if last != nil {
-			said := bounds.ErrorText(last)
-			text = &said
-		}
-		err := l.consumer.engine.pool.QueryRow(l.ctx, l.consumer.engine.sql.attempt, l.work.consumer.ID(), [16]byte(msg.ID), text).Scan(&msg.attempts)
+		ctx, cancel := l.engine.bounded(l.ctx)
+		var keys int16
+		err := l.engine.pool.QueryRow(ctx, l.engine.sql.attempt, l.work.consumer.ID(), [16]byte(msg.ID), text, msg.keyGeneration()).Scan(&msg.attempts, &keys)
+		cancel()
 		if err == nil {
 			msg.counted = true
+			msg.keepKeys(keys)
 			crashpoint.At(l.ctx, crashpoint.ConsumerAttempted)
 			return true
 		}
-		if l.stopped() || !l.waitOut(waits, fmt.Errorf("count an attempt: %w", err)) {
+		if l.stopped() || !l.wait(waits, &failure{origin: originEngine, index: unknownIndex, err: fmt.Errorf("count an attempt: %w", err)}) {
 			return false
 		}
 	}
 }
 
-// try does a batch once.
-func (l *lane) try(msgs []*Message) error {
-	if l.stale {
-		if err := l.reload(l.ctx); err != nil {
-			return err
-		}
-		l.stale = false
-	}
+// try does messages once, in one transaction.
+func (l *lane) try(msgs []*Message) *failure {
 	if len(l.tried) > 0 {
 		for _, msg := range msgs {
-			msg.attempts = max(msg.attempts, l.tried[msg.ID])
+			if before, known := l.tried[msg.ID]; known {
+				msg.attempts = max(msg.attempts, before.attempts)
+				msg.keepKeys(before.keys)
+			}
 		}
 	}
 	w := l.work
 	w.msgs = msgs
-	out, err := l.consumer.engine.apply(l.ctx, &w)
-	if err != nil {
-		l.stale = true
-		return err
+	out, f := l.engine.apply(l.ctx, &w)
+	if f != nil {
+		return f
 	}
-	if msgs[0].row != 0 || msgs[0].Offset >= l.from {
-		l.careful.Add(-int64(len(msgs)))
-	}
+	l.said.end(l)
+	l.careful.done(msgs)
+	cfg := &l.engine.cfg
 	if !w.released() {
-		l.breaker.handled(out.fresh)
-		if l.consumer.engine.cfg.Hooks.Processed != nil {
-			l.consumer.engine.cfg.Hooks.Processed(l.work.pos.topic, out.fresh, out.duplicates)
+		l.breaker.noteHandled(out.fresh)
+		if cfg.Hooks.Processed != nil {
+			l.engine.hook(func() { cfg.Hooks.Processed(l.work.pos.topic, out.fresh, out.duplicates) })
 		}
 	}
 	l.committed(msgs[len(msgs)-1], out)
-	if l.consumer.engine.cfg.Hooks.Parked != nil && out.parked > 0 {
-		l.consumer.engine.cfg.Hooks.Parked(l.work.pos.topic, out.parked)
+	if cfg.Hooks.Parked != nil && out.parked > 0 {
+		l.engine.hook(func() { cfg.Hooks.Parked(l.work.pos.topic, out.parked) })
 	}
 	crashpoint.At(l.ctx, crashpoint.ConsumerMarked)
 	return nil
 }
 
-// failed decides what becomes of a message after an attempt that failed: it is marked to be parked, or the
+// judge decides what becomes of a message after an attempt that failed: it is marked to be parked, or the
 // lane has waited and it is to be tried again. It returns false if the lane is to stop, or if the message
 // stays parked.
-func (l *lane) failed(msg *Message, err error) bool {
-	if !msg.counted && !l.count(msg, err) {
+func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
+	cfg := &l.engine.cfg
+	if !msg.counted && !l.count(msg, f.err) {
 		return false
 	}
 	msg.counted = false
 	if msg.park != nil { // it could not even be parked
-		wait := l.consumer.engine.cfg.RetryMax
-		l.trouble(msg, &parking{msg.park.reason, err, msg.attempts}, "message cannot be parked and blocks its partition", wait)
-		l.pause(wait)
+		l.blocked(msg, &parking{msg.park.reason, f.err, msg.attempts}, "message cannot be parked and blocks its partition", cfg.RetryMax)
+		l.pause(cfg.RetryMax)
 		return !l.stopped()
 	}
-	if l.consumer.engine.cfg.Hooks.Failed != nil {
-		l.consumer.engine.cfg.Hooks.Failed(msg, msg.attempts, err)
+	if cfg.Hooks.Failed != nil {
+		l.engine.hook(func() { cfg.Hooks.Failed(msg, msg.attempts, f.err) })
 	}
-	reason, permanent := l.consumer.engine.judge(err)
-	final := permanent || msg.attempts >= l.consumer.engine.cfg.AttemptsMax
-	why := &parking{reason, err, msg.attempts}
-	wait := l.consumer.engine.backoff(msg.attempts)
+	why := &parking{f.reason(v), f.err, msg.attempts}
+	final := v == verdictPark || msg.attempts >= cfg.AttemptsMax
+	wait := l.engine.backoff(msg.attempts)
 	var later *retryAfterError
-	if errors.As(err, &later) {
+	if errors.As(f.err, &later) {
 		wait = max(wait, later.after)
 	}
 	switch {
 	case msg.row != 0 && final:
-		return l.setBack(msg, "parked", why, 0) && false
+		l.setBack(msg, "parked", why, 0)
+		return false
 	case msg.row != 0:
-		return l.setBack(msg, "retry", why, wait) && false
-	case l.consumer.engine.cfg.OnFailure == OnFailureBlock:
-		if permanent {
-			wait = l.consumer.engine.cfg.RetryMax // only a new version of the handler can help
+		l.setBack(msg, "retry", why, wait)
+		return false
+	case cfg.OnFailure == OnFailureBlock:
+		if v == verdictPark {
+			wait = cfg.RetryMax // only a new version of the handler can help
 		}
-		l.trouble(msg, why, "message fails and blocks its partition until it succeeds", wait)
+		l.blocked(msg, why, "message fails and blocks its partition until it succeeds", wait)
 	case final && !l.breaker.allows():
-		wait = max(wait, l.consumer.engine.cfg.RetryMax)
-		l.trouble(msg, why, fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and tries again", l.consumer.engine.cfg.ParkShareMax, breakerWindow), wait)
+		wait = max(wait, cfg.RetryMax)
+		l.blocked(msg, why, fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and tries again", cfg.ParkShareMax, breakerWindow), wait)
 	case final:
-		l.breaker.parked()
+		l.breaker.noteParked()
 		msg.park = why
-		l.say(msg, "message cannot be handled and is "+l.consumer.engine.cfg.OnFailure.past(), err, "attempts", msg.attempts, "reason", reason)
+		l.report(msg, "message cannot be handled and is "+cfg.OnFailure.past(), f.err, "attempts", msg.attempts, "reason", why.reason)
 		return true
 	default:
-		l.say(msg, "message failed and is tried again", err, "attempts", msg.attempts, "attempts_max", l.consumer.engine.cfg.AttemptsMax, "retry_in", wait)
+		l.report(msg, "message failed and is tried again", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", wait)
 	}
 	l.pause(wait)
-	return !l.stopped() && l.count(msg, err)
+	return !l.stopped() && l.count(msg, f.err)
 }
 
-// say logs what happened to a message.
-func (l *lane) say(msg *Message, text string, err error, attrs ...any) {
-	l.consumer.engine.cfg.Logger.ErrorContext(l.ctx, text, append([]any{
-		"group", l.consumer.engine.cfg.Group, "topic", msg.Topic, "partition", msg.Partition, "offset", msg.Offset, "id", msg.ID, "error", err,
-	}, attrs...)...)
-}
-
-// trouble says, in the log and in the database, why the partition stands still.
-func (l *lane) trouble(msg *Message, why *parking, text string, wait time.Duration) {
-	l.say(msg, text, why.err, "attempts", why.attempts, "reason", why.reason, "retry_in", wait)
-	said := bounds.ErrorText(fmt.Errorf("%s: offset %d, message %s, attempt %d: %w", text, msg.Offset, msg.ID, why.attempts, why.err))
-	// The log said it already; a database that is away says the rest.
-	_, _ = l.consumer.engine.pool.Exec(l.ctx, l.consumer.engine.sql.trouble, l.consumer.engine.cfg.Group, msg.Topic, msg.Partition, l.work.pos.epoch, said)
-}
-
-// waitOut pauses after trouble that is no message's fault. It returns false if the lane is to stop.
-func (l *lane) waitOut(waits int, err error) bool {
-	if errors.Is(err, errFenced) || l.consumer.engine.cfg.Dedup == DedupByPosition {
-		// Without claims nothing but the position says whether a COMMIT without an answer came through.
-		again := l.rehold(l.ctx)
-		if errors.Is(again, errWentBack) {
-			l.restart(again)
-			return false
-		}
-		if err = again; err == nil {
-			return !l.stopped()
-		}
+// wait pauses after a failure that is not the message's. It returns false if the lane is to stop.
+func (l *lane) wait(waits int, f *failure) bool {
+	if l.engine.cfg.Dedup == DedupByPosition && f.origin == originCommit {
+		// Without claims the position alone says whether a COMMIT without an answer was done. Taking it over again
+		// also fences that COMMIT, if it is still under way.
+		return l.takeBack(f)
 	}
-	wait := l.consumer.engine.backoff(waits)
-	l.consumer.engine.cfg.Logger.WarnContext(l.ctx, "partition waits for the database; nothing is lost", "group", l.consumer.engine.cfg.Group,
-		"topic", l.work.pos.topic, "partition", l.work.pos.partition, "attempt", waits, "error", err, "retry_in", wait)
+	wait := l.engine.backoff(waits)
+	l.said.warn(l, "partition waits for the database; nothing is lost", f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
+	if waits == waitsStored || waits > waitsStored && waits%waitsStored == 0 {
+		l.store(fmt.Sprintf("the partition waits for the database, attempt %d: %v", waits, f.err))
+	}
 	l.pause(wait)
 	return !l.stopped()
+}
+
+// waitsStored is after how many waits in a row the reason is stored, for people who look at positions.
+const waitsStored = 5
+
+// databaseAnswers reports whether the database answers on another connection.
+func (l *lane) databaseAnswers() bool {
+	ctx, cancel := context.WithTimeout(l.ctx, answerGrace)
+	defer cancel()
+	var primary bool
+	return l.engine.pool.QueryRow(ctx, l.engine.sql.primary).Scan(&primary) == nil && primary
 }
 
 // pause waits, unless the lane is to stop.

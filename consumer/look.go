@@ -73,7 +73,7 @@ func (s *session) look(ctx context.Context) error {
 		}
 		if atEnd {
 			topics, numbers = append(topics, p.pos.topic), append(numbers, p.pos.partition)
-			epochs, delivered = append(epochs, p.epoch.Load()), append(delivered, upTo)
+			epochs, delivered = append(epochs, p.current.Load().epoch), append(delivered, upTo)
 		}
 	}
 	if len(topics) == 0 {
@@ -83,18 +83,4 @@ func (s *session) look(ctx context.Context) error {
 		return fmt.Errorf("note that partitions are at their end: %w", err)
 	}
 	return nil
-}
-
-// compare tells whether everything up to the end of the topic has arrived, whether nothing arrived since the
-// last time although it could have, and up to where messages arrived.
-func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
-	p.queue.Lock()
-	defer p.queue.Unlock()
-	missing := end > p.seen && !p.paused && len(p.waiting) == 0
-	stuck = missing && p.lookedAt.end > p.lookedAt.seen && p.lookedAt.seen == p.seen
-	p.lookedAt.seen, p.lookedAt.end = p.seen, end
-	if !missing {
-		p.lookedAt.end = p.seen
-	}
-	return end <= p.seen, stuck, p.delivered
 }

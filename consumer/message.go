@@ -28,13 +28,16 @@ type Message struct {
 
 	topicID   uuid.UUID // zero if the broker does not know it
 	record    *kgo.Record
-	published int       // messages published while handling it: the step of the next child ID
-	released  time.Time // the time of its children, if it was parked
-	row       int64     // its seq in parked_messages; 0: it comes from Kafka
-	park      *parking  // it is not handled but parked
-	attempts  int       // attempts at it alone, as the database knows them; 0: none
-	counted   bool      // the next attempt is counted already
-	finished  bool      // for the tracker, under its lock
+	published int        // messages published while handling it: the step of the next child ID
+	released  time.Time  // the time of its children, if it was parked
+	scope     string     // the consumer's name
+	callTime  *time.Time // the time in keys for foreign calls of the previous release; nil: they have none
+	behind    int64      // offset behind the control records that follow it; 0: none do
+	row       int64      // its seq in parked_messages; 0: it comes from Kafka
+	park      *parking   // it is not handled but parked
+	attempts  int        // attempts at it alone, as the database knows them; 0: none
+	place     int        // in the tracker
+	counted   bool       // the next attempt is counted already
 }
 
 // Header is one record header; the value of Kafka's null is nil.
@@ -53,15 +56,51 @@ func (m *Message) Header(name string) ([]byte, bool) {
 	return nil, false
 }
 
-// ChildID derives an ID from this message and a step: the same at every re-execution. Use it as the
-// idempotency key of a call to another system; each call in a handler needs a step of its own.
+// ChildID derives the key of a call to another system: it depends on the consumer's name, the message's ID and the
+// step alone, so it is the same at every attempt, after parking, retry, promotion and release. Each call in a handler
+// needs a step of its own. It carries no time: messages that a handler publishes have other IDs, see OutboxID.
+//
+// Messages that the previous release may have attempted keep the keys that it gave them.
 func (m *Message) ChildID(step string) uuid.UUID {
+	if m.callTime != nil {
+		return dedup.ChildID(m.ID, step, *m.callTime)
+	}
+	return dedup.CallKey(m.scope, m.ID, step)
+}
+
+// OutboxID derives the ID of a message to be published from this one and a step: the same at every re-execution. It
+// carries the time of the record, or of the release from parking, so that the next consumer can prove it fresh.
+// What a handler publishes through its tx gets such an ID by itself; a handler of whole batches calls it.
+func (m *Message) OutboxID(step string) uuid.UUID {
 	at := m.Time
 	if !m.released.IsZero() {
 		at = m.released
 	}
 	return dedup.ChildID(m.ID, step, at)
 }
+
+// Generations of keys for foreign calls, as message_attempts and parked_messages store them.
+const (
+	keysTimed  = 1 // of the previous release
+	keysStable = 2
+)
+
+func (m *Message) keyGeneration() int16 {
+	if m.callTime != nil {
+		return keysTimed
+	}
+	return keysStable
+}
+
+// keepKeys makes the message's keys for foreign calls those of a generation that an earlier attempt used.
+func (m *Message) keepKeys(generation int16) {
+	if generation == keysTimed && m.callTime == nil {
+		m.callTime = &m.Time
+	}
+}
+
+// next is the offset behind the message and the control records that follow it.
+func (m *Message) next() int64 { return max(m.behind, m.Offset+1) }
 
 // String names the message for logs, without key or value.
 func (m *Message) String() string {

@@ -5,7 +5,6 @@ import (
 	"crypto/sha256"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"strings"
 	"sync"
 	"time"
@@ -42,42 +41,42 @@ type parking struct {
 // errConflict: dropping the message as a duplicate would lose it.
 var errConflict = errors.New("the ID was claimed by a message with another key or value: its producer uses an ID twice")
 
-// expiredError says how old a message is.
-type expiredError struct {
-	what       string
-	at, oldest time.Time
-}
-
-func (e expiredError) Error() string {
-	return fmt.Sprintf("the message's %s is of %s, and the dedup window begins at %s: it may have been handled before, and its claim be forgotten",
-		e.what, e.at.UTC().Format(time.RFC3339), e.oldest.UTC().Format(time.RFC3339))
-}
-
 // keyHash stands for a key.
 type keyHash [sha256.Size]byte
 
-// heldKeys are the keys of a partition of which a message is parked: what comes later goes behind it. The
-// holder of the partition loads them when it takes over and keeps them up to date; workers of a partition
-// share them. A message without a key waits for nobody.
+// heldKeys are the keys of a partition of which a message may be parked: what comes later goes behind it. The holder of
+// the partition loads them when it takes over, and adds what it parks; its workers share them. They are a hint: the
+// transaction that meets such a key asks the database (see queueHeld), and operators need not say what they took away.
+// A message without a key waits for no other.
 type heldKeys struct {
 	mu   sync.Mutex
 	keys map[keyHash]struct{}
 }
 
-func (h *heldKeys) has(key []byte) bool {
-	if key == nil {
-		return false
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	_, held := h.keys[sha256.Sum256(key)]
-	return held
-}
+func newHeldKeys() *heldKeys { return &heldKeys{keys: map[keyHash]struct{}{}} }
 
-func (h *heldKeys) any() bool {
+// of returns the keys of messages that may be held, each once.
+func (h *heldKeys) of(msgs []*Message) (hashes [][]byte) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return len(h.keys) > 0
+	if len(h.keys) == 0 {
+		return nil
+	}
+	seen := map[keyHash]struct{}{}
+	for _, msg := range msgs {
+		if msg.Key == nil {
+			continue
+		}
+		hash := keyHash(sha256.Sum256(msg.Key))
+		if _, held := h.keys[hash]; !held {
+			continue
+		}
+		if _, again := seen[hash]; !again {
+			seen[hash] = struct{}{}
+			hashes = append(hashes, hash[:])
+		}
+	}
+	return hashes
 }
 
 func (h *heldKeys) add(keys map[keyHash]struct{}) {
@@ -91,97 +90,30 @@ func (h *heldKeys) add(keys map[keyHash]struct{}) {
 	}
 }
 
-func (h *heldKeys) replace(keys map[keyHash]struct{}) {
+// free forgets those of the keys that were asked for that are not held any more, and were not parked just now.
+func (h *heldKeys) free(asked [][]byte, held, parked map[keyHash]struct{}) {
+	if len(asked) == 0 {
+		return
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.keys = keys
-}
-
-func (h *heldKeys) list() [][]byte {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	keys := make([][]byte, 0, len(h.keys))
-	for key := range h.keys {
-		keys = append(keys, key[:])
-	}
-	return keys
-}
-
-// sorting divides the messages of a transaction.
-type sorting struct {
-	handle []*Message
-	index  []int // of each in the batch
-	parked []*Message
-	why    []*parking           // of each parked
-	behind []bool               // of each parked: it waits for an earlier one of its key
-	keys   map[keyHash]struct{} // that are held from now on
-}
-
-// sortOut decides for each fresh message whether it is handled or parked.
-func (e *engine) sortOut(w *work, c claimed) *sorting {
-	s := &sorting{handle: make([]*Message, 0, len(w.msgs)), index: make([]int, 0, len(w.msgs))}
-	anyHeld := e.holdsKeys() && w.held.any()
-	for i, msg := range w.msgs {
-		why := msg.park
-		switch {
-		case c.conflicts != nil && c.conflicts[i]:
-			why = &parking{reason: reasonConflict, err: errConflict}
-		case !c.fresh[i]:
-			continue
-		case why == nil && msg.row == 0:
-			why = expired(msg, c.oldest)
-		}
-		behind := msg.row == 0 && (anyHeld && w.held.has(msg.Key) || s.holds(msg.Key))
-		if why == nil && behind {
-			why = &parking{reason: reasonBehind}
-		}
-		if why == nil {
-			s.handle, s.index = append(s.handle, msg), append(s.index, i)
-			continue
-		}
-		s.parked, s.why, s.behind = append(s.parked, msg), append(s.why, why), append(s.behind, behind)
-		if e.holdsKeys() && msg.Key != nil {
-			if s.keys == nil {
-				s.keys = map[keyHash]struct{}{}
-			}
-			s.keys[sha256.Sum256(msg.Key)] = struct{}{}
+	for _, key := range asked {
+		hash := keyHash(key)
+		_, still := held[hash]
+		_, again := parked[hash]
+		if !still && !again {
+			delete(h.keys, hash)
 		}
 	}
-	return s
-}
-
-func (s *sorting) holds(key []byte) bool {
-	if len(s.keys) == 0 || key == nil {
-		return false
-	}
-	_, held := s.keys[sha256.Sum256(key)]
-	return held
-}
-
-// holdsKeys tells whether a parked message makes the later ones of its key wait.
-func (e *engine) holdsKeys() bool {
-	return e.cfg.Order != OrderUnordered && e.cfg.OnFailure != OnFailureDeadLetter
-}
-
-// expired returns why a message cannot be proven fresh, or nil: its claim, if it was handled before, may be
-// forgotten. The ID's time counts and the record's, whichever is older.
-func expired(msg *Message, oldest time.Time) *parking {
-	if at, ok := dedup.Time(msg.ID); ok && at.Before(oldest) {
-		return &parking{reason: reasonExpired, err: expiredError{"ID", at, oldest}}
-	}
-	if msg.Time.UnixMilli() > 0 && msg.Time.Before(oldest) {
-		return &parking{reason: reasonExpired, err: expiredError{"record", msg.Time, oldest}}
-	}
-	return nil
 }
 
 // queuePark adds the insert of parked messages to a transaction.
-func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *sorting) {
+func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selection) {
 	n := len(s.parked)
 	ids, topics, partitions, offsets := make([][16]byte, n), make([]string, n), make([]int32, n), make([]int64, n)
 	topicIDs, keys, payloads, headers := make([]*[16]byte, n), make([][]byte, n), make([][]byte, n), make([]string, n)
 	times, reasons, errs := make([]time.Time, n), make([]string, n), make([]string, n)
-	attempts, states := make([]int32, n), make([]string, n)
+	attempts, states, generations, callTimes := make([]int32, n), make([]string, n), make([]int16, n), make([]*time.Time, n)
 	for i, m := range s.parked {
 		ids[i], topics[i], partitions[i], offsets[i] = m.ID, m.Topic, m.Partition, m.Offset
 		if id := [16]byte(m.topicID); id != [16]byte{} {
@@ -192,12 +124,14 @@ func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *sorting
 			payloads[i], headers[i] = m.Value, headersText(m.Headers)
 		}
 		reasons[i], errs[i], attempts[i] = s.why[i].reason, bounds.ErrorText(s.why[i].err), int32(s.why[i].attempts)
+		generations[i], callTimes[i] = m.keyGeneration(), m.callTime
 		states[i] = "parked"
 		if s.behind[i] {
 			states[i] = "behind"
 		}
 	}
-	batch.Queue(e.sql.park, consumer.ID(), ids, topics, topicIDs, partitions, offsets, keys, payloads, headers, times, reasons, errs, attempts, states)
+	batch.Queue(e.sql.park, consumer.ID(), ids, topics, topicIDs, partitions, offsets, keys, payloads, headers, times, reasons, errs, attempts, states,
+		generations, callTimes)
 }
 
 // headersText is the stored form of headers, as in the outbox. Names that JSON cannot hold are kept, too: then

@@ -202,14 +202,19 @@ func TestPermanentStates(t *testing.T) {
 	require.Equal(t, 1, h.number(`SELECT attempts FROM effectonce.parked_messages`))
 }
 
-// Property: what is older than the dedup window, by its ID or by its record, is parked and not run; a
+// Property: what is older than the claims that were forgotten, by its ID or by its record, is parked and not run; a
 // consumer that never forgets runs it.
-func TestOlderThanTheWindowIsExpired(t *testing.T) {
+func TestOlderThanWhatWasForgottenIsExpired(t *testing.T) {
 	t.Parallel()
 	for _, forever := range []bool{false, true} {
 		t.Run(fmt.Sprintf("forever=%v", forever), func(t *testing.T) {
 			t.Parallel()
 			h := newHarness(t, 1)
+			settings := func(c *consumer.Config) { c.Forever = forever }
+			stop := h.run(consumer.Each(effect), settings)
+			h.wait("the name", func() bool { return h.number(`SELECT count(*) FROM effectonce.consumers`) == 1 })
+			require.NoError(t, stop())
+			h.exec(`UPDATE effectonce.consumers SET forgotten_to = clock_timestamp() - interval '1 hour' WHERE dedup_window IS NOT NULL`)
 			old := time.Now().Add(-2 * time.Hour)
 			id := func(at time.Time) []kgo.RecordHeader {
 				return []kgo.RecordHeader{{Key: "message-id", Value: []byte(dedup.ChildID(uuid.New(), "id", at).String())}}
@@ -218,11 +223,7 @@ func TestOlderThanTheWindowIsExpired(t *testing.T) {
 			h.produceRecord(&kgo.Record{Value: []byte("old record"), Timestamp: old, Headers: id(time.Now())})
 			h.produceRecord(&kgo.Record{Value: []byte("old, no time in the id"), Timestamp: old, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("x")}}})
 			h.produceRecord(&kgo.Record{Value: []byte("young"), Headers: id(time.Now())})
-			stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
-				if c.Forever = forever; !forever {
-					c.Window = time.Hour
-				}
-			})
+			stop = h.run(consumer.Each(effect), settings)
 			h.wait("position", func() bool { return h.position() == 4 })
 			require.NoError(t, stop())
 			if forever {

@@ -2,7 +2,7 @@ package consumer
 
 import (
 	"context"
-	"errors"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,9 +16,10 @@ import (
 type partition struct {
 	session *session
 	lane    *lane
+	queue   *queue
 
 	pos     *position
-	epoch   atomic.Int64 // of the last takeover; pos is its worker's
+	current atomic.Pointer[position] // what the poller may read; pos is the worker's
 	topicID uuid.UUID
 
 	cancel   context.CancelFunc
@@ -26,28 +27,32 @@ type partition struct {
 	once     sync.Once
 	done     chan struct{}
 
-	queue     sync.Mutex
-	waiting   []*kgo.Record
-	bytes     int // of keys and values waiting
-	paused    bool
-	seen      int64         // offset behind the last record that arrived, control records included
-	delivered int64         // the same without control records
-	arrived   chan struct{} // has room for one signal
+	looked chan struct{} // has room for one signal: parked messages are due
+	idle   *time.Ticker
 
 	lookedAt struct{ seen, end int64 } // by the watchdog, the last time
 }
+
+// idleEvery is how often a partition without messages stores that it is behind control records.
+const idleEvery = 10 * time.Second
 
 func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 	// The worker outlives the callback that started it, and the poll loop that feeds it: stop ends it.
 	ctx, cancel := context.WithCancel(context.WithoutCancel(s.client.Context()))
 	p := &partition{
 		session: s, pos: pos, topicID: topicID, cancel: cancel,
-		stopping: make(chan struct{}), done: make(chan struct{}), arrived: make(chan struct{}, 1),
+		stopping: make(chan struct{}), done: make(chan struct{}), looked: make(chan struct{}, 1),
 	}
-	p.epoch.Store(pos.epoch)
+	p.queue = newQueue(s.client, pos.topic, pos.partition, s.consumer.engine.cfg.BatchMax)
+	p.publish()
 	p.lane = s.consumer.newLane(ctx, pos, p.stopping)
-	p.lane.committed = func(last *Message, _ outcome) { p.mark(last) }
-	p.lane.rehold = func(ctx context.Context) error { return s.rehold(ctx, p) }
+	p.lane.committed = func(last *Message, _ outcome) {
+		p.publish()
+		if last.row == 0 {
+			p.mark(last.next())
+		}
+	}
+	p.lane.regain = func(ctx context.Context) error { return s.rehold(ctx, p) }
 	p.lane.restart = s.restart
 	return p
 }
@@ -56,80 +61,47 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 // finishing anything, the messages that it may have died of are tried alone.
 func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan struct{}) *lane {
 	l := &lane{
-		consumer: c, ctx: ctx, stopping: stopping, careful: &atomic.Int64{},
-		work:    work{consumer: c.ids[pos.topic], pos: pos, held: &heldKeys{keys: map[keyHash]struct{}{}}},
-		breaker: &breaker{shareMax: c.engine.cfg.ParkShareMax},
+		engine: c.engine, ctx: ctx, stopping: stopping, careful: &careful{}, scope: c.names[pos.topic],
+		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys()},
+		breaker: newBreaker(c.engine.cfg.ParkShareMax),
 	}
 	if pos.stuck > 0 {
-		l.careful.Store(int64(c.engine.cfg.BatchMax))
+		l.careful.left.Store(int64(c.engine.cfg.BatchMax))
 		if pos.stored != nil {
-			l.from = *pos.stored
+			l.careful.from = *pos.stored
 		}
 	}
 	return l
 }
 
-// mark marks an offset to be committed to Kafka. A message that was parked came long ago.
-func (p *partition) mark(last *Message) {
-	if last.row == 0 {
-		p.session.client.MarkCommitRecords(last.record)
-	}
+// publish lets the poller, and others that look at the partition, see the position.
+func (p *partition) publish() {
+	now := *p.pos
+	p.current.Store(&now)
 }
 
-// A partition pauses when much waits and resumes when half of it is left. A fetch that is under way while it
-// is paused leaves it out and may wait for other partitions, up to the client's FetchMaxWait: what still
-// waits has to last that long.
-const (
-	waitingBatchesMax = 20
-	waitingBytesMax   = 16 << 20
-)
+// mark notes an offset that is to be committed to Kafka.
+func (p *partition) mark(offset int64) { p.session.mark(p.pos.topic, p.pos.partition, offset) }
 
-func recordBytes(records []*kgo.Record) (n int) {
-	for _, r := range records {
-		n += len(r.Key) + len(r.Value)
-	}
-	return n
+// messages makes messages of records from Kafka.
+func (p *partition) messages(records []queued) []*Message {
+	return p.lane.messages(p.session.consumer, records, p.topicID)
 }
 
-// add takes records, and pauses fetching when enough of them wait. Pausing and resuming happen under
-// the lock that guards what they are decided by: done later, a pause could land after the resume that
-// answers it, and the partition would stand still for ever.
-func (p *partition) add(records []*kgo.Record) {
-	p.queue.Lock()
-	defer p.queue.Unlock()
-	p.seen = records[len(records)-1].Offset + 1
-	for _, record := range records {
-		if !record.Attrs.IsControl() {
-			p.waiting = append(p.waiting, record)
-			p.delivered = record.Offset + 1
+// messages makes messages of records, with what the lane's position says about them.
+func (l *lane) messages(c *Consumer, records []queued, topicID uuid.UUID) []*Message {
+	plain := make([]*kgo.Record, len(records))
+	for i, r := range records {
+		plain[i] = r.record
+	}
+	msgs := c.newMessages(plain, topicID)
+	for i, msg := range msgs {
+		msg.scope, msg.behind = l.scope, records[i].behind
+		if msg.Offset < l.work.pos.keysFrom {
+			msg.callTime = &msg.Time
 		}
 	}
-	p.bytes += recordBytes(records)
-	select {
-	case p.arrived <- struct{}{}:
-	default:
-	}
-	if !p.paused && (len(p.waiting) >= waitingBatchesMax*p.session.consumer.engine.cfg.BatchMax || p.bytes >= waitingBytesMax) {
-		p.paused = true
-		p.session.client.PauseFetchPartitions(map[string][]int32{p.pos.topic: {p.pos.partition}})
-	}
-}
-
-func (p *partition) pop() []*kgo.Record {
-	p.queue.Lock()
-	defer p.queue.Unlock()
-	n := min(len(p.waiting), p.session.consumer.engine.cfg.BatchMax)
-	batch := p.waiting[:n:n]
-	p.waiting = p.waiting[n:]
-	p.bytes -= recordBytes(batch)
-	if len(p.waiting) == 0 {
-		p.waiting = nil // or the array of an old burst would stay
-	}
-	if p.paused && len(p.waiting) < waitingBatchesMax/2*p.session.consumer.engine.cfg.BatchMax && p.bytes < waitingBytesMax/2 {
-		p.paused = false
-		p.session.client.ResumeFetchPartitions(map[string][]int32{p.pos.topic: {p.pos.partition}})
-	}
-	return batch
+	return msgs
 }
 
 func (p *partition) stop() { p.once.Do(func() { close(p.stopping) }) }
@@ -137,70 +109,128 @@ func (p *partition) stop() { p.once.Do(func() { close(p.stopping) }) }
 func (p *partition) run() {
 	defer close(p.done)
 	defer p.cancel()
+	ended := false
+	defer func() {
+		if !ended { // a user's function ended the goroutine
+			p.session.restart(errGoexit)
+		}
+	}()
+	p.work()
+	ended = true
+}
+
+func (p *partition) work() {
 	for waits := 1; ; waits++ {
 		err := p.lane.load(p.lane.ctx)
 		if err == nil {
 			break
 		}
-		if !p.lane.waitOut(waits, err) {
+		if p.lane.stopped() || !p.lane.wait(waits, &failure{origin: originEngine, index: unknownIndex, err: err}) {
 			return
 		}
 	}
-	if p.lane.careful.Load() > 0 {
-		p.session.consumer.engine.cfg.Logger.WarnContext(p.lane.ctx, "the last holder of the partition ended without finishing anything: messages are tried alone for a while",
-			"group", p.session.consumer.engine.cfg.Group, "topic", p.pos.topic, "partition", p.pos.partition, "times", p.pos.stuck, "messages", p.session.consumer.engine.cfg.BatchMax)
+	if p.lane.careful.left.Load() > 0 {
+		p.lane.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: messages are tried alone for a while",
+			"times", p.pos.stuck, "messages", p.session.consumer.engine.cfg.BatchMax)
 	}
+	p.idle = time.NewTicker(idleEvery)
+	defer p.idle.Stop()
 	if p.session.consumer.engine.cfg.Order == OrderByPartition {
 		p.alone(p.lane.stopped)
 		return
 	}
-	p.alone(func() bool { return p.lane.stopped() || p.lane.careful.Load() <= 0 })
-	newFleet(p).run()
+	p.alone(func() bool { return p.lane.stopped() || p.lane.careful.left.Load() <= 0 })
+	if !p.lane.stopped() {
+		newFleet(p).run()
+	}
 }
 
 // alone handles one batch after the other, and in between what operators hand back.
 func (p *partition) alone(until func() bool) {
-	tend := time.NewTimer(tendEvery)
-	defer tend.Stop()
-	for more := false; !until(); {
-		if batch := p.pop(); len(batch) > 0 {
-			if !p.lane.process(p.session.consumer.newMessages(batch, p.topicID)) {
-				return
-			}
-		} else if !more {
-			select {
-			case <-p.stopping:
-			case <-p.arrived:
-			case <-tend.C:
-				tend.Reset(0)
-			}
-		}
+	for !until() {
+		ok := true
 		select {
-		case <-tend.C:
-			more = true
+		case <-p.looked:
+			ok = p.release()
 		default:
 		}
-		if more {
-			if more = p.tend(); !more {
-				tend.Reset(tendEvery)
-			}
+		if batch := p.queue.pop(); ok && len(batch) > 0 {
+			ok = p.lane.process(p.messages(batch))
+		} else if ok {
+			ok = p.rest()
+		}
+		if !ok {
+			return
 		}
 	}
 }
 
-// tend looks after the position and parked messages. Trouble makes it wait for another time.
-func (p *partition) tend() (more bool) {
-	err := p.lane.inPlace(p.lane.ctx)
-	if err == nil {
-		more, err = p.lane.tend(p.lane.ctx)
+// rest waits for something to do.
+func (p *partition) rest() bool {
+	select {
+	case <-p.stopping:
+	case <-p.queue.arrived:
+	case <-p.looked:
+		return p.release()
+	case <-p.idle.C:
+		return p.advanceIdle()
 	}
-	if errors.Is(err, errWentBack) {
-		p.session.restart(err)
-		return false
+	return true
+}
+
+// release tries again what operators handed back and what waits behind it, one transaction of it. The poller asks for
+// more while there is more. It returns false if the partition is to stop.
+func (p *partition) release() bool {
+	list, err := p.lane.due(p.lane.ctx)
+	if err == nil && len(list) > 0 {
+		if err = p.lane.release(p.lane.ctx, list); err == nil {
+			p.look() // there may be more
+		}
 	}
-	if err != nil && !p.lane.stopped() && !errors.Is(err, context.Canceled) {
-		p.session.consumer.engine.cfg.Logger.WarnContext(p.lane.ctx, "parked messages cannot be looked after; it is tried again", "group", p.session.consumer.engine.cfg.Group,
-			"topic", p.pos.topic, "partition", p.pos.partition, "error", err)
+	if err != nil && !p.lane.stopped() {
+		p.lane.said.warn(p.lane, "parked messages cannot be looked after; it is tried again", err)
 	}
-	return more
+	return !p.lane.stopped()
+}
+
+// look asks for a release.
+func (p *partition) look() {
+	select {
+	case p.looked <- struct{}{}:
+	default:
+	}
+}
+
+// advanceIdle stores that the partition is behind control records that no message follows. It returns false if the
+// partition is to stop.
+func (p *partition) advanceIdle() bool {
+	behind, at := p.queue.behindControl()
+	if behind == 0 || p.pos.stored != nil && *p.pos.stored >= behind {
+		return true
+	}
+	return p.advance(passed{behind, at})
+}
+
+// advance stores a position outside of the transactions that handled the messages. It returns false if the partition
+// is to stop.
+func (p *partition) advance(to passed) bool {
+	e := p.session.consumer.engine
+	ctx, cancel := e.bounded(p.lane.ctx)
+	defer cancel()
+	var stored *int64
+	err := e.pool.QueryRow(ctx, e.sql.advanceApart, e.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored, to.behind, to.at, p.pos.server).Scan(&stored)
+	f := &failure{origin: originEngine, index: unknownIndex, err: err}
+	switch {
+	case err == nil:
+		p.pos.stored = stored
+		p.publish()
+		p.mark(to.behind)
+		return true
+	case errIsNoRows(err):
+		f.err = errServerChanged
+		return p.lane.takeBack(f)
+	case e.verdict(f) == verdictFenced:
+		return p.lane.takeBack(f)
+	}
+	return p.lane.stopped() || p.lane.wait(1, f) // not stored is only late
 }

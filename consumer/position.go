@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"math"
 	"strings"
 
 	"github.com/google/uuid"
@@ -46,8 +47,8 @@ func (e *Consumer) hold(ctx context.Context, holds []hold) ([]*position, error) 
 		return nil, fmt.Errorf("take positions over: %w", err)
 	}
 	taken, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (*position, error) {
-		pos := &position{}
-		return pos, row.Scan(&pos.topic, &pos.partition, &pos.epoch, &pos.stored, &pos.stuck)
+		pos := &position{handledFrom: math.MaxInt64}
+		return pos, row.Scan(&pos.topic, &pos.partition, &pos.epoch, &pos.stored, &pos.stuck, &pos.server)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("take positions over: %w", err)

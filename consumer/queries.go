@@ -3,11 +3,13 @@ package consumer
 import "github.com/effectonce/effectonce/migrations"
 
 // settingsSQL makes a transaction safe whatever the defaults of the role are: a holder that froze loses
-// its claims in bounded time, and what is committed is durable. set_config with true is SET LOCAL.
+// its claims in bounded time, and what is committed is durable. set_config with true is SET LOCAL. The last column
+// names the server: after a failover, or a restart, it is another time.
 const settingsSQL = `-- consumer.settings
 SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true),
   set_config('idle_in_transaction_session_timeout', $3, true),
-  set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
+  set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true),
+  pg_postmaster_start_time()`
 
 // advanceSQL raises EO001 where the position is not the caller's any more.
 const advanceSQL = `-- consumer.advance
@@ -27,7 +29,7 @@ ON CONFLICT (consumer_group, topic, partition) DO UPDATE SET
   topic_id = coalesce(excluded.topic_id, p.topic_id),
   next_offset = CASE WHEN p.topic_id <> excluded.topic_id THEN excluded.next_offset ELSE coalesce(p.next_offset, excluded.next_offset) END,
   record_time = CASE WHEN p.topic_id <> excluded.topic_id THEN NULL ELSE p.record_time END
-RETURNING topic, partition, epoch, next_offset, stuck`
+RETURNING topic, partition, epoch, next_offset, stuck, pg_postmaster_start_time()`
 
 // recreatedSQL lists the partitions whose position belongs to an earlier topic of the same name.
 const recreatedSQL = `-- consumer.recreated
@@ -42,6 +44,15 @@ SELECT NOT pg_is_in_recovery()`
 // checkSQL raises EO001 where the partition is not the caller's any more, and changes nothing.
 const checkSQL = `-- consumer.check
 SELECT effectonce.check_position($1, $2, $3, $4)`
+
+// checkKnownSQL does the same for a worker: it also raises where the database is behind what the caller saw stored.
+const checkKnownSQL = `-- consumer.check_known
+SELECT effectonce.check_position($1, $2, $3, $4, $5)`
+
+// advanceApartSQL advances a position outside of the transactions that handled the messages, on the server that they
+// were handled on and no other. No row: another one answers.
+const advanceApartSQL = `-- consumer.advance_apart
+SELECT effectonce.advance_position($1, $2, $3, $4, $5, $6, $7) WHERE pg_catalog.pg_postmaster_start_time() = $8`
 
 // guardSQL opens the cursor that makes a COMMIT fail which is not the engine's; closeGuardSQL takes it away,
 // and fails where the transaction is not the one that opened it.
@@ -65,10 +76,6 @@ WITH moved AS (UPDATE effectonce.consumer_positions SET next_offset = $5, record
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 SELECT $6, 'position.reset', $7, jsonb_build_object('group', $1::text, 'topic', $2::text, 'partition', $3::int, 'next_offset', $5::bigint) FROM moved`
 
-// behindSQL tells whether a position is before where its holder, or a later one, has been.
-const behindSQL = `-- consumer.behind
-SELECT NOT EXISTS (SELECT FROM effectonce.consumer_positions WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset >= $4)`
-
 // caughtUpSQL notes that partitions were handled up to their end at a time of the database's clock.
 const caughtUpSQL = `-- consumer.caught_up
 UPDATE effectonce.consumer_positions p SET caught_up_at = $5
@@ -76,10 +83,28 @@ FROM unnest($2::text[], $3::int[], $4::bigint[], $6::bigint[]) AS t (topic, part
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch
   AND (p.next_offset >= t.delivered OR p.next_offset IS NULL AND t.delivered = 0)`
 
-// ageSQL follows the claim, whose partition cannot be dropped any more then, and says how far back claims reach:
-// another replica may have been deployed with a shorter window.
-const ageSQL = `-- consumer.age
-SELECT clock_timestamp() - dedup_window FROM effectonce.consumers WHERE id = $1`
+// forgottenSQL follows the claim, whose partition cannot be emptied any more then, and reads up to when claims may have
+// been forgotten.
+const forgottenSQL = `-- consumer.forgotten
+SELECT forgotten_to FROM effectonce.consumers WHERE id = $1`
+
+// holderSQL reads who holds a partition.
+const holderSQL = `-- consumer.holder
+SELECT epoch, owner FROM effectonce.consumer_positions WHERE consumer_group = $1 AND topic = $2 AND partition = $3`
+
+// pollSQL looks after all partitions of a session at once: it lists those for which something is to be done. $6 is
+// when the server began that each was taken over on, $7 is the position that its holder knows.
+const pollSQL = `-- consumer.poll
+SELECT t.n - 1, p.epoch, p.epoch <> t.epoch, p.epoch = t.epoch AND (p.next_offset < t.known OR p.next_offset IS NULL AND t.known IS NOT NULL),
+  p.resume_at IS NOT NULL, paused.topic IS NOT NULL, due.yes IS NOT NULL
+FROM unnest($2::text[], $3::int[], $4::int[], $5::bigint[], $6::bigint[]) WITH ORDINALITY AS t (topic, partition, consumer, epoch, known, n)
+LEFT JOIN effectonce.consumer_positions p ON p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition
+LEFT JOIN effectonce.consumer_pauses paused ON paused.consumer_group = $1 AND paused.topic = t.topic
+LEFT JOIN LATERAL (SELECT true AS yes FROM effectonce.parked_messages m
+  WHERE m.consumer = t.consumer AND m.topic = t.topic AND m.partition = t.partition AND m.state = 'retry' AND m.retry_at <= clock_timestamp()
+  LIMIT 1) AS due ON true
+WHERE p.epoch IS DISTINCT FROM t.epoch OR p.next_offset < t.known OR p.next_offset IS NULL AND t.known IS NOT NULL
+  OR p.resume_at IS NOT NULL OR paused.topic IS NOT NULL OR due.yes IS NOT NULL`
 
 const clockSQL = `-- consumer.clock
 SELECT clock_timestamp()`
@@ -92,13 +117,13 @@ WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition 
 
 // attemptSQL counts an attempt. It commits by itself, before the attempt begins.
 const attemptSQL = `-- consumer.attempt
-INSERT INTO effectonce.message_attempts AS a (consumer, message_id, attempts, error) VALUES ($1, $2, 1, $3)
+INSERT INTO effectonce.message_attempts AS a (consumer, message_id, attempts, error, keys) VALUES ($1, $2, 1, $3, $4)
 ON CONFLICT (consumer, message_id) DO UPDATE SET
   attempts = a.attempts + 1, error = coalesce(excluded.error, a.error), updated_at = clock_timestamp()
-RETURNING attempts`
+RETURNING attempts, keys`
 
 const attemptsSQL = `-- consumer.attempts
-SELECT message_id, attempts FROM effectonce.message_attempts WHERE consumer = $1 ORDER BY updated_at DESC LIMIT $2`
+SELECT message_id, attempts, keys FROM effectonce.message_attempts WHERE consumer = $1 ORDER BY updated_at DESC LIMIT $2`
 
 const forgetAttemptsSQL = `-- consumer.forget_attempts
 DELETE FROM effectonce.message_attempts WHERE consumer = $1 AND message_id = ANY ($2::uuid[])`
@@ -107,46 +132,57 @@ DELETE FROM effectonce.message_attempts WHERE consumer = $1 AND message_id = ANY
 // (a conflict that was delivered again has no claim of its own) stays as it is.
 const parkSQL = `-- consumer.park
 INSERT INTO effectonce.parked_messages
-  (consumer, message_id, topic, topic_id, partition, "offset", key, payload, headers, record_time, reason, error, attempts, state)
-SELECT $1, m.id, m.topic, m.topic_id, m.partition, m.at, m.key, m.payload, m.headers, m.record_time, m.reason, m.error, m.attempts, m.state
+  (consumer, message_id, topic, topic_id, partition, "offset", key, payload, headers, record_time, reason, error, attempts, state, keys, call_time)
+SELECT $1, m.id, m.topic, m.topic_id, m.partition, m.at, m.key, m.payload, m.headers, m.record_time, m.reason, m.error, m.attempts, m.state,
+  m.keys, m.call_time
 FROM unnest($2::uuid[], $3::text[], $4::uuid[], $5::int[], $6::bigint[], $7::bytea[], $8::bytea[], $9::jsonb[], $10::timestamptz[],
-  $11::text[], $12::text[], $13::int[], $14::text[])
-  WITH ORDINALITY AS m (id, topic, topic_id, partition, at, key, payload, headers, record_time, reason, error, attempts, state, n)
+  $11::text[], $12::text[], $13::int[], $14::text[], $15::smallint[], $16::timestamptz[])
+  WITH ORDINALITY AS m (id, topic, topic_id, partition, at, key, payload, headers, record_time, reason, error, attempts, state, keys, call_time, n)
 ORDER BY m.n
 ON CONFLICT (consumer, topic, partition, "offset", message_id) DO NOTHING`
 
-// headsSQL lists the first parked message of each key, by the index of heads alone.
+// headsSQL lists the keys of the first parked messages, by the index of heads alone. It is read when a partition is
+// taken over.
 const headsSQL = `-- consumer.heads
-SELECT sha256(key), state = 'retry' AND retry_at <= clock_timestamp()
-FROM effectonce.parked_messages
-WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state <> 'behind'`
+SELECT DISTINCT sha256(key) FROM effectonce.parked_messages
+WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state <> 'behind' AND key IS NOT NULL`
 
-// mendAllSQL finds keys whose first message waits for one that is not there any more (somebody deleted it by
-// hand), and hands them back; one with a reason of its own waits for an operator.
-const mendAllSQL = `-- consumer.mend_all
-UPDATE effectonce.parked_messages p SET
-  state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
-FROM (SELECT DISTINCT ON (sha256(key)) seq, state FROM effectonce.parked_messages
-  WHERE consumer = $1 AND topic = $2 AND partition = $3 AND key IS NOT NULL ORDER BY sha256(key), seq) AS first
-WHERE p.seq = first.seq AND first.state = 'behind' AND p.state = 'behind'`
+// lockHeadsSQL keeps the first parked messages of some keys where they are. The order of seq is the order of locks.
+const lockHeadsSQL = `-- consumer.lock_heads
+SELECT pg_catalog.sha256(p.key) FROM effectonce.parked_messages p
+WHERE p.seq = ANY (ARRAY(SELECT first.seq FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
+  CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
+    WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash ORDER BY n.seq LIMIT 1) AS first))
+ORDER BY p.seq FOR KEY SHARE OF p`
 
-// promoteSQL does the same for some keys, given by their hashes.
-const promoteSQL = `-- consumer.promote
-UPDATE effectonce.parked_messages p SET
-  state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
-FROM (SELECT DISTINCT hash FROM pg_catalog.unnest($4::bytea[]) AS hash) AS k
-CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
-  WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = k.hash ORDER BY n.seq LIMIT 1) AS first
-WHERE p.seq = first.seq AND p.state = 'behind'
-RETURNING sha256(p.key)`
+// heldNowSQL says which of the keys have a parked message. It follows lockHeadsSQL with a newer snapshot: a first
+// message that went away while its lock was waited for may have another one behind it.
+const heldNowSQL = `-- consumer.held_now
+SELECT k.hash FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
+WHERE EXISTS (SELECT FROM effectonce.parked_messages n
+  WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash)`
 
-// releaseSQL chooses what is tried again: what is due, and what waits behind it, in order, up to $4 messages
-// and $5 bytes, but at least one. The time of the release is stored before anything is done with it.
+// orderRetriesSQL: a message that waits behind another one of its key cannot be retried before it. An operator's retry
+// of such a message means that it is run when its turn comes.
+const orderRetriesSQL = `-- consumer.order_retries
+UPDATE effectonce.parked_messages p SET state = 'behind', reason = 'behind'
+WHERE p.consumer = $1 AND p.topic = $2 AND p.partition = $3 AND p.state = 'retry' AND p.retry_at <= clock_timestamp() AND p.key IS NOT NULL
+  AND EXISTS (SELECT FROM effectonce.parked_messages n
+    WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = sha256(p.key) AND n.seq < p.seq)`
+
+// dueSQL lists what is due, the first message of each key.
+const dueSQL = `-- consumer.due
+SELECT seq, sha256(key) FROM effectonce.parked_messages
+WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= clock_timestamp()
+ORDER BY seq LIMIT $4`
+
+// releaseSQL chooses what is tried again: the due messages $6, and what waits behind them, in order, up to $4 messages
+// and $5 bytes, but at least one. The time of the release is stored before anything is done with it. Keys for foreign
+// calls that depend on a time keep it.
 const releaseSQL = `-- consumer.release
 WITH due AS MATERIALIZED (
   SELECT seq, key FROM effectonce.parked_messages
-  WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= clock_timestamp()
-  ORDER BY seq LIMIT $4
+  WHERE seq = ANY ($6::bigint[]) AND consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= clock_timestamp()
 ), candidates AS (
   SELECT seq FROM due
   UNION
@@ -156,17 +192,18 @@ WITH due AS MATERIALIZED (
       AND n.state = 'behind'
     ORDER BY n.seq LIMIT $4) AS f
 ), chosen AS (
-  SELECT c.seq, row_number() OVER w AS n, sum(octet_length(coalesce(p.payload, ''))) OVER w AS bytes
+  SELECT c.seq, row_number() OVER w AS n, sum(octet_length(coalesce(p.payload, '')) + octet_length(p.headers::text)) OVER w AS bytes
   FROM candidates c JOIN effectonce.parked_messages p USING (seq) WINDOW w AS (ORDER BY c.seq)
 )
-UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, clock_timestamp())
+UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, clock_timestamp()),
+  call_time = CASE WHEN p.keys = 1 THEN coalesce(p.call_time, p.released_at, p.record_time) END
 FROM chosen c WHERE p.seq = c.seq AND (c.n = 1 OR c.n <= $4 AND c.bytes <= $5)
-RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.reason, p.state, p.released_at`
+RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.reason, p.state, p.released_at, p.call_time`
 
 // refuseLargeSQL takes back what cannot be handled again, because it is not stored as a whole.
 const refuseLargeSQL = `-- consumer.refuse_large
 UPDATE effectonce.parked_messages SET state = 'parked'
-WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND reason = 'too_large'`
+WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= clock_timestamp() AND reason = 'too_large'`
 
 // lockParkedSQL decides who handles parked messages: whoever deletes them. In the order of seq, or two
 // transactions could deadlock.
@@ -183,20 +220,26 @@ UPDATE effectonce.parked_messages SET state = $2, reason = $3, error = $4, attem
   retry_at = clock_timestamp() + $6::interval, released_at = CASE WHEN $2 = 'retry' THEN released_at END
 WHERE seq = $1`
 
+// queries are the statements for one schema.
 type queries struct {
-	settings, advance, check, hold, recreated, guard, trouble, givenUp          string
-	reset, caughtUp, attempts, age                                              string
-	attempt, forgetAttempts, park, heads, mendAll, promote, release, lockParked string
-	unpark, setBack, refuseLarge, behind                                        string
+	settings, primary, guard                                                          string
+	hold, recreated, reset, givenUp, holder, poll, trouble, caughtUp                  string
+	forgotten, lockHeads, heldNow                                                     string
+	advance, advanceApart, check, checkKnown                                          string
+	attempt, attempts, forgetAttempts                                                 string
+	park, heads, refuseLarge, orderRetries, due, release, lockParked, unpark, setBack string
 }
 
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
-		settings: settingsSQL, advance: in(advanceSQL), check: in(checkSQL), hold: in(holdSQL), recreated: in(recreatedSQL),
-		guard: in(guardSQL), trouble: in(troubleSQL), givenUp: in(givenUpSQL), reset: in(resetSQL), caughtUp: in(caughtUpSQL),
-		attempt: in(attemptSQL), attempts: in(attemptsSQL), age: in(ageSQL), forgetAttempts: in(forgetAttemptsSQL), park: in(parkSQL), heads: in(headsSQL), mendAll: in(mendAllSQL),
-		promote: in(promoteSQL), release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL), refuseLarge: in(refuseLargeSQL),
-		behind: in(behindSQL),
+		settings: settingsSQL, primary: primarySQL, guard: in(guardSQL),
+		hold: in(holdSQL), recreated: in(recreatedSQL), reset: in(resetSQL), givenUp: in(givenUpSQL), holder: in(holderSQL), poll: in(pollSQL),
+		trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
+		forgotten: in(forgottenSQL), lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),
+		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL), checkKnown: in(checkKnownSQL),
+		attempt: in(attemptSQL), attempts: in(attemptsSQL), forgetAttempts: in(forgetAttemptsSQL),
+		park: in(parkSQL), heads: in(headsSQL), refuseLarge: in(refuseLargeSQL), orderRetries: in(orderRetriesSQL), due: in(dueSQL),
+		release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL),
 	}
 }

@@ -155,8 +155,7 @@ func (s *session) begin(ctx context.Context, pos *position, h hold, at int64) {
 		return
 	}
 	p := newPartition(s, pos, h.topicID) //nolint:contextcheck // it outlives the assignment
-	p.seen = max(at, h.first)
-	p.delivered = p.seen
+	p.queue.start(max(at, h.first))
 	s.partitions[topicPartition{pos.topic, pos.partition}] = p
 	s.client.ResumeFetchPartitions(map[string][]int32{pos.topic: {pos.partition}})
 	go p.run() //nolint:contextcheck // as above
@@ -236,7 +235,7 @@ func (s *session) rehold(ctx context.Context, p *partition) error {
 	}
 	known := p.pos.stored
 	p.pos.epoch, p.pos.stored, p.pos.stuck = held[0].epoch, held[0].stored, held[0].stuck
-	p.epoch.Store(p.pos.epoch)
+	p.publish()
 	if known != nil && (p.pos.stored == nil || *p.pos.stored < *known) {
 		return errWentBack
 	}

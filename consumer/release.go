@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"fmt"
+	"log/slog"
 	"slices"
 	"time"
 
@@ -15,155 +16,115 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// tendEvery is how often a partition looks for what operators did with its parked messages.
-const tendEvery = time.Second
-
-// heads are the first parked messages of their keys.
-type heads struct {
-	held map[keyHash]struct{}
-	due  bool // one is to be tried again now
-}
-
-func (l *lane) heads(ctx context.Context) (*heads, error) {
-	rows, err := l.consumer.engine.pool.Query(ctx, l.consumer.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
-	if err != nil {
-		return nil, fmt.Errorf("read parked keys: %w", err)
-	}
-	h := &heads{held: map[keyHash]struct{}{}}
-	var hash []byte
-	var due bool
-	_, err = pgx.ForEachRow(rows, []any{&hash, &due}, func() error {
-		if hash != nil {
-			h.held[keyHash(hash)] = struct{}{}
-		}
-		h.due = h.due || due
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("read parked keys: %w", err)
-	}
-	return h, nil
-}
-
-// load learns, when the partition is taken over, which keys are held. A key whose first message somebody
-// deleted goes on with the next.
+// load learns, when the partition is taken over, which keys are held and what was attempted. After the takeover no
+// earlier holder can commit, so nothing is missing.
 func (l *lane) load(ctx context.Context) error {
-	if _, err := l.consumer.engine.pool.Exec(ctx, l.consumer.engine.sql.mendAll, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition); err != nil {
-		return fmt.Errorf("look after parked keys: %w", err)
-	}
-	rows, err := l.consumer.engine.pool.Query(ctx, l.consumer.engine.sql.attempts, l.work.consumer.ID(), attemptsLoadMax)
+	ctx, cancel := l.engine.bounded(ctx)
+	defer cancel()
+	rows, err := l.engine.pool.Query(ctx, l.engine.sql.attempts, l.work.consumer.ID(), attemptsLoadMax)
 	if err != nil {
 		return fmt.Errorf("read attempts: %w", err)
 	}
 	var id [16]byte
-	var attempts int
-	l.tried = map[uuid.UUID]int{}
-	_, err = pgx.ForEachRow(rows, []any{&id, &attempts}, func() error {
-		l.tried[id] = attempts
+	var before tried
+	l.tried = map[uuid.UUID]tried{}
+	_, err = pgx.ForEachRow(rows, []any{&id, &before.attempts, &before.keys}, func() error {
+		l.tried[id] = before
 		return nil
 	})
 	if err != nil {
 		return fmt.Errorf("read attempts: %w", err)
 	}
-	h, err := l.heads(ctx)
-	if err == nil {
-		l.work.held.replace(h.held)
+	rows, err = l.engine.pool.Query(ctx, l.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
+	if err != nil {
+		return fmt.Errorf("read parked keys: %w", err)
 	}
-	return err
+	held := map[keyHash]struct{}{}
+	var hash []byte
+	_, err = pgx.ForEachRow(rows, []any{&hash}, func() error {
+		held[keyHash(hash)] = struct{}{}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("read parked keys: %w", err)
+	}
+	l.work.held.add(held)
+	return nil
 }
 
 // attemptsLoadMax bounds how many attempts of earlier holders are remembered, so that they can be forgotten
 // with the success of their message. What is above it is swept some day.
 const attemptsLoadMax = 1000
 
-// reload learns about keys that a COMMIT without an answer may have parked.
-func (l *lane) reload(ctx context.Context) error {
-	h, err := l.heads(ctx)
-	if err == nil {
-		l.work.held.add(h.held)
-	}
-	return err
+// due is a parked message that is to be tried again: the first one of its key.
+type due struct {
+	seq  int64
+	hash []byte // of the key; nil: it has none
 }
 
-// inPlace fails with errWentBack where the database is behind what this consumer committed. A partition at work
-// hears it from its own transactions; one without new records has to ask.
-func (l *lane) inPlace(ctx context.Context) error {
-	if l.work.pos.stored == nil {
-		return nil
-	}
-	var behind bool
-	if err := l.consumer.engine.pool.QueryRow(ctx, l.consumer.engine.sql.behind, l.consumer.engine.cfg.Group, l.work.pos.topic, l.work.pos.partition, *l.work.pos.stored).Scan(&behind); err != nil {
-		return fmt.Errorf("read the position: %w", err)
-	}
-	if behind {
-		return errWentBack
-	}
-	return nil
-}
+// dueMax bounds how many are looked up at a time.
+const dueMax = 1000
 
-// tend takes notice of what operators did, and tries again what is due, one transaction of it. It returns
-// whether there may be more. No other lane of the partition may be at work.
-func (l *lane) tend(ctx context.Context) (more bool, err error) {
-	h, err := l.heads(ctx)
+// due lists parked messages that are to be tried again now, after those that cannot be were taken back.
+func (l *lane) due(ctx context.Context) ([]due, error) {
+	ctx, cancel := l.engine.bounded(ctx)
+	defer cancel()
+	args := []any{l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition}
+	tag, err := l.engine.pool.Exec(ctx, l.engine.sql.refuseLarge, args...)
 	if err != nil {
-		return false, err
-	}
-	var gone [][]byte
-	for _, key := range l.work.held.list() {
-		if _, held := h.held[keyHash(key)]; !held {
-			gone = append(gone, key)
-		}
-	}
-	if len(gone) > 0 {
-		// The first message of these keys is gone. If others are left, they go on; else the key is free.
-		rows, err := l.consumer.engine.pool.Query(ctx, l.consumer.engine.sql.promote, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, gone)
-		if err != nil {
-			return false, fmt.Errorf("look after parked keys: %w", err)
-		}
-		left, err := pgx.CollectRows(rows, pgx.RowTo[[]byte])
-		if err != nil {
-			return false, fmt.Errorf("look after parked keys: %w", err)
-		}
-		for _, key := range left {
-			h.held[keyHash(key)], h.due = struct{}{}, true
-		}
-	}
-	l.work.held.replace(h.held)
-	if !h.due {
-		return false, nil
-	}
-	return l.release(ctx)
-}
-
-// release tries parked messages again: those that are due, and in their order those behind them.
-func (l *lane) release(ctx context.Context) (more bool, err error) {
-	limit := l.consumer.engine.cfg.BatchMax
-	if l.careful.Load() > 0 {
-		limit = 1
-	}
-	tag, err := l.consumer.engine.pool.Exec(ctx, l.consumer.engine.sql.refuseLarge, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
-	if err != nil {
-		return false, fmt.Errorf("read parked messages: %w", err)
+		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
 	if tag.RowsAffected() > 0 {
-		l.consumer.engine.cfg.Logger.ErrorContext(ctx, "messages were handed back that are too large to be stored: they stay parked",
-			"group", l.consumer.engine.cfg.Group, "topic", l.work.pos.topic, "partition", l.work.pos.partition, "messages", tag.RowsAffected())
+		l.log(slog.LevelError, "messages were handed back that are too large to be stored: they stay parked", "messages", tag.RowsAffected())
 	}
-	msgs, err := l.released(ctx, limit)
+	if tag, err = l.engine.pool.Exec(ctx, l.engine.sql.orderRetries, args...); err != nil {
+		return nil, fmt.Errorf("read parked messages: %w", err)
+	}
+	if tag.RowsAffected() > 0 {
+		l.log(slog.LevelInfo, "messages were handed back that wait for an earlier one of their key: they are tried when their turn comes", "messages", tag.RowsAffected())
+	}
+	rows, err := l.engine.pool.Query(ctx, l.engine.sql.due, append(args, dueMax)...)
+	if err != nil {
+		return nil, fmt.Errorf("read parked messages: %w", err)
+	}
+	list, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {
+		err = row.Scan(&d.seq, &d.hash)
+		return d, err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read parked messages: %w", err)
+	}
+	return list, nil
+}
+
+// release tries due messages again, and in their order those behind them. What is not done is chosen again when it
+// is due.
+func (l *lane) release(ctx context.Context, list []due) error {
+	limit := l.engine.cfg.BatchMax
+	if l.careful.left.Load() > 0 {
+		limit = 1
+	}
+	seqs := make([]int64, 0, min(len(list), limit))
+	for _, d := range list[:min(len(list), limit)] {
+		seqs = append(seqs, d.seq)
+	}
+	msgs, err := l.released(ctx, limit, seqs)
 	if err != nil || len(msgs) == 0 {
-		return false, err
+		return err
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerReleasing)
-	l.process(msgs) // what is not done is chosen again when it is due
-	return true, nil
+	l.process(msgs)
+	return nil
 }
 
 // releaseBytesMax bounds what of parked messages is in memory.
 const releaseBytesMax = 16 << 20
 
 // released reads what is to be tried again, and stores when: it is the time of what the messages cause.
-func (l *lane) released(ctx context.Context, limit int) ([]*Message, error) {
-	rows, err := l.consumer.engine.pool.Query(ctx, l.consumer.engine.sql.release, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax)
+func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Message, error) {
+	ctx, cancel := l.engine.bounded(ctx)
+	defer cancel()
+	rows, err := l.engine.pool.Query(ctx, l.engine.sql.release, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax, seqs)
 	if err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
@@ -191,13 +152,13 @@ func cutBehind(cut map[keyHash]bool) func(*Message) bool {
 }
 
 func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
-	msg := &Message{Topic: l.work.pos.topic, Partition: l.work.pos.partition}
+	msg := &Message{Topic: l.work.pos.topic, Partition: l.work.pos.partition, scope: l.scope}
 	var id [16]byte
 	var topicID *[16]byte
 	var headers []byte
 	var at *time.Time
 	var reason, state string
-	err := row.Scan(&msg.row, &id, &topicID, &msg.Offset, &msg.Key, &msg.Value, &headers, &at, &reason, &state, &msg.released)
+	err := row.Scan(&msg.row, &id, &topicID, &msg.Offset, &msg.Key, &msg.Value, &headers, &at, &reason, &state, &msg.released, &msg.callTime)
 	if err != nil {
 		return nil, err
 	}
@@ -249,34 +210,20 @@ func (w *work) rows(msgs []*Message) []int64 {
 	return rows
 }
 
-// queueReleased deletes what was handled; the next message of each key comes first now.
-func (e *engine) queueReleased(batch *pgx.Batch, w *work, s *sorting) {
-	batch.Queue(e.sql.unpark, w.rows(s.handle))
-	var keys [][]byte
-	for _, msg := range s.handle {
-		if msg.Key != nil {
-			hash := sha256.Sum256(msg.Key)
-			keys = append(keys, hash[:])
-		}
-	}
-	if len(keys) > 0 {
-		batch.Queue(e.sql.promote, w.consumer.ID(), w.pos.topic, w.pos.partition, keys)
-	}
-}
-
-// setBack leaves a message parked that failed again, for an operator or until its next attempt. It returns
-// whether that is stored; if not, the message is tried again sooner.
-func (l *lane) setBack(msg *Message, state string, why *parking, wait time.Duration) bool {
+// setBack leaves a message parked that failed again, for an operator or until its next attempt. If that is not stored
+// the message is tried again sooner.
+func (l *lane) setBack(msg *Message, state string, why *parking, wait time.Duration) {
 	attempts := 0
 	if state == "parked" {
 		attempts = why.attempts
-		l.say(msg, "parked message failed again and stays parked", why.err, "attempts", why.attempts, "reason", why.reason)
+		l.report(msg, "parked message failed again and stays parked", why.err, "attempts", why.attempts, "reason", why.reason)
 	} else {
-		l.say(msg, "parked message failed again and is tried later", why.err, "attempts", why.attempts, "retry_in", wait)
+		l.report(msg, "parked message failed again and is tried later", why.err, "attempts", why.attempts, "retry_in", wait)
 	}
-	_, err := l.consumer.engine.pool.Exec(l.ctx, l.consumer.engine.sql.setBack, msg.row, state, why.reason, bounds.ErrorText(why.err), attempts, wait, l.work.consumer.ID(), [16]byte(msg.ID))
+	ctx, cancel := l.engine.bounded(l.ctx)
+	defer cancel()
+	_, err := l.engine.pool.Exec(ctx, l.engine.sql.setBack, msg.row, state, why.reason, bounds.ErrorText(why.err), attempts, wait, l.work.consumer.ID(), [16]byte(msg.ID))
 	if err != nil {
-		l.consumer.engine.cfg.Logger.WarnContext(l.ctx, "a parked message could not be set back; it is tried again", "group", l.consumer.engine.cfg.Group, "id", msg.ID, "error", err)
+		l.log(slog.LevelWarn, "a parked message could not be set back; it is tried again", "id", msg.ID, "error", err)
 	}
-	return err == nil
 }

@@ -93,6 +93,7 @@ func (s *session) run(ctx context.Context) error {
 	var looking sync.WaitGroup
 	defer looking.Wait()
 	looking.Go(func() { s.lookAfter(polling) })
+	looking.Go(func() { s.poll(polling) })
 	go func() {
 		select {
 		case err := <-s.failed:
@@ -101,7 +102,7 @@ func (s *session) run(ctx context.Context) error {
 		}
 	}()
 	for polling.Err() == nil {
-		s.poll(polling)
+		s.fetch(polling)
 	}
 	s.mu.Lock()
 	s.closing = true
@@ -145,7 +146,7 @@ func (s *session) restart(err error) {
 	}
 }
 
-func (s *session) poll(ctx context.Context) {
+func (s *session) fetch(ctx context.Context) {
 	fetches := s.client.PollRecords(ctx, pollMax)
 	fetches.EachError(func(topic string, partition int32, err error) {
 		var lost *kgo.ErrDataLoss
@@ -168,7 +169,7 @@ func (s *session) poll(ctx context.Context) {
 		s.mu.Unlock()
 		// Without a partition it was taken away meanwhile; its next holder fetches the records again.
 		if p != nil {
-			p.add(fetched.Records)
+			p.queue.add(fetched.Records)
 		}
 	})
 	s.client.AllowRebalance()
@@ -236,4 +237,14 @@ func (s *session) commitMarks(ctx context.Context) {
 	if err := s.client.CommitMarkedOffsets(ctx); err != nil {
 		s.consumer.engine.cfg.Logger.WarnContext(ctx, "offsets could not be committed to Kafka; the database knows the position", "group", s.consumer.engine.cfg.Group, "error", err)
 	}
+}
+
+// mark notes that a partition is done up to an offset, to be committed to Kafka.
+func (s *session) mark(topic string, partition int32, next int64) {
+	s.client.MarkCommitOffsets(map[string]map[int32]kgo.EpochOffset{topic: {partition: {Epoch: -1, Offset: next}}})
+}
+
+// retake ends the worker of an assigned partition, if it has one, and decides again where it begins.
+func (s *session) retake(_ context.Context, key topicPartition, why string) {
+	s.restart(fmt.Errorf("%s/%d: %s", key.topic, key.partition, why))
 }

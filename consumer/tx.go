@@ -84,6 +84,18 @@ func (t *tx) view(msg *Message) *messageTx {
 type collected struct {
 	outbox *outbox.Outbox
 	msgs   []outbox.Message
+	index  int // of the message whose handler published, in the handler's messages; unknownIndex: of a batch
+	upTo   int // statements of the last round trip, up to its last one
+}
+
+// publisher is whose handler published what the statement at a place of the last round trip inserts.
+func (t *tx) publisher(statement int) int {
+	for _, c := range t.collected {
+		if statement < c.upTo {
+			return c.index
+		}
+	}
+	return unknownIndex
 }
 
 var (
@@ -125,7 +137,7 @@ func (v *messageTx) Leave(err error) {
 }
 
 // errNoParent is what a handler of whole batches gets for a message without an ID.
-var errNoParent = errors.New("a message published by a handler of whole batches needs an ID: derive it from its parent with msg.ChildID, or a re-execution would publish it under another")
+var errNoParent = errors.New("a message published by a handler of whole batches needs an ID: derive it from its parent with msg.OutboxID, or a re-execution would publish it under another")
 
 // CollectOutbox keeps messages until the end of the batch: inserted as the last statement, they come
 // after every lock that orders their keys. A message without an ID gets one that is derived from the
@@ -152,7 +164,11 @@ func (v *messageTx) CollectOutbox(o *outbox.Outbox, msgs []outbox.Message) error
 		m.Headers = withTrace(m.Headers, v.msg)
 		derived[i] = m
 	}
-	v.collected = append(v.collected, collected{o, derived})
+	index := unknownIndex
+	if v.msg != nil {
+		index = int(v.index.Load() + v.base.Load())
+	}
+	v.collected = append(v.collected, collected{outbox: o, msgs: derived, index: index})
 	return nil
 }
 
@@ -162,7 +178,7 @@ func (m *Message) publishID(step string, later bool) uuid.UUID {
 	if later {
 		return dedup.MessageID("effectonce:later", append(m.ID[:len(m.ID):len(m.ID)], step...))
 	}
-	return m.ChildID(step)
+	return m.OutboxID(step)
 }
 
 // traceParentBytesMax is generous: a traceparent has 55 bytes. The size of the message was checked before.

@@ -1,0 +1,239 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// attempt is one execution of a transaction, in a goroutine of its own: a handler that ends its goroutine ends
+// only that, and one that never returns is left behind together with its connection.
+type attempt struct {
+	conn       *borrowed
+	tx         *tx
+	committing chan struct{} // closed when nothing but the COMMIT is left
+	done       chan struct{}
+	places     atomic.Pointer[[]int] // in the batch, of the messages that the handler has
+	outcome    outcome
+	failure    *failure
+}
+
+// borrowed is a connection of the pool while an attempt has it. It has one owner: whichever of release and
+// abandon comes first.
+type borrowed struct {
+	pooled *pgxpool.Conn
+	conn   *pgx.Conn
+	owned  atomic.Bool
+}
+
+// release ends the attempt's use of the connection. A connection that was abandoned is closed, for the pool has
+// replaced it.
+func (b *borrowed) release() {
+	if b.owned.CompareAndSwap(false, true) {
+		b.pooled.Release()
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), cutGrace)
+	defer cancel()
+	_ = b.conn.Close(ctx)
+}
+
+// abandon takes the connection out of the pool, while the attempt still has it. It does not touch the connection
+// itself, which is not safe for concurrent use.
+func (b *borrowed) abandon() bool {
+	if !b.owned.CompareAndSwap(false, true) {
+		return false
+	}
+	b.pooled.Hijack()
+	return true
+}
+
+// cut closes the network connection: the server rolls back, and whatever waits for an answer ends.
+func (b *borrowed) cut() { _ = b.conn.PgConn().Conn().Close() }
+
+const (
+	// acquireMax bounds the wait for a connection of the pool.
+	acquireMax = 15 * time.Second
+	// answerGrace is added to StatementTimeout: then the server does not answer, or the answer does not arrive.
+	answerGrace = 5 * time.Second
+	// commitGrace is how long a stopping consumer waits for the answer to a COMMIT.
+	commitGrace = time.Second
+	// cutGrace is how long a handler whose context was cancelled may take to return, and again after its
+	// connection was cut.
+	cutGrace = 2 * time.Second
+)
+
+// answerMax bounds a round trip of the engine. The server bounds each statement, but its answer may be lost on a
+// connection that went silent.
+func (e *engine) answerMax() time.Duration { return e.cfg.StatementTimeout + answerGrace }
+
+var (
+	// errGoexit stands for a handler that ended its goroutine, as t.FailNow does.
+	errGoexit         = errors.New("handler ended its goroutine (runtime.Goexit)")
+	errHandlerTimeout = errors.New("handler took longer than HandlerTimeout")
+	errContextIgnored = errors.New("handler ignored the end of its context: its connection was cut and its goroutine left behind; pass ctx to everything that waits")
+	errNoCommitAnswer = errors.New("the database did not answer COMMIT in time: the outcome is unknown, the next attempt resolves it")
+	errManyAbandoned  = errors.New("too many handlers ignored the end of their context and still run: fix the handler, or restart the process")
+)
+
+// acquire takes a connection of the pool, in bounded time.
+func (e *engine) acquire(ctx context.Context) (*borrowed, error) {
+	limited, cancel := context.WithTimeout(ctx, acquireMax)
+	defer cancel()
+	conn, err := e.pool.Acquire(limited)
+	if err != nil {
+		stat := e.pool.Stat()
+		return nil, fmt.Errorf("get a database connection (%d of %d are in use): %w", stat.AcquiredConns(), stat.MaxConns(), err)
+	}
+	return &borrowed{pooled: conn, conn: conn.Conn()}, nil
+}
+
+// apply does work in one transaction. After a failure nothing of it is committed, except where the connection was
+// lost during COMMIT: then the outcome is unknown, and the next attempt resolves it, since the claims are there or
+// not.
+//
+// When ctx ends it waits for the rollback, but in bounded time for a COMMIT without an answer and for a handler that
+// does not return. These are left behind with their connection.
+func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
+	if int(e.abandoned.Load()) >= e.cfg.AbandonedMax {
+		return outcome{}, &failure{origin: originEngine, index: unknownIndex, err: errManyAbandoned}
+	}
+	conn, err := e.acquire(ctx)
+	if err != nil {
+		return outcome{}, &failure{origin: originEngine, index: unknownIndex, err: err}
+	}
+	limited, cancel := context.WithCancelCause(ctx)
+	a := &attempt{
+		conn:       conn,
+		tx:         &tx{conn: conn.conn, late: e.usedLate, begun: time.Now(), idleMax: e.cfg.IdleTimeout},
+		committing: make(chan struct{}), done: make(chan struct{}),
+	}
+	a.failure = &failure{origin: originHandler, index: unknownIndex, err: errGoexit} // unless transact returns
+	go func() {
+		defer close(a.done)
+		defer conn.release()
+		defer func() {
+			if a.failure != nil && a.failure.err == errGoexit { //nolint:errorlint // the value set above
+				a.failure = a.blameCurrent(errGoexit)
+			}
+		}()
+		a.outcome, a.failure = e.transact(limited, w, a)
+	}()
+	defer cancel(nil)
+	return e.watch(ctx, cancel, a)
+}
+
+// blameCurrent makes an error the failure of the message that is being handled.
+func (a *attempt) blameCurrent(err error) *failure {
+	f := &failure{origin: originHandler, index: unknownIndex, err: err}
+	places, at := a.places.Load(), int(a.tx.index.Load())
+	if at < 0 || places == nil {
+		return f
+	}
+	if at += int(a.tx.base.Load()); at < len(*places) {
+		f.index = (*places)[at]
+	}
+	return f
+}
+
+// watch waits for an attempt to end.
+func (e *engine) watch(ctx context.Context, cancel context.CancelCauseFunc, a *attempt) (outcome, *failure) {
+	limit := time.NewTimer(e.cfg.HandlerTimeout)
+	defer limit.Stop()
+	for {
+		select {
+		case <-a.done:
+			return a.outcome, a.failure
+		case <-a.committing:
+			return e.awaitCommit(ctx, a)
+		case <-ctx.Done():
+			return e.end(ctx, a)
+		case <-limit.C:
+			if left := a.tx.left(e.cfg.HandlerTimeout); left > 0 {
+				limit.Reset(left)
+				continue
+			}
+			cancel(errHandlerTimeout)
+			return e.end(ctx, a)
+		}
+	}
+}
+
+// awaitCommit waits for the answer to COMMIT. A connection whose answer does not come is left behind and not cut:
+// pgx would send a cancel request for it, which makes a COMMIT that waits for a synchronous standby visible without
+// being replicated. Its claims keep a second attempt waiting until the server knows the outcome.
+func (e *engine) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure) {
+	answer := time.NewTimer(2 * e.answerMax()) // what is inserted before COMMIT, and COMMIT
+	defer answer.Stop()
+	stop := ctx.Done()
+	for {
+		select {
+		case <-a.done:
+			return a.outcome, a.failure
+		case <-stop:
+			stop = nil
+			answer.Reset(commitGrace)
+		case <-answer.C:
+			e.leaveBehind(a)
+			return outcome{}, &failure{origin: originCommit, index: unknownIndex, lost: true, err: errNoCommitAnswer}
+		}
+	}
+}
+
+// leaveBehind gives up an attempt that does not end. The pool makes another connection in its place.
+func (e *engine) leaveBehind(a *attempt) {
+	a.tx.over.Store(true)
+	if !a.conn.abandon() {
+		return // it has ended after all
+	}
+	e.abandoned.Add(1)
+	go func() {
+		<-a.done
+		e.abandoned.Add(-1)
+	}()
+}
+
+// left is what remains of the limit for the message being handled.
+func (t *tx) left(limit time.Duration) time.Duration {
+	since := t.since.Load()
+	if since == 0 {
+		return limit // the engine is at work, under its own limits
+	}
+	return limit - (time.Since(t.begun) - time.Duration(since))
+}
+
+// end ends an attempt whose context is over.
+func (e *engine) end(ctx context.Context, a *attempt) (outcome, *failure) {
+	grace := time.NewTimer(cutGrace)
+	defer grace.Stop()
+	for _, cut := range []bool{true, false} {
+		select {
+		case <-a.done:
+			return a.outcome, a.failure
+		case <-a.committing:
+			return e.awaitCommit(ctx, a)
+		case <-grace.C:
+		}
+		if cut {
+			a.tx.over.Store(true)
+			a.conn.cut()
+			grace.Reset(cutGrace)
+		}
+	}
+	e.leaveBehind(a)
+	return outcome{}, a.blameCurrent(errContextIgnored)
+}
+
+// usedLate reports a handler that kept its transaction.
+func (e *engine) usedLate(msg *Message) {
+	attrs := []any{"group", e.cfg.Group}
+	if msg != nil {
+		attrs = append(attrs, "topic", msg.Topic, "partition", msg.Partition, "offset", msg.Offset, "id", msg.ID)
+	}
+	e.cfg.Logger.Error("handler used its transaction after it returned; the statement was refused: do not keep the transaction, and wait for goroutines that use it", attrs...)
+}

@@ -1,0 +1,110 @@
+package consumer
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"time"
+
+	"github.com/effectonce/effectonce/dedup"
+)
+
+// claimed is what the database said about the messages of a transaction.
+type claimed struct {
+	fresh     []bool
+	conflicts []bool               // another message has its ID; nil: not compared
+	forgotten time.Time            // claims of messages up to this time may have been forgotten; zero: none were
+	held      map[keyHash]struct{} // keys of which a message is parked, of those that were asked for
+}
+
+// selection divides the messages of a transaction: duplicates are in neither part.
+type selection struct {
+	handle []*Message
+	index  []int // of each in the batch
+	parked []*Message
+	why    []*parking           // of each parked
+	behind []bool               // of each parked: it waits for an earlier one of its key
+	keys   map[keyHash]struct{} // that are held from now on
+}
+
+// choose decides for each message whether it is handled, parked or dropped as a duplicate.
+func (e *engine) choose(w *work, c claimed) *selection {
+	s := &selection{handle: make([]*Message, 0, len(w.msgs)), index: make([]int, 0, len(w.msgs))}
+	for i, msg := range w.msgs {
+		why := msg.park
+		switch {
+		case c.conflicts != nil && c.conflicts[i]:
+			why = &parking{reason: reasonConflict, err: errConflict}
+		case !c.fresh[i]:
+			continue
+		case why == nil && msg.row == 0 && e.expires():
+			why = w.expired(msg, c.forgotten)
+		}
+		behind := msg.row == 0 && (holds(c.held, msg.Key) || holds(s.keys, msg.Key))
+		if why == nil && behind {
+			why = &parking{reason: reasonBehind}
+		}
+		if why == nil {
+			s.handle, s.index = append(s.handle, msg), append(s.index, i)
+			continue
+		}
+		s.parked, s.why, s.behind = append(s.parked, msg), append(s.why, why), append(s.behind, behind)
+		if e.holdsKeys() && msg.Key != nil {
+			if s.keys == nil {
+				s.keys = map[keyHash]struct{}{}
+			}
+			s.keys[sha256.Sum256(msg.Key)] = struct{}{}
+		}
+	}
+	return s
+}
+
+func holds(keys map[keyHash]struct{}, key []byte) bool {
+	if len(keys) == 0 || key == nil {
+		return false
+	}
+	_, held := keys[sha256.Sum256(key)]
+	return held
+}
+
+// holdsKeys reports whether a parked message makes the later ones of its key wait.
+func (e *engine) holdsKeys() bool {
+	return e.cfg.Order != OrderUnordered && e.cfg.OnFailure != OnFailureDeadLetter
+}
+
+// expires reports whether claims are forgotten some day, and with them the proof that a message is fresh.
+func (e *engine) expires() bool {
+	return !e.cfg.Forever && !e.unclaimed && e.cfg.Dedup != DedupByPosition
+}
+
+// expired returns why a message whose claim is fresh may have been handled before, or nil.
+//
+// Inside the range that this consumer has worked through, every message was claimed: a claim that is fresh there
+// was forgotten, whatever times the message carries. Outside of it the mark decides: claims of messages up to it
+// may have been forgotten. The ID's time counts and the record's, whichever is older.
+func (w *work) expired(msg *Message, forgotten time.Time) *parking {
+	if p := w.pos; p.stored != nil && msg.Offset >= p.handledFrom && msg.Offset < *p.stored {
+		return &parking{reason: reasonExpired, err: fmt.Errorf("offset %d was worked through before (offsets %d to %d were), and the message's claim was forgotten since: it is not run again",
+			msg.Offset, p.handledFrom, *p.stored-1)}
+	}
+	if forgotten.IsZero() {
+		return nil
+	}
+	if at, ok := dedup.Time(msg.ID); ok && at.Before(forgotten) {
+		return &parking{reason: reasonExpired, err: expiredError{"ID", at, forgotten}}
+	}
+	if msg.Time.UnixMilli() > 0 && msg.Time.Before(forgotten) {
+		return &parking{reason: reasonExpired, err: expiredError{"record", msg.Time, forgotten}}
+	}
+	return nil
+}
+
+// expiredError says how old a message is.
+type expiredError struct {
+	what          string
+	at, forgotten time.Time
+}
+
+func (e expiredError) Error() string {
+	return fmt.Sprintf("the message's %s is of %s, and claims of messages before %s were forgotten: it may have been handled before",
+		e.what, e.at.UTC().Format(time.RFC3339), e.forgotten.UTC().Format(time.RFC3339))
+}

@@ -1,0 +1,110 @@
+package consumer
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// pollEvery is how often a session asks the database what concerns its partitions: one statement for all of them.
+const pollEvery = time.Second
+
+// poll looks after the partitions of the session until ctx ends: parked messages that are due, operators' orders and
+// pauses, positions that went back. A partition at work would hear of the last from its own transactions.
+func (s *session) poll(ctx context.Context) {
+	ticker := time.NewTicker(pollEvery)
+	defer ticker.Stop()
+	said := false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		err := s.pollOnce(ctx)
+		if err != nil && ctx.Err() == nil && !said {
+			s.consumer.engine.cfg.Logger.WarnContext(ctx, "partitions cannot be looked after; it is tried again every second", "group", s.consumer.engine.cfg.Group, "error", err)
+		}
+		said = err != nil
+	}
+}
+
+// found is what the database said about one partition.
+type found struct {
+	place  int
+	epoch  *int64
+	other  *bool // another holder has it
+	back   *bool // the database went back behind what this holder committed
+	order  bool  // an operator wants it to resume elsewhere
+	paused bool
+	due    bool
+}
+
+func (s *session) pollOnce(ctx context.Context) error {
+	e := s.consumer.engine
+	list := s.working()
+	if len(list) == 0 {
+		return nil
+	}
+	n := len(list)
+	topics, numbers, consumers, epochs, known := make([]string, n), make([]int32, n), make([]int32, n), make([]int64, n), make([]*int64, n)
+	for i, p := range list {
+		pos := p.current.Load()
+		topics[i], numbers[i], epochs[i], known[i] = pos.topic, pos.partition, pos.epoch, pos.stored
+		consumers[i] = s.consumer.ids[pos.topic].ID()
+	}
+	ctx, cancel := e.bounded(ctx)
+	defer cancel()
+	rows, err := e.pool.Query(ctx, e.sql.poll, e.cfg.Group, topics, numbers, consumers, epochs, known)
+	if err != nil {
+		return fmt.Errorf("look after partitions: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (f found, err error) {
+		err = row.Scan(&f.place, &f.epoch, &f.other, &f.back, &f.order, &f.paused, &f.due)
+		return f, err
+	})
+	if err != nil {
+		return fmt.Errorf("look after partitions: %w", err)
+	}
+	paused := make([]bool, n)
+	for _, f := range all {
+		paused[f.place] = f.paused
+		s.act(ctx, list[f.place], f)
+	}
+	for i, p := range list {
+		if p.queue.halt(paused[i]) {
+			text := "an operator paused the topic for the group: the partition waits"
+			if !paused[i] {
+				text = "an operator resumed the topic for the group"
+			}
+			p.lane.log(slog.LevelInfo, text)
+		}
+	}
+	return nil
+}
+
+// act passes on to a partition what was found.
+func (s *session) act(ctx context.Context, p *partition, f found) {
+	switch key := (topicPartition{p.pos.topic, p.pos.partition}); {
+	case f.epoch == nil, f.back != nil && *f.back:
+		s.restart(fmt.Errorf("%s/%d: %w", key.topic, key.partition, errWentBack))
+	case f.order:
+		s.retake(ctx, key, "an operator ordered where it resumes")
+	case f.due:
+		p.look()
+	}
+}
+
+// working lists the partitions that are in work.
+func (s *session) working() []*partition {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list := make([]*partition, 0, len(s.partitions))
+	for _, p := range s.partitions {
+		list = append(list, p)
+	}
+	return list
+}

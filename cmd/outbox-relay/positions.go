@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/internal/consumers"
 	"github.com/effectonce/effectonce/internal/inspect"
 )
 
@@ -22,7 +24,8 @@ func newPositions(s *settings) *cobra.Command {
 		Short: "Show where relays stand in the outbox, and consumers in their topics",
 		Long: `Show, for each shard of each relay, who holds it, its tick and how old that is, its floor, and how many
 rows it has not published (of the last 100000); for each partition of each consumer group, the stored
-position, the end of the topic (with --brokers), who holds it, and why it stands still if it does.
+position, the end of the topic (with --brokers), who holds it, what an operator ordered ("outbox-relay consumer"),
+and why it stands still if it does. With --brokers also which topics of consumers do not exist.
 
 Exit status 1 if there is nothing to show, or if Kafka failed: then the rest is shown, and the error.`,
 		Example: `  outbox-relay positions
@@ -46,7 +49,7 @@ Exit status 1 if there is nothing to show, or if Kafka failed: then the rest is 
 				if err != nil {
 					return err
 				}
-				if len(positions.Shards)+len(positions.Consumers) == 0 {
+				if len(positions.Shards)+len(positions.Consumers)+len(positions.Paused)+len(positions.MissingTopics) == 0 {
 					return errors.New("no relay and no consumer that fits has a position")
 				}
 				if asJSON {
@@ -89,7 +92,7 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 	}
 	text.Reset()
 	if len(p.Consumers) > 0 {
-		text.WriteString("group\ttopic/partition\tposition\tend\tlag\tmoved\theld by\tepoch\ttrouble\n")
+		text.WriteString("group\ttopic/partition\tposition\tend\tlag\tmoved\theld by\tepoch\tordered\ttrouble\n")
 	}
 	for _, c := range p.Consumers {
 		owner := "nobody"
@@ -100,14 +103,36 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 		if c.Trouble != "" {
 			trouble = clip(c.Trouble, errorWidth)
 		}
-		fmt.Fprintf(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\n", plain(c.Group), plain(c.Topic), c.Partition,
-			numberText(c.NextOffset), numberText(c.End), numberText(c.Lag), seconds(c.AgeSeconds), owner, c.Epoch, trouble)
+		fmt.Fprintf(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s\n", plain(c.Group), plain(c.Topic), c.Partition,
+			numberText(c.NextOffset), numberText(c.End), numberText(c.Lag), seconds(c.AgeSeconds), owner, c.Epoch, orderedText(&c), trouble)
 	}
-	if err := printTable(out, text.String()); err != nil || p.KafkaError == "" {
+	if err := printTable(out, text.String()); err != nil {
 		return err
 	}
-	_, err := io.WriteString(out, kafkaErrorText("the ends of topics are not known", p.KafkaError))
+	text.Reset()
+	for _, pause := range p.Paused {
+		fmt.Fprintf(&text, "topic %s is paused %s\n", plain(pause.Topic), pauseText(pause))
+	}
+	for _, m := range p.MissingTopics {
+		fmt.Fprintf(&text, "topic %s of consumer %s does not exist: is its name misspelt?\n", plain(m.Topic), consumerText(m.Consumer))
+	}
+	if p.KafkaError != "" {
+		text.WriteString(kafkaErrorText("the ends of topics are not known", p.KafkaError))
+	}
+	_, err := io.WriteString(out, text.String())
 	return err
+}
+
+// orderedText is what an operator ordered that still counts.
+func orderedText(c *inspect.Position) string {
+	var orders []string
+	if c.Paused {
+		orders = append(orders, "pause")
+	}
+	if c.ResumeAt != nil {
+		orders = append(orders, "resume at "+consumers.AtText(*c.ResumeAt))
+	}
+	return cmp.Or(strings.Join(orders, ", "), "-")
 }
 
 func numberText(n *int64) string {

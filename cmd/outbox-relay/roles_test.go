@@ -89,6 +89,8 @@ func TestOperatorHasItsCommands(t *testing.T) {
 		"parked retry --topic orders --key order-1 --dry-run", "parked discard --reason undecodable --why test",
 		"parked discard --topic payments --all-of-key --why test", "actions list", "prune --dry-run",
 		"relays list", "relays list --json", "relays delete old --why test", "shards 2 --why test", "topics pause orders --why test", "topics list", "topics resume orders --why test",
+		"consumer pause --group billing --topic orders --why test", "consumer resume --group billing --topic orders", "consumer id-rule",
+		"consumer resume-at --group billing --topic orders --partition 0 --at latest --why test", "consumer resume-at --group billing --topic orders --partition 0 --cancel --why test",
 		"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z --topic " + topic,
 	} {
 		r := runKafka(t, operator, strings.Fields(strings.ReplaceAll(line, " --brokers KAFKA", ""))...)
@@ -101,7 +103,8 @@ func TestOperatorHasItsCommands(t *testing.T) {
 	for line, code := range codes {
 		assert.NotEqual(t, 2, code, line)
 		if strings.HasPrefix(line, "dead ") || strings.HasPrefix(line, "parked ") || strings.HasPrefix(line, "actions ") || strings.HasPrefix(line, "tail ") ||
-			strings.HasPrefix(line, "shards ") || strings.HasPrefix(line, "topics ") || strings.HasPrefix(line, "replay ") || strings.HasPrefix(line, "relays ") {
+			strings.HasPrefix(line, "shards ") || strings.HasPrefix(line, "topics ") || strings.HasPrefix(line, "replay ") || strings.HasPrefix(line, "relays ") ||
+			strings.HasPrefix(line, "consumer ") {
 			assert.Zero(t, code, line)
 		}
 	}

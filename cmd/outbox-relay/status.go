@@ -11,8 +11,10 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
+	"github.com/twmb/franz-go/pkg/kadm"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/consumers"
 	"github.com/effectonce/effectonce/internal/doctor"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -34,7 +36,8 @@ func newStatus(s *settings) *cobra.Command {
 		Use:   "status",
 		Short: "Show what waits, how fast it goes, who relays, and how consumers go",
 		Long: `Show what waits, how fast it goes and who relays; for each consumer, which partitions stand still and
-why, and what is parked. With --relay only that relay and no consumers, else all.
+why, what is parked, and which topics an operator paused. With --brokers also which of their topics do not exist.
+With --relay only that relay and no consumers, else all.
 
 Exit status 1 if it is not well: rows wait and nobody holds the lease, a row waits for longer than
 --age-max, a message for later is overdue for longer, rows are in outbox_dead, a partition stands still, or more than --parked-max messages are
@@ -70,7 +73,7 @@ func (s *settings) status(ctx context.Context, opts statusOptions, out io.Writer
 	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.schema}); err != nil {
 		return err
 	}
-	status, err := readStatus(ctx, conn, s.schema, opts)
+	status, err := s.readStatus(ctx, conn, opts)
 	if err != nil {
 		return err
 	}
@@ -85,10 +88,13 @@ func (s *settings) status(ctx context.Context, opts statusOptions, out io.Writer
 	return err
 }
 
-func readStatus(ctx context.Context, conn *pgx.Conn, schema string, opts statusOptions) (*doctor.Status, error) {
+func (s *settings) readStatus(ctx context.Context, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
 	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax, ParkedMax: int64(opts.parkedMax)}
+	if len(s.brokers) > 0 {
+		want.Missing = s.missingTopics
+	}
 	if opts.interval > 0 {
-		before, err := doctor.ReadProgress(ctx, conn, schema)
+		before, err := doctor.ReadProgress(ctx, conn, s.schema)
 		if err != nil {
 			return nil, err
 		}
@@ -101,7 +107,21 @@ func readStatus(ctx context.Context, conn *pgx.Conn, schema string, opts statusO
 			return nil, ctx.Err()
 		}
 	}
-	return doctor.ReadStatus(ctx, conn, schema, want)
+	return doctor.ReadStatus(ctx, conn, s.schema, want)
+}
+
+// missingMax is how long the brokers may take for an answer: the status is the database's, and does not wait for them.
+const missingMax = 3 * time.Second
+
+func (s *settings) missingTopics(ctx context.Context, topics []string) ([]string, error) {
+	client, err := s.askKafka(missingMax)
+	if err != nil {
+		return nil, err
+	}
+	defer client.Close()
+	ctx, cancel := context.WithTimeout(ctx, missingMax)
+	defer cancel()
+	return consumers.Missing(ctx, kadm.NewClient(client), topics)
 }
 
 func printStatus(out io.Writer, status *doctor.Status) error {
@@ -124,6 +144,9 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 	var text strings.Builder
 	if d := status.Dedup; d != nil {
 		text.WriteString(claimsText(d))
+	}
+	for _, note := range status.Notes {
+		fmt.Fprintln(&text, "note:", note)
 	}
 	for _, problem := range status.Problems {
 		fmt.Fprintln(&text, "not well:", problem)

@@ -55,7 +55,7 @@ func TestPositionsAreShown(t *testing.T) {
 	r := runKafka(t, address, "positions")
 	assert.Zero(t, r.code, r.stderr)
 	assert.Regexp(t, `(?m)^default +0 +0 +[1-9]\d* +\d\.\ds +\d +3 +nobody +- +1$`, r.stdout)
-	assert.Regexp(t, `(?m)^g +`+topic+`/0 +0 +\d +\d +\d\.\ds ago +me +1 +away…$`, r.stdout)
+	assert.Regexp(t, `(?m)^g +`+topic+`/0 +0 +\d +\d +\d\.\ds ago +me +1 +- +away…$`, r.stdout)
 	r = runOn(t, address, "positions", "--group", "g", "--json")
 	v := r.object(t)["consumers"].([]any)[0].(map[string]any)
 	assert.Nil(t, v["end"], "without brokers it is not known")

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/consumers"
 )
 
 // ConsumerStatus is a name that claims, and how its topics go.
@@ -19,6 +21,10 @@ type ConsumerStatus struct {
 	Partitions int64 `json:"partitions"`
 	// Trouble lists the partitions that stand still.
 	Trouble []PartitionTrouble `json:"trouble"`
+	// IDRule is how its messages get their IDs.
+	IDRule string `json:"id_rule"`
+	// MissingTopics are those of its topics that Kafka does not have. Empty where Kafka was not asked: see Status.KafkaError.
+	MissingTopics []string `json:"missing_topics"`
 	// Parked counts messages by reason, at most CountMax of all consumers.
 	Parked map[string]int64 `json:"parked"`
 	// HeldKeys counts keys whose first message is parked, within the same bound.
@@ -37,6 +43,68 @@ type PartitionTrouble struct {
 	SaidSeconds float64 `json:"said_seconds"`
 }
 
+// notes says what operators ordered, and which topics do not exist. Neither makes the status bad: an order is meant, and the
+// names of consumers that were renamed stay.
+func (s *Status) notes(ctx context.Context, db Querier, schema string) error {
+	var err error
+	if s.Paused, err = consumers.Pauses(ctx, db, schema, nil, nil); err != nil {
+		return err
+	}
+	if s.Orders, err = consumers.Orders(ctx, db, schema); err != nil {
+		return err
+	}
+	for _, c := range s.Consuming {
+		for _, topic := range c.MissingTopics {
+			s.Notes = append(s.Notes, fmt.Sprintf("consumer %q: topic %s does not exist: is its name misspelt?", c.Name, oneLine(topic)))
+		}
+	}
+	for _, p := range s.Paused {
+		s.Notes = append(s.Notes, pausedText(p)+fmt.Sprintf(": end it with \"outbox-relay consumer resume --group %s --topic %s\"", oneLine(p.Group), oneLine(p.Topic)))
+	}
+	for _, o := range s.Orders {
+		s.Notes = append(s.Notes, orderText(o))
+	}
+	if s.KafkaError != "" {
+		s.Notes = append(s.Notes, "whether the topics of consumers exist is not known: "+oneLine(s.KafkaError))
+	}
+	return nil
+}
+
+func pausedText(p consumers.Pause) string {
+	return fmt.Sprintf("topic %s is paused for group %s since %s by %s (%s)", oneLine(p.Topic), oneLine(p.Group), p.PausedAt.UTC().Format(time.RFC3339), oneLine(p.Who), oneLine(p.Why))
+}
+
+func orderText(o consumers.Order) string {
+	position, holder := "no position", "no consumer holds it"
+	if o.Position != nil {
+		position = fmt.Sprintf("position %d", *o.Position)
+	}
+	if o.Holder != "" {
+		holder = "holder " + oneLine(o.Holder)
+	}
+	return fmt.Sprintf("%s is ordered to resume at %s, which is not carried out yet (%s, %s)", oneLine(o.Partition.String()), consumers.AtText(o.ResumeAt), position, holder)
+}
+
+// readMissing asks Kafka which topics exist. Brokers that are away are no matter of the consumers.
+func (s *Status) readMissing(ctx context.Context, topics map[string][]string, missing func(context.Context, []string) ([]string, error)) {
+	if missing == nil || len(topics) == 0 {
+		return
+	}
+	absent, err := missing(ctx, slices.Concat(slices.Collect(maps.Values(topics))...))
+	if err != nil {
+		s.KafkaError = err.Error()
+		return
+	}
+	for i := range s.Consuming {
+		c := &s.Consuming[i]
+		for _, topic := range topics[c.Name] {
+			if slices.Contains(absent, topic) {
+				c.MissingTopics = append(c.MissingTopics, topic)
+			}
+		}
+	}
+}
+
 func (c *ConsumerStatus) parked() (n int64) {
 	for _, count := range c.Parked {
 		n += count
@@ -45,15 +113,16 @@ func (c *ConsumerStatus) parked() (n int64) {
 }
 
 // readConsumers adds every consumer.
-func (s *Status) readConsumers(ctx context.Context, db Querier, schema string) error {
+func (s *Status) readConsumers(ctx context.Context, db Querier, schema string, missing func(context.Context, []string) ([]string, error)) error {
 	rows, err := db.Query(ctx, inSchema(consumersSQL, schema))
 	if err != nil {
 		return fmt.Errorf("read consumers: %w", err)
 	}
-	c := ConsumerStatus{Trouble: []PartitionTrouble{}}
-	byName := map[string]int{}
-	_, err = pgx.ForEachRow(rows, []any{&c.Name, &c.Group, &c.Partitions}, func() error {
-		c.Parked = map[string]int64{}
+	c := ConsumerStatus{Trouble: []PartitionTrouble{}, MissingTopics: []string{}}
+	byName, topics := map[string]int{}, map[string][]string{}
+	var names []string
+	_, err = pgx.ForEachRow(rows, []any{&c.Name, &c.Group, &names, &c.IDRule, &c.Partitions}, func() error {
+		c.Parked, topics[c.Name] = map[string]int64{}, slices.Clone(names)
 		byName[c.Name] = len(s.Consuming)
 		s.Consuming = append(s.Consuming, c)
 		return nil
@@ -67,7 +136,8 @@ func (s *Status) readConsumers(ctx context.Context, db Querier, schema string) e
 	if err := s.readParked(ctx, db, schema, byName); err != nil {
 		return fmt.Errorf("count parked messages: %w", err)
 	}
-	return nil
+	s.readMissing(ctx, topics, missing)
+	return s.notes(ctx, db, schema)
 }
 
 func (s *Status) readTrouble(ctx context.Context, db Querier, schema string, byName map[string]int) error {

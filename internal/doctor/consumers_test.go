@@ -1,6 +1,8 @@
 package doctor_test
 
 import (
+	"context"
+	"errors"
 	"strings"
 	"testing"
 
@@ -10,6 +12,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	names "github.com/effectonce/effectonce/internal/consumers"
 	"github.com/effectonce/effectonce/internal/doctor"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -100,7 +103,6 @@ func TestWindowsAreComparedWithRetention(t *testing.T) {
 		{"never deleted", ever, "3650 days", "keeps messages for ever"},
 		{"only compacted", compacted, "30 days", "keeps messages for ever"},
 		{"for ever", ever, nil, ""},
-		{"no such topic", kafkatest.UnusedTopic(t), "1 minute", ""},
 	} {
 		exec(t, conn, "DELETE FROM effectonce.consumers")
 		exec(t, conn, registerSQL, c.name, "g", []string{c.topic}, c.window)
@@ -113,6 +115,84 @@ func TestWindowsAreComparedWithRetention(t *testing.T) {
 		assert.Equal(t, doctor.Warn, f.Severity, "%+v", f)
 		assert.Contains(t, f.Message, c.warns)
 		assert.Equal(t, "set Window of this consumer to more than the retention, or Forever", f.Remedy)
+	}
+}
+
+// Property: a topic that a consumer asks for and Kafka does not have is named, by the doctor with the two remedies and by the
+// status; a consumer of topics that exist is well. Brokers that are away leave the status as it is, with a note.
+func TestMisspeltTopicsAreFound(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	topic, misspelt := kafkatest.Topic(t, 1, "retention.ms", "1000"), kafkatest.UnusedTopic(t)
+	exec(t, conn, registerSQL, "right", "g", []string{topic}, "1 minute")
+	exec(t, conn, registerSQL, "wrong", "g", []string{topic, misspelt}, "1 minute")
+	var said []doctor.Finding
+	for _, f := range consumers(t, conn) {
+		if f.Severity != doctor.OK {
+			said = append(said, f)
+		}
+	}
+	f := only(t, said)
+	assert.Equal(t, []any{"consumer wrong", doctor.Warn}, []any{f.Check, f.Severity})
+	assert.Contains(t, f.Message, "topic "+misspelt+" does not exist: is its name misspelt?")
+	assert.Contains(t, f.Remedy, "correct Topics of this consumer")
+	assert.Contains(t, f.Remedy, "--create --topic "+misspelt)
+
+	admin := kadm.NewClient(kafkatest.Client(t))
+	status := readStatus(t, conn, doctor.StatusOptions{Missing: func(ctx context.Context, topics []string) ([]string, error) {
+		return names.Missing(ctx, admin, topics)
+	}})
+	assert.True(t, status.Well)
+	assert.Equal(t, []string{`consumer "wrong": topic ` + misspelt + ` does not exist: is its name misspelt?`}, status.Notes)
+	assert.Equal(t, [][]string{{}, {misspelt}}, [][]string{status.Consuming[0].MissingTopics, status.Consuming[1].MissingTopics})
+	status = readStatus(t, conn, doctor.StatusOptions{Missing: func(context.Context, []string) ([]string, error) {
+		return nil, errors.New("no broker answers")
+	}})
+	assert.True(t, status.Well)
+	assert.Equal(t, "no broker answers", status.KafkaError)
+	assert.Equal(t, []string{"whether the topics of consumers exist is not known: no broker answers"}, status.Notes)
+	assert.Empty(t, readStatus(t, conn, doctor.StatusOptions{}).Notes)
+}
+
+// Property: partitions that do not move, paused topics, orders that are not carried out and the old rule for IDs are named with
+// what to do; only the first is a failure. The status names pauses and orders, too, and is well with them.
+func TestWhatKeepsConsumersIsFound(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	check := func() []doctor.Finding { return doctor.Consuming(t.Context(), conn, "effectonce") }
+	require.Contains(t, only(t, check()).Message, "0 consumers")
+	exec(t, conn, registerSQL, "billing/orders", "it's billing", []string{"orders"}, "7 days")
+	exec(t, conn, "UPDATE effectonce.consumers SET id_rule = 'standard'")
+	exec(t, conn, positionSQL, "it's billing", "orders", 0, "0")
+	require.Equal(t, doctor.OK, only(t, check()).Severity)
+	require.Empty(t, readStatus(t, conn, doctor.StatusOptions{}).Notes)
+
+	exec(t, conn, "UPDATE effectonce.consumers SET id_rule = 'legacy'")
+	exec(t, conn, "INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why) VALUES ('it''s billing', 'orders', 'ana', E'INC-12\x1b[0m')")
+	exec(t, conn, "UPDATE effectonce.consumer_positions SET resume_at = -1, owner = 'host-1', released = false")
+	status := readStatus(t, conn, doctor.StatusOptions{})
+	assert.True(t, status.Well)
+	require.Len(t, status.Notes, 2)
+	assert.Regexp(t, `^topic orders is paused for group it's billing since \S+Z by ana \(INC-12\\x1b\[0m\): end it with "outbox-relay consumer resume`, status.Notes[0])
+	assert.Equal(t, "orders/0 of group it's billing is ordered to resume at latest, which is not carried out yet (position 7, holder host-1)", status.Notes[1])
+	assert.Equal(t, "legacy", status.Consuming[0].IDRule)
+
+	exec(t, conn, "UPDATE effectonce.consumer_positions SET trouble = 'offset out of range'")
+	found := check()
+	require.Len(t, found, 4)
+	for i, want := range []struct {
+		severity        doctor.Severity
+		message, remedy string
+	}{
+		{doctor.Fail, "orders/0 of consumer billing/orders does not move, for 0s: offset out of range", `outbox-relay positions --group 'it'\''s billing' --topic 'orders'`},
+		{doctor.Warn, "topic orders is paused for group it's billing", `outbox-relay consumer resume --group 'it'\''s billing' --topic 'orders'`},
+		{doctor.Warn, "is ordered to resume at latest", "start a consumer of group it's billing"},
+		{doctor.Warn, "consumer billing/orders has the rule legacy for IDs", "outbox-relay consumer id-rule 'billing/orders'"},
+	} {
+		assert.Equal(t, want.severity, found[i].Severity)
+		assert.Contains(t, found[i].Message, want.message)
+		assert.Contains(t, found[i].Remedy, want.remedy)
+		harmless(t, found[i])
 	}
 }
 

@@ -99,7 +99,7 @@ func missing(name string, details kadm.TopicDetails) *Finding {
 	case listed && d.Err == nil:
 		return nil
 	case !listed || errors.Is(d.Err, kerr.UnknownTopicOrPartition) || errors.Is(d.Err, kerr.InvalidTopicException):
-		f = fail("topic "+name, fmt.Sprintf("create the topic: kafka-topics.sh --bootstrap-server \"$KAFKA_BROKERS\" --create --topic %s --partitions 12 --replication-factor 3 --config min.insync.replicas=2   # rows that wait for it are then published by themselves", name), "it does not exist")
+		f = fail("topic "+name, "create the topic: "+createTopic(name)+"   # rows that wait for it are then published by themselves", "it does not exist")
 	case errors.Is(d.Err, kerr.TopicAuthorizationFailed):
 		f = fail("topic "+name, "grant DESCRIBE and WRITE on the topic", "not allowed: %v", d.Err)
 	default:
@@ -181,6 +181,11 @@ func MessageSize(ctx context.Context, admin *kadm.Client) []Finding {
 // alterTopic is the command that sets one setting of a topic. A topic's name needs no quotes.
 func alterTopic(topic, name string, value int64) string {
 	return fmt.Sprintf("kafka-configs.sh --bootstrap-server \"$KAFKA_BROKERS\" --alter --entity-type topics --entity-name %s --add-config %s=%d", topic, name, value)
+}
+
+// createTopic is the command that makes a topic, for a cluster of three brokers.
+func createTopic(name string) string {
+	return fmt.Sprintf("kafka-topics.sh --bootstrap-server \"$KAFKA_BROKERS\" --create --topic %s --partitions 12 --replication-factor 3 --config min.insync.replicas=2", name)
 }
 
 func setting(config kadm.ResourceConfig, name string) (int64, bool) {

@@ -86,7 +86,7 @@ SELECT (SELECT count(*) FROM effectonce.consumers), (SELECT count(*) FROM effect
 
 // consumersSQL: a group may have several names, one for each topic.
 const consumersSQL = `-- doctor.consumers
-SELECT c.name, c.consumer_group, (SELECT count(*) FROM effectonce.consumer_positions p
+SELECT c.name, c.consumer_group, c.topics, c.id_rule, (SELECT count(*) FROM effectonce.consumer_positions p
   WHERE p.consumer_group = c.consumer_group AND p.topic = ANY (c.topics))
 FROM effectonce.consumers c ORDER BY c.name`
 

@@ -12,6 +12,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
+
+	"github.com/effectonce/effectonce/internal/consumers"
 )
 
 // window is how long a consumer recognises what comes again.
@@ -35,8 +37,8 @@ type heldBack struct {
 	seconds      float64 // since the oldest of them was up to date
 }
 
-// Consumers compares what the tables say of consumers with Kafka: dedup windows with the retention of
-// topics, parked messages with the partitions that exist, positions with the groups that still are there.
+// Consumers compares what the tables say of consumers with Kafka: topics with those that exist, dedup windows with their
+// retention, parked messages with the partitions that exist, positions with the groups that still are there.
 // ctx limits how long it waits for brokers.
 func Consumers(ctx context.Context, db Querier, admin *kadm.Client, schema string) []Finding {
 	windows, err := readWindows(ctx, db, schema)
@@ -68,7 +70,7 @@ func Consumers(ctx context.Context, db Querier, admin *kadm.Client, schema strin
 			return broken("consumers", err)
 		}
 	}
-	found := examineWindows(ctx, admin, windows, details)
+	found := append(examineWindows(ctx, admin, windows, details), examineNames(windows, details)...)
 	found = append(found, examineParked(parked, details)...)
 	if len(held) > 0 {
 		groups, err := admin.ListGroups(ctx)
@@ -116,6 +118,19 @@ func readLeftOvers(ctx context.Context, db Querier, schema string) ([]parkedAt, 
 		return nil, nil, fmt.Errorf("read positions: %w", err)
 	}
 	return parked, held, nil
+}
+
+// examineNames finds topics that do not exist: a consumer of one waits for ever.
+func examineNames(windows []window, details kadm.TopicDetails) (found []Finding) {
+	for _, w := range windows {
+		for _, topic := range w.topics {
+			if consumers.Absent(details, topic) {
+				found = append(found, warn("consumer "+w.name, "correct Topics of this consumer, or create the topic: "+createTopic(topic),
+					"topic %s does not exist: is its name misspelt? The consumer gets nothing of it", topic))
+			}
+		}
+	}
+	return found
 }
 
 // examineWindows looks whether Kafka may deliver again what a consumer does not recognise any more.

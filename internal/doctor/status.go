@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/consumers"
 )
 
 // CountMax bounds what is counted exactly: rows waiting for a relay, dead rows, parked messages. Beyond it
@@ -23,11 +24,17 @@ type Status struct {
 	Schema    string        `json:"schema"`
 	Well      bool          `json:"well"`
 	Problems  []string      `json:"problems"`
+	Notes     []string      `json:"notes"` // to be known; they are no problems
 	Relays    []RelayStatus `json:"relays"`
 	Consumers int64         `json:"consumers"` // names that claim
 	Positions int64         `json:"positions"` // partitions with a stored position
 	// Consuming has every name that claims. Empty where only one relay was asked for.
 	Consuming []ConsumerStatus `json:"consuming"`
+	// Paused are topics that an operator paused for a group, Orders those to resume elsewhere that are not carried out yet.
+	Paused []consumers.Pause `json:"paused"`
+	Orders []consumers.Order `json:"orders"`
+	// KafkaError says why it is not known which topics of consumers exist. Empty: it is, or no brokers were given.
+	KafkaError string `json:"kafka_error"`
 	// Scheduled are the messages for later.
 	Scheduled Scheduled `json:"scheduled"`
 	// Dedup says what the claims take. Null where only one relay was asked for.
@@ -68,6 +75,8 @@ type StatusOptions struct {
 	// AgeMax is how long a row may wait before the status is not well. Default: any time, as long as
 	// somebody relays.
 	AgeMax time.Duration
+	// Missing returns those of the topics that do not exist. Default: it is not asked.
+	Missing func(ctx context.Context, topics []string) ([]string, error)
 }
 
 // ReadStatus reads the state and judges it. db may be a standby; then it is the state that the standby
@@ -77,7 +86,9 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 	if err != nil {
 		return nil, err
 	}
-	s := &Status{Schema: schema, Problems: []string{}, Consuming: []ConsumerStatus{}}
+	s := &Status{
+		Schema: schema, Problems: []string{}, Notes: []string{}, Consuming: []ConsumerStatus{}, Paused: []consumers.Pause{}, Orders: []consumers.Order{},
+	}
 	for _, p := range named(all, opts.Relay) {
 		relay, err := s.relay(ctx, db, schema, p)
 		if err != nil {
@@ -97,7 +108,7 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 	}
 	s.judge(opts.AgeMax)
 	if opts.Relay == "" {
-		if err := s.readConsumers(ctx, db, schema); err != nil {
+		if err := s.readConsumers(ctx, db, schema, opts.Missing); err != nil {
 			return nil, err
 		}
 		claims, err := dedup.New(dedup.Config{Schema: schema})

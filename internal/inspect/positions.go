@@ -3,11 +3,14 @@ package inspect
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kadm"
 
 	"github.com/effectonce/effectonce/internal/checker"
+	"github.com/effectonce/effectonce/internal/consumers"
 )
 
 // LagMax bounds how many rows are counted as lag.
@@ -17,6 +20,10 @@ const LagMax = 100_000
 type Positions struct {
 	Shards    []Shard    `json:"shards"`
 	Consumers []Position `json:"consumers"`
+	// Paused are topics that an operator paused for a group.
+	Paused []consumers.Pause `json:"paused"`
+	// MissingTopics are those of registered consumers that do not exist. Empty where Kafka was not asked.
+	MissingTopics []MissingTopic `json:"missing_topics"`
 	// KafkaError says why the ends of topics are not known. Empty: they are, or there are no brokers to ask.
 	KafkaError string `json:"kafka_error"`
 }
@@ -51,6 +58,15 @@ type Position struct {
 	CaughtUpAt *time.Time `json:"caught_up_at"`
 	AgeSeconds float64    `json:"age_seconds"` // since it moved
 	Trouble    string     `json:"trouble"`
+	Paused     bool       `json:"paused"`    // by an operator
+	ResumeAt   *int64     `json:"resume_at"` // an operator's order that is not carried out yet; -2: earliest, -1: latest
+}
+
+// MissingTopic is a topic that a consumer asked for and Kafka does not have.
+type MissingTopic struct {
+	Consumer string `json:"consumer"`
+	Group    string `json:"group"`
+	Topic    string `json:"topic"`
 }
 
 // PositionFilter says which are meant; what is nil does not filter.
@@ -81,20 +97,61 @@ func ReadPositions(ctx context.Context, db Querier, kafka *Kafka, schema string,
 	rows, err = db.Query(ctx, inSchema(positionsSQL, schema), filter.Group, filter.Topic)
 	if err == nil {
 		p.Consumers, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c Position, err error) {
-			err = row.Scan(&c.Group, &c.Topic, &c.Partition, &c.NextOffset, &c.Epoch, &c.Owner, &c.Released, &c.RecordTime, &c.CaughtUpAt, &c.AgeSeconds, &c.Trouble)
+			err = row.Scan(&c.Group, &c.Topic, &c.Partition, &c.NextOffset, &c.Epoch, &c.Owner, &c.Released, &c.RecordTime, &c.CaughtUpAt, &c.AgeSeconds, &c.Trouble, &c.ResumeAt)
 			return c, err
 		})
 	}
 	if err != nil {
 		return nil, wrap("read positions", err)
 	}
+	if err := p.readPauses(ctx, db, schema, filter); err != nil {
+		return nil, err
+	}
 	if kafka != nil {
-		if err := p.readEnds(ctx, kafka); err != nil {
+		err := p.readEnds(ctx, kafka)
+		if err == nil {
+			err = p.readMissing(ctx, db, kafka, schema, filter)
+		}
+		if err != nil {
 			p.KafkaError = err.Error()
 		}
 	}
-	p.Shards, p.Consumers = some(p.Shards), some(p.Consumers)
+	p.Shards, p.Consumers, p.Paused, p.MissingTopics = some(p.Shards), some(p.Consumers), some(p.Paused), some(p.MissingTopics)
 	return p, nil
+}
+
+func (p *Positions) readPauses(ctx context.Context, db Querier, schema string, filter PositionFilter) (err error) {
+	if p.Paused, err = consumers.Pauses(ctx, db, schema, filter.Group, filter.Topic); err != nil {
+		return err
+	}
+	for i := range p.Consumers {
+		c := &p.Consumers[i]
+		c.Paused = slices.ContainsFunc(p.Paused, func(pause consumers.Pause) bool { return pause.Group == c.Group && pause.Topic == c.Topic })
+	}
+	return nil
+}
+
+// readMissing looks at what consumers asked for: a topic that never existed has no position.
+func (p *Positions) readMissing(ctx context.Context, db Querier, kafka *Kafka, schema string, filter PositionFilter) error {
+	registered, err := consumers.Registered(ctx, db, schema)
+	if err != nil {
+		return err
+	}
+	var wanted []MissingTopic
+	var names []string
+	for _, c := range registered {
+		for _, topic := range c.Topics {
+			if (filter.Group == nil || *filter.Group == c.Group) && (filter.Topic == nil || *filter.Topic == topic) {
+				wanted, names = append(wanted, MissingTopic{c.Name, c.Group, topic}), append(names, topic)
+			}
+		}
+	}
+	absent, err := consumers.Missing(ctx, kadm.NewClient(kafka.Client), names)
+	if err != nil {
+		return err
+	}
+	p.MissingTopics = slices.DeleteFunc(wanted, func(m MissingTopic) bool { return !slices.Contains(absent, m.Topic) })
+	return nil
 }
 
 // readLag counts for each relay once, whatever the number of its shards.

@@ -133,7 +133,7 @@ SELECT o.shard % $6::int, count(*) FROM (
 
 const positionsSQL = `-- inspect.positions
 SELECT consumer_group, topic, partition, next_offset, epoch, coalesce(owner, ''), released, record_time, caught_up_at,
-  extract(epoch FROM clock_timestamp() - updated_at)::float8, coalesce(trouble, '')
+  extract(epoch FROM clock_timestamp() - updated_at)::float8, coalesce(trouble, ''), resume_at
 FROM effectonce.consumer_positions
 WHERE ($1::text IS NULL OR consumer_group = $1) AND ($2::text IS NULL OR topic = $2)
 ORDER BY consumer_group, topic, partition LIMIT 100000`

@@ -61,7 +61,7 @@ type Statements struct {
 	LockQueues string // places
 	Retry      string // places, subjects, who, why; returns the place and the last seq behind it
 	Discard    string // places, subjects, who, why, whole keys; returns the same
-	Promote    string // queues
+	Promote    string // queues; its rows are the queues whose next row became the head
 	Outcomes   string // places, last seqs, queues; returns the place and the ID, state, reason, error of what is left
 	Discarded  string // places, since when; returns places
 }

@@ -69,7 +69,7 @@ func table(schema string) *operator.Table[int64, *lockedRow] {
 	return &operator.Table[int64, *lockedRow]{
 		Name: "parked messages", Held: "parked", Schema: schema,
 		SQL: operator.Statements{
-			Lock: lockSQL, LockQueues: lockQueuesSQL, Retry: retrySQL, Discard: discardSQL, Promote: promoteSQL,
+			Lock: lockSQL, LockQueues: lockQueuesSQL, Retry: retrySQL, Discard: discardSQL, Promote: promotedSQL,
 			Outcomes: outcomesSQL, Discarded: discardedSQL,
 		},
 		Scan: scanLocked, Into: func(seq *int64) []any { return []any{seq} }, Places: func(seqs []int64) []any { return []any{seqs} }, Queues: queueArgs,

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strconv"
 	"time"
 
 	"github.com/google/uuid"
@@ -78,7 +79,9 @@ func (a *Action) Object() string {
 	var subject struct {
 		ID        string `json:"message_id"`
 		Topic     string `json:"topic"`
-		Partition int32  `json:"partition"`
+		Partition *int32 `json:"partition"`
+		Group     string `json:"group"`
+		Consumer  string `json:"consumer"`
 		Operation string `json:"operation"`
 		Scope     string `json:"scope"`
 		Mark      string `json:"mark"`
@@ -93,8 +96,17 @@ func (a *Action) Object() string {
 		}
 	case subject.Operation != "" && Printable(subject.Operation+subject.Scope+subject.Mark):
 		return fmt.Sprintf("%s of scope %s (%s)", subject.Operation, subject.Scope, subject.Mark)
-	case subject.Topic != "" && Printable(subject.Topic):
-		return fmt.Sprintf("%s/%d", subject.Topic, subject.Partition)
+	case subject.Topic != "" && Printable(subject.Topic+subject.Group):
+		text := subject.Topic
+		if subject.Partition != nil {
+			text += "/" + strconv.Itoa(int(*subject.Partition))
+		}
+		if subject.Group != "" {
+			text += " of group " + subject.Group
+		}
+		return text
+	case subject.Consumer != "" && Printable(subject.Consumer):
+		return subject.Consumer
 	}
 	return ""
 }

@@ -21,7 +21,7 @@ func Plans(t *testing.T, conn *pgx.Conn, schema string, seqs []int64) map[string
 		lockQueuesSQL: {seqs},
 		retrySQL:      {seqs, []string{"{}"}, "who", "why"},
 		discardSQL:    {seqs, []string{"{}"}, "who", "why", false},
-		promoteSQL:    one,
+		promotedSQL:   one,
 		outcomesSQL:   append([]any{seqs, []int64{seqs[0] + 100_000}}, one...),
 		behindSQL:     {seqs[0], behindMax},
 	} {

@@ -109,18 +109,15 @@ WITH gone AS (
 )
 SELECT seq, seq FROM gone ORDER BY seq`
 
-// promoteSQL makes the next row of each queue the head, as consumers do: one that only waited is handed
-// back, one with a reason of its own waits for an operator. It has a snapshot of its own, in which the rows
-// that were deleted are gone.
-const promoteSQL = `-- parked.promote
-UPDATE effectonce.parked_messages p SET
-  state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
-FROM (SELECT DISTINCT consumer, topic, partition, hash
+// promotedSQL counts the queues whose next row became the head. The trigger parked_promote does that, as this transaction
+// deletes: such a row is a version of this transaction.
+const promotedSQL = `-- parked.promoted
+SELECT FROM (SELECT DISTINCT consumer, topic, partition, hash
   FROM unnest($1::int[], $2::text[], $3::int[], $4::bytea[]) AS q (consumer, topic, partition, hash)) AS q
-CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
+CROSS JOIN LATERAL (SELECT n.state, n.xmin FROM effectonce.parked_messages n
   WHERE n.consumer = q.consumer AND n.topic = q.topic AND n.partition = q.partition AND sha256(n.key) = q.hash
   ORDER BY n.seq LIMIT 1) AS first
-WHERE p.seq = first.seq AND p.state = 'behind'`
+WHERE first.state <> 'behind' AND first.xmin = pg_current_xact_id()::xid`
 
 // outcomesSQL looks how far the consumers are: the first row that is left of each, up to the last that was
 // behind it. Null: all of them are done.

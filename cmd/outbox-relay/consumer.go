@@ -1,0 +1,248 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/internal/consumers"
+	"github.com/effectonce/effectonce/internal/operator"
+)
+
+func newConsumer(s *settings) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "consumer",
+		Short: "Pause topics for a group, resume a partition elsewhere, choose how messages get their IDs",
+		Long: `Orders to the consumers of a group. The running ones carry them out by themselves; who gave an order and why
+is kept: see "outbox-relay actions list".
+
+  outbox-relay consumer pause --group billing --topic orders --why "provider is down"
+  outbox-relay consumer resume --group billing --topic orders
+  outbox-relay consumer resume-at --group billing --topic orders --partition 3 --at latest --why "INC-12"
+  outbox-relay consumer id-rule billing/orders --set standard --why "producers send message-id"`,
+	}
+	cmd.AddCommand(newConsumerPause(s), newConsumerResume(s), newConsumerResumeAt(s), newConsumerRule(s))
+	return cmd
+}
+
+// consumerOrder has the flags that every order takes.
+type consumerOrder struct {
+	operator.By
+
+	group, topic string
+	asJSON       bool
+}
+
+// add adds the flags. With mayLose --why has to be given.
+func (o *consumerOrder) add(s *settings, cmd *cobra.Command, why string, mayLose bool) {
+	flags := cmd.Flags()
+	addText(flags, "group", 255, "consumer group; required", func(text string) error { o.group = text; return nil })
+	addText(flags, "topic", 249, "topic; required", func(text string) error { o.topic = text; return nil })
+	o.addWho(cmd, why)
+	commandLineOnly(flags, "group", "topic")
+	s.checks[cmd] = func() error {
+		var problems []error
+		if o.group == "" {
+			problems = append(problems, errors.New("--group is missing: see \"outbox-relay status\""))
+		}
+		if o.topic == "" {
+			problems = append(problems, errors.New("--topic is missing"))
+		}
+		if mayLose && o.Why == "" {
+			problems = append(problems, errors.New("--why is missing: say why it is done"))
+		}
+		return errors.Join(problems...)
+	}
+}
+
+func (o *consumerOrder) addWho(cmd *cobra.Command, why string) {
+	addText(cmd.Flags(), "why", 2048, why, func(text string) error { o.Why = text; return nil })
+	addText(cmd.Flags(), "by", 255, "who does it; default: the user and the machine", func(text string) error { o.Who = text; return nil })
+	addJSON(cmd, &o.asJSON)
+	commandLineOnly(cmd.Flags(), "why")
+}
+
+func (o *consumerOrder) by() operator.By {
+	by := o.By
+	if by.Who == "" {
+		by.Who = whoami()
+	}
+	if by.Why == "" {
+		by.Why = "by hand"
+	}
+	return by
+}
+
+func newConsumerPause(s *settings) *cobra.Command {
+	var o consumerOrder
+	cmd := needs(&cobra.Command{
+		Use:   "pause",
+		Short: "Let the messages of a topic wait for a group",
+		Long: `Let the messages of a topic wait for a group, in Kafka. The group's consumers finish the batch that they work on
+and take note within seconds; their other topics are not affected. A pause outlives them: a consumer that
+starts later leaves the topic alone, too, until "consumer resume". Mind the retention of the topic.`,
+		Example: `  outbox-relay consumer pause --group billing --topic orders --why "provider is down, INC-12"`,
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				pause, paused, err := consumers.PauseTopic(ctx, pool, s.schema, o.by(), o.group, o.topic)
+				switch {
+				case err != nil:
+					return err
+				case o.asJSON:
+					return printJSON(cmd.OutOrStdout(), map[string]any{"paused": paused, "pause": pause})
+				case paused:
+					_, err = fmt.Fprintf(cmd.OutOrStdout(), "topic %s is paused for group %s\n", plain(o.topic), plain(o.group))
+				default:
+					_, err = fmt.Fprintf(cmd.OutOrStdout(), "topic %s was paused already: %s\n", plain(o.topic), pauseText(pause))
+				}
+				return err
+			})
+		},
+	}, flagDatabaseURL)
+	o.add(s, cmd, "why it is paused; required", true)
+	return cmd
+}
+
+// pauseText is who paused a topic for whom, since when and why.
+func pauseText(p consumers.Pause) string {
+	return fmt.Sprintf("for group %s since %s by %s: %s", plain(p.Group), p.PausedAt.UTC().Format(time.RFC3339), clip(p.Who, keyWidth), clip(p.Why, errorWidth))
+}
+
+func newConsumerResume(s *settings) *cobra.Command {
+	var o consumerOrder
+	cmd := needs(&cobra.Command{
+		Use:     "resume",
+		Short:   "End the pause of a topic",
+		Long:    "End the pause of a topic: the group's consumers continue at their positions, within seconds.",
+		Example: `  outbox-relay consumer resume --group billing --topic orders`,
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				resumed, err := consumers.ResumeTopic(ctx, pool, s.schema, o.by(), o.group, o.topic)
+				text := "topic %s is resumed for group %s\n"
+				switch {
+				case err != nil:
+					return err
+				case o.asJSON:
+					return printJSON(cmd.OutOrStdout(), map[string]any{"resumed": resumed, "group": o.group, "topic": o.topic})
+				case !resumed:
+					text = "topic %s was not paused for group %s\n"
+				}
+				_, err = fmt.Fprintf(cmd.OutOrStdout(), text, plain(o.topic), plain(o.group))
+				return err
+			})
+		},
+	}, flagDatabaseURL)
+	o.add(s, cmd, "why it is resumed", false)
+	return cmd
+}
+
+const ruleLong = `Show by which rule the messages of a consumer get their IDs, or of all consumers, or change it.
+
+  legacy             as the release before schema version 5: also the headers id, idempotency-key and others
+  standard           message-id; ce_id with ce_source (CloudEvents)
+  standard+debezium  besides, id of Debezium's outbox router
+  standard+watermill besides, that of Watermill
+  headers:NAME,NAME  the first of these headers that a message has, at most 20. The payload is compared: another
+                     payload under the same ID is parked as conflict
+
+A consumer adopts a rule at its next start. Restart all replicas then: while some have the old rule, two copies of
+a message may get two IDs, and both have their effect.
+
+Messages that were handled before have their claims under the old rule. The switch does not touch them, but if the
+group is rewound behind it they run again, and a copy that a producer sends behind it runs as well.`
+
+func newConsumerRule(s *settings) *cobra.Command {
+	var o consumerOrder
+	var rule string
+	cmd := needs(&cobra.Command{
+		Use:   "id-rule [NAME]",
+		Short: "Show or change the rule that gives a consumer's messages their IDs",
+		Long:  ruleLong,
+		Example: `  outbox-relay consumer id-rule
+  outbox-relay consumer id-rule billing/orders --set standard --why "all producers send message-id"`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			switch {
+			case rule == "":
+				return s.showRules(cmd, args, o.asJSON)
+			case len(args) == 0:
+				return usageError{errors.New("--set needs the name of a consumer: see \"outbox-relay consumer id-rule\"")}
+			}
+			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				before, err := consumers.SetRule(ctx, pool, s.schema, o.by(), args[0], rule)
+				if err != nil {
+					return err
+				}
+				return printRule(cmd.OutOrStdout(), before, rule, o.asJSON)
+			})
+		},
+	}, flagDatabaseURL)
+	addText(cmd.Flags(), "set", 2048, "the new rule", func(text string) error { rule = text; return consumers.CheckRule(text) })
+	o.addWho(cmd, "why it is changed; required with --set")
+	commandLineOnly(cmd.Flags(), "set")
+	s.checks[cmd] = func() error {
+		if rule != "" && o.Why == "" {
+			return errors.New("--why is missing: say why the rule is changed")
+		}
+		return nil
+	}
+	return cmd
+}
+
+func (s *settings) showRules(cmd *cobra.Command, names []string, asJSON bool) error {
+	return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+		all, err := consumers.Registered(ctx, pool, s.schema)
+		if err == nil && len(names) > 0 {
+			var one *consumers.Consumer
+			if one, err = consumers.Rule(ctx, pool, s.schema, names[0]); err == nil {
+				all = []consumers.Consumer{*one}
+			}
+		}
+		switch {
+		case err != nil:
+			return err
+		case len(all) == 0:
+			return errors.New("no consumer is registered")
+		}
+		text := "consumer\tid rule\n"
+		for _, c := range all {
+			if asJSON {
+				if err := printJSON(cmd.OutOrStdout(), c); err != nil {
+					return err
+				}
+			}
+			text += consumerText(c.Name) + "\t" + printable(c.IDRule) + "\n"
+		}
+		if asJSON {
+			return nil
+		}
+		return printTable(cmd.OutOrStdout(), text)
+	})
+}
+
+const ruleWarning = "Restart all replicas of the consumer now: each adopts the rule at its start, and while some have the old one, two copies of a message may both " +
+	"have their effect. Messages that were handled before keep their claims under the old rule: do not rewind the group behind this moment, they would run again."
+
+func printRule(out io.Writer, before *consumers.Consumer, rule string, asJSON bool) error {
+	changed := before.IDRule != rule
+	if asJSON {
+		warning := ""
+		if changed {
+			warning = ruleWarning
+		}
+		return printJSON(out, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed, "warning": warning})
+	}
+	if !changed {
+		_, err := fmt.Fprintf(out, "consumer %s has the rule %s already\n", consumerText(before.Name), printable(rule))
+		return err
+	}
+	_, err := fmt.Fprintf(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nMIND: %s\n", consumerText(before.Name), printable(rule), printable(before.IDRule), ruleWarning)
+	return err
+}

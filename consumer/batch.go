@@ -84,8 +84,12 @@ type work struct {
 
 func (w *work) released() bool { return w.msgs[0].row != 0 }
 
-// outcome counts what a transaction committed.
-type outcome struct{ fresh, duplicates, parked int }
+// outcome is what a transaction committed.
+type outcome struct {
+	fresh, duplicates     int
+	parked                []Parked
+	claim, handle, commit time.Duration
+}
 
 // transact does the work of a transaction, up to and including its COMMIT. After a failure nothing is committed,
 // except when the connection was lost during COMMIT: see apply.
@@ -95,12 +99,13 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 	for _, msg := range w.msgs {
 		msg.published = 0
 	}
+	begun := time.Now()
 	claimed, err := e.begin(ctx, t, w)
 	if err != nil {
 		return outcome{}, &failure{origin: originEngine, index: unknownIndex, lost: t.conn.IsClosed(), err: err}
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerClaimed)
-	s := e.choose(w, claimed)
+	s, out := e.choose(w, claimed), outcome{claim: time.Since(begun)}
 	if len(s.handle) > 0 {
 		a.places.Store(&s.index)
 		err := e.handler.handle(ctx, t, s.handle)
@@ -109,6 +114,7 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 			return outcome{}, handlerFailure(ctx, t, s, err)
 		}
 	}
+	out.handle = time.Since(begun) - out.claim
 	crashpoint.At(ctx, crashpoint.ConsumerHandled)
 	if err := ctx.Err(); err != nil {
 		return outcome{}, &failure{origin: originHandler, index: unknownIndex, err: context.Cause(ctx)}
@@ -119,7 +125,9 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 		return outcome{}, f
 	}
 	w.held.free(w.hints, claimed.held, s.keys)
-	return outcome{fresh: len(s.handle), parked: len(s.parked), duplicates: len(w.msgs) - len(s.handle) - len(s.parked)}, nil
+	out.commit = time.Since(begun) - out.claim - out.handle
+	out.fresh, out.duplicates, out.parked = len(s.handle), len(w.msgs)-len(s.handle)-len(s.parked), s.report(e.cfg.OnFailure)
+	return out, nil
 }
 
 // send runs statements in one round trip, and counts in done those that succeeded.

@@ -24,6 +24,7 @@ type selection struct {
 	why    []*parking           // of each parked
 	behind []bool               // of each parked: it waits for an earlier one of its key
 	keys   map[keyHash]struct{} // that are held from now on
+	kept   map[*Message]bool    // of the parked: they cannot be dead letters
 }
 
 // choose decides for each message whether it is handled, parked or dropped as a duplicate.
@@ -56,6 +57,19 @@ func (e *engine) choose(w *work, c claimed) *selection {
 		}
 	}
 	return s
+}
+
+// report lists what is parked, for hooks and the log.
+func (s *selection) report(policy OnFailure) []Parked {
+	if len(s.parked) == 0 {
+		return nil
+	}
+	list := make([]Parked, len(s.parked))
+	for i, msg := range s.parked {
+		why := s.why[i]
+		list[i] = Parked{Message: msg, Reason: why.reason, Err: why.err, Attempts: why.attempts, DeadLetter: policy == OnFailureDeadLetter && !s.kept[msg]}
+	}
+	return list
 }
 
 func holds(keys map[keyHash]struct{}, key []byte) bool {

@@ -100,22 +100,13 @@ type Config struct {
 	// waits for the batch in progress before its handler's context is cancelled. Keep it below Kafka's
 	// rebalance timeout (60 s unless changed). 1 ms to 10 min; default 20 s.
 	DrainMax time.Duration
-	// Logger gets assignments, failures and retries. Default: none.
+	// Logger gets assignments, failures and retries. A problem that lasts is logged once, then every 30 s with how often
+	// it came. Default slog.Default().
 	Logger *slog.Logger
-	// Hooks are called synchronously; they must return quickly.
+	// Middleware runs around the handler, the first one outermost: see Around.
+	Middleware []Middleware
+	// Hooks are called synchronously; they must return quickly. A panic in one is logged.
 	Hooks Hooks
-}
-
-// Hooks are optional callbacks, for metrics.
-type Hooks struct {
-	// Processed is called after a commit.
-	Processed func(topic string, fresh, duplicates int)
-	// Failed is called after each failed attempt at a single message.
-	Failed func(msg *Message, attempt int, err error)
-	// Parked is called after a commit that parked messages (or made dead letters of them).
-	Parked func(topic string, messages int)
-	// WithoutID is called for each message that is identified by its coordinates alone.
-	WithoutID func(msg *Message)
 }
 
 // Dedup is what stops a message that comes again.
@@ -217,6 +208,11 @@ func (c Config) withDefaults() (Config, error) {
 	if len(c.Name) > 600 {
 		report("Name has %d bytes: want at most 600", len(c.Name))
 	}
+	for i, wrap := range c.Middleware {
+		if wrap == nil {
+			report("Middleware %d is nil", i)
+		}
+	}
 	if c.Start > StartLatest {
 		report("Start %d: want StartEarliest or StartLatest", c.Start)
 	}
@@ -237,7 +233,7 @@ func (c Config) withDefaults() (Config, error) {
 	problems = append(problems, c.failures()...)
 	problems = append(problems, c.durations()...)
 	if c.Logger == nil {
-		c.Logger = slog.New(slog.DiscardHandler)
+		c.Logger = slog.Default()
 	}
 	return c, errors.Join(problems...)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -51,6 +52,9 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	}
 	if err != nil {
 		return nil, err
+	}
+	for _, wrap := range slices.Backward(cfg.Middleware) {
+		handler = wrap(handler)
 	}
 	engine, err := newEngine(pool, handler, cfg)
 	if err != nil {

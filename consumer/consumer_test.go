@@ -78,7 +78,7 @@ func TestKafkaOffsetFollowsTheCommit(t *testing.T) {
 	fail.Store(false)
 	var duplicates atomic.Int64
 	stop = h.run(consumer.Each(effect), func(c *consumer.Config) {
-		c.Hooks.Processed = func(_ string, _, again int) { duplicates.Add(int64(again)) }
+		c.Hooks.Processed = func(p consumer.Processed) { duplicates.Add(int64(p.Duplicates)) }
 	})
 	h.waitEffects(30)
 	require.NoError(t, stop())

@@ -43,6 +43,10 @@ func (e *engine) queueDeadLetters(ctx context.Context, batch *pgx.Batch, s *sele
 		if err != nil {
 			why := *s.why[i]
 			why.err = fmt.Errorf("it cannot be a dead letter (%.300s): %w", err.Error(), why.err)
+			if s.kept == nil {
+				s.kept = map[*Message]bool{}
+			}
+			s.kept[msg] = true
 			left.parked, left.why, left.behind = append(left.parked, msg), append(left.why, &why), append(left.behind, false)
 		}
 	}

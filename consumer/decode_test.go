@@ -60,8 +60,8 @@ func TestUndecodableMessagesAreParked(t *testing.T) {
 			var permanent atomic.Int32
 			stop := h.run(handler, func(c *consumer.Config) {
 				parkAll(c)
-				c.Hooks.Failed = func(_ *consumer.Message, _ int, err error) {
-					if consumer.IsPermanent(err) {
+				c.Hooks.Failed = func(f consumer.Failed) {
+					if f.Permanent && consumer.IsPermanent(f.Err) {
 						permanent.Add(1)
 					}
 				}

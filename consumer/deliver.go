@@ -56,7 +56,7 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 	l.committed = func(_ *Message, out outcome) {
 		sum.Fresh += out.fresh
 		sum.Duplicates += out.duplicates
-		sum.Parked += out.parked
+		sum.Parked += len(out.parked)
 	}
 	l.regain = func(ctx context.Context) error {
 		again, err := c.hold(ctx, []hold{take})

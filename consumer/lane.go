@@ -35,6 +35,8 @@ type lane struct {
 
 	refused refusals // of the position, by another holder
 	said    repeated
+	// saidParked is about messages that were parked without an attempt.
+	saidParked repeated
 }
 
 // careful counts how many messages are still tried alone, and counted before they are tried, because the last holder
@@ -243,17 +245,11 @@ func (l *lane) try(msgs []*Message) *failure {
 	}
 	l.said.end(l)
 	l.careful.done(msgs)
-	cfg := &l.engine.cfg
 	if !w.released() {
 		l.breaker.noteHandled(out.fresh)
-		if cfg.Hooks.Processed != nil {
-			l.engine.hook(func() { cfg.Hooks.Processed(l.work.pos.topic, out.fresh, out.duplicates) })
-		}
 	}
 	l.committed(msgs[len(msgs)-1], out)
-	if cfg.Hooks.Parked != nil && out.parked > 0 {
-		l.engine.hook(func() { cfg.Hooks.Parked(l.work.pos.topic, out.parked) })
-	}
+	l.tell(&w, out)
 	crashpoint.At(l.ctx, crashpoint.ConsumerMarked)
 	return nil
 }
@@ -273,7 +269,9 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
 		return !l.stopped()
 	}
 	if cfg.Hooks.Failed != nil {
-		l.engine.hook(func() { cfg.Hooks.Failed(msg, msg.attempts, f.err) })
+		l.engine.hook(func() {
+			cfg.Hooks.Failed(Failed{Message: msg, Attempt: msg.attempts, Err: f.err, Permanent: v == verdictPark, Origin: f.origin.String()})
+		})
 	}
 	why := &parking{f.reason(v), f.err, msg.attempts}
 	final := v == verdictPark || msg.attempts >= cfg.AttemptsMax

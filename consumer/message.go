@@ -56,6 +56,10 @@ func (m *Message) Header(name string) ([]byte, bool) {
 	return nil, false
 }
 
+// Record is the Kafka record of the message, as the client read it; nil where the message was parked and is handled
+// again. It must not be changed.
+func (m *Message) Record() *kgo.Record { return m.record }
+
 // ChildID derives the key of a call to another system: it depends on the consumer's name, the message's ID and the
 // step alone, so it is the same at every attempt, after parking, retry, promotion and release. Each call in a handler
 // needs a step of its own. It carries no time: messages that a handler publishes have other IDs, see OutboxID.

@@ -44,7 +44,7 @@ func TestDatabaseAwayIsWaitedOut(t *testing.T) {
 	var failed atomic.Int64
 	stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
 		c.BatchMax = 3
-		c.Hooks.Failed = func(*consumer.Message, int, error) { failed.Add(1) }
+		c.Hooks.Failed = func(consumer.Failed) { failed.Add(1) }
 	})
 	for range 3 {
 		require.NoError(t, cluster.Kill(t.Context()))

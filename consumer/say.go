@@ -80,3 +80,27 @@ func (e *engine) hook(call func()) {
 		e.cfg.Logger.Error("a hook panicked", "group", e.cfg.Group, "error", err)
 	}
 }
+
+// tell passes on what a transaction committed: to the hooks, and what is parked for another reason than a failure,
+// which the log has already, to the log.
+func (l *lane) tell(w *work, out outcome) {
+	hooks, last := &l.engine.cfg.Hooks, w.msgs[len(w.msgs)-1]
+	if hooks.Processed != nil {
+		l.engine.hook(func() {
+			hooks.Processed(Processed{
+				Topic: w.pos.topic, Partition: w.pos.partition, Fresh: out.fresh, Duplicates: out.duplicates, Parked: len(out.parked),
+				Retried: w.released(), Next: last.next(), Time: last.Time, Claim: out.claim, Handle: out.handle, Commit: out.commit,
+			})
+		})
+	}
+	for _, p := range out.parked {
+		if hooks.Parked != nil {
+			l.engine.hook(func() { hooks.Parked(p) })
+		}
+		switch p.Reason {
+		case reasonExpired, reasonConflict, reasonInvalid, reasonTooLarge:
+			l.saidParked.warn(l, `messages are parked without being run: see "outbox-relay parked list"`, p.Err,
+				"reason", p.Reason, "offset", p.Message.Offset, "id", p.Message.ID)
+		}
+	}
+}

@@ -39,7 +39,7 @@ func TestStopAndRebalanceTogether(t *testing.T) {
 			var fresh, again atomic.Int64
 			count := func(cfg *consumer.Config) {
 				cfg.BatchMax = 1
-				cfg.Hooks.Processed = func(_ string, f, d int) { fresh.Add(int64(f)); again.Add(int64(d)) }
+				cfg.Hooks.Processed = func(p consumer.Processed) { fresh.Add(int64(p.Fresh)); again.Add(int64(p.Duplicates)) }
 			}
 			asked, other := &requests{}, &requests{}
 			membership := func(r *requests) []kgo.Opt {
@@ -55,7 +55,7 @@ func TestStopAndRebalanceTogether(t *testing.T) {
 			ended := make(chan error, 1)
 			go func() { ended <- stop() }()
 			h.runWith(h.pool, membership(other), consumer.Each(effect), func(cfg *consumer.Config) {
-				cfg.Hooks.Processed = func(_ string, _, d int) { again.Add(int64(d)) }
+				cfg.Hooks.Processed = func(p consumer.Processed) { again.Add(int64(p.Duplicates)) }
 			})
 			h.wait("the other joins", func() bool { return other.joins.Load() > 0 })
 			heard := asked.heartbeats.Load()

@@ -56,7 +56,7 @@ func TestForgottenOffsetsResumeAtThePosition(t *testing.T) {
 	h.produce("3")
 	var again atomic.Int64
 	stop = h.run(consumer.Each(effect), func(c *consumer.Config) {
-		c.Hooks.Processed = func(_ string, _, duplicates int) { again.Add(int64(duplicates)) }
+		c.Hooks.Processed = func(p consumer.Processed) { again.Add(int64(p.Duplicates)) }
 	})
 	h.waitEffects(4)
 	require.NoError(t, stop())

@@ -223,7 +223,7 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 	r, err := consumer.New(pool, seeds, handler, consumer.Config{
 		Group: c.Group, Topics: []string{c.Topic}, BatchMax: c.BatchMax, IdleTimeout: c.IdleTimeout, Order: c.Order,
 		DrainMax: c.DrainMax, HandlerTimeout: c.HandlerTimeout, StatementTimeout: c.HandlerTimeout,
-		Hooks:    consumer.Hooks{Processed: func(_ string, f, d int) { fresh.Add(int64(f)); duplicates.Add(int64(d)) }},
+		Hooks:    consumer.Hooks{Processed: func(p consumer.Processed) { fresh.Add(int64(p.Fresh)); duplicates.Add(int64(p.Duplicates)) }},
 		RetryMin: 10 * time.Millisecond, RetryMax: 200 * time.Millisecond, Logger: log,
 	})
 	if err != nil {

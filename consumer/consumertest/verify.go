@@ -228,10 +228,10 @@ type failures struct {
 	list []string
 }
 
-func (f *failures) failed(msg *consumer.Message, attempt int, err error) {
+func (f *failures) failed(e consumer.Failed) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.list = append(f.list, fmt.Sprintf("%s, attempt %d: %v", msg, attempt, err))
+	f.list = append(f.list, fmt.Sprintf("%s, attempt %d: %v", e.Message, e.Attempt, e.Err))
 }
 
 func (f *failures) err() error {

@@ -27,17 +27,12 @@ func (b *consumeBench) engine(ctx context.Context, l load, group string, handler
 	c, err := consumer.New(pool, []kgo.Opt{kgo.SeedBrokers(b.Brokers...)}, handler, consumer.Config{
 		Group: group, Topics: []string{l.topic}, Schema: b.schema, Dedup: level,
 		Hooks: consumer.Hooks{
-			Processed: func(_ string, fresh, duplicates int) {
-				if m.add(fresh + duplicates) {
+			Processed: func(p consumer.Processed) {
+				if m.add(p.Fresh + p.Duplicates + p.Parked) {
 					stop(errAllDone)
 				}
 			},
-			Parked: func(_ string, messages int) {
-				if m.add(messages) {
-					stop(errAllDone)
-				}
-			},
-			Failed: func(msg *consumer.Message, _ int, err error) { stop(fmt.Errorf("%s: %w", msg, err)) },
+			Failed: func(f consumer.Failed) { stop(fmt.Errorf("%s: %w", f.Message, f.Err)) },
 		},
 	})
 	if err != nil {

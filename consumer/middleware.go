@@ -1,0 +1,95 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+)
+
+// Middleware wraps a handler. Make one with Around.
+type Middleware func(next Handler) Handler
+
+// Around makes a Middleware, for tracing, tenancy, metrics, of any shape of handler. around is called for each call of
+// the handler, with its messages: one where the handler is made by Each, JSON or Decoded, all fresh messages of the
+// transaction where it is made by Queued, Batch or Route. It calls next once, with ctx or one derived from it.
+//
+// It decides nothing about the messages: next's error is the outcome even if around returns nil, and an error of
+// around is one of its messages. If it does not call next the messages have had no effect, so they fail.
+func Around(around func(ctx context.Context, msgs []*Message, next func(ctx context.Context) error) error) Middleware {
+	return func(next Handler) Handler { return &wrapped{around: around, next: next} }
+}
+
+type wrapped struct {
+	around func(ctx context.Context, msgs []*Message, next func(ctx context.Context) error) error
+	next   Handler
+}
+
+var (
+	errNextTwice  = errors.New("middleware called next twice: the handler would have its effect twice")
+	errNextNotRun = errors.New("middleware returned without calling next: the message would be lost; return an error, or call next")
+)
+
+// single is a handler that gets one message at a time.
+type single interface{ single() bool }
+
+func (h eachHandler) single() bool { return true }
+
+func (w *wrapped) single() bool {
+	s, ok := w.next.(single)
+	return ok && s.single()
+}
+
+func (w *wrapped) handle(ctx context.Context, t *tx, msgs []*Message) error {
+	if !w.single() {
+		return w.call(ctx, t, msgs)
+	}
+	for i := range msgs {
+		t.base.Add(int64(i)) // for the engine, which looks for a message that took too long
+		if err := w.call(ctx, t, msgs[i:i+1]); err != nil {
+			return blameRun(i, 1, err)
+		}
+		t.base.Add(-int64(i))
+	}
+	return nil
+}
+
+// call runs around once. An error that is not next's belongs to the only message, or to all of them.
+func (w *wrapped) call(ctx context.Context, t *tx, msgs []*Message) error {
+	calls := 0
+	var inner error
+	if len(msgs) == 1 {
+		t.turn(0, msgs[0])
+	} else {
+		t.turn(unknownIndex, nil)
+	}
+	outer := guard(func() error {
+		return w.around(ctx, msgs, func(ctx context.Context) error {
+			if calls++; calls > 1 {
+				return t.Misused(errNextTwice)
+			}
+			inner = w.next.handle(ctx, t, msgs)
+			return inner
+		})
+	})
+	err := inner
+	if err == nil {
+		switch {
+		case t.misuse() != nil:
+			err = Permanent(t.misuse())
+		case outer != nil:
+			err = outer
+		case calls == 0:
+			err = Permanent(errNextNotRun)
+		default:
+			return nil
+		}
+	}
+	var one *messageError
+	var batch *batchError
+	if errors.As(err, &one) || errors.As(err, &batch) {
+		return err
+	}
+	if len(msgs) == 1 {
+		return &messageError{0, err}
+	}
+	return &batchError{err}
+}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -24,19 +25,25 @@ type Config struct {
 
 // Claims records processed messages. It holds no connection and is safe for concurrent use.
 type Claims struct {
-	sql    queries
-	schema string
+	sql     queries
+	schema  string
+	lookMax time.Duration // zero: the constant; only tests set it
 }
 
 // Consumer is a registered consumer: the scope of its claims, and where they are kept. It is made by
-// Register; values are equal if they stand for the same consumer.
+// Register; values with the same ID stand for the same consumer.
 type Consumer struct {
-	id      int32
-	forever bool
+	id       int32
+	forever  bool
+	replaced time.Duration
 }
 
 // ID is the number under which the tables know the consumer.
 func (c Consumer) ID() int32 { return c.id }
+
+// Replaced is the dedup window that was stored when the consumer registered, where it was another one: a
+// replica with the other setting runs, or ran. Zero: there was none, or it was the same.
+func (c Consumer) Replaced() time.Duration { return c.replaced }
 
 // ErrRetry marks a claim that met a concurrent transaction in a way that only a new transaction can
 // resolve: serialization failure (40001, what REPEATABLE READ and SERIALIZABLE report instead of a

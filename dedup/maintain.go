@@ -17,12 +17,14 @@ import (
 
 // Limits of one run.
 const (
-	daysAhead     = 32              // partitions are made for so many days
-	dropMargin    = time.Hour       // claims are kept so much longer than their window: transactions end meanwhile
-	leaseMax      = 2 * time.Minute // how long a holder that died keeps others waiting
-	lockWaitMax   = "300ms"         // claims queue behind a lock that is waited for: not for longer than this
-	sweepBlocks   = 256             // of 8 KiB, in one transaction
-	sweepRunMax   = 16_384          // blocks in one run, 128 MiB
+	daysAhead     = 32                     // partitions are made for so many days
+	emptyMax      = 30                     // empty days of the past that are left until a quiet moment
+	dropMargin    = time.Hour              // claims are kept so much longer than needed: transactions take time, clocks of producers are off
+	leaseMax      = 2 * time.Minute        // how long a holder that died keeps others waiting
+	lockWaitMax   = 300 * time.Millisecond // claims queue behind a lock that is waited for: not for longer than this
+	lookMax       = 500 * time.Millisecond // for a look through a day under its lock
+	sweepBlocks   = 256                    // of 8 KiB, in one transaction
+	sweepRunMax   = 16_384                 // blocks in one run, 128 MiB
 	attemptsMax   = 30 * 24 * time.Hour
 	statementsMax = time.Minute
 	lockIdleMax   = 3 * time.Second // a process that freezes with the lock loses it
@@ -32,8 +34,11 @@ const (
 type Report struct {
 	// Elsewhere: another process does it; nothing was done.
 	Elsewhere bool `json:"elsewhere,omitempty"`
-	// Made and Dropped are partitions.
-	Made    []string `json:"made,omitempty"`
+	// Made are partitions of coming days.
+	Made []string `json:"made,omitempty"`
+	// Truncated are days whose claims were forgotten. Their partitions stay until they are dropped.
+	Truncated []string `json:"truncated,omitempty"`
+	// Dropped are empty partitions of old days that were removed. That forgets nothing.
 	Dropped []string `json:"dropped,omitempty"`
 	// Swept are claims that were deleted one by one.
 	Swept int64 `json:"swept,omitempty"`
@@ -47,23 +52,35 @@ type Report struct {
 type MaintainOptions struct {
 	// Owner names the process, for people who look at the lease. 1 to 255 bytes.
 	Owner string
-	// DryRun reports what would be dropped, and changes nothing. Nothing is swept or counted then.
+	// DryRun reports what would be truncated and dropped, and changes nothing. Nothing is swept or counted then.
 	DryRun bool
 }
 
-// Maintain makes the partitions of the coming days, drops those that nobody needs any more and sweeps what
-// cannot be dropped as a day: one run of it, bounded in what it does. Any number of processes may call it;
-// one at a time works, the others get Report.Elsewhere. Whether a claim may go is decided by the database's
-// clock, the longest window of all registered consumers, and the stored positions: what a consumer has not
-// passed stays, however old it is. After an error the run may be repeated at any time; a lock that was not
-// to be had is one.
+// Maintain makes the partitions of the coming days, truncates the days whose claims nothing needs any more, sweeps
+// what cannot be forgotten as a day, and drops empty partitions when the table is quiet: one run of it, bounded in
+// what it does. Any number of processes may call it; one at a time works, the others get Report.Elsewhere.
+//
+// Whether a claim may go is decided by the database's clock, the longest window of all registered consumers, and the
+// stored positions: what a consumer has not passed stays, however old it is. The transaction that forgets claims
+// notes for each consumer that had them up to when (QueueForgotten).
+//
+// Claims wait for a lock of a run for 0.3 s at most, unless partitions of the coming days are missing: for up to 2 s
+// when there are fewer than 7 left, 5 s when there are fewer than 2 (a claim is never without a partition), and 2 s when
+// more than 30 empty days could not be dropped.
+//
+// The steps do not depend on each other: an error of one is reported and the others are done all the same. After an error
+// the run may be repeated at any time; a lock that was not to be had is one, except where there is time until it is
+// needed.
 func (c *Claims) Maintain(ctx context.Context, pool *pgxpool.Pool, opts MaintainOptions) (Report, error) {
 	conn, err := pool.Acquire(ctx)
 	if err != nil {
 		return Report{}, fmt.Errorf("maintain claims: %w", err)
 	}
 	defer conn.Release()
-	m := &maintenance{Claims: c, conn: conn.Conn(), dry: opts.DryRun}
+	m := &maintenance{Claims: c, conn: conn.Conn(), dry: opts.DryRun, lookMax: lookMax}
+	if c.lookMax != 0 {
+		m.lookMax = c.lookMax
+	}
 	if err := m.run(ctx, opts.Owner); err != nil {
 		return m.report, fmt.Errorf("maintain claims: %w", err)
 	}
@@ -88,17 +105,16 @@ func (c *Claims) KeepUp(ctx context.Context, pool *pgxpool.Pool, owner string, l
 			log.WarnContext(ctx, "claims are not forgotten by this consumer: its role may not change partitions. Let a role that owns the tables run \"outbox-relay prune\" every hour", "error", err)
 			return
 		case err != nil:
-			log.WarnContext(ctx, "claims were not maintained; it is tried again", "error", err)
-		case len(report.Made)+len(report.Dropped) > 0 || report.Swept > 0:
-			log.InfoContext(ctx, "claims were maintained", "made", report.Made, "dropped", report.Dropped, "swept", report.Swept, "held_back", report.HeldBack)
+			log.WarnContext(ctx, "claims were not maintained completely; it is tried again", "error", err, "made", report.Made,
+				"truncated", report.Truncated, "dropped", report.Dropped, "swept", report.Swept)
+		case len(report.Made)+len(report.Truncated)+len(report.Dropped) > 0 || report.Swept > 0:
+			log.InfoContext(ctx, "claims were maintained", "made", report.Made, "truncated", report.Truncated, "dropped", report.Dropped,
+				"swept", report.Swept, "held_back", report.HeldBack)
 		}
 	}
 }
 
-func notAllowed(err error) bool {
-	var pgErr *pgconn.PgError
-	return errors.As(err, &pgErr) && pgErr.Code == "42501"
-}
+func notAllowed(err error) bool { return hasCode(err, "42501") }
 
 const (
 	keepUpFirst = 10 * time.Second
@@ -108,39 +124,85 @@ const (
 // maintenance is one run.
 type maintenance struct {
 	*Claims
-	conn   *pgx.Conn
-	dry    bool
-	epoch  int64
-	report Report
+	conn    *pgx.Conn
+	dry     bool
+	lookMax time.Duration
+	epoch   int64
+	report  Report
 }
 
 func (m *maintenance) run(ctx context.Context, owner string) error {
-	if !m.dry {
-		leased, err := m.lease(ctx, owner)
-		if err != nil || !leased {
-			m.report.Elsewhere = err == nil
-			return err
-		}
-		if err := m.makeAhead(ctx); err != nil {
-			return fmt.Errorf("make partitions: %w", err)
-		}
-	}
-	if err := m.dropBehind(ctx); err != nil {
-		return fmt.Errorf("drop partitions: %w", err)
-	}
 	if m.dry {
-		return nil
+		return m.foresee(ctx)
 	}
-	for _, table := range []string{"untimed", "past", "ahead"} {
-		if err := m.sweep(ctx, table); err != nil {
-			return fmt.Errorf("sweep processed_messages_%s: %w", table, err)
+	leased, err := m.lease(ctx, owner)
+	if err != nil || !leased {
+		m.report.Elsewhere = err == nil
+		return err
+	}
+	err = m.steps(ctx)
+	if errors.Is(err, errLeaseLost) || m.conn.IsClosed() {
+		return err
+	}
+	// Where something failed the next run begins at once, and the time of the last complete run stays.
+	_, errDone := m.conn.Exec(ctx, m.in(leaseDoneSQL), m.epoch, err == nil)
+	return both(err, errDone)
+}
+
+// foresee is the dry run.
+func (m *maintenance) foresee(ctx context.Context) error {
+	if err := m.forgetDays(ctx); err != nil {
+		return err
+	}
+	days, err := m.behind(ctx, m.conn)
+	m.report.dropped(days)
+	return err
+}
+
+// steps are done in this order, each of them whatever became of those before: what needs no lock comes first.
+func (m *maintenance) steps(ctx context.Context) (failed error) {
+	sweep := func(name string) func(context.Context) error {
+		return func(ctx context.Context) error { return m.sweep(ctx, name) }
+	}
+	for _, step := range []struct {
+		what string
+		do   func(context.Context) error
+	}{
+		{"compare what was dropped", m.noteForeignDrops},
+		{"sweep processed_messages_untimed", sweep("untimed")},
+		{"sweep processed_messages_past", sweep("past")},
+		{"sweep processed_messages_ahead", sweep("ahead")},
+		{"forget attempts", m.forgetAttempts},
+		{"forget days", m.forgetDays},
+		{"make partitions", m.makeAhead},
+		{"drop partitions", m.dropEmpty},
+	} {
+		err := step.do(ctx)
+		if err == nil {
+			continue
+		}
+		failed = both(failed, fmt.Errorf("%s: %w", step.what, err))
+		if ctx.Err() != nil || m.conn.IsClosed() || errors.Is(err, errLeaseLost) {
+			break
 		}
 	}
-	if _, err := m.conn.Exec(ctx, m.in(forgetAttemptsSQL), attemptsMax); err != nil {
-		return fmt.Errorf("forget attempts: %w", err)
-	}
-	_, err := m.conn.Exec(ctx, m.in(leaseDoneSQL), m.epoch)
+	return failed
+}
+
+func (m *maintenance) forgetAttempts(ctx context.Context) error {
+	_, err := m.conn.Exec(ctx, m.in(forgetAttemptsSQL), attemptsMax)
 	return err
+}
+
+// both joins errors in one line.
+func both(first, second error) error {
+	switch {
+	case first == nil:
+		return second
+	case second == nil:
+		return first
+	}
+	return fmt.Errorf("%w; %w", first, second)
 }
 
 // lease makes sure that one process at a time works. It is for economy: each step decides by its own locks.
@@ -167,24 +229,54 @@ func (m *maintenance) renew(ctx context.Context) error {
 	return err
 }
 
-// locked runs f in a transaction that changes partitions: no claim runs meanwhile, and what f looks at is as
-// it is. Waiting for the lock is short, because claims queue behind it.
-func (m *maintenance) locked(ctx context.Context, f func(tx pgx.Tx) error) error {
-	return pgx.BeginFunc(ctx, m.conn, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, lockSettingsSQL, lockWaitMax, fmt.Sprint(statementsMax.Milliseconds()), fmt.Sprint(lockIdleMax.Milliseconds())); err != nil {
-			return err
-		}
-		// ONLY: the partitions are locked as they are changed. Every claim needs the parent.
-		if _, err := tx.Exec(ctx, m.in("LOCK TABLE ONLY effectonce.processed_messages IN ACCESS EXCLUSIVE MODE")); err != nil {
-			var pgErr *pgconn.PgError
-			if errors.As(err, &pgErr) && pgErr.Code == "55P03" {
-				return fmt.Errorf("claims are at work, it is tried again: %w", err)
-			}
+// limited runs f in a transaction that waits for each lock, and works at each statement, for no longer than that.
+func (m *maintenance) limited(ctx context.Context, wait, statement time.Duration, f func(tx pgx.Tx) error) error {
+	return pgx.BeginTxFunc(ctx, m.conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, lockSettingsSQL, millis(wait), millis(statement), millis(lockIdleMax)); err != nil {
 			return err
 		}
 		return f(tx)
 	})
 }
+
+// locked runs f in a transaction that changes partitions: no claim runs meanwhile, and what f looks at is as
+// it is. Claims queue behind it, so it gives up as its patience says.
+func (m *maintenance) locked(ctx context.Context, p patience, f func(tx pgx.Tx) error) (done bool, err error) {
+	err = m.limited(ctx, p.wait, p.statement, func(tx pgx.Tx) error {
+		// ONLY: the partitions are locked as they are changed. Every claim needs the parent.
+		if _, err := tx.Exec(ctx, m.in("LOCK TABLE ONLY effectonce.processed_messages IN ACCESS EXCLUSIVE MODE")); err != nil {
+			return err
+		}
+		return f(tx)
+	})
+	if !p.urgent && ctx.Err() == nil && (hasCode(err, codeLockWait) || hasCode(err, codeCanceled)) {
+		return false, nil
+	}
+	return err == nil, busy(err)
+}
+
+// What the server says of limits.
+const (
+	codeLockWait = "55P03" // lock_not_available: the lock was not to be had in time
+	codeCanceled = "57014" // query_canceled: the statement took too long
+)
+
+func hasCode(err error, code string) bool {
+	var pgErr *pgconn.PgError
+	return errors.As(err, &pgErr) && pgErr.Code == code
+}
+
+// isBusy: a lock was not to be had, or was part of a deadlock. What else is there to do is not concerned.
+func isBusy(err error) bool { return hasCode(err, codeLockWait) || hasCode(err, "40P01") }
+
+func busy(err error) error {
+	if isBusy(err) {
+		return fmt.Errorf("claims are at work, it is tried again: %w", err)
+	}
+	return err
+}
+
+func millis(d time.Duration) string { return fmt.Sprint(d.Milliseconds()) }
 
 func (m *maintenance) in(sql string) string { return migrations.InSchema(sql, m.schema) }
 

@@ -132,7 +132,7 @@ func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
 	day := func(ago time.Duration) string {
 		return "processed_messages_" + time.Now().UTC().Add(-ago).Format("20060102")
 	}
-	require.Equal(t, day(156*time.Hour), oldest(), "the position of group short")
+	require.Equal(t, day(157*time.Hour), oldest(), "the position of group short")
 
 	// The partition is at its end: the window of the other consumer counts now.
 	exec(t, pool, `UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp() WHERE consumer_group = 'short'`)
@@ -207,11 +207,11 @@ func TestStatsSayWhatClaimsTake(t *testing.T) {
 func TestOneMaintainerAtATime(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	exec(t, pool, `INSERT INTO effectonce.maintenance (job, owner, lease_until) VALUES ('dedup', 'somebody', clock_timestamp() + interval '1 minute')`)
+	exec(t, pool, `UPDATE effectonce.maintenance SET owner = 'somebody', lease_until = clock_timestamp() + interval '1 minute' WHERE job = 'claims'`)
 	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
 	require.NoError(t, err)
 	require.True(t, report.Elsewhere)
-	exec(t, pool, `UPDATE effectonce.maintenance SET lease_until = clock_timestamp() - interval '1 ms'`)
+	exec(t, pool, `UPDATE effectonce.maintenance SET lease_until = clock_timestamp() - interval '1 ms' WHERE job = 'claims'`)
 	maintain(t, pool, claims)
 }
 

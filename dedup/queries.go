@@ -39,7 +39,24 @@ ON CONFLICT (name) DO UPDATE SET
   topics = CASE WHEN c.consumer_group = excluded.consumer_group THEN excluded.topics ELSE c.topics END,
   dedup_window = CASE WHEN c.consumer_group = excluded.consumer_group AND (c.dedup_window IS NULL) = (excluded.dedup_window IS NULL)
     THEN excluded.dedup_window ELSE c.dedup_window END
-RETURNING id, consumer_group, dedup_window IS NULL`
+RETURNING id, consumer_group, dedup_window IS NULL, (SELECT extract(epoch FROM before.dedup_window)::float8 FROM effectonce.consumers before
+  WHERE before.name = $1 AND before.dedup_window <> $4::interval)`
+
+// forgottenSQL follows the claim. A claim that waited for maintenance, or came after it, sees the mark here, because
+// each statement has a snapshot of its own.
+const forgottenSQL = `-- dedup.forgotten
+SELECT forgotten_to FROM effectonce.consumers WHERE id = $1`
+
+// forgottenLockedSQL is for transactions that have one snapshot for all statements. The lock makes PostgreSQL
+// report that the row is newer than the snapshot (40001). It is given back at once: maintenance, which writes
+// the row, would else never find a moment without it.
+const (
+	forgottenBeforeSQL = "SAVEPOINT effectonce_forgotten"
+	forgottenLockedSQL = `-- dedup.forgotten_locked
+SELECT forgotten_to FROM effectonce.consumers WHERE id = $1 FOR SHARE`
+	forgottenAfterSQL  = "ROLLBACK TO SAVEPOINT effectonce_forgotten"
+	forgottenBehindSQL = "RELEASE SAVEPOINT effectonce_forgotten"
+)
 
 // leaseSQL takes the lease if it is free; renewSQL keeps it.
 const leaseSQL = `-- dedup.lease
@@ -52,7 +69,8 @@ const renewSQL = `-- dedup.renew
 UPDATE effectonce.maintenance SET lease_until = clock_timestamp() + $2::interval WHERE job = 'claims' AND epoch = $1`
 
 const leaseDoneSQL = `-- dedup.lease_done
-UPDATE effectonce.maintenance SET lease_until = NULL, done_at = clock_timestamp() WHERE job = 'claims' AND epoch = $1`
+UPDATE effectonce.maintenance SET lease_until = NULL, done_at = CASE WHEN $2 THEN clock_timestamp() ELSE done_at END
+WHERE job = 'claims' AND epoch = $1`
 
 const lockSettingsSQL = `-- dedup.lock_settings
 SELECT set_config('lock_timeout', $1, true), set_config('statement_timeout', $2, true),
@@ -65,27 +83,55 @@ SELECT to_timestamp(('x' || substr(replace(bound, '-', ''), 1, 12))::bit(48)::bi
 FROM (SELECT (regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \(''([0-9a-f-]{36})''\)'))[1] AS bound
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = $1 AND c.relname = 'processed_messages_ahead') b`
 
-// daysSQL lists the partitions of days by their bounds; names are for people.
+// daysSQL lists the partitions of days by their bounds; names are for people. One without a byte was truncated, or
+// never used.
 const daysSQL = `-- dedup.days
-SELECT relname, bounds[1]::uuid, bounds[2]::uuid
-FROM (SELECT c.relname, regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \(''([0-9a-f-]{36})''\) TO \(''([0-9a-f-]{36})''\)') AS bounds
+SELECT relname, bounds[1]::uuid, bounds[2]::uuid, bytes
+FROM (SELECT c.relname, coalesce(pg_relation_size(c.oid), 0) AS bytes, regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \(''([0-9a-f-]{36})''\) TO \(''([0-9a-f-]{36})''\)') AS bounds
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
   WHERE n.nspname = $1 AND c.relispartition AND c.relname ~ '^processed_messages_[0-9]{8}$') d
 WHERE bounds IS NOT NULL ORDER BY 2`
 
-// horizonSQL tells up to when the longest window reaches, and up to when the slowest position of the consumers
-// that forget has come. A position without any record has come nowhere until it is seen at the end of its
-// partition. A record from the future proves nothing.
+// horizonSQL reads up to when the longest window reaches, and up to when the slowest position of the consumers
+// that forget has come, both with a margin. A position without any record has come nowhere until it is seen at
+// the end of its partition. A record from the future proves nothing.
 const horizonSQL = `-- dedup.horizon
 SELECT (SELECT clock_timestamp() - max(dedup_window) - $1::interval FROM effectonce.consumers),
   p.passed, CASE WHEN p.topic IS NOT NULL THEN format('group %s, topic %s, partition %s', p.consumer_group, p.topic, p.partition) END
 FROM (SELECT 1) AS one
 LEFT JOIN LATERAL (SELECT q.*,
     CASE WHEN greatest(q.record_time, q.caught_up_at) < clock_timestamp() THEN greatest(q.record_time, q.caught_up_at)
-      WHEN greatest(q.record_time, q.caught_up_at) IS NOT NULL THEN clock_timestamp() END AS passed
+      WHEN greatest(q.record_time, q.caught_up_at) IS NOT NULL THEN clock_timestamp() END - $1::interval AS passed
   FROM effectonce.consumer_positions q
   WHERE EXISTS (SELECT FROM effectonce.consumers c WHERE c.consumer_group = q.consumer_group AND c.dedup_window IS NOT NULL)
   ORDER BY greatest(q.record_time, q.caught_up_at) NULLS FIRST LIMIT 1) AS p ON true`
+
+// holdersSQL lists the consumers that have claims in a day.
+const holdersSQL = `-- dedup.holders
+SELECT DISTINCT consumer FROM %s`
+
+const othersSQL = `-- dedup.others
+SELECT coalesce(array_agg(id), '{}') FROM effectonce.consumers WHERE dedup_window IS NOT NULL AND id <> ALL ($1::int[])`
+
+// otherHoldersSQL looks for the others, which takes a look at every claim of the day.
+const otherHoldersSQL = `-- dedup.other_holders
+SELECT DISTINCT consumer FROM %s WHERE consumer = ANY ($1::int[])`
+
+// markSQL notes that claims of messages up to a time may be gone: of the given consumers, or of all that forget.
+const markSQL = `-- dedup.mark
+UPDATE effectonce.consumers SET forgotten_to = greatest(forgotten_to, $1)
+WHERE dedup_window IS NOT NULL AND ($2::int[] IS NULL OR id = ANY ($2::int[])) AND (forgotten_to < $1) IS NOT FALSE`
+
+// droppedSQL reads up to where days are gone, and up to where this release has dropped them. Its null is older than
+// any day.
+const droppedSQL = `-- dedup.dropped
+SELECT past.bound, (SELECT (state ->> 'dropped_to')::timestamptz FROM effectonce.maintenance WHERE job = 'claims')
+FROM (SELECT to_timestamp(('x' || substr(replace((regexp_match(pg_get_expr(c.relpartbound, c.oid), 'TO \(''([0-9a-f-]{36})''\)'))[1], '-', ''), 1, 12))::bit(48)::bigint / 1000.0) AS bound
+  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = $1 AND c.relname = 'processed_messages_past') AS past`
+
+// noteDroppedSQL is part of each transaction that drops days. Another holder of the lease has its own notes.
+const noteDroppedSQL = `-- dedup.note_dropped
+UPDATE effectonce.maintenance SET state = state || jsonb_build_object('dropped_to', $2::timestamptz) WHERE job = 'claims' AND epoch = $1`
 
 // sweepStateSQL reads how many blocks a table has, and where the sweep goes on.
 const sweepStateSQL = `-- dedup.sweep_state
@@ -97,19 +143,28 @@ UPDATE effectonce.maintenance SET state = state || jsonb_build_object($2::text, 
 
 // sweepSQL reads a range of blocks and nothing else. A consumer that is not registered any more counts with
 // the longest window. A claim goes when its window is over and the slowest position of its group was past
-// the claim's time.
+// the claim's time. The same statement moves the marks: a message was produced before its claim, by a clock that
+// may be ahead, so that the mark gets the margin that the deleted claims had before the slowest position.
 const sweepSQL = `-- dedup.sweep
 WITH slowest AS MATERIALIZED (
   SELECT consumer_group, min(coalesce(greatest(record_time, caught_up_at), '-infinity')) AS passed
   FROM effectonce.consumer_positions GROUP BY consumer_group
 ), cutoff AS MATERIALIZED (
-  SELECT c.id, least(clock_timestamp() - c.dedup_window - $3::interval, s.passed) AS before
+  SELECT c.id, least(clock_timestamp() - c.dedup_window, s.passed) - $3::interval AS before
   FROM effectonce.consumers c LEFT JOIN slowest s USING (consumer_group) WHERE c.dedup_window IS NOT NULL
+), gone AS (
+  DELETE FROM %s p WHERE p.ctid >= $1 AND p.ctid < $2
+    AND p.processed_at < coalesce((SELECT before FROM cutoff WHERE id = p.consumer),
+      (SELECT clock_timestamp() - max(dedup_window) - $3::interval FROM effectonce.consumers
+       WHERE NOT EXISTS (SELECT FROM effectonce.consumers c WHERE c.id = p.consumer)))
+  RETURNING p.consumer, p.processed_at
+), marks AS MATERIALIZED (
+  SELECT consumer, max(processed_at) + $3::interval AS forgotten_to, count(*) AS n FROM gone GROUP BY consumer
+), raised AS (
+  UPDATE effectonce.consumers c SET forgotten_to = greatest(c.forgotten_to, m.forgotten_to)
+  FROM marks m WHERE m.consumer = c.id AND (c.forgotten_to < m.forgotten_to) IS NOT FALSE
 )
-DELETE FROM %s p WHERE p.ctid >= $1 AND p.ctid < $2
-  AND p.processed_at < coalesce((SELECT before FROM cutoff WHERE id = p.consumer),
-    (SELECT clock_timestamp() - max(dedup_window) - $3::interval FROM effectonce.consumers
-     WHERE NOT EXISTS (SELECT FROM effectonce.consumers c WHERE c.id = p.consumer)))`
+SELECT coalesce(sum(n), 0)::bigint FROM marks`
 
 const statsSQL = `-- dedup.stats
 SELECT coalesce(sum(pg_stat_get_live_tuples(relid)), 0)::bigint, coalesce(sum(pg_total_relation_size(relid)), 0)::bigint,
@@ -125,6 +180,7 @@ type queries struct {
 	claim, claimChecked, conflicts                      string
 	claimForever, claimCheckedForever, conflictsForever string
 	register                                            string
+	forgotten, forgottenLocked                          string
 }
 
 func newQueries(schema string) queries {
@@ -135,6 +191,6 @@ func newQueries(schema string) queries {
 	return queries{
 		claim: in(claimSQL), claimChecked: in(claimCheckedSQL), conflicts: in(conflictsSQL),
 		claimForever: forever(claimSQL), claimCheckedForever: forever(claimCheckedSQL), conflictsForever: forever(conflictsSQL),
-		register: in(registerSQL),
+		register: in(registerSQL), forgotten: in(forgottenSQL), forgottenLocked: in(forgottenLockedSQL),
 	}
 }

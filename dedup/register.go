@@ -22,7 +22,8 @@ type Registration struct {
 	// Topics, for people.
 	Topics []string
 	// Window is how long claims are kept at least: the dedup window. 1 minute to 10 years; default 7 days. It
-	// may change from one registration to the next.
+	// may change from one registration to the next (see Consumer.Replaced); the last one counts. It only says
+	// what Maintain may forget from then on: what was forgotten stays noted, see QueueForgotten.
 	Window time.Duration
 	// Forever keeps claims for ever, in processed_forever. It is decided once. Not together with Window.
 	Forever bool
@@ -65,7 +66,8 @@ func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Cons
 	}
 	var registered Consumer
 	var owner string
-	err := db.QueryRow(ctx, c.sql.register, r.Name, r.Group, r.Topics, window).Scan(&registered.id, &owner, &registered.forever)
+	var replaced *float64
+	err := db.QueryRow(ctx, c.sql.register, r.Name, r.Group, r.Topics, window).Scan(&registered.id, &owner, &registered.forever, &replaced)
 	switch {
 	case err != nil:
 		return Consumer{}, fmt.Errorf("register consumer %q: %w", r.Name, err)
@@ -74,6 +76,9 @@ func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Cons
 	case registered.forever != r.Forever:
 		return Consumer{}, fmt.Errorf("%w: %q was registered with forever=%v, and is now %v: choose another consumer name, or move its claims as docs/operations.md says",
 			ErrForeverDecided, r.Name, registered.forever, r.Forever)
+	}
+	if replaced != nil {
+		registered.replaced = time.Duration(*replaced * float64(time.Second)).Round(time.Microsecond)
 	}
 	return registered, nil
 }

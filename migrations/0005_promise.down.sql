@@ -12,7 +12,7 @@ DROP TABLE effectonce.consumer_topics;
 ALTER TABLE effectonce.consumer_positions
   DROP COLUMN handled_from, DROP COLUMN handled_by, DROP COLUMN handled_rule, DROP COLUMN keys_from, DROP COLUMN known_epoch,
   DROP COLUMN resume_at;
-UPDATE effectonce.maintenance d SET lease_until = NULL, state = c.state, done_at = c.done_at
+UPDATE effectonce.maintenance d SET lease_until = NULL, state = c.state - 'dropped_to', done_at = c.done_at
 FROM effectonce.maintenance c WHERE d.job = 'dedup' AND c.job = 'claims';
 DELETE FROM effectonce.maintenance WHERE job = 'claims';
 ALTER TABLE effectonce.consumers DROP COLUMN forgotten_to, DROP COLUMN id_rule;

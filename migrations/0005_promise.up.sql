@@ -28,7 +28,12 @@ WHERE dedup_window IS NOT NULL;
 -- ends. This release has another one.
 INSERT INTO effectonce.maintenance AS m (job, lease_until, epoch) VALUES ('dedup', 'infinity', 1)
 ON CONFLICT (job) DO UPDATE SET lease_until = 'infinity', epoch = m.epoch + 1;
-INSERT INTO effectonce.maintenance (job, state, done_at) SELECT 'claims', state, done_at FROM effectonce.maintenance WHERE job = 'dedup';
+-- dropped_to: days before it are gone, and the marks above say so. If later ones are gone without a note, a process
+-- of the previous release was in the middle of a run while this migration ran.
+INSERT INTO effectonce.maintenance (job, state, done_at)
+SELECT 'claims', d.state || jsonb_build_object('dropped_to',
+    to_timestamp(('x' || substr(replace((regexp_match(pg_get_expr(c.relpartbound, c.oid), 'TO \(''([0-9a-f-]{36})''\)'))[1], '-', ''), 1, 12))::bit(48)::bigint / 1000.0)), d.done_at
+FROM effectonce.maintenance d, pg_catalog.pg_class c WHERE d.job = 'dedup' AND c.oid = 'effectonce.processed_messages_past'::regclass;
 
 -- ---------------------------------------------------------------------------------------------
 -- Positions: what was worked through, and by whom

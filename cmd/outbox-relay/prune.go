@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -22,20 +23,22 @@ func newPrune(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:   "prune",
 		Short: "Forget claims that no dedup window needs any more",
-		Long: `Make the partitions of the coming days, drop the days of claims that no consumer needs any more, and sweep
-claims that cannot be dropped as a day. A day goes when the longest dedup window of all consumers is over
-and every stored position has passed it.
+		Long: `Make the partitions of the coming days, truncate the days of claims that no consumer needs any more, sweep
+claims that cannot be forgotten as a day, and drop partitions that are empty. A day goes when the longest dedup
+window of all consumers is over and every stored position has passed it. What is forgotten is noted for each
+consumer that had claims in it (consumers.forgotten_to).
 
 Running consumers do this by themselves, every minute or so, if their role may change the tables. Where it
 may not, run this every hour as the role that owns them.
 
-Exit status 1 if another process is at it, or if a lock was not to be had: try again.`,
+Exit status 1 if another process is at it, or if a lock was not to be had: try again. What could be done without
+that lock was done.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.prune(cmd.Context(), dryRun, asJSON, cmd.OutOrStdout())
 		},
 	}, flagDatabaseURL)
-	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only say what would be dropped")
+	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only say what would be forgotten and dropped")
 	addJSON(cmd, &asJSON)
 	return cmd
 }
@@ -55,9 +58,9 @@ func (s *settings) prune(ctx context.Context, dryRun, asJSON bool, out io.Writer
 	if err != nil {
 		return err
 	}
-	report, err := claims.Maintain(ctx, pool, dedup.MaintainOptions{Owner: bounds.Owner(), DryRun: dryRun})
-	if err != nil {
-		return err
+	report, failed := claims.Maintain(ctx, pool, dedup.MaintainOptions{Owner: bounds.Owner(), DryRun: dryRun})
+	if failed != nil && report.Horizon.IsZero() {
+		return failed // before it looked
 	}
 	if asJSON {
 		err = printJSON(out, report)
@@ -67,7 +70,7 @@ func (s *settings) prune(ctx context.Context, dryRun, asJSON bool, out io.Writer
 	if err == nil && report.Elsewhere {
 		return errNotWell
 	}
-	return err
+	return errors.Join(failed, err)
 }
 
 func pruneText(r dedup.Report, dryRun bool) string {
@@ -82,8 +85,10 @@ func pruneText(r dedup.Report, dryRun bool) string {
 	}
 	list("made", r.Made)
 	if dryRun {
+		list("would forget", r.Truncated)
 		list("would drop", r.Dropped)
 	} else {
+		list("forgot", r.Truncated)
 		list("dropped", r.Dropped)
 		if r.Swept > 0 {
 			fmt.Fprintf(&text, "swept %d claims\n", r.Swept)

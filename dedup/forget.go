@@ -1,0 +1,158 @@
+package dedup
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// forgetDays truncates the days whose claims are not needed any more, each in a transaction of its own. Only the
+// day is locked: claims of other days do not notice. A day that gets claims again, of messages that are late or
+// replayed, is forgotten again by the same rule.
+func (m *maintenance) forgetDays(ctx context.Context) error {
+	days, err := m.behind(ctx, m.conn)
+	if err != nil {
+		return err
+	}
+	m.report.Truncated = nil
+	var failed error
+	for _, d := range days {
+		if d.bytes == 0 {
+			continue
+		}
+		if m.dry {
+			m.report.Truncated = append(m.report.Truncated, d.name)
+			continue
+		}
+		if err := m.renew(ctx); err != nil {
+			return err
+		}
+		if err := m.forgetDay(ctx, d); err != nil {
+			failed = both(failed, fmt.Errorf("%s: %w", d.name, err))
+			if !isBusy(err) {
+				return failed
+			}
+		}
+	}
+	return failed
+}
+
+// forgetDay truncates a day and moves the marks of those that had claims in it. They are looked up before the
+// lock, and again under it: a first claim of a consumer may have come in between.
+func (m *maintenance) forgetDay(ctx context.Context, d day) error {
+	table := pgx.Identifier{m.schema, d.name}.Sanitize()
+	holders, err := m.holders(ctx, table)
+	if err != nil {
+		return err
+	}
+	truncated := false
+	err = m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error {
+		// No claim comes in from here on. Who only reads, as the comparison of payloads does on every day, is not
+		// kept waiting yet.
+		if _, err := tx.Exec(ctx, "LOCK TABLE ONLY "+table+" IN SHARE ROW EXCLUSIVE MODE"); err != nil {
+			return err
+		}
+		horizon, err := m.horizon(ctx, tx)
+		if err != nil || horizon == nil || d.to.After(*horizon) {
+			return err // a consumer was registered meanwhile, or a position was set back
+		}
+		if holders, err = m.allHolders(ctx, tx, table, holders); err != nil {
+			return err
+		}
+		if _, err := tx.Exec(ctx, "LOCK TABLE ONLY "+table+" IN ACCESS EXCLUSIVE MODE"); err != nil {
+			return err
+		}
+		if _, err := tx.Exec(ctx, m.in(markSQL), d.to, holders); err != nil {
+			return err
+		}
+		if _, err := tx.Exec(ctx, "TRUNCATE ONLY "+table); err != nil {
+			return err
+		}
+		truncated = true
+		return nil
+	})
+	if err == nil && truncated {
+		m.report.Truncated = append(m.report.Truncated, d.name)
+	}
+	return busy(err)
+}
+
+// holders lists the consumers that have claims in a day; nil: that takes too long.
+func (m *maintenance) holders(ctx context.Context, table string) (ids []int32, err error) {
+	err = m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error {
+		ids, err = collect(tx.Query(ctx, fmt.Sprintf(m.in(holdersSQL), table)))
+		return err
+	})
+	if hasCode(err, codeCanceled) && ctx.Err() == nil {
+		return nil, nil
+	}
+	return ids, busy(err)
+}
+
+// allHolders adds those that came later; nil where that takes longer than claims of that day may wait: then all
+// consumers that forget count as holders.
+func (m *maintenance) allHolders(ctx context.Context, tx pgx.Tx, table string, known []int32) ([]int32, error) {
+	if known == nil {
+		return nil, nil
+	}
+	var others []int32
+	if err := tx.QueryRow(ctx, m.in(othersSQL), known).Scan(&others); err != nil || len(others) == 0 {
+		return known, err
+	}
+	err := pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error { // a savepoint
+		if _, err := tx.Exec(ctx, m.in(lockSettingsSQL), millis(lockWaitMax), millis(m.lookMax), millis(lockIdleMax)); err != nil {
+			return err
+		}
+		late, err := collect(tx.Query(ctx, fmt.Sprintf(m.in(otherHoldersSQL), table), others))
+		known = append(known, late...)
+		return err
+	})
+	if hasCode(err, codeCanceled) && ctx.Err() == nil {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	_, err = tx.Exec(ctx, m.in(lockSettingsSQL), millis(lockWaitMax), millis(statementsMax), millis(lockIdleMax))
+	return known, err
+}
+
+// collect never returns nil without an error: no consumer is not all of them.
+func collect(rows pgx.Rows, err error) ([]int32, error) {
+	if err != nil {
+		return nil, err
+	}
+	return pgx.AppendRows([]int32{}, rows, pgx.RowTo[int32])
+}
+
+// noteForeignDrops finds out whether days are gone that this release did not drop: a process of an earlier one, which
+// notes nothing, was in the middle of it while the schema was migrated. What it dropped may have been anybody's.
+func (m *maintenance) noteForeignDrops(ctx context.Context) error {
+	return busy(m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error { return m.compareDrops(ctx, tx) }))
+}
+
+func (m *maintenance) compareDrops(ctx context.Context, tx pgx.Tx) error {
+	var gone, noted *time.Time
+	err := tx.QueryRow(ctx, m.in(droppedSQL), m.schema).Scan(&gone, &noted)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return errors.New("there is no partition processed_messages_past")
+	}
+	if err != nil || gone == nil || noted != nil && !gone.After(*noted) {
+		return err
+	}
+	if _, err := tx.Exec(ctx, m.in(markSQL), gone, nil); err != nil {
+		return err
+	}
+	return m.noteDropped(ctx, tx, *gone)
+}
+
+func (m *maintenance) noteDropped(ctx context.Context, tx pgx.Tx, to time.Time) error {
+	tag, err := tx.Exec(ctx, m.in(noteDroppedSQL), m.epoch, to)
+	if err == nil && tag.RowsAffected() == 0 {
+		err = errLeaseLost
+	}
+	return err
+}

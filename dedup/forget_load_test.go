@@ -1,0 +1,257 @@
+package dedup_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// overlapping claims messages of today in transactions of a second, of which one at least is open at any time, until
+// the returned function is called. A claim that waits longer for a lock fails the test.
+func overlapping(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, wait time.Duration) (stop func()) {
+	t.Helper()
+	const lanes = 3
+	var workers sync.WaitGroup
+	done := make(chan struct{})
+	opened := make(chan struct{}, lanes)
+	one := func(seconds float64) error {
+		return pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(t.Context(), `SELECT set_config('lock_timeout', $1, true)`, fmt.Sprint(wait.Milliseconds())); err != nil {
+				return err
+			}
+			fresh, err := claims.Claim(t.Context(), tx, consumer, idAt(time.Now()))
+			if err == nil && !fresh {
+				err = errors.New("a new message is a duplicate")
+			}
+			if err != nil {
+				return err
+			}
+			select {
+			case opened <- struct{}{}:
+			default:
+			}
+			_, err = tx.Exec(t.Context(), `SELECT pg_sleep($1)`, seconds)
+			return err
+		})
+	}
+	for lane := range lanes {
+		workers.Go(func() {
+			for seconds := 1 + float64(lane)/lanes; ; seconds = 1 { // the first one staggers them
+				select {
+				case <-done:
+					return
+				default:
+				}
+				if err := one(seconds); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	for range lanes {
+		<-opened
+	}
+	var once sync.Once
+	return func() { once.Do(func() { close(done); workers.Wait() }) }
+}
+
+// Property: while transactions of a second overlap without a gap, one run forgets days and sweeps, and no claim waits
+// for it; what needs the whole table is left until there is time, or until it is urgent. B15.
+func TestOverlappingTransactionsDoNotKeepClaimsFromBeingForgotten(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	consumer := register(t, pool, claims, "c", time.Hour)
+	away(t, pool, -20) // partitions for 20 more days
+	claimAlone(t, pool, claims, consumer, idAt(noon(4)), idAt(noon(3)))
+	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), $1, clock_timestamp() - interval '3 days' FROM generate_series(1, 1000) n`, consumer.ID())
+	stop, always := overlapping(t, pool, claims, consumer, 600*time.Millisecond), unquiet(t, pool) // also on a machine that is so busy that there are gaps
+	defer stop()
+
+	for range 3 {
+		report := maintain(t, pool, claims)
+		require.Empty(t, report.Made)
+		require.Empty(t, report.Dropped)
+		if report.Swept > 0 {
+			require.Equal(t, []string{dayName(4), dayName(3)}, report.Truncated)
+			require.EqualValues(t, 1000, report.Swept)
+		}
+	}
+	require.Equal(t, endOf(3), mark(t, pool, consumer))
+	require.Zero(t, number(t, pool, `SELECT count(*) FROM effectonce.processed_messages WHERE processed_at < clock_timestamp() - interval '2 days'`))
+	require.Equal(t, 1, number(t, pool, `SELECT count(*) FROM effectonce.maintenance WHERE job = 'claims' AND lease_until IS NULL AND done_at IS NOT NULL`))
+	stop()
+	require.NoError(t, always.Rollback(t.Context()))
+	report := maintain(t, pool, claims)
+	require.Len(t, report.Made, 12, "it is quiet")
+	require.Contains(t, report.Dropped, dayName(3))
+}
+
+// Property: when only a few days are left, a run waits for the lock for as long as transactions take. B15.
+func TestMissingDaysAreMadeUnderOverlappingTransactions(t *testing.T) {
+	t.Parallel()
+	for _, left := range []int{5, 1, 0} {
+		t.Run(fmt.Sprint(left), func(t *testing.T) {
+			t.Parallel()
+			pool, claims := pgtest.Pool(t), newClaims(t)
+			consumer := register(t, pool, claims, "c", time.Hour)
+			away(t, pool, -left)
+			defer overlapping(t, pool, claims, consumer, 8*time.Second)()
+			var report dedup.Report
+			var err error
+			for range 3 { // on a busy machine a second may take longer than the patience of a run
+				if report, err = claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"}); err == nil {
+					break
+				}
+			}
+			require.NoError(t, err)
+			require.Len(t, report.Made, 32-left)
+		})
+	}
+}
+
+// Property: a run in which a step fails does the others all the same, gives its lease back and is not a complete one.
+func TestStepsDoNotDependOnEachOther(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	consumer := register(t, pool, claims, "c", time.Hour)
+	claimAlone(t, pool, claims, consumer, idAt(noon(4)), idAt(noon(3)))
+	exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES (effectonce.message_id('s', 'x'), $1, clock_timestamp() - interval '3 days')`, consumer.ID())
+	reader, _ := begin(t, pool, pgx.TxOptions{})
+	_, err := reader.Exec(t.Context(), `SELECT FROM effectonce.`+dayName(4))
+	require.NoError(t, err)
+
+	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
+	require.ErrorContains(t, err, "forget days: "+dayName(4)+": claims are at work, it is tried again")
+	require.Equal(t, []string{dayName(3)}, report.Truncated)
+	require.EqualValues(t, 1, report.Swept)
+	require.Contains(t, report.Dropped, dayName(5), "before the day that is kept")
+	require.NotContains(t, report.Dropped, dayName(4))
+	require.Equal(t, endOf(3), mark(t, pool, consumer), "of the day that was forgotten")
+	require.Equal(t, 1, number(t, pool, `SELECT count(*) FROM effectonce.maintenance WHERE job = 'claims' AND lease_until IS NULL AND done_at IS NULL`))
+	require.NoError(t, reader.Rollback(t.Context()))
+	require.Equal(t, []string{dayName(4)}, maintain(t, pool, claims).Truncated)
+}
+
+// Property: while days are forgotten, by several processes of which some are killed, a claim of an old message is a
+// duplicate, or the first one, or the mark behind it says that it may not be; and what was claimed and is not there any
+// more is behind the mark. At every isolation level. A2, B15.
+func TestClaimOfAForgottenMessageSeesTheMark(t *testing.T) {
+	t.Parallel()
+	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead} {
+		t.Run(string(level), func(t *testing.T) {
+			t.Parallel()
+			hammerForgetting(t, level)
+		})
+	}
+}
+
+func hammerForgetting(t *testing.T, level pgx.TxIsoLevel) {
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	unquiet(t, pool) // else the day is dropped, and its claims are swept one by one
+	stop := make(chan struct{})
+	var maintainers sync.WaitGroup
+	for range 2 {
+		maintainers.Go(func() { maintainUntil(t, pool, claims, stop) })
+	}
+	maintainers.Go(func() { killUntil(t, pool, stop) })
+	ids := make([]uuid.UUID, 20)
+	for i := range ids {
+		ids[i] = idAt(noon(3))
+	}
+	var forgotten int
+	ctx, cancel := context.WithTimeout(t.Context(), 2*waitMax)
+	defer cancel()
+	for round := range 12 {
+		consumer := register(t, pool, claims, fmt.Sprint("c", round), time.Hour)
+		ran := make([]int, len(ids))
+		var mu sync.Mutex
+		var claimers sync.WaitGroup
+		for range 4 {
+			claimers.Go(func() {
+				for marked := false; !marked; {
+					i := rand.N(len(ids)) //nolint:gosec // no secret
+					fresh, at, err := claimMarked(ctx, pool, claims, consumer, ids[i], level)
+					if errors.Is(err, dedup.ErrRetry) && ctx.Err() == nil {
+						continue
+					}
+					if !assert.NoError(t, err) {
+						return
+					}
+					marked = at.After(noon(3))
+					mu.Lock()
+					if fresh && marked {
+						forgotten++
+					} else if fresh {
+						ran[i]++
+					}
+					mu.Unlock()
+				}
+			})
+		}
+		claimers.Wait()
+		for i, n := range ran {
+			require.LessOrEqual(t, n, 1, "round %d, message %d", round, i)
+		}
+		if t.Failed() {
+			break
+		}
+	}
+	close(stop)
+	maintainers.Wait()
+	require.NotZero(t, forgotten, "no claim met one that was forgotten")
+}
+
+// maintainUntil maintains all the time, also while another process does.
+func maintainUntil(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, stop <-chan struct{}) {
+	config := pool.Config()
+	config.ConnConfig.RuntimeParams["application_name"] = "maintainer"
+	own, err := pgxpool.NewWithConfig(t.Context(), config)
+	if !assert.NoError(t, err) {
+		return
+	}
+	defer own.Close()
+	for {
+		select {
+		case <-stop:
+			return
+		default:
+		}
+		_, err := claims.Maintain(t.Context(), own, dedup.MaintainOptions{Owner: "test"})
+		var pgErr *pgconn.PgError
+		if errors.As(err, &pgErr) && !strings.HasPrefix(pgErr.Code, "57") && !strings.HasPrefix(pgErr.Code, "55") && !strings.HasPrefix(pgErr.Code, "40") {
+			assert.NoError(t, err)
+		}
+		_, _ = pool.Exec(t.Context(), `UPDATE effectonce.maintenance SET lease_until = NULL WHERE job = 'claims'`)
+	}
+}
+
+// killUntil kills maintainers at random moments.
+func killUntil(t *testing.T, pool *pgxpool.Pool, stop <-chan struct{}) {
+	moment := time.NewTicker(30 * time.Millisecond)
+	defer moment.Stop()
+	for {
+		select {
+		case <-stop:
+			return
+		case <-moment.C:
+		}
+		_, _ = pool.Exec(context.WithoutCancel(t.Context()), `SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+			WHERE datname = current_database() AND application_name = 'maintainer' AND state <> 'idle' AND random() < 0.3`)
+	}
+}

@@ -111,7 +111,7 @@ func (s *settings) readStatus(ctx context.Context, conn *pgx.Conn, opts statusOp
 }
 
 // missingMax is how long the brokers may take for an answer: the status is the database's, and does not wait for them.
-const missingMax = 3 * time.Second
+const missingMax = 2 * time.Second
 
 func (s *settings) missingTopics(ctx context.Context, topics []string) ([]string, error) {
 	client, err := s.askKafka(missingMax)

@@ -100,3 +100,28 @@ func TestRemediesDestroyNothing(t *testing.T) {
 	assert.Greater(t, texts, 300)
 	assert.GreaterOrEqual(t, settings, 5)
 }
+
+// section finds what a remedy refers to.
+var section = regexp.MustCompile(`docs/operations\.md, \\?"([^"\\]+)\\?"`)
+
+// Property: each section of the runbook that a remedy names is there.
+func TestRemediesNameSectionsThatExist(t *testing.T) {
+	t.Parallel()
+	runbook, err := os.ReadFile("../../docs/operations.md")
+	require.NoError(t, err)
+	files, err := os.ReadDir(".")
+	require.NoError(t, err)
+	named := 0
+	for _, entry := range files {
+		if !strings.HasSuffix(entry.Name(), ".go") || strings.HasSuffix(entry.Name(), "_test.go") {
+			continue
+		}
+		source, err := os.ReadFile(entry.Name())
+		require.NoError(t, err)
+		for _, match := range section.FindAllStringSubmatch(string(source), -1) {
+			named++
+			assert.Regexp(t, `(?m)^##+ `+regexp.QuoteMeta(match[1])+`$`, string(runbook), entry.Name())
+		}
+	}
+	assert.GreaterOrEqual(t, named, 7)
+}

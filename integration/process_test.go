@@ -312,8 +312,15 @@ func start(t *testing.T, c child) *process {
 	require.NoError(t, err)
 	binary, err := os.Executable()
 	require.NoError(t, err)
-	p := &process{cmd: exec.Command(binary), log: &lockedBuffer{}, done: make(chan struct{})}
-	p.cmd.Env = append(os.Environ(), childVariable+"="+string(spec))
+	cmd := exec.Command(binary)
+	cmd.Env = append(os.Environ(), childVariable+"="+string(spec))
+	return started(t, cmd, c.Role)
+}
+
+// started runs a program until the test ends.
+func started(t *testing.T, cmd *exec.Cmd, name string) *process {
+	t.Helper()
+	p := &process{cmd: cmd, log: &lockedBuffer{}, done: make(chan struct{})}
 	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
 	require.NoError(t, p.cmd.Start())
 	go func() {
@@ -323,7 +330,7 @@ func start(t *testing.T, c child) *process {
 	t.Cleanup(func() {
 		p.kill()
 		if t.Failed() {
-			t.Logf("%s %d said:\n%s", c.Role, p.cmd.Process.Pid, p.log)
+			t.Logf("%s %d said:\n%s", name, p.cmd.Process.Pid, p.log)
 		}
 	})
 	return p

@@ -162,18 +162,7 @@ func (e *engine) begin(ctx context.Context, t *tx, w *work) (c claimed, err erro
 	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server) })
 	decide := e.queueClaim(batch, w)
 	if e.expires() && !w.released() {
-		sql := e.sql.forgotten
-		if e.cfg.Isolation != pgx.ReadCommitted {
-			sql += " FOR SHARE" // TRUNCATE is not MVCC: an older snapshot would show an older mark
-		}
-		batch.Queue(sql, w.consumer.ID()).QueryRow(func(row pgx.Row) error {
-			var at *time.Time
-			err := row.Scan(&at)
-			if at != nil {
-				c.forgotten = *at
-			}
-			return err
-		})
+		e.claims.QueueForgotten(batch, w.consumer, &c.forgotten, e.cfg.Isolation != pgx.ReadCommitted)
 	}
 	unlocked := e.queueHeld(batch, w, &c)
 	done := 0

@@ -83,11 +83,6 @@ FROM unnest($2::text[], $3::int[], $4::bigint[], $6::bigint[]) AS t (topic, part
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch
   AND (p.next_offset >= t.delivered OR p.next_offset IS NULL AND t.delivered = 0)`
 
-// forgottenSQL follows the claim, whose partition cannot be emptied any more then, and reads up to when claims may have
-// been forgotten.
-const forgottenSQL = `-- consumer.forgotten
-SELECT forgotten_to FROM effectonce.consumers WHERE id = $1`
-
 // holderSQL reads who holds a partition.
 const holderSQL = `-- consumer.holder
 SELECT epoch, owner FROM effectonce.consumer_positions WHERE consumer_group = $1 AND topic = $2 AND partition = $3`
@@ -224,7 +219,7 @@ WHERE seq = $1`
 type queries struct {
 	settings, primary, guard                                                          string
 	hold, recreated, reset, givenUp, holder, poll, trouble, caughtUp                  string
-	forgotten, lockHeads, heldNow                                                     string
+	lockHeads, heldNow                                                                string
 	advance, advanceApart, check, checkKnown                                          string
 	attempt, attempts, forgetAttempts                                                 string
 	park, heads, refuseLarge, orderRetries, due, release, lockParked, unpark, setBack string
@@ -236,7 +231,7 @@ func newQueries(schema string) queries {
 		settings: settingsSQL, primary: primarySQL, guard: in(guardSQL),
 		hold: in(holdSQL), recreated: in(recreatedSQL), reset: in(resetSQL), givenUp: in(givenUpSQL), holder: in(holderSQL), poll: in(pollSQL),
 		trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
-		forgotten: in(forgottenSQL), lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),
+		lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),
 		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL), checkKnown: in(checkKnownSQL),
 		attempt: in(attemptSQL), attempts: in(attemptsSQL), forgetAttempts: in(forgetAttemptsSQL),
 		park: in(parkSQL), heads: in(headsSQL), refuseLarge: in(refuseLargeSQL), orderRetries: in(orderRetriesSQL), due: in(dueSQL),

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -29,7 +30,9 @@ type engine struct {
 	timeout [3]string // settings, in milliseconds
 	// unclaimed handles every message without a claim: see internal/nodedup.
 	unclaimed bool
-	abandoned atomic.Int32 // attempts that were left behind and still run
+	abandoned atomic.Int32 // attempts, and calls of functions of Config, that were left behind and still run
+	// duplicates has the topics whose first duplicate was logged.
+	duplicates sync.Map
 }
 
 func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error) {
@@ -88,6 +91,7 @@ func (w *work) released() bool { return w.msgs[0].row != 0 }
 type outcome struct {
 	fresh, duplicates     int
 	parked                []Parked
+	duplicate             *Message // the first; nil: none
 	claim, handle, commit time.Duration
 }
 
@@ -127,6 +131,7 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 	w.held.free(w.hints, claimed.held, s.keys)
 	out.commit = time.Since(begun) - out.claim - out.handle
 	out.fresh, out.duplicates, out.parked = len(s.handle), len(w.msgs)-len(s.handle)-len(s.parked), s.report(e.cfg.OnFailure)
+	out.duplicate = s.duplicate
 	return out, nil
 }
 
@@ -226,16 +231,9 @@ func (e *engine) queueClaim(batch *pgx.Batch, w *work) (decide func() (fresh, co
 	switch e.cfg.Dedup {
 	case DedupByPosition:
 		return func() ([]bool, []bool) { return w.ahead(), nil }
-	case DedupByIDAndPayload:
-		prints := make([][16]byte, len(w.msgs))
-		for i, msg := range w.msgs {
-			prints[i] = dedup.Fingerprint(msg.Key, msg.Value)
-		}
-		claim := e.claims.QueueChecked(batch, w.consumer, w.ids(), prints)
-		return func() ([]bool, []bool) { return claim.Fresh(), claim.Conflicts() }
 	default:
-		claim := e.claims.Queue(batch, w.consumer, w.ids())
-		return func() ([]bool, []bool) { return claim.Fresh(), nil }
+		claim := e.claim(batch, w)
+		return func() ([]bool, []bool) { return claim.Fresh(), claim.Conflicts() }
 	}
 }
 

@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"fmt"
 	"time"
@@ -25,6 +26,8 @@ type selection struct {
 	behind []bool               // of each parked: it waits for an earlier one of its key
 	keys   map[keyHash]struct{} // that are held from now on
 	kept   map[*Message]bool    // of the parked: they cannot be dead letters
+
+	duplicate *Message // the first; nil: none
 }
 
 // choose decides for each message whether it is handled, parked or dropped as a duplicate.
@@ -36,6 +39,7 @@ func (e *engine) choose(w *work, c claimed) *selection {
 		case c.conflicts != nil && c.conflicts[i]:
 			why = &parking{reason: reasonConflict, err: errConflict}
 		case !c.fresh[i]:
+			s.duplicate = cmp.Or(s.duplicate, msg)
 			continue
 		case why == nil && msg.row == 0 && e.expires():
 			why = w.expired(msg, c.forgotten)

@@ -38,11 +38,21 @@ type Config struct {
 	// once for each name. Not together with Window.
 	Forever bool
 	// IDHeaders are the names of the headers that may carry a message's ID; the first that is there and
-	// not empty counts. Default: message-id, ce_id, id, _watermill_message_uuid, idempotency-key.
+	// not empty counts. At most 20 names of 1 to 255 visible ASCII characters without comma. Where such a
+	// header is not message-id or ce_id, the same ID with another key or value is parked as a conflict, as
+	// with DedupByIDAndPayload. Default: message-id and ce_id, and Debezium's id and Watermill's
+	// _watermill_message_uuid where another header of theirs proves the producer; see IDProfiles.
+	//
+	// A consumer's name keeps the rule that it began with: IDHeaders and IDProfiles count for new names. Run
+	// logs it where they differ. "outbox-relay consumer id-rule" switches.
 	IDHeaders []string
-	// IDFunc finds the ID of a message that has none of IDHeaders, for example in its body. It must
-	// give the same answer for the same message always. Nil, or an empty answer: the message is
-	// identified by topic, partition and offset, which stops redeliveries but not a producer's duplicates.
+	// IDProfiles vouch for the producers of the topics: ProfileDebezium, ProfileWatermill. Their headers then
+	// count without proof, and payloads are not compared. Not together with IDHeaders.
+	IDProfiles []IDProfile
+	// IDFunc finds the ID of a message in which no header names it, for example in its body. It must
+	// give the same answer for the same message always, and return within HandlerTimeout: a message with which
+	// it panics or hangs is parked. Nil, or an empty answer: the message is identified by topic, partition
+	// and offset, which stops redeliveries but not a producer's duplicates.
 	IDFunc func(msg *Message) []byte
 	// Start is where a partition begins for which neither the database nor Kafka knows a position.
 	// Default StartEarliest.
@@ -123,6 +133,17 @@ const (
 	// DedupByIDAndPayload is DedupByID, and tells a true duplicate from another message under the same ID: key and
 	// value are compared by their hash, and what differs is parked as a conflict.
 	DedupByIDAndPayload
+)
+
+// IDProfile vouches for the producer of the topics.
+type IDProfile = dedup.IDProfile
+
+// The profiles.
+const (
+	// ProfileDebezium: the header id is written by Debezium's outbox event router.
+	ProfileDebezium = dedup.ProfileDebezium
+	// ProfileWatermill: the header _watermill_message_uuid is written by a publisher of Watermill.
+	ProfileWatermill = dedup.ProfileWatermill
 )
 
 // OnFailure is what becomes of a message that cannot be handled.
@@ -219,8 +240,8 @@ func (c Config) withDefaults() (Config, error) {
 	if c.OutOfRange > OutOfRangeResumeEarliest {
 		report("OutOfRange %d: want OutOfRangeHalt or OutOfRangeResumeEarliest", c.OutOfRange)
 	}
-	if c.IDHeaders == nil {
-		c.IDHeaders = []string{"message-id", "ce_id", "id", "_watermill_message_uuid", "idempotency-key"}
+	if _, err := c.idRule(); err != nil {
+		problems = append(problems, err)
 	}
 	c.Isolation = cmp.Or(c.Isolation, pgx.ReadCommitted)
 	switch c.Isolation {

@@ -28,6 +28,8 @@ type Consumer struct {
 	warnWithoutID sync.Once
 	ids           map[string]dedup.Consumer // of each topic; written before a session starts
 	names         map[string]string         // of the consumer, of each topic; as ids
+	rules         map[string]dedup.IDRule   // by which the messages of each topic get their IDs; as ids
+	warnedRules   map[string]bool           // names of which was said that Config wants another rule
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby. Nothing was consumed. Remedy: connect to the primary.
@@ -140,7 +142,12 @@ func (c *Consumer) prepare(ctx context.Context) error {
 	if !primary {
 		return ErrNotPrimary
 	}
+	wanted, err := c.engine.cfg.idRule()
+	if err != nil {
+		return err
+	}
 	ids, named := make(map[string]dedup.Consumer, len(c.engine.cfg.Topics)), make(map[string]string, len(c.engine.cfg.Topics))
+	rules := make(map[string]dedup.IDRule, len(c.engine.cfg.Topics))
 	for _, topic := range c.engine.cfg.Topics {
 		name, topics := c.engine.cfg.Group+"/"+topic, []string{topic}
 		if c.engine.cfg.Name != "" {
@@ -148,13 +155,15 @@ func (c *Consumer) prepare(ctx context.Context) error {
 		}
 		id, err := c.engine.claims.Register(ctx, c.engine.pool, dedup.Registration{
 			Name: name, Group: c.engine.cfg.Group, Topics: topics, Window: c.engine.cfg.Window, Forever: c.engine.cfg.Forever,
+			IDRule: wanted,
 		})
 		if err != nil {
 			return err
 		}
-		ids[topic], named[topic] = id, name
+		ids[topic], named[topic], rules[topic] = id, name, id.IDRule()
+		c.warnRule(ctx, name, wanted, rules[topic])
 	}
-	c.ids, c.names = ids, named
+	c.ids, c.names, c.rules = ids, named, rules
 	return nil
 }
 

@@ -158,7 +158,7 @@ func (f *failure) reason(v verdict) string {
 
 // waitable reports whether an error at the start passes when the database is back.
 func waitable(err error) bool {
-	for _, final := range []error{migrations.ErrTooOld, migrations.ErrTooNew, dedup.ErrNameTaken, dedup.ErrForeverDecided, ErrNotPrimary} {
+	for _, final := range []error{migrations.ErrTooOld, migrations.ErrTooNew, dedup.ErrNameTaken, dedup.ErrForeverDecided, dedup.ErrIDRule, ErrNotPrimary} {
 		if errors.Is(err, final) {
 			return false
 		}

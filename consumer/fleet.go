@@ -67,7 +67,7 @@ func (f *fleet) run() {
 // worker is a lane beside this one: it shares all but what one transaction needs for itself.
 func (l *lane) worker() *lane {
 	w := &lane{
-		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, scope: l.scope, breaker: l.breaker, careful: l.careful,
+		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, scope: l.scope, idSources: l.idSources, breaker: l.breaker, careful: l.careful,
 		tried: l.tried, committed: func(*Message, outcome) {}, regain: l.regain, restart: l.restart,
 	}
 	w.work.apart = true

@@ -10,7 +10,8 @@ type Hooks struct {
 	Failed func(Failed)
 	// Parked is called for each message that a commit parked or made a dead letter of.
 	Parked func(Parked)
-	// WithoutID is called for each message that is identified by its coordinates alone.
+	// WithoutID is called for each message that is identified by its coordinates alone. A message with which
+	// it panics, or does not return within HandlerTimeout, is parked.
 	WithoutID func(msg *Message)
 }
 

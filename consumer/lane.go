@@ -9,6 +9,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
@@ -21,11 +22,13 @@ type lane struct {
 	// stopping is closed: no further transaction, no further attempt.
 	stopping <-chan struct{}
 
-	work    work   // but its messages
-	scope   string // the consumer's name
-	breaker *breaker
-	careful *careful
-	tried   map[uuid.UUID]tried // attempts that earlier holders left behind
+	work  work   // but its messages
+	scope string // the consumer's name
+	// idSources name the headers by which messages get their IDs.
+	idSources []dedup.IDSource
+	breaker   *breaker
+	careful   *careful
+	tried     map[uuid.UUID]tried // attempts that earlier holders left behind
 
 	committed func(last *Message, out outcome)
 	// regain takes the position over again after it was refused. errWentBack: the database lost commits.
@@ -250,6 +253,7 @@ func (l *lane) try(msgs []*Message) *failure {
 	}
 	l.committed(msgs[len(msgs)-1], out)
 	l.tell(&w, out)
+	l.firstDuplicate(&w, out.duplicate)
 	crashpoint.At(l.ctx, crashpoint.ConsumerMarked)
 	return nil
 }

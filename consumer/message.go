@@ -1,9 +1,7 @@
 package consumer
 
 import (
-	"bytes"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"time"
 
@@ -35,6 +33,7 @@ type Message struct {
 	behind    int64      // offset behind the control records that follow it; 0: none do
 	row       int64      // its seq in parked_messages; 0: it comes from Kafka
 	park      *parking   // it is not handled but parked
+	compared  bool       // its ID may be another message's: see dedup.IDSource
 	attempts  int        // attempts at it alone, as the database knows them; 0: none
 	place     int        // in the tracker
 	counted   bool       // the next attempt is counted already
@@ -111,16 +110,12 @@ func (m *Message) String() string {
 	return fmt.Sprintf("message %s (topic %s, partition %d, offset %d)", m.ID, m.Topic, m.Partition, m.Offset)
 }
 
-// errAmbiguousID: two headers of one name with different values. Choosing one of them could drop a
-// message as the duplicate of another.
-var errAmbiguousID = errors.New("message carries two different values of an ID header: let its producer send one")
-
 // headersMax bounds the headers of a message: they are looked through for each.
 const headersMax = 1000
 
-// newMessages reads records, with one allocation for all messages and one for all headers. topicID is zero
-// if the broker does not know topic IDs.
-func (c *Consumer) newMessages(records []*kgo.Record, topicID uuid.UUID) []*Message {
+// newMessages reads records of the lane's partition, with one allocation for all messages and one for all
+// headers. topicID is zero if the broker does not know topic IDs.
+func (c *Consumer) newMessages(l *lane, records []*kgo.Record, topicID uuid.UUID) []*Message {
 	n := 0
 	for _, record := range records {
 		n += len(record.Headers)
@@ -137,42 +132,10 @@ func (c *Consumer) newMessages(records []*kgo.Record, topicID uuid.UUID) []*Mess
 			headers = append(headers, Header{Name: h.Key, Value: h.Value})
 		}
 		m.Headers = headers[begin:len(headers):len(headers)]
-		c.identify(m)
 		msgs[i] = m
 	}
+	c.identify(l, msgs)
 	return msgs
-}
-
-// identify finds the ID of a message, and what keeps it from being handled.
-func (c *Consumer) identify(m *Message) {
-	if len(m.Headers) > headersMax {
-		m.park = &parking{reason: reasonInvalid, err: fmt.Errorf("message has %d headers: want at most %d", len(m.Headers), headersMax)}
-		m.ID = coordinatesID(m)
-		return
-	}
-	if size := m.size(); size > c.engine.cfg.MessageBytesMax {
-		m.park = &parking{reason: reasonTooLarge, err: fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.engine.cfg.MessageBytesMax)}
-	}
-	raw, err := c.rawID(m)
-	if err != nil {
-		m.park = &parking{reason: reasonInvalid, err: err}
-	}
-	if len(raw) > 0 {
-		scope := m.Topic
-		if source, ok := m.Header("ce_source"); ok && len(source) > 0 {
-			scope = string(source)
-		}
-		m.ID = dedup.MessageID(scope, raw)
-		return
-	}
-	m.ID = coordinatesID(m)
-	if c.engine.cfg.Hooks.WithoutID != nil {
-		c.engine.cfg.Hooks.WithoutID(m)
-	}
-	c.warnWithoutID.Do(func() {
-		c.engine.cfg.Logger.Warn("messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; said once",
-			"group", c.engine.cfg.Group, "topic", m.Topic, "partition", m.Partition, "offset", m.Offset, "id_headers", c.engine.cfg.IDHeaders)
-	})
 }
 
 func (m *Message) size() int {
@@ -183,30 +146,6 @@ func (m *Message) size() int {
 	return n
 }
 
-// rawID finds the bytes that name the message. An empty value names nothing: all messages with one would
-// be duplicates of each other.
-func (c *Consumer) rawID(m *Message) ([]byte, error) {
-	for _, name := range c.engine.cfg.IDHeaders {
-		var found []byte
-		for _, h := range m.Headers {
-			if h.Name != name || len(h.Value) == 0 {
-				continue
-			}
-			if found != nil && !bytes.Equal(found, h.Value) {
-				return nil, fmt.Errorf("%w (header %q)", errAmbiguousID, name)
-			}
-			found = h.Value
-		}
-		if found != nil {
-			return found, nil
-		}
-	}
-	if c.engine.cfg.IDFunc != nil {
-		return c.engine.cfg.IDFunc(m), nil
-	}
-	return nil, nil
-}
-
 // coordinatesID stands for a message without an ID. The topic's own ID is part of it: a topic that was
 // deleted and made anew counts its offsets from zero again.
 func coordinatesID(m *Message) uuid.UUID {
@@ -214,5 +153,5 @@ func coordinatesID(m *Message) uuid.UUID {
 	raw = append(raw, m.topicID[:]...)
 	raw = binary.BigEndian.AppendUint32(raw, uint32(m.Partition))
 	raw = binary.BigEndian.AppendUint64(raw, uint64(m.Offset))
-	return dedup.MessageID("effectonce:coordinates:"+m.Topic, raw)
+	return dedup.MessageID(reservedScope+"coordinates:"+m.Topic, raw)
 }

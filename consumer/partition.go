@@ -61,7 +61,7 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 // finishing anything, the messages that it may have died of are tried alone.
 func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan struct{}) *lane {
 	l := &lane{
-		engine: c.engine, ctx: ctx, stopping: stopping, careful: &careful{}, scope: c.names[pos.topic],
+		engine: c.engine, ctx: ctx, stopping: stopping, careful: &careful{}, scope: c.names[pos.topic], idSources: c.rules[pos.topic].Sources(),
 		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys()},
 		breaker: newBreaker(c.engine.cfg.ParkShareMax),
 	}
@@ -94,7 +94,7 @@ func (l *lane) messages(c *Consumer, records []queued, topicID uuid.UUID) []*Mes
 	for i, r := range records {
 		plain[i] = r.record
 	}
-	msgs := c.newMessages(plain, topicID)
+	msgs := c.newMessages(l, plain, topicID)
 	for i, msg := range msgs {
 		msg.scope, msg.behind = l.scope, records[i].behind
 		if msg.Offset < l.work.pos.keysFrom {

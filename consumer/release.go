@@ -175,6 +175,9 @@ func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
 	if msg.Headers, err = headersOf(headers); err != nil {
 		return nil, fmt.Errorf("parked message %s: %w", msg.ID, err)
 	}
+	if _, source, err := idHeader(msg, l.idSources); err == nil {
+		msg.compared = source.Compared
+	}
 	return msg, nil
 }
 
@@ -191,7 +194,7 @@ func (e *engine) queueLock(batch *pgx.Batch, w *work) (decide func() (fresh, con
 		return err
 	})
 	if e.cfg.Dedup == DedupByID || e.cfg.Dedup == DedupByIDAndPayload {
-		e.claims.Queue(batch, w.consumer, w.ids())
+		e.claim(batch, w)
 	}
 	return func() ([]bool, []bool) {
 		fresh := make([]bool, len(w.msgs))

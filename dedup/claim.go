@@ -13,6 +13,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -36,6 +37,7 @@ type Consumer struct {
 	id       int32
 	forever  bool
 	replaced time.Duration
+	idRule   string
 }
 
 // ID is the number under which the tables know the consumer.
@@ -44,6 +46,12 @@ func (c Consumer) ID() int32 { return c.id }
 // Replaced is the dedup window that was stored when the consumer registered, where it was another one: a
 // replica with the other setting runs, or ran. Zero: there was none, or it was the same.
 func (c Consumer) Replaced() time.Duration { return c.replaced }
+
+// IDRule is the rule by which messages get their IDs for this consumer, as it is stored.
+func (c Consumer) IDRule() IDRule {
+	rule, _ := ParseIDRule(c.idRule) // Register has checked it
+	return rule
+}
 
 // ErrRetry marks a claim that met a concurrent transaction in a way that only a new transaction can
 // resolve: serialization failure (40001, what REPEATABLE READ and SERIALIZABLE report instead of a
@@ -129,7 +137,8 @@ func Fingerprint(key, value []byte) [16]byte {
 
 // QueueChecked is Queue for consumers that tell a duplicate from another message under the same ID: the claim
 // stores the fingerprint of each message, and Result.Conflicts tells which IDs were claimed with another
-// one, before or earlier in the same batch. Claims without a fingerprint conflict with nothing.
+// one, before or earlier in the same batch. A fingerprint of zeros means none: it is not stored, and the
+// message conflicts with nothing. Nor does one whose ID was claimed without a fingerprint.
 func (c *Claims) QueueChecked(batch *pgx.Batch, consumer Consumer, ids []uuid.UUID, fingerprints [][16]byte) *Result {
 	result := &Result{ids: ids, claimed: make(map[uuid.UUID]struct{}, len(ids)), conflicts: make([]bool, len(ids))}
 	order := make([]int, len(ids))
@@ -139,16 +148,19 @@ func (c *Claims) QueueChecked(batch *pgx.Batch, consumer Consumer, ids []uuid.UU
 	}
 	slices.SortStableFunc(order, func(a, b int) int { return bytes.Compare(ids[a][:], ids[b][:]) })
 	order = slices.CompactFunc(order, func(a, b int) bool { return ids[a] == ids[b] }) // the first occurrence counts
-	sorted, prints := make([][16]byte, len(order)), make([][16]byte, len(order))
+	sorted, prints, all := make([][16]byte, len(order)), make([]pgtype.UUID, len(order)), make([]pgtype.UUID, len(ids))
+	for i, print := range fingerprints {
+		all[i] = pgtype.UUID{Bytes: print, Valid: print != [16]byte{}}
+	}
 	for i, at := range order {
-		sorted[i], prints[i] = ids[at], fingerprints[at]
+		sorted[i], prints[i] = ids[at], all[at]
 	}
 	claim, compare := c.sql.claimChecked, c.sql.conflicts
 	if consumer.forever {
 		claim, compare = c.sql.claimCheckedForever, c.sql.conflictsForever
 	}
 	batch.Queue(claim, sorted, consumer.id, prints).Query(result.read)
-	batch.Queue(compare, given, consumer.id, fingerprints).Query(func(rows pgx.Rows) error {
+	batch.Queue(compare, given, consumer.id, all).Query(func(rows pgx.Rows) error {
 		var at int
 		_, err := pgx.ForEachRow(rows, []any{&at}, func() error {
 			result.conflicts[at-1] = true
@@ -181,6 +193,20 @@ func (r *Result) Fresh() []bool {
 		}
 	}
 	return fresh
+}
+
+// ProcessedAt returns when an ID was claimed, by the database's clock. pgx.ErrNoRows: it is not claimed, or its
+// claim was forgotten.
+func (c *Claims) ProcessedAt(ctx context.Context, db Querier, consumer Consumer, id uuid.UUID) (at time.Time, err error) {
+	sql := c.sql.processedAt
+	if consumer.forever {
+		sql = c.sql.processedAtForever
+	}
+	err = db.QueryRow(ctx, sql, [16]byte(id), consumer.id).Scan(&at)
+	if err != nil {
+		return at, fmt.Errorf("read the claim of message %s: %w", id, err)
+	}
+	return at, nil
 }
 
 // Conflicts tells for each ID of QueueChecked whether it was claimed by a message that says something else.

@@ -30,16 +30,21 @@ SELECT m.n FROM unnest($1::uuid[], $3::uuid[]) WITH ORDINALITY AS m (id, fingerp
 JOIN effectonce.processed_messages p ON p.message_id = m.id AND p.consumer = $2
 WHERE p.fingerprint <> m.fingerprint`
 
+const processedAtSQL = `-- dedup.processed_at
+SELECT processed_at FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = $2`
+
 // registerSQL hands the row back whether it is new or not, so that the caller can compare the group.
 // DO UPDATE is what makes RETURNING see a row of somebody else; it also locks it against a concurrent
-// registration. Neither the group nor whether the consumer forgets is ever overwritten.
+// registration. Neither the group nor whether the consumer forgets is ever overwritten. Nor is the rule for IDs,
+// but once: the previous release stored none, so its row gets what that release did with the same configuration.
 const registerSQL = `-- dedup.register
-INSERT INTO effectonce.consumers AS c (name, consumer_group, topics, dedup_window) VALUES ($1, $2, coalesce($3::text[], '{}'), $4::interval)
+INSERT INTO effectonce.consumers AS c (name, consumer_group, topics, dedup_window, id_rule) VALUES ($1, $2, coalesce($3::text[], '{}'), $4::interval, $5)
 ON CONFLICT (name) DO UPDATE SET
   topics = CASE WHEN c.consumer_group = excluded.consumer_group THEN excluded.topics ELSE c.topics END,
   dedup_window = CASE WHEN c.consumer_group = excluded.consumer_group AND (c.dedup_window IS NULL) = (excluded.dedup_window IS NULL)
-    THEN excluded.dedup_window ELSE c.dedup_window END
-RETURNING id, consumer_group, dedup_window IS NULL, (SELECT extract(epoch FROM before.dedup_window)::float8 FROM effectonce.consumers before
+    THEN excluded.dedup_window ELSE c.dedup_window END,
+  id_rule = CASE WHEN c.consumer_group = excluded.consumer_group AND c.id_rule = 'legacy' THEN $6 ELSE c.id_rule END
+RETURNING id, consumer_group, dedup_window IS NULL, id_rule, (SELECT extract(epoch FROM before.dedup_window)::float8 FROM effectonce.consumers before
   WHERE before.name = $1 AND before.dedup_window <> $4::interval)`
 
 // forgottenSQL follows the claim. A claim that waited for maintenance, or came after it, sees the mark here, because
@@ -179,6 +184,7 @@ DELETE FROM effectonce.message_attempts WHERE updated_at < clock_timestamp() - $
 type queries struct {
 	claim, claimChecked, conflicts                      string
 	claimForever, claimCheckedForever, conflictsForever string
+	processedAt, processedAtForever                     string
 	register                                            string
 	forgotten, forgottenLocked                          string
 }
@@ -191,6 +197,7 @@ func newQueries(schema string) queries {
 	return queries{
 		claim: in(claimSQL), claimChecked: in(claimCheckedSQL), conflicts: in(conflictsSQL),
 		claimForever: forever(claimSQL), claimCheckedForever: forever(claimCheckedSQL), conflictsForever: forever(conflictsSQL),
+		processedAt: in(processedAtSQL), processedAtForever: forever(processedAtSQL),
 		register: in(registerSQL), forgotten: in(forgottenSQL), forgottenLocked: in(forgottenLockedSQL),
 	}
 }

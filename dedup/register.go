@@ -27,6 +27,9 @@ type Registration struct {
 	Window time.Duration
 	// Forever keeps claims for ever, in processed_forever. It is decided once. Not together with Window.
 	Forever bool
+	// IDRule is what a new name begins with. A name that is there keeps its own: see Consumer.IDRule. Default:
+	// the standard rule.
+	IDRule IDRule
 }
 
 // Bounds of Registration.Window.
@@ -52,7 +55,8 @@ type Querier interface {
 }
 
 // Register returns a consumer and makes it on the first call. A name that another group registered gives
-// ErrNameTaken. Settings out of bounds are all reported at once.
+// ErrNameTaken, one with a rule for IDs of a later release ErrIDRule. Settings out of bounds are all reported at
+// once.
 func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Consumer, error) {
 	if err := r.check(); err != nil {
 		return Consumer{}, fmt.Errorf("register consumer %.80q: %w", r.Name, err)
@@ -64,10 +68,18 @@ func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Cons
 		}
 		window = &r.Window
 	}
+	earlier, err := r.IDRule.earlier()
+	if err != nil {
+		return Consumer{}, fmt.Errorf("register consumer %q: %w", r.Name, err)
+	}
+	if r.IDRule.text == ruleLegacy { // never stored by this release
+		r.IDRule = earlier
+	}
 	var registered Consumer
 	var owner string
 	var replaced *float64
-	err := db.QueryRow(ctx, c.sql.register, r.Name, r.Group, r.Topics, window).Scan(&registered.id, &owner, &registered.forever, &replaced)
+	err = db.QueryRow(ctx, c.sql.register, r.Name, r.Group, r.Topics, window, r.IDRule.String(), earlier.String()).
+		Scan(&registered.id, &owner, &registered.forever, &registered.idRule, &replaced)
 	switch {
 	case err != nil:
 		return Consumer{}, fmt.Errorf("register consumer %q: %w", r.Name, err)
@@ -76,6 +88,9 @@ func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Cons
 	case registered.forever != r.Forever:
 		return Consumer{}, fmt.Errorf("%w: %q was registered with forever=%v, and is now %v: choose another consumer name, or move its claims as docs/operations.md says",
 			ErrForeverDecided, r.Name, registered.forever, r.Forever)
+	}
+	if _, err := ParseIDRule(registered.idRule); err != nil {
+		return Consumer{}, fmt.Errorf("register consumer %q: %w", r.Name, err)
 	}
 	if replaced != nil {
 		registered.replaced = time.Duration(*replaced * float64(time.Second)).Round(time.Microsecond)

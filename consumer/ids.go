@@ -1,0 +1,376 @@
+package consumer
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/dedup"
+)
+
+// idRule is what Config wants. What counts is the rule that is stored with the consumer's name.
+func (c *Config) idRule() (rule dedup.IDRule, err error) {
+	switch {
+	case c.IDHeaders != nil && len(c.IDProfiles) > 0:
+		err = errors.New("IDProfiles: want none together with IDHeaders")
+	case c.IDHeaders != nil:
+		if rule, err = dedup.HeaderIDs(c.IDHeaders...); err != nil {
+			err = fmt.Errorf("IDHeaders: %w", err)
+		}
+	default:
+		if rule, err = dedup.StandardIDs(c.IDProfiles...); err != nil {
+			err = fmt.Errorf("IDProfiles: %w", err)
+		}
+	}
+	return rule, err
+}
+
+// warnRule says once for each name that its messages get other IDs than Config wants.
+func (c *Consumer) warnRule(ctx context.Context, name string, wanted, stored dedup.IDRule) {
+	if stored.SameIDs(wanted) || c.warnedRules[name] {
+		return
+	}
+	if c.warnedRules == nil {
+		c.warnedRules = map[string]bool{}
+	}
+	c.warnedRules[name] = true
+	quote := func(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
+	c.engine.cfg.Logger.WarnContext(ctx, "messages go on to get their IDs by the rule that is stored, not by the one of Config: another ID would let a message that comes again have a second effect. To switch, stop all consumers of the name and run: "+
+		"outbox-relay consumer id-rule "+quote(name)+" --set "+wantedText(wanted, quote), "group", c.engine.cfg.Group, "consumer", name, "stored", stored.String(), "wanted", wanted.String())
+}
+
+// wantedText quotes what a shell would not take as it is.
+func wantedText(wanted dedup.IDRule, quote func(string) string) string {
+	if text := wanted.String(); strings.HasPrefix(text, "headers:") {
+		return quote(text)
+	}
+	return wanted.String()
+}
+
+// reservedScope begins the scopes of IDs that the engine makes: a producer that could name one could claim the
+// ID of a message that is still to come.
+const reservedScope = "effectonce:"
+
+var (
+	// errAmbiguousID: two headers of one name with different values. Choosing one of them could drop a
+	// message as the duplicate of another.
+	errAmbiguousID = errors.New("message carries two different values of an ID header: let its producer send one")
+
+	errReservedSource = errors.New("ce_source begins with " + reservedScope + ", which is reserved: let its producer send another")
+	errAskTimeout     = errors.New("Config.IDFunc or Hooks.WithoutID took longer than HandlerTimeout and was left behind")
+	errManyAsked      = errors.New("too many calls of Config.IDFunc, Hooks.WithoutID or handlers do not return: restart the process with functions that do")
+	errAskGoexit      = errors.New("Config.IDFunc or Hooks.WithoutID ended its goroutine (runtime.Goexit)")
+)
+
+// identify finds the IDs of messages of one partition, and what keeps them from being handled.
+func (c *Consumer) identify(l *lane, msgs []*Message) {
+	var nameless []*Message
+	for _, m := range msgs {
+		if !c.identified(m, l.idSources) {
+			nameless = append(nameless, m)
+		}
+	}
+	c.ask(l, nameless)
+}
+
+// identified finds the ID of a message in its headers.
+func (c *Consumer) identified(m *Message, sources []dedup.IDSource) bool {
+	if len(m.Headers) > headersMax {
+		m.park = &parking{reason: reasonInvalid, err: fmt.Errorf("message has %d headers: want at most %d", len(m.Headers), headersMax)}
+		m.ID = coordinatesID(m)
+		return true
+	}
+	if size := m.size(); size > c.engine.cfg.MessageBytesMax {
+		m.park = &parking{reason: reasonTooLarge, err: fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.engine.cfg.MessageBytesMax)}
+	}
+	raw, source, err := idHeader(m, sources)
+	if err != nil {
+		m.park = &parking{reason: reasonInvalid, err: err}
+	}
+	m.compared = err == nil && source.Compared
+	if len(raw) == 0 {
+		return false
+	}
+	m.name(raw)
+	return true
+}
+
+// name derives the ID from the bytes that name the message.
+func (m *Message) name(raw []byte) {
+	scope := m.Topic // which has no colon
+	if source, ok := m.Header("ce_source"); ok && len(source) > 0 {
+		scope = string(source)
+	}
+	if strings.HasPrefix(scope, reservedScope) {
+		m.park = &parking{reason: reasonInvalid, err: errReservedSource}
+		m.ID, m.compared = coordinatesID(m), false
+		return
+	}
+	m.ID = dedup.MessageID(scope, raw)
+}
+
+// idHeader finds the header that names the message. An empty value names nothing: all messages with one would
+// be duplicates of each other.
+func idHeader(m *Message, sources []dedup.IDSource) ([]byte, dedup.IDSource, error) {
+	for _, source := range sources {
+		found, err := oneValue(m, source.Header)
+		if (err != nil || found != nil) && proven(m, source) {
+			return found, source, err
+		}
+	}
+	return nil, dedup.IDSource{}, nil
+}
+
+func oneValue(m *Message, name string) (found []byte, err error) {
+	for _, h := range m.Headers {
+		if h.Name != name || len(h.Value) == 0 {
+			continue
+		}
+		if found != nil && !bytes.Equal(found, h.Value) {
+			return nil, fmt.Errorf("%w (header %q)", errAmbiguousID, name)
+		}
+		found = h.Value
+	}
+	return found, nil
+}
+
+// proven tells whether another header shows that the known producer wrote the message.
+func proven(m *Message, source dedup.IDSource) bool {
+	if source.Proof == "" {
+		return true
+	}
+	for _, h := range m.Headers {
+		if h.Name != source.Header && strings.HasPrefix(h.Name, source.Proof) {
+			return true
+		}
+	}
+	return false
+}
+
+// unidentified makes a message known by its coordinates.
+func (c *Consumer) unidentified(m *Message) {
+	m.ID = coordinatesID(m)
+	c.warnWithoutID.Do(func() {
+		c.engine.cfg.Logger.Warn("messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; said once",
+			"group", c.engine.cfg.Group, "topic", m.Topic, "partition", m.Partition, "offset", m.Offset, "id_rule", c.rules[m.Topic].String(), "not_counted", notCounted(m))
+	})
+}
+
+// notCounted lists headers that often carry an ID and do not count under the rule of the topic.
+func notCounted(m *Message) (names []string) {
+	legacy, _ := dedup.ParseIDRule("legacy")
+	for _, source := range legacy.Sources() {
+		if value, ok := m.Header(source.Header); ok && len(value) > 0 {
+			names = append(names, source.Header)
+		}
+	}
+	return names
+}
+
+// askTriesMax is how often a function may take too long for one message: a process that froze must not park a
+// healthy one.
+const askTriesMax = 3
+
+// ask lets the functions of Config see messages that no header names: IDFunc for an ID, then WithoutID. One with
+// which they panic or do not return is parked, under its coordinates.
+//
+// When the lane stops it returns at once. What was not asked yet must not be handled, and is not: the lane takes no
+// further transaction.
+func (c *Consumer) ask(l *lane, msgs []*Message) {
+	if c.engine.cfg.IDFunc == nil && c.engine.cfg.Hooks.WithoutID == nil {
+		for _, m := range msgs {
+			c.unidentified(m)
+		}
+		return
+	}
+	for tries := 0; len(msgs) > 0; {
+		answers, err := c.answers(l, msgs)
+		for i, given := range answers {
+			switch m := msgs[i]; {
+			case given.err != nil:
+				c.refuse(m, given.err)
+			case len(given.raw) > 0:
+				m.name(given.raw)
+			default:
+				c.unidentified(m)
+			}
+		}
+		msgs = msgs[len(answers):]
+		if tries++; len(answers) > 0 {
+			tries = 1
+		}
+		switch {
+		case err != nil && l.stopped():
+			for _, m := range msgs {
+				c.refuse(m, err)
+			}
+			return
+		case len(msgs) == 0, errors.Is(err, errAskTimeout) && tries < askTriesMax:
+		default:
+			c.refuse(msgs[0], err)
+			tries, msgs = 0, msgs[1:]
+		}
+	}
+}
+
+// refuse parks a message whose ID cannot be found out.
+func (c *Consumer) refuse(m *Message, err error) {
+	m.ID = coordinatesID(m)
+	m.park = &parking{reason: reasonInvalid, err: err}
+}
+
+// answer is what the functions of Config said about a message.
+type answer struct {
+	raw []byte
+	err error
+}
+
+// asked is one goroutine that asks about messages in turn.
+type asked struct {
+	answers []answer
+	n       atomic.Int64 // how many answers are there
+	state   atomic.Int32
+	done    chan struct{}
+}
+
+// States of an asked. Who changes it first decides: the goroutine that it ended, or the watcher that it is left
+// behind.
+const (
+	askedRunning int32 = iota
+	askedEnded
+	askedLeft
+)
+
+// answers asks about messages until one of them gets no answer; err says why.
+func (c *Consumer) answers(l *lane, msgs []*Message) ([]answer, error) {
+	a := &asked{answers: make([]answer, len(msgs)), done: make(chan struct{})}
+	copies := make([]Message, len(msgs)) // one that is left behind must not see what becomes of the message
+	for i, m := range msgs {
+		copies[i] = *m
+	}
+	go func() {
+		defer close(a.done)
+		defer func() {
+			if !a.state.CompareAndSwap(askedRunning, askedEnded) {
+				c.engine.abandoned.Add(-1)
+			}
+		}()
+		for i := range copies {
+			a.answers[i] = c.answer(&copies[i])
+			a.n.Store(int64(i) + 1)
+			if a.state.Load() == askedLeft {
+				return
+			}
+		}
+	}()
+	n, err := a.watch(l.ctx, c.engine.cfg.HandlerTimeout)
+	if err != nil {
+		l.leave(a)
+	} else if n < len(msgs) {
+		err = errAskGoexit
+	}
+	return a.answers[:n], err
+}
+
+// answer calls the functions of Config for one message.
+func (c *Consumer) answer(m *Message) (given answer) {
+	given.err = guard(func() error {
+		// A message whose headers contradict each other is parked anyway.
+		if c.engine.cfg.IDFunc != nil && (m.park == nil || m.park.reason != reasonInvalid) {
+			given.raw = c.engine.cfg.IDFunc(m)
+		}
+		if len(given.raw) == 0 && c.engine.cfg.Hooks.WithoutID != nil {
+			m.ID = coordinatesID(m)
+			c.engine.cfg.Hooks.WithoutID(m)
+		}
+		return nil
+	})
+	return given
+}
+
+// watch waits until all was answered, or nothing was for too long. It returns how many answers count.
+func (a *asked) watch(ctx context.Context, limit time.Duration) (n int, err error) {
+	tick := time.NewTicker(limit)
+	defer tick.Stop()
+	for {
+		select {
+		case <-a.done:
+			return int(a.n.Load()), nil
+		case <-ctx.Done():
+			return n, ctx.Err()
+		case <-tick.C:
+			now := int(a.n.Load())
+			if now == n {
+				return n, errAskTimeout
+			}
+			n = now
+		}
+	}
+}
+
+// leave leaves a goroutine to itself, and waits where too many are.
+func (l *lane) leave(a *asked) {
+	l.engine.abandoned.Add(1)
+	if !a.state.CompareAndSwap(askedRunning, askedLeft) {
+		l.engine.abandoned.Add(-1)
+		return
+	}
+	for int(l.engine.abandoned.Load()) >= l.engine.cfg.AbandonedMax && !l.stopped() {
+		l.said.warn(l, "partition waits for functions of Config that do not return", errManyAsked)
+		l.pause(time.Second)
+	}
+}
+
+// prints are the fingerprints of messages whose payloads are compared; nil: of none.
+func (e *engine) prints(msgs []*Message) (prints [][16]byte) {
+	for i, msg := range msgs {
+		if e.cfg.Dedup != DedupByIDAndPayload && !msg.compared {
+			continue
+		}
+		if prints == nil {
+			prints = make([][16]byte, len(msgs))
+		}
+		prints[i] = dedup.Fingerprint(msg.Key, msg.Value)
+	}
+	return prints
+}
+
+// claim adds the claims of messages to a batch of statements.
+func (e *engine) claim(batch *pgx.Batch, w *work) *dedup.Result {
+	if prints := e.prints(w.msgs); prints != nil {
+		return e.claims.QueueChecked(batch, w.consumer, w.ids(), prints)
+	}
+	return e.claims.Queue(batch, w.consumer, w.ids())
+}
+
+// processedAtMax bounds reading when the first of two messages was processed.
+const processedAtMax = 2 * time.Second
+
+// firstDuplicate logs the first duplicate of a topic that this process drops: where it is a message of its own, the
+// header that gives IDs does not name messages. It never fails, for everything is committed.
+func (l *lane) firstDuplicate(w *work, msg *Message) {
+	if msg == nil || w.released() {
+		return
+	}
+	if _, said := l.engine.duplicates.LoadOrStore(msg.Topic, true); said {
+		return
+	}
+	attrs := []any{"offset", msg.Offset, "id", msg.ID}
+	if l.engine.cfg.Dedup != DedupByPosition {
+		ctx, cancel := context.WithTimeout(l.ctx, processedAtMax)
+		defer cancel()
+		if at, err := l.engine.claims.ProcessedAt(ctx, l.engine.pool, w.consumer, msg.ID); err == nil {
+			attrs = append(attrs, "processed_at", at)
+		} else {
+			attrs = append(attrs, "error", err)
+		}
+	}
+	l.log(slog.LevelInfo, "first duplicate of the topic was dropped; later ones are only counted", attrs...)
+}

@@ -1,0 +1,202 @@
+package dedup
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// IDRule says which headers of a message name it. It is stored with each consumer name: a message that got
+// another ID than before would be handled again. The zero value is the standard rule.
+//
+// Its text, as ParseIDRule reads it and String writes it:
+//
+//	standard             message-id; ce_id; Debezium's and Watermill's names where a second header proves them
+//	standard+debezium    the same, and the operator vouches that "id" comes from Debezium's outbox event router
+//	standard+watermill   the same, and the operator vouches that _watermill_message_uuid comes from Watermill
+//	headers:a,b          the first of these headers that is there and not empty; "headers:" for none
+//	legacy               of consumers that the previous release registered: the next registration replaces it
+//	                     by what that release read, which is Config.IDHeaders or its five default names
+//
+// Profiles can be combined: standard+debezium+watermill.
+type IDRule struct {
+	text    string
+	sources []IDSource
+}
+
+// IDSource is a header that may name a message. The first source of a rule that applies counts.
+type IDSource struct {
+	// Header is the name of the header. Its value is the ID.
+	Header string
+	// Proof is how the name of another header of the same message begins, without which Header does not
+	// count. Empty: it counts alone.
+	Proof string
+	// Compared says that the ID may name something else than the message (a customer, a request, or the
+	// message from which the headers were copied): the claim stores a fingerprint, and the same ID with
+	// another payload is a conflict, no duplicate.
+	Compared bool
+}
+
+// IDProfile vouches for the producer of a topic: messages carry its header because it wrote them.
+type IDProfile string
+
+// The profiles.
+const (
+	// ProfileDebezium: the header "id" is written by Debezium's outbox event router.
+	ProfileDebezium IDProfile = "debezium"
+	// ProfileWatermill: the header "_watermill_message_uuid" is written by a publisher of Watermill.
+	ProfileWatermill IDProfile = "watermill"
+)
+
+// Bounds of an IDRule.
+const (
+	IDHeadersMax     = 20
+	IDHeaderBytesMax = 255
+	IDRuleBytesMax   = 2048 // of its text
+)
+
+const (
+	ruleStandard = "standard"
+	ruleLegacy   = "legacy"
+	ruleHeaders  = "headers:"
+)
+
+// Headers that name a message.
+const (
+	headerMessageID  = "message-id" // written by the relay of this module
+	headerCloudEvent = "ce_id"      // CloudEvents
+	headerDebezium   = "id"
+	headerWatermill  = "_watermill_message_uuid"
+)
+
+// Headers that prove a producer. Debezium writes __debezium.context.connectorName and others. Watermill's
+// components write _watermill_delayed_until, _watermill_requeuer_retries and others; its publisher for Kafka
+// writes none besides the UUID and what the program set, so that most of its topics need the profile.
+const (
+	proofDebezium  = "__debezium."
+	proofWatermill = "_watermill_"
+)
+
+// legacyHeaders are what release d9ff45e read unless Config.IDHeaders was set.
+var legacyHeaders = []string{headerMessageID, headerCloudEvent, headerDebezium, headerWatermill, "idempotency-key"} //nolint:gochecknoglobals // a constant
+
+// ErrIDRule is returned by ParseIDRule for a text that is no rule, and by Register where such a text is stored: a
+// later release wrote it. Nothing was changed. Remedy: the later release.
+var ErrIDRule = errors.New("no rule for IDs")
+
+// StandardIDs is the standard rule with profiles.
+func StandardIDs(profiles ...IDProfile) (IDRule, error) {
+	parts := []string{ruleStandard}
+	for _, profile := range profiles {
+		parts = append(parts, string(profile))
+	}
+	return ParseIDRule(strings.Join(parts, "+"))
+}
+
+// HeaderIDs is the rule that names are read in this order. At most 20 names of 1 to 255 visible ASCII
+// characters without comma, 2048 bytes in all. Without names all messages are known by other means.
+func HeaderIDs(names ...string) (IDRule, error) {
+	rule := IDRule{text: ruleHeaders + strings.Join(names, ","), sources: []IDSource{}}
+	if len(names) > IDHeadersMax {
+		return IDRule{}, fmt.Errorf("%w: %d headers: want at most %d", ErrIDRule, len(names), IDHeadersMax)
+	}
+	for _, name := range names {
+		if !isHeaderName(name) {
+			return IDRule{}, fmt.Errorf("%w: header %.300q: want 1 to %d visible ASCII characters without comma", ErrIDRule, name, IDHeaderBytesMax)
+		}
+		// These two are for IDs of messages by their specifications; any other name may be for something else.
+		compared := name != headerMessageID && name != headerCloudEvent
+		rule.sources = append(rule.sources, IDSource{Header: name, Compared: compared})
+	}
+	if len(rule.text) > IDRuleBytesMax {
+		return IDRule{}, fmt.Errorf("%w: %d bytes: want at most %d", ErrIDRule, len(rule.text), IDRuleBytesMax)
+	}
+	return rule, nil
+}
+
+func isHeaderName(name string) bool {
+	return len(name) >= 1 && len(name) <= IDHeaderBytesMax &&
+		!strings.ContainsFunc(name, func(r rune) bool { return r <= ' ' || r > '~' || r == ',' })
+}
+
+// ParseIDRule reads the text of a rule.
+func ParseIDRule(text string) (IDRule, error) {
+	if len(text) > IDRuleBytesMax {
+		return IDRule{}, fmt.Errorf("%w: %d bytes: want at most %d", ErrIDRule, len(text), IDRuleBytesMax)
+	}
+	if names, ok := strings.CutPrefix(text, ruleHeaders); ok {
+		if names == "" {
+			return HeaderIDs()
+		}
+		return HeaderIDs(strings.Split(names, ",")...)
+	}
+	if text == ruleLegacy {
+		rule, err := HeaderIDs(legacyHeaders...)
+		rule.text = ruleLegacy
+		return rule, err
+	}
+	parts := strings.Split(text, "+")
+	profiles := map[IDProfile]bool{}
+	for _, part := range parts[1:] {
+		profile := IDProfile(part)
+		if profile != ProfileDebezium && profile != ProfileWatermill || profiles[profile] {
+			return IDRule{}, fmt.Errorf("%w: profile %.100q: want %s or %s, each once", ErrIDRule, part, ProfileDebezium, ProfileWatermill)
+		}
+		profiles[profile] = true
+	}
+	if parts[0] != ruleStandard {
+		return IDRule{}, fmt.Errorf("%w: %.100q: want standard, standard+debezium, standard+watermill, headers:a,b or legacy", ErrIDRule, text)
+	}
+	return standardIDs(profiles[ProfileDebezium], profiles[ProfileWatermill]), nil
+}
+
+// standardIDs compares what only a second header vouches for: programs that copy all headers of a message to
+// several others (as Kafka Streams does) copy the proof, too, and "id" may be a column of a change event.
+func standardIDs(debezium, watermill bool) IDRule {
+	rule := IDRule{text: ruleStandard, sources: []IDSource{{Header: headerMessageID}, {Header: headerCloudEvent}}}
+	for _, known := range []struct {
+		asserted bool
+		profile  IDProfile
+		source   IDSource
+	}{
+		{debezium, ProfileDebezium, IDSource{Header: headerDebezium, Proof: proofDebezium, Compared: true}},
+		{watermill, ProfileWatermill, IDSource{Header: headerWatermill, Proof: proofWatermill, Compared: true}},
+	} {
+		if known.asserted {
+			rule.text += "+" + string(known.profile)
+			known.source.Proof, known.source.Compared = "", false
+		}
+		rule.sources = append(rule.sources, known.source)
+	}
+	return rule
+}
+
+// String returns the text of the rule.
+func (r IDRule) String() string {
+	if r.text == "" {
+		return ruleStandard
+	}
+	return r.text
+}
+
+// Sources returns the headers that name a message, in the order in which they count.
+func (r IDRule) Sources() []IDSource {
+	if r.text == "" {
+		return standardIDs(false, false).sources
+	}
+	return slices.Clone(r.sources)
+}
+
+// SameIDs tells whether two rules give every message the same ID.
+func (r IDRule) SameIDs(other IDRule) bool {
+	return slices.EqualFunc(r.Sources(), other.Sources(), func(a, b IDSource) bool { return a.Header == b.Header && a.Proof == b.Proof })
+}
+
+// earlier is what a release that stored no rule did with the same configuration.
+func (r IDRule) earlier() (IDRule, error) {
+	if strings.HasPrefix(r.text, ruleHeaders) {
+		return r, nil
+	}
+	return HeaderIDs(legacyHeaders...)
+}

@@ -20,5 +20,9 @@
 // rolled back. Under REPEATABLE READ and SERIALIZABLE PostgreSQL reports the conflict as SQLSTATE 40001
 // instead: see [ErrRetry].
 //
+// Claims take room, so [Claims.Maintain] forgets those that are older than every window. From then on a fresh claim of
+// an old message proves nothing: read how far back claims are complete behind the claim, in the same transaction
+// ([Claims.QueueForgotten]), and put aside what is older. A consumer that registers with Forever forgets nothing.
+//
 // The package knows no Kafka and no HTTP. Package consumer builds on it.
 package dedup

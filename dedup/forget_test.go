@@ -167,7 +167,8 @@ func TestEveryConsumerIsMarkedWhereTheLookTakesTooLong(t *testing.T) {
 	ledger, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
 	require.NoError(t, err)
 	fill := func(daysAgo int) {
-		exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT overlay(effectonce.uuid_v7()::text PLACING left(effectonce.uuid_floor($1)::text, 13) FROM 1)::uuid, $2 FROM generate_series(1, 200000)`,
+		exec(t, pool, `INSERT INTO effectonce.processed_messages
+			SELECT overlay(effectonce.uuid_v7()::text PLACING left(effectonce.uuid_floor($1)::text, 13) FROM 1)::uuid, $2 FROM generate_series(1, 200000)`,
 			noon(daysAgo), a.ID())
 	}
 	unquiet(t, pool)

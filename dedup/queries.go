@@ -138,7 +138,7 @@ FROM (SELECT to_timestamp(('x' || substr(replace((regexp_match(pg_get_expr(c.rel
 const noteDroppedSQL = `-- dedup.note_dropped
 UPDATE effectonce.maintenance SET state = state || jsonb_build_object('dropped_to', $2::timestamptz) WHERE job = 'claims' AND epoch = $1`
 
-// sweepStateSQL reads how many blocks a table has, and where the sweep goes on.
+// sweepStateSQL reads how many blocks a table has, and where the sweep continues.
 const sweepStateSQL = `-- dedup.sweep_state
 SELECT pg_relation_size($1::regclass) / current_setting('block_size')::bigint,
   coalesce((SELECT (state ->> $2)::bigint FROM effectonce.maintenance WHERE job = 'claims'), 0)`

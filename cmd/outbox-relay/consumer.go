@@ -145,12 +145,13 @@ func newConsumerResume(s *settings) *cobra.Command {
 
 const ruleLong = `Show by which rule the messages of a consumer get their IDs, or of all consumers, or change it.
 
-  legacy             as the release before schema version 5: also the headers id, idempotency-key and others
-  standard           message-id; ce_id with ce_source (CloudEvents)
-  standard+debezium  besides, id of Debezium's outbox router
-  standard+watermill besides, that of Watermill
-  headers:NAME,NAME  the first of these headers that a message has, at most 20. The payload is compared: another
-                     payload under the same ID is parked as conflict
+  legacy             what the release before schema version 5 read: also the headers id, idempotency-key and others
+  standard           message-id, ce_id (CloudEvents), and what Debezium and Watermill write where another of their
+                     headers proves it
+  standard+debezium  besides, id: for topics that Debezium's outbox event router writes
+  standard+watermill besides, _watermill_message_uuid: for topics that Watermill writes; both can be combined
+  headers:NAME,NAME  the first of these headers that a message has, at most 20. The payload is compared, unless the
+                     header is message-id or ce_id: another payload under the same ID is parked as conflict
 
 A consumer adopts a rule at its next start. Restart all replicas then: while some have the old rule, two copies of
 a message may get two IDs, and both have their effect.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -25,21 +26,31 @@ const (
 
 // CheckRule refuses what is no rule for IDs.
 func CheckRule(rule string) error {
-	switch rule {
-	case RuleLegacy, "standard", "standard+debezium", "standard+watermill":
-		return nil
-	}
 	list, isHeaders := strings.CutPrefix(rule, "headers:")
-	names := strings.Split(list, ",")
-	switch {
+	switch names := strings.Split(list, ","); {
+	case rule == RuleLegacy || isHeaders && list == "": // no header names a message then
+		return nil
 	case !isHeaders:
-		return errors.New("want legacy, standard, standard+debezium, standard+watermill or headers:NAME,NAME…")
+		return checkProfiles(rule)
 	case len(names) > headersMax || len(rule) > ruleBytesMax:
 		return fmt.Errorf("want at most %d headers, and %d bytes in all", headersMax, ruleBytesMax)
+	case slices.ContainsFunc(names, badHeader):
+		return fmt.Errorf("name of a header: want 1 to %d visible characters of ASCII", headerBytesMax)
 	}
-	for _, name := range names {
-		if name == "" || len(name) > headerBytesMax || strings.ContainsFunc(name, func(r rune) bool { return r <= ' ' || r > '~' }) {
-			return fmt.Errorf("name of a header: want 1 to %d visible characters of ASCII", headerBytesMax)
+	return nil
+}
+
+func badHeader(name string) bool {
+	return name == "" || len(name) > headerBytesMax || strings.ContainsFunc(name, func(r rune) bool { return r <= ' ' || r > '~' })
+}
+
+// checkProfiles refuses what is not standard with known profiles, each once.
+func checkProfiles(rule string) error {
+	parts := strings.Split(rule, "+")
+	for i, part := range parts {
+		known := i == 0 && part == "standard" || i > 0 && (part == "debezium" || part == "watermill")
+		if !known || slices.Contains(parts[:i], part) {
+			return errors.New("want legacy, standard, standard+debezium, standard+watermill or headers:NAME,NAME…")
 		}
 	}
 	return nil

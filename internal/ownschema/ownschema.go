@@ -96,7 +96,7 @@ func Open(ctx context.Context, url, schema, maker, tables string) (*pgxpool.Pool
 func prepare(ctx context.Context, config *pgx.ConnConfig, schema, maker, tables string) error {
 	conn, err := pgx.ConnectConfig(ctx, config)
 	if err != nil {
-		return errors.New("the database does not answer")
+		return fmt.Errorf("connect to the database: %w", err)
 	}
 	defer func() { _ = conn.Close(context.WithoutCancel(ctx)) }()
 	if err := Make(ctx, conn, schema, maker); err != nil {

@@ -155,7 +155,7 @@ func printResumption(out io.Writer, r *consumers.Resumption) error {
 	if r.Holder != "" {
 		holder = plain(r.Holder) + ", or the next holder,"
 	}
-	text := fmt.Sprintf("%s %s at %s: %s carries it out\n", printable(r.Partition.String()), verb, consumers.AtText(r.ResumeAt), holder)
+	text := fmt.Sprintf("%s %s at %s: %s carries it out\n", printable(r.String()), verb, consumers.AtText(r.ResumeAt), holder)
 	if r.Before != nil {
 		text += fmt.Sprintf("an earlier order is replaced: %s\n", consumers.AtText(*r.Before))
 	}

@@ -140,7 +140,7 @@ func TestPartitionsAreOrderedToResumeElsewhere(t *testing.T) {
 	require.NoError(t, err)
 	r, err = consumers.ResumeAt(t.Context(), pool, schema, by, p, 50, nil, false)
 	require.NoError(t, err)
-	require.EqualValues(t, consumers.AtLatest, *r.Before)
+	require.Equal(t, consumers.AtLatest, *r.Before)
 	other, err := consumers.ResumeAt(t.Context(), pool, schema, by, consumers.Partition{Group: "billing", Topic: "refunds"}, consumers.AtEarliest, nil, false)
 	require.NoError(t, err)
 	require.Empty(t, other.Holder, "it gave the partition up")

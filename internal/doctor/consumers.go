@@ -82,7 +82,7 @@ func orderText(o consumers.Order) string {
 	if o.Holder != "" {
 		holder = "holder " + oneLine(o.Holder)
 	}
-	return fmt.Sprintf("%s is ordered to resume at %s, which is not carried out yet (%s, %s)", oneLine(o.Partition.String()), consumers.AtText(o.ResumeAt), position, holder)
+	return fmt.Sprintf("%s is ordered to resume at %s, which is not carried out yet (%s, %s)", oneLine(o.String()), consumers.AtText(o.ResumeAt), position, holder)
 }
 
 // readMissing asks Kafka which topics exist. Brokers that are away are no matter of the consumers.

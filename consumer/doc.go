@@ -22,6 +22,17 @@
 // A handler does not commit or roll back: it returns nil or an error. It does not keep tx, and does not
 // use it from other goroutines.
 //
+// # What names a message
+//
+// The headers message-id and ce_id, and those of Debezium and Watermill where a second header proves the producer, or
+// Config.IDProfiles does. A header named id or idempotency-key alone is no ID: it may be a customer's, or a
+// request's. Config.IDHeaders names others, and IDFunc looks elsewhere, for example into the body. An ID of
+// such headers with another payload than before is parked as a conflict, never dropped. A message without
+// an ID is known by topic, partition and offset.
+//
+// The rule belongs to the consumer's name from its first registration on. A change of IDHeaders or IDProfiles
+// alone changes no ID, so that a rolling deployment doubles no effect: see docs/operations.md.
+//
 // # What one batch does
 //
 // Messages of a partition are handled in order, up to BatchMax in one transaction: claim all IDs,

@@ -78,8 +78,8 @@ const (
 	proofWatermill = "_watermill_"
 )
 
-// legacyHeaders are what release d9ff45e read unless Config.IDHeaders was set.
-var legacyHeaders = []string{headerMessageID, headerCloudEvent, headerDebezium, headerWatermill, "idempotency-key"} //nolint:gochecknoglobals // a constant
+// LegacyIDHeaders is the rule that release d9ff45e had unless Config.IDHeaders was set.
+const LegacyIDHeaders = "headers:message-id,ce_id,id,_watermill_message_uuid,idempotency-key"
 
 // ErrIDRule is returned by ParseIDRule for a text that is no rule, and by Register where such a text is stored: a
 // later release wrote it. Nothing was changed. Remedy: the later release.
@@ -132,7 +132,7 @@ func ParseIDRule(text string) (IDRule, error) {
 		return HeaderIDs(strings.Split(names, ",")...)
 	}
 	if text == ruleLegacy {
-		rule, err := HeaderIDs(legacyHeaders...)
+		rule, err := ParseIDRule(LegacyIDHeaders)
 		rule.text = ruleLegacy
 		return rule, err
 	}
@@ -146,7 +146,7 @@ func ParseIDRule(text string) (IDRule, error) {
 		profiles[profile] = true
 	}
 	if parts[0] != ruleStandard {
-		return IDRule{}, fmt.Errorf("%w: %.100q: want standard, standard+debezium, standard+watermill, headers:a,b or legacy", ErrIDRule, text)
+		return IDRule{}, fmt.Errorf("%w: %.100q: want legacy, standard, standard+debezium, standard+watermill or headers:NAME,NAME", ErrIDRule, text)
 	}
 	return standardIDs(profiles[ProfileDebezium], profiles[ProfileWatermill]), nil
 }
@@ -198,5 +198,5 @@ func (r IDRule) earlier() (IDRule, error) {
 	if strings.HasPrefix(r.text, ruleHeaders) {
 		return r, nil
 	}
-	return HeaderIDs(legacyHeaders...)
+	return ParseIDRule(LegacyIDHeaders)
 }

@@ -4,56 +4,29 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// RuleLegacy is that of consumers which the release before schema version 5 registered: it reads headers that producers use
-// for other things, such as id and idempotency-key.
+// RuleLegacy is that of consumers which the release before schema version 5 registered, until they start again: see
+// IsLegacy.
 const RuleLegacy = "legacy"
 
-// Bounds of the rule headers:NAME,NAME.
-const (
-	ruleBytesMax   = 2048
-	headersMax     = 20
-	headerBytesMax = 255
-)
+// IsLegacy reports whether a rule reads the default headers of the release before schema version 5. Some of them are
+// used by producers for other things, such as id and idempotency-key.
+func IsLegacy(rule string) bool { return rule == RuleLegacy || rule == dedup.LegacyIDHeaders }
 
-// CheckRule refuses what is no rule for IDs.
+// CheckRule refuses what is no rule for IDs, and one that reads no header at all.
 func CheckRule(rule string) error {
-	list, isHeaders := strings.CutPrefix(rule, "headers:")
-	switch names := strings.Split(list, ","); {
-	case rule == RuleLegacy || isHeaders && list == "": // no header names a message then
-		return nil
-	case !isHeaders:
-		return checkProfiles(rule)
-	case len(names) > headersMax || len(rule) > ruleBytesMax:
-		return fmt.Errorf("want at most %d headers, and %d bytes in all", headersMax, ruleBytesMax)
-	case slices.ContainsFunc(names, badHeader):
-		return fmt.Errorf("name of a header: want 1 to %d visible characters of ASCII", headerBytesMax)
+	parsed, err := dedup.ParseIDRule(rule)
+	if err == nil && len(parsed.Sources()) == 0 {
+		err = errors.New("want the name of a header: headers:NAME,NAME")
 	}
-	return nil
-}
-
-func badHeader(name string) bool {
-	return name == "" || len(name) > headerBytesMax || strings.ContainsFunc(name, func(r rune) bool { return r <= ' ' || r > '~' })
-}
-
-// checkProfiles refuses what is not standard with known profiles, each once.
-func checkProfiles(rule string) error {
-	parts := strings.Split(rule, "+")
-	for i, part := range parts {
-		known := i == 0 && part == "standard" || i > 0 && (part == "debezium" || part == "watermill")
-		if !known || slices.Contains(parts[:i], part) {
-			return errors.New("want legacy, standard, standard+debezium, standard+watermill or headers:NAME,NAME…")
-		}
-	}
-	return nil
+	return err
 }
 
 // Rule returns a consumer.

@@ -33,10 +33,10 @@ func Consuming(ctx context.Context, db Querier, schema string) []Finding {
 		found = append(found, warn(check, fmt.Sprintf("start a consumer of group %s, or see the log of the holder; resume-at --cancel takes the order back", o.Group), "%s", orderText(o)))
 	}
 	for _, c := range s.Consuming {
-		if c.IDRule == consumers.RuleLegacy {
+		if consumers.IsLegacy(c.IDRule) {
 			found = append(found, warn(check,
 				fmt.Sprintf(`outbox-relay consumer id-rule %s   # docs/operations.md, "Another rule for IDs", before --set standard`, shellWord(c.Name)),
-				"consumer %s has the rule legacy for IDs: a header such as id or idempotency-key that several messages share makes all but the first of them duplicates", c.Name))
+				"consumer %s has the rule legacy for IDs: of messages that share a header such as id or idempotency-key all but the first are parked as conflicts, or dropped where their payloads are equal", c.Name))
 		}
 	}
 	if len(found) == 0 {

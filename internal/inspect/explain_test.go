@@ -71,7 +71,7 @@ func TestExplainFindsForeignMessages(t *testing.T) {
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 2)
 	require.NoError(t, kafkatest.Client(t).ProduceSync(t.Context(),
 		&kgo.Record{Topic: topic, Key: []byte("k"), Headers: []kgo.RecordHeader{{Key: "ce_source", Value: []byte("shop")}, {Key: "ce_id", Value: []byte("order-7")}}},
-		&kgo.Record{Topic: topic, Key: []byte("other"), Headers: []kgo.RecordHeader{{Key: "id", Value: []byte("8")}}},
+		&kgo.Record{Topic: topic, Key: []byte("other"), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("8")}}},
 	).FirstErr())
 	consume(t, pool, topic, consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error {
 		return consumer.Permanent(errors.New("no such account"))

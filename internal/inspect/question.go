@@ -49,7 +49,8 @@ func parsePlace(text string) (p Place, ok bool) {
 	return Place{parts[0], int32(partition), offset}, true
 }
 
-// idHeaders are those that consumers read unless configured, in their order.
+// idHeaders are those by which a record may be known, under the default rules of this release or the previous one,
+// in their order.
 var idHeaders = []string{"message-id", "ce_id", "id", "_watermill_message_uuid", "idempotency-key"} //nolint:gochecknoglobals // a constant
 
 // names are what a message is known by: the texts that it may carry, and the IDs under which it may be

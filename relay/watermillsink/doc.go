@@ -72,7 +72,7 @@
 // key, a queue or a subject.
 //
 // Exactly-once publishing is Kafka's alone (relay.Config.ExactlyOnce). Elsewhere consumers deduplicate: by the
-// message's UUID, for which package consumer understands the metadata message-id and _watermill_message_uuid.
+// message's UUID, which the metadata message-id repeats for package consumer.
 //
 // # Publishers
 //

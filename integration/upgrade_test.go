@@ -37,6 +37,7 @@ type upgrade struct {
 	url      string
 	pool     *pgxpool.Pool
 	brokers  []string
+	order    int // of the consumers: 0 by partition, 1 by key, 2 unordered
 }
 
 // upgradeTables: faults say what happens to messages of a key with the old release, calls are foreign calls.
@@ -50,20 +51,23 @@ CREATE TABLE runs (n bigint GENERATED ALWAYS AS IDENTITY, elsewhere boolean NOT 
 func TestUpgradeFromThePreviousRelease(t *testing.T) {
 	t.Parallel()
 	binaries := map[string]string{oldRelease: buildPrevious(t), newRelease: build(t, ".", "./testdata/upgrade")}
-	for name, test := range map[string]func(*testing.T, upgrade){
-		"two releases side by side":                       testReleasesSideBySide,
-		"foreign calls, killed before the migration":      testCallsBeforeTheMigration,
-		"foreign calls, killed after the migration":       testCallsAfterTheMigration,
-		"the previous release forgets no claims any more": testPreviousReleaseForgetsNothing,
-	} {
+	run := func(name string, order int, test func(*testing.T, upgrade)) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			u := upgrade{binaries: binaries, url: pgtest.EmptyDatabase(t), brokers: kafkatest.Brokers(t)}
+			u := upgrade{binaries: binaries, url: pgtest.EmptyDatabase(t), brokers: kafkatest.Brokers(t), order: order}
 			u.pool = open(t, u.url)
 			u.exec(t, upgradeTables)
 			u.migrate(t, oldRelease, previousVersion)
 			test(t, u)
 		})
+	}
+	run("the previous release forgets no claims any more", 0, testPreviousReleaseForgetsNothing)
+	for order, name := range []string{"by partition", "by key", "unordered"} {
+		if name != "unordered" { // which has no order of effects
+			run("two releases side by side, "+name, order, testReleasesSideBySide)
+		}
+		run("foreign calls, killed before the migration, "+name, order, testCallsBeforeTheMigration)
+		run("foreign calls, killed after the migration, "+name, order, testCallsAfterTheMigration)
 	}
 }
 
@@ -122,7 +126,7 @@ func (u upgrade) exec(t *testing.T, sql string, args ...any) {
 func (u upgrade) start(t *testing.T, release, role, topic string) *process {
 	t.Helper()
 	spec, err := json.Marshal(map[string]any{
-		"Role": role, "Release": release, "URL": u.url, "Brokers": u.brokers, "Topic": topic, "SessionTimeout": sessionTimeout,
+		"Role": role, "Release": release, "URL": u.url, "Brokers": u.brokers, "Topic": topic, "SessionTimeout": sessionTimeout, "Order": u.order,
 	})
 	require.NoError(t, err)
 	cmd := exec.Command(u.binaries[release])
@@ -224,16 +228,49 @@ func duplicates(t *testing.T, brokers []string, records []*kgo.Record) {
 	require.NoError(t, client.ProduceSync(t.Context(), again...).FirstErr())
 }
 
-// charge produces one message, in a partition of its own, and says what happens to it with the previous release.
-func (u upgrade) charge(t *testing.T, topic, key string, partition int32, fault string) {
+// charge produces a message to a partition, and with it, so that they share a batch, others before it. It says what
+// happens to it with the previous release.
+func (u upgrade) charge(t *testing.T, topic string, partition int32, key, fault string, before ...string) {
 	t.Helper()
 	u.fault(t, key, fault)
-	body, err := json.Marshal(event{key, 1})
-	require.NoError(t, err)
-	u.exec(t, `INSERT INTO versions VALUES ($1, 1)`, key)
-	client := kafkatest.ClientAt(t, u.brokers, kgo.RecordPartitioner(kgo.ManualPartitioner()))
-	record := &kgo.Record{Topic: topic, Partition: partition, Key: []byte(key), Value: body, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("charge " + key)}}}
-	require.NoError(t, client.ProduceSync(t.Context(), record).FirstErr())
+	var records []*kgo.Record
+	for _, key := range append(before, key) {
+		body, err := json.Marshal(event{key, 1})
+		require.NoError(t, err)
+		u.exec(t, `INSERT INTO versions VALUES ($1, 1)`, key)
+		records = append(records, &kgo.Record{
+			Topic: topic, Partition: partition, Key: []byte(key), Value: body,
+			Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("charge " + key)}},
+		})
+	}
+	client := kafkatest.ClientAt(t, u.brokers, kgo.RecordPartitioner(kgo.ManualPartitioner()), kgo.ProducerLinger(100*time.Millisecond))
+	require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
+}
+
+// later are the keys behind a message that hangs. Each goes to one of four workers, by chance: not all to that which hangs.
+const later = 12
+
+// hang has the previous release call for messages and wait for the answer: of one, whose batch has another one before it,
+// and of later ones where the partition has several workers. It returns which are sure to be called again.
+func (u upgrade) hang(t *testing.T, topic string, partition int32) (again []string) {
+	t.Helper()
+	const first, killed = "rolled back with a batch", "killed in the call"
+	u.charge(t, topic, partition, killed, "hang", first)
+	u.called(t, killed, 1, 1)
+	u.called(t, first, 1, 1)
+	if u.order == 0 {
+		return []string{killed, first}
+	}
+	for n := range later {
+		u.charge(t, topic, partition, fmt.Sprint("killed in a later call ", n), "hang")
+	}
+	var behind string
+	eventually(t, 30*time.Second, "a call of another worker", func() (bool, any) {
+		err := u.pool.QueryRow(t.Context(), `SELECT coalesce(min(key), '') FROM calls WHERE key LIKE 'killed in a later call %'`).Scan(&behind)
+		require.NoError(t, err)
+		return behind != "", behind
+	})
+	return []string{killed, behind}
 }
 
 func (u upgrade) fault(t *testing.T, key, fault string) {
@@ -300,18 +337,17 @@ func testCallsBeforeTheMigration(t *testing.T, u upgrade) {
 	ctx := t.Context()
 	topic := kafkatest.TopicAt(t, u.brokers, 4)
 	older := u.start(t, oldRelease, "consume", topic)
-	const hangs, fails, parked, retried = "killed in the call", "failed", "parked", "parked, then tried again"
-	u.charge(t, topic, fails, 0, "fail")
-	u.charge(t, topic, parked, 1, "refuse")
-	u.charge(t, topic, retried, 2, "refuse")
+	const fails, parked, retried = "failed", "parked", "parked, then tried again"
+	u.charge(t, topic, 0, fails, "fail")
+	u.charge(t, topic, 1, parked, "refuse")
+	u.charge(t, topic, 2, retried, "refuse")
 	u.called(t, fails, 1, 1)
 	u.parked(t, parked)
 	u.parked(t, retried)
 	u.fault(t, retried, "fail")
 	u.handBack(t, retried)
 	u.called(t, retried, 3, 2) // the previous release has another key then
-	u.charge(t, topic, hangs, 3, "hang")
-	u.called(t, hangs, 1, 1)
+	hung := u.hang(t, topic, 3)
 
 	migration := u.start(t, newRelease, "migrate", "")
 	eventually(t, 30*time.Second, "the migration waits for the transaction of the call", func() (bool, any) {
@@ -323,7 +359,7 @@ func testCallsBeforeTheMigration(t *testing.T, u upgrade) {
 	newer := u.start(t, newRelease, "consume", topic)
 	u.handBack(t, parked)
 	handled(ctx, t, u.pool, 60*time.Second)
-	u.requireSameKeys(t, hangs, fails, parked, retried)
+	u.requireSameKeys(t, append(hung, fails, parked, retried)...)
 	require.NoError(t, newer.terminate())
 }
 
@@ -332,26 +368,25 @@ func testCallsAfterTheMigration(t *testing.T, u upgrade) {
 	ctx := t.Context()
 	topic := kafkatest.TopicAt(t, u.brokers, 4)
 	older := u.start(t, oldRelease, "consume", topic)
-	const hangs, fails, parked, retried = "killed in the call", "failed", "parked", "parked before, killed in a retry"
-	u.charge(t, topic, retried, 2, "refuse")
+	const fails, parked, retried = "failed", "parked", "parked before, killed in a retry"
+	u.charge(t, topic, 2, retried, "refuse")
 	u.parked(t, retried)
 	u.migrate(t, newRelease, latestVersion(t))
 
-	u.charge(t, topic, fails, 0, "fail")
-	u.charge(t, topic, parked, 1, "refuse")
+	u.charge(t, topic, 0, fails, "fail")
+	u.charge(t, topic, 1, parked, "refuse")
 	u.called(t, fails, 1, 1)
 	u.parked(t, parked)
 	u.fault(t, retried, "hang")
 	u.handBack(t, retried)
 	u.called(t, retried, 2, 2)
-	u.charge(t, topic, hangs, 3, "hang")
-	u.called(t, hangs, 1, 1)
+	hung := u.hang(t, topic, 3)
 	older.kill()
 
 	newer := u.start(t, newRelease, "consume", topic)
 	u.handBack(t, parked)
 	handled(ctx, t, u.pool, 60*time.Second)
-	u.requireSameKeys(t, hangs, fails, parked, retried)
+	u.requireSameKeys(t, append(hung, fails, parked, retried)...)
 	require.NoError(t, newer.terminate())
 }
 

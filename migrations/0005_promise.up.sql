@@ -102,8 +102,10 @@ $$;
 ALTER TABLE effectonce.message_attempts ADD COLUMN keys smallint NOT NULL DEFAULT 1;
 ALTER TABLE effectonce.parked_messages
   ADD COLUMN keys      smallint NOT NULL DEFAULT 1,
-  ADD COLUMN call_time timestamptz; -- the time in keys of generation 1
-UPDATE effectonce.parked_messages SET call_time = coalesce(released_at, record_time);
+  -- The time in keys of generation 1. Null: released_at, or record_time where that is null, too: the previous release
+  -- may still try the message again, under the time at which it does.
+  ADD COLUMN call_time timestamptz;
+UPDATE effectonce.parked_messages SET call_time = released_at WHERE released_at IS NOT NULL;
 
 CREATE INDEX parked_messages_due ON effectonce.parked_messages (consumer, topic, partition, retry_at) WHERE state = 'retry';
 

@@ -30,6 +30,7 @@ type program struct {
 	Brokers        []string
 	Topic          string
 	SessionTimeout time.Duration
+	Order          uint8 // the constants of the releases have other names
 
 	log  *slog.Logger
 	pool *pgxpool.Pool
@@ -74,7 +75,7 @@ func (p *program) run(ctx context.Context) error {
 	}
 	c, err := consumer.New(p.pool, []kgo.Opt{kgo.SeedBrokers(p.Brokers...), kgo.SessionTimeout(p.SessionTimeout), kgo.HeartbeatInterval(p.SessionTimeout / 5)},
 		consumer.Each(p.handle), consumer.Config{
-			Group: p.Topic, Topics: []string{p.Topic}, BatchMax: 20, AttemptsMax: 1000, RetryMin: time.Second, RetryMax: time.Second,
+			Group: p.Topic, Topics: []string{p.Topic}, Order: consumer.Order(p.Order), BatchMax: 20, AttemptsMax: 1000, RetryMin: time.Second, RetryMax: time.Second,
 			StatementTimeout: time.Hour, IdleTimeout: time.Hour, HandlerTimeout: time.Hour, Logger: p.log,
 		})
 	if err != nil {

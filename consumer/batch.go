@@ -63,8 +63,10 @@ type position struct {
 	epoch     int64
 	// stored is next_offset as this holder saw it last; nil: none.
 	stored *int64
-	// handledFrom is from which offset on, up to stored, this consumer has worked through everything.
+	// handledFrom is from which offset on, up to stored, or to handledTo where that is set, this consumer has worked
+	// through everything: see handled.
 	handledFrom int64
+	handledTo   *int64
 	// keysFrom is up to which offset the previous release may have attempted messages: see Message.ChildID.
 	keysFrom int64
 	// stuck is how many holders in a row ended without order and without finishing anything.

@@ -100,9 +100,9 @@ func (e *engine) expires() bool {
 // was forgotten, whatever times the message carries. Outside of it the mark decides: claims of messages up to it
 // may have been forgotten. The ID's time counts and the record's, whichever is older.
 func (w *work) expired(msg *Message, forgotten time.Time) *parking {
-	if p := w.pos; p.stored != nil && msg.Offset >= p.handledFrom && msg.Offset < *p.stored {
+	if p := w.pos; p.handled(msg.Offset) {
 		return &parking{reason: reasonExpired, err: fmt.Errorf("offset %d was worked through before (offsets %d to %d were), and the message's claim was forgotten since: it is not run again",
-			msg.Offset, p.handledFrom, *p.stored-1)}
+			msg.Offset, p.handledFrom, *p.handledBefore()-1)}
 	}
 	if forgotten.IsZero() {
 		return nil

@@ -24,7 +24,9 @@ type Config struct {
 	Topics []string
 	// Name is the scope of the claims: an ID is processed once for each name. At most 600 bytes.
 	// Default: the group and the topic, "billing/orders", for each topic, so that whoever writes to one
-	// topic cannot use up the IDs of another. A name belongs to one group for ever.
+	// topic cannot use up the IDs of another. A name belongs to one group for ever. A group that gets another
+	// name goes on at its position; what lies behind it was not handled by the new name, so that a rewind handles
+	// it again.
 	Name string
 	// Schema that holds the tables. Default "effectonce"; bounds as in migrations.Options.
 	Schema string
@@ -54,9 +56,14 @@ type Config struct {
 	// it panics or hangs is parked. Nil, or an empty answer: the message is identified by topic, partition
 	// and offset, which stops redeliveries but not a producer's duplicates.
 	IDFunc func(msg *Message) []byte
-	// Start is where a partition begins for which neither the database nor Kafka knows a position.
-	// Default StartEarliest.
+	// Start is where the partitions of a topic begin when the group meets the topic for the first time, if Kafka
+	// has no offset for them. It is decided and stored for all partitions of the topic at once. What comes later
+	// begins at its start, whatever Start is: partitions that are added, and a topic that is deleted and made
+	// anew. With StartLatest a first contact waits until every partition of the topic has a leader. Default
+	// StartEarliest.
 	Start Start
+	// MissingTopic says what Run does where one of Topics does not exist. Default MissingTopicFail.
+	MissingTopic MissingTopic
 	// BatchMax is how many messages share a transaction at most. 1 to 10,000; default 500.
 	BatchMax int
 	// Isolation of the transactions. Default pgx.ReadCommitted. The stricter levels report concurrent
@@ -101,7 +108,10 @@ type Config struct {
 	// MessageBytesMax bounds key, value and headers of a message. A larger one is parked by reference, that
 	// is without its payload. 1 KiB to 1 GiB; default 32 MiB.
 	MessageBytesMax int
-	// OutOfRange says what to do where a position is not in the topic any more. Default OutOfRangeHalt.
+	// OutOfRange says what to do where a position is not in the topic any more. Default OutOfRangeHalt. With
+	// DedupByPosition a partition whose end was lost halts in any case: without claims nothing would stop what
+	// was handled from being handled again. "outbox-relay consumer resume-at" orders where a halted partition
+	// resumes.
 	OutOfRange OutOfRange
 	// RetryMin and RetryMax bound the pauses between attempts; they double, with full jitter.
 	// 1 ms to 1 h; defaults 100 ms and 30 s.
@@ -194,6 +204,17 @@ const (
 	OutOfRangeResumeEarliest
 )
 
+// MissingTopic is what Run does where a topic does not exist.
+type MissingTopic uint8
+
+// The answers.
+const (
+	// MissingTopicFail makes Run return ErrUnknownTopic.
+	MissingTopicFail MissingTopic = iota
+	// MissingTopicWait waits for the topic, and names it in the log every minute.
+	MissingTopicWait
+)
+
 // Start is where a partition begins without a position.
 type Start uint8
 
@@ -236,6 +257,9 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if c.Start > StartLatest {
 		report("Start %d: want StartEarliest or StartLatest", c.Start)
+	}
+	if c.MissingTopic > MissingTopicWait {
+		report("MissingTopic %d: want MissingTopicFail or MissingTopicWait", c.MissingTopic)
 	}
 	if c.OutOfRange > OutOfRangeResumeEarliest {
 		report("OutOfRange %d: want OutOfRangeHalt or OutOfRangeResumeEarliest", c.OutOfRange)

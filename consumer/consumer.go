@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -30,6 +31,7 @@ type Consumer struct {
 	names         map[string]string         // of the consumer, of each topic; as ids
 	rules         map[string]dedup.IDRule   // by which the messages of each topic get their IDs; as ids
 	warnedRules   map[string]bool           // names of which was said that Config wants another rule
+	session       atomic.Pointer[session]   // the last one
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby. Nothing was consumed. Remedy: connect to the primary.
@@ -86,10 +88,13 @@ func (c *Consumer) checkDrain() error {
 // Run consumes until ctx is cancelled. It survives the loss of the database and of the brokers: it logs,
 // waits and goes on. When ctx ends it stops fetching, lets each partition finish its batch for at most
 // DrainMax, commits the offsets to Kafka, leaves the group and returns nil. It returns an error at once
-// for what waiting cannot mend: a schema that does not fit, a standby, a name that is taken. Run may be
-// called again after it returned, not twice at a time.
+// for what waiting cannot mend: a schema that does not fit, a standby, a name that is taken, a topic that does
+// not exist. Run may be called again after it returned, not twice at a time.
 func (c *Consumer) Run(ctx context.Context) error {
 	if err := c.prepared(ctx); err != nil {
+		return err
+	}
+	if err := c.topicsExist(ctx); err != nil {
 		return err
 	}
 	var upkeep sync.WaitGroup
@@ -107,7 +112,9 @@ func (c *Consumer) Run(ctx context.Context) error {
 
 // join is one membership in the group. One that ends before ctx does is followed by another.
 func (c *Consumer) join(ctx context.Context, trouble int) {
-	err := newSession(c).run(ctx)
+	s := newSession(c)
+	c.session.Store(s)
+	err := s.run(ctx)
 	if ctx.Err() == nil {
 		wait := c.engine.backoff(trouble)
 		c.engine.cfg.Logger.WarnContext(ctx, "joining the group anew", "group", c.engine.cfg.Group, "error", err, "retry_in", wait)

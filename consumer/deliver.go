@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -47,21 +48,25 @@ func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Deliver
 func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*kgo.Record, sum *Delivered) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	take := hold{topic: key.topic, partition: key.partition, committed: -1}
-	held, err := c.hold(ctx, []hold{take})
+	take := hold{topicPartition: key}
+	for _, record := range records {
+		take.offsets = append(take.offsets, record.Offset)
+	}
+	taken, err := c.hold(ctx, []hold{take}, nil)
 	if err != nil {
 		return err
 	}
-	l := c.newLane(ctx, held[0], nil)
+	pos := taken[0].pos
+	l := c.newLane(ctx, pos, nil)
 	l.committed = func(_ *Message, out outcome) {
 		sum.Fresh += out.fresh
 		sum.Duplicates += out.duplicates
 		sum.Parked += len(out.parked)
 	}
 	l.regain = func(ctx context.Context) error {
-		again, err := c.hold(ctx, []hold{take})
+		again, err := c.hold(ctx, []hold{take}, nil)
 		if err == nil {
-			*held[0] = *again[0]
+			*pos = *again[0].pos
 		}
 		return err
 	}
@@ -83,10 +88,10 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		for i, record := range records[:n] {
 			batch[i] = queued{record: record}
 		}
-		if !l.process(l.messages(c, batch, take.topicID)) {
+		if !l.process(l.messages(c, batch, uuid.Nil)) {
 			return context.Cause(ctx)
 		}
 		records = records[n:]
 	}
-	return c.giveUp(ctx, []*position{held[0]})
+	return c.giveUp(ctx, []*position{pos})
 }

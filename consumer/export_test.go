@@ -29,11 +29,11 @@ func NewEngine(t *testing.T, pool *pgxpool.Pool, handler Handler, cfg Config) *E
 
 // Hold takes a partition over.
 func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
-	held, err := e.c.hold(ctx, []hold{{topic: e.c.engine.cfg.Topics[0], partition: number, committed: -1}})
+	taken, err := e.c.hold(ctx, []hold{{topicPartition: topicPartition{e.c.engine.cfg.Topics[0], number}}}, nil)
 	if err != nil {
 		return nil, err
 	}
-	return &Position{held[0]}, nil
+	return &Position{taken[0].pos}, nil
 }
 
 // Position is a held partition.
@@ -83,3 +83,52 @@ func IsFenced(err error) bool {
 
 // LookEvery makes a consumer compare its partitions with their topics more often.
 func LookEvery(c *Consumer, d time.Duration) { c.lookEvery = d }
+
+// Retake makes the running consumer decide anew where a partition begins.
+func Retake(ctx context.Context, c *Consumer, topic string, partition int32) {
+	if s := c.session.Load(); s != nil {
+		s.retake(ctx, topicPartition{topic, partition}, "the test asks for it")
+	}
+}
+
+// State says what an assigned partition does; empty: it is not assigned.
+func State(c *Consumer, topic string, partition int32) string {
+	s := c.session.Load()
+	if s == nil {
+		return ""
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := s.assignments[topicPartition{topic, partition}]
+	if a == nil {
+		return ""
+	}
+	return a.state.String()
+}
+
+// Meet makes first contact with a topic whose partitions end at ends, and takes all of them over. It returns
+// where they begin.
+func (e *Engine) Meet(ctx context.Context, topic string, ends ...int64) ([]int64, error) {
+	answer := topicLogs{logs: map[topicPartition]*topicLog{}, counts: map[string]int32{topic: int32(len(ends))}}
+	var holds []hold
+	for i, end := range ends {
+		key := topicPartition{topic, int32(i)}
+		log := &topicLog{cluster: "c", topicID: [16]byte{1}, end: end}
+		answer.logs[key] = log
+		holds = append(holds, hold{topicPartition: key, log: log})
+	}
+	taken, err := e.c.hold(ctx, holds, answer.contacts(e.c.engine.cfg.Start))
+	if err != nil {
+		return nil, err
+	}
+	begins := make([]int64, len(taken))
+	for i, t := range taken {
+		begins[i] = t.decision.at
+	}
+	return begins, nil
+}
+
+// CommitMetadata is what a consumer's own commits carry.
+func CommitMetadata(cluster string, topicID [16]byte, offset int64) string {
+	return commitMetadata(cluster, topicID, offset, -1)
+}

@@ -92,6 +92,13 @@ func (h *harness) runOn(pool *pgxpool.Pool, handler consumer.Handler, change fun
 
 func (h *harness) runWith(pool *pgxpool.Pool, kafka []kgo.Opt, handler consumer.Handler, change func(*consumer.Config)) (stop func() error) {
 	h.t.Helper()
+	_, stop = h.startWith(pool, append(kafka, kgo.SeedBrokers(kafkatest.Brokers(h.t)...)), handler, change)
+	return stop
+}
+
+// startWith is run for any brokers. It returns the consumer, too.
+func (h *harness) startWith(pool *pgxpool.Pool, kafka []kgo.Opt, handler consumer.Handler, change func(*consumer.Config)) (c *consumer.Consumer, stop func() error) {
+	h.t.Helper()
 	cfg := consumer.Config{
 		Group: h.topic, Topics: []string{h.topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond,
 		Logger: slog.New(slog.NewTextHandler(h.log, nil)),
@@ -99,7 +106,7 @@ func (h *harness) runWith(pool *pgxpool.Pool, kafka []kgo.Opt, handler consumer.
 	if change != nil {
 		change(&cfg)
 	}
-	c, err := consumer.New(pool, append(kafka, kgo.SeedBrokers(kafkatest.Brokers(h.t)...)), handler, cfg)
+	c, err := consumer.New(pool, kafka, handler, cfg)
 	require.NoError(h.t, err)
 	ctx, cancel := context.WithCancel(h.t.Context())
 	done := make(chan error, 1)
@@ -119,7 +126,7 @@ func (h *harness) runWith(pool *pgxpool.Pool, kafka []kgo.Opt, handler consumer.
 			h.t.Log(h.log.String())
 		}
 	})
-	return stop
+	return c, stop
 }
 
 // wait waits for a condition, long enough for a slow machine.

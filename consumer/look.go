@@ -27,8 +27,10 @@ func (s *session) lookAfter(ctx context.Context) {
 		case <-ticker.C:
 		}
 		s.mu.Lock()
-		for key, why := range s.halted {
-			s.consumer.engine.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "error", why)
+		for key, a := range s.assignments {
+			if a.state == stateHalted {
+				s.consumer.engine.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "error", a.err)
+			}
 		}
 		s.mu.Unlock()
 		if err := s.look(ctx); err != nil && ctx.Err() == nil {
@@ -66,6 +68,7 @@ func (s *session) look(ctx context.Context) error {
 		if !ok || end.Err != nil {
 			continue
 		}
+		s.sawEnd(topicPartition{p.pos.topic, p.pos.partition}, end.Offset)
 		atEnd, stuck, upTo := p.compare(end.Offset)
 		if stuck {
 			s.restart(fmt.Errorf("%s/%d: %w", p.pos.topic, p.pos.partition, errStuck))
@@ -83,4 +86,13 @@ func (s *session) look(ctx context.Context) error {
 		return fmt.Errorf("note that partitions are at their end: %w", err)
 	}
 	return nil
+}
+
+// sawEnd keeps the end of a partition's topic, for its lag.
+func (s *session) sawEnd(key topicPartition, end int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if a := s.assignments[key]; a != nil {
+		a.end = end
+	}
 }

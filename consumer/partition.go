@@ -27,6 +27,7 @@ type partition struct {
 	once     sync.Once
 	done     chan struct{}
 
+	during uint64        // this poll, and those before it, may bring what was fetched before the partition began
 	looked chan struct{} // has room for one signal: parked messages are due
 	idle   *time.Ticker
 

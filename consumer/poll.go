@@ -56,9 +56,9 @@ func (s *session) pollOnce(ctx context.Context) error {
 		topics[i], numbers[i], epochs[i], known[i] = pos.topic, pos.partition, pos.epoch, pos.stored
 		consumers[i] = s.consumer.ids[pos.topic].ID()
 	}
-	ctx, cancel := e.bounded(ctx)
+	limited, cancel := e.bounded(ctx)
 	defer cancel()
-	rows, err := e.pool.Query(ctx, e.sql.poll, e.cfg.Group, topics, numbers, consumers, epochs, known)
+	rows, err := e.pool.Query(limited, e.sql.poll, e.cfg.Group, topics, numbers, consumers, epochs, known)
 	if err != nil {
 		return fmt.Errorf("look after partitions: %w", err)
 	}
@@ -81,6 +81,7 @@ func (s *session) pollOnce(ctx context.Context) error {
 				text = "an operator resumed the topic for the group"
 			}
 			p.lane.log(slog.LevelInfo, text)
+			s.notePause(topicPartition{p.pos.topic, p.pos.partition}, paused[i])
 		}
 	}
 	return nil

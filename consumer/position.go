@@ -3,73 +3,271 @@ package consumer
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"math"
-	"strings"
+	"slices"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/bounds"
 )
 
 // hold is a partition to be taken over.
 type hold struct {
-	topic     string
-	partition int32
-	topicID   uuid.UUID // zero: the broker does not know it
-	committed int64     // Kafka's offset; negative: none
-	start     *int64    // where to begin if neither knows; nil: at the start
-	first     int64     // the earliest record that the topic has
-	end       int64     // behind its last record
+	topicPartition
+	log     *topicLog // nil: the records do not come from Kafka
+	running bool      // its worker goes on where it is
+	seen    *int64    // a position that was read before log was asked for
+	offsets []int64   // of the records given to Deliver
 }
 
-func (h hold) compare(other hold) int {
-	return cmp.Or(strings.Compare(h.topic, other.topic), cmp.Compare(h.partition, other.partition))
+// held is a partition that was taken over, or why it could not be.
+type held struct {
+	pos      *position
+	decision decision
+	waits    error
+	ahead    *int64 // the position is ahead of the log, which may only be older
 }
 
-// hold begins a new epoch for each partition and returns the positions in the same order. A position
-// of an earlier topic of the same name is forgotten, and so is Kafka's offset, which is the earlier topic's too.
-func (e *Consumer) hold(ctx context.Context, holds []hold) ([]*position, error) {
-	topics, numbers := make([]string, len(holds)), make([]int32, len(holds))
-	ids, starts := make([]*[16]byte, len(holds)), make([]*int64, len(holds))
-	for i, h := range holds {
-		topics[i], numbers[i], starts[i] = h.topic, h.partition, h.start
-		if h.topicID != uuid.Nil {
-			id := [16]byte(h.topicID)
-			ids[i] = &id
+var errAhead = errors.New("the position moves on while it is taken over")
+
+// aheadOf returns a position that is ahead of the end of the topic, unless it was so when the end was asked for.
+func (h hold) aheadOf(row storedPosition) *int64 {
+	if h.log == nil || h.running || row.next == nil || *row.next <= h.log.end || (known{row: row, log: h.log}).recreated() {
+		return nil
+	}
+	if h.seen != nil && *h.seen > h.log.end {
+		return nil
+	}
+	return row.next
+}
+
+// errNotMet: where a group begins at the end of a topic, all partitions begin there at the same moment.
+var errNotMet = errors.New("the group meets the topic for the first time and begins at its end (Config.Start): that takes the ends of all its partitions, and one has none (no leader?)")
+
+// idRule names the rule by which messages of a topic get their IDs. What was worked through under another
+// rule has other claims.
+func (c *Consumer) idRule(topic string) string { return c.rules[topic].String() }
+
+// hold begins a new epoch for each partition, decides where it begins and stores that, all in one transaction:
+// rows are locked before anything is decided from them. It returns what it took over in the order of holds.
+func (c *Consumer) hold(ctx context.Context, holds []hold, contacts []contact) ([]held, error) {
+	taken := make([]held, len(holds))
+	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}
+	err := pgx.BeginTxFunc(ctx, c.engine.pool, options, func(tx pgx.Tx) error {
+		rows, met, err := c.lockPositions(ctx, tx, holds, contacts)
+		if err != nil {
+			return err
 		}
-	}
-	known, err := e.recreated(ctx, topics, ids, numbers)
-	if err != nil {
-		return nil, err
-	}
-	rows, err := e.engine.pool.Query(ctx, e.engine.sql.hold, e.engine.cfg.Group, e.owner, topics, ids, numbers, starts)
-	if err != nil {
-		return nil, fmt.Errorf("take positions over: %w", err)
-	}
-	taken, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (*position, error) {
-		pos := &position{handledFrom: math.MaxInt64}
-		return pos, row.Scan(&pos.topic, &pos.partition, &pos.epoch, &pos.stored, &pos.stuck, &pos.server)
+		for i, h := range holds {
+			if _, known := met[h.topic]; !known && h.log != nil && !h.running {
+				taken[i].waits = errNotMet
+				continue
+			}
+			if ahead := h.aheadOf(rows[h.topicPartition]); ahead != nil {
+				taken[i] = held{waits: errAhead, ahead: ahead}
+				continue
+			}
+			taken[i] = c.decide(c.known(h, rows[h.topicPartition], met))
+		}
+		return c.storeHolds(ctx, tx, holds, rows, taken)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("take positions over: %w", err)
 	}
-	byKey := map[topicPartition]*position{}
-	for _, pos := range taken {
-		byKey[topicPartition{pos.topic, pos.partition}] = pos
+	return taken, nil
+}
+
+func (c *Consumer) known(h hold, row storedPosition, met map[string]int32) known {
+	cfg := c.engine.cfg
+	partitions, ok := met[h.topic]
+	if !ok {
+		partitions = math.MaxInt32
 	}
-	held := make([]*position, len(holds))
-	for i := range holds {
-		key := topicPartition{holds[i].topic, holds[i].partition}
-		held[i] = byKey[key]
-		if known[key] {
-			holds[i].committed = -1
+	return known{
+		group: cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log, met: partitions, running: h.running, offsets: h.offsets,
+		outOfRange: cfg.OutOfRange, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: c.idRule(h.topic),
+	}
+}
+
+func (c *Consumer) decide(k known) held {
+	d := decideStart(k)
+	pos := &position{
+		topic: k.topic, partition: k.partition, epoch: k.row.epoch + 1, stored: d.next,
+		handledFrom: d.handledFrom, handledTo: d.handledTo, keysFrom: d.keysFrom, server: k.row.server,
+	}
+	if next := k.row.next; !k.row.released && (next == nil) == (k.row.heldOffset == nil) && (next == nil || *next == *k.row.heldOffset) {
+		pos.stuck = k.row.stuck + 1
+	}
+	return held{pos: pos, decision: d}
+}
+
+// contact is a topic that the group may meet for the first time.
+type contact struct {
+	topic      string
+	topicID    uuid.UUID
+	partitions int32
+	rows       []firstPosition // to be stored at once, before the partitions are taken over
+}
+
+// firstPosition is where a partition of such a topic begins; nil: at its start, or at Kafka's offset.
+type firstPosition struct {
+	partition int32
+	next      *int64
+}
+
+// firstPositions are stored when a group meets a topic. Config.Start counts only here: a partition that is added
+// later, and a topic that is made anew, were subscribed to when their first records came.
+func firstPositions(start Start, logs map[int32]*topicLog) []firstPosition {
+	if start != StartLatest {
+		return nil
+	}
+	rows := make([]firstPosition, 0, len(logs))
+	for number, log := range logs {
+		row := firstPosition{partition: number}
+		if origin := log.committed.origin(log); origin == commitNone || origin == commitStale {
+			row.next = &log.end
+		}
+		rows = append(rows, row)
+	}
+	slices.SortFunc(rows, func(a, b firstPosition) int { return cmp.Compare(a.partition, b.partition) })
+	return rows
+}
+
+// lockPositions makes the rows that are missing, and locks and reads them.
+func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, contacts []contact) (map[topicPartition]storedPosition, map[string]int32, error) {
+	topics, numbers := make([]string, len(holds)), make([]int32, len(holds))
+	for i, h := range holds {
+		topics[i], numbers[i] = h.topic, h.partition
+	}
+	group := c.engine.cfg.Group
+	rows, met := map[topicPartition]storedPosition{}, map[string]int32{}
+	batch := &pgx.Batch{}
+	batch.Queue(c.engine.sql.settings, c.engine.timeout[0], c.engine.timeout[1], c.engine.timeout[2])
+	if len(contacts) > 0 {
+		batch.Queue(c.engine.sql.contact, contactArguments(group, contacts)...)
+	}
+	batch.Queue(c.engine.sql.met, group, topics).Query(func(found pgx.Rows) error {
+		var topic string
+		var partitions int32
+		_, err := pgx.ForEachRow(found, []any{&topic, &partitions}, func() error {
+			met[topic] = partitions
+			return nil
+		})
+		return err
+	})
+	batch.Queue(c.engine.sql.rows, group, topics, numbers)
+	batch.Queue(c.engine.sql.lock, group, topics, numbers).Query(func(found pgx.Rows) error {
+		var key topicPartition
+		var row storedPosition
+		var topicID *[16]byte
+		_, err := pgx.ForEachRow(found, []any{
+			&key.topic, &key.partition, &topicID, &row.next, &row.epoch, &row.handledFrom, &row.handledBy, &row.handledRule, &row.keysFrom, &row.knownEpoch,
+			&row.resumeAt, &row.held, &row.released, &row.heldOffset, &row.stuck, &row.server,
+		}, func() error {
+			stored := row
+			if topicID != nil {
+				stored.topicID = *topicID
+			}
+			rows[key] = stored
+			return nil
+		})
+		return err
+	})
+	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
+		return nil, nil, fmt.Errorf("read positions: %w", err)
+	}
+	return rows, met, nil
+}
+
+func contactArguments(group string, contacts []contact) []any {
+	var topics, rowTopics []string
+	var ids, rowIDs []*[16]byte
+	var counts, numbers []int32
+	var nexts []*int64
+	for _, met := range contacts {
+		id := nullable(met.topicID)
+		topics, ids, counts = append(topics, met.topic), append(ids, id), append(counts, met.partitions)
+		for _, row := range met.rows {
+			rowTopics, rowIDs = append(rowTopics, met.topic), append(rowIDs, id)
+			numbers, nexts = append(numbers, row.partition), append(nexts, row.next)
 		}
 	}
-	return held, nil
+	return []any{group, topics, ids, counts, rowTopics, rowIDs, numbers, nexts}
+}
+
+func nullable(id uuid.UUID) *[16]byte {
+	if id == uuid.Nil {
+		return nil
+	}
+	raw := [16]byte(id)
+	return &raw
+}
+
+// storeHolds stores what was decided.
+func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows map[topicPartition]storedPosition, taken []held) error {
+	var topics, rules []string
+	var numbers, stuck, by []int32
+	var epochs, from, keys []int64
+	var topicIDs []*[16]byte
+	var nexts []*int64
+	var moved, ordered []bool
+	var halts []*string
+	batch := &pgx.Batch{}
+	for i, h := range holds {
+		if taken[i].waits != nil {
+			continue
+		}
+		row, d, pos := rows[h.topicPartition], taken[i].decision, taken[i].pos
+		topics, numbers, epochs = append(topics, h.topic), append(numbers, h.partition), append(epochs, row.epoch)
+		var topicID *[16]byte
+		recreated := false
+		if h.log != nil {
+			topicID, recreated = nullable(h.log.topicID), known{row: row, log: h.log}.recreated()
+		}
+		topicIDs, nexts, stuck = append(topicIDs, topicID), append(nexts, d.next), append(stuck, int32(pos.stuck))
+		moved, from, keys = append(moved, d.moved || recreated), append(from, d.storeFrom), append(keys, d.keysFrom)
+		by, rules, ordered = append(by, c.ids[h.topic].ID()), append(rules, c.idRule(h.topic)), append(ordered, d.ordered)
+		var halt *string
+		if d.halt != nil {
+			text := bounds.ErrorText(halted(d.halt))
+			halt = &text
+		}
+		halts = append(halts, halt)
+		if d.reset != nil {
+			batch.Queue(c.engine.sql.reset, c.owner, bounds.ErrorText(d.reset), c.engine.cfg.Group, h.topic, h.partition, *d.next)
+		}
+	}
+	batch.Queue(c.engine.sql.hold, c.engine.cfg.Group, c.owner, topics, numbers, epochs, topicIDs, nexts, stuck, moved, from, by, rules, keys, ordered, halts)
+	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
+		return fmt.Errorf("store where partitions begin: %w", err)
+	}
+	return nil
+}
+
+func halted(problem error) error { return fmt.Errorf("the partition halts: %w", problem) }
+
+// paused lists the topics that an operator paused for the group.
+func (c *Consumer) paused(ctx context.Context) (map[string]bool, error) {
+	rows, err := c.engine.pool.Query(ctx, c.engine.sql.pauses, c.engine.cfg.Group)
+	if err != nil {
+		return nil, fmt.Errorf("read which topics are paused: %w", err)
+	}
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("read which topics are paused: %w", err)
+	}
+	found := map[string]bool{}
+	for _, name := range names {
+		found[name] = true
+	}
+	return found, nil
 }
 
 // giveUp notes that positions are given up in good order.
-func (e *Consumer) giveUp(ctx context.Context, positions []*position) error {
+func (c *Consumer) giveUp(ctx context.Context, positions []*position) error {
 	if len(positions) == 0 {
 		return nil
 	}
@@ -79,26 +277,22 @@ func (e *Consumer) giveUp(ctx context.Context, positions []*position) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, markMax)
 	defer cancel()
-	if _, err := e.engine.pool.Exec(ctx, e.engine.sql.givenUp, e.engine.cfg.Group, topics, numbers, epochs); err != nil {
+	if _, err := c.engine.pool.Exec(ctx, c.engine.sql.givenUp, c.engine.cfg.Group, topics, numbers, epochs); err != nil {
 		return fmt.Errorf("give positions up: %w", err)
 	}
 	return nil
 }
 
-// recreated tells which partitions have a position of an earlier topic of the same name.
-func (e *Consumer) recreated(ctx context.Context, topics []string, ids []*[16]byte, numbers []int32) (map[topicPartition]bool, error) {
-	rows, err := e.engine.pool.Query(ctx, e.engine.sql.recreated, e.engine.cfg.Group, topics, ids, numbers)
-	if err != nil {
-		return nil, fmt.Errorf("read positions: %w", err)
+// handled reports whether an offset was worked through before: a claim that is fresh there was forgotten.
+func (p *position) handled(offset int64) bool {
+	to := p.handledBefore()
+	return to != nil && p.handledFrom <= offset && offset < *to
+}
+
+// handledBefore is where that range ends; nil: it is empty.
+func (p *position) handledBefore() *int64 {
+	if p.handledTo != nil {
+		return p.handledTo
 	}
-	found := map[topicPartition]bool{}
-	var key topicPartition
-	_, err = pgx.ForEachRow(rows, []any{&key.topic, &key.partition}, func() error {
-		found[key] = true
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("read positions: %w", err)
-	}
-	return found, nil
+	return p.stored
 }

@@ -15,28 +15,71 @@ SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2,
 const advanceSQL = `-- consumer.advance
 SELECT effectonce.advance_position($1, $2, $3, $4, $5, $6, $7)`
 
-// holdSQL takes partitions over: it begins a new epoch for each, so that whoever held them before
-// cannot advance them. A topic that was made anew (another topic_id) starts without a position.
-// $6 is where a partition starts that has none, where that was resolved; null: not known.
-const holdSQL = `-- consumer.hold
-INSERT INTO effectonce.consumer_positions AS p (consumer_group, topic, topic_id, partition, next_offset, owner, released, held_offset)
-SELECT $1, t.topic, t.topic_id, t.partition, t.start, $2, false, t.start
-FROM unnest($3::text[], $4::uuid[], $5::int[], $6::bigint[]) AS t (topic, topic_id, partition, start)
+// contactSQL notes that a group meets topics. Where it begins at their ends, all of them are stored by the same
+// statement: of two consumers that start together one decides, and the other waits for it here.
+const contactSQL = `-- consumer.contact
+WITH met AS (
+  INSERT INTO effectonce.consumer_topics (consumer_group, topic, topic_id, partitions)
+  SELECT $1, t.topic, t.topic_id, t.partitions FROM unnest($2::text[], $3::uuid[], $4::int[]) AS t (topic, topic_id, partitions)
+  ORDER BY t.topic
+  ON CONFLICT (consumer_group, topic) DO NOTHING
+  RETURNING topic
+)
+INSERT INTO effectonce.consumer_positions (consumer_group, topic, topic_id, partition, next_offset, held_offset, epoch)
+SELECT $1, t.topic, t.topic_id, t.partition, t.next, t.next, 0
+FROM unnest($5::text[], $6::uuid[], $7::int[], $8::bigint[]) AS t (topic, topic_id, partition, next)
+WHERE t.topic IN (SELECT topic FROM met)
 ORDER BY t.topic, t.partition
-ON CONFLICT (consumer_group, topic, partition) DO UPDATE SET
-  epoch = p.epoch + 1, owner = excluded.owner, updated_at = clock_timestamp(), released = false, held_offset = p.next_offset, trouble = NULL, trouble_since = NULL,
-  stuck = CASE WHEN NOT p.released AND p.next_offset IS NOT DISTINCT FROM p.held_offset THEN p.stuck + 1 ELSE 0 END,
-  topic_id = coalesce(excluded.topic_id, p.topic_id),
-  next_offset = CASE WHEN p.topic_id <> excluded.topic_id THEN excluded.next_offset ELSE coalesce(p.next_offset, excluded.next_offset) END,
-  record_time = CASE WHEN p.topic_id <> excluded.topic_id THEN NULL ELSE p.record_time END
-RETURNING topic, partition, epoch, next_offset, stuck, pg_postmaster_start_time()`
+ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 
-// recreatedSQL lists the partitions whose position belongs to an earlier topic of the same name.
-const recreatedSQL = `-- consumer.recreated
-SELECT p.topic, p.partition
-FROM unnest($2::text[], $3::uuid[], $4::int[]) AS t (topic, topic_id, partition)
-JOIN effectonce.consumer_positions p ON p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition
-WHERE p.topic_id <> t.topic_id`
+// metSQL reads how many partitions topics had when the group met them.
+const metSQL = `-- consumer.met
+SELECT topic, partitions FROM effectonce.consumer_topics WHERE consumer_group = $1 AND topic = ANY ($2::text[])`
+
+// rowsSQL makes sure that there is a row to lock for each partition.
+const rowsSQL = `-- consumer.rows
+INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, epoch)
+SELECT $1, t.topic, t.partition, 0 FROM unnest($2::text[], $3::int[]) AS t (topic, partition)
+ORDER BY t.topic, t.partition
+ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
+
+// lockSQL reads positions and keeps their holders from advancing them until a takeover is stored.
+const lockSQL = `-- consumer.lock
+SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_by, p.handled_rule, p.keys_from, p.known_epoch,
+  p.resume_at, p.owner IS NOT NULL, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time()
+FROM effectonce.consumer_positions p
+WHERE p.consumer_group = $1 AND (p.topic, p.partition) IN (SELECT t.topic, t.partition FROM unnest($2::text[], $3::int[]) AS t (topic, partition))
+ORDER BY p.topic, p.partition
+FOR UPDATE`
+
+// holdSQL takes partitions over: it begins a new epoch for each, so that their earlier holders cannot advance
+// them. It matches the epoch that was decided from.
+const holdSQL = `-- consumer.hold
+UPDATE effectonce.consumer_positions p SET
+  epoch = p.epoch + 1, known_epoch = p.epoch + 1, owner = $2, updated_at = clock_timestamp(), released = t.halt IS NOT NULL,
+  topic_id = coalesce(t.topic_id, p.topic_id), next_offset = t.next, held_offset = t.next, stuck = t.stuck,
+  record_time = CASE WHEN t.moved THEN NULL ELSE p.record_time END, caught_up_at = CASE WHEN t.moved THEN NULL ELSE p.caught_up_at END,
+  handled_from = t.handled_from, handled_by = t.handled_by, handled_rule = t.handled_rule, keys_from = t.keys_from,
+  resume_at = CASE WHEN t.ordered THEN NULL ELSE p.resume_at END,
+  trouble = t.halt, trouble_since = CASE WHEN t.halt IS NULL THEN NULL WHEN p.trouble = t.halt THEN p.trouble_since ELSE clock_timestamp() END
+FROM unnest($3::text[], $4::int[], $5::bigint[], $6::uuid[], $7::bigint[], $8::int[], $9::boolean[], $10::bigint[], $11::int[], $12::text[],
+  $13::bigint[], $14::boolean[], $15::text[])
+  AS t (topic, partition, epoch, topic_id, next, stuck, moved, handled_from, handled_by, handled_rule, keys_from, ordered, halt)
+WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch`
+
+// widenSQL notes that what lies before handled_from was worked through, too.
+const widenSQL = `-- consumer.widen
+UPDATE effectonce.consumer_positions SET handled_from = $5
+WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4 AND handled_from > $5`
+
+// resetSQL leaves a note that records are passed over.
+const resetSQL = `-- consumer.reset
+INSERT INTO effectonce.operator_actions (who, what, why, subject)
+VALUES ($1, 'position.reset', $2, jsonb_build_object('group', $3::text, 'topic', $4::text, 'partition', $5::int, 'next_offset', $6::bigint))`
+
+// pausesSQL lists the topics of a group that an operator paused.
+const pausesSQL = `-- consumer.pauses
+SELECT topic FROM effectonce.consumer_pauses WHERE consumer_group = $1`
 
 const primarySQL = `-- consumer.primary
 SELECT NOT pg_is_in_recovery()`
@@ -68,13 +111,6 @@ const (
 const troubleSQL = `-- consumer.trouble
 UPDATE effectonce.consumer_positions SET trouble = $5, trouble_since = coalesce(trouble_since, clock_timestamp()), updated_at = clock_timestamp()
 WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4`
-
-// resetSQL moves a position to where the topic begins, which advance never does.
-const resetSQL = `-- consumer.reset
-WITH moved AS (UPDATE effectonce.consumer_positions SET next_offset = $5, record_time = NULL, updated_at = clock_timestamp()
-  WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4 RETURNING 1)
-INSERT INTO effectonce.operator_actions (who, what, why, subject)
-SELECT $6, 'position.reset', $7, jsonb_build_object('group', $1::text, 'topic', $2::text, 'partition', $3::int, 'next_offset', $5::bigint) FROM moved`
 
 // caughtUpSQL notes that partitions were handled up to their end at a time of the database's clock.
 const caughtUpSQL = `-- consumer.caught_up
@@ -218,7 +254,8 @@ WHERE seq = $1`
 // queries are the statements for one schema.
 type queries struct {
 	settings, primary, guard                                                          string
-	hold, recreated, reset, givenUp, holder, poll, trouble, caughtUp                  string
+	contact, met, rows, lock, hold, pauses, widen                                     string
+	reset, givenUp, holder, poll, trouble, caughtUp                                   string
 	lockHeads, heldNow                                                                string
 	advance, advanceApart, check, checkKnown                                          string
 	attempt, attempts, forgetAttempts                                                 string
@@ -229,7 +266,8 @@ func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
 		settings: settingsSQL, primary: primarySQL, guard: in(guardSQL),
-		hold: in(holdSQL), recreated: in(recreatedSQL), reset: in(resetSQL), givenUp: in(givenUpSQL), holder: in(holderSQL), poll: in(pollSQL),
+		contact: in(contactSQL), met: in(metSQL), rows: in(rowsSQL), lock: in(lockSQL), hold: in(holdSQL), pauses: in(pausesSQL), widen: in(widenSQL),
+		reset: in(resetSQL), givenUp: in(givenUpSQL), holder: in(holderSQL), poll: in(pollSQL),
 		trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
 		lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),
 		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL), checkKnown: in(checkKnownSQL),

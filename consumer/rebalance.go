@@ -1,41 +1,39 @@
 package consumer
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
-	"github.com/google/uuid"
-	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
-
-	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// assigned is called by the client between the assignment of partitions and their first fetch. It takes
-// their positions over and answers where to resume: at the smaller of Kafka's committed offset and the
-// database's position. Kafka's may be ahead (a failover of the database lost the last commits) or
-// behind (it is advisory, or an operator rewound it); neither loses a message, and the claims drop what
-// comes twice.
+// assigned is called by the client between the assignment of partitions and their first fetch. It takes them
+// over and answers where they resume: see decideStart.
 //
-// ctx ends when the assignment does. While the database or the brokers are away the assignment waits.
+// ctx ends when the assignment does. While the database or the brokers are away the assignment waits; a single
+// partition without an answer waits alone.
 func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	select {
 	case <-s.ready:
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(s.life, cancel)()
 	for attempt := 1; ; attempt++ {
-		limited, cancel := context.WithTimeout(ctx, takeOverMax)
-		resumed, err := s.takeOver(limited, offsets)
-		cancel()
+		if s.isClosing() {
+			return offsets, nil // nothing begins any more: the next holder should not take it for a crash
+		}
+		resumed, err := s.begin(ctx, offsets)
 		if err == nil {
 			return resumed, nil
 		}
-		if ctx.Err() != nil {
+		if ctx.Err() != nil && !s.isClosing() {
 			return nil, err
 		}
 		wait := s.consumer.engine.backoff(attempt)
@@ -47,163 +45,308 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 // takeOverMax bounds one attempt, so that a request that hangs is given up and said.
 const takeOverMax = 15 * time.Second
 
-func (s *session) takeOver(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
+func (s *session) isClosing() bool {
 	s.mu.Lock()
-	closing := s.closing
-	s.mu.Unlock()
-	if closing {
-		return offsets, nil // nothing begins any more: the next holder should not take it for a crash
+	defer s.mu.Unlock()
+	return s.closing
+}
+
+// begin takes over what was assigned and starts the workers.
+func (s *session) begin(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
+	s.ends.Lock()
+	defer s.ends.Unlock()
+	resumed := map[string]map[int32]kgo.Offset{}
+	var keys []topicPartition
+	for topic, numbers := range offsets {
+		resumed[topic] = map[int32]kgo.Offset{}
+		for number := range numbers {
+			keys = append(keys, topicPartition{topic, number})
+		}
 	}
-	holds, err := s.holds(ctx, offsets)
-	if err != nil || len(holds) == 0 {
-		return offsets, err
+	if len(keys) == 0 {
+		return resumed, nil
 	}
-	held, err := s.consumer.hold(ctx, holds)
+	slices.SortFunc(keys, topicPartition.compare)
+	s.assign(keys)
+	limited, cancel := context.WithTimeout(ctx, takeOverMax)
+	defer cancel()
+	taken, err := s.takeOver(limited, keys)
 	if err != nil {
 		return nil, err
 	}
-	resumed := map[string]map[int32]kgo.Offset{}
-	for i, h := range holds {
-		pos := held[i]
-		at, err := s.resume(ctx, h, pos)
-		if err != nil {
-			return nil, err
-		}
-		if resumed[h.topic] == nil {
-			resumed[h.topic] = map[int32]kgo.Offset{}
-		}
-		offset := kgo.NewOffset().AtStart()
-		if at >= 0 {
-			// Without the leader epoch: the client would look for truncation against an epoch that
-			// belongs to another offset.
-			offset = kgo.NewOffset().At(at)
-		}
-		resumed[h.topic][h.partition] = offset
-		s.consumer.engine.cfg.Logger.InfoContext(ctx, "partition assigned", "group", s.consumer.engine.cfg.Group, "topic", h.topic, "partition", h.partition,
-			"epoch", pos.epoch, "position", pos.stored, "committed", h.committed, "resume", at)
+	for _, key := range keys {
+		// Without the leader epoch: the client would look for truncation against an epoch that belongs to
+		// another offset. An offset, and not "the start", also where the partition is paused and has to wait:
+		// the client knows a partition from its offset, and retake moves it.
+		resumed[key.topic][key.partition] = kgo.NewOffset().At(s.start(ctx, key, taken[key], 0))
 	}
 	return resumed, nil
 }
 
-// resume says where a partition goes on, and starts its worker, unless it has to halt.
-func (s *session) resume(ctx context.Context, h hold, pos *position) (int64, error) {
-	at := h.committed
-	if pos.stored != nil && (at < 0 || *pos.stored < at) {
-		at = *pos.stored
-	}
-	if pos.stored != nil && *pos.stored >= h.first {
-		at = max(at, h.first) // Kafka's offset is older than the topic, the position is not
-	}
-	if problem := h.outOfRange(at, pos.stored); problem != nil {
-		if s.consumer.engine.cfg.OutOfRange == OutOfRangeHalt {
-			return h.first, s.halt(ctx, pos, problem)
+// assign notes that partitions are assigned, and ends workers that may be left from an earlier assignment.
+func (s *session) assign(keys []topicPartition) {
+	for _, key := range keys {
+		s.mu.Lock()
+		p := s.partitions[key]
+		delete(s.partitions, key)
+		s.assignments[key] = &assignment{since: time.Now(), position: -1, end: -1}
+		s.mu.Unlock()
+		if p != nil {
+			s.end(s.life, []*partition{p}, 0)
 		}
-		s.consumer.engine.cfg.Logger.ErrorContext(ctx, "going on at the earliest record that is left", "group", s.consumer.engine.cfg.Group, "topic", h.topic, "partition", h.partition,
-			"error", problem, "resume", h.first)
-		if err := s.reset(ctx, pos, h.first, problem); err != nil {
-			return 0, err
+	}
+}
+
+// taking is what became of a takeover.
+type taking struct {
+	held
+	log    *topicLog
+	paused bool // by an operator: it waits
+}
+
+// takeOver decides where partitions begin. It fails as a whole only if the database does, or the brokers as a
+// whole; what cannot be answered about one partition is its taking's waits.
+func (s *session) takeOver(ctx context.Context, keys []topicPartition) (map[topicPartition]taking, error) {
+	paused, err := s.consumer.paused(ctx)
+	if err != nil {
+		return nil, err
+	}
+	takings := map[topicPartition]taking{}
+	seen := map[topicPartition]int64{}
+	for round := 1; len(keys) > 0; round++ {
+		if keys, err = s.takeOverOnce(ctx, keys, seen, takings, round == roundsMax); err != nil {
+			return nil, err
 		}
-		at = h.first
 	}
-	s.begin(ctx, pos, h, at)
-	return at, nil
+	for key, t := range takings {
+		t.paused = paused[key.topic]
+		takings[key] = t
+	}
+	return takings, nil
 }
 
-// outOfRange tells whether records between what was consumed and what is left in the topic are missing.
-func (h hold) outOfRange(at int64, stored *int64) error {
-	switch {
-	case at >= 0 && at < h.first:
-		return fmt.Errorf("records %d to %d of %s/%d were deleted before they were consumed", at, h.first-1, h.topic, h.partition)
-	case at > h.end || stored != nil && *stored > h.end:
-		if stored != nil {
-			at = max(at, *stored)
-		}
-		return fmt.Errorf("%s/%d ends at offset %d, but was consumed up to %d: Kafka lost its end (an unclean election?)", h.topic, h.partition, h.end, at)
-	}
-	return nil
-}
+// roundsMax bounds how often a takeover asks again because a position is ahead of the end of its topic.
+const roundsMax = 4
 
-// halt leaves a partition alone until an operator decides.
-func (s *session) halt(ctx context.Context, pos *position, problem error) error {
-	said := fmt.Errorf("the partition halts: %w. To go on with what is left, set Config.OutOfRange to OutOfRangeResumeEarliest and restart", problem)
-	if _, err := s.consumer.engine.pool.Exec(ctx, s.consumer.engine.sql.trouble, s.consumer.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, bounds.ErrorText(said)); err != nil {
-		return fmt.Errorf("store why a partition halts: %w", err)
-	}
-	s.client.PauseFetchPartitions(map[string][]int32{pos.topic: {pos.partition}})
-	s.mu.Lock()
-	s.halted[topicPartition{pos.topic, pos.partition}] = said
-	s.mu.Unlock()
-	s.consumer.engine.cfg.Logger.ErrorContext(ctx, "partition halts", "group", s.consumer.engine.cfg.Group, "topic", pos.topic, "partition", pos.partition, "error", said)
-	return nil
-}
-
-// reset moves the stored position to what is left of the topic, and leaves a note about it.
-func (s *session) reset(ctx context.Context, pos *position, to int64, why error) error {
-	if _, err := s.consumer.engine.pool.Exec(ctx, s.consumer.engine.sql.reset, s.consumer.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, to, s.consumer.owner, bounds.ErrorText(why)); err != nil {
-		return fmt.Errorf("reset the position of %s/%d: %w", pos.topic, pos.partition, err)
-	}
-	pos.stored = &to
-	return nil
-}
-
-// begin starts the worker of a partition, after one that may be left from an earlier assignment.
-func (s *session) begin(ctx context.Context, pos *position, h hold, at int64) {
-	s.end(ctx, s.take(map[string][]int32{pos.topic: {pos.partition}}), 0)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.closing {
-		return
-	}
-	p := newPartition(s, pos, h.topicID) //nolint:contextcheck // it outlives the assignment
-	p.queue.start(max(at, h.first))
-	s.partitions[topicPartition{pos.topic, pos.partition}] = p
-	s.client.ResumeFetchPartitions(map[string][]int32{pos.topic: {pos.partition}})
-	go p.run() //nolint:contextcheck // as above
-}
-
-// holds lists what is to be taken over, with what Kafka knows: the committed offset and the topic's ID.
-func (s *session) holds(ctx context.Context, offsets map[string]map[int32]kgo.Offset) ([]hold, error) {
-	if len(offsets) == 0 {
-		return nil, nil
-	}
-	var names []string
-	for topic := range offsets {
-		names = append(names, topic)
-	}
-	admin := kadm.NewClient(s.client)
-	details, err := admin.ListTopics(ctx, names...)
+// takeOverOnce returns the partitions whose positions were ahead of the end that Kafka named, and notes how far:
+// their holders may have moved on after the question.
+func (s *session) takeOverOnce(ctx context.Context, keys []topicPartition, seen map[topicPartition]int64, takings map[topicPartition]taking, last bool) ([]topicPartition, error) {
+	answer, err := s.ask(ctx, keys)
 	if err != nil {
-		return nil, fmt.Errorf("ask Kafka for topic IDs: %w", err)
-	}
-	starts, err := admin.ListStartOffsets(ctx, names...)
-	if err != nil {
-		return nil, fmt.Errorf("ask Kafka for the starts of partitions: %w", err)
-	}
-	ends, err := admin.ListEndOffsets(ctx, names...)
-	if err != nil {
-		return nil, fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
+		return nil, err
 	}
 	var holds []hold
-	for topic, numbers := range offsets {
-		if err := details[topic].Err; err != nil {
-			return nil, fmt.Errorf("ask Kafka for the ID of topic %q: %w", topic, err)
+	for _, key := range keys {
+		log := answer.logs[key]
+		if log == nil {
+			takings[key] = taking{held: held{waits: answer.silent[key]}}
+			continue
 		}
-		for number, offset := range numbers {
-			h := hold{topic: topic, partition: number, committed: offset.EpochOffset().Offset, topicID: uuid.UUID(details[topic].ID)}
-			first, begins := starts.Lookup(topic, number)
-			end, ends := ends.Lookup(topic, number)
-			if err := errors.Join(first.Err, end.Err); err != nil || !begins || !ends {
-				return nil, fmt.Errorf("ask Kafka where %s/%d begins and ends: %w", topic, number, cmp.Or(err, errNoAnswer))
-			}
-			h.first, h.end = first.Offset, end.Offset
-			if s.consumer.engine.cfg.Start == StartLatest && h.committed < 0 {
-				h.start = &h.end
-			}
-			holds = append(holds, h)
+		h := hold{topicPartition: key, log: log}
+		if position, ok := seen[key]; ok {
+			h.seen = &position
+		}
+		holds = append(holds, h)
+	}
+	if len(holds) == 0 {
+		return nil, nil
+	}
+	taken, err := s.consumer.hold(ctx, holds, answer.contacts(s.consumer.engine.cfg.Start))
+	if err != nil {
+		return nil, err
+	}
+	var again []topicPartition
+	for i, h := range holds {
+		takings[h.topicPartition] = taking{held: taken[i], log: h.log}
+		if ahead := taken[i].ahead; ahead != nil && !last {
+			seen[h.topicPartition] = *ahead
+			again = append(again, h.topicPartition)
 		}
 	}
-	slices.SortFunc(holds, hold.compare)
-	return holds, nil
+	return again, nil
+}
+
+// start does what was decided for a partition: its worker begins, or its fetching pauses. It returns the offset
+// at which the client is to fetch.
+func (s *session) start(ctx context.Context, key topicPartition, t taking, during uint64) int64 {
+	logger, group := s.consumer.engine.cfg.Logger, s.consumer.engine.cfg.Group
+	where := []any{"group", group, "topic", key.topic, "partition", key.partition}
+	switch {
+	case t.waits != nil:
+		wait := s.wait(key, stateWaiting, t.waits)
+		if attempt, ok := s.sayWaiting(key); ok {
+			logger.WarnContext(ctx, "partition cannot be taken over yet; the others begin", append(where, "error", t.waits, "attempt", attempt, "retry_in", wait)...)
+		}
+		return 0
+	case t.decision.halt != nil:
+		problem := halted(t.decision.halt)
+		s.wait(key, stateHalted, problem)
+		logger.ErrorContext(ctx, "partition halts", append(where, "error", problem)...)
+		return t.decision.at
+	}
+	if t.decision.reset != nil {
+		logger.ErrorContext(ctx, "going on at the earliest record that is left", append(where, "error", t.decision.reset, "resume", t.decision.at)...)
+	}
+	logger.InfoContext(ctx, "partition assigned", append(where, "epoch", t.pos.epoch, "resume", t.decision.at, "why", t.decision.why,
+		"position", orNone(t.pos.stored), "committed", t.log.committed.String(), "first", t.log.first, "end", t.log.end)...)
+	s.work(t, during) //nolint:contextcheck // the worker outlives the assignment
+	return t.decision.at
+}
+
+// orNone is an offset for people.
+func orNone(offset *int64) any {
+	if offset == nil {
+		return "none"
+	}
+	return *offset
+}
+
+var errPaused = errors.New("an operator paused the topic")
+
+// wait pauses a partition that does not begin. It returns when the next attempt comes, if that is by itself.
+func (s *session) wait(key topicPartition, state partitionState, why error) (retryIn time.Duration) {
+	s.client.PauseFetchPartitions(map[string][]int32{key.topic: {key.partition}})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := s.assignments[key]
+	if a == nil {
+		return 0
+	}
+	a.become(state, why)
+	a.retryAt = time.Time{}
+	if state == stateWaiting {
+		a.attempt++
+		retryIn = s.consumer.engine.backoff(a.attempt)
+		a.retryAt = time.Now().Add(retryIn)
+		select {
+		case s.late <- struct{}{}:
+		default:
+		}
+	}
+	return retryIn
+}
+
+// work starts the worker of a partition. during is the poll that may still bring what was fetched before.
+func (s *session) work(t taking, during uint64) {
+	key := topicPartition{t.pos.topic, t.pos.partition}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := s.assignments[key]
+	if s.closing || a == nil {
+		return
+	}
+	p := newPartition(s, t.pos, t.log.topicID)
+	p.during = during
+	p.queue.start(t.decision.at)
+	p.queue.halt(t.paused)
+	s.partitions[key] = p
+	a.become(stateRunning, nil)
+	if t.paused {
+		a.become(statePaused, errPaused)
+	}
+	a.attempt, a.retryAt, a.saidAt, a.end = 0, time.Time{}, time.Time{}, t.log.end
+	a.topicID, a.position, a.widen = t.log.topicID, -1, false
+	if t.pos.stored != nil {
+		a.position = *t.pos.stored
+	}
+	a.epoch, a.begins, a.handledFrom = t.pos.epoch, t.decision.rewoundTo, t.pos.handledFrom
+	if t.decision.moved {
+		// Kafka's offset may be of another program and behind, which would undo it.
+		s.marks[key] = done{t.log.topicID, t.decision.at, -1}
+	}
+	s.client.ResumeFetchPartitions(map[string][]int32{key.topic: {key.partition}})
+	go p.run()
+}
+
+// retake ends the worker of an assigned partition, if it has one, and decides again where it begins: an operator
+// ordered that, or paused or resumed its topic; its leader is back; the database went back. It does nothing for
+// a partition that was taken away meanwhile.
+func (s *session) retake(ctx context.Context, key topicPartition, why string) {
+	s.ends.Lock()
+	defer s.ends.Unlock()
+	s.mu.Lock()
+	p, a, closing := s.partitions[key], s.assignments[key], s.closing
+	delete(s.partitions, key)
+	s.mu.Unlock()
+	if a == nil || closing {
+		return
+	}
+	one := map[string][]int32{key.topic: {key.partition}}
+	s.client.PauseFetchPartitions(one)
+	if p != nil {
+		s.consumer.engine.cfg.Logger.InfoContext(ctx, "partition is taken over anew", "group", s.consumer.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "why", why)
+		s.note(key, stateDraining, errors.New(why))
+		s.stop(ctx, []*partition{p}, min(s.consumer.engine.cfg.DrainMax, retakeDrainMax))
+		s.commitMarks(ctx)
+	}
+	limited, cancel := context.WithTimeout(ctx, takeOverMax)
+	defer cancel()
+	defer context.AfterFunc(s.life, cancel)()
+	takings, err := s.takeOver(limited, []topicPartition{key})
+	if err != nil {
+		takings = map[topicPartition]taking{key: {held: held{waits: err}}}
+	}
+	t := takings[key]
+	if t.pos != nil && t.decision.halt == nil {
+		// Everything that the client fetched is dropped by this, except for what a poll holds in its hands.
+		s.client.SetOffsets(map[string]map[int32]kgo.EpochOffset{key.topic: {key.partition: {Epoch: -1, Offset: t.decision.at}}})
+	}
+	s.start(ctx, key, t, s.polls.Load())
+}
+
+// sayEvery keeps a partition that waits from flooding the log.
+const sayEvery = 30 * time.Second
+
+// sayWaiting tells whether the log is to say again that a partition waits, and at which attempt it is.
+func (s *session) sayWaiting(key topicPartition) (attempt int, ok bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := s.assignments[key]
+	if a == nil || time.Since(a.saidAt) < sayEvery {
+		return 0, false
+	}
+	a.saidAt = time.Now()
+	return a.attempt, true
+}
+
+// retakeDrainMax bounds how long a rebalance may have to wait for a retake.
+const retakeDrainMax = 5 * time.Second
+
+// retryLate takes over what had to wait.
+func (s *session) retryLate(ctx context.Context) {
+	for ctx.Err() == nil {
+		due, next := s.lateOnes()
+		for _, key := range due {
+			s.retake(ctx, key, "it had to wait")
+		}
+		if len(due) > 0 {
+			continue
+		}
+		timer := time.NewTimer(next)
+		select {
+		case <-ctx.Done():
+		case <-s.late:
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+}
+
+// lateOnes lists what is due, or says how long nothing is.
+func (s *session) lateOnes() (due []topicPartition, next time.Duration) {
+	next = time.Minute
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for key, a := range s.assignments {
+		switch left := time.Until(a.retryAt); {
+		case a.retryAt.IsZero():
+		case left <= 0:
+			due = append(due, key)
+		default:
+			next = min(next, left)
+		}
+	}
+	return due, next
 }
 
 // revoked waits, bounded, until the partitions have finished or rolled back their batch, and commits
@@ -222,26 +365,68 @@ func (s *session) lost(ctx context.Context, _ *kgo.Client, keys map[string][]int
 		return
 	}
 	s.consumer.engine.cfg.Logger.WarnContext(ctx, "partitions were lost: this consumer was away for longer than its session", "group", s.consumer.engine.cfg.Group, "partitions", keys)
+	s.ends.Lock()
+	defer s.ends.Unlock()
 	s.stop(ctx, s.take(keys), 0)
+	s.forget(keys)
 }
 
 // rehold takes one partition over again after its position was fenced. It fails with errWentBack if the
 // database is behind what this consumer committed.
 func (s *session) rehold(ctx context.Context, p *partition) error {
-	h := hold{topic: p.pos.topic, partition: p.pos.partition, topicID: p.topicID, committed: -1}
-	held, err := s.consumer.hold(ctx, []hold{h})
+	key := topicPartition{p.pos.topic, p.pos.partition}
+	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	defer cancel()
+	answer, err := s.ask(ctx, []topicPartition{key})
 	if err != nil {
 		return err
 	}
-	known := p.pos.stored
-	p.pos.epoch, p.pos.stored, p.pos.stuck = held[0].epoch, held[0].stored, held[0].stuck
+	log := answer.logs[key]
+	if log == nil {
+		return answer.silent[key]
+	}
+	taken, err := s.consumer.hold(ctx, []hold{{topicPartition: key, log: log, running: true}}, nil)
+	if err != nil {
+		return err
+	}
+	before := p.pos.stored
+	*p.pos = *taken[0].pos
 	p.publish()
-	if known != nil && (p.pos.stored == nil || *p.pos.stored < *known) {
+	if before != nil && (p.pos.stored == nil || *p.pos.stored < *before) {
 		return errWentBack
 	}
 	return nil
 }
 
-var errNoAnswer = errors.New("no answer about the partition")
-
 var errWentBack = errors.New("the database went back behind what was committed (a failover?): resuming at its position")
+
+// contacts lists the topics that the group may meet now: those of which everything is known that this takes.
+func (a topicLogs) contacts(start Start) []contact {
+	byTopic := map[string]map[int32]*topicLog{}
+	for key, log := range a.logs {
+		if byTopic[key.topic] == nil {
+			byTopic[key.topic] = map[int32]*topicLog{}
+		}
+		byTopic[key.topic][key.partition] = log
+	}
+	var contacts []contact
+	for _, topic := range slices.Sorted(maps.Keys(byTopic)) {
+		logs, count := byTopic[topic], a.counts[topic]
+		if start == StartLatest && len(logs) < int(count) {
+			continue
+		}
+		for _, log := range logs {
+			contacts = append(contacts, contact{topic: topic, topicID: log.topicID, partitions: count, rows: firstPositions(start, logs)})
+			break
+		}
+	}
+	return contacts
+}
+
+// String says what is committed, for people.
+func (c *committedOffset) String() string {
+	if c == nil {
+		return "none"
+	}
+	return fmt.Sprint(c.offset)
+}

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -21,12 +22,21 @@ type session struct {
 
 	mu         sync.Mutex
 	partitions map[topicPartition]*partition
-	halted     map[topicPartition]error // that are assigned, but not in work
-	closing    bool                     // no partition begins any more
+	// assignments are all partitions that Kafka assigned, in work or not.
+	assignments map[topicPartition]*assignment
+	marks       map[topicPartition]done // to be committed to Kafka
+	cluster     string                  // ID of the brokers' cluster
+	closing     bool                    // no partition begins any more
 
-	ends   sync.Mutex // one goroutine gives partitions back at a time: see giveBack
-	failed chan error // a partition asks for a new session
-	warned time.Time  // when the poll loop said something last
+	life  context.Context //nolint:containedctx // ends when the session begins to close
+	close context.CancelFunc
+	late  chan struct{} // has room for one signal: a partition waits for another attempt
+	polls atomic.Uint64 // that have begun
+
+	committing sync.Mutex
+	ends       sync.Mutex // one goroutine takes partitions over or gives them back at a time: see giveBack
+	failed     chan error // a partition asks for a new session
+	warned     time.Time  // when the poll loop said something last
 }
 
 type topicPartition struct {
@@ -35,10 +45,12 @@ type topicPartition struct {
 }
 
 func newSession(c *Consumer) *session {
-	return &session{
-		consumer: c, ready: make(chan struct{}), partitions: map[topicPartition]*partition{}, halted: map[topicPartition]error{},
-		failed: make(chan error, 1),
+	s := &session{
+		consumer: c, ready: make(chan struct{}), late: make(chan struct{}, 1), failed: make(chan error, 1),
+		partitions: map[topicPartition]*partition{}, assignments: map[topicPartition]*assignment{}, marks: map[topicPartition]done{},
 	}
+	s.life, s.close = context.WithCancel(context.Background())
+	return s
 }
 
 const (
@@ -70,8 +82,8 @@ func (s *session) options() []kgo.Opt {
 		// The offsets of control records tell a partition that is at its end from one that got stuck.
 		kgo.KeepControlRecords(),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
-		kgo.AutoCommitMarks(),
-		kgo.AutoCommitInterval(markEvery),
+		// The session commits by itself: the client's commits carry no metadata.
+		kgo.DisableAutoCommit(),
 		kgo.BlockRebalanceOnPoll(),
 		kgo.AdjustFetchOffsetsFn(s.assigned),
 		kgo.OnPartitionsRevoked(s.revoked),
@@ -86,6 +98,7 @@ func (s *session) run(ctx context.Context) error {
 		return fmt.Errorf("kafka options: %w", err)
 	}
 	defer s.leave(ctx, client)
+	defer s.close()
 	s.client = client
 	close(s.ready)
 	polling, stop := context.WithCancelCause(ctx)
@@ -94,6 +107,9 @@ func (s *session) run(ctx context.Context) error {
 	defer looking.Wait()
 	looking.Go(func() { s.lookAfter(polling) })
 	looking.Go(func() { s.poll(polling) })
+	looking.Go(func() { s.awaitTopics(polling) })
+	looking.Go(func() { s.retryLate(polling) })
+	looking.Go(func() { s.keepCommitting(polling) })
 	go func() {
 		select {
 		case err := <-s.failed:
@@ -107,6 +123,7 @@ func (s *session) run(ctx context.Context) error {
 	s.mu.Lock()
 	s.closing = true
 	s.mu.Unlock()
+	s.close()
 	s.giveBack(context.WithoutCancel(ctx), nil)
 	return context.Cause(polling)
 }
@@ -119,6 +136,7 @@ func (s *session) giveBack(ctx context.Context, keys map[string][]int32) {
 	defer s.ends.Unlock()
 	s.stop(ctx, s.take(keys), s.consumer.engine.cfg.DrainMax)
 	s.commitMarks(ctx)
+	s.forget(keys)
 }
 
 // leave leaves the group. The client first waits for the answer to a JoinGroup, which comes when every other member
@@ -147,6 +165,7 @@ func (s *session) restart(err error) {
 }
 
 func (s *session) fetch(ctx context.Context) {
+	poll := s.polls.Add(1)
 	fetches := s.client.PollRecords(ctx, pollMax)
 	fetches.EachError(func(topic string, partition int32, err error) {
 		var lost *kgo.ErrDataLoss
@@ -168,7 +187,13 @@ func (s *session) fetch(ctx context.Context) {
 		p := s.partitions[key]
 		s.mu.Unlock()
 		// Without a partition it was taken away meanwhile; its next holder fetches the records again.
-		if p != nil {
+		switch {
+		case p == nil:
+		case p.during >= poll:
+			// The partition began while this poll was under way: the records may have been fetched before, from
+			// elsewhere. They are fetched again.
+			s.client.SetOffsets(map[string]map[int32]kgo.EpochOffset{key.topic: {key.partition: {Epoch: -1, Offset: p.queue.begin}}})
+		default:
 			p.queue.add(fetched.Records)
 		}
 	})
@@ -183,13 +208,17 @@ func (s *session) take(keys map[string][]int32) []*partition {
 	if keys == nil {
 		taken = slices.Collect(maps.Values(s.partitions))
 		clear(s.partitions)
-		clear(s.halted)
+		for _, a := range s.assignments {
+			a.become(stateDraining, nil)
+		}
 		return taken
 	}
 	for topic, numbers := range keys {
 		for _, number := range numbers {
 			key := topicPartition{topic, number}
-			delete(s.halted, key)
+			if a := s.assignments[key]; a != nil {
+				a.become(stateDraining, nil)
+			}
 			if p := s.partitions[key]; p != nil {
 				taken = append(taken, p)
 				delete(s.partitions, key)
@@ -228,23 +257,4 @@ func (s *session) end(ctx context.Context, partitions []*partition, limit time.D
 			<-p.done
 		}
 	}
-}
-
-// commitMarks commits what is marked; failure only makes the next holder see a few duplicates.
-func (s *session) commitMarks(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, markMax)
-	defer cancel()
-	if err := s.client.CommitMarkedOffsets(ctx); err != nil {
-		s.consumer.engine.cfg.Logger.WarnContext(ctx, "offsets could not be committed to Kafka; the database knows the position", "group", s.consumer.engine.cfg.Group, "error", err)
-	}
-}
-
-// mark notes that a partition is done up to an offset, to be committed to Kafka.
-func (s *session) mark(topic string, partition int32, next int64) {
-	s.client.MarkCommitOffsets(map[string]map[int32]kgo.EpochOffset{topic: {partition: {Epoch: -1, Offset: next}}})
-}
-
-// retake ends the worker of an assigned partition, if it has one, and decides again where it begins.
-func (s *session) retake(_ context.Context, key topicPartition, why string) {
-	s.restart(fmt.Errorf("%s/%d: %s", key.topic, key.partition, why))
 }

@@ -1,0 +1,157 @@
+package consumer
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+// askMax bounds a question to the brokers about partitions: the leader of one may not answer, and the others
+// have to begin.
+const askMax = 5 * time.Second
+
+var errNoAnswer = errors.New("no answer about the partition")
+
+// topicLogs is what Kafka says about partitions, and which of them it says nothing about.
+type topicLogs struct {
+	logs   map[topicPartition]*topicLog
+	silent map[topicPartition]error
+	// counts are the partitions of each topic.
+	counts map[string]int32
+}
+
+// compare sorts partitions: rows are locked in this order.
+func (k topicPartition) compare(other topicPartition) int {
+	return cmp.Or(strings.Compare(k.topic, other.topic), cmp.Compare(k.partition, other.partition))
+}
+
+// ask asks Kafka about partitions. A partition without an answer is no error: it is silent.
+func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, error) {
+	answer := topicLogs{logs: map[topicPartition]*topicLog{}, silent: map[topicPartition]error{}, counts: map[string]int32{}}
+	admin := kadm.NewClient(s.client)
+	metadata, err := admin.Metadata(ctx, topicsOf(keys)...)
+	if err != nil {
+		return answer, fmt.Errorf("ask Kafka for topics: %w", err)
+	}
+	s.setClusterID(metadata.Cluster)
+	committed, err := admin.FetchOffsets(ctx, s.consumer.engine.cfg.Group)
+	if err != nil {
+		return answer, fmt.Errorf("ask Kafka for the offsets of the group: %w", err)
+	}
+	keys = slices.Clone(keys)
+	// A group that begins at the end of a topic needs all ends at its first contact with it.
+	for name, topic := range metadata.Topics {
+		answer.counts[name] = int32(len(topic.Partitions))
+		for number := range topic.Partitions {
+			if s.consumer.engine.cfg.Start == StartLatest && topic.Err == nil {
+				keys = append(keys, topicPartition{name, number})
+			}
+		}
+	}
+	slices.SortFunc(keys, topicPartition.compare)
+	keys = slices.Compact(keys)
+	var firsts, ends map[topicPartition]listedOffset
+	var asking sync.WaitGroup
+	asking.Go(func() { firsts = s.list(ctx, keys, listStart) })
+	asking.Go(func() { ends = s.list(ctx, keys, listEnd) })
+	asking.Wait()
+	for _, key := range keys {
+		topic := metadata.Topics[key.topic]
+		first, end := firsts[key], ends[key]
+		offset, known := committed.Lookup(key.topic, key.partition)
+		err := cmp.Or(topic.Err, first.err, end.err, offset.Err)
+		if err == nil && (first.offset < 0 || end.offset < first.offset) {
+			err = errNoAnswer // to a client, a negative offset would be the end of the topic
+		}
+		if err != nil {
+			answer.silent[key] = fmt.Errorf("ask Kafka about %s/%d: %w", key.topic, key.partition, err)
+			continue
+		}
+		log := &topicLog{cluster: metadata.Cluster, topicID: uuid.UUID(topic.ID), first: first.offset, end: end.offset}
+		if known && offset.At >= 0 {
+			log.committed = &committedOffset{offset.At, offset.Metadata}
+		}
+		answer.logs[key] = log
+	}
+	return answer, nil
+}
+
+func topicsOf(keys []topicPartition) []string {
+	var names []string
+	for _, key := range keys {
+		names = append(names, key.topic)
+	}
+	slices.Sort(names)
+	return slices.Compact(names)
+}
+
+// What ListOffsets is asked for.
+const (
+	listStart int64 = -2
+	listEnd   int64 = -1
+)
+
+type listedOffset struct {
+	offset int64
+	err    error
+}
+
+// list asks the leaders of partitions for an offset, each for its own.
+func (s *session) list(ctx context.Context, keys []topicPartition, timestamp int64) map[topicPartition]listedOffset {
+	ctx, cancel := context.WithTimeout(ctx, askMax)
+	defer cancel()
+	listed := make(map[topicPartition]listedOffset, len(keys))
+	request := kmsg.NewPtrListOffsetsRequest()
+	for _, key := range keys {
+		listed[key] = listedOffset{err: errNoAnswer}
+		if n := len(request.Topics); n == 0 || request.Topics[n-1].Topic != key.topic {
+			topic := kmsg.NewListOffsetsRequestTopic()
+			topic.Topic = key.topic
+			request.Topics = append(request.Topics, topic)
+		}
+		partition := kmsg.NewListOffsetsRequestTopicPartition()
+		partition.Partition, partition.Timestamp = key.partition, timestamp
+		topic := &request.Topics[len(request.Topics)-1]
+		topic.Partitions = append(topic.Partitions, partition)
+	}
+	for _, shard := range s.client.RequestSharded(ctx, request) {
+		response, ok := shard.Resp.(*kmsg.ListOffsetsResponse)
+		if shard.Err != nil || !ok {
+			if asked, ok := shard.Req.(*kmsg.ListOffsetsRequest); ok && shard.Err != nil {
+				for _, topic := range asked.Topics {
+					for _, p := range topic.Partitions {
+						listed[topicPartition{topic.Topic, p.Partition}] = listedOffset{err: shard.Err}
+					}
+				}
+			}
+			continue
+		}
+		for _, topic := range response.Topics {
+			for _, p := range topic.Partitions {
+				listed[topicPartition{topic.Topic, p.Partition}] = listedOffset{p.Offset, kerr.ErrorForCode(p.ErrorCode)}
+			}
+		}
+	}
+	return listed
+}
+
+func commitError(response *kmsg.OffsetCommitResponse) error {
+	for _, topic := range response.Topics {
+		for _, p := range topic.Partitions {
+			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
+				return fmt.Errorf("%s/%d: %w", topic.Topic, p.Partition, err)
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,305 @@
+package consumer
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/google/uuid"
+)
+
+// storedPosition is a row of consumer_positions, as it is before a takeover.
+type storedPosition struct {
+	topicID     uuid.UUID // zero: not known
+	next        *int64    // nil: nothing handled yet
+	epoch       int64
+	handledFrom *int64
+	handledBy   *int32
+	handledRule *string
+	keysFrom    *int64
+	knownEpoch  *int64
+	resumeAt    *int64 // an operator's order
+	held        bool   // by some consumer, before
+	released    bool   // and given up in good order
+	heldOffset  *int64 // where that one began
+	stuck       int
+	server      time.Time // when the server began that the row was read on
+}
+
+// topicLog is what Kafka knows about a partition.
+type topicLog struct {
+	cluster   string    // empty: the brokers do not know one
+	topicID   uuid.UUID // zero: the brokers do not know it
+	first     int64     // the earliest record that the topic has
+	end       int64     // behind its last record
+	committed *committedOffset
+}
+
+// known is everything that decides where a partition begins.
+type known struct {
+	group     string
+	topic     string
+	partition int32
+	row       storedPosition
+	log       *topicLog // nil: the records do not come from Kafka
+	met       int32     // partitions that the topic had when the group met it
+	// running: a worker holds the partition and goes on where it is, under a new epoch.
+	running bool
+	// offsets of the records given to Deliver, in their order; only where log is nil.
+	offsets []int64
+
+	start      Start
+	outOfRange OutOfRange
+	dedup      Dedup
+	consumer   int32 // id of the consumer's name
+	rule       string
+}
+
+// An operator's orders that are no offsets.
+const (
+	resumeAtStart int64 = -2
+	resumeAtEnd   int64 = -1
+)
+
+// decision says where a partition begins, and what is stored about it.
+type decision struct {
+	at    int64  // fetching begins here
+	next  *int64 // the stored position from now on; nil: none
+	moved bool   // next is not where handling left it
+	// rewoundTo is where a rewind that has not reached the position yet began; else at.
+	rewoundTo int64
+	// Offsets from handledFrom to the position were worked through by this consumer.
+	handledFrom int64
+	handledTo   *int64 // where that range ends, if not at the position
+	storeFrom   int64  // handledFrom as it is stored
+	keysFrom    int64
+	ordered     bool  // an operator's order was carried out, or was void
+	halt        error // the partition waits for an operator; nil: it begins
+	reset       error // why records are passed over, for operator_actions; nil: none are
+	why         string
+}
+
+// decideStart decides where a partition begins. docs/design.md has it as a table. It resumes at the smaller
+// of the stored position and Kafka's offset. Kafka's may be ahead: a failover of the database lost the last
+// commits. Where it is behind, somebody moved it; the consumer's own commits may only lag, and count only
+// where no position is stored.
+func decideStart(k known) decision {
+	var d decision
+	switch stored := k.stored(); {
+	case k.log == nil || k.running:
+		d = k.goOn()
+	case k.row.resumeAt != nil && (*k.row.resumeAt < 0 || !k.recreated()):
+		d = k.order()
+	case stored == nil:
+		d = k.begin()
+	default:
+		d = k.resume(*stored)
+	}
+	if k.row.resumeAt != nil && !k.running && k.log != nil && !d.ordered {
+		d.ordered = true
+		d.why += fmt.Sprintf("; the order to resume at %d was for an earlier topic of this name", *k.row.resumeAt)
+	}
+	d.rewoundTo = d.at
+	if k.log != nil && !k.running && k.log.committed.origin(k.log) == commitRewind && d.at == k.log.committed.offset {
+		said, _ := parseCommit(k.log.committed.metadata)
+		d.rewoundTo = min(d.at, said.rewind)
+	}
+	d.handledFrom = k.handledFrom(d)
+	d.storeFrom = d.handledFrom
+	d.keysFrom = k.keysFrom()
+	if k.jumps() {
+		// The position will not say any more what was handled, and what is behind it now still does.
+		d.storeFrom, d.handledTo = math.MaxInt64, d.next
+		if d.next == nil {
+			d.handledFrom = math.MaxInt64
+		}
+	}
+	return d
+}
+
+// jumps tells that records given to Deliver leave offsets out, so that the position will pass what was never
+// handled. Kafka leaves out only what is not there.
+func (k known) jumps() bool {
+	if len(k.offsets) == 0 {
+		return false
+	}
+	expected := k.offsets[0]
+	if next := k.stored(); next != nil {
+		expected = *next
+	}
+	for _, offset := range k.offsets {
+		if offset > expected {
+			return true
+		}
+		if offset == expected {
+			expected++
+		}
+	}
+	return false
+}
+
+// recreated tells that the row belongs to an earlier topic of the same name.
+func (k known) recreated() bool {
+	return k.log != nil && k.row.topicID != uuid.Nil && k.log.topicID != uuid.Nil && k.row.topicID != k.log.topicID
+}
+
+// stored is the position of this topic.
+func (k known) stored() *int64 {
+	if k.recreated() {
+		return nil
+	}
+	return k.row.next
+}
+
+func (k known) goOn() decision {
+	d := decision{next: k.stored(), why: "goes on at the stored position"}
+	switch {
+	case d.next != nil:
+		d.at = *d.next
+	case len(k.offsets) > 0:
+		d.at = k.offsets[0]
+	}
+	return d
+}
+
+// order carries out an operator's order. It is the only thing that moves a position back.
+func (k known) order() decision {
+	var at int64
+	var name string
+	switch order := *k.row.resumeAt; order {
+	case resumeAtStart:
+		at, name = k.log.first, "the start of the topic"
+	case resumeAtEnd:
+		at, name = k.log.end, "the end of the topic"
+	default:
+		at, name = min(max(order, k.log.first), k.log.end), fmt.Sprint("offset ", order)
+	}
+	return decision{at: at, next: &at, moved: true, ordered: true, why: "an operator ordered to resume at " + name}
+}
+
+// begin decides for a partition without a position. Config.Start was resolved when the group met the topic.
+func (k known) begin() decision {
+	d := decision{at: k.log.first}
+	where := "the topic is new to the group: begins at its start"
+	switch {
+	case k.recreated():
+		where = "the topic was deleted and made anew: begins at its start"
+	case k.partition >= k.met:
+		where = "the partition was added after the group met the topic: begins at its start"
+	}
+	origin := k.log.committed.origin(k.log)
+	switch {
+	case origin == commitNone:
+		d.why = where
+	case origin == commitStale:
+		d.why = fmt.Sprintf("Kafka's offset %d belongs to an earlier topic of this name; %s", k.log.committed.offset, where)
+	case k.log.committed.offset > k.log.end && k.dedup == DedupByPosition:
+		d.halt = fmt.Errorf("%s/%d ends at offset %d, but the group committed %d, and no position is stored: what was handled is not known%s",
+			k.topic, k.partition, k.log.end, k.log.committed.offset, k.command())
+		d.why = "halts"
+	case k.log.committed.offset > k.log.end:
+		d.why = fmt.Sprintf("Kafka's offset %d lies beyond the end of the topic: begins at its start", k.log.committed.offset)
+	case k.log.committed.offset < k.log.first:
+		d = k.deleted(k.log.committed.offset)
+	default:
+		at := k.log.committed.offset
+		d.at, d.next, d.why = at, &at, fmt.Sprintf("no position is stored; Kafka's offset counts (%s)", origin)
+	}
+	return d
+}
+
+// resume decides for a partition with a position.
+func (k known) resume(stored int64) decision {
+	d := decision{at: stored, next: &stored, why: "resumes at the stored position"}
+	if stored > k.log.end {
+		return k.lostEnd(stored)
+	}
+	if stored < k.log.first {
+		return k.deleted(stored)
+	}
+	committed := k.log.committed
+	switch origin := committed.origin(k.log); {
+	case origin == commitNone:
+	case origin == commitStale:
+		d.why = fmt.Sprintf("resumes at the stored position; Kafka's offset %d belongs to an earlier topic of this name", committed.offset)
+	case committed.offset > stored:
+		d.why = "resumes at the stored position; Kafka's offset is ahead of it"
+	case committed.offset < stored && origin == commitOurs:
+		d.why = "resumes at the stored position; Kafka's offset lags behind it"
+	case committed.offset < stored:
+		// The topic may begin later by now; the position does not.
+		d.at = max(committed.offset, k.log.first)
+		d.why = fmt.Sprintf("resumes at Kafka's offset, which was moved back (%s)", origin)
+	}
+	return d
+}
+
+// deleted: records that were not handled are not in the topic any more.
+func (k known) deleted(from int64) decision {
+	problem := fmt.Errorf("records %d to %d of %s/%d were deleted before they were consumed", from, k.log.first-1, k.topic, k.partition)
+	return k.outOf(problem, k.outOfRange == OutOfRangeHalt, "set Config.OutOfRange to OutOfRangeResumeEarliest and restart, or ")
+}
+
+// lostEnd: what comes anew has offsets that were handled already. Without claims nothing stops it from being
+// handled again, so that only an operator can decide.
+func (k known) lostEnd(stored int64) decision {
+	problem := fmt.Errorf("%s/%d ends at offset %d, but was consumed up to %d: Kafka lost its end (an unclean election?)",
+		k.topic, k.partition, k.log.end, stored)
+	if k.dedup == DedupByPosition {
+		return k.outOf(problem, true, "")
+	}
+	return k.outOf(problem, k.outOfRange == OutOfRangeHalt, "set Config.OutOfRange to OutOfRangeResumeEarliest and restart, or ")
+}
+
+func (k known) outOf(problem error, halts bool, setting string) decision {
+	first := k.log.first
+	if halts {
+		// The offset is not fetched: the partition is paused.
+		return decision{at: first, next: k.stored(), halt: fmt.Errorf("%w%s", problem, k.remedy(setting)), why: "halts"}
+	}
+	return decision{at: first, next: &first, moved: true, reset: problem, why: "resumes at the earliest record that is left"}
+}
+
+func (k known) command() string { return k.remedy("") }
+
+// remedy names what an operator can do.
+func (k known) remedy(setting string) string {
+	return fmt.Sprintf(". To go on, %sorder where to: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at start (or end, or an offset)",
+		setting, k.group, k.topic, k.partition)
+}
+
+// handledFrom says from where on this consumer worked through what is behind the position. Another name, or
+// another rule for IDs, worked through none of it.
+func (k known) handledFrom(d decision) int64 {
+	switch {
+	case d.next == nil:
+		return d.at
+	case d.moved, k.stored() == nil, k.row.handledFrom == nil, k.row.handledBy == nil, k.row.handledRule == nil,
+		*k.row.handledBy != k.consumer, *k.row.handledRule != k.rule:
+		return *d.next
+	default:
+		return min(*k.row.handledFrom, *d.next)
+	}
+}
+
+// keysFrom says up to where the previous release may have attempted messages: it leaves known_epoch as it was.
+func (k known) keysFrom() int64 {
+	if k.recreated() {
+		return 0
+	}
+	var from int64
+	if k.row.keysFrom != nil {
+		from = *k.row.keysFrom
+	}
+	if !k.row.held || k.row.knownEpoch != nil && *k.row.knownEpoch == k.row.epoch {
+		return from
+	}
+	if k.log != nil {
+		return max(from, k.log.end)
+	}
+	if len(k.offsets) > 0 {
+		return max(from, slices.Max(k.offsets)+1)
+	}
+	return from
+}

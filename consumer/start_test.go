@@ -1,0 +1,207 @@
+package consumer
+
+import (
+	"math"
+	"testing"
+
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/require"
+)
+
+// The rows of the table in docs/design.md, "Where a partition begins".
+type startRow struct {
+	name string
+	in   func(k *known) // changes a partition of offsets 10 to 100, whose row says: handled from 20 to 60
+	at   int64
+	next int64 // -1: none
+	// handled is the range that counts as worked through, keys the offset behind which no key is the previous release's.
+	from, keys int64
+	moved      bool
+	halt       string
+	why        string
+}
+
+const noOffset = -1
+
+var (
+	startTopic   = uuid.MustParse("0190a000-0000-4000-8000-000000000001")
+	earlierTopic = uuid.MustParse("0190a000-0000-4000-8000-000000000002")
+)
+
+func commit(offset int64, metadata string) func(k *known) {
+	return func(k *known) { k.log.committed = &committedOffset{offset, metadata} }
+}
+
+// ours is an offset as this consumer commits it.
+func ours(offset int64) func(k *known) {
+	return commit(offset, commitMetadata("cluster", startTopic, offset, -1))
+}
+
+func pointer[T any](value T) *T { return &value }
+
+func no(k *known)                     { k.row = storedPosition{released: true} }                                // position
+func anew(k *known)                   { k.row.topicID = earlierTopic }                                          // the topic was made
+func going(k *known)                  { k.outOfRange = OutOfRangeResumeEarliest }                               // on
+func byPos(k *known)                  { k.dedup = DedupByPosition }                                             //
+func older(k *known)                  { k.row.knownEpoch = pointer(int64(6)) }                                  // release was the last holder
+func begun(k *known)                  { k.row.next, k.row.handledFrom = nil, pointer(int64(10)) }               // but nothing handled
+func beyond(k *known)                 { k.log.end = 50 }                                                        // lies the position
+func gone(k *known)                   { k.log.first = 70 }                                                      // are the records behind it
+func unmoved(k *known)                { k.row.handledBy, k.row.handledRule, k.row.handledFrom = nil, nil, nil } // by this release
+func renamed(k *known)                { k.consumer = 8 }                                                        //
+func ruled(k *known)                  { k.rule = "headers" }                                                    //
+func ordered(at int64) func(k *known) { return func(k *known) { k.row.resumeAt = &at } }                        //
+func given(offsets ...int64) func(k *known) {
+	return func(k *known) { k.log, k.offsets = nil, offsets }
+}
+
+func with(changes ...func(k *known)) func(k *known) {
+	return func(k *known) {
+		for _, change := range changes {
+			change(k)
+		}
+	}
+}
+
+func startRows() []startRow {
+	return []startRow{
+		// A stored position.
+		{name: "no commit", in: with(), at: 60, next: 60, from: 20, why: "resumes at the stored position"},
+		{name: "our commit lags", in: ours(40), at: 60, next: 60, from: 20, why: "lags behind"},
+		{name: "our commit is ahead", in: ours(80), at: 60, next: 60, from: 20, why: "ahead"},
+		{name: "our commit was moved back", in: commit(40, commitMetadata("cluster", startTopic, 60, -1)), at: 40, next: 60, from: 20, why: "moved back"},
+		{name: "a rewind is not finished", in: commit(40, commitMetadata("cluster", startTopic, 40, 25)), at: 40, next: 60, from: 20, why: "not finished"},
+		{name: "moved back before what the topic has", in: commit(3, ""), at: 10, next: 60, from: 20, why: "moved back"},
+		{name: "another program's commit is behind", in: commit(40, "kgo-1"), at: 40, next: 60, from: 20, why: "moved back"},
+		{name: "a commit without metadata is behind", in: commit(40, ""), at: 40, next: 60, from: 20, why: "moved back"},
+		{name: "a commit of an earlier topic", in: commit(40, commitMetadata("cluster", earlierTopic, 40, -1)), at: 60, next: 60, from: 20, why: "earlier topic"},
+		{name: "a mirrored commit", in: commit(40, commitMetadata("other", earlierTopic, 4, -1)), at: 40, next: 60, from: 20, why: "moved back"},
+		{name: "the end is lost", in: beyond, at: 10, next: 60, from: 20, halt: "lost its end", why: "halts"},
+		{name: "the end is lost, resume", in: with(beyond, going), at: 10, next: 10, from: 10, moved: true, why: "earliest"},
+		{name: "the end is lost, resume, by position", in: with(beyond, going, byPos), at: 10, next: 60, from: 20, halt: "resume-at --group g --topic t --partition 1", why: "halts"},
+		{name: "records are gone", in: gone, at: 70, next: 60, from: 20, halt: "records 60 to 69", why: "halts"},
+		{name: "records are gone, resume", in: with(gone, going, byPos), at: 70, next: 70, from: 70, moved: true, why: "earliest"},
+
+		// Who worked through what is behind the position.
+		{name: "new name", in: renamed, at: 60, next: 60, from: 60, why: "stored position"},
+		{name: "new name, our commit lags", in: with(renamed, ours(40)), at: 60, next: 60, from: 60, why: "lags behind"},
+		{name: "new name, rewound", in: with(renamed, commit(40, "")), at: 40, next: 60, from: 60, why: "moved back"},
+		{name: "changed rule", in: with(ruled, ours(40)), at: 60, next: 60, from: 60, why: "lags behind"},
+		{name: "changed rule, rewound", in: with(ruled, commit(40, "")), at: 40, next: 60, from: 60, why: "moved back"},
+		{name: "migrated", in: unmoved, at: 60, next: 60, from: 60, why: "stored position"},
+		{name: "previous release was last", in: older, at: 60, next: 60, from: 20, keys: 100, why: "stored position"},
+		{name: "migrated, previous release was last", in: with(unmoved, func(k *known) { k.row.knownEpoch = nil }), at: 60, next: 60, from: 60, keys: 100, why: "stored"},
+		{name: "keys are kept", in: func(k *known) { k.row.keysFrom = pointer(int64(44)) }, at: 60, next: 60, from: 20, keys: 44, why: "stored"},
+		{name: "never held", in: with(older, func(k *known) { k.row.held = false }), at: 60, next: 60, from: 20, why: "stored"},
+		{name: "went back behind the range", in: func(k *known) { k.row.next = pointer(int64(15)) }, at: 15, next: 15, from: 15, why: "stored"},
+		{name: "after a Deliver that left offsets out", in: func(k *known) { k.row.handledFrom = pointer(int64(math.MaxInt64)) }, at: 60, next: 60, from: 60, why: "stored"},
+
+		// No position.
+		{name: "new partition", in: no, at: 10, next: noOffset, from: 10, why: "new to the group"},
+		{name: "added partition", in: with(no, func(k *known) { k.partition = 4 }), at: 10, next: noOffset, from: 10, why: "added after"},
+		{name: "begun and nothing handled", in: begun, at: 10, next: noOffset, from: 10, why: "new to the group"},
+		{name: "no position, our commit", in: with(no, ours(40)), at: 40, next: 40, from: 40, why: "committed by this consumer"},
+		{name: "no position, another commit", in: with(no, commit(40, "")), at: 40, next: 40, from: 40, why: "another program"},
+		{name: "no position, stale commit", in: with(no, commit(40, commitMetadata("cluster", earlierTopic, 40, -1))), at: 10, next: noOffset, from: 10, why: "earlier topic"},
+		{name: "no position, commit beyond the end", in: with(no, commit(400, "")), at: 10, next: noOffset, from: 10, why: "beyond the end"},
+		{name: "no position, commit beyond the end, by position", in: with(no, byPos, going, commit(400, "")), at: 10, next: noOffset, from: 10, halt: "resume-at", why: "halts"},
+		{name: "no position, commit before the start", in: with(no, commit(4, "")), at: 10, next: noOffset, from: 10, halt: "records 4 to 9", why: "halts"},
+		{name: "no position, commit before the start, resume", in: with(no, going, commit(4, "")), at: 10, next: 10, from: 10, moved: true, why: "earliest"},
+
+		// A topic made anew.
+		{name: "made anew", in: anew, at: 10, next: noOffset, from: 10, why: "made anew"},
+		{name: "made anew, our stale commit", in: with(anew, commit(40, commitMetadata("cluster", earlierTopic, 40, -1))), at: 10, next: noOffset, from: 10, why: "made anew"},
+		{name: "made anew, translated commit", in: with(anew, commit(40, commitMetadata("other", earlierTopic, 35, -1))), at: 40, next: 40, from: 40, why: "another program"},
+		{name: "made anew, commit put there", in: with(anew, commit(40, "")), at: 40, next: 40, from: 40, why: "another program"},
+		{name: "made anew, keys of the earlier one", in: with(anew, older, func(k *known) { k.row.keysFrom = pointer(int64(44)) }), at: 10, next: noOffset, from: 10, why: "made anew"},
+
+		// Orders.
+		{name: "order back", in: with(ordered(30), ours(60)), at: 30, next: 30, from: 30, moved: true, why: "operator"},
+		{name: "order forward", in: with(ordered(90), ours(60)), at: 90, next: 90, from: 90, moved: true, why: "operator"},
+		{name: "order to the start", in: ordered(resumeAtStart), at: 10, next: 10, from: 10, moved: true, why: "operator"},
+		{name: "order to the end", in: with(beyond, byPos, ordered(resumeAtEnd)), at: 50, next: 50, from: 50, moved: true, why: "operator"},
+		{name: "order beyond the end", in: ordered(1000), at: 100, next: 100, from: 100, moved: true, why: "operator"},
+		{name: "order before the start", in: ordered(1), at: 10, next: 10, from: 10, moved: true, why: "operator"},
+		{name: "order for an earlier topic", in: with(anew, ordered(30)), at: 10, next: noOffset, from: 10, why: "was for an earlier topic"},
+
+		// Without Kafka's word.
+		{name: "a worker goes on", in: with(older, commit(3, ""), ordered(30), func(k *known) { k.running = true }), at: 60, next: 60, from: 20, keys: 100, why: "goes on"},
+		{name: "delivered in order", in: given(60, 61, 3, 62), at: 60, next: 60, from: 20, why: "goes on"},
+		{name: "delivered, previous release was last", in: with(older, given(60, 61)), at: 60, next: 60, from: 20, keys: 62, why: "goes on"},
+		{name: "delivered to none", in: with(no, given(5, 6)), at: 5, next: noOffset, from: 5, why: "goes on"},
+		{name: "delivered to none with a gap", in: with(no, given(5, 7)), at: 5, next: noOffset, from: math.MaxInt64, why: "goes on"},
+	}
+}
+
+// Property: where a partition begins, and what counts as worked through, is decided by a table: every row.
+func TestWhereAPartitionBegins(t *testing.T) {
+	t.Parallel()
+	for _, row := range startRows() {
+		t.Run(row.name, func(t *testing.T) {
+			t.Parallel()
+			k := known{
+				group: "g", topic: "t", partition: 1, met: 3, consumer: 7, rule: "legacy",
+				row: storedPosition{
+					topicID: startTopic, next: pointer(int64(60)), epoch: 9, knownEpoch: pointer(int64(9)), held: true, released: true,
+					handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("legacy"),
+				},
+				log: &topicLog{cluster: "cluster", topicID: startTopic, first: 10, end: 100},
+			}
+			row.in(&k)
+			d := decideStart(k)
+			next := int64(noOffset)
+			if d.next != nil {
+				next = *d.next
+			}
+			require.Equal(t, []int64{row.at, row.next, row.from, row.keys}, []int64{d.at, next, d.handledFrom, d.keysFrom}, "at, next, handled from, keys from: %s", d.why)
+			require.Equal(t, row.moved, d.moved)
+			if k.log != nil && k.log.committed.origin(k.log) == commitRewind {
+				require.EqualValues(t, 25, d.rewoundTo)
+			} else {
+				require.Equal(t, d.at, d.rewoundTo)
+			}
+			require.Contains(t, d.why, row.why)
+			require.Equal(t, k.row.resumeAt != nil && !k.running, d.ordered, "an order is carried out once")
+			if row.halt == "" {
+				require.NoError(t, d.halt)
+			} else {
+				require.ErrorContains(t, d.halt, row.halt)
+			}
+		})
+	}
+}
+
+// Property: records given to Deliver that leave offsets out do not make the offsets in between count as handled,
+// then or later; what was handled before still does.
+func TestDeliveredGapsDoNotCountAsHandled(t *testing.T) {
+	t.Parallel()
+	k := known{
+		topic: "t", consumer: 7, rule: "legacy", offsets: []int64{60, 80},
+		row: storedPosition{next: pointer(int64(60)), handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("legacy")},
+	}
+	d := decideStart(k)
+	require.Equal(t, int64(math.MaxInt64), d.storeFrom)
+	pos := &position{stored: pointer(int64(81)), handledFrom: d.handledFrom, handledTo: d.handledTo}
+	require.True(t, pos.handled(59))
+	require.False(t, pos.handled(70))
+	k.row.next, k.row.handledFrom, k.offsets = pointer(int64(81)), &d.storeFrom, []int64{70}
+	later := decideStart(k)
+	pos = &position{stored: later.next, handledFrom: later.handledFrom, handledTo: later.handledTo}
+	require.False(t, pos.handled(70))
+}
+
+// Property: a group that meets a topic begins at the end of every partition for which Kafka has no offset of its
+// own, and nowhere else at an end.
+func TestFirstPositions(t *testing.T) {
+	t.Parallel()
+	log := func(committed *committedOffset) *topicLog {
+		return &topicLog{cluster: "cluster", topicID: startTopic, first: 1, end: 9, committed: committed}
+	}
+	logs := map[int32]*topicLog{0: log(nil), 1: log(&committedOffset{4, ""}), 2: log(&committedOffset{4, commitMetadata("cluster", earlierTopic, 4, -1)})}
+	rows := firstPositions(StartLatest, logs)
+	require.Len(t, rows, 3)
+	require.EqualValues(t, 9, *rows[0].next)
+	require.Nil(t, rows[1].next, "Kafka's offset counts")
+	require.EqualValues(t, 9, *rows[2].next)
+	require.Empty(t, firstPositions(StartEarliest, logs))
+}

@@ -1,0 +1,102 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// ErrUnknownTopic is returned by Run where one of Config.Topics does not exist, unless Config.MissingTopic is
+// MissingTopicWait. Nothing was consumed. Remedy: create the topic, or correct its name.
+var ErrUnknownTopic = errors.New("topic does not exist")
+
+const (
+	// missingLooks is how often a topic is looked for before it counts as missing: a broker hears of a new one
+	// after the controller has answered.
+	missingLooks = 4
+	// missingPause is the time in between.
+	missingPause = 500 * time.Millisecond
+	// missingWarnEvery is how often a topic that is waited for is named.
+	missingWarnEvery = time.Minute
+)
+
+// topicsExist waits for brokers that do not answer yet, then returns ErrUnknownTopic for topics that they do not
+// know. A topic that the consumer may not read is no missing one: the session says what is wrong with it.
+func (c *Consumer) topicsExist(ctx context.Context) error {
+	client, err := kgo.NewClient(c.kafka...)
+	if err != nil {
+		return fmt.Errorf("kafka options: %w", err)
+	}
+	defer client.Close()
+	if created, _ := client.OptValue(kgo.AllowAutoTopicCreation).(bool); created || c.engine.cfg.MissingTopic == MissingTopicWait {
+		return nil
+	}
+	for attempt, looks := 1, 1; ctx.Err() == nil; attempt++ {
+		missing, err := missingTopics(ctx, client, c.engine.cfg.Topics)
+		wait := missingPause
+		switch {
+		case err != nil:
+			wait = c.engine.backoff(attempt)
+			c.engine.cfg.Logger.WarnContext(ctx, "waiting for Kafka", "group", c.engine.cfg.Group, "error", err, "retry_in", wait)
+		case len(missing) == 0:
+			return nil
+		case looks >= missingLooks:
+			return fmt.Errorf("%w: %s (Config.Topics of group %q): create it, correct the name, or set Config.MissingTopic to MissingTopicWait",
+				ErrUnknownTopic, strings.Join(missing, ", "), c.engine.cfg.Group)
+		default:
+			looks++
+		}
+		pause(ctx, wait)
+	}
+	return nil
+}
+
+// missingTopics lists the topics that the brokers do not know.
+func missingTopics(ctx context.Context, client *kgo.Client, topics []string) ([]string, error) {
+	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	defer cancel()
+	metadata, err := kadm.NewClient(client).Metadata(ctx, topics...)
+	if err != nil {
+		return nil, fmt.Errorf("ask Kafka for topics: %w", err)
+	}
+	var missing []string
+	for _, name := range topics {
+		if topic, ok := metadata.Topics[name]; !ok || errors.Is(topic.Err, kerr.UnknownTopicOrPartition) {
+			missing = append(missing, name)
+		}
+	}
+	return missing, nil
+}
+
+// awaitTopics names the topics that are missing, at the start and then once a minute, until all are there.
+func (s *session) awaitTopics(ctx context.Context) {
+	if s.consumer.engine.cfg.MissingTopic != MissingTopicWait {
+		return
+	}
+	var said time.Time
+	for waited := false; ctx.Err() == nil; waited = true {
+		missing, err := missingTopics(ctx, s.client, s.consumer.engine.cfg.Topics)
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err == nil && len(missing) == 0:
+			if waited {
+				s.client.ForceMetadataRefresh()
+			}
+			return
+		case err == nil && time.Since(said) >= missingWarnEvery:
+			said = time.Now()
+			s.consumer.engine.cfg.Logger.WarnContext(ctx, "topics do not exist; the consumer waits for them", "group", s.consumer.engine.cfg.Group, "topics", missing)
+		}
+		pause(ctx, missingEvery)
+	}
+}
+
+// missingEvery is how often missing topics are looked for.
+const missingEvery = 2 * time.Second

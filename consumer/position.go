@@ -11,6 +11,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
@@ -82,13 +83,20 @@ func (c *Consumer) hold(ctx context.Context, holds []hold, contacts []contact) (
 
 func (c *Consumer) known(h hold, row storedPosition, met map[string]int32) known {
 	cfg := c.engine.cfg
+	rule := c.idRule(h.topic)
+	if row.handledRule != nil {
+		// Two texts may give every message the same ID.
+		if earlier, err := dedup.ParseIDRule(*row.handledRule); err == nil && earlier.SameIDs(c.rules[h.topic]) {
+			row.handledRule = &rule
+		}
+	}
 	partitions, ok := met[h.topic]
 	if !ok {
 		partitions = math.MaxInt32
 	}
 	return known{
 		group: cfg.Group, topic: h.topic, partition: h.partition, row: row, log: h.log, met: partitions, running: h.running, offsets: h.offsets,
-		outOfRange: cfg.OutOfRange, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: c.idRule(h.topic),
+		outOfRange: cfg.OutOfRange, dedup: cfg.Dedup, consumer: c.ids[h.topic].ID(), rule: rule,
 	}
 }
 

@@ -77,6 +77,12 @@ const resetSQL = `-- consumer.reset
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
 VALUES ($1, 'position.reset', $2, jsonb_build_object('group', $3::text, 'topic', $4::text, 'partition', $5::int, 'next_offset', $6::bigint))`
 
+// ordersSQL lists partitions for which there is an operator's order.
+const ordersSQL = `-- consumer.orders
+SELECT p.topic, p.partition FROM unnest($2::text[], $3::int[]) AS t (topic, partition)
+JOIN effectonce.consumer_positions p ON p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition
+WHERE p.resume_at IS NOT NULL`
+
 // pausesSQL lists the topics of a group that an operator paused.
 const pausesSQL = `-- consumer.pauses
 SELECT topic FROM effectonce.consumer_pauses WHERE consumer_group = $1`
@@ -254,7 +260,7 @@ WHERE seq = $1`
 // queries are the statements for one schema.
 type queries struct {
 	settings, primary, guard                                                          string
-	contact, met, rows, lock, hold, pauses, widen                                     string
+	contact, met, rows, lock, hold, pauses, orders, widen                             string
 	reset, givenUp, holder, poll, trouble, caughtUp                                   string
 	lockHeads, heldNow                                                                string
 	advance, advanceApart, check, checkKnown                                          string
@@ -266,7 +272,7 @@ func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
 		settings: settingsSQL, primary: primarySQL, guard: in(guardSQL),
-		contact: in(contactSQL), met: in(metSQL), rows: in(rowsSQL), lock: in(lockSQL), hold: in(holdSQL), pauses: in(pausesSQL), widen: in(widenSQL),
+		contact: in(contactSQL), met: in(metSQL), rows: in(rowsSQL), lock: in(lockSQL), hold: in(holdSQL), pauses: in(pausesSQL), orders: in(ordersSQL), widen: in(widenSQL),
 		reset: in(resetSQL), givenUp: in(givenUpSQL), holder: in(holderSQL), poll: in(pollSQL),
 		trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
 		lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),

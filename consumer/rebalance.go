@@ -218,10 +218,10 @@ func (s *session) wait(key topicPartition, state partitionState, why error) (ret
 		a.attempt++
 		retryIn = s.consumer.engine.backoff(a.attempt)
 		a.retryAt = time.Now().Add(retryIn)
-		select {
-		case s.late <- struct{}{}:
-		default:
-		}
+	}
+	select {
+	case s.late <- struct{}{}:
+	default:
 	}
 	return retryIn
 }
@@ -311,43 +311,6 @@ func (s *session) sayWaiting(key topicPartition) (attempt int, ok bool) {
 
 // retakeDrainMax bounds how long a rebalance may have to wait for a retake.
 const retakeDrainMax = 5 * time.Second
-
-// retryLate takes over what had to wait.
-func (s *session) retryLate(ctx context.Context) {
-	for ctx.Err() == nil {
-		due, next := s.lateOnes()
-		for _, key := range due {
-			s.retake(ctx, key, "it had to wait")
-		}
-		if len(due) > 0 {
-			continue
-		}
-		timer := time.NewTimer(next)
-		select {
-		case <-ctx.Done():
-		case <-s.late:
-		case <-timer.C:
-		}
-		timer.Stop()
-	}
-}
-
-// lateOnes lists what is due, or says how long nothing is.
-func (s *session) lateOnes() (due []topicPartition, next time.Duration) {
-	next = time.Minute
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for key, a := range s.assignments {
-		switch left := time.Until(a.retryAt); {
-		case a.retryAt.IsZero():
-		case left <= 0:
-			due = append(due, key)
-		default:
-			next = min(next, left)
-		}
-	}
-	return due, next
-}
 
 // revoked waits, bounded, until the partitions have finished or rolled back their batch, and commits
 // the offsets, before another member gets them.

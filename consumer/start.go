@@ -265,7 +265,7 @@ func (k known) command() string { return k.remedy("") }
 
 // remedy names what an operator can do.
 func (k known) remedy(setting string) string {
-	return fmt.Sprintf(". To go on, %sorder where to: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at start (or end, or an offset)",
+	return fmt.Sprintf(". To go on, %sorder where to: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at earliest --why '...' (or latest, or an offset)",
 		setting, k.group, k.topic, k.partition)
 }
 

@@ -39,18 +39,25 @@ func ours(offset int64) func(k *known) {
 
 func pointer[T any](value T) *T { return &value }
 
-func no(k *known)                     { k.row = storedPosition{released: true} }                                // position
-func anew(k *known)                   { k.row.topicID = earlierTopic }                                          // the topic was made
-func going(k *known)                  { k.outOfRange = OutOfRangeResumeEarliest }                               // on
-func byPos(k *known)                  { k.dedup = DedupByPosition }                                             //
-func older(k *known)                  { k.row.knownEpoch = pointer(int64(6)) }                                  // release was the last holder
-func begun(k *known)                  { k.row.next, k.row.handledFrom = nil, pointer(int64(10)) }               // but nothing handled
-func beyond(k *known)                 { k.log.end = 50 }                                                        // lies the position
-func gone(k *known)                   { k.log.first = 70 }                                                      // are the records behind it
-func unmoved(k *known)                { k.row.handledBy, k.row.handledRule, k.row.handledFrom = nil, nil, nil } // by this release
-func renamed(k *known)                { k.consumer = 8 }                                                        //
-func ruled(k *known)                  { k.rule = "headers" }                                                    //
-func ordered(at int64) func(k *known) { return func(k *known) { k.row.resumeAt = &at } }                        //
+// What may be otherwise about a partition. The row:
+func no(k *known)      { k.row = storedPosition{released: true} } // position is stored
+func anew(k *known)    { k.row.topicID = earlierTopic }
+func older(k *known)   { k.row.knownEpoch = pointer(int64(6)) } // release was the last holder
+func begun(k *known)   { k.row.next, k.row.handledFrom = nil, pointer(int64(10)) }
+func unmoved(k *known) { k.row.handledBy, k.row.handledRule, k.row.handledFrom = nil, nil, nil } // since the migration
+
+// The topic:
+func beyond(k *known) { k.log.end = 50 }   // its end lies the position
+func gone(k *known)   { k.log.first = 70 } // are its records up to the position
+
+// The configuration:
+func going(k *known)   { k.outOfRange = OutOfRangeResumeEarliest }
+func byPos(k *known)   { k.dedup = DedupByPosition }
+func renamed(k *known) { k.consumer = 8 }
+func ruled(k *known)   { k.rule = "headers" }
+
+func ordered(at int64) func(k *known) { return func(k *known) { k.row.resumeAt = &at } }
+
 func given(offsets ...int64) func(k *known) {
 	return func(k *known) { k.log, k.offsets = nil, offsets }
 }

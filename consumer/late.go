@@ -1,0 +1,81 @@
+package consumer
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// retryLate takes over what had to wait, and what halted and got an operator's order.
+func (s *session) retryLate(ctx context.Context) {
+	for ctx.Err() == nil {
+		due, halted, next := s.lateOnes()
+		for _, key := range due {
+			s.retake(ctx, key, "it had to wait")
+		}
+		if len(due) > 0 {
+			continue
+		}
+		if len(halted) > 0 {
+			next = min(next, pollEvery)
+			ordered, err := s.ordered(ctx, halted)
+			if err != nil && ctx.Err() == nil {
+				s.consumer.engine.cfg.Logger.DebugContext(ctx, "orders to halted partitions could not be read; it is tried again", "group", s.consumer.engine.cfg.Group, "error", err)
+			}
+			for _, key := range ordered {
+				s.retake(ctx, key, "an operator ordered where it resumes")
+			}
+		}
+		timer := time.NewTimer(next)
+		select {
+		case <-ctx.Done():
+		case <-s.late:
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+}
+
+// ordered lists those for which there is an operator's order.
+func (s *session) ordered(ctx context.Context, keys []topicPartition) ([]topicPartition, error) {
+	topics, numbers := make([]string, len(keys)), make([]int32, len(keys))
+	for i, key := range keys {
+		topics[i], numbers[i] = key.topic, key.partition
+	}
+	e := s.consumer.engine
+	ctx, cancel := e.bounded(ctx)
+	defer cancel()
+	rows, err := e.pool.Query(ctx, e.sql.orders, e.cfg.Group, topics, numbers)
+	if err != nil {
+		return nil, fmt.Errorf("read orders: %w", err)
+	}
+	found, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (key topicPartition, err error) {
+		return key, row.Scan(&key.topic, &key.partition)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read orders: %w", err)
+	}
+	return found, nil
+}
+
+// lateOnes lists what is due and what halted, and says how long nothing more is due.
+func (s *session) lateOnes() (due, halted []topicPartition, next time.Duration) {
+	next = time.Minute
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for key, a := range s.assignments {
+		if a.state == stateHalted {
+			halted = append(halted, key)
+		}
+		switch left := time.Until(a.retryAt); {
+		case a.retryAt.IsZero():
+		case left <= 0:
+			due = append(due, key)
+		default:
+			next = min(next, left)
+		}
+	}
+	return due, halted, next
+}

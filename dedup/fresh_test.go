@@ -11,6 +11,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -22,6 +23,15 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
+
+// sql is a list of steps without parameters.
+func sql(statements ...string) []dedup.Step {
+	steps := make([]dedup.Step, len(statements))
+	for i, statement := range statements {
+		steps[i].SQL = statement
+	}
+	return steps
+}
 
 const beginSQL = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
@@ -61,7 +71,7 @@ func TestBeginFreshClaimsEveryID(t *testing.T) {
 			rand.Shuffle(len(ids), func(i, j int) { ids[i], ids[j] = ids[j], ids[i] })
 			given := append(slices.Clone(ids), ids[7], ids[0])
 
-			result, err := claims.BeginFresh(t.Context(), conn, beginSQL, "", consumer, given, nil)
+			result, err := claims.BeginFresh(t.Context(), conn, sql(beginSQL), consumer, given, nil)
 			require.NoError(t, err)
 			requireExec(t, conn, "COMMIT")
 			want := slices.Repeat([]bool{true}, len(ids))
@@ -85,7 +95,7 @@ func TestBeginFreshStoresFingerprints(t *testing.T) {
 			ids := newIDs(t, 2)
 			one, other := dedup.Fingerprint(nil, []byte("1")), dedup.Fingerprint(nil, []byte("2"))
 
-			result, err := claims.BeginFresh(t.Context(), conn, beginSQL, "", consumer,
+			result, err := claims.BeginFresh(t.Context(), conn, sql(beginSQL), consumer,
 				[]uuid.UUID{ids[1], ids[0], ids[1], ids[0]}, [][16]byte{one, one, other, one})
 			require.NoError(t, err)
 			requireExec(t, conn, "COMMIT")
@@ -122,7 +132,7 @@ func TestADuplicateRefusesAFreshClaim(t *testing.T) {
 						}
 						claimAlone(t, pool, claims, consumer, ids[place])
 
-						_, err := claims.BeginFresh(t.Context(), conn, begin, "", consumer, ids, nil)
+						_, err := claims.BeginFresh(t.Context(), conn, sql(begin), consumer, ids, nil)
 						require.ErrorIs(t, err, dedup.ErrTaken)
 						require.NotErrorIs(t, err, dedup.ErrRetry)
 						require.EqualValues(t, 'E', conn.PgConn().TxStatus())
@@ -152,7 +162,7 @@ func TestAFreshClaimWaitsForTheHolder(t *testing.T) {
 			require.NoError(t, err)
 			answers := make(chan error, 1)
 			go func() {
-				_, err := claims.BeginFresh(t.Context(), conn, beginSQL, "", dedup.Numbered(1), ids, nil)
+				_, err := claims.BeginFresh(t.Context(), conn, sql(beginSQL), dedup.Numbered(1), ids, nil)
 				answers <- err
 			}()
 			waitUntilBlocked(t, pool, conn.PgConn().PID(), holderPID)
@@ -175,10 +185,10 @@ func TestAnotherUniqueViolationIsNoDuplicate(t *testing.T) {
 	_, err := pool.Exec(t.Context(), `CREATE TABLE processed_messages_copy (n int PRIMARY KEY); INSERT INTO processed_messages_copy VALUES (1);
 		CREATE TABLE effectonce.effects (n int PRIMARY KEY); INSERT INTO effectonce.effects VALUES (1)`)
 	require.NoError(t, err)
-	fail := func(t *testing.T, begin, then string) {
+	fail := func(t *testing.T, before, after []dedup.Step) {
 		t.Helper()
 		conn, ids := acquire(t, pool), newIDs(t, 2)
-		_, err := claims.BeginFresh(t.Context(), conn, begin, then, dedup.Numbered(1), ids, nil)
+		_, err := claims.BeginFresh(t.Context(), conn, before, dedup.Numbered(1), ids, nil, after...)
 		var pgErr *pgconn.PgError
 		require.ErrorAs(t, err, &pgErr)
 		require.Equal(t, "23505", pgErr.Code)
@@ -187,13 +197,14 @@ func TestAnotherUniqueViolationIsNoDuplicate(t *testing.T) {
 		assert.Equal(t, []bool{true, true}, claimAlone(t, pool, claims, dedup.Numbered(1), ids...))
 	}
 	const elsewhere, beside = "INSERT INTO processed_messages_copy VALUES (1)", "INSERT INTO effectonce.effects VALUES (1)"
-	fail(t, beginSQL+"; "+elsewhere, "")
-	fail(t, beginSQL, elsewhere)
-	fail(t, beginSQL, beside)
+	fail(t, sql(beginSQL, elsewhere), nil)
+	fail(t, sql(beginSQL), sql(elsewhere))
+	fail(t, sql(beginSQL), sql(beside))
+	fail(t, sql(beginSQL, "INSERT INTO effectonce.processed_messages (message_id, consumer) SELECT '00000000-0000-0000-0000-000000000000', 1 FROM generate_series(1, 2)"), nil)
 	conn := acquire(t, pool)
 	requireExec(t, conn, `CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO public.processed_messages_copy VALUES (1); RETURN NULL; END'`)
 	requireExec(t, conn, `CREATE TRIGGER audit AFTER INSERT ON effectonce.processed_messages FOR EACH STATEMENT WHEN (current_setting('test.audit', true) = 'on') EXECUTE FUNCTION audit()`)
-	fail(t, beginSQL+"; SET LOCAL test.audit = on", "")
+	fail(t, sql(beginSQL, "SET LOCAL test.audit = on"), nil)
 }
 
 // Whichever statement of the round trip fails, the rows behind it are ignored by the server, nothing is claimed, and
@@ -202,13 +213,20 @@ func TestAFailedFreshClaimLeavesTheConnectionUsable(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	conn := acquire(t, pool)
-	for _, tc := range [][2]string{
-		{"BEGIN ISOLATION LEVEL MOSTLY HARMLESS", ""}, {beginSQL + "; SELECT 1/0", ""}, {beginSQL, "SELECT 1/0"}, {"BEGIN READ ONLY", ""},
-		{beginSQL + "; LOCK TABLE nowhere", ""}, {beginSQL, "SELECT set_config('lock_timeout', '1s', true); SELECT 1/0"},
+	for _, tc := range [][2][]dedup.Step{
+		{sql("BEGIN ISOLATION LEVEL MOSTLY HARMLESS"), nil},
+		{sql(beginSQL, "SELECT 1/0"), nil},
+		{sql(beginSQL), sql("SELECT 1/0")},
+		{sql("BEGIN READ ONLY"), nil},
+		{sql(beginSQL, "LOCK TABLE nowhere"), nil},
+		{sql(beginSQL), sql("SELECT set_config('lock_timeout', '1s', true)", "SELECT 1/0")},
+		{{{SQL: beginSQL}, {SQL: "SELECT $1::int", Args: []string{"one"}}}, nil},
+		{{{SQL: beginSQL}, {SQL: "SELECT 'one'", Into: []any{new(int)}}}, nil},
+		{{{SQL: beginSQL}, {SQL: "SELECT 1, 2", Into: []any{new(int)}}}, nil},
 	} {
 		ids := newIDs(t, 500)
-		_, err := claims.BeginFresh(t.Context(), conn, tc[0], tc[1], dedup.Numbered(1), ids, nil)
-		require.Error(t, err)
+		_, err := claims.BeginFresh(t.Context(), conn, tc[0], dedup.Numbered(1), ids, nil, tc[1]...)
+		require.Error(t, err, tc)
 		require.NotErrorIs(t, err, dedup.ErrTaken)
 		requireExec(t, conn, "ROLLBACK")
 		assert.False(t, slices.Contains(claimAlone(t, pool, claims, dedup.Numbered(1), ids...), false), tc)
@@ -222,21 +240,21 @@ type gatedConn struct {
 	net.Conn
 
 	mu     sync.Mutex
-	closed *sync.Cond
+	opened *sync.Cond
 	shut   bool
 }
 
 func (c *gatedConn) Read(p []byte) (int, error) {
 	c.mu.Lock()
 	for c.shut {
-		c.closed.Wait()
+		c.opened.Wait()
 	}
 	c.mu.Unlock()
 	return c.Conn.Read(p)
 }
 
 func (c *gatedConn) Write(p []byte) (int, error) {
-	if bytes.HasSuffix(p, []byte("c\x00\x00\x00\x04")) { // CopyDone
+	if bytes.HasSuffix(p, []byte("S\x00\x00\x00\x04")) { // Sync, the last message of a round trip
 		c.gate(false)
 	}
 	return c.Conn.Write(p)
@@ -246,36 +264,97 @@ func (c *gatedConn) gate(shut bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.shut = shut
-	c.closed.Broadcast()
+	c.opened.Broadcast()
 }
 
-// BEGIN, what comes before and behind the claim and the claim itself take one round trip: the client sends everything
-// before it hears anything.
-func TestBeginFreshTakesOneRoundTrip(t *testing.T) {
-	t.Parallel()
-	config, err := pgx.ParseConfig(pgtest.Database(t))
+// connectGated opens a connection in a mode of pgx.
+func connectGated(t *testing.T, address string, mode pgx.QueryExecMode) (*pgx.Conn, *gatedConn) {
+	t.Helper()
+	config, err := pgx.ParseConfig(address)
 	require.NoError(t, err)
+	config.DefaultQueryExecMode = mode
 	var gated *gatedConn
 	config.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
 		conn, err := (&net.Dialer{}).DialContext(ctx, network, addr)
 		gated = &gatedConn{Conn: conn}
-		gated.closed = sync.NewCond(&gated.mu)
+		gated.opened = sync.NewCond(&gated.mu)
 		return gated, err
 	}
 	conn, err := pgx.ConnectConfig(t.Context(), config)
 	require.NoError(t, err)
-	defer func() { assert.NoError(t, conn.Close(context.WithoutCancel(t.Context()))) }()
-	claims, ids := newClaims(t), newIDs(t, 500)
+	t.Cleanup(func() { assert.NoError(t, conn.Close(context.WithoutCancel(t.Context()))) })
+	return conn, gated
+}
 
-	ctx, cancel := context.WithTimeout(t.Context(), waitMax)
+// BEGIN, the other steps and the claim take one round trip, in each mode that works behind a pooler and in the default:
+// the client has sent everything before it hears anything.
+func TestBeginFreshTakesOneRoundTrip(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe} {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+			conn, gated := connectGated(t, address, mode)
+			claims := newClaims(t)
+			for attempt := range 3 {
+				ctx, cancel := context.WithTimeout(t.Context(), waitMax)
+				defer cancel()
+				context.AfterFunc(ctx, func() { gated.gate(false) })
+				if attempt > 0 || mode != pgx.QueryExecModeCacheStatement { // which prepares at its first use
+					gated.gate(true)
+				}
+				var timeout, none string
+				var at *time.Time
+				result, err := claims.BeginFresh(ctx, conn, []dedup.Step{
+					{SQL: beginSQL},
+					{SQL: "SELECT set_config('lock_timeout', $1, true), 'x'", Args: []string{"7s"}, Into: []any{&timeout, nil}},
+				}, dedup.Numbered(1), newIDs(t, 500), nil,
+					dedup.Step{SQL: "SELECT NULL::timestamptz", Into: []any{&at}},
+					dedup.Step{SQL: "SELECT 'a row' WHERE $1::int = 0", Args: []string{"1"}, Into: []any{&none}})
+				require.NoError(t, err)
+				require.NoError(t, ctx.Err())
+				assert.False(t, slices.Contains(result.Fresh(), false))
+				assert.Equal(t, []string{"7s", ""}, []string{timeout, none})
+				assert.Nil(t, at)
+				requireExec(t, conn, "COMMIT")
+			}
+		})
+	}
+}
+
+// A connection that goes silent ends the claim at its deadline and is closed.
+func TestBeginFreshOnASilentConnectionEndsInTime(t *testing.T) {
+	t.Parallel()
+	conn, _ := connectGated(t, pgtest.Database(t), pgx.QueryExecModeCacheDescribe)
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
-	context.AfterFunc(ctx, func() { gated.gate(false) })
-	gated.gate(true)
-	result, err := claims.BeginFresh(ctx, conn, beginSQL+"; SET LOCAL lock_timeout = '1s'", "SELECT 1", dedup.Numbered(1), ids, nil)
+	holder, err := pgx.Connect(t.Context(), conn.Config().ConnString())
 	require.NoError(t, err)
-	require.NoError(t, ctx.Err())
-	assert.False(t, slices.Contains(result.Fresh(), false))
-	requireExec(t, conn, "COMMIT")
+	defer func() { assert.NoError(t, holder.Close(context.WithoutCancel(t.Context()))) }()
+	requireExec(t, holder, "BEGIN; LOCK TABLE effectonce.processed_messages") // so that there is no answer
+	_, err = newClaims(t).BeginFresh(ctx, conn, sql(beginSQL), dedup.Numbered(1), newIDs(t, 500), nil)
+	require.Error(t, err)
+	require.ErrorIs(t, ctx.Err(), context.DeadlineExceeded)
+	assert.True(t, conn.IsClosed())
+}
+
+// Statements that the server forgot (DISCARD ALL of a pool's hook) are prepared anew by the attempt after the next.
+func TestBeginFreshPreparesAnewAfterDiscard(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	conn := acquire(t, pool)
+	for round := range 3 {
+		_, err := claims.BeginFresh(t.Context(), conn, sql(beginSQL), dedup.Numbered(1), newIDs(t, 5), nil)
+		if round > 0 {
+			require.Error(t, err)
+			_, err = claims.BeginFresh(t.Context(), conn, sql(beginSQL), dedup.Numbered(1), newIDs(t, 5), nil)
+		}
+		require.NoError(t, err)
+		_, err = conn.PgConn().Exec(t.Context(), "COMMIT; DISCARD ALL").ReadAll() // DISCARD wants to be alone
+		require.Error(t, err)
+		_, err = conn.PgConn().Exec(t.Context(), "DISCARD ALL").ReadAll()
+		require.NoError(t, err)
+	}
 }
 
 // claimEitherWay claims as consumers do: in the form that takes everything as fresh, and where that is refused in the
@@ -285,7 +364,7 @@ func claimEitherWay(ctx context.Context, claims *dedup.Claims, conn *pgx.Conn, o
 	var result *dedup.Result
 	var err error
 	if optimistic {
-		result, err = claims.BeginFresh(ctx, conn, beginSQL, "", consumer, ids, nil)
+		result, err = claims.BeginFresh(ctx, conn, sql(beginSQL), consumer, ids, nil)
 		if err != nil {
 			if again := end("ROLLBACK"); again != nil || !errors.Is(err, dedup.ErrTaken) {
 				return nil, cmp.Or(again, err)

@@ -1,10 +1,15 @@
 package consumer
 
+import "sync"
+
 // claimForm chooses how the next batch of a lane claims: taking every message as fresh, which is cheaper and fails
 // where one is a duplicate, or asking for each. The same constraint decides both; the choice is about cost alone.
 // A failed try costs about as much as it saves in a batch without duplicates. Duplicates come in runs (a redelivery
 // after a restart, a producer that tries again), so one of them speaks against the batches that follow.
+//
+// A handler that was given up may still have the transaction of a batch while its lane is at the next attempt.
 type claimForm struct {
+	mu   sync.Mutex
 	asks int // so many more batches without a duplicate have to ask
 	wait int // how many have to after the next duplicate
 	kept int // tries in a row that succeeded
@@ -19,13 +24,19 @@ const (
 )
 
 // newClaimForm begins by asking: after a restart the first messages may be those that were committed last.
-func newClaimForm() claimForm { return claimForm{asks: cleanMin, wait: cleanMin} }
+func newClaimForm() *claimForm { return &claimForm{asks: cleanMin, wait: cleanMin} }
 
 // trusts tells whether the next batch is to be taken as fresh.
-func (f *claimForm) trusts() bool { return f.asks <= 0 }
+func (f *claimForm) trusts() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.asks <= 0
+}
 
 // asked notes how a batch that asked came out.
 func (f *claimForm) asked(duplicates int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if duplicates > 0 {
 		f.asks = f.wait
 	} else {
@@ -35,6 +46,8 @@ func (f *claimForm) asked(duplicates int) {
 
 // refused notes a try that met a duplicate. The batch asks next.
 func (f *claimForm) refused() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.kept = 0
 	f.wait = min(2*f.wait, cleanMax)
 	f.asks = f.wait
@@ -42,6 +55,8 @@ func (f *claimForm) refused() {
 
 // succeeded notes a try that met none.
 func (f *claimForm) succeeded() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if f.kept++; f.kept >= goodRun {
 		f.wait = cleanMin
 	}

@@ -84,7 +84,8 @@ type work struct {
 	held     *heldKeys
 	// apart: the position is not advanced by this transaction, which only makes sure that it is still ours.
 	apart bool
-	hints [][]byte // keys of the messages that may be held
+	hints [][]byte   // keys of the messages that may be held
+	form  *claimForm // nil: claims are asked for
 }
 
 func (w *work) released() bool { return w.msgs[0].row != 0 }
@@ -158,12 +159,12 @@ func send(ctx context.Context, conn *pgx.Conn, batch *pgx.Batch, done *int) erro
 
 var errServerChanged = errors.New("the connection leads to another server, or to one that was restarted, since the position was taken over")
 
-// begin starts the transaction and claims, in one round trip.
-func (e *engine) begin(ctx context.Context, t *tx, w *work) (c claimed, err error) {
+// beginAsking begins and claims message by message, which tells the duplicates.
+func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, err error) {
 	ctx, cancel := e.bounded(ctx)
 	defer cancel()
 	batch := &pgx.Batch{}
-	batch.Queue("BEGIN ISOLATION LEVEL " + string(e.cfg.Isolation))
+	batch.Queue(e.beginSQL())
 	batch.Queue(e.sql.guard)
 	var server time.Time
 	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server) })

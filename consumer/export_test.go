@@ -33,11 +33,14 @@ func (e *Engine) Hold(ctx context.Context, number int32) (*Position, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Position{taken[0].pos}, nil
+	return &Position{taken[0].pos, newClaimForm()}, nil
 }
 
 // Position is a held partition.
-type Position struct{ p *position }
+type Position struct {
+	p    *position
+	form *claimForm
+}
 
 // Apply runs one batch: n messages whose IDs are made of numbers from first on.
 func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, error) {
@@ -49,7 +52,7 @@ func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, er
 			Partition: at.p.partition, Offset: int64(number), Time: time.Now(), Value: []byte("x"),
 		}
 	}
-	out, f := e.c.engine.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys()})
+	out, f := e.c.engine.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), form: at.form})
 	if f != nil {
 		return 0, f
 	}

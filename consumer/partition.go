@@ -63,7 +63,7 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan struct{}) *lane {
 	l := &lane{
 		engine: c.engine, ctx: ctx, stopping: stopping, careful: &careful{}, scope: c.names[pos.topic], idSources: c.rules[pos.topic].Sources(),
-		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys()},
+		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys(), form: newClaimForm()},
 		breaker: newBreaker(c.engine.cfg.ParkShareMax),
 	}
 	if pos.stuck > 0 {

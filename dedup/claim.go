@@ -95,29 +95,48 @@ func (c *Claims) ClaimBatch(ctx context.Context, tx pgx.Tx, consumer Consumer, i
 	return result.Fresh(), nil
 }
 
-// Result of a queued claim. It is filled when the batch's results have been read.
+// Result of a claim. That of a queued one is filled when the batch's results have been read.
 type Result struct {
-	ids       []uuid.UUID
-	claimed   map[uuid.UUID]struct{}
+	sorted    []uuid.UUID // the IDs, each once
+	first     []int       // where the ID at the same place in sorted occurs first in the batch
+	fresh     []bool
 	conflicts []bool
+}
+
+// newResult sorts the IDs and leaves out repetitions: of an ID that occurs several times the first occurrence counts.
+func newResult(ids []uuid.UUID) *Result {
+	first := make([]int, len(ids))
+	for i := range first {
+		first[i] = i
+	}
+	slices.SortStableFunc(first, func(a, b int) int { return bytes.Compare(ids[a][:], ids[b][:]) })
+	first = slices.CompactFunc(first, func(a, b int) bool { return ids[a] == ids[b] })
+	sorted := make([]uuid.UUID, len(first))
+	for i, at := range first {
+		sorted[i] = ids[at]
+	}
+	return &Result{sorted: sorted, first: first, fresh: make([]bool, len(ids))}
 }
 
 // Queue adds the claim of ClaimBatch to a batch of statements, so that it can share their round trip.
 // Errors of the statement come from reading the batch's results; pass them through WrapClaimError.
 func (c *Claims) Queue(batch *pgx.Batch, consumer Consumer, ids []uuid.UUID) *Result {
-	result := &Result{ids: ids, claimed: make(map[uuid.UUID]struct{}, len(ids))}
-	sorted := make([][16]byte, len(ids))
-	for i, id := range ids {
-		sorted[i] = id
-	}
-	slices.SortFunc(sorted, func(a, b [16]byte) int { return bytes.Compare(a[:], b[:]) })
-	sorted = slices.Compact(sorted)
+	result := newResult(ids)
 	sql := c.sql.claim
 	if consumer.forever {
 		sql = c.sql.claimForever
 	}
-	batch.Queue(sql, sorted, consumer.id).Query(result.read)
+	batch.Queue(sql, asArrays(result.sorted), consumer.id).Query(result.read)
 	return result
+}
+
+// asArrays is what pgx encodes without asking each ID how.
+func asArrays(ids []uuid.UUID) [][16]byte {
+	arrays := make([][16]byte, len(ids))
+	for i, id := range ids {
+		arrays[i] = id
+	}
+	return arrays
 }
 
 // Fingerprint stands for what a message says: the first 128 bits of SHA-256 over key and value, each with its
@@ -140,27 +159,18 @@ func Fingerprint(key, value []byte) [16]byte {
 // one, before or earlier in the same batch. A fingerprint of zeros means none: it is not stored, and the
 // message conflicts with nothing. Nor does one whose ID was claimed without a fingerprint.
 func (c *Claims) QueueChecked(batch *pgx.Batch, consumer Consumer, ids []uuid.UUID, fingerprints [][16]byte) *Result {
-	result := &Result{ids: ids, claimed: make(map[uuid.UUID]struct{}, len(ids)), conflicts: make([]bool, len(ids))}
-	order := make([]int, len(ids))
-	given := make([][16]byte, len(ids))
-	for i, id := range ids {
-		order[i], given[i] = i, id
-	}
-	slices.SortStableFunc(order, func(a, b int) int { return bytes.Compare(ids[a][:], ids[b][:]) })
-	order = slices.CompactFunc(order, func(a, b int) bool { return ids[a] == ids[b] }) // the first occurrence counts
-	sorted, prints, all := make([][16]byte, len(order)), make([]pgtype.UUID, len(order)), make([]pgtype.UUID, len(ids))
+	result := newResult(ids)
+	result.conflicts = make([]bool, len(ids))
+	all := make([]pgtype.UUID, len(ids))
 	for i, print := range fingerprints {
 		all[i] = pgtype.UUID{Bytes: print, Valid: print != [16]byte{}}
-	}
-	for i, at := range order {
-		sorted[i], prints[i] = ids[at], all[at]
 	}
 	claim, compare := c.sql.claimChecked, c.sql.conflicts
 	if consumer.forever {
 		claim, compare = c.sql.claimCheckedForever, c.sql.conflictsForever
 	}
-	batch.Queue(claim, sorted, consumer.id, prints).Query(result.read)
-	batch.Queue(compare, given, consumer.id, all).Query(func(rows pgx.Rows) error {
+	batch.Queue(claim, asArrays(result.sorted), consumer.id, once(result, all)).Query(result.read)
+	batch.Queue(compare, asArrays(ids), consumer.id, all).Query(func(rows pgx.Rows) error {
 		var at int
 		_, err := pgx.ForEachRow(rows, []any{&at}, func() error {
 			result.conflicts[at-1] = true
@@ -171,29 +181,38 @@ func (c *Claims) QueueChecked(batch *pgx.Batch, consumer Consumer, ids []uuid.UU
 	return result
 }
 
+// once returns what belongs to first occurrences, in the order of sorted.
+func once[T any](r *Result, each []T) []T {
+	chosen := make([]T, len(r.first))
+	for i, at := range r.first {
+		chosen[i] = each[at]
+	}
+	return chosen
+}
+
+// read looks up what came back. The server returns IDs in the order in which it was given them, so the next one
+// is nearly always the one that follows; the answer does not depend on that.
 func (r *Result) read(rows pgx.Rows) error {
+	next := 0
 	for rows.Next() {
-		var id [16]byte
-		if err := rows.Scan(&id); err != nil {
+		var id uuid.UUID
+		if err := rows.Scan((*[16]byte)(&id)); err != nil {
 			return err
 		}
-		r.claimed[id] = struct{}{}
+		found := next < len(r.sorted) && r.sorted[next] == id
+		if !found {
+			next, found = slices.BinarySearchFunc(r.sorted, id, func(a, b uuid.UUID) int { return bytes.Compare(a[:], b[:]) })
+		}
+		if found {
+			r.fresh[r.first[next]] = true
+			next++
+		}
 	}
 	return rows.Err()
 }
 
 // Fresh tells for each ID of the claim, in the order in which they were given, whether it is fresh.
-// It may be called once.
-func (r *Result) Fresh() []bool {
-	fresh := make([]bool, len(r.ids))
-	for i, id := range r.ids {
-		if _, ok := r.claimed[id]; ok {
-			fresh[i] = true
-			delete(r.claimed, id) // a second occurrence in the same batch is a duplicate
-		}
-	}
-	return fresh
-}
+func (r *Result) Fresh() []bool { return r.fresh }
 
 // ProcessedAt returns when an ID was claimed, by the database's clock. pgx.ErrNoRows: it is not claimed, or its
 // claim was forgotten.

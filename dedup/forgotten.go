@@ -1,6 +1,7 @@
 package dedup
 
 import (
+	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -38,4 +39,14 @@ func (c *Claims) QueueForgotten(batch *pgx.Batch, consumer Consumer, dest *time.
 	batch.Queue(c.sql.forgottenLocked, consumer.id).QueryRow(read)
 	batch.Queue(forgottenAfterSQL)
 	batch.Queue(forgottenBehindSQL)
+}
+
+// ForgottenSteps is QueueForgotten for BeginFresh, whose steps it follows. *dest is nil where nothing was forgotten.
+func (c *Claims) ForgottenSteps(consumer Consumer, dest **time.Time, lock bool) []Step {
+	read := Step{SQL: c.sql.forgotten, Args: []string{strconv.Itoa(int(consumer.id))}, Into: []any{dest}}
+	if !lock {
+		return []Step{read}
+	}
+	read.SQL = c.sql.forgottenLocked
+	return []Step{{SQL: forgottenBeforeSQL}, read, {SQL: forgottenAfterSQL}, {SQL: forgottenBehindSQL}}
 }

@@ -16,6 +16,14 @@ SELECT id, $2 FROM pg_catalog.unnest($1::uuid[]) AS id
 ON CONFLICT DO NOTHING
 RETURNING message_id`
 
+// copySQL takes every ID as fresh. The rows arrive in the order of claimSQL, for the same reason: COPY collects them
+// and then enters them into the index of each partition one by one, in the order in which they came.
+const copySQL = `-- dedup.copy
+COPY effectonce.processed_messages (message_id, consumer) FROM STDIN (FORMAT binary)`
+
+const copyCheckedSQL = `-- dedup.copy_checked
+COPY effectonce.processed_messages (message_id, consumer, fingerprint) FROM STDIN (FORMAT binary)`
+
 // claimCheckedSQL also stores what the message says. (An unnest of several arrays is always PostgreSQL's own.)
 const claimCheckedSQL = `-- dedup.claim_checked
 INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint)
@@ -184,6 +192,7 @@ DELETE FROM effectonce.message_attempts WHERE updated_at < clock_timestamp() - $
 type queries struct {
 	claim, claimChecked, conflicts                      string
 	claimForever, claimCheckedForever, conflictsForever string
+	copy, copyChecked, copyForever, copyCheckedForever  string
 	processedAt, processedAtForever                     string
 	register                                            string
 	forgotten, forgottenLocked                          string
@@ -197,6 +206,7 @@ func newQueries(schema string) queries {
 	return queries{
 		claim: in(claimSQL), claimChecked: in(claimCheckedSQL), conflicts: in(conflictsSQL),
 		claimForever: forever(claimSQL), claimCheckedForever: forever(claimCheckedSQL), conflictsForever: forever(conflictsSQL),
+		copy: in(copySQL), copyChecked: in(copyCheckedSQL), copyForever: forever(copySQL), copyCheckedForever: forever(copyCheckedSQL),
 		processedAt: in(processedAtSQL), processedAtForever: forever(processedAtSQL),
 		register: in(registerSQL), forgotten: in(forgottenSQL), forgottenLocked: in(forgottenLockedSQL),
 	}

@@ -1,0 +1,53 @@
+package consumer
+
+import (
+	"context"
+	"time"
+
+	"github.com/effectonce/effectonce/dedup"
+)
+
+// ClaimForm is the choice of forms without an engine.
+type ClaimForm struct{ *claimForm }
+
+func NewClaimForm() *ClaimForm { return &ClaimForm{newClaimForm()} }
+
+func (f *ClaimForm) Trusts() bool         { return f.trusts() }
+func (f *ClaimForm) Asked(duplicates int) { f.asked(duplicates) }
+func (f *ClaimForm) Refused()             { f.refused() }
+func (f *ClaimForm) Succeeded()           { f.succeeded() }
+
+// Bounds of the choice.
+const CleanMin, CleanMax, GoodRun = cleanMin, cleanMax, goodRun
+
+// Kept is how many batches in a row were taken as fresh, and were.
+func (p *Position) Kept() int { return p.form.kept }
+
+// Trust makes the next batch be taken as fresh.
+func (p *Position) Trust() { p.form.asks = 0 }
+
+// Outcome is what a batch came to.
+type Outcome struct{ Fresh, Duplicates, Parked int }
+
+// ApplyNumbers runs one batch at an offset: a message for each number, which is all that its ID and value depend on.
+func (e *Engine) ApplyNumbers(ctx context.Context, at *Position, offset int64, apart bool, numbers ...int) (Outcome, error) {
+	msgs := make([]*Message, len(numbers))
+	for i, n := range numbers {
+		text := []byte{byte(n >> 8), byte(n)}
+		msgs[i] = &Message{
+			ID: dedup.ChildID(dedup.MessageID("test", text), "", time.Now()), Topic: at.p.topic, Partition: at.p.partition,
+			Offset: offset + int64(i), Time: time.Now(), Value: text,
+		}
+		if n%2 == 0 {
+			msgs[i].ID = dedup.MessageID("test", text)
+		}
+	}
+	out, f := e.c.engine.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), form: at.form, apart: apart})
+	if f != nil {
+		return Outcome{}, f
+	}
+	return Outcome{out.fresh, out.duplicates, len(out.parked)}, nil
+}
+
+// MoveServer makes a position one that was taken over on another server.
+func (p *Position) MoveServer() { p.p.server = time.Unix(0, 0) }

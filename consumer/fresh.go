@@ -1,0 +1,106 @@
+package consumer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/dedup"
+)
+
+// begin starts the transaction and claims, in one round trip: as if no message was claimed before, or asking for each.
+// Where the first form meets a duplicate nothing has happened yet, and the second one follows.
+func (e *engine) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
+	ids := e.claimsIDs(w)
+	if ids && e.trusts(w) {
+		c, err := e.beginFresh(ctx, t, w)
+		if err == nil {
+			w.form.succeeded()
+			return c, nil
+		}
+		w.form.refused() // after any other error, too: the form that has no protocol of its own is next
+		if !errors.Is(err, dedup.ErrTaken) {
+			return c, err
+		}
+		if err := e.rollBack(ctx, t); err != nil {
+			return claimed{}, err
+		}
+	}
+	c, err := e.beginAsking(ctx, t, w)
+	if err == nil && ids && w.form != nil {
+		w.form.asked(len(c.fresh) - count(c.fresh))
+	}
+	return c, err
+}
+
+// claimsIDs tells whether the messages are claimed at all.
+func (e *engine) claimsIDs(w *work) bool {
+	return !w.released() && !e.unclaimed && e.cfg.Dedup != DedupByPosition
+}
+
+// freshMin is the least batch that the form with a COPY pays for.
+const freshMin = 20
+
+// trusts tells whether messages are to be taken as fresh. Those that this consumer has worked through before are
+// likely duplicates; and what is held has to be asked for.
+func (e *engine) trusts(w *work) bool {
+	if w.form == nil || len(w.msgs) < freshMin || !w.form.trusts() {
+		return false
+	}
+	if w.pos.stored != nil && w.msgs[0].Offset < *w.pos.stored {
+		return false
+	}
+	return !e.holdsKeys() || len(w.held.of(w.msgs)) == 0
+}
+
+// beginFresh begins and claims every message as fresh.
+func (e *engine) beginFresh(ctx context.Context, t *tx, w *work) (c claimed, err error) {
+	ctx, cancel := e.bounded(ctx)
+	defer cancel()
+	w.hints = nil
+	var server time.Time
+	var forgotten *time.Time
+	before := []dedup.Step{
+		{SQL: e.beginSQL()},
+		{SQL: e.sql.guard},
+		{SQL: e.sql.settings, Args: e.timeout[:], Into: []any{nil, nil, nil, nil, &server}},
+	}
+	var after []dedup.Step
+	if e.expires() {
+		after = e.claims.ForgottenSteps(w.consumer, &forgotten, e.cfg.Isolation != pgx.ReadCommitted)
+	}
+	result, err := e.claims.BeginFresh(ctx, t.conn, before, w.consumer, w.ids(), e.prints(w.msgs), after...)
+	if err != nil {
+		return c, err
+	}
+	if w.apart && !server.Equal(w.pos.server) {
+		return c, fmt.Errorf("%w: %w", errFenced, errServerChanged)
+	}
+	if forgotten != nil {
+		c.forgotten = *forgotten
+	}
+	c.fresh, c.conflicts = result.Fresh(), result.Conflicts()
+	return c, nil
+}
+
+func (e *engine) beginSQL() string { return "BEGIN ISOLATION LEVEL " + string(e.cfg.Isolation) }
+
+// rollBack ends a transaction that claimed nothing.
+func (e *engine) rollBack(ctx context.Context, t *tx) error {
+	ctx, cancel := e.bounded(ctx)
+	defer cancel()
+	_, err := t.conn.Exec(ctx, "ROLLBACK")
+	return err
+}
+
+func count(list []bool) (n int) {
+	for _, so := range list {
+		if so {
+			n++
+		}
+	}
+	return n
+}

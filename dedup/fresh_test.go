@@ -1,0 +1,469 @@
+package dedup_test
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// sql is a list of steps without parameters.
+func sql(statements ...string) []dedup.Step {
+	steps := make([]dedup.Step, len(statements))
+	for i, statement := range statements {
+		steps[i].SQL = statement
+	}
+	return steps
+}
+
+const beginSQL = "BEGIN ISOLATION LEVEL READ COMMITTED"
+
+// acquire hands out a connection until the test ends.
+func acquire(t *testing.T, pool *pgxpool.Pool) *pgx.Conn {
+	t.Helper()
+	conn, err := pool.Acquire(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(conn.Release)
+	return conn.Conn()
+}
+
+func requireExec(t *testing.T, conn *pgx.Conn, sql string) {
+	t.Helper()
+	_, err := conn.Exec(t.Context(), sql)
+	require.NoError(t, err)
+}
+
+// kinds are the consumers of both tables.
+func kinds(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims) map[string]dedup.Consumer {
+	t.Helper()
+	forever, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "ledger", Group: "ledger", Forever: true})
+	require.NoError(t, err)
+	return map[string]dedup.Consumer{"window": dedup.Numbered(1000), "forever": forever}
+}
+
+// A claim that takes everything as fresh claims everything once: the other forms see its claims, another consumer does
+// not, and of an ID that occurs several times the first occurrence is fresh.
+func TestBeginFreshClaimsEveryID(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	for name, consumer := range kinds(t, pool, claims) {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			conn := acquire(t, pool)
+			ids := append(newIDs(t, 2000), dedup.MessageID(name, []byte("no time")))
+			rand.Shuffle(len(ids), func(i, j int) { ids[i], ids[j] = ids[j], ids[i] })
+			given := append(slices.Clone(ids), ids[7], ids[0])
+
+			result, err := claims.BeginFresh(t.Context(), conn, sql(beginSQL), consumer, given, nil)
+			require.NoError(t, err)
+			requireExec(t, conn, "COMMIT")
+			want := slices.Repeat([]bool{true}, len(ids))
+			assert.Equal(t, append(want, false, false), result.Fresh())
+			assert.Nil(t, result.Conflicts())
+			assert.False(t, slices.Contains(claimAlone(t, pool, claims, consumer, ids...), true))
+			assert.False(t, slices.Contains(claimAlone(t, pool, claims, dedup.Numbered(2000), ids...), false), "of another consumer")
+		})
+	}
+}
+
+// The fingerprints that a fresh claim stores are those that later claims are compared with, and those inside the batch
+// are compared at once.
+func TestBeginFreshStoresFingerprints(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	for name, consumer := range kinds(t, pool, claims) {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			conn := acquire(t, pool)
+			ids := newIDs(t, 2)
+			one, other := dedup.Fingerprint(nil, []byte("1")), dedup.Fingerprint(nil, []byte("2"))
+
+			result, err := claims.BeginFresh(t.Context(), conn, sql(beginSQL), consumer,
+				[]uuid.UUID{ids[1], ids[0], ids[1], ids[0]}, [][16]byte{one, one, other, one})
+			require.NoError(t, err)
+			requireExec(t, conn, "COMMIT")
+			assert.Equal(t, []bool{true, true, false, false}, result.Fresh())
+			assert.Equal(t, []bool{false, false, true, false}, result.Conflicts())
+
+			batch := &pgx.Batch{}
+			result = claims.QueueChecked(batch, consumer, ids, [][16]byte{one, other})
+			require.NoError(t, pool.SendBatch(t.Context(), batch).Close())
+			assert.Equal(t, []bool{false, false}, result.Fresh())
+			assert.Equal(t, []bool{false, true}, result.Conflicts())
+		})
+	}
+}
+
+// One duplicate refuses the whole claim, wherever it is in the batch, whenever it was committed and whatever the
+// isolation level: nothing is claimed, and after the rollback the other form tells which one it was.
+func TestADuplicateRefusesAFreshClaim(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	for name, consumer := range kinds(t, pool, claims) {
+		for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
+			for _, late := range []bool{false, true} {
+				for _, place := range []int{0, 250, 499} {
+					t.Run(fmt.Sprintf("%s/%s/after the snapshot=%v/%d", name, level, late, place), func(t *testing.T) {
+						t.Parallel()
+						conn := acquire(t, pool)
+						ids := newIDs(t, 500)
+						begin := "BEGIN ISOLATION LEVEL " + string(level)
+						if late {
+							requireExec(t, conn, begin)
+							requireExec(t, conn, "SELECT 1") // takes the snapshot
+							begin = "SELECT 1"
+						}
+						claimAlone(t, pool, claims, consumer, ids[place])
+
+						_, err := claims.BeginFresh(t.Context(), conn, sql(begin), consumer, ids, nil)
+						require.ErrorIs(t, err, dedup.ErrTaken)
+						require.NotErrorIs(t, err, dedup.ErrRetry)
+						require.EqualValues(t, 'E', conn.PgConn().TxStatus())
+						requireExec(t, conn, "ROLLBACK")
+
+						want := slices.Repeat([]bool{true}, len(ids))
+						want[place] = false
+						assert.Equal(t, want, claimAlone(t, pool, claims, consumer, ids...))
+					})
+				}
+			}
+		}
+	}
+}
+
+// A fresh claim waits for the transaction that holds one of its IDs, as any claim does: it is refused if that commits
+// and succeeds if it rolls back.
+func TestAFreshClaimWaitsForTheHolder(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	for name, end := range map[string]func(pgx.Tx, context.Context) error{"commit": pgx.Tx.Commit, "rollback": pgx.Tx.Rollback} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			conn, ids := acquire(t, pool), newIDs(t, 3)
+			holder, holderPID := begin(t, pool, pgx.TxOptions{})
+			_, err := claims.Claim(t.Context(), holder, dedup.Numbered(1), ids[1])
+			require.NoError(t, err)
+			answers := make(chan error, 1)
+			go func() {
+				_, err := claims.BeginFresh(t.Context(), conn, sql(beginSQL), dedup.Numbered(1), ids, nil)
+				answers <- err
+			}()
+			waitUntilBlocked(t, pool, conn.PgConn().PID(), holderPID)
+			require.NoError(t, end(holder, t.Context()))
+			if name == "commit" {
+				require.ErrorIs(t, <-answers, dedup.ErrTaken)
+			} else {
+				require.NoError(t, <-answers)
+			}
+			requireExec(t, conn, "ROLLBACK")
+		})
+	}
+}
+
+// Only the constraint on claims means duplicate. A unique violation of anything else, in the same round trip or in a
+// trigger on the table of claims itself, is an error like any other.
+func TestAnotherUniqueViolationIsNoDuplicate(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	_, err := pool.Exec(t.Context(), `CREATE TABLE processed_messages_copy (n int PRIMARY KEY); INSERT INTO processed_messages_copy VALUES (1);
+		CREATE TABLE effectonce.effects (n int PRIMARY KEY); INSERT INTO effectonce.effects VALUES (1)`)
+	require.NoError(t, err)
+	fail := func(t *testing.T, before, after []dedup.Step) {
+		t.Helper()
+		conn, ids := acquire(t, pool), newIDs(t, 2)
+		_, err := claims.BeginFresh(t.Context(), conn, before, dedup.Numbered(1), ids, nil, after...)
+		var pgErr *pgconn.PgError
+		require.ErrorAs(t, err, &pgErr)
+		require.Equal(t, "23505", pgErr.Code)
+		require.NotErrorIs(t, err, dedup.ErrTaken)
+		requireExec(t, conn, "ROLLBACK")
+		assert.Equal(t, []bool{true, true}, claimAlone(t, pool, claims, dedup.Numbered(1), ids...))
+	}
+	const elsewhere, beside = "INSERT INTO processed_messages_copy VALUES (1)", "INSERT INTO effectonce.effects VALUES (1)"
+	fail(t, sql(beginSQL, elsewhere), nil)
+	fail(t, sql(beginSQL), sql(elsewhere))
+	fail(t, sql(beginSQL), sql(beside))
+	fail(t, sql(beginSQL, "INSERT INTO effectonce.processed_messages (message_id, consumer) SELECT '00000000-0000-0000-0000-000000000000', 1 FROM generate_series(1, 2)"), nil)
+	conn := acquire(t, pool)
+	requireExec(t, conn, `CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO public.processed_messages_copy VALUES (1); RETURN NULL; END'`)
+	requireExec(t, conn, `CREATE TRIGGER audit AFTER INSERT ON effectonce.processed_messages FOR EACH STATEMENT WHEN (current_setting('test.audit', true) = 'on') EXECUTE FUNCTION audit()`)
+	fail(t, sql(beginSQL, "SET LOCAL test.audit = on"), nil)
+}
+
+// Whichever statement of the round trip fails, the rows behind it are ignored by the server, nothing is claimed, and
+// the connection is in step with it.
+func TestAFailedFreshClaimLeavesTheConnectionUsable(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	conn := acquire(t, pool)
+	for _, tc := range [][2][]dedup.Step{
+		{sql("BEGIN ISOLATION LEVEL MOSTLY HARMLESS"), nil},
+		{sql(beginSQL, "SELECT 1/0"), nil},
+		{sql(beginSQL), sql("SELECT 1/0")},
+		{sql("BEGIN READ ONLY"), nil},
+		{sql(beginSQL, "LOCK TABLE nowhere"), nil},
+		{sql(beginSQL), sql("SELECT set_config('lock_timeout', '1s', true)", "SELECT 1/0")},
+		{{{SQL: beginSQL}, {SQL: "SELECT $1::int", Args: []string{"one"}}}, nil},
+		{{{SQL: beginSQL}, {SQL: "SELECT 'one'", Into: []any{new(int)}}}, nil},
+		{{{SQL: beginSQL}, {SQL: "SELECT 1, 2", Into: []any{new(int)}}}, nil},
+	} {
+		ids := newIDs(t, 500)
+		_, err := claims.BeginFresh(t.Context(), conn, tc[0], dedup.Numbered(1), ids, nil, tc[1]...)
+		require.Error(t, err, tc)
+		require.NotErrorIs(t, err, dedup.ErrTaken)
+		requireExec(t, conn, "ROLLBACK")
+		assert.False(t, slices.Contains(claimAlone(t, pool, claims, dedup.Numbered(1), ids...), false), tc)
+		var so bool
+		require.NoError(t, conn.QueryRow(t.Context(), "SELECT true").Scan(&so))
+	}
+}
+
+// gatedConn holds back what the server says until the client has sent the end of its rows.
+type gatedConn struct {
+	net.Conn
+
+	mu     sync.Mutex
+	opened *sync.Cond
+	shut   bool
+}
+
+func (c *gatedConn) Read(p []byte) (int, error) {
+	c.mu.Lock()
+	for c.shut {
+		c.opened.Wait()
+	}
+	c.mu.Unlock()
+	return c.Conn.Read(p)
+}
+
+func (c *gatedConn) Write(p []byte) (int, error) {
+	if bytes.HasSuffix(p, []byte("S\x00\x00\x00\x04")) { // Sync, the last message of a round trip
+		c.gate(false)
+	}
+	return c.Conn.Write(p)
+}
+
+func (c *gatedConn) gate(shut bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.shut = shut
+	c.opened.Broadcast()
+}
+
+// connectGated opens a connection in a mode of pgx.
+func connectGated(t *testing.T, address string, mode pgx.QueryExecMode) (*pgx.Conn, *gatedConn) {
+	t.Helper()
+	config, err := pgx.ParseConfig(address)
+	require.NoError(t, err)
+	config.DefaultQueryExecMode = mode
+	var gated *gatedConn
+	config.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		conn, err := (&net.Dialer{}).DialContext(ctx, network, addr)
+		gated = &gatedConn{Conn: conn}
+		gated.opened = sync.NewCond(&gated.mu)
+		return gated, err
+	}
+	conn, err := pgx.ConnectConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(func() { assert.NoError(t, conn.Close(context.WithoutCancel(t.Context()))) })
+	return conn, gated
+}
+
+// BEGIN, the other steps and the claim take one round trip, in each mode that works behind a pooler and in the default:
+// the client has sent everything before it hears anything.
+func TestBeginFreshTakesOneRoundTrip(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe} {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+			conn, gated := connectGated(t, address, mode)
+			claims := newClaims(t)
+			for attempt := range 3 {
+				ctx, cancel := context.WithTimeout(t.Context(), waitMax)
+				defer cancel()
+				context.AfterFunc(ctx, func() { gated.gate(false) })
+				if attempt > 0 || mode != pgx.QueryExecModeCacheStatement { // which prepares at its first use
+					gated.gate(true)
+				}
+				var timeout, none string
+				var at *time.Time
+				result, err := claims.BeginFresh(ctx, conn, []dedup.Step{
+					{SQL: beginSQL},
+					{SQL: "SELECT set_config('lock_timeout', $1, true), 'x'", Args: []string{"7s"}, Into: []any{&timeout, nil}},
+				}, dedup.Numbered(1), newIDs(t, 500), nil,
+					dedup.Step{SQL: "SELECT NULL::timestamptz", Into: []any{&at}},
+					dedup.Step{SQL: "SELECT 'a row' WHERE $1::int = 0", Args: []string{"1"}, Into: []any{&none}})
+				require.NoError(t, err)
+				require.NoError(t, ctx.Err())
+				assert.False(t, slices.Contains(result.Fresh(), false))
+				assert.Equal(t, []string{"7s", ""}, []string{timeout, none})
+				assert.Nil(t, at)
+				requireExec(t, conn, "COMMIT")
+			}
+		})
+	}
+}
+
+// A connection that goes silent ends the claim at its deadline and is closed.
+func TestBeginFreshOnASilentConnectionEndsInTime(t *testing.T) {
+	t.Parallel()
+	conn, _ := connectGated(t, pgtest.Database(t), pgx.QueryExecModeCacheDescribe)
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	holder, err := pgx.Connect(t.Context(), conn.Config().ConnString())
+	require.NoError(t, err)
+	defer func() { assert.NoError(t, holder.Close(context.WithoutCancel(t.Context()))) }()
+	requireExec(t, holder, "BEGIN; LOCK TABLE effectonce.processed_messages") // so that there is no answer
+	_, err = newClaims(t).BeginFresh(ctx, conn, sql(beginSQL), dedup.Numbered(1), newIDs(t, 500), nil)
+	require.Error(t, err)
+	require.ErrorIs(t, ctx.Err(), context.DeadlineExceeded)
+	assert.True(t, conn.IsClosed())
+}
+
+// Statements that the server forgot (DISCARD ALL of a pool's hook) are prepared anew by the attempt after the next.
+func TestBeginFreshPreparesAnewAfterDiscard(t *testing.T) {
+	t.Parallel()
+	pool, claims := pgtest.Pool(t), newClaims(t)
+	conn := acquire(t, pool)
+	for round := range 3 {
+		_, err := claims.BeginFresh(t.Context(), conn, sql(beginSQL), dedup.Numbered(1), newIDs(t, 5), nil)
+		if round > 0 {
+			require.Error(t, err)
+			_, err = claims.BeginFresh(t.Context(), conn, sql(beginSQL), dedup.Numbered(1), newIDs(t, 5), nil)
+		}
+		require.NoError(t, err)
+		_, err = conn.PgConn().Exec(t.Context(), "COMMIT; DISCARD ALL").ReadAll() // DISCARD wants to be alone
+		require.Error(t, err)
+		_, err = conn.PgConn().Exec(t.Context(), "DISCARD ALL").ReadAll()
+		require.NoError(t, err)
+	}
+}
+
+// claimEitherWay claims as consumers do: in the form that takes everything as fresh, and where that is refused in the
+// one that tells. It returns the IDs that were fresh.
+func claimEitherWay(ctx context.Context, claims *dedup.Claims, conn *pgx.Conn, optimistic bool, consumer dedup.Consumer, ids []uuid.UUID) ([]uuid.UUID, error) {
+	end := func(sql string) error { _, err := conn.Exec(ctx, sql); return err }
+	var result *dedup.Result
+	var err error
+	if optimistic {
+		result, err = claims.BeginFresh(ctx, conn, sql(beginSQL), consumer, ids, nil)
+		if err != nil {
+			if again := end("ROLLBACK"); again != nil || !errors.Is(err, dedup.ErrTaken) {
+				return nil, cmp.Or(again, err)
+			}
+		}
+	}
+	if !optimistic || err != nil {
+		batch := &pgx.Batch{}
+		batch.Queue(beginSQL)
+		result = claims.Queue(batch, consumer, ids)
+		if err := conn.SendBatch(ctx, batch).Close(); err != nil {
+			return nil, errors.Join(err, end("ROLLBACK"))
+		}
+	}
+	var fresh []uuid.UUID
+	for i, so := range result.Fresh() {
+		if so {
+			fresh = append(fresh, ids[i])
+		}
+	}
+	return fresh, end("COMMIT")
+}
+
+// C7: replicas that claim the same IDs in opposite order and in different forms never deadlock, over several partitions
+// too. A third transaction holds the ID in the middle, so that each would hold one half of the other's if the order of
+// the batch counted.
+func TestMixedFormsInOppositeOrderDoNotDeadlock(t *testing.T) {
+	t.Parallel()
+	pool, claims := newPool(t, pgtest.Database(t), 4, "deadlock_timeout", "200ms"), newClaims(t)
+	for round := range 12 {
+		consumer := dedup.Numbered(round)
+		ids := newIDs(t, 51)
+		for i := range ids {
+			if i%3 == 0 {
+				ids[i] = dedup.MessageID("orders", ids[i][:]) // in another partition
+			}
+		}
+		reversed := slices.Clone(ids)
+		slices.Reverse(reversed)
+		middle, _ := begin(t, pool, pgx.TxOptions{})
+		_, err := claims.Claim(t.Context(), middle, consumer, ids[25])
+		require.NoError(t, err)
+		answers := make(chan answer, 2)
+		for i, batch := range [][]uuid.UUID{ids, reversed} {
+			conn, err := pool.Acquire(t.Context())
+			require.NoError(t, err)
+			go func() {
+				defer conn.Release()
+				fresh, err := claimEitherWay(t.Context(), claims, conn.Conn(), (i+round)%2 == 0 || round%3 == 0, consumer, batch)
+				if len(fresh) != 0 && len(fresh) != len(batch) {
+					err = fmt.Errorf("%d of %d are fresh", len(fresh), len(batch))
+				}
+				answers <- answer{len(fresh) > 0, err}
+			}()
+			waitUntil(t, pool, "SELECT cardinality(pg_blocking_pids($1)) > 0", int32(conn.Conn().PgConn().PID()))
+		}
+		require.NoError(t, middle.Rollback(t.Context()))
+		requireOneOfTwo(t, answers)
+	}
+}
+
+// C4: whatever forms replicas use at the same time, each ID is fresh exactly once and none of them deadlocks.
+func TestEachIDIsFreshOnceWithMixedForms(t *testing.T) {
+	t.Parallel()
+	const replicas, rounds, size = 6, 40, 60
+	pool, claims := newPool(t, pgtest.Database(t), replicas+1, "deadlock_timeout", "200ms"), newClaims(t)
+	ids := newIDs(t, 600)
+	for i := range ids {
+		if i%4 == 0 {
+			ids[i] = dedup.MessageID("orders", ids[i][:])
+		}
+	}
+	var mu sync.Mutex
+	times := map[uuid.UUID]int{}
+	var running sync.WaitGroup
+	for replica := range replicas {
+		conn := acquire(t, pool)
+		running.Go(func() {
+			for round := range rounds {
+				from := rand.IntN(len(ids) - size)
+				batch := slices.Clone(ids[from : from+size])
+				rand.Shuffle(len(batch), func(i, j int) { batch[i], batch[j] = batch[j], batch[i] })
+				fresh, err := claimEitherWay(t.Context(), claims, conn, (replica+round)%3 != 0, dedup.Numbered(1), batch)
+				if !assert.NoError(t, err) {
+					return
+				}
+				mu.Lock()
+				for _, id := range fresh {
+					times[id]++
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	running.Wait()
+	var rows int
+	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.processed_messages").Scan(&rows))
+	assert.Len(t, times, rows, "claimed and told to be fresh")
+	for id, n := range times {
+		assert.Equal(t, 1, n, id)
+	}
+}

@@ -1,8 +1,13 @@
 package consumer
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
+	"hash/maphash"
+	"sync"
+	"sync/atomic"
 
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -58,7 +63,10 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 	}
 	pos := taken[0].pos
 	l := c.newLane(ctx, pos, nil)
+	var counting sync.Mutex
 	l.committed = func(_ *Message, out outcome) {
+		counting.Lock()
+		defer counting.Unlock()
 		sum.Fresh += out.fresh
 		sum.Duplicates += out.duplicates
 		sum.Parked += len(out.parked)
@@ -88,10 +96,61 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		for i, record := range records[:n] {
 			batch[i] = queued{record: record}
 		}
-		if !l.process(l.messages(c, batch, uuid.Nil)) {
-			return context.Cause(ctx)
+		msgs := l.messages(c, batch, uuid.Nil)
+		if c.engine.cfg.Order == OrderByPartition || l.careful.left.Load() > 0 {
+			if !l.process(msgs) {
+				return context.Cause(ctx)
+			}
+		} else if err := l.processTogether(msgs); err != nil {
+			return cmp.Or(context.Cause(ctx), err)
 		}
 		records = records[n:]
 	}
 	return c.giveUp(ctx, []*position{pos})
 }
+
+// processTogether handles messages with several workers, as a partition under Run does, and then advances the position.
+func (l *lane) processTogether(msgs []*Message) error {
+	e := l.engine
+	seed, shares := maphash.MakeSeed(), make([][]*Message, e.cfg.Workers)
+	for i, msg := range msgs {
+		at := i % len(shares)
+		if e.cfg.Order == OrderByKey && msg.Key != nil {
+			at = int(maphash.Bytes(seed, msg.Key) % uint64(len(shares)))
+		}
+		shares[at] = append(shares[at], msg)
+	}
+	last := msgs[len(msgs)-1]
+	for _, msg := range msgs {
+		if msg.Offset > last.Offset {
+			last = msg
+		}
+	}
+	behind, at := last.next(), last.Time
+	pos := *l.work.pos // as the workers see it
+	var done atomic.Int32
+	var workers sync.WaitGroup
+	for _, share := range shares {
+		w := l.worker()
+		w.work.pos, w.committed = &pos, l.committed
+		workers.Go(func() {
+			if w.process(share) {
+				done.Add(1)
+			}
+		})
+	}
+	workers.Wait()
+	if int(done.Load()) < len(shares) {
+		return errNotDone
+	}
+	ctx, cancel := e.bounded(l.ctx)
+	defer cancel()
+	err := e.pool.QueryRow(ctx, e.sql.advanceApart, e.cfg.Group, l.work.pos.topic, l.work.pos.partition, l.work.pos.epoch, l.work.pos.stored, behind, at, l.work.pos.server).
+		Scan(&l.work.pos.stored)
+	if err != nil {
+		return fmt.Errorf("advance the position: %w", err)
+	}
+	return nil
+}
+
+var errNotDone = errors.New("not all messages were brought to their end: deliver them again")

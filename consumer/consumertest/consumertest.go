@@ -40,8 +40,10 @@ type Options struct {
 	// Ignore names columns, as "table.column", that differ from run to run for a good reason. Identity
 	// columns, and those whose default is an expression (now(), a sequence), are ignored anyway.
 	Ignore []string
-	// Consumer changes the consumer's configuration. Group, Topics, Schema, Logger and Hooks are set by
-	// Verify.
+	// Calls, if set, are the calls of other systems that the handler makes: each has to have the same key at every attempt.
+	Calls *Calls
+	// Consumer changes the consumer's configuration: give it the real Order, Workers, Dedup and OnFailure. Group, Topics,
+	// Schema, Logger, Hooks, BatchMax and the pauses between attempts are set by Verify.
 	Consumer func(cfg *consumer.Config)
 }
 

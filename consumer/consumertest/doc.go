@@ -16,6 +16,6 @@
 // PostgreSQL is the one that DATABASE_URL names, else a container where a Docker engine answers, else an
 // embedded one, which is downloaded once. Each run has a database of its own, which is dropped after it.
 //
-// What it cannot see are effects outside of the database: calls of other systems need a key that stays the
-// same, msg.ChildID("step"), and a stub that counts by it.
+// Effects outside of the database are seen through Options.Calls: calls of other systems need a key that stays the same
+// at every attempt, after parking and retry too, msg.ChildID("step").
 package consumertest

@@ -50,14 +50,17 @@ type schedule struct {
 	name    string
 	batch   int
 	records []*kgo.Record
-	crash   string // the point at which the consumer is killed once; then everything is delivered again
-	pass    int    // … when it is passed for this many-th time, from 0
-	hint    string // what a handler must have done that differs here
+	crash   string   // the point at which the consumer is killed once; then everything is delivered again
+	pass    int      // … when it is passed for this many-th time, from 0
+	park    bool     // each message is parked after its handler ran, and handed back
+	ignored []string // columns
+	hint    string   // what a handler must have done that differs here
 }
 
 const (
 	hintOutside = "the handler seems to write through another connection than its tx, or to keep what it did in memory: only what goes through tx commits once"
 	hintBatch   = "the handler's effect seems to depend on which messages share a transaction, or on what it keeps in memory between messages"
+	hintParked  = "the handler's effect differs where a message was parked and retried: derive what must stay the same from msg.ID and msg.ChildID; msg.OutboxID changes with the retry"
 	hintRandom  = "the handler's effect differs from run to run: derive IDs from msg.ID or msg.ChildID and times from msg.Time, or name the columns in Options.Ignore"
 )
 
@@ -90,7 +93,9 @@ func schedules(records []*kgo.Record) []schedule {
 			}
 		}
 	}
-	return all
+	return append(all, schedule{
+		name: "each message parked after its handler ran, and retried", batch: 500, records: records, park: true, ignored: ignoredIDs, hint: hintParked,
+	})
 }
 
 // doubled has a copy of each record right behind it, at the next offset.
@@ -131,19 +136,28 @@ func verify(t *testing.T, handler consumer.Handler, records []*kgo.Record, o Opt
 		return nil, fmt.Errorf("the clean run: %w", err)
 	}
 	for _, s := range schedules(records) {
+		if s.park && !o.parks() {
+			continue // nothing is parked under the consumer's policy
+		}
 		after, err := run(t, handler, s, o)
 		if err != nil {
 			problems = append(problems, fmt.Sprintf("%s: %v", s.name, err))
 			continue
 		}
-		if difference := effects.Compare(clean, after); difference != "" {
+		wanted := clean
+		if s.park {
+			if wanted, err = run(t, handler, schedule{name: "the clean run again", batch: 500, records: records, ignored: ignoredIDs}, o); err != nil {
+				return nil, fmt.Errorf("the clean run: %w", err)
+			}
+		}
+		if difference := effects.Compare(wanted, after); difference != "" {
 			problems = append(problems, fmt.Sprintf("%s: %s\n%s", s.name, difference, s.hint))
 			if s.hint == hintRandom {
 				return problems, nil // whatever else differs, differs for that
 			}
 		}
 	}
-	return problems, nil
+	return append(problems, o.Calls.problems()...), nil
 }
 
 var errNoEffect = errors.New("the messages changed nothing in any table: there is no effect to verify; does Options.Setup make the handler's tables, and does Options.Ignore leave a column?")
@@ -164,12 +178,16 @@ func run(t *testing.T, handler consumer.Handler, s schedule, o Options) (effects
 			return
 		}
 		var failures failures
-		c, newErr := consumer.New(pool, nil, handler, o.config(s, &failures))
+		config := o.config(s, &failures)
+		if s.park {
+			config.Middleware = append(config.Middleware, parkedOnce{}.middleware())
+		}
+		c, newErr := consumer.New(pool, nil, handler, config)
 		if err = newErr; err != nil {
 			return
 		}
 		var before effects.Effects
-		if before, err = effects.Read(ctx, pool, o.Ignore); err != nil {
+		if before, err = effects.Read(ctx, pool, s.ignore(o)); err != nil {
 			return
 		}
 		if s.crash != "" && !crashing(ctx, c, s) {
@@ -178,11 +196,14 @@ func run(t *testing.T, handler consumer.Handler, s schedule, o Options) (effects
 		if err == nil {
 			_, err = c.Deliver(ctx, s.records...)
 		}
+		if err == nil && s.park {
+			err = retry(ctx, pool, c, s.records)
+		}
 		if err == nil {
 			err = failures.err()
 		}
 		if err == nil {
-			found, err = effects.Read(ctx, pool, o.Ignore)
+			found, err = effects.Read(ctx, pool, s.ignore(o))
 		}
 		if err == nil && effects.Compare(before, found) == "" {
 			err = errNoEffect
@@ -217,6 +238,9 @@ func (o Options) config(s schedule, f *failures) consumer.Config {
 		}
 	}
 	cfg.BatchMax = s.batch
+	if s.park {
+		cfg.ParkShareMax = 1
+	}
 	cfg.RetryMin, cfg.RetryMax = time.Millisecond, 10*time.Millisecond
 	cfg.Hooks = consumer.Hooks{Failed: f.failed}
 	return cfg
@@ -229,6 +253,9 @@ type failures struct {
 }
 
 func (f *failures) failed(e consumer.Failed) {
+	if errors.Is(e.Err, errParked) {
+		return
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.list = append(f.list, fmt.Sprintf("%s, attempt %d: %v", e.Message, e.Attempt, e.Err))

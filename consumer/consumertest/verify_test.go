@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math/rand/v2"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -52,7 +53,7 @@ func TestVerifyPassesTheOtherShapes(t *testing.T) {
 	}), messages(), consumertest.Options{Setup: accounts})
 	consumertest.Verify(t, consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
 		for _, msg := range msgs {
-			if err := outbox.Publish(ctx, tx, outbox.Message{ID: msg.ChildID("booked"), Topic: "booked"}); err != nil {
+			if err := outbox.Publish(ctx, tx, outbox.Message{ID: msg.OutboxID("booked"), Topic: "booked"}); err != nil {
 				return err
 			}
 		}
@@ -98,4 +99,36 @@ func TestVerifyFindsWhatIsWrong(t *testing.T) { //nolint:tparallel // the cases 
 			}
 		})
 	}
+}
+
+// Property: Verify runs the handler with the consumer's own order and workers, and notices keys of foreign calls that
+// change when a message is parked and retried.
+func TestVerifySeesWorkersAndForeignCalls(t *testing.T) {
+	t.Parallel()
+	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var calls consumertest.Calls
+			var together, most atomic.Int32
+			consumertest.Verify(t, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				most.Store(max(most.Load(), together.Add(1)))
+				defer together.Add(-1)
+				calls.Made(msg, "charge", msg.ChildID("charge").String())
+				if _, err := tx.Exec(ctx, `SELECT pg_sleep(0.02)`); err != nil {
+					return err
+				}
+				return book(ctx, tx, msg)
+			}), messages(), consumertest.Options{Setup: accounts, Calls: &calls, Consumer: func(cfg *consumer.Config) {
+				cfg.Order, cfg.Workers = order, 3
+			}})
+			require.Greater(t, most.Load(), int32(1), "workers run at the same time")
+		})
+	}
+	var calls consumertest.Calls
+	said := consumertest.Problems(t, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		calls.Made(msg, "charge", msg.OutboxID("charge").String())
+		return book(ctx, tx, msg)
+	}), messages(), consumertest.Options{Setup: accounts, Calls: &calls})
+	require.Contains(t, strings.Join(said, "\n"), `call "charge"`)
+	require.Contains(t, strings.Join(said, "\n"), "was made under")
 }

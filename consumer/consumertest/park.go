@@ -1,0 +1,72 @@
+package consumertest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+)
+
+// ignoredIDs: what is published gets the time of the retry into its ID, so that the next consumer can prove it fresh.
+//
+//nolint:gochecknoglobals // a constant
+var ignoredIDs = []string{"outbox.id"}
+
+func (s *schedule) ignore(o Options) []string { return append(slices.Clone(o.Ignore), s.ignored...) }
+
+// parks reports whether the consumer parks messages that fail.
+func (o Options) parks() bool {
+	var cfg consumer.Config
+	if o.Consumer != nil {
+		o.Consumer(&cfg)
+	}
+	return cfg.OnFailure == consumer.OnFailurePark
+}
+
+var errParked = errors.New("parked by consumertest.Verify after the handler ran")
+
+// parkedOnce fails each message that comes from Kafka after its handler ran: its calls of other systems were made, and
+// its effects are rolled back. What is handed back by an operator succeeds.
+type parkedOnce struct{}
+
+func (parkedOnce) middleware() consumer.Middleware {
+	return consumer.Around(func(ctx context.Context, msgs []*consumer.Message, next func(ctx context.Context) error) error {
+		if err := next(ctx); err != nil {
+			return err
+		}
+		for i, msg := range msgs {
+			if msg.Record() != nil {
+				return consumer.FailedAt(i, consumer.Permanent(errParked))
+			}
+		}
+		return nil
+	})
+}
+
+// retriesMax bounds the rounds: each hands back the first message of each key, with all that waits behind it.
+const retriesMax = 10
+
+// retry hands back what is parked, as an operator does, until nothing is.
+func retry(ctx context.Context, pool *pgxpool.Pool, c *consumer.Consumer, records []*kgo.Record) error {
+	for range retriesMax {
+		if _, err := pool.Exec(ctx, `UPDATE effectonce.parked_messages SET state = 'retry' WHERE state = 'parked'`); err != nil {
+			return fmt.Errorf("hand back what is parked: %w", err)
+		}
+		if _, err := c.Deliver(ctx, records...); err != nil {
+			return err
+		}
+		var left int
+		if err := pool.QueryRow(ctx, `SELECT count(*) FROM effectonce.parked_messages`).Scan(&left); err != nil {
+			return fmt.Errorf("count what is parked: %w", err)
+		}
+		if left == 0 {
+			return nil
+		}
+	}
+	return errors.New("messages stay parked although they are retried")
+}

@@ -3,6 +3,7 @@ package integration_test
 import (
 	"archive/tar"
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -158,15 +159,16 @@ func latestVersion(t *testing.T) int {
 }
 
 // by counts the effects that a process had.
-func (u upgrade) by(t *testing.T, p *process) int {
+func (u upgrade) by(ctx context.Context, t *testing.T, p *process) int {
 	t.Helper()
-	return count(t.Context(), t, u.pool, fmt.Sprintf(`SELECT count(*) FROM effects WHERE worker = %d`, p.cmd.Process.Pid))
+	return count(ctx, t, u.pool, fmt.Sprintf(`SELECT count(*) FROM effects WHERE worker = %d`, p.cmd.Process.Pid))
 }
 
 // Property: a consumer of the previous release goes on while the schema is migrated and after it; one of this
 // release joins its group and takes over when it ends. Every message has its effect once, in the order of its
 // key, though all messages come again.
 func testReleasesSideBySide(t *testing.T, u upgrade) {
+	t.Helper()
 	ctx := t.Context()
 	topic := kafkatest.TopicAt(t, u.brokers, 6)
 	older := u.start(t, oldRelease, "consume", topic)
@@ -179,18 +181,18 @@ func testReleasesSideBySide(t *testing.T, u upgrade) {
 		produce(fmt.Sprintf("meanwhile %d ", n))
 	}
 	u.migrated(t, migration, latestVersion(t))
-	had := u.by(t, older)
+	had := u.by(ctx, t, older)
 	produce("after")
 	handled(ctx, t, u.pool, 30*time.Second)
-	require.Greater(t, u.by(t, older), had, "the previous release goes on")
+	require.Greater(t, u.by(ctx, t, older), had, "the previous release goes on")
 
 	newer := u.start(t, newRelease, "consume", topic)
 	again := kafkatest.ReadAll(t, topic)
 	both := func() (bool, any) {
-		old, young := u.by(t, older), u.by(t, newer)
+		old, young := u.by(ctx, t, older), u.by(ctx, t, newer)
 		produce(fmt.Sprintf("beside %d ", old+young))
 		allHandled(ctx, t, u.pool, 30*time.Second)
-		old, young = u.by(t, older)-old, u.by(t, newer)-young
+		old, young = u.by(ctx, t, older)-old, u.by(ctx, t, newer)-young
 		return old > 0 && young > 0, fmt.Sprintf("%d by the previous release, %d by this one", old, young)
 	}
 	eventually(t, 30*time.Second, "both releases have effects", both)
@@ -319,7 +321,7 @@ func (u upgrade) requireSameKeys(t *testing.T, keys ...string) {
 		return calls
 	}
 	for _, key := range keys {
-		t.Run(key, func(t *testing.T) { //nolint:paralleltest // it only compares
+		t.Run(key, func(t *testing.T) {
 			last, next := within(oldRelease, key), within(newRelease, key)
 			require.NotEmpty(t, last)
 			require.NotEmpty(t, next)
@@ -334,6 +336,7 @@ func (u upgrade) requireSameKeys(t *testing.T, keys ...string) {
 // release under the same key: where the process was killed in the call, where the call failed, and where the
 // message was parked or tried again since. A1.
 func testCallsBeforeTheMigration(t *testing.T, u upgrade) {
+	t.Helper()
 	ctx := t.Context()
 	topic := kafkatest.TopicAt(t, u.brokers, 4)
 	older := u.start(t, oldRelease, "consume", topic)
@@ -365,6 +368,7 @@ func testCallsBeforeTheMigration(t *testing.T, u upgrade) {
 
 // Property: the same for what the previous release does after the migration, while it is still running. A1.
 func testCallsAfterTheMigration(t *testing.T, u upgrade) {
+	t.Helper()
 	ctx := t.Context()
 	topic := kafkatest.TopicAt(t, u.brokers, 4)
 	older := u.start(t, oldRelease, "consume", topic)
@@ -393,6 +397,7 @@ func testCallsAfterTheMigration(t *testing.T, u upgrade) {
 // Property: a program of the previous release, which forgets claims without a note, forgets none from the migration
 // on, and one that is running learns it by its lease.
 func testPreviousReleaseForgetsNothing(t *testing.T, u upgrade) {
+	t.Helper()
 	ctx := t.Context()
 	u.exec(t, `INSERT INTO effectonce.consumers (id, name, consumer_group, topics, dedup_window) OVERRIDING SYSTEM VALUE VALUES (1, 'shop', 'shop', '{orders}', interval '1 hour')`)
 	claim := func() {

@@ -42,7 +42,7 @@ func To(ctx context.Context, conn *pgx.Conn, opts Options, version int) error {
 	}
 	wait := &lockWait{
 		max:    cmp.Or(opts.LockWaitMax, lockWaitDefault),
-		logger: cmp.Or(opts.Logger, slog.Default()),
+		logger: cmp.Or(opts.Logger, slog.Default()), //nolint:forbidigo // a migration that waits is never silent
 	}
 	migrator, latest, err := open(ctx, conn, opts, wait)
 	if err != nil {

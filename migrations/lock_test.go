@@ -56,11 +56,11 @@ func claims(t *testing.T, address string) (made *atomic.Int64, stop func() error
 	t.Helper()
 	conn := connect(t, address)
 	exec(t, conn, "SET statement_timeout = '10s'")
-	ctx, cancel := context.WithCancel(t.Context())
 	made = &atomic.Int64{}
+	var stopped atomic.Bool
 	done := make(chan error, 1)
 	go func() {
-		for ctx.Err() == nil {
+		for !stopped.Load() {
 			err := pgx.BeginFunc(t.Context(), conn, func(tx pgx.Tx) error {
 				_, err := tx.Exec(t.Context(), `WITH claim AS (
 					INSERT INTO effectonce.processed_messages (message_id, consumer) VALUES (effectonce.uuid_v7(), 1))
@@ -75,7 +75,7 @@ func claims(t *testing.T, address string) (made *atomic.Int64, stop func() error
 		}
 		done <- nil
 	}()
-	return made, func() error { cancel(); return <-done }
+	return made, func() error { stopped.Store(true); return <-done }
 }
 
 // D25: a migration does not let claims queue behind a transaction that has locks for long: it gives up after a

@@ -58,7 +58,7 @@ type State struct {
 	Oldest int
 }
 
-// Compatible: a newer release migrated the database, and this program works with it all the same.
+// Compatible says that a newer release migrated the database, and that this program works with it all the same.
 func (s State) Compatible() bool {
 	return s.Current > s.Latest && s.Oldest > 0 && s.Oldest <= s.Latest
 }

@@ -442,6 +442,43 @@ func TestRetakenPartitionLosesAndDoublesNothing(t *testing.T) {
 	require.Equal(t, want, h.values())
 }
 
+// polledHook runs a function in the poll that returns a record, before it returns.
+type polledHook func(*kgo.Record)
+
+func (f polledHook) OnFetchRecordUnbuffered(r *kgo.Record, polled bool) {
+	if polled {
+		f(r)
+	}
+}
+
+// Property: what a poll holds in its hands while its partition is moved is not taken for what comes next there:
+// nothing in between is passed over.
+func TestRecordsInHandAreFetchedAgain(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produce("0", "1", "2")
+	polled, moved := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	hook := polledHook(func(r *kgo.Record) {
+		if r.Offset == 3 {
+			once.Do(func() {
+				close(polled)
+				<-moved
+			})
+		}
+	})
+	c, stop := h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(hook)}, consumer.Each(effect), byPosition)
+	h.waitEffects(3)
+	h.produce("3")
+	<-polled
+	h.resumeAt(0, 1)
+	consumer.Retake(t.Context(), c, h.topic, 0)
+	close(moved)
+	h.waitEffects(6)
+	require.NoError(t, stop())
+	require.Equal(t, []string{"0", "1", "2", "1", "2", "3"}, h.values())
+}
+
 // Property: an order to a running partition is carried out when it is taken over anew, back and forward.
 func TestResumeOrderReachesARunningPartition(t *testing.T) {
 	t.Parallel()

@@ -26,7 +26,7 @@ const (
 	commitNone    commitOrigin = iota // nothing is committed
 	commitOurs                        // a consumer of this library, for this topic
 	commitStale                       // the same, for an earlier topic of this name in this cluster
-	commitMoved                       // the same, and somebody changed the offset afterwards
+	commitMoved                       // the same, and another program changed the offset afterwards
 	commitRewind                      // a consumer of this library that had not finished a rewind
 	commitForeign                     // another program, or a mirror of another cluster
 )
@@ -173,7 +173,7 @@ func (s *session) commitMarks(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, markMax)
 	defer cancel()
 	if err := s.widen(ctx); err != nil {
-		s.consumer.engine.cfg.Logger.WarnContext(ctx, "it is tried again", "group", s.consumer.engine.cfg.Group, "error", err)
+		s.consumer.engine.cfg.Logger.WarnContext(ctx, "what a rewind worked through could not be stored; it is tried again", "group", s.consumer.engine.cfg.Group, "error", err)
 	}
 	s.mu.Lock()
 	marks := s.marks

@@ -321,7 +321,7 @@ func (s *session) revoked(ctx context.Context, _ *kgo.Client, keys map[string][]
 	s.giveBack(ctx, keys)
 }
 
-// lost stops at once: somebody else holds the partitions already. What is committed late anyway is
+// lost stops at once: another member holds the partitions already. What is committed late anyway is
 // found by their claims, and the epoch of the position refuses the rest.
 func (s *session) lost(ctx context.Context, _ *kgo.Client, keys map[string][]int32) {
 	if len(keys) == 0 {

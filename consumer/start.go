@@ -82,7 +82,7 @@ type decision struct {
 
 // decideStart decides where a partition begins. docs/design.md has it as a table. It resumes at the smaller
 // of the stored position and Kafka's offset. Kafka's may be ahead: a failover of the database lost the last
-// commits. Where it is behind, somebody moved it; the consumer's own commits may only lag, and count only
+// commits. Where it is behind, another program moved it; the consumer's own commits may only lag, and count only
 // where no position is stored.
 func decideStart(k known) decision {
 	var d decision

@@ -43,7 +43,7 @@ func (c *Consumer) warnRule(ctx context.Context, name string, wanted, stored ded
 	c.warnedRules[name] = true
 	quote := func(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
 	c.engine.cfg.Logger.WarnContext(ctx, "messages go on to get their IDs by the rule that is stored, not by the one of Config: another ID would let a message that comes again have a second effect. To switch, stop all consumers of the name and run: "+
-		"outbox-relay consumer id-rule "+quote(name)+" --set "+wantedText(wanted, quote), "group", c.engine.cfg.Group, "consumer", name, "stored", stored.String(), "wanted", wanted.String())
+		"outbox-relay consumer id-rule "+quote(name)+" --set "+wantedText(wanted, quote)+" --why REASON", "group", c.engine.cfg.Group, "consumer", name, "stored", stored.String(), "wanted", wanted.String())
 }
 
 // wantedText quotes what a shell would not take as it is.
@@ -82,17 +82,17 @@ func (c *Consumer) identify(l *lane, msgs []*Message) {
 
 // identified finds the ID of a message in its headers.
 func (c *Consumer) identified(m *Message, sources []dedup.IDSource) bool {
+	if size := m.size(); size > c.engine.cfg.MessageBytesMax {
+		m.refuse(reasonTooLarge, fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.engine.cfg.MessageBytesMax))
+	}
 	if len(m.Headers) > headersMax {
-		m.park = &parking{reason: reasonInvalid, err: fmt.Errorf("message has %d headers: want at most %d", len(m.Headers), headersMax)}
+		m.refuse(reasonInvalid, fmt.Errorf("message has %d headers: want at most %d", len(m.Headers), headersMax))
 		m.ID = coordinatesID(m)
 		return true
 	}
-	if size := m.size(); size > c.engine.cfg.MessageBytesMax {
-		m.park = &parking{reason: reasonTooLarge, err: fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.engine.cfg.MessageBytesMax)}
-	}
 	raw, source, err := idHeader(m, sources)
 	if err != nil {
-		m.park = &parking{reason: reasonInvalid, err: err}
+		m.refuse(reasonInvalid, err)
 	}
 	m.compared = err == nil && source.Compared
 	if len(raw) == 0 {
@@ -102,6 +102,14 @@ func (c *Consumer) identified(m *Message, sources []dedup.IDSource) bool {
 	return true
 }
 
+// refuse marks a message to be parked. The first reason counts: what is too large is stored without its payload,
+// whatever else is wrong with it.
+func (m *Message) refuse(reason string, err error) {
+	if m.park == nil {
+		m.park = &parking{reason: reason, err: err}
+	}
+}
+
 // name derives the ID from the bytes that name the message.
 func (m *Message) name(raw []byte) {
 	scope := m.Topic // which has no colon
@@ -109,7 +117,7 @@ func (m *Message) name(raw []byte) {
 		scope = string(source)
 	}
 	if strings.HasPrefix(scope, reservedScope) {
-		m.park = &parking{reason: reasonInvalid, err: errReservedSource}
+		m.refuse(reasonInvalid, errReservedSource)
 		m.ID, m.compared = coordinatesID(m), false
 		return
 	}
@@ -195,7 +203,7 @@ func (c *Consumer) ask(l *lane, msgs []*Message) {
 		for i, given := range answers {
 			switch m := msgs[i]; {
 			case given.err != nil:
-				c.refuse(m, given.err)
+				m.unknowable(fmt.Errorf("Config.IDFunc or Hooks.WithoutID: %w", given.err))
 			case len(given.raw) > 0:
 				m.name(given.raw)
 			default:
@@ -209,21 +217,21 @@ func (c *Consumer) ask(l *lane, msgs []*Message) {
 		switch {
 		case err != nil && l.stopped():
 			for _, m := range msgs {
-				c.refuse(m, err)
+				m.unknowable(err)
 			}
 			return
 		case len(msgs) == 0, errors.Is(err, errAskTimeout) && tries < askTriesMax:
 		default:
-			c.refuse(msgs[0], err)
+			msgs[0].unknowable(err)
 			tries, msgs = 0, msgs[1:]
 		}
 	}
 }
 
-// refuse parks a message whose ID cannot be found out.
-func (c *Consumer) refuse(m *Message, err error) {
+// unknowable parks a message whose ID the functions of Config do not find out.
+func (m *Message) unknowable(err error) {
 	m.ID = coordinatesID(m)
-	m.park = &parking{reason: reasonInvalid, err: err}
+	m.refuse(reasonInvalid, err)
 }
 
 // answer is what the functions of Config said about a message.

@@ -131,6 +131,22 @@ func TestFirstDuplicateIsLogged(t *testing.T) {
 	}
 }
 
+// Property: a message that is too large and wrong in another way, too, is parked without its payload.
+func TestTooLargeIsNeverStoredForAnotherReason(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceWith(headers("message-id=1", "message-id=2"), strings.Repeat("x", 5000))
+	h.produceWith(headers("message-id=1", "ce_source=effectonce:"), strings.Repeat("x", 5000))
+	h.produceWith(nil, strings.Repeat("x", 5000))
+	stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
+		c.MessageBytesMax = 4096
+		c.IDFunc = func(*consumer.Message) []byte { panic("boom") }
+	})
+	h.waitParked("too_large", "too_large", "too_large")
+	require.NoError(t, stop())
+	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE payload IS NOT NULL`))
+}
+
 // Property: a function of the user that identifies messages and does not come back (panic, Goexit, for ever)
 // costs its message alone: it is parked and the others have their effects.
 func TestFunctionsThatIdentifyCostOnlyTheirMessage(t *testing.T) {
@@ -245,7 +261,30 @@ func TestStoredRuleDecides(t *testing.T) {
 	}
 }
 
-// Property: headers that give the same IDs as the stored rule are no other rule; nothing is said.
+// Property: a function that is slow once, as in a process that froze, does not get its message parked.
+func TestFunctionThatWasSlowOnceIsAskedAgain(t *testing.T) {
+	t.Parallel()
+	left := make(chan struct{})
+	t.Cleanup(func() { close(left) })
+	h := newHarness(t, 1)
+	h.produceWith(nil, "a", "slow", "b")
+	var calls atomic.Int64
+	stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
+		c.HandlerTimeout = 500 * time.Millisecond
+		c.IDFunc = func(msg *consumer.Message) []byte {
+			if string(msg.Value) == "slow" && calls.Add(1) == 1 {
+				<-left
+			}
+			return msg.Value
+		}
+	})
+	h.waitEffects(3)
+	require.NoError(t, stop())
+	require.Equal(t, []string{"a", "slow", "b"}, h.values())
+	require.Empty(t, h.parked())
+}
+
+// Property: a name of the previous release whose Config names the headers that it read goes on without a word.
 func TestSameIDsAreNoOtherRule(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

@@ -38,7 +38,7 @@ func (b *borrowed) release() {
 		b.pooled.Release()
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), cutGrace)
+	ctx, cancel := context.WithTimeout(context.Background(), cutGrace) //nolint:forbidigo // the attempt that borrowed it is over
 	defer cancel()
 	_ = b.conn.Close(ctx)
 }

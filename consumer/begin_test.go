@@ -35,10 +35,10 @@ func quick() []kgo.Opt {
 }
 
 // rewind does what an operator does with Kafka's tools, while no consumer runs: it sets the group's offset.
-func (h *harness) rewind(partition int32, to int64, metadata string) {
+func (h *harness) rewind(to int64, metadata string) {
 	h.t.Helper()
 	var offsets kadm.Offsets
-	offsets.Add(kadm.Offset{Topic: h.topic, Partition: partition, At: to, LeaderEpoch: -1, Metadata: metadata})
+	offsets.Add(kadm.Offset{Topic: h.topic, Partition: 0, At: to, LeaderEpoch: -1, Metadata: metadata})
 	h.wait("offset set", func() bool { // the group may still be leaving
 		done, err := kadm.NewClient(kafkatest.Client(h.t)).CommitOffsets(h.t.Context(), h.topic, offsets)
 		return err == nil && done.Error() == nil
@@ -74,9 +74,9 @@ func (h *harness) handledFrom() int {
 }
 
 // resumeAt orders, as an operator does, where a partition resumes.
-func (h *harness) resumeAt(partition int32, at int64) {
+func (h *harness) resumeAt(at int64) {
 	h.t.Helper()
-	tag, err := h.pool.Exec(h.t.Context(), `UPDATE effectonce.consumer_positions SET resume_at = $3 WHERE topic = $1 AND partition = $2`, h.topic, partition, at)
+	tag, err := h.pool.Exec(h.t.Context(), `UPDATE effectonce.consumer_positions SET resume_at = $2 WHERE topic = $1 AND partition = 0`, h.topic, at)
 	require.NoError(h.t, err)
 	require.EqualValues(h.t, 1, tag.RowsAffected())
 }
@@ -92,7 +92,7 @@ func TestRewindAfterStartLatestMakesUp(t *testing.T) {
 	h.waitEffects(1)
 	require.NoError(t, stop())
 	require.Equal(t, 3, h.handledFrom())
-	h.rewind(0, 0, "")
+	h.rewind(0, "")
 	stop = h.run(consumer.Each(effect), latest)
 	h.waitEffects(4)
 	require.NoError(t, stop())
@@ -111,7 +111,7 @@ func TestInterruptedRewindGoesOn(t *testing.T) {
 	h.produce("6")
 	h.waitEffects(1)
 	require.NoError(t, stop())
-	h.rewind(0, 1, "")
+	h.rewind(1, "")
 	reached := make(chan struct{})
 	var once sync.Once
 	stop = h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
@@ -144,7 +144,7 @@ func TestNewNameWorkedThroughNothing(t *testing.T) {
 	h.waitEffects(4)
 	require.NoError(t, stop())
 	id, cluster := h.topicID()
-	h.rewind(0, 2, consumer.CommitMetadata(cluster, id, 2)) // as if the last commit had not arrived
+	h.rewind(2, consumer.CommitMetadata(cluster, id, 2)) // as if the last commit had not arrived
 	renamed := func(c *consumer.Config) { c.Name = h.topic + "-renamed" }
 	stop = h.run(consumer.Each(effect), renamed)
 	h.wait("taken over", func() bool { return h.handledFrom() == 4 })
@@ -152,7 +152,7 @@ func TestNewNameWorkedThroughNothing(t *testing.T) {
 	h.waitEffects(5)
 	require.NoError(t, stop())
 	require.Contains(t, h.log.String(), "lags behind")
-	h.rewind(0, 1, "")
+	h.rewind(1, "")
 	stop = h.run(consumer.Each(effect), renamed)
 	h.waitEffects(8)
 	require.NoError(t, stop())
@@ -176,12 +176,12 @@ func TestResumeOrderIsCarriedOutOnce(t *testing.T) {
 		h.produceAs(fmt.Sprint(i), fmt.Sprint(i))
 	}
 	// The commit of another program, which is behind the order.
-	h.rewind(0, 0, "")
+	h.rewind(0, "")
 	stop := h.run(consumer.Each(effect), byPosition)
 	h.waitEffects(6)
 	require.NoError(t, stop())
 
-	h.resumeAt(0, 4)
+	h.resumeAt(4)
 	stop = h.run(consumer.Each(effect), byPosition)
 	h.waitEffects(8)
 	require.NoError(t, stop())
@@ -191,7 +191,7 @@ func TestResumeOrderIsCarriedOutOnce(t *testing.T) {
 	for i := range 4 {
 		h.produceAs(fmt.Sprint(6+i), fmt.Sprint(6+i))
 	}
-	h.resumeAt(0, -1)
+	h.resumeAt(-1)
 	stop = h.run(consumer.Each(effect), byPosition)
 	h.wait("at the end", func() bool { return h.position() == 10 })
 	require.NoError(t, stop())
@@ -224,7 +224,7 @@ func TestLostEndByPositionNeedsAnOrder(t *testing.T) {
 
 	// The consumer runs: a halted partition hears of the order, too.
 	h.produceAs("1", "1")
-	h.resumeAt(0, 1)
+	h.resumeAt(1)
 	h.waitEffects(2)
 	require.NoError(t, stop())
 	require.Equal(t, []string{"0", "1"}, h.values())
@@ -314,7 +314,7 @@ func TestCommittedOffsetsOfAnotherTopicID(t *testing.T) {
 			earlier, cluster := h.topicID()
 			h.recreate()
 			h.produce("b0", "b1", "b2", "b3", "b4")
-			h.rewind(0, 3, c.metadata(cluster, earlier))
+			h.rewind(3, c.metadata(cluster, earlier))
 			stop = h.run(consumer.Each(effect), nil)
 			h.wait("position", func() bool { return h.position() == 5 })
 			require.NoError(t, stop())
@@ -471,7 +471,7 @@ func TestRecordsInHandAreFetchedAgain(t *testing.T) {
 	h.waitEffects(3)
 	h.produce("3")
 	<-polled
-	h.resumeAt(0, 1)
+	h.resumeAt(1)
 	consumer.Retake(t.Context(), c, h.topic, 0)
 	close(moved)
 	h.waitEffects(6)
@@ -486,7 +486,7 @@ func TestResumeOrderReachesARunningPartition(t *testing.T) {
 	h.produce("0", "1", "2")
 	c, stop := h.start(kafkatest.Brokers(t), consumer.Each(effect), byPosition)
 	h.waitEffects(3)
-	h.resumeAt(0, 1)
+	h.resumeAt(1)
 	consumer.Retake(t.Context(), c, h.topic, 0)
 	h.waitEffects(5)
 	h.produce("3")

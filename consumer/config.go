@@ -278,7 +278,7 @@ func (c Config) withDefaults() (Config, error) {
 	problems = append(problems, c.failures()...)
 	problems = append(problems, c.durations()...)
 	if c.Logger == nil {
-		c.Logger = slog.Default()
+		c.Logger = slog.Default() //nolint:forbidigo // the documented default
 	}
 	return c, errors.Join(problems...)
 }

@@ -60,7 +60,7 @@ func TestMiddlewareRunsAroundHandlers(t *testing.T) {
 func TestMiddlewareCannotLoseOrDoubleAnEffect(t *testing.T) {
 	t.Parallel()
 	for name, around := range map[string]func(ctx context.Context, msgs []*consumer.Message, next func(context.Context) error) error{
-		"does not call next": func(_ context.Context, msgs []*consumer.Message, _ func(context.Context) error) error { return nil },
+		"does not call next": func(context.Context, []*consumer.Message, func(context.Context) error) error { return nil },
 		"calls next twice": func(ctx context.Context, _ []*consumer.Message, next func(context.Context) error) error {
 			return errors.Join(next(ctx), next(ctx))
 		},

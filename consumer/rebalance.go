@@ -24,7 +24,7 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	defer context.AfterFunc(s.life, cancel)()
+	defer context.AfterFunc(s.life, cancel)() //nolint:contextcheck // either may end first
 	for attempt := 1; ; attempt++ {
 		if s.isClosing() {
 			return offsets, nil // nothing begins any more: the next holder should not take it for a crash
@@ -281,7 +281,7 @@ func (s *session) retake(ctx context.Context, key topicPartition, why string) {
 	}
 	limited, cancel := context.WithTimeout(ctx, takeOverMax)
 	defer cancel()
-	defer context.AfterFunc(s.life, cancel)()
+	defer context.AfterFunc(s.life, cancel)() //nolint:contextcheck // either may end first
 	takings, err := s.takeOver(limited, []topicPartition{key})
 	if err != nil {
 		takings = map[topicPartition]taking{key: {held: held{waits: err}}}

@@ -49,7 +49,7 @@ func newSession(c *Consumer) *session {
 		consumer: c, ready: make(chan struct{}), late: make(chan struct{}, 1), failed: make(chan error, 1),
 		partitions: map[topicPartition]*partition{}, assignments: map[topicPartition]*assignment{}, marks: map[topicPartition]done{},
 	}
-	s.life, s.close = context.WithCancel(context.Background())
+	s.life, s.close = context.WithCancel(context.Background()) //nolint:forbidigo // it outlives the assignments that wait on it; leave ends it
 	return s
 }
 

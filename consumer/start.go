@@ -49,7 +49,6 @@ type known struct {
 	// offsets of the records given to Deliver, in their order; only where log is nil.
 	offsets []int64
 
-	start      Start
 	outOfRange OutOfRange
 	dedup      Dedup
 	consumer   int32 // id of the consumer's name

@@ -162,8 +162,8 @@ func (c *Claims) QueueChecked(batch *pgx.Batch, consumer Consumer, ids []uuid.UU
 	result := newResult(ids)
 	result.conflicts = make([]bool, len(ids))
 	all := make([]pgtype.UUID, len(ids))
-	for i, print := range fingerprints {
-		all[i] = pgtype.UUID{Bytes: print, Valid: print != [16]byte{}}
+	for i, fingerprint := range fingerprints {
+		all[i] = pgtype.UUID{Bytes: fingerprint, Valid: fingerprint != [16]byte{}}
 	}
 	claim, compare := c.sql.claimChecked, c.sql.conflicts
 	if consumer.forever {

@@ -167,6 +167,7 @@ func TestClaimOfAForgottenMessageSeesTheMark(t *testing.T) {
 }
 
 func hammerForgetting(t *testing.T, level pgx.TxIsoLevel) {
+	t.Helper()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	unquiet(t, pool) // else the day is dropped, and its claims are swept one by one
 	stop := make(chan struct{})
@@ -190,12 +191,12 @@ func hammerForgetting(t *testing.T, level pgx.TxIsoLevel) {
 		for range 4 {
 			claimers.Go(func() {
 				for marked := false; !marked; {
-					i := rand.N(len(ids)) //nolint:gosec // no secret
+					i := rand.N(len(ids))
 					fresh, at, err := claimMarked(ctx, pool, claims, consumer, ids[i], level)
 					if errors.Is(err, dedup.ErrRetry) && ctx.Err() == nil {
 						continue
 					}
-					if !assert.NoError(t, err) {
+					if !assert.NoError(t, err) { //nolint:testifylint // not in the goroutine of the test
 						return
 					}
 					marked = at.After(noon(3))
@@ -224,10 +225,11 @@ func hammerForgetting(t *testing.T, level pgx.TxIsoLevel) {
 
 // maintainUntil maintains all the time, also while another process does.
 func maintainUntil(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, stop <-chan struct{}) {
+	t.Helper()
 	config := pool.Config()
 	config.ConnConfig.RuntimeParams["application_name"] = "maintainer"
 	own, err := pgxpool.NewWithConfig(t.Context(), config)
-	if !assert.NoError(t, err) {
+	if !assert.NoError(t, err) { //nolint:testifylint // not in the goroutine of the test
 		return
 	}
 	defer own.Close()
@@ -240,7 +242,7 @@ func maintainUntil(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, stop 
 		_, err := claims.Maintain(t.Context(), own, dedup.MaintainOptions{Owner: "test"})
 		var pgErr *pgconn.PgError
 		if errors.As(err, &pgErr) && !strings.HasPrefix(pgErr.Code, "57") && !strings.HasPrefix(pgErr.Code, "55") && !strings.HasPrefix(pgErr.Code, "40") {
-			assert.NoError(t, err)
+			assert.NoError(t, err) //nolint:testifylint // not in the goroutine of the test
 		}
 		_, _ = pool.Exec(t.Context(), `UPDATE effectonce.maintenance SET lease_until = NULL WHERE job = 'claims'`)
 	}
@@ -248,6 +250,7 @@ func maintainUntil(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, stop 
 
 // killUntil kills maintainers at random moments.
 func killUntil(t *testing.T, pool *pgxpool.Pool, stop <-chan struct{}) {
+	t.Helper()
 	moment := time.NewTicker(30 * time.Millisecond)
 	defer moment.Stop()
 	for {

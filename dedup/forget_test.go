@@ -271,7 +271,7 @@ func TestOldSnapshotDoesNotHideWhatWasForgotten(t *testing.T) {
 				_, err := tx.Exec(t.Context(), `SELECT FROM effectonce.consumers`) // takes the snapshot
 				require.NoError(t, err)
 				report := maintain(t, pool, claims)
-				require.EqualValues(t, 1, len(report.Truncated)+int(report.Swept))
+				require.Equal(t, 1, len(report.Truncated)+int(report.Swept))
 
 				fresh, at, err := claimMarkedIn(t.Context(), tx, claims, consumer, id, level != pgx.ReadCommitted)
 				if level != pgx.ReadCommitted {

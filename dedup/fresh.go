@@ -73,7 +73,7 @@ func copyRows(ids []uuid.UUID, consumer int32, prints [][16]byte) []byte {
 		rows = append(rows, 0, fields, 0, 0, 0, 16)
 		rows = append(rows, id[:]...)
 		rows = append(rows, 0, 0, 0, 4)
-		rows = binary.BigEndian.AppendUint32(rows, uint32(consumer)) //nolint:gosec // the same bits
+		rows = binary.BigEndian.AppendUint32(rows, uint32(consumer))
 		switch {
 		case prints == nil:
 		case prints[i] == [16]byte{}:

@@ -448,7 +448,7 @@ func TestEachIDIsFreshOnceWithMixedForms(t *testing.T) {
 				batch := slices.Clone(ids[from : from+size])
 				rand.Shuffle(len(batch), func(i, j int) { batch[i], batch[j] = batch[j], batch[i] })
 				fresh, err := claimEitherWay(t.Context(), claims, conn, (replica+round)%3 != 0, dedup.Numbered(1), batch)
-				if !assert.NoError(t, err) {
+				if !assert.NoError(t, err) { //nolint:testifylint // not in the goroutine of the test
 					return
 				}
 				mu.Lock()

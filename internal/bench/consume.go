@@ -216,7 +216,7 @@ func (b *consumeBench) queuedTurns(ctx context.Context, round int, loads map[str
 	turns := []func() error{
 		func() (err error) {
 			own := group("by-id")
-			if with, err = b.queued(ctx, "by_id", round, l, own, handler, consumer.DedupByID); err != nil {
+			if with, err = b.queued(ctx, "by_id", round, l, own, handler); err != nil {
 				return err
 			}
 			return b.allDuplicates(ctx, round, l, own, handler)
@@ -229,7 +229,7 @@ func (b *consumeBench) queuedTurns(ctx context.Context, round int, loads map[str
 			return b.finish(ctx, "hand_loop", round, l, rate, err)
 		},
 		func() (err error) {
-			without, err = b.queued(nodedup.With(ctx), "no_dedup", round, l, group("no-dedup"), handler, consumer.DedupByID)
+			without, err = b.queued(nodedup.With(ctx), "no_dedup", round, l, group("no-dedup"), handler)
 			return err
 		},
 	}
@@ -246,11 +246,11 @@ func (b *consumeBench) queuedTurns(ctx context.Context, round int, loads map[str
 // Several partitions that are handled at the same time write in between each other, which leaves the pages of
 // the index less full.
 func (b *consumeBench) streamTurn(ctx context.Context, round int, l load, handler consumer.Handler) error {
-	with, err := b.queued(ctx, "stream", round, l, b.group("stream-"+strconv.Itoa(round)), handler, consumer.DedupByID)
+	with, err := b.queued(ctx, "stream", round, l, b.group("stream-"+strconv.Itoa(round)), handler)
 	if err != nil {
 		return err
 	}
-	without, err := b.queued(nodedup.With(ctx), "stream_no_dedup", round, l, b.group("stream-no-dedup-"+strconv.Itoa(round)), handler, consumer.DedupByID)
+	without, err := b.queued(nodedup.With(ctx), "stream_no_dedup", round, l, b.group("stream-no-dedup-"+strconv.Itoa(round)), handler)
 	if err != nil {
 		return err
 	}
@@ -270,7 +270,7 @@ func (b *consumeBench) footprints(suffix string, with, without footprint, l load
 
 // queued runs the queue shape and returns what it took. The write-ahead log is the whole server's: on one
 // that is busy with other things the figure is too high.
-func (b *consumeBench) queued(ctx context.Context, key string, round int, l load, group string, handler consumer.Handler, level consumer.Dedup) (took footprint, err error) {
+func (b *consumeBench) queued(ctx context.Context, key string, round int, l load, group string, handler consumer.Handler) (took footprint, err error) {
 	if err := b.clean(ctx); err != nil {
 		return took, err
 	}
@@ -282,7 +282,7 @@ func (b *consumeBench) queued(ctx context.Context, key string, round int, l load
 	if err != nil {
 		return took, err
 	}
-	rate, err := b.engine(ctx, l, group, handler, level)
+	rate, err := b.engine(ctx, l, group, handler, consumer.DedupByID)
 	if err != nil {
 		return took, fmt.Errorf("%s: %w", key, err)
 	}

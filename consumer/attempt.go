@@ -116,7 +116,7 @@ func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 	a.failure = &failure{origin: originHandler, index: unknownIndex, err: errGoexit} // unless transact returns
 	go func() {
 		defer close(a.done)
-		defer conn.release()
+		defer conn.release() //nolint:contextcheck // it may outlive ctx
 		defer func() {
 			if a.failure != nil && a.failure.err == errGoexit { //nolint:errorlint // the value set above
 				a.failure = a.blameCurrent(errGoexit)

@@ -98,10 +98,10 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		}
 		msgs := l.messages(c, batch, uuid.Nil)
 		if c.engine.cfg.Order == OrderByPartition || l.careful.left.Load() > 0 {
-			if !l.process(msgs) {
+			if !l.process(msgs) { //nolint:contextcheck // the lane has its own
 				return context.Cause(ctx)
 			}
-		} else if err := l.processTogether(msgs); err != nil {
+		} else if err := l.processTogether(msgs); err != nil { //nolint:contextcheck // as above
 			return cmp.Or(context.Cause(ctx), err)
 		}
 		records = records[n:]

@@ -214,7 +214,7 @@ func TestKnownProducersNameTheirMessages(t *testing.T) {
 			stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.IDProfiles = tc.profiles })
 			h.wait("position", func() bool { return h.position() == 3 })
 			require.NoError(t, stop())
-			require.Equal(t, len(tc.effects), len(h.values()), h.values())
+			require.Len(t, h.values(), len(tc.effects), h.values())
 			for i, value := range h.values() {
 				require.Equal(t, tc.effects[i], value)
 			}
@@ -235,8 +235,11 @@ func TestStoredRuleDecides(t *testing.T) {
 		"new name":     {false, nil, []string{"x-id"}, "standard", "--set 'headers:x-id'"},
 		"new headers":  {false, []string{"x-id"}, nil, "headers:x-id", "--set standard"},
 		"earlier name": {true, []string{"x-id"}, []string{"message-id"}, "headers:x-id", "--set 'headers:message-id'"},
-		"earlier name with the default": {true, nil, []string{"x-id"},
-			"headers:message-id,ce_id,id,_watermill_message_uuid,idempotency-key", "--set 'headers:x-id'"},
+		"earlier name with the default": {
+			true, nil,
+			[]string{"x-id"},
+			"headers:message-id,ce_id,id,_watermill_message_uuid,idempotency-key", "--set 'headers:x-id'",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -113,7 +113,7 @@ func (l *lane) release(ctx context.Context, list []due) error {
 		return err
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerReleasing)
-	l.process(msgs)
+	l.process(msgs) //nolint:contextcheck // the lane has its own
 	return nil
 }
 

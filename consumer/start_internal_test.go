@@ -39,18 +39,18 @@ func ours(offset int64) func(k *known) {
 
 func pointer[T any](value T) *T { return &value }
 
-// What may be otherwise about a partition. The row:
+// What may be otherwise about a partition. The row:.
 func no(k *known)      { k.row = storedPosition{released: true} } // position is stored
 func anew(k *known)    { k.row.topicID = earlierTopic }
 func older(k *known)   { k.row.knownEpoch = pointer(int64(6)) } // release was the last holder
 func begun(k *known)   { k.row.next, k.row.handledFrom = nil, pointer(int64(10)) }
 func unmoved(k *known) { k.row.handledBy, k.row.handledRule, k.row.handledFrom = nil, nil, nil } // since the migration
 
-// The topic:
+// The topic:.
 func beyond(k *known) { k.log.end = 50 }   // its end lies the position
 func gone(k *known)   { k.log.first = 70 } // are its records up to the position
 
-// The configuration:
+// The configuration:.
 func going(k *known)   { k.outOfRange = OutOfRangeResumeEarliest }
 func byPos(k *known)   { k.dedup = DedupByPosition }
 func renamed(k *known) { k.consumer = 8 }

@@ -55,7 +55,8 @@ func unquiet(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 // claimMarked claims one message and reads the mark behind it, in one transaction.
 func claimMarked(ctx context.Context, db interface {
 	BeginTx(ctx context.Context, opts pgx.TxOptions) (pgx.Tx, error)
-}, claims *dedup.Claims, consumer dedup.Consumer, id uuid.UUID, level pgx.TxIsoLevel) (fresh bool, at time.Time, err error) {
+}, claims *dedup.Claims, consumer dedup.Consumer, id uuid.UUID, level pgx.TxIsoLevel,
+) (fresh bool, at time.Time, err error) {
 	err = pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: level}, func(tx pgx.Tx) error {
 		fresh, at, err = claimMarkedIn(ctx, tx, claims, consumer, id, level != pgx.ReadCommitted)
 		return err

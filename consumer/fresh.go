@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
@@ -31,7 +33,7 @@ func (e *engine) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
 	}
 	c, err := e.beginAsking(ctx, t, w)
 	if err == nil && ids && w.form != nil {
-		w.form.asked(len(c.fresh) - count(c.fresh))
+		w.form.asked(w.claimedBefore(c.fresh))
 	}
 	return c, err
 }
@@ -96,11 +98,23 @@ func (e *engine) rollBack(ctx context.Context, t *tx) error {
 	return err
 }
 
-func count(list []bool) (n int) {
-	for _, so := range list {
-		if so {
-			n++
+// claimedBefore counts the messages that an earlier transaction claimed. One that comes twice in the batch, as after an
+// answer that a producer did not get, is no reason to ask.
+func (w *work) claimedBefore(fresh []bool) int {
+	if !slices.Contains(fresh, false) {
+		return 0
+	}
+	ids := map[uuid.UUID]struct{}{}
+	for i, msg := range w.msgs {
+		if fresh[i] {
+			ids[msg.ID] = struct{}{}
 		}
 	}
-	return n
+	before := 0
+	for i, msg := range w.msgs {
+		if _, here := ids[msg.ID]; !fresh[i] && !here {
+			before++
+		}
+	}
+	return before
 }

@@ -71,8 +71,8 @@ func TestABatchTakenAsFreshDropsItsDuplicates(t *testing.T) {
 				require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effects").Scan(&effects))
 				require.Equal(t, total, effects)
 			}
-			apply(50, 0, 0, numbers(0, 50)...)   // asks
-			apply(50, 0, 1, numbers(50, 100)...) // is taken as fresh
+			apply(50, 2, 0, append(numbers(0, 50), 8, 8)...) // asks, and need not go on asking
+			apply(50, 0, 1, numbers(50, 100)...)             // is taken as fresh
 			apply(50, 50, 2, append(numbers(100, 150), slices.Repeat([]int{148}, 50)...)...)
 			apply(50, 1, 0, append(numbers(150, 200), 98)...) // is refused
 			apply(50, 0, 0, numbers(200, 250)...)             // asks

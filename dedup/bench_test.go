@@ -69,6 +69,32 @@ func claimByTheBook(ctx context.Context, pool *pgxpool.Pool, ids []uuid.UUID) er
 	return nil
 }
 
+// BenchmarkClaimForms compares the claim that takes everything as fresh with the one that asks, in turns, in one run.
+// x-asking is how many times as many messages a second it claims.
+func BenchmarkClaimForms(b *testing.B) {
+	for _, size := range []int{20, 100, 500} {
+		b.Run(fmt.Sprint(size), func(b *testing.B) {
+			pool, claims := pgtest.Pool(b), newClaims(b)
+			conn, err := pool.Acquire(b.Context())
+			require.NoError(b, err)
+			defer conn.Release()
+			var took [2]time.Duration
+			for b.Loop() {
+				for form, optimistic := range []bool{false, true} {
+					ids := newIDs(b, size)
+					start := time.Now()
+					_, err := claimEitherWay(b.Context(), claims, conn.Conn(), optimistic, dedup.Numbered(1), ids)
+					took[form] += time.Since(start)
+					require.NoError(b, err)
+				}
+			}
+			b.ReportMetric(took[0].Seconds()/took[1].Seconds(), "x-asking")
+			b.ReportMetric(float64(b.N*size)/took[1].Seconds(), "fresh/s")
+			b.ReportMetric(0, "ns/op") // of both together: it says nothing
+		})
+	}
+}
+
 // BenchmarkMessageID covers what a message may carry, from the cheapest to the dearest.
 func BenchmarkMessageID(b *testing.B) {
 	for _, carried := range []string{"0191d3a7-5c1e-7abc-9def-0123456789ab", "01ARZ3NDEKTSV4RRFFQ69G5FAV", "order-4711"} {

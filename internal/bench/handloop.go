@@ -18,7 +18,7 @@ import (
 const handBatchMax = 500
 
 // handLoop does what the engine does, by hand and for this one handler only: the same statements in the same
-// round trips, and nothing else. What the engine takes beyond it is what its generality costs.
+// round trips, and nothing else, but for the claim, which is ON CONFLICT as a program without the engine would write it.
 func (b *consumeBench) handLoop(ctx context.Context, l load, group string) (float64, error) {
 	if _, err := b.pool.Exec(ctx, b.sql(handPositionsSQL), group, l.topic, b.opts.Partitions); err != nil {
 		return 0, fmt.Errorf("make positions: %w", err)

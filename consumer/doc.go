@@ -17,7 +17,7 @@
 // tx commits together with the claim of the message's ID, or not at all. Whatever it does outside of tx
 // (an HTTP call, an e-mail, a write through another connection) may happen again. Give such calls a
 // key that stays the same, msg.ChildID("charge"), or publish a message with outbox.Publish and act on
-// that. Messages that a handler publishes through its tx get derived IDs by themselves.
+// that. Messages that a handler publishes through its tx get derived IDs by themselves (OutboxID).
 //
 // A handler does not commit or roll back: it returns nil or an error. It does not keep tx, and does not
 // use it from other goroutines.
@@ -45,8 +45,9 @@
 // If a batch fails it is rolled back and split until the culprit stands alone; the others commit as
 // before. The culprit's error decides. One marked by Permanent, a value that cannot be decoded, a
 // SQLSTATE of PermanentStates: it is parked at once. Any other: it is tried up to AttemptsMax times with
-// growing pauses, counted in the database, and then parked. Trouble with the database is nobody's
-// failure: the partition waits. A message that ends the process is found and parked, too.
+// growing pauses, counted in the database, and then parked. Where an error arose decides first: a failure of
+// the engine's own statements, or a lost connection, is no attempt of a message, and the partition waits. A message
+// that ends the process is found and parked, too.
 //
 // A parked message is stored in parked_messages in the transaction that claims it. Later messages of
 // its key go behind it and everything else flows. An operator retries or discards it (outbox-relay
@@ -55,6 +56,8 @@
 //
 // # The dedup window
 //
-// Claims are kept for Config.Window. A message that is older, by its ID or its record's timestamp, cannot
-// be proven fresh and is parked as expired, not run. Choose the window longer than the topic's retention.
+// Claims are kept for Config.Window at least. What was forgotten is noted for each consumer: a message of that time, by
+// its ID or its record's timestamp, cannot be proven fresh and is parked as expired, not run. So is one inside the
+// range of offsets that this consumer has worked through, if its claim is gone. A new name has forgotten nothing.
+// Choose the window longer than the topic's retention.
 package consumer

@@ -71,7 +71,10 @@ func (p *program) run(ctx context.Context) error {
 	}
 	defer p.pool.Close()
 	if p.Role == "maintain" {
-		return p.maintain(ctx)
+		if err := p.maintain(ctx); ctx.Err() == nil {
+			return err
+		}
+		return nil // it was told to stop
 	}
 	c, err := consumer.New(p.pool, []kgo.Opt{kgo.SeedBrokers(p.Brokers...), kgo.SessionTimeout(p.SessionTimeout), kgo.HeartbeatInterval(p.SessionTimeout / 5)},
 		consumer.Each(p.handle), consumer.Config{

@@ -75,6 +75,12 @@ type position struct {
 	server time.Time
 }
 
+// renew is another takeover of the same partition. Its name stays untouched: others read it meanwhile.
+func (p *position) renew(other *position) {
+	p.epoch, p.stored, p.handledFrom, p.handledTo = other.epoch, other.stored, other.handledFrom, other.handledTo
+	p.keysFrom, p.stuck, p.server = other.keysFrom, other.stuck, other.server
+}
+
 // work is what one transaction is to do: messages of one partition, in order, from Kafka or, all of them,
 // from parked_messages.
 type work struct {
@@ -86,6 +92,8 @@ type work struct {
 	apart bool
 	hints [][]byte   // keys of the messages that may be held
 	form  *claimForm // nil: claims are asked for
+	// stored is the position after COMMIT; nil: not advanced. Only who waited for the transaction may take it over.
+	stored *int64
 }
 
 func (w *work) released() bool { return w.msgs[0].row != 0 }
@@ -96,6 +104,7 @@ type outcome struct {
 	parked                []Parked
 	duplicate             *Message // the first; nil: none
 	claim, handle, commit time.Duration
+	unheld                [][]byte // keys that are not held any more
 }
 
 // transact does the work of a transaction, up to and including its COMMIT. After a failure nothing is committed,
@@ -131,7 +140,7 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 	if f := e.commit(ctx, t, w, s); f != nil {
 		return outcome{}, f
 	}
-	w.held.free(w.hints, claimed.held, s.keys)
+	out.unheld = unheld(w.hints, claimed.held, s.keys)
 	out.commit = time.Since(begun) - out.claim - out.handle
 	out.fresh, out.duplicates, out.parked = len(s.handle), len(w.msgs)-len(s.handle)-len(s.parked), s.report(e.cfg.OnFailure)
 	out.duplicate = s.duplicate
@@ -313,7 +322,7 @@ func (e *engine) commit(ctx context.Context, t *tx, w *work, s *selection) *fail
 	}
 	t.over.Store(true)
 	if !w.released() && !w.apart {
-		w.pos.stored = &stored
+		w.stored = &stored
 	}
 	crashpoint.At(ctx, crashpoint.ConsumerCommitted)
 	return nil

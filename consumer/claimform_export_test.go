@@ -42,9 +42,9 @@ func (e *Engine) ApplyNumbers(ctx context.Context, at *Position, offset int64, a
 			msgs[i].ID = dedup.MessageID("test", text)
 		}
 	}
-	out, f := e.c.engine.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), form: at.form, apart: apart})
-	if f != nil {
-		return Outcome{}, f
+	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), form: at.form, apart: apart})
+	if err != nil {
+		return Outcome{}, err
 	}
 	return Outcome{out.fresh, out.duplicates, len(out.parked)}, nil
 }

@@ -74,7 +74,7 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 	l.regain = func(ctx context.Context) error {
 		again, err := c.hold(ctx, []hold{take}, nil)
 		if err == nil {
-			*pos = *again[0].pos
+			pos.renew(again[0].pos)
 		}
 		return err
 	}

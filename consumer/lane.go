@@ -246,6 +246,10 @@ func (l *lane) try(msgs []*Message) *failure {
 	if f != nil {
 		return f
 	}
+	l.work.held.free(out.unheld)
+	if w.stored != nil {
+		l.work.pos.stored = w.stored
+	}
 	l.said.end(l)
 	l.careful.done(msgs)
 	if !w.released() {

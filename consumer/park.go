@@ -90,26 +90,35 @@ func (h *heldKeys) add(keys map[keyHash]struct{}) {
 	}
 }
 
-// free forgets those of the keys that were asked for that are not held any more, and were not parked just now.
-func (h *heldKeys) free(asked [][]byte, held, parked map[keyHash]struct{}) {
-	if len(asked) == 0 {
+// unheld lists those of the keys that were asked for that are not held, and were not parked just now.
+func unheld(asked [][]byte, held, parked map[keyHash]struct{}) (keys [][]byte) {
+	for _, key := range asked {
+		_, still := held[keyHash(key)]
+		_, again := parked[keyHash(key)]
+		if !still && !again {
+			keys = append(keys, key)
+		}
+	}
+	return keys
+}
+
+// free forgets keys. Only who waited for the transaction may call it: one that was left behind and whose COMMIT is
+// answered late knows nothing of what was parked since.
+func (h *heldKeys) free(keys [][]byte) {
+	if len(keys) == 0 {
 		return
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	for _, key := range asked {
-		hash := keyHash(key)
-		_, still := held[hash]
-		_, again := parked[hash]
-		if !still && !again {
-			delete(h.keys, hash)
-		}
+	for _, key := range keys {
+		delete(h.keys, keyHash(key))
 	}
 }
 
 // queuePark adds the insert of parked messages to a transaction.
 func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selection) {
 	n := len(s.parked)
+	var keysBehind [][]byte
 	ids, topics, partitions, offsets := make([][16]byte, n), make([]string, n), make([]int32, n), make([]int64, n)
 	topicIDs, keys, payloads, headers := make([]*[16]byte, n), make([][]byte, n), make([][]byte, n), make([]string, n)
 	times, reasons, errs := make([]time.Time, n), make([]string, n), make([]string, n)
@@ -128,7 +137,12 @@ func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selecti
 		states[i] = "parked"
 		if s.behind[i] {
 			states[i] = "behind"
+			hash := sha256.Sum256(m.Key)
+			keysBehind = append(keysBehind, hash[:])
 		}
+	}
+	if len(keysBehind) > 0 {
+		batch.Queue(e.sql.touchHeads, consumer.ID(), s.parked[0].Topic, s.parked[0].Partition, keysBehind)
 	}
 	batch.Queue(e.sql.park, consumer.ID(), ids, topics, topicIDs, partitions, offsets, keys, payloads, headers, times, reasons, errs, attempts, states,
 		generations, callTimes)

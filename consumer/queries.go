@@ -130,7 +130,7 @@ const holderSQL = `-- consumer.holder
 SELECT epoch, owner FROM effectonce.consumer_positions WHERE consumer_group = $1 AND topic = $2 AND partition = $3`
 
 // pollSQL looks after all partitions of a session at once: it lists those for which something is to be done. $6 is
-// when the server began that each was taken over on, $7 is the position that its holder knows.
+// the position that its holder knows.
 const pollSQL = `-- consumer.poll
 SELECT t.n - 1, p.epoch, p.epoch <> t.epoch, p.epoch = t.epoch AND (p.next_offset < t.known OR p.next_offset IS NULL AND t.known IS NOT NULL),
   p.resume_at IS NOT NULL, paused.topic IS NOT NULL, due.yes IS NOT NULL
@@ -138,7 +138,7 @@ FROM unnest($2::text[], $3::int[], $4::int[], $5::bigint[], $6::bigint[]) WITH O
 LEFT JOIN effectonce.consumer_positions p ON p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition
 LEFT JOIN effectonce.consumer_pauses paused ON paused.consumer_group = $1 AND paused.topic = t.topic
 LEFT JOIN LATERAL (SELECT true AS yes FROM effectonce.parked_messages m
-  WHERE m.consumer = t.consumer AND m.topic = t.topic AND m.partition = t.partition AND m.state = 'retry' AND m.retry_at <= clock_timestamp()
+  WHERE m.consumer = t.consumer AND m.topic = t.topic AND m.partition = t.partition AND m.state = 'retry' AND m.retry_at <= statement_timestamp()
   LIMIT 1) AS due ON true
 WHERE p.epoch IS DISTINCT FROM t.epoch OR p.next_offset < t.known OR p.next_offset IS NULL AND t.known IS NOT NULL
   OR p.resume_at IS NOT NULL OR paused.topic IS NOT NULL OR due.yes IS NOT NULL`
@@ -178,6 +178,14 @@ FROM unnest($2::uuid[], $3::text[], $4::uuid[], $5::int[], $6::bigint[], $7::byt
 ORDER BY m.n
 ON CONFLICT (consumer, topic, partition, "offset", message_id) DO NOTHING`
 
+// adoptSQL promotes messages that wait behind none: the previous release had no trigger that promotes, and may have left some.
+const adoptSQL = `-- consumer.adopt
+UPDATE effectonce.parked_messages p SET
+  state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
+FROM (SELECT DISTINCT ON (sha256(key)) seq, state FROM effectonce.parked_messages
+  WHERE consumer = $1 AND topic = $2 AND partition = $3 AND key IS NOT NULL ORDER BY sha256(key), seq) AS first
+WHERE p.seq = first.seq AND first.state = 'behind' AND p.state = 'behind'`
+
 // headsSQL lists the keys of the first parked messages, by the index of heads alone. It is read when a partition is
 // taken over.
 const headsSQL = `-- consumer.heads
@@ -199,48 +207,74 @@ SELECT k.hash FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
 WHERE EXISTS (SELECT FROM effectonce.parked_messages n
   WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash)`
 
+// touchHeadsSQL writes the first parked messages of some keys anew, as they are. An operator's transaction of an earlier
+// snapshot does not see what is parked behind one, and a lock alone would not stop it from deleting the first one: what is
+// behind would wait for ever. Now PostgreSQL refuses it (40001).
+const touchHeadsSQL = `-- consumer.touch_heads
+UPDATE effectonce.parked_messages p SET state = p.state
+WHERE p.seq = ANY (ARRAY(SELECT first.seq FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
+  CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
+    WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash ORDER BY n.seq LIMIT 1) AS first))`
+
 // orderRetriesSQL: a message that waits behind another one of its key cannot be retried before it. An operator's retry
-// of such a message means that it is run when its turn comes.
+// of such a message means that it is run when its turn comes. The lock keeps the first one where it is until that is stored,
+// or the trigger that promotes would not see a message that waits. $4 is how many are looked at.
 const orderRetriesSQL = `-- consumer.order_retries
-UPDATE effectonce.parked_messages p SET state = 'behind', reason = 'behind'
-WHERE p.consumer = $1 AND p.topic = $2 AND p.partition = $3 AND p.state = 'retry' AND p.retry_at <= clock_timestamp() AND p.key IS NOT NULL
-  AND EXISTS (SELECT FROM effectonce.parked_messages n
-    WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = sha256(p.key) AND n.seq < p.seq)`
-
-// dueSQL lists what is due, the first message of each key.
-const dueSQL = `-- consumer.due
-SELECT seq, sha256(key) FROM effectonce.parked_messages
-WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= clock_timestamp()
-ORDER BY seq LIMIT $4`
-
-// releaseSQL chooses what is tried again: the due messages $6, and what waits behind them, in order, up to $4 messages
-// and $5 bytes, but at least one. The time of the release is stored before anything is done with it. Keys for foreign
-// calls that depend on a time keep it.
-const releaseSQL = `-- consumer.release
 WITH due AS MATERIALIZED (
-  SELECT seq, key FROM effectonce.parked_messages
-  WHERE seq = ANY ($6::bigint[]) AND consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= clock_timestamp()
-), candidates AS (
-  SELECT seq FROM due
-  UNION
-  SELECT f.seq FROM due CROSS JOIN LATERAL (
-    SELECT n.seq FROM effectonce.parked_messages n
-    WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = sha256(due.key) AND n.seq > due.seq
-      AND n.state = 'behind'
-    ORDER BY n.seq LIMIT $4) AS f
-), chosen AS (
-  SELECT c.seq, row_number() OVER w AS n, sum(octet_length(coalesce(p.payload, '')) + octet_length(p.headers::text)) OVER w AS bytes
-  FROM candidates c JOIN effectonce.parked_messages p USING (seq) WINDOW w AS (ORDER BY c.seq)
+  SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
+  WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp() AND key IS NOT NULL
+  ORDER BY retry_at LIMIT $4
+), later AS MATERIALIZED (
+  SELECT d.seq, d.hash FROM due d WHERE EXISTS (SELECT FROM effectonce.parked_messages n
+    WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = d.hash AND n.seq < d.seq)
+), first AS MATERIALIZED (
+  SELECT n.seq, sha256(n.key) AS hash FROM effectonce.parked_messages n
+  WHERE n.seq = ANY (ARRAY(SELECT f.seq FROM (SELECT DISTINCT hash FROM later) k
+    CROSS JOIN LATERAL (SELECT e.seq FROM effectonce.parked_messages e
+      WHERE e.consumer = $1 AND e.topic = $2 AND e.partition = $3 AND sha256(e.key) = k.hash ORDER BY e.seq LIMIT 1) AS f))
+  ORDER BY n.seq FOR KEY SHARE
 )
-UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, clock_timestamp()),
-  call_time = CASE WHEN p.keys = 1 THEN coalesce(p.call_time, p.released_at, p.record_time) END
-FROM chosen c WHERE p.seq = c.seq AND (c.n = 1 OR c.n <= $4 AND c.bytes <= $5)
-RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.reason, p.state, p.released_at, p.call_time`
+UPDATE effectonce.parked_messages p SET state = 'behind', reason = CASE WHEN p.reason = 'too_large' THEN p.reason ELSE 'behind' END
+FROM later JOIN first USING (hash) WHERE p.seq = later.seq AND first.seq < p.seq AND p.state = 'retry'`
 
 // refuseLargeSQL takes back what cannot be handled again, because it is not stored as a whole.
 const refuseLargeSQL = `-- consumer.refuse_large
 UPDATE effectonce.parked_messages SET state = 'parked'
-WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= clock_timestamp() AND reason = 'too_large'`
+WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp() AND reason = 'too_large'`
+
+// dueSQL lists what is due, in the order in which it became so; where keys are held ($5), the first message of each. The time
+// is that of the statement: an index cannot be asked for clock_timestamp().
+const dueSQL = `-- consumer.due
+SELECT d.seq, d.hash FROM (SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
+  WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp()
+  ORDER BY retry_at LIMIT $4) d
+WHERE NOT $5::boolean OR NOT EXISTS (SELECT FROM effectonce.parked_messages n
+  WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = d.hash AND n.seq < d.seq)`
+
+// releaseSQL chooses what is tried again: the due messages $6, and what waits behind each, in order and without a gap, up to $7
+// of them; of all of that up to $4 messages and $5 bytes, but at least one. What has a reason of its own, and what waits
+// behind that, is left for an operator. The time of the release is stored before anything is done with it. Keys for
+// foreign calls that depend on a time keep it.
+const releaseSQL = `-- consumer.release
+WITH due AS MATERIALIZED (
+  SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
+  WHERE seq = ANY ($6::bigint[]) AND consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp()
+), line AS MATERIALIZED (
+  SELECT seq AS head, seq FROM due
+  UNION ALL
+  SELECT due.seq, f.seq FROM due CROSS JOIN LATERAL (
+    SELECT n.seq, bool_and(n.state = 'behind' AND n.reason = 'behind') OVER (ORDER BY n.seq) AS waits FROM effectonce.parked_messages n
+    WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = due.hash AND n.seq > due.seq
+    ORDER BY n.seq LIMIT $7) AS f
+  WHERE f.waits
+), chosen AS (
+  SELECT l.seq, row_number() OVER w AS n, sum(coalesce(octet_length(p.payload), 0) + octet_length(p.headers::text)) OVER w AS bytes
+  FROM line l JOIN effectonce.parked_messages p USING (seq) WINDOW w AS (ORDER BY l.head, l.seq)
+)
+UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, clock_timestamp()),
+  call_time = CASE WHEN p.keys = 1 THEN coalesce(p.call_time, p.released_at, p.record_time) END
+FROM chosen c WHERE p.seq = c.seq AND (c.n = 1 OR c.n <= $4 AND c.bytes <= $5)
+RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.released_at, p.call_time`
 
 // lockParkedSQL decides who handles parked messages: whoever deletes them. In the order of seq, or two
 // transactions could deadlock.
@@ -259,13 +293,14 @@ WHERE seq = $1`
 
 // queries are the statements for one schema.
 type queries struct {
-	settings, primary, guard                                                          string
-	contact, met, rows, lock, hold, pauses, orders, widen                             string
-	reset, givenUp, holder, poll, trouble, caughtUp                                   string
-	lockHeads, heldNow                                                                string
-	advance, advanceApart, check, checkKnown                                          string
-	attempt, attempts, forgetAttempts                                                 string
-	park, heads, refuseLarge, orderRetries, due, release, lockParked, unpark, setBack string
+	settings, primary, guard                                             string
+	contact, met, rows, lock, hold, pauses, orders, widen                string
+	reset, givenUp, holder, poll, trouble, caughtUp                      string
+	lockHeads, heldNow                                                   string
+	advance, advanceApart, check, checkKnown                             string
+	attempt, attempts, forgetAttempts                                    string
+	park, touchHeads, heads, adopt                                       string
+	refuseLarge, orderRetries, due, release, lockParked, unpark, setBack string
 }
 
 func newQueries(schema string) queries {
@@ -278,7 +313,8 @@ func newQueries(schema string) queries {
 		lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),
 		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL), checkKnown: in(checkKnownSQL),
 		attempt: in(attemptSQL), attempts: in(attemptsSQL), forgetAttempts: in(forgetAttemptsSQL),
-		park: in(parkSQL), heads: in(headsSQL), refuseLarge: in(refuseLargeSQL), orderRetries: in(orderRetriesSQL), due: in(dueSQL),
+		park: in(parkSQL), touchHeads: in(touchHeadsSQL), heads: in(headsSQL), adopt: in(adoptSQL),
+		refuseLarge: in(refuseLargeSQL), orderRetries: in(orderRetriesSQL), due: in(dueSQL),
 		release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL),
 	}
 }

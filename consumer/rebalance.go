@@ -353,7 +353,7 @@ func (s *session) rehold(ctx context.Context, p *partition) error {
 		return err
 	}
 	before := p.pos.stored
-	*p.pos = *taken[0].pos
+	p.pos.renew(taken[0].pos)
 	p.publish()
 	if before != nil && (p.pos.stored == nil || *p.pos.stored < *before) {
 		return errWentBack

@@ -50,7 +50,9 @@ func (l *lane) takeBack(f *failure) bool {
 				}
 			}
 			ctx, cancel := l.engine.bounded(l.ctx)
-			err = l.regain(ctx)
+			if err = l.regain(ctx); err == nil {
+				err = l.load(ctx) // the holder in between may have parked messages
+			}
 			cancel()
 			if err == nil {
 				return !l.stopped()

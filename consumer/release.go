@@ -3,7 +3,6 @@ package consumer
 import (
 	"cmp"
 	"context"
-	"crypto/sha256"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -11,6 +10,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
@@ -34,6 +34,9 @@ func (l *lane) load(ctx context.Context) error {
 	})
 	if err != nil {
 		return fmt.Errorf("read attempts: %w", err)
+	}
+	if _, err = l.engine.pool.Exec(ctx, l.engine.sql.adopt, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition); err != nil {
+		return fmt.Errorf("look for parked messages that wait behind none: %w", err)
 	}
 	rows, err = l.engine.pool.Query(ctx, l.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
 	if err != nil {
@@ -70,28 +73,28 @@ func (l *lane) due(ctx context.Context) ([]due, error) {
 	ctx, cancel := l.engine.bounded(ctx)
 	defer cancel()
 	args := []any{l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition}
-	tag, err := l.engine.pool.Exec(ctx, l.engine.sql.refuseLarge, args...)
-	if err != nil {
-		return nil, fmt.Errorf("read parked messages: %w", err)
+	batch := &pgx.Batch{}
+	note := func(sql string, args []any, level slog.Level, text string) {
+		batch.Queue(sql, args...).Exec(func(tag pgconn.CommandTag) error {
+			if tag.RowsAffected() > 0 {
+				l.log(level, text, "messages", tag.RowsAffected())
+			}
+			return nil
+		})
 	}
-	if tag.RowsAffected() > 0 {
-		l.log(slog.LevelError, "messages were handed back that are too large to be stored: they stay parked", "messages", tag.RowsAffected())
+	if l.engine.holdsKeys() {
+		note(l.engine.sql.orderRetries, append(args, dueMax), slog.LevelInfo, "messages were handed back that wait for an earlier one of their key: they are tried when their turn comes")
 	}
-	if tag, err = l.engine.pool.Exec(ctx, l.engine.sql.orderRetries, args...); err != nil {
-		return nil, fmt.Errorf("read parked messages: %w", err)
-	}
-	if tag.RowsAffected() > 0 {
-		l.log(slog.LevelInfo, "messages were handed back that wait for an earlier one of their key: they are tried when their turn comes", "messages", tag.RowsAffected())
-	}
-	rows, err := l.engine.pool.Query(ctx, l.engine.sql.due, append(args, dueMax)...)
-	if err != nil {
-		return nil, fmt.Errorf("read parked messages: %w", err)
-	}
-	list, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {
-		err = row.Scan(&d.seq, &d.hash)
-		return d, err
+	note(l.engine.sql.refuseLarge, args, slog.LevelError, "messages were handed back that are too large to be stored: they stay parked")
+	var list []due
+	batch.Queue(l.engine.sql.due, append(args, dueMax, l.engine.holdsKeys())...).Query(func(rows pgx.Rows) (err error) {
+		list, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {
+			err = row.Scan(&d.seq, &d.hash)
+			return d, err
+		})
+		return err
 	})
-	if err != nil {
+	if err := l.engine.pool.SendBatch(ctx, batch).Close(); err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
 	return list, nil
@@ -124,7 +127,8 @@ const releaseBytesMax = 16 << 20
 func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Message, error) {
 	ctx, cancel := l.engine.bounded(ctx)
 	defer cancel()
-	rows, err := l.engine.pool.Query(ctx, l.engine.sql.release, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax, seqs)
+	behind := limit / max(len(seqs), 1) // of each, so that little is read that is not handled
+	rows, err := l.engine.pool.Query(ctx, l.engine.sql.release, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax, seqs, behind)
 	if err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
@@ -133,22 +137,7 @@ func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Messag
 		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
 	slices.SortFunc(msgs, func(a, b *Message) int { return cmp.Compare(a.row, b.row) })
-	return slices.DeleteFunc(msgs, cutBehind(map[keyHash]bool{})), nil
-}
-
-// cutBehind takes out what waits for a reason of its own behind another message of its key: when its turn
-// comes an operator is to decide about it.
-func cutBehind(cut map[keyHash]bool) func(*Message) bool {
-	return func(msg *Message) bool {
-		if msg.Key == nil {
-			return false
-		}
-		hash := keyHash(sha256.Sum256(msg.Key))
-		if msg.park != nil {
-			cut[hash] = true
-		}
-		return cut[hash]
-	}
+	return msgs, nil
 }
 
 func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
@@ -157,8 +146,7 @@ func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
 	var topicID *[16]byte
 	var headers []byte
 	var at *time.Time
-	var reason, state string
-	err := row.Scan(&msg.row, &id, &topicID, &msg.Offset, &msg.Key, &msg.Value, &headers, &at, &reason, &state, &msg.released, &msg.callTime)
+	err := row.Scan(&msg.row, &id, &topicID, &msg.Offset, &msg.Key, &msg.Value, &headers, &at, &msg.released, &msg.callTime)
 	if err != nil {
 		return nil, err
 	}
@@ -168,9 +156,6 @@ func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
 	}
 	if at != nil {
 		msg.Time = *at
-	}
-	if state == "behind" && reason != reasonBehind {
-		msg.park = &parking{reason: reason}
 	}
 	if msg.Headers, err = headersOf(headers); err != nil {
 		return nil, fmt.Errorf("parked message %s: %w", msg.ID, err)

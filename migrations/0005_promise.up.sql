@@ -110,20 +110,22 @@ UPDATE effectonce.parked_messages SET call_time = released_at WHERE released_at 
 CREATE INDEX parked_messages_due ON effectonce.parked_messages (consumer, topic, partition, retry_at) WHERE state = 'retry';
 
 -- When the first parked message of a key goes, the next one comes first: one that only waited is tried, one
--- with a reason of its own waits for an operator. Whoever deletes, consumers and operators alike, need not
--- know about it.
+-- with a reason of its own waits for an operator. Consumers and operators that delete need not know about it.
+-- The lock waits for a transaction that deletes the next one meanwhile; then the one behind it comes first.
 CREATE FUNCTION effectonce.parked_promote() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
+  WITH first AS MATERIALIZED ( -- once: what was updated is passed over by a second reading
+    SELECT f.seq FROM (SELECT DISTINCT consumer, topic, partition, sha256(key) AS hash FROM gone WHERE key IS NOT NULL AND state <> 'behind'
+      ORDER BY consumer, topic, partition, hash) AS k
+    CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
+      WHERE n.consumer = k.consumer AND n.topic = k.topic AND n.partition = k.partition AND sha256(n.key) = k.hash
+      ORDER BY n.seq LIMIT 1 FOR NO KEY UPDATE) AS f)
   UPDATE effectonce.parked_messages p SET
     state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
-  FROM (SELECT DISTINCT consumer, topic, partition, sha256(key) AS hash FROM gone WHERE key IS NOT NULL AND state <> 'behind') AS k
-  CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
-    WHERE n.consumer = k.consumer AND n.topic = k.topic AND n.partition = k.partition AND sha256(n.key) = k.hash
-    ORDER BY n.seq LIMIT 1) AS first
-  WHERE p.seq = first.seq AND p.state = 'behind';
+  FROM first WHERE p.seq = first.seq AND p.state = 'behind';
   RETURN NULL;
 END
 $$;

@@ -1,0 +1,350 @@
+package consumer_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+)
+
+// failing is a handler that refuses messages that end with "bad", until it is repaired.
+func failing(repaired *atomic.Bool) consumer.Handler {
+	return consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if strings.HasSuffix(string(msg.Value), "bad") && !repaired.Load() {
+			return consumer.Permanent(errBad)
+		}
+		return effect(ctx, tx, msg)
+	})
+}
+
+// orders are the settings of the orders under which a parked message holds its key.
+var orders = map[string]func(*consumer.Config){ //nolint:gochecknoglobals // a table
+	"by partition": func(*consumer.Config) {},
+	"by key":       parallel(consumer.OrderByKey),
+}
+
+// state is the SQLSTATE of an error.
+func state(err error) string {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) {
+		return pgErr.Code
+	}
+	return ""
+}
+
+// waitBlocked waits until a statement of the test's database waits for a lock.
+func (h *harness) waitBlocked() {
+	h.t.Helper()
+	h.wait("blocked", func() bool {
+		return h.number(`SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'`) > 0
+	})
+}
+
+// Property: two operators that delete the first messages of a key at the same time leave a first one: what waits behind
+// both is promoted, whichever of them commits first.
+func TestPromotionOutlivesConcurrentDeletes(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:bad", "a:1", "a:2", "b:bad", "b:1", "b:2")
+	stop := h.run(failing(&atomic.Bool{}), nil)
+	h.wait("position", func() bool { return h.position() == 6 })
+	require.NoError(t, stop())
+	remove := `DELETE FROM effectonce.parked_messages WHERE convert_from(payload, 'UTF8') = `
+	for _, values := range [][2]string{{"a:1", "a:bad"}, {"b:bad", "b:1"}} {
+		first, err := h.pool.Begin(t.Context())
+		require.NoError(t, err)
+		_, err = first.Exec(t.Context(), remove+"'"+values[0]+"'")
+		require.NoError(t, err)
+		second := make(chan error, 1)
+		go func() {
+			_, err := h.pool.Exec(context.WithoutCancel(t.Context()), remove+"'"+values[1]+"'")
+			second <- err
+		}()
+		h.waitBlocked()
+		require.NoError(t, first.Commit(t.Context()))
+		require.NoError(t, <-second)
+	}
+	require.Equal(t, []string{"a:2 behind retry", "b:2 behind retry"}, h.parked())
+}
+
+// Property: an operator's transaction of an earlier snapshot does not see what was parked behind a message meanwhile, so
+// it cannot delete that message: what is behind would wait for ever.
+func TestDeleteOfAnEarlierSnapshotIsRefused(t *testing.T) {
+	t.Parallel()
+	for name, settings := range orders {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			stop := h.run(failing(&atomic.Bool{}), settings)
+			h.produceKeyed("a:bad")
+			h.waitParked("permanent")
+			early, err := h.pool.BeginTx(t.Context(), pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
+			require.NoError(t, err)
+			_, err = early.Exec(t.Context(), `SELECT FROM effects`)
+			require.NoError(t, err)
+			h.produceKeyed("a:1")
+			h.wait("position", func() bool { return h.position() == 2 })
+			_, err = early.Exec(t.Context(), `DELETE FROM effectonce.parked_messages`)
+			require.Equal(t, "40001", state(err))
+			require.NoError(t, early.Rollback(t.Context()))
+			h.exec(`DELETE FROM effectonce.parked_messages WHERE state = 'parked'`)
+			h.waitEffects(1)
+			require.NoError(t, stop())
+		})
+	}
+}
+
+// Property: a holder that takes its partition back knows the keys of what another one parked in between.
+func TestHolderThatComesBackKnowsWhatWasParkedMeanwhile(t *testing.T) {
+	t.Parallel()
+	for name, settings := range orders {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			stop := h.run(failing(&atomic.Bool{}), settings)
+			h.produceKeyed("b:1")
+			h.waitEffects(1)
+			cfg := consumer.Config{Group: h.topic, Topics: []string{h.topic}}
+			settings(&cfg)
+			other, err := consumer.New(h.pool, nil, failing(&atomic.Bool{}), cfg)
+			require.NoError(t, err)
+			bad := kgo.Record{Key: []byte("a"), Value: []byte("a:bad"), Topic: h.topic, Offset: 1, Timestamp: time.Now(), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("bad")}}}
+			done, err := other.Deliver(t.Context(), &bad)
+			require.NoError(t, err)
+			require.Equal(t, consumer.Delivered{Parked: 1}, done)
+			h.produceRecord(&kgo.Record{Key: bad.Key, Value: bad.Value, Headers: bad.Headers})
+			h.produceKeyed("a:1", "b:2")
+			h.wait("position", func() bool { return h.position() == 4 })
+			require.NoError(t, stop())
+			require.Equal(t, []string{"b:1", "b:2"}, h.values())
+			require.Equal(t, []string{"a:bad permanent parked", "a:1 behind behind"}, h.parked())
+		})
+	}
+}
+
+// Property: state='retry' on a message that waits behind another one of its key does not make it overtake: it waits, and
+// runs when its turn comes. Also where its own time to be retried is later than that of the one before it.
+func TestRetryBehindAHeadDoesNotOvertake(t *testing.T) {
+	t.Parallel()
+	for name, settings := range orders {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			var repaired atomic.Bool
+			h.produceKeyed("a:bad", "a:1", "a:2", "a:3", "b:bad", "b:1", "b:2")
+			stop := h.run(failing(&repaired), settings)
+			h.wait("position", func() bool { return h.position() == 7 })
+			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') IN ('a:2', 'a:3')`)
+			h.wait("they wait again", func() bool {
+				return h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE state = 'behind'`) == 5
+			})
+			require.Empty(t, h.values())
+			repaired.Store(true)
+			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() + interval '2 s' WHERE convert_from(payload, 'UTF8') = 'b:1'`)
+			h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') IN ('a:bad', 'b:bad')`)
+			h.waitEffects(7)
+			require.NoError(t, stop())
+			require.Equal(t, []string{"a:bad", "a:1", "a:2", "a:3"}, of("a", strings.Join(h.values(), " ")))
+			require.Equal(t, []string{"b:bad", "b:1", "b:2"}, of("b", strings.Join(h.values(), " ")))
+			require.Empty(t, h.parked())
+		})
+	}
+}
+
+// Property: where no order is wanted a parked message is retried although an earlier one of its key stays parked.
+func TestUnorderedRetryWaitsForNoOther(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	var repaired atomic.Bool
+	h.produceKeyed("a:1bad", "a:2bad")
+	stop := h.run(failing(&repaired), parallel(consumer.OrderUnordered))
+	h.waitParked("permanent", "permanent")
+	repaired.Store(true)
+	h.exec(`UPDATE effectonce.parked_messages SET state = 'retry' WHERE convert_from(payload, 'UTF8') = 'a:2bad'`)
+	h.waitEffects(1)
+	require.NoError(t, stop())
+	require.Equal(t, []string{"a:1bad permanent parked"}, h.parked())
+}
+
+// The statements with which the previous release promotes what waits behind a message that is gone.
+const (
+	earlierPromoteSQL = `UPDATE effectonce.parked_messages p SET
+  state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
+FROM (SELECT DISTINCT hash FROM pg_catalog.unnest($4::bytea[]) AS hash) AS k
+CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
+  WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = k.hash ORDER BY n.seq LIMIT 1) AS first
+WHERE p.seq = first.seq AND p.state = 'behind'`
+	earlierPromoteAllSQL = `UPDATE effectonce.parked_messages p SET
+  state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
+FROM (SELECT DISTINCT ON (sha256(key)) seq, state FROM effectonce.parked_messages
+  WHERE consumer = $1 AND topic = $2 AND partition = $3 AND key IS NOT NULL ORDER BY sha256(key), seq) AS first
+WHERE p.seq = first.seq AND first.state = 'behind' AND p.state = 'behind'`
+)
+
+// Property: the statements of the previous release, which promoted by themselves, find nothing to promote beside the
+// trigger; and what they left without a first message is promoted at the next takeover.
+func TestEarlierReleasePromotesNothingBesideTheTrigger(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.produceKeyed("a:bad", "a:1", "a:2", "b:bad", "b:1")
+	stop := h.run(failing(&atomic.Bool{}), nil)
+	h.wait("position", func() bool { return h.position() == 5 })
+	require.NoError(t, stop())
+	name := h.number(`SELECT id FROM effectonce.consumers`)
+	earlier := func() (n int64) {
+		t.Helper()
+		var hashes [][]byte
+		require.NoError(t, h.pool.QueryRow(t.Context(), `SELECT array_agg(DISTINCT sha256(key)) FROM effectonce.parked_messages`).Scan(&hashes))
+		tag, err := h.pool.Exec(t.Context(), earlierPromoteSQL, name, h.topic, 0, hashes)
+		require.NoError(t, err)
+		n += tag.RowsAffected()
+		tag, err = h.pool.Exec(t.Context(), earlierPromoteAllSQL, name, h.topic, 0)
+		require.NoError(t, err)
+		return n + tag.RowsAffected()
+	}
+	require.Zero(t, earlier())
+	h.exec(`DELETE FROM effectonce.parked_messages WHERE convert_from(payload, 'UTF8') = 'a:bad'`)
+	require.Equal(t, []string{"a:1 behind retry", "a:2 behind behind", "b:bad permanent parked", "b:1 behind behind"}, h.parked())
+	require.Zero(t, earlier())
+	// Without the trigger, as in the previous release.
+	h.exec(`ALTER TABLE effectonce.parked_messages DISABLE TRIGGER parked_promote`)
+	h.exec(`DELETE FROM effectonce.parked_messages WHERE convert_from(payload, 'UTF8') = 'b:bad'`)
+	h.exec(`ALTER TABLE effectonce.parked_messages ENABLE TRIGGER parked_promote`)
+	require.Equal(t, []string{"a:1 behind retry", "a:2 behind behind", "b:1 behind behind"}, h.parked())
+	h.produceKeyed("b:2")
+	stop = h.run(failing(&atomic.Bool{}), nil)
+	h.waitEffects(4)
+	require.NoError(t, stop())
+	require.Equal(t, []string{"a:1", "a:2"}, of("a", strings.Join(h.values(), " ")))
+	require.Equal(t, []string{"b:1", "b:2"}, of("b", strings.Join(h.values(), " ")))
+}
+
+// operator deletes and hands back parked messages by plain SQL, at random, and notes what it deleted.
+func (h *harness) operator(ctx context.Context, seed uint64, keys int) error {
+	random := rand.New(rand.NewPCG(seed, 0)) //nolint:gosec // needs no secret
+	remove := `WITH gone AS (DELETE FROM effectonce.parked_messages WHERE %s RETURNING payload) INSERT INTO discarded SELECT convert_from(payload, 'UTF8') FROM gone`
+	for ctx.Err() == nil {
+		key := fmt.Sprintf("convert_from(key, 'UTF8') = 'k%d'", random.IntN(keys))
+		some := fmt.Sprintf("%s AND seq %% 5 = %d", key, random.IntN(5))
+		var sql string
+		switch random.IntN(7) {
+		case 0:
+			sql = fmt.Sprintf(remove, "seq = (SELECT min(seq) FROM effectonce.parked_messages WHERE "+key+")")
+		case 1:
+			sql = fmt.Sprintf(remove, some+" AND state = 'behind'")
+		case 2:
+			sql = fmt.Sprintf(remove, some)
+		case 3:
+			sql = fmt.Sprintf(remove, key)
+		case 4:
+			sql = `UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp() WHERE ` + some
+		default:
+			sql = `UPDATE effectonce.parked_messages SET state = 'retry' WHERE state = 'parked' AND ` + key
+		}
+		level := []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead}[random.IntN(2)]
+		err := pgx.BeginTxFunc(ctx, h.pool, pgx.TxOptions{IsoLevel: level}, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(ctx, `SELECT pg_sleep($1), count(*) FROM discarded`, random.Float64()*0.02); err != nil {
+				return err
+			}
+			if _, err := tx.Exec(ctx, sql); err != nil {
+				return err
+			}
+			_, err := tx.Exec(ctx, `SELECT pg_sleep($1)`, random.Float64()*0.01)
+			return err
+		})
+		if code := state(err); err != nil && ctx.Err() == nil && code != "40001" && code != "40P01" {
+			return fmt.Errorf("%s: %w", sql, err)
+		}
+	}
+	return nil
+}
+
+// Property: operators that delete and hand back parked messages by plain SQL, in any order and at any isolation level, beside
+// a consumer that parks and retries messages of the same keys: nothing gets stuck, the order of each key holds, and each
+// message has one effect or was discarded.
+func TestHeldKeysUnderFire(t *testing.T) {
+	t.Parallel()
+	for name, settings := range orders {
+		for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead} {
+			t.Run(fmt.Sprintf("%s, %s", name, level), func(t *testing.T) {
+				t.Parallel()
+				underFire(t, func(c *consumer.Config) {
+					settings(c)
+					c.Isolation, c.ParkShareMax = level, 1
+				})
+			})
+		}
+	}
+}
+
+func underFire(t *testing.T, settings func(*consumer.Config)) {
+	t.Helper()
+	h := newHarness(t, 1)
+	h.exec(`CREATE TABLE discarded (value text)`)
+	const keys, rounds, perRound = 5, 10, 6
+	seed := rand.Uint64() //nolint:gosec // needs no secret
+	t.Logf("seed %d", seed)
+	var repaired atomic.Bool
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if !repaired.Load() && rand.IntN(4) == 0 { //nolint:gosec // needs no secret
+			return consumer.Permanent(errBad)
+		}
+		return effect(ctx, tx, msg)
+	}), settings)
+	working, end := context.WithCancel(t.Context())
+	defer end()
+	var operators sync.WaitGroup
+	failed := make(chan error, 2)
+	for i := range uint64(2) {
+		operators.Go(func() { failed <- h.operator(working, seed+i, keys) })
+	}
+	for round := range rounds {
+		produceRound(t, h.topic, keys, round*perRound, perRound)
+		h.wait("position", func() bool { return h.position() == (round+1)*keys*perRound })
+	}
+	end()
+	operators.Wait()
+	require.NoError(t, <-failed)
+	require.NoError(t, <-failed)
+	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.parked_messages p WHERE state = 'behind' AND NOT EXISTS
+		(SELECT FROM effectonce.parked_messages f WHERE f.key = p.key AND f.seq < p.seq)`), "wait behind none")
+	repaired.Store(true)
+	h.wait("nothing is parked", func() bool {
+		h.retry()
+		return len(h.parked()) == 0
+	})
+	require.NoError(t, stop())
+	require.Equal(t, keys*rounds*perRound, h.number(`SELECT count(DISTINCT value) FROM (SELECT value FROM effects UNION ALL SELECT value FROM discarded) AS x`))
+	require.Equal(t, keys*rounds*perRound, h.number(`SELECT count(value) FROM (SELECT value FROM effects UNION ALL SELECT value FROM discarded) AS x`))
+	require.Zero(t, inversions(h))
+	t.Logf("%d were discarded", h.number(`SELECT count(*) FROM discarded`))
+}
+
+// produceRound sends some versions of each key.
+func produceRound(t *testing.T, topic string, keys, first, versions int) {
+	t.Helper()
+	client := kafkatest.Client(t, kgo.RecordPartitioner(kgo.ManualPartitioner()))
+	defer client.Close()
+	var records []*kgo.Record
+	for version := first; version < first+versions; version++ {
+		for key := range keys {
+			name := fmt.Sprintf("k%d", key)
+			value := fmt.Appendf(nil, "%s:%d", name, version)
+			records = append(records, &kgo.Record{Topic: topic, Key: []byte(name), Value: value, Headers: []kgo.RecordHeader{{Key: "message-id", Value: value}}})
+		}
+	}
+	require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
+}

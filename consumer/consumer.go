@@ -25,6 +25,7 @@ type Consumer struct {
 	kafka     []kgo.Opt
 	owner     string
 	lookEvery time.Duration
+	idleEvery time.Duration
 
 	warnWithoutID sync.Once
 	ids           map[string]dedup.Consumer // of each topic; written before a session starts
@@ -64,7 +65,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	if err != nil {
 		return nil, err
 	}
-	c := &Consumer{engine: engine, kafka: kafka, owner: bounds.Owner(), lookEvery: lookEvery}
+	c := &Consumer{engine: engine, kafka: kafka, owner: bounds.Owner(), lookEvery: lookEvery, idleEvery: idleEvery}
 	if err := kgo.ValidateOpts(newSession(c).options()...); err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
 	}

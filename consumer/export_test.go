@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/dedup"
 )
@@ -42,8 +43,8 @@ type Position struct {
 	form *claimForm
 }
 
-// Apply runs one batch: n messages whose IDs are made of numbers from first on.
-func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, error) {
+// messages makes n messages whose IDs are made of numbers from first on.
+func (e *Engine) messages(at *Position, first, n int) []*Message {
 	msgs := make([]*Message, n)
 	for i := range msgs {
 		number := first + i
@@ -52,11 +53,25 @@ func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, er
 			Partition: at.p.partition, Offset: int64(number), Time: time.Now(), Value: []byte("x"),
 		}
 	}
-	out, f := e.c.engine.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: msgs, held: newHeldKeys(), form: at.form})
+	return msgs
+}
+
+// Apply runs one batch of messages.
+func (e *Engine) Apply(ctx context.Context, at *Position, first, n int) (int, error) {
+	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), form: at.form})
+	return out.fresh, err
+}
+
+// apply waits for a transaction, as a lane does.
+func (e *Engine) apply(ctx context.Context, w *work) (outcome, error) {
+	out, f := e.c.engine.apply(ctx, w)
 	if f != nil {
-		return 0, f
+		return outcome{}, f
 	}
-	return out.fresh, nil
+	if w.stored != nil {
+		w.pos.stored = w.stored
+	}
+	return out, nil
 }
 
 // ApplyAll runs batches until all are done, as a partition does.
@@ -134,4 +149,99 @@ func (e *Engine) Meet(ctx context.Context, topic string, ends ...int64) ([]int64
 // CommitMetadata is what a consumer's own commits carry.
 func CommitMetadata(cluster string, topicID [16]byte, offset int64) string {
 	return commitMetadata(cluster, topicID, offset, -1)
+}
+
+// IdleEvery makes partitions without messages store sooner that they are behind control records.
+func IdleEvery(c *Consumer, d time.Duration) { c.idleEvery = d }
+
+// Statements whose plans are tested.
+const (
+	PollSQL         = pollSQL
+	HeadsSQL        = headsSQL
+	LockHeadsSQL    = lockHeadsSQL
+	HeldNowSQL      = heldNowSQL
+	TouchHeadsSQL   = touchHeadsSQL
+	OrderRetriesSQL = orderRetriesSQL
+	RefuseLargeSQL  = refuseLargeSQL
+	DueSQL          = dueSQL
+	ReleaseSQL      = releaseSQL
+)
+
+// HandledFrom says from which offset on the partition was worked through.
+func (at *Position) HandledFrom(offset int64) { at.p.handledFrom = offset }
+
+// ApplyApart is Apply as a worker does it, beside which the position is advanced.
+func (e *Engine) ApplyApart(ctx context.Context, at *Position, first, n int) (int, error) {
+	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), form: at.form, apart: true})
+	return out.fresh, err
+}
+
+// Tracker tracks messages by their offsets.
+type Tracker struct {
+	t    tracker
+	msgs map[int64]*Message
+}
+
+// Add tracks messages.
+func (t *Tracker) Add(offsets ...int64) {
+	if t.msgs == nil {
+		t.msgs = map[int64]*Message{}
+	}
+	msgs := make([]*Message, len(offsets))
+	for i, at := range offsets {
+		msgs[i] = &Message{Offset: at}
+		t.msgs[at] = msgs[i]
+	}
+	t.t.add(msgs)
+}
+
+// Done ends one.
+func (t *Tracker) Done(offset int64) { t.t.done([]*Message{t.msgs[offset]}) }
+
+// Low is up to where everything is done.
+func (t *Tracker) Low() int64 { return t.t.low().behind }
+
+// Idle reports whether none is in work.
+func (t *Tracker) Idle() bool { return t.t.idle() }
+
+// Waiting is what waits of a partition: first for the batch of the lane, then for its workers.
+type Waiting struct {
+	queue *queue
+	lines *lines
+}
+
+// NewWaiting begins at an offset.
+func NewWaiting(client *kgo.Client, topic string, begin int64) *Waiting {
+	w := &Waiting{newQueue(client, topic, 0, 1000), newLines(4, 1000)}
+	w.queue.start(begin)
+	return w
+}
+
+// Arrive adds records.
+func (w *Waiting) Arrive(records ...*kgo.Record) { w.queue.add(records) }
+
+// Paused reports whether no more records are fetched.
+func (w *Waiting) Paused() bool { return w.queue.paused }
+
+// Next is the next batch, which goes to the workers.
+func (w *Waiting) Next() (offsets []int64) {
+	for _, r := range w.queue.pop() {
+		msg := &Message{Offset: r.record.Offset, Value: r.record.Value}
+		for _, header := range r.record.Headers {
+			msg.Headers = append(msg.Headers, Header{Name: header.Key, Value: header.Value})
+		}
+		w.lines.put([]*Message{msg}, func(*Message) *keyHash { return nil })
+		offsets = append(offsets, r.record.Offset)
+	}
+	return offsets
+}
+
+// Full reports whether the workers have enough.
+func (w *Waiting) Full() bool { return w.lines.full() }
+
+// Take takes everything from the workers.
+func (w *Waiting) Take() {
+	for s := w.lines.take(); len(s.lines) > 0; s = w.lines.take() {
+		w.lines.done(s)
+	}
 }

@@ -3,19 +3,17 @@ package consumer
 import (
 	"context"
 	"crypto/sha256"
-	"hash/maphash"
 	"slices"
 	"sync"
 	"time"
 )
 
-// fleet handles the messages of one partition with several workers at a time. The messages of a key go to
-// one worker, in order, or each to whichever is free. The claims say what is done; the stored position follows
+// fleet handles the messages of one partition with several workers at a time. The messages of a key are done by one
+// worker at a time, in order, or each by whichever is free. The claims say what is done; the stored position follows
 // the lowest message that is not, so that nothing is left out after a crash and only little comes again.
 type fleet struct {
 	partition *partition
-	queues    []chan task
-	seed      maphash.Seed
+	lines     *lines
 	workers   sync.WaitGroup
 	failed    chan struct{} // closed when a worker ended
 	once      sync.Once
@@ -26,36 +24,21 @@ type fleet struct {
 	releasing map[int64]struct{} // parked messages that are handed to a worker
 }
 
-// task is what a worker does next: a message, or parked messages of one key that are due. What has one key is done by
-// one worker, so a key that is retried waits for itself alone.
-type task struct {
-	msg *Message
-	due due
-}
-
 // advanceEvery is how often the position is stored.
 const advanceEvery = 100 * time.Millisecond
 
 func newFleet(p *partition) *fleet {
 	cfg := &p.session.consumer.engine.cfg
-	f := &fleet{partition: p, seed: maphash.MakeSeed(), failed: make(chan struct{}), releasing: map[int64]struct{}{}}
-	n := cfg.Workers
-	if cfg.Order == OrderUnordered {
-		n = 1 // one queue, from which all take
-	}
-	for range n {
-		f.queues = append(f.queues, make(chan task, 2*cfg.BatchMax))
-	}
-	return f
+	return &fleet{partition: p, lines: newLines(cfg.Workers, cfg.BatchMax), failed: make(chan struct{}), releasing: map[int64]struct{}{}}
 }
 
 func (f *fleet) run() {
 	cfg := &f.partition.session.consumer.engine.cfg
 	// A position that went back, or has another holder, concerns all workers.
 	f.partition.lane.regain = func(context.Context) error { return errWentBack }
-	for i := range cfg.Workers {
+	for range cfg.Workers {
 		lane := f.partition.lane.worker()
-		f.workers.Go(func() { f.work(lane, f.queues[i%len(f.queues)]) })
+		f.workers.Go(func() { f.work(lane) })
 	}
 	f.dispatch()
 	f.workers.Wait()
@@ -74,34 +57,41 @@ func (l *lane) worker() *lane {
 	return w
 }
 
-// dispatch hands out messages until the partition is to stop or a worker ended.
+// dispatch hands out messages until the partition is to stop or a worker ended. While nothing is in work it does not
+// wake up for the position.
 func (f *fleet) dispatch() {
 	p := f.partition
 	advance := time.NewTicker(advanceEvery)
+	advance.Stop()
 	defer advance.Stop()
-	var batch []*Message
+	ticking := false
 	for {
-		if len(batch) == 0 && !f.track.full() {
-			batch = alone(p.messages(p.queue.pop()))
+		for !f.lines.full() && !f.track.full() {
+			batch := alone(p.messages(p.queue.pop()))
+			if len(batch) == 0 {
+				break
+			}
 			f.track.add(batch)
+			f.lines.put(batch, f.line)
+			if !ticking {
+				ticking = true
+				advance.Reset(advanceEvery)
+			}
 		}
-		var to chan<- task // nil, which never takes, where there is nothing to hand out
-		var next task
-		if len(batch) > 0 {
-			next = task{msg: batch[0]}
-			to = f.queueOf(batch[0].Key, batch[0].Offset)
-		}
+		signal(f.lines.wake) // the topic may have been resumed
 		ok := true
 		select {
-		case to <- next:
-			batch = batch[1:]
 		case <-p.queue.arrived:
+		case <-f.lines.room:
 		case <-p.looked:
 			ok = f.release()
 		case <-advance.C:
-			ok = f.advance()
+			if ok = f.advance(); f.track.idle() && f.stored == f.track.low().behind {
+				ticking = false
+				advance.Stop()
+			}
 		case <-p.idle.C:
-			ok = !f.track.idle() || len(batch) > 0 || p.advanceIdle()
+			ok = !f.track.idle() || p.advanceIdle()
 		case <-f.failed:
 			return
 		case <-p.stopping:
@@ -113,31 +103,47 @@ func (f *fleet) dispatch() {
 	}
 }
 
-// alone gives each message an allocation of its own: one that is slow must not keep those that arrived with it.
+// alone gives each message memory of its own: one that is slow must not keep those that arrived with it. What a client
+// read lies in one buffer for many records.
 func alone(msgs []*Message) []*Message {
 	for i, msg := range msgs {
-		own := *msg
-		own.Headers = slices.Clone(msg.Headers)
+		own, record := *msg, *msg.record
+		buffer := make([]byte, 0, msg.size())
+		keep := func(b []byte) []byte {
+			if b == nil {
+				return nil
+			}
+			begin := len(buffer)
+			buffer = append(buffer, b...)
+			return buffer[begin:len(buffer):len(buffer)]
+		}
+		own.Key, own.Value = keep(msg.Key), keep(msg.Value)
+		own.Headers, record.Headers = make([]Header, len(msg.Headers)), slices.Clone(record.Headers)
+		for n, header := range msg.Headers {
+			own.Headers[n] = Header{Name: header.Name, Value: keep(header.Value)}
+			record.Headers[n].Value = own.Headers[n].Value
+		}
+		record.Key, record.Value = own.Key, own.Value
+		own.record = &record
 		msgs[i] = &own
 	}
 	return msgs
 }
 
-// queueOf chooses the worker of a key. Without a key there is no order: the offset spreads them.
-func (f *fleet) queueOf(key []byte, offset int64) chan task {
-	if len(f.queues) == 1 || key == nil {
-		return f.queues[int(offset)%len(f.queues)]
+// line is the key of a message; nil: it has none, or no order is wanted.
+func (f *fleet) line(msg *Message) *keyHash {
+	if msg.Key == nil || f.partition.session.consumer.engine.cfg.Order == OrderUnordered {
+		return nil
 	}
-	hash := sha256.Sum256(key)
-	return f.queueOfHash(hash[:])
+	hash := keyHash(sha256.Sum256(msg.Key))
+	return &hash
 }
 
-func (f *fleet) queueOfHash(hash []byte) chan task {
-	return f.queues[maphash.Bytes(f.seed, hash)%uint64(len(f.queues))]
-}
-
-// release hands parked messages that are due to the workers of their keys.
+// release hands parked messages that are due to the workers.
 func (f *fleet) release() bool {
+	if f.partition.queue.isHalted() {
+		return true
+	}
 	l := f.partition.lane
 	list, err := l.due(l.ctx)
 	if err != nil {
@@ -152,50 +158,41 @@ func (f *fleet) release() bool {
 		if under {
 			continue
 		}
-		to := f.queues[int(d.seq)%len(f.queues)]
-		if d.hash != nil {
-			to = f.queueOfHash(d.hash)
+		var hash *keyHash
+		if d.hash != nil && l.engine.cfg.Order != OrderUnordered {
+			key := keyHash(d.hash)
+			hash = &key
 		}
-		select {
-		case to <- task{due: d}:
-		case <-f.failed:
-			return false
-		case <-f.partition.stopping:
-			return false
-		}
+		f.lines.retry(d, hash)
 	}
 	return true
 }
 
 // work is one worker.
-func (f *fleet) work(l *lane, tasks <-chan task) {
+func (f *fleet) work(l *lane) {
 	defer f.once.Do(func() { close(f.failed) })
-	batchMax := f.partition.session.consumer.engine.cfg.BatchMax
-	msgs := make([]*Message, 0, batchMax)
-	for {
-		var next task
-		select {
-		case <-f.partition.stopping:
-			return
-		case <-f.failed:
-			return
-		case next = <-tasks:
+	for !l.stopped() {
+		var next share
+		if !f.partition.queue.isHalted() {
+			next = f.lines.take()
 		}
-		msgs = msgs[:0]
-		for collecting := next.msg != nil; collecting; {
-			msgs = append(msgs, next.msg)
-			next = task{}
-			if len(msgs) == batchMax {
-				break
-			}
+		if len(next.lines) == 0 {
 			select {
-			case next = <-tasks:
-				collecting = next.msg != nil
-			default:
-				collecting = false
+			case <-f.partition.stopping:
+			case <-f.failed:
+				return
+			case <-f.lines.wake:
 			}
+			continue
 		}
-		if len(msgs) > 0 && !f.handle(l, msgs) || next.due.seq != 0 && !f.retry(l, next.due) {
+		ok := false
+		if next.due.seq != 0 {
+			ok = f.retry(l, next.due)
+		} else {
+			ok = f.handle(l, next.msgs)
+		}
+		f.lines.done(next)
+		if !ok {
 			return
 		}
 	}
@@ -211,15 +208,22 @@ func (f *fleet) handle(l *lane, msgs []*Message) bool {
 	return true
 }
 
-// retry tries parked messages of one key again.
+// retry tries parked messages of one key again, unless the topic was paused meanwhile.
 func (f *fleet) retry(l *lane, d due) bool {
-	l.work.pos = f.partition.current.Load()
-	err := l.release(l.ctx, []due{d})
+	var err error
+	if !f.partition.queue.isHalted() {
+		l.work.pos = f.partition.current.Load()
+		err = l.release(l.ctx, []due{d})
+	}
 	f.mu.Lock()
 	delete(f.releasing, d.seq)
+	last := len(f.releasing) == 0
 	f.mu.Unlock()
 	if err != nil && !l.stopped() {
 		l.said.warn(l, "parked messages cannot be looked after; it is tried again", err)
+	}
+	if err == nil && last {
+		f.partition.look() // there may be more
 	}
 	return !l.stopped()
 }

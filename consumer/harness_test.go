@@ -26,6 +26,7 @@ type harness struct {
 	pool  *pgxpool.Pool
 	topic string
 	log   *logLines
+	tune  func(*consumer.Consumer) // before it runs; nil: not at all
 }
 
 func newHarness(t *testing.T, partitions int) *harness {
@@ -108,6 +109,9 @@ func (h *harness) startWith(pool *pgxpool.Pool, kafka []kgo.Opt, handler consume
 	}
 	c, err := consumer.New(pool, kafka, handler, cfg)
 	require.NoError(h.t, err)
+	if h.tune != nil {
+		h.tune(c)
+	}
 	ctx, cancel := context.WithCancel(h.t.Context())
 	done := make(chan error, 1)
 	go func() { done <- c.Run(ctx) }()

@@ -134,7 +134,7 @@ func (p *partition) work() {
 		p.lane.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: messages are tried alone for a while",
 			"times", p.pos.stuck, "messages", p.session.consumer.engine.cfg.BatchMax)
 	}
-	p.idle = time.NewTicker(idleEvery)
+	p.idle = time.NewTicker(p.session.consumer.idleEvery)
 	defer p.idle.Stop()
 	if p.session.consumer.engine.cfg.Order == OrderByPartition {
 		p.alone(p.lane.stopped)
@@ -182,6 +182,9 @@ func (p *partition) rest() bool {
 // release tries again what operators handed back and what waits behind it, one transaction of it. The poller asks for
 // more while there is more. It returns false if the partition is to stop.
 func (p *partition) release() bool {
+	if p.queue.isHalted() {
+		return true
+	}
 	list, err := p.lane.due(p.lane.ctx)
 	if err == nil && len(list) > 0 {
 		if err = p.lane.release(p.lane.ctx, list); err == nil {

@@ -94,7 +94,7 @@ func (s *session) act(ctx context.Context, p *partition, f found) {
 		s.restart(fmt.Errorf("%s/%d: %w", key.topic, key.partition, errWentBack))
 	case f.order:
 		s.retake(ctx, key, "an operator ordered where it resumes")
-	case f.due:
+	case f.due && !f.paused:
 		p.look()
 	}
 }

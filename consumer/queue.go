@@ -2,6 +2,7 @@ package consumer
 
 import (
 	"errors"
+	"slices"
 	"sync"
 	"time"
 
@@ -100,7 +101,8 @@ func (q *queue) pop() []queued {
 		return nil
 	}
 	n := min(len(q.waiting), q.batchMax)
-	batch := q.waiting[:n:n]
+	batch := slices.Clone(q.waiting[:n])
+	clear(q.waiting[:n]) // what arrives later keeps none of what is done
 	q.waiting = q.waiting[n:]
 	for _, r := range batch {
 		q.bytes -= recordBytes(r.record)
@@ -128,6 +130,13 @@ func (q *queue) halt(halted bool) bool {
 		}
 	}
 	return changed
+}
+
+// isHalted reports whether an operator paused the topic: nothing of the partition is begun.
+func (q *queue) isHalted() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.halted
 }
 
 // behindControl returns the offset behind the last record where nothing waits, and its time; 0: something waits, or

@@ -1,0 +1,225 @@
+package consumer_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/consumer"
+)
+
+// statements counts the statements of a pool, by their tags.
+type statements struct {
+	mu    sync.Mutex
+	count map[string]int
+}
+
+func (s *statements) note(sql string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	tag, _, _ := strings.Cut(sql, "\n")
+	s.count[tag]++
+}
+
+func (s *statements) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
+	s.note(data.SQL)
+	return ctx
+}
+
+func (s *statements) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+func (s *statements) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
+	return ctx
+}
+
+func (s *statements) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchQueryData) {
+	s.note(data.SQL)
+}
+
+func (s *statements) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
+
+// reset forgets what was counted.
+func (s *statements) reset() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.count = map[string]int{}
+}
+
+func (s *statements) of(tag string) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.count[tag]
+}
+
+// all returns how many of the consumer there were, how many others, and which.
+func (s *statements) all() (own, others int, which string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for tag, count := range s.count {
+		if strings.HasPrefix(tag, "-- consumer.") {
+			own += count
+		} else {
+			others += count
+		}
+	}
+	return own, others, fmt.Sprint(s.count)
+}
+
+// parkMany stores parked messages of many kinds, all of one partition: 60,000 that wait for an operator, a key with 20,000
+// behind its first, and 20,000 that are retried later.
+func (h *harness) parkMany(name, partition int) {
+	h.t.Helper()
+	_, err := h.pool.Exec(h.t.Context(), `INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, payload, record_time, reason, error, state, retry_at)
+		SELECT $1, gen_random_uuid(), $2, $3, n, convert_to(CASE WHEN n BETWEEN 60000 AND 79999 THEN 'flood' ELSE 'key ' || n END, 'UTF8'), 'x', now(),
+			CASE WHEN n BETWEEN 60001 AND 79999 THEN 'behind' ELSE 'failed' END, 'e',
+			CASE WHEN n BETWEEN 60001 AND 79999 THEN 'behind' WHEN n >= 80000 THEN 'retry' ELSE 'parked' END, now() + interval '1 h'
+		FROM generate_series(0, 99999) n`, name, h.topic, partition)
+	require.NoError(h.t, err)
+	h.exec(`ANALYZE effectonce.parked_messages`)
+}
+
+// Property: an idle process asks the database about once a second, for all its partitions and whatever is parked: 200
+// partitions and 100,000 parked messages cost one statement. Nothing else is asked but what is asked once a minute.
+func TestIdlePartitionsAskOnceASecond(t *testing.T) {
+	t.Parallel()
+	for name, settings := range map[string]func(*consumer.Config){"by partition": orders["by partition"], "by key": orders["by key"]} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			const partitions, polls = 200, 5
+			h := newHarness(t, partitions)
+			pool, counted := h.counting()
+			stop := h.runOn(pool, consumer.Each(effect), settings)
+			h.wait("all partitions are in work", func() bool {
+				return counted.of("-- consumer.heads") == partitions
+			})
+			h.parkMany(h.number(`SELECT id FROM effectonce.consumers`), 7)
+			counted.reset()
+			before := h.number(`SELECT extract(epoch FROM clock_timestamp())::int`)
+			h.wait("polls", func() bool { return counted.of("-- consumer.poll") >= polls })
+			own, others, which := counted.all()
+			require.LessOrEqual(t, own, polls+3, which)
+			require.LessOrEqual(t, others, 50, which) // the upkeep of claims, once a minute
+			require.GreaterOrEqual(t, h.number(`SELECT extract(epoch FROM clock_timestamp())::int`)-before, polls-2)
+			require.NoError(t, stop())
+		})
+	}
+}
+
+// counting is a pool whose statements are counted.
+func (h *harness) counting() (*pgxpool.Pool, *statements) {
+	h.t.Helper()
+	counted := &statements{count: map[string]int{}}
+	config := h.pool.Config()
+	config.ConnConfig.Tracer = counted
+	pool, err := pgxpool.NewWithConfig(h.t.Context(), config)
+	require.NoError(h.t, err)
+	h.t.Cleanup(pool.Close)
+	return pool, counted
+}
+
+// Property: while an operator pauses a topic, parked messages of it are not retried; they are when the pause ends.
+func TestPausedTopicRetriesNothing(t *testing.T) {
+	t.Parallel()
+	for name, settings := range allOrders {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			pool, counted := h.counting()
+			var repaired atomic.Bool
+			stop := h.runOn(pool, failing(&repaired), settings)
+			h.produceKeyed("a:bad")
+			h.waitParked("permanent")
+			polls := func() {
+				before := counted.of("-- consumer.poll")
+				h.wait("polls", func() bool { return counted.of("-- consumer.poll") >= before+2 })
+			}
+			h.exec(fmt.Sprintf(`INSERT INTO effectonce.consumer_pauses VALUES ('%[1]s', '%[1]s', 'ops', 'look')`, h.topic))
+			polls()
+			repaired.Store(true)
+			h.retry()
+			h.produceKeyed("b:1")
+			polls()
+			require.Empty(t, h.values())
+			require.Equal(t, []string{"a:bad permanent retry"}, h.parked())
+			h.exec(`DELETE FROM effectonce.consumer_pauses`)
+			h.waitEffects(2)
+			require.NoError(t, stop())
+		})
+	}
+}
+
+// node is a part of a plan.
+type node struct {
+	Type     string  `json:"Node Type"`
+	Relation string  `json:"Relation Name"`
+	Rows     float64 `json:"Actual Rows"`
+	Loops    float64 `json:"Actual Loops"`
+	Removed  float64 `json:"Rows Removed by Filter"`
+	Rechecks float64 `json:"Rows Removed by Index Recheck"`
+	Plans    []node  `json:"Plans"`
+}
+
+// read is how many rows of parked messages a plan read.
+func (n node) read() (rows float64) {
+	if n.Relation == "parked_messages" && strings.Contains(n.Type, "Scan") && n.Type != "Bitmap Index Scan" {
+		rows = (n.Rows + n.Removed + n.Rechecks) * n.Loops
+	}
+	for _, below := range n.Plans {
+		rows += below.read()
+	}
+	return rows
+}
+
+// Property: what is asked about parked messages reads as many rows as it concerns, not as many as are parked, with either kind
+// of plan. Row C15.
+func TestParkedMessagesAreFoundByIndex(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	h.exec(`INSERT INTO effectonce.consumer_positions (consumer_group, topic, topic_id, partition, next_offset) SELECT 'g', '` + h.topic + `', NULL, n, 5 FROM generate_series(0, 9) n`)
+	h.parkMany(1, 0)
+	var due, head int64
+	var hash []byte
+	require.NoError(t, h.pool.QueryRow(t.Context(), `UPDATE effectonce.parked_messages SET state = 'retry', retry_at = now() WHERE "offset" IN (5, 60000, 60009) RETURNING (SELECT min(seq) FROM effectonce.parked_messages), seq`).Scan(&due, &head))
+	require.NoError(t, h.pool.QueryRow(t.Context(), `SELECT seq, sha256(key) FROM effectonce.parked_messages WHERE "offset" = 60000`).Scan(&head, &hash))
+	topics, numbers, consumers := make([]string, 10), make([]int32, 10), make([]int32, 10)
+	epochs, known := make([]int64, 10), make([]int64, 10)
+	for i := range topics {
+		topics[i], numbers[i], consumers[i], epochs[i], known[i] = h.topic, int32(i), 1, 1, 5
+	}
+	place := []any{1, h.topic, 0}
+	for mode := range strings.SplitSeq("force_custom_plan force_generic_plan", " ") {
+		for _, statement := range []struct {
+			name, sql string
+			rows      float64
+			args      []any
+		}{
+			{"poll", consumer.PollSQL, 20, []any{"g", topics, numbers, consumers, epochs, known}},
+			{"lock heads", consumer.LockHeadsSQL, 4, append(place, [][]byte{hash})},
+			{"held now", consumer.HeldNowSQL, 4, append(place, [][]byte{hash})},
+			{"touch heads", consumer.TouchHeadsSQL, 6, append(place, [][]byte{hash})},
+			{"order retries", consumer.OrderRetriesSQL, 30, append(place, 1000)},
+			{"refuse large", consumer.RefuseLargeSQL, 10, place},
+			{"due", consumer.DueSQL, 20, append(place, 1000, true)},
+			{"release", consumer.ReleaseSQL, 400, append(place, 100, 1<<20, []int64{head}, 100)},
+		} {
+			tx, err := h.pool.Begin(t.Context())
+			require.NoError(t, err)
+			_, err = tx.Exec(t.Context(), `SET LOCAL plan_cache_mode = `+mode)
+			require.NoError(t, err)
+			var text []byte
+			require.NoError(t, tx.QueryRow(t.Context(), `EXPLAIN (ANALYZE, TIMING OFF, FORMAT JSON) `+statement.sql, statement.args...).Scan(&text), statement.name)
+			require.NoError(t, tx.Rollback(t.Context()))
+			var plans []struct{ Plan node }
+			require.NoError(t, json.Unmarshal(text, &plans))
+			require.LessOrEqual(t, plans[0].Plan.read(), statement.rows, "%s, %s: %s", statement.name, mode, text)
+		}
+	}
+}

@@ -1,0 +1,176 @@
+package consumer
+
+import (
+	"cmp"
+	"slices"
+	"sync"
+)
+
+// lines are what waits for the workers of a partition: a line for each key, which one worker at a time takes from. So a
+// key that is slow, or that is retried, waits for itself alone. Messages without a key, and all where no order is
+// wanted, have a line of their own each.
+type lines struct {
+	workers  int
+	batchMax int
+	wake     chan struct{} // has room for one signal: something can be taken
+	room     chan struct{} // has room for one signal: something was taken
+
+	mu       sync.Mutex
+	byKey    map[keyHash]*line
+	messages []*line // that may have messages to be taken, in the order in which they came
+	retries  []*line // the same for parked messages
+	waiting  int     // messages that wait
+	bytes    int
+	retrying int  // workers that retry parked messages
+	retried  bool // the last that was taken was a retry
+}
+
+// line is what waits of one key.
+type line struct {
+	hash  keyHash
+	keyed bool
+	msgs  []*Message
+	dues  []due
+	taken bool // a worker has it
+}
+
+// share is what a worker takes: messages, or one parked message that is due, and the lines that it has for that time.
+type share struct {
+	lines []*line
+	msgs  []*Message
+	due   due // seq 0: none
+}
+
+func newLines(workers, batchMax int) *lines {
+	return &lines{
+		workers: workers, batchMax: batchMax, wake: make(chan struct{}, 1), room: make(chan struct{}, 1), byKey: map[keyHash]*line{},
+	}
+}
+
+func signal(to chan struct{}) {
+	select {
+	case to <- struct{}{}:
+	default:
+	}
+}
+
+// put adds messages; hash says which line each belongs to, nil: to none.
+func (l *lines) put(msgs []*Message, hash func(*Message) *keyHash) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, msg := range msgs {
+		to := l.line(hash(msg))
+		if to.msgs = append(to.msgs, msg); len(to.msgs) == 1 && !to.taken {
+			l.messages = append(l.messages, to)
+		}
+		l.waiting++
+		l.bytes += msg.size()
+	}
+	signal(l.wake)
+}
+
+// retry adds a parked message that is due.
+func (l *lines) retry(d due, hash *keyHash) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	to := l.line(hash)
+	if to.dues = append(to.dues, d); len(to.dues) == 1 && !to.taken {
+		l.retries = append(l.retries, to)
+	}
+	signal(l.wake)
+}
+
+func (l *lines) line(hash *keyHash) *line {
+	if hash == nil {
+		return &line{}
+	}
+	found := l.byKey[*hash]
+	if found == nil {
+		found = &line{hash: *hash, keyed: true}
+		l.byKey[*hash] = found
+	}
+	return found
+}
+
+// full reports whether no more messages should be added.
+func (l *lines) full() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.waiting >= 2*l.batchMax*l.workers || l.bytes >= waitingBytesMax
+}
+
+// take returns what a worker does next; without lines: nothing can be taken. Parked messages that are retried have half
+// of the workers at most, and alternate with the others where there is one worker.
+func (l *lines) take() share {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var s share
+	l.retries = slices.DeleteFunc(l.retries, func(line *line) bool { return line.taken || len(line.dues) == 0 })
+	if len(l.retries) > 0 && l.retrying < max(l.workers/2, 1) && (!l.retried || l.waiting == 0 || l.workers > 1) {
+		from := l.retries[0]
+		l.retries = l.retries[1:]
+		s.due, from.dues = from.dues[0], from.dues[1:]
+		from.taken, l.retried = true, true
+		l.retrying++
+		s.lines = append(s.lines, from)
+	} else {
+		l.takeMessages(&s)
+		l.retried = false
+	}
+	if len(s.lines) > 0 {
+		signal(l.wake) // there may be more
+		signal(l.room)
+	}
+	return s
+}
+
+// takeMessages takes a fair part of what waits: what one worker takes, another cannot do beside it.
+func (l *lines) takeMessages(s *share) {
+	limit := min(max((l.waiting+l.workers-1)/l.workers, 1), l.batchMax)
+	n := 0
+	for ; n < len(l.messages) && len(s.msgs) < limit; n++ {
+		from := l.messages[n]
+		l.messages[n] = nil
+		if from.taken || len(from.msgs) == 0 {
+			continue // it was put in twice
+		}
+		some := min(limit-len(s.msgs), len(from.msgs))
+		s.msgs = append(s.msgs, from.msgs[:some]...)
+		clear(from.msgs[:some]) // the line keeps none of what is done
+		if from.msgs = from.msgs[some:]; len(from.msgs) == 0 {
+			from.msgs = nil
+		}
+		from.taken = true
+		s.lines = append(s.lines, from)
+	}
+	if l.messages = l.messages[n:]; len(l.messages) == 0 {
+		l.messages = nil
+	}
+	for _, msg := range s.msgs {
+		l.bytes -= msg.size()
+	}
+	l.waiting -= len(s.msgs)
+	slices.SortFunc(s.msgs, func(a, b *Message) int { return cmp.Compare(a.Offset, b.Offset) })
+}
+
+// done gives lines back.
+func (l *lines) done(s share) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if s.due.seq != 0 {
+		l.retrying--
+	}
+	for _, from := range s.lines {
+		from.taken = false
+		if len(from.msgs) > 0 {
+			l.messages = append(l.messages, from)
+		}
+		if len(from.dues) > 0 {
+			l.retries = append(l.retries, from)
+		}
+		if from.keyed && len(from.msgs) == 0 && len(from.dues) == 0 {
+			delete(l.byKey, from.hash)
+		}
+	}
+	signal(l.wake)
+}

@@ -60,6 +60,22 @@ func handled(ctx context.Context, t *testing.T, pool *pgxpool.Pool, limit time.D
 	requireEffects(ctx, t, pool)
 }
 
+// handledBy is handled, by the order that a consumer keeps.
+func (c child) handledBy(ctx context.Context, t *testing.T, pool *pgxpool.Pool, limit time.Duration) {
+	t.Helper()
+	allHandled(ctx, t, pool, limit)
+	c.requireEffects(ctx, t, pool)
+}
+
+func (c child) requireEffects(ctx context.Context, t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	if c.Order == consumer.OrderUnordered {
+		requireOnce(ctx, t, pool)
+		return
+	}
+	requireEffects(ctx, t, pool)
+}
+
 func allHandled(ctx context.Context, t *testing.T, pool *pgxpool.Pool, limit time.Duration) {
 	t.Helper()
 	eventually(t, limit, "every message has its effect", effectsOfAll(ctx, t, pool))
@@ -111,6 +127,9 @@ func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
 	}
 }
 
+// workersOrders are the orders with workers inside a partition.
+var workersOrders = map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} //nolint:gochecknoglobals // a table
+
 // Property: a consumer that freezes inside its transaction, with claims held, is replaced, and when it
 // wakes up it changes nothing: neither its effects nor its position count. It holds for every way in which a
 // group shares partitions, and where the frozen one holds the only server connection of a pooler. Rows C9,
@@ -121,6 +140,12 @@ func TestFrozenConsumerIsReplacedAndHarmlessWhenItWakes(t *testing.T) {
 		t.Run(point, func(t *testing.T) {
 			t.Parallel()
 			freeze(t, child{FreezeAt: point})
+		})
+	}
+	for name, order := range workersOrders {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			freeze(t, child{FreezeAt: crashpoint.ConsumerHandled, Order: order})
 		})
 	}
 	for _, protocol := range []string{eager, sticky, serverSide} {
@@ -161,11 +186,11 @@ func freeze(t *testing.T, c child, pooled ...string) {
 		c.Instance = "heir"
 	}
 	heir := start(t, c)
-	handled(ctx, t, pool, 60*time.Second)
+	c.handledBy(ctx, t, pool, 60*time.Second)
 	zombie.signal(syscall.SIGCONT)
 	require.NoError(t, zombie.terminate())
 	require.NoError(t, heir.terminate())
-	requireEffects(ctx, t, pool)
+	c.requireEffects(ctx, t, pool)
 }
 
 // frozen tells whether a process is stopped by a signal.
@@ -180,7 +205,7 @@ func frozen(p *process) bool {
 func TestEffectsOnceWhileTheGroupRebalances(t *testing.T) {
 	t.Parallel()
 	cases := map[string]child{
-		"by key": {Order: consumer.OrderByKey}, "static": {Instance: "member"}, "static, KIP-848": {Instance: "member", Protocol: serverSide},
+		"by key": {Order: consumer.OrderByKey}, "unordered": {Order: consumer.OrderUnordered}, "static": {Instance: "member"}, "static, KIP-848": {Instance: "member", Protocol: serverSide},
 	}
 	for _, protocol := range []string{cooperative, eager, sticky, serverSide} {
 		cases[protocol] = child{Protocol: protocol}
@@ -235,7 +260,7 @@ func rebalance(t *testing.T, c child) {
 		}
 		members = members[1:]
 	}
-	handled(ctx, t, pool, 90*time.Second)
+	c.handledBy(ctx, t, pool, 90*time.Second)
 	for _, m := range members {
 		require.NoError(t, m.terminate())
 	}

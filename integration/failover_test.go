@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -16,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
 
+	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
@@ -124,10 +126,13 @@ func (s *standby) cut(t *testing.T) {
 // is started later, make up for what was lost. Row C32.
 func TestFailoverThatLosesCommitsIsMadeUpFor(t *testing.T) {
 	t.Parallel()
-	for _, name := range []string{"started later", "runs on, under load", "runs on, idle"} {
+	for name, order := range map[string]consumer.Order{
+		"started later": consumer.OrderByPartition, "runs on, under load": consumer.OrderByPartition, "runs on, idle": consumer.OrderByPartition,
+		"runs on, under load, by key": consumer.OrderByKey, "runs on, idle, unordered": consumer.OrderUnordered,
+	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			restart, idle := name == "started later", name == "runs on, idle"
+			restart, idle := name == "started later", strings.HasPrefix(name, "runs on, idle")
 			ctx := t.Context()
 			// Embedded: the standby runs from its programs and a copy of its files.
 			primary, err := servers.StartPostgres(ctx, servers.PostgresOptions{Own: true, Embedded: true})
@@ -141,11 +146,11 @@ func TestFailoverThatLosesCommitsIsMadeUpFor(t *testing.T) {
 			topic := kafkatest.Topic(t, 2)
 			c := child{
 				Role: "consumer", URL: second.either(primary), Brokers: kafkatest.Brokers(t), Topic: topic, Group: topic,
-				BatchMax: 20, SessionTimeout: sessionTimeout, IdleTimeout: 2 * time.Second,
+				BatchMax: 20, Order: order, SessionTimeout: sessionTimeout, IdleTimeout: 2 * time.Second,
 			}
 			m := start(t, c)
 			produced(t, pool, topic, 6, 50, 0)
-			handled(ctx, t, pool, 40*time.Second)
+			c.handledBy(ctx, t, pool, 40*time.Second)
 			eventually(t, 30*time.Second, "it is replicated", func() (bool, any) {
 				var n int
 				err := second.pool.QueryRow(ctx, `SELECT count(*) FROM effects`).Scan(&n)
@@ -153,7 +158,7 @@ func TestFailoverThatLosesCommitsIsMadeUpFor(t *testing.T) {
 			})
 			second.cut(t)
 			producedAt(t, c.Brokers, pool, topic, "lost", 6, 50, 10)
-			handled(ctx, t, pool, 40*time.Second)
+			c.handledBy(ctx, t, pool, 40*time.Second)
 			if restart {
 				require.NoError(t, m.terminate())
 			}
@@ -175,7 +180,7 @@ func TestFailoverThatLosesCommitsIsMadeUpFor(t *testing.T) {
 			if !idle {
 				producedAt(t, c.Brokers, second.pool, topic, "after", 6, 50, 0)
 			}
-			handled(ctx, t, second.pool, 60*time.Second)
+			c.handledBy(ctx, t, second.pool, 60*time.Second)
 			require.NoError(t, m.terminate())
 		})
 	}

@@ -237,6 +237,12 @@ UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, cl
 FROM chosen c WHERE p.seq = c.seq AND (c.n = 1 OR c.n <= $4 AND c.bytes <= $5)
 RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.reason, p.state, p.released_at, p.call_time`
 
+// countParkedSQL counts what is parked, up to $4 messages of each partition, by an index alone.
+const countParkedSQL = `-- consumer.count_parked
+SELECT t.n - 1, (SELECT count(*) FROM (SELECT FROM effectonce.parked_messages m
+    WHERE m.consumer = t.consumer AND m.topic = t.topic AND m.partition = t.partition LIMIT $4) AS counted)
+FROM unnest($1::int[], $2::text[], $3::int[]) WITH ORDINALITY AS t (consumer, topic, partition, n)`
+
 // refuseLargeSQL takes back what cannot be handled again, because it is not stored as a whole.
 const refuseLargeSQL = `-- consumer.refuse_large
 UPDATE effectonce.parked_messages SET state = 'parked'
@@ -263,6 +269,7 @@ type queries struct {
 	contact, met, rows, lock, hold, pauses, orders, widen                             string
 	reset, givenUp, holder, poll, trouble, caughtUp                                   string
 	lockHeads, heldNow                                                                string
+	countParked                                                                       string
 	advance, advanceApart, check, checkKnown                                          string
 	attempt, attempts, forgetAttempts                                                 string
 	park, heads, refuseLarge, orderRetries, due, release, lockParked, unpark, setBack string
@@ -275,7 +282,8 @@ func newQueries(schema string) queries {
 		contact: in(contactSQL), met: in(metSQL), rows: in(rowsSQL), lock: in(lockSQL), hold: in(holdSQL), pauses: in(pausesSQL), orders: in(ordersSQL), widen: in(widenSQL),
 		reset: in(resetSQL), givenUp: in(givenUpSQL), holder: in(holderSQL), poll: in(pollSQL),
 		trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
-		lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),
+		countParked: in(countParkedSQL),
+		lockHeads:   in(lockHeadsSQL), heldNow: in(heldNowSQL),
 		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL), checkKnown: in(checkKnownSQL),
 		attempt: in(attemptSQL), attempts: in(attemptsSQL), forgetAttempts: in(forgetAttemptsSQL),
 		park: in(parkSQL), heads: in(headsSQL), refuseLarge: in(refuseLargeSQL), orderRetries: in(orderRetriesSQL), due: in(dueSQL),

@@ -277,6 +277,29 @@ func TestStatusCountsWhatIsBehind(t *testing.T) {
 	require.NoError(t, ended())
 }
 
+// Property: parked messages are counted by an index and up to a bound, however many there are. Issue E.
+func TestParkedMessagesAreCountedByAnIndex(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	_, err := h.make(consumer.Each(effect), nil).Deliver(t.Context()) // registers the name
+	require.NoError(t, err)
+	h.exec(`INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", headers, reason, error, attempts, state)
+		SELECT 1, gen_random_uuid(), 't', n % 3, n, '{}', 'failed', 'no', 1, 'parked' FROM generate_series(1, 36000) AS n`)
+	h.exec(`VACUUM ANALYZE effectonce.parked_messages`)
+	args := []any{[]int32{1, 1, 1}, []string{"t", "t", "t"}, []int32{0, 1, 7}, consumer.ParkedCountMax}
+	rows, err := h.pool.Query(t.Context(), consumer.CountParkedSQL, args...)
+	require.NoError(t, err)
+	counts, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (n int64, err error) { return n, row.Scan(nil, &n) })
+	require.NoError(t, err)
+	require.Equal(t, []int64{consumer.ParkedCountMax, consumer.ParkedCountMax, 0}, counts)
+	rows, err = h.pool.Query(t.Context(), "EXPLAIN (ANALYZE, COSTS OFF) "+consumer.CountParkedSQL, args...)
+	require.NoError(t, err)
+	plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.Contains(t, strings.Join(plan, "\n"), "Index Only Scan")
+	require.NotRegexp(t, "Seq Scan|Filter", strings.Join(plan, "\n"), "no entry is read that is not counted")
+}
+
 // ask asks the readiness handler.
 func ask(t *testing.T, c *consumer.Consumer) (code int, body map[string]any, text string) {
 	t.Helper()

@@ -135,7 +135,7 @@ func (s *session) mark(topic string, partition int32, next int64) {
 		rewind = a.begins
 	}
 	s.marks[key] = done{a.topicID, next, rewind}
-	a.position = max(a.position, next)
+	a.position, a.reached = max(a.position, next), next
 	a.widen = a.widen || a.begins < a.handledFrom && next >= a.handledFrom
 }
 
@@ -237,12 +237,19 @@ func (s *session) forget(keys map[string][]int32) {
 	defer s.mu.Unlock()
 	if keys == nil {
 		clear(s.marks)
+		for _, a := range s.assignments {
+			a.become(StateUnassigned, nil)
+		}
 		clear(s.assignments)
 	}
 	for topic, numbers := range keys {
 		for _, number := range numbers {
-			delete(s.marks, topicPartition{topic, number})
-			delete(s.assignments, topicPartition{topic, number})
+			key := topicPartition{topic, number}
+			if a := s.assignments[key]; a != nil {
+				a.become(StateUnassigned, nil)
+			}
+			delete(s.marks, key)
+			delete(s.assignments, key)
 		}
 	}
 }

@@ -26,12 +26,17 @@ type Consumer struct {
 	owner     string
 	lookEvery time.Duration
 	idleEvery time.Duration
+	// countEvery is how often parked messages are counted.
+	countEvery time.Duration
 
+	phase         atomic.Pointer[phaseNow]
+	changes       *changes
 	warnWithoutID sync.Once
 	ids           map[string]dedup.Consumer // of each topic; written before a session starts
 	names         map[string]string         // of the consumer, of each topic; as ids
 	rules         map[string]dedup.IDRule   // by which the messages of each topic get their IDs; as ids
 	warnedRules   map[string]bool           // names of which was said that Config wants another rule
+	warnedWindows map[string]bool           // names of which was said that another replica has another window
 	session       atomic.Pointer[session]   // the last one
 }
 
@@ -65,7 +70,11 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	if err != nil {
 		return nil, err
 	}
-	c := &Consumer{engine: engine, kafka: kafka, owner: bounds.Owner(), lookEvery: lookEvery, idleEvery: idleEvery}
+	c := &Consumer{
+		engine: engine, kafka: kafka, owner: bounds.Owner(), lookEvery: lookEvery, idleEvery: idleEvery, countEvery: countEvery,
+		changes: newChanges(cfg.Hooks.State != nil),
+	}
+	c.enter(PhaseStopped, nil)
 	if err := kgo.ValidateOpts(newSession(c).options()...); err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
 	}
@@ -87,38 +96,60 @@ func (c *Consumer) checkDrain() error {
 }
 
 // Run consumes until ctx is cancelled. It survives the loss of the database and of the brokers: it logs,
-// waits and goes on. When ctx ends it stops fetching, lets each partition finish its batch for at most
+// waits and continues. When ctx ends it stops fetching, lets each partition finish its batch for at most
 // DrainMax, commits the offsets to Kafka, leaves the group and returns nil. It returns an error at once
-// for what waiting cannot mend: a schema that does not fit, a standby, a name that is taken, a topic that does
+// for what waiting cannot change: a schema that does not fit, a standby, a name that is taken, a topic that does
 // not exist. Run may be called again after it returned, not twice at a time.
-func (c *Consumer) Run(ctx context.Context) error {
+//
+// Handlers get a context with the values of ctx, which does not end with ctx: see Config.DrainMax. A tracing span in
+// ctx would be the parent of everything that is done until Run returns.
+func (c *Consumer) Run(ctx context.Context) (err error) {
+	c.enter(PhaseStarting, nil)
+	defer func() { c.enter(PhaseStopped, err) }()
 	if err := c.prepared(ctx); err != nil {
 		return err
 	}
 	if err := c.topicsExist(ctx); err != nil {
 		return err
 	}
+	if ctx.Err() != nil {
+		return nil
+	}
+	began := time.Now()
+	c.logStart(ctx)
+	defer func() {
+		c.engine.cfg.Logger.InfoContext(ctx, "consumer stopped", "group", c.engine.cfg.Group, "ran_for", readable(time.Since(began)))
+	}()
+	if c.changes.wanted {
+		ended := make(chan struct{})
+		var telling sync.WaitGroup
+		telling.Go(func() { c.changes.passOn(c.engine, ended) })
+		defer telling.Wait()
+		defer close(ended)
+	}
 	var upkeep sync.WaitGroup
 	defer upkeep.Wait()
 	upkeep.Go(func() { c.engine.claims.KeepUp(ctx, c.engine.pool, c.owner, c.engine.cfg.Logger) })
-	for trouble := 1; ctx.Err() == nil; trouble++ {
+	for attempt := 1; ctx.Err() == nil; attempt++ {
 		began := time.Now()
-		c.join(ctx, trouble)
+		c.join(ctx, attempt)
 		if time.Since(began) > c.engine.cfg.RetryMax+time.Minute {
-			trouble = 0 // what happened before is over
+			attempt = 0 // what happened before is over
 		}
 	}
 	return nil
 }
 
 // join is one membership in the group. One that ends before ctx does is followed by another.
-func (c *Consumer) join(ctx context.Context, trouble int) {
+func (c *Consumer) join(ctx context.Context, attempt int) {
 	s := newSession(c)
 	c.session.Store(s)
+	c.enter(PhaseJoining, nil)
 	err := s.run(ctx)
 	if ctx.Err() == nil {
-		wait := c.engine.backoff(trouble)
-		c.engine.cfg.Logger.WarnContext(ctx, "joining the group anew", "group", c.engine.cfg.Group, "error", err, "retry_in", wait)
+		c.enter(PhaseJoining, err)
+		wait := c.engine.backoff(attempt)
+		c.engine.cfg.Logger.WarnContext(ctx, "joining the group anew", "group", c.engine.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause(ctx, wait)
 	}
 }
@@ -131,7 +162,8 @@ func (c *Consumer) prepared(ctx context.Context) error {
 			return err
 		}
 		wait := c.engine.backoff(attempt)
-		c.engine.cfg.Logger.WarnContext(ctx, "waiting for the database", "group", c.engine.cfg.Group, "error", err, "retry_in", wait)
+		c.enter(PhaseStarting, err)
+		c.engine.cfg.Logger.WarnContext(ctx, "waiting for the database", "group", c.engine.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause(ctx, wait)
 	}
 	return nil
@@ -170,9 +202,48 @@ func (c *Consumer) prepare(ctx context.Context) error {
 		}
 		ids[topic], named[topic], rules[topic] = id, name, id.IDRule()
 		c.warnRule(ctx, name, wanted, rules[topic])
+		c.warnWindow(ctx, name, id.Replaced())
 	}
 	c.ids, c.names, c.rules = ids, named, rules
 	return nil
+}
+
+// warnWindow says once for each name that another dedup window was registered before.
+func (c *Consumer) warnWindow(ctx context.Context, name string, replaced time.Duration) {
+	if replaced == 0 || c.warnedWindows[name] {
+		return
+	}
+	if c.warnedWindows == nil {
+		c.warnedWindows = map[string]bool{}
+	}
+	c.warnedWindows[name] = true
+	c.engine.cfg.Logger.WarnContext(ctx, "another dedup window was registered before, by another replica or an earlier configuration; "+
+		"maintenance uses the last one that is registered: give all replicas the same", "group", c.engine.cfg.Group, "consumer", name, "before", replaced.String(), "registered", c.engine.cfg.Window.String())
+}
+
+// logStart says with what the consumer starts.
+func (c *Consumer) logStart(ctx context.Context) {
+	cfg := &c.engine.cfg
+	names, rules := make([]string, len(cfg.Topics)), make([]string, len(cfg.Topics))
+	for i, topic := range cfg.Topics {
+		names[i], rules[i] = c.names[topic], c.rules[topic].String()
+	}
+	attrs := []any{
+		"group", cfg.Group, "topics", cfg.Topics, "consumers", slices.Compact(names), "id_rules", slices.Compact(rules), "owner", c.owner,
+		"batch_max", cfg.BatchMax, "workers", cfg.Workers,
+	}
+	if !cfg.Forever {
+		attrs = append(attrs, "window", cfg.Window.String())
+	}
+	cfg.Logger.InfoContext(ctx, "consumer started", attrs...)
+}
+
+// readable is a duration for a log line. A handler that writes JSON would print its nanoseconds.
+func readable(d time.Duration) string {
+	if d >= time.Second {
+		return d.Round(10 * time.Millisecond).String()
+	}
+	return d.Round(time.Millisecond / 10).String()
 }
 
 // backoff grows from RetryMin to RetryMax, with full jitter.

@@ -54,6 +54,12 @@
 // parked), and the running consumers do the rest, in order. Config.OnFailure has other policies. When
 // too many messages fail the partition pauses instead of parking them all: see ParkShareMax.
 //
+// # Health
+//
+// Consumer.Status says what each partition does and why: running, waiting, paused, blocked, halted, with position, lag
+// and parked messages. Hooks.State is called on each change, and ReadyHandler is a readiness probe. The context that
+// Run gets lends its values to handlers, and not its end.
+//
 // # The dedup window
 //
 // Claims are kept for Config.Window at least. What was forgotten is noted for each consumer: a message of that time, by

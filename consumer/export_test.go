@@ -102,6 +102,15 @@ func IsFenced(err error) bool {
 // LookEvery makes a consumer compare its partitions with their topics more often.
 func LookEvery(c *Consumer, d time.Duration) { c.lookEvery = d }
 
+// CountEvery makes a consumer count its parked messages more often.
+func CountEvery(c *Consumer, d time.Duration) { c.countEvery = d }
+
+// CountParkedSQL counts the parked messages of partitions, up to ParkedCountMax each.
+const (
+	CountParkedSQL = countParkedSQL
+	ParkedCountMax = parkedCountMax
+)
+
 // Retake makes the running consumer decide anew where a partition begins.
 func Retake(ctx context.Context, c *Consumer, topic string, partition int32) {
 	if s := c.session.Load(); s != nil {

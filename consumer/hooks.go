@@ -13,6 +13,18 @@ type Hooks struct {
 	// WithoutID is called for each message that is identified by its coordinates alone. A message with which
 	// it panics, or does not return within HandlerTimeout, is parked.
 	WithoutID func(msg *Message)
+	// State is called for each change of what an assigned partition does, from a goroutine of its own, in the order of the
+	// changes, until Run returns. An alert on StateHalted belongs here.
+	State func(StateChange)
+}
+
+// StateChange says that a partition does something else.
+type StateChange struct {
+	Topic     string
+	Partition int32
+	From, To  PartitionState
+	// Err is why the partition does not run; nil: it does, or there is no error behind it.
+	Err error
 }
 
 // Processed says what a transaction committed.

@@ -36,6 +36,9 @@ type lane struct {
 	// restart gives the partition up, to be assigned anew.
 	restart func(error)
 
+	does  laneState
+	noted func(*lane) // is called when does has changed; nil: by Deliver
+
 	refused refusals // of the position, by another holder
 	said    repeated
 	// saidParked is about messages that were parked without an attempt.
@@ -251,6 +254,7 @@ func (l *lane) try(msgs []*Message) *failure {
 		l.work.pos.stored = w.stored
 	}
 	l.said.end(l)
+	l.become(StateRunning, nil)
 	l.careful.done(msgs)
 	if !w.released() {
 		l.breaker.noteHandled(out.fresh)
@@ -272,6 +276,7 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
 	}
 	msg.counted = false
 	if msg.park != nil { // it could not even be parked
+		l.become(StateBlocked, f.err)
 		l.blocked(msg, &parking{msg.park.reason, f.err, msg.attempts}, "message cannot be parked and blocks its partition", cfg.RetryMax)
 		l.pause(cfg.RetryMax)
 		return !l.stopped()
@@ -280,6 +285,9 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
 		l.engine.hook(func() {
 			cfg.Hooks.Failed(Failed{Message: msg, Attempt: msg.attempts, Err: f.err, Permanent: v == verdictPark, Origin: f.origin.String()})
 		})
+	}
+	if msg.row != 0 {
+		l.become(StateRunning, nil) // the database answers, and nothing waits for the message
 	}
 	why := &parking{f.reason(v), f.err, msg.attempts}
 	final := v == verdictPark || msg.attempts >= cfg.AttemptsMax
@@ -299,9 +307,11 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
 		if v == verdictPark {
 			wait = cfg.RetryMax // only a new version of the handler can help
 		}
+		l.become(StateBlocked, f.err)
 		l.blocked(msg, why, "message fails and blocks its partition until it succeeds", wait)
 	case final && !l.breaker.allows():
 		wait = max(wait, cfg.RetryMax)
+		l.become(StatePausedByBreaker, f.err)
 		l.blocked(msg, why, fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and tries again", cfg.ParkShareMax, breakerWindow), wait)
 	case final:
 		l.breaker.noteParked()
@@ -309,6 +319,7 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
 		l.report(msg, "message cannot be handled and is "+cfg.OnFailure.past(), f.err, "attempts", msg.attempts, "reason", why.reason)
 		return true
 	default:
+		l.become(StateRunning, f.err)
 		l.report(msg, "message failed and is tried again", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", wait)
 	}
 	l.pause(wait)
@@ -327,8 +338,21 @@ func (l *lane) wait(waits int, f *failure) bool {
 	if waits == waitsStored || waits > waitsStored && waits%waitsStored == 0 {
 		l.store(fmt.Sprintf("the partition waits for the database, attempt %d: %v", waits, f.err))
 	}
+	l.become(l.waitState(waits, f), f.err)
 	l.pause(wait)
 	return !l.stopped()
+}
+
+// waitState is the state of a lane that waits. A concurrent transaction that was in the way is no outage.
+func (l *lane) waitState(waits int, f *failure) PartitionState {
+	switch {
+	case errors.Is(f.err, errManyAbandoned):
+		return StateBlocked
+	case waits < waitsStored && l.engine.verdict(f) == verdictRepeat:
+		return StateRunning
+	default:
+		return StateWaitingForDatabase
+	}
 }
 
 // waitsStored is after how many waits in a row the reason is stored, for people who look at positions.

@@ -66,7 +66,7 @@ func (s *session) lateOnes() (due, halted []topicPartition, next time.Duration) 
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for key, a := range s.assignments {
-		if a.state == stateHalted {
+		if a.state == StateHalted {
 			halted = append(halted, key)
 		}
 		switch left := time.Until(a.retryAt); {

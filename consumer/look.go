@@ -28,7 +28,7 @@ func (s *session) lookAfter(ctx context.Context) {
 		}
 		s.mu.Lock()
 		for key, a := range s.assignments {
-			if a.state == stateHalted {
+			if a.state == StateHalted {
 				s.consumer.engine.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "error", a.err)
 			}
 		}

@@ -22,6 +22,10 @@ type partition struct {
 	current atomic.Pointer[position] // what the poller may read; pos is the worker's
 	topicID uuid.UUID
 
+	// What an operator and the lanes keep it from, for its state. The session's mutex guards them.
+	paused bool
+	lanes  map[*lane]laneState // but those that run
+
 	cancel   context.CancelFunc
 	stopping chan struct{} // closed: no further batch, no further attempt
 	once     sync.Once
@@ -39,9 +43,9 @@ const idleEvery = 10 * time.Second
 
 func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 	// The worker outlives the callback that started it, and the poll loop that feeds it: stop ends it.
-	ctx, cancel := context.WithCancel(context.WithoutCancel(s.client.Context()))
+	ctx, cancel := context.WithCancel(context.WithoutCancel(s.values))
 	p := &partition{
-		session: s, pos: pos, topicID: topicID, cancel: cancel,
+		session: s, pos: pos, topicID: topicID, cancel: cancel, lanes: map[*lane]laneState{},
 		stopping: make(chan struct{}), done: make(chan struct{}), looked: make(chan struct{}, 1),
 	}
 	p.queue = newQueue(s.client, pos.topic, pos.partition, s.consumer.engine.cfg.BatchMax)
@@ -55,6 +59,7 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 	}
 	p.lane.regain = func(ctx context.Context) error { return s.rehold(ctx, p) }
 	p.lane.restart = s.restart
+	p.lane.noted = func(l *lane) { s.noteLane(p, l) }
 	return p
 }
 
@@ -62,7 +67,8 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 // finishing anything, the messages that it may have died of are tried alone.
 func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan struct{}) *lane {
 	l := &lane{
-		engine: c.engine, ctx: ctx, stopping: stopping, careful: &careful{}, scope: c.names[pos.topic], idSources: c.rules[pos.topic].Sources(),
+		engine: c.engine, ctx: ctx, stopping: stopping, careful: &careful{}, does: laneState{state: StateRunning},
+		scope: c.names[pos.topic], idSources: c.rules[pos.topic].Sources(),
 		work:    work{consumer: c.ids[pos.topic], pos: pos, held: newHeldKeys(), form: newClaimForm()},
 		breaker: newBreaker(c.engine.cfg.ParkShareMax),
 	}
@@ -105,6 +111,8 @@ func (l *lane) messages(c *Consumer, records []queued, topicID uuid.UUID) []*Mes
 	return msgs
 }
 
+func (p *partition) key() topicPartition { return topicPartition{p.queue.topic, p.queue.partition} }
+
 func (p *partition) stop() { p.once.Do(func() { close(p.stopping) }) }
 
 func (p *partition) run() {
@@ -130,6 +138,7 @@ func (p *partition) work() {
 			return
 		}
 	}
+	p.lane.become(StateRunning, nil)
 	if p.lane.careful.left.Load() > 0 {
 		p.lane.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: messages are tried alone for a while",
 			"times", p.pos.stuck, "messages", p.session.consumer.engine.cfg.BatchMax)
@@ -226,6 +235,7 @@ func (p *partition) advance(to passed) bool {
 	f := &failure{origin: originEngine, index: unknownIndex, err: err}
 	switch {
 	case err == nil:
+		p.lane.become(StateRunning, nil)
 		p.pos.stored = stored
 		p.publish()
 		p.mark(to.behind)

@@ -81,8 +81,8 @@ func (s *session) pollOnce(ctx context.Context) error {
 				text = "an operator resumed the topic for the group"
 			}
 			p.lane.log(slog.LevelInfo, text)
-			s.notePause(topicPartition{p.pos.topic, p.pos.partition}, paused[i])
 		}
+		s.notePause(p, paused[i])
 	}
 	return nil
 }

@@ -237,6 +237,12 @@ WITH due AS MATERIALIZED (
 UPDATE effectonce.parked_messages p SET state = 'behind', reason = CASE WHEN p.reason = 'too_large' THEN p.reason ELSE 'behind' END
 FROM later JOIN first USING (hash) WHERE p.seq = later.seq AND first.seq < p.seq AND p.state = 'retry'`
 
+// countParkedSQL counts what is parked, up to $4 messages of each partition, by an index alone.
+const countParkedSQL = `-- consumer.count_parked
+SELECT t.n - 1, (SELECT count(*) FROM (SELECT FROM effectonce.parked_messages m
+    WHERE m.consumer = t.consumer AND m.topic = t.topic AND m.partition = t.partition LIMIT $4) AS counted)
+FROM unnest($1::int[], $2::text[], $3::int[]) WITH ORDINALITY AS t (consumer, topic, partition, n)`
+
 // refuseLargeSQL takes back what cannot be handled again, because it is not stored as a whole.
 const refuseLargeSQL = `-- consumer.refuse_large
 UPDATE effectonce.parked_messages SET state = 'parked'
@@ -301,6 +307,7 @@ type queries struct {
 	attempt, attempts, forgetAttempts                                    string
 	park, touchHeads, heads, adopt                                       string
 	refuseLarge, orderRetries, due, release, lockParked, unpark, setBack string
+	countParked                                                          string
 }
 
 func newQueries(schema string) queries {
@@ -310,7 +317,8 @@ func newQueries(schema string) queries {
 		contact: in(contactSQL), met: in(metSQL), rows: in(rowsSQL), lock: in(lockSQL), hold: in(holdSQL), pauses: in(pausesSQL), orders: in(ordersSQL), widen: in(widenSQL),
 		reset: in(resetSQL), givenUp: in(givenUpSQL), holder: in(holderSQL), poll: in(pollSQL),
 		trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
-		lockHeads: in(lockHeadsSQL), heldNow: in(heldNowSQL),
+		countParked: in(countParkedSQL),
+		lockHeads:   in(lockHeadsSQL), heldNow: in(heldNowSQL),
 		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL), checkKnown: in(checkKnownSQL),
 		attempt: in(attemptSQL), attempts: in(attemptsSQL), forgetAttempts: in(forgetAttemptsSQL),
 		park: in(parkSQL), touchHeads: in(touchHeadsSQL), heads: in(headsSQL), adopt: in(adoptSQL),

@@ -36,8 +36,9 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 		if ctx.Err() != nil && !s.isClosing() {
 			return nil, err
 		}
+		s.noteWaiting(offsets, err)
 		wait := s.consumer.engine.backoff(attempt)
-		s.consumer.engine.cfg.Logger.WarnContext(ctx, "positions could not be taken over; the partitions wait", "group", s.consumer.engine.cfg.Group, "error", err, "retry_in", wait)
+		s.consumer.engine.cfg.Logger.WarnContext(ctx, "positions could not be taken over; the partitions wait", "group", s.consumer.engine.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause(ctx, wait)
 	}
 }
@@ -89,7 +90,7 @@ func (s *session) assign(keys []topicPartition) {
 		s.mu.Lock()
 		p := s.partitions[key]
 		delete(s.partitions, key)
-		s.assignments[key] = &assignment{since: time.Now(), position: -1, end: -1}
+		s.assignOne(key)
 		s.mu.Unlock()
 		if p != nil {
 			s.end(s.life, []*partition{p}, 0)
@@ -173,14 +174,15 @@ func (s *session) start(ctx context.Context, key topicPartition, t taking, durin
 	where := []any{"group", group, "topic", key.topic, "partition", key.partition}
 	switch {
 	case t.waits != nil:
-		wait := s.wait(key, stateWaiting, t.waits)
+		wait := s.wait(key, StateWaiting, t.waits)
 		if attempt, ok := s.sayWaiting(key); ok {
-			logger.WarnContext(ctx, "partition cannot be taken over yet; the others begin", append(where, "error", t.waits, "attempt", attempt, "retry_in", wait)...)
+			logger.WarnContext(ctx, "partition cannot be taken over yet; the others begin", append(where, "error", t.waits, "attempt", attempt, "retry_in", readable(wait))...)
 		}
 		return 0
 	case t.decision.halt != nil:
 		problem := halted(t.decision.halt)
-		s.wait(key, stateHalted, problem)
+		s.wait(key, StateHalted, problem)
+		s.saw(key, t)
 		logger.ErrorContext(ctx, "partition halts", append(where, "error", problem)...)
 		return t.decision.at
 	}
@@ -204,7 +206,7 @@ func orNone(offset *int64) any {
 var errPaused = errors.New("an operator paused the topic")
 
 // wait pauses a partition that does not begin. It returns when the next attempt comes, if that is by itself.
-func (s *session) wait(key topicPartition, state partitionState, why error) (retryIn time.Duration) {
+func (s *session) wait(key topicPartition, state PartitionState, why error) (retryIn time.Duration) {
 	s.client.PauseFetchPartitions(map[string][]int32{key.topic: {key.partition}})
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -214,7 +216,7 @@ func (s *session) wait(key topicPartition, state partitionState, why error) (ret
 	}
 	a.become(state, why)
 	a.retryAt = time.Time{}
-	if state == stateWaiting {
+	if state == StateWaiting {
 		a.attempt++
 		retryIn = s.consumer.engine.backoff(a.attempt)
 		a.retryAt = time.Now().Add(retryIn)
@@ -240,22 +242,42 @@ func (s *session) work(t taking, during uint64) {
 	p.queue.start(t.decision.at)
 	p.queue.halt(t.paused)
 	s.partitions[key] = p
-	a.become(stateRunning, nil)
-	if t.paused {
-		a.become(statePaused, errPaused)
-	}
-	a.attempt, a.retryAt, a.saidAt, a.end = 0, time.Time{}, time.Time{}, t.log.end
-	a.topicID, a.position, a.widen = t.log.topicID, -1, false
-	if t.pos.stored != nil {
-		a.position = *t.pos.stored
-	}
-	a.epoch, a.begins, a.handledFrom = t.pos.epoch, t.decision.rewoundTo, t.pos.handledFrom
+	p.paused = t.paused
+	s.noteWork(p)
+	a.attempt, a.retryAt, a.saidAt = 0, time.Time{}, time.Time{}
+	a.saw(t)
+	a.topicID, a.widen, a.begins, a.handledFrom = t.log.topicID, false, t.decision.rewoundTo, t.pos.handledFrom
 	if t.decision.moved {
 		// Kafka's offset may be of another program and behind, which would undo it.
 		s.marks[key] = done{t.log.topicID, t.decision.at, -1}
 	}
 	s.client.ResumeFetchPartitions(map[string][]int32{key.topic: {key.partition}})
 	go p.run()
+}
+
+// saw keeps what a takeover found, for people.
+func (a *assignment) saw(t taking) {
+	a.position, a.epoch, a.reached, a.end = -1, t.pos.epoch, t.decision.at, t.log.end
+	if t.pos.stored != nil {
+		a.position = *t.pos.stored
+	}
+}
+
+func (s *session) saw(key topicPartition, t taking) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if a := s.assignments[key]; a != nil {
+		a.saw(t)
+	}
+}
+
+// noteWaiting notes why none of the partitions of an assignment could be taken over.
+func (s *session) noteWaiting(offsets map[string]map[int32]kgo.Offset, err error) {
+	for topic, numbers := range offsets {
+		for number := range numbers {
+			s.note(topicPartition{topic, number}, StateWaiting, err)
+		}
+	}
 }
 
 // retake ends the worker of an assigned partition, if it has one, and decides again where it begins: an operator
@@ -275,7 +297,7 @@ func (s *session) retake(ctx context.Context, key topicPartition, why string) {
 	s.client.PauseFetchPartitions(one)
 	if p != nil {
 		s.consumer.engine.cfg.Logger.InfoContext(ctx, "partition is taken over anew", "group", s.consumer.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "why", why)
-		s.note(key, stateDraining, errors.New(why))
+		s.note(key, StateDraining, errors.New(why))
 		s.stop(ctx, []*partition{p}, min(s.consumer.engine.cfg.DrainMax, retakeDrainMax))
 		s.commitMarks(ctx)
 	}
@@ -318,7 +340,12 @@ func (s *session) revoked(ctx context.Context, _ *kgo.Client, keys map[string][]
 	if len(keys) == 0 {
 		return
 	}
+	e, began := s.consumer.engine, time.Now()
 	s.giveBack(ctx, keys)
+	if s.isClosing() {
+		return // drain says it
+	}
+	e.cfg.Logger.InfoContext(ctx, "partitions were revoked and are given back", "group", e.cfg.Group, "partitions", keys, "lasted", readable(time.Since(began)))
 }
 
 // lost stops at once: another member holds the partitions already. What is committed late anyway is

@@ -43,6 +43,7 @@ func (l *lane) takeBack(f *failure) bool {
 		if err == nil {
 			if other != "" {
 				wait := l.refused.next()
+				l.become(StateFenced, f.err)
 				l.said.warn(l, "another consumer holds the partition; this one waits for the group to decide", f.err, "holder", other, "retry_in", wait)
 				l.pause(wait)
 				if l.stopped() {
@@ -55,6 +56,7 @@ func (l *lane) takeBack(f *failure) bool {
 			}
 			cancel()
 			if err == nil {
+				l.become(StateRunning, nil)
 				return !l.stopped()
 			}
 			if errors.Is(err, errWentBack) {
@@ -63,6 +65,7 @@ func (l *lane) takeBack(f *failure) bool {
 			}
 		}
 		wait := l.engine.backoff(attempt)
+		l.become(StateWaitingForDatabase, err)
 		l.said.warn(l, "partition waits for the database; nothing is lost", err, "origin", originEngine.String(), "attempt", attempt, "retry_in", wait)
 		l.pause(wait)
 	}

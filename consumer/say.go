@@ -49,6 +49,11 @@ func (r *repeated) end(l *lane) {
 
 // log writes a line about the lane's partition.
 func (l *lane) log(level slog.Level, text string, attrs ...any) {
+	for i, attr := range attrs {
+		if d, ok := attr.(time.Duration); ok {
+			attrs[i] = readable(d)
+		}
+	}
 	l.engine.cfg.Logger.Log(l.ctx, level, text, append([]any{
 		"group", l.engine.cfg.Group, "topic", l.work.pos.topic, "partition", l.work.pos.partition,
 	}, attrs...)...)

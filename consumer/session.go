@@ -28,10 +28,11 @@ type session struct {
 	cluster     string                  // ID of the brokers' cluster
 	closing     bool                    // no partition begins any more
 
-	life  context.Context //nolint:containedctx // ends when the session begins to close
-	close context.CancelFunc
-	late  chan struct{} // has room for one signal: a partition waits for another attempt
-	polls atomic.Uint64 // that have begun
+	values context.Context //nolint:containedctx // of Run, for handlers: it has no end
+	life   context.Context //nolint:containedctx // ends when the session begins to close
+	close  context.CancelFunc
+	late   chan struct{} // has room for one signal: a partition waits for another attempt
+	polls  atomic.Uint64 // that have begun
 
 	committing sync.Mutex
 	ends       sync.Mutex // one goroutine takes partitions over or gives them back at a time: see giveBack
@@ -99,7 +100,7 @@ func (s *session) run(ctx context.Context) error {
 	}
 	defer s.leave(ctx, client)
 	defer s.close()
-	s.client = client
+	s.client, s.values = client, context.WithoutCancel(ctx)
 	close(s.ready)
 	polling, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
@@ -110,6 +111,7 @@ func (s *session) run(ctx context.Context) error {
 	looking.Go(func() { s.awaitTopics(polling) })
 	looking.Go(func() { s.retryLate(polling) })
 	looking.Go(func() { s.keepCommitting(polling) })
+	looking.Go(func() { s.keepCounting(polling) })
 	go func() {
 		select {
 		case err := <-s.failed:
@@ -124,8 +126,19 @@ func (s *session) run(ctx context.Context) error {
 	s.closing = true
 	s.mu.Unlock()
 	s.close()
-	s.giveBack(context.WithoutCancel(ctx), nil)
+	s.drain(ctx)
 	return context.Cause(polling)
+}
+
+// drain gives all partitions back, and says so.
+func (s *session) drain(ctx context.Context) {
+	e, began := s.consumer.engine, time.Now()
+	if ctx.Err() != nil {
+		s.consumer.enter(PhaseDraining, nil)
+	}
+	e.cfg.Logger.InfoContext(ctx, "draining: batches in progress may finish", "group", e.cfg.Group, "partitions", len(s.working()), "drain_max", e.cfg.DrainMax.String())
+	s.giveBack(context.WithoutCancel(ctx), nil)
+	e.cfg.Logger.InfoContext(ctx, "drained: all partitions are given back", "group", e.cfg.Group, "lasted", readable(time.Since(began)))
 }
 
 // giveBack ends partitions in good order; nil: all. A stop and a rebalance may come together: whoever is second waits for
@@ -184,6 +197,9 @@ func (s *session) fetch(ctx context.Context) {
 		}
 		key := topicPartition{fetched.Topic, fetched.Partition}
 		s.mu.Lock()
+		if a := s.assignments[key]; a != nil {
+			a.end = max(a.end, fetched.LastStableOffset)
+		}
 		p := s.partitions[key]
 		s.mu.Unlock()
 		// Without a partition it was taken away meanwhile; its next holder fetches the records again.
@@ -209,7 +225,7 @@ func (s *session) take(keys map[string][]int32) []*partition {
 		taken = slices.Collect(maps.Values(s.partitions))
 		clear(s.partitions)
 		for _, a := range s.assignments {
-			a.become(stateDraining, nil)
+			a.become(StateDraining, nil)
 		}
 		return taken
 	}
@@ -217,7 +233,7 @@ func (s *session) take(keys map[string][]int32) []*partition {
 		for _, number := range numbers {
 			key := topicPartition{topic, number}
 			if a := s.assignments[key]; a != nil {
-				a.become(stateDraining, nil)
+				a.become(StateDraining, nil)
 			}
 			if p := s.partitions[key]; p != nil {
 				taken = append(taken, p)

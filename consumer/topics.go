@@ -43,7 +43,8 @@ func (c *Consumer) topicsExist(ctx context.Context) error {
 		switch {
 		case err != nil:
 			wait = c.engine.backoff(attempt)
-			c.engine.cfg.Logger.WarnContext(ctx, "waiting for Kafka", "group", c.engine.cfg.Group, "error", err, "retry_in", wait)
+			c.engine.cfg.Logger.WarnContext(ctx, "waiting for Kafka", "group", c.engine.cfg.Group, "error", err, "retry_in", readable(wait))
+			c.enter(PhaseStarting, err)
 		case len(missing) == 0:
 			return nil
 		case looks >= missingLooks:

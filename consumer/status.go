@@ -1,0 +1,202 @@
+package consumer
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Phase is what Run does.
+type Phase string
+
+// The phases.
+const (
+	// PhaseStopped: Run was not called yet, or it returned.
+	PhaseStopped Phase = "stopped"
+	// PhaseStarting: Run checks the database and the topics, and waits for them where they do not answer.
+	PhaseStarting Phase = "starting"
+	// PhaseJoining: the consumer is not in the group yet, or not any more.
+	PhaseJoining Phase = "joining"
+	// PhaseConsuming: the consumer is in the group. It may have no partition.
+	PhaseConsuming Phase = "consuming"
+	// PhaseDraining: Run's context ended; batches in progress may finish.
+	PhaseDraining Phase = "draining"
+)
+
+// Status is what a consumer does.
+type Status struct {
+	Group string `json:"group"`
+	Phase Phase  `json:"phase"`
+	// Err is why the consumer does not consume: what Run waits for, why it joins the group anew, or what it returned. It
+	// is empty while it consumes.
+	Err string `json:"-"`
+	// Partitions are those that Kafka assigned to this consumer, by topic and number.
+	Partitions []PartitionStatus `json:"partitions"`
+}
+
+// PartitionStatus is what a partition does.
+type PartitionStatus struct {
+	Topic     string         `json:"topic"`
+	Partition int32          `json:"partition"`
+	State     PartitionState `json:"state"`
+	Since     time.Time      `json:"since"` // of the state
+	// Err is why the partition does not run, or the last failure of the message that it tries again. It is empty where
+	// neither is so. It may have what a handler's error says, such as parts of a payload.
+	Err string `json:"-"`
+	// Position is the next offset as it is stored; -1: none is.
+	Position int64 `json:"position"`
+	// Lag is how many offsets are between what was handled and the end of the partition, as this consumer saw the end
+	// last: with the last records that arrived, or up to a minute ago. A topic that is not written to has none. Offsets of
+	// control records count for up to 10 s. -1: not known, the partition is not taken over.
+	Lag int64 `json:"lag"`
+	// Parked is how many messages of the partition are parked, counted up to 10,000, every 10 s. -1: not counted yet.
+	Parked int64 `json:"parked"`
+	// Epoch is of the takeover by this consumer; 0: it is not taken over.
+	Epoch int64 `json:"epoch"`
+}
+
+// Status says what the consumer and its partitions do. It reads memory alone, is safe for concurrent use, and may be
+// called at any time, also before Run and after it. What Deliver does is not in it.
+func (c *Consumer) Status() Status {
+	now := c.phase.Load()
+	status := Status{Group: c.engine.cfg.Group, Phase: now.phase, Partitions: []PartitionStatus{}}
+	if now.err != nil {
+		status.Err = now.err.Error()
+	}
+	s := c.session.Load()
+	if s == nil {
+		return status
+	}
+	if status.Phase == PhaseJoining && s.joined() {
+		status.Phase, status.Err = PhaseConsuming, ""
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for key, a := range s.assignments {
+		status.Partitions = append(status.Partitions, a.status(s.partitions[key]))
+	}
+	slices.SortFunc(status.Partitions, func(a, b PartitionStatus) int {
+		return cmp.Or(cmp.Compare(a.Topic, b.Topic), cmp.Compare(a.Partition, b.Partition))
+	})
+	return status
+}
+
+// status is what an assigned partition does; p is nil where it is not in work.
+func (a *assignment) status(p *partition) PartitionStatus {
+	status := PartitionStatus{
+		Topic: a.key.topic, Partition: a.key.partition, State: a.state, Since: a.since, Position: a.position, Lag: -1, Parked: a.parked, Epoch: a.epoch,
+	}
+	if a.err != nil {
+		status.Err = a.err.Error()
+	}
+	if a.end >= 0 && a.reached >= 0 {
+		status.Lag = max(0, a.end-a.reached)
+	}
+	if p != nil {
+		pos := p.current.Load()
+		status.Epoch, status.Position = pos.epoch, -1
+		if pos.stored != nil {
+			status.Position = *pos.stored
+		}
+	}
+	return status
+}
+
+// joined reports whether the session is a member of the group.
+func (s *session) joined() bool {
+	if s.isClosing() {
+		return false
+	}
+	select {
+	case <-s.ready:
+		member, generation := s.client.GroupMetadata()
+		return member != "" && generation > 0
+	default:
+		return false
+	}
+}
+
+// phaseNow is what Run does, and why it does not consume.
+type phaseNow struct {
+	phase Phase
+	err   error
+}
+
+func (c *Consumer) enter(phase Phase, err error) { c.phase.Store(&phaseNow{phase, err}) }
+
+// Ready returns nil while the consumer is in its group, with partitions or without, and otherwise why it is not. What
+// single partitions do does not count: see ReadyHandler.
+func (c *Consumer) Ready() error {
+	switch status := c.Status(); {
+	case status.Phase == PhaseConsuming:
+		return nil
+	case status.Err != "":
+		return fmt.Errorf("consumer of group %q is %s: %s", status.Group, status.Phase, status.Err)
+	default:
+		return fmt.Errorf("consumer of group %q is %s", status.Group, status.Phase)
+	}
+}
+
+// countEvery is how often parked messages are counted: one statement for all partitions of a session.
+const countEvery = 10 * time.Second
+
+// parkedCountMax bounds the count of a partition.
+const parkedCountMax = 10_000
+
+// keepCounting counts the parked messages of the session's partitions, for the Status.
+func (s *session) keepCounting(ctx context.Context) {
+	ticker := time.NewTicker(s.consumer.countEvery)
+	defer ticker.Stop()
+	said := false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		err := s.countParked(ctx)
+		if err != nil && ctx.Err() == nil && !said {
+			s.consumer.engine.cfg.Logger.WarnContext(ctx, "parked messages cannot be counted; it is tried again",
+				"group", s.consumer.engine.cfg.Group, "error", err)
+		}
+		said = err != nil
+	}
+}
+
+func (s *session) countParked(ctx context.Context) error {
+	e := s.consumer.engine
+	var keys []topicPartition
+	s.mu.Lock()
+	for key := range s.assignments {
+		keys = append(keys, key)
+	}
+	s.mu.Unlock()
+	if len(keys) == 0 {
+		return nil
+	}
+	consumers, topics, numbers := make([]int32, len(keys)), make([]string, len(keys)), make([]int32, len(keys))
+	for i, key := range keys {
+		consumers[i], topics[i], numbers[i] = s.consumer.ids[key.topic].ID(), key.topic, key.partition
+	}
+	ctx, cancel := e.bounded(ctx)
+	defer cancel()
+	rows, err := e.pool.Query(ctx, e.sql.countParked, consumers, topics, numbers, parkedCountMax)
+	if err != nil {
+		return fmt.Errorf("count parked messages: %w", err)
+	}
+	var place int
+	var n int64
+	_, err = pgx.ForEachRow(rows, []any{&place, &n}, func() error {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if a := s.assignments[keys[place]]; a != nil {
+			a.parked = n
+		}
+		return nil
+	})
+	return err
+}

@@ -1,0 +1,519 @@
+package consumer_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+)
+
+// make makes a consumer that does not run yet.
+func (h *harness) make(handler consumer.Handler, change func(*consumer.Config)) *consumer.Consumer {
+	h.t.Helper()
+	return h.makeAt(h.pool, kafkatest.Brokers(h.t), handler, change)
+}
+
+func (h *harness) makeAt(pool *pgxpool.Pool, brokers []string, handler consumer.Handler, change func(*consumer.Config)) *consumer.Consumer {
+	h.t.Helper()
+	cfg := consumer.Config{
+		Group: h.topic, Topics: []string{h.topic}, RetryMin: time.Millisecond, RetryMax: 50 * time.Millisecond,
+		Logger: slog.New(slog.NewTextHandler(h.log, nil)),
+	}
+	if change != nil {
+		change(&cfg)
+	}
+	c, err := consumer.New(pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, handler, cfg)
+	require.NoError(h.t, err)
+	consumer.CountEvery(c, 20*time.Millisecond)
+	return c
+}
+
+// begin runs a consumer in the background. It returns what ends Run's context, and what waits for Run and returns its
+// error.
+func (h *harness) begin(ctx context.Context, c *consumer.Consumer) (cancel func(), ended func() error) {
+	h.t.Helper()
+	ctx, cancelRun := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- c.Run(ctx) }()
+	ended = sync.OnceValue(func() error { return <-done })
+	h.t.Cleanup(func() {
+		cancelRun()
+		_ = ended()
+		if h.t.Failed() {
+			h.t.Log(h.log.String())
+		}
+	})
+	return cancelRun, ended
+}
+
+// waitState waits until partition 0 is in a state, and returns what the consumer says about it.
+func (h *harness) waitState(c *consumer.Consumer, want consumer.PartitionState) (found consumer.PartitionStatus) {
+	h.t.Helper()
+	h.wait(want.String(), func() bool {
+		for _, p := range c.Status().Partitions {
+			if p.Topic == h.topic && p.Partition == 0 && p.State == want {
+				found = p
+				return true
+			}
+		}
+		return false
+	})
+	return found
+}
+
+// waitCaughtUp waits until partition 0 is handled up to its end.
+func (h *harness) waitCaughtUp(c *consumer.Consumer) {
+	h.t.Helper()
+	h.wait("caught up", func() bool {
+		status := c.Status()
+		return len(status.Partitions) == 1 && status.Partitions[0].Lag == 0
+	})
+}
+
+// Property: Status and Hooks.State show what a partition does and why, for as long as it does that, and nothing else:
+// from before Run until after it. The hook may ask for the Status. Issue E.
+func TestStatesOfAPartitionAreShown(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	var broken, failed atomic.Bool
+	started, hold := make(chan struct{}, 1), make(chan struct{})
+	var mu sync.Mutex
+	var changes []string
+	var c *consumer.Consumer
+	c = h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		switch {
+		case broken.Load():
+			return errBad
+		case string(msg.Value) == "slow":
+			if !failed.Swap(true) {
+				return errBad
+			}
+			started <- struct{}{}
+			<-hold
+		}
+		return effect(ctx, tx, msg)
+	}), func(cfg *consumer.Config) {
+		cfg.OnFailure = consumer.OnFailureBlock
+		cfg.Hooks.State = func(change consumer.StateChange) {
+			_ = c.Status()
+			mu.Lock()
+			defer mu.Unlock()
+			changes = append(changes, fmt.Sprintf("%s > %s", change.From, change.To))
+			if change.To == consumer.StateHalted && change.Err == nil {
+				changes = append(changes, "halted without a reason")
+			}
+		}
+	})
+	require.Equal(t, consumer.Status{Group: h.topic, Phase: consumer.PhaseStopped, Partitions: []consumer.PartitionStatus{}}, c.Status())
+	cancel, ended := h.begin(t.Context(), c)
+	h.produce("1")
+	h.waitEffects(1)
+	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
+
+	broken.Store(true)
+	h.produce("2")
+	blocked := h.waitState(c, consumer.StateBlocked)
+	require.Contains(t, blocked.Err, errBad.Error())
+	require.WithinDuration(t, time.Now(), blocked.Since, time.Minute)
+	broken.Store(false)
+	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
+
+	h.exec(`ALTER TABLE effectonce.consumer_positions RENAME TO gone`)
+	h.produce("3")
+	require.NotEmpty(t, h.waitState(c, consumer.StateWaitingForDatabase).Err)
+	h.exec(`ALTER TABLE effectonce.gone RENAME TO consumer_positions`)
+	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
+	h.waitEffects(3)
+
+	h.exec(`INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why) VALUES ('` + h.topic + `', '` + h.topic + `', 'test', 'test')`)
+	h.waitState(c, consumer.StatePausedByOperator)
+	h.exec(`DELETE FROM effectonce.consumer_pauses`)
+	h.waitState(c, consumer.StateRunning)
+
+	h.exec(`UPDATE effectonce.consumer_positions SET epoch = epoch + 1, owner = 'another'`)
+	h.produce("4")
+	h.waitState(c, consumer.StateFenced)
+	h.waitState(c, consumer.StateRunning)
+	h.waitEffects(4)
+
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 100`)
+	consumer.Retake(t.Context(), c, h.topic, 0)
+	halted := h.waitState(c, consumer.StateHalted)
+	require.Contains(t, halted.Err, "lost its end")
+	require.EqualValues(t, 100, halted.Position)
+	h.resumeAt(4)
+	h.waitState(c, consumer.StateRunning)
+
+	h.produce("slow")
+	<-started // for the second time: the partition is blocked, and works again when it drains already
+	cancel()
+	h.waitState(c, consumer.StateDraining)
+	require.Equal(t, consumer.PhaseDraining, c.Status().Phase)
+	close(hold)
+	require.NoError(t, ended())
+	require.Equal(t, consumer.Status{Group: h.topic, Phase: consumer.PhaseStopped, Partitions: []consumer.PartitionStatus{}}, c.Status())
+	mu.Lock()
+	defer mu.Unlock()
+	require.Equal(t, []string{
+		"unassigned > waiting", "waiting > running", "running > blocked", "blocked > running", "running > waiting for the database",
+		"waiting for the database > running", "running > paused by an operator", "paused by an operator > running", "running > fenced",
+		"fenced > running", "running > draining", "draining > halted", "halted > running", "running > blocked", "blocked > draining",
+		"draining > unassigned",
+	}, changes)
+}
+
+// Property: a partition whose breaker opened says so, and why. Issue E.
+func TestStateOfTheBreakerIsShown(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	var broken atomic.Bool
+	broken.Store(true)
+	c := h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if broken.Load() {
+			return consumer.Permanent(errBad)
+		}
+		return effect(ctx, tx, msg)
+	}), func(cfg *consumer.Config) { cfg.ParkShareMax = 0.01 })
+	h.produce("1", "2")
+	cancel, ended := h.begin(t.Context(), c)
+	require.Contains(t, h.waitState(c, consumer.StatePausedByBreaker).Err, errBad.Error())
+	broken.Store(false)
+	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
+	cancel()
+	require.NoError(t, ended())
+}
+
+// Property: where workers share a partition it is as badly off as the worst of them: one blocked key is seen while the
+// others are handled. Issue E.
+func TestStateIsTheWorstOfTheWorkers(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	var broken atomic.Bool
+	broken.Store(true)
+	c := h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if string(msg.Key) == "bad" && broken.Load() {
+			return errBad
+		}
+		return effect(ctx, tx, msg)
+	}), func(cfg *consumer.Config) {
+		cfg.OnFailure, cfg.Order, cfg.Workers, cfg.BatchMax = consumer.OnFailureBlock, consumer.OrderByKey, 2, 1
+	})
+	h.produceKeyed("bad:0")
+	cancel, ended := h.begin(t.Context(), c)
+	h.waitState(c, consumer.StateBlocked)
+	// Of enough keys some are not the worker's that is blocked.
+	for i := range 16 {
+		h.produceKeyed(fmt.Sprintf("k%d:1", i))
+	}
+	h.wait("others are handled", func() bool { return h.number(`SELECT count(*) FROM effects`) > 0 })
+	require.Equal(t, consumer.StateBlocked, c.Status().Partitions[0].State)
+	broken.Store(false)
+	h.waitState(c, consumer.StateRunning)
+	h.waitEffects(17)
+	cancel()
+	require.NoError(t, ended())
+}
+
+// Property: Status has the position, the lag, the epoch and the number of parked messages of a partition. Issue E.
+func TestStatusCountsWhatIsBehind(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	started, hold := make(chan struct{}, 1), make(chan struct{})
+	c := h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		switch string(msg.Value) {
+		case "bad":
+			return consumer.Permanent(errBad)
+		case "slow":
+			started <- struct{}{}
+			<-hold
+		}
+		return effect(ctx, tx, msg)
+	}), func(cfg *consumer.Config) { cfg.BatchMax = 1 })
+	h.produce("1", "bad", "slow", "4", "5")
+	cancel, ended := h.begin(t.Context(), c)
+	<-started
+	var p consumer.PartitionStatus
+	h.wait("counted", func() bool {
+		p = c.Status().Partitions[0]
+		return p.Parked == 1
+	})
+	require.EqualValues(t, 2, p.Position)
+	require.EqualValues(t, 3, p.Lag)
+	require.EqualValues(t, h.number(`SELECT epoch FROM effectonce.consumer_positions`), p.Epoch)
+	close(hold)
+	h.waitCaughtUp(c)
+	require.EqualValues(t, 5, c.Status().Partitions[0].Position)
+	h.produce("6", "7")
+	h.wait("the rest", func() bool { return c.Status().Partitions[0].Position == 7 })
+	h.waitCaughtUp(c)
+	h.retry()
+	h.wait("what fails again stays parked", func() bool {
+		return h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE attempts = 2`) == 1
+	})
+	h.exec(`DELETE FROM effectonce.parked_messages`)
+	h.wait("nothing is parked", func() bool { return c.Status().Partitions[0].Parked == 0 })
+	cancel()
+	require.NoError(t, ended())
+}
+
+// Property: parked messages are counted by an index and up to a bound, however many there are. Issue E.
+func TestParkedMessagesAreCountedByAnIndex(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	_, err := h.make(consumer.Each(effect), nil).Deliver(t.Context()) // registers the name
+	require.NoError(t, err)
+	h.exec(`INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", headers, reason, error, attempts, state)
+		SELECT 1, gen_random_uuid(), 't', n % 3, n, '{}', 'failed', 'no', 1, 'parked' FROM generate_series(1, 36000) AS n`)
+	h.exec(`VACUUM ANALYZE effectonce.parked_messages`)
+	args := []any{[]int32{1, 1, 1}, []string{"t", "t", "t"}, []int32{0, 1, 7}, consumer.ParkedCountMax}
+	rows, err := h.pool.Query(t.Context(), consumer.CountParkedSQL, args...)
+	require.NoError(t, err)
+	counts, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (n int64, err error) { return n, row.Scan(nil, &n) })
+	require.NoError(t, err)
+	require.Equal(t, []int64{consumer.ParkedCountMax, consumer.ParkedCountMax, 0}, counts)
+	rows, err = h.pool.Query(t.Context(), "EXPLAIN (ANALYZE, COSTS OFF) "+consumer.CountParkedSQL, args...)
+	require.NoError(t, err)
+	plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.Contains(t, strings.Join(plan, "\n"), "Index Only Scan")
+	require.NotRegexp(t, "Seq Scan|Filter", strings.Join(plan, "\n"), "no entry is read that is not counted")
+}
+
+// ask asks the readiness handler.
+func ask(t *testing.T, c *consumer.Consumer) (code int, body map[string]any, text string) {
+	t.Helper()
+	recorder := httptest.NewRecorder()
+	consumer.ReadyHandler(c).ServeHTTP(recorder, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/readyz", nil))
+	require.NoError(t, json.Unmarshal(recorder.Body.Bytes(), &body))
+	return recorder.Code, body, recorder.Body.String()
+}
+
+// Property: a consumer is ready while it is in its group: not before, and not while it drains. A partition that halts is
+// shown and makes it no less ready. No error's text is shown, which may have parts of payloads. Issue E.
+func TestReadyWhileInTheGroup(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 2)
+	const secret = "card 4711"
+	c := h.make(consumer.Each(func(_ context.Context, _ pgx.Tx, msg *consumer.Message) error {
+		return errors.New("declined: " + string(msg.Value))
+	}), block)
+	code, body, _ := ask(t, c)
+	require.Equal(t, http.StatusServiceUnavailable, code)
+	require.Equal(t, "stopped", body["phase"])
+	require.ErrorContains(t, c.Ready(), "stopped")
+
+	h.produce(secret)
+	cancel, ended := h.begin(t.Context(), c)
+	require.Contains(t, h.waitState(c, consumer.StateBlocked).Err, secret, "the test's own premise")
+	code, body, text := ask(t, c)
+	require.Equal(t, http.StatusOK, code)
+	require.Equal(t, true, body["ready"])
+	require.NotContains(t, text, secret)
+	require.Contains(t, text, `"state":"blocked"`)
+	require.NoError(t, c.Ready())
+
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 100 WHERE partition = 0`)
+	consumer.Retake(t.Context(), c, h.topic, 0)
+	h.waitState(c, consumer.StateHalted)
+	code, _, text = ask(t, c)
+	require.Equal(t, http.StatusOK, code)
+	require.Contains(t, text, `"state":"halted"`)
+	cancel()
+	require.NoError(t, ended())
+	code, body, _ = ask(t, c)
+	require.Equal(t, http.StatusServiceUnavailable, code)
+	require.NotEmpty(t, body["reason"])
+}
+
+// Property: a consumer that waits for its database at the start, or that the group does not take, is not ready; one in
+// the group without a partition is. Issue E.
+func TestReadinessOfAReplica(t *testing.T) {
+	t.Parallel()
+	t.Run("the database does not answer", func(t *testing.T) {
+		t.Parallel()
+		h := newHarness(t, 1)
+		config := h.pool.Config()
+		config.ConnConfig.Host, config.ConnConfig.Port, config.ConnConfig.Fallbacks = "127.0.0.1", 1, nil
+		pool, err := pgxpool.NewWithConfig(t.Context(), config)
+		require.NoError(t, err)
+		t.Cleanup(pool.Close)
+		c := h.makeAt(pool, kafkatest.Brokers(t), consumer.Each(effect), nil)
+		cancel, ended := h.begin(t.Context(), c)
+		h.wait("it says what it waits for", func() bool { return c.Status().Err != "" })
+		require.ErrorContains(t, c.Ready(), "starting: ")
+		code, body, text := ask(t, c)
+		require.Equal(t, http.StatusServiceUnavailable, code)
+		require.Equal(t, "starting", body["phase"])
+		require.NotContains(t, text, "127.0.0.1")
+		cancel()
+		require.NoError(t, ended())
+	})
+	t.Run("the group refuses", func(t *testing.T) {
+		t.Parallel()
+		h := newHarness(t, 1)
+		fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+		var refused atomic.Int64
+		var open atomic.Bool
+		fake.ControlKey(int16(kmsg.JoinGroup), func(request kmsg.Request) (kmsg.Response, error, bool) {
+			fake.KeepControl()
+			if open.Load() {
+				return nil, nil, false
+			}
+			refused.Add(1)
+			join, _ := request.(*kmsg.JoinGroupRequest)
+			response, _ := join.ResponseKind().(*kmsg.JoinGroupResponse)
+			response.ErrorCode = kerr.GroupAuthorizationFailed.Code
+			return response, nil, true
+		})
+		c := h.makeAt(h.pool, fake.ListenAddrs(), consumer.Each(effect), nil)
+		cancel, ended := h.begin(t.Context(), c)
+		h.wait("refused", func() bool { return refused.Load() > 1 })
+		code, body, _ := ask(t, c)
+		require.Equal(t, http.StatusServiceUnavailable, code)
+		require.Equal(t, "joining", body["phase"])
+		open.Store(true)
+		h.wait("ready", func() bool { return c.Ready() == nil })
+		cancel()
+		require.NoError(t, ended())
+	})
+	t.Run("it has to join anew", func(t *testing.T) {
+		t.Parallel()
+		h := newHarness(t, 1)
+		c := h.make(consumer.Each(effect), func(cfg *consumer.Config) { cfg.RetryMin, cfg.RetryMax = time.Minute, time.Minute })
+		cancel, ended := h.begin(t.Context(), c)
+		h.produce("1")
+		h.waitEffects(1)
+		require.NoError(t, c.Ready())
+		h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 0`)
+		h.wait("it waits", func() bool { return c.Status().Err != "" })
+		require.ErrorContains(t, c.Ready(), "joining: ")
+		require.ErrorContains(t, c.Ready(), "went back")
+		require.Empty(t, c.Status().Partitions)
+		cancel()
+		require.NoError(t, ended())
+	})
+	t.Run("no partition is left for it", func(t *testing.T) {
+		t.Parallel()
+		h := newHarness(t, 1)
+		both := []*consumer.Consumer{h.make(consumer.Each(effect), nil), h.make(consumer.Each(effect), nil)}
+		for _, c := range both {
+			h.begin(t.Context(), c)
+		}
+		h.wait("both are ready", func() bool {
+			partitions := len(both[0].Status().Partitions) + len(both[1].Status().Partitions)
+			return both[0].Ready() == nil && both[1].Ready() == nil && partitions == 1
+		})
+	})
+}
+
+type valueKey struct{}
+
+// Property: the values of the context that Run or Deliver gets reach handlers; the end of Run's does not: the batch in
+// progress may finish. Issue E.
+func TestContextValuesReachHandlers(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	ctx := context.WithValue(t.Context(), valueKey{}, "tenant")
+	started, hold := make(chan struct{}, 1), make(chan struct{})
+	var seen, over atomic.Value
+	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		seen.Store(fmt.Sprint(ctx.Value(valueKey{})))
+		started <- struct{}{}
+		<-hold
+		over.Store(fmt.Sprint(ctx.Err()))
+		return effect(ctx, tx, msg)
+	})
+	c := h.make(handler, nil)
+	cancel, ended := h.begin(ctx, c)
+	h.produce("1")
+	<-started
+	cancel()
+	h.wait("it drains", func() bool { return c.Status().Phase == consumer.PhaseDraining })
+	close(hold)
+	require.NoError(t, ended())
+	require.Equal(t, "tenant", seen.Load())
+	require.Equal(t, "<nil>", over.Load())
+	h.waitEffects(1)
+
+	seen.Store("")
+	_, err := h.make(handler, func(cfg *consumer.Config) { cfg.Group += "-delivered" }).Deliver(ctx, &kgo.Record{Topic: h.topic, Value: []byte("1")})
+	require.NoError(t, err)
+	require.Equal(t, "tenant", seen.Load())
+}
+
+// Property: the log of a run says how it began and ended, in words: no address of a variable, no broken format, no
+// duration as a number of nanoseconds. Another replica's window is named once. Issue E.
+func TestLogOfARunReadsWell(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	lines := &logLines{}
+	change := func(cfg *consumer.Config) {
+		cfg.Logger = slog.New(slog.NewJSONHandler(lines, &slog.HandlerOptions{Level: slog.LevelDebug}))
+		cfg.AttemptsMax, cfg.Window = 2, 24*time.Hour
+	}
+	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if string(msg.Value) == "bad" {
+			return errBad
+		}
+		return effect(ctx, tx, msg)
+	})
+	// Another replica registers another window.
+	other := h.make(handler, func(cfg *consumer.Config) { cfg.Window = time.Hour })
+	_, err := other.Deliver(t.Context(), &kgo.Record{Topic: h.topic, Offset: 0, Value: []byte("1")})
+	require.NoError(t, err)
+	c := h.make(handler, change)
+	h.produce("1", "2", "bad", "4")
+	for range 2 {
+		cancel, ended := h.begin(t.Context(), c)
+		h.wait("joined", func() bool { return c.Ready() == nil })
+		h.waitParked("failed")
+		h.exec(`UPDATE effectonce.consumer_positions SET epoch = epoch + 1, owner = 'another'`)
+		h.produce("5")
+		h.waitState(c, consumer.StateRunning)
+		h.waitCaughtUp(c)
+		h.exec(`UPDATE effectonce.consumers SET dedup_window = '1 hour'`)
+		cancel()
+		require.NoError(t, ended())
+	}
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 100`)
+	cancel, ended := h.begin(t.Context(), c)
+	h.waitState(c, consumer.StateHalted)
+	cancel()
+	require.NoError(t, ended())
+
+	text := lines.String()
+	for _, want := range []string{
+		`"msg":"consumer started","group":"` + h.topic + `","topics":["` + h.topic + `"],"consumers":["` + h.topic + "/" + h.topic + `"],"id_rules":["standard"]`,
+		`"msg":"partition assigned"`, `"msg":"message cannot be handled and is parked"`, `"msg":"partition halts"`,
+		`"msg":"draining: batches in progress may finish"`, `"msg":"drained: all partitions are given back"`, `"msg":"consumer stopped"`, `"before":"1h0m0s"`,
+	} {
+		require.Contains(t, text, want)
+	}
+	require.Equal(t, 1, strings.Count(text, "another dedup window"), "said once")
+	for _, line := range slices.Collect(strings.Lines(text)) {
+		for _, pattern := range []string{`0x[0-9a-fA-F]{6,}`, `0xc0`, `%!`, `\b(retry_in|lasted|ran_for|drain_max|window|before|registered)":-?\d`} {
+			require.NotRegexp(t, regexp.MustCompile(pattern), line)
+		}
+	}
+}

@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
@@ -21,6 +23,18 @@ type attempt struct {
 	places     atomic.Pointer[[]int] // in the batch, of the messages that the handler has
 	outcome    outcome
 	failure    *failure
+	broken     bool // the engine panicked: the connection is in no known state
+}
+
+// giveBack ends the attempt's use of its connection. One that a goroutine of the handler still uses, which is not safe
+// for concurrent use, is cut and left to it.
+func (a *attempt) giveBack() {
+	if !a.broken && !a.tx.busy.Load() {
+		a.conn.release()
+		return
+	}
+	a.conn.cut()
+	a.conn.abandon()
 }
 
 // borrowed is a connection of the pool while an attempt has it. It has one owner: whichever of release and
@@ -75,7 +89,9 @@ func (e *engine) answerMax() time.Duration { return e.cfg.StatementTimeout + ans
 var (
 	// errGoexit stands for a handler that ended its goroutine, as t.FailNow does.
 	errGoexit         = errors.New("handler ended its goroutine (runtime.Goexit)")
+	errHookGoexit     = errors.New("it ended its goroutine (runtime.Goexit)")
 	errHandlerTimeout = errors.New("handler took longer than HandlerTimeout")
+	errSilent         = errors.New("a statement of the handler got no answer, and the server is not at work on it: the connection is silent")
 	errContextIgnored = errors.New("handler ignored the end of its context: its connection was cut and its goroutine left behind; pass ctx to everything that waits")
 	errNoCommitAnswer = errors.New("the database did not answer COMMIT in time: the outcome is unknown, the next attempt resolves it")
 	errManyAbandoned  = errors.New("too many handlers ignored the end of their context and still run: fix the handler, or restart the process")
@@ -116,13 +132,19 @@ func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 	a.failure = &failure{origin: originHandler, index: unknownIndex, err: errGoexit} // unless transact returns
 	go func() {
 		defer close(a.done)
-		defer conn.release() //nolint:contextcheck // it may outlive ctx
+		defer a.giveBack() //nolint:contextcheck // it may outlive ctx
 		defer func() {
 			if a.failure != nil && a.failure.err == errGoexit { //nolint:errorlint // the value set above
 				a.failure = a.blameCurrent(errGoexit)
 			}
 		}()
-		a.outcome, a.failure = e.transact(limited, w, a)
+		err := guard(func() error {
+			a.outcome, a.failure = e.transact(limited, w, a)
+			return nil
+		})
+		if err != nil { // what handlers do to a connection behind the engine's back may surface anywhere
+			a.broken, a.failure = true, a.blameCurrent(err)
+		}
 	}()
 	defer cancel(nil)
 	return e.watch(ctx, cancel, a)
@@ -158,7 +180,11 @@ func (e *engine) watch(ctx context.Context, cancel context.CancelCauseFunc, a *a
 				limit.Reset(left)
 				continue
 			}
-			cancel(errHandlerTimeout)
+			why := errHandlerTimeout
+			if e.silent(ctx, a.tx) {
+				why = errSilent
+			}
+			cancel(why)
 			return e.end(ctx, a)
 		}
 	}
@@ -166,7 +192,8 @@ func (e *engine) watch(ctx context.Context, cancel context.CancelCauseFunc, a *a
 
 // awaitCommit waits for the answer to COMMIT. A connection whose answer does not come is left behind and not cut:
 // pgx would send a cancel request for it, which makes a COMMIT that waits for a synchronous standby visible without
-// being replicated. Its claims keep a second attempt waiting until the server knows the outcome.
+// being replicated. Its claims keep a second attempt waiting until the server knows the outcome. It does not count as
+// abandoned: no handler runs, and a network that swallows every COMMIT must not stop what comes after it.
 func (e *engine) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure) {
 	answer := time.NewTimer(2 * e.answerMax()) // what is inserted before COMMIT, and COMMIT
 	defer answer.Stop()
@@ -179,21 +206,26 @@ func (e *engine) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure
 			stop = nil
 			answer.Reset(commitGrace)
 		case <-answer.C:
-			e.leaveBehind(a)
+			a.tx.over.Store(true)
+			a.conn.abandon()
 			return outcome{}, &failure{origin: originCommit, index: unknownIndex, lost: true, err: errNoCommitAnswer}
 		}
 	}
 }
 
-// leaveBehind gives up an attempt that does not end. The pool makes another connection in its place.
+// leaveBehind gives up a handler that does not return. The pool makes another connection in its place.
 func (e *engine) leaveBehind(a *attempt) {
 	a.tx.over.Store(true)
-	if !a.conn.abandon() {
-		return // it has ended after all
+	if a.conn.abandon() { // else it has ended after all
+		e.countAbandoned(a.done)
 	}
+}
+
+// countAbandoned counts code of the user that was left behind, until it returns.
+func (e *engine) countAbandoned(done <-chan struct{}) {
 	e.abandoned.Add(1)
 	go func() {
-		<-a.done
+		<-done
 		e.abandoned.Add(-1)
 	}()
 }
@@ -227,6 +259,44 @@ func (e *engine) end(ctx context.Context, a *attempt) (outcome, *failure) {
 	}
 	e.leaveBehind(a)
 	return outcome{}, a.blameCurrent(errContextIgnored)
+}
+
+// silent reports whether a handler waits for the answer to a statement that the server is not at work on: the request
+// or its answer was lost, which is not the message's failure. It asks on a connection of its own, for those of the
+// pool may be used up, or silent, too.
+func (e *engine) silent(ctx context.Context, t *tx) bool {
+	used := t.used.Load()
+	if !t.busy.Load() {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, answerGrace)
+	defer cancel()
+	state, err := e.sessionState(ctx, t.backend.Load())
+	if !t.busy.Load() || t.used.Load() != used {
+		return false // the answer came meanwhile
+	}
+	var answered *pgconn.PgError
+	if errors.As(err, &answered) {
+		return false // the database works, but does not say
+	}
+	return err != nil || strings.HasPrefix(state, "idle")
+}
+
+// sessionState reads what the server says about a session; pgx.ErrNoRows: it has ended.
+func (e *engine) sessionState(ctx context.Context, backend int32) (state string, err error) {
+	cfg := e.pool.Config()
+	if cfg.BeforeConnect != nil {
+		if err := cfg.BeforeConnect(ctx, cfg.ConnConfig); err != nil {
+			return "", err
+		}
+	}
+	conn, err := pgx.ConnectConfig(ctx, cfg.ConnConfig)
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = conn.Close(ctx) }()
+	err = conn.QueryRow(ctx, sessionSQL, backend).Scan(&state)
+	return state, err
 }
 
 // usedLate reports a handler that kept its transaction.

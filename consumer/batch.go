@@ -176,7 +176,8 @@ func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, er
 	batch.Queue(e.beginSQL())
 	batch.Queue(e.sql.guard)
 	var server time.Time
-	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server) })
+	var backend int32
+	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server, &backend) })
 	decide := e.queueClaim(batch, w)
 	if e.expires() && !w.released() {
 		e.claims.QueueForgotten(batch, w.consumer, &c.forgotten, e.cfg.Isolation != pgx.ReadCommitted)
@@ -186,6 +187,7 @@ func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, er
 	if err := send(ctx, t.conn, batch, &done); err != nil {
 		return c, dedup.WrapClaimError(err)
 	}
+	t.backend.Store(backend)
 	if w.apart && !server.Equal(w.pos.server) {
 		return c, fmt.Errorf("%w: %w", errFenced, errServerChanged)
 	}
@@ -380,6 +382,9 @@ func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s
 // connection says it.
 func (t *tx) end(ctx context.Context) {
 	t.over.Store(true)
+	if t.busy.Load() {
+		return // a goroutine of the handler uses it: see giveBack
+	}
 	if t.conn.IsClosed() || t.conn.PgConn().TxStatus() == 'I' {
 		return
 	}

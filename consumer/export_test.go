@@ -3,6 +3,7 @@ package consumer
 import (
 	"context"
 	"errors"
+	"slices"
 	"testing"
 	"time"
 
@@ -254,3 +255,64 @@ func (w *Waiting) Take() {
 		w.lines.done(s)
 	}
 }
+
+// Rule is a row of the table that decides what a failure means.
+type Rule struct {
+	Name    string
+	Origins []string
+	Verdict string
+}
+
+// Rules lists the table.
+func Rules() []Rule {
+	list := make([]Rule, len(rules))
+	for i, r := range rules {
+		list[i] = Rule{Name: r.name, Verdict: r.verdict.String()}
+		for _, o := range r.origins {
+			list[i].Origins = append(list[i].Origins, o.String())
+		}
+	}
+	return list
+}
+
+// Origins lists where a failure may arise.
+func Origins() []string {
+	return []string{originEngine.String(), originStatement.String(), originHandler.String(), originCommit.String()}
+}
+
+// Judge returns the verdict about a failure, and the name of the row that decides.
+func Judge(from string, err error, lost bool, permanentStates ...string) (verdict, row string) {
+	f := &failure{index: unknownIndex, lost: lost, err: err, origin: origin(slices.Index(Origins(), from))}
+	e := &engine{cfg: Config{PermanentStates: permanentStates}}
+	for _, r := range rules {
+		if slices.Contains(r.origins, f.origin) && r.matches(e, f) {
+			return e.verdict(f).String(), r.name
+		}
+	}
+	return e.verdict(f).String(), ""
+}
+
+// Breaker is a breaker with a clock of its own.
+type Breaker struct {
+	b   *breaker
+	Now time.Duration
+}
+
+// NewBreaker makes one.
+func NewBreaker(shareMax float64) *Breaker {
+	b := &Breaker{b: newBreaker(shareMax)}
+	b.b.now = func() time.Duration { return b.Now }
+	return b
+}
+
+// Park parks a message if the breaker allows it.
+func (b *Breaker) Park() bool {
+	if !b.b.allows() {
+		return false
+	}
+	b.b.noteParked()
+	return true
+}
+
+// Handled notes messages that were handled.
+func (b *Breaker) Handled(n int) { b.b.noteHandled(n) }

@@ -91,8 +91,8 @@ var rules = []rule{
 	{"concurrent transaction (class 40, 55P03)", []origin{originEngine, originCommit}, stateIn("40", "55P03"), verdictRepeat},
 	{"data that the engine's statements cannot store (classes 22, 23, 54)", []origin{originEngine}, stateIn("22", "23", "54"), verdictDivide},
 	{"any other failure of the engine", []origin{originEngine}, always, verdictWait},
-	{"marked permanent, undecodable, unknown type", []origin{originStatement, originHandler, originCommit}, isPermanentFailure, verdictPark},
 	{"the engine's connection is lost", []origin{originStatement, originHandler, originCommit}, isLost, verdictWait},
+	{"marked permanent, undecodable, unknown type", []origin{originStatement, originHandler, originCommit}, isPermanentFailure, verdictPark},
 	{"server ends sessions or lacks resources (classes 08, 53, 57 but 57014, 58, 25006)", []origin{originCommit}, isServerState, verdictWait},
 	{"no answer to COMMIT", []origin{originCommit}, stateIn(""), verdictWait},
 	{"Config.PermanentStates", []origin{originStatement, originHandler, originCommit}, isConfiguredState, verdictPark},
@@ -181,8 +181,14 @@ func handlerFailure(ctx context.Context, t *tx, s *selection, err error) *failur
 			f.index = s.index[one.index]
 		}
 	}
-	if errors.Is(context.Cause(ctx), errHandlerTimeout) {
-		f.err = errors.Join(errHandlerTimeout, f.err)
+	switch why := context.Cause(ctx); {
+	case errors.Is(why, errSilent):
+		f.origin, f.lost, f.err = originStatement, true, errors.Join(why, f.err)
+		return f
+	case errors.Is(why, errHandlerTimeout):
+		if !errors.Is(f.err, why) {
+			f.err = errors.Join(why, f.err)
+		}
 		return f
 	}
 	if f.state() != "" && (t.conn.IsClosed() || t.conn.PgConn().TxStatus() == 'E') {

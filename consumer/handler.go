@@ -33,6 +33,9 @@ func (h eachHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
 		view := t.view(msg)
 		err := guard(func() error { return h(ctx, view, msg) })
 		view.done.Store(true)
+		if err == nil {
+			err = overdue(ctx)
+		}
 		if err = t.inspect(err); err != nil {
 			return blamed(i, err)
 		}
@@ -159,19 +162,37 @@ func (h queuedHandler) collect(ctx context.Context, t *tx, q *Queue, msgs []*Mes
 		if err := t.misuse(); err != nil {
 			return Permanent(err)
 		}
+		if err := overdue(ctx); err != nil {
+			return err
+		}
 	}
 	return nil
 }
 
-// guard turns a panic into an error. runtime.Goexit ends the goroutine of the partition; its transaction
-// is rolled back by the engine's defer.
+// overdue is why a handler that returned nil has failed all the same: its time was over. Left alone, the next message
+// would fail in its place.
+func overdue(ctx context.Context) error {
+	if ctx.Err() == nil {
+		return nil
+	}
+	return context.Cause(ctx)
+}
+
+// guard turns a panic into an error, also one in the methods of the error that f returns: the engine calls them later,
+// where nothing would recover. runtime.Goexit ends the attempt's goroutine; its transaction is rolled back by the
+// engine's defer.
 func guard(f func() error) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
 			err = &PanicError{Value: v, Stack: debug.Stack()}
 		}
 	}()
-	return f()
+	if err = f(); err != nil {
+		_ = err.Error()
+		_ = IsPermanent(err) // calls Unwrap and As of each error inside
+		_ = errors.Is(err, errFenced)
+	}
+	return err
 }
 
 var errSwallowed = errors.New("handler returned nil although one of its statements failed: return the error; nothing of the batch was committed")

@@ -74,6 +74,18 @@ func (h *harness) produceRecord(record *kgo.Record) {
 	require.NoError(h.t, client.ProduceSync(h.t.Context(), record).FirstErr())
 }
 
+// produceAll does what produce does, with one client.
+func (h *harness) produceAll(values ...string) {
+	h.t.Helper()
+	client := kafkatest.Client(h.t, kgo.RecordPartitioner(kgo.ManualPartitioner()))
+	defer client.Close()
+	records := make([]*kgo.Record, len(values))
+	for i, value := range values {
+		records[i] = &kgo.Record{Topic: h.topic, Value: []byte(value), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}}}
+	}
+	require.NoError(h.t, client.ProduceSync(h.t.Context(), records...).FirstErr())
+}
+
 // effect is the handler of most tests: one row for each message.
 func effect(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 	_, err := tx.Exec(ctx, `INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))

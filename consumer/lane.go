@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync/atomic"
 	"time"
 
@@ -146,7 +147,7 @@ func (l *lane) finish(msgs []*Message) bool {
 		v := l.engine.verdict(f)
 		if f.lost && f.origin != originCommit {
 			if losses++; losses > 1 && l.databaseAnswers() {
-				v = verdictCount // it recurs with these messages, and with them alone
+				v = recurring(len(msgs))
 			}
 		}
 		ok := true
@@ -175,13 +176,22 @@ func (l *lane) finish(msgs []*Message) bool {
 	return true
 }
 
+// recurring is what the loss of the engine's connection means that recurs with n messages while the database answers:
+// one of them may end its session. Only one that is alone is blamed.
+func recurring(n int) verdict {
+	if n > 1 {
+		return verdictDivide
+	}
+	return verdictCount
+}
+
 // settle decides what becomes of the first of the messages, whose attempt failed, and returns those that are left.
 func (l *lane) settle(msgs []*Message, f *failure, v verdict) ([]*Message, bool) {
 	if !l.judge(msgs[0], f, v) {
 		return nil, false
 	}
-	if msgs[0].park != nil {
-		return msgs, true // it is parked together with what follows
+	if len(msgs) == 1 || msgs[0].park != nil {
+		return msgs, true // it is tried again, or parked together with what follows
 	}
 	return msgs[1:], l.finish(msgs[:1]) // it is tried again, alone
 }
@@ -282,9 +292,8 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
 		return !l.stopped()
 	}
 	if cfg.Hooks.Failed != nil {
-		l.engine.hook(func() {
-			cfg.Hooks.Failed(Failed{Message: msg, Attempt: msg.attempts, Err: f.err, Permanent: v == verdictPark, Origin: f.origin.String()})
-		})
+		failed := Failed{Message: msg, Attempt: msg.attempts, Err: f.err, Permanent: v == verdictPark, Origin: f.origin.String()}
+		l.engine.hook(func() { cfg.Hooks.Failed(failed) })
 	}
 	if msg.row != 0 {
 		l.become(StateRunning, nil) // the database answers, and nothing waits for the message
@@ -334,7 +343,7 @@ func (l *lane) wait(waits int, f *failure) bool {
 		return l.takeBack(f)
 	}
 	wait := l.engine.backoff(waits)
-	l.said.warn(l, "partition waits for the database; nothing is lost", f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
+	l.said.blocks(l, slog.LevelWarn, "partition waits for the database; nothing is lost", f.err, "origin", f.origin.String(), "attempt", waits, "retry_in", wait)
 	if waits == waitsStored || waits > waitsStored && waits%waitsStored == 0 {
 		l.store(fmt.Sprintf("the partition waits for the database, attempt %d: %v", waits, f.err))
 	}

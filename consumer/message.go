@@ -21,7 +21,7 @@ type Message struct {
 	// Key and Value keep the difference between nil (Kafka's null) and empty.
 	Key, Value []byte
 	Headers    []Header
-	// Time is the record's timestamp.
+	// Time is the record's timestamp, cut to the years -4000 to 294000.
 	Time time.Time
 
 	topicID   uuid.UUID // zero if the broker does not know it
@@ -37,6 +37,26 @@ type Message struct {
 	attempts  int        // attempts at it alone, as the database knows them; 0: none
 	place     int        // in the tracker
 	counted   bool       // the next attempt is counted already
+}
+
+// Times that the database can store. A record's timestamp is its producer's: a partition must not stop at one.
+//
+//nolint:gochecknoglobals // constants
+var (
+	timeMin = time.Date(-4000, 1, 1, 0, 0, 0, 0, time.UTC)
+	timeMax = time.Date(294000, 1, 1, 0, 0, 0, 0, time.UTC)
+)
+
+// recordTime is the timestamp of a record, cut to what the database can store.
+func recordTime(record *kgo.Record) time.Time {
+	switch at := record.Timestamp; {
+	case at.Before(timeMin):
+		return timeMin
+	case at.After(timeMax):
+		return timeMax
+	default:
+		return at
+	}
 }
 
 // Header is one record header; the value of Kafka's null is nil.
@@ -125,7 +145,7 @@ func (c *Consumer) newMessages(l *lane, records []*kgo.Record, topicID uuid.UUID
 		m := &slab[i]
 		*m = Message{
 			Topic: record.Topic, Partition: record.Partition, Offset: record.Offset,
-			Key: record.Key, Value: record.Value, Time: record.Timestamp, topicID: topicID, record: record,
+			Key: record.Key, Value: record.Value, Time: recordTime(record), topicID: topicID, record: record,
 		}
 		begin := len(headers)
 		for _, h := range record.Headers {

@@ -3,6 +3,7 @@ package consumer
 import (
 	"context"
 	"errors"
+	"sync"
 )
 
 // Middleware wraps a handler. Make one with Around.
@@ -25,6 +26,7 @@ type wrapped struct {
 
 var (
 	errNextTwice  = errors.New("middleware called next twice: the handler would have its effect twice")
+	errNextLate   = errors.New("middleware returned before next did, or called next later: wait for next")
 	errNextNotRun = errors.New("middleware returned without calling next: the message would be lost; return an error, or call next")
 )
 
@@ -54,30 +56,24 @@ func (w *wrapped) handle(ctx context.Context, t *tx, msgs []*Message) error {
 
 // call runs around once. An error that is not next's belongs to the only message, or to all of them.
 func (w *wrapped) call(ctx context.Context, t *tx, msgs []*Message) error {
-	calls := 0
-	var inner error
+	n := &next{t: t, handle: func(ctx context.Context) error { return w.next.handle(ctx, t, msgs) }}
 	if len(msgs) == 1 {
 		t.turn(0, msgs[0])
 	} else {
 		t.turn(unknownIndex, nil)
 	}
 	outer := guard(func() error {
-		return w.around(ctx, msgs, func(ctx context.Context) error {
-			if calls++; calls > 1 {
-				return t.Misused(errNextTwice)
-			}
-			inner = w.next.handle(ctx, t, msgs)
-			return inner
-		})
+		defer n.close()
+		return w.around(ctx, msgs, n.call)
 	})
-	err := inner
+	err := n.err
 	if err == nil {
 		switch {
 		case t.misuse() != nil:
 			err = Permanent(t.misuse())
 		case outer != nil:
 			err = outer
-		case calls == 0:
+		case n.ended == nil:
 			err = Permanent(errNextNotRun)
 		default:
 			return nil
@@ -92,4 +88,51 @@ func (w *wrapped) call(ctx context.Context, t *tx, msgs []*Message) error {
 		return &messageError{0, err}
 	}
 	return &batchError{err}
+}
+
+// next is the handler as a middleware gets it: it runs once, and before the middleware returns.
+type next struct {
+	t      *tx
+	handle func(ctx context.Context) error
+
+	mu     sync.Mutex
+	ended  chan struct{} // closed when the call is over; nil: there was none
+	closed bool
+	err    error
+}
+
+func (n *next) call(ctx context.Context) error {
+	n.mu.Lock()
+	again, late := n.ended != nil, n.closed
+	if !again && !late {
+		n.ended = make(chan struct{})
+	}
+	n.mu.Unlock()
+	switch {
+	case late:
+		return errNextLate
+	case again:
+		return n.t.Misused(errNextTwice)
+	}
+	defer close(n.ended)
+	n.err = errGoexit // unless it returns
+	n.err = guard(func() error { return n.handle(ctx) })
+	return n.err
+}
+
+// close waits for a call that another goroutine makes: the transaction is its own until then.
+func (n *next) close() {
+	n.mu.Lock()
+	n.closed = true
+	ended := n.ended
+	n.mu.Unlock()
+	if ended == nil {
+		return
+	}
+	select {
+	case <-ended:
+	default:
+		_ = n.t.Misused(errNextLate)
+		<-ended
+	}
 }

@@ -4,12 +4,17 @@ import "github.com/effectonce/effectonce/migrations"
 
 // settingsSQL makes a transaction safe whatever the defaults of the role are: a holder that froze loses
 // its claims in bounded time, and what is committed is durable. set_config with true is SET LOCAL. The last column
-// names the server: after a failover, or a restart, it is another time.
+// but one names the server: after a failover, or a restart, it is another time. The last one is the session: see silent.
 const settingsSQL = `-- consumer.settings
 SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true),
   set_config('idle_in_transaction_session_timeout', $3, true),
   set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true),
-  pg_postmaster_start_time()`
+  pg_postmaster_start_time(), pg_backend_pid()`
+
+// sessionSQL asks what the server knows about a session. It is not asked by what the client knows as its process
+// number, which a connection pooler in between makes up.
+const sessionSQL = `-- consumer.session
+SELECT coalesce(state, '') FROM pg_catalog.pg_stat_activity WHERE pid = $1`
 
 // advanceSQL raises EO001 where the position is not the caller's any more.
 const advanceSQL = `-- consumer.advance

@@ -72,7 +72,7 @@ func (q *queue) add(records []*kgo.Record) {
 		if record.Offset < q.begin {
 			continue
 		}
-		q.seen, q.seenAt = record.Offset+1, record.Timestamp
+		q.seen, q.seenAt = record.Offset+1, recordTime(record)
 		if !record.Attrs.IsControl() {
 			q.waiting = append(q.waiting, queued{record, q.seen})
 			q.bytes += recordBytes(record)

@@ -3,6 +3,7 @@ package consumer
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"time"
 )
 
@@ -44,7 +45,7 @@ func (l *lane) takeBack(f *failure) bool {
 			if other != "" {
 				wait := l.refused.next()
 				l.become(StateFenced, f.err)
-				l.said.warn(l, "another consumer holds the partition; this one waits for the group to decide", f.err, "holder", other, "retry_in", wait)
+				l.said.blocks(l, slog.LevelWarn, "another consumer holds the partition; this one waits for the group to decide", f.err, "holder", other, "retry_in", wait)
 				l.pause(wait)
 				if l.stopped() {
 					return false
@@ -66,7 +67,7 @@ func (l *lane) takeBack(f *failure) bool {
 		}
 		wait := l.engine.backoff(attempt)
 		l.become(StateWaitingForDatabase, err)
-		l.said.warn(l, "partition waits for the database; nothing is lost", err, "origin", originEngine.String(), "attempt", attempt, "retry_in", wait)
+		l.said.blocks(l, slog.LevelWarn, "partition waits for the database; nothing is lost", err, "origin", originEngine.String(), "attempt", attempt, "retry_in", wait)
 		l.pause(wait)
 	}
 }

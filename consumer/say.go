@@ -13,38 +13,62 @@ import (
 // repeatEvery is how often a problem that lasts is logged after the first time.
 const repeatEvery = 30 * time.Second
 
-// repeated logs a problem that lasts once, then at most every 30 s with how often it came. Its end is logged, too.
+// repeated logs problems that last: each once, then at most every 30 s with how often it came. The end of what keeps
+// messages from being handled is logged, too.
 type repeated struct {
-	mu    sync.Mutex
-	text  string
-	since time.Time
-	last  time.Time
-	count int
+	mu       sync.Mutex
+	problems map[string]*problem // by their text
 }
 
+// problem is one that lasts. One that did not come for a while is over.
+type problem struct {
+	since, logged, seen time.Time
+	count               int
+	blocks              bool // no message is handled meanwhile
+}
+
+// warn logs a problem beside which messages are handled.
 func (r *repeated) warn(l *lane, text string, err error, attrs ...any) {
+	r.note(l, slog.LevelWarn, text, false, append([]any{"error", err}, attrs...))
+}
+
+// blocks logs a problem that the next transaction that commits ends.
+func (r *repeated) blocks(l *lane, level slog.Level, text string, err error, attrs ...any) {
+	r.note(l, level, text, true, append([]any{"error", err}, attrs...))
+}
+
+func (r *repeated) note(l *lane, level slog.Level, text string, blocks bool, attrs []any) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.text != text {
-		r.text, r.since, r.last, r.count = text, time.Now(), time.Time{}, 0
+	now := time.Now()
+	p := r.problems[text]
+	if p == nil || !p.blocks && now.Sub(p.seen) > 2*repeatEvery {
+		p = &problem{since: now, blocks: blocks}
+		if r.problems == nil {
+			r.problems = map[string]*problem{}
+		}
+		r.problems[text] = p
 	}
-	r.count++
-	if !r.last.IsZero() && time.Since(r.last) < repeatEvery {
+	p.seen = now
+	p.count++
+	if p.count > 1 && now.Sub(p.logged) < repeatEvery {
 		return
 	}
-	r.last = time.Now()
-	l.log(slog.LevelWarn, text, append([]any{"error", err, "times", r.count}, attrs...)...)
+	p.logged = now
+	l.log(level, text, append(attrs, "times", p.count)...)
 }
 
-// end says that what lasted is over.
+// end says that messages are handled again.
 func (r *repeated) end(l *lane) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.text == "" {
-		return
+	for text, p := range r.problems {
+		if !p.blocks {
+			continue
+		}
+		delete(r.problems, text)
+		l.log(slog.LevelInfo, "partition works again", "after", text, "times", p.count, "lasted", time.Since(p.since).Round(time.Millisecond))
 	}
-	l.log(slog.LevelInfo, "partition works again", "after", r.text, "times", r.count, "lasted", time.Since(r.since).Round(time.Millisecond))
-	r.text = ""
 }
 
 // log writes a line about the lane's partition.
@@ -66,7 +90,7 @@ func (l *lane) report(msg *Message, text string, err error, attrs ...any) {
 
 // blocked says, in the log and in the database, that a message keeps its partition from going on.
 func (l *lane) blocked(msg *Message, why *parking, text string, wait time.Duration) {
-	l.report(msg, text, why.err, "attempts", why.attempts, "reason", why.reason, "retry_in", wait)
+	l.said.blocks(l, slog.LevelError, text, why.err, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", wait)
 	l.store(fmt.Sprintf("%s: offset %d, message %s, attempt %d: %v", text, msg.Offset, msg.ID, why.attempts, why.err))
 }
 
@@ -79,10 +103,24 @@ func (l *lane) store(text string) {
 	_, _ = l.engine.pool.Exec(ctx, l.engine.sql.trouble, l.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, bounds.ErrorText(errors.New(text)))
 }
 
-// hook calls a callback of the configuration. A panic in it is logged: it must not end the process or the partition.
+// hook calls a callback of the configuration, in a goroutine of its own: a panic in it, runtime.Goexit or one that never
+// returns must not end the process or the partition.
 func (e *engine) hook(call func()) {
-	if err := guard(func() error { call(); return nil }); err != nil {
-		e.cfg.Logger.Error("a hook panicked", "group", e.cfg.Group, "error", err)
+	result, done := errHookGoexit, make(chan struct{})
+	go func() {
+		defer close(done)
+		result = guard(func() error { call(); return nil })
+	}()
+	limit := time.NewTimer(e.cfg.HandlerTimeout)
+	defer limit.Stop()
+	select {
+	case <-done:
+		if result != nil {
+			e.cfg.Logger.Error("a hook failed", "group", e.cfg.Group, "error", result)
+		}
+	case <-limit.C:
+		e.countAbandoned(done)
+		e.cfg.Logger.Error("a hook did not return within HandlerTimeout and is left behind", "group", e.cfg.Group)
 	}
 }
 
@@ -91,12 +129,11 @@ func (e *engine) hook(call func()) {
 func (l *lane) tell(w *work, out outcome) {
 	hooks, last := &l.engine.cfg.Hooks, w.msgs[len(w.msgs)-1]
 	if hooks.Processed != nil {
-		l.engine.hook(func() {
-			hooks.Processed(Processed{
-				Topic: w.pos.topic, Partition: w.pos.partition, Fresh: out.fresh, Duplicates: out.duplicates, Parked: len(out.parked),
-				Retried: w.released(), Next: last.next(), Time: last.Time, Claim: out.claim, Handle: out.handle, Commit: out.commit,
-			})
-		})
+		processed := Processed{
+			Topic: w.pos.topic, Partition: w.pos.partition, Fresh: out.fresh, Duplicates: out.duplicates, Parked: len(out.parked),
+			Retried: w.released(), Next: last.next(), Time: last.Time, Claim: out.claim, Handle: out.handle, Commit: out.commit,
+		}
+		l.engine.hook(func() { hooks.Processed(processed) })
 	}
 	for _, p := range out.parked {
 		if hooks.Parked != nil {

@@ -26,6 +26,7 @@ type tx struct {
 	busy  atomic.Bool        // a statement of a handler is under way
 	fault atomic.Pointer[error]
 
+	backend atomic.Int32 // process number of the server's session
 	begun   time.Time
 	idleMax time.Duration // after which the server ends the transaction
 	used    atomic.Int64  // when a handler's last statement ended, in nanoseconds after begun
@@ -122,6 +123,10 @@ func (v *messageTx) Enter() error {
 	}
 	if !v.busy.CompareAndSwap(false, true) {
 		return v.Misused(errShared)
+	}
+	if v.over.Load() || v.done.Load() { // the engine, which ended it meanwhile, has seen no statement under way
+		v.busy.Store(false)
+		return errOver
 	}
 	v.tooLate.Store(v.idled())
 	return nil

@@ -67,7 +67,7 @@ func TestFreshWhereAllWasWorkedThroughIsNotRun(t *testing.T) {
 func TestPositionOfWorkersFollowsTheLowestInWork(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(50) {
-		random := rand.New(rand.NewPCG(seed, 1)) //nolint:gosec // needs no secret
+		random := rand.New(rand.NewPCG(seed, 1))
 		var tracker consumer.Tracker
 		var open []int64
 		next, want := int64(random.IntN(3)), int64(0)

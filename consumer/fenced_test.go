@@ -18,7 +18,7 @@ import (
 )
 
 // allOrders are the settings of all orders.
-var allOrders = map[string]func(*consumer.Config){ //nolint:gochecknoglobals // a table
+var allOrders = map[string]func(*consumer.Config){
 	"by partition": func(*consumer.Config) {},
 	"by key":       parallel(consumer.OrderByKey),
 	"unordered":    parallel(consumer.OrderUnordered),

@@ -185,7 +185,7 @@ func (f *fleet) work(l *lane) {
 			}
 			continue
 		}
-		ok := false
+		var ok bool
 		if next.due.seq != 0 {
 			ok = f.retry(l, next.due)
 		} else {

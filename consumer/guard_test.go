@@ -104,13 +104,13 @@ func TestUserFunctionsAreGuarded(t *testing.T) {
 			return consumer.Each(effect), around(nothing, broken)
 		},
 	}
-	for place, make := range places {
+	for place, handlerOf := range places {
 		for how, broken := range breaks {
 			t.Run(place+", "+how, func(t *testing.T) {
 				t.Parallel()
 				h := newHarness(t, 1)
 				h.produce("1", "2", "bad", "3", "4")
-				handler, middleware := make(broken)
+				handler, middleware := handlerOf(broken)
 				stop := h.run(handler, func(c *consumer.Config) {
 					c.AttemptsMax = 2
 					if middleware != nil {

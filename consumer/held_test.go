@@ -31,7 +31,7 @@ func failing(repaired *atomic.Bool) consumer.Handler {
 }
 
 // orders are the settings of the orders under which a parked message holds its key.
-var orders = map[string]func(*consumer.Config){ //nolint:gochecknoglobals // a table
+var orders = map[string]func(*consumer.Config){
 	"by partition": func(*consumer.Config) {},
 	"by key":       parallel(consumer.OrderByKey),
 }
@@ -234,7 +234,7 @@ func TestEarlierReleasePromotesNothingBesideTheTrigger(t *testing.T) {
 
 // operator deletes and hands back parked messages by plain SQL, at random, and notes what it deleted.
 func (h *harness) operator(ctx context.Context, seed uint64, keys int) error {
-	random := rand.New(rand.NewPCG(seed, 0)) //nolint:gosec // needs no secret
+	random := rand.New(rand.NewPCG(seed, 0))
 	remove := `WITH gone AS (DELETE FROM effectonce.parked_messages WHERE %s RETURNING payload) INSERT INTO discarded SELECT convert_from(payload, 'UTF8') FROM gone`
 	for ctx.Err() == nil {
 		key := fmt.Sprintf("convert_from(key, 'UTF8') = 'k%d'", random.IntN(keys))
@@ -295,11 +295,11 @@ func underFire(t *testing.T, settings func(*consumer.Config)) {
 	h := newHarness(t, 1)
 	h.exec(`CREATE TABLE discarded (value text)`)
 	const keys, rounds, perRound = 5, 10, 6
-	seed := rand.Uint64() //nolint:gosec // needs no secret
+	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	var repaired atomic.Bool
 	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if !repaired.Load() && rand.IntN(4) == 0 { //nolint:gosec // needs no secret
+		if !repaired.Load() && rand.IntN(4) == 0 {
 			return consumer.Permanent(errBad)
 		}
 		return effect(ctx, tx, msg)

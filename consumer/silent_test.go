@@ -38,7 +38,7 @@ func newNetwork(t *testing.T, config *pgxpool.Config) *network {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	n := &network{t: t, listen: listener, address: net.JoinHostPort(config.ConnConfig.Host, itoa(config.ConnConfig.Port)), links: map[string]*link{}}
-	port := uint16(listener.Addr().(*net.TCPAddr).Port) //nolint:gosec // a port
+	port := uint16(listener.Addr().(*net.TCPAddr).Port)
 	config.ConnConfig.Host, config.ConnConfig.Port, config.ConnConfig.Fallbacks = "127.0.0.1", port, nil
 	var serving sync.WaitGroup
 	serving.Go(func() { n.serve(&serving) })

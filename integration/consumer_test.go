@@ -128,7 +128,7 @@ func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
 }
 
 // workersOrders are the orders with workers inside a partition.
-var workersOrders = map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} //nolint:gochecknoglobals // a table
+var workersOrders = map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered}
 
 // Property: a consumer that freezes inside its transaction, with claims held, is replaced, and when it
 // wakes up it changes nothing: neither its effects nor its position count. It holds for every way in which a

@@ -168,7 +168,7 @@ func send(ctx context.Context, conn *pgx.Conn, batch *pgx.Batch, done *int) erro
 
 var errServerChanged = errors.New("the connection leads to another server, or to one that was restarted, since the position was taken over")
 
-// beginAsking begins and claims message by message, which tells the duplicates.
+// beginAsking begins and claims message by message, which finds the duplicates.
 func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, err error) {
 	ctx, cancel := e.bounded(ctx)
 	defer cancel()
@@ -259,7 +259,7 @@ func (w *work) ids() []uuid.UUID {
 	return ids
 }
 
-// ahead tells which messages are not behind the stored position.
+// ahead lists which messages are not behind the stored position.
 func (w *work) ahead() []bool {
 	fresh := make([]bool, len(w.msgs))
 	for i, msg := range w.msgs {

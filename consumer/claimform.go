@@ -26,7 +26,7 @@ const (
 // newClaimForm begins by asking: after a restart the first messages may be those that were committed last.
 func newClaimForm() *claimForm { return &claimForm{asks: cleanMin, wait: cleanMin} }
 
-// trusts tells whether the next batch is to be taken as fresh.
+// trusts reports whether the next batch is to be taken as fresh.
 func (f *claimForm) trusts() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -142,7 +142,7 @@ func (s *session) mark(topic string, partition int32, next int64) {
 // widen stores that a rewind to before what counted as worked through has reached it: a later rewind, after
 // claims were forgotten, must not handle its messages again.
 func (s *session) widen(ctx context.Context) error {
-	group, sql := s.consumer.engine.cfg.Group, s.consumer.engine.sql.widen
+	group, sql := s.engine.cfg.Group, s.engine.sql.widen
 	for {
 		s.mu.Lock()
 		var key topicPartition
@@ -157,7 +157,7 @@ func (s *session) widen(ctx context.Context) error {
 		if a == nil {
 			return nil
 		}
-		if _, err := s.consumer.engine.pool.Exec(ctx, sql, group, key.topic, key.partition, a.epoch, a.begins); err != nil {
+		if _, err := s.engine.pool.Exec(ctx, sql, group, key.topic, key.partition, a.epoch, a.begins); err != nil {
 			return fmt.Errorf("store what a rewind worked through: %w", err)
 		}
 		s.mu.Lock()
@@ -173,7 +173,7 @@ func (s *session) commitMarks(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, markMax)
 	defer cancel()
 	if err := s.widen(ctx); err != nil {
-		s.consumer.engine.cfg.Logger.WarnContext(ctx, "what a rewind worked through could not be stored; it is tried again", "group", s.consumer.engine.cfg.Group, "error", err)
+		s.engine.cfg.Logger.WarnContext(ctx, "what a rewind worked through could not be stored; it is tried again", "group", s.engine.cfg.Group, "error", err)
 	}
 	s.mu.Lock()
 	marks := s.marks
@@ -184,7 +184,7 @@ func (s *session) commitMarks(ctx context.Context) {
 	}
 	if err := s.commitOffsets(ctx, marks); err != nil {
 		s.markAgain(marks)
-		s.consumer.engine.cfg.Logger.WarnContext(ctx, "offsets could not be committed to Kafka; the database knows the position", "group", s.consumer.engine.cfg.Group, "error", err)
+		s.engine.cfg.Logger.WarnContext(ctx, "offsets could not be committed to Kafka; the database knows the position", "group", s.engine.cfg.Group, "error", err)
 	}
 }
 

@@ -23,9 +23,9 @@ type Config struct {
 	// Topics to consume. At least one.
 	Topics []string
 	// Name is the scope of the claims: an ID is processed once for each name. At most 600 bytes.
-	// Default: the group and the topic, "billing/orders", for each topic, so that whoever writes to one
+	// Default: the group and the topic, "billing/orders", for each topic, so that a writer of one
 	// topic cannot use up the IDs of another. A name belongs to one group for ever. A group that gets another
-	// name goes on at its position; what lies behind it was not handled by the new name, so that a rewind handles
+	// name resumes at its position; what lies behind it was not handled by the new name, so that a rewind handles
 	// it again.
 	Name string
 	// Schema that holds the tables. Default "effectonce"; bounds as in migrations.Options.
@@ -87,7 +87,7 @@ type Config struct {
 	DeadLetterTopic string
 	// AttemptsMax is how often a message is tried at most, if its failure may pass. Attempts are counted
 	// in the database, and begun ones count: a message that kills the process is parked, too. Trouble with
-	// the database is nobody's attempt. 1 to 1,000; default 10.
+	// the database is no attempt. 1 to 1,000; default 10.
 	AttemptsMax int
 	// PermanentStates are SQLSTATE codes, or classes of two characters, that no further attempt can cure,
 	// besides errors marked by Permanent: "23" stands for all constraint violations. Default: none.
@@ -166,7 +166,7 @@ const (
 	OnFailurePark OnFailure = iota
 	// OnFailureBlock tries on until it succeeds; the partition waits.
 	OnFailureBlock
-	// OnFailureDeadLetter publishes the message to DeadLetterTopic, through the outbox. Its key goes on: order per
+	// OnFailureDeadLetter publishes the message to DeadLetterTopic, through the outbox. Its key does not wait: order per
 	// key is given up. What Kafka would not take is parked.
 	OnFailureDeadLetter
 )
@@ -200,7 +200,7 @@ type OutOfRange uint8
 const (
 	// OutOfRangeHalt leaves the partition alone, and says so until an operator decides.
 	OutOfRangeHalt OutOfRange = iota
-	// OutOfRangeResumeEarliest goes on at the earliest record that is left, and says so once.
+	// OutOfRangeResumeEarliest resumes at the earliest record that is left, and logs it once.
 	OutOfRangeResumeEarliest
 )
 

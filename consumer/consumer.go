@@ -81,10 +81,10 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	return c, c.checkDrain()
 }
 
-// checkDrain refuses a drain that outlasts the rebalance: the partitions would be somebody else's before
+// checkDrain refuses a drain that outlasts the rebalance: another member would have the partitions before
 // their batches have ended.
 func (c *Consumer) checkDrain() error {
-	client, err := kgo.NewClient(c.kafka...) // connects to nobody before it is asked for something
+	client, err := kgo.NewClient(c.kafka...) // it connects when it is first used
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}

@@ -28,12 +28,12 @@ type fleet struct {
 const advanceEvery = 100 * time.Millisecond
 
 func newFleet(p *partition) *fleet {
-	cfg := &p.session.consumer.engine.cfg
+	cfg := &p.engine.cfg
 	return &fleet{partition: p, lines: newLines(cfg.Workers, cfg.BatchMax), failed: make(chan struct{}), releasing: map[int64]struct{}{}}
 }
 
 func (f *fleet) run() {
-	cfg := &f.partition.session.consumer.engine.cfg
+	cfg := &f.partition.engine.cfg
 	// A position that went back, or has another holder, concerns all workers.
 	f.partition.lane.regain = func(context.Context) error { return errWentBack }
 	for range cfg.Workers {
@@ -132,7 +132,7 @@ func alone(msgs []*Message) []*Message {
 
 // line is the key of a message; nil: it has none, or no order is wanted.
 func (f *fleet) line(msg *Message) *keyHash {
-	if msg.Key == nil || f.partition.session.consumer.engine.cfg.Order == OrderUnordered {
+	if msg.Key == nil || f.partition.engine.cfg.Order == OrderUnordered {
 		return nil
 	}
 	hash := keyHash(sha256.Sum256(msg.Key))

@@ -38,7 +38,7 @@ func (e *engine) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
 	return c, err
 }
 
-// claimsIDs tells whether the messages are claimed at all.
+// claimsIDs reports whether the messages are claimed at all.
 func (e *engine) claimsIDs(w *work) bool {
 	return !w.released() && !e.unclaimed && e.cfg.Dedup != DedupByPosition
 }
@@ -46,7 +46,7 @@ func (e *engine) claimsIDs(w *work) bool {
 // freshMin is the least batch that the form with a COPY pays for.
 const freshMin = 20
 
-// trusts tells whether messages are to be taken as fresh. Those that this consumer has worked through before are
+// trusts reports whether messages are to be taken as fresh. Those that this consumer has worked through before are
 // likely duplicates; and what is held has to be asked for.
 func (e *engine) trusts(w *work) bool {
 	if w.form == nil || len(w.msgs) < freshMin || !w.form.trusts() {

@@ -149,7 +149,7 @@ func oneValue(m *Message, name string) (found []byte, err error) {
 	return found, nil
 }
 
-// proven tells whether another header shows that the known producer wrote the message.
+// proven reports whether another header shows that the known producer wrote the message.
 func proven(m *Message, source dedup.IDSource) bool {
 	if source.Proof == "" {
 		return true

@@ -22,7 +22,7 @@ func (s *session) retryLate(ctx context.Context) {
 			next = min(next, pollEvery)
 			ordered, err := s.ordered(ctx, halted)
 			if err != nil && ctx.Err() == nil {
-				s.consumer.engine.cfg.Logger.DebugContext(ctx, "orders to halted partitions could not be read; it is tried again", "group", s.consumer.engine.cfg.Group, "error", err)
+				s.engine.cfg.Logger.DebugContext(ctx, "orders to halted partitions could not be read; it is tried again", "group", s.engine.cfg.Group, "error", err)
 			}
 			for _, key := range ordered {
 				s.retake(ctx, key, "an operator ordered where it resumes")
@@ -44,7 +44,7 @@ func (s *session) ordered(ctx context.Context, keys []topicPartition) ([]topicPa
 	for i, key := range keys {
 		topics[i], numbers[i] = key.topic, key.partition
 	}
-	e := s.consumer.engine
+	e := s.engine
 	ctx, cancel := e.bounded(ctx)
 	defer cancel()
 	rows, err := e.pool.Query(ctx, e.sql.orders, e.cfg.Group, topics, numbers)

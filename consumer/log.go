@@ -44,7 +44,7 @@ func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, er
 		return answer, fmt.Errorf("ask Kafka for topics: %w", err)
 	}
 	s.setClusterID(metadata.Cluster)
-	committed, err := admin.FetchOffsets(ctx, s.consumer.engine.cfg.Group)
+	committed, err := admin.FetchOffsets(ctx, s.engine.cfg.Group)
 	if err != nil {
 		return answer, fmt.Errorf("ask Kafka for the offsets of the group: %w", err)
 	}
@@ -53,7 +53,7 @@ func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, er
 	for name, topic := range metadata.Topics {
 		answer.counts[name] = int32(len(topic.Partitions))
 		for number := range topic.Partitions {
-			if s.consumer.engine.cfg.Start == StartLatest && topic.Err == nil {
+			if s.engine.cfg.Start == StartLatest && topic.Err == nil {
 				keys = append(keys, topicPartition{name, number})
 			}
 		}

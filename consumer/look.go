@@ -29,12 +29,12 @@ func (s *session) lookAfter(ctx context.Context) {
 		s.mu.Lock()
 		for key, a := range s.assignments {
 			if a.state == StateHalted {
-				s.consumer.engine.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.consumer.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "error", a.err)
+				s.engine.cfg.Logger.ErrorContext(ctx, "partition still halts", "group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "error", a.err)
 			}
 		}
 		s.mu.Unlock()
 		if err := s.look(ctx); err != nil && ctx.Err() == nil {
-			s.consumer.engine.cfg.Logger.WarnContext(ctx, "partitions could not be compared with their topics; it is tried again", "group", s.consumer.engine.cfg.Group, "error", err)
+			s.engine.cfg.Logger.WarnContext(ctx, "partitions could not be compared with their topics; it is tried again", "group", s.engine.cfg.Group, "error", err)
 		}
 	}
 }
@@ -52,11 +52,11 @@ func (s *session) look(ctx context.Context) error {
 		return nil
 	}
 	var now time.Time // before the ends are asked for: what comes later is not covered
-	if err := s.consumer.engine.pool.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
+	if err := s.engine.pool.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
 		return fmt.Errorf("ask for the time: %w", err)
 	}
 	// Committed: what an open transaction holds back is not missing.
-	ends, err := kadm.NewClient(s.client).ListCommittedOffsets(ctx, s.consumer.engine.cfg.Topics...)
+	ends, err := kadm.NewClient(s.client).ListCommittedOffsets(ctx, s.engine.cfg.Topics...)
 	if err != nil {
 		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
 	}
@@ -82,7 +82,7 @@ func (s *session) look(ctx context.Context) error {
 	if len(topics) == 0 {
 		return nil
 	}
-	if _, err := s.consumer.engine.pool.Exec(ctx, s.consumer.engine.sql.caughtUp, s.consumer.engine.cfg.Group, topics, numbers, epochs, now, delivered); err != nil {
+	if _, err := s.engine.pool.Exec(ctx, s.engine.sql.caughtUp, s.engine.cfg.Group, topics, numbers, epochs, now, delivered); err != nil {
 		return fmt.Errorf("note that partitions are at their end: %w", err)
 	}
 	return nil

@@ -15,6 +15,7 @@ import (
 // to workers.
 type partition struct {
 	session *session
+	engine  *engine // the session's
 	lane    *lane
 	queue   *queue
 
@@ -45,10 +46,10 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 	// The worker outlives the callback that started it, and the poll loop that feeds it: stop ends it.
 	ctx, cancel := context.WithCancel(context.WithoutCancel(s.values))
 	p := &partition{
-		session: s, pos: pos, topicID: topicID, cancel: cancel, lanes: map[*lane]laneState{},
+		session: s, engine: s.engine, pos: pos, topicID: topicID, cancel: cancel, lanes: map[*lane]laneState{},
 		stopping: make(chan struct{}), done: make(chan struct{}), looked: make(chan struct{}, 1),
 	}
-	p.queue = newQueue(s.client, pos.topic, pos.partition, s.consumer.engine.cfg.BatchMax)
+	p.queue = newQueue(s.client, pos.topic, pos.partition, s.engine.cfg.BatchMax)
 	p.publish()
 	p.lane = s.consumer.newLane(ctx, pos, p.stopping)
 	p.lane.committed = func(last *Message, _ outcome) {
@@ -141,11 +142,11 @@ func (p *partition) work() {
 	p.lane.become(StateRunning, nil)
 	if p.lane.careful.left.Load() > 0 {
 		p.lane.log(slog.LevelWarn, "the last holder of the partition ended without finishing anything: messages are tried alone for a while",
-			"times", p.pos.stuck, "messages", p.session.consumer.engine.cfg.BatchMax)
+			"times", p.pos.stuck, "messages", p.engine.cfg.BatchMax)
 	}
 	p.idle = time.NewTicker(p.session.consumer.idleEvery)
 	defer p.idle.Stop()
-	if p.session.consumer.engine.cfg.Order == OrderByPartition {
+	if p.engine.cfg.Order == OrderByPartition {
 		p.alone(p.lane.stopped)
 		return
 	}
@@ -227,7 +228,7 @@ func (p *partition) advanceIdle() bool {
 // advance stores a position outside of the transactions that handled the messages. It returns false if the partition
 // is to stop.
 func (p *partition) advance(to passed) bool {
-	e := p.session.consumer.engine
+	e := p.engine
 	ctx, cancel := e.bounded(p.lane.ctx)
 	defer cancel()
 	var stored *int64

@@ -26,7 +26,7 @@ func (s *session) poll(ctx context.Context) {
 		}
 		err := s.pollOnce(ctx)
 		if err != nil && ctx.Err() == nil && !said {
-			s.consumer.engine.cfg.Logger.WarnContext(ctx, "partitions cannot be looked after; it is tried again every second", "group", s.consumer.engine.cfg.Group, "error", err)
+			s.engine.cfg.Logger.WarnContext(ctx, "partitions cannot be looked after; it is tried again every second", "group", s.engine.cfg.Group, "error", err)
 		}
 		said = err != nil
 	}
@@ -44,7 +44,7 @@ type found struct {
 }
 
 func (s *session) pollOnce(ctx context.Context) error {
-	e := s.consumer.engine
+	e := s.engine
 	list := s.working()
 	if len(list) == 0 {
 		return nil

@@ -150,7 +150,7 @@ func (q *queue) behindControl() (int64, time.Time) {
 	return q.seen, q.seenAt
 }
 
-// compare tells whether everything up to the end of the topic has arrived, whether nothing arrived since the
+// compare reports whether everything up to the end of the topic has arrived, whether nothing arrived since the
 // last time although it could have, and up to where messages arrived.
 func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
 	q := p.queue

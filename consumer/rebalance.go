@@ -37,8 +37,8 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 			return nil, err
 		}
 		s.noteWaiting(offsets, err)
-		wait := s.consumer.engine.backoff(attempt)
-		s.consumer.engine.cfg.Logger.WarnContext(ctx, "positions could not be taken over; the partitions wait", "group", s.consumer.engine.cfg.Group, "error", err, "retry_in", readable(wait))
+		wait := s.engine.backoff(attempt)
+		s.engine.cfg.Logger.WarnContext(ctx, "positions could not be taken over; the partitions wait", "group", s.engine.cfg.Group, "error", err, "retry_in", readable(wait))
 		pause(ctx, wait)
 	}
 }
@@ -152,7 +152,7 @@ func (s *session) takeOverOnce(ctx context.Context, keys []topicPartition, seen 
 	if len(holds) == 0 {
 		return nil, nil
 	}
-	taken, err := s.consumer.hold(ctx, holds, answer.contacts(s.consumer.engine.cfg.Start))
+	taken, err := s.consumer.hold(ctx, holds, answer.contacts(s.engine.cfg.Start))
 	if err != nil {
 		return nil, err
 	}
@@ -170,7 +170,7 @@ func (s *session) takeOverOnce(ctx context.Context, keys []topicPartition, seen 
 // start does what was decided for a partition: its worker begins, or its fetching pauses. It returns the offset
 // at which the client is to fetch.
 func (s *session) start(ctx context.Context, key topicPartition, t taking, during uint64) int64 {
-	logger, group := s.consumer.engine.cfg.Logger, s.consumer.engine.cfg.Group
+	logger, group := s.engine.cfg.Logger, s.engine.cfg.Group
 	where := []any{"group", group, "topic", key.topic, "partition", key.partition}
 	switch {
 	case t.waits != nil:
@@ -218,7 +218,7 @@ func (s *session) wait(key topicPartition, state PartitionState, why error) (ret
 	a.retryAt = time.Time{}
 	if state == StateWaiting {
 		a.attempt++
-		retryIn = s.consumer.engine.backoff(a.attempt)
+		retryIn = s.engine.backoff(a.attempt)
 		a.retryAt = time.Now().Add(retryIn)
 	}
 	select {
@@ -296,9 +296,9 @@ func (s *session) retake(ctx context.Context, key topicPartition, why string) {
 	one := map[string][]int32{key.topic: {key.partition}}
 	s.client.PauseFetchPartitions(one)
 	if p != nil {
-		s.consumer.engine.cfg.Logger.InfoContext(ctx, "partition is taken over anew", "group", s.consumer.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "why", why)
+		s.engine.cfg.Logger.InfoContext(ctx, "partition is taken over anew", "group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "why", why)
 		s.note(key, StateDraining, errors.New(why))
-		s.stop(ctx, []*partition{p}, min(s.consumer.engine.cfg.DrainMax, retakeDrainMax))
+		s.stop(ctx, []*partition{p}, min(s.engine.cfg.DrainMax, retakeDrainMax))
 		s.commitMarks(ctx)
 	}
 	limited, cancel := context.WithTimeout(ctx, takeOverMax)
@@ -319,7 +319,7 @@ func (s *session) retake(ctx context.Context, key topicPartition, why string) {
 // sayEvery keeps a partition that waits from flooding the log.
 const sayEvery = 30 * time.Second
 
-// sayWaiting tells whether the log is to say again that a partition waits, and at which attempt it is.
+// sayWaiting reports whether the log is to say again that a partition waits, and at which attempt it is.
 func (s *session) sayWaiting(key topicPartition) (attempt int, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -340,7 +340,7 @@ func (s *session) revoked(ctx context.Context, _ *kgo.Client, keys map[string][]
 	if len(keys) == 0 {
 		return
 	}
-	e, began := s.consumer.engine, time.Now()
+	e, began := s.engine, time.Now()
 	s.giveBack(ctx, keys)
 	if s.isClosing() {
 		return // drain says it
@@ -354,7 +354,7 @@ func (s *session) lost(ctx context.Context, _ *kgo.Client, keys map[string][]int
 	if len(keys) == 0 {
 		return
 	}
-	s.consumer.engine.cfg.Logger.WarnContext(ctx, "partitions were lost: this consumer was away for longer than its session", "group", s.consumer.engine.cfg.Group, "partitions", keys)
+	s.engine.cfg.Logger.WarnContext(ctx, "partitions were lost: this consumer was away for longer than its session", "group", s.engine.cfg.Group, "partitions", keys)
 	s.ends.Lock()
 	defer s.ends.Unlock()
 	s.stop(ctx, s.take(keys), 0)

@@ -17,6 +17,7 @@ import (
 // session is one membership in the group: a client and the partitions that it holds.
 type session struct {
 	consumer *Consumer
+	engine   *engine // the consumer's
 	client   *kgo.Client
 	ready    chan struct{} // closed when client is set: callbacks can come earlier
 
@@ -47,7 +48,7 @@ type topicPartition struct {
 
 func newSession(c *Consumer) *session {
 	s := &session{
-		consumer: c, ready: make(chan struct{}), late: make(chan struct{}, 1), failed: make(chan error, 1),
+		consumer: c, engine: c.engine, ready: make(chan struct{}), late: make(chan struct{}, 1), failed: make(chan error, 1),
 		partitions: map[topicPartition]*partition{}, assignments: map[topicPartition]*assignment{}, marks: map[topicPartition]done{},
 	}
 	s.life, s.close = context.WithCancel(context.Background()) //nolint:forbidigo // it outlives the assignments that wait on it; leave ends it
@@ -73,8 +74,8 @@ func (s *session) options() []kgo.Opt {
 		kgo.FetchMaxWait(250 * time.Millisecond),
 	}, s.consumer.kafka...)
 	return append(opts,
-		kgo.ConsumerGroup(s.consumer.engine.cfg.Group),
-		kgo.ConsumeTopics(s.consumer.engine.cfg.Topics...),
+		kgo.ConsumerGroup(s.engine.cfg.Group),
+		kgo.ConsumeTopics(s.engine.cfg.Topics...),
 		// Never the latest record, even by default: what lies between would be lost. Config.Start is
 		// resolved when positions are taken over.
 		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()),
@@ -132,7 +133,7 @@ func (s *session) run(ctx context.Context) error {
 
 // drain gives all partitions back, and says so.
 func (s *session) drain(ctx context.Context) {
-	e, began := s.consumer.engine, time.Now()
+	e, began := s.engine, time.Now()
 	if ctx.Err() != nil {
 		s.consumer.enter(PhaseDraining, nil)
 	}
@@ -147,7 +148,7 @@ func (s *session) drain(ctx context.Context) {
 func (s *session) giveBack(ctx context.Context, keys map[string][]int32) {
 	s.ends.Lock()
 	defer s.ends.Unlock()
-	s.stop(ctx, s.take(keys), s.consumer.engine.cfg.DrainMax)
+	s.stop(ctx, s.take(keys), s.engine.cfg.DrainMax)
 	s.commitMarks(ctx)
 	s.forget(keys)
 }
@@ -165,7 +166,7 @@ func (s *session) leave(ctx context.Context, client *kgo.Client) {
 	select {
 	case <-left:
 	case <-timer.C:
-		s.consumer.engine.cfg.Logger.WarnContext(ctx, "the group rebalances and was not left yet: it takes note of it then, or when the session times out", "group", s.consumer.engine.cfg.Group)
+		s.engine.cfg.Logger.WarnContext(ctx, "the group rebalances and was not left yet: it takes note of it then, or when the session times out", "group", s.engine.cfg.Group)
 	}
 }
 
@@ -188,7 +189,7 @@ func (s *session) fetch(ctx context.Context) {
 			s.restart(fmt.Errorf("%s/%d: %w", topic, partition, err))
 		case !errors.Is(err, context.Canceled) && time.Since(s.warned) > warnEvery:
 			s.warned = time.Now()
-			s.consumer.engine.cfg.Logger.WarnContext(ctx, "fetch failed; it is tried again", "group", s.consumer.engine.cfg.Group, "topic", topic, "partition", partition, "error", err)
+			s.engine.cfg.Logger.WarnContext(ctx, "fetch failed; it is tried again", "group", s.engine.cfg.Group, "topic", topic, "partition", partition, "error", err)
 		}
 	})
 	fetches.EachPartition(func(fetched kgo.FetchTopicPartition) {
@@ -253,7 +254,7 @@ func (s *session) stop(ctx context.Context, partitions []*partition, limit time.
 	}
 	if err := s.consumer.giveUp(ctx, positions); err != nil {
 		// The next holder takes it for a crash, and is careful.
-		s.consumer.engine.cfg.Logger.WarnContext(ctx, "partitions were given up, which could not be stored", "group", s.consumer.engine.cfg.Group, "error", err)
+		s.engine.cfg.Logger.WarnContext(ctx, "partitions were given up, which could not be stored", "group", s.engine.cfg.Group, "error", err)
 	}
 }
 

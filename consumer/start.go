@@ -117,7 +117,7 @@ func decideStart(k known) decision {
 	return d
 }
 
-// jumps tells that records given to Deliver leave offsets out, so that the position will pass what was never
+// jumps reports that records given to Deliver leave offsets out, so that the position will pass what was never
 // handled. Kafka leaves out only what is not there.
 func (k known) jumps() bool {
 	if len(k.offsets) == 0 {
@@ -138,7 +138,7 @@ func (k known) jumps() bool {
 	return false
 }
 
-// recreated tells that the row belongs to an earlier topic of the same name.
+// recreated reports that the row belongs to an earlier topic of the same name.
 func (k known) recreated() bool {
 	return k.log != nil && k.row.topicID != uuid.Nil && k.log.topicID != uuid.Nil && k.row.topicID != k.log.topicID
 }

@@ -160,15 +160,15 @@ func (s *session) keepCounting(ctx context.Context) {
 		}
 		err := s.countParked(ctx)
 		if err != nil && ctx.Err() == nil && !said {
-			s.consumer.engine.cfg.Logger.WarnContext(ctx, "parked messages cannot be counted; it is tried again",
-				"group", s.consumer.engine.cfg.Group, "error", err)
+			s.engine.cfg.Logger.WarnContext(ctx, "parked messages cannot be counted; it is tried again",
+				"group", s.engine.cfg.Group, "error", err)
 		}
 		said = err != nil
 	}
 }
 
 func (s *session) countParked(ctx context.Context) error {
-	e := s.consumer.engine
+	e := s.engine
 	var keys []topicPartition
 	s.mu.Lock()
 	for key := range s.assignments {

@@ -77,12 +77,12 @@ func missingTopics(ctx context.Context, client *kgo.Client, topics []string) ([]
 
 // awaitTopics names the topics that are missing, at the start and then once a minute, until all are there.
 func (s *session) awaitTopics(ctx context.Context) {
-	if s.consumer.engine.cfg.MissingTopic != MissingTopicWait {
+	if s.engine.cfg.MissingTopic != MissingTopicWait {
 		return
 	}
 	var said time.Time
 	for waited := false; ctx.Err() == nil; waited = true {
-		missing, err := missingTopics(ctx, s.client, s.consumer.engine.cfg.Topics)
+		missing, err := missingTopics(ctx, s.client, s.engine.cfg.Topics)
 		switch {
 		case ctx.Err() != nil:
 			return
@@ -93,7 +93,7 @@ func (s *session) awaitTopics(ctx context.Context) {
 			return
 		case err == nil && time.Since(said) >= missingWarnEvery:
 			said = time.Now()
-			s.consumer.engine.cfg.Logger.WarnContext(ctx, "topics do not exist; the consumer waits for them", "group", s.consumer.engine.cfg.Group, "topics", missing)
+			s.engine.cfg.Logger.WarnContext(ctx, "topics do not exist; the consumer waits for them", "group", s.engine.cfg.Group, "topics", missing)
 		}
 		pause(ctx, missingEvery)
 	}

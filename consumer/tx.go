@@ -22,7 +22,7 @@ import (
 type tx struct {
 	conn  *pgx.Conn
 	late  func(msg *Message) // reports a use after the handler returned
-	over  atomic.Bool        // nobody may use it any more
+	over  atomic.Bool        // it may not be used any more
 	busy  atomic.Bool        // a statement of a handler is under way
 	fault atomic.Pointer[error]
 
@@ -47,7 +47,7 @@ func (t *tx) turn(index int, msg *Message) {
 	t.since.Store(int64(time.Since(t.begun)) + 1)
 }
 
-// idled tells that nothing was sent to the server for so long that it may have ended the transaction.
+// idled reports that nothing was sent to the server for so long that it may have ended the transaction.
 func (t *tx) idled() bool {
 	return t.tooLate.Load() || time.Since(t.begun)-time.Duration(t.used.Load()) >= t.idleMax
 }

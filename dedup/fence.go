@@ -134,7 +134,7 @@ func FenceBatch(ctx context.Context, tx pgx.Tx, scope string, versions []Version
 	return standardFences.FenceBatch(ctx, tx, scope, versions)
 }
 
-// Fence stores a version in the caller's transaction if it is newer than the stored one, and tells whether
+// Fence stores a version in the caller's transaction if it is newer than the stored one, and reports whether
 // it is: the caller has its effect in the same transaction if the verdict is Applied, else none. It waits
 // while another open transaction holds the resource, and holds it itself until tx ends, so that effects of
 // one resource come in the order of their versions. scope is 1 to 255 bytes of UTF-8 without NUL: name the

@@ -113,7 +113,7 @@ func (c *Claims) wrapFreshError(err error, ofClaim bool) error {
 	return WrapClaimError(err)
 }
 
-// holdsClaims tells whether a table holds claims. What is named in an error is the partition.
+// holdsClaims reports whether a table holds claims. What is named in an error is the partition.
 func holdsClaims(table string) bool {
 	return table == "processed_forever" || strings.HasPrefix(table, "processed_messages_")
 }

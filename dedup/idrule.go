@@ -188,7 +188,7 @@ func (r IDRule) Sources() []IDSource {
 	return slices.Clone(r.sources)
 }
 
-// SameIDs tells whether two rules give every message the same ID.
+// SameIDs reports whether two rules give every message the same ID.
 func (r IDRule) SameIDs(other IDRule) bool {
 	return slices.EqualFunc(r.Sources(), other.Sources(), func(a, b IDSource) bool { return a.Header == b.Header && a.Proof == b.Proof })
 }

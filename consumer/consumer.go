@@ -171,6 +171,8 @@ func (c *Consumer) prepared(ctx context.Context) error {
 
 // prepare checks the database and registers the consumer's names.
 func (c *Consumer) prepare(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
+	defer cancel()
 	c.engine.unclaimed = nodedup.In(ctx)
 	if err := migrations.Check(ctx, c.engine.pool, migrations.Options{Schema: c.engine.cfg.Schema}); err != nil {
 		return err

@@ -226,6 +226,23 @@ func TestSilentPollRecovers(t *testing.T) {
 	require.NoError(t, stop())
 }
 
+// Property: a consumer that starts on a connection which went silent begins in bounded time.
+func TestStartOnASilentConnection(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	var n *network
+	pool := h.smallPool(func(config *pgxpool.Config) {
+		n = newNetwork(t, config)
+		config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
+	})
+	require.NoError(t, pool.Ping(t.Context()), "a connection that is idle now")
+	n.silence()
+	h.produce("a")
+	stop := h.runOn(pool, consumer.Each(effect), nil)
+	h.require("an effect", 2*time.Minute, func() bool { return h.number(`SELECT count(*) FROM effects`) == 1 })
+	require.NoError(t, stop())
+}
+
 // Property: a statement that the server is at work on for too long is its message's failure, on a network that works.
 func TestSlowStatementIsNotSilence(t *testing.T) {
 	t.Parallel()

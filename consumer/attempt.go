@@ -135,7 +135,7 @@ func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 		defer a.giveBack() //nolint:contextcheck // it may outlive ctx
 		defer func() {
 			if a.failure != nil && a.failure.err == errGoexit { //nolint:errorlint // the value set above
-				a.failure = a.blameCurrent(errGoexit)
+				a.failure = a.ended(errGoexit)
 			}
 		}()
 		err := guard(func() error {
@@ -143,11 +143,22 @@ func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 			return nil
 		})
 		if err != nil { // what handlers do to a connection behind the engine's back may surface anywhere
-			a.broken, a.failure = true, a.blameCurrent(err)
+			a.broken, a.failure = true, a.ended(err)
 		}
 	}()
 	defer cancel(nil)
 	return e.watch(ctx, cancel, a)
+}
+
+// ended is what it means that the goroutine of an attempt ended before it had its outcome. Once COMMIT may have been
+// sent, the outcome is unknown.
+func (a *attempt) ended(err error) *failure {
+	select {
+	case <-a.committing:
+		return &failure{origin: originCommit, index: unknownIndex, lost: true, err: err}
+	default:
+		return a.blameCurrent(err)
+	}
 }
 
 // blameCurrent makes an error the failure of the message that is being handled.

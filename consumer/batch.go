@@ -188,7 +188,7 @@ func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, er
 		return c, dedup.WrapClaimError(err)
 	}
 	t.backend.Store(backend)
-	if w.apart && !server.Equal(w.pos.server) {
+	if !server.Equal(w.pos.server) {
 		return c, fmt.Errorf("%w: %w", errFenced, errServerChanged)
 	}
 	if unlocked() {

@@ -147,9 +147,10 @@ func (s *session) widen(ctx context.Context) error {
 		s.mu.Lock()
 		var key topicPartition
 		var a *assignment
+		var epoch int64
 		for at, one := range s.assignments {
-			if one.widen {
-				key, a = at, one
+			if p := s.partitions[at]; one.widen && p != nil {
+				key, a, epoch = at, one, p.current.Load().epoch // it may have been taken back since
 				break
 			}
 		}
@@ -157,8 +158,12 @@ func (s *session) widen(ctx context.Context) error {
 		if a == nil {
 			return nil
 		}
-		if _, err := s.engine.pool.Exec(ctx, sql, group, key.topic, key.partition, a.epoch, a.begins); err != nil {
+		tag, err := s.engine.pool.Exec(ctx, sql, group, key.topic, key.partition, epoch, a.begins)
+		if err != nil {
 			return fmt.Errorf("store what a rewind worked through: %w", err)
+		}
+		if tag.RowsAffected() == 0 {
+			return nil // it is being taken back; the next commit tries again
 		}
 		s.mu.Lock()
 		a.widen, a.handledFrom = false, a.begins

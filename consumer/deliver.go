@@ -133,6 +133,8 @@ func (l *lane) processTogether(msgs []*Message) error {
 	for _, share := range shares {
 		w := l.worker()
 		w.work.pos, w.committed = &pos, l.committed
+		// A position that is refused concerns all workers: the call ends, and delivering again is safe.
+		w.regain = func(context.Context) error { return errWentBack }
 		workers.Go(func() {
 			if w.process(share) {
 				done.Add(1)

@@ -316,3 +316,6 @@ func (b *Breaker) Park() bool {
 
 // Handled notes messages that were handled.
 func (b *Breaker) Handled(n int) { b.b.noteHandled(n) }
+
+// OfAnotherServer makes a position one that was taken over before the server began.
+func OfAnotherServer(at *Position) { at.p.server = at.p.server.Add(-time.Hour) }

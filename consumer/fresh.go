@@ -80,7 +80,7 @@ func (e *engine) beginFresh(ctx context.Context, t *tx, w *work) (c claimed, err
 		return c, err
 	}
 	t.backend.Store(backend)
-	if w.apart && !server.Equal(w.pos.server) {
+	if !server.Equal(w.pos.server) {
 		return c, fmt.Errorf("%w: %w", errFenced, errServerChanged)
 	}
 	if forgotten != nil {

@@ -145,7 +145,7 @@ func (l *lane) finish(msgs []*Message) bool {
 			return false
 		}
 		v := l.engine.verdict(f)
-		if f.lost && f.origin != originCommit {
+		if f.lost && f.origin != originCommit && f.origin != originEngine {
 			if losses++; losses > 1 && l.databaseAnswers() {
 				v = recurring(len(msgs))
 			}

@@ -74,8 +74,8 @@ WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition 
 
 // widenSQL notes that what lies before handled_from was worked through, too.
 const widenSQL = `-- consumer.widen
-UPDATE effectonce.consumer_positions SET handled_from = $5
-WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4 AND handled_from > $5`
+UPDATE effectonce.consumer_positions SET handled_from = least(handled_from, $5)
+WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4`
 
 // resetSQL leaves a note that records are passed over.
 const resetSQL = `-- consumer.reset

@@ -314,6 +314,9 @@ func (s *session) retake(ctx context.Context, key topicPartition, why string) {
 		s.client.SetOffsets(map[string]map[int32]kgo.EpochOffset{key.topic: {key.partition: {Epoch: -1, Offset: t.decision.at}}})
 	}
 	s.start(ctx, key, t, s.polls.Load())
+	if t.decision.moved {
+		s.commitMarks(ctx) // at once: an offset of another program that lies behind would pass for a rewind
+	}
 }
 
 // sayEvery keeps a partition that waits from flooding the log.

@@ -36,7 +36,8 @@ func (l *lane) takeBack(f *failure) bool {
 		if l.stopped() {
 			return false
 		}
-		if errors.Is(f.err, errServerChanged) {
+		if l.work.apart && errors.Is(f.err, errServerChanged) {
+			// What workers have done is known in memory alone, and the server may have lost it.
 			l.restart(f.err)
 			return false
 		}

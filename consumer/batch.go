@@ -136,8 +136,7 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 		return outcome{}, &failure{origin: originHandler, index: unknownIndex, err: context.Cause(ctx)}
 	}
 	w.held.add(s.keys) // before it is stored: what is not there after all is found out by the next message of the key
-	close(a.committing)
-	if f := e.commit(ctx, t, w, s); f != nil {
+	if f := e.commit(ctx, a, w, s); f != nil {
 		return outcome{}, f
 	}
 	out.unheld = unheld(w.hints, claimed.held, s.keys)
@@ -283,9 +282,10 @@ func all(n int) []bool {
 // the COMMIT of a failed transaction, for the failure that it is. And it is never cut short: pgx would send
 // a cancel request, which makes a COMMIT that waits for a synchronous standby visible without being
 // replicated.
-func (e *engine) commit(ctx context.Context, t *tx, w *work, s *selection) *failure {
-	batch := &pgx.Batch{}
+func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) *failure {
+	t, batch := a.tx, &pgx.Batch{}
 	detached := context.WithoutCancel(ctx)
+	t.turn(unknownIndex, nil) // what the outbox calls is the user's, and under the limit of the handler
 	for i, c := range t.collected {
 		if err := c.outbox.Queue(detached, batch, c.msgs...); err != nil {
 			return &failure{origin: originStatement, index: s.place(c.index), err: err}
@@ -312,7 +312,9 @@ func (e *engine) commit(ctx context.Context, t *tx, w *work, s *selection) *fail
 		tag = rows.CommandTag().String()
 		return rows.Err()
 	})
+	t.since.Store(0)
 	crashpoint.At(ctx, crashpoint.ConsumerCommitting)
+	close(a.committing) // from here on the outcome may be unknown
 	done := 0
 	err := send(detached, t.conn, batch, &done)
 	if err == nil && tag != "COMMIT" {

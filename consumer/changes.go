@@ -55,16 +55,17 @@ func (q *changes) take() []StateChange {
 	return list
 }
 
-// passOn calls the hook for each change until done is closed, and for those that are left then.
+// passOn calls the hook for each change until done is closed, and for those that are left then. A hook that does not
+// return is not called again in this run: each further one would be left behind, too.
 func (q *changes) passOn(e *engine, done <-chan struct{}) {
-	for ended := false; !ended; {
+	for ended, returns := false, true; !ended; {
 		select {
 		case <-q.arrived:
 		case <-done:
 			ended = true
 		}
 		for _, change := range q.take() {
-			e.hook(func() { e.cfg.Hooks.State(change) })
+			returns = returns && e.hook(func() { e.cfg.Hooks.State(change) })
 		}
 	}
 }

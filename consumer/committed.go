@@ -149,8 +149,8 @@ func (s *session) widen(ctx context.Context) error {
 		var a *assignment
 		var epoch int64
 		for at, one := range s.assignments {
-			if p := s.partitions[at]; one.widen && p != nil {
-				key, a, epoch = at, one, p.current.Load().epoch // it may have been taken back since
+			if one.widen {
+				key, a, epoch = at, one, one.epoch
 				break
 			}
 		}

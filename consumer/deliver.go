@@ -72,11 +72,16 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		sum.Parked += len(out.parked)
 	}
 	l.regain = func(ctx context.Context) error {
+		before := pos.stored
 		again, err := c.hold(ctx, []hold{take}, nil)
-		if err == nil {
-			pos.renew(again[0].pos)
+		if err != nil {
+			return err
 		}
-		return err
+		pos.renew(again[0].pos)
+		if before != nil && (pos.stored == nil || *pos.stored < *before) {
+			return errWentBack // what this call has counted may be gone: delivering all of it again is safe
+		}
+		return nil
 	}
 	l.restart = func(err error) { cancel(err) }
 	if err := l.load(ctx); err != nil {

@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -29,6 +30,7 @@ type lane struct {
 	idSources []dedup.IDSource
 	breaker   *breaker
 	careful   *careful
+	loads     int                 // tries to learn which keys are held that failed
 	tried     map[uuid.UUID]tried // attempts that earlier holders left behind
 
 	committed func(last *Message, out outcome)
@@ -164,8 +166,12 @@ func (l *lane) finish(msgs []*Message) bool {
 		case stepCulprit:
 			at := max(f.index, 0)
 			ok = at == 0 || l.finish(msgs[:at])
+			msgs = msgs[at:]
+			if others, own := l.beside(msgs); ok && len(others) > 0 {
+				msgs, ok = own, l.finish(others)
+			}
 			if ok {
-				msgs, ok = l.settle(msgs[at:], f, v)
+				msgs, ok = l.settle(msgs, f, v)
 			}
 			waits, losses = 0, 0
 		}
@@ -183,6 +189,22 @@ func recurring(n int) verdict {
 		return verdictDivide
 	}
 	return verdictCount
+}
+
+// beside divides messages into those that need not wait for the first one, which failed, and that one with those of its
+// key. In the single lane, and behind a parked message, all of them wait.
+func (l *lane) beside(msgs []*Message) (others, own []*Message) {
+	if !l.work.apart || msgs[0].row != 0 {
+		return nil, msgs
+	}
+	for i, msg := range msgs {
+		if i == 0 || l.engine.cfg.Order == OrderByKey && msg.Key != nil && bytes.Equal(msg.Key, msgs[0].Key) {
+			own = append(own, msg)
+		} else {
+			others = append(others, msg)
+		}
+	}
+	return others, own
 }
 
 // settle decides what becomes of the first of the messages, whose attempt failed, and returns those that are left.
@@ -340,6 +362,9 @@ func (l *lane) wait(waits int, f *failure) bool {
 	if l.engine.cfg.Dedup == DedupByPosition && f.origin == originCommit {
 		// Without claims the position alone says whether a COMMIT without an answer was done. Taking it over again
 		// also fences that COMMIT, if it is still under way.
+		if waits > 1 {
+			l.pause(l.engine.backoff(waits))
+		}
 		return l.takeBack(f)
 	}
 	wait := l.engine.backoff(waits)

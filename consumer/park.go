@@ -1,7 +1,6 @@
 package consumer
 
 import (
-	"bytes"
 	"crypto/sha256"
 	"encoding/json"
 	"errors"
@@ -181,14 +180,14 @@ func headersOf(text []byte) ([]Header, error) {
 	}
 	if len(stored) == 1 && stored[0].Name == rawHeaders {
 		var raw [][2][]byte
-		if err := json.NewDecoder(bytes.NewReader(stored[0].Value)).Decode(&raw); err != nil {
-			return nil, err
+		// What does not decode is a header of that name that its producer sent.
+		if json.Unmarshal(stored[0].Value, &raw) == nil {
+			headers := make([]Header, len(raw))
+			for i, pair := range raw {
+				headers[i] = Header{Name: string(pair[0]), Value: pair[1]}
+			}
+			return headers, nil
 		}
-		headers := make([]Header, len(raw))
-		for i, pair := range raw {
-			headers[i] = Header{Name: string(pair[0]), Value: pair[1]}
-		}
-		return headers, nil
 	}
 	headers := make([]Header, len(stored))
 	for i, h := range stored {

@@ -251,7 +251,9 @@ FROM unnest($1::int[], $2::text[], $3::int[]) WITH ORDINALITY AS t (consumer, to
 // refuseLargeSQL takes back what cannot be handled again, because it is not stored as a whole.
 const refuseLargeSQL = `-- consumer.refuse_large
 UPDATE effectonce.parked_messages SET state = 'parked'
-WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp() AND reason = 'too_large'`
+WHERE seq = ANY (ARRAY(SELECT d.seq FROM effectonce.parked_messages d
+  WHERE d.consumer = $1 AND d.topic = $2 AND d.partition = $3 AND d.state = 'retry' AND d.retry_at <= statement_timestamp()
+  ORDER BY d.retry_at LIMIT $4)) AND state = 'retry' AND reason = 'too_large'`
 
 // dueSQL lists what is due, in the order in which it became so; where keys are held ($5), the first message of each. The time
 // is that of the statement: an index cannot be asked for clock_timestamp().

@@ -385,6 +385,11 @@ func (s *session) rehold(ctx context.Context, p *partition) error {
 	before := p.pos.stored
 	p.pos.renew(taken[0].pos)
 	p.publish()
+	s.mu.Lock()
+	if a := s.assignments[key]; a != nil {
+		a.epoch = p.pos.epoch
+	}
+	s.mu.Unlock()
 	if before != nil && (p.pos.stored == nil || *p.pos.stored < *before) {
 		return errWentBack
 	}

@@ -53,10 +53,11 @@ func (l *lane) takeBack(f *failure) bool {
 				}
 			}
 			ctx, cancel := l.engine.bounded(l.ctx)
-			if err = l.regain(ctx); err == nil {
-				err = l.load(ctx) // the holder in between may have parked messages
-			}
+			err = l.regain(ctx)
 			cancel()
+			if err == nil {
+				err = l.load(l.ctx) // the holder in between may have parked messages
+			}
 			if err == nil {
 				l.become(StateRunning, nil)
 				return !l.stopped()

@@ -18,8 +18,8 @@ import (
 
 // load learns, when the partition is taken over, which keys are held and what was attempted. After the takeover no
 // earlier holder can commit, so nothing is missing.
-func (l *lane) load(ctx context.Context) error {
-	ctx, cancel := l.engine.bounded(ctx)
+func (l *lane) load(parent context.Context) error {
+	ctx, cancel := l.engine.bounded(parent)
 	defer cancel()
 	rows, err := l.engine.pool.Query(ctx, l.engine.sql.attempts, l.work.consumer.ID(), attemptsLoadMax)
 	if err != nil {
@@ -35,10 +35,25 @@ func (l *lane) load(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("read attempts: %w", err)
 	}
-	if _, err = l.engine.pool.Exec(ctx, l.engine.sql.adopt, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition); err != nil {
+	if !l.engine.holdsKeys() {
+		return nil
+	}
+	return l.loadHeld(parent)
+}
+
+// loadDoubledMax bounds how often the time for loadHeld is doubled: to about an hour with the default StatementTimeout.
+const loadDoubledMax = 7
+
+// loadHeld learns which keys are held. It reads all parked messages of the partition, which may be millions: each try
+// that took too long gives the next one twice the time.
+func (l *lane) loadHeld(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, l.engine.answerMax()<<min(l.loads, loadDoubledMax))
+	defer cancel()
+	l.loads++
+	if _, err := l.engine.pool.Exec(ctx, l.engine.sql.adopt, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition); err != nil {
 		return fmt.Errorf("look for parked messages that wait behind none: %w", err)
 	}
-	rows, err = l.engine.pool.Query(ctx, l.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
+	rows, err := l.engine.pool.Query(ctx, l.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
 	if err != nil {
 		return fmt.Errorf("read parked keys: %w", err)
 	}
@@ -52,6 +67,7 @@ func (l *lane) load(ctx context.Context) error {
 		return fmt.Errorf("read parked keys: %w", err)
 	}
 	l.work.held.add(held)
+	l.loads = 0
 	return nil
 }
 
@@ -85,7 +101,7 @@ func (l *lane) due(ctx context.Context) ([]due, error) {
 	if l.engine.holdsKeys() {
 		note(l.engine.sql.orderRetries, append(args, dueMax), slog.LevelInfo, "messages were handed back that wait for an earlier one of their key: they are tried when their turn comes")
 	}
-	note(l.engine.sql.refuseLarge, args, slog.LevelError, "messages were handed back that are too large to be stored: they stay parked")
+	note(l.engine.sql.refuseLarge, append(args, dueMax), slog.LevelError, "messages were handed back that are too large to be stored: they stay parked")
 	var list []due
 	batch.Queue(l.engine.sql.due, append(args, dueMax, l.engine.holdsKeys())...).Query(func(rows pgx.Rows) (err error) {
 		list, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {

@@ -104,8 +104,8 @@ func (l *lane) store(text string) {
 }
 
 // hook calls a callback of the configuration, in a goroutine of its own: a panic in it, runtime.Goexit or one that never
-// returns must not end the process or the partition.
-func (e *engine) hook(call func()) {
+// returns must not end the process or the partition. It reports whether the callback returned.
+func (e *engine) hook(call func()) bool {
 	result, done := errHookGoexit, make(chan struct{})
 	go func() {
 		defer close(done)
@@ -118,9 +118,11 @@ func (e *engine) hook(call func()) {
 		if result != nil {
 			e.cfg.Logger.Error("a hook failed", "group", e.cfg.Group, "error", result)
 		}
+		return true
 	case <-limit.C:
 		e.countAbandoned(done)
 		e.cfg.Logger.Error("a hook did not return within HandlerTimeout and is left behind", "group", e.cfg.Group)
+		return false
 	}
 }
 

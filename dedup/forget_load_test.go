@@ -181,7 +181,7 @@ func hammerForgetting(t *testing.T, level pgx.TxIsoLevel) {
 		ids[i] = idAt(noon(3))
 	}
 	var forgotten int
-	ctx, cancel := context.WithTimeout(t.Context(), 2*waitMax)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*waitMax)
 	defer cancel()
 	for round := range 12 {
 		consumer := register(t, pool, claims, fmt.Sprint("c", round), time.Hour)
@@ -248,18 +248,22 @@ func maintainUntil(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, stop 
 	}
 }
 
+// killsMax bounds the kills of a test: on a slow machine no run would end between two of them.
+const killsMax = 40
+
 // killUntil kills maintainers at random moments.
 func killUntil(t *testing.T, pool *pgxpool.Pool, stop <-chan struct{}) {
 	t.Helper()
 	moment := time.NewTicker(30 * time.Millisecond)
 	defer moment.Stop()
-	for {
+	for kills := int64(0); kills < killsMax; {
 		select {
 		case <-stop:
 			return
 		case <-moment.C:
 		}
-		_, _ = pool.Exec(context.WithoutCancel(t.Context()), `SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+		tag, _ := pool.Exec(context.WithoutCancel(t.Context()), `SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 			WHERE datname = current_database() AND application_name = 'maintainer' AND state <> 'idle' AND random() < 0.3`)
+		kills += tag.RowsAffected()
 	}
 }

@@ -98,7 +98,9 @@ func (c *Claims) KeepUp(ctx context.Context, pool *pgxpool.Pool, owner string, l
 			return
 		case <-timer.C:
 		}
-		report, err := c.Maintain(ctx, pool, MaintainOptions{Owner: owner})
+		run, cancel := context.WithTimeout(ctx, keepUpMax)
+		report, err := c.Maintain(run, pool, MaintainOptions{Owner: owner})
+		cancel()
 		switch {
 		case ctx.Err() != nil:
 		case notAllowed(err):
@@ -119,6 +121,7 @@ func notAllowed(err error) bool { return hasCode(err, "42501") }
 const (
 	keepUpFirst = 10 * time.Second
 	keepUpEvery = time.Minute
+	keepUpMax   = 10 * time.Minute // of one run: a connection that went silent must not end the upkeep
 )
 
 // maintenance is one run.

@@ -183,7 +183,7 @@ func within(at int64, extent *Extent) error {
 // What an order does to messages.
 const (
 	skipped  = "they are skipped and have no effect, unless the group is rewound behind them"
-	repeated = "they are delivered again: those with a claim are dropped as duplicates, those whose claim was forgotten are parked as expired, " +
+	repeated = "they are delivered again: those with a claim are dropped as duplicates, those older than the claims that were forgotten are parked as expired, " +
 		"and a consumer that deduplicates by position handles all of them a second time"
 )
 

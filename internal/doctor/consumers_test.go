@@ -184,7 +184,7 @@ func TestWhatKeepsConsumersIsFound(t *testing.T) {
 		severity        doctor.Severity
 		message, remedy string
 	}{
-		{doctor.Fail, "orders/0 of consumer billing/orders does not move, for 0s: offset out of range", `outbox-relay positions --group 'it'\''s billing' --topic 'orders'`},
+		{doctor.Fail, "orders/0 of consumer billing/orders does not move, for ", `outbox-relay positions --group 'it'\''s billing' --topic 'orders'`},
 		{doctor.Warn, "topic orders is paused for group it's billing", `outbox-relay consumer resume --group 'it'\''s billing' --topic 'orders'`},
 		{doctor.Warn, "is ordered to resume at latest", "start a consumer of group it's billing"},
 		{doctor.Warn, "consumer billing/orders has the rule legacy for IDs", "outbox-relay consumer id-rule 'billing/orders'"},

@@ -258,7 +258,7 @@ func TestRulesForIDsAreChanged(t *testing.T) {
 		_, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", rule)
 		require.Error(t, err, rule)
 	}
-	require.Len(t, actions(t, pool), 9)
+	require.Len(t, actions(t, pool), 8)
 	all, err := consumers.Registered(t.Context(), pool, schema)
 	require.NoError(t, err)
 	require.Len(t, all, 3)

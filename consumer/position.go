@@ -19,7 +19,7 @@ import (
 type hold struct {
 	topicPartition
 	log     *topicLog // nil: the records do not come from Kafka
-	running bool      // its worker goes on where it is
+	running bool      // its worker keeps its place
 	seen    *int64    // a position that was read before log was asked for
 	offsets []int64   // of the records given to Deliver
 }

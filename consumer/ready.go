@@ -9,7 +9,7 @@ import (
 // "reason". It asks neither the database nor Kafka. The answer has no text of any error: those may have parts of
 // payloads. The log has them, and Status does.
 //
-// It is meant for a readinessProbe. Readiness of a consumer routes no traffic; it decides whether a rollout goes on. So
+// It is meant for a readinessProbe. Readiness of a consumer routes no traffic; it decides whether a rollout proceeds. So
 // a new replica is ready when it passed the checks of Run and joined its group: its configuration, its rights and its
 // schema work. A consumer that waits for the database or for Kafka at its start is not ready. Nothing that happens to
 // single partitions later makes it unready, because another release would not help there: a partition that halted,

@@ -8,7 +8,7 @@ import (
 )
 
 // refusals makes a holder that was fenced wait longer from time to time: two that take a partition from each other
-// without a pause would both get nothing done. Kafka's assignment, which decides who goes on, needs seconds.
+// without a pause would both get nothing done. Kafka's assignment, which decides who keeps it, needs seconds.
 type refusals struct {
 	inRow int
 	last  time.Time

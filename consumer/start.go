@@ -44,7 +44,7 @@ type known struct {
 	row       storedPosition
 	log       *topicLog // nil: the records do not come from Kafka
 	met       int32     // partitions that the topic had when the group met it
-	// running: a worker holds the partition and goes on where it is, under a new epoch.
+	// running: a worker holds the partition and keeps its place, under a new epoch.
 	running bool
 	// offsets of the records given to Deliver, in their order; only where log is nil.
 	offsets []int64

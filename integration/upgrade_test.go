@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -77,7 +78,10 @@ func buildPrevious(t *testing.T) string {
 	t.Helper()
 	out, err := exec.CommandContext(t.Context(), "git", "-C", "..", "archive", "--format=tar", previousRelease).Output()
 	if err != nil {
-		// Not a failure with REQUIRE_CONTAINERS=1: an archive of the sources, or a shallow clone, has no history to build.
+		// An archive of the sources, or a shallow clone, has no history to build. A whole clone has the commit.
+		if shallow, gitErr := exec.CommandContext(t.Context(), "git", "-C", "..", "rev-parse", "--is-shallow-repository").Output(); gitErr == nil {
+			require.Equal(t, "true", strings.TrimSpace(string(shallow)), "this clone is whole, and commit %s is not in it: %v", previousRelease, err)
+		}
 		t.Skipf("LOUD SKIP: the tests of upgrades need a clone with commit %s: %v", previousRelease, err)
 	}
 	tree := t.TempDir()

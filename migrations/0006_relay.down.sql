@@ -1,0 +1,15 @@
+-- A row that only this release knows the reason of is of the closest one that the previous release knows.
+UPDATE effectonce.outbox_dead SET reason = 'refused' WHERE reason IN ('not_authorized', 'bad_partition');
+ALTER TABLE effectonce.outbox_dead
+  DROP CONSTRAINT outbox_dead_reason_check,
+  ADD CONSTRAINT outbox_dead_reason_check CHECK (reason IN ('unknown_topic', 'too_large', 'refused', 'bad_headers', 'paused', 'behind')),
+  RESET (autovacuum_vacuum_scale_factor, autovacuum_vacuum_threshold, autovacuum_analyze_scale_factor, autovacuum_analyze_threshold);
+ALTER TABLE effectonce.outbox_ticks RESET (autovacuum_vacuum_scale_factor, autovacuum_vacuum_threshold);
+
+-- What was published since the last copy is not published again.
+UPDATE effectonce.outbox_progress p SET tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor = w.floor,
+  published = w.published, advanced_epoch = w.advanced_epoch
+FROM effectonce.outbox_progress_now w WHERE w.relay = p.relay AND w.shard = p.shard;
+DROP VIEW effectonce.outbox_progress_now;
+DROP TABLE effectonce.outbox_advances;
+ALTER TABLE effectonce.outbox_progress DROP COLUMN advance;

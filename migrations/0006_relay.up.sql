@@ -1,0 +1,57 @@
+-- effectonce, schema version 6: progress that is only inserted, dead rows by their heads, what replicas say about Kafka.
+--
+-- Additive: relays of the previous release that are running, or start, work with this schema.
+
+-- ---------------------------------------------------------------------------------------------
+-- Progress
+
+-- Where each shard is, as a chain: each write of progress inserts the next number. A row of outbox_progress that is
+-- updated instead leaves a dead version each time, which an old snapshot keeps, and every later write walks over them.
+-- The primary key fences: the next holder of a shard begins with the next number, so that an insert of a holder that
+-- lost its lease finds its number taken. outbox_progress gets a copy with each renewal of the lease.
+CREATE TABLE effectonce.outbox_advances (
+  relay          text        NOT NULL CHECK (octet_length(relay) BETWEEN 1 AND 255),
+  shard          smallint    NOT NULL,
+  n              bigint      NOT NULL,
+  epoch          bigint      NOT NULL, -- of the holder
+  advanced_epoch bigint      NOT NULL, -- the epoch under which progress was made last: a new holder repeats what it found
+  tick           bigint      NOT NULL,
+  next_tick      bigint,
+  seq            bigint      NOT NULL,
+  floor          bigint      NOT NULL,
+  published      bigint      NOT NULL,
+  journal_offset bigint,               -- with exactly once: the record of the progress topic that this is a copy of
+  at             timestamptz NOT NULL DEFAULT clock_timestamp(),
+  CONSTRAINT outbox_advances_pkey PRIMARY KEY (relay, shard, n)
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
+  autovacuum_vacuum_insert_scale_factor = 0, autovacuum_vacuum_insert_threshold = 10000);
+
+ALTER TABLE effectonce.outbox_progress
+  ADD COLUMN advance bigint NOT NULL DEFAULT 0; -- n of the advance that the row is a copy of
+
+-- outbox_progress with the progress of now. An advance of an epoch before advanced_epoch was passed by something else:
+-- a holder of the previous release, a restore into another cluster, another number of shards.
+CREATE VIEW effectonce.outbox_progress_now AS
+SELECT p.relay, p.shard, p.shards, coalesce(a.tick, p.tick) AS tick, CASE WHEN a.n IS NULL THEN p.next_tick ELSE a.next_tick END AS next_tick,
+  coalesce(a.seq, p.seq) AS seq, greatest(a.floor, p.floor) AS floor, coalesce(a.published, p.published) AS published,
+  p.system_identifier, p.timeline, p.owner, p.lease_until, p.epoch, coalesce(a.advanced_epoch, p.advanced_epoch) AS advanced_epoch,
+  a.journal_offset, coalesce(a.at, p.updated_at) AS updated_at
+FROM effectonce.outbox_progress p
+LEFT JOIN LATERAL (
+  SELECT newest.* FROM (SELECT * FROM effectonce.outbox_advances n WHERE n.relay = p.relay AND n.shard = p.shard ORDER BY n.n DESC LIMIT 1) AS newest
+  WHERE newest.epoch >= p.advanced_epoch AND newest.n > p.advance) AS a ON true;
+
+-- ---------------------------------------------------------------------------------------------
+-- Dead rows
+
+ALTER TABLE effectonce.outbox_dead
+  DROP CONSTRAINT outbox_dead_reason_check,
+  ADD CONSTRAINT outbox_dead_reason_check CHECK (reason IN ('unknown_topic', 'not_authorized', 'too_large', 'refused', 'bad_headers', 'bad_partition', 'paused', 'behind')),
+  SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 5000);
+ALTER TABLE effectonce.outbox_ticks SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
+
+-- ---------------------------------------------------------------------------------------------
+-- Replicas, and topics that are paused
+
+-- ---------------------------------------------------------------------------------------------
+-- A sequence that is behind

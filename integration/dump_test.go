@@ -157,13 +157,13 @@ func (d *dumped) prepare(t *testing.T) {
 	eventually(t, 30*time.Second, "the floor moves, a row is dead, one waits for its topic", func() (bool, any) {
 		d.waiting = append(d.waiting, fmt.Sprint(len(d.waiting)))
 		d.insert(t, pool, d.paused, d.waiting[len(d.waiting)-1]) //nolint:contextcheck // the test's
-		floor := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress`)
+		floor := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress_now`)
 		reasons := count(ctx, t, pool, `SELECT count(DISTINCT reason) FROM effectonce.outbox_dead WHERE reason IN ('paused', 'unknown_topic')`)
 		return floor > 100 && reasons == 2, []int{floor, reasons}
 	})
 	require.NoError(t, r.terminate())
 	d.before = occurrences(t, topic)
-	d.below = below(t, pool, topic, count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress`))
+	d.below = below(t, pool, topic, count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress_now`))
 
 	_, err = pool.Exec(ctx, `SELECT setval('effectonce.outbox_slot', 2)`)
 	require.NoError(t, err)

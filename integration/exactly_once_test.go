@@ -135,7 +135,7 @@ func freezeTransaction(t *testing.T, point string, trusts bool) {
 	writers{goroutines: 4, transactions: 80, keys: 5, topic: topic, seed: 2}.run(ctx, t, pool)
 	requirePublished(t, pool, topic)
 	rows := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox`)
-	const published = `SELECT sum(published) FROM effectonce.outbox_progress`
+	const published = `SELECT sum(published) FROM effectonce.outbox_progress_now`
 	require.Equal(t, rows, count(ctx, t, pool, published))
 	before := partitionsOf(t, kafka.Brokers, topic)
 

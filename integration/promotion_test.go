@@ -53,7 +53,7 @@ func promote(t *testing.T, c child, running bool) {
 	w := writers{goroutines: 4, transactions: 200, keys: 6, topic: topic, seed: 3}
 	w.run(ctx, t, pool)
 	before := requirePublished(t, pool, topic)
-	floor := `SELECT min(floor) FROM effectonce.outbox_progress`
+	floor := `SELECT min(floor) FROM effectonce.outbox_progress_now`
 	eventually(t, 30*time.Second, "it is replicated", func() (bool, any) {
 		var n int
 		err := second.pool.QueryRow(ctx, floor).Scan(&n)

@@ -88,7 +88,7 @@ func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
 			_, err := pool.Exec(ctx, insert, "first")
 			require.NoError(t, err)
 			eventually(t, 20*time.Second, "the first row is stored as published", func() (bool, any) {
-				n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress`)
+				n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress_now`)
 				return n == 1, n
 			})
 			_, err = pool.Exec(ctx, `CHECKPOINT`)
@@ -252,11 +252,11 @@ func restoreDump(t *testing.T, c restored) {
 	r := start(t, c.child) // not before: the floor of a shard to which no key falls stays where its lease was taken
 	requirePublished(t, pool, topic)
 	eventually(t, 30*time.Second, "the floor moves", func() (bool, any) {
-		n := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress`)
+		n := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress_now`)
 		return n > 100, n
 	})
 	require.NoError(t, r.terminate())
-	floors, before := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress`), occurrences(t, topic)
+	floors, before := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress_now`), occurrences(t, topic)
 
 	// Unpublished rows, a dead one, a claim, and an open transaction whose row is not in the dump.
 	w.transactions, w.seed = 80, 6

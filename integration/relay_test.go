@@ -63,7 +63,7 @@ func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 		total += version
 	}
 	eventually(t, 30*time.Second, "rows published while the bystander is open", func() (bool, any) {
-		n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress`)
+		n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress_now`)
 		return n >= total, fmt.Sprintf("%d of %d", n, total)
 	})
 	require.NoError(t, bystander.Rollback(ctx))
@@ -227,7 +227,7 @@ func drainBacklog(t *testing.T, rows int) int64 {
 	require.NoError(t, err)
 	p := start(t, child{Role: "relay", URL: url, Brokers: kafkatest.Brokers(t), Lease: time.Minute})
 	eventually(t, 3*time.Minute, "the backlog drains", func() (bool, any) {
-		n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress`)
+		n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress_now`)
 		return n >= rows, n
 	})
 	peak := peakMemory(t, p.cmd.Process.Pid)
@@ -282,11 +282,11 @@ func requirePublishedAt(t *testing.T, brokers []string, pool *pgxpool.Pool, topi
 	want := written(ctx, t, pool)
 	eventually(t, 60*time.Second, "everything is published", func() (bool, any) {
 		var waiting, shards int
-		err := pool.QueryRow(ctx, `SELECT (SELECT count(*) FROM effectonce.outbox_progress), count(*)
+		err := pool.QueryRow(ctx, `SELECT (SELECT count(*) FROM effectonce.outbox_progress_now), count(*)
 			FROM effectonce.outbox o JOIN effectonce.outbox_progress p ON o.shard % p.shards = p.shard JOIN effectonce.outbox_ticks t USING (tick)
 			WHERE o.seq > p.floor AND NOT pg_visible_in_snapshot(o.txid, t.snapshot)`).Scan(&shards, &waiting)
 		require.NoError(t, err)
-		return waiting == 0 && shards > 0 && shards == count(ctx, t, pool, `SELECT min(shards) FROM effectonce.outbox_progress`), waiting
+		return waiting == 0 && shards > 0 && shards == count(ctx, t, pool, `SELECT min(shards) FROM effectonce.outbox_progress_now`), waiting
 	})
 	// Brokers answer a commit before they have marked it everywhere: until then readers of committed records see less.
 	var s stream

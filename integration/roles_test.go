@@ -142,7 +142,7 @@ func TestRelayWithoutTheServersIdentity(t *testing.T) {
 	go func() { done <- r.Run(running) }()
 	for i := range 3 {
 		eventually(t, 30*time.Second, "a lease is taken and renewed", func() (bool, any) {
-			return count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress WHERE lease_until > clock_timestamp() + interval '20 seconds'`) == 1, log.String()
+			return count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE lease_until > clock_timestamp() + interval '20 seconds'`) == 1, log.String()
 		})
 		<-time.After(500 * time.Millisecond) // a hundred looks
 		_, err = p.owner.Exec(ctx, `INSERT INTO effectonce.outbox (topic) VALUES ($1)`, topic)
@@ -219,7 +219,7 @@ func TestPartsWorkWithTheirRoles(t *testing.T) {
 
 	require.Equal(t, n, count(ctx, t, p.owner, `SELECT count(DISTINCT value) FROM app_effects`))
 	require.Equal(t, n, count(ctx, t, p.owner, `SELECT count(*) FROM app_effects`))
-	require.Equal(t, 2, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress WHERE owner IS NULL AND published > 0`), "leases are given back")
+	require.Equal(t, 2, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NULL AND published > 0`), "leases are given back")
 	require.Zero(t, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_replicas`))
 
 	// The upkeep of claims is not the consumer's, and trying it does not keep the owner from it.

@@ -63,7 +63,7 @@ func TestRelaysRunOnThroughANextMigration(t *testing.T) {
 			w.seed = 15
 			w.run(ctx, t, pool)
 			eventually(t, 30*time.Second, "the number of shards changes", func() (bool, any) {
-				n := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_progress`)
+				n := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`)
 				return n == 3, n
 			})
 			// Leases are taken anew, under other epochs, as after any trouble.

@@ -10,6 +10,8 @@ ALTER TABLE effectonce.outbox_ticks RESET (autovacuum_vacuum_scale_factor, autov
 UPDATE effectonce.outbox_progress p SET tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor = w.floor,
   published = w.published, advanced_epoch = w.advanced_epoch
 FROM effectonce.outbox_progress_now w WHERE w.relay = p.relay AND w.shard = p.shard;
+DROP TRIGGER outbox_progress_removed ON effectonce.outbox_progress;
+DROP FUNCTION effectonce.outbox_progress_removed();
 DROP VIEW effectonce.outbox_progress_now;
 DROP TABLE effectonce.outbox_advances;
 ALTER TABLE effectonce.outbox_progress DROP COLUMN advance;

@@ -35,11 +35,24 @@ CREATE VIEW effectonce.outbox_progress_now AS
 SELECT p.relay, p.shard, p.shards, coalesce(a.tick, p.tick) AS tick, CASE WHEN a.n IS NULL THEN p.next_tick ELSE a.next_tick END AS next_tick,
   coalesce(a.seq, p.seq) AS seq, greatest(a.floor, p.floor) AS floor, coalesce(a.published, p.published) AS published,
   p.system_identifier, p.timeline, p.owner, p.lease_until, p.epoch, coalesce(a.advanced_epoch, p.advanced_epoch) AS advanced_epoch,
-  a.journal_offset, coalesce(a.at, p.updated_at) AS updated_at
+  a.journal_offset, coalesce(a.n, p.advance) AS advance, coalesce(a.at, p.updated_at) AS updated_at
 FROM effectonce.outbox_progress p
 LEFT JOIN LATERAL (
   SELECT newest.* FROM (SELECT * FROM effectonce.outbox_advances n WHERE n.relay = p.relay AND n.shard = p.shard ORDER BY n.n DESC LIMIT 1) AS newest
   WHERE newest.epoch >= p.advanced_epoch AND newest.n > p.advance) AS a ON true;
+
+-- A shard that is removed takes its chain with it: one of the same number later begins anew.
+CREATE FUNCTION effectonce.outbox_progress_removed() RETURNS trigger
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+  DELETE FROM effectonce.outbox_advances a USING gone WHERE a.relay = gone.relay AND a.shard = gone.shard;
+  RETURN NULL;
+END
+$$;
+CREATE TRIGGER outbox_progress_removed AFTER DELETE ON effectonce.outbox_progress
+  REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_progress_removed();
 
 -- ---------------------------------------------------------------------------------------------
 -- Dead rows

@@ -62,7 +62,7 @@ func TestBacklogLeavesNoDeadRows(t *testing.T) {
 		require.NoError(t, err)
 	}
 	require.Eventually(t, func() bool {
-		return one[int](t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress`) == rows
+		return one[int](t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress_now`) == rows
 	}, 5*time.Minute, 20*time.Millisecond)
 	stop()
 	require.NoError(t, <-done)

@@ -100,7 +100,7 @@ func TestDeadRowOfACommittedTransactionIsNotLost(t *testing.T) {
 				})
 			}
 			must(t, pool, mixedSQL)
-			tracer := &broken{tag: "-- relay.bury"}
+			tracer := &broken{tag: "-- relay.move_to_dead"}
 			r, err := relay.New(traced(t, pool, tracer), []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
 			require.NoError(t, err)
 			if alone {
@@ -134,19 +134,21 @@ func TestDeadRowOfACommittedTransactionIsNotLost(t *testing.T) {
 // Rows O12, O13.
 func TestFencedHolderBuriesNothing(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-			must(t, pool, mixedSQL)
-			r, err := relay.New(traced(t, pool, &between{"-- relay.bury", meddle(t, pool, takenSQL)}),
-				[]kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly})
-			require.NoError(t, err)
-			_, err = r.Drain(t.Context())
-			require.ErrorContains(t, err, "lease lost")
-			require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
-			require.Zero(t, dead(t, pool))
-		})
+	for release, taken := range map[string]string{"this": takenSQL, "previous": takenBeforeSQL} {
+		for _, exactly := range []bool{false, true} {
+			t.Run(fmt.Sprintf("taken by the %s release, exactly once %v", release, exactly), func(t *testing.T) {
+				t.Parallel()
+				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+				must(t, pool, mixedSQL)
+				r, err := relay.New(traced(t, pool, &between{"-- relay.lock_lease", meddle(t, pool, taken)}),
+					[]kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly})
+				require.NoError(t, err)
+				_, err = r.Drain(t.Context())
+				require.ErrorContains(t, err, "lease lost")
+				require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
+				require.Zero(t, dead(t, pool))
+			})
+		}
 	}
 }
 
@@ -183,7 +185,7 @@ func TestTroubleOfBrokersKillsNoRow(t *testing.T) {
 				require.Zero(t, dead(t, pool))
 				mended.Store(true)
 				await(t, "all is published", func() bool {
-					return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress`) >= 2
+					return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) >= 2
 				})
 				stop()
 				require.NoError(t, <-done)

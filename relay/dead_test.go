@@ -215,7 +215,7 @@ func TestRowsBehindADeadOneWait(t *testing.T) {
 // found that they still cannot be, leaves them as they are. Row O13.
 func TestDeadRowsBelongToTheHolder(t *testing.T) {
 	t.Parallel()
-	for tag, headers := range map[string]string{"-- relay.exhume": `{}`, "-- relay.hold_again": `{"n": {}}`} {
+	for tag, headers := range map[string]string{"-- relay.remove_dead": `{}`, "-- relay.hold_again": `{"n": {}}`} {
 		t.Run(tag, func(t *testing.T) {
 			t.Parallel()
 			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -316,7 +316,7 @@ func TestRefusedWhenProduced(t *testing.T) {
 			// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29 has another.
 			require.Eventually(t, func() bool { return dead(t, pool) == 4 }, 60*time.Second, 10*time.Millisecond)
 			require.Eventually(t, func() bool {
-				return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress`) >= 26
+				return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 26
 			}, 60*time.Second, 10*time.Millisecond)
 			stop()
 			<-done
@@ -359,7 +359,7 @@ func TestRowsBesideDeadOnesAreCounted(t *testing.T) {
 	_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic) SELECT CASE WHEN i % 3 = 1 THEN $1 ELSE $2 END FROM generate_series(1, 300) AS i`, missing, topic)
 	require.NoError(t, err)
 	require.EqualValues(t, 200, drain(t, newRelay(t, pool, relay.Config{PageRowsMax: 3, ProgressEvery: time.Millisecond})))
-	require.Equal(t, 200, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress`))
+	require.Equal(t, 200, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
 }
 
 // Property: a stop while rows are tried one by one commits nothing that is not in progress: each is published once.
@@ -518,7 +518,7 @@ type freezing struct {
 
 func (f *freezing) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.TraceQueryStartData) context.Context {
 	switch {
-	case strings.HasPrefix(query.SQL, "-- relay.bury"):
+	case strings.HasPrefix(query.SQL, "-- relay.move_to_dead"):
 		f.buries.Store(true)
 	case f.froze.Load():
 		<-f.thaw

@@ -2,7 +2,6 @@ package relay
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -11,226 +10,355 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// transaction is what a publisher needs to write records and progress in one Kafka transaction. Progress is a
-// record of the journal; the row in outbox_progress follows it, for retention and for people.
-type transaction struct {
+// toTransactions publishes exactly once: records and progress are in one Kafka transaction. Progress is a
+// record of the journal; the chain in the database follows it, for retention and for people, every ProgressEvery.
+type toTransactions struct {
+	*publisher
 	journal *journal
-	max     time.Duration
-	begun   time.Time // of the transaction under way; zero: there is none
-	at      cursor    // the last one that was committed
-	rows    int64     // all that were ever committed
-	revived []int64   // dead rows that the transaction publishes
-	dead    []deadRow // what it steps over
-	void    error     // why nothing can be committed any more: the work starts over
+
+	begun    time.Time // of the transaction under way; zero: there is none
+	end      cursor    // behind what was handed over last
+	handed   int64     // rows of the transaction
+	released []int64   // dead rows that it publishes
+	dead     []deadRow // what it steps over
+
+	at   cursor // the last one that was committed
+	rows int64  // all that were ever committed
+	void error  // why nothing can be committed any more: the work starts over
+	// Committed and not copied to the database. Under progress.storing, like void.
+	uncopied int64
+	offset   *int64 // of the last progress record, if it is not copied
 }
 
-func (t *transaction) due(pageFull bool) bool { return !pageFull || time.Since(t.begun) >= t.max }
-
-// beginExactlyOnce fences whoever published this shard before, aborts what that one had under way, and goes on
+// begin fences whoever published this shard before, aborts what that one had under way, and goes on
 // from what was committed last.
-func (p *publisher) beginExactlyOnce(ctx context.Context) error {
-	p.exact = &transaction{journal: p.newJournal(), max: p.cfg.TransactionMax, rows: p.lease.stored.published}
-	if err := p.exact.journal.prepare(ctx, p.client); err != nil {
+func (t *toTransactions) begin(ctx context.Context) error {
+	t.journal, t.rows, t.at = t.newJournal(), t.lease.stored.published, t.lease.cursor
+	if err := t.journal.prepare(ctx, t.client); err != nil {
 		return err
 	}
-	if _, _, err := p.client.ProducerID(ctx); err != nil {
-		return fmt.Errorf("begin transactions as %q: %w", p.exact.journal.id, err)
+	if _, _, err := t.client.ProducerID(ctx); err != nil {
+		return fmt.Errorf("begin transactions as %q: %w", t.journal.id, err)
 	}
-	found, err := p.exact.journal.read(ctx, p.client)
+	found, err := t.journal.read(ctx, t.client)
 	if err != nil {
-		return fmt.Errorf("read progress topic %q: %w", p.cfg.ProgressTopic, err)
+		return fmt.Errorf("read progress topic %q: %w", t.cfg.ProgressTopic, err)
 	}
-	p.exact.at = p.lease.cursor
 	if found == nil {
 		return nil
 	}
-	if _, err := p.lease.cluster.movedFrom(cluster{system: found.System, timeline: found.Timeline}); err != nil {
-		return fmt.Errorf("progress topic %q: %w; or, where an older state of it was put back on purpose, give the relay another progress topic", p.cfg.ProgressTopic, err)
+	if _, err := t.lease.cluster.movedFrom(cluster{system: found.System, timeline: found.Timeline}); err != nil {
+		return fmt.Errorf("progress topic %q: %w; or, where an older state of it was put back on purpose, give the relay another progress topic", t.cfg.ProgressTopic, err)
 	}
-	if !found.after(p.lease) {
+	if !found.after(t.lease) {
 		return nil
 	}
+	return t.adopt(ctx, found)
+}
+
+// adopt goes on from progress in Kafka that is ahead of the database's copy.
+func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	at, err := found.cursor()
 	if err != nil {
-		return fmt.Errorf("progress topic %q, offset %d: %w", p.cfg.ProgressTopic, found.offset, err)
+		return fmt.Errorf("progress topic %q, offset %d: %w", t.cfg.ProgressTopic, found.offset, err)
 	}
-	remembered, err := p.exact.journal.remembered(ctx, at)
+	remembered, err := t.journal.remembered(ctx, at)
 	if err != nil {
-		return fmt.Errorf("look for the ticks of progress topic %q: %w", p.cfg.ProgressTopic, err)
+		return fmt.Errorf("look for the ticks of progress topic %q: %w", t.cfg.ProgressTopic, err)
 	}
 	if !remembered {
-		p.cfg.Logger.ErrorContext(ctx, "the database went back behind what was published, to a backup or a dump: the relay goes on from the database's progress, so consumers will see duplicates",
-			"relay", p.cfg.Name, "shard", p.lease.shard)
+		t.cfg.Logger.ErrorContext(ctx, "the database went back behind what was published, to a backup or a dump: the relay goes on from the database's progress, so consumers will see duplicates",
+			"relay", t.cfg.Name, "shard", t.lease.shard)
 		return nil
 	}
-	p.exact.at = at
-	p.cfg.Logger.InfoContext(ctx, "progress is taken from Kafka, which is ahead of the database's copy", "relay", p.cfg.Name, "shard", p.lease.shard,
-		"rows", found.Published-p.lease.stored.published)
-	p.exact.rows = found.Published
-	p.read = p.exact.at
-	p.mark = floorMark{xmax: p.read.from.xmax, seqLast: p.read.from.seqLast}
-	if err := p.exhume(ctx, found.Revived); err != nil {
+	rows := found.Published - t.lease.stored.published
+	t.cfg.Logger.InfoContext(ctx, "progress is taken from Kafka, which is ahead of the database's copy", "relay", t.cfg.Name, "shard", t.lease.shard, "rows", rows)
+	t.at, t.rows = at, found.Published
+	t.reader.from(at)
+	if err := t.publisher.dead.remove(ctx, found.Revived); err != nil {
 		return err
 	}
-	rows := found.Published - p.lease.stored.published
+	t.progress.storing.Lock()
+	defer t.progress.storing.Unlock()
 	if dead := found.verdicts(); len(dead.seqs) > 0 {
-		return p.storeBuried(ctx, dead, p.exact.at, rows)
+		return t.storeDead(ctx, dead, at, rows, &found.offset)
 	}
-	return p.storeCursor(ctx, p.pool, p.exact.at, rows)
+	return t.progress.store(ctx, at, rows, &found.offset)
 }
 
-// produceBesideDead produces a page that has dead rows, and commits at once: they move to outbox_dead behind the
-// commit, together with the copy of progress, and the next page has to find them there. Before the commit they must
-// not: whoever goes on from the progress before it would publish them from there and from the outbox, and an operator
-// could discard what is read again.
-func (p *publisher) produceBesideDead(ctx context.Context, s *sorted, bytes int, end cursor) error {
-	if len(s.records) == 0 {
-		p.enqueue(&batch{end: end})
-	} else if err := p.send(ctx, &batch{rows: s.rows, records: s.records, bytes: bytes, end: end}); err != nil {
+// publish adds the rows to the transaction. One with dead rows, or released ones, is committed at once: dead rows move to
+// outbox_dead behind the commit, together with the copy of progress, and the next page has to find them there. Before the
+// commit they must not: the next holder, which goes on from the progress before it, would publish them from there
+// and from the outbox, and an operator could discard what is read again.
+func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
+	if t.anySuspect(a.rows) {
+		return t.publishEach(work, ctx, a)
+	}
+	if err := t.hand(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end}); err != nil {
 		return err
 	}
-	p.exact.dead = s.dead
-	return p.commit(ctx)
+	if a.released {
+		t.released = seqs(a.rows)
+		if err := t.commit(work, ctx); err != nil {
+			return err
+		}
+		if len(a.rows) > 0 {
+			t.cfg.Logger.InfoContext(ctx, "dead rows were published", "relay", t.cfg.Name, "rows", len(a.rows))
+		}
+		return t.publisher.dead.holdAgain(ctx, a.dead)
+	}
+	if len(a.dead) == 0 {
+		return nil
+	}
+	t.dead = a.dead
+	return t.commit(work, ctx)
 }
 
-// produceAlone is produce with each row in a transaction of its own, which steps over the dead rows before it: see
-// sendAlone.
-func (p *publisher) produceAlone(ctx context.Context, s *sorted, end cursor) error {
-	inside, dead := p.inside(end), s.dead
-	err := p.sendAlone(ctx, s, func(r *row) cursor {
+// hand adds a batch to the transaction, which begins with the first record.
+func (t *toTransactions) hand(b *batch) error {
+	if b.end.from != nil {
+		t.end = b.end
+	}
+	if len(b.records) == 0 {
+		t.flight.add(b)
+		return nil
+	}
+	if err := t.open(); err != nil {
+		return err
+	}
+	t.handed += int64(len(b.rows))
+	t.send(context.Background(), b) //nolint:contextcheck // records are not cancelled: see send
+	return nil
+}
+
+// publishEach produces each row in a transaction of its own, which steps over the dead rows before it. A refusal makes the
+// transaction void: the work starts over, and it is known then which row it is.
+func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) error {
+	dead := a.dead
+	if a.released { // a refusal ends the work: what is known about others is stored first
+		if err := t.publisher.dead.holdAgain(ctx, dead); err != nil {
+			return err
+		}
+		dead = nil
+	}
+	for i, r := range a.rows {
+		if err := t.commit(work, ctx); err != nil {
+			return err
+		}
+		if err := t.open(); err != nil {
+			return err
+		}
+		if err := t.produceOne(ctx, a.records[i]); err != nil {
+			// It may be in the transaction, and is in no progress: a stop must not commit it.
+			cause := t.makeVoid(fmt.Errorf("produce to topic %q: %w", r.topic, err))
+			if !refused(err) {
+				return cause
+			}
+			t.refuse(r.seq, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
+			return &refusedAlone{cause}
+		}
+		if a.released {
+			t.released = []int64{r.seq}
+		}
 		n := 0
 		for n < len(dead) && dead[n].row.seq < r.seq {
 			n++
 		}
-		p.exact.dead, dead = dead[:n], dead[n:]
-		return inside(r)
-	})
-	if err != nil {
+		t.dead, dead = dead[:n], dead[n:]
+		if end := a.upTo(r); end.from != nil {
+			t.end = end
+		}
+		t.handed++
+		t.flight.add(&batch{rows: a.rows[i : i+1], end: a.upTo(r)})
+		t.acquit(a.rows[i : i+1])
+	}
+	if err := t.commit(work, ctx); err != nil || a.released {
 		return err
 	}
-	p.enqueue(&batch{end: end})
-	p.exact.dead = dead
-	return p.commit(ctx)
+	if err := t.hand(&batch{end: a.end}); err != nil {
+		return err
+	}
+	t.dead = dead
+	return t.commit(work, ctx)
+}
+
+// paged ends the transaction, unless there is more to put into it and time left.
+func (t *toTransactions) paged(work, ctx context.Context, full bool) error {
+	if full && time.Since(t.begun) < t.cfg.TransactionMax {
+		return nil
+	}
+	return t.commit(work, ctx)
+}
+
+func (t *toTransactions) finish(work, ctx context.Context) error {
+	if err := t.commit(work, ctx); err != nil {
+		return err
+	}
+	t.progress.storing.Lock()
+	defer t.progress.storing.Unlock()
+	return t.copy(ctx)
 }
 
 // open begins a transaction unless one is under way.
-func (p *publisher) open() error {
-	if p.exact == nil || !p.exact.begun.IsZero() {
+func (t *toTransactions) open() error {
+	if !t.begun.IsZero() {
 		return nil
 	}
-	if err := p.client.BeginTransaction(); err != nil {
+	if err := t.client.BeginTransaction(); err != nil {
 		return fmt.Errorf("begin a transaction: %w", err)
 	}
-	p.exact.begun = time.Now()
+	t.begun = time.Now()
 	return nil
 }
 
-// commit ends the transaction under way, with what is acknowledged as progress, and stores the copy. Everything
-// in flight is waited for first. Once that is done it does not end with ctx, only with the work and in time: a
-// transaction that was cut off is void, unless the journal says that it was committed.
-func (p *publisher) commit(ctx context.Context) error {
-	if err := p.settled(ctx); err != nil {
+// commit ends the transaction under way, with progress behind all that is in it. Everything in flight is waited for first.
+// Once that is done it does not end with ctx, only with the work and in time: a transaction that was cut off is void,
+// unless the journal says that it was committed.
+func (t *toTransactions) commit(work, ctx context.Context) error {
+	t.progress.storing.Lock()
+	defer t.progress.storing.Unlock()
+	if t.void != nil {
+		return t.void
+	}
+	if t.end.from == nil { // nothing moves progress: released rows
+		t.end = t.at
+	}
+	if t.begun.IsZero() && t.end == t.at && len(t.dead) == 0 {
+		return t.flight.settled(ctx)
+	}
+	if err := t.prepare(ctx); err != nil {
 		return err
 	}
 	deadline, ok := ctx.Deadline()
 	if !ok {
 		deadline = time.Now().Add(transactionTimeout)
 	}
-	ctx, cancel := context.WithDeadline(p.life, deadline)
+	work, cancel := context.WithDeadline(work, deadline)
 	defer cancel()
-	p.storing.Lock()
-	defer p.storing.Unlock()
-	if p.exact.void == nil {
-		p.exact.void = p.commitAcked(ctx) //nolint:contextcheck // the work's own
-	}
-	return p.exact.void
+	t.void = t.commitPrepared(work) //nolint:contextcheck // the work's own
+	return t.void
 }
 
-// void lets nothing be committed any more.
-func (p *publisher) void(why error) error {
-	p.storing.Lock()
-	defer p.storing.Unlock()
-	if p.exact.void == nil {
-		p.exact.void = why
+// makeVoid lets nothing be committed any more.
+func (t *toTransactions) makeVoid(why error) error {
+	t.progress.storing.Lock()
+	defer t.progress.storing.Unlock()
+	if t.void == nil {
+		t.void = why
 	}
 	return why
 }
 
-func (p *publisher) commitAcked(ctx context.Context) error {
-	t := p.exact
-	end, rows := p.takeAcked()
-	if end == nil {
-		end = &t.at
-	}
-	if t.begun.IsZero() && *end == t.at && len(t.dead) == 0 {
-		return nil
-	}
-	// The ticks are stored, and with them every commit that they saw is durable, before Kafka knows of it: a
-	// server that crashes and loses commits must not give their transaction ids out again behind a tick.
-	if err := errors.Join(p.store(ctx, p.pool, end.from), p.store(ctx, p.pool, end.to)); err != nil {
+// prepare makes everything durable that a commit needs. The ticks are stored, and with them every commit that they saw,
+// before Kafka knows of them: a server that crashes and loses commits must not give their transaction ids out again
+// behind a tick. Meanwhile the brokers store the rows, and then the progress record with them. If prepare is
+// interrupted it can be called again: of several progress records in one transaction the last one counts.
+func (t *toTransactions) prepare(ctx context.Context) error {
+	if err := t.progress.ticks(ctx, t.end); err != nil {
 		return err
 	}
-	if !t.begun.IsZero() {
-		if err := p.endTransaction(ctx, *end, rows); err != nil {
-			return err
-		}
+	if t.begun.IsZero() {
+		return t.flight.settled(ctx)
 	}
-	t.at = *end
-	if err := p.exhume(ctx, t.revived); err != nil {
-		return err
-	}
-	t.revived = nil
-	if len(t.dead) == 0 {
-		err := p.storeCursor(ctx, p.pool, *end, rows)
-		if err != nil {
-			return err
-		}
-	} else {
-		if err := p.storeBuried(ctx, columns(t.dead), *end, rows); err != nil {
-			return err
-		}
-		p.buried(ctx, t.dead)
-		t.dead = nil
-	}
-	crashpoint.Here(crashpoint.RelayProgressed)
-	p.count(rows)
-	return nil
-}
-
-func (p *publisher) endTransaction(ctx context.Context, end cursor, rows int64) error {
-	t := p.exact
-	record, err := t.journal.record(p.lease, end, t.rows+rows, t)
+	record, err := t.journal.record(t.lease, t.end, t.rows+t.handed, t)
 	if err != nil {
 		return err
 	}
-	if !p.lease.held() {
+	if !t.lease.held() {
 		return errLeaseLost
 	}
-	if err := p.produceOne(ctx, record); err != nil {
-		return fmt.Errorf("write progress to topic %q: %w", p.cfg.ProgressTopic, err)
+	wrote := make(chan error, 1)
+	t.client.Produce(context.WithoutCancel(ctx), record, func(r *kgo.Record, err error) {
+		t.journal.wrote = r.Offset
+		wrote <- err
+	})
+	if err := t.flight.settled(ctx); err != nil {
+		return err
 	}
-	crashpoint.Here(crashpoint.RelayAcknowledged)
-	if err := p.client.EndTransaction(ctx, kgo.TryCommit); err != nil {
-		return fmt.Errorf("commit a transaction: %w", err)
+	select {
+	case err = <-wrote:
+	case <-ctx.Done():
+		return ctx.Err()
 	}
-	crashpoint.Here(crashpoint.RelayCommitted)
-	t.begun, t.rows = time.Time{}, t.rows+rows
+	if err != nil {
+		return fmt.Errorf("write progress to topic %q: %w", t.cfg.ProgressTopic, err)
+	}
 	return nil
 }
 
+func (t *toTransactions) commitPrepared(ctx context.Context) error {
+	t.flight.take()
+	if !t.begun.IsZero() {
+		if !t.lease.held() {
+			return errLeaseLost
+		}
+		crashpoint.Here(crashpoint.RelayAcknowledged)
+		if err := t.client.EndTransaction(ctx, kgo.TryCommit); err != nil {
+			return fmt.Errorf("commit a transaction: %w", err)
+		}
+		crashpoint.Here(crashpoint.RelayCommitted)
+		offset := t.journal.wrote
+		t.begun, t.offset = time.Time{}, &offset
+	}
+	t.at, t.rows, t.uncopied, t.handed = t.end, t.rows+t.handed, t.uncopied+t.handed, 0
+	if err := t.publisher.dead.remove(ctx, t.released); err != nil {
+		return err
+	}
+	t.released = nil
+	if len(t.dead) == 0 {
+		return nil // copied in a while: see store
+	}
+	if err := t.storeDead(ctx, columns(t.dead), t.at, t.uncopied, t.offset); err != nil {
+		return err
+	}
+	t.copied()
+	t.publisher.dead.moved(ctx, t.dead)
+	t.dead = nil
+	return nil
+}
+
+// store copies what was committed to the database.
+func (t *toTransactions) store(ctx context.Context) error {
+	t.progress.storing.Lock()
+	defer t.progress.storing.Unlock()
+	ctx, cancel := t.storing(ctx)
+	defer cancel()
+	if t.void != nil {
+		return nil // what ended the work is reported where it arose
+	}
+	return t.copy(ctx)
+}
+
+// copy is called with progress.storing.
+func (t *toTransactions) copy(ctx context.Context) error {
+	if t.at == t.lease.cursor && t.uncopied == 0 {
+		return nil
+	}
+	if err := t.progress.store(ctx, t.at, t.uncopied, t.offset); err != nil {
+		return err
+	}
+	t.copied()
+	return nil
+}
+
+func (t *toTransactions) copied() {
+	t.uncopied, t.offset = 0, nil
+	crashpoint.Here(crashpoint.RelayProgressed)
+}
+
 // abort ends what was not committed, so that readers need not wait until it times out.
-func (p *publisher) abort(ctx context.Context) {
-	if p.exact.begun.IsZero() {
+func (t *toTransactions) abort(ctx context.Context) {
+	if t.begun.IsZero() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), abortMax)
 	defer cancel()
-	err := p.client.AbortBufferedRecords(ctx)
+	err := t.client.AbortBufferedRecords(ctx)
 	if err == nil {
-		err = p.client.EndTransaction(ctx, kgo.TryAbort)
+		err = t.client.EndTransaction(ctx, kgo.TryAbort)
 	}
 	if err != nil {
-		p.cfg.Logger.WarnContext(ctx, "a transaction was left open; whoever publishes the shard next aborts it", "relay", p.cfg.Name, "shard", p.lease.shard, "error", err)
+		t.cfg.Logger.WarnContext(ctx, "a transaction was left open; whoever publishes the shard next aborts it", "relay", t.cfg.Name, "shard", t.lease.shard, "error", err)
 	}
 }
 

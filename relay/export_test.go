@@ -75,7 +75,7 @@ func (r *Relay) FetchesElsewhere(ctx context.Context) error {
 	}
 	another := "another run"
 	l.cluster.run = &another
-	_, _, err = newPublisher(r, l).fetch(ctx, l.cursor, 10)
+	_, _, err = newPublisher(r, l).reader.fetch(ctx, l.cursor, 10)
 	r.giveBack(ctx, l)
 	return err
 }

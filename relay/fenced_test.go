@@ -134,7 +134,16 @@ func runs(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) {
 	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
 }
 
-const takenSQL = `UPDATE effectonce.outbox_progress SET epoch = epoch + 1, owner = 'another', lease_until = clock_timestamp() + interval '1 hour'`
+// takenSQL is what another replica does that takes the shard: a new epoch, and with it the next row of the chain.
+const takenSQL = `
+WITH taken AS (
+  UPDATE effectonce.outbox_progress SET epoch = epoch + 1, owner = 'another', lease_until = clock_timestamp() + interval '1 hour' WHERE shard >= 0 RETURNING relay, shard, epoch)
+INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published)
+SELECT t.relay, t.shard, w.advance + 1, t.epoch, w.advanced_epoch, w.tick, w.next_tick, w.seq, w.floor, w.published
+FROM taken t JOIN effectonce.outbox_progress_now w USING (relay, shard)`
+
+// takenBeforeSQL is what a replica of the previous release does, which knows no chain.
+const takenBeforeSQL = `UPDATE effectonce.outbox_progress SET epoch = epoch + 1, owner = 'another', lease_until = clock_timestamp() + interval '1 hour'`
 
 // Property: a replica whose shard somebody else took, which it can learn only from the epoch, gives up long before its own
 // lease would have ended, leaves the other's lease as it is, and counts nothing as published that is not stored. Row O13.
@@ -154,13 +163,13 @@ func TestTakenShardIsGivenUp(t *testing.T) {
 			await(t, "a row is published", func() bool { return published.Load() == 1 })
 			_, err := pool.Exec(ctx, takenSQL)
 			require.NoError(t, err)
-			until := one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress`)
+			until := one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress_now`)
 			if rows {
 				insert(t, pool, topic, "k", "second")
 			}
 			await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
 			require.EqualValues(t, 1, published.Load())
-			require.True(t, until.Equal(one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress`)))
+			require.True(t, until.Equal(one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress_now`)))
 		})
 	}
 }
@@ -244,7 +253,7 @@ func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
 	<-tracer.waits
 	tracer.cut.Store(true)
 	await(t, "the lease is over", func() bool {
-		return one[bool](t, pool, `SELECT lease_until < clock_timestamp() FROM effectonce.outbox_progress`)
+		return one[bool](t, pool, `SELECT lease_until < clock_timestamp() FROM effectonce.outbox_progress_now`)
 	})
 	close(tracer.release)
 	await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
@@ -285,7 +294,7 @@ func TestShardsChangeWhenNothingIsRead(t *testing.T) {
 		insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i+1))
 	}
 	close(tracer.release)
-	await(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress`) == 2 })
+	await(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`) == 2 })
 	insert(t, pool, topic, "k", "last")
 	await(t, "all is published", func() bool { return slices.Contains(values(t, topic), "last") })
 	await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 12 })

@@ -18,6 +18,7 @@ type journal struct {
 	*publisher
 	id    string // transactional.id, and key of the records
 	topic string
+	wrote int64 // offset of the last record of the transaction under way
 }
 
 // entry is a progress record. It is complete in itself: the ticks that it names may be lost in a failover.
@@ -74,10 +75,10 @@ func (j *journal) prepare(ctx context.Context, client *kgo.Client) error {
 	return nil
 }
 
-func (j *journal) record(l *lease, end cursor, published int64, t *transaction) (*kgo.Record, error) {
+func (j *journal) record(l *lease, end cursor, published int64, t *toTransactions) (*kgo.Record, error) {
 	e := entry{
 		System: l.cluster.system, Timeline: l.cluster.timeline, Epoch: l.epoch, Published: published,
-		From: storedTick{end.from.id, end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: t.revived,
+		From: storedTick{end.from.id, end.from.snapshot, end.from.seqLast}, Seq: end.seq, Floor: end.floor, Revived: t.released,
 	}
 	e.step(t.dead)
 	if end.to != nil {

@@ -71,12 +71,12 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	published := func(n int) {
 		t.Helper()
 		await(t, "rows are published", func() bool {
-			return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress`) == n
+			return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) == n
 		})
 	}
 	insert(t, pool, topic, "k", "1")
 	published(1)
-	must(t, pool, `CREATE TABLE before AS SELECT * FROM effectonce.outbox_progress`)
+	must(t, pool, `CREATE TABLE before AS SELECT * FROM effectonce.outbox_progress_now`)
 
 	other := kafkatest.Client(t, kgo.TransactionalID(topic))
 	require.NoError(t, other.BeginTransaction())
@@ -105,7 +105,7 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 		require.NoError(t, other.EndTransaction(ctx, kgo.TryCommit))
 	}
 	require.Equal(t, []string{"1", "2"}, values(t, topic), "nothing twice")
-	require.Equal(t, 2, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress`))
+	require.Equal(t, 2, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
 }
 
 // Property: a relay that was led back to an old primary publishes nothing: where this process has worked on a later

@@ -27,10 +27,13 @@ type cluster struct {
 type lease struct {
 	shard, shards int16
 	epoch         int64
-	cursor        cursor
-	stored        progressed
-	cluster       cluster
-	// seq was the last one given out before the statement that took the lease: see publisher.seqSafe.
+	// Progress as it is stored, and its number in the chain: see progress. Rows of the chain up to cleared are deleted.
+	cursor     cursor
+	stored     progressed
+	n, cleared int64
+	journal    *int64 // offset of the progress record that it is a copy of
+	cluster    cluster
+	// seq was the last one given out before the statement that took the lease: see progress.
 	seq int64
 	// trusted is when this process stops believing in its lease, by its own monotonic clock: counted
 	// from before the statement that took or renewed it, and a tenth early, so it ends before the
@@ -120,8 +123,9 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	var to *int64
 	var known cluster
 	err = r.pool.QueryRow(taking, r.sql.acquire, l.cluster.run, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
-		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published)
-	if errors.Is(err, pgx.ErrNoRows) {
+		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published, &l.n, &l.cleared, &l.journal)
+	var refusal *pgconn.PgError
+	if errors.Is(err, pgx.ErrNoRows) || errors.As(err, &refusal) && refusal.Code == "23505" { // the holder before wrote progress meanwhile: the next look finds it
 		return nil, nil //nolint:nilnil // no lease is no error
 	}
 	if err != nil {

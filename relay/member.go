@@ -140,7 +140,7 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 	for shard, w := range m.workers {
 		if !slices.Contains(s.renewed, shard) && slices.Contains(leases, w.lease) {
 			w.publisher.lose(errLeaseLost)
-			if w.publisher.ended.Load() {
+			if w.publisher.course.isOver() {
 				m.abandonCut(ctx)
 			}
 		}
@@ -282,7 +282,7 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 	switch {
 	case m.workers[shard] != w:
 		return nil // it was replaced already: see reshard
-	case !w.publisher.ended.Load():
+	case !w.publisher.course.isOver():
 	case w.ending: // it came to the cut when that was given up already
 		brief, cancel := m.brief(context.WithoutCancel(ctx))
 		m.giveBack(brief, w.lease)

@@ -43,7 +43,7 @@ func TestReplicasShareShards(t *testing.T) {
 		shares := ""
 		require.Eventually(t, func() bool {
 			shares = one[string](t, pool, `SELECT coalesce(string_agg(owner || ' ' || n, ', ' ORDER BY owner), '')
-				FROM (SELECT owner, count(*) AS n FROM effectonce.outbox_progress WHERE owner IS NOT NULL GROUP BY owner) s`)
+				FROM (SELECT owner, count(*) AS n FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL GROUP BY owner) s`)
 			return shares == want
 		}, lease/2, 20*time.Millisecond, "%s", want)
 	}
@@ -66,7 +66,7 @@ func TestReplicasShareShards(t *testing.T) {
 	share("a 2, b 2, c 2")
 	_, err = relay.SetShards(ctx, pool, "", "default", "ana", "test", 1)
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress`) == 1 }, lease/2, 20*time.Millisecond)
+	require.Eventually(t, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`) == 1 }, lease/2, 20*time.Millisecond)
 	share("a 1")
 	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) >= 80 }, 20*time.Second, 20*time.Millisecond)
 	for _, stop := range []func(){first, second, third} {
@@ -142,7 +142,7 @@ func TestReshardingTakenBackLeavesNoShardBehind(t *testing.T) {
 	go func() { done <- r.Run(running) }()
 	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
 	await(t, "both shards are taken", func() bool {
-		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress WHERE owner IS NOT NULL`) == 2
+		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`) == 2
 	})
 	held, release := make(chan struct{}), make(chan struct{})
 	fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {

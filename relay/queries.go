@@ -16,6 +16,10 @@ FROM (VALUES ('enable_sort', 'off'), ('enable_bitmapscan', 'off'), ('enable_seqs
 const enrollSQL = `-- relay.enroll
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ($1, $2) ON CONFLICT (relay) DO NOTHING`
 
+// copyProgress copies the newest row of the chain into outbox_progress, where the previous release, and people, look.
+const copyProgress = `tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor = w.floor, published = w.published,
+  advanced_epoch = w.advanced_epoch, advance = w.advance, updated_at = w.updated_at`
+
 // beatSQL says that this replica is alive, renews the leases that it holds ($4 to $6 are their shards and epochs, and the
 // runs of the server that they were taken in; one that was given back meanwhile has no owner), and returns how things
 // stand: one row for each shard, whether it was renewed, and which topics are paused.
@@ -24,8 +28,8 @@ WITH alive AS (
   INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until) VALUES ($1, $2, clock_timestamp() + $3::interval)
   ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until
 ), renewed AS (
-  UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval
-  FROM unnest($4::smallint[], $5::bigint[], $6::text[]) AS mine (shard, epoch, run)
+  UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval, ` + copyProgress + `
+  FROM unnest($4::smallint[], $5::bigint[], $6::text[]) AS mine (shard, epoch, run) JOIN effectonce.outbox_progress_now w ON w.relay = $1 AND w.shard = mine.shard
   WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND CASE WHEN mine.run IS NULL THEN true ELSE mine.run = ` + serverRun + ` END
   RETURNING p.shard
 )
@@ -48,7 +52,11 @@ DELETE FROM effectonce.outbox_replicas WHERE relay = $1 AND (owner = $2 OR alive
 // acquireSQL takes a lease that is free or over, on the database's clock, and begins a new epoch. It
 // returns no row while somebody else holds it, nor on another server than that of the run $1. The relay's row is locked: the number of shards does not change
 // meanwhile.
+//
+// The chain of progress goes on with a row of the new epoch, which repeats the last one: from then on a holder before
+// finds its next number taken. If it wrote a row after this statement's snapshot, the statement fails with 23505.
 const acquireSQL = `-- relay.acquire
+WITH taken AS (
 INSERT INTO effectonce.outbox_progress AS p (relay, shard, shards, owner, lease_until, epoch, system_identifier, timeline)
 SELECT r.relay, $3, r.shards, $4, clock_timestamp() + $5::interval, 1, $6, $7
 FROM effectonce.outbox_relays r WHERE r.relay = $2 AND r.shards > $3 AND ` + here + ` FOR SHARE
@@ -56,12 +64,34 @@ ON CONFLICT (relay, shard) DO UPDATE SET
   owner = excluded.owner, lease_until = excluded.lease_until, epoch = p.epoch + 1,
   system_identifier = coalesce(p.system_identifier, excluded.system_identifier), timeline = coalesce(p.timeline, excluded.timeline)
 WHERE p.lease_until IS NULL OR p.lease_until < clock_timestamp()
-RETURNING epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, advanced_epoch, published`
+RETURNING relay, shard, epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, advanced_epoch, published, advance
+), newest AS (
+  SELECT a.* FROM effectonce.outbox_advances a WHERE a.relay = $2 AND a.shard = $3 ORDER BY a.n DESC LIMIT 1
+), known AS (
+  SELECT t.relay, t.shard, t.epoch, t.shards, coalesce(a.tick, t.tick) AS tick, CASE WHEN a.n IS NULL THEN t.next_tick ELSE a.next_tick END AS next_tick,
+    coalesce(a.seq, t.seq) AS seq, greatest(a.floor, t.floor) AS floor, t.system_identifier, t.timeline,
+    coalesce(a.advanced_epoch, t.advanced_epoch) AS advanced_epoch, coalesce(a.published, t.published) AS published, a.journal_offset,
+    greatest(t.advance, coalesce((SELECT n FROM newest), 0)) + 1 AS n
+  FROM taken t LEFT JOIN newest a ON a.epoch >= t.advanced_epoch AND a.n > t.advance
+), begun AS (
+  INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
+  SELECT relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset FROM known
+)
+SELECT epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, advanced_epoch, published, n,
+  coalesce((SELECT min(n) FROM effectonce.outbox_advances WHERE relay = $2 AND shard = $3), known.n) - 1, journal_offset
+FROM known`
+
+// resumeProgressSQL is how progress stands for a holder that does not know the outcome of its last write.
+const resumeProgressSQL = `-- relay.resume_progress
+SELECT w.advance, w.tick, w.next_tick, w.seq, w.floor, w.advanced_epoch, w.published, w.journal_offset
+FROM effectonce.outbox_progress_now w WHERE w.relay = $2 AND w.shard = $3 AND w.epoch = $4 AND ` + here + `
+`
 
 // releaseSQL ends the lease now, so that another replica need not wait for it to run out.
 const releaseSQL = `-- relay.release
-UPDATE effectonce.outbox_progress SET lease_until = NULL, owner = NULL
-WHERE relay = $1 AND shard = $2 AND epoch = $3`
+UPDATE effectonce.outbox_progress p SET lease_until = NULL, owner = NULL, ` + copyProgress + `
+FROM effectonce.outbox_progress_now w
+WHERE p.relay = $1 AND p.shard = $2 AND p.epoch = $3 AND w.relay = $1 AND w.shard = $2`
 
 const snapshotSQL = `-- relay.snapshot
 SELECT pg_current_snapshot()::text, ` + here + `
@@ -74,7 +104,8 @@ SELECT FROM effectonce.outbox_relays WHERE relay = $1 AND shards_wanted IS NOT N
 const allHeldSQL = `-- relay.all_held
 SELECT count(*) = (SELECT shards FROM effectonce.outbox_relays WHERE relay = $1)
 FROM (SELECT FROM effectonce.outbox_progress p JOIN unnest($2::smallint[], $3::bigint[]) AS mine (shard, epoch) USING (shard, epoch)
-  WHERE p.relay = $1 AND p.tick = $4 AND p.next_tick IS NULL AND p.lease_until > clock_timestamp() FOR UPDATE OF p) held`
+    JOIN effectonce.outbox_progress_now w USING (relay, shard)
+  WHERE p.relay = $1 AND w.tick = $4 AND w.next_tick IS NULL AND p.lease_until > clock_timestamp() FOR UPDATE OF p) held`
 
 // cutOverSQL begins the new shards, with an epoch that is later than all that were.
 const cutOverSQL = `-- relay.cut_over
@@ -85,7 +116,7 @@ FROM effectonce.outbox_relays r
 CROSS JOIN LATERAL generate_series(0, r.shards_wanted - 1) AS s (shard)
 CROSS JOIN LATERAL (SELECT max(epoch) AS epoch, min(floor) AS floor, sum(published) AS published,
     max(system_identifier) AS system_identifier, max(timeline) AS timeline
-  FROM effectonce.outbox_progress WHERE relay = r.relay) old
+  FROM effectonce.outbox_progress_now WHERE relay = r.relay) old
 WHERE r.relay = $1
 ON CONFLICT (relay, shard) DO UPDATE SET
   shards = excluded.shards, tick = excluded.tick, next_tick = NULL, seq = 0, floor = excluded.floor, epoch = excluded.epoch,
@@ -126,7 +157,7 @@ SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_ses
 // cluster ($1, $2), has published nothing that is known.
 const unpublishedSQL = `-- relay.unpublished
 SELECT EXISTS (
-  SELECT FROM effectonce.outbox_progress p LEFT JOIN effectonce.outbox_ticks t USING (tick)
+  SELECT FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t USING (tick)
   WHERE t.tick IS NULL OR p.system_identifier <> $1 OR p.timeline <> $2 OR EXISTS (
     SELECT FROM effectonce.outbox_%[1]d o
     WHERE (o.txid >= pg_snapshot_xmax(t.snapshot) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(t.snapshot)))) AND o.shard %% p.shards = p.shard
@@ -183,7 +214,7 @@ SELECT NOT pg_is_in_recovery()`
 //
 // $7 is the later tick while a batch takes several pages, so that each page reads the same batch; null
 // reads up to now, and the statement's own snapshot, which comes back with the rows, becomes the tick.
-// The sequence is read after the snapshot was taken: what it says counts for later ticks (publisher.seqSafe).
+// The sequence is read after the snapshot was taken: what it says counts for later ticks (progress).
 //
 // $1 is the run of the server that the lease was taken on: see here. The snapshots are computed once, in now: written into the conditions they would be computed for each
 // row. The join keeps the order of the page, and readPage checks it: sorting again would copy every row.
@@ -231,13 +262,18 @@ SELECT $1::text::pg_snapshot, $2 FROM (SELECT set_config('synchronous_commit',
 WHERE durable.setting IS NOT NULL AND CASE WHEN $3::text IS NULL THEN true ELSE $3::text = ` + serverRun + ` END
 RETURNING tick`
 
-// advanceSQL changes nothing when the epoch is over: then somebody else publishes. Nor does it in another run of the
-// server: see storeTickSQL.
+// advanceSQL adds a row to the chain. It fails with 23505 when the lease is over: then another replica publishes, or did.
+// In another run of the server it changes nothing: see storeTickSQL.
 const advanceSQL = `-- relay.advance
-UPDATE effectonce.outbox_progress SET
-  tick = $4, next_tick = $5, seq = $6, floor = greatest(floor, $7), published = published + $8, advanced_epoch = $3,
-  updated_at = clock_timestamp()
-WHERE relay = $1 AND shard = $2 AND epoch = $3 AND CASE WHEN $9::text IS NULL THEN true ELSE $9::text = ` + serverRun + ` END`
+INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
+SELECT $2, $3, $4, $5, $5, $6, $7, $8, $9, $10, $11 WHERE ` + here
+
+const lockLeaseSQL = `-- relay.lock_lease
+SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3 FOR SHARE`
+
+// clearAdvancesSQL deletes the rows of the chain between two numbers.
+const clearAdvancesSQL = `-- relay.clear_advances
+DELETE FROM effectonce.outbox_advances WHERE relay = $1 AND shard = $2 AND n > $3 AND n <= $4`
 
 // pruneSQL forgets ticks that no reader stands on, the oldest $1. Some minutes of them stay, for whoever is about to read one
 // that progress has just left.
@@ -266,8 +302,13 @@ const restampSQL = `-- relay.restamp
 UPDATE effectonce.outbox o SET txid = pg_current_xact_id() WHERE ` + foreign
 
 const rebaseSQL = `-- relay.rebase
-UPDATE effectonce.outbox_progress SET tick = $4, next_tick = NULL, seq = 0, system_identifier = $5, timeline = $6, advanced_epoch = $3, updated_at = clock_timestamp()
-WHERE relay = $1 AND shard = $2 AND epoch = $3 AND CASE WHEN $7::text IS NULL THEN true ELSE $7::text = ` + serverRun + ` END`
+WITH moved AS (
+  UPDATE effectonce.outbox_progress SET tick = $4, next_tick = NULL, seq = 0, floor = $9, published = $10, system_identifier = $5, timeline = $6,
+    advanced_epoch = $3, updated_at = clock_timestamp()
+  WHERE relay = $1 AND shard = $2 AND epoch = $3 AND CASE WHEN $7::text IS NULL THEN true ELSE $7::text = ` + serverRun + ` END
+  RETURNING epoch)
+INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, seq, floor, published)
+SELECT $1, $2, $8, epoch, epoch, $4, 0, $9, $10 FROM moved`
 
 const deadExistSQL = `-- relay.dead_exist
 SELECT EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1 AND shard % $2::int = $3::int)`
@@ -282,7 +323,7 @@ WHERE EXISTS (
   SELECT FROM effectonce.outbox_dead d
   WHERE d.relay = $1 AND d.topic = page.topic AND sha256(d.key) = sha256(page.key) AND d.key = page.key AND NOT ($4` + skipped + `))`
 
-const burySQL = `-- relay.bury
+const moveToDeadSQL = `-- relay.move_to_dead
 INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, payload, headers, created_at, reason, error, state)
 SELECT $1, o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at, d.reason, d.error,
   CASE d.reason WHEN 'behind' THEN 'behind' ELSE 'held' END
@@ -311,9 +352,9 @@ WHERE d.relay = $1 AND d.shard % $3::int = $4::int AND d.state <> 'held' AND NOT
     AND h.seq < d.seq AND h.state = 'held' AND NOT ($5` + skipped + `))
 ORDER BY d.seq LIMIT $2`
 
-// exhumeSQL removes released rows, if the epoch still is the caller's, and tells whether it is. In the order of seq,
+// removeDeadSQL deletes released rows, if the epoch still is the caller's, and tells whether it is. In the order of seq,
 // or it could deadlock with operators.
-const exhumeSQL = `-- relay.exhume
+const removeDeadSQL = `-- relay.remove_dead
 WITH mine AS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3),
 locked AS MATERIALIZED (SELECT seq FROM effectonce.outbox_dead WHERE relay = $1 AND seq = ANY ($4) AND EXISTS (SELECT FROM mine) ORDER BY seq FOR UPDATE),
 gone AS (DELETE FROM effectonce.outbox_dead d USING locked WHERE d.relay = $1 AND d.seq = locked.seq)
@@ -367,11 +408,11 @@ SELECT (SELECT count(*) FROM due), (SELECT count(*) FROM moved)`
 type queries struct {
 	nextDue, promote string
 
-	enroll, beat, leave, seq, acquire, release, fetch, hasTick, loadTick, storeTick, advance, prune string
-	lockStamps, foreign, restamp, rebase                                                            string
-	deadExist, held, bury, waitingTopics, retryTopic, releasable, exhume, holdAgain                 string
-	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                  string
-	slots, turn, unpublished, lockSlot, truncate, truncated                                         string
+	enroll, beat, leave, seq, acquire, release, fetch, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
+	lockStamps, foreign, restamp, rebase                                                                                   string
+	deadExist, held, moveToDead, waitingTopics, retryTopic, releasable, removeDead, holdAgain                              string
+	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                         string
+	slots, turn, unpublished, lockSlot, truncate, truncated                                                                string
 }
 
 // newQueries names the run of the server as run says: serverRun, or unknownRun where the database hides what that needs. A
@@ -382,10 +423,10 @@ func newQueries(schema, run string) queries {
 		nextDue: in(nextDueSQL), promote: in(promoteSQL),
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL),
-		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), prune: in(pruneSQL),
+		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
-		bury: in(burySQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),
-		releasable: in(releasableSQL), exhume: in(exhumeSQL), holdAgain: in(holdAgainSQL),
+		moveToDead: in(moveToDeadSQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),
+		releasable: in(releasableSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
 		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),
 		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL),
 	}

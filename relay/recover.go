@@ -42,11 +42,12 @@ func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, er
 		return 0, err
 	}
 	begin.run = l.cluster.run
-	if err := r.store(ctx, r.pool, begin); err != nil {
+	if err := r.storeTick(ctx, r.pool, begin); err != nil {
 		return 0, err
 	}
 	err = r.stamp(ctx, l, func(tx pgx.Tx) error {
-		tag, err := tx.Exec(ctx, r.sql.rebase, r.cfg.Name, l.shard, l.epoch, begin.id, l.cluster.system, l.cluster.timeline, l.cluster.run)
+		tag, err := tx.Exec(ctx, r.sql.rebase, r.cfg.Name, l.shard, l.epoch, begin.id, l.cluster.system, l.cluster.timeline, l.cluster.run,
+			l.n+1, l.cursor.floor, l.stored.published)
 		if err == nil && tag.RowsAffected() == 0 {
 			err = errLeaseLost
 		}
@@ -55,6 +56,7 @@ func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, er
 	if err != nil {
 		return 0, fmt.Errorf("move progress to this cluster: %w", err)
 	}
+	l.n++
 	l.cursor.seq, l.stored.epoch = 0, l.epoch
 	return begin.id, nil
 }

@@ -212,7 +212,7 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 		}
 	}()
 	err := p.publish(ctx)
-	return p.published, err
+	return p.progress.rows, err
 }
 
 // isPaused tells whether an operator paused a topic, as far as the last look knows.

@@ -339,7 +339,7 @@ func testLeaseMovesAndFences(t *testing.T, exactly bool) {
 	require.ErrorIs(t, err, relay.ErrLeaseHeld)
 
 	// Another replica takes over behind its back: the first must notice, and must not store progress.
-	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() + interval '1 minute', owner = 'zombie', epoch = epoch + 1`)
+	_, err = pool.Exec(ctx, strings.Replace(takenSQL, "'another'", "'zombie'", 1))
 	require.NoError(t, err)
 	insert(t, pool, topic, "k", "1")
 	// In flight is in flight; or it found out before it read the row.
@@ -347,7 +347,7 @@ func testLeaseMovesAndFences(t *testing.T, exactly bool) {
 	stop()
 	require.NoError(t, <-done)
 	var published int64
-	require.NoError(t, pool.QueryRow(ctx, `SELECT published FROM effectonce.outbox_progress`).Scan(&published))
+	require.NoError(t, pool.QueryRow(ctx, `SELECT published FROM effectonce.outbox_progress_now`).Scan(&published))
 	require.Zero(t, published, "progress of an earlier epoch")
 	require.Equal(t, "zombie", owner(t, pool), "a lost lease must not be given back")
 
@@ -504,7 +504,7 @@ func dead(t *testing.T, pool *pgxpool.Pool) int {
 func owner(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	var name string
-	err := pool.QueryRow(t.Context(), `SELECT coalesce(max(owner), '') FROM effectonce.outbox_progress`).Scan(&name)
+	err := pool.QueryRow(t.Context(), `SELECT coalesce(max(owner), '') FROM effectonce.outbox_progress_now`).Scan(&name)
 	require.NoError(t, err)
 	return name
 }

@@ -55,13 +55,12 @@ func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup
 	}
 	if m.cut == nil {
 		// A page that is being read may be behind a tick that is taken now: everybody rests first.
+		all := true
 		for _, w := range m.workers {
-			w.publisher.rest.Store(true)
+			all = w.publisher.course.rest() && all
 		}
-		for _, w := range m.workers {
-			if !w.publisher.rests.Load() {
-				return nil
-			}
+		if !all {
+			return nil
 		}
 		cut, err := m.newCut(ctx)
 		if err != nil {
@@ -72,10 +71,10 @@ func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup
 		m.cfg.Logger.InfoContext(ctx, "the number of shards changes: all shards are published up to one tick", "relay", m.cfg.Name, "shards", s.shards, "wanted", *s.wanted)
 	}
 	for _, w := range m.workers {
-		w.publisher.until.CompareAndSwap(nil, m.cut)
+		w.publisher.course.endAt(m.cut)
 	}
 	for _, w := range m.workers {
-		if !w.publisher.ended.Load() {
+		if !w.publisher.course.isOver() {
 			return nil
 		}
 	}
@@ -91,7 +90,7 @@ func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup
 }
 
 // newCut takes a tick that is behind everything that the shards know. Each lease was taken by a transaction that
-// has committed, after its seq was read: see publisher.seqSafe.
+// has committed, after its seq was read: see progress.
 func (m *member) newCut(ctx context.Context) (*tick, error) {
 	ctx, cancel := m.brief(ctx)
 	defer cancel()
@@ -113,7 +112,7 @@ func (m *member) newCut(ctx context.Context) (*tick, error) {
 		return nil, err
 	}
 	cut.run = run
-	return cut, m.store(ctx, m.pool, cut)
+	return cut, m.storeTick(ctx, m.pool, cut)
 }
 
 // cutOver replaces the shards, if this replica still holds each of them, at the cut.
@@ -151,7 +150,7 @@ func (m *member) cutOver(ctx context.Context) error {
 // abandonCut gives up shards that wait at a cut which will not be: they may be published further.
 func (m *member) abandonCut(ctx context.Context) {
 	for _, w := range m.workers {
-		w.publisher.rest.Store(false)
+		w.publisher.course.goOn()
 	}
 	if m.cut == nil {
 		return
@@ -159,7 +158,7 @@ func (m *member) abandonCut(ctx context.Context) {
 	m.cut = nil
 	for shard, w := range m.workers {
 		w.end()
-		if w.publisher.ended.Load() {
+		if w.publisher.course.isOver() {
 			brief, cancel := m.brief(ctx)
 			m.giveBack(brief, w.lease)
 			cancel()

@@ -51,25 +51,44 @@ func (r *refusal) Unwrap() error { return r.cause }
 // Refuse marks an error of a Sink as final: the receiver will never take this message as it is.
 func Refuse(err error) error { return &refusal{err} }
 
-// feed hands rows to the sink and takes them off the front of s as they are accepted: what is left in s.rows
-// afterwards was published. Rows that are refused, and what stands behind them in their key, are in s.dead.
-// inside returns where progress may be behind a row. It must not pass a dead row before it is buried, so from the first
-// dead row on it stays where it is.
-func (p *publisher) feed(ctx context.Context, s *sorted, inside func(*row) cursor) error {
-	todo, records := s.rows, s.records
-	s.rows = s.rows[:0:0]
+// toSink hands rows to Config.Sink.
+type toSink struct{ *publisher }
+
+// publish takes rows off the front of the attempt as they are accepted. Progress must not pass a dead row before it is
+// in outbox_dead, so from the first dead row on it stays where it is until the end.
+func (t toSink) publish(work, ctx context.Context, a *attempt) error {
+	if a.released {
+		// What the sink took before it failed must not come again each time.
+		return errors.Join(t.feed(work, ctx, a), t.conclude(ctx, a))
+	}
+	if err := t.feed(work, ctx, a); err != nil {
+		return err
+	}
+	return t.conclude(ctx, a)
+}
+
+func (t toSink) paged(_, _ context.Context, _ bool) error { return nil }
+
+func (t toSink) store(ctx context.Context) error { return t.storeAcked(ctx) }
+
+func (t toSink) finish(_, ctx context.Context) error { return t.flight.settled(ctx) }
+
+// feed leaves in a.rows what the sink accepted.
+func (t toSink) feed(work, ctx context.Context, a *attempt) error {
+	todo, records := a.rows, a.records
+	a.rows, a.records = a.rows[:0:0], nil
 	for len(todo) > 0 {
-		if !p.lease.held() {
+		if !t.lease.held() {
 			return errLeaseLost
 		}
-		accepted, err := p.handOver(ctx, todo, records)
+		accepted, err := t.handOver(work, ctx, todo, records)
 		if accepted > 0 {
 			b := &batch{rows: todo[:accepted]}
-			if len(s.dead) == 0 {
-				b.end = inside(todo[accepted-1])
+			if len(a.dead) == 0 {
+				b.end = a.upTo(todo[accepted-1])
 			}
-			s.rows = append(s.rows, b.rows...)
-			p.enqueue(b)
+			a.rows = append(a.rows, b.rows...)
+			t.flight.add(b)
 		}
 		todo, records = todo[accepted:], records[accepted:]
 		var final *refusal
@@ -78,42 +97,16 @@ func (p *publisher) feed(ctx context.Context, s *sorted, inside func(*row) curso
 		case !errors.As(err, &final) || len(todo) == 0:
 			return fmt.Errorf("hand rows to the sink: %w", err)
 		default:
-			s.bury(todo[0], ReasonRefused, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
-			todo, records = s.without(todo[1:], records[1:])
+			a.give(todo[0], ReasonRefused, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
+			todo, records = a.withoutHeld(todo[1:], records[1:])
 		}
 	}
 	return nil
 }
 
-// feedPage is produce for a sink.
-func (p *publisher) feedPage(ctx context.Context, s *sorted, end cursor) error {
-	if err := p.feed(ctx, s, p.inside(end)); err != nil {
-		return err
-	}
-	if len(s.dead) == 0 {
-		p.enqueue(&batch{end: end})
-		return nil
-	}
-	return p.bury(ctx, s.dead, end)
-}
-
-// without moves rows behind a dead one to the dead.
-func (s *sorted) without(rows []*row, records []*kgo.Record) ([]*row, []*kgo.Record) {
-	var keptRows []*row
-	var keptRecords []*kgo.Record
-	for i, r := range rows {
-		if r.key != nil && s.behind[keyOf(r)] {
-			s.bury(r, ReasonBehind, errBehind)
-			continue
-		}
-		keptRows, keptRecords = append(keptRows, r), append(keptRecords, records[i])
-	}
-	return keptRows, keptRecords
-}
-
 // handOver is a call of the sink, bounded in time: one that hangs must not hang the relay.
-func (p *publisher) handOver(ctx context.Context, rows []*row, records []*kgo.Record) (int, error) {
-	ctx, cancel := p.sinkContext(ctx)
+func (t toSink) handOver(work, reading context.Context, rows []*row, records []*kgo.Record) (int, error) {
+	ctx, cancel := t.callContext(work, reading)
 	defer cancel()
 	messages := make([]Message, len(records))
 	for i, r := range records {
@@ -123,11 +116,11 @@ func (p *publisher) handOver(ctx context.Context, rows []*row, records []*kgo.Re
 		}
 	}
 	overdue := make(chan struct{})
-	late := context.AfterFunc(ctx, func() { p.overdue.Add(1); close(overdue) })
-	accepted, err := p.cfg.Sink.Publish(ctx, messages)
+	late := context.AfterFunc(ctx, func() { t.overdue.Add(1); close(overdue) })
+	accepted, err := t.cfg.Sink.Publish(ctx, messages)
 	if !late() {
 		<-overdue
-		p.overdue.Add(-1)
+		t.overdue.Add(-1)
 	}
 	if accepted < 0 || accepted > len(messages) || (accepted < len(messages) && err == nil) {
 		return 0, fmt.Errorf("the sink says that it accepted %d of %d messages, without an error: please report it to whoever wrote the sink", accepted, len(messages))
@@ -135,11 +128,11 @@ func (p *publisher) handOver(ctx context.Context, rows []*row, records []*kgo.Re
 	return accepted, err
 }
 
-// sinkContext ends with the work, and at a stop when there was time to drain.
-func (p *publisher) sinkContext(reading context.Context) (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithTimeout(p.life, p.cfg.Lease)
+// callContext ends with the work, and at a stop when there was time to drain.
+func (t toSink) callContext(work, reading context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithTimeout(work, t.cfg.Lease)
 	stop := context.AfterFunc(reading, func() {
-		if pause(ctx, p.cfg.DrainMax) {
+		if pause(ctx, t.cfg.DrainMax) {
 			cancel()
 		}
 	})

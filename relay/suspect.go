@@ -1,13 +1,10 @@
 package relay
 
 import (
-	"context"
 	"errors"
-	"fmt"
 	"sync"
 
 	"github.com/twmb/franz-go/pkg/kerr"
-	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // suspects are rows whose record failed with an error that trying again does not mend. The client fails
@@ -17,7 +14,7 @@ type suspects struct {
 	mu   sync.Mutex
 	seqs map[int64]bool
 	// refusals are what Kafka said about rows that were alone in a transaction, which it made void: the row is
-	// buried when it is read again, and it is kept until then. There may be several: the work starts over for each.
+	// moved to outbox_dead when it is read again, and it is kept until then. There may be several: the work starts over for each.
 	refusals map[int64]error
 }
 
@@ -44,6 +41,7 @@ func (r *Relay) anySuspect(rows []*row) bool {
 	return false
 }
 
+// acquit clears rows that were acknowledged.
 func (r *Relay) acquit(rows []*row) {
 	r.suspects.mu.Lock()
 	defer r.suspects.mu.Unlock()
@@ -98,75 +96,4 @@ func refused(err error) bool {
 		return true
 	}
 	return false // also for a topic that is not there: a new look at it decides
-}
-
-// produceOne produces a record and waits until it is acknowledged. The client's own way of waiting does not end with ctx
-// once a broker has got the record and does not answer.
-func (p *publisher) produceOne(ctx context.Context, record *kgo.Record) error {
-	done := make(chan error, 1)
-	p.client.Produce(ctx, record, func(_ *kgo.Record, err error) { done <- err })
-	select {
-	case err := <-done:
-		return err
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-}
-
-// sendSuspects produces the rows of a page one by one, each acknowledged before the next, and moves those
-// that Kafka refuses, and what is behind them, to the dead of the page.
-func (p *publisher) sendSuspects(ctx context.Context, s *sorted) error {
-	if err := p.settled(ctx); err != nil {
-		return err
-	}
-	tried := s.rows
-	rows, records := s.rows[:0:0], s.records[:0:0]
-	for i, r := range s.rows {
-		if r.key != nil && s.behind[keyOf(r)] {
-			s.bury(r, ReasonBehind, errBehind)
-			continue
-		}
-		err := p.produceOne(ctx, s.records[i])
-		if err != nil && !refused(err) {
-			return fmt.Errorf("produce to topic %q: %w", r.topic, err)
-		}
-		if err != nil {
-			s.bury(r, ReasonRefused, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
-			continue
-		}
-		rows, records = append(rows, r), append(records, s.records[i])
-	}
-	s.rows, s.records = rows, records
-	p.enqueue(&batch{rows: rows})
-	p.acquit(tried)
-	return nil
-}
-
-// sendAlone produces rows one by one, each in a transaction of its own, after which progress is at the cursor that
-// behind returns, or where it was if that is the zero value: the row was dead. A refusal makes the transaction void: the work starts over, and the row is known then.
-func (p *publisher) sendAlone(ctx context.Context, s *sorted, behind func(*row) cursor) error {
-	for i, r := range s.rows {
-		if err := p.commit(ctx); err != nil {
-			return err
-		}
-		if err := p.open(); err != nil {
-			return err
-		}
-		if err := p.produceOne(ctx, s.records[i]); err != nil {
-			// It may be in the transaction, and is in no progress: a stop must not commit it.
-			cause := p.void(fmt.Errorf("produce to topic %q: %w", r.topic, err))
-			if !refused(err) {
-				return cause
-			}
-			p.refuse(r.seq, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
-			return &refusedAlone{cause}
-		}
-		end := behind(r)
-		if end.from == nil {
-			p.exact.revived = []int64{r.seq}
-		}
-		p.enqueue(&batch{rows: s.rows[i : i+1], end: end})
-		p.acquit(s.rows[i : i+1])
-	}
-	return p.commit(ctx)
 }

@@ -15,7 +15,7 @@ type tick struct {
 	stored   bool
 	snapshot string // xmin:xmax:xip,…  as PostgreSQL writes it
 	// seqLast divides the rows: every row up to it has a transaction id below the snapshot's xmax, so its
-	// transaction is done in the snapshot, or in xip. See publisher.seqSafe for how it is known.
+	// transaction is done in the snapshot, or in xip. See progress for how it is known.
 	seqLast int64
 	// The snapshot's parts. xip stays text: it only travels back.
 	xmin, xmax uint64
@@ -56,8 +56,8 @@ func (r *Relay) loadTick(ctx context.Context, run *string, id int64) (*tick, err
 	return t, nil
 }
 
-// store makes sure that a tick has a number. A tick that no progress refers to does no harm.
-func (r *Relay) store(ctx context.Context, db execer, t *tick) error {
+// storeTick makes sure that a tick has a number. A tick that no progress refers to does no harm.
+func (r *Relay) storeTick(ctx context.Context, db execer, t *tick) error {
 	if t == nil || t.stored {
 		return nil
 	}
@@ -114,47 +114,4 @@ func (m *floorMark) advance(t *tick, floor int64) int64 {
 	floor = max(floor, m.seqLast)
 	*m = floorMark{xmax: t.xmax, seqLast: t.seqLast}
 	return floor
-}
-
-// fetch reads the page behind a cursor, and a tick behind it.
-func (p *publisher) fetch(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
-	seqSafe := p.seqSafe.Load()
-	after := max(c.seq, c.floor)
-	var upTo *string
-	if c.to != nil {
-		upTo = &c.to.snapshot
-	}
-	// Both statements travel in one round trip and are one transaction, which the settings end with. An idle
-	// relay does without: what came since its last look is little, on whatever plan.
-	ctx, cancel := p.patient(ctx)
-	defer cancel()
-	batch := &pgx.Batch{}
-	if !p.quiet {
-		batch.Queue(fetchSettingsSQL)
-	}
-	batch.Queue(p.sql.fetch, p.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo, p.lease.shards, p.lease.shard)
-	results := p.pool.SendBatch(ctx, batch)
-	defer func() { _ = results.Close() }()
-	if !p.quiet {
-		if _, err := results.Exec(); err != nil {
-			return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
-		}
-	}
-	rows, err := results.Query()
-	if err != nil {
-		return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
-	}
-	read, err := readPage(rows, limit, p.bytesMax/4)
-	if err != nil {
-		return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
-	}
-	if !read.here {
-		return nil, nil, errAnotherRun
-	}
-	seen, err := newTick(read.snapshot, seqSafe)
-	if err != nil {
-		return nil, nil, err
-	}
-	seen.run = p.lease.cluster.run
-	return read, seen, nil
 }

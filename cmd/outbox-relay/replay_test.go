@@ -24,7 +24,7 @@ func TestReplayPublishesAgain(t *testing.T) {
 	drain(t, address)
 	execSQL(t, conn, `INSERT INTO effectonce.operator_actions (who, what, why, subject) SELECT 'me', 'dead.discard', 'x', jsonb_build_object('relay', 'default', 'seq', 7)`)
 	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, payload, created_at) VALUES ($1, 'waits', '2026-01-01 00:10+00')`, topic)
-	const progress = `SELECT string_agg(p::text, ' ') FROM effectonce.outbox_progress p`
+	const progress = `SELECT string_agg(p::text, ' ') FROM effectonce.outbox_progress_now p`
 	var before, after string
 	require.NoError(t, conn.QueryRow(t.Context(), progress).Scan(&before))
 	replay := func(args ...string) result {
@@ -143,7 +143,7 @@ func TestReplayFromATick(t *testing.T) {
 	ticks := make([]string, 3)
 	for n := range ticks {
 		drain(t, address)
-		require.NoError(t, conn.QueryRow(t.Context(), `SELECT tick::text FROM effectonce.outbox_progress`).Scan(&ticks[n]))
+		require.NoError(t, conn.QueryRow(t.Context(), `SELECT tick::text FROM effectonce.outbox_progress_now`).Scan(&ticks[n]))
 		if n == 0 {
 			execSQL(t, late, "COMMIT")
 		}

@@ -115,6 +115,8 @@ func relayRights(schema string) []right {
 		{"table", "outbox_relays", "SELECT,INSERT,UPDATE"},
 		{"table", "outbox_replicas", "SELECT,INSERT,UPDATE,DELETE"},
 		{"table", "outbox_progress", "SELECT,INSERT,UPDATE,DELETE"},
+		{"table", "outbox_advances", "SELECT,INSERT,DELETE"},
+		{"table", "outbox_progress_now", "SELECT"},
 		{"table", "outbox_dead", "SELECT,INSERT,UPDATE,DELETE"},
 		{"table", "outbox_paused", "SELECT"},
 		{"table", "outbox_scheduled", "SELECT,UPDATE,DELETE"}, // UPDATE: to lock rows
@@ -147,6 +149,8 @@ func operatorRights(schema string) []right {
 		{"table", "outbox_paused", "SELECT,INSERT,UPDATE,DELETE"},
 		{"table", "outbox_relays", "SELECT,UPDATE(shards_wanted),DELETE"},
 		{"table", "outbox_progress", "SELECT,DELETE"},
+		{"table", "outbox_advances", "SELECT,DELETE"},
+		{"table", "outbox_progress_now", "SELECT"},
 		{"table", "outbox_replicas", "SELECT,DELETE"},
 		{"table", "operator_actions", "SELECT,INSERT"},
 		{"table", "consumer_pauses", "SELECT,INSERT,UPDATE,DELETE"},

@@ -13,7 +13,7 @@ SELECT p.relay, p.shard, coalesce(p.owner, ''),
   pg_snapshot_xmax(n.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(n.snapshot) x),
   p.system_identifier, extract(epoch FROM clock_timestamp())::float8, p.shards
 FROM (
-  SELECT relay, shard, owner, lease_until, epoch, published, tick, floor, next_tick, seq, system_identifier, shards FROM effectonce.outbox_progress
+  SELECT relay, shard, owner, lease_until, epoch, published, tick, floor, next_tick, seq, system_identifier, shards FROM effectonce.outbox_progress_now
   UNION ALL
   SELECT r.relay, s.shard, NULL, NULL, 0, 0, 0, 0, NULL, 0, NULL, r.shards
   FROM effectonce.outbox_relays r CROSS JOIN LATERAL generate_series(0, r.shards - 1) AS s (shard)

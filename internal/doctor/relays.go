@@ -50,7 +50,7 @@ func Slots(ctx context.Context, db Querier, schema string, keep time.Duration) [
 		return broken(check, err)
 	}
 	limit := 2*keep + slotSlack
-	why := "SELECT relay, shard, tick, lease_until, updated_at FROM " + pgx.Identifier{schema, "outbox_progress"}.Sanitize() +
+	why := "SELECT relay, shard, tick, lease_until, updated_at FROM " + pgx.Identifier{schema, "outbox_progress_now"}.Sanitize() +
 		" ORDER BY updated_at; -- who has not published its rows; see \"relays\", \"transactions\" and \"rights\", and the log for \"could not be removed\""
 	var found []Finding
 	var slot int16

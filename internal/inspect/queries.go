@@ -10,7 +10,7 @@ SELECT coalesce((SELECT shards FROM effectonce.outbox_relays WHERE relay = $1), 
 // cutSQL reads where all shards of a relay stand, from one snapshot. A tick that is missing is null.
 const cutSQL = `-- inspect.cut
 SELECT p.shard, t.snapshot::text, p.next_tick IS NOT NULL, n.snapshot::text, p.seq, p.floor, p.system_identifier
-FROM effectonce.outbox_progress p
+FROM effectonce.outbox_progress_now p
 LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
 LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick
 WHERE p.relay = $1 ORDER BY p.shard`
@@ -119,7 +119,7 @@ ORDER BY o.seq LIMIT $6`
 const shardsOfSQL = `-- inspect.shards_of
 SELECT p.relay, p.shard, coalesce(p.owner, ''), coalesce(extract(epoch FROM p.lease_until - clock_timestamp()), 0)::float8, p.epoch,
   p.tick, extract(epoch FROM clock_timestamp() - t.created_at)::float8, p.floor, p.published
-FROM effectonce.outbox_progress p LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
+FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
 WHERE $1::text IS NULL OR p.relay = $1 ORDER BY p.relay, p.shard`
 
 // lagSQL counts rows that shards of a relay have not published, at most $7 of those above every floor: what is

@@ -10,7 +10,7 @@ LEFT JOIN effectonce.outbox_relays r ON r.relay = known.relay
 LEFT JOIN (
   SELECT relay, count(*) FILTER (WHERE lease_until > clock_timestamp()) AS leased, sum(published) AS published,
     max(greatest(lease_until, updated_at)) AS seen
-  FROM effectonce.outbox_progress GROUP BY relay
+  FROM effectonce.outbox_progress_now GROUP BY relay
 ) p ON p.relay = known.relay
 LEFT JOIN (
   SELECT relay, count(*) FILTER (WHERE alive_until > clock_timestamp()) AS alive, max(alive_until) AS seen

@@ -37,7 +37,7 @@ func count(t *testing.T, conn *pgx.Conn, sql string) (n int) {
 }
 
 const (
-	rowsOfOld = `SELECT (SELECT count(*) FROM effectonce.outbox_relays WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_progress WHERE relay = 'old')
+	rowsOfOld = `SELECT (SELECT count(*) FROM effectonce.outbox_relays WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_progress_now WHERE relay = 'old')
 		+ (SELECT count(*) FROM effectonce.outbox_paused WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_replicas WHERE relay = 'old')`
 	actionsSQL = "SELECT count(*) FROM effectonce.operator_actions WHERE what = 'relay.delete' AND who = 'ana@ops' AND why = 'renamed' AND subject->>'relay' = 'old'"
 )

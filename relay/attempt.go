@@ -1,0 +1,177 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/outbox"
+)
+
+// attempt is one try to publish some rows: a page of the outbox, or a page of dead rows that were released. Rows that
+// cannot be published move from rows to dead as this is found out, with what stands behind them in their key.
+type attempt struct {
+	rows    []*row        // to be published, in order
+	records []*kgo.Record // of one length with rows
+	dead    []deadRow
+	bytes   int
+
+	// Where progress is before the attempt, and where it may go behind it. Zero for dead rows, which progress has passed.
+	from, end cursor
+	released  bool // the rows are from outbox_dead
+
+	behind map[topicKey]bool // keys with a dead row that holds them
+	skip   bool              // Config.SkipDead
+}
+
+// target is what takes rows: Kafka, Kafka with transactions, or a Sink.
+type target interface {
+	// publish hands the rows of an attempt over in order, and makes sure that progress moves behind them once they are
+	// acknowledged, and never past a dead row before that is in outbox_dead. ctx ends when the relay is to stop, work only when
+	// the work on the shard has failed.
+	publish(work, ctx context.Context, a *attempt) error
+	// paged is called behind each page, and often while there is none.
+	paged(work, ctx context.Context, full bool) error
+	// store is called every ProgressEvery, by a goroutine of its own: it writes progress to the database.
+	store(ctx context.Context) error
+	// finish waits for what was handed over, at the end of the work. ctx bounds it.
+	finish(work, ctx context.Context) error
+}
+
+// deadRow is a verdict about a row.
+type deadRow struct {
+	row    *row
+	reason Reason
+	err    string
+}
+
+type topicKey struct{ topic, key string }
+
+func keyOf(r *row) topicKey { return topicKey{r.topic, string(r.key)} }
+
+var errPaused = errors.New("the topic is paused: its rows are published when it is resumed")
+
+var errBehind = errors.New("an earlier row of this key is dead")
+
+// give gives a row up and, with it, the rest of its key. A row without a key has no order to keep.
+func (a *attempt) give(r *row, reason Reason, err error) {
+	a.dead = append(a.dead, deadRow{r, reason, bounds.ErrorText(err)})
+	if r.key != nil && (!a.skip || !reason.ofRow()) {
+		a.behind[keyOf(r)] = true
+	}
+}
+
+// held tells whether a dead row of its key holds a row.
+func (a *attempt) held(r *row) bool { return r.key != nil && len(a.behind) > 0 && a.behind[keyOf(r)] }
+
+// withoutHeld moves rows behind a dead one to the dead, and returns the others.
+func (a *attempt) withoutHeld(rows []*row, records []*kgo.Record) ([]*row, []*kgo.Record) {
+	keptRows, keptRecords := rows[:0:0], records[:0:0]
+	for i, r := range rows {
+		if a.held(r) {
+			a.give(r, ReasonBehind, errBehind)
+			continue
+		}
+		keptRows, keptRecords = append(keptRows, r), append(keptRecords, records[i])
+	}
+	return keptRows, keptRecords
+}
+
+// upTo returns where progress may be behind a row of the attempt: nowhere for dead rows.
+func (a *attempt) upTo(r *row) cursor {
+	if a.released {
+		return cursor{}
+	}
+	c := cursor{from: a.from.from, to: a.end.to, seq: r.seq, floor: a.from.floor}
+	if c.to == nil {
+		c.to = a.end.from
+	}
+	return c
+}
+
+// try makes an attempt of a page of the outbox that was read at one cursor and ends at another.
+func (p *publisher) try(ctx context.Context, page *page, from, end cursor) (*attempt, error) {
+	behind, err := p.dead.behind(ctx, page.rows)
+	if err != nil {
+		return nil, err
+	}
+	a := &attempt{from: from, end: end, bytes: page.bytes, behind: behind, skip: p.cfg.SkipDead}
+	return a, p.sort(ctx, a, page.rows)
+}
+
+// tryReleased makes an attempt of dead rows that were released. One that is still held back stays where it is.
+func (p *publisher) tryReleased(ctx context.Context, page *page) (*attempt, error) {
+	a := &attempt{bytes: page.bytes, behind: map[topicKey]bool{}, skip: p.cfg.SkipDead, released: true}
+	return a, p.sort(ctx, a, page.rows)
+}
+
+// sort separates rows that can be produced from those that cannot.
+func (p *publisher) sort(ctx context.Context, a *attempt, rows []row) error {
+	if err := p.learnTopics(ctx, rows); err != nil {
+		return err
+	}
+	a.rows, a.records = make([]*row, 0, len(rows)), make([]*kgo.Record, 0, len(rows))
+	maker := newRecordMaker(len(rows))
+	for i := range rows {
+		r := &rows[i]
+		if a.held(r) {
+			a.give(r, ReasonBehind, errBehind)
+			continue
+		}
+		record, reason, err := p.record(maker, r)
+		if err != nil {
+			a.give(r, reason, err)
+			continue
+		}
+		a.rows, a.records = append(a.rows, r), append(a.records, record)
+	}
+	return nil
+}
+
+// record builds the record of a row, or says why Kafka would refuse it.
+func (p *publisher) record(maker *recordMaker, r *row) (*kgo.Record, Reason, error) {
+	headers, err := outbox.DecodeHeaders(r.headers)
+	if err != nil {
+		return nil, ReasonBadHeaders, err
+	}
+	if err := p.refusal(r.seq); err != nil {
+		return nil, ReasonRefused, err
+	}
+	if p.isPaused(r.topic) {
+		return nil, ReasonPaused, errPaused
+	}
+	topic, _ := p.topics.get(r.topic)
+	if topic.refusal != nil {
+		return nil, ReasonRefused, topic.refusal
+	}
+	if !topic.exists {
+		return nil, ReasonUnknownTopic, fmt.Errorf("topic %q does not exist: create it, and the row is published by itself", r.topic)
+	}
+	message := outbox.Message{Key: r.key, Payload: r.payload, Headers: headers}
+	if size := message.RecordBytes(); size > int(topic.maxBytes) {
+		return nil, ReasonTooLarge, fmt.Errorf("the record has %d bytes, max.message.bytes of topic %q is %d: raise it and retry the row, or discard the row", size, r.topic, topic.maxBytes)
+	}
+	return maker.add(r, headers), "", nil
+}
+
+func (p *publisher) learnTopics(ctx context.Context, rows []row) error {
+	var names []string
+	asked := map[string]bool{}
+	for i := range rows {
+		name := rows[i].topic
+		if asked[name] {
+			continue
+		}
+		asked[name] = true
+		if _, fresh := p.topics.get(name); !fresh {
+			names = append(names, name)
+		}
+	}
+	if len(names) == 0 {
+		return nil
+	}
+	return p.learn(ctx, names)
+}

@@ -1,0 +1,194 @@
+package relay
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/crashpoint"
+)
+
+// reader reads the outbox, page by page. Behind a full page the next one is read while this one is published: the
+// database and this process work at the same time.
+type reader struct {
+	*Relay
+	lease    *lease
+	progress *progress
+	course   *course
+	bytesMax int
+	patience time.Duration
+
+	at    cursor    // behind the last page that was handed over
+	mark  floorMark // when the floor may move
+	limit int       // rows of the next page
+	ahead <-chan fetched
+	pace  pace
+}
+
+// reading is a page that was read, and where it ends.
+type reading struct {
+	page *page
+	end  cursor
+	// complete: nothing else was visible when the page was read.
+	complete bool
+	// woken is closed by a Wake since the statement was sent, which may not have seen what that was about.
+	woken <-chan struct{}
+}
+
+func newReader(p *publisher) *reader {
+	r := &reader{
+		Relay: p.Relay, lease: p.lease, progress: p.progress, course: &p.course, bytesMax: p.flight.bytesMax, patience: p.patience,
+		limit: min(100, p.cfg.PageRowsMax), pace: pace{min: p.cfg.PollMin, max: p.cfg.PollMax},
+	}
+	r.from(p.lease.cursor)
+	return r
+}
+
+// from sets where the next page starts. No read may be under way.
+func (r *reader) from(at cursor) {
+	r.at = at
+	r.mark = floorMark{xmax: at.from.xmax, seqLast: at.from.seqLast}
+}
+
+// next reads a page. It returns nil where the worker has to rest, and done at the end of its course.
+func (r *reader) next(ctx context.Context) (read *reading, done bool, err error) {
+	if r.ahead == nil {
+		ok, end := r.course.reading(r.at.to == nil)
+		if !ok {
+			return nil, false, nil
+		}
+		if end != nil {
+			if r.at.from == end {
+				return nil, true, nil
+			}
+			if r.at.to == nil {
+				r.at.to, r.at.seq = end, 0
+			}
+		}
+		r.ahead = r.fetchAhead(ctx, r.at, r.limit)
+	}
+	got := <-r.ahead
+	r.ahead = nil
+	if got.err != nil {
+		return nil, false, got.err
+	}
+	crashpoint.Here(crashpoint.RelayRead)
+	read = &reading{page: got.page, end: r.at.next(got.page, got.seen), complete: r.at.to == nil && !got.page.full, woken: got.woken}
+	r.pace.saw(len(got.page.rows))
+	r.limit = nextLimit(r.limit, got.page, r.bytesMax, r.cfg.PageRowsMax)
+	if got.page.full {
+		r.ahead = r.fetchAhead(ctx, read.end, r.limit)
+	} else {
+		read.end.floor = r.mark.advance(read.end.from, read.end.floor)
+	}
+	return read, false, nil
+}
+
+// passed says that a page was handed over.
+func (r *reader) passed(read *reading) {
+	r.at = read.end
+	r.progress.seqRead.Store(read.page.seqLast)
+}
+
+// stop waits for a read that is under way. Its context has ended.
+func (r *reader) stop() {
+	if r.ahead != nil {
+		<-r.ahead
+	}
+}
+
+// nextLimit lets pages grow to PageRowsMax while their rows are small, so that a page of large rows
+// takes no more memory than a page of small ones.
+func nextLimit(limit int, page *page, bytesMax, rowsMax int) int {
+	if len(page.rows) == 0 {
+		return limit
+	}
+	fit := bytesMax / 4 / max(1, page.bytes/len(page.rows))
+	return max(1, min(4*limit, fit, rowsMax))
+}
+
+// fetched is the outcome of a statement.
+type fetched struct {
+	page  *page
+	seen  *tick
+	err   error
+	woken <-chan struct{}
+}
+
+func (r *reader) fetchAhead(ctx context.Context, c cursor, limit int) <-chan fetched {
+	result := make(chan fetched, 1)
+	woken := r.wake.next()
+	go func() {
+		page, seen, err := r.fetch(ctx, c, limit)
+		result <- fetched{page, seen, err, woken}
+	}()
+	return result
+}
+
+// fetch reads the page behind a cursor, and a tick behind it.
+func (r *reader) fetch(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
+	defer cancel()
+	read, seqSafe, err := r.query(ctx, c, limit)
+	if err != nil {
+		return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
+	}
+	if !read.here {
+		return nil, nil, errAnotherRun
+	}
+	seen, err := newTick(read.snapshot, seqSafe)
+	if err != nil {
+		return nil, nil, err
+	}
+	seen.run = r.lease.cluster.run
+	return read, seen, nil
+}
+
+// query sends the settings and the statement, which travel in one round trip and are one transaction, with which the
+// settings end.
+func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, int64, error) {
+	seqSafe := r.progress.seqSafe.Load() // before the statement's snapshot
+	after := max(c.seq, c.floor)
+	var upTo *string
+	if c.to != nil {
+		upTo = &c.to.snapshot
+	}
+	batch := &pgx.Batch{}
+	batch.Queue(fetchSettingsSQL)
+	batch.Queue(r.sql.fetch, r.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo, r.lease.shards, r.lease.shard)
+	results := r.pool.SendBatch(ctx, batch)
+	defer func() { _ = results.Close() }()
+	if _, err := results.Exec(); err != nil {
+		return nil, 0, err
+	}
+	rows, err := results.Query()
+	if err != nil {
+		return nil, 0, err
+	}
+	read, err := readPage(rows, limit, r.bytesMax/4)
+	return read, seqSafe, err
+}
+
+// pace is how long to wait before the next look: the least pause for a while behind a page with rows, then twice as long
+// each time.
+type pace struct {
+	min, max time.Duration
+	last     time.Time // with rows
+	wait     time.Duration
+}
+
+// hotFor is how long a reader looks as often as it may behind a page with rows.
+const hotFor = 20 * time.Millisecond
+
+func (p *pace) saw(rows int) {
+	switch {
+	case rows > 0:
+		p.last, p.wait = time.Now(), p.min
+	case time.Since(p.last) < hotFor:
+		p.wait = p.min
+	default:
+		p.wait = min(max(2*p.wait, p.min), p.max)
+	}
+}

@@ -1,0 +1,115 @@
+package relay
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/crashpoint"
+)
+
+// toKafka publishes at least once: records are produced in order, and progress follows their acknowledgements.
+type toKafka struct{ *publisher }
+
+func (t toKafka) publish(_, ctx context.Context, a *attempt) error {
+	suspect := t.anySuspect(a.rows)
+	if !suspect && !a.released && len(a.dead) == 0 {
+		t.send(ctx, &batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end})
+		return nil
+	}
+	// Progress must not pass a dead row before it is in outbox_dead, and released rows must not be overtaken: everything
+	// before is settled first.
+	if suspect {
+		if err := t.sendEach(ctx, a); err != nil {
+			return err
+		}
+	} else {
+		t.send(ctx, &batch{rows: a.rows, records: a.records, bytes: a.bytes})
+	}
+	if err := t.flight.settled(ctx); err != nil {
+		return err
+	}
+	return t.conclude(ctx, a)
+}
+
+func (t toKafka) paged(_, _ context.Context, _ bool) error { return nil }
+
+func (t toKafka) store(ctx context.Context) error { return t.storeAcked(ctx) }
+
+func (t toKafka) finish(_, ctx context.Context) error { return t.flight.settled(ctx) }
+
+// conclude stores the outcome of an attempt whose rows are acknowledged, for targets without transactions.
+func (p *publisher) conclude(ctx context.Context, a *attempt) error {
+	switch {
+	case a.released:
+		return p.dead.published(ctx, a)
+	case len(a.dead) == 0:
+		p.flight.add(&batch{end: a.end})
+		return nil
+	}
+	return p.moveToDead(ctx, a.dead, a.end)
+}
+
+// send produces records in order, and does not wait.
+func (p *publisher) send(ctx context.Context, b *batch) {
+	b.pending = len(b.records)
+	p.flight.add(b)
+	promise := func(record *kgo.Record, err error) {
+		if err != nil {
+			if refused(err) {
+				p.suspect(b.rows[slices.Index(b.records, record)].seq)
+			}
+			err = fmt.Errorf("produce to topic %q: %w", record.Topic, err)
+		}
+		p.flight.settle(b, err)
+	}
+	// Not cancelled with ctx: a cancelled record would leave a hole in front of those behind it. What is
+	// not acknowledged when the relay gives up is dropped with the client.
+	ctx = context.WithoutCancel(ctx)
+	for _, record := range b.records {
+		p.client.Produce(ctx, record, promise)
+	}
+	crashpoint.Here(crashpoint.RelayProduced)
+}
+
+// sendEach produces rows one by one, each acknowledged before the next, so that the one which Kafka refuses is known.
+func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
+	if err := p.flight.settled(ctx); err != nil {
+		return err
+	}
+	tried, records := a.rows, a.records
+	a.rows, a.records = a.rows[:0:0], a.records[:0:0]
+	for i, r := range tried {
+		if a.held(r) {
+			a.give(r, ReasonBehind, errBehind)
+			continue
+		}
+		err := p.produceOne(ctx, records[i])
+		if err != nil && !refused(err) {
+			return fmt.Errorf("produce to topic %q: %w", r.topic, err)
+		}
+		if err != nil {
+			a.give(r, ReasonRefused, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
+			continue
+		}
+		a.rows, a.records = append(a.rows, r), append(a.records, records[i])
+	}
+	p.flight.add(&batch{rows: a.rows})
+	p.acquit(tried)
+	return nil
+}
+
+// produceOne produces a record and waits until it is acknowledged. The client's own way of waiting does not end with ctx
+// once a broker has got the record and does not answer.
+func (p *publisher) produceOne(ctx context.Context, record *kgo.Record) error {
+	done := make(chan error, 1)
+	p.client.Produce(ctx, record, func(_ *kgo.Record, err error) { done <- err })
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}

@@ -5,8 +5,11 @@ import (
 	"time"
 )
 
-// FetchSQL is the statement of the plan's test.
-const FetchSQL = fetchSQL
+// FetchSQL and FetchSizedSQL are the statements of the plan's test.
+const (
+	FetchSQL      = fetchSQL
+	FetchSizedSQL = fetchSizedSQL
+)
 
 // FetchSettingsSQL goes before it.
 const FetchSettingsSQL = fetchSettingsSQL

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"time"
@@ -19,7 +20,7 @@ type row struct {
 	key     []byte
 	payload []byte
 	id      uuid.UUID
-	headers []byte // JSON text
+	headers []byte // JSON text; nil: none
 	created time.Time
 }
 
@@ -34,69 +35,84 @@ type page struct {
 	bytes int
 	// full: the batch may have more rows behind these.
 	full bool
+	// deferred: the row behind these is larger than the statement sends.
+	deferred bool
+	// large: a row is larger than fetchSQL would send.
+	large bool
 	// What the statement saw: its snapshot, and the last seq that was given out.
 	snapshot string
 	seqLast  int64
 	here     bool // on the server of the lease
 }
 
+// largeBytes is the largest payload that fetchSQL sends.
+const largeBytes = 16 << 10
+
 // postgresEpoch is the zero of binary timestamps, in Unix microseconds.
 const postgresEpoch = 946684800 * 1_000_000
 
-// readPage takes rows out of a result set until bytesMax is passed, so that a page of huge rows does
-// not fill the memory; the rest of the result is read and dropped, and comes again with the next page.
+// extent is how large a page may be, and how large the one before was.
+type extent struct {
+	rows, bytes           int
+	rowsBefore, arenaSize int
+}
+
+// readPage takes rows out of a result set of fetchSQL or fetchSizedSQL. Behind a row that passes the bytes of the extent, or
+// that was left out, the rest of the result is read and dropped, and comes again with the next page.
 // Values are read in their binary form: a Scan by reflection costs more than everything else here.
-func readPage(rows pgx.Rows, limit, bytesMax int) (*page, error) {
+func readPage(rows pgx.Rows, want extent) (*page, error) {
 	defer rows.Close()
-	p := &page{}
-	var arena []byte
-	topics := map[string]string{}
-	count := 0
-	for rows.Next() {
+	if !rows.Next() {
+		return nil, cmp.Or(rows.Err(), errors.New("the statement brought no snapshot"))
+	}
+	v := rows.RawValues()
+	if v[0] != nil {
+		return nil, errNoOrder
+	}
+	p := &page{snapshot: string(v[2]), seqLast: int64(binary.BigEndian.Uint64(v[7])), here: v[8][0] == 1}
+	p.rows = make([]row, 0, want.rowsBefore)
+	arena := make([]byte, 0, want.arenaSize)
+	for last := ""; rows.Next(); {
 		v := rows.RawValues()
-		if p.snapshot == "" {
-			p.snapshot = string(v[0])
-			p.seqLast = int64(binary.BigEndian.Uint64(v[1]))
-			p.here = v[9][0] == 1
-		}
-		if v[2] == nil { // the outer join's empty row: nothing became visible
-			break
-		}
-		if p.bytes > bytesMax {
+		if p.deferred = v[7] != nil; p.deferred || p.bytes > want.bytes {
 			p.full = true
 			break
 		}
-		count++
-		if need := len(v[5]) + len(v[6]) + len(v[7]); cap(arena)-len(arena) < need {
+		if need := len(v[3]) + len(v[4]) + len(v[5]); cap(arena)-len(arena) < need {
 			arena = make([]byte, 0, max(need, 256<<10))
 		}
-		r := row{seq: int64(binary.BigEndian.Uint64(v[2])), id: uuid.UUID(v[3])}
-		topic, ok := topics[string(v[4])]
-		if !ok {
-			topic = string(v[4])
-			topics[topic] = topic
+		if string(v[2]) != last { // rows that follow each other mostly have one topic
+			last = string(v[2])
 		}
-		r.topic = topic
-		r.key, arena = keep(arena, v[5])
-		r.payload, arena = keep(arena, v[6])
-		r.headers, arena = keep(arena, v[7])
-		r.created = time.UnixMicro(int64(binary.BigEndian.Uint64(v[8])) + postgresEpoch)
+		r := row{seq: int64(binary.BigEndian.Uint64(v[0])), id: uuid.UUID(v[1]), topic: last}
+		r.key, arena = keep(arena, v[3])
+		r.payload, arena = keep(arena, v[4])
+		r.headers, arena = keep(arena, v[5])
+		r.created = time.UnixMicro(int64(binary.BigEndian.Uint64(v[6])) + postgresEpoch)
 		if n := len(p.rows); n > 0 && p.rows[n-1].seq >= r.seq {
-			return nil, errors.New("the statement's rows are not in order: please report it with the server's version and settings")
+			return nil, errNoOrder
 		}
 		p.rows = append(p.rows, r)
 		p.bytes += r.bytes()
+		p.large = p.large || len(r.payload) > largeBytes
 	}
 	rows.Close()
 	if err := rows.Err(); err != nil {
 		return nil, err
 	}
-	if p.snapshot == "" {
-		return nil, errors.New("the statement brought no snapshot")
-	}
-	p.full = p.full || count == limit
+	p.full = p.full || len(p.rows) == want.rows
 	return p, nil
 }
+
+// payloads is what fetchSizedSQL sums up.
+func (p *page) payloads() (bytes int) {
+	for i := range p.rows {
+		bytes += len(p.rows[i].payload) + len(p.rows[i].key)
+	}
+	return bytes
+}
+
+var errNoOrder = errors.New("the statement's rows are not in order: please report it with the server's version and settings")
 
 // keep copies a value into the arena and keeps the difference between NULL and empty.
 func keep(arena, v []byte) (kept, rest []byte) {

@@ -6,11 +6,17 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// fetchSettingsSQL leaves the planner no choice but to walk the indexes in order: on statistics that are out of date
-// it would sort what is left of the outbox for each page. The plan is made with the parameters each time.
+// fetchSettingsSQL leaves the planner no choice but to walk the indexes in order, and to do so by one generic plan: on
+// statistics that are out of date it would sort what is left of the outbox for each page, and planning costs ten times as
+// much as a look that finds nothing. The settings end with the transaction. They go in front of *every* fetch: a plan that was
+// made without them stays with the statement, since these settings do not invalidate it.
 const fetchSettingsSQL = `-- relay.fetch_settings
-SELECT set_config(name, value, true)
-FROM (VALUES ('enable_sort', 'off'), ('enable_bitmapscan', 'off'), ('enable_seqscan', 'off'), ('jit', 'off'), ('plan_cache_mode', 'force_custom_plan')) AS s (name, value)`
+SELECT set_config('enable_sort', 'off', true), set_config('enable_bitmapscan', 'off', true), set_config('enable_seqscan', 'off', true),
+  set_config('jit', 'off', true), set_config('plan_cache_mode', 'force_generic_plan', true)`
+
+// probeSQL is what a reader asks that found little before: while the snapshot is the same no other row is visible.
+const probeSQL = `-- relay.probe
+SELECT pg_current_snapshot()::text`
 
 // enrollSQL makes a relay known, with as many shards as it begins with.
 const enrollSQL = `-- relay.enroll
@@ -217,16 +223,45 @@ SELECT NOT pg_is_in_recovery()`
 // The sequence is read after the snapshot was taken: what it says counts for later ticks (progress).
 //
 // $1 is the run of the server that the lease was taken on: see here. The snapshots are computed once, in now: written into the conditions they would be computed for each
-// row. The join keeps the order of the page, and readPage checks it: sorting again would copy every row.
-// Casts get new names: under the old name a cast would be what ORDER BY sees.
+// row.
+//
+// The first row of the result is about the statement, so that the snapshot comes once: its seq is null, its topic is the snapshot,
+// its size the last seq that was given out. Then comes the page, in order, which readPage checks: sorting again would copy every row.
+// Casts get new names: under the old name a cast would be what ORDER BY sees. Headers that are the empty object are null: a
+// cast to text costs as much as a third of the row.
+//
+// A payload above $10 bytes is left out, and has its size instead: what comes behind it is read by fetchSizedSQL. octet_length of a
+// value that is stored apart does not read it.
 const fetchSQL = `-- relay.fetch
-WITH now AS MATERIALIZED (
+` + fetchNow + `
+UNION ALL
+SELECT page.seq, page.id, page.topic, page.key, CASE WHEN octet_length(page.payload) <= $10::int THEN page.payload END, ` + fetchHeaders + `, page.created_at,
+  CASE WHEN octet_length(page.payload) > $10::int THEN octet_length(page.payload)::bigint END, NULL
+FROM (` + fetchPage + `) page`
+
+// fetchSizedSQL is fetchSQL that ends a page with the row which passes $10 bytes, so that large rows are not sent and thrown
+// away. The sum costs half as much as everything else where rows are small.
+const fetchSizedSQL = `-- relay.fetch_sized
+` + fetchNow + `
+UNION ALL
+SELECT page.seq, page.id, page.topic, page.key, page.payload, ` + fetchHeaders + `, page.created_at, NULL, NULL
+FROM (
+  SELECT *, sum(coalesce(octet_length(payload), 0) + coalesce(octet_length(key), 0)) OVER (ORDER BY seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+  FROM (` + fetchPage + `) cut) page
+WHERE page.before IS NULL OR page.before < $10::int`
+
+const fetchHeaders = `CASE WHEN pg_column_size(page.headers) > 8 THEN page.headers::text END`
+
+const fetchNow = `WITH now AS MATERIALIZED (
   SELECT pg_current_snapshot()::text AS snapshot,
     (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq) AS seq_last,
     ` + here + ` AS here, $3::text::pg_snapshot AS since, coalesce($7::text::pg_snapshot, pg_current_snapshot()) AS until
 )
-SELECT now.snapshot, now.seq_last, page.seq, page.id, page.topic, page.key, page.payload, page.headers::text AS headers_text, page.created_at, now.here
-FROM now LEFT JOIN (
+SELECT NULL::bigint AS seq, NULL::uuid AS id, now.snapshot AS topic, NULL::bytea AS key, NULL::bytea AS payload, NULL::text AS headers_text,
+  NULL::timestamptz AS created_at, now.seq_last AS size, now.here
+FROM now`
+
+const fetchPage = `
   SELECT * FROM (
     (SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
      FROM effectonce.outbox o
@@ -242,7 +277,7 @@ FROM now LEFT JOIN (
          AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
        ORDER BY o.txid, o.seq LIMIT $6) late)
   ) candidates ORDER BY seq LIMIT $6
-) page ON true`
+`
 
 const hasTickSQL = `-- relay.has_tick
 SELECT EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $2 AND snapshot::text = $3 AND seq_last = $4), ` + here + `
@@ -408,11 +443,11 @@ SELECT (SELECT count(*) FROM due), (SELECT count(*) FROM moved)`
 type queries struct {
 	nextDue, promote string
 
-	enroll, beat, leave, seq, acquire, release, fetch, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
-	lockStamps, foreign, restamp, rebase                                                                                   string
-	deadExist, held, moveToDead, waitingTopics, retryTopic, releasable, removeDead, holdAgain                              string
-	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                         string
-	slots, turn, unpublished, lockSlot, truncate, truncated                                                                string
+	enroll, beat, leave, seq, acquire, release, fetch, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
+	lockStamps, foreign, restamp, rebase                                                                                              string
+	deadExist, held, moveToDead, waitingTopics, retryTopic, releasable, removeDead, holdAgain                                         string
+	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                    string
+	slots, turn, unpublished, lockSlot, truncate, truncated                                                                           string
 }
 
 // newQueries names the run of the server as run says: serverRun, or unknownRun where the database hides what that needs. A
@@ -422,7 +457,7 @@ func newQueries(schema, run string) queries {
 	return queries{
 		nextDue: in(nextDueSQL), promote: in(promoteSQL),
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
-		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL),
+		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchSized: in(fetchSizedSQL),
 		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
 		moveToDead: in(moveToDeadSQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),

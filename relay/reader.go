@@ -25,6 +25,12 @@ type reader struct {
 	limit int       // rows of the next page
 	ahead <-chan fetched
 	pace  pace
+
+	// About the last page. A read under way has them to itself.
+	few                     bool // it had few rows, or none
+	near                    bool // the round trip was short
+	sized                   bool // large rows are near
+	rowsBefore, arenaBefore int
 }
 
 // reading is a page that was read, and where it ends.
@@ -131,13 +137,38 @@ func (r *reader) fetchAhead(ctx context.Context, c cursor, limit int) <-chan fet
 func (r *reader) fetch(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
 	defer cancel()
-	read, seqSafe, err := r.query(ctx, c, limit)
+	page, seen, err := r.look(ctx, c, limit)
 	if err != nil {
 		return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
+	}
+	return page, seen, nil
+}
+
+func (r *reader) look(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
+	if c.to == nil && r.few && r.near {
+		var snapshot string
+		if err := r.pool.QueryRow(ctx, probeSQL).Scan(&snapshot); err != nil {
+			return nil, nil, err
+		}
+		if snapshot == c.from.snapshot {
+			return &page{seqLast: r.progress.seqRead.Load()}, c.from, nil
+		}
+	}
+	seqSafe := r.progress.seqSafe.Load() // before the statement's snapshot
+	read, err := r.query(ctx, c, limit)
+	if err == nil && read.deferred && len(read.rows) == 0 { // the next row is a large one
+		r.sized = true
+		read, err = r.query(ctx, c, limit)
+	}
+	if err != nil {
+		return nil, nil, err
 	}
 	if !read.here {
 		return nil, nil, errAnotherRun
 	}
+	r.sized = read.deferred || r.sized && read.large
+	r.few = len(read.rows) <= fewRows
+	r.rowsBefore, r.arenaBefore = len(read.rows), min(read.bytes-len(read.rows)*rowOverheadBytes, r.bytesMax/4)
 	seen, err := newTick(read.snapshot, seqSafe)
 	if err != nil {
 		return nil, nil, err
@@ -146,29 +177,45 @@ func (r *reader) fetch(ctx context.Context, c cursor, limit int) (*page, *tick, 
 	return read, seen, nil
 }
 
+const (
+	// fewRows: behind a page of no more than so many rows the next look begins with a probe, which costs the server a
+	// quarter of a look that finds nothing.
+	fewRows = 8
+	// nearMax: where a round trip takes longer, a probe costs more time than it saves.
+	nearMax = time.Millisecond
+)
+
 // query sends the settings and the statement, which travel in one round trip and are one transaction, with which the
 // settings end.
-func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, int64, error) {
-	seqSafe := r.progress.seqSafe.Load() // before the statement's snapshot
+func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) {
 	after := max(c.seq, c.floor)
 	var upTo *string
 	if c.to != nil {
 		upTo = &c.to.snapshot
 	}
+	sql, bytes := r.sql.fetch, largeBytes
+	if r.sized {
+		sql, bytes = r.sql.fetchSized, r.bytesMax/4
+	}
 	batch := &pgx.Batch{}
 	batch.Queue(fetchSettingsSQL)
-	batch.Queue(r.sql.fetch, r.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo, r.lease.shards, r.lease.shard)
+	batch.Queue(sql, r.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo, r.lease.shards, r.lease.shard, bytes)
+	begun := time.Now()
 	results := r.pool.SendBatch(ctx, batch)
 	defer func() { _ = results.Close() }()
 	if _, err := results.Exec(); err != nil {
-		return nil, 0, err
+		return nil, err
 	}
+	r.near = time.Since(begun) < nearMax // this answer comes before the page
 	rows, err := results.Query()
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
-	read, err := readPage(rows, limit, r.bytesMax/4)
-	return read, seqSafe, err
+	read, err := readPage(rows, extent{rows: limit, bytes: r.bytesMax / 4, rowsBefore: min(r.rowsBefore, limit), arenaSize: r.arenaBefore})
+	if err == nil && r.sized {
+		read.full = read.full || read.payloads() >= r.bytesMax/4
+	}
+	return read, err
 }
 
 // pace is how long to wait before the next look: the least pause for a while behind a page with rows, then twice as long

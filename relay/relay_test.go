@@ -461,37 +461,58 @@ func TestPoolOfSeveralHostsIsChecked(t *testing.T) {
 	}
 }
 
-// Property: a poll reads rows by index only, whatever the statistics say. Row O21.
+// Property: a look reads rows by index only, by one plan, whatever the statistics say: there are none, they are of a table
+// that was empty, or they are right. Row O21.
 func TestFetchWalksIndexes(t *testing.T) {
 	t.Parallel()
-	ctx, pool := t.Context(), pgtest.Pool(t)
-	// One transaction with all rows is what misleads the planner about txid.
-	_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 30000)`)
-	require.NoError(t, err)
-	for _, analyzed := range []bool{false, true} {
-		if analyzed {
-			_, err = pool.Exec(ctx, `ANALYZE effectonce.outbox`)
-			require.NoError(t, err)
+	for _, statistics := range []string{"none", "of the empty table", "right"} {
+		for name, sql := range map[string]string{"fetch": relay.FetchSQL, "fetch sized": relay.FetchSizedSQL} {
+			t.Run(name+", statistics "+statistics, func(t *testing.T) {
+				t.Parallel()
+				pool := pgtest.Pool(t)
+				if statistics == "of the empty table" {
+					must(t, pool, `VACUUM ANALYZE effectonce.outbox`)
+				}
+				// One transaction with all rows is what misleads the planner about txid.
+				must(t, pool, `INSERT INTO effectonce.outbox (topic) SELECT 't' FROM generate_series(1, 30000)`)
+				if statistics == "right" {
+					must(t, pool, `VACUUM ANALYZE effectonce.outbox`)
+				}
+				for _, after := range []int64{0, 29990} {
+					plan := genericPlan(t, pool, sql, after)
+					for slot := range 4 {
+						require.Regexp(t, fmt.Sprintf(`Index (Only )?Scan using outbox_%d_pkey`, slot), plan)
+						require.Regexp(t, fmt.Sprintf(`Index (Only )?Scan using outbox_%d_txid_seq_idx`, slot), plan)
+					}
+					require.Contains(t, plan, "Merge Append", "the page comes in order from the index")
+					// What is sorted is a page of what came late, never what is left of the outbox.
+					require.LessOrEqual(t, strings.Count(plan, "Sort ("), 2, plan)
+					require.NotRegexp(t, `Rows Removed by Filter: \d{3,}`, plan)
+					require.NotRegexp(t, `Seq Scan on outbox_\d`, plan)
+				}
+			})
 		}
-		tx, err := pool.Begin(ctx)
-		require.NoError(t, err)
-		_, err = tx.Exec(ctx, relay.FetchSettingsSQL)
-		require.NoError(t, err)
-		rows, err := tx.Query(ctx, "EXPLAIN (ANALYZE, TIMING OFF, COSTS OFF) "+relay.FetchSQL, pgx.QueryExecModeExec,
-			nil, int64(29990), "5:7:5", []string{"5", "6"}, int64(0), 100, nil, 1, 0)
-		require.NoError(t, err)
-		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		require.NoError(t, err)
-		plan := strings.Join(lines, "\n")
-		require.NoError(t, tx.Rollback(ctx))
-		for slot := range 4 {
-			require.Regexp(t, fmt.Sprintf(`Index (Only )?Scan using outbox_%d_pkey`, slot), plan)
-			require.Regexp(t, fmt.Sprintf(`Index (Only )?Scan using outbox_%d_txid_seq_idx`, slot), plan)
-		}
-		// What is sorted is a page of what came late, never what is left of the outbox.
-		require.LessOrEqual(t, strings.Count(plan, "Sort ("), 2, plan)
-		require.NotRegexp(t, `Rows Removed by Filter: \d{3,}`, plan)
 	}
+}
+
+// genericPlan executes a fetch as a reader does: prepared, behind the settings.
+func genericPlan(t *testing.T, pool *pgxpool.Pool, sql string, after int64) string {
+	t.Helper()
+	ctx := t.Context()
+	tx, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, tx.Rollback(ctx)) }()
+	_, err = tx.Exec(ctx, relay.FetchSettingsSQL)
+	require.NoError(t, err)
+	_, err = tx.Exec(ctx, "PREPARE look (text, bigint, text, text[], bigint, bigint, text, int, int, int) AS "+sql, pgx.QueryExecModeSimpleProtocol)
+	require.NoError(t, err)
+	rows, err := tx.Query(ctx, fmt.Sprintf("EXPLAIN (ANALYZE, TIMING OFF, COSTS OFF) EXECUTE look (NULL, %d, '5:7:5', '{5,6}', 0, 100, NULL, 1, 0, 16384)", after), pgx.QueryExecModeSimpleProtocol)
+	require.NoError(t, err)
+	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	_, err = tx.Exec(ctx, "DEALLOCATE look")
+	require.NoError(t, err)
+	return strings.Join(lines, "\n")
 }
 
 func dead(t *testing.T, pool *pgxpool.Pool) int {

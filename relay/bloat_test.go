@@ -81,3 +81,76 @@ func TestBacklogLeavesNoDeadRows(t *testing.T) {
 	assert.Less(t, one[int](t, pool, `SELECT sum(pg_total_relation_size(relid)) / 8192`+own), relayPages,
 		one[string](t, pool, `SELECT string_agg(concat_ws(' ', relname, 'pages', pg_total_relation_size(relid) / 8192, 'dead', n_dead_tup), ', ')`+own))
 }
+
+// Property: an old snapshot, which keeps all dead versions, makes no write of progress slower: after an hour's worth of
+// writes (72,000) and of renewals of the lease (1,440) a write reads as many pages as before. Row O43.
+func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
+	t.Parallel()
+	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
+	server := pgtest.Cluster(t, map[string]string{"synchronous_commit": "off"})
+	pgtest.Migrate(t, server.URL)
+	bystander(t, server.URL)
+	pool, err := pgxpool.New(ctx, server.URL)
+	require.NoError(t, err)
+	defer pool.Close()
+	r := newRelay(t, pool, relay.Config{})
+	publish := func() time.Duration {
+		insert(t, pool, topic, "k", "1")
+		begun := time.Now()
+		drain(t, r)
+		return time.Since(begun)
+	}
+	publish()
+	advance := func() int {
+		n := one[int64](t, pool, `SELECT max(n) FROM effectonce.outbox_advances`)
+		return pagesOf(t, pool, relay.AdvanceSQL, nil, "default", 0, n+1, 1, 0, nil, 0, 0, 1, nil)
+	}
+	acquire := func() int {
+		return pagesOf(t, pool, relay.AcquireSQL, nil, "default", 0, "test", "1 second", nil, nil)
+	}
+	before, took, acquires := advance(), publish(), acquire()
+
+	// What a relay writes in an hour, and what it clears away, each in a transaction of its own: a row that is made and removed in one
+	// leaves nothing.
+	const hour = 72_000
+	conn, err := pool.Acquire(ctx)
+	require.NoError(t, err)
+	defer conn.Release()
+	_, err = conn.Exec(ctx, `DO $$
+		BEGIN
+			FOR i IN 1..72000 LOOP
+				INSERT INTO effectonce.outbox_advances SELECT relay, shard, n + 1, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset
+				FROM effectonce.outbox_advances WHERE relay = 'default' AND shard = 0 ORDER BY n DESC LIMIT 1;
+				IF i % 1000 = 0 THEN
+					DELETE FROM effectonce.outbox_advances WHERE n < (SELECT max(n) - 1000 FROM effectonce.outbox_advances);
+				END IF;
+				IF i % 50 = 0 THEN
+					UPDATE effectonce.outbox_progress SET updated_at = clock_timestamp();
+				END IF;
+				COMMIT;
+			END LOOP;
+		END $$`)
+	require.NoError(t, err)
+	require.Greater(t, one[int64](t, pool, `SELECT max(n) FROM effectonce.outbox_advances`), int64(hour))
+	after := advance()
+	t.Logf("pages read and written: by a write of progress %d before, %d after an hour of them; by taking the lease %d and %d; a drain of one row took %v and %v",
+		before, after, acquires, acquire(), took, publish())
+	require.Less(t, after, before+30, "the index got deeper; nothing else grows")
+}
+
+// pagesOf executes a statement in a transaction that is rolled back, and returns how many pages it touched.
+func pagesOf(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) int {
+	t.Helper()
+	ctx := t.Context()
+	tx, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, tx.Rollback(ctx)) }()
+	var plan []struct {
+		Plan struct {
+			Hit  int `json:"Shared Hit Blocks"`
+			Read int `json:"Shared Read Blocks"`
+		}
+	}
+	require.NoError(t, tx.QueryRow(ctx, "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) "+sql, append([]any{pgx.QueryExecModeExec}, args...)...).Scan(&plan))
+	return plan[0].Plan.Hit + plan[0].Plan.Read
+}

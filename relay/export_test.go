@@ -11,6 +11,12 @@ const (
 	FetchSizedSQL = fetchSizedSQL
 )
 
+// AdvanceSQL and AcquireSQL are statements whose cost a test compares.
+const (
+	AdvanceSQL = advanceSQL
+	AcquireSQL = acquireSQL
+)
+
 // FetchSettingsSQL goes before it.
 const FetchSettingsSQL = fetchSettingsSQL
 

@@ -27,7 +27,7 @@ type cluster struct {
 type lease struct {
 	shard, shards int16
 	epoch         int64
-	// Progress as it is stored, and its number in the chain: see progress. Rows of the chain up to cleared are deleted.
+	// Progress as it is stored, and its number in the chain: see progress. Rows of the chain up to cleared were deleted under this lease.
 	cursor     cursor
 	stored     progressed
 	n, cleared int64
@@ -123,7 +123,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	var to *int64
 	var known cluster
 	err = r.pool.QueryRow(taking, r.sql.acquire, l.cluster.run, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
-		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published, &l.n, &l.cleared, &l.journal)
+		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published, &l.n, &l.journal)
 	var refusal *pgconn.PgError
 	if errors.Is(err, pgx.ErrNoRows) || errors.As(err, &refusal) && refusal.Code == "23505" { // the holder before wrote progress meanwhile: the next look finds it
 		return nil, nil //nolint:nilnil // no lease is no error

@@ -83,9 +83,7 @@ RETURNING relay, shard, epoch, shards, tick, next_tick, seq, floor, system_ident
   INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
   SELECT relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset FROM known
 )
-SELECT epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, advanced_epoch, published, n,
-  coalesce((SELECT min(n) FROM effectonce.outbox_advances WHERE relay = $2 AND shard = $3), known.n) - 1, journal_offset
-FROM known`
+SELECT epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, advanced_epoch, published, n, journal_offset FROM known`
 
 // resumeProgressSQL is how progress stands for a holder that does not know the outcome of its last write.
 const resumeProgressSQL = `-- relay.resume_progress

@@ -243,7 +243,7 @@ func TestRoleOfARelayIsEnough(t *testing.T) {
 		assert.NoError(t, err)
 	})
 	exec(t, pool, "GRANT USAGE ON SCHEMA effectonce TO "+role)
-	exec(t, pool, "GRANT SELECT ON effectonce.outbox, effectonce.outbox_seq_seq, effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_dead, effectonce.outbox_relays, effectonce.outbox_paused TO "+role)
+	exec(t, pool, "GRANT SELECT ON effectonce.outbox, effectonce.outbox_seq_seq, effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_progress_now, effectonce.outbox_dead, effectonce.outbox_relays, effectonce.outbox_paused TO "+role)
 	config := pool.Config()
 	config.ConnConfig.RuntimeParams["role"] = role
 	limited, err := pgxpool.NewWithConfig(t.Context(), config)

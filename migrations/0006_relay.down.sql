@@ -15,3 +15,10 @@ DROP FUNCTION effectonce.outbox_progress_removed();
 DROP VIEW effectonce.outbox_progress_now;
 DROP TABLE effectonce.outbox_advances;
 ALTER TABLE effectonce.outbox_progress DROP COLUMN advance;
+
+ALTER TABLE effectonce.outbox_paused DROP COLUMN id;
+ALTER TABLE effectonce.outbox_replicas DROP COLUMN obeys;
+
+DROP INDEX effectonce.outbox_scheduled_due;
+ALTER TABLE effectonce.outbox_scheduled DROP COLUMN place;
+CREATE INDEX outbox_scheduled_due ON effectonce.outbox_scheduled (due_at);

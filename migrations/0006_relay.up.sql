@@ -66,5 +66,19 @@ ALTER TABLE effectonce.outbox_ticks SET (autovacuum_vacuum_scale_factor = 0, aut
 -- ---------------------------------------------------------------------------------------------
 -- Replicas, and topics that are paused
 
+-- Each pause has an id of its own, so that a topic which is paused again is told from its earlier pause. A replica says
+-- which pauses it obeys: nothing that it read before them is on its way to Kafka any more.
+ALTER TABLE effectonce.outbox_paused ADD COLUMN id uuid NOT NULL DEFAULT gen_random_uuid();
+ALTER TABLE effectonce.outbox_replicas ADD COLUMN obeys uuid[]; -- null: the previous release, which does not say
+
+-- ---------------------------------------------------------------------------------------------
+-- Messages for later
+
+-- The order of messages that are due at the same time. Those that are there are numbered as they are stored. The old
+-- index would have all messages of one time sorted for each batch of them.
+DROP INDEX effectonce.outbox_scheduled_due;
+ALTER TABLE effectonce.outbox_scheduled ADD COLUMN place bigint GENERATED ALWAYS AS IDENTITY (SEQUENCE NAME effectonce.outbox_scheduled_place CACHE 1);
+CREATE INDEX outbox_scheduled_due ON effectonce.outbox_scheduled (due_at, place);
+
 -- ---------------------------------------------------------------------------------------------
 -- A sequence that is behind

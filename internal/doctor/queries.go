@@ -78,6 +78,11 @@ SELECT d.relay, (d.shard % coalesce(r.shards, 1))::smallint, d.reason, count(*)
 FROM (SELECT relay, shard, reason FROM effectonce.outbox_dead LIMIT $1) d LEFT JOIN effectonce.outbox_relays r USING (relay)
 GROUP BY 1, 2, 3`
 
+// pausedTopicsSQL: an empty $1 is every relay. Rows are counted with a bound for each topic.
+const pausedTopicsSQL = `-- doctor.paused_topics
+SELECT p.relay, p.topic, (SELECT count(*) FROM (SELECT FROM effectonce.outbox_dead d WHERE d.relay = p.relay AND d.topic = p.topic LIMIT $2) bounded), p.who, p.why, p.paused_at
+FROM effectonce.outbox_paused p WHERE $1 = '' OR p.relay = $1 ORDER BY p.relay, p.topic`
+
 const deadTopicsSQL = `-- doctor.dead_topics
 SELECT DISTINCT topic FROM (SELECT topic FROM effectonce.outbox_dead LIMIT $1) bounded`
 

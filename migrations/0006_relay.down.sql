@@ -6,6 +6,8 @@ ALTER TABLE effectonce.outbox_dead
   RESET (autovacuum_vacuum_scale_factor, autovacuum_vacuum_threshold, autovacuum_analyze_scale_factor, autovacuum_analyze_threshold);
 ALTER TABLE effectonce.outbox_ticks RESET (autovacuum_vacuum_scale_factor, autovacuum_vacuum_threshold);
 
+DROP VIEW effectonce.outbox_backlog;
+
 -- What was published since the last copy is not published again.
 UPDATE effectonce.outbox_progress p SET tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor = w.floor,
   published = w.published, advanced_epoch = w.advanced_epoch

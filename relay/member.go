@@ -74,7 +74,7 @@ func (m *member) run(ctx context.Context) error {
 	if err := m.enroll(ctx); err != nil {
 		return err
 	}
-	if m.cfg.Listen {
+	if m.cfg.WakeOnNotify {
 		group.Go(func() { m.listen(listening) })
 	}
 	timer := time.NewTimer(0)

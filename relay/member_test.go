@@ -260,7 +260,7 @@ func TestListeningRelayEndsWithItsError(t *testing.T) {
 	pool := pgtest.Pool(t)
 	drain(t, newRelay(t, pool, relay.Config{}))
 	must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = timeline + 1, lease_until = NULL`)
-	r, ended := newRelay(t, pool, relay.Config{Listen: true}), make(chan error, 1)
+	r, ended := newRelay(t, pool, relay.Config{WakeOnNotify: true}), make(chan error, 1)
 	go func() { ended <- r.Run(t.Context()) }()
 	select {
 	case err := <-ended:

@@ -175,6 +175,16 @@ SELECT EXISTS (
 const lockSlotSQL = `-- relay.lock_slot
 LOCK TABLE effectonce.outbox_%d IN ACCESS EXCLUSIVE MODE`
 
+// slotHoldersSQL names who holds a lock on a slot. Everyone may see the locks, and of the sessions of others their role and
+// application_name.
+const slotHoldersSQL = `-- relay.slot_holders
+SELECT CASE WHEN l.pid IS NULL THEN 'a prepared transaction' ELSE format('session %%s (%%s, role %%s, %%s)', l.pid,
+  coalesce(nullif(a.application_name, ''), 'no application_name'), coalesce(a.usename, '?'), string_agg(l.mode, ' ' ORDER BY l.mode)) END
+FROM pg_locks l LEFT JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE l.locktype = 'relation' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND l.relation = 'effectonce.outbox_%d'::regclass AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
+GROUP BY l.pid, a.application_name, a.usename, a.xact_start ORDER BY a.xact_start NULLS LAST, l.pid LIMIT $1`
+
 const truncateSQL = `-- relay.truncate
 TRUNCATE effectonce.outbox_%d`
 
@@ -449,7 +459,7 @@ type queries struct {
 	lockStamps, foreign, restamp, rebase                                                                                                          string
 	deadExist, held, moveToDead, waitingTopics, retryTopic, releasable, removeDead, holdAgain                                                     string
 	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                string
-	slots, turn, unpublished, lockSlot, truncate, truncated                                                                                       string
+	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                          string
 }
 
 // newQueries names the run of the server as run says: serverRun, or unknownRun where the database hides what that needs. A
@@ -465,6 +475,6 @@ func newQueries(schema, run string) queries {
 		moveToDead: in(moveToDeadSQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),
 		releasable: in(releasableSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
 		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),
-		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL),
+		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),
 	}
 }

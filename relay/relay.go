@@ -31,12 +31,13 @@ type Relay struct {
 	adapting sync.Mutex
 	adapted  bool
 
-	suspects suspects
-	wake     wake
-	paused   atomic.Pointer[pausedSet] // as of the last look
-	patience time.Duration             // with a statement
-	newest   atomic.Pointer[cluster]   // that this process had a lease on
-	overdue  atomic.Int64              // calls of the sink that go on though their context ended
+	suspects  suspects
+	wake      wake
+	paused    atomic.Pointer[pausedSet] // as of the last look
+	patience  time.Duration             // with a statement
+	newest    atomic.Pointer[cluster]   // that this process had a lease on
+	slotWaits map[int16]*slotWait       // of the goroutine that tidies up
+	overdue   atomic.Int64              // calls of the sink that go on though their context ended
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the

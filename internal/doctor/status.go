@@ -35,6 +35,8 @@ type Status struct {
 	Orders []consumers.Order `json:"orders"`
 	// PausedTopics are those whose rows a relay lets wait. Paused is about consumers.
 	PausedTopics []PausedTopic `json:"paused_topics"`
+	// SlotHolders are those whose locks keep published rows in the outbox, such as a pg_dump.
+	SlotHolders []SlotHolder `json:"slot_holders"`
 	// KafkaError says why it is not known which topics of consumers exist. Empty: it is, or no brokers were given.
 	KafkaError string `json:"kafka_error"`
 	// Scheduled are the messages for later.
@@ -109,6 +111,9 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 		return nil, err
 	}
 	if err := s.readPausedTopics(ctx, db, schema, opts.Relay); err != nil {
+		return nil, err
+	}
+	if err := s.readSlotHolders(ctx, db, schema); err != nil {
 		return nil, err
 	}
 	s.judge(opts.AgeMax)

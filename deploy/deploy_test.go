@@ -29,6 +29,8 @@ var metrics = map[string]bool{
 	"outbox_interruptions_total":                   true,
 	"outbox_paused_topics":                         true,
 	"outbox_table_bytes":                           true,
+	"outbox_relay_truncate_waiting_seconds":        true,
+	"outbox_backlog_over_limit":                    true,
 	"outbox_oldest_transaction_age_seconds":        true,
 	"outbox_oldest_overdue_age_seconds":            true,
 	"effectonce_idempotency_keys":                  true,

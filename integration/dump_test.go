@@ -151,7 +151,7 @@ func (d *dumped) prepare(t *testing.T) {
 	d.writers.run(ctx, t, pool)
 	r := start(t, d.child) // not before: the floor of a shard to which no key falls stays where its lease was taken
 	requirePublished(t, pool, topic)
-	_, err := relay.Pause(ctx, pool, "", "default", "ana", "test", d.paused)
+	_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, d.paused)
 	require.NoError(t, err)
 	d.insert(t, pool, d.missing, "held")
 	eventually(t, 30*time.Second, "the floor moves, a row is dead, one waits for its topic", func() (bool, any) {
@@ -201,7 +201,7 @@ func (d *dumped) goOn(t *testing.T, pool *pgxpool.Pool) {
 	requireKept(t, pool, d.writers.topic)
 	requireNotPublishedAgain(t, d.writers.topic, d.below, d.before, d.ExactlyOnce)
 	require.NotContains(t, distinct(t, d.paused), "behind", "it waits for the topic to be resumed")
-	_, err := relay.Resume(ctx, pool, "", "default", "ana", "test", d.paused)
+	_, err := relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, d.paused)
 	require.NoError(t, err)
 	kafkatest.CreateTopic(t, d.missing, 1)
 	for topic, want := range map[string][]string{d.paused: d.waiting, d.missing: {"held"}, d.later: {"soon"}} {

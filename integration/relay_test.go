@@ -167,7 +167,7 @@ func disturbRelays(t *testing.T, c child, changing bool) {
 	for round := range rounds {
 		writers{goroutines: 6, transactions: 300, keys: 7, topic: topic, seed: seed + uint64(round), pauses: round%2 == 0}.run(ctx, t, pool)
 		if changing && round > 0 {
-			_, err := relay.SetShards(ctx, pool, "", "default", "test", "disturbance", int16(1+random.IntN(5)))
+			_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "test", Why: "disturbance"}, int16(1+random.IntN(5)))
 			require.NoError(t, err)
 		}
 		i := random.IntN(len(relays))

@@ -58,7 +58,7 @@ func TestRelaysRunOnThroughANextMigration(t *testing.T) {
 			requirePublished(t, pool, topic)
 			kafkatest.CreateTopic(t, missing, 1)
 			execute(`INSERT INTO effectonce.outbox_scheduled (topic, key, payload, due_at) VALUES ($1, 'k', 'third', clock_timestamp())`, missing)
-			_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 3)
+			_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
 			require.NoError(t, err)
 			w.seed = 15
 			w.run(ctx, t, pool)

@@ -6,6 +6,8 @@ ALTER TABLE effectonce.outbox_dead
   RESET (autovacuum_vacuum_scale_factor, autovacuum_vacuum_threshold, autovacuum_analyze_scale_factor, autovacuum_analyze_threshold);
 ALTER TABLE effectonce.outbox_ticks RESET (autovacuum_vacuum_scale_factor, autovacuum_vacuum_threshold);
 
+DROP VIEW effectonce.outbox_backlog;
+
 -- What was published since the last copy is not published again.
 UPDATE effectonce.outbox_progress p SET tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor = w.floor,
   published = w.published, advanced_epoch = w.advanced_epoch
@@ -15,3 +17,10 @@ DROP FUNCTION effectonce.outbox_progress_removed();
 DROP VIEW effectonce.outbox_progress_now;
 DROP TABLE effectonce.outbox_advances;
 ALTER TABLE effectonce.outbox_progress DROP COLUMN advance;
+
+ALTER TABLE effectonce.outbox_paused DROP COLUMN id;
+ALTER TABLE effectonce.outbox_replicas DROP COLUMN obeys;
+
+DROP INDEX effectonce.outbox_scheduled_due;
+ALTER TABLE effectonce.outbox_scheduled DROP COLUMN place;
+CREATE INDEX outbox_scheduled_due ON effectonce.outbox_scheduled (due_at);

@@ -66,5 +66,56 @@ ALTER TABLE effectonce.outbox_ticks SET (autovacuum_vacuum_scale_factor = 0, aut
 -- ---------------------------------------------------------------------------------------------
 -- Replicas, and topics that are paused
 
+-- Each pause has an id of its own, so that a topic which is paused again is told from its earlier pause. A replica says
+-- which pauses it obeys: nothing that it read before them is on its way to Kafka any more.
+ALTER TABLE effectonce.outbox_paused ADD COLUMN id uuid NOT NULL DEFAULT gen_random_uuid();
+ALTER TABLE effectonce.outbox_replicas ADD COLUMN obeys uuid[]; -- null: the previous release, which does not say
+
+-- ---------------------------------------------------------------------------------------------
+-- Messages for later
+
+-- The order of messages that are due at the same time. Those that are there are numbered as they are stored. The old
+-- index would have all messages of one time sorted for each batch of them.
+DROP INDEX effectonce.outbox_scheduled_due;
+ALTER TABLE effectonce.outbox_scheduled ADD COLUMN place bigint GENERATED ALWAYS AS IDENTITY (SEQUENCE NAME effectonce.outbox_scheduled_place CACHE 1);
+CREATE INDEX outbox_scheduled_due ON effectonce.outbox_scheduled (due_at, place);
+
+-- ---------------------------------------------------------------------------------------------
+-- The backlog, for those who write
+
+-- How much waits, for each relay: with the rights of the owner, so that a writer, who may read no row of the outbox, sees these
+-- numbers and nothing else. It descends some indexes, whatever waits. rows is an estimate from the sequence, rather too high;
+-- bytes is the whole outbox, with published rows that are kept. Dead rows do not count, nor messages for later.
+CREATE VIEW effectonce.outbox_backlog AS
+WITH sequence AS (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END AS last FROM effectonce.outbox_seq_seq),
+relays AS (
+  SELECT relay, shards FROM effectonce.outbox_relays
+  UNION ALL SELECT 'default', 1 WHERE NOT EXISTS (SELECT FROM effectonce.outbox_relays)
+), places AS (
+  SELECT r.relay, r.shards, s.shard, p.next_tick IS NOT NULL AS within, coalesce(p.seq, 0) AS seq,
+    coalesce(pg_snapshot_xmax(t.snapshot), '0'::xid8) AS xmax, ARRAY(SELECT pg_snapshot_xip(t.snapshot)) AS xip,
+    CASE WHEN p.next_tick IS NULL THEN coalesce(t.seq_last, 0) ELSE p.seq END AS published_to
+  FROM relays r CROSS JOIN LATERAL generate_series(0, r.shards - 1) AS s (shard)
+  LEFT JOIN effectonce.outbox_progress_now p ON p.relay = r.relay AND p.shard = s.shard
+  LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
+)
+SELECT p.relay, max(CASE WHEN oldest.at IS NULL THEN 0 ELSE greatest(sequence.last - p.published_to, 1) END)::bigint AS rows,
+  coalesce(extract(epoch FROM clock_timestamp() - min(oldest.at)), 0)::double precision AS oldest_seconds,
+  (SELECT sum(pg_total_relation_size(relid)) FROM pg_partition_tree('effectonce.outbox'::regclass))::bigint AS bytes
+FROM places p CROSS JOIN sequence CROSS JOIN LATERAL (
+  SELECT min(created_at) AS at FROM (
+    (SELECT o.created_at FROM effectonce.outbox o
+     WHERE NOT p.within AND o.txid >= p.xmax AND o.shard % p.shards = p.shard ORDER BY o.txid, o.seq LIMIT 1)
+    UNION ALL
+    (SELECT o.created_at FROM effectonce.outbox o
+     WHERE p.within AND o.seq > p.seq AND o.txid >= p.xmax AND o.shard % p.shards = p.shard ORDER BY o.seq LIMIT 1)
+    UNION ALL
+    (SELECT late.created_at FROM unnest(p.xip) AS open (txid) CROSS JOIN LATERAL (
+       SELECT o.created_at FROM effectonce.outbox o
+       WHERE o.txid = open.txid AND o.seq > CASE WHEN p.within THEN p.seq ELSE 0 END AND o.shard % p.shards = p.shard ORDER BY o.txid, o.seq LIMIT 1) late)
+  ) firsts
+) oldest
+GROUP BY p.relay;
+
 -- ---------------------------------------------------------------------------------------------
 -- A sequence that is behind

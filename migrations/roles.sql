@@ -45,6 +45,8 @@ GRANT SELECT ON effectonce.schema_version, effectonce.schema_compatibility TO ef
 GRANT INSERT (id, topic, key, payload, headers, created_at) ON effectonce.outbox TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
 GRANT SELECT ON SEQUENCE effectonce.outbox_slot TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
 GRANT INSERT, DELETE, SELECT (due_at, id, topic) ON effectonce.outbox_scheduled TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
+-- How much waits: a view, with its owner's rights, so that no row can be read.
+GRANT SELECT ON effectonce.outbox_backlog TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
 -- Functions are everybody's, unless somebody changed the defaults.
 GRANT EXECUTE ON FUNCTION effectonce.uuid_v7() TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint;
 

@@ -40,8 +40,9 @@ type Message struct {
 	Headers []Header
 	// DeliverAt is when the message is to be published, not before it by the database's clock, and about two seconds
 	// after it at the latest while a relay runs. Zero: now. A time in the past is due; at most 10 years ahead. Its
-	// place in the order of its key is where it is then, behind what was published meanwhile. Until it is due,
-	// Cancel can take it back by its ID. Publishing an ID for later that waits already changes nothing.
+	// place in the order of its key is where it is then, behind what was published meanwhile; messages that are due at
+	// the same time keep the order in which they were published. Until it is due, Cancel can take it back by its ID.
+	// Publishing an ID for later that waits already changes nothing.
 	//
 	// Consumers park a message as expired whose ID is a UUIDv7 with a time before their window. So where you
 	// choose the ID, let it carry no time (uuid.New()) or that of DeliverAt. In handlers of package consumer the

@@ -19,7 +19,7 @@ SELECT pg_notify($1, '')`
 // Notify tells relays of the default schema that rows were committed; see Outbox.Notify.
 func Notify(ctx context.Context, db Execer) error { return standard.Notify(ctx, db) }
 
-// Notify tells relays with Config.Listen (outbox-relay run --wake-on-notify) that rows were committed, so that an idle
+// Notify tells relays with Config.WakeOnNotify (outbox-relay run --wake-on-notify) that rows were committed, so that an idle
 // one looks at once and not at the end of its pause. Call it after COMMIT, not inside the transaction: there it would
 // make all commits of the database that notify wait for each other (PostgreSQL holds one lock for them until each is
 // durable). BenchmarkNotify compares: on two cores, a transaction and a Notify after it took 14 % longer than the transaction

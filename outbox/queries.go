@@ -41,3 +41,6 @@ ON CONFLICT DO NOTHING`
 // or none, and waits for none: whichever has the first of them has all.
 const cancelSQL = `-- outbox.cancel
 DELETE FROM effectonce.outbox_scheduled WHERE id = $1`
+
+const backlogSQL = `-- outbox.backlog
+SELECT coalesce(max(oldest_seconds), 0)::float8, coalesce(max(rows), 0)::bigint, coalesce(max(bytes), 0)::bigint FROM effectonce.outbox_backlog`

@@ -140,7 +140,7 @@ func (p *publisher) record(maker *recordMaker, r *row) (*kgo.Record, Reason, err
 	if err := p.refusal(r.seq); err != nil {
 		return nil, ReasonRefused, err
 	}
-	if p.isPaused(r.topic) {
+	if p.lease.obeys.set.Load().has(r.topic) {
 		return nil, ReasonPaused, errPaused
 	}
 	topic, _ := p.topics.get(r.topic)

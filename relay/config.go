@@ -52,10 +52,10 @@ type Config struct {
 	PollMin time.Duration
 	// PollMax is the longest pause on an idle outbox; pauses double up to it. Up to 1 min; default 250 ms.
 	PollMax time.Duration
-	// Listen makes the relay look at the outbox when a program calls outbox.Notify, over one connection more of the
+	// WakeOnNotify makes the relay look at the outbox when a program calls outbox.Notify, over one connection more of the
 	// pool's settings, which must not go through PgBouncer in transaction mode (nothing would be heard). Rows that
 	// nobody tells of wait for PollMax at most, as without. Default: only polling.
-	Listen bool
+	WakeOnNotify bool
 	// ProgressEvery bounds how often progress is stored, and with it what a crash publishes again.
 	// 1 ms to 1 min; default 50 ms.
 	ProgressEvery time.Duration
@@ -94,6 +94,9 @@ type Hooks struct {
 	// brokers are away, at least every few leases. A relay that makes no turn is stuck; so is one whose Sink goes on
 	// though its context ended, and Turn is not called meanwhile.
 	Turn func()
+	// TruncateWaits is called where published rows cannot be removed because something else holds a lock on their slot of the
+	// outbox, with how long that is so, at each attempt; 0: it is not so any more. The replica with shard 0 looks after it.
+	TruncateWaits func(slot int16, waiting time.Duration)
 	// Dead is called after a row moved to outbox_dead.
 	Dead func(topic string, reason Reason)
 }

@@ -38,7 +38,7 @@ func TestShardsDoNotChangeUnderAnotherHolder(t *testing.T) {
 		insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i))
 	}
 	await(t, "rows are published", func() bool { return kafkatest.Count(t, topic) >= 10 })
-	_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 3)
+	_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
 	require.NoError(t, err)
 	const changedSQL = `SELECT shards = 3 FROM effectonce.outbox_relays`
 	await(t, "the change is refused", func() bool { return refused.Load() || one[bool](t, pool, changedSQL) })
@@ -76,7 +76,7 @@ func TestNewShardsBeginWithWhatAllOldOnesKnew(t *testing.T) {
 	await(t, "rows are published", func() bool {
 		return one[int](t, pool, `SELECT sum(published)::int FROM effectonce.outbox_progress_now`) == 24
 	})
-	_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 1)
+	_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 1)
 	require.NoError(t, err)
 	await(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM begun`) == 1 })
 	require.Equal(t, []int64{1, 0, 24}, one[[]int64](t, pool, `SELECT ARRAY[epoch - (SELECT max(epoch) FROM held), floor, published] FROM begun`))
@@ -113,7 +113,7 @@ func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
 	}}}), relay.Config{Shards: 3, Lease: 30 * time.Second})
 	insert(t, pool, topic, "k", "1")
 	await(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
-	_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 1)
+	_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 1)
 	require.NoError(t, err)
 	select {
 	case err := <-asked:

@@ -127,7 +127,7 @@ func (d *deadRows) retryTopics(ctx context.Context) error {
 	var paused bool
 	_, err = pgx.ForEachRow(result, []any{&name, &paused}, func() error {
 		switch {
-		case d.isPaused(name):
+		case d.lease.obeys.set.Load().has(name):
 		case paused:
 			ready = append(ready, name)
 		default:

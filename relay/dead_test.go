@@ -103,7 +103,7 @@ func TestPausedTopicWaits(t *testing.T) {
 			running(t, traced(t, pool, &between{"-- relay.beat", func(context.Context) { beats.Add(1) }}), relay.Config{ExactlyOnce: exactly})
 			insert(t, pool, topic, "k", "0")
 			require.Eventually(t, func() bool { return len(values(t, topic)) == 1 }, 20*time.Second, 10*time.Millisecond)
-			changed, err := relay.Pause(ctx, pool, "", "default", "ana", "bug in the consumer", topic)
+			changed, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "bug in the consumer"}, topic)
 			require.NoError(t, err)
 			require.Equal(t, []string{topic}, changed)
 			// The relay takes note with its next look; it has done so when it begins another one.
@@ -115,7 +115,7 @@ func TestPausedTopicWaits(t *testing.T) {
 			}
 			require.Eventually(t, func() bool { return len(values(t, other)) == 5 && dead(t, pool) == 5 }, 20*time.Second, 10*time.Millisecond)
 			require.Equal(t, []string{"0"}, values(t, topic))
-			changed, err = relay.Resume(ctx, pool, "", "default", "ana", "mended", topic, "never-paused")
+			changed, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "mended"}, topic, "never-paused")
 			require.NoError(t, err)
 			require.Equal(t, []string{topic}, changed)
 			insert(t, pool, topic, "k0", "6")
@@ -153,10 +153,10 @@ func TestOrderAcrossPauses(t *testing.T) {
 				}
 			})
 			for range 3 {
-				_, err := relay.Pause(ctx, pool, "", "default", "ana", "test", topic)
+				_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
 				require.NoError(t, err)
 				await(t, "rows wait", func() bool { return dead(t, pool) > 10 })
-				_, err = relay.Resume(ctx, pool, "", "default", "ana", "test", topic)
+				_, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
 				require.NoError(t, err)
 				// Those that come meanwhile wait behind them.
 				await(t, "they are released", func() bool {
@@ -457,12 +457,12 @@ func TestResumedTopicDoesNotStopOthers(t *testing.T) {
 			}
 			r := newRelay(t, pool, cfg)
 			drain(t, r)
-			_, err := relay.Pause(t.Context(), pool, "", "default", "ana", "test", topic)
+			_, err := relay.Pause(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, topic)
 			require.NoError(t, err)
 			many(1, waiting)
 			drain(t, r)
 			require.Equal(t, waiting, dead(t, pool))
-			_, err = relay.Resume(t.Context(), pool, "", "default", "ana", "test", topic)
+			_, err = relay.Resume(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, topic)
 			require.NoError(t, err)
 			many(waiting+1, waiting+300)
 			running(t, traced(t, pool, tracer), cfg)

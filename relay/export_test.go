@@ -35,6 +35,9 @@ func (r *Relay) PromoteDue(ctx context.Context) error {
 	return err
 }
 
+// PromoteRowsMax is how many messages one move takes.
+const PromoteRowsMax = promoteRowsMax
+
 // NextDueSQL and PromoteSQL are what the plan's test looks at.
 const (
 	NextDueSQL = nextDueSQL

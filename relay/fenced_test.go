@@ -286,7 +286,7 @@ func TestShardsChangeWhenNothingIsRead(t *testing.T) {
 	await(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
 	tracer.fetch.Store(true)
 	<-tracer.waits
-	_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 2)
+	_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 2)
 	require.NoError(t, err)
 	beats := tracer.beats.Load()
 	await(t, "the relay wants to change it", func() bool { return tracer.beats.Load() > beats+10 })

@@ -39,6 +39,8 @@ type lease struct {
 	// from before the statement that took or renewed it, and a tenth early, so it ends before the
 	// database's does. A process that was frozen finds it over when it wakes.
 	trusted atomic.Pointer[time.Time]
+	// obeys is of the worker that publishes under it.
+	obeys obedience
 }
 
 // progressed says under which epoch progress was stored last, and how many rows it covers.

@@ -23,7 +23,8 @@ type member struct {
 	tidied  time.Time // when slots were looked at last
 	// resharding: the shards rest, or are on their way to the cut, and others wait for it.
 	resharding bool
-	cut        *tick // where all shards are to end: see reshard
+	cut        *tick    // where all shards are to end: see reshard
+	confirmed  []string // the pauses that are stored as obeyed
 }
 
 // worker publishes one shard.
@@ -50,6 +51,7 @@ type standing struct {
 	others  []string // owners of the other replicas
 	free    []int16
 	renewed []int16
+	obeyed  []string // the pauses that this look stored as obeyed
 }
 
 // run takes part until ctx ends.
@@ -72,7 +74,7 @@ func (m *member) run(ctx context.Context) error {
 	if err := m.enroll(ctx); err != nil {
 		return err
 	}
-	if m.cfg.Listen {
+	if m.cfg.WakeOnNotify {
 		group.Go(func() { m.listen(listening) })
 	}
 	timer := time.NewTimer(0)
@@ -99,7 +101,7 @@ func (m *member) run(ctx context.Context) error {
 // beatEvery is how often a member looks. One without work takes a shard over soon; one at work renews its
 // leases, and gives nobody else reason to look.
 func (m *member) beatEvery() time.Duration {
-	if m.resharding {
+	if m.resharding || m.pausing() {
 		return 50 * time.Millisecond
 	}
 	if len(m.workers) == 0 {
@@ -137,6 +139,7 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 		}
 		return nil
 	}
+	m.confirmed = s.obeyed
 	for shard, w := range m.workers {
 		if !slices.Contains(s.renewed, shard) && slices.Contains(leases, w.lease) {
 			w.publisher.lose(errLeaseLost)
@@ -175,15 +178,15 @@ func (r *Relay) beat(ctx context.Context, leases []*lease) (*standing, error) {
 	ctx, cancel := context.WithTimeout(ctx, r.cfg.Lease)
 	defer cancel()
 	asked := time.Now()
-	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs)
+	s := &standing{obeyed: r.obeyed(leases)}
+	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs, s.obeyed)
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
 	}
-	s := &standing{}
 	var shard int16
 	var free, renewed bool
-	var paused []string
-	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.wanted, &s.others, &shard, &free, &renewed, &paused}, func() error {
+	var paused, pauses []string
+	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.wanted, &s.others, &shard, &free, &renewed, &paused, &pauses}, func() error {
 		if free {
 			s.free = append(s.free, shard)
 		}
@@ -195,7 +198,7 @@ func (r *Relay) beat(ctx context.Context, leases []*lease) (*standing, error) {
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
 	}
-	r.paused.Store(&paused)
+	r.pausesFound(paused, pauses)
 	for _, l := range leases {
 		if slices.Contains(s.renewed, l.shard) {
 			l.trust(asked, r.cfg.Lease)

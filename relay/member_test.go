@@ -58,13 +58,13 @@ func TestReplicasShareShards(t *testing.T) {
 	for i := range 40 {
 		insert(t, pool, topic, fmt.Sprint("k", i%8), fmt.Sprint(i))
 	}
-	_, err := relay.SetShards(ctx, pool, "", "default", "ana", "test", 6)
+	_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 6)
 	require.NoError(t, err)
 	for i := 40; i < 80; i++ {
 		insert(t, pool, topic, fmt.Sprint("k", i%8), fmt.Sprint(i))
 	}
 	share("a 2, b 2, c 2")
-	_, err = relay.SetShards(ctx, pool, "", "default", "ana", "test", 1)
+	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 1)
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`) == 1 }, lease/2, 20*time.Millisecond)
 	share("a 1")
@@ -78,9 +78,9 @@ func TestReplicasShareShards(t *testing.T) {
 			require.Equal(t, fmt.Sprint(k+8*i), v)
 		}
 	}
-	_, err = relay.SetShards(ctx, pool, "", "never", "ana", "test", 1)
+	_, err = relay.SetShards(ctx, pool, relay.Operator{Relay: "never", Who: "ana", Why: "test"}, 1)
 	require.ErrorIs(t, err, relay.ErrUnknownRelay)
-	_, err = relay.SetShards(ctx, pool, "", "default", "ana", "test", 257)
+	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 257)
 	require.ErrorContains(t, err, "want 1 to 256")
 }
 
@@ -153,7 +153,7 @@ func TestReshardingTakenBackLeavesNoShardBehind(t *testing.T) {
 	})
 	insert(t, pool, "orders", "k", "1")
 	<-held
-	_, err = relay.SetShards(ctx, pool, "", "default", "ana", "test", 3)
+	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
 	require.NoError(t, err)
 	await(t, "the cut is taken", func() bool { return strings.Contains(said.String(), "up to one tick") })
 	// Nobody reads on: both have come to the cut.
@@ -162,7 +162,7 @@ func TestReshardingTakenBackLeavesNoShardBehind(t *testing.T) {
 		seen := beats.Load()
 		await(t, "the relay looks", func() bool { return beats.Load() > seen+3 })
 	}
-	_, err = relay.SetShards(ctx, pool, "", "default", "ana", "test", 2)
+	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 2)
 	require.NoError(t, err)
 	seen := beats.Load()
 	await(t, "it takes note", func() bool { return beats.Load() > seen+1 })
@@ -243,7 +243,7 @@ func TestLateEndOfAnOldShardEndsNoNewOne(t *testing.T) {
 	defer func() { stop(); require.NoError(t, <-done) }()
 	await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
 	before := closing.Load()
-	_, err = relay.SetShards(ctx, pool, "", "default", "ana", "test", 2)
+	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 2)
 	require.NoError(t, err)
 	await(t, "the new shards are taken", func() bool { return l.held.Load() == 3 })
 	await(t, "the old one's client has ended", func() bool { return closing.Load() > before })
@@ -260,7 +260,7 @@ func TestListeningRelayEndsWithItsError(t *testing.T) {
 	pool := pgtest.Pool(t)
 	drain(t, newRelay(t, pool, relay.Config{}))
 	must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = timeline + 1, lease_until = NULL`)
-	r, ended := newRelay(t, pool, relay.Config{Listen: true}), make(chan error, 1)
+	r, ended := newRelay(t, pool, relay.Config{WakeOnNotify: true}), make(chan error, 1)
 	go func() { ended <- r.Run(t.Context()) }()
 	select {
 	case err := <-ended:

@@ -23,6 +23,33 @@ SELECT topic FROM resumed ORDER BY topic`
 const pausedSQL = `-- relay.paused
 SELECT topic, who, why, paused_at FROM effectonce.outbox_paused WHERE relay = $1 ORDER BY topic`
 
+// unconfirmedSQL returns who does not obey the pauses of topics $2 yet: replicas that are alive, and holders of a lease that are
+// not on the list any more. At first one row that says whether anything runs, and whether a pause is left to wait for.
+const unconfirmedSQL = `-- relay.unconfirmed
+WITH wanted AS (
+  SELECT coalesce(array_agg(id), '{}') AS ids FROM effectonce.outbox_paused WHERE relay = $1 AND topic = ANY ($2::text[])
+), working AS (
+  SELECT owner, obeys, true AS listed FROM effectonce.outbox_replicas WHERE relay = $1 AND alive_until > clock_timestamp()
+  UNION ALL
+  SELECT DISTINCT p.owner, NULL::uuid[], false FROM effectonce.outbox_progress p
+  WHERE p.relay = $1 AND p.lease_until > clock_timestamp() AND p.owner IS NOT NULL AND NOT EXISTS (
+    SELECT FROM effectonce.outbox_replicas r WHERE r.relay = $1 AND r.owner = p.owner AND r.alive_until > clock_timestamp())
+)
+SELECT EXISTS (SELECT FROM working), coalesce((SELECT array_agg(owner || CASE
+    WHEN NOT listed THEN ' (holds a lease, and is not alive)'
+    WHEN obeys IS NULL THEN ' (of a release that does not confirm pauses)' ELSE '' END ORDER BY owner)
+  FROM working WHERE obeys IS NULL OR NOT obeys @> wanted.ids), '{}')
+FROM wanted`
+
+// withoutRowsSQL returns those of the topics that have no row anywhere.
+const withoutRowsSQL = `-- relay.without_rows
+SELECT t.topic FROM pg_catalog.unnest($2::text[]) WITH ORDINALITY AS t (topic, place)
+WHERE NOT EXISTS (SELECT FROM effectonce.outbox_paused p WHERE p.relay = $1 AND p.topic = t.topic)
+  AND NOT EXISTS (SELECT FROM effectonce.outbox_dead d WHERE d.relay = $1 AND d.topic = t.topic)
+  AND NOT EXISTS (SELECT FROM effectonce.outbox_scheduled s WHERE s.topic = t.topic)
+  AND NOT EXISTS (SELECT FROM effectonce.outbox o WHERE o.topic = t.topic)
+ORDER BY t.place`
+
 // wantShardsSQL: see SetShards.
 const wantShardsSQL = `-- relay.want_shards
 WITH wanted AS (

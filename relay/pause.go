@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -11,6 +12,26 @@ import (
 
 	"github.com/effectonce/effectonce/migrations"
 )
+
+// Operator says which relay an operator acts on, who that is, and why. Who and Why are kept in operator_actions; what only
+// looks does not need them.
+type Operator struct {
+	// Schema that holds the tables. Default "effectonce"; bounds as in migrations.Options.
+	Schema string
+	// Relay is the name of the relay. Default "default".
+	Relay string
+	// Who acts, at most 255 bytes, and Why, at most 2048.
+	Who, Why string
+}
+
+func (o Operator) resolve() (Operator, error) {
+	schema, err := migrations.Options{Schema: o.Schema}.Resolve()
+	o.Schema = schema
+	if o.Relay == "" {
+		o.Relay = "default"
+	}
+	return o, err
+}
 
 // PausedTopic is one whose rows wait, in outbox_dead.
 type PausedTopic struct {
@@ -20,46 +41,121 @@ type PausedTopic struct {
 	PausedAt time.Time `json:"paused_at"`
 }
 
-// Pause lets the rows of topics wait, from the relay's next look on (a quarter of its Lease, 2.5 s at most): they move to
-// outbox_dead, and what comes behind them in their keys, too. Other topics go on. who and why are kept in
-// operator_actions. Topics that are paused already stay as they are; it returns those that were not.
-func Pause(ctx context.Context, pool *pgxpool.Pool, schema, relay, who, why string, topics ...string) ([]string, error) {
-	return changePaused(ctx, pool, pauseSQL, schema, relay, who, why, topics)
+// Pause lets the rows of topics wait: they move to outbox_dead, and what comes behind them in their keys, too. Other topics
+// continue. When Pause returns, the pause is stored; it holds when AwaitPause returns nil. Topics that are paused already
+// stay as they are; it returns those that were not.
+func Pause(ctx context.Context, pool *pgxpool.Pool, by Operator, topics ...string) ([]string, error) {
+	return changePaused(ctx, pool, pauseSQL, by, topics)
 }
 
 // Resume ends a pause: the rows are published in their order, and then what comes behind them. It returns the topics
 // that were paused.
-func Resume(ctx context.Context, pool *pgxpool.Pool, schema, relay, who, why string, topics ...string) ([]string, error) {
-	return changePaused(ctx, pool, resumeSQL, schema, relay, who, why, topics)
+func Resume(ctx context.Context, pool *pgxpool.Pool, by Operator, topics ...string) ([]string, error) {
+	return changePaused(ctx, pool, resumeSQL, by, topics)
 }
 
-func changePaused(ctx context.Context, pool *pgxpool.Pool, sql, schema, relay, who, why string, topics []string) ([]string, error) {
-	schema, err := migrations.Options{Schema: schema}.Resolve()
-	if len(topics) == 0 {
-		err = errors.Join(err, errors.New("no topic is given"))
-	}
-	for _, topic := range topics {
-		if !topicName.MatchString(topic) {
-			err = errors.Join(err, fmt.Errorf("topic %.260q: Kafka takes 1 to 249 letters, digits, dots, underscores and hyphens", topic))
-		}
-	}
-	if err != nil {
+func changePaused(ctx context.Context, pool *pgxpool.Pool, sql string, by Operator, topics []string) ([]string, error) {
+	by, err := by.resolve()
+	if err = errors.Join(err, checkTopics(topics)); err != nil {
 		return nil, err
 	}
-	rows, err := pool.Query(ctx, migrations.InSchema(sql, schema), relay, topics, who, why)
+	rows, err := pool.Query(ctx, migrations.InSchema(sql, by.Schema), by.Relay, topics, by.Who, by.Why)
 	if err != nil {
 		return nil, err
 	}
 	return pgx.CollectRows(rows, pgx.RowTo[string])
 }
 
-// PausedTopics lists them by name.
-func PausedTopics(ctx context.Context, pool *pgxpool.Pool, schema, relay string) ([]PausedTopic, error) {
-	schema, err := migrations.Options{Schema: schema}.Resolve()
+func checkTopics(topics []string) (err error) {
+	if len(topics) == 0 {
+		err = errors.New("no topic is given")
+	}
+	for _, topic := range topics {
+		if !topicName.MatchString(topic) {
+			err = errors.Join(err, fmt.Errorf("topic %.260q: Kafka takes 1 to 249 letters, digits, dots, underscores and hyphens", topic))
+		}
+	}
+	return err
+}
+
+// ErrNoReplica is returned by AwaitPause where no replica of the relay is alive. The pause is stored, and holds from the
+// first row on as soon as a replica runs.
+var ErrNoReplica = errors.New("no replica of the relay runs")
+
+// UnconfirmedError is returned by AwaitPause when its context ended. The pause is stored. The replicas still may publish
+// rows that they read before it.
+type UnconfirmedError struct {
+	Owners []string // of the replicas, with the reason where it is known
+	cause  error
+}
+
+func (e *UnconfirmedError) Error() string {
+	return "not confirmed by " + strings.Join(e.Owners, ", ") + ": it may still publish rows that it read before the pause"
+}
+
+// Unwrap returns why the context ended.
+func (e *UnconfirmedError) Unwrap() error { return e.cause }
+
+// confirmEvery is the pause between two looks of AwaitPause.
+const confirmEvery = 100 * time.Millisecond
+
+// AwaitPause waits until the pauses of topics hold: every replica of the relay that is alive has confirmed that each row that
+// it read before them is acknowledged by Kafka, or waits. That takes up to a quarter of the relay's Lease, 2.5 s at most, and
+// longer while Kafka does not acknowledge, or a replica died (until its lease is over). Give it a deadline. A topic that is
+// not paused, or not any more, is not waited for. It returns ErrNoReplica, or an UnconfirmedError.
+func AwaitPause(ctx context.Context, pool *pgxpool.Pool, of Operator, topics ...string) error {
+	of, err := of.resolve()
+	if err = errors.Join(err, checkTopics(topics)); err != nil {
+		return err
+	}
+	waiting := &UnconfirmedError{Owners: []string{"any replica, since the database did not answer"}}
+	for {
+		var runs bool
+		var owners []string
+		err := pool.QueryRow(ctx, migrations.InSchema(unconfirmedSQL, of.Schema), of.Relay, topics).Scan(&runs, &owners)
+		switch {
+		case err != nil && ctx.Err() == nil:
+			return fmt.Errorf("ask which replicas obey the pause: %w", err)
+		case err != nil:
+		case !runs:
+			return ErrNoReplica
+		case len(owners) == 0:
+			return nil
+		default:
+			waiting.Owners = owners
+		}
+		if ctx.Err() != nil || !pause(ctx, confirmEvery) {
+			waiting.cause = ctx.Err()
+			return waiting
+		}
+	}
+}
+
+// WithoutRows returns those of the topics that are not paused and have no row in outbox, outbox_dead and outbox_scheduled. It
+// reads the whole outbox for a topic that has none: give it a deadline.
+func WithoutRows(ctx context.Context, pool *pgxpool.Pool, of Operator, topics ...string) ([]string, error) {
+	of, err := of.resolve()
 	if err != nil {
 		return nil, err
 	}
-	rows, err := pool.Query(ctx, migrations.InSchema(pausedSQL, schema), relay)
+	rows, err := pool.Query(ctx, migrations.InSchema(withoutRowsSQL, of.Schema), of.Relay, topics)
+	if err != nil {
+		return nil, fmt.Errorf("look for rows of the topics: %w", err)
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("look for rows of the topics: %w", err)
+	}
+	return found, nil
+}
+
+// PausedTopics lists them by name.
+func PausedTopics(ctx context.Context, pool *pgxpool.Pool, of Operator) ([]PausedTopic, error) {
+	of, err := of.resolve()
+	if err != nil {
+		return nil, err
+	}
+	rows, err := pool.Query(ctx, migrations.InSchema(pausedSQL, of.Schema), of.Relay)
 	if err != nil {
 		return nil, err
 	}

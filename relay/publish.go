@@ -33,6 +33,7 @@ func newPublisher(r *Relay, l *lease) *publisher {
 	p.flight = newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)))
 	p.flight.waits, p.flight.complain, p.flight.acked = p.turn, p.waitsForKafka, p.tellDelivered
 	p.reader = newReader(p)
+	l.obeys.set.Store(r.paused.Load()) // nothing is in flight
 	p.dead = &deadRows{publisher: p, limit: p.reader.limit}
 	return p
 }
@@ -154,6 +155,9 @@ func (p *publisher) loop(work, ctx context.Context) error {
 	defer cancel()
 	for ctx.Err() == nil {
 		p.turn()
+		if err := p.followPauses(work, ctx); err != nil {
+			return err
+		}
 		if err := p.release(work, ctx); err != nil {
 			return err
 		}

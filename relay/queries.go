@@ -28,11 +28,11 @@ const copyProgress = `tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor
 
 // beatSQL says that this replica is alive, renews the leases that it holds ($4 to $6 are their shards and epochs, and the
 // runs of the server that they were taken in; one that was given back meanwhile has no owner), and returns how things
-// stand: one row for each shard, whether it was renewed, and which topics are paused.
+// stand: one row for each shard, whether it was renewed, and which topics are paused. $7 are the pauses that it obeys.
 const beatSQL = `-- relay.beat
 WITH alive AS (
-  INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until) VALUES ($1, $2, clock_timestamp() + $3::interval)
-  ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until
+  INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until, obeys) VALUES ($1, $2, clock_timestamp() + $3::interval, $7::text[]::uuid[])
+  ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until, obeys = excluded.obeys
 ), renewed AS (
   UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval, ` + copyProgress + `
   FROM unnest($4::smallint[], $5::bigint[], $6::text[]) AS mine (shard, epoch, run) JOIN effectonce.outbox_progress_now w ON w.relay = $1 AND w.shard = mine.shard
@@ -41,11 +41,12 @@ WITH alive AS (
 )
 SELECT r.shards, r.shards_wanted, others.owners, s.shard::smallint,
   p.shard IS NULL OR p.lease_until IS NULL OR p.lease_until < clock_timestamp() AS free,
-  EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed, waiting.topics AS paused
+  EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed, waiting.topics AS paused, waiting.ids AS pauses
 FROM effectonce.outbox_relays r
 CROSS JOIN LATERAL (SELECT coalesce(array_agg(owner), '{}') AS owners FROM effectonce.outbox_replicas
   WHERE relay = $1 AND owner <> $2 AND alive_until > clock_timestamp()) others
-CROSS JOIN LATERAL (SELECT coalesce(array_agg(topic), '{}') AS topics FROM effectonce.outbox_paused WHERE relay = $1) waiting
+CROSS JOIN LATERAL (SELECT coalesce(array_agg(topic ORDER BY id), '{}') AS topics, coalesce(array_agg(id::text ORDER BY id), '{}') AS ids
+  FROM effectonce.outbox_paused WHERE relay = $1) waiting
 CROSS JOIN LATERAL generate_series(0, r.shards - 1) AS s (shard)
 LEFT JOIN effectonce.outbox_progress p ON p.relay = r.relay AND p.shard = s.shard
 WHERE r.relay = $1
@@ -171,6 +172,16 @@ SELECT EXISTS (
 
 const lockSlotSQL = `-- relay.lock_slot
 LOCK TABLE effectonce.outbox_%d IN ACCESS EXCLUSIVE MODE`
+
+// slotHoldersSQL names who holds a lock on a slot. Everyone may see the locks, and of the sessions of others their role and
+// application_name.
+const slotHoldersSQL = `-- relay.slot_holders
+SELECT CASE WHEN l.pid IS NULL THEN 'a prepared transaction' ELSE format('session %%s (%%s, role %%s, %%s)', l.pid,
+  coalesce(nullif(a.application_name, ''), 'no application_name'), coalesce(a.usename, '?'), string_agg(l.mode, ' ' ORDER BY l.mode)) END
+FROM pg_locks l LEFT JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE l.locktype = 'relation' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND l.relation = 'effectonce.outbox_%d'::regclass AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
+GROUP BY l.pid, a.application_name, a.usename, a.xact_start ORDER BY a.xact_start NULLS LAST, l.pid LIMIT $1`
 
 const truncateSQL = `-- relay.truncate
 TRUNCATE effectonce.outbox_%d`
@@ -410,7 +421,8 @@ SELECT coalesce((
     ELSE 2000 END
   FROM effectonce.outbox_scheduled ORDER BY due_at LIMIT 1), 2000)::bigint`
 
-// promoteSQL moves due messages into the outbox, in the order of their times. The lock lets one do it at a time:
+// promoteSQL moves due messages into the outbox, in the order of their times and, where those are the same, in the order in which
+// they were inserted. The lock lets one do it at a time:
 // of two side by side the later batch could commit first. The time is asked in a subquery, as a constant of the
 // statement: as a volatile function it would be no condition of the index.
 //
@@ -423,17 +435,17 @@ WITH mine AS MATERIALIZED (
 ), due AS MATERIALIZED (
   SELECT due_at, id, topic FROM effectonce.outbox_scheduled
   WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp())
-  ORDER BY due_at, id LIMIT $1 FOR UPDATE SKIP LOCKED
+  ORDER BY due_at, place LIMIT $1 FOR UPDATE SKIP LOCKED
 ), whole AS MATERIALIZED (
   SELECT due_at, id FROM due GROUP BY due_at, id
   HAVING count(*) >= least($1, (SELECT count(*) FROM effectonce.outbox_scheduled s WHERE s.id = due.id AND s.due_at = due.due_at))
 ), gone AS (
   DELETE FROM effectonce.outbox_scheduled s USING due JOIN whole USING (due_at, id)
   WHERE s.id = due.id AND s.topic = due.topic
-  RETURNING s.due_at, s.id, s.topic, s.key, s.payload, s.headers, s.created_at
+  RETURNING s.due_at, s.place, s.id, s.topic, s.key, s.payload, s.headers, s.created_at
 ), moved AS (
   INSERT INTO effectonce.outbox (id, topic, key, payload, headers, created_at)
-  SELECT id, topic, key, payload, headers, greatest(due_at, created_at) FROM gone ORDER BY due_at, created_at, id, topic
+  SELECT id, topic, key, payload, headers, greatest(due_at, created_at) FROM gone ORDER BY due_at, place
   RETURNING 1
 )
 SELECT (SELECT count(*) FROM due), (SELECT count(*) FROM moved)`
@@ -442,10 +454,10 @@ type queries struct {
 	nextDue, promote string
 
 	enroll, beat, leave, seq, acquire, release, fetch, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
-	lockStamps, foreign, restamp, rebase                                                                                              string
-	deadExist, held, moveToDead, waitingTopics, retryTopic, releasable, removeDead, holdAgain                                         string
-	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                    string
-	slots, turn, unpublished, lockSlot, truncate, truncated                                                                           string
+	lockStamps, foreign, restamp, rebase                                                                                                          string
+	deadExist, held, moveToDead, waitingTopics, retryTopic, releasable, removeDead, holdAgain                                                     string
+	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                string
+	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                          string
 }
 
 // newQueries names the run of the server as run says: serverRun, or unknownRun where the database hides what that needs. A
@@ -461,6 +473,6 @@ func newQueries(schema, run string) queries {
 		moveToDead: in(moveToDeadSQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),
 		releasable: in(releasableSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
 		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),
-		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL),
+		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),
 	}
 }

@@ -7,7 +7,6 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -32,12 +31,13 @@ type Relay struct {
 	adapting sync.Mutex
 	adapted  bool
 
-	suspects suspects
-	wake     wake
-	paused   atomic.Pointer[[]string] // topics
-	patience time.Duration            // with a statement
-	newest   atomic.Pointer[cluster]  // that this process had a lease on
-	overdue  atomic.Int64             // calls of the sink that go on though their context ended
+	suspects  suspects
+	wake      wake
+	paused    atomic.Pointer[pausedSet] // as of the last look
+	patience  time.Duration             // with a statement
+	newest    atomic.Pointer[cluster]   // that this process had a lease on
+	slotWaits map[int16]*slotWait       // of the goroutine that tidies up
+	overdue   atomic.Int64              // calls of the sink that go on though their context ended
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
@@ -213,12 +213,6 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 	}()
 	err := p.publish(ctx)
 	return p.progress.rows, err
-}
-
-// isPaused tells whether an operator paused a topic, as far as the last look knows.
-func (r *Relay) isPaused(topic string) bool {
-	paused := r.paused.Load()
-	return paused != nil && slices.Contains(*paused, topic)
 }
 
 // turn says that a loop is not stuck. Statements, and waiting for brokers, end by themselves; a sink may not.

@@ -18,18 +18,18 @@ var ErrUnknownRelay = errors.New("no relay of this name ever ran on this outbox"
 // SetShards asks for another number of shards, 1 to 256, and returns the present one. The relay changes it while it
 // runs, or when it runs next: one replica takes all shards, publishes each up to one common tick and begins the
 // new ones there, so that the rows of a key stay in order. Until then the old number counts. Asking again, also
-// for the old number, replaces what was asked for. who and why are kept in operator_actions.
-func SetShards(ctx context.Context, pool *pgxpool.Pool, schema, relay, who, why string, shards int16) (now int16, err error) {
-	schema, err = migrations.Options{Schema: schema}.Resolve()
+// for the old number, replaces what was asked for. by.Who and by.Why are kept in operator_actions.
+func SetShards(ctx context.Context, pool *pgxpool.Pool, by Operator, shards int16) (now int16, err error) {
+	by, err = by.resolve()
 	if shards < 1 || shards > shardsMax {
 		err = errors.Join(err, fmt.Errorf("shards %d: want 1 to %d", shards, shardsMax))
 	}
 	if err != nil {
 		return 0, err
 	}
-	err = pool.QueryRow(ctx, migrations.InSchema(wantShardsSQL, schema), relay, shards, who, why).Scan(&now)
+	err = pool.QueryRow(ctx, migrations.InSchema(wantShardsSQL, by.Schema), by.Relay, shards, by.Who, by.Why).Scan(&now)
 	if errors.Is(err, pgx.ErrNoRows) {
-		return 0, fmt.Errorf("relay %q: %w", relay, ErrUnknownRelay)
+		return 0, fmt.Errorf("relay %q: %w", by.Relay, ErrUnknownRelay)
 	}
 	return now, err
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -253,5 +254,37 @@ func TestLookForMessagesForLaterIsCheap(t *testing.T) {
 		require.Contains(t, plan, "outbox_scheduled_due", plan)
 		require.NotContains(t, plan, "Seq Scan", plan)
 		require.NotContains(t, plan, "Rows Removed by Filter", plan)
+	}
+}
+
+// Property: messages that are due at the same time enter the outbox in the order in which they were inserted, however many
+// moves that takes and whatever their IDs and their times of creation are.
+func TestMessagesOfOneTimeKeepTheirOrder(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	const messages = 2*relay.PromoteRowsMax + 500
+	at := time.Unix(1000, 0)
+	msgs := make([]outbox.Message, messages)
+	for i := range msgs {
+		msgs[i] = outbox.Message{ID: uuid.New(), Topic: "orders", Key: []byte("k"), Payload: fmt.Append(nil, i), DeliverAt: at}
+		if i%7 == 0 {
+			msgs[i].AlsoTo = []string{"audit", "billing"}
+		}
+	}
+	for some := range slices.Chunk(msgs, 700) {
+		require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { return outbox.Publish(ctx, tx, some...) }))
+	}
+	must(t, pool, `UPDATE effectonce.outbox_scheduled SET created_at = clock_timestamp() - random() * interval '1 day'`) // other clocks; and the rows move in the table
+	require.NoError(t, newRelay(t, pool, relay.Config{}).PromoteDue(ctx))
+	for topic, every := range map[string]int{"orders": 1, "audit": 7, "billing": 7} {
+		rows, err := pool.Query(ctx, `SELECT convert_from(payload, 'UTF8')::int FROM effectonce.outbox WHERE topic = $1 ORDER BY seq`, topic)
+		require.NoError(t, err)
+		came, err := pgx.CollectRows(rows, pgx.RowTo[int])
+		require.NoError(t, err)
+		var want []int
+		for i := 0; i < messages; i += every {
+			want = append(want, i)
+		}
+		require.Equal(t, want, came, topic)
 	}
 }

@@ -32,6 +32,11 @@ type slot struct {
 // tidy turns to the next slot, and truncates those whose rows are published by all relays. The replica with shard 0
 // does it; two that both believe to be it do no harm: each step decides by its own locks.
 func (m *member) tidy(ctx context.Context) {
+	if m.workers[0] == nil {
+		for slot := range m.slotWaits {
+			m.truncateWaitsNot(ctx, slot, "another replica looks after it")
+		}
+	}
 	if m.workers[0] == nil || time.Since(m.tidied) < min(m.cfg.Keep/4, tidyMax) {
 		return
 	}
@@ -70,17 +75,23 @@ func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 				return fmt.Errorf("turn to slot %d: %w", around[next].number, err)
 			}
 		case !s.current && s.kept && s.bytes > 0:
-			if err := r.truncate(ctx, s.number, here); err != nil {
+			locked, err := r.truncate(ctx, s.number, here)
+			if err != nil {
 				return fmt.Errorf("truncate slot %d: %w", s.number, err)
 			}
+			if locked {
+				r.truncateWaits(ctx, s.number)
+				continue
+			}
 		}
+		r.truncateWaitsNot(ctx, s.number, "it is removed, or not to be removed yet")
 	}
 	return nil
 }
 
-// truncate empties a slot, unless it has rows that some relay has not published. The lock is what makes sure that
+// truncate empties a slot, unless it has rows that some relay has not published, or is locked by something else. The lock is what makes sure that
 // there is no row which is not committed yet: its transaction would hold a lock, too.
-func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) error {
+func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked bool, err error) {
 	unpublished := func(q interface {
 		QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 	},
@@ -89,11 +100,11 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) error {
 		return found, err
 	}
 	if found, err := unpublished(r.pool); err != nil || found {
-		return err
+		return false, err
 	}
 	removed := false
 	// Read committed, whatever the role's default is: the second look has to see what came before the lock.
-	err := pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+	err = pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, lockSettingsSQL, milliseconds(slotLockMax), milliseconds(slotIdleMax)); err != nil {
 			return err
 		}
@@ -113,12 +124,12 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) error {
 	})
 	var refusal *pgconn.PgError
 	if errors.As(err, &refusal) && refusal.Code == "55P03" {
-		return nil // somebody is at work in it
+		return true, nil
 	}
 	if err == nil && removed {
 		r.cfg.Logger.DebugContext(ctx, "published rows were removed", "relay", r.cfg.Name, "slot", slot)
 	}
-	return err
+	return false, err
 }
 
 func milliseconds(d time.Duration) string { return fmt.Sprint(d.Milliseconds()) }

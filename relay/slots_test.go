@@ -4,9 +4,13 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"log/slog"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -134,4 +138,46 @@ func TestRowsOfAnotherClusterLeave(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, r.TidyUp(ctx))
 	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`))
+}
+
+// Property: a transaction that reads the outbox for long, as pg_dump does, keeps published rows, and nothing else: rows
+// flow, the relay says what it waits for, for how long and for which session, and not more often than it has to; when the
+// transaction ends, the outbox shrinks by itself. Row O48.
+func TestDumpKeepsPublishedRowsAndIsNamed(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	conn, err := pgx.ConnectConfig(ctx, pool.Config().ConnConfig.Copy())
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(ctx)) })
+	_, err = conn.Exec(ctx, `SET application_name = 'pg_dump'; BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY;
+		LOCK TABLE effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3 IN ACCESS SHARE MODE`)
+	require.NoError(t, err)
+
+	var log lockedBuffer
+	var waiting, calls atomic.Int64
+	cfg := relay.Config{Keep: 200 * time.Millisecond, Lease: time.Second, Logger: slog.New(slog.NewTextHandler(&log, nil))}
+	cfg.Hooks.TruncateWaits = func(_ int16, d time.Duration) { waiting.Store(int64(d)); calls.Add(1) }
+	running(t, pool, cfg)
+	n := 0
+	for ; calls.Load() < 10; n++ {
+		require.Less(t, n, 100_000, "it does not say that it waits")
+		insert(t, pool, topic, "k", fmt.Sprint(n))
+	}
+	held := one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`)
+	require.Equal(t, n, held, "all published rows are kept")
+	require.Positive(t, waiting.Load())
+	await(t, "rows flow", func() bool { return distinct(values(t, topic)) == n })
+	const said = "published rows cannot be removed"
+	require.Contains(t, log.String(), fmt.Sprintf("session %d (pg_dump, role ", conn.PgConn().PID()))
+	require.Contains(t, log.String(), "AccessShareLock")
+	slots := one[int](t, pool, `SELECT count(DISTINCT slot) FROM effectonce.outbox`)
+	require.LessOrEqual(t, strings.Count(log.String(), said), slots, "it is said once for each slot, and again after 30 s")
+
+	_, err = conn.Exec(ctx, `COMMIT`)
+	require.NoError(t, err)
+	await(t, "the outbox shrinks", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`) == 0 })
+	await(t, "it waits no more", func() bool { return waiting.Load() == 0 })
+	require.Contains(t, log.String(), "need not wait for a lock any more")
+	insert(t, pool, topic, "k", "after")
+	await(t, "rows flow", func() bool { return distinct(values(t, topic)) == n+1 })
 }

@@ -19,7 +19,7 @@ import (
 func TestNotifyEndsThePause(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	r := newRelay(t, pool, relay.Config{Listen: true, PollMin: time.Minute, PollMax: time.Minute, Lease: 10 * time.Minute})
+	r := newRelay(t, pool, relay.Config{WakeOnNotify: true, PollMin: time.Minute, PollMax: time.Minute, Lease: 10 * time.Minute})
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
 	go func() { done <- r.Run(running) }()

@@ -21,6 +21,7 @@ type doctorReport struct {
 func newDoctor(s *settings) *cobra.Command {
 	var asJSON bool
 	var limit, keep time.Duration
+	var limits backlogLimits
 	cmd := needs(&cobra.Command{
 		Use:   "doctor",
 		Short: "Check database, rights, brokers, topics and consumers, with a remedy for what is wrong",
@@ -34,7 +35,7 @@ Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a c
   outbox-relay doctor --json | jq -r '.findings[] | select(.severity != "ok") | .remedy'`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			findings := s.examine(cmd.Context(), limit, keep)
+			findings := s.examine(cmd.Context(), limit, keep, limits)
 			report := doctorReport{Well: doctor.Well(findings), Findings: findings}
 			var err error
 			if asJSON {
@@ -50,12 +51,13 @@ Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a c
 	}, flagDatabaseURL)
 	addDuration(cmd.Flags(), &limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "how long each of database and brokers may take for an answer")
 	addDuration(cmd.Flags(), &keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long the relay keeps published rows, as \"run\" was told")
+	limits.addFlags(cmd.Flags())
 	addJSON(cmd, &asJSON)
 	return cmd
 }
 
 // examine runs every check that what it found before allows.
-func (s *settings) examine(ctx context.Context, limit, keep time.Duration) []doctor.Finding {
+func (s *settings) examine(ctx context.Context, limit, keep time.Duration, limits backlogLimits) []doctor.Finding {
 	limited, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	var findings []doctor.Finding
@@ -87,6 +89,7 @@ func (s *settings) examine(ctx context.Context, limit, keep time.Duration) []doc
 	findings = append(findings, doctor.Autovacuum(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Relays(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Slots(limited, conn, s.schema, keep)...)
+	findings = append(findings, doctor.BacklogLimits(limited, conn, s.schema, doctor.Limits{Age: limits.age, Bytes: limits.bytes()})...)
 	findings = append(findings, doctor.Later(limited, conn, s.schema)...)
 	findings = append(findings, doctor.IdempotencyKeys(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Consuming(limited, conn, s.schema)...)

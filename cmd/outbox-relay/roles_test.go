@@ -88,7 +88,7 @@ func TestOperatorHasItsCommands(t *testing.T) {
 		"dead discard --id 4 --why test", "parked list", "parked show " + idPrefix + "1", "parked retry --reason failed",
 		"parked retry --topic orders --key order-1 --dry-run", "parked discard --reason undecodable --why test",
 		"parked discard --topic payments --all-of-key --why test", "actions list", "prune --dry-run",
-		"relays list", "relays list --json", "relays delete old --why test", "shards 2 --why test", "topics pause orders --why test", "topics list", "topics resume orders --why test",
+		"relays list", "relays list --json", "relays delete old --why test", "shards 2 --why test", "topics pause orders --why test --wait 0s", "topics list", "topics resume orders --why test",
 		"consumer pause --group billing --topic orders --why test", "consumer resume --group billing --topic orders", "consumer id-rule",
 		"consumer resume-at --group billing --topic orders --partition 0 --at latest --why test", "consumer resume-at --group billing --topic orders --partition 0 --cancel --why test",
 		"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z --topic " + topic,

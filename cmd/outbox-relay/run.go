@@ -24,6 +24,7 @@ type runner struct {
 	connections int
 	shards      int
 	endpoints   endpoints
+	limits      backlogLimits
 }
 
 func newRun(s *settings) *cobra.Command {
@@ -54,7 +55,7 @@ read_committed see each row once, whatever is killed.
 	addDuration(flags, &r.config.Lease, "lease", 10*time.Second, time.Second, 10*time.Minute, "how long a replica that died keeps the others waiting")
 	addDuration(flags, &r.config.PollMin, "poll-min", 100*time.Microsecond, 100*time.Microsecond, time.Minute, "pause between two looks at the table while rows arrive")
 	addDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while none arrive")
-	addBool(flags, &r.config.Listen, "wake-on-notify", "look at the outbox when a program calls NOTIFY (outbox.Notify); needs a connection that is not PgBouncer's")
+	addBool(flags, &r.config.WakeOnNotify, "wake-on-notify", "look at the outbox when a program calls NOTIFY (outbox.Notify); needs a connection that is not PgBouncer's")
 	addDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for what is with the brokers")
 	addInt(flags, &r.shards, "shards", 1, 1, shardsMax, "into how many shards keys are divided, when the relay runs for the first time")
 	addBool(flags, &r.config.ExactlyOnce, "exactly-once", "write records and progress in one Kafka transaction")
@@ -64,6 +65,7 @@ read_committed see each row once, whatever is killed.
 	addDuration(flags, &r.config.Keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long published rows stay in the outbox")
 	addInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
 	r.endpoints.addFlags(flags)
+	r.limits.addFlags(flags)
 	s.checks[cmd] = func() error {
 		problem := r.endpoints.check()
 		if r.config.PollMin > r.config.PollMax {

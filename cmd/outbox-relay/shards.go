@@ -39,7 +39,7 @@ Each shard reads the whole outbox and leaves out the others' rows: more shards t
 				by.Who = whoami()
 			}
 			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				now, err := relay.SetShards(ctx, pool, s.schema, s.relay, by.Who, by.Why, int16(number))
+				now, err := relay.SetShards(ctx, pool, s.operator(by), int16(number))
 				switch {
 				case errors.Is(err, relay.ErrUnknownRelay):
 					return fmt.Errorf("%w: its first \"outbox-relay run --shards\" decides", err)

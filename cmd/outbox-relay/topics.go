@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -21,7 +22,7 @@ func newTopics(s *settings) *cobra.Command {
 		Use:   "topics",
 		Short: "Pause and resume topics",
 		Long: `Pause and resume topics. The rows of a paused topic wait in outbox_dead, with what comes behind them in their
-keys; all other topics go on. When it is resumed they are published in their order.
+keys; all other topics continue. When it is resumed they are published in their order.
 
   outbox-relay topics pause orders --why "consumer has a bug, see INC-12"
   outbox-relay topics resume orders
@@ -29,52 +30,189 @@ keys; all other topics go on. When it is resumed they are published in their ord
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(
-		newTopicsChange(s, "pause", "Let the rows of topics wait", "paused", relay.Pause),
-		newTopicsChange(s, "resume", "Publish the rows of paused topics", "resumed", relay.Resume),
-		newTopicsList(s),
-	)
+	cmd.AddCommand(newTopicsPause(s), newTopicsResume(s), newTopicsList(s))
 	return cmd
 }
 
-type changeTopics func(ctx context.Context, pool *pgxpool.Pool, schema, name, who, why string, topics ...string) ([]string, error)
+// topicsChange is what pause and resume have in common.
+type topicsChange struct {
+	by     operator.By
+	asJSON bool
+}
 
-func newTopicsChange(s *settings, verb, short, done string, change changeTopics) *cobra.Command {
-	by := operator.By{Why: "by hand"}
-	var asJSON bool
+func (c *topicsChange) add(cmd *cobra.Command) {
+	c.by.Why = "by hand"
+	addText(cmd.Flags(), "why", 2048, "why it is done", func(text string) error { c.by.Why = text; return nil })
+	addText(cmd.Flags(), "by", 255, "who does it; default: the user and the machine", func(text string) error { c.by.Who = text; return nil })
+	addJSON(cmd, &c.asJSON)
+	commandLineOnly(cmd.Flags(), "why")
+}
+
+// run runs a change on the schema, as the operator, with time for a wait.
+func (c *topicsChange) run(ctx context.Context, s *settings, wait time.Duration, change func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error) error {
+	if c.by.Who == "" {
+		c.by.Who = whoami()
+	}
+	return s.onSchemaFor(ctx, changeMax+wait, func(ctx context.Context, pool *pgxpool.Pool) error {
+		if err := s.knowsRelay(ctx, pool); err != nil {
+			return err
+		}
+		return change(ctx, pool, s.operator(c.by))
+	})
+}
+
+func (s *settings) operator(by operator.By) relay.Operator {
+	return relay.Operator{Schema: s.schema, Relay: s.relay, Who: by.Who, Why: by.Why}
+}
+
+func newTopicsPause(s *settings) *cobra.Command {
+	var c topicsChange
+	var wait time.Duration
+	var force bool
 	cmd := needs(&cobra.Command{
-		Use:   verb + " TOPIC...",
-		Short: short,
-		Long:  short + ". The relay takes note within three seconds; who and why are kept: see \"outbox-relay actions list\".",
-		Args:  cobra.MinimumNArgs(1),
+		Use:   "pause TOPIC...",
+		Short: "Let the rows of topics wait",
+		Long: `Let the rows of topics wait. It returns when the pause holds: when every running replica has confirmed that
+what it read before is acknowledged by Kafka, or waits. That takes three seconds at most, and longer while Kafka does
+not acknowledge, or after a replica died (until its lease is over).
+
+Exit status 1 if it is not confirmed within --wait, or if no replica runs. The pause is stored all the same, and holds
+as soon as a replica obeys it; "outbox-relay topics resume" ends it.
+
+A topic without rows that does not exist in Kafka either is refused, unless --force is given: its name may be
+misspelt. Without --brokers only its rows count. Who and why are kept: see "outbox-relay actions list".`,
+		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, topics []string) error {
-			if by.Who == "" {
-				by.Who = whoami()
-			}
-			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				if err := s.knowsRelay(ctx, pool); err != nil {
-					return err
+			return c.run(cmd.Context(), s, wait, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
+				if !force {
+					if err := s.refuseUnknown(ctx, pool, by, topics); err != nil {
+						return err
+					}
 				}
-				changed, err := change(ctx, pool, s.schema, s.relay, by.Who, by.Why, topics...)
+				changed, err := relay.Pause(ctx, pool, by, topics...)
 				if err != nil {
 					return err
 				}
-				if asJSON {
-					return printJSON(cmd.OutOrStdout(), map[string]any{done: append([]string{}, changed...)})
+				p := pausing{Paused: append([]string{}, changed...), Holds: wait > 0}
+				if wait > 0 {
+					if err := p.await(ctx, pool, by, topics, wait); err != nil {
+						return err
+					}
 				}
-				_, err = fmt.Fprintf(cmd.OutOrStdout(), "%d of %d topics %s\n", len(changed), len(topics), done)
+				return p.print(cmd.OutOrStdout(), len(topics), wait, c.asJSON)
+			})
+		},
+	}, flagDatabaseURL)
+	c.add(cmd)
+	addDuration(cmd.Flags(), &wait, "wait", 30*time.Second, 0, 10*time.Minute, "how long to wait until the pause holds; 0s: not at all")
+	addBool(cmd.Flags(), &force, "force", "pause topics, too, that neither exist nor have rows")
+	commandLineOnly(cmd.Flags(), "force")
+	return cmd
+}
+
+// pausing is what "topics pause" did.
+type pausing struct {
+	Paused []string `json:"paused"`
+	Holds  bool     `json:"holds"`
+	// Unconfirmed are the replicas that did not confirm. Empty, and Holds false: no replica runs, or it was not waited.
+	Unconfirmed []string `json:"unconfirmed,omitempty"`
+}
+
+// await waits until the pauses hold. It returns an error where that is not known.
+func (p *pausing) await(ctx context.Context, pool *pgxpool.Pool, by relay.Operator, topics []string, wait time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, wait)
+	defer cancel()
+	err := relay.AwaitPause(ctx, pool, by, topics...)
+	var unconfirmed *relay.UnconfirmedError
+	switch {
+	case errors.Is(err, relay.ErrNoReplica):
+		p.Holds = false
+		return nil
+	case errors.As(err, &unconfirmed):
+		p.Holds, p.Unconfirmed = false, unconfirmed.Owners
+		return nil
+	}
+	return err
+}
+
+func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bool) error {
+	var err error
+	if asJSON {
+		err = printJSON(out, p)
+	} else {
+		text := fmt.Sprintf("%d of %d topics paused", len(p.Paused), topics)
+		switch {
+		case wait == 0:
+			text += "; it was not waited until the pause holds"
+		case p.Holds:
+			text += "; the pause holds"
+		case len(p.Unconfirmed) == 0:
+			text += "; no replica of the relay runs: the pause is stored, and holds as soon as one runs"
+		default:
+			text += fmt.Sprintf("; within %v the pause was not confirmed by %s: rows that were read before it may still be published; "+
+				"it is stored, and \"outbox-relay topics pause\" with the same topics waits again", wait, plain(strings.Join(p.Unconfirmed, ", ")))
+		}
+		_, err = fmt.Fprintln(out, text)
+	}
+	if err == nil && wait > 0 && !p.Holds {
+		return errNotWell
+	}
+	return err
+}
+
+// refuseUnknown refuses topics that neither exist nor have rows. It asks Kafka first, which is quick.
+func (s *settings) refuseUnknown(ctx context.Context, pool *pgxpool.Pool, by relay.Operator, topics []string) error {
+	unknown, where := topics, ""
+	if len(s.brokers) > 0 {
+		missing, err := s.missingTopics(ctx, topics)
+		if err != nil {
+			where = fmt.Sprintf("; Kafka could not be asked (%v)", err)
+		} else {
+			unknown, where = missing, " and does not exist in Kafka"
+		}
+	} else {
+		where = "; with --brokers Kafka is asked whether it exists"
+	}
+	if len(unknown) == 0 {
+		return nil
+	}
+	unknown, err := relay.WithoutRows(ctx, pool, by, unknown...)
+	if err != nil {
+		return fmt.Errorf("%w; --force pauses without this look", err)
+	}
+	if len(unknown) > 0 {
+		return fmt.Errorf("topic %s has no rows%s: nothing was paused; --force pauses it all the same", plain(strings.Join(unknown, ", ")), where)
+	}
+	return nil
+}
+
+func newTopicsResume(s *settings) *cobra.Command {
+	var c topicsChange
+	cmd := needs(&cobra.Command{
+		Use:   "resume TOPIC...",
+		Short: "Publish the rows of paused topics",
+		Long: `Publish the rows of paused topics, in their order. The relay takes note within three seconds; who and why are
+kept: see "outbox-relay actions list".`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, topics []string) error {
+			return c.run(cmd.Context(), s, 0, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
+				changed, err := relay.Resume(ctx, pool, by, topics...)
+				if err != nil {
+					return err
+				}
+				if c.asJSON {
+					return printJSON(cmd.OutOrStdout(), map[string]any{"resumed": append([]string{}, changed...)})
+				}
+				_, err = fmt.Fprintf(cmd.OutOrStdout(), "%d of %d topics resumed\n", len(changed), len(topics))
 				return err
 			})
 		},
 	}, flagDatabaseURL)
-	addText(cmd.Flags(), "why", 2048, "why it is done", func(text string) error { by.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "who does it; default: the user and the machine", func(text string) error { by.Who = text; return nil })
-	addJSON(cmd, &asJSON)
-	commandLineOnly(cmd.Flags(), "why")
+	c.add(cmd)
 	return cmd
 }
 
-// knowsRelay refuses a name that no relay has, though others are there: nobody would take note of the change. Before the
+// knowsRelay refuses a name that no relay has, though others are there: no relay would take note of the change. Before the
 // first relay runs any name may be meant.
 func (s *settings) knowsRelay(ctx context.Context, pool *pgxpool.Pool) error {
 	all, err := relays.List(ctx, pool, s.schema)
@@ -102,7 +240,7 @@ func newTopicsList(s *settings) *cobra.Command {
 		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				paused, err := relay.PausedTopics(ctx, pool, s.schema, s.relay)
+				paused, err := relay.PausedTopics(ctx, pool, s.operator(operator.By{}))
 				if err != nil {
 					return err
 				}
@@ -132,7 +270,11 @@ func printPaused(out io.Writer, paused []relay.PausedTopic) error {
 
 // onSchema runs f with a pool of the primary whose schema fits.
 func (s *settings) onSchema(ctx context.Context, f func(ctx context.Context, pool *pgxpool.Pool) error) error {
-	ctx, cancel := context.WithTimeout(ctx, changeMax)
+	return s.onSchemaFor(ctx, changeMax, f)
+}
+
+func (s *settings) onSchemaFor(ctx context.Context, limit time.Duration, f func(ctx context.Context, pool *pgxpool.Pool) error) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	pool, err := s.connectPrimary(ctx, 1)
 	if err != nil {

@@ -48,6 +48,7 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 	}
 	w := &watch{endpoints: &r.endpoints, at: listener.Addr(), state: monitor.NewState(), metrics: metrics.New(metrics.Config{
 		Relay: r.relay, Schema: r.schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger,
+		BacklogAgeMax: r.limits.age, BacklogBytesMax: r.limits.bytes(),
 	})}
 	w.server, err = monitor.New(monitor.Config{
 		Relay: r.relay, Schema: r.schema, State: w.state, Metrics: w.metrics.Handler(),

@@ -119,6 +119,7 @@ func relayRights(schema string) []right {
 		{"table", "outbox_progress_now", "SELECT"},
 		{"table", "outbox_dead", "SELECT,INSERT,UPDATE,DELETE"},
 		{"table", "outbox_paused", "SELECT"},
+		{"table", "outbox_backlog", "SELECT"},
 		{"table", "outbox_scheduled", "SELECT,UPDATE,DELETE"}, // UPDATE: to lock rows
 	}
 }
@@ -162,6 +163,7 @@ func operatorRights(schema string) []right {
 	for _, table := range []string{
 		"schema_version", "schema_compatibility", "outbox", "outbox_0", "outbox_1", "outbox_2", "outbox_3", "outbox_slots", "outbox_ticks",
 		"outbox_scheduled", "consumer_topics", "processed_messages", "processed_forever", "maintenance", "message_attempts", "fences", "pending_requests",
+		"outbox_backlog",
 	} {
 		rights = append(rights, right{"table", table, "SELECT"})
 	}

@@ -78,6 +78,11 @@ SELECT d.relay, (d.shard % coalesce(r.shards, 1))::smallint, d.reason, count(*)
 FROM (SELECT relay, shard, reason FROM effectonce.outbox_dead LIMIT $1) d LEFT JOIN effectonce.outbox_relays r USING (relay)
 GROUP BY 1, 2, 3`
 
+// pausedTopicsSQL: an empty $1 is every relay. Rows are counted with a bound for each topic.
+const pausedTopicsSQL = `-- doctor.paused_topics
+SELECT p.relay, p.topic, (SELECT count(*) FROM (SELECT FROM effectonce.outbox_dead d WHERE d.relay = p.relay AND d.topic = p.topic LIMIT $2) bounded), p.who, p.why, p.paused_at
+FROM effectonce.outbox_paused p WHERE $1 = '' OR p.relay = $1 ORDER BY p.relay, p.topic`
+
 const deadTopicsSQL = `-- doctor.dead_topics
 SELECT DISTINCT topic FROM (SELECT topic FROM effectonce.outbox_dead LIMIT $1) bounded`
 
@@ -240,6 +245,25 @@ SELECT s.slot, s.slot = c.last_value, pg_relation_size(('effectonce.outbox_' || 
     SELECT o.created_at FROM effectonce.outbox o WHERE o.slot = s.slot ORDER BY o.seq LIMIT 1)), 0)::float8
 FROM effectonce.outbox_slots s, effectonce.outbox_slot c
 ORDER BY s.slot`
+
+// slotHoldersSQL finds who holds a lock on a slot that is not filled now and has rows, for longer than $2, or for an unknown
+// time where the slot was turned away from longer than $1 ago. The doctor's own lock is none.
+const slotHoldersSQL = `-- doctor.slot_holders
+SELECT l.pid, CASE WHEN l.pid IS NULL THEN 'a prepared transaction'
+    ELSE format('session %s (%s, role %s)', l.pid, coalesce(nullif(a.application_name, ''), 'no application_name'), coalesce(a.usename, '?')) END,
+  array_agg(DISTINCT s.slot ORDER BY s.slot), extract(epoch FROM clock_timestamp() - a.xact_start)::float8,
+  (sum(s.bytes) / count(DISTINCT l.mode))::bigint, bool_or(s.overdue)
+FROM (
+  SELECT slot, turned_away, ('effectonce.outbox_' || slot)::regclass AS part, pg_total_relation_size(('effectonce.outbox_' || slot)::regclass) AS bytes,
+    turned_away + $1::interval < clock_timestamp() AS overdue
+  FROM effectonce.outbox_slots WHERE slot <> (SELECT last_value FROM effectonce.outbox_slot) AND pg_relation_size(('effectonce.outbox_' || slot)::regclass) > 0
+) s
+JOIN pg_locks l ON l.locktype = 'relation' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND l.relation = s.part
+LEFT JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
+GROUP BY l.pid, l.virtualtransaction, a.application_name, a.usename, a.xact_start
+HAVING a.xact_start < clock_timestamp() - $2::interval OR (a.xact_start IS NULL AND bool_or(s.overdue))
+ORDER BY a.xact_start NULLS LAST, l.pid LIMIT 20`
 
 const systemSQL = `-- doctor.system
 SELECT system_identifier FROM pg_control_system()`

@@ -70,6 +70,13 @@ func Slots(ctx context.Context, db Querier, schema string, keep time.Duration) [
 	if err != nil {
 		return broken(check, err)
 	}
+	holders, err := readSlotHolders(ctx, db, schema, keep)
+	if err != nil {
+		return broken(check, err)
+	}
+	for _, h := range holders {
+		found = append(found, warn(check, h.remedy(), "%s", h.text()))
+	}
 	if len(found) == 0 {
 		found = append(found, ok(check, "they take turns"))
 	}

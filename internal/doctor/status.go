@@ -33,6 +33,10 @@ type Status struct {
 	// Paused are topics that an operator paused for a group, Orders those to resume elsewhere that are not carried out yet.
 	Paused []consumers.Pause `json:"paused"`
 	Orders []consumers.Order `json:"orders"`
+	// PausedTopics are those whose rows a relay lets wait. Paused is about consumers.
+	PausedTopics []PausedTopic `json:"paused_topics"`
+	// SlotHolders are those whose locks keep published rows in the outbox, such as a pg_dump.
+	SlotHolders []SlotHolder `json:"slot_holders"`
 	// KafkaError says why it is not known which topics of consumers exist. Empty: it is, or no brokers were given.
 	KafkaError string `json:"kafka_error"`
 	// Scheduled are the messages for later.
@@ -104,6 +108,12 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 		return nil, fmt.Errorf("count consumers: %w", err)
 	}
 	if s.Scheduled, err = ReadScheduled(ctx, db, schema); err != nil {
+		return nil, err
+	}
+	if err := s.readPausedTopics(ctx, db, schema, opts.Relay); err != nil {
+		return nil, err
+	}
+	if err := s.readSlotHolders(ctx, db, schema); err != nil {
 		return nil, err
 	}
 	s.judge(opts.AgeMax)
@@ -218,13 +228,7 @@ func (s *Status) judge(ageMax time.Duration) {
 		case r.Waiting > 0 && ageMax > 0 && r.OldestWaitingSeconds > ageMax.Seconds():
 			s.problem(r, "the oldest row waits for longer than %v: see the log of %q, and \"outbox-relay doctor\"", ageMax, r.Owner)
 		}
-		var dead int64
-		for _, n := range r.Dead {
-			dead += n
-		}
-		if dead > 0 {
-			s.problem(r, "%d rows in outbox_dead hold their keys: read their column error and mend the cause", dead)
-		}
+		s.judgeDead(r)
 	}
 }
 

@@ -28,7 +28,7 @@ const (
 
 // database collects what was read last. A group that failed has no values.
 type database struct {
-	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, keys, unfinished, parked, positions *prometheus.Desc
+	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, keys, unfinished, parked, positions, overLimit *prometheus.Desc
 
 	mu     sync.Mutex
 	groups map[string][]prometheus.Metric
@@ -45,6 +45,7 @@ func newDatabase() *database {
 		paused:       d("outbox_paused_topics", "Topics that are paused.", []string{"relay"}, nil),
 		size:         d("outbox_table_bytes", "Size of the outbox with its indexes.", nil, nil),
 		transactions: d("outbox_oldest_transaction_age_seconds", "Age of the oldest open transaction of the cluster that has written; 0 if there is none.", nil, nil),
+		overLimit:    d("outbox_backlog_over_limit", "1 while the outbox is beyond a limit that was set for its age or its size, else 0.", []string{"relay", "limit"}, nil),
 		scheduled:    d("outbox_scheduled_messages", "Messages for later that are not in the outbox yet, counted up to 100000.", nil, nil),
 		overdue:      d("outbox_oldest_overdue_age_seconds", "Time since the first message for later was due that is not in the outbox; 0 if none is due.", nil, nil),
 		keys:         d("effectonce_idempotency_keys", "Idempotency keys that are not finished, counted up to 10000.", []string{"state"}, nil),
@@ -56,7 +57,7 @@ func newDatabase() *database {
 
 // Describe is part of prometheus.Collector.
 func (d *database) Describe(descs chan<- *prometheus.Desc) {
-	for _, desc := range []*prometheus.Desc{d.pending, d.oldest, d.dead, d.shards, d.paused, d.size, d.transactions, d.scheduled, d.overdue, d.keys, d.unfinished, d.parked, d.positions} {
+	for _, desc := range []*prometheus.Desc{d.pending, d.oldest, d.dead, d.shards, d.paused, d.size, d.transactions, d.scheduled, d.overdue, d.keys, d.unfinished, d.parked, d.positions, d.overLimit} {
 		descs <- desc
 	}
 }

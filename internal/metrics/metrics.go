@@ -3,6 +3,7 @@ package metrics
 import (
 	"log/slog"
 	"net/http"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -21,6 +22,10 @@ type Config struct {
 	Version string        // of the program
 	Every   time.Duration // pause between two readings of the database
 	Logger  *slog.Logger
+	// BacklogAgeMax and BacklogBytesMax are limits on the outbox that are only watched: see outbox_backlog_over_limit.
+	// 0: none.
+	BacklogAgeMax   time.Duration
+	BacklogBytesMax int64
 }
 
 // Metrics of one replica.
@@ -34,6 +39,7 @@ type Metrics struct {
 	leases        prometheus.Counter
 	interruptions prometheus.Counter
 	errors        prometheus.Counter
+	truncateWaits *prometheus.GaugeVec // by slot
 	database      *database
 
 	// clockAhead is how far the database's clock, which stamps rows, is ahead of this process's.
@@ -42,6 +48,9 @@ type Metrics struct {
 	mu    sync.Mutex
 	owned map[int16]bool // shards
 }
+
+// slots of the outbox.
+const slots = 4
 
 // New returns metrics that nobody has counted in yet.
 func New(cfg Config) *Metrics {
@@ -64,6 +73,14 @@ func New(cfg Config) *Metrics {
 	} {
 		m.dead.WithLabelValues(string(reason)) // 0, so that the first one is an increase
 	}
+	m.truncateWaits = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "outbox_relay_truncate_waiting_seconds", Help: "Since when published rows of a slot of the outbox cannot be removed, because a transaction holds a lock on it; 0: they can.",
+		ConstLabels: name,
+	}, []string{"slot"})
+	for slot := range slots {
+		m.truncateWaits.WithLabelValues(strconv.Itoa(slot))
+	}
+	m.registry.MustRegister(m.truncateWaits)
 	m.leases = counter("outbox_lease_changes_total", "Shards that this replica took, gave back or lost.", name)
 	m.interruptions = counter("outbox_interruptions_total", "Times that this replica had to start over from its stored progress.", name)
 	m.errors = counter("outbox_metrics_errors_total", "Groups of gauges that could not be read from the database.", nil)
@@ -95,6 +112,9 @@ func (m *Metrics) Hooks() relay.Hooks {
 		Dead:        func(_ string, reason relay.Reason) { m.dead.WithLabelValues(string(reason)).Inc() },
 		Lease:       m.lease,
 		Interrupted: func(error) { m.interruptions.Inc() },
+		TruncateWaits: func(slot int16, waiting time.Duration) {
+			m.truncateWaits.WithLabelValues(strconv.Itoa(int(slot))).Set(waiting.Seconds())
+		},
 	}
 }
 

@@ -26,6 +26,7 @@ import (
 func newMetrics(schema string) *metrics.Metrics {
 	return metrics.New(metrics.Config{
 		Relay: "default", Schema: schema, Version: "v1.2.3", Every: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler),
+		BacklogAgeMax: time.Minute, BacklogBytesMax: 1 << 40,
 	})
 }
 
@@ -69,6 +70,9 @@ func TestMetricsOfARun(t *testing.T) {
 	s = await(t, m, "three rows wait", func(s series) bool { return s[pending] == 3 })
 	assert.GreaterOrEqual(t, s[age], 100.0)
 	assert.Less(t, s[age], 160.0)
+	over := func(limit string) string { return of("outbox_backlog_over_limit", "limit", limit, "relay", "default") }
+	await(t, m, "they are too old", func(s series) bool { return s[over("age")] == 1 })
+	assert.Zero(t, s[over("bytes")])
 	first := s[age]
 	s = await(t, m, "they get older", func(s series) bool { return s[age] > first })
 	assert.Zero(t, s[dispatched])
@@ -86,6 +90,15 @@ func TestMetricsOfARun(t *testing.T) {
 	await(t, m, "the lease is lost and taken again", func(s series) bool {
 		return s[of("outbox_interruptions_total", "relay", "default")] >= 1 && s[of("outbox_lease_changes_total", "relay", "default")] == 3
 	})
+
+	await(t, m, "none is too old", func(s series) bool { return s[over("age")] == 0 })
+	waits := of("outbox_relay_truncate_waiting_seconds", "relay", "default", "slot", "1")
+	for _, waiting := range []time.Duration{90 * time.Second, 0} {
+		m.Hooks().TruncateWaits(1, waiting)
+		s, _ = scrape(t, m)
+		assert.Contains(t, s, waits)
+		assert.InDelta(t, waiting.Seconds(), s[waits], 0)
+	}
 
 	openTransaction(t, m, pool)
 	end()
@@ -192,7 +205,7 @@ func compareWithDocs(t *testing.T, samples series, types map[string]string) {
 		exposed[name] = types[name] + " " + strings.Join(names, ",")
 	}
 	assert.Equal(t, documented, exposed)
-	assert.Len(t, exposed, 21)
+	assert.Len(t, exposed, 23)
 }
 
 // What cannot be read is left out and counted, not shown as it was; everything else stays, and it comes back.

@@ -31,6 +31,10 @@ SELECT CASE WHEN pg_has_role('pg_read_all_stats', 'USAGE') THEN greatest(extract
   (SELECT min(xact_start) FROM pg_stat_activity WHERE backend_xid IS NOT NULL),
   (SELECT min(prepared) FROM pg_prepared_xacts))), 0)::float8 END`
 
+// backlogSQL: a relay that never ran is not in the view while others are.
+const backlogSQL = `-- metrics.backlog
+SELECT coalesce(max(oldest_seconds) FILTER (WHERE relay = $1), 0)::float8, coalesce(max(bytes), 0)::bigint FROM effectonce.outbox_backlog`
+
 const parkedSQL = `-- metrics.parked
 SELECT c.consumer_group, p.topic, p.reason, count(*)::float8
 FROM (SELECT consumer, topic, reason FROM effectonce.parked_messages LIMIT $1) p

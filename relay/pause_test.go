@@ -1,0 +1,147 @@
+package relay_test
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+var ana = relay.Operator{Who: "ana", Why: "test"}
+
+// brief ends what an operator does not wait for.
+func brief(t *testing.T, limit time.Duration) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// Property: a pause is confirmed only after every row that was read before it is acknowledged: while a broker keeps its answer
+// back, the wait names the replica; afterwards no row of the topic comes, and other topics flow.
+func TestPauseIsConfirmedBehindWhatIsInFlight(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			ctx, pool := t.Context(), pgtest.Pool(t)
+			fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "other"))
+			produced, answer := make(chan struct{}), make(chan struct{})
+			var once, end sync.Once
+			release := func() { end.Do(func() { close(answer) }) }
+			t.Cleanup(release)
+			fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
+				fake.KeepControl()
+				once.Do(func() { close(produced) })
+				fake.SleepControl(func() { <-answer })
+				return nil, nil, false
+			})
+			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly, Lease: time.Minute, Owner: "the replica"})
+			require.NoError(t, err)
+			running, stop := context.WithCancel(ctx)
+			done := make(chan error, 1)
+			go func() { done <- r.Run(running) }()
+			t.Cleanup(func() { release(); stop(); require.NoError(t, <-done) })
+
+			insert(t, pool, "orders", "k", "before")
+			<-produced
+			_, err = relay.Pause(ctx, pool, ana, "orders")
+			require.NoError(t, err)
+			await(t, "the relay looked, and could confirm", func() bool {
+				return one[bool](t, pool, `SELECT bool_or(obeys = '{}') FROM effectonce.outbox_replicas`)
+			})
+			var unconfirmed *relay.UnconfirmedError
+			err = relay.AwaitPause(brief(t, 4*time.Second), pool, ana, "orders") // longer than from one look to the next
+			require.ErrorAs(t, err, &unconfirmed)
+			require.Equal(t, []string{"the replica"}, unconfirmed.Owners)
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+
+			release()
+			require.NoError(t, relay.AwaitPause(brief(t, 40*time.Second), pool, ana, "orders"))
+			count := func(topic string) int { return len(kafkatest.ReadAllAt(t, fake.ListenAddrs(), topic)) }
+			require.Equal(t, 1, count("orders"))
+			insert(t, pool, "orders", "k", "after")
+			insert(t, pool, "other", "k", "flows")
+			await(t, "the other topic flows", func() bool { return count("other") == 1 && dead(t, pool) == 1 })
+			require.Equal(t, 1, count("orders"))
+			_, err = relay.Resume(ctx, pool, ana, "orders")
+			require.NoError(t, err)
+			await(t, "it is resumed", func() bool { return count("orders") == 2 })
+		})
+	}
+}
+
+// Property: when a wait says that the pause holds, no row of the topic comes any more, however many are being written, and
+// whichever replicas share the shards.
+func TestPauseHoldsWhenItIsConfirmed(t *testing.T) {
+	t.Parallel()
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	for _, owner := range []string{"a", "b", "stands by"} {
+		runs(t, pool, relay.Config{Owner: owner, Shards: 2, PageRowsMax: 20, Lease: 30 * time.Second})
+	}
+	var writing sync.WaitGroup
+	stop := make(chan struct{})
+	end := sync.OnceFunc(func() { close(stop); writing.Wait() })
+	defer end()
+	writing.Go(func() {
+		for n := 0; ; n++ {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			if _, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, k::text::bytea, 'v' FROM generate_series(1, 20) k`, topic); err != nil {
+				t.Errorf("write: %v", err)
+				return
+			}
+		}
+	})
+	for range 3 {
+		before := kafkatest.Count(t, topic)
+		await(t, "rows flow", func() bool { return kafkatest.Count(t, topic) > before })
+		_, err := relay.Pause(ctx, pool, ana, topic)
+		require.NoError(t, err)
+		require.NoError(t, relay.AwaitPause(brief(t, 40*time.Second), pool, ana, topic))
+		held, waiting := kafkatest.Count(t, topic), dead(t, pool)
+		await(t, "rows wait", func() bool { return dead(t, pool) > waiting+100 })
+		require.Equal(t, held, kafkatest.Count(t, topic), "rows came after the pause was confirmed")
+		_, err = relay.Resume(ctx, pool, ana, topic)
+		require.NoError(t, err)
+		await(t, "it is resumed", func() bool {
+			return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'paused'`) == 0
+		})
+	}
+}
+
+// Property: without a replica that runs a pause is not confirmed, nor by one that does not say what it obeys, or obeys an
+// earlier pause of the topic; a replica whose time is over is not asked.
+func TestPauseIsConfirmedByAllThatRun(t *testing.T) {
+	t.Parallel()
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	wait := func() error { return relay.AwaitPause(brief(t, time.Second), pool, ana, "orders") } //nolint:contextcheck // the test's
+	_, err := relay.Pause(ctx, pool, ana, "orders")
+	require.NoError(t, err)
+	require.ErrorIs(t, wait(), relay.ErrNoReplica)
+	must(t, pool, `INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('default', 'gone', clock_timestamp() - interval '1 second'), ('default', 'old', 'infinity'), ('another', 'x', 'infinity')`)
+	require.ErrorContains(t, wait(), "not confirmed by old (of a release that does not confirm pauses)")
+	must(t, pool, `UPDATE effectonce.outbox_replicas SET obeys = ARRAY(SELECT id FROM effectonce.outbox_paused) WHERE owner = 'old'`)
+	require.NoError(t, wait())
+	_, err = relay.Resume(ctx, pool, ana, "orders")
+	require.NoError(t, err)
+	_, err = relay.Pause(ctx, pool, ana, "orders")
+	require.NoError(t, err)
+	require.ErrorContains(t, wait(), "not confirmed by old: it may still publish")
+	must(t, pool, `DELETE FROM effectonce.outbox_replicas`)
+	must(t, pool, `INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'frozen', 'infinity', 1)`)
+	require.ErrorContains(t, wait(), "not confirmed by frozen (holds a lease, and is not alive)")
+}

@@ -2,6 +2,7 @@ package migrations_test
 
 import (
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -20,6 +21,8 @@ var (
 	sqlBody    = regexp.MustCompile(`(?s)\$[a-z]*\$.*?\$[a-z]*\$`) // of a function: new ones are none of an older program's business
 	raises     = regexp.MustCompile(`UPDATE effectonce\.schema_compatibility SET oldest = \d+`)
 	replaces   = regexp.MustCompile(`DROP CONSTRAINT (\w+), ADD CONSTRAINT (\w+) CHECK \(\w+ IN \([^)]*\)\)`)
+	revokes    = regexp.MustCompile(`REVOKE ALL ON FUNCTION ([^;]*?) FROM PUBLIC;`)
+	makes      = regexp.MustCompile(`CREATE FUNCTION (\S+?)\(`)
 	addsColumn = regexp.MustCompile(`(?i)\bADD (COLUMN )?(IF NOT EXISTS )?[a-z_]+ [^,;]*\bNOT NULL\b[^,;]*`)
 )
 
@@ -44,6 +47,16 @@ func broken(up string) (found []string) {
 	up = strings.Join(strings.Fields(up), " ")
 	for _, m := range replaces.FindAllStringSubmatch(up, -1) {
 		if m[1] == m[2] { // a CHECK with a longer list of values
+			up = strings.ReplaceAll(up, m[0], "")
+		}
+	}
+	made := map[string]bool{}
+	for _, m := range makes.FindAllStringSubmatch(up, -1) {
+		made[m[1]] = true
+	}
+	for _, m := range revokes.FindAllStringSubmatch(up, -1) {
+		names := regexp.MustCompile(`effectonce\.\w+`).FindAllString(m[1], -1)
+		if !slices.ContainsFunc(names, func(name string) bool { return !made[name] }) { // a new function: no older program calls it
 			up = strings.ReplaceAll(up, m[0], "")
 		}
 	}
@@ -79,6 +92,7 @@ func TestMigrationsAddOnly(t *testing.T) {
 		"ALTER TABLE effectonce.consumers ADD COLUMN a text, ADD b text NOT NULL":  "wants a value",
 		"ALTER TABLE effectonce.consumers ADD CONSTRAINT c CHECK (name <> '')":     "refuses what",
 		"ALTER TABLE effectonce.outbox_dead DROP CONSTRAINT a":                     "takes something away",
+		"REVOKE ALL ON FUNCTION effectonce.uuid_v7() FROM PUBLIC":                  "takes something away",
 		"CREATE UNIQUE INDEX ON effectonce.consumers (consumer_group)":             "refuses what",
 		"CREATE OR REPLACE FUNCTION effectonce.uuid_v7() RETURNS uuid AS $$ $$ ()": "changes a function",
 	} {
@@ -92,6 +106,7 @@ func TestMigrationsAddOnly(t *testing.T) {
 		"CREATE TABLE effectonce.t (a text NOT NULL, CONSTRAINT t_pkey PRIMARY KEY (a))",
 		"ALTER TABLE effectonce.t DROP CONSTRAINT a, ADD CONSTRAINT a CHECK (b IN ('c', 'd'))",
 		"CREATE FUNCTION effectonce.f() RETURNS trigger AS $$ BEGIN DROP TABLE t; END $$",
+		"CREATE FUNCTION effectonce.f(a int) RETURNS int AS $$ $$; REVOKE ALL ON FUNCTION effectonce.f(int) FROM PUBLIC;",
 	} {
 		assert.Empty(t, broken(sql), sql)
 	}

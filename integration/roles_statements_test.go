@@ -80,12 +80,12 @@ func TestEachStatementIsAllowed(t *testing.T) {
 	checked := 0
 	for part, files := range map[string][]string{
 		"publisher": {"outbox/queries.go"},
-		"relay":     {"relay/queries.go", "internal/metrics/queries.go", "internal/monitor/queries.go", "internal/doctor/queries.go"},
+		"relay":     {"relay/queries.go", "relay/sequence_queries.go", "internal/metrics/queries.go", "internal/monitor/queries.go", "internal/doctor/queries.go"},
 		"consumer":  {"consumer/queries.go", "dedup/queries.go", "dedup/fence_queries.go", "outbox/queries.go"},
 		"endpoint":  {"dedup/idempotency/queries.go"},
 		"operator": {
 			"internal/doctor/queries.go", "internal/dead/queries.go", "internal/parked/queries.go", "internal/inspect/queries.go", "internal/verify/queries.go",
-			"relay/operator_queries.go", "internal/replay/queries.go", "internal/operator/queries.go", "internal/keys/queries.go",
+			"relay/operator_queries.go", "relay/repair_queries.go", "relay/sequence_queries.go", "internal/replay/queries.go", "internal/operator/queries.go", "internal/keys/queries.go",
 		},
 	} {
 		pool := p.as(t, part)

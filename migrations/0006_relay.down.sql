@@ -1,3 +1,7 @@
+-- Functions of a sequence that is behind.
+DROP FUNCTION effectonce.repair_outbox_sequences(bigint, bigint), effectonce.renumber_outbox(bigint, bigint, timestamptz),
+  effectonce.outbox_sequence_state(bigint, bigint), effectonce.this_cluster();
+
 -- A row that only this release knows the reason of is of the closest one that the previous release knows.
 UPDATE effectonce.outbox_dead SET reason = 'refused' WHERE reason IN ('not_authorized', 'bad_partition');
 ALTER TABLE effectonce.outbox_dead

@@ -119,3 +119,178 @@ GROUP BY p.relay;
 
 -- ---------------------------------------------------------------------------------------------
 -- A sequence that is behind
+
+-- A cursor compares the numbers of rows with those that it knows, so no number may be given twice. That happens after a
+-- copy by logical replication (sequences are not copied), TRUNCATE … RESTART IDENTITY or setval: rows that committed are
+-- then taken for published. The function says whether it happened. seq_known and tick_known are the largest numbers that
+-- the tables and the arguments know. reused is the lowest number that a row was given again although the sequence has
+-- caught up since, and reused_since when that began: no relay may have looked meanwhile.
+--
+-- It reads the sequences last: what its snapshot shows had its number by then. All that it looks at is found by indexes.
+CREATE FUNCTION effectonce.outbox_sequence_state(
+  more_seq bigint, more_tick bigint,
+  OUT seq_last bigint, OUT seq_known bigint, OUT tick_last bigint, OUT tick_known bigint,
+  OUT reused bigint, OUT reused_since timestamptz, OUT behind boolean)
+LANGUAGE plpgsql STABLE SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+  here record;
+  burying text[]; -- relays that have dead rows
+BEGIN
+  SELECT * INTO here FROM effectonce.this_cluster();
+  SELECT greatest(more_seq, max(p.floor), max(p.seq), max(f.seq_last), max(n.seq_last)), greatest(more_tick, max(p.tick), max(p.next_tick))
+  INTO seq_known, tick_known
+  FROM effectonce.outbox_progress_now p
+  LEFT JOIN effectonce.outbox_ticks f ON f.tick = p.tick LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick;
+  WITH RECURSIVE named AS ( -- one descent of the index for each relay
+    (SELECT d.relay FROM effectonce.outbox_dead d ORDER BY d.relay LIMIT 1)
+    UNION ALL
+    SELECT (SELECT d.relay FROM effectonce.outbox_dead d WHERE d.relay > named.relay ORDER BY d.relay LIMIT 1) FROM named WHERE named.relay IS NOT NULL)
+  SELECT coalesce(array_agg(named.relay), '{}') INTO burying FROM named WHERE named.relay IS NOT NULL;
+  seq_known := greatest(seq_known, (SELECT max(o.seq) FROM effectonce.outbox o),
+    (SELECT max((SELECT max(d.seq) FROM effectonce.outbox_dead d WHERE d.relay = b.relay)) FROM unnest(burying) AS b (relay)), 0);
+  tick_known := greatest(tick_known, (SELECT max(t.tick) FROM effectonce.outbox_ticks t), 0);
+
+  -- Each row up to a tick's seq_last has a transaction id below the snapshot's xmax. One that has not, and was written
+  -- here, has a number that was given before. (A row that was copied or restored was written under another transaction
+  -- id than the one that it names.) Where the tick means nothing here, or shows nothing, such a row is one up to the floor
+  -- that is younger than the progress. So has a row with the number of a dead row that is another message. The rows
+  -- looked at are the first by number and the first by transaction.
+  WITH progress AS MATERIALIZED (
+    SELECT p.floor, p.updated_at, t.seq_last, pg_snapshot_xmax(t.snapshot) AS xmax,
+      coalesce(p.system_identifier <> here.system, false) OR coalesce(p.timeline <> here.timeline, false)
+        OR t.tick IS NULL OR pg_snapshot_xmax(t.snapshot) = '1'::xid8 AS moved
+    FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
+  ), candidates AS MATERIALIZED (
+    (SELECT o.seq, o.id, o.txid, o.xmin, o.created_at FROM effectonce.outbox o ORDER BY o.seq LIMIT 1000)
+    UNION ALL
+    (SELECT late.* FROM (SELECT p.xmax FROM progress p WHERE NOT p.moved ORDER BY p.xmax LIMIT 1) oldest CROSS JOIN LATERAL (
+      SELECT o.seq, o.id, o.txid, o.xmin, o.created_at FROM effectonce.outbox o WHERE o.txid >= oldest.xmax ORDER BY o.txid, o.seq LIMIT 1000) late)
+  )
+  SELECT min(o.seq), min(o.created_at) INTO reused, reused_since
+  FROM candidates o
+  WHERE EXISTS (SELECT FROM progress p WHERE CASE
+      WHEN p.moved THEN o.seq <= p.floor AND o.created_at > p.updated_at
+      ELSE o.seq <= p.seq_last AND o.txid >= p.xmax AND o.xmin::text::numeric = mod(o.txid::text::numeric, 4294967296) END)
+    OR EXISTS (SELECT FROM unnest(burying) AS b (relay) JOIN effectonce.outbox_dead d ON d.relay = b.relay AND d.seq = o.seq WHERE d.id <> o.id);
+
+  SELECT s.last_value - CASE WHEN s.is_called THEN 0 ELSE 1 END INTO seq_last FROM effectonce.outbox_seq_seq s;
+  SELECT s.last_value - CASE WHEN s.is_called THEN 0 ELSE 1 END INTO tick_last FROM effectonce.outbox_ticks_tick_seq s;
+  behind := seq_last < seq_known OR tick_last < tick_known OR reused IS NOT NULL;
+END
+$$;
+
+-- The cluster whose transaction ids rows have, as relays know it; null where the database does not show it.
+CREATE FUNCTION effectonce.this_cluster(OUT system bigint, OUT timeline integer)
+LANGUAGE plpgsql STABLE
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+  system := (SELECT c.system_identifier FROM pg_control_system() c);
+  timeline := ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::integer;
+EXCEPTION WHEN insufficient_privilege OR undefined_function OR feature_not_supported OR object_not_in_prerequisite_state THEN
+  NULL; -- hidden, or a standby
+END
+$$;
+
+-- Repairs it: the next numbers are above all that is known, and rows that are not proven to be published are inserted
+-- again with such numbers, in their order. What proves it: each relay's tick, which was taken in this cluster and while
+-- the sequence was not behind its floor, shows the row. A row that is not proven may be published twice; none is lost.
+-- All leases end, and relays go on from what the tables say: what they have in memory, or in Kafka, knows old numbers.
+--
+-- It waits for transactions that write to the outbox (at most some seconds: 55P03, try again), and such transactions wait
+-- for it. It does nothing where no number was given twice. Arguments are numbers that the caller knows of. They are
+-- bounded, and so is what the tables say: roles that may not touch the sequence write it.
+CREATE FUNCTION effectonce.repair_outbox_sequences(
+  more_seq bigint, more_tick bigint,
+  OUT repaired boolean, OUT seq_before bigint, OUT seq_after bigint, OUT tick_before bigint, OUT tick_after bigint, OUT renumbered bigint)
+LANGUAGE plpgsql SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET lock_timeout = '3s'
+AS $$
+DECLARE
+  largest CONSTANT bigint := 4611686018427387904; -- half of what there is
+  ahead CONSTANT bigint := 1000000000000;
+  state record;
+  tables record;
+BEGIN
+  SELECT * INTO state FROM effectonce.outbox_sequence_state(more_seq, more_tick);
+  IF state.behind THEN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+      RAISE EXCEPTION 'want a transaction that is read committed: one that is % does not see what the locks waited for', current_setting('transaction_isolation')
+        USING ERRCODE = 'invalid_transaction_state';
+    END IF;
+    -- The stamps of a recovery first: it takes its locks in this order.
+    PERFORM pg_advisory_xact_lock(hashtextextended('outbox stamps', 'effectonce.outbox'::regclass::oid::bigint));
+    LOCK TABLE effectonce.outbox IN EXCLUSIVE MODE;
+    LOCK TABLE effectonce.outbox_ticks IN EXCLUSIVE MODE;
+    SELECT * INTO state FROM effectonce.outbox_sequence_state(more_seq, more_tick);
+  END IF;
+  repaired := state.behind;
+  seq_before := state.seq_last; seq_after := state.seq_last; tick_before := state.tick_last; tick_after := state.tick_last; renumbered := 0;
+  IF NOT repaired THEN
+    RETURN;
+  END IF;
+  SELECT * INTO tables FROM effectonce.outbox_sequence_state(0, 0);
+  IF more_seq - ahead > greatest(tables.seq_known, tables.seq_last) OR more_tick - ahead > greatest(tables.tick_known, tables.tick_last)
+    OR greatest(state.seq_known, state.seq_last, state.tick_known, state.tick_last) > largest THEN
+    RAISE EXCEPTION 'numbers are too large to be true: row %, tick %; the sequences are at % and %', state.seq_known, state.tick_known, state.seq_last, state.tick_last
+      USING ERRCODE = 'numeric_value_out_of_range', HINT = 'Look for a number that was written by hand: in outbox_progress, outbox_dead, outbox_ticks, outbox.';
+  END IF;
+  -- RESTART, since setval would outlive a rollback.
+  IF state.tick_last < state.tick_known THEN
+    tick_after := state.tick_known;
+    EXECUTE format('ALTER SEQUENCE effectonce.outbox_ticks_tick_seq RESTART WITH %s', tick_after + 1);
+  END IF;
+  IF state.seq_last < state.seq_known OR state.reused IS NOT NULL THEN
+    PERFORM FROM effectonce.outbox_progress ORDER BY relay, shard FOR UPDATE;
+    UPDATE effectonce.outbox_progress p SET
+      tick = n.tick, next_tick = n.next_tick, seq = n.seq, floor = n.floor, published = n.published,
+      epoch = greatest(p.epoch, n.advanced_epoch) + 1, advanced_epoch = greatest(p.epoch, n.advanced_epoch) + 1, owner = NULL, lease_until = NULL
+    FROM effectonce.outbox_progress_now n WHERE n.relay = p.relay AND n.shard = p.shard;
+    seq_after := greatest(state.seq_known, state.seq_last);
+    renumbered := effectonce.renumber_outbox(state.seq_last, seq_after, state.reused_since);
+    seq_after := seq_after + renumbered;
+    EXECUTE format('ALTER SEQUENCE effectonce.outbox_seq_seq RESTART WITH %s', seq_after + 1);
+  END IF;
+END
+$$;
+
+-- Gives rows that are not proven to be published numbers above the largest. Rows that were copied or restored come first,
+-- since they were there first; then those of before the sequence went back, which are at most as young as a number that
+-- it has not reached again; then the others.
+CREATE FUNCTION effectonce.renumber_outbox(reached bigint, largest bigint, reused_since timestamptz) RETURNS bigint
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+  moved bigint;
+BEGIN
+  WITH back AS MATERIALIZED (
+    SELECT coalesce((SELECT max(o.created_at) FROM effectonce.outbox o WHERE o.seq > reached), reused_since - interval '1 microsecond', 'infinity') AS at
+  ), proof AS MATERIALIZED (
+    SELECT p.shards, p.shard, t.snapshot
+    FROM effectonce.outbox_progress_now p CROSS JOIN effectonce.this_cluster() c
+    LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick AND t.seq_last >= p.floor AND p.system_identifier = c.system AND p.timeline = c.timeline
+    UNION ALL -- a shard that was never leased has published nothing, nor has anything where there is no relay
+    SELECT 1, 0, NULL WHERE NOT EXISTS (SELECT FROM effectonce.outbox_progress) OR EXISTS (
+      SELECT FROM effectonce.outbox_relays r WHERE r.shards > (SELECT count(*) FROM effectonce.outbox_progress p WHERE p.relay = r.relay))
+  ), unproven AS MATERIALIZED (
+    SELECT o.seq, o.slot, row_number() OVER (
+      ORDER BY o.xmin::text::numeric = mod(o.txid::text::numeric, 4294967296), o.created_at > (SELECT at FROM back), o.seq, o.created_at) AS n
+    FROM effectonce.outbox o
+    WHERE EXISTS (SELECT FROM proof f WHERE o.shard % f.shards = f.shard AND (f.snapshot IS NULL OR NOT pg_visible_in_snapshot(o.txid, f.snapshot)))
+  ), gone AS (
+    DELETE FROM effectonce.outbox o USING unproven u WHERE o.seq = u.seq AND o.slot = u.slot
+    RETURNING u.n, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
+  )
+  INSERT INTO effectonce.outbox (txid, seq, id, topic, key, payload, headers, created_at) OVERRIDING SYSTEM VALUE
+  SELECT pg_current_xact_id(), largest + g.n, g.id, g.topic, g.key, g.payload, g.headers, g.created_at FROM gone g ORDER BY g.n;
+  GET DIAGNOSTICS moved = ROW_COUNT;
+  RETURN moved;
+END
+$$;
+
+REVOKE ALL ON FUNCTION effectonce.outbox_sequence_state(bigint, bigint), effectonce.repair_outbox_sequences(bigint, bigint),
+  effectonce.renumber_outbox(bigint, bigint, timestamptz) FROM PUBLIC;

@@ -2,6 +2,7 @@ package migrations_test
 
 import (
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -21,6 +22,8 @@ var (
 	raises     = regexp.MustCompile(`UPDATE effectonce\.schema_compatibility SET oldest = \d+`)
 	replaces   = regexp.MustCompile(`DROP CONSTRAINT (\w+), ADD CONSTRAINT (\w+) CHECK \(\w+ IN \([^)]*\)\)`)
 	dropsIndex = regexp.MustCompile(`DROP INDEX effectonce\.(\w+);`)
+	revokes    = regexp.MustCompile(`REVOKE ALL ON FUNCTION ([^;]*?) FROM PUBLIC;`)
+	makes      = regexp.MustCompile(`CREATE FUNCTION (\S+?)\(`)
 	addsColumn = regexp.MustCompile(`(?i)\bADD (COLUMN )?(IF NOT EXISTS )?[a-z_]+ [^,;]*\bNOT NULL\b[^,;]*`)
 )
 
@@ -50,6 +53,16 @@ func broken(up string) (found []string) {
 	}
 	for _, m := range dropsIndex.FindAllStringSubmatch(up, -1) {
 		if strings.Contains(up, " CREATE INDEX "+m[1]+" ON ") { // one that is made anew, with more columns: no program names it
+			up = strings.ReplaceAll(up, m[0], "")
+		}
+	}
+	made := map[string]bool{}
+	for _, m := range makes.FindAllStringSubmatch(up, -1) {
+		made[m[1]] = true
+	}
+	for _, m := range revokes.FindAllStringSubmatch(up, -1) {
+		names := regexp.MustCompile(`effectonce\.\w+`).FindAllString(m[1], -1)
+		if !slices.ContainsFunc(names, func(name string) bool { return !made[name] }) { // a new function: no older program calls it
 			up = strings.ReplaceAll(up, m[0], "")
 		}
 	}
@@ -86,6 +99,7 @@ func TestMigrationsAddOnly(t *testing.T) {
 		"ALTER TABLE effectonce.consumers ADD CONSTRAINT c CHECK (name <> '')":     "refuses what",
 		"ALTER TABLE effectonce.outbox_dead DROP CONSTRAINT a":                     "takes something away",
 		"DROP INDEX effectonce.i; CREATE INDEX j ON effectonce.t (a)":              "takes something away",
+		"REVOKE ALL ON FUNCTION effectonce.uuid_v7() FROM PUBLIC":                  "takes something away",
 		"CREATE UNIQUE INDEX ON effectonce.consumers (consumer_group)":             "refuses what",
 		"CREATE OR REPLACE FUNCTION effectonce.uuid_v7() RETURNS uuid AS $$ $$ ()": "changes a function",
 	} {
@@ -100,6 +114,7 @@ func TestMigrationsAddOnly(t *testing.T) {
 		"ALTER TABLE effectonce.t DROP CONSTRAINT a, ADD CONSTRAINT a CHECK (b IN ('c', 'd'))",
 		"CREATE FUNCTION effectonce.f() RETURNS trigger AS $$ BEGIN DROP TABLE t; END $$",
 		"DROP INDEX effectonce.i; CREATE INDEX i ON effectonce.t (a, b)",
+		"CREATE FUNCTION effectonce.f(a int) RETURNS int AS $$ $$; REVOKE ALL ON FUNCTION effectonce.f(int) FROM PUBLIC;",
 	} {
 		assert.Empty(t, broken(sql), sql)
 	}

@@ -64,6 +64,9 @@ GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_relays TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.outbox_replicas, effectonce.outbox_progress, effectonce.outbox_dead TO effectonce_relay;
 GRANT SELECT, INSERT, DELETE ON effectonce.outbox_advances TO effectonce_relay;
 GRANT SELECT ON effectonce.outbox_progress_now, effectonce.outbox_paused TO effectonce_relay;
+-- A sequence that is behind. The function's bounds are what keeps this role from the sequence.
+GRANT EXECUTE ON FUNCTION effectonce.outbox_sequence_state(bigint, bigint), effectonce.repair_outbox_sequences(bigint, bigint)
+  TO effectonce_relay, effectonce_operator;
 GRANT SELECT, UPDATE, DELETE ON effectonce.outbox_scheduled TO effectonce_relay; -- UPDATE: to lock rows
 -- For its metrics and "outbox-relay status": how far consumers are, and what is parked, without its content.
 GRANT SELECT ON effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics, effectonce.consumer_pauses,

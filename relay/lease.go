@@ -11,6 +11,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // cluster tells whose transaction ids the ticks are made of: see clusterSQL. Unknown where the database does
@@ -76,7 +78,7 @@ func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
 		r.cfg.Logger.WarnContext(ctx, "the cluster's identity is unknown: a restore into another cluster, or a failover that lost commits, will not be noticed", "error", err)
 		c = cluster{}
 	}
-	if err := r.pool.QueryRow(ctx, runSQL).Scan(&c.run); err != nil {
+	if err := r.pool.QueryRow(ctx, migrations.InSchema(runSQL, r.cfg.Schema)).Scan(&c.run); err != nil {
 		if !hidden(err) {
 			return c, fmt.Errorf("ask for the server's run: %w", err)
 		}
@@ -109,6 +111,10 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 		if _, err := l.cluster.movedFrom(*newest); err != nil {
 			return nil, err
 		}
+	}
+	// Before anything is compared with numbers, and before a recovery stores a tick.
+	if err := r.checkSequences(ctx, l.cluster.run); err != nil {
+		return nil, err
 	}
 	var same bool
 	if err := r.pool.QueryRow(asking, r.sql.seq, l.cluster.run).Scan(&l.seq, &l.cluster.database, &same); err != nil {

@@ -158,7 +158,9 @@ SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_ses
 
 // unpublishedSQL tells whether a slot has rows that some relay has not published: those that were not visible in
 // its tick, which are found by their transaction ids. Up to the floor everything is published, also what a restore
-// brought with transaction ids that this cluster has not reached. A shard that was never leased, or whose ticks belong to another
+// brought with transaction ids that this cluster has not reached: such a row was written under another id than it names. A row
+// that was written here and is not visible is unpublished whatever its number is: that may have been given twice. So may others,
+// where the sequence is behind. A shard that was never leased, or whose ticks belong to another
 // cluster ($1, $2), has published nothing that is known.
 const unpublishedSQL = `-- relay.unpublished
 SELECT EXISTS (
@@ -166,9 +168,10 @@ SELECT EXISTS (
   WHERE t.tick IS NULL OR p.system_identifier <> $1 OR p.timeline <> $2 OR EXISTS (
     SELECT FROM effectonce.outbox_%[1]d o
     WHERE (o.txid >= pg_snapshot_xmax(t.snapshot) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(t.snapshot)))) AND o.shard %% p.shards = p.shard
-      AND o.seq > p.floor)
+      AND (o.seq > p.floor OR o.xmin::text::numeric = mod(o.txid::text::numeric, 4294967296)))
 ) OR EXISTS (
-  SELECT FROM effectonce.outbox_relays r WHERE r.shards > (SELECT count(*) FROM effectonce.outbox_progress p WHERE p.relay = r.relay))`
+  SELECT FROM effectonce.outbox_relays r WHERE r.shards > (SELECT count(*) FROM effectonce.outbox_progress p WHERE p.relay = r.relay))
+OR (SELECT behind FROM effectonce.outbox_sequence_state(0, 0))`
 
 const lockSlotSQL = `-- relay.lock_slot
 LOCK TABLE effectonce.outbox_%d IN ACCESS EXCLUSIVE MODE`
@@ -198,7 +201,11 @@ SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || substr(pg_wa
 // serverRun names a run of the server. A crash or a promotion begins another one; only those lose commits that
 // somebody has seen, and give their transaction ids out again. Statistics survive a clean stop and are thrown away
 // by the recovery from a crash. (Who resets them by hand costs the relay a lease.)
-const serverRun = `concat_ws('/', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), extract(epoch FROM pg_stat_get_bgwriter_stat_reset_time()))`
+//
+// TRUNCATE … RESTART IDENTITY and a repair begin another one, too, by another file of the sequence: what a lease knows of numbers
+// is of the one before, also where the new one has passed them when the relay looks.
+const serverRun = `concat_ws('/', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), extract(epoch FROM pg_stat_get_bgwriter_stat_reset_time()),
+  pg_relation_filenode('effectonce.outbox_seq_seq'))`
 
 const unknownRun = `'unknown'`
 

@@ -166,6 +166,9 @@ func (r *reader) look(ctx context.Context, c cursor, limit int) (*page, *tick, e
 	if !read.here {
 		return nil, nil, errAnotherRun
 	}
+	if err := r.sequenceBack(r.lease.cluster.run, read.seqLast, max(r.progress.seqRead.Load(), c.floor, c.from.seqLast)); err != nil {
+		return nil, nil, err
+	}
 	r.sized = read.deferred || r.sized && read.large
 	r.few = len(read.rows) <= fewRows
 	r.rowsBefore, r.arenaBefore = len(read.rows), min(read.bytes-len(read.rows)*rowOverheadBytes, r.bytesMax/4)

@@ -38,6 +38,7 @@ type Relay struct {
 	newest    atomic.Pointer[cluster]   // that this process had a lease on
 	slotWaits map[int16]*slotWait       // of the goroutine that tidies up
 	overdue   atomic.Int64              // calls of the sink that go on though their context ended
+	seen      seen                      // a number that a sequence was behind
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
@@ -141,7 +142,7 @@ func (r *Relay) adapt(ctx context.Context) error {
 		return nil
 	}
 	var run string
-	err := r.pool.QueryRow(ctx, runSQL).Scan(&run)
+	err := r.pool.QueryRow(ctx, migrations.InSchema(runSQL, r.cfg.Schema)).Scan(&run)
 	if err != nil && !hidden(err) {
 		return fmt.Errorf("ask for the server's run: %w", err)
 	}
@@ -178,6 +179,13 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 		return 0, err
 	}
 	defer r.leave(ctx)
+	here, err := r.askCluster(ctx)
+	if err != nil {
+		return 0, err
+	}
+	if err := r.checkSequences(ctx, here.run); err != nil { // before rows are inserted
+		return 0, err
+	}
 	if _, err := r.promoteDue(ctx); err != nil {
 		return 0, err
 	}

@@ -27,7 +27,7 @@ func newDoctor(s *settings) *cobra.Command {
 		Short: "Check database, rights, brokers, topics and consumers, with a remedy for what is wrong",
 		Long: `Check the database, the rights of its role, the brokers, the topics that rows name, and how consumers go:
 partitions that do not move, topics that are paused or do not exist, the rule for IDs, dedup windows against the
-retention of topics, parked messages, positions of groups that are gone. Of the database also what holds others up: long and prepared transactions, replication slots, autovacuum, relays by an
+retention of topics, parked messages, positions of groups that are gone, and sequences that went back. Of the database also what holds others up: long and prepared transactions, replication slots, autovacuum, relays by an
 old name, slots of the outbox that do not take turns, messages for later that are overdue, a pooler between. And
 of requests by their idempotency keys those that wait for a decision, for a completer or for a reaper.
 Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a check fails; a warning is none.`,
@@ -86,6 +86,7 @@ func (s *settings) examine(ctx context.Context, limit, keep time.Duration, limit
 		return append(findings, s.examineKafka(ctx, nil, limit)...)
 	}
 	findings = append(findings, doctor.Sequence(limited, conn, s.schema)...)
+	findings = append(findings, doctor.Sequences(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Autovacuum(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Relays(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Slots(limited, conn, s.schema, keep)...)

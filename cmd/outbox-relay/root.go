@@ -31,7 +31,7 @@ var errNotWell = errors.New("not well")
 // commands are the constructors of all commands. The settings are filled in before a command works.
 func commands() []func(*settings) *cobra.Command {
 	return []func(*settings) *cobra.Command{
-		newRun, newMigrate, newStatus, newPositions, newExplain, newVerify, newTail, newReplay, newDead, newTopics, newShards, newRelays, newConsumer, newParked, newKeys, newActions,
+		newRun, newMigrate, newStatus, newPositions, newExplain, newVerify, newTail, newReplay, newDead, newTopics, newShards, newRelays, newRepair, newConsumer, newParked, newKeys, newActions,
 		newDoctor, newPrune, newDemo,
 		newBench, newVersion,
 	}

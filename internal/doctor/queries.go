@@ -269,3 +269,10 @@ const systemSQL = `-- doctor.system
 SELECT system_identifier FROM pg_control_system()`
 
 func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
+
+// sequencesSQL says whether numbers were given twice: see migrations/0006, "A sequence that is behind".
+const sequencesSQL = `-- doctor.sequences
+SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state(0, 0)`
+
+const mayRepairSQL = `-- doctor.may_repair
+SELECT has_function_privilege($1, 'EXECUTE')`

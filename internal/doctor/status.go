@@ -117,6 +117,13 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 		return nil, err
 	}
 	s.judge(opts.AgeMax)
+	behind, err := readSequences(ctx, db, schema)
+	if err != nil {
+		return nil, err
+	}
+	if behind != "" {
+		s.Problems = append(s.Problems, behind+": run \""+repairCommand+"\"")
+	}
 	if opts.Relay == "" {
 		if err := s.readConsumers(ctx, db, schema, opts.Missing); err != nil {
 			return nil, err

@@ -1,0 +1,97 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/internal/operator"
+	"github.com/effectonce/effectonce/relay"
+)
+
+func newRepair(s *settings) *cobra.Command {
+	by := operator.By{Why: "by hand"}
+	var dryRun, asJSON bool
+	cmd := needs(&cobra.Command{
+		Use:   "repair",
+		Short: "Repair a sequence of the outbox that went back",
+		Long: `Repair a sequence of the outbox that went back: after a copy by logical replication, which copies no
+sequences, after TRUNCATE ... RESTART IDENTITY, or after setval. Rows would get numbers that relays take for published.
+
+The sequence goes above every number that rows, dead rows, progress and ticks have. Rows that are not proven to be
+published get new numbers, in their order, and are published: some for the second time, under the same IDs; none is
+lost. All relays take their leases anew and continue by themselves. Nothing is changed where no sequence went back.
+
+A relay does this by itself, and says so in its log, if its role has the right ("outbox-relay migrate roles").
+Run this as an operator or as the owner of the tables. Transactions that write to the outbox wait meanwhile: a million rows
+take some ten seconds. What was done is kept in operator_actions ("outbox-relay actions list").
+
+Exit status 1 if transactions that write to the outbox stay open for more than three seconds: try again. With --dry-run
+also if there is something to repair.`,
+		Example: `  outbox-relay repair --dry-run
+  outbox-relay repair --why "upgrade by logical replication"`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if by.Who == "" {
+				by.Who = whoami()
+			}
+			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				if dryRun {
+					return describeSequences(ctx, pool, s.schema, asJSON, cmd.OutOrStdout())
+				}
+				return repairSequences(ctx, pool, relay.RepairOptions{Schema: s.schema, Who: by.Who, Why: by.Why}, asJSON, cmd.OutOrStdout())
+			})
+		},
+	}, flagDatabaseURL)
+	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only say what is wrong")
+	addText(cmd.Flags(), "why", 2048, "why it is done", func(text string) error { by.Why = text; return nil })
+	addText(cmd.Flags(), "by", 255, "who does it; default: the user and the machine", func(text string) error { by.Who = text; return nil })
+	addJSON(cmd, &asJSON)
+	commandLineOnly(cmd.Flags(), "why")
+	return cmd
+}
+
+func describeSequences(ctx context.Context, pool *pgxpool.Pool, schema string, asJSON bool, out io.Writer) error {
+	state, err := relay.ReadSequences(ctx, pool, schema)
+	if err != nil {
+		return err
+	}
+	switch {
+	case asJSON:
+		err = printJSON(out, state)
+	case !state.Behind:
+		_, err = fmt.Fprintf(out, "nothing to repair: rows have numbers up to %d, ticks up to %d\n", state.SeqLast, state.TickLast)
+	default:
+		_, err = fmt.Fprintf(out, "to repair: the sequence of rows is at %d, of known numbers the largest is %d; that of ticks is at %d, the largest is %d\n",
+			state.SeqLast, state.SeqKnown, state.TickLast, state.TickKnown)
+		if err == nil && state.Reused != nil {
+			_, err = fmt.Fprintf(out, "the row with seq %d has a number that was given before\n", *state.Reused)
+		}
+	}
+	if err == nil && state.Behind {
+		return errNotWell
+	}
+	return err
+}
+
+func repairSequences(ctx context.Context, pool *pgxpool.Pool, opts relay.RepairOptions, asJSON bool, out io.Writer) error {
+	done, err := relay.Repair(ctx, pool, opts)
+	switch {
+	case errors.Is(err, relay.ErrSequenceBusy):
+		return fmt.Errorf("%w: try again, or look for them with \"outbox-relay doctor\"", err)
+	case err != nil:
+		return err
+	case asJSON:
+		return printJSON(out, done)
+	case !done.Repaired:
+		_, err = io.WriteString(out, "nothing to repair\n")
+	default:
+		_, err = fmt.Fprintf(out, "repaired: %d rows got new numbers; the sequence of rows was at %d and is at %d, that of ticks was at %d and is at %d\n",
+			done.Renumbered, done.SeqBefore, done.SeqAfter, done.TickBefore, done.TickAfter)
+	}
+	return err
+}

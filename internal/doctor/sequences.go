@@ -1,0 +1,52 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+)
+
+const repairCommand = "outbox-relay repair"
+
+// readSequences says how a sequence of the outbox is behind numbers that rows or ticks have. Empty: none is.
+func readSequences(ctx context.Context, db Querier, schema string) (behind string, err error) {
+	var is bool
+	var last, known, tick, tickKnown int64
+	var reused *int64
+	if err := db.QueryRow(ctx, inSchema(sequencesSQL, schema)).Scan(&is, &last, &known, &tick, &tickKnown, &reused); err != nil {
+		return "", fmt.Errorf("look at the outbox's sequences: %w", err)
+	}
+	const cause = "a copy by logical replication, TRUNCATE … RESTART IDENTITY or setval did that"
+	switch {
+	case !is:
+		return "", nil
+	case last < known:
+		return fmt.Sprintf("the sequence of outbox.seq is at %d, and %d was given before: rows would be taken for published (%s)", last, known, cause), nil
+	case reused != nil:
+		return fmt.Sprintf("the row with seq %d has a number that was given before: it would be taken for published (%s)", *reused, cause), nil
+	}
+	return fmt.Sprintf("the sequence of outbox_ticks.tick is at %d, and %d was given before (%s)", tick, tickKnown, cause), nil
+}
+
+// Sequences checks that no number of a row or a tick is given twice, and that the role may repair it.
+func Sequences(ctx context.Context, db Querier, schema string) []Finding {
+	const check = "sequences"
+	behind, err := readSequences(ctx, db, schema)
+	if err != nil {
+		return broken(check, err)
+	}
+	if behind != "" {
+		return []Finding{fail(check, repairCommand+"   # as an operator, or as the owner of the tables; a relay whose role may does it by itself", "%s", behind)}
+	}
+	function := pgx.Identifier{schema, "repair_outbox_sequences"}.Sanitize() + "(bigint, bigint)"
+	var may bool
+	if err := db.QueryRow(ctx, mayRepairSQL, function).Scan(&may); err != nil {
+		return broken(check, err)
+	}
+	if !may {
+		return []Finding{warn(check, "outbox-relay migrate roles --apply   # as the owner of the tables",
+			"no number is given twice; but the role may not execute %s: if it happens, publishing waits for an operator", function)}
+	}
+	return []Finding{ok(check, "no number is given twice")}
+}

@@ -1,0 +1,180 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// ErrSequenceBehind is returned by Drain, and logged by Run, when a sequence of the outbox went back and this role may not
+// repair it: after a copy by logical replication, TRUNCATE … RESTART IDENTITY or setval. Rows would be taken for
+// published, so nothing is published and nothing is removed. Remedy: "outbox-relay repair", see Repair.
+// Run continues by itself then; to call Drain again is safe.
+var ErrSequenceBehind = errors.New("a sequence of the outbox is behind numbers that rows or ticks have already: nothing is published until it is repaired")
+
+// errSequenceBack ends the work on a shard. The look at the sequences before the next lease repairs what is wrong.
+var errSequenceBack = errors.New("the outbox's sequence went back: the shard goes on from its stored progress once the sequence is repaired")
+
+// ErrSequenceBusy says that a repair could not have its lock in time, because transactions that write to the outbox are
+// open. Nothing was changed. It is safe to try again.
+var ErrSequenceBusy = errors.New("transactions that write to the outbox are open: a repair of its sequence waits for them to end")
+
+// seenSeq is the largest number that this process knew to be given, when it noticed that the sequence was behind it. The
+// tables need not have it: the transaction that it was given to may be open.
+type seenSeq struct {
+	run string // of the server; another one may never have given it
+	seq int64
+}
+
+// sequenceBack notes that the sequence is at a number that is behind what was seen before. Where a repair replaced the
+// sequence it is no number behind, and a shard that read meanwhile ends, too: its epoch is over.
+func (r *Relay) sequenceBack(run *string, seqLast, known int64) error {
+	if seqLast >= known {
+		return nil
+	}
+	seen := &seenSeq{run: deref(run).(string), seq: known} //nolint:forcetypeassert // a string either way
+	for old := r.seen.Load(); old == nil || old.run != seen.run || old.seq < seen.seq; old = r.seen.Load() {
+		if r.seen.CompareAndSwap(old, seen) {
+			break
+		}
+	}
+	return fmt.Errorf("%w (it is at %d, %d was given)", errSequenceBack, seqLast, known)
+}
+
+type seen = atomic.Pointer[seenSeq]
+
+// checkSequences comes before each lease, and before Drain writes to the outbox: it repairs sequences that are behind. run
+// is that of the server.
+func (r *Relay) checkSequences(ctx context.Context, run *string) error {
+	var known int64
+	if s := r.seen.Load(); s != nil && s.run == deref(run) {
+		known = s.seq
+	}
+	asking, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
+	defer cancel()
+	var behind bool
+	err := r.pool.QueryRow(asking, migrations.InSchema(sequenceStateSQL, r.cfg.Schema), known).Scan(&behind)
+	if err != nil {
+		return fmt.Errorf("look at the outbox's sequences: %w", silence(asking, err))
+	}
+	if !behind {
+		return nil
+	}
+	stop := r.turning()
+	defer stop()
+	done, err := repairSequences(ctx, r.pool, r.cfg.Schema, known, nil)
+	var refusal *pgconn.PgError
+	if errors.As(err, &refusal) && refusal.Code == "42501" {
+		return fmt.Errorf(`%w: run "outbox-relay repair" as the owner of the tables or as an operator; or let this role repair it: "outbox-relay migrate roles --apply" as the owner (%w)`,
+			ErrSequenceBehind, err)
+	}
+	if err != nil {
+		return err
+	}
+	if done.Repaired {
+		r.cfg.Logger.ErrorContext(ctx, "a sequence of the outbox was behind numbers that were given (a logical copy, RESTART IDENTITY or setval?): rows that are not proven to be published got new numbers, so consumers may see duplicates",
+			"relay", r.cfg.Name, "rows", done.Renumbered, "seq_before", done.SeqBefore, "seq", done.SeqAfter, "tick_before", done.TickBefore, "tick", done.TickAfter)
+	}
+	return nil
+}
+
+// turning says that the loop is not stuck while a repair of many rows takes minutes.
+func (r *Relay) turning() (stop func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for r.turn(); pause(ctx, time.Second); r.turn() { //nolint:revive // says so each second
+		}
+	}()
+	return func() { cancel(); <-done }
+}
+
+// Sequences is the state of the outbox's sequences. Behind: numbers were given twice, or will be.
+type Sequences struct {
+	Behind    bool   `json:"behind"`
+	SeqLast   int64  `json:"seq_last"`   // given last
+	SeqKnown  int64  `json:"seq_known"`  // the largest that tables have
+	TickLast  int64  `json:"tick_last"`  // the same of ticks
+	TickKnown int64  `json:"tick_known"` //
+	Reused    *int64 `json:"reused"`     // a row's number that was given before, although the sequence has caught up; null: none
+}
+
+// ReadSequences reads the state. db is a pool, a connection or a transaction; its role is a relay's, an operator's or the
+// owner of the tables.
+func ReadSequences(ctx context.Context, db interface {
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}, schema string,
+) (s Sequences, err error) {
+	schema, err = migrations.Options{Schema: schema}.Resolve()
+	if err != nil {
+		return s, err
+	}
+	err = db.QueryRow(ctx, migrations.InSchema(sequencesSQL, schema)).Scan(&s.Behind, &s.SeqLast, &s.SeqKnown, &s.TickLast, &s.TickKnown, &s.Reused)
+	if err != nil {
+		return s, fmt.Errorf("look at the outbox's sequences: %w", err)
+	}
+	return s, nil
+}
+
+// RepairOptions of Repair. Who and why are kept in operator_actions.
+type RepairOptions struct {
+	Schema   string // default: effectonce
+	Who, Why string
+}
+
+// Repaired is what a repair did.
+type Repaired struct {
+	Repaired   bool  `json:"repaired"` // false: nothing was wrong
+	SeqBefore  int64 `json:"seq_before"`
+	SeqAfter   int64 `json:"seq_after"`
+	TickBefore int64 `json:"tick_before"`
+	TickAfter  int64 `json:"tick_after"`
+	Renumbered int64 `json:"renumbered"` // rows
+}
+
+// Repair gives the outbox's sequences numbers above all that were given, and new numbers to rows that are not proven to be
+// published, in their order. Such rows may be published twice; none is lost. All relays take their leases anew. It does
+// nothing where no sequence is behind. It waits three seconds for open transactions that write to the outbox, and returns
+// ErrSequenceBusy after that; writers wait for it meanwhile. The role is the owner of the tables or an operator's.
+func Repair(ctx context.Context, pool *pgxpool.Pool, opts RepairOptions) (Repaired, error) {
+	schema, err := migrations.Options{Schema: opts.Schema}.Resolve()
+	if err != nil {
+		return Repaired{}, err
+	}
+	return repairSequences(ctx, pool, schema, 0, &opts)
+}
+
+// repairSequences is one transaction. by is nil where a relay does it, whose log says so.
+func repairSequences(ctx context.Context, pool *pgxpool.Pool, schema string, known int64, by *RepairOptions) (done Repaired, err error) {
+	// Read committed, whatever the role's default is: what comes behind the locks has to see what they waited for.
+	err = pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, repairSettingsSQL); err != nil {
+			return err
+		}
+		d := &done
+		err := tx.QueryRow(ctx, migrations.InSchema(repairSequencesSQL, schema), known).
+			Scan(&d.Repaired, &d.SeqBefore, &d.SeqAfter, &d.TickBefore, &d.TickAfter, &d.Renumbered)
+		if err != nil || by == nil || !d.Repaired {
+			return err
+		}
+		_, err = tx.Exec(ctx, migrations.InSchema(noteRepairSQL, schema), by.Who, by.Why, d.SeqBefore, d.SeqAfter, d.TickBefore, d.TickAfter, d.Renumbered)
+		return err
+	})
+	var refusal *pgconn.PgError
+	if errors.As(err, &refusal) && (refusal.Code == "55P03" || refusal.Code == "40P01") {
+		err = fmt.Errorf("%w (%s)", ErrSequenceBusy, refusal.Code)
+	}
+	if err != nil {
+		return Repaired{}, fmt.Errorf("repair the outbox's sequences: %w", err)
+	}
+	return done, nil
+}

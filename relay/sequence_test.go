@@ -1,0 +1,414 @@
+package relay_test
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// firsts are the values of a topic in the order of their first occurrences.
+func firsts(t *testing.T, topic string) (first []string) {
+	t.Helper()
+	seen := map[string]bool{}
+	for _, v := range values(t, topic) {
+		if !seen[v] {
+			first = append(first, v)
+		}
+		seen[v] = true
+	}
+	return first
+}
+
+func requireFirsts(t *testing.T, topic string, want []string) {
+	t.Helper()
+	var got []string
+	require.Eventually(t, func() bool { got = firsts(t, topic); return len(got) >= len(want) }, 30*time.Second, 20*time.Millisecond, "rows are missing")
+	require.Equal(t, want, got)
+}
+
+func numbered(prefix string, n int) (all []string) {
+	for i := range n {
+		all = append(all, fmt.Sprint(prefix, i))
+	}
+	return all
+}
+
+func insertAll(t *testing.T, pool *pgxpool.Pool, topic string, payloads []string) {
+	t.Helper()
+	for _, payload := range payloads {
+		insert(t, pool, topic, "k", payload)
+	}
+}
+
+func execute(t *testing.T, pool *pgxpool.Pool, sql string) {
+	t.Helper()
+	_, err := pool.Exec(t.Context(), sql)
+	require.NoError(t, err)
+}
+
+// publishToFloor publishes rows until the floor is at one that is given, and returns what they are.
+func publishToFloor(t *testing.T, pool *pgxpool.Pool, r *relay.Relay, topic string, floor int64) (all []string) {
+	t.Helper()
+	for {
+		require.Less(t, len(all), 2000, "the floor does not move")
+		all = append(all, fmt.Sprint("before", len(all)))
+		insert(t, pool, topic, "k", all[len(all)-1])
+		drain(t, r)
+		if one[int64](t, pool, `SELECT min(floor) FROM effectonce.outbox_progress_now`) >= floor {
+			return all
+		}
+	}
+}
+
+// roled is a database with the group roles: its owner's pool, and the one of a part.
+func roled(t *testing.T, part string) (owner, member *pgxpool.Pool, prefix string) {
+	t.Helper()
+	address := pgtest.Database(t)
+	open := func(url string) *pgxpool.Pool {
+		pool, err := pgxpool.New(t.Context(), url)
+		require.NoError(t, err)
+		t.Cleanup(pool.Close)
+		return pool
+	}
+	owner, prefix = open(address), pgtest.RolePrefix(t, address)
+	sql, err := migrations.Roles(migrations.Options{}, prefix)
+	require.NoError(t, err)
+	execute(t, owner, sql)
+	return owner, open(pgtest.Login(t, address, prefix, part)), prefix
+}
+
+// wentBack are ways in which the sequence goes back, and whether rows of before are there still.
+var wentBack = map[string]string{
+	"restart identity": `TRUNCATE effectonce.outbox RESTART IDENTITY`,
+	"setval":           `SELECT setval('effectonce.outbox_slot', 1), setval('effectonce.outbox_seq_seq', 1, false)`,
+	// What a subscription leaves: rows, and sequences that were never called, in another cluster.
+	"logical copy": `TRUNCATE effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3 RESTART IDENTITY;
+		SELECT setval('effectonce.outbox_seq_seq', 1, false), setval('effectonce.outbox_ticks_tick_seq', 1, false);
+		UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`,
+}
+
+// Property: rows that commit after the sequence went back are published, each of them, in order, by a relay with the
+// documented role, although their numbers are below its floor: whether it looks before the sequence reached its old
+// numbers again or behind that. Row O40.
+func TestSequenceThatWentBack(t *testing.T) {
+	t.Parallel()
+	for name, sql := range wentBack {
+		for _, exactly := range []bool{false, true} {
+			for _, later := range []bool{false, true} {
+				for _, how := range []string{"drain", "run"} {
+					t.Run(fmt.Sprint(name, "/", exactly, "/", later, "/", how), func(t *testing.T) {
+						t.Parallel()
+						owner, pool, _ := roled(t, "relay")
+						topic := kafkatest.Topic(t, 1)
+						r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
+						before := publishToFloor(t, owner, r, topic, 10)
+						after := numbered("after", 5)
+						if later {
+							after = numbered("after", len(before)+50)
+						}
+						execute(t, owner, sql)
+						insertAll(t, owner, topic, after)
+						if how == "drain" {
+							drain(t, r)
+						} else {
+							running(t, pool, relay.Config{ExactlyOnce: exactly})
+						}
+						requireFirsts(t, topic, append(before, after...))
+						s, err := relay.ReadSequences(t.Context(), pool, "")
+						require.NoError(t, err)
+						require.False(t, s.Behind)
+						insertAll(t, owner, topic, []string{"last"})
+						if how == "drain" {
+							require.EqualValues(t, 1, drain(t, r))
+						}
+						requireFirsts(t, topic, append(append(before, after...), "last"))
+					})
+				}
+			}
+		}
+	}
+}
+
+// Property: rows that were not published when the sequence went back stay before those of their key that came
+// afterwards.
+func TestRowsOfBeforeComeFirst(t *testing.T) {
+	t.Parallel()
+	for name, sql := range map[string]string{
+		"setval":       wentBack["setval"],
+		"logical copy": wentBack["setval"] + `; UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`,
+	} {
+		for _, published := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, "/", published), func(t *testing.T) {
+				t.Parallel()
+				owner, pool, _ := roled(t, "relay")
+				topic := kafkatest.Topic(t, 1)
+				r := newRelay(t, pool, relay.Config{})
+				var want []string
+				if published {
+					want = publishToFloor(t, owner, r, topic, 10)
+				}
+				waiting, after := numbered("waiting", 10), numbered("after", 5)
+				insertAll(t, owner, topic, waiting)
+				execute(t, owner, sql)
+				insertAll(t, owner, topic, after)
+				want = append(append(want, waiting...), after...)
+				drain(t, r)
+				requireFirsts(t, topic, want)
+			})
+		}
+	}
+}
+
+// Property: a relay that may not repair the sequence publishes nothing, removes nothing, and names the command; the
+// operator's role repairs it, and the relay continues by itself. Two at once repair it once.
+func TestSequenceIsRepairedByAnOperator(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	owner, pool, prefix := roled(t, "relay")
+	topic := kafkatest.Topic(t, 1)
+	r := newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
+	insertAll(t, owner, topic, numbered("before", 20))
+	drain(t, r)
+	execute(t, owner, wentBack["restart identity"]+`; REVOKE EXECUTE ON FUNCTION effectonce.repair_outbox_sequences(bigint, bigint) FROM `+prefix+`_relay`)
+	insertAll(t, owner, topic, numbered("after", 5))
+	execute(t, owner, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
+
+	_, err := r.Drain(ctx)
+	require.ErrorIs(t, err, relay.ErrSequenceBehind)
+	require.ErrorContains(t, err, `run "outbox-relay repair"`)
+	require.NoError(t, r.TidyUp(ctx))
+	require.Equal(t, 5, one[int](t, owner, `SELECT count(*) FROM effectonce.outbox_0`))
+	running(t, pool, relay.Config{})
+
+	config := owner.Config()
+	config.ConnConfig.RuntimeParams["role"] = prefix + "_operator"
+	config.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
+	operator, err := pgxpool.NewWithConfig(ctx, config)
+	require.NoError(t, err)
+	defer operator.Close()
+	var mu sync.Mutex
+	var repaired []relay.Repaired
+	var group sync.WaitGroup
+	for range 4 {
+		group.Go(func() {
+			done, err := relay.Repair(ctx, operator, relay.RepairOptions{Who: "ana", Why: "copy"})
+			mu.Lock()
+			defer mu.Unlock()
+			if err == nil && done.Repaired {
+				repaired = append(repaired, done)
+			}
+		})
+	}
+	group.Wait()
+	require.Len(t, repaired, 1)
+	require.Equal(t, int64(5), repaired[0].Renumbered)
+	require.Equal(t, "ana", one[string](t, owner, `SELECT who FROM effectonce.operator_actions WHERE what = 'outbox.repair'`))
+	requireFirsts(t, topic, append(numbered("before", 20), numbered("after", 5)...))
+}
+
+// Property: a row whose number a dead row has is not lost when it becomes dead, and stays behind it. Row O40.
+func TestDeadRowsOfReusedNumbers(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprint("exactly once ", exactly), func(t *testing.T) {
+			t.Parallel()
+			owner, pool, _ := roled(t, "relay")
+			missing := kafkatest.UnusedTopic(t)
+			r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
+			before, after := numbered("before", 5), numbered("after", 5)
+			insertAll(t, owner, missing, before)
+			drain(t, r)
+			require.Equal(t, 5, one[int](t, owner, `SELECT count(*) FROM effectonce.outbox_dead`))
+			// No progress that knows the numbers, only dead rows.
+			execute(t, owner, wentBack["restart identity"]+`; DELETE FROM effectonce.outbox_progress; DELETE FROM effectonce.outbox_advances`)
+			insertAll(t, owner, missing, after)
+			drain(t, newRelay(t, pool, relay.Config{ExactlyOnce: exactly}))
+			require.Equal(t, 10, one[int](t, owner, `SELECT count(*) FROM effectonce.outbox_dead`))
+			kafkatest.CreateTopic(t, missing, 1)
+			running(t, pool, relay.Config{ExactlyOnce: exactly})
+			requireFirsts(t, missing, append(before, after...))
+		})
+	}
+}
+
+// Property: where the sequence of ticks went back, numbers of ticks are not given twice, and the relay continues.
+func TestSequenceOfTicksThatWentBack(t *testing.T) {
+	t.Parallel()
+	owner, pool, _ := roled(t, "relay")
+	topic := kafkatest.Topic(t, 1)
+	r := newRelay(t, pool, relay.Config{})
+	for i := range 5 {
+		insertAll(t, owner, topic, []string{fmt.Sprint(i)})
+		drain(t, r)
+	}
+	known := one[int64](t, owner, `SELECT max(tick) FROM effectonce.outbox_ticks`)
+	// Old ticks were removed: the first numbers are free, and lead on to those that are there.
+	execute(t, owner, `DELETE FROM effectonce.outbox_ticks WHERE tick > 0 AND tick < (SELECT min(tick) FROM effectonce.outbox_progress_now);
+		SELECT setval('effectonce.outbox_ticks_tick_seq', 1, false)`)
+	insertAll(t, owner, topic, []string{"5"})
+	require.EqualValues(t, 1, drain(t, r), "nothing is published twice")
+	require.Greater(t, one[int64](t, owner, `SELECT min(tick) FROM effectonce.outbox_progress_now`), known)
+	requireFirsts(t, topic, []string{"0", "1", "2", "3", "4", "5"})
+}
+
+// Property: whoever may call the repair cannot push the sequences beyond what can be used, and a sequence in order is left
+// alone.
+func TestRepairIsBounded(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	owner, pool, _ := roled(t, "relay")
+	insertAll(t, owner, kafkatest.Topic(t, 1), numbered("v", 3))
+	last := `SELECT last_value FROM effectonce.outbox_seq_seq`
+	for _, tc := range []struct {
+		before, args, code string
+		want               int64
+	}{
+		{"SELECT", "0, 0", "", 3},
+		{"SELECT", "1000000000004, 0", "22003", 3},
+		{"SELECT", "0, 1000000000001", "22003", 3},
+		{"SELECT", "9223372036854775807, 9223372036854775807", "22003", 3},
+		{"SELECT", "-9223372036854775808, NULL", "", 3},
+		{"UPDATE effectonce.outbox_progress SET floor = 9223372036854775807", "0, 0", "22003", 3},
+		{"UPDATE effectonce.outbox_progress SET floor = 0", "1000, 0", "", 1004},
+	} {
+		execute(t, owner, `INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('r', 0) ON CONFLICT DO NOTHING; `+tc.before)
+		_, err := pool.Exec(ctx, `SELECT effectonce.repair_outbox_sequences(`+tc.args+`)`)
+		var refusal *pgconn.PgError
+		if tc.code == "" {
+			require.NoError(t, err)
+		} else {
+			require.ErrorAs(t, err, &refusal)
+			require.Equal(t, tc.code, refusal.Code)
+		}
+		require.Equal(t, tc.want, one[int64](t, owner, last), tc.args)
+	}
+	for _, direct := range []string{
+		`SELECT setval('effectonce.outbox_seq_seq', 1)`, `SELECT effectonce.renumber_outbox(0, 0, NULL)`, `ALTER SEQUENCE effectonce.outbox_seq_seq RESTART WITH 1`,
+	} {
+		_, err := pool.Exec(ctx, direct)
+		require.ErrorContains(t, err, "42501")
+	}
+}
+
+// Property: a repair waits for a transaction that has inserted with an old number and has not ended, changes nothing while
+// that is open for longer, and takes its row along afterwards.
+func TestRepairWaitsForWriters(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	owner, pool, _ := roled(t, "relay")
+	topic := kafkatest.Topic(t, 1)
+	r := newRelay(t, pool, relay.Config{})
+	insertAll(t, owner, topic, numbered("before", 20))
+	drain(t, r)
+	execute(t, owner, wentBack["restart identity"])
+	writer, err := owner.Begin(ctx)
+	require.NoError(t, err)
+	defer writer.Rollback(context.WithoutCancel(ctx))
+	_, err = writer.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'open')`, topic)
+	require.NoError(t, err)
+	_, err = r.Drain(ctx)
+	require.ErrorIs(t, err, relay.ErrSequenceBusy)
+	repaired := make(chan relay.Repaired, 1)
+	go func() {
+		done, err := relay.Repair(ctx, owner, relay.RepairOptions{Who: "ana", Why: "test"})
+		assert.NoError(t, err)
+		repaired <- done
+	}()
+	require.Eventually(t, func() bool {
+		return one[int](t, owner, `SELECT count(*) FROM pg_locks WHERE NOT granted AND relation::regclass::text ~ 'outbox' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`) > 0
+	}, 20*time.Second, time.Millisecond)
+	require.NoError(t, writer.Commit(ctx))
+	require.EqualValues(t, 1, (<-repaired).Renumbered)
+	require.EqualValues(t, 1, drain(t, r))
+	requireFirsts(t, topic, append(numbered("before", 20), "open"))
+}
+
+// Property: a repair ends all leases, so that what another process has in memory is not stored behind it.
+func TestRepairEndsLeases(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	owner, pool, _ := roled(t, "relay")
+	topic := kafkatest.Topic(t, 1)
+	insertAll(t, owner, topic, numbered("before", 20))
+	drain(t, newRelay(t, pool, relay.Config{}))
+	held, err := newRelay(t, pool, relay.Config{}).Acquires(ctx, 0)
+	require.NoError(t, err)
+	require.True(t, held)
+	before := one[int64](t, owner, `SELECT epoch FROM effectonce.outbox_progress`)
+	execute(t, owner, wentBack["restart identity"])
+	insertAll(t, owner, topic, numbered("after", 3))
+	done, err := relay.Repair(ctx, owner, relay.RepairOptions{Who: "ana", Why: "test"})
+	require.NoError(t, err)
+	require.True(t, done.Repaired)
+	require.Greater(t, one[int64](t, owner, `SELECT epoch FROM effectonce.outbox_progress WHERE owner IS NULL AND lease_until IS NULL AND advanced_epoch = epoch`), before)
+	require.NoError(t, pgx.BeginFunc(ctx, owner, func(tx pgx.Tx) error {
+		done, err := relay.ReadSequences(ctx, tx, "")
+		require.False(t, done.Behind)
+		return err
+	}))
+	drain(t, newRelay(t, pool, relay.Config{}))
+	requireFirsts(t, topic, append(numbered("before", 20), numbered("after", 3)...))
+}
+
+// Property: when the sequence goes back while relays run and others write, each committed row is published, in order, and
+// the relays continue by themselves: also where one transaction truncates, restarts and writes more rows than there were,
+// so that no look sees the sequence below where it was. Row O40.
+func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
+	t.Parallel()
+	for name, sql := range map[string]string{
+		"restart identity":       `TRUNCATE effectonce.outbox RESTART IDENTITY`,
+		"restarted and refilled": `TRUNCATE effectonce.outbox RESTART IDENTITY`,
+		"setval":                 `SELECT setval('effectonce.outbox_slot', 1), setval('effectonce.outbox_seq_seq', 1, false)`,
+	} {
+		for _, exactly := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, "/", exactly), func(t *testing.T) {
+				t.Parallel()
+				ctx := t.Context()
+				owner, pool, _ := roled(t, "relay")
+				topic := kafkatest.Topic(t, 1)
+				cfg := relay.Config{ExactlyOnce: exactly, Lease: 2 * time.Second}
+				running(t, pool, cfg)
+				running(t, pool, cfg)
+				want := numbered("before", 50)
+				insertAll(t, owner, topic, want)
+				requireFirsts(t, topic, want)
+				after := numbered("after", 5)
+				if name == "restarted and refilled" {
+					after = numbered("after", 2000)
+				}
+				require.NoError(t, pgx.BeginFunc(ctx, owner, func(tx pgx.Tx) error {
+					if _, err := tx.Exec(ctx, sql); err != nil {
+						return err
+					}
+					_, err := tx.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload)
+						SELECT $1, 'k', payload FROM unnest($2::bytea[]) WITH ORDINALITY AS all_ (payload, n) ORDER BY n`, topic, payloads(after))
+					return err
+				}))
+				want = append(want, after...)
+				requireFirsts(t, topic, want)
+				insertAll(t, owner, topic, []string{"last"})
+				requireFirsts(t, topic, append(want, "last"))
+			})
+		}
+	}
+}
+
+func payloads(values []string) (all [][]byte) {
+	for _, v := range values {
+		all = append(all, []byte(v))
+	}
+	return all
+}

@@ -2,6 +2,7 @@ package relay_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -78,12 +79,21 @@ func TestWriterSeesTheBacklog(t *testing.T) {
 // Property: the backlog inside a batch of several pages begins where the last page ended.
 func TestBacklogWithinABatch(t *testing.T) {
 	t.Parallel()
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	must(t, pool, `INSERT INTO effectonce.outbox (topic, payload, created_at) SELECT $1, 'v', clock_timestamp() - n * interval '1 minute' FROM generate_series(60, 1, -1) n`, topic)
-	stop, end := context.WithCancel(ctx)
+	ctx, pool := t.Context(), pgtest.Pool(t)
+	must(t, pool, `INSERT INTO effectonce.outbox (topic, payload, created_at) SELECT 't', CASE WHEN n > 50 THEN 'first' ELSE 'v' END::bytea, clock_timestamp() - n * interval '1 minute' FROM generate_series(60, 1, -1) n`)
 	cfg := relay.Config{PageRowsMax: 10, ProgressEvery: time.Millisecond}
-	cfg.Hooks.Published = func(int64) { end() }
-	_, _ = newRelay(t, pool, cfg).Drain(stop)
+	cfg.Sink = &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+		if string(messages[0].Payload) == "first" {
+			return len(messages), nil
+		}
+		const inside = `SELECT EXISTS (SELECT FROM effectonce.outbox_progress_now WHERE next_tick IS NOT NULL AND seq = 10)`
+		await(t, "progress is inside the batch", func() bool { return one[bool](t, pool, inside) })
+		return 0, errors.New("no more")
+	}}
+	r, err := relay.New(pool, nil, cfg)
+	require.NoError(t, err)
+	_, err = r.Drain(ctx)
+	require.ErrorContains(t, err, "no more")
 	seq := one[int](t, pool, `SELECT seq FROM effectonce.outbox_progress_now WHERE next_tick IS NOT NULL`)
 	require.Positive(t, seq)
 	require.Less(t, seq, 60)

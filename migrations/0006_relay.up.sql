@@ -152,25 +152,25 @@ BEGIN
     (SELECT max((SELECT max(d.seq) FROM effectonce.outbox_dead d WHERE d.relay = b.relay)) FROM unnest(burying) AS b (relay)), 0);
   tick_known := greatest(tick_known, (SELECT max(t.tick) FROM effectonce.outbox_ticks t), 0);
 
-  -- Each row up to a tick's seq_last has a transaction id below the snapshot's xmax. One that has not, and was written
+  -- Each row of a shard up to its tick's seq_last has a transaction id below the snapshot's xmax. One that has not, and was written
   -- here, has a number that was given before. (A row that was copied or restored was written under another transaction
   -- id than the one that it names.) Where the tick means nothing here, or shows nothing, such a row is one up to the floor
   -- that is younger than the progress. So has a row with the number of a dead row that is another message. The rows
   -- looked at are the first by number and the first by transaction.
   WITH progress AS MATERIALIZED (
-    SELECT p.floor, p.updated_at, t.seq_last, pg_snapshot_xmax(t.snapshot) AS xmax,
+    SELECT p.shards, p.shard, p.floor, p.updated_at, t.seq_last, pg_snapshot_xmax(t.snapshot) AS xmax,
       coalesce(p.system_identifier <> here.system, false) OR coalesce(p.timeline <> here.timeline, false)
         OR t.tick IS NULL OR pg_snapshot_xmax(t.snapshot) = '1'::xid8 AS moved
     FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
   ), candidates AS MATERIALIZED (
-    (SELECT o.seq, o.id, o.txid, o.xmin, o.created_at FROM effectonce.outbox o ORDER BY o.seq LIMIT 1000)
+    (SELECT o.seq, o.id, o.shard, o.txid, o.xmin, o.created_at FROM effectonce.outbox o ORDER BY o.seq LIMIT 1000)
     UNION ALL
     (SELECT late.* FROM (SELECT p.xmax FROM progress p WHERE NOT p.moved ORDER BY p.xmax LIMIT 1) oldest CROSS JOIN LATERAL (
-      SELECT o.seq, o.id, o.txid, o.xmin, o.created_at FROM effectonce.outbox o WHERE o.txid >= oldest.xmax ORDER BY o.txid, o.seq LIMIT 1000) late)
+      SELECT o.seq, o.id, o.shard, o.txid, o.xmin, o.created_at FROM effectonce.outbox o WHERE o.txid >= oldest.xmax ORDER BY o.txid, o.seq LIMIT 1000) late)
   )
   SELECT min(o.seq), min(o.created_at) INTO reused, reused_since
   FROM candidates o
-  WHERE EXISTS (SELECT FROM progress p WHERE CASE
+  WHERE EXISTS (SELECT FROM progress p WHERE o.shard % p.shards = p.shard AND CASE
       WHEN p.moved THEN o.seq <= p.floor AND o.created_at > p.updated_at
       ELSE o.seq <= p.seq_last AND o.txid >= p.xmax AND o.xmin::text::numeric = mod(o.txid::text::numeric, 4294967296) END)
     OR EXISTS (SELECT FROM unnest(burying) AS b (relay) JOIN effectonce.outbox_dead d ON d.relay = b.relay AND d.seq = o.seq WHERE d.id <> o.id);

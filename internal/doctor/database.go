@@ -106,6 +106,8 @@ func relayRights(schema string) []right {
 		{"table", "outbox", "SELECT,INSERT,UPDATE"}, // UPDATE: after a restore into another cluster; INSERT: messages for later
 		{"sequence", "outbox_seq_seq", "SELECT"},
 		{"sequence", "outbox_slot", "SELECT,UPDATE"},
+		{"function", "outbox_sequence_state(bigint, bigint)", "EXECUTE"},
+		{"function", "repair_outbox_sequences(bigint, bigint)", "EXECUTE"},
 		{"table", "outbox_0", "SELECT,TRUNCATE"},
 		{"table", "outbox_1", "SELECT,TRUNCATE"},
 		{"table", "outbox_2", "SELECT,TRUNCATE"},
@@ -145,6 +147,8 @@ func operatorRights(schema string) []right {
 		{"schema", schema, "USAGE"},
 		{"sequence", "outbox_seq_seq", "SELECT"},
 		{"sequence", "outbox_slot", "SELECT"},
+		{"function", "outbox_sequence_state(bigint, bigint)", "EXECUTE"},
+		{"function", "repair_outbox_sequences(bigint, bigint)", "EXECUTE"},
 		{"table", "parked_messages", "SELECT,UPDATE,DELETE"},
 		{"table", "outbox_dead", "SELECT,UPDATE,DELETE"},
 		{"table", "outbox_paused", "SELECT,INSERT,UPDATE,DELETE"},

@@ -142,12 +142,14 @@ SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)`
 const rightsSQL = `-- doctor.rights
 SELECT format('GRANT %s ON %s %s TO %I', string_agg(n.privilege || CASE WHEN n.columns <> '' THEN format(' (%s)', replace(n.columns, ' ', ', ')) ELSE '' END,
     ', ' ORDER BY n.place), upper(n.kind),
-  CASE n.kind WHEN 'schema' THEN format('%I', n.name) ELSE format('%I.%I', $1::text, n.name) END, current_user)
+  CASE n.kind WHEN 'schema' THEN format('%I', n.name) WHEN 'function' THEN format('%I.%s', $1::text, n.name) ELSE format('%I.%I', $1::text, n.name) END, current_user)
 FROM unnest($2::text[], $3::text[], $4::text[], $5::text[]) WITH ORDINALITY AS n (kind, name, privilege, columns, place)
 JOIN pg_namespace s ON s.nspname = $1
 LEFT JOIN pg_class c ON c.relnamespace = s.oid AND c.relname = n.name
 WHERE CASE
   WHEN n.kind = 'schema' THEN NOT has_schema_privilege(s.oid, n.privilege)
+  WHEN n.kind = 'function' THEN NOT has_function_privilege((
+    SELECT p.oid FROM pg_proc p WHERE p.pronamespace = s.oid AND p.proname = split_part(n.name, '(', 1)), n.privilege)
   WHEN n.kind = 'sequence' THEN NOT has_sequence_privilege(c.oid, n.privilege)
   WHEN n.columns <> '' THEN EXISTS (SELECT FROM string_to_table(n.columns, ' ') AS col (name) WHERE NOT has_column_privilege(c.oid, col.name, n.privilege))
   ELSE NOT has_table_privilege(c.oid, n.privilege)
@@ -273,6 +275,3 @@ func inSchema(sql, schema string) string { return migrations.InSchema(sql, schem
 // sequencesSQL says whether numbers were given twice: see migrations/0006, "A sequence that is behind".
 const sequencesSQL = `-- doctor.sequences
 SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state(0, 0)`
-
-const mayRepairSQL = `-- doctor.may_repair
-SELECT has_function_privilege($1, 'EXECUTE')`

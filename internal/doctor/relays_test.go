@@ -107,7 +107,7 @@ func TestShardsThatWereNeverLeasedCount(t *testing.T) {
 	assert.Equal(t, int64(100), status.Relays[0].Waiting+status.Relays[1].Waiting)
 	assert.Contains(t, status.Problems[0], "rows wait and it never ran")
 
-	exec(t, conn, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) VALUES (1, pg_current_snapshot(), 100)")
+	exec(t, conn, "INSERT INTO effectonce.outbox_ticks (snapshot, seq_last) VALUES (pg_current_snapshot(), 100)")
 	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, shards, tick, epoch, lease_until) VALUES
 		('default', 0, 2, 1, 1, clock_timestamp() + interval '1 minute')`)
 	status = readStatus(t, conn, doctor.StatusOptions{})

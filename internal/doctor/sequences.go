@@ -3,8 +3,6 @@ package doctor
 import (
 	"context"
 	"fmt"
-
-	"github.com/jackc/pgx/v5"
 )
 
 const repairCommand = "outbox-relay repair"
@@ -29,7 +27,7 @@ func readSequences(ctx context.Context, db Querier, schema string) (behind strin
 	return fmt.Sprintf("the sequence of outbox_ticks.tick is at %d, and %d was given before (%s)", tick, tickKnown, cause), nil
 }
 
-// Sequences checks that no number of a row or a tick is given twice, and that the role may repair it.
+// Sequences checks that no number of a row or a tick is given twice.
 func Sequences(ctx context.Context, db Querier, schema string) []Finding {
 	const check = "sequences"
 	behind, err := readSequences(ctx, db, schema)
@@ -38,15 +36,6 @@ func Sequences(ctx context.Context, db Querier, schema string) []Finding {
 	}
 	if behind != "" {
 		return []Finding{fail(check, repairCommand+"   # as an operator, or as the owner of the tables; a relay whose role may does it by itself", "%s", behind)}
-	}
-	function := pgx.Identifier{schema, "repair_outbox_sequences"}.Sanitize() + "(bigint, bigint)"
-	var may bool
-	if err := db.QueryRow(ctx, mayRepairSQL, function).Scan(&may); err != nil {
-		return broken(check, err)
-	}
-	if !may {
-		return []Finding{warn(check, "outbox-relay migrate roles --apply   # as the owner of the tables",
-			"no number is given twice; but the role may not execute %s: if it happens, publishing waits for an operator", function)}
 	}
 	return []Finding{ok(check, "no number is given twice")}
 }

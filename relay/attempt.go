@@ -1,9 +1,9 @@
 package relay
 
 import (
+	"cmp"
 	"context"
 	"errors"
-	"fmt"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -128,7 +128,7 @@ func (p *publisher) sort(ctx context.Context, a *attempt, rows []row) error {
 		}
 		a.rows, a.records = append(a.rows, r), append(a.records, record)
 	}
-	return nil
+	return p.topics.stale()
 }
 
 // record builds the record of a row, or says why Kafka would refuse it.
@@ -138,21 +138,14 @@ func (p *publisher) record(maker *recordMaker, r *row) (*kgo.Record, Reason, err
 		return nil, ReasonBadHeaders, err
 	}
 	if err := p.refusal(r.seq); err != nil {
-		return nil, ReasonRefused, err
+		return nil, cmp.Or(reasonOf(err), ReasonRefused), err
 	}
 	if p.lease.obeys.set.Load().has(r.topic) {
 		return nil, ReasonPaused, errPaused
 	}
-	topic, _ := p.topics.get(r.topic)
-	if topic.refusal != nil {
-		return nil, ReasonRefused, topic.refusal
-	}
-	if !topic.exists {
-		return nil, ReasonUnknownTopic, fmt.Errorf("topic %q does not exist: create it, and the row is published by itself", r.topic)
-	}
 	message := outbox.Message{Key: r.key, Payload: r.payload, Headers: headers}
-	if size := message.RecordBytes(); size > int(topic.maxBytes) {
-		return nil, ReasonTooLarge, fmt.Errorf("the record has %d bytes, max.message.bytes of topic %q is %d: raise it and retry the row, or discard the row", size, r.topic, topic.maxBytes)
+	if reason, err := p.topics.judge(r.topic, message.RecordBytes()); err != nil {
+		return nil, reason, err
 	}
 	return maker.add(r, headers), "", nil
 }

@@ -39,7 +39,7 @@ type Config struct {
 	ProgressTopic string
 	// SkipDead lets the later rows of a key pass a dead one that is wrong itself (ReasonTooLarge, ReasonRefused,
 	// ReasonBadHeaders): they are published, and the dead row, when it is retried, comes after them. It counts for rows
-	// that wait, too, so all replicas should agree. Rows whose topic is missing or paused wait in their order all the
+	// that wait, too, so all replicas should agree. Rows whose topic is missing, paused or not allowed wait in their order all the
 	// same. Default: a dead row holds its key.
 	SkipDead bool
 	// Sink takes the rows instead of Kafka. Not with ExactlyOnce. Default: Kafka.

@@ -16,11 +16,13 @@ type Reason string
 // The reasons, as they stand in the column.
 const (
 	ReasonUnknownTopic Reason = "unknown_topic" // the topic does not exist; released by itself when it does
-	ReasonTooLarge     Reason = "too_large"     // larger than the topic's max.message.bytes
-	ReasonRefused      Reason = "refused"       // refused by Kafka for another reason
-	ReasonBadHeaders   Reason = "bad_headers"   // the headers column is not in the documented form
-	ReasonPaused       Reason = "paused"        // an operator paused the topic; released by itself when it is resumed
-	ReasonBehind       Reason = "behind"        // nothing is wrong: an earlier row of the key is dead
+	// ReasonNotAuthorized is a topic that the relay may not describe or write to; released by itself when it may.
+	ReasonNotAuthorized Reason = "not_authorized"
+	ReasonTooLarge      Reason = "too_large"   // larger than the topic's max.message.bytes
+	ReasonRefused       Reason = "refused"     // refused by Kafka for another reason
+	ReasonBadHeaders    Reason = "bad_headers" // the headers column is not in the documented form
+	ReasonPaused        Reason = "paused"      // an operator paused the topic; released by itself when it is resumed
+	ReasonBehind        Reason = "behind"      // nothing is wrong: an earlier row of the key is dead
 )
 
 // ofRow is true where it is the row that is wrong, and no other row waits for the same thing. The statements that
@@ -144,7 +146,7 @@ func (d *deadRows) retryTopics(ctx context.Context) error {
 		}
 	}
 	for _, name := range missing {
-		if topic, _ := d.topics.get(name); topic.exists {
+		if d.topics.ready(name) {
 			ready = append(ready, name)
 		}
 	}
@@ -262,7 +264,7 @@ func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 		if d.cfg.Hooks.Dead != nil {
 			d.cfg.Hooks.Dead(row.row.topic, row.reason)
 		}
-		if row.reason != ReasonBehind && row.reason != ReasonPaused {
+		if row.reason != ReasonBehind && row.reason != ReasonPaused && row.reason != ReasonNotAuthorized {
 			d.cfg.Logger.ErrorContext(ctx, "outbox row cannot be published; it moved to outbox_dead",
 				"relay", d.cfg.Name, "holds_key", row.row.key != nil && (!d.cfg.SkipDead || !row.reason.ofRow()), "seq", row.row.seq, "id", row.row.id,
 				"topic", row.row.topic, "reason", row.reason, "error", row.err)

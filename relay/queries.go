@@ -382,14 +382,14 @@ FROM unnest($2::bigint[], $3::text[], $4::text[]) AS d (seq, reason, error)
 JOIN effectonce.outbox o USING (seq)
 ON CONFLICT (relay, seq) DO NOTHING`
 
-// waitingTopicsSQL lists what waits for a topic to be created, or to be resumed.
+// waitingTopicsSQL lists what waits for a topic to be created, to be allowed, or to be resumed.
 const waitingTopicsSQL = `-- relay.waiting_topics
-SELECT DISTINCT topic, reason = 'paused' FROM effectonce.outbox_dead WHERE relay = $1 AND reason IN ('unknown_topic', 'paused') AND state = 'held'`
+SELECT DISTINCT topic, reason = 'paused' FROM effectonce.outbox_dead WHERE relay = $1 AND reason IN ('unknown_topic', 'not_authorized', 'paused') AND state = 'held'`
 
 const retryTopicSQL = `-- relay.retry_topic
 WITH locked AS MATERIALIZED (
   SELECT seq FROM effectonce.outbox_dead
-  WHERE relay = $1 AND topic = ANY ($2) AND reason IN ('unknown_topic', 'paused') AND state = 'held' ORDER BY seq FOR UPDATE)
+  WHERE relay = $1 AND topic = ANY ($2) AND reason IN ('unknown_topic', 'not_authorized', 'paused') AND state = 'held' ORDER BY seq FOR UPDATE)
 UPDATE effectonce.outbox_dead d SET state = 'retry' FROM locked WHERE d.relay = $1 AND d.seq = locked.seq`
 
 // releasableSQL lists dead rows with no held row of their key at or before them, in order. Rows without

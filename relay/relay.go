@@ -31,14 +31,15 @@ type Relay struct {
 	adapting sync.Mutex
 	adapted  bool
 
-	suspects  suspects
-	wake      wake
-	paused    atomic.Pointer[pausedSet] // as of the last look
-	patience  time.Duration             // with a statement
-	newest    atomic.Pointer[cluster]   // that this process had a lease on
-	slotWaits map[int16]*slotWait       // of the goroutine that tidies up
-	overdue   atomic.Int64              // calls of the sink that go on though their context ended
-	seen      seen                      // a number that a sequence was behind
+	suspects    suspects
+	topicMemory topicMemory
+	wake        wake
+	paused      atomic.Pointer[pausedSet] // as of the last look
+	patience    time.Duration             // with a statement
+	newest      atomic.Pointer[cluster]   // that this process had a lease on
+	slotWaits   map[int16]*slotWait       // of the goroutine that tidies up
+	overdue     atomic.Int64              // calls of the sink that go on though their context ended
+	seen        seen                      // a number that a sequence was behind
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
@@ -190,6 +191,18 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 		return 0, err
 	}
 	for shard := range standing.shards {
+		n, err := r.drainShard(ctx, shard)
+		published += n
+		if err != nil {
+			return published, err
+		}
+	}
+	return published, nil
+}
+
+// drainShard starts over where it needs another client.
+func (r *Relay) drainShard(ctx context.Context, shard int16) (published int64, err error) {
+	for {
 		lease, err := r.acquire(ctx, shard)
 		if err != nil {
 			return published, err
@@ -199,11 +212,10 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 		}
 		n, err := r.drain(ctx, lease)
 		published += n
-		if err != nil {
+		if !errors.Is(err, errLimitsChanged) {
 			return published, err
 		}
 	}
-	return published, nil
 }
 
 // drain publishes one shard, and keeps its lease meanwhile.

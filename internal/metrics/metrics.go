@@ -69,7 +69,7 @@ func New(cfg Config) *Metrics {
 	m.dispatched = vector("outbox_messages_dispatched_total", "Rows that Kafka acknowledged to this replica, repetitions included.", "topic")
 	m.dead = vector("outbox_messages_dead_total", "Rows that this replica moved to outbox_dead.", "reason")
 	for _, reason := range []relay.Reason{
-		relay.ReasonUnknownTopic, relay.ReasonTooLarge, relay.ReasonRefused, relay.ReasonBadHeaders, relay.ReasonPaused, relay.ReasonBehind,
+		relay.ReasonUnknownTopic, relay.ReasonNotAuthorized, relay.ReasonTooLarge, relay.ReasonRefused, relay.ReasonBadHeaders, relay.ReasonPaused, relay.ReasonBehind,
 	} {
 		m.dead.WithLabelValues(string(reason)) // 0, so that the first one is an increase
 	}

@@ -365,7 +365,7 @@ const deadExistSQL = `-- relay.dead_exist
 SELECT EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1 AND shard % $2::int = $3::int)`
 
 // skipped is a dead row that holds nobody: see Config.SkipDead.
-const skipped = `::bool AND reason IN ('too_large', 'refused', 'bad_headers')`
+const skipped = `::bool AND reason IN ('too_large', 'refused', 'bad_headers', 'bad_partition')`
 
 // heldSQL finds which rows of a page stand behind a dead one of their key.
 const heldSQL = `-- relay.held
@@ -462,7 +462,7 @@ type queries struct {
 
 	enroll, beat, leave, seq, acquire, release, fetch, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
 	lockStamps, foreign, restamp, rebase                                                                                                          string
-	deadExist, held, moveToDead, waitingTopics, retryTopic, releasable, removeDead, holdAgain                                                     string
+	deadExist, held, moveToDead, waitingTopics, retryTopic, retryRated, releasable, removeDead, holdAgain                                         string
 	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                string
 	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                          string
 }
@@ -477,7 +477,7 @@ func newQueries(schema, run string) queries {
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchSized: in(fetchSizedSQL),
 		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
-		moveToDead: in(moveToDeadSQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),
+		moveToDead: in(moveToDeadSQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL), retryRated: in(retryRatedSQL),
 		releasable: in(releasableSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
 		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),
 		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),

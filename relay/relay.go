@@ -18,6 +18,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/partitions"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -31,6 +32,10 @@ type Relay struct {
 	adapting sync.Mutex
 	adapted  bool
 
+	placing     kgo.Opt // puts records into the partition that their row asks for
+	routes      *routes
+	drops       drops
+	rates       rates
 	suspects    suspects
 	topicMemory topicMemory
 	wake        wake
@@ -70,7 +75,7 @@ type execer interface {
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
-	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience()}
+	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), routes: newRoutes(cfg.Routes)}
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
 			err = errors.Join(err, errors.New("kafka options with a Sink: rows go to the sink alone: remove one of the two"))
@@ -79,6 +84,8 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 		err = errors.Join(err, clientErr)
 	} else {
 		client.Close()
+		r.placing, clientErr = partitions.Option(kafka)
+		err = errors.Join(err, clientErr)
 	}
 	if err != nil {
 		return nil, err

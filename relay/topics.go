@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"slices"
 	"sync"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/limits"
+	"github.com/effectonce/effectonce/outbox"
 )
 
 // topics is what the work on one shard knows about topics: which of them it can write to, and how large their records
@@ -27,6 +29,9 @@ type topics struct {
 	// given is how large the client was told that the batches of a topic may be: it asks once, when it first meets
 	// the topic. Where that is not true any more the work starts over with a new client.
 	given map[string]int32
+	// blocked are the topics in Kafka that rows of a topic in the outbox wait for, where there are several.
+	blocked map[string]map[string]bool
+	tried   map[string]bool // see released
 }
 
 // topicState is the answer about one topic.
@@ -34,6 +39,7 @@ type topicState struct {
 	reason   Reason // why its rows wait; empty: the topic can be written to
 	err      error  // that says so to people
 	maxBytes int32  // of a record; 0: not known, and Kafka judges
+	parts    int32  // how many partitions it has; 0: not known
 	asked    time.Time
 	fresh    time.Duration // the answer is believed for so long
 }
@@ -65,6 +71,41 @@ func (t *topics) get(name string) (topicState, bool) {
 func (t *topics) ready(name string) bool {
 	s, ok := t.get(name)
 	return ok && s.reason == ""
+}
+
+// blocks notes that rows of a topic in the outbox wait for one in Kafka.
+func (t *topics) blocks(topic, name string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.blocked == nil {
+		t.blocked = map[string]map[string]bool{}
+	}
+	if t.blocked[topic] == nil {
+		t.blocked[topic] = map[string]bool{}
+	}
+	t.blocked[topic][name] = true
+}
+
+// released tells whether rows of a topic in the outbox that waited may be tried, where names are all the topics in Kafka
+// that they may go to. What waited before this work began is tried once, if one of them is ready: it is not known for which
+// of them it waits.
+func (t *topics) released(topic string, names []string) bool {
+	if len(names) == 1 {
+		return t.ready(names[0])
+	}
+	ready := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return !t.ready(name) })
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.tried == nil {
+		t.tried = map[string]bool{}
+	}
+	released := !t.tried[topic] && len(ready) > 0
+	for _, name := range ready {
+		released = released || t.blocked[topic][name]
+		delete(t.blocked[topic], name)
+	}
+	t.tried[topic] = t.tried[topic] || released
+	return released
 }
 
 // judge says why a record of so many bytes cannot be produced now. With an unknown limit it is Kafka's to say; such a
@@ -154,6 +195,24 @@ func reasonOf(err error) Reason {
 	return ""
 }
 
+// offers says why a topic has no such partition. Partitions are added, so an old answer does not count against a row.
+func (p *publisher) offers(ctx context.Context, name string, partition int32) error {
+	s, _ := p.topics.get(name)
+	if s.parts == 0 || partition < s.parts {
+		return nil
+	}
+	if time.Since(s.asked) > limitRetryMin {
+		if p.learn(ctx, []string{name}) != nil {
+			return nil // the brokers are away: the client does not take the record, and the work starts over
+		}
+		s, _ = p.topics.get(name)
+	}
+	if s.parts == 0 || partition < s.parts {
+		return nil
+	}
+	return fmt.Errorf("the row asks for partition %d, and topic %q has %d: add partitions and retry the row, or correct its header %q in outbox_dead", partition, name, s.parts, outbox.HeaderPartition)
+}
+
 // learn gets to know topics. A sink says what it does not take when it is handed it.
 func (p *publisher) learn(ctx context.Context, names []string) error {
 	if p.cfg.Sink == nil {
@@ -204,6 +263,9 @@ func (r *Relay) newClient(l *lease, t *topics) (*kgo.Client, error) {
 	)
 	if t != nil {
 		opts = append(opts, kgo.ProducerBatchMaxBytesFn(t.batchBytes))
+	}
+	if r.placing != nil {
+		opts = append(opts, r.placing)
 	}
 	if l != nil && r.cfg.ExactlyOnce {
 		opts = append(opts, kgo.TransactionalID(r.transactionalID(l)), kgo.TransactionTimeout(transactionTimeout))

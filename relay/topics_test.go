@@ -287,3 +287,8 @@ func TestTopicThatIsClearSoonKillsNothing(t *testing.T) {
 	require.EqualValues(t, 1, drain(t, relayAt(t, pool, fake, cfg)))
 	require.Zero(t, buried)
 }
+
+func kafkaAdmin(t *testing.T, fake *kfake.Cluster) *kadm.Client {
+	t.Helper()
+	return kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs()))
+}

@@ -26,7 +26,7 @@ func AdviceFor(reason string) parked.Advice {
 	case "bad_partition":
 		return parked.Advice{What: "the partition that the row asks for does not exist, or is not a number", Do: "add partitions to the topic, or correct the header effectonce-partition of its row in outbox_dead, then retry; else discard"}
 	case "paused":
-		return parked.Advice{What: "an operator paused its topic", Do: "resume the topic: its rows are published by themselves, in order"}
+		return parked.Advice{What: "its topic is paused, or has more rows than its rate", Do: "resume the topic: its rows are published by themselves, in order; rows above a rate are anyway"}
 	case "behind":
 		return parked.Advice{What: "an earlier row of its key is dead", Do: "nothing: it follows when the first one is retried or discarded"}
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/limits"
+	"github.com/effectonce/effectonce/internal/partitions"
 )
 
 // row is a row of the outbox and the record that is made of it.
@@ -33,13 +34,17 @@ type sender struct {
 
 func newSender(kafka []kgo.Opt) (*sender, error) {
 	s := &sender{sizes: map[string]int32{}, unknown: map[string]error{}}
-	var err error
+	placing, err := partitions.Option(kafka)
+	if err != nil {
+		return nil, fmt.Errorf("kafka options: %w", err)
+	}
 	s.client, err = kgo.NewClient(append(kafka[:len(kafka):len(kafka)],
 		kgo.RequiredAcks(kgo.AllISRAcks()),
 		kgo.SoftwareNameAndVersion("outbox-relay", "v1"),
 		kgo.ProducerBatchMaxBytesFn(s.recordBytes),
 		// A batch that is refused fails everything of its partition that is buffered: so all of a page has to be.
 		kgo.ManualFlushing(),
+		placing,
 	)...)
 	if err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)

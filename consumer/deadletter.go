@@ -61,7 +61,7 @@ func (e *engine) deadLetter(msg *Message, why *parking) outbox.Message {
 	headers := make([]outbox.Header, 0, len(msg.Headers)+11)
 	for _, h := range msg.Headers {
 		// A letter that died again carries the headers of its last death, and the relay writes its own.
-		if h.Name != "" && h.Name != outbox.HeaderMessageID && h.Name != outbox.HeaderOccurredAt && !strings.HasPrefix(h.Name, letterPrefix) &&
+		if h.Name != "" && h.Name != outbox.HeaderMessageID && h.Name != outbox.HeaderOccurredAt && h.Name != outbox.HeaderPartition && !strings.HasPrefix(h.Name, letterPrefix) &&
 			h.Name != letterID && h.Name != letterAttempts {
 			headers = append(headers, outbox.Header(h))
 		}

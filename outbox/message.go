@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"regexp"
+	"strconv"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -18,6 +19,9 @@ import (
 const (
 	HeaderMessageID  = "message-id"  // the row's ID in the usual form of 36 characters
 	HeaderOccurredAt = "occurred-at" // created_at of the row, RFC 3339 in UTC with microseconds
+	// HeaderPartition is the reserved header of a row that asks for a partition of its topic, as a decimal number:
+	// Message.Partition, or {"effectonce-partition": 3} by plain SQL. The relay takes it out of the record.
+	HeaderPartition = "effectonce-partition"
 	// HeaderTraceParent is the W3C trace context. It is an ordinary header, named here because
 	// Config.Inject usually sets it.
 	HeaderTraceParent = "traceparent"
@@ -35,6 +39,10 @@ type Message struct {
 	Key []byte
 	// Payload is the record's value.
 	Payload []byte
+	// Partition of the topic, from 0 on, for receivers that read a partition of their own; nil: the relay's partitioner
+	// decides, by Key. The order of a key holds within a partition, so give all messages of a key the same. A number that
+	// the topic does not have makes the row dead (bad_partition) and holds its key. It counts for AlsoTo, too.
+	Partition *int32
 	// Headers in order. The same name may occur several times; the order among these is kept, the
 	// order across names is not (they are stored as a JSON object).
 	Headers []Header
@@ -95,6 +103,9 @@ func (m *Message) validate(index, recordBytesMax int) error {
 	for _, problem := range m.checkLater() {
 		report("%w", problem)
 	}
+	if m.Partition != nil && *m.Partition < 0 {
+		report("Partition %d: want 0 or more, or nil", *m.Partition)
+	}
 	if n := m.RecordBytes(); n > recordBytesMax {
 		report("key, payload and headers take %d bytes, RecordBytesMax is %d: store the body elsewhere and publish a reference, or raise RecordBytesMax together with the topic's max.message.bytes", n, recordBytesMax)
 	}
@@ -102,6 +113,8 @@ func (m *Message) validate(index, recordBytesMax int) error {
 		switch {
 		case h.Name == "":
 			report("header without a name")
+		case h.Name == HeaderPartition:
+			report("header %q is written by Publish: set Message.Partition instead", h.Name)
 		case h.Name == HeaderMessageID || h.Name == HeaderOccurredAt:
 			report("header %q is written by the relay: set Message.ID instead, or use another name", h.Name)
 		case !utf8.ValidString(h.Name) || strings.ContainsRune(h.Name, 0):
@@ -109,6 +122,14 @@ func (m *Message) validate(index, recordBytesMax int) error {
 		}
 	}
 	return errors.Join(problems...)
+}
+
+// storedHeaders are the headers of the row.
+func (m *Message) storedHeaders() []Header {
+	if m.Partition == nil {
+		return m.Headers
+	}
+	return append(m.Headers[:len(m.Headers):len(m.Headers)], Header{HeaderPartition, strconv.AppendInt(nil, int64(*m.Partition), 10)})
 }
 
 // binaryValue stands for a header value that JSON text cannot hold.

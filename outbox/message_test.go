@@ -42,6 +42,8 @@ func TestInvalidMessagesAreRefused(t *testing.T) {
 		{"header without a name", header(""), "header without a name"},
 		{"header of the relay: ID", header("message-id"), `header "message-id" is written by the relay: set Message.ID instead`},
 		{"header of the relay: time", header("occurred-at"), `header "occurred-at" is written by the relay`},
+		{"header of the relay: partition", header("effectonce-partition"), `header "effectonce-partition" is written by Publish: set Message.Partition instead`},
+		{"negative partition", outbox.Message{Topic: "orders", Partition: new(int32(-1))}, "Partition -1: want 0 or more, or nil"},
 		{"header name with NUL", header("a\x00b"), `header name "a\x00b": want UTF-8 without NUL`},
 		{"header name is no UTF-8", header("\xff"), `header name "\xff": want UTF-8 without NUL`},
 		{"too large", outbox.Message{Topic: "orders", Payload: []byte(strings.Repeat("secret", 200_000))}, "RecordBytesMax is 1000000: store the body elsewhere"},

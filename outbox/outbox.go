@@ -178,7 +178,7 @@ func arrays(msgs []Message) ([]any, error) {
 			id := [16]byte(m.ID)
 			ids[i] = &id
 		}
-		encoded, err := EncodeHeaders(m.Headers)
+		encoded, err := EncodeHeaders(m.storedHeaders())
 		if err != nil {
 			return nil, fmt.Errorf("encode headers of message %d: %w", i, err)
 		}

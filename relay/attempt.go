@@ -1,13 +1,14 @@
 package relay
 
 import (
+	"cmp"
 	"context"
 	"errors"
-	"fmt"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/partitions"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -21,7 +22,8 @@ type attempt struct {
 
 	// Where progress is before the attempt, and where it may go behind it. Zero for dead rows, which progress has passed.
 	from, end cursor
-	released  bool // the rows are from outbox_dead
+	released  bool   // the rows are from outbox_dead
+	dropped   []*row // by a rule of Config.Routes
 
 	behind map[topicKey]bool // keys with a dead row that holds them
 	skip   bool              // Config.SkipDead
@@ -121,40 +123,60 @@ func (p *publisher) sort(ctx context.Context, a *attempt, rows []row) error {
 			a.give(r, ReasonBehind, errBehind)
 			continue
 		}
-		record, reason, err := p.record(maker, r)
+		record, reason, err := p.record(ctx, maker, r, a.released)
 		if err != nil {
 			a.give(r, reason, err)
 			continue
 		}
+		if record == nil {
+			a.dropped = append(a.dropped, r)
+			continue
+		}
 		a.rows, a.records = append(a.rows, r), append(a.records, record)
 	}
-	return nil
+	return p.topics.stale()
 }
 
-// record builds the record of a row, or says why Kafka would refuse it.
-func (p *publisher) record(maker *recordMaker, r *row) (*kgo.Record, Reason, error) {
+// record builds the record of a row, or says why Kafka would refuse it. Without either a rule drops the row.
+func (p *publisher) record(ctx context.Context, maker *recordMaker, r *row, released bool) (*kgo.Record, Reason, error) {
 	headers, err := outbox.DecodeHeaders(r.headers)
 	if err != nil {
 		return nil, ReasonBadHeaders, err
 	}
 	if err := p.refusal(r.seq); err != nil {
-		return nil, ReasonRefused, err
+		return nil, cmp.Or(reasonOf(err), ReasonRefused), err
 	}
 	if p.lease.obeys.set.Load().has(r.topic) {
 		return nil, ReasonPaused, errPaused
 	}
-	topic, _ := p.topics.get(r.topic)
-	if topic.refusal != nil {
-		return nil, ReasonRefused, topic.refusal
+	topic, drop := p.routes.of(r.topic, headers)
+	if drop {
+		p.dropped(ctx, r.topic)
+		return nil, "", nil
 	}
-	if !topic.exists {
-		return nil, ReasonUnknownTopic, fmt.Errorf("topic %q does not exist: create it, and the row is published by itself", r.topic)
+	headers, partition, err := partitions.Take(headers)
+	if err != nil {
+		return nil, ReasonBadPartition, err
 	}
 	message := outbox.Message{Key: r.key, Payload: r.payload, Headers: headers}
-	if size := message.RecordBytes(); size > int(topic.maxBytes) {
-		return nil, ReasonTooLarge, fmt.Errorf("the record has %d bytes, max.message.bytes of topic %q is %d: raise it and retry the row, or discard the row", size, r.topic, topic.maxBytes)
+	if reason, err := p.topics.judge(topic, message.RecordBytes()); err != nil {
+		p.topics.blocks(r.topic, topic)
+		return nil, reason, err
 	}
-	return maker.add(r, headers), "", nil
+	if partition != nil {
+		if err := p.offers(ctx, topic, *partition); err != nil {
+			return nil, ReasonBadPartition, err
+		}
+	}
+	if err := p.aboveRate(r.topic, released); err != nil {
+		return nil, ReasonPaused, err
+	}
+	record := maker.add(r, headers)
+	record.Topic = topic
+	if partition != nil {
+		partitions.Set(record, *partition)
+	}
+	return record, "", nil
 }
 
 func (p *publisher) learnTopics(ctx context.Context, rows []row) error {
@@ -166,8 +188,10 @@ func (p *publisher) learnTopics(ctx context.Context, rows []row) error {
 			continue
 		}
 		asked[name] = true
-		if _, fresh := p.topics.get(name); !fresh {
-			names = append(names, name)
+		for _, name := range p.routes.names(name) {
+			if _, fresh := p.topics.get(name); !fresh {
+				names = append(names, name)
+			}
 		}
 	}
 	if len(names) == 0 {

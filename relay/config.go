@@ -38,10 +38,16 @@ type Config struct {
 	// there. Relays may share it. Default "effectonce-relay-progress".
 	ProgressTopic string
 	// SkipDead lets the later rows of a key pass a dead one that is wrong itself (ReasonTooLarge, ReasonRefused,
-	// ReasonBadHeaders): they are published, and the dead row, when it is retried, comes after them. It counts for rows
-	// that wait, too, so all replicas should agree. Rows whose topic is missing or paused wait in their order all the
+	// ReasonBadHeaders, ReasonBadPartition): they are published, and the dead row, when it is retried, comes after them. It counts for rows
+	// that wait, too, so all replicas should agree. Rows whose topic is missing, paused or not allowed wait in their order all the
 	// same. Default: a dead row holds its key.
 	SkipDead bool
+	// Routes send rows into topics of other names, and drop some. Default: each row goes into the topic that it names.
+	Routes Routes
+	// Rates bound how many rows of a topic are published in a second, by the topic's name in the outbox: rows above it wait in
+	// outbox_dead with ReasonPaused, in their order, and hold up no other topic. Each shard has its part of the rate. It is
+	// met over a few seconds, not within each. Above 0 to 1,000,000. Default: no bounds.
+	Rates map[string]float64
 	// Sink takes the rows instead of Kafka. Not with ExactlyOnce. Default: Kafka.
 	Sink Sink
 	// Lease is how long a replica that died keeps the others waiting. 1 s to 10 min; default 10 s. It
@@ -97,6 +103,9 @@ type Hooks struct {
 	// TruncateWaits is called where published rows cannot be removed because something else holds a lock on their slot of the
 	// outbox, with how long that is so, at each attempt; 0: it is not so any more. The replica with shard 0 looks after it.
 	TruncateWaits func(slot int16, waiting time.Duration)
+	// Dropped is called for a row that a rule of Config.Routes drops, with its topic in the outbox. After a crash it is
+	// called again for the last ones.
+	Dropped func(topic string)
 	// Dead is called after a row moved to outbox_dead.
 	Dead func(topic string, reason Reason)
 }
@@ -154,6 +163,7 @@ func (c Config) withDefaults() (Config, error) {
 	if c.InFlightBytesMax < 64<<10 || c.InFlightBytesMax > 4<<30 {
 		problems = append(problems, fmt.Errorf("InFlightBytesMax %d: want %d to %d", c.InFlightBytesMax, 64<<10, 4<<30))
 	}
+	problems = append(problems, c.Routes.Validate(), validateRates(c.Rates))
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}

@@ -16,17 +16,21 @@ type Reason string
 // The reasons, as they stand in the column.
 const (
 	ReasonUnknownTopic Reason = "unknown_topic" // the topic does not exist; released by itself when it does
-	ReasonTooLarge     Reason = "too_large"     // larger than the topic's max.message.bytes
-	ReasonRefused      Reason = "refused"       // refused by Kafka for another reason
-	ReasonBadHeaders   Reason = "bad_headers"   // the headers column is not in the documented form
-	ReasonPaused       Reason = "paused"        // an operator paused the topic; released by itself when it is resumed
-	ReasonBehind       Reason = "behind"        // nothing is wrong: an earlier row of the key is dead
+	// ReasonNotAuthorized is a topic that the relay may not describe or write to; released by itself when it may.
+	ReasonNotAuthorized Reason = "not_authorized"
+	ReasonTooLarge      Reason = "too_large"   // larger than the topic's max.message.bytes
+	ReasonRefused       Reason = "refused"     // refused by Kafka for another reason
+	ReasonBadHeaders    Reason = "bad_headers" // the headers column is not in the documented form
+	// ReasonBadPartition is a row that asks for a partition that its topic does not have, or for what is no number.
+	ReasonBadPartition Reason = "bad_partition"
+	ReasonPaused       Reason = "paused" // an operator paused the topic; released by itself when it is resumed
+	ReasonBehind       Reason = "behind" // nothing is wrong: an earlier row of the key is dead
 )
 
 // ofRow is true where it is the row that is wrong, and no other row waits for the same thing. The statements that
 // look for what holds a key have the same list.
 func (r Reason) ofRow() bool {
-	return r == ReasonTooLarge || r == ReasonRefused || r == ReasonBadHeaders
+	return r == ReasonTooLarge || r == ReasonRefused || r == ReasonBadHeaders || r == ReasonBadPartition
 }
 
 // deadEvery is how often dead rows are looked at: whether their topic exists by now, or an operator
@@ -96,13 +100,16 @@ func (p *publisher) releaseSome(work, ctx context.Context) (published int, more 
 	if err != nil {
 		return 0, false, err
 	}
+	if err := p.dead.remove(ctx, seqs(a.dropped)); err != nil {
+		return 0, false, err
+	}
 	if err := p.flight.settled(ctx); err != nil {
 		return 0, false, err
 	}
 	if !p.lease.held() {
 		return 0, false, errLeaseLost
 	}
-	return len(a.rows), page.full, p.target.publish(work, ctx, a)
+	return len(a.rows) + len(a.dropped), page.full, p.target.publish(work, ctx, a)
 }
 
 func (d *deadRows) look(ctx context.Context) error {
@@ -122,12 +129,14 @@ func (d *deadRows) retryTopics(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("look for dead rows: %w", err)
 	}
-	var missing, ready []string
+	var missing, ready, rated []string
 	var name string
 	var paused bool
 	_, err = pgx.ForEachRow(result, []any{&name, &paused}, func() error {
 		switch {
 		case d.lease.obeys.set.Load().has(name):
+		case paused && d.cfg.Rates[name] > 0:
+			rated = append(rated, name)
 		case paused:
 			ready = append(ready, name)
 		default:
@@ -138,13 +147,23 @@ func (d *deadRows) retryTopics(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("look for dead rows: %w", err)
 	}
-	if len(missing) > 0 {
-		if err := d.learn(ctx, missing); err != nil {
+	d.noneWait(rated)
+	for _, name := range rated {
+		if _, err := d.retryRated(ctx, name); err != nil {
+			return fmt.Errorf("hand back rows of topic %q: %w", name, err)
+		}
+	}
+	var names []string
+	for _, name := range missing {
+		names = append(names, d.routes.names(name)...)
+	}
+	if len(names) > 0 {
+		if err := d.learn(ctx, names); err != nil {
 			return err
 		}
 	}
 	for _, name := range missing {
-		if topic, _ := d.topics.get(name); topic.exists {
+		if d.topics.released(name, d.routes.names(name)) {
 			ready = append(ready, name)
 		}
 	}
@@ -262,7 +281,7 @@ func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 		if d.cfg.Hooks.Dead != nil {
 			d.cfg.Hooks.Dead(row.row.topic, row.reason)
 		}
-		if row.reason != ReasonBehind && row.reason != ReasonPaused {
+		if row.reason != ReasonBehind && row.reason != ReasonPaused && row.reason != ReasonNotAuthorized {
 			d.cfg.Logger.ErrorContext(ctx, "outbox row cannot be published; it moved to outbox_dead",
 				"relay", d.cfg.Name, "holds_key", row.row.key != nil && (!d.cfg.SkipDead || !row.reason.ofRow()), "seq", row.row.seq, "id", row.row.id,
 				"topic", row.row.topic, "reason", row.reason, "error", row.err)

@@ -22,6 +22,6 @@
 //
 // A relay that is killed publishes the rows after its last stored progress again: duplicates, never a
 // loss, and never another order among first occurrences. A broker that is away is no failure of a row:
-// the relay waits. A row that Kafka cannot take (unknown topic, too large, refused) moves to the table
+// the relay waits. A row that Kafka cannot take (unknown topic, no right to it, too large, refused) moves to the table
 // outbox_dead with its reason, and later rows of its key wait behind it; everything else flows.
 package relay

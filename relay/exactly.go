@@ -150,8 +150,8 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 		}
 		if err := t.produceOne(ctx, a.records[i]); err != nil {
 			// It may be in the transaction, and is in no progress: a stop must not commit it.
-			cause := t.makeVoid(fmt.Errorf("produce to topic %q: %w", r.topic, err))
-			if !refused(err) {
+			cause := t.makeVoid(fmt.Errorf("produce to topic %q: %w", a.records[i].Topic, err))
+			if t.topics.note(a.records[i].Topic, err, true) == "" {
 				return cause
 			}
 			t.refuse(r.seq, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))

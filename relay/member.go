@@ -303,6 +303,8 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 		m.trouble = 0
 	case errors.Is(w.err, ErrOldPrimary):
 		return w.err
+	case errors.Is(w.err, errLimitsChanged):
+		m.cfg.Logger.InfoContext(ctx, "relay starts over", "relay", m.cfg.Name, "shard", shard, "why", w.err)
 	case !errors.As(w.err, &alone):
 		m.back(ctx, fmt.Errorf("shard %d: %w", shard, w.err))
 	}

@@ -29,7 +29,7 @@ type publisher struct {
 }
 
 func newPublisher(r *Relay, l *lease) *publisher {
-	p := &publisher{Relay: r, lease: l, patience: r.patience, topics: newTopics(), lost: make(chan error, 1), progress: newProgress(r, l)}
+	p := &publisher{Relay: r, lease: l, patience: r.patience, topics: newTopics(r), lost: make(chan error, 1), progress: newProgress(r, l)}
 	p.flight = newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)))
 	p.flight.waits, p.flight.complain, p.flight.acked = p.turn, p.waitsForKafka, p.tellDelivered
 	p.reader = newReader(p)

@@ -365,7 +365,7 @@ const deadExistSQL = `-- relay.dead_exist
 SELECT EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1 AND shard % $2::int = $3::int)`
 
 // skipped is a dead row that holds nobody: see Config.SkipDead.
-const skipped = `::bool AND reason IN ('too_large', 'refused', 'bad_headers')`
+const skipped = `::bool AND reason IN ('too_large', 'refused', 'bad_headers', 'bad_partition')`
 
 // heldSQL finds which rows of a page stand behind a dead one of their key.
 const heldSQL = `-- relay.held
@@ -382,14 +382,14 @@ FROM unnest($2::bigint[], $3::text[], $4::text[]) AS d (seq, reason, error)
 JOIN effectonce.outbox o USING (seq)
 ON CONFLICT (relay, seq) DO NOTHING`
 
-// waitingTopicsSQL lists what waits for a topic to be created, or to be resumed.
+// waitingTopicsSQL lists what waits for a topic to be created, to be allowed, or to be resumed.
 const waitingTopicsSQL = `-- relay.waiting_topics
-SELECT DISTINCT topic, reason = 'paused' FROM effectonce.outbox_dead WHERE relay = $1 AND reason IN ('unknown_topic', 'paused') AND state = 'held'`
+SELECT DISTINCT topic, reason = 'paused' FROM effectonce.outbox_dead WHERE relay = $1 AND reason IN ('unknown_topic', 'not_authorized', 'paused') AND state = 'held'`
 
 const retryTopicSQL = `-- relay.retry_topic
 WITH locked AS MATERIALIZED (
   SELECT seq FROM effectonce.outbox_dead
-  WHERE relay = $1 AND topic = ANY ($2) AND reason IN ('unknown_topic', 'paused') AND state = 'held' ORDER BY seq FOR UPDATE)
+  WHERE relay = $1 AND topic = ANY ($2) AND reason IN ('unknown_topic', 'not_authorized', 'paused') AND state = 'held' ORDER BY seq FOR UPDATE)
 UPDATE effectonce.outbox_dead d SET state = 'retry' FROM locked WHERE d.relay = $1 AND d.seq = locked.seq`
 
 // releasableSQL lists dead rows with no held row of their key at or before them, in order. Rows without
@@ -462,7 +462,7 @@ type queries struct {
 
 	enroll, beat, leave, seq, acquire, release, fetch, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
 	lockStamps, foreign, restamp, rebase                                                                                                          string
-	deadExist, held, moveToDead, waitingTopics, retryTopic, releasable, removeDead, holdAgain                                                     string
+	deadExist, held, moveToDead, waitingTopics, retryTopic, retryRated, releasable, removeDead, holdAgain                                         string
 	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                string
 	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                          string
 }
@@ -477,7 +477,7 @@ func newQueries(schema, run string) queries {
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchSized: in(fetchSizedSQL),
 		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
-		moveToDead: in(moveToDeadSQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL),
+		moveToDead: in(moveToDeadSQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL), retryRated: in(retryRatedSQL),
 		releasable: in(releasableSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
 		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),
 		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),

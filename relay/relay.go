@@ -18,6 +18,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/partitions"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -31,14 +32,19 @@ type Relay struct {
 	adapting sync.Mutex
 	adapted  bool
 
-	suspects  suspects
-	wake      wake
-	paused    atomic.Pointer[pausedSet] // as of the last look
-	patience  time.Duration             // with a statement
-	newest    atomic.Pointer[cluster]   // that this process had a lease on
-	slotWaits map[int16]*slotWait       // of the goroutine that tidies up
-	overdue   atomic.Int64              // calls of the sink that go on though their context ended
-	seen      seen                      // a number that a sequence was behind
+	placing     kgo.Opt // puts records into the partition that their row asks for
+	routes      *routes
+	drops       drops
+	rates       rates
+	suspects    suspects
+	topicMemory topicMemory
+	wake        wake
+	paused      atomic.Pointer[pausedSet] // as of the last look
+	patience    time.Duration             // with a statement
+	newest      atomic.Pointer[cluster]   // that this process had a lease on
+	slotWaits   map[int16]*slotWait       // of the goroutine that tidies up
+	overdue     atomic.Int64              // calls of the sink that go on though their context ended
+	seen        seen                      // a number that a sequence was behind
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
@@ -69,7 +75,7 @@ type execer interface {
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
-	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience()}
+	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), routes: newRoutes(cfg.Routes)}
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
 			err = errors.Join(err, errors.New("kafka options with a Sink: rows go to the sink alone: remove one of the two"))
@@ -78,6 +84,8 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 		err = errors.Join(err, clientErr)
 	} else {
 		client.Close()
+		r.placing, clientErr = partitions.Option(kafka)
+		err = errors.Join(err, clientErr)
 	}
 	if err != nil {
 		return nil, err
@@ -190,6 +198,18 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 		return 0, err
 	}
 	for shard := range standing.shards {
+		n, err := r.drainShard(ctx, shard)
+		published += n
+		if err != nil {
+			return published, err
+		}
+	}
+	return published, nil
+}
+
+// drainShard starts over where it needs another client.
+func (r *Relay) drainShard(ctx context.Context, shard int16) (published int64, err error) {
+	for {
 		lease, err := r.acquire(ctx, shard)
 		if err != nil {
 			return published, err
@@ -199,11 +219,10 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 		}
 		n, err := r.drain(ctx, lease)
 		published += n
-		if err != nil {
+		if !errors.Is(err, errLimitsChanged) {
 			return published, err
 		}
 	}
-	return published, nil
 }
 
 // drain publishes one shard, and keeps its lease meanwhile.

@@ -1,11 +1,6 @@
 package relay
 
-import (
-	"errors"
-	"sync"
-
-	"github.com/twmb/franz-go/pkg/kerr"
-)
+import "sync"
 
 // suspects are rows whose record failed with an error that trying again does not mend. The client fails
 // everything that is buffered for a partition together, so most of them are innocent: each is produced
@@ -81,19 +76,3 @@ type refusedAlone struct{ cause error }
 
 func (r *refusedAlone) Error() string { return r.cause.Error() }
 func (r *refusedAlone) Unwrap() error { return r.cause }
-
-// refused tells what Kafka says about a record or its topic from all else: troubles of the brokers, the connection or the
-// transaction, also those that the client would not try again, pass, or are mended where they are, and would make every
-// row dead that is read meanwhile. An error that is not known here is one of them: the relay names it, and waits.
-func refused(err error) bool {
-	var kafka *kerr.Error
-	if !errors.As(err, &kafka) {
-		return false
-	}
-	switch kafka.Code {
-	case kerr.MessageTooLarge.Code, kerr.RecordListTooLarge.Code, kerr.InvalidRecord.Code, kerr.InvalidTimestamp.Code,
-		kerr.UnsupportedForMessageFormat.Code, kerr.PolicyViolation.Code, kerr.InvalidTopicException.Code, kerr.TopicAuthorizationFailed.Code:
-		return true
-	}
-	return false // also for a topic that is not there: a new look at it decides
-}

@@ -58,7 +58,7 @@ func (p *publisher) send(ctx context.Context, b *batch) {
 	p.flight.add(b)
 	promise := func(record *kgo.Record, err error) {
 		if err != nil {
-			if refused(err) {
+			if p.topics.note(record.Topic, err, false) != "" {
 				p.suspect(b.rows[slices.Index(b.records, record)].seq)
 			}
 			err = fmt.Errorf("produce to topic %q: %w", record.Topic, err)
@@ -87,11 +87,12 @@ func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
 			continue
 		}
 		err := p.produceOne(ctx, records[i])
-		if err != nil && !refused(err) {
-			return fmt.Errorf("produce to topic %q: %w", r.topic, err)
+		reason := p.topics.note(records[i].Topic, err, true)
+		if err != nil && reason == "" {
+			return fmt.Errorf("produce to topic %q: %w", records[i].Topic, err)
 		}
 		if err != nil {
-			a.give(r, ReasonRefused, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
+			a.give(r, reason, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
 			continue
 		}
 		a.rows, a.records = append(a.rows, r), append(a.records, records[i])

@@ -4,112 +4,241 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
+	"slices"
 	"sync"
 	"time"
 
-	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/limits"
+	"github.com/effectonce/effectonce/outbox"
 )
 
-// topics knows which topics exist and how large their records may be, so that a row that Kafka would
-// refuse is recognised before it is produced: a refusal afterwards would come when later rows of its key
-// are under way.
+// topics is what the work on one shard knows about topics: which of them it can write to, and how large their records
+// may be. So a row that Kafka would refuse is recognised before it is produced: a refusal afterwards would come when
+// later rows of its key are under way.
 type topics struct {
+	memory *topicMemory
+	most   int32 // bytes of a record that the client can write at all
+
 	mu    sync.Mutex
 	known map[string]topicState
+	// given is how large the client was told that the batches of a topic may be: it asks once, when it first meets
+	// the topic. Where that is not true any more the work starts over with a new client.
+	given map[string]int32
+	// blocked are the topics in Kafka that rows of a topic in the outbox wait for, where there are several.
+	blocked map[string]map[string]bool
+	tried   map[string]bool // see released
 }
 
+// topicState is the answer about one topic.
 type topicState struct {
-	exists   bool
-	refusal  error // of the whole topic; nil: none known
-	maxBytes int32
+	reason   Reason // why its rows wait; empty: the topic can be written to
+	err      error  // that says so to people
+	maxBytes int32  // of a record; 0: not known, and Kafka judges
+	parts    int32  // how many partitions it has; 0: not known
 	asked    time.Time
+	fresh    time.Duration // the answer is believed for so long
 }
 
-// topicMaxAge is how long the limits of an existing topic are believed. A topic that is missing is asked
-// for again each time dead rows are looked at.
-const topicMaxAge = time.Minute
+const (
+	// topicMaxAge is how long an answer is believed. Topics that rows wait for are asked for again each time dead rows
+	// are looked at.
+	topicMaxAge = time.Minute
+	// limitRetryMin is the pause before a question about limits is asked again that found no answer; it doubles up to topicMaxAge.
+	limitRetryMin = time.Second
+)
 
-func newTopics() *topics { return &topics{known: map[string]topicState{}} }
+func newTopics(r *Relay) *topics {
+	t := &topics{memory: &r.topicMemory, most: limits.RecordBytesMax, known: map[string]topicState{}, given: map[string]int32{}}
+	if r.cfg.Sink != nil {
+		t.most = math.MaxInt32
+	}
+	return t
+}
 
 func (t *topics) get(name string) (topicState, bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s, ok := t.known[name]
-	return s, ok && time.Since(s.asked) < topicMaxAge
+	return s, ok && time.Since(s.asked) < s.fresh
 }
 
-// maxBytes is asked by the client when it first produces to a topic: a batch must not be larger than a
-// single record may be.
-func (t *topics) maxBytes(name string) int32 {
+// ready is true of a topic whose rows need not wait.
+func (t *topics) ready(name string) bool {
+	s, ok := t.get(name)
+	return ok && s.reason == ""
+}
+
+// blocks notes that rows of a topic in the outbox wait for one in Kafka.
+func (t *topics) blocks(topic, name string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if s, ok := t.known[name]; ok && s.exists {
-		return s.maxBytes
+	if t.blocked == nil {
+		t.blocked = map[string]map[string]bool{}
 	}
-	return limits.RecordBytesDefault
+	if t.blocked[topic] == nil {
+		t.blocked[topic] = map[string]bool{}
+	}
+	t.blocked[topic][name] = true
+}
+
+// released tells whether rows of a topic in the outbox that waited may be tried, where names are all the topics in Kafka
+// that they may go to. What waited before this work began is tried once, if one of them is ready: it is not known for which
+// of them it waits.
+func (t *topics) released(topic string, names []string) bool {
+	if len(names) == 1 {
+		return t.ready(names[0])
+	}
+	ready := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return !t.ready(name) })
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.tried == nil {
+		t.tried = map[string]bool{}
+	}
+	released := !t.tried[topic] && len(ready) > 0
+	for _, name := range ready {
+		released = released || t.blocked[topic][name]
+		delete(t.blocked[topic], name)
+	}
+	t.tried[topic] = t.tried[topic] || released
+	return released
+}
+
+// judge says why a record of so many bytes cannot be produced now. With an unknown limit it is Kafka's to say; such a
+// record may need a client that writes larger batches: see stale.
+func (t *topics) judge(name string, bytes int) (Reason, error) {
+	s, _ := t.get(name)
+	switch {
+	case s.reason != "":
+		return s.reason, s.err
+	case s.maxBytes > 0 && bytes > int(s.maxBytes):
+		return ReasonTooLarge, fmt.Errorf("the record has %d bytes, max.message.bytes of topic %q is %d: raise it and retry the row, or discard the row", bytes, name, s.maxBytes)
+	case bytes > int(t.most):
+		return ReasonTooLarge, fmt.Errorf("the record has %d bytes, and the relay writes at most %d in one request: store the body elsewhere and publish a reference, and discard the row", bytes, t.most)
+	case s.maxBytes == 0:
+		t.memory.widen(name, int32(bytes))
+	}
+	return "", nil
 }
 
 // errLimitsChanged asks for a new client: batch sizes are fixed when a client first meets a topic.
-var errLimitsChanged = errors.New("max.message.bytes of a topic changed: starting over with a new client")
+var errLimitsChanged = errors.New("how large the records of a topic may be changed: starting over with a new client")
+
+// batchBytes is asked by the client when it first produces to a topic: a batch must not be larger than a single record may be.
+func (t *topics) batchBytes(name string) int32 {
+	n := min(t.memory.batchBytes(name), t.most)
+	if name == "" { // it checks its options
+		return n
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	// It asks again with all metadata, and changes nothing about partitions that it has.
+	if given, told := t.given[name]; told {
+		return given
+	}
+	t.given[name] = n
+	return n
+}
+
+// stale returns errLimitsChanged if the client was told something else about a topic than what is right now.
+// It comes after the rows of a page were judged, and before they are produced.
+func (t *topics) stale() error {
+	if !t.memory.changed() {
+		return nil
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for name, given := range t.given {
+		if given != min(t.memory.batchBytes(name), t.most) {
+			return errLimitsChanged
+		}
+	}
+	return nil
+}
+
+// note takes in why the brokers refused a record that was alone in its batch, or all of a batch. It returns what the row
+// is dead of, if it was alone: empty where the row is not to blame, and the work starts over.
+func (t *topics) note(name string, err error, alone bool) Reason {
+	reason := reasonOf(err)
+	if reason == ReasonNotAuthorized {
+		t.memory.refuse(name)
+		return ""
+	}
+	if reason == ReasonTooLarge && alone {
+		t.memory.narrow(name)
+	}
+	return reason
+}
+
+// reasonOf says what a row is dead of whose record the brokers refused with err: empty where nothing is final. Troubles of
+// the brokers, the connection or the transaction, also those that the client would not try again, pass, or are removed
+// where they are, and would make every row dead that is read meanwhile. An error that is not known here is one of them:
+// the relay names it, and waits. So is a topic that does not exist: a new look at it decides.
+func reasonOf(err error) Reason {
+	var kafka *kerr.Error
+	if !errors.As(err, &kafka) {
+		return ""
+	}
+	switch kafka.Code {
+	case kerr.TopicAuthorizationFailed.Code:
+		return ReasonNotAuthorized
+	case kerr.MessageTooLarge.Code:
+		return ReasonTooLarge
+	case kerr.RecordListTooLarge.Code, kerr.InvalidRecord.Code, kerr.InvalidTimestamp.Code, kerr.UnsupportedForMessageFormat.Code,
+		kerr.PolicyViolation.Code, kerr.InvalidTopicException.Code:
+		return ReasonRefused
+	}
+	return ""
+}
+
+// offers says why a topic has no such partition. Partitions are added, so an old answer does not count against a row.
+func (p *publisher) offers(ctx context.Context, name string, partition int32) error {
+	s, _ := p.topics.get(name)
+	if s.parts == 0 || partition < s.parts {
+		return nil
+	}
+	if time.Since(s.asked) > limitRetryMin {
+		if p.learn(ctx, []string{name}) != nil {
+			return nil // the brokers are away: the client does not take the record, and the work starts over
+		}
+		s, _ = p.topics.get(name)
+	}
+	if s.parts == 0 || partition < s.parts {
+		return nil
+	}
+	return fmt.Errorf("the row asks for partition %d, and topic %q has %d: add partitions and retry the row, or correct its header %q in outbox_dead", partition, name, s.parts, outbox.HeaderPartition)
+}
 
 // learn gets to know topics. A sink says what it does not take when it is handed it.
 func (p *publisher) learn(ctx context.Context, names []string) error {
 	if p.cfg.Sink == nil {
-		return p.topics.learn(ctx, p.client, names)
-	}
-	found := map[string]topicState{}
-	for _, name := range names {
-		found[name] = topicState{exists: true, maxBytes: math.MaxInt32}
-	}
-	return p.topics.store(found)
-}
-
-// learn asks the brokers about topics. It waits while no broker answers.
-func (t *topics) learn(ctx context.Context, client *kgo.Client, names []string) error {
-	admin := kadm.NewClient(client)
-	details, err := admin.ListTopics(ctx, names...)
-	if err != nil {
-		return fmt.Errorf("ask Kafka for topics %q: %w", names, err)
-	}
-	var existing []string
-	found := map[string]topicState{}
-	for _, name := range names {
-		d, ok := details[name]
-		switch {
-		case ok && d.Err == nil:
-			existing = append(existing, name)
-		case !ok || errors.Is(d.Err, kerr.UnknownTopicOrPartition) || errors.Is(d.Err, kerr.InvalidTopicException) || errors.Is(d.Err, kerr.UnknownTopicID):
-			found[name] = topicState{}
-		case errors.Is(d.Err, kerr.TopicAuthorizationFailed):
-			found[name] = topicState{refusal: fmt.Errorf("%w: grant the relay DESCRIBE and WRITE on topic %q and retry the row", d.Err, name)}
-		default:
-			return fmt.Errorf("ask Kafka for topic %q: %w", name, d.Err)
+		found, err := p.topics.ask(ctx, p.client, names)
+		if err != nil {
+			return err
 		}
+		p.topics.store(ctx, p.cfg.Logger, p.cfg.Name, found)
+		return nil
 	}
-	sizes, _ := limits.RecordBytes(ctx, client, existing...) // after an error the default limit counts
-	for name, bytes := range sizes {
-		found[name] = topicState{exists: true, maxBytes: bytes}
+	found := map[string]topicState{}
+	for _, name := range names {
+		found[name] = topicState{maxBytes: math.MaxInt32, fresh: topicMaxAge}
 	}
-	return t.store(found)
+	p.topics.store(ctx, p.cfg.Logger, p.cfg.Name, found)
+	return nil
 }
 
-func (t *topics) store(found map[string]topicState) error {
+func (t *topics) store(ctx context.Context, logger *slog.Logger, relay string, found map[string]topicState) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	var changed error
 	for name, s := range found {
-		if old, ok := t.known[name]; ok && old.exists && s.exists && old.maxBytes != s.maxBytes {
-			changed = errLimitsChanged
-		}
 		s.asked = time.Now()
 		t.known[name] = s
+		t.memory.tell(ctx, logger, relay, name, s)
 	}
-	return changed
 }
 
 // transactionTimeout is how long the transaction of a relay that died holds up readers, if nobody publishes the shard.
@@ -133,7 +262,10 @@ func (r *Relay) newClient(l *lease, t *topics) (*kgo.Client, error) {
 		kgo.MaxBufferedBytes(0),
 	)
 	if t != nil {
-		opts = append(opts, kgo.ProducerBatchMaxBytesFn(t.maxBytes))
+		opts = append(opts, kgo.ProducerBatchMaxBytesFn(t.batchBytes))
+	}
+	if r.placing != nil {
+		opts = append(opts, r.placing)
 	}
 	if l != nil && r.cfg.ExactlyOnce {
 		opts = append(opts, kgo.TransactionalID(r.transactionalID(l)), kgo.TransactionTimeout(transactionTimeout))
@@ -150,5 +282,11 @@ func (r *Relay) newClient(l *lease, t *topics) (*kgo.Client, error) {
 		client.Close()
 		return nil, errors.New("kafka options: TransactionalID is not for the relay to borrow: remove it")
 	}
+	if write, ok := client.OptValue(kgo.BrokerMaxWriteBytes).(int32); ok && t != nil {
+		t.most = min(t.most, write-requestOverheadBytes)
+	}
 	return client, nil
 }
+
+// requestOverheadBytes is more than a request takes beside a batch: its header and the name of the topic.
+const requestOverheadBytes = 1024

@@ -54,6 +54,8 @@ func deadState(r *dead.Row) string {
 		return "handed back; the relay publishes it next"
 	case r.Reason == "unknown_topic":
 		return "waits for the topic, or for an operator"
+	case r.Reason == "not_authorized":
+		return "waits for the right to use its topic, or for an operator"
 	}
 	return "waits for an operator"
 }

@@ -4,7 +4,7 @@ import "github.com/effectonce/effectonce/internal/parked"
 
 // Reasons are all reasons that the schema knows.
 func Reasons() []string {
-	return []string{"unknown_topic", "too_large", "refused", "bad_headers", "paused", "behind"}
+	return []string{"unknown_topic", "not_authorized", "too_large", "refused", "bad_headers", "bad_partition", "paused", "behind"}
 }
 
 // States are all states that the schema knows.
@@ -15,14 +15,18 @@ func AdviceFor(reason string) parked.Advice {
 	switch reason {
 	case "unknown_topic":
 		return parked.Advice{What: "the topic does not exist", Do: "create the topic: its rows are published by themselves; if its name is a mistake, discard"}
+	case "not_authorized":
+		return parked.Advice{What: "the relay may not use the topic", Do: "grant the relay DESCRIBE and WRITE on the topic: its rows are published by themselves; if its name is a mistake, discard"}
 	case "too_large":
 		return parked.Advice{What: "the record is larger than the topic's max.message.bytes", Do: "raise max.message.bytes of the topic, then retry; else discard, and let its writer publish a reference to the body"}
 	case "refused":
-		return parked.Advice{What: "Kafka refused the record", Do: "mend what the error names (rights, a policy of the topic), then retry; else discard"}
+		return parked.Advice{What: "Kafka refused the record", Do: "correct what the error names (a policy of the topic), then retry; else discard"}
 	case "bad_headers":
 		return parked.Advice{What: "the column headers is not in the documented form", Do: "mend the column headers of its row in outbox_dead, then retry: so it keeps its place; else discard"}
+	case "bad_partition":
+		return parked.Advice{What: "the partition that the row asks for does not exist, or is not a number", Do: "add partitions to the topic, or correct the header effectonce-partition of its row in outbox_dead, then retry; else discard"}
 	case "paused":
-		return parked.Advice{What: "an operator paused its topic", Do: "resume the topic: its rows are published by themselves, in order"}
+		return parked.Advice{What: "its topic is paused, or has more rows than its rate", Do: "resume the topic: its rows are published by themselves, in order; rows above a rate are anyway"}
 	case "behind":
 		return parked.Advice{What: "an earlier row of its key is dead", Do: "nothing: it follows when the first one is retried or discarded"}
 	}

@@ -61,7 +61,7 @@ func Topics(ctx context.Context, db Querier, admin *kadm.Client, schema string) 
 		return []Finding{ok("topics", "no waiting or dead row names a topic")}
 	}
 	names := slices.Sorted(maps.Keys(wanted))
-	details, err := admin.ListTopics(ctx, names...)
+	details, err := listTopics(ctx, admin, names)
 	if err != nil {
 		return broken("topics", err)
 	}
@@ -77,19 +77,77 @@ func Topics(ctx context.Context, db Querier, admin *kadm.Client, schema string) 
 	if len(existing) == 0 {
 		return found
 	}
-	configs, err := admin.DescribeTopicConfigs(ctx, existing...)
+	configs, err := topicConfigs(ctx, admin, existing)
 	if err != nil {
 		return append(found, broken("topics", err)...)
 	}
 	for _, config := range configs {
+		if f := notWritable(config.Name, details[config.Name]); f != nil {
+			found = append(found, *f)
+			continue
+		}
 		if config.Err != nil {
-			found = append(found, warn("topic "+config.Name, "grant DESCRIBE_CONFIGS on the topic", "its settings cannot be read: %v", config.Err))
+			found = append(found, warn("topic "+config.Name, "grant DESCRIBE_CONFIGS on the topic: the relay sees then what is too large before Kafka refuses it", "its settings cannot be read: %v", config.Err))
 			continue
 		}
 		found = append(found, topic(config, wanted[config.Name], details[config.Name])...)
 	}
 	slices.SortStableFunc(found, func(a, b Finding) int { return strings.Compare(a.Check, b.Check) })
 	return found
+}
+
+// listTopics asks for each topic alone where one of them may not be described: the answer about all fails then.
+func listTopics(ctx context.Context, admin *kadm.Client, names []string) (kadm.TopicDetails, error) {
+	ctx = kadm.WithAuthorizedOps(ctx)
+	details, err := admin.ListTopics(ctx, names...)
+	var refused *kadm.AuthError
+	if !errors.As(err, &refused) {
+		return details, err
+	}
+	details = kadm.TopicDetails{}
+	for _, name := range names {
+		one, err := admin.ListTopics(ctx, name)
+		switch {
+		case errors.As(err, &refused):
+			details[name] = kadm.TopicDetail{Topic: name, Err: refused.Err}
+		case err != nil:
+			return nil, err
+		default:
+			maps.Copy(details, one)
+		}
+	}
+	return details, nil
+}
+
+// topicConfigs does the same for settings.
+func topicConfigs(ctx context.Context, admin *kadm.Client, names []string) (kadm.ResourceConfigs, error) {
+	configs, err := admin.DescribeTopicConfigs(ctx, names...)
+	var refused *kadm.AuthError
+	if !errors.As(err, &refused) {
+		return configs, err
+	}
+	configs = nil
+	for _, name := range names {
+		one, err := admin.DescribeTopicConfigs(ctx, name)
+		switch {
+		case errors.As(err, &refused):
+			configs = append(configs, kadm.ResourceConfig{Name: name, Err: refused.Err})
+		case err != nil:
+			return nil, err
+		default:
+			configs = append(configs, one...)
+		}
+	}
+	return configs, nil
+}
+
+// notWritable is about the user of these connections, who should be the relay's. Brokers before 2.3 do not tell.
+func notWritable(name string, d kadm.TopicDetail) *Finding {
+	if !slices.Contains(d.AuthorizedOperations, kadm.OpDescribe) || slices.Contains(d.AuthorizedOperations, kadm.OpWrite) {
+		return nil
+	}
+	f := fail("topic "+name, "grant WRITE on the topic: rows that wait for it are then published by themselves", "this user may describe it, and not write to it")
+	return &f
 }
 
 func missing(name string, details kadm.TopicDetails) *Finding {
@@ -101,7 +159,7 @@ func missing(name string, details kadm.TopicDetails) *Finding {
 	case !listed || errors.Is(d.Err, kerr.UnknownTopicOrPartition) || errors.Is(d.Err, kerr.InvalidTopicException):
 		f = fail("topic "+name, "create the topic: "+createTopic(name)+"   # rows that wait for it are then published by themselves", "it does not exist")
 	case errors.Is(d.Err, kerr.TopicAuthorizationFailed):
-		f = fail("topic "+name, "grant DESCRIBE and WRITE on the topic", "not allowed: %v", d.Err)
+		f = fail("topic "+name, "grant DESCRIBE and WRITE on the topic: rows that wait for it are then published by themselves", "not allowed: %v", d.Err)
 	default:
 		f = fail("topic "+name, "see the brokers' logs", "%v", d.Err)
 	}

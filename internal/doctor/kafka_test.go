@@ -202,3 +202,32 @@ func TestAdvertisedAddressIsChecked(t *testing.T) {
 	assert.Contains(t, f.Message, "broker 7 does not answer at 127.0.0.1:1")
 	assert.Contains(t, f.Remedy, "advertised.listeners")
 }
+
+// A topic that may not be described, or not be written to, is a finding about that topic: the others are looked at all the same.
+func TestTopicsThatAreNotAllowed(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	all := func(of kmsg.ACLResourceType, name string, operation kmsg.ACLOperation, allow bool) kfake.ACL {
+		return kfake.ACL{Resource: of, Name: name, Pattern: kmsg.ACLResourcePatternTypeLiteral, Operation: operation, Allow: allow}
+	}
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "open", "secret", "read-only", "closed-settings"), kfake.EnableACLs(), kfake.User("PLAIN", "ANONYMOUS", "none",
+		all(kmsg.ACLResourceTypeTopic, "*", kmsg.ACLOperationAll, true), all(kmsg.ACLResourceTypeCluster, "kafka-cluster", kmsg.ACLOperationAll, true),
+		all(kmsg.ACLResourceTypeTopic, "secret", kmsg.ACLOperationDescribe, false), all(kmsg.ACLResourceTypeTopic, "read-only", kmsg.ACLOperationWrite, false),
+		all(kmsg.ACLResourceTypeTopic, "closed-settings", kmsg.ACLOperationDescribeConfigs, false)))
+	for _, topic := range []string{"open", "secret", "read-only", "closed-settings"} {
+		exec(t, conn, insertSQL, topic, 1)
+	}
+	findings := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs())), "effectonce")
+	for topic, want := range map[string]struct {
+		severity doctor.Severity
+		remedy   string
+	}{
+		"open": {doctor.Warn, "three replicas"}, "secret": {doctor.Fail, "grant DESCRIBE and WRITE"},
+		"read-only": {doctor.Fail, "grant WRITE"}, "closed-settings": {doctor.Warn, "grant DESCRIBE_CONFIGS"},
+	} {
+		f := byCheck(findings, topic)
+		require.NotEmpty(t, f, topic)
+		assert.Equal(t, want.severity, f[0].Severity, topic)
+		assert.Contains(t, f[0].Remedy, want.remedy)
+	}
+}

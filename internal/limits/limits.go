@@ -3,43 +3,80 @@ package limits
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strconv"
 
-	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
 const (
-	// RecordBytesDefault is Kafka's max.message.bytes, for brokers that do not tell.
+	// RecordBytesDefault is Kafka's default of max.message.bytes.
 	RecordBytesDefault = 1_048_588
-	// recordBytesMax stays below what the client writes in one request.
-	recordBytesMax = 90_000_000
+	// RecordBytesMax stays below what the client writes in one request.
+	RecordBytesMax = 90_000_000
 )
 
-// RecordBytes asks for max.message.bytes of topics that exist. A topic whose configuration may not be described has the
-// default, and so have all if there is an error.
-func RecordBytes(ctx context.Context, client *kgo.Client, topics ...string) (map[string]int32, error) {
-	found := make(map[string]int32, len(topics))
-	for _, topic := range topics {
-		found[topic] = RecordBytesDefault
-	}
+const setting = "max.message.bytes"
+
+// Limit is the answer about one topic.
+type Limit struct {
+	// Bytes is the topic's max.message.bytes, at most RecordBytesMax. 0: not known, and Err says why.
+	Bytes int32
+	// Err is why Bytes is not known: of this topic alone, or of the request.
+	Err error
+}
+
+// Withheld is true where the brokers answer without the limit, mostly for want of the right DESCRIBE_CONFIGS: asking
+// again soon is of no use.
+func (l Limit) Withheld() bool {
+	return errors.Is(l.Err, kerr.TopicAuthorizationFailed) || errors.Is(l.Err, kerr.ClusterAuthorizationFailed) || errors.Is(l.Err, errSilent)
+}
+
+// errSilent is about a broker that answers without the setting: some services in Kafka's place do.
+var errSilent = errors.New("the broker does not tell " + setting)
+
+// RecordBytes asks for max.message.bytes of topics that exist. The answer has all of them.
+func RecordBytes(ctx context.Context, client *kgo.Client, topics ...string) map[string]Limit {
+	found := make(map[string]Limit, len(topics))
 	if len(topics) == 0 {
-		return found, nil
+		return found
 	}
-	configs, err := kadm.NewClient(client).DescribeTopicConfigs(ctx, topics...)
+	request := kmsg.NewPtrDescribeConfigsRequest()
+	for _, topic := range topics {
+		resource := kmsg.NewDescribeConfigsRequestResource()
+		resource.ResourceType, resource.ResourceName, resource.ConfigNames = kmsg.ConfigResourceTypeTopic, topic, []string{setting}
+		request.Resources = append(request.Resources, resource)
+		found[topic] = Limit{Err: errSilent}
+	}
+	response, err := request.RequestWith(ctx, client)
 	if err != nil {
-		return found, fmt.Errorf("ask Kafka for the limits of topics %q: %w", topics, err)
+		for _, topic := range topics {
+			found[topic] = Limit{Err: fmt.Errorf("ask Kafka for the limits of topics: %w", err)}
+		}
+		return found
 	}
-	for _, config := range configs {
-		for _, entry := range config.Configs {
-			if entry.Key != "max.message.bytes" || entry.Value == nil {
-				continue
-			}
-			if n, err := strconv.ParseInt(*entry.Value, 10, 32); err == nil && n > 0 {
-				found[config.Name] = int32(min(n, recordBytesMax))
-			}
+	for _, resource := range response.Resources {
+		if _, asked := found[resource.ResourceName]; asked {
+			found[resource.ResourceName] = limitOf(&resource)
 		}
 	}
-	return found, nil
+	return found
+}
+
+func limitOf(resource *kmsg.DescribeConfigsResponseResource) Limit {
+	if err := kerr.ErrorForCode(resource.ErrorCode); err != nil {
+		return Limit{Err: fmt.Errorf("ask Kafka for %s of topic %q: %w", setting, resource.ResourceName, err)}
+	}
+	for _, entry := range resource.Configs {
+		if entry.Name != setting || entry.Value == nil {
+			continue
+		}
+		if n, err := strconv.ParseInt(*entry.Value, 10, 32); err == nil && n > 0 {
+			return Limit{Bytes: int32(min(n, RecordBytesMax))}
+		}
+	}
+	return Limit{Err: errSilent}
 }

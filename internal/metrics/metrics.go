@@ -34,6 +34,7 @@ type Metrics struct {
 	registry *prometheus.Registry
 
 	dispatched    *prometheus.CounterVec // by topic
+	dropped       *prometheus.CounterVec // by topic
 	lag           prometheus.Observer
 	dead          *prometheus.CounterVec // by reason
 	leases        prometheus.Counter
@@ -69,7 +70,7 @@ func New(cfg Config) *Metrics {
 	m.dispatched = vector("outbox_messages_dispatched_total", "Rows that Kafka acknowledged to this replica, repetitions included.", "topic")
 	m.dead = vector("outbox_messages_dead_total", "Rows that this replica moved to outbox_dead.", "reason")
 	for _, reason := range []relay.Reason{
-		relay.ReasonUnknownTopic, relay.ReasonTooLarge, relay.ReasonRefused, relay.ReasonBadHeaders, relay.ReasonPaused, relay.ReasonBehind,
+		relay.ReasonUnknownTopic, relay.ReasonNotAuthorized, relay.ReasonTooLarge, relay.ReasonRefused, relay.ReasonBadHeaders, relay.ReasonBadPartition, relay.ReasonPaused, relay.ReasonBehind,
 	} {
 		m.dead.WithLabelValues(string(reason)) // 0, so that the first one is an increase
 	}
@@ -81,6 +82,7 @@ func New(cfg Config) *Metrics {
 		m.truncateWaits.WithLabelValues(strconv.Itoa(slot))
 	}
 	m.registry.MustRegister(m.truncateWaits)
+	m.dropped = vector("outbox_messages_dropped_total", "Rows that a rule of this replica dropped, repetitions included.", "topic")
 	m.leases = counter("outbox_lease_changes_total", "Shards that this replica took, gave back or lost.", name)
 	m.interruptions = counter("outbox_interruptions_total", "Times that this replica had to start over from its stored progress.", name)
 	m.errors = counter("outbox_metrics_errors_total", "Groups of gauges that could not be read from the database.", nil)
@@ -110,6 +112,7 @@ func (m *Metrics) Hooks() relay.Hooks {
 	return relay.Hooks{
 		Delivered:   m.delivered,
 		Dead:        func(_ string, reason relay.Reason) { m.dead.WithLabelValues(string(reason)).Inc() },
+		Dropped:     func(topic string) { m.dropped.WithLabelValues(topic).Inc() },
 		Lease:       m.lease,
 		Interrupted: func(error) { m.interruptions.Inc() },
 		TruncateWaits: func(slot int16, waiting time.Duration) {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/inspect"
 	"github.com/effectonce/effectonce/internal/operator"
+	"github.com/effectonce/effectonce/internal/partitions"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -187,14 +188,21 @@ func scan(result pgx.Rows, toTopic *string) (r row, err error) {
 		// It may have been mended among the dead rows: the outbox keeps it as it was written.
 		return r, fmt.Errorf("row %d (id %s) cannot be published as it stands in the outbox: end the replay before this row and go on behind it: %w", r.seq, r.id, err)
 	}
-	if toTopic != nil {
-		topic = *toTopic
+	own, partition, err := partitions.Take(own)
+	if err != nil {
+		return r, fmt.Errorf("row %d (id %s) cannot be published as it stands in the outbox: end the replay before this row and go on behind it: %w", r.seq, r.id, err)
+	}
+	if toTopic != nil { // it may have fewer
+		topic, partition = *toTopic, nil
 	}
 	r.bytes = (&outbox.Message{Key: key, Payload: payload, Headers: own}).RecordBytes()
 	r.record = &kgo.Record{Topic: topic, Key: key, Value: payload, Headers: []kgo.RecordHeader{
 		{Key: outbox.HeaderMessageID, Value: []byte(r.id.String())},
 		{Key: outbox.HeaderOccurredAt, Value: []byte(created.UTC().Format("2006-01-02T15:04:05.000000Z"))},
 	}}
+	if partition != nil {
+		partitions.Set(r.record, *partition)
+	}
 	for _, h := range own {
 		if h.Name != outbox.HeaderMessageID && h.Name != outbox.HeaderOccurredAt {
 			r.record.Headers = append(r.record.Headers, kgo.RecordHeader{Key: h.Name, Value: h.Value})

@@ -3,7 +3,6 @@ package replay
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 	"sync"
 
@@ -11,6 +10,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/limits"
+	"github.com/effectonce/effectonce/internal/partitions"
 )
 
 // row is a row of the outbox and the record that is made of it.
@@ -28,17 +28,23 @@ type sender struct {
 
 	mu    sync.Mutex
 	sizes map[string]int32 // of records, by topic: asked for once, since the client's batches are fixed as well
+	// unknown are topics whose limit the brokers withhold: Kafka's default counts.
+	unknown map[string]error
 }
 
 func newSender(kafka []kgo.Opt) (*sender, error) {
-	s := &sender{sizes: map[string]int32{}}
-	var err error
+	s := &sender{sizes: map[string]int32{}, unknown: map[string]error{}}
+	placing, err := partitions.Option(kafka)
+	if err != nil {
+		return nil, fmt.Errorf("kafka options: %w", err)
+	}
 	s.client, err = kgo.NewClient(append(kafka[:len(kafka):len(kafka)],
 		kgo.RequiredAcks(kgo.AllISRAcks()),
 		kgo.SoftwareNameAndVersion("outbox-relay", "v1"),
 		kgo.ProducerBatchMaxBytesFn(s.recordBytes),
 		// A batch that is refused fails everything of its partition that is buffered: so all of a page has to be.
 		kgo.ManualFlushing(),
+		placing,
 	)...)
 	if err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
@@ -63,11 +69,20 @@ func (s *sender) learn(ctx context.Context, rows []row) error {
 			topics = append(topics, r.record.Topic)
 		}
 	}
-	found, err := limits.RecordBytes(ctx, s.client, topics...)
+	found := limits.RecordBytes(ctx, s.client, topics...)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	maps.Copy(s.sizes, found)
-	return err
+	for topic, limit := range found {
+		switch {
+		case limit.Err == nil:
+			s.sizes[topic] = limit.Bytes
+		case limit.Withheld():
+			s.sizes[topic], s.unknown[topic] = limits.RecordBytesDefault, limit.Err
+		default:
+			return limit.Err // it begins with the default, and a row that the topic takes would end the replay
+		}
+	}
+	return nil
 }
 
 // send publishes the rows before the first one that is too large for its topic, and says how many Kafka took.
@@ -80,6 +95,10 @@ func (s *sender) send(ctx context.Context, rows []row) (published int64, err err
 		if most := s.recordBytes(r.record.Topic); r.bytes > int(most) {
 			tooLarge = fmt.Errorf("row %d (id %s) has %d bytes as a record, max.message.bytes of topic %q is %d: raise it and run the replay again, "+
 				"or end it before this row and go on behind it", r.seq, r.id, r.bytes, r.record.Topic, most)
+			if err := s.unknown[r.record.Topic]; err != nil {
+				tooLarge = fmt.Errorf("row %d (id %s) has %d bytes as a record, and how many topic %q takes is not known: grant DESCRIBE_CONFIGS on it (%w) and run the replay again",
+					r.seq, r.id, r.bytes, r.record.Topic, err)
+			}
 			rows = rows[:i]
 			break
 		}

@@ -1,0 +1,172 @@
+package relay
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/effectonce/effectonce/internal/limits"
+)
+
+// topicMemory is what a relay remembers about topics from one client to the next: new clients are made whenever the
+// work starts over.
+type topicMemory struct {
+	mu      sync.Mutex
+	limits  map[string]*limitMemory
+	refused map[string]*refusedTopic
+	waiting map[string]time.Time // topics that the relay may not use, since when, as the log says
+	// touched is set when something changed that a client may have been told otherwise. It is never cleared: the
+	// change of a limit is rare, and the look that it costs is short.
+	touched bool
+}
+
+// limitMemory is about max.message.bytes of one topic.
+type limitMemory struct {
+	bytes int32 // the last answer; 0: there was none
+	// widened is how large the largest record is that was met while the limit was not known: batches may be that large. Not
+	// larger: where it is accepted, so is a batch of others that is not larger.
+	widened int32
+	failed  int // questions without an answer, one after the other
+}
+
+// refusedTopic is one that brokers refused to write to, though they do not say so when they are asked for its rights.
+type refusedTopic struct {
+	pause    time.Duration
+	next     time.Time // when writing is tried again
+	admitted time.Time // when it was; zero: it is refused still
+}
+
+const (
+	writeRetryMin = time.Second
+	writeRetryMax = 30 * time.Second
+)
+
+func (m *topicMemory) limit(name string) *limitMemory {
+	l := m.limits[name]
+	if l == nil {
+		if m.limits == nil {
+			m.limits = map[string]*limitMemory{}
+		}
+		l = &limitMemory{}
+		m.limits[name] = l
+	}
+	return l
+}
+
+// learned stores an answer about a limit. It returns the last one that was known, and for how long it is believed.
+func (m *topicMemory) learned(name string, answer limits.Limit) (maxBytes int32, fresh time.Duration) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	l := m.limit(name)
+	fresh = topicMaxAge
+	switch {
+	case answer.Err == nil:
+		m.touched = m.touched || l.bytes != answer.Bytes
+		l.bytes, l.failed = answer.Bytes, 0
+	case !answer.Withheld():
+		fresh = min(limitRetryMin<<min(l.failed, 10), topicMaxAge)
+		l.failed++
+	}
+	return l.bytes, fresh
+}
+
+// widen lets batches be as large as a record whose topic has no known limit.
+func (m *topicMemory) widen(name string, bytes int32) {
+	if bytes <= limits.RecordBytesDefault {
+		return
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if l := m.limit(name); bytes > l.widened {
+		l.widened, m.touched = bytes, true
+	}
+}
+
+// narrow takes it back: Kafka refused the record, and would refuse batches of that size.
+func (m *topicMemory) narrow(name string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if l := m.limit(name); l.widened > 0 {
+		l.widened, m.touched = 0, true
+	}
+}
+
+func (m *topicMemory) changed() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.touched
+}
+
+func (m *topicMemory) batchBytes(name string) int32 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	l := m.limits[name]
+	switch {
+	case l == nil:
+		return limits.RecordBytesDefault
+	case l.bytes > 0:
+		return l.bytes
+	}
+	return max(limits.RecordBytesDefault, l.widened)
+}
+
+// refuse notes that brokers refused to let the relay write to a topic.
+func (m *topicMemory) refuse(name string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	r := m.refused[name]
+	if r == nil {
+		if m.refused == nil {
+			m.refused = map[string]*refusedTopic{}
+		}
+		r = &refusedTopic{}
+		m.refused[name] = r
+	}
+	if !r.admitted.IsZero() && time.Since(r.admitted) > 2*writeRetryMax {
+		r.pause = 0 // another refusal, and not the same one
+	}
+	r.pause = min(max(2*r.pause, writeRetryMin), writeRetryMax)
+	r.next, r.admitted = time.Now().Add(r.pause), time.Time{}
+}
+
+// refusal says whether brokers refused to let the relay write to a topic, and whether it is time to try again.
+func (m *topicMemory) refusal(name string) (refused, due bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	r := m.refused[name]
+	if r == nil || !r.admitted.IsZero() {
+		return false, false
+	}
+	return true, !time.Now().Before(r.next)
+}
+
+// admit ends a refusal. Should writing be refused again at once, the pauses go on to grow.
+func (m *topicMemory) admit(name string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if r := m.refused[name]; r != nil && r.admitted.IsZero() {
+		r.admitted = time.Now()
+	}
+}
+
+// tell says once that the relay may not use a topic, and once that it may again.
+func (m *topicMemory) tell(ctx context.Context, logger *slog.Logger, relay, name string, s topicState) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	since, waits := m.waiting[name]
+	switch {
+	case s.reason == ReasonNotAuthorized && !waits:
+		if m.waiting == nil {
+			m.waiting = map[string]time.Time{}
+		}
+		m.waiting[name] = time.Now()
+		logger.ErrorContext(ctx, "Kafka does not let the relay use a topic: its rows wait in outbox_dead, and are published by themselves when the right is granted",
+			"relay", relay, "topic", name, "error", s.err)
+	case s.reason != ReasonNotAuthorized && waits:
+		delete(m.waiting, name)
+		if s.reason == "" {
+			logger.InfoContext(ctx, "Kafka lets the relay use the topic again", "relay", relay, "topic", name, "after", time.Since(since).Round(time.Millisecond))
+		}
+	}
+}

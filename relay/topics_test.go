@@ -1,0 +1,294 @@
+package relay_test
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/base64"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+	"github.com/twmb/franz-go/pkg/kversion"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// relayAt is newRelay for a cluster of the test's own.
+func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config, opts ...kgo.Opt) *relay.Relay {
+	t.Helper()
+	if cfg.Lease == 0 {
+		cfg.Lease = time.Minute
+	}
+	if cfg.Logger == nil {
+		cfg.Logger = slog.New(slog.NewTextHandler(t.Output(), nil))
+	}
+	opts = append([]kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression()), kgo.MetadataMinAge(10 * time.Millisecond)}, opts...)
+	r, err := relay.New(pool, opts, cfg)
+	require.NoError(t, err)
+	return r
+}
+
+// runAt lets it run until the test ends.
+func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config, opts ...kgo.Opt) {
+	t.Helper()
+	cfg.Lease = 30 * time.Second
+	r := relayAt(t, pool, fake, cfg, opts...)
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+}
+
+// both runs a test at least once and exactly once.
+func both(t *testing.T, test func(t *testing.T, exactly bool)) {
+	t.Helper()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			test(t, exactly)
+		})
+	}
+}
+
+// incompressible returns a text of n bytes.
+func incompressible(n int) string {
+	raw := make([]byte, n)
+	_, _ = rand.Read(raw)
+	return base64.StdEncoding.EncodeToString(raw)[:n]
+}
+
+func keyedAt(t *testing.T, fake *kfake.Cluster, topic, key string) []string {
+	t.Helper()
+	found := []string{}
+	for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), topic) {
+		if string(record.Key) == key {
+			found = append(found, string(record.Value))
+		}
+	}
+	return found
+}
+
+func deadReasons(t *testing.T, pool *pgxpool.Pool) []string {
+	t.Helper()
+	return one[[]string](t, pool, `SELECT coalesce(array_agg(reason ORDER BY seq), '{}') FROM effectonce.outbox_dead`)
+}
+
+// Property: a row that its topic takes is published in its place whatever the brokers say when they are asked for the
+// topic's limit: one failure, none but failures, or a refusal.
+func TestUnknownLimitKillsNoRow(t *testing.T) {
+	t.Parallel()
+	for name, fault := range map[string]kfake.Fault{
+		"fails once":   {Err: kerr.UnknownServerError, Count: 1},
+		"fails always": {Err: kerr.UnknownServerError, Count: -1},
+		"is refused":   {Err: kerr.TopicAuthorizationFailed, Count: -1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
+				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1))
+				topic := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", "10000000")
+				fault := fault
+				fault.Keys = []kmsg.Key{kmsg.DescribeConfigs}
+				faults := fake.Fault(fault)
+				large := incompressible(3_000_000)
+				insert(t, pool, topic, "k", "before")
+				r := relayAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+				require.EqualValues(t, 1, drain(t, r))
+				require.Positive(t, faults.Hits(), "the test's own premise")
+				insert(t, pool, topic, "k", "1")
+				insert(t, pool, topic, "k", large)
+				insert(t, pool, topic, "k", "2")
+				require.EqualValues(t, 3, drain(t, r))
+				require.Empty(t, deadReasons(t, pool))
+				require.Equal(t, []string{"before", "1", large, "2"}, keyedAt(t, fake, topic, "k"))
+			})
+		})
+	}
+}
+
+// Property: where the limit of a topic is not known Kafka judges: a row that it refuses is dead of its size and holds its
+// key, and everything else flows, before and after it.
+func TestKafkaJudgesWhereTheLimitIsUnknown(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1))
+		topic := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", "1500000")
+		fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.DescribeConfigs}, Err: kerr.TopicAuthorizationFailed, Count: -1})
+		fits := incompressible(1_300_000)
+		insert(t, pool, topic, "k", "1")
+		insert(t, pool, topic, "k", incompressible(3_000_000))
+		insert(t, pool, topic, "k", "2")
+		insert(t, pool, topic, "l", fits)
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+		await(t, "the verdict", func() bool { return dead(t, pool) == 2 })
+		require.Equal(t, []string{"too_large", "behind"}, deadReasons(t, pool))
+		require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'too_large'`), "MESSAGE_TOO_LARGE")
+		// Many that fit must not be refused as one batch as large as the one that does not.
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, 'm', convert_to(repeat(md5(i::text), 1000), 'UTF8') FROM generate_series(1, 200) AS i`, topic)
+		await(t, "everything else flows", func() bool { return len(kafkatest.ReadAllAt(t, fake.ListenAddrs(), topic)) >= 202 })
+		require.Equal(t, []string{"1"}, slices.Compact(keyedAt(t, fake, topic, "k")), "at least once")
+		require.Equal(t, []string{fits}, slices.Compact(keyedAt(t, fake, topic, "l")))
+		require.Equal(t, 2, dead(t, pool))
+	})
+}
+
+// Property: a limit that was known counts for as long as the brokers do not tell another one, also for a client that is new.
+func TestLastKnownLimitIsKept(t *testing.T) {
+	t.Parallel()
+	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1))
+	topic := kafkatest.TopicAt(t, fake.ListenAddrs(), 1, "max.message.bytes", "2000000")
+	r := relayAt(t, pool, fake, relay.Config{})
+	insert(t, pool, topic, "k", "1")
+	drain(t, r)
+	fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.DescribeConfigs}, Err: kerr.UnknownServerError, Count: -1})
+	fits := incompressible(1_500_000)
+	insert(t, pool, topic, "k", fits)
+	insert(t, pool, topic, "k", incompressible(2_500_000))
+	drain(t, r)
+	require.Equal(t, []string{"1", fits}, keyedAt(t, fake, topic, "k"))
+	require.Equal(t, []string{"too_large"}, deadReasons(t, pool))
+	require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead`), "max.message.bytes of topic")
+}
+
+// rights is a cluster in which everybody may do everything, except what is denied.
+func rights(t *testing.T, opts ...kfake.Opt) (fake *kfake.Cluster, deny func(topic string, operations ...kadm.ACLOperation) (allow func())) {
+	t.Helper()
+	all := func(of kmsg.ACLResourceType, name string) kfake.ACL {
+		return kfake.ACL{Resource: of, Name: name, Pattern: kmsg.ACLResourcePatternTypeLiteral, Operation: kmsg.ACLOperationAll, Allow: true}
+	}
+	fake = kafkatest.Fake(t, append(opts, kfake.NumBrokers(1), kfake.EnableACLs(), kfake.User("PLAIN", "ANONYMOUS", "none",
+		all(kmsg.ACLResourceTypeTopic, "*"), all(kmsg.ACLResourceTypeTransactionalId, "*"), all(kmsg.ACLResourceTypeGroup, "*"), all(kmsg.ACLResourceTypeCluster, "kafka-cluster")))...)
+	admin := kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs()))
+	return fake, func(topic string, operations ...kadm.ACLOperation) func() {
+		t.Helper()
+		builder := kadm.NewACLs().ResourcePatternType(kadm.ACLPatternLiteral).Topics(topic).Deny("User:ANONYMOUS").DenyHosts("*").Operations(operations...)
+		created, err := admin.CreateACLs(t.Context(), builder)
+		require.NoError(t, err)
+		for _, c := range created {
+			require.NoError(t, c.Err)
+		}
+		return func() {
+			t.Helper()
+			deleted, err := admin.DeleteACLs(t.Context(), builder)
+			require.NoError(t, err)
+			require.NotEmpty(t, deleted)
+		}
+	}
+}
+
+// Property: rows of a topic that the relay may not describe, or not write to, wait in their order and stop no other topic;
+// when the right is back they are published by themselves, before later ones. The log says it once when it begins and once when it ends.
+func TestTopicThatIsNotAllowedWaits(t *testing.T) {
+	t.Parallel()
+	for name, operation := range map[string]kadm.ACLOperation{"describe": kadm.OpDescribe, "write": kadm.OpWrite} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
+				pool := pgtest.Pool(t)
+				fake, deny := rights(t, kfake.SeedTopics(1, "orders", "secret"))
+				allow := deny("secret", operation)
+				var said lockedBuffer
+				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))})
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '1'), ('orders', 'k', 'flows'), ('secret', 'k', '2'), ('secret', 'l', '3')`)
+				await(t, "other topics flow", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "flows") })
+				await(t, "they wait", func() bool { return dead(t, pool) == 3 })
+				require.Equal(t, []string{"not_authorized", "behind", "not_authorized"}, deadReasons(t, pool))
+				require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'not_authorized' LIMIT 1`), "grant")
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '4'), ('secret', 'm', '5')`)
+				await(t, "they wait", func() bool { return dead(t, pool) == 5 })
+				allow()
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '6')`)
+				await(t, "they are published", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "secret")) >= 6 })
+				require.Equal(t, []string{"1", "2", "4", "6"}, keyedAt(t, fake, "secret", "k"))
+				require.Equal(t, 1, strings.Count(said.String(), "Kafka does not let the relay use a topic"))
+				require.Equal(t, 1, strings.Count(said.String(), "Kafka lets the relay use the topic again"))
+				require.NotContains(t, said.String(), "cannot be published", "not for each row")
+			})
+		})
+	}
+}
+
+// Property: the same where the brokers refuse to let the relay write, and do not say so when they are asked: those before
+// Kafka 2.3, which do not tell rights, and those that tell the wrong ones.
+func TestTopicThatIsOnlyRefusedWaits(t *testing.T) {
+	t.Parallel()
+	for name, opts := range map[string][]kfake.Opt{"silent": {kfake.MaxVersions(kversion.V2_2_0())}, "wrong": nil} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
+				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, append(opts, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "secret"))...)
+				refused := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: "secret", Err: kerr.TopicAuthorizationFailed, Count: -1})
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '1'), ('orders', 'k', 'flows'), ('secret', 'k', '2'), ('secret', 'l', '3')`)
+				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+				await(t, "other topics flow", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "flows") })
+				await(t, "they wait", func() bool { return dead(t, pool) == 3 })
+				require.Equal(t, []string{"not_authorized", "behind", "not_authorized"}, deadReasons(t, pool))
+				tried := refused.Hits()
+				await(t, "it is tried again", func() bool { return refused.Hits() > tried })
+				await(t, "they wait again", func() bool {
+					return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`) >= 2
+				})
+				refused.Remove()
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('secret', 'k', '4')`)
+				await(t, "they are published", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "secret")) >= 4 })
+				require.Equal(t, []string{"1", "2", "4"}, keyedAt(t, fake, "secret", "k"))
+			})
+		})
+	}
+}
+
+// Property: a topic that Kafka cannot speak about for the moment stops no other for longer than a moment, and loses no row
+// and no order.
+func TestTopicThatIsUnclearWaits(t *testing.T) {
+	t.Parallel()
+	for _, why := range []*kerr.Error{kerr.LeaderNotAvailable, kerr.UnknownServerError, kerr.InvalidTopicException} {
+		t.Run(why.Message, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
+				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "unclear"))
+				unclear := fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Metadata}, Topic: "unclear", Err: why, Count: -1})
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('unclear', 'k', '1'), ('orders', 'k', 'flows'), ('unclear', 'k', '2')`)
+				runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+				await(t, "other topics flow", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "flows") })
+				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('unclear', 'k', '3')`)
+				unclear.Remove()
+				await(t, "they are published", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "unclear")) >= 3 })
+				require.Equal(t, []string{"1", "2", "3"}, keyedAt(t, fake, "unclear", "k"))
+			})
+		})
+	}
+}
+
+// Property: a topic that is clear after a moment makes no row dead.
+func TestTopicThatIsClearSoonKillsNothing(t *testing.T) {
+	t.Parallel()
+	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+	fake.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Metadata}, Topic: "orders", Err: kerr.LeaderNotAvailable, Count: 3})
+	buried := 0
+	cfg := relay.Config{Hooks: relay.Hooks{Dead: func(string, relay.Reason) { buried++ }}}
+	insert(t, pool, "orders", "k", "1")
+	require.EqualValues(t, 1, drain(t, relayAt(t, pool, fake, cfg)))
+	require.Zero(t, buried)
+}
+
+func kafkaAdmin(t *testing.T, fake *kfake.Cluster) *kadm.Client {
+	t.Helper()
+	return kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs()))
+}

@@ -97,6 +97,12 @@ type Hooks struct {
 	// TruncateWaits is called where published rows cannot be removed because something else holds a lock on their slot of the
 	// outbox, with how long that is so, at each attempt; 0: it is not so any more. The replica with shard 0 looks after it.
 	TruncateWaits func(slot int16, waiting time.Duration)
+	// Away is called with the reason when this replica finds that Kafka, or the receiver of its Sink, does not take rows
+	// now, and with nil when it does again. Leases are kept meanwhile, unless another replica reaches it.
+	Away func(why error)
+	// Hung is called when the work on a shard gives no sign of life for longer than a Lease, and when it does again or
+	// has ended. The lease of a hung shard is not renewed; the process has to be restarted.
+	Hung func(shard int16, hung bool)
 	// Dead is called after a row moved to outbox_dead.
 	Dead func(topic string, reason Reason)
 }

@@ -60,7 +60,9 @@ var errLimitsChanged = errors.New("max.message.bytes of a topic changed: startin
 // learn gets to know topics. A sink says what it does not take when it is handed it.
 func (p *publisher) learn(ctx context.Context, names []string) error {
 	if p.cfg.Sink == nil {
-		return p.topics.learn(ctx, p.client, names)
+		ctx, cancel := p.asking(ctx)
+		defer cancel()
+		return fromOutlet(p.topics.learn(ctx, p.client, names))
 	}
 	found := map[string]topicState{}
 	for _, name := range names {

@@ -28,3 +28,4 @@ ALTER TABLE effectonce.outbox_replicas DROP COLUMN obeys;
 DROP INDEX effectonce.outbox_scheduled_due;
 ALTER TABLE effectonce.outbox_scheduled DROP COLUMN place;
 CREATE INDEX outbox_scheduled_due ON effectonce.outbox_scheduled (due_at);
+ALTER TABLE effectonce.outbox_replicas DROP COLUMN reached_at, DROP COLUMN state, DROP COLUMN problem;

@@ -71,6 +71,15 @@ ALTER TABLE effectonce.outbox_ticks SET (autovacuum_vacuum_scale_factor = 0, aut
 ALTER TABLE effectonce.outbox_paused ADD COLUMN id uuid NOT NULL DEFAULT gen_random_uuid();
 ALTER TABLE effectonce.outbox_replicas ADD COLUMN obeys uuid[]; -- null: the previous release, which does not say
 
+-- What a replica says with each sign of life. reached_at is when the brokers, or the sink, answered it last: a replica
+-- yields its shards to one that reaches them later. Null: it never reached them, or is of the previous release.
+ALTER TABLE effectonce.outbox_replicas
+  ADD COLUMN reached_at timestamptz,
+  ADD COLUMN state      text,
+  ADD COLUMN problem    text,
+  ADD CONSTRAINT outbox_replicas_state_is_unknown CHECK (state IN ('publishing', 'standing_by', 'kafka_away', 'sink_away', 'stuck')),
+  ADD CONSTRAINT outbox_replicas_problem_is_too_long CHECK (octet_length(problem) <= 2048);
+
 -- ---------------------------------------------------------------------------------------------
 -- Messages for later
 

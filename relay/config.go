@@ -106,6 +106,12 @@ type Hooks struct {
 	// Dropped is called for a row that a rule of Config.Routes drops, with its topic in the outbox. After a crash it is
 	// called again for the last ones.
 	Dropped func(topic string)
+	// Away is called with the reason when this replica finds that Kafka, or the receiver of its Sink, does not take rows
+	// now, and with nil when it does again. Leases are kept meanwhile, unless another replica reaches it.
+	Away func(why error)
+	// Hung is called when the work on a shard gives no sign of life for longer than a Lease, and when it does again or
+	// has ended. The lease of a hung shard is not renewed; the process has to be restarted.
+	Hung func(shard int16, hung bool)
 	// Dead is called after a row moved to outbox_dead.
 	Dead func(topic string, reason Reason)
 }

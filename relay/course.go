@@ -76,3 +76,10 @@ func (c *course) isOver() bool {
 	defer c.mu.Unlock()
 	return c.stage == over
 }
+
+// isBound tells whether the worker has to end at a tick that other workers end at, too.
+func (c *course) isBound() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.stage == bound || c.stage == over
+}

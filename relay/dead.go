@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"log/slog"
 	"slices"
 	"time"
 
@@ -272,7 +273,7 @@ func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, ro
 	return nil
 }
 
-// moved notes what is in outbox_dead now.
+// moved notes what is in outbox_dead now. The log has the first row of a topic and reason, and then how many there were.
 func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 	d.forgetRefusals(dead)
 	d.exist = d.exist || len(dead) > 0
@@ -282,7 +283,7 @@ func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 			d.cfg.Hooks.Dead(row.row.topic, row.reason)
 		}
 		if row.reason != ReasonBehind && row.reason != ReasonPaused && row.reason != ReasonNotAuthorized {
-			d.cfg.Logger.ErrorContext(ctx, "outbox row cannot be published; it moved to outbox_dead",
+			d.say.about(ctx, slog.LevelError, row.row.topic+" "+string(row.reason), "outbox row cannot be published; it moved to outbox_dead",
 				"relay", d.cfg.Name, "holds_key", row.row.key != nil && (!d.cfg.SkipDead || !row.reason.ofRow()), "seq", row.row.seq, "id", row.row.id,
 				"topic", row.row.topic, "reason", row.reason, "error", row.err)
 		}

@@ -34,15 +34,14 @@ type toTransactions struct {
 // from what was committed last.
 func (t *toTransactions) begin(ctx context.Context) error {
 	t.journal, t.rows, t.at = t.newJournal(), t.lease.stored.published, t.lease.cursor
-	if err := t.journal.prepare(ctx, t.client); err != nil {
+	if err := t.beginTransactions(ctx); err != nil {
 		return err
 	}
-	if _, _, err := t.client.ProducerID(ctx); err != nil {
-		return fmt.Errorf("begin transactions as %q: %w", t.journal.id, err)
-	}
+	ended := t.expect(t.cfg.patience()) // beside the pauses in which it gives signs of life
 	found, err := t.journal.read(ctx, t.client)
+	ended()
 	if err != nil {
-		return fmt.Errorf("read progress topic %q: %w", t.cfg.ProgressTopic, err)
+		return fmt.Errorf("read progress topic %q: %w", t.cfg.ProgressTopic, fromOutlet(err))
 	}
 	if found == nil {
 		return nil
@@ -54,6 +53,18 @@ func (t *toTransactions) begin(ctx context.Context) error {
 		return nil
 	}
 	return t.adopt(ctx, found)
+}
+
+func (t *toTransactions) beginTransactions(ctx context.Context) error {
+	ctx, cancel := t.asking(ctx)
+	defer cancel()
+	if err := t.journal.prepare(ctx, t.client); err != nil {
+		return fromOutlet(err)
+	}
+	if _, _, err := t.client.ProducerID(ctx); err != nil {
+		return fmt.Errorf("begin transactions as %q: %w", t.journal.id, fromOutlet(err))
+	}
+	return nil
 }
 
 // adopt goes on from progress in Kafka that is ahead of the database's copy.
@@ -150,7 +161,7 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 		}
 		if err := t.produceOne(ctx, a.records[i]); err != nil {
 			// It may be in the transaction, and is in no progress: a stop must not commit it.
-			cause := t.makeVoid(fmt.Errorf("produce to topic %q: %w", a.records[i].Topic, err))
+			cause := t.makeVoid(fmt.Errorf("produce to topic %q: %w", a.records[i].Topic, fromOutlet(err)))
 			if t.topics.note(a.records[i].Topic, err, true) == "" {
 				return cause
 			}
@@ -205,7 +216,7 @@ func (t *toTransactions) open() error {
 		return nil
 	}
 	if err := t.client.BeginTransaction(); err != nil {
-		return fmt.Errorf("begin a transaction: %w", err)
+		return fmt.Errorf("begin a transaction: %w", fromOutlet(err))
 	}
 	t.begun = time.Now()
 	return nil
@@ -275,13 +286,11 @@ func (t *toTransactions) prepare(ctx context.Context) error {
 	if err := t.flight.settled(ctx); err != nil {
 		return err
 	}
-	select {
-	case err = <-wrote:
-	case <-ctx.Done():
-		return ctx.Err()
+	if err = t.answer(ctx, wrote); err != nil && ctx.Err() == nil {
+		return fmt.Errorf("write progress to topic %q: %w", t.cfg.ProgressTopic, fromOutlet(err))
 	}
 	if err != nil {
-		return fmt.Errorf("write progress to topic %q: %w", t.cfg.ProgressTopic, err)
+		return err
 	}
 	return nil
 }
@@ -293,8 +302,11 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 			return errLeaseLost
 		}
 		crashpoint.Here(crashpoint.RelayAcknowledged)
-		if err := t.client.EndTransaction(ctx, kgo.TryCommit); err != nil {
-			return fmt.Errorf("commit a transaction: %w", err)
+		ended := t.expect(transactionTimeout)
+		err := t.client.EndTransaction(ctx, kgo.TryCommit)
+		ended()
+		if err != nil {
+			return fmt.Errorf("commit a transaction: %w", fromOutlet(err))
 		}
 		crashpoint.Here(crashpoint.RelayCommitted)
 		offset := t.journal.wrote

@@ -66,7 +66,7 @@ func (r *Relay) RenewsWhatItGaveBack(ctx context.Context) (bool, error) {
 		return false, err
 	}
 	r.giveBack(ctx, l)
-	s, err := r.beat(ctx, []*lease{l})
+	s, err := r.beat(ctx, []*lease{l}, r.publishing(l))
 	if err != nil {
 		return false, err
 	}

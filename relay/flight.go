@@ -14,12 +14,12 @@ import (
 type flight struct {
 	bytesMax int
 	waits    func()            // at each turn of a wait
-	complain func()            // a wait takes long
 	acked    func(rows []*row) // rows left the front, in order; called under the lock
 
 	mu       sync.Mutex
 	changed  chan struct{} // closed and replaced at every change of what is below
 	batches  []*batch      // oldest first
+	since    time.Time     // of the last acknowledgement while batches are there
 	bytes    int
 	failure  error   // of a record: everything in flight is void from here on
 	end      *cursor // behind the last batch of the acknowledged prefix; nil: nothing new
@@ -45,6 +45,9 @@ func newFlight(bytesMax int) *flight {
 func (f *flight) add(b *batch) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if len(f.batches) == 0 {
+		f.since = time.Now()
+	}
 	f.batches = append(f.batches, b)
 	f.bytes += b.bytes
 	if b.pending == 0 {
@@ -72,6 +75,7 @@ func (f *flight) advance() {
 	for len(f.batches) > 0 && f.batches[0].pending == 0 && f.failure == nil {
 		b := f.batches[0]
 		f.batches = f.batches[1:]
+		f.since = time.Now()
 		f.bytes -= b.bytes
 		f.rowsDone += int64(len(b.rows))
 		f.acked(b.rows)
@@ -137,11 +141,22 @@ func (f *flight) settled(ctx context.Context) error {
 	}
 }
 
-// complaintEvery is how often a relay that waits for brokers says so.
-const complaintEvery = 10 * time.Second
+// unacknowledged is how long rows wait for an acknowledgement; 0: there are none.
+func (f *flight) unacknowledged() time.Duration {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.batches) == 0 {
+		return 0
+	}
+	return time.Since(f.since)
+}
 
+// turnEvery is how often what waits for acknowledgements gives a sign of life.
+const turnEvery = time.Second
+
+// wait waits for an acknowledgement. While none comes the member says so: see member.look.
 func (f *flight) wait(ctx context.Context, changed <-chan struct{}) error {
-	timer := time.NewTicker(complaintEvery)
+	timer := time.NewTicker(turnEvery)
 	defer timer.Stop()
 	for {
 		f.waits()
@@ -151,7 +166,6 @@ func (f *flight) wait(ctx context.Context, changed <-chan struct{}) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-timer.C:
-			f.complain()
 		}
 	}
 }

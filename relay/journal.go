@@ -216,7 +216,8 @@ func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) 
 	defer reader.Close()
 	var last *entry
 	for at := begin; at < end; {
-		polling, cancel := context.WithTimeout(ctx, complaintEvery)
+		j.turn()
+		polling, cancel := j.limited(ctx, complaintEvery, context.DeadlineExceeded)
 		fetches := reader.PollFetches(polling)
 		silent := polling.Err() != nil && ctx.Err() == nil
 		cancel()
@@ -240,3 +241,6 @@ func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) 
 	}
 	return last, nil
 }
+
+// complaintEvery is how often a relay that waits for another's transaction says so.
+const complaintEvery = 10 * time.Second

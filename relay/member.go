@@ -25,6 +25,9 @@ type member struct {
 	resharding bool
 	cut        *tick    // where all shards are to end: see reshard
 	confirmed  []string // the pauses that are stored as obeyed
+	swaps      chan swap
+	stuck      int    // workers that hang
+	behind     string // the replicas that publish instead, as logged last
 }
 
 // worker publishes one shard.
@@ -33,6 +36,8 @@ type worker struct {
 	publisher *publisher
 	stop      context.CancelFunc
 	ending    bool
+	hung      bool
+	gone      bool  // the hook was told that the lease is lost, though the work has not ended
 	err       error // once it said that it ended
 }
 
@@ -42,13 +47,16 @@ func (w *worker) end() {
 	w.stop()
 }
 
-func newMember(r *Relay) *member { return &member{Relay: r, workers: map[int16]*worker{}} }
+func newMember(r *Relay) *member {
+	return &member{Relay: r, workers: map[int16]*worker{}, swaps: make(chan swap)}
+}
 
 // standing is how things stand, on the database's clock.
 type standing struct {
 	shards  int16
-	wanted  *int16   // another number of shards
-	others  []string // owners of the other replicas
+	wanted  *int16 // another number of shards
+	others  []replica
+	holders []string // of the shards that are not free
 	free    []int16
 	renewed []int16
 	obeyed  []string // the pauses that this look stored as obeyed
@@ -77,6 +85,9 @@ func (m *member) run(ctx context.Context) error {
 	if m.cfg.WakeOnNotify {
 		group.Go(func() { m.listen(listening) })
 	}
+	if m.probes() {
+		group.Go(func() { m.probe(listening) })
+	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for ctx.Err() == nil {
@@ -86,6 +97,8 @@ func (m *member) run(ctx context.Context) error {
 			if err := m.reap(ctx, w); err != nil {
 				return err
 			}
+		case s := <-m.swaps:
+			m.swapIn(ctx, s)
 		case <-timer.C:
 			begun := time.Now()
 			if err := m.step(ctx, &group, ended); err != nil {
@@ -128,14 +141,11 @@ func (m *member) enroll(ctx context.Context) error {
 // step is one look at how things stand, and what follows from it.
 func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *worker) error {
 	m.turn()
-	var leases []*lease
-	for _, w := range m.workers {
-		leases = append(leases, w.lease)
-	}
-	s, err := m.beat(ctx, leases)
+	leases := m.look(ctx)
+	s, err := m.beat(ctx, leases, m.report())
 	if err != nil {
 		if ctx.Err() == nil {
-			m.cfg.Logger.WarnContext(ctx, "the database does not answer: leases could not be renewed", "relay", m.cfg.Name, "error", err)
+			m.say.warn(ctx, "the database does not answer: leases could not be renewed", "relay", m.cfg.Name, "error", err)
 		}
 		return nil
 	}
@@ -147,16 +157,26 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 				m.abandonCut(ctx)
 			}
 		}
+		if w.hung && !w.gone && !w.lease.held() { // it cannot say so
+			w.gone = true
+			m.tell(shard, false)
+		}
 	}
 	if s.shards == 0 {
 		return m.enroll(ctx) // somebody deleted the relay
 	}
 	m.resharding = s.wanted != nil
+	m.standBy(ctx, s)
+	sharing := s.sharing(replica{m.cfg.Owner, m.reachedAgo(), m.stuck > 0}, m.cfg.yieldsAfter())
+	if !slices.Contains(sharing, m.cfg.Owner) {
+		m.yield(ctx, sharing)
+		return nil
+	}
 	if s.wanted != nil {
 		return m.reshard(ctx, s, group, ended)
 	}
 	m.abandonCut(ctx)
-	quota := s.quota(m.cfg.Owner)
+	quota := s.quota(m.cfg.Owner, sharing)
 	m.shed(quota)
 	if err := m.take(ctx, s.free, quota, group, ended); err != nil {
 		return err
@@ -170,7 +190,7 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 }
 
 // beat renews leases and returns how things stand.
-func (r *Relay) beat(ctx context.Context, leases []*lease) (*standing, error) {
+func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standing, error) {
 	shards, epochs, runs := make([]int16, len(leases)), make([]int64, len(leases)), make([]*string, len(leases))
 	for i, l := range leases {
 		shards[i], epochs[i], runs[i] = l.shard, l.epoch, l.cluster.run
@@ -178,17 +198,21 @@ func (r *Relay) beat(ctx context.Context, leases []*lease) (*standing, error) {
 	ctx, cancel := context.WithTimeout(ctx, r.cfg.Lease)
 	defer cancel()
 	asked := time.Now()
-	s := &standing{obeyed: r.obeyed(leases)}
-	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs, s.obeyed)
+	s := &standing{obeyed: how.obeyed}
+	rows, err := r.pool.Query(ctx, r.sql.beat, r.cfg.Name, r.cfg.Owner, r.cfg.Lease, shards, epochs, runs, how.obeyed, r.reachedAgo(), how.state, how.problem)
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
 	}
 	var shard int16
 	var free, renewed bool
-	var paused, pauses []string
-	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.wanted, &s.others, &shard, &free, &renewed, &paused, &pauses}, func() error {
+	var paused, pauses, others, states []string
+	var reached []*float64
+	var holder string
+	_, err = pgx.ForEachRow(rows, []any{&s.shards, &s.wanted, &others, &reached, &states, &shard, &holder, &free, &renewed, &paused, &pauses}, func() error {
 		if free {
 			s.free = append(s.free, shard)
+		} else {
+			s.holders = append(s.holders, holder)
 		}
 		if renewed {
 			s.renewed = append(s.renewed, shard)
@@ -198,6 +222,7 @@ func (r *Relay) beat(ctx context.Context, leases []*lease) (*standing, error) {
 	if err != nil {
 		return nil, fmt.Errorf("renew leases: %w", err)
 	}
+	s.others = replicas(others, reached, states)
 	r.pausesFound(paused, pauses)
 	for _, l := range leases {
 		if slices.Contains(s.renewed, l.shard) {
@@ -205,18 +230,6 @@ func (r *Relay) beat(ctx context.Context, leases []*lease) (*standing, error) {
 		}
 	}
 	return s, nil
-}
-
-// quota is how many shards fall to a replica: as many as to the others, and one more for the first ones by name
-// where the shards cannot be divided.
-func (s *standing) quota(owner string) int {
-	all := append(slices.Clone(s.others), owner)
-	slices.Sort(all)
-	each, left := int(s.shards)/len(all), int(s.shards)%len(all)
-	if slices.Index(all, owner) < left {
-		each++
-	}
-	return each
 }
 
 // shed gives up shards above the quota, in good order: what is with the brokers is waited for.
@@ -265,16 +278,15 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	working, stop := context.WithCancel(ctx)
 	w := &worker{lease: l, publisher: newPublisher(m.Relay, l), stop: stop}
 	w.publisher.patience <<= min(m.trouble, patienceGrows)
+	p := w.publisher // it is replaced: see keep
 	m.workers[l.shard] = w
-	if m.cfg.Hooks.Lease != nil {
-		m.cfg.Hooks.Lease(l.shard, true)
-	}
+	m.tell(l.shard, true)
 	if l.shard == 0 {
 		group.Go(func() { m.promote(working) })
 	}
 	group.Go(func() {
 		defer stop()
-		w.err = w.publisher.publish(working)
+		w.err = m.keep(working, w, p)
 		ended <- w // after which the member may read err
 	})
 }
@@ -294,8 +306,11 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 		return nil // it keeps its lease: see reshard
 	}
 	delete(m.workers, shard)
-	if m.cfg.Hooks.Lease != nil {
-		m.cfg.Hooks.Lease(shard, false)
+	if !w.gone {
+		m.tell(shard, false)
+	}
+	if w.hung {
+		m.setHung(w, false)
 	}
 	var alone *refusedAlone
 	switch {
@@ -305,10 +320,18 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 		return w.err
 	case errors.Is(w.err, errLimitsChanged):
 		m.cfg.Logger.InfoContext(ctx, "relay starts over", "relay", m.cfg.Name, "shard", shard, "why", w.err)
+	case errors.Is(w.err, errYields):
 	case !errors.As(w.err, &alone):
 		m.back(ctx, fmt.Errorf("shard %d: %w", shard, w.err))
 	}
 	return nil
+}
+
+// tell is for metrics.
+func (m *member) tell(shard int16, held bool) {
+	if m.cfg.Hooks.Lease != nil {
+		m.cfg.Hooks.Lease(shard, held)
+	}
 }
 
 // back waits before shards are taken again.

@@ -24,7 +24,14 @@ func (c *Config) patience() time.Duration { return max(c.Lease, patienceMin) }
 
 // patient is the context of a statement of the work on a shard.
 func (p *publisher) patient(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeoutCause(ctx, p.patience, errNoAnswer)
+	return p.limited(ctx, p.patience, errNoAnswer)
+}
+
+// limited is a wait that ends by itself.
+func (p *publisher) limited(ctx context.Context, limit time.Duration, cause error) (context.Context, context.CancelFunc) {
+	ended := p.expect(limit)
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, cause)
+	return ctx, func() { cancel(); ended() }
 }
 
 // silence says so where a statement took longer than its limit.

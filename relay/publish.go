@@ -3,6 +3,7 @@ package relay
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -26,12 +27,15 @@ type publisher struct {
 	lost     chan error // the member says that the lease is gone
 	patience time.Duration
 	created  []time.Time // of tellDelivered
+	pulse    pulse
+	worked   atomic.Bool // rows were acknowledged, or none waited
 }
 
 func newPublisher(r *Relay, l *lease) *publisher {
 	p := &publisher{Relay: r, lease: l, patience: r.patience, topics: newTopics(r), lost: make(chan error, 1), progress: newProgress(r, l)}
 	p.flight = newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)))
-	p.flight.waits, p.flight.complain, p.flight.acked = p.turn, p.waitsForKafka, p.tellDelivered
+	p.pulse.last = time.Now()
+	p.flight.waits, p.flight.acked = p.turn, p.acknowledged
 	p.reader = newReader(p)
 	l.obeys.set.Store(r.paused.Load()) // nothing is in flight
 	p.dead = &deadRows{publisher: p, limit: p.reader.limit}
@@ -50,6 +54,9 @@ func (p *publisher) lose(err error) {
 // course, if it has one.
 func (p *publisher) publish(ctx context.Context) error {
 	err := p.work(ctx)
+	if p.keeps(ctx, err) {
+		return err
+	}
 	if !errors.Is(err, errLeaseLost) && !p.course.isOver() {
 		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.cfg.Lease)
 		defer cancel()
@@ -169,13 +176,16 @@ func (p *publisher) loop(work, ctx context.Context) error {
 			return err
 		}
 		if read == nil {
-			wakeable(ctx, restPause, p.wake.next())
+			p.sleep(ctx, restPause, p.wake.next())
 			continue
 		}
 		if err := p.hand(work, ctx, read); err != nil {
 			return err
 		}
 		p.reader.passed(read)
+		if len(read.page.rows) == 0 && p.flight.state().pages == 0 {
+			p.worked.Store(true)
+		}
 		if err := p.target.paged(work, ctx, read.page.full); err != nil {
 			return err
 		}
@@ -185,7 +195,7 @@ func (p *publisher) loop(work, ctx context.Context) error {
 		case p.once && read.complete && len(read.page.rows) == 0:
 			return nil
 		}
-		wakeable(ctx, p.reader.pace.wait, read.woken)
+		p.sleep(ctx, p.reader.pace.wait, read.woken)
 	}
 	return nil
 }
@@ -193,8 +203,9 @@ func (p *publisher) loop(work, ctx context.Context) error {
 // restPause is how often a worker that rests looks whether it may go on.
 const restPause = 2 * time.Millisecond
 
-// wakeable is a pause that Wake ends early, which closes woken.
-func wakeable(ctx context.Context, d time.Duration, woken <-chan struct{}) {
+// sleep is a pause that Wake ends early, which closes woken.
+func (p *publisher) sleep(ctx context.Context, d time.Duration, woken <-chan struct{}) {
+	defer p.expect(d)()
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
@@ -222,6 +233,16 @@ func (p *publisher) hand(work, ctx context.Context, read *reading) error {
 	return nil
 }
 
+// acknowledged is called when rows leave the flight.
+func (p *publisher) acknowledged(rows []*row) {
+	if len(rows) == 0 {
+		return
+	}
+	p.worked.Store(true)
+	p.outlet.answered()
+	p.tellDelivered(rows)
+}
+
 // tellDelivered tells the hook of rows, those of one topic that follow each other together.
 func (p *publisher) tellDelivered(rows []*row) {
 	if p.cfg.Hooks.Delivered == nil {
@@ -234,8 +255,4 @@ func (p *publisher) tellDelivered(rows []*row) {
 			p.created = p.created[:0]
 		}
 	}
-}
-
-func (p *publisher) waitsForKafka() {
-	p.cfg.Logger.Warn("waiting for Kafka to acknowledge; nothing is lost, rows wait in the outbox", "relay", p.cfg.Name)
 }

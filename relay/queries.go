@@ -28,22 +28,29 @@ const copyProgress = `tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor
 
 // beatSQL says that this replica is alive, renews the leases that it holds ($4 to $6 are their shards and epochs, and the
 // runs of the server that they were taken in; one that was given back meanwhile has no owner), and returns how things
-// stand: one row for each shard, whether it was renewed, and which topics are paused. $7 are the pauses that it obeys.
+// stand: one row for each shard, whether it was renewed, and which topics are paused. $7 are the pauses that it obeys, $8 is
+// how long ago the brokers, or the sink, answered this replica (null: never), $9 and $10 are how it does: the others decide
+// by it who shares the shards.
 const beatSQL = `-- relay.beat
 WITH alive AS (
-  INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until, obeys) VALUES ($1, $2, clock_timestamp() + $3::interval, $7::text[]::uuid[])
-  ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until, obeys = excluded.obeys
+  INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until, obeys, reached_at, state, problem)
+  VALUES ($1, $2, clock_timestamp() + $3::interval, $7::text[]::uuid[], clock_timestamp() - $8::interval, $9, $10)
+  ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until, obeys = excluded.obeys,
+    reached_at = excluded.reached_at, state = excluded.state, problem = excluded.problem
 ), renewed AS (
   UPDATE effectonce.outbox_progress p SET lease_until = clock_timestamp() + $3::interval, ` + copyProgress + `
   FROM unnest($4::smallint[], $5::bigint[], $6::text[]) AS mine (shard, epoch, run) JOIN effectonce.outbox_progress_now w ON w.relay = $1 AND w.shard = mine.shard
   WHERE p.relay = $1 AND p.shard = mine.shard AND p.epoch = mine.epoch AND p.owner = $2 AND CASE WHEN mine.run IS NULL THEN true ELSE mine.run = ` + serverRun + ` END
   RETURNING p.shard
 )
-SELECT r.shards, r.shards_wanted, others.owners, s.shard::smallint,
+SELECT r.shards, r.shards_wanted, others.owners, others.reached_ago, others.states, s.shard::smallint, coalesce(p.owner, ''),
   p.shard IS NULL OR p.lease_until IS NULL OR p.lease_until < clock_timestamp() AS free,
   EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed, waiting.topics AS paused, waiting.ids AS pauses
 FROM effectonce.outbox_relays r
-CROSS JOIN LATERAL (SELECT coalesce(array_agg(owner), '{}') AS owners FROM effectonce.outbox_replicas
+CROSS JOIN LATERAL (SELECT coalesce(array_agg(owner ORDER BY owner), '{}') AS owners,
+    coalesce(array_agg(extract(epoch FROM clock_timestamp() - reached_at)::float8 ORDER BY owner), '{}') AS reached_ago,
+    coalesce(array_agg(coalesce(state, '') ORDER BY owner), '{}') AS states
+  FROM effectonce.outbox_replicas
   WHERE relay = $1 AND owner <> $2 AND alive_until > clock_timestamp()) others
 CROSS JOIN LATERAL (SELECT coalesce(array_agg(topic ORDER BY id), '{}') AS topics, coalesce(array_agg(id::text ORDER BY id), '{}') AS ids
   FROM effectonce.outbox_paused WHERE relay = $1) waiting

@@ -18,7 +18,7 @@ type reader struct {
 	progress *progress
 	course   *course
 	bytesMax int
-	patience time.Duration
+	patient  func(context.Context) (context.Context, context.CancelFunc) // limits a statement
 
 	at    cursor    // behind the last page that was handed over
 	mark  floorMark // when the floor may move
@@ -45,7 +45,7 @@ type reading struct {
 
 func newReader(p *publisher) *reader {
 	r := &reader{
-		Relay: p.Relay, lease: p.lease, progress: p.progress, course: &p.course, bytesMax: p.flight.bytesMax, patience: p.patience,
+		Relay: p.Relay, lease: p.lease, progress: p.progress, course: &p.course, bytesMax: p.flight.bytesMax, patient: p.patient,
 		limit: min(100, p.cfg.PageRowsMax), pace: pace{min: p.cfg.PollMin, max: p.cfg.PollMax},
 	}
 	r.from(p.lease.cursor)
@@ -135,7 +135,7 @@ func (r *reader) fetchAhead(ctx context.Context, c cursor, limit int) <-chan fet
 
 // fetch reads the page behind a cursor, and a tick behind it.
 func (r *reader) fetch(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
+	ctx, cancel := r.patient(ctx)
 	defer cancel()
 	page, seen, err := r.look(ctx, c, limit)
 	if err != nil {

@@ -45,6 +45,9 @@ type Relay struct {
 	slotWaits   map[int16]*slotWait       // of the goroutine that tidies up
 	overdue     atomic.Int64              // calls of the sink that go on though their context ended
 	seen        seen                      // a number that a sequence was behind
+	hung        atomic.Int64              // shards whose work hangs
+	outlet      outlet
+	say         sayings
 }
 
 // ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
@@ -75,7 +78,7 @@ type execer interface {
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
-	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), routes: newRoutes(cfg.Routes)}
+	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), routes: newRoutes(cfg.Routes), say: sayings{logger: cfg.Logger}}
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
 			err = errors.Join(err, errors.New("kafka options with a Sink: rows go to the sink alone: remove one of the two"))
@@ -117,7 +120,7 @@ func (r *Relay) Run(ctx context.Context) error {
 func (r *Relay) interrupted(ctx context.Context, err error, trouble int) time.Duration {
 	wait := backoff(trouble)
 	if ctx.Err() == nil {
-		r.cfg.Logger.WarnContext(ctx, "relay interrupted; it goes on from its stored progress", "relay", r.cfg.Name, "error", err, "retry_in", wait)
+		r.say.warn(ctx, "relay interrupted; it goes on from its stored progress", "relay", r.cfg.Name, "error", err, "retry_in", wait)
 		if r.cfg.Hooks.Interrupted != nil {
 			r.cfg.Hooks.Interrupted(err)
 		}
@@ -182,7 +185,7 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 	if _, err := r.pool.Exec(ctx, r.sql.enroll, r.cfg.Name, r.cfg.Shards); err != nil {
 		return 0, fmt.Errorf("make the relay known: %w", err)
 	}
-	standing, err := r.beat(ctx, nil)
+	standing, err := r.beat(ctx, nil, r.publishing())
 	if err != nil {
 		return 0, err
 	}
@@ -233,7 +236,7 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 	defer stop()
 	go func() {
 		for pause(keeping, r.cfg.Lease/3) {
-			if _, err := r.beat(keeping, []*lease{l}); err != nil && keeping.Err() == nil {
+			if _, err := r.beat(keeping, []*lease{l}, r.publishing(l)); err != nil && keeping.Err() == nil {
 				r.cfg.Logger.WarnContext(ctx, "lease could not be renewed", "relay", r.cfg.Name, "error", err)
 			}
 		}
@@ -244,7 +247,7 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 
 // turn says that a loop is not stuck. Statements, and waiting for brokers, end by themselves; a sink may not.
 func (r *Relay) turn() {
-	if r.cfg.Hooks.Turn != nil && r.overdue.Load() == 0 {
+	if r.cfg.Hooks.Turn != nil && r.overdue.Load() == 0 && r.hung.Load() == 0 {
 		r.cfg.Hooks.Turn()
 	}
 }

@@ -95,7 +95,7 @@ func (t toSink) feed(work, ctx context.Context, a *attempt) error {
 		switch {
 		case err == nil:
 		case !errors.As(err, &final) || len(todo) == 0:
-			return fmt.Errorf("hand rows to the sink: %w", err)
+			return fmt.Errorf("hand rows to the sink: %w", fromOutlet(err))
 		default:
 			a.give(todo[0], ReasonRefused, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
 			todo, records = a.withoutHeld(todo[1:], records[1:])
@@ -108,6 +108,7 @@ func (t toSink) feed(work, ctx context.Context, a *attempt) error {
 func (t toSink) handOver(work, reading context.Context, rows []*row, records []*kgo.Record) (int, error) {
 	ctx, cancel := t.callContext(work, reading)
 	defer cancel()
+	defer t.expect(t.cfg.Lease)() // what callContext allows
 	messages := make([]Message, len(records))
 	for i, r := range records {
 		messages[i] = Message{ID: rows[i].id, Topic: r.Topic, Key: r.Key, Payload: r.Value, Headers: make([]outbox.Header, len(r.Headers))}

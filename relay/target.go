@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -61,7 +62,7 @@ func (p *publisher) send(ctx context.Context, b *batch) {
 			if p.topics.note(record.Topic, err, false) != "" {
 				p.suspect(b.rows[slices.Index(b.records, record)].seq)
 			}
-			err = fmt.Errorf("produce to topic %q: %w", record.Topic, err)
+			err = fmt.Errorf("produce to topic %q: %w", record.Topic, fromOutlet(err))
 		}
 		p.flight.settle(b, err)
 	}
@@ -89,7 +90,7 @@ func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
 		err := p.produceOne(ctx, records[i])
 		reason := p.topics.note(records[i].Topic, err, true)
 		if err != nil && reason == "" {
-			return fmt.Errorf("produce to topic %q: %w", records[i].Topic, err)
+			return fmt.Errorf("produce to topic %q: %w", records[i].Topic, fromOutlet(err))
 		}
 		if err != nil {
 			a.give(r, reason, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
@@ -107,10 +108,21 @@ func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
 func (p *publisher) produceOne(ctx context.Context, record *kgo.Record) error {
 	done := make(chan error, 1)
 	p.client.Produce(ctx, record, func(_ *kgo.Record, err error) { done <- err })
-	select {
-	case err := <-done:
-		return err
-	case <-ctx.Done():
-		return ctx.Err()
+	return p.answer(ctx, done)
+}
+
+// answer waits for what a promise of the client sends.
+func (p *publisher) answer(ctx context.Context, done <-chan error) error {
+	timer := time.NewTicker(turnEvery)
+	defer timer.Stop()
+	for {
+		p.turn()
+		select {
+		case err := <-done:
+			return err
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-timer.C:
+		}
 	}
 }

@@ -216,9 +216,11 @@ func (p *publisher) offers(ctx context.Context, name string, partition int32) er
 // learn gets to know topics. A sink says what it does not take when it is handed it.
 func (p *publisher) learn(ctx context.Context, names []string) error {
 	if p.cfg.Sink == nil {
+		ctx, cancel := p.asking(ctx)
+		defer cancel()
 		found, err := p.topics.ask(ctx, p.client, names)
 		if err != nil {
-			return err
+			return fromOutlet(err)
 		}
 		p.topics.store(ctx, p.cfg.Logger, p.cfg.Name, found)
 		return nil

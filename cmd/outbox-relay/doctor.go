@@ -89,6 +89,7 @@ func (s *settings) examine(ctx context.Context, limit, keep time.Duration, limit
 	findings = append(findings, doctor.Sequences(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Autovacuum(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Relays(limited, conn, s.schema)...)
+	findings = append(findings, doctor.Replicas(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Slots(limited, conn, s.schema, keep)...)
 	findings = append(findings, doctor.BacklogLimits(limited, conn, s.schema, doctor.Limits{Age: limits.age, Bytes: limits.bytes()})...)
 	findings = append(findings, doctor.Later(limited, conn, s.schema)...)

@@ -39,8 +39,8 @@ func newStatus(s *settings) *cobra.Command {
 why, what is parked, and which topics an operator paused. With --brokers also which of their topics do not exist.
 With --relay only that relay and no consumers, else all.
 
-Exit status 1 if it is not well: rows wait and nobody holds the lease, a row waits for longer than
---age-max, a message for later is overdue for longer, rows are in outbox_dead, a sequence went back (see "outbox-relay repair"), a partition stands still, or more than --parked-max messages are
+Exit status 1 if it is not well: rows wait and no replica holds the lease or reaches Kafka, a replica is stuck,
+a row waits for longer than --age-max, a message for later is overdue for longer, rows are in outbox_dead, a sequence went back (see "outbox-relay repair"), a partition stands still, or more than --parked-max messages are
 parked.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -43,6 +43,32 @@ func TestOldRelaysAreFound(t *testing.T) {
 	}
 }
 
+// Property: a replica that does not reach Kafka, or whose shard hangs, is a failure that names it and what it waits for; one
+// that is well, of an earlier release, or gone is none. Rows O45, O46.
+func TestReplicasThatCannotPublishAreFound(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	check := func() []doctor.Finding { return doctor.Replicas(t.Context(), conn, "effectonce") }
+	exec(t, conn, `INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, reached_at, state, problem) VALUES
+		('r', 'well', clock_timestamp() + interval '1 hour', clock_timestamp(), 'publishing', NULL),
+		('r', 'old', clock_timestamp() + interval '1 hour', NULL, NULL, NULL),
+		('r', 'gone', clock_timestamp() - interval '1 s', NULL, 'stuck', 'x')`)
+	f := only(t, check())
+	require.Equal(t, doctor.OK, f.Severity)
+	require.Contains(t, f.Message, "2 run")
+	exec(t, conn, `INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, reached_at, state, problem) VALUES
+		('r', 'cut off', clock_timestamp() + interval '1 hour', NULL, 'kafka_away', 'unable to dial'),
+		('r', 'hung', clock_timestamp() + interval '1 hour', clock_timestamp(), 'stuck', '1 shards make no progress'),
+		('r', 'sink', clock_timestamp() + interval '1 hour', clock_timestamp() - interval '1 minute', 'sink_away', 'no answer')`)
+	found := check()
+	require.Len(t, found, 3)
+	for i, want := range []string{`"cut off" of relay "r" waits for Kafka, which it has never reached: unable`, `"hung" of relay "r" is stuck`, `waits for its sink, which it reached 1m`} {
+		assert.Equal(t, doctor.Fail, found[i].Severity)
+		assert.Contains(t, found[i].Message, want)
+		harmless(t, found[i])
+	}
+}
+
 // Slots of the outbox that do not turn, or are not truncated, are warnings; how long rows are meant to be kept is
 // taken into account, and an outbox without rows has nothing to turn.
 func TestSlotsThatDoNotTurnAreFound(t *testing.T) {

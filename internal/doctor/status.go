@@ -10,6 +10,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/consumers"
+	"github.com/effectonce/effectonce/internal/relays"
 )
 
 // CountMax bounds what is counted exactly: rows waiting for a relay, dead rows, parked messages. Beyond it
@@ -21,13 +22,15 @@ const troubleMax = 100
 
 // Status is the state of the pipeline: who relays what waits, and how the consumers go.
 type Status struct {
-	Schema    string        `json:"schema"`
-	Well      bool          `json:"well"`
-	Problems  []string      `json:"problems"`
-	Notes     []string      `json:"notes"` // to be known; they are no problems
-	Relays    []RelayStatus `json:"relays"`
-	Consumers int64         `json:"consumers"` // names that claim
-	Positions int64         `json:"positions"` // partitions with a stored position
+	Schema   string        `json:"schema"`
+	Well     bool          `json:"well"`
+	Problems []string      `json:"problems"`
+	Notes    []string      `json:"notes"` // to be known; they are no problems
+	Relays   []RelayStatus `json:"relays"`
+	// Replicas are the processes that are alive.
+	Replicas  []relays.Replica `json:"replicas"`
+	Consumers int64            `json:"consumers"` // names that claim
+	Positions int64            `json:"positions"` // partitions with a stored position
 	// Consuming has every name that claims. Empty where only one relay was asked for.
 	Consuming []ConsumerStatus `json:"consuming"`
 	// Paused are topics that an operator paused for a group, Orders those to resume elsewhere that are not carried out yet.
@@ -91,7 +94,7 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 		return nil, err
 	}
 	s := &Status{
-		Schema: schema, Problems: []string{}, Notes: []string{}, Consuming: []ConsumerStatus{}, Paused: []consumers.Pause{}, Orders: []consumers.Order{},
+		Schema: schema, Problems: []string{}, Notes: []string{}, Replicas: []relays.Replica{}, Consuming: []ConsumerStatus{}, Paused: []consumers.Pause{}, Orders: []consumers.Order{},
 	}
 	for _, p := range named(all, opts.Relay) {
 		relay, err := s.relay(ctx, db, schema, p)
@@ -102,6 +105,9 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 		s.Relays = append(s.Relays, relay)
 	}
 	if err := s.readDead(ctx, db, schema); err != nil {
+		return nil, err
+	}
+	if err := s.readReplicas(ctx, db, schema, opts.Relay); err != nil {
 		return nil, err
 	}
 	if err := db.QueryRow(ctx, inSchema(countConsumersSQL, schema)).Scan(&s.Consumers, &s.Positions); err != nil {
@@ -124,6 +130,7 @@ func ReadStatus(ctx context.Context, db Querier, schema string, opts StatusOptio
 	if behind != "" {
 		s.Problems = append(s.Problems, behind+": run \""+repairCommand+"\"")
 	}
+	s.judgeReplicas()
 	if opts.Relay == "" {
 		if err := s.readConsumers(ctx, db, schema, opts.Missing); err != nil {
 			return nil, err
@@ -226,12 +233,14 @@ func (s *Status) judge(ageMax time.Duration) {
 	}
 	for _, r := range s.Relays {
 		switch {
-		case r.Waiting > 0 && !ran[r.Relay]:
+		case r.Waiting > 0 && !ran[r.Relay] && len(s.replicas(r.Relay)) == 0:
 			s.Problems = append(s.Problems, fmt.Sprintf("relay %q: rows wait and it never ran: start \"outbox-relay run\"", r.Relay))
-		case r.Waiting > 0 && r.Epoch == 0:
+		case r.Waiting > 0 && r.Epoch == 0 && len(s.replicas(r.Relay)) == 0:
 			s.problem(r, "rows wait and no replica ever took it: start \"outbox-relay run\"")
 		case r.Waiting > 0 && !r.Live:
-			s.problem(r, "rows wait and nobody holds its lease: start \"outbox-relay run\"")
+			s.problem(r, "%s", s.unheld(r))
+		case r.Waiting > 0 && s.owner(r).Away():
+			s.problem(r, "%s", waitsFor(s.owner(r)))
 		case r.Waiting > 0 && ageMax > 0 && r.OldestWaitingSeconds > ageMax.Seconds():
 			s.problem(r, "the oldest row waits for longer than %v: see the log of %q, and \"outbox-relay doctor\"", ageMax, r.Owner)
 		}

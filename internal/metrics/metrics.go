@@ -48,6 +48,8 @@ type Metrics struct {
 
 	mu    sync.Mutex
 	owned map[int16]bool // shards
+	hung  map[int16]bool // shards
+	away  bool
 }
 
 // slots of the outbox.
@@ -55,7 +57,7 @@ const slots = 4
 
 // New returns metrics that nobody has counted in yet.
 func New(cfg Config) *Metrics {
-	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), database: newDatabase(), owned: map[int16]bool{}}
+	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), database: newDatabase(), owned: map[int16]bool{}, hung: map[int16]bool{}}
 	name := prometheus.Labels{"relay": cfg.Relay}
 	counter := func(metric, help string, labels prometheus.Labels) prometheus.Counter {
 		c := prometheus.NewCounter(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: labels})
@@ -97,6 +99,12 @@ func New(cfg Config) *Metrics {
 			Name: "outbox_shards_owned", Help: "Shards that this replica publishes.", ConstLabels: name,
 		}, m.shardsOwned),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "outbox_shards_hung", Help: "Shards of this replica whose work gives no sign of life.", ConstLabels: name,
+		}, m.shardsHung),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "outbox_kafka_away", Help: "1 while Kafka takes no rows from this replica, else 0.", ConstLabels: name,
+		}, m.kafkaAway),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "outbox_relay_info", Help: "Version of the program; always 1.",
 			ConstLabels: prometheus.Labels{"relay": cfg.Relay, "version": cfg.Version},
 		}, func() float64 { return 1 }),
@@ -118,6 +126,8 @@ func (m *Metrics) Hooks() relay.Hooks {
 		TruncateWaits: func(slot int16, waiting time.Duration) {
 			m.truncateWaits.WithLabelValues(strconv.Itoa(int(slot))).Set(waiting.Seconds())
 		},
+		Away: m.setAway,
+		Hung: m.setHung,
 	}
 }
 
@@ -138,6 +148,37 @@ func (m *Metrics) lease(shard int16, held bool) {
 	} else {
 		delete(m.owned, shard)
 	}
+}
+
+func (m *Metrics) setAway(why error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.away = why != nil
+}
+
+func (m *Metrics) kafkaAway() float64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.away {
+		return 1
+	}
+	return 0
+}
+
+func (m *Metrics) setHung(shard int16, hung bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if hung {
+		m.hung[shard] = true
+	} else {
+		delete(m.hung, shard)
+	}
+}
+
+func (m *Metrics) shardsHung() float64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return float64(len(m.hung))
 }
 
 func (m *Metrics) shardsOwned() float64 {

@@ -2,6 +2,7 @@ package monitor_test
 
 import (
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -179,6 +180,56 @@ func TestStuckRelayIsNotAlive(t *testing.T) {
 	hooks.Lease(3, true)
 	state.Draining()
 	assert.Equal(t, 200, health(), "draining")
+}
+
+// Property: a shard that hangs makes the process unhealthy at once, however well its other shards do; one that is well
+// again, or has ended, does not. Row O46.
+func TestHungShardIsNotAlive(t *testing.T) {
+	t.Parallel()
+	var told []bool
+	state := monitor.NewState()
+	hooks := state.Hooks(relay.Hooks{Hung: func(_ int16, hung bool) { told = append(told, hung) }})
+	server := newServer(t, state, false)
+	health := func() int { return ask(t, server, "GET", "/healthz").Code }
+	state.Running()
+	hooks.Lease(0, true)
+	hooks.Lease(1, true)
+	assert.Equal(t, 200, health())
+	hooks.Hung(1, true)
+	hooks.Turn()
+	assert.Equal(t, 503, health())
+	assert.Contains(t, ask(t, server, "GET", "/healthz").Body.String(), "shards [1] hang")
+	hooks.Lease(1, false)
+	assert.Equal(t, 503, health(), "what hangs still hangs when its lease is lost")
+	hooks.Hung(1, false)
+	assert.Equal(t, 200, health())
+	assert.Equal(t, []bool{true, false}, told)
+	hooks.Hung(1, true)
+	state.Draining()
+	assert.Equal(t, 200, health(), "draining has its own limit")
+}
+
+// Property: a replica that Kafka takes no rows from is not ready and says that it is Kafka; it is alive, for a restart
+// would help nothing. Row O45.
+func TestReadinessNamesKafka(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	state := monitor.NewState()
+	hooks := state.Hooks(relay.Hooks{})
+	server := newServer(t, state, false)
+	server.Ask(pool)
+	state.Running()
+	for _, shards := range []bool{true, false} { // also a standby
+		hooks.Lease(0, shards)
+		hooks.Away(errors.New("dial tcp 10.0.0.7:9092: secret"))
+		awaitReady(t, server, 503, "kafka_away", "Kafka does not take rows from this replica")
+		assert.Equal(t, 200, ask(t, server, "GET", "/healthz").Code)
+		_, v := ready(t, server)
+		assert.NotContains(t, strings.Join(v.Reasons, ""), "10.0.0.7", "who asks need not know where it is")
+	}
+	hooks.Away(nil)
+	hooks.Lease(0, true)
+	awaitReady(t, server, 200, "publishing", "")
 }
 
 // Row S9: internals are not there unless configured, and then only for whoever shows the token; nothing takes

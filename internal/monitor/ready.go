@@ -23,7 +23,7 @@ const (
 type Readiness struct {
 	Ready  bool   `json:"ready"`
 	Relay  string `json:"relay"`
-	State  string `json:"state"` // starting, publishing, standing_by, waiting or draining
+	State  string `json:"state"` // starting, publishing, standing_by, kafka_away, waiting or draining
 	Shards int    `json:"shards_owned"`
 	// Reasons say why it is not ready.
 	Reasons []string `json:"reasons"`
@@ -103,7 +103,7 @@ func reason(err error) string {
 // readiness of this replica now.
 func (s *Server) readiness(ctx context.Context) Readiness {
 	at := s.database.ask(ctx)
-	phase, shards := s.cfg.State.now()
+	phase, shards, away := s.cfg.State.now()
 	r := Readiness{Relay: s.cfg.Relay, Shards: shards, Reasons: []string{}}
 	if at.reason != "" {
 		r.Reasons = append(r.Reasons, at.reason)
@@ -115,6 +115,9 @@ func (s *Server) readiness(ctx context.Context) Readiness {
 	case phase == draining:
 		r.State = "draining"
 		r.Reasons = append(r.Reasons, "the relay was told to stop")
+	case away:
+		r.State = "kafka_away"
+		r.Reasons = append(r.Reasons, "Kafka does not take rows from this replica: they wait in the outbox; see the log for which broker does not answer")
 	case shards > 0:
 		r.State = "publishing"
 	case at.held:

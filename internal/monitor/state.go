@@ -2,6 +2,8 @@ package monitor
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -28,12 +30,14 @@ type State struct {
 	mu    sync.Mutex
 	phase phase
 	owned map[int16]bool // shards
+	hung  map[int16]bool // shards whose work gives no sign of life
+	away  bool           // Kafka takes no rows from this replica
 	turn  time.Time      // the last sign of life
 }
 
 // NewState returns the state of a replica that starts.
 func NewState() *State {
-	return &State{stuckAfter: stuckAfter, owned: map[int16]bool{}, turn: time.Now()}
+	return &State{stuckAfter: stuckAfter, owned: map[int16]bool{}, hung: map[int16]bool{}, turn: time.Now()}
 }
 
 // Hooks are callbacks that keep the state, and then call next.
@@ -51,7 +55,35 @@ func (s *State) Hooks(next relay.Hooks) relay.Hooks {
 			next.Lease(shard, held)
 		}
 	}
+	hooks.Away = func(why error) {
+		s.setAway(why != nil)
+		if next.Away != nil {
+			next.Away(why)
+		}
+	}
+	hooks.Hung = func(shard int16, hung bool) {
+		s.setHung(shard, hung)
+		if next.Hung != nil {
+			next.Hung(shard, hung)
+		}
+	}
 	return hooks
+}
+
+func (s *State) setAway(away bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.away = away
+}
+
+func (s *State) setHung(shard int16, hung bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if hung {
+		s.hung[shard] = true
+	} else {
+		delete(s.hung, shard)
+	}
 }
 
 func (s *State) turned() {
@@ -85,20 +117,26 @@ func (s *State) enter(next phase) {
 	s.turn = time.Now()
 }
 
-// stuck is why the process has to be restarted, or empty. Only a replica that holds a shard can be stuck: one
-// without waits for the database or for another replica, and a restart would mend neither.
+// stuck is why the process has to be restarted, or empty. A hung shard is enough, however well the others do: its work
+// does not return, so nothing but the end of the process ends it. Without one only a replica that holds a shard can be
+// stuck: one without waits for the database or for another replica, and a restart would help neither.
 func (s *State) stuck() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	silent := time.Since(s.turn)
-	if s.phase == running && len(s.owned) > 0 && silent > s.stuckAfter {
+	switch {
+	case s.phase != running:
+		return ""
+	case len(s.hung) > 0:
+		return fmt.Sprintf("shards %v hang: a client or a sink does not return, see the log", slices.Sorted(maps.Keys(s.hung)))
+	case len(s.owned) > 0 && silent > s.stuckAfter:
 		return fmt.Sprintf("the relay holds %d shards and has done nothing for %v", len(s.owned), silent.Round(time.Second))
 	}
 	return ""
 }
 
-func (s *State) now() (phase, int) {
+func (s *State) now() (at phase, shards int, away bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.phase, len(s.owned)
+	return s.phase, len(s.owned), s.away
 }

@@ -18,6 +18,12 @@ LEFT JOIN (
 ) a ON a.relay = known.relay
 ORDER BY known.relay`
 
+// replicasSQL lists the processes that are alive, as they described themselves last.
+const replicasSQL = `-- relays.replicas
+SELECT relay, owner, coalesce(state, ''), coalesce(problem, ''),
+  CASE WHEN reached_at IS NOT NULL THEN greatest(extract(epoch FROM clock_timestamp() - reached_at), 0) END::float8
+FROM effectonce.outbox_replicas WHERE alive_until > clock_timestamp() ORDER BY relay, owner LIMIT $1`
+
 const settingsSQL = `-- relays.settings
 SELECT set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true), set_config('statement_timeout', '30s', true)`
 

@@ -52,6 +52,47 @@ func List(ctx context.Context, db Querier, schema string) ([]Relay, error) {
 	return all, nil
 }
 
+// Replica is a process of a relay that is alive.
+type Replica struct {
+	Relay string `json:"relay"`
+	Owner string `json:"owner"`
+	// State is publishing, standing_by, kafka_away, sink_away or stuck; empty: a replica of an earlier release.
+	State   string `json:"state"`
+	Problem string `json:"problem"` // why it is away or stuck
+	// ReachedSeconds is since the brokers, or the sink, answered it last. Null: never, or it did not say.
+	ReachedSeconds *float64 `json:"reached_seconds"`
+}
+
+// Away tells whether rows cannot leave because what they go to does not answer.
+func (r *Replica) Away() bool { return r.State == "kafka_away" || r.State == "sink_away" }
+
+// Stuck tells whether a shard of it hangs.
+func (r *Replica) Stuck() bool { return r.State == "stuck" }
+
+// What names what rows go to.
+func (r *Replica) What() string {
+	if r.State == "sink_away" {
+		return "its sink"
+	}
+	return "Kafka"
+}
+
+// ReplicasMax bounds how many replicas are listed.
+const ReplicasMax = 1000
+
+// Replicas returns the replicas of all relays that are alive.
+func Replicas(ctx context.Context, db Querier, schema string) ([]Replica, error) {
+	rows, err := db.Query(ctx, migrations.InSchema(replicasSQL, schema), ReplicasMax)
+	if err != nil {
+		return nil, fmt.Errorf("list replicas: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Replica])
+	if err != nil {
+		return nil, fmt.Errorf("list replicas: %w", err)
+	}
+	return all, nil
+}
+
 // What keeps a relay from being deleted. Nothing was changed then.
 var (
 	ErrUnknown = errors.New("no relay of this name is known")

@@ -1,0 +1,292 @@
+package relay_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// cut is a network that an outage interrupts.
+type cut struct{ away atomic.Bool }
+
+func (c *cut) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	if c.away.Load() {
+		return nil, errors.New("broker is away")
+	}
+	var d net.Dialer
+	conn, err := d.DialContext(ctx, network, address)
+	return &cutConn{Conn: conn, cut: &c.away}, err
+}
+
+func (c *cut) options(fake *kfake.Cluster) []kgo.Opt {
+	return []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.Dialer(c.dial), kgo.RetryTimeout(time.Second)}
+}
+
+// starts runs a relay until the test ends.
+func starts(t *testing.T, r *relay.Relay) {
+	t.Helper()
+	running, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(running) }()
+	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+}
+
+// describe returns what the replicas say of themselves.
+func describe(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	return one[string](t, pool, `SELECT coalesce(string_agg(owner || ' ' || state, ', ' ORDER BY owner), '') FROM effectonce.outbox_replicas`)
+}
+
+// holder returns who holds each shard, under which epoch.
+func holder(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	return one[string](t, pool, `SELECT coalesce(string_agg(owner || ' ' || epoch, ', ' ORDER BY shard), '') FROM effectonce.outbox_progress WHERE lease_until > clock_timestamp()`)
+}
+
+// Property: while no replica reaches the brokers, the holder keeps its lease under its epoch and says that it waits for
+// Kafka, and so does its standby; when the brokers are back, every row is published in order, still under that epoch.
+// Row O45.
+func TestBrokerOutageCostsNoLease(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			pool, fake, network := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &cut{}
+			var said lockedBuffer
+			for _, owner := range []string{"a", "b"} {
+				cfg := relay.Config{Owner: owner, Lease: 4 * time.Second, ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))}
+				r, err := relay.New(pool, network.options(fake), cfg)
+				require.NoError(t, err)
+				starts(t, r)
+			}
+			insert(t, pool, "orders", "k", "0")
+			await(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
+			await(t, "both are known", func() bool {
+				return strings.Count(describe(t, pool), ",") == 1 && !strings.Contains(describe(t, pool), "away")
+			})
+			await(t, "the shard has gone to the first by name", func() bool { return strings.HasPrefix(holder(t, pool), "a ") })
+			before := holder(t, pool)
+			network.away.Store(true)
+			// What has reached the brokers is waited for there, and what has not is asked about.
+			for i := 1; i < 20; i++ {
+				insert(t, pool, "orders", "k", fmt.Sprint(i))
+			}
+			insert(t, pool, "payments", "k", "missing")
+			await(t, "both say what they wait for", func() bool { return describe(t, pool) == "a kafka_away, b kafka_away" })
+			for range 12 { // three leases, by the database's clock
+				_, err := pool.Exec(t.Context(), `SELECT pg_sleep(1)`)
+				require.NoError(t, err)
+				require.Equal(t, before, holder(t, pool))
+			}
+			require.Contains(t, one[string](t, pool, `SELECT max(problem) FROM effectonce.outbox_replicas`), "broker is away")
+			network.away.Store(false)
+			await(t, "all is published", func() bool { return distinct(valuesAt(t, fake, "orders")) == 20 })
+			await(t, "they say so", func() bool { return !strings.Contains(describe(t, pool), "away") })
+			require.Equal(t, before, holder(t, pool))
+			require.LessOrEqual(t, strings.Count(said.String(), "waiting for Kafka"), 2*3, said.String())
+			require.NotContains(t, said.String(), "relay interrupted")
+		})
+	}
+}
+
+// Property: a replica that is cut off from the brokers yields its shards, all of them, to one that reaches the brokers, and
+// takes none back before it reaches them itself. Rows O5, O45.
+func TestReplicaThatIsCutOffYields(t *testing.T) {
+	t.Parallel()
+	for _, exactly := range []bool{false, true} {
+		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
+			t.Parallel()
+			pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+			networks := map[string]*cut{"a": {}, "b": {}}
+			for _, owner := range []string{"a", "b"} {
+				r, err := relay.New(pool, networks[owner].options(fake), relay.Config{Owner: owner, Lease: 3 * time.Second, ExactlyOnce: exactly, Shards: 3})
+				require.NoError(t, err)
+				starts(t, r)
+				await(t, "it has shards", func() bool { return strings.Contains(holder(t, pool), owner) })
+			}
+			await(t, "they share", func() bool {
+				return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
+			})
+			networks["a"].away.Store(true)
+			for i := range 30 {
+				insert(t, pool, "orders", fmt.Sprint("k", i%9), fmt.Sprint(i))
+			}
+			await(t, "the other takes all, and publishes them", func() bool {
+				return strings.Count(holder(t, pool), "b ") == 3 && distinct(valuesAt(t, fake, "orders")) == 30
+			})
+			held := holder(t, pool)
+			require.Contains(t, describe(t, pool), "a kafka_away, b publishing")
+			_, err := pool.Exec(t.Context(), `SELECT pg_sleep(4)`)
+			require.NoError(t, err)
+			require.Equal(t, held, holder(t, pool), "nothing changes hands meanwhile")
+			networks["a"].away.Store(false)
+			await(t, "they share again", func() bool {
+				return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
+			})
+		})
+	}
+}
+
+// checkedSink is a sink that can be asked.
+type checkedSink struct {
+	receiver
+	away atomic.Bool
+}
+
+func (s *checkedSink) Check(context.Context) error {
+	if s.away.Load() {
+		return errors.New("receiver is away")
+	}
+	return nil
+}
+
+func newCheckedSink() *checkedSink {
+	s := &checkedSink{}
+	s.answer = func(_ context.Context, messages []relay.Message) (int, error) {
+		if s.away.Load() {
+			return 0, errors.New("receiver is away")
+		}
+		return len(messages), nil
+	}
+	return s
+}
+
+// Property: a receiver that is away costs no lease; a replica whose receiver is away yields to one whose receiver answers,
+// if the sink can tell. Row O45.
+func TestReceiverOutageCostsNoLease(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	sinks := map[string]*checkedSink{"a": newCheckedSink(), "b": newCheckedSink()}
+	for _, owner := range []string{"a", "b"} {
+		starts(t, newSinkRelay(t, pool, sinks[owner], relay.Config{Owner: owner, Lease: 3 * time.Second}))
+	}
+	insert(t, pool, "a", "k", "0")
+	received := func() int { return distinct(append(sinks["a"].all(), sinks["b"].all()...)) }
+	await(t, "a publishes", func() bool { return received() == 1 && strings.HasPrefix(holder(t, pool), "a ") })
+	before := holder(t, pool)
+	sinks["a"].away.Store(true)
+	sinks["b"].away.Store(true)
+	insert(t, pool, "a", "k", "1")
+	await(t, "both say what they wait for", func() bool { return describe(t, pool) == "a sink_away, b sink_away" })
+	_, err := pool.Exec(t.Context(), `SELECT pg_sleep(7)`)
+	require.NoError(t, err)
+	require.Equal(t, before, holder(t, pool))
+	sinks["b"].away.Store(false)
+	await(t, "the other publishes", func() bool { return received() == 2 && strings.HasPrefix(holder(t, pool), "b ") })
+	sinks["a"].away.Store(false)
+	insert(t, pool, "a", "k", "2")
+	await(t, "all is published", func() bool { return received() == 3 })
+}
+
+// Property: a Sink that cannot be asked keeps its lease while its receiver is away, however many replicas there are.
+func TestSinkWithoutCheckKeepsItsLease(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	var away atomic.Bool
+	sink := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+		if away.Load() {
+			return 0, errors.New("receiver is away")
+		}
+		return len(messages), nil
+	}}
+	for _, owner := range []string{"a", "b"} {
+		starts(t, newSinkRelay(t, pool, sink, relay.Config{Owner: owner, Lease: 2 * time.Second}))
+	}
+	insert(t, pool, "a", "k", "0")
+	await(t, "it is published", func() bool { return len(sink.all()) == 1 })
+	await(t, "both are known", func() bool {
+		return describe(t, pool) == "a publishing, b standing_by" && strings.HasPrefix(holder(t, pool), "a ")
+	})
+	before := holder(t, pool)
+	away.Store(true)
+	insert(t, pool, "a", "k", "1")
+	await(t, "it says what it waits for", func() bool { return describe(t, pool) == "a sink_away, b standing_by" })
+	_, err := pool.Exec(t.Context(), `SELECT pg_sleep(8)`)
+	require.NoError(t, err)
+	require.Equal(t, before, holder(t, pool))
+	away.Store(false)
+	await(t, "it is published", func() bool { return len(sink.all()) == 2 })
+}
+
+// hooked keeps what hooks were told.
+type hooked struct {
+	mu   sync.Mutex
+	hung map[int16]bool
+	held map[int16]bool
+}
+
+func (h *hooked) hooks() relay.Hooks {
+	h.hung, h.held = map[int16]bool{}, map[int16]bool{}
+	set := func(m map[int16]bool) func(int16, bool) {
+		return func(shard int16, is bool) {
+			h.mu.Lock()
+			defer h.mu.Unlock()
+			m[shard] = is
+		}
+	}
+	return relay.Hooks{Hung: set(h.hung), Lease: set(h.held)}
+}
+
+func (h *hooked) is(m map[int16]bool, shard int16) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return m[shard]
+}
+
+// Property: a Sink that never returns for one shard of a replica costs that replica the shard: its lease is not renewed
+// though the other worker renews its own, the log and the hook name it, and another replica publishes both shards. When
+// the call returns after all, the replica shares again. Row O46.
+func TestHungShardIsTakenOver(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	release := make(chan struct{})
+	returns := sync.OnceFunc(func() { close(release) })
+	defer returns()
+	hangs := &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+		if string(messages[0].Payload) == "poison" {
+			<-release // whatever its context says
+		}
+		return len(messages), nil
+	}}
+	var told hooked
+	var said lockedBuffer
+	starts(t, newSinkRelay(t, pool, hangs, relay.Config{Owner: "a", Shards: 2, Lease: 2 * time.Second, Hooks: told.hooks(), Logger: slog.New(slog.NewTextHandler(&said, nil))}))
+	await(t, "it holds both", func() bool { return strings.Count(holder(t, pool), "a ") == 2 })
+	insert(t, pool, "a", "k", "poison")
+	shard := one[int16](t, pool, `SELECT shard % 2 FROM effectonce.outbox`)
+	await(t, "the shard is given up, the other is kept: no other replica runs", func() bool {
+		return told.is(told.hung, shard) && strings.Count(holder(t, pool), "a ") == 1
+	})
+	require.Equal(t, "a stuck", describe(t, pool))
+	require.Contains(t, said.String(), fmt.Sprintf("shard=%d", shard))
+	require.Contains(t, said.String(), "a shard hangs")
+	await(t, "it counts as lost", func() bool { return !told.is(told.held, shard) && told.is(told.held, 1-shard) })
+
+	takes := &receiver{}
+	starts(t, newSinkRelay(t, pool, takes, relay.Config{Owner: "b", Shards: 2, Lease: 2 * time.Second}))
+	await(t, "another replica takes both", func() bool { return strings.Count(holder(t, pool), "b ") == 2 })
+	insert(t, pool, "a", "k", "next")
+	await(t, "and publishes", func() bool { return len(takes.all()) == 2 })
+	require.Equal(t, []string{"poison", "next"}, takes.all())
+	returns()
+	await(t, "the first is well again", func() bool { return !told.is(told.hung, shard) })
+	await(t, "they share", func() bool {
+		return strings.Count(holder(t, pool), "a ") == 1 && strings.Count(holder(t, pool), "b ") == 1
+	})
+}

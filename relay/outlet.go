@@ -1,0 +1,275 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kadm"
+
+	"github.com/effectonce/effectonce/internal/bounds"
+)
+
+// What rows go to, the brokers or a Sink, may be away while the database answers. That is a state and no failure: the
+// replica keeps its leases, says what it waits for, and tries again from stored progress under the same epochs. It
+// yields its shards to a replica that reaches what it does not reach any more, and to no other: see standing.sharing.
+
+// Checker is a Sink that can say whether its receiver answers. A replica whose receiver does not answer yields its shards
+// to one whose receiver does; without Check it keeps them, and tries again until the receiver answers.
+type Checker interface {
+	Sink
+	// Check asks the receiver for something cheap, and returns an error if no answer came. ctx ends after a quarter of
+	// a Lease. It is called from one goroutine, at the same time as Publish.
+	Check(ctx context.Context) error
+}
+
+// outlet is what a replica knows of the brokers, or of its sink.
+type outlet struct {
+	reached atomic.Pointer[time.Time] // when it answered last; nil: never
+
+	mu     sync.Mutex
+	probe  error           // of the last look; nil: it answered
+	shards map[int16]error // that wait for it, and why
+	away   bool            // the hook was told so
+}
+
+// outletError marks what the brokers or a sink said, or did not say: errors of connections to the database look the same.
+type outletError struct{ error }
+
+func (e *outletError) Unwrap() error { return e.error }
+
+// fromOutlet marks an error of the brokers or of a sink. nil stays nil.
+func fromOutlet(err error) error {
+	if err == nil {
+		return nil
+	}
+	return &outletError{err}
+}
+
+// away tells whether an error means that the brokers, or the sink, do not take rows now: no connection, no answer in time,
+// no leader, too few replicas, or a refusal that an operator takes back, such as missing rights. A transaction that the
+// brokers ended because it took too long is one, too. So is one that another replica fenced: whether this one still holds
+// its lease, the database knows, and is asked before the work begins again.
+func away(err error) bool {
+	var marked *outletError
+	return errors.As(err, &marked) && !errors.Is(err, errLimitsChanged) && !errors.Is(err, errLeaseLost)
+}
+
+// errUnacknowledged is why a shard waits while the client goes on trying.
+var errUnacknowledged = errors.New("rows are with the brokers and not acknowledged")
+
+// errSilentBrokers is the end of a question to the brokers.
+var errSilentBrokers = errors.New("the brokers did not answer in time")
+
+// asking is the context of a question to the brokers, which the client repeats for as long as that.
+func (p *publisher) asking(ctx context.Context) (context.Context, context.CancelFunc) {
+	limit := p.cfg.patience()
+	return p.limited(ctx, limit, errSilentBrokers)
+}
+
+// answered is called for each acknowledgement: it takes no lock.
+func (o *outlet) answered() {
+	now := time.Now()
+	o.reached.Store(&now)
+}
+
+// reachedAgo is how long ago the brokers answered; nil: never. The receiver of a sink that cannot be asked counts as
+// reached: no other replica could know better.
+func (r *Relay) reachedAgo() *time.Duration {
+	var ago time.Duration
+	if r.probes() {
+		at := r.outlet.reached.Load()
+		if at == nil {
+			return nil
+		}
+		ago = time.Since(*at)
+	}
+	return &ago
+}
+
+func (r *Relay) probes() bool {
+	_, can := r.cfg.Sink.(Checker)
+	return r.cfg.Sink == nil || can
+}
+
+// outletName is for people, and outletState for outbox_replicas.
+func (r *Relay) outletName() (name, state string) {
+	if r.cfg.Sink != nil {
+		return "the sink", stateSinkAway
+	}
+	return "Kafka", stateKafkaAway
+}
+
+// What a replica says that it does, in outbox_replicas.
+const (
+	statePublishing = "publishing"
+	stateStandingBy = "standing_by"
+	stateKafkaAway  = "kafka_away"
+	stateSinkAway   = "sink_away"
+	stateStuck      = "stuck"
+)
+
+// waits notes why a shard waits for the brokers; nil: it does not.
+func (r *Relay) waits(ctx context.Context, shard int16, why error) {
+	r.outlet.note(func(o *outlet) {
+		if why == nil {
+			delete(o.shards, shard)
+			return
+		}
+		if o.shards == nil {
+			o.shards = map[int16]error{}
+		}
+		o.shards[shard] = why
+	})
+	r.sayAway(ctx)
+}
+
+// probed notes whether the brokers answered.
+func (r *Relay) probed(ctx context.Context, err error) {
+	if err == nil {
+		r.outlet.answered()
+	}
+	r.outlet.note(func(o *outlet) { o.probe = err })
+	r.sayAway(ctx)
+}
+
+func (o *outlet) note(change func(*outlet)) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	change(o)
+}
+
+// problem is why rows cannot leave now, or nil. What a shard met comes first: it has tried.
+func (o *outlet) problem() error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.problemLocked()
+}
+
+func (o *outlet) problemLocked() error {
+	var first error
+	lowest := int16(-1)
+	for shard, err := range o.shards {
+		if lowest < 0 || shard < lowest {
+			lowest, first = shard, err
+		}
+	}
+	if first == nil || errors.Is(first, errUnacknowledged) && o.probe != nil {
+		return o.probe
+	}
+	return first
+}
+
+// sayAway logs that the brokers are away, once and then now and then, and that they are back.
+func (r *Relay) sayAway(ctx context.Context) {
+	o := &r.outlet
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	problem := o.problemLocked()
+	name, _ := r.outletName()
+	switch {
+	case problem != nil:
+		r.say.warn(ctx, "waiting for "+name+": rows wait in the outbox, leases are kept, nothing is lost", "relay", r.cfg.Name, "error", problem)
+	case o.away:
+		r.say.over(ctx, "waiting for "+name+": rows wait in the outbox, leases are kept, nothing is lost", name+" takes rows again", "relay", r.cfg.Name)
+	}
+	if (problem != nil) != o.away && r.cfg.Hooks.Away != nil {
+		r.cfg.Hooks.Away(problem)
+	}
+	o.away = problem != nil
+}
+
+// probe looks now and then whether the brokers answer, while nothing that is published says so, until ctx ends.
+func (m *member) probe(ctx context.Context) {
+	look, end, err := m.newProbe()
+	if err != nil { // New has tried the same options
+		m.cfg.Logger.ErrorContext(ctx, "the brokers cannot be looked at", "relay", m.cfg.Name, "error", err)
+		return
+	}
+	defer end()
+	for ok := true; ok; ok = pause(ctx, m.probeEvery()) {
+		if ago := m.reachedAgo(); ago != nil && *ago < m.probeEvery() {
+			m.outlet.note(func(o *outlet) { o.probe = nil })
+			m.sayAway(ctx)
+			continue
+		}
+		asking, cancel := context.WithTimeout(ctx, m.probeEvery())
+		err := look(asking)
+		cancel()
+		if ctx.Err() == nil {
+			m.probed(ctx, err)
+		}
+	}
+}
+
+// probeEvery is far below what makes a difference between two replicas: see yieldsAfter.
+func (m *member) probeEvery() time.Duration {
+	return min(max(m.cfg.Lease/4, 500*time.Millisecond), 10*time.Second)
+}
+
+// newProbe asks each broker of the cluster for something that needs no rights: a replica that reaches some of them may
+// not reach the leaders of the partitions that it writes to.
+func (m *member) newProbe() (look func(context.Context) error, end func(), err error) {
+	if checker, ok := m.cfg.Sink.(Checker); ok {
+		return checker.Check, func() {}, nil
+	}
+	client, err := m.newClient(nil, nil)
+	if err != nil {
+		return nil, nil, err
+	}
+	admin := kadm.NewClient(client)
+	return func(ctx context.Context) error {
+		if err := client.Ping(ctx); err != nil { // else the client would repeat the question for longer than that
+			return fmt.Errorf("no broker answers: %w", err)
+		}
+		versions, err := admin.ApiVersions(ctx)
+		if err != nil {
+			return fmt.Errorf("ask for the brokers: %w", err)
+		}
+		for _, v := range versions.Sorted() {
+			if v.Err != nil {
+				return fmt.Errorf("broker %d does not answer: %w", v.NodeID, v.Err)
+			}
+		}
+		return nil
+	}, client.Close, nil
+}
+
+// report is what a replica says of itself with each sign of life.
+type report struct {
+	obeyed  []string // pauses
+	state   string
+	problem *string
+}
+
+// publishing is the report of a replica that publishes under some leases.
+func (r *Relay) publishing(leases ...*lease) report {
+	return report{obeyed: r.obeyed(leases), state: statePublishing}
+}
+
+// report covers all workers: one that hangs may still publish, so it counts among those that obey pauses.
+func (m *member) report() report {
+	var leases []*lease
+	for _, w := range m.workers {
+		leases = append(leases, w.lease)
+	}
+	how := m.publishing(leases...)
+	why := m.outlet.problem()
+	switch {
+	case m.stuck > 0:
+		why = fmt.Errorf("%d shards make no progress: see the log of the replica, and restart it", m.stuck)
+		how.state = stateStuck
+	case why != nil:
+		_, how.state = m.outletName()
+	case len(m.workers) == 0:
+		how.state = stateStandingBy
+	}
+	if why != nil {
+		text := bounds.ErrorText(why)
+		how.problem = &text
+	}
+	return how
+}

@@ -1,0 +1,38 @@
+package relay
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"github.com/effectonce/effectonce/internal/say"
+)
+
+// sayings logs what lasts: each text once, and then every 30 s with how often it came.
+type sayings struct {
+	logger *slog.Logger
+	lines  say.Lines
+}
+
+// warn logs a problem. What comes with it, an error or a shard, may differ each time.
+func (s *sayings) warn(ctx context.Context, text string, attrs ...any) {
+	s.log(ctx, slog.LevelWarn, text, text, attrs)
+}
+
+// about is warn for one of several things that have the same problem, such as topics.
+func (s *sayings) about(ctx context.Context, level slog.Level, thing, text string, attrs ...any) {
+	s.log(ctx, level, text+"\x00"+thing, text, attrs)
+}
+
+func (s *sayings) log(ctx context.Context, level slog.Level, key, text string, attrs []any) {
+	if times, due := s.lines.Due(key, false); due {
+		s.logger.Log(ctx, level, text, append(attrs, "times", times)...)
+	}
+}
+
+// over says that a problem is over, if it was logged.
+func (s *sayings) over(ctx context.Context, problem, text string, attrs ...any) {
+	if ended, was := s.lines.End(problem); was {
+		s.logger.InfoContext(ctx, text, append(attrs, "times", ended.Times, "lasted", ended.Lasted.Round(time.Millisecond))...)
+	}
+}

@@ -27,7 +27,6 @@ type toTransactions struct {
 	void error  // why nothing can be committed any more: the work starts over
 	// Committed and not copied to the database. Under progress.storing, like void.
 	uncopied int64
-	offset   *int64 // of the last progress record, if it is not copied
 }
 
 // begin fences whoever published this shard before, aborts what that one had under way, and goes on
@@ -40,7 +39,7 @@ func (t *toTransactions) begin(ctx context.Context) error {
 	if _, _, err := t.client.ProducerID(ctx); err != nil {
 		return fmt.Errorf("begin transactions as %q: %w", t.journal.id, err)
 	}
-	found, err := t.journal.read(ctx, t.client)
+	found, err := t.journal.read(ctx, t.client, t.lease.journal)
 	if err != nil {
 		return fmt.Errorf("read progress topic %q: %w", t.cfg.ProgressTopic, err)
 	}
@@ -297,8 +296,8 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 			return fmt.Errorf("commit a transaction: %w", err)
 		}
 		crashpoint.Here(crashpoint.RelayCommitted)
-		offset := t.journal.wrote
-		t.begun, t.offset = time.Time{}, &offset
+		t.begun = time.Time{}
+		t.journal.committed()
 	}
 	t.at, t.rows, t.uncopied, t.handed = t.end, t.rows+t.handed, t.uncopied+t.handed, 0
 	if err := t.publisher.dead.remove(ctx, t.released); err != nil {
@@ -308,7 +307,7 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 	if len(t.dead) == 0 {
 		return nil // copied in a while: see store
 	}
-	if err := t.storeDead(ctx, columns(t.dead), t.at, t.uncopied, t.offset); err != nil {
+	if err := t.storeDead(ctx, columns(t.dead), t.at, t.uncopied, t.journal.last); err != nil {
 		return err
 	}
 	t.copied()
@@ -334,7 +333,7 @@ func (t *toTransactions) copy(ctx context.Context) error {
 	if t.at == t.lease.cursor && t.uncopied == 0 {
 		return nil
 	}
-	if err := t.progress.store(ctx, t.at, t.uncopied, t.offset); err != nil {
+	if err := t.progress.store(ctx, t.at, t.uncopied, t.journal.last); err != nil {
 		return err
 	}
 	t.copied()
@@ -342,7 +341,7 @@ func (t *toTransactions) copy(ctx context.Context) error {
 }
 
 func (t *toTransactions) copied() {
-	t.uncopied, t.offset = 0, nil
+	t.uncopied = 0
 	crashpoint.Here(crashpoint.RelayProgressed)
 }
 

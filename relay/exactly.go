@@ -79,10 +79,11 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	}
 	t.progress.storing.Lock()
 	defer t.progress.storing.Unlock()
+	t.lease.journal = t.journal.last
 	if dead := found.verdicts(); len(dead.seqs) > 0 {
-		return t.storeDead(ctx, dead, at, rows, &found.offset)
+		return t.storeDead(ctx, dead, at, rows, t.journal.last)
 	}
-	return t.progress.store(ctx, at, rows, &found.offset)
+	return t.progress.store(ctx, at, rows, t.journal.last)
 }
 
 // publish adds the rows to the transaction. One with dead rows, or released ones, is committed at once: dead rows move to
@@ -185,6 +186,11 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 func (t *toTransactions) paged(work, ctx context.Context, full bool) error {
 	if full && time.Since(t.begun) < t.cfg.TransactionMax {
 		return nil
+	}
+	if t.begun.IsZero() && t.journal.far(ctx, t.client) {
+		if err := t.open(); err != nil {
+			return err
+		}
 	}
 	return t.commit(work, ctx)
 }
@@ -330,7 +336,7 @@ func (t *toTransactions) store(ctx context.Context) error {
 
 // copy is called with progress.storing.
 func (t *toTransactions) copy(ctx context.Context) error {
-	if t.at == t.lease.cursor && t.uncopied == 0 {
+	if t.at == t.lease.cursor && t.uncopied == 0 && t.journal.copied() {
 		return nil
 	}
 	if err := t.progress.store(ctx, t.at, t.uncopied, t.journal.last); err != nil {
@@ -341,7 +347,7 @@ func (t *toTransactions) copy(ctx context.Context) error {
 }
 
 func (t *toTransactions) copied() {
-	t.uncopied = 0
+	t.uncopied, t.lease.journal = 0, t.journal.last
 	crashpoint.Here(crashpoint.RelayProgressed)
 }
 

@@ -315,7 +315,12 @@ func (j *journal) readPiece(ctx context.Context, start, end int64) (*entry, erro
 // committed notes that the transaction under way was committed.
 func (j *journal) committed() {
 	offset := j.wrote
-	j.last = &offset
+	j.last, j.asked = &offset, time.Now()
+}
+
+// copied tells whether the database's copy of progress names the last record.
+func (j *journal) copied() bool {
+	return j.last == nil || (j.lease.journal != nil && *j.lease.journal == *j.last)
 }
 
 // A shard without rows writes nothing, and beside a busy one its last record would get further and further from the

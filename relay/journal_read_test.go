@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"strconv"
+	"strings"
 	"sync/atomic"
 	"testing"
 
@@ -209,6 +210,60 @@ func TestTakeoverFindsTheLastEntryFromAnyOffset(t *testing.T) {
 			j.takeover(0, &before)
 		})
 	}
+}
+
+// Property: the copy of progress in the database says where its record is in the progress topic, and a takeover reads from
+// there. A shard without rows beside busy ones writes its progress again once that is far from the end, so that what a
+// takeover of it reads does not grow either. Row O44.
+func TestIdleShardStaysNearTheEndOfTheProgressTopic(t *testing.T) {
+	t.Parallel()
+	pool, fake, fetched := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &fetchedFrom{topic: "progress"}
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.WithHooks(fetched)}, relay.Config{ExactlyOnce: true, ProgressTopic: "progress"})
+	require.NoError(t, err)
+	insert(t, pool, "orders", "k", "1")
+	require.EqualValues(t, 1, drain(t, r))
+	last := func() int64 {
+		t.Helper()
+		var offset int64 = -1
+		key, err := r.JournalKey(t.Context(), 0)
+		require.NoError(t, err)
+		for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "progress") {
+			if string(record.Key) == key {
+				offset = record.Offset
+			}
+		}
+		require.Equal(t, offset, one[int64](t, pool, `SELECT journal_offset FROM effectonce.outbox_advances ORDER BY n DESC LIMIT 1`))
+		return offset
+	}
+	last()
+	client := kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.DefaultProduceTopic("progress"), kgo.MaxBufferedRecords(100_000))
+	const busy = 30_000
+	var first int64
+	for round := range 5 {
+		records := make([]*kgo.Record, busy)
+		for i := range records {
+			records[i] = &kgo.Record{Key: []byte("another shard"), Value: []byte(strings.Repeat("x", 100))}
+		}
+		require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
+		fetched.records.Store(0)
+		require.Zero(t, drain(t, r))
+		read := fetched.records.Load()
+		if round == 0 {
+			first = read
+		}
+		require.LessOrEqual(t, read, first+first/2, "round %d", round)
+	}
+	before := last()
+	require.Zero(t, drain(t, r))
+	require.Equal(t, before, last(), "near the end, it is not written again")
+	require.Equal(t, []string{"1"}, stringsOf(kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders")))
+}
+
+func stringsOf(records []*kgo.Record) (values []string) {
+	for _, r := range records {
+		values = append(values, string(r.Value))
+	}
+	return values
 }
 
 func (j *journalOf) transact(client *kgo.Client, shard int16, commit bool, within func()) {

@@ -48,6 +48,12 @@ type Config struct {
 	// outbox_dead with ReasonPaused, in their order, and hold up no other topic. Each shard has its part of the rate. It is
 	// met over a few seconds, not within each. Above 0 to 1,000,000. Default: no bounds.
 	Rates map[string]float64
+	// DurableHorizon makes publishing wait until standbys have flushed what is published, so that no event outlives a failover
+	// that loses its commit: "any" (one of those that are connected), "a,b" (one of these by application_name), "2 of any",
+	// "2 of a,b,c". Only streaming standbys count, no backups and no subscribers of logical replication. While too few are
+	// connected nothing is published, and the log says so. The role has to be a member of pg_read_all_stats. Each page costs
+	// one more statement and the standby's flush. At most 10,000 bytes; default: publishing waits for no standby.
+	DurableHorizon string
 	// Sink takes the rows instead of Kafka. Not with ExactlyOnce. Default: Kafka.
 	Sink Sink
 	// Lease is how long a replica that died keeps the others waiting. 1 s to 10 min; default 10 s. It
@@ -153,6 +159,9 @@ func (c Config) withDefaults() (Config, error) {
 	c.ProgressTopic = cmp.Or(c.ProgressTopic, "effectonce-relay-progress")
 	if !topicName.MatchString(c.ProgressTopic) {
 		problems = append(problems, fmt.Errorf("ProgressTopic %q: want 1 to 249 letters, digits, dots, underscores and hyphens", c.ProgressTopic))
+	}
+	if _, err := parseHorizon(c.DurableHorizon); err != nil || len(c.DurableHorizon) > 10_000 {
+		problems = append(problems, cmp.Or(err, errors.New("DurableHorizon: want at most 10000 bytes")))
 	}
 	if c.Sink != nil && c.ExactlyOnce {
 		problems = append(problems, errors.New("ExactlyOnce with a Sink: its transactions are Kafka's: remove one of the two; receivers deduplicate by ID"))

@@ -27,7 +27,6 @@ type toTransactions struct {
 	void error  // why nothing can be committed any more: the work starts over
 	// Committed and not copied to the database. Under progress.storing, like void.
 	uncopied int64
-	offset   *int64 // of the last progress record, if it is not copied
 }
 
 // begin fences whoever published this shard before, aborts what that one had under way, and goes on
@@ -38,7 +37,7 @@ func (t *toTransactions) begin(ctx context.Context) error {
 		return err
 	}
 	ended := t.expect(t.cfg.patience()) // beside the pauses in which it gives signs of life
-	found, err := t.journal.read(ctx, t.client)
+	found, err := t.journal.read(ctx, t.client, t.lease.journal)
 	ended()
 	if err != nil {
 		return fmt.Errorf("read progress topic %q: %w", t.cfg.ProgressTopic, fromOutlet(err))
@@ -91,10 +90,11 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	}
 	t.progress.storing.Lock()
 	defer t.progress.storing.Unlock()
+	t.lease.journal = t.journal.last
 	if dead := found.verdicts(); len(dead.seqs) > 0 {
-		return t.storeDead(ctx, dead, at, rows, &found.offset)
+		return t.storeDead(ctx, dead, at, rows, t.journal.last)
 	}
-	return t.progress.store(ctx, at, rows, &found.offset)
+	return t.progress.store(ctx, at, rows, t.journal.last)
 }
 
 // publish adds the rows to the transaction. One with dead rows, or released ones, is committed at once: dead rows move to
@@ -197,6 +197,11 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 func (t *toTransactions) paged(work, ctx context.Context, full bool) error {
 	if full && time.Since(t.begun) < t.cfg.TransactionMax {
 		return nil
+	}
+	if t.begun.IsZero() && t.journal.far(ctx, t.client) {
+		if err := t.open(); err != nil {
+			return err
+		}
 	}
 	return t.commit(work, ctx)
 }
@@ -309,8 +314,8 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 			return fmt.Errorf("commit a transaction: %w", fromOutlet(err))
 		}
 		crashpoint.Here(crashpoint.RelayCommitted)
-		offset := t.journal.wrote
-		t.begun, t.offset = time.Time{}, &offset
+		t.begun = time.Time{}
+		t.journal.committed()
 	}
 	t.at, t.rows, t.uncopied, t.handed = t.end, t.rows+t.handed, t.uncopied+t.handed, 0
 	if err := t.publisher.dead.remove(ctx, t.released); err != nil {
@@ -320,7 +325,7 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 	if len(t.dead) == 0 {
 		return nil // copied in a while: see store
 	}
-	if err := t.storeDead(ctx, columns(t.dead), t.at, t.uncopied, t.offset); err != nil {
+	if err := t.storeDead(ctx, columns(t.dead), t.at, t.uncopied, t.journal.last); err != nil {
 		return err
 	}
 	t.copied()
@@ -343,10 +348,10 @@ func (t *toTransactions) store(ctx context.Context) error {
 
 // copy is called with progress.storing.
 func (t *toTransactions) copy(ctx context.Context) error {
-	if t.at == t.lease.cursor && t.uncopied == 0 {
+	if t.at == t.lease.cursor && t.uncopied == 0 && t.journal.copied() {
 		return nil
 	}
-	if err := t.progress.store(ctx, t.at, t.uncopied, t.offset); err != nil {
+	if err := t.progress.store(ctx, t.at, t.uncopied, t.journal.last); err != nil {
 		return err
 	}
 	t.copied()
@@ -354,7 +359,7 @@ func (t *toTransactions) copy(ctx context.Context) error {
 }
 
 func (t *toTransactions) copied() {
-	t.uncopied, t.offset = 0, nil
+	t.uncopied, t.lease.journal = 0, t.journal.last
 	crashpoint.Here(crashpoint.RelayProgressed)
 }
 

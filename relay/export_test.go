@@ -105,3 +105,59 @@ func (r *Relay) HasSeen(ctx context.Context, later int32) error {
 
 // ErrAnotherRun is what FetchesElsewhere returns.
 var ErrAnotherRun = errAnotherRun
+
+// JournalKey is the key of a shard's entries in the progress topic.
+func (r *Relay) JournalKey(ctx context.Context, shard int16) (string, error) {
+	l, err := r.acquire(ctx, shard)
+	if err != nil {
+		return "", err
+	}
+	defer r.giveBack(ctx, l)
+	return r.transactionalID(l), nil
+}
+
+// ReadJournal is what a takeover of a shard finds in the progress topic, where the database's copy names an offset:
+// the rows that the entry covers, or -1.
+func (r *Relay) ReadJournal(ctx context.Context, shard int16, from *int64) (int64, error) {
+	l, err := r.acquire(ctx, shard)
+	if err != nil {
+		return 0, err
+	}
+	defer r.giveBack(ctx, l)
+	p := newPublisher(r, l)
+	client, err := r.newClient(l, p.topics)
+	if err != nil {
+		return 0, err
+	}
+	defer client.Close()
+	found, err := p.newJournal().read(ctx, client, from)
+	if err != nil || found == nil {
+		return -1, err
+	}
+	return found.Published, nil
+}
+
+// AtHorizon tells whether what is committed may be published: see Config.DurableHorizon.
+func (r *Relay) AtHorizon(ctx context.Context) (bool, error) {
+	l, err := r.acquire(ctx, 0)
+	if err != nil {
+		return false, err
+	}
+	defer r.giveBack(ctx, l)
+	found, err := r.lookAtHorizon(ctx, l, nil)
+	if err != nil {
+		return false, err
+	}
+	return found.flushed >= r.horizon.count, nil
+}
+
+// AwaitHorizon waits for what is committed when between returns.
+func (r *Relay) AwaitHorizon(ctx context.Context, between func()) error {
+	l, err := r.acquire(ctx, 0)
+	if err != nil {
+		return err
+	}
+	defer r.giveBack(context.WithoutCancel(ctx), l)
+	between()
+	return r.awaitHorizon(ctx, l, func(context.Context) error { return nil })
+}

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -18,7 +19,9 @@ type journal struct {
 	*publisher
 	id    string // transactional.id, and key of the records
 	topic string
-	wrote int64 // offset of the last record of the transaction under way
+	wrote int64     // offset of the last record of the transaction under way
+	last  *int64    // offset of this shard's last committed record; nil: none is known
+	asked time.Time // when the topic's end was asked for last: see far
 }
 
 // entry is a progress record. It is complete in itself: the ticks that it names may be lost in a failover.
@@ -65,11 +68,40 @@ func (j *journal) prepare(ctx context.Context, client *kgo.Client) error {
 	if topics.Has(j.topic) {
 		return nil
 	}
-	compact, ratio, segment := "compact", "0.1", fmt.Sprint(time.Hour.Milliseconds())
-	created, err := admin.CreateTopic(ctx, 1, -1, map[string]*string{
-		"cleanup.policy": &compact, "min.cleanable.dirty.ratio": &ratio, "segment.ms": &segment,
-	}, j.topic)
-	if err = errors.Join(err, created.Err); err != nil && !errors.Is(err, kerr.TopicAlreadyExists) {
+	return j.create(ctx, admin)
+}
+
+// journalSettings let the brokers forget what was passed. The compactor leaves the segment alone that is written to, so
+// a segment is small and does not last. The end of each transaction is a record of its own, which stays for
+// delete.retention.ms beyond the records: with Kafka's default of a day it would be most of the topic.
+func journalSettings() map[string]*string {
+	settings := map[string]*string{}
+	for name, value := range map[string]string{
+		"cleanup.policy": "compact", "min.cleanable.dirty.ratio": "0.1", "segment.bytes": fmt.Sprint(JournalSegmentBytes),
+		"segment.ms": fmt.Sprint(JournalSegmentLasts.Milliseconds()), "delete.retention.ms": fmt.Sprint(JournalSegmentLasts.Milliseconds()),
+	} {
+		settings[name] = &value
+	}
+	return settings
+}
+
+// Settings of a progress topic that the relay makes: segment.bytes, and segment.ms and delete.retention.ms.
+const (
+	JournalSegmentBytes = 8 << 20
+	JournalSegmentLasts = 10 * time.Minute
+)
+
+// create makes the topic. Some services refuse settings: then the topic has what they allow, and a takeover still reads
+// only its end.
+func (j *journal) create(ctx context.Context, admin *kadm.Client) error {
+	settings := journalSettings()
+	created, err := admin.CreateTopic(ctx, 1, -1, settings, j.topic)
+	if refusal := cmp.Or(err, created.Err); errors.Is(refusal, kerr.InvalidConfig) || errors.Is(refusal, kerr.PolicyViolation) {
+		j.cfg.Logger.WarnContext(ctx, "the brokers refuse the settings of the progress topic: it is made with cleanup.policy=compact alone",
+			"relay", j.cfg.Name, "topic", j.topic, "error", refusal, "reason", created.ErrMessage)
+		created, err = admin.CreateTopic(ctx, 1, -1, map[string]*string{"cleanup.policy": settings["cleanup.policy"]}, j.topic)
+	}
+	if err = cmp.Or(err, created.Err); err != nil && !errors.Is(err, kerr.TopicAlreadyExists) {
 		return fmt.Errorf("make topic %q for progress: %w; make it yourself with one partition and cleanup.policy=compact", j.topic, err)
 	}
 	return nil
@@ -196,18 +228,57 @@ func (j *journal) extent(ctx context.Context, admin *kadm.Client) (begin, end in
 	}
 }
 
-// read returns the last committed entry, or nil. It reads up to what was the end when it began: the transactions
-// of other shards that are still open before that are waited for, since nobody can tell what is behind them.
-func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) {
+// A takeover looks for a shard's last entry in the last journalTail offsets, then in four times as many before those, and
+// so on. A transaction takes two offsets: its record and its end.
+const (
+	journalTail  = 4096
+	journalGrows = 4
+)
+
+// read returns the last committed entry, or nil. from is where the database's copy of progress says that its record
+// is; nil: it does not say.
+//
+// It reads the topic from its end backwards, in pieces, and stops at the first piece that has an entry of this shard.
+// What comes later in the only partition was committed later, so the last entry of that piece is the last of all. That
+// is why nothing can be missed, whatever the copy says: the offset only chooses where one piece begins, never where the
+// search ends. As long as it is right, the copy's record or a newer one is in the piece that begins there, and nothing
+// before it is read.
+//
+//   - Epochs: a later holder's entries are behind those of the earlier, whose transactions it has ended.
+//   - The copy is old (the holder died before it wrote it, a database was restored): newer entries are behind the offset.
+//   - The compactor removed the record at the offset: only because a newer one of the same key is behind it.
+//   - The topic was made anew, truncated in an unclean election, or is another topic or another cluster: the offset is
+//     beyond the end, or no entry is behind it, and the search goes back to the beginning.
+//   - Entries of other shards and relays in the same topic are passed over.
+//   - A transaction that begins before a piece and ends in it counts with its end: brokers send which ones were aborted.
+func (j *journal) read(ctx context.Context, client *kgo.Client, from *int64) (*entry, error) {
 	begin, end, err := j.extent(ctx, kadm.NewClient(client))
 	if err != nil {
 		return nil, err
 	}
-	if begin == end {
-		return nil, nil //nolint:nilnil // nothing was committed yet
+	for before, length := end, int64(journalTail); before > begin; length *= journalGrows {
+		start := max(begin, before-length)
+		if from != nil && *from > start && *from < before {
+			start = *from
+		}
+		found, err := j.readPiece(ctx, start, before)
+		if err != nil {
+			return nil, err
+		}
+		if found != nil {
+			j.last = &found.offset
+			return found, nil
+		}
+		before = start
 	}
+	return nil, nil //nolint:nilnil // nothing was committed yet
+}
+
+// readPiece returns the last committed entry from one offset up to another. The transactions of other shards that are still
+// open in it are waited for: what is behind them is not known before.
+func (j *journal) readPiece(ctx context.Context, start, end int64) (*entry, error) {
 	reader, err := kgo.NewClient(append(append([]kgo.Opt{}, j.kafka...),
-		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{j.topic: {0: kgo.NewOffset().AtStart()}}),
+		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{j.topic: {0: kgo.NewOffset().At(start)}}),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.KeepControlRecords(),
 	)...)
 	if err != nil {
@@ -215,7 +286,7 @@ func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) 
 	}
 	defer reader.Close()
 	var last *entry
-	for at := begin; at < end; {
+	for at := start; at < end; {
 		j.turn()
 		polling, cancel := j.limited(ctx, complaintEvery, context.DeadlineExceeded)
 		fetches := reader.PollFetches(polling)
@@ -230,7 +301,7 @@ func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) 
 		}
 		for _, record := range fetches.Records() {
 			at = record.Offset + 1
-			if record.Attrs.IsControl() || string(record.Key) != j.id {
+			if record.Offset >= end || record.Attrs.IsControl() || string(record.Key) != j.id {
 				continue
 			}
 			last = &entry{offset: record.Offset}
@@ -244,3 +315,41 @@ func (j *journal) read(ctx context.Context, client *kgo.Client) (*entry, error) 
 
 // complaintEvery is how often a relay that waits for another's transaction says so.
 const complaintEvery = 10 * time.Second
+
+// committed notes that the transaction under way was committed.
+func (j *journal) committed() {
+	offset := j.wrote
+	j.last, j.asked = &offset, time.Now()
+}
+
+// copied tells whether the database's copy of progress names the last record.
+func (j *journal) copied() bool {
+	return j.last == nil || (j.lease.journal != nil && *j.lease.journal == *j.last)
+}
+
+// A shard without rows writes nothing, and beside a busy one its last record would get further and further from the
+// end, where a takeover has to go back to. So its holder looks now and then how far, and writes its progress again.
+const (
+	journalFar      = 5 * journalTail
+	journalAskEvery = 30 * time.Second
+)
+
+// far tells whether progress is to be written again. Brokers that do not answer are asked again later.
+func (j *journal) far(ctx context.Context, client *kgo.Client) bool {
+	if time.Since(j.asked) < journalAskEvery {
+		return false
+	}
+	j.asked = time.Now()
+	ctx, cancel := context.WithTimeout(ctx, journalAskEvery/10)
+	defer cancel()
+	ends, err := kadm.NewClient(client).ListEndOffsets(ctx, j.topic)
+	end, ok := ends.Lookup(j.topic, 0)
+	if err != nil || !ok || end.Err != nil {
+		return false
+	}
+	last := int64(0)
+	if j.last != nil {
+		last = *j.last
+	}
+	return end.Offset-last > journalFar
+}

@@ -68,7 +68,8 @@ DELETE FROM effectonce.outbox_replicas WHERE relay = $1 AND (owner = $2 OR alive
 // meanwhile.
 //
 // The chain of progress goes on with a row of the new epoch, which repeats the last one: from then on a holder before
-// finds its next number taken. If it wrote a row after this statement's snapshot, the statement fails with 23505.
+// finds its next number taken. If it wrote a row after this statement's snapshot, the statement fails with 23505. The place
+// in the progress topic is only where a search begins, so that of the last row is right whatever passed the chain.
 const acquireSQL = `-- relay.acquire
 WITH taken AS (
 INSERT INTO effectonce.outbox_progress AS p (relay, shard, shards, owner, lease_until, epoch, system_identifier, timeline)
@@ -84,8 +85,8 @@ RETURNING relay, shard, epoch, shards, tick, next_tick, seq, floor, system_ident
 ), known AS (
   SELECT t.relay, t.shard, t.epoch, t.shards, coalesce(a.tick, t.tick) AS tick, CASE WHEN a.n IS NULL THEN t.next_tick ELSE a.next_tick END AS next_tick,
     coalesce(a.seq, t.seq) AS seq, greatest(a.floor, t.floor) AS floor, t.system_identifier, t.timeline,
-    coalesce(a.advanced_epoch, t.advanced_epoch) AS advanced_epoch, coalesce(a.published, t.published) AS published, a.journal_offset,
-    greatest(t.advance, coalesce((SELECT n FROM newest), 0)) + 1 AS n
+    coalesce(a.advanced_epoch, t.advanced_epoch) AS advanced_epoch, coalesce(a.published, t.published) AS published,
+    (SELECT journal_offset FROM newest) AS journal_offset, greatest(t.advance, coalesce((SELECT n FROM newest), 0)) + 1 AS n
   FROM taken t LEFT JOIN newest a ON a.epoch >= t.advanced_epoch AND a.n > t.advance
 ), begun AS (
   INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)

@@ -18,10 +18,19 @@ type doctorReport struct {
 	Findings []doctor.Finding `json:"findings"`
 }
 
+// doctorOptions are the flags of the command.
+type doctorOptions struct {
+	limit, keep   time.Duration
+	progressTopic string
+	backlog       backlogLimits
+}
+
+// defaultProgressTopic is relay.Config's.
+const defaultProgressTopic = "effectonce-relay-progress"
+
 func newDoctor(s *settings) *cobra.Command {
 	var asJSON bool
-	var limit, keep time.Duration
-	var limits backlogLimits
+	options := doctorOptions{progressTopic: defaultProgressTopic}
 	cmd := needs(&cobra.Command{
 		Use:   "doctor",
 		Short: "Check database, rights, brokers, topics and consumers, with a remedy for what is wrong",
@@ -35,7 +44,7 @@ Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a c
   outbox-relay doctor --json | jq -r '.findings[] | select(.severity != "ok") | .remedy'`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			findings := s.examine(cmd.Context(), limit, keep, limits)
+			findings := s.examine(cmd.Context(), options)
 			report := doctorReport{Well: doctor.Well(findings), Findings: findings}
 			var err error
 			if asJSON {
@@ -49,16 +58,17 @@ Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a c
 			return err
 		},
 	}, flagDatabaseURL)
-	addDuration(cmd.Flags(), &limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "how long each of database and brokers may take for an answer")
-	addDuration(cmd.Flags(), &keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long the relay keeps published rows, as \"run\" was told")
-	limits.addFlags(cmd.Flags())
+	addDuration(cmd.Flags(), &options.limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "how long each of database and brokers may take for an answer")
+	addDuration(cmd.Flags(), &options.keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long the relay keeps published rows, as \"run\" was told")
+	addText(cmd.Flags(), "progress-topic", 249, "where \"run --exactly-once\" keeps progress; default: "+defaultProgressTopic, func(name string) error { options.progressTopic = name; return nil })
+	options.backlog.addFlags(cmd.Flags())
 	addJSON(cmd, &asJSON)
 	return cmd
 }
 
 // examine runs every check that what it found before allows.
-func (s *settings) examine(ctx context.Context, limit, keep time.Duration, limits backlogLimits) []doctor.Finding {
-	limited, cancel := context.WithTimeout(ctx, limit)
+func (s *settings) examine(ctx context.Context, options doctorOptions) []doctor.Finding {
+	limited, cancel := context.WithTimeout(ctx, options.limit)
 	defer cancel()
 	var findings []doctor.Finding
 	conn, err := s.connect(limited)
@@ -67,7 +77,7 @@ func (s *settings) examine(ctx context.Context, limit, keep time.Duration, limit
 			Check: "database", Severity: doctor.Fail, Message: err.Error(),
 			Remedy: "let --database-url name a PostgreSQL that runs and lets this role in",
 		})
-		return append(findings, s.examineKafka(ctx, nil, limit)...)
+		return append(findings, s.examineKafka(ctx, nil, options)...)
 	}
 	defer hangUp(ctx, conn)
 	findings = append(findings, doctor.Finding{Check: "database", Severity: doctor.OK, Message: s.target() + " answers"})
@@ -83,35 +93,35 @@ func (s *settings) examine(ctx context.Context, limit, keep time.Duration, limit
 	}
 	findings = append(findings, tables...)
 	if !doctor.Well(tables) {
-		return append(findings, s.examineKafka(ctx, nil, limit)...)
+		return append(findings, s.examineKafka(ctx, nil, options)...)
 	}
 	findings = append(findings, doctor.Sequence(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Sequences(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Autovacuum(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Relays(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Replicas(limited, conn, s.schema)...)
-	findings = append(findings, doctor.Slots(limited, conn, s.schema, keep)...)
-	findings = append(findings, doctor.BacklogLimits(limited, conn, s.schema, doctor.Limits{Age: limits.age, Bytes: limits.bytes()})...)
+	findings = append(findings, doctor.Slots(limited, conn, s.schema, options.keep)...)
+	findings = append(findings, doctor.BacklogLimits(limited, conn, s.schema, doctor.Limits{Age: options.backlog.age, Bytes: options.backlog.bytes()})...)
 	findings = append(findings, doctor.Later(limited, conn, s.schema)...)
 	findings = append(findings, doctor.IdempotencyKeys(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Consuming(limited, conn, s.schema)...)
-	return append(findings, s.examineKafka(ctx, conn, limit)...)
+	return append(findings, s.examineKafka(ctx, conn, options)...)
 }
 
 // examineKafka leaves the topics out where the database could not be read: db is nil then.
-func (s *settings) examineKafka(ctx context.Context, db doctor.Querier, limit time.Duration) []doctor.Finding {
+func (s *settings) examineKafka(ctx context.Context, db doctor.Querier, options doctorOptions) []doctor.Finding {
 	if len(s.brokers) == 0 {
 		return []doctor.Finding{{
 			Check: "brokers", Severity: doctor.Warn, Message: "not checked: no brokers were given",
 			Remedy: "give --brokers, or set OUTBOX_BROKERS or KAFKA_BROKERS",
 		}}
 	}
-	client, err := s.askKafka(limit)
+	client, err := s.askKafka(options.limit)
 	if err != nil {
 		return []doctor.Finding{{Check: "brokers", Severity: doctor.Fail, Message: err.Error(), Remedy: "mend the settings of the client"}}
 	}
 	defer client.Close()
-	limited, cancel := context.WithTimeout(ctx, limit)
+	limited, cancel := context.WithTimeout(ctx, options.limit)
 	defer cancel()
 	admin := kadm.NewClient(client)
 	findings := doctor.Brokers(limited, admin, strings.Join(s.brokers, ","))
@@ -120,6 +130,7 @@ func (s *settings) examineKafka(ctx context.Context, db doctor.Querier, limit ti
 	}
 	findings = append(findings, doctor.MessageSize(limited, admin)...)
 	findings = append(findings, doctor.Topics(limited, db, admin, s.schema)...)
+	findings = append(findings, doctor.ProgressTopic(limited, admin, options.progressTopic)...)
 	return append(findings, doctor.Consumers(limited, db, admin, s.schema)...)
 }
 

@@ -37,12 +37,13 @@ func TestDoctorChecksEverything(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
 	execSQL(t, connect(t, address), "INSERT INTO effectonce.outbox (topic) VALUES ('never-created')")
-	found := severities(t, runOn(t, address, "doctor", "--json", "--brokers", strings.Join(kafkatest.Brokers(t), ",")))
+	progress := kafkatest.Topic(t, 1, "cleanup.policy", "compact", "segment.bytes", "8388608", "delete.retention.ms", "600000")
+	found := severities(t, runOn(t, address, "doctor", "--json", "--brokers", strings.Join(kafkatest.Brokers(t), ","), "--progress-topic", progress))
 	delete(found, "durability") // the server that tests share does not sync
 	assert.Equal(t, map[string]string{
 		"database": "ok", "server": "ok", "writable": "ok", "clock": "ok", "transactions": "ok", "rights": "ok",
 		"schema": "ok", "sequence": "ok", "sequences": "ok", "pooler": "ok", "replication": "ok", "autovacuum": "ok", "backlog": "ok", "relays": "ok", "slots": "ok", "scheduled": "ok", "keys": "ok",
-		"brokers": "ok", "message size": "ok", "topic never-created": "fail", "consumers": "ok", "consuming": "ok",
+		"brokers": "ok", "message size": "ok", "topic never-created": "fail", "progress topic " + progress: "ok", "consumers": "ok", "consuming": "ok",
 	}, found)
 	r := runOn(t, address, "doctor", "--brokers", strings.Join(kafkatest.Brokers(t), ","))
 	assert.Equal(t, 1, r.code)

@@ -64,6 +64,10 @@ read_committed see each row once, whatever is killed.
 	addBool(flags, &r.config.SkipDead, "skip-dead", "let later rows of a key pass one that Kafka refuses, instead of holding them behind it")
 	addRoutes(flags, &r.config.Routes)
 	addRates(flags, &r.config.Rates)
+	addText(flags, "durable-horizon", 10_000, "publish what standbys have flushed alone: any, names of standbys (a,b), or a number of them (2 of a,b,c); default: wait for none", func(text string) error {
+		r.config.DurableHorizon = text
+		return nil
+	})
 	addDuration(flags, &r.config.Keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long published rows stay in the outbox")
 	addInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
 	r.endpoints.addFlags(flags)

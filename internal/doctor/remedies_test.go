@@ -17,8 +17,8 @@ import (
 )
 
 // destroys finds commands that take away what is stored: records of a topic, positions, claims, rows, slots, promises of
-// a prepared transaction.
-var destroys = regexp.MustCompile(`(?i)retention\.(ms|bytes)\s*=|cleanup\.policy\s*=|` +
+// a prepared transaction. (delete.retention.ms is how long the compactor keeps marks, not records.)
+var destroys = regexp.MustCompile(`(?i)(^|[^.])retention\.(ms|bytes)\s*=|cleanup\.policy\s*=|` +
 	`kafka-delete-records|--delete\b|reset-offsets|unclean|` +
 	`\bdelete\s+from\b|\btruncate\s+(table|only|%|"|[a-z_]+[.;"])|\bdrop\s+(table|schema|database|role|owned|topic|index|column|constraint|trigger|function|if)\b|pg_drop_|\brollback prepared\b|` +
 	`pg_resetwal|\bmigrate (down|to)\b|\b(relays|topics|position) delete\b|\b(parked|dead) discard\b|\bdiscard them\b|\bkeep less\b`)
@@ -52,6 +52,7 @@ func TestDestroyingCommandsAreKnown(t *testing.T) {
 	for _, text := range []string{
 		`GRANT SELECT, TRUNCATE ON TABLE effectonce.outbox_0 TO relay`,
 		`kafka-configs.sh --alter --entity-type topics --entity-name orders --add-config max.message.bytes=1048588`,
+		`kafka-configs.sh --alter --entity-type topics --entity-name progress --add-config segment.bytes=8388608,delete.retention.ms=600000`,
 		`outbox-relay parked list --topic orders`,
 	} {
 		assert.NotRegexp(t, destroys, text)

@@ -375,7 +375,7 @@ func (t *toTransactions) abort(ctx context.Context) {
 		err = t.client.EndTransaction(ctx, kgo.TryAbort)
 	}
 	if err != nil {
-		t.cfg.Logger.WarnContext(ctx, "a transaction was left open; whoever publishes the shard next aborts it", "relay", t.cfg.Name, "shard", t.lease.shard, "error", err)
+		t.say.warn(ctx, "a transaction was left open; whoever publishes the shard next aborts it", "relay", t.cfg.Name, "shard", t.lease.shard, "error", err)
 	}
 }
 

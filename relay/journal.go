@@ -293,7 +293,7 @@ func (j *journal) readPiece(ctx context.Context, start, end int64) (*entry, erro
 		silent := polling.Err() != nil && ctx.Err() == nil
 		cancel()
 		if err := fetches.Err(); silent && errors.Is(err, context.DeadlineExceeded) {
-			j.cfg.Logger.WarnContext(ctx, "waiting for a transaction that is open in the progress topic; if it hangs, kafka-transactions.sh finds and aborts it",
+			j.say.warn(ctx, "waiting for a transaction that is open in the progress topic; if it hangs, kafka-transactions.sh finds and aborts it",
 				"relay", j.cfg.Name, "shard", j.lease.shard, "topic", j.topic, "offset", at)
 			continue
 		} else if err != nil {

@@ -75,14 +75,14 @@ func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
 		if !hidden(err) {
 			return c, fmt.Errorf("ask for the cluster's identity: %w", err)
 		}
-		r.cfg.Logger.WarnContext(ctx, "the cluster's identity is unknown: a restore into another cluster, or a failover that lost commits, will not be noticed", "error", err)
+		r.say.warn(ctx, "the cluster's identity is unknown: a restore into another cluster, or a failover that lost commits, will not be noticed", "error", err)
 		c = cluster{}
 	}
 	if err := r.pool.QueryRow(ctx, migrations.InSchema(runSQL, r.cfg.Schema)).Scan(&c.run); err != nil {
 		if !hidden(err) {
 			return c, fmt.Errorf("ask for the server's run: %w", err)
 		}
-		r.cfg.Logger.WarnContext(ctx, "the server's run is unknown: a crash that lost commits while the relay runs will not be noticed", "error", err)
+		r.say.warn(ctx, "the server's run is unknown: a crash that lost commits while the relay runs will not be noticed", "error", err)
 	}
 	if c.run != nil && c.timeline != nil && !strings.HasPrefix(*c.run, fmt.Sprintf("%08X", *c.timeline)) {
 		return c, errAnotherRun // two connections, two servers
@@ -185,6 +185,6 @@ func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, 
 // giveBack ends the lease early. Failure only costs the others the rest of it.
 func (r *Relay) giveBack(ctx context.Context, l *lease) {
 	if _, err := r.pool.Exec(ctx, r.sql.release, r.cfg.Name, l.shard, l.epoch); err != nil {
-		r.cfg.Logger.WarnContext(ctx, "lease could not be given back; it runs out by itself", "relay", r.cfg.Name, "shard", l.shard, "error", err)
+		r.say.warn(ctx, "lease could not be given back; it runs out by itself", "relay", r.cfg.Name, "shard", l.shard, "error", err)
 	}
 }

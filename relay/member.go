@@ -145,10 +145,11 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 	s, err := m.beat(ctx, leases, m.report())
 	if err != nil {
 		if ctx.Err() == nil {
-			m.say.warn(ctx, "the database does not answer: leases could not be renewed", "relay", m.cfg.Name, "error", err)
+			m.say.warn(ctx, silentDatabase, "relay", m.cfg.Name, "error", err)
 		}
 		return nil
 	}
+	m.say.over(ctx, silentDatabase, "the database answers again", "relay", m.cfg.Name)
 	m.confirmed = s.obeyed
 	for shard, w := range m.workers {
 		if !slices.Contains(s.renewed, shard) && slices.Contains(leases, w.lease) {
@@ -188,6 +189,8 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 	m.tidy(upkeep)
 	return nil
 }
+
+const silentDatabase = "the database does not answer: leases could not be renewed"
 
 // beat renews leases and returns how things stand.
 func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standing, error) {
@@ -347,7 +350,7 @@ func (m *member) prune(ctx context.Context) {
 	}
 	tag, err := m.pool.Exec(ctx, m.sql.prune, pruneRowsMax)
 	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
-		m.cfg.Logger.WarnContext(ctx, "old ticks could not be removed", "error", err)
+		m.say.warn(ctx, "old ticks could not be removed", "error", err)
 	}
 	if err != nil || tag.RowsAffected() < pruneRowsMax { // else the next look goes on
 		m.pruned = time.Now()
@@ -364,7 +367,7 @@ func (r *Relay) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.cfg.Lease)
 	defer cancel()
 	if _, err := r.pool.Exec(ctx, r.sql.leave, r.cfg.Name, r.cfg.Owner); err != nil {
-		r.cfg.Logger.WarnContext(ctx, "replica could not be taken off the list; it is forgotten by itself", "relay", r.cfg.Name, "error", err)
+		r.say.warn(ctx, "replica could not be taken off the list; it is forgotten by itself", "relay", r.cfg.Name, "error", err)
 	}
 }
 

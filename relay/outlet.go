@@ -170,11 +170,12 @@ func (r *Relay) sayAway(ctx context.Context) {
 	defer o.mu.Unlock()
 	problem := o.problemLocked()
 	name, _ := r.outletName()
+	text := "waiting for " + name + ": rows wait in the outbox, leases are kept, nothing is lost"
 	switch {
 	case problem != nil:
-		r.say.warn(ctx, "waiting for "+name+": rows wait in the outbox, leases are kept, nothing is lost", "relay", r.cfg.Name, "error", problem)
+		r.say.warn(ctx, text, "relay", r.cfg.Name, "error", problem)
 	case o.away:
-		r.say.over(ctx, "waiting for "+name+": rows wait in the outbox, leases are kept, nothing is lost", name+" takes rows again", "relay", r.cfg.Name)
+		r.say.over(ctx, text, name+" takes rows again", "relay", r.cfg.Name)
 	}
 	if (problem != nil) != o.away && r.cfg.Hooks.Away != nil {
 		r.cfg.Hooks.Away(problem)

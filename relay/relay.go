@@ -242,7 +242,7 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 	go func() {
 		for pause(keeping, r.cfg.Lease/3) {
 			if _, err := r.beat(keeping, []*lease{l}, r.publishing(l)); err != nil && keeping.Err() == nil {
-				r.cfg.Logger.WarnContext(ctx, "lease could not be renewed", "relay", r.cfg.Name, "error", err)
+				r.say.warn(ctx, "lease could not be renewed", "relay", r.cfg.Name, "error", err)
 			}
 		}
 	}()

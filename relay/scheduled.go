@@ -28,7 +28,7 @@ func (r *Relay) promote(ctx context.Context) {
 		if err != nil {
 			wait = promoteEvery
 			if ctx.Err() == nil {
-				r.cfg.Logger.WarnContext(ctx, "messages for later could not be moved to the outbox; it is tried again", "relay", r.cfg.Name, "error", err)
+				r.say.warn(ctx, "messages for later could not be moved to the outbox; it is tried again", "relay", r.cfg.Name, "error", err)
 			}
 		}
 	}

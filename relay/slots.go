@@ -47,7 +47,7 @@ func (m *member) tidy(ctx context.Context) {
 		m.tidied = m.tidied.Add(time.Hour) // as long as nobody grants it, saying so now and then is enough
 	}
 	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
-		m.cfg.Logger.WarnContext(ctx, "published rows could not be removed; it is tried again", "relay", m.cfg.Name, "error", err)
+		m.say.warn(ctx, "published rows could not be removed; it is tried again", "relay", m.cfg.Name, "error", err)
 	}
 }
 

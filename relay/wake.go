@@ -47,7 +47,7 @@ func (r *Relay) listen(ctx context.Context) {
 			return
 		}
 		wait := backoff(trouble)
-		r.cfg.Logger.WarnContext(ctx, "the relay does not hear NOTIFY; polling finds rows meanwhile", "relay", r.cfg.Name, "error", err, "retry_in", wait)
+		r.say.warn(ctx, "the relay does not hear NOTIFY; polling finds rows meanwhile", "relay", r.cfg.Name, "error", err, "retry_in", wait)
 		pause(ctx, wait)
 	}
 }

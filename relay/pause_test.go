@@ -128,7 +128,7 @@ func TestPauseHoldsWhenItIsConfirmed(t *testing.T) {
 func TestPauseIsConfirmedByAllThatRun(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
-	wait := func() error { return relay.AwaitPause(brief(t, time.Second), pool, ana, "orders") } //nolint:contextcheck // the test's
+	wait := func() error { return relay.AwaitPause(brief(t, time.Second), pool, ana, "orders") }
 	_, err := relay.Pause(ctx, pool, ana, "orders")
 	require.NoError(t, err)
 	require.ErrorIs(t, wait(), relay.ErrNoReplica)

@@ -162,7 +162,7 @@ func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bo
 
 // refuseUnknown refuses topics that neither exist nor have rows. It asks Kafka first, which is quick.
 func (s *settings) refuseUnknown(ctx context.Context, pool *pgxpool.Pool, by relay.Operator, topics []string) error {
-	unknown, where := topics, ""
+	unknown, where := topics, "; with --brokers Kafka is asked whether it exists"
 	if len(s.brokers) > 0 {
 		missing, err := s.missingTopics(ctx, topics)
 		if err != nil {
@@ -170,8 +170,6 @@ func (s *settings) refuseUnknown(ctx context.Context, pool *pgxpool.Pool, by rel
 		} else {
 			unknown, where = missing, " and does not exist in Kafka"
 		}
-	} else {
-		where = "; with --brokers Kafka is asked whether it exists"
 	}
 	if len(unknown) == 0 {
 		return nil

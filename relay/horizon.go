@@ -200,8 +200,10 @@ func (r *Relay) flush(ctx context.Context, l *lease) {
 }
 
 func (r *Relay) sayHorizon(ctx context.Context, l *lease, found *looked, begun time.Time) {
-	attrs := []any{"relay", r.cfg.Name, "shard", l.shard, "wanted", r.horizon.String(), "connected", strings.Join(found.standbys, ", "),
-		"lsn", found.lsn, "waited", time.Since(begun).String()}
+	attrs := []any{
+		"relay", r.cfg.Name, "shard", l.shard, "wanted", r.horizon.String(), "connected", strings.Join(found.standbys, ", "),
+		"lsn", found.lsn, "waited", time.Since(begun).String(),
+	}
 	if found.missing == nil {
 		r.cfg.Logger.WarnContext(ctx, "nothing is published: too few standbys are connected for --durable-horizon; connect them, or run without it", attrs...)
 		return

@@ -18,7 +18,6 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgproto3"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
@@ -234,15 +233,23 @@ func TestHorizonDoesNotWaitForTheWALWriter(t *testing.T) {
 	require.NoError(t, err)
 	defer func() { _ = bystander.Rollback(context.WithoutCancel(t.Context())) }()
 	ctx, cancel := context.WithCancel(t.Context())
-	done, wrote := make(chan error, 1), make(chan uint64, 1)
+	r := newRelay(t, pool, relay.Config{DurableHorizon: "any"})
+	done, leased, wrote := make(chan error, 1), make(chan struct{}), make(chan struct{})
 	go func() {
-		done <- newRelay(t, pool, relay.Config{DurableHorizon: "any"}).AwaitHorizon(ctx, func() {
-			_, err := bystander.Exec(ctx, `INSERT INTO bystanders VALUES ('not committed')`)
-			assert.NoError(t, err)
-			wrote <- lsn(t, pool)
+		done <- r.AwaitHorizon(ctx, func() {
+			close(leased)
+			<-wrote
 		})
 	}()
-	end := <-wrote
+	select {
+	case <-leased:
+	case err := <-done:
+		require.NoError(t, err)
+	}
+	_, err = bystander.Exec(ctx, `INSERT INTO bystanders VALUES ('not committed')`)
+	require.NoError(t, err)
+	end := lsn(t, pool)
+	close(wrote)
 	await(t, "the primary flushes", func() bool {
 		return uint64(one[int64](t, pool, `SELECT (pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint`)) >= end
 	})
@@ -284,6 +291,7 @@ func TestHorizonNeedsToSeeStandbys(t *testing.T) {
 	must(t, pool, `GRANT USAGE ON SCHEMA effectonce TO `+role)
 	must(t, pool, `GRANT ALL ON ALL TABLES IN SCHEMA effectonce TO `+role)
 	must(t, pool, `GRANT ALL ON ALL SEQUENCES IN SCHEMA effectonce TO `+role)
+	must(t, pool, `GRANT ALL ON ALL FUNCTIONS IN SCHEMA effectonce TO `+role)
 	config, err := pgxpool.ParseConfig(address)
 	require.NoError(t, err)
 	config.ConnConfig.User, config.ConnConfig.Password = "the relay", "p"

@@ -41,10 +41,9 @@ type journalOf struct {
 	client  *kgo.Client
 	admin   *kadm.Client
 	fetched *fetchedFrom
-	keys    []string         // by shard
-	last    []int64          // offset of the last committed entry, by shard; -1: none
-	rows    []int64          // that it covers
-	offsets map[int16]*int64 // of the database's copy
+	keys    []string // by shard
+	last    []int64  // offset of the last committed entry, by shard; -1: none
+	rows    []int64  // that it covers
 }
 
 func newJournalOf(t *testing.T, shards int16, fake *kfake.Cluster, configs map[string]*string) *journalOf {

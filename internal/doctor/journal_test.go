@@ -27,11 +27,18 @@ func TestProgressTopicIsJudged(t *testing.T) {
 		severity   doctor.Severity
 		message    string
 	}{
-		"now": {1, map[string]string{"cleanup.policy": "compact", "segment.bytes": fmt.Sprint(relay.JournalSegmentBytes), "segment.ms": lasts, "delete.retention.ms": lasts},
-			doctor.OK, "small segments"},
+		"now": {
+			1,
+			map[string]string{"cleanup.policy": "compact", "segment.bytes": fmt.Sprint(relay.JournalSegmentBytes), "segment.ms": lasts, "delete.retention.ms": lasts},
+			doctor.OK, "small segments",
+		},
 		"before": {1, map[string]string{"cleanup.policy": "compact", "segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"}, doctor.Warn, "segment.bytes is"},
-		"marks": {1, map[string]string{"cleanup.policy": "compact", "segment.bytes": "8388608", "delete.retention.ms": "86400000"}, doctor.Warn,
-			"delete.retention.ms 86400000"},
+		"marks": {
+			1,
+			map[string]string{"cleanup.policy": "compact", "segment.bytes": "8388608", "delete.retention.ms": "86400000"},
+			doctor.Warn,
+			"delete.retention.ms 86400000",
+		},
 		"deleted":    {1, map[string]string{"cleanup.policy": "delete"}, doctor.Warn, "not compacted"},
 		"partitions": {2, map[string]string{"cleanup.policy": "compact", "segment.bytes": "8388608", "delete.retention.ms": "1000"}, doctor.Fail, "2 partitions"},
 	} {

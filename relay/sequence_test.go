@@ -73,8 +73,8 @@ func publishToFloor(t *testing.T, pool *pgxpool.Pool, r *relay.Relay, topic stri
 	}
 }
 
-// roled is a database with the group roles: its owner's pool, and the one of a part.
-func roled(t *testing.T, part string) (owner, member *pgxpool.Pool, prefix string) {
+// roled is a database with the group roles: its owner's pool, and the relay role's.
+func roled(t *testing.T) (owner, member *pgxpool.Pool, prefix string) {
 	t.Helper()
 	address := pgtest.Database(t)
 	open := func(url string) *pgxpool.Pool {
@@ -87,7 +87,7 @@ func roled(t *testing.T, part string) (owner, member *pgxpool.Pool, prefix strin
 	sql, err := migrations.Roles(migrations.Options{}, prefix)
 	require.NoError(t, err)
 	execute(t, owner, sql)
-	return owner, open(pgtest.Login(t, address, prefix, part)), prefix
+	return owner, open(pgtest.Login(t, address, prefix, "relay")), prefix
 }
 
 // wentBack are ways in which the sequence goes back, and whether rows of before are there still.
@@ -111,7 +111,7 @@ func TestSequenceThatWentBack(t *testing.T) {
 				for _, how := range []string{"drain", "run"} {
 					t.Run(fmt.Sprint(name, "/", exactly, "/", later, "/", how), func(t *testing.T) {
 						t.Parallel()
-						owner, pool, _ := roled(t, "relay")
+						owner, pool, _ := roled(t)
 						topic := kafkatest.Topic(t, 1)
 						r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
 						before := publishToFloor(t, owner, r, topic, 10)
@@ -153,7 +153,7 @@ func TestRowsOfBeforeComeFirst(t *testing.T) {
 		for _, published := range []bool{false, true} {
 			t.Run(fmt.Sprint(name, "/", published), func(t *testing.T) {
 				t.Parallel()
-				owner, pool, _ := roled(t, "relay")
+				owner, pool, _ := roled(t)
 				topic := kafkatest.Topic(t, 1)
 				r := newRelay(t, pool, relay.Config{})
 				var want []string
@@ -177,7 +177,7 @@ func TestRowsOfBeforeComeFirst(t *testing.T) {
 func TestSequenceIsRepairedByAnOperator(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
-	owner, pool, prefix := roled(t, "relay")
+	owner, pool, prefix := roled(t)
 	topic := kafkatest.Topic(t, 1)
 	r := newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
 	insertAll(t, owner, topic, numbered("before", 20))
@@ -225,7 +225,7 @@ func TestDeadRowsOfReusedNumbers(t *testing.T) {
 	for _, exactly := range []bool{false, true} {
 		t.Run(fmt.Sprint("exactly once ", exactly), func(t *testing.T) {
 			t.Parallel()
-			owner, pool, _ := roled(t, "relay")
+			owner, pool, _ := roled(t)
 			missing := kafkatest.UnusedTopic(t)
 			r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
 			before, after := numbered("before", 5), numbered("after", 5)
@@ -247,7 +247,7 @@ func TestDeadRowsOfReusedNumbers(t *testing.T) {
 // Property: where the sequence of ticks went back, numbers of ticks are not given twice, and the relay continues.
 func TestSequenceOfTicksThatWentBack(t *testing.T) {
 	t.Parallel()
-	owner, pool, _ := roled(t, "relay")
+	owner, pool, _ := roled(t)
 	topic := kafkatest.Topic(t, 1)
 	r := newRelay(t, pool, relay.Config{})
 	for i := range 5 {
@@ -269,7 +269,7 @@ func TestSequenceOfTicksThatWentBack(t *testing.T) {
 func TestRepairIsBounded(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
-	owner, pool, _ := roled(t, "relay")
+	owner, pool, _ := roled(t)
 	insertAll(t, owner, kafkatest.Topic(t, 1), numbered("v", 3))
 	last := `SELECT last_value FROM effectonce.outbox_seq_seq`
 	for _, tc := range []struct {
@@ -308,7 +308,7 @@ func TestRepairIsBounded(t *testing.T) {
 func TestRepairWaitsForWriters(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
-	owner, pool, _ := roled(t, "relay")
+	owner, pool, _ := roled(t)
 	topic := kafkatest.Topic(t, 1)
 	r := newRelay(t, pool, relay.Config{})
 	insertAll(t, owner, topic, numbered("before", 20))
@@ -340,7 +340,7 @@ func TestRepairWaitsForWriters(t *testing.T) {
 func TestRepairEndsLeases(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
-	owner, pool, _ := roled(t, "relay")
+	owner, pool, _ := roled(t)
 	topic := kafkatest.Topic(t, 1)
 	insertAll(t, owner, topic, numbered("before", 20))
 	drain(t, newRelay(t, pool, relay.Config{}))
@@ -377,7 +377,7 @@ func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
 			t.Run(fmt.Sprint(name, "/", exactly), func(t *testing.T) {
 				t.Parallel()
 				ctx := t.Context()
-				owner, pool, _ := roled(t, "relay")
+				owner, pool, _ := roled(t)
 				topic := kafkatest.Topic(t, 1)
 				cfg := relay.Config{ExactlyOnce: exactly, Lease: 2 * time.Second}
 				running(t, pool, cfg)

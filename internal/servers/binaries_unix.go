@@ -17,16 +17,41 @@ import (
 	embeddedpostgres "github.com/fergusstrange/embedded-postgres"
 )
 
-const (
-	postgresVersion = embeddedpostgres.V18
-	// ordinary is the user and group ("nobody") that runs PostgreSQL where this process is root.
-	ordinary = 65534
-)
+// postgresVersion is what tests and commands run on, unless EMBEDDED_POSTGRES names another of the supported majors.
+func postgresVersion() (embeddedpostgres.PostgresVersion, error) {
+	switch major := env("EMBEDDED_POSTGRES"); major {
+	case "14":
+		return embeddedpostgres.V14, nil
+	case "15":
+		return embeddedpostgres.V15, nil
+	case "16":
+		return embeddedpostgres.V16, nil
+	case "17":
+		return embeddedpostgres.V17, nil
+	case "", "18":
+		return embeddedpostgres.V18, nil
+	default:
+		return "", fmt.Errorf("EMBEDDED_POSTGRES=%s: want 14 to 18", major)
+	}
+}
+
+// builtinLocales tells whether the version has locales of its own, which it does from 17 on.
+func builtinLocales() bool {
+	major := env("EMBEDDED_POSTGRES")
+	return major == "" || major >= "17"
+}
+
+// ordinary is the user and group ("nobody") that runs PostgreSQL where this process is root.
+const ordinary = 65534
 
 // postgresBinaries returns the directory of PostgreSQL's programs, downloaded by the first process that
 // needs them. They come by a rename, complete or not at all.
 func postgresBinaries(ctx context.Context) (string, error) {
-	cache, err := cacheDir()
+	version, err := postgresVersion()
+	if err != nil {
+		return "", err
+	}
+	cache, err := cacheDir(version)
 	if err != nil {
 		return "", err
 	}
@@ -54,18 +79,18 @@ func postgresBinaries(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if err := download(scratch, port); err != nil {
-		return "", fmt.Errorf("get PostgreSQL %s (set DATABASE_URL or start a Docker engine to do without): %w", postgresVersion, err)
+	if err := download(scratch, version, port); err != nil {
+		return "", fmt.Errorf("get PostgreSQL %s (set DATABASE_URL or start a Docker engine to do without): %w", version, err)
 	}
 	return binaries, os.Rename(filepath.Join(scratch, "postgres"), binaries)
 }
 
 // download leaves the programs in the directory "postgres" of scratch. The library cannot only download:
 // it starts a server, which proves that the programs work here, and stops it.
-func download(scratch string, port int) error {
+func download(scratch string, version embeddedpostgres.PostgresVersion, port int) error {
 	at := func(name string) string { return filepath.Join(scratch, name) }
 	config := embeddedpostgres.DefaultConfig().
-		Version(postgresVersion).Port(uint32(port)).Logger(io.Discard).
+		Version(version).Port(uint32(port)).Logger(io.Discard).
 		CachePath(at("archive")).BinariesPath(at("postgres")).RuntimePath(at("run")).DataPath(at("data")).
 		Locale("C").Encoding("UTF8").StartTimeout(time.Minute).
 		StartParameters(map[string]string{"listen_addresses": "127.0.0.1", "unix_socket_directories": ""})
@@ -86,8 +111,8 @@ func download(scratch string, port int) error {
 // cacheDir returns the directory that keeps the programs between runs. For root it is one that the
 // ordinary user can enter, unlike root's home, and nobody but the two may own it, because its programs
 // will be run.
-func cacheDir() (string, error) {
-	name := "effectonce-postgres-" + string(postgresVersion)
+func cacheDir(version embeddedpostgres.PostgresVersion) (string, error) {
+	name := "effectonce-postgres-" + string(version)
 	dir := filepath.Join(os.TempDir(), name)
 	if os.Geteuid() != 0 {
 		base, err := os.UserCacheDir()

@@ -56,8 +56,11 @@ func createCluster(ctx context.Context, binaries, password string, flags []strin
 	// The locale is one that every machine has and that PostgreSQL itself implements; what initdb would
 	// take from the environment may be another encoding. Without syncing: a crash of the machine takes
 	// this directory's owner with it.
-	initdb := c.command(ctx, "initdb", "-D", c.data(), "-U", "postgres", "-A", "scram-sha-256", "--pwfile", secret,
-		"-E", "UTF8", "--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--no-sync")
+	arguments := []string{"-D", c.data(), "-U", "postgres", "-A", "scram-sha-256", "--pwfile", secret, "-E", "UTF8", "--locale=C", "--no-sync"}
+	if builtinLocales() {
+		arguments = append(arguments, "--locale-provider=builtin", "--builtin-locale=C.UTF-8")
+	}
+	initdb := c.command(ctx, "initdb", arguments...)
 	if output, err := initdb.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("initdb: %w:\n%s", err, tail(output))
 	}

@@ -75,10 +75,8 @@ ALTER TABLE effectonce.outbox_replicas ADD COLUMN obeys uuid[]; -- null: the pre
 -- yields its shards to one that reaches them later. Null: it never reached them, or is of the previous release.
 ALTER TABLE effectonce.outbox_replicas
   ADD COLUMN reached_at timestamptz,
-  ADD COLUMN state      text,
-  ADD COLUMN problem    text,
-  ADD CONSTRAINT outbox_replicas_state_is_unknown CHECK (state IN ('publishing', 'standing_by', 'kafka_away', 'sink_away', 'stuck')),
-  ADD CONSTRAINT outbox_replicas_problem_is_too_long CHECK (octet_length(problem) <= 2048);
+  ADD COLUMN state      text CONSTRAINT outbox_replicas_state_is_unknown CHECK (state IN ('publishing', 'standing_by', 'kafka_away', 'sink_away', 'stuck')),
+  ADD COLUMN problem    text CONSTRAINT outbox_replicas_problem_is_too_long CHECK (octet_length(problem) <= 2048);
 
 -- ---------------------------------------------------------------------------------------------
 -- Messages for later

@@ -110,7 +110,7 @@ func (m *member) keep(ctx context.Context, w *worker, p *publisher) error {
 				m.giveBack(end, p.lease)
 			}
 			if ctx.Err() != nil {
-				return nil //nolint:nilerr // a clean stop
+				return nil
 			}
 			return err
 		}
@@ -186,7 +186,7 @@ func (m *member) look(ctx context.Context) (leases []*lease) {
 		}
 	}
 	m.stuck = hung
-	m.Relay.hung.Store(int64(hung))
+	m.hung.Store(int64(hung))
 	return leases
 }
 

@@ -22,12 +22,12 @@ func TestWhatLastsIsLoggedNowAndThen(t *testing.T) {
 			if times, due := l.Due("database away", false); due {
 				logged = append(logged, times)
 			}
-			time.Sleep(100 * time.Millisecond)
+			<-time.After(100 * time.Millisecond)
 		}
 		require.Equal(t, []int{1, 301, 601}, logged)
 		_, due := l.Due("something else", false)
 		require.True(t, due)
-		time.Sleep(2*say.Every + time.Second)
+		<-time.After(2*say.Every + time.Second)
 		times, due := l.Due("database away", false)
 		require.True(t, due)
 		require.Equal(t, 1, times)
@@ -43,7 +43,7 @@ func TestEnd(t *testing.T) {
 		_, ok := l.End("Kafka away")
 		require.False(t, ok)
 		l.Due("Kafka away", true)
-		time.Sleep(time.Hour)
+		<-time.After(time.Hour)
 		times, due := l.Due("Kafka away", true)
 		require.True(t, due)
 		require.Equal(t, 2, times)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -81,17 +82,11 @@ disk with a write cache) the ratios are small, where it waits for the disk they 
 	return cmd
 }
 
-func newBenchRelay(s *settings) *cobra.Command {
-	b := &benchmark{settings: s}
-	var options bench.RelayOptions
-	var child bool
-	cmd := &cobra.Command{
-		Use:   "relay",
-		Short: "Measure rows a second of a backlog, and the time from commit to consumable",
-		Long: `Measure rows a second of a backlog, medians of the rounds, and the time from commit to consumable.
+const benchRelayHelp = `Measure rows a second of a backlog, medians of the rounds, and the time from commit to consumable.
 
   skip_locked     the textbook's poller: SELECT ... FOR UPDATE SKIP LOCKED, produce, DELETE, commit
   bare_cursor     reads by row number and produces; stores nothing, loses late commits: a ceiling
+  gap_safe_cursor the same below the oldest open transaction: loses nothing, waits for every transaction
   relay           the relay
   exactly_once    the relay with --exactly-once
   p50_ms, p99_ms  from the return of COMMIT until a consumer has the record, at 500 messages a second
@@ -106,8 +101,32 @@ Of a process that runs the relay and nothing else, neither PostgreSQL nor an in-
   idle_queries_per_second  statements sent to the database meanwhile
 
 With --large-rows N, it also drains a backlog of N rows, once: large_vs_relay_process is its rate against that of
---rows, large_memory_mb its memory. Ten million rows take about 12 GB of the database's disk and write-ahead log.`,
-		Args: noArgs,
+--rows, large_memory_mb its memory. Ten million rows take about 12 GB of the database's disk and write-ahead log.
+
+That is what the scenarios drain, process, latency and idle measure. More of them, by --scenario:
+
+  load     500 and 5,000 messages a second (there ten to a transaction) for --latency-seconds: p50_ms and p99_ms of the
+           relay, of exactly once and of a poller that looks every 5 ms; process_cpu_seconds_per_million of the process
+           that has writers, relay and reader in it, postgres_cpu_seconds_per_million of the whole server where its
+           processes are on this machine, and both against those of the poller (…_vs_poller)
+  backlog  drains of --backlog-rows in processes of their own: rows_per_second, vs_gap_safe_cursor, vs_smallest (backlog),
+           memory_above_idle_mb (resident, against an idle relay), heap_above_idle_mb
+  network  the load of 500 a second with a PostgreSQL that is 3 ms away (round_trip_ms as measured) for what gets
+           messages to Kafka, and not for the writers
+  pooler   the same through PgBouncer in transaction mode, with prepared statements (from version 1.21 on) and without;
+           needs the program pgbouncer
+  shards   four replicas in one process, PostgreSQL 3 ms away, 1, 2 and 4 shards: rows_per_second of --shard-rows, counted
+           once the shards are spread over the replicas`
+
+func newBenchRelay(s *settings) *cobra.Command {
+	b := &benchmark{settings: s}
+	var options bench.RelayOptions
+	var child bool
+	cmd := &cobra.Command{
+		Use:   "relay",
+		Short: "Measure rows a second of a backlog, and the time from commit to consumable",
+		Long:  benchRelayHelp,
+		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if child {
 				// Nothing is left to be told or tidied up when the parent is gone.
@@ -132,10 +151,24 @@ With --large-rows N, it also drains a backlog of N rows, once: large_vs_relay_pr
 		"how long messages are published one by one")
 	addInt(flags, &options.LargeRows, "large-rows", 0, 0, bench.LargeRowsMax, "rows of a larger backlog to compare with; 0: not measured")
 	addInt(flags, &options.IdleSeconds, "idle-seconds", bench.IdleSecondsDefault, bench.IdleSecondsMin, bench.IdleSecondsMax, "how long an idle relay is watched")
+	addOption(flags, "scenario", "string", "", "what to measure: all, or some of "+scenarioNames()+", with commas between them; default: the first four", func(text string) (err error) {
+		options.Scenarios, err = bench.ParseScenarios(text)
+		return err
+	})
+	addOption(flags, "backlog-rows", "string", "1000000,10000000", "sizes of the backlogs of the scenario backlog, with commas between them", func(text string) (err error) {
+		options.BacklogRows, err = bench.ParseBacklogRows(text)
+		return err
+	})
+	addInt(flags, &options.ShardRows, "shard-rows", bench.ShardRowsDefault, bench.ShardRowsMin, bench.ShardRowsMax, "rows of the scenario shards")
 	addBool(flags, &child, flagBenchProcess, "be a process of the benchmark")
 	_ = flags.MarkHidden(flagBenchProcess) // fails only for a flag that is not there
 	b.addFlags(cmd, &options.Rounds)
 	return cmd
+}
+
+func scenarioNames() string {
+	all, _ := bench.Scenarios()
+	return strings.Join(all, ", ")
 }
 
 // report is what a benchmark found.

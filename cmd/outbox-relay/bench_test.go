@@ -21,7 +21,7 @@ func TestBenchJSON(t *testing.T) {
 	}{
 		"consume": {[]string{"--messages", "2000"}, []string{"textbook", "no_dedup", "by_id", "bytes_per_message", "wal_bytes_per_message"}},
 		"relay": {[]string{"--rows", "2000", "--latency-seconds", "1", "--idle-seconds", "1", "--large-rows", "3000"}, []string{
-			"skip_locked", "bare_cursor", "relay", "exactly_once", "p50_ms", "p99_ms",
+			"skip_locked", "bare_cursor", "gap_safe_cursor", "relay", "exactly_once", "relay_vs_gap_safe_cursor", "p50_ms", "p99_ms",
 			"cpu_seconds_per_million", "memory_mb", "idle_cpu_percent", "idle_queries_per_second", "large_vs_relay_process",
 		}},
 	} {
@@ -66,6 +66,10 @@ func TestBenchWrongUse(t *testing.T) {
 	assert.Contains(t, r.stderr, `--rows "7": want a number, 2000 to 5000000`)
 	assert.Contains(t, r.stderr, `--rounds "0": want a number, 1 to 25`)
 	assert.NotContains(t, r.stderr, "starting")
+	r = run(t, nil, "bench", "relay", "--scenario", "drain,everything", "--backlog-rows", "1")
+	assert.Equal(t, 2, r.code)
+	assert.Contains(t, r.stderr, `--scenario "drain,everything": want all, or some of drain, process, latency, idle, load, backlog, network, pooler, shards`)
+	assert.Contains(t, r.stderr, `--backlog-rows "1": want numbers, 2000 to 100000000, with commas between them`)
 	r = run(t, nil, "bench")
 	assert.Equal(t, 2, r.code)
 	assert.Contains(t, r.stderr, "a command is missing")

@@ -2,6 +2,7 @@ package bench
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -16,9 +17,6 @@ import (
 // costs of a relay are those of a process that runs nothing else: PostgreSQL is one of its own, and an in-process
 // Kafka stays in this one. Each is measured in every round, and the order rotates.
 func (b *relayBench) costs(ctx context.Context, round int) error {
-	if len(b.opts.Command) == 0 {
-		return nil
-	}
 	variants := []struct {
 		suffix string
 		job    relayJob
@@ -29,13 +27,15 @@ func (b *relayBench) costs(ctx context.Context, round int) error {
 	}
 	for i := range variants {
 		v := variants[(i+round)%len(variants)]
-		v.job.Name = fmt.Sprintf("cost-%d%s", round, v.suffix)
+		v.job.Name = costName(round, v.suffix)
 		if err := b.cost(ctx, v.suffix, v.job, b.opts.Rows); err != nil {
 			return fmt.Errorf("round %d: cost%s: %w", round+1, v.suffix, err)
 		}
 	}
 	return nil
 }
+
+func costName(round int, suffix string) string { return fmt.Sprintf("cost-%d%s", round, suffix) }
 
 // cost measures one drain. What it finds is added under the names of the report, with a suffix.
 func (b *relayBench) cost(ctx context.Context, suffix string, job relayJob, rows int) error {
@@ -79,7 +79,7 @@ func (b *relayBench) cost(ctx context.Context, suffix string, job relayJob, rows
 
 // large drains a backlog that is larger: neither rate nor memory should hang on it.
 func (b *relayBench) large(ctx context.Context) error {
-	if b.opts.LargeRows == 0 || len(b.opts.Command) == 0 {
+	if b.opts.LargeRows == 0 {
 		return nil
 	}
 	if err := b.exec(ctx, "empty the outbox", emptyOutboxSQL); err != nil {
@@ -88,16 +88,14 @@ func (b *relayBench) large(ctx context.Context) error {
 	if err := b.fill(ctx, b.opts.LargeRows); err != nil {
 		return err
 	}
-	return b.cost(ctx, "_large", relayJob{Name: "cost-large", Metrics: true}, b.opts.LargeRows)
+	b.behind = "cost-large"
+	return b.cost(ctx, "_large", relayJob{Name: b.behind, Metrics: true}, b.opts.LargeRows)
 }
 
 // idle measures a relay that has nothing to do, and who has waited long enough that its pauses are the longest.
 func (b *relayBench) idle(ctx context.Context) error {
-	if len(b.opts.Command) == 0 {
-		return nil
-	}
 	b.note("an idle relay for %d seconds", b.opts.IdleSeconds)
-	found, err := b.process(ctx, relayJob{Name: relayName(b.opts.Rounds - 1), Metrics: true, Idle: time.Duration(b.opts.IdleSeconds) * time.Second})
+	found, err := b.process(ctx, relayJob{Name: b.behind, Metrics: true, Idle: time.Duration(b.opts.IdleSeconds) * time.Second})
 	if err != nil {
 		return fmt.Errorf("idle: %w", err)
 	}
@@ -114,7 +112,8 @@ const trimEvery = 500 * time.Millisecond
 
 // process runs a job in a process of its own.
 func (b *relayBench) process(ctx context.Context, job relayJob) (*relayUsage, error) {
-	job.DatabaseURL, job.Brokers, job.Schema, job.ProgressTopic = b.DatabaseURL, b.Brokers, b.schema, b.progress
+	job.DatabaseURL = cmp.Or(job.DatabaseURL, b.DatabaseURL)
+	job.Brokers, job.Schema, job.ProgressTopic = b.Brokers, b.schema, b.progress
 	task, err := json.Marshal(job)
 	if err != nil {
 		return nil, err
@@ -133,7 +132,9 @@ func (b *relayBench) process(ctx context.Context, job relayJob) (*relayUsage, er
 	}
 	_, _ = stdin.Write(append(task, '\n')) // it fits into the pipe; a process that is gone already shows in Wait
 	group, trimming := errgroup.WithContext(ctx)
-	group.Go(func() error { return b.trim(trimming) })
+	if job.Stream == nil { // whose reader has yet to see them
+		group.Go(func() error { return b.trim(trimming) })
+	}
 	err = cmd.Wait()
 	cancel()
 	if trimmed := group.Wait(); err == nil && trimmed != nil {

@@ -4,7 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"time"
+	"slices"
 )
 
 // Bounds and defaults of ConsumeOptions and RelayOptions.
@@ -18,6 +18,12 @@ const (
 	RowsMax     = 5_000_000
 
 	LargeRowsMax = 100_000_000
+
+	BacklogRowsMin   = 2000
+	BacklogRowsMax   = 100_000_000
+	ShardRowsMin     = 2000
+	ShardRowsDefault = 3_000_000
+	ShardRowsMax     = 100_000_000
 
 	IdleSecondsMin     = 1
 	IdleSecondsDefault = 15
@@ -41,7 +47,6 @@ const (
 
 const (
 	latencyPerSecond  = 500
-	latencyWarmUp     = time.Second
 	payloadBytes      = 256 // of an outbox row
 	consumeValueBytes = 100 // of a message
 	keysDistinct      = 1000
@@ -114,8 +119,16 @@ type RelayOptions struct {
 	Partitions int
 	// Rounds in turns. 1 to 25; default 3.
 	Rounds int
-	// LatencySeconds is how long messages are published one by one for the latencies. 1 to 600; default 10.
+	// LatencySeconds is how long messages are published at a steady rate for the latencies. 1 to 600; default 10.
 	LatencySeconds int
+	// Scenarios are what is measured, in their own order; default: those that Scenarios calls standard. What needs a
+	// process of its own is left out without Command.
+	Scenarios []string
+	// BacklogRows are the sizes that ScenarioBacklog drains. 2,000 to 100,000,000 each; default 1,000,000 and 10,000,000.
+	BacklogRows []int
+	// ShardRows is what ScenarioShards drains. 2,000 to 100,000,000; default 3,000,000.
+	ShardRows     int
+	shardPageRows int // of a test, which has few
 	// Progress gets one line at a time. Default: none.
 	Progress func(line string)
 }
@@ -126,6 +139,17 @@ func (o RelayOptions) withDefaults() (RelayOptions, error) {
 	o.Rounds = cmp.Or(o.Rounds, RoundsDefault)
 	o.LatencySeconds = cmp.Or(o.LatencySeconds, LatencySecondsDefault)
 	o.IdleSeconds = cmp.Or(o.IdleSeconds, IdleSecondsDefault)
+	o.ShardRows = cmp.Or(o.ShardRows, ShardRowsDefault)
+	if len(o.BacklogRows) == 0 {
+		o.BacklogRows = BacklogRowsDefault()
+	}
+	if len(o.Scenarios) == 0 {
+		_, o.Scenarios = Scenarios()
+	}
+	var backlogs []error
+	for _, rows := range o.BacklogRows {
+		backlogs = append(backlogs, inBounds("backlog rows", rows, BacklogRowsMin, BacklogRowsMax))
+	}
 	if o.Progress == nil {
 		o.Progress = func(string) {}
 	}
@@ -137,8 +161,16 @@ func (o RelayOptions) withDefaults() (RelayOptions, error) {
 		inBounds("large rows", o.LargeRows, 0, LargeRowsMax),
 		inBounds("idle seconds", o.IdleSeconds, IdleSecondsMin, IdleSecondsMax),
 		inBounds("latency seconds", o.LatencySeconds, LatencySecondsMin, LatencySecondsMax),
+		inBounds("shard rows", o.ShardRows, ShardRowsMin, ShardRowsMax),
+		errors.Join(backlogs...),
 	)
 }
+
+// BacklogRowsDefault is the default of RelayOptions.BacklogRows.
+func BacklogRowsDefault() []int { return []int{1_000_000, 10_000_000} }
+
+// has tells whether a scenario runs.
+func (o RelayOptions) has(scenario string) bool { return slices.Contains(o.Scenarios, scenario) }
 
 func inBounds(what string, value, lowest, highest int) error {
 	if value < lowest || value > highest {

@@ -2,7 +2,6 @@ package bench
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -76,7 +75,7 @@ func (b *relayBench) skipLocked(ctx context.Context, _ int) error {
 	return nil
 }
 
-func (b *relayBench) pollOnce(ctx context.Context, tx pgx.Tx, client *kgo.Client) (int, error) {
+func (b *site) pollOnce(ctx context.Context, tx pgx.Tx, client *kgo.Client) (int, error) {
 	result, err := tx.Query(ctx, b.sql(pollSQL), pollRows)
 	if err != nil {
 		return 0, fmt.Errorf("read rows: %w", err)
@@ -99,51 +98,4 @@ func (b *relayBench) pollOnce(ctx context.Context, tx pgx.Tx, client *kgo.Client
 		return 0, fmt.Errorf("delete published rows: %w", err)
 	}
 	return len(rows), nil
-}
-
-// cursorRows is the page of the bare cursor, and cursorInFlight how many records may be unacknowledged.
-const cursorRows, cursorInFlight = 5000, 50_000
-
-// bareCursor reads by row number and produces without waiting. It is a ceiling for the relay and nothing
-// more: it keeps no progress, and a transaction that commits late is lost.
-func (b *relayBench) bareCursor(ctx context.Context, _ int) error {
-	conn, closeConn, err := b.connect(ctx)
-	if err != nil {
-		return err
-	}
-	defer closeConn()
-	client, err := kgo.NewClient(append(b.producer(), kgo.MaxBufferedRecords(cursorInFlight))...)
-	if err != nil {
-		return fmt.Errorf("kafka options: %w", err)
-	}
-	defer client.Close()
-	ctx, fail := context.WithCancelCause(ctx)
-	defer fail(nil)
-	promise := func(_ *kgo.Record, err error) {
-		if err != nil {
-			fail(fmt.Errorf("produce: %w", err))
-		}
-	}
-	for last := int64(0); ; {
-		result, err := conn.Query(ctx, b.sql(cursorSQL), last, cursorRows)
-		if err != nil {
-			return fmt.Errorf("read rows: %w", err)
-		}
-		rows, err := pgx.CollectRows(result, scanPolled)
-		if err != nil {
-			return errors.Join(fmt.Errorf("read rows: %w", err), context.Cause(ctx))
-		}
-		if len(rows) == 0 {
-			break
-		}
-		for i := range rows {
-			record, err := rows[i].record()
-			if err != nil {
-				return err
-			}
-			client.Produce(ctx, record, promise) // waits while too many are unacknowledged
-		}
-		last = rows[len(rows)-1].place
-	}
-	return errors.Join(client.Flush(ctx), context.Cause(ctx))
 }

@@ -30,17 +30,28 @@ type relayJob struct {
 	Name          string
 	ExactlyOnce   bool
 	ProgressTopic string
-	Metrics       bool          // count as outbox-relay run does
-	Idle          time.Duration // do nothing for so long, in place of a drain
+	Metrics       bool // count as outbox-relay run does
+	Heap          bool // watch it
+
+	// In place of a drain by the relay:
+	Idle    time.Duration // do nothing for so long
+	GapSafe int           // a drain of so many rows by the gap-safe cursor
+	Stream  *streamJob
+	Shards  *shardsJob
 }
 
 // relayUsage is what the process used meanwhile. Nil: it cannot be measured here.
 type relayUsage struct {
-	Published  int64
-	Seconds    float64
-	CPUSeconds *float64
-	MemoryMB   *float64 // the peak of the process
-	Queries    int64    // statements that were sent to the database
+	Published      int64
+	Seconds        float64
+	CPUSeconds     *float64
+	MemoryMB       *float64 // the peak of the process
+	ResidentMB     *float64 // at the end
+	HeapMB         *float64 // the peak of what the heap holds, garbage included
+	Queries        int64    // statements that were sent to the database
+	Stream         *streamFound
+	RowsPerSecond, // of shardsJob
+	RoundTripMillis float64
 }
 
 // idleWarmUp is how long an idle relay takes its lease and lengthens its pauses.
@@ -72,6 +83,16 @@ func RelayProcess(ctx context.Context, stdin io.Reader, stdout io.Writer, orphan
 }
 
 func (j relayJob) run(ctx context.Context) (*relayUsage, error) {
+	here := &site{Servers: Servers{DatabaseURL: j.DatabaseURL, Brokers: j.Brokers}, schema: j.Schema}
+	switch {
+	case j.Stream != nil:
+		found, err := newStream(here, *j.Stream, j.ProgressTopic).measure(ctx)
+		return &relayUsage{Stream: found}, err
+	case j.Shards != nil:
+		return j.Shards.run(ctx, here)
+	case j.GapSafe > 0:
+		return j.watched(func() (int64, error) { return here.cursor(ctx, gapSafeSQL, j.GapSafe) })
+	}
 	queries := &queryCounter{}
 	config, err := pgxpool.ParseConfig(j.DatabaseURL)
 	if err != nil {
@@ -90,20 +111,28 @@ func (j relayJob) run(ctx context.Context) (*relayUsage, error) {
 	if j.Metrics {
 		options.Hooks = metrics.New(metrics.Config{Relay: j.Name, Schema: j.Schema}).Hooks()
 	}
-	r, err := relay.New(pool, (&site{Servers: Servers{Brokers: j.Brokers}}).producer(), options)
+	r, err := relay.New(pool, here.producer(), options)
 	if err != nil {
 		return nil, err
 	}
 	if j.Idle > 0 {
 		return j.idle(ctx, r, queries)
 	}
-	used := &relayUsage{}
-	measure := begin()
-	if used.Published, err = r.Drain(ctx); err != nil {
-		return nil, err
+	return j.watched(func() (int64, error) { return r.Drain(ctx) })
+}
+
+// watched measures a drain.
+func (j relayJob) watched(drain func() (int64, error)) (used *relayUsage, err error) {
+	used = &relayUsage{}
+	heap := &heapWatch{}
+	if j.Heap {
+		heap.begin()
 	}
+	measure := begin()
+	used.Published, err = drain()
 	measure.end(used)
-	return used, nil
+	used.HeapMB = heap.end()
+	return used, err
 }
 
 func (j relayJob) idle(ctx context.Context, r *relay.Relay, queries *queryCounter) (*relayUsage, error) {
@@ -118,7 +147,7 @@ func (j relayJob) idle(ctx context.Context, r *relay.Relay, queries *queryCounte
 		then  func()
 	}{
 		{idleWarmUp, func() { measure = begin(); used.Queries -= queries.n.Load() }},
-		{j.Idle, func() { used.Queries += queries.n.Load(); measure.end(used) }},
+		{j.Idle, func() { used.Queries += queries.n.Load(); measure.end(used); used.HeapMB = heapMB() }},
 	} {
 		timer := time.NewTimer(phase.takes)
 		select {
@@ -147,17 +176,17 @@ func (u usage) end(used *relayUsage) {
 		spent := *cpu - *u.cpu
 		used.CPUSeconds = &spent
 	}
-	used.MemoryMB = peakMemory()
+	used.MemoryMB, used.ResidentMB = memory("VmHWM:"), memory("VmRSS:")
 }
 
-// peakMemory is the peak of what is resident. The rusage of a process that was just started would tell the peak of
+// memory is what is resident, or its peak. The rusage of a process that was just started would tell the peak of
 // its parent, whose memory it shares until it becomes another program.
-func peakMemory() *float64 {
+func memory(which string) *float64 {
 	status, err := os.ReadFile("/proc/self/status")
 	if err != nil {
 		return nil // not Linux
 	}
-	_, after, _ := strings.Cut(string(status), "VmHWM:")
+	_, after, _ := strings.Cut(string(status), which)
 	fields := strings.Fields(after)
 	if len(fields) == 0 {
 		return nil

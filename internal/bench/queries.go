@@ -121,5 +121,18 @@ const cursorSQL = `-- bench.cursor
 SELECT seq, id, topic, key, payload, headers::text, created_at
 FROM effectonce.outbox WHERE seq > $1 ORDER BY seq LIMIT $2`
 
+// gapSafeSQL reads only what is below every open transaction: it loses nothing, and one long transaction anywhere in the
+// cluster holds it up.
+const gapSafeSQL = `-- bench.gap_safe_cursor
+SELECT seq, id, topic, key, payload, headers::text, created_at
+FROM effectonce.outbox WHERE seq > $1 AND txid < pg_snapshot_xmin(pg_current_snapshot()) ORDER BY seq LIMIT $2`
+
+// enqueueSQL publishes a message for the poller.
+const enqueueSQL = `-- bench.enqueue
+INSERT INTO effectonce.bench_poller (message_id, topic, key, payload) VALUES ($1, $2, $3, $4)`
+
+const backendSQL = `-- bench.backend
+SELECT pg_backend_pid(), inet_client_port()`
+
 // sql puts a statement into the benchmark's schema.
 func (s *site) sql(statement string) string { return migrations.InSchema(statement, s.schema) }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"time"
 
@@ -21,7 +22,10 @@ type relayBench struct {
 	topic string
 	// progress is where the relay keeps it with exactly-once.
 	progress string
+	// behind is a relay that has published what there is.
+	behind   string
 	samples  samples
+	steadies steadies
 	note     func(format string, args ...any)
 }
 
@@ -57,28 +61,52 @@ func Relay(ctx context.Context, opts RelayOptions) (_ *RelayReport, err error) {
 	if err := b.exec(ctx, "create the poller's table", pollerTableSQL); err != nil {
 		return nil, err
 	}
+	b.behind = "fresh"
+	for _, part := range []struct {
+		run      func(context.Context) error
+		alone    bool // in a process
+		scenario []string
+	}{
+		{b.drains, false, []string{ScenarioDrain, ScenarioProcess}},
+		{b.latencies, false, []string{ScenarioLatency}},
+		{b.idle, true, []string{ScenarioIdle}},
+		{b.large, true, []string{ScenarioProcess}},
+		{b.load, true, []string{ScenarioLoad}},
+		{b.backlogs, true, []string{ScenarioBacklog}},
+		{b.network, true, []string{ScenarioNetwork}},
+		{b.pooler, true, []string{ScenarioPooler}},
+		{b.shards, true, []string{ScenarioShards}},
+	} {
+		if !slices.ContainsFunc(part.scenario, opts.has) || part.alone && len(opts.Command) == 0 {
+			continue
+		}
+		if err := part.run(ctx); err != nil {
+			return nil, fmt.Errorf("%s: %w", part.scenario[0], err)
+		}
+	}
+	return newRelayReport(opts, b.samples, b.steadies), nil
+}
+
+// drains measures the backlog of Rows: the variants in this process, and the relay in one of its own.
+func (b *relayBench) drains(ctx context.Context) error {
 	if err := b.fill(ctx, b.opts.Rows); err != nil {
-		return nil, err
+		return err
 	}
-	for round := range opts.Rounds {
-		if err := b.round(ctx, round); err != nil {
-			return nil, err
+	for round := range b.opts.Rounds {
+		if b.opts.has(ScenarioDrain) {
+			if err := b.round(ctx, round); err != nil {
+				return err
+			}
+			b.behind = relayName(round)
 		}
-		if err := b.costs(ctx, round); err != nil {
-			return nil, err
+		if b.opts.has(ScenarioProcess) && len(b.opts.Command) > 0 {
+			if err := b.costs(ctx, round); err != nil {
+				return err
+			}
+			b.behind = costName(round, "")
 		}
 	}
-	latencies, err := b.latencies(ctx)
-	if err != nil {
-		return nil, fmt.Errorf("latencies: %w", err)
-	}
-	if err := b.idle(ctx); err != nil {
-		return nil, err
-	}
-	if err := b.large(ctx); err != nil {
-		return nil, err
-	}
-	return newRelayReport(opts, b.samples, latencies), nil
+	return nil
 }
 
 // fillRows is how many rows one transaction of the backlog has.
@@ -118,6 +146,7 @@ func (b *relayBench) round(ctx context.Context, round int) error {
 	drains := []drain{
 		{"skip_locked", b.refill, b.skipLocked},
 		{"bare_cursor", nothing, b.bareCursor},
+		{"gap_safe_cursor", nothing, b.gapSafeCursor},
 		{"relay", nothing, b.relay},
 		{"exactly_once", nothing, b.exactlyOnce},
 	}
@@ -153,7 +182,7 @@ func (b *relayBench) measure(ctx context.Context, d drain, round int) error {
 	}
 	rate := float64(b.opts.Rows) / elapsed.Seconds()
 	b.samples.add(d.key, rate)
-	b.note("round %d: %-14s %9.0f rows/s", round+1, d.key, rate)
+	b.note("round %d: %-15s %9.0f rows/s", round+1, d.key, rate)
 	return nil
 }
 

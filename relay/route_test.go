@@ -42,8 +42,15 @@ func TestRowsGoWhereRulesSendThem(t *testing.T) {
 			}},
 		}
 		for _, row := range [][2]string{
-			{"orders", `{}`}, {"orders", `{"tier": "gold"}`}, {"orders", `{"test": true, "tier": "gold"}`}, {"orders", `{"tier": ["silver", "gold"]}`},
-			{"orders", `{"tier": "golden"}`}, {"acme.events", `{}`}, {"plain", `{}`}, {"noise-1", `{}`}, {"noise-1", `{}`},
+			{"orders", `{}`},
+			{"orders", `{"tier": "gold"}`},
+			{"orders", `{"test": true, "tier": "gold"}`},
+			{"orders", `{"tier": ["silver", "gold"]}`},
+			{"orders", `{"tier": "golden"}`},
+			{"acme.events", `{}`},
+			{"plain", `{}`},
+			{"noise-1", `{}`},
+			{"noise-1", `{}`},
 		} {
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', convert_to($1 || $2, 'UTF8'), $2::jsonb)`, row[0], row[1])
 		}
@@ -130,7 +137,7 @@ func TestRoutesAreChecked(t *testing.T) {
 	for _, problem := range []string{
 		`Routes.Prefix "a/"`, `Rules[0]: Topic "("`, `Rules[1]: Value "["`, `Rules[2]: Value without Header`, `Rules[3]: Drop and To "b"`, `Rules[4]: Drop of all rows`,
 		`Rules[5]: To "$2": Topic "(a)" has no group "2"`, `Rules[6]: To "${m}"`, `Rules[7]: To "$1b": Topic "(a)" has no group "1b"; write ${1} before letters and digits`,
-		`Rules[8]: To "b c"`, `Rules[9]: Topic has 2000 bytes: want at most 1000`, `Rates["a"] 0: want above 0`, `Rates["b"] 2e+06`, `Rates, topic "c d"`,
+		`Rules[8]: To "b c"`, `Rules[9]: Topic has 2000 bytes: want at most 1000`, `Rates["a"] 0: want above 0`, `Rates["b"] 2e+06`, `Rates["c d"]: want the name of a topic`,
 	} {
 		require.ErrorContains(t, err, problem)
 	}

@@ -202,8 +202,8 @@ func (p *publisher) offers(ctx context.Context, name string, partition int32) er
 		return nil
 	}
 	if time.Since(s.asked) > limitRetryMin {
-		if p.learn(ctx, []string{name}) != nil {
-			return nil // the brokers are away: the client does not take the record, and the work starts over
+		if err := p.learn(ctx, []string{name}); err != nil {
+			return nil //nolint:nilerr // the brokers are away: the client does not take the record, and the work starts over
 		}
 		s, _ = p.topics.get(name)
 	}

@@ -26,7 +26,7 @@ import (
 )
 
 // relayAt is newRelay for a cluster of the test's own.
-func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config, opts ...kgo.Opt) *relay.Relay {
+func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config) *relay.Relay {
 	t.Helper()
 	if cfg.Lease == 0 {
 		cfg.Lease = time.Minute
@@ -34,17 +34,17 @@ func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Co
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.NewTextHandler(t.Output(), nil))
 	}
-	opts = append([]kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression()), kgo.MetadataMinAge(10 * time.Millisecond)}, opts...)
+	opts := []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression()), kgo.MetadataMinAge(10 * time.Millisecond)}
 	r, err := relay.New(pool, opts, cfg)
 	require.NoError(t, err)
 	return r
 }
 
 // runAt lets it run until the test ends.
-func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config, opts ...kgo.Opt) {
+func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config) {
 	t.Helper()
 	cfg.Lease = 30 * time.Second
-	r := relayAt(t, pool, fake, cfg, opts...)
+	r := relayAt(t, pool, fake, cfg)
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- r.Run(ctx) }()

@@ -7,7 +7,9 @@ import (
 	"log/slog"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -161,6 +163,26 @@ func TestParseRule(t *testing.T) {
 		_, err := relay.ParseRule(text)
 		require.Error(t, err, text)
 	}
+}
+
+// Property: a row that asks for a partition which was just added is published, by a relay that knew the topic before.
+func TestAddedPartitionIsSeen(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, "orders"))
+		buried := atomic.Int64{}
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, Hooks: relay.Hooks{Dead: func(string, relay.Reason) { buried.Add(1) }}})
+		insert(t, pool, "orders", "k", "1")
+		await(t, "it knows the topic", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
+		knew := time.Now()
+		_, err := kafkaAdmin(t, fake).CreatePartitions(t.Context(), 3, "orders")
+		require.NoError(t, err)
+		await(t, "time for another question", func() bool { return time.Since(knew) > 200*time.Millisecond })
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ('orders', 'l', '2', '{"effectonce-partition": "4"}')`)
+		await(t, "it is published", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "2") })
+		require.Zero(t, buried.Load())
+	})
 }
 
 // Property: a row that asks for a partition gets it, by Go and by plain SQL, without the header in its record; one that

@@ -17,7 +17,7 @@ func validateRates(all map[string]float64) error {
 	var problems []error
 	for topic, rate := range all {
 		if !topicName.MatchString(topic) {
-			problems = append(problems, fmt.Errorf("Rates, topic %.260q: want 1 to 249 letters, digits, dots, underscores and hyphens", topic))
+			problems = append(problems, fmt.Errorf("%s[%.260q]: want the name of a topic, 1 to 249 letters, digits, dots, underscores and hyphens", "Rates", topic))
 		}
 		if !(rate > 0 && rate <= ratePerSecondMax) { // also what is no number
 			problems = append(problems, fmt.Errorf("Rates[%.260q] %v: want above 0, at most %d rows per second", topic, rate, ratePerSecondMax))

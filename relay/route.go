@@ -50,7 +50,7 @@ const (
 var (
 	topicPart  = regexp.MustCompile(`^[a-zA-Z0-9._-]*$`)
 	groupInTo  = regexp.MustCompile(`\$(?:\{(\w+)\}|(\w+))`)
-	errNoRoute = errors.New("Prefix and To: want letters, digits, dots, underscores and hyphens, 249 at most together")
+	errNoRoute = errors.New("want letters, digits, dots, underscores and hyphens, at most 249 together with Prefix")
 )
 
 // Validate returns all problems at once. New does so, too.

@@ -7,7 +7,9 @@ import (
 	"log/slog"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -42,8 +44,15 @@ func TestRowsGoWhereRulesSendThem(t *testing.T) {
 			}},
 		}
 		for _, row := range [][2]string{
-			{"orders", `{}`}, {"orders", `{"tier": "gold"}`}, {"orders", `{"test": true, "tier": "gold"}`}, {"orders", `{"tier": ["silver", "gold"]}`},
-			{"orders", `{"tier": "golden"}`}, {"acme.events", `{}`}, {"plain", `{}`}, {"noise-1", `{}`}, {"noise-1", `{}`},
+			{"orders", `{}`},
+			{"orders", `{"tier": "gold"}`},
+			{"orders", `{"test": true, "tier": "gold"}`},
+			{"orders", `{"tier": ["silver", "gold"]}`},
+			{"orders", `{"tier": "golden"}`},
+			{"acme.events", `{}`},
+			{"plain", `{}`},
+			{"noise-1", `{}`},
+			{"noise-1", `{}`},
 		} {
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', convert_to($1 || $2, 'UTF8'), $2::jsonb)`, row[0], row[1])
 		}
@@ -130,7 +139,7 @@ func TestRoutesAreChecked(t *testing.T) {
 	for _, problem := range []string{
 		`Routes.Prefix "a/"`, `Rules[0]: Topic "("`, `Rules[1]: Value "["`, `Rules[2]: Value without Header`, `Rules[3]: Drop and To "b"`, `Rules[4]: Drop of all rows`,
 		`Rules[5]: To "$2": Topic "(a)" has no group "2"`, `Rules[6]: To "${m}"`, `Rules[7]: To "$1b": Topic "(a)" has no group "1b"; write ${1} before letters and digits`,
-		`Rules[8]: To "b c"`, `Rules[9]: Topic has 2000 bytes: want at most 1000`, `Rates["a"] 0: want above 0`, `Rates["b"] 2e+06`, `Rates, topic "c d"`,
+		`Rules[8]: To "b c"`, `Rules[9]: Topic has 2000 bytes: want at most 1000`, `Rates["a"] 0: want above 0`, `Rates["b"] 2e+06`, `Rates["c d"]: want the name of a topic`,
 	} {
 		require.ErrorContains(t, err, problem)
 	}
@@ -154,6 +163,26 @@ func TestParseRule(t *testing.T) {
 		_, err := relay.ParseRule(text)
 		require.Error(t, err, text)
 	}
+}
+
+// Property: a row that asks for a partition which was just added is published, by a relay that knew the topic before.
+func TestAddedPartitionIsSeen(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, "orders"))
+		buried := atomic.Int64{}
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, Hooks: relay.Hooks{Dead: func(string, relay.Reason) { buried.Add(1) }}})
+		insert(t, pool, "orders", "k", "1")
+		await(t, "it knows the topic", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
+		knew := time.Now()
+		_, err := kafkaAdmin(t, fake).CreatePartitions(t.Context(), 3, "orders")
+		require.NoError(t, err)
+		await(t, "time for another question", func() bool { return time.Since(knew) > 200*time.Millisecond })
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ('orders', 'l', '2', '{"effectonce-partition": "4"}')`)
+		await(t, "it is published", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "2") })
+		require.Zero(t, buried.Load())
+	})
 }
 
 // Property: a row that asks for a partition gets it, by Go and by plain SQL, without the header in its record; one that

@@ -50,6 +50,8 @@ const (
 	topicMaxAge = time.Minute
 	// limitRetryMin is the pause before a question about limits is asked again that found no answer; it doubles up to topicMaxAge.
 	limitRetryMin = time.Second
+	// partsAskMin bounds how often rows that ask for a partition which is not there make the relay ask again.
+	partsAskMin = 100 * time.Millisecond
 )
 
 func newTopics(r *Relay) *topics {
@@ -201,9 +203,9 @@ func (p *publisher) offers(ctx context.Context, name string, partition int32) er
 	if s.parts == 0 || partition < s.parts {
 		return nil
 	}
-	if time.Since(s.asked) > limitRetryMin {
-		if p.learn(ctx, []string{name}) != nil {
-			return nil // the brokers are away: the client does not take the record, and the work starts over
+	if time.Since(s.asked) > partsAskMin {
+		if err := p.learn(ctx, []string{name}); err != nil {
+			return nil //nolint:nilerr // the brokers are away: the client does not take the record, and the work starts over
 		}
 		s, _ = p.topics.get(name)
 	}

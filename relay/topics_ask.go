@@ -86,7 +86,7 @@ func (t *topics) state(ctx context.Context, client *kgo.Client, name string, ans
 	}
 	switch {
 	case err == nil && t.mayWrite(ctx, client, name, answer):
-		s.parts = int32(len(answer.Partitions)) //nolint:gosec // of one topic
+		s.parts = int32(len(answer.Partitions))
 	case err == nil:
 		s.reason, s.err = ReasonNotAuthorized, fmt.Errorf("the brokers do not let the relay write to topic %q: grant it WRITE, and the row is published by itself", name)
 	case errors.Is(err, kerr.TopicAuthorizationFailed):

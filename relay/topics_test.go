@@ -4,10 +4,12 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -26,7 +28,7 @@ import (
 )
 
 // relayAt is newRelay for a cluster of the test's own.
-func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config, opts ...kgo.Opt) *relay.Relay {
+func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config) *relay.Relay {
 	t.Helper()
 	if cfg.Lease == 0 {
 		cfg.Lease = time.Minute
@@ -34,17 +36,17 @@ func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Co
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.NewTextHandler(t.Output(), nil))
 	}
-	opts = append([]kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression()), kgo.MetadataMinAge(10 * time.Millisecond)}, opts...)
+	opts := []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression()), kgo.MetadataMinAge(10 * time.Millisecond)}
 	r, err := relay.New(pool, opts, cfg)
 	require.NoError(t, err)
 	return r
 }
 
 // runAt lets it run until the test ends.
-func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config, opts ...kgo.Opt) {
+func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config) {
 	t.Helper()
 	cfg.Lease = 30 * time.Second
-	r := relayAt(t, pool, fake, cfg, opts...)
+	r := relayAt(t, pool, fake, cfg)
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- r.Run(ctx) }()
@@ -133,16 +135,23 @@ func TestKafkaJudgesWhereTheLimitIsUnknown(t *testing.T) {
 		insert(t, pool, topic, "k", incompressible(3_000_000))
 		insert(t, pool, topic, "k", "2")
 		insert(t, pool, topic, "l", fits)
-		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly})
+		var refused atomic.Int64
+		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, Hooks: relay.Hooks{Interrupted: func(err error) {
+			if errors.Is(err, kerr.MessageTooLarge) {
+				refused.Add(1)
+			}
+		}}})
 		await(t, "the verdict", func() bool { return dead(t, pool) == 2 })
 		require.Equal(t, []string{"too_large", "behind"}, deadReasons(t, pool))
 		require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE reason = 'too_large'`), "MESSAGE_TOO_LARGE")
+		before := refused.Load()
 		// Many that fit must not be refused as one batch as large as the one that does not.
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, 'm', convert_to(repeat(md5(i::text), 1000), 'UTF8') FROM generate_series(1, 200) AS i`, topic)
 		await(t, "everything else flows", func() bool { return len(kafkatest.ReadAllAt(t, fake.ListenAddrs(), topic)) >= 202 })
 		require.Equal(t, []string{"1"}, slices.Compact(keyedAt(t, fake, topic, "k")), "at least once")
 		require.Equal(t, []string{fits}, slices.Compact(keyedAt(t, fake, topic, "l")))
 		require.Equal(t, 2, dead(t, pool))
+		require.Equal(t, before, refused.Load(), "batches of others are refused")
 	})
 }
 

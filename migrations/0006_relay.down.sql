@@ -2,6 +2,13 @@
 DROP FUNCTION effectonce.repair_outbox_sequences(bigint, bigint), effectonce.renumber_outbox(bigint, bigint, timestamptz),
   effectonce.outbox_sequence_state(bigint, bigint), effectonce.this_cluster();
 
+-- The previous release reads the whole of outbox_dead, and finds what is free by itself.
+DROP TRIGGER outbox_dead_free ON effectonce.outbox_dead;
+DROP FUNCTION effectonce.outbox_dead_free();
+DROP TABLE effectonce.outbox_dead_freed;
+DROP INDEX effectonce.outbox_dead_waiting;
+DROP INDEX effectonce.outbox_dead_retry;
+
 -- A row that only this release knows the reason of is of the closest one that the previous release knows.
 UPDATE effectonce.outbox_dead SET reason = 'refused' WHERE reason IN ('not_authorized', 'bad_partition');
 ALTER TABLE effectonce.outbox_dead

@@ -63,6 +63,46 @@ ALTER TABLE effectonce.outbox_dead
   SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 5000);
 ALTER TABLE effectonce.outbox_ticks SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 
+-- The relay looks at the rows that may leave, and not at those that wait: rows that were handed back, keys that lost a
+-- row, and, topic by topic, rows that are handed back when their topic is there or resumed.
+CREATE INDEX outbox_dead_retry ON effectonce.outbox_dead (relay, seq) WHERE state = 'retry';
+CREATE INDEX outbox_dead_waiting ON effectonce.outbox_dead (relay, topic, reason, seq)
+  WHERE state = 'held' AND reason IN ('unknown_topic', 'not_authorized', 'paused');
+
+-- Keys that lost a dead row: the relay publishes what is behind it, and removes the entry. Only inserts, and no unique
+-- constraint: a deletion waits for no lock on account of it. An entry may be about a key of which nothing is left, or
+-- whose next row is held.
+CREATE TABLE effectonce.outbox_dead_freed (
+  id    bigint GENERATED ALWAYS AS IDENTITY,
+  relay text   NOT NULL CHECK (octet_length(relay) BETWEEN 1 AND 255),
+  topic text   NOT NULL CHECK (octet_length(topic) BETWEEN 1 AND 249),
+  hash  bytea  NOT NULL CHECK (octet_length(hash) = 32), -- SHA-256 of the key
+  CONSTRAINT outbox_dead_freed_pkey PRIMARY KEY (relay, id)
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 5000);
+
+-- By a trigger, so that relays and operators of the previous release, and people with psql, do so, too. With the rights
+-- of the owner: a role that may delete dead rows needs no right on the table.
+CREATE FUNCTION effectonce.outbox_dead_free() RETURNS trigger
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+  INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash)
+  SELECT DISTINCT relay, topic, sha256(key) FROM gone WHERE key IS NOT NULL;
+  RETURN NULL;
+END
+$$;
+CREATE TRIGGER outbox_dead_free AFTER DELETE ON effectonce.outbox_dead
+  REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_dead_free();
+
+-- Rows that lost the one before them so far, which the previous release found by reading the whole table.
+INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash)
+SELECT first.relay, first.topic, first.hash
+FROM (SELECT DISTINCT ON (relay, topic, sha256(key)) relay, topic, sha256(key) AS hash, state FROM effectonce.outbox_dead
+  WHERE key IS NOT NULL ORDER BY relay, topic, sha256(key), seq) AS first
+WHERE first.state = 'behind';
+
 -- ---------------------------------------------------------------------------------------------
 -- Replicas, and topics that are paused
 

@@ -62,7 +62,7 @@ GRANT SELECT, UPDATE ON effectonce.outbox_slots TO effectonce_relay;
 GRANT SELECT, INSERT, DELETE ON effectonce.outbox_ticks TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_relays TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.outbox_replicas, effectonce.outbox_progress, effectonce.outbox_dead TO effectonce_relay;
-GRANT SELECT, INSERT, DELETE ON effectonce.outbox_advances TO effectonce_relay;
+GRANT SELECT, INSERT, DELETE ON effectonce.outbox_advances, effectonce.outbox_dead_freed TO effectonce_relay;
 GRANT SELECT ON effectonce.outbox_progress_now, effectonce.outbox_paused TO effectonce_relay;
 -- A sequence that is behind. The function's bounds are what keeps this role from the sequence.
 GRANT EXECUTE ON FUNCTION effectonce.outbox_sequence_state(bigint, bigint), effectonce.repair_outbox_sequences(bigint, bigint)
@@ -105,7 +105,7 @@ GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(), effectonce.advance_key(tex
 -- It sees everything, and changes what waits for a person; each change is written down.
 GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3, effectonce.outbox_slots,
   effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_progress_now,
-  effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_dead,
+  effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_dead, effectonce.outbox_dead_freed,
   effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics,
   effectonce.consumer_pauses, effectonce.processed_messages,
   effectonce.processed_forever, effectonce.maintenance, effectonce.message_attempts, effectonce.parked_messages, effectonce.fences,
@@ -119,7 +119,7 @@ GRANT INSERT, UPDATE, DELETE ON effectonce.consumer_pauses TO effectonce_operato
 GRANT UPDATE (id_rule) ON effectonce.consumers TO effectonce_operator;
 GRANT UPDATE (shards_wanted) ON effectonce.outbox_relays TO effectonce_operator;
 -- A relay by an old name, which holds published rows back: "outbox-relay relays delete".
-GRANT DELETE ON effectonce.outbox_relays, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_replicas TO effectonce_operator;
+GRANT DELETE ON effectonce.outbox_relays, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_replicas, effectonce.outbox_dead_freed TO effectonce_operator;
 GRANT INSERT ON effectonce.operator_actions TO effectonce_operator;
 -- Not the columns that say which request it is, what it asked for, what its phases hand on and which are done. What is
 -- decided can be decided wrongly: state and DELETE, which is for what is over and cannot be limited to it, are enough to

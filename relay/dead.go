@@ -3,12 +3,14 @@ package relay
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 // Reason says why a row is in outbox_dead.
@@ -34,45 +36,37 @@ func (r Reason) ofRow() bool {
 	return r == ReasonTooLarge || r == ReasonRefused || r == ReasonBadHeaders || r == ReasonBadPartition
 }
 
-// deadEvery is how often dead rows are looked at: whether their topic exists by now, or an operator
-// released them.
-const deadEvery = time.Second
-
 const (
-	releaseRowsMax = 500                    // of one round
-	releaseMax     = 200 * time.Millisecond // of rounds before the outbox has its turn
+	releaseRowsMax = 500                   // of one round
+	releaseMax     = 20 * time.Millisecond // of rounds before the outbox, with the rows of other topics, has its turn
 )
 
 // deadRows are the rows of the shard in outbox_dead. Only the worker of the shard adds to them; operators release and
-// discard them.
+// discard them. What may leave is found beside the worker: see deadLook.
 type deadRows struct {
 	*publisher
-	exist     bool      // there may be some
-	looked    time.Time // when they were looked at last
-	releasing bool      // there were more to publish
-	limit     int       // rows of the next page of them
-	laid      int       // rows that became dead since
+	look      *deadLook
+	releasing bool  // there were more to publish
+	after     place // where the last page of them ended
+	limit     int   // rows of the next page of them
+	laid      int   // rows that became dead since
 }
 
-// due tells whether released rows are to be looked for now.
-func (d *deadRows) due(ctx context.Context) (bool, error) {
-	if !d.exist {
-		return false, nil
-	}
-	if time.Since(d.looked) < deadEvery {
-		return d.releasing, nil
-	}
-	d.looked = time.Now()
-	return true, d.retryTopics(ctx)
-}
+// place is how far the worker is among keys that lost a row, and among rows that were handed back: see releasableSQL.
+type place struct{ freed, retry int64 }
 
-// release publishes dead rows whose topic exists by now or that were set to retry, in their order,
-// together with what stands behind them. Where they are many the pages of the outbox, with the rows of other topics, take
-// turns with them. Meanwhile each turn publishes more of them than a page has put behind them: they come to an end.
+// release publishes dead rows that may leave, in their order, together with what is behind them. Where they are many the
+// pages of the outbox, with the rows of other topics, take turns with them. Meanwhile each turn publishes more of them than
+// a page has put behind them: they come to an end.
 func (p *publisher) release(work, ctx context.Context) error {
 	d := p.dead
-	if due, err := d.due(ctx); err != nil || !due {
-		return err
+	if p.once && !d.releasing {
+		if err := d.look.now(ctx); err != nil {
+			return err
+		}
+	}
+	if !d.releasing && !d.look.take() {
+		return nil
 	}
 	begun, want := time.Now(), 2*d.laid
 	d.releasing, d.laid = true, 0
@@ -82,155 +76,163 @@ func (p *publisher) release(work, ctx context.Context) error {
 			return err
 		}
 		if !more {
-			d.releasing = false
-			return d.look(ctx)
+			d.releasing, d.after = false, place{}
+			d.look.taken()
+			return nil
 		}
 		published += n
 	}
 	return nil
 }
 
-// releaseSome publishes one page of released rows. Nothing else is in flight meanwhile, so the rows of a key cannot
-// overtake each other.
+// more tells whether dead rows are known that may leave.
+func (d *deadRows) more() bool { return d.releasing || d.once && d.look.handing }
+
+// releaseSome publishes one page of dead rows that may leave. Nothing else is in flight meanwhile, so the rows of a key
+// cannot overtake each other.
 func (p *publisher) releaseSome(work, ctx context.Context) (published int, more bool, err error) {
 	page, err := p.dead.page(ctx)
-	if err != nil || len(page.rows) == 0 {
+	if err != nil || !page.any {
 		return 0, false, err
 	}
-	a, err := p.tryReleased(ctx, page)
-	if err != nil {
-		return 0, false, err
+	if len(page.rows) > 0 {
+		a, err := p.tryReleased(ctx, &page.page)
+		if err != nil {
+			return 0, false, err
+		}
+		if err := p.dead.remove(ctx, seqs(a.dropped)); err != nil {
+			return 0, false, err
+		}
+		if err := p.flight.settled(ctx); err != nil {
+			return 0, false, err
+		}
+		if !p.lease.held() {
+			return 0, false, errLeaseLost
+		}
+		if err := p.target.publish(work, ctx, a); err != nil {
+			return 0, false, err
+		}
+		published = len(a.rows) + len(a.dropped)
 	}
-	if err := p.dead.remove(ctx, seqs(a.dropped)); err != nil {
-		return 0, false, err
-	}
-	if err := p.flight.settled(ctx); err != nil {
-		return 0, false, err
-	}
-	if !p.lease.held() {
-		return 0, false, errLeaseLost
-	}
-	return len(a.rows) + len(a.dropped), page.full, p.target.publish(work, ctx, a)
+	p.dead.after = page.end
+	return published, true, p.dead.forgetFreed(ctx, page.freed)
 }
 
-func (d *deadRows) look(ctx context.Context) error {
-	ctx, cancel := d.patient(ctx)
-	defer cancel()
-	if err := d.pool.QueryRow(ctx, d.sql.deadExist, d.cfg.Name, d.lease.shards, d.lease.shard).Scan(&d.exist); err != nil {
-		return fmt.Errorf("look for dead rows: %w", silence(ctx, err))
-	}
-	return nil
+// deadPage is a page of dead rows that may leave, and what was looked at for it.
+type deadPage struct {
+	page
+	any   bool    // a key was looked at
+	freed []int64 // entries of keys that lost a row
+	end   place
 }
 
-// retryTopics releases rows that waited for a topic which is there now, or is not paused any more.
-func (d *deadRows) retryTopics(ctx context.Context) error {
-	ctx, cancel := d.patient(ctx)
-	defer cancel()
-	result, err := d.pool.Query(ctx, d.sql.waitingTopics, d.cfg.Name)
-	if err != nil {
-		return fmt.Errorf("look for dead rows: %w", err)
-	}
-	var missing, ready, rated []string
-	var name string
-	var paused bool
-	_, err = pgx.ForEachRow(result, []any{&name, &paused}, func() error {
-		switch {
-		case d.lease.obeys.set.Load().has(name):
-		case paused && d.cfg.Rates[name] > 0:
-			rated = append(rated, name)
-		case paused:
-			ready = append(ready, name)
-		default:
-			missing = append(missing, name)
-		}
-		return nil
-	})
-	if err != nil {
-		return fmt.Errorf("look for dead rows: %w", err)
-	}
-	d.noneWait(rated)
-	for _, name := range rated {
-		if _, err := d.retryRated(ctx, name); err != nil {
-			return fmt.Errorf("hand back rows of topic %q: %w", name, err)
-		}
-	}
-	var names []string
-	for _, name := range missing {
-		names = append(names, d.routes.names(name)...)
-	}
-	if len(names) > 0 {
-		if err := d.learn(ctx, names); err != nil {
-			return err
-		}
-	}
-	for _, name := range missing {
-		if d.topics.released(name, d.routes.names(name)) {
-			ready = append(ready, name)
-		}
-	}
-	if len(ready) == 0 {
-		return nil
-	}
-	_, err = d.pool.Exec(ctx, d.sql.retryTopic, d.cfg.Name, ready)
-	return err
-}
-
-// page reads released rows, as readPage does rows of the outbox.
-func (d *deadRows) page(ctx context.Context) (*page, error) {
-	ctx, cancel := d.patient(ctx)
-	defer cancel()
+// page reads dead rows that may leave, as readPage does rows of the outbox.
+func (d *deadRows) page(ctx context.Context) (*deadPage, error) {
 	limit := min(d.limit, releaseRowsMax)
-	result, err := d.pool.Query(ctx, d.sql.releasable, d.cfg.Name, limit, d.lease.shards, d.lease.shard, d.cfg.SkipDead)
+	page := &deadPage{end: d.after}
+	err := d.ask(ctx, func(rows pgx.Rows) error { return page.read(rows, d.flight.bytesMax/4) },
+		d.sql.releasable, d.cfg.Name, d.after.freed, d.after.retry, limit, d.lease.shards, d.lease.shard, d.cfg.SkipDead)
 	if err != nil {
-		return nil, fmt.Errorf("read dead rows: %w", silence(ctx, err))
+		return nil, err
 	}
-	defer result.Close()
-	page := &page{}
-	for count := 1; result.Next(); count++ {
-		page.full = count == limit
-		if page.bytes > d.flight.bytesMax/4 {
-			page.full = true
-			break
-		}
-		var r row
-		if err := result.Scan(&r.seq, (*[16]byte)(&r.id), &r.topic, &r.key, &r.payload, &r.headers, &r.created); err != nil {
-			return nil, fmt.Errorf("read dead rows: %w", err)
-		}
-		page.rows = append(page.rows, r)
-		page.bytes += r.bytes()
-	}
-	result.Close()
-	if err := result.Err(); err != nil {
-		return nil, fmt.Errorf("read dead rows: %w", silence(ctx, err))
-	}
-	d.limit = nextLimit(d.limit, page, d.flight.bytesMax, d.cfg.PageRowsMax)
+	d.limit = nextLimit(d.limit, &page.page, d.flight.bytesMax, d.cfg.PageRowsMax)
 	return page, nil
 }
 
-// behind returns the keys of a page that have a dead row already.
+// read takes rows until bytesMax is passed. What is not read comes with a later page: a key that is cut loses the rows
+// before, and so gets an entry; the keys after it are behind the page's end.
+func (p *deadPage) read(rows pgx.Rows, bytesMax int) error {
+	defer rows.Close()
+	var last struct {
+		kind    int16 // 1: a key that lost a row, 2: a row that was handed back
+		at, seq int64
+	}
+	for p.bytes <= bytesMax && rows.Next() {
+		now, freed, r := last, []int64(nil), row{}
+		var seq *int64 // null: nothing of the key may leave
+		var id pgtype.UUID
+		var created *time.Time
+		if err := rows.Scan(&now.kind, &now.at, &freed, &seq, &id, &r.topic, &r.key, &r.payload, &r.headers, &created); err != nil {
+			return err
+		}
+		if key := now.kind != last.kind || now.at != last.at; key {
+			if now.kind < last.kind || now.kind == last.kind && now.at < last.at {
+				return errNoOrder
+			}
+			p.any, p.freed, now.seq = true, append(p.freed, freed...), 0
+			if now.kind == 1 {
+				p.end.freed = now.at
+			} else {
+				p.end.retry = now.at
+			}
+		}
+		if seq != nil {
+			if r.seq = *seq; r.seq <= now.seq {
+				return errNoOrder
+			}
+			now.seq, r.id, r.created = r.seq, id.Bytes, *created
+			p.rows, p.bytes = append(p.rows, r), p.bytes+r.bytes()
+		}
+		last = now
+	}
+	if last.kind == 2 { // all entries of this page are before it
+		p.end.freed = max(p.end.freed, slices.Max(append(p.freed, 0)))
+	}
+	slices.SortFunc(p.rows, func(a, b row) int { return cmp.Compare(a.seq, b.seq) }) // as they came, key beside key
+	return rows.Err()
+}
+
+// behind returns the keys of a page that have a dead row already. Only rows of topics that may have dead rows are looked
+// up.
 func (d *deadRows) behind(ctx context.Context, rows []row) (map[topicKey]bool, error) {
 	found := map[topicKey]bool{}
-	if !d.exist {
+	dead := d.look.topicsNow()
+	if len(dead) == 0 {
 		return found, nil
 	}
-	names, keys := make([]string, len(rows)), make([][]byte, len(rows))
+	var names []string
+	var keys [][]byte
 	for i := range rows {
-		names[i], keys[i] = rows[i].topic, rows[i].key
+		if rows[i].key != nil && dead[rows[i].topic] {
+			names, keys = append(names, rows[i].topic), append(keys, rows[i].key)
+		}
 	}
-	ctx, cancel := d.patient(ctx)
+	if len(names) == 0 {
+		return found, nil
+	}
+	var at int
+	err := d.ask(ctx, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&at}, func() error {
+			found[topicKey{names[at-1], string(keys[at-1])}] = true
+			return nil
+		})
+		return err
+	}, d.sql.holding, d.cfg.Name, names, keys, d.cfg.SkipDead)
+	return found, err
+}
+
+// ask sends a statement on dead rows behind its settings: they travel in one round trip and are one transaction, with which
+// the settings end.
+func (p *publisher) ask(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+	ctx, cancel := p.patient(ctx)
 	defer cancel()
-	result, err := d.pool.Query(ctx, d.sql.held, d.cfg.Name, names, keys, d.cfg.SkipDead)
-	if err != nil {
-		return nil, fmt.Errorf("look for dead keys: %w", silence(ctx, err))
+	batch := &pgx.Batch{}
+	batch.Queue(p.sql.deadSettings)
+	batch.Queue(sql, args...)
+	results := p.pool.SendBatch(ctx, batch)
+	_, err := results.Exec()
+	if err == nil {
+		var rows pgx.Rows
+		if rows, err = results.Query(); err == nil {
+			err = read(rows)
+			rows.Close()
+			err = errors.Join(err, rows.Err())
+		}
 	}
-	places, err := pgx.CollectRows(result, pgx.RowTo[int])
-	if err != nil {
-		return nil, fmt.Errorf("look for dead keys: %w", silence(ctx, err))
+	if err = errors.Join(err, results.Close()); err != nil {
+		return fmt.Errorf("look at dead rows: %w", silence(ctx, err))
 	}
-	for _, place := range places {
-		found[keyOf(&rows[place-1])] = true
-	}
-	return found, nil
+	return nil
 }
 
 // moveToDead moves rows to outbox_dead and progress past them, in one transaction. Everything before end is acknowledged.
@@ -260,6 +262,9 @@ func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, ro
 		if tag, err := tx.Exec(ctx, p.sql.lockLease, p.cfg.Name, p.lease.shard, p.lease.epoch); err != nil || tag.RowsAffected() == 0 {
 			return cmp.Or(err, errLeaseLost)
 		}
+		if _, err := tx.Exec(ctx, p.sql.deadSettings); err != nil {
+			return err
+		}
 		if _, err := tx.Exec(ctx, p.sql.moveToDead, p.cfg.Name, dead.seqs, dead.reasons, dead.errs); err != nil {
 			return err
 		}
@@ -276,7 +281,7 @@ func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, ro
 // moved notes what is in outbox_dead now. The log has the first row of a topic and reason, and then how many there were.
 func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 	d.forgetRefusals(dead)
-	d.exist = d.exist || len(dead) > 0
+	d.look.moved(dead)
 	d.laid += len(dead)
 	for _, row := range dead {
 		if d.cfg.Hooks.Dead != nil {
@@ -354,12 +359,25 @@ func (d *deadRows) holdAgain(ctx context.Context, dead []deadRow) error {
 	defer cancel()
 	v := columns(again)
 	var mine bool
-	if err := d.pool.QueryRow(ctx, d.sql.holdAgain, d.cfg.Name, d.lease.shard, d.lease.epoch, v.seqs, v.reasons, v.errs).Scan(&mine); err != nil {
+	if err := d.pool.QueryRow(ctx, d.sql.holdAgain, d.cfg.Name, d.lease.shard, d.lease.epoch, v.seqs, v.reasons, v.errs, d.cfg.SkipDead).Scan(&mine); err != nil {
 		return fmt.Errorf("hold dead rows again: %w", silence(ctx, err))
 	}
 	if !mine {
 		return errLeaseLost
 	}
 	d.forgetRefusals(again)
+	return nil
+}
+
+// forgetFreed removes entries of keys that were looked at. Those of a holder that lost its shard stay.
+func (d *deadRows) forgetFreed(ctx context.Context, freed []int64) error {
+	if len(freed) == 0 {
+		return nil
+	}
+	ctx, cancel := d.patient(ctx)
+	defer cancel()
+	if _, err := d.pool.Exec(ctx, d.sql.forgetFreed, d.cfg.Name, d.lease.shard, d.lease.epoch, freed); err != nil {
+		return fmt.Errorf("forget keys of dead rows: %w", silence(ctx, err))
+	}
 	return nil
 }

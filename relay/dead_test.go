@@ -188,7 +188,7 @@ func TestRowsBehindADeadOneWait(t *testing.T) {
 			t.Parallel()
 			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 			var looks atomic.Int64
-			runs(t, traced(t, pool, &between{"-- relay.waiting_topics", func(context.Context) { looks.Add(1) }}), relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
+			runs(t, traced(t, pool, &between{"-- relay.released", func(context.Context) { looks.Add(1) }}), relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
 			await(t, "the row is dead", func() bool { return dead(t, pool) == 1 })
 			for i := 2; i <= 3; i++ {

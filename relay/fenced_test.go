@@ -33,6 +33,19 @@ func (b *between) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.Tr
 	return ctx
 }
 
+func (b *between) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
+	for _, query := range data.Batch.QueuedQueries {
+		if strings.HasPrefix(query.SQL, b.tag) {
+			b.do(ctx)
+		}
+	}
+	return ctx
+}
+
+func (*between) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+
+func (*between) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
+
 func (b *between) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 // meddle is what between does: it changes the database behind the relay's back.

@@ -38,7 +38,7 @@ func newPublisher(r *Relay, l *lease) *publisher {
 	p.flight.waits, p.flight.acked = p.turn, p.acknowledged
 	p.reader = newReader(p)
 	l.obeys.set.Store(r.paused.Load()) // nothing is in flight
-	p.dead = &deadRows{publisher: p, limit: p.reader.limit}
+	p.dead = &deadRows{publisher: p, limit: p.reader.limit, look: newDeadLook(p)}
 	return p
 }
 
@@ -94,7 +94,11 @@ func (p *publisher) work(ctx context.Context) error {
 			return nil
 		}
 	})
-	if err := p.aim(reading); err != nil {
+	err := p.aim(reading)
+	if err == nil {
+		err = p.dead.look.begin(reading)
+	}
+	if err != nil {
 		stopKeeping()
 		stopStoring()
 		return errors.Join(err, group.Wait())
@@ -103,6 +107,9 @@ func (p *publisher) work(ctx context.Context) error {
 		defer t.abort(ctx)
 	}
 	group.Go(func() error { return p.storeProgress(storing) })
+	if !p.once {
+		group.Go(func() error { return p.dead.look.run(keeping) })
+	}
 	group.Go(func() error {
 		defer stopKeeping()
 		defer stopStoring()
@@ -114,7 +121,7 @@ func (p *publisher) work(ctx context.Context) error {
 		defer cancel()
 		return p.target.finish(work, drain)
 	})
-	err := group.Wait()
+	err = group.Wait()
 	if err == nil {
 		p.course.arrive(p.reader.at)
 	}
@@ -154,9 +161,6 @@ func (p *publisher) storeProgress(ctx context.Context) error {
 
 // loop reads pages and publishes them, as long as there is room in flight.
 func (p *publisher) loop(work, ctx context.Context) error {
-	if err := p.dead.look(ctx); err != nil {
-		return err
-	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer p.reader.stop()
 	defer cancel()
@@ -190,7 +194,7 @@ func (p *publisher) loop(work, ctx context.Context) error {
 			return err
 		}
 		switch {
-		case read.page.full, p.dead.releasing:
+		case read.page.full, p.dead.more():
 			continue
 		case p.once && read.complete && len(read.page.rows) == 0:
 			return nil

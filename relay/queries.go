@@ -369,47 +369,15 @@ WITH moved AS (
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, seq, floor, published)
 SELECT $1, $2, $8, epoch, epoch, $4, 0, $9, $10 FROM moved`
 
-const deadExistSQL = `-- relay.dead_exist
-SELECT EXISTS (SELECT FROM effectonce.outbox_dead WHERE relay = $1 AND shard % $2::int = $3::int)`
-
-// skipped is a dead row that holds nobody: see Config.SkipDead.
-const skipped = `::bool AND reason IN ('too_large', 'refused', 'bad_headers', 'bad_partition')`
-
-// heldSQL finds which rows of a page stand behind a dead one of their key.
-const heldSQL = `-- relay.held
-SELECT page.place::int FROM unnest($2::text[], $3::bytea[]) WITH ORDINALITY AS page (topic, key, place)
-WHERE EXISTS (
-  SELECT FROM effectonce.outbox_dead d
-  WHERE d.relay = $1 AND d.topic = page.topic AND sha256(d.key) = sha256(page.key) AND d.key = page.key AND NOT ($4` + skipped + `))`
-
+// moveToDeadSQL copies rows. It runs behind deadSettingsSQL, and looks each of them up: left to itself the planner reads the
+// whole outbox for each page.
 const moveToDeadSQL = `-- relay.move_to_dead
 INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, payload, headers, created_at, reason, error, state)
 SELECT $1, o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at, d.reason, d.error,
   CASE d.reason WHEN 'behind' THEN 'behind' ELSE 'held' END
 FROM unnest($2::bigint[], $3::text[], $4::text[]) AS d (seq, reason, error)
-JOIN effectonce.outbox o USING (seq)
+CROSS JOIN LATERAL (SELECT * FROM effectonce.outbox WHERE seq = d.seq LIMIT 1) AS o
 ON CONFLICT (relay, seq) DO NOTHING`
-
-// waitingTopicsSQL lists what waits for a topic to be created, to be allowed, or to be resumed.
-const waitingTopicsSQL = `-- relay.waiting_topics
-SELECT DISTINCT topic, reason = 'paused' FROM effectonce.outbox_dead WHERE relay = $1 AND reason IN ('unknown_topic', 'not_authorized', 'paused') AND state = 'held'`
-
-const retryTopicSQL = `-- relay.retry_topic
-WITH locked AS MATERIALIZED (
-  SELECT seq FROM effectonce.outbox_dead
-  WHERE relay = $1 AND topic = ANY ($2) AND reason IN ('unknown_topic', 'not_authorized', 'paused') AND state = 'held' ORDER BY seq FOR UPDATE)
-UPDATE effectonce.outbox_dead d SET state = 'retry' FROM locked WHERE d.relay = $1 AND d.seq = locked.seq`
-
-// releasableSQL lists dead rows with no held row of their key at or before them, in order. Rows without
-// a key hold nobody.
-const releasableSQL = `-- relay.releasable
-SELECT d.seq, d.id, d.topic, d.key, d.payload, d.headers::text AS headers_text, d.created_at
-FROM effectonce.outbox_dead d
-WHERE d.relay = $1 AND d.shard % $3::int = $4::int AND d.state <> 'held' AND NOT EXISTS (
-  SELECT FROM effectonce.outbox_dead h
-  WHERE h.relay = d.relay AND h.topic = d.topic AND sha256(h.key) = sha256(d.key) AND h.key = d.key
-    AND h.seq < d.seq AND h.state = 'held' AND NOT ($5` + skipped + `))
-ORDER BY d.seq LIMIT $2`
 
 // removeDeadSQL deletes released rows, if the epoch still is the caller's, and tells whether it is. In the order of seq,
 // or it could deadlock with operators.
@@ -419,13 +387,17 @@ locked AS MATERIALIZED (SELECT seq FROM effectonce.outbox_dead WHERE relay = $1 
 gone AS (DELETE FROM effectonce.outbox_dead d USING locked WHERE d.relay = $1 AND d.seq = locked.seq)
 SELECT EXISTS (SELECT FROM mine)`
 
+// holdAgainSQL holds released rows again, if the epoch still is the caller's, and tells whether it is. One that holds no
+// other (Config.SkipDead) frees its key.
 const holdAgainSQL = `-- relay.hold_again
 WITH mine AS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3),
 locked AS MATERIALIZED (
-  SELECT d.seq, f.reason, f.error FROM effectonce.outbox_dead d JOIN unnest($4::bigint[], $5::text[], $6::text[]) AS f (seq, reason, error) USING (seq)
+  SELECT d.seq, d.topic, d.key, f.reason, f.error FROM effectonce.outbox_dead d JOIN unnest($4::bigint[], $5::text[], $6::text[]) AS f (seq, reason, error) USING (seq)
   WHERE d.relay = $1 AND EXISTS (SELECT FROM mine) ORDER BY d.seq FOR UPDATE OF d),
 held AS (UPDATE effectonce.outbox_dead d SET state = 'held', reason = l.reason, error = l.error, attempts = d.attempts + 1
-  FROM locked l WHERE d.relay = $1 AND d.seq = l.seq)
+  FROM locked l WHERE d.relay = $1 AND d.seq = l.seq),
+freed AS (INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash)
+  SELECT DISTINCT $1, topic, sha256(key) FROM locked WHERE key IS NOT NULL AND $7` + skipped + `)
 SELECT EXISTS (SELECT FROM mine)`
 
 // nextDueSQL is what an idle relay asks: in how many milliseconds the next message for later is due, at most two seconds.
@@ -470,7 +442,8 @@ type queries struct {
 
 	enroll, beat, leave, seq, acquire, release, fetch, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
 	lockStamps, foreign, restamp, rebase                                                                                                          string
-	deadExist, held, moveToDead, waitingTopics, retryTopic, retryRated, releasable, removeDead, holdAgain                                         string
+	deadSettings, deadTopics, holding, waitingTopics, retryTopic, retryRated, released, releasable, forgetFreed, freeSkipped                      string
+	moveToDead, removeDead, holdAgain                                                                                                             string
 	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                string
 	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                          string
 }
@@ -484,9 +457,10 @@ func newQueries(schema, run string) queries {
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchSized: in(fetchSizedSQL),
 		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
-		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL), deadExist: in(deadExistSQL), held: in(heldSQL),
-		moveToDead: in(moveToDeadSQL), waitingTopics: in(waitingTopicsSQL), retryTopic: in(retryTopicSQL), retryRated: in(retryRatedSQL),
-		releasable: in(releasableSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
+		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),
+		deadSettings: deadSettingsSQL, deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
+		retryTopic: in(retryTopicSQL), retryRated: in(retryRatedSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),
+		freeSkipped: in(freeSkippedSQL), moveToDead: in(moveToDeadSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
 		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),
 		slots: in(slotsSQL), turn: in(turnSQL), unpublished: in(unpublishedSQL), lockSlot: in(lockSlotSQL), truncate: in(truncateSQL), truncated: in(truncatedSQL), slotHolders: in(slotHoldersSQL),
 	}

@@ -1,7 +1,6 @@
 package relay
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -122,13 +121,3 @@ WITH batch AS MATERIALIZED (
   ORDER BY seq LIMIT $3 FOR UPDATE
 )
 UPDATE effectonce.outbox_dead d SET state = 'retry' FROM batch b WHERE d.relay = $1 AND d.seq = b.seq`
-
-// retryRated hands back as many rows of a topic as its rate allows. It returns false for a topic without a rate.
-func (d *deadRows) retryRated(ctx context.Context, topic string) (bool, error) {
-	rows, limited := d.allowance(topic)
-	if !limited || rows == 0 {
-		return limited, nil
-	}
-	_, err := d.pool.Exec(ctx, d.sql.retryRated, d.cfg.Name, topic, rows, d.lease.shards, d.lease.shard)
-	return true, err
-}

@@ -120,6 +120,7 @@ func relayRights(schema string) []right {
 		{"table", "outbox_advances", "SELECT,INSERT,DELETE"},
 		{"table", "outbox_progress_now", "SELECT"},
 		{"table", "outbox_dead", "SELECT,INSERT,UPDATE,DELETE"},
+		{"table", "outbox_dead_freed", "SELECT,INSERT,DELETE"},
 		{"table", "outbox_paused", "SELECT"},
 		{"table", "outbox_backlog", "SELECT"},
 		{"table", "outbox_scheduled", "SELECT,UPDATE,DELETE"}, // UPDATE: to lock rows
@@ -151,6 +152,7 @@ func operatorRights(schema string) []right {
 		{"function", "repair_outbox_sequences(bigint, bigint)", "EXECUTE"},
 		{"table", "parked_messages", "SELECT,UPDATE,DELETE"},
 		{"table", "outbox_dead", "SELECT,UPDATE,DELETE"},
+		{"table", "outbox_dead_freed", "SELECT,DELETE"},
 		{"table", "outbox_paused", "SELECT,INSERT,UPDATE,DELETE"},
 		{"table", "outbox_relays", "SELECT,UPDATE(shards_wanted),DELETE"},
 		{"table", "outbox_progress", "SELECT,DELETE"},

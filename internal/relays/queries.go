@@ -39,6 +39,8 @@ WITH progress AS (
   DELETE FROM effectonce.outbox_replicas WHERE relay = $1 AND alive_until < clock_timestamp() RETURNING 1
 ), paused AS (
   DELETE FROM effectonce.outbox_paused WHERE relay = $1 RETURNING 1
+), freed AS (
+  DELETE FROM effectonce.outbox_dead_freed WHERE relay = $1
 ), relay AS (
   DELETE FROM effectonce.outbox_relays WHERE relay = $1
 )

@@ -38,7 +38,8 @@ func count(t *testing.T, conn *pgx.Conn, sql string) (n int) {
 
 const (
 	rowsOfOld = `SELECT (SELECT count(*) FROM effectonce.outbox_relays WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_progress_now WHERE relay = 'old')
-		+ (SELECT count(*) FROM effectonce.outbox_paused WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_replicas WHERE relay = 'old')`
+		+ (SELECT count(*) FROM effectonce.outbox_paused WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_replicas WHERE relay = 'old')
+		+ (SELECT count(*) FROM effectonce.outbox_dead_freed WHERE relay = 'old')`
 	actionsSQL = "SELECT count(*) FROM effectonce.operator_actions WHERE what = 'relay.delete' AND who = 'ana@ops' AND why = 'renamed' AND subject->>'relay' = 'old'"
 )
 
@@ -50,6 +51,7 @@ func two(t *testing.T, conn *pgx.Conn) {
 		('old', 0, 3, 5, 1, NULL), ('old', 1, 3, 7, 1, clock_timestamp() - interval '1 second'), ('new', 0, 1, 1, 1, clock_timestamp() + interval '1 hour')`)
 	exec(t, conn, "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('old', 'a', clock_timestamp() - interval '1 second'), ('new', 'b', clock_timestamp() + interval '1 hour')")
 	exec(t, conn, "INSERT INTO effectonce.outbox_paused (relay, topic, who, why) VALUES ('old', 't', 'w', 'y'), ('new', 't', 'w', 'y')")
+	exec(t, conn, "INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash) VALUES ('old', 't', sha256('k'))")
 }
 
 // A relay that nobody runs is forgotten with all that it left, and that is written down; others are not touched.
@@ -101,7 +103,7 @@ func TestRelayInUseIsNotForgotten(t *testing.T) {
 			exec(t, conn, c.sql)
 			_, err := relays.Delete(t.Context(), conn, "effectonce", "old", by)
 			require.ErrorIs(t, err, c.want)
-			assert.Equal(t, 5, count(t, conn, rowsOfOld), "nothing was changed")
+			assert.Equal(t, 6, count(t, conn, rowsOfOld), "nothing was changed")
 			assert.Zero(t, count(t, conn, actionsSQL))
 		})
 	}
@@ -139,7 +141,7 @@ func TestForgettingWaitsForWhoTakesAShard(t *testing.T) {
 			}, time.Minute, 10*time.Millisecond)
 			require.NoError(t, tx.Commit(t.Context()))
 			require.ErrorIs(t, <-refused, relays.ErrLive)
-			assert.Contains(t, []int{5, 6}, count(t, conn, rowsOfOld))
+			assert.Contains(t, []int{6, 7}, count(t, conn, rowsOfOld))
 			assert.Zero(t, count(t, conn, actionsSQL))
 		})
 	}

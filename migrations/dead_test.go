@@ -1,0 +1,77 @@
+package migrations_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+const (
+	deadRowSQL = `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, headers, created_at, reason, error, state)
+		VALUES ('r', %d, effectonce.uuid_v7(), 't', %s, '{}', now(), '%s', '', '%s')`
+	freedSQL = `SELECT coalesce(array_agg(encode(hash, 'hex') ORDER BY hash), '{}') FROM effectonce.outbox_dead_freed WHERE relay = 'r' AND topic = 't'`
+	hashSQL  = `SELECT encode(sha256($1::text::bytea), 'hex')`
+)
+
+func deadRow(t *testing.T, conn *pgx.Conn, seq int, key, reason, state string) {
+	t.Helper()
+	pgtest.Exec(t, conn, fmt.Sprintf(deadRowSQL, seq, key, reason, state))
+}
+
+func ask[T any](t *testing.T, conn *pgx.Conn, sql string, args ...any) (v T) {
+	t.Helper()
+	require.NoError(t, conn.QueryRow(t.Context(), sql, args...).Scan(&v))
+	return v
+}
+
+// Property: a deleted dead row, by whatever program, leaves word of its key; a deletion that does not commit leaves none, and
+// none waits for another on account of it. A role that may delete dead rows needs no other right.
+func TestDeletedDeadRowFreesItsKey(t *testing.T) {
+	t.Parallel()
+	ctx, address := t.Context(), pgtest.Database(t)
+	conn, other := pgtest.Connect(t, address), pgtest.Connect(t, address)
+	deadRow(t, conn, 1, "'k'", "refused", "held")
+	deadRow(t, conn, 2, "'k'", "behind", "behind")
+	deadRow(t, conn, 3, "NULL", "refused", "held")
+	deadRow(t, conn, 4, "'l'", "refused", "held")
+	tx, err := conn.Begin(ctx)
+	require.NoError(t, err)
+	_, err = tx.Exec(ctx, `DELETE FROM effectonce.outbox_dead WHERE seq = 1`)
+	require.NoError(t, err)
+	// Beside the open transaction, in the same key.
+	pgtest.Exec(t, other, `SET lock_timeout = '5s'`)
+	pgtest.Exec(t, other, `DELETE FROM effectonce.outbox_dead WHERE seq = 2`)
+	k, l := ask[string](t, other, hashSQL, "k"), ask[string](t, other, hashSQL, "l")
+	require.Equal(t, []string{k}, ask[[]string](t, other, freedSQL))
+	require.NoError(t, tx.Rollback(ctx))
+	require.Equal(t, []string{k}, ask[[]string](t, other, freedSQL))
+
+	prefix := pgtest.RolePrefix(t, address)
+	bringRoles(t, other, migrations.Options{}, prefix)
+	pgtest.Exec(t, other, fmt.Sprintf("REVOKE ALL ON effectonce.outbox_dead_freed FROM %s_operator", prefix)) // as before the roles are renewed
+	operator := pgtest.Connect(t, pgtest.Login(t, address, prefix, "operator"))
+	pgtest.Exec(t, operator, `DELETE FROM effectonce.outbox_dead WHERE seq IN (3, 4)`)
+	require.ElementsMatch(t, []string{k, l}, ask[[]string](t, other, freedSQL), "a row without a key frees none")
+}
+
+// Property: rows that wait behind nothing when the schema is migrated are found by the next release, which does not read what
+// waits; and the previous release needs nothing of it.
+func TestMigrationFreesKeysWithoutAFirstRow(t *testing.T) {
+	t.Parallel()
+	ctx, conn := t.Context(), pgtest.Connect(t, pgtest.Database(t))
+	require.NoError(t, migrations.To(ctx, conn, migrations.Options{}, 5))
+	for i, key := range []string{"a", "b", "c"} {
+		if key != "a" {
+			deadRow(t, conn, 10*i, "'"+key+"'", "refused", map[string]string{"b": "held", "c": "retry"}[key])
+		}
+		deadRow(t, conn, 10*i+1, "'"+key+"'", "behind", "behind")
+		deadRow(t, conn, 10*i+2, "'"+key+"'", "behind", "behind")
+	}
+	require.NoError(t, migrations.Up(ctx, conn, migrations.Options{}))
+	require.Equal(t, []string{ask[string](t, conn, hashSQL, "a")}, ask[[]string](t, conn, freedSQL))
+}

@@ -1,0 +1,334 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// deadLook looks at dead rows beside the worker of the shard, so that however many wait, the rows of other topics do not
+// wait for it. It knows which topics have dead rows, releases those whose topic is there now or was resumed, and says
+// when something may leave; what leaves is the worker's to publish, and only the worker adds dead rows.
+type deadLook struct {
+	*publisher
+	worked chan struct{} // the worker published what there was to release
+
+	mu       sync.Mutex
+	withDead map[string]bool // topics that may have dead rows; replaced, never changed
+	moves    int             // how often rows became dead
+	found    bool            // something may leave
+
+	// Of the goroutine that looks.
+	seen      int        // moves
+	wasPaused *pausedSet // of the last look for topics
+	handing   bool       // more rows of a topic are to be handed back when the worker published these
+	ready     []ready    // waits that are over: their rows are handed back, one batch after the other
+	due       time.Time
+	rest      time.Duration // between two looks for topics
+	skipFreed bool          // see Config.SkipDead
+}
+
+// ready is a topic whose rows need not wait for a reason any more, and the last row that was handed back.
+type ready struct {
+	topic  string
+	reason Reason
+	after  int64
+}
+
+const (
+	// deadEvery is how often the relay looks whether an operator released rows.
+	deadEvery = time.Second
+	// waitEvery is how often it looks for topics, at least; after a change it is deadEvery at first.
+	waitEvery = 5 * time.Second
+	// lookShare: a look that takes long, because of what an old snapshot keeps, is followed by so many times its time.
+	lookShare = 20
+	// handBackMax bounds the rows of a topic that are handed back at once. The worker publishes them before the next.
+	handBackMax = 5000
+)
+
+func newDeadLook(p *publisher) *deadLook {
+	return &deadLook{publisher: p, worked: make(chan struct{}, 1), rest: deadEvery}
+}
+
+// begin reads which topics have dead rows. The holder before this one adds none any more.
+func (l *deadLook) begin(ctx context.Context) error {
+	if err := l.readTopics(ctx); err != nil {
+		return err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.found = len(l.withDead) > 0
+	return nil
+}
+
+// run looks until ctx ends, and again as soon as the worker published what there was, if more is ready.
+func (l *deadLook) run(ctx context.Context) error {
+	for rest := time.Duration(0); ; {
+		timer := time.NewTimer(rest)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return nil
+		case <-timer.C:
+		case <-l.worked:
+			timer.Stop()
+			if !l.handing {
+				continue
+			}
+		}
+		took, err := l.round(ctx)
+		if err != nil && ctx.Err() == nil {
+			return err
+		}
+		rest = max(deadEvery, lookShare*took)
+	}
+}
+
+// now is run for a relay that ends when nothing waits: all looks at once, in the worker.
+func (l *deadLook) now(ctx context.Context) error {
+	if !l.handing && time.Now().Before(l.due) {
+		return nil
+	}
+	_, err := l.round(ctx)
+	l.due = time.Now().Add(deadEvery)
+	return err
+}
+
+// round looks once, and returns how long the look at what may leave took.
+func (l *deadLook) round(ctx context.Context) (took time.Duration, err error) {
+	if len(l.topicsNow()) == 0 {
+		return 0, nil
+	}
+	if l.cfg.SkipDead && !l.skipFreed {
+		if err := l.freeSkipped(ctx); err != nil {
+			return 0, err
+		}
+		l.skipFreed = true
+	}
+	if l.handing || l.changed() || !time.Now().Before(l.due) {
+		if err := l.lookForTopics(ctx); err != nil {
+			return 0, err
+		}
+	}
+	begun, found := time.Now(), false
+	err = l.ask(ctx, func(rows pgx.Rows) error {
+		found, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
+		return err
+	}, l.sql.released, l.cfg.Name, l.lease.shards, l.lease.shard, l.cfg.SkipDead)
+	if found {
+		l.mu.Lock()
+		l.found = true
+		l.mu.Unlock()
+	}
+	return time.Since(begun), err
+}
+
+// changed tells whether rows became dead, or a topic was paused or resumed, since the last look for topics.
+func (l *deadLook) changed() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	paused := l.lease.obeys.set.Load()
+	if l.moves == l.seen && paused == l.wasPaused {
+		return false
+	}
+	l.seen, l.wasPaused, l.rest = l.moves, paused, deadEvery
+	return true
+}
+
+// lookForTopics hands a batch of rows back whose topic is there now, or is not paused any more.
+func (l *deadLook) lookForTopics(ctx context.Context) error {
+	if !l.handing {
+		l.due = time.Now().Add(l.rest)
+		l.rest = min(2*l.rest, waitEvery)
+		if err := l.readTopics(ctx); err != nil {
+			return err
+		}
+		if err := l.lookForReady(ctx); err != nil {
+			return err
+		}
+	}
+	l.handing = false
+	for i := 0; i < len(l.ready); {
+		if l.isPaused(l.ready[i].topic) { // again: what is left of it waits
+			i++
+			continue
+		}
+		n, err := l.handBack(ctx, &l.ready[i])
+		if err != nil {
+			return err
+		}
+		if n == handBackMax {
+			l.handing = true
+			return nil
+		}
+		l.ready, l.rest, l.due = slices.Delete(l.ready, i, i+1), deadEvery, time.Time{}
+	}
+	return nil
+}
+
+// isPaused tells whether the worker lets the rows of a topic wait.
+func (l *deadLook) isPaused(topic string) bool { return l.lease.obeys.set.Load().has(topic) }
+
+// readTopics reads which topics have dead rows, unless more of them became dead meanwhile: the statement may not have
+// seen those.
+func (l *deadLook) readTopics(ctx context.Context) error {
+	l.mu.Lock()
+	moves := l.moves
+	l.mu.Unlock()
+	topics, name := map[string]bool{}, ""
+	err := l.ask(ctx, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&name}, func() error { topics[name] = true; return nil })
+		return err
+	}, l.sql.deadTopics, l.cfg.Name)
+	if err != nil {
+		return err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.moves == moves {
+		l.withDead = topics
+	}
+	return nil
+}
+
+// lookForReady finds topics that rows waited for.
+func (l *deadLook) lookForReady(ctx context.Context) error {
+	var waits []ready
+	var w ready
+	err := l.ask(ctx, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&w.topic, &w.reason}, func() error { waits = append(waits, w); return nil })
+		return err
+	}, l.sql.waitingTopics, l.cfg.Name)
+	if err != nil {
+		return err
+	}
+	var missing, rated []string
+	for _, w := range waits {
+		switch {
+		case l.isPaused(w.topic):
+		case w.reason == ReasonPaused && l.cfg.Rates[w.topic] > 0:
+			rated = append(rated, w.topic)
+		case w.reason == ReasonPaused:
+			l.isReady(w)
+		case !slices.Contains(missing, w.topic):
+			missing = append(missing, w.topic)
+		}
+	}
+	return errors.Join(l.retryRated(ctx, rated), l.lookForMissing(ctx, missing, waits))
+}
+
+// lookForMissing asks Kafka for topics that rows wait for.
+func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits []ready) error {
+	var names []string
+	for _, topic := range missing {
+		names = append(names, l.routes.names(topic)...)
+	}
+	if len(names) == 0 {
+		return nil
+	}
+	if err := l.learn(ctx, names); err != nil {
+		return err
+	}
+	for _, topic := range missing {
+		if !l.topics.released(topic, l.routes.names(topic)) {
+			continue
+		}
+		for _, w := range waits {
+			if w.topic == topic && w.reason != ReasonPaused {
+				l.isReady(w)
+			}
+		}
+	}
+	return nil
+}
+
+// isReady notes that rows need not wait any more.
+func (l *deadLook) isReady(w ready) {
+	if !slices.ContainsFunc(l.ready, func(r ready) bool { return r.topic == w.topic && r.reason == w.reason }) {
+		l.ready = append(l.ready, w)
+	}
+}
+
+// handBack hands back the next rows of a topic.
+func (l *deadLook) handBack(ctx context.Context, r *ready) (rows int, err error) {
+	err = l.ask(ctx, func(result pgx.Rows) error {
+		if !result.Next() {
+			return result.Err()
+		}
+		return result.Scan(&rows, &r.after)
+	}, l.sql.retryTopic, l.cfg.Name, r.topic, r.reason, r.after, handBackMax, l.lease.shards, l.lease.shard)
+	return rows, err
+}
+
+// retryRated hands back as many rows as the rates of their topics allow, at each look.
+func (l *deadLook) retryRated(ctx context.Context, topics []string) error {
+	l.noneWait(topics)
+	for _, topic := range topics {
+		l.rest = deadEvery
+		rows, limited := l.allowance(topic)
+		if !limited || rows == 0 {
+			continue
+		}
+		err := l.ask(ctx, func(result pgx.Rows) error { result.Close(); return result.Err() },
+			l.sql.retryRated, l.cfg.Name, topic, rows, l.lease.shards, l.lease.shard)
+		if err != nil {
+			return fmt.Errorf("topic %q: %w", topic, err)
+		}
+	}
+	if len(topics) > 0 {
+		l.due = time.Now().Add(deadEvery)
+	}
+	return nil
+}
+
+func (l *deadLook) freeSkipped(ctx context.Context) error {
+	ctx, cancel := l.patient(ctx)
+	defer cancel()
+	if _, err := l.pool.Exec(ctx, l.sql.freeSkipped, l.cfg.Name, l.lease.shards, l.lease.shard); err != nil {
+		return fmt.Errorf("look behind dead rows that hold no other: %w", silence(ctx, err))
+	}
+	return nil
+}
+
+// topicsNow returns the topics that may have dead rows. The worker relies on it: a topic is left out only where no row of
+// it is dead.
+func (l *deadLook) topicsNow() map[string]bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.withDead
+}
+
+// moved is called by the worker when rows are in outbox_dead, before it reads the next page.
+func (l *deadLook) moved(rows []deadRow) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.moves++
+	dead := maps.Clone(l.withDead)
+	for _, r := range rows {
+		dead[r.row.topic] = true
+	}
+	l.withDead = dead
+}
+
+// take tells whether something may leave.
+func (l *deadLook) take() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	found := l.found
+	l.found = false
+	return found
+}
+
+// taken is called when nothing may leave any more, as far as the worker knows.
+func (l *deadLook) taken() {
+	select {
+	case l.worked <- struct{}{}:
+	default:
+	}
+}

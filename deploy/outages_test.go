@@ -8,6 +8,7 @@ import (
 	"maps"
 	"math"
 	"net"
+	"net/http"
 	"net/http/httptest"
 	"os"
 	"regexp"
@@ -51,37 +52,57 @@ type scene struct {
 var scenes = []scene{
 	{
 		name: "brokers away", what: "No replica reaches the brokers; rows wait.", alerts: []string{"OutboxKafkaAway"},
-		strike: func(t *testing.T, s *stage) { s.cut("a", true); s.cut("b", true); s.insert(t, 20) },
+		strike: func(t *testing.T, s *stage) {
+			t.Helper()
+			s.cut("a", true)
+			s.cut("b", true)
+			s.insert(t, 20)
+		},
 		struck: func(s *stage) bool { return s.all("outbox_kafka_away", 1) && s.all("outbox_pending_messages", 20) },
 	},
 	{
 		name: "one replica cut off", what: "The holder does not reach the brokers; the other replica has taken over.", alerts: []string{"OutboxReplicaCutOff"},
-		strike: func(t *testing.T, s *stage) { s.cut("a", true); s.insert(t, 20) },
+		strike: func(t *testing.T, s *stage) {
+			t.Helper()
+			s.cut("a", true)
+			s.insert(t, 20)
+		},
 		struck: func(s *stage) bool {
 			return s.is("a", "outbox_kafka_away", 1) && s.is("b", "outbox_shards_owned", 1) && s.is("a", "outbox_shards_owned", 0) && s.all("outbox_pending_messages", 0)
 		},
 	},
 	{
 		name: "database away", what: "The database does not answer.", alerts: []string{"OutboxMetricsStale"},
-		strike: func(t *testing.T, s *stage) { require.NoError(t, s.cluster.Kill(t.Context())) },
+		strike: func(t *testing.T, s *stage) {
+			t.Helper()
+			require.NoError(t, s.cluster.Kill(t.Context()))
+		},
 		struck: func(s *stage) bool { return s.missing("outbox_pending_messages") && s.all("outbox_shards_owned", 0) },
 	},
 	{
 		name: "no relay", what: "All replicas have ended; rows wait.", alerts: []string{"OutboxRelayDown"},
-		strike: func(t *testing.T, s *stage) { s.insert(t, 20); s.end("a"); s.end("b") },
-		struck: func(s *stage) bool { return true },
+		strike: func(t *testing.T, s *stage) {
+			t.Helper()
+			s.insert(t, 20)
+			s.end("a")
+			s.end("b")
+		},
+		struck: func(*stage) bool { return true },
 	},
 	{
 		name: "a call that hangs", what: "A sink does not return on one replica; the other one has taken over.", alerts: []string{"OutboxShardHung"},
 		sink: func(s *stage, owner string) relay.Sink {
-			return sinkFunc(func(ctx context.Context, m []relay.Message) (int, error) {
+			return sinkFunc(func(_ context.Context, m []relay.Message) (int, error) {
 				if owner == "a" && s.struckNow.Load() {
 					<-s.over
 				}
 				return len(m), nil
 			})
 		},
-		strike: func(t *testing.T, s *stage) { s.insert(t, 1) },
+		strike: func(t *testing.T, s *stage) {
+			t.Helper()
+			s.insert(t, 1)
+		},
 		struck: func(s *stage) bool {
 			return s.is("a", "outbox_shards_hung", 1) && s.is("a", "outbox_shards_owned", 0) && s.is("b", "outbox_shards_owned", 1) && s.all("outbox_pending_messages", 0)
 		},
@@ -90,14 +111,17 @@ var scenes = []scene{
 		name: "a call that hangs, alone", what: "A sink does not return, and there is no other replica.", fewer: true,
 		alerts: []string{"OutboxBehind", "OutboxNoStandby", "OutboxShardHung", "OutboxShardWithoutOwner", "OutboxStalled"},
 		sink: func(s *stage, _ string) relay.Sink {
-			return sinkFunc(func(ctx context.Context, m []relay.Message) (int, error) {
+			return sinkFunc(func(_ context.Context, m []relay.Message) (int, error) {
 				if s.struckNow.Load() {
 					<-s.over
 				}
 				return len(m), nil
 			})
 		},
-		strike: func(t *testing.T, s *stage) { s.insert(t, 20) },
+		strike: func(t *testing.T, s *stage) {
+			t.Helper()
+			s.insert(t, 20)
+		},
 		struck: func(s *stage) bool { return s.is("a", "outbox_shards_hung", 1) && s.is("a", "outbox_shards_owned", 0) },
 	},
 	{
@@ -117,6 +141,7 @@ var scenes = []scene{
 		},
 		// Old rows: the recording is of seconds, and an age of minutes is what the alerts ask for.
 		strike: func(t *testing.T, s *stage) {
+			t.Helper()
 			s.exec(t, `INSERT INTO effectonce.outbox (topic, key, payload, created_at) SELECT 'orders', '', '', clock_timestamp() - interval '10 minutes' FROM generate_series(1, 9000)`)
 		},
 		struck: func(s *stage) bool {
@@ -158,7 +183,7 @@ func (s *stage) insert(t *testing.T, rows int) {
 // samples are what one replica shows of the metrics that alerts and dashboard use.
 func (s *stage) samples(owner string) map[string]float64 {
 	w := httptest.NewRecorder()
-	s.metrics[owner].Handler().ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))
+	s.metrics[owner].Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	found := map[string]float64{}
 	for line := range strings.Lines(w.Body.String()) {
 		i := strings.LastIndex(line, " ")
@@ -234,7 +259,7 @@ func newStage(t *testing.T, c scene) *stage {
 	if !c.fewer {
 		s.replica(t, c, "b", fake)
 		s.await(t, "the other one works, too", func() bool {
-			return s.is("b", "outbox_pending_messages", 0) && 2 == count(t, s.pool, `SELECT count(*) FROM effectonce.outbox_replicas WHERE reached_at IS NOT NULL`)
+			return s.is("b", "outbox_pending_messages", 0) && count(t, s.pool, `SELECT count(*) FROM effectonce.outbox_replicas WHERE reached_at IS NOT NULL`) == 2
 		})
 	}
 	return s
@@ -423,7 +448,7 @@ func TestOutagesAreAsRecorded(t *testing.T) {
 	t.Parallel()
 	var mu sync.Mutex
 	found := map[string]recording{}
-	t.Run("scenes", func(t *testing.T) {
+	t.Run("scenes", func(t *testing.T) { //nolint:tparallel // it ends when all of them have
 		for _, c := range scenes {
 			t.Run(c.name, func(t *testing.T) {
 				t.Parallel()
@@ -437,7 +462,7 @@ func TestOutagesAreAsRecorded(t *testing.T) {
 	if t.Failed() {
 		return
 	}
-	if os.Getenv("RECORD_OUTAGES") != "" {
+	if os.Getenv("RECORD_OUTAGES") != "" { //nolint:forbidigo // for the person who records
 		write(t, found)
 	}
 	var file struct{ Tests []recording }

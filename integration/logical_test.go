@@ -69,7 +69,7 @@ func (u *logicalCopy) prepare(t *testing.T) {
 	u.insert(t, u.from, "held")
 	requirePublished(t, u.from, u.writers.topic)
 	eventually(t, 30*time.Second, "the floor moves", func() (bool, any) {
-		u.insert(t, u.from, "behind") //nolint:contextcheck // the test's
+		u.insert(t, u.from, "behind")
 		floor := count(t.Context(), t, u.from, `SELECT min(floor) FROM effectonce.outbox_progress_now`)
 		return floor > 100, floor
 	})

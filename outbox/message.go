@@ -171,7 +171,7 @@ func EncodeHeaders(headers []Header) ([]byte, error) {
 // DecodeHeaders reads the stored form, also as other programs write it: numbers and booleans become
 // their JSON text. Anything else in a value is an error that names the header.
 func DecodeHeaders(stored []byte) ([]Header, error) {
-	if len(stored) == 0 || string(stored) == "{}" {
+	if string(stored) == "{}" {
 		return nil, nil
 	}
 	return newOrderedObject(stored).headers()

@@ -87,7 +87,7 @@ func TestBacklogWithinABatch(t *testing.T) {
 			return len(messages), nil
 		}
 		const inside = `SELECT EXISTS (SELECT FROM effectonce.outbox_progress_now WHERE next_tick IS NOT NULL AND seq = 10)`
-		await(t, "progress is inside the batch", func() bool { return one[bool](t, pool, inside) })
+		await(t, "progress is inside the batch", func() bool { return one[bool](t, pool, inside) }) //nolint:contextcheck // the test's own
 		return 0, errors.New("no more")
 	}}
 	r, err := relay.New(pool, nil, cfg)

@@ -105,7 +105,7 @@ func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 	if t.anySuspect(a.rows) {
 		return t.publishEach(work, ctx, a)
 	}
-	if err := t.hand(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end}); err != nil {
+	if err := t.hand(ctx, &batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end}); err != nil {
 		return err
 	}
 	if a.released {
@@ -126,7 +126,7 @@ func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 }
 
 // hand adds a batch to the transaction, which begins with the first record.
-func (t *toTransactions) hand(b *batch) error {
+func (t *toTransactions) hand(ctx context.Context, b *batch) error {
 	if b.end.from != nil {
 		t.end = b.end
 	}
@@ -138,7 +138,7 @@ func (t *toTransactions) hand(b *batch) error {
 		return err
 	}
 	t.handed += int64(len(b.rows))
-	t.send(context.Background(), b) //nolint:contextcheck // records are not cancelled: see send
+	t.send(ctx, b)
 	return nil
 }
 
@@ -186,7 +186,7 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 	if err := t.commit(work, ctx); err != nil || a.released {
 		return err
 	}
-	if err := t.hand(&batch{end: a.end}); err != nil {
+	if err := t.hand(ctx, &batch{end: a.end}); err != nil {
 		return err
 	}
 	t.dead = dead
@@ -251,7 +251,7 @@ func (t *toTransactions) commit(work, ctx context.Context) error {
 	}
 	work, cancel := context.WithDeadline(work, deadline)
 	defer cancel()
-	t.void = t.commitPrepared(work) //nolint:contextcheck // the work's own
+	t.void = t.commitPrepared(work)
 	return t.void
 }
 

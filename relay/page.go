@@ -20,7 +20,7 @@ type row struct {
 	key     []byte
 	payload []byte
 	id      uuid.UUID
-	headers []byte // JSON text; nil: none
+	headers []byte // JSON text
 	created time.Time
 }
 
@@ -47,6 +47,8 @@ type page struct {
 
 // largeBytes is the largest payload that fetchSQL sends.
 const largeBytes = 16 << 10
+
+var noHeaders = []byte("{}") //nolint:gochecknoglobals // only read
 
 // postgresEpoch is the zero of binary timestamps, in Unix microseconds.
 const postgresEpoch = 946684800 * 1_000_000
@@ -87,7 +89,9 @@ func readPage(rows pgx.Rows, want extent) (*page, error) {
 		r := row{seq: int64(binary.BigEndian.Uint64(v[0])), id: uuid.UUID(v[1]), topic: last}
 		r.key, arena = keep(arena, v[3])
 		r.payload, arena = keep(arena, v[4])
-		r.headers, arena = keep(arena, v[5])
+		if r.headers = noHeaders; v[5] != nil {
+			r.headers, arena = keep(arena, v[5])
+		}
 		r.created = time.UnixMicro(int64(binary.BigEndian.Uint64(v[6])) + postgresEpoch)
 		if n := len(p.rows); n > 0 && p.rows[n-1].seq >= r.seq {
 			return nil, errNoOrder

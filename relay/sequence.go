@@ -68,7 +68,7 @@ func (r *Relay) checkSequences(ctx context.Context, run *string) error {
 	if !behind {
 		return nil
 	}
-	stop := r.turning()
+	stop := r.turning(ctx)
 	defer stop()
 	done, err := repairSequences(ctx, r.pool, r.cfg.Schema, known, nil)
 	var refusal *pgconn.PgError
@@ -87,12 +87,13 @@ func (r *Relay) checkSequences(ctx context.Context, run *string) error {
 }
 
 // turning says that the loop is not stuck while a repair of many rows takes minutes.
-func (r *Relay) turning() (stop func()) {
-	ctx, cancel := context.WithCancel(context.Background())
+func (r *Relay) turning(ctx context.Context) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		for r.turn(); pause(ctx, time.Second); r.turn() { //nolint:revive // says so each second
+		for more := true; more; more = pause(ctx, time.Second) {
+			r.turn()
 		}
 	}()
 	return func() { cancel(); <-done }

@@ -82,7 +82,7 @@ func TestRemediesDestroyNothing(t *testing.T) {
 					settings++
 					setting, ok := node.Args[1].(*ast.BasicLit)
 					require.True(t, ok, "%s: the setting is a literal", entry.Name())
-					assert.Contains(t, []string{`"max.message.bytes"`, `"min.insync.replicas"`}, setting.Value, entry.Name())
+					assert.Contains(t, []string{`"max.message.bytes"`, `"min.insync.replicas"`, `"segment.bytes"`}, setting.Value, entry.Name())
 				}
 			case *ast.BasicLit:
 				if node.Kind != token.STRING {

@@ -444,11 +444,11 @@ func shape(all []recorded) string {
 
 // Property: in each outage exactly those alerts fire that name it. The metrics are those of real outages, with relays, a
 // database and brokers; promtool runs the alerts over them. They are recorded anew here, and are as they were. Row O45.
-func TestOutagesAreAsRecorded(t *testing.T) {
+func TestOutagesAreAsRecorded(t *testing.T) { //nolint:tparallel // the group ends when all scenes have
 	t.Parallel()
 	var mu sync.Mutex
 	found := map[string]recording{}
-	t.Run("scenes", func(t *testing.T) { //nolint:tparallel // it ends when all of them have
+	t.Run("scenes", func(t *testing.T) {
 		for _, c := range scenes {
 			t.Run(c.name, func(t *testing.T) {
 				t.Parallel()

@@ -36,3 +36,8 @@ DROP INDEX effectonce.outbox_scheduled_due;
 ALTER TABLE effectonce.outbox_scheduled DROP COLUMN place;
 CREATE INDEX outbox_scheduled_due ON effectonce.outbox_scheduled (due_at);
 ALTER TABLE effectonce.outbox_replicas DROP COLUMN reached_at, DROP COLUMN state, DROP COLUMN problem;
+
+ALTER TABLE effectonce.outbox DROP CONSTRAINT outbox_topic_is_no_kafka_topic_name,
+  ADD CONSTRAINT outbox_topic_is_no_kafka_topic_name CHECK (topic ~ '^[A-Za-z0-9._-]{1,249}$' AND topic NOT IN ('.', '..'));
+ALTER TABLE effectonce.outbox_scheduled DROP CONSTRAINT outbox_scheduled_topic_is_no_kafka_topic_name,
+  ADD CONSTRAINT outbox_scheduled_topic_is_no_kafka_topic_name CHECK (topic ~ '^[A-Za-z0-9._-]{1,249}$' AND topic NOT IN ('.', '..'));

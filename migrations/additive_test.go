@@ -20,7 +20,7 @@ var (
 	sqlComment = regexp.MustCompile(`--[^\n]*`)
 	sqlBody    = regexp.MustCompile(`(?s)\$[a-z]*\$.*?\$[a-z]*\$`) // of a function: new ones are none of an older program's business
 	raises     = regexp.MustCompile(`UPDATE effectonce\.schema_compatibility SET oldest = \d+`)
-	replaces   = regexp.MustCompile(`DROP CONSTRAINT (\w+), ADD CONSTRAINT (\w+) CHECK \(\w+ IN \([^)]*\)\)`)
+	replaces   = regexp.MustCompile(`DROP CONSTRAINT (\w+), ADD CONSTRAINT (\w+) CHECK \((?:[^();]|\([^()]*\))*\)`)
 	dropsIndex = regexp.MustCompile(`DROP INDEX effectonce\.(\w+);`)
 	revokes    = regexp.MustCompile(`REVOKE ALL ON FUNCTION ([^;]*?) FROM PUBLIC;`)
 	makes      = regexp.MustCompile(`CREATE FUNCTION (\S+?)\(`)
@@ -47,7 +47,7 @@ func broken(up string) (found []string) {
 	up = sqlBody.ReplaceAllString(sqlComment.ReplaceAllString(up, ""), "''")
 	up = strings.Join(strings.Fields(up), " ")
 	for _, m := range replaces.FindAllStringSubmatch(up, -1) {
-		if m[1] == m[2] { // a CHECK with a longer list of values
+		if m[1] == m[2] { // a CHECK that is put in other words, or takes more
 			up = strings.ReplaceAll(up, m[0], "")
 		}
 	}

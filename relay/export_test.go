@@ -161,3 +161,18 @@ func (r *Relay) AwaitHorizon(ctx context.Context, between func()) error {
 	between()
 	return r.awaitHorizon(ctx, l, func(context.Context) error { return nil })
 }
+
+// Course is the course of a worker, as the member of a relay and the worker see it.
+type Course struct{ course }
+
+// Rest is what the member asks; it tells whether the worker has confirmed.
+func (c *Course) Rest() bool { return c.rest() }
+
+// GoOn is what the member says when it has asked in vain.
+func (c *Course) GoOn() { c.goOn() }
+
+// MayRead is what the worker asks when no read is under way.
+func (c *Course) MayRead(between bool) bool {
+	ok, _ := c.reading(between)
+	return ok
+}

@@ -73,10 +73,8 @@ func (r *reader) next(ctx context.Context) (read *reading, done bool, err error)
 				r.at.to, r.at.seq = end, 0
 			}
 		}
-		r.ahead = r.fetchAhead(ctx, r.at, r.limit)
 	}
-	got := <-r.ahead
-	r.ahead = nil
+	got := r.take(ctx)
 	if got.err != nil {
 		return nil, false, got.err
 	}
@@ -90,6 +88,17 @@ func (r *reader) next(ctx context.Context) (read *reading, done bool, err error)
 		read.end.floor = r.mark.advance(read.end.from, read.end.floor)
 	}
 	return read, false, nil
+}
+
+// take returns the page that was read ahead, or reads it.
+func (r *reader) take(ctx context.Context) (got fetched) {
+	if r.ahead != nil {
+		got, r.ahead = <-r.ahead, nil
+		return got
+	}
+	got.woken = r.wake.next() // before the statement
+	got.page, got.seen, got.err = r.fetch(ctx, r.at, r.limit)
+	return got
 }
 
 // passed says that a page was handed over.

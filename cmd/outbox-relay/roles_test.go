@@ -43,7 +43,7 @@ func TestMigrateRoles(t *testing.T) {
 	assert.Equal(t, map[string]any{"schema": "effectonce", "prefix": prefix}, runOn(t, address, "migrate", "roles", "--apply", "--json", "--prefix", prefix).object(t))
 	execSQL(t, conn, printed.stdout)
 	assert.Equal(t, first, rights())
-	assert.Contains(t, run(t, nil, "migrate", "roles", "--schema", "tenant_7").stdout, `ON "tenant_7".outbox_paused TO tenant_7_relay;`)
+	assert.Contains(t, run(t, nil, "migrate", "roles", "--schema", "tenant_7").stdout, `"tenant_7".outbox_paused TO tenant_7_relay;`)
 
 	for text, args := range map[string][]string{
 		"want at most 49":           {"--prefix", "Shop"},

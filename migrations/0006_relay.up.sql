@@ -41,18 +41,43 @@ LEFT JOIN LATERAL (
   SELECT newest.* FROM (SELECT * FROM effectonce.outbox_advances n WHERE n.relay = p.relay AND n.shard = p.shard ORDER BY n.n DESC LIMIT 1) AS newest
   WHERE newest.epoch >= p.advanced_epoch AND newest.n > p.advance) AS a ON true;
 
--- A shard that is removed takes its chain with it: one of the same number later begins anew.
+-- A shard that is removed takes its chain with it, but for the newest row: a holder that does not know yet finds its next
+-- number taken by the next one, which counts on from there. With the owner's rights: the previous release deletes, too.
 CREATE FUNCTION effectonce.outbox_progress_removed() RETURNS trigger
 LANGUAGE plpgsql
+SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-  DELETE FROM effectonce.outbox_advances a USING gone WHERE a.relay = gone.relay AND a.shard = gone.shard;
+  IF TG_RELID <> 'effectonce.outbox_progress'::regclass THEN
+    RAISE EXCEPTION 'outbox_progress_removed is for outbox_progress alone' USING ERRCODE = 'insufficient_privilege';
+  END IF;
+  DELETE FROM effectonce.outbox_advances a USING gone
+  WHERE a.relay = gone.relay AND a.shard = gone.shard
+    AND a.n < (SELECT max(n.n) FROM effectonce.outbox_advances n WHERE n.relay = gone.relay AND n.shard = gone.shard);
   RETURN NULL;
 END
 $$;
 CREATE TRIGGER outbox_progress_removed AFTER DELETE ON effectonce.outbox_progress
   REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_progress_removed();
+
+-- One of the same number begins anew: what the chain has so far does not count for it.
+CREATE FUNCTION effectonce.outbox_progress_begins() RETURNS trigger
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+  IF TG_RELID <> 'effectonce.outbox_progress'::regclass THEN
+    RAISE EXCEPTION 'outbox_progress_begins is for outbox_progress alone' USING ERRCODE = 'insufficient_privilege';
+  END IF;
+  NEW.advance := greatest(NEW.advance, (SELECT max(a.n) FROM effectonce.outbox_advances a WHERE a.relay = NEW.relay AND a.shard = NEW.shard));
+  RETURN NEW;
+END
+$$;
+CREATE TRIGGER outbox_progress_begins BEFORE INSERT ON effectonce.outbox_progress
+  FOR EACH ROW EXECUTE FUNCTION effectonce.outbox_progress_begins();
+REVOKE ALL ON FUNCTION effectonce.outbox_progress_removed(), effectonce.outbox_progress_begins() FROM PUBLIC;
 
 -- ---------------------------------------------------------------------------------------------
 -- What an insert costs
@@ -97,11 +122,16 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
+  -- A trigger of somebody else's table would choose the types of the columns, and with them which functions run here.
+  IF TG_RELID <> 'effectonce.outbox_dead'::regclass THEN
+    RAISE EXCEPTION 'outbox_dead_free is for outbox_dead alone' USING ERRCODE = 'insufficient_privilege';
+  END IF;
   INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash)
   SELECT DISTINCT relay, topic, sha256(key) FROM gone WHERE key IS NOT NULL;
   RETURN NULL;
 END
 $$;
+REVOKE ALL ON FUNCTION effectonce.outbox_dead_free() FROM PUBLIC;
 CREATE TRIGGER outbox_dead_free AFTER DELETE ON effectonce.outbox_dead
   REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_dead_free();
 
@@ -226,9 +256,11 @@ BEGIN
   )
   SELECT min(o.seq), min(o.created_at) INTO reused, reused_since
   FROM candidates o
+  -- A row was written here if its xmin is the transaction that it names, or a subtransaction of that (a savepoint, a block with
+  -- EXCEPTION): those have later ids. A copied row that looks so by chance is published once more.
   WHERE EXISTS (SELECT FROM progress p WHERE o.shard % p.shards = p.shard AND CASE
       WHEN p.moved THEN o.seq <= p.floor AND o.created_at > p.updated_at
-      ELSE o.seq <= p.seq_last AND o.txid >= p.xmax AND o.xmin::text::numeric = mod(o.txid::text::numeric, 4294967296) END)
+      ELSE o.seq <= p.seq_last AND o.txid >= p.xmax AND mod(o.xmin::text::numeric - mod(o.txid::text::numeric, 4294967296) + 4294967296, 4294967296) < 1000000 END)
     OR EXISTS (SELECT FROM unnest(burying) AS b (relay) JOIN effectonce.outbox_dead d ON d.relay = b.relay AND d.seq = o.seq WHERE d.id <> o.id);
 
   SELECT s.last_value - CASE WHEN s.is_called THEN 0 ELSE 1 END INTO seq_last FROM effectonce.outbox_seq_seq s;
@@ -334,7 +366,7 @@ BEGIN
       SELECT FROM effectonce.outbox_relays r WHERE r.shards > (SELECT count(*) FROM effectonce.outbox_progress p WHERE p.relay = r.relay))
   ), unproven AS MATERIALIZED (
     SELECT o.seq, o.slot, row_number() OVER (
-      ORDER BY o.xmin::text::numeric = mod(o.txid::text::numeric, 4294967296), o.created_at > (SELECT at FROM back), o.seq, o.created_at) AS n
+      ORDER BY mod(o.xmin::text::numeric - mod(o.txid::text::numeric, 4294967296) + 4294967296, 4294967296) < 1000000, o.created_at > (SELECT at FROM back), o.seq, o.created_at) AS n
     FROM effectonce.outbox o
     WHERE EXISTS (SELECT FROM proof f WHERE o.shard % f.shards = f.shard AND (f.snapshot IS NULL OR NOT pg_visible_in_snapshot(o.txid, f.snapshot)))
   ), gone AS (

@@ -176,3 +176,42 @@ func TestRolePrefixIsBounded(t *testing.T) {
 	assert.Contains(t, sql, "'"+longest+"_publisher'")
 	assert.NotContains(t, sql, "effectonce")
 }
+
+// Property: functions that run with the owner's rights cannot be made triggers of another table, whose types would choose which
+// functions run. Row S18.
+func TestFunctionsOfTheOwnerAreForNoOtherTable(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	role := fmt.Sprintf("effectonce_stranger_%d", conn.PgConn().PID())
+	exec(t, conn, "CREATE ROLE "+role+"; GRANT USAGE ON SCHEMA effectonce TO "+role)
+	defer exec(t, conn, "RESET SESSION AUTHORIZATION; DROP OWNED BY "+role+"; DROP ROLE "+role)
+	rows, err := conn.Query(t.Context(), `SELECT p.oid::regprocedure::text, p.prorettype = 'trigger'::regtype FROM pg_proc p
+		WHERE p.pronamespace = 'effectonce'::regnamespace AND p.prosecdef ORDER BY 1`)
+	require.NoError(t, err)
+	type function struct {
+		name    string
+		trigger bool
+	}
+	functions, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (f function, err error) { return f, row.Scan(&f.name, &f.trigger) })
+	require.NoError(t, err)
+	require.Greater(t, len(functions), 3)
+	triggers := 0
+	for _, f := range functions {
+		var allowed bool
+		require.NoError(t, conn.QueryRow(t.Context(), "SELECT has_function_privilege($1, $2, 'EXECUTE')", role, f.name).Scan(&allowed))
+		require.False(t, allowed, f.name)
+		if !f.trigger {
+			continue
+		}
+		triggers++
+		// Nor by somebody who was given the right: the function looks whose trigger it is.
+		_, err := conn.Exec(t.Context(), `CREATE TEMP TABLE own (relay text, topic text, key bytea, shard smallint, advance bigint);
+			CREATE TRIGGER own AFTER DELETE ON own REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION `+f.name+`;
+			CREATE TRIGGER own_row BEFORE INSERT ON own FOR EACH ROW EXECUTE FUNCTION `+f.name)
+		require.NoError(t, err)
+		_, err = conn.Exec(t.Context(), "DELETE FROM own; INSERT INTO own DEFAULT VALUES")
+		require.ErrorContains(t, err, "alone", f.name)
+		exec(t, conn, "DROP TABLE own")
+	}
+	require.Equal(t, 3, triggers)
+}

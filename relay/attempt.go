@@ -45,9 +45,10 @@ type target interface {
 
 // deadRow is a verdict about a row.
 type deadRow struct {
-	row    *row
-	reason Reason
-	err    string
+	row      *row
+	reason   Reason
+	err      string
+	waitsFor string // the topic in Kafka; empty: something else
 }
 
 type topicKey struct{ topic, key string }
@@ -58,9 +59,23 @@ var errPaused = errors.New("the topic is paused: its rows are published when it 
 
 var errBehind = errors.New("an earlier row of this key is dead")
 
+// blocked is why a row cannot be published into a topic of Kafka.
+type blocked struct {
+	topic string
+	cause error
+}
+
+func (b *blocked) Error() string { return b.cause.Error() }
+func (b *blocked) Unwrap() error { return b.cause }
+
 // give gives a row up and, with it, the rest of its key. A row without a key has no order to keep.
 func (a *attempt) give(r *row, reason Reason, err error) {
-	a.dead = append(a.dead, deadRow{r, reason, bounds.ErrorText(err)})
+	d := deadRow{row: r, reason: reason, err: bounds.ErrorText(err)}
+	var in *blocked
+	if errors.As(err, &in) {
+		d.waitsFor = in.topic
+	}
+	a.dead = append(a.dead, d)
 	if r.key != nil && (!a.skip || !reason.ofRow()) {
 		a.behind[keyOf(r)] = true
 	}
@@ -159,9 +174,12 @@ func (p *publisher) record(ctx context.Context, maker *recordMaker, r *row, rele
 		return nil, ReasonBadPartition, err
 	}
 	message := outbox.Message{Key: r.key, Payload: r.payload, Headers: headers}
-	if reason, err := p.topics.judge(topic, message.RecordBytes()); err != nil {
-		p.topics.blocks(r.topic, topic)
-		return nil, reason, err
+	reason, err := p.topics.judge(topic, message.RecordBytes())
+	if reason == ReasonTooLarge && p.topics.older(topic, limitRetryMin) && p.learn(ctx, []string{topic}) == nil {
+		reason, err = p.topics.judge(topic, message.RecordBytes()) // an old answer does not count against a row
+	}
+	if err != nil {
+		return nil, reason, &blocked{topic, err}
 	}
 	if partition != nil {
 		if err := p.offers(ctx, topic, *partition); err != nil {

@@ -216,11 +216,24 @@ func (d *deadRows) behind(ctx context.Context, rows []row) (map[topicKey]bool, e
 func (p *publisher) ask(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
 	ctx, cancel := p.patient(ctx)
 	defer cancel()
+	return p.askNow(ctx, read, sql, args...)
+}
+
+// askNow is ask with a limit of the caller's. It returns errAnotherRun where the connection leads to another server than that of the
+// lease: what is dead there says nothing here.
+func (p *publisher) askNow(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
 	batch := &pgx.Batch{}
-	batch.Queue(p.sql.deadSettings)
+	batch.Queue(p.sql.deadSettings, p.lease.cluster.run)
 	batch.Queue(sql, args...)
 	results := p.pool.SendBatch(ctx, batch)
-	_, err := results.Exec()
+	same := false
+	settings, err := results.Query()
+	if err == nil {
+		same, err = pgx.CollectExactlyOneRow(settings, func(row pgx.CollectableRow) (bool, error) { return row.RawValues()[0][0] == 1, nil })
+	}
+	if err == nil && !same {
+		err = errAnotherRun
+	}
 	if err == nil {
 		var rows pgx.Rows
 		if rows, err = results.Query(); err == nil {
@@ -262,7 +275,7 @@ func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, ro
 		if tag, err := tx.Exec(ctx, p.sql.lockLease, p.cfg.Name, p.lease.shard, p.lease.epoch); err != nil || tag.RowsAffected() == 0 {
 			return cmp.Or(err, errLeaseLost)
 		}
-		if _, err := tx.Exec(ctx, p.sql.deadSettings); err != nil {
+		if _, err := tx.Exec(ctx, p.sql.deadSettings, p.lease.cluster.run); err != nil {
 			return err
 		}
 		if _, err := tx.Exec(ctx, p.sql.moveToDead, p.cfg.Name, dead.seqs, dead.reasons, dead.errs); err != nil {
@@ -284,6 +297,7 @@ func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 	d.look.moved(dead)
 	d.laid += len(dead)
 	for _, row := range dead {
+		d.topics.blocks(row)
 		if d.cfg.Hooks.Dead != nil {
 			d.cfg.Hooks.Dead(row.row.topic, row.reason)
 		}
@@ -364,6 +378,9 @@ func (d *deadRows) holdAgain(ctx context.Context, dead []deadRow) error {
 	}
 	if !mine {
 		return errLeaseLost
+	}
+	for _, row := range again {
+		d.topics.blocks(row)
 	}
 	d.forgetRefusals(again)
 	return nil

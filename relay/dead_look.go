@@ -56,6 +56,19 @@ func newDeadLook(p *publisher) *deadLook {
 	return &deadLook{publisher: p, worked: make(chan struct{}, 1), rest: deadEvery}
 }
 
+// ask and learn have limits of their own. The worker's would count as signs of life, of which the looks say nothing.
+func (l *deadLook) ask(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, l.patience, errNoAnswer)
+	defer cancel()
+	return l.askNow(ctx, read, sql, args...)
+}
+
+func (l *deadLook) learn(ctx context.Context, names []string) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, l.cfg.patience(), errSilentBrokers)
+	defer cancel()
+	return l.learnNow(ctx, names)
+}
+
 // begin reads which topics have dead rows. The holder before this one adds none any more.
 func (l *deadLook) begin(ctx context.Context) error {
 	if err := l.readTopics(ctx); err != nil {
@@ -229,11 +242,10 @@ func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits [
 	for _, topic := range missing {
 		names = append(names, l.routes.names(topic)...)
 	}
-	if len(names) == 0 {
-		return nil
-	}
-	if err := l.learn(ctx, names); err != nil {
-		return err
+	if len(names) > 0 {
+		if err := l.learn(ctx, names); err != nil {
+			return err
+		}
 	}
 	for _, topic := range missing {
 		if !l.topics.released(topic, l.routes.names(topic)) {
@@ -275,10 +287,16 @@ func (l *deadLook) retryRated(ctx context.Context, topics []string) error {
 		if !limited || rows == 0 {
 			continue
 		}
-		err := l.ask(ctx, func(result pgx.Rows) error { result.Close(); return result.Err() },
-			l.sql.retryRated, l.cfg.Name, topic, rows, l.lease.shards, l.lease.shard)
+		handed := 0
+		err := l.ask(ctx, func(result pgx.Rows) (err error) {
+			handed, err = pgx.CollectExactlyOneRow(result, pgx.RowTo[int])
+			return err
+		}, l.sql.retryRated, l.cfg.Name, topic, rows, l.lease.shards, l.lease.shard)
 		if err != nil {
 			return fmt.Errorf("topic %q: %w", topic, err)
+		}
+		if handed < rows {
+			l.noneWaits(topic)
 		}
 	}
 	if len(topics) > 0 {
@@ -288,7 +306,7 @@ func (l *deadLook) retryRated(ctx context.Context, topics []string) error {
 }
 
 func (l *deadLook) freeSkipped(ctx context.Context) error {
-	ctx, cancel := l.patient(ctx)
+	ctx, cancel := context.WithTimeoutCause(ctx, l.patience, errNoAnswer)
 	defer cancel()
 	if _, err := l.pool.Exec(ctx, l.sql.freeSkipped, l.cfg.Name, l.lease.shards, l.lease.shard); err != nil {
 		return fmt.Errorf("look behind dead rows that hold no other: %w", silence(ctx, err))

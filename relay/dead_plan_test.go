@@ -54,7 +54,7 @@ func (s deadStatement) explain(t *testing.T, pool *pgxpool.Pool) (plan string, b
 	tx, err := pool.Begin(ctx)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, tx.Rollback(ctx)) }()
-	_, err = tx.Exec(ctx, relay.DeadSettingsSQL)
+	_, err = tx.Exec(ctx, relay.DeadSettingsSQL, nil)
 	require.NoError(t, err)
 	literals := make([]string, len(s.args))
 	for i, arg := range s.args {

@@ -9,11 +9,12 @@ package relay
 // statistics that are out of date the planner would choose the primary key, and filter all that waits.
 
 // deadSettingsSQL goes before statements on dead rows, in their transaction: see fetchSettingsSQL. Their plans do not
-// depend on the parameters.
+// depend on the parameters. $1 is the run of the server that the lease was taken on.
 const deadSettingsSQL = `-- relay.dead_settings
-SELECT set_config(name, value, true)
-FROM (VALUES ('enable_sort', 'off'), ('enable_incremental_sort', 'off'), ('enable_bitmapscan', 'off'), ('enable_seqscan', 'off'), ('enable_hashjoin', 'off'),
-  ('enable_mergejoin', 'off'), ('jit', 'off'), ('plan_cache_mode', 'force_generic_plan')) AS s (name, value)`
+SELECT ` + here + `,
+  set_config('enable_sort', 'off', true), set_config('enable_incremental_sort', 'off', true), set_config('enable_bitmapscan', 'off', true),
+  set_config('enable_seqscan', 'off', true), set_config('enable_hashjoin', 'off', true), set_config('enable_mergejoin', 'off', true),
+  set_config('jit', 'off', true), set_config('plan_cache_mode', 'force_generic_plan', true)`
 
 // skipped is a dead row that holds no other: see Config.SkipDead.
 const skipped = `::bool AND reason IN ('too_large', 'refused', 'bad_headers', 'bad_partition')`
@@ -50,12 +51,12 @@ SELECT topic, reason FROM waiting`
 
 // retryTopicSQL hands back the next $6 rows that waited for a topic, behind seq $5. A million rows of a topic are a
 // million updates; a statement that made them all would hold all their locks meanwhile. In the order of seq, or it
-// could deadlock with operators.
+// could deadlock with operators. A row that an operator has locked is left to a later look.
 const retryTopicSQL = `-- relay.retry_topic
 WITH batch AS MATERIALIZED (
   SELECT seq FROM effectonce.outbox_dead
   WHERE relay = $1 AND topic = $2 AND reason = $3 AND ` + forTopic + ` AND seq > $4 AND shard % $6::int = $7::int
-  ORDER BY seq LIMIT $5 FOR UPDATE
+  ORDER BY seq LIMIT $5 FOR UPDATE SKIP LOCKED
 ), handed AS (
   UPDATE effectonce.outbox_dead d SET state = 'retry' FROM batch b WHERE d.relay = $1 AND d.seq = b.seq
 )

@@ -88,13 +88,25 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	if err := t.publisher.dead.remove(ctx, found.Revived); err != nil {
 		return err
 	}
+	if err := t.storeAdopted(ctx, found, rows); err != nil {
+		return err
+	}
+	// The look before the lease did not know the numbers that Kafka knows.
+	repaired, err := t.checkSequences(ctx, t.lease.cluster.run)
+	if err == nil && repaired {
+		err = errLeaseLost
+	}
+	return err
+}
+
+func (t *toTransactions) storeAdopted(ctx context.Context, found *entry, rows int64) error {
 	t.progress.storing.Lock()
 	defer t.progress.storing.Unlock()
 	t.lease.journal = t.journal.last
 	if dead := found.verdicts(); len(dead.seqs) > 0 {
-		return t.storeDead(ctx, dead, at, rows, t.journal.last)
+		return t.storeDead(ctx, dead, t.at, rows, t.journal.last)
 	}
-	return t.progress.store(ctx, at, rows, t.journal.last)
+	return t.progress.store(ctx, t.at, rows, t.journal.last)
 }
 
 // publish adds the rows to the transaction. One with dead rows, or released ones, is committed at once: dead rows move to
@@ -127,15 +139,17 @@ func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 
 // hand adds a batch to the transaction, which begins with the first record.
 func (t *toTransactions) hand(ctx context.Context, b *batch) error {
+	if len(b.records) > 0 {
+		if err := t.open(); err != nil {
+			return err
+		}
+	}
 	if b.end.from != nil {
 		t.end = b.end
 	}
 	if len(b.records) == 0 {
 		t.flight.add(b)
 		return nil
-	}
-	if err := t.open(); err != nil {
-		return err
 	}
 	t.handed += int64(len(b.rows))
 	t.send(ctx, b)
@@ -212,6 +226,8 @@ func (t *toTransactions) finish(work, ctx context.Context) error {
 	}
 	t.progress.storing.Lock()
 	defer t.progress.storing.Unlock()
+	ctx, cancel := t.storing(ctx) // a write that is cut off would stand in the way of the next
+	defer cancel()
 	return t.copy(ctx)
 }
 

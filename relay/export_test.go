@@ -159,7 +159,7 @@ func (r *Relay) AwaitHorizon(ctx context.Context, between func()) error {
 	}
 	defer r.giveBack(context.WithoutCancel(ctx), l)
 	between()
-	return r.awaitHorizon(ctx, l, func(context.Context) error { return nil })
+	return newPublisher(r, l).awaitHorizon(ctx, func(context.Context) error { return nil })
 }
 
 // Course is the course of a worker, as the member of a relay and the worker see it.

@@ -313,3 +313,32 @@ func TestShardsChangeWhenNothingIsRead(t *testing.T) {
 	await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 12 })
 	require.Equal(t, 12, kafkatest.Count(t, topic), "nothing twice")
 }
+
+// Property: a shard whose row of progress is deleted begins anew, whatever a holder that does not know yet writes meanwhile, and
+// its progress counts from then on, although it begins at epoch 1. Row O13.
+func TestDeletedProgressBeginsAnew(t *testing.T) {
+	t.Parallel()
+	for _, how := range []string{"DELETE FROM", "TRUNCATE"} {
+		t.Run(how, func(t *testing.T) {
+			t.Parallel()
+			pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+			r := newRelay(t, pool, relay.Config{})
+			for range 5 { // epochs
+				insert(t, pool, topic, "k", "v")
+				drain(t, r)
+			}
+			must(t, pool, how+` effectonce.outbox_progress`)
+			late := func() {
+				must(t, pool, `INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, seq, floor, published)
+					SELECT relay, shard, n + 1, 5, 5, tick, seq, floor, published FROM effectonce.outbox_advances ORDER BY n DESC LIMIT 1`)
+			}
+			late()
+			require.EqualValues(t, 5, drain(t, r))
+			require.EqualValues(t, 5, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
+			insert(t, pool, topic, "k", "v")
+			require.EqualValues(t, 1, drain(t, r))
+			require.EqualValues(t, 6, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
+			require.Zero(t, drain(t, r))
+		})
+	}
+}

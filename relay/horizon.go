@@ -145,7 +145,8 @@ const (
 // awaitHorizon returns once every commit that earlier statements saw is flushed by as many standbys as Config.DurableHorizon
 // asks for. It gives up when ctx ends or the lease is lost, never in favour of publishing. Before it waits for longer it calls
 // settle once: a Kafka transaction that is under way would run out, with rows in it that were published well.
-func (r *Relay) awaitHorizon(ctx context.Context, l *lease, settle func(context.Context) error) error {
+func (p *publisher) awaitHorizon(ctx context.Context, settle func(context.Context) error) error {
+	r, l := p.Relay, p.lease
 	if r.horizon == nil {
 		return nil
 	}
@@ -157,7 +158,7 @@ func (r *Relay) awaitHorizon(ctx context.Context, l *lease, settle func(context.
 		if time.Since(begun) < horizonSilent {
 			wait = min(wait, horizonLookSoon)
 		}
-		r.turn()
+		p.turn()
 		found, err := r.lookAtHorizon(ctx, l, lsn)
 		if err != nil {
 			return err

@@ -309,6 +309,7 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 		return nil // it keeps its lease: see reshard
 	}
 	delete(m.workers, shard)
+	m.waits(ctx, shard, nil) // what it waited for last says nothing any more
 	if !w.gone {
 		m.tell(shard, false)
 	}

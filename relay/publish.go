@@ -228,7 +228,7 @@ func (p *publisher) hand(work, ctx context.Context, read *reading) error {
 	case len(read.page.rows) > 0:
 		// The page was read before, so all of it is behind what is waited for.
 		settle := func(ctx context.Context) error { return p.target.paged(work, ctx, false) }
-		if err := p.awaitHorizon(ctx, p.lease, settle); err != nil {
+		if err := p.awaitHorizon(ctx, settle); err != nil {
 			return err
 		}
 		a, err := p.try(ctx, read.page, at, read.end)

@@ -167,7 +167,8 @@ SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_ses
 // unpublishedSQL tells whether a slot has rows that some relay has not published: those that were not visible in
 // its tick, which are found by their transaction ids. Up to the floor everything is published, also what a restore
 // brought with transaction ids that this cluster has not reached: such a row was written under another id than it names. A row
-// that was written here and is not visible is unpublished whatever its number is: that may have been given twice. So may others,
+// that was written here (its xmin is the transaction that it names, or one of the subtransactions of that, which have the ids behind it)
+// and is not visible is unpublished whatever its number is: that may have been given twice. So may others,
 // where the sequence is behind. A shard that was never leased, or whose ticks belong to another
 // cluster ($1, $2), has published nothing that is known.
 const unpublishedSQL = `-- relay.unpublished
@@ -176,7 +177,7 @@ SELECT EXISTS (
   WHERE t.tick IS NULL OR p.system_identifier <> $1 OR p.timeline <> $2 OR EXISTS (
     SELECT FROM effectonce.outbox_%[1]d o
     WHERE (o.txid >= pg_snapshot_xmax(t.snapshot) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(t.snapshot)))) AND o.shard %% p.shards = p.shard
-      AND (o.seq > p.floor OR o.xmin::text::numeric = mod(o.txid::text::numeric, 4294967296)))
+      AND (o.seq > p.floor OR mod(o.xmin::text::numeric - mod(o.txid::text::numeric, 4294967296) + 4294967296, 4294967296) < 1000000))
 ) OR EXISTS (
   SELECT FROM effectonce.outbox_relays r WHERE r.shards > (SELECT count(*) FROM effectonce.outbox_progress p WHERE p.relay = r.relay))
 OR (SELECT behind FROM effectonce.outbox_sequence_state(0, 0))`
@@ -458,7 +459,7 @@ func newQueries(schema, run string) queries {
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchSized: in(fetchSizedSQL),
 		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),
-		deadSettings: deadSettingsSQL, deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
+		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
 		retryTopic: in(retryTopicSQL), retryRated: in(retryRatedSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),
 		freeSkipped: in(freeSkippedSQL), moveToDead: in(moveToDeadSQL), removeDead: in(removeDeadSQL), holdAgain: in(holdAgainSQL),
 		lockShards: in(lockShardsSQL), allHeld: in(allHeldSQL), cutOver: in(cutOverSQL), dropShards: in(dropShardsSQL), shardsDone: in(shardsDoneSQL), snapshot: in(snapshotSQL),

@@ -112,12 +112,24 @@ func (p *publisher) noneWait(waiting []string) {
 	}
 }
 
+// noneWaits notes that all rows of a topic that waited are handed back: later ones need not follow them, but for those of
+// their keys.
+func (p *publisher) noneWaits(topic string) {
+	p.rates.mu.Lock()
+	defer p.rates.mu.Unlock()
+	if b := p.rated(topic); b != nil {
+		b.waiting = false
+	}
+}
+
 // retryRatedSQL hands back the first $3 rows that wait for the rate of their topic, in the order of seq, or it could
 // deadlock with operators.
 const retryRatedSQL = `-- relay.retry_rated
 WITH batch AS MATERIALIZED (
   SELECT seq FROM effectonce.outbox_dead
   WHERE relay = $1 AND topic = $2 AND reason = 'paused' AND state = 'held' AND shard % $4::int = $5::int
-  ORDER BY seq LIMIT $3 FOR UPDATE
+  ORDER BY seq LIMIT $3 FOR UPDATE SKIP LOCKED
+), handed AS (
+  UPDATE effectonce.outbox_dead d SET state = 'retry' FROM batch b WHERE d.relay = $1 AND d.seq = b.seq
 )
-UPDATE effectonce.outbox_dead d SET state = 'retry' FROM batch b WHERE d.relay = $1 AND d.seq = b.seq`
+SELECT count(*) FROM batch`

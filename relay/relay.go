@@ -199,7 +199,7 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 	if err != nil {
 		return 0, err
 	}
-	if err := r.checkSequences(ctx, here.run); err != nil { // before rows are inserted
+	if _, err := r.checkSequences(ctx, here.run); err != nil { // before rows are inserted
 		return 0, err
 	}
 	if _, err := r.promoteDue(ctx); err != nil {

@@ -52,8 +52,8 @@ func (r *Relay) sequenceBack(run *string, seqLast, known int64) error {
 type seen = atomic.Pointer[seenSeq]
 
 // checkSequences comes before each lease, and before Drain writes to the outbox: it repairs sequences that are behind. run
-// is that of the server.
-func (r *Relay) checkSequences(ctx context.Context, run *string) error {
+// is that of the server. A repair ends all leases.
+func (r *Relay) checkSequences(ctx context.Context, run *string) (repaired bool, err error) {
 	var known int64
 	if s := r.seen.Load(); s != nil && s.run == deref(run) {
 		known = s.seq
@@ -61,29 +61,29 @@ func (r *Relay) checkSequences(ctx context.Context, run *string) error {
 	asking, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
 	defer cancel()
 	var behind bool
-	err := r.pool.QueryRow(asking, migrations.InSchema(sequenceStateSQL, r.cfg.Schema), known).Scan(&behind)
+	err = r.pool.QueryRow(asking, migrations.InSchema(sequenceStateSQL, r.cfg.Schema), known).Scan(&behind)
 	if err != nil {
-		return fmt.Errorf("look at the outbox's sequences: %w", silence(asking, err))
+		return false, fmt.Errorf("look at the outbox's sequences: %w", silence(asking, err))
 	}
 	if !behind {
-		return nil
+		return false, nil
 	}
 	stop := r.turning(ctx)
 	defer stop()
 	done, err := repairSequences(ctx, r.pool, r.cfg.Schema, known, nil)
 	var refusal *pgconn.PgError
 	if errors.As(err, &refusal) && refusal.Code == "42501" {
-		return fmt.Errorf(`%w: run "outbox-relay repair" as the owner of the tables or as an operator; or let this role repair it: "outbox-relay migrate roles --apply" as the owner (%w)`,
+		return false, fmt.Errorf(`%w: run "outbox-relay repair" as the owner of the tables or as an operator; or let this role repair it: "outbox-relay migrate roles --apply" as the owner (%w)`,
 			ErrSequenceBehind, err)
 	}
 	if err != nil {
-		return err
+		return false, err
 	}
 	if done.Repaired {
 		r.cfg.Logger.ErrorContext(ctx, "a sequence of the outbox was behind numbers that were given (a logical copy, RESTART IDENTITY or setval?): rows that are not proven to be published got new numbers, so consumers may see duplicates",
 			"relay", r.cfg.Name, "rows", done.Renumbered, "seq_before", done.SeqBefore, "seq", done.SeqAfter, "tick_before", done.TickBefore, "tick", done.TickAfter)
 	}
-	return nil
+	return done.Repaired, nil
 }
 
 // turning says that the loop is not stuck while a repair of many rows takes minutes.

@@ -48,8 +48,19 @@ func numbered(prefix string, n int) (all []string) {
 
 func insertAll(t *testing.T, pool *pgxpool.Pool, topic string, payloads []string) {
 	t.Helper()
-	for _, payload := range payloads {
-		insert(t, pool, topic, "k", payload)
+	for i, payload := range payloads {
+		if i%2 == 0 {
+			insert(t, pool, topic, "k", payload)
+			continue
+		}
+		// In a savepoint: the row's xmin is not the transaction that it names.
+		err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+			return pgx.BeginFunc(t.Context(), tx, func(tx pgx.Tx) error {
+				_, err := tx.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', convert_to($2, 'UTF8'))`, topic, payload)
+				return err
+			})
+		})
+		require.NoError(t, err)
 	}
 }
 

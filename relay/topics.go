@@ -69,14 +69,26 @@ func (t *topics) get(name string) (topicState, bool) {
 	return s, ok && time.Since(s.asked) < s.fresh
 }
 
+// older tells whether the last answer about a topic is older than d.
+func (t *topics) older(name string, d time.Duration) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return time.Since(t.known[name].asked) > d
+}
+
 // ready is true of a topic whose rows need not wait.
 func (t *topics) ready(name string) bool {
 	s, ok := t.get(name)
 	return ok && s.reason == ""
 }
 
-// blocks notes that rows of a topic in the outbox wait for one in Kafka.
-func (t *topics) blocks(topic, name string) {
+// blocks notes that a row of a topic in the outbox waits for one in Kafka. It is in outbox_dead by now: a look that found the topic
+// ready in between would take the note away, and not see the row.
+func (t *topics) blocks(d deadRow) {
+	if d.waitsFor == "" {
+		return
+	}
+	topic, name := d.row.topic, d.waitsFor
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.blocked == nil {
@@ -92,6 +104,9 @@ func (t *topics) blocks(topic, name string) {
 // that they may go to. What waited before this work began is tried once, if one of them is ready: it is not known for which
 // of them it waits.
 func (t *topics) released(topic string, names []string) bool {
+	if len(names) == 0 { // a rule drops all of it
+		return true
+	}
 	if len(names) == 1 {
 		return t.ready(names[0])
 	}
@@ -217,9 +232,14 @@ func (p *publisher) offers(ctx context.Context, name string, partition int32) er
 
 // learn gets to know topics. A sink says what it does not take when it is handed it.
 func (p *publisher) learn(ctx context.Context, names []string) error {
+	ctx, cancel := p.asking(ctx)
+	defer cancel()
+	return p.learnNow(ctx, names)
+}
+
+// learnNow is learn with a limit of the caller's.
+func (p *publisher) learnNow(ctx context.Context, names []string) error {
 	if p.cfg.Sink == nil {
-		ctx, cancel := p.asking(ctx)
-		defer cancel()
 		found, err := p.topics.ask(ctx, p.client, names)
 		if err != nil {
 			return fromOutlet(err)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
@@ -27,8 +28,8 @@ published get new numbers, in their order, and are published: some for the secon
 lost. All relays take their leases anew and continue by themselves. Nothing is changed where no sequence went back.
 
 A relay does this by itself, and says so in its log, if its role has the right ("outbox-relay migrate roles").
-Run this as an operator or as the owner of the tables. Transactions that write to the outbox wait meanwhile: a million rows
-take some ten seconds. What was done is kept in operator_actions ("outbox-relay actions list").
+Run this as an operator or as the owner of the tables. Transactions that write to the outbox wait meanwhile: about as long as a bulk
+insert of the rows that are renumbered. What was done is kept in operator_actions ("outbox-relay actions list").
 
 Exit status 1 if transactions that write to the outbox stay open for more than three seconds: try again. With --dry-run
 also if there is something to repair.`,
@@ -39,7 +40,11 @@ also if there is something to repair.`,
 			if by.Who == "" {
 				by.Who = whoami()
 			}
-			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+			limit := time.Hour // a repair of many rows takes its time
+			if dryRun {
+				limit = changeMax
+			}
+			return s.onSchemaFor(cmd.Context(), limit, func(ctx context.Context, pool *pgxpool.Pool) error {
 				if dryRun {
 					return describeSequences(ctx, pool, s.schema, asJSON, cmd.OutOrStdout())
 				}

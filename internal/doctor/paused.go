@@ -3,6 +3,7 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -46,8 +47,10 @@ func (s *Status) judgeDead(r RelayStatus) {
 		dead += n
 	}
 	paused := r.Dead["paused"]
+	stopped := slices.ContainsFunc(s.PausedTopics, func(p PausedTopic) bool { return p.Relay == r.Relay })
 	switch {
 	case dead == 0:
+	case !stopped && paused > 0 && paused+r.Dead["behind"] == dead: // they wait for the rate of their topic
 	case paused > 0 && paused+r.Dead["behind"] == dead:
 		s.problem(r, "%d rows wait in outbox_dead for paused topics: \"outbox-relay topics resume\" publishes them, \"topics list\" names the topics", dead)
 	case paused > 0:

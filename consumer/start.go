@@ -199,6 +199,11 @@ func (k known) begin() decision {
 		d.why = "halts"
 	case k.log.committed.offset > k.log.end:
 		d.why = fmt.Sprintf("Kafka's offset %d lies beyond the end of the topic: begins at its start", k.log.committed.offset)
+	case origin == commitOurs && k.beganBefore(k.log.committed.offset):
+		// Kafka's offset was committed behind a transaction that stored a position: a failover of the database lost it.
+		d.at = max(*k.row.handledFrom, k.log.first)
+		d.why = fmt.Sprintf("no position is stored, although this consumer committed %d: the database lost its first commits; resumes where the partition began",
+			k.log.committed.offset)
 	case k.log.committed.offset < k.log.first:
 		d = k.deleted(k.log.committed.offset)
 	default:
@@ -206,6 +211,11 @@ func (k known) begin() decision {
 		d.at, d.next, d.why = at, &at, fmt.Sprintf("no position is stored; Kafka's offset counts (%s)", origin)
 	}
 	return d
+}
+
+// beganBefore tells whether the row says that the partition was taken over, and began before an offset.
+func (k known) beganBefore(offset int64) bool {
+	return !k.recreated() && k.row.held && k.row.handledFrom != nil && *k.row.handledFrom < offset
 }
 
 // resume decides for a partition with a position.

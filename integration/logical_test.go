@@ -1,6 +1,7 @@
 package integration_test
 
 import (
+	"context"
 	"fmt"
 	"testing"
 	"time"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/servers"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -46,6 +48,15 @@ func TestUpgradeByLogicalReplication(t *testing.T) {
 	}
 }
 
+// embedded starts a server that another one reaches at its address: containers have their own loopback.
+func embedded(t *testing.T, parameters map[string]string) *servers.Postgres {
+	t.Helper()
+	p, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{Own: true, Embedded: true, Parameters: parameters})
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = p.Stop(context.WithoutCancel(t.Context())) })
+	return p
+}
+
 // logicalCopy is an upgrade from a server to another.
 type logicalCopy struct {
 	child
@@ -57,7 +68,7 @@ type logicalCopy struct {
 
 func (u *logicalCopy) prepare(t *testing.T) {
 	t.Helper()
-	old := pgtest.Cluster(t, map[string]string{"wal_level": "logical"})
+	old := embedded(t, map[string]string{"wal_level": "logical"})
 	u.URL = old.URL
 	pgtest.Migrate(t, u.URL)
 	u.from = open(t, u.URL)
@@ -85,7 +96,7 @@ func (u *logicalCopy) insert(t *testing.T, pool *pgxpool.Pool, payload string) {
 func (u *logicalCopy) copy(t *testing.T) {
 	t.Helper()
 	ctx := t.Context()
-	next := pgtest.Cluster(t, nil)
+	next := embedded(t, nil)
 	pgtest.Migrate(t, next.URL)
 	u.to = open(t, next.URL)
 	createWorkload(t, u.to)

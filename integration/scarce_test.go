@@ -78,7 +78,7 @@ func TestNoConnectionLeftIsWaitedOut(t *testing.T) {
 		_, err := pool.Exec(ctx, sql)
 		require.NoError(t, err)
 	}
-	execute(`CREATE ROLE ` + prefix + `_all; GRANT pg_read_all_data, pg_write_all_data TO ` + prefix + `_all`)
+	execute(`CREATE ROLE ` + prefix + `_all; GRANT pg_read_all_data, pg_write_all_data TO ` + prefix + `_all; GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA effectonce TO ` + prefix + `_all`)
 	relays := open(t, pgtest.Login(t, url, prefix, "all"))
 	limit := func(n int) { execute(fmt.Sprintf(`ALTER ROLE %s_login_all CONNECTION LIMIT %d`, prefix, n)) }
 	refused := func(times int) {

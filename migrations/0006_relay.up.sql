@@ -176,7 +176,7 @@ CREATE VIEW effectonce.outbox_backlog AS
 WITH sequence AS (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END AS last FROM effectonce.outbox_seq_seq),
 relays AS (
   SELECT relay, shards FROM effectonce.outbox_relays
-  UNION ALL SELECT 'default', 1 WHERE NOT EXISTS (SELECT FROM effectonce.outbox_relays)
+  UNION ALL SELECT 'default' AS relay, 1 AS shards WHERE NOT EXISTS (SELECT FROM effectonce.outbox_relays)
 ), places AS (
   SELECT r.relay, r.shards, s.shard, p.next_tick IS NOT NULL AS within, coalesce(p.seq, 0) AS seq,
     coalesce(pg_snapshot_xmax(t.snapshot), '0'::xid8) AS xmax, ARRAY(SELECT pg_snapshot_xip(t.snapshot)) AS xip,

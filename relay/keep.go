@@ -97,6 +97,9 @@ func (m *member) keep(ctx context.Context, w *worker, p *publisher) error {
 		if away(err) {
 			m.waits(ctx, p.lease.shard, err)
 			wait = backoff(n)
+			if m.cfg.Hooks.Interrupted != nil {
+				m.cfg.Hooks.Interrupted(fmt.Errorf("shard %d: %w", p.lease.shard, err))
+			}
 		}
 		next, err := m.again(ctx, p, wait)
 		if err == nil {

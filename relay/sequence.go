@@ -62,6 +62,9 @@ func (r *Relay) checkSequences(ctx context.Context, run *string) (repaired bool,
 	defer cancel()
 	var behind bool
 	err = r.pool.QueryRow(asking, migrations.InSchema(sequenceStateSQL, r.cfg.Schema), known).Scan(&behind)
+	if hidden(err) {
+		return false, fmt.Errorf(`look at the outbox's sequences: %w: the role lacks a right of this release: run "outbox-relay migrate roles --apply" as the owner of the tables, or grant it EXECUTE on the function`, err)
+	}
 	if err != nil {
 		return false, fmt.Errorf("look at the outbox's sequences: %w", silence(asking, err))
 	}

@@ -334,10 +334,10 @@ func TestDeletedProgressBeginsAnew(t *testing.T) {
 			}
 			late()
 			require.EqualValues(t, 5, drain(t, r))
-			require.EqualValues(t, 5, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
+			require.Equal(t, 5, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
 			insert(t, pool, topic, "k", "v")
 			require.EqualValues(t, 1, drain(t, r))
-			require.EqualValues(t, 6, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
+			require.Equal(t, 6, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
 			require.Zero(t, drain(t, r))
 		})
 	}

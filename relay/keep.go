@@ -86,7 +86,7 @@ type swap struct {
 func (m *member) keep(ctx context.Context, w *worker, p *publisher) error {
 	for n := 1; ; n++ {
 		err := p.publish(ctx)
-		if !p.keeps(ctx, err) {
+		if !p.kept {
 			m.waits(ctx, p.lease.shard, nil)
 			return err
 		}

@@ -102,7 +102,8 @@ const confirmEvery = 100 * time.Millisecond
 // AwaitPause waits until the pauses of topics hold: every replica of the relay that is alive has confirmed that each row that
 // it read before them is acknowledged by Kafka, or waits. That takes up to a quarter of the relay's Lease, 2.5 s at most, and
 // longer while Kafka does not acknowledge, or a replica died (until its lease is over). Give it a deadline. A topic that is
-// not paused, or not any more, is not waited for. It returns ErrNoReplica, or an UnconfirmedError.
+// not paused, or not any more, is not waited for. One limit: a broker that hangs, and answers after the relay has given its
+// connection up, may still append rows that were under way; they come again at the resume. It returns ErrNoReplica, or an UnconfirmedError.
 func AwaitPause(ctx context.Context, pool *pgxpool.Pool, of Operator, topics ...string) error {
 	of, err := of.resolve()
 	if err = errors.Join(err, checkTopics(topics)); err != nil {

@@ -23,6 +23,7 @@ type publisher struct {
 	topics   *topics
 	client   *kgo.Client // nil with a sink
 	target   target
+	kept     bool       // publish returned, and the lease was not given back: the work begins again
 	once     bool       // end as soon as nothing waits
 	lost     chan error // the member says that the lease is gone
 	patience time.Duration
@@ -54,7 +55,7 @@ func (p *publisher) lose(err error) {
 // course, if it has one.
 func (p *publisher) publish(ctx context.Context) error {
 	err := p.work(ctx)
-	if p.keeps(ctx, err) {
+	if p.kept = p.keeps(ctx, err); p.kept {
 		return err
 	}
 	if !errors.Is(err, errLeaseLost) && !p.course.isOver() {

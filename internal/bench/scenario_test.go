@@ -231,7 +231,7 @@ func TestThrough(t *testing.T) {
 func TestServerCPU(t *testing.T) {
 	t.Parallel()
 	if runtime.GOOS != "linux" {
-		t.Skip("NOT TESTED: processes are read from /proc")
+		t.Skip("LOUD SKIP: not tested, processes are read from /proc")
 	}
 	server := pgtest.Cluster(t, nil)
 	conn, err := pgx.Connect(t.Context(), server.URL)

@@ -102,8 +102,11 @@ func (o *Outbox) statements(msgs []Message) ([]statement, error) {
 	var all []statement
 	if len(now) > 0 {
 		sql, columns := o.insert, arrays
-		if fan {
+		switch {
+		case fan:
 			sql, columns = o.fanOut, fanArrays
+		case len(now) == 1:
+			sql, columns = o.insertOne, single
 		}
 		args, err := columns(now)
 		if err != nil {

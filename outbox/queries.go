@@ -10,6 +10,11 @@ FROM unnest($1::uuid[], $2::text[], $3::bytea[], $4::bytea[], $5::jsonb[])
   WITH ORDINALITY AS m (id, topic, key, payload, headers, place)
 ORDER BY m.place`
 
+// insertOneSQL takes one: the arrays cost the server 16 of 108 µs.
+const insertOneSQL = `-- outbox.publish
+INSERT INTO effectonce.outbox (id, topic, key, payload, headers)
+VALUES (coalesce($1::uuid, effectonce.uuid_v7()), $2::text, $3::bytea, $4::bytea, $5::jsonb)`
+
 // fanOutSQL takes messages that go to several topics: bodies travel once, and $5 says to which of them each topic
 // of $6 belongs. An ID is made once for each message, so m must be materialized.
 const fanOutSQL = `-- outbox.publish_fan_out

@@ -13,7 +13,7 @@ CREATE TABLE effectonce.outbox_advances (
   relay          text        NOT NULL CHECK (octet_length(relay) BETWEEN 1 AND 255),
   shard          smallint    NOT NULL,
   n              bigint      NOT NULL,
-  epoch          bigint      NOT NULL, -- of the holder
+  epoch          bigint      NOT NULL, -- of the holder; -1: an end, see outbox_progress_removed
   advanced_epoch bigint      NOT NULL, -- the epoch under which progress was made last: a new holder repeats what it found
   tick           bigint      NOT NULL,
   next_tick      bigint,
@@ -41,27 +41,40 @@ LEFT JOIN LATERAL (
   SELECT newest.* FROM (SELECT * FROM effectonce.outbox_advances n WHERE n.relay = p.relay AND n.shard = p.shard ORDER BY n.n DESC LIMIT 1) AS newest
   WHERE newest.epoch >= p.advanced_epoch AND newest.n > p.advance) AS a ON true;
 
--- A shard that is removed takes its chain with it, but for the newest row: a holder that does not know yet finds its next
--- number taken by the next one, which counts on from there. With the owner's rights: the previous release deletes, too.
+-- A shard that is removed takes its chain with it, but for an end, of epoch -1, which the view passes over: a holder that
+-- does not know yet finds its next number taken. With the owner's rights: the previous release deletes, too.
 CREATE FUNCTION effectonce.outbox_progress_removed() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+  ended record;
 BEGIN
   IF TG_RELID <> 'effectonce.outbox_progress'::regclass THEN
     RAISE EXCEPTION 'outbox_progress_removed is for outbox_progress alone' USING ERRCODE = 'insufficient_privilege';
   END IF;
-  DELETE FROM effectonce.outbox_advances a USING gone
-  WHERE a.relay = gone.relay AND a.shard = gone.shard
-    AND a.n < (SELECT max(n.n) FROM effectonce.outbox_advances n WHERE n.relay = gone.relay AND n.shard = gone.shard);
+  FOR ended IN SELECT DISTINCT a.relay, a.shard FROM effectonce.outbox_advances a
+    WHERE NOT EXISTS (SELECT FROM effectonce.outbox_progress p WHERE p.relay = a.relay AND p.shard = a.shard)
+  LOOP
+    LOOP -- until nobody was quicker
+      INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
+      SELECT a.relay, a.shard, a.n + 1, -1, a.advanced_epoch, a.tick, a.next_tick, a.seq, a.floor, a.published, a.journal_offset
+      FROM effectonce.outbox_advances a WHERE a.relay = ended.relay AND a.shard = ended.shard ORDER BY a.n DESC LIMIT 1
+      ON CONFLICT DO NOTHING;
+      EXIT WHEN FOUND;
+    END LOOP;
+    DELETE FROM effectonce.outbox_advances a WHERE a.relay = ended.relay AND a.shard = ended.shard
+      AND a.n < (SELECT max(n.n) FROM effectonce.outbox_advances n WHERE n.relay = ended.relay AND n.shard = ended.shard);
+  END LOOP;
   RETURN NULL;
 END
 $$;
-CREATE TRIGGER outbox_progress_removed AFTER DELETE ON effectonce.outbox_progress
-  REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_progress_removed();
+CREATE TRIGGER outbox_progress_removed AFTER DELETE OR TRUNCATE ON effectonce.outbox_progress
+  FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_progress_removed();
 
--- One of the same number begins anew: what the chain has so far does not count for it.
+-- One of the same number counts on from that end. (A chain without one belongs to the row: a restore of the data alone
+-- inserts it last.)
 CREATE FUNCTION effectonce.outbox_progress_begins() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -71,7 +84,8 @@ BEGIN
   IF TG_RELID <> 'effectonce.outbox_progress'::regclass THEN
     RAISE EXCEPTION 'outbox_progress_begins is for outbox_progress alone' USING ERRCODE = 'insufficient_privilege';
   END IF;
-  NEW.advance := greatest(NEW.advance, (SELECT max(a.n) FROM effectonce.outbox_advances a WHERE a.relay = NEW.relay AND a.shard = NEW.shard));
+  NEW.advance := greatest(NEW.advance, (SELECT CASE newest.epoch WHEN -1 THEN newest.n END
+    FROM (SELECT * FROM effectonce.outbox_advances a WHERE a.relay = NEW.relay AND a.shard = NEW.shard ORDER BY a.n DESC LIMIT 1) AS newest));
   RETURN NEW;
 END
 $$;
@@ -263,8 +277,10 @@ BEGIN
       ELSE o.seq <= p.seq_last AND o.txid >= p.xmax AND mod(o.xmin::text::numeric - mod(o.txid::text::numeric, 4294967296) + 4294967296, 4294967296) < 1000000 END)
     OR EXISTS (SELECT FROM unnest(burying) AS b (relay) JOIN effectonce.outbox_dead d ON d.relay = b.relay AND d.seq = o.seq WHERE d.id <> o.id);
 
-  SELECT s.last_value - CASE WHEN s.is_called THEN 0 ELSE 1 END INTO seq_last FROM effectonce.outbox_seq_seq s;
-  SELECT s.last_value - CASE WHEN s.is_called THEN 0 ELSE 1 END INTO tick_last FROM effectonce.outbox_ticks_tick_seq s;
+  -- Never from the sequences' rows: a reader of those may see up to 32 numbers more than were given. nextval writes them so for
+  -- the write-ahead log, under a lock that only this function takes, too. Null: none was given.
+  seq_last := coalesce(pg_sequence_last_value('effectonce.outbox_seq_seq'), 0);
+  tick_last := coalesce(pg_sequence_last_value('effectonce.outbox_ticks_tick_seq'), 0);
   behind := seq_last < seq_known OR tick_last < tick_known OR reused IS NOT NULL;
 END
 $$;
@@ -303,14 +319,15 @@ DECLARE
   state record;
   tables record;
 BEGIN
+  -- The stamps of a recovery first: it takes its locks in this order. And one repair at a time: whoever has looked at a sequence has a
+  -- lock that the other would wait for.
+  PERFORM pg_advisory_xact_lock(hashtextextended('outbox stamps', 'effectonce.outbox'::regclass::oid::bigint));
   SELECT * INTO state FROM effectonce.outbox_sequence_state(more_seq, more_tick);
   IF state.behind THEN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
       RAISE EXCEPTION 'want a transaction that is read committed: one that is % does not see what the locks waited for', current_setting('transaction_isolation')
         USING ERRCODE = 'invalid_transaction_state';
     END IF;
-    -- The stamps of a recovery first: it takes its locks in this order.
-    PERFORM pg_advisory_xact_lock(hashtextextended('outbox stamps', 'effectonce.outbox'::regclass::oid::bigint));
     LOCK TABLE effectonce.outbox IN EXCLUSIVE MODE;
     LOCK TABLE effectonce.outbox_ticks IN EXCLUSIVE MODE;
     SELECT * INTO state FROM effectonce.outbox_sequence_state(more_seq, more_tick);
@@ -326,10 +343,11 @@ BEGIN
     RAISE EXCEPTION 'numbers are too large to be true: row %, tick %; the sequences are at % and %', state.seq_known, state.tick_known, state.seq_last, state.tick_last
       USING ERRCODE = 'numeric_value_out_of_range', HINT = 'Look for a number that was written by hand: in outbox_progress, outbox_dead, outbox_ticks, outbox.';
   END IF;
-  -- RESTART, since setval would outlive a rollback.
+  -- RESTART, since setval would outlive a rollback; and a number is taken, since a sequence that gave none says nothing.
   IF state.tick_last < state.tick_known THEN
     tick_after := state.tick_known;
-    EXECUTE format('ALTER SEQUENCE effectonce.outbox_ticks_tick_seq RESTART WITH %s', tick_after + 1);
+    EXECUTE format('ALTER SEQUENCE effectonce.outbox_ticks_tick_seq RESTART WITH %s', tick_after);
+    PERFORM nextval('effectonce.outbox_ticks_tick_seq');
   END IF;
   IF state.seq_last < state.seq_known OR state.reused IS NOT NULL THEN
     PERFORM FROM effectonce.outbox_progress ORDER BY relay, shard FOR UPDATE;
@@ -340,7 +358,8 @@ BEGIN
     seq_after := greatest(state.seq_known, state.seq_last);
     renumbered := effectonce.renumber_outbox(state.seq_last, seq_after, state.reused_since);
     seq_after := seq_after + renumbered;
-    EXECUTE format('ALTER SEQUENCE effectonce.outbox_seq_seq RESTART WITH %s', seq_after + 1);
+    EXECUTE format('ALTER SEQUENCE effectonce.outbox_seq_seq RESTART WITH %s', seq_after);
+    PERFORM nextval('effectonce.outbox_seq_seq');
   END IF;
 END
 $$;

@@ -5,11 +5,15 @@ import (
 	"time"
 )
 
-// FetchSQL and FetchSizedSQL are the statements of the plan's test.
+// FetchSQL, FetchNewSQL and FetchSizedSQL are the statements of the plan's test.
 const (
 	FetchSQL      = fetchSQL
+	FetchNewSQL   = fetchNewSQL
 	FetchSizedSQL = fetchSizedSQL
 )
+
+// LastSeq is the number that the outbox's sequence gave last.
+const LastSeq = lastSeq
 
 // AdvanceSQL and AcquireSQL are statements whose cost a test compares.
 const (

@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"encoding/binary"
 	"errors"
+	"fmt"
+	"strconv"
 	"time"
 
 	"github.com/google/uuid"
@@ -39,9 +41,11 @@ type page struct {
 	deferred bool
 	// large: a row is larger than fetchSQL would send.
 	large bool
-	// What the statement saw: its snapshot, and the last seq that was given out.
+	// What the statement saw: its snapshot, the last seq that was given out, and how many transaction ids from the snapshot's xmax
+	// on were given out before it knew that.
 	snapshot string
 	seqLast  int64
+	given    uint64
 	here     bool // on the server of the lease
 }
 
@@ -72,6 +76,10 @@ func readPage(rows pgx.Rows, want extent) (*page, error) {
 		return nil, errNoOrder
 	}
 	p := &page{snapshot: string(v[2]), seqLast: int64(binary.BigEndian.Uint64(v[7])), here: v[8][0] == 1}
+	var err error
+	if p.given, err = strconv.ParseUint(string(v[5]), 10, 31); err != nil {
+		return nil, fmt.Errorf("transaction ids that were given out: %w", err)
+	}
 	p.rows = make([]row, 0, want.rowsBefore)
 	arena := make([]byte, 0, want.arenaSize)
 	for last := ""; rows.Next(); {

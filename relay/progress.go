@@ -35,6 +35,10 @@ import (
 // with a default), so before the sequence said 7, so before our transaction got its id, which is therefore larger
 // than 100; and once ours has ended, each new snapshot has an xmax above it. Writing progress is such a
 // transaction, and taking the lease is one, too: seqRead is what the last look saw, seqSafe what it was before the last write.
+//
+// Writes of others do as well, and come more often: a look reads the sequence, and then which transaction id is the next one.
+// Each row up to that number got its transaction id before, so a smaller one; any snapshot whose xmax has reached it will do.
+// In the example: 7, and then 101. See passing.
 type progress struct {
 	*Relay
 	lease *lease
@@ -43,6 +47,40 @@ type progress struct {
 	rows    int64      // whose progress this value stored
 
 	seqRead, seqSafe atomic.Int64
+}
+
+// passing are numbers of the sequence that no snapshot is known to have passed yet, each with the transaction id that was the
+// next one when the number was known, in order.
+type passing struct {
+	waiting []numbered
+	safe    int64 // the largest number that was passed
+}
+
+type numbered struct {
+	seq  int64
+	next uint64
+}
+
+// passingMax bounds what waits: while the transaction with the latest id is open, nothing is passed.
+const passingMax = 8
+
+func (p *passing) saw(seq int64, next uint64) {
+	switch n := len(p.waiting); {
+	case n > 0 && p.waiting[n-1].next == next, n == passingMax:
+		p.waiting[n-1] = numbered{seq, next}
+	default:
+		p.waiting = append(p.waiting, numbered{seq, next})
+	}
+}
+
+// below returns the largest number up to which every row has a transaction id below a snapshot's xmax.
+func (p *passing) below(xmax uint64) int64 {
+	n := 0
+	for ; n < len(p.waiting) && p.waiting[n].next <= xmax; n++ {
+		p.safe = max(p.safe, p.waiting[n].seq)
+	}
+	p.waiting = p.waiting[:copy(p.waiting, p.waiting[n:])]
+	return p.safe
 }
 
 func newProgress(r *Relay, l *lease) *progress {

@@ -8,6 +8,8 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kgo"
 	"golang.org/x/sync/errgroup"
+
+	"github.com/effectonce/effectonce/internal/nap"
 )
 
 // publisher is the work on one shard under one lease. One goroutine reads pages and makes attempts to publish them, in
@@ -30,6 +32,7 @@ type publisher struct {
 	created  []time.Time // of tellDelivered
 	pulse    pulse
 	worked   atomic.Bool // rows were acknowledged, or none waited
+	napper   *nap.Napper // of loop
 }
 
 func newPublisher(r *Relay, l *lease) *publisher {
@@ -79,6 +82,8 @@ func (p *publisher) work(ctx context.Context) error {
 	// What is under way when ctx ends may still be acknowledged and stored: this context ends later.
 	whole, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
+	p.napper = nap.New()
+	defer p.napper.Close()
 	group, work := errgroup.WithContext(whole)
 	reading, stopReading := context.WithCancel(work)
 	defer stopReading()
@@ -208,8 +213,12 @@ func (p *publisher) loop(work, ctx context.Context) error {
 // restPause is how often a worker that rests looks whether it may go on.
 const restPause = 2 * time.Millisecond
 
-// sleep is a pause that Wake ends early, which closes woken.
+// sleep is a pause that Wake ends early, which closes woken, unless it is a nap.
 func (p *publisher) sleep(ctx context.Context, d time.Duration, woken <-chan struct{}) {
+	if d <= nap.Max {
+		p.napper.Nap(d)
+		return
+	}
 	defer p.expect(d)()
 	timer := time.NewTimer(d)
 	defer timer.Stop()

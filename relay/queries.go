@@ -182,7 +182,10 @@ SELECT EXISTS (
   SELECT FROM effectonce.outbox_relays r WHERE r.shards > (SELECT count(*) FROM effectonce.outbox_progress p WHERE p.relay = r.relay))
 OR (SELECT behind FROM effectonce.outbox_sequence_state(0, 0))`
 
+// lockSlotSQL takes the locks in the order of a TRUNCATE of the outbox: the table, the slot, and its sequence. So does fetchSQL, which
+// looks at the sequence while it runs.
 const lockSlotSQL = `-- relay.lock_slot
+LOCK TABLE ONLY effectonce.outbox IN ACCESS SHARE MODE;
 LOCK TABLE effectonce.outbox_%d IN ACCESS EXCLUSIVE MODE`
 
 // slotHoldersSQL names who holds a lock on a slot. Everyone may see the locks, and of the sessions of others their role and
@@ -226,9 +229,13 @@ const runSQL = `-- relay.run
 SELECT ` + serverRun + `
 `
 
+// lastSeq is the number that was given last. Never from the sequence's row: whoever reads that may see up to 32 numbers more than
+// were given, which nextval writes for the write-ahead log, under a lock that only this function takes, too. Null: none was given.
+const lastSeq = `coalesce(pg_sequence_last_value('effectonce.outbox_seq_seq'), 0)`
+
 const seqSQL = `-- relay.seq
-SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END, current_database()::text, ` + here + `
-FROM effectonce.outbox_seq_seq`
+SELECT ` + lastSeq + `, current_database()::text, ` + here + `
+`
 
 const primarySQL = `-- relay.primary
 SELECT NOT pg_is_in_recovery()`
@@ -236,35 +243,41 @@ SELECT NOT pg_is_in_recovery()`
 // fetchSQL reads, in seq order, the rows that became visible between the tick behind the cursor and the
 // tick before it. $2 divides them: a row with a seq above the earlier tick's seq_last is found by its
 // seq and must not be visible in the earlier snapshot ($3); a row up to it belongs to a transaction that
-// was open in that snapshot, and each of those ($4) is looked up by its id. $5 is where the last page ended.
+// was open in that snapshot, and each of those ($9) is looked up by its id. $10 is where the last page ended.
 // Both branches walk an index in order and stop at the page's size, so a page costs the same on a backlog
 // of ten rows and of ten million. (The second compares pairs: with txid = … the planner would, on some
-// statistics, walk the index on seq and filter the whole table.)
+// statistics, walk the index on seq and filter the whole table.) Where no transaction was open fetchNewSQL does, which has
+// the first branch alone and costs the server two thirds.
 //
-// Rows of other shards are read and left out: $9 of $8 is this one.
+// Rows of other shards are read and left out: $7 of $6 is this one.
 //
-// $7 is the later tick while a batch takes several pages, so that each page reads the same batch; null
+// $5 is the later tick while a batch takes several pages, so that each page reads the same batch; null
 // reads up to now, and the statement's own snapshot, which comes back with the rows, becomes the tick.
-// The sequence is read after the snapshot was taken: what it says counts for later ticks (progress).
+// The sequence is read after the snapshot was taken, and the transaction id that will be given next after that: see progress.
 //
 // $1 is the run of the server that the lease was taken on: see here. The snapshots are computed once, in now: written into the conditions they would be computed for each
 // row.
 //
 // The first row of the result is about the statement, so that the snapshot comes once: its seq is null, its topic is the snapshot,
-// its size the last seq that was given out. Then comes the page, in order, which readPage checks: sorting again would copy every row.
+// its size the last seq that was given out, its headers_text how many transaction ids from the snapshot's xmax on were given out before
+// the statement knew the seq. Then comes the page, in order, which readPage checks: sorting again would copy every row.
 // Casts get new names: under the old name a cast would be what ORDER BY sees. Headers that are the empty object are null: a
 // cast to text costs as much as a third of the row.
 //
-// A payload above $10 bytes is left out, and has its size instead: what comes behind it is read by fetchSizedSQL. octet_length of a
+// A payload above $8 bytes is left out, and has its size instead: what comes behind it is read by fetchSizedSQL. octet_length of a
 // value that is stored apart does not read it.
-const fetchSQL = `-- relay.fetch
-` + fetchNow + `
-UNION ALL
-SELECT page.seq, page.id, page.topic, page.key, CASE WHEN octet_length(page.payload) <= $10::int THEN page.payload END, ` + fetchHeaders + `, page.created_at,
-  CASE WHEN octet_length(page.payload) > $10::int THEN octet_length(page.payload)::bigint END, NULL
-FROM (` + fetchPage + `) page`
+const (
+	fetchSQL    = "-- relay.fetch\n" + fetchNow + fetchPlain + fetchFrom + fetchNew + fetchLate + fetchTo
+	fetchNewSQL = "-- relay.fetch\n" + fetchNow + fetchPlain + fetchFrom + fetchNew + fetchTo
+)
 
-// fetchSizedSQL is fetchSQL that ends a page with the row which passes $10 bytes, so that large rows are not sent and thrown
+const fetchPlain = `
+UNION ALL
+SELECT page.seq, page.id, page.topic, page.key, CASE WHEN octet_length(page.payload) <= $8::int THEN page.payload END, ` + fetchHeaders + `, page.created_at,
+  CASE WHEN octet_length(page.payload) > $8::int THEN octet_length(page.payload)::bigint END, NULL
+`
+
+// fetchSizedSQL is fetchSQL that ends a page with the row which passes $8 bytes, so that large rows are not sent and thrown
 // away. The sum costs half as much as everything else where rows are small.
 const fetchSizedSQL = `-- relay.fetch_sized
 ` + fetchNow + `
@@ -272,37 +285,44 @@ UNION ALL
 SELECT page.seq, page.id, page.topic, page.key, page.payload, ` + fetchHeaders + `, page.created_at, NULL, NULL
 FROM (
   SELECT *, sum(coalesce(octet_length(payload), 0) + coalesce(octet_length(key), 0)) OVER (ORDER BY seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
-  FROM (` + fetchPage + `) cut) page
-WHERE page.before IS NULL OR page.before < $10::int`
+  ` + fetchFrom + fetchNew + fetchLate + fetchTo + `) page
+WHERE page.before IS NULL OR page.before < $8::int`
 
 const fetchHeaders = `CASE WHEN pg_column_size(page.headers) > 8 THEN page.headers::text END`
 
+// The condition on seq_last makes age, which says what the next transaction id is, wait for the sequence.
 const fetchNow = `WITH now AS MATERIALIZED (
-  SELECT pg_current_snapshot()::text AS snapshot,
-    (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq) AS seq_last,
-    ` + here + ` AS here, $3::text::pg_snapshot AS since, coalesce($7::text::pg_snapshot, pg_current_snapshot()) AS until
+  SELECT pg_current_snapshot() AS snapshot, ` + lastSeq + ` AS seq_last,
+    ` + here + ` AS here, $3::text::pg_snapshot AS since, coalesce($5::text::pg_snapshot, pg_current_snapshot()) AS until
 )
-SELECT NULL::bigint AS seq, NULL::uuid AS id, now.snapshot AS topic, NULL::bytea AS key, NULL::bytea AS payload, NULL::text AS headers_text,
+SELECT NULL::bigint AS seq, NULL::uuid AS id, now.snapshot::text AS topic, NULL::bytea AS key, NULL::bytea AS payload,
+  age(CASE WHEN now.seq_last IS NOT NULL THEN pg_snapshot_xmax(now.snapshot)::xid END)::text AS headers_text,
   NULL::timestamptz AS created_at, now.seq_last AS size, now.here
 FROM now`
 
-const fetchPage = `
+const fetchFrom = `FROM (`
+
+const fetchNew = `
   SELECT * FROM (
     (SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
      FROM effectonce.outbox o
-     WHERE o.seq > $2 AND o.shard % $8::int = $9::int AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
+     WHERE o.seq > $2 AND o.shard % $6::int = $7::int AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
        AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
-     ORDER BY o.seq LIMIT $6)
+     ORDER BY o.seq LIMIT $4)`
+
+const fetchLate = `
     UNION ALL
     (SELECT late.*
-     FROM pg_catalog.unnest($4::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
+     FROM pg_catalog.unnest($9::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
        SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
        FROM effectonce.outbox o
-       WHERE (o.txid, o.seq) > (open.txid, $5) AND (o.txid, o.seq) <= (open.txid, $2) AND o.shard % $8::int = $9::int
+       WHERE (o.txid, o.seq) > (open.txid, $10) AND (o.txid, o.seq) <= (open.txid, $2) AND o.shard % $6::int = $7::int
          AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
-       ORDER BY o.txid, o.seq LIMIT $6) late)
-  ) candidates ORDER BY seq LIMIT $6
-`
+       ORDER BY o.txid, o.seq LIMIT $4) late)`
+
+const fetchTo = `
+  ) candidates ORDER BY seq LIMIT $4
+) page`
 
 const hasTickSQL = `-- relay.has_tick
 SELECT EXISTS (SELECT FROM effectonce.outbox_ticks WHERE tick = $2 AND snapshot::text = $3 AND seq_last = $4), ` + here + `
@@ -441,12 +461,12 @@ SELECT (SELECT count(*) FROM due), (SELECT count(*) FROM moved)`
 type queries struct {
 	nextDue, promote string
 
-	enroll, beat, leave, seq, acquire, release, fetch, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
-	lockStamps, foreign, restamp, rebase                                                                                                          string
-	deadSettings, deadTopics, holding, waitingTopics, retryTopic, retryRated, released, releasable, forgetFreed, freeSkipped                      string
-	moveToDead, removeDead, holdAgain                                                                                                             string
-	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                string
-	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                          string
+	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
+	lockStamps, foreign, restamp, rebase                                                                                                                    string
+	deadSettings, deadTopics, holding, waitingTopics, retryTopic, retryRated, released, releasable, forgetFreed, freeSkipped                                string
+	moveToDead, removeDead, holdAgain                                                                                                                       string
+	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                          string
+	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                                    string
 }
 
 // newQueries names the run of the server as run says: serverRun, or unknownRun where the database hides what that needs. A
@@ -456,7 +476,7 @@ func newQueries(schema, run string) queries {
 	return queries{
 		nextDue: in(nextDueSQL), promote: in(promoteSQL),
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
-		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchSized: in(fetchSizedSQL),
+		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchNew: in(fetchNewSQL), fetchSized: in(fetchSizedSQL),
 		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),
 		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),

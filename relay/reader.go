@@ -31,6 +31,7 @@ type reader struct {
 	near                    bool // the round trip was short
 	sized                   bool // large rows are near
 	rowsBefore, arenaBefore int
+	passing                 passing
 }
 
 // reading is a page that was read, and where it ends.
@@ -185,6 +186,8 @@ func (r *reader) look(ctx context.Context, c cursor, limit int) (*page, *tick, e
 	if err != nil {
 		return nil, nil, err
 	}
+	r.passing.saw(read.seqLast, seen.xmax+read.given)
+	seen.seqLast = max(seqSafe, r.passing.below(seen.xmax))
 	seen.run = r.lease.cluster.run
 	return read, seen, nil
 }
@@ -209,9 +212,13 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	if r.sized {
 		sql, bytes = r.sql.fetchSized, r.bytesMax/4
 	}
+	args := []any{r.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, limit, upTo, r.lease.shards, r.lease.shard, bytes, c.from.xip, after}
+	if len(c.from.xip) == 0 && !r.sized {
+		sql, args = r.sql.fetchNew, args[:8]
+	}
 	batch := &pgx.Batch{}
 	batch.Queue(fetchSettingsSQL)
-	batch.Queue(sql, r.lease.cluster.run, max(after, c.from.seqLast), c.from.snapshot, c.from.xip, after, limit, upTo, r.lease.shards, r.lease.shard, bytes)
+	batch.Queue(sql, args...)
 	begun := time.Now()
 	results := r.pool.SendBatch(ctx, batch)
 	defer func() { _ = results.Close() }()

@@ -2,6 +2,7 @@ package relay_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -282,7 +284,7 @@ func TestRepairIsBounded(t *testing.T) {
 	ctx := t.Context()
 	owner, pool, _ := roled(t)
 	insertAll(t, owner, kafkatest.Topic(t, 1), numbered("v", 3))
-	last := `SELECT last_value FROM effectonce.outbox_seq_seq`
+	last := `SELECT pg_sequence_last_value('effectonce.outbox_seq_seq')`
 	for _, tc := range []struct {
 		before, args, code string
 		want               int64
@@ -293,7 +295,7 @@ func TestRepairIsBounded(t *testing.T) {
 		{"SELECT", "9223372036854775807, 9223372036854775807", "22003", 3},
 		{"SELECT", "-9223372036854775808, NULL", "", 3},
 		{"UPDATE effectonce.outbox_progress SET floor = 9223372036854775807", "0, 0", "22003", 3},
-		{"UPDATE effectonce.outbox_progress SET floor = 0", "1000, 0", "", 1004},
+		{"UPDATE effectonce.outbox_progress SET floor = 0", "1000, 0", "", 1003},
 	} {
 		execute(t, owner, `INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('r', 0) ON CONFLICT DO NOTHING; `+tc.before)
 		_, err := pool.Exec(ctx, `SELECT effectonce.repair_outbox_sequences(`+tc.args+`)`)
@@ -422,4 +424,70 @@ func payloads(values []string) (all [][]byte) {
 		all = append(all, []byte(v))
 	}
 	return all
+}
+
+// Property: the relay never takes a number for given that was not given yet: rows that got it later would be taken for seen, and
+// lost. (Whoever reads the sequence's row does, while nextval writes it for the write-ahead log.)
+func TestSequenceIsNeverReadAhead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	ctx, stop := context.WithTimeout(t.Context(), 3*time.Second)
+	defer stop()
+	var group errgroup.Group
+	for range 2 {
+		group.Go(func() error {
+			for ctx.Err() == nil {
+				if _, err := pool.Exec(context.WithoutCancel(ctx), `SELECT count(nextval('effectonce.outbox_seq_seq')) FROM generate_series(1, 500)`); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	looks := 0
+	for ; ctx.Err() == nil; looks++ {
+		var read, given int64
+		require.NoError(t, pool.QueryRow(t.Context(), `SELECT read, nextval('effectonce.outbox_seq_seq') FROM (SELECT `+relay.LastSeq+` AS read OFFSET 0) AS look`).Scan(&read, &given))
+		require.Less(t, read, given, "look %d", looks)
+	}
+	require.NoError(t, group.Wait())
+	require.Greater(t, looks, 100)
+}
+
+// Property: a TRUNCATE of the outbox that restarts its sequence, which locks the table, its partitions and then the sequence, is
+// in no deadlock with the relay: what the relay waits for in front of the table, it has no lock of the sequence meanwhile.
+func TestTableIsLockedBeforeItsSequence(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
+	insertAll(t, pool, topic, []string{"before"})
+	tx, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }()
+	_, err = tx.Exec(ctx, `LOCK TABLE effectonce.outbox IN ACCESS EXCLUSIVE MODE`)
+	require.NoError(t, err)
+	running(t, pool, relay.Config{})
+	var group errgroup.Group
+	for _, sql := range []string{relay.FetchSQL, relay.FetchNewSQL, relay.FetchSizedSQL} { // the relay itself waits in an earlier statement
+		group.Go(func() error {
+			conn, err := pool.Acquire(ctx)
+			if err != nil {
+				return err
+			}
+			defer conn.Release()
+			_, err = conn.Conn().Prepare(ctx, "look", sql)
+			return errors.Join(err, conn.Conn().Deallocate(ctx, "look"))
+		})
+	}
+	waiting := `FROM pg_locks w WHERE NOT w.granted AND w.relation = 'effectonce.outbox'::regclass`
+	await(t, "all wait for the table", func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) >= 4 })
+	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM pg_locks l WHERE l.granted AND l.pid IN (SELECT w.pid `+waiting+`)
+		AND l.relation IN (SELECT oid FROM pg_class WHERE relnamespace = 'effectonce'::regnamespace AND relname IN ('outbox_seq_seq', 'outbox_0', 'outbox_1', 'outbox_2', 'outbox_3'))`))
+	for _, sql := range []string{`TRUNCATE effectonce.outbox RESTART IDENTITY`, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('` + topic + `', 'k', 'after')`} {
+		_, err = tx.Exec(ctx, sql)
+		require.NoError(t, err)
+	}
+	require.NoError(t, tx.Commit(ctx))
+	require.NoError(t, group.Wait())
+	requireFirsts(t, topic, []string{"after"})
 }

@@ -63,7 +63,7 @@ const waitingRows = `
 // at its limit.
 const countSQL = `-- doctor.count
 SELECT count(*), coalesce(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float8,
-  coalesce(min(seq), 0), (SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END FROM effectonce.outbox_seq_seq)
+  coalesce(min(seq), 0), coalesce(pg_sequence_last_value('effectonce.outbox_seq_seq'), 0)
 FROM (` + waitingRows + `) counted`
 
 // waitingTopicsSQL estimates what of a record comes from the row: the JSON text of headers is about as

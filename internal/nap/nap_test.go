@@ -1,0 +1,57 @@
+package nap_test
+
+import (
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/nap"
+)
+
+// Property: a nap lasts at least as long as it should, and never much longer than Max where it should last longer.
+func TestNapIsNeverTooShort(t *testing.T) {
+	t.Parallel()
+	n := nap.New()
+	t.Cleanup(n.Close)
+	zero := &nap.Napper{}
+	for _, by := range []*nap.Napper{n, zero} {
+		for _, d := range []time.Duration{-1, 0, 100 * time.Microsecond, 700 * time.Microsecond, nap.Max} {
+			begun := time.Now()
+			by.Nap(d)
+			require.GreaterOrEqual(t, time.Since(begun), d)
+		}
+	}
+	begun := time.Now()
+	n.Nap(time.Hour)
+	require.Less(t, time.Since(begun), time.Minute)
+	zero.Close()
+}
+
+// Property: a closed one still naps.
+func TestNapBehindClose(t *testing.T) {
+	t.Parallel()
+	n := nap.New()
+	n.Close()
+	begun := time.Now()
+	n.Nap(nap.Max)
+	require.GreaterOrEqual(t, time.Since(begun), nap.Max)
+}
+
+func BenchmarkNap(b *testing.B) {
+	n := nap.New()
+	b.Cleanup(n.Close)
+	for name, by := range map[string]*nap.Napper{"precise": n, "timer": {}} {
+		b.Run(name, func(b *testing.B) {
+			var took []time.Duration
+			for b.Loop() {
+				begun := time.Now()
+				by.Nap(300 * time.Microsecond)
+				took = append(took, time.Since(begun))
+			}
+			slices.Sort(took)
+			b.ReportMetric(float64(took[len(took)/2].Microseconds()), "µs/median")
+		})
+	}
+}

@@ -201,7 +201,11 @@ func (k known) begin() decision {
 		d.why = fmt.Sprintf("Kafka's offset %d lies beyond the end of the topic: begins at its start", k.log.committed.offset)
 	case origin == commitOurs && k.beganBefore(k.log.committed.offset):
 		// Kafka's offset was committed behind a transaction that stored a position: a failover of the database lost it.
-		d.at = max(*k.row.handledFrom, k.log.first)
+		if *k.row.handledFrom < k.log.first {
+			d = k.deleted(*k.row.handledFrom)
+			break
+		}
+		d.at = *k.row.handledFrom
 		d.why = fmt.Sprintf("no position is stored, although this consumer committed %d: the database lost its first commits; resumes where the partition began",
 			k.log.committed.offset)
 	case k.log.committed.offset < k.log.first:

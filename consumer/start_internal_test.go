@@ -109,6 +109,7 @@ func startRows() []startRow {
 		{name: "begun and nothing handled", in: begun, at: 10, next: noOffset, from: 10, why: "new to the group"},
 		{name: "no position, our commit", in: with(no, ours(40)), at: 40, next: 40, from: 40, why: "committed by this consumer"},
 		{name: "begun, our commit: the database lost the first position", in: with(begun, ours(40)), at: 10, next: noOffset, from: 10, why: "lost its first commits"},
+		{name: "begun, our commit, and what comes first is deleted", in: with(begun, func(k *known) { k.row.handledFrom = pointer(int64(2)) }, ours(40)), at: 10, next: noOffset, from: 10, halt: "records 2 to 9", why: "halts"},
 		{name: "begun further on, our commit", in: with(begun, func(k *known) { k.row.handledFrom = pointer(int64(30)) }, ours(40)), at: 30, next: noOffset, from: 30, why: "lost its first commits"},
 		{name: "begun, another commit", in: with(begun, commit(40, "")), at: 40, next: 40, from: 40, why: "another program"},
 		{name: "no position, another commit", in: with(no, commit(40, "")), at: 40, next: 40, from: 40, why: "another program"},

@@ -24,9 +24,11 @@ UPDATE effectonce.outbox_progress p SET tick = w.tick, next_tick = w.next_tick, 
   published = w.published, advanced_epoch = w.advanced_epoch
 FROM effectonce.outbox_progress_now w WHERE w.relay = p.relay AND w.shard = p.shard;
 DROP TRIGGER outbox_progress_removed ON effectonce.outbox_progress;
+DROP TRIGGER outbox_progress_truncated ON effectonce.outbox_progress;
 DROP TRIGGER outbox_progress_begins ON effectonce.outbox_progress;
 DROP FUNCTION effectonce.outbox_progress_removed();
 DROP FUNCTION effectonce.outbox_progress_begins();
+DROP FUNCTION effectonce.end_progress(text, smallint);
 DROP VIEW effectonce.outbox_progress_now;
 DROP TABLE effectonce.outbox_advances;
 ALTER TABLE effectonce.outbox_progress DROP COLUMN advance;

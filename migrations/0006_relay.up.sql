@@ -42,35 +42,51 @@ LEFT JOIN LATERAL (
   WHERE newest.epoch >= p.advanced_epoch AND newest.n > p.advance) AS a ON true;
 
 -- A shard that is removed takes its chain with it, but for an end, of epoch -1, which the view passes over: a holder that
--- does not know yet finds its next number taken. With the owner's rights: the previous release deletes, too.
+-- does not know yet finds its next number taken.
+CREATE FUNCTION effectonce.end_progress(relay_ text, shard_ smallint) RETURNS void
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+  LOOP -- until nobody was quicker
+    INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
+    SELECT a.relay, a.shard, a.n + 1, -1, a.advanced_epoch, a.tick, a.next_tick, a.seq, a.floor, a.published, a.journal_offset
+    FROM effectonce.outbox_advances a
+    WHERE a.relay = relay_ AND a.shard = shard_ AND NOT EXISTS (SELECT FROM effectonce.outbox_progress p WHERE p.relay = relay_ AND p.shard = shard_)
+    ORDER BY a.n DESC LIMIT 1
+    ON CONFLICT DO NOTHING;
+    EXIT WHEN FOUND;
+    IF EXISTS (SELECT FROM effectonce.outbox_progress p WHERE p.relay = relay_ AND p.shard = shard_)
+      OR NOT EXISTS (SELECT FROM effectonce.outbox_advances a WHERE a.relay = relay_ AND a.shard = shard_) THEN
+      RETURN; -- it begins again already, or never wrote
+    END IF;
+  END LOOP;
+  DELETE FROM effectonce.outbox_advances a WHERE a.relay = relay_ AND a.shard = shard_
+    AND a.n < (SELECT n.n FROM effectonce.outbox_advances n WHERE n.relay = relay_ AND n.shard = shard_ AND n.epoch = -1 ORDER BY n.n DESC LIMIT 1);
+END
+$$;
+
+-- With the owner's rights: the previous release deletes, too.
 CREATE FUNCTION effectonce.outbox_progress_removed() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $$
-DECLARE
-  ended record;
 BEGIN
   IF TG_RELID <> 'effectonce.outbox_progress'::regclass THEN
     RAISE EXCEPTION 'outbox_progress_removed is for outbox_progress alone' USING ERRCODE = 'insufficient_privilege';
   END IF;
-  FOR ended IN SELECT DISTINCT a.relay, a.shard FROM effectonce.outbox_advances a
-    WHERE NOT EXISTS (SELECT FROM effectonce.outbox_progress p WHERE p.relay = a.relay AND p.shard = a.shard)
-  LOOP
-    LOOP -- until nobody was quicker
-      INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
-      SELECT a.relay, a.shard, a.n + 1, -1, a.advanced_epoch, a.tick, a.next_tick, a.seq, a.floor, a.published, a.journal_offset
-      FROM effectonce.outbox_advances a WHERE a.relay = ended.relay AND a.shard = ended.shard ORDER BY a.n DESC LIMIT 1
-      ON CONFLICT DO NOTHING;
-      EXIT WHEN FOUND;
-    END LOOP;
-    DELETE FROM effectonce.outbox_advances a WHERE a.relay = ended.relay AND a.shard = ended.shard
-      AND a.n < (SELECT max(n.n) FROM effectonce.outbox_advances n WHERE n.relay = ended.relay AND n.shard = ended.shard);
-  END LOOP;
+  IF TG_OP = 'DELETE' THEN
+    PERFORM effectonce.end_progress(g.relay, g.shard) FROM gone g;
+  ELSE
+    PERFORM effectonce.end_progress(a.relay, a.shard) FROM (SELECT DISTINCT relay, shard FROM effectonce.outbox_advances) a;
+  END IF;
   RETURN NULL;
 END
 $$;
-CREATE TRIGGER outbox_progress_removed AFTER DELETE OR TRUNCATE ON effectonce.outbox_progress
+CREATE TRIGGER outbox_progress_removed AFTER DELETE ON effectonce.outbox_progress
+  REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_progress_removed();
+CREATE TRIGGER outbox_progress_truncated AFTER TRUNCATE ON effectonce.outbox_progress
   FOR EACH STATEMENT EXECUTE FUNCTION effectonce.outbox_progress_removed();
 
 -- One of the same number counts on from that end. (A chain without one belongs to the row: a restore of the data alone
@@ -91,7 +107,7 @@ END
 $$;
 CREATE TRIGGER outbox_progress_begins BEFORE INSERT ON effectonce.outbox_progress
   FOR EACH ROW EXECUTE FUNCTION effectonce.outbox_progress_begins();
-REVOKE ALL ON FUNCTION effectonce.outbox_progress_removed(), effectonce.outbox_progress_begins() FROM PUBLIC;
+REVOKE ALL ON FUNCTION effectonce.end_progress(text, smallint), effectonce.outbox_progress_removed(), effectonce.outbox_progress_begins() FROM PUBLIC;
 
 -- ---------------------------------------------------------------------------------------------
 -- What an insert costs
@@ -277,10 +293,11 @@ BEGIN
       ELSE o.seq <= p.seq_last AND o.txid >= p.xmax AND mod(o.xmin::text::numeric - mod(o.txid::text::numeric, 4294967296) + 4294967296, 4294967296) < 1000000 END)
     OR EXISTS (SELECT FROM unnest(burying) AS b (relay) JOIN effectonce.outbox_dead d ON d.relay = b.relay AND d.seq = o.seq WHERE d.id <> o.id);
 
-  -- Never from the sequences' rows: a reader of those may see up to 32 numbers more than were given. nextval writes them so for
-  -- the write-ahead log, under a lock that only this function takes, too. Null: none was given.
-  seq_last := coalesce(pg_sequence_last_value('effectonce.outbox_seq_seq'), 0);
-  tick_last := coalesce(pg_sequence_last_value('effectonce.outbox_ticks_tick_seq'), 0);
+  -- Not from the sequences' rows: a reader of those may see up to 32 numbers more than were given. nextval writes them so for
+  -- the write-ahead log, under a lock that pg_sequence_last_value takes, too. Null: none was given, nor is one being given, so
+  -- that the row, which was read before, says where the sequence starts.
+  SELECT coalesce(pg_sequence_last_value('effectonce.outbox_seq_seq'), s.last_value - 1) INTO seq_last FROM effectonce.outbox_seq_seq s;
+  SELECT coalesce(pg_sequence_last_value('effectonce.outbox_ticks_tick_seq'), s.last_value - 1) INTO tick_last FROM effectonce.outbox_ticks_tick_seq s;
   behind := seq_last < seq_known OR tick_last < tick_known OR reused IS NOT NULL;
 END
 $$;
@@ -343,7 +360,13 @@ BEGIN
     RAISE EXCEPTION 'numbers are too large to be true: row %, tick %; the sequences are at % and %', state.seq_known, state.tick_known, state.seq_last, state.tick_last
       USING ERRCODE = 'numeric_value_out_of_range', HINT = 'Look for a number that was written by hand: in outbox_progress, outbox_dead, outbox_ticks, outbox.';
   END IF;
-  -- RESTART, since setval would outlive a rollback; and a number is taken, since a sequence that gave none says nothing.
+  -- RESTART, since setval would outlive a rollback; and a number is taken, so that the sequence says what it gave last. The locks of both,
+  -- in the order in which outbox_sequence_state looks: whoever looks has a lock on the first and would wait with it for the second
+  -- while rows are renumbered.
+  IF state.seq_last < state.seq_known OR state.reused IS NOT NULL THEN
+    seq_after := greatest(state.seq_known, state.seq_last);
+    EXECUTE format('ALTER SEQUENCE effectonce.outbox_seq_seq RESTART WITH %s', greatest(seq_after, 1));
+  END IF;
   IF state.tick_last < state.tick_known THEN
     tick_after := state.tick_known;
     EXECUTE format('ALTER SEQUENCE effectonce.outbox_ticks_tick_seq RESTART WITH %s', tick_after);
@@ -355,10 +378,9 @@ BEGIN
       tick = n.tick, next_tick = n.next_tick, seq = n.seq, floor = n.floor, published = n.published,
       epoch = greatest(p.epoch, n.advanced_epoch) + 1, advanced_epoch = greatest(p.epoch, n.advanced_epoch) + 1, owner = NULL, lease_until = NULL
     FROM effectonce.outbox_progress_now n WHERE n.relay = p.relay AND n.shard = p.shard;
-    seq_after := greatest(state.seq_known, state.seq_last);
     renumbered := effectonce.renumber_outbox(state.seq_last, seq_after, state.reused_since);
     seq_after := seq_after + renumbered;
-    EXECUTE format('ALTER SEQUENCE effectonce.outbox_seq_seq RESTART WITH %s', seq_after);
+    EXECUTE format('ALTER SEQUENCE effectonce.outbox_seq_seq RESTART WITH %s', greatest(seq_after, 1));
     PERFORM nextval('effectonce.outbox_seq_seq');
   END IF;
 END

@@ -28,7 +28,7 @@ var (
 )
 
 // triggers run when rows are truncated, and truncate nothing.
-var triggers = regexp.MustCompile(`\b(CREATE TRIGGER \w+ (BEFORE|AFTER) DELETE) OR TRUNCATE ON\b`)
+var triggers = regexp.MustCompile(`\b(CREATE TRIGGER \w+ (BEFORE|AFTER)) TRUNCATE ON\b`)
 
 // breaking are statements that a program which does not know of them may fail or err with.
 var breaking = map[string]*regexp.Regexp{

@@ -102,7 +102,7 @@ func TestACallIsOneRoundTrip(t *testing.T) {
 	tx, err := conn.Begin(t.Context())
 	require.NoError(t, err)
 	message := outbox.Message{Topic: "orders", Payload: []byte("x")}
-	require.NoError(t, outbox.Publish(t.Context(), tx, message)) // prepares the statement for one message …
+	require.NoError(t, outbox.Publish(t.Context(), tx, message))          // prepares the statement for one message …
 	require.NoError(t, outbox.Publish(t.Context(), tx, message, message)) // … and that for many
 
 	for _, n := range []int{0, 1, 10, 500} {

@@ -60,7 +60,7 @@ type Config struct {
 	// runs on the database's clock.
 	Lease time.Duration
 	// PollMin is the pause between two looks at the table while rows arrive, and for 20 ms behind the last one. Elsewhere than on
-	// Linux the scheduler may make it longer, up to a millisecond. 100 µs to PollMax; default 500 µs.
+	// Linux the scheduler may make it longer, up to a millisecond. 100 µs to PollMax; default 700 µs.
 	PollMin time.Duration
 	// PollMax is the longest pause on an idle outbox; pauses double up to it. Up to 1 min; default 250 ms.
 	PollMax time.Duration
@@ -143,7 +143,7 @@ func (c Config) withDefaults() (Config, error) {
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "Lease", Value: &c.Lease, Default: 10 * time.Second, Min: time.Second, Max: 10 * time.Minute},
 		bounds.Duration{Field: "PollMax", Value: &c.PollMax, Default: 250 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
-		bounds.Duration{Field: "PollMin", Value: &c.PollMin, Default: 500 * time.Microsecond, Min: 100 * time.Microsecond, Max: time.Minute},
+		bounds.Duration{Field: "PollMin", Value: &c.PollMin, Default: 700 * time.Microsecond, Min: 100 * time.Microsecond, Max: time.Minute},
 		bounds.Duration{Field: "ProgressEvery", Value: &c.ProgressEvery, Default: 50 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
 		bounds.Duration{Field: "TransactionMax", Value: &c.TransactionMax, Default: 200 * time.Millisecond, Min: time.Millisecond, Max: 10 * time.Second},
 		bounds.Duration{Field: "Keep", Value: &c.Keep, Default: 10 * time.Minute, Min: 100 * time.Millisecond, Max: 30 * 24 * time.Hour},

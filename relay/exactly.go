@@ -325,8 +325,8 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 		crashpoint.Here(crashpoint.RelayAcknowledged)
 		ended := t.expect(transactionTimeout)
 		// Nothing is buffered. The call waits for the client's look at a topic that is new to it, which may still be about to make the topic's
-		// partitions known: the end of the transaction would not reset their sequence numbers, and the next one would end with
-		// OUT_OF_ORDER_SEQUENCE_NUMBER (franz-go 1.22.2).
+		// partitions known (under unknownTopicsMu, which the call takes): the end of the transaction would not reset their sequence numbers, and
+		// the next one would end with OUT_OF_ORDER_SEQUENCE_NUMBER (franz-go 1.22.2).
 		err := t.client.AbortBufferedRecords(ctx)
 		if err == nil {
 			err = t.client.EndTransaction(ctx, kgo.TryCommit)

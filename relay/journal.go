@@ -177,7 +177,7 @@ func (s *storedTick) tick() (*tick, error) {
 	if err != nil {
 		return nil, err
 	}
-	t.id, t.stored = s.Tick, true
+	t.id, t.stored, t.found = s.Tick, true, true
 	return t, nil
 }
 

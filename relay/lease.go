@@ -124,7 +124,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 		return nil, errAnotherRun
 	}
 	// Whoever has the row locked must not keep this replica from renewing the leases that it holds.
-	taking, stop := context.WithTimeout(asking, max(r.cfg.Lease/2, time.Second))
+	taking, stop := context.WithTimeout(asking, r.takeMax())
 	defer stop()
 	asked := time.Now()
 	var from int64
@@ -181,6 +181,9 @@ func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, 
 	}
 	return nil
 }
+
+// takeMax bounds a statement on the way to a lease.
+func (r *Relay) takeMax() time.Duration { return max(r.cfg.Lease/2, time.Second) }
 
 // giveBack ends the lease early. Failure only costs the others the rest of it.
 func (r *Relay) giveBack(ctx context.Context, l *lease) {

@@ -107,7 +107,7 @@ FROM effectonce.outbox_progress_now w
 WHERE p.relay = $1 AND p.shard = $2 AND p.epoch = $3 AND w.relay = $1 AND w.shard = $2`
 
 const snapshotSQL = `-- relay.snapshot
-SELECT pg_current_snapshot()::text, ` + here + `
+SELECT pg_current_snapshot()::text, coalesce((SELECT max(p.floor) FROM effectonce.outbox_progress_now p WHERE p.relay = $2), 0), ` + here + `
 `
 
 // lockShardsSQL and what follows: see reshard.go.
@@ -230,12 +230,14 @@ SELECT ` + serverRun + `
 `
 
 // lastSeq is the number that was given last. Never from the sequence's row: whoever reads that may see up to 32 numbers more than
-// were given, which nextval writes for the write-ahead log, under a lock that only this function takes, too. Null: none was given.
+// were given, which nextval writes for the write-ahead log, under a lock that this function takes, too. 0: none was given since the
+// sequence was made or set.
 const lastSeq = `coalesce(pg_sequence_last_value('effectonce.outbox_seq_seq'), 0)`
 
+// seqSQL fails where the role may not read the sequence, of which lastSeq would say nothing.
 const seqSQL = `-- relay.seq
 SELECT ` + lastSeq + `, current_database()::text, ` + here + `
-`
+FROM effectonce.outbox_seq_seq`
 
 const primarySQL = `-- relay.primary
 SELECT NOT pg_is_in_recovery()`
@@ -378,8 +380,10 @@ const foreign = `o.seq > $1 AND o.shard % $2::int = $3::int
 const foreignSQL = `-- relay.foreign
 SELECT EXISTS (SELECT FROM effectonce.outbox o WHERE ` + foreign + `)`
 
+// restampSQL gives such rows an id that each snapshot shows but that of tick 0, where a relay begins that has nothing. An id of this
+// transaction would look, to relays that are ahead, like a number that was given twice.
 const restampSQL = `-- relay.restamp
-UPDATE effectonce.outbox o SET txid = pg_current_xact_id() WHERE ` + foreign
+UPDATE effectonce.outbox o SET txid = '1' WHERE ` + foreign
 
 const rebaseSQL = `-- relay.rebase
 WITH moved AS (

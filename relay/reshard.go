@@ -96,14 +96,14 @@ func (m *member) newCut(ctx context.Context) (*tick, error) {
 	defer cancel()
 	run := m.workers[0].lease.cluster.run
 	var snapshot string
+	var seqLast int64 // at first the floor, up to which an earlier snapshot has passed everything
 	var same bool
-	if err := m.pool.QueryRow(ctx, m.sql.snapshot, run).Scan(&snapshot, &same); err != nil {
+	if err := m.pool.QueryRow(ctx, m.sql.snapshot, run, m.cfg.Name).Scan(&snapshot, &seqLast, &same); err != nil {
 		return nil, fmt.Errorf("take a snapshot: %w", err)
 	}
 	if !same {
 		return nil, errAnotherRun
 	}
-	var seqLast int64
 	for _, w := range m.workers {
 		seqLast = max(seqLast, w.lease.seq)
 	}

@@ -37,7 +37,7 @@ type seenSeq struct {
 // sequenceBack notes that the sequence is at a number that is behind what was seen before. Where a repair replaced the
 // sequence it is no number behind, and a shard that read meanwhile ends, too: its epoch is over.
 func (r *Relay) sequenceBack(run *string, seqLast, known int64) error {
-	if seqLast >= known {
+	if seqLast >= known || seqLast == 0 { // 0: it has given none since it was set, so nothing is lost yet
 		return nil
 	}
 	seen := &seenSeq{run: deref(run).(string), seq: known} //nolint:forcetypeassert // a string either way
@@ -58,7 +58,8 @@ func (r *Relay) checkSequences(ctx context.Context, run *string) (repaired bool,
 	if s := r.seen.Load(); s != nil && s.run == deref(run) {
 		known = s.seq
 	}
-	asking, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
+	// Whoever has a lock on what is looked at must not keep this replica from renewing the leases that it holds.
+	asking, cancel := context.WithTimeoutCause(ctx, r.takeMax(), errNoAnswer)
 	defer cancel()
 	var behind bool
 	err = r.pool.QueryRow(asking, migrations.InSchema(sequenceStateSQL, r.cfg.Schema), known).Scan(&behind)

@@ -454,6 +454,83 @@ func TestSequenceIsNeverReadAhead(t *testing.T) {
 	require.Greater(t, looks, 100)
 }
 
+// Property: a repair of both sequences ends, however long it renumbers rows, while others look at the sequences: they wait, and it
+// waits for none of them.
+func TestRepairBesideThoseWhoLook(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	owner, pool, _ := roled(t)
+	topic := kafkatest.Topic(t, 1)
+	insertAll(t, owner, topic, numbered("before", 5))
+	drain(t, newRelay(t, pool, relay.Config{}))
+	execute(t, owner, wentBack["logical copy"])
+	insertAll(t, owner, topic, numbered("after", 3))
+	execute(t, owner, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NEW; END';
+		CREATE TRIGGER slow BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION slow()`)
+	var looking errgroup.Group
+	looking.Go(func() error {
+		for range 4 { // behind the repair's first second
+			<-time.After(300 * time.Millisecond)
+			if _, err := relay.ReadSequences(ctx, pool, ""); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	done, err := relay.Repair(ctx, owner, relay.RepairOptions{Who: "ana", Why: "test"})
+	require.NoError(t, err)
+	require.EqualValues(t, 3, done.Renumbered)
+	require.Greater(t, done.TickAfter, done.TickBefore, "the test's own premise")
+	require.NoError(t, looking.Wait())
+	execute(t, owner, `DROP TRIGGER slow ON effectonce.outbox`)
+	drain(t, newRelay(t, pool, relay.Config{}))
+	requireFirsts(t, topic, append(numbered("before", 5), numbered("after", 3)...))
+}
+
+// Property: rows of another cluster that a relay stamps, as it begins, are no numbers that were given twice to a relay that is ahead of
+// them: nothing is repaired, nor published again.
+func TestStampedRowsAreNotReused(t *testing.T) {
+	t.Parallel()
+	owner, _, _ := roled(t)
+	topic := kafkatest.Topic(t, 1)
+	ahead := newRelay(t, owner, relay.Config{Name: "ahead"})
+	insertAll(t, owner, topic, numbered("before", 20))
+	drain(t, ahead)
+	insertAll(t, owner, topic, []string{"floor"})
+	drain(t, ahead)
+	execute(t, owner, `UPDATE effectonce.outbox SET txid = (1000000000 + seq)::text::xid8; UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`)
+	drain(t, ahead)
+	insertAll(t, owner, topic, numbered("after", 5))
+	drain(t, ahead)
+	published := kafkatest.Count(t, topic)
+	require.EqualValues(t, 26, drain(t, newRelay(t, owner, relay.Config{Name: "begins"})))
+	state, err := relay.ReadSequences(t.Context(), owner, "")
+	require.NoError(t, err)
+	require.False(t, state.Behind, "%+v", state)
+	require.Zero(t, drain(t, ahead))
+	require.Equal(t, published+26, kafkatest.Count(t, topic))
+}
+
+// Property: a sequence that is set forward before anything was written is in order.
+func TestSequenceThatIsSetForward(t *testing.T) {
+	t.Parallel()
+	for _, sql := range []string{`ALTER SEQUENCE effectonce.outbox_seq_seq RESTART WITH 1000`, `SELECT setval('effectonce.outbox_seq_seq', 1000, false)`} {
+		owner, pool, _ := roled(t)
+		topic := kafkatest.Topic(t, 1)
+		insertAll(t, owner, topic, numbered("before", 3))
+		r := newRelay(t, pool, relay.Config{})
+		drain(t, r)
+		execute(t, owner, sql)
+		state, err := relay.ReadSequences(t.Context(), pool, "")
+		require.NoError(t, err)
+		require.False(t, state.Behind)
+		require.Zero(t, drain(t, r))
+		insertAll(t, owner, topic, []string{"after"})
+		require.EqualValues(t, 1, drain(t, r))
+		require.EqualValues(t, 1000, one[int64](t, owner, `SELECT max(seq) FROM effectonce.outbox`))
+	}
+}
+
 // Property: a TRUNCATE of the outbox that restarts its sequence, which locks the table, its partitions and then the sequence, is
 // in no deadlock with the relay: what the relay waits for in front of the table, it has no lock of the sequence meanwhile.
 func TestTableIsLockedBeforeItsSequence(t *testing.T) {

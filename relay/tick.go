@@ -17,6 +17,8 @@ type tick struct {
 	// seqLast divides the rows: every row up to it has a transaction id below the snapshot's xmax, so its
 	// transaction is done in the snapshot, or in xip. See progress for how it is known.
 	seqLast int64
+	// found: it is from the database or from Kafka, perhaps of a release that took up to readAheadMax numbers for given that were not.
+	found bool
 	// The snapshot's parts. xip stays text: it only travels back.
 	xmin, xmax uint64
 	xip        []string
@@ -52,8 +54,19 @@ func (r *Relay) loadTick(ctx context.Context, run *string, id int64) (*tick, err
 	if err != nil {
 		return nil, err
 	}
-	t.id, t.stored = id, true
+	t.id, t.stored, t.found = id, true, true
 	return t, nil
+}
+
+// readAheadMax is how many numbers nextval logs ahead.
+const readAheadMax = 32
+
+// divider is the number above which rows are found by their number. A smaller one than seqLast does no harm.
+func (t *tick) divider() int64 {
+	if t.found {
+		return t.seqLast - readAheadMax
+	}
+	return t.seqLast
 }
 
 // storeTick makes sure that a tick has a number. A tick that no progress refers to does no harm.

@@ -53,7 +53,7 @@ read_committed see each row once, whatever is killed.
 	}, flagDatabaseURL, flagBrokers)
 	flags := cmd.Flags()
 	addDuration(flags, &r.config.Lease, "lease", 10*time.Second, time.Second, 10*time.Minute, "how long a replica that died keeps the others waiting")
-	addDuration(flags, &r.config.PollMin, "poll-min", 500*time.Microsecond, 100*time.Microsecond, time.Minute, "pause between two looks at the table while rows arrive")
+	addDuration(flags, &r.config.PollMin, "poll-min", 700*time.Microsecond, 100*time.Microsecond, time.Minute, "pause between two looks at the table while rows arrive")
 	addDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while none arrive")
 	addBool(flags, &r.config.WakeOnNotify, "wake-on-notify", "look at the outbox when a program calls NOTIFY (outbox.Notify); needs a connection that is not PgBouncer's")
 	addDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for what is with the brokers")

@@ -17,7 +17,7 @@ func New() *Napper { return &Napper{newClock()} }
 // Nap sleeps for d, at most Max.
 func (n *Napper) Nap(d time.Duration) {
 	if d = min(d, Max); d > 0 && !n.clock.sleep(d) {
-		time.Sleep(d)
+		<-time.NewTimer(d).C
 	}
 }
 

@@ -225,7 +225,7 @@ func waiting(t *testing.T, promotion bool, relays ...*named) (pool *pgxpool.Pool
 	if !promotion {
 		pool = moved(t, pool)
 		// Half of the ids are what this cluster has given out, and look as if they were its own.
-		burn(t, pool, count(t.Context(), t, pool, `SELECT (max(txid)::text::bigint + min(txid)::text::bigint) / 2 - pg_snapshot_xmax(pg_current_snapshot())::text::bigint FROM effectonce.outbox`))
+		burn(t, pool, count(t.Context(), t, pool, `SELECT (max(txid::text::bigint) + min(txid::text::bigint)) / 2 - pg_snapshot_xmax(pg_current_snapshot())::text::bigint FROM effectonce.outbox`))
 		require.Equal(t, 2, count(t.Context(), t, pool, `SELECT count(DISTINCT pg_visible_in_snapshot(txid, pg_current_snapshot())) FROM effectonce.outbox WHERE seq > 5`), "the test's own premise")
 		return pool, written
 	}

@@ -556,9 +556,10 @@ func TestTableIsLockedBeforeItsSequence(t *testing.T) {
 			return errors.Join(err, conn.Conn().Deallocate(ctx, "look"))
 		})
 	}
-	waiting := `FROM pg_locks w WHERE NOT w.granted AND w.relation = 'effectonce.outbox'::regclass`
+	here := `= (SELECT oid FROM pg_database WHERE datname = current_database())`
+	waiting := `FROM pg_locks w WHERE NOT w.granted AND w.relation = 'effectonce.outbox'::regclass AND w.database ` + here
 	await(t, "all wait for the table", func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) >= 4 })
-	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM pg_locks l WHERE l.granted AND l.pid IN (SELECT w.pid `+waiting+`)
+	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM pg_locks l WHERE l.granted AND l.database `+here+` AND l.pid IN (SELECT w.pid `+waiting+`)
 		AND l.relation IN (SELECT oid FROM pg_class WHERE relnamespace = 'effectonce'::regnamespace AND relname IN ('outbox_seq_seq', 'outbox_0', 'outbox_1', 'outbox_2', 'outbox_3'))`))
 	for _, sql := range []string{`TRUNCATE effectonce.outbox RESTART IDENTITY`, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('` + topic + `', 'k', 'after')`} {
 		_, err = tx.Exec(ctx, sql)

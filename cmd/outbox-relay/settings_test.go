@@ -57,7 +57,7 @@ func TestAllProblemsAreReportedAtOnce(t *testing.T) {
 	for _, want := range []string{
 		`OUTBOX_LEASE "soon": want a duration such as 10s, 1s to 10m`,
 		`OUTBOX_LOG_LEVEL "loud": want debug, info, warn or error`,
-		`--poll-min "2m": want a duration such as 100µs, 100µs to 1m`,
+		`--poll-min "2m": want a duration such as 700µs, 100µs to 1m`,
 		`--max-connections "1": want a number, 2 to 100`,
 		`--schema "Bad Name": want at most 49 lower-case letters`,
 		`: want 1 to 255 bytes`,

@@ -12,6 +12,9 @@ const (
 	FetchSizedSQL = fetchSizedSQL
 )
 
+// UnpublishedSQL is for the test of locks.
+const UnpublishedSQL = unpublishedSQL
+
 // LastSeq is the number that the outbox's sequence gave last.
 const LastSeq = lastSeq
 

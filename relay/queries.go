@@ -171,7 +171,10 @@ SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_ses
 // and is not visible is unpublished whatever its number is: that may have been given twice. So may others,
 // where the sequence is behind. A shard that was never leased, or whose ticks belong to another
 // cluster ($1, $2), has published nothing that is known.
+//
+// The first part locks the outbox before the slot, and is not executed: see lockSlotSQL.
 const unpublishedSQL = `-- relay.unpublished
+WITH outbox_first AS (SELECT FROM effectonce.outbox WHERE false)
 SELECT EXISTS (
   SELECT FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t USING (tick)
   WHERE t.tick IS NULL OR p.system_identifier <> $1 OR p.timeline <> $2 OR EXISTS (

@@ -545,7 +545,7 @@ func TestTableIsLockedBeforeItsSequence(t *testing.T) {
 	require.NoError(t, err)
 	running(t, pool, relay.Config{})
 	var group errgroup.Group
-	for _, sql := range []string{relay.FetchSQL, relay.FetchNewSQL, relay.FetchSizedSQL} { // the relay itself waits in an earlier statement
+	for _, sql := range []string{relay.FetchSQL, relay.FetchNewSQL, relay.FetchSizedSQL, fmt.Sprintf(relay.UnpublishedSQL, 0)} { // the relay itself waits in an earlier statement
 		group.Go(func() error {
 			conn, err := pool.Acquire(ctx)
 			if err != nil {
@@ -558,7 +558,7 @@ func TestTableIsLockedBeforeItsSequence(t *testing.T) {
 	}
 	here := `= (SELECT oid FROM pg_database WHERE datname = current_database())`
 	waiting := `FROM pg_locks w WHERE NOT w.granted AND w.relation = 'effectonce.outbox'::regclass AND w.database ` + here
-	await(t, "all wait for the table", func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) >= 4 })
+	await(t, "all wait for the table", func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) >= 5 })
 	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM pg_locks l WHERE l.granted AND l.database `+here+` AND l.pid IN (SELECT w.pid `+waiting+`)
 		AND l.relation IN (SELECT oid FROM pg_class WHERE relnamespace = 'effectonce'::regnamespace AND relname IN ('outbox_seq_seq', 'outbox_0', 'outbox_1', 'outbox_2', 'outbox_3'))`))
 	for _, sql := range []string{`TRUNCATE effectonce.outbox RESTART IDENTITY`, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('` + topic + `', 'k', 'after')`} {

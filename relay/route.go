@@ -121,6 +121,26 @@ func whole(expression string) (*regexp.Regexp, error) {
 	return regexp.Compile(`^(?:` + expression + `)$`)
 }
 
+// Router decides by Routes as the relay does, for programs that compare the outbox with Kafka. It is safe for use by several
+// goroutines.
+type Router struct{ routes *routes }
+
+// Router returns the Router of Routes, or the error of Validate.
+func (c Routes) Router() (*Router, error) {
+	if err := c.Validate(); err != nil {
+		return nil, err
+	}
+	return &Router{newRoutes(c)}, nil
+}
+
+// Topic returns the topic of Kafka into which a row of a topic goes by its headers. Dropped: it goes into none.
+func (r *Router) Topic(topic string, headers []outbox.Header) (name string, dropped bool) {
+	return r.routes.of(topic, headers)
+}
+
+// Topics returns all topics of Kafka into which rows of a topic may go.
+func (r *Router) Topics(topic string) []string { return r.routes.names(topic) }
+
 // routes are Routes at work.
 type routes struct {
 	prefix string

@@ -28,6 +28,8 @@ func newReplay(s *settings) *cobra.Command {
 of created_at, or ticks, as "outbox-relay positions" shows them: then what was committed after the first and
 before the second counts. Ticks that no relay stands on are forgotten after some ten minutes.
 
+Rows go where the relay has sent them if --topic-prefix and --routes are those of the relay.
+
 Consumers that deduplicate drop what they know; a new topic (--to-topic) gets what a consumer missed, or a
 consumer that begins. Behind newer records of its key a row stands in a place that is not its own: for whoever
 does not deduplicate, choose another topic.
@@ -51,7 +53,8 @@ with an error that names the row, and no later row of the same key is published.
 	addBound(flags, "from", "time or tick from which on rows are published again", &opts.From)
 	addBound(flags, "to", "time or tick where that ends; default: all that is published", &opts.To)
 	addText(flags, "topic", 249, "only rows of this topic", into(&opts.Topic))
-	addText(flags, "to-topic", 249, "publish to this topic, not to that of the row", into(&opts.ToTopic))
+	addText(flags, "to-topic", 249, "publish to this topic of Kafka, not to that of the row", into(&opts.ToTopic))
+	addRoutes(flags, &opts.Routes)
 	addBool(flags, &opts.DryRun, "dry-run", "count the rows, and do nothing")
 	addText(flags, "by", 255, "who does it; default: the user and the machine", func(text string) error { opts.By.Who = text; return nil })
 	addText(flags, "why", 2048, "why it is done", func(text string) error { opts.By.Why = text; return nil })
@@ -104,11 +107,19 @@ func (s *settings) replay(ctx context.Context, opts replay.Options, asJSON bool,
 		case opts.DryRun:
 			_, err = fmt.Fprintf(out, "%d rows would be published again\n", report.Rows)
 		default:
-			_, err = fmt.Fprintf(out, "%d of %d rows are published again\n", report.Published, report.Rows)
+			_, err = fmt.Fprintf(out, "%d of %d rows are published again%s\n", report.Published, report.Rows, noted(report.Dropped, ", %d are dropped by a rule"))
 		}
-		if err == nil && !opts.DryRun && report.Published < report.Rows {
+		if err == nil && !opts.DryRun && report.Published+report.Dropped < report.Rows {
 			return errNotWell
 		}
 		return err
 	})
+}
+
+// noted is empty for 0.
+func noted(n int64, format string) string {
+	if n == 0 {
+		return ""
+	}
+	return fmt.Sprintf(format, n)
 }

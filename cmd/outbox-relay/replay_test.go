@@ -5,11 +5,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
 )
 
 // replay publishes what the relay has published, of the times and the topic that are given, with the same IDs, bytes and
@@ -184,4 +187,45 @@ func TestReplayWantsTimes(t *testing.T) {
 		assert.Equal(t, 2, r.code, "%v: %s", args, r.stderr)
 		assert.Contains(t, r.stderr, "time")
 	}
+}
+
+// Property: verify and replay look for rows, and send them, where the relay's routes sent them; dropped ones are counted and are
+// no fault. With other routes verify says that rows are missing.
+func TestVerifyAndReplayKnowRoutes(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	conn := connect(t, address)
+	name := kafkatest.UnusedTopic(t)
+	prefix, eu := "p-", "p-"+name+"-eu"
+	kafkatest.CreateTopic(t, prefix+name, 1)
+	kafkatest.CreateTopic(t, eu, 1)
+	routes := []string{"--topic-prefix", prefix, "--routes", "header=region;value=eu;to=" + name + "-eu;; header=test;drop"}
+	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, key, payload, headers)
+		SELECT $1, 'k', n::text::bytea, CASE n % 3 WHEN 0 THEN '{"region": ["eu"]}' WHEN 1 THEN '{"test": ["1"]}' ELSE '{}' END::jsonb FROM generate_series(1, 30) n`, name)
+	relays, err := pgxpool.New(t.Context(), address)
+	require.NoError(t, err)
+	t.Cleanup(relays.Close)
+	r, err := relay.New(relays, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{Routes: relay.Routes{Prefix: prefix, Rules: []relay.Rule{
+		{Header: "region", Value: "eu", To: name + "-eu"}, {Header: "test", Drop: true},
+	}}})
+	require.NoError(t, err)
+	_, err = r.Drain(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, 10, kafkatest.Count(t, prefix+name))
+	require.Equal(t, 10, kafkatest.Count(t, eu))
+
+	found := runKafka(t, address, append([]string{"verify", "--json"}, routes...)...)
+	require.Zero(t, found.code, found.stderr+found.stdout)
+	require.EqualValues(t, 30, found.object(t)["published"])
+	require.EqualValues(t, 20, found.object(t)["records"])
+	require.EqualValues(t, 10, found.object(t)["dropped"])
+	found = runKafka(t, address, "verify", "--json", "--topic-prefix", prefix)
+	require.Equal(t, 1, found.code)
+	require.EqualValues(t, 20, found.object(t)["missing"].(map[string]any)["count"])
+
+	again := runKafka(t, address, append([]string{"replay", "--from", "2026-01-01T00:00:00Z"}, routes...)...)
+	require.Zero(t, again.code, again.stderr)
+	require.Equal(t, "20 of 30 rows are published again, 10 are dropped by a rule\n", again.stdout)
+	require.Equal(t, 20, kafkatest.Count(t, prefix+name))
+	require.Equal(t, 20, kafkatest.Count(t, eu))
 }

@@ -34,6 +34,8 @@ hangs is an error that names it. Rows of topics that Kafka has deleted by age ar
 judged. Records beyond the first of their ID are no fault of consumers, who drop them, and the usual
 trace of a relay that was killed: --allow-duplicates.
 
+--topic-prefix and --routes have to be those of the relay.
+
 Memory is bounded; about 60 bytes for each row and record are kept in the directory for temporary files
 (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong.`,
 		Example: `  outbox-relay verify --since 24h
@@ -55,6 +57,7 @@ Memory is bounded; about 60 bytes for each row and record are kept in the direct
 	flags := cmd.Flags()
 	addDuration(flags, &opts.Since, "since", 0, 0, 10*366*24*time.Hour, "only rows and records that are younger; 0s: all")
 	addText(flags, "topic", 249, "only this topic", into(&topic))
+	addRoutes(flags, &opts.Routes)
 	addText(flags, "group", 255, "also look for the claims of this consumer group", into(&group))
 	addBool(flags, &opts.DuplicatesAllowed, "allow-duplicates", "records that are there twice are reported, and are well")
 	addInt(flags, &opts.Examples, "examples", 10, 0, 10_000, "how many of each finding are listed")
@@ -103,6 +106,7 @@ func verifyText(r *verify.Report) string {
 		text  string
 	}{
 		{r.Foreign, "records are not the relay's: they carry no message-id"},
+		{r.Dropped, "published rows are dropped by a rule of --routes"},
 		{r.Expired, "published rows are not judged: Kafka has deleted the records of their time"},
 		{r.Moved, "keys have records in several partitions, as after partitions were added: their order is judged within each"},
 	} {

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -18,6 +19,7 @@ import (
 	"github.com/effectonce/effectonce/internal/partitions"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
 )
 
 // What is in memory, with the brokers and read by one statement: at most so many rows, and no further row where they have
@@ -32,7 +34,8 @@ type Options struct {
 	Schema, Relay string
 	From, To      Bound
 	Topic         *string // nil: all
-	ToTopic       *string // where to; nil: the row's own
+	ToTopic       *string // where to; nil: as Routes say
+	Routes        relay.Routes
 	DryRun        bool
 	By            operator.By
 	// Progress is told how many rows are published. Optional.
@@ -78,6 +81,7 @@ func (b Bound) args(ctx context.Context, db DB, sql string) (at *time.Time, snap
 type Report struct {
 	Rows      int64 `json:"rows"` // that were there to publish
 	Published int64 `json:"published"`
+	Dropped   int64 `json:"dropped"` // by a rule of Routes
 	DryRun    bool  `json:"dry_run"`
 }
 
@@ -91,7 +95,7 @@ type DB interface {
 // Kafka does not take, and sends no later row of its key. An error leaves what was published; it is safe to run
 // again, since consumers know the IDs. kafka leads to the brokers; a dry run needs none.
 //
-// Rows may leave the outbox meanwhile: then Published is less than Rows.
+// Rows may leave the outbox meanwhile: then Published and Dropped are less than Rows.
 func Run(ctx context.Context, db DB, kafka []kgo.Opt, opts Options) (*Report, error) {
 	in := func(sql string) string { return migrations.InSchema(sql, opts.Schema) }
 	report := &Report{DryRun: opts.DryRun}
@@ -129,6 +133,10 @@ func Run(ctx context.Context, db DB, kafka []kgo.Opt, opts Options) (*Report, er
 }
 
 func (r *Report) publish(ctx context.Context, db DB, kafka []kgo.Opt, sql string, args []any, opts Options) error {
+	router, err := opts.Routes.Router()
+	if err != nil {
+		return fmt.Errorf("routes: %w", err)
+	}
 	sender, err := newSender(kafka)
 	if err != nil {
 		return err
@@ -136,10 +144,13 @@ func (r *Report) publish(ctx context.Context, db DB, kafka []kgo.Opt, sql string
 	defer sender.client.Close()
 	limit := pageRowsMax
 	for after := int64(0); ; {
-		rows, err := page(ctx, db, sql, append(args[:len(args):len(args)], after, limit), opts.ToTopic)
+		rows, err := page(ctx, db, sql, append(args[:len(args):len(args)], after, limit), place{router, opts.ToTopic})
 		if err != nil || len(rows) == 0 {
 			return err
 		}
+		last, read := rows[len(rows)-1].seq, len(rows)
+		rows = slices.DeleteFunc(rows, func(r row) bool { return r.record == nil })
+		r.Dropped += int64(read - len(rows))
 		published, err := sender.send(ctx, rows)
 		r.Published += published
 		if err != nil {
@@ -148,13 +159,19 @@ func (r *Report) publish(ctx context.Context, db DB, kafka []kgo.Opt, sql string
 		if opts.Progress != nil {
 			opts.Progress(r.Published)
 		}
-		after = rows[len(rows)-1].seq
-		limit = min(2*len(rows), pageRowsMax) // what the next page would drop is read for nothing
+		after = last
+		limit = min(2*read, pageRowsMax) // what the next page would drop is read for nothing
 	}
 }
 
+// place is where rows go.
+type place struct {
+	router  *relay.Router
+	toTopic *string
+}
+
 // page reads the rows behind a seq, at least one if there is any.
-func page(ctx context.Context, db DB, sql string, args []any, toTopic *string) ([]row, error) {
+func page(ctx context.Context, db DB, sql string, args []any, to place) ([]row, error) {
 	result, err := db.Query(ctx, sql, args...)
 	if err != nil {
 		return nil, fmt.Errorf("read outbox: %w", err)
@@ -162,7 +179,7 @@ func page(ctx context.Context, db DB, sql string, args []any, toTopic *string) (
 	defer result.Close()
 	var rows []row
 	for bytes := 0; bytes <= pageBytesMax && result.Next(); {
-		r, err := scan(result, toTopic)
+		r, err := scan(result, to)
 		if err != nil {
 			return nil, err
 		}
@@ -176,7 +193,8 @@ func page(ctx context.Context, db DB, sql string, args []any, toTopic *string) (
 	return rows, nil
 }
 
-func scan(result pgx.Rows, toTopic *string) (r row, err error) {
+// scan returns a row without a record where a rule drops it.
+func scan(result pgx.Rows, to place) (r row, err error) {
 	var topic, headers string
 	var key, payload []byte
 	var created time.Time
@@ -188,12 +206,16 @@ func scan(result pgx.Rows, toTopic *string) (r row, err error) {
 		// It may have been mended among the dead rows: the outbox keeps it as it was written.
 		return r, fmt.Errorf("row %d (id %s) cannot be published as it stands in the outbox: end the replay before this row and go on behind it: %w", r.seq, r.id, err)
 	}
+	topic, dropped := to.router.Topic(topic, own)
+	if dropped && to.toTopic == nil {
+		return r, nil
+	}
 	own, partition, err := partitions.Take(own)
 	if err != nil {
 		return r, fmt.Errorf("row %d (id %s) cannot be published as it stands in the outbox: end the replay before this row and go on behind it: %w", r.seq, r.id, err)
 	}
-	if toTopic != nil { // it may have fewer
-		topic, partition = *toTopic, nil
+	if to.toTopic != nil { // it may have fewer
+		topic, partition = *to.toTopic, nil
 	}
 	r.bytes = (&outbox.Message{Key: key, Payload: payload, Headers: own}).RecordBytes()
 	r.record = &kgo.Record{Topic: topic, Key: key, Value: payload, Headers: []kgo.RecordHeader{

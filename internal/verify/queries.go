@@ -9,10 +9,10 @@ const sinceSQL = `-- verify.since
 SELECT clock_timestamp(), clock_timestamp() - $1::interval`
 
 // rowsSQL reads a page of the outbox in the order of seq, from behind $7. The page is cut before it is joined,
-// so that the planner cannot sort the table for it.
+// so that the planner cannot sort the table for it. $11: routes want the headers.
 const rowsSQL = `-- verify.rows
 WITH ` + inspect.CutCTE + `
-SELECT o.seq, o.id, o.topic, o.key, o.created_at, ` + inspect.CutPublished + `
+SELECT o.seq, o.id, o.topic, o.key, o.created_at, CASE WHEN $11::bool THEN o.headers::text END AS headers_text, ` + inspect.CutPublished + `
 FROM (
   SELECT * FROM effectonce.outbox
   WHERE seq > $7 AND ($8::timestamptz IS NULL OR created_at >= $8) AND ($9::text[] IS NULL OR topic = ANY ($9))

@@ -50,8 +50,10 @@ func (r *run) begin(ctx context.Context) error {
 		}
 	}
 	for _, topic := range r.Topics {
-		if _, err := r.number(ctx, topic); err != nil {
-			return err
+		for _, name := range r.router.Topics(topic) {
+			if _, err := r.number(ctx, name); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
@@ -61,7 +63,7 @@ func (r *run) begin(ctx context.Context) error {
 func (r *run) readRows(ctx context.Context) error {
 	var last int64
 	for {
-		rows, err := r.db.Query(ctx, inSchema(rowsSQL, r.Schema), r.cut.Args(last, r.report.Since, r.Topics, pageRows)...)
+		rows, err := r.db.Query(ctx, inSchema(rowsSQL, r.Schema), r.cut.Args(last, r.report.Since, r.Topics, pageRows, len(r.Routes.Rules) > 0)...)
 		if err != nil {
 			return fmt.Errorf("read the outbox: %w", err)
 		}
@@ -70,9 +72,15 @@ func (r *run) readRows(ctx context.Context) error {
 		var topic string
 		var key []byte
 		var created time.Time
-		_, err = pgx.ForEachRow(rows, []any{&item.Seq, &item.ID, &topic, &key, &created, &item.Published}, func() (err error) {
+		var headers *string
+		_, err = pgx.ForEachRow(rows, []any{&item.Seq, &item.ID, &topic, &key, &created, &headers, &item.Published}, func() (err error) {
 			n++
 			last = item.Seq
+			topic, dropped := r.route(topic, headers)
+			if dropped && item.Published {
+				r.report.Rows, r.report.Published, r.report.Dropped = r.report.Rows+1, r.report.Published+1, r.report.Dropped+1
+				return nil
+			}
 			if item.Topic, err = r.number(ctx, topic); err != nil {
 				return err
 			}
@@ -86,6 +94,15 @@ func (r *run) readRows(ctx context.Context) error {
 			return nil
 		}
 	}
+}
+
+// route returns where a row goes. One whose headers cannot be read is among the dead, wherever it would go.
+func (r *run) route(topic string, headers *string) (name string, dropped bool) {
+	var decoded []outbox.Header
+	if headers != nil {
+		decoded, _ = outbox.DecodeHeaders([]byte(*headers))
+	}
+	return r.router.Topic(topic, decoded)
 }
 
 func (r *run) addRow(item rowItem, topic string, key []byte, created time.Time) error {

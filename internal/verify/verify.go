@@ -13,6 +13,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/checker"
 	"github.com/effectonce/effectonce/internal/inspect"
+	"github.com/effectonce/effectonce/relay"
 )
 
 // Options of Run.
@@ -23,8 +24,10 @@ type Options struct {
 	Group string
 	// Since is how old rows and records may be. Zero: any age.
 	Since time.Duration
-	// Topics to look at. Default: all that rows name.
+	// Topics to look at, as rows name them. Default: all that rows name.
 	Topics []string
+	// Routes of the relay. Default: each row goes into the topic that it names.
+	Routes relay.Routes
 	// Examples is how many of each finding are put into words.
 	Examples int
 	// DuplicatesAllowed: a record that is there twice is counted, and is well.
@@ -54,6 +57,8 @@ type Report struct {
 	// Expired counts published rows that are in no topic, and were written before the first record that it
 	// still has: Kafka may have deleted them.
 	Expired int64 `json:"expired"`
+	// Dropped counts published rows that a rule of Routes drops.
+	Dropped int64 `json:"dropped"`
 	// Moved counts keys with records in several partitions, as after partitions were added. Their order is
 	// checked within each.
 	Moved int64 `json:"moved_keys"`
@@ -101,6 +106,7 @@ type run struct {
 	now         time.Time
 	claims      *claims
 
+	router  *relay.Router
 	numbers map[string]int32 // of topics
 	names   []string
 	extents map[string]checker.Extent
@@ -115,13 +121,17 @@ type partition struct{ topic, partition int32 }
 
 // Run compares. It changes nothing.
 func Run(ctx context.Context, db inspect.Querier, kafka *inspect.Kafka, opts Options) (_ *Report, err error) {
+	router, err := opts.Routes.Router()
+	if err != nil {
+		return nil, fmt.Errorf("routes: %w", err)
+	}
 	dir, err := os.MkdirTemp("", "outbox-relay-verify-")
 	if err != nil {
 		return nil, fmt.Errorf("make a directory for temporary files: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	r := &run{
-		Options: opts, db: db, kafka: kafka, numbers: map[string]int32{}, extents: map[string]checker.Extent{}, oldest: map[partition]int64{},
+		Options: opts, router: router, db: db, kafka: kafka, numbers: map[string]int32{}, extents: map[string]checker.Extent{}, oldest: map[partition]int64{},
 		report: &Report{Relay: opts.Relay, Group: opts.Group, Topics: []string{}},
 	}
 	for _, f := range r.findings() {

@@ -11,6 +11,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 
 	"github.com/effectonce/effectonce/internal/doctor"
+	"github.com/effectonce/effectonce/relay"
 )
 
 type doctorReport struct {
@@ -22,6 +23,7 @@ type doctorReport struct {
 type doctorOptions struct {
 	limit, keep   time.Duration
 	progressTopic string
+	routes        relay.Routes
 	backlog       backlogLimits
 }
 
@@ -39,7 +41,7 @@ partitions that do not move, topics that are paused or do not exist, the rule fo
 retention of topics, parked messages, positions of groups that are gone, and sequences that went back. Of the database also what holds others up: long and prepared transactions, replication slots, autovacuum, relays by an
 old name, slots of the outbox that do not take turns, messages for later that are overdue, a pooler between. And
 of requests by their idempotency keys those that wait for a decision, for a completer or for a reaper.
-Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a check fails; a warning is none.`,
+Nothing is changed. Run it as the role, and with the settings, that the relay uses. Exit status 1 if a check fails; a warning is none.`,
 		Example: `  outbox-relay doctor
   outbox-relay doctor --json | jq -r '.findings[] | select(.severity != "ok") | .remedy'`,
 		Args: noArgs,
@@ -61,6 +63,7 @@ Nothing is changed. Run it as the role that the relay uses. Exit status 1 if a c
 	addDuration(cmd.Flags(), &options.limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "how long each of database and brokers may take for an answer")
 	addDuration(cmd.Flags(), &options.keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long the relay keeps published rows, as \"run\" was told")
 	addText(cmd.Flags(), "progress-topic", 249, "where \"run --exactly-once\" keeps progress; default: "+defaultProgressTopic, func(name string) error { options.progressTopic = name; return nil })
+	addRoutes(cmd.Flags(), &options.routes)
 	options.backlog.addFlags(cmd.Flags())
 	addJSON(cmd, &asJSON)
 	return cmd
@@ -129,7 +132,7 @@ func (s *settings) examineKafka(ctx context.Context, db doctor.Querier, options 
 		return findings
 	}
 	findings = append(findings, doctor.MessageSize(limited, admin)...)
-	findings = append(findings, doctor.Topics(limited, db, admin, s.schema)...)
+	findings = append(findings, doctor.Topics(limited, db, admin, s.schema, options.routes)...)
 	findings = append(findings, doctor.ProgressTopic(limited, admin, options.progressTopic)...)
 	return append(findings, doctor.Consumers(limited, db, admin, s.schema)...)
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 
 	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
 )
 
 // TopicRowsMax bounds how many waiting rows, and how many dead ones, are searched for topics.
@@ -50,10 +51,13 @@ type wantedTopic struct {
 	largest int64 // bytes of the largest waiting record, about; 0: only dead rows name it
 }
 
-// Topics checks each topic that a waiting or a dead row names: that it exists, that the largest waiting
-// row fits, and that it keeps what it acknowledged. ctx limits how long it waits for brokers.
-func Topics(ctx context.Context, db Querier, admin *kadm.Client, schema string) []Finding {
+// Topics checks each topic that a waiting or a dead row names, or into which the relay's routes may send it: that it exists, that the
+// largest waiting row fits, and that it keeps what it acknowledged. ctx limits how long it waits for brokers.
+func Topics(ctx context.Context, db Querier, admin *kadm.Client, schema string, routes relay.Routes) []Finding {
 	wanted, err := wantedTopics(ctx, db, schema)
+	if err == nil {
+		wanted, err = routed(wanted, routes)
+	}
 	if err != nil {
 		return broken("topics", err)
 	}
@@ -254,6 +258,21 @@ func setting(config kadm.ResourceConfig, name string) (int64, bool) {
 		}
 	}
 	return 0, false
+}
+
+// routed are the topics of Kafka into which rows may go.
+func routed(wanted map[string]wantedTopic, routes relay.Routes) (map[string]wantedTopic, error) {
+	router, err := routes.Router()
+	if err != nil {
+		return nil, fmt.Errorf("routes: %w", err)
+	}
+	names := map[string]wantedTopic{}
+	for topic, w := range wanted {
+		for _, name := range router.Topics(topic) {
+			names[name] = wantedTopic{largest: max(w.largest, names[name].largest)}
+		}
+	}
+	return names, nil
 }
 
 func wantedTopics(ctx context.Context, db Querier, schema string) (map[string]wantedTopic, error) {

@@ -18,6 +18,7 @@ import (
 	"github.com/effectonce/effectonce/internal/doctor"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
 )
 
 const insertSQL = "INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, convert_to(repeat('x', $2), 'UTF8'))"
@@ -36,7 +37,7 @@ func byCheck(findings []doctor.Finding, topic string) []doctor.Finding {
 func topics(t *testing.T, conn *pgx.Conn) []doctor.Finding {
 	t.Helper()
 	admin := kadm.NewClient(kafkatest.Client(t))
-	return doctor.Topics(t.Context(), conn, admin, "effectonce")
+	return doctor.Topics(t.Context(), conn, admin, "effectonce", relay.Routes{})
 }
 
 // Every topic that a waiting or a dead row names is looked at, and what would stop a row is a failure
@@ -121,7 +122,7 @@ func TestReplicasInSyncAreJudged(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, created.Err)
 		exec(t, conn, insertSQL, name, 1)
-		f := only(t, byCheck(doctor.Topics(t.Context(), conn, admin, "effectonce"), name))
+		f := only(t, byCheck(doctor.Topics(t.Context(), conn, admin, "effectonce", relay.Routes{}), name))
 		assert.Equal(t, c.severity, f.Severity, name)
 		assert.Contains(t, f.Message, c.text)
 	}
@@ -217,7 +218,7 @@ func TestTopicsThatAreNotAllowed(t *testing.T) {
 	for _, topic := range []string{"open", "secret", "read-only", "closed-settings"} {
 		exec(t, conn, insertSQL, topic, 1)
 	}
-	findings := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs())), "effectonce")
+	findings := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs())), "effectonce", relay.Routes{})
 	for topic, want := range map[string]struct {
 		severity doctor.Severity
 		remedy   string
@@ -230,4 +231,19 @@ func TestTopicsThatAreNotAllowed(t *testing.T) {
 		assert.Equal(t, want.severity, f[0].Severity, topic)
 		assert.Contains(t, f[0].Remedy, want.remedy)
 	}
+}
+
+// With routes, the topics of Kafka count into which rows may go.
+func TestTopicsBehindRoutesAreChecked(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	name := kafkatest.UnusedTopic(t)
+	kafkatest.CreateTopic(t, "p-"+name, 1)
+	exec(t, conn, insertSQL, name, 1)
+	found := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.Client(t)), "effectonce", relay.Routes{
+		Prefix: "p-", Rules: []relay.Rule{{Header: "region", Value: "eu", To: name + "-eu"}},
+	})
+	require.Empty(t, byCheck(found, name))
+	require.NotEqual(t, doctor.Fail, only(t, byCheck(found, "p-"+name)).Severity)
+	require.Contains(t, only(t, byCheck(found, "p-"+name+"-eu")).Message, "does not exist")
 }

@@ -48,7 +48,7 @@ LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-  LOOP -- until nobody was quicker
+  LOOP -- until no concurrent insert took the number
     INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
     SELECT a.relay, a.shard, a.n + 1, -1, a.advanced_epoch, a.tick, a.next_tick, a.seq, a.floor, a.published, a.journal_offset
     FROM effectonce.outbox_advances a
@@ -336,8 +336,8 @@ DECLARE
   state record;
   tables record;
 BEGIN
-  -- The stamps of a recovery first: it takes its locks in this order. And one repair at a time: whoever has looked at a sequence has a
-  -- lock that the other would wait for.
+  -- The stamps of a recovery first: it takes its locks in this order. And one repair at a time: reading a sequence takes a lock that
+  -- another repair would wait for.
   PERFORM pg_advisory_xact_lock(hashtextextended('outbox stamps', 'effectonce.outbox'::regclass::oid::bigint));
   SELECT * INTO state FROM effectonce.outbox_sequence_state(more_seq, more_tick);
   IF state.behind THEN
@@ -361,7 +361,7 @@ BEGIN
       USING ERRCODE = 'numeric_value_out_of_range', HINT = 'Look for a number that was written by hand: in outbox_progress, outbox_dead, outbox_ticks, outbox.';
   END IF;
   -- RESTART, since setval would outlive a rollback; and a number is taken, so that the sequence says what it gave last. The locks of both,
-  -- in the order in which outbox_sequence_state looks: whoever looks has a lock on the first and would wait with it for the second
+  -- in the order of outbox_sequence_state: a reader has a lock on the first and would wait with it for the second
   -- while rows are renumbered.
   IF state.seq_last < state.seq_known OR state.reused IS NOT NULL THEN
     seq_after := greatest(state.seq_known, state.seq_last);

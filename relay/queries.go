@@ -232,9 +232,9 @@ const runSQL = `-- relay.run
 SELECT ` + serverRun + `
 `
 
-// lastSeq is the number that was given last. Never from the sequence's row: whoever reads that may see up to 32 numbers more than
-// were given, which nextval writes for the write-ahead log, under a lock that this function takes, too. 0: none was given since the
-// sequence was made or set.
+// lastSeq is the last number that was assigned. It is not read from the sequence's row, which may briefly be up to 32 ahead: nextval
+// writes that value for the write-ahead log, under a lock that this function takes, too. 0: none was assigned since the sequence was
+// created or set.
 const lastSeq = `coalesce(pg_sequence_last_value('effectonce.outbox_seq_seq'), 0)`
 
 // seqSQL fails where the role may not read the sequence, of which lastSeq would say nothing.

@@ -58,7 +58,7 @@ func (r *Relay) checkSequences(ctx context.Context, run *string) (repaired bool,
 	if s := r.seen.Load(); s != nil && s.run == deref(run) {
 		known = s.seq
 	}
-	// Whoever has a lock on what is looked at must not keep this replica from renewing the leases that it holds.
+	// A lock on these tables must not keep this replica from renewing the leases that it holds.
 	asking, cancel := context.WithTimeoutCause(ctx, r.takeMax(), errNoAnswer)
 	defer cancel()
 	var behind bool

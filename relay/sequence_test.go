@@ -426,8 +426,8 @@ func payloads(values []string) (all [][]byte) {
 	return all
 }
 
-// Property: the relay never takes a number for given that was not given yet: rows that got it later would be taken for seen, and
-// lost. (Whoever reads the sequence's row does, while nextval writes it for the write-ahead log.)
+// Property: the relay never takes a number as assigned before it is: rows that are assigned it later would count as read, and be
+// lost. (The sequence's row is briefly ahead, while nextval writes it for the write-ahead log.)
 func TestSequenceIsNeverReadAhead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)

@@ -14,9 +14,11 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
 
-// transaction writes values to the topic in a Kafka transaction.
+// transaction writes values to the topic in a Kafka transaction, and returns once its control record is written: a
+// coordinator answers before that.
 func (h *harness) transaction(end kgo.TransactionEndTry, values ...string) {
 	h.t.Helper()
+	behind := h.end() + len(values) + 1
 	client := kafkatest.Client(h.t, kgo.TransactionalID(h.topic))
 	defer client.Close()
 	require.NoError(h.t, client.BeginTransaction())
@@ -25,6 +27,7 @@ func (h *harness) transaction(end kgo.TransactionEndTry, values ...string) {
 		require.NoError(h.t, client.ProduceSync(h.t.Context(), record).FirstErr())
 	}
 	require.NoError(h.t, client.EndTransaction(h.t.Context(), end))
+	h.wait("the control record", func() bool { return h.end() >= behind })
 }
 
 // end is where partition 0 ends.

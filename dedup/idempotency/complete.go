@@ -89,7 +89,7 @@ func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
 		Scope, Key  string
 		Fingerprint []byte
 	}
-	rows, err := f.op.pool.Query(ctx, f.op.sql.abandoned, f.op.cfg.Operation, completeMax)
+	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.abandoned, f.op.cfg.Operation, completeMax)
 	if err != nil {
 		return 0, fmt.Errorf("look for abandoned keys: %w", err)
 	}
@@ -171,7 +171,7 @@ func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) er
 		known := text(cause)
 		why = &known
 	}
-	if _, err := h.update(ctx, f.op.sql.leave, why, f.cfg.RetryAfter); err != nil {
+	if _, err := h.update(ctx, f.op.sql.flow.leave, why, f.cfg.RetryAfter); err != nil {
 		return fmt.Errorf("put %v off: %w", key, err)
 	}
 	return nil
@@ -251,7 +251,7 @@ type undecidedRow struct {
 }
 
 func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, value string) ([]undecidedRow, error) {
-	rows, err := f.op.pool.Query(ctx, f.op.sql.undecidedKeys, f.op.cfg.Operation, after, scope, value, reconcileMax)
+	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.undecidedKeys, f.op.cfg.Operation, after, scope, value, reconcileMax)
 	if err != nil {
 		return nil, fmt.Errorf("look for undecided keys: %w", err)
 	}
@@ -339,7 +339,7 @@ func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, decision Decisio
 		return false, err
 	}
 	defer t.end(ctx)
-	tag, err := t.pooled.Exec(ctx, o.sql.decided, u.key.Scope, u.key.Operation, u.key.Value, u.at.token)
+	tag, err := t.pooled.Exec(ctx, o.sql.flow.decided, u.key.Scope, u.key.Operation, u.key.Value, u.at.token)
 	if err != nil || tag.RowsAffected() == 0 {
 		return false, err
 	}
@@ -351,7 +351,7 @@ func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, decision Decisio
 	}
 	err = t.commit(ctx, func(batch *pgx.Batch) {
 		if decision.outcome != nil {
-			batch.Queue(o.sql.finish, u.key.Scope, u.key.Operation, u.key.Value, u.at.token+1, nil, out.status, out.headers, out.body, out.dropped, o.window())
+			batch.Queue(o.sql.flow.finish, u.key.Scope, u.key.Operation, u.key.Value, u.at.token+1, nil, out.status, out.headers, out.body, out.dropped, o.window())
 		}
 	})
 	return err == nil, err

@@ -172,7 +172,7 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 		}
 	}
 	for range claimsMax {
-		s, err := read(o.pool.QueryRow(ctx, o.sql.claimFlow, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept))
+		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept))
 		switch {
 		case conflict(err), err == nil && s == nil:
 			continue // it was committed while the insert waited: an error where the role's default is not read committed
@@ -226,7 +226,7 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 	if s.putOff > 0 && o.cfg.AttemptsMax == 0 && s.attempts >= attemptsOfAll/2 {
 		return nil, Response{}, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
 	}
-	err := o.pool.QueryRow(ctx, o.sql.takeFlow, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling).
+	err := o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling).
 		Scan(&s.data, &s.request, &s.sealed, &s.attempts)
 	if errors.Is(err, pgx.ErrNoRows) || conflict(err) {
 		return nil, Response{}, nil

@@ -63,7 +63,7 @@ func (h *holder) stolen() bool { return errors.Is(context.Cause(h.working), ErrL
 func (h *holder) renew(ctx context.Context) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, h.o.cfg.Lock/3)
 	defer cancel()
-	return h.update(ctx, h.o.sql.renew, h.o.cfg.Lock)
+	return h.update(ctx, h.o.sql.flow.renew, h.o.cfg.Lock)
 }
 
 // update writes under the token, and tells whether it still counts. It waits for a phase that is being committed, which is a
@@ -79,7 +79,7 @@ func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, err
 
 // calling writes down that a call is about to be made which must not be made twice.
 func (h *holder) calling(ctx context.Context, phase string) error {
-	rows, err := h.o.durably(ctx, h.o.sql.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase)
+	rows, err := h.o.durably(ctx, h.o.sql.flow.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase)
 	if err != nil {
 		return fmt.Errorf("write down the call of phase %q: %w", phase, err)
 	}
@@ -99,7 +99,7 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 	if notCalled && h.noted != "" {
 		withdrawn = &h.noted
 	}
-	if _, err := h.update(ctx, h.o.sql.unlock, text(cause), retryAfter, withdrawn); err != nil {
+	if _, err := h.update(ctx, h.o.sql.flow.unlock, text(cause), retryAfter, withdrawn); err != nil {
 		return fmt.Errorf("give up the lock of %v, which runs out by itself: %w", h.key, err)
 	}
 	return nil
@@ -110,7 +110,7 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 func (h *holder) undecided(ctx context.Context, to state, cause error, wait time.Duration) (bool, error) {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
-	rows, err := h.o.durably(ctx, h.o.sql.undecided, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, to, text(cause), wait)
+	rows, err := h.o.durably(ctx, h.o.sql.flow.undecided, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, to, text(cause), wait)
 	if err != nil {
 		return false, fmt.Errorf("mark %v as %s: %w", h.key, to, err)
 	}
@@ -134,7 +134,7 @@ func (h *holder) finish(ctx context.Context, response Response) error {
 	if err != nil {
 		return err
 	}
-	_, err = h.o.durably(ctx, h.o.sql.finish, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, nil, out.status, out.headers, out.body, out.dropped, h.o.window())
+	_, err = h.o.durably(ctx, h.o.sql.flow.finish, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, nil, out.status, out.headers, out.body, out.dropped, h.o.window())
 	if lost(err) {
 		return fmt.Errorf("%w: %w", ErrLockLost, err)
 	}

@@ -96,7 +96,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 	args := []any{key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout)}
 	args = slices.Clip(args) // what is appended is not shared
 	for range claimsMax {
-		t, took, err := o.take(ctx, key, o.sql.claimWork, append(args, key.Fingerprint[:])...)
+		t, took, err := o.take(ctx, key, o.sql.work.claim, append(args, key.Fingerprint[:])...)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -116,7 +116,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 		if len(s.phases) > 0 || s.calling != nil {
 			return nil, Response{}, fmt.Errorf("%w: the key was begun as a flow, in phases", ErrUnknownRecoveryPoint)
 		}
-		t, took, err = o.take(ctx, key, o.sql.takeWork, append(args, s.token, s.fingerprint[:])...)
+		t, took, err = o.take(ctx, key, o.sql.work.take, append(args, s.token, s.fingerprint[:])...)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -164,7 +164,7 @@ func (o *Operation) respond(ctx context.Context, t *transaction, key Key, respon
 	}
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
 	err = t.commit(ctx, func(batch *pgx.Batch) {
-		batch.Queue(o.sql.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
+		batch.Queue(o.sql.work.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
 			QueryRow(func(row pgx.Row) error {
 				err := row.Scan(nil)
 				if code(err) == "22012" { // it is another transaction than the one that claimed, and the server skips COMMIT
@@ -213,7 +213,9 @@ func (o *Operation) mark(ctx context.Context, key Key, cause error) error {
 		return nil
 	}
 	defer t.end(ctx)
-	err = t.commit(ctx, func(batch *pgx.Batch) { batch.Queue(o.sql.doubt, key.Scope, key.Operation, key.Value, text(cause)) })
+	err = t.commit(ctx, func(batch *pgx.Batch) {
+		batch.Queue(o.sql.work.doubt, key.Scope, key.Operation, key.Value, text(cause))
+	})
 	if err != nil {
 		return fmt.Errorf("mark %v as %s: %w", key, indeterminate, err)
 	}
@@ -245,7 +247,7 @@ func (o *Operation) failed(ctx context.Context, key Key, cause error) (Response,
 func (o *Operation) attempted(ctx context.Context, key Key, cause error) (attempts int, err error) {
 	t, err := o.begin(ctx, func(batch *pgx.Batch) {
 		o.limits(batch, o.cfg.WaitMax)
-		batch.Queue(o.sql.failed, key.Scope, key.Operation, key.Value, key.Fingerprint[:], o.cfg.Seal != nil, text(cause)).
+		batch.Queue(o.sql.work.failed, key.Scope, key.Operation, key.Value, key.Fingerprint[:], o.cfg.Seal != nil, text(cause)).
 			QueryRow(func(row pgx.Row) error { return row.Scan(&attempts) })
 	})
 	if err != nil {

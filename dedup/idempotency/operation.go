@@ -54,6 +54,13 @@ type Config struct {
 	// ResponseBytesMax is the largest body that is stored. Of a larger one only status, headers and the fact are: a later
 	// request gets Response.BodyDropped. 1 byte to 64 MiB; default 1 MiB.
 	ResponseBytesMax int
+	// KeyWaitersMax and ScopeWaitersMax bound how many requests of this process wait for one key, and for all keys of one
+	// scope: one more gets a CrowdedError at once. 1 to 100,000; default 100 and 256.
+	KeyWaitersMax, ScopeWaitersMax int
+	// ScopeKeysMax bounds how many keys of one scope are stored: a new one beyond it gets a QuotaError, one that is stored
+	// is answered as ever. It is counted every 10 s in each process, so that the bound may be passed by what comes
+	// meanwhile. 1 to 1,000,000; default: no bound.
+	ScopeKeysMax int
 	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Default: plain.
 	Seal Sealer
 	// Owner names this process in locks, for people. At most 255 bytes. Default: host name, process number and four random
@@ -80,6 +87,8 @@ type Verdict string
 const (
 	Executed      Verdict = "executed"    // the work ran, and its outcome is stored
 	Replayed      Verdict = "replayed"    // the outcome was stored before
+	Crowded       Verdict = "crowded"     // CrowdedError
+	OverQuota     Verdict = "over_quota"  // QuotaError
 	Mismatch      Verdict = "mismatch"    // ErrMismatch
 	InProgress    Verdict = "in_progress" // ErrInProgress
 	Undecided     Verdict = "undecided"   // ErrIndeterminate, ErrAbandoned, ErrUnknownRecoveryPoint
@@ -147,10 +156,15 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "Retries", Value: &c.Retries, Default: 5, Min: 1, Max: 100},
+		bounds.Int{Field: "KeyWaitersMax", Value: &c.KeyWaitersMax, Default: 100, Min: 1, Max: 100_000},
+		bounds.Int{Field: "ScopeWaitersMax", Value: &c.ScopeWaitersMax, Default: 256, Min: 1, Max: 100_000},
 		bounds.Int{Field: "ResponseBytesMax", Value: &c.ResponseBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
 	)...)
 	if c.AttemptsMax < 0 || c.AttemptsMax > 1_000_000 {
 		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "1 to 1000000, or 0 for the default"))
+	}
+	if c.ScopeKeysMax < 0 || c.ScopeKeysMax > 1_000_000 {
+		problems = append(problems, bounds.Problem("ScopeKeysMax", c.ScopeKeysMax, "1 to 1000000, or 0 for no bound"))
 	}
 	if c.Strict && c.AttemptsMax > 0 {
 		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "none, with Strict: the first outcome is stored"))
@@ -208,6 +222,8 @@ func (o *Operation) answered(response Response, err error) (Response, error) {
 }
 
 func verdictOf(response Response, err error) Verdict {
+	var crowded *CrowdedError
+	var quota *QuotaError
 	switch {
 	case err == nil && response.Replayed:
 		return Replayed
@@ -217,6 +233,10 @@ func verdictOf(response Response, err error) Verdict {
 		return InvalidKey
 	case errors.Is(err, ErrMismatch):
 		return Mismatch
+	case errors.As(err, &quota):
+		return OverQuota
+	case errors.As(err, &crowded):
+		return Crowded
 	case errors.Is(err, ErrInProgress):
 		return InProgress
 	case errors.Is(err, ErrLockLost):

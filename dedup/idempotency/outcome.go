@@ -62,6 +62,25 @@ func (e *InProgressError) Error() string {
 }
 func (e *InProgressError) Unwrap() error { return ErrInProgress }
 
+// CrowdedError is an ErrInProgress of a key, or a tenant, for which as many requests of this process wait as may: see
+// Config.KeyWaitersMax and Config.ScopeWaitersMax. Nothing was done, and the database was not asked.
+type CrowdedError struct{ RetryAfter time.Duration }
+
+func (e *CrowdedError) Error() string {
+	return fmt.Sprintf("%v, and too many wait for it: try again in %v", ErrInProgress, e.RetryAfter)
+}
+func (e *CrowdedError) Unwrap() error { return ErrInProgress }
+
+// QuotaError: the tenant has as many keys stored as Config.ScopeKeysMax allows, and this one is new. Nothing was done.
+type QuotaError struct {
+	Max        int
+	RetryAfter time.Duration
+}
+
+func (e *QuotaError) Error() string {
+	return fmt.Sprintf("%d idempotency keys of one scope are stored, which is as many as may be: try again in %v", e.Max, e.RetryAfter)
+}
+
 // FinalError is what Final makes.
 type FinalError struct {
 	Response Response
@@ -139,7 +158,7 @@ func (e *workError) Is(target error) bool {
 // As does the same.
 func (e *workError) As(target any) bool {
 	switch target.(type) {
-	case **InProgressError:
+	case **InProgressError, **CrowdedError, **QuotaError:
 		return false
 	case **pgconn.PgError:
 		if lost(e.err) {

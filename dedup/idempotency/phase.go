@@ -55,7 +55,7 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 // short: nobody could say what became of it.
 func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error { //nolint:contextcheck // not all of it ends with the caller
 	if phase.AtMostOnce {
-		ctx = h.working
+		ctx = calledOnce(h.working)
 	}
 	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
 	defer cancel()
@@ -69,12 +69,11 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 	err := phase.Call(ctx, step)
 	crashpoint.At(ctx, crashpoint.KeyCalled)
 	var final *FinalError
-	var not *notDoneError
 	if err == nil {
 		h.called = true
 		return nil
 	}
-	h.doubtful = h.doubtful && !errors.As(err, &not)
+	h.doubtful = h.doubtful && !certainlyNotDone(ctx, err)
 	err = fmt.Errorf("call of phase %q: %w", phase.Name, err)
 	if h.doubtful && !errors.As(err, &final) {
 		err = Indeterminate(err)
@@ -87,7 +86,7 @@ var errNoResponse = errors.New("the last phase did not call Finish: nothing was 
 
 // write is the transaction of a phase.
 func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
-	t, err := h.o.unclaimed(ctx, h.o.sql.guard)
+	t, err := h.o.unclaimed(ctx, h.o.sql.flow.guard)
 	if err != nil {
 		return fmt.Errorf("begin phase %q: %w", phase.Name, err)
 	}
@@ -129,7 +128,7 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S]) (func(*pgx.Batc
 	if step.response != nil {
 		out, err := o.outcome(key, *step.response, h.at.sealed)
 		return func(batch *pgx.Batch) {
-			batch.Queue(o.sql.finish, key.Scope, key.Operation, key.Value, h.at.token, phase.Name, out.status, out.headers, out.body, out.dropped, o.window())
+			batch.Queue(o.sql.flow.finish, key.Scope, key.Operation, key.Value, h.at.token, phase.Name, out.status, out.headers, out.body, out.dropped, o.window())
 		}, err
 	}
 	data, err := json.Marshal(step.State)
@@ -140,7 +139,7 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S]) (func(*pgx.Batc
 		return nil, err
 	}
 	return func(batch *pgx.Batch) {
-		batch.Queue(o.sql.advance, key.Scope, key.Operation, key.Value, h.at.token, phase.Name, data)
+		batch.Queue(o.sql.flow.advance, key.Scope, key.Operation, key.Value, h.at.token, phase.Name, data)
 	}, nil
 }
 

@@ -55,7 +55,7 @@ func TestRequestsAreCounted(t *testing.T) {
 	require.NoError(t, err)
 	orders, refunds := operation(t, pool, "order", first), operation(t, pool, "refund", second)
 	before := scraped(t, registry)
-	require.Len(t, before, 10, "nine outcomes of orders, and what was forgotten")
+	require.Len(t, before, 12, "eleven outcomes of orders, and what was forgotten")
 	require.Equal(t, "0", before[`idempotency_requests_total{operation="order",outcome="lock_lost"}`])
 
 	failure := errors.New("away")

@@ -1,0 +1,100 @@
+package idempotency
+
+// fresh are the same columns of one that this statement made.
+const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
+  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean, NULL::float8 FROM claimed`
+
+// guardSQL opens a cursor in the transaction of a phase that makes a COMMIT of the work's own fail, since the phase would be
+// run again; closeGuardSQL takes it away: see consumer.guard. Work in one transaction does without: its key is
+// committed with it, and found to have no outcome.
+const guardSQL = `-- idempotency.guard
+DECLARE ` + guardCursor + ` NO SCROLL CURSOR WITH HOLD FOR SELECT effectonce.refuse_commit()`
+
+const (
+	guardCursor   = "effectonce_guard"
+	closeGuardSQL = "CLOSE " + guardCursor
+)
+
+// claimFlowSQL claims a key for work in phases.
+const claimFlowSQL = `-- idempotency.claim_flow
+WITH claimed AS (
+  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, locked_until, locked_by, request)
+  VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, clock_timestamp() + $6::interval, $7, $8) ON CONFLICT DO NOTHING RETURNING lock_token)
+SELECT ` + fresh + ` UNION ALL SELECT ` + found
+
+// takeFlowSQL takes the lock of a key over that nobody holds: the token that was seen decides between two that try. A holder
+// whose lock ran out has that token until then, and so may one whose claim a server lost: what the taker decided by, the
+// request, what is done and what may be under way, is as it was seen, or no row; the rest is as it is now.
+const takeFlowSQL = `-- idempotency.take_flow
+UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
+  locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + `
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint = $7 AND phases = $8 AND calling IS NOT DISTINCT FROM $9
+RETURNING data, request, sealed, attempts`
+
+const renewSQL = `-- idempotency.renew
+UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND locked_until IS NOT NULL`
+
+// unlockSQL takes the note of a call away that was not done, and of no other: one under the same token, where a server lost a claim,
+// may be under way.
+const unlockSQL = `-- idempotency.unlock
+UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
+  calling = nullif(calling, $7)
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning
+
+// leaveSQL puts a key off that nobody holds, for as long as it is old, at least $6 and at most a hundred times that: so the
+// pause doubles each time, and a version that knows the key's phases finds no attempts used up. One in doubt keeps its error.
+const leaveSQL = `-- idempotency.leave
+UPDATE effectonce.idempotency_keys SET error = coalesce($5, error), retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - created_at), 100 * $6::interval)
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state IN ('running', 'indeterminate')
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
+
+// callingSQL is written before a foreign call that must not be made twice, and not where the phase is done: see advance_key.
+const callingSQL = `-- idempotency.calling
+UPDATE effectonce.idempotency_keys SET calling = $5::text
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND calling IS NULL AND $5 <> ALL (phases)`
+
+// undecidedSQL hands a key to people, with the error of the last attempt.
+const undecidedSQL = `-- idempotency.undecided
+UPDATE effectonce.idempotency_keys SET state = $5::text, error = left(concat_ws('; then: ', error, $6::text), 2000), locked_until = NULL, retry_at = clock_timestamp() + nullif($7::interval, '0')
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning
+
+// advanceSQL and finishSQL raise EO003 where the key is not the caller's any more.
+const (
+	advanceSQL = `-- idempotency.advance
+SELECT effectonce.advance_key($1, $2, $3, $4, $5, $6)`
+	finishSQL = `-- idempotency.finish
+SELECT effectonce.finish_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
+)
+
+// abandonedSQL finds unfinished keys that nobody works on. Those with a request can be driven on without their client.
+const abandonedSQL = `-- idempotency.abandoned
+SELECT scope, key, fingerprint FROM effectonce.idempotency_keys
+WHERE state = 'running' AND operation = $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp())
+ORDER BY coalesce(retry_at, created_at) LIMIT $2`
+
+// undecidedKeysSQL is the work of a reconciler: keys of flows, which alone have locked_by. Work in one transaction is in doubt with
+// effects that it committed by itself, or in another system: nothing that a flow knows, and it has no phase to go on at.
+const undecidedKeysSQL = `-- idempotency.undecided_keys
+SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
+WHERE state = 'indeterminate' AND operation = $1 AND locked_by IS NOT NULL AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
+
+// decidedSQL gives a key back to its phases.
+const decidedSQL = `-- idempotency.decided
+UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, attempts = 0, calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL
+WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isIndeterminate
+
+type flowQueries struct {
+	claim, take, renew, unlock, calling, undecided, advance, finish string
+	abandoned, leave, guard, undecidedKeys, decided                 string
+}
+
+func newFlowQueries(in func(string) string) flowQueries {
+	return flowQueries{
+		claim: in(claimFlowSQL), take: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
+		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
+		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
+	}
+}

@@ -53,9 +53,6 @@ type Config struct {
 	// Fingerprint returns what of the body tells two requests apart; method, path, query and media type count anyway. An
 	// error is answered with 400. Default: Canonical. See Without.
 	Fingerprint func(r *http.Request, body []byte) ([]byte, error)
-	// IgnoreWeakKeys does not look at the keys that clients send. Default: Operation.Logger is warned of weak ones (see
-	// idempotency.Checker), at most once an hour, without any key; none is refused. It looks at the last 64 keys.
-	IgnoreWeakKeys bool
 	// RetryAfter is what clients are told with 503. 1 s to 1 h; default 1 s.
 	RetryAfter time.Duration
 }
@@ -67,7 +64,6 @@ type Middleware struct {
 	cfg   Config
 	keep  map[string]bool
 	log   *slog.Logger
-	weak  *weakKeys // nil: not looked at
 }
 
 // New returns a middleware, or all problems of its configuration at once. It opens no connection; the pool is borrowed,
@@ -96,11 +92,6 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 	op, err := idempotency.New(pool, m.cfg.Operation)
 	if err != nil {
 		problems = append(problems, err)
-	}
-	if !cfg.IgnoreWeakKeys {
-		if m.weak, err = newWeakKeys(m.log); err != nil {
-			problems = append(problems, err)
-		}
 	}
 	if err := errors.Join(problems...); err != nil {
 		return nil, err

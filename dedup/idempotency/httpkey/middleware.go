@@ -62,8 +62,6 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 	case err != nil:
 		refuse(w, ProblemKeyMalformed, 0)
 		return idempotency.Key{}, nil, false
-	case m.weak != nil:
-		m.weak.see(idempotency.Key{Operation: m.cfg.Operation.Operation, Value: value})
 	}
 	body, ok := m.read(w, r)
 	if !ok {

@@ -36,8 +36,9 @@ type Config struct {
 	PassThrough []string
 	// RequestBytesMax is the largest body that is read. 1 byte to 64 MiB; default 1 MiB.
 	RequestBytesMax int
-	// ReadTimeout is how long a body may take; no database connection is held meanwhile. Where the server's ResponseWriter is
-	// wrapped by something without Unwrap, only the server's own timeouts count. 1 ms to 1 h; default 10 s.
+	// ReadTimeout is how long a body may take; no database connection is held meanwhile. It shortens what http.Server.ReadTimeout
+	// allows and never extends it. Where the server's ResponseWriter is wrapped by something without Unwrap, only the server's own
+	// timeouts count. 1 ms to 1 h; default 10 s.
 	ReadTimeout time.Duration
 	// HandlerTimeout is how long claim and handler may take, whether or not the client waits. 1 ms to 1 h; default 30 s.
 	HandlerTimeout time.Duration

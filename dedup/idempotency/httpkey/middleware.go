@@ -8,7 +8,6 @@ import (
 	"maps"
 	"net"
 	"net/http"
-	"os"
 	"slices"
 	"time"
 
@@ -16,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
 )
 
 // Handler executes next once for each key, in one transaction with the key and the response: see Tx. next may run more than
@@ -77,39 +77,20 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 
 // read takes the body within its bounds, or answers why not.
 func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool) {
-	if r.Body == nil {
-		return nil, true
-	}
-	limit := int64(m.cfg.RequestBytesMax)
-	if r.ContentLength > limit {
-		refuse(w, ProblemTooLarge, 0)
-		return nil, false
-	}
-	controller := http.NewResponseController(w)
-	limited := controller.SetReadDeadline(time.Now().Add(m.cfg.ReadTimeout)) == nil
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
-	var large *http.MaxBytesError
+	content, err := bodies.Read(w, r, m.cfg.RequestBytesMax, m.cfg.ReadTimeout)
 	switch {
-	case err == nil:
-		if limited {
-			_ = controller.SetReadDeadline(time.Time{}) // the body is complete: the deadline would only end the connection
-		}
-		if len(body) == 0 && consumed(r) {
-			m.log.ErrorContext(r.Context(), "the body of a request was read before this middleware, which could not tell two requests apart, so it is refused: "+
-				"put the middleware in front of what reads the body")
-			refuse(w, ProblemInternal, 0)
-			return nil, false
-		}
-		return body, true
-	case errors.As(err, &large):
+	case errors.Is(err, bodies.ErrTooLarge):
 		refuse(w, ProblemTooLarge, 0)
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		if r.ProtoMajor == 1 {
-			w.Header().Set("Connection", "close") // the rest of the body still stands in it
-		}
+	case errors.Is(err, bodies.ErrSlow):
 		refuse(w, ProblemReadTimeout, 0)
-	default:
+	case err != nil:
 		refuse(w, ProblemUnreadable, 0)
+	case len(content) == 0 && consumed(r):
+		m.log.ErrorContext(r.Context(), "the body of a request was read before this middleware, which could not tell two requests apart, so it is refused: "+
+			"put the middleware in front of what reads the body")
+		refuse(w, ProblemInternal, 0)
+	default:
+		return content, true
 	}
 	return nil, false
 }

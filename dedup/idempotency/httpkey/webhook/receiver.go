@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"math"
 	"net/http"
-	"os"
 	"strconv"
 	"time"
 
@@ -17,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
 )
 
 // Receiver is the endpoint of one sender. It is safe for concurrent use.
@@ -65,8 +65,6 @@ func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 		w.Header().Set("Retry-After", strconv.Itoa(r.retryAfter(a.Err)))
 	case http.StatusMethodNotAllowed:
 		w.Header().Set("Allow", http.MethodPost)
-	case http.StatusRequestTimeout:
-		w.Header().Set("Connection", "close")
 	case http.StatusNoContent:
 		w.WriteHeader(a.Status)
 		return
@@ -125,27 +123,16 @@ func (r *Receiver) verified(w http.ResponseWriter, request *http.Request) (Event
 
 // read takes the body, within its limits.
 func (r *Receiver) read(w http.ResponseWriter, request *http.Request) ([]byte, error) {
-	limit := int64(r.cfg.BodyBytesMax)
-	if request.ContentLength > limit {
-		return nil, fmt.Errorf("%w: %d bytes: want at most %d", ErrTooLarge, request.ContentLength, limit)
-	}
-	control := http.NewResponseController(w)
-	// Where a middleware's writer hides the connection, http.Server.ReadTimeout is what is left.
-	limited := control.SetReadDeadline(time.Now().Add(r.cfg.ReadMax)) == nil
-	body, err := io.ReadAll(http.MaxBytesReader(w, request.Body, limit))
-	if limited && err == nil {
-		err = control.SetReadDeadline(time.Time{})
-	}
-	var large *http.MaxBytesError
+	content, err := bodies.Read(w, request, r.cfg.BodyBytesMax, r.cfg.ReadMax)
 	switch {
-	case errors.As(err, &large):
-		return nil, fmt.Errorf("%w: want at most %d bytes", ErrTooLarge, limit)
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, fmt.Errorf("%w: %v", ErrSlow, r.cfg.ReadMax)
+	case errors.Is(err, bodies.ErrTooLarge):
+		return nil, fmt.Errorf("%w: want at most %d bytes", ErrTooLarge, r.cfg.BodyBytesMax)
+	case errors.Is(err, bodies.ErrSlow):
+		return nil, fmt.Errorf("%w: %v, or what the server allows", ErrSlow, r.cfg.ReadMax)
 	case err != nil:
 		return nil, fmt.Errorf("%w: read the body: %w", ErrMalformed, err)
 	}
-	return body, nil
+	return content, nil
 }
 
 // once handles an event, together with the claim of its ID.

@@ -43,7 +43,8 @@
 // DefaultOutcome says by the status: 2xx and 3xx are committed and stored; a 4xx that another try would meet again is
 // stored, and what the handler wrote is rolled back; 401, 403, 408, 409, 423, 425, 429 and 5xx store nothing and free the
 // key. A panic rolls back and goes on. Stored are status, body, and the headers of ReplayedHeaders and Config.Headers; cookies and
-// credentials never, nor what a layer outside had set already: it sets its own at a replay. Operation.Seal encrypts headers and bodies.
+// credentials never, nor what a layer outside had set already: it sets its own at a replay. There Vary is what either says, and
+// what a layer outside says about CORS replaces what is stored. Operation.Seal encrypts headers and bodies.
 //
 // What asks other systems does not belong into a transaction: see FlowHandler.
 //
@@ -77,6 +78,6 @@
 // # Caveats
 //
 // Requests are told apart by method, path, query, media type and body. A multipart form that is built anew for a retry has another
-// boundary, and is another request: let the client send the same bytes, or give Config.Fingerprint. Trailers are not sent. Content
-// that the handler encoded is replayed as it was encoded: compress outside.
+// boundary, and is another request: let the client send the same bytes, or give Config.Fingerprint. Trailers and
+// informational responses (1xx) of a handler are not sent. Content that the handler encoded is replayed as it was encoded: compress outside.
 package httpkey

@@ -5,6 +5,9 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -54,6 +57,12 @@ type Config struct {
 	// Fingerprint returns what of the body tells two requests apart; method, path, query and media type count anyway. An
 	// error is answered with 400. Default: Canonical. See Without.
 	Fingerprint func(r *http.Request, body []byte) ([]byte, error)
+	// Describe writes the body of an answer that this package gives instead of the handler's, and says its media type. Status and
+	// headers do not depend on it. Default: ProblemJSON.
+	Describe func(r *http.Request, answer Answer) (contentType string, body []byte)
+	// DocsURL is where clients read how this API wants keys: the Link, of relation describedby, that the draft of the header
+	// recommends with 400, 409 and 422. An absolute URL of http or https; default: no Link.
+	DocsURL string
 	// RetryAfter is what clients are told with 503. 1 s to 1 h; default 1 s.
 	RetryAfter time.Duration
 }
@@ -133,6 +142,12 @@ func (c *Config) check() []error {
 		case neverReplayed(name):
 			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client or one connection"))
 		}
+	}
+	if docs, err := url.Parse(c.DocsURL); c.DocsURL != "" && (err != nil || docs.Host == "" || !slices.Contains([]string{"http", "https"}, docs.Scheme) || strings.ContainsAny(c.DocsURL, "<> ")) {
+		problems = append(problems, bounds.Problem("DocsURL", strconv.Quote(c.DocsURL), "an absolute URL of http or https"))
+	}
+	if c.Describe == nil {
+		c.Describe = ProblemJSON
 	}
 	if c.Outcome == nil {
 		c.Outcome = DefaultOutcome

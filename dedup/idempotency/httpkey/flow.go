@@ -26,7 +26,7 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if e := from(r.Context()); e != nil && e.key.Operation == m.cfg.Operation.Operation {
 			m.log.ErrorContext(r.Context(), "a FlowHandler stands inside of Middleware.Handler, so its requests are refused: take the route out of that one")
-			refuse(w, ProblemInternal, 0)
+			m.refuse(w, r, ProblemInternal, 0)
 			return
 		}
 		key, body, ok := m.take(w, r)
@@ -45,7 +45,7 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 				write(w, final.Response)
 				return
 			case err != nil:
-				refuse(w, ProblemUnreadable, 0)
+				m.refuse(w, r, ProblemUnreadable, 0)
 				return
 			}
 			body = made
@@ -55,7 +55,7 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 		case err != nil:
 			m.failFlow(w, r, key, err)
 		case response.Replayed:
-			replay(w, response)
+			m.replay(w, r, response)
 		default:
 			write(w, response)
 		}
@@ -71,5 +71,5 @@ func (m *Middleware) failFlow(w http.ResponseWriter, r *http.Request, key idempo
 	if describe(kind).Status >= http.StatusInternalServerError {
 		m.log.ErrorContext(r.Context(), "a flow did not come to its end", "key", key, "problem", kind, "error", err)
 	}
-	refuse(w, kind, retryAfter)
+	m.refuse(w, r, kind, retryAfter)
 }

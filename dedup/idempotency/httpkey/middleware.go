@@ -2,6 +2,7 @@ package httpkey
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -41,7 +42,7 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 	scope, err := m.scope(r)
 	switch {
 	case errors.Is(err, ErrUnauthenticated):
-		refuse(w, ProblemUnauthenticated, 0)
+		m.refuse(w, r, ProblemUnauthenticated, 0)
 		return idempotency.Key{}, nil, false
 	case err == nil:
 		key := idempotency.Key{Scope: scope, Operation: m.cfg.Operation.Operation, Value: "-"}
@@ -49,7 +50,7 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 	}
 	if err != nil {
 		m.log.ErrorContext(r.Context(), "the scope of a request is not known, so it is refused", "error", err)
-		refuse(w, ProblemInternal, 0)
+		m.refuse(w, r, ProblemInternal, 0)
 		return idempotency.Key{}, nil, false
 	}
 	value, err := ParseKey(r.Header)
@@ -57,10 +58,10 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 	case errors.Is(err, ErrNoKey) && m.cfg.Optional:
 		value = idempotency.NewKey()
 	case errors.Is(err, ErrNoKey):
-		refuse(w, ProblemKeyMissing, 0)
+		m.refuse(w, r, ProblemKeyMissing, 0)
 		return idempotency.Key{}, nil, false
 	case err != nil:
-		refuse(w, ProblemKeyMalformed, 0)
+		m.refuse(w, r, ProblemKeyMalformed, 0)
 		return idempotency.Key{}, nil, false
 	}
 	body, ok := m.read(w, r)
@@ -69,7 +70,7 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 	}
 	fingerprint, err := m.fingerprint(r, body)
 	if err != nil {
-		refuse(w, ProblemUnreadable, 0)
+		m.refuse(w, r, ProblemUnreadable, 0)
 		return idempotency.Key{}, nil, false
 	}
 	return idempotency.Key{Scope: scope, Operation: m.cfg.Operation.Operation, Value: value, Fingerprint: fingerprint}, body, true
@@ -80,15 +81,15 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 	content, err := bodies.Read(w, r, m.cfg.RequestBytesMax, m.cfg.ReadTimeout)
 	switch {
 	case errors.Is(err, bodies.ErrTooLarge):
-		refuse(w, ProblemTooLarge, 0)
+		m.refuse(w, r, ProblemTooLarge, 0)
 	case errors.Is(err, bodies.ErrSlow):
-		refuse(w, ProblemReadTimeout, 0)
+		m.refuse(w, r, ProblemReadTimeout, 0)
 	case err != nil:
-		refuse(w, ProblemUnreadable, 0)
+		m.refuse(w, r, ProblemUnreadable, 0)
 	case len(content) == 0 && consumed(r):
 		m.log.ErrorContext(r.Context(), "the body of a request was read before this middleware, which could not tell two requests apart, so it is refused: "+
 			"put the middleware in front of what reads the body")
-		refuse(w, ProblemInternal, 0)
+		m.refuse(w, r, ProblemInternal, 0)
 	default:
 		return content, true
 	}
@@ -140,7 +141,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	case err != nil:
 		m.fail(w, r, key, err, started || r.Context().Err() == nil)
 	case stored.Replayed:
-		replay(w, stored)
+		m.replay(w, r, stored)
 	case answered.Status != 0 && same(stored, kept):
 		first(w, answered)
 	default: // what Fail, Config.Operation.Failed or misuse of the transaction made the outcome
@@ -211,12 +212,18 @@ func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotenc
 		}
 		m.log.ErrorContext(r.Context(), text, "key", key, "problem", kind, "error", err)
 	}
-	refuse(w, kind, retryAfter)
+	m.refuse(w, r, kind, retryAfter)
 }
 
 func (m *Middleware) problem(err error) (Problem, time.Duration) {
 	var busy *idempotency.InProgressError
+	var crowded *idempotency.CrowdedError
+	var quota *idempotency.QuotaError
 	switch {
+	case errors.As(err, &crowded):
+		return ProblemTooManyWaiting, cmp.Or(crowded.RetryAfter, m.cfg.RetryAfter)
+	case errors.As(err, &quota):
+		return ProblemTooManyKeys, cmp.Or(quota.RetryAfter, m.cfg.RetryAfter)
 	case errors.As(err, &busy):
 		return ProblemKeyInProgress, busy.RetryAfter
 	case errors.Is(err, idempotency.ErrInProgress), errors.Is(err, idempotency.ErrLockLost):

@@ -33,7 +33,7 @@ func first(w http.ResponseWriter, response idempotency.Response) {
 }
 
 // replay sends what is stored. Caches must not take it for an answer to somebody else.
-func replay(w http.ResponseWriter, response idempotency.Response) {
+func (m *Middleware) replay(w http.ResponseWriter, r *http.Request, response idempotency.Response) {
 	header := w.Header()
 	header.Set(replayedHeader, "true")
 	header.Set("Cache-Control", "no-store")
@@ -44,7 +44,7 @@ func replay(w http.ResponseWriter, response idempotency.Response) {
 		headers.Add(header, response.Header)
 		gone := describe(ProblemResponseDropped)
 		gone.Outcome = response.Status
-		send(w, gone, 0)
+		m.send(w, r, gone)
 		return
 	}
 	write(w, response)

@@ -61,7 +61,7 @@ func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 		text = refused
 	}
 	switch a.Status {
-	case http.StatusConflict, http.StatusServiceUnavailable:
+	case http.StatusConflict, http.StatusTooManyRequests, http.StatusServiceUnavailable:
 		w.Header().Set("Retry-After", strconv.Itoa(r.retryAfter(a.Err)))
 	case http.StatusMethodNotAllowed:
 		w.Header().Set("Allow", http.MethodPost)
@@ -187,8 +187,13 @@ func (r *Receiver) fresh(ctx context.Context, tx pgx.Tx, signed time.Time) error
 	return nil
 }
 
-// statusOf is 5xx, or 409, for what another delivery of the event could mend.
+// statusOf is 409, 429 or 5xx where another delivery of the event may succeed.
 func statusOf(err error) int {
+	var crowded *idempotency.CrowdedError
+	var quota *idempotency.QuotaError
+	if errors.As(err, &crowded) || errors.As(err, &quota) {
+		return http.StatusTooManyRequests
+	}
 	for _, known := range []struct {
 		err    error
 		status int
@@ -210,12 +215,19 @@ func statusOf(err error) int {
 }
 
 func (r *Receiver) retryAfter(err error) int {
-	after := r.cfg.RetryAfter
+	var after time.Duration
 	var busy *idempotency.InProgressError
-	if errors.As(err, &busy) {
+	var crowded *idempotency.CrowdedError
+	var quota *idempotency.QuotaError
+	switch {
+	case errors.As(err, &busy):
 		after = busy.RetryAfter
+	case errors.As(err, &crowded):
+		after = crowded.RetryAfter
+	case errors.As(err, &quota):
+		after = quota.RetryAfter
 	}
-	return max(1, int(math.Ceil(after.Seconds())))
+	return max(1, int(math.Ceil(cmp.Or(after, r.cfg.RetryAfter).Seconds())))
 }
 
 // log tells of what is not handled: strangers' deliveries quietly, since they decide how many there are.

@@ -3,15 +3,16 @@ package httpkey
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/bounds"
 )
 
 // FlowHandler is an endpoint whose work is in phases, because it asks other systems: it claims the key and answers with the
-// flow's outcome, as Middleware.Handler does with a transaction's. Make the flow with m.Operation(); a second flow
-// wants a Middleware with an operation of another name: see idempotency.NewFlow. Give only headers to Step.Finish that may be
-// shown again.
+// flow's outcome, as Middleware.Handler does with a transaction's. Make the flow with m.Operation(); a second flow wants an
+// operation of another name: see Middleware.For. Give only headers to Step.Finish that may be shown again.
 //
 // request makes of a request, whose body is read already, what the phases get; nil: the body. Nothing is stored yet: an
 // error is answered with 400, or with the response of an idempotency.Final. A failure of a phase is answered with 503 and
@@ -22,7 +23,21 @@ import (
 //
 // It must not stand inside of the Handler of a Middleware of the same operation, where it would wait for the key that the
 // request's own transaction holds: such a request is refused with 500.
-func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) http.Handler {
+//
+// The error has all problems at once: a flow of another operation, and a FlowConfig.CallMax that is not less than
+// Config.HandlerTimeout, which would cut its calls.
+func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) (http.Handler, error) {
+	var problems []error
+	if flow.Operation() != m.op {
+		problems = append(problems, fmt.Errorf("flow is of operation %q: want one that is made with the Operation of this Middleware, %q",
+			flow.Operation().Config().Operation, m.cfg.Operation.Operation))
+	}
+	if callMax := flow.Config().CallMax; callMax >= m.cfg.HandlerTimeout {
+		problems = append(problems, bounds.Problem("FlowConfig.CallMax", callMax, fmt.Sprintf("less than Config.HandlerTimeout, %v, which ends a call", m.cfg.HandlerTimeout)))
+	}
+	if err := errors.Join(problems...); err != nil {
+		return nil, err
+	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if e := from(r.Context()); e != nil && e.key.Operation == m.cfg.Operation.Operation {
 			m.log.ErrorContext(r.Context(), "a FlowHandler stands inside of Middleware.Handler, so its requests are refused: take the route out of that one")
@@ -59,7 +74,7 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 		default:
 			write(w, response)
 		}
-	})
+	}), nil
 }
 
 // failFlow answers for a flow that stopped. What a phase returned is no verdict: the flow can be resumed.

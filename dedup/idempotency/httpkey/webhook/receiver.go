@@ -17,6 +17,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
+	"github.com/effectonce/effectonce/internal/bounds"
 )
 
 // Receiver is the endpoint of one sender. It is safe for concurrent use.
@@ -37,6 +38,8 @@ func New(pool *pgxpool.Pool, cfg Config, handle Handler) (*Receiver, error) {
 	events, err := idempotency.New(pool, cfg.Idempotency)
 	if err != nil {
 		problems = append(problems, fmt.Errorf("%s: %w", "Idempotency", err))
+	} else if wait := events.Config().WaitMax; wait >= cfg.HandleMax {
+		problems = append(problems, bounds.Problem("HandleMax", cfg.HandleMax, fmt.Sprintf("more than Idempotency.WaitMax, %v", wait)))
 	}
 	if err := errors.Join(problems...); err != nil {
 		return nil, err

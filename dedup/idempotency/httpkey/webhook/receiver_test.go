@@ -501,7 +501,7 @@ func TestHandlerIsEnded(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	slow := true
-	r := newReceiver(t, pool, webhook.Config{HandleMax: 200 * time.Millisecond}, func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
+	r := newReceiver(t, pool, webhook.Config{HandleMax: 200 * time.Millisecond, Idempotency: idempotency.Config{WaitMax: time.Millisecond}}, func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
 		if slow {
 			slow = false
 			<-ctx.Done()

@@ -50,9 +50,10 @@
 //
 // # What this package answers itself
 //
-// Problems of RFC 9457, each with a type of its own: see Problem, and Config.Describe for another form. 409 with Retry-After says that the key is being worked on,
-// 409 without that a person has to decide, 422 that the key belongs to another request, 503 that the same key may be
-// tried again, and 429 that too much of this caller waits or is kept already. 410 says that the request was executed, and its response was too large to be kept.
+// Problems of RFC 9457, each with a type of its own: see Problem, and Config.Describe for another form. 409 with Retry-After
+// says that the key is being worked on, 409 without that a person has to decide, 422 that the key belongs to another request,
+// 429 that too much of this caller waits or is kept already, 503 that the same key may be tried again. 410 says that the
+// request was executed, and its response was too large to be kept.
 //
 // What becomes of each kind of bad request, and of one whose client or server goes away, is a table in docs/operations.md.
 //

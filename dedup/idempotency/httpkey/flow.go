@@ -28,9 +28,8 @@ import (
 // Config.HandlerTimeout, which would cut its calls.
 func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) (http.Handler, error) {
 	var problems []error
-	if flow.Operation() != m.op {
-		problems = append(problems, fmt.Errorf("flow is of operation %q: want one that is made with the Operation of this Middleware, %q",
-			flow.Operation().Config().Operation, m.cfg.Operation.Operation))
+	if ours, its := m.op.Config(), flow.Operation().Config(); ours.Operation != its.Operation || ours.Schema != its.Schema {
+		problems = append(problems, fmt.Errorf("flow is of operation %q in schema %q: want one of this Middleware's Operation, %q in %q", its.Operation, its.Schema, ours.Operation, ours.Schema))
 	}
 	if callMax := flow.Config().CallMax; callMax >= m.cfg.HandlerTimeout {
 		problems = append(problems, bounds.Problem("FlowConfig.CallMax", callMax, fmt.Sprintf("less than Config.HandlerTimeout, %v, which ends a call", m.cfg.HandlerTimeout)))

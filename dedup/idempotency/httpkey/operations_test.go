@@ -82,6 +82,6 @@ func TestTimeLimitsAgree(t *testing.T) {
 	}
 	m := newMiddleware(t, pool, httpkey.Config{})
 	_, err := httpkey.FlowHandler(m, shipped(t, m.For("ship"), idempotency.FlowConfig[charge]{CallMax: time.Hour}), nil)
-	require.ErrorContains(t, err, `flow is of operation "ship": want one that is made with the Operation of this Middleware, "api"`)
+	require.ErrorContains(t, err, `flow is of operation "ship" in schema "effectonce": want one of this Middleware's Operation, "api" in "effectonce"`)
 	require.ErrorContains(t, err, "FlowConfig.CallMax 1h0m0s", "all problems at once")
 }

@@ -46,7 +46,7 @@
 // credentials never, nor what a layer outside had set already: it sets its own at a replay. There Vary is what either says, and
 // what a layer outside says about CORS replaces what is stored. Operation.Seal encrypts headers and bodies.
 //
-// What asks other systems does not belong into a transaction: see FlowHandler.
+// What asks other systems does not belong into a transaction: see FlowHandler, and AcceptHandler for what takes long.
 //
 // # What this package answers itself
 //

@@ -39,18 +39,8 @@ func (m *Middleware) Handler(next http.Handler) http.Handler {
 
 // take reads key and body before any SQL, or answers why not.
 func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.Key, []byte, bool) {
-	scope, err := m.scope(r)
-	switch {
-	case errors.Is(err, ErrUnauthenticated):
-		m.refuse(w, r, ProblemUnauthenticated, 0)
-		return idempotency.Key{}, nil, false
-	case err == nil:
-		key := idempotency.Key{Scope: scope, Operation: m.cfg.Operation.Operation, Value: "-"}
-		err = key.Validate()
-	}
-	if err != nil {
-		m.log.ErrorContext(r.Context(), "the scope of a request is not known, so it is refused", "error", err)
-		m.refuse(w, r, ProblemInternal, 0)
+	scope, ok := m.principal(w, r)
+	if !ok {
 		return idempotency.Key{}, nil, false
 	}
 	value, err := ParseKey(r.Header)
@@ -74,6 +64,23 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 		return idempotency.Key{}, nil, false
 	}
 	return idempotency.Key{Scope: scope, Operation: m.cfg.Operation.Operation, Value: value, Fingerprint: fingerprint}, body, true
+}
+
+// principal is the scope of a request, or answers why there is none.
+func (m *Middleware) principal(w http.ResponseWriter, r *http.Request) (string, bool) {
+	scope, err := m.scope(r)
+	switch {
+	case errors.Is(err, ErrUnauthenticated):
+		m.refuse(w, r, ProblemUnauthenticated, 0)
+		return "", false
+	case err == nil:
+		err = m.op.Key(scope, "-", idempotency.Fingerprint{}).Validate()
+	}
+	if err != nil {
+		m.log.ErrorContext(r.Context(), "the scope of a request is not known, so it is refused", "error", err)
+		m.refuse(w, r, ProblemInternal, 0)
+	}
+	return scope, err == nil
 }
 
 // read takes the body within its bounds, or answers why not.

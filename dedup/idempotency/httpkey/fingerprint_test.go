@@ -3,10 +3,12 @@ package httpkey_test
 import (
 	"fmt"
 	"net/http"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 )
 
@@ -96,4 +98,78 @@ func TestRetryWithAnotherTimeIsReplayed(t *testing.T) {
 	require.Equal(t, 201, ask(`{"amount":9007199254740993,"sent_at":1}`).status)
 	require.True(t, ask(`{"sent_at":2, "amount":9007199254740993}`).replayed())
 	requireProblem(t, ask(`{"amount":9007199254740992,"sent_at":1}`), 422, httpkey.ProblemKeyReused)
+}
+
+// fingerprints returns what a middleware makes of requests, as a handler sees it.
+func fingerprints(t *testing.T, cfg httpkey.Config) func(method, target, media, body string) string {
+	t.Helper()
+	s := serve(t, newMiddleware(t, newPool(t), cfg).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		_, _ = fmt.Fprintf(w, "%x", httpkey.Key(r).Fingerprint)
+	})))
+	return func(method, target, media, body string) string {
+		a, err := s.ask(t.Context(), method, target, idempotency.NewKey(), body, "Content-Type", media)
+		require.NoError(t, err)
+		require.Equal(t, http.StatusOK, a.status, a.body)
+		return a.body
+	}
+}
+
+// Property: the default fingerprint of ordinary requests is the one that releases before this one stored: another one would answer
+// each retry of a request that the other release executed with 422.
+func TestFingerprintIsThatOfOlderReleases(t *testing.T) {
+	t.Parallel()
+	ask := fingerprints(t, httpkey.Config{})
+	const json = "application/json"
+	for _, c := range []struct{ method, target, media, body, want string }{
+		{
+			"POST", "/orders", json, `{"b": 2, "a": {"y": [1, {"d": null, "c": "x"}], "x": true}}`,
+			"a5a2ae3e5f98627ca7e5d6e464d4aea57f5d8842e2ca2a335ffb42cca91d48f4",
+		},
+		{
+			"POST", "/orders", json, `{"amount":9007199254740993,"rate":1.10,"note":"\u00e9\u20ac \/ \ud83d\ude00"}`,
+			"7db7a63ed5a3cd36d86576e052934e0deb9b70d3c6b863d8dc6f663871cb9324",
+		},
+		{
+			"POST", "/orders", "application/vnd.api+json; charset=utf-8", `[{"b":1,"a":2},{"b":1,"a":2}]`,
+			"c914d4894e3850a8df8fe90dc799992fcef5c2f030d1e3d87cd73fb98ba3dcab",
+		},
+		{
+			"POST", "/orders", json, `{"a":1,"a":2}`,
+			"e5960603088a58f614d2e2a793df1fa09b3905150813469cef598a77a2bfab8c",
+		},
+		{
+			"POST", "/orders", json, `{"a":1`,
+			"a279bfd4cf5a7fbd4daf38c2a0aa42f1d9738fd29400415a95066b0567a52d8f",
+		},
+		{
+			"POST", "/orders", json, "{\"a\":\"\xff\"}",
+			"e6da0408ae6d058a40f7b6b209df487fbaa7126e4dafa66f409d1c394d4347a8",
+		},
+		{
+			"POST", "/orders", json, strings.Repeat(`{"b":1,"a":`, 64) + "1" + strings.Repeat("}", 64),
+			"9fa98458db6a0fc08470da162e244d75e561fcc1a2675a60f81f4dab60622a25",
+		},
+		{
+			"POST", "/orders", json, ``,
+			"b9a3d945d879717904b99a943e69af8981b13fb25a6156986c1cf866ab2ef6c0",
+		},
+		{
+			"POST", "/orders", "text/plain", `{"b":1, "a":2}`,
+			"962df9d8f2829b7db8e010592f7d56b4843112f04baf068cbecb0f5b7a716eb1",
+		},
+		{
+			"POST", "/a%2Fb/%7Ec?b=2&a=1&b=%31&&c", "text/plain", "x",
+			"3dab229d57175a545c542be0ce90d84c5cd8209f6bc5cb4e1b76c6be32751203",
+		},
+		{
+			"PATCH", "/orders/7?x", "application/merge-patch+json", `{"Name":null,"other":"name"}`,
+			"3723cd026295aba9c832f2ca3ecec2902315aa6ec879c56aec3753e8caaa6a03",
+		},
+		{
+			"POST", "/orders", "multipart/form-data; boundary=x", "--x\r\n",
+			"e7f92a2fa334f226bde6b4953e7a69e4dab6932d87324a5972c60117cafe0884",
+		},
+	} {
+		require.Equal(t, c.want, ask(c.method, c.target, c.media, c.body), "%s %s %s %.100s", c.method, c.target, c.media, c.body)
+	}
 }

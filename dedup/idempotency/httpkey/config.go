@@ -53,6 +53,13 @@ type Config struct {
 	// Fingerprint returns what of the body tells two requests apart; method, path, query and media type count anyway. An
 	// error is answered with 400. Default: Canonical. See Without.
 	Fingerprint func(r *http.Request, body []byte) ([]byte, error)
+	// JSONDepthMax is how deep arrays and objects of a JSON body may lie in each other; a deeper one is answered with 400,
+	// ProblemTooDeep, before any SQL. 1 to 1000; default 64.
+	JSONDepthMax int
+	// Query reports whether parameters of a name count in the fingerprint; those that do count as they are written, in their order.
+	// One that does not count must have no effect. Default: the whole query counts. To change it has retries of requests that
+	// were executed before answered with 422, where their query had what counts no more, or counts again.
+	Query func(name string) bool
 	// RetryAfter is what clients are told with 503. 1 s to 1 h; default 1 s.
 	RetryAfter time.Duration
 }
@@ -112,6 +119,7 @@ func (c *Config) check() []error {
 	)
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "RequestBytesMax", Value: &c.RequestBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
+		bounds.Int{Field: "JSONDepthMax", Value: &c.JSONDepthMax, Default: 64, Min: 1, Max: 1000},
 		bounds.Int{Field: "BufferBytesMax", Value: &c.BufferBytesMax, Default: max(8<<20, c.Operation.ResponseBytesMax), Min: 1, Max: 1 << 30},
 	)...)
 	if c.BufferBytesMax < c.Operation.ResponseBytesMax {

@@ -68,7 +68,11 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 		return idempotency.Key{}, nil, false
 	}
 	fingerprint, err := m.fingerprint(r, body)
-	if err != nil {
+	switch {
+	case errors.Is(err, errTooDeep):
+		refuse(w, ProblemTooDeep, 0)
+		return idempotency.Key{}, nil, false
+	case err != nil:
 		refuse(w, ProblemUnreadable, 0)
 		return idempotency.Key{}, nil, false
 	}
@@ -94,8 +98,8 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 		if limited {
 			_ = controller.SetReadDeadline(time.Time{}) // the body is complete: the deadline would only end the connection
 		}
-		if len(body) == 0 && consumed(r) {
-			m.log.ErrorContext(r.Context(), "the body of a request was read before this middleware, which could not tell two requests apart, so it is refused: "+
+		if consumed(r, len(body)) {
+			m.log.ErrorContext(r.Context(), "the body of a request, or a part of it, was read before this middleware, which could not tell two requests apart, so it is refused: "+
 				"put the middleware in front of what reads the body")
 			refuse(w, ProblemInternal, 0)
 			return nil, false
@@ -114,9 +118,15 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 	return nil, false
 }
 
-// consumed tells that a layer outside has read a body of which nothing is left. A form of the query alone is none of it.
-func consumed(r *http.Request) bool {
-	return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
+// consumed reports whether a layer outside has read a body of which left bytes are left: a form of the query alone is none of it. A
+// body that was encoded, and which a layer outside has decoded, may be shorter than the request says. Of one in chunks that was
+// read, and not parsed as a form, nothing is to be seen.
+func consumed(r *http.Request, left int) bool {
+	if left == 0 {
+		return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
+	}
+	decoded := r.Header.Get("Content-Encoding") != "" || r.Header.Get("Content-Length") == ""
+	return r.ContentLength > int64(left) && !decoded
 }
 
 // serve executes the request and answers it.

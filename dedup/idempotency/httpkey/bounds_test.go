@@ -30,11 +30,12 @@ func TestNewReportsAllProblems(t *testing.T) {
 	_, err := httpkey.New(nil, nil, httpkey.Config{
 		Operation:       idempotency.Config{ResponseBytesMax: 100},
 		PassThrough:     []string{"get", ""},
+		PassWithoutKey:  []string{"put"},
 		RequestBytesMax: -1, JSONDepthMax: 1001, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99, RetryAfter: time.Millisecond,
 		Headers: []string{"X-Good", "set-cookie", "Date", "bad name"},
 	})
 	for _, part := range []string{
-		"scope is nil", "pool is nil", "Operation", `PassThrough "get"`, `PassThrough ""`, "RequestBytesMax -1", "JSONDepthMax 1001", "ReadTimeout -1ns",
+		"scope is nil", "pool is nil", "Operation", `PassThrough "get"`, `PassThrough ""`, `PassWithoutKey "put"`, "RequestBytesMax -1", "JSONDepthMax 1001", "ReadTimeout -1ns",
 		"HandlerTimeout 2h0m0s", "BufferBytesMax 99", "RetryAfter 1ms", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
 	} {
 		require.ErrorContains(t, err, part)
@@ -422,6 +423,6 @@ func TestNoTransactionWithoutMiddleware(t *testing.T) {
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
 	require.NoError(t, err)
 	for _, use := range []func(){func() { httpkey.Tx(r) }, func() { httpkey.Key(r) }, func() { httpkey.Fail(r, io.EOF) }} {
-		require.PanicsWithValue(t, "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough", use)
+		require.PanicsWithValue(t, "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough and Config.PassWithoutKey", use)
 	}
 }

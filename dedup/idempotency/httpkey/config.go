@@ -31,9 +31,13 @@ type Config struct {
 	// Optional lets requests without a key in. They get one that nobody else knows, so that the handler has its
 	// transaction all the same. Default: 400.
 	Optional bool
-	// PassThrough are the methods that need no key, and get neither transaction nor replay. Default GET, HEAD, OPTIONS,
-	// TRACE, PUT and DELETE, which HTTP defines as idempotent. A handler of these that is not, wants them left out here.
+	// PassThrough are the methods whose keys are not looked at, and that get neither transaction nor replay. Default GET, HEAD,
+	// OPTIONS and TRACE, which change nothing.
 	PassThrough []string
+	// PassWithoutKey are the methods that pass through in the same way where they come without a key: with one, which a client sends
+	// because it counts on it, they are executed once, as any other. Default PUT and DELETE, which HTTP defines as idempotent. Empty
+	// and not nil: none. A handler that calls Tx wants its methods left out of both.
+	PassWithoutKey []string
 	// RequestBytesMax is the largest body that is read. 1 byte to 64 MiB; default 1 MiB.
 	RequestBytesMax int
 	// ReadTimeout is how long a body may take; no database connection is held meanwhile. Where the server's ResponseWriter is
@@ -126,11 +130,16 @@ func (c *Config) check() []error {
 		problems = append(problems, bounds.Problem("BufferBytesMax", c.BufferBytesMax, fmt.Sprintf("at least Operation.ResponseBytesMax, %d", c.Operation.ResponseBytesMax)))
 	}
 	if c.PassThrough == nil {
-		c.PassThrough = []string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace, http.MethodPut, http.MethodDelete}
+		c.PassThrough = []string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace}
 	}
-	for _, method := range c.PassThrough {
-		if !isName(method) || method != strings.ToUpper(method) {
-			problems = append(problems, bounds.Problem("PassThrough", fmt.Sprintf("%q", method), "a method in capitals"))
+	if c.PassWithoutKey == nil {
+		c.PassWithoutKey = []string{http.MethodPut, http.MethodDelete}
+	}
+	for field, methods := range map[string][]string{"PassThrough": c.PassThrough, "PassWithoutKey": c.PassWithoutKey} {
+		for _, method := range methods {
+			if !isName(method) || method != strings.ToUpper(method) {
+				problems = append(problems, bounds.Problem(field, fmt.Sprintf("%q", method), "a method in capitals"))
+			}
 		}
 	}
 	for _, name := range c.Headers {

@@ -46,6 +46,9 @@
 // credentials never, nor what a layer outside had set already: it sets its own at a replay. There Vary is what either says, and
 // what a layer outside says about CORS replaces what is stored. Operation.Seal encrypts headers and bodies.
 //
+// POST and PATCH need a key. PUT and DELETE pass through without one, and are executed once with one; GET, HEAD, OPTIONS and TRACE
+// pass through: see Config.PassThrough and Config.PassWithoutKey.
+//
 // What asks other systems does not belong into a transaction: see FlowHandler.
 //
 // # What this package answers itself

@@ -25,8 +25,9 @@ import (
 // Put it behind authentication, so that a caller who lost his rights gets no replay, and before whatever reads the body.
 func (m *Middleware) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		keyless := len(r.Header.Values(keyHeader)) == 0 && slices.Contains(m.cfg.PassWithoutKey, r.Method)
 		// Inside of another middleware, which has the key already, this one would wait for it.
-		if slices.Contains(m.cfg.PassThrough, r.Method) || from(r.Context()) != nil {
+		if keyless || slices.Contains(m.cfg.PassThrough, r.Method) || from(r.Context()) != nil {
 			next.ServeHTTP(w, r)
 			return
 		}

@@ -35,9 +35,13 @@ type Config struct {
 	// Optional lets requests without a key in. They get one that nobody else knows, so that the handler has its
 	// transaction all the same. Default: 400.
 	Optional bool
-	// PassThrough are the methods that need no key, and get neither transaction nor replay. Default GET, HEAD, OPTIONS,
-	// TRACE, PUT and DELETE, which HTTP defines as idempotent. A handler of these that is not, wants them left out here.
+	// PassThrough are the methods whose keys are not looked at, and that get neither transaction nor replay. Default GET, HEAD,
+	// OPTIONS and TRACE, which change nothing.
 	PassThrough []string
+	// PassWithoutKey are the methods that pass through in the same way where they come without a key: with one, which a client sends
+	// because it counts on it, they are executed once, as any other. Default PUT and DELETE, which HTTP defines as idempotent. Empty
+	// and not nil: none. A handler that calls Tx wants its methods left out of both.
+	PassWithoutKey []string
 	// RequestBytesMax is the largest body that is read. 1 byte to 64 MiB; default 1 MiB.
 	RequestBytesMax int
 	// ReadTimeout is how long a body may take; no database connection is held meanwhile. It shortens what http.Server.ReadTimeout
@@ -59,6 +63,13 @@ type Config struct {
 	// Fingerprint returns what of the body tells two requests apart; method, path, query and media type count anyway. An
 	// error is answered with 400. Default: Canonical. See Without.
 	Fingerprint func(r *http.Request, body []byte) ([]byte, error)
+	// JSONDepthMax is how deep arrays and objects of a JSON body may lie in each other; a deeper one is answered with 400,
+	// ProblemTooDeep, before any SQL. 1 to 1000; default 64.
+	JSONDepthMax int
+	// Query reports whether parameters of a name count in the fingerprint; those that do count as they are written, in their order.
+	// One that does not count must have no effect. Default: the whole query counts. To change it has retries of requests that
+	// were executed before answered with 422, where their query had what counts no more, or counts again.
+	Query func(name string) bool
 	// Describe writes the body of an answer that this package gives instead of the handler's, and says its media type. Status and
 	// headers do not depend on it. Default: ProblemJSON.
 	Describe func(r *http.Request, answer Answer) (contentType string, body []byte)
@@ -155,17 +166,23 @@ func (c *Config) check() []error {
 	)
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "RequestBytesMax", Value: &c.RequestBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
+		bounds.Int{Field: "JSONDepthMax", Value: &c.JSONDepthMax, Default: 64, Min: 1, Max: 1000},
 		bounds.Int{Field: "BufferBytesMax", Value: &c.BufferBytesMax, Default: max(8<<20, c.Operation.ResponseBytesMax), Min: 1, Max: 1 << 30},
 	)...)
 	if c.BufferBytesMax < c.Operation.ResponseBytesMax {
 		problems = append(problems, bounds.Problem("BufferBytesMax", c.BufferBytesMax, fmt.Sprintf("at least Operation.ResponseBytesMax, %d", c.Operation.ResponseBytesMax)))
 	}
 	if c.PassThrough == nil {
-		c.PassThrough = []string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace, http.MethodPut, http.MethodDelete}
+		c.PassThrough = []string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace}
 	}
-	for _, method := range c.PassThrough {
-		if !isName(method) || method != strings.ToUpper(method) {
-			problems = append(problems, bounds.Problem("PassThrough", fmt.Sprintf("%q", method), "a method in capitals"))
+	if c.PassWithoutKey == nil {
+		c.PassWithoutKey = []string{http.MethodPut, http.MethodDelete}
+	}
+	for field, methods := range map[string][]string{"PassThrough": c.PassThrough, "PassWithoutKey": c.PassWithoutKey} {
+		for _, method := range methods {
+			if !isName(method) || method != strings.ToUpper(method) {
+				problems = append(problems, bounds.Problem(field, fmt.Sprintf("%q", method), "a method in capitals"))
+			}
 		}
 	}
 	for _, name := range c.Headers {

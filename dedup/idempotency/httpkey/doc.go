@@ -46,6 +46,9 @@
 // credentials never, nor what a layer outside had set already: it sets its own at a replay. There Vary is what either says, and
 // what a layer outside says about CORS replaces what is stored. Operation.Seal encrypts headers and bodies.
 //
+// POST and PATCH need a key. PUT and DELETE pass through without one, and are executed once with one; GET, HEAD, OPTIONS and TRACE
+// pass through: see Config.PassThrough and Config.PassWithoutKey.
+//
 // What asks other systems does not belong into a transaction: see FlowHandler, and AcceptHandler for what takes long.
 //
 // # What this package answers itself
@@ -61,8 +64,8 @@
 //
 // Behind authentication: a caller who lost his rights must get its 401, not a replay, and the scope is whom it let in. Let
 // the scope be the principal where callers of one tenant must not see each other's answers. In front of
-// everything that reads the body: a request whose body is gone is refused with 500, if it said
-// how long it was or was parsed as a form. Inside of what compresses, logs or measures: the
+// everything that reads the body: a request whose body, or a part of it, is gone is refused with 500, if it said
+// how long it was or was parsed as a form. Of one in chunks nothing is to be seen. Inside of what compresses, logs or measures: the
 // whole response comes at once. What recovers panics belongs outside, too: recovered inside, a panic behind the answer commits half
 // of the work, where no status of 400 or more is written then. A handler cannot stream: see ErrStreaming.
 //
@@ -78,7 +81,7 @@
 //
 // # Caveats
 //
-// Requests are told apart by method, path, query, media type and body. A multipart form that is built anew for a retry has another
+// Requests are told apart by method, path, query (see Config.Query), media type and body. A multipart form that is built anew for a retry has another
 // boundary, and is another request: let the client send the same bytes, or give Config.Fingerprint. Trailers and
 // informational responses (1xx) of a handler are not sent. Content that the handler encoded is replayed as it was encoded: compress outside.
 package httpkey

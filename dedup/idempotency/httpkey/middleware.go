@@ -26,8 +26,9 @@ import (
 // Put it behind authentication, so that a caller who lost his rights gets no replay, and before whatever reads the body.
 func (m *Middleware) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		keyless := len(r.Header.Values(keyHeader)) == 0 && slices.Contains(m.cfg.PassWithoutKey, r.Method)
 		// Inside of another middleware, which has the key already, this one would wait for it.
-		if slices.Contains(m.cfg.PassThrough, r.Method) || from(r.Context()) != nil {
+		if keyless || slices.Contains(m.cfg.PassThrough, r.Method) || from(r.Context()) != nil {
 			next.ServeHTTP(w, r)
 			return
 		}
@@ -59,7 +60,11 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 		return idempotency.Key{}, nil, false
 	}
 	fingerprint, err := m.fingerprint(r, body)
-	if err != nil {
+	switch {
+	case errors.Is(err, errTooDeep):
+		m.refuse(w, r, ProblemTooDeep, 0)
+		return idempotency.Key{}, nil, false
+	case err != nil:
 		m.refuse(w, r, ProblemUnreadable, 0)
 		return idempotency.Key{}, nil, false
 	}
@@ -93,8 +98,8 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 		m.refuse(w, r, ProblemReadTimeout, 0)
 	case err != nil:
 		m.refuse(w, r, ProblemUnreadable, 0)
-	case len(content) == 0 && consumed(r):
-		m.log.ErrorContext(r.Context(), "the body of a request was read before this middleware, which could not tell two requests apart, so it is refused: "+
+	case consumed(r, len(content)):
+		m.log.ErrorContext(r.Context(), "the body of a request, or a part of it, was read before this middleware, which could not tell two requests apart, so it is refused: "+
 			"put the middleware in front of what reads the body")
 		m.refuse(w, r, ProblemInternal, 0)
 	default:
@@ -103,9 +108,15 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 	return nil, false
 }
 
-// consumed tells that a layer outside has read a body of which nothing is left. A form of the query alone is none of it.
-func consumed(r *http.Request) bool {
-	return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
+// consumed reports whether a layer outside has read a body of which left bytes are left: a form of the query alone is none of it. A
+// body that was encoded, and which a layer outside has decoded, may be shorter than the request says. Of one in chunks that was
+// read, and not parsed as a form, nothing is to be seen.
+func consumed(r *http.Request, left int) bool {
+	if left == 0 {
+		return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
+	}
+	decoded := r.Header.Get("Content-Encoding") != "" || r.Header.Get("Content-Length") == ""
+	return r.ContentLength > int64(left) && !decoded
 }
 
 // serve executes the request and answers it.

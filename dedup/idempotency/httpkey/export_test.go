@@ -6,9 +6,6 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Detach is for its context, which a handler only sees by chance.
-var Detach = detach
-
 // Fail answers for an error of the engine, among them those that need many clients at once.
 func (m *Middleware) Fail(w http.ResponseWriter, r *http.Request, err error) {
 	m.fail(w, r, idempotency.Key{}, err, true)

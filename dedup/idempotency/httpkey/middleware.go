@@ -7,16 +7,15 @@ import (
 	"errors"
 	"io"
 	"maps"
-	"net"
 	"net/http"
 	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
 // Handler executes next once for each key, in one transaction with the key and the response: see Tx. next may run more than
@@ -121,7 +120,7 @@ func consumed(r *http.Request, left int) bool {
 
 // serve executes the request and answers it.
 func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler, key idempotency.Key, body []byte) {
-	ctx, begun, cancel := detach(r.Context(), m.cfg.HandlerTimeout)
+	ctx, begun, cancel := serving.Detach(r.Context(), m.cfg.HandlerTimeout)
 	defer cancel()
 	outer, started := w.Header().Clone(), false
 	var answered, kept idempotency.Response // as the handler's last run left it, and what of that may be stored
@@ -138,7 +137,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		next.ServeHTTP(recorded, run)
 		response, err := recorded.response()
 		if err := errors.Join(e.err, err); err != nil {
-			return idempotency.Response{}, &givenUpError{m.final(err), tx.Conn().IsClosed()}
+			return idempotency.Response{}, &serving.GivenUpError{Err: m.final(err), Cut: tx.Conn().IsClosed()}
 		}
 		answered = response
 		response.Header = m.kept(response.Header, outer)
@@ -200,25 +199,6 @@ func removeFiles(run, r *http.Request) {
 	}
 }
 
-// detach makes a context that the client ends only as long as the work has not begun: a client that went away while its request
-// waited for a connection costs nothing, one that goes later gets its work done, or all of it rolled back.
-func detach(parent context.Context, timeout time.Duration) (context.Context, func() bool, context.CancelFunc) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(parent), timeout)
-	stop := context.AfterFunc(parent, cancel)
-	running := false
-	begun := func() bool {
-		running = running || stop()
-		if !running {
-			cancel() // what stop found under way may not have done so yet: an end that is nobody's failure must be seen as one
-		}
-		return running
-	}
-	return ctx, begun, func() {
-		stop()
-		cancel()
-	}
-}
-
 // fail answers for an error of the engine, or of a handler that called Fail. told: it is worth a line in the log, also where
 // the client is gone; that a client went before its work began is nobody's failure.
 func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, told bool) {
@@ -254,33 +234,8 @@ func (m *Middleware) problem(err error) (Problem, time.Duration) {
 		return ProblemKeyAbandoned, 0
 	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // a replica that can read it may be next
 		return ProblemUnanswered, m.cfg.RetryAfter
-	case passing(err):
+	case serving.Passing(err):
 		return ProblemUnavailable, m.cfg.RetryAfter
 	}
 	return ProblemInternal, 0
-}
-
-// passing tells errors that are gone with time: the database is away or busy, a program with other phases is being rolled out.
-func passing(err error) bool {
-	var refusal *pgconn.PgError
-	if errors.As(err, &refusal) {
-		switch refusal.Code {
-		case "25006", "25P03", "25P04": // it is a standby by now; the transaction was idle, or took, too long
-			return true
-		}
-		return slices.Contains([]string{"08", "40", "53", "55", "57", "58"}, refusal.Code[:min(2, len(refusal.Code))])
-	}
-	var connect *pgconn.ConnectError
-	return errors.As(err, &connect) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) ||
-		errors.Is(err, idempotency.ErrUnknownRecoveryPoint) || pgconn.SafeToRetry(err) || cut(err)
-}
-
-// cut tells a broken connection to the database. A handler's own EOF may be anybody's: there the connection is asked.
-func cut(err error) bool {
-	var handlers *givenUpError
-	if errors.As(err, &handlers) {
-		return handlers.cut
-	}
-	var network net.Error
-	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &network)
 }

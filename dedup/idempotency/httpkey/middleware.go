@@ -77,7 +77,7 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 		refuse(w, ProblemUnreadable, 0)
 		return idempotency.Key{}, nil, false
 	}
-	return idempotency.Key{Scope: scope, Operation: m.cfg.Operation.Operation, Value: value, Fingerprint: fingerprint}, body, true
+	return m.op.Key(scope, value, fingerprint).Watch(), body, true
 }
 
 // read takes the body within its bounds, or answers why not.

@@ -58,8 +58,13 @@ type givenUpError struct {
 func (e *givenUpError) Error() string { return e.err.Error() }
 func (e *givenUpError) Unwrap() error { return e.err }
 
-// failed is what Strict and AttemptsMax store of a failure: what the handler answered, if it did.
+// failed is what Strict and AttemptsMax store of a failure: what the handler answered, if it did. Of a client that comes after the
+// window it is stored in any case.
 func failed(err error) idempotency.Response {
+	if errors.Is(err, idempotency.ErrExpired) {
+		header := http.Header{"Content-Type": {problemJSON}, "Cache-Control": {"no-store"}}
+		return idempotency.Response{Status: http.StatusGone, Header: header, Body: describe(ProblemKeyExpired).json()}
+	}
 	var forgotten *forgottenError
 	if errors.As(err, &forgotten) {
 		return forgotten.response

@@ -21,6 +21,7 @@ const (
 	ProblemKeyAbandoned    Problem = "urn:effectonce:problem:idempotency-key-abandoned"     // 409: it was given up, a person decides
 	ProblemKeyReused       Problem = "urn:effectonce:problem:idempotency-key-reused"        // 422: another request has this key
 	ProblemResponseDropped Problem = "urn:effectonce:problem:idempotency-response-not-kept" // 410: it was done; member "outcome" is its status
+	ProblemKeyExpired      Problem = "urn:effectonce:problem:idempotency-key-expired"       // 410: it was done, longer ago than its answer is kept
 	ProblemUnanswered      Problem = "urn:effectonce:problem:idempotency-outcome-unknown"   // 503, Retry-After: the same key finds out
 	ProblemUnauthenticated Problem = "urn:effectonce:problem:unauthenticated"               // 401
 	ProblemUnreadable      Problem = "urn:effectonce:problem:request-unreadable"            // 400
@@ -38,6 +39,16 @@ type problem struct {
 	Status  int     `json:"status"`
 	Detail  string  `json:"detail"`
 	Outcome int     `json:"outcome,omitempty"`
+}
+
+const problemJSON = "application/problem+json"
+
+func (p problem) json() []byte {
+	body, err := json.Marshal(p)
+	if err != nil {
+		panic(err) // strings and numbers
+	}
+	return body
 }
 
 func describe(kind Problem) problem {
@@ -59,6 +70,8 @@ func describe(kind Problem) problem {
 		return p(422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own.")
 	case ProblemResponseDropped:
 		return p(410, "The response was not kept", "The request with this key was executed, and is not executed again. Its response was too large to be kept.")
+	case ProblemKeyExpired:
+		return p(410, "The request was executed before", "The request was executed with this key, longer ago than its answer is kept. It is not executed again: look for what it did.")
 	case ProblemUnanswered:
 		return p(503, "The outcome is not known yet", "The request may have been executed. Ask again with the same key to find out.")
 	case ProblemUnauthenticated:
@@ -84,16 +97,12 @@ func refuse(w http.ResponseWriter, kind Problem, retryAfter time.Duration) {
 }
 
 func send(w http.ResponseWriter, p problem, retryAfter time.Duration) {
-	body, err := json.Marshal(p)
-	if err != nil {
-		panic(err) // strings and numbers
-	}
 	header := w.Header()
-	header.Set("Content-Type", "application/problem+json")
+	header.Set("Content-Type", problemJSON)
 	header.Set("Cache-Control", "no-store")
 	if retryAfter > 0 {
 		header.Set("Retry-After", strconv.Itoa(max(1, int(math.Ceil(retryAfter.Seconds())))))
 	}
 	w.WriteHeader(p.Status)
-	_, _ = w.Write(body) // a client that is gone asks again
+	_, _ = w.Write(p.json()) // a client that is gone asks again
 }

@@ -148,7 +148,7 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S]) (func(*pgx.Batc
 
 func checkDurations(callMax, retryAfter, every *time.Duration) []error {
 	return bounds.Durations(
-		bounds.Duration{Field: "CallMax", Value: callMax, Default: time.Minute, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "CallMax", Value: callMax, Default: 20 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "RetryAfter", Value: retryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "Every", Value: every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
 	)

@@ -264,7 +264,7 @@ func TestFilesOfFormsAreRemoved(t *testing.T) {
 						return nil
 					}})
 				require.NoError(t, err)
-				handler = httpkey.FlowHandler(m, flow, func(r *http.Request) ([]byte, error) {
+				handler = newFlowHandler(t, m, flow, func(r *http.Request) ([]byte, error) {
 					file, err := parsed(r)
 					files = append(files, file)
 					return nil, err

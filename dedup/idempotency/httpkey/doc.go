@@ -55,13 +55,14 @@
 // POST and PATCH need a key. PUT and DELETE pass through without one, and are executed once with one; GET, HEAD, OPTIONS and TRACE
 // pass through: see Config.PassThrough and Config.PassWithoutKey.
 //
-// What asks other systems does not belong into a transaction: see FlowHandler.
+// What asks other systems does not belong into a transaction: see FlowHandler, and AcceptHandler for what takes long.
 //
 // # What this package answers itself
 //
-// Problems of RFC 9457, each with a type of its own: see Problem. 409 with Retry-After says that the key is being worked on,
-// 409 without that a person has to decide, 422 that the key belongs to another request, 503 that the same key may be
-// tried again. 410 says that the request was executed, and its response was too large to be kept, or is not kept any more.
+// Problems of RFC 9457, each with a type of its own: see Problem, and Config.Describe for another form. 409 with Retry-After
+// says that the key is being worked on, 409 without that a person has to decide, 422 that the key belongs to another request,
+// 429 that too much of this caller waits or is kept already, 503 that the same key may be tried again. 410 says that the
+// request was executed, and its response was too large to be kept, or is not kept any more.
 //
 // What becomes of each kind of bad request, and of one whose client or server goes away, is a table in docs/operations.md.
 //

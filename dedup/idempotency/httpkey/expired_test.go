@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"sync/atomic"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -67,6 +68,7 @@ func TestAfterTheWindow(t *testing.T) {
 			_, err := pool.Exec(t.Context(), `CREATE TABLE orders (id uuid PRIMARY KEY); CREATE TABLE "Texts" (id text UNIQUE);
 				CREATE TABLE "Order lines" ("Order No" uuid, line int, tenant text, PRIMARY KEY (line, tenant, "Order No"))`)
 			require.NoError(t, err)
+			var described atomic.Int64
 			made := func() int {
 				return pgtest.Count(t, pool, `SELECT (SELECT count(*) FROM orders) + (SELECT count(*) FROM "Texts") + (SELECT count(DISTINCT "Order No") FROM "Order lines")`)
 			}
@@ -82,7 +84,9 @@ func TestAfterTheWindow(t *testing.T) {
 				for range 2 {
 					windowPasses(t, pool, m)
 					for _, replayed := range []bool{false, true} {
+						before := described.Load()
 						a := ask()
+						require.EqualValues(t, before+1, described.Load(), "in the form of this API")
 						requireProblem(t, a, 410, httpkey.ProblemKeyExpired)
 						require.Equal(t, replayed, a.replayed())
 						require.Equal(t, "no-store", a.header.Get("Cache-Control"))
@@ -90,7 +94,10 @@ func TestAfterTheWindow(t *testing.T) {
 					require.Equal(t, before+1, made())
 				}
 			}
-			m := newMiddleware(t, pool, operation(c.cfg))
+			m := newMiddleware(t, pool, httpkey.Config{Operation: c.cfg, Describe: func(r *http.Request, answer httpkey.Answer) (string, []byte) {
+				described.Add(1)
+				return httpkey.ProblemJSON(r, answer)
+			}})
 			check(serve(t, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				if err := c.work(r.Context(), httpkey.Tx(r), httpkey.Key(r)); err != nil {
 					httpkey.Fail(r, err)
@@ -111,7 +118,7 @@ func TestAfterTheWindow(t *testing.T) {
 					},
 				})
 			require.NoError(t, err)
-			check(serve(t, httpkey.FlowHandler(m, flow, nil)), m, "/flow")
+			check(serve(t, newFlowHandler(t, m, flow, nil)), m, "/flow")
 		})
 	}
 }
@@ -196,7 +203,7 @@ func TestRowOfTheSameFlowIsNoEarlierExecution(t *testing.T) {
 		first.Name = "first"
 		flow, err := idempotency.NewFlow(m.Operation(), idempotency.FlowConfig[charge]{}, first, last)
 		require.NoError(t, err)
-		s := serve(t, httpkey.FlowHandler(m, flow, nil))
+		s := serve(t, newFlowHandler(t, m, flow, nil))
 		for range 2 {
 			requireProblem(t, s.post(t, name, "a"), 503, httpkey.ProblemUnavailable)
 		}

@@ -191,7 +191,7 @@ func TestUnreadableAnswerIsAskedForAgain(t *testing.T) {
 					return err
 				}})
 			require.NoError(t, err)
-			return httpkey.FlowHandler(m, flow, nil)
+			return newFlowHandler(t, m, flow, nil)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -105,14 +105,13 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 	for _, name := range append(ReplayedHeaders(), cfg.Headers...) {
 		m.keep[http.CanonicalHeaderKey(name)] = true
 	}
-	if given := cfg.Operation.Failed; given == nil {
-		m.cfg.Operation.Failed = failed
-	} else {
-		m.cfg.Operation.Failed = func(err error) idempotency.Response {
-			response := given(err)
-			response.Header = m.kept(response.Header, nil)
-			return response
+	m.cfg.Operation.Failed = func(err error) idempotency.Response {
+		if cfg.Operation.Failed == nil || errors.Is(err, idempotency.ErrExpired) {
+			return failed(err)
 		}
+		response := cfg.Operation.Failed(err)
+		response.Header = m.kept(response.Header, nil)
+		return response
 	}
 	op, err := idempotency.New(pool, m.cfg.Operation)
 	if err != nil {

@@ -46,6 +46,12 @@
 // credentials never, nor what a layer outside had set already: it sets its own at a replay. There Vary is what either says, and
 // what a layer outside says about CORS replaces what is stored. Operation.Seal encrypts headers and bodies.
 //
+// A client that comes after Operation.Window meets a key that is forgotten, and its request is executed again, unless what the first
+// execution wrote refuses that: let a handler insert rows under Key(r).ChildID, and pass the error to Fail. A row that is there
+// already is then answered, and its answer stored, with 410 and ProblemKeyExpired. A handler that looks itself passes idempotency.ErrExpired to
+// Fail, which has the details. Where the rows are deleted, or have no such ID, nothing refuses a second execution: make the window longer
+// than clients try.
+//
 // POST and PATCH need a key. PUT and DELETE pass through without one, and are executed once with one; GET, HEAD, OPTIONS and TRACE
 // pass through: see Config.PassThrough and Config.PassWithoutKey.
 //
@@ -56,7 +62,7 @@
 // Problems of RFC 9457, each with a type of its own: see Problem, and Config.Describe for another form. 409 with Retry-After
 // says that the key is being worked on, 409 without that a person has to decide, 422 that the key belongs to another request,
 // 429 that too much of this caller waits or is kept already, 503 that the same key may be tried again. 410 says that the
-// request was executed, and its response was too large to be kept.
+// request was executed, and its response was too large to be kept, or is not kept any more.
 //
 // What becomes of each kind of bad request, and of one whose client or server goes away, is a table in docs/operations.md.
 //

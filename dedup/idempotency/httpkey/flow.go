@@ -66,7 +66,7 @@ func (m *Middleware) flowHandler(request func(r *http.Request) ([]byte, error), 
 			var final *idempotency.FinalError
 			switch {
 			case errors.As(err, &final):
-				write(w, final.Response)
+				m.write(w, r, final.Response)
 				return
 			case err != nil:
 				m.refuse(w, r, ProblemUnreadable, 0)
@@ -99,7 +99,7 @@ func (m *Middleware) answerFlow(w http.ResponseWriter, r *http.Request, key idem
 	case response.Replayed:
 		m.replay(w, r, response)
 	default:
-		write(w, response)
+		m.write(w, r, response)
 	}
 }
 

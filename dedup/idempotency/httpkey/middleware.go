@@ -67,7 +67,7 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 		m.refuse(w, r, ProblemUnreadable, 0)
 		return idempotency.Key{}, nil, false
 	}
-	return idempotency.Key{Scope: scope, Operation: m.cfg.Operation.Operation, Value: value, Fingerprint: fingerprint}, body, true
+	return m.op.Key(scope, value, fingerprint).Watch(), body, true
 }
 
 // principal is the scope of a request, or answers why there is none.
@@ -154,15 +154,15 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	var forgotten *forgottenError
 	switch {
 	case errors.As(err, &forgotten):
-		first(w, answered)
+		m.first(w, r, answered)
 	case err != nil:
 		m.fail(w, r, key, err, started || r.Context().Err() == nil)
 	case stored.Replayed:
 		m.replay(w, r, stored)
 	case answered.Status != 0 && same(stored, kept):
-		first(w, answered)
+		m.first(w, r, answered)
 	default: // what Fail, Config.Operation.Failed or misuse of the transaction made the outcome
-		write(w, stored)
+		m.write(w, r, stored)
 	}
 }
 

@@ -49,8 +49,12 @@ func (e *forgottenError) Error() string {
 	return fmt.Sprintf("the handler answered with status %d", e.response.Status)
 }
 
-// failed is what Strict and AttemptsMax store of a failure: what the handler answered, if it did.
+// failed is what Strict and AttemptsMax store of a failure: what the handler answered, if it did. Of a client that comes after the
+// window it is stored in any case.
 func failed(err error) idempotency.Response {
+	if errors.Is(err, idempotency.ErrExpired) {
+		return expired()
+	}
 	var forgotten *forgottenError
 	if errors.As(err, &forgotten) {
 		return forgotten.response

@@ -6,6 +6,8 @@ import (
 	"net/http"
 	"strconv"
 	"time"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
 // Problem is the type of an answer that this package gives instead of the handler, as the member "type" of
@@ -24,6 +26,7 @@ const (
 	ProblemTooManyKeys     Problem = "urn:effectonce:problem:idempotency-too-many-keys"     // 429, Retry-After: as many keys of the caller are kept as may be
 	ProblemKeyReused       Problem = "urn:effectonce:problem:idempotency-key-reused"        // 422: another request has this key
 	ProblemResponseDropped Problem = "urn:effectonce:problem:idempotency-response-not-kept" // 410: it was done; member "outcome" is its status
+	ProblemKeyExpired      Problem = "urn:effectonce:problem:idempotency-key-expired"       // 410: it was done, longer ago than its answer is kept
 	ProblemUnanswered      Problem = "urn:effectonce:problem:idempotency-outcome-unknown"   // 503, Retry-After: the same key finds out
 	ProblemUnauthenticated Problem = "urn:effectonce:problem:unauthenticated"               // 401
 	ProblemUnreadable      Problem = "urn:effectonce:problem:request-unreadable"            // 400
@@ -72,6 +75,8 @@ func describe(kind Problem) Answer {
 		return p(422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own.")
 	case ProblemResponseDropped:
 		return p(410, "The response was not kept", "The request with this key was executed, and is not executed again. Its response was too large to be kept.")
+	case ProblemKeyExpired:
+		return p(410, "The request was executed before", "The request was executed with this key, longer ago than its answer is kept. It is not executed again: look for what it did.")
 	case ProblemUnanswered:
 		return p(503, "The outcome is not known yet", "The request may have been executed. Ask again with the same key to find out.")
 	case ProblemUnauthenticated:
@@ -123,4 +128,11 @@ func ProblemJSON(_ *http.Request, answer Answer) (contentType string, body []byt
 		panic(err) // strings and numbers
 	}
 	return "application/problem+json", body
+}
+
+// expired is what is stored for a client that comes after the window. It is known by its body again, which Config.Describe writes for
+// each answer anew.
+func expired() idempotency.Response {
+	contentType, body := ProblemJSON(nil, describe(ProblemKeyExpired))
+	return idempotency.Response{Status: http.StatusGone, Header: http.Header{"Content-Type": {contentType}}, Body: body}
 }

@@ -1,6 +1,7 @@
 package httpkey
 
 import (
+	"bytes"
 	"net/http"
 	"slices"
 	"strings"
@@ -26,10 +27,10 @@ func (m *Middleware) kept(header, outer http.Header) map[string][]string {
 }
 
 // first sends what the handler answered, whole: its header has what layers outside set.
-func first(w http.ResponseWriter, response idempotency.Response) {
+func (m *Middleware) first(w http.ResponseWriter, r *http.Request, response idempotency.Response) {
 	headers.First(w.Header(), response.Header)
 	response.Header = nil
-	write(w, response)
+	m.write(w, r, response)
 }
 
 // replay sends what is stored. Caches must not take it for an answer to somebody else.
@@ -47,10 +48,14 @@ func (m *Middleware) replay(w http.ResponseWriter, r *http.Request, response ide
 		m.send(w, r, gone)
 		return
 	}
-	write(w, response)
+	m.write(w, r, response)
 }
 
-func write(w http.ResponseWriter, response idempotency.Response) {
+func (m *Middleware) write(w http.ResponseWriter, r *http.Request, response idempotency.Response) {
+	if response.Status == http.StatusGone && bytes.Equal(response.Body, expired().Body) {
+		m.send(w, r, describe(ProblemKeyExpired))
+		return
+	}
 	headers.Add(w.Header(), response.Header)
 	if response.Status == 0 {
 		response.Status = http.StatusOK

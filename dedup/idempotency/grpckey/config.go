@@ -29,7 +29,7 @@ var ErrUnauthenticated = errors.New("the call is not authenticated")
 type Config struct {
 	// Operation says how keys are kept: its name, which is required, window, waiting, encryption. Failed makes a response of
 	// status 200 to 299 with an encoded message, or of another one with an encoded google.rpc.Status; default: the failure's
-	// status.
+	// status. It is not asked about idempotency.ErrExpired.
 	Operation idempotency.Config
 	// Methods are executed once, each by its full name: "/shop.Orders/Create". All others pass through. At least one; their
 	// messages must be linked into the program.
@@ -77,7 +77,7 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Interceptor, error) {
 		problems = append(problems, errors.New("scope is nil: want a function that tells the tenant of a call"))
 	}
 	if len(cfg.Methods) == 0 {
-		problems = append(problems, errors.New(`Methods: want at least one, such as "/shop.Orders/Create"`))
+		problems = append(problems, bounds.Problem("Methods", cfg.Methods, `at least one, such as "/shop.Orders/Create"`))
 	}
 	i := &Interceptor{scope: scope, methods: map[string]protoreflect.MessageType{}}
 	for _, method := range cfg.Methods {
@@ -95,8 +95,12 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Interceptor, error) {
 			return proto.MarshalOptions{Deterministic: true}.Marshal(request)
 		}
 	}
-	if cfg.Operation.Failed == nil {
-		cfg.Operation.Failed = failed
+	given := cfg.Operation.Failed
+	cfg.Operation.Failed = func(err error) idempotency.Response {
+		if given == nil || errors.Is(err, idempotency.ErrExpired) {
+			return failed(err)
+		}
+		return given(err)
 	}
 	op, err := idempotency.New(pool, cfg.Operation)
 	if err != nil {

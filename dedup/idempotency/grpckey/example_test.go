@@ -12,7 +12,9 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/grpckey"
 )
 
-type orders struct{ testpb.UnimplementedTestServiceServer }
+type orders struct {
+	testpb.UnimplementedTestServiceServer
+}
 
 // UnaryCall writes an order in the transaction of its call.
 func (orders) UnaryCall(ctx context.Context, _ *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {

@@ -127,7 +127,7 @@ func (i *Interceptor) key(ctx context.Context, method string, request any) (idem
 	if err != nil {
 		return idempotency.Key{}, refusal(ReasonUnreadable, 0)
 	}
-	return i.op.Key(scope, value, idempotency.NewFingerprint([]byte(method), content)), nil
+	return i.op.Key(scope, value, idempotency.NewFingerprint([]byte(method), content)).Watch(), nil
 }
 
 // failed is the outcome of a handler that failed, if it is one.

@@ -334,8 +334,8 @@ func TestOtherOutcomes(t *testing.T) {
 	require.True(t, a.replayed)
 	require.Equal(t, 2, effects(t, pool))
 
-	finish := func(status int, body string) answer {
-		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET status = $1, body = $2 WHERE key = 'slow'`, status, []byte(body))
+	finish := func(code int, body string) answer {
+		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET status = $1, body = $2 WHERE key = 'slow'`, code, []byte(body))
 		require.NoError(t, err)
 		return c.ask(t.Context(), "slow", "slow")
 	}
@@ -346,6 +346,25 @@ func TestOtherOutcomes(t *testing.T) {
 		require.Equal(t, codes.FailedPrecondition, status.Code(a.err))
 		require.ErrorContains(t, a.err, "the call was finished with status 409")
 	}
+}
+
+// Property: a client that comes when its key is forgotten learns that its call was executed, and does not execute it again.
+func TestAfterTheWindow(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.PoolWith(t, `CREATE TABLE orders (id uuid PRIMARY KEY)`)
+	c := serve(t, pool, grpckey.Config{}, func(ctx context.Context, _ *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+		_, err := grpckey.Tx(ctx).Exec(ctx, `INSERT INTO orders (id) VALUES ($1)`, grpckey.Key(ctx).ChildID("order"))
+		return &testpb.SimpleResponse{}, err
+	})
+	require.NoError(t, c.ask(t.Context(), "k", "a").err)
+	_, err := pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`)
+	require.NoError(t, err)
+	for _, replayed := range []bool{false, true} {
+		a := c.ask(t.Context(), "k", "a")
+		requireRefused(t, a.err, codes.FailedPrecondition, grpckey.ReasonKeyExpired)
+		require.Equal(t, replayed, a.replayed)
+	}
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM orders`))
 }
 
 // Property: New reports everything that is wrong at once.
@@ -364,5 +383,5 @@ func TestNewReportsAllProblems(t *testing.T) {
 	require.NotContains(t, err.Error(), `"/grpc.testing.TestService/UnaryCall"`)
 	_, err = grpckey.New(pgtest.NoPool(t), tenantOf, grpckey.Config{Operation: idempotency.Config{Operation: "a"}, HandlerTimeout: 100 * time.Millisecond})
 	require.ErrorContains(t, err, "HandlerTimeout 100ms: want more than Operation.WaitMax, 250ms")
-	require.ErrorContains(t, err, "Methods: want at least one")
+	require.ErrorContains(t, err, "Methods []: want at least one")
 }

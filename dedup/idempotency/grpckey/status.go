@@ -36,6 +36,7 @@ const (
 	ReasonTooManyKeys     Reason = "IDEMPOTENCY_TOO_MANY_KEYS"     // ResourceExhausted, RetryInfo
 	ReasonKeyUndecided    Reason = "IDEMPOTENCY_KEY_UNDECIDED"     // FailedPrecondition: whether it was done is unknown, or it was given up: a person decides
 	ReasonNotKept         Reason = "IDEMPOTENCY_RESPONSE_NOT_KEPT" // FailedPrecondition: it was done, and its response was too large to be kept
+	ReasonKeyExpired      Reason = "IDEMPOTENCY_KEY_EXPIRED"       // FailedPrecondition: it was done, longer ago than its response is kept
 	ReasonUnanswered      Reason = "IDEMPOTENCY_OUTCOME_UNKNOWN"   // Unavailable, RetryInfo: the same key finds out
 	ReasonUnavailable     Reason = "UNAVAILABLE"                   // Unavailable, RetryInfo: not done
 	ReasonInternal        Reason = "INTERNAL"                      // Internal: not done
@@ -64,6 +65,8 @@ func describe(reason Reason) (codes.Code, string) {
 		return codes.FailedPrecondition, "the outcome of the call with this key has to be looked into: do not send it again under another key"
 	case ReasonNotKept:
 		return codes.FailedPrecondition, "the call with this key was executed, and its response was too large to be kept"
+	case ReasonKeyExpired:
+		return codes.FailedPrecondition, "the call was executed with this key, longer ago than its response is kept: look for what it did"
 	case ReasonUnanswered:
 		return codes.Unavailable, "the call may have been executed: ask again with the same key to find out"
 	case ReasonUnavailable:
@@ -119,10 +122,14 @@ func stored(answer *status.Status) (idempotency.Response, error) {
 	return idempotency.Response{Status: httpStatus(answer.Code()), Body: body}, err
 }
 
-// failed is what Strict and AttemptsMax store of a failure: its status, if the handler gave one.
+// failed is what Strict and AttemptsMax store of a failure, its status if the handler gave one, and what is stored for a client that comes
+// after the window.
 func failed(err error) idempotency.Response {
 	answer, ok := statusOf(err)
-	if !ok {
+	switch {
+	case errors.Is(err, idempotency.ErrExpired):
+		answer = status.Convert(refusal(ReasonKeyExpired, 0))
+	case !ok:
 		answer = status.Convert(refusal(ReasonInternal, 0))
 	}
 	response, err := stored(answer)
@@ -144,7 +151,7 @@ func statusOf(err error) (*status.Status, bool) {
 // unstored is the failure that a response keeps. A person may have stored another one (outbox-relay keys finish).
 func unstored(response idempotency.Response) error {
 	var answer spb.Status
-	if err := proto.Unmarshal(response.Body, &answer); err != nil || codes.Code(answer.GetCode()) == codes.OK { //nolint:gosec // a code
+	if err := proto.Unmarshal(response.Body, &answer); err != nil || codes.Code(answer.GetCode()) == codes.OK {
 		return status.Errorf(codes.FailedPrecondition, "the call was finished with status %d", response.Status)
 	}
 	return status.FromProto(&answer).Err()

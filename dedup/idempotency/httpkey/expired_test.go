@@ -86,7 +86,7 @@ func TestAfterTheWindow(t *testing.T) {
 					for _, replayed := range []bool{false, true} {
 						before := described.Load()
 						a := ask()
-						require.EqualValues(t, before+1, described.Load(), "in the form of this API")
+						require.Equal(t, before+1, described.Load(), "in the form of this API")
 						requireProblem(t, a, 410, httpkey.ProblemKeyExpired)
 						require.Equal(t, replayed, a.replayed())
 						require.Equal(t, "no-store", a.header.Get("Cache-Control"))

@@ -39,7 +39,8 @@ func (m *Middleware) replay(w http.ResponseWriter, r *http.Request, response ide
 	header.Set(replayedHeader, "true")
 	header.Set("Cache-Control", "no-store")
 	response.Header = headers.Select(response.Header, func(name string) bool {
-		return !neverReplayed(name) && !(response.BodyDropped && strings.HasPrefix(http.CanonicalHeaderKey(name), "Content-"))
+		ofBody := strings.HasPrefix(http.CanonicalHeaderKey(name), "Content-")
+		return !neverReplayed(name) && (!response.BodyDropped || !ofBody)
 	})
 	if response.BodyDropped {
 		headers.Add(header, response.Header)

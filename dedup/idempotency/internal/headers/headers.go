@@ -26,6 +26,7 @@ const (
 	allowCredentials = "Access-Control-Allow-Credentials"
 )
 
+//nolint:gochecknoglobals // a table
 var rules = table(map[Rule][]string{
 	Kept: {
 		"Allow", "Content-Disposition", "Content-Encoding", "Content-Language", "Content-Location", "Content-Range", "Content-Type",

@@ -1,4 +1,4 @@
-package httpkey
+package keyclient
 
 import (
 	"cmp"
@@ -64,8 +64,10 @@ func keyOf(r *http.Request, header string) string {
 	return ""
 }
 
-// defaultHeader is what the IETF's draft and most services call it.
-const defaultHeader = "Idempotency-Key"
+const (
+	defaultHeader  = "Idempotency-Key"     // as the IETF's draft and most services call it
+	replayedHeader = "Idempotent-Replayed" // says "true" of a stored answer
+)
 
 var errOtherRequest = errors.New("the idempotency key in the context was sent with another request: give each request its own context")
 

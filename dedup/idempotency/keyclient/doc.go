@@ -1,0 +1,2 @@
+// Package keyclient sends HTTP requests under idempotency keys.
+package keyclient

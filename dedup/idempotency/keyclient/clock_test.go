@@ -59,7 +59,7 @@ func TestPausesGrowAndAreSpread(t *testing.T) {
 		for range 100 { // 2⁻¹⁰⁰ is the chance of a failure by chance
 			var attempts []time.Time
 			transport := network(func(int) (*http.Response, error) { return nil, errors.New("reset") }).
-				transport(t, &attempts, keyclient.TransportConfig{AttemptsMax: len(ceilings) + 1, BackoffMin: 100 * time.Millisecond, BackoffMax: time.Second})
+				transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, AttemptsMax: len(ceilings) + 1, BackoffMin: 100 * time.Millisecond, BackoffMax: time.Second})
 			_, err := post(t, transport) //nolint:bodyclose // there is none
 			require.Error(t, err)
 			require.Len(t, attempts, len(ceilings)+1)
@@ -100,7 +100,7 @@ func TestRetryAfterIsWaitedFor(t *testing.T) {
 						return answerOf(http.StatusTooManyRequests, test.header), nil
 					}
 					return answerOf(http.StatusOK, http.Header{}), nil
-				}).transport(t, &attempts, keyclient.TransportConfig{})
+				}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}})
 				response, err := post(t, transport)
 				require.NoError(t, err)
 				require.NoError(t, response.Body.Close())
@@ -123,7 +123,7 @@ func TestTotalTimeIsBounded(t *testing.T) {
 			attempts++
 			<-r.Context().Done()
 			return nil, r.Context().Err()
-		}), keyclient.TransportConfig{TotalMax: 30 * time.Second, AttemptMax: 7 * time.Second, AttemptsMax: 100})
+		}), keyclient.TransportConfig{Honours: []string{"*"}, TotalMax: 30 * time.Second, AttemptMax: 7 * time.Second, AttemptsMax: 100})
 		require.NoError(t, err)
 		_, err = post(t, transport) //nolint:bodyclose // there is none
 		var unanswered *keyclient.UnansweredError
@@ -156,7 +156,7 @@ func TestClientWithATimeoutLosesNoKey(t *testing.T) {
 						return nil, r.Context().Err()
 					}
 					return answerOf(http.StatusOK, http.Header{}), nil
-				}), keyclient.TransportConfig{})
+				}), keyclient.TransportConfig{Honours: []string{"*"}})
 				require.NoError(t, err)
 				client := &http.Client{Transport: transport, Timeout: 10 * time.Second}
 				_, _, err = do(ctx, t, client, http.MethodPost, "http://bank.example", "x")
@@ -184,7 +184,7 @@ func TestPauseEndsWithTheContext(t *testing.T) {
 		transport, err := keyclient.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
 			key = r.Header.Get("Idempotency-Key")
 			return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {"50"}}), nil
-		}), keyclient.TransportConfig{Retrying: func(_ *http.Request, r keyclient.Retry) {
+		}), keyclient.TransportConfig{Honours: []string{"*"}, Retrying: func(_ *http.Request, r keyclient.Retry) {
 			require.Equal(t, 503, r.Status)
 			require.GreaterOrEqual(t, r.Wait, 50*time.Second)
 			time.AfterFunc(time.Second, func() { cancel(gone) })
@@ -217,7 +217,7 @@ func TestStalledBodyOfAFailureIsGivenUp(t *testing.T) {
 					return &http.Response{StatusCode: http.StatusServiceUnavailable, Header: http.Header{"Retry-After": {wait}}, Body: stalled}, nil
 				}
 				return answerOf(http.StatusOK, http.Header{}), nil
-			}).transport(t, &attempts, keyclient.TransportConfig{BackoffMax: 100 * time.Millisecond})
+			}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, BackoffMax: 100 * time.Millisecond})
 			response, err := post(t, transport)
 			require.NoError(t, err)
 			require.NoError(t, response.Body.Close())
@@ -261,7 +261,7 @@ func TestRetryAfterWithoutEnd(t *testing.T) {
 			var attempts []time.Time
 			transport := network(func(int) (*http.Response, error) {
 				return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {value}}), nil
-			}).transport(t, &attempts, keyclient.TransportConfig{})
+			}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}})
 			response, err := post(t, transport)
 			require.NoError(t, err)
 			require.NoError(t, response.Body.Close())

@@ -48,7 +48,7 @@ func (p payer) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	transport, err := keyclient.NewTransport(&http.Transport{}, keyclient.TransportConfig{Pending: pending})
+	transport, err := keyclient.NewTransport(&http.Transport{}, keyclient.TransportConfig{Honours: []string{"*"}, Pending: pending})
 	if err != nil {
 		return err
 	}

@@ -18,7 +18,12 @@ const (
 	retry                // whether the server acted is unknown, or it did not: ask again
 )
 
-// judge is the table of the package's documentation.
+// refusedForNow tells statuses that judge retries, and by which the server says that it did nothing.
+func refusedForNow(status int) bool {
+	return status == http.StatusConflict || status == http.StatusTooEarly || status == http.StatusTooManyRequests
+}
+
+// judge tells what a response means at a server that keeps keys.
 func judge(response *http.Response) verdict {
 	if replayed(response) {
 		return final

@@ -22,8 +22,11 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 )
 
-// quick are settings with pauses that no test notices.
+// quick are settings with pauses that no test notices, for servers that keep keys.
 func quick(cfg keyclient.TransportConfig) keyclient.TransportConfig {
+	if cfg.Honours == nil {
+		cfg.Honours = []string{"*"}
+	}
 	cfg.BackoffMin, cfg.BackoffMax = time.Millisecond, 2*time.Millisecond
 	return cfg
 }
@@ -413,10 +416,12 @@ func TestTransportSettingsAreChecked(t *testing.T) {
 	_, err := keyclient.NewTransport(nil, keyclient.TransportConfig{
 		Methods: []string{"GET", "BAD METHOD"}, Header: "a b", AttemptsMax: 101, TotalMax: -1, AttemptMax: 2 * time.Hour,
 		BackoffMin: time.Minute, BackoffMax: time.Second, BodyBytesMax: 65 << 20, ForgetAnswered: true,
+		Honours: []string{"https://bank.example", "", "bank.example/pay", "*", "bank.example:8443", "[::1]:80"},
 	})
 	for _, want := range []string{
 		"base is nil", `Methods "GET"`, `Methods "BAD METHOD"`, `Header "a b"`, "AttemptsMax 101: want 1 to 100", "TotalMax -1ns: want 1ms to 1h0m0s",
 		"AttemptMax 2h0m0s", "BackoffMax 1s: want at least BackoffMin, 1m0s", "BodyBytesMax 68157440", "ForgetAnswered true",
+		`Honours "https://bank.example": want "host", "host:port" or "*"`, `Honours ""`, `Honours "bank.example/pay"`,
 	} {
 		require.ErrorContains(t, err, want)
 	}

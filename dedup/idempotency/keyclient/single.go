@@ -1,0 +1,77 @@
+package keyclient
+
+import (
+	"io"
+	"net/http"
+	"net/http/httptrace"
+	"strings"
+	"sync/atomic"
+)
+
+// Single returns what sends each request through base once, for any http.Client: for servers that do not deduplicate. base is
+// borrowed; nil is http.DefaultTransport. Put it directly around the http.Transport: what base does by itself, such as trying again,
+// it does still.
+//
+// A Transport of net/http sends a request again where its connection closes or its stream is reset, if it can: one over HTTP/1
+// that has an Idempotency-Key, over HTTP/2 any one. So none can: it has no GetBody, and a body that is not nil, nor
+// http.NoBody. One without a body is sent with an empty one: over HTTP/1, a POST with Transfer-Encoding: chunked in place of
+// Content-Length: 0. Where a server refuses that (411), give the request a body.
+//
+// A redirect that would send the request again (307 or 308) is not followed: the response has no Location. One to a GET
+// (301, 302, 303) is.
+//
+// An error before there was a connection, for whatever reason, has a method NotSent, which returns true: the
+// request was not sent. A Call of a phase that is AtMostOnce may return it as it is: see idempotency.NotSent. A base
+// that does not report to net/http/httptrace has no such errors.
+func Single(base http.RoundTripper) http.RoundTripper {
+	if base == nil {
+		base = http.DefaultTransport
+	}
+	return single{base}
+}
+
+type single struct{ base http.RoundTripper }
+
+// RoundTrip implements http.RoundTripper.
+func (s single) RoundTrip(r *http.Request) (*http.Response, error) {
+	if safe(r.Method) && r.Response != nil { // where a redirect leads: what acts is done
+		return s.base.RoundTrip(r)
+	}
+	response, err := sendOnce(s.base, r)
+	if err != nil {
+		return nil, err
+	}
+	switch response.StatusCode {
+	case http.StatusTemporaryRedirect, http.StatusPermanentRedirect:
+		if !safe(r.Method) {
+			response.Header.Del("Location") // a http.Client has the body to send it again
+		}
+	}
+	return response, nil
+}
+
+// sendOnce sends a request that base cannot send again.
+func sendOnce(base http.RoundTripper, r *http.Request) (*http.Response, error) {
+	var asked, got atomic.Bool
+	r = r.WithContext(httptrace.WithClientTrace(r.Context(), &httptrace.ClientTrace{
+		GetConn: func(string) { asked.Store(true) },
+		GotConn: func(httptrace.GotConnInfo) { got.Store(true) },
+	}))
+	r.GetBody = nil
+	if r.Body == nil || r.Body == http.NoBody {
+		r.Body = io.NopCloser(strings.NewReader(""))
+	}
+	response, err := base.RoundTrip(r)
+	if err != nil && asked.Load() && !got.Load() {
+		err = &notSentError{err}
+	}
+	return response, err
+}
+
+// notSentError is an error before there was a connection.
+type notSentError struct{ error }
+
+func (e *notSentError) Unwrap() error { return e.error }
+
+// NotSent is what idempotency.NotSent looks for.
+func (e *notSentError) NotSent() bool { return true }

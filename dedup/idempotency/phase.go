@@ -73,7 +73,9 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 		h.called = true
 		return nil
 	}
-	h.doubtful = h.doubtful && !certainlyNotDone(ctx, err)
+	if certainlyNotDone(ctx, err) {
+		h.doubtful, err = false, NotDone(err) // settle takes the note of the call back
+	}
 	err = fmt.Errorf("call of phase %q: %w", phase.Name, err)
 	if h.doubtful && !errors.As(err, &final) {
 		err = Indeterminate(err)

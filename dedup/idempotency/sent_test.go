@@ -222,7 +222,7 @@ func TestRefusedAfterAReusedConnectionIsDoubt(t *testing.T) {
 	}{
 		"resent by net/http": {func(ctx context.Context, base http.RoundTripper, address, key string) error {
 			client := &http.Client{Transport: base}
-			warm := ask(context.WithoutCancel(t.Context()), client, http.MethodGet, address, key) // before the call, so to say
+			warm := ask(context.WithoutCancel(t.Context()), client, http.MethodGet, address, key) //nolint:contextcheck // as if it were before the call
 			return errors.Join(warm, idempotency.NotSent(ask(ctx, client, http.MethodPost, address, key)))
 		}, 1, false},
 		"asked twice by the call": {func(ctx context.Context, base http.RoundTripper, address, key string) error {
@@ -237,8 +237,8 @@ func TestRefusedAfterAReusedConnectionIsDoubt(t *testing.T) {
 		}, 0, false},
 		"under another context": {func(_ context.Context, base http.RoundTripper, address, key string) error {
 			client := &http.Client{Transport: base}
-			warm := ask(t.Context(), client, http.MethodGet, address, key)
-			return errors.Join(warm, idempotency.NotSent(ask(t.Context(), client, http.MethodPost, address, key)))
+			warm := ask(t.Context(), client, http.MethodGet, address, key)                                         //nolint:contextcheck // the mistake
+			return errors.Join(warm, idempotency.NotSent(ask(t.Context(), client, http.MethodPost, address, key))) //nolint:contextcheck // the same
 		}, 1, false},
 		"by the caller's word": {func(ctx context.Context, base http.RoundTripper, _, key string) error {
 			client := &http.Client{Transport: keyclient.Single(base)}
@@ -266,7 +266,7 @@ func TestNotSentMarksWhatShowsIt(t *testing.T) {
 	for _, err := range []error{
 		io.EOF, context.DeadlineExceeded, &net.OpError{Op: "read", Err: io.EOF}, &net.OpError{Op: "write", Err: net.ErrClosed},
 	} {
-		require.Equal(t, err, idempotency.NotSent(err)) //nolint:testifylint // the same one
+		require.Equal(t, err, idempotency.NotSent(err))
 	}
 	refused := fmt.Errorf("pay: %w", &net.OpError{Op: "dial", Err: net.ErrClosed})
 	marked := idempotency.NotSent(refused)

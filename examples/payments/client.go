@@ -25,7 +25,7 @@ type outcome struct {
 }
 
 // requestsMax bounds how often a client asks.
-const requestsMax = 60
+const requestsMax = 300
 
 // order is a client: it makes a key, and asks again under it until it gets an answer. The API that it asks first dies.
 func (s *site) order(ctx context.Context, death string) (o outcome, err error) {

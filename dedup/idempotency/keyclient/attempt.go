@@ -78,6 +78,8 @@ func (c *call) send(ctx context.Context) (*http.Response, error) {
 		return c.t.base.RoundTrip(r)
 	}
 	response, err := sendOnce(c.t.base, r)
+	var unsent *notSentError
+	c.sent = c.sent || !errors.As(err, &unsent)
 	if err == nil {
 		c.t.learn(r, c.t.cfg.Header, response)
 	}

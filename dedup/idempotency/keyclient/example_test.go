@@ -1,6 +1,7 @@
 package keyclient_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"net/http"
@@ -76,4 +77,28 @@ func ExampleWithChild() {
 		return response.Body.Close()
 	}
 	_ = ship
+}
+
+// A transfer at a bank that knows no keys: made once, by a client that cannot send it again. Where the bank refuses connections, the key
+// stays free; where its answer is lost, the key is in doubt, and a person or FlowConfig.Reconcile decides.
+func ExampleSingle() {
+	type state struct{ Receipt string }
+	bank := &http.Client{Transport: keyclient.Single(http.DefaultTransport)} // FlowConfig.CallMax is its timeout
+	transfer := idempotency.Phase[state]{Name: "transferred", AtMostOnce: true, Call: func(ctx context.Context, step *idempotency.Step[state]) error {
+		address := "https://bank.example/transfers?reference=" + step.ChildID().String()
+		request, err := http.NewRequestWithContext(ctx, http.MethodPost, address, bytes.NewReader(step.Request))
+		if err != nil {
+			return idempotency.NotDone(err)
+		}
+		response, err := bank.Do(request)
+		if err != nil {
+			return err
+		}
+		if response.StatusCode != http.StatusCreated {
+			return errors.Join(errors.New("the bank answers "+response.Status), response.Body.Close())
+		}
+		step.State.Receipt = response.Header.Get("Location")
+		return response.Body.Close()
+	}}
+	_ = transfer
 }

@@ -105,7 +105,7 @@ const (
 )
 
 func frame(conn net.Conn, kind, flags byte, stream uint32, payload ...byte) error {
-	head := binary.BigEndian.AppendUint32(nil, uint32(len(payload))<<8|uint32(kind)) //nolint:gosec // they are short
+	head := binary.BigEndian.AppendUint32(nil, uint32(len(payload))<<8|uint32(kind))
 	head = binary.BigEndian.AppendUint32(append(head, flags), stream)
 	_, err := conn.Write(append(head, payload...))
 	return err

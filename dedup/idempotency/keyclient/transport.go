@@ -70,11 +70,15 @@ type UnansweredError struct {
 }
 
 func (e *UnansweredError) Error() string {
-	remedy := "ask again under the same idempotency key"
-	if !e.Honoured {
-		remedy = "it is not among TransportConfig.Honours, find out before asking again"
+	state := "the server may have acted: ask again under the same idempotency key"
+	var unsent *notSentError
+	switch {
+	case errors.As(e.Err, &unsent):
+		state = "nothing was sent"
+	case !e.Honoured:
+		state = "the server may have acted, and is not among TransportConfig.Honours: find out before asking again"
 	}
-	return fmt.Sprintf("no answer in %d attempts, the server may have acted: %s: %v", e.Attempts, remedy, e.Err)
+	return fmt.Sprintf("no answer in %d attempts, %s: %v", e.Attempts, state, e.Err)
 }
 
 func (e *UnansweredError) Unwrap() error { return e.Err }
@@ -97,6 +101,7 @@ type call struct {
 	name     string // that Pending knows it by
 	deadline time.Time
 	doubt    bool // an earlier attempt, of this process or of another one, may have been executed
+	sent     bool // an attempt of this call may have been
 }
 
 // RoundTrip implements http.RoundTripper. Where a redirect is followed under 307 or 308, the key goes along. One that is followed
@@ -230,6 +235,10 @@ func (c *call) begin(ctx context.Context, given bool) error {
 
 // unanswered also has the key of a request whose answer sent the client here for the outcome.
 func (c *call) unanswered(attempts int, err error) error {
+	var unsent *notSentError
+	if errors.As(err, &unsent) && c.sent {
+		err = unsent.error // the last attempt was not, an earlier one was
+	}
 	asked := keyed(c.request, c.t.cfg.Header)
 	key := asked.Header.Get(c.t.cfg.Header)
 	if key == "" {

@@ -9,7 +9,7 @@ import (
 	"sync/atomic"
 )
 
-// sending is what net/http tells of the requests that are made under the context of a call.
+// sending is what net/http reports of the requests that are made under the context of a call.
 type sending struct {
 	asked atomic.Bool // for a connection
 	got   atomic.Bool // one: from here on a request may have been sent
@@ -27,7 +27,7 @@ func calledOnce(ctx context.Context) context.Context {
 	return context.WithValue(ctx, calledOnceKey{}, s)
 }
 
-// CalledOnce tells whether ctx is the one of the Call of a phase that is AtMostOnce: a client that is given it sends its
+// CalledOnce reports whether ctx is the one of the Call of a phase that is AtMostOnce: a client that is given it sends its
 // request once, and follows no redirect that would send it again. See keyclient.Single.
 func CalledOnce(ctx context.Context) bool {
 	_, marked := ctx.Value(calledOnceKey{}).(*sending)
@@ -63,7 +63,7 @@ func NotSent(err error) error {
 	return err
 }
 
-// certainlyNotDone tells whether the error of a call proves that the foreign system did nothing: by a promise of the caller's, or
+// certainlyNotDone reports whether the error of a call proves that the foreign system did nothing: by a promise of the caller's, or
 // since its request was not sent, nor any other one of this call.
 func certainlyNotDone(ctx context.Context, err error) bool {
 	var not *notDoneError

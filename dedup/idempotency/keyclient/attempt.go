@@ -86,7 +86,7 @@ func (c *call) send(ctx context.Context) (*http.Response, error) {
 	return response, err
 }
 
-// trusts tells whether base may do what it does by itself: the request changes nothing, or its server takes it for the same one when
+// trusts reports whether base may do what it does by itself: the request changes nothing, or its server takes it for the same one when
 // it comes again; or it has no key, and then a Transport of net/http sends it once over HTTP/1.
 func (c *call) trusts() bool {
 	return c.key == "" || safe(c.request.Method) || c.t.honours(c.request.URL)

@@ -27,7 +27,7 @@ func server(address *url.URL) (host, withPort string) {
 	return host, net.JoinHostPort(host, port)
 }
 
-// honours tells whether a server keeps keys, as far as is known.
+// honours reports whether a server keeps keys, as far as is known.
 func (t *Transport) honours(address *url.URL) bool {
 	host, withPort := server(address)
 	if strings.Contains(host, ":") {
@@ -42,7 +42,7 @@ func (t *Transport) honours(address *url.URL) bool {
 	return t.shown.known[withPort]
 }
 
-// learn looks whether an answer could only be given by a server that keeps keys.
+// learn remembers the server of an answer that only a server which keeps keys gives.
 func (t *Transport) learn(r *http.Request, header string, response *http.Response) {
 	if !replayed(response) && response.Header.Get(header) != r.Header.Get(header) {
 		return

@@ -43,9 +43,11 @@ func TestServerThatIgnoresKeysActsOnce(t *testing.T) {
 	for name, body := range map[string]string{"with a body": "x", "without": ""} {
 		t.Run("closed connection "+name, func(t *testing.T) {
 			t.Parallel()
-			b := newRawBank(t, http1)
-			client := newClient(t, unknown(keyclient.TransportConfig{}))
-			_, _, err := do(t.Context(), t, client, http.MethodGet, b.url, "")
+			b, base := newRawBank(t, http1, false)
+			transport, err := keyclient.NewTransport(base, unknown(keyclient.TransportConfig{}))
+			require.NoError(t, err)
+			client := &http.Client{Transport: transport}
+			_, _, err = do(t.Context(), t, client, http.MethodGet, b.url, "")
 			require.NoError(t, err)
 			_, _, err = do(t.Context(), t, client, http.MethodPost, b.url, body)
 			var unanswered *keyclient.UnansweredError

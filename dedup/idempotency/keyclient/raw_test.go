@@ -2,10 +2,12 @@ package keyclient_test
 
 import (
 	"bufio"
+	"crypto/tls"
 	"encoding/binary"
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"sync"
 	"testing"
 
@@ -26,12 +28,21 @@ type rawBank struct {
 	group sync.WaitGroup
 }
 
-// newRawBank listens on loopback until the test ends.
-func newRawBank(t *testing.T, serve func(*rawBank, net.Conn) error) *rawBank {
+// newRawBank listens on loopback until the test ends, and returns a base that sends to it. HTTP/2 has TLS.
+func newRawBank(t *testing.T, serve func(*rawBank, net.Conn) error, overHTTP2 bool) (*rawBank, *http.Transport) {
 	t.Helper()
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	b := &rawBank{url: "http://" + listener.Addr().String(), serve: serve}
+	b, base := &rawBank{url: "http://" + listener.Addr().String(), serve: serve}, &http.Transport{}
+	if overHTTP2 {
+		lender := httptest.NewTLSServer(nil) // of its certificate
+		defer lender.Close()
+		base = lender.Client().Transport.(*http.Transport).Clone()
+		base.ForceAttemptHTTP2 = true
+		b.url = "https://" + listener.Addr().String()
+		listener = tls.NewListener(listener, &tls.Config{Certificates: lender.TLS.Certificates, NextProtos: []string{"h2"}, MinVersion: tls.VersionTLS13})
+	}
+	t.Cleanup(base.CloseIdleConnections)
 	b.group.Go(func() {
 		for {
 			conn, err := listener.Accept()
@@ -56,7 +67,7 @@ func newRawBank(t *testing.T, serve func(*rawBank, net.Conn) error) *rawBank {
 		b.mu.Unlock()
 		b.group.Wait()
 	})
-	return b
+	return b, base
 }
 
 // act tells whether it is the first time.

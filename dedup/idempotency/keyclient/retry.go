@@ -18,12 +18,12 @@ const (
 	retry                // whether the server acted is unknown, or it did not: ask again
 )
 
-// refusedForNow tells statuses that judge retries, and by which the server says that it did nothing.
+// refusedForNow reports whether a status that judge retries says that the server did nothing.
 func refusedForNow(status int) bool {
 	return status == http.StatusConflict || status == http.StatusTooEarly || status == http.StatusTooManyRequests
 }
 
-// judge tells what a response means at a server that keeps keys.
+// judge says what a response means at a server that keeps keys.
 func judge(response *http.Response) verdict {
 	if replayed(response) {
 		return final

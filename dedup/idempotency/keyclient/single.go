@@ -9,8 +9,8 @@ import (
 )
 
 // Single returns what sends each request through base once, for any http.Client: for servers that do not deduplicate. base is
-// borrowed; nil is http.DefaultTransport. Put it directly around the http.Transport: what base does by itself, such as trying again,
-// it does still.
+// borrowed; nil is http.DefaultTransport. Put it directly around the http.Transport: a base that tries again by itself
+// still does.
 //
 // A Transport of net/http sends a request again where its connection closes or its stream is reset, if it can: one over HTTP/1
 // that has an Idempotency-Key, over HTTP/2 any one. So none can: it has no GetBody, and a body that is not nil, nor

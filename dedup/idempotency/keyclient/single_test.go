@@ -68,13 +68,7 @@ func TestCallOfAPhaseIsSentOnce(t *testing.T) {
 			for _, client := range []string{"plain", "Single", "Transport"} {
 				t.Run(server+", "+name+", "+client, func(t *testing.T) {
 					t.Parallel()
-					b := newRawBank(t, serve)
-					base := &http.Transport{}
-					if strings.HasPrefix(server, "HTTP/2") {
-						base.Protocols = &http.Protocols{}
-						base.Protocols.SetUnencryptedHTTP2(true)
-					}
-					defer base.CloseIdleConnections()
+					b, base := newRawBank(t, serve, strings.HasPrefix(server, "HTTP/2"))
 					var sender http.RoundTripper = base
 					switch client {
 					case "Single":

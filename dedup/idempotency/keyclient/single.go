@@ -8,21 +8,21 @@ import (
 	"sync/atomic"
 )
 
-// Single returns what sends each request through base once, for any http.Client: for servers that do not deduplicate. base is
-// borrowed; nil is http.DefaultTransport. Put it directly around the http.Transport: a base that tries again by itself
-// still does.
+// Single returns a RoundTripper that sends each request once through base, for any http.Client that talks to a server which does
+// not deduplicate. base is borrowed; nil is http.DefaultTransport. Put Single directly around the http.Transport: a base that
+// tries again by itself still does.
 //
-// A Transport of net/http sends a request again where its connection closes or its stream is reset, if it can: one over HTTP/1
-// that has an Idempotency-Key, over HTTP/2 any one. So none can: it has no GetBody, and a body that is not nil, nor
-// http.NoBody. One without a body is sent with an empty one: over HTTP/1, a POST with Transfer-Encoding: chunked in place of
-// Content-Length: 0. Where a server refuses that (411), give the request a body.
+// The Transport of net/http sends a request again after its connection closed (over HTTP/1 one with an Idempotency-Key) or its
+// stream was reset (over HTTP/2 any one), if it has the body again. So it gets none: GetBody is nil, and a body that is
+// nil or http.NoBody becomes an empty reader. The price: over HTTP/1 a POST without a body has Transfer-Encoding: chunked
+// instead of Content-Length: 0. Where a server refuses that (411), give the request a body.
 //
-// A redirect that would send the request again (307 or 308) is not followed: the response has no Location. One to a GET
-// (301, 302, 303) is.
+// Redirects by 307 and 308 would send the request again. They are not followed: the client gets the response, without its
+// Location. Redirects to a GET (301, 302, 303) are followed.
 //
-// An error before there was a connection, for whatever reason, has a method NotSent, which returns true: the
-// request was not sent. A Call of a phase that is AtMostOnce may return it as it is: see idempotency.NotSent. A base
-// that does not report to net/http/httptrace has no such errors.
+// An error that comes before there was a connection, for whatever reason, has a method NotSent() bool, which returns true: the
+// request was not sent. The Call of a phase that is AtMostOnce may return it as it is: see idempotency.NotSent. A base that does
+// not report to net/http/httptrace has no such errors.
 func Single(base http.RoundTripper) http.RoundTripper {
 	if base == nil {
 		base = http.DefaultTransport

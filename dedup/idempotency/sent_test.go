@@ -273,5 +273,35 @@ func TestNotSentMarksWhatShowsIt(t *testing.T) {
 	require.NotEqual(t, refused, marked)
 	require.ErrorIs(t, marked, net.ErrClosed)
 	require.Equal(t, refused.Error(), marked.Error())
-	require.False(t, idempotency.CalledOnce(t.Context()))
+}
+
+// Property: the context of a call says that it must not be made twice where its phase is AtMostOnce, and in no other phase; a flow
+// inside of such a call inherits it.
+func TestContextOfACallSaysItsKind(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	got := map[string]bool{}
+	noting := func(name string, more func(ctx context.Context) error) func(context.Context, *idempotency.Step[payment]) error {
+		return func(ctx context.Context, step *idempotency.Step[payment]) error {
+			got[name] = idempotency.CalledOnce(ctx)
+			if name != "often" {
+				step.Finish(idempotency.Response{Status: http.StatusCreated})
+			}
+			return more(ctx)
+		}
+	}
+	nothing := func(context.Context) error { return nil }
+	inner, err := idempotency.New(pool, idempotency.Config{Operation: "inner"})
+	require.NoError(t, err)
+	inside := newFlow(t, inner, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "inside", Call: noting("inside", nothing)}})
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+		{Name: "often", Call: noting("often", nothing)},
+		{Name: "once", AtMostOnce: true, Call: noting("once", func(ctx context.Context) error {
+			_, err := inside.Do(ctx, key("k"), nil)
+			return err
+		})},
+	})
+	_, err = flow.Do(t.Context(), key("k"), nil)
+	require.NoError(t, err)
+	require.Equal(t, map[string]bool{"often": false, "once": true, "inside": true}, got)
 }

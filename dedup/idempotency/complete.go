@@ -147,11 +147,6 @@ func (f *Flow[S]) driveOn(ctx context.Context, h *holder, request []byte) (respo
 	defer func() {
 		if p := recover(); p != nil {
 			err = f.panicked(ctx, h.key, p)
-			if h.doubtful {
-				err = h.doubt(ctx, err, f.cfg.CallMax)
-				return
-			}
-			err = errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
 		}
 	}()
 	return f.drive(ctx, h, request)

@@ -130,7 +130,8 @@ const phasesMax = 100
 //
 // A phase that fails ends the flow for now: its writes are rolled back, the recovery points before it stay, and the lock is
 // given up, so that the next request with the key goes on there at once; without Config.AttemptsMax, a phase that failed
-// ten times waits for what RetryAfter has become (ErrInProgress). Final makes the failure the outcome.
+// ten times waits for what RetryAfter has become (ErrInProgress). Final makes the failure the outcome. A phase that panics, or
+// ends its goroutine, fails in the same way; the panic reaches the caller.
 // Errors are those of Once, and ErrIndeterminate, ErrUnknownRecoveryPoint, ErrLockLost. When ctx ends the flow stops
 // between two phases, and can be resumed: a call that may be made again is cut short, and one that is AtMostOnce, and what a
 // phase writes, comes to its end first, within CallMax.
@@ -249,8 +250,24 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 
 // drive goes through the phases that are not done, under the lock.
 func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Response, error) {
-	stop := h.keep(ctx)
-	defer stop()
+	stop, returned := h.keep(ctx), false
+	defer func() {
+		stop()
+		if !returned { // a phase panicked, or ended the goroutine: nobody else would free the lock before it runs out
+			p := recover()
+			f.dropped(ctx, h, p)
+			if p != nil {
+				panic(p)
+			}
+		}
+	}()
+	response, err := f.runPhases(ctx, h, request, stop)
+	returned = true
+	return response, err
+}
+
+// runPhases is drive without what becomes of a panic.
+func (f *Flow[S]) runPhases(ctx context.Context, h *holder, request []byte, stop func()) (Response, error) {
 	step, err := f.step(h, request)
 	if err != nil {
 		return Response{}, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
@@ -284,6 +301,24 @@ func (f *Flow[S]) step(h *holder, request []byte) (*Step[S], error) {
 		return nil, fmt.Errorf("read what the phases of %v stored: %w", h.key, err)
 	}
 	return step, nil
+}
+
+// dropped frees the lock of a key whose phase did not return, or hands the key to people where its call may have been made.
+func (f *Flow[S]) dropped(ctx context.Context, h *holder, p any) {
+	cause := errors.New("a phase ended its goroutine")
+	if p != nil {
+		cause = fmt.Errorf("panic: %v", p)
+	}
+	err := f.giveUp(ctx, h, cause)
+	f.op.cfg.Logger.ErrorContext(ctx, "a phase of a key did not return", "key", h.key, "error", err)
+}
+
+// giveUp frees the lock after a failure that says nothing of the call before it.
+func (f *Flow[S]) giveUp(ctx context.Context, h *holder, cause error) error {
+	if h.doubtful { // the call was made, and what it found out could not be stored
+		return h.doubt(ctx, cause, f.cfg.CallMax)
+	}
+	return errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), false))
 }
 
 // retryAfter is when the completer comes back to a flow that failed.

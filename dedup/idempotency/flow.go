@@ -3,7 +3,6 @@ package idempotency
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -18,7 +17,8 @@ import (
 // Flow executes a request in atomic phases: each commits its writes together with its recovery point, and no
 // transaction is open while a foreign system is asked. A flow that was cut off goes on at the first phase that is not
 // done, when the request comes again or the completer finds it, on any replica. S is what phases hand on to later
-// ones; it is stored as JSON.
+// ones; it is stored as JSON. Members of its objects that another release stored, and S does not have, stay as they are, but
+// for those of objects in a list that this release changed.
 //
 // The idea is Brandur Leach's, after Stripe: https://brandur.org/idempotency-keys.
 type Flow[S any] struct {
@@ -65,7 +65,8 @@ type Phase[S any] struct {
 type Step[S any] struct {
 	// Key of the request.
 	Key Key
-	// State is what was stored with the last recovery point. What Call and Write change is stored with the next.
+	// State is what was stored with the last recovery point. What Call and Write change is stored with the next; see Flow for
+	// what S does not have.
 	State S
 	// Request that was given to Do, or was stored.
 	Request []byte
@@ -74,6 +75,7 @@ type Step[S any] struct {
 
 	phase    string
 	response *Response
+	stored   memory // of State, at the last recovery point
 }
 
 // ChildID is Key.ChildID of the phase.
@@ -295,7 +297,7 @@ func (f *Flow[S]) step(h *holder, request []byte) (*Step[S], error) {
 	}
 	data, err := h.o.open(h.key, "data", h.at.data, h.at.sealed)
 	if err == nil {
-		err = json.Unmarshal(data, &step.State)
+		step.stored, err = remembered(data, &step.State)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read what the phases of %v stored: %w", h.key, err)

@@ -102,7 +102,11 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if step.response == nil && phase.Name == f.names[len(f.names)-1] {
 		return fmt.Errorf("phase %q: %w", phase.Name, errNoResponse)
 	}
-	last, err := f.last(h, step, phase)
+	next, err := step.stored.with(step.State)
+	if err != nil {
+		return fmt.Errorf("%v: %w", h.key, err)
+	}
+	last, err := f.last(h, step, phase, next.text)
 	if err != nil {
 		return err
 	}
@@ -118,12 +122,12 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err != nil {
 		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
 	}
-	h.at.attempts, h.doubtful = 1, false
+	h.at.attempts, h.doubtful, step.stored = 1, false, next
 	return nil
 }
 
 // last is the statement before COMMIT: the recovery point, or the outcome.
-func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S]) (func(*pgx.Batch), error) {
+func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S], data []byte) (func(*pgx.Batch), error) {
 	o, key := h.o, h.key
 	if step.response != nil {
 		out, err := o.outcome(key, *step.response, h.at.sealed)
@@ -131,11 +135,8 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S]) (func(*pgx.Batc
 			batch.Queue(o.sql.flow.finish, key.Scope, key.Operation, key.Value, h.at.token, phase.Name, out.status, out.headers, out.body, out.dropped, o.window())
 		}, err
 	}
-	data, err := json.Marshal(step.State)
+	data, err := o.seal(key, "data", data, h.at.sealed)
 	if err != nil {
-		return nil, fmt.Errorf("write the state of %v: %w", key, err)
-	}
-	if data, err = o.seal(key, "data", data, h.at.sealed); err != nil {
 		return nil, err
 	}
 	return func(batch *pgx.Batch) {

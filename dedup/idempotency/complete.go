@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime/debug"
-	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -89,7 +88,7 @@ func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
 		Scope, Key  string
 		Fingerprint []byte
 	}
-	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.abandoned, f.op.cfg.Operation, completeMax)
+	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.abandoned, f.op.cfg.Operation, completeMax, f.cfg.Name)
 	if err != nil {
 		return 0, fmt.Errorf("look for abandoned keys: %w", err)
 	}
@@ -124,10 +123,7 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	if s.state != running || s.locked {
 		return false, nil
 	}
-	var h *holder
-	if err = f.several(s.phases); err == nil {
-		h, _, err = f.take(ctx, key, s)
-	}
+	h, _, err := f.take(ctx, key, s)
 	if errors.Is(err, ErrUnknownRecoveryPoint) {
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
 	}
@@ -246,7 +242,7 @@ type undecidedRow struct {
 }
 
 func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, value string) ([]undecidedRow, error) {
-	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.undecidedKeys, f.op.cfg.Operation, after, scope, value, reconcileMax)
+	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.undecidedKeys, f.op.cfg.Operation, after, scope, value, reconcileMax, f.cfg.Name)
 	if err != nil {
 		return nil, fmt.Errorf("look for undecided keys: %w", err)
 	}
@@ -264,13 +260,6 @@ func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, val
 }
 
 func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
-	begun := slices.Clone(u.at.phases)
-	if u.at.calling != nil {
-		begun = append(begun, *u.at.calling)
-	}
-	if err := f.several(begun); err != nil {
-		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
-	}
 	phase, known := f.inDoubt(&u.at)
 	if !known {
 		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, phase, f.names)

@@ -6,11 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
@@ -30,6 +32,10 @@ type Flow[S any] struct {
 
 // FlowConfig of a Flow. The zero value works.
 type FlowConfig[S any] struct {
+	// Name of the flow, stored with its keys: a flow of another name, in another program or release that has the same operation,
+	// leaves them alone (ErrUnknownRecoveryPoint). Keys of releases that stored no name are anyone's. It must stay the same
+	// while keys are unfinished. At most 255 bytes; default: the operation's name.
+	Name string
 	// StoreRequest keeps what was asked for until the outcome is there, so that the completer (Flow.Run) can finish what a
 	// client gave up. Default: such a flow waits for its client.
 	StoreRequest bool
@@ -53,6 +59,12 @@ type Phase[S any] struct {
 	// Call asks a foreign system, under step.ChildID() as its idempotency key. No transaction is open. It may be
 	// made again, after a crash: with the same key. What it learns goes into step.State. Default: none.
 	Call func(ctx context.Context, step *Step[S]) error
+	// CallAgainMax is how old, by the database's clock, the first call of the phase may be where it is made again: foreign systems
+	// forget idempotency keys, many after 24 h. Where it may be older, the key becomes indeterminate instead. The age is
+	// that of the recovery point before, or of the takeover behind it before which certainly no call was made (NotDone, a context that
+	// ended before, a person or a reconciler that said so); of keys from releases that stored none, that of the request. 1 min, or CallMax
+	// where that is more, to 10 years; default 22 h. Not with AtMostOnce, whose call is not made again.
+	CallAgainMax time.Duration
 	// AtMostOnce says that the foreign system does not deduplicate: a call whose outcome is unknown is never made again
 	// by itself, and makes the key indeterminate. An error of Call is taken for that, unless it is one of NotDone or Final.
 	AtMostOnce bool
@@ -84,22 +96,27 @@ func (s *Step[S]) ChildID() uuid.UUID { return s.Key.ChildID(s.phase) }
 // Finish ends the flow with this phase, and says what the client gets. The last phase must call it.
 func (s *Step[S]) Finish(response Response) { s.response = &response }
 
-// NewFlow returns a flow, or all problems at once. An operation has one flow: completer and reconciler look after all keys of
-// the operation, and leave those alone of which they cannot tell whose they are, where this process made flows with other
-// phases of it. Nobody can tell where it is two Operations with one name, or two programs, nor where the phases of one flow
-// are the first ones of the other, which is taken for its next release: give each flow an operation with a name of its own.
+// NewFlow returns the flow of an operation, or all problems at once: an operation has one.
 func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow[S], error) {
-	f := &Flow[S]{op: op, cfg: cfg, phases: phases}
+	f := &Flow[S]{op: op, cfg: cfg, phases: slices.Clone(phases)}
 	var problems []error
 	if op == nil {
 		problems = append(problems, errors.New("operation is nil"))
 	} else if op.cfg.Isolation != pgx.ReadCommitted {
 		problems = append(problems, fmt.Errorf("Config.Isolation of the operation is %q: want read committed, since the lock of a key is renewed while a phase writes", op.cfg.Isolation))
 	}
+	if op != nil {
+		f.cfg.Name = cmp.Or(cfg.Name, op.cfg.Operation)
+	}
+	if len(f.cfg.Name) > keyBytesMax || !readable(f.cfg.Name) {
+		problems = append(problems, bounds.Problem("Name", strconv.Quote(cfg.Name), fmt.Sprintf("at most %d bytes of UTF-8 without control characters", keyBytesMax)))
+	}
+	problems = append(problems, checkDurations(&f.cfg.CallMax, &f.cfg.RetryAfter, &f.cfg.Every)...)
 	if len(phases) == 0 || len(phases) > phasesMax {
 		problems = append(problems, fmt.Errorf("%d phases: want 1 to %d", len(phases), phasesMax))
 	}
-	for i, phase := range phases {
+	for i := range f.phases {
+		phase := &f.phases[i]
 		switch {
 		case phase.Name == "" || len(phase.Name) > keyBytesMax || !readable(phase.Name):
 			problems = append(problems, fmt.Errorf("name of phase %d: want 1 to %d bytes of UTF-8 without control characters", i, keyBytesMax))
@@ -109,17 +126,20 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 			problems = append(problems, fmt.Errorf("phase %q does nothing: want Call or Write", phase.Name))
 		case phase.AtMostOnce && phase.Call == nil:
 			problems = append(problems, fmt.Errorf("phase %q is AtMostOnce and has no Call", phase.Name))
+		case (phase.AtMostOnce || phase.Call == nil) && phase.CallAgainMax != 0:
+			problems = append(problems, bounds.Problem(fmt.Sprintf("CallAgainMax of phase %q", phase.Name), phase.CallAgainMax, "none: it has no call that may be made again"))
+		case phase.Call != nil && !phase.AtMostOnce:
+			problems = append(problems, bounds.Durations(bounds.Duration{
+				Field: fmt.Sprintf("CallAgainMax of phase %q", phase.Name), Value: &phase.CallAgainMax, Default: 22 * time.Hour, Min: max(time.Minute, f.cfg.CallMax), Max: 10 * 365 * 24 * time.Hour,
+			})...)
 		}
 		f.names = append(f.names, phase.Name)
 	}
-	problems = append(problems, checkDurations(&f.cfg.CallMax, &f.cfg.RetryAfter, &f.cfg.Every)...)
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
-	op.flows.Lock()
-	defer op.flows.Unlock()
-	if !slices.ContainsFunc(op.flows.phases, func(known []string) bool { return slices.Equal(known, f.names) }) {
-		op.flows.phases = append(op.flows.phases, f.names)
+	if !op.flow.CompareAndSwap(false, true) {
+		return nil, fmt.Errorf("operation %q has a flow already: give each flow an operation with a name of its own", op.cfg.Operation)
 	}
 	return f, nil
 }
@@ -175,7 +195,7 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 		}
 	}
 	for range claimsMax {
-		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept))
+		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name))
 		switch {
 		case conflict(err), err == nil && s == nil:
 			continue // it was committed while the insert waited: an error where the role's default is not read committed
@@ -183,7 +203,9 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
 		case s.made:
 			s.sealed = sealed
-			return newHolder(o, key, s), Response{}, nil
+			h := newHolder(o, key, s)
+			h.uncalled = true
+			return h, Response{}, nil
 		}
 		h, response, err := f.take(ctx, key, s)
 		if h != nil || err != nil || response.Replayed {
@@ -193,24 +215,14 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // it changes hands all the time
 }
 
-// several tells of phases that are done, on behalf of nobody who knows the flow, that they begin another flow of the operation,
-// too: one that is no earlier or later release of this one.
-func (f *Flow[S]) several(done []string) error {
-	f.op.flows.Lock()
-	defer f.op.flows.Unlock()
-	for _, other := range f.op.flows.phases {
-		if begins(done, f.names) && begins(done, other) && !begins(other, f.names) && !begins(f.names, other) {
-			return fmt.Errorf("%w: done are %q, and flows of %q and of %q begin so: give each an operation with a name of its own", ErrUnknownRecoveryPoint, done, f.names, other)
-		}
-	}
-	return nil
-}
-
 // take takes over a key that nobody holds. It returns nothing if somebody was faster.
 func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Response, error) {
 	o := f.op
 	if response, ok, err := o.answer(key, s); ok {
 		return nil, response, err
+	}
+	if s.flow != nil && *s.flow != f.cfg.Name {
+		return nil, Response{}, fmt.Errorf("%w: it is of flow %q, and not of %q", ErrUnknownRecoveryPoint, *s.flow, f.cfg.Name)
 	}
 	if !begins(s.phases, f.names) || len(s.phases) == len(f.names) {
 		o.cfg.Logger.ErrorContext(ctx, "a key has phases done that this program does not know; nothing is run again until a program with them, or a person, finishes it",
@@ -229,8 +241,9 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 	if s.putOff > 0 && o.cfg.AttemptsMax == 0 && s.attempts >= attemptsOfAll/2 {
 		return nil, Response{}, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
 	}
-	err := o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling).
-		Scan(&s.data, &s.request, &s.sealed, &s.attempts)
+	h, age := newHolder(o, key, s), 0.0
+	err := o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling, f.cfg.Name).
+		Scan(&s.data, &s.request, &s.sealed, &s.attempts, &h.uncalled, &age)
 	if errors.Is(err, pgx.ErrNoRows) || conflict(err) {
 		return nil, Response{}, nil
 	}
@@ -238,7 +251,7 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 		return nil, Response{}, fmt.Errorf("take over %v: %w", key, err)
 	}
 	s.token++
-	h := newHolder(o, key, s)
+	h.since = time.Now().Add(-time.Duration(age * float64(time.Second)))
 	if s.calling == nil {
 		return h, Response{}, nil
 	}

@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strconv"
-	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -110,11 +110,7 @@ type Operation struct {
 	pool *pgxpool.Pool
 	cfg  Config
 	sql  queries
-	// flows are the phases of each flow that was made: see several.
-	flows struct {
-		sync.Mutex
-		phases [][]string
-	}
+	flow atomic.Bool // NewFlow made one
 }
 
 // New returns an operation, or all problems of its configuration at once. It opens no connection; the pool is

@@ -54,6 +54,10 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 // call makes the foreign call, which ctx cuts short. One that must not be made twice is written down before, and not cut
 // short: nobody could say what became of it.
 func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error { //nolint:contextcheck // not all of it ends with the caller
+	if age := time.Since(h.since); !h.uncalled && !phase.AtMostOnce && age > phase.CallAgainMax {
+		return Indeterminate(fmt.Errorf("call of phase %q: it may have been made %v ago, and is made again within %v (Phase.CallAgainMax): the foreign system may have forgotten its key",
+			phase.Name, age.Round(time.Second), phase.CallAgainMax))
+	}
 	if phase.AtMostOnce {
 		ctx = calledOnce(h.working)
 	}
@@ -65,6 +69,8 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 			return err
 		}
 	}
+	uncalled := h.uncalled
+	h.uncalled = false
 	crashpoint.At(ctx, crashpoint.KeyCalling)
 	err := phase.Call(ctx, step)
 	crashpoint.At(ctx, crashpoint.KeyCalled)
@@ -73,7 +79,9 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 		h.called = true
 		return nil
 	}
-	h.doubtful = h.doubtful && !certainlyNotDone(ctx, err)
+	if certainlyNotDone(ctx, err) {
+		h.doubtful, h.uncalled = false, uncalled
+	}
 	err = fmt.Errorf("call of phase %q: %w", phase.Name, err)
 	if h.doubtful && !errors.As(err, &final) {
 		err = Indeterminate(err)
@@ -122,7 +130,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err != nil {
 		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
 	}
-	h.at.attempts, h.doubtful, step.stored = 1, false, next
+	h.at.attempts, h.doubtful, h.uncalled, step.stored = 1, false, true, next
 	return nil
 }
 

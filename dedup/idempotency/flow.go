@@ -28,6 +28,8 @@ type Flow[S any] struct {
 	cfg    FlowConfig[S]
 	phases []Phase[S]
 	names  []string
+	// Places for what is completed, and reconciled, at a time.
+	completing, reconciling chan struct{}
 }
 
 // FlowConfig of a Flow. The zero value works.
@@ -44,10 +46,13 @@ type FlowConfig[S any] struct {
 	// RetryAfter is how long the completer leaves a flow alone that failed, or whose phases it does not know, doubled with each
 	// attempt up to a hundred times. 1 ms to 1 h; default 5 s.
 	RetryAfter time.Duration
+	// AtOnceMax is how many flows Run and Complete drive at a time, and about how many keys the reconciler is asked at a time. None
+	// of them holds a connection while it waits for a foreign system. 1 to 1,000; default 8.
+	AtOnceMax int
 	// Every is how often Run looks for what is abandoned, undecided or old. 10 ms to 1 h; default 10 s.
 	Every time.Duration
 	// Reconcile asks the foreign system, or its records, what became of a call whose outcome is unknown. It is not asked about
-	// keys of Operation.Once. Default: a person decides.
+	// keys of Operation.Once. It is called for several keys at a time. Default: a person decides.
 	Reconcile func(ctx context.Context, undecided UndecidedKey[S]) (Decision, error)
 }
 
@@ -112,6 +117,7 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 		problems = append(problems, bounds.Problem("Name", strconv.Quote(cfg.Name), fmt.Sprintf("at most %d bytes of UTF-8 without control characters", keyBytesMax)))
 	}
 	problems = append(problems, checkDurations(&f.cfg.CallMax, &f.cfg.RetryAfter, &f.cfg.Every)...)
+	problems = append(problems, bounds.Ints(bounds.Int{Field: "AtOnceMax", Value: &f.cfg.AtOnceMax, Default: 8, Min: 1, Max: 1000})...)
 	if len(phases) == 0 || len(phases) > phasesMax {
 		problems = append(problems, fmt.Errorf("%d phases: want 1 to %d", len(phases), phasesMax))
 	}
@@ -138,6 +144,7 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
+	f.completing, f.reconciling = make(chan struct{}, f.cfg.AtOnceMax), make(chan struct{}, f.cfg.AtOnceMax)
 	if !op.flow.CompareAndSwap(false, true) {
 		return nil, fmt.Errorf("operation %q has a flow already: give each flow an operation with a name of its own", op.cfg.Operation)
 	}

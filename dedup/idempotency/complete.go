@@ -15,7 +15,7 @@ import (
 )
 
 // Run completes what clients gave up, asks the reconciler about what is indeterminate, and forgets old keys, until ctx ends and
-// what it began has come to an end: a flow stops between two phases. None of these waits for another, nor, while there are free
+// what it began has come to an end: a flow stops between two phases. At a sixth of that pace it looks for keys that are overdue. None of these waits for another, nor, while there are free
 // places (FlowConfig.AtOnceMax), for a flow that takes long. Any number of replicas may run it: locks and tokens decide who does
 // what. It logs errors, and goes on.
 func (f *Flow[S]) Run(ctx context.Context) {
@@ -35,6 +35,12 @@ func (f *Flow[S]) Run(ctx context.Context) {
 	loop(func(ctx context.Context) error {
 		_, err := f.op.Reap(ctx)
 		return err
+	})
+	loops.Go(func() {
+		every(ctx, f.op, overdueEvery*f.cfg.Every, func(ctx context.Context) error {
+			_, err := f.Overdue(ctx)
+			return err
+		})
 	})
 	loops.Wait()
 	flows.Wait()
@@ -160,6 +166,38 @@ func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report fu
 		}
 	}
 	return nil
+}
+
+// overdueEvery is how many times FlowConfig.Every lie between two looks for what is overdue: each reads all unfinished keys.
+const (
+	overdueEvery = 6
+	overdueMax   = 10_000
+)
+
+// Overdue reports the flow's keys that are unfinished and older than FlowConfig.AgeMax, and returns how many there are, at most
+// 10,000. With FlowConfig.GiveUp it gives those up first that nobody works on; they do not count.
+func (f *Flow[S]) Overdue(ctx context.Context) (int64, error) {
+	o := f.op
+	if f.cfg.GiveUp {
+		tag, err := o.pool.Exec(ctx, o.sql.flow.giveUp, o.cfg.Operation, f.cfg.Name, f.cfg.AgeMax, overdueMax, f.cfg.CallMax)
+		if err != nil {
+			return 0, fmt.Errorf("give up keys that are overdue: %w", err)
+		}
+		if n := tag.RowsAffected(); n > 0 {
+			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "operation", o.cfg.Operation, "keys", n, "error", overdueText)
+		}
+	}
+	var overdue int64
+	if err := o.pool.QueryRow(ctx, o.sql.flow.overdue, o.cfg.Operation, f.cfg.Name, f.cfg.AgeMax, overdueMax).Scan(&overdue); err != nil {
+		return 0, fmt.Errorf("count keys that are overdue: %w", err)
+	}
+	if before := f.overdue.Swap(overdue); overdue > 0 && overdue != before {
+		o.cfg.Logger.WarnContext(ctx, "keys are unfinished for longer than AgeMax: see outbox-relay keys", "operation", o.cfg.Operation, "keys", overdue, "age", f.cfg.AgeMax)
+	}
+	if o.cfg.Hooks.Overdue != nil {
+		o.cfg.Hooks.Overdue(o.cfg.Operation, overdue)
+	}
+	return overdue, nil
 }
 
 // resume drives one flow with the request that was stored.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -30,6 +31,7 @@ type Flow[S any] struct {
 	names  []string
 	// Places for what is completed, and reconciled, at a time.
 	completing, reconciling chan struct{}
+	overdue                 atomic.Int64 // as it was reported
 }
 
 // FlowConfig of a Flow. The zero value works.
@@ -49,6 +51,13 @@ type FlowConfig[S any] struct {
 	// AtOnceMax is how many flows Run and Complete drive at a time, and about how many keys the reconciler is asked at a time. None
 	// of them holds a connection while it waits for a foreign system. 1 to 1,000; default 8.
 	AtOnceMax int
+	// AgeMax is the age of a key, by the database's clock, from which on Run reports it while it is unfinished, also where it waits for
+	// its client: in the log, and to Hooks.Overdue. 1 min to 10 years; default 24 h.
+	AgeMax time.Duration
+	// GiveUp also ends such keys where nobody works on them, and the phase under way, or the takeover after a person or the
+	// reconciler gave the key back, is as old: they become abandoned, or indeterminate where the call of a phase that is AtMostOnce
+	// may have been made, so that a person decides. Default: they wait.
+	GiveUp bool
 	// Every is how often Run looks for what is abandoned, undecided or old. 10 ms to 1 h; default 10 s.
 	Every time.Duration
 	// Reconcile asks the foreign system, or its records, what became of a call whose outcome is unknown. It is not asked about
@@ -116,7 +125,7 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 	if len(f.cfg.Name) > keyBytesMax || !readable(f.cfg.Name) {
 		problems = append(problems, bounds.Problem("Name", strconv.Quote(cfg.Name), fmt.Sprintf("at most %d bytes of UTF-8 without control characters", keyBytesMax)))
 	}
-	problems = append(problems, checkDurations(&f.cfg.CallMax, &f.cfg.RetryAfter, &f.cfg.Every)...)
+	problems = append(problems, f.cfg.checkDurations()...)
 	problems = append(problems, bounds.Ints(bounds.Int{Field: "AtOnceMax", Value: &f.cfg.AtOnceMax, Default: 8, Min: 1, Max: 1000})...)
 	if len(phases) == 0 || len(phases) > phasesMax {
 		problems = append(problems, fmt.Errorf("%d phases: want 1 to %d", len(phases), phasesMax))

@@ -76,6 +76,9 @@ type Config struct {
 type Hooks struct {
 	// Answered is called for each request, with what became of it.
 	Answered func(operation string, verdict Verdict)
+	// Overdue is called with the number of a flow's keys that are unfinished and older than FlowConfig.AgeMax, at most 10,000, each
+	// time that Flow.Run or Flow.Overdue looked.
+	Overdue func(operation string, keys int64)
 	// Reaped is called with the number of keys that were forgotten.
 	Reaped func(keys int64)
 }

@@ -152,10 +152,11 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S], data []byte) (f
 	}, nil
 }
 
-func checkDurations(callMax, retryAfter, every *time.Duration) []error {
+func (c *FlowConfig[S]) checkDurations() []error {
 	return bounds.Durations(
-		bounds.Duration{Field: "CallMax", Value: callMax, Default: time.Minute, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "RetryAfter", Value: retryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "Every", Value: every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "CallMax", Value: &c.CallMax, Default: time.Minute, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "AgeMax", Value: &c.AgeMax, Default: 24 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
+		bounds.Duration{Field: "Every", Value: &c.Every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
 	)
 }

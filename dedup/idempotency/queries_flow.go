@@ -78,6 +78,26 @@ WHERE state = 'running' AND operation = $1 AND request IS NOT NULL AND coalesce(
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND (flow = $3 OR flow IS NULL)
 ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 
+// isOverdue: a key of a flow, and not a count of failures, that is unfinished after $3.
+const isOverdue = `state = 'running' AND operation = $1 AND (flow = $2 OR flow IS NULL) AND locked_by IS NOT NULL AND created_at <= clock_timestamp() - $3::interval`
+
+const overdueSQL = `-- idempotency.overdue
+SELECT count(*) FROM (SELECT FROM effectonce.idempotency_keys WHERE ` + isOverdue + ` LIMIT $4) bounded`
+
+// giveUpSQL hands keys to people that are overdue, and that nobody works on. One that a person gave back has no attempts until it
+// is taken, and then its own age. Where a call may be under way the reconciler waits for it, as in undecidedSQL.
+const giveUpSQL = `-- idempotency.give_up
+WITH old AS (
+  SELECT scope, operation, key FROM effectonce.idempotency_keys
+  WHERE ` + isOverdue + ` AND coalesce(phase_since, created_at) <= clock_timestamp() - $3::interval AND attempts > 0
+    AND (locked_until IS NULL OR locked_until <= clock_timestamp()) LIMIT $4 FOR UPDATE SKIP LOCKED)
+UPDATE effectonce.idempotency_keys k SET state = CASE WHEN calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END,
+  error = left(concat_ws('; then: ', error, '` + overdueText + `'), 2000), locked_until = NULL,
+  retry_at = CASE WHEN calling IS NOT NULL THEN clock_timestamp() + $5::interval END
+FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key`
+
+const overdueText = "it is unfinished for longer than AgeMax"
+
 // undecidedKeysSQL is the work of a reconciler: keys of its flow; flows alone have locked_by. Work in one transaction is in doubt with
 // effects that it committed by itself, or in another system: nothing that a flow knows, and it has no phase to go on at.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
@@ -93,6 +113,7 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isI
 type flowQueries struct {
 	claim, take, renew, unlock, calling, undecided, advance, finish string
 	abandoned, leave, guard, undecidedKeys, decided                 string
+	overdue, giveUp                                                 string
 }
 
 func newFlowQueries(in func(string) string) flowQueries {
@@ -100,5 +121,6 @@ func newFlowQueries(in func(string) string) flowQueries {
 		claim: in(claimFlowSQL), take: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
 		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
+		overdue: in(overdueSQL), giveUp: in(giveUpSQL),
 	}
 }

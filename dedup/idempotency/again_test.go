@@ -3,11 +3,14 @@ package idempotency_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -143,4 +146,68 @@ func TestPhaseThatBeginsLateIsCalledAgain(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 2, asked)
 	require.Equal(t, 1, effects(t, pool, "charge"))
+}
+
+// Property: a call has all of its time, also where the note before it, that it is made at most once, waited for longer. Row H5.
+func TestCallHasAllOfItsTime(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	op := newOperation(t, pool, idempotency.Config{LockTimeout: time.Minute, StatementTimeout: time.Minute})
+	const callMax = 3 * time.Second
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{CallMax: callMax}, []idempotency.Phase[payment]{
+		{Name: "reserve", Write: func(context.Context, pgx.Tx, *step) error { return nil }},
+		{Name: "charge", AtMostOnce: true, Call: func(ctx context.Context, _ *step) error {
+			deadline, ok := ctx.Deadline()
+			if !ok || ctx.Err() != nil || time.Until(deadline) < callMax/2 {
+				return fmt.Errorf("it has until %v: %w", deadline, ctx.Err())
+			}
+			return nil
+		}},
+		ends("ship"),
+	})
+	var group sync.WaitGroup
+	defer group.Wait()
+	_, err := flow.Do(crashpoint.With(t.Context(), func(at string) {
+		if at != crashpoint.KeyAdvanced || count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{reserve}'`) == 0 {
+			return
+		}
+		holder, err := pool.Begin(t.Context())
+		require.NoError(t, err)
+		_, err = holder.Exec(t.Context(), `SELECT FROM effectonce.idempotency_keys FOR UPDATE`)
+		require.NoError(t, err)
+		group.Go(func() {
+			err := until(t.Context(), pool, somebodyWaits)
+			_, slept := holder.Exec(t.Context(), `SELECT pg_sleep(4)`)
+			assert.NoError(t, errors.Join(err, slept, holder.Commit(t.Context())))
+		})
+	}), key("k"), nil)
+	require.NoError(t, err)
+	require.Equal(t, 1, effects(t, pool, "ship"))
+}
+
+// Property: settings that contradict each other are refused, with the field, its value and what it wants. What cannot be called again
+// has no age.
+func TestCallAgainMaxIsBounded(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	call := func(max time.Duration, atMostOnce bool) idempotency.Phase[payment] {
+		return idempotency.Phase[payment]{Name: "charge", AtMostOnce: atMostOnce, CallAgainMax: max, Call: func(context.Context, *step) error { return nil }}
+	}
+	without := ends("charge")
+	without.CallAgainMax = time.Hour
+	for want, c := range map[string]struct {
+		cfg   idempotency.FlowConfig[payment]
+		phase idempotency.Phase[payment]
+	}{
+		`CallAgainMax of phase "charge" 30s: want 1m0s to 87600h0m0s`:    {phase: call(30*time.Second, false)},
+		`CallAgainMax of phase "charge" 2m0s: want 1h0m0s to 87600h0m0s`: {idempotency.FlowConfig[payment]{CallMax: time.Hour}, call(2*time.Minute, false)},
+		`CallAgainMax of phase "charge" 1h0m0s: want none`:               {phase: call(time.Hour, true)},
+		`CallAgainMax of phase "charge" 1h0m0s: want none:`:              {phase: without},
+		`AtOnceMax 1001: want 1 to 1000`:                                 {idempotency.FlowConfig[payment]{AtOnceMax: 1001}, ends("charge")},
+		`AgeMax 1s: want 1m0s to 87600h0m0s`:                             {idempotency.FlowConfig[payment]{AgeMax: time.Second}, ends("charge")},
+		`Name "a\n": want at most 255 bytes`:                             {idempotency.FlowConfig[payment]{Name: "a\n"}, ends("charge")},
+	} {
+		_, err := idempotency.NewFlow(newOperation(t, pool, idempotency.Config{}), c.cfg, c.phase)
+		require.ErrorContains(t, err, want)
+	}
 }

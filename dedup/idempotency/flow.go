@@ -43,7 +43,7 @@ type FlowConfig[S any] struct {
 	// StoreRequest keeps what was asked for until the outcome is there, so that the completer (Flow.Run) can finish what a
 	// client gave up. Default: such a flow waits for its client.
 	StoreRequest bool
-	// CallMax is how long a foreign call may take, and how long the transaction of a phase. 1 ms to 1 h; default 1 min.
+	// CallMax is how long a foreign call may take, and how long the transaction of a phase. 1 ms to 1 h; default 20 s.
 	CallMax time.Duration
 	// RetryAfter is how long the completer leaves a flow alone that failed, or whose phases it does not know, doubled with each
 	// attempt up to a hundred times. 1 ms to 1 h; default 5 s.

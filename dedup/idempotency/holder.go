@@ -79,8 +79,10 @@ func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, err
 	}
 }
 
-// calling writes down that a call is about to be made which must not be made twice.
-func (h *holder) calling(ctx context.Context, phase string) error {
+// calling writes down that a call is about to be made which must not be made twice. It takes none of the call's time.
+func (h *holder) calling(phase string) error {
+	ctx, cancel := context.WithTimeout(h.working, h.o.cfg.StatementTimeout)
+	defer cancel()
 	rows, err := h.o.durably(ctx, h.o.sql.flow.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase)
 	if err != nil {
 		return fmt.Errorf("write down the call of phase %q: %w", phase, err)

@@ -59,16 +59,14 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 			phase.Name, age.Round(time.Second), phase.CallAgainMax))
 	}
 	if phase.AtMostOnce {
+		if err := h.calling(phase.Name); err != nil {
+			return err
+		}
 		ctx = calledOnce(h.working)
 	}
 	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
 	defer cancel()
 	defer context.AfterFunc(h.working, cancel)()
-	if phase.AtMostOnce {
-		if err := h.calling(ctx, phase.Name); err != nil {
-			return err
-		}
-	}
 	uncalled := h.uncalled
 	h.uncalled = false
 	crashpoint.At(ctx, crashpoint.KeyCalling)
@@ -154,7 +152,7 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S], data []byte) (f
 
 func (c *FlowConfig[S]) checkDurations() []error {
 	return bounds.Durations(
-		bounds.Duration{Field: "CallMax", Value: &c.CallMax, Default: time.Minute, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "CallMax", Value: &c.CallMax, Default: 20 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "AgeMax", Value: &c.AgeMax, Default: 24 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
 		bounds.Duration{Field: "Every", Value: &c.Every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},

@@ -190,8 +190,8 @@ func TestCallHasAllOfItsTime(t *testing.T) {
 func TestCallAgainMaxIsBounded(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	call := func(max time.Duration, atMostOnce bool) idempotency.Phase[payment] {
-		return idempotency.Phase[payment]{Name: "charge", AtMostOnce: atMostOnce, CallAgainMax: max, Call: func(context.Context, *step) error { return nil }}
+	call := func(age time.Duration, atMostOnce bool) idempotency.Phase[payment] {
+		return idempotency.Phase[payment]{Name: "charge", AtMostOnce: atMostOnce, CallAgainMax: age, Call: func(context.Context, *step) error { return nil }}
 	}
 	without := ends("charge")
 	without.CallAgainMax = time.Hour

@@ -284,7 +284,7 @@ func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Respons
 	stop, returned := h.keep(ctx), false
 	defer func() {
 		stop()
-		if !returned { // a phase panicked, or ended the goroutine: nobody else would free the lock before it runs out
+		if !returned { // a phase panicked, or ended the goroutine: otherwise its key would wait until the lock runs out
 			p := recover()
 			f.dropped(ctx, h, p)
 			if p != nil {
@@ -340,16 +340,13 @@ func (f *Flow[S]) dropped(ctx context.Context, h *holder, p any) {
 	if p != nil {
 		cause = fmt.Errorf("panic: %v", p)
 	}
-	err := f.giveUp(ctx, h, cause)
-	f.op.cfg.Logger.ErrorContext(ctx, "a phase of a key did not return", "key", h.key, "error", err)
-}
-
-// giveUp frees the lock after a failure that says nothing of the call before it.
-func (f *Flow[S]) giveUp(ctx context.Context, h *holder, cause error) error {
-	if h.doubtful { // the call was made, and what it found out could not be stored
-		return h.doubt(ctx, cause, f.cfg.CallMax)
+	var err error
+	if h.doubtful {
+		err = h.doubt(ctx, cause, f.cfg.CallMax)
+	} else {
+		err = errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), false))
 	}
-	return errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), false))
+	f.op.cfg.Logger.ErrorContext(ctx, "a phase of a key did not return", "key", h.key, "error", err)
 }
 
 // retryAfter is when the completer comes back to a flow that failed.

@@ -52,7 +52,7 @@ type Row struct {
 	Counts bool `json:"counts"`
 	// Stuck: it is running, nobody works on it, and it is time that somebody did.
 	Stuck   bool     `json:"stuck"`
-	Flow    *string  `json:"flow"`   // that claimed it; null: work in one transaction, or an older release
+	Flow    *string  `json:"flow"`    // that claimed it; null: work in one transaction, or an older release
 	Phases  []string `json:"phases"`  // that are done, in order
 	Calling *string  `json:"calling"` // phase whose foreign call may be under way, and must not be made twice
 	// Locked: somebody works on it until LockedUntil. LockedBy is also who did last.

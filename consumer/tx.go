@@ -132,6 +132,9 @@ func (v *messageTx) Enter() error {
 	return nil
 }
 
+// Failed implements handlertx.Gate: the end of the batch finds out by itself.
+func (v *messageTx) Failed(error) {}
+
 // Leave also notes that pgx found the connection busy.
 func (v *messageTx) Leave(err error) {
 	v.used.Store(int64(time.Since(v.begun)))

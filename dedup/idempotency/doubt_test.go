@@ -211,48 +211,6 @@ func TestMisuseHidesNoVerdict(t *testing.T) {
 	require.Equal(t, "indeterminate", stateOf(t, pool, "flow doubt"))
 }
 
-// Property: where a request that waits for work which ends in doubt executes it, the key is marked behind it: nobody is told
-// that the request is only in progress. Row H5.
-func TestDoubtIsMarkedBehindWhoeverWaited(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Second})
-	impatient := newOperation(t, pool, idempotency.Config{WaitMax: time.Millisecond})
-	claimed, begun, over, second := make(chan struct{}), make(chan struct{}), make(chan struct{}), make(chan error, 1)
-	go func() {
-		<-claimed
-		_, err := o.Once(t.Context(), key("k"), func(context.Context, pgx.Tx) (idempotency.Response, error) {
-			close(begun)
-			<-over
-			return idempotency.Response{}, errAway
-		})
-		second <- err
-	}()
-	first := make(chan error, 1)
-	go func() {
-		_, err := impatient.Once(t.Context(), key("k"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
-			close(claimed)
-			if err := until(ctx, pool, somebodyWaits); err != nil {
-				return idempotency.Response{}, err
-			}
-			return idempotency.Response{}, idempotency.Indeterminate(errAway)
-		})
-		first <- err
-	}()
-	select {
-	case <-begun:
-		require.Never(t, func() bool { return len(first) > 0 }, 300*time.Millisecond, 10*time.Millisecond)
-		close(over)
-		require.ErrorIs(t, <-second, errAway)
-	case err := <-second: // the mark was faster
-		require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	}
-	err := <-first
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	require.NotErrorIs(t, err, idempotency.ErrInProgress)
-	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
-}
-
 // Property: doubt that a conflict in the database brought is doubt: neither the work nor a phase is run again. Row H5.
 func TestDoubtIsNoConflict(t *testing.T) {
 	t.Parallel()

@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
@@ -21,7 +20,10 @@ import (
 // of one execution, as long as all of them go through tx, which it must not commit or roll back. Publish outbox messages
 // under key.ChildID, so that they keep their IDs. What must be asked of another system belongs into a Flow.
 //
-// An error of the work rolls everything back, and frees the key at once; Final stores a response without effects. Errors
+// An error of the work rolls everything back, and frees the key at once; Final stores a response without effects, in the
+// same transaction, so that no request that waits executes it again. The one exception is work that lost its connection, as
+// pgx does where ctx ends within a statement: its claim is gone with it, and the outcome of a request that executed meanwhile
+// counts. Errors
 // that wrap ErrMismatch, ErrInProgress, ErrAbandoned and ErrInvalid mean that the work did not run. After ErrUnanswered
 // nobody knows yet: ask again with the same key. Trying again is safe after every error.
 func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
@@ -53,42 +55,27 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 		response, err = work(ctx, tx)
 		return ofWork(err)
 	})
-	away := t.conn.IsClosed() // asked here: behind end the connection is somebody else's
 	crashpoint.At(ctx, crashpoint.KeyWorked)
 	if err == nil {
 		err = ctx.Err()
 	}
-	var final *FinalError
-	var unknown *indeterminateError
-	switch {
-	case err == nil:
+	if err == nil {
 		if err = o.respond(ctx, t, key, response); err == nil {
 			return response, nil
 		}
-		if code(err) == "" || conflict(err) || outage(err) || errors.Is(err, errEnded) {
+		if code(err) == "" { // it is not known, or not of the work
 			return Response{}, err
 		}
-		return o.failed(ctx, key, err) // of a deferred constraint
-	case errors.As(err, &final):
-		t.end(ctx)
-		return o.settle(ctx, key, final.Response)
-	case errors.As(err, &unknown):
-		t.end(ctx)
-		return Response{}, errors.Join(err, o.doubt(ctx, key, err))
-	case conflict(err), ctx.Err() != nil:
-		return Response{}, err
+	}
+	v, err := o.verdictOn(ctx, t, key, err)
+	if err == nil {
+		return o.conclude(ctx, t, key, v)
 	}
 	t.end(ctx)
-	switch {
-	case errors.Is(err, errEnded):
-		if o.unanswered(ctx, key) {
-			return Response{}, errors.Join(ErrIndeterminate, err)
-		}
-		return Response{}, err
-	case away || outage(err):
-		return Response{}, err
+	if errors.Is(err, errEnded) && o.unanswered(ctx, key) {
+		err = errors.Join(ErrIndeterminate, err)
 	}
-	return o.failed(ctx, key, err)
+	return Response{}, err
 }
 
 // claimWork begins the transaction of the work. Without one it returns what the key says.
@@ -126,11 +113,19 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 }
 
 // take begins a transaction with a statement that takes a key, and tells whether it did. It waits at most WaitMax for
-// whoever has it.
+// whoever has it. Behind a savepoint begins what is the work's.
 func (o *Operation) take(ctx context.Context, key Key, sql string, args ...any) (t *transaction, took bool, err error) {
+	var attempts int
 	t, err = o.begin(ctx, func(batch *pgx.Batch) {
 		o.limits(batch, o.cfg.WaitMax)
-		batch.Queue(sql, args...).Exec(func(tag pgconn.CommandTag) error { took = tag.RowsAffected() == 1; return nil })
+		batch.Queue(sql, args...).QueryRow(func(row pgx.Row) error {
+			err := row.Scan(&attempts, nil)
+			if took = err == nil; errors.Is(err, pgx.ErrNoRows) {
+				return nil
+			}
+			return err
+		})
+		batch.Queue(savepointSQL)
 	})
 	switch {
 	case waited(err), code(err) == "57014" && ctx.Err() == nil: // where WaitMax is as long as StatementTimeout
@@ -138,6 +133,7 @@ func (o *Operation) take(ctx context.Context, key Key, sql string, args ...any) 
 	case err != nil:
 		return nil, false, fmt.Errorf("claim %v: %w", key, err)
 	}
+	t.attempts = attempts
 	return t, took, nil
 }
 
@@ -156,22 +152,19 @@ func (t *transaction) instead(ctx context.Context, key Key) (s *stored, err erro
 // claimsMax bounds how often a claim that met a change is made again.
 const claimsMax = 10
 
-// respond stores the response and commits.
+// respond stores the response and commits. Where a failure of the work is to be stored, one of a deferred constraint shows
+// before COMMIT, while the claim still stands.
 func (o *Operation) respond(ctx context.Context, t *transaction, key Key, response Response) error {
-	out, err := o.outcome(key, response, o.cfg.Seal != nil)
+	store, err := o.storing(key, response)
 	if err != nil {
 		return err
 	}
 	crashpoint.At(ctx, crashpoint.KeyCommitting)
 	err = t.commit(ctx, func(batch *pgx.Batch) {
-		batch.Queue(o.sql.work.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
-			QueryRow(func(row pgx.Row) error {
-				err := row.Scan(nil)
-				if code(err) == "22012" { // it is another transaction than the one that claimed, and the server skips COMMIT
-					return errEnded
-				}
-				return err
-			})
+		if o.cfg.Strict || o.cfg.AttemptsMax > 0 {
+			batch.Queue("SET CONSTRAINTS ALL IMMEDIATE")
+		}
+		store(batch)
 	})
 	if err != nil {
 		return fmt.Errorf("commit %v: %w", key, err)
@@ -180,79 +173,17 @@ func (o *Operation) respond(ctx context.Context, t *transaction, key Key, respon
 	return nil
 }
 
-// settle stores an outcome without effects. Whoever was first counts.
-func (o *Operation) settle(ctx context.Context, key Key, response Response) (Response, error) {
-	t, replayed, err := o.claimWork(ctx, key)
-	if t == nil {
-		return replayed, err
-	}
-	defer t.end(ctx)
-	return response, o.respond(ctx, t, key, response)
-}
-
-// doubt marks the key of work that asked another system, and does not know what became of it: a person decides. Where
-// a request that waited executes the same work by now, that has to end first.
-func (o *Operation) doubt(ctx context.Context, key Key, cause error) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), o.cfg.StatementTimeout)
-	defer cancel()
-	for {
-		err := o.mark(ctx, key, cause)
-		if err == nil || !errors.Is(err, ErrInProgress) && !conflict(err) || !pause(ctx, askEvery) {
-			return ofWork(err) // it says nothing else of the key than that the mark is not there
-		}
-	}
-}
-
-func (o *Operation) mark(ctx context.Context, key Key, cause error) error {
-	t, _, err := o.claimWork(ctx, key)
-	if err != nil {
-		return fmt.Errorf("mark %v as %s: %w", key, indeterminate, err)
-	}
-	if t == nil {
-		o.cfg.Logger.ErrorContext(ctx, "a request that waited for work in doubt executed it again, and stored its outcome: look whether the other system acted twice", "key", key, "error", cause)
-		return nil
-	}
-	defer t.end(ctx)
-	err = t.commit(ctx, func(batch *pgx.Batch) {
-		batch.Queue(o.sql.work.doubt, key.Scope, key.Operation, key.Value, text(cause))
-	})
-	if err != nil {
-		return fmt.Errorf("mark %v as %s: %w", key, indeterminate, err)
-	}
-	o.cfg.Logger.ErrorContext(ctx, "a key needs a person: see outbox-relay keys", "key", key, "state", indeterminate, "error", cause)
-	return nil
-}
-
-// failed is a failure that trying again could mend: it stores nothing, unless it is to be the outcome.
-func (o *Operation) failed(ctx context.Context, key Key, cause error) (Response, error) {
-	if o.cfg.Strict {
-		return o.settle(ctx, key, o.cfg.Failed(cause))
-	}
-	if o.cfg.AttemptsMax == 0 {
-		return Response{}, cause
-	}
-	attempts, err := o.attempted(ctx, key, cause)
-	switch {
-	case errors.Is(err, pgx.ErrNoRows), waited(err): // somebody else has made something of the key, or is about to
-		return Response{}, cause
-	case err != nil:
-		return Response{}, errors.Join(cause, fmt.Errorf("count the attempt at %v: %w", key, err))
-	case attempts < o.cfg.AttemptsMax:
-		return Response{}, cause
-	}
-	return o.settle(ctx, key, o.cfg.Failed(cause))
-}
-
-// attempted counts a failure, and tells how many there were. It waits as a claim does for whoever has the key by now.
-func (o *Operation) attempted(ctx context.Context, key Key, cause error) (attempts int, err error) {
-	t, err := o.begin(ctx, func(batch *pgx.Batch) {
-		o.limits(batch, o.cfg.WaitMax)
-		batch.Queue(o.sql.work.failed, key.Scope, key.Operation, key.Value, key.Fingerprint[:], o.cfg.Seal != nil, text(cause)).
-			QueryRow(func(row pgx.Row) error { return row.Scan(&attempts) })
-	})
-	if err != nil {
-		return 0, err
-	}
-	defer t.end(ctx)
-	return attempts, t.commit(ctx, func(*pgx.Batch) {})
+// storing is the statement that stores the response of a claim.
+func (o *Operation) storing(key Key, response Response) (func(*pgx.Batch), error) {
+	out, err := o.outcome(key, response, o.cfg.Seal != nil)
+	return func(batch *pgx.Batch) {
+		batch.Queue(o.sql.work.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
+			QueryRow(func(row pgx.Row) error {
+				err := row.Scan(nil)
+				if code(err) == "22012" { // it is another transaction than the one that claimed, and the server skips COMMIT
+					return errEnded
+				}
+				return err
+			})
+	}, err
 }

@@ -92,7 +92,15 @@ func (e *FinalError) Unwrap() error { return e.Err }
 
 // Final says that the work failed for good (declined, invalid, not found): what it wrote is rolled back, and the
 // response is stored as its outcome, and replayed. Once and Flow.Do return the response and no error.
-func Final(response Response, err error) error { return &FinalError{response, err} }
+func Final(response Response, err error) error { return &FinalError{response, reason(err)} }
+
+// reason is the error of a verdict that was given without one.
+func reason(err error) error {
+	if err == nil {
+		return errors.New("no reason was given")
+	}
+	return err
+}
 
 type indeterminateError struct{ err error }
 
@@ -101,10 +109,9 @@ func (e *indeterminateError) Unwrap() []error { return []error{ErrIndeterminate,
 
 // Indeterminate says that a foreign system may have acted or not, and cannot be asked again under the same key: what the
 // work or the phase wrote is rolled back, and the key stops until a person decides, or the reconciler of a flow. The mark is written after
-// the fact: where the database or the process is gone in that moment, only a phase that is AtMostOnce is not run again. Nor
-// does it stop a request that waits for the work of Once already, and executes it as soon as that is rolled back: what must
+// the fact: where the database, the connection or the process is gone in that moment, only a phase that is AtMostOnce is not run again: what must
 // not be asked twice belongs into a Flow.
-func Indeterminate(err error) error { return &indeterminateError{err} }
+func Indeterminate(err error) error { return &indeterminateError{reason(err)} }
 
 type notDoneError struct{ err error }
 
@@ -113,7 +120,7 @@ func (e *notDoneError) Unwrap() error { return e.err }
 
 // NotDone says that a foreign system certainly did nothing (refused, connection not made): a call of a phase that is
 // AtMostOnce may be made again.
-func NotDone(err error) error { return &notDoneError{err} }
+func NotDone(err error) error { return &notDoneError{reason(err)} }
 
 // code is that of a refusal by the server, if it is one.
 func code(err error) string {

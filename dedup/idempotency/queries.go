@@ -40,7 +40,7 @@ WITH old AS (
     AND phases = '{}' AND calling IS NULL AND request IS NULL AND data IS NULL AND lock_token = 1 AND locked_by IS NULL AND locked_until IS NULL
   ORDER BY coalesce(retry_at, created_at) LIMIT $1 FOR UPDATE SKIP LOCKED
 ), doubted AS (
-  UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, error = '` + unansweredText + `'
+  UPDATE effectonce.idempotency_keys k SET state = 'indeterminate', expires_at = NULL, locked_by = NULL, error = '` + unansweredText + `'
   FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key AND old.unanswered RETURNING true
 ), forgotten AS (
   DELETE FROM effectonce.idempotency_keys k USING (SELECT * FROM old UNION ALL SELECT * FROM counts) gone
@@ -50,7 +50,7 @@ SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM doubted)`
 
 // unansweredSQL hands a key to people whose work committed by itself.
 const unansweredSQL = `-- idempotency.unanswered
-UPDATE effectonce.idempotency_keys SET state = 'indeterminate', expires_at = NULL, error = '` + unansweredText + `'
+UPDATE effectonce.idempotency_keys SET state = 'indeterminate', expires_at = NULL, locked_by = NULL, error = '` + unansweredText + `'
 WHERE scope = $1 AND operation = $2 AND key = $3 AND ` + isFinished + ` AND finished_at IS NULL AND status IS NULL`
 
 const unansweredText = "its work committed by a statement of its own, and left no outcome"

@@ -114,7 +114,7 @@ func (o *Operation) replay(k Key, s *stored) (Response, error) {
 // outcome is a response as it is stored.
 type outcome struct {
 	status  int
-	headers []byte
+	headers *string // JSON: bytes would be sent as bytea where statements are not prepared
 	body    []byte
 	dropped bool
 }
@@ -131,8 +131,12 @@ func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
 	if err != nil {
 		return out, fmt.Errorf("%v: %w", k, err)
 	}
-	if out.headers, err = o.sealHeaders(k, headers, sealed); err != nil {
+	if headers, err = o.sealHeaders(k, headers, sealed); err != nil {
 		return out, err
+	}
+	if headers != nil {
+		text := string(headers)
+		out.headers = &text
 	}
 	out.body, err = o.seal(k, "body", out.body, sealed)
 	return out, err

@@ -25,11 +25,16 @@ type transaction struct {
 	free   chan struct{} // has one element unless a statement of the work is under way
 	over   atomic.Bool   // the work has returned
 	fault  atomic.Pointer[error]
+	broken atomic.Pointer[error] // of the last statement that failed
+
+	attempts    int  // of the key, with this one
+	stray, away bool // a goroutine of the work has the connection; it was lost under the work
 }
 
 var (
 	errOver   = fmt.Errorf("the transaction of a request is over when its work returns: %w", pgx.ErrTxClosed)
 	errEnded  = errors.New("the work ended its transaction by a statement of its own, so that neither its effects nor the key are certain: leave COMMIT and ROLLBACK to the caller")
+	errHidden = errors.New("a statement of the work failed, and the work returned no error: nothing behind it was executed, and nothing can be committed")
 	errShared = errors.New("the work used its transaction from two goroutines, or while a result was open: use it from one, and close rows first")
 )
 
@@ -52,6 +57,16 @@ func (t *transaction) Enter() error {
 
 // ended tells whether the work ended the transaction, by a statement that got past handlertx.
 func (t *transaction) ended() bool { return t.conn.PgConn().TxStatus() == 'I' }
+
+// failed tells whether a statement failed, and no savepoint was gone back to.
+func (t *transaction) failed() bool { return t.conn.PgConn().TxStatus() == 'E' }
+
+// Failed implements handlertx.Gate.
+func (t *transaction) Failed(err error) {
+	if code(err) != "25P02" { // which only says that one before failed
+		t.broken.Store(&err)
+	}
+}
 
 // Leave implements handlertx.Gate.
 func (t *transaction) Leave(error) {
@@ -101,8 +116,10 @@ func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx
 	defer stop()
 	err := work(ctx, t.work)
 	if stop(); !alone {
+		t.stray = true
 		return errors.Join(errShared, err)
 	}
+	t.away = t.conn.IsClosed()
 	if t.conn.PgConn().IsBusy() {
 		return errors.Join(errShared, err)
 	}
@@ -111,6 +128,15 @@ func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx
 	}
 	if t.ended() { // COMMIT would say yes, with a warning, and nothing would be stored
 		return errors.Join(errEnded, err)
+	}
+	if !t.failed() {
+		return err
+	}
+	if err == nil {
+		err = errHidden
+	}
+	if broken := t.broken.Load(); broken != nil && conflict(*broken) && !conflict(err) { // which the work hid
+		return errors.Join(err, *broken)
 	}
 	return err
 }
@@ -127,8 +153,9 @@ func (t *transaction) cut() {
 }
 
 // commit ends the transaction with what last queues, in one round trip: if one of the statements fails, the server
-// skips the COMMIT behind it. It is not cut short with ctx: pgx would send a cancel request, which makes a COMMIT that
-// waits for a synchronous standby visible without being replicated. One that the server does not answer is left to itself.
+// skips the COMMIT behind it, and the transaction stays, failed, for replace. It is not cut short with ctx: pgx would send
+// a cancel request, which makes a COMMIT that waits for a synchronous standby visible without being replicated. One that
+// the server does not answer is left to itself.
 func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) error {
 	batch := &pgx.Batch{}
 	last(batch)
@@ -138,9 +165,9 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 		tag = rows.CommandTag().String()
 		return rows.Err()
 	})
-	conn, pooled := t.pooled.Conn(), t.pooled
+	conn, pooled := t.conn, t.pooled
 	t.pooled = nil
-	done := make(chan error, 1)
+	done, left := make(chan error, 1), atomic.Bool{}
 	go func() {
 		err := conn.SendBatch(context.WithoutCancel(ctx), batch).Close()
 		switch {
@@ -148,6 +175,9 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 			err = pgx.ErrTxCommitRollback
 		case err != nil && conn.IsClosed(): // asked here: behind Release the connection is somebody else's
 			err = fmt.Errorf("%w (%w)", ErrUnanswered, err)
+		case err != nil && t.failed() && left.CompareAndSwap(false, true):
+			done <- failedEarly{err}
+			return
 		}
 		if err != nil {
 			rollback(ctx, conn)
@@ -157,13 +187,24 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 	}()
 	timer := time.NewTimer(t.o.cfg.StatementTimeout + commitGrace)
 	defer timer.Stop()
+	var err error
 	select {
-	case err := <-done:
-		return err
+	case err = <-done:
 	case <-timer.C:
-		return ErrUnanswered
+		if left.CompareAndSwap(false, true) {
+			return ErrUnanswered
+		}
+		err = <-done
 	}
+	if early, ok := err.(failedEarly); ok { //nolint:errorlint // it is not wrapped
+		t.pooled = pooled
+		return early.error
+	}
+	return err
 }
+
+// failedEarly is the error of a statement before COMMIT.
+type failedEarly struct{ error }
 
 const (
 	commitGrace = 5 * time.Second // beyond what the server itself allows the statements before COMMIT

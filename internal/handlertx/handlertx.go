@@ -21,6 +21,8 @@ type Gate interface {
 	// Enter begins a use of the transaction, or says why there is none; Leave ends it, with its error.
 	Enter() error
 	Leave(err error)
+	// Failed is told of a statement that failed: the handler may hide it.
+	Failed(err error)
 	// Misused notes what a handler must not do and returns it.
 	Misused(err error) error
 }
@@ -55,6 +57,9 @@ func (v *Tx) Rollback(context.Context) error { return v.gate.Misused(ErrNotYours
 // Conn returns the connection of the transaction.
 func (v *Tx) Conn() *pgx.Conn { return v.conn }
 
+// ours begins the names of the library's savepoints.
+const ours = "effectonce_"
+
 // Refuse keeps statements away that would end the transaction, and with it commit claims whose effects
 // are still to come. What gets past it, fails at the server: see refuse_commit in the migrations.
 func (v *Tx) Refuse(sql string) error {
@@ -65,8 +70,13 @@ func (v *Tx) Refuse(sql string) error {
 	}
 	switch strings.ToLower(sql[:end]) {
 	case "commit", "end", "abort", "prepare":
+	case "savepoint", "release":
+		if !strings.Contains(strings.ToLower(sql), ours) {
+			return nil
+		}
 	case "rollback":
-		if slices.Contains(strings.Fields(strings.ToLower(sql)), "to") {
+		words := strings.ToLower(sql)
+		if slices.Contains(strings.Fields(words), "to") && !strings.Contains(words, ours) {
 			return nil
 		}
 	default:
@@ -80,11 +90,22 @@ func (v *Tx) Exec(ctx context.Context, sql string, args ...any) (tag pgconn.Comm
 	if err := v.Refuse(sql); err != nil {
 		return tag, err
 	}
+	return v.exec(ctx, sql, args...)
+}
+
+func (v *Tx) exec(ctx context.Context, sql string, args ...any) (tag pgconn.CommandTag, err error) {
 	if err := v.gate.Enter(); err != nil {
 		return tag, err
 	}
-	defer func() { v.gate.Leave(err) }()
+	defer func() { v.leave(err) }()
 	return v.conn.Exec(ctx, sql, args...)
+}
+
+func (v *Tx) leave(err error) {
+	if err != nil {
+		v.gate.Failed(err)
+	}
+	v.gate.Leave(err)
 }
 
 // Query implements pgx.Tx.
@@ -95,8 +116,9 @@ func (v *Tx) Query(ctx context.Context, sql string, args ...any) (rows pgx.Rows,
 	if err := v.gate.Enter(); err != nil {
 		return failedRows{err}, err
 	}
-	defer func() { v.gate.Leave(err) }()
-	return v.conn.Query(ctx, sql, args...) //nolint:sqlclosecheck // the caller's
+	defer func() { v.leave(err) }()
+	rows, err = v.conn.Query(ctx, sql, args...) //nolint:sqlclosecheck // the caller's
+	return watched{rows, v.gate}, err
 }
 
 // QueryRow implements pgx.Tx.
@@ -107,6 +129,44 @@ func (v *Tx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	}
 	return firstRow{rows}
 }
+
+// watched tells the gate how a result ended.
+type watched struct {
+	pgx.Rows
+	gate Gate
+}
+
+func (r watched) Close() {
+	r.Rows.Close()
+	_ = r.Err()
+}
+
+func (r watched) Err() error {
+	err := r.Rows.Err()
+	if err != nil {
+		r.gate.Failed(err)
+	}
+	return err
+}
+
+// watchedBatch does the same.
+type watchedBatch struct {
+	pgx.BatchResults
+	gate Gate
+}
+
+func (r watchedBatch) told(err error) error {
+	if err != nil {
+		r.gate.Failed(err)
+	}
+	return err
+}
+
+func (r watchedBatch) Exec() (pgconn.CommandTag, error) {
+	tag, err := r.BatchResults.Exec()
+	return tag, r.told(err)
+}
+func (r watchedBatch) Close() error { return r.told(r.BatchResults.Close()) }
 
 // firstRow is what pgx does in its own QueryRow.
 type firstRow struct{ pgx.Rows }
@@ -131,7 +191,7 @@ func (v *Tx) CopyFrom(ctx context.Context, table pgx.Identifier, columns []strin
 	if err := v.gate.Enter(); err != nil {
 		return 0, err
 	}
-	defer func() { v.gate.Leave(err) }()
+	defer func() { v.leave(err) }()
 	return v.conn.CopyFrom(ctx, table, columns, src)
 }
 
@@ -146,7 +206,7 @@ func (v *Tx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
 		return pgx.FailedBatchResults(b, err)
 	}
 	defer v.gate.Leave(nil)
-	return v.conn.SendBatch(ctx, b)
+	return watchedBatch{v.conn.SendBatch(ctx, b), v.gate}
 }
 
 // Prepare implements pgx.Tx.
@@ -157,7 +217,7 @@ func (v *Tx) Prepare(ctx context.Context, name, sql string) (desc *pgconn.Statem
 	if err := v.gate.Enter(); err != nil {
 		return nil, err
 	}
-	defer func() { v.gate.Leave(err) }()
+	defer func() { v.leave(err) }()
 	return v.conn.Prepare(ctx, name, sql)
 }
 
@@ -170,8 +230,8 @@ func (v *Tx) LargeObjects() pgx.LargeObjects {
 // Begin starts a savepoint.
 func (v *Tx) Begin(ctx context.Context) (pgx.Tx, error) {
 	*v.savepoints++
-	s := &savepoint{Tx: v, name: "effectonce_" + strconv.Itoa(*v.savepoints)}
-	if _, err := v.Exec(ctx, "SAVEPOINT "+s.name); err != nil {
+	s := &savepoint{Tx: v, name: ours + strconv.Itoa(*v.savepoints)}
+	if _, err := v.exec(ctx, "SAVEPOINT "+s.name); err != nil {
 		return nil, err
 	}
 	return s, nil
@@ -190,7 +250,7 @@ func (s *savepoint) Commit(ctx context.Context) error {
 		return pgx.ErrTxClosed
 	}
 	s.ended = true
-	_, err := s.Exec(ctx, "RELEASE SAVEPOINT "+s.name)
+	_, err := s.exec(ctx, "RELEASE SAVEPOINT "+s.name)
 	return err
 }
 
@@ -200,7 +260,7 @@ func (s *savepoint) Rollback(ctx context.Context) error {
 		return pgx.ErrTxClosed
 	}
 	s.ended = true
-	_, err := s.Exec(ctx, "ROLLBACK TO SAVEPOINT "+s.name)
+	_, err := s.exec(ctx, "ROLLBACK TO SAVEPOINT "+s.name)
 	return err
 }
 

@@ -1,0 +1,120 @@
+package idempotency
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// verdict is what is stored of work in place of its effects.
+type verdict struct {
+	store    func(*pgx.Batch)
+	response Response
+	err      error // the caller's, also where it is stored
+	doubt    bool  // the work must not run again
+}
+
+// verdictOn tells what a failure of the work leaves, if anything. A failure that trying again could end leaves nothing, unless it
+// is to be the outcome, or is counted; nor does one that says nothing about the request.
+func (o *Operation) verdictOn(ctx context.Context, t *transaction, key Key, cause error) (verdict, error) {
+	var final *FinalError
+	var unknown *indeterminateError
+	var response Response
+	switch {
+	case errors.As(cause, &final):
+		response = final.Response
+	case errors.As(cause, &unknown):
+		return verdict{err: cause, doubt: true, store: func(batch *pgx.Batch) {
+			batch.Queue(o.sql.work.doubt, key.Scope, key.Operation, key.Value, text(cause))
+		}}, nil
+	case conflict(cause), outage(cause), t.away, errors.Is(cause, errEnded), ctx.Err() != nil, !o.cfg.Strict && o.cfg.AttemptsMax == 0:
+		return verdict{}, cause
+	case o.cfg.Strict, t.attempts >= o.cfg.AttemptsMax:
+		response = o.cfg.Failed(cause)
+	default:
+		return verdict{err: cause, store: func(batch *pgx.Batch) {
+			batch.Queue(o.sql.work.failed, key.Scope, key.Operation, key.Value, text(cause))
+		}}, nil
+	}
+	store, err := o.storing(key, response)
+	return verdict{store: store, response: response}, err
+}
+
+// conclude ends the transaction of a claim with a verdict on its work. Where the claim is gone with its transaction, the key is
+// claimed again, and what another request has made of it meanwhile counts.
+func (o *Operation) conclude(ctx context.Context, t *transaction, key Key, v verdict) (Response, error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), o.cfg.StatementTimeout)
+	defer cancel()
+	for {
+		err := t.replace(ctx, v.store)
+		t.end(ctx)
+		if err == nil {
+			if v.doubt {
+				o.cfg.Logger.ErrorContext(ctx, "a key needs a person: see outbox-relay keys", "key", key, "state", indeterminate, "error", v.err)
+			}
+			return v.response, v.err
+		}
+		counts := v.err != nil && !v.doubt
+		if !errors.Is(err, errGone) && (counts || !errors.Is(err, ErrUnanswered)) && (!v.doubt || !conflict(err)) {
+			return Response{}, o.notStored(key, v, err)
+		}
+		var replayed Response
+		for {
+			t, replayed, err = o.claimWork(ctx, key)
+			if !v.doubt || !errors.Is(err, ErrInProgress) && !conflict(err) || !pause(ctx, askEvery) {
+				break
+			}
+		}
+		switch {
+		case t != nil:
+		case err != nil:
+			return Response{}, o.notStored(key, v, err)
+		case v.doubt:
+			o.cfg.Logger.ErrorContext(ctx, "work in doubt lost its connection, and another request executed it: look whether the other system acted twice", "key", key, "error", v.err)
+			return Response{}, v.err
+		default:
+			return replayed, nil
+		}
+	}
+}
+
+// notStored is the error where the verdict of the work is not stored. It says nothing else of the key.
+func (o *Operation) notStored(key Key, v verdict, err error) error {
+	if v.err == nil {
+		return err
+	}
+	return errors.Join(v.err, ofWork(fmt.Errorf("write down what became of %v: %w", key, err)))
+}
+
+// errGone: the claim of a transaction is not there any more. Its connection is lost, or the work ended it, or left a statement
+// open.
+var errGone = errors.New("the transaction of the work is over")
+
+// replace undoes what the work wrote, stores something in its place, and commits. The claim stands all the time.
+func (t *transaction) replace(ctx context.Context, store func(*pgx.Batch)) error {
+	if t.pooled == nil || t.stray || t.conn.IsClosed() || t.conn.PgConn().IsBusy() || t.ended() {
+		return errGone
+	}
+	failed := t.failed()
+	if failed { // alone: pgx prepares the statements of a batch first, which a failed transaction refuses
+		if _, err := t.conn.Exec(ctx, undoSQL); err != nil {
+			return t.gone(err)
+		}
+	}
+	return t.gone(t.commit(ctx, func(batch *pgx.Batch) {
+		if !failed {
+			batch.Queue(undoSQL)
+		}
+		store(batch)
+	}))
+}
+
+// gone tells errors that mean that it is not the claim's transaction.
+func (t *transaction) gone(err error) error {
+	if code(err) == "3B001" || err != nil && t.pooled != nil && t.conn.IsClosed() {
+		return fmt.Errorf("%w: %w", errGone, ofWork(err))
+	}
+	return err
+}

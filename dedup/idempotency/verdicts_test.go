@@ -13,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
@@ -112,7 +113,7 @@ func give(t *testing.T, pool *pgxpool.Pool, column, k string, verdict error, sta
 		request := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", http.NoBody)
 		request.Header.Set("Idempotency-Key", k)
 		m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			require.NoError(t, effect(r.Context(), httpkey.Tx(r), k))
+			assert.NoError(t, effect(r.Context(), httpkey.Tx(r), k))
 			if verdict != nil {
 				httpkey.Fail(r, verdict)
 			}

@@ -58,8 +58,7 @@ type hammer struct {
 	places  [2]place
 
 	mu                      sync.Mutex
-	histories               []*history
-	byKey                   map[string]*history
+	keys                    map[string]*history
 	disturbances            atomic.Int64 // odd while one lasts
 	kills, freezes, crashes int
 }
@@ -76,7 +75,7 @@ type place struct {
 // where a client was told so, none where it was declined, and all copies get the same outcome.
 func TestHammer(t *testing.T) {
 	t.Parallel()
-	h := &hammer{seed: *hammerSeed, client: &http.Client{Timeout: 15 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 64}}, byKey: map[string]*history{}}
+	h := &hammer{seed: *hammerSeed, client: &http.Client{Timeout: 15 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 64}}, keys: map[string]*history{}}
 	if h.seed == 0 {
 		h.seed = rand.Uint64()
 	}
@@ -92,18 +91,18 @@ func TestHammer(t *testing.T) {
 		t.Cleanup(func() { h.kill(i) })
 	}
 	h.began = time.Now()
-	hammering, stop := context.WithCancel(t.Context())
+	var over atomic.Bool
 	var drivers sync.WaitGroup
 	for i := range 8 {
 		rng := rand.New(rand.NewPCG(h.seed, uint64(i)+1))
 		drivers.Go(func() {
-			for n := 0; hammering.Err() == nil; n++ {
+			for n := 0; !over.Load(); n++ {
 				h.drive(t.Context(), rng, kinds()[rng.IntN(len(kinds()))], fmt.Sprintf("key-%d-%d", i, n))
 			}
 		})
 	}
 	h.disturb(t)
-	stop()
+	over.Store(true)
 	drivers.Wait()
 	h.settle(t)
 	for i := range h.places {
@@ -112,7 +111,7 @@ func TestHammer(t *testing.T) {
 	h.judge(t)
 }
 
-// disturb goes through all disturbances in random order, again and again, until the time is over.
+// disturb goes through all disturbances in random order, once at least, until the time is over.
 func (h *hammer) disturb(t *testing.T) {
 	t.Helper()
 	rng := rand.New(rand.NewPCG(h.seed, 0))
@@ -120,28 +119,30 @@ func (h *hammer) disturb(t *testing.T) {
 	if testing.Short() {
 		length = min(length, 3*time.Second)
 	}
-	for end := h.began.Add(length); time.Now().Before(end); {
-		for _, what := range rng.Perm(4) {
-			wait(300*time.Millisecond + rand.N(900*time.Millisecond))
-			i := rng.IntN(len(h.places))
-			h.disturbances.Add(1)
-			switch what {
-			case 0, 1:
-				h.kills++
-				h.kill(i)
-				h.start(t, i)
-			case 2: // often for longer than a lock lasts, and an idle transaction
-				h.freezes++
-				require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGSTOP))
-				wait(rand.N(3500 * time.Millisecond))
-				require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGCONT))
-			default:
-				h.crashes++
-				require.NoError(t, h.cluster.Kill(t.Context()))
-				require.NoError(t, h.cluster.Restart(t.Context()))
-			}
-			h.disturbances.Add(1)
+	var deck []int
+	for n, end := 0, h.began.Add(length); n < 5 || time.Now().Before(end); n++ {
+		if n%5 == 0 {
+			deck = rng.Perm(5)
 		}
+		wait(time.Duration(300+rng.IntN(900)) * time.Millisecond)
+		i := rng.IntN(len(h.places))
+		h.disturbances.Add(1)
+		switch deck[n%5] {
+		case 0, 1:
+			h.kills++
+			h.kill(i)
+			h.start(t, i)
+		case 2, 3: // often for longer than a lock lasts, and an idle transaction
+			h.freezes++
+			require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGSTOP))
+			wait(time.Duration(rng.IntN(3500)) * time.Millisecond)
+			require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGCONT))
+		default:
+			h.crashes++
+			require.NoError(t, h.cluster.Kill(t.Context()))
+			require.NoError(t, h.cluster.Restart(t.Context()))
+		}
+		h.disturbances.Add(1)
 	}
 }
 
@@ -171,10 +172,10 @@ func (h *hammer) start(t *testing.T, i int) {
 		defer close(p.read)
 		for lines.Scan() {
 			if words := strings.Fields(lines.Text()); len(words) == 4 && words[0] == "ran" {
-				k := h.history(words[1])
-				k.mu.Lock()
+				h.mu.Lock()
+				k := h.keys[words[1]]
 				k.ran = append(k.ran, words[3]+" "+words[2])
-				k.mu.Unlock()
+				h.mu.Unlock()
 			}
 		}
 	}()
@@ -189,23 +190,17 @@ func (h *hammer) kill(i int) {
 	_ = p.stdin.Close()
 }
 
-func (h *hammer) history(key string) *history {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.byKey[key]
-}
-
 // drive sends up to a hundred copies of a request at once, and then asks until one gets an outcome.
 func (h *hammer) drive(ctx context.Context, rng *rand.Rand, kind, key string) {
 	k := &history{kind: kind, key: key}
 	h.mu.Lock()
-	h.histories, h.byKey[key] = append(h.histories, k), k
+	h.keys[key] = k
 	h.mu.Unlock()
 	copies := 1 + rng.IntN(8)
 	if rng.IntN(16) == 0 {
 		copies = 100
 	}
-	before := h.disturbances.Load()
+	began, before := time.Now(), h.disturbances.Load()
 	var group sync.WaitGroup
 	for range copies {
 		body, patience, place := "A", 15*time.Second, rng.IntN(2)
@@ -229,49 +224,49 @@ func (h *hammer) drive(ctx context.Context, rng *rand.Rand, kind, key string) {
 		a := h.ask(ctx, k, try%2, "A", 15*time.Second)
 		known = a.over() && a.Status != http.StatusUnprocessableEntity
 	}
-	k.calm = known && before%2 == 0 && h.disturbances.Load() == before
+	// Within a second no lock runs out, and no timeout: this machine may stand still, too.
+	k.calm = known && before%2 == 0 && h.disturbances.Load() == before && time.Since(began) < time.Second
 }
 
 // ask sends a request to a server, and notes the answer.
 func (h *hammer) ask(ctx context.Context, k *history, place int, body string, patience time.Duration) answer {
-	a := answer{Body: body, Place: place}
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	text, response, err := h.send(ctx, k, place, body)
-	switch {
-	case err != nil:
-		a.Text = err.Error()
-	default:
-		problem := response.Header.Get("Content-Type") == "application/problem+json"
-		a.Status, a.Text = response.StatusCode, text
-		a.Undecided = problem && strings.Contains(text, "idempotency-key-undecided")
-		a.Kept = !problem && a.Status != http.StatusUnprocessableEntity && a.Status != http.StatusConflict && (a.Status < 500 || k.kind == kindStrict)
+	a := answer{Body: body, Place: place}
+	header, err := h.send(ctx, k, &a)
+	if err != nil {
+		a.Status, a.Text = 0, err.Error()
 	}
+	problem := header.Get("Content-Type") == "application/problem+json"
+	a.Undecided = problem && strings.Contains(a.Text, "idempotency-key-undecided")
+	a.Kept = !problem && a.Status != 0 && a.Status != http.StatusUnprocessableEntity && a.Status != http.StatusConflict &&
+		a.Status != http.StatusTooManyRequests && (a.Status < 500 || k.kind == kindStrict)
 	a.At = time.Since(h.began).Round(time.Millisecond)
-	k.mu.Lock()
+	h.mu.Lock()
 	k.answers = append(k.answers, a)
-	k.mu.Unlock()
-	if err != nil || a.Status >= 500 && !a.Kept {
+	h.mu.Unlock()
+	if a.Status == 0 || a.Status >= 500 && !a.Kept {
 		wait(50 * time.Millisecond) // a server is being started again
 	}
 	return a
 }
 
-func (h *hammer) send(ctx context.Context, k *history, place int, body string) (string, *http.Response, error) {
-	url := "http://" + *h.places[place].address.Load() + "/" + k.kind
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, url, strings.NewReader(body))
+func (h *hammer) send(ctx context.Context, k *history, a *answer) (http.Header, error) {
+	url := "http://" + *h.places[a.Place].address.Load() + "/" + k.kind
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, url, strings.NewReader(a.Body))
 	if err != nil {
-		return "", nil, err
+		return nil, err
 	}
 	request.Header.Set("Idempotency-Key", k.key)
 	request.Header.Set("Content-Type", "text/plain")
 	response, err := h.client.Do(request)
 	if err != nil {
-		return "", nil, err
+		return nil, err
 	}
 	defer func() { _ = response.Body.Close() }()
 	text, err := io.ReadAll(response.Body)
-	return string(text), response, err
+	a.Status, a.Text = response.StatusCode, string(text)
+	return response.Header, err
 }
 
 // settle asks every key again, with both bodies, until it is answered: nothing is disturbed any more.
@@ -279,8 +274,8 @@ func (h *hammer) settle(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	todo := make(chan *history, len(h.histories))
-	for _, k := range h.histories {
+	todo := make(chan *history, len(h.keys))
+	for _, k := range h.keys {
 		todo <- k
 	}
 	close(todo)

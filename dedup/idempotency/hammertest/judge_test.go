@@ -6,7 +6,6 @@ import (
 	"net/http"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -36,7 +35,6 @@ func (a answer) over() bool {
 type history struct {
 	kind, key string
 
-	mu      sync.Mutex
 	answers []answer
 	ran     []string // the outcomes that its handler came to; not each is stored, since servers die
 	calm    bool     // nothing was killed, frozen or crashed between the first request and the first outcome
@@ -124,7 +122,7 @@ func (h *hammer) judge(t *testing.T) {
 	_, err = pgx.ForEachRow(rows, []any{&key, &state}, func() error { states[key] = state; return nil })
 	require.NoError(t, err)
 	calm, statuses, wrongs, shown := map[string]int{}, map[int]int{}, map[string]int{}, 0
-	for _, k := range h.histories {
+	for _, k := range h.keys {
 		if k.calm {
 			calm[k.kind]++
 		}
@@ -141,7 +139,7 @@ func (h *hammer) judge(t *testing.T) {
 		}
 	}
 	t.Logf("seed %d: %d keys, %d kills, %d freezes, %d crashes of PostgreSQL; answers by status %v; undisturbed keys %v",
-		h.seed, len(h.histories), h.kills, h.freezes, h.crashes, statuses, calm)
+		h.seed, len(h.keys), h.kills, h.freezes, h.crashes, statuses, calm)
 	require.Empty(t, wrongs)
 	require.Len(t, calm, len(kinds()), "want undisturbed keys of each kind: otherwise too little was proved")
 }

@@ -254,9 +254,9 @@ func TestHookIsTold(t *testing.T) {
 func TestWrongSettings(t *testing.T) {
 	t.Parallel()
 	_, err := idempotency.New(nil, idempotency.Config{
-		Schema: "Bad Name", Window: time.Second, Lock: time.Millisecond, WaitMax: time.Hour, Retries: -1, ResponseBytesMax: -1, AttemptsMax: -1, Isolation: "snapshot",
+		Schema: "Bad Name", Window: time.Second, Lock: time.Millisecond, WaitMax: time.Hour, Retries: -1, ResponseBytesMax: -1, AttemptsMax: -1, Isolation: "snapshot", KeyWaitersMax: -1, ScopeWaitersMax: 1_000_000, ScopeKeysMax: -1,
 	})
-	for _, field := range []string{"pool is nil", "Bad Name", "Operation", "Window 1s", "Lock 1ms", "WaitMax 1h0m0s", "Retries -1", "ResponseBytesMax -1", "AttemptsMax -1", "Isolation snapshot"} {
+	for _, field := range []string{"pool is nil", "Bad Name", "Operation", "Window 1s", "Lock 1ms", "WaitMax 1h0m0s", "Retries -1", "ResponseBytesMax -1", "AttemptsMax -1", "Isolation snapshot", "KeyWaitersMax -1", "ScopeWaitersMax 1000000", "ScopeKeysMax -1"} {
 		require.ErrorContains(t, err, field)
 	}
 	_, err = idempotency.New(&pgxpool.Pool{}, idempotency.Config{Operation: "a", Forever: true, Window: time.Hour, Strict: true, AttemptsMax: 3})

@@ -96,7 +96,7 @@ func TestTransactionThatTheWorkBeganDoesNotCount(t *testing.T) {
 		_, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 			_, err := tx.Conn().Exec(ctx, "ROLLBACK")
 			if meanwhile {
-				_, err := o.Once(ctx, key(value), insertOnce(value))
+				_, err := newOperation(t, pool, idempotency.Config{}).Once(ctx, key(value), insertOnce(value))
 				require.NoError(t, err)
 			}
 			_, begin := tx.Conn().Exec(ctx, "BEGIN")

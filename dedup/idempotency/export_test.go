@@ -4,3 +4,13 @@ import "context"
 
 // ReapBy is Reap with another size of pages.
 func (o *Operation) ReapBy(ctx context.Context, page int64) (int64, error) { return o.reap(ctx, page) }
+
+// Waiting is how many requests wait for a key of this operation, and how many keys and scopes are asked for.
+func (o *Operation) Waiting() (requests, keys, scopes int) {
+	o.gate.Lock()
+	defer o.gate.Unlock()
+	for _, l := range o.gate.lines {
+		requests += l.waiting
+	}
+	return requests, len(o.gate.lines), len(o.gate.waiting)
+}

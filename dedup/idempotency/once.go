@@ -31,15 +31,17 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 	if err != nil {
 		return o.answered(Response{}, err)
 	}
-	for attempt := 1; ; attempt++ {
-		response, err := o.once(ctx, key, work)
-		if err == nil || attempt > o.cfg.Retries || !conflict(err) {
-			return o.answered(response, err)
+	return o.answered(o.inTurn(ctx, key, func() (Response, error) {
+		for attempt := 1; ; attempt++ {
+			response, err := o.once(ctx, key, work)
+			if err == nil || attempt > o.cfg.Retries || !conflict(err) {
+				return response, err
+			}
+			if !pause(ctx, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
+				return Response{}, ctx.Err()
+			}
 		}
-		if !pause(ctx, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
-			return o.answered(Response{}, ctx.Err())
-		}
-	}
+	}))
 }
 
 // once is one execution of the transaction.
@@ -82,8 +84,9 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Response, error) {
 	args := []any{key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout)}
 	args = slices.Clip(args) // what is appended is not shared
+	until := time.Now().Add(o.cfg.WaitMax)
 	for range claimsMax {
-		t, took, err := o.take(ctx, key, o.sql.work.claim, append(args, key.Fingerprint[:])...)
+		t, took, err := o.take(ctx, key, until, o.sql.work.claim, append(args, key.Fingerprint[:])...)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -103,7 +106,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 		if len(s.phases) > 0 || s.calling != nil {
 			return nil, Response{}, fmt.Errorf("%w: the key was begun as a flow, in phases", ErrUnknownRecoveryPoint)
 		}
-		t, took, err = o.take(ctx, key, o.sql.work.take, append(args, s.token, s.fingerprint[:])...)
+		t, took, err = o.take(ctx, key, until, o.sql.work.take, append(args, s.token, s.fingerprint[:])...)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -112,30 +115,38 @@ func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Respo
 	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // it changes hands all the time
 }
 
-// take begins a transaction with a statement that takes a key, and tells whether it did. It waits at most WaitMax for
-// whoever has it. Behind a savepoint begins what is the work's.
-func (o *Operation) take(ctx context.Context, key Key, sql string, args ...any) (t *transaction, took bool, err error) {
-	var attempts int
-	t, err = o.begin(ctx, func(batch *pgx.Batch) {
-		o.limits(batch, o.cfg.WaitMax)
-		batch.Queue(sql, args...).QueryRow(func(row pgx.Row) error {
-			err := row.Scan(&attempts, nil)
-			if took = err == nil; errors.Is(err, pgx.ErrNoRows) {
-				return nil
-			}
-			return err
+// take begins a transaction with a statement that takes a key, and tells whether it did. Behind a savepoint begins what is the
+// work's. Where another process has the key, it tries again at most until a time.
+func (o *Operation) take(ctx context.Context, key Key, until time.Time, sql string, args ...any) (t *transaction, took bool, err error) {
+	for wait := claimWait; ; wait = min(2*wait, askEvery) {
+		var attempts int
+		t, err = o.begin(ctx, func(batch *pgx.Batch) {
+			o.limits(batch, min(claimWait, o.cfg.WaitMax))
+			batch.Queue(sql, args...).QueryRow(func(row pgx.Row) error {
+				err := row.Scan(&attempts, nil)
+				if took = err == nil; errors.Is(err, pgx.ErrNoRows) {
+					return nil
+				}
+				return err
+			})
+			batch.Queue(savepointSQL)
 		})
-		batch.Queue(savepointSQL)
-	})
-	switch {
-	case waited(err), code(err) == "57014" && ctx.Err() == nil: // where WaitMax is as long as StatementTimeout
-		return nil, false, &InProgressError{RetryAfter: time.Second}
-	case err != nil:
-		return nil, false, fmt.Errorf("claim %v: %w", key, err)
+		switch left := time.Until(until); {
+		case err == nil:
+			t.attempts = attempts
+			return t, took, nil
+		case !waited(err) && (code(err) != "57014" || ctx.Err() != nil): // which is where StatementTimeout is as short
+			return nil, false, fmt.Errorf("claim %v: %w", key, err)
+		case left <= 0:
+			return nil, false, &InProgressError{RetryAfter: time.Second}
+		case !pause(ctx, min(wait, left)):
+			return nil, false, fmt.Errorf("claim %v: %w", key, ctx.Err())
+		}
 	}
-	t.attempts = attempts
-	return t, took, nil
 }
+
+// claimWait is how long a claim waits at the database, where it holds a connection.
+const claimWait = 5 * time.Millisecond
 
 // instead ends a transaction that claimed nothing, and looks what there is, in one round trip.
 func (t *transaction) instead(ctx context.Context, key Key) (s *stored, err error) {

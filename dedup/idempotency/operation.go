@@ -28,8 +28,8 @@ type Config struct {
 	Window time.Duration
 	// Forever remembers finished keys without end. Not with Window.
 	Forever bool
-	// WaitMax is how long a request waits for another one with the same key before it gets ErrInProgress. It holds a
-	// connection meanwhile, where the other one works in one transaction. 1 ms to 1 min; default 250 ms.
+	// WaitMax is how long a request waits for another one with the same key before it gets ErrInProgress. It waits without a
+	// connection; one request of a process for a key looks now and then whether another process is done. 1 ms to 1 min; default 250 ms.
 	WaitMax time.Duration
 	// Lock is how long a worker of a flow that died keeps others waiting; one at work renews it, at a third of that. 1 s to
 	// 1 h; default 30 s. It runs on the database's clock.
@@ -110,6 +110,7 @@ type Operation struct {
 	pool *pgxpool.Pool
 	cfg  Config
 	sql  queries
+	gate gate
 	// flows are the phases of each flow that was made: see several.
 	flows struct {
 		sync.Mutex
@@ -127,7 +128,7 @@ func New(pool *pgxpool.Pool, cfg Config) (*Operation, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Operation{pool: pool, cfg: cfg, sql: newQueries(cfg.Schema)}, nil
+	return &Operation{pool: pool, cfg: cfg, sql: newQueries(cfg.Schema), gate: newGate()}, nil
 }
 
 func (c Config) withDefaults() (Config, error) {
@@ -140,7 +141,6 @@ func (c Config) withDefaults() (Config, error) {
 	if c.Forever && c.Window != 0 {
 		problems = append(problems, bounds.Problem("Window", c.Window, "none, with Forever"))
 	}
-	wait := c.WaitMax
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "Window", Value: &c.Window, Default: 24 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
 		bounds.Duration{Field: "WaitMax", Value: &c.WaitMax, Default: 250 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
@@ -149,11 +149,6 @@ func (c Config) withDefaults() (Config, error) {
 		bounds.Duration{Field: "LockTimeout", Value: &c.LockTimeout, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "IdleTimeout", Value: &c.IdleTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 	)...)
-	if wait == 0 {
-		c.WaitMax = min(c.WaitMax, c.StatementTimeout)
-	} else if c.WaitMax > c.StatementTimeout {
-		problems = append(problems, bounds.Problem("WaitMax", c.WaitMax, "at most StatementTimeout, which ends it"))
-	}
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "Retries", Value: &c.Retries, Default: 5, Min: 1, Max: 100},
 		bounds.Int{Field: "KeyWaitersMax", Value: &c.KeyWaitersMax, Default: 100, Min: 1, Max: 100_000},

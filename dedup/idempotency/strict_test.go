@@ -92,36 +92,6 @@ func TestOutageIsNoOutcome(t *testing.T) {
 	}
 }
 
-// Property: a failed attempt is not kept waiting by the request that took the key over meanwhile, beyond WaitMax. Row H7.
-func TestFailureDoesNotWaitForTheNext(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{AttemptsMax: 10, WaitMax: 5 * time.Millisecond, LockTimeout: time.Hour})
-	patient := newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second})
-	claimed, begun, over, second := make(chan struct{}), make(chan struct{}), make(chan struct{}), make(chan error, 1)
-	go func() {
-		<-claimed
-		_, err := patient.Once(t.Context(), key("k"), func(context.Context, pgx.Tx) (idempotency.Response, error) {
-			close(begun)
-			<-over
-			return idempotency.Response{Status: 201}, nil
-		})
-		second <- err
-	}()
-	_, err := o.Once(t.Context(), key("k"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
-		close(claimed)
-		if err := until(ctx, pool, somebodyWaits); err != nil {
-			return idempotency.Response{}, err
-		}
-		return idempotency.Response{}, errAway
-	})
-	require.ErrorIs(t, err, errAway)
-	require.EqualError(t, err, errAway.Error(), "and not that a statement took too long")
-	<-begun // it still works
-	close(over)
-	require.NoError(t, <-second)
-}
-
 // Property: a request that may wait as long as its statements may take is told that another one is in progress, and not that
 // the database failed. Row H7.
 func TestWaitAsLongAsAStatement(t *testing.T) {

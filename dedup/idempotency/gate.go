@@ -1,0 +1,232 @@
+package idempotency
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+)
+
+// gate lets one request of this process for a key at a time ask the database, and has the others wait in memory: no wait
+// for a key holds a connection. What other processes do with the key, the database decides.
+type gate struct {
+	sync.Mutex
+	lines    map[name]*line
+	waiting  map[string]int // requests that wait, by scope
+	answered [2]map[name]struct{}
+	scopes   map[string]*scopeKeys
+}
+
+func newGate() gate {
+	return gate{lines: map[name]*line{}, waiting: map[string]int{}, answered: [2]map[name]struct{}{{}, {}}, scopes: map[string]*scopeKeys{}}
+}
+
+// name is the key within its operation.
+type name struct{ scope, value string }
+
+// line is those who ask for one key.
+type line struct {
+	turn    chan struct{} // has one element while it is nobody's turn
+	over    chan struct{} // closed once the key has an outcome
+	waiting int
+	users   int
+}
+
+const (
+	answeredMax = 2048 // keys in each half of those that are known to have an outcome
+	scopesMax   = 4096 // scopes whose keys are counted
+)
+
+// inTurn answers a request, by what is stored, or by executing it in its turn.
+func (o *Operation) inTurn(ctx context.Context, key Key, execute func() (Response, error)) (Response, error) {
+	known, leave, err := o.enter(ctx, key)
+	if err != nil {
+		return Response{}, err
+	}
+	ended := errNotEnded
+	defer func() { leave(ended) }()
+	if known {
+		response, ok, err := o.look(ctx, key)
+		if ok || err != nil {
+			return response, err
+		}
+		o.gate.unlearn(name{key.Scope, key.Value})
+	}
+	if ended = o.quota(ctx, key); ended != nil {
+		return Response{}, ended
+	}
+	ended = errNotEnded
+	response, err := execute()
+	ended = err
+	return response, err
+}
+
+// errNotEnded is of a request that panics.
+var errNotEnded = errors.New("the work did not return")
+
+// look answers by what is stored, if that says anything about the request. It begins no transaction.
+func (o *Operation) look(ctx context.Context, key Key) (response Response, ok bool, err error) {
+	s, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value))
+	if err != nil {
+		return Response{}, false, fmt.Errorf("look at %v: %w", key, err)
+	}
+	if s == nil {
+		return Response{}, false, nil
+	}
+	if s.state == finished && s.unfinished {
+		o.unanswered(ctx, key)
+	}
+	return o.answer(key, s)
+}
+
+// enter waits until it is the turn of a request, at most for WaitMax. known: the key has an outcome, as far as this process knows.
+// leave is called with what became of the request.
+func (o *Operation) enter(ctx context.Context, key Key) (known bool, leave func(error), err error) {
+	g, n := &o.gate, name{key.Scope, key.Value}
+	g.Lock()
+	if g.knows(n) {
+		g.Unlock()
+		return true, func(error) {}, nil
+	}
+	l := g.lines[n]
+	if l == nil {
+		l = &line{turn: make(chan struct{}, 1), over: make(chan struct{})}
+		l.turn <- struct{}{}
+		g.lines[n] = l
+	}
+	select {
+	case <-l.turn:
+		l.users++
+		g.Unlock()
+		return false, func(err error) { g.leave(n, l, err) }, nil
+	default:
+	}
+	if l.waiting >= o.cfg.KeyWaitersMax || g.waiting[n.scope] >= o.cfg.ScopeWaitersMax {
+		g.Unlock()
+		return false, nil, &CrowdedError{RetryAfter: time.Second}
+	}
+	l.users++
+	l.waiting++
+	g.waiting[n.scope]++
+	g.Unlock()
+
+	timer := time.NewTimer(o.cfg.WaitMax)
+	defer timer.Stop()
+	select {
+	case <-l.turn:
+	case <-l.over:
+		known = true
+	case <-ctx.Done():
+		err = ctx.Err()
+	case <-timer.C:
+		err = &InProgressError{RetryAfter: time.Second}
+	}
+	g.Lock()
+	l.waiting--
+	if g.waiting[n.scope]--; g.waiting[n.scope] == 0 {
+		delete(g.waiting, n.scope)
+	}
+	if known || err != nil {
+		g.drop(n, l)
+		leave = func(error) {}
+	} else {
+		leave = func(err error) { g.leave(n, l, err) }
+	}
+	g.Unlock()
+	return known, leave, err
+}
+
+// leave ends the turn of a request.
+func (g *gate) leave(n name, l *line, err error) {
+	g.Lock()
+	defer g.Unlock()
+	if err == nil || errors.Is(err, ErrIndeterminate) || errors.Is(err, ErrAbandoned) {
+		close(l.over)
+		delete(g.lines, n) // those who come now know, or begin another
+		if err == nil {
+			g.learn(n)
+		}
+		return
+	}
+	l.turn <- struct{}{}
+	g.drop(n, l)
+}
+
+// drop forgets a line that has no users any more.
+func (g *gate) drop(n name, l *line) {
+	if l.users--; l.users == 0 && g.lines[n] == l {
+		delete(g.lines, n)
+	}
+}
+
+// knows tells whether a key had an outcome when this process last heard of it.
+func (g *gate) knows(n name) bool {
+	_, new := g.answered[0][n]
+	_, old := g.answered[1][n]
+	return new || old
+}
+
+// learn notes that a key has an outcome, and forgets those of long ago.
+func (g *gate) learn(n name) {
+	if len(g.answered[0]) >= answeredMax {
+		g.answered[1], g.answered[0] = g.answered[0], map[name]struct{}{}
+	}
+	g.answered[0][n] = struct{}{}
+}
+
+// unlearn notes that a key has none.
+func (g *gate) unlearn(n name) {
+	g.Lock()
+	defer g.Unlock()
+	delete(g.answered[0], n)
+	delete(g.answered[1], n)
+}
+
+// scopeKeys is how many keys of a scope were stored, and how many claims this process has made since.
+type scopeKeys struct {
+	stored, since int
+	at            time.Time
+}
+
+// quotaEvery is how long a count of the keys of a scope holds.
+const quotaEvery = 10 * time.Second
+
+// quota refuses a new key of a scope that has as many as it may.
+func (o *Operation) quota(ctx context.Context, key Key) error {
+	limit := o.cfg.ScopeKeysMax
+	if limit == 0 {
+		return nil
+	}
+	g := &o.gate
+	g.Lock()
+	s := g.scopes[key.Scope]
+	if s != nil && time.Since(s.at) < quotaEvery && (s.stored >= limit || s.since < max(1, limit/100)) {
+		s.since++
+	} else {
+		s = nil
+	}
+	g.Unlock()
+	if s == nil {
+		s = &scopeKeys{at: time.Now(), since: 1}
+		if err := o.pool.QueryRow(ctx, o.sql.stored, key.Scope, o.cfg.Operation, limit).Scan(&s.stored); err != nil {
+			return fmt.Errorf("count the keys of scope %q: %w", key.Scope, err)
+		}
+		g.Lock()
+		if len(g.scopes) >= scopesMax {
+			clear(g.scopes)
+		}
+		g.scopes[key.Scope] = s
+		g.Unlock()
+	}
+	if s.stored < limit {
+		return nil
+	}
+	switch there, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value)); {
+	case err != nil:
+		return fmt.Errorf("look at %v: %w", key, err)
+	case there == nil:
+		return &QuotaError{Max: limit, RetryAfter: quotaEvery}
+	}
+	return nil
+}

@@ -135,7 +135,7 @@ func (h *hammer) disturb(t *testing.T) {
 		case 2, 3: // often for longer than a lock lasts, and an idle transaction
 			h.freezes++
 			require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGSTOP))
-			wait(time.Duration(rng.IntN(3500)) * time.Millisecond)
+			wait(time.Duration(rng.IntN(4000)) * time.Millisecond)
 			require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGCONT))
 		default:
 			h.crashes++

@@ -112,7 +112,7 @@ func serve(spec string) error {
 func operation(kind string) idempotency.Config {
 	return idempotency.Config{
 		Operation: kind, Strict: kind == kindStrict, Lock: time.Second,
-		WaitMax: 2 * time.Second, StatementTimeout: 10 * time.Second, IdleTimeout: 2 * time.Second,
+		WaitMax: 2 * time.Second, StatementTimeout: 10 * time.Second, IdleTimeout: 3 * time.Second,
 	}
 }
 

@@ -1,5 +1,5 @@
 // Package idempotency executes a request once for each idempotency key, however often it comes: a payment, an order, a
-// command of a program that retries. It knows no HTTP; package httpkey builds on it.
+// command of a program that retries. It knows no HTTP; package httpkey builds on it, and package keyclient asks others under keys.
 //
 //	orders, err := idempotency.New(pool, idempotency.Config{Operation: "create-order"})
 //	...

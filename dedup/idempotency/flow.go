@@ -54,7 +54,12 @@ type Phase[S any] struct {
 	// made again, after a crash: with the same key. What it learns goes into step.State. Default: none.
 	Call func(ctx context.Context, step *Step[S]) error
 	// AtMostOnce says that the foreign system does not deduplicate: a call whose outcome is unknown is never made again
-	// by itself, and makes the key indeterminate. An error of Call is taken for that, unless it is one of NotDone or Final.
+	// by itself, and makes the key indeterminate. An error of Call is taken for that, unless it is one of NotDone, NotSent or Final.
+	//
+	// Call must send its request once. A Transport of net/http sends one with an Idempotency-Key again by itself where a connection that
+	// was used before is closed, after the server acted as well: two payments. Over HTTP use keyclient.Single, or a
+	// keyclient.Transport, with the ctx of the Call, and no Timeout of the http.Client, which hides what the error shows: a bank
+	// that refuses connections then leaves no key in doubt. Make one request that acts for each phase.
 	AtMostOnce bool
 	// Write changes the database, in one transaction with the recovery point. Like the work of Once it may run more than
 	// once. Default: only the recovery point.

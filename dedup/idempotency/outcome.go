@@ -71,7 +71,7 @@ func (e *CrowdedError) Error() string {
 }
 func (e *CrowdedError) Unwrap() error { return ErrInProgress }
 
-// QuotaError: the tenant has as many keys stored as Config.ScopeKeysMax allows, and this one is new. Nothing was done.
+// QuotaError is what a new key gets where the tenant has as many keys stored as Config.ScopeKeysMax allows. Nothing was done.
 type QuotaError struct {
 	Max        int
 	RetryAfter time.Duration

@@ -55,8 +55,9 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 // short: nobody could say what became of it.
 func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error { //nolint:contextcheck // not all of it ends with the caller
 	if phase.AtMostOnce {
-		ctx = calledOnce(h.working)
+		ctx = h.working
 	}
+	ctx = watched(ctx, phase.AtMostOnce)
 	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
 	defer cancel()
 	defer context.AfterFunc(h.working, cancel)()
@@ -73,7 +74,9 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 		h.called = true
 		return nil
 	}
-	h.doubtful = h.doubtful && !certainlyNotDone(ctx, err)
+	if certainlyNotDone(ctx, err) {
+		h.doubtful, err = false, NotDone(err) // settle takes the note of the call back
+	}
 	err = fmt.Errorf("call of phase %q: %w", phase.Name, err)
 	if h.doubtful && !errors.As(err, &final) {
 		err = Indeterminate(err)

@@ -26,7 +26,7 @@ type answer struct {
 	Text      string
 }
 
-// over tells that another try is answered the same.
+// over reports whether another try is answered the same.
 func (a answer) over() bool {
 	return a.Kept || a.Undecided || a.Status == http.StatusUnprocessableEntity
 }
@@ -79,7 +79,7 @@ func (h *history) verdict(effects []effect, charges int, state string) []string 
 	when(!answered && (!undecided || h.kind != kindDoubt && h.kind != kindSingle), "it was never answered")
 	when(answered && state != "finished" || !answered && state != "indeterminate", "what is stored is "+state)
 	when(answered && undecided && h.calm, "it was in doubt, and was executed again")
-	when(by["order"] > want, "an effect, and nobody was told")
+	when(by["order"] > want, "an effect, and no client was told so")
 	when(by["order"] < want, "no effect, and a client was told so")
 	when(charges > 1, "it was charged twice")
 	when(answered && (h.kind == kindFlow || h.kind == kindSingle) && charges != want, "the charge does not fit the answer")

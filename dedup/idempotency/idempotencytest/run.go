@@ -166,7 +166,7 @@ func (r *run) together(ctx context.Context, n, runs int) error {
 // togetherFor is less than requests wait for each other by default.
 const togetherFor = 100 * time.Millisecond
 
-// refused tells an outcome that has no effects.
+// refused reports an outcome that has no effects.
 func refused(answer *idempotency.Response) bool {
 	return answer != nil && answer.Status >= http.StatusBadRequest
 }

@@ -3,6 +3,7 @@ package idempotency_test
 import (
 	"context"
 	"errors"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -48,11 +49,12 @@ func TestVerdictsAreWhatIsDocumented(t *testing.T) {
 	because := errors.New("because")
 	verdicts := map[string]error{
 		"no error": nil, "other error": because, "NotDone": idempotency.NotDone(because), "Indeterminate": idempotency.Indeterminate(because),
-		"Final": idempotency.Final(idempotency.Response{Status: 422}, because),
+		"NotSent": idempotency.NotSent(&net.OpError{Op: "dial", Err: because}),
+		"Final":   idempotency.Final(idempotency.Response{Status: 422}, because),
 	}
 	statuses := map[string]int{"Commit": 201, "Refuse": 422, "Forget": 503}
 	columns, rows := verdictTable(t)
-	require.Len(t, rows, len(verdicts)+len(statuses)+1) // NotSent is that of a request of net/http
+	require.Len(t, rows, len(verdicts)+len(statuses))
 	for i, column := range columns {
 		t.Run(column, func(t *testing.T) {
 			t.Parallel()
@@ -133,7 +135,14 @@ func give(t *testing.T, pool *pgxpool.Pool, column, k string, verdict error, sta
 		receiver.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", http.NoBody))
 		return
 	case "Call", "AtMostOnce":
-		phase.Call = func(context.Context, *idempotency.Step[payment]) error { return verdict }
+		phase.Call = func(ctx context.Context, _ *idempotency.Step[payment]) error {
+			var unsent interface{ NotSent() bool }
+			if errors.As(verdict, &unsent) { // it counts only of a request
+				_, err := charge(ctx, "http://127.0.0.1:1", k, nil)
+				return idempotency.NotSent(err)
+			}
+			return verdict
+		}
 	case "its Write":
 		phase.Call = func(context.Context, *idempotency.Step[payment]) error { return nil }
 	case "Reconcile":

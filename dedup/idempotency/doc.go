@@ -56,8 +56,8 @@
 //   - undecided: a person decides, or FlowConfig.Reconcile by its Decision. An error of Reconcile decides nothing; it is asked again.
 //
 // What is declined, invalid or not found is Final (webhook.Refuse for a webhook). What may succeed next time is an error. What
-// another system may or may not have done is Indeterminate. NotDone and NotSent only have a meaning in a Call that is AtMostOnce, where
-// any other error leaves the key undecided. Config.Strict and Config.AttemptsMax of Once turn free into refused.
+// another system may or may not have done is Indeterminate. NotDone and NotSent matter in a Call: any other error of one that is
+// AtMostOnce leaves the key undecided. Config.Strict and Config.AttemptsMax of Once turn free into refused.
 //
 // Times are the database's. A worker that lost its lock cannot store anything: the lock's token, which grows with every
 // takeover, is in each of its writes.

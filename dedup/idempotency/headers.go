@@ -5,30 +5,18 @@ import (
 	"fmt"
 	"strings"
 	"unicode/utf8"
+
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/headers"
 )
 
-// NeverStored tells headers that are not stored with an outcome, whoever put them into it: cookies and credentials, which
-// are one client's, and those of one connection. Names are taken in any case.
-func NeverStored(name string) bool {
-	switch strings.ToLower(strings.TrimSpace(name)) {
-	case "cookie", "cookie2", "set-cookie", "set-cookie2",
-		"authorization", "authentication-info", "www-authenticate",
-		"proxy-authorization", "proxy-authenticate", "proxy-authentication-info",
-		"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade":
-		return true
-	}
-	return false
-}
+// NeverStored reports whether a header is not stored with an outcome, whoever put it there: cookies and credentials, which
+// are one client's, and headers of one connection. Names are taken in any case.
+func NeverStored(name string) bool { return headers.Of(name) == headers.Never }
 
 // writeHeaders is what is stored of the headers of a response; nil: nothing.
 func writeHeaders(header map[string][]string) ([]byte, error) {
-	connection := namedByConnection(header)
 	kept := map[string][]headerValue{}
-	for name, values := range header {
-		// A name that is no text is in no answer: net/http leaves it out.
-		if NeverStored(name) || connection[strings.ToLower(name)] || !jsonText(name) {
-			continue
-		}
+	for name, values := range headers.Select(header, jsonText) { // a name that is no text is in no answer: net/http leaves it out
 		var texts []headerValue
 		for _, value := range values {
 			texts = append(texts, headerValue(value))
@@ -43,22 +31,6 @@ func writeHeaders(header map[string][]string) ([]byte, error) {
 		return nil, fmt.Errorf("write headers: %w", err)
 	}
 	return text, nil
-}
-
-// namedByConnection are headers that the header Connection makes ones of the connection.
-func namedByConnection(header map[string][]string) map[string]bool {
-	named := map[string]bool{}
-	for name, values := range header {
-		if !strings.EqualFold(name, "Connection") {
-			continue
-		}
-		for _, value := range values {
-			for other := range strings.SplitSeq(value, ",") {
-				named[strings.ToLower(strings.TrimSpace(other))] = true
-			}
-		}
-	}
-	return named
 }
 
 func readHeaders(text []byte) (map[string][]string, error) {

@@ -24,6 +24,8 @@ type Key struct {
 	// Fingerprint of what is asked for: see NewFingerprint. A claim under the same key with another one is refused.
 	// Zero: there is none, for values that say all (Domain); a claim with one does not match a claim without.
 	Fingerprint Fingerprint
+
+	children *children // nil: not watched
 }
 
 // Fingerprint tells two requests apart: SHA-256.
@@ -83,7 +85,9 @@ func (k Key) ChildID(step string) uuid.UUID {
 	if k.Scope == "" || k.Operation == "" || k.Value == "" {
 		panic("idempotency: ChildID of a key without scope, operation or value: make the key by Operation.Key")
 	}
-	return dedup.MessageID("effectonce:idempotency", hash("child", []byte(k.Scope), []byte(k.Operation), []byte(k.Value), []byte(step)))
+	id := dedup.MessageID("effectonce:idempotency", hash("child", []byte(k.Scope), []byte(k.Operation), []byte(k.Value), []byte(step)))
+	k.children.add(id)
+	return id
 }
 
 // String names a key in logs and errors: without its value, which may be a client's secret.

@@ -69,6 +69,9 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 			return Response{}, err
 		}
 	}
+	if ctx.Err() == nil {
+		err = o.expired(ctx, key, err, func() rows { return t.back(ctx) })
+	}
 	v, err := o.verdictOn(ctx, t, key, err)
 	if err == nil {
 		return o.conclude(ctx, t, key, v)

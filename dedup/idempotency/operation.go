@@ -48,8 +48,8 @@ type Config struct {
 	// AttemptsMax is after how many attempts a failure that trying again could mend becomes the outcome (Once), or the key
 	// is abandoned (Flow). 1 to 1,000,000; default: no limit for Once, 20 for flows. Not with Strict.
 	AttemptsMax int
-	// Failed makes the response of a failure that Strict or AttemptsMax turned into the outcome. Default: status 500
-	// without a body.
+	// Failed makes the response of a failure that Strict or AttemptsMax turned into the outcome, and of ErrExpired. Default:
+	// status 500, for ErrExpired 410, without a body.
 	Failed func(err error) Response
 	// ResponseBytesMax is the largest body that is stored. Of a larger one only status, headers and the fact are: a later
 	// request gets Response.BodyDropped. 1 byte to 64 MiB; default 1 MiB.
@@ -175,7 +175,12 @@ func (c Config) withDefaults() (Config, error) {
 		problems = append(problems, bounds.Problem("Owner", strconv.Quote(c.Owner), "at most 255 bytes of UTF-8 without control characters"))
 	}
 	if c.Failed == nil {
-		c.Failed = func(error) Response { return Response{Status: 500} }
+		c.Failed = func(err error) Response {
+			if errors.Is(err, ErrExpired) {
+				return Response{Status: 410}
+			}
+			return Response{Status: 500}
+		}
 	}
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)

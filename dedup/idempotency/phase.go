@@ -71,7 +71,7 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 	uncalled := h.uncalled
 	h.uncalled = false
 	crashpoint.At(ctx, crashpoint.KeyCalling)
-	err := phase.Call(ctx, step)
+	err := h.o.expired(ctx, h.key, phase.Call(ctx, step), nil)
 	crashpoint.At(ctx, crashpoint.KeyCalled)
 	var final *FinalError
 	if err == nil {
@@ -102,7 +102,10 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 		err := t.run(ctx, func(ctx context.Context, tx pgx.Tx) error { return phase.Write(ctx, tx, step) })
 		h.away = t.away
 		if err != nil {
-			return ofWork(fmt.Errorf("phase %q: %w", phase.Name, err))
+			t.end(ctx)
+			own := h.key.Watch() // only that: what else was derived may be of a phase that is done
+			own.ChildID(phase.Name)
+			return ofWork(fmt.Errorf("phase %q: %w", phase.Name, h.o.expired(ctx, own, err, func() rows { return h.o.pool })))
 		}
 	}
 	crashpoint.At(ctx, crashpoint.KeyWorked)

@@ -60,7 +60,11 @@ func newAPI(pool *pgxpool.Pool, provider *providerClient, bank *bankClient, topi
 	if err != nil {
 		return nil, err
 	}
-	return &api{flow, httpkey.FlowHandler(once, flow, nil)}, nil
+	handler, err := httpkey.FlowHandler(once, flow, nil)
+	if err != nil {
+		return nil, err
+	}
+	return &api{flow, handler}, nil
 }
 
 // ServeHTTP handles POST /orders.

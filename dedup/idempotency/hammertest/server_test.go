@@ -87,7 +87,11 @@ func serve(spec string) error {
 			return err
 		}
 		go flow.Run(ctx)
-		mux.Handle("/"+kind, httpkey.FlowHandler(m, flow, nil))
+		handler, err := httpkey.FlowHandler(m, flow, nil)
+		if err != nil {
+			return err
+		}
+		mux.Handle("/"+kind, handler)
 	}
 	receiver, err := webhook.New(s.pool, webhook.Config{
 		Sender: "sender", RefusedStatus: http.StatusPaymentRequired, CompareBody: true, Idempotency: operation(kindHook),

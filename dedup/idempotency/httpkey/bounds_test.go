@@ -30,11 +30,12 @@ func TestNewReportsAllProblems(t *testing.T) {
 	_, err := httpkey.New(nil, nil, httpkey.Config{
 		Operation:       idempotency.Config{ResponseBytesMax: 100},
 		PassThrough:     []string{"get", ""},
-		RequestBytesMax: -1, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99, RetryAfter: time.Millisecond,
+		PassWithoutKey:  []string{"put"},
+		RequestBytesMax: -1, JSONDepthMax: 1001, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99, RetryAfter: time.Millisecond,
 		Headers: []string{"X-Good", "set-cookie", "Date", "bad name"},
 	})
 	for _, part := range []string{
-		"scope is nil", "pool is nil", "Operation", `PassThrough "get"`, `PassThrough ""`, "RequestBytesMax -1", "ReadTimeout -1ns",
+		"scope is nil", "pool is nil", "Operation", `PassThrough "get"`, `PassThrough ""`, `PassWithoutKey "put"`, "RequestBytesMax -1", "JSONDepthMax 1001", "ReadTimeout -1ns",
 		"HandlerTimeout 2h0m0s", "BufferBytesMax 99", "RetryAfter 1ms", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
 	} {
 		require.ErrorContains(t, err, part)
@@ -139,22 +140,36 @@ func TestHugeAndSlowBodies(t *testing.T) {
 }
 
 // Property: a body that a layer outside has read is not taken for an empty one, under which all requests with a key would look the
-// same: they are refused, and the log says what to do. A layer that looks for a form where there is none, or puts the body back,
-// does no harm. Row H6.
+// same, nor one of which a part was read for a whole one: they are refused, and the log says what to do. A layer that looks for a
+// form where there is none, decodes the body, or puts it back, does no harm. Row H6.
 func TestBodyThatWasReadBefore(t *testing.T) {
 	t.Parallel()
 	const form, text = "application/x-www-form-urlencoded", "text/plain"
+	decode := func(header string) func(r *http.Request) error { // makes it shorter, and shows that by one of two headers
+		return func(r *http.Request) error {
+			if r.Header.Set("Content-Encoding", "br"); header == "Content-Length" {
+				r.Header.Del("Content-Encoding")
+				r.Header.Del("Content-Length")
+			}
+			body, err := io.ReadAll(r.Body)
+			r.Body = io.NopCloser(bytes.NewReader(bytes.TrimPrefix(body, []byte("a="))))
+			return err
+		}
+	}
 	for name, c := range map[string]struct {
 		media  string
 		reads  func(r *http.Request) error
 		chunks bool
 		served bool
 	}{
-		"form":            {form, (*http.Request).ParseForm, false, false},
-		"form in chunks":  {form, (*http.Request).ParseForm, true, false},
-		"value of a form": {form, func(r *http.Request) error { _ = r.PostFormValue("a"); return nil }, false, false},
-		"whole body":      {text, func(r *http.Request) error { _, err := io.ReadAll(r.Body); return err }, false, false},
-		"no form":         {text, (*http.Request).ParseForm, false, true},
+		"form":                     {form, (*http.Request).ParseForm, false, false},
+		"form in chunks":           {form, (*http.Request).ParseForm, true, false},
+		"value of a form":          {form, func(r *http.Request) error { _ = r.PostFormValue("a"); return nil }, false, false},
+		"whole body":               {text, func(r *http.Request) error { _, err := io.ReadAll(r.Body); return err }, false, false},
+		"first byte":               {text, func(r *http.Request) error { _, err := io.ReadFull(r.Body, make([]byte, 1)); return err }, false, false},
+		"no form":                  {text, (*http.Request).ParseForm, false, true},
+		"decoded":                  {text, decode("Content-Encoding"), false, true},
+		"decoded, without lengths": {text, decode("Content-Length"), false, true},
 		"form put back": {form, func(r *http.Request) error {
 			body, err := io.ReadAll(r.Body)
 			r.Body = io.NopCloser(bytes.NewReader(body))
@@ -249,7 +264,7 @@ func TestFilesOfFormsAreRemoved(t *testing.T) {
 						return nil
 					}})
 				require.NoError(t, err)
-				handler = httpkey.FlowHandler(m, flow, func(r *http.Request) ([]byte, error) {
+				handler = newFlowHandler(t, m, flow, func(r *http.Request) ([]byte, error) {
 					file, err := parsed(r)
 					files = append(files, file)
 					return nil, err
@@ -408,6 +423,6 @@ func TestNoTransactionWithoutMiddleware(t *testing.T) {
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
 	require.NoError(t, err)
 	for _, use := range []func(){func() { httpkey.Tx(r) }, func() { httpkey.Key(r) }, func() { httpkey.Fail(r, io.EOF) }} {
-		require.PanicsWithValue(t, "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough", use)
+		require.PanicsWithValue(t, "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough and Config.PassWithoutKey", use)
 	}
 }

@@ -43,15 +43,26 @@
 // DefaultOutcome says by the status: 2xx and 3xx are committed and stored; a 4xx that another try would meet again is
 // stored, and what the handler wrote is rolled back; 401, 403, 408, 409, 423, 425, 429 and 5xx store nothing and free the
 // key. A panic rolls back and goes on. Stored are status, body, and the headers of ReplayedHeaders and Config.Headers; cookies and
-// credentials never, nor what a layer outside had set already: it sets its own at a replay. Operation.Seal encrypts headers and bodies.
+// credentials never, nor what a layer outside had set already: it sets its own at a replay. There Vary is what either says, and
+// what a layer outside says about CORS replaces what is stored. Operation.Seal encrypts headers and bodies.
 //
-// What asks other systems does not belong into a transaction: see FlowHandler.
+// A client that comes after Operation.Window meets a key that is forgotten, and its request is executed again, unless what the first
+// execution wrote refuses that: let a handler insert rows under Key(r).ChildID, and pass the error to Fail. A row that is there
+// already is then answered, and its answer stored, with 410 and ProblemKeyExpired. A handler that looks itself passes idempotency.ErrExpired to
+// Fail, which has the details. Where the rows are deleted, or have no such ID, nothing refuses a second execution: make the window longer
+// than clients try.
+//
+// POST and PATCH need a key. PUT and DELETE pass through without one, and are executed once with one; GET, HEAD, OPTIONS and TRACE
+// pass through: see Config.PassThrough and Config.PassWithoutKey.
+//
+// What asks other systems does not belong into a transaction: see FlowHandler, and AcceptHandler for what takes long.
 //
 // # What this package answers itself
 //
-// Problems of RFC 9457, each with a type of its own: see Problem. 409 with Retry-After says that the key is being worked on,
-// 409 without that a person has to decide, 422 that the key belongs to another request, 503 that the same key may be
-// tried again. 410 says that the request was executed, and its response was too large to be kept.
+// Problems of RFC 9457, each with a type of its own: see Problem, and Config.Describe for another form. 409 with Retry-After
+// says that the key is being worked on, 409 without that a person has to decide, 422 that the key belongs to another request,
+// 429 that too much of this caller waits or is kept already, 503 that the same key may be tried again. 410 says that the
+// request was executed, and its response was too large to be kept, or is not kept any more.
 //
 // What becomes of each kind of bad request, and of one whose client or server goes away, is a table in docs/operations.md.
 //
@@ -59,8 +70,8 @@
 //
 // Behind authentication: a caller who lost his rights must get its 401, not a replay, and the scope is whom it let in. Let
 // the scope be the principal where callers of one tenant must not see each other's answers. In front of
-// everything that reads the body: a request whose body is gone is refused with 500, if it said
-// how long it was or was parsed as a form. Inside of what compresses, logs or measures: the
+// everything that reads the body: a request whose body, or a part of it, is gone is refused with 500, if it said
+// how long it was or was parsed as a form. Of one in chunks nothing is to be seen. Inside of what compresses, logs or measures: the
 // whole response comes at once. What recovers panics belongs outside, too: recovered inside, a panic behind the answer commits half
 // of the work, where no status of 400 or more is written then. A handler cannot stream: see ErrStreaming.
 //
@@ -76,7 +87,7 @@
 //
 // # Caveats
 //
-// Requests are told apart by method, path, query, media type and body. A multipart form that is built anew for a retry has another
-// boundary, and is another request: let the client send the same bytes, or give Config.Fingerprint. Trailers are not sent. Content
-// that the handler encoded is replayed as it was encoded: compress outside.
+// Requests are told apart by method, path, query (see Config.Query), media type and body. A multipart form that is built anew for a retry has another
+// boundary, and is another request: let the client send the same bytes, or give Config.Fingerprint. Trailers and
+// informational responses (1xx) of a handler are not sent. Content that the handler encoded is replayed as it was encoded: compress outside.
 package httpkey

@@ -77,7 +77,7 @@ func ExampleFlowHandler() {
 		if err != nil {
 			return nil, err
 		}
-		return httpkey.FlowHandler(once, flow, nil), nil
+		return httpkey.FlowHandler(once, flow, nil)
 	}
 	_ = routes
 }

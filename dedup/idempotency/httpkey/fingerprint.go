@@ -2,6 +2,7 @@ package httpkey
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"io"
 	"mime"
@@ -9,6 +10,7 @@ import (
 	"net/url"
 	"slices"
 	"strings"
+	"unicode"
 
 	"github.com/go-json-experiment/json/jsontext"
 
@@ -22,11 +24,52 @@ func (m *Middleware) fingerprint(r *http.Request, body []byte) (idempotency.Fing
 	if err != nil {
 		target = r.URL
 	}
+	if isJSON(r) && deeper(body, m.cfg.JSONDepthMax) {
+		return idempotency.Fingerprint{}, errTooDeep
+	}
 	content, err := m.cfg.Fingerprint(r, body)
 	if err != nil {
 		return idempotency.Fingerprint{}, err
 	}
-	return idempotency.NewFingerprint([]byte(r.Method), []byte(target.EscapedPath()), []byte(target.RawQuery), []byte(mediaType(r)), content), nil
+	return idempotency.NewFingerprint([]byte(r.Method), []byte(target.EscapedPath()), []byte(m.query(target.RawQuery)), []byte(mediaType(r)), content), nil
+}
+
+// query is what of the query counts: as the client wrote it, in its order.
+func (m *Middleware) query(raw string) string {
+	if m.cfg.Query == nil {
+		return raw
+	}
+	return strings.Join(slices.DeleteFunc(strings.Split(raw, "&"), func(pair string) bool {
+		name, _, _ := strings.Cut(pair, "=")
+		if plain, err := url.QueryUnescape(name); err == nil {
+			name = plain
+		}
+		return pair == "" || !m.cfg.Query(name)
+	}), "&")
+}
+
+var errTooDeep = errors.New("arrays and objects lie in each other deeper than Config.JSONDepthMax")
+
+// deeper reports whether arrays and objects of a text, which need not be JSON, lie in each other deeper than depthMax.
+func deeper(text []byte, depthMax int) bool {
+	depth, quoted := 0, false
+	for i := 0; i < len(text); i++ {
+		switch c := text[i]; {
+		case c == '"':
+			quoted = !quoted
+		case quoted:
+			if c == '\\' {
+				i++
+			}
+		case c == '{' || c == '[':
+			if depth++; depth > depthMax {
+				return true
+			}
+		case c == '}' || c == ']':
+			depth--
+		}
+	}
+	return false
 }
 
 // mediaType leaves parameters out: clients and proxies write charsets in many ways.
@@ -45,7 +88,8 @@ func isJSON(r *http.Request) bool {
 
 // Canonical is the default of Config.Fingerprint. JSON that is the same but for space, order of members and escapes is
 // the same request (RFC 8785). Numbers count as they are written, because 9007199254740993 and 9007199254740992 are two
-// amounts, and one float64. What is not JSON, or names a member twice, counts byte for byte.
+// amounts, and one float64. What is not JSON counts byte for byte, and so does an object that names a member twice, or two that
+// differ only in case: encoding/json takes the last of them, and the order of members would not count.
 func Canonical(r *http.Request, body []byte) ([]byte, error) {
 	if !isJSON(r) {
 		return body, nil
@@ -54,7 +98,49 @@ func Canonical(r *http.Request, body []byte) ([]byte, error) {
 	if err := value.Canonicalize(jsontext.CanonicalizeRawInts(false), jsontext.CanonicalizeRawFloats(false)); err != nil {
 		return body, nil //nolint:nilerr // then it counts byte for byte
 	}
+	if differsInCase(value) {
+		return body, nil
+	}
 	return value, nil
+}
+
+// differsInCase reports whether an object in JSON has two members whose names are one to encoding/json.
+func differsInCase(text []byte) bool {
+	in := jsontext.NewDecoder(bytes.NewReader(text))
+	var names []string // of the objects that are open, from the outermost
+	var begins []int   // where those of each begin
+	for {
+		token, err := in.ReadToken()
+		if err != nil {
+			return false // the end: text is canonical
+		}
+		switch kind, length := in.StackIndex(in.StackDepth()); {
+		case token.Kind() == jsontext.KindBeginObject:
+			begins = append(begins, len(names))
+		case token.Kind() == jsontext.KindEndObject:
+			begin := begins[len(begins)-1]
+			slices.Sort(names[begin:])
+			if len(slices.Compact(names[begin:])) < len(names)-begin {
+				return true
+			}
+			names, begins = names[:begin], begins[:len(begins)-1]
+		case kind == jsontext.KindBeginObject && length%2 == 1:
+			names = append(names, fold(token.String()))
+		}
+	}
+}
+
+// fold is one text for all that are equal to encoding/json.
+func fold(name string) string {
+	return strings.Map(func(r rune) rune {
+		for {
+			next := unicode.SimpleFold(r)
+			if next <= r {
+				return next // the least of those that fold into each other
+			}
+			r = next
+		}
+	}, name)
 }
 
 // Without is for Config.Fingerprint: Canonical, but for members of JSON that differ from try to try, each as a JSON pointer
@@ -66,19 +152,25 @@ func Without(pointers ...string) func(r *http.Request, body []byte) ([]byte, err
 			panic(fmt.Sprintf(`httpkey: Without(%q): want a JSON pointer: "/" before each name, and in names "~1" for a slash and "~0" for a tilde`, pointer))
 		}
 	}
+	depths := map[int]bool{} // where a name may be one of pointers: elsewhere the way to it, which may be long, is not made
+	for _, pointer := range pointers {
+		depths[strings.Count(pointer, "/")] = true
+	}
 	return func(r *http.Request, body []byte) ([]byte, error) {
 		canonical, err := Canonical(r, body)
 		if err != nil || !isJSON(r) {
 			return canonical, err
 		}
-		if kept, err := without(canonical, pointers); err == nil {
+		if kept, err := without(canonical, func(in *jsontext.Decoder) bool {
+			return depths[in.StackDepth()] && slices.Contains(pointers, string(in.StackPointer()))
+		}); err == nil {
 			return kept, nil
 		}
 		return canonical, nil // it is not what it says
 	}
 }
 
-func without(body []byte, pointers []string) ([]byte, error) {
+func without(body []byte, isNamed func(in *jsontext.Decoder) bool) ([]byte, error) {
 	var kept bytes.Buffer
 	in := jsontext.NewDecoder(bytes.NewReader(body))
 	out := jsontext.NewEncoder(&kept)
@@ -91,7 +183,7 @@ func without(body []byte, pointers []string) ([]byte, error) {
 			return nil, err
 		}
 		kind, length := in.StackIndex(in.StackDepth())
-		if isName := kind == jsontext.KindBeginObject && length%2 == 1; isName && slices.Contains(pointers, string(in.StackPointer())) {
+		if isName := kind == jsontext.KindBeginObject && length%2 == 1; isName && isNamed(in) {
 			if err := in.SkipValue(); err != nil {
 				return nil, err
 			}

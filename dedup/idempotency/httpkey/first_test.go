@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -167,14 +168,14 @@ func TestWorkThatDidNotBeginIsCancelled(t *testing.T) {
 	t.Parallel()
 	for range 1000 {
 		parent, leave := context.WithCancel(t.Context())
-		ctx, begun, cancel := httpkey.Detach(parent, time.Hour)
+		ctx, begun, cancel := serving.Detach(parent, time.Hour)
 		leave()
 		require.False(t, begun())
 		require.ErrorIs(t, ctx.Err(), context.Canceled)
 		cancel()
 
 		parent, leave = context.WithCancel(t.Context())
-		ctx, begun, cancel = httpkey.Detach(parent, time.Hour)
+		ctx, begun, cancel = serving.Detach(parent, time.Hour)
 		require.True(t, begun())
 		leave()
 		require.True(t, begun())

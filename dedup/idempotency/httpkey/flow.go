@@ -3,15 +3,17 @@ package httpkey
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
+	"time"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/bounds"
 )
 
 // FlowHandler is an endpoint whose work is in phases, because it asks other systems: it claims the key and answers with the
-// flow's outcome, as Middleware.Handler does with a transaction's. Make the flow with m.Operation(); a second flow
-// wants a Middleware with an operation of another name: see idempotency.NewFlow. Give only headers to Step.Finish that may be
-// shown again.
+// flow's outcome, as Middleware.Handler does with a transaction's. Make the flow with m.Operation(); a second flow wants an
+// operation of another name: see Middleware.For. Give only headers to Step.Finish that may be shown again.
 //
 // request makes of a request, whose body is read already, what the phases get; nil: the body. Nothing is stored yet: an
 // error is answered with 400, or with the response of an idempotency.Final. A failure of a phase is answered with 503 and
@@ -22,48 +24,93 @@ import (
 //
 // It must not stand inside of the Handler of a Middleware of the same operation, where it would wait for the key that the
 // request's own transaction holds: such a request is refused with 500.
-func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) http.Handler {
+//
+// The error has all problems at once: a flow of another operation, and a FlowConfig.CallMax that is not less than
+// Config.HandlerTimeout, which would cut its calls.
+func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) (http.Handler, error) {
+	if err := errors.Join(flowProblems(m, flow)...); err != nil {
+		return nil, err
+	}
+	return m.flowHandler(request, func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte) {
+		ctx, cancel := m.outliving(r)
+		defer cancel()
+		response, err := flow.Do(ctx, key, body)
+		m.answerFlow(w, r, key, response, err)
+	}), nil
+}
+
+func flowProblems[S any](m *Middleware, flow *idempotency.Flow[S]) (problems []error) {
+	if ours, its := m.op.Config(), flow.Operation().Config(); ours.Operation != its.Operation || ours.Schema != its.Schema {
+		problems = append(problems, fmt.Errorf("flow is of operation %q in schema %q: want one of this Middleware's Operation, %q in %q", its.Operation, its.Schema, ours.Operation, ours.Schema))
+	}
+	if callMax := flow.Config().CallMax; callMax >= m.cfg.HandlerTimeout {
+		problems = append(problems, bounds.Problem("FlowConfig.CallMax", callMax, fmt.Sprintf("less than Config.HandlerTimeout, %v, which ends a call", m.cfg.HandlerTimeout)))
+	}
+	return problems
+}
+
+// flowHandler takes a request, and makes of it what do executes and answers.
+func (m *Middleware) flowHandler(request func(r *http.Request) ([]byte, error), do func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if e := from(r.Context()); e != nil && e.key.Operation == m.cfg.Operation.Operation {
 			m.log.ErrorContext(r.Context(), "a FlowHandler stands inside of Middleware.Handler, so its requests are refused: take the route out of that one")
-			refuse(w, ProblemInternal, 0)
+			m.refuse(w, r, ProblemInternal, 0)
 			return
 		}
 		key, body, ok := m.take(w, r)
 		if !ok {
 			return
 		}
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), m.cfg.HandlerTimeout)
-		defer cancel()
 		if request != nil {
-			run := again(ctx, r, body)
-			defer removeFiles(run, r)
-			made, err := request(run)
+			made, err := m.made(r, request, body)
 			var final *idempotency.FinalError
 			switch {
 			case errors.As(err, &final):
-				write(w, final.Response)
+				m.write(w, r, final.Response)
 				return
 			case err != nil:
-				refuse(w, ProblemUnreadable, 0)
+				m.refuse(w, r, ProblemUnreadable, 0)
 				return
 			}
 			body = made
 		}
-		response, err := flow.Do(ctx, key, body)
-		switch {
-		case err != nil:
-			m.failFlow(w, r, key, err)
-		case response.Replayed:
-			replay(w, response)
-		default:
-			write(w, response)
-		}
+		do(w, r, key, body)
 	})
 }
 
-// failFlow answers for a flow that stopped. What a phase returned is no verdict: the flow can be resumed.
+// made is what the phases get of a request.
+func (m *Middleware) made(r *http.Request, request func(r *http.Request) ([]byte, error), body []byte) ([]byte, error) {
+	ctx, cancel := m.outliving(r)
+	defer cancel()
+	run := again(ctx, r, body)
+	defer removeFiles(run, r)
+	return request(run)
+}
+
+// outliving is a context that does not end with the client.
+func (m *Middleware) outliving(r *http.Request) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(r.Context()), m.cfg.HandlerTimeout)
+}
+
+func (m *Middleware) answerFlow(w http.ResponseWriter, r *http.Request, key idempotency.Key, response idempotency.Response, err error) {
+	switch {
+	case err != nil:
+		m.failFlow(w, r, key, err)
+	case response.Replayed:
+		m.replay(w, r, response)
+	default:
+		m.write(w, r, response)
+	}
+}
+
+// failFlow answers for a flow that stopped.
 func (m *Middleware) failFlow(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error) {
+	kind, retryAfter := m.stopped(r, key, err)
+	m.refuse(w, r, kind, retryAfter)
+}
+
+// stopped logs why a flow stopped, and says what it is to its client. What a phase returned is no verdict: the flow can be resumed.
+func (m *Middleware) stopped(r *http.Request, key idempotency.Key, err error) (Problem, time.Duration) {
 	kind, retryAfter := m.problem(err)
 	if kind == ProblemInternal {
 		kind, retryAfter = ProblemUnavailable, m.cfg.RetryAfter
@@ -71,5 +118,5 @@ func (m *Middleware) failFlow(w http.ResponseWriter, r *http.Request, key idempo
 	if describe(kind).Status >= http.StatusInternalServerError {
 		m.log.ErrorContext(r.Context(), "a flow did not come to its end", "key", key, "problem", kind, "error", err)
 	}
-	refuse(w, kind, retryAfter)
+	return kind, retryAfter
 }

@@ -43,7 +43,7 @@ func TestFlowIsResumedByTheNextRequest(t *testing.T) {
 		}},
 	)
 	require.NoError(t, err)
-	s := serve(t, httpkey.FlowHandler(m, flow, func(r *http.Request) ([]byte, error) {
+	s := serve(t, newFlowHandler(t, m, flow, func(r *http.Request) ([]byte, error) {
 		asked.Add(1)
 		switch r.Header.Get("X-Kind") {
 		case "odd":
@@ -94,7 +94,7 @@ func TestFlowInsideAMiddleware(t *testing.T) {
 			return nil
 		}})
 	require.NoError(t, err)
-	inside, alone := serve(t, m.Handler(httpkey.FlowHandler(m, flow, nil))), serve(t, httpkey.FlowHandler(m, flow, nil))
+	inside, alone := serve(t, m.Handler(newFlowHandler(t, m, flow, nil))), serve(t, newFlowHandler(t, m, flow, nil))
 	var group sync.WaitGroup
 	for n := range 4 {
 		group.Go(func() {
@@ -125,7 +125,7 @@ func TestFlowThatIsUndecidedOrBusy(t *testing.T) {
 			return errors.New("no answer")
 		}})
 	require.NoError(t, err)
-	s := serve(t, httpkey.FlowHandler(m, flow, nil))
+	s := serve(t, newFlowHandler(t, m, flow, nil))
 	first := make(chan answer, 1)
 	go func() {
 		a, _ := s.ask(t.Context(), http.MethodPost, "/orders", "k", "a")

@@ -39,7 +39,7 @@ func of(r *http.Request) *exchange {
 	if e := from(r.Context()); e != nil {
 		return e
 	}
-	panic("httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough")
+	panic("httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough and Config.PassWithoutKey")
 }
 
 func from(ctx context.Context) *exchange {

@@ -2,20 +2,20 @@ package httpkey
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"io"
 	"maps"
-	"net"
 	"net/http"
-	"os"
 	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
 // Handler executes next once for each key, in one transaction with the key and the response: see Tx. next may run more than
@@ -25,8 +25,9 @@ import (
 // Put it behind authentication, so that a caller who lost his rights gets no replay, and before whatever reads the body.
 func (m *Middleware) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		keyless := len(r.Header.Values(keyHeader)) == 0 && slices.Contains(m.cfg.PassWithoutKey, r.Method)
 		// Inside of another middleware, which has the key already, this one would wait for it.
-		if slices.Contains(m.cfg.PassThrough, r.Method) || from(r.Context()) != nil {
+		if keyless || slices.Contains(m.cfg.PassThrough, r.Method) || from(r.Context()) != nil {
 			next.ServeHTTP(w, r)
 			return
 		}
@@ -38,18 +39,8 @@ func (m *Middleware) Handler(next http.Handler) http.Handler {
 
 // take reads key and body before any SQL, or answers why not.
 func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.Key, []byte, bool) {
-	scope, err := m.scope(r)
-	switch {
-	case errors.Is(err, ErrUnauthenticated):
-		refuse(w, ProblemUnauthenticated, 0)
-		return idempotency.Key{}, nil, false
-	case err == nil:
-		key := idempotency.Key{Scope: scope, Operation: m.cfg.Operation.Operation, Value: "-"}
-		err = key.Validate()
-	}
-	if err != nil {
-		m.log.ErrorContext(r.Context(), "the scope of a request is not known, so it is refused", "error", err)
-		refuse(w, ProblemInternal, 0)
+	scope, ok := m.principal(w, r)
+	if !ok {
 		return idempotency.Key{}, nil, false
 	}
 	value, err := ParseKey(r.Header)
@@ -57,73 +48,79 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 	case errors.Is(err, ErrNoKey) && m.cfg.Optional:
 		value = idempotency.NewKey()
 	case errors.Is(err, ErrNoKey):
-		refuse(w, ProblemKeyMissing, 0)
+		m.refuse(w, r, ProblemKeyMissing, 0)
 		return idempotency.Key{}, nil, false
 	case err != nil:
-		refuse(w, ProblemKeyMalformed, 0)
+		m.refuse(w, r, ProblemKeyMalformed, 0)
 		return idempotency.Key{}, nil, false
-	case m.weak != nil:
-		m.weak.see(idempotency.Key{Operation: m.cfg.Operation.Operation, Value: value})
 	}
 	body, ok := m.read(w, r)
 	if !ok {
 		return idempotency.Key{}, nil, false
 	}
 	fingerprint, err := m.fingerprint(r, body)
-	if err != nil {
-		refuse(w, ProblemUnreadable, 0)
+	switch {
+	case errors.Is(err, errTooDeep):
+		m.refuse(w, r, ProblemTooDeep, 0)
+		return idempotency.Key{}, nil, false
+	case err != nil:
+		m.refuse(w, r, ProblemUnreadable, 0)
 		return idempotency.Key{}, nil, false
 	}
-	return idempotency.Key{Scope: scope, Operation: m.cfg.Operation.Operation, Value: value, Fingerprint: fingerprint}, body, true
+	return m.op.Key(scope, value, fingerprint).Watch(), body, true
+}
+
+// principal is the scope of a request, or answers why there is none.
+func (m *Middleware) principal(w http.ResponseWriter, r *http.Request) (string, bool) {
+	scope, err := m.scope(r)
+	switch {
+	case errors.Is(err, ErrUnauthenticated):
+		m.refuse(w, r, ProblemUnauthenticated, 0)
+		return "", false
+	case err == nil:
+		err = m.op.Key(scope, "-", idempotency.Fingerprint{}).Validate()
+	}
+	if err != nil {
+		m.log.ErrorContext(r.Context(), "the scope of a request is not known, so it is refused", "error", err)
+		m.refuse(w, r, ProblemInternal, 0)
+	}
+	return scope, err == nil
 }
 
 // read takes the body within its bounds, or answers why not.
 func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool) {
-	if r.Body == nil {
-		return nil, true
-	}
-	limit := int64(m.cfg.RequestBytesMax)
-	if r.ContentLength > limit {
-		refuse(w, ProblemTooLarge, 0)
-		return nil, false
-	}
-	controller := http.NewResponseController(w)
-	limited := controller.SetReadDeadline(time.Now().Add(m.cfg.ReadTimeout)) == nil
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
-	var large *http.MaxBytesError
+	content, err := bodies.Read(w, r, m.cfg.RequestBytesMax, m.cfg.ReadTimeout)
 	switch {
-	case err == nil:
-		if limited {
-			_ = controller.SetReadDeadline(time.Time{}) // the body is complete: the deadline would only end the connection
-		}
-		if len(body) == 0 && consumed(r) {
-			m.log.ErrorContext(r.Context(), "the body of a request was read before this middleware, which could not tell two requests apart, so it is refused: "+
-				"put the middleware in front of what reads the body")
-			refuse(w, ProblemInternal, 0)
-			return nil, false
-		}
-		return body, true
-	case errors.As(err, &large):
-		refuse(w, ProblemTooLarge, 0)
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		if r.ProtoMajor == 1 {
-			w.Header().Set("Connection", "close") // the rest of the body still stands in it
-		}
-		refuse(w, ProblemReadTimeout, 0)
+	case errors.Is(err, bodies.ErrTooLarge):
+		m.refuse(w, r, ProblemTooLarge, 0)
+	case errors.Is(err, bodies.ErrSlow):
+		m.refuse(w, r, ProblemReadTimeout, 0)
+	case err != nil:
+		m.refuse(w, r, ProblemUnreadable, 0)
+	case consumed(r, len(content)):
+		m.log.ErrorContext(r.Context(), "the body of a request, or a part of it, was read before this middleware, which could not tell two requests apart, so it is refused: "+
+			"put the middleware in front of what reads the body")
+		m.refuse(w, r, ProblemInternal, 0)
 	default:
-		refuse(w, ProblemUnreadable, 0)
+		return content, true
 	}
 	return nil, false
 }
 
-// consumed tells that a layer outside has read a body of which nothing is left. A form of the query alone is none of it.
-func consumed(r *http.Request) bool {
-	return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
+// consumed reports whether a layer outside has read a body of which left bytes are left: a form of the query alone is none of it. A
+// body that was encoded, and which a layer outside has decoded, may be shorter than the request says. Of one in chunks that was
+// read, and not parsed as a form, nothing is to be seen.
+func consumed(r *http.Request, left int) bool {
+	if left == 0 {
+		return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
+	}
+	decoded := r.Header.Get("Content-Encoding") != "" || r.Header.Get("Content-Length") == ""
+	return r.ContentLength > int64(left) && !decoded
 }
 
 // serve executes the request and answers it.
 func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler, key idempotency.Key, body []byte) {
-	ctx, begun, cancel := detach(r.Context(), m.cfg.HandlerTimeout)
+	ctx, begun, cancel := serving.Detach(r.Context(), m.cfg.HandlerTimeout)
 	defer cancel()
 	outer, started := w.Header().Clone(), false
 	var answered, kept idempotency.Response // as the handler's last run left it, and what of that may be stored
@@ -140,7 +137,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		next.ServeHTTP(recorded, run)
 		response, err := recorded.response()
 		if err := errors.Join(e.err, err); err != nil {
-			return idempotency.Response{}, &givenUpError{m.final(err), tx.Conn().IsClosed()}
+			return idempotency.Response{}, &serving.GivenUpError{Err: m.final(err), Cut: tx.Conn().IsClosed()}
 		}
 		answered = response
 		response.Header = m.kept(response.Header, outer)
@@ -157,15 +154,15 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	var forgotten *forgottenError
 	switch {
 	case errors.As(err, &forgotten):
-		first(w, answered)
+		m.first(w, r, answered)
 	case err != nil:
 		m.fail(w, r, key, err, started || r.Context().Err() == nil)
 	case stored.Replayed:
-		replay(w, stored)
+		m.replay(w, r, stored)
 	case answered.Status != 0 && same(stored, kept):
-		first(w, answered)
+		m.first(w, r, answered)
 	default: // what Fail, Config.Operation.Failed or misuse of the transaction made the outcome
-		write(w, stored)
+		m.write(w, r, stored)
 	}
 }
 
@@ -202,25 +199,6 @@ func removeFiles(run, r *http.Request) {
 	}
 }
 
-// detach makes a context that the client ends only as long as the work has not begun: a client that went away while its request
-// waited for a connection costs nothing, one that goes later gets its work done, or all of it rolled back.
-func detach(parent context.Context, timeout time.Duration) (context.Context, func() bool, context.CancelFunc) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(parent), timeout)
-	stop := context.AfterFunc(parent, cancel)
-	running := false
-	begun := func() bool {
-		running = running || stop()
-		if !running {
-			cancel() // what stop found under way may not have done so yet: an end that is nobody's failure must be seen as one
-		}
-		return running
-	}
-	return ctx, begun, func() {
-		stop()
-		cancel()
-	}
-}
-
 // fail answers for an error of the engine, or of a handler that called Fail. told: it is worth a line in the log, also where
 // the client is gone; that a client went before its work began is nobody's failure.
 func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, told bool) {
@@ -232,12 +210,18 @@ func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotenc
 		}
 		m.log.ErrorContext(r.Context(), text, "key", key, "problem", kind, "error", err)
 	}
-	refuse(w, kind, retryAfter)
+	m.refuse(w, r, kind, retryAfter)
 }
 
 func (m *Middleware) problem(err error) (Problem, time.Duration) {
 	var busy *idempotency.InProgressError
+	var crowded *idempotency.CrowdedError
+	var quota *idempotency.QuotaError
 	switch {
+	case errors.As(err, &crowded):
+		return ProblemTooManyWaiting, cmp.Or(crowded.RetryAfter, m.cfg.RetryAfter)
+	case errors.As(err, &quota):
+		return ProblemTooManyKeys, cmp.Or(quota.RetryAfter, m.cfg.RetryAfter)
 	case errors.As(err, &busy):
 		return ProblemKeyInProgress, busy.RetryAfter
 	case errors.Is(err, idempotency.ErrInProgress), errors.Is(err, idempotency.ErrLockLost):
@@ -250,33 +234,8 @@ func (m *Middleware) problem(err error) (Problem, time.Duration) {
 		return ProblemKeyAbandoned, 0
 	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // a replica that can read it may be next
 		return ProblemUnanswered, m.cfg.RetryAfter
-	case passing(err):
+	case serving.Passing(err):
 		return ProblemUnavailable, m.cfg.RetryAfter
 	}
 	return ProblemInternal, 0
-}
-
-// passing tells errors that are gone with time: the database is away or busy, a program with other phases is being rolled out.
-func passing(err error) bool {
-	var refusal *pgconn.PgError
-	if errors.As(err, &refusal) {
-		switch refusal.Code {
-		case "25006", "25P03", "25P04": // it is a standby by now; the transaction was idle, or took, too long
-			return true
-		}
-		return slices.Contains([]string{"08", "40", "53", "55", "57", "58"}, refusal.Code[:min(2, len(refusal.Code))])
-	}
-	var connect *pgconn.ConnectError
-	return errors.As(err, &connect) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) ||
-		errors.Is(err, idempotency.ErrUnknownRecoveryPoint) || pgconn.SafeToRetry(err) || cut(err)
-}
-
-// cut tells a broken connection to the database. A handler's own EOF may be anybody's: there the connection is asked.
-func cut(err error) bool {
-	var handlers *givenUpError
-	if errors.As(err, &handlers) {
-		return handlers.cut
-	}
-	var network net.Error
-	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.As(err, &network)
 }

@@ -346,18 +346,49 @@ func TestMiddlewareInsideAnother(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
-// Property: methods that are idempotent by themselves pass, without a key and without SQL; which ones is configurable.
+// Property: methods that change nothing pass, whether or not they have a key, and those that are idempotent by themselves without one,
+// all without SQL; which ones is configurable.
 func TestMethodsThatPassThrough(t *testing.T) {
 	t.Parallel()
 	next := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "passed") })
-	s := serve(t, newMiddleware(t, pgtest.NoPool(t), httpkey.Config{}).Handler(next))
-	changed := serve(t, newMiddleware(t, pgtest.NoPool(t), httpkey.Config{PassThrough: []string{"POST"}}).Handler(next))
-	for method, passes := range map[string]bool{"GET": true, "HEAD": true, "OPTIONS": true, "TRACE": true, "PUT": true, "DELETE": true, "POST": false, "PATCH": false} {
-		a, err := s.ask(t.Context(), method, "/", "", "")
-		require.NoError(t, err)
-		require.Equal(t, passes, a.status == 200, method)
-		a, err = changed.ask(t.Context(), method, "/", "", "")
-		require.NoError(t, err)
-		require.Equal(t, method == "POST", a.status == 200, method)
+	passes := func(cfg httpkey.Config, with string) (methods []string) {
+		s := serve(t, newMiddleware(t, pgtest.NoPool(t), cfg).Handler(next))
+		for _, method := range []string{"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "POST", "PATCH"} {
+			a, err := s.ask(t.Context(), method, "/", with, "")
+			require.NoError(t, err)
+			if a.status == http.StatusOK {
+				methods = append(methods, method)
+			}
+		}
+		return methods
+	}
+	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"}, passes(httpkey.Config{}, ""))
+	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes(httpkey.Config{}, "k"))
+	changed := httpkey.Config{PassThrough: []string{"PUT"}, PassWithoutKey: []string{"POST", "PUT"}}
+	require.Equal(t, []string{"PUT", "POST"}, passes(changed, ""))
+	require.Equal(t, []string{"PUT"}, passes(changed, "k"))
+	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes(httpkey.Config{PassWithoutKey: []string{}}, ""))
+}
+
+// Property: a key that a client sends counts, whatever the method: the same request is replayed, another one refused, and one with two
+// keys, too. Row H6.
+func TestSuppliedKeyCounts(t *testing.T) {
+	t.Parallel()
+	for _, method := range []string{http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete} {
+		t.Run(method, func(t *testing.T) {
+			t.Parallel()
+			pool := newPool(t)
+			s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(insert(http.StatusOK)))
+			ask := func(key, body string, header ...string) answer {
+				a, err := s.ask(t.Context(), method, "/orders/7", key, body, header...)
+				require.NoError(t, err)
+				return a
+			}
+			require.Equal(t, "made a", ask("k", "a").body)
+			require.True(t, ask("k", "a").replayed())
+			requireProblem(t, ask("k", "b"), 422, httpkey.ProblemKeyReused)
+			requireProblem(t, ask("k", "b", "Idempotency-Key", "j"), 400, httpkey.ProblemKeyMalformed)
+			require.Equal(t, 1, effects(t, pool))
+		})
 	}
 }

@@ -49,17 +49,12 @@ func (e *forgottenError) Error() string {
 	return fmt.Sprintf("the handler answered with status %d", e.response.Status)
 }
 
-// givenUpError is what a handler gave up with, by Fail or by streaming. cut: its connection to the database was broken then.
-type givenUpError struct {
-	err error
-	cut bool
-}
-
-func (e *givenUpError) Error() string { return e.err.Error() }
-func (e *givenUpError) Unwrap() error { return e.err }
-
-// failed is what Strict and AttemptsMax store of a failure: what the handler answered, if it did.
+// failed is what Strict and AttemptsMax store of a failure: what the handler answered, if it did. Of a client that comes after the
+// window it is stored in any case.
 func failed(err error) idempotency.Response {
+	if errors.Is(err, idempotency.ErrExpired) {
+		return expired()
+	}
 	var forgotten *forgottenError
 	if errors.As(err, &forgotten) {
 		return forgotten.response

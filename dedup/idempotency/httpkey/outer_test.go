@@ -5,6 +5,8 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"net/http/httptrace"
+	"net/textproto"
 	"strings"
 	"testing"
 
@@ -106,4 +108,28 @@ func TestTrailersAreNotSent(t *testing.T) {
 	require.NoError(t, errors.Join(err, response.Body.Close()))
 	require.Empty(t, response.Header.Get("Idempotent-Replayed"))
 	require.Equal(t, http.Header{"X-Outer": {"sum"}}, response.Trailer)
+}
+
+// Property: informational responses of a handler do not reach the client, who gets one answer, after COMMIT.
+func TestInformationalResponsesAreNotSent(t *testing.T) {
+	t.Parallel()
+	s := serve(t, newMiddleware(t, newPool(t), httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Link", "</style.css>; rel=preload")
+		w.WriteHeader(http.StatusEarlyHints)
+		w.WriteHeader(http.StatusProcessing)
+		w.WriteHeader(http.StatusCreated)
+	})))
+	for _, replayed := range []bool{false, true} {
+		var early []int
+		ctx := httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{Got1xxResponse: func(status int, _ textproto.MIMEHeader) error {
+			early = append(early, status)
+			return nil
+		}})
+		a, err := s.ask(ctx, http.MethodPost, "/orders", "k", "")
+		require.NoError(t, err)
+		require.Equal(t, http.StatusCreated, a.status)
+		require.Equal(t, replayed, a.replayed())
+		require.Equal(t, "</style.css>; rel=preload", a.header.Get("Link"))
+		require.Empty(t, early)
+	}
 }

@@ -6,10 +6,12 @@ import (
 	"net/http"
 	"strconv"
 	"time"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
 // Problem is the type of an answer that this package gives instead of the handler, as the member "type" of
-// application/problem+json (RFC 9457). They do not change.
+// application/problem+json (RFC 9457): see Answer. They do not change.
 type Problem string
 
 // The problems.
@@ -19,29 +21,38 @@ const (
 	ProblemKeyInProgress   Problem = "urn:effectonce:problem:idempotency-key-in-progress"   // 409, Retry-After
 	ProblemKeyUndecided    Problem = "urn:effectonce:problem:idempotency-key-undecided"     // 409: whether it was done is unknown, a person decides
 	ProblemKeyAbandoned    Problem = "urn:effectonce:problem:idempotency-key-abandoned"     // 409: it was given up, a person decides
+	ProblemKeyUnknown      Problem = "urn:effectonce:problem:idempotency-key-unknown"       // 404, of a status resource: nothing is known of the request
+	ProblemTooManyWaiting  Problem = "urn:effectonce:problem:idempotency-too-many-waiting"  // 429, Retry-After: as many as may wait for this key, or this caller's keys
+	ProblemTooManyKeys     Problem = "urn:effectonce:problem:idempotency-too-many-keys"     // 429, Retry-After: as many keys of the caller are kept as may be
 	ProblemKeyReused       Problem = "urn:effectonce:problem:idempotency-key-reused"        // 422: another request has this key
 	ProblemResponseDropped Problem = "urn:effectonce:problem:idempotency-response-not-kept" // 410: it was done; member "outcome" is its status
+	ProblemKeyExpired      Problem = "urn:effectonce:problem:idempotency-key-expired"       // 410: it was done, longer ago than its answer is kept
 	ProblemUnanswered      Problem = "urn:effectonce:problem:idempotency-outcome-unknown"   // 503, Retry-After: the same key finds out
 	ProblemUnauthenticated Problem = "urn:effectonce:problem:unauthenticated"               // 401
 	ProblemUnreadable      Problem = "urn:effectonce:problem:request-unreadable"            // 400
 	ProblemReadTimeout     Problem = "urn:effectonce:problem:request-timeout"               // 408
 	ProblemTooLarge        Problem = "urn:effectonce:problem:request-too-large"             // 413
+	ProblemTooDeep         Problem = "urn:effectonce:problem:request-too-deep"              // 400: see Config.JSONDepthMax
 	ProblemInternal        Problem = "urn:effectonce:problem:internal"                      // 500: nothing was done
 	ProblemUnavailable     Problem = "urn:effectonce:problem:unavailable"                   // 503, Retry-After: not done, or resumable
 )
 
-// problem is the body of an answer. Its texts are fixed: neither keys nor errors reach a client.
-type problem struct {
-	Type    Problem `json:"type"`
+// Answer is what a client gets from this package instead of the handler's response. Its texts are fixed: neither keys nor
+// errors reach a client.
+type Answer struct {
+	Problem Problem `json:"type"`
 	Title   string  `json:"title"`
 	Status  int     `json:"status"`
 	Detail  string  `json:"detail"`
-	Outcome int     `json:"outcome,omitempty"`
+	// Outcome is the status of the response that was not kept. Only with ProblemResponseDropped.
+	Outcome int `json:"outcome,omitempty"`
+	// RetryAfter is what the header of this name says, rounded up to seconds. Zero: there is none.
+	RetryAfter time.Duration `json:"-"`
 }
 
-func describe(kind Problem) problem {
-	p := func(status int, title, detail string) problem {
-		return problem{Type: kind, Title: title, Status: status, Detail: detail}
+func describe(kind Problem) Answer {
+	p := func(status int, title, detail string) Answer {
+		return Answer{Problem: kind, Title: title, Status: status, Detail: detail}
 	}
 	switch kind {
 	case ProblemKeyMissing:
@@ -54,10 +65,18 @@ func describe(kind Problem) problem {
 		return p(409, "The outcome of the request is unknown", "Whether the request with this key took effect has to be looked into. Do not send it again under another key.")
 	case ProblemKeyAbandoned:
 		return p(409, "The request was given up", "The request with this key was given up and has to be looked into. Do not send it again under another key.")
+	case ProblemKeyUnknown:
+		return p(404, "No such request", "Nothing is known of this request: it was never made, or its outcome is not kept any more.")
+	case ProblemTooManyWaiting:
+		return p(429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Ask again later with the same key.")
+	case ProblemTooManyKeys:
+		return p(429, "Too many keys", "This caller has as many keys as may be kept. Nothing was done. Ask again later with the same key.")
 	case ProblemKeyReused:
 		return p(422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own.")
 	case ProblemResponseDropped:
 		return p(410, "The response was not kept", "The request with this key was executed, and is not executed again. Its response was too large to be kept.")
+	case ProblemKeyExpired:
+		return p(410, "The request was executed before", "The request was executed with this key, longer ago than its answer is kept. It is not executed again: look for what it did.")
 	case ProblemUnanswered:
 		return p(503, "The outcome is not known yet", "The request may have been executed. Ask again with the same key to find out.")
 	case ProblemUnauthenticated:
@@ -68,6 +87,8 @@ func describe(kind Problem) problem {
 		return p(408, "The request took too long", "The body did not arrive in time. Nothing was done.")
 	case ProblemTooLarge:
 		return p(413, "The request is too large", "The body is larger than this endpoint takes. Nothing was done.")
+	case ProblemTooDeep:
+		return p(400, "The request is nested too deeply", "Arrays and objects of the body lie in each other deeper than this endpoint takes. Nothing was done.")
 	case ProblemUnavailable:
 		return p(503, "Not available", "The request could not be executed now. Ask again with the same key.")
 	case ProblemInternal:
@@ -76,21 +97,42 @@ func describe(kind Problem) problem {
 }
 
 // refuse answers with a problem. retryAfter of zero is not said.
-func refuse(w http.ResponseWriter, kind Problem, retryAfter time.Duration) {
-	send(w, describe(kind), retryAfter)
+func (m *Middleware) refuse(w http.ResponseWriter, r *http.Request, kind Problem, retryAfter time.Duration) {
+	answer := describe(kind)
+	answer.RetryAfter = retryAfter
+	m.send(w, r, answer)
 }
 
-func send(w http.ResponseWriter, p problem, retryAfter time.Duration) {
-	body, err := json.Marshal(p)
+func (m *Middleware) send(w http.ResponseWriter, r *http.Request, answer Answer) {
+	contentType, body := m.cfg.Describe(r, answer)
+	header := w.Header()
+	header.Set("Content-Type", contentType)
+	header.Set("Cache-Control", "no-store")
+	if answer.RetryAfter > 0 {
+		header.Set("Retry-After", strconv.Itoa(max(1, int(math.Ceil(answer.RetryAfter.Seconds())))))
+	}
+	switch answer.Status {
+	case http.StatusBadRequest, http.StatusConflict, http.StatusUnprocessableEntity: // section 2.7 of the header's draft
+		if m.cfg.DocsURL != "" {
+			header.Add("Link", "<"+m.cfg.DocsURL+`>; rel="describedby"; type="text/html"`)
+		}
+	}
+	w.WriteHeader(answer.Status)
+	_, _ = w.Write(body) // a client that is gone asks again
+}
+
+// ProblemJSON is the default of Config.Describe: application/problem+json (RFC 9457).
+func ProblemJSON(_ *http.Request, answer Answer) (contentType string, body []byte) {
+	body, err := json.Marshal(answer)
 	if err != nil {
 		panic(err) // strings and numbers
 	}
-	header := w.Header()
-	header.Set("Content-Type", "application/problem+json")
-	header.Set("Cache-Control", "no-store")
-	if retryAfter > 0 {
-		header.Set("Retry-After", strconv.Itoa(max(1, int(math.Ceil(retryAfter.Seconds())))))
-	}
-	w.WriteHeader(p.Status)
-	_, _ = w.Write(body) // a client that is gone asks again
+	return "application/problem+json", body
+}
+
+// expired is what is stored for a client that comes after the window. It is known by its body again, which Config.Describe writes for
+// each answer anew.
+func expired() idempotency.Response {
+	contentType, body := ProblemJSON(nil, describe(ProblemKeyExpired))
+	return idempotency.Response{Status: http.StatusGone, Header: http.Header{"Content-Type": {contentType}}, Body: body}
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"io"
+	"maps"
 	"net/http"
 	"sync/atomic"
 	"testing"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // Property: the first client gets every header; stored and replayed are those of the list, and never cookies, credentials,
@@ -55,6 +57,84 @@ func TestOnlyListedHeadersAreStored(t *testing.T) {
 	require.Equal(t, "body", again.body)
 	require.Contains(t, stored(t, pool), "x-receipt")
 	require.NotContains(t, stored(t, pool), "canary")
+}
+
+// Property: which headers are stored and replayed by default does not change unnoticed: what is added here is shown to other
+// requests, what is taken away is missing in their answers.
+func TestHeadersReplayedByDefault(t *testing.T) {
+	t.Parallel()
+	require.Equal(t, []string{
+		"Access-Control-Allow-Credentials", "Access-Control-Allow-Headers", "Access-Control-Allow-Methods", "Access-Control-Allow-Origin",
+		"Access-Control-Expose-Headers", "Access-Control-Max-Age", "Allow", "Content-Disposition", "Content-Encoding", "Content-Language",
+		"Content-Location", "Content-Range", "Content-Type", "Etag", "Last-Modified", "Link", "Location", "Preference-Applied", "Retry-After",
+		"Timing-Allow-Origin", "Vary", "X-Content-Type-Options",
+	}, httpkey.ReplayedHeaders())
+	for _, name := range []string{
+		"Age", "cache-control", "Content-Length", "Date", "Expires", "Idempotency-Key", "Idempotent-Replayed", "Set-Cookie", "Trailer", "TE",
+	} {
+		_, err := httpkey.New(pgtest.NoPool(t), tenantOf, httpkey.Config{Operation: idempotency.Config{Operation: "api"}, Headers: []string{name}})
+		require.ErrorContains(t, err, "Headers "+name)
+	}
+}
+
+// Property: a replay has Vary and the headers of CORS that the handler set. Where a layer outside sets some, now or then, both
+// are in Vary, and what the layer says now about origins counts alone: an origin never gets the credentials that another was given.
+func TestReplayKeepsVaryAndCORS(t *testing.T) {
+	t.Parallel()
+	const origin, credentials, exposed, vary = "Access-Control-Allow-Origin", "Access-Control-Allow-Credentials", "Access-Control-Expose-Headers", "Vary"
+	of := func(pairs ...string) http.Header {
+		h := http.Header{}
+		for i := 0; i < len(pairs); i += 2 {
+			h.Add(pairs[i], pairs[i+1])
+		}
+		return h
+	}
+	handlers := of(origin, "https://a.example", credentials, "true", exposed, "Location", vary, "Origin, Accept", "Timing-Allow-Origin", "*")
+	for name, c := range map[string]struct{ handler, then, now, want http.Header }{
+		"handler": {handlers, nil, nil, handlers},
+		"outer":   {nil, of(origin, "https://a.example", vary, "Origin"), of(origin, "https://b.example", vary, "Origin"), of(origin, "https://b.example", vary, "Origin")},
+		"both": {
+			handlers, of(origin, "*", vary, "Accept-Encoding"), of(origin, "https://b.example", vary, "accept, Accept-Encoding"),
+			of(origin, "https://b.example", exposed, "Location", vary, "accept, Accept-Encoding", vary, "Origin", "Timing-Allow-Origin", "*"),
+		},
+		"outer, only now": {
+			handlers, nil, of(origin, "https://b.example", exposed, "Etag", "Timing-Allow-Origin", "https://b.example"),
+			of(origin, "https://b.example", exposed, "Etag", vary, "Origin, Accept", "Timing-Allow-Origin", "https://b.example"),
+		},
+		"credentials of outer": {
+			handlers, nil, of(credentials, "true"), of(credentials, "true", exposed, "Location", vary, "Origin, Accept", "Timing-Allow-Origin", "*"),
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			inner := newMiddleware(t, newPool(t), httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				for name, values := range c.handler {
+					if name == vary {
+						w.Header().Add(name, values[0]) // as what compresses, or answers for origins, does
+					} else {
+						w.Header()[name] = values
+					}
+				}
+				_, _ = io.WriteString(w, "body")
+			}))
+			var asked atomic.Int64
+			s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				outer := c.then
+				if asked.Add(1) > 1 {
+					outer = c.now
+				}
+				maps.Copy(w.Header(), outer.Clone())
+				inner.ServeHTTP(w, r)
+			}))
+			require.False(t, s.post(t, "k", "").replayed())
+			again := s.post(t, "k", "")
+			require.True(t, again.replayed())
+			for _, name := range []string{"Date", "Content-Length", "Content-Type", "Cache-Control", "Idempotent-Replayed"} {
+				again.header.Del(name)
+			}
+			require.Equal(t, c.want, again.header)
+		})
+	}
 }
 
 // Property: the same key of two tenants is two keys, with the same body and with another. Row H8.
@@ -111,7 +191,7 @@ func TestUnreadableAnswerIsAskedForAgain(t *testing.T) {
 					return err
 				}})
 			require.NoError(t, err)
-			return httpkey.FlowHandler(m, flow, nil)
+			return newFlowHandler(t, m, flow, nil)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -42,6 +42,13 @@ func newMiddleware(t *testing.T, pool *pgxpool.Pool, cfg httpkey.Config) *httpke
 	return m
 }
 
+func newFlowHandler[S any](t *testing.T, m *httpkey.Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) http.Handler {
+	t.Helper()
+	handler, err := httpkey.FlowHandler(m, flow, request)
+	require.NoError(t, err)
+	return handler
+}
+
 // server is a real one.
 type server struct {
 	*httptest.Server

@@ -59,7 +59,10 @@ func TestVerifyPassesHandlersInDoubt(t *testing.T) {
 			return nil, err
 		}
 		flow, err := payment(charge, true, idempotency.FlowConfig[string]{})(pool)
-		return httpkey.FlowHandler(m, flow, nil), err
+		if err != nil {
+			return nil, err
+		}
+		return httpkey.FlowHandler(m, flow, nil)
 	}), idempotencytest.Options{Setup: orders, Prepare: b.reset, Effects: b.effects})
 }
 

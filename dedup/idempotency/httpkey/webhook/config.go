@@ -36,10 +36,11 @@ type Config struct {
 	RetryAfter time.Duration
 	// BodyBytesMax is the largest body. 1 byte to 64 MiB; default 1 MiB.
 	BodyBytesMax int
-	// ReadMax is how long the body may take; no database connection is held meanwhile. 1 ms to 10 min; default 10 s.
+	// ReadMax is how long the body may take; no database connection is held meanwhile. It shortens what http.Server.ReadTimeout
+	// allows and never extends it. 1 ms to 10 min; default 10 s.
 	ReadMax time.Duration
-	// HandleMax is how long an event may take, with all its attempts; the sender's hanging up does not end it. 1 ms to
-	// 1 h; default 30 s.
+	// HandleMax is how long an event may take, with all its attempts; the sender's hanging up does not end it. More than
+	// Idempotency.WaitMax; 1 ms to 1 h; default 30 s.
 	HandleMax time.Duration
 	// Idempotency is how events are remembered: the schema, the window, time limits. Here Window is 7 days unless set, and
 	// must be longer than the sender's retries and than twice the tolerance. Operation is "webhook" unless set. AttemptsMax

@@ -59,6 +59,8 @@
 //	408, 413         the body was too slow, or too large
 //	409              another delivery of the event is at work; with Retry-After
 //	422              the ID came with another body before (CompareBody)
+//	429              too many deliveries of the event wait, or too many IDs are kept (Idempotency.KeyWaitersMax,
+//	                 ScopeWaitersMax, ScopeKeysMax); with Retry-After
 //	503              the handler failed, or the database; with Retry-After
 //
 // # What senders make of it

@@ -9,3 +9,8 @@ func (s Scheme) Verify(header http.Header, body []byte) (Event, error) {
 	}
 	return s.verify(header, body)
 }
+
+// Answer is what a sender gets for an error of the engine: status and Retry-After.
+func (r *Receiver) Answer(err error) (status, retryAfter int) {
+	return statusOf(err), r.retryAfter(err)
+}

@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"math"
 	"net/http"
-	"os"
 	"strconv"
 	"time"
 
@@ -17,6 +16,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
+	"github.com/effectonce/effectonce/internal/bounds"
 )
 
 // Receiver is the endpoint of one sender. It is safe for concurrent use.
@@ -37,6 +38,8 @@ func New(pool *pgxpool.Pool, cfg Config, handle Handler) (*Receiver, error) {
 	events, err := idempotency.New(pool, cfg.Idempotency)
 	if err != nil {
 		problems = append(problems, fmt.Errorf("%s: %w", "Idempotency", err))
+	} else if wait := events.Config().WaitMax; wait >= cfg.HandleMax {
+		problems = append(problems, bounds.Problem("HandleMax", cfg.HandleMax, fmt.Sprintf("more than Idempotency.WaitMax, %v", wait)))
 	}
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
@@ -61,12 +64,10 @@ func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 		text = refused
 	}
 	switch a.Status {
-	case http.StatusConflict, http.StatusServiceUnavailable:
+	case http.StatusConflict, http.StatusTooManyRequests, http.StatusServiceUnavailable:
 		w.Header().Set("Retry-After", strconv.Itoa(r.retryAfter(a.Err)))
 	case http.StatusMethodNotAllowed:
 		w.Header().Set("Allow", http.MethodPost)
-	case http.StatusRequestTimeout:
-		w.Header().Set("Connection", "close")
 	case http.StatusNoContent:
 		w.WriteHeader(a.Status)
 		return
@@ -125,27 +126,16 @@ func (r *Receiver) verified(w http.ResponseWriter, request *http.Request) (Event
 
 // read takes the body, within its limits.
 func (r *Receiver) read(w http.ResponseWriter, request *http.Request) ([]byte, error) {
-	limit := int64(r.cfg.BodyBytesMax)
-	if request.ContentLength > limit {
-		return nil, fmt.Errorf("%w: %d bytes: want at most %d", ErrTooLarge, request.ContentLength, limit)
-	}
-	control := http.NewResponseController(w)
-	// Where a middleware's writer hides the connection, http.Server.ReadTimeout is what is left.
-	limited := control.SetReadDeadline(time.Now().Add(r.cfg.ReadMax)) == nil
-	body, err := io.ReadAll(http.MaxBytesReader(w, request.Body, limit))
-	if limited && err == nil {
-		err = control.SetReadDeadline(time.Time{})
-	}
-	var large *http.MaxBytesError
+	content, err := bodies.Read(w, request, r.cfg.BodyBytesMax, r.cfg.ReadMax)
 	switch {
-	case errors.As(err, &large):
-		return nil, fmt.Errorf("%w: want at most %d bytes", ErrTooLarge, limit)
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, fmt.Errorf("%w: %v", ErrSlow, r.cfg.ReadMax)
+	case errors.Is(err, bodies.ErrTooLarge):
+		return nil, fmt.Errorf("%w: want at most %d bytes", ErrTooLarge, r.cfg.BodyBytesMax)
+	case errors.Is(err, bodies.ErrSlow):
+		return nil, fmt.Errorf("%w: %v, or what the server allows", ErrSlow, r.cfg.ReadMax)
 	case err != nil:
 		return nil, fmt.Errorf("%w: read the body: %w", ErrMalformed, err)
 	}
-	return body, nil
+	return content, nil
 }
 
 // once handles an event, together with the claim of its ID.
@@ -200,8 +190,13 @@ func (r *Receiver) fresh(ctx context.Context, tx pgx.Tx, signed time.Time) error
 	return nil
 }
 
-// statusOf is 5xx, or 409, for what another delivery of the event could mend.
+// statusOf is 409, 429 or 5xx where another delivery of the event may succeed.
 func statusOf(err error) int {
+	var crowded *idempotency.CrowdedError
+	var quota *idempotency.QuotaError
+	if errors.As(err, &crowded) || errors.As(err, &quota) {
+		return http.StatusTooManyRequests
+	}
 	for _, known := range []struct {
 		err    error
 		status int
@@ -223,12 +218,19 @@ func statusOf(err error) int {
 }
 
 func (r *Receiver) retryAfter(err error) int {
-	after := r.cfg.RetryAfter
+	var after time.Duration
 	var busy *idempotency.InProgressError
-	if errors.As(err, &busy) {
+	var crowded *idempotency.CrowdedError
+	var quota *idempotency.QuotaError
+	switch {
+	case errors.As(err, &busy):
 		after = busy.RetryAfter
+	case errors.As(err, &crowded):
+		after = crowded.RetryAfter
+	case errors.As(err, &quota):
+		after = quota.RetryAfter
 	}
-	return max(1, int(math.Ceil(after.Seconds())))
+	return max(1, int(math.Ceil(cmp.Or(after, r.cfg.RetryAfter).Seconds())))
 }
 
 // log tells of what is not handled: strangers' deliveries quietly, since they decide how many there are.

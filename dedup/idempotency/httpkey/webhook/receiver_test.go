@@ -386,6 +386,26 @@ func TestDeadlineEndsWithTheBody(t *testing.T) {
 	}
 }
 
+// Property: a sender whose deliveries are too many at once, or whose IDs are, is asked to try again later. Row H29.
+func TestTooManyDeliveriesAreAskedToWait(t *testing.T) {
+	t.Parallel()
+	r := newReceiver(t, pgtest.NoPool(t), webhook.Config{RetryAfter: 7 * time.Second}, book)
+	for _, c := range []struct {
+		err                error
+		status, afterwards int
+	}{
+		{&idempotency.CrowdedError{RetryAfter: 1500 * time.Millisecond}, 429, 2},
+		{&idempotency.QuotaError{Max: 1, RetryAfter: time.Minute}, 429, 60},
+		{&idempotency.QuotaError{Max: 1}, 429, 7},
+		{&idempotency.InProgressError{RetryAfter: 3 * time.Second}, 409, 3},
+		{io.EOF, 503, 7},
+	} {
+		status, afterwards := r.Answer(fmt.Errorf("once: %w", c.err))
+		require.Equal(t, c.status, status)
+		require.Equal(t, c.afterwards, afterwards)
+	}
+}
+
 // Property: where a body is compared, an ID that comes with another one is refused; where not, the ID decides. Row H6.
 func TestChangedBody(t *testing.T) {
 	t.Parallel()
@@ -481,7 +501,7 @@ func TestHandlerIsEnded(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	slow := true
-	r := newReceiver(t, pool, webhook.Config{HandleMax: 200 * time.Millisecond}, func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
+	r := newReceiver(t, pool, webhook.Config{HandleMax: 200 * time.Millisecond, Idempotency: idempotency.Config{WaitMax: time.Millisecond}}, func(ctx context.Context, tx pgx.Tx, event webhook.Event) error {
 		if slow {
 			slow = false
 			<-ctx.Done()

@@ -21,6 +21,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/webhook"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // The standard's own example secret, and another one.
@@ -323,10 +324,13 @@ func TestWrongSecretsAreRefused(t *testing.T) {
 func TestWrongSettingsAreRefused(t *testing.T) {
 	t.Parallel()
 	change := map[string]func(*webhook.Config){
-		"Tolerance 1ms: want":                                func(c *webhook.Config) { c.Tolerance = time.Millisecond },
-		"RetryAfter 2h0m0s: want":                            func(c *webhook.Config) { c.RetryAfter = 2 * time.Hour },
-		"ReadMax -1ns: want":                                 func(c *webhook.Config) { c.ReadMax = -1 },
-		"HandleMax 2h0m0s: want":                             func(c *webhook.Config) { c.HandleMax = 2 * time.Hour },
+		"Tolerance 1ms: want":     func(c *webhook.Config) { c.Tolerance = time.Millisecond },
+		"RetryAfter 2h0m0s: want": func(c *webhook.Config) { c.RetryAfter = 2 * time.Hour },
+		"ReadMax -1ns: want":      func(c *webhook.Config) { c.ReadMax = -1 },
+		"HandleMax 2h0m0s: want":  func(c *webhook.Config) { c.HandleMax = 2 * time.Hour },
+		"HandleMax 1s: want more than Idempotency.WaitMax, 1s": func(c *webhook.Config) {
+			c.HandleMax, c.Idempotency.WaitMax = time.Second, time.Second
+		},
 		"BodyBytesMax -1: want":                              func(c *webhook.Config) { c.BodyBytesMax = -1 },
 		"RefusedStatus 500: want":                            func(c *webhook.Config) { c.RefusedStatus = 500 },
 		"RefusedStatus 410: want 2xx":                        func(c *webhook.Config) { c.RefusedStatus = 410 },
@@ -338,7 +342,7 @@ func TestWrongSettingsAreRefused(t *testing.T) {
 	for want := range maps.Keys(change) {
 		cfg := webhook.Config{Sender: "s", Scheme: webhook.GitHub("secret")}
 		change[want](&cfg)
-		_, err := webhook.New(nil, cfg, nil)
+		_, err := webhook.New(pgtest.NoPool(t), cfg, nil)
 		require.ErrorContains(t, err, want)
 	}
 }

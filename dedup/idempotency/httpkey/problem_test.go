@@ -1,0 +1,128 @@
+package httpkey_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// Property: what is too much of one caller is answered with 429, a type of its own, and when to ask again. Row H29.
+func TestTooManyRequestsAreAskedToWait(t *testing.T) {
+	t.Parallel()
+	m := newMiddleware(t, pgtest.NoPool(t), httpkey.Config{RetryAfter: 7 * time.Second})
+	for _, c := range []struct {
+		err   error
+		kind  httpkey.Problem
+		after string
+	}{
+		{&idempotency.CrowdedError{RetryAfter: 1500 * time.Millisecond}, httpkey.ProblemTooManyWaiting, "2"},
+		{&idempotency.QuotaError{Max: 1, RetryAfter: time.Minute}, httpkey.ProblemTooManyKeys, "60"},
+		{&idempotency.QuotaError{Max: 1}, httpkey.ProblemTooManyKeys, "7"},
+	} {
+		s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { m.Fail(w, r, fmt.Errorf("once: %w", c.err)) }))
+		a := s.post(t, "k", "a")
+		requireProblem(t, a, 429, c.kind)
+		require.Equal(t, c.after, a.header.Get("Retry-After"))
+	}
+}
+
+// stripe writes answers as Stripe's API does.
+func stripe(r *http.Request, answer httpkey.Answer) (contentType string, body []byte) {
+	kind := "invalid_request_error"
+	switch answer.Problem { //nolint:exhaustive // all others are the request's
+	case httpkey.ProblemKeyReused, httpkey.ProblemKeyInProgress, httpkey.ProblemKeyMissing, httpkey.ProblemKeyMalformed:
+		kind = "idempotency_error"
+	case httpkey.ProblemInternal, httpkey.ProblemUnavailable, httpkey.ProblemUnanswered:
+		kind = "api_error"
+	}
+	body, err := json.Marshal(map[string]any{"error": map[string]string{"type": kind, "message": answer.Detail, "request_id": r.Header.Get("X-Request-Id")}})
+	if err != nil {
+		panic(err)
+	}
+	return "application/json", body
+}
+
+// An API whose errors have Stripe's form. Status, Retry-After and Link stay.
+func ExampleConfig_stripe() {
+	pool, err := pgxpool.New(context.Background(), os.Getenv("DATABASE_URL"))
+	if err != nil {
+		panic(err)
+	}
+	defer pool.Close()
+	once, err := httpkey.New(pool, tenantOf, httpkey.Config{
+		Operation: idempotency.Config{Operation: "payments-api"},
+		Describe:  stripe,
+		DocsURL:   "https://docs.example.com/idempotency",
+	})
+	if err != nil {
+		panic(err)
+	}
+	w := httptest.NewRecorder()
+	once.Handler(http.NotFoundHandler()).ServeHTTP(w, httptest.NewRequestWithContext(context.Background(), http.MethodPost, "/v1/charges", nil))
+	fmt.Println(w.Code, w.Header().Get("Link"))
+	fmt.Println(w.Body)
+	// Output:
+	// 400 <https://docs.example.com/idempotency>; rel="describedby"; type="text/html"
+	// {"error":{"message":"This request needs the header Idempotency-Key: a value of its own, the same at each try.","request_id":"","type":"idempotency_error"}}
+}
+
+// Property: the hook decides the body of every answer that is not the handler's, and of none that is; clients are led to the documentation
+// where they used a key wrongly, beside the links of layers outside.
+func TestAnswersHaveTheFormOfTheAPI(t *testing.T) {
+	t.Parallel()
+	const docs, link = "https://docs.example.com/keys", `<https://docs.example.com/keys>; rel="describedby"; type="text/html"`
+	pool := newPool(t)
+	m := newMiddleware(t, pool, httpkey.Config{
+		Operation: idempotency.Config{ResponseBytesMax: 4}, RequestBytesMax: 10, DocsURL: docs,
+		Describe: func(_ *http.Request, answer httpkey.Answer) (string, []byte) {
+			return "text/x-own", []byte(fmt.Sprint(answer.Problem, " ", answer.Status, " ", answer.Outcome, " ", answer.Title != "" && answer.Detail != ""))
+		},
+	})
+	inner := m.Handler(insert(201))
+	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Link", "</>; rel=home")
+		inner.ServeHTTP(w, r)
+	}))
+	require.Equal(t, "made a", s.post(t, "k", "a").body)
+	for _, c := range []struct {
+		key, body string
+		status    int
+		kind      httpkey.Problem
+		outcome   int
+	}{
+		{"", "a", 400, httpkey.ProblemKeyMissing, 0},
+		{"k", "b", 422, httpkey.ProblemKeyReused, 0},
+		{"k", "a", 410, httpkey.ProblemResponseDropped, 201},
+		{"k", "12345678901", 413, httpkey.ProblemTooLarge, 0},
+	} {
+		a := s.post(t, c.key, c.body)
+		require.Equal(t, c.status, a.status)
+		require.Equal(t, "text/x-own", a.header.Get("Content-Type"))
+		require.Equal(t, "no-store", a.header.Get("Cache-Control"))
+		require.Equal(t, fmt.Sprint(c.kind, " ", c.status, " ", c.outcome, " true"), a.body)
+		links := []string{"</>; rel=home"}
+		if c.status == 400 || c.status == 422 {
+			links = append(links, link)
+		}
+		require.Equal(t, links, a.header.Values("Link"))
+	}
+	plain := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(insert(201)))
+	requireProblem(t, plain.post(t, "", "a"), 400, httpkey.ProblemKeyMissing)
+	require.Empty(t, plain.post(t, "", "a").header.Values("Link"))
+	for _, bad := range []string{"/keys", "ftp://example.com", "https://", "https://example.com/a b", "https://example.com/>;"} {
+		_, err := httpkey.New(pool, tenantOf, httpkey.Config{Operation: idempotency.Config{Operation: "api"}, DocsURL: bad})
+		require.ErrorContains(t, err, "want an absolute URL")
+	}
+}

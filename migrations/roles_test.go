@@ -59,11 +59,9 @@ func TestRolesMayBeRepeated(t *testing.T) {
 		exec(t, conn, change)
 		require.Equal(t, first, bringRoles(t, conn, migrations.Options{}, prefix), change)
 	}
-	latest, err := migrations.All(migrations.Options{})
-	require.NoError(t, err)
-	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, len(latest)-1))
+	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 5))
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
-	require.NotEqual(t, first, rights(t, conn, "effectonce", prefix), "the migration made tables anew")
+	require.NotEqual(t, first, rights(t, conn, "effectonce", prefix), "version 6 made tables anew")
 	require.Equal(t, first, bringRoles(t, conn, migrations.Options{}, prefix))
 }
 

@@ -31,7 +31,7 @@ func keyAdvice(r keys.Row) (what, do string) {
 			soon(r) + "see in the error what is in doubt, and find out from the foreign system, or in the database: --child with the phase that the error names, or the step of the work, " +
 				"shows the ID that its call was given;\nif it happened, write by hand what is missing, then " + finish + ";\nonly if nothing happened, \"keys retry\", which executes it again"
 	case r.State == keys.Abandoned:
-		return "its attempts are used up", "mend the cause, then \"keys retry\"; or " + finish + stays(r)
+		return "it was given up: its attempts are used up, or it is older than its flow's AgeMax", "mend the cause, then \"keys retry\"; or " + finish + stays(r)
 	case r.Error != nil && strings.HasPrefix(*r.Error, idempotency.ErrUnknownRecoveryPoint.Error()):
 		return "it waits for a program that knows the phases that are done", "see in the error which ones the program knows that looks after it; deploy one whose list begins with those that are done; or, when you know what they did, \"keys finish\""
 	case r.Counts:
@@ -55,7 +55,7 @@ func adviceOnCall(r keys.Row) (what, do string) {
 	what = "a foreign system may have acted or not, and must not be asked twice"
 	switch r.State {
 	case keys.Abandoned:
-		what = "its attempts are used up, and " + what
+		what = "it was given up, and " + what
 	case keys.Running:
 		return what, ask + finish + ";\nif it did not, let the next request, or the completer, make it indeterminate, then \"keys retry --call-did-not-happen\""
 	}

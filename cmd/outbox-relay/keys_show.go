@@ -171,6 +171,9 @@ func (k shownKey) text() string {
 	fact("operation", "%s", printable(k.Operation))
 	fact("state", "%s: %s", k.State, k.What)
 	fact("asked", "%s, %s ago", k.CreatedAt.UTC().Format(time.RFC3339), seconds(k.AgeSeconds))
+	if k.Flow != nil {
+		fact("flow", "%s", printable(*k.Flow))
+	}
 	if len(k.Phases) > 0 {
 		fact("done", "%s", printable(strings.Join(k.Phases, ", ")))
 	}

@@ -197,7 +197,7 @@ func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
 		('t7', 'charge', 'counts', sha256('x'), 'running', '{}', NULL, 2, now() + interval '1 day', now() + interval '1 day')`)
 	for key, want := range map[string][]string{
 		"in-doubt":  {"(?m)^state +indeterminate: a foreign system may have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
-		"given-up":  {"(?m)^state +abandoned: its attempts are used up, and a foreign system may have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
+		"given-up":  {"(?m)^state +abandoned: it was given up, and a foreign system may have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
 		"cut":       {"(?m)^state +running: a foreign system may have acted", "what to do first find out"},
 		"plain":     {"what to do mend the cause, then \"keys retry\""},
 		"by-itself": {"(?m)^state +indeterminate: its work committed by a statement of its own", "what to do see what its work left"},

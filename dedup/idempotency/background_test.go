@@ -31,7 +31,7 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 		_, err := flow.Do(t.Context(), key(fmt.Sprint("k", i)), []byte("100"))
 		require.ErrorIs(t, err, errAway)
 	}
-	forClient := newFlow(t, op, idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
+	forClient := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
 	_, err := forClient.Do(t.Context(), key("client"), nil)
 	require.ErrorIs(t, err, errAway)
 	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp() + interval '1 hour' WHERE key = 'k0';
@@ -291,18 +291,18 @@ func TestWhatIsActedOnIsDurable(t *testing.T) {
 		return idempotency.Happened(idempotency.Response{Status: 200}), nil
 	}}
 	phases := paymentPhases(b.URL, true)
-	_, err = newFlow(t, op, cfg, phases).Do(t.Context(), key("flow"), nil)
+	_, err = newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases).Do(t.Context(), key("flow"), nil)
 	require.NoError(t, err)
 	for value, failure := range map[string]error{
 		"declined": idempotency.Final(idempotency.Response{Status: 402}, errors.New("declined")),
 		"unknown":  errors.New("no answer"),
 	} {
 		phases[1].Call = func(context.Context, *idempotency.Step[payment]) error { return failure }
-		_, err = newFlow(t, op, cfg, phases).Do(t.Context(), key(value), nil)
+		_, err = newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases).Do(t.Context(), key(value), nil)
 		require.Equal(t, value == "unknown", errors.Is(err, idempotency.ErrIndeterminate), err)
 	}
 	passes(t, wide, time.Minute)
-	decided, err := newFlow(t, op, cfg, phases).Reconcile(t.Context())
+	decided, err := newFlow(t, newOperation(t, pool, idempotency.Config{}), cfg, phases).Reconcile(t.Context())
 	require.NoError(t, err)
 	require.Equal(t, 1, decided)
 	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished'`))

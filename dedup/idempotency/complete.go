@@ -8,24 +8,42 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime/debug"
-	"slices"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 )
 
-// Run completes what clients gave up, asks the reconciler about what is indeterminate, and forgets old keys, until ctx ends.
-// Any number of replicas may run it: locks and tokens decide who does what. It logs errors, and goes on.
+// Run completes what clients gave up, asks the reconciler about what is indeterminate, and forgets old keys, until ctx ends and
+// what it began has come to an end: a flow stops between two phases. At a sixth of that pace it looks for keys that are overdue. None of these waits for another, nor, while there are free
+// places (FlowConfig.AtOnceMax), for a flow that takes long. Any number of replicas may run it: locks and tokens decide who does
+// what. It logs errors, and goes on.
 func (f *Flow[S]) Run(ctx context.Context) {
-	every(ctx, f.op, f.cfg.Every, func(ctx context.Context) error {
-		_, err := f.Complete(ctx)
-		if f.cfg.Reconcile != nil {
-			_, reconcileErr := f.Reconcile(ctx)
-			err = errors.Join(err, reconcileErr)
-		}
-		_, reapErr := f.op.Reap(ctx)
-		return errors.Join(err, reapErr)
+	var loops, flows sync.WaitGroup
+	loop := func(work func(ctx context.Context) error) {
+		loops.Go(func() { every(ctx, f.op, f.cfg.Every, work) })
+	}
+	loop(func(ctx context.Context) error {
+		return f.complete(ctx, &flows, func(_ bool, err error) { f.op.trouble(ctx, err) })
 	})
+	if f.cfg.Reconcile != nil {
+		loop(func(ctx context.Context) error {
+			_, err := f.Reconcile(ctx)
+			return err
+		})
+	}
+	loop(func(ctx context.Context) error {
+		_, err := f.op.Reap(ctx)
+		return err
+	})
+	loops.Go(func() {
+		every(ctx, f.op, overdueEvery*f.cfg.Every, func(ctx context.Context) error {
+			_, err := f.Overdue(ctx)
+			return err
+		})
+	})
+	loops.Wait()
+	flows.Wait()
 }
 
 // Run forgets old keys, of all operations, until ctx ends. Any number of replicas may run it.
@@ -41,10 +59,28 @@ const reapEvery = 30 * time.Second
 // every calls work again and again, at times that replicas do not share.
 func every(ctx context.Context, o *Operation, d time.Duration, work func(ctx context.Context) error) {
 	for pause(ctx, d/2+rand.N(d)) { //nolint:gosec // jitter needs no secret
-		if err := work(ctx); err != nil && ctx.Err() == nil {
-			o.cfg.Logger.WarnContext(ctx, "idempotency keys could not be looked after; it is tried again", "operation", o.cfg.Operation, "error", err)
-		}
+		o.trouble(ctx, work(ctx))
 	}
+}
+
+func (o *Operation) trouble(ctx context.Context, err error) {
+	if err != nil && ctx.Err() == nil {
+		o.cfg.Logger.WarnContext(ctx, "idempotency keys could not be looked after; it is tried again", "operation", o.cfg.Operation, "error", err)
+	}
+}
+
+// begin runs work beside others, as soon as one of the slots is free. It returns false if ctx ends before.
+func begin(ctx context.Context, slots chan struct{}, group *sync.WaitGroup, work func()) bool {
+	select {
+	case slots <- struct{}{}:
+	case <-ctx.Done():
+		return false
+	}
+	group.Go(func() {
+		defer func() { <-slots }()
+		work()
+	})
+	return true
 }
 
 // Reap forgets finished keys of all operations whose window is over, by the database's clock, in small transactions,
@@ -80,38 +116,88 @@ const (
 	reconcileMax = 100
 )
 
-// Complete drives unfinished flows whose client does not come back and that nobody works on, one after the other, each
-// from its recovery point, and returns how many it finished. It needs FlowConfig.StoreRequest. A flow whose attempts
+// Complete drives unfinished flows whose client does not come back and that nobody works on, at most FlowConfig.AtOnceMax at a
+// time, each from its recovery point, and returns how many it finished. It needs FlowConfig.StoreRequest. A flow whose attempts
 // are used up is abandoned: a person decides. One whose phases this program does not know is left alone for longer and longer,
 // and reported each time. An error of one flow does not keep others; all are returned.
 func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
+	var group sync.WaitGroup
+	var mu sync.Mutex
+	var problems []error
+	err = f.complete(ctx, &group, func(done bool, err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		if done {
+			finished++
+		}
+		problems = append(problems, err)
+	})
+	group.Wait()
+	return finished, errors.Join(append(problems, err)...)
+}
+
+// complete begins to drive a page of flows, and reports what became of each.
+func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report func(finished bool, err error)) error {
 	type found struct {
 		Scope, Key  string
 		Fingerprint []byte
 	}
-	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.abandoned, f.op.cfg.Operation, completeMax)
+	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.abandoned, f.op.cfg.Operation, max(completeMax, f.cfg.AtOnceMax), f.cfg.Name)
 	if err != nil {
-		return 0, fmt.Errorf("look for abandoned keys: %w", err)
+		return fmt.Errorf("look for abandoned keys: %w", err)
 	}
 	keys, err := pgx.CollectRows(rows, pgx.RowToStructByPos[found])
 	if err != nil {
-		return 0, fmt.Errorf("look for abandoned keys: %w", err)
+		return fmt.Errorf("look for abandoned keys: %w", err)
 	}
-	var problems []error
 	for _, k := range keys {
-		if ctx.Err() != nil {
+		key := Key{Scope: k.Scope, Operation: f.op.cfg.Operation, Value: k.Key, Fingerprint: Fingerprint(k.Fingerprint)}
+		if !begin(ctx, f.completing, group, func() {
+			done, err := f.resume(ctx, key)
+			if errors.Is(err, ErrInProgress) {
+				err = nil
+			}
+			if err != nil {
+				err = fmt.Errorf("complete %v: %w", key, err)
+			}
+			report(done, err)
+		}) {
 			break
 		}
-		key := Key{Scope: k.Scope, Operation: f.op.cfg.Operation, Value: k.Key, Fingerprint: Fingerprint(k.Fingerprint)}
-		done, err := f.resume(ctx, key)
-		if done {
-			finished++
+	}
+	return nil
+}
+
+// overdueEvery is how many times FlowConfig.Every lie between two looks for what is overdue: each reads all unfinished keys.
+const (
+	overdueEvery = 6
+	overdueMax   = 10_000
+)
+
+// Overdue reports the flow's keys that are unfinished and older than FlowConfig.AgeMax, and returns how many there are, at most
+// 10,000. With FlowConfig.GiveUp it gives those up first that nobody works on; they do not count.
+func (f *Flow[S]) Overdue(ctx context.Context) (int64, error) {
+	o := f.op
+	if f.cfg.GiveUp {
+		tag, err := o.pool.Exec(ctx, o.sql.flow.giveUp, o.cfg.Operation, f.cfg.Name, f.cfg.AgeMax, overdueMax, f.cfg.CallMax)
+		if err != nil {
+			return 0, fmt.Errorf("give up keys that are overdue: %w", err)
 		}
-		if err != nil && !errors.Is(err, ErrInProgress) {
-			problems = append(problems, fmt.Errorf("complete %v: %w", key, err))
+		if n := tag.RowsAffected(); n > 0 {
+			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "operation", o.cfg.Operation, "keys", n, "error", overdueText)
 		}
 	}
-	return finished, errors.Join(problems...)
+	var overdue int64
+	if err := o.pool.QueryRow(ctx, o.sql.flow.overdue, o.cfg.Operation, f.cfg.Name, f.cfg.AgeMax, overdueMax).Scan(&overdue); err != nil {
+		return 0, fmt.Errorf("count keys that are overdue: %w", err)
+	}
+	if before := f.overdue.Swap(overdue); overdue > 0 && overdue != before {
+		o.cfg.Logger.WarnContext(ctx, "keys are unfinished for longer than AgeMax: see outbox-relay keys", "operation", o.cfg.Operation, "keys", overdue, "age", f.cfg.AgeMax)
+	}
+	if o.cfg.Hooks.Overdue != nil {
+		o.cfg.Hooks.Overdue(o.cfg.Operation, overdue)
+	}
+	return overdue, nil
 }
 
 // resume drives one flow with the request that was stored.
@@ -121,13 +207,10 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	if err != nil || s == nil {
 		return false, err
 	}
-	if s.state != running || s.locked {
+	if s.state != running || s.locked || s.putOff > 0 { // somebody else was there since the page was read
 		return false, nil
 	}
-	var h *holder
-	if err = f.several(s.phases); err == nil {
-		h, _, err = f.take(ctx, key, s)
-	}
+	h, _, err := f.take(ctx, key, s)
 	if errors.Is(err, ErrUnknownRecoveryPoint) {
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
 	}
@@ -147,11 +230,6 @@ func (f *Flow[S]) driveOn(ctx context.Context, h *holder, request []byte) (respo
 	defer func() {
 		if p := recover(); p != nil {
 			err = f.panicked(ctx, h.key, p)
-			if h.doubtful {
-				err = h.doubt(ctx, err, f.cfg.CallMax)
-				return
-			}
-			err = errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
 		}
 	}()
 	return f.drive(ctx, h, request)
@@ -207,39 +285,47 @@ func DidNotHappen() Decision { return Decision{continues: true} }
 func Happened(response Response) Decision { return Decision{outcome: &response} }
 
 // Reconcile asks FlowConfig.Reconcile about each key that has been indeterminate for CallMax, so that what was on its way to
-// the foreign system has arrived or never will, and carries out what it decides. It returns
+// the foreign system has arrived or never will, at most FlowConfig.AtOnceMax at a time, and carries out what it decides. It returns
 // how many keys were decided. Two that run at once may both ask; one of them decides. A key whose phase in doubt this program does
 // not know is left alone for longer and longer, and reported each time: ErrUnknownRecoveryPoint.
 func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 	if f.cfg.Reconcile == nil {
 		return 0, errors.New("FlowConfig.Reconcile is not set")
 	}
+	var group sync.WaitGroup
+	var mu sync.Mutex
 	var problems []error
-	var after time.Time
-	var scope, value string
-	for ctx.Err() == nil {
-		page, err := f.undecidedKeys(ctx, after, scope, value)
-		if err != nil {
-			return decided, errors.Join(append(problems, err)...)
+	report := func(ok bool, key Key, err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		if ok {
+			decided++
 		}
-		for _, u := range page {
-			if ctx.Err() != nil {
+		if err != nil {
+			problems = append(problems, fmt.Errorf("reconcile %v: %w", key, err))
+		}
+	}
+	var last undecidedRow
+	for ctx.Err() == nil {
+		var page []undecidedRow
+		if page, err = f.undecidedKeys(ctx, last.since, last.key.Scope, last.key.Value); err != nil {
+			break
+		}
+		for _, last = range page {
+			u := last
+			if !begin(ctx, f.reconciling, &group, func() {
+				ok, err := f.decide(ctx, u)
+				report(ok, u.key, err)
+			}) {
 				break
 			}
-			ok, err := f.decide(ctx, u)
-			if ok {
-				decided++
-			}
-			if err != nil {
-				problems = append(problems, fmt.Errorf("reconcile %v: %w", u.key, err))
-			}
-			after, scope, value = u.since, u.key.Scope, u.key.Value
 		}
 		if len(page) < reconcileMax {
 			break
 		}
 	}
-	return decided, errors.Join(problems...)
+	group.Wait()
+	return decided, errors.Join(append(problems, err)...)
 }
 
 // undecidedRow is a key as undecidedKeysSQL returns it.
@@ -251,7 +337,7 @@ type undecidedRow struct {
 }
 
 func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, value string) ([]undecidedRow, error) {
-	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.undecidedKeys, f.op.cfg.Operation, after, scope, value, reconcileMax)
+	rows, err := f.op.pool.Query(ctx, f.op.sql.flow.undecidedKeys, f.op.cfg.Operation, after, scope, value, reconcileMax, f.cfg.Name)
 	if err != nil {
 		return nil, fmt.Errorf("look for undecided keys: %w", err)
 	}
@@ -269,13 +355,6 @@ func (f *Flow[S]) undecidedKeys(ctx context.Context, after time.Time, scope, val
 }
 
 func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
-	begun := slices.Clone(u.at.phases)
-	if u.at.calling != nil {
-		begun = append(begun, *u.at.calling)
-	}
-	if err := f.several(begun); err != nil {
-		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
-	}
 	phase, known := f.inDoubt(&u.at)
 	if !known {
 		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, phase, f.names)

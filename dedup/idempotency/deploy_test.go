@@ -21,11 +21,13 @@ func deployed(t *testing.T, pool *pgxpool.Pool, logger *slog.Logger) (older, new
 	t.Helper()
 	b = newBank(t)
 	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: 5 * time.Second}
-	op := newOperation(t, pool, idempotency.Config{AttemptsMax: 3, Logger: logger})
-	newer = newFlow(t, op, cfg, paymentPhases(b.URL, false))
+	program := func() *idempotency.Operation {
+		return newOperation(t, pool, idempotency.Config{AttemptsMax: 3, Logger: logger})
+	}
+	newer = newFlow(t, program(), cfg, paymentPhases(b.URL, false))
 	phases := paymentPhases(b.URL, false)
 	phases[0].Name = "begin"
-	older = newFlow(t, op, cfg, phases)
+	older = newFlow(t, program(), cfg, phases)
 	b.refuse = 1
 	_, err := newer.Do(t.Context(), key("k"), []byte("100"))
 	require.ErrorIs(t, err, errAway)
@@ -35,7 +37,7 @@ func deployed(t *testing.T, pool *pgxpool.Pool, logger *slog.Logger) (older, new
 // passes makes time pass for all keys.
 func passes(t *testing.T, pool *pgxpool.Pool, d time.Duration) {
 	t.Helper()
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval`, d)
+	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval, phase_since = phase_since - $1::interval`, d)
 	require.NoError(t, err)
 }
 
@@ -73,40 +75,53 @@ func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 	requirePaidOnce(t, pool, b)
 }
 
-// Property: a completer that cannot tell whose a key is, because flows with other phases have the same operation and nothing is
-// done yet, runs none of its own, and reports it; once something is done, and with a later release of the flow, it can. Row H17.
-func TestCompleterTellsFlowsApart(t *testing.T) {
+// Property: an operation has one flow in a program. Flows of other programs under its name, with names of their own, leave each
+// other's keys alone, also before a phase is done, whoever asks: client, completer or reconciler. A key of a release that stored no
+// name is anyone's. Row H17.
+func TestFlowsLeaveEachOthersKeysAlone(t *testing.T) {
 	t.Parallel()
-	ctx, pool, away := t.Context(), newPool(t), true
-	op := newOperation(t, pool, idempotency.Config{})
-	cfg := idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Second}
-	charge := calls(false, func(*step) error {
-		if away {
-			return errAway
-		}
-		return nil
-	})
-	charges := newFlow(t, op, cfg, []idempotency.Phase[payment]{charge, ends("ship")})
-	refunds := newFlow(t, op, cfg, []idempotency.Phase[payment]{ends("refund")})
+	ctx, pool, away, asked := t.Context(), newPool(t), errAway, 0
+	program := func(name string, phases ...idempotency.Phase[payment]) *idempotency.Flow[payment] {
+		op := newOperation(t, pool, idempotency.Config{})
+		cfg := idempotency.FlowConfig[payment]{Name: name, StoreRequest: true, RetryAfter: time.Second, Reconcile: func(context.Context, idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+			asked++
+			return idempotency.DidNotHappen(), nil
+		}}
+		flow := newFlow(t, op, cfg, phases)
+		_, err := idempotency.NewFlow(op, cfg, phases...)
+		require.ErrorContains(t, err, `operation "order" has a flow already`)
+		return flow
+	}
+	charges := program("", calls(false, func(*step) error { return away }), ends("ship"))
+	refunds := program("refunds", ends("refund"))
 	_, err := charges.Do(ctx, key("k"), []byte("100"))
 	require.ErrorIs(t, err, errAway)
-	for _, flow := range []*idempotency.Flow[payment]{refunds, charges} {
-		passes(t, pool, time.Hour)
-		finished, err := flow.Complete(ctx)
-		require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
-		require.ErrorContains(t, err, "an operation with a name of its own")
-		require.Zero(t, finished)
-	}
-	require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
-	away = false
-	later := newFlow(t, op, cfg, []idempotency.Phase[payment]{charge, {Name: "ship", Write: func(context.Context, pgx.Tx, *step) error { return errAway }}, ends("tell")})
-	_, err = later.Do(ctx, key("k"), []byte("100"))
-	require.ErrorIs(t, err, errAway)
 	passes(t, pool, time.Hour)
-	finished, err := charges.Complete(ctx)
+	finished, err := refunds.Complete(ctx)
+	require.NoError(t, err)
+	require.Zero(t, finished)
+	_, err = refunds.Do(ctx, key("k"), []byte("100"))
+	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
+	require.ErrorContains(t, err, `of flow "order", and not of "refunds"`)
+
+	away = idempotency.Indeterminate(errAway)
+	_, err = charges.Do(ctx, key("k"), []byte("100"))
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	passes(t, pool, time.Hour)
+	decided, err := refunds.Reconcile(ctx)
+	require.NoError(t, err)
+	require.Zero(t, decided+asked)
+	decided, err = charges.Reconcile(ctx)
+	require.NoError(t, err)
+	require.Equal(t, 1, decided)
+	require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
+
+	_, err = pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET flow = NULL`)
+	require.NoError(t, err)
+	finished, err = refunds.Complete(ctx)
 	require.NoError(t, err)
 	require.Equal(t, 1, finished)
-	require.Equal(t, 2, count(t, pool, `SELECT count(*) FROM effects`))
+	require.Equal(t, 1, effects(t, pool, "refund"))
 }
 
 // Property: a key whose phases are unknown is put off for as long as it is old, at least RetryAfter, also when no attempt

@@ -243,7 +243,7 @@ func TestVerdictsOfOtherKeysAreNotThisOnes(t *testing.T) {
 	o := newOperation(t, pool, idempotency.Config{})
 	for n, err := range inner {
 		once, phases := key(fmt.Sprint("once ", n)), key(fmt.Sprint("flow ", n))
-		flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
+		flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
 			asked++
 			return fmt.Errorf("the other operation: %w", err)
 		}), ends("ship")})

@@ -32,7 +32,7 @@ func TestWorkThatEndedItsTransactionIsNoSuccess(t *testing.T) {
 			return idempotency.Response{Status: 201}, work(ctx, tx)
 		})
 		require.ErrorContains(t, err, "ended its transaction", value)
-		flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+		flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
 			step.Finish(idempotency.Response{Status: 201})
 			return work(ctx, tx)
 		}}})
@@ -70,13 +70,12 @@ func TestWorkThatCommittedByItselfIsInDoubt(t *testing.T) {
 func TestPhaseCannotCommitByItself(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{})
 	for value, sql := range map[string]string{"commit": "COMMIT", "commit and begin": "COMMIT; BEGIN", "begin anew": "ROLLBACK; BEGIN"} {
 		own := func(ctx context.Context, tx pgx.Tx) error {
 			_, err := tx.Conn().Exec(ctx, sql)
 			return errors.Join(err, effect(ctx, tx, "phase of "+value))
 		}
-		flow := newFlow(t, o, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+		flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
 			step.Finish(idempotency.Response{Status: 201})
 			return errors.Join(effect(ctx, tx, "phase of "+value), own(ctx, tx))
 		}}})

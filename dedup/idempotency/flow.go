@@ -3,22 +3,25 @@ package idempotency
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
 // Flow executes a request in atomic phases: each commits its writes together with its recovery point, and no
 // transaction is open while a foreign system is asked. A flow that was cut off goes on at the first phase that is not
 // done, when the request comes again or the completer finds it, on any replica. S is what phases hand on to later
-// ones; it is stored as JSON.
+// ones; it is stored as JSON. Members of its objects that another release stored, and S does not have, stay as they are, but
+// for those of objects in a list that this release changed.
 //
 // The idea is Brandur Leach's, after Stripe: https://brandur.org/idempotency-keys.
 type Flow[S any] struct {
@@ -26,10 +29,17 @@ type Flow[S any] struct {
 	cfg    FlowConfig[S]
 	phases []Phase[S]
 	names  []string
+	// Places for what is completed, and reconciled, at a time.
+	completing, reconciling chan struct{}
+	overdue                 atomic.Int64 // as it was reported
 }
 
 // FlowConfig of a Flow. The zero value works.
 type FlowConfig[S any] struct {
+	// Name of the flow, stored with its keys: a flow of another name, in another program or release that has the same operation,
+	// leaves them alone (ErrUnknownRecoveryPoint). Keys of releases that stored no name are anyone's. It must stay the same
+	// while keys are unfinished. At most 255 bytes; default: the operation's name.
+	Name string
 	// StoreRequest keeps what was asked for until the outcome is there, so that the completer (Flow.Run) can finish what a
 	// client gave up. Default: such a flow waits for its client.
 	StoreRequest bool
@@ -38,10 +48,20 @@ type FlowConfig[S any] struct {
 	// RetryAfter is how long the completer leaves a flow alone that failed, or whose phases it does not know, doubled with each
 	// attempt up to a hundred times. 1 ms to 1 h; default 5 s.
 	RetryAfter time.Duration
+	// AtOnceMax is how many flows Run and Complete drive at a time, and about how many keys the reconciler is asked at a time. None
+	// of them holds a connection while it waits for a foreign system. 1 to 1,000; default 8.
+	AtOnceMax int
+	// AgeMax is the age of a key, by the database's clock, from which on Run reports it while it is unfinished, also where it waits for
+	// its client: in the log, and to Hooks.Overdue. 1 min to 10 years; default 24 h.
+	AgeMax time.Duration
+	// GiveUp also ends such keys where nobody works on them, and the phase under way, or the takeover after a person or the
+	// reconciler gave the key back, is as old: they become abandoned, or indeterminate where the call of a phase that is AtMostOnce
+	// may have been made, so that a person decides. Default: they wait.
+	GiveUp bool
 	// Every is how often Run looks for what is abandoned, undecided or old. 10 ms to 1 h; default 10 s.
 	Every time.Duration
 	// Reconcile asks the foreign system, or its records, what became of a call whose outcome is unknown. It is not asked about
-	// keys of Operation.Once. Default: a person decides.
+	// keys of Operation.Once. It is called for several keys at a time. Default: a person decides.
 	Reconcile func(ctx context.Context, undecided UndecidedKey[S]) (Decision, error)
 }
 
@@ -53,8 +73,19 @@ type Phase[S any] struct {
 	// Call asks a foreign system, under step.ChildID() as its idempotency key. No transaction is open. It may be
 	// made again, after a crash: with the same key. What it learns goes into step.State. Default: none.
 	Call func(ctx context.Context, step *Step[S]) error
+	// CallAgainMax is how old, by the database's clock, the first call of the phase may be where it is made again: foreign systems
+	// forget idempotency keys, many after 24 h. Where it may be older, the key becomes indeterminate instead. The age is
+	// that of the recovery point before, or of the takeover behind it before which certainly no call was made (NotDone, a context that
+	// ended before, a person or a reconciler that said so); of keys from releases that stored none, that of the request. 1 min, or CallMax
+	// where that is more, to 10 years; default 22 h. Not with AtMostOnce, whose call is not made again.
+	CallAgainMax time.Duration
 	// AtMostOnce says that the foreign system does not deduplicate: a call whose outcome is unknown is never made again
-	// by itself, and makes the key indeterminate. An error of Call is taken for that, unless it is one of NotDone or Final.
+	// by itself, and makes the key indeterminate. An error of Call is taken for that, unless it is one of NotDone, NotSent or Final.
+	//
+	// Call must send its request once. A Transport of net/http sends one with an Idempotency-Key again by itself where a connection that
+	// was used before is closed, after the server acted as well: two payments. Over HTTP use keyclient.Single, or a
+	// keyclient.Transport, with the ctx of the Call, and no Timeout of the http.Client, which hides what the error shows: a bank
+	// that refuses connections then leaves no key in doubt. Make one request that acts for each phase.
 	AtMostOnce bool
 	// Write changes the database, in one transaction with the recovery point. Like the work of Once it may run more than
 	// once. Default: only the recovery point.
@@ -65,7 +96,8 @@ type Phase[S any] struct {
 type Step[S any] struct {
 	// Key of the request.
 	Key Key
-	// State is what was stored with the last recovery point. What Call and Write change is stored with the next.
+	// State is what was stored with the last recovery point. What Call and Write change is stored with the next; see Flow for
+	// what S does not have.
 	State S
 	// Request that was given to Do, or was stored.
 	Request []byte
@@ -74,6 +106,7 @@ type Step[S any] struct {
 
 	phase    string
 	response *Response
+	stored   memory // of State, at the last recovery point
 }
 
 // ChildID is Key.ChildID of the phase.
@@ -82,22 +115,28 @@ func (s *Step[S]) ChildID() uuid.UUID { return s.Key.ChildID(s.phase) }
 // Finish ends the flow with this phase, and says what the client gets. The last phase must call it.
 func (s *Step[S]) Finish(response Response) { s.response = &response }
 
-// NewFlow returns a flow, or all problems at once. An operation has one flow: completer and reconciler look after all keys of
-// the operation, and leave those alone of which they cannot tell whose they are, where this process made flows with other
-// phases of it. Nobody can tell where it is two Operations with one name, or two programs, nor where the phases of one flow
-// are the first ones of the other, which is taken for its next release: give each flow an operation with a name of its own.
+// NewFlow returns the flow of an operation, or all problems at once: an operation has one.
 func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow[S], error) {
-	f := &Flow[S]{op: op, cfg: cfg, phases: phases}
+	f := &Flow[S]{op: op, cfg: cfg, phases: slices.Clone(phases)}
 	var problems []error
 	if op == nil {
 		problems = append(problems, errors.New("operation is nil"))
 	} else if op.cfg.Isolation != pgx.ReadCommitted {
 		problems = append(problems, fmt.Errorf("Config.Isolation of the operation is %q: want read committed, since the lock of a key is renewed while a phase writes", op.cfg.Isolation))
 	}
+	if op != nil {
+		f.cfg.Name = cmp.Or(cfg.Name, op.cfg.Operation)
+	}
+	if len(f.cfg.Name) > keyBytesMax || !readable(f.cfg.Name) {
+		problems = append(problems, bounds.Problem("Name", strconv.Quote(cfg.Name), fmt.Sprintf("at most %d bytes of UTF-8 without control characters", keyBytesMax)))
+	}
+	problems = append(problems, f.cfg.checkDurations()...)
+	problems = append(problems, bounds.Ints(bounds.Int{Field: "AtOnceMax", Value: &f.cfg.AtOnceMax, Default: 8, Min: 1, Max: 1000})...)
 	if len(phases) == 0 || len(phases) > phasesMax {
 		problems = append(problems, fmt.Errorf("%d phases: want 1 to %d", len(phases), phasesMax))
 	}
-	for i, phase := range phases {
+	for i := range f.phases {
+		phase := &f.phases[i]
 		switch {
 		case phase.Name == "" || len(phase.Name) > keyBytesMax || !readable(phase.Name):
 			problems = append(problems, fmt.Errorf("name of phase %d: want 1 to %d bytes of UTF-8 without control characters", i, keyBytesMax))
@@ -107,17 +146,21 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 			problems = append(problems, fmt.Errorf("phase %q does nothing: want Call or Write", phase.Name))
 		case phase.AtMostOnce && phase.Call == nil:
 			problems = append(problems, fmt.Errorf("phase %q is AtMostOnce and has no Call", phase.Name))
+		case (phase.AtMostOnce || phase.Call == nil) && phase.CallAgainMax != 0:
+			problems = append(problems, bounds.Problem(fmt.Sprintf("CallAgainMax of phase %q", phase.Name), phase.CallAgainMax, "none: it has no call that may be made again"))
+		case phase.Call != nil && !phase.AtMostOnce:
+			problems = append(problems, bounds.Durations(bounds.Duration{
+				Field: fmt.Sprintf("CallAgainMax of phase %q", phase.Name), Value: &phase.CallAgainMax, Default: 22 * time.Hour, Min: max(time.Minute, f.cfg.CallMax), Max: 10 * 365 * 24 * time.Hour,
+			})...)
 		}
 		f.names = append(f.names, phase.Name)
 	}
-	problems = append(problems, checkDurations(&f.cfg.CallMax, &f.cfg.RetryAfter, &f.cfg.Every)...)
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
-	op.flows.Lock()
-	defer op.flows.Unlock()
-	if !slices.ContainsFunc(op.flows.phases, func(known []string) bool { return slices.Equal(known, f.names) }) {
-		op.flows.phases = append(op.flows.phases, f.names)
+	f.completing, f.reconciling = make(chan struct{}, f.cfg.AtOnceMax), make(chan struct{}, f.cfg.AtOnceMax)
+	if !op.flow.CompareAndSwap(false, true) {
+		return nil, fmt.Errorf("operation %q has a flow already: give each flow an operation with a name of its own", op.cfg.Operation)
 	}
 	return f, nil
 }
@@ -130,7 +173,8 @@ const phasesMax = 100
 //
 // A phase that fails ends the flow for now: its writes are rolled back, the recovery points before it stay, and the lock is
 // given up, so that the next request with the key goes on there at once; without Config.AttemptsMax, a phase that failed
-// ten times waits for what RetryAfter has become (ErrInProgress). Final makes the failure the outcome.
+// ten times waits for what RetryAfter has become (ErrInProgress). Final makes the failure the outcome. A phase that panics, or
+// ends its goroutine, fails in the same way; the panic reaches the caller.
 // Errors are those of Once, and ErrIndeterminate, ErrUnknownRecoveryPoint, ErrLockLost. When ctx ends the flow stops
 // between two phases, and can be resumed: a call that may be made again is cut short, and one that is AtMostOnce, and what a
 // phase writes, comes to its end first, within CallMax.
@@ -139,13 +183,15 @@ func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, er
 	if err != nil {
 		return f.op.answered(Response{}, err)
 	}
-	deadline := time.Now().Add(f.op.cfg.WaitMax)
-	for {
-		response, err := f.do(ctx, key, request)
-		if !errors.Is(err, ErrInProgress) || time.Now().After(deadline) || !pause(ctx, askEvery) {
-			return f.op.answered(response, err)
+	return f.op.answered(f.op.inTurn(ctx, key, func() (Response, error) {
+		deadline := time.Now().Add(f.op.cfg.WaitMax)
+		for {
+			response, err := f.do(ctx, key, request)
+			if !errors.Is(err, ErrInProgress) || time.Now().After(deadline) || !pause(ctx, askEvery) {
+				return response, err
+			}
 		}
-	}
+	}))
 }
 
 // askEvery is how often a request that waits for another one looks.
@@ -172,7 +218,7 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 		}
 	}
 	for range claimsMax {
-		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept))
+		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name))
 		switch {
 		case conflict(err), err == nil && s == nil:
 			continue // it was committed while the insert waited: an error where the role's default is not read committed
@@ -180,7 +226,9 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
 		case s.made:
 			s.sealed = sealed
-			return newHolder(o, key, s), Response{}, nil
+			h := newHolder(o, key, s)
+			h.uncalled = true
+			return h, Response{}, nil
 		}
 		h, response, err := f.take(ctx, key, s)
 		if h != nil || err != nil || response.Replayed {
@@ -190,24 +238,14 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // it changes hands all the time
 }
 
-// several tells of phases that are done, on behalf of nobody who knows the flow, that they begin another flow of the operation,
-// too: one that is no earlier or later release of this one.
-func (f *Flow[S]) several(done []string) error {
-	f.op.flows.Lock()
-	defer f.op.flows.Unlock()
-	for _, other := range f.op.flows.phases {
-		if begins(done, f.names) && begins(done, other) && !begins(other, f.names) && !begins(f.names, other) {
-			return fmt.Errorf("%w: done are %q, and flows of %q and of %q begin so: give each an operation with a name of its own", ErrUnknownRecoveryPoint, done, f.names, other)
-		}
-	}
-	return nil
-}
-
 // take takes over a key that nobody holds. It returns nothing if somebody was faster.
 func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Response, error) {
 	o := f.op
 	if response, ok, err := o.answer(key, s); ok {
 		return nil, response, err
+	}
+	if s.flow != nil && *s.flow != f.cfg.Name {
+		return nil, Response{}, fmt.Errorf("%w: it is of flow %q, and not of %q", ErrUnknownRecoveryPoint, *s.flow, f.cfg.Name)
 	}
 	if !begins(s.phases, f.names) || len(s.phases) == len(f.names) {
 		o.cfg.Logger.ErrorContext(ctx, "a key has phases done that this program does not know; nothing is run again until a program with them, or a person, finishes it",
@@ -226,8 +264,9 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 	if s.putOff > 0 && o.cfg.AttemptsMax == 0 && s.attempts >= attemptsOfAll/2 {
 		return nil, Response{}, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
 	}
-	err := o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling).
-		Scan(&s.data, &s.request, &s.sealed, &s.attempts)
+	h, age := newHolder(o, key, s), 0.0
+	err := o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling, f.cfg.Name).
+		Scan(&s.data, &s.request, &s.sealed, &s.attempts, &h.uncalled, &age)
 	if errors.Is(err, pgx.ErrNoRows) || conflict(err) {
 		return nil, Response{}, nil
 	}
@@ -235,7 +274,7 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 		return nil, Response{}, fmt.Errorf("take over %v: %w", key, err)
 	}
 	s.token++
-	h := newHolder(o, key, s)
+	h.since = time.Now().Add(-time.Duration(age * float64(time.Second)))
 	if s.calling == nil {
 		return h, Response{}, nil
 	}
@@ -249,8 +288,24 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 
 // drive goes through the phases that are not done, under the lock.
 func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Response, error) {
-	stop := h.keep(ctx)
-	defer stop()
+	stop, returned := h.keep(ctx), false
+	defer func() {
+		stop()
+		if !returned { // a phase panicked, or ended the goroutine: otherwise its key would wait until the lock runs out
+			p := recover()
+			f.dropped(ctx, h, p)
+			if p != nil {
+				panic(p)
+			}
+		}
+	}()
+	response, err := f.runPhases(ctx, h, request, stop)
+	returned = true
+	return response, err
+}
+
+// runPhases is drive without what becomes of a panic.
+func (f *Flow[S]) runPhases(ctx context.Context, h *holder, request []byte, stop func()) (Response, error) {
 	step, err := f.step(h, request)
 	if err != nil {
 		return Response{}, errors.Join(err, h.unlock(ctx, err, f.retryAfter(h), false))
@@ -278,12 +333,27 @@ func (f *Flow[S]) step(h *holder, request []byte) (*Step[S], error) {
 	}
 	data, err := h.o.open(h.key, "data", h.at.data, h.at.sealed)
 	if err == nil {
-		err = json.Unmarshal(data, &step.State)
+		step.stored, err = remembered(data, &step.State)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read what the phases of %v stored: %w", h.key, err)
 	}
 	return step, nil
+}
+
+// dropped frees the lock of a key whose phase did not return, or hands the key to people where its call may have been made.
+func (f *Flow[S]) dropped(ctx context.Context, h *holder, p any) {
+	cause := errors.New("a phase ended its goroutine")
+	if p != nil {
+		cause = fmt.Errorf("panic: %v", p)
+	}
+	var err error
+	if h.doubtful {
+		err = h.doubt(ctx, cause, f.cfg.CallMax)
+	} else {
+		err = errors.Join(cause, h.unlock(ctx, cause, f.retryAfter(h), false))
+	}
+	f.op.cfg.Logger.ErrorContext(ctx, "a phase of a key did not return", "key", h.key, "error", err)
 }
 
 // retryAfter is when the completer comes back to a flow that failed.

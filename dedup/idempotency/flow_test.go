@@ -127,13 +127,13 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 	op := newOperation(t, pool, idempotency.Config{})
 	b.refuse = 1
 	whole := paymentPhases(b.URL, false)
-	_, err := newFlow(t, op, idempotency.FlowConfig[payment]{}, whole).Do(t.Context(), key("k"), []byte("100"))
+	_, err := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, whole).Do(t.Context(), key("k"), []byte("100"))
 	require.Error(t, err)
 	renamed := append([]idempotency.Phase[payment]{{Name: "begin", Write: whole[0].Write}}, whole[1:]...)
 	swapped := []idempotency.Phase[payment]{whole[1], whole[0], whole[2]}
 	inserted := append([]idempotency.Phase[payment]{{Name: "check", Write: whole[0].Write}}, whole...)
 	for name, phases := range map[string][]idempotency.Phase[payment]{"renamed": renamed, "swapped": swapped, "inserted": inserted, "shorter": whole[:1]} {
-		_, err := newFlow(t, op, idempotency.FlowConfig[payment]{}, phases).Do(t.Context(), key("k"), []byte("100"))
+		_, err := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases).Do(t.Context(), key("k"), []byte("100"))
 		require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint, name)
 	}
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
@@ -143,7 +143,7 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 	added := append(whole[:2:2], idempotency.Phase[payment]{Name: "audit", Write: func(ctx context.Context, tx pgx.Tx, _ *idempotency.Step[payment]) error {
 		return effect(ctx, tx, "audit k")
 	}}, whole[2])
-	_, err = newFlow(t, op, idempotency.FlowConfig[payment]{}, added).Do(t.Context(), key("k"), []byte("100"))
+	_, err = newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, added).Do(t.Context(), key("k"), []byte("100"))
 	require.NoError(t, err)
 	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effects`))
 }
@@ -276,7 +276,7 @@ func TestLostLockEndsTheWork(t *testing.T) {
 	_, err := flow.Do(t.Context(), key("k"), nil)
 	require.ErrorIs(t, err, idempotency.ErrLockLost)
 
-	taken := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
+	taken := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
 		Name: "short",
 		Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
 			if _, err := pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1 WHERE key = $1`, step.Key.Value); err != nil {

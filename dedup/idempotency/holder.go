@@ -20,10 +20,12 @@ type holder struct {
 	ending  atomic.Bool     // the outcome is about to be stored, and the lock goes with it
 
 	// Of the phase under way:
-	noted    string // its name, once it is written down that its call is made, which must not be made twice
-	called   bool   // its call was made, and the foreign system did what it was asked for
-	doubtful bool   // such a call may have been made, and what it found out is not stored
-	away     bool   // the connection of its transaction broke
+	uncalled bool      // its call was certainly not made, neither by this holder nor by those before
+	since    time.Time // its first call was not made before, where another holder may have made it
+	noted    string    // its name, once it is written down that its call is made, which must not be made twice
+	called   bool      // its call was made, and the foreign system did what it was asked for
+	doubtful bool      // such a call may have been made, and what it found out is not stored
+	away     bool      // the connection of its transaction broke
 }
 
 func newHolder(o *Operation, key Key, at *stored) *holder { return &holder{o: o, key: key, at: at} }
@@ -77,8 +79,10 @@ func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, err
 	}
 }
 
-// calling writes down that a call is about to be made which must not be made twice.
-func (h *holder) calling(ctx context.Context, phase string) error {
+// calling writes down that a call is about to be made which must not be made twice. It takes none of the call's time.
+func (h *holder) calling(phase string) error {
+	ctx, cancel := context.WithTimeout(h.working, h.o.cfg.StatementTimeout)
+	defer cancel()
 	rows, err := h.o.durably(ctx, h.o.sql.flow.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase)
 	if err != nil {
 		return fmt.Errorf("write down the call of phase %q: %w", phase, err)
@@ -99,7 +103,7 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 	if notCalled && h.noted != "" {
 		withdrawn = &h.noted
 	}
-	if _, err := h.update(ctx, h.o.sql.flow.unlock, text(cause), retryAfter, withdrawn); err != nil {
+	if _, err := h.update(ctx, h.o.sql.flow.unlock, text(cause), retryAfter, withdrawn, h.uncalled); err != nil {
 		return fmt.Errorf("give up the lock of %v, which runs out by itself: %w", h.key, err)
 	}
 	return nil

@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strconv"
-	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -76,6 +76,9 @@ type Config struct {
 type Hooks struct {
 	// Answered is called for each request, with what became of it.
 	Answered func(operation string, verdict Verdict)
+	// Overdue is called with the number of a flow's keys that are unfinished and older than FlowConfig.AgeMax, at most 10,000, each
+	// time that Flow.Run or Flow.Overdue looked.
+	Overdue func(operation string, keys int64)
 	// Reaped is called with the number of keys that were forgotten.
 	Reaped func(keys int64)
 }
@@ -111,11 +114,7 @@ type Operation struct {
 	cfg  Config
 	sql  queries
 	gate gate
-	// flows are the phases of each flow that was made: see several.
-	flows struct {
-		sync.Mutex
-		phases [][]string
-	}
+	flow atomic.Bool // NewFlow made one
 }
 
 // New returns an operation, or all problems of its configuration at once. It opens no connection; the pool is

@@ -36,13 +36,13 @@ var (
 	// ErrIndeterminate: whether a foreign system acted is unknown, and it must not be asked again: a person or the
 	// reconciler decides. Trying again gives the same error until then.
 	ErrIndeterminate = errors.New("the outcome of the request with this idempotency key is unknown: it has to be looked into")
-	// ErrAbandoned: the attempts of the key are used up: a person decides.
+	// ErrAbandoned: the attempts of the key are used up, or it was overdue (FlowConfig.GiveUp): a person decides.
 	ErrAbandoned = errors.New("the request with this idempotency key was given up: it has to be looked into")
 	// ErrLockLost: another worker took the key over, because this one did not renew its lock in time. What it had
 	// not committed is rolled back.
 	ErrLockLost = errors.New("another worker has taken over the idempotency key")
 	// ErrUnknownRecoveryPoint: the phases that are done are not the first ones of this program's list: it was deployed
-	// with other phases. Nothing was run again, its reconciler was not asked, and the key goes on with a program that knows them, or when a person finishes
+	// with other phases, or the key is of a flow with another name. Nothing was run again, its reconciler was not asked, and the key goes on with a program that knows them, or when a person finishes
 	// it.
 	ErrUnknownRecoveryPoint = errors.New("the phases that are done do not begin this flow's list")
 	// ErrUnanswered: the connection was lost during COMMIT, so nobody knows yet. Asking again under the same key finds
@@ -71,7 +71,7 @@ func (e *CrowdedError) Error() string {
 }
 func (e *CrowdedError) Unwrap() error { return ErrInProgress }
 
-// QuotaError: the tenant has as many keys stored as Config.ScopeKeysMax allows, and this one is new. Nothing was done.
+// QuotaError is what a new key gets where the tenant has as many keys stored as Config.ScopeKeysMax allows. Nothing was done.
 type QuotaError struct {
 	Max        int
 	RetryAfter time.Duration

@@ -54,17 +54,22 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 // call makes the foreign call, which ctx cuts short. One that must not be made twice is written down before, and not cut
 // short: nobody could say what became of it.
 func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error { //nolint:contextcheck // not all of it ends with the caller
-	if phase.AtMostOnce {
-		ctx = calledOnce(h.working)
+	if age := time.Since(h.since); !h.uncalled && !phase.AtMostOnce && age > phase.CallAgainMax {
+		return Indeterminate(fmt.Errorf("call of phase %q: it may have been made %v ago, and is made again within %v (Phase.CallAgainMax): the foreign system may have forgotten its key",
+			phase.Name, age.Round(time.Second), phase.CallAgainMax))
 	}
+	if phase.AtMostOnce {
+		if err := h.calling(phase.Name); err != nil {
+			return err
+		}
+		ctx = h.working
+	}
+	ctx = watched(ctx, phase.AtMostOnce)
 	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
 	defer cancel()
 	defer context.AfterFunc(h.working, cancel)()
-	if phase.AtMostOnce {
-		if err := h.calling(ctx, phase.Name); err != nil {
-			return err
-		}
-	}
+	uncalled := h.uncalled
+	h.uncalled = false
 	crashpoint.At(ctx, crashpoint.KeyCalling)
 	err := h.o.expired(ctx, h.key, phase.Call(ctx, step), nil)
 	crashpoint.At(ctx, crashpoint.KeyCalled)
@@ -73,7 +78,9 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 		h.called = true
 		return nil
 	}
-	h.doubtful = h.doubtful && !certainlyNotDone(ctx, err)
+	if certainlyNotDone(ctx, err) {
+		h.doubtful, h.uncalled, err = false, uncalled, NotDone(err) // settle takes the note of the call back
+	}
 	err = fmt.Errorf("call of phase %q: %w", phase.Name, err)
 	if h.doubtful && !errors.As(err, &final) {
 		err = Indeterminate(err)
@@ -93,7 +100,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	defer t.end(ctx)
 	if phase.Write != nil {
 		err := t.run(ctx, func(ctx context.Context, tx pgx.Tx) error { return phase.Write(ctx, tx, step) })
-		h.away = t.conn.IsClosed()
+		h.away = t.away
 		if err != nil {
 			t.end(ctx)
 			own := h.key.Watch() // only that: what else was derived may be of a phase that is done
@@ -105,7 +112,11 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if step.response == nil && phase.Name == f.names[len(f.names)-1] {
 		return fmt.Errorf("phase %q: %w", phase.Name, errNoResponse)
 	}
-	last, err := f.last(h, step, phase)
+	next, err := step.stored.with(step.State)
+	if err != nil {
+		return fmt.Errorf("%v: %w", h.key, err)
+	}
+	last, err := f.last(h, step, phase, next.text)
 	if err != nil {
 		return err
 	}
@@ -121,12 +132,12 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	if err != nil {
 		return fmt.Errorf("commit phase %q: %w", phase.Name, err)
 	}
-	h.at.attempts, h.doubtful = 1, false
+	h.at.attempts, h.doubtful, h.uncalled, step.stored = 1, false, true, next
 	return nil
 }
 
 // last is the statement before COMMIT: the recovery point, or the outcome.
-func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S]) (func(*pgx.Batch), error) {
+func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S], data []byte) (func(*pgx.Batch), error) {
 	o, key := h.o, h.key
 	if step.response != nil {
 		out, err := o.outcome(key, *step.response, h.at.sealed)
@@ -134,11 +145,8 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S]) (func(*pgx.Batc
 			batch.Queue(o.sql.flow.finish, key.Scope, key.Operation, key.Value, h.at.token, phase.Name, out.status, out.headers, out.body, out.dropped, o.window())
 		}, err
 	}
-	data, err := json.Marshal(step.State)
+	data, err := o.seal(key, "data", data, h.at.sealed)
 	if err != nil {
-		return nil, fmt.Errorf("write the state of %v: %w", key, err)
-	}
-	if data, err = o.seal(key, "data", data, h.at.sealed); err != nil {
 		return nil, err
 	}
 	return func(batch *pgx.Batch) {
@@ -146,10 +154,11 @@ func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S]) (func(*pgx.Batc
 	}, nil
 }
 
-func checkDurations(callMax, retryAfter, every *time.Duration) []error {
+func (c *FlowConfig[S]) checkDurations() []error {
 	return bounds.Durations(
-		bounds.Duration{Field: "CallMax", Value: callMax, Default: 20 * time.Second, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "RetryAfter", Value: retryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
-		bounds.Duration{Field: "Every", Value: every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "CallMax", Value: &c.CallMax, Default: 20 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "RetryAfter", Value: &c.RetryAfter, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour},
+		bounds.Duration{Field: "AgeMax", Value: &c.AgeMax, Default: 24 * time.Hour, Min: time.Minute, Max: 10 * 365 * 24 * time.Hour},
+		bounds.Duration{Field: "Every", Value: &c.Every, Default: 10 * time.Second, Min: 10 * time.Millisecond, Max: time.Hour},
 	)
 }

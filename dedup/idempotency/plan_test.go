@@ -46,7 +46,7 @@ func TestKeysAreFoundByThePrimaryKey(t *testing.T) {
 			return nil
 		}), ends("ship"),
 	})
-	lost := newFlow(t, plain, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(true, func(*step) error { return errAway }), ends("ship")})
+	lost := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Second}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(true, func(*step) error { return errAway }), ends("ship")})
 	for n := range 10 {
 		for range 2 {
 			_, err := plain.Once(t.Context(), key(fmt.Sprint("once ", n)), insertOnce("once"))

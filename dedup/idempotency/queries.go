@@ -19,7 +19,7 @@ const (
 // found are the columns of a key that exists.
 const found = `state, fingerprint, phases, calling, data, request, lock_token, locked_until > clock_timestamp(),
   coalesce(extract(epoch FROM locked_until - clock_timestamp()), 0)::float8, attempts, status, headers, body, body_dropped, sealed, finished_at IS NULL AND status IS NULL,
-  coalesce(extract(epoch FROM retry_at - clock_timestamp()), 0)::float8
+  coalesce(extract(epoch FROM retry_at - clock_timestamp()), 0)::float8, flow
 FROM effectonce.idempotency_keys WHERE scope = $1 AND operation = $2 AND key = $3`
 
 // lookSQL is what the completer, and whoever only wants the outcome, ask.

@@ -2,7 +2,7 @@ package idempotency
 
 // fresh are the same columns of one that this statement made.
 const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
-  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean, NULL::float8 FROM claimed`
+  NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean, NULL::float8, NULL::varchar FROM claimed`
 
 // guardSQL opens a cursor in the transaction of a phase that makes a COMMIT of the work's own fail, since the phase would be
 // run again; closeGuardSQL takes it away: see consumer.guard. Work in one transaction does without: its key is
@@ -18,29 +18,32 @@ const (
 // claimFlowSQL claims a key for work in phases.
 const claimFlowSQL = `-- idempotency.claim_flow
 WITH claimed AS (
-  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, locked_until, locked_by, request)
-  VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, clock_timestamp() + $6::interval, $7, $8) ON CONFLICT DO NOTHING RETURNING lock_token)
+  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, locked_until, locked_by, request, flow)
+  VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, clock_timestamp() + $6::interval, $7, $8, $9) ON CONFLICT DO NOTHING RETURNING lock_token)
 SELECT ` + fresh + ` UNION ALL SELECT ` + found
 
 // takeFlowSQL takes the lock of a key over that nobody holds: the token that was seen decides between two that try. A holder
 // whose lock ran out has that token until then, and so may one whose claim a server lost: what the taker decided by, the
-// request, what is done and what may be under way, is as it was seen, or no row; the rest is as it is now.
+// request, what is done and what may be under way, is as it was seen, or no row; the rest is as it is now. phase_since begins anew
+// where certainly no call of the phase was made: a person or the reconciler said so, the last holder did, or there was none.
 const takeFlowSQL = `-- idempotency.take_flow
 UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
-  locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL
+  locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL,
+  phase_since = CASE WHEN attempts = 0 OR locked_by IS NULL OR uncalled = lock_token THEN clock_timestamp() ELSE phase_since END
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + `
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint = $7 AND phases = $8 AND calling IS NOT DISTINCT FROM $9
-RETURNING data, request, sealed, attempts`
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint = $7 AND phases = $8 AND calling IS NOT DISTINCT FROM $9 AND (flow = $10 OR flow IS NULL)
+RETURNING data, request, sealed, attempts, attempts = 1 OR coalesce(uncalled = lock_token - 1, false),
+  extract(epoch FROM clock_timestamp() - coalesce(phase_since, created_at))::float8`
 
 const renewSQL = `-- idempotency.renew
 UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND locked_until IS NOT NULL`
 
 // unlockSQL takes the note of a call away that was not done, and of no other: one under the same token, where a server lost a claim,
-// may be under way.
+// may be under way. $8: no call of the phase was made so far.
 const unlockSQL = `-- idempotency.unlock
 UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
-  calling = nullif(calling, $7)
+  calling = nullif(calling, $7), uncalled = CASE WHEN $8::boolean THEN lock_token END
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning
 
 // leaveSQL puts a key off that nobody holds, for as long as it is old, at least $6 and at most a hundred times that: so the
@@ -68,18 +71,39 @@ SELECT effectonce.advance_key($1, $2, $3, $4, $5, $6)`
 SELECT effectonce.finish_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
 )
 
-// abandonedSQL finds unfinished keys that nobody works on. Those with a request can be driven on without their client.
+// abandonedSQL finds unfinished keys of a flow that nobody works on. Those with a request can be driven on without their client.
 const abandonedSQL = `-- idempotency.abandoned
 SELECT scope, key, fingerprint FROM effectonce.idempotency_keys
 WHERE state = 'running' AND operation = $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp())
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND (flow = $3 OR flow IS NULL)
 ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 
-// undecidedKeysSQL is the work of a reconciler: keys of flows, which alone have locked_by. Work in one transaction is in doubt with
+// isOverdue: a key of a flow, and not a count of failures, that is unfinished after $3.
+const isOverdue = `state = 'running' AND operation = $1 AND (flow = $2 OR flow IS NULL) AND locked_by IS NOT NULL AND created_at <= clock_timestamp() - $3::interval`
+
+const overdueSQL = `-- idempotency.overdue
+SELECT count(*) FROM (SELECT FROM effectonce.idempotency_keys WHERE ` + isOverdue + ` LIMIT $4) bounded`
+
+// giveUpSQL hands keys to people that are overdue, and that nobody works on. One that a person gave back has no attempts until it
+// is taken, and then its own age. Where a call may be under way the reconciler waits for it, as in undecidedSQL.
+const giveUpSQL = `-- idempotency.give_up
+WITH old AS (
+  SELECT scope, operation, key FROM effectonce.idempotency_keys
+  WHERE ` + isOverdue + ` AND coalesce(phase_since, created_at) <= clock_timestamp() - $3::interval AND attempts > 0
+    AND (locked_until IS NULL OR locked_until <= clock_timestamp()) LIMIT $4 FOR UPDATE SKIP LOCKED)
+UPDATE effectonce.idempotency_keys k SET state = CASE WHEN calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END,
+  error = left(concat_ws('; then: ', error, '` + overdueText + `'), 2000), locked_until = NULL,
+  retry_at = CASE WHEN calling IS NOT NULL THEN clock_timestamp() + $5::interval END
+FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key`
+
+const overdueText = "it is unfinished for longer than AgeMax"
+
+// undecidedKeysSQL is the work of a reconciler: keys of its flow; flows alone have locked_by. Work in one transaction is in doubt with
 // effects that it committed by itself, or in another system: nothing that a flow knows, and it has no phase to go on at.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state = 'indeterminate' AND operation = $1 AND locked_by IS NOT NULL AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4) ORDER BY created_at, scope, key LIMIT $5`
+WHERE state = 'indeterminate' AND operation = $1 AND locked_by IS NOT NULL AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4)
+  AND (flow = $6 OR flow IS NULL) ORDER BY created_at, scope, key LIMIT $5`
 
 // decidedSQL gives a key back to its phases.
 const decidedSQL = `-- idempotency.decided
@@ -89,6 +113,7 @@ WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isI
 type flowQueries struct {
 	claim, take, renew, unlock, calling, undecided, advance, finish string
 	abandoned, leave, guard, undecidedKeys, decided                 string
+	overdue, giveUp                                                 string
 }
 
 func newFlowQueries(in func(string) string) flowQueries {
@@ -96,5 +121,6 @@ func newFlowQueries(in func(string) string) flowQueries {
 		claim: in(claimFlowSQL), take: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
 		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
+		overdue: in(overdueSQL), giveUp: in(giveUpSQL),
 	}
 }

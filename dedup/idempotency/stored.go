@@ -41,6 +41,7 @@ type stored struct {
 	sealed      bool
 	unfinished  bool          // it has no outcome
 	putOff      time.Duration // until the completer comes back to it
+	flow        *string       // that claimed it, if it says so
 }
 
 // read takes the row of a claim or a look, if there is one.
@@ -52,7 +53,7 @@ func read(row pgx.Row) (*stored, error) {
 	var remaining, putOff *float64
 	var attempts *int
 	err := row.Scan(&is, &fingerprint, &s.phases, &s.calling, &s.data, &s.request, &s.token, &locked, &remaining, &attempts,
-		&s.status, &s.headers, &s.body, &dropped, &sealed, &unfinished, &putOff)
+		&s.status, &s.headers, &s.body, &dropped, &sealed, &unfinished, &putOff, &s.flow)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil //nolint:nilnil // no row is no error
 	}

@@ -20,7 +20,7 @@ func TestCompleterNeedsTheRequest(t *testing.T) {
 	require.ErrorIs(t, err, errAway)
 	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp() - interval '1 hour', created_at = created_at - interval '2 hours'`)
 	require.NoError(t, err)
-	for _, flow := range []*idempotency.Flow[payment]{forClient, newFlow(t, op, idempotency.FlowConfig[payment]{StoreRequest: true}, paymentPhases(b.URL, false))} {
+	for _, flow := range []*idempotency.Flow[payment]{forClient, newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{StoreRequest: true}, paymentPhases(b.URL, false))} {
 		finished, err := flow.Complete(t.Context())
 		require.NoError(t, err)
 		require.Zero(t, finished)

@@ -1,14 +1,11 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
-	"strconv"
 	"time"
 
 	"github.com/google/uuid"
@@ -35,30 +32,61 @@ type payment struct {
 
 // api takes orders.
 type api struct {
-	flow *idempotency.Flow[payment]
+	flow    *idempotency.Flow[payment]
+	handler http.Handler
 }
 
-func newAPI(pool *pgxpool.Pool, provider *providerClient, topic string) (*api, error) {
-	op, err := idempotency.New(pool, idempotency.Config{
-		Schema:    schema,
-		Operation: "create-order",
-		Lock:      time.Second, // how long an API that was killed keeps its clients waiting
-	})
-	if err != nil {
-		return nil, err
-	}
+func newAPI(pool *pgxpool.Pool, provider *providerClient, bank *bankClient, topic string) (*api, error) {
 	box, err := outbox.New(outbox.Config{Schema: schema})
 	if err != nil {
 		return nil, err
 	}
-	flow, err := idempotency.NewFlow(op, idempotency.FlowConfig[payment]{
-		StoreRequest: true, // so that flow.Run finishes what clients give up
-	}, phases(provider, box, topic)...)
-	return &api{flow}, err
+	// The tenant is who the caller was authenticated as, never a header.
+	tenant := func(*http.Request) (string, error) { return "shop", nil }
+	once, err := httpkey.New(pool, tenant, httpkey.Config{Operation: idempotency.Config{
+		Schema:    schema,
+		Operation: "create-order",
+		Lock:      time.Second, // how long an API that was killed keeps its clients waiting
+	}})
+	if err != nil {
+		return nil, err
+	}
+	flow, err := idempotency.NewFlow(once.Operation(), idempotency.FlowConfig[payment]{
+		StoreRequest: true,                   // so that flow.Run finishes what clients give up
+		CallMax:      time.Second,            // after that the bank's records have what it was asked for
+		Every:        200 * time.Millisecond, // so that this program ends soon
+		Reconcile:    bank.reconcile,
+	}, phases(provider, bank, box, topic)...)
+	if err != nil {
+		return nil, err
+	}
+	handler, err := httpkey.FlowHandler(once, flow, nil)
+	if err != nil {
+		return nil, err
+	}
+	return &api{flow, handler}, nil
 }
 
+// ServeHTTP handles POST /orders.
+func (a *api) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	dieAt(atRequest)
+	a.handler.ServeHTTP(answering{w}, r)
+}
+
+// answering dies before the client is told.
+type answering struct{ http.ResponseWriter }
+
+func (a answering) WriteHeader(status int) {
+	if status == http.StatusCreated {
+		dieAt(atAnswer)
+	}
+	a.ResponseWriter.WriteHeader(status)
+}
+
+func (a answering) Unwrap() http.ResponseWriter { return a.ResponseWriter }
+
 // phases of an order. Each is committed on its own; no transaction is open while the provider is asked.
-func phases(provider *providerClient, box *outbox.Outbox, topic string) []idempotency.Phase[payment] {
+func phases(provider *providerClient, bank *bankClient, box *outbox.Outbox, topic string) []idempotency.Phase[payment] {
 	return []idempotency.Phase[payment]{
 		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
 			r, err := parse(step.Request)
@@ -96,14 +124,29 @@ func phases(provider *providerClient, box *outbox.Outbox, topic string) []idempo
 			if _, err := tx.Exec(ctx, `UPDATE orders SET state = 'paid', charge = $2 WHERE id = $1`, id, step.State.Charge); err != nil {
 				return err
 			}
-			step.Finish(idempotency.Response{Status: http.StatusCreated, Body: fmt.Appendf(nil, "order %s is paid by charge %s\n", id, step.State.Charge)})
 			err := box.Publish(ctx, tx, outbox.Message{
 				ID: step.Key.ChildID("receipt"), Topic: topic, Key: []byte(id.String()), Payload: step.Request,
 			})
 			dieAt(atBook)
 			return err
 		}},
+		// The bank knows no keys, and pays at each request: it is asked once. Where its answer is lost, its records are asked.
+		{Name: "transfer", AtMostOnce: true, Call: func(ctx context.Context, step *idempotency.Step[payment]) error {
+			r, err := parse(step.Request)
+			if err != nil {
+				return err
+			}
+			dieAt(atTransfer)
+			err = bank.transfer(ctx, step.ChildID(), r)
+			dieAt(atTransferred)
+			step.Finish(paid(step.Key, step.State))
+			return err
+		}},
 	}
+}
+
+func paid(key idempotency.Key, state payment) idempotency.Response {
+	return idempotency.Response{Status: http.StatusCreated, Body: fmt.Appendf(nil, "order %s is paid by charge %s\n", orderID(key), state.Charge)}
 }
 
 // orderID is the same at every attempt.
@@ -121,56 +164,4 @@ func parse(body []byte) (r request, err error) {
 		err = errors.New("an order needs a customer and cents")
 	}
 	return r, err
-}
-
-const bodyMax = 64 << 10
-
-// ServeHTTP handles POST /orders.
-func (a *api) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	dieAt(atRequest)
-	value, err := httpkey.ParseKey(r.Header)
-	if err != nil {
-		refuse(w, err)
-		return
-	}
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, bodyMax))
-	if err != nil {
-		http.Error(w, "the body could not be read", http.StatusBadRequest)
-		return
-	}
-	key := idempotency.Key{
-		Scope:       "shop", // the tenant: who the caller was authenticated as, never a header
-		Value:       value,
-		Fingerprint: idempotency.NewFingerprint([]byte(r.Method), []byte(r.URL.Path), body),
-	}
-	response, err := a.flow.Do(r.Context(), key, body)
-	if err != nil {
-		refuse(w, err)
-		return
-	}
-	dieAt(atAnswer)
-	w.Header().Set("Cache-Control", "no-store")
-	if response.Replayed {
-		w.Header().Set("Idempotent-Replayed", "true")
-	}
-	w.WriteHeader(cmp.Or(response.Status, http.StatusOK)) // 0: a person stored it (outbox-relay keys finish)
-	_, _ = w.Write(response.Body)
-}
-
-// refuse tells the client whether the same request is worth another try.
-func refuse(w http.ResponseWriter, err error) {
-	var busy *idempotency.InProgressError
-	switch {
-	case errors.As(err, &busy):
-		w.Header().Set("Retry-After", strconv.Itoa(int(busy.RetryAfter.Seconds())))
-		http.Error(w, "the order is being worked on", http.StatusConflict)
-	case errors.Is(err, httpkey.ErrNoKey), errors.Is(err, httpkey.ErrMalformedKey):
-		http.Error(w, err.Error(), http.StatusBadRequest)
-	case errors.Is(err, idempotency.ErrMismatch):
-		http.Error(w, "the Idempotency-Key was used for another order", http.StatusUnprocessableEntity)
-	case errors.Is(err, idempotency.ErrAbandoned), errors.Is(err, idempotency.ErrIndeterminate):
-		http.Error(w, "the order has to be looked into", http.StatusConflict) // without Retry-After: to ask again does not help
-	default:
-		http.Error(w, "try again with the same key", http.StatusServiceUnavailable)
-	}
 }

@@ -17,18 +17,21 @@ import (
 const (
 	envDatabase = "PAYMENTS_DATABASE_URL"
 	envProvider = "PAYMENTS_PROVIDER_URL"
+	envBank     = "PAYMENTS_BANK_URL"
 	envTopic    = "PAYMENTS_RECEIPTS_TOPIC"
 	envDeath    = "PAYMENTS_DIE_AT"
 )
 
 // Where it can be killed.
 const (
-	atRequest = "request"
-	atReserve = "reserve"
-	atCharge  = "charge"
-	atCharged = "charged"
-	atBook    = "book"
-	atAnswer  = "answer"
+	atRequest     = "request"
+	atReserve     = "reserve"
+	atCharge      = "charge"
+	atCharged     = "charged"
+	atBook        = "book"
+	atTransfer    = "transfer"
+	atTransferred = "transferred"
+	atAnswer      = "answer"
 )
 
 // dieAt ends this process as kill -9 does: nothing is rolled back, unlocked or said by it any more.
@@ -49,7 +52,8 @@ func serve(ctx context.Context) error {
 		return err
 	}
 	defer pool.Close()
-	handler, err := newAPI(pool, &providerClient{os.Getenv(envProvider), &http.Client{Timeout: 10 * time.Second}}, os.Getenv(envTopic))
+	provider := &providerClient{os.Getenv(envProvider), &http.Client{}} // FlowConfig.CallMax bounds its calls
+	handler, err := newAPI(pool, provider, newBankClient(os.Getenv(envBank)), os.Getenv(envTopic))
 	if err != nil {
 		return err
 	}

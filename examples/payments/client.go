@@ -25,7 +25,7 @@ type outcome struct {
 }
 
 // requestsMax bounds how often a client asks.
-const requestsMax = 60
+const requestsMax = 300
 
 // order is a client: it makes a key, and asks again under it until it gets an answer. The API that it asks first dies.
 func (s *site) order(ctx context.Context, death string) (o outcome, err error) {
@@ -78,7 +78,7 @@ func (s *site) startAPI(ctx context.Context, death string) (*child, error) {
 		return nil, err
 	}
 	c := &child{cmd: exec.CommandContext(ctx, program), http: &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 20 * time.Second}} //nolint:gosec // this program itself
-	c.cmd.Env = append(os.Environ(), envDatabase+"="+s.postgres.URL, envProvider+"="+s.provider.url, envTopic+"="+s.topic, envDeath+"="+death)
+	c.cmd.Env = append(os.Environ(), envDatabase+"="+s.postgres.URL, envProvider+"="+s.provider.url, envBank+"="+s.bank.url, envTopic+"="+s.topic, envDeath+"="+death)
 	c.cmd.Stderr = os.Stderr
 	if c.stdin, err = c.cmd.StdinPipe(); err != nil {
 		return nil, err
@@ -125,8 +125,8 @@ func (c *child) post(ctx context.Context, key string, body []byte, o *outcome) (
 		return 0, err
 	}
 	o.status, o.body, o.replayed = answer.StatusCode, string(text), answer.Header.Get("Idempotent-Replayed") != ""
-	busy := answer.StatusCode == http.StatusConflict && answer.Header.Get("Retry-After") != "" // else a person decides
-	if busy || answer.StatusCode == http.StatusServiceUnavailable {
+	switch answer.StatusCode {
+	case http.StatusConflict, http.StatusServiceUnavailable: // in progress, or in doubt until the bank's records are asked
 		return 100 * time.Millisecond, nil // Retry-After says a second; this client is impatient
 	}
 	return 0, nil

@@ -1,10 +1,10 @@
-// Payments: an API that takes orders, charges for them at a payment provider and has a receipt sent, each once, although
-// it is killed in every phase and its client asks again.
+// Payments: an API that takes orders, charges for them at a payment provider, has a receipt sent and pays the seller through a bank
+// that knows no idempotency keys, each once, although it is killed in every phase and its client asks again.
 //
 //	go run ./examples/payments
 //
 // The interesting part is api.go: the phases. It needs nothing but Go. With DATABASE_URL and KAFKA_BROKERS it uses those
-// servers: a schema of its own (effectonce_payments), which it makes, and a topic of its own. The provider is always one in
+// servers: a schema of its own (effectonce_payments), which it makes, and a topic of its own. Provider and bank are always in
 // this process, and the API a process of its own, which can be killed.
 package main
 
@@ -41,6 +41,8 @@ func deaths() []struct{ at, text string } {
 		{atCharge, "the order was committed, the provider not asked"},
 		{atCharged, "the provider had charged, the API had not noted it"},
 		{atBook, "order and receipt were written, not committed"},
+		{atTransfer, "order and receipt were committed, the bank not asked"},
+		{atTransferred, "the bank had paid, the API had not noted it"},
 		{atAnswer, "all was committed, the client not told"},
 	}
 }
@@ -83,7 +85,7 @@ func run(ctx context.Context, out io.Writer, databaseURL string) error {
 // report counts by customer: each death has its own.
 func (s *site) report(ctx context.Context, out io.Writer, orders []outcome) error {
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	_, _ = fmt.Fprintln(table, "THE API WAS KILLED WHEN\tTIMES\tREQUESTS\tSTATUS\tPROVIDER ASKED\tCHARGES\tORDERS\tRECEIPTS")
+	_, _ = fmt.Fprintln(table, "THE API WAS KILLED WHEN\tTIMES\tREQUESTS\tSTATUS\tPROVIDER ASKED\tCHARGES\tTRANSFERS\tORDERS\tRECEIPTS")
 	wrong := 0
 	for i, death := range deaths() {
 		customer := s.customerOf(death.at)
@@ -92,20 +94,21 @@ func (s *site) report(ctx context.Context, out io.Writer, orders []outcome) erro
 			return fmt.Errorf("count: %w", err)
 		}
 		asked, charges := s.provider.count(customer)
-		if charges != 1 || booked != 1 || receipts != 1 {
+		transfers := s.bank.count(customer)
+		if charges != 1 || transfers != 1 || booked != 1 || receipts != 1 {
 			wrong++
 		}
 		o := orders[i]
-		_, _ = fmt.Fprintf(table, "%s\t%d\t%d\t%d\t%d\t%d\t%d\t%d\n", death.text, o.killed, o.requests, o.status, asked, charges, booked, receipts)
+		_, _ = fmt.Fprintf(table, "%s\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\n", death.text, o.killed, o.requests, o.status, asked, charges, transfers, booked, receipts)
 	}
 	_, _ = fmt.Fprintf(out, "%s\n%s\n\n", s.postgres.Description, s.kafka.Description)
 	if err := table.Flush(); err != nil {
 		return err
 	}
 	if wrong > 0 {
-		return fmt.Errorf("%d orders do not have one charge and one receipt", wrong)
+		return fmt.Errorf("%d orders do not have one charge, one transfer and one receipt", wrong)
 	}
-	_, err := fmt.Fprintf(out, "\n%d orders, one charge and one receipt each\n", len(orders))
+	_, err := fmt.Fprintf(out, "\n%d orders, one charge, one transfer and one receipt each\n", len(orders))
 	return err
 }
 

@@ -37,15 +37,23 @@ const creditMax = 100_000
 
 func startProvider(ctx context.Context) (*provider, error) {
 	p := &provider{asked: map[string]int{}, charges: map[string]charge{}}
+	var err error
+	p.server, p.url, err = listen(ctx, p)
+	return p, err
+}
+
+// listen serves on loopback until the server is closed.
+func listen(ctx context.Context, handler http.Handler) (*http.Server, string, error) {
 	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
-		return nil, fmt.Errorf("listen for the provider: %w", err)
+		return nil, "", fmt.Errorf("listen: %w", err)
 	}
-	p.url = "http://" + listener.Addr().String()
-	p.server = &http.Server{Handler: p, ReadHeaderTimeout: 5 * time.Second}
-	go func() { _ = p.server.Serve(listener) }() // until close
-	return p, nil
+	server := &http.Server{Handler: handler, ReadHeaderTimeout: 5 * time.Second}
+	go func() { _ = server.Serve(listener) }()
+	return server, "http://" + listener.Addr().String(), nil
 }
+
+const bodyMax = 64 << 10
 
 func (p *provider) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	var asked request

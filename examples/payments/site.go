@@ -18,11 +18,12 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// site is what a shop has anyway: a database with its tables, brokers, a topic, and a payment provider.
+// site is what a shop has anyway: a database with its tables, brokers, a topic, a payment provider and a bank.
 type site struct {
 	pool     *pgxpool.Pool
 	topic    string
 	provider *provider
+	bank     *bank
 	postgres *servers.Postgres
 	kafka    *servers.Kafka
 }
@@ -50,6 +51,9 @@ func openSite(ctx context.Context, databaseURL string) (_ *site, err error) {
 		return nil, err
 	}
 	if s.provider, err = startProvider(ctx); err != nil {
+		return nil, err
+	}
+	if s.bank, err = startBank(ctx); err != nil {
 		return nil, err
 	}
 	if s.pool, err = ownschema.Open(ctx, s.postgres.URL, schema, "examples/payments", tables); err != nil {
@@ -116,6 +120,9 @@ func (s *site) close(ctx context.Context) {
 	}
 	if s.provider != nil {
 		_ = s.provider.server.Close()
+	}
+	if s.bank != nil {
+		_ = s.bank.server.Close()
 	}
 	if s.kafka != nil {
 		_ = s.kafka.Stop(ctx)

@@ -55,7 +55,7 @@ func IdempotencyKeys(ctx context.Context, db Querier, schema string) []Finding {
 	}
 	if k.Abandoned > 0 {
 		found = append(found, warn(check, "outbox-relay keys list --state abandoned   # keys show KEY says whether a call may have been made; mend the cause, then: keys retry KEY --why …, or keys finish KEY --status … --window … (or --forever) --why …",
-			"%s requests are abandoned: their attempts are used up, and a person has to decide", bounded(k.Abandoned)))
+			"%s requests are abandoned: their attempts are used up, or they are too old for their flow, and a person has to decide", bounded(k.Abandoned)))
 	}
 	if k.Stuck > 0 {
 		found = append(found, warn(check, "outbox-relay keys list --state stuck --older-than 1h   # see that a program with Flow.Run works for these operations, and its log",

@@ -17,7 +17,7 @@ const countsSQL = `(k.state = 'running' AND k.expires_at IS NOT NULL AND k.phase
   AND k.lock_token = 1 AND k.locked_by IS NULL AND k.locked_until IS NULL)`
 
 const columns = `k.scope, k.operation, k.key, ` + markSQL + ` AS mark,
-  CASE WHEN ` + unansweredSQL + ` THEN 'indeterminate' ELSE k.state END AS state, ` + unansweredSQL + ` AS unanswered, ` + countsSQL + ` AS counts, ` + stuckSQL + ` AS stuck, k.phases, k.calling,
+  CASE WHEN ` + unansweredSQL + ` THEN 'indeterminate' ELSE k.state END AS state, ` + unansweredSQL + ` AS unanswered, ` + countsSQL + ` AS counts, ` + stuckSQL + ` AS stuck, k.flow, k.phases, k.calling,
   k.state = 'running' AND coalesce(k.locked_until > clock_timestamp(), false) AS locked, k.locked_by, k.locked_until, k.lock_token,
   k.attempts, k.error, k.retry_at, k.status, k.body_dropped, k.sealed,
   octet_length(k.request)::bigint AS request_bytes, octet_length(k.data)::bigint AS data_bytes, octet_length(k.body)::bigint AS body_bytes,

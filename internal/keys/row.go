@@ -52,6 +52,7 @@ type Row struct {
 	Counts bool `json:"counts"`
 	// Stuck: it is running, nobody works on it, and it is time that somebody did.
 	Stuck   bool     `json:"stuck"`
+	Flow    *string  `json:"flow"`    // that claimed it; null: work in one transaction, or an older release
 	Phases  []string `json:"phases"`  // that are done, in order
 	Calling *string  `json:"calling"` // phase whose foreign call may be under way, and must not be made twice
 	// Locked: somebody works on it until LockedUntil. LockedBy is also who did last.
@@ -77,7 +78,7 @@ type Row struct {
 }
 
 func scanRow(row pgx.CollectableRow) (r Row, err error) {
-	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Unanswered, &r.Counts, &r.Stuck, &r.Phases, &r.Calling, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
+	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Unanswered, &r.Counts, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
 		&r.Attempts, &r.Error, &r.RetryAt, &r.Status, &r.BodyDropped, &r.Sealed, &r.RequestBytes, &r.DataBytes, &r.BodyBytes,
 		&r.CreatedAt, &r.AgeSeconds, &r.FinishedAt, &r.ExpiresAt)
 	r.Cursor = Cursor{r.CreatedAt, r.Place}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"io"
 	"log"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"testing"
@@ -185,3 +186,5 @@ func stored(t *testing.T, pool *pgxpool.Pool) (all string) {
 	require.NoError(t, pool.QueryRow(t.Context(), `SELECT string_agg(k::text, ',') FROM effectonce.idempotency_keys k`).Scan(&all))
 	return all
 }
+
+func textLogger(w io.Writer) *slog.Logger { return slog.New(slog.NewTextHandler(w, nil)) }

@@ -17,7 +17,8 @@
 //
 // Effects outside of the database are only seen through Options.Effects: let a stub of the foreign system count what it
 // did, by the key that it was given. A phase that is AtMostOnce may end in doubt: then Verify only asks that nothing
-// happened twice.
+// happened twice. Work that refuses (status 400 and above) may have no effect; then Verify asks that ten copies at once run it
+// once.
 //
 // PostgreSQL is the one that DATABASE_URL names, else a container where a Docker engine answers, else an embedded one,
 // which is downloaded once. Each run has a database of its own, with the schema "effectonce", which is dropped after it.

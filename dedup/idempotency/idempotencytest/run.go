@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -134,8 +135,15 @@ func (r *run) expire(ctx context.Context) error {
 	return nil
 }
 
-// together sends the request n times at once, to one replica. Whoever is told to wait asks again at the end.
-func (r *run) together(ctx context.Context, n int) error {
+// together sends the request n times at once, to one replica. A client that is told to wait asks again at the end. Where the
+// outcome is a refusal, which leaves nothing that could be there twice, the work must not run more often than in the clean run.
+func (r *run) together(ctx context.Context, n, runs int) error {
+	var ran atomic.Int64
+	ctx = crashpoint.With(ctx, func(name string) {
+		if name == crashpoint.KeyWorked && ran.Add(1) == 1 {
+			<-time.After(togetherFor) // the others have come then, and wait for this one
+		}
+	})
 	var group errgroup.Group
 	for range n {
 		group.Go(func() error {
@@ -146,7 +154,21 @@ func (r *run) together(ctx context.Context, n int) error {
 			return r.answered(response)
 		})
 	}
-	return group.Wait()
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	if again := int(ran.Load()); refused(r.answer) && again > runs {
+		return fmt.Errorf("the request was refused, and its work ran %d times: want %d", again, runs)
+	}
+	return nil
+}
+
+// togetherFor is less than requests wait for each other by default.
+const togetherFor = 100 * time.Millisecond
+
+// refused reports an outcome that has no effects.
+func refused(answer *idempotency.Response) bool {
+	return answer != nil && answer.Status >= http.StatusBadRequest
 }
 
 // at sends the request, under a context of its own, and does something when it passes a point for the n-th time, from 0. It returns when the request

@@ -25,6 +25,12 @@ const atOnce = 10
 
 // schedules lists what is tried after the clean run, which passed these points, and wrote the key so many times.
 func schedules(passed []string, writes int) []schedule {
+	runs := 0
+	for _, point := range passed {
+		if point == crashpoint.KeyWorked {
+			runs++
+		}
+	}
 	all := []schedule{
 		{"a second clean run", func(ctx context.Context, r *run) error { return r.settle(ctx, 1) }, hintRandom},
 		{"the request three times in a row, the third to another replica", func(ctx context.Context, r *run) error {
@@ -33,7 +39,7 @@ func schedules(passed []string, writes int) []schedule {
 			}
 			return r.restart()
 		}, hintAgain},
-		{fmt.Sprintf("the request %d times at once", atOnce), func(ctx context.Context, r *run) error { return r.together(ctx, atOnce) }, hintAgain},
+		{fmt.Sprintf("the request %d times at once", atOnce), func(ctx context.Context, r *run) error { return r.together(ctx, atOnce, runs) }, hintAgain},
 	}
 	for n := 1; n <= writes; n++ {
 		for _, with := range []struct{ code, text string }{{"40001", "a serialization failure"}, {"53100", "a full disk"}} {

@@ -44,7 +44,7 @@ func verify(t *testing.T, start Start, o Options) (problems []string, err error)
 		passed, writes, err = r.clean(ctx)
 		return err
 	}})
-	if clean.err == nil && effects.Compare(clean.before, clean.after) == "" {
+	if clean.err == nil && !clean.refused && effects.Compare(clean.before, clean.after) == "" {
 		clean.err = errNoEffect
 	}
 	if clean.err != nil {
@@ -69,6 +69,7 @@ func verify(t *testing.T, start Start, o Options) (problems []string, err error)
 type result struct {
 	before, after effects.Effects
 	inDoubt       bool
+	refused       bool
 	err           error
 }
 
@@ -106,7 +107,7 @@ func execute(t *testing.T, start Start, o Options, s schedule) (found result) {
 			if err := r.settle(ctx, 1); err != nil {
 				return err
 			}
-			found.inDoubt = r.inDoubt
+			found.inDoubt, found.refused = r.inDoubt, refused(r.answer)
 			found.after, err = o.read(ctx, r)
 			return err
 		}()

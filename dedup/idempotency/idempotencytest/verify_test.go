@@ -99,6 +99,15 @@ func TestVerifyPassesWhatIsRight(t *testing.T) {
 	idempotencytest.Verify(t, idempotencytest.Once(idempotency.Config{Operation: "order"}, key(), work), idempotencytest.Options{Setup: orders})
 }
 
+// Property: work that refuses runs once, however many copies wait for it.
+func TestVerifyPassesWhatIsRefused(t *testing.T) {
+	t.Parallel()
+	idempotencytest.Verify(t, idempotencytest.Once(idempotency.Config{Operation: "order"}, key(), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		declined := idempotency.Response{Status: 402, Body: []byte("declined")}
+		return idempotency.Response{}, errors.Join(order(ctx, tx, "o"), idempotency.Final(declined, errors.New("declined")))
+	}), idempotencytest.Options{Setup: orders})
+}
+
 func TestVerifyPassesFlows(t *testing.T) {
 	t.Parallel()
 	var b bank

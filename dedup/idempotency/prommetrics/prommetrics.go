@@ -7,6 +7,7 @@
 // The metrics are
 //
 //   - idempotency_requests_total{operation, outcome}: requests; the outcomes are the values of idempotency.Verdict
+//   - idempotency_keys_overdue{operation}: keys of flows that are unfinished for longer than FlowConfig.AgeMax, as this process last saw
 //   - idempotency_keys_forgotten_total: keys that this process forgot because their window was over
 //
 // No label has a key, a tenant or anything else in it that a client chooses.
@@ -37,7 +38,14 @@ func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.
 	if err != nil {
 		return idempotency.Hooks{}, err
 	}
+	overdue, err := registered(registerer, prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "idempotency_keys_overdue", Help: "Keys of flows that are unfinished for longer than AgeMax, at most 10000.",
+	}, []string{"operation"}))
+	if err != nil {
+		return idempotency.Hooks{}, err
+	}
 	for _, operation := range operations {
+		overdue.WithLabelValues(operation)
 		for _, verdict := range verdicts() {
 			requests.WithLabelValues(operation, string(verdict))
 		}
@@ -46,7 +54,8 @@ func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.
 		Answered: func(operation string, verdict idempotency.Verdict) {
 			requests.WithLabelValues(operation, string(verdict)).Inc()
 		},
-		Reaped: func(keys int64) { forgotten.Add(float64(keys)) },
+		Overdue: func(operation string, keys int64) { overdue.WithLabelValues(operation).Set(float64(keys)) },
+		Reaped:  func(keys int64) { forgotten.Add(float64(keys)) },
 	}, nil
 }
 

@@ -1,4 +1,4 @@
-package httpkey_test
+package keyclient_test
 
 import (
 	"context"
@@ -22,7 +22,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -101,15 +101,15 @@ func (b *bank) payments(t *testing.T) (n int) {
 	return n
 }
 
-func newPending(t *testing.T, pool *pgxpool.Pool, cfg httpkey.PendingConfig) *httpkey.Pending {
+func newPending(t *testing.T, pool *pgxpool.Pool, cfg keyclient.PendingConfig) *keyclient.Pending {
 	t.Helper()
 	cfg.Client = "shop"
-	pending, err := httpkey.NewPending(pool, cfg)
+	pending, err := keyclient.NewPending(pool, cfg)
 	require.NoError(t, err)
 	return pending
 }
 
-func isPending(t *testing.T, pending *httpkey.Pending) []string {
+func isPending(t *testing.T, pending *keyclient.Pending) []string {
 	t.Helper()
 	list, err := pending.List(t.Context(), "", 100)
 	require.NoError(t, err)
@@ -134,7 +134,7 @@ func TestCutConnectionsCostNoSecondEffect(t *testing.T) {
 		}
 	})
 	var retries []error
-	client := newClient(t, quick(httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) { retries = append(retries, r.Err) }}))
+	client := newClient(t, quick(keyclient.TransportConfig{Retrying: func(_ *http.Request, r keyclient.Retry) { retries = append(retries, r.Err) }}))
 	status, body, err := do(t.Context(), t, client, http.MethodPost, b.URL, "charge")
 	require.NoError(t, err)
 	require.Equal(t, http.StatusCreated, status)
@@ -160,14 +160,14 @@ func TestKeyIsPendingUntilTheAnswerIsWrittenDown(t *testing.T) {
 	lazyPool, err := pgxpool.NewWithConfig(t.Context(), lazy)
 	require.NoError(t, err)
 	defer lazyPool.Close()
-	pending := newPending(t, lazyPool, httpkey.PendingConfig{})
+	pending := newPending(t, lazyPool, keyclient.PendingConfig{})
 	var sent []string
 	b.disturb(func(_ int, act func()) {
 		sent = append(sent, isPending(t, pending)...)
 		act()
 	})
-	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
-	request, err := http.NewRequestWithContext(httpkey.WithRequestName(t.Context(), "charge order 4127"), http.MethodPost, b.URL, http.NoBody)
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending}))
+	request, err := http.NewRequestWithContext(keyclient.WithRequestName(t.Context(), "charge order 4127"), http.MethodPost, b.URL, http.NoBody)
 	require.NoError(t, err)
 	response, err := client.Do(request)
 	require.NoError(t, err)
@@ -180,7 +180,7 @@ func TestKeyIsPendingUntilTheAnswerIsWrittenDown(t *testing.T) {
 
 	forget := func(err error) func(pgx.Tx) error {
 		return func(tx pgx.Tx) error {
-			return errors.Join(pending.ForgetTx(t.Context(), tx, "charge order 4127", httpkey.SentKey(response, "")), err)
+			return errors.Join(pending.ForgetTx(t.Context(), tx, "charge order 4127", keyclient.SentKey(response, "")), err)
 		}
 	}
 	require.Error(t, pgx.BeginFunc(t.Context(), pool, forget(errors.New("not written down"))))
@@ -206,15 +206,15 @@ func TestOnlyTheWholeAnswerForgets(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.Pool(t)
-			pending := newPending(t, pool, httpkey.PendingConfig{})
+			pending := newPending(t, pool, keyclient.PendingConfig{})
 			s := newRemote(t, func(n int, w http.ResponseWriter, _ *http.Request) {
 				if n == 0 {
 					broken(w)
 				}
 			})
 			s.Config.ErrorLog = nothing()
-			cfg := quick(httpkey.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1})
-			ctx := httpkey.WithRequestName(t.Context(), "charge")
+			cfg := quick(keyclient.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1})
+			ctx := keyclient.WithRequestName(t.Context(), "charge")
 			status, _, err := do(ctx, t, newClient(t, cfg), http.MethodPost, s.URL, "x")
 			require.True(t, err != nil || status == http.StatusServiceUnavailable)
 			require.Equal(t, []string{"charge"}, isPending(t, pending))
@@ -236,11 +236,11 @@ func TestOneNameIsOneKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	b := newBank(t, pool)
-	client := newClient(t, quick(httpkey.TransportConfig{Pending: newPending(t, pool, httpkey.PendingConfig{}), AttemptsMax: 100}))
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: newPending(t, pool, keyclient.PendingConfig{}), AttemptsMax: 100}))
 	var wg sync.WaitGroup
 	for range 20 {
 		wg.Go(func() {
-			status, _, err := do(httpkey.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, b.URL, "charge")
+			status, _, err := do(keyclient.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, b.URL, "charge")
 			assert.NoError(t, err) //nolint:testifylint // require must not be called here
 			assert.Equal(t, http.StatusCreated, status)
 		})
@@ -251,7 +251,7 @@ func TestOneNameIsOneKey(t *testing.T) {
 	slices.Sort(keys)
 	require.Len(t, slices.Compact(keys), 1)
 
-	other, err := httpkey.NewPending(pool, httpkey.PendingConfig{Client: "another shop"})
+	other, err := keyclient.NewPending(pool, keyclient.PendingConfig{Client: "another shop"})
 	require.NoError(t, err)
 	key, err := other.Begin(t.Context(), "charge", "fresh")
 	require.NoError(t, err)
@@ -262,10 +262,10 @@ func TestOneNameIsOneKey(t *testing.T) {
 func TestPendingRequestGetsTooOld(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	pending := newPending(t, pool, httpkey.PendingConfig{AgeMax: time.Hour})
+	pending := newPending(t, pool, keyclient.PendingConfig{AgeMax: time.Hour})
 	s := newRemote(t, failing(0, 0))
-	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
-	ctx := httpkey.WithRequestName(t.Context(), "charge")
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending}))
+	ctx := keyclient.WithRequestName(t.Context(), "charge")
 	for _, test := range []struct {
 		age     string
 		refused bool
@@ -274,7 +274,7 @@ func TestPendingRequestGetsTooOld(t *testing.T) {
 			VALUES ('shop', 'charge', 'old', clock_timestamp() - $1::text::interval) ON CONFLICT (client, request) DO UPDATE SET created_at = excluded.created_at`, test.age)
 		require.NoError(t, err)
 		_, _, err = do(ctx, t, client, http.MethodPost, s.URL, "x")
-		require.Equal(t, test.refused, errors.Is(err, httpkey.ErrPendingTooOld), "%v", err)
+		require.Equal(t, test.refused, errors.Is(err, keyclient.ErrPendingTooOld), "%v", err)
 		list, err := pending.List(t.Context(), "", 1)
 		require.NoError(t, err)
 		require.Equal(t, test.refused, list[0].TooOld)
@@ -290,15 +290,15 @@ func TestPendingRequestGetsTooOld(t *testing.T) {
 func TestNothingIsSentWithoutADurableKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	pending := newPending(t, pool, httpkey.PendingConfig{})
+	pending := newPending(t, pool, keyclient.PendingConfig{})
 	s := newRemote(t, failing(0, 0))
-	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending}))
 	_, err := pending.Begin(t.Context(), "charge", "first")
 	require.NoError(t, err)
-	_, _, err = do(httpkey.WithKey(httpkey.WithRequestName(t.Context(), "charge"), "second"), t, client, http.MethodPost, s.URL, "x")
-	require.ErrorIs(t, err, httpkey.ErrKey)
-	_, _, err = do(httpkey.WithRequestName(t.Context(), "a\nb"), t, client, http.MethodPost, s.URL, "x")
-	require.ErrorIs(t, err, httpkey.ErrKey)
+	_, _, err = do(keyclient.WithKey(keyclient.WithRequestName(t.Context(), "charge"), "second"), t, client, http.MethodPost, s.URL, "x")
+	require.ErrorIs(t, err, keyclient.ErrKey)
+	_, _, err = do(keyclient.WithRequestName(t.Context(), "a\nb"), t, client, http.MethodPost, s.URL, "x")
+	require.ErrorIs(t, err, keyclient.ErrKey)
 
 	config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/nothing?sslmode=disable&connect_timeout=1")
 	require.NoError(t, err)
@@ -306,21 +306,21 @@ func TestNothingIsSentWithoutADurableKey(t *testing.T) {
 	nowhere, err := pgxpool.NewWithConfig(t.Context(), config)
 	require.NoError(t, err)
 	defer nowhere.Close()
-	client = newClient(t, quick(httpkey.TransportConfig{Pending: newPending(t, nowhere, httpkey.PendingConfig{})}))
-	_, _, err = do(httpkey.WithRequestName(t.Context(), "other"), t, client, http.MethodPost, s.URL, "x")
-	require.ErrorIs(t, err, httpkey.ErrKey)
+	client = newClient(t, quick(keyclient.TransportConfig{Pending: newPending(t, nowhere, keyclient.PendingConfig{})}))
+	_, _, err = do(keyclient.WithRequestName(t.Context(), "other"), t, client, http.MethodPost, s.URL, "x")
+	require.ErrorIs(t, err, keyclient.ErrKey)
 	require.Empty(t, s.all())
 }
 
 // Property: settings of a Pending are checked all at once; what is listed comes in pages.
 func TestPendingSettingsAndPages(t *testing.T) {
 	t.Parallel()
-	_, err := httpkey.NewPending(nil, httpkey.PendingConfig{Schema: "no-schema!", AgeMax: time.Second})
+	_, err := keyclient.NewPending(nil, keyclient.PendingConfig{Schema: "no-schema!", AgeMax: time.Second})
 	for _, want := range []string{"pool is nil", "Client of 0 bytes: want 1 to 255", "AgeMax 1s: want 1m0s"} {
 		require.ErrorContains(t, err, want)
 	}
 	pool := pgtest.Pool(t)
-	pending := newPending(t, pool, httpkey.PendingConfig{})
+	pending := newPending(t, pool, keyclient.PendingConfig{})
 	for _, name := range []string{"c", "a", "b"} {
 		_, err := pending.Begin(t.Context(), name, "key-"+name)
 		require.NoError(t, err)
@@ -338,7 +338,7 @@ func TestPendingSettingsAndPages(t *testing.T) {
 func TestWhatSettlesARequest(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	pending := newPending(t, pool, httpkey.PendingConfig{})
+	pending := newPending(t, pool, keyclient.PendingConfig{})
 	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
 		status, err := strconv.Atoi(r.URL.Path[1:])
 		assert.NoError(t, err) //nolint:testifylint // require must not be called here
@@ -350,10 +350,10 @@ func TestWhatSettlesARequest(t *testing.T) {
 		}
 		w.WriteHeader(status)
 	})
-	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1}))
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1}))
 	kept := []string{"308?409", "401", "403", "407", "408", "409", "410", "421", "422", "423", "425", "429", "500", "501", "503"}
 	for _, path := range append([]string{"200", "201", "204", "308?200", "400", "402", "404", "413"}, kept...) {
-		_, _, err := do(httpkey.WithRequestName(t.Context(), path), t, client, http.MethodPost, s.URL+"/"+path, "x")
+		_, _, err := do(keyclient.WithRequestName(t.Context(), path), t, client, http.MethodPost, s.URL+"/"+path, "x")
 		require.NoError(t, err)
 	}
 	require.ElementsMatch(t, kept, isPending(t, pending))
@@ -364,7 +364,7 @@ func TestWhatSettlesARequest(t *testing.T) {
 func TestKeyBehindARedirect(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	pending := newPending(t, pool, httpkey.PendingConfig{})
+	pending := newPending(t, pool, keyclient.PendingConfig{})
 	var gone atomic.Bool
 	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
 		switch {
@@ -377,28 +377,28 @@ func TestKeyBehindARedirect(t *testing.T) {
 		}
 	})
 	s.Config.ErrorLog = nothing()
-	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending, AttemptsMax: 2}))
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending, AttemptsMax: 2}))
 	gone.Store(true)
-	ctx := httpkey.WithRequestName(t.Context(), "charge")
+	ctx := keyclient.WithRequestName(t.Context(), "charge")
 	_, _, err := do(ctx, t, client, http.MethodPost, s.URL+"/charge", "x")
-	var unanswered *httpkey.UnansweredError
+	var unanswered *keyclient.UnansweredError
 	require.ErrorAs(t, err, &unanswered)
 	require.Equal(t, s.all()[0].key, unanswered.Key)
 
 	gone.Store(false)
-	request, err := http.NewRequestWithContext(httpkey.WithKey(ctx, unanswered.Key), http.MethodPost, s.URL+"/charge", strings.NewReader("x"))
+	request, err := http.NewRequestWithContext(keyclient.WithKey(ctx, unanswered.Key), http.MethodPost, s.URL+"/charge", strings.NewReader("x"))
 	require.NoError(t, err)
 	response, err := client.Do(request)
 	require.NoError(t, err)
 	require.NoError(t, response.Body.Close())
 	require.Equal(t, "/result", response.Request.URL.Path)
-	require.Equal(t, unanswered.Key, httpkey.SentKey(response, ""))
+	require.Equal(t, unanswered.Key, keyclient.SentKey(response, ""))
 	for _, a := range s.all() {
 		require.Equal(t, a.method == http.MethodPost, a.key == unanswered.Key)
 		require.Equal(t, a.method == http.MethodGet, a.key == "")
 	}
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return pending.ForgetTx(t.Context(), tx, "charge", httpkey.SentKey(response, ""))
+		return pending.ForgetTx(t.Context(), tx, "charge", keyclient.SentKey(response, ""))
 	}))
 	require.Empty(t, isPending(t, pending))
 
@@ -416,7 +416,7 @@ func TestKeyBehindARedirect(t *testing.T) {
 func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	pending := newPending(t, pool, httpkey.PendingConfig{})
+	pending := newPending(t, pool, keyclient.PendingConfig{})
 	first := map[string]func(w http.ResponseWriter){
 		"no answer": func(http.ResponseWriter) { panic(http.ErrAbortHandler) },
 		"503":       func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
@@ -445,7 +445,7 @@ func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 		w.WriteHeader(status)
 	})
 	s.Config.ErrorLog = nothing()
-	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 2}))
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 2}))
 	kept := []string{}
 	for earlier := range first {
 		for _, then := range []struct {
@@ -457,13 +457,13 @@ func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 			if !then.settles {
 				kept = append(kept, name)
 			}
-			ctx := httpkey.WithRequestName(t.Context(), name)
+			ctx := keyclient.WithRequestName(t.Context(), name)
 			switch earlier {
 			case "pending":
 				_, err := pending.Begin(t.Context(), name, name[:7])
 				require.NoError(t, err)
 			case "a key":
-				ctx = httpkey.WithKey(ctx, "chosen")
+				ctx = keyclient.WithKey(ctx, "chosen")
 			}
 			query := url.Values{"first": {earlier}, "then": {then.status}, "replayed": {strconv.FormatBool(then.replayed)}}
 			_, _, err := do(ctx, t, client, http.MethodPost, s.URL+"/"+url.PathEscape(name)+"?"+query.Encode(), "x")
@@ -479,26 +479,26 @@ func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 func TestListedBeforeAnotherReplicaForgot(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(insert(http.StatusCreated)))
-	pending := newPending(t, pool, httpkey.PendingConfig{})
+	s := newService(t, pool)
+	pending := newPending(t, pool, keyclient.PendingConfig{})
 	key, err := pending.Begin(t.Context(), "charge order 4127", "key-1") // of a process that died
 	require.NoError(t, err)
-	client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
-	var listed [2]httpkey.PendingRequest
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending}))
+	var listed [2]keyclient.PendingRequest
 	for replica := range listed {
 		list, err := pending.List(t.Context(), "", 10)
 		require.NoError(t, err)
 		require.Len(t, list, 1)
 		listed[replica] = list[0]
 	}
-	ask := func(r httpkey.PendingRequest) answer {
-		ctx := httpkey.WithKey(httpkey.WithRequestName(t.Context(), r.Request), r.Key)
-		request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.URL, strings.NewReader("4127"))
+	ask := func(r keyclient.PendingRequest) answer {
+		ctx := keyclient.WithKey(keyclient.WithRequestName(t.Context(), r.Request), r.Key)
+		request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+s.address+"/charge", strings.NewReader("4127"))
 		require.NoError(t, err)
 		response, err := client.Do(request)
 		require.NoError(t, err)
 		require.NoError(t, response.Body.Close())
-		require.Equal(t, key, httpkey.SentKey(response, ""))
+		require.Equal(t, key, keyclient.SentKey(response, ""))
 		return answer{status: response.StatusCode, header: response.Header}
 	}
 	forget := func() {
@@ -519,7 +519,7 @@ func TestListedBeforeAnotherReplicaForgot(t *testing.T) {
 
 	_, err = pending.Begin(t.Context(), "charge order 4127", "key-2")
 	require.NoError(t, err)
-	_, _, err = do(httpkey.WithKey(httpkey.WithRequestName(t.Context(), "charge order 4127"), key), t, client, http.MethodPost, s.URL, "4127")
-	require.ErrorIs(t, err, httpkey.ErrKey)
+	_, _, err = do(keyclient.WithKey(keyclient.WithRequestName(t.Context(), "charge order 4127"), key), t, client, http.MethodPost, "http://"+s.address+"/charge", "4127")
+	require.ErrorIs(t, err, keyclient.ErrKey)
 	require.Equal(t, 1, effects(t, pool))
 }

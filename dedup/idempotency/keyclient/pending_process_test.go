@@ -1,4 +1,4 @@
-package httpkey_test
+package keyclient_test
 
 import (
 	"context"
@@ -15,7 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -44,15 +44,15 @@ func (p payer) run(ctx context.Context) error {
 		return err
 	}
 	defer pool.Close()
-	pending, err := httpkey.NewPending(pool, httpkey.PendingConfig{Client: "shop"})
+	pending, err := keyclient.NewPending(pool, keyclient.PendingConfig{Client: "shop"})
 	if err != nil {
 		return err
 	}
-	transport, err := httpkey.NewTransport(&http.Transport{}, httpkey.TransportConfig{Pending: pending})
+	transport, err := keyclient.NewTransport(&http.Transport{}, keyclient.TransportConfig{Honours: []string{"*"}, Pending: pending})
 	if err != nil {
 		return err
 	}
-	request, err := http.NewRequestWithContext(httpkey.WithRequestName(ctx, p.Name), http.MethodPost, p.Server, strings.NewReader(p.Name))
+	request, err := http.NewRequestWithContext(keyclient.WithRequestName(ctx, p.Name), http.MethodPost, p.Server, strings.NewReader(p.Name))
 	if err != nil {
 		return err
 	}
@@ -106,12 +106,12 @@ func TestKilledClientAsksAgainUnderItsKey(t *testing.T) {
 			close(gone)
 			require.ErrorContains(t, err, "signal: killed")
 
-			pending := newPending(t, pool, httpkey.PendingConfig{})
+			pending := newPending(t, pool, keyclient.PendingConfig{})
 			left, err := pending.List(t.Context(), "", 10)
 			require.NoError(t, err)
 			require.Len(t, left, 1)
-			again := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
-			status, body, err := do(httpkey.WithRequestName(t.Context(), left[0].Request), t, again, http.MethodPost, bank.URL, left[0].Request)
+			again := newClient(t, quick(keyclient.TransportConfig{Pending: pending}))
+			status, body, err := do(keyclient.WithRequestName(t.Context(), left[0].Request), t, again, http.MethodPost, bank.URL, left[0].Request)
 			require.NoError(t, err)
 			require.Equal(t, http.StatusCreated, status)
 			require.Equal(t, "paid", body)

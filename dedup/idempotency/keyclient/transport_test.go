@@ -1,4 +1,4 @@
-package httpkey_test
+package keyclient_test
 
 import (
 	"bytes"
@@ -19,20 +19,23 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 )
 
-// quick are settings with pauses that no test notices.
-func quick(cfg httpkey.TransportConfig) httpkey.TransportConfig {
+// quick are settings with pauses that no test notices, for servers that keep keys.
+func quick(cfg keyclient.TransportConfig) keyclient.TransportConfig {
+	if cfg.Honours == nil {
+		cfg.Honours = []string{"*"}
+	}
 	cfg.BackoffMin, cfg.BackoffMax = time.Millisecond, 2*time.Millisecond
 	return cfg
 }
 
-func newClient(t *testing.T, cfg httpkey.TransportConfig) *http.Client {
+func newClient(t *testing.T, cfg keyclient.TransportConfig) *http.Client {
 	t.Helper()
 	base := &http.Transport{}
 	t.Cleanup(base.CloseIdleConnections)
-	transport, err := httpkey.NewTransport(base, cfg)
+	transport, err := keyclient.NewTransport(base, cfg)
 	require.NoError(t, err)
 	return &http.Client{Transport: transport}
 }
@@ -104,7 +107,7 @@ func send(t *testing.T, client *http.Client, request *http.Request) (int, string
 func TestOneKeyForAllAttempts(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(http.StatusServiceUnavailable, 2))
-	client := newClient(t, quick(httpkey.TransportConfig{}))
+	client := newClient(t, quick(keyclient.TransportConfig{}))
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL+"/charges", strings.NewReader("4127"))
 	require.NoError(t, err)
 	status, body, err := send(t, client, request)
@@ -137,17 +140,17 @@ func TestOneKeyForAllAttempts(t *testing.T) {
 func TestKeyOfTheCallerIsKept(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(http.StatusBadGateway, 1))
-	client := newClient(t, quick(httpkey.TransportConfig{}))
-	request, err := http.NewRequestWithContext(httpkey.WithKey(t.Context(), "of-context"), http.MethodPost, s.URL, http.NoBody)
+	client := newClient(t, quick(keyclient.TransportConfig{}))
+	request, err := http.NewRequestWithContext(keyclient.WithKey(t.Context(), "of-context"), http.MethodPost, s.URL, http.NoBody)
 	require.NoError(t, err)
 	request.Header.Set("Idempotency-Key", "of-header")
 	_, _, err = send(t, client, request)
 	require.NoError(t, err)
-	_, _, err = do(httpkey.WithKey(t.Context(), "of-context"), t, client, http.MethodDelete, s.URL, "")
+	_, _, err = do(keyclient.WithKey(t.Context(), "of-context"), t, client, http.MethodDelete, s.URL, "")
 	require.NoError(t, err)
 	parent := idempotency.Key{Scope: "tenant", Operation: "order", Value: "4127"}
 	for range 2 {
-		_, _, err = do(httpkey.WithChild(t.Context(), parent, "charge"), t, client, http.MethodPost, s.URL, "")
+		_, _, err = do(keyclient.WithChild(t.Context(), parent, "charge"), t, client, http.MethodPost, s.URL, "")
 		require.NoError(t, err)
 	}
 	var keys []string
@@ -163,7 +166,7 @@ func TestKeyOfTheCallerIsKept(t *testing.T) {
 func TestUnusableKeysAreNotSent(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(0, 0))
-	client := newClient(t, quick(httpkey.TransportConfig{}))
+	client := newClient(t, quick(keyclient.TransportConfig{}))
 	for name, values := range map[string][]string{
 		"two": {"a", "b"}, "empty": {""}, "long": {strings.Repeat("a", 256)}, "space": {"a b"}, "not ASCII": {"ä"},
 	} {
@@ -172,20 +175,20 @@ func TestUnusableKeysAreNotSent(t *testing.T) {
 		require.NoError(t, err)
 		request.Header["Idempotency-Key"] = values
 		_, _, err = send(t, client, request)
-		require.ErrorIs(t, err, httpkey.ErrKey, name)
+		require.ErrorIs(t, err, keyclient.ErrKey, name)
 		require.True(t, body.closed.Load(), name)
 	}
-	_, _, err := do(httpkey.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, s.URL, "")
-	require.ErrorIs(t, err, httpkey.ErrKey, "a name without Pending would not survive")
+	_, _, err := do(keyclient.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, s.URL, "")
+	require.ErrorIs(t, err, keyclient.ErrKey, "a name without Pending would not survive")
 	require.Empty(t, s.all())
 
-	ctx := httpkey.WithKey(t.Context(), "one")
+	ctx := keyclient.WithKey(t.Context(), "one")
 	for range 2 {
 		_, _, err = do(ctx, t, client, http.MethodPost, s.URL+"/a", "")
 		require.NoError(t, err)
 	}
 	_, _, err = do(ctx, t, client, http.MethodPost, s.URL+"/b", "")
-	require.ErrorIs(t, err, httpkey.ErrKey)
+	require.ErrorIs(t, err, keyclient.ErrKey)
 	require.Len(t, s.all(), 2)
 }
 
@@ -230,7 +233,7 @@ func TestWhatIsTriedAgain(t *testing.T) {
 				w.WriteHeader(test.status)
 				_, _ = io.WriteString(w, "answer")
 			})
-			client := newClient(t, quick(httpkey.TransportConfig{AttemptsMax: all}))
+			client := newClient(t, quick(keyclient.TransportConfig{AttemptsMax: all}))
 			status, body, err := do(t.Context(), t, client, test.method, s.URL, "")
 			require.NoError(t, err)
 			require.Equal(t, test.status, status)
@@ -268,7 +271,7 @@ func TestBodiesThatCannotBeRepeated(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			s := newRemote(t, failing(http.StatusServiceUnavailable, 2))
-			client := newClient(t, quick(httpkey.TransportConfig{BodyBytesMax: 1000}))
+			client := newClient(t, quick(keyclient.TransportConfig{BodyBytesMax: 1000}))
 			sent := strings.Repeat("x", test.bytes)
 			body := &closing{Reader: strings.NewReader(sent)}
 			request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, body)
@@ -290,7 +293,7 @@ func TestBodiesThatCannotBeRepeated(t *testing.T) {
 func TestBodiesThatBreak(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(0, 0))
-	client := newClient(t, quick(httpkey.TransportConfig{}))
+	client := newClient(t, quick(keyclient.TransportConfig{}))
 	broken := errors.New("broken")
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, io.MultiReader(strings.NewReader("x"), errorReader{broken}))
 	require.NoError(t, err)
@@ -328,17 +331,17 @@ func TestUnansweredRequestCanBeAskedAgain(t *testing.T) {
 		}
 		_, _ = io.WriteString(w, "answer")
 	})
-	client := newClient(t, quick(httpkey.TransportConfig{AttemptMax: 50 * time.Millisecond, AttemptsMax: 2}))
+	client := newClient(t, quick(keyclient.TransportConfig{AttemptMax: 50 * time.Millisecond, AttemptsMax: 2}))
 	_, _, err := do(t.Context(), t, client, http.MethodPost, s.URL, "x")
-	var unanswered *httpkey.UnansweredError
+	var unanswered *keyclient.UnansweredError
 	require.ErrorAs(t, err, &unanswered)
 	require.Equal(t, 2, unanswered.Attempts)
 	require.True(t, unanswered.Timeout())
 	require.NotContains(t, err.Error(), unanswered.Key)
 
 	answers.Store(true)
-	patient := newClient(t, quick(httpkey.TransportConfig{}))
-	_, body, err := do(httpkey.WithKey(t.Context(), unanswered.Key), t, patient, http.MethodPost, s.URL, "x")
+	patient := newClient(t, quick(keyclient.TransportConfig{}))
+	_, body, err := do(keyclient.WithKey(t.Context(), unanswered.Key), t, patient, http.MethodPost, s.URL, "x")
 	require.NoError(t, err)
 	require.Equal(t, "answer", body)
 	for _, a := range s.all() {
@@ -357,8 +360,8 @@ func TestKeyFollowsRedirects(t *testing.T) {
 			http.Redirect(w, r, "/result", http.StatusSeeOther)
 		}
 	})
-	client := newClient(t, quick(httpkey.TransportConfig{}))
-	for _, ctx := range []context.Context{t.Context(), httpkey.WithKey(t.Context(), "chosen")} {
+	client := newClient(t, quick(keyclient.TransportConfig{}))
+	for _, ctx := range []context.Context{t.Context(), keyclient.WithKey(t.Context(), "chosen")} {
 		before := len(s.all())
 		_, _, err := do(ctx, t, client, http.MethodPost, s.URL+"/moved", "x")
 		require.NoError(t, err)
@@ -400,7 +403,7 @@ func TestMistakesOfSetUpAreNotTriedAgain(t *testing.T) {
 	s.StartTLS()
 	defer s.Close()
 	plain := newRemote(t, failing(0, 0))
-	client := newClient(t, httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) { assert.Fail(t, "tried again", r.Err) }})
+	client := newClient(t, keyclient.TransportConfig{Retrying: func(_ *http.Request, r keyclient.Retry) { assert.Fail(t, "tried again", r.Err) }})
 	for _, address := range []string{s.URL, strings.Replace(plain.URL, "http:", "https:", 1)} {
 		_, _, err := do(t.Context(), t, client, http.MethodPost, address, "x")
 		require.Error(t, err)
@@ -410,17 +413,19 @@ func TestMistakesOfSetUpAreNotTriedAgain(t *testing.T) {
 // Property: settings out of bounds are refused, all at once, with field, value and bound.
 func TestTransportSettingsAreChecked(t *testing.T) {
 	t.Parallel()
-	_, err := httpkey.NewTransport(nil, httpkey.TransportConfig{
+	_, err := keyclient.NewTransport(nil, keyclient.TransportConfig{
 		Methods: []string{"GET", "BAD METHOD"}, Header: "a b", AttemptsMax: 101, TotalMax: -1, AttemptMax: 2 * time.Hour,
 		BackoffMin: time.Minute, BackoffMax: time.Second, BodyBytesMax: 65 << 20, ForgetAnswered: true,
+		Honours: []string{"https://bank.example", "", "bank.example/pay", "*", "bank.example:8443", "[::1]:80"},
 	})
 	for _, want := range []string{
 		"base is nil", `Methods "GET"`, `Methods "BAD METHOD"`, `Header "a b"`, "AttemptsMax 101: want 1 to 100", "TotalMax -1ns: want 1ms to 1h0m0s",
 		"AttemptMax 2h0m0s", "BackoffMax 1s: want at least BackoffMin, 1m0s", "BodyBytesMax 68157440", "ForgetAnswered true",
+		`Honours "https://bank.example": want "host", "host:port" or "*"`, `Honours ""`, `Honours "bank.example/pay"`,
 	} {
 		require.ErrorContains(t, err, want)
 	}
-	_, err = httpkey.NewTransport(http.DefaultTransport, httpkey.TransportConfig{})
+	_, err = keyclient.NewTransport(http.DefaultTransport, keyclient.TransportConfig{})
 	require.NoError(t, err)
 }
 
@@ -429,8 +434,8 @@ func TestLogsHaveNoKeys(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(http.StatusServiceUnavailable, 1))
 	var log bytes.Buffer
-	client := newClient(t, quick(httpkey.TransportConfig{Logger: textLogger(&log)}))
-	_, _, err := do(httpkey.WithKey(t.Context(), "canary-key"), t, client, http.MethodPost, s.URL+"/canary-path?canary-query", "canary-body")
+	client := newClient(t, quick(keyclient.TransportConfig{Logger: textLogger(&log)}))
+	_, _, err := do(keyclient.WithKey(t.Context(), "canary-key"), t, client, http.MethodPost, s.URL+"/canary-path?canary-query", "canary-body")
 	require.NoError(t, err)
 	require.Contains(t, log.String(), "status=503")
 	require.NotContains(t, log.String(), "canary")

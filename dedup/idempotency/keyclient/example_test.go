@@ -1,6 +1,7 @@
-package httpkey_test
+package keyclient_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"net/http"
@@ -10,7 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 )
 
 // A payment that happens once, whatever becomes of this process: the key is on disk before the bank is asked, and goes in
@@ -19,7 +20,7 @@ import (
 func ExamplePending() {
 	const charge = "charge order "
 	// key is empty for an order that one program charges for the first time.
-	pay := func(ctx context.Context, pool *pgxpool.Pool, client *http.Client, pending *httpkey.Pending, order, key string) (err error) {
+	pay := func(ctx context.Context, pool *pgxpool.Pool, client *http.Client, pending *keyclient.Pending, order, key string) (err error) {
 		var charged bool
 		if err := pool.QueryRow(ctx, `SELECT charged FROM orders WHERE id = $1`, order).Scan(&charged); err != nil {
 			return err
@@ -27,9 +28,9 @@ func ExamplePending() {
 		if charged { // also where the reply of the COMMIT below was lost
 			return pending.Forget(ctx, charge+order, key) // whoever asked when that was done made it pending again
 		}
-		asking := httpkey.WithRequestName(ctx, charge+order)
+		asking := keyclient.WithRequestName(ctx, charge+order)
 		if key != "" {
-			asking = httpkey.WithKey(asking, key)
+			asking = keyclient.WithKey(asking, key)
 		}
 		request, err := http.NewRequestWithContext(asking, http.MethodPost, "https://bank.example/charges", strings.NewReader(order))
 		if err != nil {
@@ -47,10 +48,10 @@ func ExamplePending() {
 			if _, err := tx.Exec(ctx, `UPDATE orders SET charged = true WHERE id = $1`, order); err != nil {
 				return err
 			}
-			return pending.ForgetTx(ctx, tx, charge+order, httpkey.SentKey(response, ""))
+			return pending.ForgetTx(ctx, tx, charge+order, keyclient.SentKey(response, ""))
 		})
 	}
-	restarted := func(ctx context.Context, pool *pgxpool.Pool, client *http.Client, pending *httpkey.Pending) error {
+	restarted := func(ctx context.Context, pool *pgxpool.Pool, client *http.Client, pending *keyclient.Pending) error {
 		requests, err := pending.List(ctx, "", 100) // and then what is behind the last one
 		for _, r := range requests {
 			if order, ok := strings.CutPrefix(r.Request, charge); ok && !r.TooOld { // else a person asks the bank
@@ -65,7 +66,7 @@ func ExamplePending() {
 // A handler that asks another service under a key derived from its own: the same at each attempt of the work.
 func ExampleWithChild() {
 	ship := func(ctx context.Context, client *http.Client, key idempotency.Key) error {
-		request, err := http.NewRequestWithContext(httpkey.WithChild(ctx, key, "ship"), http.MethodPost, "https://carrier.example/parcels", http.NoBody)
+		request, err := http.NewRequestWithContext(keyclient.WithChild(ctx, key, "ship"), http.MethodPost, "https://carrier.example/parcels", http.NoBody)
 		if err != nil {
 			return err
 		}
@@ -76,4 +77,28 @@ func ExampleWithChild() {
 		return response.Body.Close()
 	}
 	_ = ship
+}
+
+// A transfer at a bank that knows no keys: made once, by a client that cannot send it again. Where the bank refuses connections, the key
+// stays free; where its answer is lost, the key is in doubt, and a person or FlowConfig.Reconcile decides.
+func ExampleSingle() {
+	type state struct{ Receipt string }
+	bank := &http.Client{Transport: keyclient.Single(http.DefaultTransport)} // FlowConfig.CallMax is its timeout
+	transfer := idempotency.Phase[state]{Name: "transferred", AtMostOnce: true, Call: func(ctx context.Context, step *idempotency.Step[state]) error {
+		address := "https://bank.example/transfers?reference=" + step.ChildID().String()
+		request, err := http.NewRequestWithContext(ctx, http.MethodPost, address, bytes.NewReader(step.Request))
+		if err != nil {
+			return idempotency.NotDone(err)
+		}
+		response, err := bank.Do(request)
+		if err != nil {
+			return err
+		}
+		if response.StatusCode != http.StatusCreated {
+			return errors.Join(errors.New("the bank answers "+response.Status), response.Body.Close())
+		}
+		step.State.Receipt = response.Header.Get("Location")
+		return response.Body.Close()
+	}}
+	_ = transfer
 }

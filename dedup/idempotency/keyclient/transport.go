@@ -1,4 +1,4 @@
-package httpkey
+package keyclient
 
 import (
 	"context"
@@ -19,14 +19,20 @@ import (
 // one of TransportConfig.Methods, or where it has a name (WithRequestName). What is tried again, if the request has a
 // key or its method is GET, HEAD, OPTIONS or TRACE, and its body can be sent again:
 //
-//	no response, also a late one        yes, but for refused certificates and other mistakes of set-up
-//	408, 425, 429, 500, 502, 503, 504   yes
-//	409 with Retry-After                yes: in progress
-//	Idempotent-Replayed: true           no, whatever the status: it is stored, and will not change
-//	everything else, 409 and 422 too    no
+//	                                   server that keeps keys, or GET …   other servers
+//	no connection                      yes, but for refused certificates and other mistakes of set-up
+//	no response, also a late one       yes                                no
+//	408, 500, 502, 503, 504            yes                                no
+//	425, 429, 409 with Retry-After     yes: nothing was done              yes
+//	Idempotent-Replayed: true          no, whatever the status: it is stored, and will not change
+//	everything else, 409 and 422 too   no                                 no
+//
+// A server keeps keys if TransportConfig.Honours names it, or an answer of its has shown that. At others nothing below the Transport
+// sends such a request again, either: see Single, which says what that does to a request without a body.
 //
 // 500 is among them since a service that keeps keys either stored nothing, and executes, or stored the failure, and
-// replays it. Retry-After (seconds, or a date by the server's clock) is waited for, unless it is longer than
+// replays it. In the Call of a phase that is AtMostOnce (idempotency.CalledOnce) every request is sent once, as by Single, whatever
+// the server. Retry-After (seconds, or a date by the server's clock) is waited for, unless it is longer than
 // what is left of TotalMax. When attempts or time are used up, the last response is returned as it is, or, where there was none, an
 // UnansweredError.
 //
@@ -36,8 +42,9 @@ import (
 // asks again does so under a new one, and has a second effect. TotalMax, or the request's context, bound it as well. Who cannot
 // do without makes the key first, WithKey(ctx, idempotency.NewKey()), and asks again under that.
 type Transport struct {
-	base http.RoundTripper
-	cfg  TransportConfig
+	base  http.RoundTripper
+	cfg   TransportConfig
+	shown keepers
 }
 
 // NewTransport returns a transport that sends through base, which is borrowed, or all problems of its configuration at
@@ -53,16 +60,25 @@ func NewTransport(base http.RoundTripper, cfg TransportConfig) (*Transport, erro
 	return &Transport{base: base, cfg: cfg}, nil
 }
 
-// UnansweredError is a request that the server may have executed, or not. It is safe to ask again under Key, and only
+// UnansweredError is a request that the server may have executed, or not. Where Honoured, it is safe to ask again under Key, and only
 // under Key: see WithKey. errors.As finds it in what a http.Client returns, but for one with a Timeout: see Transport.
 type UnansweredError struct {
 	Key      string
+	Honoured bool // the server keeps keys, as far as is known (TransportConfig.Honours); else it may act again under Key, too
 	Attempts int
 	Err      error // the last one
 }
 
 func (e *UnansweredError) Error() string {
-	return fmt.Sprintf("no answer in %d attempts, the server may have acted: ask again under the same idempotency key: %v", e.Attempts, e.Err)
+	state := "the server may have acted: ask again under the same idempotency key"
+	var unsent *notSentError
+	switch {
+	case errors.As(e.Err, &unsent):
+		state = "nothing was sent"
+	case !e.Honoured:
+		state = "the server may have acted, and is not among TransportConfig.Honours: find out before asking again"
+	}
+	return fmt.Sprintf("no answer in %d attempts, %s: %v", e.Attempts, state, e.Err)
 }
 
 func (e *UnansweredError) Unwrap() error { return e.Err }
@@ -85,6 +101,7 @@ type call struct {
 	name     string // that Pending knows it by
 	deadline time.Time
 	doubt    bool // an earlier attempt, of this process or of another one, may have been executed
+	sent     bool // an attempt of this call may have been
 }
 
 // RoundTrip implements http.RoundTripper. Where a redirect is followed under 307 or 308, the key goes along. One that is followed
@@ -98,7 +115,7 @@ func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 		return nil, err
 	}
 	if c.body.again == nil {
-		response, err := t.base.RoundTrip(c.request)
+		response, err := c.send(r.Context())
 		if err != nil {
 			return nil, c.unanswered(1, err)
 		}
@@ -118,7 +135,8 @@ func (t *Transport) prepare(r *http.Request) (*call, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrKey, err)
 	}
-	if c.body, err = newBody(r, t.cfg.BodyBytesMax, c.key != "" || safe(r.Method)); err != nil {
+	repeat := (c.key != "" || safe(r.Method)) && !idempotency.CalledOnce(r.Context())
+	if c.body, err = newBody(r, t.cfg.BodyBytesMax, repeat); err != nil {
 		return nil, err
 	}
 	c.body.apply(c.request)
@@ -217,9 +235,14 @@ func (c *call) begin(ctx context.Context, given bool) error {
 
 // unanswered also has the key of a request whose answer sent the client here for the outcome.
 func (c *call) unanswered(attempts int, err error) error {
-	key := keyOf(c.request, c.t.cfg.Header)
+	var unsent *notSentError
+	if errors.As(err, &unsent) && c.sent {
+		err = unsent.error // the last attempt was not, an earlier one was
+	}
+	asked := keyed(c.request, c.t.cfg.Header)
+	key := asked.Header.Get(c.t.cfg.Header)
 	if key == "" {
 		return err
 	}
-	return &UnansweredError{Key: key, Attempts: attempts, Err: err}
+	return &UnansweredError{Key: key, Honoured: c.t.honours(asked.URL), Attempts: attempts, Err: err}
 }

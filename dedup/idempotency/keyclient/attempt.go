@@ -1,12 +1,15 @@
-package httpkey
+package keyclient
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"net/http/httptrace"
 	"sync/atomic"
 	"time"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
 // run sends the request until there is an answer, or no attempt or time is left.
@@ -14,17 +17,12 @@ func (c *call) run(ctx context.Context) (*http.Response, error) {
 	cfg := c.t.cfg
 	for attempt := 1; ; attempt++ {
 		response, err := c.attempt(ctx)
-		if err == nil && judge(response) != retry {
-			return response, nil
-		}
 		wait := cfg.backoff(attempt, retryAfter(response))
-		switch {
-		case ctx.Err() != nil && err == nil:
-			return response, nil // reading the body tells
-		case err == nil && (attempt == cfg.AttemptsMax || time.Until(c.deadline) <= wait):
+		if !c.mayAskAgain(response, err) || ctx.Err() != nil || attempt == cfg.AttemptsMax || time.Until(c.deadline) <= wait {
+			if err != nil {
+				return nil, c.unanswered(attempt, err)
+			}
 			return response, nil
-		case err != nil && (judgeError(err) == final || ctx.Err() != nil || attempt == cfg.AttemptsMax || time.Until(c.deadline) <= wait):
-			return nil, c.unanswered(attempt, err)
 		}
 		c.tell(ctx, Retry{Attempt: attempt, Status: status(response), Err: err, Wait: wait})
 		c.doubt = c.doubt || err != nil || response.StatusCode >= http.StatusInternalServerError ||
@@ -52,7 +50,7 @@ func (c *call) attempt(ctx context.Context) (*http.Response, error) {
 	late := fmt.Errorf("no response within %v: %w", limit, context.DeadlineExceeded)
 	timer := time.AfterFunc(limit, func() { cancel(late) })
 	traced, sent := c.trace(ctx)
-	response, err := c.t.base.RoundTrip(c.request.WithContext(traced))
+	response, err := c.send(traced)
 	c.doubt = c.doubt || sent.Load() > 1
 	if !timer.Stop() {
 		cancel(late)                    // the timer's own call may still be on its way
@@ -68,6 +66,42 @@ func (c *call) attempt(ctx context.Context) (*http.Response, error) {
 		return nil, err
 	}
 	return c.hand(response, end), nil
+}
+
+// send lets base send the request again by itself only where that is no second effect.
+func (c *call) send(ctx context.Context) (*http.Response, error) {
+	r := c.request.WithContext(ctx)
+	switch {
+	case idempotency.CalledOnce(ctx):
+		return Single(c.t.base).RoundTrip(r)
+	case c.trusts():
+		return c.t.base.RoundTrip(r)
+	}
+	response, err := sendOnce(c.t.base, r)
+	var unsent *notSentError
+	c.sent = c.sent || !errors.As(err, &unsent)
+	if err == nil {
+		c.t.learn(r, c.t.cfg.Header, response)
+	}
+	return response, err
+}
+
+// trusts reports whether base may do what it does by itself: the request changes nothing, or its server takes it for the same one when
+// it comes again; or it has no key, and then a Transport of net/http sends it once over HTTP/1.
+func (c *call) trusts() bool {
+	return c.key == "" || safe(c.request.Method) || c.t.honours(c.request.URL)
+}
+
+// mayAskAgain is the table of Transport.
+func (c *call) mayAskAgain(response *http.Response, err error) bool {
+	var unsent *notSentError
+	switch {
+	case err != nil:
+		return judgeError(err) == retry && (c.trusts() || errors.As(err, &unsent))
+	case judge(response) == final:
+		return false
+	}
+	return c.trusts() || refusedForNow(response.StatusCode)
 }
 
 // trace counts the connections that an attempt is sent over: a http.Transport sends a request with a key again by itself when

@@ -1,4 +1,4 @@
-package httpkey
+package keyclient
 
 import (
 	"context"

@@ -1,4 +1,4 @@
-package httpkey
+package keyclient
 
 import (
 	"cmp"
@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -21,6 +22,11 @@ type TransportConfig struct {
 	Methods []string
 	// Header that carries the key. Default "Idempotency-Key".
 	Header string
+	// Honours are the servers that keep keys, and so may be asked again after they may have acted: "bank.example" (at any port),
+	// "bank.example:8443", or "*" for all. A server that keeps none acts again. Another one is asked again, too, as soon as it
+	// has shown that it keeps them, by an answer with Idempotent-Replayed: true, or with the key in the header of the key:
+	// for as long as the Transport lives, and of 256 servers at most. Default: none.
+	Honours []string
 	// AttemptsMax is how often a request is sent at most. 1 to 100; default 6.
 	AttemptsMax int
 	// TotalMax bounds all attempts of a request and the pauses between them, up to the header of the response; its body is
@@ -74,6 +80,13 @@ func (c TransportConfig) withDefaults() (TransportConfig, error) {
 	c.Header = http.CanonicalHeaderKey(cmp.Or(c.Header, defaultHeader))
 	if !token(c.Header) {
 		problems = append(problems, bounds.Problem("Header", strconv.Quote(c.Header), "the name of a header"))
+	}
+	c.Honours = slices.Clone(c.Honours)
+	for i, server := range c.Honours {
+		if named, err := url.Parse("//" + server); err != nil || named.Host != server || named.Hostname() == "" {
+			problems = append(problems, bounds.Problem("Honours", strconv.Quote(server), `"host", "host:port" or "*"`))
+		}
+		c.Honours[i] = strings.ToLower(server)
 	}
 	problems = append(problems, bounds.Durations(
 		bounds.Duration{Field: "TotalMax", Value: &c.TotalMax, Default: time.Minute, Min: time.Millisecond, Max: time.Hour},

@@ -1,4 +1,4 @@
-package httpkey_test
+package keyclient_test
 
 import (
 	"context"
@@ -14,7 +14,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 )
 
 func nothing() *log.Logger { return log.New(io.Discard, "", 0) }
@@ -24,9 +24,9 @@ func textLogger(w io.Writer) *slog.Logger { return slog.New(slog.NewTextHandler(
 // network is a client's base in a bubble of synctest, where real connections would stop the clock.
 type network func(attempt int) (*http.Response, error)
 
-func (n network) transport(t *testing.T, attempts *[]time.Time, cfg httpkey.TransportConfig) *httpkey.Transport {
+func (n network) transport(t *testing.T, attempts *[]time.Time, cfg keyclient.TransportConfig) *keyclient.Transport {
 	t.Helper()
-	transport, err := httpkey.NewTransport(roundTripper(func(*http.Request) (*http.Response, error) {
+	transport, err := keyclient.NewTransport(roundTripper(func(*http.Request) (*http.Response, error) {
 		*attempts = append(*attempts, time.Now())
 		return n(len(*attempts))
 	}), cfg)
@@ -42,7 +42,7 @@ func answerOf(status int, header http.Header) *http.Response {
 	return &http.Response{StatusCode: status, Header: header, Body: http.NoBody}
 }
 
-func post(t *testing.T, transport *httpkey.Transport) (*http.Response, error) {
+func post(t *testing.T, transport *keyclient.Transport) (*http.Response, error) {
 	t.Helper()
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://bank.example", http.NoBody)
 	require.NoError(t, err)
@@ -59,7 +59,7 @@ func TestPausesGrowAndAreSpread(t *testing.T) {
 		for range 100 { // 2⁻¹⁰⁰ is the chance of a failure by chance
 			var attempts []time.Time
 			transport := network(func(int) (*http.Response, error) { return nil, errors.New("reset") }).
-				transport(t, &attempts, httpkey.TransportConfig{AttemptsMax: len(ceilings) + 1, BackoffMin: 100 * time.Millisecond, BackoffMax: time.Second})
+				transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, AttemptsMax: len(ceilings) + 1, BackoffMin: 100 * time.Millisecond, BackoffMax: time.Second})
 			_, err := post(t, transport) //nolint:bodyclose // there is none
 			require.Error(t, err)
 			require.Len(t, attempts, len(ceilings)+1)
@@ -100,7 +100,7 @@ func TestRetryAfterIsWaitedFor(t *testing.T) {
 						return answerOf(http.StatusTooManyRequests, test.header), nil
 					}
 					return answerOf(http.StatusOK, http.Header{}), nil
-				}).transport(t, &attempts, httpkey.TransportConfig{})
+				}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}})
 				response, err := post(t, transport)
 				require.NoError(t, err)
 				require.NoError(t, response.Body.Close())
@@ -119,14 +119,14 @@ func TestTotalTimeIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		start := time.Now()
 		attempts := 0
-		transport, err := httpkey.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
+		transport, err := keyclient.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
 			attempts++
 			<-r.Context().Done()
 			return nil, r.Context().Err()
-		}), httpkey.TransportConfig{TotalMax: 30 * time.Second, AttemptMax: 7 * time.Second, AttemptsMax: 100})
+		}), keyclient.TransportConfig{Honours: []string{"*"}, TotalMax: 30 * time.Second, AttemptMax: 7 * time.Second, AttemptsMax: 100})
 		require.NoError(t, err)
 		_, err = post(t, transport) //nolint:bodyclose // there is none
-		var unanswered *httpkey.UnansweredError
+		var unanswered *keyclient.UnansweredError
 		require.ErrorAs(t, err, &unanswered)
 		require.True(t, unanswered.Timeout())
 		require.LessOrEqual(t, time.Since(start), 30*time.Second)
@@ -145,28 +145,28 @@ func TestClientWithATimeoutLosesNoKey(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ctx := t.Context()
 				if key != "" {
-					ctx = httpkey.WithKey(ctx, key)
+					ctx = keyclient.WithKey(ctx, key)
 				}
 				effects := map[string]bool{}
 				hangs := true
-				transport, err := httpkey.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
+				transport, err := keyclient.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
 					effects[r.Header.Get("Idempotency-Key")] = true
 					if hangs {
 						<-r.Context().Done()
 						return nil, r.Context().Err()
 					}
 					return answerOf(http.StatusOK, http.Header{}), nil
-				}), httpkey.TransportConfig{})
+				}), keyclient.TransportConfig{Honours: []string{"*"}})
 				require.NoError(t, err)
 				client := &http.Client{Transport: transport, Timeout: 10 * time.Second}
 				_, _, err = do(ctx, t, client, http.MethodPost, "http://bank.example", "x")
 				require.ErrorIs(t, err, context.DeadlineExceeded)
-				var unanswered *httpkey.UnansweredError
+				var unanswered *keyclient.UnansweredError
 				require.ErrorAs(t, err, &unanswered)
 				require.True(t, effects[unanswered.Key])
 
 				hangs = false
-				_, _, err = do(httpkey.WithKey(ctx, unanswered.Key), t, client, http.MethodPost, "http://bank.example", "x")
+				_, _, err = do(keyclient.WithKey(ctx, unanswered.Key), t, client, http.MethodPost, "http://bank.example", "x")
 				require.NoError(t, err)
 				require.Len(t, effects, 1)
 			})
@@ -181,10 +181,10 @@ func TestPauseEndsWithTheContext(t *testing.T) {
 		gone := errors.New("gone")
 		ctx, cancel := context.WithCancelCause(t.Context())
 		var key string
-		transport, err := httpkey.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
+		transport, err := keyclient.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
 			key = r.Header.Get("Idempotency-Key")
 			return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {"50"}}), nil
-		}), httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) {
+		}), keyclient.TransportConfig{Honours: []string{"*"}, Retrying: func(_ *http.Request, r keyclient.Retry) {
 			require.Equal(t, 503, r.Status)
 			require.GreaterOrEqual(t, r.Wait, 50*time.Second)
 			time.AfterFunc(time.Second, func() { cancel(gone) })
@@ -194,7 +194,7 @@ func TestPauseEndsWithTheContext(t *testing.T) {
 		require.NoError(t, err)
 		start := time.Now()
 		_, err = transport.RoundTrip(request) //nolint:bodyclose // there is none
-		var unanswered *httpkey.UnansweredError
+		var unanswered *keyclient.UnansweredError
 		require.ErrorAs(t, err, &unanswered)
 		require.ErrorIs(t, err, gone)
 		require.Equal(t, key, unanswered.Key)
@@ -217,7 +217,7 @@ func TestStalledBodyOfAFailureIsGivenUp(t *testing.T) {
 					return &http.Response{StatusCode: http.StatusServiceUnavailable, Header: http.Header{"Retry-After": {wait}}, Body: stalled}, nil
 				}
 				return answerOf(http.StatusOK, http.Header{}), nil
-			}).transport(t, &attempts, httpkey.TransportConfig{BackoffMax: 100 * time.Millisecond})
+			}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}, BackoffMax: 100 * time.Millisecond})
 			response, err := post(t, transport)
 			require.NoError(t, err)
 			require.NoError(t, response.Body.Close())
@@ -246,7 +246,7 @@ func TestStalledBodyOverAConnection(t *testing.T) {
 				}
 			})
 			defer close(release)
-			status, _, err := do(t.Context(), t, newClient(t, quick(httpkey.TransportConfig{})), http.MethodPost, s.URL, "x")
+			status, _, err := do(t.Context(), t, newClient(t, quick(keyclient.TransportConfig{})), http.MethodPost, s.URL, "x")
 			require.NoError(t, err)
 			require.Equal(t, http.StatusOK, status)
 		})
@@ -261,7 +261,7 @@ func TestRetryAfterWithoutEnd(t *testing.T) {
 			var attempts []time.Time
 			transport := network(func(int) (*http.Response, error) {
 				return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {value}}), nil
-			}).transport(t, &attempts, httpkey.TransportConfig{})
+			}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}})
 			response, err := post(t, transport)
 			require.NoError(t, err)
 			require.NoError(t, response.Body.Close())

@@ -1,4 +1,4 @@
-package httpkey
+package keyclient
 
 import (
 	"cmp"
@@ -47,25 +47,25 @@ func WithRequestName(ctx context.Context, name string) context.Context {
 // SentKey returns the key that a response was asked with, empty if none: behind a redirect to a GET, that of the request that was
 // redirected. header is TransportConfig.Header, or empty for its default.
 func SentKey(response *http.Response, header string) string {
-	if response == nil {
+	if response == nil || response.Request == nil {
 		return ""
 	}
-	return keyOf(response.Request, cmp.Or(header, defaultHeader))
+	header = cmp.Or(header, defaultHeader)
+	return keyed(response.Request, header).Header.Get(header)
 }
 
-// keyOf is the key that a request has, or else the last one on the way of redirects that led to it.
-func keyOf(r *http.Request, header string) string {
-	for r != nil {
-		if key := r.Header.Get(header); key != "" || r.Response == nil {
-			return key
-		}
+// keyed is the request with a key, or else the last one that has one on the way of redirects that led to it, or else the first.
+func keyed(r *http.Request, header string) *http.Request {
+	for r.Header.Get(header) == "" && r.Response != nil && r.Response.Request != nil {
 		r = r.Response.Request
 	}
-	return ""
+	return r
 }
 
-// defaultHeader is what the IETF's draft and most services call it.
-const defaultHeader = "Idempotency-Key"
+const (
+	defaultHeader  = "Idempotency-Key"     // as the IETF's draft and most services call it
+	replayedHeader = "Idempotent-Replayed" // says "true" of a stored answer
+)
 
 var errOtherRequest = errors.New("the idempotency key in the context was sent with another request: give each request its own context")
 

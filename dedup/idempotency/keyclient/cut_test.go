@@ -1,4 +1,4 @@
-package httpkey_test
+package keyclient_test
 
 import (
 	"context"
@@ -22,6 +22,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -98,6 +99,36 @@ func (c *cutConn) Write(p []byte) (int, error) {
 	return n, err
 }
 
+// newPool is a database with a table for effects.
+func newPool(t *testing.T) *pgxpool.Pool {
+	t.Helper()
+	return pgtest.PoolWith(t, `CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
+}
+
+func effects(t *testing.T, pool *pgxpool.Pool) int {
+	t.Helper()
+	return pgtest.Count(t, pool, `SELECT count(*) FROM effects`)
+}
+
+func keys(t *testing.T, pool *pgxpool.Pool) int {
+	t.Helper()
+	return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`)
+}
+
+// answer is what a client sees.
+type answer struct {
+	status int
+	header http.Header
+	body   string
+}
+
+func (a answer) replayed() bool { return a.header.Get("Idempotent-Replayed") == "true" }
+
+func newMiddleware(pool *pgxpool.Pool) (*httpkey.Middleware, error) {
+	tenant := func(*http.Request) (string, error) { return "acme", nil }
+	return httpkey.New(pool, tenant, httpkey.Config{Operation: idempotency.Config{Operation: "api"}})
+}
+
 // service is a server behind the middleware that can be stopped and started again at its address. Its answers are as long as
 // its requests, and name the row of the effect.
 type service struct {
@@ -133,7 +164,7 @@ func newService(t *testing.T, pool *pgxpool.Pool, cuts ...cut) *service {
 }
 
 func (s *service) start() (err error) {
-	if s.once, err = httpkey.New(s.pool, tenantOf, httpkey.Config{Operation: idempotency.Config{Operation: "api"}}); err != nil {
+	if s.once, err = newMiddleware(s.pool); err != nil {
 		return err
 	}
 	s.server = &http.Server{ErrorLog: nothing(), Handler: http.HandlerFunc(s.serve), ReadHeaderTimeout: time.Minute}
@@ -205,14 +236,14 @@ func (s *service) again(client *http.Client, name, key string) (answer, error) {
 	for tries := 0; ; tries++ {
 		ctx := s.t.Context()
 		if key != "" {
-			ctx = httpkey.WithKey(ctx, key)
+			ctx = keyclient.WithKey(ctx, key)
 		}
 		request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+s.address+"/"+name, strings.NewReader(padded(name)))
 		if err != nil {
 			return answer{}, err
 		}
 		response, err := client.Do(request)
-		var unanswered *httpkey.UnansweredError
+		var unanswered *keyclient.UnansweredError
 		if err == nil {
 			var body []byte
 			body, err = io.ReadAll(response.Body)
@@ -221,7 +252,7 @@ func (s *service) again(client *http.Client, name, key string) (answer, error) {
 			if err == nil && (!inProgress || tries == 20) {
 				return answer{status: response.StatusCode, header: response.Header, body: string(body)}, nil
 			}
-			key = httpkey.SentKey(response, "")
+			key = keyclient.SentKey(response, "")
 		} else if errors.As(err, &unanswered) {
 			key = unanswered.Key
 		}
@@ -261,7 +292,7 @@ func TestConnectionsCutAnywhere(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := newService(t, newPool(t), test.cuts...)
-			a, err := s.insist(newClient(t, quick(httpkey.TransportConfig{})), "charge")
+			a, err := s.insist(newClient(t, quick(keyclient.TransportConfig{})), "charge")
 			require.NoError(t, err)
 			require.Equal(t, test.replayed, a.replayed())
 			s.requireOnce("charge", a)
@@ -287,7 +318,7 @@ func TestServerRestartedBetweenTries(t *testing.T) {
 					}
 				}
 			})
-			a, err := s.insist(newClient(t, quick(httpkey.TransportConfig{})), "charge")
+			a, err := s.insist(newClient(t, quick(keyclient.TransportConfig{})), "charge")
 			require.NoError(t, err)
 			require.True(t, ended.Load())
 			require.Equal(t, point == crashpoint.KeyCommitted, a.replayed())
@@ -305,7 +336,7 @@ func TestFirstTryStillRuns(t *testing.T) {
 	let := sync.OnceFunc(func() { close(release) })
 	defer let()
 	var statuses []int
-	a, err := s.insist(newClient(t, quick(httpkey.TransportConfig{AttemptMax: 5 * time.Second, Retrying: func(_ *http.Request, r httpkey.Retry) {
+	a, err := s.insist(newClient(t, quick(keyclient.TransportConfig{AttemptMax: 5 * time.Second, Retrying: func(_ *http.Request, r keyclient.Retry) {
 		if statuses = append(statuses, r.Status); r.Status == http.StatusConflict {
 			let()
 		}
@@ -321,9 +352,11 @@ func TestFirstTryStillRuns(t *testing.T) {
 func TestUnavailableFirst(t *testing.T) {
 	t.Parallel()
 	s := newService(t, newPool(t))
-	s.with(func() { s.once = newMiddleware(t, pgtest.NoPool(t), httpkey.Config{}) })
+	nowhere, err := newMiddleware(pgtest.NoPool(t))
+	require.NoError(t, err)
+	s.with(func() { s.once = nowhere })
 	var statuses []int
-	a, err := s.insist(newClient(t, quick(httpkey.TransportConfig{Retrying: func(_ *http.Request, r httpkey.Retry) {
+	a, err := s.insist(newClient(t, quick(keyclient.TransportConfig{Retrying: func(_ *http.Request, r keyclient.Retry) {
 		statuses = append(statuses, r.Status)
 		s.restart()
 	}})), "charge")
@@ -361,7 +394,7 @@ func TestRandomCutsAndRestarts(t *testing.T) {
 			}
 		}
 	})
-	client := newClient(t, quick(httpkey.TransportConfig{AttemptsMax: 10}))
+	client := newClient(t, quick(keyclient.TransportConfig{AttemptsMax: 10}))
 	var group sync.WaitGroup
 	answers := make([]answer, 40)
 	for worker := range 4 {
@@ -408,12 +441,12 @@ func TestKilledClientOfTheMiddleware(t *testing.T) {
 			require.ErrorContains(t, err, "signal: killed")
 			require.NoError(t, spec.start(t).Wait())
 
-			pending := newPending(t, pool, httpkey.PendingConfig{})
+			pending := newPending(t, pool, keyclient.PendingConfig{})
 			left, err := pending.List(t.Context(), "", 10)
 			require.NoError(t, err)
 			require.Len(t, left, 1)
-			client := newClient(t, quick(httpkey.TransportConfig{Pending: pending}))
-			request, err := http.NewRequestWithContext(httpkey.WithRequestName(t.Context(), left[0].Request), http.MethodPost, spec.Server, strings.NewReader(spec.Name))
+			client := newClient(t, quick(keyclient.TransportConfig{Pending: pending}))
+			request, err := http.NewRequestWithContext(keyclient.WithRequestName(t.Context(), left[0].Request), http.MethodPost, spec.Server, strings.NewReader(spec.Name))
 			require.NoError(t, err)
 			response, err := client.Do(request)
 			require.NoError(t, err)
@@ -424,7 +457,7 @@ func TestKilledClientOfTheMiddleware(t *testing.T) {
 			s.requireOnce("charge", a)
 			require.Equal(t, left[0].Key, s.keys("charge")[0])
 			s.cuts.requireUsed(t)
-			require.NoError(t, pending.Forget(t.Context(), left[0].Request, httpkey.SentKey(response, "")))
+			require.NoError(t, pending.Forget(t.Context(), left[0].Request, keyclient.SentKey(response, "")))
 			require.Empty(t, isPending(t, pending))
 		})
 	}
@@ -438,7 +471,7 @@ func TestClientLeavesAtEachPoint(t *testing.T) {
 		t.Run(point, func(t *testing.T) {
 			t.Parallel()
 			s := newService(t, newPool(t))
-			ctx, leave := context.WithCancel(httpkey.WithKey(t.Context(), "k"))
+			ctx, leave := context.WithCancel(keyclient.WithKey(t.Context(), "k"))
 			defer leave()
 			left, seen := make(chan struct{}), make(chan struct{})
 			s.with(func() {
@@ -450,7 +483,7 @@ func TestClientLeavesAtEachPoint(t *testing.T) {
 					}
 				}
 			})
-			client := newClient(t, quick(httpkey.TransportConfig{AttemptsMax: 1}))
+			client := newClient(t, quick(keyclient.TransportConfig{AttemptsMax: 1}))
 			_, _, err := do(ctx, t, client, http.MethodPost, "http://"+s.address+"/charge", padded("charge"))
 			require.ErrorIs(t, err, context.Canceled)
 			close(left)

@@ -1,0 +1,344 @@
+// Package hammertest_test hammers requests under idempotency keys: two servers that are killed and frozen, a PostgreSQL that
+// crashes, clients that hang up and send other bodies, and a judge that shares no code with the engine.
+//
+//	go test ./dedup/idempotency/hammertest -hammer 1m -seed 7
+package hammertest_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/servers"
+)
+
+var (
+	hammerFor  = flag.Duration("hammer", 10*time.Second, "how long requests are sent")
+	hammerSeed = flag.Uint64("seed", 0, "of what is drawn; 0: a random one")
+)
+
+const serverVariable = "EFFECTONCE_TEST_HAMMER"
+
+func TestMain(m *testing.M) {
+	if spec := os.Getenv(serverVariable); spec != "" { //nolint:forbidigo // this process is a program, not a test
+		_, _ = fmt.Fprintln(os.Stderr, "a server of the hammer ends:", serve(spec))
+		os.Exit(1) //nolint:forbidigo // as above
+	}
+	pgtest.Main(m)
+}
+
+func kinds() []string {
+	return []string{kindOrder, kindStrict, kindDoubt, kindFlow, kindSingle, kindHook}
+}
+
+type hammer struct {
+	cluster *servers.Postgres
+	bank    *bank
+	seed    uint64
+	began   time.Time
+	client  *http.Client
+	places  [2]place
+
+	mu                      sync.Mutex
+	keys                    map[string]*history
+	disturbances            atomic.Int64 // odd while one lasts
+	kills, freezes, crashes int
+}
+
+// place is where one server after the other runs.
+type place struct {
+	address atomic.Pointer[string]
+	cmd     *exec.Cmd
+	stdin   io.Closer // its end ends the server
+	read    chan struct{}
+}
+
+// Property: whatever is killed, frozen, crashed, sent again, sent otherwise or hung up on, a key has at most one effect, exactly one
+// where a client was told so, none where it was declined, and all copies get the same outcome.
+func TestHammer(t *testing.T) {
+	t.Parallel()
+	h := &hammer{seed: *hammerSeed, client: &http.Client{Timeout: 15 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 64}}, keys: map[string]*history{}}
+	if h.seed == 0 {
+		h.seed = rand.Uint64()
+	}
+	t.Logf("seed %d: the same draws, in another order of events, with -seed %d", h.seed, h.seed)
+	h.cluster = pgtest.Cluster(t, map[string]string{"fsync": "on", "max_connections": "300"})
+	pgtest.Migrate(t, h.cluster.URL)
+	conn := pgtest.Connect(t, h.cluster.URL)
+	pgtest.Exec(t, conn, `CREATE TABLE ledger (key text NOT NULL, step text NOT NULL, body text NOT NULL, exec text NOT NULL)`)
+	h.bank = newBank(t, h.seed)
+	t.Cleanup(h.client.CloseIdleConnections)
+	for i := range h.places {
+		h.start(t, i)
+		t.Cleanup(func() { h.kill(i) })
+	}
+	h.began = time.Now()
+	var over atomic.Bool
+	var drivers sync.WaitGroup
+	for i := range 8 {
+		rng := rand.New(rand.NewPCG(h.seed, uint64(i)+1))
+		drivers.Go(func() {
+			for n := 0; !over.Load(); n++ {
+				h.drive(t.Context(), rng, kinds()[rng.IntN(len(kinds()))], fmt.Sprintf("key-%d-%d", i, n))
+			}
+		})
+	}
+	h.disturb(t)
+	over.Store(true)
+	drivers.Wait()
+	h.settle(t)
+	for i := range h.places {
+		h.kill(i) // and all that it wrote is read
+	}
+	h.judge(t)
+}
+
+// disturb goes through all disturbances in random order, once at least, until the time is over.
+func (h *hammer) disturb(t *testing.T) {
+	t.Helper()
+	rng := rand.New(rand.NewPCG(h.seed, 0))
+	length := *hammerFor
+	if testing.Short() {
+		length = min(length, 3*time.Second)
+	}
+	var deck []int
+	for n, end := 0, h.began.Add(length); n < 5 || time.Now().Before(end); n++ {
+		if n%5 == 0 {
+			deck = rng.Perm(5)
+		}
+		wait(time.Duration(300+rng.IntN(900)) * time.Millisecond)
+		i := rng.IntN(len(h.places))
+		h.disturbances.Add(1)
+		switch deck[n%5] {
+		case 0, 1:
+			h.kills++
+			h.kill(i)
+			h.start(t, i)
+		case 2, 3: // often for longer than a lock lasts, and an idle transaction
+			h.freezes++
+			require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGSTOP))
+			wait(time.Duration(rng.IntN(4000)) * time.Millisecond)
+			require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGCONT))
+		default:
+			h.crashes++
+			require.NoError(t, h.cluster.Kill(t.Context()))
+			require.NoError(t, h.cluster.Restart(t.Context()))
+		}
+		h.disturbances.Add(1)
+	}
+}
+
+func wait(d time.Duration) { <-time.After(d) }
+
+func (h *hammer) start(t *testing.T, i int) {
+	t.Helper()
+	p := &h.places[i]
+	spec, err := json.Marshal(server{URL: h.cluster.URL + "&pool_max_conns=24", Bank: h.bank.URL, Seed: h.seed + uint64(h.disturbances.Load()) + uint64(i)})
+	require.NoError(t, err)
+	p.cmd = exec.CommandContext(t.Context(), os.Args[0], "-test.run=^$")
+	p.cmd.Env = append(os.Environ(), serverVariable+"="+string(spec))
+	if testing.Verbose() {
+		p.cmd.Stderr = os.Stderr
+	}
+	out, err := p.cmd.StdoutPipe()
+	require.NoError(t, err)
+	p.stdin, err = p.cmd.StdinPipe()
+	require.NoError(t, err)
+	require.NoError(t, p.cmd.Start())
+	lines := bufio.NewScanner(out)
+	require.True(t, lines.Scan(), "the server does not start")
+	address := strings.TrimPrefix(lines.Text(), "listens ")
+	p.address.Store(&address)
+	p.read = make(chan struct{})
+	go func() {
+		defer close(p.read)
+		for lines.Scan() {
+			if words := strings.Fields(lines.Text()); len(words) == 4 && words[0] == "ran" {
+				h.mu.Lock()
+				k := h.keys[words[1]]
+				k.ran = append(k.ran, words[3]+" "+words[2])
+				h.mu.Unlock()
+			}
+		}
+	}()
+}
+
+// kill ends a server, and returns when all that it wrote is read.
+func (h *hammer) kill(i int) {
+	p := &h.places[i]
+	_ = p.cmd.Process.Kill()
+	<-p.read
+	_ = p.cmd.Wait()
+	_ = p.stdin.Close()
+}
+
+// drive sends up to a hundred copies of a request at once, and then asks until one gets an outcome.
+func (h *hammer) drive(ctx context.Context, rng *rand.Rand, kind, key string) {
+	k := &history{kind: kind, key: key}
+	h.mu.Lock()
+	h.keys[key] = k
+	h.mu.Unlock()
+	copies := 1 + rng.IntN(8)
+	if rng.IntN(16) == 0 {
+		copies = 100
+	}
+	began, before := time.Now(), h.disturbances.Load()
+	var group sync.WaitGroup
+	for range copies {
+		body, patience, place := "A", 15*time.Second, rng.IntN(2)
+		if rng.IntN(10) == 0 {
+			body = "B"
+		}
+		if rng.IntN(10) == 0 {
+			patience = time.Duration(rng.IntN(50)) * time.Millisecond
+		}
+		group.Go(func() {
+			for range 2 {
+				if h.ask(ctx, k, place, body, patience).over() {
+					return
+				}
+			}
+		})
+	}
+	group.Wait()
+	known := false
+	for try := 0; try < 5 && !known; try++ {
+		a := h.ask(ctx, k, try%2, "A", 15*time.Second)
+		known = a.over() && a.Status != http.StatusUnprocessableEntity
+	}
+	// Within a second no lock runs out, and no timeout: this machine may stand still, too.
+	k.calm = known && before%2 == 0 && h.disturbances.Load() == before && time.Since(began) < time.Second
+}
+
+// ask sends a request to a server, and notes the answer.
+func (h *hammer) ask(ctx context.Context, k *history, place int, body string, patience time.Duration) answer {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	a := answer{Body: body, Place: place}
+	header, err := h.send(ctx, k, &a)
+	if err != nil {
+		a.Status, a.Text = 0, err.Error()
+	}
+	problem := header.Get("Content-Type") == "application/problem+json"
+	a.Undecided = problem && strings.Contains(a.Text, "idempotency-key-undecided")
+	a.Kept = !problem && a.Status != 0 && a.Status != http.StatusUnprocessableEntity && a.Status != http.StatusConflict &&
+		a.Status != http.StatusTooManyRequests && (a.Status < 500 || k.kind == kindStrict)
+	a.At = time.Since(h.began).Round(time.Millisecond)
+	h.mu.Lock()
+	k.answers = append(k.answers, a)
+	h.mu.Unlock()
+	if a.Status == 0 || a.Status >= 500 && !a.Kept {
+		wait(50 * time.Millisecond) // a server is being started again
+	}
+	return a
+}
+
+func (h *hammer) send(ctx context.Context, k *history, a *answer) (http.Header, error) {
+	url := "http://" + *h.places[a.Place].address.Load() + "/" + k.kind
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, url, strings.NewReader(a.Body))
+	if err != nil {
+		return nil, err
+	}
+	request.Header.Set("Idempotency-Key", k.key)
+	request.Header.Set("Content-Type", "text/plain")
+	response, err := h.client.Do(request)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = response.Body.Close() }()
+	text, err := io.ReadAll(response.Body)
+	a.Status, a.Text = response.StatusCode, string(text)
+	return response.Header, err
+}
+
+// settle asks every key again, with both bodies, until it is answered: nothing is disturbed any more.
+func (h *hammer) settle(t *testing.T) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	todo := make(chan *history, len(h.keys))
+	for _, k := range h.keys {
+		todo <- k
+	}
+	close(todo)
+	var group sync.WaitGroup
+	for range 16 {
+		group.Go(func() {
+			for k := range todo {
+				for _, body := range []string{"A", "B"} {
+					for try := 0; ctx.Err() == nil && !h.ask(ctx, k, try%2, body, 15*time.Second).over(); try++ {
+						wait(20 * time.Millisecond)
+					}
+				}
+			}
+		})
+	}
+	group.Wait()
+	assert.NoError(t, ctx.Err(), "keys are not answered")
+}
+
+// bank charges for each key, and remembers how often. It deduplicates only requests that have an Idempotency-Key.
+type bank struct {
+	*httptest.Server
+
+	mu      sync.Mutex
+	rng     *rand.Rand
+	decided map[string]int // status by Idempotency-Key
+	charges map[string]int // by the hammer's key
+}
+
+func newBank(t *testing.T, seed uint64) *bank {
+	t.Helper()
+	b := &bank{rng: rand.New(rand.NewPCG(seed, 99)), decided: map[string]int{}, charges: map[string]int{}}
+	b.Server = httptest.NewServer(b)
+	t.Cleanup(b.Close)
+	return b
+}
+
+func (b *bank) charged(key string) int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.charges[key]
+}
+
+func (b *bank) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	id := r.Header.Get("Idempotency-Key")
+	status, known := b.decided[id]
+	lot := b.rng.IntN(20)
+	switch {
+	case known && id != "":
+	case lot < 3:
+		w.WriteHeader(http.StatusServiceUnavailable)
+		return
+	case lot < 6:
+		status = http.StatusPaymentRequired
+	default:
+		status = http.StatusOK
+		b.charges[r.Header.Get("Key")]++
+	}
+	b.decided[id] = status
+	if lot == 19 {
+		panic(http.ErrAbortHandler) // its answer is lost
+	}
+	w.WriteHeader(status)
+}

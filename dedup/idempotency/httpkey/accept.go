@@ -173,8 +173,9 @@ func (m *Middleware) accepted(w http.ResponseWriter, location string) {
 
 // mark names a key in a URL.
 func (m *Middleware) mark(key idempotency.Key) (string, error) {
-	text, err := []byte(key.Value), error(nil)
+	text := []byte(key.Value)
 	if seal := m.cfg.Operation.Seal; seal != nil {
+		var err error
 		if text, err = seal.Seal(text, markOf(key.Scope, key.Operation)); err != nil {
 			return "", fmt.Errorf("encrypt the key of a status resource: %w", err)
 		}

@@ -62,7 +62,7 @@ func (m *Middleware) flowHandler(request func(r *http.Request) ([]byte, error), 
 			return
 		}
 		if request != nil {
-			made, err := m.made(r, request, body)
+			made, err := m.made(r, request, body) //nolint:contextcheck // it outlives its client
 			var final *idempotency.FinalError
 			switch {
 			case errors.As(err, &final):

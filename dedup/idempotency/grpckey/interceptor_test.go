@@ -1,0 +1,387 @@
+package grpckey_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	testpb "google.golang.org/grpc/interop/grpc_testing"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/grpckey"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+func newPool(t *testing.T) *pgxpool.Pool {
+	t.Helper()
+	return pgtest.PoolWith(t, `CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
+}
+
+func effects(t *testing.T, pool *pgxpool.Pool) int {
+	t.Helper()
+	return pgtest.Count(t, pool, `SELECT count(*) FROM effects`)
+}
+
+func keys(t *testing.T, pool *pgxpool.Pool) int {
+	t.Helper()
+	return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`)
+}
+
+// tenantOf stands for authentication.
+func tenantOf(ctx context.Context) (string, error) {
+	switch values := metadata.ValueFromIncomingContext(ctx, "tenant"); {
+	case len(values) == 0:
+		return "acme", nil
+	case values[0] == "stranger":
+		return "", fmt.Errorf("token: %w", grpckey.ErrUnauthenticated)
+	case values[0] == "broken":
+		return "acme", errors.New("canary")
+	default:
+		return values[0], nil
+	}
+}
+
+// service executes UnaryCall once, and EmptyCall as it comes.
+type service struct {
+	testpb.UnimplementedTestServiceServer
+
+	unary func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error)
+}
+
+func (s *service) UnaryCall(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+	return s.unary(ctx, request)
+}
+
+func (s *service) EmptyCall(ctx context.Context, _ *testpb.Empty) (*testpb.Empty, error) {
+	defer func() { _ = recover() }()
+	grpckey.Tx(ctx)
+	return nil, errors.New("it has a transaction")
+}
+
+func insert(ctx context.Context, request *testpb.SimpleRequest) error {
+	_, err := grpckey.Tx(ctx).Exec(ctx, `INSERT INTO effects (name) VALUES ($1)`, string(request.GetPayload().GetBody()))
+	return err
+}
+
+type client struct{ testpb.TestServiceClient }
+
+// serve starts a server with the interceptor, and a client of it over loopback.
+func serve(t *testing.T, pool *pgxpool.Pool, cfg grpckey.Config, unary func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error)) client {
+	t.Helper()
+	cfg.Methods = []string{testpb.TestService_UnaryCall_FullMethodName}
+	cfg.Operation.Operation = "orders"
+	once, err := grpckey.New(pool, tenantOf, cfg)
+	require.NoError(t, err)
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	server := grpc.NewServer(grpc.ChainUnaryInterceptor(once.Unary))
+	testpb.RegisterTestServiceServer(server, &service{unary: unary})
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(listener) }()
+	conn, err := grpc.NewClient(listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		assert.NoError(t, conn.Close())
+		server.Stop()
+		assert.NoError(t, <-served)
+	})
+	return client{testpb.NewTestServiceClient(conn)}
+}
+
+// answer is what a client sees.
+type answer struct {
+	response *testpb.SimpleResponse
+	err      error
+	replayed bool
+}
+
+func (c client) ask(ctx context.Context, key, body string, pairs ...string) (a answer) {
+	if key != "" {
+		pairs = append(pairs, grpckey.Metadata, key)
+	}
+	var header metadata.MD
+	a.response, a.err = c.UnaryCall(metadata.AppendToOutgoingContext(ctx, pairs...), &testpb.SimpleRequest{Payload: &testpb.Payload{Body: []byte(body)}}, grpc.Header(&header))
+	a.replayed = strings.Join(header.Get(grpckey.Replayed), ",") == "true"
+	return a
+}
+
+// requireRefused checks a status of the package itself.
+func requireRefused(t *testing.T, err error, code codes.Code, reason grpckey.Reason) (retryAfter time.Duration) {
+	t.Helper()
+	answer := status.Convert(err)
+	require.Equal(t, code, answer.Code(), err)
+	require.NotContains(t, answer.Message(), "canary")
+	found := ""
+	for _, detail := range answer.Details() {
+		switch of := detail.(type) {
+		case *errdetails.ErrorInfo:
+			require.Equal(t, grpckey.Domain, of.GetDomain())
+			found = of.GetReason()
+		case *errdetails.RetryInfo:
+			retryAfter = of.GetRetryDelay().AsDuration()
+		}
+	}
+	require.Equal(t, string(reason), found)
+	return retryAfter
+}
+
+// Property: a hundred calls at once with one key have one effect and one response; a retry replays it, in each tenant on its own, and
+// another request under the key is refused.
+func TestCallIsExecutedOnce(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	var ran atomic.Int64
+	c := serve(t, pool, grpckey.Config{Operation: idempotency.Config{WaitMax: 10 * time.Second}}, func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+		return &testpb.SimpleResponse{Username: grpckey.Key(ctx).ChildID("order").String(), ServerId: fmt.Sprint(ran.Add(1))}, insert(ctx, request)
+	})
+	answers := make([]answer, 100)
+	var group sync.WaitGroup
+	for n := range answers {
+		group.Go(func() { answers[n] = c.ask(t.Context(), "k", "a") })
+	}
+	group.Wait()
+	first := 0
+	for _, a := range answers {
+		require.NoError(t, a.err)
+		require.True(t, proto.Equal(answers[0].response, a.response))
+		if !a.replayed {
+			first++
+		}
+	}
+	require.Equal(t, 1, first)
+	require.Equal(t, 1, effects(t, pool))
+	require.True(t, c.ask(t.Context(), "k", "a").replayed)
+	requireRefused(t, c.ask(t.Context(), "k", "b").err, codes.InvalidArgument, grpckey.ReasonKeyReused)
+	other := c.ask(t.Context(), "k", "b", "tenant", "other")
+	require.NoError(t, other.err)
+	require.False(t, other.replayed)
+	require.Equal(t, 2, effects(t, pool))
+}
+
+// Property: the code of a failure decides whether it is the outcome, with its details, or frees the key; its effects are rolled back in any
+// case.
+func TestCodeDecidesWhatIsKept(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	var ran atomic.Int64
+	var fails atomic.Pointer[error]
+	c := serve(t, pool, grpckey.Config{}, func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+		ran.Add(1)
+		if err := insert(ctx, request); err != nil {
+			return nil, err
+		}
+		return &testpb.SimpleResponse{}, *fails.Load()
+	})
+	for code := codes.Canceled; code <= codes.Unauthenticated; code++ {
+		detailed, err := status.New(code, "of the handler").WithDetails(&errdetails.ErrorInfo{Reason: "LIMIT"})
+		require.NoError(t, err)
+		failure := fmt.Errorf("wrapped: %w", detailed.Err())
+		fails.Store(&failure)
+		ran.Store(0)
+		for try := range 2 {
+			a := c.ask(t.Context(), code.String(), "a")
+			got := status.Convert(a.err)
+			require.Equal(t, code, got.Code())
+			require.Equal(t, "of the handler", got.Message())
+			require.Len(t, got.Details(), 1)
+			require.Equal(t, try == 1 && grpckey.Refused(code), a.replayed, code)
+		}
+		want := int64(2)
+		if grpckey.Refused(code) {
+			want = 1
+		}
+		require.Equal(t, want, ran.Load(), code)
+	}
+	require.Zero(t, effects(t, pool))
+	require.Equal(t, 6, keys(t, pool))
+}
+
+// Property: an error of the database that a handler returns as it is runs it again where that helps, and reaches no client.
+func TestErrorsOfTheDatabase(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	failures := map[string]error{"conflict": &pgconn.PgError{Code: "40001"}, "away": &pgconn.PgError{Code: "57P01"}, "other": errors.New("canary")}
+	var ran atomic.Int64
+	c := serve(t, pool, grpckey.Config{RetryAfter: 3 * time.Second}, func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+		body := string(request.GetPayload().GetBody())
+		request.Payload.Body = []byte("what a run changes, a later one must not see")
+		if n := ran.Add(1); body != "conflict" || n == 1 {
+			return nil, errors.Join(insert(ctx, request), fmt.Errorf("canary: %w", failures[body]))
+		}
+		return &testpb.SimpleResponse{}, insert(ctx, request)
+	})
+	require.NoError(t, c.ask(t.Context(), "k", "conflict").err)
+	require.EqualValues(t, 2, ran.Load())
+	require.Equal(t, 3*time.Second, requireRefused(t, c.ask(t.Context(), "l", "away").err, codes.Unavailable, grpckey.ReasonUnavailable))
+	requireRefused(t, c.ask(t.Context(), "m", "other").err, codes.Internal, grpckey.ReasonInternal)
+	require.Equal(t, 1, effects(t, pool))
+	require.Equal(t, 1, keys(t, pool))
+}
+
+// Property: a call without a usable key or tenant is refused without a database; a method that is not listed passes.
+func TestRefusedBeforeAnySQL(t *testing.T) {
+	t.Parallel()
+	c := serve(t, pgtest.NoPool(t), grpckey.Config{Fingerprint: func(_ string, request proto.Message) ([]byte, error) {
+		if string(request.(*testpb.SimpleRequest).GetPayload().GetBody()) == "odd" {
+			return nil, errors.New("canary")
+		}
+		return nil, nil
+	}}, nil)
+	for name, of := range map[string]struct {
+		key, body string
+		pairs     []string
+		code      codes.Code
+		reason    grpckey.Reason
+	}{
+		"no key":       {"", "a", nil, codes.InvalidArgument, grpckey.ReasonKeyMissing},
+		"blank":        {"a b", "a", nil, codes.InvalidArgument, grpckey.ReasonKeyMalformed},
+		"long":         {strings.Repeat("k", 256), "a", nil, codes.InvalidArgument, grpckey.ReasonKeyMalformed},
+		"two":          {"a", "a", []string{grpckey.Metadata, "b"}, codes.InvalidArgument, grpckey.ReasonKeyMalformed},
+		"odd":          {"a", "odd", nil, codes.InvalidArgument, grpckey.ReasonUnreadable},
+		"stranger":     {"", "a", []string{"tenant", "stranger"}, codes.Unauthenticated, grpckey.ReasonUnauthenticated},
+		"broken scope": {"a", "a", []string{"tenant", "broken"}, codes.Internal, grpckey.ReasonInternal},
+		"no tenant":    {"a", "a", []string{"tenant", ""}, codes.Internal, grpckey.ReasonInternal},
+		"well":         {"a", "a", nil, codes.Unavailable, grpckey.ReasonUnavailable}, // only this one asks the database
+	} {
+		a := c.ask(t.Context(), of.key, of.body, of.pairs...)
+		t.Log(name)
+		requireRefused(t, a.err, of.code, of.reason)
+	}
+	_, err := c.EmptyCall(t.Context(), &testpb.Empty{})
+	require.NoError(t, err)
+}
+
+// Property: each thing that the engine says has its code and its reason, and when to ask again where that helps.
+func TestReasons(t *testing.T) {
+	t.Parallel()
+	once, err := grpckey.New(pgtest.NoPool(t), tenantOf, grpckey.Config{
+		Operation: idempotency.Config{Operation: "orders"}, Methods: []string{testpb.TestService_UnaryCall_FullMethodName}, RetryAfter: 3 * time.Second,
+	})
+	require.NoError(t, err)
+	for _, c := range []struct {
+		err    error
+		code   codes.Code
+		reason grpckey.Reason
+		after  time.Duration
+	}{
+		{&idempotency.CrowdedError{RetryAfter: time.Minute}, codes.ResourceExhausted, grpckey.ReasonTooManyWaiting, time.Minute},
+		{&idempotency.QuotaError{Max: 1}, codes.ResourceExhausted, grpckey.ReasonTooManyKeys, 3 * time.Second},
+		{&idempotency.InProgressError{RetryAfter: time.Second}, codes.Aborted, grpckey.ReasonKeyInProgress, time.Second},
+		{idempotency.ErrMismatch, codes.InvalidArgument, grpckey.ReasonKeyReused, 0},
+		{idempotency.ErrIndeterminate, codes.FailedPrecondition, grpckey.ReasonKeyUndecided, 0},
+		{idempotency.ErrAbandoned, codes.FailedPrecondition, grpckey.ReasonKeyUndecided, 0},
+		{idempotency.ErrUnanswered, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
+		{idempotency.ErrUnreadable, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
+		{&pgconn.PgError{Code: "53300"}, codes.Unavailable, grpckey.ReasonUnavailable, 3 * time.Second},
+		{errors.New("canary"), codes.Internal, grpckey.ReasonInternal, 0},
+	} {
+		require.Equal(t, c.after, requireRefused(t, once.Answer(fmt.Errorf("once: %w", c.err)), c.code, c.reason))
+	}
+}
+
+// Property: a response that is too large to be kept is sent once and not executed again; what a person stored, and what Strict made of a
+// failure, is the outcome; work that has begun outlives its client.
+func TestOtherOutcomes(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	begun, release := make(chan struct{}), make(chan struct{})
+	c := serve(t, pool, grpckey.Config{Operation: idempotency.Config{ResponseBytesMax: 200, Strict: true}}, func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+		switch string(request.GetPayload().GetBody()) {
+		case "large":
+			return &testpb.SimpleResponse{Username: strings.Repeat("a", 201)}, insert(ctx, request)
+		case "fails":
+			return nil, errors.New("canary")
+		case "slow":
+			close(begun)
+			<-release
+		}
+		return &testpb.SimpleResponse{}, insert(ctx, request)
+	})
+	require.NoError(t, c.ask(t.Context(), "large", "large").err)
+	requireRefused(t, c.ask(t.Context(), "large", "large").err, codes.FailedPrecondition, grpckey.ReasonNotKept)
+	for range 2 {
+		requireRefused(t, c.ask(t.Context(), "strict", "fails").err, codes.Internal, grpckey.ReasonInternal)
+	}
+	ctx, leave := context.WithCancel(t.Context())
+	gone := make(chan answer)
+	go func() { gone <- c.ask(ctx, "slow", "slow") }()
+	<-begun
+	leave()
+	require.Equal(t, codes.Canceled, status.Code((<-gone).err))
+	close(release)
+	a := c.ask(t.Context(), "slow", "slow")
+	for status.Code(a.err) == codes.Aborted {
+		a = c.ask(t.Context(), "slow", "slow")
+	}
+	require.NoError(t, a.err)
+	require.True(t, a.replayed)
+	require.Equal(t, 2, effects(t, pool))
+
+	finish := func(code int, body string) answer {
+		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET status = $1, body = $2 WHERE key = 'slow'`, code, []byte(body))
+		require.NoError(t, err)
+		return c.ask(t.Context(), "slow", "slow")
+	}
+	require.NoError(t, finish(204, "").err)
+	require.Equal(t, codes.Internal, status.Code(finish(200, "no protocol buffer").err))
+	for _, body := range []string{"withdrawn", ""} {
+		a = finish(409, body)
+		require.Equal(t, codes.FailedPrecondition, status.Code(a.err))
+		require.ErrorContains(t, a.err, "the call was finished with status 409")
+	}
+}
+
+// Property: a client that comes when its key is forgotten learns that its call was executed, and does not execute it again.
+func TestAfterTheWindow(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.PoolWith(t, `CREATE TABLE orders (id uuid PRIMARY KEY)`)
+	c := serve(t, pool, grpckey.Config{}, func(ctx context.Context, _ *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+		_, err := grpckey.Tx(ctx).Exec(ctx, `INSERT INTO orders (id) VALUES ($1)`, grpckey.Key(ctx).ChildID("order"))
+		return &testpb.SimpleResponse{}, err
+	})
+	require.NoError(t, c.ask(t.Context(), "k", "a").err)
+	_, err := pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`)
+	require.NoError(t, err)
+	for _, replayed := range []bool{false, true} {
+		a := c.ask(t.Context(), "k", "a")
+		requireRefused(t, a.err, codes.FailedPrecondition, grpckey.ReasonKeyExpired)
+		require.Equal(t, replayed, a.replayed)
+	}
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM orders`))
+}
+
+// Property: New reports everything that is wrong at once.
+func TestNewReportsAllProblems(t *testing.T) {
+	t.Parallel()
+	_, err := grpckey.New(nil, nil, grpckey.Config{
+		HandlerTimeout: 2 * time.Hour, RetryAfter: time.Millisecond,
+		Methods: []string{testpb.TestService_UnaryCall_FullMethodName, "/none.Service/Call", "grpc.testing.TestService/UnaryCall", testpb.TestService_FullDuplexCall_FullMethodName},
+	})
+	for _, part := range []string{
+		"scope is nil", "pool is nil", "Operation", "HandlerTimeout 2h0m0s", "RetryAfter 1ms", `Methods "/none.Service/Call": want the full name`,
+		`Methods "grpc.testing.TestService/UnaryCall"`, `Methods "/grpc.testing.TestService/FullDuplexCall"`,
+	} {
+		require.ErrorContains(t, err, part)
+	}
+	require.NotContains(t, err.Error(), `"/grpc.testing.TestService/UnaryCall"`)
+	_, err = grpckey.New(pgtest.NoPool(t), tenantOf, grpckey.Config{Operation: idempotency.Config{Operation: "a"}, HandlerTimeout: 100 * time.Millisecond})
+	require.ErrorContains(t, err, "HandlerTimeout 100ms: want more than Operation.WaitMax, 250ms")
+	require.ErrorContains(t, err, "Methods []: want at least one")
+}

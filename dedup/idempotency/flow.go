@@ -183,8 +183,8 @@ func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, er
 	if err != nil {
 		return f.op.answered(Response{}, err)
 	}
-	return f.op.answered(f.op.inTurn(ctx, key, func() (Response, error) {
-		deadline := time.Now().Add(f.op.cfg.WaitMax)
+	return f.op.answered(f.op.inTurn(ctx, key, func(wait time.Duration) (Response, error) {
+		deadline := time.Now().Add(wait)
 		for {
 			response, err := f.do(ctx, key, request)
 			if !errors.Is(err, ErrInProgress) || time.Now().After(deadline) || !pause(ctx, askEvery) {

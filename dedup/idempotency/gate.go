@@ -31,6 +31,8 @@ type line struct {
 	over    chan struct{} // closed once the key has an outcome
 	waiting int
 	users   int
+	probed  bool // one that waited long enough looks what the database says
+	ended   bool // over is closed
 }
 
 const (
@@ -38,9 +40,9 @@ const (
 	scopesMax   = 4096 // scopes whose keys are counted
 )
 
-// inTurn answers a request, by what is stored, or by executing it in its turn.
-func (o *Operation) inTurn(ctx context.Context, key Key, execute func() (Response, error)) (Response, error) {
-	known, leave, err := o.enter(ctx, key)
+// inTurn answers a request, by what is stored, or by executing it in its turn. execute may wait as long for other processes.
+func (o *Operation) inTurn(ctx context.Context, key Key, execute func(wait time.Duration) (Response, error)) (Response, error) {
+	known, wait, leave, err := o.enter(ctx, key)
 	if err != nil {
 		return Response{}, err
 	}
@@ -53,11 +55,11 @@ func (o *Operation) inTurn(ctx context.Context, key Key, execute func() (Respons
 		}
 		o.gate.unlearn(name{key.Scope, key.Value})
 	}
-	if ended = o.quota(ctx, key); ended != nil {
-		return Response{}, ended
+	if err := o.quota(ctx, key); err != nil {
+		ended = err
+		return Response{}, err
 	}
-	ended = errNotEnded
-	response, err := execute()
+	response, err := execute(wait)
 	ended = err
 	return response, err
 }
@@ -81,13 +83,14 @@ func (o *Operation) look(ctx context.Context, key Key) (response Response, ok bo
 }
 
 // enter waits until it is the turn of a request, at most for WaitMax. known: the key has an outcome, as far as this process knows.
-// leave is called with what became of the request.
-func (o *Operation) enter(ctx context.Context, key Key) (known bool, leave func(error), err error) {
-	g, n := &o.gate, name{key.Scope, key.Value}
+// leave is called with what became of the request. Whose turn it is may hang, and have lost the key long ago: of those who
+// waited long enough, one at a time asks the database all the same, and does not wait there.
+func (o *Operation) enter(ctx context.Context, key Key) (known bool, wait time.Duration, leave func(error), err error) {
+	g, n, began := &o.gate, name{key.Scope, key.Value}, time.Now()
 	g.Lock()
+	defer g.Unlock()
 	if g.knows(n) {
-		g.Unlock()
-		return true, func(error) {}, nil
+		return true, o.cfg.WaitMax, func(error) {}, nil
 	}
 	l := g.lines[n]
 	if l == nil {
@@ -98,21 +101,18 @@ func (o *Operation) enter(ctx context.Context, key Key) (known bool, leave func(
 	select {
 	case <-l.turn:
 		l.users++
-		g.Unlock()
-		return false, func(err error) { g.leave(n, l, err) }, nil
+		return false, o.cfg.WaitMax, func(err error) { g.leave(n, l, false, err) }, nil
 	default:
 	}
 	if l.waiting >= o.cfg.KeyWaitersMax || g.waiting[n.scope] >= o.cfg.ScopeWaitersMax {
-		g.Unlock()
-		return false, nil, &CrowdedError{RetryAfter: time.Second}
+		return false, 0, nil, &CrowdedError{RetryAfter: time.Second}
 	}
 	l.users++
 	l.waiting++
 	g.waiting[n.scope]++
 	g.Unlock()
-
+	known, late := false, false
 	timer := time.NewTimer(o.cfg.WaitMax)
-	defer timer.Stop()
 	select {
 	case <-l.turn:
 	case <-l.over:
@@ -120,36 +120,42 @@ func (o *Operation) enter(ctx context.Context, key Key) (known bool, leave func(
 	case <-ctx.Done():
 		err = ctx.Err()
 	case <-timer.C:
-		err = &InProgressError{RetryAfter: time.Second}
+		late = true
 	}
+	timer.Stop()
 	g.Lock()
 	l.waiting--
 	if g.waiting[n.scope]--; g.waiting[n.scope] == 0 {
 		delete(g.waiting, n.scope)
 	}
+	if late && l.probed {
+		err = &InProgressError{RetryAfter: time.Second}
+	}
 	if known || err != nil {
 		g.drop(n, l)
-		leave = func(error) {}
-	} else {
-		leave = func(err error) { g.leave(n, l, err) }
+		return known, o.cfg.WaitMax, func(error) {}, err
 	}
-	g.Unlock()
-	return known, leave, err
+	l.probed = l.probed || late
+	return false, max(0, o.cfg.WaitMax-time.Since(began)), func(err error) { g.leave(n, l, late, err) }, nil
 }
 
-// leave ends the turn of a request.
-func (g *gate) leave(n name, l *line, err error) {
+// leave ends the turn of a request, or its probe.
+func (g *gate) leave(n name, l *line, probe bool, err error) {
 	g.Lock()
 	defer g.Unlock()
-	if err == nil || errors.Is(err, ErrIndeterminate) || errors.Is(err, ErrAbandoned) {
+	if err == nil {
+		g.learn(n)
+	}
+	if !l.ended && (err == nil || errors.Is(err, ErrIndeterminate) || errors.Is(err, ErrAbandoned)) {
+		l.ended = true
 		close(l.over)
 		delete(g.lines, n) // those who come now know, or begin another
-		if err == nil {
-			g.learn(n)
-		}
-		return
 	}
-	l.turn <- struct{}{}
+	if probe {
+		l.probed = false
+	} else if !l.ended {
+		l.turn <- struct{}{}
+	}
 	g.drop(n, l)
 }
 
@@ -162,9 +168,9 @@ func (g *gate) drop(n name, l *line) {
 
 // knows tells whether a key had an outcome when this process last heard of it.
 func (g *gate) knows(n name) bool {
-	_, new := g.answered[0][n]
-	_, old := g.answered[1][n]
-	return new || old
+	_, lately := g.answered[0][n]
+	_, before := g.answered[1][n]
+	return lately || before
 }
 
 // learn notes that a key has an outcome, and forgets those of long ago.

@@ -242,3 +242,23 @@ func TestOutcomeThatIsKnownIsLookedUp(t *testing.T) {
 	_, err = ask()
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
 }
+
+// Property: a request that hangs, and has lost its key meanwhile, keeps no other away for longer than WaitMax, in its own process
+// either.
+func TestHungRequestKeepsNoOtherAway(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{WaitMax: 100 * time.Millisecond, IdleTimeout: 50 * time.Millisecond})
+	release := held(t, o, key("busy"), insertOnce("busy")) // the server ends its transaction, and it does not notice
+	var response idempotency.Response
+	require.Eventually(t, func() bool {
+		var err error
+		response, err = o.Once(t.Context(), key("busy"), insertOnce("busy"))
+		return err == nil
+	}, time.Minute, time.Millisecond)
+	require.False(t, response.Replayed)
+	require.Error(t, release())
+	require.Equal(t, 1, effects(t, pool, "busy"))
+	requests, keys, _ := o.Waiting()
+	require.Zero(t, requests+keys)
+}

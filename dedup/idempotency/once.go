@@ -31,9 +31,9 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 	if err != nil {
 		return o.answered(Response{}, err)
 	}
-	return o.answered(o.inTurn(ctx, key, func() (Response, error) {
+	return o.answered(o.inTurn(ctx, key, func(wait time.Duration) (Response, error) {
 		for attempt := 1; ; attempt++ {
-			response, err := o.once(ctx, key, work)
+			response, err := o.once(ctx, key, wait, work)
 			if err == nil || attempt > o.cfg.Retries || !conflict(err) {
 				return response, err
 			}
@@ -45,8 +45,8 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 }
 
 // once is one execution of the transaction.
-func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
-	t, replayed, err := o.claimWork(ctx, key)
+func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
+	t, replayed, err := o.claimWork(ctx, key, wait)
 	if t == nil {
 		return replayed, err
 	}
@@ -83,11 +83,11 @@ func (o *Operation) once(ctx context.Context, key Key, work func(ctx context.Con
 	return Response{}, err
 }
 
-// claimWork begins the transaction of the work. Without one it returns what the key says.
-func (o *Operation) claimWork(ctx context.Context, key Key) (*transaction, Response, error) {
+// claimWork begins the transaction of the work, waiting for other processes. Without one it returns what the key says.
+func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) (*transaction, Response, error) {
 	args := []any{key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout)}
 	args = slices.Clip(args) // what is appended is not shared
-	until := time.Now().Add(o.cfg.WaitMax)
+	until := time.Now().Add(wait)
 	for range claimsMax {
 		t, took, err := o.take(ctx, key, until, o.sql.work.claim, append(args, key.Fingerprint[:])...)
 		if took || err != nil {

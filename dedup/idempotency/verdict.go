@@ -62,7 +62,7 @@ func (o *Operation) conclude(ctx context.Context, t *transaction, key Key, v ver
 		}
 		var replayed Response
 		for {
-			t, replayed, err = o.claimWork(ctx, key)
+			t, replayed, err = o.claimWork(ctx, key, o.cfg.WaitMax)
 			if !v.doubt || !errors.Is(err, ErrInProgress) && !conflict(err) || !pause(ctx, askEvery) {
 				break
 			}

@@ -94,7 +94,7 @@ func TestLongFlowIsAccepted(t *testing.T) {
 	for name, seal := range map[string]bool{"plain": false, "sealed": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			cfg := httpkey.Config{RetryAfter: 3 * time.Second, Operation: idempotency.Config{WaitMax: time.Millisecond}}
+			cfg := httpkey.Config{RetryAfter: 3 * time.Second, Operation: idempotency.Config{WaitMax: 300 * time.Millisecond}}
 			if seal {
 				sealer, err := idempotency.NewAESSealer(map[string][]byte{"a": bytes.Repeat([]byte("k1"), 16)}, "a")
 				require.NoError(t, err)

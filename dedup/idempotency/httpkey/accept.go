@@ -62,15 +62,18 @@ func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func
 		timer := time.NewTimer(accept.After)
 		defer timer.Stop()
 		var e ending
-		select {
-		case e = <-done:
-		case <-timer.C:
-			// Only what is stored is accepted, and only under its fingerprint, which a request that waits for another has not compared.
-			if _, err := m.op.Look(r.Context(), key); errors.Is(err, idempotency.ErrInProgress) && m.leave(r, key, done, left) {
-				m.accepted(w, accept.StatusURL+mark)
-				return
+		for waits := true; waits; {
+			select {
+			case e = <-done:
+				waits = false
+			case <-timer.C:
+				// Only what is stored is accepted, and only under its fingerprint, which a request that waits for another has not compared.
+				if _, err := m.op.Look(r.Context(), key); errors.Is(err, idempotency.ErrInProgress) && m.leave(r, key, done, left) {
+					m.accepted(w, accept.StatusURL+mark)
+					return
+				}
+				timer.Reset(max(accept.After, 100*time.Millisecond))
 			}
-			e = <-done
 		}
 		var crowded *idempotency.CrowdedError
 		if errors.Is(e.err, idempotency.ErrInProgress) && !errors.As(e.err, &crowded) {

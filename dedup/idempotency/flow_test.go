@@ -327,7 +327,8 @@ func TestCancelledFlowCanBeResumed(t *testing.T) {
 func TestDonePhaseIsNotDoneAgain(t *testing.T) {
 	t.Parallel()
 	pool, again := newPool(t), make(chan struct{})
-	var flow, replica *idempotency.Flow[payment]
+	op := newOperation(t, pool, idempotency.Config{})
+	var flow *idempotency.Flow[payment]
 	writes := 0
 	write := func(ctx context.Context, tx pgx.Tx, s *step) error {
 		if writes++; writes == 1 { // the server forgets the claim, and another one does the phase
@@ -335,7 +336,7 @@ func TestDonePhaseIsNotDoneAgain(t *testing.T) {
 			require.NoError(t, err)
 			go func() {
 				defer close(again)
-				_, err := replica.Do(ctx, s.Key, nil)
+				_, err := flow.Do(ctx, s.Key, nil)
 				assert.ErrorIs(t, err, errAway)
 			}()
 			<-again
@@ -344,12 +345,10 @@ func TestDonePhaseIsNotDoneAgain(t *testing.T) {
 		}
 		return effect(ctx, tx, "charge")
 	}
-	phases := []idempotency.Phase[payment]{
+	flow = newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
 		{Name: "charge", Write: write},
 		{Name: "ship", Write: func(context.Context, pgx.Tx, *step) error { return errAway }},
-	}
-	flow = newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases)
-	replica = newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases)
+	})
 	_, err := flow.Do(t.Context(), key("k"), nil)
 	require.ErrorIs(t, err, idempotency.ErrLockLost)
 	require.Equal(t, 2, writes)
@@ -362,19 +361,17 @@ func TestDonePhaseIsNotDoneAgain(t *testing.T) {
 func TestDoneCallIsNotMadeAgain(t *testing.T) {
 	t.Parallel()
 	pool, made := newPool(t), 0
-	phases := []idempotency.Phase[payment]{
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
 		calls(true, func(*step) error { made++; return nil }),
 		{Name: "ship", Write: func(context.Context, pgx.Tx, *step) error { return errAway }},
-	}
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases)
-	replica := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases)
+	})
 	_, err := flow.Do(crashpoint.With(t.Context(), func(name string) {
 		if name != crashpoint.KeyClaimed {
 			return
 		}
 		_, err := pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`)
 		require.NoError(t, err)
-		_, err = replica.Do(t.Context(), key("k"), nil)
+		_, err = flow.Do(t.Context(), key("k"), nil)
 		require.ErrorIs(t, err, errAway)
 	}), key("k"), nil)
 	require.ErrorIs(t, err, idempotency.ErrLockLost)
@@ -389,8 +386,8 @@ func TestNoteOfACallStaysWhileItIsMade(t *testing.T) {
 	t.Parallel()
 	pool, begun, over, another := newPool(t), make(chan struct{}, 10), make(chan struct{}), make(chan error, 1)
 	looked := 0
-	var replica *idempotency.Flow[payment]
-	phases := []idempotency.Phase[payment]{
+	var flow *idempotency.Flow[payment]
+	flow = newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
 		{Name: "look", Call: func(ctx context.Context, s *step) error {
 			if looked++; looked > 1 {
 				return nil
@@ -399,16 +396,14 @@ func TestNoteOfACallStaysWhileItIsMade(t *testing.T) {
 				return err
 			}
 			go func() {
-				_, err := replica.Do(context.WithoutCancel(ctx), s.Key, nil)
+				_, err := flow.Do(context.WithoutCancel(ctx), s.Key, nil)
 				another <- err
 			}()
 			<-begun
 			return idempotency.NotDone(errAway)
 		}},
 		calls(true, func(*step) error { begun <- struct{}{}; <-over; return nil }), ends("ship"),
-	}
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases)
-	replica = newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases)
+	})
 	_, err := flow.Do(t.Context(), key("k"), nil)
 	require.ErrorIs(t, err, errAway)
 	second := make(chan error, 1)

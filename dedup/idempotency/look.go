@@ -11,11 +11,11 @@ import (
 // committed yet, or its window is over.
 var ErrNotStored = errors.New("nothing is stored under the idempotency key")
 
-// Look returns what is stored of a key's outcome, with Replayed set, and changes nothing. It does not compare fingerprints. It is one
+// Look returns what is stored of a key's outcome, with Replayed set, and changes nothing. A zero fingerprint is not compared. It is one
 // statement without a transaction; nothing is counted in Hooks.
 //
 // Without an outcome the error wraps ErrNotStored; ErrInProgress (an InProgressError) where the key is unfinished, whether or not a
-// worker has it now; ErrIndeterminate, ErrAbandoned or ErrUnreadable; or ErrInvalid for a key out of bounds or of another operation.
+// worker has it now; ErrMismatch, ErrIndeterminate, ErrAbandoned or ErrUnreadable; or ErrInvalid for a key out of bounds or of another operation.
 // All others are failures to ask, and asking again is safe.
 func (o *Operation) Look(ctx context.Context, key Key) (Response, error) {
 	key, err := o.complete(key)
@@ -29,7 +29,9 @@ func (o *Operation) Look(ctx context.Context, key Key) (Response, error) {
 	case s == nil:
 		return Response{}, fmt.Errorf("%w: %v", ErrNotStored, key)
 	}
-	key.Fingerprint = s.fingerprint
+	if key.Fingerprint == (Fingerprint{}) {
+		key.Fingerprint = s.fingerprint
+	}
 	response, ok, err := o.answer(key, s)
 	if !ok {
 		err = &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}

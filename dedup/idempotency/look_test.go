@@ -42,6 +42,13 @@ func TestLookTellsTheStateOfAKey(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, replayed, response)
 
+	response, err = op.Look(t.Context(), asked)
+	require.NoError(t, err)
+	require.Equal(t, replayed, response)
+	asked.Fingerprint[0]++
+	_, err = op.Look(t.Context(), asked)
+	require.ErrorIs(t, err, idempotency.ErrMismatch)
+
 	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
 		_, err := look("flow")
 		var busy *idempotency.InProgressError

@@ -27,8 +27,8 @@ type Accept struct {
 	AtOnceMax int
 }
 
-// AcceptHandler is FlowHandler for flows that may take long: where there is no outcome after Accept.After, it answers 202 Accepted, with
-// Retry-After, and with a Location that StatusHandler serves. A request that comes again while the flow is unfinished gets the same;
+// AcceptHandler is FlowHandler for flows that may take long: where there is no outcome after Accept.After, and the request is stored, it
+// answers 202 Accepted, with Retry-After, and with a Location that StatusHandler serves. A request that comes again while the flow is unfinished gets the same;
 // later, the outcome. StatusHandler wants authentication in front of it, too.
 //
 // Behind a 202 the flow runs on in this process, within Config.HandlerTimeout. What then stops it (that limit, a failure, the end of the
@@ -62,23 +62,34 @@ func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func
 		timer := time.NewTimer(accept.After)
 		defer timer.Stop()
 		var e ending
-		select {
-		case e = <-done:
-		case <-timer.C:
-			if m.leave(r, key, done, left) {
+		for waits := true; waits; {
+			select {
+			case e = <-done:
+				waits = false
+			case <-timer.C:
+				// Only what is stored is accepted, and only under its fingerprint, which a request that waits for another has not compared.
+				if _, err := m.op.Look(r.Context(), key); errors.Is(err, idempotency.ErrInProgress) && m.leave(r, key, done, left) {
+					m.accepted(w, accept.StatusURL+mark)
+					return
+				}
+				timer.Reset(max(accept.After, 100*time.Millisecond))
+			}
+		}
+		var crowded *idempotency.CrowdedError
+		if errors.Is(e.err, idempotency.ErrInProgress) && !errors.As(e.err, &crowded) {
+			e.response, e.err = m.op.Look(r.Context(), key) // as above
+			if errors.Is(e.err, idempotency.ErrNotStored) {
+				e.err = &idempotency.InProgressError{RetryAfter: m.cfg.RetryAfter} // it is about to be claimed
+			} else if errors.Is(e.err, idempotency.ErrInProgress) {
 				m.accepted(w, accept.StatusURL+mark)
 				return
 			}
-			e = <-done
 		}
-		var crowded *idempotency.CrowdedError
 		switch {
 		case e.panicked != nil:
 			panic(e.panicked) // as where the flow has no goroutine of its own
 		case !e.returned:
 			panic(http.ErrAbortHandler)
-		case errors.Is(e.err, idempotency.ErrInProgress) && !errors.As(e.err, &crowded):
-			m.accepted(w, accept.StatusURL+mark)
 		default:
 			m.answerFlow(w, r, key, e.response, e.err)
 		}

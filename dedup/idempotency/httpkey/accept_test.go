@@ -49,6 +49,15 @@ func (s *server) status(t *testing.T, location string, header ...string) answer 
 	return a
 }
 
+// wait ends with a test that failed, too, so that its server can be closed.
+func wait(t *testing.T, until <-chan struct{}) {
+	t.Helper()
+	select {
+	case <-until:
+	case <-t.Context().Done():
+	}
+}
+
 // posted sends a request in a goroutine of its own.
 func (s *server) posted(t *testing.T, key, body string) <-chan answer {
 	t.Helper()
@@ -85,7 +94,7 @@ func TestLongFlowIsAccepted(t *testing.T) {
 	for name, seal := range map[string]bool{"plain": false, "sealed": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			cfg := httpkey.Config{RetryAfter: 3 * time.Second, Operation: idempotency.Config{WaitMax: time.Millisecond}}
+			cfg := httpkey.Config{RetryAfter: 3 * time.Second, Operation: idempotency.Config{WaitMax: 300 * time.Millisecond}}
 			if seal {
 				sealer, err := idempotency.NewAESSealer(map[string][]byte{"a": bytes.Repeat([]byte("k1"), 16)}, "a")
 				require.NoError(t, err)
@@ -95,7 +104,7 @@ func TestLongFlowIsAccepted(t *testing.T) {
 			pool := newPool(t)
 			s, _ := accepting(t, pool, cfg, httpkey.Accept{After: 10 * time.Millisecond}, func(*idempotency.Step[charge]) error {
 				calls <- struct{}{}
-				<-release
+				wait(t, release)
 				return nil
 			})
 			location := requireAccepted(t, s.post(t, "canary/key", "a"))
@@ -151,7 +160,7 @@ func TestAcceptedFlowsAreBounded(t *testing.T) {
 	began, release := make(chan struct{}), map[string]chan struct{}{"a": make(chan struct{}), "b": make(chan struct{})}
 	s, _ := accepting(t, newPool(t), httpkey.Config{RetryAfter: 3 * time.Second}, httpkey.Accept{After: time.Millisecond, AtOnceMax: 1}, func(step *idempotency.Step[charge]) error {
 		began <- struct{}{}
-		<-release[string(step.Request)]
+		wait(t, release[string(step.Request)])
 		return nil
 	})
 	first := s.posted(t, "k1", "a")
@@ -200,7 +209,7 @@ func TestAcceptedFlowThatFailsIsCompleted(t *testing.T) {
 				return nil
 			}
 			began <- struct{}{}
-			<-fail
+			wait(t, fail)
 			return failure()
 		})
 		first := s.posted(t, "k", "a")

@@ -201,9 +201,10 @@ func TestRowOfTheSameFlowIsNoEarlierExecution(t *testing.T) {
 		}},
 	} {
 		first.Name = "first"
-		flow, err := idempotency.NewFlow(m.Operation(), idempotency.FlowConfig[charge]{}, first, last)
+		of := m.For(name)
+		flow, err := idempotency.NewFlow(of.Operation(), idempotency.FlowConfig[charge]{}, first, last)
 		require.NoError(t, err)
-		s := serve(t, newFlowHandler(t, m, flow, nil))
+		s := serve(t, newFlowHandler(t, of, flow, nil))
 		for range 2 {
 			requireProblem(t, s.post(t, name, "a"), 503, httpkey.ProblemUnavailable)
 		}

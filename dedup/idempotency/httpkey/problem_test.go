@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"sync"
 	"testing"
 	"time"
 
@@ -36,6 +37,44 @@ func TestTooManyRequestsAreAskedToWait(t *testing.T) {
 		requireProblem(t, a, 429, c.kind)
 		require.Equal(t, c.after, a.header.Get("Retry-After"))
 	}
+}
+
+// Property: over a server, one request more than may wait for a key is answered at once, with the others as ever; a new key beyond
+// the quota of a tenant is refused, and a stored one replayed. Rows H15, H29.
+func TestCrowdAndQuotaOverAServer(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	began, ended := make(chan struct{}), make(chan struct{})
+	release := sync.OnceFunc(func() { close(ended) })
+	defer release() // else the server waits for its handler
+	s := serve(t, newMiddleware(t, pool, operation(idempotency.Config{KeyWaitersMax: 1, WaitMax: 20 * time.Second})).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		close(began)
+		<-ended
+		insert(201).ServeHTTP(w, r)
+	})))
+	first := s.posted(t, "k", "a")
+	<-began
+	others := make(chan answer, 3)
+	for range cap(others) {
+		go func() {
+			a, _ := s.ask(t.Context(), http.MethodPost, "/orders", "k", "a")
+			others <- a
+		}()
+	}
+	for range 2 {
+		a := <-others
+		requireProblem(t, a, 429, httpkey.ProblemTooManyWaiting)
+		require.NotEmpty(t, a.header.Get("Retry-After"))
+	}
+	release()
+	require.Equal(t, 201, (<-first).status)
+	require.True(t, (<-others).replayed())
+	require.Equal(t, 1, effects(t, pool))
+
+	s = serve(t, newMiddleware(t, pool, operation(idempotency.Config{ScopeKeysMax: 1})).Handler(insert(201)))
+	requireProblem(t, s.post(t, "new", "a"), 429, httpkey.ProblemTooManyKeys)
+	require.True(t, s.post(t, "k", "a").replayed())
+	require.Equal(t, 201, s.post(t, "new", "a", "X-Tenant", "other").status)
 }
 
 // stripe writes answers as Stripe's API does.

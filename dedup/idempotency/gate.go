@@ -42,13 +42,13 @@ const (
 
 // inTurn answers a request, by what is stored, or by executing it in its turn. execute may wait as long for other processes.
 func (o *Operation) inTurn(ctx context.Context, key Key, execute func(wait time.Duration) (Response, error)) (Response, error) {
-	known, wait, leave, err := o.enter(ctx, key)
+	at, err := o.enter(ctx, key)
 	if err != nil {
 		return Response{}, err
 	}
 	ended := errNotEnded
-	defer func() { leave(ended) }()
-	if known {
+	defer func() { at.leave(ended) }()
+	if at.known {
 		response, ok, err := o.look(ctx, key)
 		if ok || err != nil {
 			return response, err
@@ -59,7 +59,7 @@ func (o *Operation) inTurn(ctx context.Context, key Key, execute func(wait time.
 		ended = err
 		return Response{}, err
 	}
-	response, err := execute(wait)
+	response, err := execute(at.wait)
 	ended = err
 	return response, err
 }
@@ -82,15 +82,22 @@ func (o *Operation) look(ctx context.Context, key Key) (response Response, ok bo
 	return o.answer(key, s)
 }
 
-// enter waits until it is the turn of a request, at most for WaitMax. known: the key has an outcome, as far as this process knows.
-// leave is called with what became of the request. Whose turn it is may hang, and have lost the key long ago: of those who
+// place is where a request stands once it need not wait in memory. known: the key has an outcome, as far as this process knows. wait is
+// how long it may still wait for other processes. leave is called with what became of it.
+type place struct {
+	known bool
+	wait  time.Duration
+	leave func(error)
+}
+
+// enter waits until it is the turn of a request, at most for WaitMax. Whose turn it is may hang, and have lost the key long ago: of those who
 // waited long enough, one at a time asks the database all the same, and does not wait there.
-func (o *Operation) enter(ctx context.Context, key Key) (known bool, wait time.Duration, leave func(error), err error) {
+func (o *Operation) enter(ctx context.Context, key Key) (at place, err error) {
 	g, n, began := &o.gate, name{key.Scope, key.Value}, time.Now()
 	g.Lock()
 	defer g.Unlock()
 	if g.knows(n) {
-		return true, o.cfg.WaitMax, func(error) {}, nil
+		return place{true, o.cfg.WaitMax, func(error) {}}, nil
 	}
 	l := g.lines[n]
 	if l == nil {
@@ -101,11 +108,11 @@ func (o *Operation) enter(ctx context.Context, key Key) (known bool, wait time.D
 	select {
 	case <-l.turn:
 		l.users++
-		return false, o.cfg.WaitMax, func(err error) { g.leave(n, l, false, err) }, nil
+		return place{false, o.cfg.WaitMax, func(err error) { g.leave(n, l, false, err) }}, nil
 	default:
 	}
 	if l.waiting >= o.cfg.KeyWaitersMax || g.waiting[n.scope] >= o.cfg.ScopeWaitersMax {
-		return false, 0, nil, &CrowdedError{RetryAfter: time.Second}
+		return at, &CrowdedError{RetryAfter: time.Second}
 	}
 	l.users++
 	l.waiting++
@@ -133,10 +140,10 @@ func (o *Operation) enter(ctx context.Context, key Key) (known bool, wait time.D
 	}
 	if known || err != nil {
 		g.drop(n, l)
-		return known, o.cfg.WaitMax, func(error) {}, err
+		return place{known, o.cfg.WaitMax, func(error) {}}, err
 	}
 	l.probed = l.probed || late
-	return false, max(0, o.cfg.WaitMax-time.Since(began)), func(err error) { g.leave(n, l, late, err) }, nil
+	return place{false, max(0, o.cfg.WaitMax-time.Since(began)), func(err error) { g.leave(n, l, late, err) }}, nil
 }
 
 // leave ends the turn of a request, or its probe.

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -24,9 +25,9 @@ import (
 )
 
 // transfers is a flow of one phase that is AtMostOnce.
-func transfers(t *testing.T, op *idempotency.Operation, call func(ctx context.Context, key string) error) *idempotency.Flow[payment] {
+func transfers(t *testing.T, pool *pgxpool.Pool, call func(ctx context.Context, key string) error) *idempotency.Flow[payment] {
 	t.Helper()
-	return newFlow(t, op, idempotency.FlowConfig[payment]{CallMax: 2 * time.Second}, []idempotency.Phase[payment]{
+	return newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{CallMax: 2 * time.Second}, []idempotency.Phase[payment]{
 		{Name: "transfer", AtMostOnce: true, Call: func(ctx context.Context, step *idempotency.Step[payment]) error {
 			step.Finish(idempotency.Response{Status: http.StatusCreated})
 			return call(ctx, step.ChildID().String())
@@ -85,7 +86,6 @@ func noNames(t *testing.T) *net.Resolver {
 func TestDeadBankLeavesKeysFree(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
-	op := newOperation(t, pool, idempotency.Config{})
 	names := noNames(t)
 	strange := httptest.NewUnstartedServer(http.NotFoundHandler()) // its certificate is refused
 	strange.Config.ErrorLog = log.New(io.Discard, "", 0)
@@ -120,7 +120,7 @@ func TestDeadBankLeavesKeysFree(t *testing.T) {
 					require.NoError(t, err)
 					client.Transport = transport
 				}
-				flow := transfers(t, op, func(ctx context.Context, key string) error {
+				flow := transfers(t, pool, func(ctx context.Context, key string) error {
 					if back.Load() {
 						return ask(ctx, http.DefaultClient, http.MethodPost, b.URL, key)
 					}
@@ -213,7 +213,6 @@ func vanishing(t *testing.T) (address string, acted *atomic.Int64) {
 func TestRefusedAfterAReusedConnectionIsDoubt(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
-	op := newOperation(t, pool, idempotency.Config{})
 	closed := "http://" + closedAddress(t)
 	for name, test := range map[string]struct {
 		call  func(ctx context.Context, base http.RoundTripper, address, key string) error
@@ -250,7 +249,7 @@ func TestRefusedAfterAReusedConnectionIsDoubt(t *testing.T) {
 			base := &http.Transport{}
 			t.Cleanup(base.CloseIdleConnections)
 			address, acted := vanishing(t)
-			flow := transfers(t, op, func(ctx context.Context, key string) error { return test.call(ctx, base, address, key) })
+			flow := transfers(t, pool, func(ctx context.Context, key string) error { return test.call(ctx, base, address, key) })
 			_, err := flow.Do(t.Context(), key(name), nil)
 			require.ErrorContains(t, err, "refused")
 			require.Equal(t, !test.free, errors.Is(err, idempotency.ErrIndeterminate), "%v", err)

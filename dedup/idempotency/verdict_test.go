@@ -25,7 +25,7 @@ func crowd(t *testing.T, size int, cfg idempotency.Config, work func(ctx context
 	t.Helper()
 	pool := newPool(t)
 	wide := pool.Config()
-	wide.MaxConns = int32(size) + 4 //nolint:gosec // small
+	wide.MaxConns = int32(size) + 4
 	pool, err := pgxpool.NewWithConfig(t.Context(), wide)
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
@@ -235,8 +235,8 @@ func TestVerdictOverALostClaim(t *testing.T) {
 			_, _ = tx.Exec(short, `SELECT pg_sleep(60)`)
 		},
 		"rows left open": func(ctx context.Context, _ *pgxpool.Pool, tx pgx.Tx) {
-			_, _ = tx.Query(ctx, `SELECT generate_series(1, 1000000)`)
-		}, //nolint:sqlclosecheck // on purpose
+			_, _ = tx.Query(ctx, `SELECT generate_series(1, 1000000)`) //nolint:sqlclosecheck // on purpose
+		},
 		"rollback":           own("ROLLBACK"),
 		"rollback and begin": own("ROLLBACK; BEGIN"),
 		"begin anew":         own("ROLLBACK; BEGIN; SAVEPOINT other"),

@@ -52,8 +52,8 @@ func serve(ctx context.Context) error {
 		return err
 	}
 	defer pool.Close()
-	provider := &providerClient{os.Getenv(envProvider), &http.Client{}} // FlowConfig.CallMax bounds its calls
-	handler, err := newAPI(pool, provider, newBankClient(os.Getenv(envBank)), os.Getenv(envTopic))
+	provider := &providerClient{os.Getenv(envProvider), &http.Client{}}                            // FlowConfig.CallMax bounds its calls
+	handler, err := newAPI(pool, provider, newBankClient(os.Getenv(envBank)), os.Getenv(envTopic)) //nolint:contextcheck // each request brings its own
 	if err != nil {
 		return err
 	}

@@ -57,14 +57,14 @@ func TestDocumentedClaim(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	steps := documented(t, request("1 EUR", "0")...)[0]
-	require.Len(t, steps, 6)
+	require.Len(t, steps, 7)
 	claim := steps[2]
 	conn, err := pool.Acquire(t.Context())
 	require.NoError(t, err)
 	for i, step := range steps {
 		tag, err := conn.Exec(t.Context(), step)
 		require.NoError(t, err, step)
-		if i == 2 || i == 4 {
+		if i == 2 || i == 5 {
 			assert.Equal(t, int64(1), tag.RowsAffected())
 		}
 	}
@@ -126,7 +126,7 @@ func TestDocumentedTakeover(t *testing.T) {
 	steps := documented(t, request("x", "1")...)[0]
 	conn, err := pool.Acquire(t.Context())
 	require.NoError(t, err)
-	for _, step := range []string{steps[0], steps[1], take[0], steps[4], steps[5]} {
+	for _, step := range []string{steps[0], steps[1], take[0], steps[4], steps[5], steps[6]} {
 		_, err := conn.Exec(t.Context(), step)
 		require.NoError(t, err, step)
 	}

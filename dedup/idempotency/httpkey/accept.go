@@ -58,7 +58,7 @@ func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func
 			m.fail(w, r, key, err, true)
 			return
 		}
-		done := m.start(r, key, func(ctx context.Context) (idempotency.Response, error) { return flow.Do(ctx, key, body) })
+		done := m.start(r, key, func(ctx context.Context) (idempotency.Response, error) { return flow.Do(ctx, key, body) }) //nolint:contextcheck // it outlives its client
 		timer := time.NewTimer(accept.After)
 		defer timer.Stop()
 		var e ending

@@ -199,7 +199,7 @@ func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
 		"in-doubt":  {"(?m)^state +indeterminate: a foreign system may have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
 		"given-up":  {"(?m)^state +abandoned: it was given up, and a foreign system may have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
 		"cut":       {"(?m)^state +running: a foreign system may have acted", "what to do first find out"},
-		"plain":     {"what to do mend the cause, then \"keys retry\""},
+		"plain":     {"what to do remove the cause, then \"keys retry\""},
 		"by-itself": {"(?m)^state +indeterminate: its work committed by a statement of its own", "what to do see what its work left"},
 		"counts":    {"only the attempts are counted", "what to do nothing"},
 	} {

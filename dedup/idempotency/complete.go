@@ -17,7 +17,7 @@ import (
 // Run completes what clients gave up, asks the reconciler about what is indeterminate, and forgets old keys, until ctx ends and
 // what it began has come to an end: a flow stops between two phases. At a sixth of that pace it looks for keys that are overdue. None of these waits for another, nor, while there are free
 // places (FlowConfig.AtOnceMax), for a flow that takes long. Any number of replicas may run it: locks and tokens decide who does
-// what. It logs errors, and goes on.
+// what. It logs errors, and continues.
 func (f *Flow[S]) Run(ctx context.Context) {
 	var loops, flows sync.WaitGroup
 	loop := func(work func(ctx context.Context) error) {
@@ -116,7 +116,7 @@ const (
 	reconcileMax = 100
 )
 
-// Complete drives unfinished flows whose client does not come back and that nobody works on, at most FlowConfig.AtOnceMax at a
+// Complete drives unfinished flows whose client does not come back and that are not worked on, at most FlowConfig.AtOnceMax at a
 // time, each from its recovery point, and returns how many it finished. It needs FlowConfig.StoreRequest. A flow whose attempts
 // are used up is abandoned: a person decides. One whose phases this program does not know is left alone for longer and longer,
 // and reported each time. An error of one flow does not keep others; all are returned.
@@ -175,7 +175,7 @@ const (
 )
 
 // Overdue reports the flow's keys that are unfinished and older than FlowConfig.AgeMax, and returns how many there are, at most
-// 10,000. With FlowConfig.GiveUp it gives those up first that nobody works on; they do not count.
+// 10,000. With FlowConfig.GiveUp it gives those up first that are not worked on; they do not count.
 func (f *Flow[S]) Overdue(ctx context.Context) (int64, error) {
 	o := f.op
 	if f.cfg.GiveUp {
@@ -207,7 +207,7 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	if err != nil || s == nil {
 		return false, err
 	}
-	if s.state != running || s.locked || s.putOff > 0 { // somebody else was there since the page was read
+	if s.state != running || s.locked || s.putOff > 0 { // another worker was there since the page was read
 		return false, nil
 	}
 	h, _, err := f.take(ctx, key, s)

@@ -76,7 +76,7 @@ func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 }
 
 // Property: an operation has one flow in a program. Flows of other programs under its name, with names of their own, leave each
-// other's keys alone, also before a phase is done, whoever asks: client, completer or reconciler. A key of a release that stored no
+// other's keys alone, also before a phase is done, for client, completer and reconciler alike. A key of a release that stored no
 // name is anyone's. Row H17.
 func TestFlowsLeaveEachOthersKeysAlone(t *testing.T) {
 	t.Parallel()

@@ -13,7 +13,7 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: a phase that panics, or ends its goroutine, frees its key at once: the next request goes on there, however long the
+// Property: a phase that panics, or ends its goroutine, frees its key at once: the next request continues there, however long the
 // lock is. Where its call must not be made twice, the key is in doubt at once. The panic reaches the caller as it was. Rows H1, H5.
 func TestPhaseThatDoesNotReturnFreesItsLock(t *testing.T) {
 	t.Parallel()

@@ -54,7 +54,7 @@ type FlowConfig[S any] struct {
 	// AgeMax is the age of a key, by the database's clock, from which on Run reports it while it is unfinished, also where it waits for
 	// its client: in the log, and to Hooks.Overdue. 1 min to 10 years; default 24 h.
 	AgeMax time.Duration
-	// GiveUp also ends such keys where nobody works on them, and the phase under way, or the takeover after a person or the
+	// GiveUp also ends such keys where they are not worked on, and the phase under way, or the takeover after a person or the
 	// reconciler gave the key back, is as old: they become abandoned, or indeterminate where the call of a phase that is AtMostOnce
 	// may have been made, so that a person decides. Default: they wait.
 	GiveUp bool

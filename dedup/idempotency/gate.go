@@ -27,7 +27,7 @@ type name struct{ scope, value string }
 
 // line is those who ask for one key.
 type line struct {
-	turn    chan struct{} // has one element while it is nobody's turn
+	turn    chan struct{} // has one element while it is free
 	over    chan struct{} // closed once the key has an outcome
 	waiting int
 	users   int

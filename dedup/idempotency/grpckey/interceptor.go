@@ -50,7 +50,7 @@ func of(ctx context.Context) *exchange {
 
 // Unary is a grpc.UnaryServerInterceptor: it executes the handler once for each key, in one transaction with the key and the response.
 // The handler may run more than once (after a serialization failure or a deadlock that it returned, after a try that stored nothing);
-// of all runs only one has effects. A panic rolls back and goes on. Put it behind authentication.
+// of all runs only one has effects. A panic rolls back and continues. Put it behind authentication.
 func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	result, ok := i.methods[info.FullMethod]
 	if !ok {

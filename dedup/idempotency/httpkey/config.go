@@ -32,7 +32,7 @@ type Config struct {
 	// routes, of which one may be a flow: a key that comes again for another method, path or query is a mismatch. For names of
 	// their own see Middleware.For.
 	Operation idempotency.Config
-	// Optional lets requests without a key in. They get one that nobody else knows, so that the handler has its
+	// Optional lets requests without a key in. They get one that no other client knows, so that the handler has its
 	// transaction all the same. Default: 400.
 	Optional bool
 	// PassThrough are the methods whose keys are not looked at, and that get neither transaction nor replay. Default GET, HEAD,

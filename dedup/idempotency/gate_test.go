@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
@@ -242,6 +243,44 @@ func TestOutcomeThatIsKnownIsLookedUp(t *testing.T) {
 	_, err = ask()
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
 }
+
+// Property: a key that was minted a while ago is asked for before it is claimed: at another process, too, a replay takes no
+// transaction ID and no transaction; one that is not there is executed.
+func TestReplayElsewhereTakesOneStatement(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	old, err := uuid.Parse("01900000-0000-7000-8000-000000000000") // of 2024
+	require.NoError(t, err)
+	statements := &countingTracer{}
+	config := pool.Config()
+	config.ConnConfig.Tracer = statements
+	traced, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(traced.Close)
+	for replayed := range 2 {
+		elsewhere := newOperation(t, traced, idempotency.Config{})
+		statements.batches.Store(0)
+		response, err := elsewhere.Once(t.Context(), key(old.String()), insertOnce("k"))
+		require.NoError(t, err)
+		require.Equal(t, replayed == 1, response.Replayed)
+		require.Equal(t, replayed == 0, statements.batches.Load() > 0)
+	}
+	require.Equal(t, 1, effects(t, pool, "k"))
+}
+
+// countingTracer counts batches: a transaction of the library begins with one.
+type countingTracer struct{ batches atomic.Int64 }
+
+func (c *countingTracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
+	return ctx
+}
+func (c *countingTracer) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+func (c *countingTracer) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
+	c.batches.Add(1)
+	return ctx
+}
+func (c *countingTracer) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+func (c *countingTracer) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData)     {}
 
 // Property: a request that hangs, and has lost its key meanwhile, keeps no other away for longer than WaitMax, in its own process
 // either.

@@ -83,7 +83,7 @@ func TestOverlappingTransactionsDoNotKeepClaimsFromBeingForgotten(t *testing.T) 
 	away(t, pool, -20) // partitions for 20 more days
 	claimAlone(t, pool, claims, consumer, idAt(noon(4)), idAt(noon(3)))
 	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), $1,
-		clock_timestamp() - interval '3 days' FROM generate_series(1, 1000) n`, consumer.ID())
+		clock_timestamp() - interval '4 days' FROM generate_series(1, 1000) n`, consumer.ID())
 	always := unquiet(t, pool) // also on a machine that is so busy that there are gaps
 	stop := overlapping(t, pool, claims, consumer, 600*time.Millisecond)
 	defer stop()
@@ -136,7 +136,7 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	consumer := register(t, pool, claims, "c", time.Hour)
 	claimAlone(t, pool, claims, consumer, idAt(noon(4)), idAt(noon(3)))
-	exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES (effectonce.message_id('s', 'x'), $1, clock_timestamp() - interval '3 days')`, consumer.ID())
+	exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES (effectonce.message_id('s', 'x'), $1, clock_timestamp() - interval '4 days')`, consumer.ID())
 	reader, _ := begin(t, pool, pgx.TxOptions{})
 	_, err := reader.Exec(t.Context(), `SELECT FROM effectonce.`+dayName(4))
 	require.NoError(t, err)

@@ -95,6 +95,8 @@ recovery point with the next request, or by the completer. Its attempts are coun
 Where a foreign call that must not be made twice may have been made ("keys show" calls it "calling"), it is made
 again. So ask the foreign system, by the child ID that "keys show" has, and say --call-did-not-happen: without that
 such a key stays as it is. "It does not know the payment" counts only when the call cannot be on its way any more.
+A call that may be made again is, while it is younger than its phase's CallAgainMax: with --call-did-not-happen, its
+age begins anew.
 
 Every retry is written down, with --why: see "outbox-relay actions list".`,
 		Example: `  outbox-relay keys retry order-4127 --call-did-not-happen --why "the bank has no such transfer, ticket 88"

@@ -87,7 +87,8 @@ func TestAgeCountsFromTheCall(t *testing.T) {
 		"not done":                           {first: idempotency.NotDone(errAway), again: true},
 		"left before":                        {early: true, again: true},
 		"not done, and the previous release": {first: idempotency.NotDone(errAway), sql: taken + ";" + unlocks},
-		"a person gave it back":              {first: errSilent, sql: `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = 0, locked_until = NULL`, again: true},
+		"a person gave it back":              {first: errSilent, sql: `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = 0, locked_until = NULL`},
+		"a person knows that it did nothing": {first: errSilent, sql: `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = 0, uncalled = lock_token + 1, locked_until = NULL`, again: true},
 		"of the previous release":            {first: idempotency.NotDone(errAway), sql: `UPDATE effectonce.idempotency_keys SET flow = NULL, phase_since = NULL, uncalled = NULL`},
 	} {
 		t.Run(name, func(t *testing.T) {

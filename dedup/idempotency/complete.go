@@ -210,7 +210,7 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	if s.state != running || s.locked || s.putOff > 0 { // another worker was there since the page was read
 		return false, nil
 	}
-	h, _, err := f.take(ctx, key, s)
+	h, _, err := f.take(ctx, key, s, s.request)
 	if errors.Is(err, ErrUnknownRecoveryPoint) {
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
 	}
@@ -243,7 +243,7 @@ func (f *Flow[S]) panicked(ctx context.Context, key Key, p any) error {
 // leave puts off a flow in doubt of which the reconciler knows nothing yet, or one that this program does not know. Another version of it may: during a deployment the older one meets
 // keys of the newer one, so it must not give them up, nor use up their attempts, nor decide about them.
 func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) error {
-	h := newHolder(f.op, key, s)
+	h := newHolder(f.op, key, s, time.Now())
 	var why *string
 	if cause != nil {
 		known := text(cause)

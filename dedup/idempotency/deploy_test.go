@@ -223,3 +223,39 @@ func TestUnknownPhasesOfAKeyThatIsHeldAgain(t *testing.T) {
 	require.ErrorIs(t, err, idempotency.ErrUnknownRecoveryPoint)
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE locked_until > clock_timestamp() AND retry_at IS NULL AND error IS NULL`))
 }
+
+// Property: a takeover stores what the release that claimed the key did not: the name of the flow, which keeps others away from then on,
+// and the request, with which the completer finishes it.
+func TestTakeoverStoresWhatIsMissing(t *testing.T) {
+	t.Parallel()
+	for name, seal := range map[string]bool{"plain": false, "sealed": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool, away := newPool(t), errAway
+			cfg := idempotency.Config{}
+			if seal {
+				sealer, err := idempotency.NewAESSealer(map[string][]byte{"1": []byte("0123456789abcdef0123456789ABCDEF")}, "1")
+				require.NoError(t, err)
+				cfg.Seal = sealer
+			}
+			phases := func(asked *string) []idempotency.Phase[payment] {
+				return []idempotency.Phase[payment]{calls(false, func(s *step) error { *asked = string(s.Request); return away }), ends("ship")}
+			}
+			var before, behind string
+			earlier := newFlow(t, newOperation(t, pool, cfg), idempotency.FlowConfig[payment]{}, phases(&before))
+			_, err := earlier.Do(t.Context(), key("k"), []byte("100"))
+			require.ErrorIs(t, err, errAway)
+			_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET flow = NULL`)
+			require.NoError(t, err)
+			flow := newFlow(t, newOperation(t, pool, cfg), idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Second}, phases(&behind))
+			_, err = flow.Do(t.Context(), key("k"), []byte("100"))
+			require.ErrorIs(t, err, errAway)
+			require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE flow = 'order'`))
+			passes(t, pool, time.Hour)
+			away, behind = nil, ""
+			finished, err := flow.Complete(t.Context())
+			require.NoError(t, err)
+			require.Equal(t, []any{1, "100"}, []any{finished, behind})
+		})
+	}
+}

@@ -60,5 +60,5 @@
 // AtMostOnce leaves the key undecided. Config.Strict and Config.AttemptsMax of Once turn free into refused.
 //
 // Times are the database's. A worker that lost its lock cannot store anything: the lock's token, which grows with every
-// takeover, is in each of its writes.
+// takeover by a flow, is in each of its writes.
 package idempotency

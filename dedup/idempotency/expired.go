@@ -20,7 +20,8 @@ import (
 // Where an INSERT is refused because of such a row, it need not be returned: a unique violation (23505) of an ID that Key.ChildID
 // made of this key, in work under a key that is watched (Key.Watch; those of httpkey are), or of Step.ChildID in what its phase
 // writes, is taken for it if the row is there after the rollback. PostgreSQL must show the ID in the error's detail, and the
-// row to the program's role; where it does not, the error stays what it is.
+// row to the program's role; where it does not, the error stays what it is. In a flow a foreign system may have been asked again before
+// that shows: then the key is indeterminate. Have a phase in front of all calls insert the row.
 var ErrExpired = errors.New("the request was executed before, and its idempotency key is forgotten")
 
 // children are child IDs that were derived of a key.

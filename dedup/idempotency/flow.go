@@ -210,14 +210,12 @@ func (f *Flow[S]) do(ctx context.Context, key Key, request []byte) (Response, er
 func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, Response, error) {
 	o := f.op
 	sealed := o.cfg.Seal != nil
-	var kept []byte
-	if f.cfg.StoreRequest {
-		var err error
-		if kept, err = o.seal(key, "request", append([]byte{}, request...), sealed); err != nil {
-			return nil, Response{}, err
-		}
+	kept, err := f.kept(key, request, sealed)
+	if err != nil {
+		return nil, Response{}, err
 	}
 	for range claimsMax {
+		asked := time.Now()
 		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name))
 		switch {
 		case conflict(err), err == nil && s == nil:
@@ -226,11 +224,11 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
 		case s.made:
 			s.sealed = sealed
-			h := newHolder(o, key, s)
+			h := newHolder(o, key, s, asked)
 			h.uncalled = true
 			return h, Response{}, nil
 		}
-		h, response, err := f.take(ctx, key, s)
+		h, response, err := f.take(ctx, key, s, request)
 		if h != nil || err != nil || response.Replayed {
 			return h, response, err
 		}
@@ -238,8 +236,16 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // it changes hands all the time
 }
 
+// kept is what is stored of the request.
+func (f *Flow[S]) kept(key Key, request []byte, sealed bool) ([]byte, error) {
+	if !f.cfg.StoreRequest {
+		return nil, nil
+	}
+	return f.op.seal(key, "request", append([]byte{}, request...), sealed)
+}
+
 // take takes over a key that nobody holds. It returns nothing if somebody was faster.
-func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Response, error) {
+func (f *Flow[S]) take(ctx context.Context, key Key, s *stored, request []byte) (*holder, Response, error) {
 	o := f.op
 	if response, ok, err := o.answer(key, s); ok {
 		return nil, response, err
@@ -254,7 +260,7 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 	}
 	// Where a call may be under way that must not be made twice, the key is in doubt, however many attempts there were.
 	if s.calling == nil && s.attempts >= cmp.Or(o.cfg.AttemptsMax, attemptsOfAll) {
-		mine, err := newHolder(o, key, s).undecided(ctx, abandoned, errors.New("its attempts are used up"), 0)
+		mine, err := newHolder(o, key, s, time.Now()).undecided(ctx, abandoned, errors.New("its attempts are used up"), 0)
 		if mine || err != nil {
 			err = errors.Join(ErrAbandoned, err)
 		}
@@ -264,8 +270,12 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored) (*holder, Respon
 	if s.putOff > 0 && o.cfg.AttemptsMax == 0 && s.attempts >= attemptsOfAll/2 {
 		return nil, Response{}, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
 	}
-	h, age := newHolder(o, key, s), 0.0
-	err := o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling, f.cfg.Name).
+	kept, err := f.kept(key, request, s.sealed)
+	if err != nil {
+		return nil, Response{}, err
+	}
+	h, age := newHolder(o, key, s, time.Now()), 0.0
+	err = o.pool.QueryRow(ctx, o.sql.flow.take, key.Scope, key.Operation, key.Value, s.token, o.cfg.Lock, o.cfg.Owner, key.Fingerprint[:], s.phases, s.calling, f.cfg.Name, kept).
 		Scan(&s.data, &s.request, &s.sealed, &s.attempts, &h.uncalled, &age)
 	if errors.Is(err, pgx.ErrNoRows) || conflict(err) {
 		return nil, Response{}, nil

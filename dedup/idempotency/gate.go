@@ -45,18 +45,23 @@ const (
 // inTurn answers a request, by what is stored, or by executing it in its turn. execute may wait as long for other processes.
 func (o *Operation) inTurn(ctx context.Context, key Key, execute func(wait time.Duration) (Response, error)) (Response, error) {
 	at, err := o.enter(ctx, key)
+	for err == nil && at.known {
+		if response, ok, err := o.look(ctx, key); ok || err != nil {
+			return response, err
+		}
+		o.gate.unlearn(name{key.Scope, key.Value})
+		at, err = o.enter(ctx, key)
+	}
 	if err != nil {
 		return Response{}, err
 	}
 	ended := errNotEnded
 	defer func() { at.leave(ended) }()
-	if at.known || minted(key.Value) {
-		response, ok, err := o.look(ctx, key)
-		if ok || err != nil {
+	if minted(key.Value) {
+		if response, ok, err := o.look(ctx, key); ok || err != nil {
 			ended = err
 			return response, err
 		}
-		o.gate.unlearn(name{key.Scope, key.Value})
 	}
 	if err := o.quota(ctx, key); err != nil {
 		ended = err
@@ -226,25 +231,32 @@ func (o *Operation) quota(ctx context.Context, key Key) error {
 	g := &o.gate
 	g.Lock()
 	s := g.scopes[key.Scope]
-	if s != nil && time.Since(s.at) < quotaEvery && (s.stored >= limit || s.since < max(1, limit/100)) {
-		s.since++
-	} else {
-		s = nil
-	}
-	g.Unlock()
+	counts := s == nil || time.Since(s.at) > quotaEvery || s.stored < limit && s.since >= max(1, limit/100)
 	if s == nil {
-		s = &scopeKeys{at: time.Now(), since: 1}
-		if err := o.pool.QueryRow(ctx, o.sql.stored, key.Scope, o.cfg.Operation, limit).Scan(&s.stored); err != nil {
-			return fmt.Errorf("count the keys of scope %q: %w", key.Scope, err)
-		}
-		g.Lock()
 		if len(g.scopes) >= scopesMax {
 			clear(g.scopes)
 		}
+		s = &scopeKeys{}
 		g.scopes[key.Scope] = s
+	}
+	if counts { // alone: the others take the old number meanwhile
+		s.at, s.since = time.Now(), 0
+	}
+	s.since++
+	stored := s.stored
+	g.Unlock()
+	if counts {
+		if err := o.pool.QueryRow(ctx, o.sql.stored, key.Scope, o.cfg.Operation, limit).Scan(&stored); err != nil {
+			g.Lock()
+			s.at = time.Time{} // the next one counts
+			g.Unlock()
+			return fmt.Errorf("count the keys of scope %q: %w", key.Scope, err)
+		}
+		g.Lock()
+		s.stored = stored
 		g.Unlock()
 	}
-	if s.stored < limit {
+	if stored < limit {
 		return nil
 	}
 	switch there, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value)); {

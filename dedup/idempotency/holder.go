@@ -16,8 +16,9 @@ type holder struct {
 	key Key
 	at  *stored
 	// working ends when the lock is lost, and not with the caller: what must not be cut short is done under it.
-	working context.Context //nolint:containedctx // of the work between keep and its stop
-	ending  atomic.Bool     // the outcome is about to be stored, and the lock goes with it
+	working context.Context           //nolint:containedctx // of the work between keep and its stop
+	renewed atomic.Pointer[time.Time] // when the lock was last asked for that it has
+	ending  atomic.Bool               // the outcome is about to be stored, and the lock goes with it
 
 	// Of the phase under way:
 	uncalled bool      // its call was certainly not made, neither by this holder nor by those before
@@ -26,9 +27,15 @@ type holder struct {
 	called   bool      // its call was made, and the foreign system did what it was asked for
 	doubtful bool      // such a call may have been made, and what it found out is not stored
 	away     bool      // the connection of its transaction broke
+	expired  *string   // its name, once an earlier execution turns out to have done it: no other holder of the token may have
 }
 
-func newHolder(o *Operation, key Key, at *stored) *holder { return &holder{o: o, key: key, at: at} }
+// newHolder is of a key whose lock was asked for at a time.
+func newHolder(o *Operation, key Key, at *stored, asked time.Time) *holder {
+	h := &holder{o: o, key: key, at: at}
+	h.renewed.Store(&asked)
+	return h
+}
 
 // keep renews the lock until stop is called, and makes h.working.
 func (h *holder) keep(ctx context.Context) (stop func()) {
@@ -36,15 +43,13 @@ func (h *holder) keep(ctx context.Context) (stop func()) {
 	h.working = ctx
 	var group sync.WaitGroup
 	group.Go(func() {
-		renewed := time.Now()
-		asked := renewed
+		asked := *h.renewed.Load()
 		for pause(ctx, h.o.cfg.Lock/3-time.Since(asked)) { // from beginning to beginning: one that hangs leaves time for another
 			asked = time.Now()
 			held, err := h.renew(ctx)
 			switch {
 			case err == nil && held:
-				renewed = asked
-			case err == nil || time.Since(renewed) > h.o.cfg.Lock:
+			case err == nil || time.Since(*h.renewed.Load()) > h.o.cfg.Lock:
 				if ctx.Err() == nil && !h.ending.Load() {
 					h.o.cfg.Logger.WarnContext(ctx, "the lock of a key is lost: another worker goes on with it", "key", h.key, "error", err)
 				}
@@ -65,7 +70,26 @@ func (h *holder) stolen() bool { return errors.Is(context.Cause(h.working), ErrL
 func (h *holder) renew(ctx context.Context) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, h.o.cfg.Lock/3)
 	defer cancel()
-	return h.update(ctx, h.o.sql.flow.renew, h.o.cfg.Lock)
+	asked := time.Now()
+	held, err := h.update(ctx, h.o.sql.flow.renew, h.o.cfg.Lock)
+	if held && err == nil {
+		h.renewed.Store(&asked)
+	}
+	return held, err
+}
+
+// sure renews the lock where it may have run out: of a process that was frozen, or a machine that was suspended, whose monotonic clock
+// stands still meanwhile.
+func (h *holder) sure(ctx context.Context) error {
+	at := *h.renewed.Load()
+	if time.Since(at) < h.o.cfg.Lock && time.Now().Round(0).Sub(at.Round(0)) < h.o.cfg.Lock {
+		return nil
+	}
+	held, err := h.renew(ctx)
+	if err == nil && !held {
+		return ErrLockLost
+	}
+	return err
 }
 
 // update writes under the token, and tells whether it still counts. It waits for a phase that is being committed, which is a
@@ -138,7 +162,7 @@ func (h *holder) finish(ctx context.Context, response Response) error {
 	if err != nil {
 		return err
 	}
-	_, err = h.o.durably(ctx, h.o.sql.flow.finish, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, nil, out.status, out.headers, out.body, out.dropped, h.o.window())
+	_, err = h.o.durably(ctx, h.o.sql.flow.finish, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, h.expired, out.status, out.headers, out.body, out.dropped, h.o.window())
 	if lost(err) {
 		return fmt.Errorf("%w: %w", ErrLockLost, err)
 	}

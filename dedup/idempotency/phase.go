@@ -58,7 +58,11 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 		return Indeterminate(fmt.Errorf("call of phase %q: it may have been made %v ago, and is made again within %v (Phase.CallAgainMax): the foreign system may have forgotten its key",
 			phase.Name, age.Round(time.Second), phase.CallAgainMax))
 	}
-	if phase.AtMostOnce {
+	if !phase.AtMostOnce { // the note of the others looks at the token
+		if err := h.sure(h.working); err != nil {
+			return err
+		}
+	} else {
 		if err := h.calling(phase.Name); err != nil {
 			return err
 		}
@@ -71,7 +75,7 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 	uncalled := h.uncalled
 	h.uncalled = false
 	crashpoint.At(ctx, crashpoint.KeyCalling)
-	err := h.o.expired(ctx, h.key, phase.Call(ctx, step), nil)
+	err := f.expired(ctx, h, h.key, phase.Call(ctx, step), nil, phase.Name, false)
 	crashpoint.At(ctx, crashpoint.KeyCalled)
 	var final *FinalError
 	if err == nil {
@@ -86,6 +90,25 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 		err = Indeterminate(err)
 	}
 	return ofWork(err)
+}
+
+// expired is what becomes of a phase that finds what an earlier execution left: the outcome that says so, where no foreign
+// system was asked before. Where one was, it may have acted twice by now, and a person looks.
+func (f *Flow[S]) expired(ctx context.Context, h *holder, key Key, cause error, after func() rows, phase string, asked bool) error {
+	var final *FinalError
+	given := errors.As(cause, &final)
+	err := h.o.expired(ctx, key, cause, after)
+	if given || !errors.As(err, &final) {
+		return err
+	}
+	h.expired = &phase
+	for i := 0; !asked && f.phases[i].Name != phase; i++ {
+		asked = f.phases[i].Call != nil
+	}
+	if asked {
+		return Indeterminate(final.Err)
+	}
+	return err
 }
 
 // errNoResponse is a mistake of the flow.
@@ -105,7 +128,8 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 			t.end(ctx)
 			own := h.key.Watch() // only that: what else was derived may be of a phase that is done
 			own.ChildID(phase.Name)
-			return ofWork(fmt.Errorf("phase %q: %w", phase.Name, h.o.expired(ctx, own, err, func() rows { return h.o.pool })))
+			err = f.expired(ctx, h, own, err, func() rows { return h.o.pool }, phase.Name, phase.Call != nil)
+			return ofWork(fmt.Errorf("phase %q: %w", phase.Name, err))
 		}
 	}
 	crashpoint.At(ctx, crashpoint.KeyWorked)

@@ -27,7 +27,7 @@ const lookSQL = `-- idempotency.look
 SELECT ` + found
 
 // reapSQL forgets finished keys whose window is over, and counts of failures that nobody added to for a day: those rows have
-// no effect, since nobody ever took them: a flow's have locked_by from the start, and each takeover makes lock_token grow.
+// no effect, since nobody ever took them: a flow's have locked_by from the start, and a takeover by one makes lock_token grow.
 // Where work committed by itself, its effect is there and its outcome is not: that is left to a person. Rows that somebody else
 // works on are left to them. It says how many were forgotten, and how many are left to a person: both fill a page.
 const reapSQL = `-- idempotency.reap

@@ -28,11 +28,11 @@ SELECT ` + fresh + ` UNION ALL SELECT ` + found
 // where certainly no call of the phase was made: a person or the reconciler said so, the last holder did, or there was none.
 const takeFlowSQL = `-- idempotency.take_flow
 UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
-  locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL,
-  phase_since = CASE WHEN attempts = 0 OR locked_by IS NULL OR uncalled = lock_token THEN clock_timestamp() ELSE phase_since END
+  locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL, flow = coalesce(flow, $10), request = coalesce(request, $11),
+  phase_since = CASE WHEN locked_by IS NULL OR uncalled = lock_token THEN clock_timestamp() ELSE phase_since END
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + `
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint = $7 AND phases = $8 AND calling IS NOT DISTINCT FROM $9 AND (flow = $10 OR flow IS NULL)
-RETURNING data, request, sealed, attempts, attempts = 1 OR coalesce(uncalled = lock_token - 1, false),
+RETURNING data, request, sealed, attempts, coalesce(uncalled = lock_token - 1, false),
   extract(epoch FROM clock_timestamp() - coalesce(phase_since, created_at))::float8`
 
 const renewSQL = `-- idempotency.renew
@@ -99,15 +99,16 @@ FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = o
 const overdueText = "it is unfinished for longer than AgeMax"
 
 // undecidedKeysSQL is the work of a reconciler: keys of its flow; flows alone have locked_by. Work in one transaction is in doubt with
-// effects that it committed by itself, or in another system: nothing that a flow knows, and it has no phase to go on at.
+// effects that it committed by itself, or in another system: nothing that a flow knows, and it has no phase to go on at. An operator's reap, and
+// the previous release, leave locked_by there, and the text.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state = 'indeterminate' AND operation = $1 AND locked_by IS NOT NULL AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4)
+WHERE state = 'indeterminate' AND operation = $1 AND locked_by IS NOT NULL AND error IS DISTINCT FROM '` + unansweredText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4)
   AND (flow = $6 OR flow IS NULL) ORDER BY created_at, scope, key LIMIT $5`
 
 // decidedSQL gives a key back to its phases.
 const decidedSQL = `-- idempotency.decided
-UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, attempts = 0, calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL
+UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, attempts = 0, calling = NULL, uncalled = lock_token + 1, locked_until = NULL, retry_at = NULL, error = NULL
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isIndeterminate
 
 type flowQueries struct {

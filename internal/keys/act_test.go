@@ -152,6 +152,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 		_, err = keys.Retry(t.Context(), pool, schema, ana, place, true)
 		require.NoError(t, err)
 		assert.Equal(t, keys.Running, find(t, pool, state).State)
+		assert.True(t, scalar[bool](t, pool, "SELECT uncalled = lock_token FROM effectonce.idempotency_keys WHERE key = '"+state+"'"), "the age of its call begins anew")
 		actions, err := keys.Actions(t.Context(), pool, schema, place, 9)
 		require.NoError(t, err)
 		require.Len(t, actions, 1, "a refusal is not written down")
@@ -160,6 +161,7 @@ func TestRetryOfACallNeedsAWord(t *testing.T) {
 	place := key(t, pool, "no call", "abandoned")
 	_, err := keys.Retry(t.Context(), pool, schema, ana, place, false)
 	require.NoError(t, err)
+	assert.True(t, scalar[bool](t, pool, "SELECT uncalled IS NULL FROM effectonce.idempotency_keys WHERE key = 'no call'"), "a call that may be repeated may have been made: its age stays")
 }
 
 // errLost is a foreign system that does not answer.

@@ -12,7 +12,7 @@ const stuckSQL = `(k.state = 'running' AND (k.locked_until IS NULL OR k.locked_u
 const unansweredSQL = `(k.state = 'finished' AND k.finished_at IS NULL AND k.status IS NULL)`
 
 // countsSQL: it has no effect, and counts the failures of work in one transaction until expires_at. Nobody
-// ever took it: a flow has locked_by from the start, and each takeover makes lock_token grow.
+// ever took it: a flow has locked_by from the start, and a takeover by one makes lock_token grow.
 const countsSQL = `(k.state = 'running' AND k.expires_at IS NOT NULL AND k.phases = '{}' AND k.calling IS NULL AND k.request IS NULL AND k.data IS NULL
   AND k.lock_token = 1 AND k.locked_by IS NULL AND k.locked_until IS NULL)`
 
@@ -78,10 +78,10 @@ const unlockSQL = `-- keys.unlock
 UPDATE effectonce.idempotency_keys k SET lock_token = k.lock_token + 1, locked_until = NULL, retry_at = NULL
 ` + this + ` AND k.state = 'running' AND k.locked_until > clock_timestamp()`
 
-// retrySQL says that nothing happened: the flow goes on at its recovery point. $4: nor did the call, where one that must
-// not be made twice may be under way.
+// retrySQL gives a key back to its phases. $4: no call of the phase under way was made: then one that must not be made twice may be, and
+// the age of one that may be begins anew.
 const retrySQL = `-- keys.retry
-UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, calling = NULL,
+UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, calling = NULL, uncalled = CASE WHEN $4::bool THEN k.lock_token + 1 END,
   locked_until = NULL, retry_at = NULL, error = NULL, expires_at = NULL
 ` + this + ` AND (k.state IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `) AND (k.calling IS NULL OR $4::bool)`
 

@@ -34,6 +34,8 @@ type Accept struct {
 // Behind a 202 the flow runs on in this process, within Config.HandlerTimeout. What then stops it (that limit, a failure, the end of the
 // process) leaves it to the completer, so that Flow.Run must run somewhere, and FlowConfig.StoreRequest is required.
 //
+// It must not stand inside of the Handler of any Middleware, which would store the 202 as the outcome: such a request is refused with 500.
+//
 // The Location has the key in base64, encrypted where Operation.Seal is set; other callers get 404 for it.
 func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error), accept Accept) (http.Handler, error) {
 	problems := flowProblems(m, flow)
@@ -52,7 +54,7 @@ func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func
 		return nil, err
 	}
 	left := make(chan struct{}, accept.AtOnceMax)
-	return m.flowHandler(request, func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte) {
+	return m.flowHandler(request, true, func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte) {
 		mark, err := m.mark(key)
 		if err != nil {
 			m.fail(w, r, key, err, true)

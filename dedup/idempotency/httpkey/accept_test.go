@@ -235,6 +235,25 @@ func TestAcceptedFlowThatFailsIsCompleted(t *testing.T) {
 	require.Error(t, err, "net/http ends the connection")
 }
 
+// Property: an AcceptHandler inside of a middleware, of its own operation or of another one, is refused: the outer one would store 202 as the
+// outcome. Nothing is stored, and no flow runs.
+func TestAcceptInsideAMiddleware(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	var log bytes.Buffer
+	m := newMiddleware(t, pool, operation(idempotency.Config{Logger: textLogger(&log)}))
+	ship := m.For("ship")
+	handler, err := httpkey.AcceptHandler(ship, shipped(t, ship, idempotency.FlowConfig[charge]{StoreRequest: true}), nil, httpkey.Accept{StatusURL: "/status/"})
+	require.NoError(t, err)
+	for _, outer := range []*httpkey.Middleware{m, ship} {
+		requireProblem(t, serve(t, outer.Handler(handler)).post(t, "k", "a"), 500, httpkey.ProblemInternal)
+		require.Contains(t, log.String(), "take the route out")
+		log.Reset()
+	}
+	require.Zero(t, keys(t, pool))
+	require.Equal(t, 206, serve(t, handler).post(t, "k", "a").status)
+}
+
 // Property: settings with which a 202 would promise what does not come are refused, all at once.
 func TestAcceptSettingsAreChecked(t *testing.T) {
 	t.Parallel()

@@ -131,6 +131,9 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 type operations struct {
 	mu sync.Mutex
 	of map[string]*Middleware
+
+	flows int           // of AcceptHandlers, that run
+	idle  chan struct{} // closed when none does any more; nil before the first one
 }
 
 // For returns the middleware of another operation, with the same settings: the same key of two operations is two keys, and each may

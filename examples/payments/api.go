@@ -88,13 +88,13 @@ func (a answering) Unwrap() http.ResponseWriter { return a.ResponseWriter }
 // phases of an order. Each is committed on its own; no transaction is open while the provider is asked.
 func phases(provider *providerClient, bank *bankClient, box *outbox.Outbox, topic string) []idempotency.Phase[payment] {
 	return []idempotency.Phase[payment]{
-		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
+		{Name: reserve, Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
 			r, err := parse(step.Request)
 			if err != nil {
 				return idempotency.Final(idempotency.Response{Status: http.StatusBadRequest}, err)
 			}
 			_, err = tx.Exec(ctx, `INSERT INTO orders (id, customer, cents, state) VALUES ($1, $2, $3, 'reserved')`,
-				orderID(step.Key), r.Customer, r.Cents)
+				step.ChildID(), r.Customer, r.Cents) // refused for a client after the window, who gets 410
 			dieAt(atReserve)
 			return err
 		}},
@@ -149,8 +149,11 @@ func paid(key idempotency.Key, state payment) idempotency.Response {
 	return idempotency.Response{Status: http.StatusCreated, Body: fmt.Appendf(nil, "order %s is paid by charge %s\n", orderID(key), state.Charge)}
 }
 
-// orderID is the same at every attempt.
-func orderID(key idempotency.Key) uuid.UUID { return key.ChildID("order") }
+// reserve is the phase that makes the order.
+const reserve = "reserve"
+
+// orderID is the same at every attempt: Step.ChildID of the phase that makes the order.
+func orderID(key idempotency.Key) uuid.UUID { return key.ChildID(reserve) }
 
 // sendReceipt is the consumer's handler: it has its effect once for each message ID. A mail server would be asked
 // outside of the transaction, under msg.ChildID("mail"); here a table stands for it.

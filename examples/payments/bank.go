@@ -114,6 +114,9 @@ func (c *bankClient) reconcile(ctx context.Context, undecided idempotency.Undeci
 		return idempotency.Unknown(), err
 	}
 	defer func() { _ = answer.Body.Close() }()
+	if answer.StatusCode != http.StatusOK { // it says nothing about the transfer, whatever its body
+		return idempotency.Unknown(), fmt.Errorf("the bank's records answer %s", answer.Status)
+	}
 	var found []transfer
 	if err := json.NewDecoder(answer.Body).Decode(&found); err != nil {
 		return idempotency.Unknown(), fmt.Errorf("read the bank's records: %w", err)

@@ -2,6 +2,9 @@ package main
 
 import (
 	"bytes"
+	"io"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"regexp"
 	"testing"
@@ -70,4 +73,41 @@ func TestBankThatHangsUpPaysOnce(t *testing.T) {
 	require.Equal(t, 201, o.status)
 	require.Greater(t, o.requests, 1, "the first one is told that it is in doubt")
 	require.Equal(t, 1, s.bank.count(r.Customer))
+}
+
+// Property: the bank's records decide only where the bank shows them: from another answer, whatever its body, an order stays undecided.
+func TestBankWithoutRecordsDecidesNothing(t *testing.T) {
+	t.Parallel()
+	for status, want := range map[int]idempotency.Decision{200: idempotency.DidNotHappen(), 404: idempotency.Unknown(), 503: idempotency.Unknown()} {
+		bank := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(status)
+			_, _ = io.WriteString(w, "[]")
+		}))
+		defer bank.Close()
+		key := idempotency.Key{Scope: "shop", Operation: "create-order", Value: "k"}
+		decision, err := newBankClient(bank.URL).reconcile(t.Context(), idempotency.UndecidedKey[payment]{Key: key, Phase: "transfer"})
+		require.Equal(t, want, decision, status)
+		require.Equal(t, status != 200, err != nil, err)
+	}
+}
+
+// Property: a client that asks again when its key is forgotten learns that the order was made (410); nothing is charged or paid again.
+func TestOrderAfterTheWindow(t *testing.T) {
+	t.Parallel()
+	s, err := openSite(t.Context(), os.Getenv("DATABASE_URL"))
+	require.NoError(t, err)
+	defer s.close(t.Context())
+	key, r := idempotency.NewKey(), request{Customer: s.customerOf("late"), Cents: 100}
+	for _, status := range []int{201, 410, 410} {
+		o, err := s.ask(t.Context(), "", key, r)
+		require.NoError(t, err)
+		require.Equal(t, status, o.status, o.body)
+		require.Equal(t, 1, s.bank.count(r.Customer))
+		asked, _ := s.provider.count(r.Customer)
+		require.Equal(t, 1, asked)
+		if status == 201 {
+			_, err = s.pool.Exec(t.Context(), `DELETE FROM effectonce_payments.idempotency_keys WHERE key = $1`, key)
+			require.NoError(t, err)
+		}
+	}
 }

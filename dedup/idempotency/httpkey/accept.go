@@ -32,7 +32,11 @@ type Accept struct {
 // later, the outcome. StatusHandler wants authentication in front of it, too.
 //
 // Behind a 202 the flow runs on in this process, within Config.HandlerTimeout. What then stops it (that limit, a failure, the end of the
-// process) leaves it to the completer, so that Flow.Run must run somewhere, and FlowConfig.StoreRequest is required.
+// process) leaves it to the completer, so that Flow.Run must run somewhere, and FlowConfig.StoreRequest is required. The exception: the end of
+// the process in the Call of a phase that is AtMostOnce leaves the request in doubt, for FlowConfig.Reconcile or a person. So a program that
+// stops calls Middleware.Drain: http.Server.Shutdown does not wait for these flows.
+//
+// It must not stand inside of the Handler of any Middleware, which would store the 202 as the outcome: such a request is refused with 500.
 //
 // The Location has the key in base64, encrypted where Operation.Seal is set; other callers get 404 for it.
 func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error), accept Accept) (http.Handler, error) {
@@ -52,7 +56,7 @@ func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func
 		return nil, err
 	}
 	left := make(chan struct{}, accept.AtOnceMax)
-	return m.flowHandler(request, func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte) {
+	return m.flowHandler(request, true, func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte) {
 		mark, err := m.mark(key)
 		if err != nil {
 			m.fail(w, r, key, err, true)
@@ -108,7 +112,9 @@ type ending struct {
 func (m *Middleware) start(r *http.Request, key idempotency.Key, do func(ctx context.Context) (idempotency.Response, error)) <-chan ending {
 	ctx, cancel := m.outliving(r)
 	done := make(chan ending, 1)
+	m.all.begin()
 	go func() {
+		defer m.all.end()
 		defer cancel()
 		var e ending
 		defer func() {
@@ -122,6 +128,45 @@ func (m *Middleware) start(r *http.Request, key idempotency.Key, do func(ctx con
 		e.returned = true
 	}()
 	return done
+}
+
+// Drain waits for the flows of AcceptHandlers that run in this process, behind a 202 or not, of this Middleware and all others of the same New
+// (see For): call it after http.Server.Shutdown, which waits for none behind a 202, and before the pool is closed. They end within
+// Config.HandlerTimeout and one FlowConfig.CallMax. It stops none; an error says that ctx ended first, wraps its cause, and leaves them running.
+func (m *Middleware) Drain(ctx context.Context) error {
+	flows, idle := m.all.running()
+	if flows == 0 {
+		return nil
+	}
+	select {
+	case <-idle:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("httpkey: of %d accepted flows some still run: %w", flows, context.Cause(ctx))
+	}
+}
+
+// begin, end and running count flows. A WaitGroup would not do: one may begin while Drain waits.
+func (o *operations) begin() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.flows++; o.flows == 1 {
+		o.idle = make(chan struct{})
+	}
+}
+
+func (o *operations) end() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.flows--; o.flows == 0 {
+		close(o.idle)
+	}
+}
+
+func (o *operations) running() (flows int, idle <-chan struct{}) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.flows, o.idle
 }
 
 // leave lets a flow run on without its client, if as few of them do so as may. left has one entry for each.

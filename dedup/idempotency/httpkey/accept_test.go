@@ -235,6 +235,69 @@ func TestAcceptedFlowThatFailsIsCompleted(t *testing.T) {
 	require.Error(t, err, "net/http ends the connection")
 }
 
+// Property: an AcceptHandler inside of a middleware, of its own operation or of another one, is refused: the outer one would store 202 as the
+// outcome. Nothing is stored, and no flow runs.
+func TestAcceptInsideAMiddleware(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	var log bytes.Buffer
+	m := newMiddleware(t, pool, operation(idempotency.Config{Logger: textLogger(&log)}))
+	ship := m.For("ship")
+	handler, err := httpkey.AcceptHandler(ship, shipped(t, ship, idempotency.FlowConfig[charge]{StoreRequest: true}), nil, httpkey.Accept{StatusURL: "/status/"})
+	require.NoError(t, err)
+	for _, outer := range []*httpkey.Middleware{m, ship} {
+		requireProblem(t, serve(t, outer.Handler(handler)).post(t, "k", "a"), 500, httpkey.ProblemInternal)
+		require.Contains(t, log.String(), "take the route out")
+		log.Reset()
+	}
+	require.Zero(t, keys(t, pool))
+	require.Equal(t, 206, serve(t, handler).post(t, "k", "a").status)
+}
+
+// Property: http.Server.Shutdown does not wait for a flow behind a 202, Drain does, of each operation, or as long as its context says; then the
+// outcome is stored, and the pool can be closed. It returns at once where nothing runs.
+func TestDrainWaitsForAcceptedFlows(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	m := newMiddleware(t, pool, httpkey.Config{RetryAfter: 3 * time.Second})
+	require.NoError(t, m.Drain(t.Context()))
+	pay := m.For("pay")
+	began, release := make(chan struct{}), make(chan struct{})
+	flow, err := idempotency.NewFlow(pay.Operation(), idempotency.FlowConfig[charge]{StoreRequest: true}, idempotency.Phase[charge]{
+		Name: "paid", AtMostOnce: true,
+		Call: func(_ context.Context, step *idempotency.Step[charge]) error {
+			close(began)
+			wait(t, release)
+			step.Finish(idempotency.Response{Status: 201, Body: []byte("paid")})
+			return nil
+		},
+	})
+	require.NoError(t, err)
+	handler, err := httpkey.AcceptHandler(pay, flow, nil, httpkey.Accept{StatusURL: "/status/", After: time.Millisecond})
+	require.NoError(t, err)
+	s := serve(t, handler)
+	first := s.posted(t, "k", "a")
+	<-began
+	requireAccepted(t, <-first)
+	require.NoError(t, s.Config.Shutdown(t.Context()))
+	ended, end := context.WithCancel(t.Context())
+	end()
+	err = m.Drain(ended)
+	require.ErrorIs(t, err, context.Canceled)
+	require.ErrorContains(t, err, "of 1 accepted flows")
+	drained := make(chan error, 2)
+	for _, one := range []*httpkey.Middleware{m, pay} {
+		go func() { drained <- one.Drain(t.Context()) }()
+	}
+	close(release)
+	for range 2 {
+		require.NoError(t, <-drained)
+		response, err := pay.Operation().Look(t.Context(), pay.Operation().Key("acme", "k", idempotency.Fingerprint{}))
+		require.NoError(t, err, "the outcome is stored by then")
+		require.Equal(t, "paid", string(response.Body))
+	}
+}
+
 // Property: settings with which a 202 would promise what does not come are refused, all at once.
 func TestAcceptSettingsAreChecked(t *testing.T) {
 	t.Parallel()

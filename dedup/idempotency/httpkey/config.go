@@ -39,8 +39,8 @@ type Config struct {
 	// OPTIONS and TRACE, which change nothing.
 	PassThrough []string
 	// PassWithoutKey are the methods that pass through in the same way where they come without a key: with one, which a client sends
-	// because it counts on it, they are executed once, as any other. Default PUT and DELETE, which HTTP defines as idempotent. Empty
-	// and not nil: none. A handler that calls Tx wants its methods left out of both.
+	// because it counts on it, they are executed once, as any other. Default PUT and DELETE, which HTTP defines as idempotent, where
+	// PassThrough is nil, too; none where it is not. Empty and not nil: none. A handler that calls Tx wants its methods left out of both.
 	PassWithoutKey []string
 	// RequestBytesMax is the largest body that is read. 1 byte to 64 MiB; default 1 MiB.
 	RequestBytesMax int
@@ -131,6 +131,9 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 type operations struct {
 	mu sync.Mutex
 	of map[string]*Middleware
+
+	flows int           // of AcceptHandlers, that run
+	idle  chan struct{} // closed when none does any more; nil before the first one
 }
 
 // For returns the middleware of another operation, with the same settings: the same key of two operations is two keys, and each may
@@ -171,11 +174,11 @@ func (c *Config) check() []error {
 	if c.BufferBytesMax < c.Operation.ResponseBytesMax {
 		problems = append(problems, bounds.Problem("BufferBytesMax", c.BufferBytesMax, fmt.Sprintf("at least Operation.ResponseBytesMax, %d", c.Operation.ResponseBytesMax)))
 	}
+	if c.PassWithoutKey == nil && c.PassThrough == nil { // else a list that was made without PUT would let it in without a key
+		c.PassWithoutKey = []string{http.MethodPut, http.MethodDelete}
+	}
 	if c.PassThrough == nil {
 		c.PassThrough = []string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace}
-	}
-	if c.PassWithoutKey == nil {
-		c.PassWithoutKey = []string{http.MethodPut, http.MethodDelete}
 	}
 	for field, methods := range map[string][]string{"PassThrough": c.PassThrough, "PassWithoutKey": c.PassWithoutKey} {
 		for _, method := range methods {

@@ -50,7 +50,8 @@ func (m *Middleware) query(raw string) string {
 
 var errTooDeep = errors.New("arrays and objects lie in each other deeper than Config.JSONDepthMax")
 
-// deeper reports whether arrays and objects of a text, which need not be JSON, lie in each other deeper than depthMax.
+// deeper reports whether arrays and objects of a text lie in each other deeper than depthMax, ahead of the first byte that JSON does not
+// have there, where Canonicalize stops, too: the text may be compressed.
 func deeper(text []byte, depthMax int) bool {
 	depth, quoted := 0, false
 	for i := 0; i < len(text); i++ {
@@ -58,6 +59,9 @@ func deeper(text []byte, depthMax int) bool {
 		case c == '"':
 			quoted = !quoted
 		case quoted:
+			if c < ' ' {
+				return false
+			}
 			if c == '\\' {
 				i++
 			}
@@ -67,6 +71,8 @@ func deeper(text []byte, depthMax int) bool {
 			}
 		case c == '}' || c == ']':
 			depth--
+		case strings.IndexByte(" \t\r\n:,+-.0123456789Eaeflnrstu", c) < 0: // space, numbers, true, false and null
+			return false
 		}
 	}
 	return false

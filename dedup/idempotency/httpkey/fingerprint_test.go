@@ -1,8 +1,11 @@
 package httpkey_test
 
 import (
+	"bytes"
+	"compress/gzip"
 	"encoding/json"
 	"fmt"
+	"math/rand/v2"
 	"net/http"
 	"strings"
 	"testing"
@@ -236,6 +239,29 @@ func TestDeepBodyIsRefused(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// Property: a compressed body, which something inside of the middleware decompresses, is not taken for JSON that is nested too deep,
+// whatever its bytes; nor is other content that cannot be JSON.
+func TestCompressedBodyIsNotDeep(t *testing.T) {
+	t.Parallel()
+	s := serve(t, newMiddleware(t, pgtest.NoPool(t), httpkey.Config{RequestBytesMax: 4 << 20}).Handler(insert(201)))
+	bodies := []string{"'" + strings.Repeat("[", 100), "\"\x1f" + `"` + strings.Repeat("[", 100)}
+	for seed := range uint64(4) {
+		random := rand.New(rand.NewPCG(seed, 0))
+		var body bytes.Buffer
+		compressed := gzip.NewWriter(&body)
+		for body.Len() < 1<<20 {
+			_, err := fmt.Fprintf(compressed, `{"a":[%d,"%x"]}`, random.Uint64(), random.Uint64())
+			require.NoError(t, err)
+		}
+		require.NoError(t, compressed.Close())
+		bodies = append(bodies, body.String())
+	}
+	for _, body := range bodies {
+		a := s.post(t, "k", body, "Content-Type", "application/json", "Content-Encoding", "gzip")
+		requireProblem(t, a, 503, httpkey.ProblemUnavailable) // it asked the database
 	}
 }
 

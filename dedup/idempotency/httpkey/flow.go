@@ -31,7 +31,7 @@ func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r
 	if err := errors.Join(flowProblems(m, flow)...); err != nil {
 		return nil, err
 	}
-	return m.flowHandler(request, func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte) {
+	return m.flowHandler(request, false, func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte) {
 		ctx, cancel := m.outliving(r)
 		defer cancel()
 		response, err := flow.Do(ctx, key, body)
@@ -49,11 +49,12 @@ func flowProblems[S any](m *Middleware, flow *idempotency.Flow[S]) (problems []e
 	return problems
 }
 
-// flowHandler takes a request, and makes of it what do executes and answers.
-func (m *Middleware) flowHandler(request func(r *http.Request) ([]byte, error), do func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte)) http.Handler {
+// flowHandler takes a request, and makes of it what do executes and answers. accepts: the answer may be a 202, which a middleware around it
+// would store as the outcome.
+func (m *Middleware) flowHandler(request func(r *http.Request) ([]byte, error), accepts bool, do func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if e := from(r.Context()); e != nil && e.key.Operation == m.cfg.Operation.Operation {
-			m.log.ErrorContext(r.Context(), "a FlowHandler stands inside of Middleware.Handler, so its requests are refused: take the route out of that one")
+		if e := from(r.Context()); e != nil && (accepts || e.key.Operation == m.cfg.Operation.Operation) {
+			m.log.ErrorContext(r.Context(), "a FlowHandler or AcceptHandler stands inside of Middleware.Handler, so its requests are refused: take the route out of that one")
 			m.refuse(w, r, ProblemInternal, 0)
 			return
 		}

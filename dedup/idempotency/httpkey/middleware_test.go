@@ -368,6 +368,9 @@ func TestMethodsThatPassThrough(t *testing.T) {
 	require.Equal(t, []string{"PUT", "POST"}, passes(changed, ""))
 	require.Equal(t, []string{"PUT"}, passes(changed, "k"))
 	require.Equal(t, []string{"GET", "HEAD", "OPTIONS", "TRACE"}, passes(httpkey.Config{PassWithoutKey: []string{}}, ""))
+	for _, own := range [][]string{{"GET"}, {}} {
+		require.Equal(t, own, append([]string{}, passes(httpkey.Config{PassThrough: own}, "")...), "a list of its own does not get longer")
+	}
 }
 
 // Property: a key that a client sends counts, whatever the method: the same request is replayed, another one refused, and one with two

@@ -58,7 +58,12 @@ func (c *call) attempt(ctx context.Context) (*http.Response, error) {
 			if err == nil {
 				_ = response.Body.Close() // it cannot be read any more
 			}
-			err = late
+			var unsent *notSentError
+			if errors.As(err, &unsent) {
+				err = &notSentError{late}
+			} else {
+				err = late
+			}
 		}
 	}
 	if err != nil {
@@ -69,20 +74,20 @@ func (c *call) attempt(ctx context.Context) (*http.Response, error) {
 }
 
 // send lets base send the request again by itself only where that is no second effect.
-func (c *call) send(ctx context.Context) (*http.Response, error) {
+func (c *call) send(ctx context.Context) (response *http.Response, err error) {
 	r := c.request.WithContext(ctx)
 	switch {
 	case idempotency.CalledOnce(ctx):
-		return Single(c.t.base).RoundTrip(r)
+		response, err = Single(c.t.base).RoundTrip(r)
 	case c.trusts():
-		return c.t.base.RoundTrip(r)
+		response, err = c.t.base.RoundTrip(r)
+	default:
+		if response, err = sendOnce(c.t.base, r); err == nil {
+			c.t.learn(r, c.t.cfg.Header, response)
+		}
 	}
-	response, err := sendOnce(c.t.base, r)
 	var unsent *notSentError
 	c.sent = c.sent || !errors.As(err, &unsent)
-	if err == nil {
-		c.t.learn(r, c.t.cfg.Header, response)
-	}
 	return response, err
 }
 

@@ -7,6 +7,7 @@ import (
 	"log"
 	"log/slog"
 	"net/http"
+	"net/http/httptrace"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -172,6 +173,42 @@ func TestClientWithATimeoutLosesNoKey(t *testing.T) {
 			})
 		})
 	}
+}
+
+// Property: an attempt that gets no connection within AttemptMax was not sent: it is tried again at any server, and where each attempt
+// was like that, the error says so, and that it was late.
+func TestConnectionThatHangsIsTriedAgain(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		for hanging, answered := range map[int]bool{1: true, 3: false} {
+			attempts := 0
+			transport, err := keyclient.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
+				trace := httptrace.ContextClientTrace(r.Context())
+				trace.GetConn("bank.example:80")
+				if attempts++; attempts <= hanging {
+					<-r.Context().Done()
+					return nil, r.Context().Err()
+				}
+				trace.GotConn(httptrace.GotConnInfo{})
+				return answerOf(http.StatusCreated, nil), nil
+			}), keyclient.TransportConfig{AttemptsMax: 3})
+			require.NoError(t, err)
+			response, err := post(t, transport)
+			if answered {
+				require.NoError(t, err)
+				require.NoError(t, response.Body.Close())
+				require.Equal(t, 2, attempts)
+				continue
+			}
+			var unanswered *keyclient.UnansweredError
+			require.ErrorAs(t, err, &unanswered)
+			require.Equal(t, 3, attempts)
+			require.True(t, unanswered.Timeout())
+			require.ErrorContains(t, err, "nothing was sent")
+			var marked interface{ NotSent() bool }
+			require.ErrorAs(t, err, &marked)
+		}
+	})
 }
 
 // Property: a caller that goes during a pause is let go at once, with the key.

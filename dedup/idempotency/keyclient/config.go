@@ -46,7 +46,8 @@ type TransportConfig struct {
 	// requests that have a name are refused.
 	Pending PendingStore
 	// ForgetAnswered makes the Transport forget a pending key by itself, when the body of an answer that settles the request was
-	// read to its end or closed: 2xx, 3xx but 307 and 308, 4xx but 401, 403, 407, 408, 409, 410, 421, 422, 423, 425 and 429. Where
+	// read to its end or closed: 2xx, 3xx but 307 and 308, 4xx but 401, 403, 407, 408, 409, 410, 421, 422, 423, 425 and 429. A 202 does
+	// so only with Idempotent-Replayed: true: without, the request is still being executed (httpkey.AcceptHandler). Where
 	// an earlier attempt got a 5xx, 409 or no answer, or the request was pending already or came with a key of the caller's, a 4xx
 	// does so only with Idempotent-Replayed: true: the earlier attempt may have been executed.
 	// Who dies between that and writing the answer down asks again under a new key: a second effect. Default: the caller

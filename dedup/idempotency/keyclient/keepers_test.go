@@ -82,28 +82,34 @@ func TestRefusedConnectionsAreTriedAgain(t *testing.T) {
 	require.Len(t, s.all(), 1)
 }
 
-// Property: an error says that nothing was sent only where no attempt was, as its text does.
+// Property: an error says that nothing was sent only where no attempt was, as its text does; also where it is base that marks what was
+// not sent, at a server that is trusted.
 func TestErrorOfAttemptsThatWereNotSent(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(http.StatusTooManyRequests, 100))
-	for sent, text := range map[int]string{0: "nothing was sent", 1: "the server may have acted"} {
-		dials := 0
-		base := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
-			if dials++; dials > sent {
-				address = "127.0.0.1:1"
+	for _, honours := range [][]string{{}, {"*"}} {
+		for sent, text := range map[int]string{0: "nothing was sent", 1: "the server may have acted"} {
+			dials := 0
+			var base http.RoundTripper = &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+				if dials++; dials > sent {
+					address = "127.0.0.1:1"
+				}
+				return (&net.Dialer{}).DialContext(ctx, network, address)
+			}}
+			if len(honours) > 0 {
+				base = keyclient.Single(base)
 			}
-			return (&net.Dialer{}).DialContext(ctx, network, address)
-		}}
-		transport, err := keyclient.NewTransport(base, unknown(keyclient.TransportConfig{AttemptsMax: 3}))
-		require.NoError(t, err)
-		_, _, err = do(t.Context(), t, &http.Client{Transport: transport}, http.MethodPost, s.URL, "x")
-		var unanswered *keyclient.UnansweredError
-		require.ErrorAs(t, err, &unanswered)
-		require.Equal(t, 3, unanswered.Attempts)
-		require.ErrorContains(t, err, text)
-		require.ErrorContains(t, err, "refused")
-		var marked interface{ NotSent() bool }
-		require.Equal(t, sent == 0, errors.As(err, &marked))
+			transport, err := keyclient.NewTransport(base, quick(keyclient.TransportConfig{AttemptsMax: 3, Honours: honours}))
+			require.NoError(t, err)
+			_, _, err = do(t.Context(), t, &http.Client{Transport: transport}, http.MethodPost, s.URL, "x")
+			var unanswered *keyclient.UnansweredError
+			require.ErrorAs(t, err, &unanswered)
+			require.Equal(t, 3, unanswered.Attempts)
+			require.ErrorContains(t, err, text)
+			require.ErrorContains(t, err, "refused")
+			var marked interface{ NotSent() bool }
+			require.Equal(t, sent == 0, errors.As(err, &marked))
+		}
 	}
 }
 

@@ -213,6 +213,24 @@ func TestCodeDecidesWhatIsKept(t *testing.T) {
 	require.Equal(t, 6, keys(t, pool))
 }
 
+// Property: a refusal whose text is not UTF-8, as where it quotes what a client sent, is stored as any other, with U+FFFD for what is not.
+func TestRefusalThatIsNotUTF8IsKept(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	var ran atomic.Int64
+	c := serve(t, pool, grpckey.Config{}, func(context.Context, *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+		ran.Add(1)
+		return nil, status.Error(codes.InvalidArgument, "no account \xff\xfe!")
+	})
+	for _, replayed := range []bool{false, true} {
+		a := c.ask(t.Context(), "k", "a")
+		require.Equal(t, codes.InvalidArgument, status.Code(a.err))
+		require.Equal(t, "no account \ufffd!", status.Convert(a.err).Message())
+		require.Equal(t, replayed, a.replayed)
+	}
+	require.EqualValues(t, 1, ran.Load())
+}
+
 // Property: an error of the database that a handler returns as it is runs it again where that helps, and reaches no client.
 func TestErrorsOfTheDatabase(t *testing.T) {
 	t.Parallel()

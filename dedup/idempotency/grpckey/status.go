@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"net/http"
+	"strings"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -116,9 +117,11 @@ func (i *Interceptor) problem(err error) (Reason, time.Duration) {
 	return ReasonInternal, 0
 }
 
-// stored is a status as it is kept: encoded, and for people with what HTTP has for its code.
+// stored is a status as it is kept: encoded, and for people with what HTTP has for its code. Text that is not UTF-8 cannot be encoded.
 func stored(answer *status.Status) (idempotency.Response, error) {
-	body, err := proto.Marshal(answer.Proto())
+	text := answer.Proto() // a copy
+	text.Message = strings.ToValidUTF8(text.GetMessage(), "\ufffd")
+	body, err := proto.Marshal(text)
 	return idempotency.Response{Status: httpStatus(answer.Code()), Body: body}, err
 }
 

@@ -111,8 +111,7 @@ func TestAfterTheWindow(t *testing.T) {
 			flow, err := idempotency.NewFlow(m.Operation(), idempotency.FlowConfig[charge]{},
 				idempotency.Phase[charge]{Name: "begun", Write: func(context.Context, pgx.Tx, *idempotency.Step[charge]) error { return nil }},
 				idempotency.Phase[charge]{
-					Name: "order", Call: func(context.Context, *idempotency.Step[charge]) error { return nil },
-					Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[charge]) error {
+					Name: "order", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[charge]) error {
 						step.Finish(idempotency.Response{Status: http.StatusCreated})
 						return c.work(ctx, tx, step.Key)
 					},

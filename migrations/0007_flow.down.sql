@@ -18,4 +18,4 @@ BEGIN
 END
 $$;
 
-ALTER TABLE effectonce.idempotency_keys DROP COLUMN flow, DROP COLUMN phase_since, DROP COLUMN uncalled;
+ALTER TABLE effectonce.idempotency_keys DROP COLUMN flow, DROP COLUMN phase_since, DROP COLUMN uncalled, DROP COLUMN retried_at;

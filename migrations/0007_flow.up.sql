@@ -12,7 +12,9 @@ ALTER TABLE effectonce.idempotency_keys
   -- lock_token of a holder that gave the key up when no call of the phase under way had been made, neither by itself nor before:
   -- whoever takes it under that token begins phase_since anew. Any other takeover, also by the previous release, makes
   -- lock_token grow, so that this says nothing any more.
-  ADD COLUMN uncalled    bigint;
+  ADD COLUMN uncalled    bigint,
+  -- When the key was taken that a person or a reconciler had given back: from then on it has AgeMax again.
+  ADD COLUMN retried_at  timestamptz;
 
 -- As in version 4; it also says when the next phase began.
 CREATE OR REPLACE FUNCTION effectonce.advance_key(

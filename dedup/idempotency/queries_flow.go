@@ -29,6 +29,7 @@ SELECT ` + fresh + ` UNION ALL SELECT ` + found
 const takeFlowSQL = `-- idempotency.take_flow
 UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
   locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL, flow = coalesce(flow, $10), request = coalesce(request, $11),
+  retried_at = CASE WHEN attempts = 0 THEN clock_timestamp() ELSE retried_at END,
   phase_since = CASE WHEN locked_by IS NULL OR uncalled = lock_token THEN clock_timestamp() ELSE phase_since END
 WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + `
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint = $7 AND phases = $8 AND calling IS NOT DISTINCT FROM $9 AND (flow = $10 OR flow IS NULL)
@@ -89,7 +90,7 @@ SELECT count(*) FROM (SELECT FROM effectonce.idempotency_keys WHERE ` + isOverdu
 const giveUpSQL = `-- idempotency.give_up
 WITH old AS (
   SELECT scope, operation, key FROM effectonce.idempotency_keys
-  WHERE ` + isOverdue + ` AND coalesce(phase_since, created_at) <= clock_timestamp() - $3::interval AND attempts > 0
+  WHERE ` + isOverdue + ` AND greatest(coalesce(phase_since, created_at), retried_at) <= clock_timestamp() - $3::interval AND attempts > 0
     AND (locked_until IS NULL OR locked_until <= clock_timestamp()) LIMIT $4 FOR UPDATE SKIP LOCKED)
 UPDATE effectonce.idempotency_keys k SET state = CASE WHEN calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END,
   error = left(concat_ws('; then: ', error, '` + overdueText + `'), 2000), locked_until = NULL,

@@ -425,4 +425,6 @@ func TestNoTransactionWithoutMiddleware(t *testing.T) {
 	for _, use := range []func(){func() { httpkey.Tx(r) }, func() { httpkey.Key(r) }, func() { httpkey.Fail(r, io.EOF) }} {
 		require.PanicsWithValue(t, "httpkey: no transaction: wrap the route in Middleware.Handler, and take its method out of Config.PassThrough and Config.PassWithoutKey", use)
 	}
+	_, there := httpkey.TxOf(r)
+	require.False(t, there)
 }

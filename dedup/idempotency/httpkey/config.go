@@ -40,7 +40,8 @@ type Config struct {
 	PassThrough []string
 	// PassWithoutKey are the methods that pass through in the same way where they come without a key: with one, which a client sends
 	// because it counts on it, they are executed once, as any other. Default PUT and DELETE, which HTTP defines as idempotent, where
-	// PassThrough is nil, too; none where it is not. Empty and not nil: none. A handler that calls Tx wants its methods left out of both.
+	// PassThrough is nil, too; none where it is not. Empty and not nil: none. A handler of such a method asks TxOf for its transaction: what it
+	// writes past that is committed by itself, whatever becomes of the key, and needs a connection besides the one of the request.
 	PassWithoutKey []string
 	// RequestBytesMax is the largest body that is read. 1 byte to 64 MiB; default 1 MiB.
 	RequestBytesMax int

@@ -25,6 +25,16 @@ type exchangeKey struct{}
 // what nothing protects.
 func Tx(r *http.Request) pgx.Tx { return of(r).tx }
 
+// TxOf is Tx for a handler that also serves requests that pass through, such as a PUT without a key: it tells whether there is a
+// transaction. Where there is, Key and Fail work, too.
+func TxOf(r *http.Request) (pgx.Tx, bool) {
+	e := from(r.Context())
+	if e == nil {
+		return nil, false
+	}
+	return e.tx, true
+}
+
 // Key of the request: Key(r).ChildID("invoice") is the ID for an outbox message, or the key for another system, that is the same
 // at each try. It panics where Tx does.
 func Key(r *http.Request) idempotency.Key { return of(r).key }

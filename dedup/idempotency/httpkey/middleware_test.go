@@ -395,3 +395,22 @@ func TestSuppliedKeyCounts(t *testing.T) {
 		})
 	}
 }
+
+// Property: one handler serves a PUT with a key, in the request's transaction, and one without.
+func TestHandlerAsksForItsTransaction(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		tx, there := httpkey.TxOf(r)
+		assert.Equal(t, r.Header.Get("Idempotency-Key") != "", there)
+		if there {
+			assert.Equal(t, httpkey.Tx(r), tx)
+		}
+		w.WriteHeader(http.StatusNoContent)
+	})))
+	for _, key := range []string{"", "k"} {
+		a, err := s.ask(t.Context(), http.MethodPut, "/orders/7", key, "a")
+		require.NoError(t, err)
+		require.Equal(t, http.StatusNoContent, a.status)
+	}
+}

@@ -87,7 +87,7 @@ type rows interface {
 
 // back undoes what the work wrote, under its claim, for expired.
 func (t *transaction) back(ctx context.Context) rows {
-	if t.pooled == nil || t.stray || t.conn.IsClosed() || t.conn.PgConn().IsBusy() || t.ended() {
+	if !t.usable() {
 		return nil
 	}
 	if _, err := t.conn.Exec(ctx, undoSQL); err != nil {

@@ -215,7 +215,7 @@ func TestQuotaOfATenant(t *testing.T) {
 }
 
 // Property: what a process knows of a key's outcome is no more than a hint where to look first: a key that was forgotten, or lost, is
-// executed, and one that stands there otherwise gets the answer of what stands there.
+// executed, and one that is stored in another state is answered by that state.
 func TestOutcomeThatIsKnownIsLookedUp(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

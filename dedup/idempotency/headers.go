@@ -9,7 +9,7 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/headers"
 )
 
-// NeverStored reports whether a header is not stored with an outcome, whoever put it there: cookies and credentials, which
+// NeverStored reports whether a header is not stored with an outcome, handler or middleware alike: cookies and credentials, which
 // are one client's, and headers of one connection. Names are taken in any case.
 func NeverStored(name string) bool { return headers.Of(name) == headers.Never }
 

@@ -92,9 +92,14 @@ func (o *Operation) notStored(key Key, v verdict, err error) error {
 // open.
 var errGone = errors.New("the transaction of the work is over")
 
+// usable tells whether a statement can be executed in the transaction still, failed or not.
+func (t *transaction) usable() bool {
+	return t.pooled != nil && !t.stray && !t.conn.IsClosed() && !t.conn.PgConn().IsBusy() && !t.ended()
+}
+
 // replace undoes what the work wrote, stores something in its place, and commits. The claim stands all the time.
 func (t *transaction) replace(ctx context.Context, store func(*pgx.Batch)) error {
-	if t.pooled == nil || t.stray || t.conn.IsClosed() || t.conn.PgConn().IsBusy() || t.ended() {
+	if !t.usable() {
 		return errGone
 	}
 	failed := t.failed()

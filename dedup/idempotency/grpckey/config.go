@@ -34,7 +34,7 @@ type Config struct {
 	// Methods are executed once, each by its full name: "/shop.Orders/Create". All others pass through. At least one; their
 	// messages must be linked into the program.
 	Methods []string
-	// Optional lets calls without a key in. They get one that nobody else knows, so that the handler has its transaction all the
+	// Optional lets calls without a key in. They get a random one, so that the handler has its transaction all the
 	// same. Default: InvalidArgument.
 	Optional bool
 	// HandlerTimeout is how long claim and handler may take, whether or not the client waits. More than Operation.WaitMax; 1 ms to

@@ -119,7 +119,7 @@ func (m *Middleware) start(r *http.Request, key idempotency.Key, do func(ctx con
 		var e ending
 		defer func() {
 			if !e.returned {
-				e.panicked = recover() // as net/http does: the process goes on
+				e.panicked = recover() // as net/http does: the process continues
 				m.log.ErrorContext(ctx, "a flow panicked", "key", key, "panic", e.panicked, "stack", string(debug.Stack()))
 			}
 			done <- e

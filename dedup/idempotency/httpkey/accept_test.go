@@ -193,7 +193,7 @@ func (l *locked) String() string {
 }
 
 // Property: what fails behind a 202 is logged, and finished by the completer; a panic ends neither the process nor, with a client that
-// waits, its stack: it goes on in the handler.
+// waits, its stack: the panic continues in the handler.
 func TestAcceptedFlowThatFailsIsCompleted(t *testing.T) {
 	t.Parallel()
 	var log locked

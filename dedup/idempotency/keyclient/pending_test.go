@@ -333,7 +333,7 @@ func TestPendingSettingsAndPages(t *testing.T) {
 }
 
 // Property: with ForgetAnswered, an answer ends a pending request only where a new key could not execute it again: not where
-// nobody knows whether it was executed, it still is (202, which says so unless it is the stored answer), it was with an answer that is
+// it is unknown whether it was executed, it still is (202, which says so unless it is the stored answer), it was with an answer that is
 // lost, or the key has another request. A redirect that
 // is followed leaves it to the answer behind it.
 func TestWhatSettlesARequest(t *testing.T) {

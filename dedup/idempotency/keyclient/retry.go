@@ -41,7 +41,7 @@ func judge(response *http.Response) verdict {
 }
 
 // settles tells answers after which a key is not needed any more. After the others the request was not executed for now, or
-// it was, or nobody knows: under a new key it could be executed again. 409 and 410 are what httpkey.Middleware says of a key that a
+// it was, or that is unknown: under a new key it could be executed again. 409 and 410 are what httpkey.Middleware says of a key that a
 // person has to decide, and of an answer that was not kept; 422 may say that the key was used for what now has other
 // contents; 202 says that it is still being executed (httpkey.AcceptHandler), unless it is the stored answer; 307 and 308 say that the answer is elsewhere; 407 and 421 come from something on the way. doubt: an earlier attempt
 // may have been executed. Then a refusal may be about this attempt alone (a route that is gone, a limit that is lower now),

@@ -17,7 +17,7 @@ const (
 	Named Rule = iota // stored and replayed where the caller of httpkey names it
 	Kept              // stored and replayed: it describes the answer
 	Once              // of one moment or one request: the first client gets it, a replay has its own
-	Never             // of one client or one connection: not stored, whoever made the outcome
+	Never             // of one client or one connection: never stored
 )
 
 const (

@@ -24,7 +24,7 @@ func Detach(parent context.Context, timeout time.Duration) (ctx context.Context,
 	begun = func() bool {
 		running = running || stop()
 		if !running {
-			cancel() // what stop found under way may not have done so yet: an end that is nobody's failure must be seen as one
+			cancel() // what stop found under way may not have done so yet: an end that is no failure must be seen as one
 		}
 		return running
 	}

@@ -38,8 +38,9 @@ func (c commitTracer) TraceBatchEnd(ctx context.Context, _ *pgx.Conn, _ pgx.Trac
 	}
 }
 
-// Property: a panic behind COMMIT leaves the outcome unknown, like a lost connection: the position or the claims resolve
-// it, no effect is doubled and no message is parked. Rows C20, C43.
+// Property: a panic after COMMIT leaves the outcome unknown, like a lost connection: the position
+// or the claims resolve it, no effect is doubled and no message is parked. Rows C20, C43 of
+// guarantees.md.
 func TestPanicBehindCommitDoublesNothing(t *testing.T) {
 	t.Parallel()
 	for name, dedup := range map[string]consumer.Dedup{"by position": consumer.DedupByPosition, "by id": consumer.DedupByID} {
@@ -64,7 +65,8 @@ func TestPanicBehindCommitDoublesNothing(t *testing.T) {
 	}
 }
 
-// Property: Deliver with workers ends when another holder takes the partition, and takes it from that one no more.
+// Property: Deliver with workers ends when another holder takes the partition, and does not take
+// the partition back.
 func TestDeliverWithWorkersEndsWhenItIsFenced(t *testing.T) {
 	t.Parallel()
 	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
@@ -91,8 +93,9 @@ func TestDeliverWithWorkersEndsWhenItIsFenced(t *testing.T) {
 	}
 }
 
-// Property: a holder whose connection leads to another server than the one that it took its position over on commits
-// nothing there, whatever epoch and position that server knows: a failover may have given the epoch out again.
+// Property: a holder whose connection leads to another server than the one that it took its
+// position over on commits nothing there, whatever epoch and position that server knows: a failover
+// may have given the epoch out again.
 func TestHolderOfAnotherServerIsFenced(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

@@ -13,21 +13,22 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// attempt is one execution of a transaction, in a goroutine of its own: a handler that ends its goroutine ends
-// only that, and one that never returns is left behind together with its connection.
+// attempt is one execution of a transaction, in its own goroutine. A handler that ends its
+// goroutine ends only that one. A handler that never returns is abandoned together with its
+// connection.
 type attempt struct {
 	conn       *borrowed
 	tx         *tx
-	committing chan struct{} // closed when nothing but the COMMIT is left
+	committing chan struct{} // closed when only the last round trip with COMMIT remains
 	done       chan struct{}
-	places     atomic.Pointer[[]int] // in the batch, of the messages that the handler has
+	places     atomic.Pointer[[]int] // indexes in the batch of the messages that the handler got
 	outcome    outcome
 	failure    *failure
-	broken     bool // the engine panicked: the connection is in no known state
+	broken     bool // the engine panicked: the state of the connection is unknown
 }
 
-// giveBack ends the attempt's use of its connection. One that a goroutine of the handler still uses, which is not safe
-// for concurrent use, is cut and left to it.
+// giveBack ends the attempt's use of its connection. A connection that a goroutine of the handler
+// still uses is cut and abandoned: it is not safe for concurrent use.
 func (a *attempt) giveBack() {
 	if !a.broken && !a.tx.busy.Load() {
 		a.conn.release()
@@ -37,16 +38,16 @@ func (a *attempt) giveBack() {
 	a.conn.abandon()
 }
 
-// borrowed is a connection of the pool while an attempt has it. It has one owner: whichever of release and
-// abandon comes first.
+// borrowed is a pool connection that an attempt uses. The first call of release or abandon decides
+// who owns it.
 type borrowed struct {
 	pooled *pgxpool.Conn
 	conn   *pgx.Conn
 	owned  atomic.Bool
 }
 
-// release ends the attempt's use of the connection. A connection that was abandoned is closed, for the pool has
-// replaced it.
+// release ends the attempt's use of the connection. An abandoned connection is closed, because the
+// pool no longer owns it.
 func (b *borrowed) release() {
 	if b.owned.CompareAndSwap(false, true) {
 		b.pooled.Release()
@@ -57,8 +58,8 @@ func (b *borrowed) release() {
 	_ = b.conn.Close(ctx)
 }
 
-// abandon takes the connection out of the pool, while the attempt still has it. It does not touch the connection
-// itself, which is not safe for concurrent use.
+// abandon removes the connection from the pool while the attempt still uses it. It does not touch
+// the connection itself, which is not safe for concurrent use.
 func (b *borrowed) abandon() bool {
 	if !b.owned.CompareAndSwap(false, true) {
 		return false
@@ -67,37 +68,38 @@ func (b *borrowed) abandon() bool {
 	return true
 }
 
-// cut closes the network connection: the server rolls back, and whatever waits for an answer ends.
+// cut closes the network connection: the server rolls back, and every wait for an answer ends.
 func (b *borrowed) cut() { _ = b.conn.PgConn().Conn().Close() }
 
 const (
 	// acquireMax bounds the wait for a connection of the pool.
 	acquireMax = 15 * time.Second
-	// answerGrace is added to StatementTimeout: then the server does not answer, or the answer does not arrive.
+	// answerGrace is added to StatementTimeout. After that the server does not answer, or its
+	// answer does not arrive.
 	answerGrace = 5 * time.Second
 	// commitGrace is how long a stopping consumer waits for the answer to a COMMIT.
 	commitGrace = time.Second
-	// cutGrace is how long a handler whose context was cancelled may take to return, and again after its
-	// connection was cut.
+	// cutGrace is how long a handler whose context was cancelled may take to return, and again
+	// after its connection was cut.
 	cutGrace = 2 * time.Second
 )
 
-// answerMax bounds a round trip of the engine. The server bounds each statement, but its answer may be lost on a
-// connection that went silent.
+// answerMax bounds a round trip of the engine. The server bounds each statement, but its answer may
+// be lost on a silent connection.
 func (e *engine) answerMax() time.Duration { return e.cfg.StatementTimeout + answerGrace }
 
 var (
-	// errGoexit stands for a handler that ended its goroutine, as t.FailNow does.
+	// errGoexit reports a handler that ended its goroutine, as t.FailNow does.
 	errGoexit         = errors.New("handler ended its goroutine (runtime.Goexit)")
 	errHookGoexit     = errors.New("it ended its goroutine (runtime.Goexit)")
 	errHandlerTimeout = errors.New("handler took longer than HandlerTimeout")
-	errSilent         = errors.New("a statement of the handler got no answer, and the server is not at work on it: the connection is silent")
-	errContextIgnored = errors.New("handler ignored the end of its context: its connection was cut and its goroutine left behind; pass ctx to everything that waits")
+	errSilent         = errors.New("a statement of the handler got no answer, and the server is not executing it: the connection is silent")
+	errContextIgnored = errors.New("handler ignored the end of its context: its connection was cut and its goroutine abandoned; pass ctx to everything that waits")
 	errNoCommitAnswer = errors.New("the database did not answer COMMIT in time: the outcome is unknown, the next attempt resolves it")
 	errManyAbandoned  = errors.New("too many handlers ignored the end of their context and still run: fix the handler, or restart the process")
 )
 
-// acquire takes a connection of the pool, in bounded time.
+// acquire takes a connection from the pool, within acquireMax.
 func (e *engine) acquire(ctx context.Context) (*borrowed, error) {
 	limited, cancel := context.WithTimeout(ctx, acquireMax)
 	defer cancel()
@@ -109,12 +111,12 @@ func (e *engine) acquire(ctx context.Context) (*borrowed, error) {
 	return &borrowed{pooled: conn, conn: conn.Conn()}, nil
 }
 
-// apply does work in one transaction. After a failure nothing of it is committed, except where the connection was
-// lost during COMMIT: then the outcome is unknown, and the next attempt resolves it, since the claims are there or
-// not.
+// apply does work in one transaction. After a failure nothing is committed, unless the connection
+// was lost during COMMIT. Then the outcome is unknown, and the next attempt resolves it: the claims
+// exist or they do not.
 //
-// When ctx ends it waits for the rollback, but in bounded time for a COMMIT without an answer and for a handler that
-// does not return. These are left behind with their connection.
+// When ctx ends, apply waits for the rollback. The wait is bounded for a COMMIT without an answer
+// and for a handler that does not return. These are abandoned with their connection.
 func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 	if int(e.abandoned.Load()) >= e.cfg.AbandonedMax {
 		return outcome{}, &failure{origin: originEngine, index: unknownIndex, err: errManyAbandoned}
@@ -142,7 +144,7 @@ func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 			a.outcome, a.failure = e.transact(limited, w, a)
 			return nil
 		})
-		if err != nil { // what handlers do to a connection behind the engine's back may surface anywhere
+		if err != nil { // misuse of the connection by a handler may surface anywhere
 			a.broken, a.failure = true, a.ended(err)
 		}
 	}()
@@ -150,8 +152,8 @@ func (e *engine) apply(ctx context.Context, w *work) (outcome, *failure) {
 	return e.watch(ctx, cancel, a)
 }
 
-// ended is what it means that the goroutine of an attempt ended before it had its outcome. Once COMMIT may have been
-// sent, the outcome is unknown.
+// ended is the failure of an attempt whose goroutine ended without an outcome. Once COMMIT may have
+// been sent, the outcome is unknown.
 func (a *attempt) ended(err error) *failure {
 	select {
 	case <-a.committing:
@@ -161,7 +163,7 @@ func (a *attempt) ended(err error) *failure {
 	}
 }
 
-// blameCurrent makes an error the failure of the message that is being handled.
+// blameCurrent attributes an error to the message that is being handled.
 func (a *attempt) blameCurrent(err error) *failure {
 	f := &failure{origin: originHandler, index: unknownIndex, err: err}
 	places, at := a.places.Load(), int(a.tx.index.Load())
@@ -201,12 +203,13 @@ func (e *engine) watch(ctx context.Context, cancel context.CancelCauseFunc, a *a
 	}
 }
 
-// awaitCommit waits for the answer to COMMIT. A connection whose answer does not come is left behind and not cut:
-// pgx would send a cancel request for it, which makes a COMMIT that waits for a synchronous standby visible without
-// being replicated. Its claims keep a second attempt waiting until the server knows the outcome. It does not count as
-// abandoned: no handler runs, and a network that swallows every COMMIT must not stop what comes after it.
+// awaitCommit waits for the answer to COMMIT. A connection without an answer is removed from the
+// pool and not cut: pgx would send a cancel request for it, which makes a COMMIT that waits for a
+// synchronous standby visible without being replicated. Its claims keep a second attempt waiting
+// until the server has decided the outcome. It does not count against AbandonedMax: no handler
+// runs, and a network that drops every COMMIT must not stop later attempts.
 func (e *engine) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure) {
-	answer := time.NewTimer(2 * e.answerMax()) // what is inserted before COMMIT, and COMMIT
+	answer := time.NewTimer(2 * e.answerMax()) // the inserts before COMMIT, and COMMIT
 	defer answer.Stop()
 	stop := ctx.Done()
 	for {
@@ -224,15 +227,15 @@ func (e *engine) awaitCommit(ctx context.Context, a *attempt) (outcome, *failure
 	}
 }
 
-// leaveBehind gives up a handler that does not return. The pool makes another connection in its place.
+// leaveBehind abandons a handler that does not return. The pool replaces its connection.
 func (e *engine) leaveBehind(a *attempt) {
 	a.tx.over.Store(true)
-	if a.conn.abandon() { // else it has ended after all
+	if a.conn.abandon() { // otherwise it has ended
 		e.countAbandoned(a.done)
 	}
 }
 
-// countAbandoned counts code of the user that was left behind, until it returns.
+// countAbandoned counts abandoned user code until it returns.
 func (e *engine) countAbandoned(done <-chan struct{}) {
 	e.abandoned.Add(1)
 	go func() {
@@ -241,11 +244,11 @@ func (e *engine) countAbandoned(done <-chan struct{}) {
 	}()
 }
 
-// left is what remains of the limit for the message being handled.
+// left returns the remaining part of limit for the message being handled.
 func (t *tx) left(limit time.Duration) time.Duration {
 	since := t.since.Load()
 	if since == 0 {
-		return limit // the engine is at work, under its own limits
+		return limit // the engine runs, under its own limits
 	}
 	return limit - (time.Since(t.begun) - time.Duration(since))
 }
@@ -272,9 +275,9 @@ func (e *engine) end(ctx context.Context, a *attempt) (outcome, *failure) {
 	return outcome{}, a.blameCurrent(errContextIgnored)
 }
 
-// silent reports whether a handler waits for the answer to a statement that the server is not at work on: the request
-// or its answer was lost, which is not the message's failure. It asks on a connection of its own, for those of the
-// pool may be used up, or silent, too.
+// silent reports whether a handler waits for the answer to a statement that the server is not
+// executing: the request or its answer was lost, which is not the message's failure. It asks on a
+// new connection: those of the pool may be used up, or silent, too.
 func (e *engine) silent(ctx context.Context, t *tx) bool {
 	used := t.used.Load()
 	if !t.busy.Load() {
@@ -284,16 +287,16 @@ func (e *engine) silent(ctx context.Context, t *tx) bool {
 	defer cancel()
 	state, err := e.sessionState(ctx, t.backend.Load())
 	if !t.busy.Load() || t.used.Load() != used {
-		return false // the answer came meanwhile
+		return false // the answer has arrived
 	}
 	var answered *pgconn.PgError
 	if errors.As(err, &answered) {
-		return false // the database works, but does not say
+		return false // the database answers, but not with the state
 	}
 	return err != nil || strings.HasPrefix(state, "idle")
 }
 
-// sessionState reads what the server says about a session; pgx.ErrNoRows: it has ended.
+// sessionState reads the state of a session from the server; pgx.ErrNoRows: it has ended.
 func (e *engine) sessionState(ctx context.Context, backend int32) (state string, err error) {
 	cfg := e.pool.Config()
 	if cfg.BeforeConnect != nil {
@@ -310,7 +313,7 @@ func (e *engine) sessionState(ctx context.Context, backend int32) (state string,
 	return state, err
 }
 
-// usedLate reports a handler that kept its transaction.
+// usedLate logs a handler that kept its transaction.
 func (e *engine) usedLate(msg *Message) {
 	attrs := []any{"group", e.cfg.Group}
 	if msg != nil {

@@ -38,9 +38,10 @@ func (h *harness) produceEach(partition int32, values ...string) {
 	}
 }
 
-// Property: a handler that hangs for ever takes no connection of the pool with it: the other partitions of a pool of four
-// go on, the message is parked after AttemptsMax attempts, what comes behind it has its effect, and all connections are
-// back although the handlers still hang.
+// Property: a handler that hangs forever does not keep a connection of the pool: with a pool of
+// four the other partitions continue, the message is parked after AttemptsMax attempts, the
+// messages after it have their effects, and all connections are returned although the handlers
+// still hang.
 func TestHangingHandlerCostsOnlyItsMessage(t *testing.T) {
 	t.Parallel()
 	for _, order := range []consumer.Order{consumer.OrderByPartition, consumer.OrderByKey, consumer.OrderUnordered} {
@@ -85,8 +86,8 @@ func TestHangingHandlerCostsOnlyItsMessage(t *testing.T) {
 	}
 }
 
-// Property: handlers that were left behind are bounded: at the bound the partition begins no other attempt and says so,
-// in the log and in its position, and goes on by itself when one of them returns.
+// Property: abandoned handlers are bounded: at the bound the partition begins no other attempt,
+// reports that in the log and in its position, and continues by itself when one of them returns.
 func TestAbandonedHandlersAreBounded(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 2)
@@ -119,8 +120,8 @@ func TestAbandonedHandlersAreBounded(t *testing.T) {
 	require.Contains(t, h.log.String(), "partition works again")
 }
 
-// Property: a handler that fails for good, with the policy that blocks, keeps its lane's stack and the log small: the
-// problem is logged once and its end once, however often it was tried.
+// Property: a handler that fails permanently, with OnFailureBlock, keeps its lane's stack and the
+// log small: the problem is logged once and its end once, however often it was tried.
 func TestLastingProblemIsLoggedOnce(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

@@ -19,7 +19,7 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// engine runs transactions. It knows no Kafka client.
+// engine runs transactions. It does not use a Kafka client.
 type engine struct {
 	pool    *pgxpool.Pool
 	cfg     Config
@@ -30,8 +30,8 @@ type engine struct {
 	timeout [3]string // settings, in milliseconds
 	// unclaimed handles every message without a claim: see internal/nodedup.
 	unclaimed bool
-	abandoned atomic.Int32 // attempts, and calls of functions of Config, that were left behind and still run
-	// duplicates has the topics whose first duplicate was logged.
+	abandoned atomic.Int32 // abandoned attempts, and calls of functions of Config, that still run
+	// duplicates holds the topics whose first duplicate was logged.
 	duplicates sync.Map
 }
 
@@ -56,43 +56,49 @@ func (e *engine) bounded(ctx context.Context) (context.Context, context.CancelFu
 	return context.WithTimeout(ctx, e.answerMax())
 }
 
-// position is a partition as its present holder knows it.
+// position is a partition's position as its current holder knows it.
 type position struct {
 	topic     string
 	partition int32
 	epoch     int64
-	// stored is next_offset as this holder saw it last; nil: none.
+	// stored is next_offset as this holder last saw it; nil: none.
 	stored *int64
-	// handledFrom is from which offset on, up to stored, or to handledTo where that is set, this consumer has worked
-	// through everything: see handled.
+	// handledFrom: this consumer has handled everything from this offset up to stored, or up to
+	// handledTo if that is set. See handled.
 	handledFrom int64
 	handledTo   *int64
-	// keysFrom is up to which offset the previous release may have attempted messages: see Message.ChildID.
+	// keysFrom is the offset up to which the previous release may have attempted messages: see
+	// Message.ChildID.
 	keysFrom int64
-	// stuck is how many holders in a row ended without order and without finishing anything.
+	// stuck is how many consecutive holders ended without a clean release and without finishing any
+	// message.
 	stuck int
-	// server is when the server began that the position was taken over on. After a failover it is another one.
+	// server is the start time of the server on which the position was taken over. After a failover
+	// it differs.
 	server time.Time
 }
 
-// renew is another takeover of the same partition. Its name stays untouched: others read it meanwhile.
+// renew copies another takeover of the same partition. It does not write topic and partition:
+// others read them concurrently.
 func (p *position) renew(other *position) {
 	p.epoch, p.stored, p.handledFrom, p.handledTo = other.epoch, other.stored, other.handledFrom, other.handledTo
 	p.keysFrom, p.stuck, p.server = other.keysFrom, other.stuck, other.server
 }
 
-// work is what one transaction is to do: messages of one partition, in order, from Kafka or, all of them,
-// from parked_messages.
+// work is the input of one transaction: messages of one partition, in order, either all from Kafka
+// or all from parked_messages.
 type work struct {
 	consumer dedup.Consumer
 	pos      *position
 	msgs     []*Message
 	held     *heldKeys
-	// apart: the position is not advanced by this transaction, which only makes sure that it is still ours.
+	// apart: this transaction does not advance the position. It only checks that the position is
+	// still ours.
 	apart bool
 	hints [][]byte   // keys of the messages that may be held
-	form  *claimForm // nil: claims are asked for
-	// stored is the position after COMMIT; nil: not advanced. Only who waited for the transaction may take it over.
+	form  *claimForm // nil: use beginAsking
+	// stored is the position after COMMIT; nil: not advanced. Only the caller that waited for the
+	// transaction may use it.
 	stored *int64
 }
 
@@ -104,11 +110,11 @@ type outcome struct {
 	parked                []Parked
 	duplicate             *Message // the first; nil: none
 	claim, handle, commit time.Duration
-	unheld                [][]byte // keys that are not held any more
+	unheld                [][]byte // keys that are no longer held
 }
 
-// transact does the work of a transaction, up to and including its COMMIT. After a failure nothing is committed,
-// except when the connection was lost during COMMIT: see apply.
+// transact does the work of a transaction, up to and including its COMMIT. After a failure nothing
+// is committed, unless the connection was lost during COMMIT: see apply.
 func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *failure) {
 	t := a.tx
 	defer t.end(ctx)
@@ -135,7 +141,7 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 	if err := ctx.Err(); err != nil {
 		return outcome{}, &failure{origin: originHandler, index: unknownIndex, err: context.Cause(ctx)}
 	}
-	w.held.add(s.keys) // before it is stored: what is not there after all is found out by the next message of the key
+	w.held.add(s.keys) // before COMMIT: if it fails, the next message of the key corrects it
 	if f := e.commit(ctx, a, w, s); f != nil {
 		return outcome{}, f
 	}
@@ -146,7 +152,7 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 	return out, nil
 }
 
-// send runs statements in one round trip, and counts in done those that succeeded.
+// send runs statements in one round trip, and counts in done the ones that succeeded.
 func send(ctx context.Context, conn *pgx.Conn, batch *pgx.Batch, done *int) error {
 	results := conn.SendBatch(ctx, batch)
 	for _, query := range batch.QueuedQueries {
@@ -157,7 +163,7 @@ func send(ctx context.Context, conn *pgx.Conn, batch *pgx.Batch, done *int) erro
 			_, err = results.Exec()
 		}
 		if err != nil {
-			_ = results.Close() // says the same
+			_ = results.Close() // returns the same error
 			return err
 		}
 		*done++
@@ -167,7 +173,7 @@ func send(ctx context.Context, conn *pgx.Conn, batch *pgx.Batch, done *int) erro
 
 var errServerChanged = errors.New("the connection leads to another server, or to one that was restarted, since the position was taken over")
 
-// beginAsking begins and claims message by message, which finds the duplicates.
+// beginAsking begins a transaction and claims message by message, which finds the duplicates.
 func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, err error) {
 	ctx, cancel := e.bounded(ctx)
 	defer cancel()
@@ -191,15 +197,16 @@ func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, er
 		return c, fmt.Errorf("%w: %w", errFenced, errServerChanged)
 	}
 	if unlocked() {
-		return c, fmt.Errorf("%w: the first parked message of a key went away meanwhile", dedup.ErrRetry)
+		return c, fmt.Errorf("%w: the first parked message of a key was deleted concurrently", dedup.ErrRetry)
 	}
 	c.fresh, c.conflicts = decide()
 	return c, nil
 }
 
-// queueHeld asks which of the messages' keys are held, and keeps operators from taking the first parked message of
-// such a key away before this transaction ends: what it parks behind it would have nothing in front of it. Only
-// keys that may be held, by what this holder knows, are asked for.
+// queueHeld reads which of the messages' keys are held. It also locks the first parked message of
+// each such key, so that no operator deletes it before this transaction ends: a message that the
+// transaction parks behind it would have no first message. It queries only keys that this holder
+// knows may be held.
 func (e *engine) queueHeld(batch *pgx.Batch, w *work, c *claimed) (unlocked func() bool) {
 	w.hints = nil
 	if !w.released() && e.holdsKeys() {
@@ -233,7 +240,7 @@ func (e *engine) queueHeld(batch *pgx.Batch, w *work, c *claimed) (unlocked func
 	}
 }
 
-// queueClaim adds what decides which messages are fresh.
+// queueClaim adds the statements that decide which messages are fresh.
 func (e *engine) queueClaim(batch *pgx.Batch, w *work) (decide func() (fresh, conflicts []bool)) {
 	if w.released() {
 		return e.queueLock(batch, w)
@@ -258,7 +265,7 @@ func (w *work) ids() []uuid.UUID {
 	return ids
 }
 
-// ahead lists which messages are not behind the stored position.
+// ahead reports which messages are at or after the stored position.
 func (w *work) ahead() []bool {
 	fresh := make([]bool, len(w.msgs))
 	for i, msg := range w.msgs {
@@ -275,17 +282,17 @@ func all(n int) []bool {
 	return fresh
 }
 
-// commit inserts what was published and parked, advances the position and commits, in one round trip. If
-// one of the statements fails the server skips the COMMIT behind it.
+// commit inserts published and parked messages, advances the position and commits, in one round
+// trip. If one of the statements fails, the server skips the COMMIT after it.
 //
-// Like pgx's Tx.Commit, and unlike a bare COMMIT, it takes the tag ROLLBACK, with which the server answers
-// the COMMIT of a failed transaction, for the failure that it is. And it is never cut short: pgx would send
-// a cancel request, which makes a COMMIT that waits for a synchronous standby visible without being
-// replicated.
+// The server answers the COMMIT of a failed transaction with the tag ROLLBACK. Like pgx's
+// Tx.Commit, and unlike a bare COMMIT, this method treats that as a failure. It is never cancelled:
+// pgx would send a cancel request, which makes a COMMIT that waits for a synchronous standby
+// visible without being replicated.
 func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) *failure {
 	t, batch := a.tx, &pgx.Batch{}
 	detached := context.WithoutCancel(ctx)
-	t.turn(unknownIndex, nil) // what the outbox calls is the user's, and under the limit of the handler
+	t.turn(unknownIndex, nil) // the outbox calls user code, which is under the limit of the handler
 	for i, c := range t.collected {
 		if err := c.outbox.Queue(detached, batch, c.msgs...); err != nil {
 			return &failure{origin: originStatement, index: s.place(c.index), err: err}
@@ -332,8 +339,8 @@ func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) 
 	return nil
 }
 
-// commitFailure says where the failure of the last round trip arose: done statements succeeded, the first published
-// of all come from handlers.
+// commitFailure finds the origin of a failure of the last round trip: done statements succeeded;
+// the first published of all come from handlers.
 func (e *engine) commitFailure(t *tx, s *selection, err error, done, published, all int) *failure {
 	f := &failure{origin: originEngine, index: unknownIndex, lost: t.conn.IsClosed(), err: err}
 	code := f.state()
@@ -341,14 +348,14 @@ func (e *engine) commitFailure(t *tx, s *selection, err error, done, published, 
 	case endedByHandler(err):
 		f.origin, f.err = originStatement, Permanent(errors.Join(errEnded, err))
 	case code == "", done >= all-1:
-		f.origin = originCommit // without a SQLSTATE the answer is missing: COMMIT may have been done
+		f.origin = originCommit // without a SQLSTATE the answer is missing: COMMIT may have succeeded
 	case done < published && slices.Contains([]string{"22", "23", "54"}, code[:2]):
 		f.origin, f.index = originStatement, s.place(t.publisher(done))
 	}
 	return f
 }
 
-// place is the place in the batch of a message that was handled; unknownIndex stays what it is.
+// place returns the index in the batch of a handled message; unknownIndex stays unchanged.
 func (s *selection) place(index int) int {
 	if index < 0 || index >= len(s.index) {
 		return unknownIndex
@@ -356,7 +363,8 @@ func (s *selection) place(index int) int {
 	return s.index[index]
 }
 
-// queueFailures adds what becomes of messages that were not handled, or not at the first attempt.
+// queueFailures adds the statements for messages that were not handled, or not at the first
+// attempt.
 func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s *selection) {
 	if len(s.parked) > 0 {
 		if e.cfg.OnFailure == OnFailureDeadLetter {
@@ -376,16 +384,16 @@ func (e *engine) queueFailures(ctx context.Context, batch *pgx.Batch, w *work, s
 		batch.Queue(e.sql.forgetAttempts, w.consumer.ID(), tried)
 	}
 	if w.released() {
-		batch.Queue(e.sql.unpark, w.rows(s.handle)) // the next message of each key comes first: see parked_promote
+		batch.Queue(e.sql.unpark, w.rows(s.handle)) // a trigger promotes the next message of each key: see parked_promote
 	}
 }
 
-// end rolls back what was not committed. If that cannot be said to the server soon, closing the
-// connection says it.
+// end rolls back an uncommitted transaction. If ROLLBACK cannot be sent in time, it closes the
+// connection, which rolls back, too.
 func (t *tx) end(ctx context.Context) {
 	t.over.Store(true)
 	if t.busy.Load() {
-		return // a goroutine of the handler uses it: see giveBack
+		return // a goroutine of the handler uses the connection: see giveBack
 	}
 	if t.conn.IsClosed() || t.conn.PgConn().TxStatus() == 'I' {
 		return

@@ -34,7 +34,8 @@ func quick() []kgo.Opt {
 	return []kgo.Opt{kgo.MetadataMaxAge(time.Second), kgo.MetadataMinAge(100 * time.Millisecond)}
 }
 
-// rewind does what an operator does with Kafka's tools, while no consumer runs: it sets the group's offset.
+// rewind does what an operator does with Kafka's tools, while no consumer runs: it sets the group's
+// offset.
 func (h *harness) rewind(to int64, metadata string) {
 	h.t.Helper()
 	var offsets kadm.Offsets
@@ -55,7 +56,7 @@ func (h *harness) produceTo(partition int32, value string) {
 	})
 }
 
-// recreate deletes the topic and makes it anew.
+// recreate deletes the topic and creates it again.
 func (h *harness) recreate() {
 	h.t.Helper()
 	admin := kadm.NewClient(kafkatest.Client(h.t))
@@ -67,7 +68,7 @@ func (h *harness) recreate() {
 	})
 }
 
-// handledFrom is where the range begins that counts as worked through, in partition 0.
+// handledFrom is the begin of the handled range of partition 0.
 func (h *harness) handledFrom() int {
 	h.t.Helper()
 	return h.number(`SELECT handled_from FROM effectonce.consumer_positions WHERE topic = $1 AND partition = 0`, h.topic)
@@ -81,7 +82,8 @@ func (h *harness) resumeAt(at int64) {
 	require.EqualValues(h.t, 1, tag.RowsAffected())
 }
 
-// Property: what StartLatest passed over does not count as worked through: a rewind makes up for it. Issue A4.
+// Property: messages that StartLatest skipped do not count as handled: a rewind handles them. Issue
+// A4.
 func TestRewindAfterStartLatestMakesUp(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -100,8 +102,8 @@ func TestRewindAfterStartLatestMakesUp(t *testing.T) {
 	require.Equal(t, 4, h.position(), "a position never goes back by itself")
 }
 
-// Property: a rewind that is interrupted goes on where it was, and when it is finished its messages count as
-// worked through. Issue A4.
+// Property: an interrupted rewind continues where it was, and when it is finished its messages
+// count as handled. Issue A4.
 func TestInterruptedRewindGoesOn(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -134,8 +136,9 @@ func TestInterruptedRewindGoesOn(t *testing.T) {
 	require.Equal(t, []string{"6", "1", "2", "3", "4", "5"}, h.values())
 }
 
-// Property: another name in an old group has worked through nothing: it resumes at the position, also where the
-// group's own commit lags, and a rewind handles for the new name what the old one did. Issue A4.
+// Property: a new name in an old group has handled nothing: it resumes at the position, also if the
+// group's own commit lags, and a rewind handles for the new name what the old one handled. Issue
+// A4.
 func TestNewNameWorkedThroughNothing(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -167,8 +170,8 @@ func (h *harness) topicID() (id uuid.UUID, cluster string) {
 	return uuid.UUID(metadata.Topics[h.topic].ID), metadata.Cluster
 }
 
-// Property: an operator's order moves a position, back and forward, once; what it passed over does not count as
-// worked through, and nothing undoes it. Issues A4, A5.
+// Property: an operator's order moves a position, back and forward, once; the messages that it
+// skips do not count as handled, and nothing undoes it. Issues A4, A5.
 func TestResumeOrderIsCarriedOutOnce(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -203,8 +206,8 @@ func TestResumeOrderIsCarriedOutOnce(t *testing.T) {
 	require.Equal(t, 10, h.handledFrom())
 }
 
-// Property: without claims, a topic whose end was lost is never run again by itself: the partition halts with the
-// command to go on, and the operator's order resets it. Issue A5.
+// Property: without claims, a topic whose end was lost never runs again by itself: the partition
+// halts and names the command to continue, and the operator's order resets it. Issue A5.
 func TestLostEndByPositionNeedsAnOrder(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -222,7 +225,7 @@ func TestLostEndByPositionNeedsAnOrder(t *testing.T) {
 	})
 	require.Len(t, h.values(), 1)
 
-	// The consumer runs: a halted partition hears of the order, too.
+	// The consumer runs: a halted partition sees the order, too.
 	h.produceAs("1", "1")
 	h.resumeAt(1)
 	h.waitEffects(2)
@@ -231,8 +234,9 @@ func TestLostEndByPositionNeedsAnOrder(t *testing.T) {
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble IS NULL AND resume_at IS NULL AND next_offset = 2`))
 }
 
-// Property: with StartLatest, partitions that are added after the group met the topic begin at their start, and a
-// topic that is made anew does, too: the group was subscribed when their first records came. Issue A6.
+// Property: with StartLatest, partitions that are added after the group's first contact begin at
+// their start, and so does a recreated topic: the group was subscribed when their first records
+// came. Issue A6.
 func TestLatestLosesNothingThatComesLater(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -256,8 +260,9 @@ func TestLatestLosesNothingThatComesLater(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: consumers that meet a topic together, while it is written to and partitions are added, agree on where
-// all its partitions begin; what one of them sees more is an added partition. Issue A6.
+// Property: consumers that make first contact with a topic together, while it is written to and
+// partitions are added, agree on where all its partitions begin. A partition that only one of them
+// sees is an added partition. Issue A6.
 func TestReplicasThatMeetATopicTogetherAgree(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -289,8 +294,9 @@ func TestReplicasThatMeetATopicTogetherAgree(t *testing.T) {
 	}
 }
 
-// Property: offsets that were translated for a topic with another ID are where the group goes on; those that this
-// group committed itself, for an earlier topic of the same name in the same cluster, are not. Issue A7.
+// Property: offsets that were translated for a topic with another ID are where the group continues;
+// those that this group committed itself, for an earlier topic of the same name in the same
+// cluster, are not. Issue A7.
 func TestCommittedOffsetsOfAnotherTopicID(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -324,8 +330,9 @@ func TestCommittedOffsetsOfAnotherTopicID(t *testing.T) {
 	}
 }
 
-// Property: the consumer's own commits say which cluster and topic they are for, and the line that is logged when
-// a partition is assigned says in plain numbers where it begins and why. Issues A7, E.
+// Property: the consumer's own commits name the cluster and topic that they are for, and the line
+// that is logged when a partition is assigned says in plain numbers where it begins and why. Issues
+// A7, E.
 func TestCommitsAndAssignmentsSayWhatTheyAreFor(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -348,7 +355,8 @@ func TestCommitsAndAssignmentsSayWhatTheyAreFor(t *testing.T) {
 	require.NotContains(t, h.log.String(), "0x")
 }
 
-// leaderless is a kfake whose partition 1 does not answer where it begins and ends, as without a leader.
+// leaderless is a kfake whose partition 1 does not answer where it begins and ends, as without a
+// leader.
 func leaderless(t *testing.T, topic string) (fake *kfake.Cluster, broken *atomic.Bool) {
 	t.Helper()
 	fake = kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, topic))
@@ -390,8 +398,8 @@ func asksFor(request *kmsg.ListOffsetsRequest, partition int32) bool {
 	return false
 }
 
-// Property: a partition without a leader does not keep the others of the assignment from their work, and begins
-// when it has one; nothing of it is lost. Issue B11.
+// Property: a partition without a leader does not stop the other partitions of the assignment, and
+// begins when it has a leader; none of its messages is lost. Issue B11.
 func TestPartitionWithoutLeaderWaitsAlone(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -420,8 +428,9 @@ func (h *harness) start(brokers []string, handler consumer.Handler, change func(
 	return h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, handler, change)
 }
 
-// Property: a partition that is taken over anew while it runs, again and again under load, loses no message and
-// handles none twice, also without claims: what was fetched for its earlier worker is not handled out of turn.
+// Property: a partition that is taken over again and again while it runs under load loses no
+// message and handles none twice, also without claims: records that were fetched for its earlier
+// worker are not handled out of order.
 func TestRetakenPartitionLosesAndDoublesNothing(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -451,8 +460,8 @@ func (f polledHook) OnFetchRecordUnbuffered(r *kgo.Record, polled bool) {
 	}
 }
 
-// Property: what a poll holds in its hands while its partition is moved is not taken for what comes next there:
-// nothing in between is passed over.
+// Property: records that a poll has taken while its partition is moved are not mistaken for the
+// next records: nothing in between is skipped.
 func TestRecordsInHandAreFetchedAgain(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -479,7 +488,8 @@ func TestRecordsInHandAreFetchedAgain(t *testing.T) {
 	require.Equal(t, []string{"0", "1", "2", "1", "2", "3"}, h.values())
 }
 
-// Property: an order to a running partition is carried out when it is taken over anew, back and forward.
+// Property: an order to a running partition is carried out when it is taken over again, back and
+// forward.
 func TestResumeOrderReachesARunningPartition(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -495,8 +505,8 @@ func TestResumeOrderReachesARunningPartition(t *testing.T) {
 	require.Equal(t, []string{"0", "1", "2", "1", "2", "3"}, h.values())
 }
 
-// Property: a topic that an operator paused is not consumed, by a consumer that starts or runs, while others are,
-// and is when the pause ends.
+// Property: a topic that an operator paused is not consumed, by a consumer that starts or runs,
+// while others are, and is when the pause ends.
 func TestPausedTopicIsNotConsumed(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -535,8 +545,8 @@ func TestPausedTopicIsNotConsumed(t *testing.T) {
 	require.Equal(t, []string{"other 0", "0", "other 1", "1"}, h.values())
 }
 
-// Property: a topic that does not exist is an error at the start, which names it; where that is configured, it is
-// waited for, and said. Issue E.
+// Property: a topic that does not exist is an error at the start, which names it; if configured,
+// the consumer waits for it and logs that. Issue E.
 func TestMissingTopic(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -563,7 +573,7 @@ func TestMissingTopic(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: a topic that the consumer may not read is no missing one: Run does not end.
+// Property: a topic that the consumer may not read does not count as missing: Run does not end.
 func TestForbiddenTopicIsNoMissingOne(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

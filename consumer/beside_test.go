@@ -14,8 +14,8 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// Property: with workers, messages that share a transaction with one that fails do not wait for its attempts, unless they
-// are of its key; those keep their order.
+// Property: with workers, messages that share a transaction with a failing one do not wait for its
+// attempts, unless they have its key; those keep their order.
 func TestFailingMessageHoldsUpNoOtherKeyOfItsTransaction(t *testing.T) {
 	t.Parallel()
 	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
@@ -55,8 +55,8 @@ func TestFailingMessageHoldsUpNoOtherKeyOfItsTransaction(t *testing.T) {
 	}
 }
 
-// Property: a header of a producer that has the name under which headers are stored raw is a header like any other: the
-// message is retried, and so is what is parked beside it.
+// Property: a header of a producer that has the name under which headers are stored raw is a header
+// like any other: the message is retried, and so are other parked messages.
 func TestHeaderNamedAsOursIsRetried(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

@@ -15,8 +15,9 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
 
-// Property: a claim that is fresh where the consumer worked everything through was forgotten: the message is parked as expired
-// and not run. Before and behind that range it is run. Consumers that never forget, and those without claims, park none.
+// Property: a fresh claim in the range that the consumer has handled was forgotten: the message is
+// parked as expired and not run. Before and after that range it is run. Consumers that never
+// forget, and those without claims, park none.
 func TestFreshWhereAllWasWorkedThroughIsNotRun(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -62,8 +63,8 @@ func TestFreshWhereAllWasWorkedThroughIsNotRun(t *testing.T) {
 	}
 }
 
-// Property: the position of workers is the end of what is done without a gap, whatever order it is done in and whatever
-// offsets are missing.
+// Property: the position of workers is the end of the messages done without a gap, in whatever
+// order they are done and whatever offsets are missing.
 func TestPositionOfWorkersFollowsTheLowestInWork(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(50) {
@@ -103,8 +104,8 @@ func TestPositionOfWorkersFollowsTheLowestInWork(t *testing.T) {
 	}
 }
 
-// Property: what waits in memory is bounded with its headers, for the lane and for its workers, and what an earlier fetch
-// brings from before the start is left out.
+// Property: the messages that wait in memory are bounded, headers included, for the lane and for
+// its workers. Records before the start that an earlier fetch returns are dropped.
 func TestHeadersCountForWhatWaits(t *testing.T) {
 	t.Parallel()
 	client := kafkatest.Client(t)

@@ -5,22 +5,24 @@ import (
 	"time"
 )
 
-// The share of failures is taken over this many messages of a partition, and failures count for this long: on a quiet
-// partition an old outage must not pause what comes months later.
+// The share of failures is computed over the last breakerWindow messages of a partition. A failure
+// counts for breakerAge: on a quiet partition an old outage must not pause messages that come
+// months later.
 const (
 	breakerWindow = 100
 	breakerAge    = 10 * time.Minute
 )
 
-// breaker keeps an outage of something that the handler needs from parking a whole topic: it refuses to park
-// when too many of the last messages were parked for failing. The workers of a partition share it.
+// breaker prevents an outage of a service that the handler needs from parking a whole topic: it
+// refuses to park when too many of the last messages were parked because they failed. The workers
+// of a partition share it.
 type breaker struct {
 	shareMax float64
 	now      func() time.Duration // monotonic
 
 	mu      sync.Mutex
-	handled int             // messages since the breaker was made
-	failed  []brokenMessage // those of the window that were parked, the oldest first
+	handled int             // messages since the breaker was created
+	failed  []brokenMessage // parked messages of the window, oldest first
 }
 
 type brokenMessage struct {
@@ -33,7 +35,8 @@ func newBreaker(shareMax float64) *breaker {
 	return &breaker{shareMax: shareMax, now: func() time.Duration { return time.Since(begun) }}
 }
 
-// allows reports whether one more message may be parked. A share of 1 never refuses, and one message may always be.
+// allows reports whether one more message may be parked. A share of 1 never refuses, and one
+// message may always be parked.
 func (b *breaker) allows() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -41,7 +44,7 @@ func (b *breaker) allows() bool {
 	return b.shareMax >= 1 || float64(len(b.failed)+1) <= max(1, b.shareMax*breakerWindow)
 }
 
-// noteParked notes a message that is parked for failing.
+// noteParked counts a message that is parked because it failed.
 func (b *breaker) noteParked() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -50,7 +53,7 @@ func (b *breaker) noteParked() {
 	b.forget()
 }
 
-// noteHandled notes messages that were handled.
+// noteHandled counts handled messages.
 func (b *breaker) noteHandled(n int) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

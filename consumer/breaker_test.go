@@ -11,7 +11,8 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// Property: a share of 1 never pauses, whatever becomes of the messages: 150 of 150 are parked, or dead letters.
+// Property: a share of 1 never pauses, whatever happens to the messages: 150 of 150 are parked, or
+// dead letters.
 func TestParkShareOfOneNeverPauses(t *testing.T) {
 	t.Parallel()
 	for name, policy := range map[string]consumer.OnFailure{"park": consumer.OnFailurePark, "dead letter": consumer.OnFailureDeadLetter} {
@@ -34,8 +35,8 @@ func TestParkShareOfOneNeverPauses(t *testing.T) {
 	}
 }
 
-// Property: failures count for the last messages and for ten minutes: on a quiet partition those of an old outage do
-// not pause what comes later, and a flood pauses at the configured share.
+// Property: failures count for the last messages and for ten minutes: on a quiet partition those of
+// an old outage do not pause later messages, and a flood pauses at the configured share.
 func TestBreakerForgetsInTimeAndInMessages(t *testing.T) {
 	t.Parallel()
 	b := consumer.NewBreaker(0.05)

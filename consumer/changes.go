@@ -2,17 +2,18 @@ package consumer
 
 import "sync"
 
-// changes hands changes of state to Hooks.State, one at a time and in their order, from a goroutine of its own: the hook
-// may ask for the Status, and no partition waits for it.
+// changes passes state changes to Hooks.State, one at a time and in order, from a separate
+// goroutine: the hook may call Status, and no partition waits for it.
 type changes struct {
-	wanted  bool // there is a hook
+	wanted  bool // a hook is configured
 	arrived chan struct{}
 
 	mu   sync.Mutex
 	list []StateChange
 }
 
-// changesMax bounds what waits while the hook does not return. Then later changes of a partition are made one.
+// changesMax bounds the changes that wait while the hook does not return. Beyond it, later changes
+// of a partition are merged into one.
 const changesMax = 10_000
 
 func newChanges(wanted bool) *changes {
@@ -47,7 +48,7 @@ func (q *changes) merged(change StateChange) bool {
 	return false
 }
 
-func (q *changes) take() []StateChange {
+func (q *changes) drain() []StateChange {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	list := q.list
@@ -55,8 +56,9 @@ func (q *changes) take() []StateChange {
 	return list
 }
 
-// passOn calls the hook for each change until done is closed, and for those that are left then. A hook that does not
-// return is not called again in this run: each further one would be left behind, too.
+// passOn calls the hook for each change until done is closed, and then for the remaining ones. A
+// hook that does not return is not called again in this run: each further call would be abandoned,
+// too.
 func (q *changes) passOn(e *engine, done <-chan struct{}) {
 	for ended, returns := false, true; !ended; {
 		select {
@@ -64,7 +66,7 @@ func (q *changes) passOn(e *engine, done <-chan struct{}) {
 		case <-done:
 			ended = true
 		}
-		for _, change := range q.take() {
+		for _, change := range q.drain() {
 			returns = returns && e.hook(func() { e.cfg.Hooks.State(change) })
 		}
 	}

@@ -9,23 +9,24 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 )
 
-// claimed is what the database said about the messages of a transaction.
+// claimed is the database's answer about the messages of a transaction.
 type claimed struct {
 	fresh     []bool
-	conflicts []bool               // another message has its ID; nil: not compared
+	conflicts []bool               // another message has the same ID; nil: not compared
 	forgotten time.Time            // claims of messages up to this time may have been forgotten; zero: none were
-	held      map[keyHash]struct{} // keys of which a message is parked, of those that were asked for
+	held      map[keyHash]struct{} // those of the requested keys that have a parked message
 }
 
-// selection divides the messages of a transaction: duplicates are in neither part.
+// selection splits the messages of a transaction into handled and parked ones. Duplicates are in
+// neither part.
 type selection struct {
 	handle []*Message
-	index  []int // of each in the batch
+	index  []int // index of each in the batch
 	parked []*Message
 	why    []*parking           // of each parked
 	behind []bool               // of each parked: it waits for an earlier one of its key
-	keys   map[keyHash]struct{} // that are held from now on
-	kept   map[*Message]bool    // of the parked: they cannot be dead letters
+	keys   map[keyHash]struct{} // keys that are held from now on
+	kept   map[*Message]bool    // parked messages that cannot be dead letters
 
 	duplicate *Message // the first; nil: none
 }
@@ -63,7 +64,7 @@ func (e *engine) choose(w *work, c claimed) *selection {
 	return s
 }
 
-// report lists what is parked, for hooks and the log.
+// report lists the parked messages, for hooks and the log.
 func (s *selection) report(policy OnFailure) []Parked {
 	if len(s.parked) == 0 {
 		return nil
@@ -84,24 +85,26 @@ func holds(keys map[keyHash]struct{}, key []byte) bool {
 	return held
 }
 
-// holdsKeys reports whether a parked message makes the later ones of its key wait.
+// holdsKeys reports whether later messages wait for a parked message of their key.
 func (e *engine) holdsKeys() bool {
 	return e.cfg.Order != OrderUnordered && e.cfg.OnFailure != OnFailureDeadLetter
 }
 
-// expires reports whether claims are forgotten some day, and with them the proof that a message is fresh.
+// expires reports whether claims are forgotten eventually, and with them the proof that a message
+// is fresh.
 func (e *engine) expires() bool {
 	return !e.cfg.Forever && !e.unclaimed && e.cfg.Dedup != DedupByPosition
 }
 
 // expired returns why a message whose claim is fresh may have been handled before, or nil.
 //
-// Inside the range that this consumer has worked through, every message was claimed: a claim that is fresh there
-// was forgotten, whatever times the message carries. Outside of it the mark decides: claims of messages up to it
-// may have been forgotten. The ID's time counts and the record's, whichever is older.
+// In the range that this consumer has handled, every message was claimed. A fresh claim there means
+// that the earlier claim was forgotten, whatever times the message carries. Outside of the range
+// the time forgotten decides: claims of messages before it may have been forgotten. The older of
+// the ID's time and the record's time counts.
 func (w *work) expired(msg *Message, forgotten time.Time) *parking {
 	if p := w.pos; p.handled(msg.Offset) {
-		return &parking{reason: reasonExpired, err: fmt.Errorf("offset %d was worked through before (offsets %d to %d were), and the message's claim was forgotten since: it is not run again",
+		return &parking{reason: reasonExpired, err: fmt.Errorf("offset %d was already handled (as were offsets %d to %d), and the message's claim was forgotten since then: it is not run again",
 			msg.Offset, p.handledFrom, *p.handledBefore()-1)}
 	}
 	if forgotten.IsZero() {
@@ -116,7 +119,7 @@ func (w *work) expired(msg *Message, forgotten time.Time) *parking {
 	return nil
 }
 
-// expiredError says how old a message is.
+// expiredError reports that a message is older than claims that were forgotten.
 type expiredError struct {
 	what          string
 	at, forgotten time.Time

@@ -2,38 +2,42 @@ package consumer
 
 import "sync"
 
-// claimForm chooses how the next batch of a lane claims: taking every message as fresh, which is cheaper and fails
-// where one is a duplicate, or asking for each. The same constraint decides both; the choice is about cost alone.
-// A failed try costs about as much as it saves in a batch without duplicates. Duplicates come in runs (a redelivery
-// after a restart, a producer that tries again), so one of them speaks against the batches that follow.
+// claimForm chooses how the next batch of a lane claims. It either takes every message as fresh,
+// which is cheaper and fails if one is a duplicate, or asks for each message. The same constraint
+// decides both; the choice affects only cost. A failed try costs about as much as a successful one
+// saves. Duplicates come in runs (a redelivery after a restart, a producer that retries), so a
+// duplicate makes more of them likely in the next batches.
 //
-// A handler that was given up may still have the transaction of a batch while its lane is at the next attempt.
+// It has a mutex because an abandoned handler may still hold the transaction of a batch while its
+// lane runs the next attempt.
 type claimForm struct {
 	mu   sync.Mutex
-	asks int // so many more batches without a duplicate have to ask
-	wait int // how many have to after the next duplicate
-	kept int // tries in a row that succeeded
+	asks int // number of further batches without a duplicate that must ask
+	wait int // value of asks after the next duplicate
+	kept int // consecutive successful tries
 }
 
-// How many batches without a duplicate it takes before the next try: twice as many after each failed one, and the least
-// again after a run of good ones. The most is 50,000 messages, in batches of the usual size.
+// Number of batches without a duplicate before the next try: it doubles after each failed try, and
+// returns to cleanMin after goodRun successful ones. cleanMax is 50,000 messages in batches of the
+// default size.
 const (
 	cleanMin = 1
 	cleanMax = 100
 	goodRun  = 20
 )
 
-// newClaimForm begins by asking: after a restart the first messages may be those that were committed last.
+// newClaimForm returns a form that asks first: after a restart the first messages may be the last
+// committed ones.
 func newClaimForm() *claimForm { return &claimForm{asks: cleanMin, wait: cleanMin} }
 
-// trusts reports whether the next batch is to be taken as fresh.
+// trusts reports whether to take the next batch as fresh.
 func (f *claimForm) trusts() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.asks <= 0
 }
 
-// asked notes how a batch that asked came out.
+// asked records the result of a batch that asked.
 func (f *claimForm) asked(duplicates int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -44,7 +48,7 @@ func (f *claimForm) asked(duplicates int) {
 	}
 }
 
-// refused notes a try that met a duplicate. The batch asks next.
+// refused records a try that failed. The batch then asks.
 func (f *claimForm) refused() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -53,7 +57,7 @@ func (f *claimForm) refused() {
 	f.asks = f.wait
 }
 
-// succeeded notes a try that met none.
+// succeeded records a try without a duplicate.
 func (f *claimForm) succeeded() {
 	f.mu.Lock()
 	defer f.mu.Unlock()

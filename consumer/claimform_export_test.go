@@ -29,7 +29,8 @@ func (p *Position) Trust() { p.form.asks = 0 }
 // Outcome is what a batch came to.
 type Outcome struct{ Fresh, Duplicates, Parked int }
 
-// ApplyNumbers runs one batch at an offset: a message for each number, which is all that its ID and value depend on.
+// ApplyNumbers runs one batch at an offset: a message for each number, which is all that its ID and
+// value depend on.
 func (e *Engine) ApplyNumbers(ctx context.Context, at *Position, offset int64, apart bool, numbers ...int) (Outcome, error) {
 	msgs := make([]*Message, len(numbers))
 	for i, n := range numbers {

@@ -9,7 +9,8 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// play runs batches through the choice of forms as the engine does, and counts the tries and those that failed.
+// play runs batches through the choice of forms as the engine does, and counts the tries and those
+// that failed.
 func play(f *consumer.ClaimForm, batches int, duplicate func(batch int) bool) (tries, failed int) {
 	for batch := range batches {
 		found := 0
@@ -30,7 +31,7 @@ func play(f *consumer.ClaimForm, batches int, duplicate func(batch int) bool) (t
 	return tries, failed
 }
 
-// The first batch asks, and then all are taken as fresh for as long as they are.
+// The first batch asks. Then batches are taken as fresh for as long as they are.
 func TestFreshBatchesAreTakenAsFresh(t *testing.T) {
 	t.Parallel()
 	f := consumer.NewClaimForm()
@@ -39,7 +40,8 @@ func TestFreshBatchesAreTakenAsFresh(t *testing.T) {
 	assert.Zero(t, failed)
 }
 
-// A run of duplicates costs one failed try, however long it is, and soon after its end batches are taken as fresh again.
+// A run of duplicates costs one failed try, however long it is, and soon after its end batches are
+// taken as fresh again.
 func TestARunOfDuplicatesCostsOneTry(t *testing.T) {
 	t.Parallel()
 	for _, length := range []int{1, 2, 100, 500} {
@@ -50,7 +52,8 @@ func TestARunOfDuplicatesCostsOneTry(t *testing.T) {
 	}
 }
 
-// Where duplicates are everywhere next to no try is wasted; where they are in every second batch, few are.
+// If duplicates are everywhere, nearly no try is wasted; if they are in every second batch, few
+// are.
 func TestFailedTriesGetRare(t *testing.T) {
 	t.Parallel()
 	random := rand.New(rand.NewPCG(1, 2))
@@ -64,7 +67,8 @@ func TestFailedTriesGetRare(t *testing.T) {
 	}
 }
 
-// After a failed try the next one takes more batches without a duplicate, up to a bound; a run of good tries forgives.
+// After a failed try the next one takes more batches without a duplicate, up to a bound; a run of
+// good tries resets that.
 func TestTriesAreRarerAfterEachFailure(t *testing.T) {
 	t.Parallel()
 	f := consumer.NewClaimForm()

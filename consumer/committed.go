@@ -19,7 +19,7 @@ type committedOffset struct {
 	metadata string
 }
 
-// commitOrigin says who committed an offset.
+// commitOrigin is who committed an offset.
 type commitOrigin uint8
 
 const (
@@ -27,7 +27,7 @@ const (
 	commitOurs                        // a consumer of this library, for this topic
 	commitStale                       // the same, for an earlier topic of this name in this cluster
 	commitMoved                       // the same, and another program changed the offset afterwards
-	commitRewind                      // a consumer of this library that had not finished a rewind
+	commitRewind                      // a consumer of this library that has not finished a rewind
 	commitForeign                     // another program, or a mirror of another cluster
 )
 
@@ -48,12 +48,14 @@ func (o commitOrigin) String() string {
 	}
 }
 
-// A commit says which log it belongs to: a topic that is deleted and made anew, and offsets that a mirror
-// translated for another cluster, cannot be told apart otherwise. It also says that it is behind the position
-// because of a rewind: what comes after it still has to be handled.
+// The metadata of a commit names the log that it belongs to. Otherwise an offset of a topic that
+// was deleted and recreated, or one that a mirror translated for another cluster, would look like
+// an offset of this log. The metadata also records that the offset is behind the position because
+// of a rewind: messages after it must still be handled.
 const commitVersion = "effectonce/1"
 
-// commitMetadata is read by parseCommit. rewind is where a rewind began that is not finished; -1: none.
+// commitMetadata is the inverse of parseCommit. rewind is where an unfinished rewind began; -1:
+// none.
 func commitMetadata(cluster string, topicID uuid.UUID, offset, rewind int64) string {
 	text := fmt.Sprintf("%s cluster=%s topic=%s offset=%d", commitVersion, cluster, topicID, offset)
 	if rewind >= 0 {
@@ -67,7 +69,7 @@ type parsedCommit struct {
 	cluster string
 	topicID uuid.UUID
 	offset  int64
-	rewind  int64 // where a rewind began that is not finished; -1: none
+	rewind  int64 // where an unfinished rewind began; -1: none
 }
 
 func parseCommit(metadata string) (c parsedCommit, ok bool) {
@@ -94,8 +96,8 @@ func parseCommit(metadata string) (c parsedCommit, ok bool) {
 	return c, problems == nil
 }
 
-// origin compares a committed offset with the topic as it is now. What is not ours was put there on purpose:
-// brokers remove the offsets of a topic that is deleted.
+// origin compares a committed offset with the current topic. An offset that is not ours was
+// committed on purpose: brokers remove the offsets of a deleted topic.
 func (c *committedOffset) origin(log *topicLog) commitOrigin {
 	if c == nil || c.offset < 0 {
 		return commitNone
@@ -114,14 +116,14 @@ func (c *committedOffset) origin(log *topicLog) commitOrigin {
 	}
 }
 
-// done is how far a partition is done, to be committed to Kafka.
+// done is the offset up to which a partition is done, to be committed to Kafka.
 type done struct {
 	topicID uuid.UUID
 	offset  int64
 	rewind  int64 // where a rewind began that has not reached the position yet; -1: none
 }
 
-// mark notes that messages of a partition are done up to an offset.
+// mark records that the messages of a partition before offset next are done.
 func (s *session) mark(topic string, partition int32, next int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -139,8 +141,9 @@ func (s *session) mark(topic string, partition int32, next int64) {
 	a.widen = a.widen || a.begins < a.handledFrom && next >= a.handledFrom
 }
 
-// widen stores that a rewind to before what counted as worked through has reached it: a later rewind, after
-// claims were forgotten, must not handle its messages again.
+// widen extends the stored handled range to the start of a rewind that began before that range and
+// has now reached it. A later rewind, after claims were forgotten, must not handle these messages
+// again.
 func (s *session) widen(ctx context.Context) error {
 	group, sql := s.engine.cfg.Group, s.engine.sql.widen
 	for {
@@ -163,7 +166,7 @@ func (s *session) widen(ctx context.Context) error {
 			return fmt.Errorf("store what a rewind worked through: %w", err)
 		}
 		if tag.RowsAffected() == 0 {
-			return nil // it is being taken back; the next commit tries again
+			return nil // the position is being taken over again; the next commit retries
 		}
 		s.mu.Lock()
 		a.widen, a.handledFrom = false, a.begins
@@ -171,14 +174,14 @@ func (s *session) widen(ctx context.Context) error {
 	}
 }
 
-// commitMarks commits what is marked; failure only makes the next holder see a few duplicates, if that.
+// commitMarks commits the marked offsets. After a failure the next holder may see a few duplicates.
 func (s *session) commitMarks(ctx context.Context) {
-	s.committing.Lock() // a session that ends waits for a commit that is under way
+	s.committing.Lock() // a session that ends waits for a commit in progress
 	defer s.committing.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, markMax)
 	defer cancel()
 	if err := s.widen(ctx); err != nil {
-		s.engine.cfg.Logger.WarnContext(ctx, "what a rewind worked through could not be stored; it is tried again", "group", s.engine.cfg.Group, "error", err)
+		s.engine.cfg.Logger.WarnContext(ctx, "could not store the handled range of a rewind; will retry", "group", s.engine.cfg.Group, "error", err)
 	}
 	s.mu.Lock()
 	marks := s.marks
@@ -189,12 +192,12 @@ func (s *session) commitMarks(ctx context.Context) {
 	}
 	if err := s.commitOffsets(ctx, marks); err != nil {
 		s.markAgain(marks)
-		s.engine.cfg.Logger.WarnContext(ctx, "offsets could not be committed to Kafka; the database knows the position", "group", s.engine.cfg.Group, "error", err)
+		s.engine.cfg.Logger.WarnContext(ctx, "could not commit offsets to Kafka; the database has the position", "group", s.engine.cfg.Group, "error", err)
 	}
 }
 
-// markAgain keeps for the next commit what could not be committed, unless a newer offset was marked meanwhile or
-// the partition was taken away.
+// markAgain keeps offsets that could not be committed for the next commit, unless a newer offset
+// was marked or the partition was revoked.
 func (s *session) markAgain(marks map[topicPartition]done) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -205,7 +208,7 @@ func (s *session) markAgain(marks map[topicPartition]done) {
 	}
 }
 
-// commitOffsets commits with metadata, which the client's own commits cannot carry.
+// commitOffsets commits offsets with metadata, which the client's own commits cannot carry.
 func (s *session) commitOffsets(ctx context.Context, marks map[topicPartition]done) error {
 	offsets := map[string]map[int32]kgo.EpochOffset{}
 	for key, mark := range marks {
@@ -236,7 +239,7 @@ func (s *session) commitOffsets(ctx context.Context, marks map[topicPartition]do
 	return failed
 }
 
-// forget drops what is known about partitions that another member has by now; nil: all.
+// forget drops the state of partitions that another member may now hold; nil: all.
 func (s *session) forget(keys map[string][]int32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -259,7 +262,7 @@ func (s *session) forget(keys map[string][]int32) {
 	}
 }
 
-// keepCommitting commits to Kafka what is done.
+// keepCommitting commits the marked offsets to Kafka every markEvery.
 func (s *session) keepCommitting(ctx context.Context) {
 	ticker := time.NewTicker(markEvery)
 	defer ticker.Stop()

@@ -24,104 +24,116 @@ type Config struct {
 	Topics []string
 	// Name is the scope of the claims: an ID is processed once for each name. At most 600 bytes.
 	// Default: the group and the topic, "billing/orders", for each topic, so that a writer of one
-	// topic cannot use up the IDs of another. A name belongs to one group for ever. A group that gets another
-	// name resumes at its position; what lies behind it was not handled by the new name, so that a rewind handles
-	// it again.
+	// topic cannot use up the IDs of another. A name belongs to one group forever. A group that
+	// gets another name resumes at its position. The new name has handled nothing before that
+	// position, so a rewind handles it again.
 	Name string
 	// Schema that holds the tables. Default "effectonce"; bounds as in migrations.Options.
 	Schema string
-	// Dedup says what stops a message that comes again. Default DedupByID.
+	// Dedup is what stops a message that is redelivered. Default DedupByID.
 	Dedup Dedup
 	// Window is how long claims are kept: a message that is older, by its ID or by its record's
-	// timestamp, cannot be proven fresh and is parked as expired. Choose it longer than the retention of
-	// the topics. 1 minute to 10 years; default 7 days.
+	// timestamp, cannot be proven fresh and is parked as expired. Choose it longer than the
+	// retention of the topics. 1 minute to 10 years; default 7 days.
 	Window time.Duration
-	// Forever keeps claims for ever, in a table of their own; nothing expires. For ledgers. It is decided
-	// once for each name. Not together with Window.
+	// Forever keeps claims forever, in a separate table; nothing expires. For ledgers. It is
+	// decided once for each name. Not together with Window.
 	Forever bool
-	// IDHeaders are the names of the headers that may carry a message's ID; the first that is there and
-	// not empty counts. At most 20 names of 1 to 255 visible ASCII characters without comma. Where such a
-	// header is not message-id or ce_id, the same ID with another key or value is parked as a conflict, as
-	// with DedupByIDAndPayload. Default: message-id and ce_id, and Debezium's id and Watermill's
-	// _watermill_message_uuid where another header of theirs proves the producer; see IDProfiles.
+	// IDHeaders are the names of the headers that may carry a message's ID; the first one that is
+	// present and not empty counts. At most 20 names of 1 to 255 visible ASCII characters without
+	// comma. If the header is not message-id or ce_id, the same ID with another key or value is
+	// parked as a conflict, as with DedupByIDAndPayload. Default: message-id and ce_id, and
+	// Debezium's id and Watermill's _watermill_message_uuid where another header of theirs proves
+	// the producer; see IDProfiles.
 	//
-	// A consumer's name keeps the rule that it began with: IDHeaders and IDProfiles count for new names. Run
-	// logs it where they differ. "outbox-relay consumer id-rule" switches.
+	// A consumer's name keeps the rule that it was first registered with: IDHeaders and IDProfiles
+	// count for new names only. Run logs a difference. "outbox-relay consumer id-rule" changes the
+	// rule.
 	IDHeaders []string
-	// IDProfiles vouch for the producers of the topics: ProfileDebezium, ProfileWatermill. Their headers then
-	// count without proof, and payloads are not compared. Not together with IDHeaders.
+	// IDProfiles vouch for the producers of the topics: ProfileDebezium, ProfileWatermill. Their
+	// headers then count without proof, and payloads are not compared. Not together with IDHeaders.
 	IDProfiles []IDProfile
-	// IDFunc finds the ID of a message in which no header names it, for example in its body. It must
-	// give the same answer for the same message always, and return within HandlerTimeout: a message with which
-	// it panics or hangs is parked. Nil, or an empty answer: the message is identified by topic, partition
-	// and offset, which stops redeliveries but not a producer's duplicates.
+	// IDFunc returns the ID of a message that has none in its headers, for example from its body.
+	// It must always return the same ID for the same message, and within HandlerTimeout: a message
+	// on which it panics or hangs is parked. If IDFunc is nil or returns nothing, topic, partition
+	// and offset identify the message. That stops redeliveries but not a producer's duplicates.
 	IDFunc func(msg *Message) []byte
-	// Start is where the partitions of a topic begin when the group meets the topic for the first time, if Kafka
-	// has no offset for them. It is decided and stored for all partitions of the topic at once. What comes later
-	// begins at its start, whatever Start is: partitions that are added, and a topic that is deleted and made
-	// anew. With StartLatest a first contact waits until every partition of the topic has a leader. Default
-	// StartEarliest.
+	// Start is where the partitions of a topic begin when the group meets the topic for the first
+	// time, if Kafka has no offset for them. It is decided and stored for all partitions of the
+	// topic at once. Partitions that are added later, and a topic that is deleted and recreated,
+	// begin at their start, whatever Start is. With StartLatest the first contact waits until every
+	// partition of the topic has a leader. Default StartEarliest.
 	Start Start
-	// MissingTopic says what Run does where one of Topics does not exist. Default MissingTopicFail.
+	// MissingTopic is what Run does if one of Topics does not exist. Default MissingTopicFail.
 	MissingTopic MissingTopic
 	// BatchMax is how many messages share a transaction at most. 1 to 10,000; default 500.
 	BatchMax int
-	// Isolation of the transactions. Default pgx.ReadCommitted. The stricter levels report concurrent
-	// claims as serialization failures, which are retried.
+	// Isolation of the transactions. Default pgx.ReadCommitted. The stricter levels report
+	// concurrent claims as serialization failures, which are retried.
 	Isolation pgx.TxIsoLevel
 	// StatementTimeout bounds each statement of a transaction. 10 ms to 1 h; default 30 s.
 	StatementTimeout time.Duration
 	// LockTimeout bounds each wait for a lock, also the wait for a concurrent claim. 10 ms to 1 h;
 	// default 10 s.
 	LockTimeout time.Duration
-	// IdleTimeout bounds the time between two statements of a transaction, that is also what a handler
-	// may take between them. It is what frees the claims of a consumer that froze. 100 ms to 1 h; default 30 s.
+	// IdleTimeout bounds the time between two statements of a transaction, which includes the
+	// handler's own work between them. It releases the claims of a consumer that froze. 100 ms to 1
+	// h; default 30 s.
 	IdleTimeout time.Duration
-	// HandlerTimeout bounds what a handler may take for one message (with Batch: for one batch), and with
-	// Queued the round trip of a batch. Then its context is cancelled, and the attempt has failed; a handler
-	// that does not end for all that loses its connection and is left behind. 1 ms to 1 h; default 30 s.
+	// HandlerTimeout bounds what a handler may take for one message (with Batch: for one batch),
+	// and with Queued the round trip of a batch. After that its context is cancelled and the
+	// attempt has failed. A handler that still does not return loses its connection and is
+	// abandoned. 1 ms to 1 h; default 30 s.
 	HandlerTimeout time.Duration
-	// OnFailure says what becomes of a message that cannot be handled. Default OnFailurePark.
+	// OnFailure is what happens to a message that cannot be handled. Default OnFailurePark.
 	OnFailure OnFailure
 	// DeadLetterTopic is where OnFailure OnFailureDeadLetter sends messages, through the outbox.
 	DeadLetterTopic string
-	// AttemptsMax is how often a message is tried at most, if its failure may pass. Attempts are counted
-	// in the database, and begun ones count: a message that kills the process is parked, too. Trouble with
-	// the database is no attempt. 1 to 1,000; default 10.
+	// AttemptsMax is the maximum number of attempts for a message whose failure may be temporary.
+	// Attempts are counted in the database when they begin, so a message that kills the process is
+	// parked, too. A failure of the database is not an attempt. 1 to 1,000; default 10.
 	AttemptsMax int
-	// PermanentStates are SQLSTATE codes, or classes of two characters, that no further attempt can cure,
-	// besides errors marked by Permanent: "23" stands for all constraint violations. Default: none.
+	// PermanentStates are SQLSTATE codes, or classes of two characters, that a retry cannot fix, in
+	// addition to errors marked by Permanent: "23" means all constraint violations. Default: none.
 	PermanentStates []string
-	// AbandonedMax bounds the handlers that ignored the end of their context and still run, each with a connection of
-	// its own: at this number no partition of this consumer begins another attempt until one of them returns.
-	// 1 to 1,000; default 16.
+	// AbandonedMax bounds the handlers that ignored the end of their context and still run. Each
+	// holds a connection. At this number no partition of this consumer begins another attempt until
+	// one of them returns. 1 to 1,000; default 16.
 	AbandonedMax int
 	// ParkShareMax pauses a partition instead of parking when more than this share of its last 100
-	// messages failed: an outage of something that the handler needs must not park a whole topic. 0.01
-	// to 1, where 1 never pauses; default 0.2.
+	// messages failed. An outage of a service that the handler needs must not park a whole topic.
+	// 0.01 to 1, where 1 never pauses; default 0.2.
 	ParkShareMax float64
-	// Order says which messages wait for each other. Default OrderByPartition.
+	// Order is which messages wait for each other. Default OrderByPartition.
 	Order Order
-	// Workers is how many batches of one partition are in work at the same time, each with a connection
-	// of its own, where Order is OrderByKey or OrderUnordered. 1 to 64; default 4, with OrderByPartition 1.
+	// Workers is how many batches of one partition run at the same time if Order is OrderByKey or
+	// OrderUnordered. Each uses one connection. 1 to 64; default 4, with OrderByPartition 1.
 	Workers int
-	// MessageBytesMax bounds key, value and headers of a message. A larger one is parked by reference, that
-	// is without its payload. 1 KiB to 1 GiB; default 32 MiB.
+	// Secrets go into the IDs that are derived from a message: the IDs of messages that its handler
+	// publishes, and Message.ChildID. Without secrets anyone who knows a message can compute these
+	// IDs, and could send a message under one before the handler does. All consumers of a group
+	// need the same secrets: docs/how-to/secure.md describes how to introduce and rotate them.
+	// Default: none.
+	Secrets *dedup.Secrets
+	// MessageBytesMax bounds key, value and headers of a message. A larger one is parked by
+	// reference, without its payload. 1 KiB to 1 GiB; default 32 MiB. A compressed batch may
+	// inflate to twice this size, or to 64 MiB if that is more, unless kgo.MaxDecompressBatchBytes
+	// is passed to New. A batch beyond that halts its partition.
 	MessageBytesMax int
-	// OutOfRange says what to do where a position is not in the topic any more. Default OutOfRangeHalt. With
-	// DedupByPosition a partition whose end was lost halts in any case: without claims nothing would stop what
-	// was handled from being handled again. "outbox-relay consumer resume-at" orders where a halted partition
-	// resumes.
+	// OutOfRange is what to do if a position is no longer in the topic. Default OutOfRangeHalt.
+	// With DedupByPosition a partition whose end was lost always halts: without claims, nothing
+	// would stop handled messages from being handled again. "outbox-relay consumer resume-at" sets
+	// where a halted partition resumes.
 	OutOfRange OutOfRange
-	// RetryMin and RetryMax bound the pauses between attempts; they double, with full jitter.
+	// RetryMin and RetryMax bound the pauses between attempts. The pauses double, with full jitter.
 	// 1 ms to 1 h; defaults 100 ms and 30 s.
 	RetryMin, RetryMax time.Duration
-	// DrainMax is how long a partition that is taken away, and Run after its context was cancelled,
-	// waits for the batch in progress before its handler's context is cancelled. Keep it below Kafka's
+	// DrainMax is how long a revoked partition, or Run after its context was cancelled, waits for
+	// the batch in progress before the handler's context is cancelled. Keep it below Kafka's
 	// rebalance timeout (60 s unless changed). 1 ms to 10 min; default 20 s.
 	DrainMax time.Duration
-	// Logger gets assignments, failures and retries. A problem that lasts is logged once, then every 30 s with how often
-	// it came. Default slog.Default().
+	// Logger receives assignments, failures and retries. A lasting problem is logged once, then
+	// every 30 s with a count. Default slog.Default().
 	Logger *slog.Logger
 	// Middleware runs around the handler, the first one outermost: see Around.
 	Middleware []Middleware
@@ -129,19 +141,21 @@ type Config struct {
 	Hooks Hooks
 }
 
-// Dedup is what stops a message that comes again.
+// Dedup is what stops a message that is redelivered.
 type Dedup uint8
 
 // The levels.
 const (
-	// DedupByID claims the ID of every message: it stops redeliveries and duplicates of the producer, whatever
-	// partition or offset they come with.
+	// DedupByID claims the ID of every message: it stops redeliveries and the producer's
+	// duplicates, at any partition and offset.
 	DedupByID Dedup = iota
-	// DedupByPosition writes no row for a message: the stored position of the partition stops redeliveries. It
-	// does not stop a second copy at another offset. For topics that an exactly-once relay feeds.
+	// DedupByPosition writes no row per message: the stored position of the partition stops
+	// redeliveries. It does not stop a second copy at another offset. Use it for topics that an
+	// exactly-once relay feeds.
 	DedupByPosition
-	// DedupByIDAndPayload is DedupByID, and tells a true duplicate from another message under the same ID: key and
-	// value are compared by their hash, and what differs is parked as a conflict.
+	// DedupByIDAndPayload is DedupByID, and distinguishes a true duplicate from another message
+	// with the same ID: it compares the hash of key and value, and parks a message that differs as
+	// a conflict.
 	DedupByIDAndPayload
 )
 
@@ -156,22 +170,22 @@ const (
 	ProfileWatermill = dedup.ProfileWatermill
 )
 
-// OnFailure is what becomes of a message that cannot be handled.
+// OnFailure is what happens to a message that cannot be handled.
 type OnFailure uint8
 
 // The policies.
 const (
-	// OnFailurePark stores the message in parked_messages. Later messages of its key go behind it until an
-	// operator retries or discards it; everything else flows.
+	// OnFailurePark stores the message in parked_messages. Later messages of its key are parked
+	// behind it until an operator retries or discards it. All other messages continue.
 	OnFailurePark OnFailure = iota
-	// OnFailureBlock tries on until it succeeds; the partition waits.
+	// OnFailureBlock retries until the message succeeds; the partition waits.
 	OnFailureBlock
-	// OnFailureDeadLetter publishes the message to DeadLetterTopic, through the outbox. Its key does not wait: order per
-	// key is given up. What Kafka would not take is parked.
+	// OnFailureDeadLetter publishes the message to DeadLetterTopic, through the outbox. Its key
+	// does not wait, so order per key is lost. A message that Kafka would not accept is parked.
 	OnFailureDeadLetter
 )
 
-// past says what happened to a message.
+// past describes, for the log, what happened to a message.
 func (f OnFailure) past() string {
 	if f == OnFailureDeadLetter {
 		return "sent to the dead letter topic"
@@ -186,39 +200,41 @@ type Order uint8
 const (
 	// OrderByPartition handles the messages of a partition one after the other.
 	OrderByPartition Order = iota
-	// OrderByKey handles the messages of a key one after the other, and Workers keys at the same time.
+	// OrderByKey handles the messages of a key one after the other, and Workers keys at the same
+	// time.
 	OrderByKey
 	// OrderUnordered handles messages as workers become free.
 	OrderUnordered
 )
 
-// OutOfRange is what to do where a position is not in the topic any more: records were deleted before they
-// were consumed, or the end of the topic was lost.
+// OutOfRange is what to do if a position is no longer in the topic: records were deleted before
+// they were consumed, or the end of the topic was lost.
 type OutOfRange uint8
 
 // The answers.
 const (
-	// OutOfRangeHalt leaves the partition alone, and says so until an operator decides.
+	// OutOfRangeHalt halts the partition, and reports it until an operator decides.
 	OutOfRangeHalt OutOfRange = iota
-	// OutOfRangeResumeEarliest resumes at the earliest record that is left, and logs it once.
+	// OutOfRangeResumeEarliest resumes at the earliest remaining record, and logs it once.
 	OutOfRangeResumeEarliest
 )
 
-// MissingTopic is what Run does where a topic does not exist.
+// MissingTopic is what Run does if a topic does not exist.
 type MissingTopic uint8
 
 // The answers.
 const (
 	// MissingTopicFail makes Run return ErrUnknownTopic.
 	MissingTopicFail MissingTopic = iota
-	// MissingTopicWait waits for the topic, and names it in the log every minute.
+	// MissingTopicWait waits for the topic, and logs its name every minute.
 	MissingTopicWait
 )
 
-// Start is where a partition begins without a position.
+// Start is where a partition without a position begins.
 type Start uint8
 
-// The starts. StartLatest is resolved and stored once, so that a restart before the first message skips nothing.
+// The starts. StartLatest is resolved to offsets and stored once, so that a restart before the
+// first message skips nothing.
 const (
 	StartEarliest Start = iota
 	StartLatest
@@ -229,7 +245,7 @@ var (
 	sqlState  = regexp.MustCompile(`^[0-9A-Z]{2}([0-9A-Z]{3})?$`)
 )
 
-// withDefaults fills in what is zero and returns all problems at once.
+// withDefaults fills in zero fields and returns all problems at once.
 func (c Config) withDefaults() (Config, error) {
 	var problems []error
 	report := func(format string, args ...any) { problems = append(problems, fmt.Errorf(format, args...)) }
@@ -313,7 +329,7 @@ func (c *Config) order() (problems []error) {
 		return problems
 	}
 	if c.Dedup == DedupByPosition {
-		problems = append(problems, errors.New("Order: want OrderByPartition where Dedup is DedupByPosition: the position can only stop what is handled in its order"))
+		problems = append(problems, errors.New("Order: want OrderByPartition where Dedup is DedupByPosition: the position can only stop messages that are handled in its order"))
 	}
 	return append(problems, bounds.Ints(bounds.Int{Field: "Workers", Value: &c.Workers, Default: 4, Min: 1, Max: 64})...)
 }
@@ -339,7 +355,7 @@ func (c *Config) failures() (problems []error) {
 		}
 	}
 	c.ParkShareMax = cmp.Or(c.ParkShareMax, 0.2)
-	if !(c.ParkShareMax >= 0.01 && c.ParkShareMax <= 1) { // also refuses what is no number
+	if !(c.ParkShareMax >= 0.01 && c.ParkShareMax <= 1) { // also refuses NaN
 		problems = append(problems, fmt.Errorf("ParkShareMax %v: want 0.01 to 1", c.ParkShareMax))
 	}
 	return problems

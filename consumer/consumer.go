@@ -16,6 +16,7 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/nodedup"
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -32,26 +33,28 @@ type Consumer struct {
 	phase         atomic.Pointer[phaseNow]
 	changes       *changes
 	warnWithoutID sync.Once
-	ids           map[string]dedup.Consumer // of each topic; written before a session starts
-	names         map[string]string         // of the consumer, of each topic; as ids
-	rules         map[string]dedup.IDRule   // by which the messages of each topic get their IDs; as ids
-	warnedRules   map[string]bool           // names of which was said that Config wants another rule
-	warnedWindows map[string]bool           // names of which was said that another replica has another window
+	ids           map[string]dedup.Consumer // by topic; written before a session starts
+	names         map[string]string         // the consumer's name, by topic; as ids
+	rules         map[string]dedup.IDRule   // how messages get their IDs, by topic; as ids
+	warnedRules   map[string]bool           // names whose other rule in Config was logged
+	warnedWindows map[string]bool           // names whose other window was logged
 	session       atomic.Pointer[session]   // the last one
 }
 
-// ErrNotPrimary is returned by Run when the database is a standby. Nothing was consumed. Remedy: connect to the primary.
+// ErrNotPrimary is returned by Run if the database is a standby. Nothing was consumed. Remedy:
+// connect to the primary.
 var ErrNotPrimary = errors.New("the database is a standby: connect the consumer to the primary")
 
-// New returns a consumer, or all problems of its configuration at once. It opens no connection. The pool
-// is borrowed; each partition in work takes one connection of it. kafka says how to reach the brokers
-// (seeds, TLS, SASL, session timeout, balancers); group, topics, offsets, isolation and rebalancing are
-// set by the consumer and win over it.
+// New returns a consumer, or all problems of its configuration at once. It opens no connection. The
+// caller keeps the pool and closes it; each running partition takes one of its connections. The
+// options kafka are for the connection to the brokers (seeds, TLS, SASL, session timeout,
+// balancers). The consumer sets group, topics, offsets, isolation and rebalancing; its settings
+// override these options.
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Consumer, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
 	if handler == nil {
-		err = errors.Join(err, errors.New("handler is nil: want one made by Each, Queued or JSON"))
+		err = errors.Join(err, errors.New("handler is nil: create one with Each, Queued, Batch, JSON or Route"))
 	}
 	if router, ok := handler.(*Router); ok {
 		for _, topic := range cfg.Topics {
@@ -81,10 +84,10 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 	return c, c.checkDrain()
 }
 
-// checkDrain refuses a drain that outlasts the rebalance: another member would have the partitions before
-// their batches have ended.
+// checkDrain rejects a DrainMax that is not below the rebalance timeout: another member would get
+// the partitions before their batches have ended.
 func (c *Consumer) checkDrain() error {
-	client, err := kgo.NewClient(c.kafka...) // it connects when it is first used
+	client, err := kgo.NewClient(c.kafka...) // it connects on first use
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}
@@ -95,14 +98,15 @@ func (c *Consumer) checkDrain() error {
 	return nil
 }
 
-// Run consumes until ctx is cancelled. It survives the loss of the database and of the brokers: it logs,
-// waits and continues. When ctx ends it stops fetching, lets each partition finish its batch for at most
-// DrainMax, commits the offsets to Kafka, leaves the group and returns nil. It returns an error at once
-// for what waiting cannot change: a schema that does not fit, a standby, a name that is taken, a topic that does
-// not exist. Run may be called again after it returned, not twice at a time.
+// Run consumes until ctx is cancelled. It survives the loss of the database and of the brokers: it
+// logs, waits and continues. When ctx ends it stops fetching, lets each partition finish its batch
+// for at most DrainMax, commits the offsets to Kafka, leaves the group and returns nil. It returns
+// an error at once for conditions that waiting cannot change: an incompatible schema, a standby, a
+// name that is taken, a topic that does not exist. Run may be called again after it returned, but
+// not concurrently.
 //
-// Handlers get a context with the values of ctx, which does not end with ctx: see Config.DrainMax. A tracing span in
-// ctx would be the parent of everything that is done until Run returns.
+// Handlers get a context with the values of ctx that does not end with ctx: see Config.DrainMax. A
+// tracing span in ctx would be the parent of everything that happens until Run returns.
 func (c *Consumer) Run(ctx context.Context) (err error) {
 	c.enter(PhaseStarting, nil)
 	defer func() { c.enter(PhaseStopped, err) }()
@@ -134,27 +138,27 @@ func (c *Consumer) Run(ctx context.Context) (err error) {
 		began := time.Now()
 		c.join(ctx, attempt)
 		if time.Since(began) > c.engine.cfg.RetryMax+time.Minute {
-			attempt = 0 // what happened before is over
+			attempt = 0 // the membership lasted: earlier failures no longer count
 		}
 	}
 	return nil
 }
 
-// join is one membership in the group. One that ends before ctx does is followed by another.
+// join runs one membership in the group. If it ends before ctx does, Run begins another one.
 func (c *Consumer) join(ctx context.Context, attempt int) {
 	s := newSession(c)
 	c.session.Store(s)
 	c.enter(PhaseJoining, nil)
-	err := s.run(ctx)
+	err := s.consume(ctx)
 	if ctx.Err() == nil {
 		c.enter(PhaseJoining, err)
 		wait := c.engine.backoff(attempt)
-		c.engine.cfg.Logger.WarnContext(ctx, "joining the group anew", "group", c.engine.cfg.Group, "error", err, "retry_in", readable(wait))
-		pause(ctx, wait)
+		c.engine.cfg.Logger.WarnContext(ctx, "rejoining the group", "group", c.engine.cfg.Group, "error", err, "retry_in", readable(wait))
+		pause.For(ctx, wait)
 	}
 }
 
-// prepared waits for a database that does not answer yet. A clean stop meanwhile is no error.
+// prepared waits for a database that does not answer yet. It returns nil if ctx ends first.
 func (c *Consumer) prepared(ctx context.Context) error {
 	for attempt := 1; ctx.Err() == nil; attempt++ {
 		err := c.prepare(ctx)
@@ -164,7 +168,7 @@ func (c *Consumer) prepared(ctx context.Context) error {
 		wait := c.engine.backoff(attempt)
 		c.enter(PhaseStarting, err)
 		c.engine.cfg.Logger.WarnContext(ctx, "waiting for the database", "group", c.engine.cfg.Group, "error", err, "retry_in", readable(wait))
-		pause(ctx, wait)
+		pause.For(ctx, wait)
 	}
 	return nil
 }
@@ -210,7 +214,7 @@ func (c *Consumer) prepare(ctx context.Context) error {
 	return nil
 }
 
-// warnWindow says once for each name that another dedup window was registered before.
+// warnWindow logs once per name that another dedup window was registered before.
 func (c *Consumer) warnWindow(ctx context.Context, name string, replaced time.Duration) {
 	if replaced == 0 || c.warnedWindows[name] {
 		return
@@ -220,10 +224,10 @@ func (c *Consumer) warnWindow(ctx context.Context, name string, replaced time.Du
 	}
 	c.warnedWindows[name] = true
 	c.engine.cfg.Logger.WarnContext(ctx, "another dedup window was registered before, by another replica or an earlier configuration; "+
-		"maintenance uses the last one that is registered: give all replicas the same", "group", c.engine.cfg.Group, "consumer", name, "before", replaced.String(), "registered", c.engine.cfg.Window.String())
+		"maintenance uses the window that was registered last: configure the same window in all replicas", "group", c.engine.cfg.Group, "consumer", name, "before", replaced.String(), "registered", c.engine.cfg.Window.String())
 }
 
-// logStart says with what the consumer starts.
+// logStart logs the configuration with which the consumer starts.
 func (c *Consumer) logStart(ctx context.Context) {
 	cfg := &c.engine.cfg
 	names, rules := make([]string, len(cfg.Topics)), make([]string, len(cfg.Topics))
@@ -240,7 +244,7 @@ func (c *Consumer) logStart(ctx context.Context) {
 	cfg.Logger.InfoContext(ctx, "consumer started", attrs...)
 }
 
-// readable is a duration for a log line. A handler that writes JSON would print its nanoseconds.
+// readable formats a duration for a log line. A JSON log handler would print nanoseconds.
 func readable(d time.Duration) string {
 	if d >= time.Second {
 		return d.Round(10 * time.Millisecond).String()
@@ -248,18 +252,8 @@ func readable(d time.Duration) string {
 	return d.Round(time.Millisecond / 10).String()
 }
 
-// backoff grows from RetryMin to RetryMax, with full jitter.
+// backoff returns a pause that grows from RetryMin to RetryMax, with full jitter.
 func (e *engine) backoff(attempt int) time.Duration {
 	ceiling := min(e.cfg.RetryMin<<min(attempt-1, 20), e.cfg.RetryMax)
 	return e.cfg.RetryMin/2 + rand.N(ceiling) //nolint:gosec // jitter needs no secret
-}
-
-// pause waits, unless ctx ends first.
-func pause(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-timer.C:
-	}
 }

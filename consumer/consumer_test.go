@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"runtime"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -25,8 +26,8 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// Property: a message that a producer sent twice, or that stands twice in one batch, has one effect; the
-// first occurrence counts. Rows C22, C26.
+// Property: a message that a producer sent twice, or that is twice in one batch, has one effect;
+// the first occurrence counts. Rows C22, C26 of guarantees.md.
 func TestDuplicatesOfTheProducerHaveOneEffect(t *testing.T) {
 	t.Parallel()
 	for name, handler := range map[string]consumer.Handler{
@@ -52,8 +53,8 @@ func TestDuplicatesOfTheProducerHaveOneEffect(t *testing.T) {
 	}
 }
 
-// Property: the offset that Kafka knows is never ahead of the position that is committed with the effects,
-// and a clean stop leaves nothing to be redelivered. Rows C1, C42.
+// Property: the offset that Kafka knows is never ahead of the position that is committed with the
+// effects, and a clean stop leaves nothing to be redelivered. Rows C1, C42 of guarantees.md.
 func TestKafkaOffsetFollowsTheCommit(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -97,8 +98,8 @@ func committed(t *testing.T, group string) int {
 	return int(at.At)
 }
 
-// Property: where Kafka's offset is ahead of the database (a failover lost the last commits), the database
-// decides, and the lost effects are made up for. Row C32.
+// Property: if Kafka's offset is ahead of the database (a failover lost the last commits), the
+// database decides, and the lost effects are repeated. Row C32 of guarantees.md.
 func TestDatabaseDecidesWhereToResume(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -118,7 +119,8 @@ func TestDatabaseDecidesWhereToResume(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: the same while the consumer runs: the database goes back behind it, and it goes back too.
+// Property: the same while the consumer runs: the database loses commits, and the consumer moves
+// back, too.
 func TestRunningConsumerFollowsTheDatabaseBack(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -133,12 +135,13 @@ func TestRunningConsumerFollowsTheDatabaseBack(t *testing.T) {
 	h.produceAs("10", "10")
 	h.waitEffects(11)
 	require.NoError(t, stop())
-	require.Contains(t, h.log.String(), "went back")
+	require.Contains(t, h.log.String(), "lost commits")
 }
 
-// Property: what a handler leaves broken is a failure, never a silent loss: a swallowed SQL error, a panic, a
-// goroutine that ends, a COMMIT or ROLLBACK of its own, a result left open. Everything else goes on, and
-// after a mended deployment the message has its effect. Rows C19, C20.
+// Property: misuse by a handler is a failure, never a silent loss: a swallowed SQL error, a panic,
+// a goroutine that ends, the handler's own COMMIT or ROLLBACK, a result left open. All other
+// messages continue, and after a fixed deployment the message has its effect. Rows C19, C20 of
+// guarantees.md.
 func TestBrokenHandlerLosesNothing(t *testing.T) {
 	t.Parallel()
 	for name, misbehave := range map[string]func(ctx context.Context, tx pgx.Tx) error{
@@ -185,7 +188,8 @@ func TestBrokenHandlerLosesNothing(t *testing.T) {
 	}
 }
 
-// Property: an error that appears only at COMMIT (a deferred constraint) fails its message alone. Row C18.
+// Property: an error that appears only at COMMIT (a deferred constraint) fails its message alone.
+// Row C18 of guarantees.md.
 func TestErrorAtCommitFindsItsMessage(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -209,8 +213,9 @@ func TestErrorAtCommitFindsItsMessage(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: what handlers publish appears with their effects, after every other statement, under IDs that
-// a re-execution gives again; what is published in a savepoint that is rolled back does not.
+// Property: what handlers publish appears with their effects, after every other statement, under
+// IDs that a re-execution derives again; messages published in a savepoint that is rolled back do
+// not appear.
 func TestPublishedInHandlerIsDerivedAndLast(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -255,8 +260,86 @@ func TestPublishedInHandlerIsDerivedAndLast(t *testing.T) {
 	require.NotContains(t, strings.Join(first, " "), ids[0].String())
 }
 
-// Property: IDs that no database takes as text (a megabyte, NUL, broken UTF-8), missing and empty ones do
-// not disturb anybody: each such message has its effect once, without an ID by its coordinates. Rows C24, C25.
+// Property: with Secrets, the IDs of what handlers publish, now or for later, and of their calls
+// cannot be computed from the message; a re-execution after a rotation, and the release of a parked
+// message, give the same.
+func TestPublishedIDsHaveTheSecret(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	secrets := func(n int) *dedup.Secrets {
+		made := []dedup.Secret{{From: time.UnixMilli(1), Key: bytes.Repeat([]byte("1"), 32)}, {From: time.Now().Add(time.Hour), Key: bytes.Repeat([]byte("2"), 32)}}
+		s, err := dedup.NewSecrets(made[:n]...)
+		require.NoError(t, err)
+		return s
+	}
+	var parents, calls sync.Map
+	var broken atomic.Bool
+	broken.Store(true)
+	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		parents.Store(string(msg.Value), [2]any{msg.ID, msg.Time})
+		if was, again := calls.LoadOrStore(string(msg.Value), msg.ChildID("charge")); again && was != msg.ChildID("charge") {
+			return fmt.Errorf("another key for the same call: %s and %s", was, msg.ChildID("charge"))
+		}
+		if string(msg.Value) == "b" && broken.Load() {
+			return consumer.Permanent(errors.New("broken"))
+		}
+		if err := outbox.Publish(ctx, tx, outbox.Message{Topic: "next", Payload: msg.Value}, outbox.Message{Topic: "next", Payload: msg.Value, DeliverAt: time.Now().Add(time.Hour)}); err != nil {
+			return err
+		}
+		return effect(ctx, tx, msg)
+	})
+	with := func(n int) func(*consumer.Config) {
+		return func(c *consumer.Config) { c.Secrets = secrets(n) }
+	}
+	published := func() []string {
+		rows, err := h.pool.Query(t.Context(), `SELECT id || ' ' || convert_from(payload, 'UTF8') FROM (SELECT id, payload FROM effectonce.outbox UNION ALL SELECT id, payload FROM effectonce.outbox_scheduled) AS all_of_them ORDER BY 1`)
+		require.NoError(t, err)
+		found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		require.NoError(t, err)
+		return found
+	}
+	h.produce("b")
+	stop := h.run(handler, with(1))
+	h.waitParked("permanent")
+	require.NoError(t, stop())
+	broken.Store(false)
+	h.retry()
+	stop = h.run(handler, with(2))
+	h.waitEffects(1)
+	require.NoError(t, stop())
+
+	h.produce("a")
+	stop = h.run(handler, with(1))
+	h.waitEffects(2)
+	require.NoError(t, stop())
+	first := published()
+	require.Len(t, first, 4)
+	for _, value := range []string{"a", "b"} {
+		parent, _ := parents.Load(value)
+		id, at := parent.([2]any)[0].(uuid.UUID), parent.([2]any)[1].(time.Time)
+		for _, step := range []string{"publish:0", "publish:1"} {
+			require.NotContains(t, strings.Join(first, " "), dedup.ChildID(id, step, at).String())
+			require.NotContains(t, strings.Join(first, " "), dedup.MessageID("effectonce:later", append(id[:], step...)).String())
+		}
+		call, _ := calls.Load(value)
+		require.NotEqual(t, dedup.CallKey(h.topic+"/"+h.topic, id, "charge"), call)
+	}
+
+	// A failover loses the second one; the re-execution comes after a rotation.
+	h.exec(`DELETE FROM effectonce.processed_messages`)
+	h.exec(`DELETE FROM effectonce.outbox WHERE payload = 'a'`)
+	h.exec(`DELETE FROM effectonce.outbox_scheduled WHERE payload = 'a'`)
+	h.exec(`DELETE FROM effects WHERE value = 'a'`)
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 1`)
+	stop = h.run(handler, with(2))
+	h.waitEffects(2)
+	require.NoError(t, stop())
+	require.Equal(t, first, published())
+}
+
+// Property: IDs that no database takes as text (a megabyte, NUL, broken UTF-8), missing and empty
+// ones disturb no other message: each such message has its effect once, without an ID by its
+// coordinates. Rows C24, C25 of guarantees.md.
 func TestOddIDs(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -290,7 +373,8 @@ func TestAmbiguousIDIsParked(t *testing.T) {
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%two different values%'`))
 }
 
-// Property: a body that is no JSON is parked with why, and nothing waits for it; no payload gets into a log.
+// Property: a body that is not JSON is parked with the reason, and no message waits for it; no
+// payload gets into a log.
 func TestBadJSONIsParked(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 2)
@@ -305,7 +389,7 @@ func TestBadJSONIsParked(t *testing.T) {
 	require.NotContains(t, h.log.String(), "{broken", "no payload in a log")
 }
 
-// Property: what an aborted Kafka transaction wrote has no effect. Row C38.
+// Property: what an aborted Kafka transaction wrote has no effect. Row C38 of guarantees.md.
 func TestAbortedRecordsAreNotSeen(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -321,8 +405,9 @@ func TestAbortedRecordsAreNotSeen(t *testing.T) {
 	require.Equal(t, []string{"1"}, h.values())
 }
 
-// Property: producers whose clocks are wrong by hours or decades, in the ID and in the record's timestamp,
-// double nothing and lose nothing: each message has its effect once, and its duplicate is recognised. Row C45.
+// Property: producers whose clocks are wrong by hours or decades, in the ID and in the record's
+// timestamp, double nothing and lose nothing: each message has its effect once, and its duplicate
+// is recognised. Row C45 of guarantees.md.
 func TestWrongClocksOfProducers(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -344,7 +429,8 @@ func TestWrongClocksOfProducers(t *testing.T) {
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.parked_messages`), "nothing was forgotten, so every claim proves its message fresh")
 }
 
-// Property: at every isolation level, two consumers at one message have one effect. Rows C4, C5.
+// Property: at every isolation level, two consumers of one message cause one effect. Rows C4, C5 of
+// guarantees.md.
 func TestIsolationLevels(t *testing.T) {
 	t.Parallel()
 	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
@@ -355,8 +441,8 @@ func TestIsolationLevels(t *testing.T) {
 				consumer.NewEngine(t, h.pool, consumer.Each(effect), consumer.Config{Group: "g", Topics: []string{h.topic}, Isolation: level}),
 				consumer.NewEngine(t, h.pool, consumer.Each(effect), consumer.Config{Group: "g", Topics: []string{h.topic}, Isolation: level}),
 			}
-			// Both believe that they hold the partition: each has a position of its own to advance, so that
-			// only the claims are left to decide (row C11).
+			// Both believe that they hold the partition: each has its own position to advance, so
+			// that only the claims decide (row C11).
 			done := make(chan error, 2)
 			for i, engine := range engines {
 				go func() { done <- engine.ApplyAll(t.Context(), int32(i), 0, 2000, 50) }()
@@ -369,7 +455,8 @@ func TestIsolationLevels(t *testing.T) {
 	}
 }
 
-// Property: handlers that deadlock with each other are retried until all have their effect. Row C8.
+// Property: handlers that deadlock with each other are retried until all have their effect. Row C8
+// of guarantees.md.
 func TestDeadlockingHandlersAreRetried(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 2)
@@ -404,8 +491,8 @@ func TestConfigReportsAllProblems(t *testing.T) {
 	}
 }
 
-// Property: a pool whose protocol cannot work is refused at start, with the one that does, and so is a drain
-// that outlasts the rebalance.
+// Property: a pool whose protocol cannot work is refused at start, with the one that does, and so
+// is a drain that outlasts the rebalance.
 func TestWhatCannotWorkIsRefusedAtStart(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -424,7 +511,7 @@ func TestWhatCannotWorkIsRefusedAtStart(t *testing.T) {
 	require.ErrorContains(t, err, "DrainMax 10s: want less than the rebalance timeout")
 }
 
-// Property: a name that belongs to another group is refused at start. Row C27.
+// Property: a name that belongs to another group is refused at start. Row C27 of guarantees.md.
 func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

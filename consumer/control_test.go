@@ -14,8 +14,8 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
 
-// transaction writes values to the topic in a Kafka transaction, and returns once its control record is written: a
-// coordinator answers before that.
+// transaction writes values to the topic in a Kafka transaction, and returns once its control
+// record is written: a coordinator answers before that.
 func (h *harness) transaction(end kgo.TransactionEndTry, values ...string) {
 	h.t.Helper()
 	behind := h.end() + len(values) + 1
@@ -41,9 +41,10 @@ func (h *harness) end() int {
 
 const haltedSQL = `SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%were deleted%'`
 
-// Property: control records move the position, with the next message or, where none comes, soon: retention that removes
-// everything then halts nothing. Records that were deleted before they were consumed halt the partition as ever, also where
-// there were only control records: nothing says so any more.
+// Property: control records move the position, with the next message or, if none comes, soon: then
+// retention that removes everything halts nothing. Records that were deleted before they were
+// consumed halt the partition as always, even if there were only control records: nothing shows
+// that any more.
 func TestControlRecordsMoveThePosition(t *testing.T) {
 	t.Parallel()
 	for name, settings := range allOrders {
@@ -76,7 +77,7 @@ func TestControlRecordsMoveThePosition(t *testing.T) {
 	}
 }
 
-// Property: control records behind a message that is in work do not move the position past it.
+// Property: control records after a message in progress do not move the position past it.
 func TestControlRecordsDoNotPassAMessageInWork(t *testing.T) {
 	t.Parallel()
 	for name, settings := range allOrders {

@@ -12,9 +12,9 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// Names of the headers of a dead letter: those that Spring Kafka's DeadLetterPublishingRecoverer writes
-// (org.springframework.kafka.support.KafkaHeaders), so that existing tools read them. Numbers are big-endian,
-// as Java writes them.
+// Names of the headers of a dead letter: those that Spring Kafka's DeadLetterPublishingRecoverer
+// writes (org.springframework.kafka.support.KafkaHeaders), so that existing tools read them.
+// Numbers are big-endian, as Java writes them.
 const (
 	letterTopic         = "kafka_dlt-original-topic"
 	letterPartition     = "kafka_dlt-original-partition"      // int32
@@ -25,14 +25,14 @@ const (
 	letterClass         = "kafka_dlt-exception-fqcn" // here: the reason
 	letterMessage       = "kafka_dlt-exception-message"
 	letterStack         = "kafka_dlt-exception-stacktrace"
-	// These are ours: what Spring has no name for.
+	// These are ours: Spring has no names for them.
 	letterID       = "effectonce-original-message-id"
 	letterAttempts = "effectonce-attempts"
 	letterPrefix   = "kafka_dlt-"
 )
 
-// queueDeadLetters publishes what is not handled, in the same transaction. It returns what has to be parked
-// all the same: what the outbox refuses, because Kafka would.
+// queueDeadLetters publishes the messages that are not handled, in the same transaction. It returns
+// those that must be parked anyway: the outbox refuses them, because Kafka would.
 func (e *engine) queueDeadLetters(ctx context.Context, batch *pgx.Batch, s *selection) *selection {
 	left := &selection{}
 	for i, msg := range s.parked {
@@ -60,10 +60,11 @@ func (e *engine) deadLetter(msg *Message, why *parking) outbox.Message {
 	}
 	headers := make([]outbox.Header, 0, len(msg.Headers)+11)
 	for _, h := range msg.Headers {
-		// A letter that died again carries the headers of its last death, and the relay writes its own.
+		// A dead letter that fails again carries the headers of its last failure, and the relay
+		// writes its own headers. Neither is copied.
 		if h.Name != "" && h.Name != outbox.HeaderMessageID && h.Name != outbox.HeaderOccurredAt && h.Name != outbox.HeaderPartition && !strings.HasPrefix(h.Name, letterPrefix) &&
 			h.Name != letterID && h.Name != letterAttempts {
-			headers = append(headers, outbox.Header(h))
+			headers = append(headers, h)
 		}
 	}
 	text := func(name, value string) { headers = append(headers, outbox.Header{Name: name, Value: []byte(value)}) }

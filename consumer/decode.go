@@ -11,11 +11,12 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Decoder makes a T of a message. It is called from several goroutines.
+// Decoder decodes messages into values of type T. It is called from several goroutines.
 type Decoder[T any] interface {
-	// Decode reads the message and changes nothing. An error or a panic means that the message is no T and
-	// never will be: it is parked at once, as undecodable. An error marked by RetryAfter means that it
-	// cannot be told now, because a schema registry is away, for example: the message is tried again.
+	// Decode reads the message and does not change it. An error or a panic means that the message
+	// can never be decoded as T: it is parked at once, as undecodable. An error marked by
+	// RetryAfter means that it cannot be decoded now, for example because a schema registry is
+	// unavailable: the message is retried.
 	Decode(msg *Message) (T, error)
 }
 
@@ -25,7 +26,7 @@ type DecoderFunc[T any] func(msg *Message) (T, error)
 // Decode calls the function.
 func (f DecoderFunc[T]) Decode(msg *Message) (T, error) { return f(msg) }
 
-// Decoded makes a handler like Each that gets the decoded message, too.
+// Decoded returns a handler like Each that also gets the decoded message.
 func Decoded[T any](decoder Decoder[T], handle func(ctx context.Context, tx pgx.Tx, msg *Message, body T) error) Handler {
 	return Each(func(ctx context.Context, tx pgx.Tx, msg *Message) error {
 		body, err := decode(decoder, msg)
@@ -36,7 +37,7 @@ func Decoded[T any](decoder Decoder[T], handle func(ctx context.Context, tx pgx.
 	})
 }
 
-// DecodedQueued makes a handler like Queued that gets the decoded message, too.
+// DecodedQueued returns a handler like Queued that also gets the decoded message.
 func DecodedQueued[T any](decoder Decoder[T], handle func(ctx context.Context, q *Queue, msg *Message, body T) error) Handler {
 	return Queued(func(ctx context.Context, q *Queue, msg *Message) error {
 		body, err := decode(decoder, msg)
@@ -52,11 +53,11 @@ func JSON[T any](handle func(ctx context.Context, tx pgx.Tx, msg *Message, body 
 	return Decoded(JSONDecoder[T](), handle)
 }
 
-// JSONDecoder decodes values as encoding/json does. The value must be one JSON text and nothing behind it
-// but white space; no value (Kafka's null, a tombstone) is undecodable. Fields that T does not have are
-// ignored, fields that are not there stay zero, a JSON null gives the zero T. Names match whatever their
-// case, and of a name that occurs several times the last one counts. Broken UTF-8 becomes U+FFFD. For other
-// rules, such as no unknown fields, write a DecoderFunc.
+// JSONDecoder decodes values as encoding/json does. The value must be one JSON text, followed only
+// by white space. A message without a value (Kafka's null, a tombstone) is undecodable. Fields that
+// T does not have are ignored, missing fields stay zero, and a JSON null gives the zero T. Names
+// match regardless of case; if a name occurs several times, the last one counts. Invalid UTF-8
+// becomes U+FFFD. For other rules, such as rejecting unknown fields, write a DecoderFunc.
 func JSONDecoder[T any]() Decoder[T] {
 	return DecoderFunc[T](func(msg *Message) (T, error) {
 		var body T
@@ -67,7 +68,8 @@ func JSONDecoder[T any]() Decoder[T] {
 	})
 }
 
-// withoutPayload takes out what encoding/json quotes of the value: errors go to logs and tables.
+// withoutPayload removes the parts of the value that encoding/json quotes: errors go to logs and
+// tables.
 func withoutPayload(err error) error {
 	var kind *json.UnmarshalTypeError
 	if errors.As(err, &kind) {
@@ -77,7 +79,7 @@ func withoutPayload(err error) error {
 	return err
 }
 
-// decode calls a decoder and says of its errors what becomes of the message.
+// decode calls a decoder and marks its errors as permanent, unless RetryAfter marked them.
 func decode[T any](decoder Decoder[T], msg *Message) (body T, err error) {
 	err = guard(func() (err error) {
 		body, err = decoder.Decode(msg)
@@ -90,7 +92,7 @@ func decode[T any](decoder Decoder[T], msg *Message) (body T, err error) {
 	return body, &undecodableError{Permanent(err)}
 }
 
-// undecodableError marks a message that its decoder refused.
+// undecodableError marks a message that its decoder rejected.
 type undecodableError struct{ err error }
 
 func (e *undecodableError) Error() string { return e.err.Error() }

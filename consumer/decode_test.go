@@ -41,8 +41,8 @@ func decoded(decoder consumer.Decoder[payment]) map[string]consumer.Handler {
 	}
 }
 
-// Property: a message that its decoder refuses, or panics at, is parked at once as undecodable, with why; the
-// other messages of its batch have their effects. Row C15.
+// Property: a message that its decoder refuses, or panics at, is parked at once as undecodable,
+// with the reason; the other messages of its batch have their effects. Row C15 of guarantees.md.
 func TestUndecodableMessagesAreParked(t *testing.T) {
 	t.Parallel()
 	picky := consumer.DecoderFunc[payment](func(msg *consumer.Message) (payment, error) {
@@ -78,7 +78,7 @@ func TestUndecodableMessagesAreParked(t *testing.T) {
 	}
 }
 
-// Property: a decoder that says that it cannot tell now is asked again, and the message is not parked.
+// Property: a decoder that returns RetryAfter is called again, and the message is not parked.
 func TestDecoderThatCannotTellIsAskedAgain(t *testing.T) {
 	t.Parallel()
 	for _, shape := range []string{"each", "queued"} {
@@ -102,7 +102,8 @@ func TestDecoderThatCannotTellIsAskedAgain(t *testing.T) {
 	}
 }
 
-// Property: only what the decoder says is undecodable: an error of the handler behind it is the handler's.
+// Property: only a decoder's error makes a message undecodable: an error of the handler after it is
+// the handler's.
 func TestHandlersErrorIsNotTheDecoders(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -114,7 +115,7 @@ func TestHandlersErrorIsNotTheDecoders(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// The rules of JSON are those that the documentation says.
+// The rules of JSON are the documented ones.
 func TestJSONIsAsStrictAsDocumented(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct {
@@ -151,8 +152,8 @@ func TestJSONIsAsStrictAsDocumented(t *testing.T) {
 	}
 }
 
-// Property: no value makes the decoder panic or change the message; what decodes is one JSON text, and says
-// the same when it is encoded and decoded again.
+// Property: no value makes the decoder panic or change the message; a value that decodes is one
+// JSON text, and is the same after it was encoded and decoded again.
 func FuzzJSONDecoder(f *testing.F) {
 	type anything struct {
 		Text   string         `json:"text"`

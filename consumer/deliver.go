@@ -13,18 +13,19 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// Delivered counts what became of messages.
+// Delivered counts the results of messages.
 type Delivered struct {
-	// Fresh were handled, Duplicates were dropped, Parked were parked or made dead letters.
+	// Fresh messages were handled, Duplicates were dropped, Parked were parked or made dead
+	// letters.
 	Fresh, Duplicates, Parked int
 }
 
-// Deliver handles records as Run does, with claims, positions, retries and parking, but without Kafka: for
-// tests, and for records that come from elsewhere. Records of a partition are handled in the order in which
-// they are given; topic, partition, offset and timestamp count as if Kafka had brought them. Messages that
-// an operator handed back are tried again first. It returns when all are done, or when ctx ends: then what is
-// not committed was rolled back, and delivering all of it again is safe. Not while Run consumes the same
-// partitions: each would take them from the other.
+// Deliver handles records as Run does, with claims, positions, retries and parking, but without
+// Kafka: for tests, and for records from another source. It handles the records of a partition in
+// the given order. Topic, partition, offset and timestamp count as if they came from Kafka. Parked
+// messages that an operator retries are handled first. Deliver returns when all messages are done,
+// or when ctx ends. Then uncommitted work was rolled back, and delivering all records again is
+// safe. Do not call it while Run consumes the same partitions: each would take them from the other.
 func (c *Consumer) Deliver(ctx context.Context, records ...*kgo.Record) (Delivered, error) {
 	var sum Delivered
 	if err := c.prepare(ctx); err != nil {
@@ -79,7 +80,7 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 		}
 		pos.renew(again[0].pos)
 		if before != nil && (pos.stored == nil || *pos.stored < *before) {
-			return errWentBack // what this call has counted may be gone: delivering all of it again is safe
+			return errWentBack // what this call counted may be lost: delivering all records again is safe
 		}
 		return nil
 	}
@@ -114,7 +115,8 @@ func (c *Consumer) deliver(ctx context.Context, key topicPartition, records []*k
 	return c.giveUp(ctx, []*position{pos})
 }
 
-// processTogether handles messages with several workers, as a partition under Run does, and then advances the position.
+// processTogether handles messages with several workers, as a partition under Run does, and then
+// advances the position.
 func (l *lane) processTogether(msgs []*Message) error {
 	e := l.engine
 	seed, shares := maphash.MakeSeed(), make([][]*Message, e.cfg.Workers)
@@ -138,7 +140,7 @@ func (l *lane) processTogether(msgs []*Message) error {
 	for _, share := range shares {
 		w := l.worker()
 		w.work.pos, w.committed = &pos, l.committed
-		// A position that is refused concerns all workers: the call ends, and delivering again is safe.
+		// A refused position affects all workers: the call ends, and delivering again is safe.
 		w.regain = func(context.Context) error { return errWentBack }
 		workers.Go(func() {
 			if w.process(share) {
@@ -160,4 +162,4 @@ func (l *lane) processTogether(msgs []*Message) error {
 	return nil
 }
 
-var errNotDone = errors.New("not all messages were brought to their end: deliver them again")
+var errNotDone = errors.New("not all messages were handled: deliver them again")

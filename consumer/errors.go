@@ -6,11 +6,11 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// Permanent marks an error that no further attempt can cure: the message itself is at fault. It is parked at
-// once (or what Config.OnFailure says).
+// Permanent marks an error that a retry cannot fix: the message itself is at fault. It is parked at
+// once, or treated according to Config.OnFailure.
 func Permanent(err error) error {
 	if err == nil {
 		return nil
@@ -29,8 +29,8 @@ func IsPermanent(err error) bool {
 	return errors.As(err, &permanent)
 }
 
-// RetryAfter marks an error that may pass, and says when the next attempt makes sense: not before d, which is
-// cut to an hour. The partition waits for that long; the attempt counts.
+// RetryAfter marks a temporary error, and delays the next attempt by at least d, which is limited
+// to one hour. The partition waits for that long. The attempt counts.
 func RetryAfter(d time.Duration, err error) error {
 	if err == nil {
 		return nil
@@ -46,7 +46,7 @@ type retryAfterError struct {
 func (e *retryAfterError) Error() string { return e.err.Error() }
 func (e *retryAfterError) Unwrap() error { return e.err }
 
-// batchError is the failure of a handler of whole batches that does not say whose it is.
+// batchError is the failure of a batch that cannot be attributed to one message.
 type batchError struct{ err error }
 
 func (e *batchError) Error() string { return e.err.Error() }
@@ -61,7 +61,7 @@ type messageError struct {
 func (e *messageError) Error() string { return e.err.Error() }
 func (e *messageError) Unwrap() error { return e.err }
 
-// PanicError is what a panic of a handler becomes.
+// PanicError is a recovered panic of a handler.
 type PanicError struct {
 	Value any
 	Stack []byte
@@ -69,15 +69,15 @@ type PanicError struct {
 
 func (e *PanicError) Error() string { return fmt.Sprintf("handler panicked: %v\n%s", e.Value, e.Stack) }
 
-// errFenced: the position belongs to a later holder, or the database went back behind it.
-var errFenced = errors.New("position is held by another consumer, or the database went back")
+// errFenced: the position belongs to a later holder, or the database lost commits.
+var errFenced = errors.New("position is held by another consumer, or the database lost commits")
 
-// errConnectionLost is added to the error of a handler whose connection broke under it.
+// errConnectionLost is joined to the error of a handler whose connection broke.
 var errConnectionLost = errors.New("database connection lost")
 
-// endedByHandler recognises what the server says when a handler ends the transaction behind the engine's
-// back: its own COMMIT is refused by refuse_commit, and after its ROLLBACK the engine's cursor is not there.
+// endedByHandler recognises the server's errors after a handler ended the transaction itself:
+// refuse_commit rejects the handler's COMMIT, and after its ROLLBACK the engine's cursor does not
+// exist.
 func endedByHandler(err error) bool {
-	var pgErr *pgconn.PgError
-	return errors.As(err, &pgErr) && (pgErr.Code == "EO002" || pgErr.Code == "34000" && strings.Contains(pgErr.Message, guardCursor))
+	return pgerr.Is(err, pgerr.TransactionEndedByOther) || pgerr.Is(err, pgerr.UnknownCursor) && strings.Contains(err.Error(), guardCursor)
 }

@@ -112,14 +112,14 @@ const (
 	ParkedCountMax = parkedCountMax
 )
 
-// Retake makes the running consumer decide anew where a partition begins.
+// Retake makes the running consumer decide again where a partition begins.
 func Retake(ctx context.Context, c *Consumer, topic string, partition int32) {
 	if s := c.session.Load(); s != nil {
 		s.retake(ctx, topicPartition{topic, partition}, "the test asks for it")
 	}
 }
 
-// State says what an assigned partition does; empty: it is not assigned.
+// State is the state of an assigned partition; empty: it is not assigned.
 func State(c *Consumer, topic string, partition int32) string {
 	s := c.session.Load()
 	if s == nil {
@@ -134,8 +134,8 @@ func State(c *Consumer, topic string, partition int32) string {
 	return a.state.String()
 }
 
-// Meet makes first contact with a topic whose partitions end at ends, and takes all of them over. It returns
-// where they begin.
+// Meet makes first contact with a topic whose partitions end at ends, and takes all of them over.
+// It returns where they begin.
 func (e *Engine) Meet(ctx context.Context, topic string, ends ...int64) ([]int64, error) {
 	answer := topicLogs{logs: map[topicPartition]*topicLog{}, counts: map[string]int32{topic: int32(len(ends))}}
 	var holds []hold
@@ -150,8 +150,25 @@ func (e *Engine) Meet(ctx context.Context, topic string, ends ...int64) ([]int64
 		return nil, err
 	}
 	begins := make([]int64, len(taken))
+	var again []hold
 	for i, t := range taken {
 		begins[i] = t.decision.at
+		if t.ahead != nil { // another one met the topic later than this one asked: the end is asked for again, as a session does
+			holds[i].log.end = *t.ahead
+			again = append(again, holds[i])
+		}
+	}
+	if len(again) == 0 {
+		return begins, nil
+	}
+	if taken, err = e.c.hold(ctx, again, answer.contacts(e.c.engine.cfg.Start)); err != nil {
+		return nil, err
+	}
+	for i, t := range taken {
+		begins[again[i].partition] = t.decision.at
+		if t.waits != nil {
+			return nil, t.waits
+		}
 	}
 	return begins, nil
 }
@@ -177,10 +194,10 @@ const (
 	ReleaseSQL      = releaseSQL
 )
 
-// HandledFrom says from which offset on the partition was worked through.
+// HandledFrom is the offset from which the partition was handled.
 func (at *Position) HandledFrom(offset int64) { at.p.handledFrom = offset }
 
-// ApplyApart is Apply as a worker does it, beside which the position is advanced.
+// ApplyApart is Apply as a worker does it: the position is advanced separately.
 func (e *Engine) ApplyApart(ctx context.Context, at *Position, first, n int) (int, error) {
 	out, err := e.apply(ctx, &work{consumer: e.id, pos: at.p, msgs: e.messages(at, first, n), held: newHeldKeys(), form: at.form, apart: true})
 	return out.fresh, err
@@ -211,10 +228,11 @@ func (t *Tracker) Done(offset int64) { t.t.done([]*Message{t.msgs[offset]}) }
 // Low is up to where everything is done.
 func (t *Tracker) Low() int64 { return t.t.low().behind }
 
-// Idle reports whether none is in work.
+// Idle reports whether none is in progress.
 func (t *Tracker) Idle() bool { return t.t.idle() }
 
-// Waiting is what waits of a partition: first for the batch of the lane, then for its workers.
+// Waiting is the waiting messages of a partition: first for the batch of the lane, then for its
+// workers.
 type Waiting struct {
 	queue *queue
 	lines *lines
@@ -251,7 +269,7 @@ func (w *Waiting) Full() bool { return w.lines.full() }
 
 // Take takes everything from the workers.
 func (w *Waiting) Take() {
-	for s := w.lines.take(); len(s.lines) > 0; s = w.lines.take() {
+	for s := w.lines.next(); len(s.lines) > 0; s = w.lines.next() {
 		w.lines.done(s)
 	}
 }

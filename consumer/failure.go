@@ -6,23 +6,27 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/jackc/pgx/v5/pgconn"
-
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// origin is where in a transaction an error arose. It decides what the error means, before its SQLSTATE does.
+// origin is where in a transaction an error arose. It decides what the error means, before its
+// SQLSTATE does.
 type origin uint8
 
 const (
-	// originEngine is a statement of the engine: connection, BEGIN, claim, position, parking, attempts.
+	// originEngine is a statement of the engine: connection, BEGIN, claim, position, parking,
+	// attempts.
 	originEngine origin = iota
-	// originStatement is a statement of the handler in the engine's transaction, also one that it published.
+	// originStatement is a statement of the handler in the engine's transaction, including the
+	// insert of a message that it published.
 	originStatement
-	// originHandler is the handler itself: what it returned, its other connections, a panic, its time limit.
+	// originHandler is the handler itself: what it returned, its other connections, a panic, its
+	// time limit.
 	originHandler
-	// originCommit is COMMIT: deferred constraints, or a connection that was lost before the answer.
+	// originCommit is COMMIT: deferred constraints, or a connection that was lost before the
+	// answer.
 	originCommit
 )
 
@@ -30,13 +34,13 @@ func (o origin) String() string {
 	return [...]string{"engine", "statement", "handler", "commit"}[o]
 }
 
-// unknownIndex stands for a failure of a whole batch.
+// unknownIndex is the index of a failure of a whole batch.
 const unknownIndex = -1
 
 // failure is why a transaction did not commit.
 type failure struct {
 	origin origin
-	index  int  // of the message in the batch; unknownIndex: not known
+	index  int  // of the message in the batch; unknownIndex: unknown
 	lost   bool // the engine's own connection is lost
 	err    error
 }
@@ -45,27 +49,24 @@ func (f *failure) Error() string { return f.err.Error() }
 func (f *failure) Unwrap() error { return f.err }
 
 // state is the SQLSTATE of a failure; empty: the server did not answer with one.
-func (f *failure) state() string {
-	var pgErr *pgconn.PgError
-	if errors.As(f.err, &pgErr) {
-		return pgErr.Code
-	}
-	return ""
-}
+func (f *failure) state() string { return pgerr.State(f.err) }
 
 // verdict is what a failure means for its batch.
 type verdict uint8
 
 const (
-	// verdictRepeat: a concurrent transaction was in the way. Run again soon. No attempt.
+	// verdictRepeat: a conflict with a concurrent transaction. Run again soon. Not an attempt.
 	verdictRepeat verdict = iota
-	// verdictWait: the database, or the way to it, does not work. Wait, then run again. No attempt.
+	// verdictWait: the database, or the connection to it, does not work. Wait, then run again. Not
+	// an attempt.
 	verdictWait
-	// verdictFenced: the position has another holder, or went back. Take it over again, or leave it. No attempt.
+	// verdictFenced: the position has another holder, or moved back. Take it over again, or leave
+	// it. Not an attempt.
 	verdictFenced
-	// verdictDivide: one message is in the way of the engine's own statements. Find it by halves; alone, it waits.
+	// verdictDivide: one message makes the engine's own statements fail. Find it by halving the
+	// batch; a single message waits.
 	verdictDivide
-	// verdictCount: an attempt of the message failed that may succeed later.
+	// verdictCount: an attempt at the message failed; a later one may succeed.
 	verdictCount
 	// verdictPark: no further attempt can succeed.
 	verdictPark
@@ -83,7 +84,8 @@ type rule struct {
 	verdict verdict
 }
 
-// rules are read from the top; the first row that matches decides. docs/design.md shows the same table.
+// rules are evaluated from the top; the first matching row decides. docs/design.md shows the same
+// table.
 //
 //nolint:gochecknoglobals // a table
 var rules = []rule{
@@ -110,7 +112,7 @@ func (e *engine) verdict(f *failure) verdict {
 
 func always(*engine, *failure) bool { return true }
 
-// stateIn matches SQLSTATE codes and classes; the empty one stands for none.
+// stateIn matches SQLSTATE codes and classes; "" matches an error without a SQLSTATE.
 func stateIn(states ...string) func(*engine, *failure) bool {
 	return func(_ *engine, f *failure) bool {
 		code := f.state()
@@ -131,19 +133,19 @@ func isConfiguredState(e *engine, f *failure) bool {
 	return code != "" && slices.ContainsFunc(e.cfg.PermanentStates, func(state string) bool { return strings.HasPrefix(code, state) })
 }
 
-// serverState reports whether a SQLSTATE is about the server and not about a statement.
+// serverState reports whether a SQLSTATE concerns the server and not a statement.
 func serverState(code string) bool {
 	if len(code) != 5 {
 		return false
 	}
 	switch code[:2] {
 	case "08", "53", "57", "58":
-		return code != "57014" // query_canceled: a statement timeout is the statement's
+		return code != pgerr.QueryCanceled // a statement timeout concerns the statement
 	}
-	return code == "25006" // read-only: failed over
+	return code == pgerr.ReadOnlyTransaction // failed over
 }
 
-// reason is under which reason a failed message is parked.
+// reason is the reason under which a failed message is parked.
 func (f *failure) reason(v verdict) string {
 	switch {
 	case isUndecodable(f.err):
@@ -156,22 +158,19 @@ func (f *failure) reason(v verdict) string {
 	return reasonFailed
 }
 
-// waitable reports whether an error at the start passes when the database is back.
+// waitable reports whether an error at the start may end once the database is available.
 func waitable(err error) bool {
 	for _, final := range []error{migrations.ErrTooOld, migrations.ErrTooNew, dedup.ErrNameTaken, dedup.ErrForeverDecided, dedup.ErrIDRule, ErrNotPrimary} {
 		if errors.Is(err, final) {
 			return false
 		}
 	}
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
-		return serverState(pgErr.Code) || strings.HasPrefix(pgErr.Code, "40") || pgErr.Code == "55P03"
-	}
-	return true
+	state := pgerr.State(err)
+	return state == "" || serverState(state) || pgerr.InClass(err, "40") || state == pgerr.LockNotAvailable
 }
 
-// handlerFailure makes a failure of what a handler's shape returned. index maps places in the handler's messages to
-// places in the batch.
+// handlerFailure converts the error of a handler to a failure. s.index maps indexes in the
+// handler's messages to indexes in the batch.
 func handlerFailure(ctx context.Context, t *tx, s *selection, err error) *failure {
 	f := &failure{origin: originHandler, index: unknownIndex, err: err}
 	var one *messageError

@@ -53,8 +53,9 @@ func stateError(state string) error {
 	return fmt.Errorf("wrapped: %w", &pgconn.PgError{Code: state})
 }
 
-// Property: where an error arose and its SQLSTATE decide what it means. A failure of the engine's own statements is never
-// an attempt, one of a handler always is unless the engine's connection is lost. Every row of the table is tried.
+// Property: the origin of an error and its SQLSTATE decide what it means. A failure of the engine's
+// own statements is never an attempt, one of a handler always is unless the engine's connection is
+// lost. Every row of the table is tried.
 func TestVerdictDependsOnOriginAndState(t *testing.T) {
 	t.Parallel()
 	used := map[string]bool{}
@@ -118,8 +119,9 @@ func (f *failures) list() []string {
 	return slices.Clone(f.values)
 }
 
-// Property: a failure of the engine's own statements is no message's fault: while a table of the engine is away nothing
-// is parked and no attempt is counted; the partition waits, says so, and resumes by itself when the table is back.
+// Property: a failure of the engine's own statements is no message's fault: while a table of the
+// engine is missing, nothing is parked and no attempt is counted; the partition waits, reports
+// that, and resumes by itself when the table is back.
 func TestEngineTableAwayIsWaitedOut(t *testing.T) {
 	t.Parallel()
 	for table, last := range map[string]string{
@@ -170,8 +172,9 @@ func TestEngineTableAwayIsWaitedOut(t *testing.T) {
 	}
 }
 
-// Property: what a handler's statement raises, and what its other connections report, is the message's failure, also
-// with a SQLSTATE that the server uses for its own state: it is counted and parked, and costs the others nothing.
+// Property: an error that a handler's statement raises, or that its other connections report, is
+// the message's failure, also with a SQLSTATE that the server uses for its own state: it is counted
+// and parked, and does not affect the other messages.
 func TestHandlersStateIsNoOutage(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -212,9 +215,9 @@ func end(ctx context.Context, h *harness, tx pgx.Tx) error {
 	return h.pool.QueryRow(ctx, `SELECT pg_terminate_backend($1, 10000)`, int64(tx.Conn().PgConn().PID())).Scan(&yes)
 }
 
-// Property: the engine's connection that is ended from outside in the middle of a handler is no message's failure, however
-// often that happens with different messages: no attempt is counted, even if the handler marks what it got as permanent,
-// and each message has its effect once.
+// Property: the engine's connection that is ended from outside in the middle of a handler is no
+// message's failure, however often that happens with different messages: no attempt is counted,
+// even if the handler marks the error as permanent, and each message has its effect once.
 func TestLostConnectionIsNoAttempt(t *testing.T) {
 	t.Parallel()
 	for name, mark := range map[string]func(error) error{
@@ -250,8 +253,8 @@ func TestLostConnectionIsNoAttempt(t *testing.T) {
 	}
 }
 
-// Property: a message whose handler ends its own session each time is found among its batch by halves, is counted and
-// parked, and the others have their effects once. For each shape of handler.
+// Property: a message whose handler ends its own session each time is found by halving its batch,
+// is counted and parked, and the others have their effects once. For each shape of handler.
 func TestMessageThatEndsItsSessionIsFound(t *testing.T) {
 	t.Parallel()
 	for _, shape := range []string{"each", "queued", "batch"} {
@@ -311,8 +314,8 @@ func TestMessageThatEndsItsSessionIsFound(t *testing.T) {
 	}
 }
 
-// Property: a round trip of queued statements that takes too long is divided until the slow message is alone: only
-// that one fails and is parked.
+// Property: a round trip of queued statements that takes too long is split until the slow message
+// is alone: only that one fails and is parked.
 func TestSlowRoundTripBlamesOnlyItsMessage(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -338,7 +341,8 @@ func TestSlowRoundTripBlamesOnlyItsMessage(t *testing.T) {
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.message_attempts`))
 }
 
-// Property: a handler that returns without an error when its time was over has failed, and not the message behind it.
+// Property: if a handler returns without an error after its time was over, its message has failed,
+// and not the one after it.
 func TestOverdueHandlerFailsItself(t *testing.T) {
 	t.Parallel()
 	for _, shape := range []string{"each", "queued"} {
@@ -375,8 +379,8 @@ func TestOverdueHandlerFailsItself(t *testing.T) {
 	}
 }
 
-// Property: a record's timestamp, which its producer chooses, stops no partition: not one that the database cannot
-// store, for a message that is handled and for one that is parked.
+// Property: a record's timestamp, which its producer chooses, stops no partition: not one that the
+// database cannot store, for a message that is handled and for one that is parked.
 func TestAnyTimestampIsHandled(t *testing.T) {
 	t.Parallel()
 	for _, at := range []int64{math.MinInt64, -1, 0, 9224318015999999, 9224318016000000, math.MaxInt64 / 100, math.MaxInt64} {

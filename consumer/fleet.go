@@ -8,9 +8,10 @@ import (
 	"time"
 )
 
-// fleet handles the messages of one partition with several workers at a time. The messages of a key are done by one
-// worker at a time, in order, or each by whichever is free. The claims say what is done; the stored position follows
-// the lowest message that is not, so that nothing is left out after a crash and only little comes again.
+// fleet handles the messages of one partition with several workers. With OrderByKey one worker at a
+// time handles the messages of a key, in order. With OrderUnordered any free worker handles the
+// next message. The claims record what is done. The stored position follows the lowest message that
+// is not done, so that after a crash no message is missed and few are redelivered.
 type fleet struct {
 	partition *partition
 	lines     *lines
@@ -21,7 +22,7 @@ type fleet struct {
 	stored    int64 // the position that is stored, or 0
 
 	mu        sync.Mutex
-	releasing map[int64]struct{} // parked messages that are handed to a worker
+	releasing map[int64]struct{} // parked messages that were given to a worker
 }
 
 // advanceEvery is how often the position is stored.
@@ -32,9 +33,9 @@ func newFleet(p *partition) *fleet {
 	return &fleet{partition: p, lines: newLines(cfg.Workers, cfg.BatchMax), failed: make(chan struct{}), releasing: map[int64]struct{}{}}
 }
 
-func (f *fleet) run() {
+func (f *fleet) runWorkers() {
 	cfg := &f.partition.engine.cfg
-	// A position that went back, or has another holder, concerns all workers.
+	// A position that moved back, or has another holder, affects all workers.
 	f.partition.lane.regain = func(context.Context) error { return errWentBack }
 	for range cfg.Workers {
 		lane := f.partition.lane.worker()
@@ -47,7 +48,8 @@ func (f *fleet) run() {
 	}
 }
 
-// worker is a lane beside this one: it shares all but what one transaction needs for itself.
+// worker returns another lane of the partition. It shares everything with this one except the state
+// of a single transaction.
 func (l *lane) worker() *lane {
 	w := &lane{
 		engine: l.engine, ctx: l.ctx, stopping: l.stopping, work: l.work, scope: l.scope, idSources: l.idSources, breaker: l.breaker, careful: l.careful,
@@ -57,8 +59,8 @@ func (l *lane) worker() *lane {
 	return w
 }
 
-// dispatch hands out messages until the partition is to stop or a worker ended. While nothing is in work it does not
-// wake up for the position.
+// dispatch distributes messages to workers until the partition must stop or a worker ended. While
+// no message is in progress it does not wake up to store the position.
 func (f *fleet) dispatch() {
 	p := f.partition
 	advance := time.NewTicker(advanceEvery)
@@ -103,8 +105,8 @@ func (f *fleet) dispatch() {
 	}
 }
 
-// alone gives each message memory of its own: one that is slow must not keep those that arrived with it. What a client
-// read lies in one buffer for many records.
+// alone copies each message into its own memory: the client reads many records into one buffer, and
+// a slow message must not keep that buffer alive.
 func alone(msgs []*Message) []*Message {
 	for i, msg := range msgs {
 		own, record := *msg, *msg.record
@@ -130,7 +132,7 @@ func alone(msgs []*Message) []*Message {
 	return msgs
 }
 
-// line is the key of a message; nil: it has none, or no order is wanted.
+// line returns the hash of a message's key; nil: it has no key, or the order does not matter.
 func (f *fleet) line(msg *Message) *keyHash {
 	if msg.Key == nil || f.partition.engine.cfg.Order == OrderUnordered {
 		return nil
@@ -139,7 +141,7 @@ func (f *fleet) line(msg *Message) *keyHash {
 	return &hash
 }
 
-// release hands parked messages that are due to the workers.
+// release gives parked messages that are due to the workers.
 func (f *fleet) release() bool {
 	if f.partition.queue.isHalted() {
 		return true
@@ -147,7 +149,7 @@ func (f *fleet) release() bool {
 	l := f.partition.lane
 	list, err := l.due(l.ctx)
 	if err != nil {
-		l.said.warn(l, "parked messages cannot be looked after; it is tried again", err)
+		l.said.warn(l, "could not read due parked messages; will retry", err)
 		return !l.stopped()
 	}
 	for _, d := range list {
@@ -174,7 +176,7 @@ func (f *fleet) work(l *lane) {
 	for !l.stopped() {
 		var next share
 		if !f.partition.queue.isHalted() {
-			next = f.lines.take()
+			next = f.lines.next()
 		}
 		if len(next.lines) == 0 {
 			select {
@@ -198,7 +200,7 @@ func (f *fleet) work(l *lane) {
 	}
 }
 
-// handle brings messages to their end. The position that the transaction makes sure of is the one that is stored.
+// handle handles or parks messages. The transaction checks the position that was last published.
 func (f *fleet) handle(l *lane, msgs []*Message) bool {
 	l.work.pos = f.partition.current.Load()
 	if !l.process(msgs) {
@@ -208,7 +210,7 @@ func (f *fleet) handle(l *lane, msgs []*Message) bool {
 	return true
 }
 
-// retry tries parked messages of one key again, unless the topic was paused meanwhile.
+// retry retries parked messages of one key, unless the topic is paused.
 func (f *fleet) retry(l *lane, d due) bool {
 	var err error
 	if !f.partition.queue.isHalted() {
@@ -220,15 +222,16 @@ func (f *fleet) retry(l *lane, d due) bool {
 	last := len(f.releasing) == 0
 	f.mu.Unlock()
 	if err != nil && !l.stopped() {
-		l.said.warn(l, "parked messages cannot be looked after; it is tried again", err)
+		l.said.warn(l, "could not read due parked messages; will retry", err)
 	}
 	if err == nil && last {
-		f.partition.look() // there may be more
+		f.partition.requestRelease() // there may be more
 	}
 	return !l.stopped()
 }
 
-// advance stores how far everything is done. It returns false if the partition is to stop.
+// advance stores the offset up to which all messages are done. It returns false if the partition
+// must stop.
 func (f *fleet) advance() bool {
 	low := f.track.low()
 	if low.behind == f.stored || low.behind == 0 {

@@ -20,8 +20,9 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
 
-// Property: a key that is retried slowly waits for itself alone: with workers all other keys are handled, also where more keys are
-// retried than there are workers, and more of its messages arrive than one worker's share. Row C14.
+// Property: a key that is retried slowly delays only itself: with workers all other keys are
+// handled, also where more keys are retried than there are workers, and more of its messages arrive
+// than one worker's share. Row C14 of guarantees.md.
 func TestSlowRetriesStopOnlyTheirKeys(t *testing.T) {
 	t.Parallel()
 	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
@@ -74,7 +75,8 @@ func TestSlowRetriesStopOnlyTheirKeys(t *testing.T) {
 	}
 }
 
-// Property: a key whose handler is slow does not stop the others, as long as what waits is within the bounds.
+// Property: a key whose handler is slow does not stop the others, as long as the waiting messages
+// are within the bounds.
 func TestSlowKeyStopsNoOther(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -101,8 +103,8 @@ func TestSlowKeyStopsNoOther(t *testing.T) {
 	require.Zero(t, inversions(h))
 }
 
-// Property: without order, messages that are done behind a slow one are not kept in memory, and the position waits for
-// the slow one.
+// Property: without order, messages that are done after a slow one are not kept in memory, and the
+// position waits for the slow one.
 func TestUnorderedKeepsNothingThatIsDone(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

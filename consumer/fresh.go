@@ -13,8 +13,9 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 )
 
-// begin starts the transaction and claims, in one round trip: as if no message was claimed before, or asking for each.
-// Where the first form meets a duplicate nothing has happened yet, and the second one follows.
+// begin starts the transaction and claims, in one round trip: either it takes every message as
+// fresh, or it asks for each. If the first form meets a duplicate, nothing has happened yet, and
+// the second one follows.
 func (e *engine) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
 	ids := e.claimsIDs(w)
 	if ids && e.trusts(w) {
@@ -23,7 +24,7 @@ func (e *engine) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
 			w.form.succeeded()
 			return c, nil
 		}
-		w.form.refused() // after any other error, too: the form that has no protocol of its own is next
+		w.form.refused() // after any other error, too: next is the form without COPY
 		if !errors.Is(err, dedup.ErrTaken) {
 			return c, err
 		}
@@ -38,16 +39,16 @@ func (e *engine) begin(ctx context.Context, t *tx, w *work) (claimed, error) {
 	return c, err
 }
 
-// claimsIDs reports whether the messages are claimed at all.
+// claimsIDs reports whether the messages are claimed by ID.
 func (e *engine) claimsIDs(w *work) bool {
 	return !w.released() && !e.unclaimed && e.cfg.Dedup != DedupByPosition
 }
 
-// freshMin is the least batch that the form with a COPY pays for.
+// freshMin is the smallest batch for which the form with COPY is worthwhile.
 const freshMin = 20
 
-// trusts reports whether messages are to be taken as fresh. Those that this consumer has worked through before are
-// likely duplicates; and what is held has to be asked for.
+// trusts reports whether to take messages as fresh. Messages that this consumer has handled before
+// are likely duplicates, and messages with held keys must be asked for.
 func (e *engine) trusts(w *work) bool {
 	if w.form == nil || len(w.msgs) < freshMin || !w.form.trusts() {
 		return false
@@ -100,8 +101,8 @@ func (e *engine) rollBack(ctx context.Context, t *tx) error {
 	return err
 }
 
-// claimedBefore counts the messages that an earlier transaction claimed. One that comes twice in the batch, as after an
-// answer that a producer did not get, is no reason to ask.
+// claimedBefore counts the messages that an earlier transaction claimed. A message that is in the
+// batch twice, for example because its producer missed an acknowledgement, is no reason to ask.
 func (w *work) claimedBefore(fresh []bool) int {
 	if !slices.Contains(fresh, false) {
 		return 0

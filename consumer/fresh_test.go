@@ -43,9 +43,10 @@ func even(from, to int) []int {
 	return slices.DeleteFunc(numbers(from, to), func(n int) bool { return n%2 != 0 })
 }
 
-// Property: whichever form a batch begins with, each message has its effect once and is reported once. A batch that
-// was taken as fresh and has a duplicate of an earlier batch begins again and drops it, and the batches that follow ask.
-// A message that comes twice in one batch needs no second form.
+// Property: whichever form a batch begins with, each message has its effect once and is reported
+// once. A batch that was taken as fresh and has a duplicate of an earlier batch begins again and
+// drops it, and the following batches ask. A message that is twice in one batch needs no second
+// form.
 func TestABatchTakenAsFreshDropsItsDuplicates(t *testing.T) {
 	t.Parallel()
 	for name, cfg := range map[string]consumer.Config{
@@ -71,7 +72,7 @@ func TestABatchTakenAsFreshDropsItsDuplicates(t *testing.T) {
 				require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effects").Scan(&effects))
 				require.Equal(t, total, effects)
 			}
-			apply(50, 2, 0, append(numbers(0, 50), 8, 8)...) // asks, and need not go on asking
+			apply(50, 2, 0, append(numbers(0, 50), 8, 8)...) // asks; the next batch need not ask
 			apply(50, 0, 1, numbers(50, 100)...)             // is taken as fresh
 			apply(50, 50, 2, append(numbers(100, 150), slices.Repeat([]int{148}, 50)...)...)
 			apply(50, 1, 0, append(numbers(150, 200), 98)...) // is refused
@@ -84,8 +85,8 @@ func TestABatchTakenAsFreshDropsItsDuplicates(t *testing.T) {
 	}
 }
 
-// Property: what may have been forgotten is parked as expired in a batch that is taken as fresh, too, however lately the
-// mark moved.
+// Property: a message whose claim may have been forgotten is parked as expired in a batch that is
+// taken as fresh, too, however recently the mark moved.
 func TestABatchTakenAsFreshHeedsTheMark(t *testing.T) {
 	t.Parallel()
 	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead} {
@@ -104,8 +105,8 @@ func TestABatchTakenAsFreshHeedsTheMark(t *testing.T) {
 	}
 }
 
-// Property: a worker whose connection leads to another server than its position does nothing in a batch that is taken
-// as fresh, too.
+// Property: a worker whose connection leads to another server than its position commits nothing in
+// a batch that is taken as fresh, either.
 func TestABatchTakenAsFreshIsFencedByTheServer(t *testing.T) {
 	t.Parallel()
 	engine, at, pool := freshEngine(t, consumer.Config{})

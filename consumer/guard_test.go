@@ -16,8 +16,9 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// Property: no function of the user ends the process or the partition, whether it panics, ends its goroutine, or returns
-// an error whose methods panic: the message is parked, the others have their effects once.
+// Property: no function of the user ends the process or the partition, whether it panics, ends its
+// goroutine, or returns an error whose methods panic: the message is parked, the others have their
+// effects once.
 func TestUserFunctionsAreGuarded(t *testing.T) {
 	t.Parallel()
 	breaks := map[string]func(){"panic": func() { panic("boom") }, "goexit": runtime.Goexit}
@@ -170,8 +171,8 @@ func TestSkippedIsGuarded(t *testing.T) {
 	}
 }
 
-// Property: a hook that panics, ends its goroutine or does not return costs a line in the log, and no message: with one
-// goroutine for each partition, and with workers.
+// Property: a hook that panics, ends its goroutine or does not return causes a log line and affects
+// no message: with one goroutine for each partition, and with workers.
 func TestHooksAreGuarded(t *testing.T) {
 	t.Parallel()
 	forever := make(chan struct{})
@@ -215,8 +216,8 @@ func TestHooksAreGuarded(t *testing.T) {
 	}
 }
 
-// Property: a middleware that does not wait for the handler has no transaction committed under it: the engine waits, and
-// parks the message for what the middleware did.
+// Property: if a middleware does not wait for the handler, its transaction is not committed: the
+// engine waits, and parks the message for the middleware's mistake.
 func TestMiddlewareThatDoesNotWaitIsFound(t *testing.T) {
 	t.Parallel()
 	for name, call := range map[string]func(ctx context.Context, next func(context.Context) error, later *sync.WaitGroup) error{
@@ -266,8 +267,9 @@ func TestMiddlewareThatDoesNotWaitIsFound(t *testing.T) {
 	}
 }
 
-// Property: a handler that returns while a goroutine of its own is still in a statement is parked for that, and neither the
-// process nor the pool suffers: the connection is not used by two goroutines.
+// Property: if a handler returns while a goroutine of its own still runs a statement, its message
+// is parked for that, and neither the process nor the pool is harmed: the connection is not used by
+// two goroutines.
 func TestStatementThatOutlivesItsHandlerIsFound(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

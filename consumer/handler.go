@@ -13,14 +13,16 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// Handler is what a consumer does with messages. Make one with Each, JSON, Queued, Batch or Route.
+// Handler is what a consumer does with messages. Create one with Each, JSON, Queued, Batch or
+// Route.
 type Handler interface {
-	// handle works on the fresh messages of a batch, in order. A *messageError names the one that failed.
+	// handle handles the fresh messages of a batch, in order. A *messageError names the one that
+	// failed.
 	handle(ctx context.Context, t *tx, msgs []*Message) error
 }
 
-// Each makes a handler that gets one message at a time and the transaction. An error rolls the batch
-// back; see Permanent for those that no further attempt can cure. Panics become errors.
+// Each returns a handler that gets one message at a time and the transaction. An error rolls the
+// batch back; see Permanent for errors that a retry cannot fix. Panics become errors.
 func Each(handle func(ctx context.Context, tx pgx.Tx, msg *Message) error) Handler {
 	return eachHandler(handle)
 }
@@ -43,7 +45,7 @@ func (h eachHandler) handle(ctx context.Context, t *tx, msgs []*Message) error {
 	return nil
 }
 
-// blamed makes an error that of a message, unless it is the whole batch's.
+// blamed attributes an error to a message, unless it is the whole batch's error.
 func blamed(index int, err error) error {
 	var batch *batchError
 	if errors.As(err, &batch) {
@@ -52,9 +54,10 @@ func blamed(index int, err error) error {
 	return &messageError{index, err}
 }
 
-// Batch makes a handler that gets all fresh messages of a batch at once, for statements over sets and for
-// COPY. Where it fails the batch is split until the culprit stands alone, unless the handler names it: see
-// FailedAt. A message that it publishes needs an ID: msg.ChildID of its parent.
+// Batch returns a handler that gets all fresh messages of a batch at once, for statements over sets
+// and for COPY. If it fails, the batch is split until the failing message is alone, unless the
+// handler names that message: see FailedAt. A message that it publishes needs an ID: msg.ChildID of
+// its parent.
 func Batch(handle func(ctx context.Context, tx pgx.Tx, msgs []*Message) error) Handler {
 	return batchHandler(handle)
 }
@@ -82,8 +85,8 @@ func (h batchHandler) handle(ctx context.Context, t *tx, msgs []*Message) error 
 	return &batchError{err}
 }
 
-// FailedAt says which message of a Batch failed, so that the others need not be tried to find out. index
-// counts from 0 in the messages that the handler got.
+// FailedAt reports which message of a Batch failed, so that the batch need not be split to find it.
+// index counts from 0 in the messages that the handler got.
 func FailedAt(index int, err error) error {
 	if err == nil {
 		return nil
@@ -91,16 +94,17 @@ func FailedAt(index int, err error) error {
 	return &messageError{index, err}
 }
 
-// Queue collects the statements of a batch; they are sent in one round trip when all messages were
-// handled. That is several times faster than a statement at a time, and fits handlers that only write.
+// Queue collects the statements of a batch. They are sent in one round trip after all messages were
+// handled. That is several times faster than one statement at a time, and suits handlers that only
+// write.
 type Queue struct {
 	batch *pgx.Batch
 	owner []int // message of each statement
 	view  *messageTx
 }
 
-// Queue adds a statement. Its result can be read with the callbacks of pgx.QueuedQuery; they run after all
-// messages were handled. A statement that fails fails its message.
+// Queue adds a statement. The callbacks of pgx.QueuedQuery can read its result; they run after all
+// messages were handled. If a statement fails, its message fails.
 func (q *Queue) Queue(sql string, args ...any) *pgx.QueuedQuery {
 	_ = q.view.Refuse(sql) // noted, and reported when the handler returns
 	q.owner = append(q.owner, int(q.view.index.Load()))
@@ -112,7 +116,7 @@ func (q *Queue) Publish(ctx context.Context, msgs ...outbox.Message) error {
 	return outbox.Publish(ctx, q.view, msgs...)
 }
 
-// Queued makes a handler that queues statements instead of waiting for each.
+// Queued returns a handler that queues statements instead of waiting for each.
 func Queued(handle func(ctx context.Context, q *Queue, msg *Message) error) Handler {
 	return queuedHandler(handle)
 }
@@ -131,11 +135,12 @@ func (h queuedHandler) handle(ctx context.Context, t *tx, msgs []*Message) error
 	return h.send(ctx, t, q, len(msgs))
 }
 
-// send sends what was queued. It is the round trip of the whole batch: one that takes too long is no message's fault.
+// send sends the queued statements in one round trip for the whole batch. A timeout of that round
+// trip is not attributed to any message.
 func (h queuedHandler) send(ctx context.Context, t *tx, q *Queue, messages int) error {
 	t.turn(unknownIndex, nil)
 	t.busy.Store(true)
-	read := 0 // how far the results were read, so that an error finds its message
+	read := 0 // how far the results were read: attributes an error to its message
 	err := guard(func() error { return send(ctx, t.conn, q.batch, &read) })
 	t.busy.Store(false)
 	if err = t.inspect(err); err == nil {
@@ -145,13 +150,14 @@ func (h queuedHandler) send(ctx context.Context, t *tx, q *Queue, messages int) 
 	var panicked *PanicError
 	known := errors.As(err, &panicked) || errors.As(err, &answered) && (read > 0 || !strings.HasPrefix(answered.Code, "42"))
 	if messages > 1 && !known {
-		// Without an answer any of them may be at fault, and so may any where PostgreSQL refused to prepare one.
+		// Without an answer, any message may be at fault. The same is true if PostgreSQL refused to
+		// prepare a statement.
 		return &batchError{err}
 	}
 	return blamed(q.owner[min(read, len(q.owner)-1)], err)
 }
 
-// collect runs the handler over the messages. Where it fails or panics, t.index is the message.
+// collect calls the handler for each message. If it fails or panics, t.index is the message.
 func (h queuedHandler) collect(ctx context.Context, t *tx, q *Queue, msgs []*Message) error {
 	for i, msg := range msgs {
 		t.turn(i, msg)
@@ -169,8 +175,8 @@ func (h queuedHandler) collect(ctx context.Context, t *tx, q *Queue, msgs []*Mes
 	return nil
 }
 
-// overdue is why a handler that returned nil has failed all the same: its time was over. Left alone, the next message
-// would fail in its place.
+// overdue returns why a handler that returned nil has failed anyway: its time was over. Without
+// this check the next message would fail in its place.
 func overdue(ctx context.Context) error {
 	if ctx.Err() == nil {
 		return nil
@@ -178,9 +184,9 @@ func overdue(ctx context.Context) error {
 	return context.Cause(ctx)
 }
 
-// guard turns a panic into an error, also one in the methods of the error that f returns: the engine calls them later,
-// where nothing would recover. runtime.Goexit ends the attempt's goroutine; its transaction is rolled back by the
-// engine's defer.
+// guard turns a panic into an error. That includes panics in the methods of the error that f
+// returns: the engine calls them later, where nothing would recover. runtime.Goexit ends the
+// attempt's goroutine; the engine's defer rolls its transaction back.
 func guard(f func() error) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
@@ -203,8 +209,8 @@ var errEnded = errors.New("handler ended the transaction itself: return nil to c
 
 var errRowsOpen = errors.New("handler left a result open: close the rows before returning")
 
-// inspect looks, without a round trip, at what a handler left behind, and returns why the message
-// failed, or nil.
+// inspect checks, without a round trip, the state in which a handler left the transaction. It
+// returns why the message failed, or nil.
 func (t *tx) inspect(err error) error {
 	if misuse := t.misuse(); misuse != nil {
 		return Permanent(errors.Join(misuse, err))
@@ -213,7 +219,7 @@ func (t *tx) inspect(err error) error {
 		return Permanent(errors.Join(errEnded, err))
 	}
 	if t.conn.IsClosed() {
-		// A handler whose own context ended broke the connection itself.
+		// The handler's own context ended, which closed the connection.
 		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
 			return err
 		}

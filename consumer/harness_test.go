@@ -19,14 +19,14 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// harness is a database with a table of effects that has no unique constraint (a second effect must show),
-// a topic, and a consumer of it.
+// harness is a database with a table of effects that has no unique constraint (a second effect must
+// show), a topic, and a consumer of it.
 type harness struct {
 	t     *testing.T
 	pool  *pgxpool.Pool
 	topic string
 	log   *logLines
-	tune  func(*consumer.Consumer) // before it runs; nil: not at all
+	tune  func(*consumer.Consumer) // before it runs; nil: none
 }
 
 func newHarness(t *testing.T, partitions int) *harness {
@@ -48,7 +48,8 @@ func (h *harness) number(sql string, args ...any) (n int) {
 	return n
 }
 
-// produce sends one record for each value, in order, to partition 0, with a new ID in the message-id header.
+// produce sends one record for each value, in order, to partition 0, with a new ID in the
+// message-id header.
 func (h *harness) produce(values ...string) []uuid.UUID {
 	h.t.Helper()
 	ids := make([]uuid.UUID, len(values))
@@ -202,7 +203,7 @@ func (h *harness) produceKeyed(messages ...string) {
 	}
 }
 
-// parked lists what is parked, in order: value, reason and state.
+// parked lists the parked messages, in order: value, reason and state.
 func (h *harness) parked() []string {
 	h.t.Helper()
 	rows, err := h.pool.Query(h.t.Context(), `SELECT convert_from(coalesce(payload, ''), 'UTF8') || ' ' || reason || ' ' || state FROM effectonce.parked_messages ORDER BY seq`)
@@ -221,7 +222,7 @@ func (h *harness) waitParked(reasons ...string) {
 	})
 }
 
-// retry does what an operator does to hand everything back.
+// retry retries all parked messages as an operator does.
 func (h *harness) retry() {
 	h.t.Helper()
 	h.exec(`UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp(), released_at = NULL WHERE state = 'parked'`)

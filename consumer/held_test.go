@@ -53,8 +53,8 @@ func (h *harness) waitBlocked() {
 	})
 }
 
-// Property: two operators that delete the first messages of a key at the same time leave a first one: what waits behind
-// both is promoted, whichever of them commits first.
+// Property: if two operators delete the first messages of a key at the same time, the message
+// behind both is promoted, whichever of them commits first.
 func TestPromotionOutlivesConcurrentDeletes(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -80,8 +80,9 @@ func TestPromotionOutlivesConcurrentDeletes(t *testing.T) {
 	require.Equal(t, []string{"a:2 behind retry", "b:2 behind retry"}, h.parked())
 }
 
-// Property: an operator's transaction of an earlier snapshot does not see what was parked behind a message meanwhile, so
-// it cannot delete that message: what is behind would wait for ever.
+// Property: an operator's transaction of an earlier snapshot does not see a message that was parked
+// behind another one since then, so it cannot delete that other one: the message behind would wait
+// forever.
 func TestDeleteOfAnEarlierSnapshotIsRefused(t *testing.T) {
 	t.Parallel()
 	for name, settings := range orders {
@@ -107,7 +108,8 @@ func TestDeleteOfAnEarlierSnapshotIsRefused(t *testing.T) {
 	}
 }
 
-// Property: a holder that takes its partition back knows the keys of what another one parked in between.
+// Property: a holder that takes its partition back knows the keys of what another one parked in
+// between.
 func TestHolderThatComesBackKnowsWhatWasParkedMeanwhile(t *testing.T) {
 	t.Parallel()
 	for name, settings := range orders {
@@ -135,8 +137,9 @@ func TestHolderThatComesBackKnowsWhatWasParkedMeanwhile(t *testing.T) {
 	}
 }
 
-// Property: state='retry' on a message that waits behind another one of its key does not make it overtake: it waits, and
-// runs when its turn comes. Also where its own time to be retried is later than that of the one before it.
+// Property: state='retry' on a message that waits behind another one of its key does not make it
+// overtake: it waits, and runs after that one, even if its own retry time is later than that of the
+// one before it.
 func TestRetryBehindAHeadDoesNotOvertake(t *testing.T) {
 	t.Parallel()
 	for name, settings := range orders {
@@ -164,7 +167,8 @@ func TestRetryBehindAHeadDoesNotOvertake(t *testing.T) {
 	}
 }
 
-// Property: where no order is wanted a parked message is retried although an earlier one of its key stays parked.
+// Property: with OrderUnordered a parked message is retried although an earlier one of its key
+// stays parked.
 func TestUnorderedRetryWaitsForNoOther(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -179,7 +183,7 @@ func TestUnorderedRetryWaitsForNoOther(t *testing.T) {
 	require.Equal(t, []string{"a:1bad permanent parked"}, h.parked())
 }
 
-// The statements with which the previous release promotes what waits behind a message that is gone.
+// The statements with which the previous release promotes messages behind one that was deleted.
 const (
 	earlierPromoteSQL = `UPDATE effectonce.parked_messages p SET
   state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
@@ -194,8 +198,9 @@ FROM (SELECT DISTINCT ON (sha256(key)) seq, state FROM effectonce.parked_message
 WHERE p.seq = first.seq AND first.state = 'behind' AND p.state = 'behind'`
 )
 
-// Property: the statements of the previous release, which promoted by themselves, find nothing to promote beside the
-// trigger; and what they left without a first message is promoted at the next takeover.
+// Property: the statements of the previous release, which promoted messages themselves, find
+// nothing to promote next to the trigger. Messages that they left without a first one are promoted
+// at the next takeover.
 func TestEarlierReleasePromotesNothingBesideTheTrigger(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -232,7 +237,8 @@ func TestEarlierReleasePromotesNothingBesideTheTrigger(t *testing.T) {
 	require.Equal(t, []string{"b:1", "b:2"}, of("b", strings.Join(h.values(), " ")))
 }
 
-// operator deletes and hands back parked messages by plain SQL, at random, and notes what it deleted.
+// operator deletes and retries parked messages by plain SQL, at random, and records what it
+// deleted.
 func (h *harness) operator(ctx context.Context, seed uint64, keys int) error {
 	random := rand.New(rand.NewPCG(seed, 0))
 	remove := `WITH gone AS (DELETE FROM effectonce.parked_messages WHERE %s RETURNING payload) INSERT INTO discarded SELECT convert_from(payload, 'UTF8') FROM gone`
@@ -272,9 +278,9 @@ func (h *harness) operator(ctx context.Context, seed uint64, keys int) error {
 	return nil
 }
 
-// Property: operators that delete and hand back parked messages by plain SQL, in any order and at any isolation level, beside
-// a consumer that parks and retries messages of the same keys: nothing gets stuck, the order of each key holds, and each
-// message has one effect or was discarded.
+// Property: operators delete and retry parked messages by plain SQL, in any order and at any
+// isolation level, while a consumer parks and retries messages of the same keys: nothing gets
+// stuck, the order of each key holds, and each message has one effect or was discarded.
 func TestHeldKeysUnderFire(t *testing.T) {
 	t.Parallel()
 	for name, settings := range orders {

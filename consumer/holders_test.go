@@ -14,8 +14,8 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
 
-// Property: two holders that take a partition from each other back off: in ten seconds there are a few epochs, not one
-// for each transaction. Whatever they do meanwhile, each message has its effect once.
+// Property: two holders that take a partition from each other back off: in ten seconds there are a
+// few epochs, not one for each transaction. Whatever they do, each message has its effect once.
 func TestTwoHoldersDoNotTakeAPartitionBackAndForth(t *testing.T) {
 	t.Parallel()
 	for _, order := range []consumer.Order{consumer.OrderByPartition, consumer.OrderByKey, consumer.OrderUnordered} {
@@ -32,7 +32,7 @@ func TestTwoHoldersDoNotTakeAPartitionBackAndForth(t *testing.T) {
 			require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
 			settings := func(c *consumer.Config) { c.BatchMax, c.Order = 1, order }
 			slow := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if _, err := tx.Exec(ctx, `SELECT pg_sleep(0.02)`); err != nil { // there is work for as long as the test looks
+				if _, err := tx.Exec(ctx, `SELECT pg_sleep(0.02)`); err != nil { // there is work for as long as the test observes
 					return err
 				}
 				return effect(ctx, tx, msg)

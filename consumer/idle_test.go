@@ -73,8 +73,8 @@ func (s *statements) all() (own, others int, which string) {
 	return own, others, fmt.Sprint(s.count)
 }
 
-// parkMany stores parked messages of many kinds, all of one partition: 60,000 that wait for an operator, a key with 20,000
-// behind its first, and 20,000 that are retried later.
+// parkMany stores parked messages of many kinds, all of one partition: 60,000 that wait for an
+// operator, a key with 20,000 behind its first, and 20,000 that are retried later.
 func (h *harness) parkMany(name, partition int) {
 	h.t.Helper()
 	_, err := h.pool.Exec(h.t.Context(), `INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, payload, record_time, reason, error, state, retry_at)
@@ -86,8 +86,9 @@ func (h *harness) parkMany(name, partition int) {
 	h.exec(`ANALYZE effectonce.parked_messages`)
 }
 
-// Property: an idle process asks the database about once a second, for all its partitions and whatever is parked: 200
-// partitions and 100,000 parked messages cost one statement. Nothing else is asked but what is asked once a minute.
+// Property: an idle process asks the database about once a second, for all its partitions and
+// whatever is parked: 200 partitions and 100,000 parked messages cost one statement. It runs no
+// other statements except those that run once a minute.
 func TestIdlePartitionsAskOnceASecond(t *testing.T) {
 	t.Parallel()
 	for name, settings := range map[string]func(*consumer.Config){"by partition": orders["by partition"], "by key": orders["by key"]} {
@@ -125,7 +126,8 @@ func (h *harness) counting() (*pgxpool.Pool, *statements) {
 	return pool, counted
 }
 
-// Property: while an operator pauses a topic, parked messages of it are not retried; they are when the pause ends.
+// Property: while an operator pauses a topic, parked messages of it are not retried; they are when
+// the pause ends.
 func TestPausedTopicRetriesNothing(t *testing.T) {
 	t.Parallel()
 	for name, settings := range allOrders {
@@ -178,8 +180,8 @@ func (n node) read() (rows float64) {
 	return rows
 }
 
-// Property: what is asked about parked messages reads as many rows as it concerns, not as many as are parked, with either kind
-// of plan. Row C15.
+// Property: the queries about parked messages read only the rows that they concern, not all parked
+// ones, with either kind of plan. Row C15 of guarantees.md.
 func TestParkedMessagesAreFoundByIndex(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

@@ -15,7 +15,8 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 )
 
-// idRule is what Config wants. What counts is the rule that is stored with the consumer's name.
+// idRule returns the rule that Config asks for. The rule stored with the consumer's name is the one
+// in effect.
 func (c *Config) idRule() (rule dedup.IDRule, err error) {
 	switch {
 	case c.IDHeaders != nil && len(c.IDProfiles) > 0:
@@ -32,7 +33,7 @@ func (c *Config) idRule() (rule dedup.IDRule, err error) {
 	return rule, err
 }
 
-// warnRule says once for each name that its messages get other IDs than Config wants.
+// warnRule logs once per name that the stored rule derives other IDs than Config's rule.
 func (c *Consumer) warnRule(ctx context.Context, name string, wanted, stored dedup.IDRule) {
 	if stored.SameIDs(wanted) || c.warnedRules[name] {
 		return
@@ -42,11 +43,11 @@ func (c *Consumer) warnRule(ctx context.Context, name string, wanted, stored ded
 	}
 	c.warnedRules[name] = true
 	quote := func(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
-	c.engine.cfg.Logger.WarnContext(ctx, "messages go on to get their IDs by the rule that is stored, not by the one of Config: another ID would let a message that comes again have a second effect. To switch, stop all consumers of the name and run: "+
+	c.engine.cfg.Logger.WarnContext(ctx, "the stored ID rule stays in effect, not the one of Config: with another ID a redelivered message would have a second effect. To switch, stop all consumers of the name and run: "+
 		"outbox-relay consumer id-rule "+quote(name)+" --set "+wantedText(wanted, quote)+" --why REASON", "group", c.engine.cfg.Group, "consumer", name, "stored", stored.String(), "wanted", wanted.String())
 }
 
-// wantedText quotes what a shell would not take as it is.
+// wantedText formats a rule for the command line, quoted if a shell needs that.
 func wantedText(wanted dedup.IDRule, quote func(string) string) string {
 	if text := wanted.String(); strings.HasPrefix(text, "headers:") {
 		return quote(text)
@@ -54,22 +55,22 @@ func wantedText(wanted dedup.IDRule, quote func(string) string) string {
 	return wanted.String()
 }
 
-// reservedScope begins the scopes of IDs that the engine makes: a producer that could name one could claim the
-// ID of a message that is still to come.
+// reservedScope is the prefix of the scopes of IDs that the engine derives. A producer that could
+// use such a scope could claim the ID of a future message.
 const reservedScope = "effectonce:"
 
 var (
-	// errAmbiguousID: two headers of one name with different values. Choosing one of them could drop a
-	// message as the duplicate of another.
+	// errAmbiguousID: two headers of one name have different values. Choosing one of them could
+	// drop a message as the duplicate of another.
 	errAmbiguousID = errors.New("message carries two different values of an ID header: let its producer send one")
 
 	errReservedSource = errors.New("ce_source begins with " + reservedScope + ", which is reserved: let its producer send another")
-	errAskTimeout     = errors.New("Config.IDFunc or Hooks.WithoutID took longer than HandlerTimeout and was left behind")
+	errAskTimeout     = errors.New("Config.IDFunc or Hooks.WithoutID took longer than HandlerTimeout and was abandoned")
 	errManyAsked      = errors.New("too many calls of Config.IDFunc, Hooks.WithoutID or handlers do not return: restart the process with functions that do")
 	errAskGoexit      = errors.New("Config.IDFunc or Hooks.WithoutID ended its goroutine (runtime.Goexit)")
 )
 
-// identify finds the IDs of messages of one partition, and what keeps them from being handled.
+// identify sets the IDs of messages of one partition, and marks messages that must be parked.
 func (c *Consumer) identify(l *lane, msgs []*Message) {
 	var nameless []*Message
 	for _, m := range msgs {
@@ -80,7 +81,7 @@ func (c *Consumer) identify(l *lane, msgs []*Message) {
 	c.ask(l, nameless)
 }
 
-// identified finds the ID of a message in its headers.
+// identified sets the ID of a message from its headers. It reports whether they have one.
 func (c *Consumer) identified(m *Message, sources []dedup.IDSource) bool {
 	if size := m.size(); size > c.engine.cfg.MessageBytesMax {
 		m.refuse(reasonTooLarge, fmt.Errorf("message has %d bytes, MessageBytesMax is %d: it is parked without its payload and headers", size, c.engine.cfg.MessageBytesMax))
@@ -102,17 +103,17 @@ func (c *Consumer) identified(m *Message, sources []dedup.IDSource) bool {
 	return true
 }
 
-// refuse marks a message to be parked. The first reason counts: what is too large is stored without its payload,
-// whatever else is wrong with it.
+// refuse marks a message to be parked. The first reason counts: a message that is too large is
+// stored without its payload, whatever else is wrong with it.
 func (m *Message) refuse(reason string, err error) {
 	if m.park == nil {
 		m.park = &parking{reason: reason, err: err}
 	}
 }
 
-// name derives the ID from the bytes that name the message.
+// name derives the ID from the raw ID of the message.
 func (m *Message) name(raw []byte) {
-	scope := m.Topic // which has no colon
+	scope := m.Topic // a topic has no colon
 	if source, ok := m.Header("ce_source"); ok && len(source) > 0 {
 		scope = string(source)
 	}
@@ -124,8 +125,8 @@ func (m *Message) name(raw []byte) {
 	m.ID = dedup.MessageID(scope, raw)
 }
 
-// idHeader finds the header that names the message. An empty value names nothing: all messages with one would
-// be duplicates of each other.
+// idHeader returns the ID from the first header that has one. An empty value is not an ID: all
+// messages with one would be duplicates of each other.
 func idHeader(m *Message, sources []dedup.IDSource) ([]byte, dedup.IDSource, error) {
 	for _, source := range sources {
 		found, err := oneValue(m, source.Header)
@@ -162,16 +163,17 @@ func proven(m *Message, source dedup.IDSource) bool {
 	return false
 }
 
-// unidentified makes a message known by its coordinates.
+// unidentified derives the ID of a message from its topic, partition and offset.
 func (c *Consumer) unidentified(m *Message) {
 	m.ID = coordinatesID(m)
 	c.warnWithoutID.Do(func() {
-		c.engine.cfg.Logger.Warn("messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; said once",
+		c.engine.cfg.Logger.Warn("messages without an ID are identified by topic, partition and offset: a duplicate that their producer sends is not recognised; logged once",
 			"group", c.engine.cfg.Group, "topic", m.Topic, "partition", m.Partition, "offset", m.Offset, "id_rule", c.rules[m.Topic].String(), "not_counted", notCounted(m))
 	})
 }
 
-// notCounted lists headers that often carry an ID and do not count under the rule of the topic.
+// notCounted lists headers of the message that often carry an ID but are not in the rule of the
+// topic.
 func notCounted(m *Message) (names []string) {
 	legacy, _ := dedup.ParseIDRule("legacy")
 	for _, source := range legacy.Sources() {
@@ -182,15 +184,15 @@ func notCounted(m *Message) (names []string) {
 	return names
 }
 
-// askTriesMax is how often a function may take too long for one message: a process that froze must not park a
-// healthy one.
+// askTriesMax is how often a function may take too long for one message: a healthy message must not
+// be parked because the process froze.
 const askTriesMax = 3
 
-// ask lets the functions of Config see messages that no header names: IDFunc for an ID, then WithoutID. One with
-// which they panic or do not return is parked, under its coordinates.
+// ask calls the functions of Config for messages without an ID header: IDFunc for an ID, then
+// WithoutID. A message on which they panic or do not return is parked under its coordinates.
 //
-// When the lane stops it returns at once. What was not asked yet must not be handled, and is not: the lane takes no
-// further transaction.
+// When the lane stops, ask returns at once. Messages without an answer must not be handled, and are
+// not: the lane begins no further transaction.
 func (c *Consumer) ask(l *lane, msgs []*Message) {
 	if c.engine.cfg.IDFunc == nil && c.engine.cfg.Hooks.WithoutID == nil {
 		for _, m := range msgs {
@@ -228,38 +230,37 @@ func (c *Consumer) ask(l *lane, msgs []*Message) {
 	}
 }
 
-// unknowable parks a message whose ID the functions of Config do not find out.
+// unknowable parks a message for which the functions of Config failed.
 func (m *Message) unknowable(err error) {
 	m.ID = coordinatesID(m)
 	m.refuse(reasonInvalid, err)
 }
 
-// answer is what the functions of Config said about a message.
+// answer is the result of the functions of Config for a message.
 type answer struct {
 	raw []byte
 	err error
 }
 
-// asked is one goroutine that asks about messages in turn.
+// asked is one goroutine that calls the functions of Config for one message after the other.
 type asked struct {
 	answers []answer
-	n       atomic.Int64 // how many answers are there
+	n       atomic.Int64 // how many answers are complete
 	state   atomic.Int32
 	done    chan struct{}
 }
 
-// States of an asked. Who changes it first decides: the goroutine that it ended, or the watcher that it is left
-// behind.
+// States of an asked. The first change decides: the goroutine ends it, or the watcher abandons it.
 const (
 	askedRunning int32 = iota
 	askedEnded
 	askedLeft
 )
 
-// answers asks about messages until one of them gets no answer; err says why.
+// answers gets the answers for messages, up to the first one without an answer; err is the reason.
 func (c *Consumer) answers(l *lane, msgs []*Message) ([]answer, error) {
 	a := &asked{answers: make([]answer, len(msgs)), done: make(chan struct{})}
-	copies := make([]Message, len(msgs)) // one that is left behind must not see what becomes of the message
+	copies := make([]Message, len(msgs)) // an abandoned goroutine must not share memory with the handler
 	for i, m := range msgs {
 		copies[i] = *m
 	}
@@ -290,7 +291,7 @@ func (c *Consumer) answers(l *lane, msgs []*Message) ([]answer, error) {
 // answer calls the functions of Config for one message.
 func (c *Consumer) answer(m *Message) (given answer) {
 	given.err = guard(func() error {
-		// A message whose headers contradict each other is parked anyway.
+		// A message whose headers contradict each other is parked in any case.
 		if c.engine.cfg.IDFunc != nil && (m.park == nil || m.park.reason != reasonInvalid) {
 			given.raw = c.engine.cfg.IDFunc(m)
 		}
@@ -303,7 +304,8 @@ func (c *Consumer) answer(m *Message) (given answer) {
 	return given
 }
 
-// watch waits until all was answered, or nothing was for too long. It returns how many answers count.
+// watch waits until all answers are complete, or no answer was completed within limit. It returns
+// how many answers count.
 func (a *asked) watch(ctx context.Context, limit time.Duration) (n int, err error) {
 	tick := time.NewTicker(limit)
 	defer tick.Stop()
@@ -323,7 +325,7 @@ func (a *asked) watch(ctx context.Context, limit time.Duration) (n int, err erro
 	}
 }
 
-// leave leaves a goroutine to itself, and waits where too many are.
+// leave abandons a goroutine, and waits while too many are abandoned.
 func (l *lane) leave(a *asked) {
 	l.engine.abandoned.Add(1)
 	if !a.state.CompareAndSwap(askedRunning, askedLeft) {
@@ -336,7 +338,7 @@ func (l *lane) leave(a *asked) {
 	}
 }
 
-// prints are the fingerprints of messages whose payloads are compared; nil: of none.
+// prints returns the fingerprints of messages whose payloads are compared; nil: none are.
 func (e *engine) prints(msgs []*Message) (prints [][16]byte) {
 	for i, msg := range msgs {
 		if e.cfg.Dedup != DedupByIDAndPayload && !msg.compared {
@@ -358,11 +360,12 @@ func (e *engine) claim(batch *pgx.Batch, w *work) *dedup.Result {
 	return e.claims.Queue(batch, w.consumer, w.ids())
 }
 
-// processedAtMax bounds reading when the first of two messages was processed.
+// processedAtMax bounds the query for the time at which the first of two messages was processed.
 const processedAtMax = 2 * time.Second
 
-// firstDuplicate logs the first duplicate of a topic that this process drops: where it is a message of its own, the
-// header that gives IDs does not name messages. It never fails, for everything is committed.
+// firstDuplicate logs the first duplicate of a topic that this process drops. If that is in fact
+// another message, the ID header does not identify messages. It never fails: everything is already
+// committed.
 func (l *lane) firstDuplicate(w *work, msg *Message) {
 	if msg == nil || w.released() {
 		return

@@ -46,8 +46,8 @@ func (h *harness) registeredEarlier() {
 
 func (h *harness) logged(text string) int { return strings.Count(h.log.String(), text) }
 
-// Property: a header that names something else than the message (a customer, a request) makes no message the
-// duplicate of another: each has its effect.
+// Property: a header that names something else than the message (a customer, a request) makes no
+// message the duplicate of another: each has its effect.
 func TestHeadersThatNameNoMessageDoNotCount(t *testing.T) {
 	t.Parallel()
 	for _, header := range []string{"id=customer-4711", "idempotency-key=request-1", "_watermill_message_uuid=1", "__debezium.context.taskId=0"} {
@@ -63,8 +63,9 @@ func TestHeadersThatNameNoMessageDoNotCount(t *testing.T) {
 	}
 }
 
-// Property: a consumer that the previous release registered keeps its IDs. What they hide is not lost any
-// more: the same ID with another payload is parked and logged, with the same payload it is a duplicate.
+// Property: a consumer that the previous release registered keeps its IDs. A reused ID loses no
+// message any more: the same ID with another payload is parked and logged, with the same payload it
+// is a duplicate.
 func TestEarlierNamesKeepTheirIDsAndLoseNothing(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -82,8 +83,8 @@ func TestEarlierNamesKeepTheirIDsAndLoseNothing(t *testing.T) {
 	require.Equal(t, 1, h.logged("outbox-relay consumer id-rule '"+h.topic+"/"+h.topic+"' --set standard"), h.log)
 }
 
-// Property: a message whose ce_source has the form of the engine's own scopes cannot claim the ID of a later
-// message that is known by its coordinates: it is parked, and the other has its effect.
+// Property: a message whose ce_source has the form of the engine's own scopes cannot claim the ID
+// of a later message that is known by its coordinates: it is parked, and the other has its effect.
 func TestReservedSourceIsRefused(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -95,21 +96,27 @@ func TestReservedSourceIsRefused(t *testing.T) {
 	require.NoError(t, stop())
 	var topicID [16]byte
 	require.NoError(t, h.pool.QueryRow(t.Context(), `SELECT topic_id FROM effectonce.consumer_positions WHERE topic = $1`, h.topic).Scan(&topicID))
-	raw := append(topicID[:], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2) // partition 0, offset 2
+	raw := append(topicID[:], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 6) // partition 0, offset 6
 	coordinates.Store(raw)
-	h.produceRecord(&kgo.Record{Value: []byte("forged"), Headers: []kgo.RecordHeader{
-		{Key: "ce_source", Value: []byte("effectonce:coordinates:" + h.topic)}, {Key: "ce_id", Value: raw},
-	}})
+	for _, forged := range [][]kgo.RecordHeader{
+		{{Key: "ce_source", Value: []byte("effectonce:coordinates:" + h.topic)}, {Key: "ce_id", Value: raw}},
+		{{Key: "ce_source", Value: []byte("effectonce:coordinates:" + h.topic)}, {Key: "ce_source", Value: []byte("shop")}, {Key: "ce_id", Value: raw}},
+		{{Key: "ce_source", Value: []byte("effectonce:")}, {Key: "ce_id", Value: raw}},
+		{{Key: "ce_source", Value: []byte("effectonce:later")}, {Key: "ce_id", Value: raw}},
+		{{Key: "ce_source", Value: []byte("effectonce:coordinates:" + h.topic)}, {Key: "message-id", Value: raw}},
+	} {
+		h.produceRecord(&kgo.Record{Value: []byte("forged"), Headers: forged})
+	}
 	h.produceRecord(&kgo.Record{Value: []byte("honest")})
 	stop = h.run(consumer.Each(effect), nil)
-	h.wait("position", func() bool { return h.position() == 3 })
+	h.wait("position", func() bool { return h.position() == 7 })
 	require.NoError(t, stop())
 	require.Equal(t, []string{"0", "honest"}, h.values())
-	require.Equal(t, []string{"forged invalid parked"}, h.parked())
+	require.Equal(t, slices.Repeat([]string{"forged invalid parked"}, 5), h.parked())
 }
 
-// Property: the first duplicate of a consumer is logged, once, with its place and with when the first one was
-// processed, whatever table holds its claims.
+// Property: the first duplicate of a consumer is logged, once, with its place and with when the
+// first one was processed, whatever table holds its claims.
 func TestFirstDuplicateIsLogged(t *testing.T) {
 	t.Parallel()
 	for _, forever := range []bool{false, true} {
@@ -131,7 +138,8 @@ func TestFirstDuplicateIsLogged(t *testing.T) {
 	}
 }
 
-// Property: a message that is too large and wrong in another way, too, is parked without its payload.
+// Property: a message that is too large and wrong in another way, too, is parked without its
+// payload.
 func TestTooLargeIsNeverStoredForAnotherReason(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -147,8 +155,8 @@ func TestTooLargeIsNeverStoredForAnotherReason(t *testing.T) {
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE payload IS NOT NULL`))
 }
 
-// Property: a function of the user that identifies messages and does not come back (panic, Goexit, for ever)
-// costs its message alone: it is parked and the others have their effects.
+// Property: if a user's function that identifies messages does not return (panic, Goexit, forever),
+// only its message is affected: it is parked and the others have their effects.
 func TestFunctionsThatIdentifyCostOnlyTheirMessage(t *testing.T) {
 	t.Parallel()
 	left := make(chan struct{})
@@ -183,8 +191,8 @@ func TestFunctionsThatIdentifyCostOnlyTheirMessage(t *testing.T) {
 	}
 }
 
-// Property: the headers of known producers name messages where a second header proves the producer, or a
-// profile vouches for it; only the profile keeps payloads from being compared.
+// Property: the headers of known producers name messages where a second header proves the producer,
+// or a profile vouches for it; only the profile keeps payloads from being compared.
 func TestKnownProducersNameTheirMessages(t *testing.T) {
 	t.Parallel()
 	debezium, watermill := headers("id=1", "__debezium.context.connectorName=postgresql"), headers("_watermill_message_uuid=1", "_watermill_requeuer_retries=2")
@@ -223,8 +231,9 @@ func TestKnownProducersNameTheirMessages(t *testing.T) {
 	}
 }
 
-// Property: the rule that is stored decides, whatever Config says later: what comes again is a duplicate. It is
-// said once how to switch. A name that the previous release registered goes on with the headers of its Config.
+// Property: the stored rule decides, whatever Config says later: a redelivered message is a
+// duplicate. The log explains once how to switch. A name that the previous release registered
+// continues with the headers of its Config.
 func TestStoredRuleDecides(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct {
@@ -264,7 +273,8 @@ func TestStoredRuleDecides(t *testing.T) {
 	}
 }
 
-// Property: a function that is slow once, as in a process that froze, does not get its message parked.
+// Property: a function that is slow once, as in a process that froze, does not get its message
+// parked.
 func TestFunctionThatWasSlowOnceIsAskedAgain(t *testing.T) {
 	t.Parallel()
 	left := make(chan struct{})
@@ -287,7 +297,8 @@ func TestFunctionThatWasSlowOnceIsAskedAgain(t *testing.T) {
 	require.Empty(t, h.parked())
 }
 
-// Property: a name of the previous release whose Config names the headers that it read goes on without a word.
+// Property: a name of the previous release whose Config names the headers that it read continues
+// without a warning.
 func TestSameIDsAreNoOtherRule(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -301,8 +312,8 @@ func TestSameIDsAreNoOtherRule(t *testing.T) {
 	require.Zero(t, h.logged("id-rule"))
 }
 
-// Property: a fingerprint is stored where the payload is compared, and only there, message by message; one
-// that is retried after its claim was forgotten has it again.
+// Property: a fingerprint is stored where the payload is compared, and only there, message by
+// message; one that is retried after its claim was forgotten has it again.
 func TestFingerprintsAreStoredWhereTheyAreCompared(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -337,14 +348,14 @@ func TestFingerprintsAreStoredWhereTheyAreCompared(t *testing.T) {
 	require.Equal(t, 2, h.number(printed, h.topic))
 }
 
-// Property: what cannot be a rule is refused at once, and a rule of a later release is not guessed at.
+// Property: an invalid rule is refused at once, and so is the rule of a later release.
 func TestRulesForIDsHaveBounds(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	for says, change := range map[string]func(*consumer.Config){
-		`IDHeaders: no rule for IDs: header "a,b"`: func(c *consumer.Config) { c.IDHeaders = []string{"a,b"} },
-		`IDHeaders: no rule for IDs: 21 headers`:   func(c *consumer.Config) { c.IDHeaders = slices.Repeat([]string{"a"}, 21) },
-		`IDProfiles: no rule for IDs: profile "x"`: func(c *consumer.Config) { c.IDProfiles = []consumer.IDProfile{"x"} },
+		`IDHeaders: invalid ID rule: header "a,b"`: func(c *consumer.Config) { c.IDHeaders = []string{"a,b"} },
+		`IDHeaders: invalid ID rule: 21 headers`:   func(c *consumer.Config) { c.IDHeaders = slices.Repeat([]string{"a"}, 21) },
+		`IDProfiles: invalid ID rule: profile "x"`: func(c *consumer.Config) { c.IDProfiles = []consumer.IDProfile{"x"} },
 		`IDProfiles: want none together`: func(c *consumer.Config) {
 			c.IDHeaders, c.IDProfiles = []string{}, []consumer.IDProfile{consumer.ProfileDebezium}
 		},

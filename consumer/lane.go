@@ -16,31 +16,33 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// lane brings messages of a partition to their end, in order, transaction by transaction. A partition has one, and
-// one more for each worker where messages are handled in parallel. docs/design.md has the table of its states.
+// lane handles the messages of a partition in order, transaction by transaction, until each is
+// handled or parked. A partition has one lane, and one more for each worker if messages are handled
+// in parallel. docs/design.md has the table of its states.
 type lane struct {
 	engine *engine
-	ctx    context.Context //nolint:containedctx // the life of the lane: its end rolls back
-	// stopping is closed: no further transaction, no further attempt.
+	ctx    context.Context //nolint:containedctx // the life of the lane; when it ends, transactions roll back
+	// stopping: once closed, no further transaction and no further attempt begins.
 	stopping <-chan struct{}
 
-	work  work   // but its messages
+	work  work   // except its messages
 	scope string // the consumer's name
-	// idSources name the headers by which messages get their IDs.
+	// idSources are the headers that carry the messages' IDs.
 	idSources []dedup.IDSource
 	breaker   *breaker
 	careful   *careful
-	loads     int                 // tries to learn which keys are held that failed
-	tried     map[uuid.UUID]tried // attempts that earlier holders left behind
+	loads     int                 // failed attempts to load the held keys
+	tried     map[uuid.UUID]tried // attempts by earlier holders
 
 	committed func(last *Message, out outcome)
-	// regain takes the position over again after it was refused. errWentBack: the database lost commits.
+	// regain takes the position over again after it was fenced. errWentBack: the database lost
+	// commits.
 	regain func(ctx context.Context) error
-	// restart gives the partition up, to be assigned anew.
+	// restart ends the session, so that the partition is assigned again.
 	restart func(error)
 
 	does  laneState
-	noted func(*lane) // is called when does has changed; nil: by Deliver
+	noted func(*lane) // called when does has changed; nil with Deliver
 
 	refused refusals // of the position, by another holder
 	said    repeated
@@ -48,11 +50,12 @@ type lane struct {
 	saidParked repeated
 }
 
-// careful counts how many messages are still tried alone, and counted before they are tried, because the last holder
-// may have died of one of them. The lanes of a partition share it.
+// careful counts how many messages are still handled alone, with the attempt counted before it
+// begins, because one of them may have ended the last holder's process. The lanes of a partition
+// share it.
 type careful struct {
 	left atomic.Int64
-	from int64 // offset of the first of them: what comes before was handled
+	from int64 // offset of the first of them: earlier messages were handled
 }
 
 // concerns reports whether a message is one of them.
@@ -66,7 +69,7 @@ func (c *careful) done(msgs []*Message) {
 	}
 }
 
-// tried is what message_attempts knows about a message.
+// tried is a message's row in message_attempts.
 type tried struct {
 	attempts int
 	keys     int16
@@ -81,8 +84,8 @@ func (l *lane) stopped() bool {
 	}
 }
 
-// process brings every message to its end. It returns false if the lane is to stop: then the next holder resumes at
-// the stored position.
+// process handles or parks every message. It returns false if the lane must stop: then the next
+// holder resumes at the stored position.
 func (l *lane) process(msgs []*Message) bool {
 	for len(msgs) > 0 {
 		n := l.together(msgs)
@@ -94,7 +97,7 @@ func (l *lane) process(msgs []*Message) bool {
 	return true
 }
 
-// together says how many of the messages share the next transaction.
+// together returns how many of the messages share the next transaction.
 func (l *lane) together(msgs []*Message) int {
 	n := 0
 	for n < len(msgs) && !l.careful.concerns(msgs[n]) {
@@ -113,7 +116,7 @@ const (
 	stepRegain
 	// stepHalves: the first half, then the second one.
 	stepHalves
-	// stepCulprit: what comes before the failed message, then that one is judged, then the rest.
+	// stepCulprit: the messages before the failed one, then judge the failed one, then the rest.
 	stepCulprit
 )
 
@@ -131,8 +134,8 @@ func (f *failure) next(v verdict, n int) step {
 	}
 }
 
-// finish brings messages that share a transaction to their end. It returns false if the lane is to stop, or if a
-// parked message stays parked: what waits behind it waits for another time.
+// finish handles or parks messages that share a transaction. It returns false if the lane must
+// stop, or if a parked message stays parked: the messages behind it stay parked, too.
 func (l *lane) finish(msgs []*Message) bool {
 	waits, losses := 0, 0
 	for len(msgs) > 0 {
@@ -182,8 +185,9 @@ func (l *lane) finish(msgs []*Message) bool {
 	return true
 }
 
-// recurring is what the loss of the engine's connection means that recurs with n messages while the database answers:
-// one of them may end its session. Only one that is alone is blamed.
+// recurring is the verdict if the engine's connection is lost repeatedly with the same n messages
+// while the database answers: one of them may end its session. A message is blamed only if it is
+// alone.
 func recurring(n int) verdict {
 	if n > 1 {
 		return verdictDivide
@@ -191,8 +195,9 @@ func recurring(n int) verdict {
 	return verdictCount
 }
 
-// beside divides messages into those that need not wait for the first one, which failed, and that one with those of its
-// key. In the single lane, and behind a parked message, all of them wait.
+// beside splits messages into those that need not wait for the first one, which failed, and the
+// first one with all others of its key. In the single lane, and behind a parked message, all of
+// them wait.
 func (l *lane) beside(msgs []*Message) (others, own []*Message) {
 	if !l.work.apart || msgs[0].row != 0 {
 		return nil, msgs
@@ -207,19 +212,20 @@ func (l *lane) beside(msgs []*Message) (others, own []*Message) {
 	return others, own
 }
 
-// settle decides what becomes of the first of the messages, whose attempt failed, and returns those that are left.
+// settle decides what happens to the first of the messages, whose attempt failed, and returns the
+// remaining ones.
 func (l *lane) settle(msgs []*Message, f *failure, v verdict) ([]*Message, bool) {
 	if !l.judge(msgs[0], f, v) {
 		return nil, false
 	}
 	if len(msgs) == 1 || msgs[0].park != nil {
-		return msgs, true // it is tried again, or parked together with what follows
+		return msgs, true // it is retried, or parked together with the following messages
 	}
-	return msgs[1:], l.finish(msgs[:1]) // it is tried again, alone
+	return msgs[1:], l.finish(msgs[:1]) // it is retried alone
 }
 
-// admit counts an attempt before it begins, where the message may have killed its consumer: an attempt that
-// ends with the process must count, too. It returns false if the message is not to be tried.
+// admit counts an attempt before it begins if the message may have killed its consumer: an attempt
+// that ends with the process must count, too. It returns false if the message must not be tried.
 func (l *lane) admit(msgs []*Message) bool {
 	msg := msgs[0]
 	if len(msgs) > 1 || !l.careful.concerns(msg) || msg.counted || msg.park != nil {
@@ -241,7 +247,8 @@ func (l *lane) admit(msgs []*Message) bool {
 	return true
 }
 
-// count counts an attempt at a message in the database, and waits until that is done.
+// count counts an attempt at a message in the database. It retries until the count is stored or the
+// lane stops.
 func (l *lane) count(msg *Message, last error) bool {
 	var text *string
 	if last != nil {
@@ -265,7 +272,7 @@ func (l *lane) count(msg *Message, last error) bool {
 	}
 }
 
-// try does messages once, in one transaction.
+// try handles messages once, in one transaction.
 func (l *lane) try(msgs []*Message) *failure {
 	if len(l.tried) > 0 {
 		for _, msg := range msgs {
@@ -298,16 +305,16 @@ func (l *lane) try(msgs []*Message) *failure {
 	return nil
 }
 
-// judge decides what becomes of a message after an attempt that failed: it is marked to be parked, or the
-// lane has waited and it is to be tried again. It returns false if the lane is to stop, or if the message
-// stays parked.
+// judge decides what happens to a message after a failed attempt: either it is marked to be parked,
+// or the lane has waited and the message must be retried. It returns false if the lane must stop,
+// or if the message stays parked.
 func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
 	cfg := &l.engine.cfg
 	if !msg.counted && !l.count(msg, f.err) {
 		return false
 	}
 	msg.counted = false
-	if msg.park != nil { // it could not even be parked
+	if msg.park != nil { // parking it failed
 		l.become(StateBlocked, f.err)
 		l.blocked(msg, &parking{msg.park.reason, f.err, msg.attempts}, "message cannot be parked and blocks its partition", cfg.RetryMax)
 		l.pause(cfg.RetryMax)
@@ -343,7 +350,7 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
 	case final && !l.breaker.allows():
 		wait = max(wait, cfg.RetryMax)
 		l.become(StatePausedByBreaker, f.err)
-		l.blocked(msg, why, fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and tries again", cfg.ParkShareMax, breakerWindow), wait)
+		l.blocked(msg, why, fmt.Sprintf("too many messages fail: more than %v of the last %d; the partition pauses instead of parking, and retries", cfg.ParkShareMax, breakerWindow), wait)
 	case final:
 		l.breaker.noteParked()
 		msg.park = why
@@ -351,17 +358,17 @@ func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
 		return true
 	default:
 		l.become(StateRunning, f.err)
-		l.report(msg, "message failed and is tried again", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", wait)
+		l.report(msg, "message failed; will retry", f.err, "attempts", msg.attempts, "attempts_max", cfg.AttemptsMax, "retry_in", wait)
 	}
 	l.pause(wait)
 	return !l.stopped() && l.count(msg, f.err)
 }
 
-// wait pauses after a failure that is not the message's. It returns false if the lane is to stop.
+// wait pauses after a failure that no message caused. It returns false if the lane must stop.
 func (l *lane) wait(waits int, f *failure) bool {
 	if l.engine.cfg.Dedup == DedupByPosition && f.origin == originCommit {
-		// Without claims the position alone says whether a COMMIT without an answer was done. Taking it over again
-		// also fences that COMMIT, if it is still under way.
+		// Without claims only the position shows whether a COMMIT without an answer was applied.
+		// Taking the position over again also fences that COMMIT if it is still in progress.
 		if waits > 1 {
 			l.pause(l.engine.backoff(waits))
 		}
@@ -377,7 +384,8 @@ func (l *lane) wait(waits int, f *failure) bool {
 	return !l.stopped()
 }
 
-// waitState is the state of a lane that waits. A concurrent transaction that was in the way is no outage.
+// waitState is the state of a lane that waits. A conflict with a concurrent transaction is not an
+// outage.
 func (l *lane) waitState(waits int, f *failure) PartitionState {
 	switch {
 	case errors.Is(f.err, errManyAbandoned):
@@ -389,7 +397,8 @@ func (l *lane) waitState(waits int, f *failure) PartitionState {
 	}
 }
 
-// waitsStored is after how many waits in a row the reason is stored, for people who look at positions.
+// waitsStored is after how many consecutive waits the reason is stored in the position, where
+// operators see it.
 const waitsStored = 5
 
 // databaseAnswers reports whether the database answers on another connection.
@@ -400,7 +409,7 @@ func (l *lane) databaseAnswers() bool {
 	return l.engine.pool.QueryRow(ctx, l.engine.sql.primary).Scan(&primary) == nil && primary
 }
 
-// pause waits, unless the lane is to stop.
+// pause waits for d, or until the lane must stop.
 func (l *lane) pause(d time.Duration) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()

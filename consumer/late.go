@@ -8,7 +8,7 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// retryLate takes over what had to wait, and what halted and got an operator's order.
+// retryLate takes over partitions that had to wait, and halted ones that got an operator's order.
 func (s *session) retryLate(ctx context.Context) {
 	for ctx.Err() == nil {
 		due, halted, next := s.lateOnes()
@@ -22,7 +22,7 @@ func (s *session) retryLate(ctx context.Context) {
 			next = min(next, pollEvery)
 			ordered, err := s.ordered(ctx, halted)
 			if err != nil && ctx.Err() == nil {
-				s.engine.cfg.Logger.DebugContext(ctx, "orders to halted partitions could not be read; it is tried again", "group", s.engine.cfg.Group, "error", err)
+				s.engine.cfg.Logger.DebugContext(ctx, "could not read orders for halted partitions; will retry", "group", s.engine.cfg.Group, "error", err)
 			}
 			for _, key := range ordered {
 				s.retake(ctx, key, "an operator ordered where it resumes")
@@ -38,7 +38,7 @@ func (s *session) retryLate(ctx context.Context) {
 	}
 }
 
-// ordered lists those for which there is an operator's order.
+// ordered lists the partitions that have an operator's order.
 func (s *session) ordered(ctx context.Context, keys []topicPartition) ([]topicPartition, error) {
 	topics, numbers := make([]string, len(keys)), make([]int32, len(keys))
 	for i, key := range keys {
@@ -60,7 +60,7 @@ func (s *session) ordered(ctx context.Context, keys []topicPartition) ([]topicPa
 	return found, nil
 }
 
-// lateOnes lists what is due and what halted, and says how long nothing more is due.
+// lateOnes lists the due and the halted partitions, and returns the time until the next one is due.
 func (s *session) lateOnes() (due, halted []topicPartition, next time.Duration) {
 	next = time.Minute
 	s.mu.Lock()

@@ -27,9 +27,9 @@ func (h *harness) drainOutbox() {
 	require.NoError(h.t, err)
 }
 
-// Property: what a handler schedules is committed with the claim: once, whatever fails before and comes again after. Its
-// ID is derived, and the same at a re-execution that asks for another time. A consumer whose window is far shorter than
-// the wait still takes it for fresh.
+// Property: a message that a handler schedules is committed with the claim: once, whatever fails
+// before and is redelivered after. Its ID is derived, and the same at a re-execution that asks for
+// another time. A consumer whose window is far shorter than the wait still takes it for fresh.
 func TestScheduledInHandlerCommitsWithTheClaim(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -88,8 +88,9 @@ func TestScheduledInHandlerCommitsWithTheClaim(t *testing.T) {
 	require.Equal(t, []string{"later"}, h.values())
 }
 
-// Property: a message that was published to two topics has, under its one ID, an effect for each topic where the claims
-// are of each topic, and one in all where a Name spans both; two consumers do not take each other's claims.
+// Property: a message that was published to two topics has, under its one ID, an effect for each
+// topic where the claims are of each topic, and one in all where a Name spans both; two consumers
+// do not take each other's claims.
 func TestFanOutIsClaimedForEachTopicUnlessANameSpansThem(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

@@ -6,26 +6,26 @@ import (
 	"sync"
 )
 
-// lines are what waits for the workers of a partition: a line for each key, which one worker at a time takes from. So a
-// key that is slow, or that is retried, waits for itself alone. Messages without a key, and all where no order is
-// wanted, have a line of their own each.
+// lines are the queues of messages that wait for the workers of a partition. Each key has a line,
+// from which one worker at a time takes messages. So a slow or retried key delays only itself. Each
+// message without a key has its own line; with OrderUnordered each message has.
 type lines struct {
 	workers  int
 	batchMax int
-	wake     chan struct{} // has room for one signal: something can be taken
-	room     chan struct{} // has room for one signal: something was taken
+	wake     chan struct{} // buffers one signal: something can be taken
+	room     chan struct{} // buffers one signal: something was taken
 
 	mu       sync.Mutex
 	byKey    map[keyHash]*line
 	messages []*line // that may have messages to be taken, in the order in which they came
 	retries  []*line // the same for parked messages
-	waiting  int     // messages that wait
+	waiting  int     // waiting messages
 	bytes    int
 	retrying int  // workers that retry parked messages
-	retried  bool // the last that was taken was a retry
+	retried  bool // the last share was a retry
 }
 
-// line is what waits of one key.
+// line is the waiting messages of one key.
 type line struct {
 	hash  keyHash
 	keyed bool
@@ -34,7 +34,8 @@ type line struct {
 	taken bool // a worker has it
 }
 
-// share is what a worker takes: messages, or one parked message that is due, and the lines that it has for that time.
+// share is what a worker takes: messages, or one due parked message, and the lines that it holds
+// until done.
 type share struct {
 	lines []*line
 	msgs  []*Message
@@ -54,7 +55,7 @@ func signal(to chan struct{}) {
 	}
 }
 
-// put adds messages; hash says which line each belongs to, nil: to none.
+// put adds messages; hash returns the key of each message's line, nil: it gets its own line.
 func (l *lines) put(msgs []*Message, hash func(*Message) *keyHash) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -99,9 +100,9 @@ func (l *lines) full() bool {
 	return l.waiting >= 2*l.batchMax*l.workers || l.bytes >= waitingBytesMax
 }
 
-// take returns what a worker does next; without lines: nothing can be taken. Parked messages that are retried have half
-// of the workers at most, and alternate with the others where there is one worker.
-func (l *lines) take() share {
+// next returns what a worker does next; without lines: nothing can be taken. Retries of parked
+// messages get at most half of the workers. With one worker they alternate with other messages.
+func (l *lines) next() share {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	var s share
@@ -124,7 +125,8 @@ func (l *lines) take() share {
 	return s
 }
 
-// takeMessages takes a fair part of what waits: what one worker takes, another cannot do beside it.
+// takeMessages takes a fair part of the waiting messages: what one worker takes, no other worker
+// can handle in parallel.
 func (l *lines) takeMessages(s *share) {
 	limit := min(max((l.waiting+l.workers-1)/l.workers, 1), l.batchMax)
 	n := 0
@@ -132,11 +134,11 @@ func (l *lines) takeMessages(s *share) {
 		from := l.messages[n]
 		l.messages[n] = nil
 		if from.taken || len(from.msgs) == 0 {
-			continue // it was put in twice
+			continue // it was added twice
 		}
 		some := min(limit-len(s.msgs), len(from.msgs))
 		s.msgs = append(s.msgs, from.msgs[:some]...)
-		clear(from.msgs[:some]) // the line keeps none of what is done
+		clear(from.msgs[:some]) // the line must not keep finished messages alive
 		if from.msgs = from.msgs[some:]; len(from.msgs) == 0 {
 			from.msgs = nil
 		}
@@ -153,7 +155,7 @@ func (l *lines) takeMessages(s *share) {
 	slices.SortFunc(s.msgs, func(a, b *Message) int { return cmp.Compare(a.Offset, b.Offset) })
 }
 
-// done gives lines back.
+// done releases the lines of a share.
 func (l *lines) done(s share) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

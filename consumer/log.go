@@ -16,26 +16,26 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
-// askMax bounds a question to the brokers about partitions: the leader of one may not answer, and the others
-// have to begin.
+// askMax bounds a request to the brokers about partitions: if one leader does not answer, the other
+// partitions must still begin.
 const askMax = 5 * time.Second
 
 var errNoAnswer = errors.New("no answer about the partition")
 
-// topicLogs is what Kafka says about partitions, and which of them it says nothing about.
+// topicLogs is Kafka's answer about partitions, and the partitions without an answer.
 type topicLogs struct {
 	logs   map[topicPartition]*topicLog
 	silent map[topicPartition]error
-	// counts are the partitions of each topic.
+	// counts are the numbers of partitions, by topic.
 	counts map[string]int32
 }
 
-// compare sorts partitions: rows are locked in this order.
+// compare orders partitions. Rows are locked in this order.
 func (k topicPartition) compare(other topicPartition) int {
 	return cmp.Or(strings.Compare(k.topic, other.topic), cmp.Compare(k.partition, other.partition))
 }
 
-// ask asks Kafka about partitions. A partition without an answer is no error: it is silent.
+// ask asks Kafka about partitions. A partition without an answer is not an error: it is in silent.
 func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, error) {
 	answer := topicLogs{logs: map[topicPartition]*topicLog{}, silent: map[topicPartition]error{}, counts: map[string]int32{}}
 	admin := kadm.NewClient(s.client)
@@ -49,7 +49,8 @@ func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, er
 		return answer, fmt.Errorf("ask Kafka for the offsets of the group: %w", err)
 	}
 	keys = slices.Clone(keys)
-	// A group that begins at the end of a topic needs all ends at its first contact with it.
+	// A group that begins at the end of a topic needs the ends of all its partitions at the first
+	// contact.
 	for name, topic := range metadata.Topics {
 		answer.counts[name] = int32(len(topic.Partitions))
 		for number := range topic.Partitions {
@@ -71,7 +72,7 @@ func (s *session) ask(ctx context.Context, keys []topicPartition) (topicLogs, er
 		offset, known := committed.Lookup(key.topic, key.partition)
 		err := cmp.Or(topic.Err, first.err, end.err, offset.Err)
 		if err == nil && (first.offset < 0 || end.offset < first.offset) {
-			err = errNoAnswer // to a client, a negative offset would be the end of the topic
+			err = errNoAnswer // a client would read a negative offset as the end of the topic
 		}
 		if err != nil {
 			answer.silent[key] = fmt.Errorf("ask Kafka about %s/%d: %w", key.topic, key.partition, err)
@@ -95,7 +96,7 @@ func topicsOf(keys []topicPartition) []string {
 	return slices.Compact(names)
 }
 
-// What ListOffsets is asked for.
+// Timestamps of ListOffsets requests.
 const (
 	listStart int64 = -2
 	listEnd   int64 = -1
@@ -106,7 +107,7 @@ type listedOffset struct {
 	err    error
 }
 
-// list asks the leaders of partitions for an offset, each for its own.
+// list asks the leader of each partition for an offset.
 func (s *session) list(ctx context.Context, keys []topicPartition, timestamp int64) map[topicPartition]listedOffset {
 	ctx, cancel := context.WithTimeout(ctx, askMax)
 	defer cancel()

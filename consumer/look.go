@@ -12,11 +12,11 @@ import (
 // lookEvery is how often a session compares its partitions with the ends of their topics.
 const lookEvery = time.Minute
 
-// errStuck asks for a new session: the broker has records that the client does not bring.
-var errStuck = errors.New("records are there and do not arrive: joining anew")
+// errStuck asks for a new session: the broker has records that the client does not return.
+var errStuck = errors.New("records exist in the topic but do not arrive: rejoining the group")
 
-// lookAfter notes which partitions are at their end, so that idle ones do not hold back the forgetting of
-// claims, watches for a client that got stuck, and repeats which partitions halt.
+// lookAfter stores which partitions are at their end, so that idle ones do not delay the removal of
+// claims. It also detects a stuck client, and logs halted partitions again.
 func (s *session) lookAfter(ctx context.Context) {
 	ticker := time.NewTicker(s.consumer.lookEvery)
 	defer ticker.Stop()
@@ -33,13 +33,13 @@ func (s *session) lookAfter(ctx context.Context) {
 			}
 		}
 		s.mu.Unlock()
-		if err := s.look(ctx); err != nil && ctx.Err() == nil {
-			s.engine.cfg.Logger.WarnContext(ctx, "partitions could not be compared with their topics; it is tried again", "group", s.engine.cfg.Group, "error", err)
+		if err := s.storeEnds(ctx); err != nil && ctx.Err() == nil {
+			s.engine.cfg.Logger.WarnContext(ctx, "could not compare partitions with their topics; will retry", "group", s.engine.cfg.Group, "error", err)
 		}
 	}
 }
 
-func (s *session) look(ctx context.Context) error {
+func (s *session) storeEnds(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
 	defer cancel()
 	s.mu.Lock()
@@ -51,11 +51,11 @@ func (s *session) look(ctx context.Context) error {
 	if len(partitions) == 0 {
 		return nil
 	}
-	var now time.Time // before the ends are asked for: what comes later is not covered
+	var now time.Time // read before the ends: later records are not covered
 	if err := s.engine.pool.QueryRow(ctx, clockSQL).Scan(&now); err != nil {
 		return fmt.Errorf("ask for the time: %w", err)
 	}
-	// Committed: what an open transaction holds back is not missing.
+	// Committed offsets: records that an open transaction holds back are not missing.
 	ends, err := kadm.NewClient(s.client).ListCommittedOffsets(ctx, s.engine.cfg.Topics...)
 	if err != nil {
 		return fmt.Errorf("ask Kafka for the ends of partitions: %w", err)
@@ -83,12 +83,12 @@ func (s *session) look(ctx context.Context) error {
 		return nil
 	}
 	if _, err := s.engine.pool.Exec(ctx, s.engine.sql.caughtUp, s.engine.cfg.Group, topics, numbers, epochs, now, delivered); err != nil {
-		return fmt.Errorf("note that partitions are at their end: %w", err)
+		return fmt.Errorf("store that partitions are at their end: %w", err)
 	}
 	return nil
 }
 
-// sawEnd keeps the end of a partition's topic, for its lag.
+// sawEnd stores the end of a partition, for its lag.
 func (s *session) sawEnd(key topicPartition, end int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -9,6 +9,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/outbox"
 )
 
 // Message is one Kafka record. Handlers must not change it.
@@ -18,28 +19,30 @@ type Message struct {
 	Topic     string
 	Partition int32
 	Offset    int64
-	// Key and Value keep the difference between nil (Kafka's null) and empty.
+	// Key and Value distinguish nil (Kafka's null) from empty.
 	Key, Value []byte
 	Headers    []Header
-	// Time is the record's timestamp, cut to the years -4000 to 294000.
+	// Time is the record's timestamp, limited to the years -4000 to 294000.
 	Time time.Time
 
 	topicID   uuid.UUID // zero if the broker does not know it
 	record    *kgo.Record
-	published int        // messages published while handling it: the step of the next child ID
-	released  time.Time  // the time of its children, if it was parked
-	scope     string     // the consumer's name
-	callTime  *time.Time // the time in keys for foreign calls of the previous release; nil: they have none
-	behind    int64      // offset behind the control records that follow it; 0: none do
+	published int       // number of messages published while handling it: the step of the next child ID
+	released  time.Time // if it was parked: the time in its children's IDs
+	scope     string    // the consumer's name
+	secrets   *dedup.Secrets
+	callTime  *time.Time // time in foreign-call keys of the previous release; nil: none
+	behind    int64      // offset after the control records that follow it; 0: none follow
 	row       int64      // its seq in parked_messages; 0: it comes from Kafka
-	park      *parking   // it is not handled but parked
-	compared  bool       // its ID may be another message's: see dedup.IDSource
-	attempts  int        // attempts at it alone, as the database knows them; 0: none
+	park      *parking   // why it is parked and not handled; nil: it is handled
+	compared  bool       // its ID may belong to another message: see dedup.IDSource
+	attempts  int        // counted attempts at it alone, from the database; 0: none
 	place     int        // in the tracker
-	counted   bool       // the next attempt is counted already
+	counted   bool       // the next attempt is already counted
 }
 
-// Times that the database can store. A record's timestamp is its producer's: a partition must not stop at one.
+// Range of times that the database can store. A producer chooses a record's timestamp: a partition
+// must not stop at one outside of the range.
 //
 //nolint:gochecknoglobals // constants
 var (
@@ -47,7 +50,7 @@ var (
 	timeMax = time.Date(294000, 1, 1, 0, 0, 0, 0, time.UTC)
 )
 
-// recordTime is the timestamp of a record, cut to what the database can store.
+// recordTime is the timestamp of a record, limited to the range that the database can store.
 func recordTime(record *kgo.Record) time.Time {
 	switch at := record.Timestamp; {
 	case at.Before(timeMin):
@@ -59,13 +62,10 @@ func recordTime(record *kgo.Record) time.Time {
 	}
 }
 
-// Header is one record header; the value of Kafka's null is nil.
-type Header struct {
-	Name  string
-	Value []byte
-}
+// Header is one record header, as package outbox publishes it. Kafka's null is a nil Value.
+type Header = outbox.Header
 
-// Header returns the value of the first header of a name.
+// Header returns the value of the first header with the given name.
 func (m *Message) Header(name string) ([]byte, bool) {
 	for _, h := range m.Headers {
 		if h.Name == name {
@@ -75,31 +75,33 @@ func (m *Message) Header(name string) ([]byte, bool) {
 	return nil, false
 }
 
-// Record is the Kafka record of the message, as the client read it; nil where the message was parked and is handled
-// again. It must not be changed.
+// Record returns the Kafka record of the message, as the client read it. It is nil if the message
+// was parked and is retried. The record must not be changed.
 func (m *Message) Record() *kgo.Record { return m.record }
 
-// ChildID derives the key of a call to another system: it depends on the consumer's name, the message's ID and the
-// step alone, so it is the same at every attempt, after parking, retry, promotion and release. Each call in a handler
-// needs a step of its own. It carries no time: messages that a handler publishes have other IDs, see OutboxID.
+// ChildID derives the key of a call to another system. The key depends only on the consumer's name,
+// the message's ID and the step, so it is the same in every attempt, and after parking, retry,
+// promotion and release. Each call in a handler needs its own step. The key contains no time:
+// messages that a handler publishes have other IDs, see OutboxID.
 //
-// Messages that the previous release may have attempted keep the keys that it gave them.
+// Messages that the previous release may have attempted keep the keys of that release.
 func (m *Message) ChildID(step string) uuid.UUID {
 	if m.callTime != nil {
 		return dedup.ChildID(m.ID, step, *m.callTime)
 	}
-	return dedup.CallKey(m.scope, m.ID, step)
+	return m.secrets.CallKey(m.scope, m.ID, step, m.Time)
 }
 
-// OutboxID derives the ID of a message to be published from this one and a step: the same at every re-execution. It
-// carries the time of the record, or of the release from parking, so that the next consumer can prove it fresh.
-// What a handler publishes through its tx gets such an ID by itself; a handler of whole batches calls it.
+// OutboxID derives the ID of a message to be published from this message and a step. It is the same
+// in every re-execution. It contains the time of the record, or of the release from parking, so
+// that the next consumer can prove the message fresh. Messages that a handler publishes through its
+// tx get such an ID automatically. A batch handler must call OutboxID.
 func (m *Message) OutboxID(step string) uuid.UUID {
 	at := m.Time
 	if !m.released.IsZero() {
 		at = m.released
 	}
-	return dedup.ChildID(m.ID, step, at)
+	return m.secrets.ChildID(m.ID, step, at, m.Time)
 }
 
 // Generations of keys for foreign calls, as message_attempts and parked_messages store them.
@@ -115,26 +117,27 @@ func (m *Message) keyGeneration() int16 {
 	return keysStable
 }
 
-// keepKeys makes the message's keys for foreign calls those of a generation that an earlier attempt used.
+// keepKeys sets the generation of the message's keys for foreign calls to the one that an earlier
+// attempt used.
 func (m *Message) keepKeys(generation int16) {
 	if generation == keysTimed && m.callTime == nil {
 		m.callTime = &m.Time
 	}
 }
 
-// next is the offset behind the message and the control records that follow it.
+// next is the offset after the message and the control records that follow it.
 func (m *Message) next() int64 { return max(m.behind, m.Offset+1) }
 
-// String names the message for logs, without key or value.
+// String identifies the message for logs, without key or value.
 func (m *Message) String() string {
 	return fmt.Sprintf("message %s (topic %s, partition %d, offset %d)", m.ID, m.Topic, m.Partition, m.Offset)
 }
 
-// headersMax bounds the headers of a message: they are looked through for each.
+// headersMax bounds the number of headers of a message, which are searched linearly.
 const headersMax = 1000
 
-// newMessages reads records of the lane's partition, with one allocation for all messages and one for all
-// headers. topicID is zero if the broker does not know topic IDs.
+// newMessages converts records of the lane's partition to messages, with one allocation for all
+// messages and one for all headers. topicID is zero if the broker does not support topic IDs.
 func (c *Consumer) newMessages(l *lane, records []*kgo.Record, topicID uuid.UUID) []*Message {
 	n := 0
 	for _, record := range records {
@@ -166,8 +169,8 @@ func (m *Message) size() int {
 	return n
 }
 
-// coordinatesID stands for a message without an ID. The topic's own ID is part of it: a topic that was
-// deleted and made anew counts its offsets from zero again.
+// coordinatesID is the ID of a message that carries none. It includes the topic's ID: a topic that
+// was deleted and recreated starts again at offset zero.
 func coordinatesID(m *Message) uuid.UUID {
 	raw := make([]byte, 0, 16+4+8+len(m.Topic))
 	raw = append(raw, m.topicID[:]...)

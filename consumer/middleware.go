@@ -6,15 +6,17 @@ import (
 	"sync"
 )
 
-// Middleware wraps a handler. Make one with Around.
+// Middleware wraps a handler. Create one with Around.
 type Middleware func(next Handler) Handler
 
-// Around makes a Middleware, for tracing, tenancy, metrics, of any shape of handler. around is called for each call of
-// the handler, with its messages: one where the handler is made by Each, JSON or Decoded, all fresh messages of the
-// transaction where it is made by Queued, Batch or Route. It calls next once, with ctx or one derived from it.
+// Around returns a Middleware for any kind of handler, for example for tracing, tenancy or metrics.
+// around is called for each call of the handler, with its messages: one message with Each, JSON and
+// Decoded, all fresh messages of the transaction with Queued, Batch and Route. It must call next
+// once, with ctx or a context derived from it.
 //
-// It decides nothing about the messages: next's error is the outcome even if around returns nil, and an error of
-// around is one of its messages. If it does not call next the messages have had no effect, so they fail.
+// It cannot hide a failure: next's error is the outcome even if around returns nil, and an error of
+// around is a failure of its messages. If around does not call next, the messages have had no
+// effect, so they fail.
 func Around(around func(ctx context.Context, msgs []*Message, next func(ctx context.Context) error) error) Middleware {
 	return func(next Handler) Handler { return &wrapped{around: around, next: next} }
 }
@@ -45,7 +47,7 @@ func (w *wrapped) handle(ctx context.Context, t *tx, msgs []*Message) error {
 		return w.call(ctx, t, msgs)
 	}
 	for i := range msgs {
-		t.base.Add(int64(i)) // for the engine, which looks for a message that took too long
+		t.base.Add(int64(i)) // the engine reads it to find a message that took too long
 		if err := w.call(ctx, t, msgs[i:i+1]); err != nil {
 			return blameRun(i, 1, err)
 		}
@@ -54,7 +56,8 @@ func (w *wrapped) handle(ctx context.Context, t *tx, msgs []*Message) error {
 	return nil
 }
 
-// call runs around once. An error that is not next's belongs to the only message, or to all of them.
+// call calls around once. An error that is not from next belongs to the only message, or to all of
+// them.
 func (w *wrapped) call(ctx context.Context, t *tx, msgs []*Message) error {
 	n := &next{t: t, handle: func(ctx context.Context) error { return w.next.handle(ctx, t, msgs) }}
 	if len(msgs) == 1 {
@@ -90,13 +93,13 @@ func (w *wrapped) call(ctx context.Context, t *tx, msgs []*Message) error {
 	return &batchError{err}
 }
 
-// next is the handler as a middleware gets it: it runs once, and before the middleware returns.
+// next is the handler as a middleware gets it. It runs once, and before the middleware returns.
 type next struct {
 	t      *tx
 	handle func(ctx context.Context) error
 
 	mu     sync.Mutex
-	ended  chan struct{} // closed when the call is over; nil: there was none
+	ended  chan struct{} // closed when the call ended; nil: not called
 	closed bool
 	err    error
 }
@@ -120,7 +123,8 @@ func (n *next) call(ctx context.Context) error {
 	return n.err
 }
 
-// close waits for a call that another goroutine makes: the transaction is its own until then.
+// close waits for a call that runs in another goroutine: that call uses the transaction until it
+// ends.
 func (n *next) close() {
 	n.mu.Lock()
 	n.closed = true

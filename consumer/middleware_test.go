@@ -16,8 +16,9 @@ import (
 
 type tenantKey struct{}
 
-// Property: middleware runs around every shape of handler, the first one outermost, and hands its context on; it
-// cannot turn a failure into a success, nor lose or double an effect by not calling next or by calling it twice.
+// Property: middleware runs around every shape of handler, the first one outermost, and passes its
+// context on; it cannot turn a failure into a success, nor lose or double an effect by not calling
+// next or by calling it twice.
 func TestMiddlewareRunsAroundHandlers(t *testing.T) {
 	t.Parallel()
 	var mu sync.Mutex

@@ -14,9 +14,9 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// Property: a handler that ends the transaction, whatever way it finds, loses no effect and doubles none: it
-// is parked for what it did, and every other message of its batch has its effect once. Behind the back of
-// the transaction the server refuses its COMMIT.
+// Property: a handler that ends the transaction, whatever way it finds, loses no effect and doubles
+// none: it is parked for what it did, and every other message of its batch has its effect once. If
+// it bypasses the transaction, the server refuses its COMMIT.
 func TestHandlerCannotEndTheTransaction(t *testing.T) {
 	t.Parallel()
 	for name, end := range map[string]func(ctx context.Context, tx pgx.Tx) error{
@@ -83,8 +83,8 @@ func sessionEnds(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// Property: what a handler leaves broken costs only its message, which is parked for what it did; the others
-// have their effects. Rows C19, C20, C46.
+// Property: misuse by a handler affects only its message, which is parked for it; the others have
+// their effects. Rows C19, C20, C46 of guarantees.md.
 func TestMisuseIsParkedForWhatItIs(t *testing.T) {
 	t.Parallel()
 	leave := make(chan struct{})
@@ -139,7 +139,7 @@ func TestMisuseIsParkedForWhatItIs(t *testing.T) {
 			h.wait("position", func() bool { return h.position() == 3 })
 			require.NoError(t, stop())
 			if name == "ignores its context" {
-				close(leave) // what was left behind gives its connections back
+				close(leave) // abandoned handlers release their connections
 			}
 			require.Equal(t, []string{"a:1", "c:1"}, h.values())
 			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%' || $1 || '%'`, tc.says), h.log.String())
@@ -147,8 +147,8 @@ func TestMisuseIsParkedForWhatItIs(t *testing.T) {
 	}
 }
 
-// Property: a handler that keeps its transaction gets an error when it uses it later, which is reported, and
-// it touches no other message's transaction.
+// Property: a handler that keeps its transaction gets an error when it uses it later, which is
+// reported, and it touches no other message's transaction.
 func TestKeptTransactionIsRefusedAndReported(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -168,7 +168,7 @@ func TestKeptTransactionIsRefusedAndReported(t *testing.T) {
 	require.Contains(t, h.log.String(), "used its transaction after it returned")
 }
 
-// Property: stopping does not wait for ever for a handler that ignores its context.
+// Property: stopping does not wait forever for a handler that ignores its context.
 func TestStopLeavesAHandlerBehindThatIgnoresItsContext(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -192,8 +192,8 @@ func TestStopLeavesAHandlerBehindThatIgnoresItsContext(t *testing.T) {
 	require.Zero(t, h.position()+1, "nothing was committed")
 }
 
-// Property: a handler of whole batches that names the culprit costs no halving, and what it publishes needs
-// an ID of its own.
+// Property: if a batch handler names the failing message, the batch is not halved. Messages that a
+// batch handler publishes need an ID.
 func TestBatchNamesTheCulprit(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -218,8 +218,8 @@ func TestBatchNamesTheCulprit(t *testing.T) {
 	require.Equal(t, 3, calls, "the batch, what stands before the culprit, what stands behind it")
 }
 
-// Property: a handler of whole batches that names a message which it did not get is a failure, no crash, and
-// the culprit is found all the same.
+// Property: if a batch handler names a message that it did not get, that is a failure and not a
+// crash, and the failing message is still found.
 func TestBatchNamesNobody(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

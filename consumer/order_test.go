@@ -21,9 +21,9 @@ func parallel(order consumer.Order) func(*consumer.Config) {
 	return func(c *consumer.Config) { c.Order, c.Workers, c.BatchMax = order, 4, 7 }
 }
 
-// Property: with several workers in a partition every message has its effect once, those of a key in order
-// (unless Unordered), whatever the handlers' times; a message that fails is parked and, with ByKey, its key
-// waits; the position ends behind everything. Row C14.
+// Property: with several workers in a partition every message has its effect once, those of a key
+// in order (unless Unordered), whatever the handlers' times; a message that fails is parked and,
+// with ByKey, its key waits; the position ends after all messages. Row C14 of guarantees.md.
 func TestWorkersInsideAPartition(t *testing.T) {
 	t.Parallel()
 	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
@@ -85,8 +85,8 @@ func produceVersions(t *testing.T, topic string, keys, versions int) {
 	require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
 }
 
-// Property: workers stop and start again and again without losing, doubling or turning round an effect; the
-// stored position never passes a message that is not done.
+// Property: workers stop and start again and again without losing, doubling or reordering an
+// effect; the stored position never passes a message that is not done.
 func TestWorkersOutliveRestarts(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -114,8 +114,8 @@ func TestWorkersOutliveRestarts(t *testing.T) {
 	require.NotContains(t, h.log.String(), "level=ERROR", "stopping is no error")
 }
 
-// Property: without order a retried message is handled alone, not with others of its key that nobody handed
-// back.
+// Property: without order a retried message is handled alone, not with others of its key that no
+// operator retried.
 func TestUnorderedRetriesOnlyWhatWasHandedBack(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

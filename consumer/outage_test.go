@@ -33,8 +33,8 @@ func ownCluster(t *testing.T) (*harness, *servers.Postgres) {
 	return h, cluster
 }
 
-// Property: a database that crashes and comes back, several times under load, costs time, and nothing else:
-// no message fails for it, each has its effect once. Row C31.
+// Property: a database that crashes and comes back, several times under load, costs only time: no
+// message fails because of it, and each has its effect once. Row C31 of guarantees.md.
 func TestDatabaseAwayIsWaitedOut(t *testing.T) {
 	t.Parallel()
 	h, cluster := ownCluster(t)
@@ -70,7 +70,7 @@ type faultyConn struct {
 
 const (
 	loseRequest int32 = 1 // it never reaches the server
-	loseAnswer  int32 = 2 // the server has done it, and nobody hears
+	loseAnswer  int32 = 2 // the server has executed it, and the answer is lost
 )
 
 var errCut = errors.New("connection cut by the test")
@@ -95,8 +95,9 @@ func (c *faultyConn) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Property: a connection that breaks in COMMIT leaves the outcome unknown, and running the batch again finds
-// out: the effect is there once, whether the COMMIT arrived or not. Row C43.
+// Property: a connection that breaks in COMMIT leaves the outcome unknown, and running the batch
+// again resolves it: there is one effect, whether the COMMIT arrived or not. Row C43 of
+// guarantees.md.
 func TestConnectionLostInCommit(t *testing.T) {
 	t.Parallel()
 	for name, fault := range map[string]int32{"not committed": loseRequest, "committed": loseAnswer} {
@@ -141,9 +142,9 @@ func TestConnectionLostInCommit(t *testing.T) {
 	}
 }
 
-// Property: a consumer that is stopped while its COMMIT waits for a synchronous standby does not cancel the
-// COMMIT: cancelled, it would be visible without being replicated, and a failover would lose what others
-// have seen. Run again, the message has its effect once. Row C44.
+// Property: a consumer that is stopped while its COMMIT waits for a synchronous standby does not
+// cancel the COMMIT: cancelled, it would be visible without being replicated, and a failover would
+// lose what others have seen. Run again, the message has its effect once. Row C44 of guarantees.md.
 func TestStopDoesNotCancelCommit(t *testing.T) {
 	t.Parallel()
 	h, _ := ownCluster(t)
@@ -169,7 +170,8 @@ func TestStopDoesNotCancelCommit(t *testing.T) {
 	require.Equal(t, []string{"a", "b"}, h.values())
 }
 
-// Property: a holder that is fenced by a later one commits nothing, and a position never goes back. Row C10.
+// Property: a holder that is fenced by a later one commits nothing, and a position never goes back.
+// Row C10 of guarantees.md.
 func TestEarlierHolderIsFenced(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -191,8 +193,8 @@ func TestEarlierHolderIsFenced(t *testing.T) {
 	require.Equal(t, 10, h.number(`SELECT next_offset FROM effectonce.consumer_positions`))
 }
 
-// Property: the transaction's own limits hold whatever the role's defaults are, and what is committed is
-// durable. Rows C9, C33.
+// Property: the transaction's own limits hold whatever the role's defaults are, and commits are
+// durable. Rows C9, C33 of guarantees.md.
 func TestTransactionSetsItsOwnLimits(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

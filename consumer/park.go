@@ -16,21 +16,21 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// Why a message is parked. The schema lists the same.
+// Reasons why a message is parked. The schema lists the same.
 const (
 	reasonFailed      = "failed"       // it failed AttemptsMax times
-	reasonPermanent   = "permanent"    // its error cannot pass
+	reasonPermanent   = "permanent"    // its error is permanent
 	reasonUndecodable = "undecodable"  // its value is not of the expected form
 	reasonUnknownType = "unknown_type" // no handler is routed to
 	reasonInvalid     = "invalid"      // it cannot be identified
 	reasonTooLarge    = "too_large"    // above MessageBytesMax; only its coordinates and key are kept
 	reasonExpired     = "expired"      // older than the dedup window: it may have been handled before
-	reasonConflict    = "conflict"     // its ID was claimed by a message of other content
+	reasonConflict    = "conflict"     // its ID was claimed by a message with other content
 	reasonCrashed     = "crashed"      // its last attempts ended with the process
 	reasonBehind      = "behind"       // an earlier message of its key is parked
 )
 
-// parking says why a message is not handled.
+// parking is why a message is not handled.
 type parking struct {
 	reason   string
 	err      error
@@ -40,13 +40,14 @@ type parking struct {
 // errConflict: dropping the message as a duplicate would lose it.
 var errConflict = errors.New("the ID was claimed by a message with another key or value: its producer uses an ID twice")
 
-// keyHash stands for a key.
+// keyHash is the hash of a key.
 type keyHash [sha256.Size]byte
 
-// heldKeys are the keys of a partition of which a message may be parked: what comes later goes behind it. The holder of
-// the partition loads them when it takes over, and adds what it parks; its workers share them. They are a hint: the
-// transaction that meets such a key asks the database (see queueHeld), and operators need not say what they took away.
-// A message without a key waits for no other.
+// heldKeys are the keys of a partition that may have a parked message: later messages of such a key
+// are parked behind it. The holder of the partition loads the keys when it takes over, and adds the
+// keys that it parks. Its workers share them. They are a hint: a transaction with a message of such
+// a key asks the database (see queueHeld), so operators may delete parked messages without notice.
+// A message without a key waits for no other message.
 type heldKeys struct {
 	mu   sync.Mutex
 	keys map[keyHash]struct{}
@@ -89,7 +90,7 @@ func (h *heldKeys) add(keys map[keyHash]struct{}) {
 	}
 }
 
-// unheld lists those of the keys that were asked for that are not held, and were not parked just now.
+// unheld lists the requested keys that are not held and were not parked by this transaction.
 func unheld(asked [][]byte, held, parked map[keyHash]struct{}) (keys [][]byte) {
 	for _, key := range asked {
 		_, still := held[keyHash(key)]
@@ -101,8 +102,8 @@ func unheld(asked [][]byte, held, parked map[keyHash]struct{}) (keys [][]byte) {
 	return keys
 }
 
-// free forgets keys. Only who waited for the transaction may call it: one that was left behind and whose COMMIT is
-// answered late knows nothing of what was parked since.
+// free removes keys. Only the caller that waited for the transaction may call it: an abandoned
+// attempt whose COMMIT is answered late does not know what was parked since then.
 func (h *heldKeys) free(keys [][]byte) {
 	if len(keys) == 0 {
 		return
@@ -147,17 +148,15 @@ func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selecti
 		generations, callTimes)
 }
 
-// headersText is the stored form of headers, as in the outbox. Names that JSON cannot hold are kept, too: then
-// all headers are one value of raw pairs.
+// headersText is the stored form of headers, as in the outbox. If JSON cannot hold a name, all
+// headers are stored as one value of raw pairs.
 func headersText(headers []Header) string {
-	stored := make([]outbox.Header, len(headers))
 	storable := true
-	for i, h := range headers {
-		stored[i] = outbox.Header{Name: h.Name, Value: h.Value}
+	for _, h := range headers {
 		storable = storable && utf8.ValidString(h.Name) && !strings.ContainsRune(h.Name, 0)
 	}
 	if storable {
-		if text, err := outbox.EncodeHeaders(stored); err == nil {
+		if text, err := outbox.EncodeHeaders(headers); err == nil {
 			return string(text)
 		}
 	}
@@ -172,7 +171,7 @@ func headersText(headers []Header) string {
 
 const rawHeaders = "effectonce-raw-headers"
 
-// headersOf reads headersText.
+// headersOf is the inverse of headersText.
 func headersOf(text []byte) ([]Header, error) {
 	stored, err := outbox.DecodeHeaders(text)
 	if err != nil {
@@ -180,7 +179,7 @@ func headersOf(text []byte) ([]Header, error) {
 	}
 	if len(stored) == 1 && stored[0].Name == rawHeaders {
 		var raw [][2][]byte
-		// What does not decode is a header of that name that its producer sent.
+		// If it does not decode, the producer sent a header of that name.
 		if json.Unmarshal(stored[0].Value, &raw) == nil {
 			headers := make([]Header, len(raw))
 			for i, pair := range raw {
@@ -189,9 +188,5 @@ func headersOf(text []byte) ([]Header, error) {
 			return headers, nil
 		}
 	}
-	headers := make([]Header, len(stored))
-	for i, h := range stored {
-		headers[i] = Header(h)
-	}
-	return headers, nil
+	return stored, nil
 }

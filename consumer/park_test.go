@@ -22,7 +22,8 @@ import (
 
 var errBad = errors.New("no such account")
 
-// shapes are the three shapes of a handler with the same effect. fails says which messages fail, and how.
+// shapes are the three shapes of a handler with the same effect. fails says which messages fail,
+// and how.
 func shapes(fails func(msg *consumer.Message) error) map[string]consumer.Handler {
 	return map[string]consumer.Handler{
 		"each": consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
@@ -42,7 +43,7 @@ func shapes(fails func(msg *consumer.Message) error) map[string]consumer.Handler
 			rows := make([][]any, len(msgs))
 			for i, msg := range msgs {
 				if err := fails(msg); err != nil {
-					return err // does not say whose it is: found by halving
+					return err // does not name the message: found by halving
 				}
 				rows[i] = []any{[16]byte(msg.ID), string(msg.Value)}
 			}
@@ -52,9 +53,10 @@ func shapes(fails func(msg *consumer.Message) error) map[string]consumer.Handler
 	}
 }
 
-// Property: a message that cannot be handled is parked with why, in the transaction that claims it; later
-// messages of its key wait behind it and everything else flows; handed back, it and what waits have their
-// effects in order. For each shape of handler. Rows C15, C17.
+// Property: a message that cannot be handled is parked with the reason, in the transaction that
+// claims it; later messages of its key wait behind it and all others continue; after a retry, it
+// and the waiting messages have their effects in order. For each shape of handler. Rows C15, C17 of
+// guarantees.md.
 func TestParkingKeepsOrder(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"each", "queued", "batch"} {
@@ -111,8 +113,8 @@ func of(key, values string) (found []string) {
 	return found
 }
 
-// Property: while a message is parked, its duplicates are dropped as always, and a consumer that starts anew
-// knows which keys wait.
+// Property: while a message is parked, its duplicates are dropped as always, and a restarted
+// consumer knows which keys wait.
 func TestParkedMessagesOutliveTheConsumer(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -140,8 +142,8 @@ func TestParkedMessagesOutliveTheConsumer(t *testing.T) {
 	require.Equal(t, []string{"a:bad permanent parked", "a:1 behind behind"}, h.parked())
 }
 
-// Property: an operator who deletes the first message of a key, also by plain SQL, frees what waits behind
-// it, in order.
+// Property: an operator who deletes the first message of a key, also by plain SQL, frees the
+// messages behind it, in order.
 func TestDiscardFreesTheKey(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -162,7 +164,8 @@ func TestDiscardFreesTheKey(t *testing.T) {
 	require.Equal(t, []string{"a:1", "a:2", "b:1"}, h.values())
 }
 
-// Property: a failure that may pass is tried AttemptsMax times, counted across restarts, and then parked.
+// Property: after a temporary failure a message is tried AttemptsMax times, counted across
+// restarts, and then parked.
 func TestAttemptsSurviveARestart(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -202,8 +205,8 @@ func TestPermanentStates(t *testing.T) {
 	require.Equal(t, 1, h.number(`SELECT attempts FROM effectonce.parked_messages`))
 }
 
-// Property: what is older than the claims that were forgotten, by its ID or by its record, is parked and not run; a
-// consumer that never forgets runs it.
+// Property: a message that is older than the forgotten claims, by its ID or by its record, is
+// parked and not run; a consumer that never forgets runs it.
 func TestOlderThanWhatWasForgottenIsExpired(t *testing.T) {
 	t.Parallel()
 	for _, forever := range []bool{false, true} {
@@ -246,7 +249,7 @@ func TestTooLargeIsParkedByReference(t *testing.T) {
 	require.NoError(t, stop())
 	require.Equal(t, []string{"b:1"}, h.values())
 	require.Equal(t, []string{" too_large parked", "a:1 behind behind"}, h.parked())
-	// What is not stored cannot be handled again, whoever asks for it.
+	// A message without its stored payload cannot be retried, by any statement.
 	h.retry()
 	stop = h.run(consumer.Each(effect), nil)
 	h.wait("refused", func() bool {
@@ -256,8 +259,8 @@ func TestTooLargeIsParkedByReference(t *testing.T) {
 	require.Equal(t, []string{"b:1"}, h.values())
 }
 
-// Property: with the policy Block nothing is parked: the partition waits, says why in the database, and goes
-// on when the handler is mended.
+// Property: with the policy Block nothing is parked: the partition waits, stores the reason in the
+// database, and continues when the handler is fixed.
 func TestBlockWaitsAndSaysWhy(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -280,8 +283,9 @@ func TestBlockWaitsAndSaysWhy(t *testing.T) {
 	require.Zero(t, h.number(trouble))
 }
 
-// Property: when too many messages fail the partition pauses instead of parking the topic, says so, and goes
-// on by itself when the outage is over; nothing is parked beyond the configured share.
+// Property: when too many messages fail the partition pauses instead of parking the topic, reports
+// that, and continues by itself when the outage is over; nothing is parked beyond the configured
+// share.
 func TestFloodOfFailuresPausesThePartition(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -305,8 +309,8 @@ func TestFloodOfFailuresPausesThePartition(t *testing.T) {
 	require.Len(t, h.parked(), 10)
 }
 
-// Property: a dead letter is published once, with its claim, under a derived ID and the headers that Spring
-// Kafka's dead letters have; its key goes on.
+// Property: a dead letter is published once, with its claim, under a derived ID and the headers
+// that Spring Kafka's dead letters have; its key continues.
 func TestDeadLetterGoesThroughTheOutbox(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -344,8 +348,8 @@ func TestDeadLetterGoesThroughTheOutbox(t *testing.T) {
 	require.NotContains(t, found, "message-id")
 }
 
-// Property: the same ID with another payload is parked as a conflict where payloads are compared; a true
-// duplicate is dropped. Row C23.
+// Property: the same ID with another payload is parked as a conflict where payloads are compared; a
+// true duplicate is dropped. Row C23 of guarantees.md.
 func TestSameIDWithAnotherPayloadIsAConflict(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -361,8 +365,8 @@ func TestSameIDWithAnotherPayloadIsAConflict(t *testing.T) {
 	require.Equal(t, []string{"other conflict parked", "late conflict parked"}, h.parked())
 }
 
-// Property: where the position is what stops redeliveries, a rewound offset and a restart change nothing,
-// and no row is written for a message.
+// Property: if the position stops redeliveries, a rewound offset and a restart change nothing, and
+// no row is written for a message.
 func TestByPositionStopsRedeliveries(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

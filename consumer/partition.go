@@ -11,8 +11,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// partition is one goroutine that handles the records of a partition in order, batch by batch, or hands them
-// to workers.
+// partition is one goroutine that handles the records of a partition in order, batch by batch, or
+// passes them to workers.
 type partition struct {
 	session *session
 	engine  *engine // the session's
@@ -20,30 +20,32 @@ type partition struct {
 	queue   *queue
 
 	pos     *position
-	current atomic.Pointer[position] // what the poller may read; pos is the worker's
+	current atomic.Pointer[position] // a copy for the poller; only the worker uses pos
 	topicID uuid.UUID
 
-	// What an operator and the lanes keep it from, for its state. The session's mutex guards them.
+	// For the partition's state: whether an operator paused it, and the lanes that do not run.
+	// Guarded by the session's mutex.
 	paused bool
-	lanes  map[*lane]laneState // but those that run
+	lanes  map[*lane]laneState // except running ones
 
 	cancel   context.CancelFunc
 	stopping chan struct{} // closed: no further batch, no further attempt
 	once     sync.Once
 	done     chan struct{}
 
-	during uint64        // this poll, and those before it, may bring what was fetched before the partition began
-	looked chan struct{} // has room for one signal: parked messages are due
+	during uint64        // this poll, and earlier ones, may return records that were fetched before the partition began
+	looked chan struct{} // buffers one signal: parked messages are due
 	idle   *time.Ticker
 
-	lookedAt struct{ seen, end int64 } // by the watchdog, the last time
+	lookedAt struct{ seen, end int64 } // what the watchdog saw last
 }
 
-// idleEvery is how often a partition without messages stores that it is behind control records.
+// idleEvery is how often a partition without messages stores a position after control records.
 const idleEvery = 10 * time.Second
 
 func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
-	// The worker outlives the callback that started it, and the poll loop that feeds it: stop ends it.
+	// The worker outlives the callback that started it and the poll loop that feeds it. stop ends
+	// it.
 	ctx, cancel := context.WithCancel(context.WithoutCancel(s.values))
 	p := &partition{
 		session: s, engine: s.engine, pos: pos, topicID: topicID, cancel: cancel, lanes: map[*lane]laneState{},
@@ -64,8 +66,8 @@ func newPartition(s *session, pos *position, topicID uuid.UUID) *partition {
 	return p
 }
 
-// newLane makes the lane of a partition. After a takeover from a holder that ended without order, and without
-// finishing anything, the messages that it may have died of are tried alone.
+// newLane returns the lane of a partition. If the last holder ended without a clean release and
+// without finishing any message, the messages that may have ended its process are handled alone.
 func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan struct{}) *lane {
 	l := &lane{
 		engine: c.engine, ctx: ctx, stopping: stopping, careful: &careful{}, does: laneState{state: StateRunning},
@@ -82,21 +84,21 @@ func (c *Consumer) newLane(ctx context.Context, pos *position, stopping <-chan s
 	return l
 }
 
-// publish lets the poller, and others that look at the partition, see the position.
+// publish makes the position visible to the poller and to other readers.
 func (p *partition) publish() {
 	now := *p.pos
 	p.current.Store(&now)
 }
 
-// mark notes an offset that is to be committed to Kafka.
+// mark records an offset to be committed to Kafka.
 func (p *partition) mark(offset int64) { p.session.mark(p.pos.topic, p.pos.partition, offset) }
 
-// messages makes messages of records from Kafka.
+// messages converts records from Kafka to messages.
 func (p *partition) messages(records []queued) []*Message {
 	return p.lane.messages(p.session.consumer, records, p.topicID)
 }
 
-// messages makes messages of records, with what the lane's position says about them.
+// messages converts records to messages, and sets the fields that depend on the lane's position.
 func (l *lane) messages(c *Consumer, records []queued, topicID uuid.UUID) []*Message {
 	plain := make([]*kgo.Record, len(records))
 	for i, r := range records {
@@ -104,7 +106,7 @@ func (l *lane) messages(c *Consumer, records []queued, topicID uuid.UUID) []*Mes
 	}
 	msgs := c.newMessages(l, plain, topicID)
 	for i, msg := range msgs {
-		msg.scope, msg.behind = l.scope, records[i].behind
+		msg.scope, msg.secrets, msg.behind = l.scope, l.engine.cfg.Secrets, records[i].behind
 		if msg.Offset < l.work.pos.keysFrom {
 			msg.callTime = &msg.Time
 		}
@@ -116,7 +118,7 @@ func (p *partition) key() topicPartition { return topicPartition{p.queue.topic, 
 
 func (p *partition) stop() { p.once.Do(func() { close(p.stopping) }) }
 
-func (p *partition) run() {
+func (p *partition) handleUntilStopped() {
 	defer close(p.done)
 	defer p.cancel()
 	ended := false
@@ -152,11 +154,11 @@ func (p *partition) work() {
 	}
 	p.alone(func() bool { return p.lane.stopped() || p.lane.careful.left.Load() <= 0 })
 	if !p.lane.stopped() {
-		newFleet(p).run()
+		newFleet(p).runWorkers()
 	}
 }
 
-// alone handles one batch after the other, and in between what operators hand back.
+// alone handles one batch after the other, and in between the parked messages that are due.
 func (p *partition) alone(until func() bool) {
 	for !until() {
 		ok := true
@@ -176,7 +178,7 @@ func (p *partition) alone(until func() bool) {
 	}
 }
 
-// rest waits for something to do.
+// rest waits for records, due parked messages or the idle tick.
 func (p *partition) rest() bool {
 	select {
 	case <-p.stopping:
@@ -189,8 +191,8 @@ func (p *partition) rest() bool {
 	return true
 }
 
-// release tries again what operators handed back and what waits behind it, one transaction of it. The poller asks for
-// more while there is more. It returns false if the partition is to stop.
+// release retries due parked messages and the messages behind them, and asks for another release if
+// there may be more. It returns false if the partition must stop.
 func (p *partition) release() bool {
 	if p.queue.isHalted() {
 		return true
@@ -198,25 +200,25 @@ func (p *partition) release() bool {
 	list, err := p.lane.due(p.lane.ctx)
 	if err == nil && len(list) > 0 {
 		if err = p.lane.release(p.lane.ctx, list); err == nil {
-			p.look() // there may be more
+			p.requestRelease() // there may be more
 		}
 	}
 	if err != nil && !p.lane.stopped() {
-		p.lane.said.warn(p.lane, "parked messages cannot be looked after; it is tried again", err)
+		p.lane.said.warn(p.lane, "could not read due parked messages; will retry", err)
 	}
 	return !p.lane.stopped()
 }
 
-// look asks for a release.
-func (p *partition) look() {
+// requestRelease asks for a release.
+func (p *partition) requestRelease() {
 	select {
 	case p.looked <- struct{}{}:
 	default:
 	}
 }
 
-// advanceIdle stores that the partition is behind control records that no message follows. It returns false if the
-// partition is to stop.
+// advanceIdle stores a position after control records that no message follows. It returns false if
+// the partition must stop.
 func (p *partition) advanceIdle() bool {
 	behind, at := p.queue.behindControl()
 	if behind == 0 || p.pos.stored != nil && *p.pos.stored >= behind {
@@ -225,8 +227,8 @@ func (p *partition) advanceIdle() bool {
 	return p.advance(passed{behind, at})
 }
 
-// advance stores a position outside of the transactions that handled the messages. It returns false if the partition
-// is to stop.
+// advance stores a position outside of the transactions that handled the messages. It returns false
+// if the partition must stop.
 func (p *partition) advance(to passed) bool {
 	e := p.engine
 	ctx, cancel := e.bounded(p.lane.ctx)
@@ -247,5 +249,5 @@ func (p *partition) advance(to passed) bool {
 	case e.verdict(f) == verdictFenced:
 		return p.lane.takeBack(f)
 	}
-	return p.lane.stopped() || p.lane.wait(1, f) // not stored is only late
+	return p.lane.stopped() || p.lane.wait(1, f) // a position that is not stored now is stored later
 }

@@ -9,11 +9,13 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// pollEvery is how often a session asks the database what concerns its partitions: one statement for all of them.
+// pollEvery is how often a session queries the database about its partitions, with one statement
+// for all of them.
 const pollEvery = time.Second
 
-// poll looks after the partitions of the session until ctx ends: parked messages that are due, operators' orders and
-// pauses, positions that went back. A partition at work would hear of the last from its own transactions.
+// poll checks the partitions of the session until ctx ends: for due parked messages, operators'
+// orders and pauses, and positions that moved back. A partition that handles messages would also
+// see the last in its own transactions.
 func (s *session) poll(ctx context.Context) {
 	ticker := time.NewTicker(pollEvery)
 	defer ticker.Stop()
@@ -26,18 +28,18 @@ func (s *session) poll(ctx context.Context) {
 		}
 		err := s.pollOnce(ctx)
 		if err != nil && ctx.Err() == nil && !said {
-			s.engine.cfg.Logger.WarnContext(ctx, "partitions cannot be looked after; it is tried again every second", "group", s.engine.cfg.Group, "error", err)
+			s.engine.cfg.Logger.WarnContext(ctx, "could not poll for orders, pauses and due messages; will retry every second", "group", s.engine.cfg.Group, "error", err)
 		}
 		said = err != nil
 	}
 }
 
-// found is what the database said about one partition.
+// found is the database's answer about one partition.
 type found struct {
 	place  int
 	epoch  *int64
 	other  *bool // another holder has it
-	back   *bool // the database went back behind what this holder committed
+	back   *bool // the database lost commits of this holder
 	order  bool  // an operator wants it to resume elsewhere
 	paused bool
 	due    bool
@@ -60,14 +62,14 @@ func (s *session) pollOnce(ctx context.Context) error {
 	defer cancel()
 	rows, err := e.pool.Query(limited, e.sql.poll, e.cfg.Group, topics, numbers, consumers, epochs, known)
 	if err != nil {
-		return fmt.Errorf("look after partitions: %w", err)
+		return fmt.Errorf("poll partitions: %w", err)
 	}
 	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (f found, err error) {
 		err = row.Scan(&f.place, &f.epoch, &f.other, &f.back, &f.order, &f.paused, &f.due)
 		return f, err
 	})
 	if err != nil {
-		return fmt.Errorf("look after partitions: %w", err)
+		return fmt.Errorf("poll partitions: %w", err)
 	}
 	paused := make([]bool, n)
 	for _, f := range all {
@@ -87,7 +89,7 @@ func (s *session) pollOnce(ctx context.Context) error {
 	return nil
 }
 
-// act passes on to a partition what was found.
+// act acts on what was found about a partition.
 func (s *session) act(ctx context.Context, p *partition, f found) {
 	switch key := (topicPartition{p.pos.topic, p.pos.partition}); {
 	case f.epoch == nil, f.back != nil && *f.back:
@@ -95,11 +97,11 @@ func (s *session) act(ctx context.Context, p *partition, f found) {
 	case f.order:
 		s.retake(ctx, key, "an operator ordered where it resumes")
 	case f.due && !f.paused:
-		p.look()
+		p.requestRelease()
 	}
 }
 
-// working lists the partitions that are in work.
+// working lists the running partitions.
 func (s *session) working() []*partition {
 	s.mu.Lock()
 	defer s.mu.Unlock()

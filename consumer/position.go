@@ -19,9 +19,9 @@ import (
 type hold struct {
 	topicPartition
 	log     *topicLog // nil: the records do not come from Kafka
-	running bool      // its worker keeps its place
-	seen    *int64    // a position that was read before log was asked for
-	offsets []int64   // of the records given to Deliver
+	running bool      // its worker continues where it is
+	seen    *int64    // a position that was read before log
+	offsets []int64   // of the records passed to Deliver
 }
 
 // held is a partition that was taken over, or why it could not be.
@@ -29,12 +29,13 @@ type held struct {
 	pos      *position
 	decision decision
 	waits    error
-	ahead    *int64 // the position is ahead of the log, which may only be older
+	ahead    *int64 // the position is ahead of the log, perhaps only because the log was read earlier
 }
 
-var errAhead = errors.New("the position moves on while it is taken over")
+var errAhead = errors.New("the position advances while it is taken over")
 
-// aheadOf returns a position that is ahead of the end of the topic, unless it was so when the end was asked for.
+// aheadOf returns a position that is ahead of the end of the topic, unless it was already ahead
+// when the end was read.
 func (h hold) aheadOf(row storedPosition) *int64 {
 	if h.log == nil || h.running || row.next == nil || *row.next <= h.log.end || (known{row: row, log: h.log}).recreated() {
 		return nil
@@ -45,15 +46,16 @@ func (h hold) aheadOf(row storedPosition) *int64 {
 	return row.next
 }
 
-// errNotMet: where a group begins at the end of a topic, all partitions begin there at the same moment.
-var errNotMet = errors.New("the group meets the topic for the first time and begins at its end (Config.Start): that takes the ends of all its partitions, and one has none (no leader?)")
+// errNotMet: if a group begins at the end of a topic, all partitions begin there at the same
+// moment.
+var errNotMet = errors.New("first contact of the group with the topic, to begin at its end (Config.Start): this needs the ends of all partitions, and one is unknown (no leader?)")
 
-// idRule names the rule by which messages of a topic get their IDs. What was worked through under another
-// rule has other claims.
+// idRule is the text of the rule by which messages of a topic get their IDs. Messages that were
+// handled under another rule have other claims.
 func (c *Consumer) idRule(topic string) string { return c.rules[topic].String() }
 
-// hold begins a new epoch for each partition, decides where it begins and stores that, all in one transaction:
-// rows are locked before anything is decided from them. It returns what it took over in the order of holds.
+// hold begins a new epoch for each partition, decides where it begins and stores the decision, all
+// in one transaction. It locks the rows before it decides. The results are in the order of holds.
 func (c *Consumer) hold(ctx context.Context, holds []hold, contacts []contact) ([]held, error) {
 	taken := make([]held, len(holds))
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}
@@ -85,7 +87,7 @@ func (c *Consumer) known(h hold, row storedPosition, met map[string]int32) known
 	cfg := c.engine.cfg
 	rule := c.idRule(h.topic)
 	if row.handledRule != nil {
-		// Two texts may give every message the same ID.
+		// Two texts may describe rules that give every message the same ID.
 		if earlier, err := dedup.ParseIDRule(*row.handledRule); err == nil && earlier.SameIDs(c.rules[h.topic]) {
 			row.handledRule = &rule
 		}
@@ -112,22 +114,24 @@ func (c *Consumer) decide(k known) held {
 	return held{pos: pos, decision: d}
 }
 
-// contact is a topic that the group may meet for the first time.
+// contact is a topic with which this may be the group's first contact.
 type contact struct {
 	topic      string
 	topicID    uuid.UUID
 	partitions int32
-	rows       []firstPosition // to be stored at once, before the partitions are taken over
+	rows       []firstPosition // to be stored together, before the partitions are taken over
 }
 
-// firstPosition is where a partition of such a topic begins; nil: at its start, or at Kafka's offset.
+// firstPosition is where a partition of such a topic begins; nil: at its start, or at Kafka's
+// offset.
 type firstPosition struct {
 	partition int32
 	next      *int64
 }
 
-// firstPositions are stored when a group meets a topic. Config.Start counts only here: a partition that is added
-// later, and a topic that is made anew, were subscribed to when their first records came.
+// firstPositions returns the positions to store at the group's first contact with a topic.
+// Config.Start counts only here: the group was already subscribed when the first records of a
+// recreated topic, or of a partition that was added later, arrived.
 func firstPositions(start Start, logs map[int32]*topicLog) []firstPosition {
 	if start != StartLatest {
 		return nil
@@ -144,7 +148,7 @@ func firstPositions(start Start, logs map[int32]*topicLog) []firstPosition {
 	return rows
 }
 
-// lockPositions makes the rows that are missing, and locks and reads them.
+// lockPositions inserts missing rows, then locks and reads all of them.
 func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, contacts []contact) (map[topicPartition]storedPosition, map[string]int32, error) {
 	topics, numbers := make([]string, len(holds)), make([]int32, len(holds))
 	for i, h := range holds {
@@ -214,7 +218,7 @@ func nullable(id uuid.UUID) *[16]byte {
 	return &raw
 }
 
-// storeHolds stores what was decided.
+// storeHolds stores the decisions.
 func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows map[topicPartition]storedPosition, taken []held) error {
 	var topics, rules []string
 	var numbers, stuck, by []int32
@@ -274,7 +278,7 @@ func (c *Consumer) paused(ctx context.Context) (map[string]bool, error) {
 	return found, nil
 }
 
-// giveUp notes that positions are given up in good order.
+// giveUp stores that positions are released in good order.
 func (c *Consumer) giveUp(ctx context.Context, positions []*position) error {
 	if len(positions) == 0 {
 		return nil
@@ -286,18 +290,19 @@ func (c *Consumer) giveUp(ctx context.Context, positions []*position) error {
 	ctx, cancel := context.WithTimeout(ctx, markMax)
 	defer cancel()
 	if _, err := c.engine.pool.Exec(ctx, c.engine.sql.givenUp, c.engine.cfg.Group, topics, numbers, epochs); err != nil {
-		return fmt.Errorf("give positions up: %w", err)
+		return fmt.Errorf("release positions: %w", err)
 	}
 	return nil
 }
 
-// handled reports whether an offset was worked through before: a claim that is fresh there was forgotten.
+// handled reports whether an offset is in the handled range: a fresh claim there means that the
+// earlier one was forgotten.
 func (p *position) handled(offset int64) bool {
 	to := p.handledBefore()
 	return to != nil && p.handledFrom <= offset && offset < *to
 }
 
-// handledBefore is where that range ends; nil: it is empty.
+// handledBefore is the end of that range; nil: it is empty.
 func (p *position) handledBefore() *int64 {
 	if p.handledTo != nil {
 		return p.handledTo

@@ -2,26 +2,28 @@ package consumer
 
 import "github.com/effectonce/effectonce/migrations"
 
-// settingsSQL makes a transaction safe whatever the defaults of the role are: a holder that froze loses
-// its claims in bounded time, and what is committed is durable. set_config with true is SET LOCAL. The last column
-// but one names the server: after a failover, or a restart, it is another time. The last one is the session: see silent.
+// settingsSQL makes a transaction safe whatever the defaults of the role are: a holder that froze
+// loses its claims in bounded time, and commits are durable. set_config with true is SET LOCAL. The
+// last column but one identifies the server: after a failover or a restart it is another time. The
+// last column is the session: see silent.
 const settingsSQL = `-- consumer.settings
 SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2, true),
   set_config('idle_in_transaction_session_timeout', $3, true),
-  set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true),
+  set_config('synchronous_commit', CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true),
   pg_postmaster_start_time(), pg_backend_pid()`
 
-// sessionSQL asks what the server knows about a session. It is not asked by what the client knows as its process
-// number, which a connection pooler in between makes up.
+// sessionSQL reads the state of a session. Its argument is pg_backend_pid() as settingsSQL read it,
+// not the process number that the client knows: a connection pooler in between makes that one up.
 const sessionSQL = `-- consumer.session
 SELECT coalesce(state, '') FROM pg_catalog.pg_stat_activity WHERE pid = $1`
 
-// advanceSQL raises EO001 where the position is not the caller's any more.
+// advanceSQL raises EO001 if the caller no longer holds the position.
 const advanceSQL = `-- consumer.advance
 SELECT effectonce.advance_position($1, $2, $3, $4, $5, $6, $7)`
 
-// contactSQL notes that a group meets topics. Where it begins at their ends, all of them are stored by the same
-// statement: of two consumers that start together one decides, and the other waits for it here.
+// contactSQL records the first contact of a group with topics. If the group begins at the ends of
+// the topics, the same statement stores all positions: if two consumers start together, one decides
+// and the other waits for it here.
 const contactSQL = `-- consumer.contact
 WITH met AS (
   INSERT INTO effectonce.consumer_topics (consumer_group, topic, topic_id, partitions)
@@ -37,18 +39,19 @@ WHERE t.topic IN (SELECT topic FROM met)
 ORDER BY t.topic, t.partition
 ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 
-// metSQL reads how many partitions topics had when the group met them.
+// metSQL reads how many partitions topics had at the group's first contact.
 const metSQL = `-- consumer.met
 SELECT topic, partitions FROM effectonce.consumer_topics WHERE consumer_group = $1 AND topic = ANY ($2::text[])`
 
-// rowsSQL makes sure that there is a row to lock for each partition.
+// rowsSQL inserts missing rows, so that each partition has a row to lock.
 const rowsSQL = `-- consumer.rows
 INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, epoch)
 SELECT $1, t.topic, t.partition, 0 FROM unnest($2::text[], $3::int[]) AS t (topic, partition)
 ORDER BY t.topic, t.partition
 ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 
-// lockSQL reads positions and keeps their holders from advancing them until a takeover is stored.
+// lockSQL reads positions and locks them, so that their holders cannot advance them until the
+// takeover is stored.
 const lockSQL = `-- consumer.lock
 SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_by, p.handled_rule, p.keys_from, p.known_epoch,
   p.resume_at, p.owner IS NOT NULL, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time()
@@ -57,8 +60,8 @@ WHERE p.consumer_group = $1 AND (p.topic, p.partition) IN (SELECT t.topic, t.par
 ORDER BY p.topic, p.partition
 FOR UPDATE`
 
-// holdSQL takes partitions over: it begins a new epoch for each, so that their earlier holders cannot advance
-// them. It matches the epoch that was decided from.
+// holdSQL takes partitions over: it begins a new epoch for each, so that earlier holders cannot
+// advance them. It matches the epoch on which the decision was based.
 const holdSQL = `-- consumer.hold
 UPDATE effectonce.consumer_positions p SET
   epoch = p.epoch + 1, known_epoch = p.epoch + 1, owner = $2, updated_at = clock_timestamp(), released = t.halt IS NOT NULL,
@@ -72,17 +75,17 @@ FROM unnest($3::text[], $4::int[], $5::bigint[], $6::uuid[], $7::bigint[], $8::i
   AS t (topic, partition, epoch, topic_id, next, stuck, moved, handled_from, handled_by, handled_rule, keys_from, ordered, halt)
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch`
 
-// widenSQL notes that what lies before handled_from was worked through, too.
+// widenSQL moves handled_from back: the messages from there on were handled, too.
 const widenSQL = `-- consumer.widen
 UPDATE effectonce.consumer_positions SET handled_from = least(handled_from, $5)
 WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4`
 
-// resetSQL leaves a note that records are passed over.
+// resetSQL records in operator_actions that records are skipped.
 const resetSQL = `-- consumer.reset
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
-VALUES ($1, 'position.reset', $2, jsonb_build_object('group', $3::text, 'topic', $4::text, 'partition', $5::int, 'next_offset', $6::bigint))`
+VALUES ($1, 'position.reset', $2, pg_catalog.jsonb_build_object('group', $3::text, 'topic', $4::text, 'partition', $5::int, 'next_offset', $6::bigint))`
 
-// ordersSQL lists partitions for which there is an operator's order.
+// ordersSQL lists partitions that have an operator's resume order.
 const ordersSQL = `-- consumer.orders
 SELECT p.topic, p.partition FROM unnest($2::text[], $3::int[]) AS t (topic, partition)
 JOIN effectonce.consumer_positions p ON p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition
@@ -95,21 +98,22 @@ SELECT topic FROM effectonce.consumer_pauses WHERE consumer_group = $1`
 const primarySQL = `-- consumer.primary
 SELECT NOT pg_is_in_recovery()`
 
-// checkSQL raises EO001 where the partition is not the caller's any more, and changes nothing.
+// checkSQL raises EO001 if the caller no longer holds the partition, and changes nothing.
 const checkSQL = `-- consumer.check
 SELECT effectonce.check_position($1, $2, $3, $4)`
 
-// checkKnownSQL does the same for a worker: it also raises where the database is behind what the caller saw stored.
+// checkKnownSQL does the same for a worker: it also raises if the database is behind the position
+// that the caller last saw stored.
 const checkKnownSQL = `-- consumer.check_known
 SELECT effectonce.check_position($1, $2, $3, $4, $5)`
 
-// advanceApartSQL advances a position outside of the transactions that handled the messages, on the server that they
-// were handled on and no other. No row: another one answers.
+// advanceApartSQL advances a position outside of the transactions that handled the messages, and
+// only on the server that handled them. No row: another server answered.
 const advanceApartSQL = `-- consumer.advance_apart
 SELECT effectonce.advance_position($1, $2, $3, $4, $5, $6, $7) WHERE pg_catalog.pg_postmaster_start_time() = $8`
 
-// guardSQL opens the cursor that makes a COMMIT fail which is not the engine's; closeGuardSQL takes it away,
-// and fails where the transaction is not the one that opened it.
+// guardSQL opens the cursor that makes every COMMIT fail except the engine's. closeGuardSQL closes
+// it, and fails if the transaction is not the one that opened it.
 const guardSQL = `-- consumer.guard
 DECLARE ` + guardCursor + ` NO SCROLL CURSOR WITH HOLD FOR SELECT effectonce.refuse_commit()`
 
@@ -118,12 +122,13 @@ const (
 	closeGuardSQL = "CLOSE " + guardCursor
 )
 
-// troubleSQL says why a partition stands still. The next advance takes it back.
+// troubleSQL stores why a partition does not continue. The next advance clears it.
 const troubleSQL = `-- consumer.trouble
 UPDATE effectonce.consumer_positions SET trouble = $5, trouble_since = coalesce(trouble_since, clock_timestamp()), updated_at = clock_timestamp()
 WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND epoch = $4`
 
-// caughtUpSQL notes that partitions were handled up to their end at a time of the database's clock.
+// caughtUpSQL records that partitions were handled up to their end at a time of the database's
+// clock.
 const caughtUpSQL = `-- consumer.caught_up
 UPDATE effectonce.consumer_positions p SET caught_up_at = $5
 FROM unnest($2::text[], $3::int[], $4::bigint[], $6::bigint[]) AS t (topic, partition, epoch, delivered)
@@ -134,8 +139,8 @@ WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition 
 const holderSQL = `-- consumer.holder
 SELECT epoch, owner FROM effectonce.consumer_positions WHERE consumer_group = $1 AND topic = $2 AND partition = $3`
 
-// pollSQL looks after all partitions of a session at once: it lists those for which something is to be done. $6 is
-// the position that its holder knows.
+// pollSQL checks all partitions of a session at once: it lists those that need action. $6 is the
+// position that the holder knows.
 const pollSQL = `-- consumer.poll
 SELECT t.n - 1, p.epoch, p.epoch <> t.epoch, p.epoch = t.epoch AND (p.next_offset < t.known OR p.next_offset IS NULL AND t.known IS NOT NULL),
   p.resume_at IS NOT NULL, paused.topic IS NOT NULL, due.yes IS NOT NULL
@@ -151,13 +156,13 @@ WHERE p.epoch IS DISTINCT FROM t.epoch OR p.next_offset < t.known OR p.next_offs
 const clockSQL = `-- consumer.clock
 SELECT clock_timestamp()`
 
-// givenUpSQL notes that a holder ended in good order.
+// givenUpSQL records that a holder ended in good order.
 const givenUpSQL = `-- consumer.given_up
 UPDATE effectonce.consumer_positions p SET released = true
 FROM unnest($2::text[], $3::int[], $4::bigint[]) AS t (topic, partition, epoch)
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch`
 
-// attemptSQL counts an attempt. It commits by itself, before the attempt begins.
+// attemptSQL counts an attempt, in its own transaction.
 const attemptSQL = `-- consumer.attempt
 INSERT INTO effectonce.message_attempts AS a (consumer, message_id, attempts, error, keys) VALUES ($1, $2, 1, $3, $4)
 ON CONFLICT (consumer, message_id) DO UPDATE SET
@@ -170,8 +175,8 @@ SELECT message_id, attempts, keys FROM effectonce.message_attempts WHERE consume
 const forgetAttemptsSQL = `-- consumer.forget_attempts
 DELETE FROM effectonce.message_attempts WHERE consumer = $1 AND message_id = ANY ($2::uuid[])`
 
-// parkSQL inserts in the order of the messages, which is the order of seq. A message that is there already
-// (a conflict that was delivered again has no claim of its own) stays as it is.
+// parkSQL inserts in the order of the messages, which becomes the order of seq. A message that is
+// already stored (a redelivered conflict has no claim of its own) stays unchanged.
 const parkSQL = `-- consumer.park
 INSERT INTO effectonce.parked_messages
   (consumer, message_id, topic, topic_id, partition, "offset", key, payload, headers, record_time, reason, error, attempts, state, keys, call_time)
@@ -183,7 +188,8 @@ FROM unnest($2::uuid[], $3::text[], $4::uuid[], $5::int[], $6::bigint[], $7::byt
 ORDER BY m.n
 ON CONFLICT (consumer, topic, partition, "offset", message_id) DO NOTHING`
 
-// adoptSQL promotes messages that wait behind none: the previous release had no trigger that promotes, and may have left some.
+// adoptSQL promotes messages in state behind that have no message before them: the previous release
+// had no promoting trigger, and may have left some.
 const adoptSQL = `-- consumer.adopt
 UPDATE effectonce.parked_messages p SET
   state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
@@ -191,13 +197,14 @@ FROM (SELECT DISTINCT ON (sha256(key)) seq, state FROM effectonce.parked_message
   WHERE consumer = $1 AND topic = $2 AND partition = $3 AND key IS NOT NULL ORDER BY sha256(key), seq) AS first
 WHERE p.seq = first.seq AND first.state = 'behind' AND p.state = 'behind'`
 
-// headsSQL lists the keys of the first parked messages, by the index of heads alone. It is read when a partition is
-// taken over.
+// headsSQL lists the keys of the first parked messages, from the index of heads alone. It runs when
+// a partition is taken over.
 const headsSQL = `-- consumer.heads
 SELECT DISTINCT sha256(key) FROM effectonce.parked_messages
 WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state <> 'behind' AND key IS NOT NULL`
 
-// lockHeadsSQL keeps the first parked messages of some keys where they are. The order of seq is the order of locks.
+// lockHeadsSQL locks the first parked messages of some keys, so that they cannot be deleted. It
+// locks in the order of seq.
 const lockHeadsSQL = `-- consumer.lock_heads
 SELECT pg_catalog.sha256(p.key) FROM effectonce.parked_messages p
 WHERE p.seq = ANY (ARRAY(SELECT first.seq FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
@@ -205,25 +212,29 @@ WHERE p.seq = ANY (ARRAY(SELECT first.seq FROM pg_catalog.unnest($4::bytea[]) AS
     WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash ORDER BY n.seq LIMIT 1) AS first))
 ORDER BY p.seq FOR KEY SHARE OF p`
 
-// heldNowSQL says which of the keys have a parked message. It follows lockHeadsSQL with a newer snapshot: a first
-// message that went away while its lock was waited for may have another one behind it.
+// heldNowSQL lists which of the keys have a parked message. It follows lockHeadsSQL with a newer
+// snapshot: a first message that was deleted during the wait for its lock may have another one
+// behind it.
 const heldNowSQL = `-- consumer.held_now
 SELECT k.hash FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
 WHERE EXISTS (SELECT FROM effectonce.parked_messages n
   WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash)`
 
-// touchHeadsSQL writes the first parked messages of some keys anew, as they are. An operator's transaction of an earlier
-// snapshot does not see what is parked behind one, and a lock alone would not stop it from deleting the first one: what is
-// behind would wait for ever. Now PostgreSQL refuses it (40001).
+// touchHeadsSQL rewrites the first parked messages of some keys unchanged. An operator's
+// transaction with an earlier snapshot does not see a message that is parked behind one of them,
+// and a lock alone would not stop it from deleting the first one: the message behind it would wait
+// forever. Because of the write, PostgreSQL refuses the delete (40001).
 const touchHeadsSQL = `-- consumer.touch_heads
 UPDATE effectonce.parked_messages p SET state = p.state
 WHERE p.seq = ANY (ARRAY(SELECT first.seq FROM pg_catalog.unnest($4::bytea[]) AS k (hash)
   CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
     WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND pg_catalog.sha256(n.key) = k.hash ORDER BY n.seq LIMIT 1) AS first))`
 
-// orderRetriesSQL: a message that waits behind another one of its key cannot be retried before it. An operator's retry
-// of such a message means that it is run when its turn comes. The lock keeps the first one where it is until that is stored,
-// or the trigger that promotes would not see a message that waits. $4 is how many are looked at.
+// orderRetriesSQL sets a message back to behind if an earlier message of its key is parked: it
+// cannot be retried before that one. If an operator retries such a message, it runs after the
+// earlier ones. The lock keeps the first message in place until the new state is stored; otherwise
+// the promoting trigger would not see the waiting message. $4 is how many due messages are
+// examined.
 const orderRetriesSQL = `-- consumer.order_retries
 WITH due AS MATERIALIZED (
   SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
@@ -242,21 +253,23 @@ WITH due AS MATERIALIZED (
 UPDATE effectonce.parked_messages p SET state = 'behind', reason = CASE WHEN p.reason = 'too_large' THEN p.reason ELSE 'behind' END
 FROM later JOIN first USING (hash) WHERE p.seq = later.seq AND first.seq < p.seq AND p.state = 'retry'`
 
-// countParkedSQL counts what is parked, up to $4 messages of each partition, by an index alone.
+// countParkedSQL counts parked messages, up to $4 per partition, from an index alone.
 const countParkedSQL = `-- consumer.count_parked
 SELECT t.n - 1, (SELECT count(*) FROM (SELECT FROM effectonce.parked_messages m
     WHERE m.consumer = t.consumer AND m.topic = t.topic AND m.partition = t.partition LIMIT $4) AS counted)
 FROM unnest($1::int[], $2::text[], $3::int[]) WITH ORDINALITY AS t (consumer, topic, partition, n)`
 
-// refuseLargeSQL takes back what cannot be handled again, because it is not stored as a whole.
+// refuseLargeSQL returns messages to state parked that cannot be retried, because they are not
+// stored as a whole.
 const refuseLargeSQL = `-- consumer.refuse_large
 UPDATE effectonce.parked_messages SET state = 'parked'
 WHERE seq = ANY (ARRAY(SELECT d.seq FROM effectonce.parked_messages d
   WHERE d.consumer = $1 AND d.topic = $2 AND d.partition = $3 AND d.state = 'retry' AND d.retry_at <= statement_timestamp()
   ORDER BY d.retry_at LIMIT $4)) AND state = 'retry' AND reason = 'too_large'`
 
-// dueSQL lists what is due, in the order in which it became so; where keys are held ($5), the first message of each. The time
-// is that of the statement: an index cannot be asked for clock_timestamp().
+// dueSQL lists due messages, in the order in which they became due; if keys are held ($5), only the
+// first message of each key. It uses the statement's time: an index cannot be searched by
+// clock_timestamp().
 const dueSQL = `-- consumer.due
 SELECT d.seq, d.hash FROM (SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
   WHERE consumer = $1 AND topic = $2 AND partition = $3 AND state = 'retry' AND retry_at <= statement_timestamp()
@@ -264,10 +277,11 @@ SELECT d.seq, d.hash FROM (SELECT seq, sha256(key) AS hash FROM effectonce.parke
 WHERE NOT $5::boolean OR NOT EXISTS (SELECT FROM effectonce.parked_messages n
   WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = d.hash AND n.seq < d.seq)`
 
-// releaseSQL chooses what is tried again: the due messages $6, and what waits behind each, in order and without a gap, up to $7
-// of them; of all of that up to $4 messages and $5 bytes, but at least one. What has a reason of its own, and what waits
-// behind that, is left for an operator. The time of the release is stored before anything is done with it. Keys for
-// foreign calls that depend on a time keep it.
+// releaseSQL chooses the messages to retry: the due messages $6, and up to $7 messages that wait
+// behind each, in order and without a gap. It returns up to $4 messages and $5 bytes of these, but
+// at least one message. A message with a reason of its own, and the messages behind it, are left
+// for an operator. The time of the release is stored before the messages are used. Keys for foreign
+// calls that depend on a time keep it.
 const releaseSQL = `-- consumer.release
 WITH due AS MATERIALIZED (
   SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
@@ -281,7 +295,7 @@ WITH due AS MATERIALIZED (
     ORDER BY n.seq LIMIT $7) AS f
   WHERE f.waits
 ), chosen AS (
-  SELECT l.seq, row_number() OVER w AS n, sum(coalesce(octet_length(p.payload), 0) + octet_length(p.headers::text)) OVER w AS bytes
+  SELECT l.seq, row_number() OVER w AS n, pg_catalog.sum(coalesce(octet_length(p.payload), 0) + octet_length(p.headers::text)) OVER w AS bytes
   FROM line l JOIN effectonce.parked_messages p USING (seq) WINDOW w AS (ORDER BY l.head, l.seq)
 )
 UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, clock_timestamp()),
@@ -289,15 +303,16 @@ UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, cl
 FROM chosen c WHERE p.seq = c.seq AND (c.n = 1 OR c.n <= $4 AND c.bytes <= $5)
 RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.released_at, p.call_time`
 
-// lockParkedSQL decides who handles parked messages: whoever deletes them. In the order of seq, or two
-// transactions could deadlock.
+// lockParkedSQL locks parked messages before they are handled and deleted, so that only one
+// transaction handles them. It locks in the order of seq; otherwise two transactions could
+// deadlock.
 const lockParkedSQL = `-- consumer.lock_parked
 SELECT seq FROM effectonce.parked_messages WHERE seq = ANY ($1::bigint[]) ORDER BY seq FOR UPDATE`
 
 const unparkSQL = `-- consumer.unpark
 DELETE FROM effectonce.parked_messages WHERE seq = ANY ($1::bigint[])`
 
-// setBackSQL ends a retry. The attempts move from where they are counted to the message.
+// setBackSQL ends a retry. The attempts move from message_attempts to the message.
 const setBackSQL = `-- consumer.set_back
 WITH counted AS (DELETE FROM effectonce.message_attempts WHERE $2 = 'parked' AND consumer = $7 AND message_id = $8)
 UPDATE effectonce.parked_messages SET state = $2, reason = $3, error = $4, attempts = attempts + $5,

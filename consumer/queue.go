@@ -10,34 +10,35 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// A partition pauses when much waits and resumes when half of it is left. A fetch that is under way while it
-// is paused leaves it out and may wait for other partitions, up to the client's FetchMaxWait: what still
-// waits has to last that long.
+// A partition pauses fetching when these limits are reached and resumes at half of them. A fetch
+// that begins while it is paused excludes it and may wait for other partitions, up to the client's
+// FetchMaxWait. The waiting records must last that long.
 const (
 	waitingBatchesMax = 20
 	waitingBytesMax   = 16 << 20
 )
 
-// queue holds the records of a partition that arrived and are not in work.
+// queue holds the records of a partition that have arrived and are not yet taken.
 type queue struct {
 	client    *kgo.Client
 	topic     string
 	partition int32
 	batchMax  int
-	arrived   chan struct{} // has room for one signal
+	arrived   chan struct{} // buffers one signal
 
 	mu        sync.Mutex
 	waiting   []queued
-	bytes     int // of keys, values and headers waiting
+	bytes     int // of waiting keys, values and headers
 	paused    bool
 	halted    bool      // by an operator
-	begin     int64     // what comes before was asked for by an earlier fetch
-	seen      int64     // offset behind the last record that arrived, control records included
-	seenAt    time.Time // the last record's
-	delivered int64     // the same without control records
+	failed    bool      // the next records cannot be read, and no later ones are taken
+	begin     int64     // earlier offsets come from an earlier fetch
+	seen      int64     // offset after the last record that arrived, including control records
+	seenAt    time.Time // time of that record
+	delivered int64     // like seen, without control records
 }
 
-// queued is a record with the offset behind it and the control records that follow it.
+// queued is a record with the offset after it and the control records that follow it.
 type queued struct {
 	record *kgo.Record
 	behind int64
@@ -47,7 +48,7 @@ func newQueue(client *kgo.Client, topic string, partition int32, batchMax int) *
 	return &queue{client: client, topic: topic, partition: partition, batchMax: batchMax, arrived: make(chan struct{}, 1)}
 }
 
-// start says where the first record is expected.
+// start sets the offset at which the first record is expected.
 func (q *queue) start(offset int64) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -62,12 +63,15 @@ func recordBytes(r *kgo.Record) int {
 	return n
 }
 
-// add takes records, and pauses fetching when enough of them wait. Pausing and resuming happen under
-// the lock that guards what they are decided by: done later, a pause could land after the resume that
-// answers it, and nothing would be fetched any more.
+// add adds records, and pauses fetching when enough of them wait. Pausing and resuming happen under
+// the lock that guards the queue: otherwise a pause could take effect after a later resume, and
+// fetching would stop forever.
 func (q *queue) add(records []*kgo.Record) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	if q.failed {
+		return
+	}
 	for _, record := range records {
 		if record.Offset < q.begin {
 			continue
@@ -102,22 +106,43 @@ func (q *queue) pop() []queued {
 	}
 	n := min(len(q.waiting), q.batchMax)
 	batch := slices.Clone(q.waiting[:n])
-	clear(q.waiting[:n]) // what arrives later keeps none of what is done
+	clear(q.waiting[:n]) // the array must not keep finished records alive
 	q.waiting = q.waiting[n:]
 	for _, r := range batch {
 		q.bytes -= recordBytes(r.record)
 	}
 	if len(q.waiting) == 0 {
-		q.waiting = nil // or the array of an old burst would stay
+		q.waiting = nil // otherwise the array of an old burst would stay
 	}
-	if q.paused && len(q.waiting) < waitingBatchesMax/2*q.batchMax && q.bytes < waitingBytesMax/2 {
+	if q.paused && !q.failed && len(q.waiting) < waitingBatchesMax/2*q.batchMax && q.bytes < waitingBytesMax/2 {
 		q.paused = false
 		q.client.ResumeFetchPartitions(map[string][]int32{q.topic: {q.partition}})
 	}
 	return batch
 }
 
-// halt stops or resumes handing out records. It reports whether that changed anything.
+// fail stops fetching permanently. It reports whether the queue had not failed before.
+func (q *queue) fail() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.failed {
+		return false
+	}
+	q.failed, q.paused = true, true
+	q.client.PauseFetchPartitions(map[string][]int32{q.topic: {q.partition}})
+	return true
+}
+
+// handledAll reports whether everything that arrived is handled and stored.
+func (p *partition) handledAll() bool {
+	q := p.queue
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	stored := p.current.Load().stored
+	return len(q.waiting) == 0 && (q.delivered == q.begin || stored != nil && *stored >= q.delivered)
+}
+
+// halt stops or resumes pop. It reports whether that changed anything.
 func (q *queue) halt(halted bool) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -132,15 +157,15 @@ func (q *queue) halt(halted bool) bool {
 	return changed
 }
 
-// isHalted reports whether an operator paused the topic: nothing of the partition is begun.
+// isHalted reports whether an operator paused the topic: no message of the partition may begin.
 func (q *queue) isHalted() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.halted
 }
 
-// behindControl returns the offset behind the last record where nothing waits, and its time; 0: something waits, or
-// nothing arrived yet.
+// behindControl returns the offset after the last record, and its time, if no record waits; 0: a
+// record waits, or none has arrived yet.
 func (q *queue) behindControl() (int64, time.Time) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -150,8 +175,9 @@ func (q *queue) behindControl() (int64, time.Time) {
 	return q.seen, q.seenAt
 }
 
-// compare reports whether everything up to the end of the topic has arrived, whether nothing arrived since the
-// last time although it could have, and up to where messages arrived.
+// compare reports whether all records up to the end of the topic have arrived, whether fetching is
+// stuck, that is, nothing arrived since the last call although it could have, and the offset up to
+// which messages arrived.
 func (p *partition) compare(end int64) (atEnd, stuck bool, delivered int64) {
 	q := p.queue
 	q.mu.Lock()

@@ -20,8 +20,9 @@ func deleteRecords(t *testing.T, topic string, before int64) {
 	require.NoError(t, deleted.Error())
 }
 
-// Property: where records were deleted before they were consumed, the partition halts and says so, in the
-// log and in the database, and goes on with what is left only where that is configured. Row C34.
+// Property: where records were deleted before they were consumed, the partition halts and reports
+// it, in the log and in the database, and continues with the remaining records only if that is
+// configured. Row C34 of guarantees.md.
 func TestDeletedRecordsHaltThePartition(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 2)
@@ -53,7 +54,7 @@ func TestDeletedRecordsHaltThePartition(t *testing.T) {
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble IS NOT NULL`))
 }
 
-// Property: where Kafka lost the end of the topic, what comes anew under old offsets is not passed over.
+// Property: if Kafka lost the end of the topic, new records at old offsets are not skipped.
 func TestLostEndHaltsThePartition(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

@@ -5,18 +5,19 @@ import (
 	"net/http"
 )
 
-// ReadyHandler answers 200 while Ready returns nil, else 503, with the Status as JSON, "ready", and for 503 the
-// "reason". It asks neither the database nor Kafka. The answer has no text of any error: those may have parts of
-// payloads. The log has them, and Status does.
+// ReadyHandler answers 200 while Ready returns nil, otherwise 503, with the Status as JSON,
+// "ready", and for 503 the "reason". It queries neither the database nor Kafka. The answer contains
+// no error texts: they may contain parts of payloads. The log and Status have them.
 //
-// It is meant for a readinessProbe. Readiness of a consumer routes no traffic; it decides whether a rollout proceeds. So
-// a new replica is ready when it passed the checks of Run and joined its group: its configuration, its rights and its
-// schema work. A consumer that waits for the database or for Kafka at its start is not ready. Nothing that happens to
-// single partitions later makes it unready, because another release would not help there: a partition that halted,
-// blocks or waits for the database is in the answer, and belongs in an alert. See Hooks.State.
+// It is meant for a readinessProbe. Readiness of a consumer routes no traffic; it decides whether a
+// rollout proceeds. So a new replica is ready when it passed the checks of Run and joined its
+// group: its configuration, its rights and its schema work. A consumer that waits for the database
+// or for Kafka at its start is not ready. The state of single partitions never makes it unready,
+// because another release would not help: a partition that is halted, blocked or waiting for the
+// database is in the answer, and needs an alert. See Hooks.State.
 //
-// For a livenessProbe answer 200 always: a restart brings back neither a database nor a partition that waits for an
-// operator.
+// For a livenessProbe always answer 200: a restart fixes neither a database nor a partition that
+// waits for an operator.
 func ReadyHandler(c *Consumer) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		answer := struct {
@@ -41,7 +42,7 @@ func ReadyHandler(c *Consumer) http.Handler {
 	})
 }
 
-// reason says why a phase is not ready.
+// reason describes why a phase is not ready.
 func (p Phase) reason() string {
 	switch p {
 	case PhaseStarting:

@@ -9,13 +9,15 @@ import (
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// assigned is called by the client between the assignment of partitions and their first fetch. It takes them
-// over and answers where they resume: see decideStart.
+// assigned is called by the client between the assignment of partitions and their first fetch. It
+// takes them over and returns where they resume: see decideStart.
 //
-// ctx ends when the assignment does. While the database or the brokers are away the assignment waits; a single
-// partition without an answer waits alone.
+// ctx ends with the assignment. The assignment waits while the database or the brokers are
+// unavailable. A single partition without an answer waits alone.
 func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	select {
 	case <-s.ready:
@@ -27,7 +29,7 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 	defer context.AfterFunc(s.life, cancel)() //nolint:contextcheck // either may end first
 	for attempt := 1; ; attempt++ {
 		if s.isClosing() {
-			return offsets, nil // nothing begins any more: the next holder should not take it for a crash
+			return offsets, nil // begin nothing: the next holder would treat it as a crash
 		}
 		resumed, err := s.begin(ctx, offsets)
 		if err == nil {
@@ -39,11 +41,11 @@ func (s *session) assigned(ctx context.Context, offsets map[string]map[int32]kgo
 		s.noteWaiting(offsets, err)
 		wait := s.engine.backoff(attempt)
 		s.engine.cfg.Logger.WarnContext(ctx, "positions could not be taken over; the partitions wait", "group", s.engine.cfg.Group, "error", err, "retry_in", readable(wait))
-		pause(ctx, wait)
+		pause.For(ctx, wait)
 	}
 }
 
-// takeOverMax bounds one attempt, so that a request that hangs is given up and said.
+// takeOverMax bounds one attempt, so that a request that hangs is abandoned and logged.
 const takeOverMax = 15 * time.Second
 
 func (s *session) isClosing() bool {
@@ -52,7 +54,7 @@ func (s *session) isClosing() bool {
 	return s.closing
 }
 
-// begin takes over what was assigned and starts the workers.
+// begin takes over the assigned partitions and starts their workers.
 func (s *session) begin(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	s.ends.Lock()
 	defer s.ends.Unlock()
@@ -76,15 +78,16 @@ func (s *session) begin(ctx context.Context, offsets map[string]map[int32]kgo.Of
 		return nil, err
 	}
 	for _, key := range keys {
-		// Without the leader epoch: the client would look for truncation against an epoch that belongs to
-		// another offset. An offset, and not "the start", also where the partition is paused and has to wait:
-		// the client knows a partition from its offset, and retake moves it.
+		// Set no leader epoch: the client would check for truncation against an epoch that belongs
+		// to another offset. Set an offset and not "the start" even if the partition is paused and
+		// must wait: the client tracks a partition only once it has an offset, and retake moves it.
 		resumed[key.topic][key.partition] = kgo.NewOffset().At(s.start(ctx, key, taken[key], 0))
 	}
 	return resumed, nil
 }
 
-// assign notes that partitions are assigned, and ends workers that may be left from an earlier assignment.
+// assign records that partitions are assigned, and ends workers that may remain from an earlier
+// assignment.
 func (s *session) assign(keys []topicPartition) {
 	for _, key := range keys {
 		s.mu.Lock()
@@ -98,15 +101,15 @@ func (s *session) assign(keys []topicPartition) {
 	}
 }
 
-// taking is what became of a takeover.
+// taking is the result of a takeover.
 type taking struct {
 	held
 	log    *topicLog
 	paused bool // by an operator: it waits
 }
 
-// takeOver decides where partitions begin. It fails as a whole only if the database does, or the brokers as a
-// whole; what cannot be answered about one partition is its taking's waits.
+// takeOver decides where partitions begin. It returns an error only if the database or all brokers
+// fail. If one partition gets no answer, its taking's waits is the reason.
 func (s *session) takeOver(ctx context.Context, keys []topicPartition) (map[topicPartition]taking, error) {
 	paused, err := s.consumer.paused(ctx)
 	if err != nil {
@@ -126,11 +129,12 @@ func (s *session) takeOver(ctx context.Context, keys []topicPartition) (map[topi
 	return takings, nil
 }
 
-// roundsMax bounds how often a takeover asks again because a position is ahead of the end of its topic.
+// roundsMax bounds how often a takeover asks Kafka again because a position is ahead of the end of
+// its topic.
 const roundsMax = 4
 
-// takeOverOnce returns the partitions whose positions were ahead of the end that Kafka named, and notes how far:
-// their holders may have moved on after the question.
+// takeOverOnce returns the partitions whose positions were ahead of the end that Kafka reported,
+// and stores those positions in seen: their holders may have advanced after Kafka's answer.
 func (s *session) takeOverOnce(ctx context.Context, keys []topicPartition, seen map[topicPartition]int64, takings map[topicPartition]taking, last bool) ([]topicPartition, error) {
 	answer, err := s.ask(ctx, keys)
 	if err != nil {
@@ -167,8 +171,8 @@ func (s *session) takeOverOnce(ctx context.Context, keys []topicPartition, seen 
 	return again, nil
 }
 
-// start does what was decided for a partition: its worker begins, or its fetching pauses. It returns the offset
-// at which the client is to fetch.
+// start carries out the decision for a partition: its worker begins, or its fetching pauses. It
+// returns the offset at which the client must fetch.
 func (s *session) start(ctx context.Context, key topicPartition, t taking, during uint64) int64 {
 	logger, group := s.engine.cfg.Logger, s.engine.cfg.Group
 	where := []any{"group", group, "topic", key.topic, "partition", key.partition}
@@ -187,7 +191,7 @@ func (s *session) start(ctx context.Context, key topicPartition, t taking, durin
 		return t.decision.at
 	}
 	if t.decision.reset != nil {
-		logger.ErrorContext(ctx, "going on at the earliest record that is left", append(where, "error", t.decision.reset, "resume", t.decision.at)...)
+		logger.ErrorContext(ctx, "continuing at the earliest remaining record", append(where, "error", t.decision.reset, "resume", t.decision.at)...)
 	}
 	logger.InfoContext(ctx, "partition assigned", append(where, "epoch", t.pos.epoch, "resume", t.decision.at, "why", t.decision.why,
 		"position", orNone(t.pos.stored), "committed", t.log.committed.String(), "first", t.log.first, "end", t.log.end)...)
@@ -195,7 +199,7 @@ func (s *session) start(ctx context.Context, key topicPartition, t taking, durin
 	return t.decision.at
 }
 
-// orNone is an offset for people.
+// orNone is an offset for a log line.
 func orNone(offset *int64) any {
 	if offset == nil {
 		return "none"
@@ -205,7 +209,8 @@ func orNone(offset *int64) any {
 
 var errPaused = errors.New("an operator paused the topic")
 
-// wait pauses a partition that does not begin. It returns when the next attempt comes, if that is by itself.
+// wait pauses a partition that does not begin. It returns the time until the next attempt, or 0 if
+// none follows automatically.
 func (s *session) wait(key topicPartition, state PartitionState, why error) (retryIn time.Duration) {
 	s.client.PauseFetchPartitions(map[string][]int32{key.topic: {key.partition}})
 	s.mu.Lock()
@@ -228,7 +233,8 @@ func (s *session) wait(key topicPartition, state PartitionState, why error) (ret
 	return retryIn
 }
 
-// work starts the worker of a partition. during is the poll that may still bring what was fetched before.
+// work starts the worker of a partition. during is the poll that may still return records that were
+// fetched before.
 func (s *session) work(t taking, during uint64) {
 	key := topicPartition{t.pos.topic, t.pos.partition}
 	s.mu.Lock()
@@ -248,14 +254,14 @@ func (s *session) work(t taking, during uint64) {
 	a.saw(t)
 	a.topicID, a.widen, a.begins, a.handledFrom = t.log.topicID, false, t.decision.rewoundTo, t.pos.handledFrom
 	if t.decision.moved {
-		// Kafka's offset may be of another program and behind, which would undo it.
+		// Kafka's offset may be behind and committed by another program, which would undo the move.
 		s.marks[key] = done{t.log.topicID, t.decision.at, -1}
 	}
 	s.client.ResumeFetchPartitions(map[string][]int32{key.topic: {key.partition}})
-	go p.run()
+	go p.handleUntilStopped()
 }
 
-// saw keeps what a takeover found, for people.
+// saw stores what a takeover found, for the Status.
 func (a *assignment) saw(t taking) {
 	a.position, a.epoch, a.reached, a.end = -1, t.pos.epoch, t.decision.at, t.log.end
 	if t.pos.stored != nil {
@@ -271,7 +277,7 @@ func (s *session) saw(key topicPartition, t taking) {
 	}
 }
 
-// noteWaiting notes why none of the partitions of an assignment could be taken over.
+// noteWaiting stores why none of the partitions of an assignment could be taken over.
 func (s *session) noteWaiting(offsets map[string]map[int32]kgo.Offset, err error) {
 	for topic, numbers := range offsets {
 		for number := range numbers {
@@ -280,9 +286,10 @@ func (s *session) noteWaiting(offsets map[string]map[int32]kgo.Offset, err error
 	}
 }
 
-// retake ends the worker of an assigned partition, if it has one, and decides again where it begins: an operator
-// ordered that, or paused or resumed its topic; its leader is back; the database went back. It does nothing for
-// a partition that was taken away meanwhile.
+// retake ends the worker of an assigned partition, if it has one, and decides again where it
+// begins. The reason is an operator's order, a topic that an operator paused or resumed, a leader
+// that is available again, or a database that lost commits. It does nothing for a partition that
+// was revoked.
 func (s *session) retake(ctx context.Context, key topicPartition, why string) {
 	s.ends.Lock()
 	defer s.ends.Unlock()
@@ -296,7 +303,7 @@ func (s *session) retake(ctx context.Context, key topicPartition, why string) {
 	one := map[string][]int32{key.topic: {key.partition}}
 	s.client.PauseFetchPartitions(one)
 	if p != nil {
-		s.engine.cfg.Logger.InfoContext(ctx, "partition is taken over anew", "group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "why", why)
+		s.engine.cfg.Logger.InfoContext(ctx, "partition is taken over again", "group", s.engine.cfg.Group, "topic", key.topic, "partition", key.partition, "why", why)
 		s.note(key, StateDraining, errors.New(why))
 		s.stop(ctx, []*partition{p}, min(s.engine.cfg.DrainMax, retakeDrainMax))
 		s.commitMarks(ctx)
@@ -310,19 +317,20 @@ func (s *session) retake(ctx context.Context, key topicPartition, why string) {
 	}
 	t := takings[key]
 	if t.pos != nil && t.decision.halt == nil {
-		// Everything that the client fetched is dropped by this, except for what a poll holds in its hands.
+		// This drops everything that the client fetched, except what a running poll has already
+		// taken.
 		s.client.SetOffsets(map[string]map[int32]kgo.EpochOffset{key.topic: {key.partition: {Epoch: -1, Offset: t.decision.at}}})
 	}
 	s.start(ctx, key, t, s.polls.Load())
 	if t.decision.moved {
-		s.commitMarks(ctx) // at once: an offset of another program that lies behind would pass for a rewind
+		s.commitMarks(ctx) // at once: another program's offset behind it would look like a rewind
 	}
 }
 
-// sayEvery keeps a partition that waits from flooding the log.
+// sayEvery limits how often a waiting partition is logged.
 const sayEvery = 30 * time.Second
 
-// sayWaiting reports whether the log is to say again that a partition waits, and at which attempt it is.
+// sayWaiting reports whether to log again that a partition waits, and which attempt it is at.
 func (s *session) sayWaiting(key topicPartition) (attempt int, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -334,11 +342,11 @@ func (s *session) sayWaiting(key topicPartition) (attempt int, ok bool) {
 	return a.attempt, true
 }
 
-// retakeDrainMax bounds how long a rebalance may have to wait for a retake.
+// retakeDrainMax bounds how long a rebalance may wait for a retake.
 const retakeDrainMax = 5 * time.Second
 
-// revoked waits, bounded, until the partitions have finished or rolled back their batch, and commits
-// the offsets, before another member gets them.
+// revoked waits, for a bounded time, until the partitions have finished or rolled back their batch.
+// It commits the offsets before another member gets the partitions.
 func (s *session) revoked(ctx context.Context, _ *kgo.Client, keys map[string][]int32) {
 	if len(keys) == 0 {
 		return
@@ -346,13 +354,13 @@ func (s *session) revoked(ctx context.Context, _ *kgo.Client, keys map[string][]
 	e, began := s.engine, time.Now()
 	s.giveBack(ctx, keys)
 	if s.isClosing() {
-		return // drain says it
+		return // drain logs it
 	}
-	e.cfg.Logger.InfoContext(ctx, "partitions were revoked and are given back", "group", e.cfg.Group, "partitions", keys, "lasted", readable(time.Since(began)))
+	e.cfg.Logger.InfoContext(ctx, "partitions were revoked and are released", "group", e.cfg.Group, "partitions", keys, "lasted", readable(time.Since(began)))
 }
 
-// lost stops at once: another member holds the partitions already. What is committed late anyway is
-// found by their claims, and the epoch of the position refuses the rest.
+// lost stops at once: another member already holds the partitions. If a transaction still commits
+// late, its claims show that. The epoch of the position refuses the rest.
 func (s *session) lost(ctx context.Context, _ *kgo.Client, keys map[string][]int32) {
 	if len(keys) == 0 {
 		return
@@ -360,12 +368,12 @@ func (s *session) lost(ctx context.Context, _ *kgo.Client, keys map[string][]int
 	s.engine.cfg.Logger.WarnContext(ctx, "partitions were lost: this consumer was away for longer than its session", "group", s.engine.cfg.Group, "partitions", keys)
 	s.ends.Lock()
 	defer s.ends.Unlock()
-	s.stop(ctx, s.take(keys), 0)
+	s.stop(ctx, s.removePartitions(keys), 0)
 	s.forget(keys)
 }
 
-// rehold takes one partition over again after its position was fenced. It fails with errWentBack if the
-// database is behind what this consumer committed.
+// rehold takes one partition over again after its position was fenced. It returns errWentBack if
+// the database is behind what this consumer committed.
 func (s *session) rehold(ctx context.Context, p *partition) error {
 	key := topicPartition{p.pos.topic, p.pos.partition}
 	ctx, cancel := context.WithTimeout(ctx, takeOverMax)
@@ -396,9 +404,10 @@ func (s *session) rehold(ctx context.Context, p *partition) error {
 	return nil
 }
 
-var errWentBack = errors.New("the database went back behind what was committed (a failover?): resuming at its position")
+var errWentBack = errors.New("the database lost commits of this consumer (a failover?): resuming at its position")
 
-// contacts lists the topics that the group may meet now: those of which everything is known that this takes.
+// contacts lists the topics whose first contact can be stored now. With StartLatest that needs an
+// answer about every partition.
 func (a topicLogs) contacts(start Start) []contact {
 	byTopic := map[string]map[int32]*topicLog{}
 	for key, log := range a.logs {
@@ -421,7 +430,7 @@ func (a topicLogs) contacts(start Start) []contact {
 	return contacts
 }
 
-// String says what is committed, for people.
+// String returns the committed offset for a log line.
 func (c *committedOffset) String() string {
 	if c == nil {
 		return "none"

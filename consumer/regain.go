@@ -7,8 +7,9 @@ import (
 	"time"
 )
 
-// refusals makes a holder that was fenced wait longer from time to time: two that take a partition from each other
-// without a pause would both get nothing done. Kafka's assignment, which decides who keeps it, needs seconds.
+// refusals makes a fenced holder wait longer after each refusal: two holders that take a partition
+// from each other without a pause would both make no progress. Kafka's assignment decides which one
+// keeps it, and needs seconds.
 type refusals struct {
 	inRow int
 	last  time.Time
@@ -29,15 +30,15 @@ func (r *refusals) next() time.Duration {
 	return min(refusalMin<<min(r.inRow-1, 10), refusalMax)
 }
 
-// takeBack takes the position over again after it was refused, or after its outcome is unknown. It returns false if
-// the lane is to stop.
+// takeBack takes the position over again after it was refused, or if the outcome of a COMMIT is
+// unknown. It returns false if the lane must stop.
 func (l *lane) takeBack(f *failure) bool {
 	for attempt := 1; ; attempt++ {
 		if l.stopped() {
 			return false
 		}
 		if l.work.apart && errors.Is(f.err, errServerChanged) {
-			// What workers have done is known in memory alone, and the server may have lost it.
+			// Only memory knows what the workers have done, and the server may have lost it.
 			l.restart(f.err)
 			return false
 		}
@@ -74,7 +75,7 @@ func (l *lane) takeBack(f *failure) bool {
 	}
 }
 
-// otherHolder names the owner of a later epoch; empty: there is none.
+// otherHolder returns the owner of a later epoch; empty: there is none.
 func (l *lane) otherHolder() (string, error) {
 	ctx, cancel := l.engine.bounded(l.ctx)
 	defer cancel()

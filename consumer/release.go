@@ -16,8 +16,8 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// load learns, when the partition is taken over, which keys are held and what was attempted. After the takeover no
-// earlier holder can commit, so nothing is missing.
+// load reads, after a takeover, which keys are held and which messages were attempted. After the
+// takeover no earlier holder can commit, so nothing is missing.
 func (l *lane) load(parent context.Context) error {
 	ctx, cancel := l.engine.bounded(parent)
 	defer cancel()
@@ -41,17 +41,18 @@ func (l *lane) load(parent context.Context) error {
 	return l.loadHeld(parent)
 }
 
-// loadDoubledMax bounds how often the time for loadHeld is doubled: to about an hour with the default StatementTimeout.
+// loadDoubledMax bounds how often the time for loadHeld is doubled: to about an hour with the
+// default StatementTimeout.
 const loadDoubledMax = 7
 
-// loadHeld learns which keys are held. It reads all parked messages of the partition, which may be millions: each try
-// that took too long gives the next one twice the time.
+// loadHeld reads which keys are held. It reads all parked messages of the partition, which may be
+// millions: after each failed try the next one gets twice the time.
 func (l *lane) loadHeld(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, l.engine.answerMax()<<min(l.loads, loadDoubledMax))
 	defer cancel()
 	l.loads++
 	if _, err := l.engine.pool.Exec(ctx, l.engine.sql.adopt, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition); err != nil {
-		return fmt.Errorf("look for parked messages that wait behind none: %w", err)
+		return fmt.Errorf("promote parked messages without an earlier one: %w", err)
 	}
 	rows, err := l.engine.pool.Query(ctx, l.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
 	if err != nil {
@@ -71,20 +72,20 @@ func (l *lane) loadHeld(ctx context.Context) error {
 	return nil
 }
 
-// attemptsLoadMax bounds how many attempts of earlier holders are remembered, so that they can be forgotten
-// with the success of their message. What is above it is swept some day.
+// attemptsLoadMax bounds the rows of earlier holders' attempts in memory, which are deleted when
+// their message succeeds. Maintenance deletes the rows above the bound eventually.
 const attemptsLoadMax = 1000
 
-// due is a parked message that is to be tried again: the first one of its key.
+// due is a parked message that must be retried: the first one of its key.
 type due struct {
 	seq  int64
 	hash []byte // of the key; nil: it has none
 }
 
-// dueMax bounds how many are looked up at a time.
+// dueMax bounds how many due messages one query reads.
 const dueMax = 1000
 
-// due lists parked messages that are to be tried again now, after those that cannot be were taken back.
+// due lists parked messages that must be retried now. First it resets those that cannot be retried.
 func (l *lane) due(ctx context.Context) ([]due, error) {
 	ctx, cancel := l.engine.bounded(ctx)
 	defer cancel()
@@ -99,9 +100,9 @@ func (l *lane) due(ctx context.Context) ([]due, error) {
 		})
 	}
 	if l.engine.holdsKeys() {
-		note(l.engine.sql.orderRetries, append(args, dueMax), slog.LevelInfo, "messages were handed back that wait for an earlier one of their key: they are tried when their turn comes")
+		note(l.engine.sql.orderRetries, append(args, dueMax), slog.LevelInfo, "messages were retried that wait for an earlier one of their key: they run after that one")
 	}
-	note(l.engine.sql.refuseLarge, append(args, dueMax), slog.LevelError, "messages were handed back that are too large to be stored: they stay parked")
+	note(l.engine.sql.refuseLarge, append(args, dueMax), slog.LevelError, "messages were retried that are too large to be stored: they stay parked")
 	var list []due
 	batch.Queue(l.engine.sql.due, append(args, dueMax, l.engine.holdsKeys())...).Query(func(rows pgx.Rows) (err error) {
 		list, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (d due, err error) {
@@ -116,8 +117,8 @@ func (l *lane) due(ctx context.Context) ([]due, error) {
 	return list, nil
 }
 
-// release tries due messages again, and in their order those behind them. What is not done is chosen again when it
-// is due.
+// release retries due messages, and in order the messages behind them. Messages that are not done
+// are chosen again when they are due.
 func (l *lane) release(ctx context.Context, list []due) error {
 	limit := l.engine.cfg.BatchMax
 	if l.careful.left.Load() > 0 {
@@ -136,14 +137,15 @@ func (l *lane) release(ctx context.Context, list []due) error {
 	return nil
 }
 
-// releaseBytesMax bounds what of parked messages is in memory.
+// releaseBytesMax bounds the bytes of parked messages in memory.
 const releaseBytesMax = 16 << 20
 
-// released reads what is to be tried again, and stores when: it is the time of what the messages cause.
+// released reads the messages to retry, and stores the time of the release: the IDs of messages
+// that they publish contain it.
 func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Message, error) {
 	ctx, cancel := l.engine.bounded(ctx)
 	defer cancel()
-	behind := limit / max(len(seqs), 1) // of each, so that little is read that is not handled
+	behind := limit / max(len(seqs), 1) // for each due message, so that few messages are read and not handled
 	rows, err := l.engine.pool.Query(ctx, l.engine.sql.release, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax, seqs, behind)
 	if err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
@@ -157,7 +159,7 @@ func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Messag
 }
 
 func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
-	msg := &Message{Topic: l.work.pos.topic, Partition: l.work.pos.partition, scope: l.scope}
+	msg := &Message{Topic: l.work.pos.topic, Partition: l.work.pos.partition, scope: l.scope, secrets: l.engine.cfg.Secrets}
 	var id [16]byte
 	var topicID *[16]byte
 	var headers []byte
@@ -182,8 +184,8 @@ func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
 	return msg, nil
 }
 
-// queueLock makes the parked rows what decides who handles the messages. Their claims are made again, in case
-// they were forgotten.
+// queueLock locks the parked rows: the transaction that locks a row handles its message. The
+// messages are claimed again, in case their claims were forgotten.
 func (e *engine) queueLock(batch *pgx.Batch, w *work) (decide func() (fresh, conflicts []bool)) {
 	there := make(map[int64]bool, len(w.msgs))
 	batch.Queue(e.sql.lockParked, w.rows(w.msgs)).Query(func(rows pgx.Rows) error {
@@ -214,20 +216,20 @@ func (w *work) rows(msgs []*Message) []int64 {
 	return rows
 }
 
-// setBack leaves a message parked that failed again, for an operator or until its next attempt. If that is not stored
-// the message is tried again sooner.
+// setBack stores that a message failed again: it stays parked for an operator, or until its next
+// attempt. If storing fails, the message is retried sooner.
 func (l *lane) setBack(msg *Message, state string, why *parking, wait time.Duration) {
 	attempts := 0
 	if state == "parked" {
 		attempts = why.attempts
 		l.report(msg, "parked message failed again and stays parked", why.err, "attempts", why.attempts, "reason", why.reason)
 	} else {
-		l.report(msg, "parked message failed again and is tried later", why.err, "attempts", why.attempts, "retry_in", wait)
+		l.report(msg, "parked message failed again; will retry", why.err, "attempts", why.attempts, "retry_in", wait)
 	}
 	ctx, cancel := l.engine.bounded(l.ctx)
 	defer cancel()
 	_, err := l.engine.pool.Exec(ctx, l.engine.sql.setBack, msg.row, state, why.reason, bounds.ErrorText(why.err), attempts, wait, l.work.consumer.ID(), [16]byte(msg.ID))
 	if err != nil {
-		l.log(slog.LevelWarn, "a parked message could not be set back; it is tried again", "id", msg.ID, "error", err)
+		l.log(slog.LevelWarn, "could not store the failure of a parked message; it is retried sooner", "id", msg.ID, "error", err)
 	}
 }

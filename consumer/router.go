@@ -8,57 +8,60 @@ import (
 	"slices"
 )
 
-// Routes says which handler gets which messages, by topic.
+// Routes are the handlers of messages, by topic.
 type Routes map[string]TopicRoutes
 
-// TopicRoutes says which handler gets which messages of a topic: at least one of the two.
+// TopicRoutes are the handlers of a topic's messages. At least one of the two fields must be set.
 type TopicRoutes struct {
 	// Types are handlers by the type of message that a header names; see RouterConfig.TypeHeaders.
 	Types map[string]Handler
-	// Default gets every message whose type is not in Types, and those without a type. Default: none, see
-	// RouterConfig.OnUnknown.
+	// Default gets every message whose type is not in Types, and messages without a type. Default:
+	// none, see RouterConfig.OnUnknown.
 	Default Handler
 }
 
 // RouterConfig of a Router. The zero value works.
 type RouterConfig struct {
-	// TypeHeaders are the names of the headers that may carry the type of a message; the first that is
-	// there and not empty counts. Default: ce_type (CloudEvents), type.
+	// TypeHeaders are the names of the headers that may carry the type of a message; the first one
+	// that is present and not empty counts. Default: ce_type (CloudEvents), type.
 	TypeHeaders []string
-	// OnUnknown says what becomes of a message that no route fits. Default OnUnknownPark.
+	// OnUnknown is what happens to a message that has no route. Default OnUnknownPark.
 	OnUnknown OnUnknown
-	// Skipped, if set, is called for each message that OnUnknownSkip leaves out, for metrics. An execution
-	// that is rolled back calls it, too.
+	// Skipped, if set, is called for each message that OnUnknownSkip skips, for metrics. It is also
+	// called in attempts that are rolled back later.
 	Skipped func(msg *Message)
 }
 
-// OnUnknown is what becomes of a message of an unknown type.
+// OnUnknown is what happens to a message of an unknown type.
 type OnUnknown uint8
 
 // The policies.
 const (
-	// OnUnknownPark treats it as a permanent failure: it is parked as unknown_type, or what
-	// Config.OnFailure says.
+	// OnUnknownPark treats the message as a permanent failure: it is parked as unknown_type, or
+	// treated according to Config.OnFailure.
 	OnUnknownPark OnUnknown = iota
-	// OnUnknownSkip takes it for handled, without any effect. A handler that is deployed later never sees it.
+	// OnUnknownSkip treats the message as handled, without any effect. A handler that is deployed
+	// later never sees it.
 	OnUnknownSkip
 )
 
-// Router is a Handler that hands each message to the handler of its topic and type. Make one with Route.
+// Router is a Handler that passes each message to the handler of its topic and type. Create one
+// with Route.
 type Router struct {
 	topics map[string]topicRoutes
 	cfg    RouterConfig
 }
 
-// route is where messages go. It is known by its address: handlers cannot be compared.
+// route is the destination of messages. Routes are compared by address: handlers cannot be
+// compared.
 type route struct{ handler Handler }
 
 type topicRoutes struct {
 	types     map[string]*route
-	otherwise *route // nil: what has no type of these is unknown
+	otherwise *route // nil: a message with no type in types is unknown
 }
 
-// skipped is the route of what OnUnknownSkip leaves out.
+// skipped is the handler of messages that OnUnknownSkip skips.
 type skipped func(msg *Message)
 
 func (s skipped) handle(_ context.Context, t *tx, msgs []*Message) error {
@@ -74,10 +77,10 @@ func (s skipped) handle(_ context.Context, t *tx, msgs []*Message) error {
 	return nil
 }
 
-// Route returns a router, or all problems of its routes and configuration at once. Its handlers may be of any
-// shape, also routers. Messages of one route that follow each other reach its handler together, up to
-// Config.BatchMax; the order of messages is kept across routes. A message of a topic that has no routes, or
-// with different types in one header, is parked whatever OnUnknown says.
+// Route returns a router, or all problems of its routes and configuration at once. Its handlers may
+// be of any kind, including routers. Consecutive messages of one route reach its handler together,
+// up to Config.BatchMax. The order of messages is kept across routes. A message of a topic that has
+// no routes, or with different types in one header, is parked whatever OnUnknown says.
 func Route(routes Routes, cfg RouterConfig) (*Router, error) {
 	var problems []error
 	report := func(format string, args ...any) { problems = append(problems, fmt.Errorf(format, args...)) }
@@ -90,10 +93,10 @@ func Route(routes Routes, cfg RouterConfig) (*Router, error) {
 		}
 	}
 	if cfg.OnUnknown > OnUnknownSkip {
-		report("OnUnknown %d: want OnUnknownPark or SkipUnknown", cfg.OnUnknown)
+		report("OnUnknown %d: want OnUnknownPark or OnUnknownSkip", cfg.OnUnknown)
 	}
 	if cfg.Skipped != nil && cfg.OnUnknown == OnUnknownPark {
-		report("Skipped: want none unless OnUnknown is SkipUnknown")
+		report("Skipped: want none unless OnUnknown is OnUnknownSkip")
 	}
 	if len(routes) == 0 {
 		report("routes are empty: want at least one topic")
@@ -131,11 +134,11 @@ func Route(routes Routes, cfg RouterConfig) (*Router, error) {
 	return &Router{topics, cfg}, nil
 }
 
-// Topics returns the topics that have routes, sorted: what Config.Topics needs.
+// Topics returns the topics that have routes, sorted, for Config.Topics.
 func (r *Router) Topics() []string { return slices.Sorted(maps.Keys(r.topics)) }
 
-// handle hands out runs of messages with the same route. All routes are found first: a message without one
-// fails before anything was done that would have to be rolled back.
+// handle passes runs of messages with the same route to their handlers. It looks up all routes
+// first: a message without a route fails before any work that would have to be rolled back.
 func (r *Router) handle(ctx context.Context, t *tx, msgs []*Message) error {
 	routes := make([]*route, len(msgs))
 	for i, msg := range msgs {
@@ -149,7 +152,8 @@ func (r *Router) handle(ctx context.Context, t *tx, msgs []*Message) error {
 		for end < len(msgs) && routes[end] == routes[begin] {
 			end++
 		}
-		// For the engine, which looks at the transaction for a message that took too long. An error leaves it.
+		// The engine reads it to find the message that took too long. After an error it stays as it
+		// is.
 		t.base.Add(int64(begin))
 		if err := routes[begin].handler.handle(ctx, t, msgs[begin:end]); err != nil {
 			return blameRun(begin, end-begin, err)
@@ -160,7 +164,7 @@ func (r *Router) handle(ctx context.Context, t *tx, msgs []*Message) error {
 	return nil
 }
 
-// blameRun turns the place of a failed message in its run into its place among all messages.
+// blameRun converts the index of a failed message in its run to its index among all messages.
 func blameRun(begin, n int, err error) error {
 	var failed *messageError
 	if errors.As(err, &failed) && failed.index >= 0 && failed.index < n {
@@ -195,7 +199,8 @@ func (r *Router) find(msg *Message) (*route, error) {
 	}
 }
 
-// typeOf returns the type that a message carries; empty: none. One of two different ones cannot be chosen.
+// typeOf returns the type that a message carries; empty: none. Two different types in one header
+// are an error.
 func (r *Router) typeOf(msg *Message) (string, error) {
 	for _, name := range r.cfg.TypeHeaders {
 		found := ""
@@ -215,7 +220,7 @@ func (r *Router) typeOf(msg *Message) (string, error) {
 	return "", nil
 }
 
-// unknownTypeError marks a message that no route fits.
+// unknownTypeError marks a message that has no route.
 type unknownTypeError struct{ err error }
 
 func unknownType(format string, args ...any) error {

@@ -16,8 +16,8 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// produceTyped sends messages of the form type:value to partition 0, with new IDs and without keys. Without a
-// colon there is no type.
+// produceTyped sends messages of the form type:value to partition 0, with new IDs and without keys.
+// Without a colon there is no type.
 func (h *harness) produceTyped(messages ...string) {
 	h.t.Helper()
 	for _, message := range messages {
@@ -44,8 +44,8 @@ func (h *harness) waitHandled(n int) {
 	h.wait("position", func() bool { return h.position() == n })
 }
 
-// Property: whatever shapes the handlers of the types have, effects come in the order of the messages, and
-// messages of one type that follow each other reach a Batch together.
+// Property: whatever shapes the handlers of the types have, effects come in the order of the
+// messages, and messages of one type that follow each other reach a Batch together.
 func TestRouterKeepsOrderAcrossShapes(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -78,8 +78,9 @@ func TestRouterKeepsOrderAcrossShapes(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: the message that failed is the one that is parked, whatever the shape of its handler and
-// wherever its run stands among the others; all others have their effects in order. Row C17.
+// Property: the message that failed is the one that is parked, whatever the shape of its handler
+// and wherever its run is among the others; all others have their effects in order. Row C17 of
+// guarantees.md.
 func TestRouterBlamesTheRightMessage(t *testing.T) {
 	t.Parallel()
 	isBad := func(msg *consumer.Message) bool { return strings.HasSuffix(string(msg.Value), "bad") }
@@ -128,7 +129,8 @@ func TestRouterBlamesTheRightMessage(t *testing.T) {
 	}
 }
 
-// Property: a message whose handler takes too long is blamed itself, behind runs of other routes, too.
+// Property: a message whose handler takes too long is blamed itself, behind runs of other routes,
+// too.
 func TestRouterBlamesWhatTakesTooLong(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -152,7 +154,7 @@ func TestRouterBlamesWhatTakesTooLong(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: a message that no route fits is parked as what it is, with why, before the handlers of its batch
+// Property: a message without a route is parked with its reason before the handlers of its batch
 // did anything; the others have their effects.
 func TestUnknownTypesAreParked(t *testing.T) {
 	t.Parallel()
@@ -170,8 +172,9 @@ func TestUnknownTypesAreParked(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: messages of unknown types are left out only where that is said, each is counted, and they are
-// claimed. What has two types is parked all the same, and so is a whole topic without routes.
+// Property: messages of unknown types are skipped only if that is configured; each is counted, and
+// they are claimed. A message with two types is parked nevertheless, and so is a whole topic
+// without routes.
 func TestUnknownTypesAreSkippedOnRequest(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -203,8 +206,8 @@ func TestUnknownTypesAreSkippedOnRequest(t *testing.T) {
 	require.ErrorContains(t, err, `"other" has no routes`)
 }
 
-// Property: the type is read from the first of the configured headers that is there and not empty; a message
-// of another type, or of none, goes to Default.
+// Property: the type is read from the first of the configured headers that is present and not
+// empty; a message of another type, or of none, goes to Default.
 func TestTypeIsReadFromTheConfiguredHeaders(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

@@ -10,29 +10,30 @@ import (
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// repeatEvery is how often a problem that lasts is logged after the first time.
+// repeatEvery is how often a lasting problem is logged after the first time.
 const repeatEvery = 30 * time.Second
 
-// repeated logs problems that last: each once, then at most every 30 s with how often it came. The end of what keeps
-// messages from being handled is logged, too.
+// repeated logs lasting problems: each once, then at most every 30 s with a count. If the problem
+// blocked messages, its end is logged, too.
 type repeated struct {
 	mu       sync.Mutex
 	problems map[string]*problem // by their text
 }
 
-// problem is one that lasts. One that did not come for a while is over.
+// problem is a lasting problem. One that did not recur for twice repeatEvery is over.
 type problem struct {
 	since, logged, seen time.Time
 	count               int
-	blocks              bool // no message is handled meanwhile
+	blocks              bool // no message is handled while it lasts
 }
 
-// warn logs a problem beside which messages are handled.
+// warn logs a problem that does not stop messages from being handled.
 func (r *repeated) warn(l *lane, text string, err error, attrs ...any) {
 	r.note(l, slog.LevelWarn, text, false, append([]any{"error", err}, attrs...))
 }
 
-// blocks logs a problem that the next transaction that commits ends.
+// blocks logs a problem that keeps messages from being handled. The next committed transaction ends
+// it.
 func (r *repeated) blocks(l *lane, level slog.Level, text string, err error, attrs ...any) {
 	r.note(l, level, text, true, append([]any{"error", err}, attrs...))
 }
@@ -58,7 +59,7 @@ func (r *repeated) note(l *lane, level slog.Level, text string, blocks bool, att
 	l.log(level, text, append(attrs, "times", p.count)...)
 }
 
-// end says that messages are handled again.
+// end logs that messages are handled again.
 func (r *repeated) end(l *lane) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -88,14 +89,14 @@ func (l *lane) report(msg *Message, text string, err error, attrs ...any) {
 	l.log(slog.LevelError, text, append([]any{"offset", msg.Offset, "id", msg.ID, "error", err}, attrs...)...)
 }
 
-// blocked says, in the log and in the database, that a message keeps its partition from going on.
+// blocked records, in the log and in the database, that a message blocks its partition.
 func (l *lane) blocked(msg *Message, why *parking, text string, wait time.Duration) {
 	l.said.blocks(l, slog.LevelError, text, why.err, "offset", msg.Offset, "id", msg.ID, "attempts", why.attempts, "reason", why.reason, "retry_in", wait)
 	l.store(fmt.Sprintf("%s: offset %d, message %s, attempt %d: %v", text, msg.Offset, msg.ID, why.attempts, why.err))
 }
 
-// store keeps why the partition does not go on in its position. The next advance takes it back. The log said it
-// already, so a database that is away costs nothing.
+// store writes to the position why the partition does not continue. The next advance clears it.
+// Errors are ignored: the reason is already in the log.
 func (l *lane) store(text string) {
 	ctx, cancel := l.engine.bounded(l.ctx)
 	defer cancel()
@@ -103,8 +104,9 @@ func (l *lane) store(text string) {
 	_, _ = l.engine.pool.Exec(ctx, l.engine.sql.trouble, l.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, bounds.ErrorText(errors.New(text)))
 }
 
-// hook calls a callback of the configuration, in a goroutine of its own: a panic in it, runtime.Goexit or one that never
-// returns must not end the process or the partition. It reports whether the callback returned.
+// hook calls a callback of the configuration in a separate goroutine: a callback that panics, calls
+// runtime.Goexit or never returns must not end the process or stop the partition. hook reports
+// whether the callback returned.
 func (e *engine) hook(call func()) bool {
 	result, done := errHookGoexit, make(chan struct{})
 	go func() {
@@ -121,13 +123,13 @@ func (e *engine) hook(call func()) bool {
 		return true
 	case <-limit.C:
 		e.countAbandoned(done)
-		e.cfg.Logger.Error("a hook did not return within HandlerTimeout and is left behind", "group", e.cfg.Group)
+		e.cfg.Logger.Error("a hook did not return within HandlerTimeout and is abandoned", "group", e.cfg.Group)
 		return false
 	}
 }
 
-// tell passes on what a transaction committed: to the hooks, and what is parked for another reason than a failure,
-// which the log has already, to the log.
+// tell reports what a transaction committed to the hooks. It also logs messages that were parked
+// for another reason than a failure; failures are already in the log.
 func (l *lane) tell(w *work, out outcome) {
 	hooks, last := &l.engine.cfg.Hooks, w.msgs[len(w.msgs)-1]
 	if hooks.Processed != nil {

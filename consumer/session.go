@@ -14,31 +14,33 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// session is one membership in the group: a client and the partitions that it holds.
+// session is one membership in the group: a client and its partitions.
 type session struct {
 	consumer *Consumer
 	engine   *engine // the consumer's
 	client   *kgo.Client
-	ready    chan struct{} // closed when client is set: callbacks can come earlier
+	ready    chan struct{} // closed when client is set: callbacks may run earlier
 
 	mu         sync.Mutex
 	partitions map[topicPartition]*partition
-	// assignments are all partitions that Kafka assigned, in work or not.
+	// assignments are all partitions that Kafka assigned, whether they run or not.
 	assignments map[topicPartition]*assignment
 	marks       map[topicPartition]done // to be committed to Kafka
 	cluster     string                  // ID of the brokers' cluster
-	closing     bool                    // no partition begins any more
+	closing     bool                    // no further partition begins
 
-	values context.Context //nolint:containedctx // of Run, for handlers: it has no end
+	values context.Context //nolint:containedctx // Run's values, for handlers; never cancelled
 	life   context.Context //nolint:containedctx // ends when the session begins to close
 	close  context.CancelFunc
-	late   chan struct{} // has room for one signal: a partition waits for another attempt
-	polls  atomic.Uint64 // that have begun
+	late   chan struct{} // buffers one signal: a partition waits for another attempt
+	polls  atomic.Uint64 // polls begun so far
 
 	committing sync.Mutex
-	ends       sync.Mutex // one goroutine takes partitions over or gives them back at a time: see giveBack
-	failed     chan error // a partition asks for a new session
-	warned     time.Time  // when the poll loop said something last
+	ends       sync.Mutex             // one goroutine at a time takes over or releases partitions: see giveBack
+	failed     chan error             // a partition asks for a new session
+	warned     time.Time              // when the poll loop last logged a warning
+	unread     map[topicPartition]int // how often its records could not be read
+	looking    sync.WaitGroup         // goroutines that watch the partitions while the session polls
 }
 
 type topicPartition struct {
@@ -50,17 +52,19 @@ func newSession(c *Consumer) *session {
 	s := &session{
 		consumer: c, engine: c.engine, ready: make(chan struct{}), late: make(chan struct{}, 1), failed: make(chan error, 1),
 		partitions: map[topicPartition]*partition{}, assignments: map[topicPartition]*assignment{}, marks: map[topicPartition]done{},
+		unread: map[topicPartition]int{},
 	}
-	s.life, s.close = context.WithCancel(context.Background()) //nolint:forbidigo // it outlives the assignments that wait on it; leave ends it
+	s.life, s.close = context.WithCancel(context.Background()) //nolint:forbidigo // it outlives the assignments that wait on it; run closes it
 	return s
 }
 
 const (
-	// pollMax bounds the records of one poll; what waits for a partition is bounded by pausing it.
+	// pollMax bounds the records of one poll. Pausing a partition bounds the records that wait for
+	// it.
 	pollMax = 5000
 	// markEvery is how often marked offsets are committed to Kafka. They are advisory.
 	markEvery = time.Second
-	// warnEvery keeps errors that come with each fetch from flooding the log.
+	// warnEvery limits how often errors that repeat with each fetch are logged.
 	warnEvery = time.Second
 	// markMax bounds the last commit of a session, leaveMax its end.
 	markMax  = 5 * time.Second
@@ -70,21 +74,23 @@ const (
 func (s *session) options() []kgo.Opt {
 	opts := append([]kgo.Opt{
 		kgo.SoftwareNameAndVersion("effectonce-consumer", "v1"),
-		// A partition that resumes waits for the fetch that left it out: see waitingBatchesMax.
+		// A partition that resumes waits for the fetch that excluded it: see waitingBatchesMax.
 		kgo.FetchMaxWait(250 * time.Millisecond),
+		kgo.MaxDecompressBatchBytes(s.engine.cfg.inflateMax()),
 	}, s.consumer.kafka...)
 	return append(opts,
 		kgo.ConsumerGroup(s.engine.cfg.Group),
 		kgo.ConsumeTopics(s.engine.cfg.Topics...),
-		// Never the latest record, even by default: what lies between would be lost. Config.Start is
-		// resolved when positions are taken over.
+		// Never start at the latest record, even by default: the records in between would be lost.
+		// Config.Start is resolved when positions are taken over.
 		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()),
-		// What is not in the topic any more is judged when positions are taken over: see Config.OutOfRange.
+		// A position that is no longer in the topic is handled at takeover: see Config.OutOfRange.
 		kgo.ConsumeResetOffset(kgo.NoResetOffset()),
-		// The offsets of control records tell a partition that is at its end from one that got stuck.
+		// The offsets of control records distinguish a partition that reached its end from one that
+		// is stuck.
 		kgo.KeepControlRecords(),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
-		// The session commits by itself: the client's commits carry no metadata.
+		// The session commits offsets itself: the client's commits carry no metadata.
 		kgo.DisableAutoCommit(),
 		kgo.BlockRebalanceOnPoll(),
 		kgo.AdjustFetchOffsetsFn(s.assigned),
@@ -93,8 +99,8 @@ func (s *session) options() []kgo.Opt {
 	)
 }
 
-// run consumes until ctx ends or a partition asks for a new session.
-func (s *session) run(ctx context.Context) error {
+// consume consumes until ctx ends or a partition asks for a new session.
+func (s *session) consume(ctx context.Context) error {
 	client, err := kgo.NewClient(s.options()...)
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
@@ -105,14 +111,13 @@ func (s *session) run(ctx context.Context) error {
 	close(s.ready)
 	polling, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
-	var looking sync.WaitGroup
-	defer looking.Wait()
-	looking.Go(func() { s.lookAfter(polling) })
-	looking.Go(func() { s.poll(polling) })
-	looking.Go(func() { s.awaitTopics(polling) })
-	looking.Go(func() { s.retryLate(polling) })
-	looking.Go(func() { s.keepCommitting(polling) })
-	looking.Go(func() { s.keepCounting(polling) })
+	defer s.looking.Wait()
+	s.looking.Go(func() { s.lookAfter(polling) })
+	s.looking.Go(func() { s.poll(polling) })
+	s.looking.Go(func() { s.awaitTopics(polling) })
+	s.looking.Go(func() { s.retryLate(polling) })
+	s.looking.Go(func() { s.keepCommitting(polling) })
+	s.looking.Go(func() { s.keepCounting(polling) })
 	go func() {
 		select {
 		case err := <-s.failed:
@@ -131,7 +136,7 @@ func (s *session) run(ctx context.Context) error {
 	return context.Cause(polling)
 }
 
-// drain gives all partitions back, and says so.
+// drain releases all partitions, and logs it.
 func (s *session) drain(ctx context.Context) {
 	e, began := s.engine, time.Now()
 	if ctx.Err() != nil {
@@ -139,22 +144,24 @@ func (s *session) drain(ctx context.Context) {
 	}
 	e.cfg.Logger.InfoContext(ctx, "draining: batches in progress may finish", "group", e.cfg.Group, "partitions", len(s.working()), "drain_max", e.cfg.DrainMax.String())
 	s.giveBack(context.WithoutCancel(ctx), nil)
-	e.cfg.Logger.InfoContext(ctx, "drained: all partitions are given back", "group", e.cfg.Group, "lasted", readable(time.Since(began)))
+	e.cfg.Logger.InfoContext(ctx, "drained: all partitions are released", "group", e.cfg.Group, "lasted", readable(time.Since(began)))
 }
 
-// giveBack ends partitions in good order; nil: all. A stop and a rebalance may come together: whoever is second waits for
-// what the first one took. A rebalance that went on meanwhile would have another member begin beside a batch that is still
-// under way, and the offset behind that would be forgotten.
+// giveBack ends and releases partitions in good order; nil: all. A stop and a rebalance may
+// coincide: the second one waits for the partitions that the first one took. If the rebalance did
+// not wait, another member would begin while a batch is still in progress, and the offset after
+// that batch would not be committed to Kafka.
 func (s *session) giveBack(ctx context.Context, keys map[string][]int32) {
 	s.ends.Lock()
 	defer s.ends.Unlock()
-	s.stop(ctx, s.take(keys), s.engine.cfg.DrainMax)
+	s.stop(ctx, s.removePartitions(keys), s.engine.cfg.DrainMax)
 	s.commitMarks(ctx)
 	s.forget(keys)
 }
 
-// leave leaves the group. The client first waits for the answer to a JoinGroup, which comes when every other member
-// has joined, too, one that froze included: what was consumed is stored, so that is not worth waiting for.
+// leave leaves the group. The client first waits for the answer to a JoinGroup. That answer arrives
+// only after every other member has joined, including one that froze. What was consumed is stored,
+// so the wait is bounded by leaveMax.
 func (s *session) leave(ctx context.Context, client *kgo.Client) {
 	left := make(chan struct{})
 	go func() {
@@ -166,7 +173,7 @@ func (s *session) leave(ctx context.Context, client *kgo.Client) {
 	select {
 	case <-left:
 	case <-timer.C:
-		s.engine.cfg.Logger.WarnContext(ctx, "the group rebalances and was not left yet: it takes note of it then, or when the session times out", "group", s.engine.cfg.Group)
+		s.engine.cfg.Logger.WarnContext(ctx, "leaving the group timed out during a rebalance: the group removes this member when the rebalance ends or the session times out", "group", s.engine.cfg.Group)
 	}
 }
 
@@ -185,11 +192,14 @@ func (s *session) fetch(ctx context.Context) {
 		var lost *kgo.ErrDataLoss
 		switch {
 		case errors.Is(err, kerr.OffsetOutOfRange), errors.As(err, &lost), errors.Is(err, kerr.UnknownTopicID):
-			// The last one: the topic was deleted and made anew, which a client takes note of only at its start.
+			// UnknownTopicID: the topic was deleted and recreated, which a client detects only when
+			// it starts.
 			s.restart(fmt.Errorf("%s/%d: %w", topic, partition, err))
+		case isUnreadable(topic, err):
+			s.unreadable(ctx, topicPartition{topic, partition}, err)
 		case !errors.Is(err, context.Canceled) && time.Since(s.warned) > warnEvery:
 			s.warned = time.Now()
-			s.engine.cfg.Logger.WarnContext(ctx, "fetch failed; it is tried again", "group", s.engine.cfg.Group, "topic", topic, "partition", partition, "error", err)
+			s.engine.cfg.Logger.WarnContext(ctx, "fetch failed; will retry", "group", s.engine.cfg.Group, "topic", topic, "partition", partition, "error", err)
 		}
 	})
 	fetches.EachPartition(func(fetched kgo.FetchTopicPartition) {
@@ -203,12 +213,12 @@ func (s *session) fetch(ctx context.Context) {
 		}
 		p := s.partitions[key]
 		s.mu.Unlock()
-		// Without a partition it was taken away meanwhile; its next holder fetches the records again.
+		// If p is nil, the partition was revoked; its next holder fetches the records again.
 		switch {
 		case p == nil:
 		case p.during >= poll:
-			// The partition began while this poll was under way: the records may have been fetched before, from
-			// elsewhere. They are fetched again.
+			// The partition began during this poll: the records may have been fetched before that,
+			// from another offset. They are fetched again.
 			s.client.SetOffsets(map[string]map[int32]kgo.EpochOffset{key.topic: {key.partition: {Epoch: -1, Offset: p.queue.begin}}})
 		default:
 			p.queue.add(fetched.Records)
@@ -217,8 +227,8 @@ func (s *session) fetch(ctx context.Context) {
 	s.client.AllowRebalance()
 }
 
-// take removes partitions from the session and returns them; nil takes all.
-func (s *session) take(keys map[string][]int32) []*partition {
+// removePartitions removes partitions from the session and returns them; nil takes all.
+func (s *session) removePartitions(keys map[string][]int32) []*partition {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var taken []*partition
@@ -245,7 +255,7 @@ func (s *session) take(keys map[string][]int32) []*partition {
 	return taken
 }
 
-// stop ends partitions in good order, and says so in the database: see end.
+// stop ends partitions in good order, and stores that they were released: see end.
 func (s *session) stop(ctx context.Context, partitions []*partition, limit time.Duration) {
 	s.end(ctx, partitions, limit)
 	positions := make([]*position, len(partitions))
@@ -253,13 +263,13 @@ func (s *session) stop(ctx context.Context, partitions []*partition, limit time.
 		positions[i] = p.pos
 	}
 	if err := s.consumer.giveUp(ctx, positions); err != nil {
-		// The next holder takes it for a crash, and is careful.
-		s.engine.cfg.Logger.WarnContext(ctx, "partitions were given up, which could not be stored", "group", s.engine.cfg.Group, "error", err)
+		// The next holder treats this as a crash and handles messages alone at first: see careful.
+		s.engine.cfg.Logger.WarnContext(ctx, "could not store the release of partitions", "group", s.engine.cfg.Group, "error", err)
 	}
 }
 
-// end ends partitions: none takes another batch, each may finish the one it is at until the limit,
-// then its context is cancelled, which rolls back.
+// end ends partitions: none begins another batch. Each may finish its current batch until the
+// limit; then its context is cancelled, which rolls the batch back.
 func (s *session) end(ctx context.Context, partitions []*partition, limit time.Duration) {
 	for _, p := range partitions {
 		p.stop()

@@ -16,8 +16,8 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// network is a way to the database on which bytes can get lost without a reset, as behind a firewall that forgot a
-// connection.
+// network is a way to the database on which bytes can get lost without a reset, as behind a
+// firewall that forgot a connection.
 type network struct {
 	t       *testing.T
 	listen  net.Listener
@@ -114,8 +114,9 @@ func (n *network) silence() {
 	}
 }
 
-// Property: bytes that get lost without a reset, wherever that happens, hold a partition up for a bounded time: it
-// recovers by itself, each message has its effect once, nothing is parked and no attempt is counted for the silence.
+// Property: bytes that get lost without a reset, wherever that happens, hold a partition up for a
+// bounded time: it recovers by itself, each message has its effect once, nothing is parked and no
+// attempt is counted for the silence.
 func TestSilentConnectionIsReplaced(t *testing.T) {
 	t.Parallel()
 	type fault struct {
@@ -200,8 +201,8 @@ func (h *harness) require(what string, within time.Duration, condition func() bo
 	require.Eventually(h.t, condition, within, 10*time.Millisecond, "%s", what)
 }
 
-// Property: while the network is silent to a partition that has nothing to do, its poll recovers in bounded time: what an
-// operator hands back then is run.
+// Property: while the network is silent to an idle partition, its poll recovers in bounded time: a
+// message that an operator retries then is run.
 func TestSilentPollRecovers(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -243,7 +244,8 @@ func TestStartOnASilentConnection(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: a statement that the server is at work on for too long is its message's failure, on a network that works.
+// Property: a statement that the server executes for too long is its message's failure, on a
+// network that works.
 func TestSlowStatementIsNotSilence(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -270,8 +272,9 @@ func TestSlowStatementIsNotSilence(t *testing.T) {
 	require.Len(t, h.parked(), 2)
 }
 
-// Property: a COMMIT that waits for a synchronous standby for longer than the engine waits for it is left alone, not
-// cancelled: cancelled, it would be visible without being replicated. The message has its effect once.
+// Property: a COMMIT that waits for a synchronous standby for longer than the engine waits for it
+// is abandoned, not cancelled: cancelled, it would be visible without being replicated. The message
+// has its effect once.
 func TestCommitWithoutAnswerIsNotCancelled(t *testing.T) {
 	t.Parallel()
 	h, _ := ownCluster(t)

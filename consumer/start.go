@@ -9,9 +9,9 @@ import (
 	"github.com/google/uuid"
 )
 
-// storedPosition is a row of consumer_positions, as it is before a takeover.
+// storedPosition is a row of consumer_positions before a takeover.
 type storedPosition struct {
-	topicID     uuid.UUID // zero: not known
+	topicID     uuid.UUID // zero: unknown
 	next        *int64    // nil: nothing handled yet
 	epoch       int64
 	handledFrom *int64
@@ -21,18 +21,18 @@ type storedPosition struct {
 	knownEpoch  *int64
 	resumeAt    *int64 // an operator's order
 	held        bool   // by some consumer, before
-	released    bool   // and given up in good order
-	heldOffset  *int64 // where that one began
+	released    bool   // and released in good order
+	heldOffset  *int64 // where the last holder began
 	stuck       int
-	server      time.Time // when the server began that the row was read on
+	server      time.Time // start time of the server that the row was read from
 }
 
 // topicLog is what Kafka knows about a partition.
 type topicLog struct {
-	cluster   string    // empty: the brokers do not know one
-	topicID   uuid.UUID // zero: the brokers do not know it
-	first     int64     // the earliest record that the topic has
-	end       int64     // behind its last record
+	cluster   string    // empty: the brokers have none
+	topicID   uuid.UUID // zero: the brokers have none
+	first     int64     // offset of the earliest record
+	end       int64     // offset after the last record
 	committed *committedOffset
 }
 
@@ -43,46 +43,46 @@ type known struct {
 	partition int32
 	row       storedPosition
 	log       *topicLog // nil: the records do not come from Kafka
-	met       int32     // partitions that the topic had when the group met it
-	// running: a worker holds the partition and keeps its place, under a new epoch.
+	met       int32     // partitions of the topic at the group's first contact
+	// running: a worker holds the partition and continues where it is, under a new epoch.
 	running bool
-	// offsets of the records given to Deliver, in their order; only where log is nil.
+	// offsets of the records passed to Deliver, in their order; only if log is nil.
 	offsets []int64
 
 	outOfRange OutOfRange
 	dedup      Dedup
-	consumer   int32 // id of the consumer's name
+	consumer   int32 // ID of the consumer's name
 	rule       string
 }
 
-// An operator's orders that are no offsets.
+// Resume orders that are not offsets.
 const (
 	resumeAtStart int64 = -2
 	resumeAtEnd   int64 = -1
 )
 
-// decision says where a partition begins, and what is stored about it.
+// decision is where a partition begins, and what is stored about it.
 type decision struct {
 	at    int64  // fetching begins here
-	next  *int64 // the stored position from now on; nil: none
-	moved bool   // next is not where handling left it
-	// rewoundTo is where a rewind that has not reached the position yet began; else at.
+	next  *int64 // the new stored position; nil: none
+	moved bool   // next is not where handling ended
+	// rewoundTo is where a rewind began that has not reached the position yet; otherwise at.
 	rewoundTo int64
-	// Offsets from handledFrom to the position were worked through by this consumer.
+	// This consumer handled all offsets from handledFrom to the position.
 	handledFrom int64
-	handledTo   *int64 // where that range ends, if not at the position
+	handledTo   *int64 // end of that range, if it is not the position
 	storeFrom   int64  // handledFrom as it is stored
 	keysFrom    int64
 	ordered     bool  // an operator's order was carried out, or was void
 	halt        error // the partition waits for an operator; nil: it begins
-	reset       error // why records are passed over, for operator_actions; nil: none are
+	reset       error // why records are skipped, for operator_actions; nil: none are
 	why         string
 }
 
-// decideStart decides where a partition begins. docs/design.md has it as a table. It resumes at the smaller
-// of the stored position and Kafka's offset. Kafka's may be ahead: a failover of the database lost the last
-// commits. Where it is behind, another program moved it; the consumer's own commits may only lag, and count only
-// where no position is stored.
+// decideStart decides where a partition begins. docs/design.md has it as a table. It resumes at the
+// smaller of the stored position and Kafka's offset. Kafka's offset is ahead if a failover of the
+// database lost the last commits. If it is behind, another program moved it. The consumer's own
+// commits may lag, and count only if no position is stored.
 func decideStart(k known) decision {
 	var d decision
 	switch stored := k.stored(); {
@@ -108,7 +108,8 @@ func decideStart(k known) decision {
 	d.storeFrom = d.handledFrom
 	d.keysFrom = k.keysFrom()
 	if k.jumps() {
-		// The position will not say any more what was handled, and what is behind it now still does.
+		// From now on the position does not show what was handled. The stored range still covers
+		// what was handled before the present position.
 		d.storeFrom, d.handledTo = math.MaxInt64, d.next
 		if d.next == nil {
 			d.handledFrom = math.MaxInt64
@@ -117,8 +118,8 @@ func decideStart(k known) decision {
 	return d
 }
 
-// jumps reports that records given to Deliver leave offsets out, so that the position will pass what was never
-// handled. Kafka leaves out only what is not there.
+// jumps reports whether the records passed to Deliver leave offsets out, so that the position will
+// pass messages that were never handled. Kafka leaves out only offsets that do not exist.
 func (k known) jumps() bool {
 	if len(k.offsets) == 0 {
 		return false
@@ -138,7 +139,7 @@ func (k known) jumps() bool {
 	return false
 }
 
-// recreated reports that the row belongs to an earlier topic of the same name.
+// recreated reports whether the row belongs to an earlier topic of the same name.
 func (k known) recreated() bool {
 	return k.log != nil && k.row.topicID != uuid.Nil && k.log.topicID != uuid.Nil && k.row.topicID != k.log.topicID
 }
@@ -152,7 +153,7 @@ func (k known) stored() *int64 {
 }
 
 func (k known) goOn() decision {
-	d := decision{next: k.stored(), why: "goes on at the stored position"}
+	d := decision{next: k.stored(), why: "continues at the stored position"}
 	switch {
 	case d.next != nil:
 		d.at = *d.next
@@ -162,7 +163,7 @@ func (k known) goOn() decision {
 	return d
 }
 
-// order carries out an operator's order. It is the only thing that moves a position back.
+// order carries out an operator's order. Nothing else moves a position back.
 func (k known) order() decision {
 	var at int64
 	var name string
@@ -177,13 +178,14 @@ func (k known) order() decision {
 	return decision{at: at, next: &at, moved: true, ordered: true, why: "an operator ordered to resume at " + name}
 }
 
-// begin decides for a partition without a position. Config.Start was resolved when the group met the topic.
+// begin decides for a partition without a position. Config.Start was resolved at the group's first
+// contact with the topic.
 func (k known) begin() decision {
 	d := decision{at: k.log.first}
 	where := "the topic is new to the group: begins at its start"
 	switch {
 	case k.recreated():
-		where = "the topic was deleted and made anew: begins at its start"
+		where = "the topic was deleted and recreated: begins at its start"
 	case k.partition >= k.met:
 		where = "the partition was added after the group met the topic: begins at its start"
 	}
@@ -200,7 +202,8 @@ func (k known) begin() decision {
 	case k.log.committed.offset > k.log.end:
 		d.why = fmt.Sprintf("Kafka's offset %d lies beyond the end of the topic: begins at its start", k.log.committed.offset)
 	case origin == commitOurs && k.beganBefore(k.log.committed.offset):
-		// Kafka's offset was committed behind a transaction that stored a position: a failover of the database lost it.
+		// Kafka's offset was committed after a transaction that stored a position: a failover of
+		// the database lost that transaction.
 		if *k.row.handledFrom < k.log.first {
 			d = k.deleted(*k.row.handledFrom)
 			break
@@ -217,7 +220,7 @@ func (k known) begin() decision {
 	return d
 }
 
-// beganBefore tells whether the row says that the partition was taken over, and began before an offset.
+// beganBefore reports whether, by its row, the partition was taken over and began before an offset.
 func (k known) beganBefore(offset int64) bool {
 	return !k.recreated() && k.row.held && k.row.handledFrom != nil && *k.row.handledFrom < offset
 }
@@ -241,21 +244,22 @@ func (k known) resume(stored int64) decision {
 	case committed.offset < stored && origin == commitOurs:
 		d.why = "resumes at the stored position; Kafka's offset lags behind it"
 	case committed.offset < stored:
-		// The topic may begin later by now; the position does not.
+		// The topic may now begin after that offset, but not after the position.
 		d.at = max(committed.offset, k.log.first)
 		d.why = fmt.Sprintf("resumes at Kafka's offset, which was moved back (%s)", origin)
 	}
 	return d
 }
 
-// deleted: records that were not handled are not in the topic any more.
+// deleted decides for records that were deleted from the topic before they were handled.
 func (k known) deleted(from int64) decision {
 	problem := fmt.Errorf("records %d to %d of %s/%d were deleted before they were consumed", from, k.log.first-1, k.topic, k.partition)
 	return k.outOf(problem, k.outOfRange == OutOfRangeHalt, "set Config.OutOfRange to OutOfRangeResumeEarliest and restart, or ")
 }
 
-// lostEnd: what comes anew has offsets that were handled already. Without claims nothing stops it from being
-// handled again, so that only an operator can decide.
+// lostEnd decides for a topic that lost its end: new records get offsets that were already handled.
+// Without claims nothing stops handled messages from being handled again, so only an operator can
+// decide.
 func (k known) lostEnd(stored int64) decision {
 	problem := fmt.Errorf("%s/%d ends at offset %d, but was consumed up to %d: Kafka lost its end (an unclean election?)",
 		k.topic, k.partition, k.log.end, stored)
@@ -268,22 +272,22 @@ func (k known) lostEnd(stored int64) decision {
 func (k known) outOf(problem error, halts bool, setting string) decision {
 	first := k.log.first
 	if halts {
-		// The offset is not fetched: the partition is paused.
+		// Nothing is fetched at this offset: the partition is paused.
 		return decision{at: first, next: k.stored(), halt: fmt.Errorf("%w%s", problem, k.remedy(setting)), why: "halts"}
 	}
-	return decision{at: first, next: &first, moved: true, reset: problem, why: "resumes at the earliest record that is left"}
+	return decision{at: first, next: &first, moved: true, reset: problem, why: "resumes at the earliest remaining record"}
 }
 
 func (k known) command() string { return k.remedy("") }
 
-// remedy names what an operator can do.
+// remedy describes what an operator can do.
 func (k known) remedy(setting string) string {
-	return fmt.Sprintf(". To go on, %sorder where to: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at earliest --why '...' (or latest, or an offset)",
+	return fmt.Sprintf(". To continue, %sset where to resume: outbox-relay consumer resume-at --group %s --topic %s --partition %d --at earliest --why '...' (or latest, or an offset)",
 		setting, k.group, k.topic, k.partition)
 }
 
-// handledFrom says from where on this consumer worked through what is behind the position. Another name, or
-// another rule for IDs, worked through none of it.
+// handledFrom returns the offset from which this consumer handled everything up to the position.
+// Another name, or another rule for IDs, has handled none of it.
 func (k known) handledFrom(d decision) int64 {
 	switch {
 	case d.next == nil:
@@ -296,7 +300,8 @@ func (k known) handledFrom(d decision) int64 {
 	}
 }
 
-// keysFrom says up to where the previous release may have attempted messages: it leaves known_epoch as it was.
+// keysFrom returns the offset up to which the previous release may have attempted messages. That
+// release leaves known_epoch unchanged.
 func (k known) keysFrom() int64 {
 	if k.recreated() {
 		return 0

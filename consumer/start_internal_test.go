@@ -14,7 +14,8 @@ type startRow struct {
 	in   func(k *known) // changes a partition of offsets 10 to 100, whose row says: handled from 20 to 60
 	at   int64
 	next int64 // -1: none
-	// handled is the range that counts as worked through, keys the offset behind which no key is the previous release's.
+	// handled is the range that counts as handled, keys the offset after which no key is the
+	// previous release's.
 	from, keys int64
 	moved      bool
 	halt       string
@@ -89,7 +90,7 @@ func startRows() []startRow {
 		{name: "records are gone", in: gone, at: 70, next: 60, from: 20, halt: "records 60 to 69", why: "halts"},
 		{name: "records are gone, resume", in: with(gone, going, byPos), at: 70, next: 70, from: 70, moved: true, why: "earliest"},
 
-		// Who worked through what is behind the position.
+		// Who handled the messages before the position.
 		{name: "new name", in: renamed, at: 60, next: 60, from: 60, why: "stored position"},
 		{name: "new name, our commit lags", in: with(renamed, ours(40)), at: 60, next: 60, from: 60, why: "lags behind"},
 		{name: "new name, rewound", in: with(renamed, commit(40, "")), at: 40, next: 60, from: 60, why: "moved back"},
@@ -119,12 +120,12 @@ func startRows() []startRow {
 		{name: "no position, commit before the start", in: with(no, commit(4, "")), at: 10, next: noOffset, from: 10, halt: "records 4 to 9", why: "halts"},
 		{name: "no position, commit before the start, resume", in: with(no, going, commit(4, "")), at: 10, next: 10, from: 10, moved: true, why: "earliest"},
 
-		// A topic made anew.
-		{name: "made anew", in: anew, at: 10, next: noOffset, from: 10, why: "made anew"},
-		{name: "made anew, our stale commit", in: with(anew, commit(40, commitMetadata("cluster", earlierTopic, 40, -1))), at: 10, next: noOffset, from: 10, why: "made anew"},
+		// A recreated topic.
+		{name: "made anew", in: anew, at: 10, next: noOffset, from: 10, why: "recreated"},
+		{name: "made anew, our stale commit", in: with(anew, commit(40, commitMetadata("cluster", earlierTopic, 40, -1))), at: 10, next: noOffset, from: 10, why: "recreated"},
 		{name: "made anew, translated commit", in: with(anew, commit(40, commitMetadata("other", earlierTopic, 35, -1))), at: 40, next: 40, from: 40, why: "another program"},
 		{name: "made anew, commit put there", in: with(anew, commit(40, "")), at: 40, next: 40, from: 40, why: "another program"},
-		{name: "made anew, keys of the earlier one", in: with(anew, older, func(k *known) { k.row.keysFrom = pointer(int64(44)) }), at: 10, next: noOffset, from: 10, why: "made anew"},
+		{name: "made anew, keys of the earlier one", in: with(anew, older, func(k *known) { k.row.keysFrom = pointer(int64(44)) }), at: 10, next: noOffset, from: 10, why: "recreated"},
 
 		// Orders.
 		{name: "order back", in: with(ordered(30), ours(60)), at: 30, next: 30, from: 30, moved: true, why: "operator"},
@@ -135,16 +136,16 @@ func startRows() []startRow {
 		{name: "order before the start", in: ordered(1), at: 10, next: 10, from: 10, moved: true, why: "operator"},
 		{name: "order for an earlier topic", in: with(anew, ordered(30)), at: 10, next: noOffset, from: 10, why: "was for an earlier topic"},
 
-		// Without Kafka's word.
-		{name: "a worker goes on", in: with(older, commit(3, ""), ordered(30), func(k *known) { k.running = true }), at: 60, next: 60, from: 20, keys: 100, why: "goes on"},
-		{name: "delivered in order", in: given(60, 61, 3, 62), at: 60, next: 60, from: 20, why: "goes on"},
-		{name: "delivered, previous release was last", in: with(older, given(60, 61)), at: 60, next: 60, from: 20, keys: 62, why: "goes on"},
-		{name: "delivered to none", in: with(no, given(5, 6)), at: 5, next: noOffset, from: 5, why: "goes on"},
-		{name: "delivered to none with a gap", in: with(no, given(5, 7)), at: 5, next: noOffset, from: math.MaxInt64, why: "goes on"},
+		// Without Kafka.
+		{name: "a worker continues", in: with(older, commit(3, ""), ordered(30), func(k *known) { k.running = true }), at: 60, next: 60, from: 20, keys: 100, why: "continues"},
+		{name: "delivered in order", in: given(60, 61, 3, 62), at: 60, next: 60, from: 20, why: "continues"},
+		{name: "delivered, previous release was last", in: with(older, given(60, 61)), at: 60, next: 60, from: 20, keys: 62, why: "continues"},
+		{name: "delivered to none", in: with(no, given(5, 6)), at: 5, next: noOffset, from: 5, why: "continues"},
+		{name: "delivered to none with a gap", in: with(no, given(5, 7)), at: 5, next: noOffset, from: math.MaxInt64, why: "continues"},
 	}
 }
 
-// Property: where a partition begins, and what counts as worked through, is decided by a table: every row.
+// Property: a table decides where a partition begins, and what counts as handled: every row.
 func TestWhereAPartitionBegins(t *testing.T) {
 	t.Parallel()
 	for _, row := range startRows() {
@@ -182,8 +183,8 @@ func TestWhereAPartitionBegins(t *testing.T) {
 	}
 }
 
-// Property: records given to Deliver that leave offsets out do not make the offsets in between count as handled,
-// then or later; what was handled before still does.
+// Property: records given to Deliver that leave offsets out do not make the offsets in between
+// count as handled, then or later; what was handled before still does.
 func TestDeliveredGapsDoNotCountAsHandled(t *testing.T) {
 	t.Parallel()
 	k := known{
@@ -201,8 +202,8 @@ func TestDeliveredGapsDoNotCountAsHandled(t *testing.T) {
 	require.False(t, pos.handled(70))
 }
 
-// Property: a group that meets a topic begins at the end of every partition for which Kafka has no offset of its
-// own, and nowhere else at an end.
+// Property: a group at its first contact with a topic begins at the end of every partition for
+// which Kafka has no offset of its own, and nowhere else at an end.
 func TestFirstPositions(t *testing.T) {
 	t.Parallel()
 	log := func(committed *committedOffset) *topicLog {

@@ -6,14 +6,17 @@ import (
 	"github.com/google/uuid"
 )
 
-// PartitionState is what an assigned partition does. docs/operations.md says what to do about each.
+// PartitionState is the state of an assigned partition. docs/how-to/consume.md describes what to do
+// about each.
 type PartitionState uint8
 
-// The states. Of the states that the workers of a partition are in, the last in this list counts.
+// The states. If the workers of a partition are in different states, the last one in this list
+// counts.
 const (
 	// StateUnassigned: the partition is not assigned to this consumer.
 	StateUnassigned PartitionState = iota
-	// StateWaiting: it is not taken over yet: the database or the partition's leader does not answer.
+	// StateWaiting: it is not taken over yet, because the database or the partition's leader does
+	// not answer.
 	StateWaiting
 	// StateRunning: its messages are handled.
 	StateRunning
@@ -21,16 +24,19 @@ const (
 	StatePausedByOperator
 	// StateWaitingForDatabase: it waits until the database answers.
 	StateWaitingForDatabase
-	// StatePausedByBreaker: too many of its messages fail; it pauses instead of parking them. See Config.ParkShareMax.
+	// StatePausedByBreaker: too many of its messages fail; it pauses instead of parking them. See
+	// Config.ParkShareMax.
 	StatePausedByBreaker
-	// StateBlocked: it tries one message again and again, because OnFailure is OnFailureBlock or because the message
-	// cannot be parked; or too many handlers do not return. See Config.AbandonedMax.
+	// StateBlocked: it retries one message repeatedly, because OnFailure is OnFailureBlock or
+	// because the message cannot be parked; or too many handlers do not return. See
+	// Config.AbandonedMax.
 	StateBlocked
-	// StateFenced: another consumer took the partition over while this one held it. The group's assignment decides.
+	// StateFenced: another consumer took the partition over while this one held it. The group's
+	// assignment decides.
 	StateFenced
 	// StateHalted: it waits for an operator's decision.
 	StateHalted
-	// StateDraining: it was taken away, or Run ends. The batch in progress may finish.
+	// StateDraining: it was revoked, or Run ends. The batch in progress may finish.
 	StateDraining
 )
 
@@ -65,30 +71,32 @@ func (s PartitionState) String() string {
 // MarshalText is String, for JSON.
 func (s PartitionState) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
-// assignment is a partition that Kafka assigned to this session, in work or not. The session's mutex guards it.
+// assignment is a partition that Kafka assigned to this session, running or not. The session's
+// mutex guards it.
 type assignment struct {
 	key      topicPartition
 	changed  func(StateChange)
 	state    PartitionState
-	since    time.Time // of the state
-	err      error     // why it does not run, or why it tries a message again; nil: neither
-	position int64     // the next offset that is stored; -1: none
-	reached  int64     // what comes before is handled, from where this assignment began; -1: not known
-	end      int64     // of the topic when it was asked for last; -1: not known
-	parked   int64     // messages when they were counted last; -1: not known
+	since    time.Time // when the state began
+	err      error     // why it does not run, or why it retries a message; nil: neither
+	position int64     // the stored next offset; -1: none
+	reached  int64     // this assignment handled everything before this offset; -1: unknown
+	end      int64     // of the topic, as last read; -1: unknown
+	parked   int64     // messages, as last counted; -1: unknown
 
-	// Of the takeover: where it began, or the rewind that it continues, and from where on its name had worked through what lies behind the position.
+	// Of the takeover: begins is where it began, or where the rewind began that it continues. From
+	// handledFrom on, the consumer's name had handled everything up to the position.
 	topicID                    uuid.UUID
 	epoch, begins, handledFrom int64
-	widen                      bool // that range begins earlier now, which is to be stored
+	widen                      bool // the range now begins earlier, which must be stored
 
-	attempt int       // at taking it over
+	attempt int       // to take it over
 	retryAt time.Time // zero: nothing is due
-	saidAt  time.Time // when the log said last that it waits
+	saidAt  time.Time // when the log last reported that it waits
 }
 
-// assignOne notes that a partition is assigned. One that is assigned again without having run has waited since the
-// first time. The caller holds the mutex.
+// assignOne records that a partition is assigned. A partition that is assigned again without having
+// run keeps the time since which it waits. The caller holds the mutex.
 func (s *session) assignOne(key topicPartition) {
 	a := &assignment{key: key, changed: s.consumer.changes.add, position: -1, reached: -1, end: -1, parked: -1}
 	var why error
@@ -120,13 +128,14 @@ func (a *assignment) become(state PartitionState, err error) {
 	}
 }
 
-// laneState is what a lane does, and why it does not run or tries a message again.
+// laneState is the state of a lane, and why it does not run or retries a message.
 type laneState struct {
 	state PartitionState
 	err   error
 }
 
-// become notes what the lane does. It is called after each commit: where the lane ran before, too, it takes no lock.
+// become sets the state of the lane. It is called after each commit: a lane that was already
+// running takes no lock.
 func (l *lane) become(state PartitionState, err error) {
 	now := laneState{state, err}
 	if now == (laneState{state: StateRunning}) && l.does == now {
@@ -138,8 +147,8 @@ func (l *lane) become(state PartitionState, err error) {
 	}
 }
 
-// noteLane notes what a lane of a partition does. It changes nothing where the partition was taken out of work: then it
-// drains, whatever its lanes do.
+// noteLane records the state of a lane of a partition. It changes nothing if the partition was
+// taken from the session: then it drains, whatever its lanes do.
 func (s *session) noteLane(p *partition, l *lane) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -151,7 +160,7 @@ func (s *session) noteLane(p *partition, l *lane) {
 	s.noteWork(p)
 }
 
-// notePause notes whether an operator paused a partition's topic.
+// notePause records whether an operator paused a partition's topic.
 func (s *session) notePause(p *partition, paused bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -159,8 +168,8 @@ func (s *session) notePause(p *partition, paused bool) {
 	s.noteWork(p)
 }
 
-// noteWork sets the state of a partition in work: the worst of its lanes', or that its topic is paused. The caller holds
-// the mutex.
+// noteWork sets the state of a running partition: the worst state of its lanes, or that its topic
+// is paused. The caller holds the mutex.
 func (s *session) noteWork(p *partition) {
 	a := s.assignments[p.key()]
 	if s.partitions[p.key()] != p || a == nil {

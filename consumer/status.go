@@ -10,57 +10,62 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Phase is what Run does.
+// Phase is what Run is doing.
 type Phase string
 
 // The phases.
 const (
 	// PhaseStopped: Run was not called yet, or it returned.
 	PhaseStopped Phase = "stopped"
-	// PhaseStarting: Run checks the database and the topics, and waits for them where they do not answer.
+	// PhaseStarting: Run checks the database and the topics, and waits for them if they do not
+	// answer.
 	PhaseStarting Phase = "starting"
-	// PhaseJoining: the consumer is not in the group yet, or not any more.
+	// PhaseJoining: the consumer is not yet, or no longer, in the group.
 	PhaseJoining Phase = "joining"
-	// PhaseConsuming: the consumer is in the group. It may have no partition.
+	// PhaseConsuming: the consumer is in the group. It may have no partitions.
 	PhaseConsuming Phase = "consuming"
 	// PhaseDraining: Run's context ended; batches in progress may finish.
 	PhaseDraining Phase = "draining"
 )
 
-// Status is what a consumer does.
+// Status is the state of a consumer.
 type Status struct {
 	Group string `json:"group"`
 	Phase Phase  `json:"phase"`
-	// Err is why the consumer does not consume: what Run waits for, why it joins the group anew, or what it returned. It
-	// is empty while it consumes.
+	// Err is why the consumer does not consume: what Run waits for, why it rejoins the group, or
+	// what it returned. It is empty while the consumer consumes.
 	Err string `json:"-"`
-	// Partitions are those that Kafka assigned to this consumer, by topic and number.
+	// Partitions are those that Kafka assigned to this consumer, sorted by topic and number.
 	Partitions []PartitionStatus `json:"partitions"`
 }
 
-// PartitionStatus is what a partition does.
+// PartitionStatus is the state of a partition.
 type PartitionStatus struct {
 	Topic     string         `json:"topic"`
 	Partition int32          `json:"partition"`
 	State     PartitionState `json:"state"`
-	Since     time.Time      `json:"since"` // of the state
-	// Err is why the partition does not run, or the last failure of the message that it tries again. It is empty where
-	// neither is so. It may have what a handler's error says, such as parts of a payload.
+	Since     time.Time      `json:"since"` // when the state began
+	// Err is why the partition does not run, or the last failure of the message that it retries.
+	// Otherwise it is empty. It may contain the text of a handler's error, such as parts of a
+	// payload.
 	Err string `json:"-"`
-	// Position is the next offset as it is stored; -1: none is.
+	// Position is the stored next offset; -1: none is stored.
 	Position int64 `json:"position"`
-	// Lag is how many offsets are between what was handled and the end of the partition, as this consumer saw the end
-	// last: with the last records that arrived, or up to a minute ago. A topic that is not written to has none. Offsets of
-	// control records count for up to 10 s. -1: not known, the partition is not taken over.
+	// Lag is the number of offsets between the last handled message and the end of the partition.
+	// The end is as this consumer last saw it: with the last records that arrived, or up to a
+	// minute ago. A topic without new writes has lag 0. Offsets of control records count for up to
+	// 10 s. -1: unknown, the partition is not taken over.
 	Lag int64 `json:"lag"`
-	// Parked is how many messages of the partition are parked, counted up to 10,000, every 10 s. -1: not counted yet.
+	// Parked is how many messages of the partition are parked, counted up to 10,000, every 10 s.
+	// -1: not counted yet.
 	Parked int64 `json:"parked"`
-	// Epoch is of the takeover by this consumer; 0: it is not taken over.
+	// Epoch is the epoch of this consumer's takeover; 0: the partition is not taken over.
 	Epoch int64 `json:"epoch"`
 }
 
-// Status says what the consumer and its partitions do. It reads memory alone, is safe for concurrent use, and may be
-// called at any time, also before Run and after it. What Deliver does is not in it.
+// Status returns the state of the consumer and its partitions. It reads memory only, is safe for
+// concurrent use, and may be called at any time, also before and after Run. It does not cover
+// Deliver.
 func (c *Consumer) Status() Status {
 	now := c.phase.Load()
 	status := Status{Group: c.engine.cfg.Group, Phase: now.phase, Partitions: []PartitionStatus{}}
@@ -85,7 +90,7 @@ func (c *Consumer) Status() Status {
 	return status
 }
 
-// status is what an assigned partition does; p is nil where it is not in work.
+// status returns the state of an assigned partition; p is nil if it has no worker.
 func (a *assignment) status(p *partition) PartitionStatus {
 	status := PartitionStatus{
 		Topic: a.key.topic, Partition: a.key.partition, State: a.state, Since: a.since, Position: a.position, Lag: -1, Parked: a.parked, Epoch: a.epoch,
@@ -120,7 +125,7 @@ func (s *session) joined() bool {
 	}
 }
 
-// phaseNow is what Run does, and why it does not consume.
+// phaseNow is the phase of Run, and why it does not consume.
 type phaseNow struct {
 	phase Phase
 	err   error
@@ -128,8 +133,8 @@ type phaseNow struct {
 
 func (c *Consumer) enter(phase Phase, err error) { c.phase.Store(&phaseNow{phase, err}) }
 
-// Ready returns nil while the consumer is in its group, with partitions or without, and otherwise why it is not. What
-// single partitions do does not count: see ReadyHandler.
+// Ready returns nil while the consumer is in its group, with or without partitions, and otherwise
+// why it is not. The states of single partitions do not count: see ReadyHandler.
 func (c *Consumer) Ready() error {
 	switch status := c.Status(); {
 	case status.Phase == PhaseConsuming:
@@ -141,13 +146,14 @@ func (c *Consumer) Ready() error {
 	}
 }
 
-// countEvery is how often parked messages are counted: one statement for all partitions of a session.
+// countEvery is how often parked messages are counted: one statement for all partitions of a
+// session.
 const countEvery = 10 * time.Second
 
 // parkedCountMax bounds the count of a partition.
 const parkedCountMax = 10_000
 
-// keepCounting counts the parked messages of the session's partitions, for the Status.
+// keepCounting counts the parked messages of the session's partitions, for Status.
 func (s *session) keepCounting(ctx context.Context) {
 	ticker := time.NewTicker(s.consumer.countEvery)
 	defer ticker.Stop()
@@ -160,7 +166,7 @@ func (s *session) keepCounting(ctx context.Context) {
 		}
 		err := s.countParked(ctx)
 		if err != nil && ctx.Err() == nil && !said {
-			s.engine.cfg.Logger.WarnContext(ctx, "parked messages cannot be counted; it is tried again",
+			s.engine.cfg.Logger.WarnContext(ctx, "could not count parked messages; will retry",
 				"group", s.engine.cfg.Group, "error", err)
 		}
 		said = err != nil

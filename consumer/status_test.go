@@ -48,8 +48,8 @@ func (h *harness) makeAt(pool *pgxpool.Pool, brokers []string, handler consumer.
 	return c
 }
 
-// begin runs a consumer in the background. It returns what ends Run's context, and what waits for Run and returns its
-// error.
+// begin runs a consumer in the background. It returns what ends Run's context, and what waits for
+// Run and returns its error.
 func (h *harness) begin(ctx context.Context, c *consumer.Consumer) (cancel func(), ended func() error) {
 	h.t.Helper()
 	ctx, cancelRun := context.WithCancel(ctx)
@@ -90,8 +90,8 @@ func (h *harness) waitCaughtUp(c *consumer.Consumer) {
 	})
 }
 
-// Property: Status and Hooks.State show what a partition does and why, for as long as it does that, and nothing else:
-// from before Run until after it. The hook may ask for the Status. Issue E.
+// Property: Status and Hooks.State show the state of a partition and its reason, for as long as it
+// lasts, and nothing else: from before Run until after it. The hook may call Status. Issue E.
 func TestStatesOfAPartitionAreShown(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -182,7 +182,7 @@ func TestStatesOfAPartitionAreShown(t *testing.T) {
 	}, changes)
 }
 
-// Property: a partition whose breaker opened says so, and why. Issue E.
+// Property: a partition whose breaker opened reports that, and why. Issue E.
 func TestStateOfTheBreakerIsShown(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -203,7 +203,7 @@ func TestStateOfTheBreakerIsShown(t *testing.T) {
 	require.NoError(t, ended())
 }
 
-// Property: where workers share a partition it is as badly off as the worst of them: one blocked key is seen while the
+// Property: a partition with workers has the worst state of them: one blocked key is seen while the
 // others are handled. Issue E.
 func TestStateIsTheWorstOfTheWorkers(t *testing.T) {
 	t.Parallel()
@@ -221,7 +221,7 @@ func TestStateIsTheWorstOfTheWorkers(t *testing.T) {
 	h.produceKeyed("bad:0")
 	cancel, ended := h.begin(t.Context(), c)
 	h.waitState(c, consumer.StateBlocked)
-	// Of enough keys some are not the worker's that is blocked.
+	// With enough keys, some do not belong to the blocked worker.
 	for i := range 16 {
 		h.produceKeyed(fmt.Sprintf("k%d:1", i))
 	}
@@ -234,7 +234,8 @@ func TestStateIsTheWorstOfTheWorkers(t *testing.T) {
 	require.NoError(t, ended())
 }
 
-// Property: Status has the position, the lag, the epoch and the number of parked messages of a partition. Issue E.
+// Property: Status has the position, the lag, the epoch and the number of parked messages of a
+// partition. Issue E.
 func TestStatusCountsWhatIsBehind(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -276,7 +277,8 @@ func TestStatusCountsWhatIsBehind(t *testing.T) {
 	require.NoError(t, ended())
 }
 
-// Property: parked messages are counted by an index and up to a bound, however many there are. Issue E.
+// Property: parked messages are counted by an index and up to a bound, however many there are.
+// Issue E.
 func TestParkedMessagesAreCountedByAnIndex(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -308,8 +310,9 @@ func ask(t *testing.T, c *consumer.Consumer) (code int, body map[string]any, tex
 	return recorder.Code, body, recorder.Body.String()
 }
 
-// Property: a consumer is ready while it is in its group: not before, and not while it drains. A partition that halts is
-// shown and makes it no less ready. No error's text is shown, which may have parts of payloads. Issue E.
+// Property: a consumer is ready while it is in its group: not before, and not while it drains. A
+// partition that halts is shown and makes it no less ready. No error's text is shown, which may
+// have parts of payloads. Issue E.
 func TestReadyWhileInTheGroup(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 2)
@@ -345,8 +348,8 @@ func TestReadyWhileInTheGroup(t *testing.T) {
 	require.NotEmpty(t, body["reason"])
 }
 
-// Property: a consumer that waits for its database at the start, or that the group does not take, is not ready; one in
-// the group without a partition is. Issue E.
+// Property: a consumer that waits for its database at the start, or that the group does not admit,
+// is not ready; one in the group without a partition is. Issue E.
 func TestReadinessOfAReplica(t *testing.T) {
 	t.Parallel()
 	t.Run("the database does not answer", func(t *testing.T) {
@@ -407,7 +410,7 @@ func TestReadinessOfAReplica(t *testing.T) {
 		h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 0`)
 		h.wait("it waits", func() bool { return c.Status().Err != "" })
 		require.ErrorContains(t, c.Ready(), "joining: ")
-		require.ErrorContains(t, c.Ready(), "went back")
+		require.ErrorContains(t, c.Ready(), "lost commits")
 		require.Empty(t, c.Status().Partitions)
 		cancel()
 		require.NoError(t, ended())
@@ -428,8 +431,8 @@ func TestReadinessOfAReplica(t *testing.T) {
 
 type valueKey struct{}
 
-// Property: the values of the context that Run or Deliver gets reach handlers; the end of Run's does not: the batch in
-// progress may finish. Issue E.
+// Property: the values of the context that Run or Deliver gets reach handlers; the end of Run's
+// does not: the batch in progress may finish. Issue E.
 func TestContextValuesReachHandlers(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -461,8 +464,9 @@ func TestContextValuesReachHandlers(t *testing.T) {
 	require.Equal(t, "tenant", seen.Load())
 }
 
-// Property: the log of a run says how it began and ended, in words: no address of a variable, no broken format, no
-// duration as a number of nanoseconds. Another replica's window is named once. Issue E.
+// Property: the log of a run reports how it began and ended, in words: no address of a variable, no
+// broken format, no duration as a number of nanoseconds. Another replica's window is named once.
+// Issue E.
 func TestLogOfARunReadsWell(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -505,7 +509,7 @@ func TestLogOfARunReadsWell(t *testing.T) {
 	for _, want := range []string{
 		`"msg":"consumer started","group":"` + h.topic + `","topics":["` + h.topic + `"],"consumers":["` + h.topic + "/" + h.topic + `"],"id_rules":["standard"]`,
 		`"msg":"partition assigned"`, `"msg":"message cannot be handled and is parked"`, `"msg":"partition halts"`,
-		`"msg":"draining: batches in progress may finish"`, `"msg":"drained: all partitions are given back"`, `"msg":"consumer stopped"`, `"before":"1h0m0s"`,
+		`"msg":"draining: batches in progress may finish"`, `"msg":"drained: all partitions are released"`, `"msg":"consumer stopped"`, `"before":"1h0m0s"`,
 	} {
 		require.Contains(t, text, want)
 	}

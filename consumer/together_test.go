@@ -27,8 +27,9 @@ func (r *requests) OnBrokerWrite(_ kgo.BrokerMetadata, key int16, _ int, _, _ ti
 	}
 }
 
-// Property: a stop and a rebalance that come together are one good end: the batch that is under way is finished and its offset
-// committed before another member begins, which gets nothing twice and takes it for no crash. Row C42.
+// Property: a stop and a rebalance that coincide end cleanly: the batch in progress is finished and
+// its offset committed before another member begins. That member gets nothing twice and does not
+// treat it as a crash. Row C42 of guarantees.md.
 func TestStopAndRebalanceTogether(t *testing.T) {
 	t.Parallel()
 	for name, balancer := range map[string]kgo.GroupBalancer{"eager": kgo.RangeBalancer(), "cooperative": kgo.CooperativeStickyBalancer()} {

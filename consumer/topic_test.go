@@ -23,8 +23,8 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
 
-// Property: whoever writes to one topic cannot use up the IDs of another: the same ID in two topics has an
-// effect in each. Row C28.
+// Property: a writer of one topic cannot use up the IDs of another: the same ID in two topics has
+// an effect in each. Row C28 of guarantees.md.
 func TestTopicsDoNotShareIDs(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -40,8 +40,8 @@ func TestTopicsDoNotShareIDs(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: when Kafka has forgotten the offsets of the group, the database's position is where it goes on.
-// Row C35.
+// Property: when Kafka has forgotten the offsets of the group, it continues at the database's
+// position. Row C35 of guarantees.md.
 func TestForgottenOffsetsResumeAtThePosition(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -63,8 +63,8 @@ func TestForgottenOffsetsResumeAtThePosition(t *testing.T) {
 	require.Zero(t, again.Load(), "nothing was redelivered")
 }
 
-// Property: a topic that is deleted and made anew, while it is consumed or while it is not, starts from its
-// beginning; the effects of both generations are there once. Row C36.
+// Property: a topic that is deleted and recreated, while it is consumed or while it is not, starts
+// from its beginning; the effects of both generations are there once. Row C36 of guarantees.md.
 func TestRecreatedTopicStartsAnew(t *testing.T) {
 	t.Parallel()
 	for _, running := range []bool{false, true} {
@@ -97,7 +97,8 @@ func TestRecreatedTopicStartsAnew(t *testing.T) {
 	}
 }
 
-// Property: partitions that are added are consumed from their beginning, everything once. Row C37.
+// Property: partitions that are added are consumed from their beginning, everything once. Row C37
+// of guarantees.md.
 func TestAddedPartitionsAreConsumed(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -116,8 +117,8 @@ func TestAddedPartitionsAreConsumed(t *testing.T) {
 	require.Equal(t, h.number(`SELECT count(DISTINCT message_id) FROM effects`), h.number(`SELECT count(*) FROM effects`))
 }
 
-// Property: a message that grows a thousandfold when it is decompressed is parked by reference, in bounded
-// memory. Row C39.
+// Property: a message that grows a thousandfold when it is decompressed is parked by reference, in
+// bounded memory. Row C39 of guarantees.md.
 func TestDecompressionBombIsParked(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -136,8 +137,8 @@ func TestDecompressionBombIsParked(t *testing.T) {
 	require.Less(t, memory.HeapAlloc, uint64(16*size))
 }
 
-// Property: headers that look like another library's attempts, delays or dead letters change nothing, and a
-// message with a thousand and one headers is parked. Row C41.
+// Property: headers that look like another library's attempts, delays or dead letters change
+// nothing, and a message with a thousand and one headers is parked. Row C41 of guarantees.md.
 func TestForgedHeadersAreIgnored(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -160,8 +161,8 @@ func TestForgedHeadersAreIgnored(t *testing.T) {
 	require.NoError(t, stop())
 }
 
-// Property: a dead letter that Kafka would not take is parked instead: to give a message up is always
-// possible. Whatever its headers and its error are made of can be stored. Row C40.
+// Property: a dead letter that Kafka would not accept is parked instead, so a message can always be
+// given up. Any headers and any error text can be stored. Row C40 of guarantees.md.
 func TestWhatCannotBeADeadLetterIsParked(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
@@ -173,7 +174,7 @@ func TestWhatCannotBeADeadLetterIsParked(t *testing.T) {
 	h.waitParked("permanent")
 	require.NoError(t, stop())
 	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE error LIKE '%cannot be a dead letter%' AND headers ? 'effectonce-raw-headers'`))
-	// Handed back, it has its headers as they were.
+	// After a retry it has its original headers.
 	h.retry()
 	var headers []consumer.Header
 	stop = h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
@@ -185,7 +186,7 @@ func TestWhatCannotBeADeadLetterIsParked(t *testing.T) {
 	require.Equal(t, []consumer.Header{{Name: "\xff\x00", Value: []byte{0xff, 0}}, {Name: "message-id", Value: []byte("1")}}, headers)
 }
 
-// Property: a client that stopped bringing records is replaced. Row C13.
+// Property: a client that stopped returning records is replaced. Row C13 of guarantees.md.
 func TestStuckClientIsReplaced(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)

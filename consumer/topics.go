@@ -10,24 +10,28 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// ErrUnknownTopic is returned by Run where one of Config.Topics does not exist, unless Config.MissingTopic is
-// MissingTopicWait. Nothing was consumed. Remedy: create the topic, or correct its name.
+// ErrUnknownTopic is returned by Run if one of Config.Topics does not exist, unless
+// Config.MissingTopic is MissingTopicWait. Nothing was consumed. Remedy: create the topic, or
+// correct its name.
 var ErrUnknownTopic = errors.New("topic does not exist")
 
 const (
-	// missingLooks is how often a topic is looked for before it counts as missing: a broker hears of a new one
-	// after the controller has answered.
+	// missingLooks is how often a topic is looked up before it counts as missing: a broker learns
+	// of a new topic only after the controller has answered.
 	missingLooks = 4
-	// missingPause is the time in between.
+	// missingPause is the pause between two lookups.
 	missingPause = 500 * time.Millisecond
-	// missingWarnEvery is how often a topic that is waited for is named.
+	// missingWarnEvery is how often a missing topic is logged.
 	missingWarnEvery = time.Minute
 )
 
-// topicsExist waits for brokers that do not answer yet, then returns ErrUnknownTopic for topics that they do not
-// know. A topic that the consumer may not read is no missing one: the session says what is wrong with it.
+// topicsExist waits for brokers that do not answer yet, then returns ErrUnknownTopic for topics
+// that they do not know. A topic that the consumer may not read does not count as missing: the
+// session reports that error.
 func (c *Consumer) topicsExist(ctx context.Context) error {
 	client, err := kgo.NewClient(c.kafka...)
 	if err != nil {
@@ -53,7 +57,7 @@ func (c *Consumer) topicsExist(ctx context.Context) error {
 		default:
 			looks++
 		}
-		pause(ctx, wait)
+		pause.For(ctx, wait)
 	}
 	return nil
 }
@@ -75,7 +79,7 @@ func missingTopics(ctx context.Context, client *kgo.Client, topics []string) ([]
 	return missing, nil
 }
 
-// awaitTopics names the topics that are missing, at the start and then once a minute, until all are there.
+// awaitTopics logs the missing topics, at the start and then once a minute, until all exist.
 func (s *session) awaitTopics(ctx context.Context) {
 	if s.engine.cfg.MissingTopic != MissingTopicWait {
 		return
@@ -95,9 +99,9 @@ func (s *session) awaitTopics(ctx context.Context) {
 			said = time.Now()
 			s.engine.cfg.Logger.WarnContext(ctx, "topics do not exist; the consumer waits for them", "group", s.engine.cfg.Group, "topics", missing)
 		}
-		pause(ctx, missingEvery)
+		pause.For(ctx, missingEvery)
 	}
 }
 
-// missingEvery is how often missing topics are looked for.
+// missingEvery is how often missing topics are looked up.
 const missingEvery = 2 * time.Second

@@ -5,33 +5,33 @@ import (
 	"time"
 )
 
-// tracker knows which messages of a partition are in work, in the order of their offsets, and keeps nothing of them
-// but where they are. Offsets that are missing (compacted, aborted) are nothing that it waits for.
+// tracker tracks which messages of a partition are in progress, in the order of their offsets. It
+// keeps only their offsets and times. It does not wait for missing offsets (compacted, aborted).
 type tracker struct {
 	mu     sync.Mutex
-	base   int // number of the first of open
+	base   int // number of the first message in open
 	open   []tracked
 	passed passed
 }
 
-// tracked is a message in work, or behind one that is.
+// tracked is a message in progress, or one after it.
 type tracked struct {
-	behind int64 // offset behind it and the control records that follow it
+	behind int64 // offset after it and the control records that follow it
 	at     time.Time
 	done   bool
 }
 
-// passed is up to where everything is done.
+// passed is the offset up to which everything is done.
 type passed struct {
 	behind int64 // offset; 0: nothing yet
 	at     time.Time
 }
 
-// trackedMax bounds how far work runs ahead of the slowest message: what is done there comes again after a crash, and
-// is dropped by its claim.
+// trackedMax bounds how far work runs ahead of the slowest message. After a crash, messages that
+// were done ahead of it are redelivered, and dropped because of their claims.
 const trackedMax = 200_000
 
-// add begins to track messages; they follow all that were added before.
+// add begins to track messages; they follow all messages added before.
 func (t *tracker) add(msgs []*Message) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -41,7 +41,7 @@ func (t *tracker) add(msgs []*Message) {
 	}
 }
 
-// done ends messages.
+// done marks messages as done.
 func (t *tracker) done(msgs []*Message) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -62,14 +62,14 @@ func (t *tracker) done(msgs []*Message) {
 	}
 }
 
-// low returns up to where everything is done.
+// low returns the offset up to which everything is done.
 func (t *tracker) low() passed {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.passed
 }
 
-// full reports whether no more messages should be added; idle whether none is in work.
+// full reports whether no more messages should be added; idle whether none is in progress.
 func (t *tracker) full() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -15,9 +15,10 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// BenchmarkClaimBatch compares batches of claims with the textbook way (look for the text of the ID,
-// insert it, one message per transaction) in turns, in one run. x-textbook is how many times as many
-// messages a second the batch claims, by_id/s is its rate, textbook/s that of the other.
+// BenchmarkClaimBatch compares batches of claims with the textbook way (SELECT the text of the ID,
+// then INSERT it, one message per transaction), alternating in one run. x-textbook is how many
+// times as many messages per second the batch claims, by_id/s is the rate of the batch, textbook/s
+// that of the other.
 func BenchmarkClaimBatch(b *testing.B) {
 	for _, size := range []int{1, 100, 1000} {
 		b.Run(fmt.Sprint(size), func(b *testing.B) {
@@ -69,8 +70,9 @@ func claimByTheBook(ctx context.Context, pool *pgxpool.Pool, ids []uuid.UUID) er
 	return nil
 }
 
-// BenchmarkClaimForms compares the claim that takes everything as fresh with the one that asks, in turns, in one run.
-// x-asking is how many times as many messages a second it claims.
+// BenchmarkClaimForms compares the claim that takes everything as fresh with the one that asks,
+// alternating in one run. x-asking is how many times as many messages per second the first one
+// claims.
 func BenchmarkClaimForms(b *testing.B) {
 	for _, size := range []int{20, 100, 500} {
 		b.Run(fmt.Sprint(size), func(b *testing.B) {
@@ -95,7 +97,7 @@ func BenchmarkClaimForms(b *testing.B) {
 	}
 }
 
-// BenchmarkMessageID covers what a message may carry, from the cheapest to the dearest.
+// BenchmarkMessageID covers what a message may carry, from the cheapest to the most expensive.
 func BenchmarkMessageID(b *testing.B) {
 	for _, carried := range []string{"0191d3a7-5c1e-7abc-9def-0123456789ab", "01ARZ3NDEKTSV4RRFFQ69G5FAV", "order-4711"} {
 		b.Run(carried, func(b *testing.B) {

@@ -12,9 +12,9 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -31,8 +31,8 @@ type Claims struct {
 	lookMax time.Duration // zero: the constant; only tests set it
 }
 
-// Consumer is a registered consumer: the scope of its claims, and where they are kept. It is made by
-// Register; values with the same ID stand for the same consumer.
+// Consumer is a registered consumer: the scope of its claims, and the table that holds them.
+// Register returns it. Values with the same ID are the same consumer.
 type Consumer struct {
 	id       int32
 	forever  bool
@@ -40,26 +40,27 @@ type Consumer struct {
 	idRule   string
 }
 
-// ID is the number under which the tables know the consumer.
+// ID returns the consumer's ID in the tables.
 func (c Consumer) ID() int32 { return c.id }
 
-// Replaced is the dedup window that was stored when the consumer registered, where it was another one: a
-// replica with the other setting runs, or ran. Zero: there was none, or it was the same.
+// Replaced returns the dedup window that was stored before this registration, if it differed. Then
+// a replica with the other setting runs, or ran. Zero: there was none, or it was the same.
 func (c Consumer) Replaced() time.Duration { return c.replaced }
 
-// IDRule is the rule by which messages get their IDs for this consumer, as it is stored.
+// IDRule returns the stored rule that gives this consumer's messages their IDs.
 func (c Consumer) IDRule() IDRule {
 	rule, _ := ParseIDRule(c.idRule) // Register has checked it
 	return rule
 }
 
-// ErrRetry marks a claim that met a concurrent transaction in a way that only a new transaction can
-// resolve: serialization failure (40001, what REPEATABLE READ and SERIALIZABLE report instead of a
-// duplicate), deadlock (40P01), lock timeout (55P03). The transaction is aborted and nothing is
-// claimed: roll back and run it again; the next snapshot sees the other claim.
-var ErrRetry = errors.New("claim met a concurrent transaction: roll back and run again")
+// ErrRetry marks a claim that conflicts with a concurrent transaction in a way that only a new
+// transaction can resolve: serialization failure (40001, which REPEATABLE READ and SERIALIZABLE
+// report instead of a duplicate), deadlock (40P01), lock timeout (55P03). The transaction is
+// aborted and nothing is claimed. Roll back and run the transaction again; its new snapshot sees
+// the other claim.
+var ErrRetry = errors.New("claim conflicts with a concurrent transaction: roll back and run the transaction again")
 
-// New returns the claims of a schema, or an error for a schema name out of bounds.
+// New returns the claims of a schema, or an error for an invalid schema name.
 func New(cfg Config) (*Claims, error) {
 	schema, err := migrations.Options{Schema: cfg.Schema}.Resolve()
 	if err != nil {
@@ -68,8 +69,8 @@ func New(cfg Config) (*Claims, error) {
 	return &Claims{sql: newQueries(schema), schema: schema}, nil
 }
 
-// Claim records one message in the caller's transaction and reports whether it is fresh: true exactly
-// once for each consumer and ID, whoever asks. It waits while another open transaction holds the same
+// Claim records one message in the caller's transaction and reports whether it is fresh: true
+// exactly once for each consumer and ID. It waits while another open transaction holds the same
 // claim. After an error the transaction is aborted and must be rolled back.
 func (c *Claims) Claim(ctx context.Context, tx pgx.Tx, consumer Consumer, id uuid.UUID) (bool, error) {
 	fresh, err := c.ClaimBatch(ctx, tx, consumer, []uuid.UUID{id})
@@ -79,9 +80,10 @@ func (c *Claims) Claim(ctx context.Context, tx pgx.Tx, consumer Consumer, id uui
 	return fresh[0], nil
 }
 
-// ClaimBatch records many messages in one statement and one round trip; fresh[i] tells of ids[i]. Of
-// an ID that occurs several times in ids the first occurrence can be fresh, the others are duplicates.
-// Claim all IDs of a transaction in one call: two calls can deadlock with another transaction's.
+// ClaimBatch records many messages in one statement and one round trip; fresh[i] belongs to ids[i].
+// If an ID occurs several times in ids, only its first occurrence can be fresh; the others are
+// duplicates. Claim all IDs of a transaction in one call: two calls can deadlock with another
+// transaction.
 func (c *Claims) ClaimBatch(ctx context.Context, tx pgx.Tx, consumer Consumer, ids []uuid.UUID) (fresh []bool, err error) {
 	if len(ids) == 0 {
 		return nil, nil
@@ -95,15 +97,15 @@ func (c *Claims) ClaimBatch(ctx context.Context, tx pgx.Tx, consumer Consumer, i
 	return result.Fresh(), nil
 }
 
-// Result of a claim. That of a queued one is filled when the batch's results have been read.
+// Result of a claim. For a queued claim, it is filled when the batch's results have been read.
 type Result struct {
 	sorted    []uuid.UUID // the IDs, each once
-	first     []int       // where the ID at the same place in sorted occurs first in the batch
+	first     []int       // index in the batch of the first occurrence of each ID in sorted
 	fresh     []bool
 	conflicts []bool
 }
 
-// newResult sorts the IDs and leaves out repetitions: of an ID that occurs several times the first occurrence counts.
+// newResult sorts the IDs and removes repetitions: the first occurrence of an ID counts.
 func newResult(ids []uuid.UUID) *Result {
 	first := make([]int, len(ids))
 	for i := range first {
@@ -118,8 +120,9 @@ func newResult(ids []uuid.UUID) *Result {
 	return &Result{sorted: sorted, first: first, fresh: make([]bool, len(ids))}
 }
 
-// Queue adds the claim of ClaimBatch to a batch of statements, so that it can share their round trip.
-// Errors of the statement come from reading the batch's results; pass them through WrapClaimError.
+// Queue adds the claim of ClaimBatch to a batch of statements, so that they share one round trip.
+// Errors of the statement are returned when the batch's results are read; pass them through
+// WrapClaimError.
 func (c *Claims) Queue(batch *pgx.Batch, consumer Consumer, ids []uuid.UUID) *Result {
 	result := newResult(ids)
 	sql := c.sql.claim
@@ -130,7 +133,7 @@ func (c *Claims) Queue(batch *pgx.Batch, consumer Consumer, ids []uuid.UUID) *Re
 	return result
 }
 
-// asArrays is what pgx encodes without asking each ID how.
+// asArrays converts the IDs to a type that pgx encodes without calling a method of each ID.
 func asArrays(ids []uuid.UUID) [][16]byte {
 	arrays := make([][16]byte, len(ids))
 	for i, id := range ids {
@@ -139,8 +142,8 @@ func asArrays(ids []uuid.UUID) [][16]byte {
 	return arrays
 }
 
-// Fingerprint stands for what a message says: the first 128 bits of SHA-256 over key and value, each with its
-// length, nil told from empty.
+// Fingerprint identifies the content of a message. It is the first 128 bits of SHA-256 over key and
+// value, each preceded by its length. Nil and empty give different fingerprints.
 func Fingerprint(key, value []byte) [16]byte {
 	hash := sha256.New()
 	for _, part := range [][]byte{key, value} {
@@ -148,16 +151,17 @@ func Fingerprint(key, value []byte) [16]byte {
 		if part == nil {
 			length = -1
 		}
-		_ = binary.Write(hash, binary.BigEndian, length) // a hash takes everything
+		_ = binary.Write(hash, binary.BigEndian, length) // a hash never fails
 		hash.Write(part)
 	}
 	return [16]byte(hash.Sum(nil))
 }
 
-// QueueChecked is Queue for consumers that tell a duplicate from another message under the same ID: the claim
-// stores the fingerprint of each message, and Result.Conflicts tells which IDs were claimed with another
-// one, before or earlier in the same batch. A fingerprint of zeros means none: it is not stored, and the
-// message conflicts with nothing. Nor does one whose ID was claimed without a fingerprint.
+// QueueChecked is Queue for consumers that distinguish a duplicate from another message under the
+// same ID. The claim stores the fingerprint of each message. Result.Conflicts reports the IDs that
+// were claimed with a different fingerprint, before or earlier in the same batch. A fingerprint of
+// zeros means none: it is not stored, and the message conflicts with nothing. A message also
+// conflicts with nothing if its ID was claimed without a fingerprint.
 func (c *Claims) QueueChecked(batch *pgx.Batch, consumer Consumer, ids []uuid.UUID, fingerprints [][16]byte) *Result {
 	result := newResult(ids)
 	result.conflicts = make([]bool, len(ids))
@@ -181,7 +185,7 @@ func (c *Claims) QueueChecked(batch *pgx.Batch, consumer Consumer, ids []uuid.UU
 	return result
 }
 
-// once returns what belongs to first occurrences, in the order of sorted.
+// once returns the elements of each that belong to first occurrences, in the order of sorted.
 func once[T any](r *Result, each []T) []T {
 	chosen := make([]T, len(r.first))
 	for i, at := range r.first {
@@ -190,8 +194,9 @@ func once[T any](r *Result, each []T) []T {
 	return chosen
 }
 
-// read looks up what came back. The server returns IDs in the order in which it was given them, so the next one
-// is nearly always the one that follows; the answer does not depend on that.
+// read marks the returned IDs as fresh. The server returns IDs in the order in which it received
+// them, so the next one is nearly always the one that follows. The result does not depend on that
+// order.
 func (r *Result) read(rows pgx.Rows) error {
 	next := 0
 	for rows.Next() {
@@ -211,11 +216,11 @@ func (r *Result) read(rows pgx.Rows) error {
 	return rows.Err()
 }
 
-// Fresh tells for each ID of the claim, in the order in which they were given, whether it is fresh.
+// Fresh reports whether each ID of the claim is fresh, in the order in which the IDs were given.
 func (r *Result) Fresh() []bool { return r.fresh }
 
-// ProcessedAt returns when an ID was claimed, by the database's clock. pgx.ErrNoRows: it is not claimed, or its
-// claim was forgotten.
+// ProcessedAt returns when an ID was claimed, by the database's clock. It returns pgx.ErrNoRows if
+// the ID is not claimed, or its claim was forgotten.
 func (c *Claims) ProcessedAt(ctx context.Context, db Querier, consumer Consumer, id uuid.UUID) (at time.Time, err error) {
 	sql := c.sql.processedAt
 	if consumer.forever {
@@ -228,18 +233,14 @@ func (c *Claims) ProcessedAt(ctx context.Context, db Querier, consumer Consumer,
 	return at, nil
 }
 
-// Conflicts tells for each ID of QueueChecked whether it was claimed by a message that says something else.
-// Nil after Queue.
+// Conflicts reports for each ID of QueueChecked whether a message with different content claimed
+// it. Nil after Queue.
 func (r *Result) Conflicts() []bool { return r.conflicts }
 
-// WrapClaimError makes errors.Is(err, ErrRetry) true for those that a new transaction resolves.
+// WrapClaimError makes errors.Is(err, ErrRetry) true for errors that a new transaction resolves.
 func WrapClaimError(err error) error {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
-		switch pgErr.Code {
-		case "40001", "40P01", "55P03":
-			return fmt.Errorf("%w: %w", ErrRetry, err)
-		}
+	if pgerr.Transient(err) {
+		return fmt.Errorf("%w: %w", ErrRetry, err)
 	}
 	return fmt.Errorf("claim messages: %w", err)
 }

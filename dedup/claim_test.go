@@ -42,7 +42,7 @@ func TestClaimIsFreshOncePerConsumer(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// C26: of an ID that occurs several times in a batch the first occurrence is fresh and the others are
+// C26: if an ID occurs several times in a batch, its first occurrence is fresh and the others are
 // duplicates, in the order of the batch and not in that of the IDs.
 func TestFirstOccurrenceInABatchWins(t *testing.T) {
 	t.Parallel()
@@ -58,7 +58,7 @@ func TestFirstOccurrenceInABatchWins(t *testing.T) {
 	assert.Equal(t, []uuid.UUID{a, b, c, d}, ids, "the caller's slice was sorted")
 }
 
-// A claim that shares its round trip with other statements answers the same.
+// A claim that shares its round trip with other statements returns the same result.
 func TestQueuedClaimSharesARoundTrip(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -78,8 +78,8 @@ func TestQueuedClaimSharesARoundTrip(t *testing.T) {
 	assert.Equal(t, []bool{false, false}, claimAlone(t, pool, claims, dedup.Numbered(1), ids...))
 }
 
-// C3: a claim and the effect of its message are there together or not at all, however the transaction
-// ends.
+// C3: a claim and the effect of its message are committed together or not at all, however the
+// transaction ends.
 func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -120,13 +120,13 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 			var effects int
 			require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effects WHERE id = $1", id).Scan(&effects))
 			assert.Equal(t, tc.committed, effects == 1)
-			assert.Equal(t, []bool{!tc.committed}, claimAlone(t, pool, claims, dedup.Numbered(1), id), "the message comes again")
+			assert.Equal(t, []bool{!tc.committed}, claimAlone(t, pool, claims, dedup.Numbered(1), id), "the message is redelivered")
 		})
 	}
 }
 
-// Every ID has a partition: those of the past, of today, of the far future and hashes. A duplicate is
-// recognised in each of them, and a batch may go across all.
+// Every ID has a partition: those of the past, of today, of the far future and hashes. A duplicate
+// is recognised in each of them, and a batch may go across all.
 func TestEveryIDHasItsPartition(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -173,14 +173,14 @@ func TestEveryIDHasItsPartition(t *testing.T) {
 	}
 }
 
-// floor is the smallest ID of a time, whatever its version.
+// floor returns the smallest ID of a time, whatever its version.
 func floor(at time.Time) uuid.UUID {
 	id := dedup.ChildID(uuid.Nil, "", at)
 	clear(id[6:])
 	return id
 }
 
-// before is the ID that precedes another one.
+// before returns the ID that precedes another one.
 func before(id uuid.UUID) uuid.UUID {
 	for i := len(id) - 1; i >= 0; i-- {
 		id[i]--
@@ -191,8 +191,8 @@ func before(id uuid.UUID) uuid.UUID {
 	return id
 }
 
-// C25: what a message carries never reaches the database as text, so neither NUL nor broken UTF-8 nor a
-// megabyte can abort the batch of the others.
+// C25: what a message carries never reaches the database as text, so neither NUL nor broken UTF-8
+// nor a megabyte can abort the batch of the others.
 func TestHostileIDsCannotFailABatch(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -210,8 +210,8 @@ func TestHostileIDsCannotFailABatch(t *testing.T) {
 	}
 }
 
-// A claim is an insert and nothing else: neither a duplicate nor a conflict between two transactions
-// updates, deletes or locks a row of processed_messages, so that there is nothing for vacuum to clean.
+// A claim is only an insert: neither a duplicate nor a conflict between two transactions updates,
+// deletes or locks a row of processed_messages, so there is nothing for vacuum to clean.
 func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -231,7 +231,7 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	require.NoError(t, holder.Commit(t.Context()))
 	require.Equal(t, answer{}, <-answers)
 	require.NoError(t, waiter.Commit(t.Context()))
-	pool.Close() // what a connection did is in the statistics when it is closed, at the latest
+	pool.Close() // a connection reports its statistics when it is closed, at the latest
 
 	observer := newPool(t, address, 1)
 	const changed = ` FROM pg_stat_user_tables WHERE schemaname = 'effectonce' AND relname LIKE 'processed_messages%'`
@@ -249,8 +249,8 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	assert.Zero(t, locked)
 }
 
-// What a new transaction cannot resolve is not said to be worth a retry, and the error says what was
-// being done.
+// An error that a new transaction cannot resolve is not ErrRetry, and names the operation that
+// failed.
 func TestOtherErrorsAreNotForRetry(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -263,8 +263,8 @@ func TestOtherErrorsAreNotForRetry(t *testing.T) {
 	require.NotErrorIs(t, err, dedup.ErrRetry)
 }
 
-// C23: the same ID with other content is told from a true duplicate, whether the first came earlier, in the
-// same batch, or without a fingerprint (which conflicts with nothing).
+// C23: the same ID with other content is distinguished from a true duplicate, whether the first
+// came earlier, in the same batch, or without a fingerprint (which conflicts with nothing).
 func TestConflictsAreToldFromDuplicates(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)

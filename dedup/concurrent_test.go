@@ -18,7 +18,7 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// newPool is a pool of exactly so many connections at most, with settings of the session.
+// newPool returns a pool of at most that many connections, with settings of the session.
 func newPool(t *testing.T, address string, conns int32, settings ...string) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(address)
@@ -33,8 +33,8 @@ func newPool(t *testing.T, address string, conns int32, settings ...string) *pgx
 	return pool
 }
 
-// C4: of a hundred transactions that claim one ID exactly one is told that it is fresh: when all start
-// at the same moment, and when ninety-nine wait for the first one, after its commit and after its
+// C4: of a hundred transactions that claim one ID, exactly one gets it as fresh: when all start at
+// the same moment, and when ninety-nine wait for the first one, after its commit and after its
 // rollback.
 func TestOneOfAHundredClaimsIsFresh(t *testing.T) {
 	t.Parallel()
@@ -56,7 +56,7 @@ func TestOneOfAHundredClaimsIsFresh(t *testing.T) {
 		require.True(t, fresh)
 		others := contend(t, pool, claims, ids[i+1], 99, start)
 		waitUntil(t, observer, `SELECT count(*) = 99 FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'`)
-		require.Empty(t, others, "nobody has an answer while the first transaction is open")
+		require.Empty(t, others, "no claim returns while the first transaction is open")
 		require.NoError(t, end(first, t.Context()))
 		assert.Equal(t, i, countFresh(t, others), "none after a commit, one after a rollback")
 	}
@@ -92,8 +92,8 @@ func countFresh(t *testing.T, answers <-chan answer) (fresh int) {
 	return fresh
 }
 
-// C4: a claim waits for the transaction that holds it, and for no other; a claim of another ID or by
-// another consumer does not wait.
+// C4: a claim waits for the transaction that holds it, and for no other; a claim of another ID or
+// by another consumer does not wait.
 func TestClaimWaitsForItsHolderOnly(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -119,9 +119,9 @@ func TestClaimWaitsForItsHolderOnly(t *testing.T) {
 	assert.Equal(t, answer{fresh: true}, <-answers)
 }
 
-// C7: two batches of the same IDs in opposite order never deadlock. A third transaction holds the ID in
-// the middle, so that each would get as far as it and hold one half of the other's, if the order of the
-// batch counted; the round ends well because the order of the IDs does.
+// C7: two batches of the same IDs in opposite order never deadlock. A third transaction holds the
+// ID in the middle. If the order of the batch counted, each would get as far as that ID and hold
+// one half of the other's. The round ends without a deadlock because the order of the IDs counts.
 func TestBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pool, claims := newPool(t, pgtest.Database(t), 4, "deadlock_timeout", "200ms"), newClaims(t)
@@ -145,7 +145,7 @@ func TestBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
 	}
 }
 
-// C7: the same without a referee, many times: both start at the same moment and take what they can.
+// C7: the same without a third transaction, many times: both start at the same moment.
 func TestRacingBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pool, claims := newPool(t, pgtest.Database(t), 2, "deadlock_timeout", "200ms"), newClaims(t)
@@ -168,11 +168,11 @@ func TestRacingBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
 	}
 }
 
-// claimAndCommit answers fresh if the whole batch is.
+// claimAndCommit returns true if the whole batch is fresh.
 func claimAndCommit(ctx context.Context, claims *dedup.Claims, tx pgx.Tx, consumer dedup.Consumer, ids []uuid.UUID, answers chan<- answer) {
 	fresh, err := claims.ClaimBatch(ctx, tx, consumer, ids)
 	if err != nil {
-		_ = tx.Rollback(ctx) // lets the other one go on
+		_ = tx.Rollback(ctx) // lets the other one continue
 		answers <- answer{err: err}
 		return
 	}
@@ -190,9 +190,9 @@ func requireOneOfTwo(t *testing.T, answers <-chan answer) {
 	require.NotEqual(t, a.fresh, b.fresh, "one batch is fresh and the other one is not")
 }
 
-// C5: under REPEATABLE READ and SERIALIZABLE a claim that the snapshot does not show yet is no
-// duplicate for PostgreSQL but a serialization failure. It is ErrRetry, and a new transaction sees the
-// duplicate.
+// C5: under REPEATABLE READ and SERIALIZABLE, PostgreSQL reports a claim that the snapshot does not
+// show yet as a serialization failure, not as a duplicate. It is ErrRetry, and a new transaction
+// sees the duplicate.
 func TestConflictBeyondTheSnapshotIsForRetry(t *testing.T) {
 	t.Parallel()
 	for _, level := range []pgx.TxIsoLevel{pgx.RepeatableRead, pgx.Serializable} {
@@ -209,14 +209,14 @@ func TestConflictBeyondTheSnapshotIsForRetry(t *testing.T) {
 			require.NoError(t, err)
 			assert.False(t, fresh)
 
-			// One that was committed after it is not.
+			// A claim that was committed after it is not.
 			claimAlone(t, pool, claims, dedup.Numbered(1), ids[1])
 			_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[1])
 			requireRetry(t, err, "40001")
 			require.NoError(t, tx.Rollback(t.Context()))
 			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, ids[1]))
 
-			// Nor is one that was open when this one met it, and then committed.
+			// Nor is a claim that was open when this one conflicted with it, and then committed.
 			holder, holderPID := begin(t, pool, opts)
 			_, err = claims.Claim(t.Context(), holder, dedup.Numbered(1), ids[2])
 			require.NoError(t, err)
@@ -262,7 +262,7 @@ func requireRetry(t *testing.T, err error, code string) {
 	require.Equal(t, code, pgErr.Code)
 }
 
-// A lock timeout leaves the claim to somebody else, for now: a new transaction may have it.
+// A lock timeout is ErrRetry: a new transaction may get the claim.
 func TestLockTimeoutIsForRetry(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -281,8 +281,8 @@ func TestLockTimeoutIsForRetry(t *testing.T) {
 	assert.Equal(t, []bool{true}, claimAlone(t, pool, claims, dedup.Numbered(1), id))
 }
 
-// Two calls in one transaction can deadlock with another's: the documentation says so, and the loser is
-// told to run again.
+// Two calls in one transaction can deadlock with another's, as the documentation says; the loser
+// gets ErrRetry.
 func TestDeadlockOfSeveralCallsIsForRetry(t *testing.T) {
 	t.Parallel()
 	pool, claims := newPool(t, pgtest.Database(t), 3, "deadlock_timeout", "50ms"), newClaims(t)

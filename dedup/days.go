@@ -16,22 +16,24 @@ type day struct {
 	bytes    int64 // zero: there is no claim
 }
 
-// floor is the smallest UUIDv7 of a point in time, as the SQL function uuid_floor has it.
+// floor returns the smallest UUIDv7 of a point in time. The SQL function uuid_floor computes the
+// same.
 func floor(at time.Time) string {
 	return fmt.Sprintf("%08x-%04x-0000-0000-000000000000", at.UnixMilli()>>16, at.UnixMilli()&0xffff)
 }
 
 const untimedFloor = "80000000-0000-0000-0000-000000000000"
 
-// patience with a lock on the whole table, which all claims queue behind.
+// patience bounds a lock on the whole table. All claims queue behind that lock.
 type patience struct {
-	wait      time.Duration // for the lock
-	statement time.Duration // with the lock, each
-	urgent    bool          // not to get it is an error; else the next run tries again
+	wait      time.Duration // to acquire the lock
+	statement time.Duration // for each statement under the lock
+	urgent    bool          // failing to acquire the lock is an error; otherwise the next run retries
 }
 
-// Without the partitions of coming days nothing fails: what belongs into them lies in the partition for what is
-// further ahead, and has to be moved later. So there is time to wait for a quiet moment, until there is not.
+// patienceAhead is for making partitions of coming days. Without them nothing fails: their rows go
+// to the partition for later times, and must be moved afterwards. So Maintain can wait for a quiet
+// moment until few partitions are left.
 func patienceAhead(left time.Duration) patience {
 	switch {
 	case left < 2*24*time.Hour:
@@ -42,7 +44,7 @@ func patienceAhead(left time.Duration) patience {
 	return patience{100 * time.Millisecond, 5 * time.Second, false}
 }
 
-// Empty days of the past cost nothing but their number.
+// patienceBehind is for dropping empty partitions of past days. They cost nothing but their number.
 func patienceBehind(empty int) patience {
 	if empty > emptyMax {
 		return patience{2 * time.Second, statementsMax, true}
@@ -50,8 +52,8 @@ func patienceBehind(empty int) patience {
 	return patience{50 * time.Millisecond, 500 * time.Millisecond, false}
 }
 
-// makeAhead makes sure that there is a partition for each of the coming days. What already lies in the
-// partition for all that is further ahead moves.
+// makeAhead creates missing partitions of the coming days. It moves rows of these days out of the
+// partition for later times.
 func (m *maintenance) makeAhead(ctx context.Context) error {
 	var ahead, until time.Time
 	if err := m.conn.QueryRow(ctx, m.in(aheadSQL), m.schema, daysAhead).Scan(&ahead, &until); err != nil {
@@ -81,7 +83,7 @@ func (m *maintenance) makeAhead(ctx context.Context) error {
 			}
 			made = append(made, "processed_messages_"+name)
 		}
-		// Into the parent: each row finds its day.
+		// Insert into the parent, which routes each row to its day.
 		if err := do("WITH moved AS (DELETE FROM %s WHERE message_id < '%s' RETURNING *) INSERT INTO %s SELECT * FROM moved", table, floor(until), parent); err != nil {
 			return err
 		}
@@ -93,8 +95,9 @@ func (m *maintenance) makeAhead(ctx context.Context) error {
 	return err
 }
 
-// dropEmpty drops the oldest days, which have been truncated. The partition for what is older grows over them,
-// so that there is no ID without a partition. It needs a lock on the whole table, and there is no hurry.
+// dropEmpty drops the oldest days, which have been truncated. It extends the partition for older
+// IDs over them, so that every ID has a partition. It needs a lock on the whole table, and is not
+// urgent.
 func (m *maintenance) dropEmpty(ctx context.Context) error {
 	days, err := m.empty(ctx, m.conn)
 	if err != nil || len(days) == 0 {
@@ -104,12 +107,12 @@ func (m *maintenance) dropEmpty(ctx context.Context) error {
 		return err
 	}
 	done, err := m.locked(ctx, patienceBehind(len(days)), func(tx pgx.Tx) (err error) {
-		// Look again: now nothing is claimed.
+		// Read again under the lock: no claim can be added now.
 		days, err = m.empty(ctx, tx)
 		if err != nil || len(days) == 0 {
 			return err
 		}
-		// What is noted below would hide what another release dropped.
+		// Compare first: noteDropped below would hide what another release dropped.
 		if err := m.compareDrops(ctx, tx); err != nil {
 			return err
 		}
@@ -144,7 +147,7 @@ func (r *Report) dropped(days []day) {
 	}
 }
 
-// empty lists the days that may be dropped: a run of the oldest ones, without a claim.
+// empty lists the days that may be dropped: the leading run of old days without claims.
 func (m *maintenance) empty(ctx context.Context, db StatsQuerier) ([]day, error) {
 	days, err := m.behind(ctx, db)
 	n := 0
@@ -154,7 +157,8 @@ func (m *maintenance) empty(ctx context.Context, db StatsQuerier) ([]day, error)
 	return days[:n], err
 }
 
-// behind lists the days whose claims may go: a run of the oldest ones.
+// behind lists the days whose claims may be deleted: the leading run of days that end at or before
+// the horizon.
 func (m *maintenance) behind(ctx context.Context, db StatsQuerier) ([]day, error) {
 	horizon, err := m.horizon(ctx, db)
 	if err != nil || horizon == nil {
@@ -171,7 +175,8 @@ func (m *maintenance) behind(ctx context.Context, db StatsQuerier) ([]day, error
 	return all[:n], nil
 }
 
-// horizon is up to where no registered consumer needs its claims; nil: none is registered, all stays.
+// horizon returns the time before which no registered consumer needs its claims. Nil: no time is
+// known, so all claims stay.
 func (m *maintenance) horizon(ctx context.Context, db StatsQuerier) (*time.Time, error) {
 	var window, passed *time.Time
 	var slowest *string
@@ -180,7 +185,7 @@ func (m *maintenance) horizon(ctx context.Context, db StatsQuerier) (*time.Time,
 	}
 	m.report.HeldBack = ""
 	if window == nil {
-		return nil, nil //nolint:nilnil // stands for: no horizon
+		return nil, nil //nolint:nilnil // no horizon
 	}
 	if slowest != nil && (passed == nil || passed.Before(*window)) {
 		m.report.HeldBack = *slowest

@@ -13,30 +13,39 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 )
 
-// The claim and what it protects are one transaction: a payment that is delivered twice is booked once.
+// The claim and its effect are one transaction: a payment that is delivered twice is booked once.
 func Example() {
-	book := func(ctx context.Context, pool *pgxpool.Pool, carriedID []byte, cents int) error {
+	// At the start of the program.
+	register := func(ctx context.Context, pool *pgxpool.Pool) (*dedup.Claims, dedup.Consumer, error) {
 		claims, err := dedup.New(dedup.Config{})
 		if err != nil {
-			return err
+			return nil, dedup.Consumer{}, err
 		}
-		consumer, err := claims.Register(ctx, pool, dedup.Registration{Name: "billing/payments", Group: "billing", Topics: []string{"payments"}})
-		if err != nil {
-			return err
-		}
+		consumer, err := claims.Register(ctx, pool, dedup.Registration{
+			Name:   "billing/payments",
+			Group:  "billing",
+			Topics: []string{"payments"},
+		})
+		return claims, consumer, err
+	}
+	// For each message. carriedID is the ID that the message carries.
+	book := func(ctx context.Context, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, carriedID []byte, cents int) error {
 		return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
 			fresh, err := claims.Claim(ctx, tx, consumer, dedup.MessageID("payments", carriedID))
-			if err != nil || !fresh {
-				return err // a duplicate: its effect is committed already
+			if err != nil {
+				return err // rolls back
+			}
+			if !fresh {
+				return nil // a duplicate: its effect is already committed
 			}
 			_, err = tx.Exec(ctx, `UPDATE account SET balance = balance + $1 WHERE owner = 'alice'`, cents)
 			return err
 		})
 	}
-	_ = book
+	_, _ = register, book
 }
 
-// Under REPEATABLE READ and SERIALIZABLE a conflict asks for a new transaction.
+// Under REPEATABLE READ and SERIALIZABLE a conflict needs a new transaction.
 func ExampleClaims_ClaimBatch() {
 	claims, err := dedup.New(dedup.Config{Schema: "effectonce"})
 	if err != nil {
@@ -72,7 +81,7 @@ func ExampleClaims_ClaimBatch() {
 	_ = handle
 }
 
-// An ID that carries its time is taken as it is; anything else is hashed with its scope.
+// An ID that carries its time is used as it is; anything else is hashed with its scope.
 func ExampleMessageID() {
 	fmt.Println(dedup.MessageID("orders", []byte("0191D3A7-5C1E-7ABC-9DEF-0123456789AB")))
 	fmt.Println(dedup.MessageID("orders", []byte("order-4711")))
@@ -83,12 +92,26 @@ func ExampleMessageID() {
 	// cde2a6fc-03cf-8178-b1d7-1ed508df4f35
 }
 
-// The key for a foreign call is the same whenever the message is handled again.
+// The ID of a message that a handler publishes is derived from the handled message, so a
+// re-execution publishes it under the same ID. recordTime is the timestamp of the handled record,
+// not the current time.
 func ExampleChildID() {
 	message := dedup.MessageID("orders", []byte("order-4711"))
 	recordTime := time.Date(2026, time.November, 21, 12, 0, 0, 0, time.UTC)
-	charge := dedup.ChildID(message, "charge", recordTime)
-	at, _ := dedup.Time(charge)
-	fmt.Println(charge == dedup.ChildID(message, "charge", recordTime), charge.Version(), at.UTC())
+	invoice := dedup.ChildID(message, "invoice", recordTime)
+	again := dedup.ChildID(message, "invoice", recordTime)
+	at, _ := dedup.Time(invoice)
+	fmt.Println(invoice == again, invoice.Version(), at.UTC())
 	// Output: true VERSION_7 2026-11-21 12:00:00 +0000 UTC
+}
+
+// The idempotency key of a foreign call depends only on consumer, message and step. Each attempt
+// calls under the same key.
+func ExampleCallKey() {
+	message := dedup.MessageID("orders", []byte("order-4711"))
+	fmt.Println(dedup.CallKey("billing/orders", message, "charge"))
+	fmt.Println(dedup.CallKey("billing/orders", message, "refund"))
+	// Output:
+	// 969809a2-5fbc-858c-a489-e8dbe750925e
+	// c104be56-3045-8904-9a65-620a60f00b63
 }

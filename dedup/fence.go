@@ -11,86 +11,93 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// FenceConfig of a Fences. The zero value works: what is older is dropped, and gaps are stepped over.
+// FenceConfig of a Fences. The zero value works: older versions have no effect, and gaps are
+// allowed.
 type FenceConfig struct {
 	// Schema that holds the table. Default "effectonce"; bounds as in migrations.Options.
 	Schema string
-	// RefuseGaps makes a version that does not follow the stored one an ErrGap: for effects that need
-	// every version. The error may pass, once the missing version was applied. Default: newer is enough.
+	// RefuseGaps makes a version that does not follow the stored one an ErrGap: for effects that
+	// need every version. A retry may succeed once the missing version has been applied. Default:
+	// any newer version is applied.
 	RefuseGaps bool
-	// InitialVersion is what a resource counts as having that was never fenced, where RefuseGaps is set: its
-	// first version is at most one more. From -1; default 0, for versions that begin at 1. Use -1 where they
-	// begin at 0.
+	// InitialVersion is the assumed version of a resource that was never fenced, if RefuseGaps is
+	// set: its first version may be at most one more. From -1; default 0, for versions that begin
+	// at 1. Use -1 if they begin at 0.
 	InitialVersion int64
-	// RefuseStale makes an older version than the stored one an ErrStale. Default: it is a result.
+	// RefuseStale makes a version that is older than the stored one an ErrStale. Default: it is a
+	// result.
 	RefuseStale bool
-	// Stale, if set, is told how many versions of a call were older than the stored one, for metrics. It
-	// is called before the caller's transaction ends: an execution that is rolled back counts, too.
+	// Stale, if set, is called with the number of versions of a call that were older than the
+	// stored one, for metrics. It is called before the caller's transaction ends, so it also counts
+	// executions that are rolled back.
 	Stale func(scope string, versions int)
 }
 
-// Fences lets only newer versions of a resource have an effect. It holds no connection and is safe for
-// concurrent use.
+// Fences lets only newer versions of a resource have an effect. It holds no connection and is safe
+// for concurrent use.
 type Fences struct {
 	sql   fenceQueries
 	cfg   FenceConfig
 	first int64
 }
 
-// Version is a version of a resource, and what it says.
+// Version is a version of a resource, with its content.
 type Version struct {
 	// Resource is 1 to 1,024 bytes of UTF-8 without NUL.
 	Resource string
 	// Version grows with every change of the resource. 0 or more.
 	Version int64
-	// Content tells two states apart that claim the same version; its hash is stored. Nil: not compared.
+	// Content distinguishes two states with the same version; its hash is stored. Nil: not
+	// compared.
 	Content []byte
 }
 
-// FenceVerdict is what became of a version.
+// FenceVerdict is the decision about a version.
 type FenceVerdict uint8
 
-// The verdicts. Only Applied asks for the effect.
+// The verdicts. Run the effect only on Applied.
 const (
-	// Applied: it is newer and is stored now.
+	// Applied: the version is newer and is now stored.
 	Applied FenceVerdict = iota + 1
-	// Stale: a newer one was applied before.
+	// Stale: a newer version was applied before.
 	Stale
-	// Equal: this very version was applied before.
+	// Equal: the same version was applied before.
 	Equal
 )
 
 // Fenced is the result of one version.
 type Fenced struct {
 	Verdict FenceVerdict
-	// Stored is the version that counts now: where Verdict is Applied, the given one.
+	// Stored is the version that is stored now. If Verdict is Applied, it is the given one.
 	Stored int64
 }
 
-// Reasons of a VersionError, and what is wrong with arguments.
+// Reasons of a VersionError, and the error for invalid arguments.
 var (
-	// ErrStale: a newer version was applied before. Trying again cannot mend it.
+	// ErrStale: a newer version was applied before. A retry does not help.
 	ErrStale = errors.New("version is stale")
-	// ErrGap: versions between the stored and the given one are missing. Trying again can mend it.
+	// ErrGap: versions between the stored and the given one are missing. A retry may help.
 	ErrGap = errors.New("version does not follow the stored one")
-	// ErrFenceConflict: this very version was applied before, with other content. One of the two is wrong,
-	// and trying again does not tell which.
+	// ErrFenceConflict: the same version was applied before, with different content. One of the two
+	// is wrong, and a retry does not show which.
 	ErrFenceConflict = errors.New("version was applied with other content")
-	// ErrFenceInvalid: scope, resource or version is out of bounds. Nothing was sent to the database.
+	// ErrFenceInvalid: scope, resource or version is out of bounds. Nothing was sent to the
+	// database.
 	ErrFenceInvalid = errors.New("invalid version")
 )
 
-// VersionError says which version was refused; it wraps ErrStale, ErrGap or ErrFenceConflict. That version is
-// not stored and the transaction goes on; others of the same batch may be stored, so roll it back.
+// VersionError reports a refused version. It wraps ErrStale, ErrGap or ErrFenceConflict. The
+// refused version is not stored and the transaction stays usable. Other versions of the same batch
+// may be stored, so roll it back.
 type VersionError struct {
 	Scope, Resource string
 	Given           int64
-	Stored          int64 // meaningless unless Known
+	Stored          int64 // valid only if Known
 	Known           bool  // whether the resource has a stored version
 	Reason          error
 }
@@ -124,24 +131,26 @@ func NewFences(cfg FenceConfig) (*Fences, error) {
 //nolint:gochecknoglobals // immutable: what the package-level functions use
 var standardFences = &Fences{sql: newFenceQueries(migrations.DefaultSchema)}
 
-// Fence asks the default schema with the default policy; see Fences.Fence.
+// Fence uses the default schema with the default policy; see Fences.Fence.
 func Fence(ctx context.Context, tx pgx.Tx, scope, resource string, version int64, content []byte) (Fenced, error) {
 	return standardFences.Fence(ctx, tx, scope, resource, version, content)
 }
 
-// FenceBatch asks the default schema with the default policy; see Fences.FenceBatch.
+// FenceBatch uses the default schema with the default policy; see Fences.FenceBatch.
 func FenceBatch(ctx context.Context, tx pgx.Tx, scope string, versions []Version) ([]Fenced, error) {
 	return standardFences.FenceBatch(ctx, tx, scope, versions)
 }
 
-// Fence stores a version in the caller's transaction if it is newer than the stored one, and reports whether
-// it is: the caller has its effect in the same transaction if the verdict is Applied, else none. It waits
-// while another open transaction holds the resource, and holds it itself until tx ends, so that effects of
-// one resource come in the order of their versions. scope is 1 to 255 bytes of UTF-8 without NUL: name the
-// consumer and the kind of resource. content is optional, see Version.
+// Fence stores a version in the caller's transaction if it is newer than the stored one, and
+// reports whether it is. If the verdict is Applied, the caller writes its effect in the same
+// transaction; otherwise it writes none. Fence waits while another open transaction holds the
+// resource, and then holds it until tx ends, so that effects of one resource are applied in the
+// order of their versions. scope is 1 to 255 bytes of UTF-8 without NUL: name the consumer and the
+// kind of resource. content is optional, see Version.
 //
-// A refusal is a *VersionError, bad arguments are ErrFenceInvalid; after both nothing was stored and tx goes
-// on. After any other error tx is aborted; if it is ErrRetry, run the transaction again.
+// A refusal is a *VersionError, invalid arguments are ErrFenceInvalid. After both, nothing was
+// stored and tx stays usable. After any other error tx is aborted; if it is ErrRetry, run the
+// transaction again.
 func (f *Fences) Fence(ctx context.Context, tx pgx.Tx, scope, resource string, version int64, content []byte) (Fenced, error) {
 	results, err := f.FenceBatch(ctx, tx, scope, []Version{{resource, version, content}})
 	if err != nil {
@@ -150,11 +159,12 @@ func (f *Fences) Fence(ctx context.Context, tx pgx.Tx, scope, resource string, v
 	return results[0], nil
 }
 
-// FenceBatch does Fence for many versions in one round trip, or two where a resource occurs several times;
-// the results are those that one call after the other would give. Fence all resources of a transaction in
-// one call: two calls can deadlock with another transaction's.
+// FenceBatch does Fence for many versions in one round trip, or two if a resource occurs several
+// times. The results are the same as those of consecutive calls. Fence all resources of a
+// transaction in one call: two calls can deadlock with another transaction.
 //
-// If versions are refused, the error joins the *VersionError of each. Others are stored then: roll back.
+// If versions are refused, the error joins the *VersionError of each. Other versions may be stored
+// then: roll back.
 func (f *Fences) FenceBatch(ctx context.Context, tx pgx.Tx, scope string, versions []Version) ([]Fenced, error) {
 	if err := checkVersions(scope, versions); err != nil || len(versions) == 0 {
 		return nil, err
@@ -197,15 +207,16 @@ func (f *Fences) FenceBatch(ctx context.Context, tx pgx.Tx, scope string, versio
 	return results, nil
 }
 
-// stored is what a resource has, as this call goes through its versions.
+// stored is the state of a resource while this call processes its versions.
 type stored struct {
 	version int64
 	content *[16]byte
 	known   bool
-	applied bool // the first version of this call was
+	applied bool // the statement applied the first version of this call
 }
 
-// judge decides about a version as the statement does, which has decided about the first of each resource.
+// judge decides about a version by the same rules as the statement. The statement has already
+// decided about the first version of each resource.
 func (f *Fences) judge(s *stored, v Version, first bool) (Fenced, error) {
 	switch {
 	case first && s.applied:
@@ -227,8 +238,8 @@ func (f *Fences) judge(s *stored, v Version, first bool) (Fenced, error) {
 	}
 }
 
-// store asks the database for one version of each resource. It tells for each what was stored before, or,
-// if it was applied, itself.
+// store runs the statements for one version of each resource. For each resource it returns the
+// stored version: the given one if it was applied, otherwise the earlier one.
 func (f *Fences) store(ctx context.Context, tx pgx.Tx, scope string, versions []Version) (map[string]*stored, error) {
 	state := make(map[string]*stored, len(versions))
 	names := make([]string, len(versions))
@@ -261,7 +272,8 @@ func (f *Fences) store(ctx context.Context, tx pgx.Tx, scope string, versions []
 	return state, nil
 }
 
-// restore stores what later versions of the same resources came to. This transaction holds their rows.
+// restore stores the final version of resources that occur several times. This transaction holds
+// their row locks.
 func (f *Fences) restore(ctx context.Context, tx pgx.Tx, scope string, changed map[string]Version) error {
 	if len(changed) == 0 {
 		return nil
@@ -301,7 +313,7 @@ func columns(versions []Version) (hashes []*[16]byte, numbers []int64) {
 	return hashes, numbers
 }
 
-// firstVersions returns the first occurrence of each resource, sorted, and the place of each.
+// firstVersions returns the first occurrence of each resource, sorted, and its index in versions.
 func firstVersions(versions []Version) (firsts []Version, places map[string]int) {
 	places = make(map[string]int, len(versions))
 	for i, v := range versions {
@@ -314,7 +326,7 @@ func firstVersions(versions []Version) (firsts []Version, places map[string]int)
 	return firsts, places
 }
 
-// contentHash is what the column content keeps; nil: nothing to compare.
+// contentHash returns the value of the column content. Nil: nothing to compare.
 func contentHash(content []byte) *[16]byte {
 	if content == nil {
 		return nil
@@ -323,7 +335,8 @@ func contentHash(content []byte) *[16]byte {
 	return (*[16]byte)(sum[:16])
 }
 
-// checkVersions refuses what the server would, and with it the whole transaction.
+// checkVersions refuses what the server would refuse. A refusal by the server would abort the whole
+// transaction.
 func checkVersions(scope string, versions []Version) error {
 	var problems []error
 	check := func(what, value string, bytesMax int) {
@@ -341,14 +354,10 @@ func checkVersions(scope string, versions []Version) error {
 	return errors.Join(problems...)
 }
 
-// wrapFenceError makes errors.Is(err, ErrRetry) true for those that a new transaction resolves.
+// wrapFenceError makes errors.Is(err, ErrRetry) true for errors that a new transaction resolves.
 func wrapFenceError(scope string, err error) error {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
-		switch pgErr.Code {
-		case "40001", "40P01", "55P03":
-			return fmt.Errorf("fence %s: %w: %w", scope, ErrRetry, err)
-		}
+	if pgerr.Transient(err) {
+		return fmt.Errorf("fence %s: %w: %w", scope, ErrRetry, err)
 	}
 	return fmt.Errorf("fence %s: %w", scope, err)
 }

@@ -8,7 +8,7 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 )
 
-// States that may arrive in any order: the newest one stays, whoever is late.
+// States may arrive in any order: the newest one stays, and late ones have no effect.
 func ExampleFence() {
 	handle := func(ctx context.Context, tx pgx.Tx, order string, version int64, state []byte) error {
 		fenced, err := dedup.Fence(ctx, tx, "shop/orders", order, version, state)
@@ -21,7 +21,7 @@ func ExampleFence() {
 	_ = handle
 }
 
-// Changes that build on each other: each one counts, and none may be left out.
+// Changes build on each other: each one must be applied, and none may be skipped.
 func ExampleFences_FenceBatch() {
 	type change struct {
 		account string
@@ -39,7 +39,7 @@ func ExampleFences_FenceBatch() {
 		}
 		fenced, err := fences.FenceBatch(ctx, tx, "ledger/accounts", versions)
 		if err != nil {
-			return err // a gap is tried again until the missing change was applied
+			return err // retry a gap until the missing change has been applied
 		}
 		for i, c := range changes {
 			if fenced[i].Verdict != dedup.Applied {

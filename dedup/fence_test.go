@@ -28,7 +28,7 @@ func newFences(tb testing.TB, cfg dedup.FenceConfig) *dedup.Fences {
 	return fences
 }
 
-// fenceAlone asks in a transaction of its own, which commits unless it gets an error.
+// fenceAlone fences in its own transaction, which commits unless there is an error.
 func fenceAlone(t *testing.T, pool *pgxpool.Pool, fences *dedup.Fences, versions ...dedup.Version) (results []dedup.Fenced, err error) {
 	t.Helper()
 	err = pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) (err error) {
@@ -44,9 +44,9 @@ func storedVersion(t *testing.T, pool *pgxpool.Pool, resource string) (version i
 	return version
 }
 
-// C47: eight writers apply random versions of a few resources at once, in batches that name them several
-// times. Per resource the versions that are applied only grow, in the order of the commits, each once, and
-// the last one is the greatest that was given.
+// C47: eight writers apply random versions of a few resources at once, in batches that contain them
+// several times. Per resource, the applied versions only grow, in the order of the commits, each is
+// applied once, and the last one is the greatest that was given.
 func TestVersionsNeverRegress(t *testing.T) {
 	t.Parallel()
 	pool, fences := newPool(t, pgtest.Database(t), 8), newFences(t, dedup.FenceConfig{})
@@ -109,8 +109,8 @@ func applyVersions(ctx context.Context, pool *pgxpool.Pool, fences *dedup.Fences
 	})
 }
 
-// A batch gives what one call after the other gives, also where it names a resource several times, with
-// stale and equal versions, other contents and gaps in it; and it leaves the same behind.
+// A batch gives the same results and leaves the same rows as consecutive calls, also if a resource
+// occurs several times, with stale and equal versions, other contents and gaps.
 func TestBatchIsOneCallAfterTheOther(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t, pgtest.Database(t), 2)
@@ -156,7 +156,8 @@ func TestBatchIsOneCallAfterTheOther(t *testing.T) {
 	}
 }
 
-// What is newer is applied, what is older is a result and counted, and the stored version is told.
+// A newer version is applied, an older one is a result and counted, and the stored version is
+// returned.
 func TestStaleVersionsAreDroppedAndCounted(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -190,8 +191,8 @@ func TestStaleVersionsAreDroppedAndCounted(t *testing.T) {
 	assert.Empty(t, results)
 }
 
-// Where every version counts, one that does not follow is refused and not stored, and passes once the missing
-// one came. The first one is at most InitialVersion+1.
+// With RefuseGaps, a version that does not follow is refused and not stored, and is applied once
+// the missing one has been. The first one is at most InitialVersion+1.
 func TestGapsAreRefusedUntilTheyClose(t *testing.T) {
 	t.Parallel()
 	pool, fences := pgtest.Pool(t), newFences(t, dedup.FenceConfig{RefuseGaps: true})
@@ -226,8 +227,8 @@ func TestGapsAreRefusedUntilTheyClose(t *testing.T) {
 	require.ErrorIs(t, err, dedup.ErrGap)
 }
 
-// An older version is an error where the caller wants that: with everything that a person needs, and the
-// transaction goes on.
+// An older version is an error with RefuseStale: it has everything that a person needs, and the
+// transaction stays usable.
 func TestRefusalSaysWhatIsStored(t *testing.T) {
 	t.Parallel()
 	pool, fences := pgtest.Pool(t), newFences(t, dedup.FenceConfig{RefuseStale: true})
@@ -247,8 +248,8 @@ func TestRefusalSaysWhatIsStored(t *testing.T) {
 	assert.EqualValues(t, 7, storedVersion(t, pool, "order-1"))
 }
 
-// C48: two states that claim the same version are reported, also within one batch; the same state twice is a
-// duplicate, and what has no content is not compared.
+// C48: two states with the same version are reported, also within one batch. The same state twice
+// is a duplicate, and a version without content is not compared.
 func TestEqualVersionOfOtherContentIsAConflict(t *testing.T) {
 	t.Parallel()
 	pool, fences := pgtest.Pool(t), newFences(t, dedup.FenceConfig{})
@@ -276,8 +277,8 @@ func TestEqualVersionOfOtherContentIsAConflict(t *testing.T) {
 	require.NoError(t, err, "nothing to compare with")
 }
 
-// A version waits for the open transaction that holds its resource, also for one that inserts it, and is
-// judged by what that leaves.
+// A version waits for the open transaction that holds its resource, or inserts it, and is then
+// compared with the result of that transaction.
 func TestVersionWaitsForTheOpenOne(t *testing.T) {
 	t.Parallel()
 	pool, fences := pgtest.Pool(t), newFences(t, dedup.FenceConfig{})
@@ -340,8 +341,8 @@ func TestFenceBatchesDoNotDeadlock(t *testing.T) {
 	}
 }
 
-// C5: under REPEATABLE READ and SERIALIZABLE a version that was stored after the snapshot is for retry, and
-// the next transaction is told that it is stale.
+// C5: under REPEATABLE READ and SERIALIZABLE a version that was stored after the snapshot is
+// ErrRetry, and in the next transaction the result is stale.
 func TestFenceBeyondTheSnapshotIsForRetry(t *testing.T) {
 	t.Parallel()
 	for _, level := range []pgx.TxIsoLevel{pgx.RepeatableRead, pgx.Serializable} {
@@ -365,7 +366,8 @@ func TestFenceBeyondTheSnapshotIsForRetry(t *testing.T) {
 	}
 }
 
-// C25: what the server would refuse is refused before, all of it at once, and the transaction goes on.
+// C25: what the server would refuse is refused before, all problems at once, and the transaction
+// stays usable.
 func TestBadVersionsNeverReachTheServer(t *testing.T) {
 	t.Parallel()
 	pool, fences := pgtest.Pool(t), newFences(t, dedup.FenceConfig{})
@@ -412,8 +414,8 @@ func TestFencesUseTheConfiguredSchema(t *testing.T) {
 	assert.EqualValues(t, 4, version)
 }
 
-// A batch touches the rows of its resources and no others, through the primary key, whatever the planner
-// knows about the table.
+// A batch touches the rows of its resources and no others, through the primary key, whatever the
+// planner knows about the table.
 func TestFencesAreFoundByIndex(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t, pgtest.Database(t), 1)

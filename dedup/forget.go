@@ -7,11 +7,13 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// forgetDays truncates the days whose claims are not needed any more, each in a transaction of its own. Only the
-// day is locked: claims of other days do not notice. A day that gets claims again, of messages that are late or
-// replayed, is forgotten again by the same rule.
+// forgetDays truncates the days whose claims are no longer needed, each in its own transaction. It
+// locks only that day, so claims of other days are not affected. A truncated day can get claims
+// again, of messages that are late or replayed. The same rule truncates it again.
 func (m *maintenance) forgetDays(ctx context.Context) error {
 	days, err := m.behind(ctx, m.conn)
 	if err != nil {
@@ -32,7 +34,7 @@ func (m *maintenance) forgetDays(ctx context.Context) error {
 		}
 		if err := m.forgetDay(ctx, d); err != nil {
 			failed = both(failed, fmt.Errorf("%s: %w", d.name, err))
-			if !isBusy(err) {
+			if !pgerr.LockConflict(err) {
 				return failed
 			}
 		}
@@ -40,8 +42,9 @@ func (m *maintenance) forgetDays(ctx context.Context) error {
 	return failed
 }
 
-// forgetDay truncates a day and moves the marks of those that had claims in it. They are looked up before the
-// lock, and again under it: a first claim of a consumer may have come in between.
+// forgetDay truncates a day and moves the marks of the consumers that had claims in it. It reads
+// these consumers before the lock, and again under it: another consumer may have made its first
+// claim of the day in between.
 func (m *maintenance) forgetDay(ctx context.Context, d day) error {
 	table := pgx.Identifier{m.schema, d.name}.Sanitize()
 	holders, err := m.holders(ctx, table)
@@ -50,14 +53,14 @@ func (m *maintenance) forgetDay(ctx context.Context, d day) error {
 	}
 	truncated := false
 	err = m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error {
-		// No claim comes in from here on. Who only reads, as the comparison of payloads does on every day, is not
-		// kept waiting yet.
+		// No claim is added from here on. Readers do not wait yet: the comparison of payloads reads
+		// the partitions of all days.
 		if _, err := tx.Exec(ctx, "LOCK TABLE ONLY "+table+" IN SHARE ROW EXCLUSIVE MODE"); err != nil {
 			return err
 		}
 		horizon, err := m.horizon(ctx, tx)
 		if err != nil || horizon == nil || d.to.After(*horizon) {
-			return err // a consumer was registered meanwhile, or a position was set back
+			return err // since the first read, a consumer registered or a position was set back
 		}
 		if holders, err = m.allHolders(ctx, tx, table, holders); err != nil {
 			return err
@@ -80,20 +83,21 @@ func (m *maintenance) forgetDay(ctx context.Context, d day) error {
 	return busy(err)
 }
 
-// holders lists the consumers that have claims in a day; nil: that takes too long.
+// holders lists the consumers that have claims in a day. Nil: the query took too long.
 func (m *maintenance) holders(ctx context.Context, table string) (ids []int32, err error) {
 	err = m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error {
 		ids, err = collect(tx.Query(ctx, fmt.Sprintf(m.in(holdersSQL), table)))
 		return err
 	})
-	if hasCode(err, codeCanceled) && ctx.Err() == nil {
+	if pgerr.Is(err, pgerr.QueryCanceled) && ctx.Err() == nil {
 		return nil, nil
 	}
 	return ids, busy(err)
 }
 
-// allHolders adds those that came later; nil where that takes longer than claims of that day may wait: then all
-// consumers that forget count as holders.
+// allHolders adds the consumers whose first claim of the day came after holders. It returns nil if
+// that takes longer than claims of that day may wait; then all consumers that forget claims count
+// as holders.
 func (m *maintenance) allHolders(ctx context.Context, tx pgx.Tx, table string, known []int32) ([]int32, error) {
 	if known == nil {
 		return nil, nil
@@ -110,7 +114,7 @@ func (m *maintenance) allHolders(ctx context.Context, tx pgx.Tx, table string, k
 		known = append(known, late...)
 		return err
 	})
-	if hasCode(err, codeCanceled) && ctx.Err() == nil {
+	if pgerr.Is(err, pgerr.QueryCanceled) && ctx.Err() == nil {
 		return nil, nil
 	}
 	if err != nil {
@@ -120,7 +124,8 @@ func (m *maintenance) allHolders(ctx context.Context, tx pgx.Tx, table string, k
 	return known, err
 }
 
-// collect never returns nil without an error: no consumer is not all of them.
+// collect never returns nil without an error: an empty list means no consumer, nil means all of
+// them.
 func collect(rows pgx.Rows, err error) ([]int32, error) {
 	if err != nil {
 		return nil, err
@@ -128,8 +133,9 @@ func collect(rows pgx.Rows, err error) ([]int32, error) {
 	return pgx.AppendRows([]int32{}, rows, pgx.RowTo[int32])
 }
 
-// noteForeignDrops finds out whether days are gone that this release did not drop: a process of an earlier one, which
-// notes nothing, was in the middle of it while the schema was migrated. What it dropped may have been anybody's.
+// noteForeignDrops detects days that this release did not drop. A process of an earlier release,
+// which records nothing, may have been dropping days while the schema was migrated. The dropped
+// claims may belong to any consumer.
 func (m *maintenance) noteForeignDrops(ctx context.Context) error {
 	return busy(m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error { return m.compareDrops(ctx, tx) }))
 }

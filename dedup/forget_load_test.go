@@ -21,8 +21,9 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// overlapping claims messages of today in transactions of a second, of which one at least is open at any time, until
-// the returned function is called. A claim that waits longer for a lock fails the test.
+// overlapping claims messages of today in transactions of one second, of which at least one is open
+// at any time, until the returned function is called. A claim that waits longer for a lock fails
+// the test.
 func overlapping(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, wait time.Duration) (stop func()) {
 	t.Helper()
 	const lanes = 3
@@ -71,11 +72,12 @@ func overlapping(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, consume
 	return func() { once.Do(func() { close(done); workers.Wait() }) }
 }
 
-// completeSQL finds the lease free, after runs of which one was complete, or none was.
+// completeSQL checks that the lease is free, and whether a run was complete.
 const completeSQL = `SELECT count(*) FROM effectonce.maintenance WHERE job = 'claims' AND lease_until IS NULL AND (done_at IS NOT NULL) = $1`
 
-// Property: while transactions of a second overlap without a gap, one run forgets days and sweeps, and no claim waits
-// for it; what needs the whole table is left until there is time, or until it is urgent. B15.
+// Property: while transactions of a second overlap without a gap, one run forgets days and sweeps,
+// and no claim waits for it. Work that needs the lock on the whole table is left until the table is
+// quiet or the work is urgent. B15.
 func TestOverlappingTransactionsDoNotKeepClaimsFromBeingForgotten(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -107,7 +109,8 @@ func TestOverlappingTransactionsDoNotKeepClaimsFromBeingForgotten(t *testing.T) 
 	require.Contains(t, report.Dropped, dayName(3))
 }
 
-// Property: when only a few days are left, a run waits for the lock for as long as transactions take. B15.
+// Property: when only a few days are left, a run waits for the lock for as long as transactions
+// take. B15.
 func TestMissingDaysAreMadeUnderOverlappingTransactions(t *testing.T) {
 	t.Parallel()
 	for _, left := range []int{5, 1, 0} {
@@ -130,7 +133,8 @@ func TestMissingDaysAreMadeUnderOverlappingTransactions(t *testing.T) {
 	}
 }
 
-// Property: a run in which a step fails does the others all the same, gives its lease back and is not a complete one.
+// Property: a run in which a step fails still runs the other steps, releases its lease and is not
+// recorded as complete.
 func TestStepsDoNotDependOnEachOther(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -142,7 +146,7 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 	require.NoError(t, err)
 
 	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
-	require.ErrorContains(t, err, "forget days: "+dayName(4)+": claims are at work, it is tried again")
+	require.ErrorContains(t, err, "forget days: "+dayName(4)+": lock conflict with running claims, the next run retries")
 	require.Equal(t, []string{dayName(3)}, report.Truncated)
 	require.EqualValues(t, 1, report.Swept)
 	require.Contains(t, report.Dropped, dayName(5), "before the day that is kept")
@@ -153,9 +157,9 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 	require.Equal(t, []string{dayName(4)}, maintain(t, pool, claims).Truncated)
 }
 
-// Property: while days are forgotten, by several processes of which some are killed, a claim of an old message is a
-// duplicate, or the first one, or the mark behind it says that it may not be; and what was claimed and is not there any
-// more is behind the mark. At every isolation level. A2, B15.
+// Property: while several processes, some of which are killed, forget days, a claim of an old
+// message is a duplicate, or the first one, or the mark after it says that it may not be the first.
+// Claims that are missing are older than the mark. At every isolation level. A2, B15.
 func TestClaimOfAForgottenMessageSeesTheMark(t *testing.T) {
 	t.Parallel()
 	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead} {
@@ -169,7 +173,7 @@ func TestClaimOfAForgottenMessageSeesTheMark(t *testing.T) {
 func hammerForgetting(t *testing.T, level pgx.TxIsoLevel) {
 	t.Helper()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	unquiet(t, pool) // else the day is dropped, and its claims are swept one by one
+	unquiet(t, pool) // otherwise the day is dropped, and its claims are swept one by one
 	stop := make(chan struct{})
 	var maintainers sync.WaitGroup
 	for range 2 {
@@ -223,7 +227,7 @@ func hammerForgetting(t *testing.T, level pgx.TxIsoLevel) {
 	require.NotZero(t, forgotten, "no claim met one that was forgotten")
 }
 
-// maintainUntil maintains all the time, also while another process does.
+// maintainUntil maintains continuously, also while another process does.
 func maintainUntil(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, stop <-chan struct{}) {
 	t.Helper()
 	config := pool.Config()

@@ -23,17 +23,17 @@ func register(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, name strin
 	return consumer
 }
 
-// noon is in the middle of a day of the past, by UTC.
+// noon returns noon of a past day, in UTC.
 func noon(daysAgo int) time.Time {
 	return time.Now().UTC().Truncate(24*time.Hour).AddDate(0, 0, -daysAgo).Add(12 * time.Hour)
 }
 
 func dayName(daysAgo int) string { return "processed_messages_" + noon(daysAgo).Format("20060102") }
 
-// endOf is the end of a day of the past.
+// endOf returns the end of a past day.
 func endOf(daysAgo int) time.Time { return noon(daysAgo).Add(12 * time.Hour) }
 
-// mark is up to when claims of a consumer may have been forgotten.
+// mark returns the time up to which claims of a consumer may have been forgotten.
 func mark(t *testing.T, pool *pgxpool.Pool, consumer dedup.Consumer) (at time.Time) {
 	t.Helper()
 	batch := &pgx.Batch{}
@@ -42,8 +42,8 @@ func mark(t *testing.T, pool *pgxpool.Pool, consumer dedup.Consumer) (at time.Ti
 	return at.UTC()
 }
 
-// unquiet keeps the whole table from being locked, as any open transaction that claims does, until the test ends or the
-// transaction.
+// unquiet prevents a lock on the whole table, as any open transaction that claims does, until the
+// test or the transaction ends.
 func unquiet(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 	t.Helper()
 	tx, _ := begin(t, pool, pgx.TxOptions{})
@@ -52,7 +52,7 @@ func unquiet(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 	return tx
 }
 
-// claimMarked claims one message and reads the mark behind it, in one transaction.
+// claimMarked claims one message and reads the mark after it, in one transaction.
 func claimMarked(ctx context.Context, db interface {
 	BeginTx(ctx context.Context, opts pgx.TxOptions) (pgx.Tx, error)
 }, claims *dedup.Claims, consumer dedup.Consumer, id uuid.UUID, level pgx.TxIsoLevel,
@@ -74,8 +74,9 @@ func claimMarkedIn(ctx context.Context, tx pgx.Tx, claims *dedup.Claims, consume
 	return claim.Fresh()[0], at, nil
 }
 
-// Property: the mark of a consumer moves with the days in which it had claims, in the same transaction, to the end
-// of the day, and never back; those of others stay. A name that is new has forgotten nothing. A2.
+// Property: the mark of a consumer moves with the days in which it had claims, in the same
+// transaction, to the end of the day, and never back; those of others stay. A new name has no mark.
+// A2.
 func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -97,12 +98,12 @@ func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	require.Equal(t, 1, number(t, pool, `SELECT count(*) FROM effectonce.processed_messages`), "what the longer window needs")
 	require.Empty(t, maintain(t, pool, claims).Truncated)
 
-	// A forgotten claim is fresh again, and the mark behind it says so.
+	// A forgotten claim is fresh again, and the mark after it shows that it may not be the first.
 	fresh, at, err := claimMarked(t.Context(), pool, claims, a, old, pgx.ReadCommitted)
 	require.NoError(t, err)
 	require.True(t, fresh)
 	require.Equal(t, endOf(4), at.UTC())
-	// A day with late claims is forgotten again; a mark that is further on stays.
+	// A day with late claims is forgotten again; a later mark stays.
 	claimAlone(t, pool, claims, idle, older)
 	claimAlone(t, pool, claims, a, older)
 	require.Equal(t, []string{dayName(6), dayName(4)}, maintain(t, pool, claims).Truncated)
@@ -111,7 +112,8 @@ func TestMarkMovesWithTheDaysThatAreForgotten(t *testing.T) {
 	require.Zero(t, mark(t, pool, register(t, pool, claims, "new", time.Hour)))
 }
 
-// Property: a window that shrinks for a moment and grows again forgets nothing that the mark does not say. A2.
+// Property: if a window shrinks for a moment and grows again, the mark covers everything that was
+// forgotten. A2.
 func TestWindowThatShrinksAndGrowsLeavesItsMark(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -133,7 +135,8 @@ func TestWindowThatShrinksAndGrowsLeavesItsMark(t *testing.T) {
 	require.Equal(t, endOf(2), at.UTC(), "and the mark says so")
 }
 
-// Property: who came into a day after it was looked through, and before it was locked, has its mark moved. A2.
+// Property: a consumer whose first claim in a day came after the day was read, and before it was
+// locked, has its mark moved. A2.
 func TestLateHolderOfADayIsMarked(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -153,14 +156,15 @@ func TestLateHolderOfADayIsMarked(t *testing.T) {
 		require.NoError(t, late.Commit(t.Context()))
 		if len((<-done).Truncated) == 1 {
 			break
-		} // else the lock was waited for too short, which may be on a busy machine
+		} // otherwise the lock timed out, which may happen on a busy machine
 	}
 	require.Equal(t, endOf(4), mark(t, pool, a))
 	require.Equal(t, endOf(4), mark(t, pool, b))
 	require.Zero(t, mark(t, pool, idle))
 }
 
-// Property: where the look at who has claims in a day takes too long under its lock, all that forget count. A2.
+// Property: if reading the consumers with claims in a day takes too long under its lock, the marks
+// of all consumers that forget are moved. A2.
 func TestEveryConsumerIsMarkedWhereTheLookTakesTooLong(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -186,8 +190,8 @@ func TestEveryConsumerIsMarkedWhereTheLookTakesTooLong(t *testing.T) {
 	require.Zero(t, mark(t, pool, ledger))
 }
 
-// Property: sweeping moves the mark of each consumer past every claim that it deleted, with a margin, in the same
-// transaction, and never past the slowest position of its group. A2.
+// Property: sweeping moves the mark of each consumer past every claim that it deleted, with a
+// margin, in the same transaction, and never past the slowest position of its group. A2.
 func TestSweepMovesMarksButNotPastPositions(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -217,8 +221,9 @@ func TestSweepMovesMarksButNotPastPositions(t *testing.T) {
 	require.Equal(t, before, mark(t, pool, a), "a mark does not move back")
 }
 
-// Property: days that a process of the previous release dropped, which notes nothing, are noted for all that forget;
-// those of this release only for those that had claims in them. A2.
+// Property: days that a process of the previous release dropped, which records nothing, move the
+// marks of all consumers that forget. Days that this release dropped move only those of consumers
+// that had claims in them. A2.
 func TestDaysDroppedByThePreviousReleaseAreNoted(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -231,7 +236,7 @@ func TestDaysDroppedByThePreviousReleaseAreNoted(t *testing.T) {
 	require.Zero(t, mark(t, pool, b))
 	claimAlone(t, pool, claims, b, idAt(noon(2)))
 
-	// As the previous release does it, in a window that was shorter for a moment.
+	// As the previous release does it, with a window that was shorter for a moment.
 	exec(t, pool, fmt.Sprintf(`DO $$
 DECLARE
   day record;
@@ -253,9 +258,9 @@ END $$`, dayName(2), endOf(2).Format(time.RFC3339)))
 	require.Zero(t, mark(t, pool, register(t, pool, claims, "new", time.Hour)), "it is noted once")
 }
 
-// Property: a transaction with one snapshot for all statements, which began before claims were forgotten, does not take
-// the claim for the first one: what looks fresh is a serialization failure, and the next transaction sees the
-// mark. That holds for days and for sweeps. A2.
+// Property: a transaction with one snapshot for all statements, which began before claims were
+// forgotten, does not take the claim for the first one. A claim that looks fresh is a serialization
+// failure, and the next transaction sees the mark. That holds for days and for sweeps. A2.
 func TestOldSnapshotDoesNotHideWhatWasForgotten(t *testing.T) {
 	t.Parallel()
 	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
@@ -288,7 +293,8 @@ func TestOldSnapshotDoesNotHideWhatWasForgotten(t *testing.T) {
 	}
 }
 
-// Property: reading the mark keeps no lock, else maintenance would wait for a moment without any transaction.
+// Property: reading the mark keeps no lock. Otherwise maintenance would wait for a moment without
+// any transaction.
 func TestReadingTheMarkKeepsNoLock(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)

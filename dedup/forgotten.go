@@ -7,18 +7,20 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// QueueForgotten adds to a batch what says how far back the consumer's claims are complete: claims of messages
-// up to that time may have been forgotten, so a claim of such a message proves nothing by being fresh. A
-// message is as old as its ID says, or its record, whichever is older. Zero where nothing was forgotten.
-// Maintain writes that mark in the transaction that forgets, and never moves it back; windows have no part in
-// it. dest is filled when the batch's results have been read; errors go through WrapClaimError.
+// QueueForgotten adds a query to a batch that reads how far back the consumer's claims are
+// complete. Claims of messages up to that time (the mark) may have been forgotten, so a fresh claim
+// of such a message proves nothing. The age of a message is that of its ID or of its record,
+// whichever is older. The result is zero if nothing was forgotten. Maintain writes the mark in the
+// transaction that forgets, and never moves it back; windows do not affect it. dest is filled when
+// the batch's results have been read. Pass errors through WrapClaimError.
 //
-// It must be queued behind the claim. A claim that is made first finds either the earlier claim or the mark.
+// Queue it after the claim. A claim that is made first finds either the earlier claim or the mark.
 //
-// lock is for REPEATABLE READ and SERIALIZABLE: there the transaction's snapshot would show the mark of its
-// beginning, while a claim sees at once that an earlier one is gone (TRUNCATE and the unique constraint know no
-// snapshots). With lock a mark that moved meanwhile is the serialization failure that it is (ErrRetry). The
-// batch must run inside a transaction block then.
+// Set lock under REPEATABLE READ and SERIALIZABLE. There, the transaction's snapshot would show the
+// mark as it was at the transaction's beginning, while a claim sees at once that an earlier claim
+// is gone (TRUNCATE and the unique constraint ignore snapshots). With lock, a mark that is newer
+// than the snapshot is reported as a serialization failure (ErrRetry). The batch must then run
+// inside a transaction block.
 func (c *Claims) QueueForgotten(batch *pgx.Batch, consumer Consumer, dest *time.Time, lock bool) {
 	read := func(row pgx.Row) error {
 		var mark *time.Time
@@ -41,7 +43,8 @@ func (c *Claims) QueueForgotten(batch *pgx.Batch, consumer Consumer, dest *time.
 	batch.Queue(forgottenBehindSQL)
 }
 
-// ForgottenSteps is QueueForgotten for BeginFresh, whose steps it follows. *dest is nil where nothing was forgotten.
+// ForgottenSteps is QueueForgotten for BeginFresh: pass the steps as after. *dest is nil if nothing
+// was forgotten.
 func (c *Claims) ForgottenSteps(consumer Consumer, dest **time.Time, lock bool) []Step {
 	read := Step{SQL: c.sql.forgotten, Args: []string{strconv.Itoa(int(consumer.id))}, Into: []any{dest}}
 	if !lock {

@@ -13,24 +13,27 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// ErrTaken marks a BeginFresh that met a claim: at least one of the IDs is a duplicate. The transaction is aborted and
-// nothing is claimed: roll back, begin again and claim with Queue, which tells the duplicates from the others.
+// ErrTaken marks a BeginFresh that found a claim: at least one of the IDs is a duplicate. The
+// transaction is aborted and nothing is claimed. Roll back, begin again and claim with Queue, which
+// separates the duplicates.
 var ErrTaken = errors.New("at least one of the messages was claimed before: roll back and claim with Queue")
 
-// BeginFresh begins a transaction and claims every ID as if none was claimed before, in one round trip: by COPY,
-// which takes two thirds of the time of Queue's statement and 40 % less write-ahead log. The unique constraint
-// decides as it does there. It waits for a concurrent claim of the same ID, and one duplicate fails the whole claim with
-// ErrTaken; each such failure leaves up to len(ids) dead rows and a line in the server's log behind. Use it where
-// duplicates are rare.
+// BeginFresh begins a transaction and claims every ID as if none was claimed before, in one round
+// trip. It uses COPY, which takes two thirds of the time of Queue's statement and writes 40 % less
+// write-ahead log. The unique constraint decides, as it does for Queue. BeginFresh waits for a
+// concurrent claim of the same ID. One duplicate fails the whole claim with ErrTaken. Each such
+// failure leaves up to len(ids) dead rows and a line in the server's log. Use it where duplicates
+// are rare.
 //
-// The steps before come first, beginning with BEGIN, those after follow the claim. They must not insert claims of
-// their own, nor return more than one row.
+// The steps in before run first, beginning with BEGIN; those in after follow the claim. They must
+// not insert claims, and must not return more than one row.
 //
 // fingerprints are those of QueueChecked; nil: none are stored.
 //
-// After an error nothing is claimed. A transaction that was begun is aborted and must be rolled back, unless the
-// connection is closed. ErrRetry means what it means for the other claims. Under REPEATABLE READ and SERIALIZABLE a
-// duplicate is ErrTaken, too, whether the snapshot shows it or not.
+// After an error nothing is claimed. If the transaction was begun, it is aborted and must be rolled
+// back, unless the connection is closed. ErrRetry has the same meaning as for the other claims.
+// Under REPEATABLE READ and SERIALIZABLE a duplicate is ErrTaken, too, whether the snapshot shows
+// it or not.
 func (c *Claims) BeginFresh(
 	ctx context.Context, conn *pgx.Conn, before []Step, consumer Consumer, ids []uuid.UUID, fingerprints [][16]byte, after ...Step,
 ) (*Result, error) {
@@ -59,8 +62,8 @@ func (c *Claims) BeginFresh(
 	return result, nil
 }
 
-// copyRows is PostgreSQL's binary format of COPY: a header, then each row as the number of its fields and each field
-// as its length and its bytes, then -1.
+// copyRows encodes rows in PostgreSQL's binary COPY format: a header, then each row as the number
+// of its fields and each field as its length and its bytes, then -1.
 func copyRows(ids []uuid.UUID, consumer int32, prints [][16]byte) []byte {
 	const header, row, end = "PGCOPY\n\xff\r\n\x00" + "\x00\x00\x00\x00" + "\x00\x00\x00\x00", 2 + 4 + 16 + 4 + 4 + 4 + 16, "\xff\xff"
 	rows := make([]byte, 0, len(header)+len(ids)*row+len(end))
@@ -86,7 +89,8 @@ func copyRows(ids []uuid.UUID, consumer int32, prints [][16]byte) []byte {
 	return append(rows, end...)
 }
 
-// contradictions tells which repetitions of an ID in the batch say something else than its first occurrence.
+// contradictions reports which repetitions of an ID in the batch have a different fingerprint from
+// its first occurrence.
 func (r *Result) contradictions(ids []uuid.UUID, fingerprints [][16]byte) []bool {
 	differ := make([]bool, len(ids))
 	if len(r.first) == len(ids) {
@@ -103,8 +107,9 @@ func (r *Result) contradictions(ids []uuid.UUID, fingerprints [][16]byte) []bool
 	return differ
 }
 
-// wrapFreshError tells a refused claim from every other error. A unique violation is one only if it is the claim's own
-// and of a table of claims: a trigger of the database's owner may violate a constraint of its own.
+// wrapFreshError distinguishes a refused claim from other errors. A unique violation is a refused
+// claim only if it comes from the claim's own statement and from a table of claims: a trigger of
+// the database's owner may violate another constraint.
 func (c *Claims) wrapFreshError(err error, ofClaim bool) error {
 	var pgErr *pgconn.PgError
 	if ofClaim && errors.As(err, &pgErr) && pgErr.Code == "23505" && pgErr.SchemaName == c.schema && holdsClaims(pgErr.TableName) {
@@ -113,7 +118,7 @@ func (c *Claims) wrapFreshError(err error, ofClaim bool) error {
 	return WrapClaimError(err)
 }
 
-// holdsClaims reports whether a table holds claims. What is named in an error is the partition.
+// holdsClaims reports whether a table holds claims. PostgreSQL names the partition in an error.
 func holdsClaims(table string) bool {
 	return table == "processed_forever" || strings.HasPrefix(table, "processed_messages_")
 }

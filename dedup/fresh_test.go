@@ -35,7 +35,7 @@ func sql(statements ...string) []dedup.Step {
 
 const beginSQL = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
-// acquire hands out a connection until the test ends.
+// acquire returns a connection that is released when the test ends.
 func acquire(t *testing.T, pool *pgxpool.Pool) *pgx.Conn {
 	t.Helper()
 	conn, err := pool.Acquire(t.Context())
@@ -58,8 +58,8 @@ func kinds(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims) map[string]de
 	return map[string]dedup.Consumer{"window": dedup.Numbered(1000), "forever": forever}
 }
 
-// A claim that takes everything as fresh claims everything once: the other forms see its claims, another consumer does
-// not, and of an ID that occurs several times the first occurrence is fresh.
+// A claim that takes everything as fresh claims everything once: the other forms see its claims,
+// another consumer does not, and if an ID occurs several times, the first occurrence is fresh.
 func TestBeginFreshClaimsEveryID(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -83,7 +83,7 @@ func TestBeginFreshClaimsEveryID(t *testing.T) {
 	}
 }
 
-// The fingerprints that a fresh claim stores are those that later claims are compared with, and those inside the batch
+// Later claims are compared with the fingerprints that a fresh claim stores; those inside the batch
 // are compared at once.
 func TestBeginFreshStoresFingerprints(t *testing.T) {
 	t.Parallel()
@@ -111,8 +111,9 @@ func TestBeginFreshStoresFingerprints(t *testing.T) {
 	}
 }
 
-// One duplicate refuses the whole claim, wherever it is in the batch, whenever it was committed and whatever the
-// isolation level: nothing is claimed, and after the rollback the other form tells which one it was.
+// One duplicate refuses the whole claim, wherever it is in the batch, whenever it was committed and
+// whatever the isolation level. Nothing is claimed, and after the rollback the other form reports
+// which one it was.
 func TestADuplicateRefusesAFreshClaim(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -148,8 +149,8 @@ func TestADuplicateRefusesAFreshClaim(t *testing.T) {
 	}
 }
 
-// A fresh claim waits for the transaction that holds one of its IDs, as any claim does: it is refused if that commits
-// and succeeds if it rolls back.
+// A fresh claim waits for the transaction that holds one of its IDs, as any claim does: it is
+// refused if that commits and succeeds if it rolls back.
 func TestAFreshClaimWaitsForTheHolder(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -177,8 +178,8 @@ func TestAFreshClaimWaitsForTheHolder(t *testing.T) {
 	}
 }
 
-// Only the constraint on claims means duplicate. A unique violation of anything else, in the same round trip or in a
-// trigger on the table of claims itself, is an error like any other.
+// Only the constraint on claims means duplicate. A unique violation of anything else, in the same
+// round trip or in a trigger on the table of claims itself, is an error like any other.
 func TestAnotherUniqueViolationIsNoDuplicate(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -207,8 +208,8 @@ func TestAnotherUniqueViolationIsNoDuplicate(t *testing.T) {
 	fail(t, sql(beginSQL, "SET LOCAL test.audit = on"), nil)
 }
 
-// Whichever statement of the round trip fails, the rows behind it are ignored by the server, nothing is claimed, and
-// the connection is in step with it.
+// Whichever statement of the round trip fails, the server ignores the rows after it, nothing is
+// claimed, and the connection is in sync with the server.
 func TestAFailedFreshClaimLeavesTheConnectionUsable(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -235,7 +236,7 @@ func TestAFailedFreshClaimLeavesTheConnectionUsable(t *testing.T) {
 	}
 }
 
-// gatedConn holds back what the server says until the client has sent the end of its rows.
+// gatedConn delays the server's messages until the client has sent the end of its rows.
 type gatedConn struct {
 	net.Conn
 
@@ -286,8 +287,8 @@ func connectGated(t *testing.T, address string, mode pgx.QueryExecMode) (*pgx.Co
 	return conn, gated
 }
 
-// BEGIN, the other steps and the claim take one round trip, in each mode that works behind a pooler and in the default:
-// the client has sent everything before it hears anything.
+// BEGIN, the other steps and the claim take one round trip, in each mode that works behind a pooler
+// and in the default: the client sends everything before it receives anything.
 func TestBeginFreshTakesOneRoundTrip(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -322,7 +323,7 @@ func TestBeginFreshTakesOneRoundTrip(t *testing.T) {
 	}
 }
 
-// A connection that goes silent ends the claim at its deadline and is closed.
+// A connection that hangs ends the claim at its deadline and is closed.
 func TestBeginFreshOnASilentConnectionEndsInTime(t *testing.T) {
 	t.Parallel()
 	conn, _ := connectGated(t, pgtest.Database(t), pgx.QueryExecModeCacheDescribe)
@@ -331,14 +332,15 @@ func TestBeginFreshOnASilentConnectionEndsInTime(t *testing.T) {
 	holder, err := pgx.Connect(t.Context(), conn.Config().ConnString())
 	require.NoError(t, err)
 	defer func() { assert.NoError(t, holder.Close(context.WithoutCancel(t.Context()))) }()
-	requireExec(t, holder, "BEGIN; LOCK TABLE effectonce.processed_messages") // so that there is no answer
+	requireExec(t, holder, "BEGIN; LOCK TABLE effectonce.processed_messages") // so that the server does not respond
 	_, err = newClaims(t).BeginFresh(ctx, conn, sql(beginSQL), dedup.Numbered(1), newIDs(t, 500), nil)
 	require.Error(t, err)
 	require.ErrorIs(t, ctx.Err(), context.DeadlineExceeded)
 	assert.True(t, conn.IsClosed())
 }
 
-// Statements that the server forgot (DISCARD ALL of a pool's hook) are prepared anew by the attempt after the next.
+// Statements that the server dropped (DISCARD ALL of a pool's hook) are prepared again by the
+// attempt after the next.
 func TestBeginFreshPreparesAnewAfterDiscard(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -350,15 +352,15 @@ func TestBeginFreshPreparesAnewAfterDiscard(t *testing.T) {
 			_, err = claims.BeginFresh(t.Context(), conn, sql(beginSQL), dedup.Numbered(1), newIDs(t, 5), nil)
 		}
 		require.NoError(t, err)
-		_, err = conn.PgConn().Exec(t.Context(), "COMMIT; DISCARD ALL").ReadAll() // DISCARD wants to be alone
+		_, err = conn.PgConn().Exec(t.Context(), "COMMIT; DISCARD ALL").ReadAll() // DISCARD cannot run inside a transaction block
 		require.Error(t, err)
 		_, err = conn.PgConn().Exec(t.Context(), "DISCARD ALL").ReadAll()
 		require.NoError(t, err)
 	}
 }
 
-// claimEitherWay claims as consumers do: in the form that takes everything as fresh, and where that is refused in the
-// one that tells. It returns the IDs that were fresh.
+// claimEitherWay claims as consumers do: in the form that takes everything as fresh, and if that is
+// refused, in the form that reports duplicates. It returns the IDs that were fresh.
 func claimEitherWay(ctx context.Context, claims *dedup.Claims, conn *pgx.Conn, optimistic bool, consumer dedup.Consumer, ids []uuid.UUID) ([]uuid.UUID, error) {
 	end := func(sql string) error { _, err := conn.Exec(ctx, sql); return err }
 	var result *dedup.Result
@@ -388,9 +390,9 @@ func claimEitherWay(ctx context.Context, claims *dedup.Claims, conn *pgx.Conn, o
 	return fresh, end("COMMIT")
 }
 
-// C7: replicas that claim the same IDs in opposite order and in different forms never deadlock, over several partitions
-// too. A third transaction holds the ID in the middle, so that each would hold one half of the other's if the order of
-// the batch counted.
+// C7: replicas that claim the same IDs in opposite order and in different forms never deadlock,
+// also over several partitions. A third transaction holds the ID in the middle, so that each would
+// hold one half of the other's if the order of the batch counted.
 func TestMixedFormsInOppositeOrderDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pool, claims := newPool(t, pgtest.Database(t), 4, "deadlock_timeout", "200ms"), newClaims(t)
@@ -426,7 +428,8 @@ func TestMixedFormsInOppositeOrderDoNotDeadlock(t *testing.T) {
 	}
 }
 
-// C4: whatever forms replicas use at the same time, each ID is fresh exactly once and none of them deadlocks.
+// C4: whatever forms replicas use at the same time, each ID is fresh exactly once and none of them
+// deadlocks.
 func TestEachIDIsFreshOnceWithMixedForms(t *testing.T) {
 	t.Parallel()
 	const replicas, rounds, size = 6, 40, 60
@@ -462,7 +465,7 @@ func TestEachIDIsFreshOnceWithMixedForms(t *testing.T) {
 	running.Wait()
 	var rows int
 	require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.processed_messages").Scan(&rows))
-	assert.Len(t, times, rows, "claimed and told to be fresh")
+	assert.Len(t, times, rows, "claimed and reported as fresh")
 	for id, n := range times {
 		assert.Equal(t, 1, n, id)
 	}

@@ -12,12 +12,13 @@ import (
 // crockford is the alphabet of ULIDs (https://github.com/ulid/spec).
 const crockford = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
-// MessageID returns the ID under which a message is claimed, from the bytes that it carries. A UUIDv7
-// in its usual form of 36 characters and a ULID are used as they are, because they carry their time.
-// Anything else (a UUIDv4, "order-4711", a megabyte, bytes that are no UTF-8) becomes a UUIDv8 made of
-// the first 122 bits of SHA-256 over the scope's length, the scope and the bytes, with the top bit
-// set, so that it never falls among the times. The scope is the CloudEvents source where there is one,
-// else the topic. The SQL function effectonce.message_id(scope, text) computes the same.
+// MessageID returns the ID under which a message is claimed, from the bytes that it carries. A
+// UUIDv7 in its usual form of 36 characters and a ULID are used as they are, because they carry
+// their time. Anything else (a UUIDv4, "order-4711", a megabyte, bytes that are not UTF-8) becomes
+// a UUIDv8 made of the first 122 bits of SHA-256 over the scope's length, the scope and the bytes.
+// Its top bit is set, so it never falls into the range of IDs with a time. The scope is the
+// CloudEvents source if there is one, otherwise the topic. The SQL function
+// effectonce.message_id(scope, text) computes the same.
 func MessageID(scope string, raw []byte) uuid.UUID {
 	if id, ok := parseUUIDv7(raw); ok {
 		return id
@@ -34,7 +35,7 @@ func MessageID(scope string, raw []byte) uuid.UUID {
 	return hashedID(hash.Sum(nil))
 }
 
-// hashedID is the form of an ID that carries no time: a UUIDv8 with the top bit set.
+// hashedID returns an ID that carries no time: a UUIDv8 with the top bit set.
 func hashedID(sum []byte) uuid.UUID {
 	var id uuid.UUID
 	copy(id[:], sum)
@@ -44,17 +45,22 @@ func hashedID(sum []byte) uuid.UUID {
 	return id
 }
 
-// ChildID derives the ID of what a message causes: the same parent and step give the same ID, at every
-// re-execution and on every machine. It has the form of a UUIDv7 with the time of the parent's record,
-// in milliseconds, so it is young enough to be proven fresh by the next consumer. at must be a time
-// that re-executions see again (the record's timestamp), never the present; times before 1970 and
-// after the year 6429 count as these bounds. The rest is SHA-256 over parent and step.
+// ChildID derives the ID of what a message causes: the same parent and step give the same ID, at
+// every re-execution and on every machine. It has the form of a UUIDv7 with the time at, in
+// milliseconds, so the next consumer can prove that it is fresh. at must be a time that
+// re-executions see again (the record's timestamp), never the current time. Times before 1970 and
+// after the year 6429 are replaced by these bounds. The rest is SHA-256 over parent and step.
 func ChildID(parent uuid.UUID, step string, at time.Time) uuid.UUID {
 	hash := sha256.New()
 	hash.Write(parent[:])
 	hash.Write([]byte(step))
+	return timedID(hash.Sum(nil), at)
+}
+
+// timedID returns an ID that carries a time: a UUIDv7.
+func timedID(sum []byte, at time.Time) uuid.UUID {
 	var id uuid.UUID
-	copy(id[:], hash.Sum(nil))
+	copy(id[:], sum)
 	var milli [8]byte
 	binary.BigEndian.PutUint64(milli[:], uint64(min(max(at.UnixMilli(), 0), 1<<47-1)))
 	copy(id[:6], milli[2:])
@@ -63,12 +69,13 @@ func ChildID(parent uuid.UUID, step string, at time.Time) uuid.UUID {
 	return id
 }
 
-// CallKey derives the key that a foreign call of a message carries (an Idempotency-Key), from the name of the
-// consumer, the ID of the message and the name of the step. Nothing else enters it, above all no time: however
-// often and however late the message is run again, on whatever machine, the key is the same, and it is another
-// one for each other consumer, message or step. It is made of the first 122 bits of SHA-256 over the three
-// parts, each behind its length in 4 bytes (big-endian), in the form of a UUIDv8 (RFC 9562, section 5.8) with
-// the top bit set: it never looks like an ID that carries a time. Other programs may compute it.
+// CallKey derives the key that a foreign call of a message carries (an Idempotency-Key), from the
+// name of the consumer, the ID of the message and the name of the step. It depends on nothing else,
+// in particular not on any time. However often and however late the message is re-executed, on
+// whatever machine, the key is the same. Another consumer, message or step gives another key. It is
+// made of the first 122 bits of SHA-256 over the three parts, each preceded by its length in 4
+// bytes (big-endian), in the form of a UUIDv8 (RFC 9562, section 5.8) with the top bit set: it
+// never looks like an ID that carries a time. Other programs may compute it.
 func CallKey(scope string, parent uuid.UUID, step string) uuid.UUID {
 	hash := sha256.New()
 	for _, part := range [][]byte{[]byte(scope), parent[:], []byte(step)} {
@@ -93,7 +100,7 @@ func parseUUIDv7(raw []byte) (uuid.UUID, bool) {
 	if len(raw) != 36 {
 		return uuid.UUID{}, false
 	}
-	// ParseBytes takes 36 bytes only in the canonical form.
+	// ParseBytes accepts 36 bytes only in the canonical form.
 	id, err := uuid.ParseBytes(raw)
 	if err != nil || id[6]>>4 != 7 || id[8]>>6 != 2 || id[0]&0x80 != 0 {
 		return uuid.UUID{}, false
@@ -101,8 +108,8 @@ func parseUUIDv7(raw []byte) (uuid.UUID, bool) {
 	return id, true
 }
 
-// parseULID reads 26 letters of five bits each, most significant first. The first letter may be 0 to 3:
-// above it the value would not fit below the IDs without time.
+// parseULID reads 26 letters of five bits each, most significant first. The first letter may be 0
+// to 3: a larger one would set the top bit, which marks IDs without time, or overflow.
 func parseULID(raw []byte) (uuid.UUID, bool) {
 	if len(raw) != 26 || raw[0] < '0' || raw[0] > '3' {
 		return uuid.UUID{}, false

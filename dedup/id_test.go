@@ -47,7 +47,7 @@ var messageIDs = []struct{ name, scope, raw, want string }{
 	{"no UTF-8", "orders", "\xff\xfe", "bfb16990-3514-874c-a180-fca7001a0f45"},
 }
 
-// An ID that carries its time is taken as it is, anything else becomes the documented hash.
+// An ID that carries its time is used as it is, anything else becomes the documented hash.
 func TestMessageIDIsTheDocumentedOne(t *testing.T) {
 	t.Parallel()
 	for _, tc := range messageIDs {
@@ -59,8 +59,8 @@ func TestMessageIDIsTheDocumentedOne(t *testing.T) {
 	}
 }
 
-// The SQL function computes the same ID as Go does: for the table above, and for many texts that are
-// almost a UUIDv7 or a ULID, which is where two parsers would disagree.
+// The SQL function computes the same ID as Go does: for the table above, and for many texts that
+// are almost a UUIDv7 or a ULID, which is where two parsers would disagree.
 func TestSQLComputesTheSameMessageID(t *testing.T) {
 	t.Parallel()
 	var scopes, texts []string
@@ -170,8 +170,8 @@ func TestChildIDIsDerivedFromParentStepAndTime(t *testing.T) {
 	assert.NotEqual(t, dedup.ChildID(parent, "a", at), dedup.ChildID(parent, "", at))
 }
 
-// callKeys are computed by another program, from the text of the documentation. They must never change: a
-// release that computes another key for the same call would make the call a second time.
+// callKeys are computed by another program, from the text of the documentation. They must never
+// change: a release that computes another key for the same call would make the call a second time.
 var callKeys = []struct{ name, scope, parent, step, want string }{
 	{"of an ID with a time", "billing", "0191d3a7-5c1e-7abc-9def-0123456789ab", "charge", "e36d14fe-f433-8634-a45c-dc9912dae07e"},
 	{"another step", "billing", "0191d3a7-5c1e-7abc-9def-0123456789ab", "refund", "e4d4522a-c7bb-8eb7-93cd-d71e25c80a2a"},
@@ -185,8 +185,8 @@ var callKeys = []struct{ name, scope, parent, step, want string }{
 	{"NUL", "billing", "0191d3a7-5c1e-7abc-9def-0123456789ab", "charge\x00", "e9167845-41a8-8090-bbef-150a27fb4985"},
 }
 
-// The key of a foreign call is the documented one, depends on nothing but consumer, message and step, and never
-// looks like an ID that carries a time. A1.
+// The key of a foreign call is the documented one, depends only on consumer, message and step, and
+// never looks like an ID that carries a time. A1.
 func TestCallKeyIsTheDocumentedOne(t *testing.T) {
 	t.Parallel()
 	for _, tc := range callKeys {
@@ -207,8 +207,8 @@ func TestCallKeyIsTheDocumentedOne(t *testing.T) {
 	assert.NotEqual(t, dedup.CallKey("ab", parent, "c"), dedup.CallKey("a", parent, "bc"))
 }
 
-// A time that 47 bits of milliseconds cannot hold counts as the nearest one: the ID still lies among
-// the times, never among the hashes.
+// A time that 47 bits of milliseconds cannot hold is replaced by the nearest one: the ID still has
+// a time, and is never in the range of hashes.
 func TestChildIDBoundsTheTime(t *testing.T) {
 	t.Parallel()
 	parent := uuid.MustParse("0191d3a7-5c1e-7abc-9def-0123456789ab")
@@ -249,8 +249,8 @@ func TestTimeIsThatOfTheID(t *testing.T) {
 	assert.True(t, at.IsZero())
 }
 
-// C25: whatever bytes a message carries, its ID is one of two kinds: one that carries its time and is
-// the text itself, or a UUIDv8 with the top bit set.
+// C25: whatever bytes a message carries, its ID is one of two kinds: one that carries its time and
+// is the text itself, or a UUIDv8 with the top bit set.
 func FuzzMessageID(f *testing.F) {
 	for _, tc := range messageIDs {
 		if len(tc.raw) < 1000 {

@@ -7,15 +7,16 @@ import (
 	"strings"
 )
 
-// IDRule says which headers of a message name it. It is stored with each consumer name: a message that got
-// another ID than before would be handled again. The zero value is the standard rule.
+// IDRule defines which headers of a message carry its ID. It is stored with each consumer name: a
+// message that got another ID than before would be handled again. The zero value is the standard
+// rule.
 //
 // Its text, as ParseIDRule reads it and String writes it:
 //
-//	standard             message-id; ce_id; Debezium's and Watermill's names where a second header proves them
+//	standard             message-id; ce_id; Debezium's and Watermill's names if a second header proves them
 //	standard+debezium    the same, and the operator vouches that "id" comes from Debezium's outbox event router
 //	standard+watermill   the same, and the operator vouches that _watermill_message_uuid comes from Watermill
-//	headers:a,b          the first of these headers that is there and not empty; "headers:" for none
+//	headers:a,b          the first of these headers that is present and not empty; "headers:" for none
 //	legacy               of consumers that the previous release registered: the next registration replaces it
 //	                     by what that release read, which is Config.IDHeaders or its five default names
 //
@@ -25,27 +26,28 @@ type IDRule struct {
 	sources []IDSource
 }
 
-// IDSource is a header that may name a message. The first source of a rule that applies counts.
+// IDSource is a header that may carry a message's ID. The first source of a rule that applies is
+// used.
 type IDSource struct {
 	// Header is the name of the header. Its value is the ID.
 	Header string
-	// Proof is how the name of another header of the same message begins, without which Header does not
-	// count. Empty: it counts alone.
+	// Proof is a prefix of header names. Header is used only if the same message has a header whose
+	// name begins with it. Empty: no proof is needed.
 	Proof string
-	// Compared says that the ID may name something else than the message (a customer, a request, or the
-	// message from which the headers were copied): the claim stores a fingerprint, and the same ID with
-	// another payload is a conflict, no duplicate.
+	// Compared means that the ID may identify something other than the message (a customer, a
+	// request, or the message from which the headers were copied). The claim then stores a
+	// fingerprint, and the same ID with another payload is a conflict, not a duplicate.
 	Compared bool
 }
 
-// IDProfile vouches for the producer of a topic: messages carry its header because it wrote them.
+// IDProfile vouches for the producer of a topic: it wrote the header that its messages carry.
 type IDProfile string
 
 // The profiles.
 const (
 	// ProfileDebezium: the header "id" is written by Debezium's outbox event router.
 	ProfileDebezium IDProfile = "debezium"
-	// ProfileWatermill: the header "_watermill_message_uuid" is written by a publisher of Watermill.
+	// ProfileWatermill: the header "_watermill_message_uuid" is written by a Watermill publisher.
 	ProfileWatermill IDProfile = "watermill"
 )
 
@@ -62,7 +64,7 @@ const (
 	ruleHeaders  = "headers:"
 )
 
-// Headers that name a message.
+// Headers that carry a message's ID.
 const (
 	headerMessageID  = "message-id" // written by the relay of this module
 	headerCloudEvent = "ce_id"      // CloudEvents
@@ -70,22 +72,23 @@ const (
 	headerWatermill  = "_watermill_message_uuid"
 )
 
-// Headers that prove a producer. Debezium writes __debezium.context.connectorName and others. Watermill's
-// components write _watermill_delayed_until, _watermill_requeuer_retries and others; its publisher for Kafka
-// writes none besides the UUID and what the program set, so that most of its topics need the profile.
+// Headers that prove a producer. Debezium writes __debezium.context.connectorName and others.
+// Watermill's components write _watermill_delayed_until, _watermill_requeuer_retries and others.
+// Watermill's publisher for Kafka writes only the UUID and what the program set, so most of its
+// topics need the profile.
 const (
 	proofDebezium  = "__debezium."
 	proofWatermill = "_watermill_"
 )
 
-// LegacyIDHeaders is the rule that release d9ff45e had unless Config.IDHeaders was set.
+// LegacyIDHeaders is the rule of release d9ff45e unless Config.IDHeaders was set.
 const LegacyIDHeaders = "headers:message-id,ce_id,id,_watermill_message_uuid,idempotency-key"
 
-// ErrIDRule is returned by ParseIDRule for a text that is no rule, and by Register where such a text is stored: a
-// later release wrote it. Nothing was changed. Remedy: the later release.
-var ErrIDRule = errors.New("no rule for IDs")
+// ErrIDRule is returned by ParseIDRule for an invalid rule, and by Register if the stored rule is
+// invalid: a later release wrote it. Nothing was changed. Remedy: use the later release.
+var ErrIDRule = errors.New("invalid ID rule")
 
-// StandardIDs is the standard rule with profiles.
+// StandardIDs returns the standard rule with profiles.
 func StandardIDs(profiles ...IDProfile) (IDRule, error) {
 	parts := []string{ruleStandard}
 	for _, profile := range profiles {
@@ -94,8 +97,9 @@ func StandardIDs(profiles ...IDProfile) (IDRule, error) {
 	return ParseIDRule(strings.Join(parts, "+"))
 }
 
-// HeaderIDs is the rule that names are read in this order. At most 20 names of 1 to 255 visible ASCII
-// characters without comma, 2048 bytes in all. Without names all messages are known by other means.
+// HeaderIDs returns the rule that reads the named headers in this order. At most 20 names of 1 to
+// 255 visible ASCII characters without comma, 2048 bytes in all. Without names, no header is used
+// and all messages get their IDs by other means.
 func HeaderIDs(names ...string) (IDRule, error) {
 	rule := IDRule{text: ruleHeaders + strings.Join(names, ","), sources: []IDSource{}}
 	if len(names) > IDHeadersMax {
@@ -105,7 +109,8 @@ func HeaderIDs(names ...string) (IDRule, error) {
 		if !isHeaderName(name) {
 			return IDRule{}, fmt.Errorf("%w: header %.300q: want 1 to %d visible ASCII characters without comma", ErrIDRule, name, IDHeaderBytesMax)
 		}
-		// These two are for IDs of messages by their specifications; any other name may be for something else.
+		// The specifications of these two say that they carry message IDs; any other name may carry
+		// something else.
 		compared := name != headerMessageID && name != headerCloudEvent
 		rule.sources = append(rule.sources, IDSource{Header: name, Compared: compared})
 	}
@@ -151,8 +156,9 @@ func ParseIDRule(text string) (IDRule, error) {
 	return standardIDs(profiles[ProfileDebezium], profiles[ProfileWatermill]), nil
 }
 
-// standardIDs compares what only a second header vouches for: programs that copy all headers of a message to
-// several others (as Kafka Streams does) copy the proof, too, and "id" may be a column of a change event.
+// standardIDs sets Compared on sources that only a second header vouches for. Programs that copy
+// all headers of a message to several others (as Kafka Streams does) copy the proof, too, and "id"
+// may be a column of a change event.
 func standardIDs(debezium, watermill bool) IDRule {
 	rule := IDRule{text: ruleStandard, sources: []IDSource{{Header: headerMessageID}, {Header: headerCloudEvent}}}
 	for _, known := range []struct {
@@ -180,7 +186,7 @@ func (r IDRule) String() string {
 	return r.text
 }
 
-// Sources returns the headers that name a message, in the order in which they count.
+// Sources returns the headers that carry a message's ID, in the order in which they are tried.
 func (r IDRule) Sources() []IDSource {
 	if r.text == "" {
 		return standardIDs(false, false).sources
@@ -193,7 +199,7 @@ func (r IDRule) SameIDs(other IDRule) bool {
 	return slices.EqualFunc(r.Sources(), other.Sources(), func(a, b IDSource) bool { return a.Header == b.Header && a.Proof == b.Proof })
 }
 
-// earlier is what a release that stored no rule did with the same configuration.
+// earlier returns the rule that a release that stored no rule used with the same configuration.
 func (r IDRule) earlier() (IDRule, error) {
 	if strings.HasPrefix(r.text, ruleHeaders) {
 		return r, nil

@@ -42,7 +42,7 @@ func TestRuleForIDsIsItsText(t *testing.T) {
 	require.False(t, standard.SameIDs(vouched))
 }
 
-// Property: what is no rule is refused: an unknown form must not be taken for another.
+// Property: an invalid rule is refused: an unknown form must not be taken for another.
 func TestWhatIsNoRuleForIDsIsRefused(t *testing.T) {
 	t.Parallel()
 	for _, text := range []string{
@@ -83,8 +83,9 @@ func FuzzIDRule(f *testing.F) {
 	})
 }
 
-// Property: the first registration of a name decides its rule for IDs; later ones get it back. A name of the
-// previous release, which stored none, goes on with what that release did under the same configuration.
+// Property: the first registration of a name decides its rule for IDs; later ones get that rule. A
+// name of the previous release, which stored none, continues with the rule that release used with
+// the same configuration.
 func TestNameKeepsItsRuleForIDs(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -128,8 +129,8 @@ func TestNameKeepsItsRuleForIDs(t *testing.T) {
 	require.ErrorIs(t, err, dedup.ErrIDRule)
 }
 
-// Property: a message without a fingerprint among others that have one stores none and conflicts with nothing,
-// nor does another with its claim.
+// Property: a message without a fingerprint among others that have one stores none and conflicts
+// with nothing, nor does another with its claim.
 func TestFingerprintsAreOptional(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)

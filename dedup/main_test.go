@@ -17,7 +17,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// waitMax bounds every wait of these tests: what has not happened by then never will.
+// waitMax bounds every wait of these tests: a condition that is not met in that time never will be.
 const waitMax = 30 * time.Second
 
 func newClaims(tb testing.TB) *dedup.Claims {
@@ -48,7 +48,7 @@ func begin(t *testing.T, pool *pgxpool.Pool, opts pgx.TxOptions) (tx pgx.Tx, pid
 	return tx, tx.Conn().PgConn().PID()
 }
 
-// claimAlone claims in a transaction of its own, which commits.
+// claimAlone claims in its own transaction, which commits.
 func claimAlone(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, ids ...uuid.UUID) []bool {
 	t.Helper()
 	var fresh []bool
@@ -60,7 +60,7 @@ func claimAlone(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, consumer
 	return fresh
 }
 
-// waitUntil returns once the database says so.
+// waitUntil returns once the query is true.
 func waitUntil(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	t.Helper()
 	limit := time.NewTimer(waitMax)
@@ -81,7 +81,7 @@ func waitUntil(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	}
 }
 
-// waitUntilBlocked returns once exactly these processes keep the first one waiting.
+// waitUntilBlocked returns once exactly these processes block the first one.
 func waitUntilBlocked(t *testing.T, pool *pgxpool.Pool, waiter uint32, holders ...uint32) {
 	t.Helper()
 	slices.Sort(holders)
@@ -92,13 +92,13 @@ func waitUntilBlocked(t *testing.T, pool *pgxpool.Pool, waiter uint32, holders .
 	waitUntil(t, pool, `SELECT pg_blocking_pids($1) = $2::int[]`, int32(waiter), pids)
 }
 
-// answer is what a claim that was made in a goroutine gave.
+// answer is the result of a claim that was made in a goroutine.
 type answer struct {
 	fresh bool
 	err   error
 }
 
-// claimInBackground claims for consumer 1 while the test goes on: the claim may have to wait.
+// claimInBackground claims for consumer 1 while the test continues: the claim may have to wait.
 func claimInBackground(t *testing.T, claims *dedup.Claims, tx pgx.Tx, id uuid.UUID) <-chan answer {
 	t.Helper()
 	answers := make(chan answer, 1)

@@ -52,8 +52,8 @@ func number(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (n int) {
 	return n
 }
 
-// away makes the database look as if nobody had maintained it for the given days: all that is younger lies
-// in the partition for what is far ahead.
+// away makes the database look as if it was not maintained for the given days: everything younger
+// is in the partition for later times.
 func away(t *testing.T, pool *pgxpool.Pool, days int) {
 	t.Helper()
 	exec(t, pool, `DO $$
@@ -72,8 +72,8 @@ END $$`)
 
 const partitionOfSQL = `SELECT count(*) FROM effectonce.processed_messages WHERE message_id = $1 AND tableoid::regclass::text = 'effectonce.processed_messages_' || $2`
 
-// Property: after any absence a run makes the days that are missing, and what was claimed meanwhile is in
-// its day; a second run has nothing to do. C30.
+// Property: after any absence a run creates the missing days and moves the claims that were made
+// during it into their days; a second run has nothing to do. C30.
 func TestDaysAreMadeAheadAfterAnyAbsence(t *testing.T) {
 	t.Parallel()
 	for _, days := range []int{0, 6} {
@@ -98,14 +98,14 @@ func TestDaysAreMadeAheadAfterAnyAbsence(t *testing.T) {
 	}
 }
 
-// Property: a day goes when the longest window is over and every stored position has passed it, not before;
-// an ID of a dropped day still finds a partition. Of the positions only those of consumers that forget count.
-// C29.
+// Property: a day is forgotten when the longest window is over and every stored position has passed
+// it, not before. An ID of a dropped day still finds a partition. Only positions of consumers that
+// forget count. C29.
 func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	first := number(t, pool, `SELECT count(*) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`)
-	require.Empty(t, maintain(t, pool, claims).Dropped, "nobody is registered")
+	require.Empty(t, maintain(t, pool, claims).Dropped, "no consumer is registered")
 
 	register := func(name string, window time.Duration) {
 		_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: name, Group: name, Window: window})
@@ -145,15 +145,15 @@ func TestDaysAreDroppedBehindWindowAndPositions(t *testing.T) {
 	old := idAt(time.Now().AddDate(0, 0, -6))
 	require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, old))
 	require.Equal(t, 1, number(t, pool, partitionOfSQL, old, "past"))
-	// A position that has come nowhere holds everything.
+	// A position without a record keeps everything.
 	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('long', 'new', 7)`)
 	report = maintain(t, pool, claims)
 	require.Empty(t, report.Dropped)
 	require.Contains(t, report.HeldBack, "partition 7")
 }
 
-// Property: claims of IDs without time go when their own consumer's window is over and its positions have
-// passed, in small steps over runs.
+// Property: claims of IDs without time are deleted when their own consumer's window is over and its
+// positions have passed, in small steps over several runs.
 func TestUntimedClaimsAreSwept(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -176,12 +176,12 @@ func TestUntimedClaimsAreSwept(t *testing.T) {
 	require.Equal(t, 1000, left(ids["short"]))
 	require.Equal(t, 2000, left(ids["long"]))
 	require.Equal(t, 2000, left(ids["held"]))
-	require.Equal(t, 2000, left(999), "nobody's: the longest window")
+	require.Equal(t, 2000, left(999), "of no consumer: the longest window")
 	require.EqualValues(t, 5000, report.Swept)
 	require.EqualValues(t, 0, maintain(t, pool, claims).Swept)
 }
 
-// Property: the statistics say what the claims take, and what keeps them.
+// Property: the statistics show the space that claims take, and the position that keeps them.
 func TestStatsSayWhatClaimsTake(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -215,8 +215,8 @@ func TestOneMaintainerAtATime(t *testing.T) {
 	maintain(t, pool, claims)
 }
 
-// Property: while partitions are made, moved and dropped, by several processes of which some are killed, each
-// ID is fresh exactly once, and no claim fails or waits for long. C4, C30.
+// Property: while several processes, some of which are killed, create, move and drop partitions,
+// each ID is fresh exactly once, and no claim fails or waits for long. C4, C30.
 func TestClaimsAreUniqueWhilePartitionsChange(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -257,7 +257,7 @@ func TestClaimsAreUniqueWhilePartitionsChange(t *testing.T) {
 				if err == nil && !report.Elsewhere {
 					return
 				}
-				// A killed one keeps its lease; nobody wants to wait for that here.
+				// A killed one keeps its lease; the test does not wait for that.
 				_, _ = pool.Exec(t.Context(), `UPDATE effectonce.maintenance SET lease_until = NULL`)
 			}
 		})
@@ -314,7 +314,7 @@ func claimPatiently(ctx context.Context, pool *pgxpool.Pool, claims *dedup.Claim
 		})
 		var pgErr *pgconn.PgError
 		if errors.As(err, &pgErr) && strings.HasPrefix(pgErr.Code, "40") {
-			continue // deadlocks between claimers and whoever changes partitions are retried
+			continue // deadlocks between claims and changes of partitions are retried
 		}
 		return fresh, err
 	}

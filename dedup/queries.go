@@ -6,33 +6,34 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// claimSQL inserts every ID in one statement. The IDs arrive sorted and without repetition: two batches
-// that lock the same rows in the same order cannot deadlock, and what RETURNING lists is exactly what
-// was fresh. There is no conflict target because the primary key is the only constraint. An unqualified
-// unnest could be one for uuid[] in the caller's search path, which fits better than PostgreSQL's own.
+// claimSQL inserts every ID in one statement. The IDs are sorted and unique: two batches that lock
+// the same rows in the same order cannot deadlock, and RETURNING lists exactly the fresh IDs. There
+// is no conflict target because the primary key is the only constraint. unnest is qualified because
+// the caller's search path could hold a function for uuid[] that fits better than PostgreSQL's own.
 const claimSQL = `-- dedup.claim
 INSERT INTO effectonce.processed_messages (message_id, consumer)
 SELECT id, $2 FROM pg_catalog.unnest($1::uuid[]) AS id
 ON CONFLICT DO NOTHING
 RETURNING message_id`
 
-// copySQL takes every ID as fresh. The rows arrive in the order of claimSQL, for the same reason: COPY collects them
-// and then enters them into the index of each partition one by one, in the order in which they came.
+// copySQL takes every ID as fresh. The rows are in the order of claimSQL, for the same reason: COPY
+// collects them and then enters them into the index of each partition one by one, in that order.
 const copySQL = `-- dedup.copy
 COPY effectonce.processed_messages (message_id, consumer) FROM STDIN (FORMAT binary)`
 
 const copyCheckedSQL = `-- dedup.copy_checked
 COPY effectonce.processed_messages (message_id, consumer, fingerprint) FROM STDIN (FORMAT binary)`
 
-// claimCheckedSQL also stores what the message says. (An unnest of several arrays is always PostgreSQL's own.)
+// claimCheckedSQL also stores the fingerprint of the message. (An unnest of several arrays is
+// always PostgreSQL's own.)
 const claimCheckedSQL = `-- dedup.claim_checked
 INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint)
 SELECT m.id, $2, m.fingerprint FROM unnest($1::uuid[], $3::uuid[]) AS m (id, fingerprint)
 ON CONFLICT DO NOTHING
 RETURNING message_id`
 
-// conflictsSQL is a statement of its own: the one that claims does not see rows that it met, because they are
-// newer than its snapshot. A new snapshot does.
+// conflictsSQL is a separate statement: the claim does not see the rows that it conflicted with,
+// because they are newer than its snapshot. A new snapshot sees them.
 const conflictsSQL = `-- dedup.conflicts
 SELECT m.n FROM unnest($1::uuid[], $3::uuid[]) WITH ORDINALITY AS m (id, fingerprint, n)
 JOIN effectonce.processed_messages p ON p.message_id = m.id AND p.consumer = $2
@@ -41,10 +42,11 @@ WHERE p.fingerprint <> m.fingerprint`
 const processedAtSQL = `-- dedup.processed_at
 SELECT processed_at FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = $2`
 
-// registerSQL hands the row back whether it is new or not, so that the caller can compare the group.
-// DO UPDATE is what makes RETURNING see a row of somebody else; it also locks it against a concurrent
-// registration. Neither the group nor whether the consumer forgets is ever overwritten. Nor is the rule for IDs,
-// but once: the previous release stored none, so its row gets what that release did with the same configuration.
+// registerSQL returns the row whether it is new or not, so that the caller can compare the group.
+// DO UPDATE lets RETURNING see a row of another transaction; it also locks the row against a
+// concurrent registration. It never overwrites the group, nor whether the consumer forgets. It
+// overwrites the rule for IDs only once: the previous release stored none, so its row gets the rule
+// that that release used with the same configuration.
 const registerSQL = `-- dedup.register
 INSERT INTO effectonce.consumers AS c (name, consumer_group, topics, dedup_window, id_rule) VALUES ($1, $2, coalesce($3::text[], '{}'), $4::interval, $5)
 ON CONFLICT (name) DO UPDATE SET
@@ -55,14 +57,14 @@ ON CONFLICT (name) DO UPDATE SET
 RETURNING id, consumer_group, dedup_window IS NULL, id_rule, (SELECT extract(epoch FROM before.dedup_window)::float8 FROM effectonce.consumers before
   WHERE before.name = $1 AND before.dedup_window <> $4::interval)`
 
-// forgottenSQL follows the claim. A claim that waited for maintenance, or came after it, sees the mark here, because
-// each statement has a snapshot of its own.
+// forgottenSQL follows the claim. A claim that waited for maintenance, or came after it, sees the
+// mark here, because each statement has its own snapshot.
 const forgottenSQL = `-- dedup.forgotten
 SELECT forgotten_to FROM effectonce.consumers WHERE id = $1`
 
-// forgottenLockedSQL is for transactions that have one snapshot for all statements. The lock makes PostgreSQL
-// report that the row is newer than the snapshot (40001). It is given back at once: maintenance, which writes
-// the row, would else never find a moment without it.
+// forgottenLockedSQL is for transactions that have one snapshot for all statements. The lock makes
+// PostgreSQL report that the row is newer than the snapshot (40001). The lock is released at once:
+// otherwise maintenance, which writes the row, would never find it unlocked.
 const (
 	forgottenBeforeSQL = "SAVEPOINT effectonce_forgotten"
 	forgottenLockedSQL = `-- dedup.forgotten_locked
@@ -89,28 +91,29 @@ const lockSettingsSQL = `-- dedup.lock_settings
 SELECT set_config('lock_timeout', $1, true), set_config('statement_timeout', $2, true),
   set_config('idle_in_transaction_session_timeout', $3, true)`
 
-// aheadSQL reads where the partition for what is far ahead begins, and where it should.
+// aheadSQL reads where the partition for later times begins, and where it should begin.
 const aheadSQL = `-- dedup.ahead
-SELECT to_timestamp(('x' || substr(replace(bound, '-', ''), 1, 12))::bit(48)::bigint / 1000.0),
-  (date_trunc('day', clock_timestamp() AT TIME ZONE 'UTC') + make_interval(days => $2)) AT TIME ZONE 'UTC'
-FROM (SELECT (regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \(''([0-9a-f-]{36})''\)'))[1] AS bound
+SELECT pg_catalog.to_timestamp(('x' || pg_catalog.substr(replace(bound, '-', ''), 1, 12))::bit(48)::bigint::numeric / 1000.0),
+  (pg_catalog.date_trunc('day', clock_timestamp() AT TIME ZONE 'UTC') + pg_catalog.make_interval(days => $2)) AT TIME ZONE 'UTC'
+FROM (SELECT (pg_catalog.regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), 'FROM \(''([0-9a-f-]{36})''\)'))[1] AS bound
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = $1 AND c.relname = 'processed_messages_ahead') b`
 
-// daysSQL lists the partitions of days by their bounds; names are for people. One without a byte was truncated, or
-// never used.
+// daysSQL lists the daily partitions by their bounds; their names are only for people. A partition
+// of zero bytes was truncated, or never used.
 const daysSQL = `-- dedup.days
 SELECT relname, bounds[1]::uuid, bounds[2]::uuid, bytes
-FROM (SELECT c.relname, coalesce(pg_relation_size(c.oid), 0) AS bytes, regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \(''([0-9a-f-]{36})''\) TO \(''([0-9a-f-]{36})''\)') AS bounds
+FROM (SELECT c.relname, coalesce(pg_catalog.pg_relation_size(c.oid), 0) AS bytes, pg_catalog.regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), 'FROM \(''([0-9a-f-]{36})''\) TO \(''([0-9a-f-]{36})''\)') AS bounds
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-  WHERE n.nspname = $1 AND c.relispartition AND c.relname ~ '^processed_messages_[0-9]{8}$') d
+  WHERE n.nspname = $1 AND c.relispartition AND c.relname OPERATOR(pg_catalog.~) '^processed_messages_[0-9]{8}$') d
 WHERE bounds IS NOT NULL ORDER BY 2`
 
-// horizonSQL reads up to when the longest window reaches, and up to when the slowest position of the consumers
-// that forget has come, both with a margin. A position without any record has come nowhere until it is seen at
-// the end of its partition. A record from the future proves nothing.
+// horizonSQL reads the time up to which the longest window allows forgetting, and the slowest
+// position of the consumers that forget, both with a margin. A position without any record has no
+// time until its consumer has reached the end of its partition. A record from the future proves
+// nothing.
 const horizonSQL = `-- dedup.horizon
-SELECT (SELECT clock_timestamp() - max(dedup_window) - $1::interval FROM effectonce.consumers),
-  p.passed, CASE WHEN p.topic IS NOT NULL THEN format('group %s, topic %s, partition %s', p.consumer_group, p.topic, p.partition) END
+SELECT (SELECT clock_timestamp() - pg_catalog.max(dedup_window) - $1::interval FROM effectonce.consumers),
+  p.passed, CASE WHEN p.topic IS NOT NULL THEN pg_catalog.format('group %s, topic %s, partition %s', p.consumer_group, p.topic, p.partition) END
 FROM (SELECT 1) AS one
 LEFT JOIN LATERAL (SELECT q.*,
     CASE WHEN greatest(q.record_time, q.caught_up_at) < clock_timestamp() THEN greatest(q.record_time, q.caught_up_at)
@@ -124,43 +127,46 @@ const holdersSQL = `-- dedup.holders
 SELECT DISTINCT consumer FROM %s`
 
 const othersSQL = `-- dedup.others
-SELECT coalesce(array_agg(id), '{}') FROM effectonce.consumers WHERE dedup_window IS NOT NULL AND id <> ALL ($1::int[])`
+SELECT coalesce(pg_catalog.array_agg(id), '{}') FROM effectonce.consumers WHERE dedup_window IS NOT NULL AND id <> ALL ($1::int[])`
 
-// otherHoldersSQL looks for the others, which takes a look at every claim of the day.
+// otherHoldersSQL checks the other consumers, and for that reads every claim of the day.
 const otherHoldersSQL = `-- dedup.other_holders
 SELECT DISTINCT consumer FROM %s WHERE consumer = ANY ($1::int[])`
 
-// markSQL notes that claims of messages up to a time may be gone: of the given consumers, or of all that forget.
+// markSQL records that claims of messages up to a time may be missing: of the given consumers, or
+// of all that forget.
 const markSQL = `-- dedup.mark
 UPDATE effectonce.consumers SET forgotten_to = greatest(forgotten_to, $1)
 WHERE dedup_window IS NOT NULL AND ($2::int[] IS NULL OR id = ANY ($2::int[])) AND (forgotten_to < $1) IS NOT FALSE`
 
-// droppedSQL reads up to where days are gone, and up to where this release has dropped them. Its null is older than
-// any day.
+// droppedSQL reads up to which time days are gone, and up to which time this release has dropped
+// them. A null for the second counts as older than any day.
 const droppedSQL = `-- dedup.dropped
 SELECT past.bound, (SELECT (state ->> 'dropped_to')::timestamptz FROM effectonce.maintenance WHERE job = 'claims')
-FROM (SELECT to_timestamp(('x' || substr(replace((regexp_match(pg_get_expr(c.relpartbound, c.oid), 'TO \(''([0-9a-f-]{36})''\)'))[1], '-', ''), 1, 12))::bit(48)::bigint / 1000.0) AS bound
+FROM (SELECT pg_catalog.to_timestamp(('x' || pg_catalog.substr(replace((pg_catalog.regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), 'TO \(''([0-9a-f-]{36})''\)'))[1], '-', ''), 1, 12))::bit(48)::bigint::numeric / 1000.0) AS bound
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = $1 AND c.relname = 'processed_messages_past') AS past`
 
-// noteDroppedSQL is part of each transaction that drops days. Another holder of the lease has its own notes.
+// noteDroppedSQL is part of each transaction that drops days. The epoch excludes a process that
+// lost the lease.
 const noteDroppedSQL = `-- dedup.note_dropped
-UPDATE effectonce.maintenance SET state = state || jsonb_build_object('dropped_to', $2::timestamptz) WHERE job = 'claims' AND epoch = $1`
+UPDATE effectonce.maintenance SET state = state || pg_catalog.jsonb_build_object('dropped_to', $2::timestamptz) WHERE job = 'claims' AND epoch = $1`
 
-// sweepStateSQL reads how many blocks a table has, and where the sweep continues.
+// sweepStateSQL reads the number of blocks of a table, and the block at which the sweep continues.
 const sweepStateSQL = `-- dedup.sweep_state
-SELECT pg_relation_size($1::regclass) / current_setting('block_size')::bigint,
+SELECT pg_catalog.pg_relation_size($1::regclass) / pg_catalog.current_setting('block_size')::bigint,
   coalesce((SELECT (state ->> $2)::bigint FROM effectonce.maintenance WHERE job = 'claims'), 0)`
 
 const sweptSQL = `-- dedup.swept
-UPDATE effectonce.maintenance SET state = state || jsonb_build_object($2::text, $3::bigint) WHERE job = 'claims' AND epoch = $1`
+UPDATE effectonce.maintenance SET state = state || pg_catalog.jsonb_build_object($2::text, $3::bigint) WHERE job = 'claims' AND epoch = $1`
 
-// sweepSQL reads a range of blocks and nothing else. A consumer that is not registered any more counts with
-// the longest window. A claim goes when its window is over and the slowest position of its group was past
-// the claim's time. The same statement moves the marks: a message was produced before its claim, by a clock that
-// may be ahead, so that the mark gets the margin that the deleted claims had before the slowest position.
+// sweepSQL reads only a range of blocks. It uses the longest window for a consumer that is no
+// longer registered. It deletes a claim when the claim's window is over and the slowest position of
+// its group has passed the claim's time. The same statement moves the marks. A message was produced
+// before its claim, but by a clock that may be ahead. So the mark gets the same margin that the
+// deleted claims had before the slowest position.
 const sweepSQL = `-- dedup.sweep
 WITH slowest AS MATERIALIZED (
-  SELECT consumer_group, min(coalesce(greatest(record_time, caught_up_at), '-infinity')) AS passed
+  SELECT consumer_group, pg_catalog.min(coalesce(greatest(record_time, caught_up_at), '-infinity')) AS passed
   FROM effectonce.consumer_positions GROUP BY consumer_group
 ), cutoff AS MATERIALIZED (
   SELECT c.id, least(clock_timestamp() - c.dedup_window, s.passed) - $3::interval AS before
@@ -168,23 +174,23 @@ WITH slowest AS MATERIALIZED (
 ), gone AS (
   DELETE FROM %s p WHERE p.ctid >= $1 AND p.ctid < $2
     AND p.processed_at < coalesce((SELECT before FROM cutoff WHERE id = p.consumer),
-      (SELECT clock_timestamp() - max(dedup_window) - $3::interval FROM effectonce.consumers
+      (SELECT clock_timestamp() - pg_catalog.max(dedup_window) - $3::interval FROM effectonce.consumers
        WHERE NOT EXISTS (SELECT FROM effectonce.consumers c WHERE c.id = p.consumer)))
   RETURNING p.consumer, p.processed_at
 ), marks AS MATERIALIZED (
-  SELECT consumer, max(processed_at) + $3::interval AS forgotten_to, count(*) AS n FROM gone GROUP BY consumer
+  SELECT consumer, pg_catalog.max(processed_at) + $3::interval AS forgotten_to, count(*) AS n FROM gone GROUP BY consumer
 ), raised AS (
   UPDATE effectonce.consumers c SET forgotten_to = greatest(c.forgotten_to, m.forgotten_to)
   FROM marks m WHERE m.consumer = c.id AND (c.forgotten_to < m.forgotten_to) IS NOT FALSE
 )
-SELECT coalesce(sum(n), 0)::bigint FROM marks`
+SELECT coalesce(pg_catalog.sum(n), 0)::bigint FROM marks`
 
 const statsSQL = `-- dedup.stats
-SELECT coalesce(sum(pg_stat_get_live_tuples(relid)), 0)::bigint, coalesce(sum(pg_total_relation_size(relid)), 0)::bigint,
-  pg_stat_get_live_tuples('effectonce.processed_messages_untimed'::regclass), pg_stat_get_live_tuples('effectonce.processed_forever'::regclass),
-  pg_total_relation_size('effectonce.processed_forever'::regclass),
+SELECT coalesce(pg_catalog.sum(pg_catalog.pg_stat_get_live_tuples(relid::oid)), 0)::bigint, coalesce(pg_catalog.sum(pg_catalog.pg_total_relation_size(relid)), 0)::bigint,
+  pg_catalog.pg_stat_get_live_tuples('effectonce.processed_messages_untimed'::regclass::oid), pg_catalog.pg_stat_get_live_tuples('effectonce.processed_forever'::regclass::oid),
+  pg_catalog.pg_total_relation_size('effectonce.processed_forever'::regclass),
   (SELECT extract(epoch FROM clock_timestamp() - done_at)::float8 FROM effectonce.maintenance WHERE job = 'claims')
-FROM pg_partition_tree('effectonce.processed_messages') WHERE isleaf`
+FROM pg_catalog.pg_partition_tree('effectonce.processed_messages') WHERE isleaf`
 
 const forgetAttemptsSQL = `-- dedup.forget_attempts
 DELETE FROM effectonce.message_attempts WHERE updated_at < clock_timestamp() - $1::interval`

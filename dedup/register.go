@@ -17,18 +17,20 @@ import (
 type Registration struct {
 	// Name is the scope of the claims. 1 to 600 bytes of UTF-8 without NUL.
 	Name string
-	// Group owns the name for ever. 1 to 255 bytes of UTF-8 without NUL.
+	// Group owns the name permanently. 1 to 255 bytes of UTF-8 without NUL.
 	Group string
 	// Topics, for people.
 	Topics []string
-	// Window is how long claims are kept at least: the dedup window. 1 minute to 10 years; default 7 days. It
-	// may change from one registration to the next (see Consumer.Replaced); the last one counts. It only says
-	// what Maintain may forget from then on: what was forgotten stays noted, see QueueForgotten.
+	// Window is the dedup window: the minimum time for which claims are kept. 1 minute to 10 years;
+	// default 7 days. It may change from one registration to the next (see Consumer.Replaced); the
+	// last one is used. It only limits what Maintain may forget from then on: marks of forgotten
+	// claims stay, see QueueForgotten.
 	Window time.Duration
-	// Forever keeps claims for ever, in processed_forever. It is decided once. Not together with Window.
+	// Forever keeps claims indefinitely, in processed_forever. It cannot be changed later. Not
+	// together with Window.
 	Forever bool
-	// IDRule is what a new name begins with. A name that is there keeps its own: see Consumer.IDRule. Default:
-	// the standard rule.
+	// IDRule is the rule of a new name. A name that is already registered keeps its own: see
+	// Consumer.IDRule. Default: the standard rule.
 	IDRule IDRule
 }
 
@@ -39,24 +41,25 @@ const (
 	WindowMax      = 10 * 365 * 24 * time.Hour
 )
 
-// ErrNameTaken is returned by Register: the name belongs to another consumer group. Two applications
-// under one name would drop each other's messages. Nothing was changed. Remedy: another name.
+// ErrNameTaken is returned by Register: the name belongs to another consumer group. Two
+// applications under one name would drop each other's messages. Nothing was changed. Remedy: use
+// another name.
 var ErrNameTaken = errors.New("consumer name is taken by another consumer group")
 
-// ErrForeverDecided is returned by Register: the name was registered as one that never forgets, or as one that
-// does, and now should be the other. Its claims lie in the other table, so that messages would be handled
-// again. Nothing was changed. Remedy: another name, or to stop all consumers of the name and move its
-// claims, see docs/operations.md.
-var ErrForeverDecided = errors.New("whether a consumer forgets is decided once")
+// ErrForeverDecided is returned by Register: the name was registered with the other value of
+// Forever. Its claims are in the other table, so messages would be handled again. Nothing was
+// changed. Remedy: use another name, or stop all consumers of the name and move its claims, see
+// docs/runbook.md.
+var ErrForeverDecided = errors.New("consumer was registered with another value of Forever")
 
 // Querier is a pool, a connection or a transaction.
 type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// Register returns a consumer and makes it on the first call. A name that another group registered gives
-// ErrNameTaken, one with a rule for IDs of a later release ErrIDRule. Settings out of bounds are all reported at
-// once.
+// Register returns a consumer, and creates it on the first call. It returns ErrNameTaken if another
+// group registered the name, and ErrIDRule if the name has an ID rule of a later release. It
+// reports all invalid settings at once.
 func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Consumer, error) {
 	if err := r.check(); err != nil {
 		return Consumer{}, fmt.Errorf("register consumer %.80q: %w", r.Name, err)
@@ -86,7 +89,7 @@ func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Cons
 	case owner != r.Group:
 		return Consumer{}, fmt.Errorf("%w: %q belongs to group %q, not to %q: choose another consumer name", ErrNameTaken, r.Name, owner, r.Group)
 	case registered.forever != r.Forever:
-		return Consumer{}, fmt.Errorf("%w: %q was registered with forever=%v, and is now %v: choose another consumer name, or move its claims as docs/operations.md says",
+		return Consumer{}, fmt.Errorf("%w: %q was registered with forever=%v, and is now %v: choose another consumer name, or move its claims as docs/runbook.md says",
 			ErrForeverDecided, r.Name, registered.forever, r.Forever)
 	}
 	if _, err := ParseIDRule(registered.idRule); err != nil {

@@ -13,8 +13,9 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// C6: replicas of one application start at once and all get the same number, also those that find a row which
-// another transaction inserted meanwhile (insert-or-select would see none); another name gets another one.
+// C6: replicas of one application start at once and all get the same number, also those that find a
+// row which another transaction inserted concurrently (insert-or-select would see none); another
+// name gets another one.
 func TestReplicasRegisterAsOneConsumer(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -43,8 +44,8 @@ func TestReplicasRegisterAsOneConsumer(t *testing.T) {
 	assert.Equal(t, 2, rows)
 }
 
-// C27: a name that belongs to another group is refused, with both groups in the text, and stays with its
-// owner as it was: two applications under one name would drop each other's messages.
+// C27: a name that belongs to another group is refused, with both groups in the text, and its owner
+// does not change: two applications under one name would drop each other's messages.
 func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -69,7 +70,7 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	assert.Equal(t, []string{"orders", "refunds"}, topics, "its owner may change the topics")
 }
 
-// A consumer without topics is one: the package knows no Kafka.
+// A consumer without topics is valid: the package does not depend on Kafka.
 func TestConsumerNeedsNoTopics(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -78,7 +79,7 @@ func TestConsumerNeedsNoTopics(t *testing.T) {
 	assert.NotZero(t, consumer)
 }
 
-// Names have bounds, which the database keeps and the error names.
+// Names have bounds, which the database enforces and the error states.
 func TestConsumerNamesHaveBounds(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -108,7 +109,8 @@ func TestConsumerNamesHaveBounds(t *testing.T) {
 	}
 }
 
-// A window may change; whether a consumer forgets may not: its claims lie in one table or the other. C29.
+// A window may change, but whether a consumer forgets may not: its claims are in one table or the
+// other. C29.
 func TestForeverIsDecidedOnce(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)

@@ -9,6 +9,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgproto3"
+
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
 // Step is a statement that shares the round trip of BeginFresh.
@@ -16,7 +18,8 @@ type Step struct {
 	SQL string
 	// Args are its parameters, in PostgreSQL's text form.
 	Args []string
-	// Into are the places for the columns of its only row; nil: what it returns is not read. No row leaves them alone.
+	// Into are the destinations for the columns of its only row; nil: the result is not read. If
+	// there is no row, they do not change.
 	Into []any
 
 	rows []byte // of a COPY
@@ -24,13 +27,15 @@ type Step struct {
 
 const binaryFormat = 1
 
-// roundTrip runs steps, one of which may be a COPY with its rows, in one round trip, and counts those that succeeded.
-// A pgx.Batch cannot do that: it has no place for a COPY. It sends what a batch would send, and the rows behind the
-// COPY; PostgreSQL ignores those where a step before them fails (see "COPY Operations" and "Extended Query" of its
-// protocol), so nothing has to wait for the server's leave. After an error the connection is in step with the server,
-// or closed.
+// roundTrip runs steps, one of which may be a COPY with its rows, in one round trip, and returns
+// the number of steps that succeeded. A pgx.Batch cannot do that: it does not support COPY.
+// roundTrip sends what a batch would send, and the rows after the COPY. PostgreSQL ignores the rows
+// if an earlier step fails (see "COPY Operations" and "Extended Query" of its protocol), so the
+// client need not wait for the server before it sends them. After an error the connection is in
+// sync with the server, or closed.
 func roundTrip(ctx context.Context, conn *pgx.Conn, steps []Step) (done int, err error) {
-	// In the other modes names would not survive a pooler in between. Then each step is parsed again.
+	// In the other modes, statement names would not survive a pooler between client and server.
+	// Then each step is parsed again.
 	named := conn.Config().DefaultQueryExecMode == pgx.QueryExecModeCacheStatement
 	frontend := conn.PgConn().Frontend()
 	names := make([]string, len(steps))
@@ -51,8 +56,7 @@ func roundTrip(ctx context.Context, conn *pgx.Conn, steps []Step) (done int, err
 	}
 	frontend.SendSync(&pgproto3.Sync{})
 	done, err = exchange(ctx, conn, steps)
-	var pgErr *pgconn.PgError
-	if named && errors.As(err, &pgErr) && pgErr.Code == "26000" { // taken away by DISCARD ALL: the next attempt prepares again
+	if named && pgerr.Is(err, pgerr.UnknownStatement) { // DISCARD ALL removed it: the next attempt prepares it again
 		for _, step := range steps {
 			err = errors.Join(err, conn.Deallocate(ctx, step.SQL))
 		}
@@ -76,7 +80,7 @@ func (s *Step) send(frontend *pgproto3.Frontend, name string) {
 	}
 }
 
-// exchange sends what is buffered and reads until the server is ready again.
+// exchange sends the buffered messages and reads until the server is ready again.
 func exchange(ctx context.Context, conn *pgx.Conn, steps []Step) (done int, err error) {
 	if err := flush(ctx, conn); err != nil {
 		return 0, broken(ctx, conn, err)
@@ -108,7 +112,7 @@ func exchange(ctx context.Context, conn *pgx.Conn, steps []Step) (done int, err 
 	}
 }
 
-// flush bounds the writing, too: a connection that went silent takes no more than its buffers hold.
+// flush also bounds the write: a connection that hangs accepts only what fits into its buffers.
 func flush(ctx context.Context, conn *pgx.Conn) error {
 	if limit, ok := ctx.Deadline(); ok {
 		if err := conn.PgConn().Conn().SetWriteDeadline(limit); err != nil {
@@ -118,9 +122,9 @@ func flush(ctx context.Context, conn *pgx.Conn) error {
 	return errors.Join(conn.PgConn().Frontend().Flush(), conn.PgConn().Conn().SetWriteDeadline(time.Time{}))
 }
 
-// broken closes a connection that is out of step with the server.
+// broken closes a connection that is out of sync with the server.
 func broken(ctx context.Context, conn *pgx.Conn, err error) error {
-	_ = conn.PgConn().Conn().Close() // there is nothing to say goodbye with
+	_ = conn.PgConn().Conn().Close() // the connection can no longer carry a Terminate message
 	_ = conn.Close(ctx)
 	return err
 }

@@ -34,7 +34,7 @@ func TestConfiguredSchemaIsUsed(t *testing.T) {
 	assert.Equal(t, 1, rows)
 }
 
-// S1: a schema name that is not plain never gets as far as a statement.
+// S1: an invalid schema name never reaches a statement.
 func TestBadSchemaNamesAreRefused(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{`"we""ird; DROP TABLE x`, "a.b", "A", "ü", "a b", "1a", "pg_catalog", "a\x00", "a\n", "a'"} {
@@ -44,8 +44,8 @@ func TestBadSchemaNamesAreRefused(t *testing.T) {
 	}
 }
 
-// S8: a schema that somebody puts first in the search path, with tables and functions of the same names
-// and with functions that fit our arguments better than PostgreSQL's own, has no effect.
+// S8: a schema that another role puts first in the search path, with tables and functions of the
+// same names and with functions that fit our arguments better than PostgreSQL's own, has no effect.
 func TestSearchPathCannotHijackClaims(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -85,7 +85,7 @@ CREATE OPERATOR evil.|| (FUNCTION = evil.bit_or_varbit, LEFTARG = varbit, RIGHTA
 	assert.True(t, recent)
 }
 
-// The statement that claims is one and stays one: a look followed by an insert would be a race.
+// The claim is one statement and must stay one: a SELECT followed by an INSERT would be a race.
 func TestClaimIsOneStatement(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)

@@ -8,9 +8,11 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Stats says what the claims take. Counts of rows are those of the server's statistics, not exact.
+// Stats describes the space that claims take. Row counts come from the server's statistics and are
+// not exact.
 type Stats struct {
-	// Claims and Bytes (table and index) of consumers that forget; BytesPerClaim is 0 for few rows.
+	// Claims and Bytes (table and index) are those of consumers that forget; BytesPerClaim is 0 if
+	// there are too few rows for an average.
 	Claims        int64   `json:"claims"`
 	Bytes         int64   `json:"bytes"`
 	BytesPerClaim float64 `json:"bytes_per_claim"`
@@ -19,7 +21,7 @@ type Stats struct {
 	// Forever and ForeverBytes are those of consumers that never forget.
 	Forever      int64 `json:"forever"`
 	ForeverBytes int64 `json:"forever_bytes"`
-	// OldestDay is the first day that is kept as a partition, LastDay the last one that has one.
+	// OldestDay is the first day that has a partition, LastDay the last one.
 	OldestDay time.Time `json:"oldest_day"`
 	LastDay   time.Time `json:"last_day"`
 	// MaintainedSeconds is how long ago claims were maintained; null: never.
@@ -28,7 +30,8 @@ type Stats struct {
 	HeldBack string `json:"held_back,omitempty"`
 }
 
-// bytesPerClaimMin is from how many rows on an average says something: small tables are mostly room.
+// bytesPerClaimMin is the number of rows from which an average is meaningful: small tables are
+// mostly free space.
 const bytesPerClaimMin = 10_000
 
 // StatsQuerier is a pool, a connection or a transaction.
@@ -37,7 +40,7 @@ type StatsQuerier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// ReadStats reads them from the catalog, which is cheap whatever the size of the tables.
+// ReadStats reads the statistics from the catalog, which is cheap whatever the size of the tables.
 func (c *Claims) ReadStats(ctx context.Context, db StatsQuerier) (*Stats, error) {
 	var s Stats
 	m := &maintenance{Claims: c}

@@ -8,9 +8,10 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// sweep deletes claims that cannot be forgotten as a day, because their IDs carry no time, or one that is far
-// off: those that were made before the window of their consumer. It walks the table in the order of its
-// blocks, which needs no index and no lock on the table, a part of it in each run.
+// sweep deletes claims that cannot be forgotten as a day, because their IDs carry no time, or a
+// time that is far away. It deletes those that were made before the window of their consumer. It
+// reads the table in block order, which needs no index and no lock on the table, and a part of it
+// in each run.
 func (m *maintenance) sweep(ctx context.Context, name string) error {
 	var blocks, from int64
 	if err := m.conn.QueryRow(ctx, m.in(sweepStateSQL), m.table(name), name).Scan(&blocks, &from); err != nil {
@@ -32,8 +33,9 @@ func (m *maintenance) sweep(ctx context.Context, name string) error {
 	return err
 }
 
-// sweepBlocks is one transaction, which deletes claims and moves the marks of their consumers. The wait for
-// these rows is short: claims of the same messages wait for the end of the transaction.
+// sweepBlocks is one transaction, which deletes claims and moves the marks of their consumers. It
+// waits only briefly for locks of these rows, because claims of the same messages wait for the end
+// of the transaction.
 func (m *maintenance) sweepBlocks(ctx context.Context, name string, from int64) error {
 	var swept int64
 	err := m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error {

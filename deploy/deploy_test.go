@@ -15,31 +15,34 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// metricNames are what "outbox-relay run" exports, without those of Go and of the process.
+// metricNames are the metrics that "outbox-relay run" exports, without those of Go and of the
+// process.
 var metricNames = map[string]bool{
-	"outbox_oldest_pending_age_seconds":            true,
-	"outbox_pending_messages":                      true,
-	"outbox_messages_dispatched_total":             true,
-	"outbox_delivery_lag_seconds":                  true,
-	"outbox_dead_messages":                         true,
-	"outbox_messages_dead_total":                   true,
-	"outbox_shards":                                true,
-	"outbox_shards_owned":                          true,
-	"outbox_shards_hung":                           true,
-	"outbox_kafka_away":                            true,
-	"outbox_lease_changes_total":                   true,
-	"outbox_interruptions_total":                   true,
-	"outbox_paused_topics":                         true,
-	"outbox_table_bytes":                           true,
-	"outbox_relay_truncate_waiting_seconds":        true,
-	"outbox_backlog_over_limit":                    true,
-	"outbox_oldest_transaction_age_seconds":        true,
-	"outbox_oldest_overdue_age_seconds":            true,
-	"effectonce_idempotency_keys":                  true,
-	"effectonce_oldest_unfinished_key_age_seconds": true,
-	"effectonce_parked_messages":                   true,
-	"outbox_metrics_errors_total":                  true,
-	"outbox_relay_info":                            true,
+	"effectonce_outbox_oldest_pending_age_seconds":     true,
+	"effectonce_outbox_pending_messages":               true,
+	"effectonce_outbox_messages_dispatched_total":      true,
+	"effectonce_outbox_delivery_lag_seconds":           true,
+	"effectonce_outbox_dead_messages":                  true,
+	"effectonce_outbox_messages_dead_total":            true,
+	"effectonce_outbox_shards":                         true,
+	"effectonce_outbox_shards_owned":                   true,
+	"effectonce_outbox_shards_hung":                    true,
+	"effectonce_outbox_kafka_away":                     true,
+	"effectonce_outbox_lease_changes_total":            true,
+	"effectonce_outbox_interruptions_total":            true,
+	"effectonce_outbox_paused_topics":                  true,
+	"effectonce_outbox_table_bytes":                    true,
+	"effectonce_outbox_relay_truncate_waiting_seconds": true,
+	"effectonce_outbox_backlog_over_limit":             true,
+	"effectonce_outbox_oldest_transaction_age_seconds": true,
+	"effectonce_outbox_oldest_overdue_age_seconds":     true,
+	"effectonce_idempotency_keys":                      true,
+	"effectonce_oldest_unfinished_key_age_seconds":     true,
+	"effectonce_parked_messages":                       true,
+	"effectonce_consumer_position_age_seconds":         true,
+	"effectonce_outbox_scheduled_messages":             true,
+	"effectonce_outbox_metrics_errors_total":           true,
+	"effectonce_outbox_relay_info":                     true,
 }
 
 // rule is an alert of alerts.yaml.
@@ -89,11 +92,12 @@ func expressions(t *testing.T) (all []string) {
 }
 
 var (
-	named   = regexp.MustCompile(`\b(?:outbox|effectonce)_[a-z_]+`)
+	named   = regexp.MustCompile(`\beffectonce_[a-z_]+`)
 	derived = regexp.MustCompile(`_(bucket|sum|count)$`)
 )
 
-// Alerts and dashboard ask only for metrics that the program has, and the dashboard shows all of them.
+// Alerts and dashboard ask only for metrics that the program has, and the dashboard shows all of
+// them.
 func TestMetricsExist(t *testing.T) {
 	t.Parallel()
 	shown := map[string]bool{}
@@ -114,12 +118,13 @@ func TestMetricsExist(t *testing.T) {
 	}
 }
 
-// Each alert says what happens and leads to a heading for operators that says what to look at and what to
-// do, each such heading belongs to an alert, and each alert has a test in which it fires.
+// Each alert describes what happens and links to a heading for operators that describes what to
+// check and what to do. Each such heading belongs to an alert, and each alert has a test in which
+// it fires.
 func TestAlertsAreDocumented(t *testing.T) {
 	t.Parallel()
 	sections := map[string]string{}
-	for _, section := range regexp.MustCompile(`(?m)^##+ `).Split(read(t, "../docs/operations.md"), -1) {
+	for _, section := range regexp.MustCompile(`(?m)^##+ `).Split(read(t, "../docs/runbook.md"), -1) {
 		title, body, _ := strings.Cut(section, "\n")
 		if name, found := strings.CutPrefix(title, "Alert: "); found {
 			sections[name] = body
@@ -130,10 +135,10 @@ func TestAlertsAreDocumented(t *testing.T) {
 		assert.Contains(t, []string{"critical", "warning"}, r.Labels["severity"], r.Alert)
 		assert.NotEmpty(t, r.Annotations["summary"], r.Alert)
 		assert.NotEmpty(t, r.Annotations["description"], r.Alert)
-		assert.Equal(t, "https://github.com/effectonce/effectonce/blob/main/docs/operations.md#alert-"+strings.ToLower(r.Alert),
+		assert.Equal(t, "https://github.com/effectonce/effectonce/blob/main/docs/runbook.md#alert-"+strings.ToLower(r.Alert),
 			r.Annotations["runbook_url"], r.Alert)
 		for _, part := range []string{"**Symptom.**", "**Look.**", "**Remedy.**"} {
-			assert.Contains(t, sections[r.Alert], part, "docs/operations.md, Alert: %s", r.Alert)
+			assert.Contains(t, sections[r.Alert], part, "docs/runbook.md, Alert: %s", r.Alert)
 		}
 		delete(sections, r.Alert)
 		fires := regexp.MustCompile(`alertname: ` + r.Alert + `\n\s+exp_alerts:\n`)
@@ -149,7 +154,7 @@ var (
 	foreign = regexp.MustCompile(`docker .*|go build .*|test: \[CMD, (?:pg_isready|/opt/kafka)[^\n]*|FROM .*|COPY .*|RUN --mount[^&]*|kubectl .* exec [^/]*`)
 )
 
-// Every flag and every variable in these files is one of the program.
+// Every flag and every variable in these files exists in the program.
 func TestFlagsExist(t *testing.T) {
 	t.Parallel()
 	known := map[string]bool{}
@@ -180,8 +185,8 @@ func TestFlagsExist(t *testing.T) {
 	require.Greater(t, used, 20)
 }
 
-// The unit starts a relay again, for ever, whatever it failed with: also after a panic, whose exit status is that of
-// wrong settings.
+// The unit restarts a relay indefinitely, whatever it failed with: also after a panic, whose exit
+// status is that of wrong settings.
 func TestUnitStartsTheRelayAgain(t *testing.T) {
 	t.Parallel()
 	settings := map[string][]string{}
@@ -195,7 +200,46 @@ func TestUnitStartsTheRelayAgain(t *testing.T) {
 	}
 }
 
-// The two ways to build the image end in the same one.
+// Each image that is pulled can be pinned to a digest by a variable, whose default is a tag, the
+// same wherever it is used; the documentation names each variable.
+func TestImagesCanBePinned(t *testing.T) {
+	t.Parallel()
+	tags := map[string]string{}
+	use := func(file, name, tag string) {
+		assert.Regexp(t, `^[a-z/]+:v?[0-9.]+$`, tag, "%s: %s", file, name)
+		if tags[name] != "" {
+			assert.Equal(t, tags[name], tag, "%s: %s", file, name)
+		}
+		tags[name] = tag
+	}
+	for _, file := range []string{"Dockerfile", "Dockerfile.binary"} {
+		text := read(t, file)
+		for _, found := range regexp.MustCompile(`(?m)^ARG (\w+_IMAGE)=(.*)$`).FindAllStringSubmatch(text, -1) {
+			use(file, found[1], found[2])
+		}
+		for _, found := range regexp.MustCompile(`(?m)^FROM (?:--platform=\S+ )?(\S+)`).FindAllStringSubmatch(text, -1) {
+			name, isVariable := strings.CutPrefix(found[1], "$")
+			assert.True(t, found[1] == "scratch" || isVariable && tags[name] != "", "%s: %s", file, found[0])
+		}
+	}
+	compose := read(t, "compose.yaml")
+	for _, found := range regexp.MustCompile(`(?m)^ +(?:image|GO_IMAGE): (.*)$`).FindAllStringSubmatch(compose, -1) {
+		variable := regexp.MustCompile(`^\$\{(\w+_IMAGE):-(.+)\}$`).FindStringSubmatch(found[1])
+		if assert.NotNil(t, variable, found[0]) && variable[1] != "OUTBOX_RELAY_IMAGE" { // ours, built here
+			use("compose.yaml", variable[1], variable[2])
+		}
+	}
+	assert.Len(t, tags, 5)
+	_, section, found := strings.Cut(read(t, "../docs/how-to/deploy.md"), "\n## Images\n")
+	require.True(t, found)
+	section, _, _ = strings.Cut(section, "\n## ")
+	for name, tag := range tags {
+		assert.Contains(t, section, "`"+name+"`", name)
+		assert.Contains(t, section, "`"+tag+"`", name)
+	}
+}
+
+// The two ways to build the image give the same image.
 func TestBothImagesAreTheSame(t *testing.T) {
 	t.Parallel()
 	last := func(path string) string {

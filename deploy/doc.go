@@ -1,3 +1,3 @@
-// Package deploy has no code: it holds what runs outbox-relay, and the tests that keep those files true to
-// the program.
+// Package deploy contains no code except tests: it holds the files that run outbox-relay, and the
+// tests check these files against the program.
 package deploy

@@ -21,7 +21,8 @@ import (
 
 const restoredTopic = "orders"
 
-// named is a relay with a Kafka of its own, so that what it publishes is told from what others do.
+// named is a relay with a Kafka of its own, so that its records are separate from those of other
+// relays.
 type named struct {
 	name    string
 	strict  bool // its role's default isolation
@@ -129,8 +130,9 @@ func byKey(values []string) map[string][]string {
 	return keys
 }
 
-// Property: rows that a dump brought into another cluster are published by a relay, or a shard of it, that has no
-// progress yet, as by one that has; what is written afterwards, too. Row O22.
+// Property: rows that a dump brought into another cluster are published by a relay, or a shard of
+// it, that has no progress yet, as by one that has; what is written afterwards, too. Row O22 of
+// guarantees.md.
 func TestRelayThatBeginsAfterARestoreSkipsNothing(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -234,8 +236,9 @@ func waiting(t *testing.T, promotion bool, relays ...*named) (pool *pgxpool.Pool
 	return pool, written
 }
 
-// Property: two relays on one outbox recover one after the other, the second while the first is inside a batch of
-// several pages, and a third begins: each publishes everything, in order. Row O22.
+// Property: two relays on one outbox recover one after the other, the second while the first is
+// inside a batch of several pages, and a third begins: each publishes everything, in order. Row O22
+// of guarantees.md.
 func TestRelaysRecoverBesideEachOther(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -285,8 +288,9 @@ func (a *atCommit) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.T
 	return ctx
 }
 
-// Property: a relay that recovers while another does waits for it, and leaves alone what that one gave transaction
-// ids of this cluster, also where that one has begun to read meanwhile, and where its role's default is a stricter isolation. Row O22.
+// Property: a relay that recovers while another relay does waits for it. It does not touch the rows
+// that the other relay gave transaction ids of this cluster, also if that relay has begun to read,
+// and if its role's default is a stricter isolation. Row O22 of guarantees.md.
 func TestRelaysRecoverAtOnce(t *testing.T) {
 	t.Parallel()
 	one, two := newNamed(t, "one", false), newNamed(t, "two", false)

@@ -24,8 +24,8 @@ func createWorkload(t *testing.T, pool *pgxpool.Pool) {
 	require.NoError(t, err)
 }
 
-// written is what the writers committed: the last version of each key. Versions have no gaps, since a
-// version that is rolled back is given again.
+// written is what the writers committed: the last version of each key. Versions have no gaps, since
+// a version that is rolled back is given again.
 func written(ctx context.Context, t *testing.T, pool *pgxpool.Pool) map[string]int {
 	t.Helper()
 	rows, err := pool.Query(ctx, `SELECT key, version FROM versions WHERE version > 0`)
@@ -45,8 +45,8 @@ type stream struct {
 	missing                         []string
 }
 
-// judge reads a topic's records as a consumer that drops duplicates would: first occurrences per key must
-// be 1, 2, 3 and so on.
+// judge reads a topic's records as a consumer that drops duplicates would: first occurrences per
+// key must be 1, 2, 3 and so on.
 func judge(t *testing.T, records []*kgo.Record) stream {
 	t.Helper()
 	s := stream{last: map[string]int{}}
@@ -88,7 +88,8 @@ func judge(t *testing.T, records []*kgo.Record) stream {
 	return s
 }
 
-// requireEffects proves the whole promise by plain SQL: one effect for each version of each key, in order.
+// requireEffects proves the whole promise by plain SQL: one effect for each version of each key, in
+// order.
 func requireEffects(ctx context.Context, t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	requireOnce(ctx, t, pool)

@@ -19,8 +19,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// produced puts messages of several keys, in version order, into a topic, the share of duplicates among
-// them under the same ID at another offset, and tells the database what should come out.
+// produced puts messages of several keys, in version order, into a topic, the share of duplicates
+// among them under the same ID at another offset. It stores the expected result in the database.
 func produced(t *testing.T, pool *pgxpool.Pool, topic string, keys, versions, duplicateEvery int) {
 	t.Helper()
 	producedAt(t, kafkatest.Brokers(t), pool, topic, "k", keys, versions, duplicateEvery)
@@ -90,8 +90,9 @@ func effectsOfAll(ctx context.Context, t *testing.T, pool *pgxpool.Pool) func() 
 	}
 }
 
-// Property: a consumer that is killed at any point between two durable steps, and started again, has every
-// effect once and in order, also what it publishes, for each handler shape. Rows C1, C2, C3, C22.
+// Property: a consumer that is killed at any point between two durable steps, and started again,
+// has every effect once and in order, also what it publishes, for each handler shape. Rows C1, C2,
+// C3, C22 of guarantees.md.
 func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
 	t.Parallel()
 	for _, point := range []string{
@@ -119,7 +120,8 @@ func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
 				second := start(t, c)
 				handled(ctx, t, pool, 40*time.Second)
 				require.NoError(t, second.terminate())
-				// What the handler published is there once for each effect, under distinct derived IDs.
+				// What the handler published is there once for each effect, under distinct derived
+				// IDs.
 				require.Equal(t, count(ctx, t, pool, `SELECT count(*) FROM effects`), count(ctx, t, pool, `SELECT count(DISTINCT id) FROM effectonce.outbox`))
 				require.Equal(t, count(ctx, t, pool, `SELECT count(*) FROM effects`), count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox`))
 			})
@@ -130,10 +132,10 @@ func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
 // workersOrders are the orders with workers inside a partition.
 var workersOrders = map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered}
 
-// Property: a consumer that freezes inside its transaction, with claims held, is replaced, and when it
-// wakes up it changes nothing: neither its effects nor its position count. It holds for every way in which a
-// group shares partitions, and where the frozen one holds the only server connection of a pooler. Rows C9,
-// C10, C13.
+// Property: a consumer that freezes inside its transaction, with claims held, is replaced, and when
+// it wakes up it changes nothing: neither its effects nor its position count. It holds for every
+// way in which a group shares partitions, and where the frozen one holds the only server connection
+// of a pooler. Rows C9 of guarantees.md, C10, C13.
 func TestFrozenConsumerIsReplacedAndHarmlessWhenItWakes(t *testing.T) {
 	t.Parallel()
 	for _, point := range []string{crashpoint.ConsumerClaimed, crashpoint.ConsumerHandled, crashpoint.ConsumerCommitting, crashpoint.ConsumerCommitted} {
@@ -164,7 +166,8 @@ func TestFrozenConsumerIsReplacedAndHarmlessWhenItWakes(t *testing.T) {
 	})
 }
 
-// freeze lets one consumer freeze and another take over; with settings of PgBouncer both are behind one.
+// freeze lets one consumer freeze and another take over; with settings of PgBouncer both are behind
+// one.
 func freeze(t *testing.T, c child, pooled ...string) {
 	t.Helper()
 	ctx := t.Context()
@@ -193,15 +196,15 @@ func freeze(t *testing.T, c child, pooled ...string) {
 	c.requireEffects(ctx, t, pool)
 }
 
-// frozen tells whether a process is stopped by a signal.
+// frozen reports whether a process is stopped by a signal.
 func frozen(p *process) bool {
 	state, err := processState(p.cmd.Process.Pid)
 	return err == nil && state == 'T'
 }
 
-// Property: while members come and go, are killed or stopped cleanly, every effect happens once and each
-// key's effects stay in order, also with several workers in each partition, and whatever the group's
-// protocol. Rows C12, C13, C14, C42.
+// Property: while members come and go, are killed or stopped cleanly, every effect happens once and
+// each key's effects stay in order, also with several workers in each partition, and whatever the
+// group's protocol. Rows C12, C13, C14, C42 of guarantees.md.
 func TestEffectsOnceWhileTheGroupRebalances(t *testing.T) {
 	t.Parallel()
 	cases := map[string]child{

@@ -25,8 +25,8 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// transactionFaults are what brokers answer to the requests of a transaction while coordinators move, load, or have
-// heard of another producer.
+// transactionFaults are what brokers answer to the requests of a transaction while coordinators
+// move, load, or have heard of another producer.
 func transactionFaults(version int16) map[kmsg.Key][]*kerr.Error {
 	moving := []*kerr.Error{kerr.NotCoordinator, kerr.CoordinatorLoadInProgress, kerr.CoordinatorNotAvailable, kerr.ConcurrentTransactions}
 	fatal := []*kerr.Error{kerr.ProducerFenced, kerr.InvalidProducerEpoch, kerr.InvalidProducerIDMapping, kerr.InvalidTxnState, kerr.UnknownServerError}
@@ -42,9 +42,11 @@ func transactionFaults(version int16) map[kmsg.Key][]*kerr.Error {
 	return faults
 }
 
-// Property: while the coordinators of transactions move from broker to broker, load, are not there or say that a
-// transaction is still being ended, and when they refuse the producer for good in the middle of a transaction, a reader of committed records that is not the relay's client sees each row once. Both
-// for brokers with a producer epoch for each transaction (KIP-890) and without. Rows O28, O30, O31.
+// Property: while the coordinators of transactions move from broker to broker, load, are not there
+// or say that a transaction is still being ended, and when they refuse the producer for good in the
+// middle of a transaction, a reader of committed records that is not the relay's client sees each
+// row once. Both for brokers with a producer epoch for each transaction (KIP-890) and without. Rows
+// O28, O30, O31 of guarantees.md.
 //
 // kfake is made to answer so; its coordinators move at each fault.
 func TestMovingCoordinatorsLoseAndDoubleNothing(t *testing.T) {
@@ -86,7 +88,8 @@ func moveCoordinators(t *testing.T, fake *kfake.Cluster, key kmsg.Key, answers [
 	})
 }
 
-// readOnce has a relay publish what is written while it is disturbed, and reads it with another client.
+// readOnce has a relay publish what is written while it is disturbed, and reads it with another
+// client.
 func readOnce(t *testing.T, brokers []string, opts []kgo.Opt, disturb func(write func())) {
 	t.Helper()
 	ctx, pool := t.Context(), open(t, pgtest.Database(t))
@@ -114,8 +117,9 @@ func readOnce(t *testing.T, brokers []string, opts []kgo.Opt, disturb func(write
 	t.Logf("%d rows; a reader of uncommitted records sees %d more", len(found), len(readSarama(t, brokers, topic, sarama.ReadUncommitted))-len(found))
 }
 
-// Property: a commit that the brokers made, and whose answer never arrived, is no reason to publish its rows again,
-// and is not taken for failed: a reader of committed records sees each row once. Rows O28, O30.
+// Property: a commit that the brokers made, and whose answer never arrived, is no reason to publish
+// its rows again, and is not taken for failed: a reader of committed records sees each row once.
+// Rows O28, O30 of guarantees.md.
 func TestLostAnswersToCommits(t *testing.T) {
 	t.Parallel()
 	for version, opts := range map[int16][]kfake.Opt{2: nil, 0: {kfake.MaxVersions(kversion.V3_7_0())}} {

@@ -27,7 +27,7 @@ const (
 	crashTopic               = "crash"
 )
 
-// bad is the message that fails until the handler is mended.
+// bad is the message that fails until the handler is fixed.
 var bad = event{"k1", 3}
 
 var errBad = consumer.Permanent(errors.New("no such account"))
@@ -49,7 +49,8 @@ func crashRecords() []*kgo.Record {
 	return records
 }
 
-// deliver is a consumer whose messages come without Kafka, so that it can be killed and started quickly.
+// deliver is a consumer whose messages come without Kafka, so that it can be killed and started
+// quickly.
 func (c child) deliver(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) error {
 	cfg := consumer.Config{
 		Group: "crash", Topics: []string{crashTopic}, BatchMax: 5, OnFailure: c.OnFailure, AttemptsMax: 100,
@@ -118,10 +119,10 @@ func (c child) shape() consumer.Handler {
 	}
 }
 
-// Property: whatever the shape of the handler and the policy for failures, a consumer that is killed at any
-// point between two durable steps, also while a parked message is tried again, and started again, leaves
-// every effect once and those of a key in order; the message that fails is parked once, or one dead letter,
-// or blocks. Rows C1, C2, C3, C14, C15.
+// Property: whatever the shape of the handler and the policy for failures, a consumer that is
+// killed at any point between two durable steps, also while a parked message is tried again, and
+// started again, leaves every effect once and those of a key in order; the message that fails is
+// parked once, or one dead letter, or blocks. Rows C1, C2, C3, C14, C15 of guarantees.md.
 func TestKilledAtEachPointWithEachShapeAndPolicy(t *testing.T) {
 	t.Parallel()
 	points := []string{
@@ -202,8 +203,9 @@ func (c child) ends(t *testing.T) {
 	require.NoError(t, p.err, p.log.String())
 }
 
-// Property: a message that kills its process again and again is parked after AttemptsMax begun attempts, its
-// key waits and everything else has its effect, also what shared its batches. Row C16.
+// Property: a message that kills its process again and again is parked after AttemptsMax begun
+// attempts, its key waits and everything else has its effect, also what shared its batches. Row C16
+// of guarantees.md.
 func TestMessageThatKillsTheProcessIsParked(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()

@@ -34,8 +34,9 @@ func maybe(random *rand.Rand) []byte {
 	return b
 }
 
-// Property: whatever is published, the record has key, value and headers byte for byte, with null and empty
-// told apart, each header of a repeated name, and those of one name in their order. Row O36.
+// Property: whatever is published, the record has key, value and headers byte for byte. Null and
+// empty stay different, each header of a repeated name is there, and those of one name are in their
+// order. Row O36 of guarantees.md.
 func TestEveryRecordIsItsRow(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 3)
@@ -90,8 +91,9 @@ func TestEveryRecordIsItsRow(t *testing.T) {
 	}
 }
 
-// Property: a row that waited for a month is neither refused nor deleted by a topic that keeps a day and
-// takes no older timestamps: its record has the time of publishing, and a header has the row's. Row O35.
+// Property: a row that waited for a month is neither refused nor deleted by a topic that keeps a
+// day and takes no older timestamps: its record has the time of publishing, and a header has the
+// row's. Row O35 of guarantees.md.
 func TestOldRowIsKeptByTheTopic(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
@@ -110,8 +112,9 @@ func TestOldRowIsKeptByTheTopic(t *testing.T) {
 	assert.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_dead`))
 }
 
-// Property: a row of plain SQL whose record is exactly as large as the topic takes is published, and one that is a
-// byte larger holds its key, unseen by Kafka: no other row fails with it, in the same page or batch. Row O11.
+// Property: a row of plain SQL whose record is exactly as large as the topic takes is published,
+// and one that is a byte larger holds its key, unseen by Kafka: no other row fails with it, in the
+// same page or batch. Row O11 of guarantees.md.
 func TestRecordAtTheLimitOfTheTopic(t *testing.T) {
 	t.Parallel()
 	const limit = 5000

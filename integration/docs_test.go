@@ -13,11 +13,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Property: the document of guarantees has every row of the failure modes of consumers and of the relay, each failure mode of idempotency keys, and each test
-// that it names exists.
+// Property: docs/reference/guarantees.md has every row of the failure modes of consumers and of the
+// relay, and each failure mode of idempotency keys. Each test that it or docs/security.md names
+// exists.
 func TestGuaranteesNameTestsThatExist(t *testing.T) {
 	t.Parallel()
-	text, err := os.ReadFile("../docs/guarantees.md")
+	text, err := os.ReadFile("../docs/reference/guarantees.md")
 	require.NoError(t, err)
 	for row := 1; row <= 48; row++ {
 		assert.Contains(t, string(text), fmt.Sprintf("| C%d |", row))
@@ -45,7 +46,9 @@ func TestGuaranteesNameTestsThatExist(t *testing.T) {
 		}
 		return err
 	}))
-	named := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(string(text), -1)
+	security, err := os.ReadFile("../docs/security.md")
+	require.NoError(t, err)
+	named := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(string(text)+string(security), -1)
 	require.Greater(t, len(named), 40)
 	for _, name := range named {
 		assert.True(t, exists[name[1]], name[1])

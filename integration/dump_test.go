@@ -71,8 +71,8 @@ var (
 	parentheses  = strings.NewReplacer("(", "", ")", "")
 )
 
-// lines are a whole database as SQL: tables, defaults, constraints, rights, rows, and where sequences are. PostgreSQL
-// leaves out parentheses when it reads an expression again.
+// lines are a whole database as SQL: tables, defaults, constraints, rights, rows, and where
+// sequences are. PostgreSQL leaves out parentheses when it reads an expression again.
 func (p pgPrograms) lines(t *testing.T, url string) (lines []string) {
 	t.Helper()
 	for line := range strings.Lines(string(p.run(t, nil, "pg_dump", "--dbname="+url))) {
@@ -96,10 +96,11 @@ func requireSameLines(t *testing.T, want, got []string) {
 	require.Greater(t, len(want), 1000)
 }
 
-// Property: what PostgreSQL's own pg_dump wrote, taken while a transaction is open and rows wait in every place where
-// they can wait (several slots, unpublished, dead, of a paused topic, for later), is restored by pg_restore into an empty
-// database of another cluster, at once or the schema first: it has the same schema, rows and sequences, and the relay
-// goes on there with all of it. Row O22.
+// Property: a dump of PostgreSQL's own pg_dump, taken while a transaction is open and rows wait in
+// every place where they can wait (several slots, unpublished, dead, of a paused topic, for later),
+// can be restored by pg_restore into an empty database of another cluster, at once or the schema
+// first. The database has the same schema, rows and sequences, and the relay continues there with
+// all rows. Row O22 of guarantees.md.
 func TestDumpOfPostgreSQLsOwn(t *testing.T) {
 	t.Parallel()
 	programs := newPgPrograms(t)

@@ -20,9 +20,10 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Property: with exactly-once, readers of committed records that share no code with the relay see each row once,
-// by its ID and by its offset, after relays were killed 50 times: at each point between two durable steps,
-// and at random moments while rows are written. Rows O8, O13, O28, O30.
+// Property: with exactly-once, readers of committed records that share no code with the relay see
+// each row once, by its ID and by its offset, after relays were killed 50 times: at each point
+// between two durable steps, and at random moments while rows are written. Rows O8, O13, O28, O30
+// of guarantees.md.
 func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
 	t.Parallel()
 	kills := 50
@@ -58,7 +59,8 @@ func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
 		} else {
 			victim, wait := relays[i], random.Float64()*0.4
 			go func() {
-				// The database waits, for as long as some of the writing takes. If it cannot, the kill comes at once.
+				// The database waits, for as long as some of the writing takes. If it cannot, the
+				// kill comes at once.
 				_, _ = pool.Exec(ctx, `SELECT pg_sleep($1)`, wait)
 				victim.signal(syscall.SIGKILL)
 			}()
@@ -79,11 +81,12 @@ func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
 	require.Greater(t, len(all), committed, "the test's own premise: kills hit transactions that were under way")
 }
 
-// Property: a relay that is frozen in the middle of a transaction, and never wakes, holds up readers of committed
-// records no longer than until its successor takes the shard and fences it, well before the transaction would time
-// out; records of the aborted transaction are there for readers of uncommitted records only. When it wakes after all,
-// also if it still takes the lease for its own, it publishes nothing, and its progress is refused by the brokers, or
-// by the database where the brokers had taken it before. Rows O8, O13, O30.
+// Property: a relay that is frozen in the middle of a transaction, and never wakes, holds up
+// readers of committed records no longer than until its successor takes the shard and fences it,
+// well before the transaction would time out; records of the aborted transaction are there for
+// readers of uncommitted records only. When it wakes after all, also if it still takes the lease
+// for its own, it publishes nothing, and its progress is refused by the brokers, or by the database
+// where the brokers had taken it before. Rows O8, O13, O30 of guarantees.md.
 func TestFrozenInATransactionIsFencedAndHarmlessWhenItWakes(t *testing.T) {
 	t.Parallel()
 	for _, point := range []string{crashpoint.RelayProduced, crashpoint.RelayAcknowledged, crashpoint.RelayCommitted} {
@@ -154,8 +157,8 @@ func freezeTransaction(t *testing.T, point string, trusts bool) {
 	}
 }
 
-// wake returns when the zombie has noticed. With fenced the brokers must be the ones to tell it: the database is
-// kept from telling it before.
+// wake returns when the zombie has noticed. With fenced, the brokers must be the ones to report it:
+// the database is kept from reporting it before.
 func wake(t *testing.T, pool *pgxpool.Pool, zombie *process, fenced bool) {
 	t.Helper()
 	hears := func(what string, texts ...string) {

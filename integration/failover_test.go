@@ -121,9 +121,9 @@ func (s *standby) cut(t *testing.T) {
 	})
 }
 
-// Property: a standby that is promoted after the primary died with commits that were not replicated has every
-// effect once, and in order, although Kafka's offsets are ahead of it: a consumer that runs on, and one that
-// is started later, make up for what was lost. Row C32.
+// Property: a standby that is promoted after the primary died with commits that were not replicated
+// has every effect once, and in order, although Kafka's offsets are ahead of it: a consumer that
+// runs on, and one that is started later, make up for what was lost. Row C32 of guarantees.md.
 func TestFailoverThatLosesCommitsIsMadeUpFor(t *testing.T) {
 	t.Parallel()
 	for name, order := range map[string]consumer.Order{
@@ -186,8 +186,8 @@ func TestFailoverThatLosesCommitsIsMadeUpFor(t *testing.T) {
 	}
 }
 
-// Property: what the consumer counts as processed survives every crash of the server, also where the
-// server's default is to acknowledge commits before they are durable. Row C33.
+// Property: what the consumer counts as processed survives every crash of the server, also where
+// the server's default is to acknowledge commits before they are durable. Row C33 of guarantees.md.
 func TestProcessedIsDurableWithoutSynchronousCommit(t *testing.T) {
 	t.Parallel()
 	crashes := 8

@@ -29,7 +29,7 @@ type place struct {
 	id        string // its message-id
 }
 
-// endHeader is on the last record of each partition, which tells a reader that it has seen everything.
+// endHeader is on the last record of each partition. It shows a reader that it has seen everything.
 const endHeader = "end-of-test"
 
 // writeEnds puts a last record into each partition. A reader of committed records gets it once no
@@ -43,7 +43,8 @@ func writeEnds(t *testing.T, brokers []string, topic string) {
 	}
 }
 
-// partitionsOf returns how many offsets each partition has: up to its end, and up to the first open transaction.
+// partitionsOf returns how many offsets each partition has: up to its end, and up to the first open
+// transaction.
 func partitionsOf(t *testing.T, brokers []string, topic string) map[int32]struct{ end, stable int64 } {
 	t.Helper()
 	admin := kadm.NewClient(kafkatest.ClientAt(t, brokers))
@@ -107,8 +108,8 @@ var consoleLine = regexp.MustCompile(`(?m)^Partition:(\d+)\tOffset:(\d+)\t(\S*)$
 
 var consoleID = regexp.MustCompile(`(?:^|,)message-id:([0-9a-f-]{36})(?:,|$)`)
 
-// readConsole reads so many rows, and what ends the partitions, with Kafka's own console consumer, in the broker's container.
-// Rows that came twice push others out.
+// readConsole reads so many rows, and what ends the partitions, with Kafka's own console consumer,
+// in the broker's container. Rows that came twice push others out.
 func readConsole(t *testing.T, kafka *servers.Kafka, topic, level string, rows int) []place {
 	t.Helper()
 	partitions := partitionsOf(t, kafka.Brokers, topic)
@@ -137,7 +138,8 @@ func readConsole(t *testing.T, kafka *servers.Kafka, topic, level string, rows i
 	return found
 }
 
-// readForeign has every reader that is there for this Kafka read what is committed, and requires that they agree.
+// readForeign has every reader that is there for this Kafka read what is committed, and requires
+// that they agree.
 func readForeign(t *testing.T, kafka *servers.Kafka, topic string) []place {
 	t.Helper()
 	found := readSarama(t, kafka.Brokers, topic, sarama.ReadCommitted)
@@ -151,8 +153,8 @@ func readForeign(t *testing.T, kafka *servers.Kafka, topic string) []place {
 	return found
 }
 
-// requireRowsOnce requires that a reader saw each committed row of the outbox once, by its ID and by its place,
-// and nothing else.
+// requireRowsOnce requires that a reader saw each committed row of the outbox once, by its ID and
+// by its place, and nothing else.
 func requireRowsOnce(t *testing.T, pool *pgxpool.Pool, topic string, found []place) {
 	t.Helper()
 	rows, err := pool.Query(t.Context(), `SELECT id::text FROM effectonce.outbox WHERE topic = $1`, topic)
@@ -183,8 +185,8 @@ func requireRowsOnce(t *testing.T, pool *pgxpool.Pool, topic string, found []pla
 	require.Len(t, byOffset, len(ids), "one offset for each row")
 }
 
-// transactionVersion is the cluster's transaction.version: from 2 on (KIP-890) each transaction has a producer epoch of
-// its own, and brokers refuse what comes too late for its transaction.
+// transactionVersion is the cluster's transaction.version: from 2 on (KIP-890) each transaction has
+// a producer epoch of its own, and brokers refuse what comes too late for its transaction.
 func transactionVersion(t *testing.T, brokers []string) int16 {
 	t.Helper()
 	client := kafkatest.ClientAt(t, brokers)

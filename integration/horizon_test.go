@@ -18,9 +18,10 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: with DurableHorizon no event outlives a failover that loses its commit. While the standby does not flush, rows
-// that are committed are not published; if it goes on they are, and if it is promoted without them no reader ever
-// saw them, and what is committed after is published. At least once and exactly once. Row O24.
+// Property: with DurableHorizon no event outlives a failover that loses its commit. While the
+// standby does not flush, committed rows are not published. If it continues, they are published. If
+// it is promoted without them, no reader ever saw them, and later commits are published. At least
+// once and exactly once. Row O24 of guarantees.md.
 func TestNoEventOutlivesAFailover(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {

@@ -30,9 +30,10 @@ $$`
 // sequencesSQL is run by the old server and makes the statements for the new one.
 const sequencesSQL = `SELECT format('SELECT setval(%L, %s);', format('%I.%I', schemaname, sequencename), last_value) FROM pg_sequences WHERE last_value IS NOT NULL`
 
-// Property: an upgrade by logical replication between two servers, as docs/operations.md describes it, loses no row that was
-// written before, during or after it, and keeps the order of each key; also where the sequences are forgotten, with
-// rows in outbox_dead and published rows that were removed meanwhile. Rows O22, O40.
+// Property: an upgrade by logical replication between two servers, as docs/how-to/upgrade.md
+// describes it, loses no row that was written before, during or after it, and keeps the order of
+// each key. That also holds if the sequences are forgotten, with rows in outbox_dead and published
+// rows that were removed during the upgrade. Rows O22, O40 of guarantees.md.
 func TestUpgradeByLogicalReplication(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -48,7 +49,8 @@ func TestUpgradeByLogicalReplication(t *testing.T) {
 	}
 }
 
-// embedded starts a server that another one reaches at its address: containers have their own loopback.
+// embedded starts a server that another one reaches at its address: containers have their own
+// loopback.
 func embedded(t *testing.T, parameters map[string]string) *servers.Postgres {
 	t.Helper()
 	p, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{Own: true, Embedded: true, Parameters: parameters})
@@ -118,7 +120,8 @@ func (u *logicalCopy) copy(t *testing.T) {
 	u.URL = next.URL
 }
 
-// cutOver stops what runs on the old server, waits until the new one has all of it, and starts there.
+// cutOver stops what runs on the old server, waits until the new one has all of it, and starts
+// there.
 func (u *logicalCopy) cutOver(t *testing.T, forgotten bool) {
 	t.Helper()
 	ctx := t.Context()
@@ -145,7 +148,8 @@ func (u *logicalCopy) cutOver(t *testing.T, forgotten bool) {
 		}
 	}
 	if forgotten {
-		// Rows of before, unpublished, with the numbers that the sequence gives next, would refuse writers: new rows go elsewhere.
+		// Rows of before, unpublished, with the numbers that the sequence gives next, would refuse
+		// writers: new rows go elsewhere.
 		_, err := u.to.Exec(ctx, `SELECT setval('effectonce.outbox_slot', (coalesce(pg_sequence_last_value('effectonce.outbox_slot'), 0) + 1) % 4)`)
 		require.NoError(t, err)
 	}

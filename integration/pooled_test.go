@@ -17,9 +17,9 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// Property: behind a PgBouncer in transaction mode, with fewer server connections than partitions, which are
-// also reset and replaced as it goes, consumers and relays have their effects once and in order while they, and
-// PgBouncer, are killed. They wait for connections, they do not deadlock.
+// Property: behind a PgBouncer in transaction mode, with fewer server connections than partitions,
+// which are also reset and replaced as it goes, consumers and relays have their effects once and in
+// order while they, and PgBouncer, are killed. They wait for connections, they do not deadlock.
 func TestEffectsOnceThroughPgBouncer(t *testing.T) {
 	t.Parallel()
 	cases := map[string]struct {
@@ -101,7 +101,7 @@ func pooled(t *testing.T, mode, prepared string, c child) {
 	}
 }
 
-// preparesStatements tells whether PgBouncer knows max_prepared_statements.
+// preparesStatements reports whether PgBouncer knows max_prepared_statements.
 func preparesStatements(t *testing.T) bool {
 	t.Helper()
 	var major, minor int
@@ -110,8 +110,9 @@ func preparesStatements(t *testing.T) bool {
 	return major > 1 || minor >= 21
 }
 
-// Property: a consumer that sends named statements through a pooler that does not know them stops or waits, and
-// says why; no message is parked for it, none is lost, and none has its effect twice once the setting is mended.
+// Property: a consumer that sends named statements through a pooler that does not know them stops
+// or waits, and says why; no message is parked for it, none is lost, and none has its effect twice
+// once the setting is fixed.
 func TestNamedStatementsBehindPgBouncerCostNothing(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -138,8 +139,9 @@ func TestNamedStatementsBehindPgBouncerCostNothing(t *testing.T) {
 	require.NoError(t, right.terminate())
 }
 
-// Property: migrations that are run through a pooler all the same, by several processes at once, are never half
-// done: each that fails is rolled back, and a run without the pooler finds or makes the whole schema.
+// Property: migrations that are run through a pooler all the same, by several processes at once,
+// are never half done: each that fails is rolled back, and a run without the pooler finds or makes
+// the whole schema.
 func TestMigrationsThroughPgBouncerAreNeverHalfDone(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)

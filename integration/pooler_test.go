@@ -17,7 +17,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// pooler is a PgBouncer in front of a database, in transaction mode. It listens at a socket of its own.
+// pooler is a PgBouncer in front of a database, in transaction mode. It listens at a socket of its
+// own.
 type pooler struct {
 	database string // name
 	dir      string
@@ -61,8 +62,8 @@ func newPooler(t *testing.T, address string, settings ...string) *pooler {
 
 const nobody = 65534 // user and group
 
-// describeOnly makes pgx send no named statement, which belongs to one server connection. PgBouncer knows
-// named ones from 1.21 on, where max_prepared_statements allows them.
+// describeOnly makes pgx send no named statement, which belongs to one server connection. PgBouncer
+// knows named ones from 1.21 on, where max_prepared_statements allows them.
 const describeOnly = "default_query_exec_mode=cache_describe"
 
 func poolerBinary(t *testing.T) string {
@@ -87,9 +88,9 @@ func poolerVersion(t *testing.T, binary string) string {
 	return strings.TrimPrefix(line, "PgBouncer ")
 }
 
-// leashed ends PgBouncer like a crash when its input ends, which comes with the end of the test's process. One that ends by
-// itself is started again, as a service is: 1.18 does now and then when a cancel request meets the end of a connection's
-// lifetime ("bad server state: 11").
+// leashed ends PgBouncer like a crash when its input ends, which comes with the end of the test's
+// process. One that ends by itself is started again, as a service is: 1.18 does now and then when a
+// cancel request meets the end of a connection's lifetime ("bad server state: 11").
 const leashed = `(while :; do "$0" "$1" & echo $! >"$1.pid"; wait $!; sleep 0.1; done) & loop=$!; read -r _; kill -9 $loop; kill -9 $(cat "$1.pid")`
 
 func (p *pooler) start(t *testing.T) {

@@ -79,13 +79,13 @@ func TestMain(m *testing.M) {
 	if spec := os.Getenv(childVariable); spec != "" {
 		os.Exit(runChild(spec)) //nolint:forbidigo // this process is a program, not a test
 	}
-	metrics.UseNilMetrics = true // sarama's would tick for ever
+	metrics.UseNilMetrics = true // sarama's would tick forever
 	sideBySide()
 	pgtest.Main(m, leftByProxies()...)
 }
 
-// sideBySide runs more tests at once than there are processors, unless the command line says how many: nearly all of
-// their time they wait for leases, sessions and servers.
+// sideBySide runs more tests at once than there are processors, unless the command line says how
+// many: nearly all of their time they wait for leases, sessions and servers.
 func sideBySide() {
 	flag.Parse()
 	chosen := false
@@ -130,8 +130,8 @@ func (c child) open(ctx context.Context) (*pgxpool.Pool, error) {
 	return pgxpool.NewWithConfig(ctx, config)
 }
 
-// freezeMe stops the process and returns when it was woken. The signal may reach another thread first, and this one
-// would go on until that one has a processor.
+// freezeMe stops the process and returns when it was resumed. The signal may reach another thread
+// first, and this thread would continue until that one has a processor.
 func freezeMe() {
 	woken := make(chan os.Signal, 1)
 	signal.Notify(woken, syscall.SIGCONT)
@@ -155,7 +155,8 @@ func (f *freezer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.Tr
 
 func (f *freezer) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
-// joins says when the process asks to join its group, which is also how it takes part in a rebalance.
+// joins says when the process asks to join its group, which is also how it takes part in a
+// rebalance.
 type joins struct{ log *slog.Logger }
 
 func (j joins) OnBrokerWrite(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Duration, _ error) {
@@ -164,7 +165,7 @@ func (j joins) OnBrokerWrite(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.D
 	}
 }
 
-// answers says when a relay was told what became of a transaction that it wanted to end.
+// answers reports when a relay got the outcome of a transaction that it wanted to end.
 type answers struct{ log *slog.Logger }
 
 func (a answers) OnBrokerRead(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Duration, err error) {

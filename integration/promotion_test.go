@@ -17,11 +17,12 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: when a standby is promoted after the primary died with commits that were not replicated, and gives
-// their transaction ids and row numbers out again, nothing that is committed on it is skipped, and the order of
-// first occurrences is kept, although some of what was lost had been published (which nobody can take back) and with
-// exactly-once Kafka's progress is ahead of the database. A relay that is connected to the old primary afterwards
-// refuses, once it can know. Rows O22, O23, O24, O26.
+// Property: a standby is promoted after the primary died with commits that were not replicated, and
+// assigns their transaction ids and row numbers again. Nothing that is committed on it is skipped.
+// The order of first occurrences is kept, although some of the lost rows had been published (which
+// cannot be undone) and with exactly-once Kafka's progress is ahead of the database. A relay that
+// is connected to the old primary afterwards refuses, once it can know. Rows O22, O23, O24, O26 of
+// guarantees.md.
 func TestPromotionThatLosesCommitsSkipsNothing(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -98,8 +99,8 @@ func promote(t *testing.T, c child, running bool) {
 	require.ErrorIs(t, old.Run(limited), relay.ErrOldPrimary)
 }
 
-// requireKept waits until everything that the database has is published, and judges it; what was lost is left
-// out.
+// requireKept waits until everything that the database has is published, and judges it; what was
+// lost is left out.
 func requireKept(t *testing.T, pool *pgxpool.Pool, topic string) {
 	t.Helper()
 	want := written(t.Context(), t, pool)

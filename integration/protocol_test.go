@@ -24,8 +24,9 @@ import (
 // sessionTimeout is Kafka's least, unless a broker is set otherwise.
 const sessionTimeout = 6 * time.Second
 
-// brokersFor returns brokers that speak a protocol, with the session timeout of the tests: where the broker
-// assigns partitions, its own settings count, and a dead member would keep its partitions for 45 s.
+// brokersFor returns brokers that speak a protocol, with the session timeout of the tests: where
+// the broker assigns partitions, its own settings count, and a dead member would keep its
+// partitions for 45 s.
 func brokersFor(t *testing.T, protocol string) []string {
 	t.Helper()
 	if protocol != serverSide {
@@ -55,8 +56,8 @@ var assigning struct {
 	err   error
 }
 
-// Property: the protocol that is asked for is the one that is spoken; without this the tests of the others
-// would prove nothing.
+// Property: the protocol that is asked for is the one that is spoken; without this the tests of the
+// others would prove nothing.
 func TestProtocolIsTheOneAskedFor(t *testing.T) {
 	t.Parallel()
 	// As the brokers call them.
@@ -75,8 +76,8 @@ func TestProtocolIsTheOneAskedFor(t *testing.T) {
 	}
 }
 
-// Property: a static member that restarts within its session gets its partitions back, and nobody else's
-// move; nothing is redelivered. Row C42.
+// Property: a static member that restarts within its session gets its partitions back, and no other
+// member's partitions move; nothing is redelivered. Row C42 of guarantees.md.
 func TestStaticMemberKeepsItsPartitions(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -106,8 +107,9 @@ func TestStaticMemberKeepsItsPartitions(t *testing.T) {
 	}
 }
 
-// Property: two members under one static name, of which one was frozen, do not both count: every effect
-// happens once, and the one that is fenced off stops cleanly when it is told to. Rows C10, C11.
+// Property: two members under one static name, of which one was frozen, do not both count: every
+// effect happens once, and the member that is fenced off stops cleanly at a stop. Rows C10, C11 of
+// guarantees.md.
 func TestStaticNameThatIsTakenTwice(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()

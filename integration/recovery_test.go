@@ -70,9 +70,10 @@ func running(t *testing.T, pool *pgxpool.Pool, brokers []string, cfg relay.Confi
 	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
 }
 
-// Property: a relay that runs on through a crash of the server which loses commits that it has read (writers use
-// synchronous_commit=off), and whose transaction ids are given out again, skips nothing that is there afterwards:
-// what it learned before the crash is not stored, however late Kafka acknowledges. Row O24.
+// Property: a relay that runs on through a crash of the server which loses commits that it has read
+// (writers use synchronous_commit=off), and whose transaction ids are given out again, skips
+// nothing that is there afterwards: what it learned before the crash is not stored, however late
+// Kafka acknowledges. Row O24 of guarantees.md.
 func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -96,7 +97,7 @@ func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
 			stopWriter(t, pool)
 
 			kafka.waits.Store(true)
-			for range 60 { // transaction ids that come again
+			for range 60 { // transaction ids that are assigned again
 				_, err := pool.Exec(ctx, `SELECT pg_current_xact_id()`)
 				require.NoError(t, err)
 			}
@@ -128,8 +129,8 @@ func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
 	}
 }
 
-// stopWriter freezes the process that writes to the disk what was committed with synchronous_commit=off, until the server
-// ends, which kills it.
+// stopWriter freezes the process that writes to the disk what was committed with
+// synchronous_commit=off, until the server ends, which kills it.
 func stopWriter(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	var pid int
@@ -138,9 +139,9 @@ func stopWriter(t *testing.T, pool *pgxpool.Pool) {
 	require.NoError(t, err)
 }
 
-// dump is a database as pg_dump writes it: rows of one snapshot, and where sequences are, which is later. PostgreSQL's
-// own program has to be as new as the server, and comes neither with the embedded one nor on many machines: see
-// TestDumpOfPostgreSQLsOwn.
+// dump is a database as pg_dump writes it: rows of one snapshot, and where sequences are, which is
+// later. PostgreSQL's own program has to be as new as the server, and comes neither with the
+// embedded one nor on many machines: see TestDumpOfPostgreSQLsOwn.
 type dump struct {
 	tables    map[string][]byte
 	sequences map[string][2]any
@@ -212,13 +213,14 @@ func (d *dump) restore(t *testing.T, pool *pgxpool.Pool) {
 // restored is what the dump tests vary.
 type restored struct {
 	child
-	inPlace bool // over the database that was dumped, which went on meanwhile
+	inPlace bool // over the dumped database, which continued after the dump
 }
 
-// Property: after a dump, taken while transactions are open and rows wait, is restored, into a new cluster or over the
-// database itself, the relay skips nothing: neither what waited nor what is written afterwards, before it starts or
-// later, whose transaction ids and row numbers were in use before; what is below the floor is not published
-// again, the order of first occurrences is kept, and claims hold. Row O22.
+// Property: after a dump, taken while transactions are open and rows wait, is restored, into a new
+// cluster or over the database itself, the relay skips nothing: neither what waited nor what is
+// written afterwards, before it starts or later, whose transaction ids and row numbers were in use
+// before; what is below the floor is not published again, the order of first occurrences is kept,
+// and claims hold. Row O22 of guarantees.md.
 func TestRestoredDumpSkipsNothing(t *testing.T) {
 	t.Parallel()
 	counts := []int16{1, 3}
@@ -274,7 +276,7 @@ func restoreDump(t *testing.T, c restored) {
 	d := takeDump(t, pool)
 	require.NoError(t, behind.Rollback(ctx))
 
-	// The old database goes on, and publishes: all of that is undone.
+	// The old database continues, and publishes: all of that is undone.
 	if c.inPlace {
 		lost := start(t, c.child)
 		for i := range 60 {
@@ -322,7 +324,7 @@ func below(t *testing.T, pool *pgxpool.Pool, topic string, floor int) []string {
 	return ids
 }
 
-// occurrences tells how often each ID is in a topic.
+// occurrences counts how often each ID is in a topic.
 func occurrences(t *testing.T, topic string) map[string]int {
 	t.Helper()
 	ids := map[string]int{}
@@ -336,8 +338,8 @@ func occurrences(t *testing.T, topic string) map[string]int {
 	return ids
 }
 
-// requireNotPublishedAgain compares with what was there before the restore: on a slow machine the first relay may have lost
-// its lease, and published rows twice where that is allowed.
+// requireNotPublishedAgain compares with what was there before the restore: on a slow machine the
+// first relay may have lost its lease, and published rows twice where that is allowed.
 func requireNotPublishedAgain(t *testing.T, topic string, published []string, before map[string]int, exactly bool) {
 	t.Helper()
 	after := occurrences(t, topic)
@@ -361,13 +363,13 @@ func claim(ctx context.Context, t *testing.T, pool *pgxpool.Pool, id uuid.UUID) 
 	return fresh
 }
 
-// resetSQL is what docs/operations.md says.
+// resetSQL is what docs/runbook.md says.
 const resetSQL = `UPDATE effectonce.outbox_progress SET tick = 0, next_tick = NULL, seq = 0, floor = 0,
 	epoch = epoch + 1, advanced_epoch = epoch + 1, owner = NULL, lease_until = NULL WHERE relay = 'default'`
 
-// Property: progress that is set back by hand, while the relay runs, has everything that is there published again under
-// the same IDs and in order; so has progress that is deleted, unless it is in Kafka, too: then the relay goes on from
-// there.
+// Property: progress that is set back by hand, while the relay runs, has everything that is there
+// published again under the same IDs and in order; so has progress that is deleted, unless it is in
+// Kafka, too: then the relay continues from there.
 func TestProgressSetBackByHand(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {

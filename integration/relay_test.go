@@ -25,8 +25,8 @@ import (
 
 // Property: whatever the order of transaction ids, row numbers and commits, and while a transaction
 // somewhere in the cluster stays open for the whole run, every committed row is published once, no
-// rolled-back row is, versions of a key arrive in commit order, and rows keep flowing. Rows O1, O2, O3,
-// O4, O6, O7.
+// rolled-back row is, versions of a key arrive in commit order, and rows keep flowing. Rows O1, O2,
+// O3 of guarantees.md, O4, O6, O7.
 func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -77,10 +77,10 @@ func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 	require.Zero(t, s.duplicates, "without a crash nothing is published twice")
 }
 
-// Property: a relay that is killed at any point between two durable steps, and started again, loses no
-// row and changes no order among first occurrences; it publishes again at most what was in flight, and with
-// exactly-once nothing that a reader of committed records sees. Row O8, and O9: progress never gets ahead of the
-// acknowledgement.
+// Property: a relay that is killed at any point between two durable steps, and started again, loses
+// no row and changes no order among first occurrences; it publishes again at most what was in
+// flight, and with exactly-once nothing that a reader of committed records sees. Row O8, and O9 of
+// guarantees.md: progress never gets ahead of the acknowledgement.
 func TestRelayKilledAtEachPointLosesNothing(t *testing.T) {
 	t.Parallel()
 	points := map[bool][]string{
@@ -130,9 +130,10 @@ func killRelay(t *testing.T, c child) {
 	}
 }
 
-// Property: killed and frozen at random moments under load, while others wait or share the work, and while the
-// number of shards changes, relays lose nothing and keep the order of first occurrences; with exactly-once a
-// reader of committed records sees nothing twice. Rows O8, O13, O30.
+// Property: killed and frozen at random moments under load, while others wait or share the work,
+// and while the number of shards changes, relays lose nothing and keep the order of first
+// occurrences; with exactly-once a reader of committed records sees nothing twice. Rows O8, O13,
+// O30 of guarantees.md.
 func TestRelaysKilledAndFrozenAtRandomMoments(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]child{
@@ -288,7 +289,8 @@ func requirePublishedAt(t *testing.T, brokers []string, pool *pgxpool.Pool, topi
 		require.NoError(t, err)
 		return waiting == 0 && shards > 0 && shards == count(ctx, t, pool, `SELECT min(shards) FROM effectonce.outbox_progress_now`), waiting
 	})
-	// Brokers answer a commit before they have marked it everywhere: until then readers of committed records see less.
+	// Brokers answer a commit before they have marked it everywhere: until then readers of
+	// committed records see less.
 	var s stream
 	eventually(t, 20*time.Second, "everything can be read", func() (bool, any) {
 		s = judge(t, kafkatest.ReadAllAt(t, brokers, topic))

@@ -14,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-	toxiproxy "github.com/Shopify/toxiproxy/v2"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -87,14 +86,14 @@ func (r *replica) restart(t *testing.T) {
 	r.process = start(t, r.child)
 }
 
-func (r *replica) side(f fault) []*toxiproxy.Proxy {
+func (r *replica) side(f fault) []*proxy {
 	if f.side == "kafka" {
 		return r.ways.kafka
 	}
 	return r.ways.postgres
 }
 
-// ready tells whether another fault can be added.
+// ready reports whether another fault can be added.
 func (r *replica) ready(f fault) bool {
 	return !slices.Contains(r.suffers, f) && !slices.ContainsFunc(r.suffers, func(s fault) bool { return s.side == "" })
 }
@@ -106,7 +105,7 @@ func (r *replica) strike(t *testing.T, f fault, random *rand.Rand) {
 	severity := random.IntN(1000)
 	attributes := fmt.Sprintf(map[string]string{
 		reset: `{"timeout": %d}`, cutShort: `{"bytes": %d}`, latency: `{"latency": %[1]d, "jitter": %[1]d}`, lingering: `{"delay": 1%03d}`,
-		bandwidth: `{"rate": 1, "of": %d}`, blackHole: `{"timeout": 0, "of": %d}`, // KB/s; for ever
+		bandwidth: `{"rate": 1, "of": %d}`, blackHole: `{"timeout": 0, "of": %d}`, // KB/s; forever
 	}[f.kind], severity)
 	var err error
 	switch f.kind {
@@ -138,10 +137,10 @@ func (r *replica) heal(t *testing.T, random *rand.Rand) {
 	}
 	r.signal(syscall.SIGCONT)
 	r.suffers = nil
-	r.unless(t, mend(t.Context(), append(slices.Clone(r.ways.postgres), r.ways.kafka...)))
+	r.unless(t, letThrough(t.Context(), append(slices.Clone(r.ways.postgres), r.ways.kafka...)))
 }
 
-// unless goes on with new proxies where the old ones are stuck, or another program took a port.
+// unless continues with new proxies where the old ones are stuck, or another program took a port.
 func (r *replica) unless(t *testing.T, stuck error) {
 	t.Helper()
 	if stuck == nil {
@@ -155,11 +154,12 @@ func (r *replica) unless(t *testing.T, stuck error) {
 	r.suffers = nil
 }
 
-// Property: three replicas of a relay share an outbox of several shards while transactions commit out of order and are
-// rolled back, slots are emptied, and each replica is killed, frozen and resumed, and cut off from PostgreSQL or from
-// Kafka in seven ways, several of them at once. Nothing is lost, versions of a key are first seen in order, no fault
-// but SIGKILL ends a replica; with exactly-once a reader of committed records sees each row once. Rows O1, O2, O3, O5,
-// O8, O9, O13, O28, O30.
+// Property: three replicas of a relay share an outbox of several shards while transactions commit
+// out of order and are rolled back, slots are emptied, and each replica is killed, frozen and
+// resumed, and cut off from PostgreSQL or from Kafka in seven ways, several of them at once.
+// Nothing is lost, versions of a key are first seen in order, no fault but SIGKILL ends a replica;
+// with exactly-once a reader of committed records sees each row once. Rows O1, O2, O3, O5 of
+// guarantees.md, O8, O9, O13, O28, O30.
 func TestReplicasKilledFrozenAndCutOff(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {

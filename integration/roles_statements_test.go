@@ -23,8 +23,16 @@ var (
 	copies  = regexp.MustCompile(`COPY (\S+) \((.*?)\) FROM STDIN.*`) // needs the right to insert
 )
 
-// statementsOf returns the constants of a file that are statements, by their tags.
+// statementsOf returns the constants of a file that are statements, by their tags. There is one at
+// least.
 func statementsOf(t *testing.T, path string) map[string]string {
+	t.Helper()
+	found := taggedIn(t, path)
+	require.NotEmpty(t, found, path)
+	return found
+}
+
+func taggedIn(t *testing.T, path string) map[string]string {
 	t.Helper()
 	files := token.NewFileSet()
 	file, err := parser.ParseFile(files, path, nil, 0)
@@ -43,11 +51,11 @@ func statementsOf(t *testing.T, path string) map[string]string {
 			found[tag[1]] = strings.NewReplacer("%[1]d", "0", "%d", "0", "%%", "%").Replace(sql)
 		}
 	}
-	require.NotEmpty(t, found, path)
 	return found
 }
 
-// allowed starts a statement with null for each argument, as far as PostgreSQL checks rights, and no further.
+// allowed starts a statement with null for each argument, as far as PostgreSQL checks rights, and
+// no further.
 func allowed(t *testing.T, tx pgx.Tx, tag, sql string) error {
 	t.Helper()
 	if utility.MatchString(sql) {
@@ -68,8 +76,9 @@ func allowed(t *testing.T, tx pgx.Tx, tag, sql string) error {
 	return err
 }
 
-// Property: each statement that a part runs is one that its role may run, also those of rare ways: a restore, another
-// number of shards, deleted records. Only the upkeep of claims is its owner's. Row S7.
+// Property: each statement that a part runs is one that its role may run, also those of rare ways:
+// a restore, another number of shards, deleted records. Only the upkeep of claims is its owner's.
+// Row S7 of guarantees.md.
 func TestEachStatementIsAllowed(t *testing.T) {
 	t.Parallel()
 	p := newParts(t)
@@ -80,12 +89,12 @@ func TestEachStatementIsAllowed(t *testing.T) {
 	checked := 0
 	for part, files := range map[string][]string{
 		"publisher": {"outbox/queries.go"},
-		"relay":     {"relay/queries.go", "relay/sequence_queries.go", "internal/metrics/queries.go", "internal/monitor/queries.go", "internal/doctor/queries.go"},
+		"relay":     {"relay/queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/metrics/queries.go", "cmd/outbox-relay/internal/monitor/queries.go", "cmd/outbox-relay/internal/doctor/queries.go"},
 		"consumer":  {"consumer/queries.go", "dedup/queries.go", "dedup/fence_queries.go", "outbox/queries.go"},
 		"endpoint":  {"dedup/idempotency/queries.go"},
 		"operator": {
-			"internal/doctor/queries.go", "internal/dead/queries.go", "internal/parked/queries.go", "internal/inspect/queries.go", "internal/verify/queries.go",
-			"relay/operator_queries.go", "relay/repair_queries.go", "relay/sequence_queries.go", "internal/replay/queries.go", "internal/operator/queries.go", "internal/keys/queries.go",
+			"cmd/outbox-relay/internal/doctor/queries.go", "cmd/outbox-relay/internal/dead/queries.go", "cmd/outbox-relay/internal/parked/queries.go", "cmd/outbox-relay/internal/inspect/queries.go", "cmd/outbox-relay/internal/verify/queries.go",
+			"relay/operator_queries.go", "relay/repair_queries.go", "relay/sequence_queries.go", "cmd/outbox-relay/internal/replay/queries.go", "cmd/outbox-relay/internal/operator/queries.go", "cmd/outbox-relay/internal/keys/queries.go",
 		},
 	} {
 		pool := p.as(t, part)

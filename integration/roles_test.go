@@ -27,7 +27,8 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// denials collects the statements that a pool was not allowed to run, also where nobody minded.
+// denials collects the statements that a pool was not allowed to run, even if their errors were
+// ignored.
 type denials struct {
 	mu  sync.Mutex
 	all []string
@@ -80,7 +81,12 @@ type parts struct {
 
 func newParts(t *testing.T) parts {
 	t.Helper()
-	p := parts{address: pgtest.Database(t), denied: &denials{}}
+	return partsIn(t, pgtest.Database(t))
+}
+
+func partsIn(t *testing.T, address string) parts {
+	t.Helper()
+	p := parts{address: address, denied: &denials{}}
 	p.prefix, p.owner = pgtest.RolePrefix(t, p.address), open(t, p.address)
 	sql, err := migrations.Roles(migrations.Options{}, p.prefix)
 	require.NoError(t, err)
@@ -101,8 +107,8 @@ func (p parts) as(t *testing.T, part string) *pgxpool.Pool {
 	return pool
 }
 
-// paper is a handler of money: fenced, with an effect and a message of its own. What is bad fails for good until it
-// is mended, and what is flaky the first time.
+// paper is a handler of money: fenced, with an effect and a message of its own. What is bad fails
+// for good until it is fixed, and what is flaky the first time.
 type paper struct {
 	results string // topic
 	mended  atomic.Bool
@@ -126,8 +132,9 @@ func (p *paper) handle(ctx context.Context, tx pgx.Tx, msg *consumer.Message) er
 	return outbox.Publish(ctx, tx, outbox.Message{Topic: p.results, Key: msg.Key, Payload: msg.Value})
 }
 
-// Property: where the database hides which server it is, as some hosted ones do, a relay says so and works: it renews its
-// lease, and publishes what comes after many idle looks. Row O25.
+// Property: if the database hides its identity, as some hosted ones do, a relay logs that and
+// works: it renews its lease, and publishes rows that arrive after many idle polls. Row O25 of
+// guarantees.md.
 func TestRelayWithoutTheServersIdentity(t *testing.T) {
 	t.Parallel()
 	ctx, p, topic := t.Context(), newParts(t), kafkatest.Topic(t, 1)
@@ -155,12 +162,28 @@ func TestRelayWithoutTheServersIdentity(t *testing.T) {
 	require.NotContains(t, log.String(), "does not answer")
 }
 
-// Property: publisher, relay and consumer work with the rights of their role alone, from the insert to the effect, with
-// retries, parking, fences and messages of their own, and to the truncation of what is published and the release of
-// leases; nothing is even tried that is not allowed. Row S7.
+// Property: publisher, relay and consumer work with the rights of their role alone, from the insert
+// to the effect, with retries, parking, fences and messages of their own, and to the truncation of
+// what is published and the release of leases; nothing is even tried that is not allowed. Row S7 of
+// guarantees.md.
 func TestPartsWorkWithTheirRoles(t *testing.T) {
 	t.Parallel()
-	ctx, p := t.Context(), newParts(t)
+	partsWork(t, newParts(t))
+}
+
+// Property: the same, from the migration on, in a database where a login without rights planted
+// functions and operators that fit better than PostgreSQL's own: none of them is run, which for all
+// but their owner is an error. Row S18 of guarantees.md.
+func TestPartsWorkAmongHostileOverloads(t *testing.T) {
+	t.Parallel()
+	address := hostileDatabase(t)
+	require.NoError(t, migrations.Up(t.Context(), pgtest.Connect(t, address), migrations.Options{}))
+	partsWork(t, partsIn(t, address))
+}
+
+func partsWork(t *testing.T, p parts) {
+	t.Helper()
+	ctx := t.Context()
 	topic, results := kafkatest.Topic(t, 2), kafkatest.Topic(t, 1)
 	_, err := p.owner.Exec(ctx, `CREATE TABLE app_effects (value text); GRANT INSERT ON app_effects TO `+p.prefix+`_consumer`)
 	require.NoError(t, err)
@@ -217,7 +240,7 @@ func TestPartsWorkWithTheirRoles(t *testing.T) {
 	require.NoError(t, <-done)
 	require.NoError(t, <-done)
 
-	require.Equal(t, n, count(ctx, t, p.owner, `SELECT count(DISTINCT value) FROM app_effects`))
+	require.Equal(t, n, count(ctx, t, p.owner, `SELECT pg_catalog.count(DISTINCT value) FROM app_effects`))
 	require.Equal(t, n, count(ctx, t, p.owner, `SELECT count(*) FROM app_effects`))
 	require.Equal(t, 2, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NULL AND published > 0`), "leases are given back")
 	require.Zero(t, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_replicas`))
@@ -239,7 +262,8 @@ func TestPartsWorkWithTheirRoles(t *testing.T) {
 	assert.False(t, report.Elsewhere)
 }
 
-// Property: a role may not do what another part does: each of these is refused by the database. Row S7.
+// Property: a role may not do what another part does: each of these is refused by the database. Row
+// S7 of guarantees.md.
 func TestRolesAreRefused(t *testing.T) {
 	t.Parallel()
 	ctx, p := t.Context(), newParts(t)
@@ -324,7 +348,8 @@ func TestRolesAreRefused(t *testing.T) {
 	}
 }
 
-// Property: a message for later may be given and taken back by who publishes, and by nobody else read. Row S7.
+// Property: a publisher may insert a message for later and cancel it, and no other role may read
+// it. Row S7 of guarantees.md.
 func TestPublisherTakesBackWhatIsForLater(t *testing.T) {
 	t.Parallel()
 	ctx, p := t.Context(), newParts(t)

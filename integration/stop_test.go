@@ -12,9 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Property: consumers that are stopped with SIGTERM, at whatever moment, leave nothing behind that has to come
-// again: over all rounds each message is handled once and none is redelivered, also where a second member of the
-// group gets the partitions. Row C42.
+// Property: consumers that are stopped with SIGTERM, at whatever moment, leave nothing behind that
+// has to come again: over all rounds each message is handled once and none is redelivered, also
+// where a second member of the group gets the partitions. Row C42 of guarantees.md.
 func TestCleanStopsRedeliverNothing(t *testing.T) {
 	t.Parallel()
 	rounds := 20
@@ -75,8 +75,9 @@ func totals(t *testing.T, stopped []*process) (fresh, duplicates int) {
 	return fresh, duplicates
 }
 
-// Property: DrainMax bounds a clean stop: a handler that the database keeps busy for longer is cut off, its
-// transaction is rolled back, and its message has its effect later, once. Row C42.
+// Property: DrainMax bounds a clean stop: a handler that the database keeps busy for longer is cut
+// off, its transaction is rolled back, and its message has its effect later, once. Row C42 of
+// guarantees.md.
 func TestDrainMaxBoundsTheStop(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -95,8 +96,9 @@ func TestDrainMaxBoundsTheStop(t *testing.T) {
 	require.NoError(t, next.terminate())
 }
 
-// Property: a clean stop does not wait for the other members of the group: one that froze in a rebalance
-// holds up the rebalance, but not the end of those that are told to stop. Row C42.
+// Property: a clean stop does not wait for the other members of the group: a member that froze in a
+// rebalance delays the rebalance, but not the end of the members that stop. Row C42 of
+// guarantees.md.
 func TestStopDoesNotWaitForOtherMembers(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -116,7 +118,8 @@ func TestStopDoesNotWaitForOtherMembers(t *testing.T) {
 	require.NoError(t, stays.err)
 }
 
-// Property: SIGTERM before the consumer has joined, or while its database is away, ends it cleanly, too.
+// Property: SIGTERM before the consumer has joined, or while its database is away, ends it cleanly,
+// too.
 func TestStopBeforeItBegan(t *testing.T) {
 	t.Parallel()
 	c, _ := consuming(t, child{}, 1)

@@ -13,9 +13,9 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 )
 
-// Property: a topic that is deleted and made anew under a running consumer is read from its beginning, also
-// where the new one is longer than the old one was, so that the old position would be a valid one. Every effect
-// of both is there once. Row C36.
+// Property: a topic that is deleted and made anew under a running consumer is read from its
+// beginning, also where the new one is longer than the old one was, so that the old position would
+// be a valid one. Every effect of both is there once. Row C36 of guarantees.md.
 func TestTopicMadeAnewUnderTheConsumer(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]child{cooperative: {}, serverSide: {Protocol: serverSide}} {
@@ -50,8 +50,9 @@ func recreate(t *testing.T, c child, partitions int32) {
 	})
 }
 
-// Property: partitions that are added while records come are found, and nothing of what is written before or
-// after is lost or has its effect twice. The order of a key that moves is not promised. Row C37.
+// Property: partitions that are added while records come are found, and nothing of what is written
+// before or after is lost or has its effect twice. The order of a key that moves is not promised.
+// Row C37 of guarantees.md.
 func TestPartitionsAddedUnderLoad(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]child{cooperative: {}, serverSide: {Protocol: serverSide}} {
@@ -93,9 +94,9 @@ func filledPartitions(ctx context.Context, t *testing.T, c child) (n int) {
 	return n
 }
 
-// Property: when Kafka forgets the group's offsets, and somebody resets them to the end or to the beginning,
-// between two runs, the database's position counts, unless the operator's is earlier: then the claims drop
-// what comes again. Row C35.
+// Property: when Kafka forgets the group's offsets, and an operator resets them to the end or to
+// the beginning, between two runs, the database's position counts, unless the operator's is
+// earlier: then the claims drop the redelivered messages. Row C35 of guarantees.md.
 func TestForgottenAndResetOffsets(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()

@@ -14,10 +14,11 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Property: two members that both believe to own all partitions, for as long as it takes, have every effect once
-// and in order, and they get on. Row C11.
+// Property: two members that both believe to own all partitions, for as long as it takes, have
+// every effect once and in order, and they get on. Row C11 of guarantees.md.
 //
-// kfake is made to put the second one into a group of its own, of which it hears nothing: no real broker would.
+// kfake is made to put the second one into a group of its own, of which it hears nothing: no real
+// broker would.
 func TestTwoMembersThatOwnTheSamePartitions(t *testing.T) {
 	t.Parallel()
 	for name, order := range map[string]consumer.Order{"by partition": consumer.OrderByPartition, "by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
@@ -53,7 +54,8 @@ func ownTheSame(t *testing.T, order consumer.Order) {
 		t.Log("-short, or with workers: 1 round instead of 4")
 		rounds = 1
 	}
-	// A holder that was replaced waits before it takes a partition back: there is something to do until then.
+	// A holder that was replaced waits before it takes a partition back: there is something to do
+	// until then.
 	for round := 0; round < rounds || round < 200 && count(ctx, t, pool, takeovers) <= 2; round++ {
 		producedAt(t, c.Brokers, pool, c.Topic, fmt.Sprintf("round%d-", round), 8, 50, 10)
 		c.handledBy(ctx, t, pool, 60*time.Second)

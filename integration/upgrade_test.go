@@ -42,14 +42,16 @@ type upgrade struct {
 	order    int // of the consumers: 0 by partition, 1 by key, 2 unordered
 }
 
-// upgradeTables: faults say what happens to messages of a key with the old release, calls are foreign calls.
+// upgradeTables: faults say what happens to messages of a key with the old release, calls are
+// foreign calls.
 const upgradeTables = workload + `
 CREATE TABLE faults (key text PRIMARY KEY, fault text NOT NULL);
 CREATE TABLE calls (n bigint GENERATED ALWAYS AS IDENTITY, key text NOT NULL, version int NOT NULL, release text NOT NULL, call uuid NOT NULL);
 CREATE TABLE runs (n bigint GENERATED ALWAYS AS IDENTITY, elsewhere boolean NOT NULL, error text NOT NULL)`
 
-// Property: programs of the previous release that run when the schema is migrated lose nothing, double nothing and
-// call nothing twice under two keys, beside programs of this one and replaced by them. Row S14.
+// Property: programs of the previous release that run when the schema is migrated lose nothing,
+// double nothing and call nothing twice under two keys, beside programs of this one and replaced by
+// them. Row S14 of guarantees.md.
 func TestUpgradeFromThePreviousRelease(t *testing.T) {
 	t.Parallel()
 	binaries := map[string]string{oldRelease: buildPrevious(t), newRelease: build(t, ".", "./testdata/upgrade")}
@@ -78,7 +80,8 @@ func buildPrevious(t *testing.T) string {
 	t.Helper()
 	out, err := exec.CommandContext(t.Context(), "git", "-C", "..", "archive", "--format=tar", previousRelease).Output()
 	if err != nil {
-		// An archive of the sources, or a shallow clone, has no history to build. A whole clone has the commit.
+		// An archive of the sources, or a shallow clone, has no history to build. A whole clone has
+		// the commit.
 		if shallow, gitErr := exec.CommandContext(t.Context(), "git", "-C", "..", "rev-parse", "--is-shallow-repository").Output(); gitErr == nil {
 			require.Equal(t, "true", strings.TrimSpace(string(shallow)), "this clone is whole, and commit %s is not in it: %v", previousRelease, err)
 		}
@@ -166,9 +169,9 @@ func (u upgrade) by(ctx context.Context, t *testing.T, p *process) int {
 	return count(ctx, t, u.pool, fmt.Sprintf(`SELECT count(*) FROM effects WHERE worker = %d`, p.cmd.Process.Pid))
 }
 
-// Property: a consumer of the previous release goes on while the schema is migrated and after it; one of this
-// release joins its group and takes over when it ends. Every message has its effect once, in the order of its
-// key, though all messages come again.
+// Property: a consumer of the previous release continues while the schema is migrated and after it.
+// A consumer of this release joins its group and takes over when it ends. Every message has its
+// effect once, in the order of its key, though all messages are redelivered.
 func testReleasesSideBySide(t *testing.T, u upgrade) {
 	t.Helper()
 	ctx := t.Context()
@@ -212,7 +215,8 @@ func testReleasesSideBySide(t *testing.T, u upgrade) {
 	require.ErrorContains(t, u.refused(t, topic), "exit status 1")
 }
 
-// refused starts a program of the previous release once more: it does not know which newer schemas it works with.
+// refused starts a program of the previous release once more: it does not know which newer schemas
+// it works with.
 func (u upgrade) refused(t *testing.T, topic string) error {
 	t.Helper()
 	p := u.start(t, oldRelease, "consume", topic)
@@ -232,8 +236,8 @@ func duplicates(t *testing.T, brokers []string, records []*kgo.Record) {
 	require.NoError(t, client.ProduceSync(t.Context(), again...).FirstErr())
 }
 
-// charge produces a message to a partition, and with it, so that they share a batch, others before it. It says what
-// happens to it with the previous release.
+// charge produces a message to a partition, and with it, so that they share a batch, others before
+// it. It says what happens to it with the previous release.
 func (u upgrade) charge(t *testing.T, topic string, partition int32, key, fault string, before ...string) {
 	t.Helper()
 	u.fault(t, key, fault)
@@ -251,11 +255,13 @@ func (u upgrade) charge(t *testing.T, topic string, partition int32, key, fault 
 	require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
 }
 
-// later are the keys behind a message that hangs. Each goes to one of four workers, by chance: not all to that which hangs.
+// later are the keys behind a message that hangs. Each goes to one of four workers, by chance: not
+// all to that which hangs.
 const later = 12
 
-// hang has the previous release call for messages and wait for the answer: of one, whose batch has another one before it,
-// and of later ones where the partition has several workers. It returns which are sure to be called again.
+// hang has the previous release call for messages and wait for the answer: of one, whose batch has
+// another one before it, and of later ones where the partition has several workers. It returns
+// which are sure to be called again.
 func (u upgrade) hang(t *testing.T, topic string, partition int32) (again []string) {
 	t.Helper()
 	const first, killed = "rolled back with a batch", "killed in the call"
@@ -282,7 +288,7 @@ func (u upgrade) fault(t *testing.T, key, fault string) {
 	u.exec(t, `INSERT INTO faults VALUES ($1, $2) ON CONFLICT (key) DO UPDATE SET fault = excluded.fault`, key, fault)
 }
 
-// handBack is what the documentation tells operators to do with a parked message.
+// handBack is what the documentation says operators do with a parked message.
 func (u upgrade) handBack(t *testing.T, key string) {
 	t.Helper()
 	tag, err := u.pool.Exec(t.Context(), `UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp(), released_at = NULL
@@ -312,7 +318,8 @@ func (u upgrade) parked(t *testing.T, key string) {
 	})
 }
 
-// requireSameKeys: the foreign calls of this release have the keys of the last ones of the previous release.
+// requireSameKeys: the foreign calls of this release have the keys of the last ones of the previous
+// release.
 func (u upgrade) requireSameKeys(t *testing.T, keys ...string) {
 	t.Helper()
 	within := func(release, key string) [][16]byte {
@@ -334,9 +341,9 @@ func (u upgrade) requireSameKeys(t *testing.T, keys ...string) {
 	}
 }
 
-// Property: a foreign call that a program of the previous release made before the migration is made again by this
-// release under the same key: where the process was killed in the call, where the call failed, and where the
-// message was parked or tried again since. A1.
+// Property: a foreign call that a program of the previous release made before the migration is made
+// again by this release under the same key: where the process was killed in the call, where the
+// call failed, and where the message was parked or tried again since. A1.
 func testCallsBeforeTheMigration(t *testing.T, u upgrade) {
 	t.Helper()
 	ctx := t.Context()
@@ -368,7 +375,8 @@ func testCallsBeforeTheMigration(t *testing.T, u upgrade) {
 	require.NoError(t, newer.terminate())
 }
 
-// Property: the same for what the previous release does after the migration, while it is still running. A1.
+// Property: the same for what the previous release does after the migration, while it is still
+// running. A1.
 func testCallsAfterTheMigration(t *testing.T, u upgrade) {
 	t.Helper()
 	ctx := t.Context()
@@ -396,8 +404,8 @@ func testCallsAfterTheMigration(t *testing.T, u upgrade) {
 	require.NoError(t, newer.terminate())
 }
 
-// Property: a program of the previous release, which forgets claims without a note, forgets none from the migration
-// on, and one that is running learns it by its lease.
+// Property: a program of the previous release, which forgets claims without a note, forgets none
+// from the migration on, and one that is running learns it by its lease.
 func testPreviousReleaseForgetsNothing(t *testing.T, u upgrade) {
 	t.Helper()
 	ctx := t.Context()

@@ -12,8 +12,8 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 )
 
-// upkeep forgets claims, for a consumer that has been registered and has not consumed yet, so that the oldest
-// days of a new schema may go, whatever the time of day is.
+// upkeep forgets claims, for a consumer that has been registered and has not consumed yet, so that
+// the oldest days of a new schema may go, whatever the time of day is.
 func (c child) upkeep(ctx context.Context, pool *pgxpool.Pool) error {
 	claims, err := dedup.New(dedup.Config{})
 	if err != nil {
@@ -26,8 +26,9 @@ func (c child) upkeep(ctx context.Context, pool *pgxpool.Pool) error {
 	return err
 }
 
-// Property: a process that freezes while it forgets old claims, with the table of claims locked, holds consumers
-// up for a moment only, and when it wakes up it changes nothing. Rows C9, C30.
+// Property: a process that freezes while it forgets old claims, with the table of claims locked,
+// holds consumers up for a moment only, and when it wakes up it changes nothing. Rows C9, C30 of
+// guarantees.md.
 func TestFrozenUpkeepDoesNotHoldUpClaims(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()

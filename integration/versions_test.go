@@ -13,8 +13,8 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// expandSQL is what the migration of a next release may do while older programs run: new columns, in the middle of what
-// they would read with an asterisk or write without names, and new tables.
+// expandSQL is what the migration of a next release may do while older programs run: new columns,
+// in the middle of what they would read with an asterisk or write without names, and new tables.
 const expandSQL = `DO $$
 DECLARE
   known regclass;
@@ -28,9 +28,10 @@ $$;
 CREATE TABLE effectonce.of_the_next_release (relay text);
 UPDATE effectonce.schema_version SET version = version + 1`
 
-// Property: relays that run while the migration of a next release adds columns and tables go on, in all that they do
-// (publish, bury, release, change shards, recover from trouble), lose nothing and publish nothing twice; one that starts then
-// joins them, unless the schema does not work with it; one of the next release before the migration is refused. Row S14.
+// Property: relays that run while the migration of a next release adds columns and tables continue
+// in all that they do (publish, bury, release, change shards, recover from failures), lose nothing
+// and publish nothing twice. A relay that starts then joins them, unless the schema does not work
+// with it. A relay of the next release is refused before the migration. Row S14 of guarantees.md.
 func TestRelaysRunOnThroughANextMigration(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -66,7 +67,7 @@ func TestRelaysRunOnThroughANextMigration(t *testing.T) {
 				n := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`)
 				return n == 3, n
 			})
-			// Leases are taken anew, under other epochs, as after any trouble.
+			// Leases are taken anew, under other epochs, as after any failure.
 			execute(`UPDATE effectonce.outbox_progress SET epoch = epoch + 1, lease_until = NULL, owner = NULL`)
 			w.seed = 16
 			w.run(ctx, t, pool)

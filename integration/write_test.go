@@ -55,8 +55,9 @@ func (w writers) write(ctx context.Context, pool *pgxpool.Pool) error {
 	return group.Wait()
 }
 
-// one transaction. With pauses it gets its transaction id early or late, waits with and without the key's lock
-// and rolls savepoints back, so that neither transaction ids nor seqs are in commit order.
+// one transaction. With pauses it gets its transaction id early or late, waits with and without the
+// key's lock and rolls savepoints back, so that neither transaction ids nor seqs are in commit
+// order.
 func (w writers) one(ctx context.Context, tx pgx.Tx, random *rand.Rand) error {
 	if w.pauses && random.IntN(2) == 0 {
 		if _, err := tx.Exec(ctx, `SELECT pg_current_xact_id()`); err != nil {
@@ -110,14 +111,15 @@ func (w writers) pause(ctx context.Context, tx pgx.Tx, random *rand.Rand) error 
 // patience is how much longer than on a quiet machine a test may wait before it counts as hung.
 const patience = 3
 
-// eventually waits for a condition and fails the test with its last answer. limit is for a quiet machine.
+// eventually waits for a condition and fails the test with its last answer. limit is for a quiet
+// machine.
 func eventually(t *testing.T, limit time.Duration, what string, condition func() (bool, any)) {
 	t.Helper()
 	within(t, patience*limit, what, condition)
 }
 
-// within is eventually where the limit is part of the property. It asks less often the longer it waits: the answers cost
-// processor time that the other tests need.
+// within is eventually where the limit is part of the property. It asks less often the longer it
+// waits: the answers cost processor time that the other tests need.
 func within(t *testing.T, limit time.Duration, what string, condition func() (bool, any)) {
 	t.Helper()
 	begun := time.Now()

@@ -1,6 +1,8 @@
 -- Removes what 0001_pipeline.up.sql made. Outbox rows that are not published yet, and every claim, are
 -- lost with it. The schema itself stays: the version table lives in it.
 
+SET search_path = pg_catalog, pg_temp;
+
 DROP FUNCTION effectonce.advance_position(text, text, integer, bigint, bigint, bigint, timestamptz);
 DROP TABLE effectonce.consumer_positions;
 DROP TABLE effectonce.processed_messages;

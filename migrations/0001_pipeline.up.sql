@@ -3,6 +3,8 @@
 -- Plain SQL: psql -f runs it as it stands. Every name is written with the default schema; the
 -- migrations package replaces the word where another schema is configured.
 
+SET search_path = pg_catalog, pg_temp;
+
 -- CREATE SCHEMA IF NOT EXISTS asks for the right to create schemas even where this one is there.
 DO $$
 BEGIN

@@ -1,6 +1,8 @@
 -- Removes what 0002_consumer.up.sql made. Parked messages, fences, the claims of consumers that never
 -- forget and the operator's log are lost with it.
 
+SET search_path = pg_catalog, pg_temp;
+
 DROP TABLE effectonce.fences;
 DROP TABLE effectonce.operator_actions;
 DROP TABLE effectonce.parked_messages;

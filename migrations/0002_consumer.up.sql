@@ -1,5 +1,7 @@
 -- effectonce, schema version 2: failures, parking, dedup windows, fences, the operator's log.
 
+SET search_path = pg_catalog, pg_temp;
+
 -- ---------------------------------------------------------------------------------------------
 -- Claims: how long they are kept, and of what content
 

@@ -1,6 +1,8 @@
 -- Removes what 0003_relay.up.sql made. Messages for later that are not due are lost, and relays with several
 -- shards go on with one, at the slowest shard's progress: they publish again what the others had published.
 
+SET search_path = pg_catalog, pg_temp;
+
 DROP TABLE effectonce.outbox_scheduled;
 DROP TABLE effectonce.outbox_paused;
 DROP TABLE effectonce.outbox_replicas;

@@ -1,6 +1,8 @@
 -- effectonce, schema version 3: slots of the outbox, shards and replicas of relays, topics that wait, messages
 -- for later.
 
+SET search_path = pg_catalog, pg_temp;
+
 -- ---------------------------------------------------------------------------------------------
 -- Outbox: slots that take turns
 

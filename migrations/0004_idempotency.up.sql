@@ -1,5 +1,7 @@
 -- effectonce, schema version 4: idempotency keys of requests.
 
+SET search_path = pg_catalog, pg_temp;
+
 -- A row is claimed by its INSERT: the primary key decides who executes. Work in one transaction inserts it as
 -- finished, together with its effect. Work in phases inserts it as running and commits each phase with its recovery
 -- point, under lock_token, which grows whenever somebody takes the lock: who lost it cannot write any more.

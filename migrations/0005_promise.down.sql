@@ -1,6 +1,8 @@
 -- Removes what 0005_promise.up.sql made. Marks of what was forgotten are lost: the previous release judges by
 -- windows alone. Orders and pauses of operators are lost, too.
 
+SET search_path = pg_catalog, pg_temp;
+
 DROP TRIGGER parked_promote ON effectonce.parked_messages;
 DROP FUNCTION effectonce.parked_promote();
 DROP INDEX effectonce.parked_messages_due;

@@ -3,6 +3,8 @@
 -- Additive: consumers of the previous release that are running go on with this schema. Columns that they do
 -- not know have defaults that say "written by the previous release".
 
+SET search_path = pg_catalog, pg_temp;
+
 -- The oldest schema version whose programs work with this schema: migrations.Check reads it.
 CREATE TABLE effectonce.schema_compatibility (oldest integer NOT NULL);
 INSERT INTO effectonce.schema_compatibility VALUES (5);

@@ -1,4 +1,7 @@
 -- Functions of a sequence that is behind.
+
+SET search_path = pg_catalog, pg_temp;
+
 DROP FUNCTION effectonce.repair_outbox_sequences(bigint, bigint), effectonce.renumber_outbox(bigint, bigint, timestamptz),
   effectonce.outbox_sequence_state(bigint, bigint), effectonce.this_cluster();
 

@@ -2,6 +2,8 @@
 --
 -- Additive: relays of the previous release that are running, or start, work with this schema.
 
+SET search_path = pg_catalog, pg_temp;
+
 -- ---------------------------------------------------------------------------------------------
 -- Progress
 

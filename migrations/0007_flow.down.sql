@@ -1,6 +1,8 @@
 -- Removes what 0007_flow.up.sql made: the previous release tells flows of one operation apart by their phases, and repeats calls
 -- however old they are.
 
+SET search_path = pg_catalog, pg_temp;
+
 CREATE OR REPLACE FUNCTION effectonce.advance_key(
   p_scope text, p_operation text, p_key text, p_token bigint, p_phase text, p_data bytea) RETURNS void
 LANGUAGE plpgsql

@@ -2,6 +2,8 @@
 --
 -- Additive: programs of the previous release that are running, or start, work with this schema.
 
+SET search_path = pg_catalog, pg_temp;
+
 ALTER TABLE effectonce.idempotency_keys
   -- The flow that claimed the key, so that no other one of the operation takes it. Null: the previous release, or work in one
   -- transaction, claimed it.

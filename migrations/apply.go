@@ -6,21 +6,27 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/tern/v2/migrate"
+
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// Up brings the database to the latest version, one transaction for each migration. Any number of
-// processes may call it at once: an advisory lock lets one work and the others wait, and then they
-// find nothing to do. It also finds nothing to do in a database of a newer version that this program
-// works with. conn must be a connection of its own to the primary, not through a transaction pooler
-// (the lock belongs to the session).
+// Up migrates the database to the latest version, with one transaction for each migration. Any
+// number of processes may call it at once: one works under the lock of the row that holds the
+// version; the others wait, and then find nothing to do. Up also does nothing in a database of a
+// newer version that this program works with. conn must be a dedicated connection to the primary,
+// not through a transaction pooler. Up works under its own search path, and restores that of the
+// connection.
 //
-// Programs may run meanwhile. A migration that does not get its locks within 1.5 s gives up, so that
-// others queue behind it for no longer, logs which transactions hold them, and is tried again after a
-// pause, until Options.LockWaitMax. After an error the database is at the last version that succeeded;
-// Up may be called again.
+// Up refuses a schema that it cannot trust with ErrNotOurs: code in that schema would run with the
+// rights of Up's role.
+//
+// Programs may run during a migration. A migration that does not get its locks within 1.5 s gives
+// up, so that others queue behind it for no longer. It logs which transactions hold the locks, and
+// is retried after a pause, until Options.LockWaitMax. After an error the database is at the last
+// version that succeeded; Up may be called again.
 func Up(ctx context.Context, conn *pgx.Conn, opts Options) error {
 	all, err := All(opts)
 	if err != nil {
@@ -35,84 +41,221 @@ func Up(ctx context.Context, conn *pgx.Conn, opts Options) error {
 	return err
 }
 
-// To migrates up or down to a version, as Up does; 0 removes everything, including what is not published yet.
+// To migrates up or down to a version, as Up does. Version 0 removes everything, including messages
+// that are not published yet.
 func To(ctx context.Context, conn *pgx.Conn, opts Options, version int) error {
 	if opts.LockWaitMax < 0 {
 		return fmt.Errorf("LockWaitMax %s: want 0 (%s) or more", opts.LockWaitMax, lockWaitDefault)
 	}
-	wait := &lockWait{
-		max:    cmp.Or(opts.LockWaitMax, lockWaitDefault),
-		logger: cmp.Or(opts.Logger, slog.Default()), //nolint:forbidigo // a migration that waits is never silent
-	}
-	migrator, latest, err := open(ctx, conn, opts, wait)
+	all, err := All(opts)
 	if err != nil {
 		return err
 	}
-	if version < 0 || version > latest {
-		return fmt.Errorf("migrate to version %d: want 0 to %d", version, latest)
+	if version < 0 || version > len(all) {
+		return fmt.Errorf("migrate to version %d: want 0 to %d", version, len(all))
 	}
-	err = wait.retry(ctx, conn, func() error { return migrator.MigrateTo(ctx, int32(version)) })
-	var bad migrate.BadVersionError
-	if errors.As(err, &bad) {
-		return fmt.Errorf("%w: %s; update this program", ErrTooNew, bad.Error())
-	}
+	schema, _ := opts.Resolve()
+	restore, err := safePath(ctx, conn)
 	if err != nil {
+		return err
+	}
+	defer restore()
+	var standby bool
+	if err := conn.QueryRow(ctx, readOnly).Scan(&standby); err != nil {
+		return fmt.Errorf("check whether the database is read-only: %w", err)
+	}
+	if standby {
+		return errors.New("migrate: the database is read-only (a standby?): connect to the primary")
+	}
+	m := migrator{schema: schema, all: all, to: version, wait: &lockWait{
+		schema: schema,
+		max:    cmp.Or(opts.LockWaitMax, lockWaitDefault),
+		logger: cmp.Or(opts.Logger, slog.Default()), //nolint:forbidigo // a migration that waits always logs
+	}}
+	if err := m.migrate(ctx, conn); err != nil {
 		return fmt.Errorf("migrate to version %d: %w", version, err)
 	}
 	return nil
 }
 
-// createLock keeps ten processes from creating the schema at once: CREATE SCHEMA IF NOT EXISTS is not
-// safe against itself.
-const createLock = `-- migrations.lock
-SELECT pg_advisory_xact_lock(hashtextextended('effectonce migrations', 0))`
+const (
+	readOnly = `-- migrations.read_only
+SELECT pg_is_in_recovery() OR pg_catalog.current_setting('transaction_read_only')::bool`
 
-// schemaThere spares a role that may not create schemas from being refused where there is nothing to
-// create. quote_ident quotes only what needs it (a word of SQL): tern looks for its version table under
-// the name as it is given.
-const schemaThere = `-- migrations.schema
-SELECT quote_ident($1), EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)`
+	// The first two are commands: they look up no function.
+	askPath  = "-- migrations.ask_path\nSHOW search_path"
+	setPath  = "-- migrations.set_path\nSET search_path = pg_catalog, pg_temp"
+	givePath = `-- migrations.give_path
+SELECT pg_catalog.set_config('search_path', $1::text, false)`
 
-const readOnly = `-- migrations.read_only
-SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::bool`
+	pathMax = 5 * time.Second
+)
 
-func open(ctx context.Context, conn *pgx.Conn, opts Options, wait *lockWait) (*migrate.Migrator, int, error) {
-	all, err := All(opts)
-	if err != nil {
-		return nil, 0, err
+// safePath keeps functions and operators of other roles out of the session: PostgreSQL prefers one
+// of any schema in the search path if its argument types fit better than those of its own. restore
+// sets the caller's path again.
+func safePath(ctx context.Context, conn *pgx.Conn) (restore func(), err error) {
+	var path string
+	if err := conn.QueryRow(ctx, askPath, pgx.QueryExecModeSimpleProtocol).Scan(&path); err != nil {
+		return nil, fmt.Errorf("read the search path: %w", err)
 	}
-	schema, _ := opts.Resolve()
-	var standby bool
-	if err := conn.QueryRow(ctx, readOnly).Scan(&standby); err != nil {
-		return nil, 0, fmt.Errorf("ask whether the database is read-only: %w", err)
+	if _, err := conn.Exec(ctx, setPath); err != nil {
+		return nil, fmt.Errorf("set the search path: %w", err)
 	}
-	if standby {
-		return nil, 0, errors.New("migrate: the database is read-only (a standby?): connect to the primary")
-	}
-	var quoted string
-	err = pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, createLock); err != nil {
-			return err
+	return func() {
+		if conn.IsClosed() {
+			return
 		}
-		var there bool
-		if err := tx.QueryRow(ctx, schemaThere, schema).Scan(&quoted, &there); err != nil || there {
-			return err
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), pathMax)
+		defer cancel()
+		if _, err := conn.Exec(ctx, givePath, path); err != nil {
+			_ = conn.Close(ctx) // do not return a connection with another search path
 		}
-		_, err := tx.Exec(ctx, "CREATE SCHEMA "+quoted)
-		return err
-	})
-	if err != nil {
-		return nil, 0, fmt.Errorf("create schema %s (the role needs CREATE on the database, or let its owner create the schema): %w", schema, err)
-	}
-	migrator, err := migrate.NewMigrator(ctx, conn, quoted+"."+versionTable)
-	if err != nil {
-		return nil, 0, fmt.Errorf("prepare migrations: %w", err)
-	}
-	wait.schema = schema
-	for _, m := range all {
-		migrator.Migrations = append(migrator.Migrations, &migrate.Migration{
-			Sequence: int32(m.Version), Name: m.Name, UpFunc: wait.step(m.Name, m.Up), DownFunc: wait.step(m.Name, m.Down),
+	}, nil
+}
+
+// migrator migrates one schema to one version.
+type migrator struct {
+	schema string
+	all    []Migration
+	to     int
+	wait   *lockWait
+}
+
+// migrate creates the schema if necessary, and then runs one step after another. Each step decides
+// under the lock of the version's row which migration is next.
+func (m *migrator) migrate(ctx context.Context, conn *pgx.Conn) error {
+	current, err := m.begin(ctx, conn)
+	for err == nil && current != m.to {
+		err = m.wait.retry(ctx, conn, func() (err error) {
+			current, err = m.step(ctx, conn)
+			return err
 		})
 	}
-	return migrator, len(all), nil
+	return err
+}
+
+// begin reads the version, and creates the schema and its version table if they do not exist.
+func (m *migrator) begin(ctx context.Context, conn *pgx.Conn) (current int, err error) {
+	for range beginTries {
+		current, err = m.install(ctx, conn)
+		// Another process created it at the same time: two concurrent IF NOT EXISTS can also
+		// conflict.
+		if !pgerr.Is(err, pgerr.DuplicateSchema, pgerr.DuplicateTable, pgerr.DuplicateObject, pgerr.UniqueViolation) {
+			return current, err
+		}
+	}
+	return current, err
+}
+
+const (
+	beginTries = 5
+
+	versionTableThere = `-- migrations.version_table
+SELECT count(*) > 0 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = $1::text AND c.relname = '` + versionTable + "'"
+
+	readVersion = `-- migrations.read_version
+SELECT version FROM effectonce.` + versionTable
+
+	makeVersion = `CREATE TABLE effectonce.` + versionTable + ` (version int4 NOT NULL);
+INSERT INTO effectonce.` + versionTable + ` (version) VALUES (0)`
+
+	writeVersion = `-- migrations.write_version
+UPDATE effectonce.` + versionTable + ` SET version = $1::int4`
+)
+
+// install reads with one snapshot. With several, tables of a migration that another process commits
+// in between would look like tables that no migration made.
+func (m *migrator) install(ctx context.Context, conn *pgx.Conn) (current int, err error) {
+	err = pgx.BeginTxFunc(ctx, conn, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
+		var there, table, super bool
+		if err := tx.QueryRow(ctx, schemaThere, m.schema).Scan(&there, &super); err != nil {
+			return fmt.Errorf("look for schema %s: %w", m.schema, err)
+		}
+		if !there {
+			if _, err := tx.Exec(ctx, "CREATE SCHEMA "+quote(m.schema)); err != nil {
+				return fmt.Errorf("create schema %s (the role needs CREATE on the database, or let its owner create the schema): %w", m.schema, err)
+			}
+		}
+		if err := tx.QueryRow(ctx, versionTableThere, m.schema).Scan(&table); err != nil {
+			return fmt.Errorf("look for the version table: %w", err)
+		}
+		stranger := trusted(ctx, tx, m.schema, -1)
+		if stranger != nil && (super || !table || !errors.Is(stranger, ErrNotOurs)) {
+			return stranger
+		}
+		if table {
+			if err := tx.QueryRow(ctx, InSchema(readVersion, m.schema)).Scan(&current); err != nil {
+				return fmt.Errorf("read the schema version: %w", err)
+			}
+			if current == m.to {
+				return nil // this needs no privileges
+			}
+		}
+		if stranger != nil {
+			return stranger
+		}
+		if err := trusted(ctx, tx, m.schema, current); err != nil || table {
+			return err
+		}
+		_, err := tx.Exec(ctx, InSchema(makeVersion, m.schema))
+		return err
+	})
+	return current, err
+}
+
+// committed sets the isolation level, because a role may have another default. At a higher level, a
+// query after a lock would see the state before the lock.
+func committed() pgx.TxOptions {
+	return pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}
+}
+
+// schemaThere is queried first so that a role without the right to create schemas is not refused if
+// the schema exists.
+const schemaThere = `-- migrations.schema
+SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1::text), (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)`
+
+func quote(name string) string { return pgx.Identifier{name}.Sanitize() }
+
+// step runs the next migration in one transaction and returns the resulting version. It checks for
+// untrusted objects after it has the lock: it sees what others did before, and what they do later
+// waits.
+func (m *migrator) step(ctx context.Context, conn *pgx.Conn) (current int, err error) {
+	err = pgx.BeginTxFunc(ctx, conn, committed(), func(tx pgx.Tx) error {
+		if err := m.wait.begin(ctx, tx); err != nil {
+			return err
+		}
+		if err := tx.QueryRow(ctx, InSchema(ownVersion, m.schema)).Scan(&current); err != nil {
+			return fmt.Errorf("lock the schema version: %w", err)
+		}
+		if current > len(m.all) {
+			return State{Schema: m.schema, Current: current, Latest: len(m.all)}.tooNew()
+		}
+		if current == m.to {
+			return nil // another process did it
+		}
+		if err := trusted(ctx, tx, m.schema, current); err != nil {
+			return err
+		}
+		var migration Migration
+		var sql string
+		var next int
+		if current < m.to {
+			migration, next = m.all[current], current+1
+			sql = migration.Up
+		} else {
+			migration, next = m.all[current-1], current-1
+			sql = migration.Down
+		}
+		if err := m.wait.apply(ctx, tx, migration.Name, sql); err != nil {
+			return fmt.Errorf("%s: %w", migration.Name, err)
+		}
+		if _, err := tx.Exec(ctx, InSchema(writeVersion, m.schema), next); err != nil {
+			return fmt.Errorf("%s: write the schema version: %w", migration.Name, err)
+		}
+		current = next
+		return nil
+	})
+	return current, err
 }

@@ -11,8 +11,8 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// A program learns at its start whether the database has the schema that it was built for, and if not,
-// what to do. Nothing is changed by asking.
+// A program can check at its start whether the database has the schema that it was built for, and
+// if not, gets the remedy. The check changes nothing.
 func TestCheckTellsTheRemedy(t *testing.T) {
 	t.Parallel()
 	all, err := migrations.All(migrations.Options{})
@@ -28,8 +28,8 @@ func TestCheckTellsTheRemedy(t *testing.T) {
 		text    string
 	}{
 		{"right", "", latest, 0, nil, ""},
-		{"no schema", "DROP SCHEMA effectonce CASCADE", 0, 0, migrations.ErrTooOld, `schema effectonce is not installed: run "outbox-relay migrate up"`},
-		{"no version table", "DROP TABLE effectonce.schema_version", 0, 0, migrations.ErrTooOld, `schema effectonce is not installed: run "outbox-relay migrate up"`},
+		{"no schema", "DROP SCHEMA effectonce CASCADE", 0, 0, migrations.ErrTooOld, `schema effectonce is not installed in this database: run "outbox-relay migrate up"`},
+		{"no version table", "DROP TABLE effectonce.schema_version", 0, 0, migrations.ErrTooOld, `schema effectonce is not installed in this database: run "outbox-relay migrate up"`},
 		{"no version", "DELETE FROM effectonce.schema_version", 0, 0, migrations.ErrTooOld, "is not installed"},
 		{"version 0", "UPDATE effectonce.schema_version SET version = 0", 0, 0, migrations.ErrTooOld, "is not installed"},
 		{"newer, and this program works with it", newer, latest + 1, 5, nil, ""},
@@ -70,7 +70,7 @@ func TestCheckTellsTheRemedy(t *testing.T) {
 	}
 }
 
-// Every older version is told with both numbers.
+// The error for every older version has both numbers.
 func TestOlderVersionIsTold(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.EmptyDatabase(t))
@@ -87,8 +87,8 @@ func TestOlderVersionIsTold(t *testing.T) {
 	}
 }
 
-// A newer database is left as it is: an older program does not know how to take it back. Where the program works
-// with it, Up has nothing to do, so that a process that calls it at its start may start again.
+// A newer database is left unchanged: an older program cannot migrate it down. If the program works
+// with it, Up has nothing to do, so a process that calls Up at its start can restart.
 func TestNewerDatabaseIsNotTouched(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
@@ -106,7 +106,7 @@ func TestNewerDatabaseIsNotTouched(t *testing.T) {
 	require.Equal(t, before, catalog(t, conn, "effectonce"))
 }
 
-// A role that may not look is not told that the schema is missing.
+// A role without the right to read gets an error other than a missing schema.
 func TestCheckWithoutRightsIsNoVerdict(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))

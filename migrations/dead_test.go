@@ -29,8 +29,9 @@ func ask[T any](t *testing.T, conn *pgx.Conn, sql string, args ...any) (v T) {
 	return v
 }
 
-// Property: a deleted dead row, by whatever program, leaves word of its key; a deletion that does not commit leaves none, and
-// none waits for another on account of it. A role that may delete dead rows needs no other right.
+// Property: a deleted dead row, by whatever program, records its key as freed. A deletion that does
+// not commit records none, and none waits for another because of it. A role that may delete dead
+// rows needs no other right.
 func TestDeletedDeadRowFreesItsKey(t *testing.T) {
 	t.Parallel()
 	ctx, address := t.Context(), pgtest.Database(t)
@@ -43,7 +44,7 @@ func TestDeletedDeadRowFreesItsKey(t *testing.T) {
 	require.NoError(t, err)
 	_, err = tx.Exec(ctx, `DELETE FROM effectonce.outbox_dead WHERE seq = 1`)
 	require.NoError(t, err)
-	// Beside the open transaction, in the same key.
+	// Concurrent with the open transaction, in the same key.
 	pgtest.Exec(t, other, `SET lock_timeout = '5s'`)
 	pgtest.Exec(t, other, `DELETE FROM effectonce.outbox_dead WHERE seq = 2`)
 	k, l := ask[string](t, other, hashSQL, "k"), ask[string](t, other, hashSQL, "l")
@@ -59,8 +60,8 @@ func TestDeletedDeadRowFreesItsKey(t *testing.T) {
 	require.ElementsMatch(t, []string{k, l}, ask[[]string](t, other, freedSQL), "a row without a key frees none")
 }
 
-// Property: rows that wait behind nothing when the schema is migrated are found by the next release, which does not read what
-// waits; and the previous release needs nothing of it.
+// Property: the migration records the keys of rows that wait behind nothing, so that the next
+// release finds them without reading the waiting rows; the previous release needs nothing of it.
 func TestMigrationFreesKeysWithoutAFirstRow(t *testing.T) {
 	t.Parallel()
 	ctx, conn := t.Context(), pgtest.Connect(t, pgtest.Database(t))

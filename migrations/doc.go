@@ -1,12 +1,13 @@
-// Package migrations brings the tables of effectonce: plain numbered SQL that psql can run, embedded,
-// applied by tern under an advisory lock.
+// Package migrations installs and updates the tables of effectonce. The migrations are plain
+// numbered SQL that psql can run. They are embedded, and each is applied in its own transaction,
+// under the lock of the row that holds the version.
 //
 //	conn, err := pgx.Connect(ctx, databaseURL)
 //	...
 //	err = migrations.Up(ctx, conn, migrations.Options{})
 //
-// Programs may run meanwhile: a migration that does not get its locks within LockTimeout gives up, and is tried
-// again. A program that only uses the tables calls Check at its start, which also accepts a newer schema that
-// says that the program works with it. Everything lives in one schema,
-// "effectonce" unless configured, and the tables are a public contract: docs/schema.md.
+// Programs may run during a migration: one that does not get its locks within LockTimeout gives up,
+// and is retried. A program that only uses the tables calls Check at its start. Check also accepts
+// a newer schema that declares that the program works with it. Everything is in one schema,
+// "effectonce" unless configured, and the tables are a public contract: docs/reference/schema.md.
 package migrations

@@ -11,7 +11,7 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// A deployment brings the schema up to date; any number of replicas may do so at once.
+// A deployment migrates the schema to the latest version; any number of replicas may do so at once.
 func Example() {
 	migrate := func(ctx context.Context, databaseURL string) error {
 		conn, err := pgx.Connect(ctx, databaseURL)
@@ -24,7 +24,7 @@ func Example() {
 	_ = migrate
 }
 
-// A program that only uses the tables looks at its start whether they are the ones that it knows.
+// A program that only uses the tables checks at its start whether it works with their version.
 func ExampleCheck() {
 	start := func(ctx context.Context, conn *pgx.Conn) error {
 		err := migrations.Check(ctx, conn, migrations.Options{Schema: "effectonce"})

@@ -2,7 +2,6 @@ package migrations
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"regexp"
@@ -10,85 +9,77 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/tern/v2/migrate"
+
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// LockTimeout is how long a migration waits for the locks of its tables at a time. Whatever wants these
-// tables meanwhile, claims above all, queues behind it. It is above deadlock_timeout (1 s by default):
-// only a waiter that has waited for that long makes an autovacuum give way, and learns of a deadlock.
+// LockTimeout is how long a migration waits for the locks of its tables at a time. Other statements
+// on these tables, above all claims, queue behind it. It is above deadlock_timeout (1 s by
+// default): only a session that has waited that long makes an autovacuum give way, and detects a
+// deadlock.
 const LockTimeout = 1500 * time.Millisecond
 
 const (
 	lockWaitDefault = 5 * time.Minute
-	restTimeout     = 100 * time.Millisecond // for a lock of a statement behind those of the tables
-	pauseMin        = time.Second            // what queued has its turn
+	restTimeout     = 100 * time.Millisecond // for a lock that a statement needs after those of the tables
+	pauseMin        = time.Second            // queued statements run now
 	pauseMax        = 10 * time.Second
 	holdersMax      = 3
 )
 
-// lockWait runs migrations so that they wait for locks for a short time only, and again and again.
+// lockWait runs migrations with short lock waits and retries.
 type lockWait struct {
 	schema string
 	max    time.Duration
 	logger *slog.Logger
 
-	// Of the last step: what it is, and since when by the database's clock it waited.
-	name  string
-	since time.Time
+	// Of the last step: its name, when it began, and since when, by the database's clock, it
+	// waited.
+	name    string
+	started time.Time
+	since   time.Time
 }
 
-// locked finds the tables whose definition a migration changes. Others it only reads or writes; these
-// wait at their statement.
+// locked finds the tables whose definition a migration changes. Tables that it only reads or writes
+// are locked by their statements.
 var locked = regexp.MustCompile(`(?:ALTER TABLE|DROP TABLE|\bON)(?: IF EXISTS| ONLY)* (?:effectonce|"[a-z0-9_]+")\.([a-z0-9_]+)`)
 
-// lockedTables drops what the migration is about to make, in the order of the migration.
+// lockedTables removes the tables that the migration itself will create, and keeps the order of the
+// migration.
 const lockedTables = `-- migrations.tables
-SELECT c.oid::regclass::text FROM unnest($2::text[]) WITH ORDINALITY AS n (name, place)
+SELECT c.oid::regclass::text FROM pg_catalog.unnest($2::text[]) WITH ORDINALITY AS n (name, place)
 JOIN pg_class c ON c.relname = n.name AND c.relkind IN ('r', 'p') JOIN pg_namespace s ON s.oid = c.relnamespace
-WHERE s.nspname = $1 GROUP BY c.oid ORDER BY min(n.place)`
+WHERE s.nspname = $1 GROUP BY c.oid ORDER BY pg_catalog.min(n.place)`
 
-// setTimeout is for the rest of the transaction, or until the migrator's RESET ALL.
+// setTimeout applies to the rest of the transaction.
 const setTimeout = `-- migrations.lock_timeout
 SELECT clock_timestamp(), set_config('lock_timeout', $1, true)`
 
-// ownVersion: the migrator's update of this row, which comes last and without a timeout, does not wait.
+// ownVersion takes a lock that only the owner of the table can take: other roles may only read it.
 const ownVersion = `-- migrations.version
 SELECT version FROM effectonce.` + versionTable + ` FOR UPDATE`
 
-// step is a migration. It takes the locks of all its tables first, within one LockTimeout: a statement for
-// which the locks of those before it were held could make all others wait for as many timeouts as there
-// are tables.
-func (w *lockWait) step(name, sql string) migrate.MigrationFunc {
-	return func(ctx context.Context, conn *pgx.Conn) error {
-		w.name = name
-		if err := w.lock(ctx, conn, sql); err != nil {
-			return fmt.Errorf("%s: %w", name, err)
-		}
-		if _, err := conn.Exec(ctx, sql); err != nil { // without arguments: several statements at once
-			return fmt.Errorf("%s: %w", name, err)
-		}
-		return nil
-	}
+// begin starts the time within which the transaction must get its locks.
+func (w *lockWait) begin(ctx context.Context, tx pgx.Tx) error {
+	w.started = time.Now()
+	return w.within(ctx, tx, 0)
 }
 
-func (w *lockWait) lock(ctx context.Context, conn *pgx.Conn, sql string) error {
-	start := time.Now()
-	within := func(lowest time.Duration) error {
-		left := max(LockTimeout-time.Since(start), lowest)
-		return conn.QueryRow(ctx, setTimeout, fmt.Sprintf("%dms", left.Milliseconds())).Scan(&w.since, nil)
-	}
-	if err := within(0); err != nil {
-		return err
-	}
-	if _, err := conn.Exec(ctx, InSchema(ownVersion, w.schema)); err != nil {
-		return err
-	}
+func (w *lockWait) within(ctx context.Context, tx pgx.Tx, lowest time.Duration) error {
+	left := max(LockTimeout-time.Since(w.started), lowest)
+	return tx.QueryRow(ctx, setTimeout, fmt.Sprintf("%dms", left.Milliseconds())).Scan(&w.since, nil)
+}
+
+// apply runs a migration. It takes the locks of all its tables first, within one LockTimeout.
+// Otherwise each statement could wait for its lock while those of the earlier ones are held, and
+// others would wait for one timeout per table.
+func (w *lockWait) apply(ctx context.Context, tx pgx.Tx, name, sql string) error {
+	w.name = name
 	var names []string
 	for _, match := range locked.FindAllStringSubmatch(sql, -1) {
 		names = append(names, match[1])
 	}
-	rows, err := conn.Query(ctx, lockedTables, w.schema, names)
+	rows, err := tx.Query(ctx, lockedTables, w.schema, names)
 	if err != nil {
 		return err
 	}
@@ -97,23 +88,27 @@ func (w *lockWait) lock(ctx context.Context, conn *pgx.Conn, sql string) error {
 		return err
 	}
 	for _, table := range tables {
-		if err := within(time.Millisecond); err != nil { // 0 would be no timeout
+		if err := w.within(ctx, tx, time.Millisecond); err != nil { // 0 would be no timeout
 			return err
 		}
-		if _, err := conn.Exec(ctx, "LOCK TABLE "+table+" IN ACCESS EXCLUSIVE MODE"); err != nil {
+		if _, err := tx.Exec(ctx, "LOCK TABLE "+table+" IN ACCESS EXCLUSIVE MODE"); err != nil {
 			return err
 		}
 	}
-	return within(restTimeout)
+	if err := w.within(ctx, tx, restTimeout); err != nil {
+		return err
+	}
+	_, err = tx.Exec(ctx, sql) // without arguments: several statements at once
+	return err
 }
 
-// retry runs the migrator until it fails for another reason than a lock. What is done stays done: each
-// migration is a transaction of its own.
+// retry runs a step until it succeeds, or fails for a reason other than a lock. Completed
+// migrations stay: each is its own transaction.
 func (w *lockWait) retry(ctx context.Context, conn *pgx.Conn, run func() error) error {
 	begun, pause := time.Now(), pauseMin
 	for {
 		err := run()
-		if !lockTrouble(err) {
+		if !pgerr.LockConflict(err) {
 			return err
 		}
 		holders := w.holders(ctx, conn)
@@ -121,7 +116,7 @@ func (w *lockWait) retry(ctx context.Context, conn *pgx.Conn, run func() error) 
 		if waited+pause > w.max {
 			return fmt.Errorf("gave up after %s: waited for a lock held by %s: %w", waited.Round(time.Second), holders, err)
 		}
-		w.logger.WarnContext(ctx, "migration waits for a lock, other programs go on", "migration", w.name, "held_by", holders,
+		w.logger.WarnContext(ctx, "migration waits for a lock; other programs continue", "migration", w.name, "held_by", holders,
 			"waited", waited.Round(time.Second), "gives_up_after", w.max, "next_try_in", pause)
 		timer := time.NewTimer(pause)
 		select {
@@ -134,17 +129,12 @@ func (w *lockWait) retry(ctx context.Context, conn *pgx.Conn, run func() error) 
 	}
 }
 
-func lockTrouble(err error) bool {
-	var pgErr *pgconn.PgError
-	return errors.As(err, &pgErr) && (pgErr.Code == "55P03" || pgErr.Code == "40P01")
-}
-
-// holdersSQL finds who has locks on the schema's tables in a transaction that began before the migration asked
-// for the lock that it did not get, the oldest first. A session of another role may hide when it began. A
-// prepared transaction has no session.
+// holdersSQL finds the sessions that hold locks on the schema's tables in a transaction that began
+// before the migration requested the lock that it did not get, the oldest first. A session of
+// another role may hide its start time. A prepared transaction has no session.
 const holdersSQL = `-- migrations.holders
-SELECT format('%s (%s)', coalesce('pid ' || l.pid, 'a prepared transaction, see pg_prepared_xacts'), concat_ws(', ', nullif(a.application_name, ''),
-  'role ' || a.usename, a.state, 'transaction of ' || date_trunc('second', clock_timestamp() - a.xact_start), 'on ' || string_agg(DISTINCT c.relname, ', ')))
+SELECT pg_catalog.format('%s (%s)', coalesce('pid ' || l.pid, 'a prepared transaction, see pg_prepared_xacts'), pg_catalog.concat_ws(', ', nullif(a.application_name, ''),
+  'role ' || a.usename, a.state, 'transaction of ' || pg_catalog.date_trunc('second', clock_timestamp() - a.xact_start), 'on ' || pg_catalog.string_agg(DISTINCT c.relname, ', ')))
 FROM pg_locks l JOIN pg_class c ON c.oid = l.relation JOIN pg_namespace n ON n.oid = c.relnamespace
 LEFT JOIN pg_stat_activity a ON a.pid = l.pid
 WHERE l.locktype = 'relation' AND l.granted AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -152,7 +142,7 @@ WHERE l.locktype = 'relation' AND l.granted AND l.database = (SELECT oid FROM pg
 GROUP BY l.pid, l.virtualtransaction, a.application_name, a.usename, a.state, a.xact_start
 ORDER BY a.xact_start LIMIT $3`
 
-// holders is for people: what it cannot find out does not matter to the migration.
+// holders describes the lock holders for people. Its failure does not affect the migration.
 func (w *lockWait) holders(ctx context.Context, conn *pgx.Conn) string {
 	rows, err := conn.Query(ctx, holdersSQL, w.schema, w.since, holdersMax)
 	if err == nil {
@@ -161,5 +151,5 @@ func (w *lockWait) holders(ctx context.Context, conn *pgx.Conn) string {
 			return strings.Join(found, "; ")
 		}
 	}
-	return "a transaction that has ended meanwhile, or cannot be seen"
+	return "a transaction that has since ended, or is not visible to this role"
 }

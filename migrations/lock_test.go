@@ -19,7 +19,7 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// journal keeps what a migration logs.
+// journal keeps the log of a migration.
 type journal struct {
 	mu  sync.Mutex
 	buf bytes.Buffer
@@ -50,8 +50,8 @@ func atVersion4(t *testing.T) string {
 	return address
 }
 
-// claims makes one claim after another, as a consumer of the second partition does, until stop. A statement that
-// has to wait for much longer than a migration's LockTimeout fails.
+// claims makes one claim after another, as a consumer of the second partition does, until stop. A
+// statement that waits much longer than a migration's LockTimeout fails.
 func claims(t *testing.T, address string) (made *atomic.Int64, stop func() error) {
 	t.Helper()
 	conn := connect(t, address)
@@ -78,8 +78,9 @@ func claims(t *testing.T, address string) (made *atomic.Int64, stop func() error
 	return made, func() error { stopped.Store(true); return <-done }
 }
 
-// D25: a migration does not let claims queue behind a transaction that has locks for long: it gives up after a
-// moment, names who holds them, tries again, and succeeds once that transaction is over. It does not fail meanwhile.
+// D25: a migration does not make claims queue for long behind a transaction that holds locks: it
+// gives up after a moment, logs the lock holders, retries, and succeeds once that transaction is
+// over. It does not fail before that.
 func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
 	t.Parallel()
 	for name, hold := range map[string]string{
@@ -104,9 +105,9 @@ func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
 				require.Eventually(t, func() bool { return len(j.lines()) > tries }, time.Minute, 10*time.Millisecond, "the migration gives up for a moment")
 				require.Contains(t, j.lines()[tries], fmt.Sprintf("held_by=\"pid %d (night report, role ", holder.PgConn().PID()))
 				before := made.Load()
-				require.Eventually(t, func() bool { return made.Load() > before+5 }, time.Minute, time.Millisecond, "claims go on")
+				require.Eventually(t, func() bool { return made.Load() > before+5 }, time.Minute, time.Millisecond, "claims continue")
 			}
-			require.Empty(t, up, "the migration neither fails nor succeeds meanwhile")
+			require.Empty(t, up, "the migration neither fails nor succeeds before that")
 
 			exec(t, holder, "COMMIT")
 			require.NoError(t, <-up)
@@ -118,8 +119,8 @@ func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
 	}
 }
 
-// The time for which locks are asked for has an end: what is tried again at LockWaitMax ends with the holder's name,
-// and the database is as it was.
+// The total wait for locks is bounded: the retries end at LockWaitMax with the holder's name in the
+// error, and the database is unchanged.
 func TestMigrationGivesUpAtItsLimit(t *testing.T) {
 	t.Parallel()
 	address := atVersion4(t)
@@ -151,12 +152,12 @@ func TestMigrationGivesUpAtItsLimit(t *testing.T) {
 	assert.Equal(t, "0", timeout, "the caller's session is as it was")
 }
 
-// A migration that a deadlock ended is tried again, too.
+// A migration that a deadlock ended is retried, too.
 func TestMigrationIsTriedAgainAfterADeadlock(t *testing.T) {
 	t.Parallel()
 	address := atVersion4(t)
 	holder, look := connect(t, address), connect(t, address)
-	// The other one does not look for deadlocks before the migration does.
+	// The other session does not check for deadlocks before the migration does.
 	exec(t, holder, "SET deadlock_timeout = '1min'; BEGIN; LOCK TABLE effectonce.parked_messages IN ROW EXCLUSIVE MODE")
 	var j journal
 	up := make(chan error, 1)
@@ -172,7 +173,7 @@ func TestMigrationIsTriedAgainAfterADeadlock(t *testing.T) {
 	require.Len(t, j.lines(), 1)
 }
 
-// What is no matter of locks is not tried again.
+// An error other than a lock conflict is not retried.
 func TestMigrationFailsAtOnceForOtherReasons(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, atVersion4(t))

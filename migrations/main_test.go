@@ -27,9 +27,9 @@ func exec(t *testing.T, conn *pgx.Conn, sql string) {
 	require.NoError(t, err)
 }
 
-// catalog describes everything in a schema, a line for each column, constraint, index, function, setting
-// and comment, except the table of the migrator. The partitions of days are told by their number, because
-// a day may end during a test.
+// catalog describes everything in a schema, one line for each column, constraint, index, function,
+// setting and comment, except the table of the migrator. Partitions of days are only counted,
+// because a day may end during a test.
 func catalog(t *testing.T, conn *pgx.Conn, schema string) []string {
 	t.Helper()
 	rows, err := conn.Query(t.Context(), `
@@ -62,7 +62,7 @@ SELECT regexp_replace(format, '\m' || $1 || '\M', '(schema)', 'g') FROM lines OR
 	return lines
 }
 
-// installed is the catalog of a database that was migrated the usual way.
+// installed returns the catalog of a database that was migrated in the usual way.
 func installed(t *testing.T) []string {
 	t.Helper()
 	lines := catalog(t, connect(t, pgtest.Database(t)), "effectonce")

@@ -23,10 +23,10 @@ type Options struct {
 	// Schema holds the tables. Default "effectonce". At most 49 bytes of lower-case letters, digits
 	// and underscores, not starting with a digit or "pg_".
 	Schema string
-	// LockWaitMax bounds for how long Up and To try again while other transactions hold locks on the tables.
-	// Default 5 minutes; the context may end it earlier.
+	// LockWaitMax bounds how long Up and To retry while other transactions hold locks on the
+	// tables. Default 5 minutes; the context may end it earlier.
 	LockWaitMax time.Duration
-	// Logger of Up and To: what a migration waits for. Default slog.Default().
+	// Logger of Up and To: it logs the locks that a migration waits for. Default slog.Default().
 	Logger *slog.Logger
 }
 
@@ -34,9 +34,9 @@ var (
 	// ErrTooOld is returned by Check: the database lacks migrations that this program needs, or has
 	// no effectonce schema at all. Nothing was changed. Remedy: run "outbox-relay migrate up".
 	ErrTooOld = errors.New("database schema is too old")
-	// ErrTooNew is returned by Check and Up: a newer release migrated the database to a version that this
-	// program does not work with (State.Oldest). To returns it for every newer version. Nothing was changed.
-	// Remedy: update this program, or migrate down with the newer release.
+	// ErrTooNew is returned by Check and Up: a newer release migrated the database to a version
+	// that this program does not work with (State.Oldest). To returns it for every newer version.
+	// Nothing was changed. Remedy: update this program, or migrate down with the newer release.
 	ErrTooNew = errors.New("database schema is too new")
 )
 
@@ -52,13 +52,14 @@ type Migration struct {
 type State struct {
 	Schema  string // name of the schema
 	Current int    // version of the database; 0: nothing is installed
-	Latest  int    // version that this program brings
-	// Oldest is the oldest version whose programs work with this database. It is read only where Current is
-	// above Latest; otherwise, and where the database does not say, it is 0.
+	Latest  int    // newest version that this program contains
+	// Oldest is the oldest version whose programs work with this database. It is read only if
+	// Current is above Latest. Otherwise, and if the database does not contain it, it is 0.
 	Oldest int
 }
 
-// Compatible says that a newer release migrated the database, and that this program works with it all the same.
+// Compatible reports whether a newer release migrated the database and this program still works
+// with it.
 func (s State) Compatible() bool {
 	return s.Current > s.Latest && s.Oldest > 0 && s.Oldest <= s.Latest
 }
@@ -80,8 +81,8 @@ func (o Options) Resolve() (string, error) {
 
 var schemaWord = regexp.MustCompile(`\b` + DefaultSchema + `\b`)
 
-// InSchema rewrites statements that are written for the default schema: each word "effectonce" becomes
-// the quoted name. The name must come from Resolve.
+// InSchema rewrites statements that are written for the default schema: each word "effectonce"
+// becomes the quoted name. The name must come from Resolve.
 func InSchema(sql, schema string) string {
 	if schema == DefaultSchema {
 		return sql

@@ -14,8 +14,8 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// Down removes everything that up made, and up makes the same again. Up on a database that is up to date
-// changes nothing.
+// Down removes everything that Up created, and Up creates the same again. Up on a database that is
+// up to date changes nothing.
 func TestUpDownUp(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.EmptyDatabase(t))
@@ -36,7 +36,7 @@ func TestUpDownUp(t *testing.T) {
 	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
 }
 
-// Every step can be taken back and taken again.
+// Every step can be reverted and repeated.
 func TestEveryStepIsReversible(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.EmptyDatabase(t))
@@ -58,7 +58,7 @@ func TestEveryStepIsReversible(t *testing.T) {
 	require.Equal(t, before, catalog(t, conn, "effectonce"))
 }
 
-// The files are plain SQL that psql can run as they stand, and they make what Up makes.
+// The files are plain SQL that psql can run unchanged, and they create what Up creates.
 func TestPlainFilesRunAsTheyStand(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.EmptyDatabase(t))
@@ -83,8 +83,8 @@ func TestPlainFilesRunAsTheyStand(t *testing.T) {
 	require.Equal(t, nothing, catalog(t, conn, "effectonce"))
 }
 
-// O39: ten replicas that start at once migrate one database; one of them works, the others wait and find
-// nothing to do.
+// O39: ten replicas that start at once migrate one database; one of them works, the others wait and
+// find nothing to do.
 func TestTenReplicasMigrateAtOnce(t *testing.T) {
 	t.Parallel()
 	want := installed(t)
@@ -111,8 +111,8 @@ func TestTenReplicasMigrateAtOnce(t *testing.T) {
 	}
 }
 
-// Two schemas in one database do not know each other: neither names the other one anywhere, what is
-// written to one is not in the other, and one goes without the other.
+// Two schemas in one database are independent: neither refers to the other, rows written to one are
+// not in the other, and one can be removed without the other.
 func TestTwoSchemasSideBySide(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
@@ -144,7 +144,7 @@ func TestTwoSchemasSideBySide(t *testing.T) {
 	assert.Equal(t, 1, count("SELECT count(*) FROM effectonce.outbox"))
 }
 
-// A role that may not create schemas can migrate one that its administrator made for it.
+// A role that may not create schemas can migrate one that its administrator created for it.
 func TestOwnerOfTheSchemaCanMigrate(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.EmptyDatabase(t))
@@ -171,7 +171,7 @@ func TestUpWithNothingToDoNeedsNoRights(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 }
 
-// A role that may neither create the schema nor write to it is told what it lacks.
+// The error for a role that may neither create the schema nor write to it names the missing right.
 func TestRoleWithoutRightsIsTold(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.EmptyDatabase(t))
@@ -181,8 +181,8 @@ func TestRoleWithoutRightsIsTold(t *testing.T) {
 	require.ErrorContains(t, err, "permission denied")
 }
 
-// newRole makes a role that can do nothing, and removes it with the test. Roles belong to the cluster,
-// so its name is that of the test's database.
+// newRole creates a role without any rights, and removes it with the test. Roles belong to the
+// cluster, so its name is that of the test's database.
 func newRole(t *testing.T, conn *pgx.Conn) string {
 	t.Helper()
 	role := pgx.Identifier{conn.Config().Database}.Sanitize()
@@ -195,14 +195,15 @@ func newRole(t *testing.T, conn *pgx.Conn) string {
 	return role
 }
 
-// A standby, or a database that is read-only by its settings, is told from a lack of rights.
+// A standby, or a database that is read-only by its settings, is distinguished from a lack of
+// rights.
 func TestReadOnlyDatabaseIsNamed(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)
 	conn := connect(t, address)
 	exec(t, conn, fmt.Sprintf("ALTER DATABASE %s SET default_transaction_read_only = on", pgx.Identifier{conn.Config().Database}.Sanitize()))
 	readOnly := connect(t, address)
-	for range 2 { // before and after the schema is there
+	for range 2 { // before and after the schema exists
 		err := migrations.Up(t.Context(), readOnly, migrations.Options{})
 		require.ErrorContains(t, err, "the database is read-only (a standby?): connect to the primary")
 		exec(t, conn, "SET default_transaction_read_only = off")

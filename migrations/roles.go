@@ -13,10 +13,11 @@ var rolesSQL string
 
 var roleWord = regexp.MustCompile(`\b` + DefaultSchema + `_(publisher|relay|consumer|endpoint|operator)\b`)
 
-// Roles returns the SQL that brings the group roles PREFIX_publisher, PREFIX_relay, PREFIX_consumer,
-// PREFIX_endpoint and PREFIX_operator, each with the rights that it needs in the schema of opts. It is for one transaction of the role
-// that owns the tables, at the latest version of the schema, and may be run again at any time. The prefix has the
-// bounds of a schema's name, and is the schema's name where it is empty.
+// Roles returns the SQL that creates the group roles PREFIX_publisher, PREFIX_relay,
+// PREFIX_consumer, PREFIX_endpoint and PREFIX_operator, each with the rights that it needs in the
+// schema of opts. Run it in one transaction as the role that owns the tables, at the latest version
+// of the schema. It may be run again at any time. The prefix has the bounds of a schema's name; if
+// it is empty, it is the schema's name.
 func Roles(opts Options, prefix string) (string, error) {
 	schema, err := opts.Resolve()
 	if err != nil {
@@ -26,6 +27,7 @@ func Roles(opts Options, prefix string) (string, error) {
 	if !schemaName.MatchString(prefix) || strings.HasPrefix(prefix, "pg_") {
 		return "", fmt.Errorf("prefix of roles %q: want at most 49 lower-case letters, digits and underscores, not starting with a digit or pg_", prefix)
 	}
-	// The roles come first: a schema may have the name of one. What comes in needs no quotes.
+	// Replace the roles first: a schema may have the same name as a role. The inserted names need
+	// no quotes.
 	return InSchema(roleWord.ReplaceAllString(rolesSQL, prefix+"_$1"), schema), nil
 }

@@ -3,7 +3,10 @@
 -- that a right which a release does not need any more goes.
 --
 -- Run it as the owner of the tables. Making the roles asks for CREATEROLE; where they are there, they stay as they
--- are. Roles belong to the whole cluster, so databases that must not share theirs need different names.
+-- are, with their members; one that gives its members more than rights in the schema is refused. Roles belong to the
+-- whole cluster, so databases that must not share theirs need different names.
+
+SET LOCAL search_path = pg_catalog, pg_temp;
 
 DO $$
 DECLARE
@@ -11,6 +14,19 @@ DECLARE
   wanted text;
   given record;
 BEGIN
+  -- A member takes the attributes of a role with SET ROLE, and those of all roles that it is a member of.
+  SELECT g.rolname AS role, r.rolname AS through, CASE WHEN r.rolsuper THEN 'is SUPERUSER' WHEN r.rolcreaterole THEN 'is CREATEROLE'
+    WHEN r.rolbypassrls THEN 'is BYPASSRLS' WHEN r.rolreplication THEN 'is REPLICATION' ELSE 'owns the schema' END AS has INTO given
+  FROM pg_roles g JOIN pg_roles r ON pg_has_role(g.oid, r.oid, 'MEMBER')
+  WHERE g.rolname = ANY (roles) AND (r.rolsuper OR r.rolcreaterole OR r.rolbypassrls OR r.rolreplication
+    OR r.oid = (SELECT nspowner FROM pg_namespace WHERE oid = 'effectonce'::regnamespace))
+  ORDER BY r.oid <> g.oid LIMIT 1;
+  IF FOUND THEN
+    RAISE EXCEPTION 'role % exists and %: all its members could do what that allows', given.role,
+      CASE WHEN given.through = given.role THEN given.has ELSE format('is a member of %s, which %s', given.through, given.has) END
+      USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'Take that from the role (ALTER ROLE ... NOSUPERUSER NOCREATEROLE NOBYPASSRLS NOREPLICATION; '
+      'REVOKE ... FROM ...; ALTER SCHEMA ... OWNER TO ...), or give the roles other names: "outbox-relay migrate roles --prefix".';
+  END IF;
   FOREACH wanted IN ARRAY roles LOOP
     IF to_regrole(wanted) IS NULL THEN
       BEGIN
@@ -41,10 +57,11 @@ GRANT SELECT ON effectonce.schema_version, effectonce.schema_compatibility TO ef
 -- Publisher, which a consumer's and an endpoint's handlers are too
 
 -- Whoever could give txid or seq could keep others from inserting. The default of slot reads the sequence; that is
--- everybody's to read, unless somebody took it away. A message for later is taken back by its id and topic.
+-- everybody's to read, unless somebody took it away. A message for later is taken back by its id and topic; whose it is, the database
+-- says: see the policy of outbox_scheduled.
 GRANT INSERT (id, topic, key, payload, headers, created_at) ON effectonce.outbox TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
 GRANT SELECT ON SEQUENCE effectonce.outbox_slot TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
-GRANT INSERT, DELETE, SELECT (due_at, id, topic) ON effectonce.outbox_scheduled TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
+GRANT INSERT (due_at, id, topic, key, payload, headers, created_at), DELETE, SELECT (due_at, id, topic) ON effectonce.outbox_scheduled TO effectonce_publisher, effectonce_consumer, effectonce_endpoint;
 -- How much waits: a view, with its owner's rights, so that no row can be read.
 GRANT SELECT ON effectonce.outbox_backlog TO effectonce_publisher, effectonce_relay, effectonce_consumer, effectonce_endpoint, effectonce_operator;
 -- Functions are everybody's, unless somebody changed the defaults.
@@ -59,6 +76,7 @@ GRANT SELECT, TRUNCATE ON effectonce.outbox_0, effectonce.outbox_1, effectonce.o
 GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq TO effectonce_relay;
 GRANT SELECT, UPDATE ON SEQUENCE effectonce.outbox_slot TO effectonce_relay;
 GRANT SELECT, UPDATE ON effectonce.outbox_slots TO effectonce_relay;
+GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_locks TO effectonce_relay;
 GRANT SELECT, INSERT, DELETE ON effectonce.outbox_ticks TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE ON effectonce.outbox_relays TO effectonce_relay;
 GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.outbox_replicas, effectonce.outbox_progress, effectonce.outbox_dead TO effectonce_relay;
@@ -71,6 +89,7 @@ GRANT SELECT, UPDATE, DELETE ON effectonce.outbox_scheduled TO effectonce_relay;
 -- For its metrics and "outbox-relay status": how far consumers are, and what is parked, without its content.
 GRANT SELECT ON effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics, effectonce.consumer_pauses,
   effectonce.maintenance TO effectonce_relay;
+GRANT SELECT ON effectonce.outbox_publishers TO effectonce_relay; -- "outbox-relay doctor"
 GRANT SELECT (consumer, topic, partition, key, reason, state, parked_at) ON effectonce.parked_messages TO effectonce_relay;
 -- For its metrics, too: how many requests wait for a decision, and not which.
 GRANT SELECT (state, created_at, retry_at, locked_until, expires_at) ON effectonce.idempotency_keys TO effectonce_relay;
@@ -86,7 +105,7 @@ GRANT SELECT, INSERT, UPDATE ON effectonce.consumers, effectonce.consumer_positi
 GRANT SELECT, INSERT ON effectonce.consumer_topics TO effectonce_consumer;
 GRANT SELECT ON effectonce.consumer_pauses TO effectonce_consumer;
 GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.message_attempts, effectonce.parked_messages TO effectonce_consumer;
-GRANT INSERT ON effectonce.operator_actions TO effectonce_consumer;
+GRANT INSERT (who, what, why, subject, stated) ON effectonce.operator_actions TO effectonce_consumer;
 GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(),
   effectonce.advance_position(text, text, integer, bigint, bigint, bigint, timestamptz),
   effectonce.check_position(text, text, integer, bigint),
@@ -105,8 +124,8 @@ GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(), effectonce.advance_key(tex
 -- It sees everything, and changes what waits for a person; each change is written down.
 GRANT SELECT ON effectonce.outbox, effectonce.outbox_0, effectonce.outbox_1, effectonce.outbox_2, effectonce.outbox_3, effectonce.outbox_slots,
   effectonce.outbox_ticks, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_progress_now,
-  effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_dead, effectonce.outbox_dead_freed,
-  effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics,
+  effectonce.outbox_replicas, effectonce.outbox_relays, effectonce.outbox_locks, effectonce.outbox_dead, effectonce.outbox_dead_freed,
+  effectonce.outbox_paused, effectonce.outbox_scheduled, effectonce.outbox_publishers, effectonce.consumers, effectonce.consumer_positions, effectonce.consumer_topics,
   effectonce.consumer_pauses, effectonce.processed_messages,
   effectonce.processed_forever, effectonce.maintenance, effectonce.message_attempts, effectonce.parked_messages, effectonce.fences,
   effectonce.operator_actions, effectonce.idempotency_keys, effectonce.pending_requests TO effectonce_operator;
@@ -120,10 +139,16 @@ GRANT UPDATE (id_rule) ON effectonce.consumers TO effectonce_operator;
 GRANT UPDATE (shards_wanted) ON effectonce.outbox_relays TO effectonce_operator;
 -- A relay by an old name, which holds published rows back: "outbox-relay relays delete".
 GRANT DELETE ON effectonce.outbox_relays, effectonce.outbox_progress, effectonce.outbox_advances, effectonce.outbox_replicas, effectonce.outbox_dead_freed TO effectonce_operator;
-GRANT INSERT ON effectonce.operator_actions TO effectonce_operator;
+GRANT INSERT (who, what, why, subject, stated) ON effectonce.operator_actions TO effectonce_operator;
 -- Not the columns that say which request it is, what it asked for, what its phases hand on and which are done. What is
 -- decided can be decided wrongly: state and DELETE, which is for what is over and cannot be limited to it, are enough to
 -- have a request executed again.
 GRANT UPDATE (state, lock_token, attempts, calling, uncalled, locked_until, retry_at, error, status, headers, body, body_dropped,
   sealed, finished_at, expires_at), DELETE ON effectonce.idempotency_keys TO effectonce_operator;
 GRANT EXECUTE ON FUNCTION effectonce.message_id(text, text) TO effectonce_operator;
+
+-- ---------------------------------------------------------------------------------------------
+-- Topics of publishers
+
+-- Lists that came with a copy of the tables have no triggers yet. The trigger of this table brings them.
+UPDATE effectonce.outbox_publishers SET topics = topics WHERE false;

@@ -42,8 +42,8 @@ func TestSchemaNamesArePlain(t *testing.T) {
 	}
 }
 
-// S1: whatever a name is, what comes out of Resolve is an identifier that needs no quotes beyond those
-// that it gets, and statements differ from the originals in nothing but this identifier.
+// S1: whatever a name is, the result of Resolve is an identifier that needs no quotes other than
+// those that it gets, and statements differ from the originals only in this identifier.
 func FuzzSchemaName(f *testing.F) {
 	for _, name := range []string{"", "effectonce", "tenant_7", "pg_x", `"we""ird; DROP TABLE x`, "a.b", "a'; --", "é", "a\n", "a\x00", "$$", "$1", "${1}"} {
 		f.Add(name)
@@ -144,7 +144,7 @@ func TestTextHasItsLimits(t *testing.T) {
 	}
 }
 
-// A key's row takes no value that the program could not read again.
+// A key's row accepts no value that the program could not read again.
 func TestValuesOfKeysHaveTheirTypes(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
@@ -177,8 +177,8 @@ func TestValuesOfKeysHaveTheirTypes(t *testing.T) {
 	}
 }
 
-// A row inserted at any time has a UUIDv7 of that time by the database's clock, and two rows never have
-// the same. The floor of a time is not above any ID of that time and above every earlier one.
+// A row inserted at any time has a UUIDv7 of that time by the database's clock, and two rows never
+// have the same. The floor of a time is not above any ID of that time and above every earlier one.
 func TestIDsMadeByTheDatabase(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))
@@ -197,8 +197,9 @@ FROM made`).Scan(&versions, &variants, &distinct, &between)
 	assert.Equal(t, "0191d3a7-5c1e-0000-0000-000000000000", floor)
 }
 
-// The partitions of processed_messages cover every ID without a gap, a day each around today, and none of
-// them is the DEFAULT partition, which every new one would have to scan under an exclusive lock.
+// The partitions of processed_messages cover every ID without a gap, a day each around today, and
+// none of them is the DEFAULT partition, which every new one would have to scan under an exclusive
+// lock.
 func TestPartitionsCoverEveryID(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.Database(t))

@@ -8,13 +8,17 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Backlog is what of the outbox waits for a relay. Dead rows and messages for later are not part of it.
+// Backlog is the part of the outbox that waits for a relay, without dead rows and messages for
+// later.
 type Backlog struct {
-	// Oldest is the age of the oldest committed row that is not published, by the database's clock. 0: nothing waits.
+	// Oldest is the age of the oldest committed row that is not published, by the database's clock.
+	// 0: no row waits.
 	Oldest time.Duration
-	// Rows is how many wait: an estimate from the sequence, rather too high. 0: nothing waits.
+	// Rows is the number of waiting rows: an estimate from the sequence, usually too high. 0: no
+	// row waits.
 	Rows int64
-	// Bytes is the size of the outbox on disk, with indexes, TOAST and the published rows that relays keep.
+	// Bytes is the size of the outbox on disk, including indexes, TOAST and the published rows that
+	// relays keep.
 	Bytes int64
 }
 
@@ -28,9 +32,11 @@ func ReadBacklog(ctx context.Context, db RowQuerier) (Backlog, error) {
 	return standard.ReadBacklog(ctx, db)
 }
 
-// ReadBacklog returns what waits, for a writer that slows down, or refuses work, before the disk is full. Where several relays
-// read the outbox it is the most of each number. It costs some descents of indexes, whatever waits, and is meant for once a
-// second and process, not for each transaction. It needs SELECT on the view outbox_backlog, which shows no row.
+// ReadBacklog returns the backlog, for a writer that slows down, or refuses work, before the disk
+// is full. If several relays read the outbox, each number is the maximum over them. It reads a few
+// index entries, however large the backlog, and is meant to be called once per second and process,
+// not in each transaction. It needs SELECT on the view outbox_backlog, which exposes no rows of the
+// outbox.
 func (o *Outbox) ReadBacklog(ctx context.Context, db RowQuerier) (Backlog, error) {
 	var b Backlog
 	var seconds float64

@@ -10,8 +10,9 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// BenchmarkNotify compares transactions that publish one message and tell nobody, that tell the relay after COMMIT
-// (as Notify is meant), and that tell it inside, where PostgreSQL makes them wait for each other.
+// BenchmarkNotify compares transactions that publish one message and notify no relay, that notify
+// after COMMIT (as Notify is meant), and that notify inside, where PostgreSQL makes them wait for
+// each other.
 func BenchmarkNotify(b *testing.B) {
 	for _, way := range []string{"quiet", "after", "inside"} {
 		b.Run(way, func(b *testing.B) {

@@ -12,8 +12,8 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// A buffer sends nothing until it is flushed, then everything in the order in which it was added, in one
-// statement, and a second flush sends nothing.
+// A buffer sends nothing until it is flushed, then everything in the order in which it was added,
+// in one statement, and a second flush sends nothing.
 func TestBufferKeepsOrderAndFlushesOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -50,7 +50,7 @@ func TestBufferKeepsOrderAndFlushesOnce(t *testing.T) {
 	}
 }
 
-// A call of Add with one invalid message keeps none of its messages, and all that was kept before.
+// A call of Add with one invalid message keeps none of its messages, and all that were kept before.
 func TestBufferKeepsAllOfACallOrNothing(t *testing.T) {
 	t.Parallel()
 	buffer := outbox.NewBuffer()
@@ -60,7 +60,7 @@ func TestBufferKeepsAllOfACallOrNothing(t *testing.T) {
 	assert.Equal(t, 1, buffer.Len())
 }
 
-// A flush that fails leaves the buffer as it was, for the next try in a new transaction.
+// A flush that fails leaves the buffer unchanged, for the next attempt in a new transaction.
 func TestBufferSurvivesAFailedFlush(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)

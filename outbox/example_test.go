@@ -13,9 +13,32 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// The order's change and its event are one transaction. The UPDATE takes the lock that orders the
-// order's events, so it comes before the event.
+// The change and its message are committed by one transaction, or neither is. After the commit,
+// Notify wakes an idle relay; without it, the relay finds the row at its next poll.
 func Example() {
+	pay := func(ctx context.Context, pool *pgxpool.Pool, orderID string, body []byte) error {
+		tx, err := pool.Begin(ctx)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = tx.Rollback(ctx) }() // does nothing after Commit
+		if _, err := tx.Exec(ctx, `UPDATE orders SET state = 'paid' WHERE id = $1`, orderID); err != nil {
+			return err
+		}
+		if err := outbox.Publish(ctx, tx, outbox.Message{Topic: "orders", Key: []byte(orderID), Payload: body}); err != nil {
+			return err
+		}
+		if err := tx.Commit(ctx); err != nil {
+			return err
+		}
+		_ = outbox.Notify(ctx, pool) // only affects latency
+		return nil
+	}
+	_ = pay
+}
+
+// The UPDATE takes the row lock that orders the messages of this order, so it comes before Publish.
+func ExamplePublish() {
 	pay := func(ctx context.Context, pool *pgxpool.Pool, orderID string, body []byte) error {
 		return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
 			if _, err := tx.Exec(ctx, `UPDATE orders SET state = 'paid' WHERE id = $1`, orderID); err != nil {
@@ -32,7 +55,8 @@ func Example() {
 	_ = pay
 }
 
-// A buffer collects wherever the code is, and inserts when every lock is held.
+// A buffer collects messages anywhere in the transaction. Flush inserts them at its end, when every
+// lock is held.
 func ExampleBuffer() {
 	ship := func(ctx context.Context, pool *pgxpool.Pool, orderIDs []string) error {
 		return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
@@ -51,25 +75,35 @@ func ExampleBuffer() {
 	_ = ship
 }
 
-// A reminder is published in three days, unless its order is paid before. Cancel says which of the two it is.
+// A reminder is published in three days, unless its order is paid before. Cancel reports which of
+// the two happened.
 func ExampleCancel() {
-	place := func(ctx context.Context, tx pgx.Tx, orderID string, reminder uuid.UUID) error {
+	place := func(ctx context.Context, tx pgx.Tx, orderID string) error {
+		reminder := uuid.New() // an ID without a time: consumers cannot take it for expired
+		if _, err := tx.Exec(ctx, `INSERT INTO orders (id, reminder) VALUES ($1, $2)`, orderID, reminder); err != nil {
+			return err
+		}
 		return outbox.Publish(ctx, tx, outbox.Message{
-			ID:        reminder, // uuid.New(), stored with the order
+			ID:        reminder,
 			Topic:     "reminders",
 			AlsoTo:    []string{"audit"},
 			Key:       []byte(orderID),
 			DeliverAt: time.Now().AddDate(0, 0, 3),
 		})
 	}
-	pay := func(ctx context.Context, tx pgx.Tx, reminder uuid.UUID) (reminded bool, err error) {
+	pay := func(ctx context.Context, tx pgx.Tx, orderID string) (reminded bool, err error) {
+		var reminder uuid.UUID
+		err = tx.QueryRow(ctx, `UPDATE orders SET state = 'paid' WHERE id = $1 RETURNING reminder`, orderID).Scan(&reminder)
+		if err != nil {
+			return false, err
+		}
 		cancelled, err := outbox.Cancel(ctx, tx, reminder)
-		return !cancelled, err
+		return !cancelled, err // not cancelled: the reminder is published, or about to be
 	}
 	_, _ = place, pay
 }
 
-// A message that Kafka would refuse is refused at once, and the transaction goes on.
+// A message that Kafka would refuse is refused at once, and the transaction stays usable.
 func ExampleErrInvalid() {
 	buffer := outbox.NewBuffer()
 	err := buffer.Add(context.Background(), outbox.Message{Topic: "new orders"})
@@ -80,7 +114,7 @@ func ExampleErrInvalid() {
 	// message cannot be published: message 0: topic "new orders": Kafka takes 1 to 249 letters, digits, dots, underscores and hyphens
 }
 
-// The stored form of headers is JSON that any program can write.
+// Headers are stored as JSON, which any program can write.
 func ExampleEncodeHeaders() {
 	stored, err := outbox.EncodeHeaders([]outbox.Header{
 		{Name: "content-type", Value: []byte("application/json")},

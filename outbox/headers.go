@@ -9,7 +9,7 @@ import (
 	"io"
 )
 
-// orderedObject walks a JSON object in the order of its text, so that decoding is deterministic.
+// orderedObject reads a JSON object in the order of its text, so that decoding is deterministic.
 type orderedObject struct {
 	dec *json.Decoder
 }
@@ -23,21 +23,21 @@ func newOrderedObject(stored []byte) orderedObject {
 func (o orderedObject) headers() ([]Header, error) {
 	open, err := o.dec.Token()
 	if err != nil {
-		return nil, fmt.Errorf("headers are no JSON: %w", err)
+		return nil, fmt.Errorf("headers are not JSON: %w", err)
 	}
 	if open != json.Delim('{') {
-		return nil, errors.New("headers are no JSON object")
+		return nil, errors.New("headers are not a JSON object")
 	}
 	var headers []Header
 	for o.dec.More() {
 		token, err := o.dec.Token()
 		if err != nil {
-			return nil, fmt.Errorf("headers are no JSON: %w", err)
+			return nil, fmt.Errorf("headers are not JSON: %w", err)
 		}
 		name, _ := token.(string) // a name is always a string here
 		var value any
 		if err := o.dec.Decode(&value); err != nil {
-			return nil, fmt.Errorf("header %.60q is no JSON: %w", name, err)
+			return nil, fmt.Errorf("header %.60q is not JSON: %w", name, err)
 		}
 		values, isList := value.([]any)
 		if !isList {
@@ -52,10 +52,10 @@ func (o orderedObject) headers() ([]Header, error) {
 		}
 	}
 	if _, err := o.dec.Token(); err != nil {
-		return nil, fmt.Errorf("headers are no JSON: %w", err)
+		return nil, fmt.Errorf("headers are not JSON: %w", err)
 	}
 	if _, err := o.dec.Token(); !errors.Is(err, io.EOF) {
-		return nil, errors.New("headers are no JSON object: text follows it")
+		return nil, errors.New("headers are not a JSON object: text follows it")
 	}
 	return headers, nil
 }

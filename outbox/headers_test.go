@@ -26,8 +26,8 @@ func byName(headers []outbox.Header) map[string][][]byte {
 	return values
 }
 
-// O36: headers come back from the database byte for byte: null is not empty, binary values survive, and
-// of several headers of one name the order and the number stay.
+// O36: headers are read from the database byte for byte: null is not empty, binary values are kept,
+// and the order and the number of several headers of one name stay.
 func TestHeadersComeBackFromTheDatabase(t *testing.T) {
 	t.Parallel()
 	sets := [][]outbox.Header{
@@ -80,7 +80,8 @@ func randomHeaders(random *rand.Rand) []outbox.Header {
 	return headers
 }
 
-// Headers are decoded in the order of the text, so that a record does not depend on the order of a map.
+// Headers are decoded in the order of the text, so that a record does not depend on the order of a
+// map.
 func TestDecodingKeepsTheOrderOfTheText(t *testing.T) {
 	t.Parallel()
 	decoded, err := outbox.DecodeHeaders([]byte(`{"z": "1", "a": ["2", null], "m": {"base64": "AP8="}}`))
@@ -114,8 +115,8 @@ func TestForeignHeadersAreUnderstood(t *testing.T) {
 	}
 }
 
-// What is in no documented form is an error that names the header, and shows neither its value nor an
-// unbounded name.
+// A value in no documented form is an error that names the header, and shows neither its value nor
+// an unbounded name.
 func TestGarbageInHeadersIsNamed(t *testing.T) {
 	t.Parallel()
 	const want = `want a string, number, boolean, null, {"base64": "…"} or an array of these`
@@ -127,18 +128,18 @@ func TestGarbageInHeadersIsNamed(t *testing.T) {
 		`{"e": {"base64": "AA==", "x": 1}}`:    `header "e": ` + want,
 		`{"f": {"base64": "secret!"}}`:         `header "f": bad base64`,
 		`{"g": {"Base64": "AA=="}}`:            `header "g": ` + want,
-		`[]`:                                   "headers are no JSON object",
-		`null`:                                 "headers are no JSON object",
-		`"text"`:                               "headers are no JSON object",
-		`1`:                                    "headers are no JSON object",
-		``:                                     "headers are no JSON",
-		`{`:                                    "headers are no JSON",
-		`{"a"`:                                 "is no JSON",
-		`{"a": }`:                              "no JSON",
-		`{"a": 1,}`:                            "headers are no JSON",
+		`[]`:                                   "headers are not a JSON object",
+		`null`:                                 "headers are not a JSON object",
+		`"text"`:                               "headers are not a JSON object",
+		`1`:                                    "headers are not a JSON object",
+		``:                                     "headers are not JSON",
+		`{`:                                    "headers are not JSON",
+		`{"a"`:                                 "is not JSON",
+		`{"a": }`:                              "not JSON",
+		`{"a": 1,}`:                            "headers are not JSON",
 		`{} {}`:                                "text follows it",
 		`{"a": "x"} secret`:                    "text follows it",
-		`{"a": ` + strings.Repeat("[", 20_000): `header "a" is no JSON`,
+		`{"a": ` + strings.Repeat("[", 20_000): `header "a" is not JSON`,
 		`{"` + strings.Repeat("n", 100_000) + `": {}}`: "nnn",
 	} {
 		_, err := outbox.DecodeHeaders([]byte(stored))
@@ -148,7 +149,7 @@ func TestGarbageInHeadersIsNamed(t *testing.T) {
 	}
 }
 
-// O36: what is encoded is JSON that jsonb takes, and decodes to the same headers.
+// O36: encoded headers are JSON that jsonb accepts, and decode to the same headers.
 func FuzzHeadersRoundTrip(f *testing.F) {
 	f.Add("a", []byte("1"), "a", []byte(nil), "b", []byte{0})
 	f.Add("base64", []byte("{}"), "ü", []byte("\xff"), "base64", []byte{})
@@ -172,8 +173,8 @@ func FuzzHeadersRoundTrip(f *testing.F) {
 	})
 }
 
-// The decoder reads what any program may have stored: it never panics, refuses what is no JSON object,
-// and what it takes it also takes after another round.
+// The decoder reads what any program may have stored: it never panics, refuses what is not a JSON
+// object, and what it accepts once it accepts again after re-encoding.
 func FuzzDecodeHeaders(f *testing.F) {
 	for _, stored := range []string{
 		`{}`, `{"a": "b"}`, `{"a": [1, true, null, {"base64": "AP8="}]}`, `{"a": {"base64": "!"}}`, `[]`, `{"a": {}}`,

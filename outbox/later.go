@@ -13,8 +13,9 @@ import (
 const (
 	// AlsoToMax bounds Message.AlsoTo.
 	AlsoToMax = 100
-	// deliverAtYearsMax is how far ahead DeliverAt may be. It finds mistakes of unit (milliseconds taken for seconds),
-	// so the program's clock is good enough for it; when a message is due is for the database to say.
+	// deliverAtYearsMax is how far ahead DeliverAt may be. It detects mistakes of unit
+	// (milliseconds taken for seconds), so the program's clock is accurate enough. The database
+	// decides when a message is due.
 	deliverAtYearsMax = 10
 )
 
@@ -23,15 +24,17 @@ func Cancel(ctx context.Context, tx pgx.Tx, id uuid.UUID) (bool, error) {
 	return standard.Cancel(ctx, tx, id)
 }
 
-// Cancel removes what waits under the ID, for all its topics, and tells whether there was something. True: once tx
-// commits, it is never published. False: a relay moved it to the outbox, so it is published or will be; or it was
-// cancelled before, or never scheduled. There is nothing between: Cancel waits for a relay that is moving the message,
-// a few milliseconds, and a relay leaves alone what a transaction that is still open has cancelled.
+// Cancel removes the messages that wait under the ID, for all their topics, and reports whether
+// there were any. True: once tx commits, they are never published. False: a relay moved them to the
+// outbox, so they are published or will be; or they were cancelled before, or never scheduled.
+// There is no other case. Cancel waits for a relay that is moving the message, for a few
+// milliseconds, and a relay skips a message that a still open transaction has cancelled.
 //
-// Inside a handler of package consumer, what the same batch of messages published is not there yet.
+// Inside a handler of package consumer, Cancel does not find what the same batch of messages
+// published.
 //
-// After an error tx is aborted; with the isolation levels above read committed that may be a serialization failure,
-// after which the transaction can be run again.
+// After an error tx is aborted. With isolation levels above read committed the error may be a
+// serialization failure; then the transaction can be run again.
 func (o *Outbox) Cancel(ctx context.Context, tx pgx.Tx, id uuid.UUID) (bool, error) {
 	tag, err := tx.Exec(ctx, o.cancel, [16]byte(id))
 	if err != nil {
@@ -40,7 +43,7 @@ func (o *Outbox) Cancel(ctx context.Context, tx pgx.Tx, id uuid.UUID) (bool, err
 	return tag.RowsAffected() > 0, nil
 }
 
-// checkLater returns what is wrong with DeliverAt and AlsoTo.
+// checkLater returns the problems of DeliverAt and AlsoTo.
 func (m *Message) checkLater() (problems []error) {
 	if latest := time.Now().AddDate(deliverAtYearsMax, 0, 0); m.DeliverAt.After(latest) {
 		problems = append(problems, fmt.Errorf("DeliverAt is in the year %d: want at most %d years ahead", m.DeliverAt.Year(), deliverAtYearsMax))
@@ -53,7 +56,7 @@ func (m *Message) checkLater() (problems []error) {
 		if !validTopic(topic) {
 			problems = append(problems, fmt.Errorf("AlsoTo: topic %.260q: %w", topic, errTopic))
 		} else if seen[topic] {
-			problems = append(problems, fmt.Errorf("AlsoTo: topic %q comes twice: each topic gets the message once", topic))
+			problems = append(problems, fmt.Errorf("AlsoTo: topic %q is listed twice: each topic gets the message once", topic))
 		}
 		seen[topic] = true
 	}
@@ -62,8 +65,8 @@ func (m *Message) checkLater() (problems []error) {
 
 var errTopic = errors.New("Kafka takes 1 to 249 letters, digits, dots, underscores and hyphens") //nolint:staticcheck // a name
 
-// dueAt is DeliverAt as it is stored: in microseconds, and not before the time that was asked for. What is long past
-// is due, in whatever form the caller has it.
+// dueAt returns DeliverAt as it is stored: in microseconds, rounded up so that it is never before
+// the requested time. Times before 1970 become 1970.
 func (m *Message) dueAt() time.Time {
 	at := m.DeliverAt.Add(time.Microsecond - 1).Truncate(time.Microsecond)
 	if epoch := time.Unix(0, 0); at.Before(epoch) {
@@ -78,8 +81,8 @@ type statement struct {
 	args []any
 }
 
-// statements returns what inserts the messages: one statement for those for now, whose order is the order of the call,
-// and one for those for later.
+// statements returns the inserts of the messages: one statement for those without DeliverAt, in the
+// order of the call, and one for those with it.
 func (o *Outbox) statements(msgs []Message) ([]statement, error) {
 	var now, later []Message
 	fan := false
@@ -87,7 +90,7 @@ func (o *Outbox) statements(msgs []Message) ([]statement, error) {
 		switch {
 		case !m.DeliverAt.IsZero():
 			if later == nil {
-				now = msgs[:i:i] // the usual call copies nothing
+				now = msgs[:i:i] // share msgs: a call without DeliverAt copies nothing
 			}
 			later = append(later, m)
 			continue
@@ -128,7 +131,8 @@ func (o *Outbox) statements(msgs []Message) ([]statement, error) {
 	return all, nil
 }
 
-// fanArrays returns the columns of the messages as the parameters of fanOutSQL and, up to the times, of scheduleSQL.
+// fanArrays returns the columns of the messages as the parameters of fanOutSQL, which are also
+// those of scheduleSQL without the times.
 func fanArrays(msgs []Message) ([]any, error) {
 	args, err := arrays(msgs)
 	if err != nil {

@@ -37,8 +37,9 @@ func scheduled(t *testing.T, db querier) []later {
 	return all
 }
 
-// A message with a time waits in outbox_scheduled, whichever way it is published, in the transaction of the call; the
-// others go to the outbox in the order of the call. The stored time is never before the one that was asked for.
+// A message with a time waits in outbox_scheduled, however it is published, in the transaction of
+// the call; the others are stored in the outbox in the order of the call. The stored time is never
+// before the requested one.
 func TestMessagesForLaterWait(t *testing.T) {
 	t.Parallel()
 	at := dbNow(t).Add(time.Hour).Truncate(time.Microsecond).Add(time.Nanosecond)
@@ -86,7 +87,7 @@ func TestMessagesForLaterWait(t *testing.T) {
 			assert.Nil(t, past.Key)
 			assert.Nil(t, past.Payload)
 			assert.True(t, past.Due.Before(dbNow(t)))
-			// Consumers take the time in an ID for the message's age.
+			// Consumers use the time in an ID as the message's age.
 			assert.Equal(t, uuid.Version(7), future.ID.Version())
 			assert.WithinDuration(t, at, time.Unix(future.ID.Time().UnixTime()), 2*time.Millisecond)
 			assert.WithinDuration(t, dbNow(t), time.Unix(past.ID.Time().UnixTime()), time.Hour/2, "what is past is as old as the call")
@@ -94,8 +95,8 @@ func TestMessagesForLaterWait(t *testing.T) {
 	}
 }
 
-// All topics of a message get it once, under one ID, whoever makes the ID, now or later; what follows in the call
-// comes after it.
+// All topics of a message get it once, under one ID, whether caller or database creates the ID, now
+// or later; later messages of the call come after it.
 func TestFanOut(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -150,15 +151,16 @@ func TestMistakenTimesAndTopicsAreRefused(t *testing.T) {
 	require.ErrorIs(t, err, outbox.ErrInvalid)
 	for _, want := range []string{
 		"message 0: DeliverAt is in the year 5", "want at most 10 years ahead", `message 0: AlsoTo: topic "no topic": Kafka takes`,
-		`AlsoTo: topic "b" comes twice`, `AlsoTo: topic "a" comes twice`, "message 1: AlsoTo has 101 topics: want at most 100",
+		`AlsoTo: topic "b" is listed twice`, `AlsoTo: topic "a" is listed twice`, "message 1: AlsoTo has 101 topics: want at most 100",
 	} {
 		require.ErrorContains(t, err, want)
 	}
 	assert.NotContains(t, err.Error(), "message 2")
 }
 
-// Cancel takes a message back, from all its topics, if and when its transaction commits, and says whether there was
-// one. What waits is not changed by publishing its ID again, and may be published anew once it is cancelled.
+// Cancel removes a message, from all its topics, if and when its transaction commits, and reports
+// whether there was one. Publishing the ID of a waiting message again does not change it; once
+// cancelled, it may be published again.
 func TestCancel(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -200,7 +202,8 @@ func payloads(t *testing.T, pool *pgxpool.Pool, payload string) (n int) {
 	return n
 }
 
-// A configured schema is used for messages for later, too, and a search path changes nothing of it (row S8).
+// A configured schema is also used for messages for later, and the search path does not change that
+// (row S8).
 func TestMessagesForLaterInAnotherSchema(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)
@@ -235,7 +238,7 @@ CREATE FUNCTION evil.uuid_floor(timestamptz) RETURNS uuid LANGUAGE sql AS $$ SEL
 	}))
 }
 
-// dbNow is the time by the database's clock, which tells when a message is due.
+// dbNow returns the time of the database's clock, which decides when a message is due.
 func dbNow(t *testing.T) time.Time {
 	t.Helper()
 	offset, err := pgtest.ClockOffset()

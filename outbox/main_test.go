@@ -17,7 +17,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// waitMax bounds every wait of these tests: what has not happened by then never will.
+// waitMax bounds every wait of these tests: a condition that is not met in that time never will be.
 const waitMax = 30 * time.Second
 
 func newOutbox(tb testing.TB, cfg outbox.Config) *outbox.Outbox {
@@ -44,7 +44,7 @@ type querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
-// rows returns what is stored, in the order of seq.
+// rows returns the stored rows, in the order of seq.
 func rows(t *testing.T, db querier) []row {
 	t.Helper()
 	result, err := db.Query(t.Context(), `SELECT seq, id, topic, key, payload, headers::text AS headers, shard,
@@ -64,7 +64,7 @@ func begin(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 	return tx
 }
 
-// publishAlone publishes in a transaction of its own, which commits.
+// publishAlone publishes in its own transaction, which commits.
 func publishAlone(t *testing.T, pool *pgxpool.Pool, msgs ...outbox.Message) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
@@ -72,7 +72,7 @@ func publishAlone(t *testing.T, pool *pgxpool.Pool, msgs ...outbox.Message) {
 	}))
 }
 
-// newPool is a pool with settings of the session.
+// newPool returns a pool with settings of the session.
 func newPool(t *testing.T, address string, settings ...string) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(address)

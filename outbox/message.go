@@ -19,19 +19,20 @@ import (
 const (
 	HeaderMessageID  = "message-id"  // the row's ID in the usual form of 36 characters
 	HeaderOccurredAt = "occurred-at" // created_at of the row, RFC 3339 in UTC with microseconds
-	// HeaderPartition is the reserved header of a row that asks for a partition of its topic, as a decimal number:
-	// Message.Partition, or {"effectonce-partition": 3} by plain SQL. The relay takes it out of the record.
+	// HeaderPartition is the reserved header of a row that requests a partition of its topic, as a
+	// decimal number: Message.Partition, or {"effectonce-partition": 3} by plain SQL. The relay
+	// removes it from the record.
 	HeaderPartition = "effectonce-partition"
 	// HeaderTraceParent is the W3C trace context. It is an ordinary header, named here because
 	// Config.Inject usually sets it.
 	HeaderTraceParent = "traceparent"
 )
 
-// Message is one message to publish. Key and Payload keep the difference between nil (Kafka's null; a
-// nil payload is a tombstone) and empty.
+// Message is one message to publish. Key and Payload distinguish nil (Kafka's null; a nil payload
+// is a tombstone) from empty.
 type Message struct {
-	// ID names the message for ever; consumers deduplicate by it. The zero value lets the database
-	// make a UUIDv7.
+	// ID identifies the message permanently; consumers deduplicate by it. If it is the zero value,
+	// the database creates a UUIDv7.
 	ID uuid.UUID
 	// Topic in Kafka: 1 to 249 letters, digits, dots, underscores and hyphens.
 	Topic string
@@ -39,26 +40,29 @@ type Message struct {
 	Key []byte
 	// Payload is the record's value.
 	Payload []byte
-	// Partition of the topic, from 0 on, for receivers that read a partition of their own; nil: the relay's partitioner
-	// decides, by Key. The order of a key holds within a partition, so give all messages of a key the same. A number that
-	// the topic does not have makes the row dead (bad_partition) and holds its key. It counts for AlsoTo, too.
+	// Partition of the topic, from 0 on, for receivers that read a fixed partition. Nil: the
+	// relay's partitioner decides, by Key. The order of a key holds within a partition, so set the
+	// same partition for all messages of a key. A number that the topic does not have makes the row
+	// dead (bad_partition) and holds its key. It also applies to AlsoTo.
 	Partition *int32
 	// Headers in order. The same name may occur several times; the order among these is kept, the
 	// order across names is not (they are stored as a JSON object).
 	Headers []Header
-	// DeliverAt is when the message is to be published, not before it by the database's clock, and about two seconds
-	// after it at the latest while a relay runs. Zero: now. A time in the past is due; at most 10 years ahead. Its
-	// place in the order of its key is where it is then, behind what was published meanwhile; messages that are due at
-	// the same time keep the order in which they were published. Until it is due, Cancel can take it back by its ID.
-	// Publishing an ID for later that waits already changes nothing.
+	// DeliverAt is the time before which the message is not published, by the database's clock.
+	// While a relay runs, it is published about two seconds after that time at the latest. Zero:
+	// now. A time in the past is due; at most 10 years ahead. The message takes its place in the
+	// order of its key when it is due, after messages that were published until then. Messages that
+	// are due at the same time keep the order in which they were published. Until it is due, Cancel
+	// can remove it by its ID. Publishing an ID for later that already waits changes nothing.
 	//
-	// Consumers park a message as expired whose ID is a UUIDv7 with a time before their window. So where you
-	// choose the ID, let it carry no time (uuid.New()) or that of DeliverAt. In handlers of package consumer the
-	// derived ID of a message for later carries none.
+	// Consumers park a message as expired if its ID is a UUIDv7 with a time before their window. So
+	// if you choose the ID, use one without a time (uuid.New()) or one with the time of DeliverAt.
+	// In handlers of package consumer the derived ID of a message for later carries no time.
 	DeliverAt time.Time
-	// AlsoTo are further topics that get the same message under the same ID, each once: one row of the outbox
-	// for each. At most 100, none of them twice. A consumer claims IDs for each topic unless its Config.Name says
-	// otherwise: with a Name of its own for several of these topics it handles the message once.
+	// AlsoTo lists further topics that get the same message under the same ID, each once: one row
+	// of the outbox for each. At most 100, without repetition. A consumer claims IDs for each topic
+	// unless its Config.Name says otherwise: if one Name covers several of these topics, it handles
+	// the message once.
 	AlsoTo []string
 }
 
@@ -68,30 +72,37 @@ type Header struct {
 	Value []byte
 }
 
-// ErrInvalid is what every refusal of a message wraps: nothing was sent to the database, the
-// transaction is as it was. The text names message, field, value and bound.
+// ErrInvalid is wrapped by every refusal of a message. Nothing was sent to the database, and the
+// transaction is unchanged. The text names message, field, value and bound.
 var ErrInvalid = errors.New("message cannot be published")
 
 var topicName = regexp.MustCompile(`^[a-zA-Z0-9._-]{1,249}$`)
 
 func validTopic(name string) bool { return topicName.MatchString(name) && name != "." && name != ".." }
 
-// overheadBytes is an upper bound for what a record takes beside key, value and the row's own headers:
-// the two headers of the relay (88), the record's varints (22) and the batch around a single record (61),
-// because it is the batch that the broker compares with max.message.bytes.
+// overheadBytes is an upper bound for the size of a record without key, value and the row's own
+// headers: the two headers of the relay (88), the record's varints (22) and the batch around a
+// single record (61). The batch counts because the broker compares it with max.message.bytes.
 const overheadBytes = 192
 
-// RecordBytes is an upper bound, by at most a few dozen bytes, for what the record takes in Kafka: the
-// bytes of a batch of this one record, which is what max.message.bytes limits.
-func (m *Message) RecordBytes() int {
-	n := overheadBytes + len(m.Key) + len(m.Payload)
+// Bounds of a row's key and headers, in bytes. The table's CHECK allows twice as much for headers,
+// because their text may be longer.
+const keyBytesMax, headersBytesMax = 1 << 20, 1 << 20
+
+func (m *Message) headerBytes() (n int) {
 	for _, h := range m.Headers {
 		n += len(h.Name) + len(h.Value) + 10
 	}
 	return n
 }
 
-// validate returns all problems of a message at once. index is its place in the call.
+// RecordBytes returns an upper bound, by at most a few dozen bytes, for the size of the record in
+// Kafka: the bytes of a batch with only this record, which max.message.bytes limits.
+func (m *Message) RecordBytes() int {
+	return overheadBytes + len(m.Key) + len(m.Payload) + m.headerBytes()
+}
+
+// validate returns all problems of a message at once. index is its position in the call.
 func (m *Message) validate(index, recordBytesMax int) error {
 	var problems []error
 	report := func(format string, args ...any) {
@@ -109,6 +120,12 @@ func (m *Message) validate(index, recordBytesMax int) error {
 	if n := m.RecordBytes(); n > recordBytesMax {
 		report("key, payload and headers take %d bytes, RecordBytesMax is %d: store the body elsewhere and publish a reference, or raise RecordBytesMax together with the topic's max.message.bytes", n, recordBytesMax)
 	}
+	if len(m.Key) > keyBytesMax {
+		report("Key has %d bytes: want at most %d", len(m.Key), keyBytesMax)
+	}
+	if n := m.headerBytes(); n > headersBytesMax {
+		report("Headers take %d bytes: want at most %d", n, headersBytesMax)
+	}
 	for _, h := range m.Headers {
 		switch {
 		case h.Name == "":
@@ -124,7 +141,7 @@ func (m *Message) validate(index, recordBytesMax int) error {
 	return errors.Join(problems...)
 }
 
-// storedHeaders are the headers of the row.
+// storedHeaders returns the headers of the row.
 func (m *Message) storedHeaders() []Header {
 	if m.Partition == nil {
 		return m.Headers
@@ -132,14 +149,14 @@ func (m *Message) storedHeaders() []Header {
 	return append(m.Headers[:len(m.Headers):len(m.Headers)], Header{HeaderPartition, strconv.AppendInt(nil, int64(*m.Partition), 10)})
 }
 
-// binaryValue stands for a header value that JSON text cannot hold.
+// binaryValue is a header value that JSON text cannot hold.
 type binaryValue struct {
 	Base64 string `json:"base64"`
 }
 
-// EncodeHeaders returns the stored form of headers: a JSON object. A value that is UTF-8 without NUL is
-// a string, null is null, other bytes are {"base64": "…"}, and a name that occurs several times has an
-// array of these.
+// EncodeHeaders returns the stored form of headers: a JSON object. A value that is UTF-8 without
+// NUL is a string, null is null, and other bytes are {"base64": "…"}. A name that occurs several
+// times has an array of these.
 func EncodeHeaders(headers []Header) ([]byte, error) {
 	if len(headers) == 0 {
 		return []byte("{}"), nil
@@ -168,8 +185,8 @@ func EncodeHeaders(headers []Header) ([]byte, error) {
 	return json.Marshal(object)
 }
 
-// DecodeHeaders reads the stored form, also as other programs write it: numbers and booleans become
-// their JSON text. Anything else in a value is an error that names the header.
+// DecodeHeaders reads the stored form, also if another program wrote it: numbers and booleans
+// become their JSON text. Any other value is an error that names the header.
 func DecodeHeaders(stored []byte) ([]Header, error) {
 	if string(stored) == "{}" {
 		return nil, nil

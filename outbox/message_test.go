@@ -15,8 +15,8 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// A message that Kafka would refuse is refused, and the text names what is wrong with which message.
-// Nothing is inserted, of the valid messages of the call neither, and the transaction goes on.
+// A message that Kafka would refuse is refused, and the text names the message and its problem.
+// Nothing of the call is inserted, not even its valid messages, and the transaction stays usable.
 func TestInvalidMessagesAreRefused(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -60,13 +60,14 @@ func TestInvalidMessagesAreRefused(t *testing.T) {
 
 			require.ErrorIs(t, outbox.NewBuffer().Add(t.Context(), tc.message), outbox.ErrInvalid)
 			assert.Empty(t, rows(t, tx))
-			require.NoError(t, outbox.Publish(t.Context(), tx, outbox.Message{Topic: "valid"}), "the transaction goes on")
+			require.NoError(t, outbox.Publish(t.Context(), tx, outbox.Message{Topic: "valid"}), "the transaction stays usable")
 			require.NoError(t, tx.Rollback(t.Context()))
 		})
 	}
 }
 
-// What Kafka takes is taken: names at their bounds, and headers that only look like the relay's.
+// What Kafka accepts is accepted: names at their bounds, and headers that only look like the
+// relay's.
 func TestValidMessagesAtTheirBounds(t *testing.T) {
 	t.Parallel()
 	msgs := []outbox.Message{
@@ -81,7 +82,7 @@ func TestValidMessagesAtTheirBounds(t *testing.T) {
 	assert.Len(t, rows(t, pool), len(msgs), "the database's own check takes them too")
 }
 
-// All problems of all messages come at once.
+// All problems of all messages are reported at once.
 func TestAllProblemsComeAtOnce(t *testing.T) {
 	t.Parallel()
 	o := newOutbox(t, outbox.Config{RecordBytesMax: 1024})
@@ -99,7 +100,8 @@ func TestAllProblemsComeAtOnce(t *testing.T) {
 	assert.NotContains(t, err.Error(), "message 1")
 }
 
-// O11: a record of exactly RecordBytesMax is taken and one byte more is refused, wherever the byte is.
+// O11: a record of exactly RecordBytesMax is accepted and one byte more is refused, wherever the
+// byte is.
 func TestRecordBytesMaxIsExact(t *testing.T) {
 	t.Parallel()
 	const relayAdds = 192
@@ -133,8 +135,8 @@ func TestRecordBytesMaxIsExact(t *testing.T) {
 	require.ErrorIs(t, err, outbox.ErrInvalid, "injected headers count")
 }
 
-// O11: the largest message that is taken fits into a topic whose max.message.bytes is RecordBytesMax, as a
-// batch of one record with the headers of the relay, whatever its shape.
+// O11: the largest accepted message fits into a topic whose max.message.bytes is RecordBytesMax, as
+// a batch of one record with the headers of the relay, whatever its shape.
 func TestWhatIsTakenFitsIntoTheTopic(t *testing.T) {
 	t.Parallel()
 	zeros := make([]byte, 10_000_000)
@@ -174,8 +176,8 @@ func batchBytes(m *outbox.Message) int {
 	return len((&kmsg.RecordBatch{Records: record.AppendTo(nil)}).AppendTo(nil))
 }
 
-// A transaction that collects its messages itself gets them checked and with the injected headers, and
-// nothing is sent: from Publish and from a buffer.
+// A transaction that collects its messages itself gets them checked and with the injected headers,
+// and nothing is sent: from Publish and from a buffer.
 func TestCollectorGetsTheMessages(t *testing.T) {
 	t.Parallel()
 	o := newOutbox(t, outbox.Config{Inject: func(_ context.Context, h map[string]string) { h["traceparent"] = "x" }})

@@ -19,8 +19,8 @@ import (
 
 const orderKeys = 3
 
-// accounts makes the rows whose locks order the writers of a key, and a log of who changed them. Both
-// get their order from the lock itself: version grows under it.
+// accounts creates the rows whose locks order the writers of a key, and a log of the writers that
+// changed them. Both get their order from the lock itself: version grows under it.
 func accounts(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	_, err := pool.Exec(t.Context(), `CREATE TABLE account (key text PRIMARY KEY, version int NOT NULL DEFAULT 0);
@@ -30,15 +30,15 @@ func accounts(t *testing.T, pool *pgxpool.Pool) {
 	require.NoError(t, err)
 }
 
-// change takes the key's lock and notes under which version it did.
+// change takes the key's lock and records the version that it then had.
 func change(ctx context.Context, tx pgx.Tx, key string, message uuid.UUID) error {
 	_, err := tx.Exec(ctx, `WITH changed AS (UPDATE account SET version = version + 1 WHERE key = $1 RETURNING version)
 		INSERT INTO change SELECT $1, version, $2 FROM changed`, key, message)
 	return err
 }
 
-// inversions counts messages whose seq contradicts the order of commits of their key, and compares the
-// two sets.
+// inversions counts messages whose seq contradicts the order of commits of their key, and compares
+// the two sets.
 func inversions(t *testing.T, pool *pgxpool.Pool) (inverted, messages int) {
 	t.Helper()
 	var lost int
@@ -54,9 +54,9 @@ func inversions(t *testing.T, pool *pgxpool.Pool) (inverted, messages int) {
 	return inverted, messages
 }
 
-// O6: sixteen writers that insert a key's message while they hold the lock that orders the key get seq in
-// the order of their commits, for every key: with Publish after the lock, and with a buffer that was
-// filled before it and flushed at the end. Some of them roll back.
+// O6: sixteen writers that insert a key's message while they hold the lock that orders the key get
+// seq in the order of their commits, for every key: with Publish after the lock, and with a buffer
+// that was filled before it and flushed at the end. Some of them roll back.
 func TestSeqIsCommitOrderUnderTheKeysLock(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -106,9 +106,10 @@ func TestSeqIsCommitOrderUnderTheKeysLock(t *testing.T) {
 	assert.Equal(t, writers*(rounds-rounds/7), messages)
 }
 
-// O6, the other way round: what Publish warns of does happen. A message that is published before its key
-// is locked has a seq from before the lock, and stands before the message of a transaction that had the
-// lock first. No relay can repair that, because nothing in the rows tells it.
+// O6, the other way round: what the documentation of Publish warns of does happen. A message that
+// is published before its key is locked has a seq from before the lock, and precedes the message of
+// a transaction that had the lock first. No relay can repair that, because nothing in the rows
+// shows it.
 func TestPublishingBeforeTheLockInvertsTheOrder(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)

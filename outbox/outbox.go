@@ -12,20 +12,21 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// RecordBytesMaxDefault leaves room below Kafka's default message.max.bytes of 1,048,588.
+// RecordBytesMaxDefault is below Kafka's default message.max.bytes of 1,048,588, to leave room.
 const RecordBytesMaxDefault = 1_000_000
 
 // Config of an Outbox. The zero value works.
 type Config struct {
 	// Schema that holds the table. Default "effectonce"; bounds as in migrations.Options.
 	Schema string
-	// RecordBytesMax is the largest record that Publish accepts, in bytes: key, payload, headers (and 10
-	// bytes for each) and 192 bytes for what the relay and Kafka add. 1,024 to 100,000,000; default
-	// 1,000,000. The topic's max.message.bytes must not be below it.
+	// RecordBytesMax is the largest record that Publish accepts, in bytes: key, payload, headers
+	// (and 10 bytes for each) and 192 bytes for what the relay and Kafka add. 1,024 to 100,000,000;
+	// default 1,000,000. The topic's max.message.bytes must not be smaller.
 	RecordBytesMax int
-	// Inject adds headers that come from the context, such as the trace context, to every message.
-	// OpenTelemetry's propagators fit: func(ctx, h) { prop.Inject(ctx, propagation.MapCarrier(h)) }.
-	// A header that the message has already is left alone. Default: none.
+	// Inject adds headers from the context, such as the trace context, to every message.
+	// OpenTelemetry's propagators fit:
+	// func(ctx, h) { prop.Inject(ctx, propagation.MapCarrier(h)) }.
+	// It does not replace a header that the message already has. Default: none.
 	Inject func(ctx context.Context, headers map[string]string)
 }
 
@@ -66,22 +67,23 @@ func Publish(ctx context.Context, tx pgx.Tx, msgs ...Message) error {
 	return standard.Publish(ctx, tx, msgs...)
 }
 
-// Collector is a transaction that collects messages itself and inserts them as its last statement. The
-// transaction that package consumer gives to handlers is one; there the messages also get IDs that are
-// derived from the message being handled.
+// Collector is a transaction that collects messages itself and inserts them as its last statement.
+// The transaction that package consumer passes to handlers is one; it also gives the messages IDs
+// that are derived from the handled message.
 type Collector interface {
 	CollectOutbox(o *Outbox, msgs []Message) error
 }
 
-// Publish inserts messages in the caller's transaction: one statement (another one for messages for later) and
-// one round trip, however many they are. They are published if and when tx commits. Hold the lock that orders the writers of a key
-// before you publish for it (package documentation, Order).
+// Publish inserts any number of messages in the caller's transaction, with one statement (and
+// another one for messages for later) and one round trip. They are published if and when tx
+// commits. Before you publish for a key, take the lock that serialises the writers of that key
+// (package documentation, Order).
 //
-// Inside a handler of package consumer the messages are kept until the end of the batch: the bytes of Key,
-// Payload and Headers must not change meanwhile.
+// Inside a handler of package consumer the messages are kept until the end of the batch: the bytes
+// of Key, Payload and Headers must not change until then.
 //
 // A message that Kafka would refuse gives an error that wraps ErrInvalid, with all problems of all
-// messages; nothing is inserted and tx goes on. After any other error tx is aborted.
+// messages; nothing is inserted and tx stays usable. After any other error tx is aborted.
 func (o *Outbox) Publish(ctx context.Context, tx pgx.Tx, msgs ...Message) error {
 	prepared, err := o.prepare(ctx, msgs)
 	if err != nil || len(prepared) == 0 {
@@ -93,7 +95,7 @@ func (o *Outbox) Publish(ctx context.Context, tx pgx.Tx, msgs ...Message) error 
 	return o.flush(ctx, tx, prepared)
 }
 
-// Queue adds the insert to a batch of statements, so that it can share their round trip. The messages
+// Queue adds the insert to a batch of statements, so that they share one round trip. The messages
 // are checked as in Publish.
 func (o *Outbox) Queue(ctx context.Context, batch *pgx.Batch, msgs ...Message) error {
 	prepared, err := o.prepare(ctx, msgs)

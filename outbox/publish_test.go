@@ -20,8 +20,8 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// O1: a message is published if and when the caller's transaction commits: nobody sees it before, and
-// what is rolled back, in a savepoint too, was never there.
+// O1: a message is published if and when the caller's transaction commits: it is not visible
+// before, and a rollback, also to a savepoint, removes it.
 func TestMessagesFollowTheirTransaction(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -52,7 +52,8 @@ func TestMessagesFollowTheirTransaction(t *testing.T) {
 	assert.Equal(t, "second", string(stored[1].Payload))
 }
 
-// The order of messages in a call is the order of seq, however many they are and whatever their IDs.
+// The order of messages in a call is the order of seq, however many they are and whatever their
+// IDs.
 func TestOrderOfACallIsTheOrderOfSeq(t *testing.T) {
 	t.Parallel()
 	for _, n := range []int{1, 2, 3, 100, 2000} {
@@ -146,8 +147,8 @@ func (r *recorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.Tr
 
 func (r *recorder) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
-// O36: key and payload are kept byte for byte, and null is not empty: neither for the key nor for the
-// payload, where null is a tombstone.
+// O36: key and payload are kept byte for byte, and null is not empty: neither for the key nor for
+// the payload, where null is a tombstone.
 func TestKeyAndPayloadAreKeptByteForByte(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -194,8 +195,8 @@ func TestQueueSharesARoundTrip(t *testing.T) {
 	assert.Equal(t, "b", stored[1].Topic)
 }
 
-// The trace context of the caller goes with every message of the call, except where the message brings
-// its own, and the caller's headers are left as they are.
+// The trace context of the caller is added to every message of the call, unless the message has its
+// own, and the caller's headers do not change.
 func TestInjectedHeadersDoNotOverride(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -247,8 +248,8 @@ func TestConfiguredSchemaIsUsed(t *testing.T) {
 	assert.Equal(t, 1, n)
 }
 
-// S1: a schema name that is not plain never gets as far as a statement; all problems of a configuration
-// come at once.
+// S1: an invalid schema name never reaches a statement; all problems of a configuration are
+// reported at once.
 func TestBadConfigurationIsRefused(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{`"we""ird; DROP TABLE x`, "a.b", "A", "ü", "a b", "1a", "pg_catalog", "a\x00", "a\n", "a'"} {
@@ -268,8 +269,9 @@ func TestBadConfigurationIsRefused(t *testing.T) {
 	require.ErrorContains(t, err, "RecordBytesMax")
 }
 
-// S8: a schema that somebody puts first in the search path, with a table and functions of the same names
-// and with functions and operators that fit our arguments better than PostgreSQL's own, has no effect.
+// S8: a schema that another role puts first in the search path, with a table and functions of the
+// same names and with functions and operators that fit our arguments better than PostgreSQL's own,
+// has no effect.
 func TestSearchPathCannotHijackPublishing(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)

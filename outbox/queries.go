@@ -1,8 +1,10 @@
 package outbox
 
-// With several arguments unnest is PostgreSQL's own, whatever the search path says (and must have no schema).
+// With several arguments, unnest is always PostgreSQL's own, whatever the search path (and it must
+// have no schema).
 
-// insertSQL takes any number of messages in one statement. The order of the arrays is the order of seq.
+// insertSQL takes any number of messages in one statement. The order of the arrays is the order of
+// seq.
 const insertSQL = `-- outbox.publish
 INSERT INTO effectonce.outbox (id, topic, key, payload, headers)
 SELECT coalesce(m.id, effectonce.uuid_v7()), m.topic, m.key, m.payload, m.headers
@@ -10,13 +12,14 @@ FROM unnest($1::uuid[], $2::text[], $3::bytea[], $4::bytea[], $5::jsonb[])
   WITH ORDINALITY AS m (id, topic, key, payload, headers, place)
 ORDER BY m.place`
 
-// insertOneSQL takes one: the arrays cost the server 16 of 108 µs.
+// insertOneSQL takes one message: the arrays cost the server 16 of 108 µs.
 const insertOneSQL = `-- outbox.publish
 INSERT INTO effectonce.outbox (id, topic, key, payload, headers)
 VALUES (coalesce($1::uuid, effectonce.uuid_v7()), $2::text, $3::bytea, $4::bytea, $5::jsonb)`
 
-// fanOutSQL takes messages that go to several topics: bodies travel once, and $5 says to which of them each topic
-// of $6 belongs. An ID is made once for each message, so m must be materialized.
+// fanOutSQL takes messages that go to several topics. Each body is sent once; $5 gives the number
+// of the message to which each topic of $6 belongs. m must be materialized so that each message
+// gets only one new ID.
 const fanOutSQL = `-- outbox.publish_fan_out
 WITH m AS MATERIALIZED (
   SELECT coalesce(m.id, effectonce.uuid_v7()) AS id, m.key, m.payload, m.headers, m.place
@@ -27,9 +30,10 @@ SELECT m.id, t.topic, m.key, m.payload, m.headers
 FROM unnest($5::int[], $6::text[]) WITH ORDINALITY AS t (message, topic, place) JOIN m ON m.place = t.message
 ORDER BY t.place`
 
-// scheduleSQL takes messages for later. An ID that the database makes has the time at which it is due: consumers
-// park an ID as expired that is older than their window. What waits already under the ID stays as it is, so that a
-// caller who does not know whether it committed may come again.
+// scheduleSQL takes messages for later. An ID that the database creates has the time at which the
+// message is due, because consumers park a message as expired if its ID is older than their window.
+// A message that already waits under the ID is unchanged, so a caller that does not know whether
+// its transaction committed may retry.
 const scheduleSQL = `-- outbox.schedule
 WITH m AS MATERIALIZED (
   SELECT coalesce(m.id, (left(effectonce.uuid_floor(greatest(m.due_at, clock_timestamp()))::text, 13) || right(effectonce.uuid_v7()::text, 23))::uuid) AS id,
@@ -42,10 +46,11 @@ FROM unnest($5::int[], $6::text[]) WITH ORDINALITY AS t (message, topic, place) 
 ORDER BY t.place
 ON CONFLICT DO NOTHING`
 
-// cancelSQL and the relay's move decide by the rows' locks. The move takes all rows of an ID that are due together
-// or none, and waits for none: whichever has the first of them has all.
+// cancelSQL and the relay's move are decided by row locks. The move takes all rows of an ID that
+// are due together or none, and does not wait for locks. Whichever of the two locks the first row
+// gets all of them.
 const cancelSQL = `-- outbox.cancel
 DELETE FROM effectonce.outbox_scheduled WHERE id = $1`
 
 const backlogSQL = `-- outbox.backlog
-SELECT coalesce(max(oldest_seconds), 0)::float8, coalesce(max(rows), 0)::bigint, coalesce(max(bytes), 0)::bigint FROM effectonce.outbox_backlog`
+SELECT coalesce(pg_catalog.max(oldest_seconds), 0)::float8, coalesce(pg_catalog.max(rows), 0)::bigint, coalesce(pg_catalog.max(bytes), 0)::bigint FROM effectonce.outbox_backlog`

@@ -14,8 +14,8 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// An INSERT of topic, key and payload, as any program can send it, is a complete publish: the columns
-// that it leaves out have the values that Publish gives them.
+// An INSERT of topic, key and payload, as any program can send it, is a complete publish: the
+// omitted columns have the values that Publish gives them.
 func TestPlainInsertIsACompletePublish(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -51,7 +51,8 @@ func TestPlainInsertIsACompletePublish(t *testing.T) {
 	assert.Equal(t, stored[0], published)
 }
 
-// What no consumer could ever read is refused at the INSERT, by a constraint whose name says why.
+// A row that no consumer could ever read is refused at the INSERT, by a constraint whose name says
+// why.
 func TestPlainInsertOfNonsenseIsRefused(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -84,9 +85,9 @@ func TestPlainInsertOfNonsenseIsRefused(t *testing.T) {
 	}
 }
 
-// The relay's floor relies on two things that no test of behaviour could observe: a row has its
-// transaction id before it has its seq (defaults are computed in the order of the columns), and no
-// session keeps numbers of the sequence for later.
+// The relay's floor relies on two things that a test of behaviour cannot observe: a row gets its
+// transaction ID before its seq (defaults are computed in the order of the columns), and no session
+// caches numbers of the sequence.
 func TestTransactionIDComesBeforeSeq(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)

@@ -4,26 +4,29 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/bounds"
-	"github.com/effectonce/effectonce/internal/partitions"
+	"github.com/effectonce/effectonce/internal/record"
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// attempt is one try to publish some rows: a page of the outbox, or a page of dead rows that were released. Rows that
-// cannot be published move from rows to dead as this is found out, with what stands behind them in their key.
+// attempt is one try to publish some rows: a page of the outbox, or a page of released dead rows. A
+// row that cannot be published moves from rows to dead when that is found, together with the later
+// rows of its key.
 type attempt struct {
 	rows    []*row        // to be published, in order
-	records []*kgo.Record // of one length with rows
+	records []*kgo.Record // as many as rows
 	dead    []deadRow
 	bytes   int
 
-	// Where progress is before the attempt, and where it may go behind it. Zero for dead rows, which progress has passed.
+	// Progress before the attempt, and the furthest place that it may move to after it. Zero for
+	// dead rows, which progress has passed.
 	from, end cursor
 	released  bool   // the rows are from outbox_dead
-	dropped   []*row // by a rule of Config.Routes
+	dropped   []*row // rows that a rule of Config.Routes drops
 
 	behind map[topicKey]bool // keys with a dead row that holds them
 	skip   bool              // Config.SkipDead
@@ -31,19 +34,20 @@ type attempt struct {
 
 // target is what takes rows: Kafka, Kafka with transactions, or a Sink.
 type target interface {
-	// publish hands the rows of an attempt over in order, and makes sure that progress moves behind them once they are
-	// acknowledged, and never past a dead row before that is in outbox_dead. ctx ends when the relay is to stop, work only when
-	// the work on the shard has failed.
+	// publish hands over the rows of an attempt in order. It makes sure that progress moves behind
+	// them once they are acknowledged, and never past a dead row before that row is in outbox_dead.
+	// ctx ends when the relay must stop; work ends only when the work on the shard has failed.
 	publish(work, ctx context.Context, a *attempt) error
-	// paged is called behind each page, and often while there is none.
+	// paged is called after each page, and often while there is none.
 	paged(work, ctx context.Context, full bool) error
-	// store is called every ProgressEvery, by a goroutine of its own: it writes progress to the database.
+	// store is called every ProgressEvery, from a goroutine of its own. It writes progress to the
+	// database.
 	store(ctx context.Context) error
 	// finish waits for what was handed over, at the end of the work. ctx bounds it.
 	finish(work, ctx context.Context) error
 }
 
-// deadRow is a verdict about a row.
+// deadRow is a row that cannot be published, and why.
 type deadRow struct {
 	row      *row
 	reason   Reason
@@ -59,7 +63,7 @@ var errPaused = errors.New("the topic is paused: its rows are published when it 
 
 var errBehind = errors.New("an earlier row of this key is dead")
 
-// blocked is why a row cannot be published into a topic of Kafka.
+// blocked is why a row cannot be published to a Kafka topic.
 type blocked struct {
 	topic string
 	cause error
@@ -68,7 +72,8 @@ type blocked struct {
 func (b *blocked) Error() string { return b.cause.Error() }
 func (b *blocked) Unwrap() error { return b.cause }
 
-// give gives a row up and, with it, the rest of its key. A row without a key has no order to keep.
+// give moves a row to dead and marks the rest of its key as held. A row without a key has no order
+// to keep.
 func (a *attempt) give(r *row, reason Reason, err error) {
 	d := deadRow{row: r, reason: reason, err: bounds.ErrorText(err)}
 	var in *blocked
@@ -81,10 +86,10 @@ func (a *attempt) give(r *row, reason Reason, err error) {
 	}
 }
 
-// held tells whether a dead row of its key holds a row.
+// held reports whether a dead row of the same key holds a row.
 func (a *attempt) held(r *row) bool { return r.key != nil && len(a.behind) > 0 && a.behind[keyOf(r)] }
 
-// withoutHeld moves rows behind a dead one to the dead, and returns the others.
+// withoutHeld moves rows behind a dead one to dead, and returns the others.
 func (a *attempt) withoutHeld(rows []*row, records []*kgo.Record) ([]*row, []*kgo.Record) {
 	keptRows, keptRecords := rows[:0:0], records[:0:0]
 	for i, r := range rows {
@@ -97,7 +102,7 @@ func (a *attempt) withoutHeld(rows []*row, records []*kgo.Record) ([]*row, []*kg
 	return keptRows, keptRecords
 }
 
-// upTo returns where progress may be behind a row of the attempt: nowhere for dead rows.
+// upTo returns where progress may be after a row of the attempt: nowhere for dead rows.
 func (a *attempt) upTo(r *row) cursor {
 	if a.released {
 		return cursor{}
@@ -116,44 +121,49 @@ func (p *publisher) try(ctx context.Context, page *page, from, end cursor) (*att
 		return nil, err
 	}
 	a := &attempt{from: from, end: end, bytes: page.bytes, behind: behind, skip: p.cfg.SkipDead}
-	return a, p.sort(ctx, a, page.rows)
+	return a, p.separate(ctx, a, page.rows)
 }
 
-// tryReleased makes an attempt of dead rows that were released. One that is still held back stays where it is.
+// tryReleased makes an attempt of released dead rows. A row that is still held back stays where it
+// is.
 func (p *publisher) tryReleased(ctx context.Context, page *page) (*attempt, error) {
 	a := &attempt{bytes: page.bytes, behind: map[topicKey]bool{}, skip: p.cfg.SkipDead, released: true}
-	return a, p.sort(ctx, a, page.rows)
+	return a, p.separate(ctx, a, page.rows)
 }
 
-// sort separates rows that can be produced from those that cannot.
-func (p *publisher) sort(ctx context.Context, a *attempt, rows []row) error {
+// separate separates rows that can be produced from those that cannot.
+func (p *publisher) separate(ctx context.Context, a *attempt, rows []row) error {
 	if err := p.learnTopics(ctx, rows); err != nil {
 		return err
 	}
 	a.rows, a.records = make([]*row, 0, len(rows)), make([]*kgo.Record, 0, len(rows))
-	maker := newRecordMaker(len(rows))
+	maker := record.NewMaker(len(rows))
 	for i := range rows {
 		r := &rows[i]
 		if a.held(r) {
 			a.give(r, ReasonBehind, errBehind)
 			continue
 		}
-		record, reason, err := p.record(ctx, maker, r, a.released)
+		made, reason, err := p.record(ctx, maker, r, a.released)
 		if err != nil {
 			a.give(r, reason, err)
 			continue
 		}
-		if record == nil {
+		if made == nil {
 			a.dropped = append(a.dropped, r)
 			continue
 		}
-		a.rows, a.records = append(a.rows, r), append(a.records, record)
+		a.rows, a.records = append(a.rows, r), append(a.records, made)
 	}
 	return p.topics.stale()
 }
 
-// record builds the record of a row, or says why Kafka would refuse it. Without either a rule drops the row.
-func (p *publisher) record(ctx context.Context, maker *recordMaker, r *row, released bool) (*kgo.Record, Reason, error) {
+// record builds the record of a row, or returns why Kafka would refuse it. If it returns neither, a
+// rule drops the row.
+func (p *publisher) record(ctx context.Context, maker *record.Maker, r *row, released bool) (*kgo.Record, Reason, error) {
+	if r.leftOut > 0 {
+		return nil, ReasonTooLarge, fmt.Errorf("the payload has %d bytes, and the relay reads none above %d: store the body elsewhere and publish a reference, and discard the row", r.leftOut, payloadBytesMax)
+	}
 	headers, err := outbox.DecodeHeaders(r.headers)
 	if err != nil {
 		return nil, ReasonBadHeaders, err
@@ -169,14 +179,14 @@ func (p *publisher) record(ctx context.Context, maker *recordMaker, r *row, rele
 		p.dropped(ctx, r.topic)
 		return nil, "", nil
 	}
-	headers, partition, err := partitions.Take(headers)
+	headers, partition, err := record.TakePartition(headers)
 	if err != nil {
 		return nil, ReasonBadPartition, err
 	}
 	message := outbox.Message{Key: r.key, Payload: r.payload, Headers: headers}
 	reason, err := p.topics.judge(topic, message.RecordBytes())
 	if reason == ReasonTooLarge && p.topics.older(topic, limitRetryMin) && p.learn(ctx, []string{topic}) == nil {
-		reason, err = p.topics.judge(topic, message.RecordBytes()) // an old answer does not count against a row
+		reason, err = p.topics.judge(topic, message.RecordBytes()) // an old answer must not make a row dead
 	}
 	if err != nil {
 		return nil, reason, &blocked{topic, err}
@@ -189,12 +199,11 @@ func (p *publisher) record(ctx context.Context, maker *recordMaker, r *row, rele
 	if err := p.aboveRate(r.topic, released); err != nil {
 		return nil, ReasonPaused, err
 	}
-	record := maker.add(r, headers)
-	record.Topic = topic
+	made := record.Make(maker, record.Row{ID: r.id, Topic: topic, Key: r.key, Payload: r.payload, CreatedAt: r.created}, headers)
 	if partition != nil {
-		partitions.Set(record, *partition)
+		record.SetPartition(made, *partition)
 	}
-	return record, "", nil
+	return made, "", nil
 }
 
 func (p *publisher) learnTopics(ctx context.Context, rows []row) error {

@@ -59,9 +59,9 @@ func holder(t *testing.T, pool *pgxpool.Pool) string {
 	return one[string](t, pool, `SELECT coalesce(string_agg(owner || ' ' || epoch, ', ' ORDER BY shard), '') FROM effectonce.outbox_progress WHERE lease_until > clock_timestamp()`)
 }
 
-// Property: while no replica reaches the brokers, the holder keeps its lease under its epoch and says that it waits for
-// Kafka, and so does its standby; when the brokers are back, every row is published in order, still under that epoch.
-// Row O45.
+// Property: while no replica reaches the brokers, the holder keeps its lease under its epoch and
+// says that it waits for Kafka, and so does its standby; when the brokers are back, every row is
+// published in order, still under that epoch. Row O45 of guarantees.md.
 func TestBrokerOutageCostsNoLease(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -105,8 +105,9 @@ func TestBrokerOutageCostsNoLease(t *testing.T) {
 	}
 }
 
-// Property: a replica that is cut off from the brokers yields its shards, all of them, to one that reaches the brokers, and
-// takes none back before it reaches them itself. Rows O5, O45.
+// Property: a replica that is cut off from the brokers yields its shards, all of them, to one that
+// reaches the brokers, and takes none back before it reaches them itself. Rows O5, O45 of
+// guarantees.md.
 func TestReplicaThatIsCutOffYields(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -167,8 +168,8 @@ func newCheckedSink() *checkedSink {
 	return s
 }
 
-// Property: a receiver that is away costs no lease; a replica whose receiver is away yields to one whose receiver answers,
-// if the sink can tell. Row O45.
+// Property: a receiver that does not answer costs no lease. A replica whose receiver does not
+// answer yields to one whose receiver does, if the sink is a Checker. Row O45 of guarantees.md.
 func TestReceiverOutageCostsNoLease(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -194,7 +195,8 @@ func TestReceiverOutageCostsNoLease(t *testing.T) {
 	await(t, "all is published", func() bool { return received() == 3 })
 }
 
-// Property: a Sink that cannot be asked keeps its lease while its receiver is away, however many replicas there are.
+// Property: a Sink that cannot be asked keeps its lease while its receiver is away, however many
+// replicas there are.
 func TestSinkWithoutCheckKeepsItsLease(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -224,7 +226,7 @@ func TestSinkWithoutCheckKeepsItsLease(t *testing.T) {
 	await(t, "it is published", func() bool { return len(sink.all()) == 2 })
 }
 
-// hooked keeps what hooks were told.
+// hooked records the calls of hooks.
 type hooked struct {
 	mu   sync.Mutex
 	hung map[int16]bool
@@ -249,9 +251,10 @@ func (h *hooked) is(m map[int16]bool, shard int16) bool {
 	return m[shard]
 }
 
-// Property: a Sink that never returns for one shard of a replica costs that replica the shard: its lease is not renewed
-// though the other worker renews its own, the log and the hook name it, and another replica publishes both shards. When
-// the call returns after all, the replica shares again. Row O46.
+// Property: a Sink that never returns for one shard of a replica costs that replica the shard: its
+// lease is not renewed though the other worker renews its own, the log and the hook name it, and
+// another replica publishes both shards. When the call returns after all, the replica shares again.
+// Row O46 of guarantees.md.
 func TestHungShardIsTakenOver(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)

@@ -25,13 +25,14 @@ func bystander(t *testing.T, address string) {
 	require.NoError(t, err)
 }
 
-// relayPages is how many pages the tables that a relay writes may have, with their indexes: what they have when
-// they are new, and room for the versions that an open transaction keeps. Progress is written 20 times a second;
-// each write leaves a version of some 150 bytes.
+// relayPages is how many pages the tables that a relay writes may have, with their indexes: what
+// they have when they are new, and room for the versions that an open transaction keeps. Progress
+// is written 20 times a second; each write leaves a version of some 150 bytes.
 const relayPages = 120
 
-// Property: whatever is published, and whoever holds a snapshot meanwhile, the relay changes and deletes no row of the
-// outbox and leaves no dead one, also without vacuum; and what it writes itself stays small. Row O21.
+// Property: whatever is published, and whatever snapshots are held during that, the relay changes
+// and deletes no row of the outbox and leaves no dead one, also without vacuum; and what it writes
+// itself stays small. Row O21 of guarantees.md.
 func TestBacklogLeavesNoDeadRows(t *testing.T) {
 	t.Parallel()
 	ctx, topic, rows := t.Context(), kafkatest.Topic(t, 4), 1_000_000
@@ -82,8 +83,9 @@ func TestBacklogLeavesNoDeadRows(t *testing.T) {
 		one[string](t, pool, `SELECT string_agg(concat_ws(' ', relname, 'pages', pg_total_relation_size(relid) / 8192, 'dead', n_dead_tup), ', ')`+own))
 }
 
-// Property: an old snapshot, which keeps all dead versions, makes no write of progress slower: after an hour's worth of
-// writes (72,000) and of renewals of the lease (1,440) a write reads as many pages as before. Row O43.
+// Property: an old snapshot, which keeps all dead versions, makes no write of progress slower:
+// after an hour's worth of writes (72,000) and of renewals of the lease (1,440) a write reads as
+// many pages as before. Row O43 of guarantees.md.
 func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
 	t.Parallel()
 	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
@@ -110,8 +112,8 @@ func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
 	}
 	before, took, acquires := advance(), publish(), acquire()
 
-	// What a relay writes in an hour, and what it clears away, each in a transaction of its own: a row that is made and removed in one
-	// leaves nothing.
+	// What a relay writes in an hour, and what it clears away, each in a transaction of its own: a
+	// row that is made and removed in one leaves nothing.
 	const hour = 72_000
 	conn, err := pool.Acquire(ctx)
 	require.NoError(t, err)
@@ -138,7 +140,8 @@ func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
 	require.Less(t, after, before+30, "the index got deeper; nothing else grows")
 }
 
-// pagesOf executes a statement in a transaction that is rolled back, and returns how many pages it touched.
+// pagesOf executes a statement in a transaction that is rolled back, and returns how many pages it
+// touched.
 func pagesOf(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) int {
 	t.Helper()
 	ctx := t.Context()

@@ -2,8 +2,9 @@ package relay
 
 import "sync"
 
-// course is where a worker may go. The member of the relay asks and the worker confirms, so that a tick which is taken
-// while all workers rest is behind everything that they read: see reshard.go. All changes are made under one lock.
+// course is where a worker may go. The member of the relay requests a rest and the worker confirms
+// it, so that a tick that is taken while all workers rest is behind everything that they read: see
+// reshard.go. All changes are made under one lock.
 //
 //	going ──rest──▶ asked ──(worker, between two batches, no read under way)──▶ resting ──endAt──▶ bound ──(worker)──▶ over
 //	  ▲──────────────┴──────────────────────goOn───────────────────────────────────┘
@@ -17,13 +18,13 @@ type stage int
 
 const (
 	going   stage = iota
-	asked         // to rest as soon as the batch under way is read
-	resting       // nothing is read, nor will be before goOn or endAt
-	bound         // for the tick end
+	asked         // must rest as soon as the current batch is read
+	resting       // nothing is read, and nothing will be before goOn or endAt
+	bound         // works up to the tick end
 	over          // everything up to the tick end is published, and the lease is kept
 )
 
-// rest asks the worker to rest, and tells whether it does.
+// rest requests a rest, and reports whether the worker rests.
 func (c *course) rest() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -33,7 +34,7 @@ func (c *course) rest() bool {
 	return c.stage == resting
 }
 
-// endAt lets a worker that rests go up to a tick.
+// endAt lets a resting worker continue up to a tick.
 func (c *course) endAt(end *tick) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -42,7 +43,7 @@ func (c *course) endAt(end *tick) {
 	}
 }
 
-// goOn takes the question back. A worker that is bound stays so: it has to be ended.
+// goOn withdraws the request. A bound worker stays bound: it must be ended.
 func (c *course) goOn() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -51,8 +52,9 @@ func (c *course) goOn() {
 	}
 }
 
-// reading is called by the worker before it reads, when no read is under way. It returns false if the worker has to
-// rest, and the tick at which the next batch has to end, if there is one. between: the last batch is complete.
+// reading is called by the worker before it reads, when no read is under way. It returns false if
+// the worker must rest, and the tick at which the next batch must end, if there is one. between:
+// the last batch is complete.
 func (c *course) reading(between bool) (ok bool, end *tick) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -62,7 +64,7 @@ func (c *course) reading(between bool) (ok bool, end *tick) {
 	return c.stage != resting, c.end
 }
 
-// arrive is called by the worker when all of its work is stored, and at is where that ends.
+// arrive is called by the worker when all of its work is stored; at is where that work ends.
 func (c *course) arrive(at cursor) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -77,7 +79,7 @@ func (c *course) isOver() bool {
 	return c.stage == over
 }
 
-// isBound tells whether the worker has to end at a tick that other workers end at, too.
+// isBound reports whether the worker must end at a tick that other workers also end at.
 func (c *course) isBound() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

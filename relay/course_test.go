@@ -11,8 +11,8 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: a worker that confirmed that it rests, and was told to go on, has to confirm anew: a confirmation of before is not taken
-// for one of now, while it reads.
+// Property: a worker that confirmed that it rests, and then may continue, must confirm anew: an
+// earlier confirmation does not count while it reads.
 func TestOldConfirmationDoesNotCount(t *testing.T) {
 	t.Parallel()
 	var c relay.Course
@@ -27,7 +27,8 @@ func TestOldConfirmationDoesNotCount(t *testing.T) {
 	require.False(t, c.Rest(), "it reads: what it confirmed before is over")
 }
 
-// Property: while the member finds that a worker rests, no read is under way, however the two interleave. Row O5.
+// Property: while the member finds that a worker rests, no read is under way, however the two
+// interleave. Row O5 of guarantees.md.
 func TestNothingIsReadWhileAWorkerRests(t *testing.T) {
 	t.Parallel()
 	var c relay.Course

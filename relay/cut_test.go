@@ -17,8 +17,9 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: the number of shards does not change under a replica that lost one of them when it was about to change it:
-// who has the shard now publishes on. It changes when that one is gone. Rows O5, O13.
+// Property: the number of shards does not change under a replica that lost one of them when it was
+// about to change it: who has the shard now publishes on. It changes when that one is gone. Rows
+// O5, O13 of guarantees.md.
 func TestShardsDoNotChangeUnderAnotherHolder(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -48,9 +49,10 @@ func TestShardsDoNotChangeUnderAnotherHolder(t *testing.T) {
 	await(t, "the number changes", func() bool { return one[bool](t, pool, changedSQL) })
 }
 
-// Property: new shards begin with the lowest floor and a later epoch than any of the old ones, also those that are gone
-// with the change, and with what all of them published: no holder of before can store progress, and a restore publishes
-// again all that a shard was behind with. Rows O5, O13, O22.
+// Property: new shards begin with the lowest floor and a later epoch than any of the old ones, also
+// those that are gone with the change, and with what all of them published: no holder of before can
+// store progress, and a restore publishes again all that a shard was behind with. Rows O5, O13, O22
+// of guarantees.md.
 func TestNewShardsBeginWithWhatAllOldOnesKnew(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -84,8 +86,9 @@ func TestNewShardsBeginWithWhatAllOldOnesKnew(t *testing.T) {
 	require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`))
 }
 
-// Property: a shard that goes away with the change of their number is not taken by a replica that asks for it meanwhile: it
-// would begin the outbox anew. Row O5.
+// Property: a shard that is dropped by a change of the number of shards is not taken by a replica
+// that acquires it at the same time: that replica would begin the outbox anew. Row O5 of
+// guarantees.md.
 func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)

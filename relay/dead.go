@@ -13,51 +13,55 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// Reason says why a row is in outbox_dead.
+// Reason is why a row is in outbox_dead.
 type Reason string
 
-// The reasons, as they stand in the column.
+// The reasons, as stored in the column.
 const (
-	ReasonUnknownTopic Reason = "unknown_topic" // the topic does not exist; released by itself when it does
-	// ReasonNotAuthorized is a topic that the relay may not describe or write to; released by itself when it may.
+	ReasonUnknownTopic Reason = "unknown_topic" // the topic does not exist; released automatically when it does
+	// ReasonNotAuthorized: the relay may not describe the topic or write to it; released
+	// automatically when it may.
 	ReasonNotAuthorized Reason = "not_authorized"
 	ReasonTooLarge      Reason = "too_large"   // larger than the topic's max.message.bytes
 	ReasonRefused       Reason = "refused"     // refused by Kafka for another reason
 	ReasonBadHeaders    Reason = "bad_headers" // the headers column is not in the documented form
-	// ReasonBadPartition is a row that asks for a partition that its topic does not have, or for what is no number.
+	// ReasonBadPartition: the row requests a partition that its topic does not have, or a value
+	// that is not a number.
 	ReasonBadPartition Reason = "bad_partition"
-	ReasonPaused       Reason = "paused" // an operator paused the topic; released by itself when it is resumed
+	ReasonPaused       Reason = "paused" // an operator paused the topic; released automatically when it is resumed
 	ReasonBehind       Reason = "behind" // nothing is wrong: an earlier row of the key is dead
 )
 
-// ofRow is true where it is the row that is wrong, and no other row waits for the same thing. The statements that
-// look for what holds a key have the same list.
+// ofRow reports whether the row itself is wrong, and no other row waits for the same cause. The
+// statements that look for what holds a key have the same list.
 func (r Reason) ofRow() bool {
 	return r == ReasonTooLarge || r == ReasonRefused || r == ReasonBadHeaders || r == ReasonBadPartition
 }
 
 const (
-	releaseRowsMax = 500                   // of one round
-	releaseMax     = 20 * time.Millisecond // of rounds before the outbox, with the rows of other topics, has its turn
+	releaseRowsMax = 500                   // rows of one round
+	releaseMax     = 20 * time.Millisecond // time of rounds before a page of the outbox is published
 )
 
-// deadRows are the rows of the shard in outbox_dead. Only the worker of the shard adds to them; operators release and
-// discard them. What may leave is found beside the worker: see deadLook.
+// deadRows are the rows of the shard in outbox_dead. Only the worker of the shard adds to them;
+// operators release and discard them. deadLook finds rows that may leave, concurrently with the
+// worker.
 type deadRows struct {
 	*publisher
 	look      *deadLook
-	releasing bool  // there were more to publish
-	after     place // where the last page of them ended
-	limit     int   // rows of the next page of them
-	laid      int   // rows that became dead since
+	releasing bool  // there are more rows to publish
+	after     place // where the last page of dead rows ended
+	limit     int   // rows of the next page of dead rows
+	deadAdded int   // rows that became dead since the last release
 }
 
-// place is how far the worker is among keys that lost a row, and among rows that were handed back: see releasableSQL.
+// place is the position of the worker among keys that lost a row, and among rows that were handed
+// back: see releasableSQL.
 type place struct{ freed, retry int64 }
 
-// release publishes dead rows that may leave, in their order, together with what is behind them. Where they are many the
-// pages of the outbox, with the rows of other topics, take turns with them. Meanwhile each turn publishes more of them than
-// a page has put behind them: they come to an end.
+// release publishes dead rows that may leave, in their order, together with the rows behind them.
+// If there are many, pages of the outbox, with the rows of other topics, alternate with them. Each
+// turn publishes more dead rows than a page has added behind them, so releasing finishes.
 func (p *publisher) release(work, ctx context.Context) error {
 	d := p.dead
 	if p.once && !d.releasing {
@@ -65,11 +69,11 @@ func (p *publisher) release(work, ctx context.Context) error {
 			return err
 		}
 	}
-	if !d.releasing && !d.look.take() {
+	if !d.releasing && !d.look.takeFound() {
 		return nil
 	}
-	begun, want := time.Now(), 2*d.laid
-	d.releasing, d.laid = true, 0
+	begun, want := time.Now(), 2*d.deadAdded
+	d.releasing, d.deadAdded = true, 0
 	for published := 0; published < want || time.Since(begun) < releaseMax; {
 		n, more, err := p.releaseSome(work, ctx)
 		if err != nil {
@@ -85,11 +89,11 @@ func (p *publisher) release(work, ctx context.Context) error {
 	return nil
 }
 
-// more tells whether dead rows are known that may leave.
+// more reports whether there are known dead rows that may leave.
 func (d *deadRows) more() bool { return d.releasing || d.once && d.look.handing }
 
-// releaseSome publishes one page of dead rows that may leave. Nothing else is in flight meanwhile, so the rows of a key
-// cannot overtake each other.
+// releaseSome publishes one page of dead rows that may leave. Nothing else is in flight during
+// that, so the rows of a key cannot overtake each other.
 func (p *publisher) releaseSome(work, ctx context.Context) (published int, more bool, err error) {
 	page, err := p.dead.page(ctx)
 	if err != nil || !page.any {
@@ -118,15 +122,15 @@ func (p *publisher) releaseSome(work, ctx context.Context) (published int, more 
 	return published, true, p.dead.forgetFreed(ctx, page.freed)
 }
 
-// deadPage is a page of dead rows that may leave, and what was looked at for it.
+// deadPage is a page of dead rows that may leave, and the entries and keys that were read for it.
 type deadPage struct {
 	page
-	any   bool    // a key was looked at
+	any   bool    // a key was checked
 	freed []int64 // entries of keys that lost a row
 	end   place
 }
 
-// page reads dead rows that may leave, as readPage does rows of the outbox.
+// page reads dead rows that may leave, as readPage reads rows of the outbox.
 func (d *deadRows) page(ctx context.Context) (*deadPage, error) {
 	limit := min(d.limit, releaseRowsMax)
 	page := &deadPage{end: d.after}
@@ -139,8 +143,8 @@ func (d *deadRows) page(ctx context.Context) (*deadPage, error) {
 	return page, nil
 }
 
-// read takes rows until bytesMax is passed. What is not read comes with a later page: a key that is cut loses the rows
-// before, and so gets an entry; the keys after it are behind the page's end.
+// read takes rows until bytesMax is passed. Later pages read the rest: a key that was cut loses the
+// rows before the cut, and so gets an entry; the keys after it are behind the page's end.
 func (p *deadPage) read(rows pgx.Rows, bytesMax int) error {
 	defer rows.Close()
 	var last struct {
@@ -152,7 +156,8 @@ func (p *deadPage) read(rows pgx.Rows, bytesMax int) error {
 		var seq *int64 // null: nothing of the key may leave
 		var id pgtype.UUID
 		var created *time.Time
-		if err := rows.Scan(&now.kind, &now.at, &freed, &seq, &id, &r.topic, &r.key, &r.payload, &r.headers, &created); err != nil {
+		var leftOut *int
+		if err := rows.Scan(&now.kind, &now.at, &freed, &seq, &id, &r.topic, &r.key, &r.payload, &r.headers, &created, &leftOut); err != nil {
 			return err
 		}
 		if key := now.kind != last.kind || now.at != last.at; key {
@@ -171,19 +176,22 @@ func (p *deadPage) read(rows pgx.Rows, bytesMax int) error {
 				return errNoOrder
 			}
 			now.seq, r.id, r.created = r.seq, id.Bytes, *created
+			if leftOut != nil {
+				r.leftOut = *leftOut
+			}
 			p.rows, p.bytes = append(p.rows, r), p.bytes+r.bytes()
 		}
 		last = now
 	}
-	if last.kind == 2 { // all entries of this page are before it
+	if last.kind == 2 { // all entries of this page precede it
 		p.end.freed = max(p.end.freed, slices.Max(append(p.freed, 0)))
 	}
-	slices.SortFunc(p.rows, func(a, b row) int { return cmp.Compare(a.seq, b.seq) }) // as they came, key beside key
+	slices.SortFunc(p.rows, func(a, b row) int { return cmp.Compare(a.seq, b.seq) }) // in the order of insert, across keys
 	return rows.Err()
 }
 
-// behind returns the keys of a page that have a dead row already. Only rows of topics that may have dead rows are looked
-// up.
+// behind returns the keys of a page that already have a dead row. It looks up only rows of topics
+// that may have dead rows.
 func (d *deadRows) behind(ctx context.Context, rows []row) (map[topicKey]bool, error) {
 	found := map[topicKey]bool{}
 	dead := d.look.topicsNow()
@@ -211,16 +219,16 @@ func (d *deadRows) behind(ctx context.Context, rows []row) (map[topicKey]bool, e
 	return found, err
 }
 
-// ask sends a statement on dead rows behind its settings: they travel in one round trip and are one transaction, with which
-// the settings end.
+// ask sends a statement on dead rows after its settings, in one round trip and one transaction. The
+// settings end with the transaction.
 func (p *publisher) ask(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
 	ctx, cancel := p.patient(ctx)
 	defer cancel()
 	return p.askNow(ctx, read, sql, args...)
 }
 
-// askNow is ask with a limit of the caller's. It returns errAnotherRun where the connection leads to another server than that of the
-// lease: what is dead there says nothing here.
+// askNow is ask with the caller's limit. It returns errAnotherRun if the connection leads to
+// another server than that of the lease: dead rows there are not valid for this lease.
 func (p *publisher) askNow(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
 	batch := &pgx.Batch{}
 	batch.Queue(p.sql.deadSettings, p.lease.cluster.run)
@@ -243,19 +251,19 @@ func (p *publisher) askNow(ctx context.Context, read func(pgx.Rows) error, sql s
 		}
 	}
 	if err = errors.Join(err, results.Close()); err != nil {
-		return fmt.Errorf("look at dead rows: %w", silence(ctx, err))
+		return fmt.Errorf("read dead rows: %w", silence(ctx, err))
 	}
 	return nil
 }
 
-// moveToDead moves rows to outbox_dead and progress past them, in one transaction. Everything before end is acknowledged.
-// With ExactlyOnce see toTransactions.
+// moveToDead moves rows to outbox_dead and progress past them, in one transaction. Everything
+// before end is acknowledged. With ExactlyOnce see toTransactions.
 func (p *publisher) moveToDead(ctx context.Context, dead []deadRow, end cursor) error {
 	ctx, cancel := p.patient(ctx)
 	defer cancel()
 	p.progress.storing.Lock()
 	defer p.progress.storing.Unlock()
-	_, rows := p.flight.take()
+	_, rows := p.flight.takeProgress()
 	if err := p.progress.ticks(ctx, end); err != nil {
 		return err
 	}
@@ -266,12 +274,14 @@ func (p *publisher) moveToDead(ctx context.Context, dead []deadRow, end cursor) 
 	return nil
 }
 
-// storeDead stores progress together with the dead rows up to there, all or nothing: a row in outbox_dead is behind
-// the cursor, or it would be read again beside it, and a holder that lost its shard adds none, because of the chain.
+// storeDead stores progress together with the dead rows up to there, all or nothing. A row in
+// outbox_dead must be behind the cursor; otherwise it would also be read from the outbox. A holder
+// that lost its shard adds no dead rows, because of the chain.
 func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, rows int64, journal *int64) error {
 	var done advanced
 	err := p.transact(ctx, func(tx pgx.Tx) (err error) {
-		// The chain fences this release. A holder of the previous one only changed the epoch.
+		// The chain fences holders of this release. A holder of the previous release only changed
+		// the epoch.
 		if tag, err := tx.Exec(ctx, p.sql.lockLease, p.cfg.Name, p.lease.shard, p.lease.epoch); err != nil || tag.RowsAffected() == 0 {
 			return cmp.Or(err, errLeaseLost)
 		}
@@ -291,11 +301,12 @@ func (p *publisher) storeDead(ctx context.Context, dead verdicts, end cursor, ro
 	return nil
 }
 
-// moved notes what is in outbox_dead now. The log has the first row of a topic and reason, and then how many there were.
+// moved notes the rows that are now in outbox_dead. It logs the first row of a topic and reason,
+// and then the number of rows.
 func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 	d.forgetRefusals(dead)
 	d.look.moved(dead)
-	d.laid += len(dead)
+	d.deadAdded += len(dead)
 	for _, row := range dead {
 		d.topics.blocks(row)
 		if d.cfg.Hooks.Dead != nil {
@@ -309,7 +320,7 @@ func (d *deadRows) moved(ctx context.Context, dead []deadRow) {
 	}
 }
 
-// verdicts are dead rows as statements take them.
+// verdicts are dead rows in the form of statement parameters.
 type verdicts struct {
 	seqs          []int64
 	reasons, errs []string
@@ -334,7 +345,7 @@ func seqs(rows []*row) []int64 {
 	return all
 }
 
-// published removes released rows that were published, and holds again what still cannot be.
+// published removes released rows that were published, and holds those again that still cannot be.
 func (d *deadRows) published(ctx context.Context, a *attempt) error {
 	if len(a.rows) > 0 {
 		if err := d.remove(ctx, seqs(a.rows)); err != nil {
@@ -386,7 +397,7 @@ func (d *deadRows) holdAgain(ctx context.Context, dead []deadRow) error {
 	return nil
 }
 
-// forgetFreed removes entries of keys that were looked at. Those of a holder that lost its shard stay.
+// forgetFreed removes entries of keys that were checked. A holder that lost its shard removes none.
 func (d *deadRows) forgetFreed(ctx context.Context, freed []int64) error {
 	if len(freed) == 0 {
 		return nil

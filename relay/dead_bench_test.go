@@ -18,8 +18,9 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// BenchmarkOtherTopic measures how long rows of a topic take, from their insert to Kafka's acknowledgement, at 500 a second,
-// while none, and a million, rows of other topics wait in outbox_dead. It takes five minutes:
+// BenchmarkOtherTopic measures how long rows of a topic take, from their insert to Kafka's
+// acknowledgement, at 500 a second, while none, and a million, rows of other topics wait in
+// outbox_dead. It takes five minutes:
 //
 //	go test ./relay -run '^$' -bench OtherTopic -benchtime 1x
 func BenchmarkOtherTopic(b *testing.B) {
@@ -42,8 +43,9 @@ func BenchmarkOtherTopic(b *testing.B) {
 	}
 }
 
-// BenchmarkPause measures the same while a topic with a million rows in the outbox is paused: its rows move to outbox_dead, and
-// those of the other topic come in between and behind. (published: the topic is not paused, for comparison.)
+// BenchmarkPause measures the same while a topic with a million rows in the outbox is paused: its
+// rows move to outbox_dead, and those of the other topic come in between and behind. (published:
+// the topic is not paused, for comparison.)
 func BenchmarkPause(b *testing.B) {
 	for _, paused := range []bool{false, true} {
 		b.Run(fmt.Sprintf("paused=%v", paused), func(b *testing.B) {

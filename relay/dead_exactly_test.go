@@ -30,13 +30,15 @@ func valuesAt(t *testing.T, fake *kfake.Cluster, topic string) (all []string) {
 	return all
 }
 
-// mixed writes rows of a topic that is there and of one that is not, with a key and without, in one transaction.
+// mixed writes rows of a topic that is there and of one that is not, with a key and without, in one
+// transaction.
 const mixedSQL = `INSERT INTO effectonce.outbox (topic, key, payload) VALUES
 	('orders', 'k', '1'), ('missing', 'k', '2'), ('missing', NULL, '3'), ('orders', 'l', '4'), ('missing', 'k', '5'), ('orders', NULL, '6')`
 
-// Property: a row that Kafka cannot take is published once, when it can, also where the holder of its shard dies before the
-// transaction that steps over it is committed; until then it is not among the dead, where an operator could decide about
-// what is read again. Rows O12, O30.
+// Property: a row that Kafka cannot take is published once, when it can, also where the holder of
+// its shard dies before the transaction that steps over it is committed; until then it is not among
+// the dead, where an operator could decide about what is read again. Rows O12, O30 of
+// guarantees.md.
 func TestDeadRowOfAnAbortedTransactionIsPublishedOnce(t *testing.T) {
 	t.Parallel()
 	ctx, pool, fake := t.Context(), pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
@@ -82,8 +84,9 @@ func (b *broken) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.Tra
 
 func (*broken) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
-// Property: a row that a committed transaction stepped over is not lost where its holder dies before it is among the dead:
-// the next one finds it in the progress topic, also where rows around it went alone. Rows O12, O30.
+// Property: a row that a committed transaction stepped over is not lost where its holder dies
+// before it is among the dead: the next one finds it in the progress topic, also where rows around
+// it went alone. Rows O12, O30 of guarantees.md.
 func TestDeadRowOfACommittedTransactionIsNotLost(t *testing.T) {
 	t.Parallel()
 	for _, alone := range []bool{false, true} {
@@ -130,8 +133,8 @@ func TestDeadRowOfACommittedTransactionIsNotLost(t *testing.T) {
 	}
 }
 
-// Property: a holder that lost its shard adds nothing to the dead rows: whoever has it now may have published them.
-// Rows O12, O13.
+// Property: a holder that lost its shard adds nothing to the dead rows: the new holder may have
+// published them. Rows O12, O13 of guarantees.md.
 func TestFencedHolderBuriesNothing(t *testing.T) {
 	t.Parallel()
 	for release, taken := range map[string]string{"this": takenSQL, "previous": takenBeforeSQL} {
@@ -152,8 +155,8 @@ func TestFencedHolderBuriesNothing(t *testing.T) {
 	}
 }
 
-// Property: an error that says nothing about a record makes nothing dead: the relay waits, says what the error is, and
-// publishes everything when it is over. Row O31.
+// Property: an error that says nothing about a record makes nothing dead: the relay waits, says
+// what the error is, and publishes everything when it is over. Row O31 of guarantees.md.
 func TestTroubleOfBrokersKillsNoRow(t *testing.T) {
 	t.Parallel()
 	for exactly, reasons := range map[bool][]*kerr.Error{

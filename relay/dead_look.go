@@ -12,29 +12,31 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// deadLook looks at dead rows beside the worker of the shard, so that however many wait, the rows of other topics do not
-// wait for it. It knows which topics have dead rows, releases those whose topic is there now or was resumed, and says
-// when something may leave; what leaves is the worker's to publish, and only the worker adds dead rows.
+// deadLook polls dead rows concurrently with the worker of the shard, so that the rows of other
+// topics do not wait for it, however many dead rows there are. It knows which topics have dead
+// rows, hands back rows whose topic now exists or was resumed, and reports when rows may leave. The
+// worker publishes those, and only the worker adds dead rows.
 type deadLook struct {
 	*publisher
-	worked chan struct{} // the worker published what there was to release
+	worked chan struct{} // the worker has published all releasable rows
 
 	mu       sync.Mutex
 	withDead map[string]bool // topics that may have dead rows; replaced, never changed
 	moves    int             // how often rows became dead
 	found    bool            // something may leave
 
-	// Of the goroutine that looks.
+	// Used only by the goroutine that polls.
 	seen      int        // moves
-	wasPaused *pausedSet // of the last look for topics
-	handing   bool       // more rows of a topic are to be handed back when the worker published these
-	ready     []ready    // waits that are over: their rows are handed back, one batch after the other
+	wasPaused *pausedSet // at the last check of topics
+	handing   bool       // more rows of a topic follow when the worker has published these
+	ready     []ready    // waits that are over: their rows are handed back batch by batch
 	due       time.Time
-	rest      time.Duration // between two looks for topics
+	rest      time.Duration // between two checks of topics
 	skipFreed bool          // see Config.SkipDead
 }
 
-// ready is a topic whose rows need not wait for a reason any more, and the last row that was handed back.
+// ready is a topic whose rows no longer need to wait for a reason, and the last row that was handed
+// back.
 type ready struct {
 	topic  string
 	reason Reason
@@ -42,13 +44,15 @@ type ready struct {
 }
 
 const (
-	// deadEvery is how often the relay looks whether an operator released rows.
+	// deadEvery is how often the relay checks whether an operator released rows.
 	deadEvery = time.Second
-	// waitEvery is how often it looks for topics, at least; after a change it is deadEvery at first.
+	// waitEvery is how often it checks topics, at least; after a change it is deadEvery at first.
 	waitEvery = 5 * time.Second
-	// lookShare: a look that takes long, because of what an old snapshot keeps, is followed by so many times its time.
+	// lookShare: after a poll that takes long, because of the rows that an old snapshot keeps, the
+	// pause is this many times its duration.
 	lookShare = 20
-	// handBackMax bounds the rows of a topic that are handed back at once. The worker publishes them before the next.
+	// handBackMax bounds the rows of a topic that are handed back at once. The worker publishes
+	// them before the next batch.
 	handBackMax = 5000
 )
 
@@ -56,7 +60,8 @@ func newDeadLook(p *publisher) *deadLook {
 	return &deadLook{publisher: p, worked: make(chan struct{}, 1), rest: deadEvery}
 }
 
-// ask and learn have limits of their own. The worker's would count as signs of life, of which the looks say nothing.
+// ask and learn have limits of their own. The worker's ask and learn would count as signs of life,
+// which these polls are not.
 func (l *deadLook) ask(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, l.patience, errNoAnswer)
 	defer cancel()
@@ -69,7 +74,7 @@ func (l *deadLook) learn(ctx context.Context, names []string) error {
 	return l.learnNow(ctx, names)
 }
 
-// begin reads which topics have dead rows. The holder before this one adds none any more.
+// begin reads which topics have dead rows. The previous holder adds none any more.
 func (l *deadLook) begin(ctx context.Context) error {
 	if err := l.readTopics(ctx); err != nil {
 		return err
@@ -80,8 +85,9 @@ func (l *deadLook) begin(ctx context.Context) error {
 	return nil
 }
 
-// run looks until ctx ends, and again as soon as the worker published what there was, if more is ready.
-func (l *deadLook) run(ctx context.Context) error {
+// poll polls until ctx ends. If more rows are ready, it polls again as soon as the worker has
+// published the last ones.
+func (l *deadLook) poll(ctx context.Context) error {
 	for rest := time.Duration(0); ; {
 		timer := time.NewTimer(rest)
 		select {
@@ -103,7 +109,7 @@ func (l *deadLook) run(ctx context.Context) error {
 	}
 }
 
-// now is run for a relay that ends when nothing waits: all looks at once, in the worker.
+// now is run for a relay that ends when no row waits: one round, in the worker.
 func (l *deadLook) now(ctx context.Context) error {
 	if !l.handing && time.Now().Before(l.due) {
 		return nil
@@ -113,7 +119,7 @@ func (l *deadLook) now(ctx context.Context) error {
 	return err
 }
 
-// round looks once, and returns how long the look at what may leave took.
+// round polls once, and returns how long the query for rows that may leave took.
 func (l *deadLook) round(ctx context.Context) (took time.Duration, err error) {
 	if len(l.topicsNow()) == 0 {
 		return 0, nil
@@ -142,7 +148,8 @@ func (l *deadLook) round(ctx context.Context) (took time.Duration, err error) {
 	return time.Since(begun), err
 }
 
-// changed tells whether rows became dead, or a topic was paused or resumed, since the last look for topics.
+// changed reports whether rows became dead, or a topic was paused or resumed, since the last check
+// of topics.
 func (l *deadLook) changed() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -154,7 +161,7 @@ func (l *deadLook) changed() bool {
 	return true
 }
 
-// lookForTopics hands a batch of rows back whose topic is there now, or is not paused any more.
+// lookForTopics hands back a batch of rows whose topic now exists, or is no longer paused.
 func (l *deadLook) lookForTopics(ctx context.Context) error {
 	if !l.handing {
 		l.due = time.Now().Add(l.rest)
@@ -168,7 +175,7 @@ func (l *deadLook) lookForTopics(ctx context.Context) error {
 	}
 	l.handing = false
 	for i := 0; i < len(l.ready); {
-		if l.isPaused(l.ready[i].topic) { // again: what is left of it waits
+		if l.isPaused(l.ready[i].topic) { // paused again: its remaining rows wait
 			i++
 			continue
 		}
@@ -185,11 +192,11 @@ func (l *deadLook) lookForTopics(ctx context.Context) error {
 	return nil
 }
 
-// isPaused tells whether the worker lets the rows of a topic wait.
+// isPaused reports whether the worker lets the rows of a topic wait.
 func (l *deadLook) isPaused(topic string) bool { return l.lease.obeys.set.Load().has(topic) }
 
-// readTopics reads which topics have dead rows, unless more of them became dead meanwhile: the statement may not have
-// seen those.
+// readTopics reads which topics have dead rows. It discards the result if more rows became dead
+// during the statement, which may not have seen those.
 func (l *deadLook) readTopics(ctx context.Context) error {
 	l.mu.Lock()
 	moves := l.moves
@@ -210,7 +217,7 @@ func (l *deadLook) readTopics(ctx context.Context) error {
 	return nil
 }
 
-// lookForReady finds topics that rows waited for.
+// lookForReady finds topics that rows waited for and that are ready now.
 func (l *deadLook) lookForReady(ctx context.Context) error {
 	var waits []ready
 	var w ready
@@ -236,7 +243,7 @@ func (l *deadLook) lookForReady(ctx context.Context) error {
 	return errors.Join(l.retryRated(ctx, rated), l.lookForMissing(ctx, missing, waits))
 }
 
-// lookForMissing asks Kafka for topics that rows wait for.
+// lookForMissing queries Kafka for topics that rows wait for.
 func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits []ready) error {
 	var names []string
 	for _, topic := range missing {
@@ -260,7 +267,7 @@ func (l *deadLook) lookForMissing(ctx context.Context, missing []string, waits [
 	return nil
 }
 
-// isReady notes that rows need not wait any more.
+// isReady notes that rows no longer need to wait.
 func (l *deadLook) isReady(w ready) {
 	if !slices.ContainsFunc(l.ready, func(r ready) bool { return r.topic == w.topic && r.reason == w.reason }) {
 		l.ready = append(l.ready, w)
@@ -278,7 +285,7 @@ func (l *deadLook) handBack(ctx context.Context, r *ready) (rows int, err error)
 	return rows, err
 }
 
-// retryRated hands back as many rows as the rates of their topics allow, at each look.
+// retryRated hands back as many rows as the rates of their topics allow, at each poll.
 func (l *deadLook) retryRated(ctx context.Context, topics []string) error {
 	l.noneWait(topics)
 	for _, topic := range topics {
@@ -309,13 +316,13 @@ func (l *deadLook) freeSkipped(ctx context.Context) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, l.patience, errNoAnswer)
 	defer cancel()
 	if _, err := l.pool.Exec(ctx, l.sql.freeSkipped, l.cfg.Name, l.lease.shards, l.lease.shard); err != nil {
-		return fmt.Errorf("look behind dead rows that hold no other: %w", silence(ctx, err))
+		return fmt.Errorf("free the keys of dead rows that hold no other row: %w", silence(ctx, err))
 	}
 	return nil
 }
 
-// topicsNow returns the topics that may have dead rows. The worker relies on it: a topic is left out only where no row of
-// it is dead.
+// topicsNow returns the topics that may have dead rows. The worker relies on it: a topic is missing
+// only if no row of it is dead.
 func (l *deadLook) topicsNow() map[string]bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -334,8 +341,8 @@ func (l *deadLook) moved(rows []deadRow) {
 	l.withDead = dead
 }
 
-// take tells whether something may leave.
-func (l *deadLook) take() bool {
+// takeFound reports whether rows may leave.
+func (l *deadLook) takeFound() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	found := l.found
@@ -343,7 +350,7 @@ func (l *deadLook) take() bool {
 	return found
 }
 
-// taken is called when nothing may leave any more, as far as the worker knows.
+// taken is called when, as far as the worker knows, no more rows may leave.
 func (l *deadLook) taken() {
 	select {
 	case l.worked <- struct{}{}:

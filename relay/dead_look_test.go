@@ -15,13 +15,15 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// readOfDeadSQL is how many entries of indexes and rows of outbox_dead were read, as the server counts them.
+// readOfDeadSQL is how many entries of indexes and rows of outbox_dead were read, as the server
+// counts them.
 const readOfDeadSQL = `SELECT coalesce(t.seq_tup_read, 0) + coalesce(t.idx_tup_fetch, 0) +
 	(SELECT coalesce(sum(i.idx_tup_read), 0) FROM pg_stat_user_indexes i WHERE i.relid = t.relid)::bigint
 	FROM pg_stat_user_tables t WHERE t.relid = 'effectonce.outbox_dead'::regclass`
 
-// Property: rows that wait for a missing topic, or for a paused one, cost the relay nothing, while it looks for released ones
-// and publishes another topic: what it reads of outbox_dead does not depend on how many there are. Row O41.
+// Property: rows that wait for a missing topic, or for a paused one, cost the relay nothing, while
+// it looks for released ones and publishes another topic: what it reads of outbox_dead does not
+// depend on how many there are. Row O41 of guarantees.md.
 func TestWaitingRowsAreNotRead(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -34,7 +36,8 @@ func TestWaitingRowsAreNotRead(t *testing.T) {
 	}
 }
 
-// readOfDead is what a relay reads of outbox_dead in five looks, in which it publishes five pages of a topic without dead rows.
+// readOfDead is what a relay reads of outbox_dead in five looks, in which it publishes five pages
+// of a topic without dead rows.
 func readOfDead(t *testing.T, exactly bool, waiting int) int64 {
 	t.Helper()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -97,8 +100,9 @@ func runsUntil(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) (stop func())
 	return func() { cancel(); require.NoError(t, <-done) }
 }
 
-// Property: a row that the relay moves behind a dead one is published also where an operator discards that one at the same
-// moment, before the row is there: neither waits for the other, and no later look at the whole table is needed.
+// Property: a row that the relay moves behind a dead one is published also where an operator
+// discards that one at the same moment, before the row is there: neither waits for the other, and
+// no later look at the whole table is needed.
 func TestRowBehindOneThatIsDiscardedMeanwhile(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -128,7 +132,8 @@ func TestRowBehindOneThatIsDiscardedMeanwhile(t *testing.T) {
 	}
 }
 
-// Property: the rows of a topic that is resumed are handed back in bounded batches, each when the one before is published.
+// Property: the rows of a topic that is resumed are handed back in bounded batches, each when the
+// one before is published.
 func TestResumedTopicIsHandedBackInBatches(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -149,7 +154,8 @@ func TestResumedTopicIsHandedBackInBatches(t *testing.T) {
 	require.EqualValues(t, relay.HandBackMax, most.Load())
 }
 
-// Property: rows of a key that were handed back behind one that is held wait, and do not keep others waiting.
+// Property: rows of a key that were handed back behind one that is held wait, and do not keep
+// others waiting.
 func TestRowsThatMayNotLeaveHoldNoOther(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)

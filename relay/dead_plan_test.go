@@ -14,8 +14,8 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// waitingSQL are $1 rows without a key that wait for topic "missing", $1 of 1,000 keys that wait for topic "paused", and
-// the keys' first rows hold the rest.
+// waitingSQL are $1 rows without a key that wait for topic "missing", $1 of 1,000 keys that wait
+// for topic "paused", and the keys' first rows hold the rest.
 const waitingSQL = `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, payload, headers, created_at, reason, error, state)
 SELECT 'default', i, effectonce.uuid_v7(), CASE WHEN i % 2 = 0 THEN 'missing' ELSE 'paused' END,
   CASE WHEN i % 2 = 1 THEN int4send((i / 2 % 1000)::int) END, 'payload', '{}', clock_timestamp(),
@@ -47,7 +47,8 @@ func deadStatements() []deadStatement {
 	}
 }
 
-// explain returns the plan of a statement, and how many buffers it read. Prepared, so that the settings decide on the kind of plan.
+// explain returns the plan of a statement, and how many buffers it read. Prepared, so that the
+// settings decide on the kind of plan.
 func (s deadStatement) explain(t *testing.T, pool *pgxpool.Pool) (plan string, buffers int) {
 	t.Helper()
 	ctx := t.Context()
@@ -90,8 +91,9 @@ func (s deadStatement) explain(t *testing.T, pool *pgxpool.Pool) (plan string, b
 	return text, plans[0].Plan.Hit + plans[0].Plan.Read
 }
 
-// Property: what the relay reads of outbox_dead depends on what may leave, and not on how many rows wait, and what it reads to
-// move a row there not on how many are in the outbox, whatever the statistics say. Row O41.
+// Property: what the relay reads of outbox_dead depends on what may leave, and not on how many rows
+// wait, and what it reads to move a row there not on how many are in the outbox, whatever the
+// statistics say. Row O41 of guarantees.md.
 func TestDeadStatementsReadNothingThatWaits(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)

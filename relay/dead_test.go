@@ -26,8 +26,8 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: a dead row that an operator deletes while it is being published costs the relay nothing: it keeps
-// its lease, and gives it back.
+// Property: a dead row that an operator deletes while it is being published costs the relay
+// nothing: it keeps its lease, and gives it back.
 func TestDeadRowDeletedWhileItIsPublished(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -57,14 +57,14 @@ func testDeadRowDeletedWhileItIsPublished(t *testing.T, exactly bool) {
 		_, err := r.Drain(ctx)
 		done <- err
 	}()
-	require.Eventually(t, func() bool { return len(values(t, topic)) == 1 }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return len(values(t, topic)) == 1 }, 2*time.Minute, 10*time.Millisecond)
 	require.NoError(t, operator.Commit(ctx))
 	require.NoError(t, <-done)
 	require.Empty(t, owner(t, pool), "the lease is given back")
 }
 
-// Property: Drain publishes everything that waits, also where progress was stored inside a batch of which
-// nothing is left.
+// Property: Drain publishes everything that waits, also where progress was stored inside a batch of
+// which nothing is left.
 func TestDrainGoesOnBehindAFinishedBatch(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -91,8 +91,8 @@ func TestDrainGoesOnBehindAFinishedBatch(t *testing.T) {
 	require.Equal(t, []string{"1", "2", "3", "4"}, values(t, topic))
 }
 
-// Property: rows of a paused topic wait in their order and hold back nobody else; when the topic is resumed they are
-// published before what came later.
+// Property: rows of a paused topic wait in their order and hold back no other rows; when the topic
+// is resumed they are published before later rows.
 func TestPausedTopicWaits(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -102,7 +102,7 @@ func TestPausedTopicWaits(t *testing.T) {
 			var beats atomic.Int64
 			running(t, traced(t, pool, &between{"-- relay.beat", func(context.Context) { beats.Add(1) }}), relay.Config{ExactlyOnce: exactly})
 			insert(t, pool, topic, "k", "0")
-			require.Eventually(t, func() bool { return len(values(t, topic)) == 1 }, 20*time.Second, 10*time.Millisecond)
+			require.Eventually(t, func() bool { return len(values(t, topic)) == 1 }, 2*time.Minute, 10*time.Millisecond)
 			changed, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "bug in the consumer"}, topic)
 			require.NoError(t, err)
 			require.Equal(t, []string{topic}, changed)
@@ -113,13 +113,13 @@ func TestPausedTopicWaits(t *testing.T) {
 				insert(t, pool, topic, fmt.Sprint("k", i%2), fmt.Sprint(i+1))
 				insert(t, pool, other, "k", "flows")
 			}
-			require.Eventually(t, func() bool { return len(values(t, other)) == 5 && dead(t, pool) == 5 }, 20*time.Second, 10*time.Millisecond)
+			require.Eventually(t, func() bool { return len(values(t, other)) == 5 && dead(t, pool) == 5 }, 2*time.Minute, 10*time.Millisecond)
 			require.Equal(t, []string{"0"}, values(t, topic))
 			changed, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "mended"}, topic, "never-paused")
 			require.NoError(t, err)
 			require.Equal(t, []string{topic}, changed)
 			insert(t, pool, topic, "k0", "6")
-			require.Eventually(t, func() bool { return len(values(t, topic)) == 7 && dead(t, pool) == 0 }, 20*time.Second, 10*time.Millisecond)
+			require.Eventually(t, func() bool { return len(values(t, topic)) == 7 && dead(t, pool) == 0 }, 2*time.Minute, 10*time.Millisecond)
 			require.Equal(t, []string{"1", "3", "5", "6"}, keyed(t, topic, "k0"))
 			require.Equal(t, []string{"2", "4"}, keyed(t, topic, "k1"))
 			require.Equal(t, []string{"topic.pause", "topic.resume"}, one[[]string](t, pool, `SELECT array_agg(what ORDER BY id) FROM effectonce.operator_actions`))
@@ -127,7 +127,8 @@ func TestPausedTopicWaits(t *testing.T) {
 	}
 }
 
-// Property: the rows of a key are published in their order, whenever in their midst its topic is paused and resumed.
+// Property: the rows of a key are published in their order, whenever in their midst its topic is
+// paused and resumed.
 func TestOrderAcrossPauses(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -158,7 +159,7 @@ func TestOrderAcrossPauses(t *testing.T) {
 				await(t, "rows wait", func() bool { return dead(t, pool) > 10 })
 				_, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
 				require.NoError(t, err)
-				// Those that come meanwhile wait behind them.
+				// Rows that are inserted now wait behind them.
 				await(t, "they are released", func() bool {
 					return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'paused'`) == 0
 				})
@@ -168,7 +169,7 @@ func TestOrderAcrossPauses(t *testing.T) {
 			for _, key := range []string{"k", "l"} {
 				next := 0
 				for _, v := range keyed(t, topic, key) {
-					if n, err := strconv.Atoi(v); err != nil || n >= next || exactly { // else it may come again
+					if n, err := strconv.Atoi(v); err != nil || n >= next || exactly { // otherwise it may be published again
 						require.Equal(t, fmt.Sprint(next), v)
 						next++
 					}
@@ -179,8 +180,9 @@ func TestOrderAcrossPauses(t *testing.T) {
 	}
 }
 
-// Property: rows of a key wait behind a dead one however often the relay has looked at it in vain, and also from the moment
-// at which it is handed back to that at which it is published: then they follow in their order.
+// Property: rows of a key wait behind a dead one however often the relay has looked at it in vain,
+// and also from the moment at which it is handed back to that at which it is published: then they
+// follow in their order.
 func TestRowsBehindADeadOneWait(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -211,8 +213,9 @@ func TestRowsBehindADeadOneWait(t *testing.T) {
 	}
 }
 
-// Property: what becomes of dead rows is decided by who holds the shard: one that lost it while it published them, or
-// found that they still cannot be, leaves them as they are. Row O13.
+// Property: what becomes of dead rows is decided by who holds the shard: one that lost it while it
+// published them, or found that they still cannot be, leaves them as they are. Row O13 of
+// guarantees.md.
 func TestDeadRowsBelongToTheHolder(t *testing.T) {
 	t.Parallel()
 	for tag, headers := range map[string]string{"-- relay.remove_dead": `{}`, "-- relay.hold_again": `{"n": {}}`} {
@@ -232,7 +235,8 @@ func TestDeadRowsBelongToTheHolder(t *testing.T) {
 	}
 }
 
-// poisoned lets Kafka refuse records with "poison" in them, and everything that is produced together with one.
+// poisoned lets Kafka refuse records with "poison" in them, and everything that is produced
+// together with one.
 func poisoned(fake *kfake.Cluster) {
 	fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
 		fake.KeepControl()
@@ -248,8 +252,9 @@ func poisoned(fake *kfake.Cluster) {
 	})
 }
 
-// Property: several records that Kafka refuses only when they are produced, one behind the other, hold nobody else, when they
-// are read first and when an operator retries them: each is found out, and keeps the reason.
+// Property: several consecutive records that Kafka refuses only when they are produced hold no
+// other rows, when they are read first and when an operator retries them: each is found, and keeps
+// the reason.
 func TestRefusedSideBySide(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -286,8 +291,8 @@ func TestRefusedSideBySide(t *testing.T) {
 	}
 }
 
-// Property: a record that Kafka refuses only when it is produced moves to outbox_dead and holds its key; the innocent
-// rows that were under way with it are published, once where that is promised.
+// Property: a record that Kafka refuses only when it is produced moves to outbox_dead and holds its
+// key; the innocent rows that were under way with it are published, once where that is promised.
 func TestRefusedWhenProduced(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -313,7 +318,8 @@ func TestRefusedWhenProduced(t *testing.T) {
 				ended = r.Run(ctx)
 			}()
 			defer func() { stop(); <-done }()
-			// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29 has another.
+			// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29
+			// has another.
 			require.Eventually(t, func() bool { return dead(t, pool) == 4 }, 60*time.Second, 10*time.Millisecond)
 			require.Eventually(t, func() bool {
 				return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 26
@@ -352,7 +358,8 @@ func TestRefusedWhenProduced(t *testing.T) {
 	}
 }
 
-// Property: every row that is published is counted, also where its page has a dead row and progress is stored all the time.
+// Property: every row that is published is counted, also where its page has a dead row and progress
+// is stored all the time.
 func TestRowsBesideDeadOnesAreCounted(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic, missing := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
@@ -362,7 +369,8 @@ func TestRowsBesideDeadOnesAreCounted(t *testing.T) {
 	require.Equal(t, 200, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
 }
 
-// Property: a stop while rows are tried one by one commits nothing that is not in progress: each is published once.
+// Property: a stop while rows are tried one by one commits nothing that is not in progress: each is
+// published once.
 func TestStopAmongSuspectsPublishesOnce(t *testing.T) {
 	t.Parallel()
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
@@ -421,8 +429,8 @@ func TestRowsRefusedAgainHoldNobodyUp(t *testing.T) {
 	require.Equal(t, 3, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`))
 }
 
-// Property: rows of a topic that was resumed, however many wait, do not stop other topics until they are out; what comes
-// meanwhile for the same keys is published behind them, and all of it comes to an end.
+// Property: rows of a topic that was resumed, however many wait, do not stop other topics until
+// they are published. Later rows of the same keys are published behind them, and all of it ends.
 func TestResumedTopicDoesNotStopOthers(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -480,8 +488,8 @@ func TestResumedTopicDoesNotStopOthers(t *testing.T) {
 	}
 }
 
-// Property: a replica that freezes while it buries rows keeps its shard, and the shards of others, from nobody for longer
-// than its lease. Row O13.
+// Property: a replica that freezes while it moves rows to outbox_dead blocks its shard, and the
+// shards of others, for no longer than its lease. Row O13 of guarantees.md.
 func TestFrozenBurialLocksNobodyOut(t *testing.T) {
 	t.Parallel()
 	pool, topic, missing := pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
@@ -510,7 +518,8 @@ func TestFrozenBurialLocksNobodyOut(t *testing.T) {
 	require.Equal(t, 1, dead(t, pool))
 }
 
-// freezing lets a replica freeze right before the COMMIT of a burial: from then on it sends nothing.
+// freezing lets a replica freeze right before the COMMIT of a burial: from then on it sends
+// nothing.
 type freezing struct {
 	buries, froze atomic.Bool
 	frozen, thaw  chan struct{}

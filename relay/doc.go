@@ -1,5 +1,5 @@
-// Package relay publishes outbox rows to Kafka: every committed row at least once, under an unchanged
-// ID, and the rows of a key in the order in which they were inserted.
+// Package relay publishes outbox rows to Kafka. Every committed row is published at least once,
+// under an unchanged ID. The rows of a key are published in the order in which they were inserted.
 //
 //	pool, err := pgxpool.New(ctx, databaseURL)
 //	...
@@ -7,21 +7,24 @@
 //	...
 //	err = r.Run(ctx) // until ctx is cancelled; then it drains and returns nil
 //
-// The command outbox-relay run is this program. Any number of replicas may run: keys are divided into shards
-// (one, unless Config.Shards says otherwise), leases in the database let one replica publish each, and the
-// others stand by. With Config.ExactlyOnce readers of committed records see each row once.
+// The command "outbox-relay run" is this program. Any number of replicas may run. Keys are divided
+// into shards (one, unless Config.Shards says otherwise). A lease in the database lets one replica
+// publish each shard; the other replicas stand by. With Config.ExactlyOnce, readers of committed
+// records see each row once.
 //
 // # How it reads
 //
-// The cursor is neither a row number (a transaction that commits late would be lost) nor the oldest
-// open transaction (one long transaction anywhere in the cluster would stall it). It is a snapshot, the
-// technique of Skype's PgQ (https://github.com/pgq/pgq): what became visible between two snapshots is
-// one batch, whoever reads it and however often. docs/design.md explains the query.
+// The cursor is not a row number: a transaction that commits late would be lost. It is not the
+// oldest open transaction either: one long transaction anywhere in the cluster would stall it. It
+// is a snapshot, the technique of Skype's PgQ (https://github.com/pgq/pgq). The rows that became
+// visible between two snapshots are one batch, no matter which replica reads it and how often.
+// docs/design.md explains the query.
 //
-// # What survives what
+// # Failures
 //
-// A relay that is killed publishes the rows after its last stored progress again: duplicates, never a
-// loss, and never another order among first occurrences. A broker that is away is no failure of a row:
-// the relay waits. A row that Kafka cannot take (unknown topic, no right to it, too large, refused) moves to the table
-// outbox_dead with its reason, and later rows of its key wait behind it; everything else flows.
+// A relay that is killed publishes the rows after its last stored progress again. These are
+// duplicates, never a loss, and the order among first occurrences never changes. An unavailable
+// broker is not a failure of a row: the relay waits. A row that Kafka cannot take (unknown topic,
+// no right to it, too large, refused) moves to the table outbox_dead with its reason. Later rows of
+// its key wait behind it; all other rows are published.
 package relay

@@ -6,21 +6,22 @@ import (
 	"time"
 )
 
-// dropsEvery is how often the log says how many rows rules dropped.
+// dropsEvery is how often the log reports the number of rows that rules dropped.
 const dropsEvery = 30 * time.Second
 
-// drops counts what rules drop.
+// drops counts the rows that rules drop.
 type drops struct {
 	mu     sync.Mutex
 	topics map[string]*droppedTopic
 }
 
 type droppedTopic struct {
-	rows int64 // since it was said
+	rows int64 // since the last log line
 	said time.Time
 }
 
-// dropped counts a row, and says so: the first of its topic at once, then how many they were meanwhile.
+// dropped counts a row and logs it: the first row of its topic at once, then the number of rows
+// since the last line.
 func (r *Relay) dropped(ctx context.Context, topic string) {
 	if r.cfg.Hooks.Dropped != nil {
 		r.cfg.Hooks.Dropped(topic)

@@ -10,33 +10,35 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// toTransactions publishes exactly once: records and progress are in one Kafka transaction. Progress is a
-// record of the journal; the chain in the database follows it, for retention and for people, every ProgressEvery.
+// toTransactions publishes exactly once: records and progress are in one Kafka transaction.
+// Progress is a record of the journal. The chain in the database is a copy of it, written every
+// ProgressEvery, for retention and for operators.
 type toTransactions struct {
 	*publisher
 	journal *journal
 
-	begun    time.Time // of the transaction under way; zero: there is none
+	begun    time.Time // start of the open transaction; zero: there is none
 	end      cursor    // behind what was handed over last
 	handed   int64     // rows of the transaction
-	released []int64   // dead rows that it publishes
-	dead     []deadRow // what it steps over
+	released []int64   // dead rows that the transaction publishes
+	dead     []deadRow // dead rows that the transaction skips
 
-	at   cursor // the last one that was committed
-	rows int64  // all that were ever committed
-	void error  // why nothing can be committed any more: the work starts over
-	// Committed and not copied to the database. Under progress.storing, like void.
+	at   cursor // the last committed cursor
+	rows int64  // all rows that were ever committed
+	void error  // why nothing more can be committed: the work starts over
+	// Rows that are committed and not yet copied to the database. Guarded by progress.storing, like
+	// void.
 	uncopied int64
 }
 
-// begin fences whoever published this shard before, aborts what that one had under way, and goes on
-// from what was committed last.
+// begin fences the previous publisher of this shard, aborts its open transaction, and continues
+// from the last committed progress.
 func (t *toTransactions) begin(ctx context.Context) error {
 	t.journal, t.rows, t.at = t.newJournal(), t.lease.stored.published, t.lease.cursor
 	if err := t.beginTransactions(ctx); err != nil {
 		return err
 	}
-	ended := t.expect(t.cfg.patience()) // beside the pauses in which it gives signs of life
+	ended := t.expect(t.cfg.patience()) // in addition to the waits in which read gives signs of life
 	found, err := t.journal.read(ctx, t.client, t.lease.journal)
 	ended()
 	if err != nil {
@@ -46,7 +48,7 @@ func (t *toTransactions) begin(ctx context.Context) error {
 		return nil
 	}
 	if _, err := t.lease.cluster.movedFrom(cluster{system: found.System, timeline: found.Timeline}); err != nil {
-		return fmt.Errorf("progress topic %q: %w; or, where an older state of it was put back on purpose, give the relay another progress topic", t.cfg.ProgressTopic, err)
+		return fmt.Errorf("progress topic %q: %w; or, if an older state of the database was restored on purpose, give the relay another progress topic", t.cfg.ProgressTopic, err)
 	}
 	if !found.after(t.lease) {
 		return nil
@@ -66,7 +68,7 @@ func (t *toTransactions) beginTransactions(ctx context.Context) error {
 	return nil
 }
 
-// adopt goes on from progress in Kafka that is ahead of the database's copy.
+// adopt continues from progress in Kafka that is ahead of the database's copy.
 func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	at, err := found.cursor()
 	if err != nil {
@@ -77,7 +79,7 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 		return fmt.Errorf("look for the ticks of progress topic %q: %w", t.cfg.ProgressTopic, err)
 	}
 	if !remembered {
-		t.cfg.Logger.ErrorContext(ctx, "the database went back behind what was published, to a backup or a dump: the relay goes on from the database's progress, so consumers will see duplicates",
+		t.cfg.Logger.ErrorContext(ctx, "the database went back behind what was published, to a backup or a dump: the relay continues from the database's progress, so consumers will see duplicates",
 			"relay", t.cfg.Name, "shard", t.lease.shard)
 		return nil
 	}
@@ -91,7 +93,7 @@ func (t *toTransactions) adopt(ctx context.Context, found *entry) error {
 	if err := t.storeAdopted(ctx, found, rows); err != nil {
 		return err
 	}
-	// The look before the lease did not know the numbers that Kafka knows.
+	// checkSequences before the lease did not know the numbers that Kafka knows.
 	repaired, err := t.checkSequences(ctx, t.lease.cluster.run)
 	if err == nil && repaired {
 		err = errLeaseLost
@@ -109,10 +111,11 @@ func (t *toTransactions) storeAdopted(ctx context.Context, found *entry, rows in
 	return t.progress.store(ctx, t.at, rows, t.journal.last)
 }
 
-// publish adds the rows to the transaction. One with dead rows, or released ones, is committed at once: dead rows move to
-// outbox_dead behind the commit, together with the copy of progress, and the next page has to find them there. Before the
-// commit they must not: the next holder, which goes on from the progress before it, would publish them from there
-// and from the outbox, and an operator could discard what is read again.
+// publish adds the rows to the transaction. A transaction with dead rows, or with released rows, is
+// committed at once. Dead rows move to outbox_dead after the commit, together with the copy of
+// progress, and the next page must find them there. They must not move before the commit: the next
+// holder, which continues from the progress before it, would publish them both from outbox_dead and
+// from the outbox, and an operator could discard a row that is read again.
 func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 	if t.anySuspect(a.rows) {
 		return t.publishEach(work, ctx, a)
@@ -156,11 +159,11 @@ func (t *toTransactions) hand(ctx context.Context, b *batch) error {
 	return nil
 }
 
-// publishEach produces each row in a transaction of its own, which steps over the dead rows before it. A refusal makes the
-// transaction void: the work starts over, and it is known then which row it is.
+// publishEach produces each row in a transaction of its own, which skips the dead rows before it. A
+// refusal makes the transaction void: the work starts over, and the refused row is then known.
 func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) error {
 	dead := a.dead
-	if a.released { // a refusal ends the work: what is known about others is stored first
+	if a.released { // a refusal ends the work: store first what is known about other rows
 		if err := t.publisher.dead.holdAgain(ctx, dead); err != nil {
 			return err
 		}
@@ -174,12 +177,13 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 			return err
 		}
 		if err := t.produceOne(ctx, a.records[i]); err != nil {
-			// It may be in the transaction, and is in no progress: a stop must not commit it.
+			// The record may be in the transaction, and no progress covers it: a stop must not
+			// commit it.
 			cause := t.makeVoid(fmt.Errorf("produce to topic %q: %w", a.records[i].Topic, fromOutlet(err)))
 			if t.topics.note(a.records[i].Topic, err, true) == "" {
 				return cause
 			}
-			t.refuse(r.seq, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
+			t.refuse(r.seq, fmt.Errorf("%w: fix the cause and retry the row, or discard it", err))
 			return &refusedAlone{cause}
 		}
 		if a.released {
@@ -195,7 +199,7 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 		}
 		t.handed++
 		t.flight.add(&batch{rows: a.rows[i : i+1], end: a.upTo(r)})
-		t.acquit(a.rows[i : i+1])
+		t.clearSuspects(a.rows[i : i+1])
 	}
 	if err := t.commit(work, ctx); err != nil || a.released {
 		return err
@@ -207,7 +211,7 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 	return t.commit(work, ctx)
 }
 
-// paged ends the transaction, unless there is more to put into it and time left.
+// paged ends the transaction, unless more rows can be added and time is left.
 func (t *toTransactions) paged(work, ctx context.Context, full bool) error {
 	if full && time.Since(t.begun) < t.cfg.TransactionMax {
 		return nil
@@ -226,12 +230,12 @@ func (t *toTransactions) finish(work, ctx context.Context) error {
 	}
 	t.progress.storing.Lock()
 	defer t.progress.storing.Unlock()
-	ctx, cancel := t.storing(ctx) // a write that is cut off would stand in the way of the next
+	ctx, cancel := t.storing(ctx) // an interrupted write would block the next one
 	defer cancel()
 	return t.copy(ctx)
 }
 
-// open begins a transaction unless one is under way.
+// open begins a transaction unless one is open.
 func (t *toTransactions) open() error {
 	if !t.begun.IsZero() {
 		return nil
@@ -243,16 +247,16 @@ func (t *toTransactions) open() error {
 	return nil
 }
 
-// commit ends the transaction under way, with progress behind all that is in it. Everything in flight is waited for first.
-// Once that is done it does not end with ctx, only with the work and in time: a transaction that was cut off is void,
-// unless the journal says that it was committed.
+// commit ends the open transaction, with progress behind all of its rows. It first waits for
+// everything in flight. After that it no longer ends with ctx, only with work and with its time
+// limit: an interrupted transaction is void, unless the journal says that it was committed.
 func (t *toTransactions) commit(work, ctx context.Context) error {
 	t.progress.storing.Lock()
 	defer t.progress.storing.Unlock()
 	if t.void != nil {
 		return t.void
 	}
-	if t.end.from == nil { // nothing moves progress: released rows
+	if t.end.from == nil { // released rows do not move progress
 		t.end = t.at
 	}
 	if t.begun.IsZero() && t.end == t.at && len(t.dead) == 0 {
@@ -271,7 +275,7 @@ func (t *toTransactions) commit(work, ctx context.Context) error {
 	return t.void
 }
 
-// makeVoid lets nothing be committed any more.
+// makeVoid prevents any further commit.
 func (t *toTransactions) makeVoid(why error) error {
 	t.progress.storing.Lock()
 	defer t.progress.storing.Unlock()
@@ -281,10 +285,11 @@ func (t *toTransactions) makeVoid(why error) error {
 	return why
 }
 
-// prepare makes everything durable that a commit needs. The ticks are stored, and with them every commit that they saw,
-// before Kafka knows of them: a server that crashes and loses commits must not give their transaction ids out again
-// behind a tick. Meanwhile the brokers store the rows, and then the progress record with them. If prepare is
-// interrupted it can be called again: of several progress records in one transaction the last one counts.
+// prepare makes durable everything that a commit needs. It stores the ticks, and with them every
+// commit that they saw, before Kafka knows of them: a server that crashes and loses commits must
+// not assign their transaction ids again behind a tick. At the same time the brokers store the
+// rows, and then the progress record with them. prepare can be called again after an interruption:
+// of several progress records in one transaction the last one counts.
 func (t *toTransactions) prepare(ctx context.Context) error {
 	if err := t.progress.ticks(ctx, t.end); err != nil {
 		return err
@@ -317,16 +322,18 @@ func (t *toTransactions) prepare(ctx context.Context) error {
 }
 
 func (t *toTransactions) commitPrepared(ctx context.Context) error {
-	t.flight.take()
+	t.flight.takeProgress()
 	if !t.begun.IsZero() {
 		if !t.lease.held() {
 			return errLeaseLost
 		}
 		crashpoint.Here(crashpoint.RelayAcknowledged)
 		ended := t.expect(transactionTimeout)
-		// Nothing is buffered. The call waits for the client's look at a topic that is new to it, which may still be about to make the topic's
-		// partitions known (under unknownTopicsMu, which the call takes): the end of the transaction would not reset their sequence numbers, and
-		// the next one would end with OUT_OF_ORDER_SEQUENCE_NUMBER (franz-go 1.22.2).
+		// Nothing is buffered. AbortBufferedRecords waits for the client's metadata request for a
+		// new topic, which may still be about to register the topic's partitions (under
+		// unknownTopicsMu, which the call takes). Without the wait, the end of the transaction
+		// would not reset their sequence numbers, and the next transaction would end with
+		// OUT_OF_ORDER_SEQUENCE_NUMBER (franz-go 1.22.2).
 		err := t.client.AbortBufferedRecords(ctx)
 		if err == nil {
 			err = t.client.EndTransaction(ctx, kgo.TryCommit)
@@ -345,7 +352,7 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 	}
 	t.released = nil
 	if len(t.dead) == 0 {
-		return nil // copied in a while: see store
+		return nil // store copies progress later
 	}
 	if err := t.storeDead(ctx, columns(t.dead), t.at, t.uncopied, t.journal.last); err != nil {
 		return err
@@ -356,19 +363,19 @@ func (t *toTransactions) commitPrepared(ctx context.Context) error {
 	return nil
 }
 
-// store copies what was committed to the database.
+// store copies committed progress to the database.
 func (t *toTransactions) store(ctx context.Context) error {
 	t.progress.storing.Lock()
 	defer t.progress.storing.Unlock()
 	ctx, cancel := t.storing(ctx)
 	defer cancel()
 	if t.void != nil {
-		return nil // what ended the work is reported where it arose
+		return nil // the error that ended the work is reported where it occurred
 	}
 	return t.copy(ctx)
 }
 
-// copy is called with progress.storing.
+// copy copies committed progress to the database. The caller holds progress.storing.
 func (t *toTransactions) copy(ctx context.Context) error {
 	if t.at == t.lease.cursor && t.uncopied == 0 && t.journal.copied() {
 		return nil
@@ -385,7 +392,7 @@ func (t *toTransactions) copied() {
 	crashpoint.Here(crashpoint.RelayProgressed)
 }
 
-// abort ends what was not committed, so that readers need not wait until it times out.
+// abort aborts the open transaction, so that readers need not wait until it times out.
 func (t *toTransactions) abort(ctx context.Context) {
 	if t.begun.IsZero() {
 		return
@@ -397,7 +404,7 @@ func (t *toTransactions) abort(ctx context.Context) {
 		err = t.client.EndTransaction(ctx, kgo.TryAbort)
 	}
 	if err != nil {
-		t.say.warn(ctx, "a transaction was left open; whoever publishes the shard next aborts it", "relay", t.cfg.Name, "shard", t.lease.shard, "error", err)
+		t.say.warn(ctx, "a transaction was left open; the next publisher of the shard aborts it", "relay", t.cfg.Name, "shard", t.lease.shard, "error", err)
 	}
 }
 

@@ -54,16 +54,8 @@ const (
 // SetPatience limits statements to less than Run would.
 func (r *Relay) SetPatience(d time.Duration) { r.patience = d }
 
-// Times returns times as the records of one page have them.
-func Times(times ...time.Time) (texts []string) {
-	m := newRecordMaker(len(times))
-	for _, t := range times {
-		texts = append(texts, string(m.appendTime(nil, t)))
-	}
-	return texts
-}
-
-// RenewsWhatItGaveBack tells whether a beat that was under way while a lease was given back renews it.
+// RenewsWhatItGaveBack reports whether a beat that was running while a lease was released renews
+// it.
 func (r *Relay) RenewsWhatItGaveBack(ctx context.Context) (bool, error) {
 	if _, err := r.pool.Exec(ctx, r.sql.enroll, r.cfg.Name, r.cfg.Shards); err != nil {
 		return false, err
@@ -80,13 +72,14 @@ func (r *Relay) RenewsWhatItGaveBack(ctx context.Context) (bool, error) {
 	return len(s.renewed) > 0, nil
 }
 
-// Acquires tells whether a shard can be taken.
+// Acquires reports whether a shard can be taken.
 func (r *Relay) Acquires(ctx context.Context, shard int16) (bool, error) {
 	l, err := r.acquire(ctx, shard)
 	return l != nil, err
 }
 
-// FetchesElsewhere is what a look at the outbox says that reaches another server than the one of the lease.
+// FetchesElsewhere is what a look at the outbox says that reaches another server than the one of
+// the lease.
 func (r *Relay) FetchesElsewhere(ctx context.Context) error {
 	l, err := r.acquire(ctx, 0)
 	if err != nil {
@@ -123,8 +116,8 @@ func (r *Relay) JournalKey(ctx context.Context, shard int16) (string, error) {
 	return r.transactionalID(l), nil
 }
 
-// ReadJournal is what a takeover of a shard finds in the progress topic, where the database's copy names an offset:
-// the rows that the entry covers, or -1.
+// ReadJournal is what a takeover of a shard finds in the progress topic, where the database's copy
+// names an offset: the rows that the entry covers, or -1.
 func (r *Relay) ReadJournal(ctx context.Context, shard int16, from *int64) (int64, error) {
 	l, err := r.acquire(ctx, shard)
 	if err != nil {
@@ -144,7 +137,7 @@ func (r *Relay) ReadJournal(ctx context.Context, shard int16, from *int64) (int6
 	return found.Published, nil
 }
 
-// AtHorizon tells whether what is committed may be published: see Config.DurableHorizon.
+// AtHorizon reports whether what is committed may be published: see Config.DurableHorizon.
 func (r *Relay) AtHorizon(ctx context.Context) (bool, error) {
 	l, err := r.acquire(ctx, 0)
 	if err != nil {
@@ -172,7 +165,7 @@ func (r *Relay) AwaitHorizon(ctx context.Context, between func()) error {
 // Course is the course of a worker, as the member of a relay and the worker see it.
 type Course struct{ course }
 
-// Rest is what the member asks; it tells whether the worker has confirmed.
+// Rest is what the member asks; it reports whether the worker has confirmed.
 func (c *Course) Rest() bool { return c.rest() }
 
 // GoOn is what the member says when it has asked in vain.

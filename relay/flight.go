@@ -9,26 +9,26 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// flight is what was handed over and is not acknowledged. Batches leave it from the front, so that what is
-// acknowledged is always a prefix of what was read.
+// flight holds rows that were handed over and are not acknowledged. Batches leave it from the
+// front, so what is acknowledged is always a prefix of what was read.
 type flight struct {
 	bytesMax int
-	waits    func()            // at each turn of a wait
+	waits    func()            // called at each turn of a wait
 	acked    func(rows []*row) // rows left the front, in order; called under the lock
 
 	mu       sync.Mutex
-	changed  chan struct{} // closed and replaced at every change of what is below
+	changed  chan struct{} // closed and replaced when a field below changes
 	batches  []*batch      // oldest first
-	since    time.Time     // of the last acknowledgement while batches are there
+	since    time.Time     // time of the last acknowledgement while there are batches
 	bytes    int
-	failure  error   // of a record: everything in flight is void from here on
+	failure  error   // of a record: from then on everything in flight is void
 	end      *cursor // behind the last batch of the acknowledged prefix; nil: nothing new
 	rowsDone int64   // of the acknowledged prefix, since take
 }
 
 // batch is rows that were handed over together.
 type batch struct {
-	rows    []*row // as long as the records
+	rows    []*row // as many as records
 	records []*kgo.Record
 	pending int
 	bytes   int
@@ -40,8 +40,8 @@ func newFlight(bytesMax int) *flight {
 	return &flight{bytesMax: bytesMax, changed: make(chan struct{})}
 }
 
-// add puts a batch behind those in flight. One with nothing pending (an empty page that moved the floor) is acknowledged as
-// soon as those before it are.
+// add puts a batch behind those in flight. A batch with nothing pending (an empty page that moved
+// the floor) is acknowledged as soon as the batches before it are.
 func (f *flight) add(b *batch) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -69,8 +69,8 @@ func (f *flight) settle(b *batch, failure error) {
 	}
 }
 
-// advance takes acknowledged batches off the front. After a failure nothing counts as acknowledged any
-// more: the rows are read again from the stored progress.
+// advance removes acknowledged batches from the front. After a failure nothing more counts as
+// acknowledged: the rows are read again from stored progress.
 func (f *flight) advance() {
 	for len(f.batches) > 0 && f.batches[0].pending == 0 && f.failure == nil {
 		b := f.batches[0]
@@ -92,8 +92,9 @@ func (f *flight) notify() {
 	f.changed = make(chan struct{})
 }
 
-// take returns how far progress may move, nil if nowhere, and how many rows were acknowledged, and forgets both.
-func (f *flight) take() (*cursor, int64) {
+// takeProgress returns how far progress may move (nil: nowhere) and how many rows were
+// acknowledged, and resets both.
+func (f *flight) takeProgress() (*cursor, int64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	end, rows := f.end, f.rowsDone
@@ -115,7 +116,7 @@ func (f *flight) state() flightState {
 	return flightState{pages: len(f.batches), bytes: f.bytes, failure: f.failure, movable: f.end != nil, changed: f.changed}
 }
 
-// room waits until less than the limit is in flight, and reports a failed record.
+// room waits until less than the limit is in flight, and returns the failure of a record.
 func (f *flight) room(ctx context.Context) error {
 	for {
 		s := f.state()
@@ -151,10 +152,10 @@ func (f *flight) unacknowledged() time.Duration {
 	return time.Since(f.since)
 }
 
-// turnEvery is how often what waits for acknowledgements gives a sign of life.
+// turnEvery is how often a wait for acknowledgements gives a sign of life.
 const turnEvery = time.Second
 
-// wait waits for an acknowledgement. While none comes the member says so: see member.look.
+// wait waits for an acknowledgement. While none comes, the member reports that: see member.look.
 func (f *flight) wait(ctx context.Context, changed <-chan struct{}) error {
 	timer := time.NewTicker(turnEvery)
 	defer timer.Stop()

@@ -7,13 +7,15 @@ import (
 	"strings"
 	"time"
 
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// horizon is which standbys must have a commit before its rows are published: see Config.DurableHorizon.
+// horizon is which standbys must have a commit before its rows are published: see
+// Config.DurableHorizon.
 type horizon struct {
-	count int      // of them
-	names []string // application_name; nil: of any
+	count int      // number of standbys
+	names []string // application_name; nil: any standby
 }
 
 // parseHorizon reads "any", "a,b" and "2 of a,b"; empty: none.
@@ -54,15 +56,16 @@ func (h *horizon) String() string {
 const horizonMax = 100
 
 const mayAskHorizonSQL = `-- relay.may_ask_horizon
-SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE'), quote_ident(current_user)`
+SELECT pg_catalog.pg_has_role(current_user, 'pg_read_all_stats', 'USAGE'), pg_catalog.quote_ident(current_user)`
 
-// horizonSQL returns how many standbys have flushed up to $2, which ones are connected, and how many bytes the best $4 of
-// them miss (null: fewer are connected). Without $2 it is where the next WAL record goes: a commit is visible only after its
-// record has its place, so that is behind every commit that an earlier statement saw, also those of sessions with
+// horizonSQL returns how many standbys have flushed up to $2, which ones are connected, and how
+// many bytes the best $4 of them miss (null: fewer are connected). Without $2 it uses the place of
+// the next WAL record. A commit is visible only after its record has its place, so that place is
+// behind every commit that an earlier statement saw, including those of sessions with
 // synchronous_commit off. (The flushed position is not behind those.)
 //
-// A standby replays what it gets, and says how far. A backup (pg_basebackup, pg_receivewal) never does. A subscriber of
-// logical replication does, and has a logical slot.
+// A standby replays what it receives, and reports how far. A backup (pg_basebackup, pg_receivewal)
+// never does. A subscriber of logical replication does, and has a logical slot.
 const horizonSQL = `-- relay.horizon
 WITH wanted AS MATERIALIZED (
   SELECT coalesce($2::text::pg_lsn, CASE WHEN pg_is_in_recovery() THEN NULL ELSE pg_current_wal_insert_lsn() END) AS lsn
@@ -70,23 +73,24 @@ WITH wanted AS MATERIALIZED (
 SELECT coalesce(wanted.lsn::text, ''), %s, CASE WHEN pg_is_in_recovery() THEN true ELSE pg_current_wal_flush_lsn() >= wanted.lsn END,
   standbys.flushed, standbys.names, standbys.missing
 FROM wanted CROSS JOIN LATERAL (
-  SELECT count(*) FILTER (WHERE r.flush_lsn >= wanted.lsn) AS flushed, coalesce(array_agg(r.application_name ORDER BY r.application_name), '{}') AS names,
-    pg_wal_lsn_diff(wanted.lsn, (array_agg(r.flush_lsn ORDER BY r.flush_lsn DESC))[$4::int])::bigint AS missing
+  SELECT count(*) FILTER (WHERE r.flush_lsn >= wanted.lsn) AS flushed, coalesce(pg_catalog.array_agg(r.application_name ORDER BY r.application_name), '{}') AS names,
+    pg_wal_lsn_diff(wanted.lsn, (pg_catalog.array_agg(r.flush_lsn ORDER BY r.flush_lsn DESC))[$4::int])::bigint AS missing
   FROM pg_stat_replication r
   WHERE r.flush_lsn IS NOT NULL AND r.replay_lsn IS NOT NULL AND ($3::text[] IS NULL OR r.application_name = ANY ($3))
     AND NOT EXISTS (SELECT FROM pg_replication_slots s WHERE s.active_pid = r.pid AND s.slot_type = 'logical')
 ) standbys`
 
-// flushSQL makes the primary flush its write-ahead log up to here: a commit does that if its transaction has written something,
-// if only a lock on a row, which leaves no dead version. Without it, WAL that belongs to no commit of late (hint bits of rows
-// that the relay itself read, a large transaction that is open) stays in memory, and away from standbys, until the WAL writer
-// comes by: for 200 ms, or 5 s on an idle server.
+// flushSQL makes the primary flush its write-ahead log up to this point: a commit does that if its
+// transaction has written something, even only a lock on a row, which leaves no dead version.
+// Without it, WAL that belongs to no recent commit (hint bits of rows that the relay itself read, a
+// large open transaction) stays in memory, and away from standbys, until the WAL writer runs: for
+// 200 ms, or 5 s on an idle server.
 const flushSQL = `-- relay.flush
 WITH durable AS MATERIALIZED (SELECT set_config('synchronous_commit', 'local', true) AS setting)
 SELECT FROM effectonce.outbox_progress p, durable
 WHERE p.relay = $1 AND p.shard = $2 AND durable.setting IS NOT NULL FOR KEY SHARE OF p SKIP LOCKED`
 
-// checkHorizon refuses a role that cannot see how far standbys are: it would wait for ever.
+// checkHorizon rejects a role that cannot see how far standbys are: it would wait forever.
 func (r *Relay) checkHorizon(ctx context.Context) error {
 	if r.horizon == nil {
 		return nil
@@ -94,15 +98,15 @@ func (r *Relay) checkHorizon(ctx context.Context) error {
 	var may bool
 	var role string
 	if err := r.pool.QueryRow(ctx, mayAskHorizonSQL).Scan(&may, &role); err != nil {
-		return fmt.Errorf("ask whether the role may see standbys: %w", err)
+		return fmt.Errorf("check whether the role may see standbys: %w", err)
 	}
 	if !may {
-		return fmt.Errorf("with DurableHorizon the relay has to see how far standbys are, which this role may not: GRANT pg_read_all_stats TO %s", role)
+		return fmt.Errorf("DurableHorizon needs a role that may see how far standbys are: GRANT pg_read_all_stats TO %s", role)
 	}
 	return nil
 }
 
-// looked is one answer of horizonSQL.
+// looked is one result of horizonSQL.
 type looked struct {
 	lsn      string
 	onDisk   bool // of the primary itself
@@ -115,14 +119,14 @@ func (r *Relay) lookAtHorizon(ctx context.Context, l *lease, lsn *string) (*look
 	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
 	defer cancel()
 	same := here
-	if l.cluster.run == nil { // the database hides what that is made of: see adapt
+	if l.cluster.run == nil { // the database hides functions that serverRun needs: see adapt
 		same = strings.ReplaceAll(here, serverRun, unknownRun)
 	}
 	found, isHere := &looked{}, false
 	err := r.pool.QueryRow(ctx, fmt.Sprintf(horizonSQL, same), l.cluster.run, lsn, r.horizon.names, r.horizon.count).
 		Scan(&found.lsn, &isHere, &found.onDisk, &found.flushed, &found.standbys, &found.missing)
 	if err != nil {
-		return nil, silence(ctx, fmt.Errorf("ask how far standbys are: %w", err))
+		return nil, silence(ctx, fmt.Errorf("read how far standbys are: %w", err))
 	}
 	if !isHere {
 		return nil, errAnotherRun
@@ -130,27 +134,28 @@ func (r *Relay) lookAtHorizon(ctx context.Context, l *lease, lsn *string) (*look
 	return found, nil
 }
 
-// How often standbys are looked at: a flush takes a millisecond or so, an absence may take days.
+// How often standbys are polled: a flush takes about a millisecond, an absence may take days.
 const (
 	horizonLookMin  = 500 * time.Microsecond
 	horizonLookSoon = 2 * time.Millisecond // up to horizonSilent
 	horizonLookMax  = 250 * time.Millisecond
-	// horizonBrief is how long a transaction under way stays open.
+	// horizonBrief is how long an open transaction stays open during a wait.
 	horizonBrief = 50 * time.Millisecond
-	// horizonSilent is how long a wait is no news.
+	// horizonSilent is how long a wait is not logged.
 	horizonSilent   = 2 * time.Second
 	horizonSayEvery = 30 * time.Second
 )
 
-// awaitHorizon returns once every commit that earlier statements saw is flushed by as many standbys as Config.DurableHorizon
-// asks for. It gives up when ctx ends or the lease is lost, never in favour of publishing. Before it waits for longer it calls
-// settle once: a Kafka transaction that is under way would run out, with rows in it that were published well.
+// awaitHorizon returns once every commit that earlier statements saw is flushed by as many standbys
+// as Config.DurableHorizon requires. It gives up when ctx ends or the lease is lost, and never
+// publishes instead. Before a longer wait it calls settle once: an open Kafka transaction would
+// time out, although its rows could have been committed.
 func (p *publisher) awaitHorizon(ctx context.Context, settle func(context.Context) error) error {
 	r, l := p.Relay, p.lease
 	if r.horizon == nil {
 		return nil
 	}
-	var lsn *string // of the first look: what comes later is not waited for
+	var lsn *string // of the first poll: later commits are not waited for
 	var said time.Time
 	var saidAbsent, settled bool
 	begun := time.Now()
@@ -168,7 +173,7 @@ func (p *publisher) awaitHorizon(ctx context.Context, settle func(context.Contex
 		}
 		if found.flushed >= r.horizon.count {
 			if !said.IsZero() {
-				r.cfg.Logger.InfoContext(ctx, "the standbys have what is to be published: it is published now", "relay", r.cfg.Name, "shard", l.shard, "waited", time.Since(begun).String())
+				r.cfg.Logger.InfoContext(ctx, "the standbys have flushed the commits: publishing continues", "relay", r.cfg.Name, "shard", l.shard, "waited", time.Since(begun).String())
 			}
 			return nil
 		}
@@ -187,13 +192,14 @@ func (p *publisher) awaitHorizon(ctx context.Context, settle func(context.Contex
 			said, saidAbsent = time.Now(), absent
 			r.sayHorizon(ctx, l, found, begun)
 		}
-		if !pause(ctx, wait) {
+		if !pause.For(ctx, wait) {
 			return ctx.Err()
 		}
 	}
 }
 
-// flush only shortens the wait: if it fails, the next look says whether the database is away.
+// flush only shortens the wait. If it fails, the next poll shows whether the database is
+// unavailable.
 func (r *Relay) flush(ctx context.Context, l *lease) {
 	ctx, cancel := context.WithTimeout(ctx, r.patience)
 	defer cancel()
@@ -209,5 +215,5 @@ func (r *Relay) sayHorizon(ctx context.Context, l *lease, found *looked, begun t
 		r.cfg.Logger.WarnContext(ctx, "nothing is published: too few standbys are connected for --durable-horizon; connect them, or run without it", attrs...)
 		return
 	}
-	r.cfg.Logger.WarnContext(ctx, "nothing is published: waiting for standbys to flush what is committed", append(attrs, "bytes_behind", *found.missing)...)
+	r.cfg.Logger.WarnContext(ctx, "nothing is published: waiting for standbys to flush committed rows", append(attrs, "bytes_behind", *found.missing)...)
 }

@@ -26,7 +26,8 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// walReceiver is a client of the server's replication protocol that says how far it is, true or not.
+// walReceiver is a client of the server's replication protocol that says how far it is, true or
+// not.
 type walReceiver struct {
 	*testing.T
 	conn *pgconn.PgConn
@@ -102,9 +103,10 @@ func replicated(t *testing.T) (pool *pgxpool.Pool, address string) {
 	return pool, cluster.URL
 }
 
-// Property: with DurableHorizon a row is published once a standby has flushed its commit, and not before: not for a
-// standby that has only received or replayed it, for a backup, or for a subscriber. Without a standby nothing is published, and
-// the log says which. Row O24.
+// Property: with DurableHorizon a row is published once a standby has flushed its commit, and not
+// before: not for a standby that has only received or replayed it, for a backup, or for a
+// subscriber. Without a standby nothing is published, and the log says which. Row O24 of
+// guarantees.md.
 func TestPublishingWaitsForTheFlushOfAStandby(t *testing.T) {
 	t.Parallel()
 	pool, address := replicated(t)
@@ -135,7 +137,7 @@ func TestPublishingWaitsForTheFlushOfAStandby(t *testing.T) {
 	require.Empty(t, kafkatest.ReadAll(t, topic))
 	standby.report(everything, lsn(t, pool), before)
 	await(t, "the row is published", func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 })
-	says("it is published now")
+	says("publishing continues")
 
 	// A stop does not wait for a standby.
 	insert(t, pool, topic, "k", "2")
@@ -147,8 +149,8 @@ func TestPublishingWaitsForTheFlushOfAStandby(t *testing.T) {
 	require.Equal(t, 1, strings.Count(log.String(), "too few standbys"), "said once")
 }
 
-// Property: with exactly once, rows that were handed to Kafka do not wait for a standby with those that come after: their transaction
-// ends first, so it cannot run out, and readers see them.
+// Property: with exactly once, rows that were handed to Kafka do not wait for a standby with those
+// that come after: their transaction ends first, so it cannot run out, and readers see them.
 func TestTransactionDoesNotStayOpenForAStandby(t *testing.T) {
 	t.Parallel()
 	pool, address := replicated(t)
@@ -179,7 +181,8 @@ func TestTransactionDoesNotStayOpenForAStandby(t *testing.T) {
 	await(t, "the second is", func() bool { return len(kafkatest.ReadAll(t, topic)) == 2 })
 }
 
-// Property: a commit that the primary itself has not flushed (synchronous_commit off) is waited for, too.
+// Property: a commit that the primary itself has not flushed (synchronous_commit off) is waited
+// for, too.
 func TestCommitThatIsNotFlushedIsWaitedFor(t *testing.T) {
 	t.Parallel()
 	pool, address := replicated(t)
@@ -211,8 +214,9 @@ func TestCommitThatIsNotFlushedIsWaitedFor(t *testing.T) {
 	await(t, "it is published", func() bool { return len(kafkatest.ReadAll(t, topic)) == 2 })
 }
 
-// Property: WAL that no commit flushes, here of a transaction that is open, does not keep what is committed before it from standbys: the
-// relay has it flushed and does not wait for the WAL writer, which is frozen here.
+// Property: WAL that no commit flushes, here of a transaction that is open, does not keep what is
+// committed before it from standbys: the relay has it flushed and does not wait for the WAL writer,
+// which is frozen here.
 func TestHorizonDoesNotWaitForTheWALWriter(t *testing.T) {
 	t.Parallel()
 	// Embedded: a container's processes have other numbers.
@@ -282,7 +286,8 @@ func TestStandbysCountByName(t *testing.T) {
 	}
 }
 
-// Property: a role that cannot see how far standbys are is refused at the start, with the statement that lets it.
+// Property: a role that cannot see how far standbys are is refused at the start, with the statement
+// that lets it.
 func TestHorizonNeedsToSeeStandbys(t *testing.T) {
 	t.Parallel()
 	pool, address := replicated(t)

@@ -11,20 +11,23 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// journal is a shard's progress in Kafka: records of one key in a compacted topic, written in the transactions
-// whose records they cover.
+// journal is a shard's progress in Kafka: records of one key in a compacted topic, written in the
+// transactions whose records they cover.
 type journal struct {
 	*publisher
 	id    string // transactional.id, and key of the records
 	topic string
-	wrote int64     // offset of the last record of the transaction under way
+	wrote int64     // offset of the last record of the open transaction
 	last  *int64    // offset of this shard's last committed record; nil: none is known
-	asked time.Time // when the topic's end was asked for last: see far
+	asked time.Time // when the topic's end was last requested: see far
 }
 
-// entry is a progress record. It is complete in itself: the ticks that it names may be lost in a failover.
+// entry is a progress record. It is complete in itself: the ticks that it names may be lost in a
+// failover.
 type entry struct {
 	System    *int64      `json:"system_identifier"`
 	Timeline  *int32      `json:"timeline"`
@@ -35,8 +38,8 @@ type entry struct {
 	Seq       int64       `json:"seq"`
 	Floor     int64       `json:"floor"`
 	Revived   []int64     `json:"revived,omitempty"`
-	// Dead are the rows that the transaction stepped over, by reason: the first seq, then what each is above the one
-	// before it, so that a page of them is a small record.
+	// Dead are the rows that the transaction skipped, by reason: the first seq, then the difference
+	// of each seq to the one before it, so that a page of them is a small record.
 	Dead map[Reason][]int64 `json:"dead,omitempty"`
 
 	offset int64
@@ -48,8 +51,8 @@ type storedTick struct {
 	SeqLast  int64  `json:"seq_last"`
 }
 
-// newJournal names the journal by what makes two outboxes different, so that relays of several databases can share
-// a Kafka.
+// newJournal names the journal by what makes two outboxes different, so that relays of several
+// databases can share a Kafka cluster.
 func (p *publisher) newJournal() *journal {
 	return &journal{publisher: p, id: p.transactionalID(p.lease), topic: p.cfg.ProgressTopic}
 }
@@ -58,7 +61,7 @@ func (r *Relay) transactionalID(l *lease) string {
 	return fmt.Sprintf("effectonce/%v/%s/%s/%s/%d", deref(l.cluster.system), l.cluster.database, r.cfg.Schema, r.cfg.Name, l.shard)
 }
 
-// prepare makes the topic if it is not there.
+// prepare creates the topic if it does not exist.
 func (j *journal) prepare(ctx context.Context, client *kgo.Client) error {
 	admin := kadm.NewClient(client)
 	topics, err := admin.ListTopics(ctx, j.topic)
@@ -71,9 +74,10 @@ func (j *journal) prepare(ctx context.Context, client *kgo.Client) error {
 	return j.create(ctx, admin)
 }
 
-// journalSettings let the brokers forget what was passed. The compactor leaves the segment alone that is written to, so
-// a segment is small and does not last. The end of each transaction is a record of its own, which stays for
-// delete.retention.ms beyond the records: with Kafka's default of a day it would be most of the topic.
+// journalSettings let the brokers delete superseded records. The compactor does not touch the
+// segment that is written to, so a segment is small and short-lived. The end of each transaction is
+// a record of its own, which stays for delete.retention.ms longer than the other records: with
+// Kafka's default of a day these would be most of the topic.
 func journalSettings() map[string]*string {
 	settings := map[string]*string{}
 	for name, value := range map[string]string{
@@ -85,24 +89,25 @@ func journalSettings() map[string]*string {
 	return settings
 }
 
-// Settings of a progress topic that the relay makes: segment.bytes, and segment.ms and delete.retention.ms.
+// Settings of a progress topic that the relay creates: segment.bytes, and segment.ms and
+// delete.retention.ms.
 const (
 	JournalSegmentBytes = 8 << 20
 	JournalSegmentLasts = 10 * time.Minute
 )
 
-// create makes the topic. Some services refuse settings: then the topic has what they allow, and a takeover still reads
-// only its end.
+// create creates the topic. Some services refuse settings. The topic then has the settings that
+// they allow, and a takeover still reads only its end.
 func (j *journal) create(ctx context.Context, admin *kadm.Client) error {
 	settings := journalSettings()
 	created, err := admin.CreateTopic(ctx, 1, -1, settings, j.topic)
 	if refusal := cmp.Or(err, created.Err); errors.Is(refusal, kerr.InvalidConfig) || errors.Is(refusal, kerr.PolicyViolation) {
-		j.cfg.Logger.WarnContext(ctx, "the brokers refuse the settings of the progress topic: it is made with cleanup.policy=compact alone",
+		j.cfg.Logger.WarnContext(ctx, "the brokers refuse the settings of the progress topic: the relay creates it with cleanup.policy=compact alone",
 			"relay", j.cfg.Name, "topic", j.topic, "error", refusal, "reason", created.ErrMessage)
 		created, err = admin.CreateTopic(ctx, 1, -1, map[string]*string{"cleanup.policy": settings["cleanup.policy"]}, j.topic)
 	}
 	if err = cmp.Or(err, created.Err); err != nil && !errors.Is(err, kerr.TopicAlreadyExists) {
-		return fmt.Errorf("make topic %q for progress: %w; make it yourself with one partition and cleanup.policy=compact", j.topic, err)
+		return fmt.Errorf("create progress topic %q: %w; create it yourself with one partition and cleanup.policy=compact", j.topic, err)
 	}
 	return nil
 }
@@ -136,20 +141,22 @@ func (e *entry) step(dead []deadRow) {
 	}
 }
 
-// verdicts are the rows of an entry that a holder committed and, since it died then, did not bury.
+// verdicts returns the dead rows of an entry. A holder committed the entry and died before it moved
+// them to outbox_dead.
 func (e *entry) verdicts() (v verdicts) {
 	for reason, above := range e.Dead {
 		var seq int64
 		for _, n := range above {
 			seq += n
-			v.add(seq, reason, "the relay was interrupted when it had found this, so the details are lost: a retry finds them again")
+			v.add(seq, reason, "the relay was interrupted after it found this, so the details are lost: a retry finds them again")
 		}
 	}
 	return v
 }
 
-// after tells whether the entry is about this cluster and newer than the database's copy. A later epoch of the
-// copy is a recovery, another number of shards, or a time without exactly-once.
+// after reports whether the entry is from this cluster and newer than the database's copy. If the
+// copy has a later epoch, it is from a recovery, a change of the number of shards, or a time
+// without exactly-once.
 func (e *entry) after(l *lease) bool {
 	here := func(a, b any) bool { return a == b }
 	if !here(deref(e.System), deref(l.cluster.system)) || !here(deref(e.Timeline), deref(l.cluster.timeline)) {
@@ -181,9 +188,10 @@ func (s *storedTick) tick() (*tick, error) {
 	return t, nil
 }
 
-// remembered tells whether the database has the ticks of an entry, which were durable there before the entry was. It does
-// not once it went back: to a backup or a dump, in the same cluster. Then row numbers come again, and what
-// the entry takes for published is something else.
+// remembered reports whether the database has the ticks of an entry, which were durable there
+// before the entry was. It does not have them after it went back to a backup or a dump, in the same
+// cluster. Then row numbers are assigned again, and the rows that the entry counts as published are
+// different rows.
 func (j *journal) remembered(ctx context.Context, c cursor) (bool, error) {
 	for _, t := range []*tick{c.from, c.to} {
 		if t == nil {
@@ -203,7 +211,8 @@ func (j *journal) remembered(ctx context.Context, c cursor) (bool, error) {
 	return true, nil
 }
 
-// extent waits for a topic that is new to the brokers.
+// extent returns the first and the end offset of the topic. It waits while the topic is new to the
+// brokers.
 func (j *journal) extent(ctx context.Context, admin *kadm.Client) (begin, end int64, err error) {
 	for {
 		begins, err := admin.ListStartOffsets(ctx, j.topic)
@@ -222,35 +231,40 @@ func (j *journal) extent(ctx context.Context, admin *kadm.Client) (begin, end in
 		if problem := errors.Join(begin.Err, end.Err); there && !kerr.IsRetriable(begin.Err) && !kerr.IsRetriable(end.Err) {
 			return begin.Offset, end.Offset, problem
 		}
-		if !pause(ctx, 20*time.Millisecond) {
+		if !pause.For(ctx, 20*time.Millisecond) {
 			return 0, 0, fmt.Errorf("its end is unknown: %w", errors.Join(end.Err, ctx.Err()))
 		}
 	}
 }
 
-// A takeover looks for a shard's last entry in the last journalTail offsets, then in four times as many before those, and
-// so on. A transaction takes two offsets: its record and its end.
+// A takeover searches a shard's last entry in the last journalTail offsets, then in four times as
+// many before those, and so on. A transaction takes two offsets: its record and its end.
 const (
 	journalTail  = 4096
 	journalGrows = 4
 )
 
-// read returns the last committed entry, or nil. from is where the database's copy of progress says that its record
-// is; nil: it does not say.
+// read returns the last committed entry, or nil. from is the offset of that record according to the
+// database's copy of progress; nil: the copy has none.
 //
-// It reads the topic from its end backwards, in pieces, and stops at the first piece that has an entry of this shard.
-// What comes later in the only partition was committed later, so the last entry of that piece is the last of all. That
-// is why nothing can be missed, whatever the copy says: the offset only chooses where one piece begins, never where the
-// search ends. As long as it is right, the copy's record or a newer one is in the piece that begins there, and nothing
-// before it is read.
+// It reads the topic backwards from its end, in pieces, and stops at the first piece that has an
+// entry of this shard. In the only partition, a later record was committed later, so the last entry
+// of that piece is the last of all. So no entry can be missed, whatever the copy says: the offset
+// only chooses where one piece begins, never where the search ends. If the offset is right, the
+// copy's record or a newer one is in the piece that begins there, and nothing before it is read.
 //
-//   - Epochs: a later holder's entries are behind those of the earlier, whose transactions it has ended.
-//   - The copy is old (the holder died before it wrote it, a database was restored): newer entries are behind the offset.
-//   - The compactor removed the record at the offset: only because a newer one of the same key is behind it.
-//   - The topic was made anew, truncated in an unclean election, or is another topic or another cluster: the offset is
-//     beyond the end, or no entry is behind it, and the search goes back to the beginning.
-//   - Entries of other shards and relays in the same topic are passed over.
-//   - A transaction that begins before a piece and ends in it counts with its end: brokers send which ones were aborted.
+//   - Epochs: the entries of a later holder are behind those of an earlier one, whose transactions
+//     the later holder has ended.
+//   - The copy is old (the holder died before it wrote the copy, or a database was restored): newer
+//     entries are behind the offset.
+//   - The compactor removed the record at the offset: only because a newer one of the same key is
+//     behind it.
+//   - The topic was created again, was truncated in an unclean election, or is another topic or
+//     another cluster: the offset is beyond the end, or no entry is behind it, and the search goes
+//     back to the beginning.
+//   - Entries of other shards and relays in the same topic are skipped.
+//   - A transaction that begins before a piece and ends in it counts with its end: brokers send
+//     which transactions were aborted.
 func (j *journal) read(ctx context.Context, client *kgo.Client, from *int64) (*entry, error) {
 	begin, end, err := j.extent(ctx, kadm.NewClient(client))
 	if err != nil {
@@ -274,10 +288,11 @@ func (j *journal) read(ctx context.Context, client *kgo.Client, from *int64) (*e
 	return nil, nil //nolint:nilnil // nothing was committed yet
 }
 
-// readPiece returns the last committed entry from one offset up to another. The transactions of other shards that are still
-// open in it are waited for: what is behind them is not known before.
+// readPiece returns the last committed entry from one offset up to another. It waits for
+// transactions of other shards that are still open in that range: what is behind them is not known
+// before they end.
 func (j *journal) readPiece(ctx context.Context, start, end int64) (*entry, error) {
-	reader, err := kgo.NewClient(append(append([]kgo.Opt{}, j.kafka...),
+	reader, err := kgo.NewClient(append(append([]kgo.Opt{kgo.MaxDecompressBatchBytes(journalInflateMax)}, j.kafka...),
 		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{j.topic: {0: kgo.NewOffset().At(start)}}),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.KeepControlRecords(),
 	)...)
@@ -313,28 +328,34 @@ func (j *journal) readPiece(ctx context.Context, start, end int64) (*entry, erro
 	return last, nil
 }
 
-// complaintEvery is how often a relay that waits for another's transaction says so.
+// journalInflateMax bounds the inflated size of a batch of the progress topic, in bytes. Relays
+// write entries of less than a kilobyte.
+const journalInflateMax = 16 << 20
+
+// complaintEvery is how often a relay logs that it waits for another relay's transaction.
 const complaintEvery = 10 * time.Second
 
-// committed notes that the transaction under way was committed.
+// committed notes that the open transaction was committed.
 func (j *journal) committed() {
 	offset := j.wrote
 	j.last, j.asked = &offset, time.Now()
 }
 
-// copied tells whether the database's copy of progress names the last record.
+// copied reports whether the database's copy of progress names the last record.
 func (j *journal) copied() bool {
 	return j.last == nil || (j.lease.journal != nil && *j.lease.journal == *j.last)
 }
 
-// A shard without rows writes nothing, and beside a busy one its last record would get further and further from the
-// end, where a takeover has to go back to. So its holder looks now and then how far, and writes its progress again.
+// A shard without rows writes nothing. Beside a busy shard, the distance of its last record from
+// the end of the topic would grow without a limit, and a takeover has to read back to it. So its
+// holder checks the distance every journalAskEvery, and writes its progress again.
 const (
 	journalFar      = 5 * journalTail
 	journalAskEvery = 30 * time.Second
 )
 
-// far tells whether progress is to be written again. Brokers that do not answer are asked again later.
+// far reports whether progress must be written again. If the brokers do not answer, it retries
+// later.
 func (j *journal) far(ctx context.Context, client *kgo.Client) bool {
 	if time.Since(j.asked) < journalAskEvery {
 		return false

@@ -78,7 +78,8 @@ func (j *journalOf) entry(shard int16, rows int64) *kgo.Record {
 		`{"system_identifier":7431298744512,"timeline":1,"epoch":1,"published":%d,"from":%s,"to":%s,"seq":%d,"floor":%d}`, rows, tick, tick, rows, rows)}
 }
 
-// write writes entries of shards in turn, without transactions of their own: what is read has the same form.
+// write writes entries of shards in turn, without transactions of their own: what is read has the
+// same form.
 func (j *journalOf) write(entries int, shards ...int16) {
 	j.Helper()
 	records := make([]*kgo.Record, entries)
@@ -114,9 +115,10 @@ func (j *journalOf) takeover(shard int16, from *int64) (records, bytes int64) {
 	return j.fetched.records.Load(), j.fetched.bytes.Load()
 }
 
-// Property: what a takeover reads of the progress topic does not grow with it: after a day of transactions it is
-// what it was after seconds, although nothing was compacted. So it is where the copy in the database is older (a restore)
-// and where it says nothing (the previous release). Row O44.
+// Property: what a takeover reads of the progress topic does not grow with it: after a day of
+// transactions it is what it was after seconds, although nothing was compacted. So it is where the
+// copy in the database is older (a restore) and where it says nothing (the previous release). Row
+// O44 of guarantees.md.
 func TestTakeoverReadsTheEndOfTheProgressTopic(t *testing.T) {
 	t.Parallel()
 	fake := kafkatest.Fake(t, kfake.NumBrokers(1))
@@ -149,9 +151,10 @@ func TestTakeoverReadsTheEndOfTheProgressTopic(t *testing.T) {
 	}
 }
 
-// Property: whatever offset the copy of progress in the database names, a takeover finds the last committed entry of its
-// shard: in front of entries of others, behind aborted transactions, across the beginning of a transaction, in a topic
-// that was compacted, or made anew since. Rows O30, O44.
+// Property: whatever offset the copy of progress in the database names, a takeover finds the last
+// committed entry of its shard: in front of entries of others, behind aborted transactions, across
+// the beginning of a transaction, in a topic that was compacted, or made anew since. Rows O30, O44
+// of guarantees.md.
 func TestTakeoverFindsTheLastEntryFromAnyOffset(t *testing.T) {
 	t.Parallel()
 	compact, small := "compact", "20000"
@@ -211,9 +214,10 @@ func TestTakeoverFindsTheLastEntryFromAnyOffset(t *testing.T) {
 	}
 }
 
-// Property: the copy of progress in the database says where its record is in the progress topic, and a takeover reads from
-// there. A shard without rows beside busy ones writes its progress again once that is far from the end, so that what a
-// takeover of it reads does not grow either. Row O44.
+// Property: the copy of progress in the database says where its record is in the progress topic,
+// and a takeover reads from there. A shard without rows beside busy ones writes its progress again
+// once that is far from the end, so that what a takeover of it reads does not grow either. Row O44
+// of guarantees.md.
 func TestIdleShardStaysNearTheEndOfTheProgressTopic(t *testing.T) {
 	t.Parallel()
 	pool, fake, fetched := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &fetchedFrom{topic: "progress"}
@@ -278,8 +282,8 @@ func (j *journalOf) transact(client *kgo.Client, shard int16, commit bool, withi
 	}
 }
 
-// Property: the progress topic is made with settings that let the brokers forget what was passed, and where they refuse
-// those, with what they allow. Row O44.
+// Property: the progress topic is made with settings that let the brokers forget what was passed,
+// and where they refuse those, with what they allow. Row O44 of guarantees.md.
 func TestProgressTopicIsMadeToBeCompacted(t *testing.T) {
 	t.Parallel()
 	for name, refused := range map[string]bool{"allowed": false, "refused": true} {

@@ -20,11 +20,13 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: progress of a transaction that was never committed is no progress: its rows are published. Row O30.
+// Property: progress of a transaction that was never committed is no progress: its rows are
+// published. Row O30 of guarantees.md.
 func TestProgressOfAnAbortedTransactionDoesNotCount(t *testing.T) {
 	t.Parallel()
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-	// The transaction stays open, with the rows and their progress in it, as behind a relay that was killed.
+	// The transaction stays open, with the rows and their progress in it, as behind a relay that
+	// was killed.
 	var mended atomic.Bool
 	fake.ControlKey(int16(kmsg.EndTxn), func(request kmsg.Request) (kmsg.Response, error, bool) {
 		if mended.Load() {
@@ -58,8 +60,8 @@ func (r read) OnBrokerRead(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Dur
 	}
 }
 
-// Property: a relay that takes over reads progress to its end: where a transaction of another shard is open in front of
-// it, it waits for that, and publishes nothing again. Row O30.
+// Property: a relay that takes over reads progress to its end: where a transaction of another shard
+// is open in front of it, it waits for that, and publishes nothing again. Row O30 of guarantees.md.
 func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -108,8 +110,8 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	require.Equal(t, 2, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
 }
 
-// Property: a relay that was led back to an old primary publishes nothing: where this process has worked on a later
-// timeline, and with exactly once where any has. Row O26.
+// Property: a relay that was led back to an old primary publishes nothing: where this process has
+// worked on a later timeline, and with exactly once where any has. Row O26 of guarantees.md.
 func TestOldPrimaryIsKnownFromElsewhere(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -140,7 +142,8 @@ func TestOldPrimaryIsKnownFromElsewhere(t *testing.T) {
 	require.Equal(t, []string{"1"}, values(t, topic))
 }
 
-// Property: what a connection to another server shows is not published, and no progress is made by it. Rows O24, O25.
+// Property: what a connection to another server shows is not published, and no progress is made by
+// it. Rows O24, O25 of guarantees.md.
 func TestWhatAnotherServerShowsIsNotRead(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -151,7 +154,8 @@ func TestWhatAnotherServerShowsIsNotRead(t *testing.T) {
 	require.EqualValues(t, 1, drain(t, r))
 }
 
-// Property: a broker that has the progress record of a transaction and does not answer does not keep a relay from stopping.
+// Property: a broker that has the progress record of a transaction and does not answer does not
+// keep a relay from stopping.
 func TestStopWhileProgressIsNotAcknowledged(t *testing.T) {
 	t.Parallel()
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "progress"))

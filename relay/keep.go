@@ -9,12 +9,13 @@ import (
 	"time"
 )
 
-// pulse is by when the work on a shard gives its next sign of life. Each turn of its loop is one; before it waits for
-// something that ends by itself (a statement, the brokers, a call of a sink) the work says for how long.
+// pulse is the time by which the worker of a shard must give its next sign of life. Each turn of
+// its loop is one. Before a wait that ends by itself (a statement, the brokers, a call of a sink),
+// the worker notes how long the wait may take.
 type pulse struct {
 	mu    sync.Mutex
 	last  time.Time
-	waits map[int]time.Time // what the work waits for now, and until when at most
+	waits map[int]time.Time // current waits, each with its latest end
 	n     int
 }
 
@@ -26,7 +27,8 @@ func (p *publisher) turn() {
 	p.Relay.turn()
 }
 
-// expect begins a wait of at most d. Its end, which ended notes, is a sign of life.
+// expect begins a wait of at most d. The caller calls ended when the wait is over, which is a sign
+// of life.
 func (p *publisher) expect(d time.Duration) (ended func()) {
 	s := &p.pulse
 	s.mu.Lock()
@@ -45,7 +47,7 @@ func (p *publisher) expect(d time.Duration) (ended func()) {
 	}
 }
 
-// late is how long the work owes a sign of life.
+// late is how long the sign of life is overdue.
 func (p *publisher) late() time.Duration {
 	p.pulse.mu.Lock()
 	defer p.pulse.mu.Unlock()
@@ -58,31 +60,34 @@ func (p *publisher) late() time.Duration {
 	return time.Since(due)
 }
 
-// hungAfter is how long the work may owe a sign of life before its lease is not renewed any more.
+// hungAfter is how long a sign of life may be overdue before the lease is no longer renewed.
 func (c *Config) hungAfter() time.Duration { return max(c.Lease, 5*time.Second) }
 
-// unacknowledgedMax is how long rows may be with the brokers before the replica says that it waits for them.
+// unacknowledgedMax is how long rows may be unacknowledged before the replica reports that it waits
+// for the brokers.
 func (c *Config) unacknowledgedMax() time.Duration {
 	return min(max(c.Lease/2, time.Second), 10*time.Second)
 }
 
-// keeps tells whether the work ended for something that waiting, or a new client, ends, and that no other replica would
-// fare better with: it begins again under the same lease. A change of the number of shards begins with new leases.
+// keeps reports whether the work ended for a reason that waiting, or a new client, resolves, and
+// that no other replica would handle better. Then the work begins again under the same lease. A
+// change of the number of shards begins with new leases.
 func (p *publisher) keeps(ctx context.Context, err error) bool {
 	var alone *refusedAlone
 	again := away(err) || errors.Is(err, errLimitsChanged) || errors.As(err, &alone)
 	return again && !p.once && ctx.Err() == nil && !p.course.isBound() && p.lease.held()
 }
 
-// swap puts another publisher into a worker. The member does it: it looks at workers.
+// swap puts another publisher into a worker. The member does it, because it reads workers.
 type swap struct {
 	worker *worker
 	next   *publisher
 	done   chan struct{}
 }
 
-// keep publishes a shard until its lease is to be given back, or is lost. What the brokers or a sink do not take for now
-// costs no lease: the work begins again from stored progress, under the same epoch.
+// keep publishes a shard until its lease must be released, or is lost. When the brokers or a sink
+// temporarily take no rows, the lease is kept: the work begins again from stored progress, under
+// the same epoch.
 func (m *member) keep(ctx context.Context, w *worker, p *publisher) error {
 	for n := 1; ; n++ {
 		err := p.publish(ctx)
@@ -121,7 +126,7 @@ func (m *member) keep(ctx context.Context, w *worker, p *publisher) error {
 	}
 }
 
-// again waits and makes the publisher that goes on where progress is stored.
+// again waits, and makes the publisher that continues from stored progress.
 func (m *member) again(ctx context.Context, p *publisher, wait time.Duration) (*publisher, error) {
 	defer p.expect(wait + m.cfg.Lease)()
 	timer := time.NewTimer(wait)
@@ -133,19 +138,19 @@ func (m *member) again(ctx context.Context, p *publisher, wait time.Duration) (*
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
-	l := p.lease // the member renews it meanwhile, and looks at nothing that resume changes
+	l := p.lease // the member renews it concurrently, and reads nothing that resume changes
 	if err := m.resume(ctx, l); err != nil {
 		return nil, err
 	}
 	next := newPublisher(m.Relay, l)
 	next.patience = p.patience
-	// What holds for the rows of earlier looks holds for later ones.
+	// Bounds that hold for the rows of earlier polls hold for later ones.
 	next.progress.seqSafe.Store(p.progress.seqSafe.Load())
 	next.progress.seqRead.Store(p.progress.seqSafe.Load())
 	return next, nil
 }
 
-// replace hands the next publisher to the member, which looks at it from now on.
+// replace hands the next publisher to the member, which uses it from then on.
 func (m *member) replace(ctx context.Context, w *worker, next *publisher) error {
 	s := swap{w, next, make(chan struct{})}
 	select {
@@ -161,13 +166,14 @@ func (m *member) replace(ctx context.Context, w *worker, next *publisher) error 
 func (m *member) swapIn(ctx context.Context, s swap) {
 	s.worker.publisher = s.next
 	if m.cut != nil {
-		m.abandonCut(ctx) // the shard may be before the cut or behind it: the new publisher knows of none
+		m.abandonCut(ctx) // the shard may be before or behind the cut, which the new publisher does not know
 	}
 	close(s.done)
 }
 
-// look notes which shards wait for the brokers, and which hang. It returns those whose leases may be renewed.
-func (m *member) look(ctx context.Context) (leases []*lease) {
+// inspectWorkers notes which shards wait for the brokers, and which hang. It returns the leases
+// that may be renewed.
+func (m *member) inspectWorkers(ctx context.Context) (leases []*lease) {
 	hung := 0
 	for shard, w := range m.workers {
 		p := w.publisher
@@ -193,8 +199,8 @@ func (m *member) look(ctx context.Context) (leases []*lease) {
 	return leases
 }
 
-// hangs lets the lease of a shard run out whose work gives no sign of life: another replica takes it over then. It is
-// not given back, for the work may still publish.
+// hangs lets the lease of a shard expire whose worker gives no sign of life. Another replica then
+// takes over the shard. The lease is not released, because the worker may still publish.
 func (m *member) hangs(ctx context.Context, w *worker, late time.Duration) {
 	if !w.hung {
 		m.setHung(w, true)

@@ -28,8 +28,9 @@ func (c countedConn) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// Property: large rows behind small ones are read once: a page is cut by bytes on the server. Order and values are kept, also where
-// small and large rows alternate, with and without keys, and where a single row is larger than a page. Row O47.
+// Property: large rows behind small ones are read once: a page is cut by bytes on the server. Order
+// and values are kept, also where small and large rows alternate, with and without keys, and where
+// a single row is larger than a page. Row O47 of guarantees.md.
 func TestLargeRowsAreReadOnce(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)

@@ -4,48 +4,49 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// cluster tells whose transaction ids the ticks are made of: see clusterSQL. Unknown where the database does
-// not show it.
+// cluster identifies the origin of the transaction ids in the ticks: see clusterSQL. A field is nil
+// if the database does not show it.
 type cluster struct {
 	system   *int64
 	timeline *int32
-	run      *string // of the server: see serverRun
+	run      *string // run of the server: see serverRun
 	database string  // as the server calls it; a pooler may have another name
 }
 
-// lease is the right to publish a shard, until the database's clock passes its end. Its epoch is in every
-// write of progress, so a holder that lost it cannot store anything.
+// lease is the right to publish a shard, until the database's clock passes its end. Its epoch is in
+// every write of progress, so a holder that lost it cannot store anything.
 type lease struct {
 	shard, shards int16
 	epoch         int64
-	// Progress as it is stored, and its number in the chain: see progress. Rows of the chain up to cleared were deleted under this lease.
+	// Stored progress, and its number in the chain: see progress. Rows of the chain up to cleared
+	// were deleted under this lease.
 	cursor     cursor
 	stored     progressed
 	n, cleared int64
-	journal    *int64 // offset of the progress record that it is a copy of
+	journal    *int64 // offset of the progress record that stored progress is a copy of
 	cluster    cluster
-	// seq was the last one given out before the statement that took the lease: see progress.
+	// seq was the last number assigned before the statement that took the lease: see progress.
 	seq int64
-	// trusted is when this process stops believing in its lease, by its own monotonic clock: counted
-	// from before the statement that took or renewed it, and a tenth early, so it ends before the
-	// database's does. A process that was frozen finds it over when it wakes.
+	// trusted is when this process stops trusting its lease, by its own monotonic clock. It counts
+	// from before the statement that took or renewed the lease, and ends a tenth early, so it ends
+	// before the database's lease does. A process that was frozen finds it expired when it resumes.
 	trusted atomic.Pointer[time.Time]
-	// obeys is of the worker that publishes under it.
+	// obeys belongs to the worker that publishes under this lease.
 	obeys obedience
 }
 
-// progressed says under which epoch progress was stored last, and how many rows it covers.
+// progressed is the epoch under which progress was stored last, and how many rows it covers.
 type progressed struct {
 	epoch, published int64
 }
@@ -57,10 +58,10 @@ func (l *lease) trust(asked time.Time, length time.Duration) {
 
 func (l *lease) held() bool { return time.Now().Before(*l.trusted.Load()) }
 
-// watch returns errLeaseLost as soon as it is not certain any more that the lease is held, because no renewal
-// succeeded in time: this process was frozen or cut off, and somebody else may publish by now.
+// watch returns errLeaseLost as soon as the lease is not certain to be held, because no renewal
+// succeeded in time: this process was frozen or cut off, and another replica may already publish.
 func (l *lease) watch(ctx context.Context) error {
-	for pause(ctx, max(time.Millisecond, time.Until(*l.trusted.Load()))) {
+	for pause.For(ctx, max(time.Millisecond, time.Until(*l.trusted.Load()))) {
 		if !l.held() {
 			return errLeaseLost
 		}
@@ -68,19 +69,20 @@ func (l *lease) watch(ctx context.Context) error {
 	return nil
 }
 
-// askCluster leaves out what some hosted databases do not show. Only a refusal counts as that: one of many
-// connections that a failover broke does not, since the next statement may reach the new primary.
+// askCluster leaves out what some hosted databases do not show. Only a refusal counts as that. A
+// connection that a failover broke does not count, since the next statement may reach the new
+// primary.
 func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
 	if err := r.pool.QueryRow(ctx, clusterSQL).Scan(&c.system, &c.timeline); err != nil {
 		if !hidden(err) {
-			return c, fmt.Errorf("ask for the cluster's identity: %w", err)
+			return c, fmt.Errorf("read the cluster's identity: %w", err)
 		}
 		r.say.warn(ctx, "the cluster's identity is unknown: a restore into another cluster, or a failover that lost commits, will not be noticed", "error", err)
 		c = cluster{}
 	}
 	if err := r.pool.QueryRow(ctx, migrations.InSchema(runSQL, r.cfg.Schema)).Scan(&c.run); err != nil {
 		if !hidden(err) {
-			return c, fmt.Errorf("ask for the server's run: %w", err)
+			return c, fmt.Errorf("read the server's run: %w", err)
 		}
 		r.say.warn(ctx, "the server's run is unknown: a crash that lost commits while the relay runs will not be noticed", "error", err)
 	}
@@ -90,15 +92,14 @@ func (r *Relay) askCluster(ctx context.Context) (c cluster, err error) {
 	return c, nil
 }
 
-// hidden tells a database that does not have, or does not allow, a function.
+// hidden reports whether the database does not have a function, or does not allow it.
 func hidden(err error) bool {
-	var refusal *pgconn.PgError
-	return errors.As(err, &refusal) && slices.Contains([]string{"42501", "42883", "0A000"}, refusal.Code)
+	return pgerr.Is(err, pgerr.InsufficientPrivilege, pgerr.UndefinedFunction, pgerr.FeatureNotSupported)
 }
 
-// acquire returns nil while another replica holds the shard.
+// acquire takes the lease of a shard. It returns nil while another replica holds the shard.
 func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
-	// A connection that is dead without saying so must not keep a replica from everything else.
+	// A connection that is dead without an error must not block the replica's other work.
 	asking, cancel := context.WithTimeout(ctx, r.cfg.Lease)
 	defer cancel()
 	l := &lease{shard: shard}
@@ -106,7 +107,8 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	if l.cluster, err = r.askCluster(asking); err != nil {
 		return nil, err
 	}
-	// Its own progress does not tell an old primary that there is a later one; this process may have seen it.
+	// An old primary's own progress does not show that a later primary exists; this process may
+	// have seen it.
 	if newest := r.newest.Load(); newest != nil {
 		if _, err := l.cluster.movedFrom(*newest); err != nil {
 			return nil, err
@@ -123,7 +125,8 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	if !same {
 		return nil, errAnotherRun
 	}
-	// Whoever has the row locked must not keep this replica from renewing the leases that it holds.
+	// A session that has the row locked must not keep this replica from renewing the leases that it
+	// holds.
 	taking, stop := context.WithTimeout(asking, r.takeMax())
 	defer stop()
 	asked := time.Now()
@@ -132,9 +135,8 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	var known cluster
 	err = r.pool.QueryRow(taking, r.sql.acquire, l.cluster.run, r.cfg.Name, shard, r.cfg.Owner, r.cfg.Lease, l.cluster.system, l.cluster.timeline).
 		Scan(&l.epoch, &l.shards, &from, &to, &l.cursor.seq, &l.cursor.floor, &known.system, &known.timeline, &l.stored.epoch, &l.stored.published, &l.n, &l.journal)
-	var refusal *pgconn.PgError
-	if errors.Is(err, pgx.ErrNoRows) || errors.As(err, &refusal) && refusal.Code == "23505" { // the holder before wrote progress meanwhile: the next look finds it
-		return nil, nil //nolint:nilnil // no lease is no error
+	if errors.Is(err, pgx.ErrNoRows) || pgerr.Is(err, pgerr.UniqueViolation) { // the previous holder wrote progress concurrently: the next poll finds it
+		return nil, nil //nolint:nilnil // no lease is not an error
 	}
 	if err != nil {
 		return nil, fmt.Errorf("take the lease of shard %d: %w", shard, err)
@@ -151,7 +153,7 @@ func (r *Relay) acquire(ctx context.Context, shard int16) (*lease, error) {
 	return l, nil
 }
 
-// begin finds out where a lease begins: at stored progress, or behind a recovery.
+// begin finds where a lease begins: at stored progress, or after a recovery.
 func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, to *int64) error {
 	moved, err := l.cluster.movedFrom(known)
 	if err != nil {
@@ -164,9 +166,10 @@ func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, 
 			return err
 		}
 	case from == 0:
-		// Nothing was published that is known: progress does not tell that the rows came from another cluster.
+		// No published rows are known, so progress does not show whether the rows came from another
+		// cluster.
 		if err := r.stamp(ctx, l, func(pgx.Tx) error { return nil }); err != nil {
-			return fmt.Errorf("look for rows of another cluster: %w", err)
+			return fmt.Errorf("find rows of another cluster: %w", err)
 		}
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
@@ -182,12 +185,13 @@ func (r *Relay) begin(ctx context.Context, l *lease, known cluster, from int64, 
 	return nil
 }
 
-// takeMax bounds a statement on the way to a lease.
+// takeMax bounds a statement that is part of taking a lease.
 func (r *Relay) takeMax() time.Duration { return max(r.cfg.Lease/2, time.Second) }
 
-// giveBack ends the lease early. Failure only costs the others the rest of it.
+// giveBack releases the lease early. If it fails, the other replicas only wait for the rest of the
+// lease.
 func (r *Relay) giveBack(ctx context.Context, l *lease) {
 	if _, err := r.pool.Exec(ctx, r.sql.release, r.cfg.Name, l.shard, l.epoch); err != nil {
-		r.say.warn(ctx, "lease could not be given back; it runs out by itself", "relay", r.cfg.Name, "shard", l.shard, "error", err)
+		r.say.warn(ctx, "lease could not be released; it expires by itself", "relay", r.cfg.Name, "shard", l.shard, "error", err)
 	}
 }

@@ -10,20 +10,23 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// member is this replica among those that share a relay's shards. One goroutine looks at how things stand in the
-// database, takes and gives up shards, and keeps their leases; each shard that it holds is a worker.
+// member is this replica among the replicas that share a relay's shards. One goroutine polls the
+// state in the database, takes and releases shards, and renews their leases. Each held shard has a
+// worker.
 type member struct {
 	*Relay
 	workers map[int16]*worker
-	trouble int       // workers that ended in trouble, one after the other
-	notYet  time.Time // no shard is taken before
-	pruned  time.Time // when old ticks were removed last
-	tidied  time.Time // when slots were looked at last
-	// resharding: the shards rest, or are on their way to the cut, and others wait for it.
+	trouble int       // consecutive workers that ended with an error
+	notYet  time.Time // no shard is taken before this time
+	pruned  time.Time // when old ticks were last removed
+	tidied  time.Time // when slots were last checked
+	// resharding: the shards rest, or are on their way to the cut, and other replicas wait for it.
 	resharding bool
-	cut        *tick    // where all shards are to end: see reshard
+	cut        *tick    // the tick at which all shards end: see reshard
 	confirmed  []string // the pauses that are stored as obeyed
 	swaps      chan swap
 	stuck      int    // workers that hang
@@ -37,11 +40,11 @@ type worker struct {
 	stop      context.CancelFunc
 	ending    bool
 	hung      bool
-	gone      bool  // the hook was told that the lease is lost, though the work has not ended
-	err       error // once it said that it ended
+	gone      bool  // the hook has reported the lease as lost, although the work has not ended
+	err       error // valid once the worker has been sent to ended
 }
 
-// end ends the work in good order. It does not wait.
+// end stops the work cleanly. It does not wait.
 func (w *worker) end() {
 	w.ending = true
 	w.stop()
@@ -51,19 +54,19 @@ func newMember(r *Relay) *member {
 	return &member{Relay: r, workers: map[int16]*worker{}, swaps: make(chan swap)}
 }
 
-// standing is how things stand, on the database's clock.
+// standing is the state of the relay in the database, on the database's clock.
 type standing struct {
 	shards  int16
 	wanted  *int16 // another number of shards
 	others  []replica
-	holders []string // of the shards that are not free
+	holders []string // owners of the shards that are not free
 	free    []int16
 	renewed []int16
-	obeyed  []string // the pauses that this look stored as obeyed
+	obeyed  []string // the pauses that this beat stored as obeyed
 }
 
-// run takes part until ctx ends.
-func (m *member) run(ctx context.Context) error {
+// participate takes part until ctx ends.
+func (m *member) participate(ctx context.Context) error {
 	ended := make(chan *worker)
 	var group sync.WaitGroup
 	listening, stopListening := context.WithCancel(ctx)
@@ -104,15 +107,16 @@ func (m *member) run(ctx context.Context) error {
 			if err := m.step(ctx, &group, ended); err != nil {
 				return err
 			}
-			// From one beginning to the next: what a step took must not be added to the pause between two renewals.
+			// The interval is from start to start: the duration of a step must not add to the pause
+			// between two renewals.
 			timer.Reset(max(time.Millisecond, m.beatEvery()-time.Since(begun)))
 		}
 	}
 	return nil
 }
 
-// beatEvery is how often a member looks. One without work takes a shard over soon; one at work renews its
-// leases, and gives nobody else reason to look.
+// beatEvery is how often a member beats. A member without work takes over a shard soon. A member
+// with work renews its leases, and no other replica has a reason to check.
 func (m *member) beatEvery() time.Duration {
 	if m.resharding || m.pausing() {
 		return 50 * time.Millisecond
@@ -132,16 +136,16 @@ func (m *member) enroll(ctx context.Context) error {
 			return nil //nolint:nilerr // a clean stop
 		}
 		if !unreachable(err) && !errors.Is(err, context.DeadlineExceeded) {
-			return fmt.Errorf("make the relay known: %w", err)
+			return fmt.Errorf("register relay: %w", err)
 		}
-		pause(ctx, m.interrupted(ctx, err, trouble))
+		pause.For(ctx, m.interrupted(ctx, err, trouble))
 	}
 }
 
-// step is one look at how things stand, and what follows from it.
+// step reads the state in the database once and acts on it.
 func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *worker) error {
 	m.turn()
-	leases := m.look(ctx)
+	leases := m.inspectWorkers(ctx)
 	s, err := m.beat(ctx, leases, m.report())
 	if err != nil {
 		if ctx.Err() == nil {
@@ -158,13 +162,13 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 				m.abandonCut(ctx)
 			}
 		}
-		if w.hung && !w.gone && !w.lease.held() { // it cannot say so
+		if w.hung && !w.gone && !w.lease.held() { // the worker cannot report it
 			w.gone = true
 			m.tell(shard, false)
 		}
 	}
 	if s.shards == 0 {
-		return m.enroll(ctx) // somebody deleted the relay
+		return m.enroll(ctx) // the relay was deleted
 	}
 	m.resharding = s.wanted != nil
 	m.standBy(ctx, s)
@@ -179,10 +183,10 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 	m.abandonCut(ctx)
 	quota := s.quota(m.cfg.Owner, sharing)
 	m.shed(quota)
-	if err := m.take(ctx, s.free, quota, group, ended); err != nil {
+	if err := m.acquireShards(ctx, s.free, quota, group, ended); err != nil {
 		return err
 	}
-	// Not for long: the leases are to be renewed.
+	// Limited, because the leases must be renewed.
 	upkeep, cancel := context.WithTimeout(ctx, m.cfg.Lease/2)
 	defer cancel()
 	m.prune(upkeep)
@@ -192,7 +196,7 @@ func (m *member) step(ctx context.Context, group *sync.WaitGroup, ended chan<- *
 
 const silentDatabase = "the database does not answer: leases could not be renewed"
 
-// beat renews leases and returns how things stand.
+// beat renews leases and returns the state of the relay.
 func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standing, error) {
 	shards, epochs, runs := make([]int16, len(leases)), make([]int64, len(leases)), make([]*string, len(leases))
 	for i, l := range leases {
@@ -235,7 +239,7 @@ func (r *Relay) beat(ctx context.Context, leases []*lease, how report) (*standin
 	return s, nil
 }
 
-// shed gives up shards above the quota, in good order: what is with the brokers is waited for.
+// shed releases shards above the quota cleanly: it waits for rows in flight.
 func (m *member) shed(quota int) {
 	var held []int16
 	for shard, w := range m.workers {
@@ -249,8 +253,8 @@ func (m *member) shed(quota int) {
 	}
 }
 
-// take takes free shards up to the quota.
-func (m *member) take(ctx context.Context, free []int16, quota int, group *sync.WaitGroup, ended chan<- *worker) error {
+// acquireShards takes free shards up to the quota.
+func (m *member) acquireShards(ctx context.Context, free []int16, quota int, group *sync.WaitGroup, ended chan<- *worker) error {
 	if time.Now().Before(m.notYet) {
 		return nil
 	}
@@ -259,7 +263,7 @@ func (m *member) take(ctx context.Context, free []int16, quota int, group *sync.
 			return nil //nolint:nilerr // a clean stop
 		}
 		if m.workers[shard] != nil {
-			continue // it is ending
+			continue // the worker is ending
 		}
 		l, err := m.acquire(ctx, shard)
 		if errors.Is(err, ErrOldPrimary) {
@@ -281,7 +285,7 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	working, stop := context.WithCancel(ctx)
 	w := &worker{lease: l, publisher: newPublisher(m.Relay, l), stop: stop}
 	w.publisher.patience <<= min(m.trouble, patienceGrows)
-	p := w.publisher // it is replaced: see keep
+	p := w.publisher // keep replaces it
 	m.workers[l.shard] = w
 	m.tell(l.shard, true)
 	if l.shard == 0 {
@@ -290,18 +294,18 @@ func (m *member) start(ctx context.Context, l *lease, group *sync.WaitGroup, end
 	group.Go(func() {
 		defer stop()
 		w.err = m.keep(working, w, p)
-		ended <- w // after which the member may read err
+		ended <- w // after this the member may read err
 	})
 }
 
-// reap takes note of a worker that ended. It returns what waiting cannot mend.
+// reap handles a worker that ended. It returns an error that waiting cannot fix.
 func (m *member) reap(ctx context.Context, w *worker) error {
 	shard := w.lease.shard
 	switch {
 	case m.workers[shard] != w:
-		return nil // it was replaced already: see reshard
+		return nil // already replaced: see reshard
 	case !w.publisher.course.isOver():
-	case w.ending: // it came to the cut when that was given up already
+	case w.ending: // it reached the cut after the cut was abandoned
 		brief, cancel := m.brief(context.WithoutCancel(ctx))
 		m.giveBack(brief, w.lease)
 		cancel()
@@ -309,7 +313,7 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 		return nil // it keeps its lease: see reshard
 	}
 	delete(m.workers, shard)
-	m.waits(ctx, shard, nil) // what it waited for last says nothing any more
+	m.waits(ctx, shard, nil) // its last wait no longer applies
 	if !w.gone {
 		m.tell(shard, false)
 	}
@@ -331,20 +335,20 @@ func (m *member) reap(ctx context.Context, w *worker) error {
 	return nil
 }
 
-// tell is for metrics.
+// tell reports a lease change to the hook.
 func (m *member) tell(shard int16, held bool) {
 	if m.cfg.Hooks.Lease != nil {
 		m.cfg.Hooks.Lease(shard, held)
 	}
 }
 
-// back waits before shards are taken again.
+// back sets the wait before shards are taken again.
 func (m *member) back(ctx context.Context, err error) {
 	m.trouble++
 	m.notYet = time.Now().Add(m.interrupted(ctx, err, m.trouble))
 }
 
-// prune forgets ticks that nobody stands on, now and then.
+// prune removes ticks that no progress refers to, every pruneEvery.
 func (m *member) prune(ctx context.Context) {
 	if m.workers[0] == nil || time.Since(m.pruned) < pruneEvery {
 		return
@@ -353,7 +357,7 @@ func (m *member) prune(ctx context.Context) {
 	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
 		m.say.warn(ctx, "old ticks could not be removed", "error", err)
 	}
-	if err != nil || tag.RowsAffected() < pruneRowsMax { // else the next look goes on
+	if err != nil || tag.RowsAffected() < pruneRowsMax { // else the next step continues
 		m.pruned = time.Now()
 	}
 }
@@ -363,14 +367,14 @@ const (
 	pruneRowsMax = 10_000
 )
 
-// leave takes the replica off the list, so that the others need not wait for it.
+// leave removes the replica from the list, so that the others need not wait for it.
 func (r *Relay) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.cfg.Lease)
 	defer cancel()
 	if _, err := r.pool.Exec(ctx, r.sql.leave, r.cfg.Name, r.cfg.Owner); err != nil {
-		r.say.warn(ctx, "replica could not be taken off the list; it is forgotten by itself", "relay", r.cfg.Name, "error", err)
+		r.say.warn(ctx, "replica could not be removed from the list; it expires by itself", "relay", r.cfg.Name, "error", err)
 	}
 }
 
-// shardsMax is what outbox.shard can tell apart.
+// shardsMax is the number of distinct values of outbox.shard.
 const shardsMax = math.MaxUint8 + 1

@@ -22,8 +22,9 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: replicas divide the shards evenly, whoever comes and goes; the shards of one that is stopped move at once,
-// long before its leases would have run out; and another number of shards is taken on while rows flow. Row O5.
+// Property: replicas divide the shards evenly, whichever replicas join and leave. The shards of a
+// stopped replica move at once, long before its leases would have expired. Another number of shards
+// is adopted while rows are published. Row O5 of guarantees.md.
 func TestReplicasShareShards(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 3)
@@ -94,12 +95,12 @@ func TestWakeEndsThePause(t *testing.T) {
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
 	go func() { done <- r.Run(running) }()
-	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, 2*time.Minute, 10*time.Millisecond)
 	insert(t, pool, topic, "k", "second")
 	require.Eventually(t, func() bool {
 		r.Wake()
 		return kafkatest.Count(t, topic) == 2
-	}, 20*time.Second, 10*time.Millisecond)
+	}, 2*time.Minute, 10*time.Millisecond)
 	stop()
 	require.NoError(t, <-done)
 }
@@ -110,15 +111,16 @@ func TestDeletedRelayComesBack(t *testing.T) {
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	running(t, pool, relay.Config{})
 	insert(t, pool, topic, "k", "first")
-	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, 2*time.Minute, 10*time.Millisecond)
 	_, err := pool.Exec(ctx, `WITH r AS (DELETE FROM effectonce.outbox_relays), s AS (DELETE FROM effectonce.outbox_replicas) DELETE FROM effectonce.outbox_progress`)
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_relays`) == 1 }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_relays`) == 1 }, 2*time.Minute, 10*time.Millisecond)
 	insert(t, pool, topic, "k", "second")
-	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) >= 2 }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) >= 2 }, 2*time.Minute, 10*time.Millisecond)
 }
 
-// Property: a lease that was given back stays free, also where its renewal was on the way: nobody would publish the shard.
+// Property: a released lease stays free, also if its renewal was under way: otherwise no replica
+// would publish the shard.
 func TestLeaseGivenBackIsNotRenewed(t *testing.T) {
 	t.Parallel()
 	renewed, err := newRelay(t, pgtest.Pool(t), relay.Config{}).RenewsWhatItGaveBack(t.Context())
@@ -126,8 +128,9 @@ func TestLeaseGivenBackIsNotRenewed(t *testing.T) {
 	require.False(t, renewed)
 }
 
-// Property: a change of the number of shards that an operator takes back, while a shard that has read up to the cut still
-// waits for the brokers, leaves no shard behind: all are published further.
+// Property: a change of the number of shards that an operator takes back, while a shard that has
+// read up to the cut still waits for the brokers, leaves no shard behind: all are published
+// further.
 func TestReshardingTakenBackLeavesNoShardBehind(t *testing.T) {
 	t.Parallel()
 	ctx, pool, fake := t.Context(), pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
@@ -228,8 +231,8 @@ func (s *slowClose) OnClientClosed(*kgo.Client) {
 	s.Add(1)
 }
 
-// Property: the end of a shard's work that comes late, when the number of shards has changed already, says nothing about
-// the work on the new shard of that number.
+// Property: the end of a shard's work that comes late, when the number of shards has changed
+// already, says nothing about the work on the new shard of that number.
 func TestLateEndOfAnOldShardEndsNoNewOne(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -254,7 +257,7 @@ func TestLateEndOfAnOldShardEndsNoNewOne(t *testing.T) {
 	require.Zero(t, l.lost.Load())
 }
 
-// Property: a relay that cannot go on says so and ends, also where it listens for wake-ups.
+// Property: a relay that cannot continue logs that and ends, also if it listens for wake-ups.
 func TestListeningRelayEndsWithItsError(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)

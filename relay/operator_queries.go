@@ -1,13 +1,13 @@
 package relay
 
-// pauseSQL and what follows are what operators run, not relays: see pause.go.
+// pauseSQL and the statements after it are run by operators, not by relays: see pause.go.
 const pauseSQL = `-- relay.pause
 WITH paused AS (
   INSERT INTO effectonce.outbox_paused (relay, topic, who, why) SELECT $1, t.topic, $3, $4 FROM pg_catalog.unnest($2::text[]) AS t (topic)
   ON CONFLICT (relay, topic) DO NOTHING RETURNING topic
 ), noted AS (
   INSERT INTO effectonce.operator_actions (who, what, why, subject)
-  SELECT $3, 'topic.pause', $4, jsonb_build_object('relay', $1::text, 'topic', topic) FROM paused
+  SELECT $3, 'topic.pause', $4, pg_catalog.jsonb_build_object('relay', $1::text, 'topic', topic) FROM paused
 )
 SELECT topic FROM paused ORDER BY topic`
 
@@ -16,18 +16,19 @@ WITH resumed AS (
   DELETE FROM effectonce.outbox_paused WHERE relay = $1 AND topic = ANY ($2::text[]) RETURNING topic
 ), noted AS (
   INSERT INTO effectonce.operator_actions (who, what, why, subject)
-  SELECT $3, 'topic.resume', $4, jsonb_build_object('relay', $1::text, 'topic', topic) FROM resumed
+  SELECT $3, 'topic.resume', $4, pg_catalog.jsonb_build_object('relay', $1::text, 'topic', topic) FROM resumed
 )
 SELECT topic FROM resumed ORDER BY topic`
 
 const pausedSQL = `-- relay.paused
 SELECT topic, who, why, paused_at FROM effectonce.outbox_paused WHERE relay = $1 ORDER BY topic`
 
-// unconfirmedSQL returns who does not obey the pauses of topics $2 yet: replicas that are alive, and holders of a lease that are
-// not on the list any more. At first one row that says whether anything runs, and whether a pause is left to wait for.
+// unconfirmedSQL returns the owners that do not obey the pauses of topics $2 yet: replicas that are
+// alive, and holders of a lease that are no longer on the list. Its first column reports whether
+// any replica runs.
 const unconfirmedSQL = `-- relay.unconfirmed
 WITH wanted AS (
-  SELECT coalesce(array_agg(id), '{}') AS ids FROM effectonce.outbox_paused WHERE relay = $1 AND topic = ANY ($2::text[])
+  SELECT coalesce(pg_catalog.array_agg(id), '{}') AS ids FROM effectonce.outbox_paused WHERE relay = $1 AND topic = ANY ($2::text[])
 ), working AS (
   SELECT owner, obeys, true AS listed FROM effectonce.outbox_replicas WHERE relay = $1 AND alive_until > clock_timestamp()
   UNION ALL
@@ -35,13 +36,13 @@ WITH wanted AS (
   WHERE p.relay = $1 AND p.lease_until > clock_timestamp() AND p.owner IS NOT NULL AND NOT EXISTS (
     SELECT FROM effectonce.outbox_replicas r WHERE r.relay = $1 AND r.owner = p.owner AND r.alive_until > clock_timestamp())
 )
-SELECT EXISTS (SELECT FROM working), coalesce((SELECT array_agg(owner || CASE
+SELECT EXISTS (SELECT FROM working), coalesce((SELECT pg_catalog.array_agg(owner || CASE
     WHEN NOT listed THEN ' (holds a lease, and is not alive)'
     WHEN obeys IS NULL THEN ' (of a release that does not confirm pauses)' ELSE '' END ORDER BY owner)
-  FROM working WHERE obeys IS NULL OR NOT obeys @> wanted.ids), '{}')
+  FROM working WHERE obeys IS NULL OR NOT obeys OPERATOR(pg_catalog.@>) wanted.ids), '{}')
 FROM wanted`
 
-// withoutRowsSQL returns those of the topics that have no row anywhere.
+// withoutRowsSQL returns the topics that have no row in any table.
 const withoutRowsSQL = `-- relay.without_rows
 SELECT t.topic FROM pg_catalog.unnest($2::text[]) WITH ORDINALITY AS t (topic, place)
 WHERE NOT EXISTS (SELECT FROM effectonce.outbox_paused p WHERE p.relay = $1 AND p.topic = t.topic)
@@ -56,6 +57,6 @@ WITH wanted AS (
   UPDATE effectonce.outbox_relays SET shards_wanted = nullif($2, shards) WHERE relay = $1 RETURNING shards
 ), noted AS (
   INSERT INTO effectonce.operator_actions (who, what, why, subject)
-  SELECT $3, 'relay.shards', $4, jsonb_build_object('relay', $1::text, 'shards', shards, 'wanted', $2::smallint) FROM wanted
+  SELECT $3, 'relay.shards', $4, pg_catalog.jsonb_build_object('relay', $1::text, 'shards', shards, 'wanted', $2::smallint) FROM wanted
 )
 SELECT shards FROM wanted`

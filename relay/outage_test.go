@@ -23,9 +23,9 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: connections that break and brokers that answer "not enough replicas" or "timed out" for a third
-// of the produce requests cost time, and nothing else: no row is lost, parked or published out of order.
-// Row O28.
+// Property: connections that break and brokers that answer "not enough replicas" or "timed out" for
+// a third of the produce requests cost time, and nothing else: no row is lost, parked or published
+// out of order. Row O28 of guarantees.md.
 func TestFlakyBrokerLosesNothing(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -88,8 +88,8 @@ func refuse(request *kmsg.ProduceRequest, why *kerr.Error) kmsg.Response {
 	return response
 }
 
-// Property: a broker that is away is no failure of a row: the relay waits, keeps its lease, parks nothing,
-// and publishes everything in order when the broker is back. Row O31.
+// Property: a broker that is away is no failure of a row: the relay waits, keeps its lease, parks
+// nothing, and publishes everything in order when the broker is back. Row O31 of guarantees.md.
 func TestBrokerAwayIsWaitedOut(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
@@ -116,7 +116,7 @@ func TestBrokerAwayIsWaitedOut(t *testing.T) {
 		}
 		return distinct(values)
 	}
-	require.Eventually(t, func() bool { return read() == 1 }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return read() == 1 }, 2*time.Minute, 10*time.Millisecond)
 	away.Store(true)
 	for i := 1; i < 50; i++ {
 		insert(t, pool, "orders", "k", fmt.Sprint(i))
@@ -153,8 +153,8 @@ func (c *cutConn) Write(p []byte) (int, error) {
 	return c.Conn.Write(p)
 }
 
-// Property: a connection that is lost while the relay starts, by a pooler that ends or a server that restarts, is
-// no reason to give up.
+// Property: a connection that is lost while the relay starts, by a pooler that ends or a server
+// that restarts, is no reason to give up.
 func TestConnectionLostAtTheStart(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -177,13 +177,13 @@ func TestConnectionLostAtTheStart(t *testing.T) {
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
 	go func() { done <- r.Run(running) }()
-	require.Eventually(t, func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 || len(done) > 0 }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 || len(done) > 0 }, 2*time.Minute, 10*time.Millisecond)
 	stop()
 	require.NoError(t, <-done)
 	require.Negative(t, losses.Load())
 }
 
-// losingConn breaks when the schema is asked for, as often as it is told to.
+// losingConn breaks when the schema is queried, a given number of times.
 type losingConn struct {
 	net.Conn
 	losses *atomic.Int64
@@ -197,7 +197,8 @@ func (c *losingConn) Write(p []byte) (int, error) {
 	return c.Conn.Write(p)
 }
 
-// Property: the relay refuses a standby, where the order of visibility is not the primary's. Row O25.
+// Property: the relay refuses a standby, where the order of visibility is not the primary's. Row
+// O25 of guarantees.md.
 func TestStandbyIsRefused(t *testing.T) {
 	t.Parallel()
 	cluster := pgtest.Cluster(t, nil)
@@ -205,7 +206,8 @@ func TestStandbyIsRefused(t *testing.T) {
 	pool, err := pgxpool.New(t.Context(), cluster.URL)
 	require.NoError(t, err)
 	defer pool.Close()
-	// A server that finds this file starts in recovery, and stays there without a primary to follow.
+	// A server that finds this file starts in recovery, and stays there without a primary to
+	// follow.
 	_, err = pool.Exec(t.Context(), `CHECKPOINT`)
 	require.NoError(t, err)
 	_, err = pool.Exec(t.Context(), `COPY (SELECT 1) TO PROGRAM 'cat > standby.signal'`)

@@ -11,32 +11,36 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 
 	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// What rows go to, the brokers or a Sink, may be away while the database answers. That is a state and no failure: the
-// replica keeps its leases, says what it waits for, and tries again from stored progress under the same epochs. It
-// yields its shards to a replica that reaches what it does not reach any more, and to no other: see standing.sharing.
+// The outlet is where rows go: the brokers, or a Sink. It may be unavailable while the database
+// answers. That is a state, not a failure: the replica keeps its leases, reports what it waits for,
+// and tries again from stored progress under the same epochs. It yields its shards only to a
+// replica that reaches an outlet which this one no longer reaches: see standing.sharing.
 
-// Checker is a Sink that can say whether its receiver answers. A replica whose receiver does not answer yields its shards
-// to one whose receiver does; without Check it keeps them, and tries again until the receiver answers.
+// Checker is a Sink that can report whether its receiver answers. A replica whose receiver does not
+// answer yields its shards to a replica whose receiver does. Without Check the replica keeps its
+// shards and retries until the receiver answers.
 type Checker interface {
 	Sink
-	// Check asks the receiver for something cheap, and returns an error if no answer came. ctx ends after a quarter of
-	// a Lease. It is called from one goroutine, at the same time as Publish.
+	// Check makes a cheap request to the receiver, and returns an error if no answer came. ctx ends
+	// after a quarter of a Lease. Check is called from one goroutine, at the same time as Publish.
 	Check(ctx context.Context) error
 }
 
-// outlet is what a replica knows of the brokers, or of its sink.
+// outlet is the state of the brokers, or of the sink, as this replica knows it.
 type outlet struct {
-	reached atomic.Pointer[time.Time] // when it answered last; nil: never
+	reached atomic.Pointer[time.Time] // time of the last answer; nil: never
 
 	mu     sync.Mutex
-	probe  error           // of the last look; nil: it answered
-	shards map[int16]error // that wait for it, and why
-	away   bool            // the hook was told so
+	probe  error           // error of the last probe; nil: it answered
+	shards map[int16]error // shards that wait for the outlet, and why
+	away   bool            // the hook has reported it as away
 }
 
-// outletError marks what the brokers or a sink said, or did not say: errors of connections to the database look the same.
+// outletError marks errors of the brokers or of a sink, including timeouts. Without the mark they
+// look the same as errors of database connections.
 type outletError struct{ error }
 
 func (e *outletError) Unwrap() error { return e.error }
@@ -49,35 +53,37 @@ func fromOutlet(err error) error {
 	return &outletError{err}
 }
 
-// away tells whether an error means that the brokers, or the sink, do not take rows now: no connection, no answer in time,
-// no leader, too few replicas, or a refusal that an operator takes back, such as missing rights. A transaction that the
-// brokers ended because it took too long is one, too. So is one that another replica fenced: whether this one still holds
-// its lease, the database knows, and is asked before the work begins again.
+// away reports whether an error means that the brokers, or the sink, do not take rows now: no
+// connection, no answer in time, no leader, too few replicas, or a refusal that an operator can
+// lift, such as missing rights. A transaction that the brokers ended because it took too long also
+// counts. So does a transaction that another replica fenced: the database knows whether this
+// replica still holds its lease, and is queried before the work begins again.
 func away(err error) bool {
 	var marked *outletError
 	return errors.As(err, &marked) && !errors.Is(err, errLimitsChanged) && !errors.Is(err, errLeaseLost)
 }
 
-// errUnacknowledged is why a shard waits while the client goes on trying.
+// errUnacknowledged is why a shard waits while the client keeps trying.
 var errUnacknowledged = errors.New("rows are with the brokers and not acknowledged")
 
-// errSilentBrokers is the end of a question to the brokers.
+// errSilentBrokers is the cause when a request to the brokers times out.
 var errSilentBrokers = errors.New("the brokers did not answer in time")
 
-// asking is the context of a question to the brokers, which the client repeats for as long as that.
+// asking is the context of a request to the brokers. The client repeats the request until the
+// context ends.
 func (p *publisher) asking(ctx context.Context) (context.Context, context.CancelFunc) {
 	limit := p.cfg.patience()
 	return p.limited(ctx, limit, errSilentBrokers)
 }
 
-// answered is called for each acknowledgement: it takes no lock.
+// answered is called for each acknowledgement. It takes no lock.
 func (o *outlet) answered() {
 	now := time.Now()
 	o.reached.Store(&now)
 }
 
-// reachedAgo is how long ago the brokers answered; nil: never. The receiver of a sink that cannot be asked counts as
-// reached: no other replica could know better.
+// reachedAgo is the time since the brokers last answered; nil: never. The receiver of a sink
+// without Check counts as reached: no other replica could know better.
 func (r *Relay) reachedAgo() *time.Duration {
 	var ago time.Duration
 	if r.probes() {
@@ -95,7 +101,7 @@ func (r *Relay) probes() bool {
 	return r.cfg.Sink == nil || can
 }
 
-// outletName is for people, and outletState for outbox_replicas.
+// outletName returns a name for log messages, and a state for outbox_replicas.
 func (r *Relay) outletName() (name, state string) {
 	if r.cfg.Sink != nil {
 		return "the sink", stateSinkAway
@@ -103,7 +109,7 @@ func (r *Relay) outletName() (name, state string) {
 	return "Kafka", stateKafkaAway
 }
 
-// What a replica says that it does, in outbox_replicas.
+// The states of a replica in outbox_replicas.
 const (
 	statePublishing = "publishing"
 	stateStandingBy = "standing_by"
@@ -112,7 +118,7 @@ const (
 	stateStuck      = "stuck"
 )
 
-// waits notes why a shard waits for the brokers; nil: it does not.
+// waits notes why a shard waits for the brokers; nil: it does not wait.
 func (r *Relay) waits(ctx context.Context, shard int16, why error) {
 	r.outlet.note(func(o *outlet) {
 		if why == nil {
@@ -142,7 +148,8 @@ func (o *outlet) note(change func(*outlet)) {
 	change(o)
 }
 
-// problem is why rows cannot leave now, or nil. What a shard met comes first: it has tried.
+// problem returns why rows cannot leave now, or nil. An error of a shard takes precedence: the
+// shard has tried.
 func (o *outlet) problem() error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -163,7 +170,7 @@ func (o *outlet) problemLocked() error {
 	return first
 }
 
-// sayAway logs that the brokers are away, once and then now and then, and that they are back.
+// sayAway logs that the brokers are unavailable, once and then repeatedly, and that they are back.
 func (r *Relay) sayAway(ctx context.Context) {
 	o := &r.outlet
 	o.mu.Lock()
@@ -183,15 +190,16 @@ func (r *Relay) sayAway(ctx context.Context) {
 	o.away = problem != nil
 }
 
-// probe looks now and then whether the brokers answer, while nothing that is published says so, until ctx ends.
+// probe checks repeatedly whether the brokers answer, as long as no published row shows that they
+// do, until ctx ends.
 func (m *member) probe(ctx context.Context) {
 	look, end, err := m.newProbe()
 	if err != nil { // New has tried the same options
-		m.cfg.Logger.ErrorContext(ctx, "the brokers cannot be looked at", "relay", m.cfg.Name, "error", err)
+		m.cfg.Logger.ErrorContext(ctx, "the brokers cannot be probed", "relay", m.cfg.Name, "error", err)
 		return
 	}
 	defer end()
-	for ok := true; ok; ok = pause(ctx, m.probeEvery()) {
+	for ok := true; ok; ok = pause.For(ctx, m.probeEvery()) {
 		if ago := m.reachedAgo(); ago != nil && *ago < m.probeEvery() {
 			m.outlet.note(func(o *outlet) { o.probe = nil })
 			m.sayAway(ctx)
@@ -206,13 +214,13 @@ func (m *member) probe(ctx context.Context) {
 	}
 }
 
-// probeEvery is far below what makes a difference between two replicas: see yieldsAfter.
+// probeEvery is far below the margin that distinguishes two replicas: see yieldsAfter.
 func (m *member) probeEvery() time.Duration {
 	return min(max(m.cfg.Lease/4, 500*time.Millisecond), 10*time.Second)
 }
 
-// newProbe asks each broker of the cluster for something that needs no rights: a replica that reaches some of them may
-// not reach the leaders of the partitions that it writes to.
+// newProbe sends each broker of the cluster a request that needs no rights: a replica that reaches
+// some brokers may not reach the leaders of its partitions.
 func (m *member) newProbe() (look func(context.Context) error, end func(), err error) {
 	if checker, ok := m.cfg.Sink.(Checker); ok {
 		return checker.Check, func() {}, nil
@@ -223,12 +231,12 @@ func (m *member) newProbe() (look func(context.Context) error, end func(), err e
 	}
 	admin := kadm.NewClient(client)
 	return func(ctx context.Context) error {
-		if err := client.Ping(ctx); err != nil { // else the client would repeat the question for longer than that
+		if err := client.Ping(ctx); err != nil { // otherwise the client would repeat the request for longer than that
 			return fmt.Errorf("no broker answers: %w", err)
 		}
 		versions, err := admin.ApiVersions(ctx)
 		if err != nil {
-			return fmt.Errorf("ask for the brokers: %w", err)
+			return fmt.Errorf("request the API versions of the brokers: %w", err)
 		}
 		for _, v := range versions.Sorted() {
 			if v.Err != nil {
@@ -239,7 +247,7 @@ func (m *member) newProbe() (look func(context.Context) error, end func(), err e
 	}, client.Close, nil
 }
 
-// report is what a replica says of itself with each sign of life.
+// report is the status that a replica stores with each beat.
 type report struct {
 	obeyed  []string // pauses
 	state   string
@@ -251,7 +259,8 @@ func (r *Relay) publishing(leases ...*lease) report {
 	return report{obeyed: r.obeyed(leases), state: statePublishing}
 }
 
-// report covers all workers: one that hangs may still publish, so it counts among those that obey pauses.
+// report covers all workers: a worker that hangs may still publish, so it counts when the replica
+// confirms pauses.
 func (m *member) report() report {
 	var leases []*lease
 	for _, w := range m.workers {

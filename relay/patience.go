@@ -9,16 +9,17 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Each statement has a limit. A connection can be silent for ever (a backend that is stopped, a network that drops
-// packets, somebody's lock) while others, which renew the leases, work: without a limit nothing would be published, and
-// nobody would take over. What ends here is tried again on another connection.
+// Each statement has a limit. A connection can be silent forever (a stopped backend, a network that
+// drops packets, a lock of another session) while others, which renew the leases, work. Without a
+// limit nothing would be published, and no replica would take over. A statement that hits its limit
+// is retried on another connection.
 const (
 	patienceMin = time.Minute
-	// A statement that is only slow gets twice the time after each trouble, this often.
+	// After each failure, a statement that is only slow gets twice the time. This is how often.
 	patienceGrows = 4
 )
 
-var errNoAnswer = errors.New("the database does not answer on this connection, or somebody locks the table")
+var errNoAnswer = errors.New("the database does not answer on this connection, or another session locks the table")
 
 func (c *Config) patience() time.Duration { return max(c.Lease, patienceMin) }
 
@@ -27,14 +28,14 @@ func (p *publisher) patient(ctx context.Context) (context.Context, context.Cance
 	return p.limited(ctx, p.patience, errNoAnswer)
 }
 
-// limited is a wait that ends by itself.
+// limited is the context of a wait that ends by itself.
 func (p *publisher) limited(ctx context.Context, limit time.Duration, cause error) (context.Context, context.CancelFunc) {
 	ended := p.expect(limit)
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, cause)
 	return ctx, func() { cancel(); ended() }
 }
 
-// silence says so where a statement took longer than its limit.
+// silence marks the error of a statement that took longer than its limit.
 func silence(ctx context.Context, err error) error {
 	if errors.Is(context.Cause(ctx), errNoAnswer) {
 		return fmt.Errorf("%w: %w", errNoAnswer, err)
@@ -42,9 +43,9 @@ func silence(ctx context.Context, err error) error {
 	return err
 }
 
-// transact runs fn in a transaction that a process which freezes inside, or is cut off, loses after a Lease, and that waits
-// for somebody's lock as long as for a statement. Read committed, whatever the role's default is: what is looked at has to
-// be newer than the locks.
+// transact runs fn in a transaction. The transaction ends after a Lease if the process freezes
+// inside it or is cut off. It waits for another session's lock as long as a statement may. Read
+// committed, whatever the role's default is: what fn reads must be newer than its locks.
 func (r *Relay) transact(ctx context.Context, fn func(pgx.Tx) error) error {
 	return pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, lockSettingsSQL, milliseconds(r.patience), milliseconds(r.cfg.Lease)); err != nil {

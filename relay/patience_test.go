@@ -14,8 +14,9 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: where the outbox cannot be read, while the leases can be renewed, the relay does not wait for ever: it says so,
-// tries again, keeps its lease until then, and publishes when the outbox answers. Row O13.
+// Property: if the outbox cannot be read, while the leases can be renewed, the relay does not wait
+// forever: it logs that, retries, keeps its lease until then, and publishes when the outbox
+// answers. Row O13 of guarantees.md.
 func TestSilentReadIsGivenUp(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -51,7 +52,7 @@ func TestSilentReadIsGivenUp(t *testing.T) {
 		defer mu.Unlock()
 		return len(silent) >= 2
 	})
-	// Longer than the lease that nobody would renew, by the database's clock.
+	// Longer than a lease that is not renewed, by the database's clock.
 	_, err = pool.Exec(ctx, `SELECT pg_sleep(extract(epoch FROM $1::timestamptz + interval '12 seconds' - clock_timestamp()))`, locked)
 	require.NoError(t, err)
 	require.NoError(t, lock.Commit(ctx))
@@ -75,8 +76,8 @@ func TestLongRecoveryComesToAnEnd(t *testing.T) {
 	require.Equal(t, []string{"1"}, values(t, topic))
 }
 
-// Property: however many ticks there are, those that nobody stands on are forgotten without waiting for the next turn of the
-// upkeep, and those of the last minutes are kept.
+// Property: however many ticks there are, those that no progress refers to are removed without
+// waiting for the next turn of the upkeep, and those of the last minutes are kept.
 func TestOldTicksAreForgotten(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)

@@ -10,11 +10,12 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// Operator says which relay an operator acts on, who that is, and why. Who and Why are kept in operator_actions; what only
-// looks does not need them.
+// Operator identifies the relay that an operator acts on, the operator, and the reason. Who and Why
+// are stored in operator_actions; functions that only read do not need them.
 type Operator struct {
 	// Schema that holds the tables. Default "effectonce"; bounds as in migrations.Options.
 	Schema string
@@ -33,7 +34,7 @@ func (o Operator) resolve() (Operator, error) {
 	return o, err
 }
 
-// PausedTopic is one whose rows wait, in outbox_dead.
+// PausedTopic is a topic whose rows wait in outbox_dead.
 type PausedTopic struct {
 	Topic    string    `json:"topic"`
 	Who      string    `json:"who"`
@@ -41,15 +42,16 @@ type PausedTopic struct {
 	PausedAt time.Time `json:"paused_at"`
 }
 
-// Pause lets the rows of topics wait: they move to outbox_dead, and what comes behind them in their keys, too. Other topics
-// continue. When Pause returns, the pause is stored; it holds when AwaitPause returns nil. Topics that are paused already
-// stay as they are; it returns those that were not.
+// Pause makes the rows of topics wait: they move to outbox_dead, and so do later rows of their
+// keys. Other topics continue. When Pause returns, the pause is stored; it holds when AwaitPause
+// returns nil. Topics that are already paused stay as they are. Pause returns the topics that were
+// not paused before.
 func Pause(ctx context.Context, pool *pgxpool.Pool, by Operator, topics ...string) ([]string, error) {
 	return changePaused(ctx, pool, pauseSQL, by, topics)
 }
 
-// Resume ends a pause: the rows are published in their order, and then what comes behind them. It returns the topics
-// that were paused.
+// Resume ends a pause: the rows are published in their order, and then the rows behind them. It
+// returns the topics that were paused.
 func Resume(ctx context.Context, pool *pgxpool.Pool, by Operator, topics ...string) ([]string, error) {
 	return changePaused(ctx, pool, resumeSQL, by, topics)
 }
@@ -78,12 +80,12 @@ func checkTopics(topics []string) (err error) {
 	return err
 }
 
-// ErrNoReplica is returned by AwaitPause where no replica of the relay is alive. The pause is stored, and holds from the
-// first row on as soon as a replica runs.
+// ErrNoReplica is returned by AwaitPause if no replica of the relay is alive. The pause is stored,
+// and holds from the first row on when a replica runs.
 var ErrNoReplica = errors.New("no replica of the relay runs")
 
-// UnconfirmedError is returned by AwaitPause when its context ended. The pause is stored. The replicas still may publish
-// rows that they read before it.
+// UnconfirmedError is returned by AwaitPause when its context ended. The pause is stored. The
+// replicas may still publish rows that they read before it.
 type UnconfirmedError struct {
 	Owners []string // of the replicas, with the reason where it is known
 	cause  error
@@ -96,14 +98,16 @@ func (e *UnconfirmedError) Error() string {
 // Unwrap returns why the context ended.
 func (e *UnconfirmedError) Unwrap() error { return e.cause }
 
-// confirmEvery is the pause between two looks of AwaitPause.
+// confirmEvery is the pause between two polls of AwaitPause.
 const confirmEvery = 100 * time.Millisecond
 
-// AwaitPause waits until the pauses of topics hold: every replica of the relay that is alive has confirmed that each row that
-// it read before them is acknowledged by Kafka, or waits. That takes up to a quarter of the relay's Lease, 2.5 s at most, and
-// longer while Kafka does not acknowledge, or a replica died (until its lease is over). Give it a deadline. A topic that is
-// not paused, or not any more, is not waited for. One limit: a broker that hangs, and answers after the relay has given its
-// connection up, may still append rows that were under way; they come again at the resume. It returns ErrNoReplica, or an UnconfirmedError.
+// AwaitPause waits until the pauses of topics hold: every live replica of the relay has confirmed
+// that each row that it read before the pauses is acknowledged by Kafka, or waits. That takes up to
+// a quarter of the relay's Lease, 2.5 s at most. It takes longer while Kafka does not acknowledge,
+// or if a replica died (until its lease is over). Give it a deadline. It does not wait for a topic
+// that is not paused, or no longer paused. One limit: a broker that hangs, and answers after the
+// relay has given up its connection, may still append rows that were in flight; they are published
+// again after Resume. AwaitPause returns ErrNoReplica, or an UnconfirmedError.
 func AwaitPause(ctx context.Context, pool *pgxpool.Pool, of Operator, topics ...string) error {
 	of, err := of.resolve()
 	if err = errors.Join(err, checkTopics(topics)); err != nil {
@@ -125,15 +129,15 @@ func AwaitPause(ctx context.Context, pool *pgxpool.Pool, of Operator, topics ...
 		default:
 			waiting.Owners = owners
 		}
-		if ctx.Err() != nil || !pause(ctx, confirmEvery) {
+		if ctx.Err() != nil || !pause.For(ctx, confirmEvery) {
 			waiting.cause = ctx.Err()
 			return waiting
 		}
 	}
 }
 
-// WithoutRows returns those of the topics that are not paused and have no row in outbox, outbox_dead and outbox_scheduled. It
-// reads the whole outbox for a topic that has none: give it a deadline.
+// WithoutRows returns the topics that are not paused and have no row in outbox, outbox_dead and
+// outbox_scheduled. It reads the whole outbox for a topic without rows: give it a deadline.
 func WithoutRows(ctx context.Context, pool *pgxpool.Pool, of Operator, topics ...string) ([]string, error) {
 	of, err := of.resolve()
 	if err != nil {
@@ -150,7 +154,7 @@ func WithoutRows(ctx context.Context, pool *pgxpool.Pool, of Operator, topics ..
 	return found, nil
 }
 
-// PausedTopics lists them by name.
+// PausedTopics lists the paused topics by name.
 func PausedTopics(ctx context.Context, pool *pgxpool.Pool, of Operator) ([]PausedTopic, error) {
 	of, err := of.resolve()
 	if err != nil {

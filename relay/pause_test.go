@@ -27,8 +27,9 @@ func brief(t *testing.T, limit time.Duration) context.Context {
 	return ctx
 }
 
-// Property: a pause is confirmed only after every row that was read before it is acknowledged: while a broker keeps its answer
-// back, the wait names the replica; afterwards no row of the topic comes, and other topics flow.
+// Property: a pause is confirmed only after every row that was read before it is acknowledged:
+// while a broker keeps its answer back, the wait names the replica; afterwards no row of the topic
+// comes, and other topics flow.
 func TestPauseIsConfirmedBehindWhatIsInFlight(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -81,8 +82,8 @@ func TestPauseIsConfirmedBehindWhatIsInFlight(t *testing.T) {
 	}
 }
 
-// Property: when a wait says that the pause holds, no row of the topic comes any more, however many are being written, and
-// whichever replicas share the shards.
+// Property: when a wait says that the pause holds, no row of the topic comes any more, however many
+// are being written, and whichever replicas share the shards.
 func TestPauseHoldsWhenItIsConfirmed(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -123,8 +124,8 @@ func TestPauseHoldsWhenItIsConfirmed(t *testing.T) {
 	}
 }
 
-// Property: without a replica that runs a pause is not confirmed, nor by one that does not say what it obeys, or obeys an
-// earlier pause of the topic; a replica whose time is over is not asked.
+// Property: without a replica that runs a pause is not confirmed, nor by one that does not say what
+// it obeys, or obeys an earlier pause of the topic; a replica whose time is over is not asked.
 func TestPauseIsConfirmedByAllThatRun(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)

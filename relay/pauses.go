@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// pausedSet is which topics were paused at one look of the relay. It does not change; a look that finds other pauses
-// makes another one.
+// pausedSet is the topics that were paused at one poll of the relay. It is immutable; a poll that
+// finds other pauses makes a new one.
 type pausedSet struct {
 	topics []string
 	ids    []string // of the pauses, in order; see outbox_paused
@@ -17,7 +17,7 @@ type pausedSet struct {
 
 func (s *pausedSet) has(topic string) bool { return s != nil && slices.Contains(s.topics, topic) }
 
-// pausesFound takes note of the pauses that a look found. Workers that sleep follow at once.
+// pausesFound stores the pauses that a poll found. Sleeping workers follow at once.
 func (r *Relay) pausesFound(topics, ids []string) {
 	if known := r.paused.Load(); known != nil && slices.Equal(known.ids, ids) {
 		return
@@ -26,12 +26,13 @@ func (r *Relay) pausesFound(topics, ids []string) {
 	r.wake.call()
 }
 
-// obedience is what a worker says about pauses: the set under which everything was sorted that it has in flight. Only
-// the worker's own goroutine, the one that sorts pages, stores it.
+// obedience is the pauses that a worker obeys: everything that it has in flight was sorted under
+// this set. Only the worker's own goroutine, the one that sorts pages, stores it.
 type obedience struct{ set atomic.Pointer[pausedSet] }
 
-// followPauses takes over the pauses that the relay knows of, once nothing is in flight, nor in a transaction, that was sorted
-// under the earlier ones. It comes before anything is sorted, and costs two loads while nothing changed.
+// followPauses adopts the pauses that the relay knows, once nothing that was sorted under the
+// earlier ones is in flight or in a transaction. It runs before anything is sorted, and costs two
+// loads while nothing changed.
 func (p *publisher) followPauses(work, ctx context.Context) error {
 	now := p.paused.Load()
 	if p.lease.obeys.set.Load() == now {
@@ -44,7 +45,7 @@ func (p *publisher) followPauses(work, ctx context.Context) error {
 	return nil
 }
 
-// obeyed returns the pauses that every worker obeys: those of leases, which are all that this replica has.
+// obeyed returns the pauses that every worker obeys. leases are all leases of this replica.
 func (r *Relay) obeyed(leases []*lease) []string {
 	ids := []string{}
 	known := r.paused.Load()
@@ -62,8 +63,9 @@ func (r *Relay) obeyed(leases []*lease) []string {
 	return ids
 }
 
-// pausing is true while what the workers obey is not stored, or they are about to follow: an operator waits for it, so the next
-// look comes soon. A worker that waits for Kafka follows when it can, and is found by a usual look.
+// pausing is true while the pauses that the workers obey are not stored, or the workers are about
+// to follow: an operator waits for it, so the next step comes soon. A worker that waits for Kafka
+// follows when it can; a regular step finds it.
 func (m *member) pausing() bool {
 	known := m.paused.Load()
 	if known == nil {
@@ -78,5 +80,5 @@ func (m *member) pausing() bool {
 	return soon || !slices.Equal(m.obeyed(leases), m.confirmed)
 }
 
-// followMax is how long a member looks often for workers that are about to follow.
+// followMax is how long a member polls often for workers that are about to follow.
 const followMax = 5 * time.Second

@@ -8,49 +8,55 @@ import (
 	"sync/atomic"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// progress is where a shard is, in the database: a chain of rows in outbox_advances. Each write inserts the next number
-// of the chain, so that the primary key is the compare-and-set: the next holder of the shard began with a number, too, and
-// what a holder without its lease inserts finds its number taken. Nothing is updated, so an old snapshot in the
-// database, which keeps dead versions, makes no write slower.
+// progress is the place of a shard, stored in the database as a chain of rows in outbox_advances.
+// Each write inserts the next number of the chain, so the primary key is the compare-and-set. The
+// next holder of the shard also began with a number, so the insert of a holder without its lease
+// finds its number taken. Nothing is updated: an old snapshot in the database, which keeps dead
+// versions, makes no write slower.
 //
 // # Which rows a snapshot has passed: seqSafe
 //
-// A batch is the rows that became visible between two snapshots, and a row is found by its seq or by its transaction. For
-// that each tick has a number seqLast, up to which every row has a transaction id *below the snapshot's xmax*: such a
-// transaction is over in the snapshot, or it is in its list of open ones. The last value of the sequence at the time of the
-// snapshot would be wrong:
+// A batch is the rows that became visible between two snapshots. A row is found by its seq or by
+// its transaction. For that each tick has a number seqLast, up to which every row has a transaction
+// id *below the snapshot's xmax*: such a transaction has ended in the snapshot, or it is in the
+// snapshot's list of open ones. The last value of the sequence at the time of the snapshot would be
+// wrong:
 //
 //	transaction 100 gets its id, and seq 7                 (last value: 7)
 //	a snapshot is taken: its xmax is 100, not 101, since
 //	no transaction from 100 on has ended. 100 is not in its list, which ends at xmax.
-//	With seqLast = 7 the next look would search seq > 7 and the listed transactions: row 7 would be lost.
+//	With seqLast = 7 the next poll would search seq > 7 and the listed transactions:
+//	row 7 would be lost.
 //
-// So seqLast is a number that was read *before* something of which it is known that it ended: a transaction of ours that
-// wrote, and therefore got an id, and committed. Row 7 got its transaction id before its seq (outbox.txid is the first column
-// with a default), so before the sequence said 7, so before our transaction got its id, which is therefore larger
-// than 100; and once ours has ended, each new snapshot has an xmax above it. Writing progress is such a
-// transaction, and taking the lease is one, too: seqRead is what the last look saw, seqSafe what it was before the last write.
+// So seqLast is a number that was read *before* an event that is known to have ended: one of our
+// transactions that wrote, and therefore got an id, and committed. Row 7 got its transaction id
+// before its seq (outbox.txid is the first column with a default). So it got the id before the
+// sequence returned 7, and before our transaction got its id, which is therefore larger than 100.
+// Once our transaction has ended, each new snapshot has an xmax above it. Writing progress is such
+// a transaction, and taking the lease is one, too. seqRead is what the last poll saw; seqSafe is
+// what seqRead was before the last write.
 //
-// Writes of others do as well, and come more often: a look reads the sequence, and then which transaction id is the next one.
-// Each row up to that number got its transaction id before, so a smaller one; any snapshot whose xmax has reached it will do.
-// In the example: 7, and then 101. See passing.
+// Writes of other sessions also serve, and are more frequent. A poll reads the sequence, and then
+// the next transaction id. Each row up to that number got its transaction id before, so it has a
+// smaller id. Any snapshot whose xmax has reached that id is valid. In the example: 7, and then
+// 101. See passing.
 type progress struct {
 	*Relay
 	lease *lease
 
-	storing sync.Mutex // one write at a time: an older one must not land after a newer
-	rows    int64      // whose progress this value stored
+	storing sync.Mutex // one write at a time: an older write must not follow a newer one
+	rows    int64      // rows whose progress this value has stored
 
 	seqRead, seqSafe atomic.Int64
 }
 
-// passing are numbers of the sequence that no snapshot is known to have passed yet, each with the transaction id that was the
-// next one when the number was known, in order.
+// passing holds numbers of the sequence that no snapshot is known to have passed yet, in order.
+// Each has the transaction id that was the next one when the number was known.
 type passing struct {
 	waiting []numbered
 	safe    int64 // the largest number that was passed
@@ -61,7 +67,8 @@ type numbered struct {
 	next uint64
 }
 
-// passingMax bounds what waits: while the transaction with the latest id is open, nothing is passed.
+// passingMax bounds the waiting numbers: while the transaction with the latest id is open, no
+// number is passed.
 const passingMax = 8
 
 func (p *passing) saw(seq int64, next uint64) {
@@ -73,7 +80,8 @@ func (p *passing) saw(seq int64, next uint64) {
 	}
 }
 
-// below returns the largest number up to which every row has a transaction id below a snapshot's xmax.
+// below returns the largest number up to which every row has a transaction id below a snapshot's
+// xmax.
 func (p *passing) below(xmax uint64) int64 {
 	n := 0
 	for ; n < len(p.waiting) && p.waiting[n].next <= xmax; n++ {
@@ -97,7 +105,7 @@ type advanced struct {
 	seq  int64
 }
 
-// store writes progress on its own. The caller holds storing.
+// store writes progress in a statement of its own. The caller holds storing.
 func (p *progress) store(ctx context.Context, end cursor, rows int64, journal *int64) error {
 	if err := p.ticks(ctx, end); err != nil {
 		return err
@@ -110,13 +118,14 @@ func (p *progress) store(ctx context.Context, end cursor, rows int64, journal *i
 	return nil
 }
 
-// ticks makes sure that the ticks of a cursor have numbers. On their own: the rollback of a transaction must not take
-// back a number that the tick remembers.
+// ticks makes sure that the ticks of a cursor have numbers. It stores them outside of a
+// transaction: a rollback must not remove a number that the tick remembers.
 func (p *progress) ticks(ctx context.Context, end cursor) error {
 	return errors.Join(p.storeTick(ctx, p.pool, end.from), p.storeTick(ctx, p.pool, end.to))
 }
 
-// insert adds the next row of the chain. If db is a transaction the caller says committed when it is.
+// insert adds the next row of the chain. If db is a transaction, the caller calls committed after
+// its commit.
 func (p *progress) insert(ctx context.Context, db execer, end cursor, rows int64, journal *int64) (advanced, error) {
 	a := advanced{at: end, rows: rows, seq: p.seqRead.Load()}
 	var to *int64
@@ -125,9 +134,8 @@ func (p *progress) insert(ctx context.Context, db execer, end cursor, rows int64
 	}
 	tag, err := db.Exec(ctx, p.sql.advance, p.lease.cluster.run, p.cfg.Name, p.lease.shard, p.lease.n+1, p.lease.epoch,
 		end.from.id, to, end.seq, end.floor, p.lease.stored.published+rows, journal)
-	var refusal *pgconn.PgError
 	switch {
-	case errors.As(err, &refusal) && refusal.Code == "23505":
+	case pgerr.Is(err, pgerr.UniqueViolation):
 		return a, errLeaseLost
 	case err != nil:
 		return a, fmt.Errorf("store progress: %w", err)
@@ -147,11 +155,12 @@ func (p *progress) committed(a advanced) {
 	}
 }
 
-// clearEvery is how many rows of a chain are left to gather before the old ones are deleted; so many stay, for people.
+// clearEvery is how many rows of a chain collect before old ones are deleted. As many stay, for
+// operators.
 const clearEvery = 1000
 
-// clear deletes old rows of the chain. It walks from where the last call ended: an old snapshot keeps what was deleted, and
-// an index scan from the beginning would visit all of it.
+// clear deletes old rows of the chain. It starts where the last call ended: an old snapshot keeps
+// deleted rows, and an index scan from the beginning would visit all of them.
 func (p *progress) clear(ctx context.Context) error {
 	l := p.lease
 	p.storing.Lock()
@@ -168,7 +177,8 @@ func (p *progress) clear(ctx context.Context) error {
 	return nil
 }
 
-// resume brings a lease that is held up to date with what is stored: the outcome of its last write may be unknown.
+// resume brings a held lease up to date with stored progress: the outcome of its last write may be
+// unknown.
 func (r *Relay) resume(ctx context.Context, l *lease) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
 	defer cancel()
@@ -198,23 +208,24 @@ func (r *Relay) resume(ctx context.Context, l *lease) error {
 	return nil
 }
 
-// storing is the context of a write of progress: what was acknowledged before a stop is stored after it. The limit counts from
-// when the lock is held, since that may wait for the brokers.
+// storing is the context of a write of progress: rows that were acknowledged before a stop are
+// stored after it. The limit starts when the lock is held, since waiting for the lock may include a
+// wait for the brokers.
 func (p *publisher) storing(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), p.cfg.Lease)
 }
 
-// storeAcked writes progress behind the acknowledged prefix. It also works when ctx has ended: that is the last
-// write of a clean stop.
+// storeAcked writes progress behind the acknowledged prefix. It also works after ctx has ended:
+// that is the last write of a clean stop.
 func (p *publisher) storeAcked(ctx context.Context) error {
 	p.progress.storing.Lock()
 	defer p.progress.storing.Unlock()
 	ctx, cancel := p.storing(ctx)
 	defer cancel()
 	if !p.flight.state().movable {
-		return nil // rows may be acknowledged beside a dead one: they are counted with it
+		return nil // rows may be acknowledged beside a dead row: moveToDead counts them
 	}
-	end, rows := p.flight.take()
+	end, rows := p.flight.takeProgress()
 	crashpoint.Here(crashpoint.RelayAcknowledged)
 	if err := p.progress.store(ctx, *end, rows, nil); err != nil {
 		return err

@@ -10,10 +10,12 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/internal/nap"
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// publisher is the work on one shard under one lease. One goroutine reads pages and makes attempts to publish them, in
-// order (loop); the client's goroutine counts acknowledgements (flight); one stores progress; one watches the lease.
+// publisher is the work on one shard under one lease. One goroutine reads pages and makes attempts
+// to publish them, in order (loop). The client's goroutine counts acknowledgements (flight). One
+// goroutine stores progress; one watches the lease.
 type publisher struct {
 	*Relay
 	lease    *lease
@@ -25,14 +27,14 @@ type publisher struct {
 	topics   *topics
 	client   *kgo.Client // nil with a sink
 	target   target
-	kept     bool       // publish returned, and the lease was not given back: the work begins again
-	once     bool       // end as soon as nothing waits
-	lost     chan error // the member says that the lease is gone
+	kept     bool       // publish returned without releasing the lease: the work begins again
+	once     bool       // end as soon as no row waits
+	lost     chan error // the member reports that the lease is lost
 	patience time.Duration
-	created  []time.Time // of tellDelivered
+	created  []time.Time // buffer of tellDelivered
 	pulse    pulse
 	worked   atomic.Bool // rows were acknowledged, or none waited
-	napper   *nap.Napper // of loop
+	napper   *nap.Napper // used by loop
 }
 
 func newPublisher(r *Relay, l *lease) *publisher {
@@ -41,12 +43,12 @@ func newPublisher(r *Relay, l *lease) *publisher {
 	p.pulse.last = time.Now()
 	p.flight.waits, p.flight.acked = p.turn, p.acknowledged
 	p.reader = newReader(p)
-	l.obeys.set.Store(r.paused.Load()) // nothing is in flight
+	l.obeys.set.Store(r.paused.Load()) // safe: nothing is in flight
 	p.dead = &deadRows{publisher: p, limit: p.reader.limit, look: newDeadLook(p)}
 	return p
 }
 
-// lose ends the work at once; what it does afterwards changes nothing, because of the epoch.
+// lose ends the work at once. What the work does afterwards changes nothing, because of the epoch.
 func (p *publisher) lose(err error) {
 	select {
 	case p.lost <- err:
@@ -54,8 +56,8 @@ func (p *publisher) lose(err error) {
 	}
 }
 
-// publish works until ctx ends, the lease is lost or something fails; with once, until nothing waits; up to the end of its
-// course, if it has one.
+// publish works until ctx ends, the lease is lost or something fails. With once it ends when no row
+// waits. If its course has an end, it ends there.
 func (p *publisher) publish(ctx context.Context) error {
 	err := p.work(ctx)
 	if p.kept = p.keeps(ctx, err); p.kept {
@@ -79,7 +81,7 @@ func (p *publisher) work(ctx context.Context) error {
 		defer client.Close()
 	}
 
-	// What is under way when ctx ends may still be acknowledged and stored: this context ends later.
+	// Rows in flight when ctx ends may still be acknowledged and stored: this context ends later.
 	whole, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
 	p.napper = nap.New()
@@ -114,7 +116,7 @@ func (p *publisher) work(ctx context.Context) error {
 	}
 	group.Go(func() error { return p.storeProgress(storing) })
 	if !p.once {
-		group.Go(func() error { return p.dead.look.run(keeping) })
+		group.Go(func() error { return p.dead.look.poll(keeping) })
 	}
 	group.Go(func() error {
 		defer stopKeeping()
@@ -122,7 +124,7 @@ func (p *publisher) work(ctx context.Context) error {
 		if err := p.loop(work, reading); err != nil && reading.Err() == nil {
 			return err
 		}
-		// Told to stop, or nothing left to read: what is with the brokers may still be acknowledged.
+		// A stop, or nothing left to read: the brokers may still acknowledge what is in flight.
 		drain, cancel := context.WithTimeout(work, p.cfg.DrainMax)
 		defer cancel()
 		return p.target.finish(work, drain)
@@ -149,11 +151,11 @@ func (p *publisher) aim(ctx context.Context) error {
 	return nil
 }
 
-// storeProgress writes progress, at most every ProgressEvery, until ctx ends, and then once more for what was
-// acknowledged last.
+// storeProgress writes progress at most every ProgressEvery until ctx ends, and once more after
+// that for the last acknowledgements.
 func (p *publisher) storeProgress(ctx context.Context) error {
 	for more := true; more; {
-		more = pause(ctx, p.cfg.ProgressEvery)
+		more = pause.For(ctx, p.cfg.ProgressEvery)
 		err := p.target.store(ctx)
 		if err == nil && more {
 			err = p.progress.clear(ctx)
@@ -165,7 +167,7 @@ func (p *publisher) storeProgress(ctx context.Context) error {
 	return nil
 }
 
-// loop reads pages and publishes them, as long as there is room in flight.
+// loop reads pages and publishes them while there is room in flight.
 func (p *publisher) loop(work, ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer p.reader.stop()
@@ -210,10 +212,10 @@ func (p *publisher) loop(work, ctx context.Context) error {
 	return nil
 }
 
-// restPause is how often a worker that rests looks whether it may go on.
+// restPause is how often a worker that rests checks whether it may continue.
 const restPause = 2 * time.Millisecond
 
-// sleep is a pause that Wake ends early, which closes woken, unless it is a nap.
+// sleep pauses for d. Wake ends the pause early by closing woken, unless the pause is a nap.
 func (p *publisher) sleep(ctx context.Context, d time.Duration, woken <-chan struct{}) {
 	if d <= nap.Max {
 		p.napper.Nap(d)
@@ -229,14 +231,14 @@ func (p *publisher) sleep(ctx context.Context, d time.Duration, woken <-chan str
 	}
 }
 
-// hand publishes a page, if it has rows, under a lease that is certain.
+// hand publishes a page, if it has rows, while the lease is certain to be held.
 func (p *publisher) hand(work, ctx context.Context, read *reading) error {
 	at := p.reader.at
 	switch {
 	case len(read.page.rows) > 0 && !p.lease.held():
 		return errLeaseLost
 	case len(read.page.rows) > 0:
-		// The page was read before, so all of it is behind what is waited for.
+		// The page was read before this wait, so the wait covers all of its commits.
 		settle := func(ctx context.Context) error { return p.target.paged(work, ctx, false) }
 		if err := p.awaitHorizon(ctx, settle); err != nil {
 			return err
@@ -262,7 +264,7 @@ func (p *publisher) acknowledged(rows []*row) {
 	p.tellDelivered(rows)
 }
 
-// tellDelivered tells the hook of rows, those of one topic that follow each other together.
+// tellDelivered calls the hook, once for each run of consecutive rows of one topic.
 func (p *publisher) tellDelivered(rows []*row) {
 	if p.cfg.Hooks.Delivered == nil {
 		return

@@ -6,31 +6,37 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// fetchSettingsSQL leaves the planner no choice but to walk the indexes in order, and to do so by one generic plan: on
-// statistics that are out of date it would sort what is left of the outbox for each page, and planning costs ten times as
-// much as a look that finds nothing. The settings end with the transaction. They go in front of *every* fetch: a plan that was
-// made without them stays with the statement, since these settings do not invalidate it.
+// fetchSettingsSQL forces the planner to walk the indexes in order, with one generic plan. On
+// outdated statistics the planner would sort the rest of the outbox for each page, and planning
+// costs ten times as much as a poll that finds nothing. The settings end with the transaction. They
+// precede *every* fetch: a plan that was made without them stays with the statement, since these
+// settings do not invalidate it.
 const fetchSettingsSQL = `-- relay.fetch_settings
 SELECT set_config('enable_sort', 'off', true), set_config('enable_bitmapscan', 'off', true), set_config('enable_seqscan', 'off', true),
   set_config('jit', 'off', true), set_config('plan_cache_mode', 'force_generic_plan', true)`
 
-// probeSQL is what a reader asks that found little before: while the snapshot is the same no other row is visible.
+// probeSQL is the query of a reader whose last page had few rows: while the snapshot is the same,
+// no other row is visible.
 const probeSQL = `-- relay.probe
 SELECT pg_current_snapshot()::text`
 
-// enrollSQL makes a relay known, with as many shards as it begins with.
+// enrollSQL registers a relay with its initial number of shards. It also inserts the rows of
+// outbox_locks, which may be missing from a copy of the tables that an earlier release filled.
 const enrollSQL = `-- relay.enroll
+WITH locks AS (INSERT INTO effectonce.outbox_locks (name) VALUES ('promote'), ('stamps') ON CONFLICT DO NOTHING)
 INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ($1, $2) ON CONFLICT (relay) DO NOTHING`
 
-// copyProgress copies the newest row of the chain into outbox_progress, where the previous release, and people, look.
+// copyProgress copies the newest row of the chain into outbox_progress, where the previous release
+// and operators look.
 const copyProgress = `tick = w.tick, next_tick = w.next_tick, seq = w.seq, floor = w.floor, published = w.published,
   advanced_epoch = w.advanced_epoch, advance = w.advance, updated_at = w.updated_at`
 
-// beatSQL says that this replica is alive, renews the leases that it holds ($4 to $6 are their shards and epochs, and the
-// runs of the server that they were taken in; one that was given back meanwhile has no owner), and returns how things
-// stand: one row for each shard, whether it was renewed, and which topics are paused. $7 are the pauses that it obeys, $8 is
-// how long ago the brokers, or the sink, answered this replica (null: never), $9 and $10 are how it does: the others decide
-// by it who shares the shards.
+// beatSQL registers this replica as alive and renews the leases that it holds. $4 to $6 are their
+// shards and epochs, and the runs of the server that they were taken in; a lease that was released
+// concurrently has no owner. It returns one row for each shard: whether it was renewed, and which
+// topics are paused. $7 are the pauses that this replica obeys. $8 is how long ago the brokers, or
+// the sink, answered this replica (null: never). $9 and $10 are its state and its problem. The
+// other replicas decide by $8 to $10 which ones share the shards.
 const beatSQL = `-- relay.beat
 WITH alive AS (
   INSERT INTO effectonce.outbox_replicas AS r (relay, owner, alive_until, obeys, reached_at, state, problem)
@@ -47,29 +53,32 @@ SELECT r.shards, r.shards_wanted, others.owners, others.reached_ago, others.stat
   p.shard IS NULL OR p.lease_until IS NULL OR p.lease_until < clock_timestamp() AS free,
   EXISTS (SELECT FROM renewed WHERE renewed.shard = s.shard) AS renewed, waiting.topics AS paused, waiting.ids AS pauses
 FROM effectonce.outbox_relays r
-CROSS JOIN LATERAL (SELECT coalesce(array_agg(owner ORDER BY owner), '{}') AS owners,
-    coalesce(array_agg(extract(epoch FROM clock_timestamp() - reached_at)::float8 ORDER BY owner), '{}') AS reached_ago,
-    coalesce(array_agg(coalesce(state, '') ORDER BY owner), '{}') AS states
+CROSS JOIN LATERAL (SELECT coalesce(pg_catalog.array_agg(owner ORDER BY owner), '{}') AS owners,
+    coalesce(pg_catalog.array_agg(extract(epoch FROM clock_timestamp() - reached_at)::float8 ORDER BY owner), '{}') AS reached_ago,
+    coalesce(pg_catalog.array_agg(coalesce(state, '') ORDER BY owner), '{}') AS states
   FROM effectonce.outbox_replicas
   WHERE relay = $1 AND owner <> $2 AND alive_until > clock_timestamp()) others
-CROSS JOIN LATERAL (SELECT coalesce(array_agg(topic ORDER BY id), '{}') AS topics, coalesce(array_agg(id::text ORDER BY id), '{}') AS ids
+CROSS JOIN LATERAL (SELECT coalesce(pg_catalog.array_agg(topic ORDER BY id), '{}') AS topics, coalesce(pg_catalog.array_agg(id::text ORDER BY id), '{}') AS ids
   FROM effectonce.outbox_paused WHERE relay = $1) waiting
 CROSS JOIN LATERAL generate_series(0, r.shards - 1) AS s (shard)
 LEFT JOIN effectonce.outbox_progress p ON p.relay = r.relay AND p.shard = s.shard
 WHERE r.relay = $1
 ORDER BY s.shard`
 
-// leaveSQL takes a replica off the list. Those that died are forgotten on the way.
+// leaveSQL removes a replica from the list, and replicas that died an hour ago or more.
 const leaveSQL = `-- relay.leave
 DELETE FROM effectonce.outbox_replicas WHERE relay = $1 AND (owner = $2 OR alive_until < clock_timestamp() - interval '1 hour')`
 
-// acquireSQL takes a lease that is free or over, on the database's clock, and begins a new epoch. It
-// returns no row while somebody else holds it, nor on another server than that of the run $1. The relay's row is locked: the number of shards does not change
-// meanwhile.
+// acquireSQL takes a lease that is free or expired, on the database's clock, and begins a new
+// epoch. It returns no row while another replica holds the lease, and no row on a server whose run
+// is not $1. It locks the relay's row, so that the number of shards does not change during the
+// statement.
 //
-// The chain of progress goes on with a row of the new epoch, which repeats the last one: from then on a holder before
-// finds its next number taken. If it wrote a row after this statement's snapshot, the statement fails with 23505. The place
-// in the progress topic is only where a search begins, so that of the last row is right whatever passed the chain.
+// The chain of progress continues with a row of the new epoch, which repeats the last one. From
+// then on a previous holder finds its next number taken. If that holder wrote a row after this
+// statement's snapshot, the statement fails with 23505. The place in the progress topic is only
+// where a search begins, so the one in the last row is correct, no matter which writes bypassed
+// the chain.
 const acquireSQL = `-- relay.acquire
 WITH taken AS (
 INSERT INTO effectonce.outbox_progress AS p (relay, shard, shards, owner, lease_until, epoch, system_identifier, timeline)
@@ -94,23 +103,23 @@ RETURNING relay, shard, epoch, shards, tick, next_tick, seq, floor, system_ident
 )
 SELECT epoch, shards, tick, next_tick, seq, floor, system_identifier, timeline, advanced_epoch, published, n, journal_offset FROM known`
 
-// resumeProgressSQL is how progress stands for a holder that does not know the outcome of its last write.
+// resumeProgressSQL reads progress for a holder that does not know the outcome of its last write.
 const resumeProgressSQL = `-- relay.resume_progress
 SELECT w.advance, w.tick, w.next_tick, w.seq, w.floor, w.advanced_epoch, w.published, w.journal_offset
 FROM effectonce.outbox_progress_now w WHERE w.relay = $2 AND w.shard = $3 AND w.epoch = $4 AND ` + here + `
 `
 
-// releaseSQL ends the lease now, so that another replica need not wait for it to run out.
+// releaseSQL ends the lease now, so that another replica need not wait until it expires.
 const releaseSQL = `-- relay.release
 UPDATE effectonce.outbox_progress p SET lease_until = NULL, owner = NULL, ` + copyProgress + `
 FROM effectonce.outbox_progress_now w
 WHERE p.relay = $1 AND p.shard = $2 AND p.epoch = $3 AND w.relay = $1 AND w.shard = $2`
 
 const snapshotSQL = `-- relay.snapshot
-SELECT pg_current_snapshot()::text, coalesce((SELECT max(p.floor) FROM effectonce.outbox_progress_now p WHERE p.relay = $2), 0), ` + here + `
+SELECT pg_current_snapshot()::text, coalesce((SELECT pg_catalog.max(p.floor) FROM effectonce.outbox_progress_now p WHERE p.relay = $2), 0), ` + here + `
 `
 
-// lockShardsSQL and what follows: see reshard.go.
+// lockShardsSQL and the statements after it: see reshard.go.
 const lockShardsSQL = `-- relay.lock_shards
 SELECT FROM effectonce.outbox_relays WHERE relay = $1 AND shards_wanted IS NOT NULL FOR UPDATE`
 
@@ -120,15 +129,15 @@ FROM (SELECT FROM effectonce.outbox_progress p JOIN unnest($2::smallint[], $3::b
     JOIN effectonce.outbox_progress_now w USING (relay, shard)
   WHERE p.relay = $1 AND w.tick = $4 AND w.next_tick IS NULL AND p.lease_until > clock_timestamp() FOR UPDATE OF p) held`
 
-// cutOverSQL begins the new shards, with an epoch that is later than all that were.
+// cutOverSQL begins the new shards, with an epoch above all earlier ones.
 const cutOverSQL = `-- relay.cut_over
 INSERT INTO effectonce.outbox_progress AS p (relay, shard, shards, tick, floor, epoch, advanced_epoch, published, system_identifier, timeline)
 SELECT r.relay, s.shard, r.shards_wanted, $2, old.floor, old.epoch + 1, old.epoch + 1, CASE s.shard WHEN 0 THEN old.published ELSE 0 END,
   old.system_identifier, old.timeline
 FROM effectonce.outbox_relays r
 CROSS JOIN LATERAL generate_series(0, r.shards_wanted - 1) AS s (shard)
-CROSS JOIN LATERAL (SELECT max(epoch) AS epoch, min(floor) AS floor, sum(published) AS published,
-    max(system_identifier) AS system_identifier, max(timeline) AS timeline
+CROSS JOIN LATERAL (SELECT pg_catalog.max(epoch) AS epoch, pg_catalog.min(floor) AS floor, pg_catalog.sum(published) AS published,
+    pg_catalog.max(system_identifier) AS system_identifier, pg_catalog.max(timeline) AS timeline
   FROM effectonce.outbox_progress_now WHERE relay = r.relay) old
 WHERE r.relay = $1
 ON CONFLICT (relay, shard) DO UPDATE SET
@@ -142,35 +151,39 @@ WHERE r.relay = $1 AND p.relay = r.relay AND p.shard >= r.shards_wanted`
 const shardsDoneSQL = `-- relay.shards_done
 UPDATE effectonce.outbox_relays SET shards = shards_wanted, shards_wanted = NULL WHERE relay = $1`
 
-// slotsSQL looks at the slots of the outbox. One is kept as long as $1 since it was turned away from, and turned away
-// from when it has been filled for half of that, or is larger than $2.
+// slotsSQL reads the state of the outbox's slots. The relay keeps a slot for $1 after it turned
+// away from it. It turns away from a slot that has been filled for half of $1, or that is larger
+// than $2.
 const slotsSQL = `-- relay.slots
 SELECT s.slot, s.slot = c.last_value, size.bytes,
-  size.bytes > 0 AND (s.turned_to + $1::interval / 2 < clock_timestamp() OR size.bytes > $2::bigint),
+  size.bytes > 0 AND (s.turned_to + $1::interval / 2::float8 < clock_timestamp() OR size.bytes > $2::bigint),
   coalesce(s.turned_away, s.turned_to) + $1::interval < clock_timestamp()
 FROM effectonce.outbox_slots s, effectonce.outbox_slot c
-CROSS JOIN LATERAL pg_relation_size(('effectonce.outbox_' || s.slot)::regclass) AS size (bytes)
+CROSS JOIN LATERAL pg_relation_size(('effectonce.outbox_' || s.slot::text)::regclass) AS size (bytes)
 ORDER BY s.slot`
 
-// turnSQL turns from slot $1 to slot $2. The sequence is not part of the transaction; should it turn and the rest
-// not happen, the times are wrong until the next turn, which only keeps rows for longer.
+// turnSQL turns from slot $1 to slot $2. The sequence is not part of the transaction. If the
+// sequence turns and the rest does not happen, the times are wrong until the next turn, which only
+// keeps rows for longer.
 const turnSQL = `-- relay.turn
 WITH away AS (UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() WHERE slot = $1),
 towards AS (UPDATE effectonce.outbox_slots SET turned_to = clock_timestamp(), turned_away = NULL WHERE slot = $2)
-SELECT setval('effectonce.outbox_slot', $2) WHERE (SELECT last_value FROM effectonce.outbox_slot) = $1`
+SELECT pg_catalog.setval('effectonce.outbox_slot', $2) WHERE (SELECT last_value FROM effectonce.outbox_slot) = $1`
 
-// lockSettingsSQL ends a wait for a lock, and a transaction whose process froze inside it, or was cut off: its locks would
-// keep everybody else from their work until TCP gives up.
+// lockSettingsSQL limits the wait for a lock. It also ends a transaction whose process froze inside
+// it, or was cut off: otherwise its locks would block all other sessions until TCP gives up.
 const lockSettingsSQL = `-- relay.lock_settings
 SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true)`
 
-// unpublishedSQL tells whether a slot has rows that some relay has not published: those that were not visible in
-// its tick, which are found by their transaction ids. Up to the floor everything is published, also what a restore
-// brought with transaction ids that this cluster has not reached: such a row was written under another id than it names. A row
-// that was written here (its xmin is the transaction that it names, or one of the subtransactions of that, which have the ids behind it)
-// and is not visible is unpublished whatever its number is: that may have been given twice. So may others,
-// where the sequence is behind. A shard that was never leased, or whose ticks belong to another
-// cluster ($1, $2), has published nothing that is known.
+// unpublishedSQL reports whether a slot has rows that some relay has not published. These are the
+// rows that were not visible in its tick; they are found by their transaction ids. Up to the floor
+// everything is published. That includes rows that a restore brought with transaction ids that this
+// cluster has not reached: such a row was written under another id than the one it names. A row
+// that was written here (its xmin is the transaction that it names, or one of its subtransactions,
+// which have the ids behind it) and that is not visible is unpublished, whatever its number is:
+// that number may have been assigned twice. Where the sequence is behind, other rows may be
+// unpublished, too. A shard that was never leased, or whose ticks belong to another cluster ($1,
+// $2), is not known to have published anything.
 //
 // The first part locks the outbox before the slot, and is not executed: see lockSlotSQL.
 const unpublishedSQL = `-- relay.unpublished
@@ -179,26 +192,26 @@ SELECT EXISTS (
   SELECT FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t USING (tick)
   WHERE t.tick IS NULL OR p.system_identifier <> $1 OR p.timeline <> $2 OR EXISTS (
     SELECT FROM effectonce.outbox_%[1]d o
-    WHERE (o.txid >= pg_snapshot_xmax(t.snapshot) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(t.snapshot)))) AND o.shard %% p.shards = p.shard
-      AND (o.seq > p.floor OR mod(o.xmin::text::numeric - mod(o.txid::text::numeric, 4294967296) + 4294967296, 4294967296) < 1000000))
+    WHERE (o.txid >= pg_snapshot_xmax(t.snapshot) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(t.snapshot)))) AND o.shard OPERATOR(pg_catalog.%%) p.shards = p.shard
+      AND (o.seq > p.floor OR pg_catalog.mod(o.xmin::text::numeric - pg_catalog.mod(o.txid::text::numeric, 4294967296::numeric) + 4294967296::numeric, 4294967296::numeric) < 1000000::numeric))
 ) OR EXISTS (
   SELECT FROM effectonce.outbox_relays r WHERE r.shards > (SELECT count(*) FROM effectonce.outbox_progress p WHERE p.relay = r.relay))
 OR (SELECT behind FROM effectonce.outbox_sequence_state(0, 0))`
 
-// lockSlotSQL takes the locks in the order of a TRUNCATE of the outbox: the table, the slot, and its sequence. So does fetchSQL, which
-// looks at the sequence while it runs.
+// lockSlotSQL takes the locks in the order of a TRUNCATE of the outbox: the table, the slot, and
+// its sequence. fetchSQL does the same: it reads the sequence while it runs.
 const lockSlotSQL = `-- relay.lock_slot
 LOCK TABLE ONLY effectonce.outbox IN ACCESS SHARE MODE;
 LOCK TABLE effectonce.outbox_%d IN ACCESS EXCLUSIVE MODE`
 
-// slotHoldersSQL names who holds a lock on a slot. Everyone may see the locks, and of the sessions of others their role and
-// application_name.
+// slotHoldersSQL names the sessions that hold a lock on a slot. Every role may see the locks, and
+// of other roles' sessions their role and application_name.
 const slotHoldersSQL = `-- relay.slot_holders
-SELECT CASE WHEN l.pid IS NULL THEN 'a prepared transaction' ELSE format('session %%s (%%s, role %%s, %%s)', l.pid,
-  coalesce(nullif(a.application_name, ''), 'no application_name'), coalesce(a.usename, '?'), string_agg(l.mode, ' ' ORDER BY l.mode)) END
+SELECT CASE WHEN l.pid IS NULL THEN 'a prepared transaction' ELSE pg_catalog.format('session %%s (%%s, role %%s, %%s)', l.pid,
+  coalesce(nullif(a.application_name, ''), 'no application_name'), coalesce(a.usename, '?'), pg_catalog.string_agg(l.mode, ' ' ORDER BY l.mode)) END
 FROM pg_locks l LEFT JOIN pg_stat_activity a ON a.pid = l.pid
 WHERE l.locktype = 'relation' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-  AND l.relation = 'effectonce.outbox_%d'::regclass AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
+  AND l.relation = 'effectonce.outbox_%d'::regclass::oid AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
 GROUP BY l.pid, a.application_name, a.usename, a.xact_start ORDER BY a.xact_start NULLS LAST, l.pid LIMIT $1`
 
 const truncateSQL = `-- relay.truncate
@@ -207,37 +220,40 @@ TRUNCATE effectonce.outbox_%d`
 const truncatedSQL = `-- relay.truncated
 UPDATE effectonce.outbox_slots SET truncated_at = clock_timestamp() WHERE slot = $1`
 
-// clusterSQL says which cluster this is: transaction ids and ticks mean nothing in another one, nor after a
-// promotion, which may have lost commits and gives their ids out again. The name of the WAL file has the
-// timeline at once; pg_control_checkpoint has it after the next checkpoint.
+// clusterSQL identifies the cluster. Transaction ids and ticks mean nothing in another cluster, nor
+// after a promotion, which may have lost commits and assigns their ids again. The name of the WAL
+// file shows the timeline at once; pg_control_checkpoint shows it only after the next checkpoint.
 const clusterSQL = `-- relay.cluster
-SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int`
+SELECT (SELECT system_identifier FROM pg_control_system()), ('x' || pg_catalog.substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int`
 
-// serverRun names a run of the server. A crash or a promotion begins another one; only those lose commits that
-// somebody has seen, and give their transaction ids out again. Statistics survive a clean stop and are thrown away
-// by the recovery from a crash. (Who resets them by hand costs the relay a lease.)
+// serverRun names a run of the server. A crash or a promotion begins another run. Only those lose
+// commits that another session has seen, and assign their transaction ids again. Statistics survive
+// a clean stop, and the recovery from a crash discards them. (A manual reset of the statistics
+// costs the relay a lease.)
 //
-// TRUNCATE … RESTART IDENTITY and a repair begin another one, too, by another file of the sequence: what a lease knows of numbers
-// is of the one before, also where the new one has passed them when the relay looks.
-const serverRun = `concat_ws('/', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), extract(epoch FROM pg_stat_get_bgwriter_stat_reset_time()),
-  pg_relation_filenode('effectonce.outbox_seq_seq'))`
+// TRUNCATE … RESTART IDENTITY and a repair also begin another run, through another file of the
+// sequence. The numbers that a lease knows belong to the previous file, even if the new one has
+// passed them when the relay polls.
+const serverRun = `pg_catalog.concat_ws('/', pg_catalog.substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), extract(epoch FROM pg_stat_get_bgwriter_stat_reset_time()),
+  pg_catalog.pg_relation_filenode('effectonce.outbox_seq_seq'))`
 
 const unknownRun = `'unknown'`
 
-// here tells whether a statement is on the server whose run is $1 (null: unknown). Another connection of the pool may lead
-// elsewhere, after a failover: what a standby shows as committed, or an old primary as visible, says nothing here.
+// here reports whether a statement runs on the server whose run is $1 (null: unknown). After a
+// failover, another connection of the pool may lead to another server. What a standby shows as
+// committed, or an old primary as visible, is not valid for this lease.
 const here = `CASE WHEN pg_is_in_recovery() THEN false WHEN $1::text IS NULL THEN true ELSE $1::text = ` + serverRun + ` END`
 
 const runSQL = `-- relay.run
 SELECT ` + serverRun + `
 `
 
-// lastSeq is the last number that was assigned. It is not read from the sequence's row, which may briefly be up to 32 ahead: nextval
-// writes that value for the write-ahead log, under a lock that this function takes, too. 0: none was assigned since the sequence was
-// created or set.
-const lastSeq = `coalesce(pg_sequence_last_value('effectonce.outbox_seq_seq'), 0)`
+// lastSeq is the last assigned number. It is not read from the sequence's row, which may briefly be
+// up to 32 ahead: nextval writes that value for the write-ahead log, under a lock that this
+// function takes, too. 0: no number was assigned since the sequence was created or set.
+const lastSeq = `coalesce(pg_catalog.pg_sequence_last_value('effectonce.outbox_seq_seq'), 0)`
 
-// seqSQL fails where the role may not read the sequence, of which lastSeq would say nothing.
+// seqSQL fails if the role may not read the sequence; lastSeq alone would not report that.
 const seqSQL = `-- relay.seq
 SELECT ` + lastSeq + `, current_database()::text, ` + here + `
 FROM effectonce.outbox_seq_seq`
@@ -245,32 +261,35 @@ FROM effectonce.outbox_seq_seq`
 const primarySQL = `-- relay.primary
 SELECT NOT pg_is_in_recovery()`
 
-// fetchSQL reads, in seq order, the rows that became visible between the tick behind the cursor and the
-// tick before it. $2 divides them: a row with a seq above the earlier tick's seq_last is found by its
-// seq and must not be visible in the earlier snapshot ($3); a row up to it belongs to a transaction that
-// was open in that snapshot, and each of those ($9) is looked up by its id. $10 is where the last page ended.
-// Both branches walk an index in order and stop at the page's size, so a page costs the same on a backlog
-// of ten rows and of ten million. (The second compares pairs: with txid = … the planner would, on some
-// statistics, walk the index on seq and filter the whole table.) Where no transaction was open fetchNewSQL does, which has
-// the first branch alone and costs the server two thirds.
+// fetchSQL reads, in seq order, the rows that became visible between the tick behind the cursor and
+// the tick before it. $2 divides the rows. A row with a seq above the earlier tick's seq_last is
+// found by its seq and must not be visible in the earlier snapshot ($3). A row up to it belongs to
+// a transaction that was open in that snapshot, and each of those ($9) is looked up by its id. $10
+// is where the last page ended. Both branches walk an index in order and stop at the page's size,
+// so a page costs the same on a backlog of ten rows and of ten million. (The second branch compares
+// pairs: with txid = … the planner would, on some statistics, walk the index on seq and filter the
+// whole table.) If no transaction was open, fetchNewSQL is used. It has only the first branch and
+// costs the server two thirds.
 //
-// Rows of other shards are read and left out: $7 of $6 is this one.
+// Rows of other shards are read and skipped: this shard is $7 of $6.
 //
-// $5 is the later tick while a batch takes several pages, so that each page reads the same batch; null
-// reads up to now, and the statement's own snapshot, which comes back with the rows, becomes the tick.
-// The sequence is read after the snapshot was taken, and the transaction id that will be given next after that: see progress.
+// $5 is the later tick while a batch takes several pages, so that each page reads the same batch.
+// Null reads up to now, and the statement's own snapshot, which is returned with the rows, becomes
+// the tick. The sequence is read after the snapshot was taken, and the next transaction id after
+// that: see progress.
 //
-// $1 is the run of the server that the lease was taken on: see here. The snapshots are computed once, in now: written into the conditions they would be computed for each
-// row.
+// $1 is the run of the server that the lease was taken on: see here. The snapshots are computed
+// once, in now. In the conditions they would be computed for each row.
 //
-// The first row of the result is about the statement, so that the snapshot comes once: its seq is null, its topic is the snapshot,
-// its size the last seq that was given out, its headers_text how many transaction ids from the snapshot's xmax on were given out before
-// the statement knew the seq. Then comes the page, in order, which readPage checks: sorting again would copy every row.
-// Casts get new names: under the old name a cast would be what ORDER BY sees. Headers that are the empty object are null: a
-// cast to text costs as much as a third of the row.
+// The first row of the result describes the statement, so that the snapshot is sent once. Its seq
+// is null, its topic is the snapshot, and its size is the last assigned seq. Its headers_text is
+// how many transaction ids from the snapshot's xmax on were assigned before the statement read the
+// seq. The page follows, in order, which readPage checks: sorting again would copy every row. Casts
+// get new names: under the old name a cast would be what ORDER BY sees. Headers that are the empty
+// object are null: a cast to text costs as much as a third of the row.
 //
-// A payload above $8 bytes is left out, and has its size instead: what comes behind it is read by fetchSizedSQL. octet_length of a
-// value that is stored apart does not read it.
+// A payload above $8 bytes is left out, and its size is sent instead; fetchSizedSQL reads the rows
+// from there on. octet_length of a value that is stored out of line does not read it.
 const (
 	fetchSQL    = "-- relay.fetch\n" + fetchNow + fetchPlain + fetchFrom + fetchNew + fetchLate + fetchTo
 	fetchNewSQL = "-- relay.fetch\n" + fetchNow + fetchPlain + fetchFrom + fetchNew + fetchTo
@@ -282,20 +301,26 @@ SELECT page.seq, page.id, page.topic, page.key, CASE WHEN octet_length(page.payl
   CASE WHEN octet_length(page.payload) > $8::int THEN octet_length(page.payload)::bigint END, NULL
 `
 
-// fetchSizedSQL is fetchSQL that ends a page with the row which passes $8 bytes, so that large rows are not sent and thrown
-// away. The sum costs half as much as everything else where rows are small.
+// inBounds: rows from before schema version 8 may have larger payloads, which are not read. See
+// payloadBytesMax.
+const inBounds = `(octet_length(page.payload) <= 100000000) IS NOT FALSE`
+
+// fetchSizedSQL is fetchSQL with a page that ends with the row which passes $8 bytes, so that large
+// rows are not sent and discarded. For small rows the sum costs half as much as everything else.
 const fetchSizedSQL = `-- relay.fetch_sized
 ` + fetchNow + `
 UNION ALL
-SELECT page.seq, page.id, page.topic, page.key, page.payload, ` + fetchHeaders + `, page.created_at, NULL, NULL
+SELECT page.seq, page.id, page.topic, page.key, CASE WHEN ` + inBounds + ` THEN page.payload END, ` + fetchHeaders + `, page.created_at,
+  CASE WHEN NOT ` + inBounds + ` THEN octet_length(page.payload)::bigint END, NULL
 FROM (
-  SELECT *, sum(coalesce(octet_length(payload), 0) + coalesce(octet_length(key), 0)) OVER (ORDER BY seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+  SELECT *, pg_catalog.sum(coalesce(octet_length(payload), 0) + coalesce(octet_length(key), 0)) OVER (ORDER BY seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
   ` + fetchFrom + fetchNew + fetchLate + fetchTo + `) page
 WHERE page.before IS NULL OR page.before < $8::int`
 
-const fetchHeaders = `CASE WHEN pg_column_size(page.headers) > 8 THEN page.headers::text END`
+const fetchHeaders = `CASE WHEN pg_catalog.pg_column_size(page.headers) > 8 THEN page.headers::text END`
 
-// The condition on seq_last makes age, which says what the next transaction id is, wait for the sequence.
+// The condition on seq_last makes age, which returns the next transaction id, wait for the
+// sequence.
 const fetchNow = `WITH now AS MATERIALIZED (
   SELECT pg_current_snapshot() AS snapshot, ` + lastSeq + ` AS seq_last,
     ` + here + ` AS here, $3::text::pg_snapshot AS since, coalesce($5::text::pg_snapshot, pg_current_snapshot()) AS until
@@ -311,7 +336,7 @@ const fetchNew = `
   SELECT * FROM (
     (SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
      FROM effectonce.outbox o
-     WHERE o.seq > $2 AND o.shard % $6::int = $7::int AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
+     WHERE o.seq > $2 AND o.shard OPERATOR(pg_catalog.%) $6::int = $7::int AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
        AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
      ORDER BY o.seq LIMIT $4)`
 
@@ -321,7 +346,7 @@ const fetchLate = `
      FROM pg_catalog.unnest($9::text[]::xid8[]) AS open (txid) CROSS JOIN LATERAL (
        SELECT o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at
        FROM effectonce.outbox o
-       WHERE (o.txid, o.seq) > (open.txid, $10) AND (o.txid, o.seq) <= (open.txid, $2) AND o.shard % $6::int = $7::int
+       WHERE (o.txid, o.seq) > (open.txid, $10) AND (o.txid, o.seq) <= (open.txid, $2) AND o.shard OPERATOR(pg_catalog.%) $6::int = $7::int
          AND pg_visible_in_snapshot(o.txid, (SELECT until FROM now))
        ORDER BY o.txid, o.seq LIMIT $4) late)`
 
@@ -337,18 +362,18 @@ const loadTickSQL = `-- relay.load_tick
 SELECT snapshot::text, seq_last FROM effectonce.outbox_ticks WHERE tick = $2 AND ` + here + `
 `
 
-// storeTickSQL makes a tick durable, and with it every commit that it saw. It does not in another run of the server
-// ($3): the tick may have seen commits that are lost, and would take their transaction ids, given out again, for
-// published.
+// storeTickSQL makes a tick durable, and with it every commit that it saw. It stores nothing in
+// another run of the server ($3): the tick may have seen commits that are lost. Their transaction
+// ids, assigned again, would then count as published.
 const storeTickSQL = `-- relay.store_tick
 INSERT INTO effectonce.outbox_ticks (snapshot, seq_last)
 SELECT $1::text::pg_snapshot, $2 FROM (SELECT set_config('synchronous_commit',
-  CASE WHEN current_setting('synchronous_commit') = 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true) AS setting) AS durable
+  CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'off' THEN 'on' ELSE pg_catalog.current_setting('synchronous_commit') END, true) AS setting) AS durable
 WHERE durable.setting IS NOT NULL AND CASE WHEN $3::text IS NULL THEN true ELSE $3::text = ` + serverRun + ` END
 RETURNING tick`
 
-// advanceSQL adds a row to the chain. It fails with 23505 when the lease is over: then another replica publishes, or did.
-// In another run of the server it changes nothing: see storeTickSQL.
+// advanceSQL adds a row to the chain. It fails with 23505 when the lease is over: then another
+// replica publishes, or did. In another run of the server it changes nothing: see storeTickSQL.
 const advanceSQL = `-- relay.advance
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, next_tick, seq, floor, published, journal_offset)
 SELECT $2, $3, $4, $5, $5, $6, $7, $8, $9, $10, $11 WHERE ` + here
@@ -360,31 +385,33 @@ SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch
 const clearAdvancesSQL = `-- relay.clear_advances
 DELETE FROM effectonce.outbox_advances WHERE relay = $1 AND shard = $2 AND n > $3 AND n <= $4`
 
-// pruneSQL forgets ticks that no reader stands on, the oldest $1. Some minutes of them stay, for whoever is about to read one
-// that progress has just left.
+// pruneSQL deletes ticks that no reader refers to, the oldest $1. The ticks of the last ten minutes
+// stay, for a session that is about to read a tick that progress has just left.
 const pruneSQL = `-- relay.prune_ticks
 DELETE FROM effectonce.outbox_ticks
 WHERE tick IN (
   SELECT tick FROM effectonce.outbox_ticks
   WHERE tick > 0 AND created_at < clock_timestamp() - interval '10 minutes'
-    AND tick < (SELECT min(tick) FROM effectonce.outbox_progress)
+    AND tick < (SELECT pg_catalog.min(tick) FROM effectonce.outbox_progress)
   ORDER BY tick LIMIT $1)`
 
-// lockStampsSQL and what follows: see recover.go.
+// lockStampsSQL and the statements after it: see recover.go.
 const lockStampsSQL = `-- relay.lock_stamps
-SELECT pg_advisory_xact_lock(hashtextextended('outbox stamps', 'effectonce.outbox'::regclass::oid::bigint))`
+SELECT FROM effectonce.outbox_locks WHERE name = 'stamps' FOR UPDATE`
 
-// foreign is true of a row above the floor whose transaction id this cluster has not reached, or has given to a
-// transaction that is still open: exactly the visible rows of which the statement's own snapshot does not say so. Written
-// so that two looks into an index find them.
-const foreign = `o.seq > $1 AND o.shard % $2::int = $3::int
+// foreign is true of a row above the floor whose transaction id this cluster has not reached, or
+// has assigned to a transaction that is still open. These are exactly the visible rows that the
+// statement's own snapshot does not show as visible. The form of the condition lets two index
+// lookups find them.
+const foreign = `o.seq > $1 AND o.shard OPERATOR(pg_catalog.%) $2::int = $3::int
   AND (o.txid >= pg_snapshot_xmax(pg_current_snapshot()) OR o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(pg_current_snapshot()))))`
 
 const foreignSQL = `-- relay.foreign
 SELECT EXISTS (SELECT FROM effectonce.outbox o WHERE ` + foreign + `)`
 
-// restampSQL gives such rows an id that each snapshot shows but that of tick 0, where a relay begins that has nothing. An id of this
-// transaction would look, to relays that are ahead, like a number that was given twice.
+// restampSQL gives such rows an id that each snapshot shows, except that of tick 0, where a relay
+// without progress begins. To relays that are ahead, an id of this transaction would look like a
+// number that was assigned twice.
 const restampSQL = `-- relay.restamp
 UPDATE effectonce.outbox o SET txid = '1' WHERE ` + foreign
 
@@ -397,8 +424,8 @@ WITH moved AS (
 INSERT INTO effectonce.outbox_advances (relay, shard, n, epoch, advanced_epoch, tick, seq, floor, published)
 SELECT $1, $2, $8, epoch, epoch, $4, 0, $9, $10 FROM moved`
 
-// moveToDeadSQL copies rows. It runs behind deadSettingsSQL, and looks each of them up: left to itself the planner reads the
-// whole outbox for each page.
+// moveToDeadSQL copies rows. It runs after deadSettingsSQL, and looks up each row: without these
+// settings the planner reads the whole outbox for each page.
 const moveToDeadSQL = `-- relay.move_to_dead
 INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, payload, headers, created_at, reason, error, state)
 SELECT $1, o.seq, o.id, o.topic, o.key, o.payload, o.headers, o.created_at, d.reason, d.error,
@@ -407,16 +434,16 @@ FROM unnest($2::bigint[], $3::text[], $4::text[]) AS d (seq, reason, error)
 CROSS JOIN LATERAL (SELECT * FROM effectonce.outbox WHERE seq = d.seq LIMIT 1) AS o
 ON CONFLICT (relay, seq) DO NOTHING`
 
-// removeDeadSQL deletes released rows, if the epoch still is the caller's, and tells whether it is. In the order of seq,
-// or it could deadlock with operators.
+// removeDeadSQL deletes released rows if the epoch is still the caller's, and reports whether it
+// is. It locks them in the order of seq; otherwise it could deadlock with operators.
 const removeDeadSQL = `-- relay.remove_dead
 WITH mine AS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3),
 locked AS MATERIALIZED (SELECT seq FROM effectonce.outbox_dead WHERE relay = $1 AND seq = ANY ($4) AND EXISTS (SELECT FROM mine) ORDER BY seq FOR UPDATE),
 gone AS (DELETE FROM effectonce.outbox_dead d USING locked WHERE d.relay = $1 AND d.seq = locked.seq)
 SELECT EXISTS (SELECT FROM mine)`
 
-// holdAgainSQL holds released rows again, if the epoch still is the caller's, and tells whether it is. One that holds no
-// other (Config.SkipDead) frees its key.
+// holdAgainSQL holds released rows again if the epoch is still the caller's, and reports whether it
+// is. A row that holds no other row (Config.SkipDead) frees its key.
 const holdAgainSQL = `-- relay.hold_again
 WITH mine AS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3),
 locked AS MATERIALIZED (
@@ -428,39 +455,46 @@ freed AS (INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash)
   SELECT DISTINCT $1, topic, sha256(key) FROM locked WHERE key IS NOT NULL AND $7` + skipped + `)
 SELECT EXISTS (SELECT FROM mine)`
 
-// nextDueSQL is what an idle relay asks: in how many milliseconds the next message for later is due, at most two seconds.
+// nextDueSQL is the query of an idle relay: in how many milliseconds the next message for later is
+// due, at most two seconds.
 const nextDueSQL = `-- relay.next_due
 SELECT coalesce((
   SELECT CASE WHEN due_at <= clock_timestamp() THEN 0
-    WHEN due_at < clock_timestamp() + interval '2 seconds' THEN ceil(extract(epoch FROM due_at - clock_timestamp()) * 1000::numeric)
+    WHEN due_at < clock_timestamp() + interval '2 seconds' THEN pg_catalog.ceil(extract(epoch FROM due_at - clock_timestamp()) * 1000::numeric)
     ELSE 2000 END
-  FROM effectonce.outbox_scheduled ORDER BY due_at LIMIT 1), 2000)::bigint`
+  FROM effectonce.outbox_scheduled s WHERE ` + movable + ` ORDER BY due_at LIMIT 1), 2000)::bigint`
 
-// promoteSQL moves due messages into the outbox, in the order of their times and, where those are the same, in the order in which
-// they were inserted. The lock lets one do it at a time:
-// of two side by side the later batch could commit first. The time is asked in a subquery, as a constant of the
-// statement: as a volatile function it would be no condition of the index.
+// movable: rows from before schema version 8 may be larger than the outbox accepts. They stay, and
+// doctor reports them as overdue.
+const movable = `(octet_length(s.payload) <= 100000000) IS NOT FALSE AND (octet_length(s.key) <= 1048576) IS NOT FALSE AND pg_catalog.pg_column_size(s.headers) <= 2097152`
+
+// promoteSQL moves due messages into the outbox, in the order of their times. Messages of the same
+// time move in the order in which they were inserted. The lock lets one session at a time do it: of
+// two at the same time, the later batch could commit first. A subquery reads the time, as a
+// constant of the statement: a volatile function would not be an index condition.
 //
-// It waits for nobody's row, and takes the rows of an ID that are due together all or none (or a full batch of them):
-// so a DELETE by ID, which takes one row after the other, also has all or none, and neither stops the other for ever.
-// A row that came or went since the statement's snapshot leaves its ID for the next time.
+// It waits for no row lock. It takes the rows of an ID that are due together all or none (or a full
+// batch of them). So a DELETE by ID, which takes one row after the other, also gets all or none,
+// and neither blocks the other forever. A row that was added or removed since the statement's
+// snapshot leaves its ID for the next time. Another publisher's rows of the same ID are other
+// messages: they have their own time, and their locks delay nothing.
 const promoteSQL = `-- relay.promote
 WITH mine AS MATERIALIZED (
-  SELECT pg_try_advisory_xact_lock(hashtextextended('outbox promote', 'effectonce.outbox_scheduled'::regclass::oid::bigint)) AS locked
+  SELECT true AS locked FROM effectonce.outbox_locks WHERE name = 'promote' FOR UPDATE SKIP LOCKED
 ), due AS MATERIALIZED (
-  SELECT due_at, id, topic FROM effectonce.outbox_scheduled
-  WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp())
+  SELECT due_at, id, topic, publisher FROM effectonce.outbox_scheduled s
+  WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp()) AND ` + movable + `
   ORDER BY due_at, place LIMIT $1 FOR UPDATE SKIP LOCKED
 ), whole AS MATERIALIZED (
-  SELECT due_at, id FROM due GROUP BY due_at, id
-  HAVING count(*) >= least($1, (SELECT count(*) FROM effectonce.outbox_scheduled s WHERE s.id = due.id AND s.due_at = due.due_at))
+  SELECT due_at, id, publisher FROM due GROUP BY due_at, id, publisher
+  HAVING count(*) >= least($1, (SELECT count(*) FROM effectonce.outbox_scheduled s WHERE s.id = due.id AND s.due_at = due.due_at AND s.publisher = due.publisher AND ` + movable + `))
 ), gone AS (
-  DELETE FROM effectonce.outbox_scheduled s USING due JOIN whole USING (due_at, id)
-  WHERE s.id = due.id AND s.topic = due.topic
+  DELETE FROM effectonce.outbox_scheduled s USING due JOIN whole USING (due_at, id, publisher)
+  WHERE s.id = due.id AND s.topic = due.topic AND s.publisher = due.publisher
   RETURNING s.due_at, s.place, s.id, s.topic, s.key, s.payload, s.headers, s.created_at
 ), moved AS (
   INSERT INTO effectonce.outbox (id, topic, key, payload, headers, created_at)
-  SELECT id, topic, key, payload, headers, greatest(due_at, created_at) FROM gone ORDER BY due_at, place
+  SELECT id, topic, key, payload, headers, greatest(least(greatest(due_at, created_at), '9998-12-31'), '0001-01-01') FROM gone ORDER BY due_at, place
   RETURNING 1
 )
 SELECT (SELECT count(*) FROM due), (SELECT count(*) FROM moved)`
@@ -476,8 +510,9 @@ type queries struct {
 	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                                    string
 }
 
-// newQueries names the run of the server as run says: serverRun, or unknownRun where the database hides what that needs. A
-// function that is not allowed is refused also where a CASE would not come to it.
+// newQueries inserts run for the server's run: serverRun, or unknownRun if the database hides the
+// functions that serverRun needs. PostgreSQL rejects a function without permission even where a
+// CASE would not evaluate it.
 func newQueries(schema, run string) queries {
 	in := func(sql string) string { return migrations.InSchema(strings.ReplaceAll(sql, serverRun, run), schema) }
 	return queries{

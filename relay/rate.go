@@ -18,7 +18,7 @@ func validateRates(all map[string]float64) error {
 		if !topicName.MatchString(topic) {
 			problems = append(problems, fmt.Errorf("%s[%.260q]: want the name of a topic, 1 to 249 letters, digits, dots, underscores and hyphens", "Rates", topic))
 		}
-		if !(rate > 0 && rate <= ratePerSecondMax) { // also what is no number
+		if !(rate > 0 && rate <= ratePerSecondMax) { // also rejects NaN
 			problems = append(problems, fmt.Errorf("Rates[%.260q] %v: want above 0, at most %d rows per second", topic, rate, ratePerSecondMax))
 		}
 	}
@@ -26,9 +26,10 @@ func validateRates(all map[string]float64) error {
 	return errors.Join(problems...)
 }
 
-// rates are the topics with a rate. A row above the rate of its topic moves to outbox_dead, as one of a paused topic does:
-// so progress passes it, other topics flow, and its key keeps its order. Each look at dead rows hands back as many as the
-// rate allows meanwhile, from the oldest on.
+// rates are the topics with a rate. A row above the rate of its topic moves to outbox_dead, like a
+// row of a paused topic. So progress passes it, other topics continue, and its key keeps its order.
+// Each poll of dead rows hands back as many rows as the rate has allowed since the last one, the
+// oldest first.
 type rates struct {
 	mu      sync.Mutex
 	buckets map[ratedShard]*bucket
@@ -39,11 +40,12 @@ type ratedShard struct {
 	topic string
 }
 
-// bucket gathers allowances for rows, for a second and a half: dead rows are looked at every second.
+// bucket collects allowances for rows, for a second and a half: dead rows are polled every second.
 type bucket struct {
 	rows float64
 	at   time.Time
-	// waiting: rows of the topic wait. New ones go behind them, or they would take what the others wait for.
+	// waiting: rows of the topic wait. New rows queue behind them, or they would take the allowance
+	// of the waiting rows.
 	waiting bool
 }
 
@@ -70,7 +72,8 @@ func (p *publisher) rated(topic string) *bucket {
 	return b
 }
 
-// aboveRate takes the allowance for a row. It returns why there is none. released: the row waited.
+// aboveRate takes the allowance for a row. It returns an error if there is none. released: the row
+// has waited.
 func (p *publisher) aboveRate(topic string, released bool) error {
 	if len(p.cfg.Rates) == 0 {
 		return nil
@@ -86,10 +89,11 @@ func (p *publisher) aboveRate(topic string, released bool) error {
 		return nil
 	}
 	b.waiting = true
-	return fmt.Errorf("topic %q has a rate of %v rows per second: the row is published in its turn", topic, p.cfg.Rates[topic])
+	return fmt.Errorf("topic %q has a rate of %v rows per second: the row waits for its turn", topic, p.cfg.Rates[topic])
 }
 
-// allowance is how many rows of a topic may be handed back now; limited is false where there is no rate.
+// allowance is how many rows of a topic may be handed back now; limited is false if there is no
+// rate.
 func (p *publisher) allowance(topic string) (rows int, limited bool) {
 	p.rates.mu.Lock()
 	defer p.rates.mu.Unlock()
@@ -101,7 +105,7 @@ func (p *publisher) allowance(topic string) (rows int, limited bool) {
 	return int(b.rows), true
 }
 
-// noneWait notes for which topics no row waits any more.
+// noneWait clears the waiting mark of all topics that are not in waiting.
 func (p *publisher) noneWait(waiting []string) {
 	p.rates.mu.Lock()
 	defer p.rates.mu.Unlock()
@@ -112,8 +116,8 @@ func (p *publisher) noneWait(waiting []string) {
 	}
 }
 
-// noneWaits notes that all rows of a topic that waited are handed back: later ones need not follow them, but for those of
-// their keys.
+// noneWaits notes that all waiting rows of a topic are handed back: later rows need not follow
+// them, except rows of the same keys.
 func (p *publisher) noneWaits(topic string) {
 	p.rates.mu.Lock()
 	defer p.rates.mu.Unlock()
@@ -122,12 +126,12 @@ func (p *publisher) noneWaits(topic string) {
 	}
 }
 
-// retryRatedSQL hands back the first $3 rows that wait for the rate of their topic, in the order of seq, or it could
-// deadlock with operators.
+// retryRatedSQL hands back the first $3 rows that wait for the rate of their topic. It locks them
+// in the order of seq; otherwise it could deadlock with operators.
 const retryRatedSQL = `-- relay.retry_rated
 WITH batch AS MATERIALIZED (
   SELECT seq FROM effectonce.outbox_dead
-  WHERE relay = $1 AND topic = $2 AND reason = 'paused' AND state = 'held' AND shard % $4::int = $5::int
+  WHERE relay = $1 AND topic = $2 AND reason = 'paused' AND state = 'held' AND shard OPERATOR(pg_catalog.%) $4::int = $5::int
   ORDER BY seq LIMIT $3 FOR UPDATE SKIP LOCKED
 ), handed AS (
   UPDATE effectonce.outbox_dead d SET state = 'retry' FROM batch b WHERE d.relay = $1 AND d.seq = b.seq

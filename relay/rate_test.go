@@ -14,8 +14,8 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: a topic with a rate is published no faster, in the order of each key and without a loss; other topics are not
-// held up by what waits, and progress is behind rows of all topics.
+// Property: a topic with a rate is published no faster, in the order of each key and without a
+// loss; other topics are not held up by what waits, and progress is behind rows of all topics.
 func TestRatedTopicHoldsUpNoOther(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {

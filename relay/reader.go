@@ -10,8 +10,8 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// reader reads the outbox, page by page. Behind a full page the next one is read while this one is published: the
-// database and this process work at the same time.
+// reader reads the outbox page by page. After a full page it reads the next page while this one is
+// published: the database and this process work at the same time.
 type reader struct {
 	*Relay
 	lease    *lease
@@ -26,8 +26,8 @@ type reader struct {
 	ahead <-chan fetched
 	pace  pace
 
-	// About the last page. A read under way has them to itself.
-	few                     bool // it had few rows, or none
+	// State of the last page. Only the read under way uses it.
+	few                     bool // the page had few rows, or none
 	near                    bool // the round trip was short
 	sized                   bool // large rows are near
 	rowsBefore, arenaBefore int
@@ -40,7 +40,8 @@ type reading struct {
 	end  cursor
 	// complete: nothing else was visible when the page was read.
 	complete bool
-	// woken is closed by a Wake since the statement was sent, which may not have seen what that was about.
+	// woken is closed by a Wake after the statement was sent: the statement may not have seen the
+	// rows of that Wake.
 	woken <-chan struct{}
 }
 
@@ -59,7 +60,7 @@ func (r *reader) from(at cursor) {
 	r.mark = floorMark{xmax: at.from.xmax, seqLast: at.from.seqLast}
 }
 
-// next reads a page. It returns nil where the worker has to rest, and done at the end of its course.
+// next reads a page. It returns nil when the worker must rest, and done at the end of its course.
 func (r *reader) next(ctx context.Context) (read *reading, done bool, err error) {
 	if r.ahead == nil {
 		ok, end := r.course.reading(r.at.to == nil)
@@ -75,7 +76,7 @@ func (r *reader) next(ctx context.Context) (read *reading, done bool, err error)
 			}
 		}
 	}
-	got := r.take(ctx)
+	got := r.nextPage(ctx)
 	if got.err != nil {
 		return nil, false, got.err
 	}
@@ -91,8 +92,8 @@ func (r *reader) next(ctx context.Context) (read *reading, done bool, err error)
 	return read, false, nil
 }
 
-// take returns the page that was read ahead, or reads it.
-func (r *reader) take(ctx context.Context) (got fetched) {
+// nextPage returns the page that was read ahead, or reads one.
+func (r *reader) nextPage(ctx context.Context) (got fetched) {
 	if r.ahead != nil {
 		got, r.ahead = <-r.ahead, nil
 		return got
@@ -102,13 +103,13 @@ func (r *reader) take(ctx context.Context) (got fetched) {
 	return got
 }
 
-// passed says that a page was handed over.
+// passed notes that a page was handed over.
 func (r *reader) passed(read *reading) {
 	r.at = read.end
 	r.progress.seqRead.Store(read.page.seqLast)
 }
 
-// stop waits for a read that is under way. Its context has ended.
+// stop waits for the read under way, whose context has ended.
 func (r *reader) stop() {
 	if r.ahead != nil {
 		<-r.ahead
@@ -143,18 +144,18 @@ func (r *reader) fetchAhead(ctx context.Context, c cursor, limit int) <-chan fet
 	return result
 }
 
-// fetch reads the page behind a cursor, and a tick behind it.
+// fetch reads the page behind a cursor, and the tick behind the page.
 func (r *reader) fetch(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
 	ctx, cancel := r.patient(ctx)
 	defer cancel()
-	page, seen, err := r.look(ctx, c, limit)
+	page, seen, err := r.readChanges(ctx, c, limit)
 	if err != nil {
 		return nil, nil, fmt.Errorf("read outbox: %w", silence(ctx, err))
 	}
 	return page, seen, nil
 }
 
-func (r *reader) look(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
+func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *tick, error) {
 	if c.to == nil && r.few && r.near {
 		var snapshot string
 		if err := r.pool.QueryRow(ctx, probeSQL).Scan(&snapshot); err != nil {
@@ -187,21 +188,21 @@ func (r *reader) look(ctx context.Context, c cursor, limit int) (*page, *tick, e
 		return nil, nil, err
 	}
 	r.passing.saw(read.seqLast, seen.xmax+read.given)
-	seen.seqLast = max(seqSafe, r.passing.below(seen.xmax), c.floor) // up to the floor an earlier snapshot has passed everything
+	seen.seqLast = max(seqSafe, r.passing.below(seen.xmax), c.floor) // an earlier snapshot has passed everything up to the floor
 	seen.run = r.lease.cluster.run
 	return read, seen, nil
 }
 
 const (
-	// fewRows: behind a page of no more than so many rows the next look begins with a probe, which costs the server a
-	// quarter of a look that finds nothing.
+	// fewRows: after a page of at most this many rows, the next poll begins with a probe. A probe
+	// costs the server a quarter of a poll that finds nothing.
 	fewRows = 8
-	// nearMax: where a round trip takes longer, a probe costs more time than it saves.
+	// nearMax: if a round trip takes longer, a probe costs more time than it saves.
 	nearMax = time.Millisecond
 )
 
-// query sends the settings and the statement, which travel in one round trip and are one transaction, with which the
-// settings end.
+// query sends the settings and the statement in one round trip and one transaction. The settings
+// end with the transaction.
 func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) {
 	after := max(c.seq, c.floor)
 	var upTo *string
@@ -230,22 +231,22 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	if err != nil {
 		return nil, err
 	}
-	read, err := readPage(rows, extent{rows: limit, bytes: r.bytesMax / 4, rowsBefore: min(r.rowsBefore, limit), arenaSize: r.arenaBefore})
+	read, err := readPage(rows, extent{rows: limit, bytes: r.bytesMax / 4, sized: r.sized, rowsBefore: min(r.rowsBefore, limit), arenaSize: r.arenaBefore})
 	if err == nil && r.sized {
 		read.full = read.full || read.payloads() >= r.bytesMax/4
 	}
 	return read, err
 }
 
-// pace is how long to wait before the next look: the least pause for a while behind a page with rows, then twice as long
-// each time.
+// pace is the wait before the next poll: the minimum for a while after a page with rows, then twice
+// as long each time.
 type pace struct {
 	min, max time.Duration
 	last     time.Time // with rows
 	wait     time.Duration
 }
 
-// hotFor is how long a reader looks as often as it may behind a page with rows.
+// hotFor is how long a reader polls at the minimum pause after a page with rows.
 const hotFor = 20 * time.Millisecond
 
 func (p *pace) saw(rows int) {

@@ -8,12 +8,14 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// ErrOldPrimary is returned by Run and Drain when the database is on an earlier timeline than progress was stored
-// on: it was a primary before a failover, and somebody still writes to it or reads from it. Nothing was published.
-// Remedy: connect the relay to the primary of today, and fence the old one.
-var ErrOldPrimary = errors.New("the database is an old primary, from before a failover: connect the relay to the primary of today")
+// ErrOldPrimary is returned by Run and Drain when the database is on an earlier timeline than the
+// one that progress was stored on. The database was a primary before a failover, and is still
+// written to or read from. Nothing was published. Remedy: connect the relay to the current primary,
+// and fence the old one.
+var ErrOldPrimary = errors.New("the database is an old primary, from before a failover: connect the relay to the current primary")
 
-// movedFrom tells whether ticks of another cluster, or of an earlier timeline of this one, mean nothing here.
+// movedFrom reports whether ticks of another cluster, or of an earlier timeline of this one, mean
+// nothing here.
 func (c cluster) movedFrom(known cluster) (bool, error) {
 	if c.system != nil && known.system != nil && *c.system != *known.system {
 		return true, nil
@@ -27,16 +29,18 @@ func (c cluster) movedFrom(known cluster) (bool, error) {
 	return true, nil
 }
 
-// recover makes progress usable again in another cluster (dump and restore, pg_upgrade), or after a promotion,
-// which may have lost commits: transaction ids belong to one cluster and one timeline, so the stored ticks
-// mean nothing here. What is certain is the floor: everything up to it is published. Everything above it is
-// published again (duplicates under the same IDs, never a loss): progress becomes a tick in which nothing is
-// visible, and rows with transaction ids of another cluster get one of this cluster.
+// recover makes progress usable again in another cluster (dump and restore, pg_upgrade), or after a
+// promotion, which may have lost commits. Transaction ids belong to one cluster and one timeline,
+// so the stored ticks mean nothing here. Only the floor is certain: everything up to it is
+// published. Everything above it is published again (duplicates under the same IDs, never a loss).
+// Progress becomes a tick in which nothing is visible, and rows with transaction ids of another
+// cluster get one of this cluster.
 func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, error) {
 	r.cfg.Logger.ErrorContext(ctx, "the outbox is in another database cluster than before, or behind a failover: everything above the floor is published again, so consumers will see duplicates",
 		"relay", r.cfg.Name, "shard", l.shard, "floor", l.cursor.floor, "system_identifier_before", deref(known.system), "system_identifier", deref(l.cluster.system),
 		"timeline_before", deref(known.timeline), "timeline", deref(l.cluster.timeline))
-	// Not the first tick, which every database has: progress in Kafka that names it would also fit one that went back.
+	// Not the first tick, which every database has: progress in Kafka that names it would also
+	// match a database that went back.
 	begin, err := newTick("1:1:", l.cursor.floor)
 	if err != nil {
 		return 0, err
@@ -61,11 +65,12 @@ func (r *Relay) recover(ctx context.Context, l *lease, known cluster) (int64, er
 	return begin.id, nil
 }
 
-// stamp gives a transaction id of this cluster to the rows of a shard above its floor that have none, in the
-// transaction of also. An id that is visible in a snapshot of this cluster is visible in all later ones, whoever gave
-// it, so such rows are read as they are. That is all a relay needs of them, therefore no relay stamps rows that another
-// one began with: they would get behind the tick that it works on. Of two that begin at once the second waits, and sees
-// what the first has stamped.
+// stamp gives a transaction id of this cluster to the rows of a shard above its floor that have
+// none, in the transaction of also. An id that is visible in a snapshot of this cluster is visible
+// in all later ones, no matter which session assigned it, so such rows are read as they are. A
+// relay needs no more of them. So no relay stamps rows that another relay began with: they would
+// get behind the tick that the other relay works on. If two relays begin at once, the second waits,
+// and sees what the first has stamped.
 func (r *Relay) stamp(ctx context.Context, l *lease, also func(pgx.Tx) error) error {
 	return r.transact(ctx, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, r.sql.lockStamps); err != nil {

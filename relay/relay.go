@@ -18,7 +18,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/bounds"
-	"github.com/effectonce/effectonce/internal/partitions"
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/internal/pgerr"
+	"github.com/effectonce/effectonce/internal/record"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -27,69 +29,72 @@ type Relay struct {
 	pool  *pgxpool.Pool
 	kafka []kgo.Opt
 	cfg   Config
-	sql   queries // see adapt
+	sql   queries // see Relay.adapt
 
 	adapting sync.Mutex
 	adapted  bool
 
-	placing     kgo.Opt // puts records into the partition that their row asks for
+	placing     kgo.Opt // places records in the partition that their row requests
 	routes      *routes
 	drops       drops
 	rates       rates
 	suspects    suspects
 	topicMemory topicMemory
 	wake        wake
-	paused      atomic.Pointer[pausedSet] // as of the last look
-	patience    time.Duration             // with a statement
-	newest      atomic.Pointer[cluster]   // that this process had a lease on
-	slotWaits   map[int16]*slotWait       // of the goroutine that tidies up
-	overdue     atomic.Int64              // calls of the sink that go on though their context ended
-	seen        seen                      // a number that a sequence was behind
-	hung        atomic.Int64              // shards whose work hangs
+	paused      atomic.Pointer[pausedSet] // as of the last poll
+	patience    time.Duration             // limit of a statement
+	newest      atomic.Pointer[cluster]   // the newest cluster on which this process held a lease
+	slotWaits   map[int16]*slotWait       // used only by the goroutine that runs tidy
+	overdue     atomic.Int64              // calls of the sink that continue although their context has ended
+	seen        seen                      // the largest number that a sequence was found behind
+	hung        atomic.Int64              // shards whose worker hangs
 	outlet      outlet
 	say         sayings
 	horizon     *horizon // nil: publishing waits for no standby
 }
 
-// ErrNotPrimary is returned by Run when the database is a standby: what is visible there is not in the
-// order of the primary, and progress could not be stored. Nothing was published. Remedy: connect to the primary.
+// ErrNotPrimary is returned by Run when the database is a standby. Rows become visible there in
+// another order than on the primary, and progress could not be stored. Nothing was published.
+// Remedy: connect to the primary.
 var ErrNotPrimary = errors.New("the database is a standby: connect the relay to the primary")
 
-// ErrLeaseHeld is returned by Drain while another replica publishes. What was published is counted. It is safe
-// to try again.
+// ErrLeaseHeld is returned by Drain while another replica publishes. The number that Drain returns
+// includes the rows published so far. It is safe to try again.
 var ErrLeaseHeld = errors.New("another replica holds a lease of the relay")
 
-// errLeaseLost ends the work on a shard until this replica gets its lease again.
+// errLeaseLost ends the work on a shard until this replica acquires the lease again.
 var errLeaseLost = errors.New("lease lost: another replica publishes this shard")
 
-// errAnotherRun ends it, too: what was read before the server crashed, or another was promoted, says nothing now. Nor
-// does what another server shows: a connection may have led to one.
-var errAnotherRun = errors.New("the server crashed, or another was promoted or answered: the shard goes on from its stored progress")
+// errAnotherRun also ends the work on a shard. What was read before the server crashed, or before
+// another server was promoted, is no longer valid. The same holds for what another server returns:
+// a connection may lead to one.
+var errAnotherRun = errors.New("the server crashed, or another server was promoted or answered: the shard continues from its stored progress")
 
-// execer is what statements outside a transaction need: a pool or a connection.
+// execer is what a statement outside a transaction needs: a pool or a connection.
 type execer interface {
 	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// New returns a relay, or all problems of its configuration at once. It opens no connection. The pool
-// is borrowed; four connections are enough. kafka says how to reach the brokers (seeds, TLS, SASL,
-// compression); acks=all and idempotent production are set by the relay and cannot be weakened. With Config.Sink it is nil.
+// New returns a relay, or all problems of its configuration at once. It opens no connection. The
+// caller keeps ownership of the pool; four connections are enough. The kafka options say how to
+// reach the brokers (seeds, TLS, SASL, compression). The relay sets acks=all and idempotent
+// production, and no option can weaken them. With Config.Sink, kafka is nil.
 func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	cfg, err := cfg.withDefaults()
 	err = errors.Join(err, bounds.Pool(pool))
 	r := &Relay{pool: pool, kafka: kafka, cfg: cfg, sql: newQueries(cfg.Schema, serverRun), patience: cfg.patience(), routes: newRoutes(cfg.Routes), say: sayings{logger: cfg.Logger}}
-	r.horizon, _ = parseHorizon(cfg.DurableHorizon) // withDefaults has the error
+	r.horizon, _ = parseHorizon(cfg.DurableHorizon) // withDefaults reported the error
 	if cfg.Sink != nil {
 		if len(kafka) > 0 {
-			err = errors.Join(err, errors.New("kafka options with a Sink: rows go to the sink alone: remove one of the two"))
+			err = errors.Join(err, errors.New("kafka options with a Sink: rows go only to the sink: remove one of the two"))
 		}
 	} else if client, clientErr := r.newClient(nil, nil); clientErr != nil {
 		err = errors.Join(err, clientErr)
 	} else {
 		client.Close()
-		r.placing, clientErr = partitions.Option(kafka)
+		r.placing, clientErr = record.PartitionerOption(kafka)
 		err = errors.Join(err, clientErr)
 	}
 	if err != nil {
@@ -98,31 +103,31 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	return r, nil
 }
 
-// Run publishes until ctx is cancelled: the share of shards that falls to this replica. It survives the loss of
-// the database, of the brokers and of leases: it logs, waits and goes on. When ctx ends it stops reading,
-// waits at most DrainMax for what is with the brokers, stores progress, gives its leases back and
-// returns nil. It returns an error at once for what waiting cannot mend: a schema that does not fit, a
-// standby, a primary from before a failover.
+// Run publishes this replica's share of the shards until ctx is cancelled. It survives the loss of
+// the database, of the brokers and of leases: it logs, waits and continues. When ctx ends, Run
+// stops reading, waits at most DrainMax for unacknowledged records, stores progress, releases its
+// leases and returns nil. It returns an error at once for what waiting cannot fix: a schema that
+// does not fit, a standby, a primary from before a failover.
 func (r *Relay) Run(ctx context.Context) error {
 	for trouble := 1; ctx.Err() == nil; trouble++ {
 		r.turn()
 		err := r.check(ctx)
 		if err == nil {
-			return newMember(r).run(ctx)
+			return newMember(r).participate(ctx)
 		}
 		if ctx.Err() == nil && !unreachable(err) {
 			return err
 		}
-		pause(ctx, r.interrupted(ctx, err, trouble))
+		pause.For(ctx, r.interrupted(ctx, err, trouble))
 	}
 	return nil
 }
 
-// interrupted says what went wrong, and how long to wait before the next attempt.
+// interrupted logs the failure and returns how long to wait before the next attempt.
 func (r *Relay) interrupted(ctx context.Context, err error, trouble int) time.Duration {
 	wait := backoff(trouble)
 	if ctx.Err() == nil {
-		r.say.warn(ctx, "relay interrupted; it goes on from its stored progress", "relay", r.cfg.Name, "error", err, "retry_in", wait)
+		r.say.warn(ctx, "relay interrupted; it continues from its stored progress", "relay", r.cfg.Name, "error", err, "retry_in", wait)
 		if r.cfg.Hooks.Interrupted != nil {
 			r.cfg.Hooks.Interrupted(err)
 		}
@@ -130,7 +135,7 @@ func (r *Relay) interrupted(ctx context.Context, err error, trouble int) time.Du
 	return wait
 }
 
-// check refuses what waiting cannot mend.
+// check returns an error for what waiting cannot fix.
 func (r *Relay) check(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, r.patience)
 	defer cancel()
@@ -139,7 +144,7 @@ func (r *Relay) check(ctx context.Context) error {
 	}
 	var primary bool
 	if err := r.pool.QueryRow(ctx, primarySQL).Scan(&primary); err != nil {
-		return fmt.Errorf("ask whether the database is a primary: %w", err)
+		return fmt.Errorf("check whether the database is a primary: %w", err)
 	}
 	if !primary {
 		return ErrNotPrimary
@@ -150,7 +155,8 @@ func (r *Relay) check(ctx context.Context) error {
 	return r.adapt(ctx)
 }
 
-// adapt leaves functions out of statements that the database hides. It comes before everything that uses them.
+// adapt removes from the statements the functions that the database hides. It runs before any
+// statement that uses them.
 func (r *Relay) adapt(ctx context.Context) error {
 	r.adapting.Lock()
 	defer r.adapting.Unlock()
@@ -160,7 +166,7 @@ func (r *Relay) adapt(ctx context.Context) error {
 	var run string
 	err := r.pool.QueryRow(ctx, migrations.InSchema(runSQL, r.cfg.Schema)).Scan(&run)
 	if err != nil && !hidden(err) {
-		return fmt.Errorf("ask for the server's run: %w", err)
+		return fmt.Errorf("read the server's run: %w", err)
 	}
 	if err != nil {
 		r.sql = newQueries(r.cfg.Schema, unknownRun)
@@ -169,11 +175,11 @@ func (r *Relay) adapt(ctx context.Context) error {
 	return nil
 }
 
-// unreachable tells a database that does not answer, or is starting or stopping, from one that refuses.
+// unreachable reports whether the database did not answer, or is starting or stopping. It returns
+// false for a database that answered with a refusal.
 func unreachable(err error) bool {
-	var refusal *pgconn.PgError
-	if errors.As(err, &refusal) {
-		return strings.HasPrefix(refusal.Code, "57P") || strings.HasPrefix(refusal.Code, "53")
+	if state := pgerr.State(err); state != "" {
+		return strings.HasPrefix(state, "57P") || strings.HasPrefix(state, "53")
 	}
 	var connect *pgconn.ConnectError
 	var broken *net.OpError
@@ -181,14 +187,15 @@ func unreachable(err error) bool {
 		errors.Is(err, context.DeadlineExceeded) || pgconn.SafeToRetry(err)
 }
 
-// Drain publishes until nothing waits and returns how many rows that were: the single-step form of Run
-// for tests and cron jobs. It returns an error if another replica holds a shard.
+// Drain publishes until no row waits and returns the number of published rows. It is the
+// single-step form of Run, for tests and cron jobs. It returns ErrLeaseHeld if another replica
+// holds a shard.
 func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 	if err := errors.Join(r.adapt(ctx), r.checkHorizon(ctx)); err != nil {
 		return 0, err
 	}
 	if _, err := r.pool.Exec(ctx, r.sql.enroll, r.cfg.Name, r.cfg.Shards); err != nil {
-		return 0, fmt.Errorf("make the relay known: %w", err)
+		return 0, fmt.Errorf("register relay: %w", err)
 	}
 	standing, err := r.beat(ctx, nil, r.publishing())
 	if err != nil {
@@ -215,7 +222,7 @@ func (r *Relay) Drain(ctx context.Context) (published int64, err error) {
 	return published, nil
 }
 
-// drainShard starts over where it needs another client.
+// drainShard drains one shard. It starts over when it needs a new Kafka client.
 func (r *Relay) drainShard(ctx context.Context, shard int16) (published int64, err error) {
 	for {
 		lease, err := r.acquire(ctx, shard)
@@ -233,14 +240,14 @@ func (r *Relay) drainShard(ctx context.Context, shard int16) (published int64, e
 	}
 }
 
-// drain publishes one shard, and keeps its lease meanwhile.
+// drain publishes one shard and renews its lease while it does so.
 func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 	p := newPublisher(r, l)
 	p.once = true
 	keeping, stop := context.WithCancel(ctx)
 	defer stop()
 	go func() {
-		for pause(keeping, r.cfg.Lease/3) {
+		for pause.For(keeping, r.cfg.Lease/3) {
 			if _, err := r.beat(keeping, []*lease{l}, r.publishing(l)); err != nil && keeping.Err() == nil {
 				r.say.warn(ctx, "lease could not be renewed", "relay", r.cfg.Name, "error", err)
 			}
@@ -250,14 +257,15 @@ func (r *Relay) drain(ctx context.Context, l *lease) (int64, error) {
 	return p.progress.rows, err
 }
 
-// turn says that a loop is not stuck. Statements, and waiting for brokers, end by themselves; a sink may not.
+// turn calls the heartbeat: this loop is not stuck. Statements, and waits for brokers, end by
+// themselves; a call of a sink may not.
 func (r *Relay) turn() {
-	if r.cfg.Hooks.Turn != nil && r.overdue.Load() == 0 && r.hung.Load() == 0 {
-		r.cfg.Hooks.Turn()
+	if r.cfg.Hooks.Heartbeat != nil && r.overdue.Load() == 0 && r.hung.Load() == 0 {
+		r.cfg.Hooks.Heartbeat()
 	}
 }
 
-// backoff grows from 100 ms to 5 s, with full jitter.
+// backoff returns a pause with full jitter. Its ceiling grows from 100 ms to 5 s.
 func backoff(attempt int) time.Duration {
 	ceiling := min(100*time.Millisecond<<min(attempt, 10), 5*time.Second)
 	return 50*time.Millisecond + rand.N(ceiling) //nolint:gosec // jitter needs no secret

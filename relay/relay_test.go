@@ -63,8 +63,9 @@ func header(record *kgo.Record, name string) []string {
 	return found
 }
 
-// Property: key, payload and headers arrive byte for byte, with null and empty told apart; the record
-// carries the row's ID, the publishing time as its timestamp and the row's time as a header. Rows O35, O36.
+// Property: key, payload and headers arrive byte for byte, and null and empty stay different; the
+// record carries the row's ID, the publishing time as its timestamp and the row's time as a header.
+// Rows O35, O36 of guarantees.md.
 func TestRecordIsTheRow(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -80,7 +81,8 @@ func TestRecordIsTheRow(t *testing.T) {
 			outbox.Message{Topic: topic, Payload: []byte{}},
 		)
 	}))
-	// A row that waited for a month must not be deleted by the topic's retention when it is published.
+	// A row that waited for a month must not be deleted by the topic's retention when it is
+	// published.
 	_, err := pool.Exec(ctx, `UPDATE effectonce.outbox SET created_at = '2020-01-02 03:04:05.678901+00'`)
 	require.NoError(t, err)
 	require.EqualValues(t, 3, drain(t, newRelay(t, pool, relay.Config{})))
@@ -104,7 +106,8 @@ func TestRecordIsTheRow(t *testing.T) {
 	assert.Empty(t, empty.Value)
 }
 
-// Property: a row whose transaction commits after later rows were published is published, once. Row O2.
+// Property: a row whose transaction commits after later rows were published is published, once. Row
+// O2 of guarantees.md.
 func TestLateCommitIsNotSkipped(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -135,11 +138,12 @@ func testLateCommitIsNotSkipped(t *testing.T, exactly bool) {
 	require.Equal(t, []string{"early", "second", "late", "later"}, values(t, topic))
 }
 
-// Property: a row is published whose transaction runs beyond the snapshot's xmax: that is one after the last id
-// that has ended, so while nothing else ends, an open transaction stands neither below it nor in xip.
+// Property: a row is published whose transaction runs beyond the snapshot's xmax: xmax is one after
+// the last id that has ended, so while nothing else ends, an open transaction is neither below it
+// nor in xip.
 func TestSlowWriterInAnIdleClusterIsNotSkipped(t *testing.T) {
 	t.Parallel()
-	cluster := pgtest.Cluster(t, nil) // where no other test's transaction ends meanwhile
+	cluster := pgtest.Cluster(t, nil) // where no other test's transaction ends
 	pgtest.Migrate(t, cluster.URL)
 	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
 	pool, err := pgxpool.New(ctx, cluster.URL)
@@ -149,7 +153,7 @@ func TestSlowWriterInAnIdleClusterIsNotSkipped(t *testing.T) {
 	done := make(chan error, 1)
 	r := newRelay(t, pool, relay.Config{Lease: time.Minute, PollMax: 20 * time.Millisecond})
 	go func() { done <- r.Run(running) }()
-	require.Eventually(t, func() bool { return owner(t, pool) != "" }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return owner(t, pool) != "" }, 2*time.Minute, 10*time.Millisecond)
 	for i := range 3 {
 		require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
 			if err := outbox.Publish(ctx, tx, outbox.Message{Topic: topic, Payload: fmt.Append(nil, i)}); err != nil {
@@ -159,7 +163,7 @@ func TestSlowWriterInAnIdleClusterIsNotSkipped(t *testing.T) {
 			return err
 		}))
 	}
-	require.Eventually(t, func() bool { return len(values(t, topic)) == 3 }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return len(values(t, topic)) == 3 }, 2*time.Minute, 10*time.Millisecond)
 	stop()
 	require.NoError(t, <-done)
 }
@@ -197,8 +201,8 @@ func testLargeLateTransactionIsPaged(t *testing.T, exactly bool) {
 	require.Equal(t, append([]string{"x"}, want...), values(t, topic))
 }
 
-// Property: a row for a topic that does not exist holds only that topic; when the topic is created the rows
-// are published by themselves, in order and before later ones. Row O12.
+// Property: a row for a topic that does not exist holds only that topic; when the topic is created
+// the rows are published by themselves, in order and before later ones. Row O12 of guarantees.md.
 func TestUnknownTopicHoldsOnlyItself(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -237,9 +241,9 @@ func testUnknownTopicHoldsOnlyItself(t *testing.T, exactly bool) {
 	require.NoError(t, <-done)
 }
 
-// Property: a row that is too large for its topic is parked with its reason, later rows of its key wait
-// behind it in order, every other key flows; after the limit was raised and the row set to retry, all
-// are published in order. Rows O10, O11.
+// Property: a row that is too large for its topic is parked with its reason, later rows of its key
+// wait behind it in order, every other key flows; after the limit was raised and the row set to
+// retry, all are published in order. Rows O10, O11 of guarantees.md.
 func TestRowTooLargeHoldsOnlyItsKey(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -273,7 +277,7 @@ func testRowTooLargeHoldsOnlyItsKey(t *testing.T, exactly bool) {
 	require.Equal(t, "too_large", reason)
 	require.Contains(t, text, "max.message.bytes")
 
-	// Retried without a mended cause it stays; the others of its key stay behind it.
+	// Retried without a fixed cause it stays; the others of its key stay behind it.
 	retry := `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE state = 'held'`
 	_, err := pool.Exec(ctx, retry)
 	require.NoError(t, err)
@@ -315,7 +319,7 @@ func testBadHeadersArePlainlyReported(t *testing.T, exactly bool) {
 }
 
 // Property: only one replica publishes at a time; one that is stopped hands over at once, and the
-// progress of one that lost its lease is refused. Row O13.
+// progress of one that lost its lease is refused. Row O13 of guarantees.md.
 func TestLeaseMovesAndFences(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -334,11 +338,12 @@ func testLeaseMovesAndFences(t *testing.T, exactly bool) {
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
 	go func() { done <- first.Run(running) }()
-	require.Eventually(t, func() bool { return owner(t, pool) == "first" }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return owner(t, pool) == "first" }, 2*time.Minute, 10*time.Millisecond)
 	_, err := second.Drain(ctx)
 	require.ErrorIs(t, err, relay.ErrLeaseHeld)
 
-	// Another replica takes over behind its back: the first must notice, and must not store progress.
+	// Another replica takes over behind its back: the first must notice, and must not store
+	// progress.
 	_, err = pool.Exec(ctx, strings.Replace(takenSQL, "'another'", "'zombie'", 1))
 	require.NoError(t, err)
 	insert(t, pool, topic, "k", "1")
@@ -358,8 +363,9 @@ func testLeaseMovesAndFences(t *testing.T, exactly bool) {
 	require.Empty(t, owner(t, pool), "Drain gives the lease back")
 }
 
-// Property: an outbox that was restored into another cluster, where its transaction ids mean nothing, is
-// published on from the floor: everything above it again, nothing lost, and new rows flow. Row O22.
+// Property: an outbox that was restored into another cluster, where its transaction ids mean
+// nothing, is published on from the floor: everything above it again, nothing lost, and new rows
+// flow. Row O22 of guarantees.md.
 func TestAnotherClusterLosesNothing(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -384,7 +390,8 @@ func testAnotherClusterLosesNothing(t *testing.T, exactly bool) {
 		insert(t, pool, topic, "k", fmt.Sprint(i))
 		drain(t, r)
 	}
-	// What a restore leaves behind: ids and ticks from far ahead, of a cluster with another identity.
+	// What a restore leaves behind: ids and ticks from far ahead, of a cluster with another
+	// identity.
 	_, err = pool.Exec(ctx, `UPDATE effectonce.outbox SET txid = '900000000000'`)
 	require.NoError(t, err)
 	insert(t, pool, topic, "k", "5")
@@ -421,8 +428,8 @@ func TestConfigReportsAllProblems(t *testing.T) {
 	require.ErrorContains(t, err, "DisableIdempotentWrite")
 }
 
-// Property: a pool whose protocol cannot work, or may execute somebody else's statement behind a pooler, is refused at
-// start, with the one that works. Row O15.
+// Property: a pool whose protocol cannot work, or may execute another session's statement behind a
+// pooler, is refused at start, and the error names the one that works. Row O15 of guarantees.md.
 func TestProtocolOfThePoolIsChecked(t *testing.T) {
 	t.Parallel()
 	database := pgtest.Pool(t).Config()
@@ -437,7 +444,8 @@ func TestProtocolOfThePoolIsChecked(t *testing.T) {
 	}
 }
 
-// Property: a pool whose connections may lead to a standby is refused at start. Row O25.
+// Property: a pool whose connections may lead to a standby is refused at start. Row O25 of
+// guarantees.md.
 func TestPoolOfSeveralHostsIsChecked(t *testing.T) {
 	t.Parallel()
 	config := pgtest.Pool(t).Config()
@@ -461,8 +469,8 @@ func TestPoolOfSeveralHostsIsChecked(t *testing.T) {
 	}
 }
 
-// Property: a look reads rows by index only, by one plan, whatever the statistics say: there are none, they are of a table
-// that was empty, or they are right. Row O21.
+// Property: a look reads rows by index only, by one plan, whatever the statistics say: there are
+// none, they are of a table that was empty, or they are right. Row O21 of guarantees.md.
 func TestFetchWalksIndexes(t *testing.T) {
 	t.Parallel()
 	for _, statistics := range []string{"none", "of the empty table", "right"} {
@@ -487,7 +495,7 @@ func TestFetchWalksIndexes(t *testing.T) {
 						}
 					}
 					require.Contains(t, plan, "Merge Append", "the page comes in order from the index")
-					// What is sorted is a page of what came late, never what is left of the outbox.
+					// Only a page of late rows is sorted, never the rest of the outbox.
 					require.LessOrEqual(t, strings.Count(plan, "Sort ("), 2, plan)
 					require.NotRegexp(t, `Rows Removed by Filter: \d{3,}`, plan)
 					require.NotRegexp(t, `Seq Scan on outbox_\d`, plan)

@@ -15,10 +15,11 @@ import (
 // ErrUnknownRelay is returned by SetShards for a relay that never ran.
 var ErrUnknownRelay = errors.New("no relay of this name ever ran on this outbox")
 
-// SetShards asks for another number of shards, 1 to 256, and returns the present one. The relay changes it while it
-// runs, or when it runs next: one replica takes all shards, publishes each up to one common tick and begins the
-// new ones there, so that the rows of a key stay in order. Until then the old number counts. Asking again, also
-// for the old number, replaces what was asked for. by.Who and by.Why are kept in operator_actions.
+// SetShards requests another number of shards, 1 to 256, and returns the present one. The relay
+// changes it while it runs, or when it runs next. One replica takes all shards, publishes each up
+// to one common tick and begins the new ones there, so that the rows of a key stay in order. Until
+// then the old number counts. A later call, also for the old number, replaces the request. by.Who
+// and by.Why are stored in operator_actions.
 func SetShards(ctx context.Context, pool *pgxpool.Pool, by Operator, shards int16) (now int16, err error) {
 	by, err = by.resolve()
 	if shards < 1 || shards > shardsMax {
@@ -34,27 +35,27 @@ func SetShards(ctx context.Context, pool *pgxpool.Pool, by Operator, shards int1
 	return now, err
 }
 
-var errNoChange = errors.New("the number of shards is not to change any more")
+var errNoChange = errors.New("the change of the number of shards was withdrawn")
 
-// reshard is a step on the way to another number of shards: the replica that holds shard 0 takes all others, too,
-// lets them run up to one tick, and replaces them.
+// reshard is a step of the change to another number of shards. The replica that holds shard 0 also
+// takes all others, lets them run up to one tick, and replaces them.
 func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup, ended chan<- *worker) error {
 	if m.workers[0] == nil {
 		m.abandonCut(ctx)
 		m.shed(0)
 		for _, shard := range s.free {
 			if shard == 0 && len(m.workers) == 0 {
-				return m.take(ctx, []int16{0}, 1, group, ended)
+				return m.acquireShards(ctx, []int16{0}, 1, group, ended)
 			}
 		}
 		return nil
 	}
 	if len(m.workers) < int(s.shards) {
 		m.abandonCut(ctx)
-		return m.take(ctx, s.free, int(s.shards), group, ended)
+		return m.acquireShards(ctx, s.free, int(s.shards), group, ended)
 	}
 	if m.cut == nil {
-		// A page that is being read may be behind a tick that is taken now: everybody rests first.
+		// A page that is being read may be behind a tick that is taken now: all workers rest first.
 		all := true
 		for _, w := range m.workers {
 			all = w.publisher.course.rest() && all
@@ -89,8 +90,8 @@ func (m *member) reshard(ctx context.Context, s *standing, group *sync.WaitGroup
 	return nil
 }
 
-// newCut takes a tick that is behind everything that the shards know. Each lease was taken by a transaction that
-// has committed, after its seq was read: see progress.
+// newCut takes a tick that is behind everything that the shards know. Each lease was taken by a
+// transaction that has committed, after its seq was read: see progress.
 func (m *member) newCut(ctx context.Context) (*tick, error) {
 	ctx, cancel := m.brief(ctx)
 	defer cancel()
@@ -115,7 +116,7 @@ func (m *member) newCut(ctx context.Context) (*tick, error) {
 	return cut, m.storeTick(ctx, m.pool, cut)
 }
 
-// cutOver replaces the shards, if this replica still holds each of them, at the cut.
+// cutOver replaces the shards at the cut, if this replica still holds each of them.
 func (m *member) cutOver(ctx context.Context) error {
 	ctx, cancel := m.brief(ctx)
 	defer cancel()
@@ -134,7 +135,7 @@ func (m *member) cutOver(ctx context.Context) error {
 			return errNoChange
 		}
 		if err := tx.QueryRow(ctx, m.sql.allHeld, m.cfg.Name, shards, epochs, m.cut.id).Scan(&held); err != nil {
-			return fmt.Errorf("look at the shards: %w", err)
+			return fmt.Errorf("check the shards: %w", err)
 		}
 		if !held {
 			return errLeaseLost
@@ -147,7 +148,8 @@ func (m *member) cutOver(ctx context.Context) error {
 	})
 }
 
-// abandonCut gives up shards that wait at a cut which will not be: they may be published further.
+// abandonCut withdraws a cut. It releases shards that wait at it, so that they can be published
+// further.
 func (m *member) abandonCut(ctx context.Context) {
 	for _, w := range m.workers {
 		w.publisher.course.goOn()

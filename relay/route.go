@@ -10,34 +10,39 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// Routes decide into which topic of Kafka (or under which topic to a Sink) a row goes. The zero value keeps the row's own.
+// Routes decide to which Kafka topic (or, with a Sink, under which topic) a row goes. The zero
+// value keeps the row's own topic.
 //
-// Everything that people name is named as in the row: topics that are paused or have a rate, the topic of dead rows,
-// metrics and hooks; and the order of a key is kept among rows of one topic in the outbox. Limits, rights and whether a topic
-// exists are those of the topic in Kafka.
+// Operators always use the row's own topic name: for paused topics, rates, the topic of dead rows,
+// metrics and hooks. The order of a key is kept among rows of one topic in the outbox. Size limits,
+// rights and whether a topic exists are those of the topic in Kafka.
 //
-// All replicas should have the same, and so should programs that look for what was published. Rows that were published
-// before a change stay where they are; after a crash the last of them come again where the new rules send them.
+// All replicas should have the same Routes, and so should programs that look for what was
+// published. Rows that were published before a change stay where they are. After a crash, the last
+// of them are published again according to the new rules.
 type Routes struct {
-	// Prefix goes before every name, also one that a rule made. At most 200 letters, digits, dots, underscores and hyphens.
+	// Prefix goes before every name, including a name that a rule made. At most 200 letters,
+	// digits, dots, underscores and hyphens.
 	Prefix string
-	// Rules in order, at most 100: the first that matches decides. A row that matches none keeps its topic's name.
+	// Rules in order, at most 100: the first match decides. A row that matches no rule keeps its
+	// topic's name.
 	Rules []Rule
 }
 
-// Rule is about the rows that match both Topic and Header.
+// Rule applies to the rows that match both Topic and Header.
 type Rule struct {
-	// Topic is a regular expression (https://github.com/google/re2/wiki/Syntax) for the whole name of the row's topic.
-	// Empty: all topics.
+	// Topic is a regular expression (https://github.com/google/re2/wiki/Syntax) for the whole name
+	// of the row's topic. Empty: all topics.
 	Topic string
-	// Header is the name of a header, and Value a regular expression for all of its value. Where the row has several of
-	// that name one is enough; null is the empty text. Header empty: whatever the headers are.
+	// Header is the name of a header, and Value is a regular expression for its whole value. If the
+	// row has several headers of that name, one match is enough; null is the empty text. Header
+	// empty: the rule does not look at headers.
 	Header, Value string
-	// To is the new name; $1 and ${name} are what groups of Topic matched. Empty: the row keeps its topic's name, which
-	// exempts it from the rules behind.
+	// To is the new name; $1 and ${name} are what groups of Topic matched. Empty: the row keeps its
+	// topic's name, and later rules do not apply to it.
 	To string
-	// Drop: the row is not published. It counts in Hooks.Dropped, and the log says how many. Not with To, and only with
-	// Topic or Header.
+	// Drop: the row is not published. It counts in Hooks.Dropped, and the log reports the number of
+	// dropped rows. Drop cannot be combined with To, and needs Topic or Header.
 	Drop bool
 }
 
@@ -53,7 +58,7 @@ var (
 	errNoRoute = errors.New("want letters, digits, dots, underscores and hyphens, at most 249 together with Prefix")
 )
 
-// Validate returns all problems at once. New does so, too.
+// Validate returns all problems at once. New calls it, too.
 func (c Routes) Validate() error {
 	var problems []error
 	if len(c.Prefix) > prefixBytesMax || !topicPart.MatchString(c.Prefix) {
@@ -90,7 +95,7 @@ func (r Rule) validate(prefix string) (problems []error) {
 	case r.Drop && r.To != "":
 		report("Drop and To %.260q: choose one of the two", r.To)
 	case r.Drop && r.Topic == "" && r.Header == "":
-		report("Drop of all rows: name a Topic or a Header, if need be Topic \".*\"")
+		report("Drop of all rows: name a Topic or a Header, or to drop all rows use Topic \".*\"")
 	}
 	if topic == nil || r.To == "" {
 		return problems
@@ -121,8 +126,8 @@ func whole(expression string) (*regexp.Regexp, error) {
 	return regexp.Compile(`^(?:` + expression + `)$`)
 }
 
-// Router decides by Routes as the relay does, for programs that compare the outbox with Kafka. It is safe for use by several
-// goroutines.
+// Router applies Routes as the relay does, for programs that compare the outbox with Kafka. It is
+// safe for concurrent use.
 type Router struct{ routes *routes }
 
 // Router returns the Router of Routes, or the error of Validate.
@@ -133,15 +138,16 @@ func (c Routes) Router() (*Router, error) {
 	return &Router{newRoutes(c)}, nil
 }
 
-// Topic returns the topic of Kafka into which a row of a topic goes by its headers. Dropped: it goes into none.
+// Topic returns the Kafka topic of a row, by the row's topic and headers. dropped: the row goes to
+// no topic.
 func (r *Router) Topic(topic string, headers []outbox.Header) (name string, dropped bool) {
 	return r.routes.of(topic, headers)
 }
 
-// Topics returns all topics of Kafka into which rows of a topic may go.
+// Topics returns all Kafka topics that rows of a topic may go to.
 func (r *Router) Topics(topic string) []string { return r.routes.names(topic) }
 
-// routes are Routes at work.
+// routes are compiled Routes.
 type routes struct {
 	prefix string
 	rules  []rule
@@ -155,7 +161,7 @@ type rule struct {
 	topic, value *regexp.Regexp
 }
 
-// route is what may become of the rows of a topic: the choices in order, of which the last has no condition.
+// route holds the choices for the rows of a topic, in order; the last one has no condition.
 type route struct {
 	choices []choice
 	names   []string // of the choices
@@ -168,7 +174,8 @@ type choice struct {
 	drop   bool
 }
 
-// newRoutes returns nil where every row keeps its topic. The configuration was validated, or is about to be refused.
+// newRoutes returns nil if every row keeps its topic. The configuration was validated, or will be
+// rejected.
 func newRoutes(c Routes) *routes {
 	if c.Prefix == "" && len(c.Rules) == 0 {
 		return nil
@@ -184,7 +191,7 @@ func newRoutes(c Routes) *routes {
 	return r
 }
 
-// of returns into which topic a row goes, or that it is dropped.
+// of returns the topic that a row goes to, or that it is dropped.
 func (r *routes) of(topic string, headers []outbox.Header) (name string, drop bool) {
 	if r == nil {
 		return topic, false
@@ -197,7 +204,7 @@ func (r *routes) of(topic string, headers []outbox.Header) (name string, drop bo
 	return r.prefix + topic, false
 }
 
-// names returns all topics into which rows of a topic may go.
+// names returns all topics that rows of a topic may go to.
 func (r *routes) names(topic string) []string {
 	if r == nil {
 		return []string{topic}
@@ -219,7 +226,8 @@ func (r *routes) route(topic string) *route {
 	return known
 }
 
-// choose leaves out rules that are about other topics, and those behind one without another condition.
+// choose leaves out rules for other topics, and rules after the first one without another
+// condition.
 func (r *routes) choose(topic string) *route {
 	found := &route{}
 	add := func(c choice) {
@@ -258,8 +266,9 @@ func (c *choice) takes(headers []outbox.Header) bool {
 	return false
 }
 
-// ParseRule reads the form of a command line: parts behind semicolons, topic=REGEXP, header=NAME, value=REGEXP, and then
-// to=NAME, drop or keep. A semicolon inside of an expression is \x3b.
+// ParseRule reads the command-line form: parts separated by semicolons, topic=REGEXP, header=NAME,
+// value=REGEXP, and then to=NAME, drop or keep. A semicolon inside of an expression is written
+// \x3b.
 func ParseRule(text string) (Rule, error) {
 	var r Rule
 	verdicts := 0

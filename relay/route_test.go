@@ -22,8 +22,8 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: each row goes where the first rule that matches sends it, with the prefix, and a row that is dropped is counted
-// and told, holds nothing up and comes nowhere.
+// Property: each row goes where the first matching rule sends it, with the prefix. A dropped row is
+// counted and logged, holds nothing up and is not published.
 func TestRowsGoWhereRulesSendThem(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
@@ -71,8 +71,9 @@ func TestRowsGoWhereRulesSendThem(t *testing.T) {
 	})
 }
 
-// Property: names that people use are those of the outbox, with dead rows, pauses and what waits for a topic in Kafka;
-// a row that waits goes where rules send it then, also to nowhere, and what is behind it follows.
+// Property: names that people use are those of the outbox, with dead rows, pauses and what waits
+// for a topic in Kafka; a row that waits goes where rules send it then, also to nowhere, and what
+// is behind it follows.
 func TestRoutedRowsWait(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
@@ -116,7 +117,8 @@ func createAt(t *testing.T, fake *kfake.Cluster, topic string) {
 	require.NoError(t, err)
 }
 
-// Property: rules and rates that cannot work are refused at the start, all at once, with the field and the bound.
+// Property: rules and rates that cannot work are refused at the start, all at once, with the field
+// and the bound.
 func TestRoutesAreChecked(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -147,7 +149,8 @@ func TestRoutesAreChecked(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: the form of the command line is read as it is documented, and what is not of that form is refused.
+// Property: the form of the command line is read as it is documented, and what is not of that form
+// is refused.
 func TestParseRule(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string]relay.Rule{
@@ -165,7 +168,8 @@ func TestParseRule(t *testing.T) {
 	}
 }
 
-// Property: a row that asks for a partition which was just added is published, by a relay that knew the topic before.
+// Property: a row that asks for a partition which was just added is published, by a relay that knew
+// the topic before.
 func TestAddedPartitionIsSeen(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
@@ -185,8 +189,9 @@ func TestAddedPartitionIsSeen(t *testing.T) {
 	})
 }
 
-// Property: a row that asks for a partition gets it, by Go and by plain SQL, without the header in its record; one that
-// asks for what the topic does not have, or for no number, is dead of it; all others go where they would have gone.
+// Property: a row that asks for a partition gets it, by Go and by plain SQL, without the header in
+// its record; one that asks for what the topic does not have, or for no number, is dead of it; all
+// others go where they would have gone.
 func TestRowsChooseTheirPartition(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {

@@ -8,18 +8,19 @@ import (
 	"github.com/effectonce/effectonce/internal/say"
 )
 
-// sayings logs what lasts: each text once, and then every 30 s with how often it came.
+// sayings logs lasting conditions: each text once, and then every 30 s with the number of
+// repetitions.
 type sayings struct {
 	logger *slog.Logger
 	lines  say.Lines
 }
 
-// warn logs a problem. What comes with it, an error or a shard, may differ each time.
+// warn logs a problem. The attributes, such as an error or a shard, may differ each time.
 func (s *sayings) warn(ctx context.Context, text string, attrs ...any) {
 	s.log(ctx, slog.LevelWarn, text, text, attrs)
 }
 
-// about is warn for one of several things that have the same problem, such as topics.
+// about is warn for one of several things with the same problem, such as topics.
 func (s *sayings) about(ctx context.Context, level slog.Level, thing, text string, attrs ...any) {
 	s.log(ctx, level, text+"\x00"+thing, text, attrs)
 }
@@ -30,7 +31,7 @@ func (s *sayings) log(ctx context.Context, level slog.Level, key, text string, a
 	}
 }
 
-// over says that a problem is over, if it was logged.
+// over logs the end of a problem, if the problem was logged.
 func (s *sayings) over(ctx context.Context, problem, text string, attrs ...any) {
 	if ended, was := s.lines.End(problem); was {
 		s.logger.InfoContext(ctx, text, append(attrs, "times", ended.Times, "lasted", ended.Lasted.Round(time.Millisecond))...)

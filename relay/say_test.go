@@ -25,8 +25,8 @@ func lines(said *lockedBuffer, level string) (found []string) {
 	return found
 }
 
-// Property: rows of many keys that become dead for one reason are one line of the log, and then one every 30 s with their
-// number: a missing topic fills no disk and hides nothing else.
+// Property: rows of many keys that become dead for one reason are one line of the log, and then one
+// every 30 s with their number: a missing topic fills no disk and hides nothing else.
 func TestMissingTopicIsSaidOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -42,7 +42,8 @@ func TestMissingTopicIsSaidOnce(t *testing.T) {
 	require.Contains(t, strings.Join(found, ""), "topic=also-missing")
 }
 
-// Property: a database that is away is some lines of the log, not some a second, and its return is one.
+// Property: a database that is away is some lines of the log, not some a second, and its return is
+// one.
 func TestDatabaseAwayIsSaidOnce(t *testing.T) {
 	t.Parallel()
 	cluster := pgtest.Cluster(t, nil)
@@ -71,7 +72,8 @@ func TestDatabaseAwayIsSaidOnce(t *testing.T) {
 	await(t, "its return is said", func() bool { return strings.Contains(said.String(), "the database answers again") })
 }
 
-// Property: a replica that stands by says so once, with the replica that publishes, and again when that is another one.
+// Property: a replica that stands by logs that once, with the replica that publishes, and again
+// when another one publishes.
 func TestStandbySaysSo(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)

@@ -2,43 +2,44 @@ package relay
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// How messages for later are looked after: an idle relay looks every two seconds (one descent of an index, also when
-// there never were any), and at the moment at which the next one is due where that is sooner. promotePause keeps
-// many small moves from becoming a load.
+// How messages for later are polled. An idle relay polls every two seconds (one descent of an
+// index, also if there never were any), and when the next message is due, if that is sooner.
+// promotePause keeps many small moves from becoming a load.
 const (
 	promoteEvery   = 2 * time.Second
 	promotePause   = 100 * time.Millisecond
 	promoteRowsMax = 1000
 )
 
-// promote moves messages for later into the outbox as they come due, for as long as this replica works on shard 0. It
-// has a goroutine of its own: a large move must not hold up the renewal of leases. Two that both believe to have
-// shard 0, and relays of other names, take turns in the statement itself.
+// promote moves messages for later into the outbox when they are due, as long as this replica works
+// on shard 0. It has a goroutine of its own: a large move must not delay the renewal of leases. Two
+// replicas that both believe to have shard 0, and relays of other names, are serialized by the
+// statement itself.
 func (r *Relay) promote(ctx context.Context) {
-	for wait := time.Duration(0); pause(ctx, wait); {
+	for wait := time.Duration(0); pause.For(ctx, wait); {
 		next, err := r.promoteDue(ctx)
 		wait = min(max(next, promotePause), promoteEvery)
 		if err != nil {
 			wait = promoteEvery
 			if ctx.Err() == nil {
-				r.say.warn(ctx, "messages for later could not be moved to the outbox; it is tried again", "relay", r.cfg.Name, "error", err)
+				r.say.warn(ctx, "messages for later could not be moved to the outbox; the relay retries", "relay", r.cfg.Name, "error", err)
 			}
 		}
 	}
 }
 
-// promoteDue moves what is due, and says in how long to look again.
+// promoteDue moves messages that are due, and returns the time until the next poll.
 func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 	var millis int64
 	if err := r.ask(ctx, []any{&millis}, r.sql.nextDue); err != nil {
-		return 0, fmt.Errorf("look for messages that are due: %w", err)
+		return 0, fmt.Errorf("find messages that are due: %w", err)
 	}
 	if millis > 0 {
 		return time.Duration(millis) * time.Millisecond, nil
@@ -46,23 +47,22 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 	for {
 		var found, moved int
 		err := r.ask(ctx, []any{&found, &moved}, r.sql.promote, promoteRowsMax)
-		var refusal *pgconn.PgError
-		if errors.As(err, &refusal) && refusal.Code == "40001" {
-			return promotePause, nil // where the role's isolation is stricter, whoever cancels one row undoes the move
+		if pgerr.Is(err, pgerr.SerializationFailure) {
+			return promotePause, nil // if the role's isolation is stricter, a session that cancels one row undoes the move
 		}
 		if err != nil {
 			return 0, fmt.Errorf("move messages that are due: %w", err)
 		}
 		switch {
 		case moved == 0:
-			return promoteEvery, nil // somebody is cancelling it, or moves it
+			return promoteEvery, nil // another session is cancelling or moving them
 		case found < promoteRowsMax:
 			return promotePause, nil
 		}
 	}
 }
 
-// ask reads one row, in time.
+// ask reads one row within the limit of a statement.
 func (r *Relay) ask(ctx context.Context, into []any, sql string, args ...any) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, r.patience, errNoAnswer)
 	defer cancel()

@@ -28,9 +28,9 @@ func must(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	require.NoError(t, err)
 }
 
-// Property: a message for later gets into the outbox once and never before its time by the database's clock, also where
-// two relays of different names look after the same outbox; each of them publishes it once, under its ID, with
-// everything that it had. What is never due stays.
+// Property: a message for later gets into the outbox once and never before its time by the
+// database's clock, also where two relays of different names look after the same outbox; each of
+// them publishes it once, under its ID, with everything that it had. What is never due stays.
 func TestMessagesForLaterArePublishedOnceAndNotBefore(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -42,7 +42,7 @@ func TestMessagesForLaterArePublishedOnceAndNotBefore(t *testing.T) {
 		INSERT INTO effectonce.outbox_scheduled (due_at, topic, key, payload, headers)
 		SELECT clock_timestamp() + (n - 50) * interval '30 milliseconds', $1, ('k' || n % 5)::bytea, n::text::bytea, '{"a": "1"}' FROM generate_series(1, 150) n
 		RETURNING id, due_at) INSERT INTO planned SELECT * FROM s`, topic)
-	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES ('infinity', $1), (clock_timestamp() + interval '1 hour', $1)`, topic)
+	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES ('2999-01-01', $1), (clock_timestamp() + interval '1 hour', $1)`, topic)
 	running(t, pool, relay.Config{})
 	running(t, pool, relay.Config{Name: "other"})
 	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) >= 300 }, 30*time.Second, 20*time.Millisecond)
@@ -63,8 +63,9 @@ func TestMessagesForLaterArePublishedOnceAndNotBefore(t *testing.T) {
 	}
 }
 
-// Property: of "cancelled" and "published" exactly one holds for each message and all its topics, and the caller is told
-// which, however many cancel, roll back and move at once; a DELETE by plain SQL counts as Cancel does.
+// Property: of "cancelled" and "published" exactly one holds for each message and all its topics,
+// and the caller learns which, however many cancel, roll back and move at once; a DELETE by plain
+// SQL counts as Cancel does.
 func TestCancelledOrPublished(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
@@ -82,11 +83,13 @@ func TestCancelledOrPublished(t *testing.T) {
 	undo := errors.New("rolled back")
 	var cancelling, moving sync.WaitGroup
 	stop, begun := make(chan struct{}), make(chan struct{})
+	var meanwhile atomic.Int64
 	move := func() {
 		var found, moved int
 		if err := pool.QueryRow(ctx, relay.PromoteSQL, 7).Scan(&found, &moved); err != nil {
 			t.Errorf("move: %v", err)
 		}
+		meanwhile.Add(int64(moved))
 	}
 	for range 3 {
 		cancelling.Go(func() {
@@ -125,7 +128,7 @@ func TestCancelledOrPublished(t *testing.T) {
 				case <-stop:
 					return
 				default:
-					move() // few at a time, from the end at which the cancelling goes on, too
+					move() // few at a time, also from the end at which the cancelling continues
 				}
 			}
 		})
@@ -152,7 +155,7 @@ func TestCancelledOrPublished(t *testing.T) {
 	}
 	t.Logf("%d of %d cancelled", n, messages)
 	require.NotZero(t, n)
-	require.Less(t, n, messages*2/3, "nothing was moved meanwhile: the test shows nothing")
+	require.Positive(t, meanwhile.Load(), "nothing was moved meanwhile: the test shows nothing")
 }
 
 // Property: however many move at once, the order of the outbox is the order of the times.
@@ -178,13 +181,13 @@ func TestMovedInTheOrderOfTheTimes(t *testing.T) {
 	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM (SELECT place, row_number() OVER (ORDER BY seq) AS came FROM effectonce.outbox JOIN planned USING (id)) x WHERE place <> came`))
 }
 
-// Property: while one moves messages, another one moves none, also none behind them: its own could commit first. What is not
-// due stays, also under the ID of what is.
+// Property: while one moves messages, another one moves none, also none behind them: its own could
+// commit first. What is not due stays, also under the ID of what is.
 func TestOneMovesAtATime(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
 	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) SELECT 'epoch'::timestamptz + n * interval '1 second', 'orders', n::text::bytea FROM generate_series(1, 1500) n`)
-	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (id, due_at, topic) SELECT id, 'infinity', 'tomorrow' FROM effectonce.outbox_scheduled`)
+	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (id, due_at, topic) SELECT id, '2999-01-01', 'tomorrow' FROM effectonce.outbox_scheduled`)
 	release := halted(t, pool)
 	done := make(chan error, 1)
 	first := newRelay(t, pool, relay.Config{Name: "first"})
@@ -201,7 +204,8 @@ func TestOneMovesAtATime(t *testing.T) {
 	require.Equal(t, 1500, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled WHERE topic = 'tomorrow'`))
 }
 
-// halted lets the insert of the row 50 into the outbox wait until release, after a move has deleted all its rows.
+// halted lets the insert of the row 50 into the outbox wait until release, after a move has deleted
+// all its rows.
 func halted(t *testing.T, pool *pgxpool.Pool) (release func()) {
 	t.Helper()
 	ctx := t.Context()
@@ -216,7 +220,8 @@ func halted(t *testing.T, pool *pgxpool.Pool) (release func()) {
 	return release
 }
 
-// Property: whoever is killed in the middle of a move has moved nothing, and the next one moves all of it, once.
+// Property: a relay that is killed in the middle of a move has moved nothing, and the next one
+// moves all of it, once.
 func TestKilledMoveMovesNothing(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
@@ -239,7 +244,8 @@ func TestKilledMoveMovesNothing(t *testing.T) {
 	require.Equal(t, 100, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
 }
 
-// Property: what is not due costs nothing: both statements go into the index at the time of now, whatever waits behind it.
+// Property: what is not due costs nothing: both statements go into the index at the time of now,
+// whatever waits behind it.
 func TestLookForMessagesForLaterIsCheap(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -257,8 +263,8 @@ func TestLookForMessagesForLaterIsCheap(t *testing.T) {
 	}
 }
 
-// Property: messages that are due at the same time enter the outbox in the order in which they were inserted, however many
-// moves that takes and whatever their IDs and their times of creation are.
+// Property: messages that are due at the same time enter the outbox in the order in which they were
+// inserted, however many moves that takes and whatever their IDs and their times of creation are.
 func TestMessagesOfOneTimeKeepTheirOrder(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)

@@ -113,9 +113,9 @@ var wentBack = map[string]string{
 		UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`,
 }
 
-// Property: rows that commit after the sequence went back are published, each of them, in order, by a relay with the
-// documented role, although their numbers are below its floor: whether it looks before the sequence reached its old
-// numbers again or behind that. Row O40.
+// Property: rows that commit after the sequence went back are published, each of them, in order, by
+// a relay with the documented role, although their numbers are below its floor: whether it looks
+// before the sequence reached its old numbers again or behind that. Row O40 of guarantees.md.
 func TestSequenceThatWentBack(t *testing.T) {
 	t.Parallel()
 	for name, sql := range wentBack {
@@ -155,8 +155,8 @@ func TestSequenceThatWentBack(t *testing.T) {
 	}
 }
 
-// Property: rows that were not published when the sequence went back stay before those of their key that came
-// afterwards.
+// Property: rows that were not published when the sequence went back stay before those of their key
+// that came afterwards.
 func TestRowsOfBeforeComeFirst(t *testing.T) {
 	t.Parallel()
 	for name, sql := range map[string]string{
@@ -185,8 +185,9 @@ func TestRowsOfBeforeComeFirst(t *testing.T) {
 	}
 }
 
-// Property: a relay that may not repair the sequence publishes nothing, removes nothing, and names the command; the
-// operator's role repairs it, and the relay continues by itself. Two at once repair it once.
+// Property: a relay that may not repair the sequence publishes nothing, removes nothing, and names
+// the command; the operator's role repairs it, and the relay continues by itself. Two at once
+// repair it once.
 func TestSequenceIsRepairedByAnOperator(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -228,11 +229,12 @@ func TestSequenceIsRepairedByAnOperator(t *testing.T) {
 	group.Wait()
 	require.Len(t, repaired, 1)
 	require.Equal(t, int64(5), repaired[0].Renumbered)
-	require.Equal(t, "ana", one[string](t, owner, `SELECT who FROM effectonce.operator_actions WHERE what = 'outbox.repair'`))
+	require.Equal(t, "ana", one[string](t, owner, `SELECT stated FROM effectonce.operator_actions WHERE what = 'outbox.repair'`))
 	requireFirsts(t, topic, append(numbered("before", 20), numbered("after", 5)...))
 }
 
-// Property: a row whose number a dead row has is not lost when it becomes dead, and stays behind it. Row O40.
+// Property: a row whose number a dead row has is not lost when it becomes dead, and stays behind
+// it. Row O40 of guarantees.md.
 func TestDeadRowsOfReusedNumbers(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {
@@ -257,7 +259,8 @@ func TestDeadRowsOfReusedNumbers(t *testing.T) {
 	}
 }
 
-// Property: where the sequence of ticks went back, numbers of ticks are not given twice, and the relay continues.
+// Property: where the sequence of ticks went back, numbers of ticks are not given twice, and the
+// relay continues.
 func TestSequenceOfTicksThatWentBack(t *testing.T) {
 	t.Parallel()
 	owner, pool, _ := roled(t)
@@ -277,8 +280,8 @@ func TestSequenceOfTicksThatWentBack(t *testing.T) {
 	requireFirsts(t, topic, []string{"0", "1", "2", "3", "4", "5"})
 }
 
-// Property: whoever may call the repair cannot push the sequences beyond what can be used, and a sequence in order is left
-// alone.
+// Property: a role that may call the repair cannot push the sequences beyond what can be used, and
+// a sequence in order is not changed.
 func TestRepairIsBounded(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -316,8 +319,8 @@ func TestRepairIsBounded(t *testing.T) {
 	}
 }
 
-// Property: a repair waits for a transaction that has inserted with an old number and has not ended, changes nothing while
-// that is open for longer, and takes its row along afterwards.
+// Property: a repair waits for a transaction that has inserted with an old number and has not
+// ended, changes nothing while that is open for longer, and takes its row along afterwards.
 func TestRepairWaitsForWriters(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -349,7 +352,8 @@ func TestRepairWaitsForWriters(t *testing.T) {
 	requireFirsts(t, topic, append(numbered("before", 20), "open"))
 }
 
-// Property: a repair ends all leases, so that what another process has in memory is not stored behind it.
+// Property: a repair ends all leases, so that what another process has in memory is not stored
+// behind it.
 func TestRepairEndsLeases(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -376,9 +380,10 @@ func TestRepairEndsLeases(t *testing.T) {
 	requireFirsts(t, topic, append(numbered("before", 20), numbered("after", 3)...))
 }
 
-// Property: when the sequence goes back while relays run and others write, each committed row is published, in order, and
-// the relays continue by themselves: also where one transaction truncates, restarts and writes more rows than there were,
-// so that no look sees the sequence below where it was. Row O40.
+// Property: when the sequence goes back while relays run and others write, each committed row is
+// published, in order, and the relays continue by themselves: also where one transaction truncates,
+// restarts and writes more rows than there were, so that no look sees the sequence below where it
+// was. Row O40 of guarantees.md.
 func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
 	t.Parallel()
 	for name, sql := range map[string]string{
@@ -426,8 +431,9 @@ func payloads(values []string) (all [][]byte) {
 	return all
 }
 
-// Property: the relay never takes a number as assigned before it is: rows that are assigned it later would count as read, and be
-// lost. (The sequence's row is briefly ahead, while nextval writes it for the write-ahead log.)
+// Property: the relay never takes a number as assigned before it is: rows that are assigned it
+// later would count as read, and be lost. (The sequence's row is briefly ahead, while nextval
+// writes it for the write-ahead log.)
 func TestSequenceIsNeverReadAhead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -454,8 +460,8 @@ func TestSequenceIsNeverReadAhead(t *testing.T) {
 	require.Greater(t, looks, 100)
 }
 
-// Property: a repair of both sequences ends, however long it renumbers rows, while others look at the sequences: they wait, and it
-// waits for none of them.
+// Property: a repair of both sequences ends, however long it renumbers rows, while others look at
+// the sequences: they wait, and it waits for none of them.
 func TestRepairBesideThoseWhoLook(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -487,8 +493,8 @@ func TestRepairBesideThoseWhoLook(t *testing.T) {
 	requireFirsts(t, topic, append(numbered("before", 5), numbered("after", 3)...))
 }
 
-// Property: rows of another cluster that a relay stamps, as it begins, are no numbers that were given twice to a relay that is ahead of
-// them: nothing is repaired, nor published again.
+// Property: rows of another cluster that a relay stamps, as it begins, are no numbers that were
+// given twice to a relay that is ahead of them: nothing is repaired, nor published again.
 func TestStampedRowsAreNotReused(t *testing.T) {
 	t.Parallel()
 	owner, _, _ := roled(t)
@@ -531,8 +537,9 @@ func TestSequenceThatIsSetForward(t *testing.T) {
 	}
 }
 
-// Property: a TRUNCATE of the outbox that restarts its sequence, which locks the table, its partitions and then the sequence, is
-// in no deadlock with the relay: what the relay waits for in front of the table, it has no lock of the sequence meanwhile.
+// Property: a TRUNCATE of the outbox that restarts its sequence, which locks the table, its
+// partitions and then the sequence, does not deadlock with the relay: while the relay waits for the
+// table, it holds no lock of the sequence.
 func TestTableIsLockedBeforeItsSequence(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()

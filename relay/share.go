@@ -7,10 +7,10 @@ import (
 	"time"
 )
 
-// replica is another process of the relay, as it described itself last.
+// replica is another process of the relay, as it last reported itself.
 type replica struct {
 	owner      string
-	reachedAgo *time.Duration // since the brokers answered it; nil: never, or it is of the previous release
+	reachedAgo *time.Duration // since the brokers answered it; nil: never, or the replica is of the previous release
 	stuck      bool
 }
 
@@ -26,13 +26,13 @@ func replicas(owners []string, reached []*float64, states []string) (all []repli
 	return all
 }
 
-// yieldsAfter is how much later than this replica another one has reached the brokers before it counts as better off.
-// Replicas that lose the brokers at the same time know it within a beat and a look of each other, which is less: then
-// none yields.
+// yieldsAfter is how much later than this replica another one must have reached the brokers before
+// it counts as better off. Replicas that lose the brokers at the same time notice it within a beat
+// and a probe of each other, which is less: then no replica yields.
 func (c *Config) yieldsAfter() time.Duration { return max(c.Lease, 5*time.Second) }
 
-// sharing returns the replicas, this one included, that are to share the shards: those without a hung shard if there are
-// any, and of them those that reached the brokers last.
+// sharing returns the replicas, possibly including this one, that share the shards: those without a
+// hung shard if there are any, and of them those that reached the brokers last.
 func (s *standing) sharing(self replica, margin time.Duration) []string {
 	all := append(slices.Clone(s.others), self)
 	if well := slices.DeleteFunc(slices.Clone(all), func(r replica) bool { return r.stuck }); len(well) > 0 {
@@ -54,8 +54,8 @@ func (s *standing) sharing(self replica, margin time.Duration) []string {
 	return owners
 }
 
-// quota is how many shards fall to a replica: as many as to the others that share them, and one more for the first ones
-// by name where the shards cannot be divided.
+// quota is the number of shards of a replica: the same for all replicas that share them, and one
+// more for the first ones by name if the shards do not divide evenly.
 func (s *standing) quota(owner string, sharing []string) int {
 	place := slices.Index(sharing, owner)
 	if place < 0 {
@@ -69,10 +69,10 @@ func (s *standing) quota(owner string, sharing []string) int {
 }
 
 // errYields ends the work on a shard that another replica can publish and this one cannot.
-var errYields = fmt.Errorf("another replica reaches what this one does not reach")
+var errYields = fmt.Errorf("another replica reaches brokers or a receiver that this one does not reach")
 
-// yield gives up all shards for replicas that are better off. What is with brokers that do not answer is not waited for:
-// it is published again.
+// yield gives up all shards to replicas that are better off. It does not wait for rows that are
+// with unresponsive brokers: they are published again.
 func (m *member) yield(ctx context.Context, to []string) {
 	m.abandonCut(ctx)
 	if len(m.workers) == 0 {
@@ -81,14 +81,14 @@ func (m *member) yield(ctx context.Context, to []string) {
 	m.say.warn(ctx, "the shards go to replicas that are better off", "relay", m.cfg.Name, "owner", m.cfg.Owner, "to", to, "error", m.outlet.problem(), "hung", m.stuck)
 	for _, w := range m.workers {
 		if m.stuck > 0 {
-			w.end() // in good order: it reaches the brokers
+			w.end() // cleanly: it reaches the brokers
 		} else {
 			w.publisher.lose(errYields)
 		}
 	}
 }
 
-// standBy says once who publishes instead of this replica.
+// standBy logs once which replicas publish instead of this one.
 func (m *member) standBy(ctx context.Context, s *standing) {
 	by := ""
 	if len(m.workers) == 0 && len(s.free) == 0 {

@@ -8,41 +8,47 @@ import (
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// Message is an outbox row for a Sink. Its values are the sink's only until Publish returns.
+// Message is an outbox row for a Sink. Its values are valid only until Publish returns.
 type Message struct {
-	// ID of the row: the same however often it is handed over. Receivers deduplicate by it.
+	// ID of the row. It is the same each time the row is handed over. Receivers deduplicate by it.
 	ID uuid.UUID
-	// Topic as the row names it; what it is there (queue, subject, exchange) the sink decides.
+	// Topic as the row names it. The sink decides what it maps to: a queue, a subject, an exchange.
 	Topic string
-	// Key decides the order; nil: the row has none.
+	// Key decides the order. nil: the row has no key.
 	Key []byte
-	// Payload of the row; nil and empty are told apart.
+	// Payload of the row. nil and empty are different values.
 	Payload []byte
-	// Headers as a record in Kafka has them: message-id, occurred-at, then the row's own.
+	// Headers as in a Kafka record: message-id, occurred-at, then the row's own.
 	Headers []outbox.Header
 }
 
-// Sink takes rows to another receiver than Kafka: see Config.Sink. What holds then: each committed row at least
-// once under an unchanged ID, and the rows of a key in the order of their insert among first occurrences, as far
-// as the receiver keeps the order in which Publish hands them over. Config.ExactlyOnce is for Kafka alone.
+// Sink publishes rows to a receiver other than Kafka: see Config.Sink. Each committed row is handed
+// over at least once, under an unchanged ID. Among first occurrences, the rows of a key arrive in
+// the order of their insert, as far as the receiver keeps the order in which Publish hands them
+// over. Config.ExactlyOnce works only with Kafka.
 type Sink interface {
-	// Publish hands over messages in their order, of one shard, and returns how many of them, from the front, the
-	// receiver has durably: what it only has in memory counts as not accepted, or a crash loses it. Fewer than all
-	// come with an error, and the rest comes again: also messages that were accepted without being counted. An
-	// error of Refuse says that the receiver will never take the first message not accepted: it moves to
-	// outbox_dead, and its key with it. Any other error is a trouble of the receiver: the relay waits and goes on
-	// for as long as it takes.
+	// Publish hands over messages of one shard, in their order. It returns how many of them, from
+	// the front, the receiver has stored durably. A message that the receiver has only in memory
+	// counts as not accepted; otherwise a crash loses it. If accepted is less than the number of
+	// messages, err is not nil, and the relay hands over the rest again, including messages that
+	// were accepted without being counted.
 	//
-	// Calls for one shard come one after the other; calls for several shards at the same time. ctx ends when the
-	// lease is lost, at the end of a stop's DrainMax, and after a Lease at the latest; a call that goes on after
-	// it publishes next to another replica, which adds duplicates.
+	// An error of Refuse means that the receiver will never take the first message that was not
+	// accepted. That row moves to outbox_dead and holds its key. After any other error the relay
+	// waits and retries without a limit.
+	//
+	// Calls for one shard come one after the other. Calls for several shards run at the same time.
+	// ctx ends when the lease is lost, at the end of a stop's DrainMax, and after a Lease at the
+	// latest. A call that continues after that publishes concurrently with another replica, which
+	// adds duplicates.
 	Publish(ctx context.Context, messages []Message) (accepted int, err error)
 }
 
-// refusal is what Refuse marks.
+// refusal is the error that Refuse returns.
 type refusal struct{ cause error }
 
 func (r *refusal) Error() string { return r.cause.Error() }
@@ -54,11 +60,12 @@ func Refuse(err error) error { return &refusal{err} }
 // toSink hands rows to Config.Sink.
 type toSink struct{ *publisher }
 
-// publish takes rows off the front of the attempt as they are accepted. Progress must not pass a dead row before it is
-// in outbox_dead, so from the first dead row on it stays where it is until the end.
+// publish removes rows from the front of the attempt as they are accepted. Progress must not pass a
+// dead row before that row is in outbox_dead. So progress stops at the first dead row until the end
+// of the attempt.
 func (t toSink) publish(work, ctx context.Context, a *attempt) error {
 	if a.released {
-		// What the sink took before it failed must not come again each time.
+		// Remove what the sink took before it failed, or each attempt would hand it over again.
 		return errors.Join(t.feed(work, ctx, a), t.conclude(ctx, a))
 	}
 	if err := t.feed(work, ctx, a); err != nil {
@@ -73,7 +80,7 @@ func (t toSink) store(ctx context.Context) error { return t.storeAcked(ctx) }
 
 func (t toSink) finish(_, ctx context.Context) error { return t.flight.settled(ctx) }
 
-// feed leaves in a.rows what the sink accepted.
+// feed hands rows to the sink and keeps in a.rows those that the sink accepted.
 func (t toSink) feed(work, ctx context.Context, a *attempt) error {
 	todo, records := a.rows, a.records
 	a.rows, a.records = a.rows[:0:0], nil
@@ -97,14 +104,14 @@ func (t toSink) feed(work, ctx context.Context, a *attempt) error {
 		case !errors.As(err, &final) || len(todo) == 0:
 			return fmt.Errorf("hand rows to the sink: %w", fromOutlet(err))
 		default:
-			a.give(todo[0], ReasonRefused, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
+			a.give(todo[0], ReasonRefused, fmt.Errorf("%w: fix the cause and retry the row, or discard it", err))
 			todo, records = a.withoutHeld(todo[1:], records[1:])
 		}
 	}
 	return nil
 }
 
-// handOver is a call of the sink, bounded in time: one that hangs must not hang the relay.
+// handOver is one call of the sink, bounded in time: a sink that hangs must not hang the relay.
 func (t toSink) handOver(work, reading context.Context, rows []*row, records []*kgo.Record) (int, error) {
 	ctx, cancel := t.callContext(work, reading)
 	defer cancel()
@@ -124,16 +131,16 @@ func (t toSink) handOver(work, reading context.Context, rows []*row, records []*
 		t.overdue.Add(-1)
 	}
 	if accepted < 0 || accepted > len(messages) || (accepted < len(messages) && err == nil) {
-		return 0, fmt.Errorf("the sink says that it accepted %d of %d messages, without an error: please report it to whoever wrote the sink", accepted, len(messages))
+		return 0, fmt.Errorf("the sink returned an invalid result: accepted %d of %d messages without an error: report this to the author of the sink", accepted, len(messages))
 	}
 	return accepted, err
 }
 
-// callContext ends with the work, and at a stop when there was time to drain.
+// callContext ends with the work, and at a stop after DrainMax.
 func (t toSink) callContext(work, reading context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithTimeout(work, t.cfg.Lease)
 	stop := context.AfterFunc(reading, func() {
-		if pause(ctx, t.cfg.DrainMax) {
+		if pause.For(ctx, t.cfg.DrainMax) {
 			cancel()
 		}
 	})

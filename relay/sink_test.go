@@ -68,8 +68,8 @@ func newSinkRelay(t *testing.T, pool *pgxpool.Pool, sink relay.Sink, cfg relay.C
 	return r
 }
 
-// Property: a sink is handed each row as Kafka would have it, in order and once while nothing fails, over as many pages
-// as it takes.
+// Property: a sink is handed each row as Kafka would have it, in order and once while nothing
+// fails, over as many pages as it takes.
 func TestSinkIsHandedTheRows(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
@@ -110,8 +110,9 @@ func TestSinkIsHandedTheRows(t *testing.T) {
 	require.Zero(t, drain(t, r))
 }
 
-// Property: what a sink took of a page is not handed over again after a trouble of the receiver, and the rest is, at
-// once and in order: a receiver that takes a part of each call gets everything once.
+// Property: rows of a page that a sink accepted are not handed over again after an error of the
+// receiver. The rest is, at once and in order: a receiver that takes a part of each call gets
+// everything once.
 func TestSinkGoesOnBehindWhatWasAccepted(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
@@ -135,8 +136,9 @@ func TestSinkGoesOnBehindWhatWasAccepted(t *testing.T) {
 	require.Equal(t, want, sink.all())
 }
 
-// Property: a row that the receiver refuses for good moves to outbox_dead and holds its key; everything else flows, and
-// when an operator retries it, the key comes in its order. Rows O18, O19.
+// Property: a row that the receiver refuses for good moves to outbox_dead and holds its key;
+// everything else flows, and when an operator retries it, the key comes in its order. Rows O18, O19
+// of guarantees.md.
 func TestSinkRefusalHoldsTheKey(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
@@ -182,8 +184,8 @@ func TestSinkRefusalHoldsTheKey(t *testing.T) {
 	require.Equal(t, []string{"1", "2", "5", "bad", "3", "4"}, sink.all())
 }
 
-// Property: rows that an operator retries come as others do: not more of them in a call than PageRowsMax, and what was
-// accepted before a trouble does not come again.
+// Property: rows that an operator retries are handed over like others: no more of them in a call
+// than PageRowsMax. Rows that were accepted before an error are not handed over again.
 func TestSinkTakesRetriedRowsAsOthers(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -217,7 +219,8 @@ func TestSinkTakesRetriedRowsAsOthers(t *testing.T) {
 	require.Zero(t, dead(t, pool))
 }
 
-// Property: progress does not pass a refused row before the row is buried: a trouble right behind the refusal loses nothing.
+// Property: progress does not pass a refused row before the row is in outbox_dead: an error right
+// behind the refusal loses nothing.
 func TestSinkTroubleBehindARefusalLosesNothing(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
@@ -246,7 +249,8 @@ func TestSinkTroubleBehindARefusalLosesNothing(t *testing.T) {
 	require.Equal(t, "bad", dead)
 }
 
-// Property: a sink that hangs is told to end after a lease, and the rows come again; at a stop it gets DrainMax.
+// Property: the context of a sink that hangs ends after a lease, and the rows are handed over
+// again; at a stop the sink gets DrainMax.
 func TestSinkThatHangsIsEnded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -281,7 +285,8 @@ func TestSinkThatHangsIsEnded(t *testing.T) {
 	require.EqualValues(t, 1, drain(t, newSinkRelay(t, pool, sink, relay.Config{})))
 }
 
-// Property: a sink that miscounts loses nothing: the call counts as failed, and says whose mistake it is.
+// Property: a sink that miscounts loses nothing: the call counts as failed, and says whose mistake
+// it is.
 func TestSinkThatMiscountsIsNotBelieved(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -302,7 +307,8 @@ func TestSinkWithKafkaIsRefused(t *testing.T) {
 	require.ErrorContains(t, err, "kafka options with a Sink")
 }
 
-// Property: replicas that share shards hand a sink each key's rows in order, whatever fails: nothing is lost.
+// Property: replicas that share shards hand a sink each key's rows in order, whatever fails:
+// nothing is lost.
 func TestSinkOfSeveralShards(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)

@@ -12,9 +12,9 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: with SkipDead a row that is wrong itself holds nobody, in its page, in later ones and after a retry that
-// failed, and none of them is lost or doubled; rows that waited behind one are released; rows of a missing topic wait in
-// their order all the same. Row O10.
+// Property: with SkipDead a row that is itself wrong holds no other row, in its page, in later ones
+// and after a retry that failed, and none of them is lost or doubled. Rows that waited behind one
+// are released. Rows of a missing topic still wait in their order. Row O10 of guarantees.md.
 func TestSkippedDeadRowHoldsNobody(t *testing.T) {
 	t.Parallel()
 	for _, exactly := range []bool{false, true} {

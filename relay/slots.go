@@ -8,11 +8,12 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// Limits of tidying up. Whatever reads the outbox queues behind a lock that is waited for, so that is short; a
-// process that freezes with the lock loses it.
+// Limits of tidying up. Every statement that reads the outbox queues behind a waiting lock request,
+// so that wait is short. A process that freezes with the lock loses it.
 const (
 	tidyMax      = 10 * time.Second
 	slotBytesMax = 256 << 20
@@ -25,16 +26,17 @@ type slot struct {
 	number  int16
 	current bool // new rows go there
 	bytes   int64
-	turn    bool // it is old or large enough to turn to the next
-	kept    bool // for as long as Keep wants
+	turn    bool // it is old or large enough to turn to the next slot
+	kept    bool // its rows have been kept for as long as Keep requires
 }
 
-// tidy turns to the next slot, and truncates those whose rows are published by all relays. The replica with shard 0
-// does it; two that both believe to be it do no harm: each step decides by its own locks.
+// tidy turns to the next slot, and truncates slots whose rows are published by all relays. The
+// replica with shard 0 does it. Two replicas that both believe to have shard 0 do no harm: each
+// step decides by its own locks.
 func (m *member) tidy(ctx context.Context) {
 	if m.workers[0] == nil {
 		for slot := range m.slotWaits {
-			m.truncateWaitsNot(ctx, slot, "another replica looks after it")
+			m.truncateWaitsNot(ctx, slot, "this replica no longer has shard 0")
 		}
 	}
 	if m.workers[0] == nil || time.Since(m.tidied) < min(m.cfg.Keep/4, tidyMax) {
@@ -42,30 +44,29 @@ func (m *member) tidy(ctx context.Context) {
 	}
 	m.tidied = time.Now()
 	err := m.tidyUp(ctx, m.workers[0].lease.cluster)
-	var refusal *pgconn.PgError
-	if errors.As(err, &refusal) && refusal.Code == "42501" {
-		m.tidied = m.tidied.Add(time.Hour) // as long as nobody grants it, saying so now and then is enough
+	if pgerr.Is(err, pgerr.InsufficientPrivilege) {
+		m.tidied = m.tidied.Add(time.Hour) // until the right is granted, an hourly warning is enough
 	}
 	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
-		m.say.warn(ctx, "published rows could not be removed; it is tried again", "relay", m.cfg.Name, "error", err)
+		m.say.warn(ctx, "published rows could not be removed; the relay retries", "relay", m.cfg.Name, "error", err)
 	}
 }
 
 func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 	rows, err := r.pool.Query(ctx, r.sql.slots, r.cfg.Keep, slotBytesMax)
 	if err != nil {
-		return fmt.Errorf("look at the slots: %w", err)
+		return fmt.Errorf("read the slots: %w", err)
 	}
 	slots, err := pgx.CollectRows(rows, func(c pgx.CollectableRow) (s slot, err error) {
 		return s, c.Scan(&s.number, &s.current, &s.bytes, &s.turn, &s.kept)
 	})
 	if err != nil {
-		return fmt.Errorf("look at the slots: %w", err)
+		return fmt.Errorf("read the slots: %w", err)
 	}
 	for i, s := range slots {
 		switch {
 		case s.current && s.turn:
-			// One that a long transaction keeps is left out.
+			// A slot that a long transaction keeps is left out.
 			around := append(slots[i+1:len(slots):len(slots)], slots[:i]...)
 			next := slices.IndexFunc(around, func(s slot) bool { return s.bytes == 0 })
 			if next < 0 {
@@ -84,13 +85,14 @@ func (r *Relay) tidyUp(ctx context.Context, here cluster) error {
 				continue
 			}
 		}
-		r.truncateWaitsNot(ctx, s.number, "it is removed, or not to be removed yet")
+		r.truncateWaitsNot(ctx, s.number, "it was removed, or must not be removed yet")
 	}
 	return nil
 }
 
-// truncate empties a slot, unless it has rows that some relay has not published, or is locked by something else. The lock is what makes sure that
-// there is no row which is not committed yet: its transaction would hold a lock, too.
+// truncate empties a slot, unless it has rows that some relay has not published, or another session
+// has locked it. The lock ensures that there are no uncommitted rows: their transaction would also
+// hold a lock.
 func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked bool, err error) {
 	unpublished := func(q interface {
 		QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
@@ -103,7 +105,8 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked 
 		return false, err
 	}
 	removed := false
-	// Read committed, whatever the role's default is: the second look has to see what came before the lock.
+	// Read committed, whatever the role's default is: the second check must see what came before
+	// the lock.
 	err = pgx.BeginTxFunc(ctx, r.pool, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, lockSettingsSQL, milliseconds(slotLockMax), milliseconds(slotIdleMax)); err != nil {
 			return err
@@ -122,8 +125,7 @@ func (r *Relay) truncate(ctx context.Context, slot int16, here cluster) (locked 
 		_, err = tx.Exec(ctx, r.sql.truncated, slot)
 		return err
 	})
-	var refusal *pgconn.PgError
-	if errors.As(err, &refusal) && refusal.Code == "55P03" {
+	if pgerr.Is(err, pgerr.LockNotAvailable) {
 		return true, nil
 	}
 	if err == nil && removed {

@@ -39,9 +39,9 @@ func running(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) {
 	})
 }
 
-// Property: published rows leave by TRUNCATE of their slot, without a single deleted or updated row, and rows that
-// are inserted meanwhile are published in order. A slot stays while a transaction that inserted into it is open.
-// Row O21.
+// Property: published rows leave by TRUNCATE of their slot, without a single deleted or updated
+// row, and rows that are inserted during that are published in order. A slot stays while a
+// transaction that inserted into it is open. Row O21 of guarantees.md.
 func TestSlotsTakeTurns(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -83,8 +83,9 @@ func TestSlotsTakeTurns(t *testing.T) {
 	require.Zero(t, one[int](t, pool, `SELECT coalesce(sum(n_tup_upd + n_tup_del), 0) FROM pg_stat_user_tables WHERE relname ~ '^outbox_[0-9]$'`))
 }
 
-// Property: a relay that has not published a slot's rows keeps them, whatever the others did; and so does one whose
-// progress belongs to another cluster or that has shards which were never published.
+// Property: a relay that has not published a slot's rows keeps them, whatever the others did; and
+// so does one whose progress belongs to another cluster or that has shards which were never
+// published.
 func TestSlowestRelayKeepsTheSlot(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -119,8 +120,8 @@ func TestSlowestRelayKeepsTheSlot(t *testing.T) {
 	require.Equal(t, 40, kafkatest.Count(t, topic))
 }
 
-// Property: published rows that a restore brought, with transaction ids which the new cluster has not reached, do not keep
-// their slot: they are below the floor. Row O22.
+// Property: published rows that a restore brought, with transaction ids which the new cluster has
+// not reached, do not keep their slot: they are below the floor. Row O22 of guarantees.md.
 func TestRowsOfAnotherClusterLeave(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -140,9 +141,10 @@ func TestRowsOfAnotherClusterLeave(t *testing.T) {
 	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`))
 }
 
-// Property: a transaction that reads the outbox for long, as pg_dump does, keeps published rows, and nothing else: rows
-// flow, the relay says what it waits for, for how long and for which session, and not more often than it has to; when the
-// transaction ends, the outbox shrinks by itself. Row O48.
+// Property: a transaction that reads the outbox for long, as pg_dump does, keeps published rows,
+// and nothing else: rows flow, the relay says what it waits for, for how long and for which
+// session, and not more often than it has to; when the transaction ends, the outbox shrinks by
+// itself. Row O48 of guarantees.md.
 func TestDumpKeepsPublishedRowsAndIsNamed(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -177,7 +179,7 @@ func TestDumpKeepsPublishedRowsAndIsNamed(t *testing.T) {
 	require.NoError(t, err)
 	await(t, "the outbox shrinks", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`) == 0 })
 	await(t, "it waits no more", func() bool { return waiting.Load() == 0 })
-	require.Contains(t, log.String(), "need not wait for a lock any more")
+	require.Contains(t, log.String(), "no longer wait for a lock")
 	insert(t, pool, topic, "k", "after")
 	await(t, "rows flow", func() bool { return distinct(values(t, topic)) == n+1 })
 }

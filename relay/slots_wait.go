@@ -9,22 +9,22 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// When a relay says that a slot cannot be truncated: at the second attempt in a row (a short lock is no news), then after
-// truncateSaid, and then ever more rarely.
+// A relay logs that a slot cannot be truncated at the second attempt in a row (a short lock is not
+// worth a log line), then after truncateSaid, and then at growing intervals.
 const (
 	truncateSaid     = 30 * time.Second
 	truncateSaidMax  = 10 * time.Minute
 	truncateHolders  = 5
-	truncateHoldWait = time.Second // for the question who holds the lock
+	truncateHoldWait = time.Second // for the query for the holders of the lock
 )
 
 // slotWait is a slot whose published rows cannot be removed because of a lock.
 type slotWait struct {
-	since, next time.Time     // when it is said next
-	pause       time.Duration // until it is said again
+	since, next time.Time     // when it is logged next
+	pause       time.Duration // until it is logged again
 }
 
-// truncateWaits takes note of an attempt that met a lock, and says who has it.
+// truncateWaits records an attempt that met a lock, and logs which sessions hold it.
 func (r *Relay) truncateWaits(ctx context.Context, slot int16) {
 	now := time.Now()
 	w := r.slotWaits[slot]
@@ -44,11 +44,11 @@ func (r *Relay) truncateWaits(ctx context.Context, slot int16) {
 		return
 	}
 	w.next, w.pause = now.Add(w.pause), min(2*w.pause, truncateSaidMax)
-	r.cfg.Logger.WarnContext(ctx, "published rows cannot be removed: a transaction holds a lock on their slot; the outbox grows until it ends, nothing else waits",
+	r.cfg.Logger.WarnContext(ctx, "published rows cannot be removed: a transaction holds a lock on their slot; the outbox grows until that transaction ends; nothing else waits",
 		"relay", r.cfg.Name, "slot", slot, "waiting", waiting.Round(time.Millisecond), "held_by", r.slotHolders(ctx, slot))
 }
 
-// truncateWaitsNot takes note that a slot does not wait, or that this replica does not look after it any more.
+// truncateWaitsNot records that a slot does not wait, or that this replica no longer handles it.
 func (r *Relay) truncateWaitsNot(ctx context.Context, slot int16, why string) {
 	w := r.slotWaits[slot]
 	if w == nil {
@@ -58,13 +58,14 @@ func (r *Relay) truncateWaitsNot(ctx context.Context, slot int16, why string) {
 	if r.cfg.Hooks.TruncateWaits != nil {
 		r.cfg.Hooks.TruncateWaits(slot, 0)
 	}
-	if w.next.After(w.since) { // it was said
-		r.cfg.Logger.InfoContext(ctx, "published rows need not wait for a lock any more", "relay", r.cfg.Name, "slot", slot,
+	if w.next.After(w.since) { // it was logged
+		r.cfg.Logger.InfoContext(ctx, "published rows no longer wait for a lock", "relay", r.cfg.Name, "slot", slot,
 			"because", why, "waited", time.Since(w.since).Round(time.Millisecond))
 	}
 }
 
-// slotHolders names the sessions that hold a lock on a slot. It is only for people: an error is what it returns.
+// slotHolders names the sessions that hold a lock on a slot, for the log. If the query fails, it
+// returns the error text.
 func (r *Relay) slotHolders(ctx context.Context, slot int16) string {
 	ctx, cancel := context.WithTimeout(ctx, truncateHoldWait)
 	defer cancel()
@@ -77,7 +78,7 @@ func (r *Relay) slotHolders(ctx context.Context, slot int16) string {
 	case err != nil:
 		return err.Error()
 	case len(names) == 0:
-		return "no session any more"
+		return "no session any longer"
 	}
 	return strings.Join(names, ", ")
 }

@@ -2,14 +2,15 @@ package relay
 
 import "sync"
 
-// suspects are rows whose record failed with an error that trying again does not mend. The client fails
-// everything that is buffered for a partition together, so most of them are innocent: each is produced
-// again alone, and only one that fails alone is dead.
+// suspects are rows whose record failed with an error that a retry does not fix. The client fails
+// all buffered records of a partition together, so most of them are not the cause. Each is produced
+// again alone, and only a row that fails alone is dead.
 type suspects struct {
 	mu   sync.Mutex
 	seqs map[int64]bool
-	// refusals are what Kafka said about rows that were alone in a transaction, which it made void: the row is
-	// moved to outbox_dead when it is read again, and it is kept until then. There may be several: the work starts over for each.
+	// refusals are Kafka's errors for rows that were alone in a transaction, which the error made
+	// void. Such a row moves to outbox_dead when it is read again; the error is kept until then.
+	// There may be several: the work starts over for each.
 	refusals map[int64]error
 }
 
@@ -36,8 +37,8 @@ func (r *Relay) anySuspect(rows []*row) bool {
 	return false
 }
 
-// acquit clears rows that were acknowledged.
-func (r *Relay) acquit(rows []*row) {
+// clearSuspects clears rows that were acknowledged.
+func (r *Relay) clearSuspects(rows []*row) {
 	r.suspects.mu.Lock()
 	defer r.suspects.mu.Unlock()
 	for _, row := range rows {
@@ -55,14 +56,14 @@ func (r *Relay) refuse(seq int64, err error) {
 	delete(r.suspects.seqs, seq)
 }
 
-// refusal returns what was said about a row.
+// refusal returns the error that is kept for a row.
 func (r *Relay) refusal(seq int64) error {
 	r.suspects.mu.Lock()
 	defer r.suspects.mu.Unlock()
 	return r.suspects.refusals[seq]
 }
 
-// forgetRefusals is for rows of which it is stored.
+// forgetRefusals removes the errors of rows whose error is stored.
 func (r *Relay) forgetRefusals(dead []deadRow) {
 	r.suspects.mu.Lock()
 	defer r.suspects.mu.Unlock()
@@ -71,7 +72,7 @@ func (r *Relay) forgetRefusals(dead []deadRow) {
 	}
 }
 
-// refusedAlone is a refusal of which the work starts over at once: it is known now which row it is.
+// refusedAlone is a refusal after which the work starts over at once: the refused row is now known.
 type refusedAlone struct{ cause error }
 
 func (r *refusedAlone) Error() string { return r.cause.Error() }

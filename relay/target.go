@@ -11,7 +11,8 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// toKafka publishes at least once: records are produced in order, and progress follows their acknowledgements.
+// toKafka publishes at least once: it produces records in order, and progress follows their
+// acknowledgements.
 type toKafka struct{ *publisher }
 
 func (t toKafka) publish(_, ctx context.Context, a *attempt) error {
@@ -20,8 +21,8 @@ func (t toKafka) publish(_, ctx context.Context, a *attempt) error {
 		t.send(ctx, &batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end})
 		return nil
 	}
-	// Progress must not pass a dead row before it is in outbox_dead, and released rows must not be overtaken: everything
-	// before is settled first.
+	// Progress must not pass a dead row before that row is in outbox_dead, and later rows must not
+	// overtake released rows. So everything produced before is acknowledged first.
 	if suspect {
 		if err := t.sendEach(ctx, a); err != nil {
 			return err
@@ -41,7 +42,8 @@ func (t toKafka) store(ctx context.Context) error { return t.storeAcked(ctx) }
 
 func (t toKafka) finish(_, ctx context.Context) error { return t.flight.settled(ctx) }
 
-// conclude stores the outcome of an attempt whose rows are acknowledged, for targets without transactions.
+// conclude stores the outcome of an attempt whose rows are acknowledged. Targets without
+// transactions use it.
 func (p *publisher) conclude(ctx context.Context, a *attempt) error {
 	switch {
 	case a.released:
@@ -53,7 +55,7 @@ func (p *publisher) conclude(ctx context.Context, a *attempt) error {
 	return p.moveToDead(ctx, a.dead, a.end)
 }
 
-// send produces records in order, and does not wait.
+// send produces records in order. It does not wait for acknowledgements.
 func (p *publisher) send(ctx context.Context, b *batch) {
 	b.pending = len(b.records)
 	p.flight.add(b)
@@ -66,8 +68,8 @@ func (p *publisher) send(ctx context.Context, b *batch) {
 		}
 		p.flight.settle(b, err)
 	}
-	// Not cancelled with ctx: a cancelled record would leave a hole in front of those behind it. What is
-	// not acknowledged when the relay gives up is dropped with the client.
+	// Not cancelled with ctx: a cancelled record would leave a gap before the records after it.
+	// When the relay gives up, closing the client drops what is not acknowledged.
 	ctx = context.WithoutCancel(ctx)
 	for _, record := range b.records {
 		p.client.Produce(ctx, record, promise)
@@ -75,7 +77,8 @@ func (p *publisher) send(ctx context.Context, b *batch) {
 	crashpoint.Here(crashpoint.RelayProduced)
 }
 
-// sendEach produces rows one by one, each acknowledged before the next, so that the one which Kafka refuses is known.
+// sendEach produces rows one by one and waits for each acknowledgement, to find the row that Kafka
+// refuses.
 func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
 	if err := p.flight.settled(ctx); err != nil {
 		return err
@@ -93,25 +96,25 @@ func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
 			return fmt.Errorf("produce to topic %q: %w", records[i].Topic, fromOutlet(err))
 		}
 		if err != nil {
-			a.give(r, reason, fmt.Errorf("%w: mend the cause and retry the row, or discard it", err))
+			a.give(r, reason, fmt.Errorf("%w: fix the cause and retry the row, or discard it", err))
 			continue
 		}
 		a.rows, a.records = append(a.rows, r), append(a.records, records[i])
 	}
 	p.flight.add(&batch{rows: a.rows})
-	p.acquit(tried)
+	p.clearSuspects(tried)
 	return nil
 }
 
-// produceOne produces a record and waits until it is acknowledged. The client's own way of waiting does not end with ctx
-// once a broker has got the record and does not answer.
+// produceOne produces a record and waits until it is acknowledged. The client's own ProduceSync
+// does not end with ctx once a broker has received the record and does not answer.
 func (p *publisher) produceOne(ctx context.Context, record *kgo.Record) error {
 	done := make(chan error, 1)
 	p.client.Produce(ctx, record, func(_ *kgo.Record, err error) { done <- err })
 	return p.answer(ctx, done)
 }
 
-// answer waits for what a promise of the client sends.
+// answer waits for the result that a promise of the client sends.
 func (p *publisher) answer(ctx context.Context, done <-chan error) error {
 	timer := time.NewTicker(turnEvery)
 	defer timer.Stop()

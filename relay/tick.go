@@ -11,18 +11,20 @@ import (
 
 // tick is a snapshot that bounds a batch.
 type tick struct {
-	id       int64 // in outbox_ticks; 0: not stored yet (the beginning, tick 0, is known as stored)
+	id       int64 // in outbox_ticks; 0: not stored yet (tick 0, the beginning, counts as stored)
 	stored   bool
 	snapshot string // xmin:xmax:xip,…  as PostgreSQL writes it
-	// seqLast divides the rows: every row up to it has a transaction id below the snapshot's xmax, so its
-	// transaction is done in the snapshot, or in xip. See progress for how it is known.
+	// seqLast divides the rows: every row up to it has a transaction id below the snapshot's xmax,
+	// so its transaction has ended in the snapshot, or is in xip. See progress for how it is
+	// determined.
 	seqLast int64
-	// found: it is from the database or from Kafka, perhaps of a release that took up to readAheadMax numbers for given that were not.
+	// found: the tick is from the database or from Kafka. It may be from a release that counted up
+	// to readAheadMax numbers as assigned that were not.
 	found bool
-	// The snapshot's parts. xip stays text: it only travels back.
+	// The snapshot's parts. xip stays text: it is only sent back.
 	xmin, xmax uint64
 	xip        []string
-	run        *string // of the server that took it; unknown for one that is stored
+	run        *string // run of the server that took it; nil if it was loaded
 }
 
 func newTick(snapshot string, seqLast int64) (*tick, error) {
@@ -61,7 +63,8 @@ func (r *Relay) loadTick(ctx context.Context, run *string, id int64) (*tick, err
 // readAheadMax is how many numbers nextval logs ahead.
 const readAheadMax = 32
 
-// divider is the number above which rows are found by their number. A smaller one than seqLast does no harm.
+// divider is the number above which rows are found by their number. A smaller number than seqLast
+// does no harm.
 func (t *tick) divider() int64 {
 	if t.found {
 		return t.seqLast - readAheadMax
@@ -85,8 +88,8 @@ func (r *Relay) storeTick(ctx context.Context, db execer, t *tick) error {
 	return nil
 }
 
-// cursor is a place in the stream of rows: everything visible in from is behind it and, while a batch
-// takes several pages (to is set), also what is visible in to up to seq.
+// cursor is a place in the stream of rows. Everything visible in from is behind it. While a batch
+// takes several pages (to is set), everything visible in to up to seq is also behind it.
 type cursor struct {
 	from *tick
 	to   *tick
@@ -95,8 +98,8 @@ type cursor struct {
 	floor int64
 }
 
-// next returns the cursor behind a page that was read at c. A page that was full leaves the rest of its
-// batch; seen is the tick that the statement brought along.
+// next returns the cursor behind a page that was read at c. A full page leaves the rest of its
+// batch; seen is the tick that the statement returned.
 func (c cursor) next(p *page, seen *tick) cursor {
 	if p.full {
 		to := c.to
@@ -112,14 +115,14 @@ func (c cursor) next(p *page, seen *tick) cursor {
 	return cursor{from: end, floor: c.floor}
 }
 
-// floorMark remembers a tick until every transaction that it knew as open has ended. Then everything up
-// to the tick's seqLast that will ever be visible is visible.
+// floorMark remembers a tick until every transaction that was open in it has ended. Then everything
+// up to the tick's seqLast that will ever be visible is visible.
 type floorMark struct {
 	xmax    uint64
 	seqLast int64
 }
 
-// advance is called with each tick whose batch is complete and returns the floor that it allows.
+// advance is called with each tick whose batch is complete, and returns the new floor.
 func (m *floorMark) advance(t *tick, floor int64) int64 {
 	if t.xmin < m.xmax {
 		return floor

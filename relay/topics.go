@@ -13,49 +13,53 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/effectonce/effectonce/internal/limits"
+	"github.com/effectonce/effectonce/internal/record"
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// topics is what the work on one shard knows about topics: which of them it can write to, and how large their records
-// may be. So a row that Kafka would refuse is recognised before it is produced: a refusal afterwards would come when
-// later rows of its key are under way.
+// topics is what the work on one shard knows about topics: which of them it can write to, and how
+// large their records may be. So a row that Kafka would refuse is recognized before it is produced.
+// A refusal afterwards would arrive when later rows of its key are in flight.
 type topics struct {
 	memory *topicMemory
-	most   int32 // bytes of a record that the client can write at all
+	most   int32 // bytes of the largest record that the client can write
 
 	mu    sync.Mutex
 	known map[string]topicState
-	// given is how large the client was told that the batches of a topic may be: it asks once, when it first meets
-	// the topic. Where that is not true any more the work starts over with a new client.
+	// given is the batch size of a topic that the client was given. The client requests it once,
+	// when it first meets the topic. If that size is no longer right, the work starts over with a
+	// new client.
 	given map[string]int32
-	// blocked are the topics in Kafka that rows of a topic in the outbox wait for, where there are several.
+	// blocked are the topics in Kafka that rows of a topic in the outbox wait for, if there are
+	// several.
 	blocked map[string]map[string]bool
 	tried   map[string]bool // see released
 }
 
 // topicState is the answer about one topic.
 type topicState struct {
-	reason   Reason // why its rows wait; empty: the topic can be written to
-	err      error  // that says so to people
-	maxBytes int32  // of a record; 0: not known, and Kafka judges
+	reason   Reason // why its rows wait; empty: the relay can write to the topic
+	err      error  // the reason as an error text
+	maxBytes int32  // limit of a record; 0: not known, and Kafka decides
 	parts    int32  // how many partitions it has; 0: not known
 	asked    time.Time
-	fresh    time.Duration // the answer is believed for so long
+	fresh    time.Duration // how long the answer is valid
 }
 
 const (
-	// topicMaxAge is how long an answer is believed. Topics that rows wait for are asked for again each time dead rows
-	// are looked at.
+	// topicMaxAge is how long an answer is valid. Topics that rows wait for are requested again at
+	// each poll of dead rows.
 	topicMaxAge = time.Minute
-	// limitRetryMin is the pause before a question about limits is asked again that found no answer; it doubles up to topicMaxAge.
+	// limitRetryMin is the pause before a request for limits that got no answer is repeated; it
+	// doubles up to topicMaxAge.
 	limitRetryMin = time.Second
-	// partsAskMin bounds how often rows that ask for a partition which is not there make the relay ask again.
+	// partsAskMin bounds how often rows that request a missing partition make the relay ask Kafka
+	// again.
 	partsAskMin = 100 * time.Millisecond
 )
 
 func newTopics(r *Relay) *topics {
-	t := &topics{memory: &r.topicMemory, most: limits.RecordBytesMax, known: map[string]topicState{}, given: map[string]int32{}}
+	t := &topics{memory: &r.topicMemory, most: record.BytesMax, known: map[string]topicState{}, given: map[string]int32{}}
 	if r.cfg.Sink != nil {
 		t.most = math.MaxInt32
 	}
@@ -69,21 +73,22 @@ func (t *topics) get(name string) (topicState, bool) {
 	return s, ok && time.Since(s.asked) < s.fresh
 }
 
-// older tells whether the last answer about a topic is older than d.
+// older reports whether the last answer about a topic is older than d.
 func (t *topics) older(name string, d time.Duration) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return time.Since(t.known[name].asked) > d
 }
 
-// ready is true of a topic whose rows need not wait.
+// ready reports whether the rows of a topic need not wait.
 func (t *topics) ready(name string) bool {
 	s, ok := t.get(name)
 	return ok && s.reason == ""
 }
 
-// blocks notes that a row of a topic in the outbox waits for one in Kafka. It is in outbox_dead by now: a look that found the topic
-// ready in between would take the note away, and not see the row.
+// blocks notes that a row of a topic in the outbox waits for a topic in Kafka. The row must already
+// be in outbox_dead. Otherwise a poll that found the topic ready in between would remove the note
+// and not see the row.
 func (t *topics) blocks(d deadRow) {
 	if d.waitsFor == "" {
 		return
@@ -100,9 +105,9 @@ func (t *topics) blocks(d deadRow) {
 	t.blocked[topic][name] = true
 }
 
-// released tells whether rows of a topic in the outbox that waited may be tried, where names are all the topics in Kafka
-// that they may go to. What waited before this work began is tried once, if one of them is ready: it is not known for which
-// of them it waits.
+// released reports whether rows of a topic in the outbox that waited may be tried. names are all
+// the topics in Kafka that they may go to. Rows that waited before this work began are tried once,
+// if one of the topics is ready: it is not known which one they wait for.
 func (t *topics) released(topic string, names []string) bool {
 	if len(names) == 0 { // a rule drops all of it
 		return true
@@ -125,8 +130,8 @@ func (t *topics) released(topic string, names []string) bool {
 	return released
 }
 
-// judge says why a record of so many bytes cannot be produced now. With an unknown limit it is Kafka's to say; such a
-// record may need a client that writes larger batches: see stale.
+// judge returns why a record of this size cannot be produced now. If the limit is unknown, Kafka
+// decides; such a record may need a client that writes larger batches: see stale.
 func (t *topics) judge(name string, bytes int) (Reason, error) {
 	s, _ := t.get(name)
 	switch {
@@ -142,18 +147,20 @@ func (t *topics) judge(name string, bytes int) (Reason, error) {
 	return "", nil
 }
 
-// errLimitsChanged asks for a new client: batch sizes are fixed when a client first meets a topic.
-var errLimitsChanged = errors.New("how large the records of a topic may be changed: starting over with a new client")
+// errLimitsChanged requests a new client: batch sizes are fixed when a client first meets a topic.
+var errLimitsChanged = errors.New("the maximum record size of a topic changed: starting over with a new client")
 
-// batchBytes is asked by the client when it first produces to a topic: a batch must not be larger than a single record may be.
+// batchBytes is called by the client when it first produces to a topic: a batch must not be larger
+// than a single record may be.
 func (t *topics) batchBytes(name string) int32 {
 	n := min(t.memory.batchBytes(name), t.most)
-	if name == "" { // it checks its options
+	if name == "" { // the client checks its options
 		return n
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	// It asks again with all metadata, and changes nothing about partitions that it has.
+	// The client calls it again with each metadata update, which changes nothing about its known
+	// partitions.
 	if given, told := t.given[name]; told {
 		return given
 	}
@@ -161,8 +168,8 @@ func (t *topics) batchBytes(name string) int32 {
 	return n
 }
 
-// stale returns errLimitsChanged if the client was told something else about a topic than what is right now.
-// It comes after the rows of a page were judged, and before they are produced.
+// stale returns errLimitsChanged if the client was given another batch size of a topic than the one
+// that is right now. It runs after the rows of a page were judged, and before they are produced.
 func (t *topics) stale() error {
 	if !t.memory.changed() {
 		return nil
@@ -177,8 +184,9 @@ func (t *topics) stale() error {
 	return nil
 }
 
-// note takes in why the brokers refused a record that was alone in its batch, or all of a batch. It returns what the row
-// is dead of, if it was alone: empty where the row is not to blame, and the work starts over.
+// note records why the brokers refused a record that was alone in its batch, or a whole batch. It
+// returns the reason for which the row is dead, if it was alone. The reason is empty if the row is
+// not the cause; then the work starts over.
 func (t *topics) note(name string, err error, alone bool) Reason {
 	reason := reasonOf(err)
 	if reason == ReasonNotAuthorized {
@@ -191,10 +199,12 @@ func (t *topics) note(name string, err error, alone bool) Reason {
 	return reason
 }
 
-// reasonOf says what a row is dead of whose record the brokers refused with err: empty where nothing is final. Troubles of
-// the brokers, the connection or the transaction, also those that the client would not try again, pass, or are removed
-// where they are, and would make every row dead that is read meanwhile. An error that is not known here is one of them:
-// the relay names it, and waits. So is a topic that does not exist: a new look at it decides.
+// reasonOf returns the reason for which a row is dead whose record the brokers refused with err, or
+// an empty reason if nothing is final. Failures of the brokers, the connection or the transaction,
+// even those that the client does not retry, are temporary, or an operator fixes them at their
+// source. They would make every row dead that is read in that time. An unknown error counts as such
+// a failure: the relay reports it, and waits. So does a topic that does not exist: a new metadata
+// request decides.
 func reasonOf(err error) Reason {
 	var kafka *kerr.Error
 	if !errors.As(err, &kafka) {
@@ -212,7 +222,8 @@ func reasonOf(err error) Reason {
 	return ""
 }
 
-// offers says why a topic has no such partition. Partitions are added, so an old answer does not count against a row.
+// offers returns why a topic does not have a partition. Partitions are added, so an old answer must
+// not make a row dead.
 func (p *publisher) offers(ctx context.Context, name string, partition int32) error {
 	s, _ := p.topics.get(name)
 	if s.parts == 0 || partition < s.parts {
@@ -220,24 +231,24 @@ func (p *publisher) offers(ctx context.Context, name string, partition int32) er
 	}
 	if time.Since(s.asked) > partsAskMin {
 		if err := p.learn(ctx, []string{name}); err != nil {
-			return nil //nolint:nilerr // the brokers are away: the client does not take the record, and the work starts over
+			return nil //nolint:nilerr // the brokers are unavailable: the client does not take the record, and the work starts over
 		}
 		s, _ = p.topics.get(name)
 	}
 	if s.parts == 0 || partition < s.parts {
 		return nil
 	}
-	return fmt.Errorf("the row asks for partition %d, and topic %q has %d: add partitions and retry the row, or correct its header %q in outbox_dead", partition, name, s.parts, outbox.HeaderPartition)
+	return fmt.Errorf("the row requests partition %d, and topic %q has %d: add partitions and retry the row, or correct its header %q in outbox_dead", partition, name, s.parts, outbox.HeaderPartition)
 }
 
-// learn gets to know topics. A sink says what it does not take when it is handed it.
+// learn requests information about topics. A sink instead refuses rows when they are handed to it.
 func (p *publisher) learn(ctx context.Context, names []string) error {
 	ctx, cancel := p.asking(ctx)
 	defer cancel()
 	return p.learnNow(ctx, names)
 }
 
-// learnNow is learn with a limit of the caller's.
+// learnNow is learn with the caller's limit.
 func (p *publisher) learnNow(ctx context.Context, names []string) error {
 	if p.cfg.Sink == nil {
 		found, err := p.topics.ask(ctx, p.client, names)
@@ -265,11 +276,13 @@ func (t *topics) store(ctx context.Context, logger *slog.Logger, relay string, f
 	}
 }
 
-// transactionTimeout is how long the transaction of a relay that died holds up readers, if nobody publishes the shard.
+// transactionTimeout is how long the open transaction of a relay that died delays readers, if no
+// other replica publishes the shard.
 const transactionTimeout = 30 * time.Second
 
-// newClient makes a producer with what correctness needs after, and so above, what the caller set:
-// idempotent, acks=all, no give-up after retries or time, and no going on after lost sequence numbers.
+// newClient makes a producer. The options that correctness needs come after the caller's options,
+// and so override them: idempotent, acks=all, no limit of retries or time, and no continuing after
+// lost sequence numbers.
 func (r *Relay) newClient(l *lease, t *topics) (*kgo.Client, error) {
 	opts := []kgo.Opt{
 		kgo.ProducerLinger(0), // the page is the batch
@@ -304,7 +317,7 @@ func (r *Relay) newClient(l *lease, t *topics) (*kgo.Client, error) {
 	}
 	if id, ok := client.OptValue(kgo.TransactionalID).(string); ok && id != "" && l == nil {
 		client.Close()
-		return nil, errors.New("kafka options: TransactionalID is not for the relay to borrow: remove it")
+		return nil, errors.New("kafka options: TransactionalID is not allowed: remove it")
 	}
 	if write, ok := client.OptValue(kgo.BrokerMaxWriteBytes).(int32); ok && t != nil {
 		t.most = min(t.most, write-requestOverheadBytes)
@@ -312,5 +325,6 @@ func (r *Relay) newClient(l *lease, t *topics) (*kgo.Client, error) {
 	return client, nil
 }
 
-// requestOverheadBytes is more than a request takes beside a batch: its header and the name of the topic.
+// requestOverheadBytes bounds the bytes of a request in addition to a batch: its header and the
+// name of the topic.
 const requestOverheadBytes = 1024

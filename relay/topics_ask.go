@@ -11,19 +11,21 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
-	"github.com/effectonce/effectonce/internal/limits"
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/internal/record"
 )
 
 const (
-	// limitsAskMax bounds the question about limits, which the rows of all topics wait for: there is a way without an answer.
+	// limitsAskMax bounds the request for limits, which the rows of all topics wait for: the relay
+	// also works without an answer.
 	limitsAskMax = 5 * time.Second
-	// unclearMax is how long all rows wait for a topic that the relay meets and that Kafka cannot speak about yet: mostly
-	// one that is being created. After it the rows of that topic alone wait.
+	// unclearMax is how long all rows wait for a new topic that Kafka cannot describe yet, mostly
+	// one that is being created. After that only the rows of that topic wait.
 	unclearMax = 2 * time.Second
 )
 
-// ask asks the brokers about topics. It waits while no broker answers. What they refuse, or cannot say, is about one
-// topic and stops no other.
+// ask requests information about topics from the brokers. It waits while no broker answers. A
+// refusal, or an unclear answer, concerns one topic and stops no other.
 func (t *topics) ask(ctx context.Context, client *kgo.Client, names []string) (map[string]topicState, error) {
 	found := make(map[string]topicState, len(names))
 	left, begun := names, time.Now()
@@ -40,7 +42,7 @@ func (t *topics) ask(ctx context.Context, client *kgo.Client, names []string) (m
 			}
 		}
 		left = unclear
-		if len(left) == 0 || time.Since(begun)+wait > unclearMax || !pause(ctx, wait) {
+		if len(left) == 0 || time.Since(begun)+wait > unclearMax || !pause.For(ctx, wait) {
 			break
 		}
 	}
@@ -55,7 +57,8 @@ func (t *topics) isNew(name string) bool {
 	return !met
 }
 
-// askMetadata is one request. Listing by the administrative client would fail as a whole for one topic that is not allowed.
+// askMetadata sends one request. Listing with the administrative client would fail as a whole for
+// one topic that is not allowed.
 func askMetadata(ctx context.Context, client *kgo.Client, names []string) (map[string]*kmsg.MetadataResponseTopic, error) {
 	request := kmsg.NewPtrMetadataRequest()
 	request.IncludeTopicAuthorizedOperations = true
@@ -77,7 +80,7 @@ func askMetadata(ctx context.Context, client *kgo.Client, names []string) (map[s
 	return found, nil
 }
 
-// state is what an answer says. unclear: Kafka cannot say now, and may in a moment.
+// state interprets an answer. unclear: Kafka cannot say now, and may soon.
 func (t *topics) state(ctx context.Context, client *kgo.Client, name string, answer *kmsg.MetadataResponseTopic) (s topicState, unclear bool) {
 	s = topicState{fresh: topicMaxAge}
 	var err error = kerr.UnknownTopicOrPartition
@@ -88,32 +91,33 @@ func (t *topics) state(ctx context.Context, client *kgo.Client, name string, ans
 	case err == nil && t.mayWrite(ctx, client, name, answer):
 		s.parts = int32(len(answer.Partitions))
 	case err == nil:
-		s.reason, s.err = ReasonNotAuthorized, fmt.Errorf("the brokers do not let the relay write to topic %q: grant it WRITE, and the row is published by itself", name)
+		s.reason, s.err = ReasonNotAuthorized, fmt.Errorf("the brokers do not let the relay write to topic %q: grant it WRITE, and the row is published automatically", name)
 	case errors.Is(err, kerr.TopicAuthorizationFailed):
-		s.reason, s.err = ReasonNotAuthorized, fmt.Errorf("%w: grant the relay DESCRIBE and WRITE on topic %q, and the row is published by itself", err, name)
+		s.reason, s.err = ReasonNotAuthorized, fmt.Errorf("%w: grant the relay DESCRIBE and WRITE on topic %q, and the row is published automatically", err, name)
 	case errors.Is(err, kerr.UnknownTopicOrPartition), errors.Is(err, kerr.UnknownTopicID), errors.Is(err, kerr.InvalidTopicException):
-		s.reason, s.err = ReasonUnknownTopic, fmt.Errorf("topic %q does not exist: create it, and the row is published by itself", name)
+		s.reason, s.err = ReasonUnknownTopic, fmt.Errorf("topic %q does not exist: create it, and the row is published automatically", name)
 	default:
 		if known, _ := t.get(name); known.reason == "" && !t.isNew(name) {
 			known.fresh = limitRetryMin // the client has its partitions
 			return known, true
 		}
-		// In outbox_dead the rows keep their order and are published by themselves; with the client they would fill what is
-		// in flight, and every topic would wait.
-		s.reason, s.err = ReasonUnknownTopic, fmt.Errorf("the brokers cannot say now whether topic %q exists: the row is published by itself when it does: %w", name, err)
+		// In outbox_dead the rows keep their order and are published automatically. In the client
+		// they would fill the in-flight limit, and every topic would wait.
+		s.reason, s.err = ReasonUnknownTopic, fmt.Errorf("the brokers cannot say now whether topic %q exists: the row is published automatically when it does: %w", name, err)
 		unclear = true
 	}
 	return s, unclear
 }
 
-// operations are bits of the answer about rights.
+// The bits of authorized operations in a metadata answer.
 const (
 	mayDescribe = 1 << kmsg.ACLOperationDescribe
 	mayWrite    = 1 << kmsg.ACLOperationWrite
 )
 
-// mayWrite judges by what the brokers say about the relay's rights. Where they say nothing (before Kafka 2.3, and some
-// services in its place) it is whether they refused a record, until a request without any is let through.
+// mayWrite uses the rights that the brokers report. If they report none (before Kafka 2.3, and some
+// compatible services), it uses whether they refused a record, until a request without records is
+// accepted.
 func (t *topics) mayWrite(ctx context.Context, client *kgo.Client, name string, answer *kmsg.MetadataResponseTopic) bool {
 	rights := answer.AuthorizedOperations
 	said := rights != math.MinInt32 && rights&mayDescribe != 0
@@ -134,9 +138,10 @@ func (t *topics) mayWrite(ctx context.Context, client *kgo.Client, name string, 
 	return true
 }
 
-// writeRefused tries to write nothing: brokers look at the right to write before they look at what is written, and then
-// refuse a request without records. Only the first of these answers is certain. Behind any other the rows are tried:
-// should they be refused, they wait again.
+// writeRefused sends a produce request without records: brokers check the right to write before
+// they check what is written, and then refuse a request without records. Only
+// TopicAuthorizationFailed is certain. After any other answer the rows are tried: if they are
+// refused, they wait again.
 func writeRefused(ctx context.Context, client *kgo.Client, answer *kmsg.MetadataResponseTopic) bool {
 	if len(answer.Partitions) == 0 {
 		return true
@@ -153,7 +158,7 @@ func writeRefused(ctx context.Context, client *kgo.Client, answer *kmsg.Metadata
 	if err != nil {
 		return false
 	}
-	for _, topic := range response.(*kmsg.ProduceResponse).Topics { //nolint:forcetypeassert // the answer to that request
+	for _, topic := range response.(*kmsg.ProduceResponse).Topics { //nolint:forcetypeassert // the response to that request
 		for _, p := range topic.Partitions {
 			if p.ErrorCode == kerr.TopicAuthorizationFailed.Code {
 				return true
@@ -163,7 +168,8 @@ func writeRefused(ctx context.Context, client *kgo.Client, answer *kmsg.Metadata
 	return false
 }
 
-// askLimits asks how large the records of topics may be that can be written to. Without an answer the last one counts.
+// askLimits requests the record size limits of the topics that the relay can write to. Without an
+// answer the last one counts.
 func (t *topics) askLimits(ctx context.Context, client *kgo.Client, found map[string]topicState) {
 	var names []string
 	for name, s := range found {
@@ -173,7 +179,7 @@ func (t *topics) askLimits(ctx context.Context, client *kgo.Client, found map[st
 	}
 	ctx, cancel := context.WithTimeout(ctx, limitsAskMax)
 	defer cancel()
-	for name, answer := range limits.RecordBytes(ctx, client, names...) {
+	for name, answer := range record.Limits(ctx, client, names...) {
 		s := found[name]
 		s.maxBytes, s.fresh = t.memory.learned(name, answer)
 		found[name] = s

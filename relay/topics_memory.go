@@ -6,35 +6,37 @@ import (
 	"sync"
 	"time"
 
-	"github.com/effectonce/effectonce/internal/limits"
+	"github.com/effectonce/effectonce/internal/record"
 )
 
-// topicMemory is what a relay remembers about topics from one client to the next: new clients are made whenever the
-// work starts over.
+// topicMemory is what a relay keeps about topics from one client to the next: a new client is made
+// whenever the work starts over.
 type topicMemory struct {
 	mu      sync.Mutex
 	limits  map[string]*limitMemory
 	refused map[string]*refusedTopic
-	waiting map[string]time.Time // topics that the relay may not use, since when, as the log says
-	// touched is set when something changed that a client may have been told otherwise. It is never cleared: the
-	// change of a limit is rare, and the look that it costs is short.
+	waiting map[string]time.Time // topics that the relay may not use, and since when; logged
+	// touched is set when a value changed that a client may have been given before. It is never
+	// cleared: a limit rarely changes, and the check that it costs is short.
 	touched bool
 }
 
 // limitMemory is about max.message.bytes of one topic.
 type limitMemory struct {
 	bytes int32 // the last answer; 0: there was none
-	// widened is how large the largest record is that was met while the limit was not known: batches may be that large. Not
-	// larger: where it is accepted, so is a batch of others that is not larger.
+	// widened is the size of the largest record that was met while the limit was not known: batches
+	// may be that large. Not larger: if that record is accepted, so is a batch of others that is
+	// not larger.
 	widened int32
-	failed  int // questions without an answer, one after the other
+	failed  int // consecutive requests without an answer
 }
 
-// refusedTopic is one that brokers refused to write to, though they do not say so when they are asked for its rights.
+// refusedTopic is a topic that brokers refused to write to, although they do not report that in the
+// topic's rights.
 type refusedTopic struct {
 	pause    time.Duration
 	next     time.Time // when writing is tried again
-	admitted time.Time // when it was; zero: it is refused still
+	admitted time.Time // when writing was admitted; zero: still refused
 }
 
 const (
@@ -54,8 +56,9 @@ func (m *topicMemory) limit(name string) *limitMemory {
 	return l
 }
 
-// learned stores an answer about a limit. It returns the last one that was known, and for how long it is believed.
-func (m *topicMemory) learned(name string, answer limits.Limit) (maxBytes int32, fresh time.Duration) {
+// learned stores an answer about a limit. It returns the last known limit, and how long that is
+// valid.
+func (m *topicMemory) learned(name string, answer record.Limit) (maxBytes int32, fresh time.Duration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	l := m.limit(name)
@@ -73,7 +76,7 @@ func (m *topicMemory) learned(name string, answer limits.Limit) (maxBytes int32,
 
 // widen lets batches be as large as a record whose topic has no known limit.
 func (m *topicMemory) widen(name string, bytes int32) {
-	if bytes <= limits.RecordBytesDefault {
+	if bytes <= record.BytesDefault {
 		return
 	}
 	m.mu.Lock()
@@ -83,7 +86,7 @@ func (m *topicMemory) widen(name string, bytes int32) {
 	}
 }
 
-// narrow takes it back: Kafka refused the record, and would refuse batches of that size.
+// narrow undoes widen: Kafka refused the record, and would refuse batches of that size.
 func (m *topicMemory) narrow(name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -104,11 +107,11 @@ func (m *topicMemory) batchBytes(name string) int32 {
 	l := m.limits[name]
 	switch {
 	case l == nil:
-		return limits.RecordBytesDefault
+		return record.BytesDefault
 	case l.bytes > 0:
 		return l.bytes
 	}
-	return max(limits.RecordBytesDefault, l.widened)
+	return max(record.BytesDefault, l.widened)
 }
 
 // refuse notes that brokers refused to let the relay write to a topic.
@@ -124,13 +127,14 @@ func (m *topicMemory) refuse(name string) {
 		m.refused[name] = r
 	}
 	if !r.admitted.IsZero() && time.Since(r.admitted) > 2*writeRetryMax {
-		r.pause = 0 // another refusal, and not the same one
+		r.pause = 0 // a new refusal, not a continuation of the last one
 	}
 	r.pause = min(max(2*r.pause, writeRetryMin), writeRetryMax)
 	r.next, r.admitted = time.Now().Add(r.pause), time.Time{}
 }
 
-// refusal says whether brokers refused to let the relay write to a topic, and whether it is time to try again.
+// refusal reports whether brokers refused to let the relay write to a topic, and whether it is time
+// to try again.
 func (m *topicMemory) refusal(name string) (refused, due bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -141,7 +145,7 @@ func (m *topicMemory) refusal(name string) (refused, due bool) {
 	return true, !time.Now().Before(r.next)
 }
 
-// admit ends a refusal. Should writing be refused again at once, the pauses go on to grow.
+// admit ends a refusal. If writing is refused again at once, the pauses keep growing.
 func (m *topicMemory) admit(name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -150,7 +154,7 @@ func (m *topicMemory) admit(name string) {
 	}
 }
 
-// tell says once that the relay may not use a topic, and once that it may again.
+// tell logs once that the relay may not use a topic, and once that it may again.
 func (m *topicMemory) tell(ctx context.Context, logger *slog.Logger, relay, name string, s topicState) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -161,7 +165,7 @@ func (m *topicMemory) tell(ctx context.Context, logger *slog.Logger, relay, name
 			m.waiting = map[string]time.Time{}
 		}
 		m.waiting[name] = time.Now()
-		logger.ErrorContext(ctx, "Kafka does not let the relay use a topic: its rows wait in outbox_dead, and are published by themselves when the right is granted",
+		logger.ErrorContext(ctx, "Kafka does not let the relay use a topic: its rows wait in outbox_dead and are published automatically when the right is granted",
 			"relay", relay, "topic", name, "error", s.err)
 	case s.reason != ReasonNotAuthorized && waits:
 		delete(m.waiting, name)

@@ -87,8 +87,8 @@ func deadReasons(t *testing.T, pool *pgxpool.Pool) []string {
 	return one[[]string](t, pool, `SELECT coalesce(array_agg(reason ORDER BY seq), '{}') FROM effectonce.outbox_dead`)
 }
 
-// Property: a row that its topic takes is published in its place whatever the brokers say when they are asked for the
-// topic's limit: one failure, none but failures, or a refusal.
+// Property: a row that its topic takes is published in its place whatever the brokers say when they
+// are asked for the topic's limit: one failure, none but failures, or a refusal.
 func TestUnknownLimitKillsNoRow(t *testing.T) {
 	t.Parallel()
 	for name, fault := range map[string]kfake.Fault{
@@ -121,8 +121,8 @@ func TestUnknownLimitKillsNoRow(t *testing.T) {
 	}
 }
 
-// Property: where the limit of a topic is not known Kafka judges: a row that it refuses is dead of its size and holds its
-// key, and everything else flows, before and after it.
+// Property: where the limit of a topic is not known Kafka judges: a row that it refuses is dead of
+// its size and holds its key, and everything else flows, before and after it.
 func TestKafkaJudgesWhereTheLimitIsUnknown(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
@@ -155,7 +155,8 @@ func TestKafkaJudgesWhereTheLimitIsUnknown(t *testing.T) {
 	})
 }
 
-// Property: a limit that was known counts for as long as the brokers do not tell another one, also for a client that is new.
+// Property: a known limit counts as long as the brokers do not report another one, also for a new
+// client.
 func TestLastKnownLimitIsKept(t *testing.T) {
 	t.Parallel()
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1))
@@ -199,8 +200,9 @@ func rights(t *testing.T, opts ...kfake.Opt) (fake *kfake.Cluster, deny func(top
 	}
 }
 
-// Property: rows of a topic that the relay may not describe, or not write to, wait in their order and stop no other topic;
-// when the right is back they are published by themselves, before later ones. The log says it once when it begins and once when it ends.
+// Property: rows of a topic that the relay may not describe, or not write to, wait in their order
+// and stop no other topic; when the right is back they are published by themselves, before later
+// ones. The log says it once when it begins and once when it ends.
 func TestTopicThatIsNotAllowedWaits(t *testing.T) {
 	t.Parallel()
 	for name, operation := range map[string]kadm.ACLOperation{"describe": kadm.OpDescribe, "write": kadm.OpWrite} {
@@ -232,8 +234,9 @@ func TestTopicThatIsNotAllowedWaits(t *testing.T) {
 	}
 }
 
-// Property: the same where the brokers refuse to let the relay write, and do not say so when they are asked: those before
-// Kafka 2.3, which do not tell rights, and those that tell the wrong ones.
+// Property: the same if the brokers refuse to let the relay write, and do not report that in the
+// topic's rights: those before Kafka 2.3, which do not report rights, and those that report wrong
+// ones.
 func TestTopicThatIsOnlyRefusedWaits(t *testing.T) {
 	t.Parallel()
 	for name, opts := range map[string][]kfake.Opt{"silent": {kfake.MaxVersions(kversion.V2_2_0())}, "wrong": nil} {
@@ -262,8 +265,8 @@ func TestTopicThatIsOnlyRefusedWaits(t *testing.T) {
 	}
 }
 
-// Property: a topic that Kafka cannot speak about for the moment stops no other for longer than a moment, and loses no row
-// and no order.
+// Property: a topic that Kafka cannot speak about for the moment stops no other for longer than a
+// moment, and loses no row and no order.
 func TestTopicThatIsUnclearWaits(t *testing.T) {
 	t.Parallel()
 	for _, why := range []*kerr.Error{kerr.LeaderNotAvailable, kerr.UnknownServerError, kerr.InvalidTopicException} {

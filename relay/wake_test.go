@@ -14,8 +14,9 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// Property: a relay that listens looks at the outbox when a program notifies it, also after its listening connection
-// was lost: what was notified meanwhile is found when it listens again.
+// Property: a relay that listens polls the outbox when a program notifies it, also after its
+// listening connection was lost: rows that were notified during that time are found when it listens
+// again.
 func TestNotifyEndsThePause(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
@@ -25,13 +26,14 @@ func TestNotifyEndsThePause(t *testing.T) {
 	go func() { done <- r.Run(running) }()
 	arrives := func(n int) {
 		t.Helper()
-		require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == n }, 20*time.Second, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == n }, 2*time.Minute, 10*time.Millisecond)
 	}
-	// It may come before the relay pauses, so it is said more than once; the relay would look in a minute.
+	// The notification may come before the relay pauses, so it is sent more than once; the relay
+	// would poll in a minute.
 	notify := func() bool { return assert.NoError(t, outbox.Notify(ctx, pool)) }
 	notified := func(n int) {
 		t.Helper()
-		require.Eventually(t, func() bool { return notify() && kafkatest.Count(t, topic) == n }, 20*time.Second, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return notify() && kafkatest.Count(t, topic) == n }, 2*time.Minute, 10*time.Millisecond)
 	}
 	insert(t, pool, topic, "k", "first")
 	notified(1)
@@ -42,12 +44,13 @@ func TestNotifyEndsThePause(t *testing.T) {
 	var ended bool
 	require.NoError(t, pool.QueryRow(ctx, `SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'`).Scan(&ended))
 	require.True(t, ended)
-	arrives(3) // nobody notifies
+	arrives(3) // without a notification
 	stop()
 	require.NoError(t, <-done)
 }
 
-// Property: a relay that is woken while it reads the outbox looks again at once: what it reads may have been there before.
+// Property: a relay that is woken while it reads the outbox looks again at once: what it reads may
+// have been there before.
 func TestWakeDuringALookIsNotLost(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)

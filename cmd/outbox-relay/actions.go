@@ -2,8 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"io"
 	"strings"
 	"time"
@@ -11,13 +9,13 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
 
 func newActions(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "actions",
-		Short: "Look at what operators did",
+		Short: "Show what operators did",
 	}
 	cmd.AddCommand(newActionsList(s))
 	return cmd
@@ -30,9 +28,8 @@ func newActionsList(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:   "list",
 		Short: "List what operators did, the newest first",
-		Long: `List every retry, discard and reset: who did it, when, why and to what, the newest first. With --json there
-is one object a line. Exit status 1 if there is none.`,
-		Args: noArgs,
+		Long:  "List every retry, discard and reset, the newest first: when, who, what, to what and why.",
+		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 			defer cancel()
@@ -42,15 +39,15 @@ is one object a line. Exit status 1 if there is none.`,
 					return err
 				}
 				if len(actions) == 0 {
-					return errors.New("no operator did anything that fits")
+					return sayNone(cmd.OutOrStdout(), asJSON, "no actions")
 				}
 				return printActions(cmd.OutOrStdout(), actions, asJSON)
 			})
 		},
 	}, flagDatabaseURL)
-	addAge(cmd.Flags(), &filter.YoungerThan, "younger-than", "done in this time")
-	addInt(cmd.Flags(), &limit, flagLimit, parkedListMax, 1, 100_000, "how many at most")
-	addJSON(cmd, &asJSON)
+	addAge(cmd.Flags(), &filter.YoungerThan, "younger-than", "done less than this long ago")
+	addInt(cmd.Flags(), &limit, flagLimit, parkedListMax, 1, 100_000, "list at most this many")
+	addJSONLines(cmd, &asJSON)
 	return cmd
 }
 
@@ -64,7 +61,7 @@ func printActions(out io.Writer, actions []parked.Action, asJSON bool) error {
 			}
 			continue
 		}
-		fmt.Fprintf(&text, "%s\t%s\t%s\t%s\t%s\n", a.When.UTC().Format(time.RFC3339), clip(a.Who, keyWidth), printable(a.What), a.Object(), clip(a.Why, errorWidth))
+		add(&text, "%s\t%s\t%s\t%s\t%s\n", a.When.UTC().Format(time.RFC3339), clip(a.By(), keyWidth), a.What, a.Object(), clip(a.Why, errorWidth))
 	}
 	if asJSON {
 		return nil

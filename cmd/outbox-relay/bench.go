@@ -1,3 +1,5 @@
+//go:build !lean
+
 package main
 
 import (
@@ -10,22 +12,23 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/bench"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/bench"
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
-// flagBenchProcess makes the program the relay that is measured, as flagDemoProcess makes it one of the demo.
+// flagBenchProcess makes the program the measured relay, as flagDemoProcess makes it a process of
+// the demo.
 const flagBenchProcess = "relay-process"
 
 func newBench(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bench",
-		Short: "Measure consumer or relay, and the textbook way beside it",
-		Long: `Measure consumer or relay, and the textbook way beside it, in turns and in one run.
+		Short: "Measure the consumer or the relay against the textbook way",
+		Long: `Measure the consumer or the relay against the textbook way, in turns in one run.
 
-Without addresses it brings PostgreSQL (downloaded at the first run) and an in-process Kafka. With
---database-url and --brokers it uses those, with a schema, topics and groups of its own, which it
-removes at the end. Give it a machine that does nothing else; what counts are the ratios.`,
+Without addresses it starts PostgreSQL (downloaded at the first run) and an in-process Kafka. With
+--database-url and --brokers it uses a schema, topics and groups of its own there, and removes them at
+the end. Run it on an idle machine; only the ratios count.`,
 	}
 	cmd.AddCommand(newBenchConsume(s), newBenchRelay(s))
 	return cmd
@@ -36,34 +39,31 @@ func newBenchConsume(s *settings) *cobra.Command {
 	var options bench.ConsumeOptions
 	cmd := &cobra.Command{
 		Use:   "consume",
-		Short: "Measure messages a second, each with one insert of effect",
-		Long: `Measure messages a second, each with one insert of effect, medians of the rounds.
+		Short: "Measure messages per second, each with one insert as its effect",
+		Long: `Measure messages per second, each with one insert as its effect. Figures are medians of the rounds.
 
-  textbook           one message per transaction: claim, effect, commit, one after the other
-  textbook_parallel  the same with a goroutine and a connection for each partition
-  watermill          the same transaction in the router of Watermill, over the same Kafka client
-  statement          the engine with a handler that waits for one statement per message
-  by_id              the engine with the effects of a batch queued and sent in one round trip
-  no_dedup           the same with the claim taken out
-  all_duplicates     the same, when every message was claimed before
-  parked_key         the same, while one key of a thousand is held by a parked message
-  by_position        the same with the position instead of claims
-  batch_copy         the engine with a handler of whole batches that uses COPY
+  textbook           one message per transaction, in sequence: claim, effect, commit
+  textbook_parallel  the same with a goroutine and a connection per partition
+  watermill          the same transaction in Watermill's router, over the same Kafka client
+  statement          the engine; the handler waits for one statement per message
+  by_id              the engine; the effects of a batch go in one round trip
+  no_dedup           by_id without claims
+  all_duplicates     by_id when every message was claimed before
+  parked_key         by_id while a parked message holds one key of a thousand
+  by_position        by_id with the position instead of claims
+  batch_copy         the engine; a handler of whole batches uses COPY
   hand_loop          the statements of by_id, by hand
 
-bytes_per_message is the growth of the claims' table and index. wal_bytes_per_message is the claim's
-part of the write-ahead log: that of a by_id run less that of a no_dedup run, each right after a
-checkpoint. Both are of one partition, whose IDs come in the order of their time; with _interleaved they
-are of all partitions at the same time, which leaves the pages of the index less full. The log is the
-whole server's, so on a busy one the figure is too high; it is left out where the role must not run
-CHECKPOINT.
-
-With --preload N, dedup_cost_uuid7 and dedup_cost_random say how much longer a claim takes when N claims
-of a week are in the table than when there is none.
-
-round_trip_us and commit_us are what this machine takes for a statement and for a COMMIT. The textbook
-pays four of the one and one of the other for each message: where a commit costs nothing (no fsync, a
-disk with a write cache) the ratios are small, where it waits for the disk they are large.`,
+  bytes_per_message      growth of the claims' table and index
+  wal_bytes_per_message  write-ahead log per claim: by_id less no_dedup, each right after a checkpoint; of the
+                         whole server, so too high on a busy one; needs the right to run CHECKPOINT
+  ..._interleaved        both for all partitions at once (index pages less full); else for one partition,
+                         whose IDs come in time order
+  dedup_cost_...         with --preload N: how much longer a claim takes (_uuid7, _random) with N claims of
+                         a week in the table than with none
+  round_trip_us          a statement; textbook needs four per message
+  commit_us              a COMMIT; textbook needs one per message. Ratios are small where commits are cheap
+                         (no fsync, a disk with a write cache), else large`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return b.run(cmd, func(ctx context.Context, on bench.Servers, progress func(string)) (report, error) {
@@ -74,49 +74,48 @@ disk with a write cache) the ratios are small, where it waits for the disk they 
 	}
 	flags := cmd.Flags()
 	addInt(flags, &options.Messages, "messages", bench.MessagesDefault, bench.MessagesMin, bench.MessagesMax,
-		"messages of the fast variants in a round; statement takes a fourth of them, textbook a fortieth, its faster forms a tenth")
+		"messages per round; statement takes a quarter of them, textbook a fortieth, its faster forms a tenth")
 	addInt(flags, &options.Partitions, "partitions", bench.ConsumePartitionsDefault, bench.PartitionsMin, bench.PartitionsMax,
 		"partitions of the topic; the textbook loop stays a single one")
-	addInt(flags, &options.Preload, "preload", 0, 0, bench.PreloadMax, "claims in the table when the cost of one is measured again; 0: not measured")
+	addInt(flags, &options.Preload, "preload", 0, 0, bench.PreloadMax, "claims in the table when the cost of a claim is measured again; 0: not measured")
 	b.addFlags(cmd, &options.Rounds)
 	return cmd
 }
 
-const benchRelayHelp = `Measure rows a second of a backlog, medians of the rounds, and the time from commit to consumable.
+const benchRelayHelp = `Measure rows per second of a backlog, and the time from commit to consumable. Rows have 256 bytes of
+payload and one of 1,000 keys. All variants produce with the same settings. Figures are medians.
 
-  skip_locked     the textbook's poller: SELECT ... FOR UPDATE SKIP LOCKED, produce, DELETE, commit
-  bare_cursor     reads by row number and produces; stores nothing, loses late commits: a ceiling
-  gap_safe_cursor the same below the oldest open transaction: loses nothing, waits for every transaction
-  relay           the relay
-  exactly_once    the relay with --exactly-once
-  p50_ms, p99_ms  from the return of COMMIT until a consumer has the record, at 500 messages a second
+  skip_locked      textbook poller: SELECT ... FOR UPDATE SKIP LOCKED, produce, DELETE, commit
+  bare_cursor      reads by row number and produces; stores nothing, loses late commits: a ceiling
+  gap_safe_cursor  the same below the oldest open transaction: loses nothing, waits for every transaction
+  relay            the relay
+  exactly_once     the relay with --exactly-once
+  p50_ms, p99_ms   from the return of COMMIT until a consumer has the record, at 500 messages per second
 
-Rows have 256 bytes of payload and one of 1,000 keys. All produce with the same settings.
+Of a process that runs only the relay, with PostgreSQL and Kafka elsewhere:
 
-Of a process that runs the relay and nothing else, neither PostgreSQL nor an in-process Kafka:
-
-  cpu_seconds_per_million  CPU time for a million rows, with metrics counted; also _without_metrics and _exactly_once
-  memory_mb                peak of resident memory during the drain (Linux); also _exactly_once
+  cpu_seconds_per_million  CPU time per million rows, with metrics; also _without_metrics, _exactly_once
+  memory_mb                peak resident memory during the drain (Linux); also _exactly_once
   idle_cpu_percent         of one core, with nothing to publish
-  idle_queries_per_second  statements sent to the database meanwhile
+  idle_queries_per_second  statements sent to the database while idle
+  large_...                with --large-rows N, a single drain of N rows: large_vs_relay_process is its rate
+                           against that of --rows, large_memory_mb its memory. Ten million rows take about
+                           12 GB of the database's disk and write-ahead log
 
-With --large-rows N, it also drains a backlog of N rows, once: large_vs_relay_process is its rate against that of
---rows, large_memory_mb its memory. Ten million rows take about 12 GB of the database's disk and write-ahead log.
+These are the default scenarios drain, process, latency and idle. Others, by --scenario:
 
-That is what the scenarios drain, process, latency and idle measure. More of them, by --scenario:
-
-  load     500 and 5,000 messages a second (there ten to a transaction) for --latency-seconds: p50_ms and p99_ms of the
-           relay, of exactly once and of a poller that looks every 5 ms; process_cpu_seconds_per_million of the process
-           that has writers, relay and reader in it, postgres_cpu_seconds_per_million of the whole server where its
-           processes are on this machine, and both against those of the poller (…_vs_poller)
-  backlog  drains of --backlog-rows in processes of their own: rows_per_second, vs_gap_safe_cursor, vs_smallest (backlog),
-           memory_above_idle_mb (resident, against an idle relay), heap_above_idle_mb
-  network  the load of 500 a second with a PostgreSQL that is 3 ms away (round_trip_ms as measured) for what gets
-           messages to Kafka, and not for the writers
-  pooler   the same through PgBouncer in transaction mode, with prepared statements (from version 1.21 on) and without;
-           needs the program pgbouncer
-  shards   four replicas in one process, PostgreSQL 3 ms away, 1, 2 and 4 shards: rows_per_second of --shard-rows, counted
-           once the shards are spread over the replicas`
+  load     500 and 5,000 messages per second (the latter in transactions of ten) for --latency-seconds:
+           p50_ms and p99_ms of relay, exactly once and a poller with a 5 ms interval;
+           process_cpu_seconds_per_million of the process with writers, relay and reader;
+           postgres_cpu_seconds_per_million of the whole server, if it is local; ..._vs_poller: ratios
+  backlog  drains of --backlog-rows in separate processes: rows_per_second, vs_gap_safe_cursor, vs_smallest
+           (backlog), memory_above_idle_mb (resident, against an idle relay), heap_above_idle_mb
+  network  500 messages per second with PostgreSQL 3 ms away (round_trip_ms: as measured), but not for the
+           writers
+  pooler   the same through PgBouncer in transaction mode, with and without prepared statements (PgBouncer
+           1.21 or later); needs the program pgbouncer
+  shards   four replicas in one process, PostgreSQL 3 ms away, 1, 2 and 4 shards: rows_per_second of
+           --shard-rows, counted once the shards are spread over the replicas`
 
 func newBenchRelay(s *settings) *cobra.Command {
 	b := &benchmark{settings: s}
@@ -124,12 +123,13 @@ func newBenchRelay(s *settings) *cobra.Command {
 	var child bool
 	cmd := &cobra.Command{
 		Use:   "relay",
-		Short: "Measure rows a second of a backlog, and the time from commit to consumable",
+		Short: "Measure rows per second of a backlog, and the time from commit to consumable",
 		Long:  benchRelayHelp,
 		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if child {
-				// Nothing is left to be told or tidied up when the parent is gone.
+				relaxCollector() // as outbox-relay run does
+				// When the parent is gone there is nothing to report or to clean up.
 				orphaned := func() { os.Exit(exitNotWell) }
 				return bench.RelayProcess(cmd.Context(), cmd.InOrStdin(), cmd.OutOrStdout(), orphaned)
 			}
@@ -139,7 +139,7 @@ func newBenchRelay(s *settings) *cobra.Command {
 			}
 			return b.run(cmd, func(ctx context.Context, on bench.Servers, progress func(string)) (report, error) {
 				options.Servers, options.Progress = on, progress
-				options.Command = []string{program, "bench", "relay", "--" + flagBenchProcess}
+				options.Command = b.childCommand(program, "bench", "relay", "--"+flagBenchProcess)
 				return bench.Relay(ctx, options)
 			})
 		},
@@ -148,14 +148,14 @@ func newBenchRelay(s *settings) *cobra.Command {
 	addInt(flags, &options.Rows, "rows", bench.RowsDefault, bench.RowsMin, bench.RowsMax, "rows of the backlog")
 	addInt(flags, &options.Partitions, "partitions", bench.RelayPartitionsDefault, bench.PartitionsMin, bench.PartitionsMax, "partitions of the topic")
 	addInt(flags, &options.LatencySeconds, "latency-seconds", bench.LatencySecondsDefault, bench.LatencySecondsMin, bench.LatencySecondsMax,
-		"how long messages are published one by one")
-	addInt(flags, &options.LargeRows, "large-rows", 0, 0, bench.LargeRowsMax, "rows of a larger backlog to compare with; 0: not measured")
+		"how long messages are published")
+	addInt(flags, &options.LargeRows, "large-rows", 0, 0, bench.LargeRowsMax, "rows of a larger backlog to compare with; 0: none")
 	addInt(flags, &options.IdleSeconds, "idle-seconds", bench.IdleSecondsDefault, bench.IdleSecondsMin, bench.IdleSecondsMax, "how long an idle relay is watched")
-	addOption(flags, "scenario", "string", "", "what to measure: all, or some of "+scenarioNames()+", with commas between them; default: the first four", func(text string) (err error) {
+	addOption(flags, "scenario", "string", "", "comma-separated list of "+scenarioNames()+", or all; default: the first four", func(text string) (err error) {
 		options.Scenarios, err = bench.ParseScenarios(text)
 		return err
 	})
-	addOption(flags, "backlog-rows", "string", "1000000,10000000", "sizes of the backlogs of the scenario backlog, with commas between them", func(text string) (err error) {
+	addOption(flags, "backlog-rows", "string", "1000000,10000000", "comma-separated sizes of backlogs, for the scenario backlog", func(text string) (err error) {
 		options.BacklogRows, err = bench.ParseBacklogRows(text)
 		return err
 	})
@@ -171,7 +171,7 @@ func scenarioNames() string {
 	return strings.Join(all, ", ")
 }
 
-// report is what a benchmark found.
+// report is the result of a benchmark.
 type report interface {
 	WriteTable(out io.Writer) error
 	SetServers(postgres, kafka string, took time.Duration)
@@ -185,13 +185,13 @@ type benchmark struct {
 
 func (b *benchmark) addFlags(cmd *cobra.Command, rounds *int) {
 	plainKafka(cmd)
-	addInt(cmd.Flags(), rounds, "rounds", bench.RoundsDefault, bench.RoundsMin, bench.RoundsMax, "how many times the variants take turns")
+	addInt(cmd.Flags(), rounds, "rounds", bench.RoundsDefault, bench.RoundsMin, bench.RoundsMax, "how many rounds")
 	addJSON(cmd, &b.json)
-	cmd.Flags().Lookup("json").Usage = "print one line of JSON in place of the table"
+	cmd.Flags().Lookup("json").Usage = "print one line of JSON instead of the table"
 }
 
-// checkpointsAway keeps an embedded PostgreSQL from a checkpoint within a run; everything else is as it
-// comes, durability above all.
+// checkpointsAway keeps an embedded PostgreSQL from a checkpoint during a run. Everything else,
+// durability above all, keeps its default.
 func checkpointsAway() map[string]string {
 	return map[string]string{"max_wal_size": "8GB", "checkpoint_timeout": "1h"}
 }
@@ -199,7 +199,7 @@ func checkpointsAway() map[string]string {
 func (b *benchmark) run(cmd *cobra.Command, measure func(context.Context, bench.Servers, func(string)) (report, error)) (err error) {
 	ctx, begin := cmd.Context(), time.Now()
 	progress := func(line string) {
-		_, _ = fmt.Fprintln(cmd.ErrOrStderr(), line) // what cannot be shown is lost; the run goes on
+		_ = say(cmd.ErrOrStderr(), "%s\n", line) // a failed write does not stop the run
 	}
 	progress("starting the servers (the first run downloads PostgreSQL)")
 	address, err := b.databaseAddress()

@@ -11,8 +11,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// "bench consume --json" and "bench relay --json" end with one object on stdout that has what scripts
-// look for; progress goes to stderr.
+// "bench consume --json" and "bench relay --json" end with one object on stdout that has what
+// scripts look for; progress goes to stderr.
 func TestBenchJSON(t *testing.T) {
 	t.Parallel()
 	for name, want := range map[string]struct {
@@ -69,7 +69,7 @@ func TestBenchWrongUse(t *testing.T) {
 	r = run(t, nil, "bench", "relay", "--scenario", "drain,everything", "--backlog-rows", "1")
 	assert.Equal(t, 2, r.code)
 	assert.Contains(t, r.stderr, `--scenario "drain,everything": want all, or some of drain, process, latency, idle, load, backlog, network, pooler, shards`)
-	assert.Contains(t, r.stderr, `--backlog-rows "1": want numbers, 2000 to 100000000, with commas between them`)
+	assert.Contains(t, r.stderr, `--backlog-rows "1": want numbers from 2000 to 100000000, separated by commas`)
 	r = run(t, nil, "bench")
 	assert.Equal(t, 2, r.code)
 	assert.Contains(t, r.stderr, "a command is missing")

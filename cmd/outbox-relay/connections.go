@@ -15,62 +15,90 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// annotationPlainKafka marks commands that know neither TLS nor SASL: see plainKafka.
-const annotationPlainKafka = "plain-kafka"
+// Annotations of commands: see asksKafka and plainKafka.
+const (
+	annotationAsksKafka  = "asks-kafka"
+	annotationPlainKafka = "plain-kafka"
+)
 
 const flagDatabasePasswordFile = "database-password-file"
 
-// plainKafka marks a command that brings its own Kafka, or takes one of a test bench.
-func plainKafka(cmd *cobra.Command) *cobra.Command {
-	return annotate(cmd, annotationPlainKafka, "true")
+// asksKafka marks a command that connects to brokers, if it is given some. For all other commands
+// it does not matter where the brokers are.
+func asksKafka(cmd *cobra.Command) *cobra.Command {
+	return annotate(cmd, annotationAsksKafka, "true")
 }
 
-// isConnection tells whether a flag says how to reach the database or the brokers.
+// plainKafka marks a command that starts its own Kafka, or uses one of a test bench. It supports
+// neither TLS nor SASL.
+func plainKafka(cmd *cobra.Command) *cobra.Command {
+	return annotate(asksKafka(cmd), annotationPlainKafka, "true")
+}
+
+// isConnection reports whether a flag configures the connection to the database or to the brokers.
 func isConnection(flag string) bool {
 	return isAddress(flag) || flag == flagDatabasePasswordFile || strings.HasPrefix(flag, "kafka-")
 }
 
 func (s *settings) addConnectionFlags(flags *pflag.FlagSet) {
 	s.databasePassword.flag = flagDatabasePasswordFile
-	addOption(flags, flagDatabasePasswordFile, "file", "", "file with the password of the database, before one in the URL; read again for each connection", s.databasePassword.parse)
+	addOption(flags, flagDatabasePasswordFile, "file", "", "file with the database password; wins over the URL's; read again for each connection", s.databasePassword.parse)
 	s.kafka.addFlags(flags)
-	addBool(flags, &s.insecure, "insecure", "let secrets and data go over the network in the clear where the other flags say so")
+	addBool(flags, &s.insecure, "insecure", "allow secrets and data in the clear on the network: to brokers without --kafka-tls, to a database without TLS")
 }
 
-// checkConnections returns every contradiction between the flags of connections.
+// checkConnections returns all conflicts between connection flags.
 func (s *settings) checkConnections(cmd *cobra.Command) error {
-	problem := s.kafka.check(s.brokers, s.insecure)
+	problem := errors.Join(s.kafka.check(), s.checkPlaintext(cmd))
 	if s.pool != nil && !s.insecure {
 		if host, mode := weakest(s.pool.ConnConfig); mode == sslDisable {
-			problem = errors.Join(problem, fmt.Errorf("--%s: sslmode=disable to %s, which is another machine, shows data to whoever is on the network between: "+
+			problem = errors.Join(problem, fmt.Errorf("--%s: sslmode=disable to %s, which is another machine, exposes data on the network: "+
 				"want sslmode=verify-full; --insecure if you trust that network", flagDatabaseURL, host))
 		}
 	}
 	if cmd.Annotations[annotationPlainKafka] != "" && len(s.brokers) > 0 && s.kafka.used() {
-		problem = errors.Join(problem, fmt.Errorf("%s knows neither TLS nor SASL: want --brokers without them, or none", cmd.CommandPath()))
+		problem = errors.Join(problem, fmt.Errorf("%s supports neither TLS nor SASL: want --brokers without them, or none", cmd.CommandPath()))
 	}
 	return problem
 }
 
-// warn says what goes over the network less safely than it could, unless that was asked for.
+// childCommand returns the command line of a child process of this command. The child reads the
+// same environment and gets --insecure if this process has it.
+func (s *settings) childCommand(words ...string) []string {
+	if s.insecure {
+		words = append(words, "--insecure")
+	}
+	return words
+}
+
+// checkPlaintext refuses unencrypted brokers on other machines. The brokers that those name, and
+// the addresses of host names, are checked when they are dialed: see dialThisMachine.
+func (s *settings) checkPlaintext(cmd *cobra.Command) error {
+	broker := elsewhere(s.brokers)
+	if cmd.Annotations[annotationAsksKafka] == "" || broker == "" || s.kafka.tls || s.insecure {
+		return nil
+	}
+	remedy := plaintextRemedy
+	if cmd.Annotations[annotationPlainKafka] != "" {
+		remedy = insecureTrusts
+	}
+	return fmt.Errorf("--%s: %s is another machine, and %s%s", flagBrokers, broker, plaintextShows, remedy)
+}
+
+// warn logs which connection is less safe than it could be, unless --insecure is given.
 func (s *settings) warn(cmd *cobra.Command) {
 	if s.insecure || cmd.Annotations[annotationOffline] != "" {
 		return
 	}
-	logger := s.logger(cmd.ErrOrStderr())
 	if s.pool != nil {
 		if host, mode := weakest(s.pool.ConnConfig); mode != sslVerifyFull {
-			logger.Warn("who is between here and the database can pose as it: set sslmode=verify-full and, for an authority of your own, "+
+			s.logger(cmd.ErrOrStderr()).Warn("the database's identity is not verified, so a machine on the network can pose as it: set sslmode=verify-full and, for an authority of your own, "+
 				"sslrootcert=FILE in the database URL; --insecure if you trust that network", "host", host, "sslmode", string(mode))
 		}
 	}
-	if (cmd.Name() == "run" || cmd.Name() == "doctor") && !s.kafka.tls && !allLoopback(s.brokers) {
-		logger.Warn("who is between here and the brokers can read and change what is published: give --kafka-tls; --insecure if you trust that network",
-			"brokers", strings.Join(s.brokers, ","))
-	}
 }
 
-// sslMode is what a connection does, by the name of the parameter that asks for it.
+// sslMode is the protection that a connection has, named like the value of the parameter sslmode.
 type sslMode string
 
 const (
@@ -81,7 +109,7 @@ const (
 	sslVerifyFull sslMode = "verify-full"
 )
 
-// weakest returns the host that is reached least safely. This machine and its sockets are safe.
+// weakest returns the host with the least safe connection. This machine and its sockets are safe.
 func weakest(c *pgx.ConnConfig) (host string, mode sslMode) {
 	order := []sslMode{sslDisable, sslPrefer, sslRequire, sslVerifyCA, sslVerifyFull}
 	ways := map[string][]*tls.Config{}
@@ -104,7 +132,7 @@ func weakest(c *pgx.ConnConfig) (host string, mode sslMode) {
 	return host, mode
 }
 
-// modeOf reads the mode from the ways in which a host is tried.
+// modeOf derives the mode from the TLS settings with which a host is tried.
 func modeOf(ways []*tls.Config) sslMode {
 	encrypted := slices.IndexFunc(ways, func(c *tls.Config) bool { return c != nil })
 	switch {
@@ -120,8 +148,8 @@ func modeOf(ways []*tls.Config) sslMode {
 	return sslRequire
 }
 
-// encryptedOnly takes away the ways that lead to another machine in the clear: with sslmode=prefer and allow it would
-// be who is between, by saying that there is no TLS, who decides.
+// encryptedOnly removes unencrypted attempts to other machines. With sslmode=prefer or allow, a
+// machine on the network could otherwise force one by answering that there is no TLS.
 func encryptedOnly(c *pgx.ConnConfig) {
 	kept := slices.DeleteFunc(hosts(c), func(h *pgconn.FallbackConfig) bool { return h.TLSConfig == nil && !isLocal(h) })
 	if len(kept) > 0 {
@@ -129,13 +157,13 @@ func encryptedOnly(c *pgx.ConnConfig) {
 	}
 }
 
-// isLocal tells whether a way stays on this machine.
+// isLocal reports whether a connection stays on this machine.
 func isLocal(h *pgconn.FallbackConfig) bool {
 	network, _ := pgconn.NetworkAddress(h.Host, h.Port)
 	return network == "unix" || isLoopback(h.Host)
 }
 
-// usePassword puts the password of the file, as it is now, into a connection that is about to be made.
+// usePassword reads the password file and puts its password into a connection about to be made.
 func (s *settings) usePassword(_ context.Context, config *pgx.ConnConfig) error {
 	if !s.databasePassword.given() {
 		return nil
@@ -148,7 +176,7 @@ func (s *settings) usePassword(_ context.Context, config *pgx.ConnConfig) error 
 	return nil
 }
 
-// databaseAddress returns the URL with the password of the file in it, for what takes nothing but a URL.
+// databaseAddress returns the URL with the file's password in it, for code that only takes a URL.
 func (s *settings) databaseAddress() (string, error) {
 	text := s.databaseURL.reveal()
 	if text == "" || !s.databasePassword.given() {
@@ -161,7 +189,7 @@ func (s *settings) databaseAddress() (string, error) {
 	if !strings.HasPrefix(text, "postgres://") && !strings.HasPrefix(text, "postgresql://") {
 		return text + " password='" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(password) + "'", nil
 	}
-	// Not by the package net/url, which has no lists of hosts. The last one given counts.
+	// Package net/url does not know lists of hosts. The last password given counts.
 	separator := "?"
 	if strings.Contains(text, "?") {
 		separator = "&"

@@ -21,8 +21,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// offerTLS gives a cluster a certificate. The server writes the files, wherever it runs: its key must be nobody
-// else's to read.
+// offerTLS gives a cluster a certificate. The server writes the files itself, wherever it runs: no
+// other user may be able to read its key.
 func offerTLS(t *testing.T, address string, certificate, key []byte) {
 	t.Helper()
 	conn := connect(t, address)
@@ -32,7 +32,7 @@ func offerTLS(t *testing.T, address string, certificate, key []byte) {
 	}
 	execSQL(t, conn, "ALTER SYSTEM SET ssl = on")
 	execSQL(t, conn, "SELECT pg_reload_conf()")
-	// Of its own accord it takes notice some time later.
+	// By itself it would notice some time later.
 	config, err := pgx.ParseConfig(at(t, address, url.Values{"sslmode": {"require"}}))
 	require.NoError(t, err)
 	block, _ := pem.Decode(certificate)
@@ -60,14 +60,15 @@ func at(t *testing.T, address string, parameters url.Values) string {
 	return u.String()
 }
 
-// verified asks for a server that shows a certificate of an authority.
+// verified requires a server with a certificate of an authority.
 func verified(t *testing.T, address string, signer *authority) string {
 	t.Helper()
 	return at(t, address, url.Values{"sslmode": {"verify-full"}, "sslrootcert": {signer.file}})
 }
 
-// Row S6: with verify-full every connection of a relay, also those for its metrics, and of the other commands is
-// over TLS 1.2 or later, to a server that the authority vouches for.
+// Row S6 of guarantees.md: with verify-full every connection of a relay, also those for its
+// metrics, and of the other commands is over TLS 1.2 or later, to a server that the authority
+// vouches for.
 func TestDatabaseOverTLS(t *testing.T) {
 	t.Parallel()
 	cluster, signer := pgtest.Cluster(t, nil), newAuthority(t)
@@ -82,7 +83,7 @@ func TestDatabaseOverTLS(t *testing.T) {
 	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1)", topic)
 	awaitRecords(t, topic, 1)
 	awaitGet(t, listening(t, written)+"/readyz", func(code int, _ string) bool { return code == 200 })
-	awaitGet(t, listening(t, written)+"/metrics", func(_ int, body string) bool { return strings.Contains(body, "\noutbox_table_bytes") })
+	awaitGet(t, listening(t, written)+"/metrics", func(_ int, body string) bool { return strings.Contains(body, "\neffectonce_outbox_table_bytes") })
 	var connections, protected int
 	require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*), count(*) FILTER (WHERE s.ssl AND s.version IN ('TLSv1.2', 'TLSv1.3'))
 		FROM pg_stat_activity a JOIN pg_stat_ssl s USING (pid) WHERE a.application_name = 'outbox-relay'`).Scan(&connections, &protected))
@@ -97,8 +98,8 @@ func TestDatabaseOverTLS(t *testing.T) {
 	}
 }
 
-// Row S6: a server that the authority does not vouch for, under this name and now, gets neither a password nor a
-// query, and the remedy is said; and so does one that offers no TLS.
+// Row S6 of guarantees.md: a server that the authority does not vouch for, under this name and now,
+// gets neither a password nor a query, and the remedy is said; and so does one that offers no TLS.
 func TestDatabaseIsRefused(t *testing.T) {
 	t.Parallel()
 	cluster, signer := pgtest.Cluster(t, nil), newAuthority(t)
@@ -127,9 +128,10 @@ func TestDatabaseIsRefused(t *testing.T) {
 	}
 }
 
-// Row S6: on the way to another machine nobody can turn TLS off by saying that there is none, whatever the sslmode:
-// not a byte goes out in the clear, and the remedy is said. To this machine, and where --insecure says so, it does.
-// (0.0.0.0 leads to this machine, and does not look like it.)
+// Row S6 of guarantees.md: on the way to another machine, no one can turn TLS off by answering that
+// there is none, whatever the sslmode: no byte is sent unencrypted, and the error names the remedy.
+// To this machine, and with --insecure, bytes are sent unencrypted. (0.0.0.0 leads to this machine,
+// but does not look like it.)
 func TestNobodyTurnsTLSOff(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"", "?sslmode=prefer", "?sslmode=allow", "?sslmode=require", "?sslmode=verify-full"} {
@@ -144,9 +146,7 @@ func TestNobodyTurnsTLSOff(t *testing.T) {
 		} {
 			for _, command := range [][]string{{"migrate", "status"}, {"run", "--brokers", "127.0.0.1:1"}} {
 				between := newDowngrade(t)
-				_, port, err := net.SplitHostPort(between.listener.Addr().String())
-				require.NoError(t, err)
-				r := runOn(t, "postgres://"+canaryHead+"@"+net.JoinHostPort(c.host, port)+"/d"+mode, append(command, c.args...)...)
+				r := runOn(t, "postgres://"+canaryHead+"@"+net.JoinHostPort(c.host, between.port(t))+"/d"+mode, append(command, c.args...)...)
 				assert.Equal(t, 1, r.code, r)
 				assert.Equal(t, c.bare, strings.Contains(between.stop(), canaryHead), "%s%s %v", c.host, mode, c.args)
 				if !c.bare {
@@ -157,7 +157,7 @@ func TestNobodyTurnsTLSOff(t *testing.T) {
 	}
 }
 
-// downgrade is who is between: it says that there is no TLS, and listens.
+// downgrade is a machine in the middle: it answers that there is no TLS, and listens.
 type downgrade struct {
 	listener net.Listener
 	work     sync.WaitGroup
@@ -183,7 +183,7 @@ func newDowngrade(t *testing.T) *downgrade {
 	return d
 }
 
-// answer hears the first thing that is said after a request for TLS, or in place of one.
+// answer records the first bytes sent after a request for TLS, or instead of one.
 func (d *downgrade) answer(conn net.Conn) {
 	defer func() { _ = conn.Close() }()
 	_ = conn.SetDeadline(time.Now().Add(commandMax))
@@ -202,7 +202,14 @@ func (d *downgrade) answer(conn net.Conn) {
 	_, _ = d.heard.Write(said[:n+more])
 }
 
-// stop returns what was heard in the clear.
+func (d *downgrade) port(t *testing.T) string {
+	t.Helper()
+	_, port, err := net.SplitHostPort(d.listener.Addr().String())
+	require.NoError(t, err)
+	return port
+}
+
+// stop returns the bytes that were sent unencrypted.
 func (d *downgrade) stop() string {
 	_ = d.listener.Close()
 	d.work.Wait()

@@ -1,6 +1,8 @@
 package main_test
 
 import (
+	"maps"
+	"slices"
 	"strings"
 	"testing"
 
@@ -11,7 +13,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Row S6: settings that contradict each other, or would show a secret, are refused all at once.
+// Row S6 of guarantees.md: settings that contradict each other, or would show a secret, are refused
+// all at once.
 func TestContradictionsOfConnections(t *testing.T) {
 	t.Parallel()
 	signer := newAuthority(t)
@@ -35,7 +38,7 @@ func TestContradictionsOfConnections(t *testing.T) {
 		"unknown mechanism":       {[]string{"--kafka-sasl-mechanism", "PLAIN"}, []string{"want one of plain, scram-sha-256, scram-sha-512, oauthbearer"}},
 		"token of a user": {
 			append([]string{"--kafka-token-file", secret}, plain...),
-			[]string{"--kafka-token-file: want --kafka-sasl-mechanism oauthbearer"},
+			[]string{"--kafka-token-file: only --kafka-sasl-mechanism oauthbearer takes a token"},
 		},
 		"user of a token": {
 			[]string{"--kafka-sasl-mechanism", "oauthbearer", "--kafka-username", "u"},
@@ -46,8 +49,12 @@ func TestContradictionsOfConnections(t *testing.T) {
 			[]string{`--kafka-ca-file "/nowhere/at/all": want a file that exists`, "want a regular file", "the file is empty", "want a file of one line"},
 		},
 		"a secret for a file": {[]string{"--database-password-file", "pass" + canaryHead}, []string{"(value not shown, it might hold a password): want a file that exists"}},
-		"plain to others":     {append(away, plain...), []string{"plain without TLS to another machine"}},
-		"token to others":     {append(away, "--kafka-sasl-mechanism", "oauthbearer", "--kafka-token-file", secret), []string{"oauthbearer without TLS to another machine"}},
+		"brokers in the clear": {
+			[]string{"--brokers", "127.0.0.1:1,kafka.invalid,10.0.0.7:9092"},
+			[]string{"--brokers: kafka.invalid:9092 is another machine, and without TLS"},
+		},
+		"a password in the clear": {append(away, plain...), []string{"the traffic to it, secrets too, can be read and changed on the network: want --kafka-tls; --insecure if you trust that network"}},
+		"name of this machine":    {[]string{"--brokers", "localhost.invalid:9092"}, []string{"--brokers: localhost.invalid:9092 is another machine"}},
 		"database in the clear": {
 			[]string{"--database-url", "postgres://u@127.0.0.1:1,db.invalid:1/d?sslmode=disable"},
 			[]string{"--database-url: sslmode=disable to db.invalid"},
@@ -68,8 +75,8 @@ func TestContradictionsOfConnections(t *testing.T) {
 	}
 }
 
-// Row S6: what is asked for by name is done; what uses no connection takes no offence; and demo, which has no
-// TLS, does not go on without it.
+// Row S6 of guarantees.md: what is requested by name is done; a command without connections ignores
+// these settings; and demo, which has no TLS, does not continue without it.
 func TestInsecureIsSpelledOut(t *testing.T) {
 	t.Parallel()
 	secret := file(t, "s")
@@ -85,12 +92,45 @@ func TestInsecureIsSpelledOut(t *testing.T) {
 	for _, command := range [][]string{{"demo"}, {"bench", "relay"}, {"bench", "consume"}} {
 		r = run(t, nil, append(command, "--brokers", "127.0.0.1:1", "--kafka-tls")...)
 		assert.Equal(t, 2, r.code, command)
-		assert.Contains(t, r.stderr, "knows neither TLS nor SASL")
+		assert.Contains(t, r.stderr, "supports neither TLS nor SASL")
 	}
 }
 
-// Row S6: a server on another machine that is not known for certain gives one line of warning with the remedy;
-// this machine, and what was asked for, give none.
+// Row S6 of guarantees.md: each command that connects to Kafka refuses remote brokers without TLS.
+// Other commands do not, so they need no --insecure, which also applies to the database. TLS is not
+// taken back by
+// --insecure.
+func TestBrokersInTheClearAreRefused(t *testing.T) {
+	t.Parallel()
+	environment := map[string]string{"DATABASE_URL": "postgres://u@127.0.0.1:1/d", "KAFKA_BROKERS": "kafka.invalid:9092"}
+	const refused, remedy = "--brokers: kafka.invalid:9092 is another machine", "want --kafka-tls; --insecure if you trust that network"
+	ask := []string{
+		"run", "doctor", "status", "positions", "explain 00000000-0000-7000-8000-000000000000", "verify", "replay --from 2000-01-01T00:00:00Z --to 2000-01-02T00:00:00Z",
+		"topics pause orders", "consumer resume-at --group g --topic orders --partition 0 --at earliest --why w", "demo", "bench consume", "bench relay",
+	}
+	for _, command := range ask {
+		r := run(t, environment, strings.Fields(command)...)
+		assert.Equal(t, 2, r.code, command)
+		assert.Contains(t, r.stderr, refused, command)
+		plain := command == "demo" || strings.HasPrefix(command, "bench")
+		assert.Equal(t, !plain, strings.Contains(r.stderr, remedy), "%s: %s", command, r.stderr)
+	}
+	for _, command := range append(ask[:9:9], "tail", "migrate status", "dead list", "topics resume orders", "topics list", "parked list") {
+		for name, more := range map[string]string{"OUTBOX_KAFKA_TLS": "true", "OUTBOX_INSECURE": "true", "": ""} {
+			if name == "" && slices.Contains(ask, command) {
+				continue
+			}
+			settings := maps.Clone(environment)
+			settings[name] = more
+			r := run(t, settings, strings.Fields(command)...)
+			assert.Equal(t, 1, r.code, "%s: %+v", command, r)
+			assert.NotContains(t, r.stderr, refused, command)
+		}
+	}
+}
+
+// Row S6 of guarantees.md: a server on another machine whose identity is not verified causes one
+// warning line with the remedy; this machine, and --insecure, cause none.
 func TestWeakConnectionsWarn(t *testing.T) {
 	t.Parallel()
 	signer := newAuthority(t)
@@ -121,17 +161,14 @@ func TestWeakConnectionsWarn(t *testing.T) {
 		r = run(t, nil, "status", "--insecure", "--database-url", "postgres://u@"+query)
 		assert.NotContains(t, r.stderr, "verify-full", query)
 	}
-	r := runOn(t, "postgres://u@127.0.0.1:1/d", "doctor", "--brokers", "kafka.invalid", "--timeout", "200ms")
-	assert.Contains(t, r.stderr, "give --kafka-tls; --insecure if you trust that network")
-	assert.Contains(t, r.stderr, "brokers=kafka.invalid:9092")
 	for _, flag := range []string{"--kafka-tls", "--insecure"} {
-		r = runOn(t, "postgres://u@127.0.0.1:1/d", "doctor", "--brokers", "kafka.invalid", "--timeout", "200ms", flag)
+		r := runOn(t, "postgres://u@127.0.0.1:1/d", "doctor", "--brokers", "kafka.invalid", "--timeout", "200ms", flag)
 		assert.Empty(t, r.stderr, flag)
 	}
 }
 
-// Row S6: a password in a file is taken before one in the URL, and one that changed with the next connection,
-// also by a relay that runs.
+// Row S6 of guarantees.md: a password in a file is taken before one in the URL, and one that
+// changed with the next connection, also by a relay that runs.
 func TestRotatedDatabasePassword(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)

@@ -106,8 +106,8 @@ func rewrite(t *testing.T, path, text string) {
 	require.NoError(t, os.Rename(next, path))
 }
 
-// gatekeeper is a broker that answers about credentials as Apache Kafka does, where kfake hangs up. It takes
-// any mechanism.
+// gatekeeper is a broker that answers about credentials as Apache Kafka does, where kfake hangs up.
+// It takes any mechanism.
 func gatekeeper(t *testing.T, lifetime time.Duration, accept func(mechanism, credentials string) bool, opts ...kfake.Opt) *kfake.Cluster {
 	t.Helper()
 	fake := kafkatest.Fake(t, opts...)

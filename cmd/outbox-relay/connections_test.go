@@ -1,10 +1,16 @@
 package main_test
 
 import (
+	"bytes"
+	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/binary"
 	"fmt"
+	"io"
 	"net"
+	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -17,6 +23,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 	"github.com/twmb/franz-go/pkg/sasl/scram"
 
+	main "github.com/effectonce/effectonce/cmd/outbox-relay"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -40,8 +47,8 @@ func awaitOrders(t *testing.T, fake *kfake.Cluster, n int, opts ...kgo.Opt) {
 	}
 }
 
-// Row S6: every command that asks the brokers does it over TLS and with each mechanism of SASL, also with Kafka's
-// transactions; the secret is in no output.
+// Row S6 of guarantees.md: every command that asks the brokers does it over TLS and with each
+// mechanism of SASL, also with Kafka's transactions; the secret is in no output.
 func TestCommandsReachSecuredBrokers(t *testing.T) {
 	t.Parallel()
 	for _, mechanism := range []string{"plain", "scram-sha-256", "scram-sha-512"} {
@@ -70,7 +77,7 @@ func TestCommandsReachSecuredBrokers(t *testing.T) {
 				{"verify", ""},
 				{"positions", "\ndefault  0 "},
 				{"explain " + orders + "/0/0", "  topic "},
-				{"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z", "2 of 2 rows are published again"},
+				{"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z", "2 of 2 rows published again"},
 			} {
 				r := run(t, environment, strings.Fields(c.command)...)
 				assert.Contains(t, r.stdout, c.want, c.command)
@@ -82,7 +89,8 @@ func TestCommandsReachSecuredBrokers(t *testing.T) {
 	}
 }
 
-// Row S6: whoever cannot be trusted, or does not trust us, gets nothing, and the reason is said.
+// Row S6 of guarantees.md: a server that is not trusted, or does not trust us, gets nothing, and
+// the error names the reason.
 func TestBrokersAreRefused(t *testing.T) {
 	t.Parallel()
 	signer := newAuthority(t)
@@ -108,7 +116,7 @@ func TestBrokersAreRefused(t *testing.T) {
 			map[string]string{"KAFKA_TLS": "1", "KAFKA_CA_FILE": signer.file},
 			"protocol version",
 		},
-		"no TLS there": {nil, map[string]string{"KAFKA_TLS": "1", "KAFKA_CA_FILE": signer.file}, "and whether it asks for --kafka-tls and --kafka-sasl-mechanism"},
+		"no TLS there": {nil, map[string]string{"KAFKA_TLS": "1", "KAFKA_CA_FILE": signer.file}, "and whether it requires --kafka-tls and --kafka-sasl-mechanism"},
 		"no TLS here":  {signer.server(t, nil), nil, "is TLS missing?"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -125,7 +133,7 @@ func TestBrokersAreRefused(t *testing.T) {
 	}
 }
 
-// Row S6: a broker that asks for a certificate gets the one of the files.
+// Row S6 of guarantees.md: a broker that asks for a certificate gets the one of the files.
 func TestClientCertificate(t *testing.T) {
 	t.Parallel()
 	signer := newAuthority(t)
@@ -145,8 +153,9 @@ func TestClientCertificate(t *testing.T) {
 	assert.Contains(t, r.stdout, "certificate required")
 }
 
-// Rows S3, S6: while the brokers refuse the password rows wait, none is dead, and what is said does not hold it:
-// at the start and in the middle. The right one, written to the file, is taken at the next connection.
+// Rows S3, S6 of guarantees.md: while the brokers refuse the password rows wait, none is dead, and
+// what is said does not hold it: at the start and in the middle. The right one, written to the
+// file, is taken at the next connection.
 func TestRotatedKafkaPassword(t *testing.T) {
 	t.Parallel()
 	var wanted atomic.Value
@@ -192,7 +201,8 @@ func TestRotatedKafkaPassword(t *testing.T) {
 	assert.Zero(t, dead)
 }
 
-// Row S6: a token is read again when the broker wants one again (KIP-368), on a connection that goes on.
+// Row S6 of guarantees.md: a token is read again when the broker asks for reauthentication
+// (KIP-368) on an open connection.
 func TestRotatedKafkaToken(t *testing.T) {
 	t.Parallel()
 	const first, second = canaryHead + ".first", canaryHead + ".second"
@@ -222,23 +232,121 @@ func TestRotatedKafkaToken(t *testing.T) {
 	assertNoCanary(t, result{stderr: written.String()}, "run")
 }
 
-// Row S6: a broker on this machine that names others gets nobody's password sent to them in the clear.
-func TestAdvertisedBrokersGetNoSecretInTheClear(t *testing.T) {
+// Row S6 of guarantees.md: if a broker on this machine names brokers on others, no unencrypted
+// connection to those is made, neither with a secret nor without one. (0.0.0.0 leads to this
+// machine, but does not look like it.)
+func TestAdvertisedBrokersGetNothingInTheClear(t *testing.T) {
 	t.Parallel()
-	fake := gatekeeper(t, 0, func(string, string) bool { return true })
+	credentials := map[string]string{"KAFKA_SASL_MECHANISM": "plain", "KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": file(t, kafkaCanary)}
+	for name, more := range map[string]map[string]string{"no secret": nil, "secret": credentials} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			outside := newDowngrade(t)
+			address := "0.0.0.0:" + outside.port(t)
+			fake := gatekeeper(t, 0, func(string, string) bool { return true }, kfake.SeedTopics(1, orders))
+			advertise(t, fake, address)
+			database := pgtest.Database(t)
+			environment := secured(fake, database, more)
+			r := run(t, environment, "doctor", "--timeout", "2s")
+			assert.Equal(t, 1, r.code, r)
+			assert.Contains(t, r.stdout, "broker "+address+", at "+address+", is on another machine, and without TLS")
+
+			execSQL(t, connect(t, database), "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
+			written, end := inBackground(t, environment, "run", "--log-level", "debug")
+			written.await(t, `broker `+address+`, at `+address+`, is on another machine`)
+			assert.Zero(t, end(), written)
+			assertNoCanary(t, result{stdout: r.stdout, stderr: written.String()}, name)
+			assert.Empty(t, outside.stop(), "what the other machine got")
+		})
+	}
+}
+
+// Row S6 of guarantees.md: with --insecure, another machine is reached unencrypted.
+func TestInsecureReachesAdvertisedBrokers(t *testing.T) {
+	t.Parallel()
+	outside := newDowngrade(t)
+	fake := kafkatest.Fake(t)
+	advertise(t, fake, "0.0.0.0:"+outside.port(t))
+	r := run(t, secured(fake, pgtest.Database(t), map[string]string{"INSECURE": "true"}), "doctor", "--timeout", "2s")
+	assert.Contains(t, r.stdout, "broker 77 does not answer", "it is none")
+	assert.Contains(t, outside.stop(), "outbox-relay", "the client's name")
+}
+
+// Row S6 of guarantees.md: the address that a name resolves to when it is dialed decides: a name of
+// this machine that resolves to another one is refused; another name that resolves to this machine
+// is not.
+func TestBrokersAreLookedAtWhenResolved(t *testing.T) {
+	t.Parallel()
+	for leads, refused := range map[[4]byte]bool{{127, 0, 0, 1}: false, {192, 0, 2, 1}: true} {
+		here := newDowngrade(t)
+		broker := "broker.test:" + here.port(t)
+		conn, err := main.DialThisMachine(t.Context(), &net.Dialer{Timeout: commandMax, Resolver: resolver(leads)}, broker)
+		if refused {
+			require.ErrorContains(t, err, "broker "+broker+", at 192.0.2.1:"+here.port(t)+", is on another machine")
+			continue
+		}
+		require.NoError(t, err)
+		require.NoError(t, conn.Close())
+	}
+}
+
+// resolver finds one address for each name.
+func resolver(address [4]byte) *net.Resolver {
+	return &net.Resolver{PreferGo: true, Dial: func(context.Context, string, string) (net.Conn, error) {
+		asked, server := net.Pipe() // not a packet's connection: messages have their length in front
+		go func() {
+			defer func() { _ = server.Close() }()
+			question := make([]byte, 512)
+			n, err := server.Read(question[:2])
+			if err == nil {
+				n, err = io.ReadFull(server, question[:binary.BigEndian.Uint16(question[:n])])
+			}
+			if err != nil {
+				return
+			}
+			const header, response, typeA = 12, 0x8180, 1
+			end := header + bytes.IndexByte(question[header:n], 0) + 5 // of name, type and class
+			answer := slices.Concat(question[:2], binary.BigEndian.AppendUint16(nil, response), []byte{0, 1, 0, 0, 0, 0, 0, 0}, question[header:end])
+			if question[end-3] == typeA {
+				answer[7] = 1
+				answer = append(answer, 0xc0, header, 0, typeA, 0, 1, 0, 0, 0, 60, 0, 4)
+				answer = append(answer, address[:]...)
+			}
+			_, _ = server.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(answer))), answer...))
+		}()
+		return asked, nil
+	}}
+}
+
+// advertise makes a cluster name one more broker, which leads all topics' partitions.
+func advertise(t *testing.T, fake *kfake.Cluster, address string) {
+	t.Helper()
+	host, text, err := net.SplitHostPort(address)
+	require.NoError(t, err)
+	port, err := strconv.ParseUint(text, 10, 16)
+	require.NoError(t, err)
+	const id = 77
 	fake.ControlKey(int16(kmsg.Metadata), func(request kmsg.Request) (kmsg.Response, error, bool) {
 		fake.KeepControl()
 		response := request.ResponseKind().(*kmsg.MetadataResponse)
+		for i, own := range fake.ListenAddrs() {
+			ownHost, ownPort, _ := net.SplitHostPort(own)
+			n, _ := strconv.ParseUint(ownPort, 10, 16)
+			broker := kmsg.NewMetadataResponseBroker()
+			broker.NodeID, broker.Host, broker.Port = int32(i), ownHost, int32(n)
+			response.Brokers = append(response.Brokers, broker)
+		}
 		broker := kmsg.NewMetadataResponseBroker()
-		broker.Host, broker.Port = "kafka.invalid", 9092
+		broker.NodeID, broker.Host, broker.Port = id, host, int32(port)
 		response.Brokers = append(response.Brokers, broker)
+		for _, asked := range request.(*kmsg.MetadataRequest).Topics {
+			topic := kmsg.NewMetadataResponseTopic()
+			topic.Topic, topic.TopicID = asked.Topic, asked.TopicID
+			partition := kmsg.NewMetadataResponseTopicPartition()
+			partition.Leader, partition.Replicas, partition.ISR = id, []int32{id}, []int32{id}
+			topic.Partitions = append(topic.Partitions, partition)
+			response.Topics = append(response.Topics, topic)
+		}
 		return response, nil, true
 	})
-	environment := secured(fake, pgtest.Database(t), map[string]string{"KAFKA_SASL_MECHANISM": "plain", "KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": file(t, kafkaCanary)})
-	r := run(t, environment, "doctor", "--timeout", "2s")
-	assert.Contains(t, r.stdout, "broker kafka.invalid:9092 is on another machine, and plain without TLS would show it the secret")
-	environment["OUTBOX_INSECURE"] = "true"
-	r = run(t, environment, "doctor", "--timeout", "2s")
-	assert.Contains(t, r.stdout, "broker 0 does not answer at kafka.invalid:9092")
-	assert.NotContains(t, r.stdout, "another machine")
 }

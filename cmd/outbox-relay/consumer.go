@@ -10,27 +10,22 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/consumers"
-	"github.com/effectonce/effectonce/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
 
 func newConsumer(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "consumer",
-		Short: "Pause topics for a group, resume a partition elsewhere, choose how messages get their IDs",
-		Long: `Orders to the consumers of a group. The running ones carry them out by themselves; who gave an order and why
-is kept: see "outbox-relay actions list".
-
-  outbox-relay consumer pause --group billing --topic orders --why "provider is down"
-  outbox-relay consumer resume --group billing --topic orders
-  outbox-relay consumer resume-at --group billing --topic orders --partition 3 --at latest --why "INC-12"
-  outbox-relay consumer id-rule billing/orders --set standard --why "producers send message-id"`,
+		Short: "Pause topics for a group, move a partition's position, choose how messages get their IDs",
+		Long: `Give orders to the consumers of a group. Running consumers carry them out by themselves. Orders are recorded: see
+"outbox-relay actions list".`,
 	}
 	cmd.AddCommand(newConsumerPause(s), newConsumerResume(s), newConsumerResumeAt(s), newConsumerRule(s))
 	return cmd
 }
 
-// consumerOrder has the flags that every order takes.
+// consumerOrder holds the flags of every order.
 type consumerOrder struct {
 	operator.By
 
@@ -38,7 +33,7 @@ type consumerOrder struct {
 	asJSON       bool
 }
 
-// add adds the flags. With mayLose --why has to be given.
+// add adds the flags. With mayLose, --why is required.
 func (o *consumerOrder) add(s *settings, cmd *cobra.Command, why string, mayLose bool) {
 	flags := cmd.Flags()
 	addText(flags, "group", 255, "consumer group; required", func(text string) error { o.group = text; return nil })
@@ -62,7 +57,7 @@ func (o *consumerOrder) add(s *settings, cmd *cobra.Command, why string, mayLose
 
 func (o *consumerOrder) addWho(cmd *cobra.Command, why string) {
 	addText(cmd.Flags(), "why", 2048, why, func(text string) error { o.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "who does it; default: the user and the machine", func(text string) error { o.Who = text; return nil })
+	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { o.Who = text; return nil })
 	addJSON(cmd, &o.asJSON)
 	commandLineOnly(cmd.Flags(), "why")
 }
@@ -82,10 +77,9 @@ func newConsumerPause(s *settings) *cobra.Command {
 	var o consumerOrder
 	cmd := needs(&cobra.Command{
 		Use:   "pause",
-		Short: "Let the messages of a topic wait for a group",
-		Long: `Let the messages of a topic wait for a group, in Kafka. The group's consumers finish the batch that they work on
-and take note within seconds; their other topics are not affected. A pause outlives them: a consumer that
-starts later leaves the topic alone, too, until "consumer resume". Mind the retention of the topic.`,
+		Short: "Stop a group's consumers from reading a topic",
+		Long: `Stop a group's consumers from reading a topic. They stop within seconds, after their batch; other topics continue.
+The pause also holds for consumers that start later, until "consumer resume". Mind the topic's retention.`,
 		Example: `  outbox-relay consumer pause --group billing --topic orders --why "provider is down, INC-12"`,
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -97,19 +91,19 @@ starts later leaves the topic alone, too, until "consumer resume". Mind the rete
 				case o.asJSON:
 					return printJSON(cmd.OutOrStdout(), map[string]any{"paused": paused, "pause": pause})
 				case paused:
-					_, err = fmt.Fprintf(cmd.OutOrStdout(), "topic %s is paused for group %s\n", plain(o.topic), plain(o.group))
+					err = say(cmd.OutOrStdout(), "topic %s is paused for group %s\n", plain(o.topic), plain(o.group))
 				default:
-					_, err = fmt.Fprintf(cmd.OutOrStdout(), "topic %s was paused already: %s\n", plain(o.topic), pauseText(pause))
+					err = say(cmd.OutOrStdout(), "topic %s was paused already: %s\n", plain(o.topic), pauseText(pause))
 				}
 				return err
 			})
 		},
 	}, flagDatabaseURL)
-	o.add(s, cmd, "why it is paused; required", true)
+	o.add(s, cmd, "reason; required", true)
 	return cmd
 }
 
-// pauseText is who paused a topic for whom, since when and why.
+// pauseText says for which group a topic is paused, since when, by whom and why.
 func pauseText(p consumers.Pause) string {
 	return fmt.Sprintf("for group %s since %s by %s: %s", plain(p.Group), p.PausedAt.UTC().Format(time.RFC3339), clip(p.Who, keyWidth), clip(p.Why, errorWidth))
 }
@@ -119,7 +113,7 @@ func newConsumerResume(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:     "resume",
 		Short:   "End the pause of a topic",
-		Long:    "End the pause of a topic: the group's consumers continue at their positions, within seconds.",
+		Long:    "End the pause of a topic. The group's consumers continue at their positions within seconds.",
 		Example: `  outbox-relay consumer resume --group billing --topic orders`,
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -134,30 +128,30 @@ func newConsumerResume(s *settings) *cobra.Command {
 				case !resumed:
 					text = "topic %s was not paused for group %s\n"
 				}
-				_, err = fmt.Fprintf(cmd.OutOrStdout(), text, plain(o.topic), plain(o.group))
+				err = say(cmd.OutOrStdout(), text, plain(o.topic), plain(o.group))
 				return err
 			})
 		},
 	}, flagDatabaseURL)
-	o.add(s, cmd, "why it is resumed", false)
+	o.add(s, cmd, "reason", false)
 	return cmd
 }
 
-const ruleLong = `Show by which rule the messages of a consumer get their IDs, or of all consumers, or change it.
+const ruleLong = `Show the rule that gives messages their IDs, of one consumer or of all. With --set, change it.
 
-  legacy             what the release before schema version 5 read: also the headers id, idempotency-key and others
-  standard           message-id, ce_id (CloudEvents), and what Debezium and Watermill write where another of their
-                     headers proves it
-  standard+debezium  besides, id: for topics that Debezium's outbox event router writes
-  standard+watermill besides, _watermill_message_uuid: for topics that Watermill writes; both can be combined
-  headers:NAME,NAME  the first of these headers that a message has, at most 20. The payload is compared, unless the
-                     header is message-id or ce_id: another payload under the same ID is parked as conflict
+  legacy              as before schema version 5: also the headers id, idempotency-key and others
+  standard            message-id, ce_id (CloudEvents), and the headers of Debezium and Watermill if another of
+                      their headers proves the origin
+  standard+debezium   also id: for topics that Debezium's outbox event router writes
+  standard+watermill  also _watermill_message_uuid: for topics that Watermill writes; can be combined with debezium
+  headers:NAME,NAME   the first of these headers that a message has, at most 20. Unless it is message-id or ce_id,
+                      the payload is compared: another payload under the same ID is parked as conflict
 
-A consumer adopts a rule at its next start. Restart all replicas then: while some have the old rule, two copies of
-a message may get two IDs, and both have their effect.
+A consumer adopts the rule at its next start. Restart all replicas then: while some have the old rule, two
+copies of a message may get two IDs, and both take effect.
 
-Messages that were handled before have their claims under the old rule. The switch does not touch them, but if the
-group is rewound behind it they run again, and a copy that a producer sends behind it runs as well.`
+Messages handled before keep their claims under the old rule. They run again if the group is rewound past the
+change, or if a producer sends another copy after it.`
 
 func newConsumerRule(s *settings) *cobra.Command {
 	var o consumerOrder
@@ -186,7 +180,7 @@ func newConsumerRule(s *settings) *cobra.Command {
 		},
 	}, flagDatabaseURL)
 	addText(cmd.Flags(), "set", 2048, "the new rule", func(text string) error { rule = text; return consumers.CheckRule(text) })
-	o.addWho(cmd, "why it is changed; required with --set")
+	o.addWho(cmd, "reason; required with --set")
 	commandLineOnly(cmd.Flags(), "set")
 	s.checks[cmd] = func() error {
 		if rule != "" && o.Why == "" {
@@ -210,7 +204,7 @@ func (s *settings) showRules(cmd *cobra.Command, names []string, asJSON bool) er
 		case err != nil:
 			return err
 		case len(all) == 0:
-			return errors.New("no consumer is registered")
+			return sayNone(cmd.OutOrStdout(), asJSON, "no consumers: none has registered yet")
 		}
 		text := "consumer\tid rule\n"
 		for _, c := range all {
@@ -229,7 +223,7 @@ func (s *settings) showRules(cmd *cobra.Command, names []string, asJSON bool) er
 }
 
 const ruleWarning = "Restart all replicas of the consumer now: each adopts the rule at its start, and while some have the old one, two copies of a message may both " +
-	"have their effect. Messages that were handled before keep their claims under the old rule: do not rewind the group behind this moment, they would run again."
+	"take effect. Messages handled before keep their claims under the old rule: do not rewind the group past this moment, or they run again."
 
 func printRule(out io.Writer, before *consumers.Consumer, rule string, asJSON bool) error {
 	changed := before.IDRule != rule
@@ -241,9 +235,9 @@ func printRule(out io.Writer, before *consumers.Consumer, rule string, asJSON bo
 		return printJSON(out, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed, "warning": warning})
 	}
 	if !changed {
-		_, err := fmt.Fprintf(out, "consumer %s has the rule %s already\n", consumerText(before.Name), printable(rule))
+		err := say(out, "consumer %s has the rule %s already\n", consumerText(before.Name), rule)
 		return err
 	}
-	_, err := fmt.Fprintf(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nMIND: %s\n", consumerText(before.Name), printable(rule), printable(before.IDRule), ruleWarning)
+	err := say(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nMIND: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
 	return err
 }

@@ -11,11 +11,11 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/checker"
-	"github.com/effectonce/effectonce/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 )
 
-// resumeAt is the command that says where a partition continues.
+// resumeAt is the command that sets where a partition continues.
 type resumeAt struct {
 	consumerOrder
 
@@ -28,25 +28,22 @@ type resumeAt struct {
 
 func newConsumerResumeAt(s *settings) *cobra.Command {
 	r := &resumeAt{s: s, partition: -1}
-	cmd := needs(&cobra.Command{
+	cmd := asksKafka(needs(&cobra.Command{
 		Use:   "resume-at",
-		Short: "Let a partition continue at another offset",
-		Long: `Order the consumer that holds a partition, or the next one, to continue at another offset: at the start of
-what Kafka has (earliest), at its end (latest), or at an offset. It is meant for a partition that halted; see
-"outbox-relay positions" for why. The holder carries the order out within seconds, and then the order is gone.
+		Short: "Make a partition continue at another offset",
+		Long: `Order the holder of a partition, or its next holder, to continue at another offset: at the start of the topic
+(earliest), at its end (latest), or at a given offset. For halted partitions; "outbox-relay positions" says why one
+halted. The order is carried out once, within seconds.
 
-What is in front of the position is SKIPPED by an order behind it: these messages have no effect. An order in front
-of the position REPEATS messages: those with a claim are dropped as duplicates, those whose claim was forgotten are
-parked, and a consumer that deduplicates by position handles all of them a second time. The command says which
-offsets; with --dry-run it only says so. With --brokers an offset that the partition does not have is refused.
-
---cancel takes an order back that was not carried out yet.`,
+A later offset SKIPS messages: they have no effect. An earlier offset REPEATS messages: those with a claim are
+dropped, those whose claim was forgotten are parked, and a consumer that deduplicates by position handles all of them
+again. The command prints the offsets affected. With --brokers it refuses an offset that the partition does not have.`,
 		Example: `  outbox-relay consumer resume-at --group billing --topic orders --partition 3 --at latest --dry-run
   outbox-relay consumer resume-at --group billing --topic orders --partition 3 --at 4711 --why "INC-12"`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return r.run(cmd.Context(), cmd.OutOrStdout()) },
-	}, flagDatabaseURL)
-	r.add(s, cmd, "why it is done; required", false)
+	}, flagDatabaseURL))
+	r.add(s, cmd, "reason; required", false)
 	flags := cmd.Flags()
 	addOption(flags, "partition", "int", "", "number of the partition; required", func(text string) error {
 		n, err := strconv.ParseInt(text, 10, 32)
@@ -61,8 +58,8 @@ offsets; with --dry-run it only says so. With --brokers an offset that the parti
 		r.given = true
 		return err
 	})
-	addBool(flags, &r.takeBack, "cancel", "take back an order that was not carried out yet")
-	addBool(flags, &r.dryRun, "dry-run", "only say what would be skipped or repeated")
+	addBool(flags, &r.takeBack, "cancel", "cancel an order that was not carried out yet")
+	addBool(flags, &r.dryRun, "dry-run", "only show what would be skipped or repeated")
 	commandLineOnly(flags, "partition", "at", "cancel", "dry-run")
 	order := s.checks[cmd]
 	s.checks[cmd] = func() error { return errors.Join(order(), r.check()) }
@@ -111,8 +108,8 @@ func (r *resumeAt) run(ctx context.Context, out io.Writer) error {
 	})
 }
 
-// extent asks the brokers, if they are given. Where the partition does not exist it is nil, too: an order may be meant for a
-// topic that comes back.
+// extent asks the brokers, if they are given. It is also nil for a partition that does not exist:
+// the order may be for a topic that is created again.
 func (r *resumeAt) extent(ctx context.Context, p consumers.Partition) (*consumers.Extent, error) {
 	if len(r.s.brokers) == 0 || r.takeBack {
 		return nil, nil //nolint:nilnil // not known is no error
@@ -124,7 +121,7 @@ func (r *resumeAt) extent(ctx context.Context, p consumers.Partition) (*consumer
 	defer client.Close()
 	ctx, cancel := context.WithTimeout(ctx, statusMax)
 	defer cancel()
-	found, err := checker.Extents(ctx, client, time.Time{}, p.Topic)
+	found, err := topicscan.Extents(ctx, client, time.Time{}, p.Topic)
 	if err != nil {
 		return nil, fmt.Errorf("%w (without --brokers the offset is not compared with the topic)", err)
 	}
@@ -136,14 +133,14 @@ func (r *resumeAt) extent(ctx context.Context, p consumers.Partition) (*consumer
 }
 
 func (r *resumeAt) printTaken(out io.Writer, p consumers.Partition, taken bool) error {
-	text := "%s: the order is taken back\n"
+	text := "%s: the order is canceled\n"
 	switch {
 	case r.asJSON:
 		return printJSON(out, map[string]any{"group": p.Group, "topic": p.Topic, "partition": p.Partition, "taken_back": taken})
 	case !taken:
-		text = "%s: there is no order that was not carried out yet\n"
+		text = "%s: no order is pending\n"
 	}
-	_, err := fmt.Fprintf(out, text, printable(p.String()))
+	err := say(out, text, p.String())
 	return err
 }
 
@@ -155,12 +152,12 @@ func printResumption(out io.Writer, r *consumers.Resumption) error {
 	if r.Holder != "" {
 		holder = plain(r.Holder) + ", or the next holder,"
 	}
-	text := fmt.Sprintf("%s %s at %s: %s carries it out\n", printable(r.String()), verb, consumers.AtText(r.ResumeAt), holder)
+	text := fill("%s %s at %s: %s carries it out\n", r.String(), verb, consumers.AtText(r.ResumeAt), holder)
 	if r.Before != nil {
-		text += fmt.Sprintf("an earlier order is replaced: %s\n", consumers.AtText(*r.Before))
+		text += fill("an earlier order is replaced: %s\n", consumers.AtText(*r.Before))
 	}
 	if r.Trouble != "" {
-		text += fmt.Sprintf("the partition does not move: %s\n", clip(r.Trouble, errorWidth))
+		text += fill("the partition does not move: %s\n", clip(r.Trouble, errorWidth))
 	}
 	_, err := io.WriteString(out, text+"MIND: "+r.Effect+"\n")
 	return err

@@ -6,7 +6,9 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
+	"log/slog"
 	"net"
 	"regexp"
 	"slices"
@@ -18,21 +20,31 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
 // connectMax is how long a connection may take.
 const connectMax = 10 * time.Second
 
-// errBadURL never says more: in a malformed URL any part may be a piece of the password, so neither it
-// nor what the parser says about it is repeated.
+// connectPauseMax is the longest pause between two attempts to connect.
+const connectPauseMax = 10 * time.Second
+
+// errBadURL never says more: any part of a malformed URL may be a piece of the password, so neither
+// the URL nor the parser's error is repeated.
 var errBadURL = errors.New("the database URL cannot be parsed: want postgres://user:password@host:5432/dbname; " +
 	"in user and password write % as %25, @ as %40, # as %23, / as %2F, : as %3A, ? as %3F, \\ as %5C and a space as %20")
 
-// errBadFile does not name the file either: a path may be a piece of the password as well.
+// errBadMode does not repeat the mode, which may also be a piece of the password.
+var errBadMode = errors.New("the database URL's sslmode is unknown: want disable, allow, prefer, require, verify-ca or verify-full (PGSSLMODE where the URL has none)")
+
+// errBadFile does not name the file: a path may also be a piece of the password.
 var errBadFile = errors.New("a file of the database URL's TLS settings cannot be used: want sslrootcert, sslcert and sslkey (PGSSLROOTCERT, PGSSLCERT " +
 	"and PGSSLKEY where the URL has none; also servicefile) to name files that exist, that the user this runs as can read, and that are in PEM form")
 
-// urlError says in our own words what the parser found.
+// urlError replaces the parser's error by one that quotes nothing.
 func urlError(err error) error {
 	var file *fs.PathError
 	if errors.As(err, &file) {
@@ -43,23 +55,26 @@ func urlError(err error) error {
 			return errBadFile
 		}
 	}
+	if cause := errors.Unwrap(err); cause != nil && cause.Error() == "sslmode is invalid" {
+		return errBadMode
+	}
 	return errBadURL
 }
 
-// settingName is what a parameter of a connection is called. What does not look like one is a piece of
-// something else, perhaps of a password with a space in it.
+// settingName matches names of connection parameters. Any other name is a piece of something else,
+// perhaps of a password with a space in it.
 var settingName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_.]*$`)
 
 // hostName is a name or an IPv4 or IPv6 address.
 var hostName = regexp.MustCompile(`^[A-Za-z0-9._:%-]+$`)
 
-// hosts lists where a connection is tried.
+// hosts lists the attempts of a connection, in order.
 func hosts(c *pgx.ConnConfig) []*pgconn.FallbackConfig {
 	return append([]*pgconn.FallbackConfig{{Host: c.Host, Port: c.Port, TLSConfig: c.TLSConfig}}, c.Fallbacks...)
 }
 
-// parseDatabaseURL also refuses what the parser takes for something else than was meant: a password
-// with a / or # in it that was not escaped becomes, in part, the name of the database.
+// parseDatabaseURL also refuses URLs that the parser misreads: part of a password with an unescaped
+// / or # becomes the name of the database.
 func parseDatabaseURL(text string) (*pgxpool.Config, error) {
 	for _, scheme := range []string{"postgres://", "postgresql://"} {
 		rest, isURL := strings.CutPrefix(text, scheme)
@@ -98,19 +113,21 @@ func parseDatabaseURL(text string) (*pgxpool.Config, error) {
 	if c.RuntimeParams["application_name"] == "" {
 		c.RuntimeParams["application_name"] = "outbox-relay"
 	}
-	// One round trip and no named statement: works behind a transaction pooler.
+	// This path finds no function or operator that another role planted in a schema.
+	c.RuntimeParams[searchPath] = "pg_catalog, pg_temp"
+	// One round trip and no named statement, so that it works behind a transaction pooler.
 	if c.DefaultQueryExecMode == pgx.QueryExecModeCacheStatement {
 		c.DefaultQueryExecMode = pgx.QueryExecModeCacheDescribe
 	}
 	return config, nil
 }
 
-// connect opens the one connection that a command needs.
+// connect opens a command's only connection.
 func (s *settings) connect(ctx context.Context) (*pgx.Conn, error) {
 	return s.connectWith(ctx, s.pool.ConnConfig.Copy())
 }
 
-// connectWriting opens one that leads to a primary which takes writes.
+// connectWriting opens a connection to a primary that accepts writes.
 func (s *settings) connectWriting(ctx context.Context) (*pgx.Conn, error) {
 	config := s.pool.ConnConfig.Copy()
 	config.ValidateConnect = refuseReadOnly
@@ -124,35 +141,65 @@ func (s *settings) connectWith(ctx context.Context, config *pgx.ConnConfig) (*pg
 		return nil, s.connectError(err)
 	}
 	conn, err := pgx.ConnectConfig(ctx, config)
+	if s.refusesPath(err) {
+		delete(config.RuntimeParams, searchPath)
+		conn, err = pgx.ConnectConfig(ctx, config)
+	}
 	if err != nil {
 		return nil, s.connectError(err)
 	}
+	takeAnyTime(conn)
 	return conn, nil
 }
 
-// hangUp closes a connection politely, also when ctx has ended, and does not wait long for it.
+// searchPath is a startup parameter: a SET would stay on a server connection that a pooler hands to
+// other clients.
+const searchPath = "search_path"
+
+// refusesPath reports whether a pooler refused the search path as a startup parameter. If so, later
+// connections do not send it. Statements qualify every name that could be overloaded, so they are
+// safe under any path that does not put another schema before pg_catalog.
+func (s *settings) refusesPath(err error) bool {
+	var pgErr *pgconn.PgError
+	refused := errors.As(err, &pgErr) && strings.Contains(pgErr.Message, "unsupported startup parameter") && s.pool.ConnConfig.RuntimeParams[searchPath] != ""
+	if refused {
+		delete(s.pool.ConnConfig.RuntimeParams, searchPath)
+	}
+	return refused
+}
+
+// hangUp closes a connection cleanly, even after ctx has ended, and waits at most one second.
 func hangUp(ctx context.Context, conn *pgx.Conn) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 	defer cancel()
 	_ = conn.Close(ctx) // the work is done
 }
 
-// connectPrimary opens a pool whose connections all lead to a primary that takes writes.
+// connectPrimary opens a pool whose connections all lead to a primary that accepts writes.
 func (s *settings) connectPrimary(ctx context.Context, connections int) (*pgxpool.Pool, error) {
 	config := s.pool.Copy()
 	config.MaxConns = int32(connections)
 	config.MinConns = min(config.MinConns, config.MaxConns)
-	// Asked of every new connection, also after a failover. Here and not in AfterConnect, because a URL
-	// with several hosts then goes on to the next one.
+	// Checks every new connection, also after a failover. ValidateConnect rather than AfterConnect,
+	// because a URL with several hosts then continues with the next one.
 	config.ConnConfig.ValidateConnect = refuseReadOnly
 	config.BeforeConnect = s.usePassword
+	config.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
+		takeAnyTime(conn)
+		return nil
+	}
 	pool, err := pgxpool.NewWithConfig(ctx, config)
 	if err != nil {
 		return nil, s.connectError(err)
 	}
 	first, cancel := context.WithTimeout(ctx, connectMax)
 	defer cancel()
-	if err := pool.Ping(first); err != nil {
+	err = pool.Ping(first)
+	if s.refusesPath(err) {
+		pool.Close()
+		return s.connectPrimary(ctx, connections)
+	}
+	if err != nil {
 		pool.Close()
 		return nil, s.connectError(err)
 	}
@@ -165,7 +212,7 @@ var (
 )
 
 const readOnlySQL = `-- outbox-relay.read_only
-SELECT pg_is_in_recovery(), current_setting('transaction_read_only')::bool`
+SELECT pg_is_in_recovery(), pg_catalog.current_setting('transaction_read_only')::bool`
 
 func refuseReadOnly(ctx context.Context, conn *pgconn.PgConn) error {
 	results, err := conn.Exec(ctx, readOnlySQL).ReadAll()
@@ -184,13 +231,62 @@ func refuseReadOnly(ctx context.Context, conn *pgconn.PgConn) error {
 	return nil
 }
 
-// connectError replaces what the driver says, which repeats parts of the URL.
+// connectError replaces the driver's error, which repeats parts of the URL.
 func (s *settings) connectError(err error) error {
-	return fmt.Errorf("cannot connect to the database at %s: %s", s.target(), connectReason(err))
+	return &connectionError{fmt.Sprintf("cannot connect to the database at %s: %s", s.target(), connectReason(err)), away(err)}
 }
 
-// connectReason is made of our own words, of SQLSTATEs, and of texts that come from the network or from
-// certificates.
+// connectionError is a failed attempt to connect.
+type connectionError struct {
+	text string
+	away bool // the server may be starting, or failing over: waiting helps
+}
+
+func (e *connectionError) Error() string { return e.text }
+
+// away reports whether the same attempt may succeed later. Waiting does not help where the server
+// or a file refuses the connection. Of several hosts, one that may come back is enough: the others
+// may be standbys.
+func away(err error) bool {
+	if state := pgerr.State(err); state != "" {
+		return pgerr.Is(err, pgerr.CannotConnectNow, pgerr.TooManyConnections) || strings.HasPrefix(state, "57P")
+	}
+	var network net.Error
+	var certificate *tls.CertificateVerificationError
+	var alert tls.AlertError
+	if errors.As(err, &certificate) || errors.As(err, &alert) {
+		return false
+	}
+	refused := errors.Is(err, errReadOnly) || errors.Is(err, errSecretFile) || errors.Is(err, context.Canceled)
+	return !refused && (errors.As(err, &network) || errors.Is(err, syscall.ENOENT) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
+		errors.Is(err, context.DeadlineExceeded) || pgconn.Timeout(err))
+}
+
+// connectWaiting is connectPrimary, but waits up to most for a database that is unreachable.
+func (s *settings) connectWaiting(ctx context.Context, connections int, most time.Duration, logger *slog.Logger) (*pgxpool.Pool, error) {
+	begun := time.Now()
+	for wait := time.Second; ; wait = min(2*wait, connectPauseMax) {
+		pool, err := s.connectPrimary(ctx, connections)
+		var failed *connectionError
+		if !errors.As(err, &failed) || !failed.away || ctx.Err() != nil {
+			return pool, err
+		}
+		waited := time.Since(begun)
+		if waited >= most {
+			if most > 0 {
+				err = fmt.Errorf("%w; gave up after %s (--database-wait)", err, human.Duration(waited.Round(time.Second)))
+			}
+			return nil, err
+		}
+		wait = min(wait, most-waited)
+		logger.WarnContext(ctx, "the database is unreachable: retrying", "error", err, "waited", waited.Round(time.Second), "gives_up_after", most, "next_try_in", wait)
+		if !pause.For(ctx, wait) {
+			return nil, err
+		}
+	}
+}
+
+// connectReason only uses fixed texts, SQLSTATEs, and texts from the network or from certificates.
 func connectReason(err error) string {
 	var server *pgconn.PgError
 	var dns *net.DNSError
@@ -213,10 +309,10 @@ func connectReason(err error) string {
 		return "the host name is not known: check the host"
 	case errors.As(err, &certificate), errors.As(err, &unknownAuthority):
 		return "its TLS certificate is not trusted, or is of another host: set sslrootcert to the authority that signed it, and the host to a name that it has"
+	case errors.Is(err, context.DeadlineExceeded), pgconn.Timeout(err): // each attempt has its error: the last one timed out
+		return fmt.Sprintf("no answer in time (at most %v, less with --timeout or connect_timeout): check host and port, and the network", connectMax)
 	case strings.Contains(err.Error(), "server refused TLS"):
 		return "it does not offer TLS: turn ssl on there; sslmode=disable with --insecure if you trust the network"
-	case errors.Is(err, context.DeadlineExceeded), pgconn.Timeout(err):
-		return fmt.Sprintf("no answer within %v: check host and port, and the network", connectMax)
 	case errors.Is(err, context.Canceled):
 		return "interrupted"
 	}
@@ -245,7 +341,7 @@ func serverReason(code string) string {
 
 var plainName = regexp.MustCompile(`^[A-Za-z0-9_.-]+$`)
 
-// target says where a connection goes, as host:port/dbname: never the user, never the password.
+// target is the destination of a connection, as host:port/dbname, without user and password.
 func (s *settings) target() string {
 	c := s.pool.ConnConfig
 	var addresses []string

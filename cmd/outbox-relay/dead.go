@@ -5,59 +5,49 @@ import "github.com/spf13/cobra"
 func newDead(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "dead",
-		Short: "Look at rows that Kafka did not take, retry or discard them",
-		Long: `Rows that Kafka did not take wait in outbox_dead. The first of a key holds the key: later ones wait
-behind it, in order, and everything else flows. What becomes of it is the operator's decision:
+		Short: "Show, retry or discard rows that Kafka did not accept",
+		Long: `Rows that Kafka did not accept wait in outbox_dead. The first dead row of a key holds the key: later rows of the key
+wait behind it, in order. An operator decides:
 
   outbox-relay dead list                     # what waits, and why
-  outbox-relay dead show ID                  # everything about one, and what to do
-  outbox-relay dead retry --id ID --wait     # the running relay publishes it, and what is behind it
-  outbox-relay dead discard --id ID --why …  # it is never published; what is behind it goes on`,
+  outbox-relay dead show ID                  # all about one row, and what to do
+  outbox-relay dead retry --id ID --wait     # publish it, and the rows behind it
+  outbox-relay dead discard --id ID --why …  # never publish it; the rows behind it continue`,
 	}
 	cmd.AddCommand(
 		newList(s, newDeadRows(s), &cobra.Command{
 			Use:   "list",
 			Short: "List dead rows, the newest first",
-			Long: `List rows that Kafka did not take, the newest first, with what waits behind each and the totals by
-reason. What is behind another row is listed with --state behind, or by its --id. With --relay only the
-rows of that relay, else of all. With --json there is one object a line and nothing else. Exit status 1
-if no row fits.`,
+			Long: `List dead rows, the newest first, with the number of rows behind each, and totals by reason. --state behind, or --id,
+lists rows behind others. Without --relay it lists rows of all relays.`,
 		}),
 		newShow(s, newDeadRows(s), &cobra.Command{
 			Use:   "show ID",
-			Short: "Show everything about a dead row, and what to do",
-			Long: `Show everything about a row that Kafka did not take: headers and payload, the error in full, what waits
-behind it, what operators did with it, and what to do. ID is the row's id or its seq, as the relay's log
-shows them. Several are shown if the row is dead for several relays: --relay chooses one.
-
-The payload is shown as text, or as base64 if it is none, up to 4 KiB unless --full.`,
+			Short: "Show all about a dead row, and what to do",
+			Long: `Show a dead row: headers, payload (text or base64, up to 4 KiB without --full), error, rows behind it, operators'
+actions, and what to do. ID is the row's id or seq, as in the relay's log. If several relays have it, all are shown.`,
 		}),
 		newRetry(s, newDeadRows(s), &cobra.Command{
 			Use:   "retry",
 			Short: "Hand dead rows back to the running relay",
-			Long: `Hand dead rows back to the running relay: it publishes them within about a second, and then what waits
-behind them, in order. One that Kafka still does not take is held again, with the new error.
-Only the first row of a key can be retried; the others follow it. Rows of a topic that did not exist need
-no retry: they follow by themselves once it does.
+			Long: `Hand dead rows back to the running relay. It publishes them within about a second, then the rows behind them, in
+order. A row that Kafka refuses again is held again. Only the first row of a key can be retried; the others follow.
+Rows of a missing topic need no retry: they follow once it exists.
 
-With --wait it reports how many were published; exit status 1 if one is held again, or is not done within
---wait-max. Every retry is written down: see "outbox-relay actions list".
+With --wait, exit status 1 if a row is held again, or not done within --wait-max. Retries are recorded.
 
   outbox-relay dead retry --id 0199a0c4-… --wait
   outbox-relay dead retry --reason too_large --topic orders --why "limit raised to 4 MiB" --wait`,
 		}),
 		newDiscard(s, newDeadRows(s), &cobra.Command{
 			Use:   "discard",
-			Short: "Give dead rows up: they are never published",
-			Long: `Give dead rows up: they are never published. What waits behind one is handed back to the relay, in order;
-with --all-of-key it is given up as well. Only the first row of a key can be discarded alone. One that was
-handed back already cannot be discarded: the relay may be publishing it.
-
-Every discard is written down, with --why: see "outbox-relay actions list". The payload is not kept there:
-look at it with "outbox-relay dead show" before.
+			Short: "Discard dead rows: they are never published",
+			Long: `Discard dead rows: they are never published. The rows behind them go to the relay, in order, or are discarded too with
+--all-of-key. Only the first row of a key can be discarded alone, and none that was handed back: the relay may be
+publishing it. Discards are recorded without the payload: see "dead show" first.
 
   outbox-relay dead discard --id 0199a0c4-… --why "test order"
-  outbox-relay dead discard --topic oders --all-of-key --why "the name was a typing mistake"`,
+  outbox-relay dead discard --topic oders --all-of-key --yes --why "misspelt topic"`,
 		}),
 	)
 	return cmd

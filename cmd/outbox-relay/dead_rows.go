@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -11,11 +10,12 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/pflag"
 
-	"github.com/effectonce/effectonce/internal/dead"
-	"github.com/effectonce/effectonce/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/dead"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
 
-// deadRows are rows of outbox_dead that the flags of a command choose, and what it did with them.
+// deadRows are the rows of outbox_dead that a command's flags choose, and what the command did with
+// them.
 type deadRows struct {
 	s *settings
 	dead.Filter
@@ -28,7 +28,7 @@ type deadRows struct {
 type deadReport struct {
 	actReport
 	Retrying []uuid.UUID  `json:"retrying"` // left alone: handed back before
-	Behind   []uuid.UUID  `json:"behind"`   // left alone: behind another row meanwhile
+	Behind   []uuid.UUID  `json:"behind"`   // left alone: now behind another row
 	Waited   *dead.Report `json:"waited"`
 }
 
@@ -38,16 +38,16 @@ func newDeadRows(s *settings) *deadRows {
 
 func (d *deadRows) words() words {
 	return words{
-		command: "dead", row: "row", filters: "--id, --key, --topic, --reason, --state", why: "why it is dead",
-		wait: "the relay has published them", finished: "published", failed: "held", unfinished: "does a relay run?",
+		command: "dead", row: "row", filters: "--id, --key, --topic, --reason, --state", why: "reason",
+		wait: "the relay has published them", lost: "never published", finished: "published", failed: "held", unfinished: "does a relay run?",
 		gone: dead.ErrNotFound,
 	}
 }
 
 func (d *deadRows) add(flags *pflag.FlagSet) {
-	addText(flags, "id", 255, "the row's id or seq, as the relay's log shows them", d.name)
+	addText(flags, "id", 255, "row's id or seq, as in the relay's log", d.name)
 	filter{&d.Key, &d.Topic, &d.Reason, &d.OlderThan, &d.YoungerThan}.add(flags, d.words(), dead.Reasons())
-	addOneOf(flags, &d.State, "state", "what it waits for", dead.States())
+	addOneOf(flags, &d.State, "state", "state", dead.States())
 	commandLineOnly(flags, "state")
 }
 
@@ -56,26 +56,32 @@ func (d *deadRows) name(id string) error {
 	return d.SetID(id)
 }
 
-// resolve lets --relay narrow, too, wherever it was set.
+// resolve makes --relay a filter too, whether it comes from a flag or from the environment.
 func (d *deadRows) resolve(_ context.Context, _ *pgx.Conn, flags *pflag.FlagSet) error {
 	if flags.Changed("relay") {
 		d.Relay = &d.s.relay
 	}
-	// Rows that wait behind others are of interest only to whoever asks for them.
+	// Rows that wait behind others are only listed on request.
 	d.Behind = d.id || d.Reason != nil && *d.Reason == "behind" || d.State != nil && *d.State == "behind"
 	return nil
 }
 
-// given: the name of a relay chooses nothing, a deployment may have set it.
-func (d *deadRows) given() bool {
-	return d.id || d.Key != nil || d.Topic != nil || d.Reason != nil || d.State != nil || d.OlderThan != nil || d.YoungerThan != nil
+// choice ignores --relay: a deployment may have set it in the environment.
+func (d *deadRows) choice() choice {
+	switch {
+	case d.id:
+		return chooseOne
+	case d.Key != nil || d.Topic != nil || d.Reason != nil || d.State != nil || d.OlderThan != nil || d.YoungerThan != nil:
+		return chooseSome
+	}
+	return chooseAll
 }
 
-func (d *deadRows) nothing() error {
-	if d.given() || d.Relay != nil {
-		return errors.New("no dead row fits: \"outbox-relay dead list\" shows what there is")
+func (d *deadRows) nothing() string {
+	if d.choice() != chooseAll || d.Relay != nil {
+		return "no dead rows match: \"outbox-relay dead list\" shows all"
 	}
-	return errors.New("no row is dead")
+	return "no dead rows"
 }
 
 func (d *deadRows) list(ctx context.Context, conn *pgx.Conn, limit int) ([]dead.Row, error) {
@@ -111,7 +117,7 @@ func (*deadRows) print(out io.Writer, rows []dead.Row) error {
 		if r.State == "retry" {
 			reason += " (being retried)"
 		}
-		fmt.Fprintf(&text, "%d\t%s\t%s\t%s\t%s\t%d\t%s\t%d\t%s\n", r.Seq, r.ID, r.Topic, keyText(r.Key), reason, r.Attempts, seconds(r.AgeSeconds), r.Behind, clip(r.Error, errorWidth))
+		add(&text, "%d\t%s\t%s\t%s\t%s\t%d\t%s\t%d\t%s\n", r.Seq, r.ID, r.Topic, keyText(r.Key), reason, r.Attempts, seconds(r.AgeSeconds), r.Behind, clip(r.Error, errorWidth))
 	}
 	return printTable(out, text.String())
 }

@@ -8,7 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/effectonce/effectonce/internal/dead"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/dead"
 )
 
 // shownDead is what "dead show --json" prints of a row.
@@ -45,7 +45,7 @@ func (d *deadRows) show(ctx context.Context, conn *pgx.Conn, place dead.Place, p
 	return shown, nil
 }
 
-// deadState says who has to do something next.
+// deadState says who acts next.
 func deadState(r *dead.Row) string {
 	switch {
 	case r.Head != nil:

@@ -10,13 +10,13 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/internal/dead"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/dead"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// burySQL is what a relay leaves: order-1 is too large and holds its key, with two behind it; one without a
-// key; one of another topic, that does not exist, with a key that is no text.
+// burySQL is what a relay leaves: order-1 is too large and holds its key, with two behind it; one
+// without a key; one of another topic, that does not exist, with a key that is no text.
 const burySQL = `
 INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, payload, headers, created_at, reason, error, state, died_at)
 SELECT 'default', n, ('01976f00-0000-7000-8000-00000000000' || n)::uuid, topic, key, convert_to('CANARY payload', 'UTF8'),
@@ -50,7 +50,8 @@ func deadRows(t *testing.T, conn *pgx.Conn) []string {
 
 var asBuried = []string{"1 held", "2 behind", "3 behind", "4 held", "5 held"}
 
-// What is dead is listed with what a person needs first, safe for a terminal, and with the totals.
+// Dead rows are listed with the facts that a person needs first, safe for a terminal, and with the
+// totals.
 func TestDeadListShowsWhatWaits(t *testing.T) {
 	t.Parallel()
 	address, conn := deadDatabase(t)
@@ -68,11 +69,10 @@ func TestDeadListShowsWhatWaits(t *testing.T) {
 	assert.Contains(t, runOn(t, address, "dead", "list", "--key", "order-1").stdout, "too_large (being retried)")
 	execSQL(t, conn, "DELETE FROM effectonce.outbox_dead")
 	r = runOn(t, address, "dead", "list")
-	assert.Equal(t, 1, r.code)
-	assert.Equal(t, "error: no row is dead\n", r.stderr)
+	assert.Equal(t, result{0, "no dead rows\n", ""}, r)
 }
 
-// Each filter reaches the database, and what fits nothing is exit status 1 with a line that says so.
+// Each filter reaches the database, and filters that match nothing give a line that says so.
 func TestDeadFilters(t *testing.T) {
 	t.Parallel()
 	address, _ := deadDatabase(t)
@@ -102,8 +102,9 @@ func TestDeadFilters(t *testing.T) {
 		}
 		assert.Equal(t, c.want, found, c.args)
 		if c.want == "" {
-			assert.Equal(t, 1, r.code)
-			assert.Equal(t, "error: no dead row fits: \"outbox-relay dead list\" shows what there is\n", r.stderr)
+			assert.Equal(t, result{}, r)
+			text := runOn(t, address, append([]string{"dead", "list"}, c.args...)...)
+			assert.Equal(t, result{0, "no dead rows match: \"outbox-relay dead list\" shows all\n", ""}, text)
 		}
 	}
 }
@@ -130,8 +131,9 @@ func TestDeadShow(t *testing.T) {
 	assert.Equal(t, 2, runOn(t, address, "dead", "show").code)
 }
 
-// Acting on rows takes a choice that is made on the command line, and a reason for what is lost; what is
-// behind another row is not acted on alone, and the error names the head. Else nothing is done.
+// Acting on rows takes a choice that is made on the command line, and a reason for what is lost;
+// what is behind another row is not acted on alone, and the error names the head. Else nothing is
+// done.
 func TestDeadActionsNeedAChoice(t *testing.T) {
 	t.Parallel()
 	address, conn := deadDatabase(t)
@@ -147,7 +149,8 @@ func TestDeadActionsNeedAChoice(t *testing.T) {
 		{[]string{"retry", "--reason", "bad luck"}, 2, "--reason \"bad luck\": want one of unknown_topic, "},
 		{[]string{"retry", "--state", "dead"}, 2, "want one of held, behind, retry"},
 		{[]string{"retry", "--id", "x"}, 2, "want the row's id or its seq"},
-		{[]string{"retry", "--topic", "nothing"}, 1, "no dead row fits"},
+		{[]string{"retry", "--topic", "nothing"}, 0, ""},
+		{[]string{"retry", "--id", "77"}, 1, "no dead rows match"},
 		{[]string{"retry", "--id", idPrefix + "3"}, 1, "waits behind " + idPrefix + "1: only the first"},
 		{[]string{"retry", "--state", "behind"}, 1, "waits behind " + idPrefix + "1: only the first"},
 		{[]string{"discard", "--why", "w", "--id", "2", "--all-of-key"}, 1, "waits behind " + idPrefix + "1: only the first"},
@@ -162,18 +165,18 @@ func TestDeadActionsNeedAChoice(t *testing.T) {
 	assert.Contains(t, runOn(t, address, "dead", "retry", "--all", "--dry-run").stdout, "3 rows would be retried; nothing was done (--dry-run)\n")
 }
 
-// Retry and discard do what they say, in the order of age, and are written down; what was handed back is not
-// discarded any more.
+// Retry and discard work in the order of age, and are recorded; a row that was handed back cannot
+// be discarded any more.
 func TestDeadRetryAndDiscard(t *testing.T) {
 	t.Parallel()
 	address, conn := deadDatabase(t)
 	r := runOn(t, address, "dead", "retry", "--topic", "orders", "--limit", "1", "--by", "ana", "--why", "limit raised")
 	require.Zero(t, r.code, r.stderr)
-	assert.Equal(t, "1 rows retried\n", r.stdout)
+	assert.Equal(t, "1 row retried\n", r.stdout)
 	assert.Equal(t, []string{"1 retry", "2 behind", "3 behind", "4 held", "5 held"}, deadRows(t, conn), "the oldest first")
 	r = runOn(t, address, "dead", "retry", "--topic", "orders", "--rate", "1000")
 	assert.Zero(t, r.code)
-	assert.Equal(t, "1 rows retried; 1 were handed back before\n", r.stdout)
+	assert.Equal(t, "1 row retried; 1 were handed back before\n", r.stdout)
 	r = runOn(t, address, "dead", "discard", "--id", "1", "--why", "w")
 	assert.Equal(t, 1, r.code)
 	assert.Contains(t, r.stdout, "not discarded: "+idPrefix+"1: it was handed back")
@@ -181,18 +184,18 @@ func TestDeadRetryAndDiscard(t *testing.T) {
 	execSQL(t, conn, "UPDATE effectonce.outbox_dead SET state = 'held' WHERE seq IN (1, 4)") // as the relay does that cannot publish them
 	r = runOn(t, address, "dead", "discard", "--id", idPrefix+"1", "--why", "test order")
 	require.Zero(t, r.code, r.stderr)
-	assert.Equal(t, "1 rows discarded; 1 keys go on\n", r.stdout)
+	assert.Equal(t, "1 row discarded; 1 key released\n", r.stdout)
 	assert.Equal(t, []string{"2 retry", "3 behind", "4 held", "5 held"}, deadRows(t, conn))
 	execSQL(t, conn, "UPDATE effectonce.outbox_dead SET state = 'held' WHERE seq = 2")
-	m := runOn(t, address, "dead", "discard", "--json", "--key", "order-1", "--all-of-key", "--why", "all of it").object(t)
+	m := runOn(t, address, "dead", "discard", "--json", "--key", "order-1", "--all-of-key", "--yes", "--why", "all of it").object(t)
 	assert.InDelta(t, 2, m["done"], 0)
 	assert.Equal(t, []string{"4 held", "5 held"}, deadRows(t, conn))
 	r = runOn(t, address, "actions", "list")
-	assert.Regexp(t, `(?m)^\d{4}-\S+Z +ana +dead\.retry +`+idPrefix+`1 +limit raised$`, r.stdout)
+	assert.Regexp(t, `(?m)^\d{4}-\S+Z +\S+ \(ana\) +dead\.retry +`+idPrefix+`1 +limit raised$`, r.stdout)
 	assert.Equal(t, 3, strings.Count(r.stdout, "dead.discard"))
 }
 
-// Row S3: payloads and headers are shown by "dead show" alone.
+// Row S3 of guarantees.md: payloads and headers are shown by "dead show" alone.
 func TestDeadPayloadsAreNotPrinted(t *testing.T) {
 	t.Parallel()
 	address, _ := deadDatabase(t)
@@ -201,15 +204,16 @@ func TestDeadPayloadsAreNotPrinted(t *testing.T) {
 		{"dead", "list", "--json"},
 		{"dead", "retry", "--all", "--dry-run"},
 		{"dead", "retry", "--id", "4", "--json"},
-		{"dead", "discard", "--all", "--why", "w"},
+		{"dead", "discard", "--all", "--yes", "--why", "w"},
 		{"actions", "list", "--json"},
 	} {
 		assertNoCanary(t, runOn(t, address, args...), strings.Join(args, " "))
 	}
 }
 
-// Rows O11, O12: a running relay follows the operator: what is retried is published in the order of its key, what is
-// held again is named with its new reason, what is discarded is never published, and the rest of its key is.
+// Rows O11, O12 of guarantees.md: a running relay follows the operator: retried rows are published
+// in the order of their key, rows held again are named with the new reason, discarded rows are
+// never published, and the rest of their key is.
 func TestRelayFollowsTheOperator(t *testing.T) {
 	t.Parallel()
 	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1, "max.message.bytes", "5000")
@@ -235,10 +239,10 @@ func TestRelayFollowsTheOperator(t *testing.T) {
 	execSQL(t, conn, "UPDATE effectonce.outbox_dead SET headers = '{}' WHERE reason = 'bad_headers'")
 	r = runOn(t, address, "dead", "retry", "--reason", "bad_headers", "--wait")
 	assert.Zero(t, r.code, r.stdout)
-	assert.Equal(t, "1 rows retried\n1 published, 0 held again\n", r.stdout)
+	assert.Equal(t, "1 row retried\n1 published, 0 held again\n", r.stdout)
 	assert.Equal(t, []string{"b:bad", "b2"}, published("b"))
 	r = runOn(t, address, "dead", "discard", "--key", "a", "--why", "test order")
-	assert.Equal(t, "1 rows discarded; 1 keys go on\n", r.stdout)
+	assert.Equal(t, "1 row discarded; 1 key released\n", r.stdout)
 	require.Eventually(t, func() bool { return len(deadRows(t, conn)) == 0 }, commandMax, 20*time.Millisecond)
 	assert.Equal(t, []string{"a1", "a2"}, published("a"))
 }

@@ -1,3 +1,5 @@
+//go:build !lean
+
 package main
 
 import (
@@ -12,16 +14,16 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/demo"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
-// flagDemoProcess makes the program a child of the demo. It is a flag and no command of its own, so that
-// it does not show among them.
+// flagDemoProcess makes the program a child of the demo. It is a flag, so that no extra command is
+// listed.
 const flagDemoProcess = "demo-process"
 
-// sessionEmbedded is the session timeout on kfake, which takes a shorter one than Kafka's brokers do:
-// more members are killed, and more zombies wake up, in the same time.
+// sessionEmbedded is the session timeout on kfake, which accepts a shorter one than Kafka's
+// brokers: more members are killed, and more zombies wake up, in the same time.
 const sessionEmbedded = 3 * time.Second
 
 // stopMax is how long the embedded servers may take to stop.
@@ -32,24 +34,23 @@ func newDemo(s *settings) *cobra.Command {
 	var child bool
 	cmd := plainKafka(&cobra.Command{
 		Use:   "demo",
-		Short: "Run the whole pipeline, break it while it runs, and check what came of it",
-		Long: `Run the whole pipeline, break it while it runs, and check what came of it.
+		Short: "Run the whole pipeline, break it while it runs, and check the result",
+		Long: `Run the whole pipeline, break it while it runs, and check the result.
 
-A shop writes orders, each with its event in one transaction. Two relays publish the events, three
-consumers turn each into one effect. All are processes of their own. They are killed (SIGKILL), frozen
-for longer than their lease or session and resumed, and messages are published again under the same
-ID. At the end a checker that shares no code with the rest compares orders, topic and effects.
+A shop writes orders, each with its event in one transaction. Two relays publish the events, and three consumers turn
+each into one effect. These processes are killed (SIGKILL), or frozen for longer than their lease or session and
+resumed, and messages are published again under the same ID. Then a checker that shares no code with the rest compares
+orders, topic and effects.
 
-Without addresses it brings PostgreSQL (downloaded at the first run) and an in-process Kafka. With
---database-url and --brokers it uses those, with a schema, a topic and a consumer group of its own,
-which it removes at the end.
+Without addresses it starts PostgreSQL (downloaded at the first run) and an in-process Kafka. With --database-url and
+--brokers it uses a schema, a topic and a group of its own there, and removes them at the end.
 
-Exit status 0 if every order had its effect exactly once and in order, 1 if not. With --without-dedup
-the consumers do not claim messages, effects happen twice, and the status is 1.`,
+Exit status 1 unless every order took effect exactly once and in order. With --without-dedup consumers do not claim
+messages: effects happen twice, and the status is 1.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if child {
-				// Nothing is left to be told or tidied up when the parent is gone.
+				// When the parent is gone there is nothing to report or to clean up.
 				orphaned := func() { os.Exit(exitNotWell) }
 				return demo.RunProcess(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr(), orphaned)
 			}
@@ -63,8 +64,8 @@ the consumers do not claim messages, effects happen twice, and the status is 1.`
 	flags := cmd.Flags()
 	addInt(flags, &d.options.Orders, "orders", demo.OrdersDefault, demo.OrdersMin, demo.OrdersMax, "how many orders the shop places")
 	addDuration(flags, &d.options.Duration, "duration", demo.DurationDefault, demo.DurationMin, demo.DurationMax, "how long orders are placed and processes are killed")
-	addOption(flags, "seed", "number", "random", "which orders, and what is killed when; the same seed gives a run like that one", d.parseSeed)
-	addBool(flags, &d.options.WithoutDedup, "without-dedup", "take the claim out of the consumers, to see that the checker notices")
+	addOption(flags, "seed", "number", "random", "seed of orders, kills and freezes; the same seed gives a similar run", d.parseSeed)
+	addBool(flags, &d.options.WithoutDedup, "without-dedup", "run consumers without claims, to see that the checker notices")
 	addJSON(cmd, &d.json)
 	flags.Lookup("json").Usage = "end with one line of JSON; progress goes to stderr"
 	addBool(flags, &child, flagDemoProcess, "be a process of the demo")
@@ -122,7 +123,7 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	if kafka.Kind == servers.KindEmbedded {
 		d.options.Session, d.options.Fake = sessionEmbedded, true
 	}
-	d.options.Command = []string{program, "demo", "--" + flagDemoProcess}
+	d.options.Command = d.childCommand(program, "demo", "--"+flagDemoProcess)
 	d.options.DatabaseURL, d.options.Brokers = postgres.URL, kafka.Brokers
 	d.options.Progress = screen.progress
 	screen.line(postgres.Description)
@@ -145,12 +146,12 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 		err = result.print(d.out)
 	}
 	if err == nil && !result.Held {
-		return errNotWell
+		return errUnhealthy
 	}
 	return err
 }
 
-// stop also runs after an interrupt.
+// stop stops a server, also after an interrupt.
 func stop(ctx context.Context, server func(context.Context) error, err *error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopMax)
 	defer cancel()

@@ -1,3 +1,5 @@
+//go:build !lean
+
 package main
 
 import (
@@ -7,10 +9,10 @@ import (
 	"strings"
 	"time"
 
-	"github.com/effectonce/effectonce/internal/demo"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
 )
 
-// demoResult is what "demo --json" ends with.
+// demoResult is the last line of "demo --json".
 type demoResult struct {
 	Orders              int      `json:"orders"`
 	Delivered           int      `json:"delivered"`
@@ -48,7 +50,7 @@ func newDemoResult(r demo.Report, postgres, kafka string, took time.Duration) de
 
 func (r demoResult) print(out io.Writer) error {
 	var text strings.Builder
-	row := func(name string, n int) { fmt.Fprintf(&text, "  %-48s %7d\n", name, n) }
+	row := func(name string, n int) { add(&text, "  %-48s %7d\n", name, n) }
 	text.WriteString("\n")
 	row("orders that the shop committed", r.Orders)
 	row("orders delivered by Kafka", r.Delivered)
@@ -74,9 +76,9 @@ func (r demoResult) print(out io.Writer) error {
 	row("processes frozen and resumed", r.Freezes)
 	text.WriteString("\n")
 	for _, example := range r.Examples {
-		fmt.Fprintf(&text, "  %s\n", example)
+		add(&text, "  %s\n", example)
 	}
-	fmt.Fprintf(&text, "%.1f seconds, seed %d\n%s\n", r.Seconds, r.Seed, r.lastWord())
+	add(&text, "%.1f seconds, seed %d\n%s\n", r.Seconds, r.Seed, r.lastWord())
 	_, err := io.WriteString(out, text.String())
 	return err
 }
@@ -88,7 +90,7 @@ func (r demoResult) lastWord() string {
 	}
 	broken := fmt.Sprintf("The promise did NOT hold: %d lost, %d doubled, %d out of order.", r.Lost, r.Doubled, r.OutOfOrder)
 	if r.WithoutDedup {
-		broken += " The claim was taken out (--without-dedup): this is what it is there for."
+		broken += " The consumers ran without claims (--without-dedup): this is what claims prevent."
 	}
 	return broken
 }

@@ -42,8 +42,8 @@ func demoCommand(t *testing.T, program string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// The command shows the promise, shows that the checker can see it broken, and leaves no process behind
-// however it ends.
+// The command shows the promise, shows that the checker can see it broken, and leaves no process
+// behind however it ends.
 func TestDemo(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {

@@ -15,7 +15,7 @@ import (
 
 var update = flag.Bool("update", false, "write docs/cli.md anew")
 
-// docs/cli.md is what the commands say of themselves, with no user's or machine's value in it.
+// docs/cli.md is generated from the commands, without values of a user or a machine.
 func TestCommandLineIsDocumented(t *testing.T) {
 	t.Parallel()
 	const path = "../../docs/cli.md"

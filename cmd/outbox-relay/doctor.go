@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"strings"
 	"time"
@@ -10,7 +9,8 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/twmb/franz-go/pkg/kadm"
 
-	"github.com/effectonce/effectonce/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -22,6 +22,8 @@ type doctorReport struct {
 // doctorOptions are the flags of the command.
 type doctorOptions struct {
 	limit, keep   time.Duration
+	ageMax        time.Duration
+	lagAgeMax     time.Duration
 	progressTopic string
 	routes        relay.Routes
 	backlog       backlogLimits
@@ -33,15 +35,20 @@ const defaultProgressTopic = "effectonce-relay-progress"
 func newDoctor(s *settings) *cobra.Command {
 	var asJSON bool
 	options := doctorOptions{progressTopic: defaultProgressTopic}
-	cmd := needs(&cobra.Command{
+	cmd := asksKafka(needs(&cobra.Command{
 		Use:   "doctor",
-		Short: "Check database, rights, brokers, topics and consumers, with a remedy for what is wrong",
-		Long: `Check the database, the rights of its role, the brokers, the topics that rows name, and how consumers go:
-partitions that do not move, topics that are paused or do not exist, the rule for IDs, dedup windows against the
-retention of topics, parked messages, positions of groups that are gone, and sequences that went back. Of the database also what holds others up: long and prepared transactions, replication slots, autovacuum, relays by an
-old name, slots of the outbox that do not take turns, messages for later that are overdue, a pooler between. And
-of requests by their idempotency keys those that wait for a decision, for a completer or for a reaper.
-Nothing is changed. Run it as the role, and with the settings, that the relay uses. Exit status 1 if a check fails; a warning is none.`,
+		Short: "Check database, rights, brokers, topics and consumers, with a remedy for each problem",
+		Long: `Check the setup and print a remedy for each problem. Run it with the relay's role and settings. It changes nothing.
+Exit status 1 if a check fails; warnings do not count.
+
+  database   connection, pooler, durability, clock, rights, tables, sequences that went back; functions, triggers and
+             constraints that differ from the release
+  blockers   long and prepared transactions, replication slots, autovacuum
+  outbox     relays under an old name, slots that do not rotate, overdue scheduled messages, backlog, limited roles
+  consumers  halted partitions, late or missing consumers, paused topics, ID rules, dedup windows against topic
+             retention, parked messages, positions of groups that are gone
+  requests   idempotency keys that wait for a decision, a completer or a reaper
+  Kafka      brokers, and the topics that rows and consumers name`,
 		Example: `  outbox-relay doctor
   outbox-relay doctor --json | jq -r '.findings[] | select(.severity != "ok") | .remedy'`,
 		Args: noArgs,
@@ -55,21 +62,23 @@ Nothing is changed. Run it as the role, and with the settings, that the relay us
 				err = printFindings(cmd.OutOrStdout(), findings)
 			}
 			if err == nil && !report.Well {
-				return errNotWell
+				return errUnhealthy
 			}
 			return err
 		},
-	}, flagDatabaseURL)
-	addDuration(cmd.Flags(), &options.limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "how long each of database and brokers may take for an answer")
-	addDuration(cmd.Flags(), &options.keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long the relay keeps published rows, as \"run\" was told")
-	addText(cmd.Flags(), "progress-topic", 249, "where \"run --exactly-once\" keeps progress; default: "+defaultProgressTopic, func(name string) error { options.progressTopic = name; return nil })
+	}, flagDatabaseURL))
+	addDuration(cmd.Flags(), &options.limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "time limit for the database, and again for the brokers")
+	addDuration(cmd.Flags(), &options.keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long published rows stay in the outbox: --keep of \"run\"")
+	addDuration(cmd.Flags(), &options.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait while no replica runs")
+	addLagAgeMax(cmd.Flags(), &options.lagAgeMax)
+	addText(cmd.Flags(), "progress-topic", 249, "topic of the progress of \"run --exactly-once\"; default: "+defaultProgressTopic, func(name string) error { options.progressTopic = name; return nil })
 	addRoutes(cmd.Flags(), &options.routes)
 	options.backlog.addFlags(cmd.Flags())
 	addJSON(cmd, &asJSON)
 	return cmd
 }
 
-// examine runs every check that what it found before allows.
+// examine runs the checks, and skips those that earlier failures make impossible.
 func (s *settings) examine(ctx context.Context, options doctorOptions) []doctor.Finding {
 	limited, cancel := context.WithTimeout(ctx, options.limit)
 	defer cancel()
@@ -78,7 +87,7 @@ func (s *settings) examine(ctx context.Context, options doctorOptions) []doctor.
 	if err != nil {
 		findings = append(findings, doctor.Finding{
 			Check: "database", Severity: doctor.Fail, Message: err.Error(),
-			Remedy: "let --database-url name a PostgreSQL that runs and lets this role in",
+			Remedy: "set --database-url to a running PostgreSQL that admits this role",
 		})
 		return append(findings, s.examineKafka(ctx, nil, options)...)
 	}
@@ -100,19 +109,21 @@ func (s *settings) examine(ctx context.Context, options doctorOptions) []doctor.
 	}
 	findings = append(findings, doctor.Sequence(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Sequences(limited, conn, s.schema)...)
+	findings = append(findings, doctor.Definitions(limited, conn, s.schema)...)
+	findings = append(findings, doctor.Publishers(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Autovacuum(limited, conn, s.schema)...)
-	findings = append(findings, doctor.Relays(limited, conn, s.schema)...)
+	findings = append(findings, doctor.Relays(limited, conn, s.schema, options.ageMax)...)
 	findings = append(findings, doctor.Replicas(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Slots(limited, conn, s.schema, options.keep)...)
 	findings = append(findings, doctor.BacklogLimits(limited, conn, s.schema, doctor.Limits{Age: options.backlog.age, Bytes: options.backlog.bytes()})...)
 	findings = append(findings, doctor.Later(limited, conn, s.schema)...)
 	findings = append(findings, doctor.IdempotencyKeys(limited, conn, s.schema)...)
-	findings = append(findings, doctor.Consuming(limited, conn, s.schema)...)
+	findings = append(findings, doctor.Consuming(limited, conn, s.schema, options.lagAgeMax)...)
 	return append(findings, s.examineKafka(ctx, conn, options)...)
 }
 
-// examineKafka leaves the topics out where the database could not be read: db is nil then.
-func (s *settings) examineKafka(ctx context.Context, db doctor.Querier, options doctorOptions) []doctor.Finding {
+// examineKafka skips the topics if the database could not be read: db is nil then.
+func (s *settings) examineKafka(ctx context.Context, db operator.Querier, options doctorOptions) []doctor.Finding {
 	if len(s.brokers) == 0 {
 		return []doctor.Finding{{
 			Check: "brokers", Severity: doctor.Warn, Message: "not checked: no brokers were given",
@@ -121,7 +132,7 @@ func (s *settings) examineKafka(ctx context.Context, db doctor.Querier, options 
 	}
 	client, err := s.askKafka(options.limit)
 	if err != nil {
-		return []doctor.Finding{{Check: "brokers", Severity: doctor.Fail, Message: err.Error(), Remedy: "mend the settings of the client"}}
+		return []doctor.Finding{{Check: "brokers", Severity: doctor.Fail, Message: err.Error(), Remedy: "fix the Kafka flags"}}
 	}
 	defer client.Close()
 	limited, cancel := context.WithTimeout(ctx, options.limit)
@@ -140,9 +151,9 @@ func (s *settings) examineKafka(ctx context.Context, db doctor.Querier, options 
 func printFindings(out io.Writer, findings []doctor.Finding) error {
 	var text strings.Builder
 	for _, f := range findings {
-		fmt.Fprintf(&text, "%-4s  %s: %s\n", f.Severity, printable(f.Check), printable(f.Message))
+		add(&text, "%-4s  %s: %s\n", f.Severity, f.Check, f.Message)
 		if f.Remedy != "" {
-			fmt.Fprintf(&text, "      remedy: %s\n", printable(f.Remedy))
+			add(&text, "      remedy: %s\n", f.Remedy)
 		}
 	}
 	_, err := io.WriteString(out, text.String())

@@ -1,6 +1,8 @@
 package main_test
 
 import (
+	"io"
+	"net"
 	"strings"
 	"testing"
 
@@ -42,7 +44,7 @@ func TestDoctorChecksEverything(t *testing.T) {
 	delete(found, "durability") // the server that tests share does not sync
 	assert.Equal(t, map[string]string{
 		"database": "ok", "server": "ok", "writable": "ok", "clock": "ok", "transactions": "ok", "rights": "ok",
-		"schema": "ok", "sequence": "ok", "sequences": "ok", "pooler": "ok", "replication": "ok", "autovacuum": "ok", "backlog": "ok", "relays": "ok", "replicas": "ok", "slots": "ok", "scheduled": "ok", "keys": "ok",
+		"schema": "ok", "sequence": "ok", "sequences": "ok", "publishers": "ok", "definitions": "ok", "pooler": "ok", "replication": "ok", "autovacuum": "ok", "backlog": "ok", "relays": "warn", "replicas": "ok", "slots": "ok", "scheduled": "ok", "keys": "ok",
 		"brokers": "ok", "message size": "ok", "topic never-created": "fail", "progress topic " + progress: "ok", "consumers": "ok", "consuming": "ok",
 	}, found)
 	r := runOn(t, address, "doctor", "--brokers", strings.Join(kafkatest.Brokers(t), ","))
@@ -80,4 +82,35 @@ func TestDoctorListsGrants(t *testing.T) {
 	found = severities(t, runOn(t, role, "doctor", "--json"))
 	assert.Equal(t, "ok", found["schema"])
 	assert.NotEqual(t, "fail", found["rights"])
+}
+
+// Property: a server that refuses TLS and then stays silent is reported as not answering in time:
+// TLS is not the problem.
+func TestDoctorNamesTheCauseOfSilence(t *testing.T) {
+	t.Parallel()
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = listener.Close() })
+	go func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer func() { _ = conn.Close() }()
+				request := make([]byte, 8)
+				if _, err := io.ReadFull(conn, request); err == nil && request[7] == 0x2f { // SSLRequest
+					_, _ = conn.Write([]byte("N"))
+				}
+				_, _ = io.Copy(io.Discard, conn)
+			}()
+		}
+	}()
+	for _, mode := range []string{"prefer", "disable"} {
+		r := runOn(t, "postgres://u@"+listener.Addr().String()+"/d?sslmode="+mode, "doctor", "--timeout", "300ms")
+		assert.Equal(t, 1, r.code)
+		assert.Contains(t, r.stdout, "no answer in time", mode)
+		assert.NotContains(t, r.stdout, "TLS", mode)
+	}
 }

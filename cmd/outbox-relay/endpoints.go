@@ -10,19 +10,19 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"github.com/effectonce/effectonce/internal/monitor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/monitor"
 )
 
 // Settings of the endpoints.
 const (
-	// listenStandard can be reached from this machine alone.
+	// listenStandard is only reachable from this machine.
 	listenStandard = "127.0.0.1:9464"
 	listenOff      = "off"
 )
 
-// endpoints say what "run" answers over HTTP.
+// endpoints configures what "run" serves over HTTP.
 type endpoints struct {
-	listen *pflag.Flag // to know whether somebody gave it
+	listen *pflag.Flag // to know whether it was set
 	addr   string      // empty: off
 	pprof  bool
 	token  monitor.Token
@@ -30,11 +30,11 @@ type endpoints struct {
 }
 
 func (e *endpoints) addFlags(flags *pflag.FlagSet) {
-	addOption(flags, "listen", "address", listenStandard, "where /healthz, /readyz and /metrics are, as host:port; off: nowhere", e.parseListen)
+	addOption(flags, "listen", "address", listenStandard, "address of /healthz, /readyz and /metrics, as host:port, or off", e.parseListen)
 	e.listen = flags.Lookup("listen")
-	addDuration(flags, &e.every, "metrics-interval", 15*time.Second, time.Second, 10*time.Minute, "pause between two readings of the database for /metrics")
-	addBool(flags, &e.pprof, "pprof", "also /debug/pprof/, for whoever shows the token of --admin-token-file")
-	addOption(flags, "admin-token-file", "file", "", fmt.Sprintf("file with a token of at least %d bytes, which what shows internals asks for", monitor.TokenBytesMin), func(path string) (err error) {
+	addDuration(flags, &e.every, "metrics-interval", 15*time.Second, time.Second, 10*time.Minute, "pause between two reads of the database for /metrics")
+	addBool(flags, &e.pprof, "pprof", "also serve /debug/pprof/, with the token of --admin-token-file")
+	addOption(flags, "admin-token-file", "file", "", fmt.Sprintf("file with the token that --pprof requires, at least %d bytes", monitor.TokenBytesMin), func(path string) (err error) {
 		e.token, err = monitor.ReadToken(path)
 		return err
 	})
@@ -56,7 +56,7 @@ func (e *endpoints) parseListen(text string) error {
 	return nil
 }
 
-// check refuses what does not fit together.
+// check refuses flags that conflict.
 func (e *endpoints) check() error {
 	switch {
 	case e.pprof && e.addr == "":
@@ -67,7 +67,7 @@ func (e *endpoints) check() error {
 	return nil
 }
 
-// loopback tells whether only this machine reaches an address.
+// loopback reports whether an address is only reachable from this machine.
 func loopback(addr net.Addr) bool {
 	tcp, ok := addr.(*net.TCPAddr)
 	return ok && tcp.IP.IsLoopback()

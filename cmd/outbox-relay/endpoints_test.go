@@ -31,7 +31,7 @@ func tokenFile(t *testing.T, text string) string {
 // listening waits until a relay listens, and returns where.
 func listening(t *testing.T, stderr *output) string {
 	t.Helper()
-	stderr.await(t, "listens for /healthz, /readyz and /metrics")
+	stderr.await(t, "listening for /healthz, /readyz and /metrics")
 	var found []string
 	require.Eventually(t, func() bool {
 		found = regexp.MustCompile(`address=(\S+) reachable_from=`).FindStringSubmatch(stderr.String())
@@ -42,7 +42,7 @@ func listening(t *testing.T, stderr *output) string {
 	return "http://127.0.0.1:" + port
 }
 
-// get returns 0 where nobody listens.
+// get returns 0 if nothing listens.
 func get(t *testing.T, url, bearer string) (code int, body string) {
 	t.Helper()
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
@@ -75,7 +75,7 @@ func contains(code int, text string) func(int, string) bool {
 	return func(got int, body string) bool { return got == code && strings.Contains(body, text) }
 }
 
-// held keeps a broker from answering to records, until what it returns is called.
+// held keeps a broker from answering to records until the returned function is called.
 func held(t *testing.T) (brokers []string, arrived <-chan struct{}, release func()) {
 	t.Helper()
 	fake := kafkatest.Fake(t)
@@ -100,9 +100,9 @@ func held(t *testing.T) (brokers []string, arrived <-chan struct{}, release func
 	return fake.ListenAddrs(), first, release
 }
 
-// Row S9: probes follow a relay through its life: it publishes, another one stands by, it drains and is alive to the
-// end of it. No endpoint shows a key, a payload, a header or a secret, also not while they are in memory; pprof
-// asks for the token.
+// Row S9 of guarantees.md: probes follow a relay through its life: it publishes, another one stands
+// by, it drains and is alive to the end of it. No endpoint shows a key, a payload, a header or a
+// secret, also not while they are in memory; pprof asks for the token.
 func TestEndpointsOfARun(t *testing.T) {
 	t.Parallel()
 	brokers, arrived, release := held(t)
@@ -128,7 +128,7 @@ func TestEndpointsOfARun(t *testing.T) {
 	case <-time.After(commandMax):
 		require.FailNow(t, "nothing was produced", stderr)
 	}
-	awaitGet(t, base+"/metrics", contains(200, `outbox_pending_messages{relay="default"}`))
+	awaitGet(t, base+"/metrics", contains(200, `effectonce_outbox_pending_messages{relay="default"}`))
 	for _, path := range []string{"/healthz", "/readyz", "/metrics", "/debug/pprof/", "/debug/pprof/heap?debug=1", "/debug/pprof/goroutine?debug=2", "/debug/pprof/allocs"} {
 		code, body := get(t, base+path, adminToken)
 		assert.Equal(t, 200, code, path)
@@ -155,8 +155,8 @@ func TestEndpointsOfARun(t *testing.T) {
 	assert.Zero(t, code, "nobody listens any more")
 }
 
-// Row S9: while the database is away a relay is alive but not ready, and shows no old values of it; it is ready again
-// when the database is back.
+// Row S9 of guarantees.md: while the database is away a relay is alive but not ready, and shows no
+// old values of it; it is ready again when the database is back.
 func TestEndpointsWithoutTheDatabase(t *testing.T) {
 	t.Parallel()
 	cluster := pgtest.Cluster(t, nil)
@@ -167,24 +167,25 @@ func TestEndpointsWithoutTheDatabase(t *testing.T) {
 	base := listening(t, stderr)
 	assert.Contains(t, stderr.String(), `reachable_from="other machines too"`)
 	awaitGet(t, base+"/readyz", contains(200, `"state":"publishing"`))
-	awaitGet(t, base+"/metrics", contains(200, "\noutbox_table_bytes "))
+	awaitGet(t, base+"/metrics", contains(200, "\neffectonce_outbox_table_bytes "))
 	require.NoError(t, cluster.Kill(t.Context()))
-	awaitGet(t, base+"/readyz", contains(503, `"the database does not answer, or refuses: see the log"`))
+	awaitGet(t, base+"/readyz", contains(503, `"the database does not answer, or refuses the connection or the query: see the log"`))
 	awaitGet(t, base+"/metrics", func(code int, body string) bool {
-		return code == 200 && !strings.Contains(body, "outbox_table_bytes") && !strings.Contains(body, "\noutbox_pending_messages")
+		return code == 200 && !strings.Contains(body, "effectonce_outbox_table_bytes") && !strings.Contains(body, "\neffectonce_outbox_pending_messages")
 	})
 	_, body := get(t, base+"/metrics", "")
-	assert.Regexp(t, `(?m)^outbox_metrics_errors_total [1-9]`, body)
+	assert.Regexp(t, `(?m)^effectonce_outbox_metrics_errors_total [1-9]`, body)
 	code, _ := get(t, base+"/healthz", "")
 	assert.Equal(t, 200, code)
 	require.NoError(t, cluster.Restart(t.Context()))
 	awaitGet(t, base+"/readyz", contains(200, `"state":"publishing"`))
-	awaitGet(t, base+"/metrics", contains(200, "\noutbox_table_bytes "))
+	awaitGet(t, base+"/metrics", contains(200, "\neffectonce_outbox_table_bytes "))
 	assert.Zero(t, end(), stderr)
 }
 
-// Row S9: without settings only this machine reaches the endpoints, and pprof is not there; where the standard
-// address is taken the relay publishes all the same, but one that was asked for is needed.
+// Row S9 of guarantees.md: by default only this machine reaches the endpoints, and there is no
+// pprof. If the default address is in use the relay publishes anyway; if an address was given, it
+// is required.
 func TestWhereARelayListens(t *testing.T) {
 	t.Parallel()
 	help := run(t, nil, "run", "--help")
@@ -198,13 +199,13 @@ func TestWhereARelayListens(t *testing.T) {
 	assert.Contains(t, r.stderr, "error: cannot listen on "+taken.Addr().String())
 	assert.Contains(t, r.stderr, "give another --listen, or off")
 
-	// Whichever of the two has the standard address, both go on to the database.
+	// Whichever of the two has the default address, both continue to the database.
 	for range 2 {
 		if standard, err := net.Listen("tcp", "127.0.0.1:9464"); err == nil {
 			t.Cleanup(func() { _ = standard.Close() })
 		}
 		r = run(t, map[string]string{"OUTBOX_LISTEN": ""}, url...)
-		assert.Contains(t, r.stderr, "the standard address is taken; give --listen")
+		assert.Contains(t, r.stderr, "the default address is in use; give --listen")
 		assert.Contains(t, r.stderr, "cannot connect to the database")
 	}
 }
@@ -236,4 +237,37 @@ func TestEndpointSettingsAreRefused(t *testing.T) {
 			assert.NotContains(t, r.stderr, "CANARY")
 		})
 	}
+}
+
+// Property: ready exits 0 for a replica that works, and 1 for one that cannot publish or does not
+// answer.
+func TestReadyAsksTheRelay(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	environment := relayEnvironment(t, address)
+	environment["OUTBOX_LISTEN"] = "127.0.0.1:0"
+	stderr, end := inBackground(t, environment, "run")
+	at := strings.TrimPrefix(listening(t, stderr), "http://")
+	_, port, err := net.SplitHostPort(at)
+	require.NoError(t, err)
+	for _, listen := range []string{at, ":" + port, "0.0.0.0:" + port} {
+		require.Eventually(t, func() bool { return run(t, map[string]string{"OUTBOX_LISTEN": listen}, "ready").code == 0 }, 30*time.Second, 50*time.Millisecond, listen)
+	}
+	execSQL(t, connect(t, address), `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
+		VALUES ('default', 1000, gen_random_uuid(), 't', '{}', now(), 'refused', 'e', 'held')`)
+	assert.Zero(t, run(t, nil, "ready", "--listen", at).code, "a dead row is for status")
+	assert.Zero(t, end())
+	r := run(t, nil, "ready", "--listen", at)
+	assert.Equal(t, 1, r.code)
+	assert.Contains(t, r.stderr, "no relay answers at "+at)
+	held := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(http.StatusServiceUnavailable)
+		_, _ = io.WriteString(w, `{"ready":false}`)
+	}), ReadHeaderTimeout: time.Second}
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	go func() { _ = held.Serve(listener) }()
+	t.Cleanup(func() { _ = held.Close() })
+	assert.Equal(t, result{1, "{\"ready\":false}\n", ""}, run(t, nil, "ready", "--listen", listener.Addr().String()))
+	assert.Equal(t, 2, run(t, nil, "ready", "--listen", "off").code)
 }

@@ -16,7 +16,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 )
 
 func newExplain(s *settings) *cobra.Command {
@@ -24,21 +25,20 @@ func newExplain(s *settings) *cobra.Command {
 	var timeout time.Duration
 	var topic *string
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := asksKafka(needs(&cobra.Command{
 		Use:   "explain ID",
 		Short: "Show where a message or a request is: idempotency key, outbox, topic, claims, parked, children",
-		Long: `Show where a message is: until when it waits if it is for later, its row in the outbox and what each relay
-did with it, its records in the topic, who claimed it and when, whether it is parked, what its handlers published, what operators did about it.
-ID is the ID that the message carries, the ID as logs show it, or topic/partition/offset; or the idempotency key
-of a request: then what the request published is followed, under Key.ChildID of its phases, of "publish",
-"publish:0" to "publish:9" or of the operation's name. The request behind such a message is found by the message's
-ID, among the first 100,000 keys.
+		Long: `Show the history of a message: schedule, outbox row and what each relay did with it, records in topics, claims, failed
+attempts, parking, messages of its handlers, operators' actions.
 
-The topic is searched from the time of the row on, in the partition of its key; without a row from the
-time of the ID, or --since, in the topics of all consumers or in --topic. Without --brokers it is not
-searched. The outbox has no index on IDs: the table is read once.
+ID is a message ID (as the message carries it, or as in logs), topic/partition/offset, or a request's idempotency key. A
+request's messages are found under Key.ChildID of its phases, of "publish", of "publish:0" to "publish:9" or of the
+operation's name; the request of a message only among the first 100,000 keys.
 
-Exit status 1 if nothing is known of it, or if Kafka failed: then the rest is shown, and the error.`,
+Topics are only searched with --brokers: the row's topic from its time on, in the partition of its key; without a row
+from the ID's time, or --since, the topics of all consumers or --topic. The whole outbox is read once.
+
+Exit status 1 if nothing is known of the ID, or if Kafka failed: then the rest is shown with the error.`,
 		Example: `  outbox-relay explain 0192f0c1-2b3c-7def-8123-456789abcdef
   outbox-relay explain orders/3/1234
   outbox-relay explain order-4711 --topic orders --since 72h --json`,
@@ -61,12 +61,12 @@ Exit status 1 if nothing is known of it, or if Kafka failed: then the rest is sh
 			defer cancel()
 			return s.explain(ctx, q, asJSON, cmd.OutOrStdout(), s.logger(cmd.ErrOrStderr()))
 		},
-	}, flagDatabaseURL)
+	}, flagDatabaseURL))
 	flags := cmd.Flags()
 	addText(flags, "topic", 249, "search this topic only", into(&topic))
-	addDuration(flags, &q.Since, "since", 24*time.Hour, time.Second, 366*24*time.Hour, "how far back topics are searched for an ID without a time")
-	addInt(flags, &q.ScanMax, "scan-max", 100_000, 1, 1_000_000_000, "how many records of topics are read at most")
-	addDuration(flags, &timeout, "timeout", time.Minute, time.Second, time.Hour, "how long all of it may take")
+	addDuration(flags, &q.Since, "since", 24*time.Hour, time.Second, 366*24*time.Hour, "how far back to search topics for an ID without a time")
+	addInt(flags, &q.ScanMax, "scan-max", 100_000, 1, 1_000_000_000, "read at most this many records of topics")
+	addDuration(flags, &timeout, "timeout", time.Minute, time.Second, time.Hour, "time limit of the command")
 	commandLineOnly(flags, "topic", "since")
 	addJSON(cmd, &asJSON)
 	return cmd
@@ -91,7 +91,7 @@ func (s *settings) explain(ctx context.Context, q inspect.Question, asJSON bool,
 			_, err = io.WriteString(out, explanationText(found))
 		}
 		if err == nil && (!found.Known || found.KafkaError != "") {
-			return errNotWell
+			return errUnhealthy
 		}
 		return err
 	})
@@ -116,38 +116,77 @@ type event struct {
 	text string
 }
 
-// explanationText is a timeline, and what has no time behind it.
+// explanationText is a timeline, followed by the facts that have no time.
 func explanationText(x *inspect.Explanation) string {
 	var text strings.Builder
 	if !x.Known {
-		fmt.Fprintf(&text, "nothing is known of %s\n", clip(x.Asked, errorWidth))
+		add(&text, "nothing is known of %s\n", clip(x.Asked, errorWidth))
 	}
 	events := events(x)
 	slices.SortStableFunc(events, func(a, b event) int { return a.at.Compare(b.at) })
 	for _, e := range events {
-		fmt.Fprintf(&text, "%s  %-8s  %s\n", e.at.UTC().Format("2006-01-02T15:04:05.000Z"), e.what, e.text)
+		add(&text, "%s  %-8s  %s\n", e.at.UTC().Format("2006-01-02T15:04:05.000Z"), e.what, e.text)
+	}
+	if x.At != nil && x.At.State != inspect.PlaceRecord {
+		add(&text, "%s: %s\n", x.At.Place, atText(x.At))
 	}
 	switch {
+	case x.At != nil && len(x.Records) == 0 && x.KafkaError == "": // the place itself says why
 	case x.KafkaError != "":
 		text.WriteString(kafkaErrorText("topics were not searched, or not to their end", x.KafkaError))
 	case x.Searched == nil:
 		text.WriteString("topics were not searched: give --brokers, and --topic where no row and no consumer names one\n")
 	case !x.Searched.Complete:
-		fmt.Fprintf(&text, "topics %s: searched %d records from %s on and stopped there: --scan-max reads more\n",
-			strings.Join(x.Searched.Topics, ", "), x.Searched.Records, x.Searched.Since.UTC().Format(time.RFC3339))
+		add(&text, "topics %s: searched %s from %s on and stopped there: --scan-max reads more\n",
+			strings.Join(x.Searched.Topics, ", "), human.Count(x.Searched.Records, "record"), x.Searched.Since.UTC().Format(time.RFC3339))
 	case len(x.Records) == 0:
-		fmt.Fprintf(&text, "not in topic %s from %s on (%d records)\n",
-			strings.Join(x.Searched.Topics, ", "), x.Searched.Since.UTC().Format(time.RFC3339), x.Searched.Records)
+		add(&text, "not in topic %s from %s on (%s searched)\n",
+			strings.Join(x.Searched.Topics, ", "), x.Searched.Since.UTC().Format(time.RFC3339), human.Count(x.Searched.Records, "record"))
 	}
-	if x.Known && len(x.Claims) == 0 && (x.KafkaError == "" || len(x.IDs) > 0) {
-		text.WriteString("nobody claimed it\n")
+	for _, p := range x.Passed {
+		add(&text, "handled by %s: the position of group %s in %s/%d is %d; %s\n", consumerText(p.Consumer), plain(p.Group), p.Topic, p.Partition, p.Position, claimGone(p.WindowSeconds))
+	}
+	if x.Known && len(x.Claims)+len(x.Passed) == 0 && (x.KafkaError == "" || len(x.IDs) > 0) {
+		text.WriteString("not claimed\n")
 	}
 	return text.String()
 }
 
-// kafkaErrorText is one line, whatever the brokers said.
+// atText says what is at a place without a record.
+func atText(at *inspect.At) string {
+	switch at.State {
+	case inspect.PlaceNoTopic:
+		return "this topic does not exist: is its name misspelt?"
+	case inspect.PlaceNoPartition:
+		return "the topic has " + human.Count(at.Partitions, "partition") + ", from 0 on"
+	case inspect.PlaceDeleted:
+		return fmt.Sprintf("deleted: the partition begins at %d, by the topic's retention or by hand", at.Start)
+	case inspect.PlaceBeyondEnd:
+		return fmt.Sprintf("not written yet: the next offset is %d", at.End)
+	case inspect.PlaceCompacted:
+		return "no record at this offset any more: the topic is compacted, or was"
+	case inspect.PlaceAborted:
+		return "a record of an aborted transaction: consumers do not get it"
+	case inspect.PlaceOpen:
+		return "part of an open transaction, or behind the first record of one: consumers get nothing from there on until it ends"
+	case inspect.PlaceControl:
+		return "the end marker of a transaction, not a message"
+	case inspect.PlaceRecord:
+	}
+	return "a record"
+}
+
+// claimGone says why a consumer that handled a message has no claim of it.
+func claimGone(window *float64) string {
+	if window == nil {
+		return "it has no claim: it may deduplicate by position"
+	}
+	return "it has no claim: claims are kept for " + human.Seconds(*window) + ", or it deduplicates by position"
+}
+
+// kafkaErrorText is one line, even if the error has several.
 func kafkaErrorText(what, err string) string {
-	return fmt.Sprintf("%s: Kafka: %s\n", what, clip(err, kafkaErrorWidth))
+	return fill("%s: Kafka: %s\n", what, clip(err, kafkaErrorWidth))
 }
 
 func events(x *inspect.Explanation) (all []event) {
@@ -175,15 +214,15 @@ func events(x *inspect.Explanation) (all []event) {
 	}
 	for i, r := range x.Records {
 		again := ""
-		if i > 0 {
-			again = ", again"
+		if slices.ContainsFunc(x.Records[:i], func(b inspect.Record) bool { return b.Topic == r.Topic }) {
+			again = ", again" // in another topic it is a copy that a rule made
 		}
 		add(r.Time, "topic", "%s, key %s, message-id %s%s", r.Place, keyText(r.Key), cmp.Or(clip(r.MessageID, errorWidth), "-"), again)
 	}
 	for _, c := range x.Claims {
 		forever := ""
 		if c.Forever {
-			forever = ", for ever"
+			forever = ", forever"
 		}
 		add(c.ProcessedAt, "claimed", "by %s (group %s) as %s%s", consumerText(c.Consumer), plain(c.Group), c.ID, forever)
 	}
@@ -198,7 +237,7 @@ func events(x *inspect.Explanation) (all []event) {
 		add(c.CreatedAt, "child", "id %s, %s", c.ID, rowText(c))
 	}
 	for _, a := range x.Actions {
-		add(a.When, "operator", "%s: %s: %s", clip(a.Who, keyWidth), printable(a.What), clip(a.Why, 200))
+		add(a.When, "operator", "%s: %s: %s", clip(a.By(), keyWidth), a.What, clip(a.Why, 200))
 	}
 	return all
 }
@@ -206,7 +245,7 @@ func events(x *inspect.Explanation) (all []event) {
 func rowText(r inspect.Row) string {
 	text := fmt.Sprintf("topic %s, key %s, seq %d, %s", r.Topic, keyText(r.Key), r.Seq, sizeText(r.PayloadBytes))
 	if len(r.States) == 0 {
-		return text + "; waiting: no relay ever ran"
+		return text + "; waiting: no relay has run yet"
 	}
 	for _, relay := range sortedKeys(r.States) {
 		text += fmt.Sprintf("; relay %s: %s", plain(relay), r.States[relay])
@@ -218,7 +257,7 @@ func sizeText(bytes *int64) string {
 	if bytes == nil {
 		return "a tombstone"
 	}
-	return fmt.Sprintf("%d bytes", *bytes)
+	return human.Count(*bytes, "byte")
 }
 
 func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }

@@ -23,7 +23,7 @@ func published(t *testing.T) (address, topic string) {
 	return address, topic
 }
 
-// drain publishes what waits.
+// drain publishes all waiting rows.
 func drain(t *testing.T, address string) {
 	t.Helper()
 	r, err := relay.New(pool(t, address), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{})
@@ -38,8 +38,8 @@ func runKafka(t *testing.T, address string, args ...string) result {
 	return run(t, map[string]string{"DATABASE_URL": address, "OUTBOX_BROKERS": strings.Join(kafkatest.Brokers(t), ",")}, args...)
 }
 
-// A message is shown as a timeline or as one object, never its payload; exit status 1 if nothing is known of
-// it, 2 if it is asked for in the wrong way. Row S3.
+// A message is shown as a timeline or as one object, never its payload; exit status 1 if nothing is
+// known of it, 2 if it is asked for in the wrong way. Row S3 of guarantees.md.
 func TestExplainIsATimeline(t *testing.T) {
 	t.Parallel()
 	address, topic := published(t)
@@ -49,7 +49,7 @@ func TestExplainIsATimeline(t *testing.T) {
 	assert.Zero(t, r.code, r.stderr)
 	assert.Regexp(t, `(?m)^\S+Z  outbox    topic `+topic+`, key a, seq 2, 6 bytes; relay default: published$`, r.stdout)
 	assert.Regexp(t, `(?m)^\S+Z  topic     `+topic+`/\d/1, key a, message-id `+id+`$`, r.stdout)
-	assert.Contains(t, r.stdout, "nobody claimed it\n")
+	assert.Contains(t, r.stdout, "not claimed\n")
 	assertNoCanary(t, r, "explain")
 
 	r = runOn(t, address, "explain", id)
@@ -67,7 +67,8 @@ func TestExplainIsATimeline(t *testing.T) {
 	}
 }
 
-// A message for later is known before it is in the outbox: until when it waits, and that it is overdue.
+// A message for later is known before it is in the outbox: until when it waits, and that it is
+// overdue.
 func TestExplainKnowsMessagesForLater(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -116,7 +117,7 @@ func TestExplainAndPositionsWhileKafkaIsAway(t *testing.T) {
 	assert.NotContains(t, r.stderr, "error: ")
 	assert.Regexp(t, `(?m)^default +0 +0 +`, r.stdout)
 	assert.Regexp(t, `(?m)^billing +`+topic+`/0 +5 +- +- `, r.stdout)
-	assert.Regexp(t, `(?m)^the ends of topics are not known: Kafka: .*127\.0\.0\.1:1`, r.stdout)
+	assert.Regexp(t, `(?m)^topics and groups are incomplete: Kafka: .*127\.0\.0\.1:1`, r.stdout)
 	v = away("positions", "--json").object(t)
 	assert.Len(t, v["shards"], 1)
 	assert.Len(t, v["consumers"], 1)

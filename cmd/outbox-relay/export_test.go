@@ -4,6 +4,9 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"net"
+	"slices"
+	"strings"
 )
 
 // Execute runs a command line in this process, with an environment of its own.
@@ -18,8 +21,24 @@ func Execute(ctx context.Context, args []string, environment map[string]string, 
 // Program is main without the exit.
 func Program() int { return program() }
 
+// DialThisMachine is how brokers are dialled without TLS and without --insecure.
+func DialThisMachine(ctx context.Context, base *net.Dialer, broker string) (net.Conn, error) {
+	return dialThisMachine(base)(ctx, "tcp", broker)
+}
+
 // FormatSettings formats settings that hold a database URL, in every usual way.
 func FormatSettings(databaseURL string) string {
 	s := secret{func() string { return databaseURL }}
 	return fmt.Sprintf("%v %+v %#v %s %q", s, settings{databaseURL: s}, s, s, s) + s.LogValue().String()
+}
+
+// Printed is what appears of a text that is written in pieces of this many bytes.
+func Printed(text string, size int) string {
+	var out strings.Builder
+	t := &terminal{out: &out}
+	for piece := range slices.Chunk([]byte(text), size) {
+		_, _ = t.Write(piece)
+	}
+	t.flush()
+	return out.String()
 }

@@ -8,19 +8,19 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// kafkaOptions say how to reach the brokers.
+// kafkaOptions returns the client options to connect to the brokers.
 func (s *settings) kafkaOptions(logger *slog.Logger) []kgo.Opt {
 	return append(s.kafka.options(s.insecure, brokersMax), kgo.SeedBrokers(s.brokers...), kgo.WithLogger(kafkaLog{logger}))
 }
 
-// askKafka returns a client for questions: it gives up after a limit, and says why instead of trying
-// again until then.
+// askKafka returns a client for queries. It gives up after limit, and returns a request's error
+// instead of retrying.
 func (s *settings) askKafka(limit time.Duration) (*kgo.Client, error) {
 	return kgo.NewClient(append(s.kafka.options(s.insecure, limit), kgo.SeedBrokers(s.brokers...), kgo.RetryTimeout(limit),
 		kgo.RequestRetries(0), kgo.SoftwareNameAndVersion("outbox-relay", "v1"))...)
 }
 
-// kafkaLog passes what the client has to say on to the log: that brokers are away, above all.
+// kafkaLog forwards the client's log, above all that brokers are unreachable.
 type kafkaLog struct{ logger *slog.Logger }
 
 func (l kafkaLog) Level() kgo.LogLevel {

@@ -7,8 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -19,7 +19,7 @@ import (
 	"github.com/twmb/franz-go/pkg/sasl/scram"
 )
 
-// Mechanisms of SASL, as the flag has them.
+// SASL mechanisms, as the flag spells them.
 const (
 	mechanismPlain       = "plain"
 	mechanismScramSHA256 = "scram-sha-256"
@@ -32,7 +32,7 @@ const (
 	flagKafkaTokenFile    = "kafka-token-file"
 )
 
-// kafkaSecurity says how the brokers are known to us, and we to them.
+// kafkaSecurity configures TLS, and authentication to the brokers.
 type kafkaSecurity struct {
 	tls         bool
 	caFile      string
@@ -47,24 +47,24 @@ type kafkaSecurity struct {
 
 func (k *kafkaSecurity) addFlags(flags *pflag.FlagSet) {
 	k.password.flag, k.token.flag = flagKafkaPasswordFile, flagKafkaTokenFile
-	addBool(flags, &k.tls, "kafka-tls", "talk to the brokers over TLS 1.2 or later")
-	addOption(flags, "kafka-ca-file", "file", "", "authorities that sign the brokers' certificates, in PEM form, in place of the system's", k.parseAuthorities)
-	addFile(flags, &k.certFile, "kafka-cert-file", "certificate to show to the brokers, in PEM form; read again for each connection")
-	addFile(flags, &k.keyFile, "kafka-key-file", "its key, in PEM form; read again for each connection")
+	addBool(flags, &k.tls, "kafka-tls", "connect to the brokers over TLS 1.2 or later")
+	addOption(flags, "kafka-ca-file", "file", "", "PEM file of the authorities that sign the brokers' certificates; default: the system's", k.parseAuthorities)
+	addFile(flags, &k.certFile, "kafka-cert-file", "PEM file of the client certificate; read again for each connection")
+	addFile(flags, &k.keyFile, "kafka-key-file", "PEM file of its key; read again for each connection")
 	addChoice(flags, &k.mechanism, "kafka-sasl-mechanism", []string{mechanismPlain, mechanismScramSHA256, mechanismScramSHA512, mechanismOAuth}, "",
 		"how to authenticate to the brokers")
-	addOption(flags, "kafka-username", "string", "", "user of plain and scram", func(text string) error {
+	addOption(flags, "kafka-username", "string", "", "user for plain and scram", func(text string) error {
 		if text == "" || len(text) > 1024 || strings.ContainsAny(text, "\x00\x01\r\n") {
 			return errors.New("want 1 to 1024 bytes of one line")
 		}
 		k.username = text
 		return nil
 	})
-	addOption(flags, flagKafkaPasswordFile, "file", "", "file with the password of that user; read again at each authentication", k.password.parse)
-	addOption(flags, flagKafkaTokenFile, "file", "", "file with the token of oauthbearer; read again at each authentication", k.token.parse)
+	addOption(flags, flagKafkaPasswordFile, "file", "", "file with that user's password; read again at each authentication", k.password.parse)
+	addOption(flags, flagKafkaTokenFile, "file", "", "file with the token for oauthbearer; read again at each authentication", k.token.parse)
 }
 
-// addFile adds a flag of a file that is used later, and has to be there now.
+// addFile adds a flag of a file that is used later, but must be readable now.
 func addFile(flags *pflag.FlagSet, target *string, name, usage string) {
 	addOption(flags, name, "file", "", usage, func(path string) error {
 		*target = path
@@ -86,32 +86,26 @@ func (k *kafkaSecurity) parseAuthorities(path string) error {
 	return nil
 }
 
-// used tells whether anything but the plain protocol was asked for.
+// used reports whether TLS or SASL is configured.
 func (k *kafkaSecurity) used() bool { return k.tls || k.mechanism != "" }
 
-// bares tells whether what authenticates us goes over the connection as it is.
-func (k *kafkaSecurity) bares() bool {
-	return !k.tls && (k.mechanism == mechanismPlain || k.mechanism == mechanismOAuth)
-}
-
-// check returns every contradiction.
-func (k *kafkaSecurity) check(brokers []string, insecure bool) error {
+// check returns all conflicts between the flags.
+func (k *kafkaSecurity) check() error {
 	token, named := k.mechanism == mechanismOAuth, k.mechanism != "" && k.mechanism != mechanismOAuth
 	var problems []error
 	for _, c := range []struct {
 		wrong bool
 		text  string
 	}{
-		{!k.tls && k.caFile+k.certFile+k.keyFile != "", "--kafka-ca-file, --kafka-cert-file and --kafka-key-file are of TLS: want --kafka-tls too"},
+		{!k.tls && k.caFile+k.certFile+k.keyFile != "", "--kafka-ca-file, --kafka-cert-file and --kafka-key-file are for TLS: want --kafka-tls too"},
 		{k.certFile != "" && k.keyFile == "", "--kafka-cert-file without its key: want --kafka-key-file too"},
 		{k.keyFile != "" && k.certFile == "", "--kafka-key-file without its certificate: want --kafka-cert-file too"},
-		{k.mechanism == "" && (k.username != "" || k.password.given() || k.token.given()), "who authenticates to the brokers, but not how: want --kafka-sasl-mechanism too"},
+		{k.mechanism == "" && (k.username != "" || k.password.given() || k.token.given()), "credentials for the brokers without a mechanism: want --kafka-sasl-mechanism too"},
 		{named && k.username == "", "--kafka-sasl-mechanism " + k.mechanism + ": want --kafka-username too"},
 		{named && !k.password.given(), "--kafka-sasl-mechanism " + k.mechanism + ": want --" + flagKafkaPasswordFile + " too"},
-		{named && k.token.given(), "--" + flagKafkaTokenFile + ": want --kafka-sasl-mechanism " + mechanismOAuth + ", which alone takes a token"},
+		{named && k.token.given(), "--" + flagKafkaTokenFile + ": only --kafka-sasl-mechanism " + mechanismOAuth + " takes a token"},
 		{token && !k.token.given(), "--kafka-sasl-mechanism " + mechanismOAuth + ": want --" + flagKafkaTokenFile + " too"},
 		{token && (k.username != "" || k.password.given()), "--kafka-sasl-mechanism " + mechanismOAuth + " takes a token: want no --kafka-username and no --" + flagKafkaPasswordFile},
-		{k.bares() && !insecure && !allLoopback(brokers), "--kafka-sasl-mechanism " + k.mechanism + " without TLS to another machine shows the secret to whoever is on the network between: want --kafka-tls; --insecure if you trust that network"},
 	} {
 		if c.wrong {
 			problems = append(problems, errors.New(c.text))
@@ -123,7 +117,7 @@ func (k *kafkaSecurity) check(brokers []string, insecure bool) error {
 	return errors.Join(problems...)
 }
 
-// checkCertificate says nothing of files that could not be read: that was said already.
+// checkCertificate ignores files that could not be read: their flags already reported that.
 func (k *kafkaSecurity) checkCertificate() error {
 	certificate, certErr := readSettingsFile(k.certFile)
 	key, keyErr := readSettingsFile(k.keyFile)
@@ -136,22 +130,15 @@ func (k *kafkaSecurity) checkCertificate() error {
 	return nil
 }
 
-// options are for every client. limit is how long it may take to connect.
+// options returns the options of every client. limit bounds a connection attempt.
 func (k *kafkaSecurity) options(insecure bool, limit time.Duration) (opts []kgo.Opt) {
-	dialer := &net.Dialer{Timeout: limit}
 	switch {
 	case k.tls:
 		opts = append(opts, kgo.DialTimeout(limit), kgo.DialTLSConfig(k.tlsConfig()))
-	case k.bares() && !insecure:
-		// The brokers name each other: one on this machine may lead to others.
-		opts = append(opts, kgo.Dialer(func(ctx context.Context, network, address string) (net.Conn, error) {
-			if !allLoopback([]string{address}) {
-				return nil, fmt.Errorf("broker %s is on another machine, and %s without TLS would show it the secret: want --kafka-tls, or --insecure", address, k.mechanism)
-			}
-			return dialer.DialContext(ctx, network, address)
-		}))
-	default:
+	case insecure:
 		opts = append(opts, kgo.DialTimeout(limit))
+	default:
+		opts = append(opts, kgo.Dialer(dialThisMachine(&net.Dialer{Timeout: limit})))
 	}
 	if k.mechanism != "" {
 		opts = append(opts, kgo.SASL(k.sasl()))
@@ -196,12 +183,37 @@ func (k *kafkaSecurity) sasl() sasl.Mechanism {
 	}
 }
 
-// allLoopback tells whether addresses, as host:port, are all of this machine.
-func allLoopback(addresses []string) bool {
-	return !slices.ContainsFunc(addresses, func(address string) bool {
-		host, _, err := net.SplitHostPort(address)
-		return err != nil || !isLoopback(host)
-	})
+// dialThisMachine only connects to this machine. A broker on this machine may name brokers on
+// others, and a host name, "localhost" too, may resolve to any address. So each address is checked
+// once it is resolved, before a byte is sent.
+func dialThisMachine(base *net.Dialer) func(ctx context.Context, network, broker string) (net.Conn, error) {
+	return func(ctx context.Context, network, broker string) (net.Conn, error) {
+		dialer := *base
+		dialer.ControlContext = func(_ context.Context, _, address string, _ syscall.RawConn) error {
+			if elsewhere([]string{address}) != "" {
+				return fmt.Errorf("broker %s, at %s, is on another machine, and %s%s", broker, address, plaintextShows, plaintextRemedy)
+			}
+			return nil
+		}
+		return dialer.DialContext(ctx, network, broker)
+	}
+}
+
+const (
+	plaintextShows  = "without TLS the traffic to it, secrets too, can be read and changed on the network: want "
+	insecureTrusts  = "--insecure if you trust that network"
+	plaintextRemedy = "--kafka-tls; " + insecureTrusts
+)
+
+// elsewhere returns the first address, as host:port, that is not on this machine, or an empty
+// string.
+func elsewhere(addresses []string) string {
+	for _, address := range addresses {
+		if host, _, err := net.SplitHostPort(address); err != nil || !isLoopback(host) {
+			return address
+		}
+	}
+	return ""
 }
 
 func isLoopback(host string) bool {

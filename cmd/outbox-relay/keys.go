@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"strings"
 	"time"
@@ -13,23 +12,22 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/effectonce/effectonce/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 )
 
 func newKeys(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "keys",
-		Short: "Look at requests by their idempotency keys, and decide what became of them",
-		Long: `Requests are executed once for each idempotency key. Where that cannot be decided by a program, it waits for
-a person: a key is indeterminate where a foreign system may have acted or not, and abandoned where its attempts
-are used up.
+		Short: "Show requests by their idempotency keys, and resolve those that need a decision",
+		Long: `A request is executed once per idempotency key. An operator decides on two states: indeterminate (a foreign system may
+or may not have acted) and abandoned (the attempts are used up).
 
-  outbox-relay keys list                          # what is not finished
-  outbox-relay keys show KEY                      # everything about one, and what to do
-  outbox-relay keys retry KEY --why …             # it did not happen: it goes on from its recovery point
-  outbox-relay keys finish KEY --status 201 --window 24h --why …   # it happened: every request with it gets this
+  outbox-relay keys list                # unfinished keys
+  outbox-relay keys show KEY            # all about one key, and what to do
+  outbox-relay keys retry KEY --why …   # it did not happen: continue from the recovery point
+  outbox-relay keys finish KEY --status 201 --window 24h --why …   # it happened: requests get this outcome
 
-KEY is what the client sent, or, of a key that is not finished, the eight digits that logs have instead of it.`,
+KEY is what the client sent or, for an unfinished key, the eight digits that logs show instead.`,
 	}
 	cmd.AddCommand(newKeysList(s), newKeysShow(s), newKeysUnlock(s), newKeysRetry(s), newKeysFinish(s), newKeysReap(s))
 	return cmd
@@ -47,15 +45,12 @@ func newKeysList(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:   "list",
 		Short: "List idempotency keys, the newest first",
-		Long: `List idempotency keys, the newest first: those that are not finished, or those of --state. Stuck ones are
-running, nobody works on them, and it is time that somebody did: their client does not come back, and no
-completer runs, or it fails. A list of finished keys without --scope reads the whole table.
+		Long: `List idempotency keys, the newest first: unfinished ones, or those of --state. A stuck key is running, but it is
+overdue and nothing works on it: its client does not retry, and no completer runs, or it fails.
 
-Keys are shown as clients sent them, in the table up to 36 characters: they are needed to find a customer's
-request, and are worth nothing without the scope. What was asked and answered is only in "keys show".
-
-With --json there is one object a line and nothing else; its cursor is what --after takes. Exit status 1 if no
-key fits.`,
+Keys appear as clients sent them (up to 36 characters in the table), to find a customer's request; they are worth
+nothing without the scope. A list of finished keys without --scope reads the whole table. With --json, each object has
+the cursor for --after.`,
 		Example: `  outbox-relay keys list
   outbox-relay keys list --state stuck --older-than 15m
   outbox-relay keys list --state finished --scope tenant-7 --json`,
@@ -72,33 +67,33 @@ key fits.`,
 					return err
 				}
 				if len(rows) == 0 {
-					return noKey(filter)
+					return sayNone(cmd.OutOrStdout(), asJSON, noKeys(filter))
 				}
 				return printKeys(cmd.OutOrStdout(), rows, limit, asJSON)
 			})
 		},
 	}, flagDatabaseURL)
 	flags := cmd.Flags()
-	addOneOf(flags, &state, "state", "what became of it", keyStates())
+	addOneOf(flags, &state, "state", "state", keyStates())
 	addPlace(flags, &filter.Scope, &filter.Operation)
-	addAge(flags, &filter.OlderThan, "older-than", "first asked for longer ago than this")
-	addInt(flags, &limit, flagLimit, parkedListMax, 1, 100_000, "how many keys at most")
-	addText(flags, "after", 4096, "go on behind the cursor that an earlier list ended with", func(text string) error {
+	addAge(flags, &filter.OlderThan, "older-than", "first requested longer ago than this")
+	addInt(flags, &limit, flagLimit, parkedListMax, 1, 100_000, "list at most this many")
+	addText(flags, "after", 4096, "continue behind this cursor of an earlier list", func(text string) error {
 		filter.After = &keys.Cursor{}
 		return filter.After.UnmarshalText([]byte(text))
 	})
 	commandLineOnly(flags, "state", "older-than", "after")
-	addJSON(cmd, &asJSON)
+	addJSONLines(cmd, &asJSON)
 	return cmd
 }
 
-// addPlace adds the flags of what a key belongs to. They come from the command line alone: what a deployment put into
-// the environment must not decide which key is meant.
+// addPlace adds the flags of a key's scope and operation. They only come from the command line: a
+// deployment's environment must not decide which key is meant.
 func addPlace(flags *pflag.FlagSet, scope, operation **string) {
 	for _, part := range []struct {
 		name, usage string
 		into        **string
-	}{{"scope", "the key's scope: the tenant", scope}, {"operation", "the operation that was asked for", operation}} {
+	}{{"scope", "the key's scope: the tenant", scope}, {"operation", "the requested operation", operation}} {
 		addOption(flags, part.name, "string", "", part.usage, func(text string) error {
 			*part.into = &text
 			return checkName(text)
@@ -107,8 +102,8 @@ func addPlace(flags *pflag.FlagSet, scope, operation **string) {
 	commandLineOnly(flags, "scope", "operation")
 }
 
-// checkName refuses what cannot be a scope, an operation or a key in the table, which also has those of programs in other
-// languages: longer ones than this library's 255 bytes, where they are not ASCII.
+// checkName refuses what cannot be a scope, an operation or a key in the table. Programs in other
+// languages write to it too: their names may be longer than this library's 255 bytes if not ASCII.
 func checkName(text string) error {
 	if text == "" || !utf8.ValidString(text) || utf8.RuneCountInString(text) > 255 || strings.ContainsRune(text, 0) {
 		return errors.New("want 1 to 255 characters of UTF-8")
@@ -116,14 +111,15 @@ func checkName(text string) error {
 	return nil
 }
 
-func noKey(filter keys.Filter) error {
+// noKeys is the text for an empty list.
+func noKeys(filter keys.Filter) string {
 	switch {
 	case filter.After != nil:
-		return errors.New("no more keys")
+		return "no more keys"
 	case filter.States == nil && filter.Scope == nil && filter.Operation == nil && filter.OlderThan == nil:
-		return errors.New("every key is finished: --state finished lists them")
+		return "no unfinished keys: --state finished lists the others"
 	}
-	return errors.New("no key fits")
+	return "no keys match"
 }
 
 func printKeys(out io.Writer, rows []keys.Row, limit int, asJSON bool) error {
@@ -146,7 +142,7 @@ func printKeys(out io.Writer, rows []keys.Row, limit int, asJSON bool) error {
 		if len(r.Phases) > 0 {
 			done = clip(strings.Join(r.Phases, ","), keyWidth)
 		}
-		fmt.Fprintf(&text, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\n", clip(r.Key, 36), r.Mark, clip(r.Scope, keyWidth), clip(r.Operation, keyWidth), stateOf(r),
+		add(&text, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\n", clip(r.Key, 36), r.Mark, clip(r.Scope, keyWidth), clip(r.Operation, keyWidth), stateOf(r),
 			seconds(r.AgeSeconds), r.Attempts, done, failure)
 	}
 	if asJSON {
@@ -157,12 +153,12 @@ func printKeys(out io.Writer, rows []keys.Row, limit int, asJSON bool) error {
 	}
 	cursor, err := rows[len(rows)-1].Cursor.MarshalText()
 	if err == nil {
-		_, err = fmt.Fprintf(out, "there are more: --%s shows more at once, --after %s goes on\n", flagLimit, cursor)
+		err = say(out, "there are more: --%s shows more at once, --after %s continues\n", flagLimit, cursor)
 	}
 	return err
 }
 
-// stateOf says who has to do something next.
+// stateOf is the state, and who acts next.
 func stateOf(r keys.Row) string {
 	switch {
 	case r.Stuck:

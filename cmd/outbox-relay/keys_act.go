@@ -15,9 +15,9 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/internal/keys"
-	"github.com/effectonce/effectonce/internal/operator"
 )
 
 // changedKey is what unlock, retry and finish print with --json.
@@ -32,8 +32,8 @@ func newKeyAct(s *settings, cmd *cobra.Command, act func(ctx context.Context, po
 	var by operator.By
 	var asJSON bool
 	k.on(cmd)
-	addText(cmd.Flags(), "why", 2048, "why; required", func(text string) error { by.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "who does it; default: the user and the machine", func(text string) error { by.Who = text; return nil })
+	addText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { by.Why = text; return nil })
+	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
 	addJSON(cmd, &asJSON)
 	commandLineOnly(cmd.Flags(), "why")
 	s.checks[cmd] = func() error {
@@ -59,7 +59,7 @@ func newKeyAct(s *settings, cmd *cobra.Command, act func(ctx context.Context, po
 			if asJSON {
 				return printJSON(cmd.OutOrStdout(), changedKey{"key." + cmd.Name(), changed})
 			}
-			_, err = fmt.Fprintf(cmd.OutOrStdout(), "key %s of %s, scope %s: %s\n", clip(row.Key, 255), plain(row.Operation), plain(row.Scope), said(changed))
+			err = say(cmd.OutOrStdout(), "key %s of %s, scope %s: %s\n", clip(row.Key, 255), plain(row.Operation), plain(row.Scope), said(changed))
 			return err
 		})
 	}
@@ -72,12 +72,9 @@ func newKeysUnlock(s *settings) *cobra.Command {
 	return newKeyAct(s, &cobra.Command{
 		Use:   "unlock KEY",
 		Short: "End the lock of a running key now",
-		Long: `End the lock of a running key now, where its holder hangs. The holder can store nothing afterwards, not even
-the phase that it works on; the next request, or the completer, goes on from the recovery point. If a foreign call
-was under way that must not be made twice, the key becomes indeterminate then: see "keys show" again.
-
-A holder that died needs no unlock: its lock runs out by itself. Every unlock is written down: see "outbox-relay
-actions list".`,
+		Long: `End the lock of a running key whose holder hangs. The holder can store nothing afterwards. The next request, or the
+completer, continues from the recovery point. If a foreign call that must not be made twice was under way, the key then
+becomes indeterminate: see "keys show". The lock of a dead holder expires by itself. Unlocks are recorded.`,
 		Example: `  outbox-relay keys unlock 0192f0c1-2b3c-7def-8123-456789abcdef --why "pod 3 hangs"`,
 	}, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		return keys.Unlock(ctx, pool, s.schema, by, place)
@@ -88,21 +85,18 @@ func newKeysRetry(s *settings) *cobra.Command {
 	var callDidNotHappen bool
 	cmd := &cobra.Command{
 		Use:   "retry KEY",
-		Short: "Say of an indeterminate or abandoned key that it did not happen",
-		Long: `Say of an indeterminate or abandoned key that it did not happen: it is running again, and goes on from its
-recovery point with the next request, or by the completer. Its attempts are counted from the start.
+		Short: "Retry an indeterminate or abandoned key: it did not happen",
+		Long: `Retry an indeterminate or abandoned key, because it did not happen. It continues from its recovery point with the next
+request, or by the completer, and its attempts start from zero.
 
-Where a foreign call that must not be made twice may have been made ("keys show" calls it "calling"), it is made
-again. So ask the foreign system, by the child ID that "keys show" has, and say --call-did-not-happen: without that
-such a key stays as it is. "It does not know the payment" counts only when the call cannot be on its way any more.
-A call that may be made again is, while it is younger than its phase's CallAgainMax: with --call-did-not-happen, its
-age begins anew.
-
-Every retry is written down, with --why: see "outbox-relay actions list".`,
+A foreign call that must not be made twice, but may have been made ("calling" in "keys show"), is made again. First ask
+the foreign system, by the child ID of "keys show"; then give --call-did-not-happen, which such a key requires. The
+answer "unknown" only counts once the call cannot be on its way any more. A repeatable call is made again while it is
+younger than its phase's CallAgainMax; --call-did-not-happen restarts its age. Retries are recorded.`,
 		Example: `  outbox-relay keys retry order-4127 --call-did-not-happen --why "the bank has no such transfer, ticket 88"
-  outbox-relay keys retry order-4131 --why "the stock service is mended"`,
+  outbox-relay keys retry order-4131 --why "the stock service works again"`,
 	}
-	addBool(cmd.Flags(), &callDidNotHappen, "call-did-not-happen", "the foreign system was asked, and did nothing")
+	addBool(cmd.Flags(), &callDidNotHappen, "call-did-not-happen", "the foreign system was asked, and it did not act")
 	commandLineOnly(cmd.Flags(), "call-did-not-happen")
 	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		return keys.Retry(ctx, pool, s.schema, by, place, callDidNotHappen)
@@ -112,7 +106,7 @@ Every retry is written down, with --why: see "outbox-relay actions list".`,
 // bodyMax is the largest outcome that package idempotency stores.
 const bodyMax = 64 << 20
 
-// finishing is what the flags of finish say.
+// finishing holds the flags of finish.
 type finishing struct {
 	status  int
 	headers headerFlag
@@ -125,23 +119,23 @@ func newKeysFinish(s *settings) *cobra.Command {
 	f := &finishing{status: -1, headers: headerFlag{}}
 	cmd := &cobra.Command{
 		Use:   "finish KEY",
-		Short: "Say what the outcome of a key is, so that every request with it gets that",
-		Long: `Say what the outcome of a key is, so that every request with it gets that, and nothing of it is executed any
-more. For indeterminate and abandoned keys, and for running ones that nobody holds. A finished key stays as it is.
+		Short: "Store the outcome of a key: every request with it gets that",
+		Long: `Store the outcome of a key: every request with it gets that, and nothing more is executed. For indeterminate and
+abandoned keys, and for running ones whose lock is free. A finished key is not changed.
 
-Only the answer is stored. What the phases that are done did stays, also where the answer is a failure. What the
-phase whose call may have been made, and those behind it, would have written is not written: do so by hand, before.
+Only the answer is stored. Effects of finished phases stay, even if the answer is a failure. First write by hand what
+the phase whose call may have been made, and the phases after it, would have written.
 
-The outcome is stored as it is given, not encrypted. What was asked for stays beside it until it is forgotten.
+The outcome is stored unencrypted: programs with Config.Seal refuse its headers and body, unless they have
+Config.AcceptUnsealed; give those only a status. The stored request stays until the key is forgotten.
 
-Say how long it is remembered: --window with what the operation's program has as Config.Window, or --forever where
-it has Config.Forever. There is no default: once the key is forgotten, a request that comes late is executed again,
-and pays again. Every finish is written down, with --why: see "outbox-relay actions list".`,
+--window is the operation's Config.Window; give --forever if it has Config.Forever. Once the key is forgotten, a late
+request is executed again, and pays again. Finishes are recorded.`,
 		Example: `  outbox-relay keys finish order-4127 --status 201 --header 'Content-Type: application/json' --body-file paid.json \
     --window 24h --why "the bank's statement has it, ticket 88"
   outbox-relay keys finish order-4128 --status 409 --forever --why "the customer withdrew it"`,
 	}
-	addOption(cmd.Flags(), "status", "int", "", "the status that requests get (0, or 200 to 999); required", func(text string) error {
+	addOption(cmd.Flags(), "status", "int", "", "status of the outcome (0, or 200 to 999); required", func(text string) error {
 		n, err := strconv.Atoi(text)
 		if err != nil || n != 0 && (n < 200 || n > 999) {
 			return errors.New("want a number: 0, or 200 to 999")
@@ -149,10 +143,10 @@ and pays again. Every finish is written down, with --why: see "outbox-relay acti
 		f.status = n
 		return nil
 	})
-	cmd.Flags().Var(f.headers, "header", "a header that requests get, as 'Name: value'; may be given again")
-	addText(cmd.Flags(), "body-file", 4096, "file with the body that requests get; -: standard input; default: no body", func(text string) error { f.file = text; return nil })
+	cmd.Flags().Var(f.headers, "header", "header of the outcome, as 'Name: value'; repeatable")
+	addText(cmd.Flags(), "body-file", 4096, "file with the body of the outcome; -: standard input; default: no body", func(text string) error { f.file = text; return nil })
 	const bounds = "1m to 87600h"
-	addOption(cmd.Flags(), "window", "duration", "", "how long it is remembered: Config.Window of the operation ("+bounds+"); this or --forever", func(text string) error {
+	addOption(cmd.Flags(), "window", "duration", "", "how long the key is remembered: Config.Window of the operation ("+bounds+"); this or --forever", func(text string) error {
 		d, err := time.ParseDuration(text)
 		if err != nil || d < time.Minute || d > ageMax {
 			return errors.New("want a duration such as 24h, " + bounds)
@@ -160,7 +154,7 @@ and pays again. Every finish is written down, with --why: see "outbox-relay acti
 		f.window = d
 		return nil
 	})
-	addBool(cmd.Flags(), &f.forever, "forever", "remember it without end: Config.Forever of the operation")
+	addBool(cmd.Flags(), &f.forever, "forever", "never forget the key: Config.Forever of the operation")
 	commandLineOnly(cmd.Flags(), "status", "header", "body-file", "window", "forever")
 	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		outcome := keys.Outcome{Status: f.status, Header: f.headers, Window: &f.window}
@@ -172,22 +166,28 @@ and pays again. Every finish is written down, with --why: see "outbox-relay acti
 			return nil, err
 		}
 		return keys.Finish(ctx, pool, s.schema, by, place, outcome)
-	}, func(changed *keys.Changed) string {
-		return finished(changed, f.status)
-	}, func() error {
+	}, f.said, func() error {
 		var problems []error
 		if f.status < 0 {
-			problems = append(problems, errors.New("--status is missing: say what requests get"))
+			problems = append(problems, errors.New("--status is missing: want the status that requests get"))
 		}
 		switch window := cmd.Flags().Changed("window"); {
 		case f.forever && window:
 			problems = append(problems, errors.New("--forever and --window: want one of them"))
 		case !f.forever && !window:
-			problems = append(problems, errors.New("--window or --forever is missing: say how long the outcome is remembered, as Config.Window or Config.Forever "+
-				"of the operation say in its program; a request that comes after a window that is too short is executed again"))
+			problems = append(problems, errors.New("--window or --forever is missing: want how long the outcome is remembered, as in Config.Window or Config.Forever "+
+				"of the operation; a request that comes after too short a window is executed again"))
 		}
 		return errors.Join(problems...)
 	})
+}
+
+func (f *finishing) said(changed *keys.Changed) string {
+	text := finished(changed, f.status)
+	if changed.Was.Sealed && (len(f.headers) > 0 || f.file != "") {
+		text += "; its texts were encrypted, this outcome is not: a program with Config.Seal returns it only with Config.AcceptUnsealed, and refuses it (503) otherwise"
+	}
+	return text
 }
 
 func (f *finishing) body(stdin io.Reader) (body []byte, err error) {
@@ -214,13 +214,13 @@ func (f *finishing) body(stdin io.Reader) (body []byte, err error) {
 	return body, nil
 }
 
-// headerFlag is a flag that may be given again.
+// headerFlag is a repeatable flag.
 type headerFlag map[string][]string
 
 func (headerFlag) String() string { return "" }
 func (headerFlag) Type() string   { return "string" }
 
-// Set refuses what would be replayed to clients and should not be.
+// Set refuses headers that must not be replayed to other clients.
 func (h headerFlag) Set(text string) error {
 	name, value, found := strings.Cut(text, ":")
 	name, value = textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)), strings.TrimSpace(value)
@@ -228,7 +228,7 @@ func (h headerFlag) Set(text string) error {
 		return errors.New("want 'Name: value'")
 	}
 	if idempotency.NeverStored(name) {
-		return errors.New("want none that belongs to one client or one connection")
+		return errors.New("want no header of a single client or connection, and none that looks like a credential")
 	}
 	h[name] = append(h[name], value)
 	return nil

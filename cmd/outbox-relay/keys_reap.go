@@ -8,10 +8,11 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 )
 
-// reapMax bounds a run; what is left is for the next one.
+// reapMax bounds a run; the next run continues.
 const reapMax = time.Hour
 
 func newKeysReap(s *settings) *cobra.Command {
@@ -19,13 +20,12 @@ func newKeysReap(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:   "reap",
 		Short: "Forget finished keys whose window is over",
-		Long: `Forget finished keys whose window is over, of all operations, in small transactions. A request that comes
-again later is executed again: that is what the window says. Keys that are not finished stay, however old they
-are, but for those that only count failures of work in one transaction, which had no effect: they go a day after
-the last one. A key whose work committed by itself, and left no outcome, becomes indeterminate instead.
+		Long: `Forget finished keys whose window is over, of all operations, in small transactions. A later request with such a key is
+executed again. Unfinished keys stay, except those that only count failures of work in one transaction, which had no
+effect: they go a day after the last failure. If such work committed by a statement of its own and left no outcome, the
+key becomes indeterminate instead.
 
-Programs with Flow.Run or Operation.Run do this by themselves. Run it every hour where none does; several at once
-do not harm. It is not written down as an action.`,
+Programs with Flow.Run or Operation.Run do this by themselves. Where none does, run it every hour. It is not recorded.`,
 		Example: `  outbox-relay keys reap --dry-run
   outbox-relay keys reap --json`,
 		Args: noArgs,
@@ -42,12 +42,12 @@ do not harm. It is not written down as an action.`,
 				}
 				screen := newScreen(cmd.ErrOrStderr())
 				reaped, err := keys.Reap(ctx, conn, s.schema, func(r keys.Reaped) {
-					if screen.terminal {
-						screen.step("%d keys forgotten", r.Forgotten)
+					if screen.terminal != nil {
+						screen.step("%s forgotten", human.Count(r.Forgotten, "key"))
 					}
 				})
 				screen.end()
-				// Also after an error: what is forgotten is forgotten.
+				// Print it also after an error: keys are already forgotten then.
 				if said := printReaped(cmd, reaped, false, asJSON); err == nil {
 					err = said
 				}
@@ -55,7 +55,7 @@ do not harm. It is not written down as an action.`,
 			})
 		},
 	}, flagDatabaseURL)
-	addBool(cmd.Flags(), &dryRun, "dry-run", "only say how many would be forgotten")
+	addBool(cmd.Flags(), &dryRun, "dry-run", "only count the keys")
 	commandLineOnly(cmd.Flags(), "dry-run")
 	addJSON(cmd, &asJSON)
 	return cmd
@@ -66,15 +66,15 @@ func printReaped(cmd *cobra.Command, reaped keys.Reaped, dryRun, asJSON bool) er
 	if asJSON {
 		return printJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "indeterminate": reaped.Doubted, "dry_run": dryRun})
 	}
-	text := fmt.Sprintf("%d keys forgotten", n)
+	text := human.Count(n, "key") + " forgotten"
 	switch {
 	case dryRun && n == keys.ExpiredMax:
-		text = fmt.Sprintf("at least %d keys would be forgotten; nothing was done (--dry-run)", n)
+		text = "at least " + human.Count(n, "key") + " would be forgotten; nothing was done (--dry-run)"
 	case dryRun:
-		text = fmt.Sprintf("%d keys would be forgotten; nothing was done (--dry-run)", n)
+		text = human.Count(n, "key") + " would be forgotten; nothing was done (--dry-run)"
 	case reaped.Doubted > 0:
-		text += fmt.Sprintf("; %d became indeterminate, since their work committed by itself, and left no outcome: \"outbox-relay keys list --state indeterminate\"", reaped.Doubted)
+		text += fmt.Sprintf("; %d became indeterminate, since their work committed by a statement of its own and left no outcome: \"outbox-relay keys list --state indeterminate\"", reaped.Doubted)
 	}
-	_, err := fmt.Fprintln(cmd.OutOrStdout(), text)
+	err := say(cmd.OutOrStdout(), "%s\n", text)
 	return err
 }

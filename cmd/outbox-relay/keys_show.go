@@ -13,10 +13,11 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
 
-// theKey is the argument KEY, with the flags that tell it from others of the same value.
+// theKey is the argument KEY, with the flags that distinguish it from other keys of the same value.
 type theKey struct{ keys.Name }
 
 func (k *theKey) on(cmd *cobra.Command) {
@@ -33,28 +34,22 @@ func (k *theKey) on(cmd *cobra.Command) {
 	}
 }
 
-// one finds the key that is meant. It names those that there are, where it is not the only one.
-func (k *theKey) one(ctx context.Context, conn keysDB, schema string) (keys.Row, error) {
+// one finds the key. If several match, its error lists them.
+func (k *theKey) one(ctx context.Context, conn operator.Querier, schema string) (keys.Row, error) {
 	rows, err := keys.Find(ctx, conn, schema, k.Name)
 	switch {
 	case err != nil:
 		return keys.Row{}, err
 	case len(rows) == 0:
-		return keys.Row{}, errors.New("no such key: it was never used, or is forgotten, since its window is over; the eight digits that logs have find only what is not finished; \"outbox-relay keys list\" shows what is not finished")
+		return keys.Row{}, errors.New("no such key: it was never used, or its window is over and it is forgotten; the eight digits of logs only find unfinished keys, which \"outbox-relay keys list\" shows")
 	case len(rows) == 1:
 		return rows[0], nil
 	}
-	several := "several keys fit: choose one with --scope and --operation:"
+	several := "several keys match: choose one with --scope and --operation:"
 	for _, r := range rows {
 		several += fmt.Sprintf(" %q of %q,", r.Scope, r.Operation)
 	}
 	return keys.Row{}, errors.New(strings.TrimSuffix(several, ","))
-}
-
-// keysDB is a connection or a pool.
-type keysDB interface {
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
 func newKeysShow(s *settings) *cobra.Command {
@@ -63,15 +58,15 @@ func newKeysShow(s *settings) *cobra.Command {
 	var children []string
 	cmd := needs(&cobra.Command{
 		Use:   "show KEY",
-		Short: "Show everything about an idempotency key, and what to do",
-		Long: `Show everything about an idempotency key: the phases that are done, the foreign call that may be under way,
-who holds its lock and until when, the attempts and the error in full, the outcome, what operators did with it,
-and what to do. The child ID of a phase is what its call was given as its own idempotency key or reference
-(Step.ChildID, Key.ChildID): ask the foreign system by it. --child has that of any other phase or step. KEY is what the client sent, or, of a key that is not finished, the eight digits that logs have.
-Without --scope and --operation the whole table is read.
+		Short: "Show all about an idempotency key, and what to do",
+		Long: `Show an idempotency key: finished phases, a foreign call that may be under way, lock, attempts, error, outcome,
+operators' actions, and what to do. Without --scope and --operation it reads the whole table.
 
-What was asked for, handed on and answered is shown with --payload alone, up to 4 KiB of each unless --full; what
-is encrypted never is, and of a finished key only the answer is.`,
+A child ID is what a phase's call got as its own idempotency key or reference (Step.ChildID, Key.ChildID): ask the
+foreign system by it. --child shows that of any other phase or step.
+
+Request, data of phases and answer need --payload, and are cut at 4 KiB each without --full. Encrypted ones are never
+shown; of a finished key only the answer is.`,
 		Example: `  outbox-relay keys show 0192f0c1-2b3c-7def-8123-456789abcdef
   outbox-relay keys show 1f00c3aa --payload
   outbox-relay keys show order-4127 --child reserve --child pay
@@ -105,9 +100,9 @@ is encrypted never is, and of a finished key only the answer is.`,
 		},
 	}, flagDatabaseURL)
 	k.on(cmd)
-	cmd.Flags().Var((*stepsFlag)(&children), "child", "also the child ID of this phase or step; may be given again")
-	addBool(cmd.Flags(), &payload, "payload", "also what was asked for, handed on and answered")
-	addBool(cmd.Flags(), &full, "full", "with --payload: all of it")
+	cmd.Flags().Var((*stepsFlag)(&children), "child", "also show the child ID of this phase or step; repeatable")
+	addBool(cmd.Flags(), &payload, "payload", "also show request, data of phases and answer")
+	addBool(cmd.Flags(), &full, "full", "with --payload: do not cut")
 	commandLineOnly(cmd.Flags(), "child", "payload", "full")
 	addJSON(cmd, &asJSON)
 	return cmd
@@ -119,14 +114,14 @@ type shownKey struct {
 	Request *payload `json:"request,omitempty"` // with --payload, and not sealed
 	Data    *payload `json:"data,omitempty"`
 	Body    *payload `json:"body,omitempty"`
-	// ChildIDs of the phases that are done, of the one that may be under way, and of those that were asked for.
+	// ChildIDs of the finished phases, of the one that may be under way, and of those of --child.
 	ChildIDs map[string]uuid.UUID `json:"child_ids"`
 	What     string               `json:"what"`
 	Do       string               `json:"do"`
 	children []string             // to show as text
 }
 
-// stepsFlag is a flag that may be given again.
+// stepsFlag is a repeatable flag.
 type stepsFlag []string
 
 func (*stepsFlag) String() string { return "" }
@@ -164,27 +159,27 @@ func newShownKey(d *keys.Detail, withPayload bool, children []string) shownKey {
 func (k shownKey) text() string {
 	var text strings.Builder
 	fact := func(name, format string, args ...any) {
-		fmt.Fprintf(&text, "%-10s %s\n", name, fmt.Sprintf(format, args...))
+		add(&text, "%-10s %s\n", name, fill(format, args...))
 	}
-	fact("key", "%s (%s in logs)", printable(k.Key), k.Mark)
-	fact("scope", "%s", printable(k.Scope))
-	fact("operation", "%s", printable(k.Operation))
+	fact("key", "%s (%s in logs)", k.Key, k.Mark)
+	fact("scope", "%s", k.Scope)
+	fact("operation", "%s", k.Operation)
 	fact("state", "%s: %s", k.State, k.What)
-	fact("asked", "%s, %s ago", k.CreatedAt.UTC().Format(time.RFC3339), seconds(k.AgeSeconds))
+	fact("requested", "%s, %s ago", k.CreatedAt.UTC().Format(time.RFC3339), seconds(k.AgeSeconds))
 	if k.Flow != nil {
-		fact("flow", "%s", printable(*k.Flow))
+		fact("flow", "%s", *k.Flow)
 	}
 	if len(k.Phases) > 0 {
 		fact("done", "%s", printable(strings.Join(k.Phases, ", ")))
 	}
 	if k.Calling != nil {
-		fact("calling", "%s: the foreign system may have been asked, and must not be asked twice", printable(*k.Calling))
+		fact("calling", "%s: the foreign system may have been asked, and must not be asked twice", *k.Calling)
 	}
 	for _, step := range k.children {
-		fact("child ID", "%s: what the call of %s is given as its key or reference", k.ChildIDs[step], printable(step))
+		fact("child ID", "%s: what the call of %s gets as its key or reference", k.ChildIDs[step], step)
 	}
 	if k.LockedBy != nil {
-		fact("lock", "%s, until %s (token %d)", printable(*k.LockedBy), utc(k.LockedUntil, "it gave it up"), k.LockToken)
+		fact("lock", "%s, until %s (token %d)", *k.LockedBy, utc(k.LockedUntil, "it released it"), k.LockToken)
 	} else {
 		fact("lock", "token %d", k.LockToken)
 	}
@@ -192,7 +187,7 @@ func (k shownKey) text() string {
 	switch {
 	case k.RetryAt == nil:
 	case k.State == keys.Indeterminate:
-		fact("put off", "until %s: then the program's reconciler asks, if it has one", utc(k.RetryAt, ""))
+		fact("put off", "until %s: then the program's reconciler, if any, asks the foreign system", utc(k.RetryAt, ""))
 	default:
 		fact("put off", "until %s", utc(k.RetryAt, ""))
 	}
@@ -204,9 +199,13 @@ func (k shownKey) text() string {
 		if i == 0 {
 			text.WriteString("operators\n")
 		}
-		fmt.Fprintf(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), printable(a.Who), printable(a.What), clip(a.Why, 200))
+		add(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), a.Who, a.What, clip(a.Why, 200))
 	}
-	fact("what to do", "%s", strings.ReplaceAll(k.Do, "\n", "\n"+strings.Repeat(" ", 11)))
+	name := "what to do"
+	for line := range strings.SplitSeq(k.Do, "\n") {
+		fact(name, "%s", line)
+		name = ""
+	}
 	return text.String()
 }
 
@@ -216,7 +215,7 @@ func (k shownKey) outcome(text *strings.Builder) {
 		if k.Status != nil {
 			status = fmt.Sprint(*k.Status)
 		}
-		fmt.Fprintf(text, "%-10s status %s, since %s, forgotten %s\n", "outcome", status, utc(k.FinishedAt, "-"), utc(k.ExpiresAt, "never"))
+		add(text, "%-10s status %s, since %s, forgotten %s\n", "outcome", status, utc(k.FinishedAt, "-"), utc(k.ExpiresAt, "never"))
 		printHeaders(text, k.Headers)
 	}
 	for _, p := range []struct {
@@ -227,23 +226,23 @@ func (k shownKey) outcome(text *strings.Builder) {
 		switch {
 		case p.bytes == nil:
 		case k.Sealed:
-			fmt.Fprintf(text, "%-10s %d bytes, encrypted\n", p.name, *p.bytes)
+			add(text, "%-10s %d bytes, encrypted\n", p.name, *p.bytes)
 		case k.State == keys.Finished && p.name != "body":
-			fmt.Fprintf(text, "%-10s %d bytes, needed no more: they go with the key, and are not shown, since they may be encrypted\n", p.name, *p.bytes)
+			add(text, "%-10s %d bytes, not needed any more: removed with the key, and not shown, since they may be encrypted\n", p.name, *p.bytes)
 		case p.shown == nil:
-			fmt.Fprintf(text, "%-10s %d bytes: --payload shows them\n", p.name, *p.bytes)
+			add(text, "%-10s %d bytes: --payload shows them\n", p.name, *p.bytes)
 		default:
 			p.shown.printAs(text, p.name)
 		}
 	}
 	if k.BodyDropped {
-		fmt.Fprintf(text, "%-10s not stored: it was too large\n", "body")
+		add(text, "%-10s not stored: it was too large\n", "body")
 	}
 }
 
 // requestText is a request in a timeline.
 func requestText(r keys.Row) string {
-	text := fmt.Sprintf("%s of %s, scope %s, is asked for; it is %s", clip(r.Key, errorWidth), plain(r.Operation), plain(r.Scope), stateOf(r))
+	text := fmt.Sprintf("%s of %s, scope %s, is requested; it is %s", clip(r.Key, errorWidth), plain(r.Operation), plain(r.Scope), stateOf(r))
 	if r.Status != nil {
 		text += fmt.Sprintf(", with status %d", *r.Status)
 	}

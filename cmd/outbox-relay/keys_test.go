@@ -17,8 +17,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// requests makes one key in doubt, one given up, one that is locked, one that is stuck, and two finished ones, one of
-// which is over.
+// requests makes one key in doubt, one given up, one that is locked, one that is stuck, and two
+// finished ones, one of which is over.
 func requests(t *testing.T, conn *pgx.Conn) {
 	t.Helper()
 	execSQL(t, conn, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, request, body, status, locked_until, locked_by,
@@ -31,15 +31,15 @@ func requests(t *testing.T, conn *pgx.Conn) {
 		('t8', 'charge', 'over', sha256('x'), 'finished', '{}', NULL, NULL, 'paid', 201, NULL, NULL, 1, NULL, now(), now(), now() - interval '2 hours')`)
 }
 
-// An operator finds what waits for a decision, sees everything about it but what was asked and answered unless that is
-// asked for, and decides; each decision is written down, and one that makes no sense is refused with the remedy.
+// An operator finds what waits for a decision, sees everything about it but what was asked and
+// answered unless that is asked for, and decides; each decision is written down, and one that makes
+// no sense is refused with the remedy.
 func TestKeysAreDecidedByAnOperator(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
 	conn := connect(t, address)
 	empty := runOn(t, address, "keys", "list")
-	assert.Equal(t, 1, empty.code)
-	assert.Contains(t, empty.stderr, "every key is finished")
+	assert.Equal(t, result{0, "no unfinished keys: --state finished lists the others\n", ""}, empty)
 	requests(t, conn)
 
 	listed := runOn(t, address, "keys", "list")
@@ -58,7 +58,7 @@ func TestKeysAreDecidedByAnOperator(t *testing.T) {
 	assert.Regexp(t, `(?m)\ngiven-up `, runOn(t, address, "keys", "list", "--limit", "1", "--after", next[1]).stdout)
 
 	shown := runOn(t, address, "keys", "show", "in-doubt")
-	for _, want := range []string{"calling    pay", "may have acted or not", "pod-1", "no answer", "request    9 bytes: --payload", "keys retry"} {
+	for _, want := range []string{"calling    pay", "may or may not have acted", "pod-1", "no answer", "request    9 bytes: --payload", "keys retry"} {
 		assert.Contains(t, shown.stdout, want)
 	}
 	assert.NotContains(t, shown.stdout, "4111")
@@ -126,10 +126,11 @@ func TestKeysRefuseWrongUse(t *testing.T) {
 		"retry --why w":                                     {"takes one key"},
 		"show":                                              {"takes one key"},
 		"list --state lost":                                 {"want one of running, finished, indeterminate, abandoned, stuck"},
-		"list --after x":                                    {"what an earlier list ended with"},
+		"list --after x":                                    {"with which an earlier list ended"},
 		"finish k --status 201 --header nope":               {"Name: value"},
-		"finish k --status 201 --header Set-Cookie:a=b --why w":                                   {"belongs to one client"},
-		"finish k --status 201 --header www-authenticate:Basic --why w":                           {"belongs to one client"},
+		"finish k --status 201 --header Set-Cookie:a=b --why w":                                   {"of a single client"},
+		"finish k --status 201 --header x-auth-token:t --why w":                                   {"looks like a credential"},
+		"finish k --status 201 --header www-authenticate:Basic --why w":                           {"of a single client"},
 		"finish k --status 201 --header X-A:\xe9 --why w":                                         {"Name: value"},
 		"finish k --status 201 --why w --forever --window 1h":                                     {"want one of them"},
 		"finish in-doubt --status 201 --why w --forever --body-file /nonexistent/effectonce/body": {"no such file"},
@@ -142,7 +143,8 @@ func TestKeysRefuseWrongUse(t *testing.T) {
 	}
 }
 
-// What a program in another language may have stored is found, too: the table's limit is 255 characters, whatever their bytes.
+// What a program in another language may have stored is found, too: the table's limit is 255
+// characters, whatever their bytes.
 func TestLongKeysOfOthersAreShown(t *testing.T) {
 	t.Parallel()
 	address, long := pgtest.Database(t), strings.Repeat("ключ", 255)[:2*255]
@@ -158,7 +160,7 @@ func TestKeysAreReaped(t *testing.T) {
 	address := pgtest.Database(t)
 	conn := connect(t, address)
 	requests(t, conn)
-	assert.Equal(t, "1 keys would be forgotten; nothing was done (--dry-run)\n", runOn(t, address, "keys", "reap", "--dry-run").stdout)
+	assert.Equal(t, "1 key would be forgotten; nothing was done (--dry-run)\n", runOn(t, address, "keys", "reap", "--dry-run").stdout)
 	r := runOn(t, address, "keys", "reap", "--json")
 	assert.Empty(t, r.stderr, "no progress where nobody watches")
 	assert.InDelta(t, 1, r.object(t)["keys"], 0)
@@ -182,8 +184,9 @@ func TestUnknownPhasesAreExplained(t *testing.T) {
 	assert.Contains(t, shown, "keys finish")
 }
 
-// What show tells to do first follows from what is not known: a call that may have been made is asked about before anything
-// is tried again, also where the attempts are used up; work that committed by itself is looked at.
+// The first step in show follows from what is unknown: a call that may have been made is asked
+// about before anything is tried again, also where the attempts are used up; work that committed by
+// itself is looked at.
 func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -196,9 +199,9 @@ func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
 		('t7', 'charge', 'plain', sha256('x'), 'abandoned', '{reserve}', NULL, 1, NULL, NULL),
 		('t7', 'charge', 'counts', sha256('x'), 'running', '{}', NULL, 2, now() + interval '1 day', now() + interval '1 day')`)
 	for key, want := range map[string][]string{
-		"in-doubt":  {"(?m)^state +indeterminate: a foreign system may have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
-		"given-up":  {"(?m)^state +abandoned: it was given up, and a foreign system may have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
-		"cut":       {"(?m)^state +running: a foreign system may have acted", "what to do first find out"},
+		"in-doubt":  {"(?m)^state +indeterminate: a foreign system may or may not have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
+		"given-up":  {"(?m)^state +abandoned: it was given up, and a foreign system may or may not have acted", "(?s)what to do first find out .*if it did, .*\n {11}only if it did not, \"keys retry --call-did-not-happen\""},
+		"cut":       {"(?m)^state +running: a foreign system may or may not have acted", "what to do first find out"},
 		"plain":     {"what to do remove the cause, then \"keys retry\""},
 		"by-itself": {"(?m)^state +indeterminate: its work committed by a statement of its own", "what to do see what its work left"},
 		"counts":    {"only the attempts are counted", "what to do nothing"},
@@ -223,8 +226,9 @@ func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
 	assert.InDelta(t, 9, done["request_bytes"], 0)
 }
 
-// Whoever has to ask a foreign system finds what to ask for, which is what the call was given; is told to wait while the call may
-// still be on its way; and learns from each command what it leaves undone, and what the next request does.
+// An operator who has to ask a foreign system finds the ID that the call was given, is advised to
+// wait while the call may still be on its way, and learns from each command what it leaves undone,
+// and what the next request does.
 func TestWhatToAskForAndWhatIsLeftUndone(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -247,14 +251,14 @@ func TestWhatToAskForAndWhatIsLeftUndone(t *testing.T) {
 	retried := runOn(t, address, "keys", "retry", "in-doubt", "--call-did-not-happen", "--why", "w").stdout
 	assert.Contains(t, retried, "or by the completer; the call of phase \"pay\" is made again")
 	execSQL(t, conn, "UPDATE effectonce.idempotency_keys SET calling = 'pay', request = NULL, locked_until = now() + interval '1 hour' WHERE key IN ('in-doubt', 'locked')")
-	assert.Contains(t, runOn(t, address, "keys", "show", "locked").stdout, "asks a foreign system")
+	assert.Contains(t, runOn(t, address, "keys", "show", "locked").stdout, "calls a foreign system")
 	assert.Contains(t, runOn(t, address, "keys", "unlock", "in-doubt", "--why", "w").stdout, `the call of phase "pay" was under way`)
 	assert.Contains(t, runOn(t, address, "keys", "retry", "in-doubt", "--why", "w").stderr, "makes it indeterminate")
 	assert.Contains(t, runOn(t, address, "keys", "unlock", "in-doubt", "--why", "w").stderr, pay)
 
 	execSQL(t, conn, "UPDATE effectonce.idempotency_keys SET phases = '{reserve}', request = NULL WHERE key = 'given-up'")
-	assert.Contains(t, runOn(t, address, "keys", "show", "given-up").stdout, "what reserve did stays: where that outcome is a failure, take it back")
+	assert.Contains(t, runOn(t, address, "keys", "show", "given-up").stdout, "what reserve did stays: if that outcome is a failure, undo it")
 	assert.Contains(t, runOn(t, address, "keys", "retry", "given-up", "--why", "w").stdout, "no completer can")
 	assert.Contains(t, runOn(t, address, "keys", "show", "given-up").stdout, "no completer can")
-	assert.Contains(t, runOn(t, address, "keys", "finish", "given-up", "--status", "409", "--window", "24h", "--why", "w").stdout, "what reserve did stays, and what was to be done behind that is not executed")
+	assert.Contains(t, runOn(t, address, "keys", "finish", "given-up", "--status", "409", "--window", "24h", "--why", "w").stdout, "what reserve did stays, and the phases after that are not executed")
 }

@@ -1,18 +1,19 @@
-// Command outbox-relay publishes the rows of the outbox table to Kafka, and is the operator's tool for
-// the pipeline.
+// Command outbox-relay publishes the rows of the outbox table to Kafka, and is the operator's tool
+// for the pipeline.
 //
-//	outbox-relay migrate up      # bring the tables
-//	outbox-relay doctor          # is everything there that it needs?
+//	outbox-relay migrate up      # create or upgrade the tables
+//	outbox-relay doctor          # check the setup
 //	outbox-relay run             # publish, until SIGTERM
-//	outbox-relay status          # what waits, who relays, how consumers go
+//	outbox-relay status          # backlog, replicas, consumers
 //	outbox-relay explain ID      # where a message is
-//	outbox-relay verify          # outbox against topics against claims
+//	outbox-relay verify          # compare outbox, topics and claims
 //	outbox-relay parked list     # messages that could not be handled
 //
-// Every flag can be set by an environment variable: --database-url by OUTBOX_DATABASE_URL (or
+// Flags can be set by environment variables: --database-url by OUTBOX_DATABASE_URL (or
 // DATABASE_URL), --brokers by OUTBOX_BROKERS (or KAFKA_BROKERS), --lease by OUTBOX_LEASE and so on.
+// Flags that choose what a command changes have no variable.
 //
-// Exit status: 0 done, 1 what was asked about is not well or failed, 2 wrong use.
+// Exit status: 0 success, 1 not well or failed, 2 wrong use.
 package main
 
 import (
@@ -29,8 +30,9 @@ func main() {
 func program() int {
 	asked, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	// The first signal asks; the second one ends the process at once. Commands hear of the first only when the
-	// second would already work, so that what they say about it is true.
+	// The first signal asks the command to stop; the second one ends the process at once. The
+	// default handling is restored before the command sees the first signal, so that its log line
+	// about the second one is true.
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	context.AfterFunc(asked, func() {

@@ -73,13 +73,14 @@ type result struct {
 	stdout, stderr string
 }
 
-// alone keeps relays of tests that run beside each other from sharing the standard address, unless a test says
-// where to listen; an empty variable is the standard.
+// alone keeps relays of tests that run beside each other from sharing the standard address, unless
+// a test says where to listen; an empty variable is the standard. Nor do they wait for a database
+// that is not there.
 func alone(environment map[string]string) map[string]string {
 	if _, said := environment["OUTBOX_LISTEN"]; said {
 		return environment
 	}
-	off := map[string]string{"OUTBOX_LISTEN": "off"}
+	off := map[string]string{"OUTBOX_LISTEN": "off", "OUTBOX_DATABASE_WAIT": "0s"}
 	maps.Copy(off, environment)
 	return off
 }
@@ -112,7 +113,8 @@ func (r result) object(t *testing.T) map[string]any {
 	return v
 }
 
-// inBackground starts a command in this process. What it returns stops the command and waits for it.
+// inBackground starts a command in this process. What it returns stops the command and waits for
+// it.
 func inBackground(t *testing.T, environment map[string]string, args ...string) (stderr *output, end func() int) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())

@@ -12,17 +12,17 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/effectonce/effectonce/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// flagYes cannot be given by the environment: consent belongs to one command line.
+// flagYes has no environment variable: consent belongs to one command line.
 const flagYes = "yes"
 
 func newMigrate(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "migrate",
-		Short: "Bring, check, print or remove the tables, and the roles for them",
+		Short: "Create, upgrade, check, print or remove the tables, and their roles",
 	}
 	cmd.AddCommand(newMigrateUp(s), newMigrateDown(s), newMigrateStatus(s), newMigratePrint(s), newMigrateRoles(s))
 	return cmd
@@ -43,7 +43,7 @@ func (m migrated) print(out io.Writer, asJSON bool) error {
 	if m.From == m.To {
 		text = fmt.Sprintf("schema %s: version %d, nothing to do", m.Schema, m.To)
 	}
-	_, err := fmt.Fprintln(out, text)
+	err := say(out, "%s\n", text)
 	return err
 }
 
@@ -52,21 +52,20 @@ func newMigrateUp(s *settings) *cobra.Command {
 	var lockWait time.Duration
 	cmd := needs(&cobra.Command{
 		Use:   "up",
-		Short: "Bring the tables to the version of this program",
-		Long: `Bring the tables to the version of this program. Any number of processes may do so at once:
-one works, the others wait and then find nothing to do. Connect to the primary, and not through a
-transaction pooler: the lock belongs to the session.
+		Short: "Create the tables, or upgrade them to this program's version",
+		Long: `Create the tables, or upgrade them to this program's version. Of several processes one works; the others wait and then
+find nothing to do. Connect to the primary, and not through a transaction pooler: the lock belongs to the session.
 
-Relays and consumers of the release before may run meanwhile, and after it; replace them then. A migration
-waits at most 1.5 s at a time for the locks of its tables, so that no claim queues behind it for longer. If
-others hold them, it says who does, pauses and tries again, until --lock-wait.`,
+Relays and consumers of the previous release may run during and after it; then replace them. A migration waits at most
+1.5 s at a time for table locks, so that claims do not queue behind it for longer. If others hold the locks, it logs
+who, pauses and retries, until --lock-wait.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.migrate(cmd.Context(), func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
 				if err := migrations.Up(ctx, conn, s.patient(cmd, lockWait)); err != nil {
 					return err
 				}
-				// A newer one is left as it is.
+				// Up does not change a newer schema.
 				return migrated{state.Schema, state.Current, max(state.Current, state.Latest)}.print(cmd.OutOrStdout(), asJSON)
 			})
 		},
@@ -78,13 +77,13 @@ others hold them, it says who does, pauses and tries again, until --lock-wait.`,
 
 func (s *settings) options() migrations.Options { return migrations.Options{Schema: s.schema} }
 
-// patient are the options of what changes the tables.
+// patient returns the options for changes of the tables.
 func (s *settings) patient(cmd *cobra.Command, lockWait time.Duration) migrations.Options {
 	return migrations.Options{Schema: s.schema, LockWaitMax: lockWait, Logger: s.logger(cmd.ErrOrStderr())}
 }
 
 func addLockWait(flags *pflag.FlagSet, target *time.Duration) {
-	addDuration(flags, target, "lock-wait", 5*time.Minute, time.Second, 24*time.Hour, "give up if other transactions hold locks for so long")
+	addDuration(flags, target, "lock-wait", 5*time.Minute, time.Second, 24*time.Hour, "give up if other transactions hold locks for this long")
 }
 
 // migrate opens a connection and reads the version before work.
@@ -107,11 +106,9 @@ func newMigrateDown(s *settings) *cobra.Command {
 	to := -1
 	cmd := needs(&cobra.Command{
 		Use:   "down --to VERSION --yes",
-		Short: "Go back to an older version, with the loss of what it does not know",
-		Long: `Go back to an older version: 0 removes every table. What the removed tables hold is lost: outbox
-rows that are not published yet, claims (so that redelivered messages have their effects again) and
-positions. Without --yes nothing is changed, and what would be lost is printed. It waits for locks as
-"migrate up" does.`,
+		Short: "Go back to an older version; data that it does not know is lost",
+		Long: `Go back to an older version; 0 removes all tables. Their data is lost: unpublished outbox rows, claims (redelivered
+messages take effect again) and positions. Without --yes it only prints the loss. It waits for locks as "up" does.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.migrate(cmd.Context(), func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
@@ -156,7 +153,7 @@ func addVersionFlag(flags *pflag.FlagSet, target *int, name string, lowest int, 
 	})
 }
 
-// loss says what is in the tables, as far as it can be counted.
+// loss describes the content of the tables, if it can be counted.
 func (s *settings) loss(ctx context.Context, conn *pgx.Conn) string {
 	status, err := doctor.ReadStatus(ctx, conn, s.schema, doctor.StatusOptions{})
 	if err != nil {
@@ -175,7 +172,7 @@ func (s *settings) loss(ctx context.Context, conn *pgx.Conn) string {
 			parked += n
 		}
 	}
-	return fmt.Sprintf("%d outbox rows that are not published and %d dead ones, %d parked messages, the claims of %d consumers (redelivered messages would have their effects again) and %d positions",
+	return fmt.Sprintf("%d outbox rows that are not published and %d dead ones, %d parked messages, the claims of %d consumers (redelivered messages would take effect again) and %d positions",
 		waiting, dead, parked, status.Consumers, status.Positions)
 }
 
@@ -191,9 +188,9 @@ func newMigrateStatus(s *settings) *cobra.Command {
 	var asJSON bool
 	cmd := needs(&cobra.Command{
 		Use:   "status",
-		Short: "Compare the version of the tables with that of this program",
-		Long: `Compare the version of the tables with that of this program. Exit status 1 if the program does not work
-with them. A newer version may be compatible: its release says from which version on programs work with it.`,
+		Short: "Compare the tables' version with this program's",
+		Long: `Compare the tables' version with this program's. Exit status 1 if this program does not work with the tables. A newer
+version is compatible if its release says so.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.migrate(cmd.Context(), func(_ context.Context, _ *pgx.Conn, state migrations.State) error {
@@ -222,10 +219,10 @@ func printSchemaState(out io.Writer, state migrations.State, asJSON bool) error 
 	if asJSON {
 		err = printJSON(out, s)
 	} else {
-		_, err = fmt.Fprintf(out, "schema %s: version %d, this program brings %d: %s\n", s.Schema, s.Current, s.Latest, remedy)
+		err = say(out, "schema %s: version %d, this program has %d: %s\n", s.Schema, s.Current, s.Latest, remedy)
 	}
 	if err == nil && s.State != "current" && s.State != "compatible" {
-		return errNotWell
+		return errUnhealthy
 	}
 	return err
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -19,31 +20,33 @@ func newMigrateRoles(s *settings) *cobra.Command {
 	var apply, asJSON bool
 	cmd := &cobra.Command{
 		Use:   "roles",
-		Short: "Print, or apply, the SQL of roles with the least rights",
-		Long: `Print the SQL of five group roles that may do what their part needs, and nothing else:
+		Short: "Print, or apply, the SQL of least-privilege roles",
+		Long: `Print, or with --apply execute, the SQL of five group roles with the least rights:
 
-  PREFIX_publisher  inserts into the outbox, and does not read it
+  PREFIX_publisher  insert into the outbox, without reading it
   PREFIX_relay      "outbox-relay run", status
   PREFIX_consumer   consumers, and what their handlers publish
   PREFIX_endpoint   services with idempotency keys, and what their handlers publish
-  PREFIX_operator   every command that looks, parked, dead, keys
+  PREFIX_operator   every command that reads, parked, dead, keys
 
-They cannot log in. Make a role for each program a member:
+They cannot log in: make each program's own role a member.
 
   outbox-relay migrate roles | psql -v ON_ERROR_STOP=1
-  outbox-relay migrate roles --prefix shop --apply
   psql -c 'CREATE ROLE relay_eu LOGIN PASSWORD …; GRANT effectonce_relay TO relay_eu'
 
-It is one transaction and may be repeated at any time; do so after each "migrate up". Run it as the owner
-of the tables, with CREATEROLE unless the roles are there. Roles belong to the whole cluster of databases:
-give each database that shares it a prefix of its own.`,
+Run it after each "migrate up", as the owner of the tables, with CREATEROLE unless the roles exist. It is one
+transaction. Roles belong to the whole database cluster: use one prefix per database.
+
+Existing roles keep their members and their LOGIN attribute; --apply reports both. It refuses a role that is
+SUPERUSER, CREATEROLE, BYPASSRLS or REPLICATION, that owns the schema, or that is a member of such a role: its
+members would gain those rights.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			sql, err := migrations.Roles(s.options(), prefix)
 			if err != nil {
 				return err
 			}
-			sql = locks + sql + "\nCOMMIT;\n"
+			sql = begin + sql + "\nCOMMIT;\n"
 			if !apply {
 				_, err = io.WriteString(cmd.OutOrStdout(), sql)
 				return err
@@ -51,18 +54,18 @@ give each database that shares it a prefix of its own.`,
 			if prefix == "" {
 				prefix = s.schema
 			}
-			return s.applyRoles(cmd.Context(), sql, prefixed{s.schema, prefix}, cmd.OutOrStdout(), asJSON)
+			return s.applyRoles(cmd.Context(), sql, prefixed{Schema: s.schema, Prefix: prefix}, cmd.OutOrStdout(), asJSON)
 		},
 	}
 	flags := cmd.Flags()
-	addOption(flags, "prefix", "string", "", "how the names of the roles begin; default: the schema's name", func(text string) error {
+	addOption(flags, "prefix", "string", "", "prefix of the roles' names; default: the schema's name", func(text string) error {
 		if _, err := migrations.Roles(migrations.Options{}, text); err != nil {
 			return errors.New("want at most 49 lower-case letters, digits and underscores, not starting with a digit or pg_")
 		}
 		prefix = text
 		return nil
 	})
-	addBool(flags, &apply, "apply", "apply it to the database")
+	addBool(flags, &apply, "apply", "execute the SQL in the database")
 	addJSON(cmd, &asJSON)
 	commandLineOnly(flags, "apply")
 	s.checks[cmd] = func() error {
@@ -70,7 +73,7 @@ give each database that shares it a prefix of its own.`,
 		case apply && s.pool == nil:
 			return fmt.Errorf("--%s is missing: --apply needs it", flagDatabaseURL)
 		case asJSON && !apply:
-			return errors.New("--json: what is printed is SQL; give --apply, too")
+			return errors.New("--json: without --apply the output is SQL; give --apply too")
 		}
 		return nil
 	}
@@ -79,12 +82,25 @@ give each database that shares it a prefix of its own.`,
 
 // prefixed is what "migrate roles --apply" prints.
 type prefixed struct {
-	Schema string `json:"schema"`
-	Prefix string `json:"prefix"`
+	Schema string      `json:"schema"`
+	Prefix string      `json:"prefix"`
+	Roles  []groupRole `json:"roles"`
 }
 
-// applyRoles sends what would be printed, so that both do the same. The connection ends afterwards, and with it
-// the transaction where a statement failed.
+func (p *prefixed) print(out io.Writer, names []string) error {
+	text := fill("schema %s: rights of %s\n", p.Schema, strings.Join(names, ", "))
+	for _, r := range p.Roles {
+		if r.worthSaying() {
+			text += r.String() + "\n"
+		}
+	}
+	_, err := io.WriteString(out, text)
+	return err
+}
+
+// applyRoles sends the SQL that would be printed, so that both do the same. If a statement fails,
+// closing the connection ends the transaction. applyRoles lists existing roles before, and reads
+// attributes after, so the report also covers a role that another session creates in between.
 func (s *settings) applyRoles(ctx context.Context, sql string, p prefixed, out io.Writer, asJSON bool) error {
 	conn, err := s.connectWriting(ctx)
 	if err != nil {
@@ -94,25 +110,38 @@ func (s *settings) applyRoles(ctx context.Context, sql string, p prefixed, out i
 	if err := migrations.Check(ctx, conn, s.options()); err != nil {
 		return err
 	}
+	if err := migrations.CheckOwner(ctx, conn, s.options()); err != nil {
+		return err
+	}
+	names := []string{p.Prefix + "_publisher", p.Prefix + "_relay", p.Prefix + "_consumer", p.Prefix + "_endpoint", p.Prefix + "_operator"}
+	before, err := readGroupRoles(ctx, conn, names)
+	if err != nil {
+		return err
+	}
 	if err := execAll(ctx, conn, sql); err != nil {
 		return err
 	}
+	if p.Roles, err = readGroupRoles(ctx, conn, names); err != nil {
+		return err
+	}
+	adopt(p.Roles, before)
 	if asJSON {
 		return printJSON(out, p)
 	}
-	roles := []string{p.Prefix + "_publisher", p.Prefix + "_relay", p.Prefix + "_consumer", p.Prefix + "_endpoint", p.Prefix + "_operator"}
-	_, err = fmt.Fprintf(out, "schema %s: rights of %s\n", p.Schema, strings.Join(roles, ", "))
-	return err
+	return p.print(out, names)
 }
 
 func execAll(ctx context.Context, conn *pgx.Conn, sql string) error {
 	_, err := conn.PgConn().Exec(ctx, sql).ReadAll()
 	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && pgErr.Code == "42501" {
-		return fmt.Errorf("bring the roles (as the owner of the tables, with CREATEROLE unless the roles are there): %w", err)
+	if pgerr.Is(err, pgerr.InsufficientPrivilege) {
+		return fmt.Errorf("create the roles (as the owner of the tables, with CREATEROLE unless the roles exist): %w", err)
+	}
+	if errors.As(err, &pgErr) && pgErr.Hint != "" {
+		return fmt.Errorf("create the roles: %w. %s", err, pgErr.Hint)
 	}
 	if err != nil {
-		return fmt.Errorf("bring the roles: %w", err)
+		return fmt.Errorf("create the roles: %w", err)
 	}
 	return nil
 }

@@ -16,7 +16,7 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// latest is the version that this program brings.
+// latest is this program's schema version.
 func latest(t *testing.T) int {
 	t.Helper()
 	all, err := migrations.All(migrations.Options{})
@@ -24,8 +24,8 @@ func latest(t *testing.T) int {
 	return len(all)
 }
 
-// Row O39: ten processes that migrate at once all succeed; one works, the others wait and find nothing to
-// do. Five times.
+// Row O39 of guarantees.md: ten processes that migrate at once all succeed; one works, the others
+// wait and find nothing to do. Five times.
 func TestTenProcessesMigrateAtOnce(t *testing.T) {
 	t.Parallel()
 	for range 5 {
@@ -40,7 +40,12 @@ func TestTenProcessesMigrateAtOnce(t *testing.T) {
 		}
 		err := group.Wait()
 		for _, o := range outputs {
-			require.NoError(t, err, o.String())
+			if err != nil {
+				t.Log(o)
+			}
+		}
+		require.NoError(t, err)
+		for _, o := range outputs {
 			assert.Contains(t, o.String(), fmt.Sprintf("schema effectonce: version %d", latest(t)))
 		}
 		conn := connect(t, address)
@@ -121,7 +126,7 @@ func TestMigrateUpSaysWhatItWaitsFor(t *testing.T) {
 	r := runOn(t, address, "migrate", "up", "--lock-wait", "4s")
 	assert.Equal(t, 1, r.code)
 	held := fmt.Sprintf("pid %d (night report, role ", conn.PgConn().PID())
-	assert.Regexp(t, `(?s)level=WARN msg="migration waits for a lock, other programs go on" migration=0005_promise held_by="`+regexp.QuoteMeta(held)+`.*gave up after \d+s: waited for a lock held by `+regexp.QuoteMeta(held), r.stderr)
+	assert.Regexp(t, `(?s)level=WARN msg="migration waits for a lock; other programs continue" migration=0005_promise held_by="`+regexp.QuoteMeta(held)+`.*gave up after \d+s: waited for a lock held by `+regexp.QuoteMeta(held), r.stderr)
 
 	_, err := connect(t, address).PgConn().Exec(t.Context(), run(t, nil, "migrate", "print", "--version", "5").stdout).ReadAll()
 	require.ErrorContains(t, err, "SQLSTATE 55P03", "psql gives up as well")
@@ -129,8 +134,8 @@ func TestMigrateUpSaysWhatItWaitsFor(t *testing.T) {
 	assert.Zero(t, runOn(t, address, "migrate", "up").code)
 }
 
-// A database of a newer release that does not work with this program is left alone, with the remedy, by everything
-// that would use it.
+// A database of a newer release that does not work with this program is left alone, with the
+// remedy, by everything that would use it.
 func TestNewerSchemaIsRefused(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -147,7 +152,7 @@ func TestNewerSchemaIsRefused(t *testing.T) {
 	assert.Equal(t, "new", r.object(t)["state"])
 }
 
-// Row O25: a database that takes no writes is refused with the remedy.
+// Row O25 of guarantees.md: a database that takes no writes is refused with the remedy.
 func TestMigrateRefusesReadOnly(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)
@@ -158,8 +163,8 @@ func TestMigrateRefusesReadOnly(t *testing.T) {
 	assert.Contains(t, r.stderr, "read-only")
 }
 
-// The printed SQL does what "migrate up" does, so that either can go on after the other, and refuses to
-// run where it does not fit.
+// The printed SQL does what "migrate up" does, so that either can continue after the other, and
+// refuses to run on another version.
 func TestPrintedMigrationsRun(t *testing.T) {
 	t.Parallel()
 	for _, schema := range []string{"effectonce", "another_1"} {
@@ -190,7 +195,8 @@ func TestPrintedMigrationsRun(t *testing.T) {
 
 var goodSchema = regexp.MustCompile(`^[a-z_][a-z0-9_]{0,48}$`)
 
-// Row S1: a schema name is either one of the plain ones or refused before any SQL is made of it.
+// Row S1 of guarantees.md: a schema name is either one of the plain ones or refused before any SQL
+// is made of it.
 func FuzzSchemaName(f *testing.F) {
 	for _, name := range []string{
 		"effectonce", "other", "a", "_", "user", "order", "x9", strings.Repeat("a", 49), strings.Repeat("a", 50),
@@ -215,7 +221,8 @@ func FuzzSchemaName(f *testing.F) {
 	})
 }
 
-// Row S1: every name that is taken works, words of SQL as well, and one that is refused changes nothing.
+// Row S1 of guarantees.md: every name that is taken works, words of SQL as well, and one that is
+// refused changes nothing.
 func TestSchemaNamesInSQL(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)

@@ -11,8 +11,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// option is the value of a flag, kept as text until all sources were looked at, so that every problem
-// is reported at once and with the name of its source.
+// option is the value of a flag. It stays text until all sources have been read, so that all
+// problems are reported at once, each with the name of its source.
 type option struct {
 	text  string
 	kind  string // what the help shows as the type
@@ -27,7 +27,7 @@ func addOption(flags *pflag.FlagSet, name, kind, standard, usage string, parse f
 	flags.Var(&option{text: standard, kind: kind, parse: parse}, name, usage)
 }
 
-// addDuration adds a flag with bounds, which stand in its help.
+// addDuration adds a flag with bounds. The help shows them.
 func addDuration(flags *pflag.FlagSet, target *time.Duration, name string, standard, lowest, highest time.Duration, usage string) {
 	bounds := short(lowest) + " to " + short(highest)
 	*target = standard
@@ -74,7 +74,7 @@ func addBool(flags *pflag.FlagSet, target *bool, name, usage string) {
 	flags.Lookup(name).NoOptDefVal = "true"
 }
 
-// commandLineOnly takes their environment variables from flags that decide what is lost.
+// commandLineOnly disables the environment variables of flags that decide what is lost.
 func commandLineOnly(flags *pflag.FlagSet, names ...string) {
 	for _, name := range names {
 		f := flags.Lookup(name)
@@ -94,8 +94,8 @@ func short(d time.Duration) string {
 	return text
 }
 
-// shown quotes a value that somebody gave, unless a secret may be in it: a database URL ends up in the
-// wrong place easily.
+// shown quotes a value that the user gave, unless it may hold a secret: a database URL easily ends
+// up in the wrong place.
 func shown(text string) string {
 	lower := strings.ToLower(text)
 	for _, hint := range []string{"://", "@", "pass", "pwd", "secret", "="} {

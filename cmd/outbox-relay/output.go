@@ -2,11 +2,11 @@ package main
 
 import (
 	"encoding/json"
-	"fmt"
 	"io"
 	"log/slog"
 	"strconv"
-	"time"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 )
 
 // printJSON writes one object on one line.
@@ -16,7 +16,17 @@ func printJSON(w io.Writer, v any) error {
 	return encoder.Encode(v)
 }
 
-// logger writes to stderr, in the form and from the level on that were asked for.
+// printObjects writes one object a line.
+func printObjects[T any](w io.Writer, all []T) error {
+	for _, one := range all {
+		if err := printJSON(w, one); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// logger returns a logger with the format and level of the flags.
 func (s *settings) logger(w io.Writer) *slog.Logger {
 	opts := &slog.HandlerOptions{Level: s.logLevel}
 	if s.logFormat == "json" {
@@ -25,7 +35,7 @@ func (s *settings) logger(w io.Writer) *slog.Logger {
 	return slog.New(slog.NewTextHandler(w, opts))
 }
 
-// plain quotes a name that would upset a terminal or a table.
+// plain quotes a name that could garble a terminal or a table.
 func plain(name string) string {
 	if plainName.MatchString(name) {
 		return name
@@ -33,13 +43,7 @@ func plain(name string) string {
 	return strconv.Quote(name)
 }
 
-// seconds writes an age for people.
+// seconds formats an age.
 func seconds(n float64) string {
-	d := time.Duration(n * float64(time.Second))
-	switch {
-	case d < 10*time.Second:
-		return fmt.Sprintf("%.1fs", d.Seconds())
-	default:
-		return short(d.Round(time.Second))
-	}
+	return human.Seconds(n)
 }

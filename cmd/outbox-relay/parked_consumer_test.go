@@ -20,7 +20,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// runConsumer runs a consumer that writes every value into effects, except "bad" ones before they are mended.
+// runConsumer runs a consumer that writes every value into effects, except "bad" ones before they
+// are fixed.
 func runConsumer(t *testing.T, pool *pgxpool.Pool, topic string, mended *atomic.Bool) {
 	t.Helper()
 	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
@@ -43,8 +44,9 @@ func runConsumer(t *testing.T, pool *pgxpool.Pool, topic string, mended *atomic.
 	})
 }
 
-// Rows C15, C17: what an operator does with the commands, a running consumer follows: what is retried has its
-// effect once, in the order of its key; what is discarded never has it, and what was behind it goes on.
+// Rows C15, C17 of guarantees.md: what an operator does with the commands, a running consumer
+// follows: what is retried has its effect once, in the order of its key; what is discarded never
+// has it, and what was behind it continues.
 func TestConsumersFollowTheOperator(t *testing.T) {
 	t.Parallel()
 	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1)

@@ -12,11 +12,12 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/pflag"
 
-	"github.com/effectonce/effectonce/internal/operator"
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
 
-// parkedMessages are those that the flags of a command choose, and what it did with them.
+// parkedMessages are the messages that a command's flags choose, and what the command did with
+// them.
 type parkedMessages struct {
 	s *settings
 	parked.Filter
@@ -30,7 +31,7 @@ type parkedReport struct {
 	actReport
 	Retrying  int            `json:"retrying"`   // handed back before
 	NoPayload []uuid.UUID    `json:"no_payload"` // left alone: too large to be stored, so it cannot be retried
-	Behind    []uuid.UUID    `json:"behind"`     // left alone: behind another message meanwhile
+	Behind    []uuid.UUID    `json:"behind"`     // left alone: now behind another message
 	Waited    *parked.Report `json:"waited"`
 }
 
@@ -40,16 +41,16 @@ func newParkedMessages(s *settings) *parkedMessages {
 
 func (p *parkedMessages) words() words {
 	return words{
-		command: "parked", row: "message", filters: "--id, --key, --topic, --consumer, --group, --reason", why: "why it was parked",
-		wait: "the consumers have handled them", finished: "handled", failed: "failed", unfinished: "does a consumer hold their partitions?",
+		command: "parked", row: "message", filters: "--id, --key, --topic, --consumer, --group, --reason", why: "reason",
+		wait: "the consumers have handled them", lost: "never handled", finished: "handled", failed: "failed", unfinished: "does a consumer hold their partitions?",
 		gone: parked.ErrNotFound,
 	}
 }
 
 func (p *parkedMessages) add(flags *pflag.FlagSet) {
-	addText(flags, "id", 1024, "the message's ID, or topic/partition/offset", p.name)
+	addText(flags, "id", 1024, "message ID, or topic/partition/offset", p.name)
 	filter{&p.Key, &p.Topic, &p.Reason, &p.OlderThan, &p.YoungerThan}.add(flags, p.words(), parked.Reasons())
-	addText(flags, "consumer", 600, "name of the consumer, such as billing/orders", into(&p.Consumer))
+	addText(flags, "consumer", 600, "consumer, such as billing/orders", into(&p.Consumer))
 	addText(flags, "group", 255, "consumer group", into(&p.Group))
 	commandLineOnly(flags, "consumer", "group")
 }
@@ -62,27 +63,33 @@ func (p *parkedMessages) name(id string) error {
 // resolve finds the messages of an ID, also those that are behind others.
 func (p *parkedMessages) resolve(ctx context.Context, conn *pgx.Conn, _ *pflag.FlagSet) error {
 	if p.id == "" {
-		// Messages that wait behind others are of interest only to whoever asks for them.
+		// Messages that wait behind others are only listed on request.
 		p.Behind = p.Reason != nil && *p.Reason == "behind"
 		return nil
 	}
 	seqs, err := parked.Find(ctx, conn, p.s.schema, p.id)
 	if errors.Is(err, parked.ErrNotFound) {
-		return p.nothing()
+		seqs, err = []int64{0}, nil // no message has it
 	}
 	p.Seqs, p.Behind = seqs, true
 	return err
 }
 
-func (p *parkedMessages) given() bool {
-	return p.id != "" || p.Key != nil || p.Topic != nil || p.Consumer != nil || p.Group != nil || p.Reason != nil || p.OlderThan != nil || p.YoungerThan != nil
+func (p *parkedMessages) choice() choice {
+	switch {
+	case p.id != "":
+		return chooseOne
+	case p.Key != nil || p.Topic != nil || p.Consumer != nil || p.Group != nil || p.Reason != nil || p.OlderThan != nil || p.YoungerThan != nil:
+		return chooseSome
+	}
+	return chooseAll
 }
 
-func (p *parkedMessages) nothing() error {
-	if p.given() {
-		return errors.New("no parked message fits: \"outbox-relay parked list\" shows what there is")
+func (p *parkedMessages) nothing() string {
+	if p.choice() != chooseAll {
+		return "no parked messages match: \"outbox-relay parked list\" shows all"
 	}
-	return errors.New("nothing is parked")
+	return "no parked messages"
 }
 
 func (p *parkedMessages) list(ctx context.Context, conn *pgx.Conn, limit int) ([]parked.Message, error) {
@@ -113,12 +120,12 @@ func (*parkedMessages) print(out io.Writer, messages []parked.Message) error {
 	var text strings.Builder
 	text.WriteString("id\ttopic/partition/offset\tkey\treason\tattempts\tage\tbehind it\terror\n")
 	for _, m := range messages {
-		fmt.Fprintf(&text, "%s\t%s\t%s\t%s\t%d\t%s\t%d\t%s\n", m.ID, m.At(), keyText(m.Key), stateText(&m), m.Attempts, seconds(m.AgeSeconds), m.Behind, clip(m.Error, errorWidth))
+		add(&text, "%s\t%s\t%s\t%s\t%d\t%s\t%d\t%s\n", m.ID, m.At(), keyText(m.Key), stateText(&m), m.Attempts, seconds(m.AgeSeconds), m.Behind, clip(m.Error, errorWidth))
 	}
 	return printTable(out, text.String())
 }
 
-// stateText is the reason, and what is being done about it.
+// stateText is the reason, and the progress of a retry.
 func stateText(m *parked.Message) string {
 	switch {
 	case m.State == "retry" && m.RetryInSeconds != nil && *m.RetryInSeconds > 0:
@@ -165,7 +172,7 @@ func (p *parkedMessages) act(ctx context.Context, conn *pgx.Conn, o *order, seqs
 	}
 	for _, m := range result.Behind {
 		p.did.Behind = append(p.did.Behind, m.ID)
-		sum.leave("it waits behind another message meanwhile", m.ID)
+		sum.leave("it now waits behind another message", m.ID)
 	}
 	return sum, nil
 }

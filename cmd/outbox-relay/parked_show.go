@@ -9,7 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
 
 func newParkedShow(s *settings, cmd *cobra.Command) *cobra.Command {
@@ -60,7 +60,7 @@ func recordTime(at *time.Time) string {
 	return ", written " + at.UTC().Format(time.RFC3339)
 }
 
-// stateDetail says who has to do something next.
+// stateDetail says who acts next.
 func stateDetail(m *parked.Message) string {
 	switch {
 	case m.Head != nil:

@@ -11,12 +11,12 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// parkSQL is what a consumer leaves: order-1 failed and holds its key, with two behind it; one without a
-// key; one of another topic with a key that is no text; one that is too large.
+// parkSQL is what a consumer leaves: order-1 failed and holds its key, with two behind it; one
+// without a key; one of another topic with a key that is no text; one that is too large.
 const parkSQL = `
 INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('billing/orders', 'billing', '{orders}'), ('audit/payments', 'audit', '{payments}');
 INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, payload, headers, reason, error, attempts, state, parked_at)
@@ -56,8 +56,8 @@ func parkedRows(t *testing.T, conn *pgx.Conn) []string {
 
 var untouched = []string{"1 parked", "2 behind", "3 behind", "4 parked", "5 parked", "6 parked"}
 
-// What is parked is listed with what a person needs first, the newest first, safe for a terminal, and with
-// the totals; both forms say the same.
+// Parked messages are listed with the facts that a person needs first, the newest first, safe for a
+// terminal, and with the totals; text and JSON agree.
 func TestParkedListShowsWhatWaits(t *testing.T) {
 	t.Parallel()
 	address, conn := parkedDatabase(t)
@@ -71,7 +71,7 @@ func TestParkedListShowsWhatWaits(t *testing.T) {
 	assert.Regexp(t, `^01976f00-\S+4 +orders/0/4 +- +permanent .* evil \\x1b\]0;x\\a$`, lines[3])
 	assert.Regexp(t, `^01976f00-\S+1 +orders/0/1 +order-1 +failed +10 +10m0?\S* +2 +no account 7…$`, lines[4])
 	assert.Equal(t, "audit/payments: 2 parked (too_large 1, undecodable 1), 2 keys held, 0 being retried", lines[5])
-	assert.Equal(t, "billing/orders: 4 parked (behind 2, failed 1, permanent 1), 1 keys held, 0 being retried", lines[6])
+	assert.Equal(t, "billing/orders: 4 parked (behind 2, failed 1, permanent 1), 1 key held, 0 being retried", lines[6])
 
 	r = runOn(t, address, "parked", "list", "--limit", "1")
 	assert.Contains(t, r.stdout, "the newest 1: --limit shows more\n")
@@ -87,7 +87,7 @@ func TestParkedListShowsWhatWaits(t *testing.T) {
 	assert.Regexp(t, `failed \(retried in (1m|5\d(\.\d)?s)\)`, runOn(t, address, "parked", "list", "--key", "order-1").stdout)
 }
 
-// Each filter reaches the database, and what fits nothing is exit status 1 with a line that says so.
+// Each filter reaches the database, and filters that match nothing give a line that says so.
 func TestParkedFilters(t *testing.T) {
 	t.Parallel()
 	address, conn := parkedDatabase(t)
@@ -118,17 +118,17 @@ func TestParkedFilters(t *testing.T) {
 		}
 		assert.Equal(t, c.want, found, c.args)
 		if c.want == "" {
-			assert.Equal(t, 1, r.code)
-			assert.Equal(t, "error: no parked message fits: \"outbox-relay parked list\" shows what there is\n", r.stderr)
+			assert.Equal(t, result{}, r)
+			text := runOn(t, address, append([]string{"parked", "list"}, c.args...)...)
+			assert.Equal(t, result{0, "no parked messages match: \"outbox-relay parked list\" shows all\n", ""}, text)
 		}
 	}
 	execSQL(t, conn, "DELETE FROM effectonce.parked_messages")
 	r := runOn(t, address, "parked", "list")
-	assert.Equal(t, 1, r.code)
-	assert.Equal(t, "error: nothing is parked\n", r.stderr)
+	assert.Equal(t, result{0, "no parked messages\n", ""}, r)
 }
 
-// One message is shown with everything, and with what to do. The payload is cut unless it is asked for.
+// A message is shown in full, and with what to do. The payload is cut without --full.
 func TestParkedShow(t *testing.T) {
 	t.Parallel()
 	address, conn := parkedDatabase(t)
@@ -138,7 +138,7 @@ func TestParkedShow(t *testing.T) {
 		"consumer   billing/orders (group billing)\n", "record     orders/0/1\n", "key        order-1\n", "state      waits for an operator\n",
 		"error\n  no account 7\n  at ledger\n", "headers\n  authorization: \"CANARY header\"\n",
 		"payload    28 bytes of text\n  CANARY payload\n    tabbed \\x1b[31m\n", "behind it  2 messages\n  " + idPrefix + "2  orders/0/2  behind\n",
-		"what to do mend what the error names, then retry\n",
+		"what to do fix what the error names, then retry\n",
 	} {
 		assert.Contains(t, r.stdout, want)
 	}
@@ -158,13 +158,13 @@ func TestParkedShow(t *testing.T) {
 
 	r = runOn(t, address, "parked", "show", "orders/0/77")
 	assert.Equal(t, 1, r.code)
-	assert.Contains(t, r.stderr, "no parked message fits")
+	assert.Contains(t, r.stderr, "no parked messages match")
 	assert.Equal(t, 2, runOn(t, address, "parked", "show").code)
 	assert.Equal(t, 2, runOn(t, address, "parked", "show", "a", "b").code)
 }
 
-// Acting on messages takes a choice that is made on the command line, and a reason for what is lost; else
-// nothing is done.
+// Acting on messages takes a choice that is made on the command line, and a reason for what is
+// lost; else nothing is done.
 func TestParkedActionsNeedAChoice(t *testing.T) {
 	t.Parallel()
 	address, conn := parkedDatabase(t)
@@ -180,7 +180,8 @@ func TestParkedActionsNeedAChoice(t *testing.T) {
 		{[]string{"retry", "--reason", "bad luck"}, 2, "--reason \"bad luck\": want one of failed, "},
 		{[]string{"retry", "--key", "base64:?"}, 2, "want standard base64"},
 		{[]string{"retry", "--older-than", "soon"}, 2, "want a duration"},
-		{[]string{"retry", "--topic", "nothing"}, 1, "no parked message fits"},
+		{[]string{"retry", "--topic", "nothing"}, 0, ""},
+		{[]string{"retry", "--id", "orders/0/77"}, 1, "no parked messages match"},
 		{[]string{"retry", "--id", idPrefix + "3"}, 1, "waits behind " + idPrefix + "1: only the first"},
 		{[]string{"discard", "--why", "w", "--id", "orders/0/2"}, 1, "waits behind " + idPrefix + "1: only the first"},
 		{[]string{"discard", "--why", "w", "--id", "orders/0/2", "--all-of-key"}, 1, "waits behind " + idPrefix + "1: only the first"},
@@ -201,13 +202,14 @@ func TestParkedActionsNeedAChoice(t *testing.T) {
 	assert.Contains(t, r.stderr, "it is read-only")
 }
 
-// Retry hands back what can be retried, names what cannot, and both are to be seen in the list of actions.
+// Retry hands back what can be retried, names what cannot, and both are to be seen in the list of
+// actions.
 func TestParkedRetry(t *testing.T) {
 	t.Parallel()
 	address, conn := parkedDatabase(t)
 	r := runOn(t, address, "parked", "retry", "--topic", "orders", "--limit", "1", "--by", "ana", "--why", "account made")
 	require.Zero(t, r.code, r.stderr)
-	assert.Equal(t, "1 messages retried\n", r.stdout)
+	assert.Equal(t, "1 message retried\n", r.stdout)
 	assert.Equal(t, []string{"1 retry", "2 behind", "3 behind", "4 parked", "5 parked", "6 parked"}, parkedRows(t, conn), "the oldest first")
 	r = runOn(t, address, "parked", "retry", "--all", "--rate", "1000")
 	assert.Equal(t, 1, r.code)
@@ -221,29 +223,30 @@ func TestParkedRetry(t *testing.T) {
 	var first, last parked.Action
 	require.NoError(t, json.Unmarshal([]byte(actions[2]), &first))
 	require.NoError(t, json.Unmarshal([]byte(actions[0]), &last))
-	assert.Equal(t, "ana", first.Who)
+	assert.Equal(t, "ana", *first.Stated)
+	assert.Equal(t, conn.Config().User, first.Who)
 	assert.Equal(t, "account made", first.Why)
 	assert.Equal(t, "parked.retry", first.What)
 	assert.Contains(t, string(first.Subject), idPrefix+"1")
-	assert.Regexp(t, `^.+@.+$`, last.Who)
+	assert.Regexp(t, `^.+@.+$`, *last.Stated)
 	assert.Equal(t, "retried by hand", last.Why)
 	r = runOn(t, address, "actions", "list")
-	assert.Regexp(t, `(?m)^\d{4}-\S+Z +ana +parked\.retry +`+idPrefix+`1 +account made$`, r.stdout)
-	assert.Contains(t, runOn(t, address, "parked", "show", idPrefix+"1").stdout, "ana  parked.retry: account made\n")
+	assert.Regexp(t, `(?m)^\d{4}-\S+Z +\S+ \(ana\) +parked\.retry +`+idPrefix+`1 +account made$`, r.stdout)
+	assert.Regexp(t, `\S+ \(ana\)  parked\.retry: account made\n`, runOn(t, address, "parked", "show", idPrefix+"1").stdout)
 }
 
-// Discard gives up one message, or a whole key, and lets the rest go on.
+// Discard discards one message, or a whole key, and lets the rest continue.
 func TestParkedDiscard(t *testing.T) {
 	t.Parallel()
 	address, conn := parkedDatabase(t)
 	r := runOn(t, address, "parked", "discard", "--id", idPrefix+"1", "--why", "test order")
 	require.Zero(t, r.code, r.stderr)
-	assert.Equal(t, "1 messages discarded; 1 keys go on\n", r.stdout)
+	assert.Equal(t, "1 message discarded; 1 key released\n", r.stdout)
 	assert.Equal(t, []string{"2 retry", "3 behind", "4 parked", "5 parked", "6 parked"}, parkedRows(t, conn))
-	m := runOn(t, address, "parked", "discard", "--json", "--key", "order-1", "--all-of-key", "--why", "all of it").object(t)
+	m := runOn(t, address, "parked", "discard", "--json", "--key", "order-1", "--all-of-key", "--yes", "--why", "all of it").object(t)
 	assert.InDelta(t, 2, m["done"], 0)
 	assert.Equal(t, []string{"4 parked", "5 parked", "6 parked"}, parkedRows(t, conn))
-	assert.Zero(t, runOn(t, address, "parked", "discard", "--all", "--why", "start anew").code)
+	assert.Zero(t, runOn(t, address, "parked", "discard", "--all", "--yes", "--why", "start anew").code)
 	assert.Empty(t, parkedRows(t, conn))
 	assert.Equal(t, 6, strings.Count(runOn(t, address, "actions", "list").stdout, "parked.discard"))
 }
@@ -269,8 +272,8 @@ func consumeRetried(ctx context.Context, conn *pgx.Conn, fails int64) error {
 	}
 }
 
-// With --wait the command ends when the consumers are done, with status 1 if something failed again, or if
-// nobody did it in time.
+// With --wait the command ends when the consumers are done, with status 1 if something failed
+// again, or was not done in time.
 func TestParkedRetryWaits(t *testing.T) {
 	t.Parallel()
 	address, conn := parkedDatabase(t)
@@ -284,10 +287,10 @@ func TestParkedRetryWaits(t *testing.T) {
 	go func() { done <- consumeRetried(ctx, own, 3) }()
 	r = runOn(t, address, "parked", "retry", "--id", idPrefix+"4", "--wait")
 	assert.Zero(t, r.code, r.stdout)
-	assert.Equal(t, "1 messages retried\n1 handled, 0 failed again\n", r.stdout)
+	assert.Equal(t, "1 message retried\n1 handled, 0 failed again\n", r.stdout)
 	r = runOn(t, address, "parked", "retry", "--key", "order-1", "--wait")
 	assert.Equal(t, 1, r.code)
-	assert.Equal(t, "1 messages retried\n0 handled, 1 failed again\nfailed: "+idPrefix+"3: failed: still no account\n", r.stdout)
+	assert.Equal(t, "1 message retried\n0 handled, 1 failed again\nfailed: "+idPrefix+"3: failed: still no account\n", r.stdout)
 	m := runOn(t, address, "parked", "retry", "--key", "order-1", "--wait", "--json").object(t)
 	assert.Len(t, m["waited"].(map[string]any)["failed"], 1)
 	stop()
@@ -295,7 +298,7 @@ func TestParkedRetryWaits(t *testing.T) {
 	assert.Equal(t, []string{"3 parked", "6 parked"}, parkedRows(t, conn))
 }
 
-// Row S3: payloads and headers are shown by "parked show" alone.
+// Row S3 of guarantees.md: payloads and headers are shown by "parked show" alone.
 func TestParkedPayloadsAreNotPrinted(t *testing.T) {
 	t.Parallel()
 	address, _ := parkedDatabase(t)
@@ -304,7 +307,7 @@ func TestParkedPayloadsAreNotPrinted(t *testing.T) {
 		{"parked", "list", "--json"},
 		{"parked", "retry", "--all", "--dry-run"},
 		{"parked", "retry", "--all", "--json"},
-		{"parked", "discard", "--all", "--why", "w"},
+		{"parked", "discard", "--all", "--yes", "--why", "w"},
 		{"actions", "list"},
 		{"actions", "list", "--json"},
 		{"status", "--json"},
@@ -325,7 +328,7 @@ func TestParkedNeedsNoMoreRights(t *testing.T) {
 	assert.Equal(t, 1, r.code)
 	assert.Contains(t, r.stderr, "\"outbox-relay doctor\" lists the rights that the role lacks")
 	assert.Equal(t, 1, runOn(t, role, "parked", "list").code, "who relays does not see what parked messages say")
-	_, rights, found := strings.Cut(runOn(t, role, "doctor").stdout, "for \"outbox-relay parked\": ")
+	_, rights, found := strings.Cut(runOn(t, role, "doctor").stdout, "for \"outbox-relay parked\" and similar commands: ")
 	require.True(t, found)
 	rights, _, _ = strings.Cut(rights, "\n")
 	execSQL(t, conn, rights)
@@ -334,7 +337,7 @@ func TestParkedNeedsNoMoreRights(t *testing.T) {
 		{"parked", "show", idPrefix + "1"},
 		{"parked", "retry", "--id", idPrefix + "1", "--wait", "--dry-run"},
 		{"parked", "retry", "--topic", "orders"},
-		{"parked", "discard", "--all", "--all-of-key", "--why", "w"},
+		{"parked", "discard", "--all", "--all-of-key", "--yes", "--why", "w"},
 		{"actions", "list"},
 	} {
 		r := runOn(t, role, args...)

@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"strconv"
@@ -12,22 +11,22 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/consumers"
-	"github.com/effectonce/effectonce/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 )
 
 func newPositions(s *settings) *cobra.Command {
 	var filter inspect.PositionFilter
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := asksKafka(needs(&cobra.Command{
 		Use:   "positions",
-		Short: "Show where relays stand in the outbox, and consumers in their topics",
-		Long: `Show, for each shard of each relay, who holds it, its tick and how old that is, its floor, and how many
-rows it has not published (of the last 100000); for each partition of each consumer group, the stored
-position, the end of the topic (with --brokers), who holds it, what an operator ordered ("outbox-relay consumer"),
-and why it stands still if it does. With --brokers also which topics of consumers do not exist.
+		Short: "Show the positions of relays in the outbox, and of consumers in their topics",
+		Long: `Show, per shard of a relay: holder, tick and its age, floor, and unpublished rows (of the last 100000). Show, per
+partition of a group: stored position, holder, operators' orders, and why it halted. With --brokers also the ends of
+topics, and topics of consumers that do not exist.
 
-Exit status 1 if there is nothing to show, or if Kafka failed: then the rest is shown, and the error.`,
+Exit status 1 if the group of --group has no positions, or if Kafka failed: then the rest is shown with the error.`,
 		Example: `  outbox-relay positions
   outbox-relay positions --group billing --topic orders --json`,
 		Args: noArgs,
@@ -49,8 +48,11 @@ Exit status 1 if there is nothing to show, or if Kafka failed: then the rest is 
 				if err != nil {
 					return err
 				}
-				if len(positions.Shards)+len(positions.Consumers)+len(positions.Paused)+len(positions.MissingTopics) == 0 {
-					return errors.New("no relay and no consumer that fits has a position")
+				if none := len(positions.Shards)+len(positions.Consumers)+len(positions.Paused)+len(positions.MissingTopics) == 0; none && (filter.Group != nil || !asJSON) {
+					if filter.Group != nil {
+						return fmt.Errorf("group %q has no positions: it has not run, or its name is misspelt; \"outbox-relay positions\" shows all", *filter.Group)
+					}
+					return say(cmd.OutOrStdout(), "no positions: no relay and no consumer has run yet\n")
 				}
 				if asJSON {
 					err = printJSON(cmd.OutOrStdout(), positions)
@@ -58,12 +60,12 @@ Exit status 1 if there is nothing to show, or if Kafka failed: then the rest is 
 					err = printPositions(cmd.OutOrStdout(), positions)
 				}
 				if err == nil && positions.KafkaError != "" {
-					return errNotWell
+					return errUnhealthy
 				}
 				return err
 			})
 		},
-	}, flagDatabaseURL)
+	}, flagDatabaseURL))
 	addText(cmd.Flags(), "group", 255, "only this consumer group", into(&filter.Group))
 	addText(cmd.Flags(), "topic", 249, "only this topic's positions", into(&filter.Topic))
 	commandLineOnly(cmd.Flags(), "group", "topic")
@@ -77,7 +79,7 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 		text.WriteString("relay\tshard\tlag\ttick\ttick age\tfloor\tpublished\theld by\tlease left\tepoch\n")
 	}
 	for _, s := range p.Shards {
-		age, owner, left := "-", "nobody", "-"
+		age, owner, left := "-", "none", "-"
 		if s.TickAgeSeconds != nil {
 			age = seconds(*s.TickAgeSeconds)
 		}
@@ -85,45 +87,61 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 			owner, left = plain(s.Owner), seconds(s.LeaseLeftSeconds)
 		}
 		lag := strconv.FormatInt(s.Lag, 10)
-		fmt.Fprintf(&text, "%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d\n", plain(s.Relay), s.Shard, lag, s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
+		add(&text, "%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d\n", plain(s.Relay), s.Shard, lag, s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
 	}
 	if err := printTable(out, text.String()); err != nil {
 		return err
 	}
 	text.Reset()
 	if len(p.Consumers) > 0 {
-		text.WriteString("group\ttopic/partition\tposition\tend\tlag\tmoved\theld by\tepoch\tordered\ttrouble\n")
+		text.WriteString("group\ttopic/partition\tposition\tstart\tend\tlag\tmoved\theld by\tepoch\tordered\ttrouble\n")
 	}
 	for _, c := range p.Consumers {
-		owner := "nobody"
-		if !c.Released && c.Owner != "" {
-			owner = plain(c.Owner)
-		}
 		trouble := "-"
 		if c.Trouble != "" {
 			trouble = clip(c.Trouble, errorWidth)
 		}
-		fmt.Fprintf(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s\n", plain(c.Group), plain(c.Topic), c.Partition,
-			numberText(c.NextOffset), numberText(c.End), numberText(c.Lag), seconds(c.AgeSeconds), owner, c.Epoch, orderedText(&c), trouble)
+		add(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s\n", plain(c.Group), plain(c.Topic), c.Partition,
+			numberText(c.NextOffset), numberText(c.Start), numberText(c.End), numberText(c.Lag), seconds(c.AgeSeconds), holderText(&c), c.Epoch, orderedText(&c), trouble)
 	}
 	if err := printTable(out, text.String()); err != nil {
 		return err
 	}
 	text.Reset()
+	for i, c := range p.Consumers {
+		if c.Members != nil && *c.Members == 0 && (i == 0 || p.Consumers[i-1].Group != c.Group) {
+			add(&text, "group %s has no members: no consumer of it runs\n", plain(c.Group))
+		}
+		if c.Deleted != nil && *c.Deleted > 0 {
+			add(&text, "%s/%d: Kafka deleted %s at or after the position of group %s: the consumer applies its reset policy, or halts\n",
+				plain(c.Topic), c.Partition, human.Count(*c.Deleted, "record"), plain(c.Group))
+		}
+	}
 	for _, pause := range p.Paused {
-		fmt.Fprintf(&text, "topic %s is paused %s\n", plain(pause.Topic), pauseText(pause))
+		add(&text, "topic %s is paused %s\n", plain(pause.Topic), pauseText(pause))
 	}
 	for _, m := range p.MissingTopics {
-		fmt.Fprintf(&text, "topic %s of consumer %s does not exist: is its name misspelt?\n", plain(m.Topic), consumerText(m.Consumer))
+		add(&text, "topic %s of consumer %s does not exist: is its name misspelt?\n", plain(m.Topic), consumerText(m.Consumer))
 	}
 	if p.KafkaError != "" {
-		text.WriteString(kafkaErrorText("the ends of topics are not known", p.KafkaError))
+		text.WriteString(kafkaErrorText("topics and groups are incomplete", p.KafkaError))
 	}
 	_, err := io.WriteString(out, text.String())
 	return err
 }
 
-// orderedText is what an operator ordered that still counts.
+// holderText names the holder of a partition or, if the group has no members, the last holder.
+func holderText(c *inspect.Position) string {
+	switch {
+	case c.Released || c.Owner == "":
+		return "none"
+	case c.Members != nil && *c.Members == 0:
+		return "none (last " + plain(c.Owner) + ")"
+	}
+	return plain(c.Owner)
+}
+
+// orderedText lists the operators' orders that still apply.
 func orderedText(c *inspect.Position) string {
 	var orders []string
 	if c.Paused {

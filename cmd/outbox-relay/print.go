@@ -16,14 +16,13 @@ func newMigratePrint(s *settings) *cobra.Command {
 	cmd := offline(&cobra.Command{
 		Use:   "print",
 		Short: "Print the SQL of the migrations, for psql",
-		Long: `Print the SQL of all migrations in order, or of one, for people who bring the tables by hand:
+		Long: `Print the SQL of all migrations in order, or of one, to apply them by hand:
 
   outbox-relay migrate print | psql -v ON_ERROR_STOP=1
 
-Each migration is a transaction that also records its version, refuses to run on another version than
-the one before it, and waits for the same lock as "migrate up". A statement that waits for a table's lock
-for more than 1.5 s fails, so that no claim queues behind it for longer, and nothing is changed then: run
-psql again.`,
+Each migration is one transaction. It records its version, requires the version before it, waits for the
+lock of "migrate up", and refuses a schema that another role created. A statement that waits more than
+1.5 s for a table lock fails, so that claims do not queue behind it, and nothing changes: run psql again.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			all, err := migrations.All(s.options())
@@ -45,18 +44,13 @@ psql again.`,
 	return cmd
 }
 
-// locks keep "migrate up" away: the first is that of its library, for the whole of a migration, the
-// second that under which it creates the schema.
-const locks = `BEGIN;
+// begin starts a transaction whose search path finds no function or operator of another role.
+const begin = `BEGIN;
+SET LOCAL search_path = pg_catalog, pg_temp;
 SET LOCAL client_min_messages = warning;
-DO $lock$
-BEGIN
-  PERFORM pg_advisory_xact_lock(9628173550095224), pg_advisory_xact_lock(hashtextextended('effectonce migrations', 0));
-END
-$lock$;
 `
 
-// before and after keep the record of versions as "migrate up" does, so that either can go on where the
+// before and after record versions as "migrate up" does, so that either can continue where the
 // other stopped. VERSION and PREVIOUS are numbers; TIMEOUT is migrations.LockTimeout.
 const before = `SET LOCAL lock_timeout = 'TIMEOUTms';
 DO $before$
@@ -65,8 +59,17 @@ BEGIN
   IF to_regnamespace('effectonce') IS NULL THEN
     CREATE SCHEMA effectonce;
   END IF;
+  -- What another role made there would run with the rights of this one: a view in place of the table, a trigger.
+  IF EXISTS (
+    SELECT FROM (SELECT n.nspowner AS owner FROM pg_namespace n WHERE n.oid = to_regnamespace('effectonce')
+      UNION ALL SELECT c.relowner FROM pg_class c WHERE c.relnamespace = to_regnamespace('effectonce')
+      UNION ALL SELECT p.proowner FROM pg_proc p WHERE p.pronamespace = to_regnamespace('effectonce')) o
+    JOIN pg_roles r ON r.oid = o.owner WHERE NOT r.rolsuper AND r.rolname NOT IN (current_user, 'pg_database_owner')) THEN
+    RAISE EXCEPTION 'schema effectonce, or something in it, belongs to another role: connect as its owner, or drop it';
+  END IF;
   CREATE TABLE IF NOT EXISTS effectonce.schema_version (version int4 NOT NULL);
   INSERT INTO effectonce.schema_version SELECT 0 WHERE NOT EXISTS (SELECT FROM effectonce.schema_version);
+  PERFORM FROM effectonce.schema_version FOR UPDATE;
   IF (SELECT version FROM effectonce.schema_version) <> PREVIOUS THEN
     RAISE EXCEPTION 'the schema has version %, migration VERSION needs version PREVIOUS', (SELECT version FROM effectonce.schema_version);
   END IF;
@@ -83,6 +86,6 @@ func printMigration(out io.Writer, m migrations.Migration, schema string) error 
 	numbers := strings.NewReplacer("VERSION", strconv.Itoa(m.Version), "PREVIOUS", strconv.Itoa(m.Version-1),
 		"TIMEOUT", strconv.FormatInt(migrations.LockTimeout.Milliseconds(), 10))
 	in := func(sql string) string { return migrations.InSchema(numbers.Replace(sql), schema) }
-	_, err := fmt.Fprintf(out, "-- migration %d: %s\n%s%s\n%s\n%s", m.Version, m.Name, locks, in(before), strings.TrimSpace(m.Up), in(after))
+	_, err := io.WriteString(out, fmt.Sprintf("-- migration %d: %s\n", m.Version, m.Name)+begin+in(before)+"\n"+strings.TrimSpace(m.Up)+"\n"+in(after))
 	return err
 }

@@ -3,19 +3,19 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// pruneMax bounds a run: it waits for locks in short steps, and sweeps a bounded part.
+// pruneMax bounds a run, which waits for locks in short steps and sweeps a bounded part.
 const pruneMax = 10 * time.Minute
 
 func newPrune(s *settings) *cobra.Command {
@@ -23,22 +23,20 @@ func newPrune(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:   "prune",
 		Short: "Forget claims that no dedup window needs any more",
-		Long: `Make the partitions of the coming days, truncate the days of claims that no consumer needs any more, sweep
-claims that cannot be forgotten as a day, and drop partitions that are empty. A day goes when the longest dedup
-window of all consumers is over and every stored position has passed it. What is forgotten is noted for each
-consumer that had claims in it (consumers.forgotten_to).
+		Long: `Maintain the partitions of claims: create those of the coming days, truncate days that no consumer needs any more, sweep
+claims that cannot be forgotten by the day, and drop empty partitions. A day goes once the longest dedup window of all
+consumers is over and every stored position has passed it; consumers.forgotten_to records it.
 
-Running consumers do this by themselves, every minute or so, if their role may change the tables. Where it
-may not, run this every hour as the role that owns them.
+Running consumers do this about every minute, if their role may change the tables. Otherwise run this every hour, as
+the owner of the tables.
 
-Exit status 1 if another process is at it, or if a lock was not to be had: try again. What could be done without
-that lock was done.`,
+Exit status 1 if another process does it, or if a lock was not available: try again.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.prune(cmd.Context(), dryRun, asJSON, cmd.OutOrStdout())
 		},
 	}, flagDatabaseURL)
-	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only say what would be forgotten and dropped")
+	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what would be forgotten and dropped")
 	addJSON(cmd, &asJSON)
 	return cmd
 }
@@ -68,22 +66,22 @@ func (s *settings) prune(ctx context.Context, dryRun, asJSON bool, out io.Writer
 		_, err = io.WriteString(out, pruneText(report, dryRun))
 	}
 	if err == nil && report.Elsewhere {
-		return errNotWell
+		return errUnhealthy
 	}
 	return errors.Join(failed, err)
 }
 
 func pruneText(r dedup.Report, dryRun bool) string {
 	if r.Elsewhere {
-		return "another process is at it\n"
+		return "another process is pruning\n"
 	}
 	var text strings.Builder
 	list := func(what string, names []string) {
 		if len(names) > 0 {
-			fmt.Fprintf(&text, "%s %d days: %s\n", what, len(names), strings.Join(names, ", "))
+			add(&text, "%s %s: %s\n", what, human.Count(len(names), "day"), strings.Join(names, ", "))
 		}
 	}
-	list("made", r.Made)
+	list("created", r.Made)
 	if dryRun {
 		list("would forget", r.Truncated)
 		list("would drop", r.Dropped)
@@ -91,16 +89,16 @@ func pruneText(r dedup.Report, dryRun bool) string {
 		list("forgot", r.Truncated)
 		list("dropped", r.Dropped)
 		if r.Swept > 0 {
-			fmt.Fprintf(&text, "swept %d claims\n", r.Swept)
+			add(&text, "swept %s\n", human.Count(r.Swept, "claim"))
 		}
 	}
 	if r.Horizon.IsZero() {
 		text.WriteString("nothing may be forgotten yet\n")
 	} else {
-		fmt.Fprintf(&text, "claims up to %s may be forgotten, in whole days\n", r.Horizon.UTC().Format(time.RFC3339))
+		add(&text, "claims up to %s may be forgotten, in whole days\n", r.Horizon.UTC().Format(time.RFC3339))
 	}
 	if r.HeldBack != "" {
-		fmt.Fprintf(&text, "claims are kept beyond every window for the position of %s\n", plain(r.HeldBack))
+		add(&text, "claims are kept beyond every window for the position of %s\n", plain(r.HeldBack))
 	}
 	return text.String()
 }

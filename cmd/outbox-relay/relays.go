@@ -11,14 +11,15 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/operator"
-	"github.com/effectonce/effectonce/internal/relays"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/relays"
 )
 
 func newRelays(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "relays",
-		Short: "Look at the relays that the outbox knows by name, and delete one that never comes back",
+		Short: "List the relays that the outbox knows, and delete retired ones",
 	}
 	cmd.AddCommand(newRelaysList(s), newRelaysDelete(s))
 	return cmd
@@ -28,10 +29,9 @@ func newRelaysList(s *settings) *cobra.Command {
 	var asJSON bool
 	cmd := needs(&cobra.Command{
 		Use:   "list",
-		Short: "List relays by name, and since when nobody works under it",
-		Long: `List the relays that the outbox knows: their shards and how many of them have a live lease, their replicas
-that are alive, and since when nobody works under the name. A row leaves the outbox when every relay of this
-list has published it. With --json there is one object a line. Exit status 1 if there is none.`,
+		Short: "List relays, and since when none of their replicas runs",
+		Long: `List the relays that the outbox knows: shards, shards with a live lease, live replicas, and since when none is
+live. A row leaves the outbox once every relay of this list has published it.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
@@ -42,13 +42,13 @@ list has published it. With --json there is one object a line. Exit status 1 if 
 					return err
 				}
 				if len(all) == 0 {
-					return errors.New("no relay ever ran")
+					return sayNone(cmd.OutOrStdout(), asJSON, "no relays: none has run yet")
 				}
 				return printRelays(cmd.OutOrStdout(), all, asJSON)
 			})
 		},
 	}, flagDatabaseURL)
-	addJSON(cmd, &asJSON)
+	addJSONLines(cmd, &asJSON)
 	return cmd
 }
 
@@ -66,7 +66,7 @@ func printRelays(out io.Writer, all []relays.Relay, asJSON bool) error {
 		if !r.Live() {
 			quiet = seconds(r.QuietSeconds)
 		}
-		fmt.Fprintf(&text, "%s\t%d\t%d\t%d\t%d\t%d\t%s\n", plain(r.Relay), r.Shards, r.Leased, r.Replicas, r.Published, r.Dead, quiet)
+		add(&text, "%s\t%d\t%d\t%d\t%d\t%d\t%s\n", plain(r.Relay), r.Shards, r.Leased, r.Replicas, r.Published, r.Dead, quiet)
 	}
 	if asJSON {
 		return nil
@@ -79,13 +79,12 @@ func newRelaysDelete(s *settings) *cobra.Command {
 	var asJSON bool
 	cmd := needs(&cobra.Command{
 		Use:   "delete NAME",
-		Short: "Forget a relay that never comes back, so that the outbox keeps no rows for it",
-		Long: `Forget a relay that never comes back: its progress, its number of shards, its paused topics. The outbox then
-keeps no rows for it any more. What it has not published is published by nobody, unless another relay does; a
-relay that is started under the name later begins with the oldest row that is still in the outbox.
+		Short: "Delete a retired relay, so that the outbox keeps no rows for it",
+		Long: `Delete a retired relay: its progress, number of shards and paused topics. The outbox then keeps no rows for it. Rows that
+neither it nor another relay has published are not published. A relay started under the name later begins with the
+oldest row in the outbox.
 
-It is refused while a replica works under the name or stands by, and while rows of it are in outbox_dead. Every
-deletion is written down, with --why: see "outbox-relay actions list".`,
+Refused while a replica of that name works or stands by, or while outbox_dead has rows of it. Deletions are recorded.`,
 		Example: `  outbox-relay relays list
   outbox-relay relays delete old --why "renamed to eu-1"`,
 		Args: func(cmd *cobra.Command, args []string) error {
@@ -109,13 +108,13 @@ deletion is written down, with --why: see "outbox-relay actions list".`,
 				if asJSON {
 					return printJSON(cmd.OutOrStdout(), gone)
 				}
-				_, err = fmt.Fprintf(cmd.OutOrStdout(), "relay %s is forgotten: progress of %d shards, %d paused topics\n", plain(gone.Relay), gone.Shards, gone.Paused)
+				err = say(cmd.OutOrStdout(), "relay %s is deleted: progress of %s, %s\n", plain(gone.Relay), human.Count(gone.Shards, "shard"), human.Count(gone.Paused, "paused topic"))
 				return err
 			})
 		},
 	}, flagDatabaseURL)
-	addText(cmd.Flags(), "why", 2048, "why it is deleted; required", func(text string) error { by.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "who does it; default: the user and the machine", func(text string) error { by.Who = text; return nil })
+	addText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { by.Why = text; return nil })
+	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
 	addJSON(cmd, &asJSON)
 	commandLineOnly(cmd.Flags(), "why")
 	s.checks[cmd] = func() error {

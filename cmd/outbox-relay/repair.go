@@ -10,7 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -20,19 +20,19 @@ func newRepair(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:   "repair",
 		Short: "Repair a sequence of the outbox that went back",
-		Long: `Repair a sequence of the outbox that went back: after a copy by logical replication, which copies no
-sequences, after TRUNCATE ... RESTART IDENTITY, or after setval. Rows would get numbers that relays take for published.
+		Long: `Repair a sequence of the outbox that went back: after logical replication (which does not copy sequences), TRUNCATE
+... RESTART IDENTITY, or setval. Without the repair, new rows get numbers that relays take for published.
 
-The sequence goes above every number that rows, dead rows, progress and ticks have. Rows that are not proven to be
-published get new numbers, in their order, and are published: some for the second time, under the same IDs; none is
-lost. All relays take their leases anew and continue by themselves. Nothing is changed where no sequence went back.
+The sequence moves above every known number. Rows not proven to be published get new numbers, in their order, and are
+published: some for the second time, under the same IDs; none is lost. All relays take their leases again and continue.
+If no sequence went back nothing changes.
 
-A relay does this by itself, and says so in its log, if its role has the right ("outbox-relay migrate roles").
-Run this as an operator or as the owner of the tables. Transactions that write to the outbox wait meanwhile: about as long as a bulk
-insert of the rows that are renumbered. What was done is kept in operator_actions ("outbox-relay actions list").
+A relay does this by itself, and logs it, if its role may ("outbox-relay migrate roles"). Run this as an operator or as
+the owner of the tables. Transactions that write to the outbox wait about as long as a bulk insert of the renumbered
+rows takes. The repair is recorded.
 
-Exit status 1 if transactions that write to the outbox stay open for more than three seconds: try again. With --dry-run
-also if there is something to repair.`,
+Exit status 1 if transactions that write to the outbox stay open for more than three seconds: try again. With
+--dry-run also if there is something to repair.`,
 		Example: `  outbox-relay repair --dry-run
   outbox-relay repair --why "upgrade by logical replication"`,
 		Args: noArgs,
@@ -40,7 +40,7 @@ also if there is something to repair.`,
 			if by.Who == "" {
 				by.Who = whoami()
 			}
-			limit := time.Hour // a repair of many rows takes its time
+			limit := time.Hour // a repair of many rows takes long
 			if dryRun {
 				limit = changeMax
 			}
@@ -52,9 +52,9 @@ also if there is something to repair.`,
 			})
 		},
 	}, flagDatabaseURL)
-	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only say what is wrong")
-	addText(cmd.Flags(), "why", 2048, "why it is done", func(text string) error { by.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "who does it; default: the user and the machine", func(text string) error { by.Who = text; return nil })
+	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what is wrong")
+	addText(cmd.Flags(), "why", 2048, "reason", func(text string) error { by.Why = text; return nil })
+	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
 	addJSON(cmd, &asJSON)
 	commandLineOnly(cmd.Flags(), "why")
 	return cmd
@@ -69,16 +69,16 @@ func describeSequences(ctx context.Context, pool *pgxpool.Pool, schema string, a
 	case asJSON:
 		err = printJSON(out, state)
 	case !state.Behind:
-		_, err = fmt.Fprintf(out, "nothing to repair: rows have numbers up to %d, ticks up to %d\n", state.SeqLast, state.TickLast)
+		err = say(out, "nothing to repair: rows have numbers up to %d, ticks up to %d\n", state.SeqLast, state.TickLast)
 	default:
-		_, err = fmt.Fprintf(out, "to repair: the sequence of rows is at %d, of known numbers the largest is %d; that of ticks is at %d, the largest is %d\n",
+		err = say(out, "to repair: the sequence of rows is at %d, the largest known number is %d; that of ticks is at %d, the largest is %d\n",
 			state.SeqLast, state.SeqKnown, state.TickLast, state.TickKnown)
 		if err == nil && state.Reused != nil {
-			_, err = fmt.Fprintf(out, "the row with seq %d has a number that was given before\n", *state.Reused)
+			err = say(out, "the row with seq %d has a number that was used before\n", *state.Reused)
 		}
 	}
 	if err == nil && state.Behind {
-		return errNotWell
+		return errUnhealthy
 	}
 	return err
 }
@@ -95,7 +95,7 @@ func repairSequences(ctx context.Context, pool *pgxpool.Pool, opts relay.RepairO
 	case !done.Repaired:
 		_, err = io.WriteString(out, "nothing to repair\n")
 	default:
-		_, err = fmt.Fprintf(out, "repaired: %d rows got new numbers; the sequence of rows was at %d and is at %d, that of ticks was at %d and is at %d\n",
+		err = say(out, "repaired: %d rows got new numbers; the sequence of rows was at %d and is at %d, that of ticks was at %d and is at %d\n",
 			done.Renumbered, done.SeqBefore, done.SeqAfter, done.TickBefore, done.TickAfter)
 	}
 	return err

@@ -9,8 +9,9 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Property: a sequence that went back is not well in the status, a failure with the exact command for the doctor, described by
-// repair --dry-run, which changes nothing, and repaired by repair, which is written down. Row O40.
+// Property: a sequence that went back is not well in the status, a failure with the exact command
+// for the doctor, described by repair --dry-run, which changes nothing, and repaired by repair,
+// which is written down. Row O40 of guarantees.md.
 func TestSequenceIsRepaired(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -31,14 +32,14 @@ func TestSequenceIsRepaired(t *testing.T) {
 	}
 	r = runOn(t, address, "repair", "--dry-run")
 	assert.Equal(t, 1, r.code)
-	assert.Contains(t, r.stdout, "the sequence of rows is at 1, of known numbers the largest is 7")
+	assert.Contains(t, r.stdout, "the sequence of rows is at 1, the largest known number is 7")
 	r = runOn(t, address, "repair", "--by", "ana", "--why", "a copy")
 	assert.Zero(t, r.code, r.stderr)
 	assert.Contains(t, r.stdout, "repaired: 1 rows got new numbers; the sequence of rows was at 1 and is at 8")
 	var seq int64
 	require.NoError(t, conn.QueryRow(t.Context(), `SELECT seq FROM effectonce.outbox`).Scan(&seq))
 	assert.EqualValues(t, 8, seq)
-	assert.Regexp(t, `ana +outbox.repair +.*a copy`, runOn(t, address, "actions", "list").stdout)
+	assert.Regexp(t, `\(ana\) +outbox.repair +.*a copy`, runOn(t, address, "actions", "list").stdout)
 	assert.Equal(t, "nothing to repair\n", runOn(t, address, "repair").stdout)
 	assert.Contains(t, runOn(t, address, "doctor").stdout, "ok    sequences: ")
 }

@@ -12,35 +12,32 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/effectonce/effectonce/internal/operator"
-	"github.com/effectonce/effectonce/internal/replay"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/replay"
 )
 
 func newReplay(s *settings) *cobra.Command {
 	opts := replay.Options{By: operator.By{Why: "replayed by hand"}}
 	var timeout time.Duration
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := asksKafka(needs(&cobra.Command{
 		Use:   "replay",
-		Short: "Publish rows again that are published and still in the outbox",
-		Long: `Publish rows again, with the same IDs and in the order of the outbox: those that --relay has published, from
---from on and before --to, that are still in the outbox (run --keep says for how long they stay). Both are times
-of created_at, or ticks, as "outbox-relay positions" shows them: then what was committed after the first and
-before the second counts. Ticks that no relay stands on are forgotten after some ten minutes.
+		Short: "Publish published rows again that are still in the outbox",
+		Long: `Publish rows again that --relay has published and that are still in the outbox ("run --keep" sets how long), with the
+same IDs, in outbox order. --from (inclusive) and --to (exclusive) are times of created_at, or ticks of "outbox-relay
+positions": rows committed after the first and before the second. Unused ticks are forgotten after about ten minutes.
+Give the relay's --topic-prefix and --routes, so that rows go where it sent them.
 
-Rows go where the relay has sent them if --topic-prefix and --routes are those of the relay.
+Consumers that deduplicate drop messages that they know. Rows land behind newer records of their key: for consumers
+that do not deduplicate, that start now, or that missed messages, use a new topic (--to-topic).
 
-Consumers that deduplicate drop what they know; a new topic (--to-topic) gets what a consumer missed, or a
-consumer that begins. Behind newer records of its key a row stands in a place that is not its own: for whoever
-does not deduplicate, choose another topic.
-
-Rows that wait for the relay are left to it, and so are dead rows and those that somebody discarded with this
-command line. The relay's progress is not touched; it may run meanwhile. At a row that Kafka does not take it ends,
-with an error that names the row, and no later row of the same key is published. The replay is written down: see
-"outbox-relay actions list". Exit status 1 if rows left the outbox before they were read.`,
+Waiting, dead and discarded rows are left out. The relay may run at the same time; its progress does not change. The
+replay stops with an error at a row that Kafka refuses; no later row of its key is published. It is recorded. Exit
+status 1 if rows left the outbox before they were read.`,
 		Example: `  outbox-relay replay --from 2026-03-01T08:00:00Z --to 2026-03-01T09:00:00Z --dry-run
   outbox-relay replay --from 2026-03-01T08:00:00Z --to 2026-03-01T09:00:00Z --topic orders --to-topic orders-again
-  outbox-relay replay --from 4711 --topic orders --to-topic orders-again       # all that was published since the tick`,
+  outbox-relay replay --from 4711 --topic orders --to-topic orders-again       # all since the tick`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			opts.Schema, opts.Relay = s.schema, s.relay
@@ -48,22 +45,22 @@ with an error that names the row, and no later row of the same key is published.
 			defer cancel()
 			return s.replay(ctx, opts, asJSON, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
-	}, flagDatabaseURL, flagBrokers)
+	}, flagDatabaseURL, flagBrokers))
 	flags := cmd.Flags()
-	addBound(flags, "from", "time or tick from which on rows are published again", &opts.From)
-	addBound(flags, "to", "time or tick where that ends; default: all that is published", &opts.To)
+	addBound(flags, "from", "first time or tick", &opts.From)
+	addBound(flags, "to", "end, a time or tick; default: all that is published", &opts.To)
 	addText(flags, "topic", 249, "only rows of this topic", into(&opts.Topic))
-	addText(flags, "to-topic", 249, "publish to this topic of Kafka, not to that of the row", into(&opts.ToTopic))
+	addText(flags, "to-topic", 249, "publish to this Kafka topic instead of the row's", into(&opts.ToTopic))
 	addRoutes(flags, &opts.Routes)
-	addBool(flags, &opts.DryRun, "dry-run", "count the rows, and do nothing")
-	addText(flags, "by", 255, "who does it; default: the user and the machine", func(text string) error { opts.By.Who = text; return nil })
-	addText(flags, "why", 2048, "why it is done", func(text string) error { opts.By.Why = text; return nil })
-	addDuration(flags, &timeout, "timeout", time.Hour, time.Second, 30*24*time.Hour, "how long all of it may take")
+	addBool(flags, &opts.DryRun, "dry-run", "only count the rows")
+	addText(flags, "by", 255, "operator; default: user@host", func(text string) error { opts.By.Who = text; return nil })
+	addText(flags, "why", 2048, "reason", func(text string) error { opts.By.Why = text; return nil })
+	addDuration(flags, &timeout, "timeout", time.Hour, time.Second, 30*24*time.Hour, "time limit of the command")
 	commandLineOnly(flags, "from", "to", "topic", "to-topic", "dry-run", "why")
 	addJSON(cmd, &asJSON)
 	s.checks[cmd] = func() error {
 		if opts.From.IsZero() {
-			return errors.New("want --from, a time or a tick")
+			return errors.New("--from is missing: want a time or a tick")
 		}
 		early, late := opts.From, opts.To
 		if early.Tick != 0 && late.Tick != 0 && early.Tick >= late.Tick || !early.Time.IsZero() && !late.Time.IsZero() && !early.Time.Before(late.Time) {
@@ -93,24 +90,24 @@ func (s *settings) replay(ctx context.Context, opts replay.Options, asJSON bool,
 	}
 	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
 		screen := newScreen(progress)
-		if screen.terminal {
+		if screen.terminal != nil {
 			opts.Progress = func(done int64) { screen.step("published: %d", done) }
 		}
 		report, err := replay.Run(ctx, conn, s.kafkaOptions(s.logger(progress)), opts)
 		screen.end()
 		if err != nil {
-			return fmt.Errorf("%d rows are published again: %w", report.Published, err)
+			return fmt.Errorf("%s published again: %w", human.Count(report.Published, "row"), err)
 		}
 		switch {
 		case asJSON:
 			err = printJSON(out, report)
 		case opts.DryRun:
-			_, err = fmt.Fprintf(out, "%d rows would be published again\n", report.Rows)
+			err = say(out, "%s would be published again\n", human.Count(report.Rows, "row"))
 		default:
-			_, err = fmt.Fprintf(out, "%d of %d rows are published again%s\n", report.Published, report.Rows, noted(report.Dropped, ", %d are dropped by a rule"))
+			err = say(out, "%d of %s published again%s\n", report.Published, human.Count(report.Rows, "row"), noted(report.Dropped, ", %d dropped by a rule"))
 		}
 		if err == nil && !opts.DryRun && report.Published+report.Dropped < report.Rows {
-			return errNotWell
+			return errUnhealthy
 		}
 		return err
 	})

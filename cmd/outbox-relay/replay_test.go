@@ -15,8 +15,9 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// replay publishes what the relay has published, of the times and the topic that are given, with the same IDs, bytes and
-// order, and leaves the relay's progress, what waits, what is dead and what was discarded alone; a dry run counts.
+// replay publishes what the relay has published, of the times and the topic that are given, with
+// the same IDs, bytes and order, and leaves the relay's progress, what waits, what is dead and what
+// was discarded alone; a dry run counts.
 func TestReplayPublishesAgain(t *testing.T) {
 	t.Parallel()
 	address, topic, other, copies := pgtest.Database(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
@@ -40,7 +41,7 @@ func TestReplayPublishesAgain(t *testing.T) {
 	assert.Zero(t, kafkatest.Count(t, copies))
 	r := replay("--topic", topic, "--to-topic", copies)
 	require.Zero(t, r.code, r.stderr)
-	assert.Equal(t, "1198 of 1198 rows are published again\n", r.stdout)
+	assert.Equal(t, "1198 of 1198 rows published again\n", r.stdout)
 	first, again := kafkatest.ReadAll(t, topic), kafkatest.ReadAll(t, copies)
 	require.Len(t, again, 1198)
 	want := append(first[1:6:6], first[7:1199]...)
@@ -64,8 +65,8 @@ func TestReplayPublishesAgain(t *testing.T) {
 	assert.Equal(t, 2, noted)
 }
 
-// A row is sent again up to the size that its topic takes, in its place; at one that is larger the replay ends, names it
-// and what to do, and sends no later row of its key.
+// A row is sent again up to the size that its topic takes, in its place; at one that is larger the
+// replay ends, names it and what to do, and sends no later row of its key.
 func TestReplayOfLargeRows(t *testing.T) {
 	t.Parallel()
 	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1, "max.message.bytes", "4194304")
@@ -90,7 +91,7 @@ func TestReplayOfLargeRows(t *testing.T) {
 
 	r = replay(small)
 	assert.Equal(t, 1, r.code)
-	assert.Regexp(t, `1 rows are published again: row 2 \(id \S{36}\) has 2000\d{3} bytes as a record, max\.message\.bytes of topic "`+small+`" is 1048588: raise it`, r.stderr)
+	assert.Regexp(t, `1 row published again: row 2 \(id \S{36}\) has 2000\d{3} bytes as a record, max\.message\.bytes of topic "`+small+`" is 1048588: raise it`, r.stderr)
 	assert.Equal(t, "1", sent(small))
 	kafkatest.Configure(t, small, "max.message.bytes", "4194304")
 	// A broker may hear of the new limit a moment later.
@@ -98,7 +99,8 @@ func TestReplayOfLargeRows(t *testing.T) {
 	assert.Regexp(t, "^11+23$", sent(small))
 }
 
-// A row whose headers were mended among the dead rows stands in the outbox as it was written: the replay says so and what to do.
+// A row whose headers were fixed in outbox_dead is still in the outbox as it was written: the
+// replay says so, and what to do.
 func TestReplayOfAMendedRow(t *testing.T) {
 	t.Parallel()
 	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1)
@@ -111,7 +113,7 @@ func TestReplayOfAMendedRow(t *testing.T) {
 	r := runKafka(t, address, "replay", "--from", "2026-01-01T00:00:00Z", "--topic", topic)
 	assert.Equal(t, 1, r.code, r.stdout)
 	assert.Contains(t, r.stderr, "row 1 (id ")
-	assert.Contains(t, r.stderr, "end the replay before this row and go on behind it")
+	assert.Contains(t, r.stderr, "end the replay before this row and continue behind it")
 	assert.Equal(t, 1, kafkatest.Count(t, topic))
 }
 
@@ -125,7 +127,7 @@ func TestReplayOfMoreBytesThanAPage(t *testing.T) {
 	drain(t, address)
 	r := runKafka(t, address, "replay", "--from", "2026-01-01T00:00:00Z")
 	require.Zero(t, r.code, r.stderr)
-	assert.Equal(t, "14 of 14 rows are published again\n", r.stdout)
+	assert.Equal(t, "14 of 14 rows published again\n", r.stdout)
 	records := kafkatest.ReadAll(t, topic)
 	require.Len(t, records, 2*rows)
 	for n, record := range records {
@@ -133,8 +135,9 @@ func TestReplayOfMoreBytesThanAPage(t *testing.T) {
 	}
 }
 
-// Between two ticks are the rows that were committed between them, in whatever order their seq is; without an end, all
-// since then. A tick that is not there is an error that says what else there is.
+// Between two ticks are the rows that were committed between them, in whatever order their seq is;
+// without an end, all since then. A tick that is not there is an error that says what else there
+// is.
 func TestReplayFromATick(t *testing.T) {
 	t.Parallel()
 	address, topic, copies := pgtest.Database(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
@@ -169,7 +172,7 @@ func TestReplayFromATick(t *testing.T) {
 
 	r = runKafka(t, address, "replay", "--from", "4711000")
 	assert.Equal(t, 1, r.code)
-	assert.Contains(t, r.stderr, "tick 4711000 is not there")
+	assert.Contains(t, r.stderr, "there is no tick 4711000")
 }
 
 // Times that are missing or the wrong way round are wrong use, and nothing is looked at.
@@ -189,8 +192,8 @@ func TestReplayWantsTimes(t *testing.T) {
 	}
 }
 
-// Property: verify and replay look for rows, and send them, where the relay's routes sent them; dropped ones are counted and are
-// no fault. With other routes verify says that rows are missing.
+// Property: verify and replay look for rows, and send them, where the relay's routes sent them;
+// dropped ones are counted and are no fault. With other routes verify says that rows are missing.
 func TestVerifyAndReplayKnowRoutes(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -225,7 +228,20 @@ func TestVerifyAndReplayKnowRoutes(t *testing.T) {
 
 	again := runKafka(t, address, append([]string{"replay", "--from", "2026-01-01T00:00:00Z"}, routes...)...)
 	require.Zero(t, again.code, again.stderr)
-	require.Equal(t, "20 of 30 rows are published again, 10 are dropped by a rule\n", again.stdout)
+	require.Equal(t, "20 of 30 rows published again, 10 dropped by a rule\n", again.stdout)
 	require.Equal(t, 20, kafkatest.Count(t, prefix+name))
 	require.Equal(t, 20, kafkatest.Count(t, eu))
+}
+
+// Property: a topic that does not exist is refused before anything is published, and the replay is
+// not written down as done.
+func TestReplayToNoTopicIsRefused(t *testing.T) {
+	t.Parallel()
+	address, _ := published(t)
+	missing := kafkatest.UnusedTopic(t)
+	r := runKafka(t, address, "replay", "--from", "2000-01-01T00:00:00Z", "--to-topic", missing)
+	assert.Equal(t, 1, r.code)
+	assert.Contains(t, r.stderr, "topic "+missing+": UNKNOWN_TOPIC_OR_PARTITION")
+	assert.Contains(t, r.stderr, "nothing was published; create it, or check the name")
+	assert.Equal(t, "no actions\n", runOn(t, address, "actions", "list").stdout)
 }

@@ -4,13 +4,14 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// withRoles brings the group roles by the command.
+// withRoles creates the group roles with the command.
 func withRoles(t *testing.T, address string) (prefix string) {
 	t.Helper()
 	prefix = pgtest.RolePrefix(t, address)
@@ -19,8 +20,8 @@ func withRoles(t *testing.T, address string) (prefix string) {
 	return prefix
 }
 
-// What is printed is what is applied; both may be repeated, in any order. Wrong use is told at once, and nothing is
-// printed that looks like SQL. Row S7.
+// --apply executes the printed SQL; both may be repeated, in any order. Wrong use is reported at
+// once, and nothing is printed that looks like SQL. Row S7 of guarantees.md.
 func TestMigrateRoles(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -39,8 +40,10 @@ func TestMigrateRoles(t *testing.T) {
 	require.Greater(t, first, 60)
 	r := runOn(t, address, "migrate", "roles", "--apply", "--prefix", prefix)
 	require.Zero(t, r.code, r.stderr)
-	assert.Equal(t, "schema effectonce: rights of "+prefix+"_publisher, "+prefix+"_relay, "+prefix+"_consumer, "+prefix+"_endpoint, "+prefix+"_operator\n", r.stdout)
-	assert.Equal(t, map[string]any{"schema": "effectonce", "prefix": prefix}, runOn(t, address, "migrate", "roles", "--apply", "--json", "--prefix", prefix).object(t))
+	assert.Contains(t, r.stdout, "schema effectonce: rights of "+prefix+"_publisher, "+prefix+"_relay, "+prefix+"_consumer, "+prefix+"_endpoint, "+prefix+"_operator\n")
+	assert.Contains(t, r.stdout, "role "+prefix+"_relay existed before: it cannot log in; members: none\n")
+	given := runOn(t, address, "migrate", "roles", "--apply", "--json", "--prefix", prefix).object(t)
+	assert.Equal(t, []any{"effectonce", prefix}, []any{given["schema"], given["prefix"]})
 	execSQL(t, conn, printed.stdout)
 	assert.Equal(t, first, rights())
 	assert.Contains(t, run(t, nil, "migrate", "roles", "--schema", "tenant_7").stdout, `"tenant_7".outbox_paused TO tenant_7_relay;`)
@@ -65,8 +68,102 @@ func TestMigrateRoles(t *testing.T) {
 	assert.Contains(t, stranger.stderr, "as the owner of the tables, with CREATEROLE")
 }
 
-// Property: each command of an operator works with that role alone, and says nothing of rights; what is not an
-// operator's is refused. Row S7.
+// Property: a role that existed before is reported: that it existed, can log in, has members, also
+// through other roles, and is a member itself. A new role is not reported. Row S7 of guarantees.md.
+func TestMigrateRolesReportsWhatItAdopts(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	prefix := pgtest.RolePrefix(t, address)
+	conn := connect(t, address)
+	execSQL(t, conn, strings.ReplaceAll(`CREATE ROLE PREFIX_publisher LOGIN CREATEDB; CREATE ROLE PREFIX_shop LOGIN; CREATE ROLE PREFIX_apps; CREATE ROLE PREFIX_audit;
+		GRANT PREFIX_publisher TO PREFIX_apps; GRANT PREFIX_apps TO PREFIX_shop; GRANT PREFIX_audit TO PREFIX_publisher; CREATE ROLE PREFIX_relay`, "PREFIX", prefix))
+	apply := func(args ...string) result {
+		return runOn(t, address, append([]string{"migrate", "roles", "--apply", "--prefix", prefix}, args...)...)
+	}
+	r := apply()
+	require.Zero(t, r.code, r.stderr)
+	assert.Equal(t, strings.ReplaceAll(`schema effectonce: rights of PREFIX_publisher, PREFIX_relay, PREFIX_consumer, PREFIX_endpoint, PREFIX_operator
+role PREFIX_publisher existed before: it can log in and has CREATEDB; members: PREFIX_apps, PREFIX_shop (can log in); it is a member of PREFIX_audit
+role PREFIX_relay existed before: it cannot log in; members: none
+`, "PREFIX", prefix), r.stdout)
+	roles, is := apply("--json").object(t)["roles"].([]any)
+	require.True(t, is)
+	require.Len(t, roles, 5)
+	assert.Equal(t, map[string]any{
+		"role": prefix + "_publisher", "adopted": true, "can_log_in": true, "create_db": true, "member_of": []any{prefix + "_audit"},
+		"members": []any{
+			map[string]any{"role": prefix + "_apps", "can_log_in": false, "grants_only": false},
+			map[string]any{"role": prefix + "_shop", "can_log_in": true, "grants_only": false},
+		},
+	}, roles[0])
+	assert.Equal(t, map[string]any{
+		"role": prefix + "_operator", "adopted": true, "can_log_in": false, "create_db": false, "member_of": []any{}, "members": []any{},
+	}, roles[4])
+}
+
+// Property: an owner that is not a superuser can create the roles, and is not reported as their
+// member: it may grant them, which PostgreSQL records as a membership from version 16 on. Row S7 of
+// guarantees.md.
+func TestMigrateRolesMakerMayOnlyGrant(t *testing.T) {
+	t.Parallel()
+	address := pgtest.EmptyDatabase(t)
+	prefix, conn := pgtest.RolePrefix(t, address), connect(t, address)
+	execSQL(t, conn, "CREATE ROLE "+prefix+"_owner CREATEROLE; GRANT CREATE ON DATABASE "+pgx.Identifier{conn.Config().Database}.Sanitize()+" TO "+prefix+"_owner")
+	owner := pgtest.Login(t, address, prefix, "owner") + "&options=-crole%3D" + prefix + "_owner"
+	require.Zero(t, runOn(t, owner, "migrate", "up").code)
+	r := runOn(t, owner, "migrate", "roles", "--apply", "--prefix", prefix)
+	require.Zero(t, r.code, r.stderr)
+	assert.NotContains(t, r.stdout, "is new")
+	again := runOn(t, owner, "migrate", "roles", "--apply", "--prefix", prefix)
+	require.Zero(t, again.code, again.stderr)
+	var knows bool
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT current_setting('server_version_num')::int >= 160000").Scan(&knows))
+	if knows {
+		assert.Contains(t, again.stdout, "role "+prefix+"_relay existed before: it cannot log in; members: "+prefix+"_owner (may only grant it)\n")
+	} else {
+		assert.Contains(t, again.stdout, "role "+prefix+"_relay existed before: it cannot log in; members: none\n")
+	}
+}
+
+// Property: a role whose members could do more than the schema's rights allow is refused, by
+// --apply and by what is printed, with a remedy, and nothing is changed. Rows S7, S18 of guarantees.md.
+func TestMigrateRolesRefusesMightyRoles(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct{ made, says string }{
+		{"CREATE ROLE PREFIX_relay SUPERUSER", "role PREFIX_relay exists and is SUPERUSER"},
+		{"CREATE ROLE PREFIX_relay CREATEROLE", "role PREFIX_relay exists and is CREATEROLE"},
+		{"CREATE ROLE PREFIX_publisher BYPASSRLS", "role PREFIX_publisher exists and is BYPASSRLS"},
+		{"CREATE ROLE PREFIX_operator REPLICATION", "role PREFIX_operator exists and is REPLICATION"},
+		{"CREATE ROLE PREFIX_consumer; CREATE ROLE PREFIX_super SUPERUSER; GRANT PREFIX_super TO PREFIX_consumer", "role PREFIX_consumer exists and is a member of PREFIX_super, which is SUPERUSER"},
+		{"CREATE ROLE PREFIX_dba CREATEROLE; CREATE ROLE PREFIX_a; CREATE ROLE PREFIX_endpoint; GRANT PREFIX_dba TO PREFIX_a; GRANT PREFIX_a TO PREFIX_endpoint", "is a member of PREFIX_dba, which is CREATEROLE"},
+		{"CREATE ROLE PREFIX_endpoint; ALTER SCHEMA effectonce OWNER TO PREFIX_endpoint", "role PREFIX_endpoint exists and owns the schema"},
+	} {
+		address := pgtest.Database(t)
+		prefix, conn := pgtest.RolePrefix(t, address), connect(t, address)
+		named := func(text string) string { return strings.ReplaceAll(text, "PREFIX", prefix) }
+		execSQL(t, conn, named(c.made))
+		rights := func() (acl string) {
+			require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*) || ' ' || string_agg(coalesce(relacl::text, ''), ' ' ORDER BY oid) FROM pg_class WHERE relnamespace = 'effectonce'::regnamespace`).Scan(&acl))
+			return acl
+		}
+		before := rights()
+		_, err := conn.PgConn().Exec(t.Context(), run(t, nil, "migrate", "roles", "--prefix", prefix).stdout).ReadAll()
+		require.ErrorContains(t, err, named(c.says))
+		execSQL(t, conn, "ROLLBACK")
+		r := runOn(t, address, "migrate", "roles", "--apply", "--prefix", prefix)
+		assert.Equal(t, 1, r.code, c.made)
+		assert.Empty(t, r.stdout)
+		if !strings.Contains(c.made, "OWNER") { // this program is refused before
+			assert.Contains(t, r.stderr, named(c.says))
+			assert.Contains(t, r.stderr, "--prefix", "a remedy")
+		}
+		assert.Equal(t, before, rights(), c.made)
+		execSQL(t, conn, named("ALTER SCHEMA effectonce OWNER TO CURRENT_USER"))
+	}
+}
+
+// Property: each command of an operator works with that role alone, and says nothing of rights;
+// what is not an operator's is refused. Row S7 of guarantees.md.
 func TestOperatorHasItsCommands(t *testing.T) {
 	t.Parallel()
 	address, topic := published(t)
@@ -84,10 +181,10 @@ func TestOperatorHasItsCommands(t *testing.T) {
 	for _, line := range []string{
 		"status", "status --brokers KAFKA", "positions", "positions --json", "explain " + id, "explain " + topic + "/0/0", "explain " + idPrefix + "1",
 		"verify", "verify --group billing", "tail --from-beginning --limit 2", "doctor", "migrate status",
-		"dead list", "dead show 1", "dead show 5", "dead retry --reason too_large", "dead discard --topic payments --all-of-key --why test",
+		"dead list", "dead show 1", "dead show 5", "dead retry --reason too_large", "dead discard --topic payments --all-of-key --yes --why test",
 		"dead discard --id 4 --why test", "parked list", "parked show " + idPrefix + "1", "parked retry --reason failed",
 		"parked retry --topic orders --key order-1 --dry-run", "parked discard --reason undecodable --why test",
-		"parked discard --topic payments --all-of-key --why test", "actions list", "prune --dry-run",
+		"parked discard --topic payments --all-of-key --yes --why test", "actions list", "prune --dry-run",
 		"relays list", "relays list --json", "relays delete old --why test", "shards 2 --why test", "topics pause orders --why test --wait 0s", "topics list", "topics resume orders --why test",
 		"consumer pause --group billing --topic orders --why test", "consumer resume --group billing --topic orders", "consumer id-rule",
 		"consumer resume-at --group billing --topic orders --partition 0 --at latest --why test", "consumer resume-at --group billing --topic orders --partition 0 --cancel --why test",
@@ -118,7 +215,8 @@ func TestOperatorHasItsCommands(t *testing.T) {
 	}
 }
 
-// Property: the role of a relay is enough for "outbox-relay run" with every metric, and for status and doctor. Row S7.
+// Property: the role of a relay is enough for "outbox-relay run" with every metric, and for status
+// and doctor. Row S7 of guarantees.md.
 func TestRelayRunsWithItsRole(t *testing.T) {
 	t.Parallel()
 	address, topic := published(t)
@@ -134,7 +232,7 @@ func TestRelayRunsWithItsRole(t *testing.T) {
 	awaitRecords(t, topic, 4)
 	awaitGet(t, listening(t, stderr)+"/metrics", func(code int, body string) bool {
 		return code == 200 && strings.Contains(body, "\neffectonce_parked_messages{") && strings.Contains(body, "\neffectonce_consumer_position_age_seconds{") &&
-			strings.Contains(body, "\noutbox_table_bytes")
+			strings.Contains(body, "\neffectonce_outbox_table_bytes")
 	})
 	require.Zero(t, end(), stderr)
 	assert.NotContains(t, stderr.String(), "42501")

@@ -7,9 +7,10 @@ import (
 	"io"
 	"strings"
 
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
 // Exit codes.
@@ -19,47 +20,48 @@ const (
 	exitUsage   = 2
 )
 
-// usageError is wrong use that shows only when a command works.
+// usageError is a usage error that is only detected while a command runs.
 type usageError struct{ err error }
 
 func (e usageError) Error() string { return e.err.Error() }
 func (e usageError) Unwrap() error { return e.err }
 
-// errNotWell ends a command that has already said, on stdout, what is not well.
-var errNotWell = errors.New("not well")
+// errUnhealthy ends a command that has already printed the problems to stdout.
+var errUnhealthy = errors.New("not well")
 
-// commands are the constructors of all commands. The settings are filled in before a command works.
+// commands returns the constructors of all commands. The settings are complete before a command
+// runs.
 func commands() []func(*settings) *cobra.Command {
-	return []func(*settings) *cobra.Command{
-		newRun, newMigrate, newStatus, newPositions, newExplain, newVerify, newTail, newReplay, newDead, newTopics, newShards, newRelays, newRepair, newConsumer, newParked, newKeys, newActions,
-		newDoctor, newPrune, newDemo,
-		newBench, newVersion,
-	}
+	return append(tryout(), newRun, newReady, newMigrate, newStatus, newPositions, newExplain, newVerify, newTail, newReplay,
+		newDead, newTopics, newShards, newRelays, newPublishers, newRepair, newConsumer, newParked, newKeys, newActions,
+		newDoctor, newPrune, newVersion)
 }
 
-// execute runs one command line and returns the exit code. Everything it needs of the process comes as
-// an argument, so that tests run commands beside each other.
+// execute runs one command line and returns the exit code. It gets the process's state as
+// arguments, so that tests can run commands in parallel.
 func execute(ctx context.Context, args []string, lookup lookupFunc, stdout, stderr io.Writer) int {
 	s := &settings{lookup: lookup, checks: map[*cobra.Command]func() error{}}
-	root := newRoot(s, stdout, stderr)
+	out, problems := &terminal{out: stdout}, &terminal{out: stderr}
+	defer out.flush()
+	defer problems.flush()
+	root := newRoot(s, out, problems)
 	root.SetArgs(args)
 	err := root.ExecuteContext(ctx)
 	switch {
 	case err == nil:
 		return exitDone
-	case errors.Is(err, errNotWell):
+	case errors.Is(err, errUnhealthy):
 		return exitNotWell
 	case ctx.Err() != nil:
-		_, _ = io.WriteString(stderr, "error: interrupted\n")
+		_, _ = io.WriteString(problems, "error: interrupted\n")
 		return exitNotWell
 	}
-	var denied *pgconn.PgError
-	if errors.As(err, &denied) && denied.Code == "42501" {
+	if pgerr.Is(err, pgerr.InsufficientPrivilege) {
 		err = fmt.Errorf("%w: \"outbox-relay doctor\" lists the rights that the role lacks", err)
 	}
 	text := "error: " + strings.ReplaceAll(err.Error(), "\n", "\nerror: ") + "\n"
-	_, _ = io.WriteString(stderr, text) // if even that fails, the exit status has to say it
-	// What fails before a command works is a matter of how it was called.
+	_, _ = io.WriteString(problems, text) // if this fails, only the exit status reports the error
+	// An error before the command runs is a usage error.
 	if errors.As(err, &usageError{}) || !s.resolved {
 		return exitUsage
 	}
@@ -70,15 +72,18 @@ func execute(ctx context.Context, args []string, lookup lookupFunc, stdout, stde
 func newRoot(s *settings, stdout, stderr io.Writer) *cobra.Command {
 	root := &cobra.Command{
 		Use:   "outbox-relay",
-		Short: "Publish the outbox table to Kafka, and look after it",
-		Long: `outbox-relay publishes the rows of the outbox table to Kafka, in order for each key,
-and is the operator's tool for the pipeline.
+		Short: "Publish the outbox table to Kafka, and operate the pipeline",
+		Long: `outbox-relay publishes the rows of the outbox table to Kafka, in order for each key. It is also
+the operator's tool for the pipeline.
 
-Every flag has an environment variable: OUTBOX_ and its name in upper case, so
---database-url is OUTBOX_DATABASE_URL. DATABASE_URL and KAFKA_BROKERS are understood too.
-A flag wins over OUTBOX_..., and that wins over the general name.
+Flags can be set in the environment: --database-url by OUTBOX_DATABASE_URL or DATABASE_URL, --brokers
+by OUTBOX_BROKERS or KAFKA_BROKERS, --lease by OUTBOX_LEASE and so on. A flag wins over OUTBOX_...,
+and that wins over the general name. Flags that choose what a command changes have no variable.
 
-Exit status: 0 done, 1 what was asked about is not well or failed, 2 wrong use.`,
+"outbox-relay actions list" shows who changed what, when and why. Commands record their changes there, with --by and
+--why.
+
+Exit status: 0 success, 1 not well or failed, 2 wrong use.`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 	}
@@ -97,8 +102,8 @@ Exit status: 0 done, 1 what was asked about is not well or failed, 2 wrong use.`
 	return root
 }
 
-// nameOnly makes commands that only have subcommands refuse what is none of them. The shells of cobra's
-// own completion command get our words for a needless argument: cobra's quote it.
+// nameOnly makes a command that only has subcommands refuse any other argument. The subcommands of
+// cobra's completion command get our error for an unexpected argument: cobra's error quotes it.
 func nameOnly(c *cobra.Command) {
 	for _, sub := range c.Commands() {
 		if c.Name() == "completion" {
@@ -125,7 +130,7 @@ func newHelp() *cobra.Command {
 	}
 }
 
-// showHelp is the work of a command that only has subcommands: called alone, it did nothing.
+// showHelp runs when a command that only has subcommands is called without one.
 func showHelp(cmd *cobra.Command, _ []string) error {
 	cmd.SetOut(cmd.ErrOrStderr())
 	if err := cmd.Help(); err != nil {
@@ -134,7 +139,7 @@ func showHelp(cmd *cobra.Command, _ []string) error {
 	return usageError{fmt.Errorf("%s: a command is missing", cmd.CommandPath())}
 }
 
-// oneOf refuses an argument of a command that only has subcommands.
+// oneOf refuses an unknown subcommand.
 func oneOf(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
@@ -146,7 +151,7 @@ func oneOf(cmd *cobra.Command, args []string) error {
 	return fmt.Errorf("unknown command %s: see %s --help", shown(args[0]), cmd.CommandPath())
 }
 
-// noArgs refuses every argument. An argument is never quoted as it is: it may be a database URL.
+// noArgs refuses all arguments. It quotes them only through shown: one may be a database URL.
 func noArgs(cmd *cobra.Command, args []string) error {
 	if len(args) > 0 {
 		return fmt.Errorf("%s takes no argument, got %s: see %s --help", cmd.CommandPath(), shown(args[0]), cmd.CommandPath())
@@ -154,8 +159,18 @@ func noArgs(cmd *cobra.Command, args []string) error {
 	return nil
 }
 
-// flagError replaces the texts of the flag parser where they quote what might be a secret, such as
-// -database-url=... with one dash.
+// arguments requires least to most arguments.
+func arguments(what string, least, most int) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) < least || len(args) > most {
+			return fmt.Errorf("%s takes %s: see %s --help", cmd.CommandPath(), what, cmd.CommandPath())
+		}
+		return nil
+	}
+}
+
+// flagError replaces errors of the flag parser that may quote a secret, such as -database-url=...
+// with one dash.
 func flagError(cmd *cobra.Command, err error) error {
 	if errors.Is(err, pflag.ErrHelp) {
 		return err

@@ -15,12 +15,12 @@ const routesBytesMax = 20_000
 
 // addRoutes adds the flags of relay.Routes.
 func addRoutes(flags *pflag.FlagSet, routes *relay.Routes) {
-	addText(flags, "topic-prefix", 200, "goes before the name of every topic in Kafka", func(text string) error {
+	addText(flags, "topic-prefix", 200, "prefix of every topic's name in Kafka", func(text string) error {
 		routes.Prefix = text
 		return relay.Routes{Prefix: text}.Validate()
 	})
 	addText(flags, "routes", routesBytesMax,
-		"rules behind ;; of which the first that matches decides: topic=REGEXP;header=NAME;value=REGEXP and then to=NAME, drop or keep", func(text string) error {
+		"rules separated by ;; (the first match decides): topic=REGEXP;header=NAME;value=REGEXP, then to=NAME, drop or keep", func(text string) error {
 			rules, err := parseRoutes(text)
 			routes.Rules = rules
 			return errors.Join(err, relay.Routes{Rules: rules}.Validate())
@@ -40,7 +40,7 @@ func parseRoutes(text string) (rules []relay.Rule, err error) {
 
 // addRates adds the flag of relay.Config.Rates.
 func addRates(flags *pflag.FlagSet, rates *map[string]float64) {
-	addText(flags, "rates", routesBytesMax, "rows per second of topics, by their names in the outbox, as orders=100,bulk=2.5; other topics have no limit", func(text string) error {
+	addText(flags, "rates", routesBytesMax, "rows per second by topic name in the outbox, as orders=100,bulk=2.5; other topics are not limited", func(text string) error {
 		*rates = map[string]float64{}
 		if strings.TrimSpace(text) == "" {
 			return nil
@@ -52,7 +52,7 @@ func addRates(flags *pflag.FlagSet, rates *map[string]float64) {
 				return fmt.Errorf("%.300q: want topic=rows per second, above 0, at most 1000000", one)
 			}
 			if _, twice := (*rates)[topic]; twice {
-				return fmt.Errorf("topic %.260q comes twice", topic)
+				return fmt.Errorf("topic %.260q is given twice", topic)
 			}
 			(*rates)[topic] = rate
 		}

@@ -10,7 +10,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Rules and rates that cannot work are refused before anything is done, with their value and the bound.
+// Rules and rates that cannot work are refused before anything is done, with their value and the
+// bound.
 func TestRoutesAndRatesAreChecked(t *testing.T) {
 	t.Parallel()
 	r := run(t, nil, "run", "--routes", "topic=a;drop;;topic=(;to=b", "--topic-prefix", "a b", "--rates", "orders=0")
@@ -22,7 +23,7 @@ func TestRoutesAndRatesAreChecked(t *testing.T) {
 	r = run(t, nil, "run", "--routes", "topic=a", "--rates", "orders=1,orders=2")
 	assert.Equal(t, 2, r.code)
 	assert.Contains(t, r.stderr, "want one of to=NAME, drop and keep")
-	assert.Contains(t, r.stderr, `topic "orders" comes twice`)
+	assert.Contains(t, r.stderr, `topic "orders" is given twice`)
 }
 
 // The flags reach the relay, from the environment as well.

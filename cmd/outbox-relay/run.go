@@ -10,66 +10,69 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/collector"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
 
-// brokersMax is how long the start waits for a broker before it says that there is none.
+// brokersMax is how long the start waits for a broker before it logs that none answers.
 const brokersMax = 5 * time.Second
 
 type runner struct {
 	*settings
 	config      relay.Config
 	connections int
-	shards      int
-	endpoints   endpoints
-	limits      backlogLimits
+	// databaseWait is how long a start waits for an unreachable database.
+	databaseWait time.Duration
+	shards       int
+	endpoints    endpoints
+	limits       backlogLimits
 }
 
 func newRun(s *settings) *cobra.Command {
 	r := &runner{settings: s}
-	cmd := needs(&cobra.Command{
+	cmd := asksKafka(needs(&cobra.Command{
 		Use:   "run",
 		Short: "Publish outbox rows to Kafka until SIGTERM",
-		Long: `Publish outbox rows to Kafka, every committed row at least once and those of a key in order.
+		Long: `Publish outbox rows to Kafka: every committed row at least once, the rows of a key in order. With --exactly-once,
+records and progress are in one Kafka transaction: readers with isolation.level read_committed see each row once,
+whatever is killed.
 
-Any number of replicas may run: each shard of the keys is published by one of them, the others stand by. There
-is one shard unless --shards says otherwise at the first start; "outbox-relay shards" changes it later.
-SIGTERM and SIGINT drain: what is with the brokers is waited for, progress is stored, leases are given back. A
-second signal ends the process at once; then the last rows are published again by the next replica.
+Any number of replicas may run: each shard of the keys is published by one of them, the others stand by. --shards only
+counts at the first start; later use "outbox-relay shards".
 
-With --exactly-once, records and progress are written in one Kafka transaction: readers with isolation.level
-read_committed see each row once, whatever is killed.
+SIGTERM and SIGINT drain: the relay waits for records in flight, stores progress and releases its leases. A second
+signal ends the process at once; the next replica then publishes the last rows again.
 
-/healthz, /readyz and /metrics are at --listen, for this machine alone unless another address is given:
+It waits for an unreachable database: at the start for --database-wait, later indefinitely. What the database refuses,
+such as a password, is an error at once.
 
-  outbox-relay run --listen :9464                                    # in a container
-  outbox-relay run --pprof --admin-token-file /run/secrets/admin     # profiles, for whoever has the token`,
+  outbox-relay run --listen :9464                                  # in a container
+  outbox-relay run --pprof --admin-token-file /run/secrets/admin   # profiles`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return r.run(cmd.Context(), s.logger(cmd.ErrOrStderr()))
 		},
-	}, flagDatabaseURL, flagBrokers)
+	}, flagDatabaseURL, flagBrokers))
 	flags := cmd.Flags()
-	addDuration(flags, &r.config.Lease, "lease", 10*time.Second, time.Second, 10*time.Minute, "how long a replica that died keeps the others waiting")
-	addDuration(flags, &r.config.PollMin, "poll-min", 700*time.Microsecond, 100*time.Microsecond, time.Minute, "pause between two looks at the table while rows arrive")
-	addDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while none arrive")
-	addBool(flags, &r.config.WakeOnNotify, "wake-on-notify", "look at the outbox when a program calls NOTIFY (outbox.Notify); needs a connection that is not PgBouncer's")
-	addDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for what is with the brokers")
-	addInt(flags, &r.shards, "shards", 1, 1, shardsMax, "into how many shards keys are divided, when the relay runs for the first time")
+	addDuration(flags, &r.config.Lease, "lease", 10*time.Second, time.Second, 10*time.Minute, "how long the lease of a dead replica blocks the others")
+	addDuration(flags, &r.config.PollMin, "poll-min", 700*time.Microsecond, 100*time.Microsecond, time.Minute, "pause between reads of the table while rows arrive")
+	addDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while no rows arrive")
+	addBool(flags, &r.config.WakeOnNotify, "wake-on-notify", "read the outbox on NOTIFY (outbox.Notify); needs a connection without PgBouncer")
+	addDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for records in flight")
+	addInt(flags, &r.shards, "shards", 1, 1, shardsMax, "number of shards of the keys, at the relay's first start")
 	addBool(flags, &r.config.ExactlyOnce, "exactly-once", "write records and progress in one Kafka transaction")
-	addDuration(flags, &r.config.TransactionMax, "transaction-max", 200*time.Millisecond, time.Millisecond, 10*time.Second, "how long a transaction gathers rows of a backlog, with --exactly-once")
-	addText(flags, "progress-topic", 249, "where progress is kept with --exactly-once; default: effectonce-relay-progress", func(text string) error { r.config.ProgressTopic = text; return nil })
-	addBool(flags, &r.config.SkipDead, "skip-dead", "let later rows of a key pass one that Kafka refuses, instead of holding them behind it")
+	addDuration(flags, &r.config.TransactionMax, "transaction-max", 200*time.Millisecond, time.Millisecond, 10*time.Second, "with --exactly-once: how long a transaction gathers rows of a backlog")
+	addText(flags, "progress-topic", 249, "topic of the progress with --exactly-once; default: effectonce-relay-progress", func(text string) error { r.config.ProgressTopic = text; return nil })
+	addBool(flags, &r.config.SkipDead, "skip-dead", "publish later rows of a key although Kafka refused an earlier one, instead of holding them")
 	addRoutes(flags, &r.config.Routes)
 	addRates(flags, &r.config.Rates)
-	addText(flags, "durable-horizon", 10_000, "publish what standbys have flushed alone: any, names of standbys (a,b), or a number of them (2 of a,b,c); default: wait for none", func(text string) error {
+	addText(flags, "durable-horizon", 10_000, "only publish what standbys have flushed: any, names (a,b), or a number (2 of a,b,c); default: wait for none", func(text string) error {
 		r.config.DurableHorizon = text
 		return nil
 	})
-	addDuration(flags, &r.config.Keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long published rows stay in the outbox")
+	addDuration(flags, &r.config.Keep, "keep", 10*time.Minute, 100*time.Millisecond, 30*24*time.Hour, "how long published rows stay in the outbox")
 	addInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
+	addDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")
 	r.endpoints.addFlags(flags)
 	r.limits.addFlags(flags)
 	s.checks[cmd] = func() error {
@@ -83,13 +86,13 @@ read_committed see each row once, whatever is killed.
 }
 
 func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
-	collector.Relax()
+	relaxCollector()
 	watch, err := r.openWatch(ctx, logger)
 	if err != nil {
 		return err
 	}
 	defer watch.close()
-	pool, err := r.connectPrimary(ctx, r.connections)
+	pool, err := r.connectWaiting(ctx, r.connections, r.databaseWait, logger)
 	if err != nil {
 		return err
 	}
@@ -119,11 +122,11 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 	return nil
 }
 
-// lookForBrokers only warns: rows wait in the outbox until a broker is there.
+// lookForBrokers only warns: rows wait in the outbox until a broker answers.
 func (r *runner) lookForBrokers(ctx context.Context, logger *slog.Logger) {
 	client, err := r.askKafka(brokersMax)
 	if err != nil {
-		return // the relay's own client says the same
+		return // the relay's own client reports the same error
 	}
 	defer client.Close()
 	limited, cancel := context.WithTimeout(ctx, brokersMax)

@@ -22,8 +22,8 @@ import (
 
 const canaryPassword = "canary-of-the-relay"
 
-// plainRole returns the URL of a role that may connect and nothing else. Roles belong to the cluster, so
-// it goes when the test ends.
+// plainRole returns the URL of a role that may connect and nothing else. Roles belong to the
+// cluster, so it goes when the test ends.
 func plainRole(t *testing.T, address string) string {
 	t.Helper()
 	role := fmt.Sprintf("effectonce_plain_%d", time.Now().UnixNano())
@@ -71,9 +71,9 @@ func awaitRecords(t *testing.T, topic string, n int) []*kgo.Record {
 	return records
 }
 
-// The relay publishes what is committed, with no more rights than the doctor asks for, and stops cleanly:
-// nothing is left to publish, the lease is given back and the log has no warning. Row S3: nor has the log
-// the password.
+// The relay publishes what is committed, with no more rights than the doctor asks for, and stops
+// cleanly: nothing is left to publish, the lease is released and the log has no warning. Row S3 of
+// guarantees.md: the log does not hold the password either.
 func TestRunPublishesAndDrains(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -102,7 +102,8 @@ func TestRunPublishesAndDrains(t *testing.T) {
 	assert.InDelta(t, 20, relay["published"], 0)
 }
 
-// Row O25: the relay refuses a database that takes no writes, and says which of the two reasons it is.
+// Row O25 of guarantees.md: the relay refuses a database that takes no writes, and says which of
+// the two reasons it is.
 func TestRunRefusesReadOnly(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -115,13 +116,13 @@ func TestRunRefusesReadOnly(t *testing.T) {
 	assert.Equal(t, 1, strings.Count(r.stderr, "\n"), r.stderr)
 }
 
-// Row O25: the relay refuses a standby, which would show it commits in another order than the primary.
-// With several hosts it looks for the primary among them.
+// Row O25 of guarantees.md: the relay refuses a standby, which would show it commits in another
+// order than the primary. With several hosts it looks for the primary among them.
 func TestRunRefusesStandby(t *testing.T) {
 	t.Parallel()
 	standby := pgtest.Cluster(t, nil)
 	pgtest.Migrate(t, standby.URL)
-	// A server that finds this file waits for a primary for ever, and answers reads meanwhile.
+	// A server that finds this file waits for a primary indefinitely, and answers reads.
 	execSQL(t, connect(t, standby.URL), "CHECKPOINT")
 	execSQL(t, connect(t, standby.URL), "COPY (SELECT) TO PROGRAM 'cat > standby.signal'")
 	require.NoError(t, standby.Kill(t.Context()))
@@ -142,10 +143,10 @@ func TestRunRefusesMissingSchema(t *testing.T) {
 	t.Parallel()
 	r := runOn(t, pgtest.EmptyDatabase(t), "run", "--brokers", "127.0.0.1:1")
 	assert.Equal(t, 1, r.code)
-	assert.Equal(t, "error: database schema is too old: schema effectonce is not installed: run \"outbox-relay migrate up\"\n", r.stderr)
+	assert.Equal(t, "error: schema effectonce is not installed in this database: run \"outbox-relay migrate up\"\n", r.stderr)
 }
 
-// Brokers that are away are no reason to end: the relay says so, with the remedy, and stops when told.
+// Unreachable brokers do not end the relay: it logs them, with the remedy, and stops on a signal.
 func TestRunWaitsForBrokers(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -160,8 +161,8 @@ func TestRunWaitsForBrokers(t *testing.T) {
 	assert.InDelta(t, 2, v["relays"].([]any)[0].(map[string]any)["waiting"], 0)
 }
 
-// SIGTERM drains and exits with 0; a second signal ends the process at once, however long the drain may
-// still take.
+// SIGTERM drains and exits with 0; a second signal ends the process at once, however long the drain
+// may still take.
 func TestSignals(t *testing.T) {
 	t.Parallel()
 	fake := kafkatest.Fake(t)

@@ -12,8 +12,8 @@ import (
 // settingsFileBytesMax is far above any password, token, key or list of authorities.
 const settingsFileBytesMax = 4 << 20
 
-// readSettingsFile reads a file that a flag names. Its errors quote neither the file nor its name: somebody may
-// have given the secret in place of the name.
+// readSettingsFile reads a file that a flag names. Its errors quote neither the file nor its name:
+// the user may have given the secret instead of the name.
 func readSettingsFile(path string) ([]byte, error) {
 	info, err := os.Stat(path)
 	switch {
@@ -24,7 +24,7 @@ func readSettingsFile(path string) ([]byte, error) {
 	case err != nil:
 		return nil, errors.New("want a file that can be read")
 	case !info.Mode().IsRegular():
-		// Of a pipe nothing would be left for the next connection.
+		// A pipe would be empty for the next connection.
 		return nil, errors.New("want a regular file: it is read again later")
 	}
 	file, err := os.Open(path) //nolint:gosec // the operator names it
@@ -44,8 +44,8 @@ func readSettingsFile(path string) ([]byte, error) {
 	return text, nil
 }
 
-// secretFile names a file with one line: a password or a token. It is read for each use, so a new secret needs
-// no restart. The zero value names none.
+// secretFile names a file with one line: a password or a token. It is read for each use, so a new
+// secret needs no restart. The zero value names none.
 type secretFile struct {
 	flag string
 	path string
@@ -53,14 +53,14 @@ type secretFile struct {
 
 func (f *secretFile) given() bool { return f.path != "" }
 
-// parse looks at the file once, so that a wrong one is refused at the start.
+// parse reads the file once, so that an invalid one is refused at the start.
 func (f *secretFile) parse(path string) error {
 	f.path = path
 	_, err := f.content()
 	return err
 }
 
-// errSecretFile is for who must not repeat what the driver says.
+// errSecretFile identifies these errors to code that must not repeat the driver's errors.
 var errSecretFile = errors.New("the secret cannot be read")
 
 // read returns the secret as it is now.
@@ -78,7 +78,7 @@ func (f *secretFile) content() (string, error) {
 		return "", err
 	}
 	text = bytes.TrimSuffix(bytes.TrimSuffix(text, []byte("\n")), []byte("\r"))
-	// PLAIN and OAUTHBEARER part what they send with 0 and 1.
+	// PLAIN and OAUTHBEARER separate their fields with bytes 0 and 1.
 	if bytes.ContainsAny(text, "\r\n\x00\x01") {
 		return "", errors.New("want a file of one line of text")
 	}

@@ -58,8 +58,8 @@ func assertNoCanary(t *testing.T, r result, what string) {
 	}
 }
 
-// A file of the URL that is missing or is no certificate is not told as a malformed URL, and neither password nor path is
-// repeated.
+// A file of the URL that is missing or not a certificate is not reported as a malformed URL, and
+// neither password nor path is repeated.
 func TestUnreadableFilesOfTheURLAreNamed(t *testing.T) {
 	t.Parallel()
 	broken := filepath.Join(t.TempDir(), "broken.pem")
@@ -80,8 +80,8 @@ func TestUnreadableFilesOfTheURLAreNamed(t *testing.T) {
 	}
 }
 
-// Row S3: neither a password nor a piece of one is ever printed, however the URL is malformed and
-// wherever it is given. (CANARY and HOMING are the pieces.)
+// Row S3 of guarantees.md: neither a password nor a piece of one is ever printed, however the URL
+// is malformed and wherever it is given. (CANARY and HOMING are the pieces.)
 func TestPasswordsAreNeverPrinted(t *testing.T) {
 	t.Parallel()
 	for i, password := range canaries() {
@@ -122,7 +122,8 @@ func TestPasswordsAreNeverPrinted(t *testing.T) {
 	}
 }
 
-// Row S3: a password that the server refuses, and one that it takes, stay hidden as well.
+// Row S3 of guarantees.md: a password that the server refuses, and one that it takes, stay hidden
+// as well.
 func TestPasswordsOfRealServersAreNeverPrinted(t *testing.T) {
 	t.Parallel()
 	address, err := url.Parse(pgtest.EmptyDatabase(t))
@@ -143,7 +144,7 @@ func TestPasswordsOfRealServersAreNeverPrinted(t *testing.T) {
 	assert.Contains(t, c.stderr, address.Host+"/no-such-database: this database does not exist: create it, or check the name (3D000)")
 }
 
-// Row S3: a setting that holds the URL does not show it to whoever formats it.
+// Row S3 of guarantees.md: a setting that holds the URL does not show it, however it is formatted.
 func TestSecretsDoNotFormat(t *testing.T) {
 	t.Parallel()
 	text := main.FormatSettings("postgres://user:" + canaryHead + "@host/db")
@@ -151,8 +152,9 @@ func TestSecretsDoNotFormat(t *testing.T) {
 	assert.Contains(t, text, "(hidden)")
 }
 
-// Row S3: what the parser would take for something else than was meant, so that a piece of the password
-// would go out as a host, a database or a setting, is refused before anything connects, with the remedy.
+// Row S3 of guarantees.md: what the parser would take for something else than was meant, so that a
+// piece of the password would go out as a host, a database or a setting, is refused before anything
+// connects, with the remedy.
 func TestAmbiguousDatabaseURLsAreRefused(t *testing.T) {
 	t.Parallel()
 	for _, address := range []string{

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -15,11 +16,11 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// lookupFunc is os.LookupEnv, or what a test puts in its place.
+// lookupFunc is os.LookupEnv, or a test's replacement.
 type lookupFunc func(name string) (value string, found bool)
 
-// secret is a text that never shows in output, whoever formats it. It is in a function because fmt looks
-// into a struct inside of a struct without asking its methods.
+// secret is a text that never appears in formatted output. A function holds it, because fmt prints
+// a struct inside another struct without calling its methods.
 type secret struct{ text func() string }
 
 const hidden = "(hidden)"
@@ -35,7 +36,7 @@ func (s secret) reveal() string {
 	return s.text()
 }
 
-// settings are the flags that every command has. They are complete when a command works.
+// settings are the flags that every command has. They are complete when a command runs.
 type settings struct {
 	databaseURL      secret // empty: not given
 	databasePassword secretFile
@@ -50,10 +51,10 @@ type settings struct {
 
 	lookup   lookupFunc
 	checks   map[*cobra.Command]func() error // of flags that depend on each other
-	resolved bool                            // a command was found, and called in the right way
+	resolved bool                            // a command was found, and its flags are valid
 }
 
-// Marks on commands: see needs and offline.
+// Annotations of commands: see needs and offline.
 const (
 	annotationNeeds   = "needs"
 	annotationOffline = "offline"
@@ -67,12 +68,12 @@ const (
 	flagBrokers     = "brokers"
 )
 
-// needs marks a command that cannot work without some of the addresses.
+// needs marks a command that requires these address flags.
 func needs(cmd *cobra.Command, flags ...string) *cobra.Command {
 	return annotate(cmd, annotationNeeds, strings.Join(flags, " "))
 }
 
-// offline marks a command that uses no address, and so takes no offence at a wrong one.
+// offline marks a command that uses no address. It ignores an invalid one.
 func offline(cmd *cobra.Command) *cobra.Command { return annotate(cmd, annotationOffline, "true") }
 
 func annotate(cmd *cobra.Command, name, value string) *cobra.Command {
@@ -85,7 +86,7 @@ func annotate(cmd *cobra.Command, name, value string) *cobra.Command {
 
 func isAddress(flag string) bool { return flag == flagDatabaseURL || flag == flagBrokers }
 
-// generalName is a variable that other programs use as well.
+// generalName returns the variable that other programs use as well.
 func generalName(flag string) string {
 	switch flag {
 	case flagDatabaseURL:
@@ -97,39 +98,40 @@ func generalName(flag string) string {
 }
 
 func (s *settings) addFlags(flags *pflag.FlagSet) {
-	addOption(flags, flagDatabaseURL, "url", "", "PostgreSQL, as postgres://user:password@host:5432/dbname; the environment hides it from other users of the machine",
+	addOption(flags, flagDatabaseURL, "url", "", "PostgreSQL, as postgres://user:password@host:5432/dbname; set it in the environment to hide it from other users of the machine",
 		s.parseDatabaseURL)
-	addOption(flags, flagBrokers, "list", "", "seed brokers of Kafka, as host:port,host:port", s.parseBrokers)
+	addOption(flags, flagBrokers, "list", "", "Kafka seed brokers, as host:port,host:port", s.parseBrokers)
 	s.addConnectionFlags(flags)
 	addOption(flags, "schema", "string", migrations.DefaultSchema, "schema that holds the tables", func(text string) error {
 		name, err := migrations.Options{Schema: text}.Resolve()
 		if err != nil || text == "" {
-			// Resolve quotes the name, which is shown already.
+			// Resolve's error quotes the name, which the caller already shows.
 			return errors.New("want at most 49 lower-case letters, digits and underscores, not starting with a digit or pg_")
 		}
 		s.schema = name
 		return nil
 	})
-	addOption(flags, "relay", "string", "default", "name of the relay: replicas that share the work have the same one", func(text string) error {
+	addOption(flags, "relay", "string", "default", "name of the relay; replicas that share the work use the same name", func(text string) error {
 		if text == "" || len(text) > 255 || strings.ContainsRune(text, 0) {
 			return errors.New("want 1 to 255 bytes")
 		}
 		s.relay = text
 		return nil
 	})
-	addOption(flags, "log-level", "string", "info", "what is logged to stderr (debug, info, warn, error)", func(text string) error {
+	addOption(flags, "log-level", "string", "info", "lowest level logged to stderr (debug, info, warn, error)", func(text string) error {
 		if err := s.logLevel.UnmarshalText([]byte(text)); err != nil {
 			return errors.New("want debug, info, warn or error")
 		}
 		return nil
 	})
-	addChoice(flags, &s.logFormat, "log-format", []string{"text", "json"}, "text", "form of the log")
+	addChoice(flags, &s.logFormat, "log-format", []string{"text", "json"}, "text", "log format")
 }
 
-// resolve fills in what was not given as a flag from the environment, parses everything and returns all
+// resolve reads flags that were not given from the environment, parses all values and returns all
 // problems at once.
 func (s *settings) resolve(cmd *cobra.Command) error {
 	var problems []error
+	var refused []string
 	cmd.Flags().VisitAll(func(f *pflag.Flag) {
 		if f.Name == "help" {
 			return
@@ -137,7 +139,9 @@ func (s *settings) resolve(cmd *cobra.Command) error {
 		if isConnection(f.Name) && cmd.Annotations[annotationOffline] != "" {
 			return
 		}
-		problems = append(problems, s.resolveFlag(cmd, f))
+		if err := s.resolveFlag(cmd, f); err != nil {
+			problems, refused = append(problems, err), append(refused, "--"+f.Name)
+		}
 	})
 	for name := range strings.FieldsSeq(cmd.Annotations[annotationNeeds]) {
 		if cmd.Flags().Lookup(name).Value.String() == "" {
@@ -148,7 +152,7 @@ func (s *settings) resolve(cmd *cobra.Command) error {
 		problems = append(problems, s.checkConnections(cmd))
 	}
 	if check := s.checks[cmd]; check != nil {
-		problems = append(problems, check())
+		problems = append(problems, without(check(), refused))
 	}
 	if err := errors.Join(problems...); err != nil {
 		return err
@@ -161,6 +165,22 @@ func (s *settings) resolve(cmd *cobra.Command) error {
 	return nil
 }
 
+// without drops problems that name a flag whose value was refused. They only say that the flag is
+// missing, or does not fit another one.
+func without(err error, flags []string) error {
+	if joined, ok := err.(interface{ Unwrap() []error }); ok {
+		var rest []error
+		for _, one := range joined.Unwrap() {
+			rest = append(rest, without(one, flags))
+		}
+		return errors.Join(rest...)
+	}
+	if err != nil && slices.ContainsFunc(flags, func(name string) bool { return strings.Contains(err.Error(), name) }) {
+		return nil
+	}
+	return err
+}
+
 func (s *settings) resolveFlag(cmd *cobra.Command, f *pflag.Flag) error {
 	source := "--" + f.Name
 	text := f.Value.String()
@@ -169,7 +189,7 @@ func (s *settings) resolveFlag(cmd *cobra.Command, f *pflag.Flag) error {
 		if name != "" {
 			source, text = name, value
 			if err := cmd.Flags().Set(f.Name, value); err != nil {
-				// Of a flag that another package added: its text quotes the value.
+				// Another package's flag: its error quotes the value.
 				return fmt.Errorf("%s %s: want a %s", source, shown(value), f.Value.Type())
 			}
 		}
@@ -192,9 +212,9 @@ func ownName(flag string) string {
 	return "OUTBOX_" + strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))
 }
 
-// fromEnvironment returns the variable that sets a flag, or no name. An empty variable sets nothing:
-// that is what an unset one becomes in many deployment files. What asks for consent cannot be given
-// beforehand, and hidden flags are between processes of this program.
+// fromEnvironment returns the variable that sets a flag, or no name. An empty variable sets
+// nothing: that is what an unset one becomes in many deployment files. What asks for consent cannot
+// be given beforehand, and hidden flags are between processes of this program.
 func (s *settings) fromEnvironment(f *pflag.Flag) (name, value string) {
 	if f.Name == flagYes || f.Hidden || f.Annotations[annotationCommandLine] != nil {
 		return "", ""

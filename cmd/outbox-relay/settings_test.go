@@ -112,7 +112,7 @@ func TestWrongUse(t *testing.T) {
 	}
 }
 
-// What uses no address takes no offence at a wrong one, and help needs nothing.
+// Commands that use no address ignore an invalid one, and help needs nothing.
 func TestOfflineCommands(t *testing.T) {
 	t.Parallel()
 	wrong := map[string]string{"DATABASE_URL": "jdbc:mysql://somewhere", "KAFKA_BROKERS": "::"}

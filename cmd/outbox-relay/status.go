@@ -11,19 +11,22 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"github.com/twmb/franz-go/pkg/kadm"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/dedup"
-	"github.com/effectonce/effectonce/internal/consumers"
-	"github.com/effectonce/effectonce/internal/doctor"
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// statusMax is how long the database may take for an answer.
+// statusMax is the time limit of the database's answers.
 const statusMax = 30 * time.Second
 
 type statusOptions struct {
 	interval, ageMax time.Duration
+	lagAgeMax        time.Duration
 	watch            time.Duration // 0: once
 	parkedMax        int
 	json             bool
@@ -32,16 +35,17 @@ type statusOptions struct {
 
 func newStatus(s *settings) *cobra.Command {
 	var opts statusOptions
-	cmd := needs(&cobra.Command{
+	cmd := asksKafka(needs(&cobra.Command{
 		Use:   "status",
-		Short: "Show what waits, how fast it goes, who relays, and how consumers go",
-		Long: `Show what waits, how fast it goes and who relays; for each consumer, which partitions stand still and
-why, what is parked, and which topics an operator paused. With --brokers also which of their topics do not exist.
-With --relay only that relay and no consumers, else all.
+		Short: "Show backlog, publishing rate, replicas and consumers",
+		Long: `Show backlog, publishing rate and replicas of relays; per consumer, halted partitions and why, parked messages and
+paused topics. With --brokers also topics of consumers that do not exist. With --relay only that relay, and no
+consumers.
 
-Exit status 1 if it is not well: rows wait and no replica holds the lease or reaches Kafka, a replica is stuck,
-a row waits for longer than --age-max, a message for later is overdue for longer, rows are in outbox_dead, a sequence went back (see "outbox-relay repair"), a partition stands still, or more than --parked-max messages are
-parked.`,
+Exit status 1 if rows wait and no replica holds the lease or reaches Kafka; a replica is stuck; a row waits for longer
+than --age-max, or a scheduled message is overdue for longer; rows are in outbox_dead; a sequence went back (see
+"outbox-relay repair"); a partition halted; a consumer is later than --lag-age-max, or gone for longer; or more than
+--parked-max messages are parked.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("relay") {
@@ -52,14 +56,20 @@ parked.`,
 			}
 			return s.status(cmd.Context(), opts, cmd.OutOrStdout())
 		},
-	}, flagDatabaseURL)
-	addDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long the rate is measured; 0s: not at all")
+	}, flagDatabaseURL))
+	addDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long to measure the rate; 0s: do not measure")
 	addDuration(cmd.Flags(), &opts.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
-	addDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "show it again this often, until it is interrupted; 0s: once")
+	addLagAgeMax(cmd.Flags(), &opts.lagAgeMax)
+	addDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "repeat at this interval until interrupted; 0s: once")
 	commandLineOnly(cmd.Flags(), "watch")
 	addInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, doctor.CountMax, "how many messages may be parked")
 	addJSON(cmd, &opts.json)
 	return cmd
+}
+
+// addLagAgeMax adds the flag of commands that judge consumers.
+func addLagAgeMax(flags *pflag.FlagSet, target *time.Duration) {
+	addDuration(flags, target, "lag-age-max", doctor.LagAgeMaxDefault, 0, 30*24*time.Hour, "how late a consumer may be: the age of its oldest position; 0s: any")
 }
 
 func (s *settings) status(ctx context.Context, opts statusOptions, out io.Writer) error {
@@ -83,13 +93,13 @@ func (s *settings) status(ctx context.Context, opts statusOptions, out io.Writer
 		err = printStatus(out, status)
 	}
 	if err == nil && !status.Well {
-		return errNotWell
+		return errUnhealthy
 	}
 	return err
 }
 
 func (s *settings) readStatus(ctx context.Context, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
-	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax, ParkedMax: int64(opts.parkedMax)}
+	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax, LagAgeMax: opts.lagAgeMax, ParkedMax: int64(opts.parkedMax)}
 	if len(s.brokers) > 0 {
 		want.Missing = s.missingTopics
 	}
@@ -99,18 +109,15 @@ func (s *settings) readStatus(ctx context.Context, conn *pgx.Conn, opts statusOp
 			return nil, err
 		}
 		want.Before = before
-		timer := time.NewTimer(opts.interval)
-		defer timer.Stop()
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
+		if !pause.For(ctx, opts.interval) {
 			return nil, ctx.Err()
 		}
 	}
 	return doctor.ReadStatus(ctx, conn, s.schema, want)
 }
 
-// missingMax is how long the brokers may take for an answer: the status is the database's, and does not wait for them.
+// missingMax is the time limit of the brokers' answer. It is short, because the status comes from
+// the database and must not wait for brokers.
 const missingMax = 2 * time.Second
 
 func (s *settings) missingTopics(ctx context.Context, topics []string) ([]string, error) {
@@ -133,7 +140,7 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 			return err
 		}
 	}
-	if _, err := fmt.Fprintf(out, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions); err != nil {
+	if err := say(out, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions); err != nil {
 		return err
 	}
 	if len(status.Consuming) > 0 {
@@ -146,13 +153,13 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 		text.WriteString(claimsText(d))
 	}
 	for _, note := range status.Notes {
-		fmt.Fprintln(&text, "note:", note)
+		add(&text, "note: %s\n", note)
 	}
 	for _, problem := range status.Problems {
-		fmt.Fprintln(&text, "not well:", problem)
+		add(&text, "not well: %s\n", problem)
 	}
 	if status.Well {
-		fmt.Fprintln(&text, "well")
+		add(&text, "well\n")
 	}
 	_, err := io.WriteString(out, text.String())
 	return err
@@ -167,12 +174,12 @@ func scheduledText(s doctor.Scheduled) string {
 	}
 	text := "scheduled for later: " + some(s.Count, s.CountExact)
 	if s.Overdue > 0 {
-		text += fmt.Sprintf(", of these %s due, the oldest for %s", some(s.Overdue, s.OverdueExact), seconds(s.OldestOverdueSeconds))
+		text += fmt.Sprintf(", %s of them overdue, the oldest for %s", some(s.Overdue, s.OverdueExact), seconds(s.OldestOverdueSeconds))
 	}
 	return text + "\n"
 }
 
-// claimsText says in two lines what the claims take.
+// claimsText is the size of the claims, in up to two lines.
 func claimsText(d *dedup.Stats) string {
 	maintained := "never maintained"
 	if d.MaintainedSeconds != nil {
@@ -182,11 +189,11 @@ func claimsText(d *dedup.Stats) string {
 	if d.BytesPerClaim > 0 {
 		each = fmt.Sprintf(", %.0f bytes each", d.BytesPerClaim)
 	}
-	text := fmt.Sprintf("claims: about %d in %s%s, of these %d without time; for ever %d in %s; days %s to %s, %s\n",
+	text := fill("claims: about %d in %s%s, of these %d without time; forever %d in %s; days %s to %s, %s\n",
 		d.Claims, bytesText(d.Bytes), each, d.Untimed, d.Forever, bytesText(d.ForeverBytes),
 		d.OldestDay.Format(time.DateOnly), d.LastDay.Format(time.DateOnly), maintained)
 	if d.HeldBack != "" {
-		text += fmt.Sprintf("claims are kept beyond every window for the position of %s\n", plain(d.HeldBack))
+		text += fill("claims are kept beyond every window for the position of %s\n", plain(d.HeldBack))
 	}
 	return text
 }
@@ -211,7 +218,7 @@ func relaysText(status *doctor.Status) string {
 	var text strings.Builder
 	text.WriteString("relay\tshard\twaiting\toldest\trows/s\tpublished\tdead\trelayed by\tlease left\tepoch\n")
 	for _, r := range status.Relays {
-		waiting, oldest, rate, owner, left := strconv.FormatInt(r.Waiting, 10), "-", "-", "nobody", "-"
+		waiting, oldest, rate, owner, left := strconv.FormatInt(r.Waiting, 10), "-", "-", "none", "-"
 		if !r.WaitingExact {
 			waiting = "about " + waiting
 		}
@@ -224,20 +231,24 @@ func relaysText(status *doctor.Status) string {
 		if r.Live {
 			owner, left = plain(r.Owner), seconds(r.LeaseLeftSeconds)
 		}
-		fmt.Fprintf(&text, "%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published, byReason(r.Dead), owner, left, r.Epoch)
+		add(&text, "%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published, byReason(r.Dead), owner, left, r.Epoch)
 	}
 	return text.String()
 }
 
 func consumersText(status *doctor.Status) string {
 	var text strings.Builder
-	text.WriteString("consumer\tpartitions\tstand still\tparked\tkeys held\toldest parked\n")
+	text.WriteString("consumer\tpartitions\thalted\tbehind\tparked\tkeys held\toldest parked\n")
 	for _, c := range status.Consuming {
 		oldest := "-"
 		if c.OldestParkedSeconds > 0 {
 			oldest = seconds(c.OldestParkedSeconds)
 		}
-		fmt.Fprintf(&text, "%s\t%d\t%d\t%s\t%d\t%s\n", consumerText(c.Name), c.Partitions, len(c.Trouble), byReason(c.Parked), c.HeldKeys, oldest)
+		behind := "-"
+		if c.Behind != nil {
+			behind = seconds(c.Behind.AgeSeconds)
+		}
+		add(&text, "%s\t%d\t%d\t%s\t%s\t%d\t%s\n", consumerText(c.Name), c.Partitions, len(c.Trouble), behind, byReason(c.Parked), c.HeldKeys, oldest)
 	}
 	return text.String()
 }

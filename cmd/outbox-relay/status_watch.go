@@ -7,20 +7,18 @@ import (
 	"time"
 )
 
-// clearScreen moves a terminal to its start and empties it.
+// clearScreen moves a terminal's cursor to the start and clears the screen.
 const clearScreen = "\x1b[H\x1b[2J"
 
-// watchStatus shows the status again and again until ctx ends, which is how it is meant to end.
+// watchStatus repeats the status until ctx ends, and then returns nil.
 func (s *settings) watchStatus(ctx context.Context, opts statusOptions, out io.Writer) error {
 	again := time.NewTicker(opts.watch)
 	defer again.Stop()
 	for {
-		if newScreen(out).terminal {
-			if _, err := io.WriteString(out, clearScreen); err != nil {
-				return err
-			}
+		if shown := newScreen(out).terminal; shown != nil {
+			shown.control(clearScreen)
 		}
-		if err := s.status(ctx, opts, out); err != nil && !errors.Is(err, errNotWell) {
+		if err := s.status(ctx, opts, out); err != nil && !errors.Is(err, errUnhealthy) {
 			if ctx.Err() != nil {
 				return nil
 			}

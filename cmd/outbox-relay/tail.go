@@ -4,15 +4,15 @@ import (
 	"context"
 	"encoding/base64"
 	"errors"
-	"fmt"
 	"io"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/inspect"
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
 
 type tailer struct {
@@ -20,6 +20,7 @@ type tailer struct {
 	every         time.Duration
 	limit         int // 0: none
 	fromBeginning bool
+	toEnd         bool
 	payload, json bool
 	shown         int
 	out           io.Writer
@@ -29,12 +30,12 @@ func newTail(s *settings) *cobra.Command {
 	t := &tailer{}
 	cmd := needs(&cobra.Command{
 		Use:   "tail",
-		Short: "Follow the outbox: what is being published",
-		Long: `Show rows of the outbox as they commit, each once, until SIGINT or --limit: when it was inserted, its seq,
-topic, key, ID and the size of its payload. Rows of a long transaction come when it has ended. Payloads
-are shown with --payload only, up to 4 KiB, as text, or as base64 if they are none. With --json there is
-one object a line.`,
+		Short: "Follow the outbox",
+		Long: `Show rows of the outbox as they commit, each once: time of the insert, seq, topic, key, ID, size of the payload. It
+ends with SIGINT, --limit or --to-end. Rows of a long transaction appear when it ends. With --payload, payloads are
+shown up to 4 KiB, as text or base64.`,
 		Example: `  outbox-relay tail --topic orders
+  outbox-relay tail --from-beginning --to-end --json
   outbox-relay tail --from-beginning --key order-7 --payload --json --limit 10`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -46,7 +47,7 @@ one object a line.`,
 				if err := t.follow(ctx, conn); err != nil && !errors.Is(err, errLimit) && cmd.Context().Err() == nil {
 					return err
 				}
-				return nil // enough rows, or an interrupt: that is how it ends
+				return nil // the limit and an interrupt are normal ends
 			})
 		},
 	}, flagDatabaseURL)
@@ -56,12 +57,13 @@ one object a line.`,
 		t.Key, err = parked.ParseKey(text)
 		return err
 	})
-	addBool(flags, &t.fromBeginning, "from-beginning", "first show the rows that are there already")
-	addInt(flags, &t.limit, flagLimit, 0, 0, 1_000_000_000, "end after so many rows; 0: never")
-	addDuration(flags, &t.every, "every", 250*time.Millisecond, 10*time.Millisecond, time.Minute, "pause between two looks")
+	addBool(flags, &t.fromBeginning, "from-beginning", "show existing rows first")
+	addBool(flags, &t.toEnd, "to-end", "end once all committed rows are shown")
+	addInt(flags, &t.limit, flagLimit, 0, 0, 1_000_000_000, "end after this many rows; 0: never")
+	addDuration(flags, &t.every, "every", 250*time.Millisecond, 10*time.Millisecond, time.Minute, "pause between two reads")
 	addBool(flags, &t.payload, "payload", "show payloads")
-	commandLineOnly(flags, "topic", "key", "from-beginning", flagLimit, "payload")
-	addJSON(cmd, &t.json)
+	commandLineOnly(flags, "topic", "key", "from-beginning", "to-end", flagLimit, "payload")
+	addJSONLines(cmd, &t.json)
 	return cmd
 }
 
@@ -80,6 +82,9 @@ func (t *tailer) follow(ctx context.Context, conn *pgx.Conn) error {
 		}
 		if behind {
 			continue
+		}
+		if t.toEnd {
+			return nil
 		}
 		select {
 		case <-look.C:
@@ -120,9 +125,9 @@ func (t *tailer) show(r inspect.TailRow) (err error) {
 func (l *tailLine) text() string {
 	size := "tombstone"
 	if l.PayloadBytes != nil {
-		size = fmt.Sprintf("%d bytes", *l.PayloadBytes)
+		size = human.Count(*l.PayloadBytes, "byte")
 	}
-	text := fmt.Sprintf("%s  %d  %s  %s  %s  %s\n", l.CreatedAt.UTC().Format("2006-01-02T15:04:05.000Z"), l.Seq, l.Topic, keyText(l.Key), l.ID, size)
+	text := fill("%s  %d  %s  %s  %s  %s\n", l.CreatedAt.UTC().Format("2006-01-02T15:04:05.000Z"), l.Seq, l.Topic, keyText(l.Key), l.ID, size)
 	switch {
 	case l.Payload != nil:
 		text += "  " + printable(*l.Payload) + "\n"

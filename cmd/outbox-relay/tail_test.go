@@ -13,7 +13,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// tail shows rows as they commit, until it is interrupted or has shown enough; payloads only where asked. Row S3.
+// tail shows rows as they commit, until it is interrupted or has shown enough; payloads only where
+// asked. Row S3 of guarantees.md.
 func TestTailFollows(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -44,18 +45,20 @@ func TestTailFollows(t *testing.T) {
 	}
 }
 
-// positions are a table of shards and one of partitions; the exit status says whether there are any.
+// positions are a table of shards and one of partitions; none is no failure, but those of a group
+// that is not there are.
 func TestPositionsAreShown(t *testing.T) {
 	t.Parallel()
-	empty := runOn(t, pgtest.Database(t), "positions")
-	assert.Equal(t, 1, empty.code)
+	assert.Equal(t, result{0, "no positions: no relay and no consumer has run yet\n", ""}, runOn(t, pgtest.Database(t), "positions"))
+	assert.Equal(t, 1, runOn(t, pgtest.Database(t), "positions", "--group", "nosuch").code)
 	address, topic := published(t)
 	conn := connect(t, address)
 	execSQL(t, conn, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset, owner, released, trouble) VALUES ('g', $1, 0, 0, 'me', false, E'away\\nnow')", topic)
 	r := runKafka(t, address, "positions")
 	assert.Zero(t, r.code, r.stderr)
-	assert.Regexp(t, `(?m)^default +0 +0 +[1-9]\d* +\d\.\ds +\d +3 +nobody +- +1$`, r.stdout)
-	assert.Regexp(t, `(?m)^g +`+topic+`/0 +0 +\d +\d +\d\.\ds ago +me +1 +- +away…$`, r.stdout)
+	assert.Regexp(t, `(?m)^default +0 +0 +[1-9]\d* +\S+ +\d +3 +none +- +1$`, r.stdout)
+	assert.Regexp(t, `(?m)^g +`+topic+`/0 +0 +0 +\d +\d +\S+ ago +none \(last me\) +1 +- +away…$`, r.stdout)
+	assert.Contains(t, r.stdout, "\ngroup g has no members: no consumer of it runs\n")
 	r = runOn(t, address, "positions", "--group", "g", "--json")
 	v := r.object(t)["consumers"].([]any)[0].(map[string]any)
 	assert.Nil(t, v["end"], "without brokers it is not known")

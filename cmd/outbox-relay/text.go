@@ -2,18 +2,20 @@ package main
 
 import (
 	"fmt"
+	"io"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode"
 
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
 
-// What is shown of a text in a column.
+// Widths of columns, in characters.
 const (
 	keyWidth   = 32
 	errorWidth = 72
-	// kafkaErrorWidth is more: the commands that end a hanging transaction are in it.
+	// kafkaErrorWidth is larger: the text holds the commands that end a hanging transaction.
 	kafkaErrorWidth = 1000
 )
 
@@ -37,7 +39,32 @@ func clip(text string, width int) string {
 	return string(runes)
 }
 
-// printable writes what would upset a terminal as its Go escape.
+// say writes a text that fill formats.
+func say(w io.Writer, format string, args ...any) error {
+	_, err := io.WriteString(w, fill(format, args...))
+	return err
+}
+
+// add appends a text that fill formats.
+func add(text *strings.Builder, format string, args ...any) { text.WriteString(fill(format, args...)) }
+
+// fill is fmt.Sprintf for untrusted values: it escapes them, so that none ends a line or a column.
+func fill(format string, args ...any) string {
+	args = slices.Clone(args)
+	for i, arg := range args {
+		switch v := arg.(type) {
+		case string:
+			args[i] = printable(v)
+		case error:
+			args[i] = printable(v.Error())
+		case fmt.Stringer:
+			args[i] = printable(v.String())
+		}
+	}
+	return fmt.Sprintf(format, args...)
+}
+
+// printable replaces characters that could garble a terminal with their Go escapes.
 func printable(text string) string {
 	if parked.Printable(text) {
 		return text
@@ -56,7 +83,7 @@ func printable(text string) string {
 func fullKey(key parked.Key) string {
 	switch {
 	case key == nil:
-		return "none: nothing waits for it"
+		return "none: nothing waits behind it"
 	case len(key) == 0:
 		return `""`
 	}
@@ -66,15 +93,15 @@ func fullKey(key parked.Key) string {
 // block writes a text beside its name, or under it if it has several lines.
 func block(text *strings.Builder, name, content string) {
 	if strings.Contains(strings.TrimSpace(content), "\n") {
-		fmt.Fprintln(text, name)
+		add(text, "%s\n", name)
 		indent(text, content)
 		return
 	}
-	fmt.Fprintf(text, "%-10s %s\n", name, printable(strings.TrimSpace(content)))
+	add(text, "%-10s %s\n", name, strings.TrimSpace(content))
 }
 
 func indent(text *strings.Builder, content string) {
 	for line := range strings.SplitSeq(strings.TrimRight(content, "\n"), "\n") {
-		fmt.Fprintf(text, "  %s\n", printable(strings.ReplaceAll(line, "\t", "  ")))
+		add(text, "  %s\n", strings.ReplaceAll(line, "\t", "  "))
 	}
 }

@@ -5,14 +5,16 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/operator"
-	"github.com/effectonce/effectonce/internal/relays"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/relays"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -21,12 +23,11 @@ func newTopics(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "topics",
 		Short: "Pause and resume topics",
-		Long: `Pause and resume topics. The rows of a paused topic wait in outbox_dead, with what comes behind them in their
-keys; all other topics continue. When it is resumed they are published in their order.
+		Long: `Pause and resume topics. The rows of a paused topic, and the rows behind them in their keys, wait in outbox_dead; all
+other topics continue. After a resume they are published in order.
 
   outbox-relay topics pause orders --why "consumer has a bug, see INC-12"
-  outbox-relay topics resume orders
-  outbox-relay topics list`,
+  outbox-relay topics resume orders`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
@@ -34,7 +35,7 @@ keys; all other topics continue. When it is resumed they are published in their 
 	return cmd
 }
 
-// topicsChange is what pause and resume have in common.
+// topicsChange holds the flags that pause and resume share.
 type topicsChange struct {
 	by     operator.By
 	asJSON bool
@@ -42,13 +43,13 @@ type topicsChange struct {
 
 func (c *topicsChange) add(cmd *cobra.Command) {
 	c.by.Why = "by hand"
-	addText(cmd.Flags(), "why", 2048, "why it is done", func(text string) error { c.by.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "who does it; default: the user and the machine", func(text string) error { c.by.Who = text; return nil })
+	addText(cmd.Flags(), "why", 2048, "reason", func(text string) error { c.by.Why = text; return nil })
+	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { c.by.Who = text; return nil })
 	addJSON(cmd, &c.asJSON)
 	commandLineOnly(cmd.Flags(), "why")
 }
 
-// run runs a change on the schema, as the operator, with time for a wait.
+// run runs a change on the schema, as the operator. The time limit includes wait.
 func (c *topicsChange) run(ctx context.Context, s *settings, wait time.Duration, change func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error) error {
 	if c.by.Who == "" {
 		c.by.Who = whoami()
@@ -69,19 +70,19 @@ func newTopicsPause(s *settings) *cobra.Command {
 	var c topicsChange
 	var wait time.Duration
 	var force bool
-	cmd := needs(&cobra.Command{
+	cmd := asksKafka(needs(&cobra.Command{
 		Use:   "pause TOPIC...",
-		Short: "Let the rows of topics wait",
-		Long: `Let the rows of topics wait. It returns when the pause holds: when every running replica has confirmed that
-what it read before is acknowledged by Kafka, or waits. That takes three seconds at most, and longer while Kafka does
-not acknowledge, or after a replica died (until its lease is over).
+		Short: "Stop publishing topics",
+		Long: `Stop publishing topics: their rows wait. It returns once every running replica has confirmed that rows read before are
+acknowledged by Kafka, or wait. That takes at most three seconds; longer while Kafka does not acknowledge, or after a
+replica died (until its lease ends).
 
-Exit status 1 if it is not confirmed within --wait, or if no replica runs. The pause is stored all the same, and holds
-as soon as a replica obeys it; "outbox-relay topics resume" ends it.
+Exit status 1 if the pause is not confirmed within --wait, or if no replica runs. The pause is stored anyway, holds once
+a replica obeys it, and is recorded. "outbox-relay topics resume" ends it.
 
-A topic without rows that does not exist in Kafka either is refused, unless --force is given: its name may be
-misspelt. Without --brokers only its rows count. Who and why are kept: see "outbox-relay actions list".`,
-		Args: cobra.MinimumNArgs(1),
+A topic that has no rows and does not exist in Kafka is refused without --force: its name may be misspelt. Without
+--brokers only its rows count.`,
+		Args: arguments("at least one topic", 1, math.MaxInt),
 		RunE: func(cmd *cobra.Command, topics []string) error {
 			return c.run(cmd.Context(), s, wait, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
 				if !force {
@@ -102,10 +103,10 @@ misspelt. Without --brokers only its rows count. Who and why are kept: see "outb
 				return p.print(cmd.OutOrStdout(), len(topics), wait, c.asJSON)
 			})
 		},
-	}, flagDatabaseURL)
+	}, flagDatabaseURL))
 	c.add(cmd)
-	addDuration(cmd.Flags(), &wait, "wait", 30*time.Second, 0, 10*time.Minute, "how long to wait until the pause holds; 0s: not at all")
-	addBool(cmd.Flags(), &force, "force", "pause topics, too, that neither exist nor have rows")
+	addDuration(cmd.Flags(), &wait, "wait", 30*time.Second, 0, 10*time.Minute, "how long to wait until the pause holds; 0s: no wait")
+	addBool(cmd.Flags(), &force, "force", "also pause topics that neither exist nor have rows")
 	commandLineOnly(cmd.Flags(), "force")
 	return cmd
 }
@@ -114,11 +115,12 @@ misspelt. Without --brokers only its rows count. Who and why are kept: see "outb
 type pausing struct {
 	Paused []string `json:"paused"`
 	Holds  bool     `json:"holds"`
-	// Unconfirmed are the replicas that did not confirm. Empty, and Holds false: no replica runs, or it was not waited.
+	// Unconfirmed are the replicas that did not confirm. If it is empty and Holds is false, no
+	// replica runs, or the command did not wait.
 	Unconfirmed []string `json:"unconfirmed,omitempty"`
 }
 
-// await waits until the pauses hold. It returns an error where that is not known.
+// await waits until the pauses hold. It returns an error if the result is unknown.
 func (p *pausing) await(ctx context.Context, pool *pgxpool.Pool, by relay.Operator, topics []string, wait time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
@@ -140,27 +142,28 @@ func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bo
 	if asJSON {
 		err = printJSON(out, p)
 	} else {
-		text := fmt.Sprintf("%d of %d topics paused", len(p.Paused), topics)
+		text := fmt.Sprintf("%d of %s paused", len(p.Paused), human.Count(topics, "topic"))
 		switch {
 		case wait == 0:
-			text += "; it was not waited until the pause holds"
+			text += "; did not wait until the pause holds"
 		case p.Holds:
 			text += "; the pause holds"
 		case len(p.Unconfirmed) == 0:
-			text += "; no replica of the relay runs: the pause is stored, and holds as soon as one runs"
+			text += "; no replica of the relay runs: the pause is stored, and holds once one runs"
 		default:
-			text += fmt.Sprintf("; within %v the pause was not confirmed by %s: rows that were read before it may still be published; "+
+			text += fmt.Sprintf("; the pause was not confirmed within %v by %s: rows read before it may still be published; "+
 				"it is stored, and \"outbox-relay topics pause\" with the same topics waits again", wait, plain(strings.Join(p.Unconfirmed, ", ")))
 		}
-		_, err = fmt.Fprintln(out, text)
+		err = say(out, "%s\n", text)
 	}
 	if err == nil && wait > 0 && !p.Holds {
-		return errNotWell
+		return errUnhealthy
 	}
 	return err
 }
 
-// refuseUnknown refuses topics that neither exist nor have rows. It asks Kafka first, which is quick.
+// refuseUnknown refuses topics that neither exist nor have rows. It asks Kafka first, which is
+// faster.
 func (s *settings) refuseUnknown(ctx context.Context, pool *pgxpool.Pool, by relay.Operator, topics []string) error {
 	unknown, where := topics, "; with --brokers Kafka is asked whether it exists"
 	if len(s.brokers) > 0 {
@@ -176,10 +179,10 @@ func (s *settings) refuseUnknown(ctx context.Context, pool *pgxpool.Pool, by rel
 	}
 	unknown, err := relay.WithoutRows(ctx, pool, by, unknown...)
 	if err != nil {
-		return fmt.Errorf("%w; --force pauses without this look", err)
+		return fmt.Errorf("%w; --force pauses without this check", err)
 	}
 	if len(unknown) > 0 {
-		return fmt.Errorf("topic %s has no rows%s: nothing was paused; --force pauses it all the same", plain(strings.Join(unknown, ", ")), where)
+		return fmt.Errorf("topic %s has no rows%s: nothing was paused; --force pauses it anyway", plain(strings.Join(unknown, ", ")), where)
 	}
 	return nil
 }
@@ -189,9 +192,8 @@ func newTopicsResume(s *settings) *cobra.Command {
 	cmd := needs(&cobra.Command{
 		Use:   "resume TOPIC...",
 		Short: "Publish the rows of paused topics",
-		Long: `Publish the rows of paused topics, in their order. The relay takes note within three seconds; who and why are
-kept: see "outbox-relay actions list".`,
-		Args: cobra.MinimumNArgs(1),
+		Long:  `Publish the rows of paused topics, in order. The relay resumes within three seconds. The change is recorded.`,
+		Args:  arguments("at least one topic", 1, math.MaxInt),
 		RunE: func(cmd *cobra.Command, topics []string) error {
 			return c.run(cmd.Context(), s, 0, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
 				changed, err := relay.Resume(ctx, pool, by, topics...)
@@ -201,7 +203,7 @@ kept: see "outbox-relay actions list".`,
 				if c.asJSON {
 					return printJSON(cmd.OutOrStdout(), map[string]any{"resumed": append([]string{}, changed...)})
 				}
-				_, err = fmt.Fprintf(cmd.OutOrStdout(), "%d of %d topics resumed\n", len(changed), len(topics))
+				err = say(cmd.OutOrStdout(), "%d of %s resumed\n", len(changed), human.Count(len(topics), "topic"))
 				return err
 			})
 		},
@@ -210,8 +212,8 @@ kept: see "outbox-relay actions list".`,
 	return cmd
 }
 
-// knowsRelay refuses a name that no relay has, though others are there: no relay would take note of the change. Before the
-// first relay runs any name may be meant.
+// knowsRelay refuses an unknown relay name if other relays exist: no relay would see the change.
+// Before the first relay runs, any name is allowed.
 func (s *settings) knowsRelay(ctx context.Context, pool *pgxpool.Pool) error {
 	all, err := relays.List(ctx, pool, s.schema)
 	if err != nil {
@@ -227,7 +229,7 @@ func (s *settings) knowsRelay(ctx context.Context, pool *pgxpool.Pool) error {
 	if len(names) == 0 {
 		return nil
 	}
-	return fmt.Errorf("relay %s: %w; there is %s: give it with --relay", plain(s.relay), relay.ErrUnknownRelay, strings.Join(names, ", "))
+	return fmt.Errorf("relay %s: %w; known: %s: give one with --relay", plain(s.relay), relay.ErrUnknownRelay, strings.Join(names, ", "))
 }
 
 func newTopicsList(s *settings) *cobra.Command {
@@ -243,30 +245,30 @@ func newTopicsList(s *settings) *cobra.Command {
 					return err
 				}
 				if asJSON {
-					return printJSON(cmd.OutOrStdout(), map[string]any{"paused": append([]relay.PausedTopic{}, paused...)})
+					return printObjects(cmd.OutOrStdout(), paused)
 				}
 				return printPaused(cmd.OutOrStdout(), paused)
 			})
 		},
 	}, flagDatabaseURL)
-	addJSON(cmd, &asJSON)
+	addJSONLines(cmd, &asJSON)
 	return cmd
 }
 
 func printPaused(out io.Writer, paused []relay.PausedTopic) error {
 	if len(paused) == 0 {
-		_, err := io.WriteString(out, "no topic is paused\n")
+		_, err := io.WriteString(out, "no paused topics\n")
 		return err
 	}
 	for _, p := range paused {
-		if _, err := fmt.Fprintf(out, "%s  since %s  by %s: %s\n", plain(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), plain(p.Who), plain(p.Why)); err != nil {
+		if err := say(out, "%s  since %s  by %s: %s\n", plain(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), plain(p.Who), plain(p.Why)); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// onSchema runs f with a pool of the primary whose schema fits.
+// onSchema runs f with a pool of the primary, after checking the schema's version.
 func (s *settings) onSchema(ctx context.Context, f func(ctx context.Context, pool *pgxpool.Pool) error) error {
 	return s.onSchemaFor(ctx, changeMax, f)
 }

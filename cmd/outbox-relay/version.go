@@ -1,7 +1,6 @@
 package main
 
 import (
-	"fmt"
 	"runtime/debug"
 
 	"github.com/spf13/cobra"
@@ -12,8 +11,8 @@ import (
 // versionInfo is what "version --json" prints.
 type versionInfo struct {
 	Version  string `json:"version"`
-	Revision string `json:"revision"` // of the source; empty if the build does not know
-	Modified bool   `json:"modified"` // the source had changes that are not in the revision
+	Revision string `json:"revision"` // of the source; empty if the build does not record it
+	Modified bool   `json:"modified"` // the source had uncommitted changes
 	Schema   int    `json:"schema_version"`
 	Go       string `json:"go"`
 }
@@ -36,7 +35,7 @@ func newVersion(*settings) *cobra.Command {
 			if v.Modified {
 				revision += " with changes"
 			}
-			_, err := fmt.Fprintf(cmd.OutOrStdout(), "outbox-relay %s\nrevision %s\nschema   version %d\ngo       %s\n",
+			err := say(cmd.OutOrStdout(), "outbox-relay %s\nrevision %s\nschema   version %d\ngo       %s\n",
 				v.Version, revision, v.Schema, v.Go)
 			return err
 		},
@@ -47,6 +46,11 @@ func newVersion(*settings) *cobra.Command {
 
 func addJSON(cmd *cobra.Command, target *bool) {
 	addBool(cmd.Flags(), target, "json", "print one JSON object")
+}
+
+// addJSONLines is addJSON for lists.
+func addJSONLines(cmd *cobra.Command, target *bool) {
+	addBool(cmd.Flags(), target, "json", "print one JSON object per line")
 }
 
 func readVersion() versionInfo {

@@ -15,12 +15,12 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/effectonce/effectonce/internal/operator"
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
 
-// waiting is a table of rows that wait for an operator, such as dead ones, with the flags that choose some
-// of them; each command has one of its own. P names a row, R is one as it is listed.
+// waiting is a table of rows that wait for an operator, such as dead rows, and the flags that
+// choose some of them. Each command has its own. P identifies a row, R is a listed row.
 type waiting[P, R any] interface {
 	words() words
 	chooser
@@ -31,18 +31,28 @@ type waiting[P, R any] interface {
 
 type chooser interface {
 	add(flags *pflag.FlagSet)
-	name(id string) error // chooses by what a person has of a row
-	// resolve is for before anything is read: it adds what only the database and the other flags know.
+	name(id string) error // chooses a row by an ID as people have it
+	// resolve runs before rows are read. It completes the choice from the database and the other
+	// flags.
 	resolve(ctx context.Context, conn *pgx.Conn, flags *pflag.FlagSet) error
-	given() bool    // whether the flags choose anything
-	nothing() error // for a choice that fits nothing
+	choice() choice  // what the flags choose
+	nothing() string // the text if no row matches
 }
 
+// choice says how the flags choose rows.
+type choice int
+
+const (
+	chooseAll  choice = iota // no filter is given
+	chooseSome               // a filter
+	chooseOne                // by ID, so that no match is an error
+)
+
 type reader[P, R any] interface {
-	list(ctx context.Context, conn *pgx.Conn, limit int) ([]R, error)                     // what was chosen, the newest first
-	these(ctx context.Context, conn *pgx.Conn, places []P, limit int) ([]R, error)        // those, as list does
-	targets(ctx context.Context, conn *pgx.Conn, limit int) ([]P, error)                  // what was chosen, the oldest first
-	totals(ctx context.Context, conn *pgx.Conn) (string, error)                           // for under a list
+	list(ctx context.Context, conn *pgx.Conn, limit int) ([]R, error)                     // the chosen rows, the newest first
+	these(ctx context.Context, conn *pgx.Conn, places []P, limit int) ([]R, error)        // the rows at places, as list does
+	targets(ctx context.Context, conn *pgx.Conn, limit int) ([]P, error)                  // the chosen rows, the oldest first
+	totals(ctx context.Context, conn *pgx.Conn) (string, error)                           // the text below a list
 	show(ctx context.Context, conn *pgx.Conn, place P, payloadMax int64) (*detail, error) // or an error that is its words().gone
 }
 
@@ -51,33 +61,34 @@ type printer[R any] interface {
 }
 
 type actor[P, R any] interface {
-	named() bool // whether rows were chosen wherever they stand in their queues
+	named() bool // whether rows behind others may be chosen too
 	queued(row R) queued[P]
-	// act retries rows, or discards them; report knows of it afterwards.
+	// act retries or discards rows. report includes the result.
 	act(ctx context.Context, conn *pgx.Conn, o *order, places []P) (outcome, error)
 	look(ctx context.Context, conn *pgx.Conn) (operator.Report, error)
 	report(common actReport) any // for --json
 }
 
-// words are what commands say of a table.
+// words are a table's texts.
 type words struct {
 	command, row string // "dead", "row": the command is also what the rows are
 	filters      string // flags that choose rows
-	why          string // what the flag of reasons says
+	why          string // help of --reason
 	wait         string // what --wait waits for
-	// What became of rows that were handed back.
+	lost         string // the fate of a discarded row
+	// The results of rows that were handed back.
 	finished, failed, unfinished string
-	gone                         error // there is no such row any more
+	gone                         error // the row does not exist any more
 }
 
 func (w words) rows() string { return w.row + "s" }
 
-// queued is where a row stands.
+// queued is a row's place in its queue.
 type queued[P any] struct {
 	place P
 	id    uuid.UUID
 	at    string     // its place, for people
-	head  *uuid.UUID // the row that it waits for
+	head  *uuid.UUID // the row that it waits behind
 }
 
 // filter is what the flags of every table set.
@@ -87,17 +98,17 @@ type filter struct {
 	olderThan, youngerThan **time.Duration
 }
 
-// add adds flags. They come from the command line alone: what a deployment put into the environment must not
-// decide what is discarded.
+// add adds flags. They only come from the command line: a deployment's environment must not decide
+// what is discarded.
 func (f filter) add(flags *pflag.FlagSet, w words, reasons []string) {
-	addText(flags, "key", 1<<20, "the "+w.row+"'s key, as text or as base64:...", func(text string) (err error) {
+	addText(flags, "key", 1<<20, "key, as text or as base64:...", func(text string) (err error) {
 		*f.key, err = parked.ParseKey(text)
 		return err
 	})
 	addText(flags, "topic", 249, "topic", into(f.topic))
 	addOneOf(flags, f.reason, "reason", w.why, reasons)
-	addAge(flags, f.olderThan, "older-than", w.command+" for longer than this")
-	addAge(flags, f.youngerThan, "younger-than", w.command+" for less than this")
+	addAge(flags, f.olderThan, "older-than", w.command+" for longer")
+	addAge(flags, f.youngerThan, "younger-than", w.command+" for less")
 	commandLineOnly(flags, "id", "key", "topic", "reason", "older-than", "younger-than")
 }
 
@@ -117,11 +128,11 @@ const (
 )
 
 func addLimit(flags *pflag.FlagSet, limit *int, standard int, w words) {
-	addInt(flags, limit, flagLimit, standard, 1, operator.TargetsMax, "how many "+w.rows()+" at most")
+	addInt(flags, limit, flagLimit, standard, 1, operator.TargetsMax, "at most this many "+w.rows())
 	commandLineOnly(flags, flagLimit)
 }
 
-// into makes a flag set a text.
+// into returns a setter for a text flag.
 func into(target **string) func(string) error {
 	return func(text string) error { *target = &text; return nil }
 }
@@ -136,7 +147,7 @@ func addText(flags *pflag.FlagSet, name string, bytesMax int, usage string, set 
 	})
 }
 
-// ageMax is far above what anything is kept.
+// ageMax is far above the age of any stored row.
 const ageMax = 10 * 365 * 24 * time.Hour
 
 // addAge adds a flag of a duration that filters only if it is given.

@@ -11,10 +11,10 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
 
-// order is what an operator wants done with rows.
+// order is what an operator wants to do with rows.
 type order struct {
 	by        operator.By
 	discard   bool
@@ -22,7 +22,8 @@ type order struct {
 	all       bool
 	limit     int
 	dryRun    bool
-	rate      int // rows a second; 0: as fast as it goes
+	yes       bool // discard: without asking
+	rate      int  // rows per second; 0: no limit
 	wait      bool
 	waitMax   time.Duration
 	json      bool
@@ -38,18 +39,19 @@ func (o *order) verb() string {
 // newRetry makes cmd hand rows back.
 func newRetry[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
 	o := &order{by: operator.By{Why: "retried by hand"}}
-	addText(cmd.Flags(), "why", 2048, "why it is retried", func(text string) error { o.by.Why = text; return nil })
-	addBool(cmd.Flags(), &o.wait, "wait", "wait until "+w.words().wait+", and report")
+	addText(cmd.Flags(), "why", 2048, "reason", func(text string) error { o.by.Why = text; return nil })
+	addBool(cmd.Flags(), &o.wait, "wait", "wait until "+w.words().wait)
 	addDuration(cmd.Flags(), &o.waitMax, "wait-max", time.Minute, time.Second, 24*time.Hour, "how long --wait waits")
 	return newAct(s, w, o, cmd)
 }
 
-// newDiscard makes cmd give rows up.
+// newDiscard makes cmd discard rows.
 func newDiscard[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
 	o, words := &order{discard: true}, w.words()
-	addText(cmd.Flags(), "why", 2048, "why it is given up; required", func(text string) error { o.by.Why = text; return nil })
-	addBool(cmd.Flags(), &o.wholeKeys, "all-of-key", "also what waits behind, that is all "+words.command+" "+words.rows()+" of the key")
-	commandLineOnly(cmd.Flags(), "all-of-key")
+	addText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { o.by.Why = text; return nil })
+	addBool(cmd.Flags(), &o.wholeKeys, "all-of-key", "also the "+words.rows()+" behind: all "+words.command+" "+words.rows()+" of the key")
+	addBool(cmd.Flags(), &o.yes, "yes", "do not ask before discarding more than one "+words.row)
+	commandLineOnly(cmd.Flags(), "all-of-key", "yes")
 	return newAct(s, w, o, cmd)
 }
 
@@ -57,18 +59,18 @@ func newAct[P, R any](s *settings, w waiting[P, R], o *order, cmd *cobra.Command
 	flags, words := cmd.Flags(), w.words()
 	w.add(flags)
 	addLimit(flags, &o.limit, operator.TargetsMax, words)
-	addBool(flags, &o.all, flagAll, "every "+words.command+" "+words.row+", where no filter is given")
-	addBool(flags, &o.dryRun, "dry-run", "show what would be done, and do nothing")
-	addInt(flags, &o.rate, "rate", 0, 0, 100_000, "how many "+words.rows()+" a second; 0: as fast as it goes")
-	addText(flags, "by", 255, "who does it; default: the user and the machine", func(text string) error { o.by.Who = text; return nil })
+	addBool(flags, &o.all, flagAll, "all "+words.command+" "+words.rows()+", without a filter")
+	addBool(flags, &o.dryRun, "dry-run", "only show what would be done")
+	addInt(flags, &o.rate, "rate", 0, 0, 100_000, words.rows()+" per second; 0: no limit")
+	addText(flags, "by", 255, "operator; default: user@host", func(text string) error { o.by.Who = text; return nil })
 	addJSON(cmd, &o.json)
 	commandLineOnly(flags, flagAll, "dry-run", "why")
 	s.checks[cmd] = func() error {
 		var problems []error
 		if o.by.Why == "" && o.discard {
-			problems = append(problems, fmt.Errorf("--why is missing: say why the %s are given up", words.rows()))
+			problems = append(problems, fmt.Errorf("--why is missing: say why the %s are discarded", words.rows()))
 		}
-		if !o.all && !w.given() {
+		if !o.all && w.choice() == chooseAll {
 			problems = append(problems, fmt.Errorf("no filter is given: choose %s by %s or age, or say --all", words.rows(), words.filters))
 		}
 		return errors.Join(problems...)
@@ -82,35 +84,50 @@ func newAct[P, R any](s *settings, w waiting[P, R], o *order, cmd *cobra.Command
 			if err := w.resolve(ctx, conn, flags); err != nil {
 				return err
 			}
-			return act(ctx, conn, w, o, cmd.OutOrStdout(), cmd.ErrOrStderr())
+			return act(ctx, conn, w, o, streams{cmd.InOrStdin(), cmd.OutOrStdout(), cmd.ErrOrStderr()})
 		})
 	}
 	return needs(cmd, flagDatabaseURL)
 }
 
-func act[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], o *order, out, progress io.Writer) error {
+func act[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], o *order, std streams) error {
 	places, err := chosen(ctx, conn, w, o)
 	if err != nil {
 		return err
 	}
-	if len(places) == 0 {
-		return w.nothing()
+	if len(places) == 0 && w.choice() == chooseOne {
+		return errors.New(w.nothing())
 	}
 	work := &work[P, R]{waiting: w, order: o, matched: len(places)}
-	if o.dryRun {
-		return work.preview(ctx, conn, places, out)
+	switch {
+	case len(places) == 0 && !o.json:
+		return say(std.out, "%s\n", w.nothing())
+	case len(places) == 0:
+		return printJSON(std.out, work.json())
+	case o.dryRun:
+		return work.preview(ctx, conn, places, std.out)
 	}
-	work.screen = newScreen(progress)
+	if err := work.confirm(ctx, conn, places, std); err != nil {
+		return err
+	}
+	work.screen = newScreen(std.progress)
 	err = work.do(ctx, conn, places)
 	work.screen.end()
-	// Also after an error: what is done is done, each transaction by itself.
-	if said := work.print(out); err == nil {
+	// Print it also after an error: earlier transactions are committed.
+	if said := work.print(std.out); err == nil {
 		err = said
 	}
 	return err
 }
 
-// chosen names what is acted on. Whoever names a row that is behind another learns which one.
+// streams are those of a command.
+type streams struct {
+	in            io.Reader
+	out, progress io.Writer
+}
+
+// chosen returns the rows to act on. If an ID names a row behind another one, the error names that
+// one.
 func chosen[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], o *order) ([]P, error) {
 	if !w.named() {
 		return w.targets(ctx, conn, o.limit)

@@ -9,10 +9,11 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// parkedListMax is how much is listed unless more is asked for.
+// parkedListMax is the default limit of a list.
 const parkedListMax = 50
 
 // newList makes cmd list rows.
@@ -21,7 +22,7 @@ func newList[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.
 	var asJSON bool
 	w.add(cmd.Flags())
 	addLimit(cmd.Flags(), &limit, parkedListMax, w.words())
-	addJSON(cmd, &asJSON)
+	addJSONLines(cmd, &asJSON)
 	cmd.Args = noArgs
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		return s.read(cmd, w, func(ctx context.Context, conn *pgx.Conn) error {
@@ -48,7 +49,7 @@ func (s *settings) withTables(ctx context.Context, writes bool, work func(contex
 	return work(ctx, conn)
 }
 
-// read runs work with a connection, after the choice of rows is resolved.
+// read runs work with a connection, after resolving the choice of rows.
 func (s *settings) read(cmd *cobra.Command, choice chooser, work func(context.Context, *pgx.Conn) error) error {
 	ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 	defer cancel()
@@ -66,7 +67,7 @@ func list[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], limit 
 		return err
 	}
 	if len(rows) == 0 {
-		return w.nothing()
+		return sayNone(out, asJSON, w.nothing())
 	}
 	more := len(rows) > limit
 	rows = rows[:min(len(rows), limit)]
@@ -86,10 +87,18 @@ func list[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], limit 
 		return err
 	}
 	if more {
-		totals = fmt.Sprintf("the newest %d: --%s shows more\n", len(rows), flagLimit) + totals
+		totals = fill("the newest %d: --%s shows more\n", len(rows), flagLimit) + totals
 	}
 	_, err = io.WriteString(out, totals)
 	return err
+}
+
+// sayNone ends a list without entries, which is not an error. With --json it prints nothing.
+func sayNone(out io.Writer, asJSON bool, text string) error {
+	if asJSON {
+		return nil
+	}
+	return say(out, "%s\n", text)
 }
 
 // total is how many rows of one relay or consumer wait for a reason.
@@ -98,7 +107,7 @@ type total struct {
 	count, retrying, keys int64
 }
 
-// totalsText writes one line for each relay or consumer; the totals are sorted by it.
+// totalsText is one line per relay or consumer. The totals are sorted by it.
 func totalsText(totals []total, what string) string {
 	var text strings.Builder
 	for len(totals) > 0 {
@@ -110,7 +119,7 @@ func totalsText(totals []total, what string) string {
 			reasons = append(reasons, fmt.Sprintf("%s %d", t.reason, t.count))
 			count, keys, retrying, totals = count+t.count, keys+t.keys, retrying+t.retrying, totals[1:]
 		}
-		fmt.Fprintf(&text, "%s: %d %s (%s), %d keys held, %d being retried\n", of, count, what, strings.Join(reasons, ", "), keys, retrying)
+		add(&text, "%s: %d %s (%s), %s held, %d being retried\n", of, count, what, strings.Join(reasons, ", "), human.Count(keys, "key"), retrying)
 	}
 	return text.String()
 }

@@ -17,13 +17,13 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/effectonce/effectonce/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
 
 // payloadShown is how much of a payload is shown without --full.
 const payloadShown = 4 << 10
 
-// newShow makes cmd show everything about one row.
+// newShow makes cmd show all about one row.
 func newShow[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
 	var asJSON, full bool
 	addBool(cmd.Flags(), &full, "full", "the whole payload")
@@ -66,12 +66,12 @@ func show[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], payloa
 		shown++
 	}
 	if shown == 0 {
-		return w.nothing()
+		return errors.New(w.nothing())
 	}
 	return nil
 }
 
-// detail is everything about a row, as it is shown.
+// detail is all about a row, as it is shown.
 type detail struct {
 	json     any
 	id       uuid.UUID
@@ -82,49 +82,49 @@ type detail struct {
 	unstored bool // the payload was too large to be stored
 	behind   int64
 	rows     string
-	next     []string // of those behind it, the first
+	next     []string // the first rows behind it
 	actions  []parked.Action
 	advice   parked.Advice
 }
 
 func (d *detail) text() string {
 	var text strings.Builder
-	fmt.Fprintf(&text, "%-10s %s\n", "id", d.id)
+	add(&text, "%-10s %s\n", "id", d.id)
 	for _, fact := range d.facts {
-		fmt.Fprintf(&text, "%-10s %s\n", fact[0], fact[1])
+		add(&text, "%-10s %s\n", fact[0], fact[1])
 	}
 	block(&text, "error", d.err)
 	printHeaders(&text, d.headers)
 	d.payload.print(&text, d.unstored)
 	if d.behind > 0 {
-		fmt.Fprintf(&text, "behind it  %d %s\n", d.behind, d.rows)
+		add(&text, "behind it  %d %s\n", d.behind, d.rows)
 		for _, next := range d.next {
-			fmt.Fprintf(&text, "  %s\n", next)
+			add(&text, "  %s\n", next)
 		}
 		if d.behind > int64(len(d.next)) {
-			fmt.Fprintf(&text, "  and %d more\n", d.behind-int64(len(d.next)))
+			add(&text, "  and %d more\n", d.behind-int64(len(d.next)))
 		}
 	}
 	for i, a := range d.actions {
 		if i == 0 {
 			text.WriteString("operators\n")
 		}
-		fmt.Fprintf(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), printable(a.Who), printable(a.What), clip(a.Why, 200))
+		add(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), a.By(), a.What, clip(a.Why, 200))
 	}
-	fmt.Fprintf(&text, "%-10s %s\n", "what to do", d.advice.Do)
+	add(&text, "%-10s %s\n", "what to do", d.advice.Do)
 	return text.String()
 }
 
-// payload is one as --json shows it.
+// payload is a payload as --json shows it.
 type payload struct {
-	Payload          *string `json:"payload"`        // null: not there, a tombstone, or no text
-	PayloadBase64    *string `json:"payload_base64"` // null: not there, a tombstone, or text
+	Payload          *string `json:"payload"`        // null: not stored, a tombstone, or not text
+	PayloadBase64    *string `json:"payload_base64"` // null: not stored, a tombstone, or text
 	PayloadTruncated bool    `json:"payload_truncated"`
 	bytes            *int64
 	read             int
 }
 
-// newPayload takes what was read of a payload, and how many bytes it has.
+// newPayload takes the bytes read of a payload, and the size of the whole payload.
 func newPayload(read []byte, bytes *int64) payload {
 	p := payload{bytes: bytes, read: len(read)}
 	if bytes == nil {
@@ -151,7 +151,7 @@ func (p payload) print(text *strings.Builder, unstored bool) {
 	}
 }
 
-// printAs writes what was read of a text that is there.
+// printAs writes the bytes read of a payload that is stored.
 func (p payload) printAs(text *strings.Builder, name string) {
 	if p.Payload != nil {
 		block(text, name, fmt.Sprintf("%d bytes of text", *p.bytes))
@@ -161,11 +161,12 @@ func (p payload) printAs(text *strings.Builder, name string) {
 		indent(text, *p.PayloadBase64)
 	}
 	if p.PayloadTruncated {
-		fmt.Fprintf(text, "  (the first %d bytes: --full shows all)\n", p.read)
+		add(text, "  (the first %d bytes: --full shows all)\n", p.read)
 	}
 }
 
-// payloadText is the payload as text, if it is some. Where it was cut, so may be its last character.
+// payloadText returns the payload as text, if it is UTF-8. The last character of a truncated
+// payload may be incomplete.
 func payloadText(payload []byte, truncated bool) (text string, ok bool) {
 	for range utf8.UTFMax {
 		if utf8.Valid(payload) {
@@ -179,7 +180,7 @@ func payloadText(payload []byte, truncated bool) (text string, ok bool) {
 	return "", false
 }
 
-// printHeaders writes the headers as they are stored: see docs/schema.md, outbox.
+// printHeaders writes the headers as they are stored: see docs/reference/schema.md, outbox.
 func printHeaders(text *strings.Builder, stored json.RawMessage) {
 	var headers map[string]json.RawMessage
 	if json.Unmarshal(stored, &headers) != nil || len(headers) == 0 {
@@ -187,6 +188,6 @@ func printHeaders(text *strings.Builder, stored json.RawMessage) {
 	}
 	text.WriteString("headers\n")
 	for _, name := range slices.Sorted(maps.Keys(headers)) {
-		fmt.Fprintf(text, "  %s: %s\n", printable(name), printable(string(headers[name])))
+		add(text, "  %s: %s\n", name, printable(string(headers[name])))
 	}
 }

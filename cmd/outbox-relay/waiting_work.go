@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"os"
 	"os/user"
@@ -12,13 +11,14 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
-	"github.com/effectonce/effectonce/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
 
-// waitEvery is how often --wait looks.
+// waitEvery is the interval at which --wait polls.
 const waitEvery = 250 * time.Millisecond
 
-// whoami is the user of the machine, for the record.
+// whoami is the user and the host, for the record of actions.
 func whoami() string {
 	name, host := "unknown", "unknown"
 	if u, err := user.Current(); err == nil && u.Username != "" {
@@ -31,7 +31,7 @@ func whoami() string {
 	return strings.ToValidUTF8(who[:min(len(who), 255)], "")
 }
 
-// work is an order that is carried out.
+// work carries out an order.
 type work[P, R any] struct {
 	waiting[P, R]
 	*order
@@ -41,12 +41,12 @@ type work[P, R any] struct {
 	waited  *operator.Report
 }
 
-// outcome is what became of rows.
+// outcome is the result of an order.
 type outcome struct {
 	done     int
-	released int64  // keys that go on after a discard
-	before   int    // were handed back before, which is as well
-	left     []left // alone
+	released int64  // keys that continue after a discard
+	before   int    // rows that were handed back before, which is fine
+	left     []left // rows left alone
 }
 
 // left is a row that was left alone.
@@ -67,7 +67,7 @@ type actReport struct {
 	DryRun   bool   `json:"dry_run"`
 	Matched  int    `json:"matched"`
 	Done     int    `json:"done"`
-	Released int64  `json:"released"` // keys that go on after a discard
+	Released int64  `json:"released"` // keys that continue after a discard
 }
 
 func (w *work[P, R]) json() any {
@@ -90,11 +90,11 @@ func (w *work[P, R]) preview(ctx context.Context, conn *pgx.Conn, places []P, ou
 	if err := w.waiting.print(out, rows); err != nil {
 		return err
 	}
-	_, err = fmt.Fprintf(out, "%d %s would be %s; nothing was done (--dry-run)\n", len(places), w.words().rows(), w.verb())
+	err = say(out, "%s would be %s; nothing was done (--dry-run)\n", human.Count(len(places), w.words().row), w.verb())
 	return err
 }
 
-// do goes through the rows, a transaction for each few of them.
+// do processes the rows in small transactions.
 func (w *work[P, R]) do(ctx context.Context, conn *pgx.Conn, places []P) error {
 	chunk, pace := operator.ChunkMax, time.NewTicker(time.Hour)
 	defer pace.Stop()
@@ -117,7 +117,7 @@ func (w *work[P, R]) do(ctx context.Context, conn *pgx.Conn, places []P) error {
 		}
 		w.sum.done, w.sum.released, w.sum.before = w.sum.done+now.done, w.sum.released+now.released, w.sum.before+now.before
 		w.sum.left = append(w.sum.left, now.left...)
-		w.screen.step("%d of %d %s %s", upTo, len(places), w.words().rows(), w.verb())
+		w.screen.step("%d of %s %s", upTo, human.Count(len(places), w.words().row), w.verb())
 	}
 	if w.wait {
 		return w.await(ctx, conn)
@@ -125,7 +125,7 @@ func (w *work[P, R]) do(ctx context.Context, conn *pgx.Conn, places []P) error {
 	return nil
 }
 
-// await looks until nothing is pending, or for as long as --wait-max.
+// await polls until nothing is pending, for at most --wait-max.
 func (w *work[P, R]) await(ctx context.Context, conn *pgx.Conn) error {
 	limit := time.NewTimer(w.waitMax)
 	defer limit.Stop()
@@ -151,7 +151,7 @@ func (w *work[P, R]) await(ctx context.Context, conn *pgx.Conn) error {
 	}
 }
 
-// print says what was done, and returns errNotWell if not everything was.
+// print says what was done, and returns errUnhealthy if not everything was.
 func (w *work[P, R]) print(out io.Writer) error {
 	var err error
 	if w.order.json {
@@ -161,7 +161,7 @@ func (w *work[P, R]) print(out io.Writer) error {
 	}
 	well := len(w.sum.left) == 0 && (w.waited == nil || len(w.waited.Failed) == 0 && w.waited.Pending == 0)
 	if err == nil && !well {
-		return errNotWell
+		return errUnhealthy
 	}
 	return err
 }
@@ -169,30 +169,30 @@ func (w *work[P, R]) print(out io.Writer) error {
 func (w *work[P, R]) text() string {
 	var text strings.Builder
 	sum, words := w.sum, w.words()
-	fmt.Fprintf(&text, "%d %s %s", sum.done, words.rows(), w.verb())
+	add(&text, "%s %s", human.Count(sum.done, words.row), w.verb())
 	if sum.released > 0 {
-		fmt.Fprintf(&text, "; %d keys go on", sum.released)
+		add(&text, "; %s released", human.Count(sum.released, "key"))
 	}
 	if sum.before > 0 {
-		fmt.Fprintf(&text, "; %d were handed back before", sum.before)
+		add(&text, "; %d were handed back before", sum.before)
 	}
 	if gone := w.matched - sum.done - sum.before - len(sum.left); gone > 0 {
-		fmt.Fprintf(&text, "; %d were gone meanwhile", gone)
+		add(&text, "; %d were already gone", gone)
 	}
 	text.WriteString("\n")
 	for _, l := range sum.left {
-		fmt.Fprintf(&text, "not %s: %s: %s\n", w.verb(), l.id, l.why)
+		add(&text, "not %s: %s: %s\n", w.verb(), l.id, l.why)
 	}
 	if r := w.waited; r != nil {
-		fmt.Fprintf(&text, "%d %s, %d %s again\n", r.Finished, words.finished, len(r.Failed), words.failed)
+		add(&text, "%d %s, %d %s again\n", r.Finished, words.finished, len(r.Failed), words.failed)
 		for _, f := range r.Failed {
-			fmt.Fprintf(&text, "%s: %s: %s: %s\n", words.failed, f.ID, f.Reason, clip(f.Error, 200))
+			add(&text, "%s: %s: %s: %s\n", words.failed, f.ID, f.Reason, clip(f.Error, 200))
 		}
 		if r.Discarded > 0 {
-			fmt.Fprintf(&text, "%d were discarded meanwhile\n", r.Discarded)
+			add(&text, "%d were discarded while waiting\n", r.Discarded)
 		}
 		if r.Pending > 0 {
-			fmt.Fprintf(&text, "not done within %v: %d; %s \"outbox-relay status\" shows it\n", w.waitMax, r.Pending, words.unfinished)
+			add(&text, "not done within %v: %d; %s \"outbox-relay status\" shows it\n", w.waitMax, r.Pending, words.unfinished)
 		}
 	}
 	return text.String()

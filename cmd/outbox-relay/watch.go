@@ -9,16 +9,16 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
-	"github.com/effectonce/effectonce/internal/metrics"
-	"github.com/effectonce/effectonce/internal/monitor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/metrics"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/monitor"
 	"github.com/effectonce/effectonce/relay"
 )
 
-// watchConnections to the database are for metrics and readiness, so that neither waits for the relay's
-// own, nor takes them from it.
+// watchConnections are database connections for metrics and readiness, so that neither waits for
+// the relay's connections, nor takes them from it.
 const watchConnections = 2
 
-// watch answers how the relay goes, until the relay has stopped. Nil does nothing: --listen off.
+// watch serves health and metrics until the relay has stopped. Nil does nothing: --listen off.
 type watch struct {
 	endpoints *endpoints
 	at        net.Addr
@@ -31,7 +31,7 @@ type watch struct {
 	work  sync.WaitGroup
 }
 
-// openWatch listens before anything else is done: probes see a replica that starts.
+// openWatch listens before anything else happens, so that probes see a starting replica.
 func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, error) {
 	if r.endpoints.addr == "" {
 		return nil, nil //nolint:nilnil // see watch
@@ -42,8 +42,9 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 	case err != nil && r.endpoints.listen.Changed:
 		return nil, fmt.Errorf("cannot listen on %s: %w: give another --listen, or off", r.endpoints.addr, err)
 	case err != nil:
-		// Nobody asked for it: another relay on this machine is no reason not to publish.
-		logger.WarnContext(ctx, "no /healthz, /readyz and /metrics: the standard address is taken; give --listen", "error", err)
+		// The address is only the default: another relay on this machine must not prevent
+		// publishing.
+		logger.WarnContext(ctx, "no /healthz, /readyz and /metrics: the default address is in use; give --listen", "error", err)
 		return nil, nil //nolint:nilnil // see watch
 	}
 	w := &watch{endpoints: &r.endpoints, at: listener.Addr(), state: monitor.NewState(), metrics: metrics.New(metrics.Config{
@@ -61,13 +62,13 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 	lives := w.lives(ctx)
 	w.work.Go(func() {
 		if err := w.server.Run(lives, listener); err != nil {
-			logger.ErrorContext(ctx, "no /healthz, /readyz and /metrics any more", "error", err)
+			logger.ErrorContext(ctx, "/healthz, /readyz and /metrics stopped", "error", err)
 		}
 	})
 	return w, nil
 }
 
-// lives returns a context that ends with close, later than the relay's.
+// lives returns a context that close ends, later than the relay's.
 func (w *watch) lives(ctx context.Context) context.Context {
 	lives, stop := context.WithCancel(context.WithoutCancel(ctx))
 	w.stops = append(w.stops, stop)
@@ -81,7 +82,7 @@ func (w *watch) hooks() relay.Hooks {
 	return w.state.Hooks(w.metrics.Hooks())
 }
 
-// begin also watches the database that the relay's pool leads to.
+// begin also starts to watch the database of the relay's pool.
 func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool, logger *slog.Logger) error {
 	if w == nil {
 		return nil
@@ -90,7 +91,7 @@ func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool, logger *slog.Logg
 	if !loopback(w.at) {
 		reach = "other machines too"
 	}
-	logger.InfoContext(ctx, "listens for /healthz, /readyz and /metrics", "address", w.at.String(), "reachable_from", reach, "pprof", w.endpoints.pprof)
+	logger.InfoContext(ctx, "listening for /healthz, /readyz and /metrics", "address", w.at.String(), "reachable_from", reach, "pprof", w.endpoints.pprof)
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = watchConnections, 0, 0
 	lives := w.lives(ctx)
@@ -106,7 +107,7 @@ func (w *watch) begin(ctx context.Context, pool *pgxpool.Pool, logger *slog.Logg
 	return nil
 }
 
-// close is for after the relay has stopped.
+// close stops everything. Call it after the relay has stopped.
 func (w *watch) close() {
 	if w == nil {
 		return

@@ -9,9 +9,10 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// Calls records the calls of other systems that a handler makes, in the place of these systems. Verify, which makes the
-// handler run again after crashes, parking and retry, fails where a call of a message is made under several keys: the
-// other system would act again. The zero value works; it is safe for concurrent use.
+// Calls is a stand-in for other systems. It records the calls that a handler makes to them. Verify
+// runs the handler again after crashes, parking and retry, and fails if a message's call is made
+// under several keys: the other system would act again. The zero value works. Calls is safe for
+// concurrent use.
 type Calls struct {
 	mu   sync.Mutex
 	keys map[call]map[string]struct{}
@@ -22,7 +23,8 @@ type call struct {
 	step    string
 }
 
-// Made notes a call for a message: which one of its calls it is, and under which key it is made.
+// Made records a call for a message: step names the call, and key is the key under which it is
+// made.
 func (c *Calls) Made(msg *consumer.Message, step, key string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -14,12 +14,13 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Main runs the tests of a package and stops what they started. Call it from TestMain.
+// Main runs the tests of a package and stops the servers that they started. Call it from TestMain.
 func Main(m *testing.M) { pgtest.Main(m) }
 
-// Message is delivered to a handler. Messages of one topic and partition are delivered in order.
+// Message is a message for a handler. Messages of one topic and partition are delivered in order.
 type Message struct {
-	// ID of the message, as its producer would send it. Default: one that is made up, the same in every run.
+	// ID of the message, as its producer would send it. Default: a generated ID, the same in every
+	// run.
 	ID string
 	// Topic. Default "messages".
 	Topic     string
@@ -27,34 +28,38 @@ type Message struct {
 	Key       string
 	Value     string
 	Headers   []consumer.Header
-	// Time of the record. Default: the present, the same in every run.
+	// Time of the record. Default: the current time, the same in every run.
 	Time time.Time
 }
 
-// Options of Verify. The zero value is a handler that needs no table of its own, and so has no effect.
+// Options of Verify. The zero value creates no tables: it suits only a handler that writes to none
+// of its own.
 type Options struct {
-	// Setup is SQL that makes what the handler needs: tables, and rows in them.
+	// Setup is SQL that creates what the handler needs: tables, and rows in them.
 	Setup string
 	// Prepare does the same in Go, after Setup.
 	Prepare func(ctx context.Context, pool *pgxpool.Pool) error
-	// Ignore names columns, as "table.column", that differ from run to run for a good reason. Identity
-	// columns, and those whose default is an expression (now(), a sequence), are ignored anyway.
+	// Ignore names columns, as "table.column", that differ from run to run for a good reason.
+	// Identity columns, and those whose default is an expression (now(), a sequence), are ignored
+	// anyway.
 	Ignore []string
-	// Calls, if set, are the calls of other systems that the handler makes: each has to have the same key at every attempt.
+	// Calls, if set, records the handler's calls to other systems: each must have the same key in
+	// every attempt.
 	Calls *Calls
-	// Consumer changes the consumer's configuration: give it the real Order, Workers, Dedup and OnFailure. Group, Topics,
-	// Schema, Logger, Hooks, BatchMax and the pauses between attempts are set by Verify.
+	// Consumer changes the consumer's configuration: set the real Order, Workers, Dedup and
+	// OnFailure. Verify sets Group, Topics, Schema, Logger, Hooks, BatchMax and the pauses between
+	// attempts.
 	Consumer func(cfg *consumer.Config)
 }
 
-// Database returns a pool on a database of the test's own that has the schema, for tests that call Deliver
-// themselves. It is closed, and the database dropped, when the test ends.
+// Database returns a pool on a new database with the schema, for tests that call Deliver
+// themselves. The pool is closed, and the database dropped, when the test ends.
 func Database(tb testing.TB) *pgxpool.Pool {
 	tb.Helper()
 	return pgtest.Pool(tb)
 }
 
-// Records makes records of messages, with the offsets that they would have in new partitions.
+// Records converts messages to records, with the offsets that they would have in new partitions.
 func Records(messages ...Message) []*kgo.Record {
 	next := map[string]int64{}
 	records := make([]*kgo.Record, len(messages))

@@ -9,13 +9,14 @@
 //		}, consumertest.Options{Setup: `CREATE TABLE invoice (order_id int, amount int)`})
 //	}
 //
-// Verify delivers the messages to the handler twice, in other batches, and with the consumer killed at each
-// point between two durable steps, and compares the tables with those after a single clean run. What
-// differs is said with what the handler must have done to cause it.
+// Verify delivers the messages to the handler twice, in other batches, and with the consumer killed
+// at each point between two durable steps. It compares the tables with those after a single clean
+// run. It reports each difference with its likely cause in the handler.
 //
-// PostgreSQL is the one that DATABASE_URL names, else a container where a Docker engine answers, else an
-// embedded one, which is downloaded once. Each run has a database of its own, which is dropped after it.
+// PostgreSQL is the server that DATABASE_URL names, otherwise a container if a Docker engine
+// answers, otherwise an embedded one, which is downloaded once. Each run has its own database,
+// which is dropped afterwards.
 //
-// Effects outside of the database are seen through Options.Calls: calls of other systems need a key that stays the same
-// at every attempt, after parking and retry too, msg.ChildID("step").
+// Options.Calls checks effects outside of the database: calls to other systems need a key that
+// stays the same in every attempt, also after parking and retry, such as msg.ChildID("step").
 package consumertest

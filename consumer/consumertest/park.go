@@ -12,7 +12,8 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// ignoredIDs: what is published gets the time of the retry into its ID, so that the next consumer can prove it fresh.
+// ignoredIDs: the ID of a published message contains the time of the retry, so that the next
+// consumer can prove it fresh.
 //
 //nolint:gochecknoglobals // a constant
 var ignoredIDs = []string{"outbox.id"}
@@ -30,8 +31,8 @@ func (o Options) parks() bool {
 
 var errParked = errors.New("parked by consumertest.Verify after the handler ran")
 
-// parkedOnce fails each message that comes from Kafka after its handler ran: its calls of other systems were made, and
-// its effects are rolled back. What is handed back by an operator succeeds.
+// parkedOnce fails each message that comes from Kafka after its handler ran: its calls to other
+// systems were made, and its effects are rolled back. A message that an operator retries succeeds.
 type parkedOnce struct{}
 
 func (parkedOnce) middleware() consumer.Middleware {
@@ -48,21 +49,22 @@ func (parkedOnce) middleware() consumer.Middleware {
 	})
 }
 
-// retriesMax bounds the rounds: each hands back the first message of each key, with all that waits behind it.
+// retriesMax bounds the rounds: each retries the first message of each key, with all messages
+// behind it.
 const retriesMax = 10
 
-// retry hands back what is parked, as an operator does, until nothing is.
+// retry retries parked messages, as an operator does, until none is parked.
 func retry(ctx context.Context, pool *pgxpool.Pool, c *consumer.Consumer, records []*kgo.Record) error {
 	for range retriesMax {
 		if _, err := pool.Exec(ctx, `UPDATE effectonce.parked_messages SET state = 'retry' WHERE state = 'parked'`); err != nil {
-			return fmt.Errorf("hand back what is parked: %w", err)
+			return fmt.Errorf("retry parked messages: %w", err)
 		}
 		if _, err := c.Deliver(ctx, records...); err != nil {
 			return err
 		}
 		var left int
 		if err := pool.QueryRow(ctx, `SELECT count(*) FROM effectonce.parked_messages`).Scan(&left); err != nil {
-			return fmt.Errorf("count what is parked: %w", err)
+			return fmt.Errorf("count parked messages: %w", err)
 		}
 		if left == 0 {
 			return nil

@@ -20,9 +20,9 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Verify fails the test if the handler's effects in the database are not the same after every schedule of
-// deliveries and crashes as after a single clean run: each effect once, messages published once and under
-// the same IDs. It takes some seconds: about 30 runs, each in a database of its own.
+// Verify fails the test if the handler's effects in the database after any schedule of deliveries
+// and crashes differ from those after a single clean run: each effect once, messages published once
+// and under the same IDs. It takes some seconds: about 30 runs, each in its own database.
 func Verify(t *testing.T, handler consumer.Handler, messages []Message, opts ...Options) {
 	t.Helper()
 	var o Options
@@ -50,11 +50,11 @@ type schedule struct {
 	name    string
 	batch   int
 	records []*kgo.Record
-	crash   string   // the point at which the consumer is killed once; then everything is delivered again
+	crash   string   // the point at which the consumer is killed once; then everything is redelivered
 	pass    int      // … when it is passed for this many-th time, from 0
-	park    bool     // each message is parked after its handler ran, and handed back
+	park    bool     // each message is parked after its handler ran, and retried
 	ignored []string // columns
-	hint    string   // what a handler must have done that differs here
+	hint    string   // the likely cause of a difference in this schedule
 }
 
 const (
@@ -64,7 +64,7 @@ const (
 	hintRandom  = "the handler's effect differs from run to run: derive IDs from msg.ID or msg.ChildID and times from msg.Time, or name the columns in Options.Ignore"
 )
 
-// schedules lists what is tried, after the clean run.
+// schedules lists the schedules to run after the clean run.
 func schedules(records []*kgo.Record) []schedule {
 	all := []schedule{
 		{name: "a second clean run", batch: 500, records: records, hint: hintRandom},
@@ -98,7 +98,7 @@ func schedules(records []*kgo.Record) []schedule {
 	})
 }
 
-// doubled has a copy of each record right behind it, at the next offset.
+// doubled returns the records, each followed by a copy at the next offset.
 func doubled(records []*kgo.Record) (twice []*kgo.Record) {
 	for _, r := range records {
 		one, two := *r, *r
@@ -108,7 +108,8 @@ func doubled(records []*kgo.Record) (twice []*kgo.Record) {
 	return twice
 }
 
-// again has copies of all records behind them, at later offsets, changed in their order.
+// again returns the records, followed by copies of all of them at later offsets; change reorders
+// the copies.
 func again(records []*kgo.Record, change ...func([]*kgo.Record)) []*kgo.Record {
 	second := slices.Clone(records)
 	for _, f := range change {
@@ -153,19 +154,19 @@ func verify(t *testing.T, handler consumer.Handler, records []*kgo.Record, o Opt
 		if difference := effects.Compare(wanted, after); difference != "" {
 			problems = append(problems, fmt.Sprintf("%s: %s\n%s", s.name, difference, s.hint))
 			if s.hint == hintRandom {
-				return problems, nil // whatever else differs, differs for that
+				return problems, nil // other differences have the same cause
 			}
 		}
 	}
 	return append(problems, o.Calls.problems()...), nil
 }
 
-var errNoEffect = errors.New("the messages changed nothing in any table: there is no effect to verify; does Options.Setup make the handler's tables, and does Options.Ignore leave a column?")
+var errNoEffect = errors.New("the messages changed nothing in any table: there is no effect to verify; does Options.Setup create the handler's tables, and does Options.Ignore leave a column?")
 
-// runMax bounds one run; a handler that hangs is told from one that is slow by HandlerTimeout.
+// runMax bounds one run; HandlerTimeout distinguishes a handler that hangs from one that is slow.
 const runMax = time.Minute
 
-// run delivers the records of a schedule in a database of its own and returns what is in it then.
+// run delivers the records of a schedule in a new database and returns its content afterwards.
 func run(t *testing.T, handler consumer.Handler, s schedule, o Options) (effects.Effects, error) {
 	t.Helper()
 	var found effects.Effects
@@ -270,9 +271,9 @@ func (f *failures) err() error {
 	return fmt.Errorf("the handler failed: %s", strings.Join(f.list, "\n"))
 }
 
-// crashing delivers until the crash point, where the consumer is killed: the goroutine that passes the point
-// does nothing more, and its transaction is rolled back as the server does when a process dies. It returns
-// whether the point was reached.
+// crashing delivers until the crash point, where the consumer is killed: the goroutine that reaches
+// the point ends, and its transaction is rolled back as the server does when a process dies. It
+// returns whether the point was reached.
 func crashing(ctx context.Context, c *consumer.Consumer, s schedule) bool {
 	ctx, kill := context.WithCancel(ctx)
 	defer kill()

@@ -27,7 +27,8 @@ func messages() []consumertest.Message {
 	return []consumertest.Message{{Key: "a", Value: "5"}, {Key: "b", Value: "7"}, {Key: "a", Value: "11"}, {Value: "13"}}
 }
 
-// book is a handler as it should be: it updates, inserts and publishes, all through its transaction.
+// book is a handler as it should be: it updates, inserts and publishes, all through its
+// transaction.
 func book(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 	name := string(msg.Key)
 	if _, err := tx.Exec(ctx, `UPDATE account SET balance = balance + $2::text::int WHERE name = $1`, name, string(msg.Value)); err != nil {
@@ -61,7 +62,7 @@ func TestVerifyPassesTheOtherShapes(t *testing.T) {
 	}), messages(), consumertest.Options{})
 }
 
-// Property: what is wrong with a handler is found, and said as what it is.
+// Property: a handler's mistake is found, and reported as what it is.
 func TestVerifyFindsWhatIsWrong(t *testing.T) { //nolint:tparallel // the cases share own and seen
 	t.Parallel()
 	var own *pgxpool.Pool
@@ -101,8 +102,8 @@ func TestVerifyFindsWhatIsWrong(t *testing.T) { //nolint:tparallel // the cases 
 	}
 }
 
-// Property: Verify runs the handler with the consumer's own order and workers, and notices keys of foreign calls that
-// change when a message is parked and retried.
+// Property: Verify runs the handler with the consumer's own order and workers, and notices keys of
+// foreign calls that change when a message is parked and retried.
 func TestVerifySeesWorkersAndForeignCalls(t *testing.T) {
 	t.Parallel()
 	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {

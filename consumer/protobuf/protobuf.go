@@ -6,11 +6,12 @@
 //			return err
 //		})
 //
-// A value is the bare message, without the header that schema registries put before it: where there is one,
-// write a consumer.DecoderFunc that takes it off.
+// A value is the bare message, without the header that schema registries put before it. If there is
+// one, write a consumer.DecoderFunc that removes it.
 //
-// The encoding says little about itself: bytes of another type often decode, with fields missing or wrong.
-// Tell types apart by topic or header (see consumer.Route), and check the fields that an effect needs.
+// The encoding does not identify the type: bytes of another type often decode, with fields missing
+// or wrong. Distinguish types by topic or header (see consumer.Route), and check the fields that an
+// effect needs.
 package protobuf
 
 import (
@@ -22,19 +23,21 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// RecursionMax is how deeply messages may be nested in each other: what the implementations for C++ and Java
-// take. (The one for Go would take 10,000.) The size is bounded by consumer.Config.MessageBytesMax.
+// RecursionMax is how deeply messages may be nested. It is the limit of the C++ and Java
+// implementations. (The Go implementation would accept 10,000.) consumer.Config.MessageBytesMax
+// bounds the size.
 const RecursionMax = 100
 
-// Pointer is the pointer to a generated type T, which is the message.
+// Pointer is the pointer to a generated type T; the pointer implements proto.Message.
 type Pointer[T any] interface {
 	*T
 	proto.Message
 }
 
-// Decoder decodes values as messages of the generated type T. No value (Kafka's null, a tombstone) is
-// undecodable, for it would be a message whose fields are all zero; an empty value is such a message. Fields
-// that T does not know are kept, as the library does; required fields (proto2) must be there.
+// Decoder decodes values as messages of the generated type T. A message without a value (Kafka's
+// null, a tombstone) is undecodable: it would decode as a message whose fields are all zero. An
+// empty value decodes as such a message. Unknown fields are kept, as the library does; required
+// fields (proto2) must be present.
 func Decoder[T any, M Pointer[T]]() consumer.Decoder[M] {
 	options := proto.UnmarshalOptions{RecursionLimit: RecursionMax}
 	return consumer.DecoderFunc[M](func(msg *consumer.Message) (M, error) {

@@ -51,8 +51,8 @@ func TestMessageIsDecoded(t *testing.T) {
 	require.True(t, proto.Equal(&structpb.Value{}, zero), "an empty value is a message without fields")
 }
 
-// Property: what is no message of the type is an error that names the type, and never a panic or a message
-// with a part of the fields.
+// Property: what is no message of the type is an error that names the type, and never a panic or a
+// message with a part of the fields.
 func TestUndecodableValues(t *testing.T) {
 	t.Parallel()
 	text := protobuf.Decoder[wrapperspb.StringValue]()
@@ -79,8 +79,8 @@ func TestUndecodableValues(t *testing.T) {
 	require.ErrorContains(t, err, "required field")
 }
 
-// Property: no value makes the decoder panic or change the message; what decodes is the same after it was
-// encoded and decoded again.
+// Property: no value makes the decoder panic or change the message; what decodes is the same after
+// it was encoded and decoded again.
 func FuzzDecoder(f *testing.F) {
 	decoder := protobuf.Decoder[structpb.Struct]()
 	f.Add([]byte{})

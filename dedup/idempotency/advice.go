@@ -7,25 +7,27 @@ import (
 	"unicode"
 )
 
-// Weakness is why two requests could get one key by chance, or somebody could guess one.
+// Weakness is a reason why two requests could get the same key by chance, or an attacker could
+// guess one.
 type Weakness string
 
 // The weaknesses.
 const (
 	WeakShort    Weakness = "short"    // less than 8 bytes
-	WeakNumber   Weakness = "number"   // a number alone: two clients, or one that starts anew, count the same ones
-	WeakTime     Weakness = "time"     // a time alone: two requests of one instant have the same one
-	WeakConstant Weakness = "constant" // hardly more than one character, again and again
+	WeakNumber   Weakness = "number"   // only a number: two clients, or one that restarts, use the same ones
+	WeakTime     Weakness = "time"     // only a time: two requests at the same instant get the same key
+	WeakConstant Weakness = "constant" // at most three different characters
 )
 
 const (
 	shortBytes = 8
-	digitsMax  = 25 // more than 80 bits are not counted but drawn
+	digitsMax  = 25 // a longer number has more than 80 bits: random, not a counter
 )
 
-// Advise returns what is weak about a value: nothing, for what NewKey makes and other random values. Several words, such as
-// charge-order-4127, are taken for the name of the request (Domain), although what counts them may be weak. Nothing calls it
-// unasked: a server that wants to warn its clients calls it for the keys that come, and logs no key.
+// Advise returns the weaknesses of a value: none for what NewKey makes, and for other random
+// values. Several words, such as charge-order-4127, count as the name of the request (Domain),
+// although the counter in it may be weak. The package never calls it: a server that wants to warn
+// its clients calls it for the keys it receives. It must not log the keys.
 func Advise(value string) (weak []Weakness) {
 	if len(value) < shortBytes && !isName(value) {
 		weak = append(weak, WeakShort)
@@ -46,7 +48,8 @@ func isNumber(value string) bool {
 	return value != "" && len(value) <= digitsMax && strings.Trim(value, "0123456789") == ""
 }
 
-// isTime tells times in the usual notations, and seconds to nanoseconds since 1970 of the years 2001 to 2096.
+// isTime matches times in the usual notations, and Unix times in seconds to nanoseconds of the
+// years 2001 to 2096.
 func isTime(value string) bool {
 	if isNumber(value) && slices.Contains([]int{10, 13, 16, 19}, len(value)) {
 		return value[0] >= '1' && value[0] <= '3'
@@ -71,7 +74,7 @@ func distinct(value string) int {
 	return n
 }
 
-// isName tells what says which request it is for: several words, one of them of letters.
+// isName reports whether a value names its request: several words, one of them of letters.
 func isName(value string) bool {
 	words := strings.FieldsFunc(value, func(r rune) bool { return !unicode.IsLetter(r) && !unicode.IsDigit(r) })
 	return len(words) > 1 && slices.ContainsFunc(words, func(word string) bool {

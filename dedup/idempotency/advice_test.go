@@ -9,7 +9,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: what is weak about a value alone is told; random values and names are not complained about.
+// Property: Advise reports weaknesses of a value alone; it reports none for random values and
+// names.
 func TestAdviceOnOneValue(t *testing.T) {
 	t.Parallel()
 	type weak = []idempotency.Weakness

@@ -20,7 +20,8 @@ import (
 // errSilent is a foreign system that may have acted.
 var errSilent = errors.New("no answer")
 
-// charges is a program with a flow that reserves, charges and ships; charge is its call, and decision its reconciler's.
+// charges is a program with a flow that reserves, charges and ships; charge is its call, and
+// decision its reconciler's.
 func charges(t *testing.T, pool *pgxpool.Pool, charge func() error, decision idempotency.Decision) *idempotency.Flow[payment] {
 	t.Helper()
 	return newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{
@@ -34,9 +35,10 @@ func charges(t *testing.T, pool *pgxpool.Pool, charge func() error, decision ide
 	})
 }
 
-// Property: a call that may have been made is made again only while the foreign system remembers its key: within CallAgainMax of the
-// first one, by the database's clock, however far this process's is from it. After that the key is in doubt, and the reconciler, which
-// is asked about the phase, can have the call made again, as often as before. Row H5.
+// Property: a call that may have been made is repeated only while the foreign system remembers its
+// key: within CallAgainMax of the first call, by the database's clock, however wrong this process's
+// clock is. After that the key is in doubt; the reconciler, which gets the phase, can have the call
+// repeated, any number of times. Row H5 of guarantees.md.
 func TestCallIsNotRepeatedAtAForgetfulProvider(t *testing.T) {
 	t.Parallel()
 	for name, off := range offs() {
@@ -69,8 +71,9 @@ func TestCallIsNotRepeatedAtAForgetfulProvider(t *testing.T) {
 	}
 }
 
-// Property: the age is that of a call that may have been made, and not of the request: what was certainly not made, was not yet
-// begun, or belongs to a phase that is done, is none. What the previous release did to a key is taken for a call. Rows H5, H17.
+// Property: the age is that of a call that may have been made, not of the request: a call that was
+// certainly not made, was not yet begun, or belongs to a phase that is done, has no age. What the
+// previous release did to a key counts as a call. Rows H5, H17 of guarantees.md.
 func TestAgeCountsFromTheCall(t *testing.T) {
 	t.Parallel()
 	const (
@@ -131,7 +134,7 @@ func TestAgeCountsFromTheCall(t *testing.T) {
 	}
 }
 
-// Property: a phase whose predecessor took days has its own age. Row H5.
+// Property: a phase whose predecessor took days has its own age. Row H5 of guarantees.md.
 func TestPhaseThatBeginsLateIsCalledAgain(t *testing.T) {
 	t.Parallel()
 	pool, asked, answer := newPool(t), 0, errSilent
@@ -149,7 +152,8 @@ func TestPhaseThatBeginsLateIsCalledAgain(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "charge"))
 }
 
-// Property: a call has all of its time, also where the note before it, that it is made at most once, waited for longer. Row H5.
+// Property: a call has all of its time, also where the note before it, that it is made at most
+// once, waited for longer. Row H5 of guarantees.md.
 func TestCallHasAllOfItsTime(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -186,8 +190,8 @@ func TestCallHasAllOfItsTime(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "ship"))
 }
 
-// Property: settings that contradict each other are refused, with the field, its value and what it wants. What cannot be called again
-// has no age.
+// Property: settings that contradict each other are rejected, with the field, its value and the
+// valid values. A call that is not repeated has no CallAgainMax.
 func TestCallAgainMaxIsBounded(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -17,8 +17,9 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// Property: replicas that complete at the same time finish what clients gave up, each flow once, from its recovery point,
-// and leave alone what has no stored request, waits for its time, or is at work.
+// Property: replicas that complete concurrently finish the flows that clients gave up, each once,
+// from its recovery point, and do not touch flows without a stored request, postponed flows, and
+// flows that a worker holds.
 func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
@@ -64,8 +65,8 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 	}
 }
 
-// Property: a flow that fails again and again is abandoned when its attempts are used up, and not asked again; its effects so
-// far stay.
+// Property: a flow that fails repeatedly is abandoned when its attempts are used up, and not
+// retried; its effects so far stay.
 func TestAttemptsAreBounded(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
@@ -90,8 +91,9 @@ func TestAttemptsAreBounded(t *testing.T) {
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'abandoned' AND error LIKE '%bank is away%; then: its attempts are used up'`))
 }
 
-// Property: finished keys are forgotten when their window is over by the database's clock, of all operations and by any
-// replica; unfinished ones, and those that are remembered forever, never. Row H16.
+// Property: finished keys are forgotten when their window is over by the database's clock, of all
+// operations and by any replica; unfinished ones, and those that are remembered forever, never. Row
+// H16 of guarantees.md.
 func TestReaperForgetsOnlyWhatIsOver(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
@@ -155,8 +157,8 @@ func TestRunLooksAfterKeys(t *testing.T) {
 	requirePaidOnce(t, pool, b)
 }
 
-// Property: a connection that breaks at any moment, COMMIT included, leaves an effect once: who asks again under the same
-// key finds out. An answer that did not come is said to be one.
+// Property: a connection that breaks at any moment, COMMIT included, leaves one effect: a retry
+// under the same key resolves the outcome. A missing answer is reported as such.
 func TestBrokenConnectionLeavesOneEffect(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -178,14 +180,15 @@ func TestBrokenConnectionLeavesOneEffect(t *testing.T) {
 	}
 }
 
-// Property: a server that does not answer COMMIT is not waited for without end.
+// Property: the wait for a server that does not answer COMMIT is bounded.
 func TestCommitThatIsNotAnswered(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	_, err := pool.Exec(t.Context(), `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(3600); RETURN NULL; END $$;
 		CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.name = 'slow') EXECUTE FUNCTION slow()`)
 	require.NoError(t, err)
-	// The server's statement_timeout does not count while COMMIT runs deferred triggers, or waits for a standby.
+	// The server's statement_timeout does not count while COMMIT runs deferred triggers, or waits
+	// for a standby.
 	o := newOperation(t, pool, idempotency.Config{StatementTimeout: time.Second})
 	_, err = o.Once(t.Context(), key("slow"), insertOnce("slow"))
 	require.ErrorIs(t, err, idempotency.ErrUnanswered)
@@ -198,8 +201,9 @@ func TestCommitThatIsNotAnswered(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: nothing of the process's clock is in a lock, a window or a pause: another connection that says when things end
-// decides. A lock that the database says is over is over, and one that it says lasts lasts.
+// Property: a lock, a window or a pause does not depend on the process's clock: a connection that
+// reports other times decides. A lock that has expired by the database is expired, and one that has
+// not is not.
 func TestTheDatabasesClockDecides(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
@@ -228,7 +232,7 @@ func TestTheDatabasesClockDecides(t *testing.T) {
 	requirePaidOnce(t, pool, b)
 }
 
-// Property: the hook is told what became of each request.
+// Property: the hook gets the verdict on each request.
 func TestHookIsTold(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -263,13 +267,13 @@ func TestWrongSettings(t *testing.T) {
 	require.ErrorContains(t, err, "Forever")
 	require.ErrorContains(t, err, "Strict")
 	_, err = idempotency.NewFlow(nil, idempotency.FlowConfig[payment]{CallMax: -1}, idempotency.Phase[payment]{}, idempotency.Phase[payment]{Name: "a", AtMostOnce: true}, idempotency.Phase[payment]{Name: "a"})
-	for _, problem := range []string{"operation is nil", "name of phase 0", "there twice", "does nothing", "CallMax"} {
+	for _, problem := range []string{"operation is nil", "name of phase 0", "listed twice", "does nothing", "CallMax"} {
 		require.ErrorContains(t, err, problem)
 	}
 }
 
-// Property: outcomes, recovery points and the mark of a call that must not be repeated are durable before anybody acts on
-// them, also where the role's synchronous_commit is off.
+// Property: outcomes, recovery points and the record of a call that must not be repeated are
+// durable before they are acted on, also if the role's synchronous_commit is off.
 func TestWhatIsActedOnIsDurable(t *testing.T) {
 	t.Parallel()
 	wide, b := newPool(t), newBank(t)

@@ -18,7 +18,8 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// bank is a foreign system: it charges once for each idempotency key, and remembers how often it was asked.
+// bank is a foreign system: it charges once for each idempotency key, and remembers how often it
+// was asked.
 type bank struct {
 	*httptest.Server
 

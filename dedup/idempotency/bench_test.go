@@ -40,8 +40,9 @@ func BenchmarkOnceAtADistance(b *testing.B) {
 	}
 }
 
-// BenchmarkOnce compares a handler without keys with the same one under Once, and with a replay, at 32 connections: one of
-// two statements, and one of eight, as an order of three lines with its booking and its message has.
+// BenchmarkOnce compares a handler without keys with the same one under Once, and with a replay, at
+// 32 connections: one of two statements, and one of eight, as an order of three lines with its
+// booking and its message has.
 func BenchmarkOnce(b *testing.B) { benchmarkOnce(b, nil) }
 
 func benchmarkOnce(b *testing.B, dial pgconn.DialFunc) {

@@ -17,8 +17,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// skewedSQL puts another clock in front of the database's own: in statements by the search path, in functions and
-// defaults by name.
+// skewedSQL puts another clock in front of the database's own: in statements by the search path, in
+// functions and defaults by name.
 const skewedSQL = `
 CREATE SCHEMA skewed;
 CREATE TABLE skewed.clock (ahead interval NOT NULL);
@@ -28,7 +28,8 @@ ALTER FUNCTION effectonce.finish_key SET search_path = skewed, pg_catalog, pg_te
 ALTER FUNCTION effectonce.advance_key SET search_path = skewed, pg_catalog, pg_temp;
 ALTER TABLE effectonce.idempotency_keys ALTER created_at SET DEFAULT skewed.clock_timestamp()`
 
-// skewed returns a pool on a database whose clock is off by so much, and a function that makes its time pass.
+// skewed returns a pool on a database whose clock is off by so much, and a function that makes its
+// time pass.
 func skewed(t *testing.T, off time.Duration) (*pgxpool.Pool, func(time.Duration)) {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(pgtest.Database(t))
@@ -68,8 +69,8 @@ func single(t *testing.T, pool *pgxpool.Pool, lock time.Duration, call func(ctx 
 	return f
 }
 
-// Property: a dead worker's lock runs out, a window ends and the completer comes back when the database's clock says so,
-// however far this process's is from it. Rows H1, H16.
+// Property: a dead worker's lock expires, a window ends and the completer retries by the database's
+// clock, however wrong this process's clock is. Rows H1, H16 of guarantees.md.
 func TestOnlyTheDatabasesClockCounts(t *testing.T) {
 	t.Parallel()
 	for name, off := range offs() {
@@ -133,8 +134,8 @@ func TestOnlyTheDatabasesClockCounts(t *testing.T) {
 	}
 }
 
-// Property: a holder that is at work for longer than its lock keeps it, whatever the clocks say: nobody takes over, and
-// its outcome is stored. Rows H2, H23.
+// Property: a holder that works for longer than its lock lasts keeps the lock, whatever the clocks
+// show: no other worker takes over, and its outcome is stored. Rows H2, H23 of guarantees.md.
 func TestRenewalsNeedNoCommonClock(t *testing.T) {
 	t.Parallel()
 	for name, off := range offs() {

@@ -13,11 +13,11 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: the documented comparison with a provider's list finds what is only here, only there, or not known here, and nothing
-// else, whatever is in a key's name. Row H5.
+// Property: the documented comparison with a provider's list finds what is only here, only there,
+// or not known here, and nothing else, whatever is in a key's name. Row H5 of guarantees.md.
 func TestDocumentedComparison(t *testing.T) {
 	t.Parallel()
-	text, err := os.ReadFile("../../docs/operations.md")
+	text, err := os.ReadFile("../../docs/how-to/http-keys.md")
 	require.NoError(t, err)
 	_, section, found := strings.Cut(string(text), "\n## Comparing requests with a provider's list\n")
 	require.True(t, found)

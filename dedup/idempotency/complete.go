@@ -12,12 +12,15 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// Run completes what clients gave up, asks the reconciler about what is indeterminate, and forgets old keys, until ctx ends and
-// what it began has come to an end: a flow stops between two phases. At a sixth of that pace it looks for keys that are overdue. None of these waits for another, nor, while there are free
-// places (FlowConfig.AtOnceMax), for a flow that takes long. Any number of replicas may run it: locks and tokens decide who does
-// what. It logs errors, and continues.
+// Run completes flows that clients gave up, calls the reconciler for indeterminate keys, and
+// forgets old keys, until ctx ends and its current work has ended: a flow stops between two phases.
+// It checks for overdue keys at a sixth of that rate. These loops do not wait for each other, nor,
+// while there are free slots (FlowConfig.AtOnceMax), for a slow flow. Any number of replicas may
+// run it: locks and tokens coordinate them. It logs errors and continues.
 func (f *Flow[S]) Run(ctx context.Context) {
 	var loops, flows sync.WaitGroup
 	loop := func(work func(ctx context.Context) error) {
@@ -46,7 +49,7 @@ func (f *Flow[S]) Run(ctx context.Context) {
 	flows.Wait()
 }
 
-// Run forgets old keys, of all operations, until ctx ends. Any number of replicas may run it.
+// Run forgets old keys of all operations until ctx ends. Any number of replicas may run it.
 func (o *Operation) Run(ctx context.Context) {
 	every(ctx, o, reapEvery, func(ctx context.Context) error {
 		_, err := o.Reap(ctx)
@@ -56,20 +59,20 @@ func (o *Operation) Run(ctx context.Context) {
 
 const reapEvery = 30 * time.Second
 
-// every calls work again and again, at times that replicas do not share.
+// every calls work repeatedly, at randomized intervals so that replicas do not run in step.
 func every(ctx context.Context, o *Operation, d time.Duration, work func(ctx context.Context) error) {
-	for pause(ctx, d/2+rand.N(d)) { //nolint:gosec // jitter needs no secret
+	for pause.For(ctx, d/2+rand.N(d)) { //nolint:gosec // jitter needs no secret
 		o.trouble(ctx, work(ctx))
 	}
 }
 
 func (o *Operation) trouble(ctx context.Context, err error) {
 	if err != nil && ctx.Err() == nil {
-		o.cfg.Logger.WarnContext(ctx, "idempotency keys could not be looked after; it is tried again", "operation", o.cfg.Operation, "error", err)
+		o.cfg.Logger.WarnContext(ctx, "maintenance of idempotency keys failed; it will be retried", "operation", o.cfg.Operation, "error", err)
 	}
 }
 
-// begin runs work beside others, as soon as one of the slots is free. It returns false if ctx ends before.
+// begin runs work in a goroutine as soon as a slot is free. It returns false if ctx ends first.
 func begin(ctx context.Context, slots chan struct{}, group *sync.WaitGroup, work func()) bool {
 	select {
 	case slots <- struct{}{}:
@@ -83,9 +86,9 @@ func begin(ctx context.Context, slots chan struct{}, group *sync.WaitGroup, work
 	return true
 }
 
-// Reap forgets finished keys of all operations whose window is over, by the database's clock, in small transactions,
-// and returns how many. Unfinished keys stay, however old they are, but for counts of failures of work in one transaction, which
-// had no effect.
+// Reap forgets finished keys of all operations whose window is over, by the database's clock, in
+// small transactions, and returns how many. Unfinished keys stay, however old they are, except for
+// failure counts of work in one transaction, which had no effect.
 func (o *Operation) Reap(ctx context.Context) (reaped int64, err error) { return o.reap(ctx, reapMax) }
 
 func (o *Operation) reap(ctx context.Context, page int64) (reaped int64, err error) {
@@ -103,23 +106,25 @@ func (o *Operation) reap(ctx context.Context, page int64) (reaped int64, err err
 		if doubted > 0 {
 			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", doubted, "error", unansweredText)
 		}
-		if forgotten+doubted < page { // what is left to a person fills a page, too
+		if forgotten+doubted < page { // keys left to a person count towards the page, too
 			return reaped, nil
 		}
 	}
 }
 
-// reapMax bounds a transaction; completeMax and reconcileMax a page.
+// reapMax bounds a transaction; completeMax and reconcileMax bound a page.
 const (
 	reapMax      = 1000
 	completeMax  = 100
 	reconcileMax = 100
 )
 
-// Complete drives unfinished flows whose client does not come back and that are not worked on, at most FlowConfig.AtOnceMax at a
-// time, each from its recovery point, and returns how many it finished. It needs FlowConfig.StoreRequest. A flow whose attempts
-// are used up is abandoned: a person decides. One whose phases this program does not know is left alone for longer and longer,
-// and reported each time. An error of one flow does not keep others; all are returned.
+// Complete resumes unfinished flows whose client does not come back and that no worker holds, at
+// most FlowConfig.AtOnceMax at a time, each from its recovery point, and returns how many it
+// finished. It needs FlowConfig.StoreRequest. A flow whose attempts are used up is abandoned: a
+// person decides. A flow whose phases this program does not know is postponed for longer and
+// longer, and reported each time. An error of one flow does not stop the others; all errors are
+// returned.
 func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
 	var group sync.WaitGroup
 	var mu sync.Mutex
@@ -136,7 +141,7 @@ func (f *Flow[S]) Complete(ctx context.Context) (finished int, err error) {
 	return finished, errors.Join(append(problems, err)...)
 }
 
-// complete begins to drive a page of flows, and reports what became of each.
+// complete starts to resume a page of flows, and reports the result of each.
 func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report func(finished bool, err error)) error {
 	type found struct {
 		Scope, Key  string
@@ -168,14 +173,16 @@ func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report fu
 	return nil
 }
 
-// overdueEvery is how many times FlowConfig.Every lie between two looks for what is overdue: each reads all unfinished keys.
+// overdueEvery is the interval of checks for overdue keys, in units of FlowConfig.Every: each check
+// reads all unfinished keys.
 const (
 	overdueEvery = 6
 	overdueMax   = 10_000
 )
 
-// Overdue reports the flow's keys that are unfinished and older than FlowConfig.AgeMax, and returns how many there are, at most
-// 10,000. With FlowConfig.GiveUp it gives those up first that are not worked on; they do not count.
+// Overdue reports the flow's keys that are unfinished and older than FlowConfig.AgeMax, and returns
+// how many there are, at most 10,000. With FlowConfig.GiveUp it first gives up those that no worker
+// holds; they do not count.
 func (f *Flow[S]) Overdue(ctx context.Context) (int64, error) {
 	o := f.op
 	if f.cfg.GiveUp {
@@ -200,18 +207,18 @@ func (f *Flow[S]) Overdue(ctx context.Context) (int64, error) {
 	return overdue, nil
 }
 
-// resume drives one flow with the request that was stored.
+// resume continues one flow with the stored request.
 func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	o := f.op
 	s, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value))
 	if err != nil || s == nil {
 		return false, err
 	}
-	if s.state != running || s.locked || s.putOff > 0 { // another worker was there since the page was read
+	if s.state != running || s.locked || s.putOff > 0 { // another worker changed the key after the page was read
 		return false, nil
 	}
 	h, _, err := f.take(ctx, key, s, s.request)
-	if errors.Is(err, ErrUnknownRecoveryPoint) {
+	if errors.Is(err, ErrUnknownRecoveryPoint) || errors.Is(err, ErrUnsealed) {
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
 	}
 	if h == nil || err != nil {
@@ -225,7 +232,8 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	return err == nil, err
 }
 
-// driveOn survives a phase that panics, since what it would end here is the program and not one request.
+// driveOn recovers a panic of a phase, which would end the whole program here, not only one
+// request.
 func (f *Flow[S]) driveOn(ctx context.Context, h *holder, request []byte) (response Response, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -240,8 +248,10 @@ func (f *Flow[S]) panicked(ctx context.Context, key Key, p any) error {
 	return fmt.Errorf("panic: %v", p)
 }
 
-// leave puts off a flow in doubt of which the reconciler knows nothing yet, or one that this program does not know. Another version of it may: during a deployment the older one meets
-// keys of the newer one, so it must not give them up, nor use up their attempts, nor decide about them.
+// leave postpones an indeterminate key that the reconciler cannot decide yet, or a key of a flow
+// that this program does not know. Another version of the program may know it: during a deployment
+// the older version meets keys of the newer one, so it must not give them up, use up their
+// attempts, or decide about them.
 func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) error {
 	h := newHolder(f.op, key, s, time.Now())
 	var why *string
@@ -258,14 +268,14 @@ func (f *Flow[S]) leave(ctx context.Context, key Key, s *stored, cause error) er
 // UndecidedKey is a key whose outcome is unknown.
 type UndecidedKey[S any] struct {
 	Key Key
-	// Phase whose call may have been made, or not. Ask the foreign system for ChildID.
+	// Phase whose call may have been made, or not. Query the foreign system for ChildID.
 	Phase string
 	State S
-	// Request, where it was stored.
+	// Request, if it was stored.
 	Request []byte
-	// Since is when the request came.
+	// Since is when the request arrived.
 	Since time.Time
-	// Error that made it undecided.
+	// Error that made the key indeterminate.
 	Error string
 }
 
@@ -275,19 +285,23 @@ type Decision struct {
 	continues bool
 }
 
-// Unknown says that the foreign system could not tell either; it is asked again later. It is the zero value.
+// Unknown means that the foreign system could not say either; the reconciler is called again later.
+// It is the zero value.
 func Unknown() Decision { return Decision{} }
 
-// DidNotHappen says that the call was not made, so the flow makes it again.
+// DidNotHappen means that the call did not take effect; the flow makes it again.
 func DidNotHappen() Decision { return Decision{continues: true} }
 
-// Happened says that it was, and ends the flow with a response; what is left of its phases is not executed.
+// Happened means that the call took effect; it ends the flow with a response, and the remaining
+// phases are not executed.
 func Happened(response Response) Decision { return Decision{outcome: &response} }
 
-// Reconcile asks FlowConfig.Reconcile about each key that has been indeterminate for CallMax, so that what was on its way to
-// the foreign system has arrived or never will, at most FlowConfig.AtOnceMax at a time, and carries out what it decides. It returns
-// how many keys were decided. Two that run at once may both ask; one of them decides. A key whose phase in doubt this program does
-// not know is left alone for longer and longer, and reported each time: ErrUnknownRecoveryPoint.
+// Reconcile calls FlowConfig.Reconcile for each key that has been indeterminate for CallMax, so
+// that a call on its way to the foreign system has arrived or never will. It makes at most
+// FlowConfig.AtOnceMax calls at a time, carries out the decisions, and returns how many keys were
+// decided. Two concurrent runs may both call it for a key; only one of them decides. A key whose
+// phase in doubt this program does not know is postponed for longer and longer, and reported each
+// time: ErrUnknownRecoveryPoint.
 func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 	if f.cfg.Reconcile == nil {
 		return 0, errors.New("FlowConfig.Reconcile is not set")
@@ -328,7 +342,7 @@ func (f *Flow[S]) Reconcile(ctx context.Context) (decided int, err error) {
 	return decided, errors.Join(append(problems, err)...)
 }
 
-// undecidedRow is a key as undecidedKeysSQL returns it.
+// undecidedRow is a row that undecidedKeysSQL returns.
 type undecidedRow struct {
 	key   Key
 	at    stored
@@ -360,6 +374,9 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, phase, f.names)
 		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
 	}
+	if err := f.op.goesOnSealed(u.key, &u.at); err != nil {
+		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
+	}
 	asked := UndecidedKey[S]{Key: u.key, Phase: phase, Since: u.since}
 	if u.error != nil {
 		asked.Error = *u.error
@@ -386,7 +403,8 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 	return f.carryOut(ctx, u, decision)
 }
 
-// inDoubt is the phase behind those that are done, and whether this program knows it as that.
+// inDoubt returns the phase after those that are done, and whether this program's list has it
+// there.
 func (f *Flow[S]) inDoubt(s *stored) (phase string, known bool) {
 	if s.calling != nil {
 		phase = *s.calling
@@ -398,7 +416,7 @@ func (f *Flow[S]) inDoubt(s *stored) (phase string, known bool) {
 	return cmp.Or(phase, next), phase == "" || phase == next
 }
 
-// ask calls the reconciler, which has as long as a call.
+// ask calls the reconciler, bounded by CallMax like a call.
 func (f *Flow[S]) ask(ctx context.Context, undecided UndecidedKey[S]) (decision Decision, err error) {
 	ctx, cancel := context.WithTimeout(ctx, f.cfg.CallMax)
 	defer cancel()
@@ -410,7 +428,8 @@ func (f *Flow[S]) ask(ctx context.Context, undecided UndecidedKey[S]) (decision 
 	return f.cfg.Reconcile(ctx, undecided)
 }
 
-// carryOut gives the key back to its phases, or finishes it, unless somebody else decided meanwhile.
+// carryOut returns the key to its phases, or finishes it, unless another process decided in
+// between.
 func (f *Flow[S]) carryOut(ctx context.Context, u undecidedRow, decision Decision) (bool, error) {
 	o := f.op
 	t, err := o.unclaimed(ctx)

@@ -11,9 +11,9 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: a serialization failure or a deadlock, which says nothing about the request, is never its outcome and uses up no
-// attempt, also when it comes again at every retry: neither where the first outcome is stored whatever it is, nor where
-// attempts are bounded. Row H20.
+// Property: a serialization failure or a deadlock, which does not depend on the request, never
+// becomes its outcome and uses up no attempt, even if it recurs at every retry: neither with
+// Strict, nor with AttemptsMax. Row H20 of guarantees.md.
 func TestConflictIsNoOutcome(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -23,7 +23,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// child is a process that executes the request "k" of a payment, and is killed or frozen on the way.
+// child is a process that executes the request "k" of a payment, and is killed or frozen on the
+// way.
 type child struct {
 	URL, Bank  string
 	Once       bool // in one transaction, without the bank
@@ -127,7 +128,8 @@ func requireKilled(t *testing.T, cmd *exec.Cmd) {
 	require.Equal(t, syscall.SIGKILL, exit.Sys().(syscall.WaitStatus).Signal(), "it did not pass the point")
 }
 
-// gaps are the durable steps of a payment between which a process can die: the point, and which time it is passed.
+// gaps are the durable steps of a payment between which a process can die: the point, and which
+// time it is passed.
 func gaps() []child {
 	return []child{
 		{At: crashpoint.KeyClaimed, Nth: 1},
@@ -144,7 +146,8 @@ func gaps() []child {
 	}
 }
 
-// requirePaidOnce asks again with the same key, as a client does, and looks at everything that may be there once.
+// requirePaidOnce retries with the same key, as a client does, and checks everything that may exist
+// once.
 func requirePaidOnce(t *testing.T, pool *pgxpool.Pool, b *bank) {
 	t.Helper()
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
@@ -163,8 +166,8 @@ func requirePaidOnce(t *testing.T, pool *pgxpool.Pool, b *bank) {
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'finished' AND phases = '{reserve,charge,book}'`))
 }
 
-// Property: killed between any two durable steps, and asked again, a payment is charged once, and its local rows and its
-// message are there once. Rows H1, H4, H5.
+// Property: killed between any two durable steps, and retried, a payment is charged once, and its
+// local rows and its message exist once. Rows H1, H4, H5 of guarantees.md.
 func TestKilledBetweenAnyTwoSteps(t *testing.T) {
 	t.Parallel()
 	for _, c := range append(gaps(), child{At: crashpoint.KeyCommitted, Nth: 1}) {
@@ -190,8 +193,8 @@ func TestKilledBetweenAnyTwoSteps(t *testing.T) {
 	}
 }
 
-// Property: a worker that is frozen at any point until its lock is over, and wakes up when another one has finished,
-// changes nothing. Row H2.
+// Property: a worker that is frozen at any point until its lock is over, and wakes up when another
+// one has finished, changes nothing. Row H2 of guarantees.md.
 func TestFrozenWorkerIsHarmlessWhenItWakes(t *testing.T) {
 	t.Parallel()
 	for _, c := range gaps() {
@@ -221,8 +224,9 @@ func requireFrozen(t *testing.T, cmd *exec.Cmd) {
 	}, time.Minute, 10*time.Millisecond)
 }
 
-// Property: where the foreign system does not deduplicate, a call that a worker may have made when it died is never made
-// again by itself: the key becomes indeterminate, until a person or the reconciler decides.
+// Property: where the foreign system does not deduplicate, a call that a worker may have made when
+// it died is never made again by itself: the key becomes indeterminate, until a person or the
+// reconciler decides.
 func TestCallThatMustNotBeMadeTwice(t *testing.T) {
 	t.Parallel()
 	for at, asked := range map[string]int{crashpoint.KeyCalling: 0, crashpoint.KeyCalled: 1} {

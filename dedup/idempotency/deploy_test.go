@@ -15,8 +15,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// deployed leaves a flow behind that a newer program began: its second phase failed. It returns the flows of the older
-// program, whose first phase has another name, and of the newer one.
+// deployed leaves a flow behind that a newer program began: its second phase failed. It returns the
+// flows of the older program, whose first phase has another name, and of the newer one.
 func deployed(t *testing.T, pool *pgxpool.Pool, logger *slog.Logger) (older, newer *idempotency.Flow[payment], b *bank) {
 	t.Helper()
 	b = newBank(t)
@@ -41,9 +41,10 @@ func passes(t *testing.T, pool *pgxpool.Pool, d time.Duration) {
 	require.NoError(t, err)
 }
 
-// Property: a completer that does not know the phases which are done runs nothing, gives nothing up and uses up no
-// attempts, however long it meets the key; it reports each time, and comes back at pauses that grow up to a limit. A
-// program that knows the phases goes on. Row H17.
+// Property: a completer that does not know the phases that are done runs nothing, gives nothing up
+// and uses up no attempts, however long it meets the key; it reports each time, and returns after
+// pauses that grow up to a limit. A program that knows the phases continues. Row H17 of
+// guarantees.md.
 func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -75,9 +76,10 @@ func TestUnknownPhasesWaitForTheirProgram(t *testing.T) {
 	requirePaidOnce(t, pool, b)
 }
 
-// Property: an operation has one flow in a program. Flows of other programs under its name, with names of their own, leave each
-// other's keys alone, also before a phase is done, for client, completer and reconciler alike. A key of a release that stored no
-// name is anyone's. Row H17.
+// Property: an operation has one flow in a program. Flows of other programs for the same operation,
+// with other names, do not touch each other's keys, even before a phase is done: neither client,
+// completer nor reconciler does. A key of a release that stored no name belongs to any flow. Row
+// H17.
 func TestFlowsLeaveEachOthersKeysAlone(t *testing.T) {
 	t.Parallel()
 	ctx, pool, away, asked := t.Context(), newPool(t), errAway, 0
@@ -124,8 +126,9 @@ func TestFlowsLeaveEachOthersKeysAlone(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "refund"))
 }
 
-// Property: a key whose phases are unknown is put off for as long as it is old, at least RetryAfter, also when no attempt
-// is counted because a person or a reconciler gave it back. Row H17.
+// Property: a key whose phases are unknown is postponed by its age, at least by RetryAfter, also
+// when no attempt is counted because a person or a reconciler returned it. Row H17 of
+// guarantees.md.
 func TestUnknownPhasesOfAKeyThatWasGivenBack(t *testing.T) {
 	t.Parallel()
 	for age, want := range map[time.Duration]time.Duration{0: 5 * time.Second, time.Minute: time.Minute, 30 * 24 * time.Hour: 500 * time.Second} {
@@ -141,8 +144,9 @@ func TestUnknownPhasesOfAKeyThatWasGivenBack(t *testing.T) {
 	}
 }
 
-// Property: a program that does not know the phase which is in doubt decides nothing about it: its reconciler is not asked, the
-// key is put off, and a program that knows the phase decides. Row H17.
+// Property: a program that does not know the phase in doubt decides nothing about it: its
+// reconciler is not called, the key is postponed, and a program that knows the phase decides. Row
+// H17.
 func TestDoubtWaitsForAProgramThatKnowsItsPhase(t *testing.T) {
 	t.Parallel()
 	pool, asked := newPool(t), []string(nil)
@@ -174,7 +178,7 @@ func TestDoubtWaitsForAProgramThatKnowsItsPhase(t *testing.T) {
 	} {
 		for _, calling := range []string{`'ship'`, `NULL`} {
 			if calling == `NULL` && name != "without it" && name != "others before it" {
-				continue // nothing tells which phase is in doubt but those that are done
+				continue // only the phases that are done show which one is in doubt
 			}
 			passes(t, pool, time.Hour)
 			_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET calling = `+calling)
@@ -197,7 +201,7 @@ func TestDoubtWaitsForAProgramThatKnowsItsPhase(t *testing.T) {
 	require.Equal(t, []string{"ship"}, asked)
 }
 
-// meanwhile does something when a line is logged.
+// meanwhile runs a function when a line is logged.
 type meanwhile struct {
 	slog.Handler
 
@@ -209,7 +213,8 @@ func (m meanwhile) Handle(context.Context, slog.Record) error {
 	return nil
 }
 
-// Property: a key that somebody holds again when it is put off is left to him. Row H17.
+// Property: a key that another worker holds again when it is postponed is left to that worker. Row
+// H17.
 func TestUnknownPhasesOfAKeyThatIsHeldAgain(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -224,8 +229,8 @@ func TestUnknownPhasesOfAKeyThatIsHeldAgain(t *testing.T) {
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE locked_until > clock_timestamp() AND retry_at IS NULL AND error IS NULL`))
 }
 
-// Property: a takeover stores what the release that claimed the key did not: the name of the flow, which keeps others away from then on,
-// and the request, with which the completer finishes it.
+// Property: a takeover stores what the release that claimed the key did not: the name of the flow,
+// which keeps other flows away from then on, and the request, with which the completer finishes it.
 func TestTakeoverStoresWhatIsMissing(t *testing.T) {
 	t.Parallel()
 	for name, seal := range map[string]bool{"plain": false, "sealed": true} {

@@ -1,5 +1,6 @@
-// Package idempotency executes a request once for each idempotency key, however often it comes: a payment, an order, a
-// command of a program that retries. It knows no HTTP; package httpkey builds on it, and package keyclient asks others under keys.
+// Package idempotency executes a request once for each idempotency key, however often the request
+// arrives: a payment, an order, a command of a program that retries. It does not depend on HTTP:
+// package httpkey builds on it, and package keyclient sends requests with keys to other systems.
 //
 //	orders, err := idempotency.New(pool, idempotency.Config{Operation: "create-order"})
 //	...
@@ -11,29 +12,34 @@
 //
 // # Four answers
 //
-// A claim is an insert: the primary key decides who executes, never a look before it. A key that exists gives, in this
-// order: a mismatch (ErrMismatch: the same key for another request), the response that is stored (Response.Replayed), or
-// that somebody is at it (ErrInProgress). Otherwise the work is executed.
+// A claim is an insert: the primary key decides which request executes; there is no separate read
+// before it. If the key exists, Once returns the first of these that applies: a mismatch
+// (ErrMismatch: the same key for another request), the stored response (Response.Replayed), or
+// ErrInProgress (another request is executing). Otherwise the work is executed.
 //
 // # Work in one transaction, or in phases
 //
-// Once is for work that stays in the database: key, effects and response are committed together, or none of them.
+// Once is for work that stays in the database: key, effects and response are committed together, or
+// none of them is.
 //
-// A [Flow] is for work that asks other systems. Its phases are committed one by one, each with a recovery point; no
-// transaction is open while a foreign call runs, and each call is given Step.ChildID as its own idempotency key, so that
-// a system which honours it acts once although it may be asked again. A flow that was cut off goes on at the first phase
-// that is not done. A system that honours no key is called in a phase that is AtMostOnce: where its answer is lost, the
-// key becomes indeterminate, and a person or FlowConfig.Reconcile decides.
+// A [Flow] is for work that calls other systems. Its phases are committed one by one, each with a
+// recovery point. No transaction is open during a foreign call. Each call gets Step.ChildID as its
+// own idempotency key, so a system that honours the key acts once even if the call is repeated. A
+// flow that was interrupted continues at the first phase that is not done. A system that honours no
+// key is called in a phase that is AtMostOnce: if its response is lost, the key becomes
+// indeterminate, and a person or FlowConfig.Reconcile decides.
 //
 // # What is stored
 //
-// Outcomes: what the work returned, and what it called Final. A failure that trying again could mend stores nothing, and
-// frees the key at once, unless Config.Strict or AttemptsMax turn it into the outcome. Finished keys are forgotten after
-// Config.Window: a request that comes again later is executed again. Unfinished ones are never forgotten by themselves.
+// An outcome is stored: what the work returned, or what it marked as Final. A failure that a retry
+// could fix stores nothing and frees the key at once, unless Config.Strict or AttemptsMax turn it
+// into the outcome. Finished keys are forgotten after Config.Window: a later request with the same
+// key is executed again. Unfinished keys are never forgotten automatically.
 //
 // # Which verdict belongs where
 //
-// A handler of httpkey gives an error to httpkey.Fail; all others return it. What it makes of the key:
+// A handler of httpkey passes an error to httpkey.Fail; all other code returns it. The effect on
+// the key:
 //
 //	               Handler    Once       Call       AtMostOnce  its Write  Write      webhook    Reconcile
 //	Commit         stored     -          -          -           -          -          -          -
@@ -46,19 +52,23 @@
 //	Indeterminate  undecided  undecided  undecided  undecided   undecided  undecided  undecided  undecided
 //	other error    free       free       resumed    undecided   undecided  resumed    free       undecided
 //
-// Commit, Refuse and Forget are the httpkey.Outcome of a status. Call and Write are those of a Phase, AtMostOnce is the Call of one
-// that is so, and its Write comes after that Call. The words of the table:
+// Commit, Refuse and Forget are the httpkey.Outcome of a status. Call and Write are those of a
+// Phase. AtMostOnce is the Call of a phase with AtMostOnce, and "its Write" is the Write after that
+// Call. The words of the table:
 //
-//   - stored: effects and response are committed, and every copy gets the response;
-//   - refused: the response is stored without effects, and every copy gets it;
+//   - stored: effects and response are committed, and every retry gets the response;
+//   - refused: the response is stored without effects, and every retry gets it;
 //   - free: nothing is stored, and the next request executes;
-//   - resumed: the recovery points stay, and the next request, or the completer, continues with this phase;
-//   - undecided: a person decides, or FlowConfig.Reconcile by its Decision. An error of Reconcile decides nothing; it is asked again.
+//   - resumed: the recovery points stay, and the next request, or the completer, continues with
+//     this phase;
+//   - undecided: a person decides, or FlowConfig.Reconcile by its Decision. An error of Reconcile
+//     decides nothing; Reconcile is called again.
 //
-// What is declined, invalid or not found is Final (webhook.Refuse for a webhook). What may succeed next time is an error. What
-// another system may or may not have done is Indeterminate. NotDone and NotSent matter in a Call: any other error of one that is
-// AtMostOnce leaves the key undecided. Config.Strict and Config.AttemptsMax of Once turn free into refused.
+// A request that is declined, invalid or not found is Final (webhook.Refuse for a webhook). A
+// failure that may succeed next time is an error. Work that another system may or may not have done
+// is Indeterminate. NotDone and NotSent matter in a Call: any other error of an AtMostOnce call
+// leaves the key undecided. Config.Strict and Config.AttemptsMax of Once turn free into refused.
 //
-// Times are the database's. A worker that lost its lock cannot store anything: the lock's token, which grows with every
-// takeover by a flow, is in each of its writes.
+// All times are the database's. A worker that lost its lock cannot store anything: each of its
+// writes carries the lock's token, which grows with every takeover by a flow.
 package idempotency

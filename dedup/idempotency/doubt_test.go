@@ -42,8 +42,8 @@ func ends(name string) idempotency.Phase[payment] {
 	}}
 }
 
-// Property: a call that must not be made twice, and whose worker died in it, leaves the key in doubt also at the last
-// attempt: "given up" would have a person try it again. Row H5.
+// Property: a call that must not be repeated, and whose worker died during it, leaves the key in
+// doubt even at the last attempt: "given up" would make a person retry it. Row H5 of guarantees.md.
 func TestLostCallOfTheLastAttemptIsInDoubt(t *testing.T) {
 	t.Parallel()
 	pool, made := newPool(t), 0
@@ -62,8 +62,8 @@ func TestLostCallOfTheLastAttemptIsInDoubt(t *testing.T) {
 	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
 }
 
-// Property: what a call decided stays decided when the writes behind it are run again after a conflict: a flow that it
-// ended goes through no other phase. Row H20.
+// Property: a decision of a call stays when the writes after it are run again after a conflict: a
+// flow that the call finished runs no other phase. Row H20 of guarantees.md.
 func TestCallThatEndsTheFlowEndsItAfterAConflict(t *testing.T) {
 	t.Parallel()
 	pool, conflicts := newPool(t), 1
@@ -82,8 +82,9 @@ func TestCallThatEndsTheFlowEndsItAfterAConflict(t *testing.T) {
 	require.Zero(t, effects(t, pool, "ship"))
 }
 
-// Property: a strict flow stores failures of its phases, and not that its client left or that two transactions met: those
-// say nothing about the request, which goes on where it was. Rows H18 to H20.
+// Property: a strict flow stores failures of its phases, but not that its client left or that two
+// transactions conflicted: those do not depend on the request, which continues where it was. Rows
+// H18 to H20.
 func TestStrictFlowStoresOnlyFailuresOfItsPhases(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -122,8 +123,8 @@ func TestStrictFlowStoresOnlyFailuresOfItsPhases(t *testing.T) {
 	}
 }
 
-// Property: an error that is no text, as foreign systems give them, neither keeps a key locked nor lets a call in doubt be
-// made again. Row H5.
+// Property: an error that is not valid text, as foreign systems may return, neither keeps a key
+// locked nor makes a call in doubt repeatable. Row H5 of guarantees.md.
 func TestErrorsOfAnyBytes(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -153,8 +154,8 @@ func TestErrorsOfAnyBytes(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: work in one transaction that asked another system, and does not know what became of it, is not run again by
-// itself: a person decides. Row H5.
+// Property: work in one transaction that called another system, and does not know the outcome, is
+// not run again automatically: a person decides. Row H5 of guarantees.md.
 func TestWorkInDoubtIsNotRunAgain(t *testing.T) {
 	t.Parallel()
 	pool, ran := newPool(t), 0
@@ -172,8 +173,9 @@ func TestWorkInDoubtIsNotRunAgain(t *testing.T) {
 	require.Equal(t, "indeterminate", stateOf(t, pool, "k"))
 }
 
-// Property: what the work knows of another system counts also where it misused its transaction: doubt is doubt, and what is final
-// is stored; so it is with what a phase writes. Rows H5, H18.
+// Property: what the work reports about another system counts even if it misused its transaction:
+// Indeterminate stays indeterminate, and Final is stored; the same holds for the Write of a phase.
+// Rows H5, H18 of guarantees.md.
 func TestMisuseHidesNoVerdict(t *testing.T) {
 	t.Parallel()
 	pool, ran := newPool(t), 0
@@ -211,7 +213,8 @@ func TestMisuseHidesNoVerdict(t *testing.T) {
 	require.Equal(t, "indeterminate", stateOf(t, pool, "flow doubt"))
 }
 
-// Property: doubt that a conflict in the database brought is doubt: neither the work nor a phase is run again. Row H5.
+// Property: Indeterminate because of a conflict in the database is indeterminate: neither the work
+// nor a phase is run again. Row H5 of guarantees.md.
 func TestDoubtIsNoConflict(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -231,8 +234,9 @@ func TestDoubtIsNoConflict(t *testing.T) {
 	}
 }
 
-// Property: what the key of another operation says, which the work used, is not said of this one's: nobody is told to take
-// another key, or that nothing was done, and nothing is done again while the request waits.
+// Property: errors about the key of another operation, which the work used, do not apply to this
+// operation's key: no client learns that it should take another key, or that nothing was done, and
+// nothing is done again while the request waits.
 func TestVerdictsOfOtherKeysAreNotThisOnes(t *testing.T) {
 	t.Parallel()
 	pool, asked := newPool(t), 0
@@ -260,8 +264,9 @@ func TestVerdictsOfOtherKeysAreNotThisOnes(t *testing.T) {
 	require.Len(t, inner, asked)
 }
 
-// Property: a write that says "not done" says nothing about the call before it, which was made: the key is in doubt at once,
-// with what went wrong. So it is where the phase panics in the completer. Row H5.
+// Property: a Write that returns NotDone does not affect the call before it, which was made: the
+// key is in doubt at once, with the error. The same holds if the phase panics in the completer. Row
+// H5.
 func TestWriteCannotTakeBackACall(t *testing.T) {
 	t.Parallel()
 	pool, made := newPool(t), 0
@@ -295,8 +300,9 @@ func TestWriteCannotTakeBackACall(t *testing.T) {
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'panics' AND state = 'indeterminate' AND error LIKE '%nil map%'`))
 }
 
-// Property: the reconciler is asked when what was on its way to the foreign system has arrived, by the database's clock, and not
-// before; one that panics or hangs decides nothing. Row H5.
+// Property: the reconciler is called when a call that was on its way to the foreign system has
+// arrived, by the database's clock, and not before; one that panics or hangs decides nothing. Row
+// H5.
 func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 	t.Parallel()
 	pool, asked := newPool(t), 0
@@ -333,8 +339,9 @@ func TestReconcilerIsAskedAfterAWhile(t *testing.T) {
 	require.Equal(t, 3, asked)
 }
 
-// Property: the reconciler of a flow is not asked about work in one transaction of the same operation that is in doubt, also where
-// that took the key over from a flow: what it would give back runs again, though its effect is there. Row H5.
+// Property: the reconciler of a flow is not called for indeterminate work in one transaction of the
+// same operation, even if that took the key over from a flow: a key that it returned would run
+// again, although its effect exists. Row H5 of guarantees.md.
 func TestReconcilerIsNotAskedAboutWork(t *testing.T) {
 	t.Parallel()
 	pool, away := newPool(t), errAway
@@ -384,7 +391,8 @@ func TestReconcilerIsNotAskedAboutWork(t *testing.T) {
 	require.Equal(t, 1, decided)
 }
 
-// Property: a phase that panics does not end the completer's program, and the key is free for the next attempt. Row H1.
+// Property: a phase that panics does not end the completer's program, and the key is free for the
+// next attempt. Row H1 of guarantees.md.
 func TestCompleterSurvivesAPanic(t *testing.T) {
 	t.Parallel()
 	pool, fail := newPool(t), func() error { return errAway }
@@ -405,8 +413,8 @@ func TestCompleterSurvivesAPanic(t *testing.T) {
 	require.Equal(t, 1, finished)
 }
 
-// Property: clients that try again and again while a foreign system is away do not use a flow's attempts up: from the
-// tenth on they wait as the completer does. Row H1.
+// Property: clients that retry repeatedly while a foreign system is unavailable do not use up a
+// flow's attempts: from the tenth on they wait as the completer does. Row H1 of guarantees.md.
 func TestImpatientClientsUseNoAttemptsUp(t *testing.T) {
 	t.Parallel()
 	pool, away := newPool(t), true
@@ -434,8 +442,8 @@ func TestImpatientClientsUseNoAttemptsUp(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: a statement of a goroutine that the work left behind is part of no other transaction: nothing is committed, also
-// where the work panics.
+// Property: a statement of a goroutine that outlives the work runs in no other transaction: nothing
+// is committed, even if the work panics.
 func TestGoroutineLeftBehindCommitsNothing(t *testing.T) {
 	t.Parallel()
 	for name, end := range map[string]func(){"returns": func() {}, "panics": func() { panic("work") }} {
@@ -472,7 +480,8 @@ func TestGoroutineLeftBehindCommitsNothing(t *testing.T) {
 	}
 }
 
-// Property: the outcome of work that took longer than its window is kept for a while all the same. Row H16.
+// Property: the outcome of work that took longer than its window is still stored for a while. Row
+// H16.
 func TestWindowBeginsWithTheOutcome(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -490,7 +499,8 @@ func TestWindowBeginsWithTheOutcome(t *testing.T) {
 	require.True(t, response.Replayed)
 }
 
-// Property: settings that cannot work are refused at the start, and an ID that other requests would share is not made.
+// Property: settings that cannot work are refused at the start, and an ID that other requests would
+// share is not made.
 func TestWhatCannotWorkIsRefused(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

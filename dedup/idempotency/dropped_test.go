@@ -13,8 +13,9 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: a phase that panics, or ends its goroutine, frees its key at once: the next request continues there, however long the
-// lock is. Where its call must not be made twice, the key is in doubt at once. The panic reaches the caller as it was. Rows H1, H5.
+// Property: a phase that panics, or ends its goroutine, frees its key at once: the next request
+// continues there, however long the lock is. If its call must not be repeated, the key is in doubt
+// at once. The panic reaches the caller unchanged. Rows H1, H5 of guarantees.md.
 func TestPhaseThatDoesNotReturnFreesItsLock(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

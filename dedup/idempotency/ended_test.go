@@ -11,8 +11,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: work that rolls its transaction back behind the library's back, and so loses the claim, is no success, and what
-// it does as part of a phase does not move the recovery point.
+// Property: work that rolls its transaction back behind the library's back, and so loses the claim,
+// is not a success, and as part of a phase does not move the recovery point.
 func TestWorkThatEndedItsTransactionIsNoSuccess(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -45,8 +45,8 @@ func TestWorkThatEndedItsTransactionIsNoSuccess(t *testing.T) {
 	require.NoError(t, err, "the connection is in order")
 }
 
-// Property: what work commits behind the library's back is there once, and nobody is told that it succeeded with an empty
-// response.
+// Property: what work commits behind the library's back exists once, and no client gets a success
+// with an empty response.
 func TestWorkThatCommittedByItselfIsInDoubt(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -66,7 +66,8 @@ func TestWorkThatCommittedByItselfIsInDoubt(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "k"))
 }
 
-// Property: a phase cannot commit by itself, and then be run again; nor does a transaction that the work begins instead count.
+// Property: a phase cannot commit by itself and then be run again; a transaction that the work
+// begins instead does not count either.
 func TestPhaseCannotCommitByItself(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -85,8 +86,8 @@ func TestPhaseCannotCommitByItself(t *testing.T) {
 	}
 }
 
-// Property: what the work writes in a transaction that it began instead of its own is not committed, nor does it touch the
-// outcome that another request left meanwhile.
+// Property: what the work writes in a transaction that it began instead of its own is not
+// committed, and it does not change the outcome that another request stored in between.
 func TestTransactionThatTheWorkBeganDoesNotCount(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

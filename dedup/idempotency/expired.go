@@ -13,24 +13,27 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// ErrExpired is for work, and for phases of a flow, that find what an earlier execution of the request left: its client comes
-// after Config.Window, when the key is forgotten. What they wrote is rolled back, what Config.Failed makes of ErrExpired is stored as the
-// outcome (httpkey: 410), and Once and Flow.Do return it without an error.
+// ErrExpired is for work, and phases of a flow, that find effects of an earlier execution of the
+// request: the client retried after Config.Window, when the key was forgotten. Their writes are
+// rolled back, the response that Config.Failed makes for ErrExpired is stored as the outcome
+// (httpkey: 410), and Once and Flow.Do return it without an error.
 //
-// Where an INSERT is refused because of such a row, it need not be returned: a unique violation (23505) of an ID that Key.ChildID
-// made of this key, in work under a key that is watched (Key.Watch; those of httpkey are), or of Step.ChildID in what its phase
-// writes, is taken for it if the row is there after the rollback. PostgreSQL must show the ID in the error's detail, and the
-// row to the program's role; where it does not, the error stays what it is. In a flow a foreign system may have been asked again before
-// that shows: then the key is indeterminate. Have a phase in front of all calls insert the row.
+// The work need not return it if an INSERT fails because such a row exists. A unique violation
+// (23505) is treated as ErrExpired if the row exists after the rollback, and the violating ID came
+// from Key.ChildID of a watched key (Key.Watch; keys of httpkey are watched), or from Step.ChildID
+// in the Write of its phase. PostgreSQL must show the ID in the error's detail, and the row to the
+// program's role; otherwise the error is unchanged. In a flow a foreign system may have been called
+// again before the violation: then the key is indeterminate. To avoid that, insert the row in a
+// phase before all calls.
 var ErrExpired = errors.New("the request was executed before, and its idempotency key is forgotten")
 
-// children are child IDs that were derived of a key.
+// children records the child IDs that were derived from a key.
 type children struct {
 	mu  sync.Mutex
 	ids map[string]bool
 }
 
-const childrenMax = 1000 // those beyond are not known later, and refusals of their rows stay what they are
+const childrenMax = 1000 // IDs beyond it are not recorded: unique violations of their rows stay unchanged
 
 func (c *children) add(id uuid.UUID) {
 	if c == nil {
@@ -52,15 +55,17 @@ func (c *children) has(id string) bool {
 	return c.ids[id]
 }
 
-// Watch returns the key, of which Once knows from then on which child IDs, of at most 1000, were derived: see ErrExpired. Give the same
-// one to Once and to its work. A watched key equals no other by ==.
+// Watch returns a copy of the key that records the child IDs derived from it, at most 1000, for
+// Once: see ErrExpired. Give the same copy to Once and to its work. A watched key never equals
+// another one by ==.
 func (k Key) Watch() Key {
 	k.children = &children{ids: map[string]bool{}}
 	return k
 }
 
-// expired makes an outcome of a failure that what an earlier execution left is the cause of. after ends what the failure left of
-// the transaction, and returns what the database can be asked through; nil: it is not asked.
+// expired turns a failure into an outcome if it was caused by effects of an earlier execution.
+// after ends the failed transaction, and returns a connection for the query; nil means that no
+// query is made.
 func (o *Operation) expired(ctx context.Context, key Key, cause error, after func() rows) error {
 	var final *FinalError
 	if cause == nil || errors.As(cause, &final) || errors.Is(cause, ErrIndeterminate) {
@@ -77,7 +82,7 @@ func (o *Operation) expired(ctx context.Context, key Key, cause error, after fun
 		}
 		cause = fmt.Errorf("%w: %w", ErrExpired, cause)
 	}
-	o.cfg.Logger.WarnContext(ctx, "a request came again after its key was forgotten: it is not executed again", "key", key, "error", cause)
+	o.cfg.Logger.WarnContext(ctx, "a request was retried after its key was forgotten; it is not executed again", "key", key, "error", cause)
 	return Final(o.cfg.Failed(cause), cause)
 }
 
@@ -85,7 +90,7 @@ type rows interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// back undoes what the work wrote, under its claim, for expired.
+// back rolls back what the work wrote, but keeps its claim, for expired.
 func (t *transaction) back(ctx context.Context) rows {
 	if !t.usable() {
 		return nil
@@ -96,14 +101,15 @@ func (t *transaction) back(ctx context.Context) rows {
 	return t.conn
 }
 
-// refused are columns and values in the detail of a unique violation, in any language of the server.
+// refused matches columns and values in the detail of a unique violation, in any language of the
+// server.
 var refused = regexp.MustCompile(`\(([^()]+)\)=\((.+)\)`)
 
-// column is a name as the server writes it, which leaves nothing to quote.
+// column matches a name as the server writes it, which needs no further quoting.
 var column = regexp.MustCompile(`^([a-z_][a-z0-9_$]*|"([^"]|"")+")$`)
 
-// earlier is the question whether the row is there that another one was refused for; none if that was not for a child ID of
-// the key. It names all columns of the index, so that it is used.
+// earlier returns the query for the row that caused a unique violation, or none if the violation
+// was not for a child ID of the key. It names all columns of the index, so that the index is used.
 func earlier(key Key, cause error) (sql string, args []any) {
 	var refusal *pgconn.PgError
 	if !errors.As(cause, &refusal) || refusal.Code != "23505" || refusal.TableName == "" {

@@ -10,8 +10,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: a client that comes after the window gets the outcome that says so only where no foreign system was asked again; where one
-// may have acted twice, a person looks. Row H33.
+// Property: a client that retries after the window gets the expired outcome only if no foreign
+// system was called again; if one may have acted twice, a person decides. Row H33 of guarantees.md.
 func TestExpiredBehindACallIsInDoubt(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -65,8 +65,8 @@ func TestExpiredBehindACallIsInDoubt(t *testing.T) {
 	}
 }
 
-// Property: of two holders of one token, as after a failover that lost a claim, the one that finds its phase done by the other ends
-// nothing: it has lost its lock.
+// Property: of two holders of one token, after a failover that lost a claim, the one that finds its
+// phase done by the other stores no outcome: it has lost its lock.
 func TestRowOfTheOtherHolderIsNoEarlierExecution(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -15,13 +15,15 @@ import (
 
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// Flow executes a request in atomic phases: each commits its writes together with its recovery point, and no
-// transaction is open while a foreign system is asked. A flow that was cut off goes on at the first phase that is not
-// done, when the request comes again or the completer finds it, on any replica. S is what phases hand on to later
-// ones; it is stored as JSON. Members of its objects that another release stored, and S does not have, stay as they are, but
-// for those of objects in a list that this release changed.
+// Flow executes a request in atomic phases: each phase commits its writes together with its
+// recovery point, and no transaction is open during a foreign call. An interrupted flow continues
+// at the first phase that is not done, when the request is retried or the completer finds it, on
+// any replica. S is the state that phases pass on to later ones; it is stored as JSON. JSON members
+// that another release stored and that S does not have are kept, except in the objects of a list
+// that this release changed.
 //
 // The idea is Brandur Leach's, after Stripe: https://brandur.org/idempotency-keys.
 type Flow[S any] struct {
@@ -29,93 +31,107 @@ type Flow[S any] struct {
 	cfg    FlowConfig[S]
 	phases []Phase[S]
 	names  []string
-	// Places for what is completed, and reconciled, at a time.
+	// Slots that bound how many keys are completed, and reconciled, at a time.
 	completing, reconciling chan struct{}
-	overdue                 atomic.Int64 // as it was reported
+	overdue                 atomic.Int64 // the last reported number
 }
 
 // FlowConfig of a Flow. The zero value works.
 type FlowConfig[S any] struct {
-	// Name of the flow, stored with its keys: a flow of another name, in another program or release that has the same operation,
-	// leaves them alone (ErrUnknownRecoveryPoint). Keys of releases that stored no name are anyone's. It must stay the same
-	// while keys are unfinished. At most 255 bytes; default: the operation's name.
+	// Name of the flow, stored with its keys. A flow with another name, in another program or
+	// release with the same operation, does not touch them (ErrUnknownRecoveryPoint). Keys of
+	// releases that stored no name belong to any flow. The name must stay the same while keys are
+	// unfinished. At most 255 bytes; default: the operation's name.
 	Name string
-	// StoreRequest keeps what was asked for until the outcome is there, so that the completer (Flow.Run) can finish what a
-	// client gave up. Default: such a flow waits for its client.
+	// StoreRequest stores the request until the outcome is stored, so that the completer (Flow.Run)
+	// can finish a flow whose client gave up. Default: such a flow waits for its client.
 	StoreRequest bool
-	// CallMax is how long a foreign call may take, and how long the transaction of a phase. 1 ms to 1 h; default 20 s.
+	// CallMax bounds the duration of a foreign call, and of the transaction of a phase. 1 ms to 1
+	// h; default 20 s.
 	CallMax time.Duration
-	// RetryAfter is how long the completer leaves a flow alone that failed, or whose phases it does not know, doubled with each
-	// attempt up to a hundred times. 1 ms to 1 h; default 5 s.
+	// RetryAfter is how long the completer waits after a flow failed, or after it met phases that
+	// it does not know. It doubles with each attempt, up to a hundred times its value. 1 ms to 1 h;
+	// default 5 s.
 	RetryAfter time.Duration
-	// AtOnceMax is how many flows Run and Complete drive at a time, and about how many keys the reconciler is asked at a time. None
-	// of them holds a connection while it waits for a foreign system. 1 to 1,000; default 8.
+	// AtOnceMax is how many flows Run and Complete execute at a time, and how many keys are
+	// reconciled at a time. None of them holds a connection while it waits for a foreign system. 1
+	// to 1,000; default 8.
 	AtOnceMax int
-	// AgeMax is the age of a key, by the database's clock, from which on Run reports it while it is unfinished, also where it waits for
-	// its client: in the log, and to Hooks.Overdue. 1 min to 10 years; default 24 h.
+	// AgeMax is the age, by the database's clock, from which Run reports an unfinished key in the
+	// log and to Hooks.Overdue, also if the key waits for its client. 1 min to 10 years; default 24
+	// h.
 	AgeMax time.Duration
-	// GiveUp also ends such keys where they are not worked on, and the phase under way, or the takeover after a person or the
-	// reconciler gave the key back, is as old: they become abandoned, or indeterminate where the call of a phase that is AtMostOnce
-	// may have been made, so that a person decides. Default: they wait.
+	// GiveUp also ends overdue keys that no worker holds, if the current phase is as old too. That
+	// age counts from the takeover if a person or the reconciler returned the key. Such keys become
+	// abandoned, or indeterminate if the call of an AtMostOnce phase may have been made, so that a
+	// person decides. Default: they wait.
 	GiveUp bool
-	// Every is how often Run looks for what is abandoned, undecided or old. 10 ms to 1 h; default 10 s.
+	// Every is how often Run checks for abandoned, indeterminate and old keys. 10 ms to 1 h;
+	// default 10 s.
 	Every time.Duration
-	// Reconcile asks the foreign system, or its records, what became of a call whose outcome is unknown. It is not asked about
-	// keys of Operation.Once. It is called for several keys at a time. Default: a person decides.
+	// Reconcile asks the foreign system, or its records, for the result of a call whose outcome is
+	// unknown. It is not called for keys of Operation.Once. It is called concurrently for several
+	// keys. Default: a person decides.
 	Reconcile func(ctx context.Context, undecided UndecidedKey[S]) (Decision, error)
 }
 
 // Phase is a step of a flow, between two recovery points.
 type Phase[S any] struct {
-	// Name of the recovery point behind it. It is stored: phases of flows that are under way must keep their names and
-	// their order; new ones may be added at the end. 1 to 255 bytes.
+	// Name of the recovery point after the phase. It is stored: phases of unfinished flows must
+	// keep their names and their order; new phases may be added at the end. 1 to 255 bytes.
 	Name string
-	// Call asks a foreign system, under step.ChildID() as its idempotency key. No transaction is open. It may be
-	// made again, after a crash: with the same key. What it learns goes into step.State. Default: none.
+	// Call calls a foreign system, with step.ChildID() as its idempotency key. No transaction is
+	// open. After a crash it may be repeated, with the same key. Its results go into step.State.
+	// Default: none.
 	Call func(ctx context.Context, step *Step[S]) error
-	// CallAgainMax is how old, by the database's clock, the first call of the phase may be where it is made again: foreign systems
-	// forget idempotency keys, many after 24 h. Where it may be older, the key becomes indeterminate instead. The age is
-	// that of the recovery point before, or of the takeover behind it before which certainly no call was made (NotDone, a context that
-	// ended before, a person or a reconciler that said so); of keys from releases that stored none, that of the request. 1 min, or CallMax
-	// where that is more, to 10 years; default 22 h. Not with AtMostOnce, whose call is not made again.
+	// CallAgainMax is how old, by the database's clock, the first call of the phase may be when the
+	// call is repeated: foreign systems forget idempotency keys, many after 24 h. If it may be
+	// older, the key becomes indeterminate instead. The age counts from the previous recovery
+	// point; or from the latest takeover before which certainly no call was made (NotDone, a
+	// context that ended before the call, a decision of a person or a reconciler); or from the
+	// request, for keys of releases that stored no such time. 1 min, or CallMax if that is more, to
+	// 10 years; default 22 h. Not with AtMostOnce, whose call is not repeated.
 	CallAgainMax time.Duration
-	// AtMostOnce says that the foreign system does not deduplicate: a call whose outcome is unknown is never made again
-	// by itself, and makes the key indeterminate. An error of Call is taken for that, unless it is one of NotDone, NotSent or Final.
+	// AtMostOnce means that the foreign system does not deduplicate: a call whose outcome is
+	// unknown is never repeated automatically, and makes the key indeterminate. Any error of Call
+	// counts as unknown, unless it is one of NotDone, NotSent or Final.
 	//
-	// Call must send its request once. A Transport of net/http sends one with an Idempotency-Key again by itself where a connection that
-	// was used before is closed, after the server acted as well: two payments. Over HTTP use keyclient.Single, or a
-	// keyclient.Transport, with the ctx of the Call, and no Timeout of the http.Client, which hides what the error shows: a bank
-	// that refuses connections then leaves no key in doubt. Make one request that acts for each phase.
+	// Call must send its request once. An http.Transport repeats a request with an Idempotency-Key
+	// by itself if a reused connection is closed, even after the server acted: two payments. Over
+	// HTTP use keyclient.Single, or a keyclient.Transport, with the ctx of the Call, and set no
+	// http.Client.Timeout, which hides the cause of an error. Then a bank that refuses connections
+	// leaves no key in doubt. Make one request with an effect in each phase.
 	AtMostOnce bool
-	// Write changes the database, in one transaction with the recovery point. Like the work of Once it may run more than
-	// once. Default: only the recovery point.
+	// Write changes the database, in one transaction with the recovery point. Like the work of Once
+	// it may run more than once. Default: it only stores the recovery point.
 	Write func(ctx context.Context, tx pgx.Tx, step *Step[S]) error
 }
 
-// Step is what a phase has to do with.
+// Step is the input and output of a phase.
 type Step[S any] struct {
 	// Key of the request.
 	Key Key
-	// State is what was stored with the last recovery point. What Call and Write change is stored with the next; see Flow for
-	// what S does not have.
+	// State is what was stored with the last recovery point. Changes by Call and Write are stored
+	// with the next one; see Flow for members that S does not have.
 	State S
-	// Request that was given to Do, or was stored.
+	// Request is what Do was given, or what was stored.
 	Request []byte
-	// Attempt counts from 1, since the last recovery point.
+	// Attempt counts the attempts since the last recovery point, from 1.
 	Attempt int
 
 	phase    string
 	response *Response
-	stored   memory // of State, at the last recovery point
+	stored   memory // State as stored at the last recovery point
 }
 
-// ChildID is Key.ChildID of the phase.
+// ChildID returns Key.ChildID of the phase.
 func (s *Step[S]) ChildID() uuid.UUID { return s.Key.ChildID(s.phase) }
 
-// Finish ends the flow with this phase, and says what the client gets. The last phase must call it.
+// Finish ends the flow with this phase, and sets the response for the client. The last phase must
+// call it.
 func (s *Step[S]) Finish(response Response) { s.response = &response }
 
-// NewFlow returns the flow of an operation, or all problems at once: an operation has one.
+// NewFlow returns the flow of an operation, or all problems at once. An operation has one flow.
 func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow[S], error) {
 	f := &Flow[S]{op: op, cfg: cfg, phases: slices.Clone(phases)}
 	var problems []error
@@ -141,7 +157,7 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 		case phase.Name == "" || len(phase.Name) > keyBytesMax || !readable(phase.Name):
 			problems = append(problems, fmt.Errorf("name of phase %d: want 1 to %d bytes of UTF-8 without control characters", i, keyBytesMax))
 		case slices.Contains(f.names, phase.Name):
-			problems = append(problems, fmt.Errorf("phase %q is there twice", phase.Name))
+			problems = append(problems, fmt.Errorf("phase %q is listed twice", phase.Name))
 		case phase.Call == nil && phase.Write == nil:
 			problems = append(problems, fmt.Errorf("phase %q does nothing: want Call or Write", phase.Name))
 		case phase.AtMostOnce && phase.Call == nil:
@@ -168,16 +184,18 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 // phasesMax bounds the array in the row.
 const phasesMax = 100
 
-// Do executes the flow under a key, from its recovery point on, and returns its outcome. request is what was asked for,
-// for the phases; it is stored only with StoreRequest.
+// Do executes the flow under a key, starting at its recovery point, and returns its outcome.
+// request is passed to the phases; it is stored only with StoreRequest.
 //
-// A phase that fails ends the flow for now: its writes are rolled back, the recovery points before it stay, and the lock is
-// given up, so that the next request with the key goes on there at once; without Config.AttemptsMax, a phase that failed
-// ten times waits for what RetryAfter has become (ErrInProgress). Final makes the failure the outcome. A phase that panics, or
-// ends its goroutine, fails in the same way; the panic reaches the caller.
-// Errors are those of Once, and ErrIndeterminate, ErrUnknownRecoveryPoint, ErrLockLost. When ctx ends the flow stops
-// between two phases, and can be resumed: a call that may be made again is cut short, and one that is AtMostOnce, and what a
-// phase writes, comes to its end first, within CallMax.
+// A phase that fails ends the attempt: its writes are rolled back, earlier recovery points stay,
+// and the lock is released, so that the next request with the key continues at that phase at once.
+// Without Config.AttemptsMax, a phase that failed ten times has to wait for the doubled RetryAfter
+// (ErrInProgress). Final makes the failure the outcome. A phase that panics, or ends its goroutine,
+// fails in the same way; the panic reaches the caller.
+//
+// Errors are those of Once, and ErrIndeterminate, ErrUnknownRecoveryPoint and ErrLockLost. When ctx
+// ends, the flow stops between two phases and can be resumed: a call that may be repeated is
+// cancelled; an AtMostOnce call, and the writes of a phase, finish first, within CallMax.
 func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, error) {
 	key, err := f.op.complete(key)
 	if err != nil {
@@ -187,14 +205,14 @@ func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, er
 		deadline := time.Now().Add(wait)
 		for {
 			response, err := f.do(ctx, key, request)
-			if !errors.Is(err, ErrInProgress) || time.Now().After(deadline) || !pause(ctx, askEvery) {
+			if !errors.Is(err, ErrInProgress) || time.Now().After(deadline) || !pause.For(ctx, askEvery) {
 				return response, err
 			}
 		}
 	}))
 }
 
-// askEvery is how often a request that waits for another one looks.
+// askEvery is how often a waiting request polls.
 const askEvery = 50 * time.Millisecond
 
 func (f *Flow[S]) do(ctx context.Context, key Key, request []byte) (Response, error) {
@@ -206,7 +224,7 @@ func (f *Flow[S]) do(ctx context.Context, key Key, request []byte) (Response, er
 	return f.drive(ctx, h, request)
 }
 
-// claim takes the key's lock. Without it, it returns what the key says.
+// claim takes the key's lock. If it cannot, it returns what is stored under the key.
 func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, Response, error) {
 	o := f.op
 	sealed := o.cfg.Seal != nil
@@ -219,7 +237,7 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 		s, err := read(o.pool.QueryRow(ctx, o.sql.flow.claim, key.Scope, key.Operation, key.Value, key.Fingerprint[:], sealed, o.cfg.Lock, o.cfg.Owner, kept, f.cfg.Name))
 		switch {
 		case conflict(err), err == nil && s == nil:
-			continue // it was committed while the insert waited: an error where the role's default is not read committed
+			continue // another request committed the key while the insert waited; above read committed that is an error
 		case err != nil:
 			return nil, Response{}, fmt.Errorf("claim %v: %w", key, err)
 		case s.made:
@@ -233,10 +251,10 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 			return h, response, err
 		}
 	}
-	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // it changes hands all the time
+	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // the key keeps changing
 }
 
-// kept is what is stored of the request.
+// kept returns what is stored of the request.
 func (f *Flow[S]) kept(key Key, request []byte, sealed bool) ([]byte, error) {
 	if !f.cfg.StoreRequest {
 		return nil, nil
@@ -244,21 +262,25 @@ func (f *Flow[S]) kept(key Key, request []byte, sealed bool) ([]byte, error) {
 	return f.op.seal(key, "request", append([]byte{}, request...), sealed)
 }
 
-// take takes over a key that nobody holds. It returns nothing if somebody was faster.
+// take takes over a key that no worker holds. It returns nothing if another worker was faster.
 func (f *Flow[S]) take(ctx context.Context, key Key, s *stored, request []byte) (*holder, Response, error) {
 	o := f.op
 	if response, ok, err := o.answer(key, s); ok {
 		return nil, response, err
 	}
+	if err := o.goesOnSealed(key, s); err != nil {
+		return nil, Response{}, err
+	}
 	if s.flow != nil && *s.flow != f.cfg.Name {
 		return nil, Response{}, fmt.Errorf("%w: it is of flow %q, and not of %q", ErrUnknownRecoveryPoint, *s.flow, f.cfg.Name)
 	}
 	if !begins(s.phases, f.names) || len(s.phases) == len(f.names) {
-		o.cfg.Logger.ErrorContext(ctx, "a key has phases done that this program does not know; nothing is run again until a program with them, or a person, finishes it",
+		o.cfg.Logger.ErrorContext(ctx, "a key has completed phases that this program does not know; no phase runs until a program that knows them, or a person, finishes the key",
 			"key", key, "done", s.phases, "known", f.names)
 		return nil, Response{}, fmt.Errorf("%w: done are %q, known %q", ErrUnknownRecoveryPoint, s.phases, f.names)
 	}
-	// Where a call may be under way that must not be made twice, the key is in doubt, however many attempts there were.
+	// If a call that must not be repeated may be running, the key is in doubt, however many
+	// attempts there were.
 	if s.calling == nil && s.attempts >= cmp.Or(o.cfg.AttemptsMax, attemptsOfAll) {
 		mine, err := newHolder(o, key, s, time.Now()).undecided(ctx, abandoned, errors.New("its attempts are used up"), 0)
 		if mine || err != nil {
@@ -266,7 +288,7 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored, request []byte) 
 		}
 		return nil, Response{}, err
 	}
-	// A client that tries again and again must not use the attempts up within seconds.
+	// A client that retries in a tight loop must not use the attempts up within seconds.
 	if s.putOff > 0 && o.cfg.AttemptsMax == 0 && s.attempts >= attemptsOfAll/2 {
 		return nil, Response{}, &InProgressError{RetryAfter: max(s.putOff, time.Second).Round(time.Second)}
 	}
@@ -288,7 +310,7 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored, request []byte) 
 	if s.calling == nil {
 		return h, Response{}, nil
 	}
-	// Whoever had it died in a call that must not be made twice.
+	// The previous holder died during a call that must not be repeated.
 	mine, err := h.undecided(ctx, indeterminate, fmt.Errorf("worker ended during the call of phase %q", *s.calling), f.cfg.CallMax)
 	if mine || err != nil {
 		err = errors.Join(ErrIndeterminate, err)
@@ -296,12 +318,12 @@ func (f *Flow[S]) take(ctx context.Context, key Key, s *stored, request []byte) 
 	return nil, Response{}, err
 }
 
-// drive goes through the phases that are not done, under the lock.
+// drive executes the phases that are not done, under the lock.
 func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Response, error) {
 	stop, returned := h.keep(ctx), false
 	defer func() {
 		stop()
-		if !returned { // a phase panicked, or ended the goroutine: otherwise its key would wait until the lock runs out
+		if !returned { // a phase panicked, or ended the goroutine: without this the key would wait until the lock expires
 			p := recover()
 			f.dropped(ctx, h, p)
 			if p != nil {
@@ -314,7 +336,7 @@ func (f *Flow[S]) drive(ctx context.Context, h *holder, request []byte) (Respons
 	return response, err
 }
 
-// runPhases is drive without what becomes of a panic.
+// runPhases is drive without the handling of panics.
 func (f *Flow[S]) runPhases(ctx context.Context, h *holder, request []byte, stop func()) (Response, error) {
 	step, err := f.step(h, request)
 	if err != nil {
@@ -323,7 +345,7 @@ func (f *Flow[S]) runPhases(ctx context.Context, h *holder, request []byte, stop
 	for _, phase := range f.phases[len(h.at.phases):] {
 		if err := f.phase(ctx, h, step, phase); err != nil {
 			stolen := h.stolen()
-			stop() // or it would renew what is given up
+			stop() // or it would renew the lock that is released below
 			return f.settle(ctx, h, err, stolen)
 		}
 		if step.response != nil {
@@ -351,7 +373,8 @@ func (f *Flow[S]) step(h *holder, request []byte) (*Step[S], error) {
 	return step, nil
 }
 
-// dropped frees the lock of a key whose phase did not return, or hands the key to people where its call may have been made.
+// dropped releases the lock of a key whose phase did not return, or marks the key indeterminate if
+// the call may have been made.
 func (f *Flow[S]) dropped(ctx context.Context, h *holder, p any) {
 	cause := errors.New("a phase ended its goroutine")
 	if p != nil {
@@ -366,12 +389,12 @@ func (f *Flow[S]) dropped(ctx context.Context, h *holder, p any) {
 	f.op.cfg.Logger.ErrorContext(ctx, "a phase of a key did not return", "key", h.key, "error", err)
 }
 
-// retryAfter is when the completer comes back to a flow that failed.
+// retryAfter is how long the completer waits before it resumes a flow that failed.
 func (f *Flow[S]) retryAfter(h *holder) time.Duration {
 	return f.cfg.RetryAfter * time.Duration(min(1<<min(h.at.attempts-1, 10), 100))
 }
 
-// settle is what becomes of a phase that failed.
+// settle decides what a failed phase means for the key.
 func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen bool) (Response, error) {
 	var final *FinalError
 	var unknown *indeterminateError
@@ -389,8 +412,8 @@ func (f *Flow[S]) settle(ctx context.Context, h *holder, cause error, stolen boo
 	case lost(cause), stolen:
 		return Response{}, fmt.Errorf("%w: %w", ErrLockLost, cause)
 	case errors.Is(cause, ErrUnanswered):
-		return Response{}, cause // it may be done: the lock runs out, and the next one sees
-	case h.doubtful: // the call was made, and what it found out could not be stored
+		return Response{}, cause // the phase may be done: after the lock expires, the next worker sees
+	case h.doubtful: // the call was made, and its result could not be stored
 		return Response{}, h.doubt(ctx, cause, f.cfg.CallMax)
 	case h.o.cfg.Strict && errors.As(cause, &work) && !h.away && !outage(cause) && !conflict(cause) && ctx.Err() == nil:
 		response := h.o.cfg.Failed(cause)

@@ -18,7 +18,8 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// Property: phases run once each, in order, hand on their state, and the outcome is replayed without them.
+// Property: phases run once each, in order, hand on their state, and the outcome is replayed
+// without them.
 func TestFlowRunsItsPhasesOnce(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
@@ -32,8 +33,8 @@ func TestFlowRunsItsPhasesOnce(t *testing.T) {
 	require.Equal(t, "100", b.charges[idempotency.Key{Scope: "tenant", Operation: "order", Value: "k"}.ChildID("charge").String()])
 }
 
-// Property: a phase that fails leaves the recovery points before it, frees the key at once, and the next request goes on
-// there: the phases before it do not run again. Rows H1, H3.
+// Property: a phase that fails leaves the earlier recovery points, frees the key at once, and the
+// next request continues there: earlier phases do not run again. Rows H1, H3 of guarantees.md.
 func TestFlowGoesOnAtTheFailedPhase(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
@@ -52,7 +53,8 @@ func TestFlowGoesOnAtTheFailedPhase(t *testing.T) {
 	requirePaidOnce(t, pool, b)
 }
 
-// Property: a final failure of a phase is the outcome: replayed, with the phases before it done and nothing behind them.
+// Property: a final failure of a phase is the outcome: replayed, with the phases before it done and
+// nothing behind them.
 func TestFinalFailureEndsTheFlow(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
@@ -69,8 +71,8 @@ func TestFinalFailureEndsTheFlow(t *testing.T) {
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
 }
 
-// Property: ten requests at once with one key execute the flow once; the others get its outcome, or that it is in
-// progress, whatever the role's default isolation is.
+// Property: ten requests at once with one key execute the flow once; the others get its outcome, or
+// that it is in progress, whatever the role's default isolation is.
 func TestFlowAtOnceIsExecutedOnce(t *testing.T) {
 	t.Parallel()
 	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
@@ -119,8 +121,9 @@ func flowAtOnce(t *testing.T, pool *pgxpool.Pool) {
 	require.Equal(t, rounds, asked)
 }
 
-// Property: phases that changed between deploys so that those which are done do not begin the list are found out, and
-// nothing is run; phases that were added at the end are run. Row H17.
+// Property: if phases changed between deployments so that those which are done do not begin the
+// list, this is detected, and nothing is run; phases added at the end are run. Row H17 of
+// guarantees.md.
 func TestChangedPhasesAreFoundOut(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
@@ -148,7 +151,8 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effects`))
 }
 
-// Property: a lock that is shorter than the work is renewed: nobody takes the key over. Row H23.
+// Property: a lock that is shorter than the work is renewed: no other worker takes the key over.
+// Row H23 of guarantees.md.
 func TestLongWorkKeepsItsLock(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -176,7 +180,7 @@ func TestLongWorkKeepsItsLock(t *testing.T) {
 		done <- err
 	}()
 	<-begun
-	// As seen by the database, the work goes on for longer than its lock.
+	// By the database's clock, the work takes longer than its lock.
 	require.Eventually(t, func() bool {
 		_, err := flow.Do(t.Context(), key("k"), nil)
 		return assert.ErrorIs(t, err, idempotency.ErrInProgress) &&
@@ -188,8 +192,8 @@ func TestLongWorkKeepsItsLock(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "long"))
 }
 
-// Property: a holder whose write meets another one of the row writes behind it, whatever the role's default isolation is: the key
-// is given up at once.
+// Property: if a holder's write conflicts with another one of the row, it writes after that one,
+// whatever the role's default isolation is: the key is released at once.
 func TestHoldersWriteWaitsForOthers(t *testing.T) {
 	t.Parallel()
 	wide := newPool(t)
@@ -208,11 +212,12 @@ func TestHoldersWriteWaitsForOthers(t *testing.T) {
 	_, err = flow.Do(t.Context(), key("k"), nil)
 	group.Wait()
 	require.ErrorIs(t, err, errAway)
-	require.NotContains(t, err.Error(), "give up the lock")
+	require.NotContains(t, err.Error(), "release the lock")
 	require.Equal(t, 1, count(t, wide, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`))
 }
 
-// Property: a renewal that hangs does not cost the lock: the next one comes before it is over, by the database's clock. Row H23.
+// Property: a renewal that hangs does not cost the lock: the next one comes before it is over, by
+// the database's clock. Row H23 of guarantees.md.
 func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 	t.Parallel()
 	wide := newPool(t)
@@ -257,7 +262,8 @@ func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 	require.Zero(t, count(t, wide, `SELECT count(*) FROM renewals WHERE late`))
 }
 
-// Property: a worker whose lock was taken is told so during its work, and can store neither phase nor outcome.
+// Property: a worker whose lock was taken learns so during its work, and can store neither phase
+// nor outcome.
 func TestLostLockEndsTheWork(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -297,8 +303,9 @@ func TestLostLockEndsTheWork(t *testing.T) {
 	require.Equal(t, 3, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND phases = '{}'`))
 }
 
-// Property: a context that ends stops a flow between two phases, with its key free, and it can be resumed; a call that must
-// not be made twice, and what a phase writes, is not cut short, so that nothing is in doubt. Row H19.
+// Property: a context that ends stops a flow between two phases, with its key free, and it can be
+// resumed; a call that must not be repeated, and the writes of a phase, are not interrupted, so
+// that nothing is in doubt. Row H19 of guarantees.md.
 func TestCancelledFlowCanBeResumed(t *testing.T) {
 	t.Parallel()
 	for _, atMostOnce := range []bool{false, true} {
@@ -322,8 +329,8 @@ func TestCancelledFlowCanBeResumed(t *testing.T) {
 	}
 }
 
-// Property: a phase that is done is not done again under the same token, which two workers may have where a server lost the
-// claim of one with its last commits. Row H5.
+// Property: a phase that is done is not repeated under the same token, which two workers may have
+// after a server lost the claim of one with its last commits. Row H5 of guarantees.md.
 func TestDonePhaseIsNotDoneAgain(t *testing.T) {
 	t.Parallel()
 	pool, again := newPool(t), make(chan struct{})
@@ -356,8 +363,8 @@ func TestDonePhaseIsNotDoneAgain(t *testing.T) {
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{charge}' AND lock_token = 1`))
 }
 
-// Property: a call that must not be made twice is not made by a worker whose claim the server lost, once another one under
-// the same token made it and its phase is done. Row H5.
+// Property: a call that must not be made twice is not made by a worker whose claim the server lost,
+// once another one under the same token made it and its phase is done. Row H5 of guarantees.md.
 func TestDoneCallIsNotMadeAgain(t *testing.T) {
 	t.Parallel()
 	pool, made := newPool(t), 0
@@ -380,8 +387,9 @@ func TestDoneCallIsNotMadeAgain(t *testing.T) {
 	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{charge}' AND lock_token = 1 AND calling IS NULL`))
 }
 
-// Property: a worker whose claim the server lost, and whose own call was not done, takes no note away of the call that another one
-// makes under the same token: it would be made again. Row H5.
+// Property: a worker whose claim the server lost, and whose own call was not done, does not remove
+// the record of the call that another worker makes under the same token: it would be repeated. Row
+// H5.
 func TestNoteOfACallStaysWhileItIsMade(t *testing.T) {
 	t.Parallel()
 	pool, begun, over, another := newPool(t), make(chan struct{}, 10), make(chan struct{}), make(chan error, 1)
@@ -421,8 +429,9 @@ func TestNoteOfACallStaysWhileItIsMade(t *testing.T) {
 	require.ErrorIs(t, <-another, idempotency.ErrLockLost)
 }
 
-// Property: whoever takes a key over goes on from where it is then, and not from where it was when he looked: its earlier
-// holder, whose lock ran out, may have made a call meanwhile that must not be made twice. Row H2.
+// Property: a worker that takes a key over continues from the key's current state, not from the
+// state that it read before: the earlier holder, whose lock expired, may have made a call in
+// between that must not be repeated. Row H2 of guarantees.md.
 func TestTakeoverGoesOnFromWhatIsDone(t *testing.T) {
 	t.Parallel()
 	for meanwhile, sql := range map[string]string{
@@ -474,8 +483,9 @@ func TestTakeoverGoesOnFromWhatIsDone(t *testing.T) {
 	}
 }
 
-// Property: what a transaction changed in the state is not there when the transaction is run again after a serialization
-// failure: the state is what the last recovery point, or the call, left. Row H20.
+// Property: changes of a transaction to the state are gone when the transaction is retried after a
+// serialization failure: the state is that of the last recovery point, or of the call. Row H20 of
+// guarantees.md.
 func TestStateIsOfTheTransactionThatCommitted(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -502,8 +512,8 @@ func TestStateIsOfTheTransactionThatCommitted(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "a"))
 }
 
-// Property: a flow whose last phase does not say what the client gets is refused when it gets there, and commits nothing of
-// that phase.
+// Property: a flow whose last phase does not call Finish fails there, and commits nothing of that
+// phase.
 func TestFlowWithoutAResponse(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -22,8 +22,9 @@ func committed(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 	return idempotency.Response{Status: 201}, err
 }
 
-// Property: a key whose work committed by itself waits for a person as soon as the library sees it, where people look
-// for what waits; and no reaper forgets it, also where nobody saw it before: the effect would come again. Row H16.
+// Property: a key whose work committed by itself is marked for a person as soon as the library sees
+// it, in the list of keys that need a person; and no reaper forgets it, even if no request saw it
+// before: the effect would be repeated. Row H16 of guarantees.md.
 func TestWorkThatCommittedByItselfWaitsForAPerson(t *testing.T) {
 	t.Parallel()
 	const waiting = `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'indeterminate' AND expires_at IS NULL AND error LIKE '%of its own%'`
@@ -53,8 +54,8 @@ func TestWorkThatCommittedByItselfWaitsForAPerson(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "k"))
 }
 
-// Property: keys that are left to a person do not keep a run from what is behind them, also where they fill its pages, and the log
-// says that they wait. Row H16.
+// Property: keys that are left to a person do not keep a run from later keys, even if they fill its
+// pages, and the log reports that they wait. Row H16 of guarantees.md.
 func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -71,8 +72,9 @@ func TestReapGoesOnBehindWhatItLeaves(t *testing.T) {
 	require.Contains(t, log.String(), "keys need a person")
 }
 
-// Property: what only counts the failures of work in one transaction is forgotten after a day without another one, and each
-// failure begins that day anew; what a flow began is not, whatever stands in its row. Row H16.
+// Property: a row that only counts the failures of work in one transaction is forgotten after a day
+// without another failure, and each failure restarts that day; the key of a flow is not forgotten,
+// whatever its row contains. Row H16 of guarantees.md.
 func TestCountsOfFailuresAreForgotten(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)

@@ -10,12 +10,12 @@ import (
 	"github.com/google/uuid"
 )
 
-// gate lets one request of this process for a key at a time ask the database, and has the others wait in memory: no wait
-// for a key holds a connection. What other processes do with the key, the database decides.
+// gate lets one request of this process per key query the database at a time; the others wait in
+// memory. No waiting request holds a connection. Between processes, the database decides.
 type gate struct {
 	sync.Mutex
 	lines    map[name]*line
-	waiting  map[string]int // requests that wait, by scope
+	waiting  map[string]int // waiting requests, by scope
 	answered [2]map[name]struct{}
 	scopes   map[string]*scopeKeys
 }
@@ -27,22 +27,23 @@ func newGate() gate {
 // name is the key within its operation.
 type name struct{ scope, value string }
 
-// line is those who ask for one key.
+// line holds the requests for one key.
 type line struct {
-	turn    chan struct{} // has one element while it is free
+	turn    chan struct{} // has one element while no request has the turn
 	over    chan struct{} // closed once the key has an outcome
 	waiting int
 	users   int
-	probed  bool // one that waited long enough looks what the database says
+	probed  bool // a request whose wait is over queries the database
 	ended   bool // over is closed
 }
 
 const (
-	answeredMax = 2048 // keys in each half of those that are known to have an outcome
+	answeredMax = 2048 // keys in each half of the cache of keys with an outcome
 	scopesMax   = 4096 // scopes whose keys are counted
 )
 
-// inTurn answers a request, by what is stored, or by executing it in its turn. execute may wait as long for other processes.
+// inTurn answers a request from what is stored, or executes it when its turn comes. execute gets
+// the time for which it may wait for other processes.
 func (o *Operation) inTurn(ctx context.Context, key Key, execute func(wait time.Duration) (Response, error)) (Response, error) {
 	at, err := o.enter(ctx, key)
 	for err == nil && at.known {
@@ -72,8 +73,8 @@ func (o *Operation) inTurn(ctx context.Context, key Key, execute func(wait time.
 	return response, err
 }
 
-// minted tells a key that its client made a while ago (a UUIDv7), and so has most likely sent before: a replay then takes one statement.
-// A clock that is wrong costs another one.
+// minted reports whether the client made the key (a UUIDv7) a while ago, so it has most likely sent
+// it before: a replay then takes one statement. A wrong clock costs one more statement.
 func minted(value string) bool {
 	id, err := uuid.Parse(value)
 	return err == nil && id.Version() == 7 && time.Since(time.Unix(id.Time().UnixTime())) > mintedMin
@@ -81,10 +82,11 @@ func minted(value string) bool {
 
 const mintedMin = 2 * time.Second
 
-// errNotEnded is of a request that panics.
+// errNotEnded is the error of a request that panics.
 var errNotEnded = errors.New("the work did not return")
 
-// look answers by what is stored, if that says anything about the request. It begins no transaction.
+// look answers a request from what is stored, if that determines the answer. It begins no
+// transaction.
 func (o *Operation) look(ctx context.Context, key Key) (response Response, ok bool, err error) {
 	s, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value))
 	if err != nil {
@@ -99,16 +101,18 @@ func (o *Operation) look(ctx context.Context, key Key) (response Response, ok bo
 	return o.answer(key, s)
 }
 
-// place is where a request stands once it need not wait in memory. known: the key has an outcome, as far as this process knows. wait is
-// how long it may still wait for other processes. leave is called with what became of it.
+// place is the state of a request after it waited in memory. known: the key has an outcome, as far
+// as this process knows. wait is how long it may still wait for other processes. leave is called
+// with the error of the request.
 type place struct {
 	known bool
 	wait  time.Duration
 	leave func(error)
 }
 
-// enter waits until it is the turn of a request, at most for WaitMax. Whose turn it is may hang, and have lost the key long ago: of those who
-// waited long enough, one at a time asks the database all the same, and does not wait there.
+// enter waits for the request's turn, at most for WaitMax. The request that has the turn may hang,
+// and may have lost the key long ago. So one at a time of the requests whose wait is over queries
+// the database without the turn, and does not wait there.
 func (o *Operation) enter(ctx context.Context, key Key) (at place, err error) {
 	g, n, began := &o.gate, name{key.Scope, key.Value}, time.Now()
 	g.Lock()
@@ -173,7 +177,7 @@ func (g *gate) leave(n name, l *line, probe bool, err error) {
 	if !l.ended && (err == nil || errors.Is(err, ErrIndeterminate) || errors.Is(err, ErrAbandoned)) {
 		l.ended = true
 		close(l.over)
-		delete(g.lines, n) // those who come now know, or begin another
+		delete(g.lines, n) // later requests know the outcome, or begin another line
 	}
 	if probe {
 		l.probed = false
@@ -183,21 +187,21 @@ func (g *gate) leave(n name, l *line, probe bool, err error) {
 	g.drop(n, l)
 }
 
-// drop forgets a line that has no users any more.
+// drop forgets a line that has no users.
 func (g *gate) drop(n name, l *line) {
 	if l.users--; l.users == 0 && g.lines[n] == l {
 		delete(g.lines, n)
 	}
 }
 
-// knows tells whether a key had an outcome when this process last heard of it.
+// knows reports whether a key had an outcome when this process last saw it.
 func (g *gate) knows(n name) bool {
 	_, lately := g.answered[0][n]
 	_, before := g.answered[1][n]
 	return lately || before
 }
 
-// learn notes that a key has an outcome, and forgets those of long ago.
+// learn records that a key has an outcome, and forgets the oldest half when full.
 func (g *gate) learn(n name) {
 	if len(g.answered[0]) >= answeredMax {
 		g.answered[1], g.answered[0] = g.answered[0], map[name]struct{}{}
@@ -205,7 +209,7 @@ func (g *gate) learn(n name) {
 	g.answered[0][n] = struct{}{}
 }
 
-// unlearn notes that a key has none.
+// unlearn records that a key has no outcome.
 func (g *gate) unlearn(n name) {
 	g.Lock()
 	defer g.Unlock()
@@ -213,16 +217,17 @@ func (g *gate) unlearn(n name) {
 	delete(g.answered[1], n)
 }
 
-// scopeKeys is how many keys of a scope were stored, and how many claims this process has made since.
+// scopeKeys is how many keys of a scope were stored at the last count, and how many claims this
+// process has made since.
 type scopeKeys struct {
 	stored, since int
 	at            time.Time
 }
 
-// quotaEvery is how long a count of the keys of a scope holds.
+// quotaEvery is how long a count of the keys of a scope is used.
 const quotaEvery = 10 * time.Second
 
-// quota refuses a new key of a scope that has as many as it may.
+// quota refuses a new key of a scope that has reached Config.ScopeKeysMax.
 func (o *Operation) quota(ctx context.Context, key Key) error {
 	limit := o.cfg.ScopeKeysMax
 	if limit == 0 {
@@ -239,7 +244,7 @@ func (o *Operation) quota(ctx context.Context, key Key) error {
 		s = &scopeKeys{}
 		g.scopes[key.Scope] = s
 	}
-	if counts { // alone: the others take the old number meanwhile
+	if counts { // only this request counts; the others use the old number
 		s.at, s.since = time.Now(), 0
 	}
 	s.since++
@@ -248,7 +253,7 @@ func (o *Operation) quota(ctx context.Context, key Key) error {
 	if counts {
 		if err := o.pool.QueryRow(ctx, o.sql.stored, key.Scope, o.cfg.Operation, limit).Scan(&stored); err != nil {
 			g.Lock()
-			s.at = time.Time{} // the next one counts
+			s.at = time.Time{} // the next request counts
 			g.Unlock()
 			return fmt.Errorf("count the keys of scope %q: %w", key.Scope, err)
 		}

@@ -57,8 +57,9 @@ func poolOf(t *testing.T, pool *pgxpool.Pool, size int32) *pgxpool.Pool {
 	return sized
 }
 
-// Property: those who wait for a key hold no connection, in the process where it is worked on as in another: another tenant's
-// request is answered meanwhile. Each of them gets the outcome. Row H29.
+// Property: requests that wait for a key hold no connection, in the process that executes it or in
+// another: another tenant's request is answered in between. Each of them gets the outcome. Row H29
+// of guarantees.md.
 func TestBusyKeyHarmsNoOtherTenant(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -98,7 +99,8 @@ func TestBusyKeyHarmsNoOtherTenant(t *testing.T) {
 	}
 }
 
-// Property: as many wait for a key, and for all keys of a tenant, as may: one more is told so at once, and other tenants are not.
+// Property: the number of requests that wait for a key, and for all keys of a tenant, is bounded:
+// one more is refused at once, and other tenants are not.
 func TestWaitersAreBounded(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -147,8 +149,8 @@ func TestWaitersAreBounded(t *testing.T) {
 	}
 }
 
-// Property: where the work of the first fails, or panics, the next executes it, one at a time, and behind an outcome all
-// others get that.
+// Property: if the work of the first request fails, or panics, the next one executes it, one at a
+// time, and after an outcome all others get that.
 func TestTurnIsPassedOn(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -186,8 +188,9 @@ func TestTurnIsPassedOn(t *testing.T) {
 	require.Equal(t, int64(3), runs.Load())
 }
 
-// Property: a tenant cannot have more keys stored than its quota, by whatever process; those that are stored are answered, other
-// tenants are not concerned, and what is forgotten makes room. Row H15.
+// Property: a tenant cannot have more keys stored than its quota, in any number of processes;
+// stored keys are answered, other tenants are not affected, and forgotten keys make room. Row H15
+// of guarantees.md.
 func TestQuotaOfATenant(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -214,8 +217,9 @@ func TestQuotaOfATenant(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: what a process knows of a key's outcome is no more than a hint where to look first: a key that was forgotten, or lost, is
-// executed, and one that is stored in another state is answered by that state.
+// Property: what a process knows of a key's outcome only decides where it looks first: a key that
+// was forgotten, or lost, is executed, and one that is stored in another state is answered by that
+// state.
 func TestOutcomeThatIsKnownIsLookedUp(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -244,8 +248,9 @@ func TestOutcomeThatIsKnownIsLookedUp(t *testing.T) {
 	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
 }
 
-// Property: a key that was minted a while ago is asked for before it is claimed: at another process, too, a replay takes no
-// transaction ID and no transaction; one that is not there is executed.
+// Property: a key that was minted a while ago is looked up before it is claimed: in another
+// process, too, a replay takes no transaction ID and no transaction; a key that is not stored is
+// executed.
 func TestReplayElsewhereTakesOneStatement(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -282,8 +287,8 @@ func (c *countingTracer) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx
 func (c *countingTracer) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
 func (c *countingTracer) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData)     {}
 
-// Property: a request that hangs, and has lost its key meanwhile, keeps no other away for longer than WaitMax, in its own process
-// either.
+// Property: a request that hangs, and has lost its key, does not block another one for longer than
+// WaitMax, not even in its own process.
 func TestHungRequestKeepsNoOtherAway(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

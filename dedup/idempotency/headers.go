@@ -9,14 +9,17 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/headers"
 )
 
-// NeverStored reports whether a header is not stored with an outcome, handler or middleware alike: cookies and credentials, which
-// are one client's, and headers of one connection. Names are taken in any case.
+// NeverStored reports whether a header is never stored with an outcome, neither of a handler nor of
+// a middleware: cookies and credentials, which belong to one client, and headers of one connection.
+// Names match in any case. A name that looks like a credential counts as one: it contains token,
+// secret, session, password, cookie, credential, api-key and the like, or the word auth, jwt, csrf
+// or nonce.
 func NeverStored(name string) bool { return headers.Of(name) == headers.Never }
 
-// writeHeaders is what is stored of the headers of a response; nil: nothing.
+// writeHeaders returns the stored form of the headers of a response; nil: nothing.
 func writeHeaders(header map[string][]string) ([]byte, error) {
 	kept := map[string][]headerValue{}
-	for name, values := range headers.Select(header, jsonText) { // a name that is no text is in no answer: net/http leaves it out
+	for name, values := range headers.Select(header, jsonText) { // a name that is not valid text is never sent: net/http drops it
 		var texts []headerValue
 		for _, value := range values {
 			texts = append(texts, headerValue(value))
@@ -49,8 +52,8 @@ func readHeaders(text []byte) (map[string][]string, error) {
 	return header, nil
 }
 
-// headerValue is a string in JSON, or {"base64": "…"} where it has bytes that JSON, or jsonb, would change or refuse:
-// headers may be Latin-1.
+// headerValue is a JSON string, or {"base64": "…"} if it has bytes that JSON, or jsonb, would
+// change or reject: headers may be Latin-1.
 type headerValue string
 
 type headerBytes struct {
@@ -76,5 +79,5 @@ func (v *headerValue) UnmarshalJSON(text []byte) error {
 	return json.Unmarshal(text, (*string)(v))
 }
 
-// jsonText tells strings that jsonb keeps as they are.
+// jsonText reports whether jsonb keeps a string unchanged.
 func jsonText(s string) bool { return utf8.ValidString(s) && !strings.ContainsRune(s, 0) }

@@ -7,51 +7,55 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// holder has the lock of a key, until the database's clock passes its end or somebody with another token takes it. The
-// token is in every write, so a holder that lost the lock cannot store anything.
+// holder has the lock of a key, until the lock expires by the database's clock or another worker
+// takes it with a new token. Every write carries the token, so a holder that lost the lock cannot
+// store anything.
 type holder struct {
 	o   *Operation
 	key Key
 	at  *stored
-	// working ends when the lock is lost, and not with the caller: what must not be cut short is done under it.
-	working context.Context           //nolint:containedctx // of the work between keep and its stop
-	renewed atomic.Pointer[time.Time] // when the lock was last asked for that it has
-	ending  atomic.Bool               // the outcome is about to be stored, and the lock goes with it
+	// working ends when the lock is lost, not with the caller: work that must not be interrupted
+	// uses it.
+	working context.Context           //nolint:containedctx // lives from keep to its stop
+	renewed atomic.Pointer[time.Time] // when the current lock was requested
+	ending  atomic.Bool               // the outcome is about to be stored, which releases the lock
 
-	// Of the phase under way:
-	uncalled bool      // its call was certainly not made, neither by this holder nor by those before
-	since    time.Time // its first call was not made before, where another holder may have made it
-	noted    string    // its name, once it is written down that its call is made, which must not be made twice
-	called   bool      // its call was made, and the foreign system did what it was asked for
-	doubtful bool      // such a call may have been made, and what it found out is not stored
+	// About the current phase:
+	uncalled bool      // its call was certainly not made, by this holder or an earlier one
+	since    time.Time // no call was made before this time, if an earlier holder may have called
+	noted    string    // its name, once its call is recorded as one that must not be repeated
+	called   bool      // its call was made and succeeded
+	doubtful bool      // such a call may have been made, and its result is not stored
 	away     bool      // the connection of its transaction broke
-	expired  *string   // its name, once an earlier execution turns out to have done it: no other holder of the token may have
+	expired  *string   // its name, if an earlier execution did it; no other holder of the token may have done it
 }
 
-// newHolder is of a key whose lock was asked for at a time.
+// newHolder returns the holder of a key whose lock was requested at the given time.
 func newHolder(o *Operation, key Key, at *stored, asked time.Time) *holder {
 	h := &holder{o: o, key: key, at: at}
 	h.renewed.Store(&asked)
 	return h
 }
 
-// keep renews the lock until stop is called, and makes h.working.
+// keep renews the lock until stop is called, and sets h.working.
 func (h *holder) keep(ctx context.Context) (stop func()) {
 	ctx, lose := context.WithCancelCause(context.WithoutCancel(ctx))
 	h.working = ctx
 	var group sync.WaitGroup
 	group.Go(func() {
 		asked := *h.renewed.Load()
-		for pause(ctx, h.o.cfg.Lock/3-time.Since(asked)) { // from beginning to beginning: one that hangs leaves time for another
+		for pause.For(ctx, h.o.cfg.Lock/3-time.Since(asked)) { // from start to start: a renewal that hangs leaves time for another
 			asked = time.Now()
 			held, err := h.renew(ctx)
 			switch {
 			case err == nil && held:
 			case err == nil || time.Since(*h.renewed.Load()) > h.o.cfg.Lock:
 				if ctx.Err() == nil && !h.ending.Load() {
-					h.o.cfg.Logger.WarnContext(ctx, "the lock of a key is lost: another worker goes on with it", "key", h.key, "error", err)
+					h.o.cfg.Logger.WarnContext(ctx, "lost the lock of a key: another worker continues with it", "key", h.key, "error", err)
 				}
 				lose(ErrLockLost)
 				return
@@ -64,7 +68,7 @@ func (h *holder) keep(ctx context.Context) (stop func()) {
 	}
 }
 
-// stolen tells, until stop is called, whether the lock was lost.
+// stolen reports, until stop is called, whether the lock was lost.
 func (h *holder) stolen() bool { return errors.Is(context.Cause(h.working), ErrLockLost) }
 
 func (h *holder) renew(ctx context.Context) (bool, error) {
@@ -78,8 +82,8 @@ func (h *holder) renew(ctx context.Context) (bool, error) {
 	return held, err
 }
 
-// sure renews the lock where it may have run out: of a process that was frozen, or a machine that was suspended, whose monotonic clock
-// stands still meanwhile.
+// sure renews the lock where it may have expired: the process was frozen, or the machine was
+// suspended, which halts the monotonic clock.
 func (h *holder) sure(ctx context.Context) error {
 	at := *h.renewed.Load()
 	if time.Since(at) < h.o.cfg.Lock && time.Now().Round(0).Sub(at.Round(0)) < h.o.cfg.Lock {
@@ -92,8 +96,9 @@ func (h *holder) sure(ctx context.Context) error {
 	return err
 }
 
-// update writes under the token, and tells whether it still counts. It waits for a phase that is being committed, which is a
-// conflict where the role's default is not read committed.
+// update writes under the token, and reports whether the token is still valid. It waits for a phase
+// that is being committed, which is a conflict if the role's default isolation is not read
+// committed.
 func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, error) {
 	for attempt := 1; ; attempt++ {
 		tag, err := h.o.pool.Exec(ctx, sql, append([]any{h.key.Scope, h.key.Operation, h.key.Value, h.at.token}, args...)...)
@@ -103,13 +108,14 @@ func (h *holder) update(ctx context.Context, sql string, args ...any) (bool, err
 	}
 }
 
-// calling writes down that a call is about to be made which must not be made twice. It takes none of the call's time.
+// calling records that a call is about to be made that must not be repeated. It takes none of the
+// call's time.
 func (h *holder) calling(phase string) error {
 	ctx, cancel := context.WithTimeout(h.working, h.o.cfg.StatementTimeout)
 	defer cancel()
 	rows, err := h.o.durably(ctx, h.o.sql.flow.calling, h.key.Scope, h.key.Operation, h.key.Value, h.at.token, phase)
 	if err != nil {
-		return fmt.Errorf("write down the call of phase %q: %w", phase, err)
+		return fmt.Errorf("record the call of phase %q: %w", phase, err)
 	}
 	if rows == 0 {
 		return ErrLockLost
@@ -118,8 +124,8 @@ func (h *holder) calling(phase string) error {
 	return nil
 }
 
-// unlock gives the key up for now. That must also be said when the caller's context is over; if it is not, the lock runs
-// out by itself.
+// unlock releases the lock, so that another worker can continue. It also runs after the caller's
+// context ended. If it fails, the lock expires.
 func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Duration, notCalled bool) error {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
@@ -128,13 +134,13 @@ func (h *holder) unlock(ctx context.Context, cause error, retryAfter time.Durati
 		withdrawn = &h.noted
 	}
 	if _, err := h.update(ctx, h.o.sql.flow.unlock, text(cause), retryAfter, withdrawn, h.uncalled); err != nil {
-		return fmt.Errorf("give up the lock of %v, which runs out by itself: %w", h.key, err)
+		return fmt.Errorf("release the lock of %v, which expires by itself: %w", h.key, err)
 	}
 	return nil
 }
 
-// undecided hands the key to people, and after a while to the reconciler: what may still be on its way has arrived then. It
-// tells whether the key was the holder's.
+// undecided marks the key for a person, and after wait for the reconciler: by that time a call that
+// was on its way has arrived. It reports whether the holder still had the key.
 func (h *holder) undecided(ctx context.Context, to state, cause error, wait time.Duration) (bool, error) {
 	ctx, cancel := h.lastWords(ctx)
 	defer cancel()
@@ -148,7 +154,7 @@ func (h *holder) undecided(ctx context.Context, to state, cause error, wait time
 	return rows > 0, nil
 }
 
-// doubt hands the key to people because of a call of which only they can say what became of it.
+// doubt marks the key for a person because of a call whose outcome is unknown to this program.
 func (h *holder) doubt(ctx context.Context, cause error, wait time.Duration) error {
 	_, err := h.undecided(ctx, indeterminate, cause, wait)
 	return errors.Join(ErrIndeterminate, cause, err)
@@ -172,7 +178,7 @@ func (h *holder) finish(ctx context.Context, response Response) error {
 	return nil
 }
 
-// lastWords outlives the caller's context a little.
+// lastWords returns a context that outlives the caller's by up to StatementTimeout.
 func (h *holder) lastWords(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), h.o.cfg.StatementTimeout)
 }

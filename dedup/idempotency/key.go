@@ -13,34 +13,39 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 )
 
-// Key names one request of one tenant for one operation, and says what it asks for.
+// Key names one request of one tenant for one operation, and identifies what the request asks for.
 type Key struct {
-	// Scope is the tenant: keys of two scopes never meet. Required, 1 to 255 bytes of UTF-8 without control characters.
+	// Scope is the tenant: the same value in two scopes is two keys. Required, 1 to 255 bytes of
+	// UTF-8 without control characters.
 	Scope string
-	// Operation that is asked for. Empty: the operation that is asked. 1 to 255 bytes.
+	// Operation of the request. Empty: that of the Operation that gets the key. 1 to 255 bytes.
 	Operation string
-	// Value is what the client sent, or Domain made. 1 to 255 bytes of UTF-8 without control characters.
+	// Value is what the client sent, or Domain made. 1 to 255 bytes of UTF-8 without control
+	// characters.
 	Value string
-	// Fingerprint of what is asked for: see NewFingerprint. A claim under the same key with another one is refused.
-	// Zero: there is none, for values that say all (Domain); a claim with one does not match a claim without.
+	// Fingerprint of the request: see NewFingerprint. A claim under the same key with another
+	// fingerprint is refused. Zero: none, for values that identify the request completely (Domain).
+	// A claim with a fingerprint does not match one without.
 	Fingerprint Fingerprint
 
-	children *children // nil: not watched
+	children *children // nil: ChildIDs are not recorded
 }
 
-// Fingerprint tells two requests apart: SHA-256.
+// Fingerprint distinguishes requests: a SHA-256 hash.
 type Fingerprint [sha256.Size]byte
 
-// NewFingerprint hashes the parts of a request, each with its length: method, path, query, canonical body.
+// NewFingerprint hashes the parts of a request, each with its length: method, path, query,
+// canonical body.
 func NewFingerprint(parts ...[]byte) Fingerprint { return Fingerprint(hash("", parts...)) }
 
-// NewKey mints a key for a new logical request: a UUIDv7. Make it once, before the first attempt, and send it with
-// each.
+// NewKey makes a key for a new logical request: a UUIDv7. Call it once, before the first attempt,
+// and send the key with each attempt.
 func NewKey() string { return uuid.Must(uuid.NewV7()).String() }
 
-// Domain makes the value of a key out of what identifies the operation from anywhere, without anybody having to
-// remember a random one: Domain("charge", "order", "4127"). The parts keep their borders: Domain("a", "b-c") is another
-// value than Domain("a-b", "c"). Longer values than 255 bytes are shortened to a hash.
+// Domain makes the value of a key from what identifies the operation everywhere, so that no random
+// key has to be remembered: Domain("charge", "order", "4127"). The boundaries between parts count:
+// Domain("a", "b-c") differs from Domain("a-b", "c"). A value longer than 255 bytes is replaced by
+// a hash.
 func Domain(parts ...string) string {
 	escaped := make([]string, len(parts))
 	for i, part := range parts {
@@ -55,10 +60,11 @@ func Domain(parts ...string) string {
 
 const keyBytesMax = 255
 
-// ErrInvalid marks a key that is out of bounds. Nothing was sent to the database.
+// ErrInvalid marks a key that is out of bounds. No statement was sent to the database.
 var ErrInvalid = errors.New("invalid idempotency key")
 
-// Validate returns all problems of a key at once; the error wraps ErrInvalid. It does not repeat the value.
+// Validate returns all problems of a key at once; the error wraps ErrInvalid. It does not repeat
+// the value.
 func (k Key) Validate() error {
 	var problems []error
 	for _, part := range []struct{ field, value string }{{"scope", k.Scope}, {"operation", k.Operation}, {"value", k.Value}} {
@@ -72,15 +78,17 @@ func (k Key) Validate() error {
 	return errors.Join(problems...)
 }
 
-// readable tells text that can be stored, and shown to a person in one line.
+// readable reports whether text can be stored, and shown to a person in one line.
 func readable(text string) bool {
 	return utf8.ValidString(text) && !strings.ContainsFunc(text, func(r rune) bool { return r < ' ' || r == 0x7f })
 }
 
-// ChildID derives the ID under which a step of the work asks other systems, or publishes: the same at every attempt,
-// on every machine, and also after a failover that lost the key. It carries no time (a UUIDv8), since nothing that
-// has one would survive that. Give it to foreign calls as their idempotency key, and to outbox messages as their ID. It
-// panics without a scope, an operation or a value, since IDs of other requests would be the same: Operation.Key has all.
+// ChildID derives the ID under which a step of the work calls other systems, or publishes. It is
+// the same at every attempt, on every machine, and also after a failover that lost the key. It
+// carries no time (it is a UUIDv8), since a time would not survive such a failover. Pass it to
+// foreign calls as their idempotency key, and to outbox messages as their ID. It panics without a
+// scope, an operation or a value, since IDs of other requests would be the same: Operation.Key sets
+// all three.
 func (k Key) ChildID(step string) uuid.UUID {
 	if k.Scope == "" || k.Operation == "" || k.Value == "" {
 		panic("idempotency: ChildID of a key without scope, operation or value: make the key by Operation.Key")
@@ -90,7 +98,7 @@ func (k Key) ChildID(step string) uuid.UUID {
 	return id
 }
 
-// String names a key in logs and errors: without its value, which may be a client's secret.
+// String names a key in logs and errors, without its value, which may be a client's secret.
 func (k Key) String() string {
 	return fmt.Sprintf("%s of scope %q (%x)", k.Operation, k.Scope, hash("show", []byte(k.Value))[:4])
 }

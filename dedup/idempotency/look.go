@@ -7,16 +7,17 @@ import (
 	"time"
 )
 
-// ErrNotStored is what Look says of a key under which nothing is stored: it was never claimed, its work failed and freed it or has not
-// committed yet, or its window is over.
+// ErrNotStored is returned by Look if nothing is stored under a key: it was never claimed, its work
+// failed and freed it or has not committed yet, or its window is over.
 var ErrNotStored = errors.New("nothing is stored under the idempotency key")
 
-// Look returns what is stored of a key's outcome, with Replayed set, and changes nothing. A zero fingerprint is not compared. It is one
-// statement without a transaction; nothing is counted in Hooks.
+// Look returns the stored outcome of a key, with Replayed set, and changes nothing. A zero
+// fingerprint is not compared. Look is one statement without a transaction; Hooks do not count it.
 //
-// Without an outcome the error wraps ErrNotStored; ErrInProgress (an InProgressError) where the key is unfinished, whether or not a
-// worker has it now; ErrMismatch, ErrIndeterminate, ErrAbandoned or ErrUnreadable; or ErrInvalid for a key out of bounds or of another operation.
-// All others are failures to ask, and asking again is safe.
+// Without an outcome the error wraps ErrNotStored; ErrInProgress (an InProgressError) if the key is
+// unfinished, whether or not a worker holds it now; ErrMismatch, ErrIndeterminate, ErrAbandoned or
+// ErrUnreadable; or ErrInvalid for a key that is out of bounds or of another operation. Any other
+// error means that the query failed; retrying is safe.
 func (o *Operation) Look(ctx context.Context, key Key) (Response, error) {
 	key, err := o.complete(key)
 	if err != nil {
@@ -42,7 +43,7 @@ func (o *Operation) Look(ctx context.Context, key Key) (Response, error) {
 // Config returns the settings of the operation, with defaults in place of zeros.
 func (o *Operation) Config() Config { return o.cfg }
 
-// Operation is the one whose keys the flow executes.
+// Operation returns the operation whose keys the flow executes.
 func (f *Flow[S]) Operation() *Operation { return f.op }
 
 // Config returns the settings of the flow, with defaults in place of zeros.

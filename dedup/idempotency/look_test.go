@@ -11,7 +11,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: Look tells each state of a key apart, returns the outcome as a replay does, and changes no row.
+// Property: Look distinguishes the states of a key, returns the outcome as a replay does, and
+// changes no row.
 func TestLookTellsTheStateOfAKey(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

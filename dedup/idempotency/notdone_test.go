@@ -8,8 +8,9 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: a call that must not be made twice, and of which the foreign system says that it did nothing, is made again by
-// the next request: the key is not in doubt, nobody has to decide. Row H5.
+// Property: a call that must not be repeated is made again by the next request if the foreign
+// system says that it did nothing: the key is not in doubt, and no person has to decide. Row H5 of
+// guarantees.md.
 func TestCallThatWasNotDoneIsMadeAgain(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)

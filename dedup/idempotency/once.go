@@ -11,21 +11,28 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// Once executes work under a key, in one transaction with the key: both are committed, or neither. Another request
-// with the same key waits at most WaitMax for it, and then gets the same response with Replayed set, or ErrInProgress.
+// Once executes work under a key, in one transaction with the key: both are committed, or neither
+// is. Another request with the same key waits for it at most WaitMax, and then gets the same
+// response with Replayed set, or ErrInProgress.
 //
-// work may run more than once (after a serialization failure, a deadlock, an attempt that failed): its effects are those
-// of one execution, as long as all of them go through tx, which it must not commit or roll back. Publish outbox messages
-// under key.ChildID, so that they keep their IDs. What must be asked of another system belongs into a Flow.
+// work may run more than once (after a serialization failure, a deadlock or a failed attempt). Its
+// effects are those of one execution, as long as all of them use tx, which work must not commit or
+// roll back. Publish outbox messages under key.ChildID, so that they keep their IDs. Calls to other
+// systems belong in a Flow.
 //
-// An error of the work rolls everything back, and frees the key at once; Final stores a response without effects, in the
-// same transaction, so that no request that waits executes it again. The one exception is work that lost its connection, as
-// pgx does where ctx ends within a statement: its claim is gone with it, and the outcome of a request that executed meanwhile
-// counts. Errors
-// that wrap ErrMismatch, ErrInProgress, ErrAbandoned and ErrInvalid mean that the work did not run. After ErrUnanswered
-// nobody knows yet: ask again with the same key. Trying again is safe after every error.
+// An error of the work rolls everything back and frees the key at once. Final stores a response
+// without effects in the same transaction, so no waiting request executes the work again. The one
+// exception is work that lost its connection, which pgx closes where ctx ends during a statement:
+// the claim is lost with the connection, and the outcome of a request that executed in between
+// counts.
+//
+// Errors that wrap ErrMismatch, ErrInProgress, ErrAbandoned and ErrInvalid mean that the work did
+// not run. After ErrUnanswered the outcome is unknown: retry with the same key. Retrying is safe
+// after every error.
 func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
 	key, err := o.complete(key)
 	if err != nil {
@@ -37,14 +44,14 @@ func (o *Operation) Once(ctx context.Context, key Key, work func(ctx context.Con
 			if err == nil || attempt > o.cfg.Retries || !conflict(err) {
 				return response, err
 			}
-			if !pause(ctx, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
+			if !pause.For(ctx, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:gosec // jitter needs no secret
 				return Response{}, ctx.Err()
 			}
 		}
 	}))
 }
 
-// once is one execution of the transaction.
+// once executes the transaction one time.
 func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
 	t, replayed, err := o.claimWork(ctx, key, wait)
 	if t == nil {
@@ -65,7 +72,7 @@ func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work 
 		if err = o.respond(ctx, t, key, response); err == nil {
 			return response, nil
 		}
-		if code(err) == "" { // it is not known, or not of the work
+		if pgerr.State(err) == "" { // the outcome is unknown, or the error is not the work's
 			return Response{}, err
 		}
 	}
@@ -83,10 +90,11 @@ func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work 
 	return Response{}, err
 }
 
-// claimWork begins the transaction of the work, waiting for other processes. Without one it returns what the key says.
+// claimWork begins the transaction of the work and waits for other processes. If it cannot claim
+// the key, it returns what is stored under it.
 func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) (*transaction, Response, error) {
 	args := []any{key.Scope, key.Operation, key.Value, o.cfg.Seal != nil, o.window(), millis(o.cfg.LockTimeout)}
-	args = slices.Clip(args) // what is appended is not shared
+	args = slices.Clip(args) // so that append copies
 	until := time.Now().Add(wait)
 	for range claimsMax {
 		t, took, err := o.take(ctx, key, until, o.sql.work.claim, append(args, key.Fingerprint[:])...)
@@ -115,11 +123,12 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 		}
 		t.end(ctx)
 	}
-	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // it changes hands all the time
+	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // the key keeps changing
 }
 
-// take begins a transaction with a statement that takes a key, and tells whether it did. Behind a savepoint begins what is the
-// work's. Where another process has the key, it tries again at most until a time.
+// take begins a transaction with a statement that takes a key, and reports whether it took it. A
+// savepoint separates the claim from the effects of the work. While another process has the key,
+// take retries until the given time.
 func (o *Operation) take(ctx context.Context, key Key, until time.Time, sql string, args ...any) (t *transaction, took bool, err error) {
 	for wait := claimWait; ; wait = min(2*wait, askEvery) {
 		var attempts int
@@ -138,20 +147,20 @@ func (o *Operation) take(ctx context.Context, key Key, until time.Time, sql stri
 		case err == nil:
 			t.attempts = attempts
 			return t, took, nil
-		case !waited(err) && (code(err) != "57014" || ctx.Err() != nil): // which is where StatementTimeout is as short
+		case !waited(err) && (!pgerr.Is(err, pgerr.QueryCanceled) || ctx.Err() != nil): // QueryCanceled: StatementTimeout is as short as claimWait
 			return nil, false, fmt.Errorf("claim %v: %w", key, err)
 		case left <= 0:
 			return nil, false, &InProgressError{RetryAfter: time.Second}
-		case !pause(ctx, min(wait, left)):
+		case !pause.For(ctx, min(wait, left)):
 			return nil, false, fmt.Errorf("claim %v: %w", key, ctx.Err())
 		}
 	}
 }
 
-// claimWait is how long a claim waits at the database, where it holds a connection.
+// claimWait is how long one claim waits in the database, where it holds a connection.
 const claimWait = 5 * time.Millisecond
 
-// instead ends a transaction that claimed nothing, and looks what there is, in one round trip.
+// instead ends a transaction that claimed nothing, and reads the key, in one round trip.
 func (t *transaction) instead(ctx context.Context, key Key) (s *stored, err error) {
 	defer t.end(ctx)
 	batch := &pgx.Batch{}
@@ -163,11 +172,11 @@ func (t *transaction) instead(ctx context.Context, key Key) (s *stored, err erro
 	return s, nil
 }
 
-// claimsMax bounds how often a claim that met a change is made again.
+// claimsMax bounds how often a claim is repeated after the key changed.
 const claimsMax = 10
 
-// respond stores the response and commits. Where a failure of the work is to be stored, one of a deferred constraint shows
-// before COMMIT, while the claim still stands.
+// respond stores the response and commits. If a failure of the work may have to be stored (Strict,
+// AttemptsMax), deferred constraints are checked before COMMIT, while the claim still exists.
 func (o *Operation) respond(ctx context.Context, t *transaction, key Key, response Response) error {
 	store, err := o.storing(key, response)
 	if err != nil {
@@ -187,14 +196,14 @@ func (o *Operation) respond(ctx context.Context, t *transaction, key Key, respon
 	return nil
 }
 
-// storing is the statement that stores the response of a claim.
+// storing returns the statement that stores the response of a claim.
 func (o *Operation) storing(key Key, response Response) (func(*pgx.Batch), error) {
 	out, err := o.outcome(key, response, o.cfg.Seal != nil)
 	return func(batch *pgx.Batch) {
 		batch.Queue(o.sql.work.respond, key.Scope, key.Operation, key.Value, out.status, out.headers, out.body, out.dropped, o.window()).
 			QueryRow(func(row pgx.Row) error {
 				err := row.Scan(nil)
-				if code(err) == "22012" { // it is another transaction than the one that claimed, and the server skips COMMIT
+				if pgerr.Is(err, pgerr.DivisionByZero) { // not the transaction that claimed the key; the server skips COMMIT
 					return errEnded
 				}
 				return err

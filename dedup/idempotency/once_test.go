@@ -73,7 +73,8 @@ func insertOnce(name string) func(context.Context, pgx.Tx) (idempotency.Response
 	}
 }
 
-// Property: the second request with a key gets the first one's response, byte for byte, and no second effect.
+// Property: the second request with a key gets the first one's response, byte for byte, and no
+// second effect.
 func TestSecondRequestIsReplayed(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -93,8 +94,9 @@ func TestSecondRequestIsReplayed(t *testing.T) {
 	require.True(t, third.Replayed)
 }
 
-// Property: the same key of another scope or operation is another key; the same key with another fingerprint is refused,
-// also when it is finished, and the original stays. Rows H6, H8.
+// Property: the same key of another scope or operation is another key; the same key with another
+// fingerprint is refused, also when it is finished, and the original stays. Rows H6, H8 of
+// guarantees.md.
 func TestKeysMeetOnlyTheirOwn(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -129,8 +131,8 @@ func TestKeysMeetOnlyTheirOwn(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "a"))
 }
 
-// Property: of ten requests at once with one key, one is executed; the others get its response, or that it is in
-// progress. A thousand times. Row H7.
+// Property: of ten requests at once with one key, one is executed; the others get its response, or
+// that it is in progress. A thousand times. Row H7 of guarantees.md.
 func TestTenAtOnceAreExecutedOnce(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -163,8 +165,8 @@ func TestTenAtOnceAreExecutedOnce(t *testing.T) {
 	t.Logf("%d of %d were told that it is in progress", busy.Load(), 10*rounds)
 }
 
-// Property: while a request is in progress another one with its key is told so, in bounded time, and when it is worth
-// trying again; afterwards it gets the response.
+// Property: while a request is in progress another one with its key gets ErrInProgress, in bounded
+// time, and the time of a retry; afterwards it gets the response.
 func TestInProgressIsToldInTime(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -193,8 +195,9 @@ func TestInProgressIsToldInTime(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "a"))
 }
 
-// Property: a failure that trying again could mend leaves nothing behind and frees the key at once, whatever kind it is;
-// a final one is stored and replayed, without the effects of its work. Rows H3, H18.
+// Property: a failure that a retry could fix leaves nothing behind and frees the key at once,
+// whatever kind it is; a final one is stored and replayed, without the effects of its work. Rows
+// H3, H18 of guarantees.md.
 func TestOutcomes(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -239,7 +242,8 @@ func TestOutcomes(t *testing.T) {
 	require.Zero(t, effects(t, pool, "declined"))
 }
 
-// Property: work that panics, or ends its goroutine, leaves nothing behind, and its connection is usable again.
+// Property: work that panics, or ends its goroutine, leaves nothing behind, and its connection is
+// usable again.
 func TestPanicLeavesNothing(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -256,8 +260,8 @@ func TestPanicLeavesNothing(t *testing.T) {
 	require.EqualValues(t, 0, pool.Stat().AcquiredConns())
 }
 
-// Property: Strict makes the first failure the outcome; AttemptsMax makes it the outcome once the attempts are used up,
-// and not before.
+// Property: Strict makes the first failure the outcome; AttemptsMax makes it the outcome once the
+// attempts are used up, and not before.
 func TestFailuresThatBecomeFinal(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -297,7 +301,8 @@ func TestFailuresThatBecomeFinal(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "mended"))
 }
 
-// Property: a serialization failure is tried again at once, a bounded number of times. Row H20.
+// Property: a serialization failure is tried again at once, a bounded number of times. Row H20 of
+// guarantees.md.
 func TestConflictsAreTriedAgain(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -327,8 +332,8 @@ func TestConflictsAreTriedAgain(t *testing.T) {
 	require.Equal(t, 3, runs)
 }
 
-// Property: a pool of two connections serves fifty clients with few keys: nobody waits for a connection while holding
-// one. Row H22.
+// Property: a pool of two connections serves fifty clients with few keys: no request waits for a
+// connection while it holds one. Row H22 of guarantees.md.
 func TestSmallPoolDoesNotDeadlock(t *testing.T) {
 	t.Parallel()
 	wide := newPool(t)
@@ -350,8 +355,8 @@ func TestSmallPoolDoesNotDeadlock(t *testing.T) {
 	require.Equal(t, 5, count(t, wide, `SELECT count(*) FROM effects`))
 }
 
-// Property: of a response that is too large only the fact is stored: a later request gets a defined answer, and no second
-// execution. Row H11.
+// Property: of a response that is too large only the fact is stored: a later request gets a defined
+// answer, and no second execution. Row H11 of guarantees.md.
 func TestLargeResponseIsNotStored(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -368,7 +373,8 @@ func TestLargeResponseIsNotStored(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "a"))
 }
 
-// Property: keys out of bounds are refused before anything is sent to the database. Row H9.
+// Property: keys out of bounds are refused before anything is sent to the database. Row H9 of
+// guarantees.md.
 func TestKeysOutOfBounds(t *testing.T) {
 	t.Parallel()
 	closed, err := pgxpool.New(t.Context(), "postgres://127.0.0.1:1/nothing")

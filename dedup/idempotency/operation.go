@@ -17,56 +17,68 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// Config of an Operation. The zero value works, but for Operation itself.
+// Config of an Operation. The zero value works, except that Operation is required.
 type Config struct {
 	// Schema that holds the tables. Default "effectonce"; bounds as in migrations.Options.
 	Schema string
-	// Operation that keys are for: the same value of two operations is two keys. Required; 1 to 255 bytes.
+	// Operation that keys are for: the same value for two operations is two keys. Required; 1 to
+	// 255 bytes.
 	Operation string
-	// Window is how long a finished key is remembered, and its response replayed: a request that comes again later is
-	// executed again. 1 min to 10 years; default 24 h.
+	// Window is how long a finished key is remembered, and its response replayed. A later request
+	// with the same key is executed again. 1 min to 10 years; default 24 h.
 	Window time.Duration
-	// Forever remembers finished keys without end. Not with Window.
+	// Forever remembers finished keys indefinitely. Not with Window.
 	Forever bool
-	// WaitMax is how long a request waits for another one with the same key before it gets ErrInProgress. It waits without a
-	// connection; one request of a process for a key looks now and then whether another process is done. 1 ms to 1 min; default 250 ms.
+	// WaitMax is how long a request waits for another one with the same key before it gets
+	// ErrInProgress. Waiting requests hold no connection; one request per process and key polls
+	// whether another process is done. 1 ms to 1 min; default 250 ms.
 	WaitMax time.Duration
-	// Lock is how long a worker of a flow that died keeps others waiting; one at work renews it, at a third of that. 1 s to
-	// 1 h; default 30 s. It runs on the database's clock.
+	// Lock is how long a dead worker of a flow blocks other workers. A live worker renews the lock
+	// every third of that. 1 s to 1 h; default 30 s. It is measured by the database's clock.
 	Lock time.Duration
-	// StatementTimeout, LockTimeout and IdleTimeout are the server's limits in transactions of the work, whatever the
-	// role's own are. 1 ms to 1 h; default 30 s, 5 s and 30 s.
+	// StatementTimeout, LockTimeout and IdleTimeout are the server's limits in transactions of the
+	// work. They replace the role's own settings. 1 ms to 1 h; default 30 s, 5 s and 30 s.
 	StatementTimeout, LockTimeout, IdleTimeout time.Duration
 	// Isolation of the transactions of the work. Default read committed.
 	Isolation pgx.TxIsoLevel
-	// Retries is how often a transaction is run again at once after a serialization failure or a deadlock. 1 to 100;
-	// default 5.
+	// Retries is how often a transaction is retried at once after a serialization failure or a
+	// deadlock. 1 to 100; default 5.
 	Retries int
-	// Strict stores the first outcome whatever it is, also a failure that trying again could mend: Failed makes the
-	// response. Default: such a failure stores nothing, and the next request executes.
+	// Strict stores the first outcome even if it is a failure that a retry could fix: Failed makes
+	// the response. Default: such a failure stores nothing, and the next request executes.
 	Strict bool
-	// AttemptsMax is after how many attempts a failure that trying again could mend becomes the outcome (Once), or the key
-	// is abandoned (Flow). 1 to 1,000,000; default: no limit for Once, 20 for flows. Not with Strict.
+	// AttemptsMax is the number of attempts after which a failure that a retry could fix becomes
+	// the outcome (Once), or the key is abandoned (Flow). 1 to 1,000,000; default: no limit for
+	// Once, 20 for flows. Not with Strict.
 	AttemptsMax int
-	// Failed makes the response of a failure that Strict or AttemptsMax turned into the outcome, and of ErrExpired. Default:
-	// status 500, for ErrExpired 410, without a body.
+	// Failed makes the response for a failure that Strict or AttemptsMax turned into the outcome,
+	// and for ErrExpired. Default: status 500, or 410 for ErrExpired, without a body.
 	Failed func(err error) Response
-	// ResponseBytesMax is the largest body that is stored. Of a larger one only status, headers and the fact are: a later
-	// request gets Response.BodyDropped. 1 byte to 64 MiB; default 1 MiB.
+	// ResponseBytesMax is the largest body that is stored. Of a larger body only status, headers
+	// and the fact that it was dropped are stored: a later request gets Response.BodyDropped. 1
+	// byte to 64 MiB; default 1 MiB.
 	ResponseBytesMax int
-	// KeyWaitersMax and ScopeWaitersMax bound how many requests of this process wait for one key, and for all keys of one
-	// scope: one more gets a CrowdedError at once. 1 to 100,000; default 100 and 256.
+	// KeyWaitersMax and ScopeWaitersMax bound how many requests of this process wait for one key,
+	// and for all keys of one scope. A request beyond the bound gets a CrowdedError at once. 1 to
+	// 100,000; default 100 and 256.
 	KeyWaitersMax, ScopeWaitersMax int
-	// ScopeKeysMax bounds how many keys of one scope are stored: a new one beyond it gets a QuotaError, one that is stored
-	// is answered as ever. It is counted every 10 s in each process, so that the bound may be passed by what comes
-	// meanwhile. 1 to 1,000,000; default: no bound.
+	// ScopeKeysMax bounds how many keys of one scope are stored. Beyond it a new key gets a
+	// QuotaError; a stored key is answered as usual. Each process counts the keys every 10 s, so
+	// keys that arrive between two counts may exceed the bound. 1 to 1,000,000; default: no bound.
 	ScopeKeysMax int
-	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Default: plain.
+	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Default: stored in
+	// clear. With it, rows stored in clear are refused (ErrUnsealed): any role with write access to
+	// the table could have stored them.
 	Seal Sealer
-	// Owner names this process in locks, for people. At most 255 bytes. Default: host name, process number and four random
-	// bytes.
+	// AcceptUnsealed accepts rows stored in clear although Seal is set. Use it while rows from
+	// before Seal exist, that is for one Window, and where operators finish keys with a body.
+	// Default: such rows are refused.
+	AcceptUnsealed bool
+	// Owner names this process in locks, for people to read. At most 255 bytes. Default: host name,
+	// process number and four random bytes.
 	Owner string
-	// Logger gets keys that are abandoned or indeterminate, lost locks, and trouble. Default: none.
+	// Logger gets abandoned and indeterminate keys, lost locks, and errors of the maintenance
+	// loops. Default: none.
 	Logger *slog.Logger
 	// Hooks are called synchronously; they must return quickly.
 	Hooks Hooks
@@ -74,16 +86,16 @@ type Config struct {
 
 // Hooks are optional callbacks, for metrics.
 type Hooks struct {
-	// Answered is called for each request, with what became of it.
+	// Answered is called for each request, with its verdict.
 	Answered func(operation string, verdict Verdict)
-	// Overdue is called with the number of a flow's keys that are unfinished and older than FlowConfig.AgeMax, at most 10,000, each
-	// time that Flow.Run or Flow.Overdue looked.
+	// Overdue is called each time that Flow.Run or Flow.Overdue checks, with the number of the
+	// flow's keys that are unfinished and older than FlowConfig.AgeMax, at most 10,000.
 	Overdue func(operation string, keys int64)
 	// Reaped is called with the number of keys that were forgotten.
 	Reaped func(keys int64)
 }
 
-// Verdict is what became of a request.
+// Verdict says how a request ended.
 type Verdict string
 
 // The verdicts.
@@ -95,14 +107,16 @@ const (
 	Mismatch      Verdict = "mismatch"    // ErrMismatch
 	InProgress    Verdict = "in_progress" // ErrInProgress
 	Undecided     Verdict = "undecided"   // ErrIndeterminate, ErrAbandoned, ErrUnknownRecoveryPoint
-	FailedForNow  Verdict = "failed"      // the work failed, and trying again could mend it
+	FailedForNow  Verdict = "failed"      // the work failed, and a retry could succeed
 	InvalidKey    Verdict = "invalid"     // ErrInvalid
 	LostItsLock   Verdict = "lock_lost"   // ErrLockLost
 	NotAnswered   Verdict = "unanswered"  // ErrUnanswered
+	Unsealed      Verdict = "unsealed"    // ErrUnsealed
 	attemptsOfAll         = 20            // of flows
 )
 
-// Sealer encrypts what is stored. aad is what the text belongs to: Open must refuse a text that was sealed with another.
+// Sealer encrypts what is stored. aad identifies what the text belongs to: Open must refuse a text
+// that was sealed with a different aad.
 type Sealer interface {
 	Seal(plain, aad []byte) ([]byte, error)
 	Open(sealed, aad []byte) ([]byte, error)
@@ -114,11 +128,11 @@ type Operation struct {
 	cfg  Config
 	sql  queries
 	gate gate
-	flow atomic.Bool // NewFlow made one
+	flow atomic.Bool // NewFlow made its flow
 }
 
-// New returns an operation, or all problems of its configuration at once. It opens no connection; the pool is
-// borrowed, and must be one of the primary.
+// New returns an operation, or all problems of its configuration at once. It opens no connection.
+// The caller owns the pool, which must connect to the primary.
 func New(pool *pgxpool.Pool, cfg Config) (*Operation, error) {
 	cfg, err := cfg.withDefaults()
 	if pool == nil {
@@ -188,7 +202,7 @@ func (c Config) withDefaults() (Config, error) {
 	return c, errors.Join(problems...)
 }
 
-// window is null for Forever.
+// window is nil for Forever.
 func (o *Operation) window() *time.Duration {
 	if o.cfg.Forever {
 		return nil
@@ -196,12 +210,12 @@ func (o *Operation) window() *time.Duration {
 	return &o.cfg.Window
 }
 
-// Key is one of this operation. It is checked where it is used.
+// Key returns a key of this operation. It is validated when it is used.
 func (o *Operation) Key(scope, value string, fingerprint Fingerprint) Key {
 	return Key{Scope: scope, Operation: o.cfg.Operation, Value: value, Fingerprint: fingerprint}
 }
 
-// complete fills in the operation of a key, and refuses one of another.
+// complete fills in the operation of a key, and rejects a key of another operation.
 func (o *Operation) complete(k Key) (Key, error) {
 	if k.Operation == "" {
 		k.Operation = o.cfg.Operation
@@ -212,7 +226,7 @@ func (o *Operation) complete(k Key) (Key, error) {
 	return k, k.Validate()
 }
 
-// answered tells the hook what became of a request.
+// answered reports the verdict on a request to the hook.
 func (o *Operation) answered(response Response, err error) (Response, error) {
 	if o.cfg.Hooks.Answered != nil {
 		o.cfg.Hooks.Answered(o.cfg.Operation, verdictOf(response, err))
@@ -242,6 +256,8 @@ func verdictOf(response Response, err error) Verdict {
 		return LostItsLock
 	case errors.Is(err, ErrUnanswered):
 		return NotAnswered
+	case errors.Is(err, ErrUnsealed):
+		return Unsealed
 	case errors.Is(err, ErrIndeterminate), errors.Is(err, ErrAbandoned), errors.Is(err, ErrUnknownRecoveryPoint):
 		return Undecided
 	default:
@@ -249,7 +265,7 @@ func verdictOf(response Response, err error) Verdict {
 	}
 }
 
-// Once is Operation.Once for an operation with the default settings: the one that the key names.
+// Once is Operation.Once with the default settings, for the operation that the key names.
 func Once(ctx context.Context, pool *pgxpool.Pool, key Key, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
 	o, err := New(pool, Config{Operation: key.Operation})
 	if err != nil {

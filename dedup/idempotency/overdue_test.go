@@ -13,9 +13,11 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: keys of a flow that are unfinished for longer than AgeMax, by the database's clock, are reported, also those that wait for
-// their client, and no others; they wait. With GiveUp those go to a person that nobody works on, whose phase is as old: as abandoned,
-// or in doubt where a call that must not be repeated may have been made. What a person gives back has its age anew. Row H15.
+// Property: keys of a flow that are unfinished for longer than AgeMax, by the database's clock, are
+// reported, also those that wait for their client, and no others; they wait. With GiveUp those that
+// no worker holds, and whose phase is as old, are marked for a person: as abandoned, or as
+// indeterminate if a call that must not be repeated may have been made. The age of a key that a
+// person returned starts anew. Row H15 of guarantees.md.
 func TestOverdueKeysAreReported(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

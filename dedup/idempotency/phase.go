@@ -12,9 +12,10 @@ import (
 
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// phase makes the foreign call, then the writes with the recovery point.
+// phase makes the foreign call, then the writes together with the recovery point.
 func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
 	if h.stolen() {
 		return ErrLockLost
@@ -30,17 +31,17 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	}
 	writing, cancel := context.WithTimeout(h.working, f.cfg.CallMax)
 	defer cancel()
-	learnt, err := json.Marshal(step.State) // a transaction that is run again begins with what the call left
+	learnt, err := json.Marshal(step.State) // a retried transaction starts with the state after the call
 	if err != nil {
 		return fmt.Errorf("write the state of %v: %w", h.key, err)
 	}
-	response := step.response // of the call
+	response := step.response // as the call left it
 	for attempt := 1; ; attempt++ {
 		err := f.write(writing, h, step, phase) //nolint:contextcheck // it does not end with the caller
 		if err == nil || attempt > h.o.cfg.Retries || !conflict(err) {
 			return err
 		}
-		if !pause(writing, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:contextcheck,gosec // as above; jitter needs no secret
+		if !pause.For(writing, rand.N(time.Duration(attempt)*10*time.Millisecond)) { //nolint:contextcheck,gosec // as above; jitter needs no secret
 			return errors.Join(writing.Err(), err)
 		}
 		var again S
@@ -51,14 +52,14 @@ func (f *Flow[S]) phase(ctx context.Context, h *holder, step *Step[S], phase Pha
 	}
 }
 
-// call makes the foreign call, which ctx cuts short. One that must not be made twice is written down before, and not cut
-// short: nobody could say what became of it.
+// call makes the foreign call, which ctx interrupts. An AtMostOnce call is recorded first, and not
+// interrupted: its outcome would be unknown.
 func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error { //nolint:contextcheck // not all of it ends with the caller
 	if age := time.Since(h.since); !h.uncalled && !phase.AtMostOnce && age > phase.CallAgainMax {
-		return Indeterminate(fmt.Errorf("call of phase %q: it may have been made %v ago, and is made again within %v (Phase.CallAgainMax): the foreign system may have forgotten its key",
+		return Indeterminate(fmt.Errorf("call of phase %q: it may have been made %v ago, more than Phase.CallAgainMax, %v: the foreign system may have forgotten its key",
 			phase.Name, age.Round(time.Second), phase.CallAgainMax))
 	}
-	if !phase.AtMostOnce { // the note of the others looks at the token
+	if !phase.AtMostOnce { // an AtMostOnce call is recorded under the token, which checks the lock
 		if err := h.sure(h.working); err != nil {
 			return err
 		}
@@ -83,7 +84,7 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 		return nil
 	}
 	if certainlyNotDone(ctx, err) {
-		h.doubtful, h.uncalled, err = false, uncalled, NotDone(err) // settle takes the note of the call back
+		h.doubtful, h.uncalled, err = false, uncalled, NotDone(err) // settle removes the record of the call
 	}
 	err = fmt.Errorf("call of phase %q: %w", phase.Name, err)
 	if h.doubtful && !errors.As(err, &final) {
@@ -92,8 +93,9 @@ func (f *Flow[S]) call(ctx context.Context, h *holder, step *Step[S], phase Phas
 	return ofWork(err)
 }
 
-// expired is what becomes of a phase that finds what an earlier execution left: the outcome that says so, where no foreign
-// system was asked before. Where one was, it may have acted twice by now, and a person looks.
+// expired handles a phase that finds effects of an earlier execution. If no foreign system was
+// called before, ErrExpired becomes the outcome. If one was, it may have acted twice, and a person
+// decides.
 func (f *Flow[S]) expired(ctx context.Context, h *holder, key Key, cause error, after func() rows, phase string, asked bool) error {
 	var final *FinalError
 	given := errors.As(cause, &final)
@@ -111,10 +113,10 @@ func (f *Flow[S]) expired(ctx context.Context, h *holder, key Key, cause error, 
 	return err
 }
 
-// errNoResponse is a mistake of the flow.
+// errNoResponse is a programming error in the flow.
 var errNoResponse = errors.New("the last phase did not call Finish: nothing was committed")
 
-// write is the transaction of a phase.
+// write executes the transaction of a phase.
 func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Phase[S]) error {
 	t, err := h.o.unclaimed(ctx, h.o.sql.flow.guard)
 	if err != nil {
@@ -126,7 +128,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 		h.away = t.away
 		if err != nil {
 			t.end(ctx)
-			own := h.key.Watch() // only that: what else was derived may be of a phase that is done
+			own := h.key.Watch() // only this phase's ID: others may belong to phases that are done
 			own.ChildID(phase.Name)
 			err = f.expired(ctx, h, own, err, func() rows { return h.o.pool }, phase.Name, phase.Call != nil)
 			return ofWork(fmt.Errorf("phase %q: %w", phase.Name, err))
@@ -160,7 +162,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	return nil
 }
 
-// last is the statement before COMMIT: the recovery point, or the outcome.
+// last returns the statement before COMMIT: the recovery point, or the outcome.
 func (f *Flow[S]) last(h *holder, step *Step[S], phase Phase[S], data []byte) (func(*pgx.Batch), error) {
 	o, key := h.o, h.key
 	if step.response != nil {

@@ -12,8 +12,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: whatever is done with one key finds it by the primary key, on a table that is empty when the plans are made, too:
-// no partial index is walked, which has all keys in a state, and not the table.
+// Property: every statement for one key finds it by the primary key, even if the table is empty
+// when the plans are made: no partial index over all keys in a state is scanned, nor the table.
 func TestKeysAreFoundByThePrimaryKey(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -1,12 +1,12 @@
 package idempotency
 
-// fresh are the same columns of one that this statement made.
+// fresh lists the same columns for a key that this statement inserted.
 const fresh = `NULL::text, NULL::bytea, NULL::text[], NULL::text, NULL::bytea, NULL::bytea, lock_token, NULL::boolean,
   NULL::float8, NULL::integer, NULL::integer, NULL::jsonb, NULL::bytea, NULL::boolean, NULL::boolean, NULL::boolean, NULL::float8, NULL::varchar FROM claimed`
 
-// guardSQL opens a cursor in the transaction of a phase that makes a COMMIT of the work's own fail, since the phase would be
-// run again; closeGuardSQL takes it away: see consumer.guard. Work in one transaction does without: its key is
-// committed with it, and found to have no outcome.
+// guardSQL opens a cursor in the transaction of a phase. It makes a COMMIT by the work itself fail,
+// since the phase would be run again. closeGuardSQL removes it: see consumer.guard. Work in one
+// transaction does not need it: its key is committed with it, and found without an outcome.
 const guardSQL = `-- idempotency.guard
 DECLARE ` + guardCursor + ` NO SCROLL CURSOR WITH HOLD FOR SELECT effectonce.refuse_commit()`
 
@@ -22,49 +22,54 @@ WITH claimed AS (
   VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, clock_timestamp() + $6::interval, $7, $8, $9) ON CONFLICT DO NOTHING RETURNING lock_token)
 SELECT ` + fresh + ` UNION ALL SELECT ` + found
 
-// takeFlowSQL takes the lock of a key over that nobody holds: the token that was seen decides between two that try. A holder
-// whose lock ran out has that token until then, and so may one whose claim a server lost: what the taker decided by, the
-// request, what is done and what may be under way, is as it was seen, or no row; the rest is as it is now. phase_since begins anew
-// where certainly no call of the phase was made: a person or the reconciler said so, the last holder did, or there was none.
+// takeFlowSQL takes over the lock of a key that no worker holds; the token that was read decides
+// between two takers. A holder whose lock expired has that token until then, and so may a holder
+// whose claim a server lost. So the values on which the taker decided (the request, the phases
+// done, the call in progress) must be as they were read, or no row matches; the other values are
+// returned as they are now. phase_since starts anew if certainly no call of the phase was made: a
+// person, the reconciler or the last holder said so, or there was no holder.
 const takeFlowSQL = `-- idempotency.take_flow
 UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
   locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL, flow = coalesce(flow, $10), request = coalesce(request, $11),
   retried_at = CASE WHEN attempts = 0 THEN clock_timestamp() ELSE retried_at END,
   phase_since = CASE WHEN locked_by IS NULL OR uncalled = lock_token THEN clock_timestamp() ELSE phase_since END
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + `
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint = $7 AND phases = $8 AND calling IS NOT DISTINCT FROM $9 AND (flow = $10 OR flow IS NULL)
+WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + `
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint = $7 AND phases = $8 AND calling IS NOT DISTINCT FROM $9 AND (flow OPERATOR(pg_catalog.=) $10 OR flow IS NULL)
 RETURNING data, request, sealed, attempts, coalesce(uncalled = lock_token - 1, false),
   extract(epoch FROM clock_timestamp() - coalesce(phase_since, created_at))::float8`
 
 const renewSQL = `-- idempotency.renew
 UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + $5::interval
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND locked_until IS NOT NULL`
+WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + ` AND locked_until IS NOT NULL`
 
-// unlockSQL takes the note of a call away that was not done, and of no other: one under the same token, where a server lost a claim,
-// may be under way. $8: no call of the phase was made so far.
+// unlockSQL removes the record of the call $7, which was not made, and of no other: after a server
+// lost a claim, another call under the same token may be running. $8: no call of the phase was made
+// so far.
 const unlockSQL = `-- idempotency.unlock
 UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
   calling = nullif(calling, $7), uncalled = CASE WHEN $8::boolean THEN lock_token END
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning
+WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning
 
-// leaveSQL puts a key off that nobody holds, for as long as it is old, at least $6 and at most a hundred times that: so the
-// pause doubles each time, and a version that knows the key's phases finds no attempts used up. One in doubt keeps its error.
+// leaveSQL postpones a key that no worker holds, by its age, but at least $6 and at most a hundred
+// times that. So the pause doubles each time, and a version that knows the key's phases finds no
+// attempts used up. A key in doubt keeps its error.
 const leaveSQL = `-- idempotency.leave
-UPDATE effectonce.idempotency_keys SET error = coalesce($5, error), retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - created_at), 100 * $6::interval)
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND state IN ('running', 'indeterminate')
+UPDATE effectonce.idempotency_keys SET error = coalesce($5, error), retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - created_at), 100::float8 * $6::interval)
+WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND state IN ('running', 'indeterminate')
   AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
 
-// callingSQL is written before a foreign call that must not be made twice, and not where the phase is done: see advance_key.
+// callingSQL records a foreign call that must not be repeated, unless the phase is done: see
+// advance_key.
 const callingSQL = `-- idempotency.calling
 UPDATE effectonce.idempotency_keys SET calling = $5::text
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning + ` AND calling IS NULL AND $5 <> ALL (phases)`
+WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + ` AND calling IS NULL AND $5 <> ALL (phases)`
 
-// undecidedSQL hands a key to people, with the error of the last attempt.
+// undecidedSQL marks a key for a person, with the error of the last attempt.
 const undecidedSQL = `-- idempotency.undecided
-UPDATE effectonce.idempotency_keys SET state = $5::text, error = left(concat_ws('; then: ', error, $6::text), 2000), locked_until = NULL, retry_at = clock_timestamp() + nullif($7::interval, '0')
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isRunning
+UPDATE effectonce.idempotency_keys SET state = $5::text, error = left(pg_catalog.concat_ws('; then: ', error, $6::text), 2000), locked_until = NULL, retry_at = clock_timestamp() + nullif($7::interval, '0')
+WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning
 
-// advanceSQL and finishSQL raise EO003 where the key is not the caller's any more.
+// advanceSQL and finishSQL raise EO003 if the key no longer belongs to the caller.
 const (
 	advanceSQL = `-- idempotency.advance
 SELECT effectonce.advance_key($1, $2, $3, $4, $5, $6)`
@@ -72,45 +77,48 @@ SELECT effectonce.advance_key($1, $2, $3, $4, $5, $6)`
 SELECT effectonce.finish_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
 )
 
-// abandonedSQL finds unfinished keys of a flow that nobody works on. Those with a request can be driven on without their client.
+// abandonedSQL finds unfinished keys of a flow that no worker holds. A key with a stored request
+// can be continued without its client.
 const abandonedSQL = `-- idempotency.abandoned
 SELECT scope, key, fingerprint FROM effectonce.idempotency_keys
-WHERE state = 'running' AND operation = $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND (flow = $3 OR flow IS NULL)
+WHERE state = 'running' AND operation OPERATOR(pg_catalog.=) $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND (flow OPERATOR(pg_catalog.=) $3 OR flow IS NULL)
 ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 
-// isOverdue: a key of a flow, and not a count of failures, that is unfinished after $3.
-const isOverdue = `state = 'running' AND operation = $1 AND (flow = $2 OR flow IS NULL) AND locked_by IS NOT NULL AND created_at <= clock_timestamp() - $3::interval`
+// isOverdue matches a key of a flow, not a failure count, that is unfinished after $3.
+const isOverdue = `state = 'running' AND operation OPERATOR(pg_catalog.=) $1 AND (flow OPERATOR(pg_catalog.=) $2 OR flow IS NULL) AND locked_by IS NOT NULL AND created_at <= clock_timestamp() - $3::interval`
 
 const overdueSQL = `-- idempotency.overdue
 SELECT count(*) FROM (SELECT FROM effectonce.idempotency_keys WHERE ` + isOverdue + ` LIMIT $4) bounded`
 
-// giveUpSQL hands keys to people that are overdue, and that nobody works on. One that a person gave back has no attempts until it
-// is taken, and then its own age. Where a call may be under way the reconciler waits for it, as in undecidedSQL.
+// giveUpSQL marks overdue keys that no worker holds for a person. A key that a person returned has
+// no attempts until it is taken, and its age counts from then. If a call may be running, the
+// reconciler waits for it, as in undecidedSQL.
 const giveUpSQL = `-- idempotency.give_up
 WITH old AS (
   SELECT scope, operation, key FROM effectonce.idempotency_keys
   WHERE ` + isOverdue + ` AND greatest(coalesce(phase_since, created_at), retried_at) <= clock_timestamp() - $3::interval AND attempts > 0
     AND (locked_until IS NULL OR locked_until <= clock_timestamp()) LIMIT $4 FOR UPDATE SKIP LOCKED)
 UPDATE effectonce.idempotency_keys k SET state = CASE WHEN calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END,
-  error = left(concat_ws('; then: ', error, '` + overdueText + `'), 2000), locked_until = NULL,
+  error = left(pg_catalog.concat_ws('; then: ', error, '` + overdueText + `'), 2000), locked_until = NULL,
   retry_at = CASE WHEN calling IS NOT NULL THEN clock_timestamp() + $5::interval END
-FROM old WHERE k.scope = old.scope AND k.operation = old.operation AND k.key = old.key`
+FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key`
 
 const overdueText = "it is unfinished for longer than AgeMax"
 
-// undecidedKeysSQL is the work of a reconciler: keys of its flow; flows alone have locked_by. Work in one transaction is in doubt with
-// effects that it committed by itself, or in another system: nothing that a flow knows, and it has no phase to go on at. An operator's reap, and
-// the previous release, leave locked_by there, and the text.
+// undecidedKeysSQL is the work list of a reconciler: keys of its flow; only flows set locked_by.
+// Work in one transaction is in doubt because it committed by itself, or acted in another system: a
+// flow knows nothing of it, and has no phase to continue at. The reap of an operator, and of the
+// previous release, leave locked_by set, so the error text is compared, too.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state = 'indeterminate' AND operation = $1 AND locked_by IS NOT NULL AND error IS DISTINCT FROM '` + unansweredText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4)
-  AND (flow = $6 OR flow IS NULL) ORDER BY created_at, scope, key LIMIT $5`
+WHERE state = 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND locked_by IS NOT NULL AND error IS DISTINCT FROM '` + unansweredText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4)
+  AND (flow OPERATOR(pg_catalog.=) $6 OR flow IS NULL) ORDER BY created_at, scope, key LIMIT $5`
 
-// decidedSQL gives a key back to its phases.
+// decidedSQL returns a key to its phases.
 const decidedSQL = `-- idempotency.decided
 UPDATE effectonce.idempotency_keys SET state = 'running', lock_token = lock_token + 1, attempts = 0, calling = NULL, uncalled = lock_token + 1, locked_until = NULL, retry_at = NULL, error = NULL
-WHERE scope = $1 AND operation = $2 AND key = $3 AND lock_token = $4 AND ` + isIndeterminate
+WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isIndeterminate
 
 type flowQueries struct {
 	claim, take, renew, unlock, calling, undecided, advance, finish string

@@ -20,10 +20,10 @@ type left struct {
 	Ends                      bool // there is a time by which they are forgotten
 }
 
-// documentedRest runs the query of docs/operations.md.
+// documentedRest runs the query of docs/how-to/secure.md.
 func documentedRest(t *testing.T, pool *pgxpool.Pool) map[string]left {
 	t.Helper()
-	text, err := os.ReadFile("../../docs/operations.md")
+	text, err := os.ReadFile("../../docs/how-to/secure.md")
 	require.NoError(t, err)
 	_, section, found := strings.Cut(string(text), "\n## Rotating the keys that encrypt requests\n")
 	require.True(t, found)
@@ -43,10 +43,11 @@ func documentedRest(t *testing.T, pool *pgxpool.Pool) map[string]left {
 	return rest
 }
 
-// Property: in the documented three deployments each replica, of the version before or behind, reads what the other
-// stored, so that each request is executed once and replayed everywhere; in one deployment an old replica refuses what a
-// new one stored, and executes nothing. What the query says is left is left: the old key can be dropped when it is not
-// named any more, and not before. Row S13.
+// Property: in the documented three deployments each replica, of the earlier or later version,
+// reads what the other stored, so that each request is executed once and replayed everywhere; in a
+// single deployment an old replica refuses what a new one stored, and executes nothing. The query
+// lists the keys still in use: the old key can be dropped when it is no longer listed, and not
+// before. Row S13 of guarantees.md.
 func TestDocumentedRotation(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

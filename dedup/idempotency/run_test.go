@@ -13,9 +13,10 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: flows that hang at a foreign system take as many places as FlowConfig.AtOnceMax says, and no more: while one place is free,
-// the flow's other keys are completed; and whatever hangs, another operation's keys are completed, doubt is reconciled, and old keys
-// are forgotten. Run ends when those that hang do. Row H1.
+// Property: flows that hang at a foreign system take at most FlowConfig.AtOnceMax slots: while one
+// slot is free, the flow's other keys are completed; and whatever hangs, another operation's keys
+// are completed, keys in doubt are reconciled, and old keys are forgotten. Run ends when the
+// hanging flows do. Row H1 of guarantees.md.
 func TestHangingProviderKeepsNothingElse(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -106,7 +107,8 @@ func TestHangingProviderKeepsNothingElse(t *testing.T) {
 	group.Wait()
 }
 
-// Property: Run ends when its context does: what it drives stops between two phases, with its key free. Row H19.
+// Property: Run ends when its context does: what it drives stops between two phases, with its key
+// free. Row H19 of guarantees.md.
 func TestRunEndsWithItsContext(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -8,27 +8,28 @@ import (
 	"slices"
 )
 
-// AESSealer is a Sealer with AES-256 in Galois/counter mode. What it makes says which key it was made with, so that keys
-// are rotated while programs run: give all programs the new key, then make it the current one in all of them, and drop
-// the old one after the longest window, when nothing is left of it: docs/operations.md, "Rotating the keys that encrypt
-// requests", has the steps and the query.
+// AESSealer is a Sealer with AES-256 in Galois/counter mode. Each sealed text names the key it was
+// sealed with, so keys can be rotated while programs run: give all programs the new key, then make
+// it the current one in all of them, and drop the old one after the longest window, when no row
+// uses it. docs/how-to/secure.md, "Rotating the keys that encrypt requests", has the steps and the
+// query.
 //
-// It encrypts headers and bodies of responses, and what flows store of requests and between phases; not statuses, the texts
-// of errors, or the keys themselves. It is safe for concurrent use, and holds its keys where no formatting verb, logger or
-// encoder finds them.
+// It encrypts headers and bodies of responses, and what flows store of requests and between phases.
+// It does not encrypt statuses, error texts, or the keys themselves. It is safe for concurrent use.
+// No formatting verb, logger or encoder can reach its encryption keys.
 type AESSealer struct {
 	current string
 	named   func(name string) (cipher.AEAD, bool)
 }
 
-// ErrUnknownSealKey says that a text was encrypted with a key that this program was not given.
+// ErrUnknownSealKey means that a text was encrypted with a key that this program does not have.
 var ErrUnknownSealKey = errors.New("unknown encryption key")
 
 var _ Sealer = (*AESSealer)(nil)
 
-// NewAESSealer returns a sealer that encrypts with keys[current], and decrypts with any of the keys; or all problems at
-// once. Keys have 32 random bytes, and names 1 to 255 bytes that are no secret. A name stands for one key for ever. One
-// key is good for 2^32 texts.
+// NewAESSealer returns a sealer that encrypts with keys[current], and decrypts with any of the
+// keys; or all problems at once. A key has 32 random bytes. A name has 1 to 255 bytes and is not
+// secret; it must never be reused for another key. One key is good for 2^32 texts.
 func NewAESSealer(keys map[string][]byte, current string) (*AESSealer, error) {
 	var problems []error
 	ciphers := make(map[string]cipher.AEAD, len(keys))
@@ -90,5 +91,5 @@ func (s *AESSealer) Open(sealed, aad []byte) ([]byte, error) {
 	return plain, nil
 }
 
-// boundTo binds a text to its key's name, too.
+// boundTo binds a text to its header, which names its key, as well as to aad.
 func boundTo(header, aad []byte) []byte { return hash("sealed", header, aad) }

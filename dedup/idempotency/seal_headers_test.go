@@ -15,13 +15,25 @@ import (
 // sealedPay answers with the canary in a header, and maybe without a body.
 func sealedPay(t *testing.T, pool *pgxpool.Pool, seal idempotency.Sealer, name string, body []byte) (idempotency.Response, error) {
 	t.Helper()
-	return newOperation(t, pool, idempotency.Config{Seal: seal}).Once(t.Context(), key(name), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+	return payWith(t, pool, idempotency.Config{Seal: seal}, name, body)
+}
+
+// acceptingPay is sealedPay where rows of before count.
+func acceptingPay(t *testing.T, pool *pgxpool.Pool, seal idempotency.Sealer, name string, body []byte) (idempotency.Response, error) {
+	t.Helper()
+	return payWith(t, pool, idempotency.Config{Seal: seal, AcceptUnsealed: true}, name, body)
+}
+
+func payWith(t *testing.T, pool *pgxpool.Pool, cfg idempotency.Config, name string, body []byte) (idempotency.Response, error) {
+	t.Helper()
+	return newOperation(t, pool, cfg).Once(t.Context(), key(name), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		return idempotency.Response{Status: 201, Header: map[string][]string{"Location": {"/cards/" + canary}, "Link": {"a", "b"}}, Body: body}, effect(ctx, tx, name)
 	})
 }
 
-// Property: headers of a response are not in the table in clear; they are replayed with the key that they were made with,
-// after it was replaced, and only with it; they are bound to their row. Rows S13, H12.
+// Property: headers of a response are not in the table in clear; they are replayed with the key
+// that they were made with, after it was replaced, and only with it; they are bound to their row.
+// Rows S13, H12 of guarantees.md.
 func TestSealedHeaders(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -52,8 +64,8 @@ func TestSealedHeaders(t *testing.T) {
 	require.ErrorContains(t, err, "moved here from another row")
 }
 
-// Property: responses that older releases stored are replayed: in a sealed row, where headers stood in clear, and in one
-// that was stored without a Sealer before there was one.
+// Property: responses that older releases stored are replayed: in a sealed row with headers in
+// clear, and in one that was stored without a Sealer before there was one.
 func TestStoredResponseOfAnOlderRelease(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -64,7 +76,10 @@ func TestStoredResponseOfAnOlderRelease(t *testing.T) {
 	_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET headers = '{"Link": ["a", "b"], "Location": ["/cards/`+canary+`"]}'`)
 	require.NoError(t, err)
 	for _, name := range []string{"sealed", "plain"} {
-		again, err := sealedPay(t, pool, newSealer(t, "old", "old"), name, nil)
+		_, err := sealedPay(t, pool, newSealer(t, "old", "old"), name, nil)
+		require.ErrorIs(t, err, idempotency.ErrUnsealed)
+		require.ErrorIs(t, err, idempotency.ErrUnreadable)
+		again, err := acceptingPay(t, pool, newSealer(t, "old", "old"), name, nil)
 		require.NoError(t, err)
 		require.True(t, again.Replayed)
 		require.Equal(t, want.Header, again.Header)

@@ -51,8 +51,9 @@ func sealedWith(t *testing.T, pool *pgxpool.Pool, name string) int {
 		FROM decode(CASE jsonb_typeof(headers) WHEN 'string' THEN headers #>> '{}' END, 'base64') h)])`, name)
 }
 
-// Property: bodies are not in the table in clear; they are replayed with the key that they were made with, after it was
-// replaced; without it the request is refused with the key's name, and has no second effect. Rows S13, H12.
+// Property: bodies are not in the table in clear; they are replayed with the key that they were
+// made with, after it was replaced; without it the request is refused with the key's name, and has
+// no second effect. Rows S13, H12 of guarantees.md.
 func TestSealedResponsesOutliveRotation(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -80,8 +81,9 @@ func TestSealedResponsesOutliveRotation(t *testing.T) {
 	require.Equal(t, 1, sealedWith(t, pool, "old"))
 }
 
-// Property: a flow that was begun with one key goes on with the next one, in the middle: request, state and outcome are
-// read, and none of them stands in the table in clear at any time. Row S13.
+// Property: a flow that was begun with one key continues with the next one, in the middle: request,
+// state and outcome are read, and none of them is in the table in clear at any time. Row S13 of
+// guarantees.md.
 func TestFlowOutlivesRotation(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -130,8 +132,9 @@ func TestFlowOutlivesRotation(t *testing.T) {
 	require.Equal(t, []int{1, 1, 1}, []int{effects(t, pool, "read"), effects(t, pool, "note"), effects(t, pool, "pay")})
 }
 
-// Property: a text is opened only as it was made, and for what it was made: no bit of it may change, nor its row or
-// column; the same text is sealed differently each time; the empty one stays what it is.
+// Property: a text is opened only as it was made, and for what it was made: no bit of it may
+// change, nor its row or column; the same text is sealed differently each time; the empty one stays
+// what it is.
 func TestSealedTextsAreBound(t *testing.T) {
 	t.Parallel()
 	s := newSealer(t, "old", "old", "new")
@@ -166,7 +169,8 @@ func TestSealedTextsAreBound(t *testing.T) {
 	require.Error(t, err)
 }
 
-// Property: keys that cannot be right are refused, all at once, by their names, and keys are never shown.
+// Property: keys that cannot be right are refused, all at once, by their names, and keys are never
+// shown.
 func TestWrongSealKeysAreRefused(t *testing.T) {
 	t.Parallel()
 	_, err := idempotency.NewAESSealer(map[string][]byte{"": sealKeys("old")["old"], "short": []byte(canary), "zero": make([]byte, 32), "a\nb": nil}, "gone")
@@ -187,7 +191,8 @@ func TestWrongSealKeysAreRefused(t *testing.T) {
 	}
 }
 
-// Property: whatever stands in the table, opening it neither panics nor gives another text than was sealed.
+// Property: whatever the table contains, opening it neither panics nor returns another text than
+// was sealed.
 func FuzzAESSealer(f *testing.F) {
 	s, err := idempotency.NewAESSealer(sealKeys("old", "new"), "old")
 	require.NoError(f, err)

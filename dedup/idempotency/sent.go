@@ -9,16 +9,17 @@ import (
 	"sync/atomic"
 )
 
-// sending is what net/http reports of the requests that are made under the context of a call.
+// sending records what net/http reports about the requests made under the context of a call.
 type sending struct {
-	once  bool        // the call must not be made twice
-	asked atomic.Bool // for a connection
-	got   atomic.Bool // one: from here on a request may have been sent
+	once  bool        // the call must not be repeated
+	asked atomic.Bool // a connection was requested
+	got   atomic.Bool // a connection was obtained: a request may have been sent
 }
 
 type sendingKey struct{}
 
-// watched watches the requests of a call, and marks one that must not be made twice.
+// watched returns a context that watches the requests of a call. once: the call must not be
+// repeated.
 func watched(ctx context.Context, once bool) context.Context {
 	s := &sending{once: once || CalledOnce(ctx)}
 	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
@@ -28,8 +29,9 @@ func watched(ctx context.Context, once bool) context.Context {
 	return context.WithValue(ctx, sendingKey{}, s)
 }
 
-// CalledOnce reports whether ctx is the one of the Call of a phase that is AtMostOnce: a client that is given it sends its
-// request once, and follows no redirect that would send it again. See keyclient.Single.
+// CalledOnce reports whether ctx is that of the Call of an AtMostOnce phase. A client that gets
+// such a context sends its request once, and follows no redirect that would send it again. See
+// keyclient.Single.
 func CalledOnce(ctx context.Context) bool {
 	s, ok := ctx.Value(sendingKey{}).(*sending)
 	return ok && s.once
@@ -40,18 +42,21 @@ type notSentError struct{ err error }
 func (e *notSentError) Error() string { return e.err.Error() }
 func (e *notSentError) Unwrap() error { return e.err }
 
-// NotSent is the mark that keyclient.Single makes, too.
+// NotSent is the marker method that errors of keyclient.Single have, too.
 func (e *notSentError) NotSent() bool { return true }
 
-// NotSent says that a request of net/http was not sent, where err shows that: connection refused, no route, unknown name, a
-// certificate that is refused, no TLS. It returns every other error, and nil, as it is. The Call of a phase returns it instead of
-// NotDone: one that is AtMostOnce may be made again. Elsewhere it changes nothing.
+// NotSent marks err if it shows that a net/http request was not sent: connection refused, no route,
+// unknown name, rejected certificate, no TLS. It returns every other error, and nil, unchanged. The
+// Call of a phase returns it instead of NotDone: the call of an AtMostOnce phase may then be
+// repeated. Elsewhere it has no effect.
 //
-// It is no promise, but is checked: it counts only where the request was made under the context of the Call, and no request under
-// that context had a connection. For a Transport of net/http that sent a request over a connection which was closed tries another one, and
-// returns the error of that: refused. Errors of keyclient.Single count without NotSent. What the Call did before by other clients than
-// net/http's, or under another context, is not seen: let a phase make one request that acts. Where it must make another one first (for
-// a token), or has another client, look at the error, and use NotDone.
+// The mark is verified: it counts only if the request was made under the context of the Call, and
+// no request under that context got a connection. The check is needed because an http.Transport
+// that sent a request over a connection which was then closed tries another one, and returns the
+// error of that: refused. Errors of keyclient.Single count without NotSent. Calls through other
+// clients than net/http's, or under another context, are not seen: let a phase make one request
+// with an effect. If it must make another request first (for a token), or uses another client,
+// inspect the error and use NotDone.
 func NotSent(err error) error {
 	var dial *net.OpError
 	var name *net.DNSError
@@ -65,8 +70,8 @@ func NotSent(err error) error {
 	return err
 }
 
-// certainlyNotDone reports whether the error of a call proves that the foreign system did nothing: by a promise of the caller's, or
-// since its request was not sent, nor any other one of this call.
+// certainlyNotDone reports whether the error of a call proves that the foreign system did nothing:
+// the caller returned NotDone, or neither the request nor any other one of this call was sent.
 func certainlyNotDone(ctx context.Context, err error) bool {
 	var not *notDoneError
 	if errors.As(err, &not) {

@@ -81,8 +81,10 @@ func noNames(t *testing.T) *net.Resolver {
 	}}
 }
 
-// Property: a bank that cannot be reached leaves no key to a person: it refuses, or has no route, no name or no certificate that is trusted; by what sends once
-// without a word, by a plain client with NotSent. When it is back, each key is paid once. Row H26.
+// Property: a bank that cannot be reached leaves no key for a person: it refuses, or has no route,
+// no name or no trusted certificate. This holds for a client that sends once, without NotSent, and
+// for a plain client with NotSent. When the bank is back, each key is paid once. Row H26 of
+// guarantees.md.
 func TestDeadBankLeavesKeysFree(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
@@ -167,8 +169,8 @@ func TestDeadBankLeavesKeysFree(t *testing.T) {
 	})
 }
 
-// vanishing is a bank that acts at the second request of its first connection, and then is gone: the connection closes without an
-// answer, and later ones are refused.
+// vanishing is a bank that acts at the second request of its first connection, and then is gone:
+// the connection closes without an answer, and later ones are refused.
 func vanishing(t *testing.T) (address string, acted *atomic.Int64) {
 	t.Helper()
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -207,9 +209,10 @@ func vanishing(t *testing.T) (address string, acted *atomic.Int64) {
 	return "http://" + listener.Addr().String(), acted
 }
 
-// Property: that a connection is refused proves nothing where a request was sent before: by net/http, which tries another connection by
-// itself, or by the call, which asked twice or asked somebody else; nor where the request had another context. The key is in doubt, and
-// the bank has acted at most once. NotDone is the caller's word, and counts. Row H26.
+// Property: a refused connection proves nothing if a request was sent before: by net/http, which
+// tries another connection by itself, or by the call, which made two requests, or one to another
+// system; nor if the request had another context. The key is in doubt, and the bank has acted at
+// most once. NotDone is the caller's promise, and counts. Row H26 of guarantees.md.
 func TestRefusedAfterAReusedConnectionIsDoubt(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
@@ -258,7 +261,8 @@ func TestRefusedAfterAReusedConnectionIsDoubt(t *testing.T) {
 	}
 }
 
-// Property: NotSent marks what shows that nothing was sent, and leaves everything else, and nil, as it is.
+// Property: NotSent marks what shows that nothing was sent, and leaves everything else, and nil, as
+// it is.
 func TestNotSentMarksWhatShowsIt(t *testing.T) {
 	t.Parallel()
 	require.NoError(t, idempotency.NotSent(nil))
@@ -274,8 +278,8 @@ func TestNotSentMarksWhatShowsIt(t *testing.T) {
 	require.Equal(t, refused.Error(), marked.Error())
 }
 
-// Property: the context of a call says that it must not be made twice where its phase is AtMostOnce, and in no other phase; a flow
-// inside of such a call inherits it.
+// Property: the context of a call reports that it must not be repeated if its phase is AtMostOnce,
+// and in no other phase; a flow inside of such a call inherits it.
 func TestContextOfACallSaysItsKind(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -13,8 +13,9 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// BenchmarkKeySize says what a key under Once costs in disk, write-ahead log and transaction IDs, with work that writes nothing
-// itself, and how many keys a reaper forgets in a second: see docs/sizing.md.
+// BenchmarkKeySize says what a key under Once costs in disk, write-ahead log and transaction IDs,
+// with work that writes nothing itself, and how many keys a reaper forgets in a second: see
+// docs/benchmarks.md.
 func BenchmarkKeySize(b *testing.B) {
 	b.Run("uuid7", func(b *testing.B) { benchmarkKeySize(b, idempotency.NewKey, 200) })
 	b.Run("random", func(b *testing.B) { benchmarkKeySize(b, uuid.NewString, 200) })

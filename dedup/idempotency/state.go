@@ -7,11 +7,12 @@ import (
 	"strings"
 )
 
-// memory is the state of a flow as it is stored, and what of it this program's type has: during a deployment an older release
-// meets the state of a newer one, and must hand on the members that it does not know.
+// memory is the state of a flow as it is stored, and the part of it that this program's type has.
+// During a deployment an older release meets the state of a newer one, and must keep the members
+// that it does not know.
 type memory struct{ text, known []byte }
 
-// remembered reads a stored state into one of this program.
+// remembered unmarshals a stored state into this program's type.
 func remembered[S any](text []byte, state *S) (memory, error) {
 	if err := json.Unmarshal(text, state); err != nil {
 		return memory{}, err
@@ -20,7 +21,7 @@ func remembered[S any](text []byte, state *S) (memory, error) {
 	return memory{text, known}, err
 }
 
-// with is the memory of a changed state.
+// with returns the memory of a changed state.
 func (m memory) with(state any) (memory, error) {
 	changed, err := json.Marshal(state)
 	if err != nil {
@@ -30,8 +31,9 @@ func (m memory) with(state any) (memory, error) {
 	return memory{text, changed}, err
 }
 
-// merge is changed, and the members of objects in text that known, its reading by this program's type, does not have. What did
-// not change stays as it is in text. Lists are not merged: one that changed is this program's.
+// merge returns changed, plus the members of objects in text that known does not have; known is
+// text as this program's type reads it. What did not change stays as it is in text. Lists are not
+// merged: a changed list is taken from changed.
 func merge(text, known, changed json.RawMessage) (json.RawMessage, error) {
 	if text == nil || len(known) == 0 {
 		return changed, nil
@@ -48,7 +50,7 @@ func merge(text, known, changed json.RawMessage) (json.RawMessage, error) {
 			return nil, fmt.Errorf("merge the state with what is stored: %w", err)
 		}
 	}
-	read := map[string][]string{} // by the name that this program's type gives a member, those in the text
+	read := map[string][]string{} // names in the text, by the name in this program's type
 	for name := range was {
 		mine, ok := member(knew, name)
 		if ok {
@@ -58,7 +60,7 @@ func merge(text, known, changed json.RawMessage) (json.RawMessage, error) {
 		}
 	}
 	for mine, names := range read {
-		if _, ok := is[mine]; !ok || len(names) > 1 { // it was taken away; or it stands there twice, and the reading decides
+		if _, ok := is[mine]; !ok || len(names) > 1 { // the member was removed; or text has it twice, and the value that was read counts
 			continue
 		}
 		var err error
@@ -69,7 +71,8 @@ func merge(text, known, changed json.RawMessage) (json.RawMessage, error) {
 	return json.Marshal(is)
 }
 
-// member is the name under which an object has a member, as encoding/json finds it: exactly, or but for its case.
+// member returns the name under which an object has a member, as encoding/json matches it: exactly,
+// or ignoring case.
 func member(object map[string]json.RawMessage, name string) (string, bool) {
 	if _, ok := object[name]; ok {
 		return name, true

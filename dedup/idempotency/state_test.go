@@ -57,8 +57,9 @@ func stateFlow[S any](t *testing.T, op *idempotency.Operation, works string, wri
 	return flow
 }
 
-// Property: a phase that an older release does, between two of a newer one, leaves what the newer one stored as it was, but for what
-// it changed itself; also where that is encrypted, and where the completer does it. Row H17.
+// Property: a phase that an older release executes, between two of a newer one, keeps what the
+// newer one stored, except for its own changes; also if that is encrypted, and if the completer
+// executes it. Row H17 of guarantees.md.
 func TestStateOfANewerReleaseSurvives(t *testing.T) {
 	t.Parallel()
 	for name, seal := range map[string]idempotency.Sealer{"plain": nil, "sealed": newSealer(t, "new", "new")} {
@@ -89,8 +90,8 @@ func TestStateOfANewerReleaseSurvives(t *testing.T) {
 	}
 }
 
-// Property: a type that has all members is stored as it is; one whose members have another case in the text, that are taken away, or
-// stand there twice, gets what this program says.
+// Property: a type that has all members is stored as it is; members of the text in another case,
+// removed ones, or ones that occur twice get the value of this program.
 func TestMergeState(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct{ text, known, changed, want string }{
@@ -110,7 +111,8 @@ func TestMergeState(t *testing.T) {
 	}
 }
 
-// Property: whatever is stored, a program that changed nothing stores the same, and one that knows nothing adds to it.
+// Property: whatever is stored, a program that changed nothing stores the same, and one that knows
+// nothing adds to it.
 func FuzzMergeState(f *testing.F) {
 	for _, text := range []string{`{}`, `{"a": {"b": [1, {"c": null}]}, "A": 1e400, "ſ": 2, "s": 3}`, `null`, `[1]`, `{"a": "\ud800"}`} {
 		f.Add(text, text)

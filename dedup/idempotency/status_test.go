@@ -12,8 +12,9 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: a status that is no answer is refused before anything is stored, whoever made the outcome: the work, Final or
-// Config.Failed. It would panic wherever it is sent, at each replay.
+// Property: a status that is not a final answer is rejected before anything is stored, whether the
+// outcome came from the work, Final or Config.Failed. It would panic wherever it is sent, at each
+// replay.
 func TestStatusThatIsNoAnswerIsRefused(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

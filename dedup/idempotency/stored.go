@@ -11,7 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// state of a key, as it stands in the column.
+// state of a key, as stored in the column.
 type state string
 
 const (
@@ -21,7 +21,7 @@ const (
 	abandoned     state = "abandoned"
 )
 
-// stored is a key as a statement found it. made: the statement made it.
+// stored is a key as a statement found it. made: the statement inserted it.
 type stored struct {
 	made        bool
 	state       state
@@ -40,11 +40,11 @@ type stored struct {
 	dropped     bool
 	sealed      bool
 	unfinished  bool          // it has no outcome
-	putOff      time.Duration // until the completer comes back to it
-	flow        *string       // that claimed it, if it says so
+	putOff      time.Duration // until the completer resumes it
+	flow        *string       // that claimed it, if stored
 }
 
-// read takes the row of a claim or a look, if there is one.
+// read scans the row of a claim or a look, if there is one.
 func read(row pgx.Row) (*stored, error) {
 	s := &stored{}
 	var is *state
@@ -70,8 +70,8 @@ func read(row pgx.Row) (*stored, error) {
 	return s, nil
 }
 
-// answer is what a key that exists says about a request: its outcome, or why there is none. ok is false if the
-// request may be executed.
+// answer returns what an existing key means for a request: its outcome, or why there is none. ok is
+// false if the request may be executed.
 func (o *Operation) answer(k Key, s *stored) (response Response, ok bool, err error) {
 	switch {
 	case s.fingerprint != k.Fingerprint:
@@ -112,10 +112,10 @@ func (o *Operation) replay(k Key, s *stored) (Response, error) {
 	return r, err
 }
 
-// outcome is a response as it is stored.
+// outcome is a response in its stored form.
 type outcome struct {
 	status  int
-	headers *string // JSON: bytes would be sent as bytea where statements are not prepared
+	headers *string // JSON; a string, since bytes would be sent as bytea where statements are not prepared
 	body    []byte
 	dropped bool
 }
@@ -143,7 +143,7 @@ func (o *Operation) outcome(k Key, r Response, sealed bool) (outcome, error) {
 	return out, err
 }
 
-// sealHeaders puts sealed headers as one string of base64 into their column, which is of JSON.
+// sealHeaders encodes sealed headers as one base64 string, since their column is jsonb.
 func (o *Operation) sealHeaders(k Key, plain []byte, sealed bool) ([]byte, error) {
 	if !sealed || plain == nil {
 		return plain, nil
@@ -155,10 +155,11 @@ func (o *Operation) sealHeaders(k Key, plain []byte, sealed bool) ([]byte, error
 	return json.Marshal(text)
 }
 
-// openHeaders also reads those of releases that did not seal headers: an object, in a sealed row, too.
+// openHeaders also reads headers of releases that did not seal them: a JSON object, even in a
+// sealed row.
 func (o *Operation) openHeaders(k Key, s *stored) ([]byte, error) {
 	if !s.sealed || !bytes.HasPrefix(s.headers, []byte(`"`)) {
-		return s.headers, nil
+		return s.headers, o.unsealed(k, "headers", s.headers)
 	}
 	var text []byte
 	if err := json.Unmarshal(s.headers, &text); err != nil {
@@ -167,10 +168,10 @@ func (o *Operation) openHeaders(k Key, s *stored) ([]byte, error) {
 	return o.open(k, "headers", text, s.sealed)
 }
 
-// seal encrypts what is stored of a key, if its row is one that is. Each text is bound to its key and its column.
+// seal encrypts a text of a key if its row is sealed. Each text is bound to its key and its column.
 func (o *Operation) seal(k Key, column string, plain []byte, sealed bool) ([]byte, error) {
 	if !sealed || plain == nil {
-		return plain, nil
+		return plain, o.unsealed(k, column, plain)
 	}
 	if o.cfg.Seal == nil {
 		return nil, fmt.Errorf("what is stored of %v is encrypted, and this program has no Config.Seal", k)
@@ -184,7 +185,7 @@ func (o *Operation) seal(k Key, column string, plain []byte, sealed bool) ([]byt
 
 func (o *Operation) open(k Key, column string, text []byte, sealed bool) ([]byte, error) {
 	if !sealed || text == nil {
-		return text, nil
+		return text, o.unsealed(k, column, text)
 	}
 	if o.cfg.Seal == nil {
 		return nil, fmt.Errorf("what is stored of %v is encrypted, and this program has no Config.Seal", k)
@@ -196,11 +197,29 @@ func (o *Operation) open(k Key, column string, text []byte, sealed bool) ([]byte
 	return plain, nil
 }
 
+func (o *Operation) sealedOnly() bool { return o.cfg.Seal != nil && !o.cfg.AcceptUnsealed }
+
+// unsealed rejects a text that is, or would be, stored in clear although Config.Seal is set.
+func (o *Operation) unsealed(k Key, column string, text []byte) error {
+	if text == nil || !o.sealedOnly() {
+		return nil
+	}
+	return fmt.Errorf("the %s of %v: %w", column, k, ErrUnsealed)
+}
+
+// goesOnSealed rejects a row whose texts would be stored in clear, before any phase of it runs.
+func (o *Operation) goesOnSealed(k Key, s *stored) error {
+	if s.sealed || !o.sealedOnly() {
+		return nil
+	}
+	return fmt.Errorf("%v: %w", k, ErrUnsealed)
+}
+
 func bound(k Key, column string) []byte {
 	return hash("seal", []byte(k.Scope), []byte(k.Operation), []byte(k.Value), []byte(column))
 }
 
-// begins tells whether the phases that are done are the first ones of a list.
+// begins reports whether the phases that are done are the first ones of a list.
 func begins(done, list []string) bool {
 	return len(done) <= len(list) && slices.Equal(done, list[:len(done)])
 }

@@ -13,8 +13,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: a failure that shows only at COMMIT is one of the work: it is stored where the first outcome counts, and counted
-// where attempts are bounded. Row H20.
+// Property: a failure that shows only at COMMIT is a failure of the work: it is stored with Strict,
+// and counted with AttemptsMax. Row H20 of guarantees.md.
 func TestFailureAtCommitIsOfTheWork(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -46,8 +46,8 @@ func TestFailureAtCommitIsOfTheWork(t *testing.T) {
 	require.Zero(t, count(t, pool, `SELECT count(*) FROM owned`))
 }
 
-// Property: a database that goes away under the work says nothing about the request: it is no outcome, neither of work in one
-// transaction nor of a phase. Row H18.
+// Property: a database that fails during the work does not decide about the request: it is no
+// outcome, neither of work in one transaction nor of a phase. Row H18 of guarantees.md.
 func TestOutageIsNoOutcome(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -92,8 +92,8 @@ func TestOutageIsNoOutcome(t *testing.T) {
 	}
 }
 
-// Property: a request that may wait as long as its statements may take is told that another one is in progress, and not that
-// the database failed. Row H7.
+// Property: a request that may wait as long as its statements may take gets ErrInProgress, and not
+// a failure of the database. Row H7 of guarantees.md.
 func TestWaitAsLongAsAStatement(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -14,27 +14,29 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/internal/handlertx"
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// transaction is one transaction of the engine, on a connection of its own. Work gets it as a pgx.Tx that it cannot end.
+// transaction is one transaction of the engine, on a connection of its own. The work gets it as a
+// pgx.Tx that it cannot end.
 type transaction struct {
 	o      *Operation
 	pooled *pgxpool.Conn
 	conn   *pgx.Conn // of pooled
 	work   *handlertx.Tx
 	free   chan struct{} // has one element unless a statement of the work is under way
-	over   atomic.Bool   // the work has returned
+	over   atomic.Bool   // the work has returned; Enter fails
 	fault  atomic.Pointer[error]
-	broken atomic.Pointer[error] // of the last statement that failed
+	broken atomic.Pointer[error] // error of the last statement that failed
 
-	attempts    int  // of the key, with this one
-	stray, away bool // a goroutine of the work has the connection; it was lost under the work
+	attempts    int  // of the key, including this one
+	stray, away bool // stray: a goroutine of the work has the connection; away: it was lost during the work
 }
 
 var (
 	errOver   = fmt.Errorf("the transaction of a request is over when its work returns: %w", pgx.ErrTxClosed)
-	errEnded  = errors.New("the work ended its transaction by a statement of its own, so that neither its effects nor the key are certain: leave COMMIT and ROLLBACK to the caller")
-	errHidden = errors.New("a statement of the work failed, and the work returned no error: nothing behind it was executed, and nothing can be committed")
+	errEnded  = errors.New("the work ended its transaction by a statement of its own, so the state of its effects and of the key is unknown: leave COMMIT and ROLLBACK to the caller")
+	errHidden = errors.New("a statement of the work failed, and the work returned no error: no later statement was executed, and nothing can be committed")
 	errShared = errors.New("the work used its transaction from two goroutines, or while a result was open: use it from one, and close rows first")
 )
 
@@ -48,22 +50,22 @@ func (t *transaction) Enter() error {
 	default:
 		return t.Misused(errShared)
 	}
-	if t.ended() { // each statement would be a transaction of its own
+	if t.ended() { // each later statement would be a transaction of its own
 		t.Leave(nil)
 		return t.Misused(errEnded)
 	}
 	return nil
 }
 
-// ended tells whether the work ended the transaction, by a statement that got past handlertx.
+// ended reports whether the work ended the transaction, by a statement that got past handlertx.
 func (t *transaction) ended() bool { return t.conn.PgConn().TxStatus() == 'I' }
 
-// failed tells whether a statement failed, and no savepoint was gone back to.
+// failed reports whether a statement failed, and the work did not roll back to a savepoint.
 func (t *transaction) failed() bool { return t.conn.PgConn().TxStatus() == 'E' }
 
 // Failed implements handlertx.Gate.
 func (t *transaction) Failed(err error) {
-	if code(err) != "25P02" { // which only says that one before failed
+	if !pgerr.Is(err, pgerr.FailedTransaction) { // that error only reports that an earlier statement failed
 		t.broken.Store(&err)
 	}
 }
@@ -82,7 +84,7 @@ func (t *transaction) Misused(err error) error {
 	return err
 }
 
-// begin begins a transaction; what first queues travels with BEGIN.
+// begin begins a transaction; the statements that first queues are sent together with BEGIN.
 func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*transaction, error) {
 	pooled, err := o.pool.Acquire(ctx)
 	if err != nil {
@@ -101,7 +103,7 @@ func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*t
 	return t, nil
 }
 
-// run gives the transaction to the work.
+// run runs the work in the transaction.
 func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx pgx.Tx) error) error {
 	alone := false
 	stop := sync.OnceFunc(func() { // also when the work panics
@@ -124,9 +126,9 @@ func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx
 		return errors.Join(errShared, err)
 	}
 	if fault := t.fault.Load(); fault != nil {
-		return errors.Join(*fault, err) // what the work knows of other systems counts all the same
+		return errors.Join(*fault, err) // err counts too: the work may report on other systems (Final, Indeterminate)
 	}
-	if t.ended() { // COMMIT would say yes, with a warning, and nothing would be stored
+	if t.ended() { // COMMIT would succeed with a warning, and store nothing
 		return errors.Join(errEnded, err)
 	}
 	if !t.failed() {
@@ -135,15 +137,16 @@ func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx
 	if err == nil {
 		err = errHidden
 	}
-	if broken := t.broken.Load(); broken != nil && conflict(*broken) && !conflict(err) { // which the work hid
+	if broken := t.broken.Load(); broken != nil && conflict(*broken) && !conflict(err) { // the work hid the conflict
 		return errors.Join(err, *broken)
 	}
 	return err
 }
 
-// cut ends what a goroutine that the work left behind does on the connection, which must not end up in the next transaction there.
+// cut interrupts the statement of a goroutine that the work left behind: it must not run in the
+// next transaction on the connection.
 func (t *transaction) cut() {
-	_ = t.conn.PgConn().Conn().Close() // of the socket, which may be done beside a statement
+	_ = t.conn.PgConn().Conn().Close() // closing the socket is safe during a statement
 	timer := time.NewTimer(rollbackMax)
 	defer timer.Stop()
 	select {
@@ -152,10 +155,11 @@ func (t *transaction) cut() {
 	}
 }
 
-// commit ends the transaction with what last queues, in one round trip: if one of the statements fails, the server
-// skips the COMMIT behind it, and the transaction stays, failed, for replace. It is not cut short with ctx: pgx would send
-// a cancel request, which makes a COMMIT that waits for a synchronous standby visible without being replicated. One that
-// the server does not answer is left to itself.
+// commit ends the transaction with the statements that last queues, in one round trip. If one of
+// them fails, the server skips the COMMIT, and the transaction stays open, failed, for replace. The
+// end of ctx does not interrupt it: pgx would send a cancel request, which makes a COMMIT that
+// waits for a synchronous standby visible without being replicated. If the server does not answer
+// in time, commit returns and leaves the connection to a goroutine.
 func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) error {
 	batch := &pgx.Batch{}
 	last(batch)
@@ -173,7 +177,7 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 		switch {
 		case err == nil && tag != "COMMIT":
 			err = pgx.ErrTxCommitRollback
-		case err != nil && conn.IsClosed(): // asked here: behind Release the connection is somebody else's
+		case err != nil && conn.IsClosed(): // checked here: after Release the connection belongs to others
 			err = fmt.Errorf("%w (%w)", ErrUnanswered, err)
 		case err != nil && t.failed() && left.CompareAndSwap(false, true):
 			done <- failedEarly{err}
@@ -182,7 +186,7 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 		if err != nil {
 			rollback(ctx, conn)
 		}
-		pooled.Release() // before the caller goes on, and wants it again
+		pooled.Release() // before the caller continues, and may acquire it again
 		done <- err
 	}()
 	timer := time.NewTimer(t.o.cfg.StatementTimeout + commitGrace)
@@ -207,7 +211,7 @@ func (t *transaction) commit(ctx context.Context, last func(batch *pgx.Batch)) e
 type failedEarly struct{ error }
 
 const (
-	commitGrace = 5 * time.Second // beyond what the server itself allows the statements before COMMIT
+	commitGrace = 5 * time.Second // beyond the server's own limit for the statements before COMMIT
 	rollbackMax = 5 * time.Second
 )
 
@@ -221,7 +225,8 @@ func (t *transaction) end(ctx context.Context) {
 	t.pooled = nil
 }
 
-// rollback leaves a connection that does not answer to the pool, which closes it, and to the server, which rolls back.
+// rollback rolls back. If the connection does not answer, the pool closes it and the server rolls
+// back.
 func rollback(ctx context.Context, conn *pgx.Conn) {
 	if conn.IsClosed() || conn.PgConn().TxStatus() == 'I' {
 		return
@@ -231,8 +236,8 @@ func rollback(ctx context.Context, conn *pgx.Conn) {
 	_, _ = conn.Exec(ctx, "ROLLBACK")
 }
 
-// durably executes one statement in a transaction of its own that is durable when it returns, whatever the role's
-// synchronous_commit is, and tells how many rows it changed.
+// durably executes one statement in a transaction of its own that is durable when durably returns,
+// whatever the role's synchronous_commit is. It returns the number of changed rows.
 func (o *Operation) durably(ctx context.Context, sql string, args ...any) (int64, error) {
 	var rows int64
 	t, err := o.unclaimed(ctx)
@@ -247,7 +252,7 @@ func (o *Operation) durably(ctx context.Context, sql string, args ...any) (int64
 		})
 	})
 	if err != nil {
-		return 0, err // rows may still be written
+		return 0, err // the statement may still take effect
 	}
 	return rows, nil
 }

@@ -8,8 +8,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Property: the completer leaves a flow alone whose request is not stored, whenever it is due: it would run the phases
-// that are left without what was asked for. The client finishes it.
+// Property: the completer does not touch a flow whose request is not stored, whenever it is due: it
+// would run the remaining phases without the request. The client finishes it.
 func TestCompleterNeedsTheRequest(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)

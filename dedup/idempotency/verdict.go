@@ -6,18 +6,22 @@ import (
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// verdict is what is stored of work in place of its effects.
+// verdict is what is stored for a key in place of the effects of its work.
 type verdict struct {
 	store    func(*pgx.Batch)
 	response Response
-	err      error // the caller's, also where it is stored
+	err      error // returned to the caller, also if it is stored
 	doubt    bool  // the work must not run again
 }
 
-// verdictOn tells what a failure of the work leaves, if anything. A failure that trying again could end leaves nothing, unless it
-// is to be the outcome, or is counted; nor does one that says nothing about the request.
+// verdictOn returns what a failure of the work stores, if anything. A failure that a retry could
+// fix stores nothing, unless it becomes the outcome or is counted. A failure that does not depend
+// on the request stores nothing either.
 func (o *Operation) verdictOn(ctx context.Context, t *transaction, key Key, cause error) (verdict, error) {
 	var final *FinalError
 	var unknown *indeterminateError
@@ -42,8 +46,9 @@ func (o *Operation) verdictOn(ctx context.Context, t *transaction, key Key, caus
 	return verdict{store: store, response: response}, err
 }
 
-// conclude ends the transaction of a claim with a verdict on its work. Where the claim is gone with its transaction, the key is
-// claimed again, and what another request has made of it meanwhile counts.
+// conclude ends the transaction of a claim with a verdict on its work. If the claim was lost with
+// its transaction, the key is claimed again; if another request finished it in between, that
+// outcome counts.
 func (o *Operation) conclude(ctx context.Context, t *transaction, key Key, v verdict) (Response, error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), o.cfg.StatementTimeout)
 	defer cancel()
@@ -63,7 +68,7 @@ func (o *Operation) conclude(ctx context.Context, t *transaction, key Key, v ver
 		var replayed Response
 		for {
 			t, replayed, err = o.claimWork(ctx, key, o.cfg.WaitMax)
-			if !v.doubt || !errors.Is(err, ErrInProgress) && !conflict(err) || !pause(ctx, askEvery) {
+			if !v.doubt || !errors.Is(err, ErrInProgress) && !conflict(err) || !pause.For(ctx, askEvery) {
 				break
 			}
 		}
@@ -72,7 +77,7 @@ func (o *Operation) conclude(ctx context.Context, t *transaction, key Key, v ver
 		case err != nil:
 			return Response{}, o.notStored(key, v, err)
 		case v.doubt:
-			o.cfg.Logger.ErrorContext(ctx, "work in doubt lost its connection, and another request executed it: look whether the other system acted twice", "key", key, "error", v.err)
+			o.cfg.Logger.ErrorContext(ctx, "indeterminate work lost its connection, and another request executed it: check whether the other system acted twice", "key", key, "error", v.err)
 			return Response{}, v.err
 		default:
 			return replayed, nil
@@ -80,24 +85,26 @@ func (o *Operation) conclude(ctx context.Context, t *transaction, key Key, v ver
 	}
 }
 
-// notStored is the error where the verdict of the work is not stored. It says nothing else of the key.
+// notStored returns the error for a verdict that could not be stored. It hides what err says about
+// the key.
 func (o *Operation) notStored(key Key, v verdict, err error) error {
 	if v.err == nil {
 		return err
 	}
-	return errors.Join(v.err, ofWork(fmt.Errorf("write down what became of %v: %w", key, err)))
+	return errors.Join(v.err, ofWork(fmt.Errorf("store the result of %v: %w", key, err)))
 }
 
-// errGone: the claim of a transaction is not there any more. Its connection is lost, or the work ended it, or left a statement
-// open.
+// errGone: the claim of a transaction is lost, or the transaction cannot be used: the connection
+// broke, or the work ended the transaction or left a statement open.
 var errGone = errors.New("the transaction of the work is over")
 
-// usable tells whether a statement can be executed in the transaction still, failed or not.
+// usable reports whether the transaction can still execute a statement, failed or not.
 func (t *transaction) usable() bool {
 	return t.pooled != nil && !t.stray && !t.conn.IsClosed() && !t.conn.PgConn().IsBusy() && !t.ended()
 }
 
-// replace undoes what the work wrote, stores something in its place, and commits. The claim stands all the time.
+// replace undoes what the work wrote, stores something in its place, and commits. The claim is held
+// throughout.
 func (t *transaction) replace(ctx context.Context, store func(*pgx.Batch)) error {
 	if !t.usable() {
 		return errGone
@@ -116,9 +123,9 @@ func (t *transaction) replace(ctx context.Context, store func(*pgx.Batch)) error
 	}))
 }
 
-// gone tells errors that mean that it is not the claim's transaction.
+// gone marks errors that mean that the claim's transaction is lost.
 func (t *transaction) gone(err error) error {
-	if code(err) == "3B001" || err != nil && t.pooled != nil && t.conn.IsClosed() {
+	if pgerr.Is(err, pgerr.UnknownSavepoint) || err != nil && t.pooled != nil && t.conn.IsClosed() {
 		return fmt.Errorf("%w: %w", errGone, ofWork(err))
 	}
 	return err

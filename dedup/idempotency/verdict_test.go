@@ -19,8 +19,8 @@ import (
 
 const waiting = `SELECT (count(*) >= %d)::int FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()`
 
-// crowd asks for one key from several operations at once, as replicas do, and returns what each got. The first execution ends
-// once all others wait for it.
+// crowd asks for one key from several operations at once, as replicas do, and returns what each
+// got. The first execution ends once all others wait for it.
 func crowd(t *testing.T, size int, cfg idempotency.Config, work func(ctx context.Context, tx pgx.Tx, run int64) (idempotency.Response, error)) (responses []idempotency.Response, failures []error, runs int64) {
 	t.Helper()
 	pool := newPool(t)
@@ -60,8 +60,9 @@ func crowd(t *testing.T, size int, cfg idempotency.Config, work func(ctx context
 	return responses, failures, ran.Load()
 }
 
-// Property: work that ends for good is executed once, however many wait for it: none of them executes it between the end of the
-// first and its outcome, and each gets that outcome. Row H25.
+// Property: work with a final outcome is executed once, however many requests wait for it: none of
+// them executes it between the end of the first and its outcome, and each gets that outcome. Row
+// H25.
 func TestFinalOutcomeRunsOnce(t *testing.T) {
 	t.Parallel()
 	declined := idempotency.Response{Status: 402, Body: []byte("declined")}
@@ -109,7 +110,7 @@ func broken(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// Property: work in doubt is not run again by those who wait for it. Row H25.
+// Property: work in doubt is not run again by those who wait for it. Row H25 of guarantees.md.
 func TestDoubtStopsThoseWhoWait(t *testing.T) {
 	t.Parallel()
 	_, failures, runs := crowd(t, 10, idempotency.Config{}, func(ctx context.Context, tx pgx.Tx, _ int64) (idempotency.Response, error) {
@@ -121,8 +122,9 @@ func TestDoubtStopsThoseWhoWait(t *testing.T) {
 	}
 }
 
-// Property: a verdict is stored, on a connection whose transaction has failed as well, however pgx sends statements, and whether
-// or not the work returns the failure; what the work wrote, and set, is gone, and the connection is in order. Row H25.
+// Property: a verdict is stored, even on a connection whose transaction has failed, however pgx
+// sends statements, and whether or not the work returns the failure; the writes and settings of the
+// work are gone, and the connection is usable. Row H25 of guarantees.md.
 func TestVerdictBehindAFailedStatement(t *testing.T) {
 	t.Parallel()
 	declined := idempotency.Response{Status: 402}
@@ -168,8 +170,8 @@ func TestVerdictBehindAFailedStatement(t *testing.T) {
 	}
 }
 
-// Property: a statement that failed and of which the work says nothing is no success; where it failed because of other
-// transactions, the work is run again. Rows H20, H25.
+// Property: a failed statement that the work does not report is no success; if it failed because of
+// other transactions, the work is run again. Rows H20, H25 of guarantees.md.
 func TestHiddenFailureIsNoSuccess(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -217,8 +219,9 @@ func TestHiddenFailureIsNoSuccess(t *testing.T) {
 	}
 }
 
-// Property: where the claim is gone with its connection, or by the work's own hand, the verdict is stored all the same, unless
-// another request has made something of the key: then that counts. Effects are there only with the answer that says so.
+// Property: if the claim is lost with its connection, or ended by the work itself, the verdict is
+// still stored, unless another request changed the key: then that counts. Effects exist only
+// together with the answer that reports them.
 func TestVerdictOverALostClaim(t *testing.T) {
 	t.Parallel()
 	declined := idempotency.Response{Status: 402}
@@ -291,7 +294,8 @@ func own(sql string) func(context.Context, *pgxpool.Pool, pgx.Tx) {
 	return func(ctx context.Context, _ *pgxpool.Pool, tx pgx.Tx) { _, _ = tx.Conn().Exec(ctx, sql) }
 }
 
-// Property: a verdict that was read from a snapshot that cannot be serialized is not stored: the work is run again. Row H20.
+// Property: a verdict that was read from a snapshot that cannot be serialized is not stored: the
+// work is run again. Row H20 of guarantees.md.
 func TestVerdictOfADoomedTransactionIsRunAgain(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -317,8 +321,8 @@ func TestVerdictOfADoomedTransactionIsRunAgain(t *testing.T) {
 	require.Equal(t, runs-1, response.Status-400, "what it says is of the snapshot that counts")
 }
 
-// Property: what a failed attempt leaves is a count that is forgotten, and of a key that a flow has had, nothing else than what was
-// there; what the work set does not hold for the verdict.
+// Property: a failed attempt leaves a count that is forgotten, and for a key that a flow has had,
+// nothing but what was stored before; settings made by the work do not apply to the verdict.
 func TestCountIsStillACount(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -353,7 +357,8 @@ func TestCountIsStillACount(t *testing.T) {
 	require.Equal(t, "finished 1 t 5 f", columns("of a flow")[:len("finished 1 t 5 f")])
 }
 
-// Property: savepoints of the work are the work's: they can be made, released and gone back to, and the library's cannot.
+// Property: savepoints belong to the work: it can create them, release them and roll back to them,
+// but not to the library's.
 func TestSavepointsOfTheWork(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

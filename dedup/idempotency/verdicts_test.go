@@ -43,7 +43,7 @@ func verdictTable(t *testing.T) (columns []string, rows map[string][]string) {
 	return columns, rows
 }
 
-// Property: the table in the package's documentation says what becomes of a key.
+// Property: the table in the package's documentation states the effect of each verdict on a key.
 func TestVerdictsAreWhatIsDocumented(t *testing.T) {
 	t.Parallel()
 	because := errors.New("because")

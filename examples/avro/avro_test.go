@@ -17,13 +17,14 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// Property: the example runs with nothing but Go. Orders of both versions have their effects although the
-// registry was away at first; what is no Avro and what has an unknown schema is parked, and nothing else.
+// Property: the example needs only Go. Orders of both versions have their effects although the
+// registry was unavailable at first. Only the message that is not Avro and the one with an unknown
+// schema are parked.
 func TestAvro(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
 	require.NoError(t, run(t.Context(), &out, os.Getenv("DATABASE_URL")))
-	require.Contains(t, out.String(), "2 invoices in EUR and CHF, 2 undecodable messages parked, the registry was away 3 times")
+	require.Contains(t, out.String(), "2 invoices in EUR and CHF, 2 undecodable messages parked, the registry was unavailable 3 times")
 }
 
 func newRegistry(tb testing.TB, schemas ...string) (*srfake.Registry, *decoder[Order]) {
@@ -40,7 +41,8 @@ func newRegistry(tb testing.TB, schemas ...string) (*srfake.Registry, *decoder[O
 	return registry, orders
 }
 
-// Property: what is not exactly one value of a schema that can be read as an order is an error.
+// Property: a value that is not exactly one value of a schema that can be read as an order is an
+// error.
 func TestOnlyWholeOrdersAreDecoded(t *testing.T) {
 	t.Parallel()
 	_, orders := newRegistry(t, orderV1, orderV2, `{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "string"}]}`, `"string"`)
@@ -55,10 +57,10 @@ func TestOnlyWholeOrdersAreDecoded(t *testing.T) {
 		"null":                {nil, "header"},
 		"no magic byte":       {append([]byte{1}, good[1:]...), "header"},
 		"cut in a number":     {good[:len(good)-1], "short buffer"},
-		"trailing byte":       {append(bytes.Clone(good), 0), "bytes behind the value"},
+		"trailing byte":       {append(bytes.Clone(good), 0), "extra bytes after the value"},
 		"incompatible schema": {binary.BigEndian.AppendUint32([]byte{0}, 3), "cannot be read as main.Order"},
 		"schema of no record": {binary.BigEndian.AppendUint32([]byte{0}, 4), "cannot be read as main.Order"},
-		"unknown schema":      {binary.BigEndian.AppendUint32([]byte{0}, 5), "knows no schema 5"},
+		"unknown schema":      {binary.BigEndian.AppendUint32([]byte{0}, 5), "has no schema 5"},
 	} {
 		_, err := orders.Decode(&consumer.Message{Value: tc.value})
 		require.ErrorContains(t, err, tc.want, name)
@@ -69,7 +71,7 @@ func TestOnlyWholeOrdersAreDecoded(t *testing.T) {
 	}
 }
 
-// Property: schemas do not see each other's names.
+// Property: schemas do not resolve each other's names.
 func TestSchemasAreKeptApart(t *testing.T) {
 	t.Parallel()
 	_, orders := newRegistry(t, orderV1, `"Order"`)
@@ -79,7 +81,7 @@ func TestSchemasAreKeptApart(t *testing.T) {
 	require.ErrorContains(t, err, "schema 2: unknown")
 }
 
-// Property: a schema is asked for once.
+// Property: a schema is requested once.
 func TestSchemasAreKept(t *testing.T) {
 	t.Parallel()
 	registry, orders := newRegistry(t, orderV1)

@@ -12,11 +12,11 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 )
 
-// decoder decodes values with the header of schema registries: a zero byte, the ID of the schema that the
-// writer used, and the Avro bytes. Schemas are fetched once and kept: an ID never changes its meaning.
+// decoder decodes values with the header of schema registries: a zero byte, the ID of the writer's
+// schema, and the Avro bytes. Schemas are fetched once and kept: an ID never changes its meaning.
 type decoder[T any] struct {
 	registry *sr.Client
-	reader   *avro.Schema // what T looks like
+	reader   *avro.Schema // the schema of T
 	known    *sr.Serde
 }
 
@@ -43,23 +43,24 @@ func (d *decoder[T]) Decode(msg *consumer.Message) (body T, err error) {
 	return body, d.known.Decode(msg.Value, &body)
 }
 
-// fetchTimeout bounds a question to the registry. Keep it below consumer.Config.HandlerTimeout.
+// fetchTimeout bounds a request to the registry. Keep it below consumer.Config.HandlerTimeout.
 const fetchTimeout = 5 * time.Second
 
-// learn asks the registry for a schema. Only one answer is about the message: that there is no such schema.
-// Whatever else goes wrong may pass, and must not park a single message.
+// learn fetches a schema from the registry. Only one response is about the message: that there is
+// no such schema. Any other error may be temporary, and must not park a message.
 func (d *decoder[T]) learn(id int) error {
 	ctx, cancel := context.WithTimeout(context.Background(), fetchTimeout)
 	defer cancel()
 	schema, err := d.registry.SchemaByID(ctx, id)
 	var answer *sr.ResponseError
 	if errors.As(err, &answer) && errors.Is(answer.SchemaError(), sr.ErrSchemaNotFound) {
-		return fmt.Errorf("the registry knows no schema %d", id)
+		return fmt.Errorf("the registry has no schema %d", id)
 	}
 	if err != nil {
-		return consumer.RetryAfter(100*time.Millisecond, fmt.Errorf("ask the registry for schema %d: %w", id, err))
+		return consumer.RetryAfter(100*time.Millisecond, fmt.Errorf("read schema %d from the registry: %w", id, err))
 	}
-	// A name that this schema does not define must not be found in another: hence no avro.SchemaCache.
+	// A name that this schema does not define must not be resolved from another one: hence no
+	// avro.SchemaCache.
 	writer, err := avro.Parse(schema.Schema)
 	if err != nil {
 		return fmt.Errorf("schema %d: %w", id, err)
@@ -73,14 +74,14 @@ func (d *decoder[T]) learn(id int) error {
 	return nil
 }
 
-// unmarshal reads exactly one value. Decode by itself leaves bytes behind the value to its caller.
+// unmarshal reads exactly one value. Decode alone returns bytes after the value to its caller.
 func unmarshal(schema *avro.Schema, value []byte, v any) error {
 	rest, err := schema.Decode(value, v)
 	if err != nil {
 		return err
 	}
 	if len(rest) > 0 {
-		return errors.New("there are bytes behind the value")
+		return errors.New("extra bytes after the value")
 	}
 	return nil
 }

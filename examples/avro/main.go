@@ -2,9 +2,10 @@
 //
 //	go run ./examples/avro
 //
-// The interesting part is decoder.go: what the registry says about a message is told from the registry being
-// away. It needs nothing but Go. With DATABASE_URL and KAFKA_BROKERS it uses those servers: a schema
-// of its own (effectonce_avro), which it makes, and a topic of its own. The registry is always one in this process.
+// The interesting part is decoder.go: it distinguishes what the registry reports about a message
+// from an unavailable registry. The example needs only Go. With DATABASE_URL and KAFKA_BROKERS it
+// uses those servers, with its own schema (effectonce_avro), which it creates, and its own topic.
+// The registry always runs in this process.
 package main
 
 import (
@@ -56,8 +57,8 @@ func invoice(ctx context.Context, tx pgx.Tx, _ *consumer.Message, order Order) e
 	return err
 }
 
-// run sends orders of both versions, one of a schema that nobody registered and one that is no Avro, while
-// the registry is away at first, and counts what became of them.
+// run sends orders of both versions, one with an unregistered schema and one that is not Avro,
+// while the registry is unavailable at first, and counts the results.
 func run(ctx context.Context, out io.Writer, databaseURL string) error {
 	s, err := openSite(ctx, databaseURL)
 	if err != nil {
@@ -76,8 +77,8 @@ func run(ctx context.Context, out io.Writer, databaseURL string) error {
 	if err != nil {
 		return err
 	}
-	c, err := consumer.New(s.pool, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, consumer.Decoded(orders, invoice), consumer.Config{
-		Schema: schema, Group: "billing-" + s.topic, Topics: []string{s.topic}, ParkShareMax: 1, // half of these messages are bad on purpose
+	c, err := consumer.New(s.Pool, s.Kafka(), consumer.Decoded(orders, invoice), consumer.Config{
+		Schema: schema, Group: "billing-" + s.Topic, Topics: []string{s.Topic}, ParkShareMax: 1, // half of these messages are bad on purpose
 	})
 	if err != nil {
 		return err
@@ -103,7 +104,7 @@ func run(ctx context.Context, out io.Writer, databaseURL string) error {
 	return err
 }
 
-// encode is what a producer does.
+// encode encodes an order as a producer does.
 func encode(id int, schema string, order Order) []byte {
 	parsed := avro.MustParse(schema) // a constant
 	value, err := sr.Encode(order, new(sr.ConfluentHeader), id, nil, func(v any) ([]byte, error) { return parsed.Encode(v) })
@@ -119,6 +120,6 @@ func (s *site) send(ctx context.Context, value []byte) error {
 		return err
 	}
 	return s.client.ProduceSync(ctx, &kgo.Record{
-		Topic: s.topic, Value: value, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id.String())}},
+		Topic: s.Topic, Value: value, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id.String())}},
 	}).FirstErr()
 }

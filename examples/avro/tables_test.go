@@ -6,7 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/internal/ownschema"
+	"github.com/effectonce/effectonce/examples/startup"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -14,8 +14,8 @@ const invoicesSQL = `
 CREATE TABLE invoices AS SELECT 'order-' || n AS order_id, n AS cents, 'EUR' AS currency FROM generate_series(1, 500) AS n;
 CREATE TABLE avro_invoices AS SELECT * FROM invoices;`
 
-// Property: in a database that is in use, a user's tables are as they were after the example; in a schema of its name they
-// are refused.
+// Property: in a database that is in use, the example leaves a user's tables unchanged; tables in a
+// schema of its name are refused.
 func TestTablesOfAUserSurvive(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -30,6 +30,6 @@ func TestTablesOfAUserSurvive(t *testing.T) {
 	}
 	require.Equal(t, 1000, count())
 	pgtest.Exec(t, conn, `DROP SCHEMA effectonce_avro CASCADE; CREATE SCHEMA effectonce_avro; SET search_path = effectonce_avro;`+invoicesSQL)
-	require.ErrorIs(t, run(t.Context(), &out, address), ownschema.ErrNotOwn)
+	require.ErrorIs(t, run(t.Context(), &out, address), startup.ErrNotOwn)
 	require.Equal(t, 1000, count())
 }

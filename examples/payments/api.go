@@ -18,15 +18,15 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// request is what a client asks for, and what a receipt tells.
+// request is the body of an order, and of its receipt.
 type request struct {
 	Customer string `json:"customer"`
 	Cents    int64  `json:"cents"`
 }
 
-// payment is what the phases hand on.
+// payment is the state that the phases pass on.
 type payment struct {
-	Charge   string `json:"charge,omitempty"` // the provider's name of it
+	Charge   string `json:"charge,omitempty"` // the provider's ID of the charge
 	Declined bool   `json:"declined,omitempty"`
 }
 
@@ -41,19 +41,19 @@ func newAPI(pool *pgxpool.Pool, provider *providerClient, bank *bankClient, topi
 	if err != nil {
 		return nil, err
 	}
-	// The tenant is who the caller was authenticated as, never a header.
+	// The tenant is the authenticated caller, never a header.
 	tenant := func(*http.Request) (string, error) { return "shop", nil }
 	once, err := httpkey.New(pool, tenant, httpkey.Config{Operation: idempotency.Config{
 		Schema:    schema,
 		Operation: "create-order",
-		Lock:      time.Second, // how long an API that was killed keeps its clients waiting
+		Lock:      time.Second, // how long clients wait for an API process that was killed
 	}})
 	if err != nil {
 		return nil, err
 	}
 	flow, err := idempotency.NewFlow(once.Operation(), idempotency.FlowConfig[payment]{
-		StoreRequest: true,                   // so that flow.Run finishes what clients give up
-		CallMax:      time.Second,            // after that the bank's records have what it was asked for
+		StoreRequest: true,                   // so that flow.Run finishes requests that clients gave up
+		CallMax:      time.Second,            // after that time the bank's records contain the requested transfer
 		Every:        200 * time.Millisecond, // so that this program ends soon
 		Reconcile:    bank.reconcile,
 	}, phases(provider, bank, box, topic)...)
@@ -73,7 +73,7 @@ func (a *api) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	a.handler.ServeHTTP(answering{w}, r)
 }
 
-// answering dies before the client is told.
+// answering kills the process before the response is sent.
 type answering struct{ http.ResponseWriter }
 
 func (a answering) WriteHeader(status int) {
@@ -85,7 +85,8 @@ func (a answering) WriteHeader(status int) {
 
 func (a answering) Unwrap() http.ResponseWriter { return a.ResponseWriter }
 
-// phases of an order. Each is committed on its own; no transaction is open while the provider is asked.
+// phases of an order. Each is committed separately; no transaction is open during a call to the
+// provider.
 func phases(provider *providerClient, bank *bankClient, box *outbox.Outbox, topic string) []idempotency.Phase[payment] {
 	return []idempotency.Phase[payment]{
 		{Name: reserve, Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
@@ -94,7 +95,7 @@ func phases(provider *providerClient, bank *bankClient, box *outbox.Outbox, topi
 				return idempotency.Final(idempotency.Response{Status: http.StatusBadRequest}, err)
 			}
 			_, err = tx.Exec(ctx, `INSERT INTO orders (id, customer, cents, state) VALUES ($1, $2, $3, 'reserved')`,
-				step.ChildID(), r.Customer, r.Cents) // refused for a client after the window, who gets 410
+				step.ChildID(), r.Customer, r.Cents) // fails for a client that retries after the window; it gets 410
 			dieAt(atReserve)
 			return err
 		}},
@@ -104,11 +105,12 @@ func phases(provider *providerClient, bank *bankClient, box *outbox.Outbox, topi
 				return err
 			}
 			dieAt(atCharge)
-			// Asked again after a crash, and then under the same key: the provider answers what it did.
+			// After a crash the charge is requested again under the same key: the provider returns
+			// its first result.
 			charge, err := provider.charge(ctx, step.ChildID(), r)
 			dieAt(atCharged)
 			if errors.Is(err, errDeclined) {
-				step.State.Declined = true // an answer like another: the next phase books it
+				step.State.Declined = true // a valid result: the next phase books it
 				return nil
 			}
 			step.State.Charge = charge
@@ -130,7 +132,8 @@ func phases(provider *providerClient, bank *bankClient, box *outbox.Outbox, topi
 			dieAt(atBook)
 			return err
 		}},
-		// The bank knows no keys, and pays at each request: it is asked once. Where its answer is lost, its records are asked.
+		// The bank has no keys, and pays on each request, so it is called once. If its response is
+		// lost, its records are read.
 		{Name: "transfer", AtMostOnce: true, Call: func(ctx context.Context, step *idempotency.Step[payment]) error {
 			r, err := parse(step.Request)
 			if err != nil {
@@ -149,14 +152,14 @@ func paid(key idempotency.Key, state payment) idempotency.Response {
 	return idempotency.Response{Status: http.StatusCreated, Body: fmt.Appendf(nil, "order %s is paid by charge %s\n", orderID(key), state.Charge)}
 }
 
-// reserve is the phase that makes the order.
+// reserve is the phase that creates the order.
 const reserve = "reserve"
 
-// orderID is the same at every attempt: Step.ChildID of the phase that makes the order.
+// orderID is the same in every attempt: Step.ChildID of the phase that creates the order.
 func orderID(key idempotency.Key) uuid.UUID { return key.ChildID(reserve) }
 
-// sendReceipt is the consumer's handler: it has its effect once for each message ID. A mail server would be asked
-// outside of the transaction, under msg.ChildID("mail"); here a table stands for it.
+// sendReceipt is the consumer's handler: it has its effect once for each message ID. A mail server
+// would be called outside the transaction, under msg.ChildID("mail"); here a table replaces it.
 func sendReceipt(ctx context.Context, tx pgx.Tx, _ *consumer.Message, r request) error {
 	_, err := tx.Exec(ctx, `INSERT INTO receipts (customer, cents) VALUES ($1, $2)`, r.Customer, r.Cents)
 	return err

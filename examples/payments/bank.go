@@ -16,7 +16,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 )
 
-// bank stands for a bank that knows no idempotency keys: it pays at each request. Its records tell payments by their reference.
+// bank simulates a bank without idempotency keys: it pays on each request. Its records identify
+// payments by their reference.
 type bank struct {
 	server *http.Server
 	url    string
@@ -25,7 +26,7 @@ type bank struct {
 	transfers []transfer
 }
 
-// hangUp begins the names of customers whose transfers are made and not answered.
+// hangUp is the prefix of customer names whose transfers are made but get no response.
 const hangUp = "hang-up"
 
 type transfer struct {
@@ -61,7 +62,7 @@ func (b *bank) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	b.transfers = append(b.transfers, transfer{reference, asked})
 	if strings.HasPrefix(asked.Customer, hangUp) {
-		panic(http.ErrAbortHandler) // the connection closes without an answer
+		panic(http.ErrAbortHandler) // the connection closes without a response
 	}
 	w.WriteHeader(http.StatusCreated)
 }
@@ -78,15 +79,17 @@ func (b *bank) count(customer string) (n int) {
 	return n
 }
 
-// bankClient is the API's side.
+// bankClient is the API's client of the bank.
 type bankClient struct {
 	url    string
 	client *http.Client
 }
 
-// newBankClient sends each request once: a plain http.Client sends it again by itself, if it has an Idempotency-Key and the bank closes a
-// connection that was used before, and so the bank would pay twice. It has no Timeout, which would hide that a
-// request was not sent: FlowConfig.CallMax bounds the call. While the bank refuses connections, no order is in doubt.
+// newBankClient returns a client that sends each request once. A plain http.Client resends a
+// request that has an Idempotency-Key if the bank closes a connection that was used before, and the
+// bank would then pay twice. The client has no Timeout, because that would hide that a request was
+// not sent: FlowConfig.CallMax bounds the call. While the bank refuses connections, no order is in
+// doubt.
 func newBankClient(address string) *bankClient {
 	return &bankClient{address, &http.Client{Transport: keyclient.Single(http.DefaultTransport)}}
 }
@@ -98,31 +101,31 @@ func (c *bankClient) transfer(ctx context.Context, reference uuid.UUID, r reques
 	}
 	answer, err := c.ask(ctx, http.MethodPost, reference, body)
 	if err != nil {
-		return err // it may have been done, but for what Single says was not sent
+		return err // the transfer may have been made, unless Single reports that nothing was sent
 	}
 	defer func() { _ = answer.Body.Close() }()
 	if answer.StatusCode != http.StatusCreated {
-		return fmt.Errorf("the bank answers %s", answer.Status)
+		return fmt.Errorf("the bank returned %s", answer.Status)
 	}
 	return nil
 }
 
-// reconcile asks the bank's records about a transfer of which no answer came.
+// reconcile reads the bank's records about a transfer that got no response.
 func (c *bankClient) reconcile(ctx context.Context, undecided idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
 	answer, err := c.ask(ctx, http.MethodGet, undecided.Key.ChildID(undecided.Phase), nil)
 	if err != nil {
 		return idempotency.Unknown(), err
 	}
 	defer func() { _ = answer.Body.Close() }()
-	if answer.StatusCode != http.StatusOK { // it says nothing about the transfer, whatever its body
-		return idempotency.Unknown(), fmt.Errorf("the bank's records answer %s", answer.Status)
+	if answer.StatusCode != http.StatusOK { // proves nothing about the transfer, whatever the body
+		return idempotency.Unknown(), fmt.Errorf("the bank's records returned %s", answer.Status)
 	}
 	var found []transfer
 	if err := json.NewDecoder(answer.Body).Decode(&found); err != nil {
 		return idempotency.Unknown(), fmt.Errorf("read the bank's records: %w", err)
 	}
 	if len(found) == 0 {
-		return idempotency.DidNotHappen(), nil // so it is asked
+		return idempotency.DidNotHappen(), nil // so the transfer is requested
 	}
 	return idempotency.Happened(paid(undecided.Key, undecided.State)), nil
 }

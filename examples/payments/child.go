@@ -10,10 +10,10 @@ import (
 	"os"
 	"time"
 
-	"github.com/effectonce/effectonce/internal/ownschema"
+	"github.com/effectonce/effectonce/examples/startup"
 )
 
-// The environment of the API's process.
+// Environment variables of the API's process.
 const (
 	envDatabase = "PAYMENTS_DATABASE_URL"
 	envProvider = "PAYMENTS_PROVIDER_URL"
@@ -22,7 +22,7 @@ const (
 	envDeath    = "PAYMENTS_DIE_AT"
 )
 
-// Where it can be killed.
+// Points at which the API can be killed.
 const (
 	atRequest     = "request"
 	atReserve     = "reserve"
@@ -34,7 +34,7 @@ const (
 	atAnswer      = "answer"
 )
 
-// dieAt ends this process as kill -9 does: nothing is rolled back, unlocked or said by it any more.
+// dieAt kills this process as kill -9 does: it rolls back, unlocks and sends nothing more.
 func dieAt(point string) {
 	if os.Getenv(envDeath) != point {
 		return
@@ -45,15 +45,16 @@ func dieAt(point string) {
 	select {}
 }
 
-// serve is the API's process: it prints its address, and ends when the process that started it does.
+// serve is the API's process: it prints its address, and ends when the process that started it
+// does.
 func serve(ctx context.Context) error {
-	pool, err := ownschema.Connect(ctx, os.Getenv(envDatabase), schema)
+	pool, err := startup.Connect(ctx, os.Getenv(envDatabase), schema)
 	if err != nil {
 		return err
 	}
 	defer pool.Close()
 	provider := &providerClient{os.Getenv(envProvider), &http.Client{}}                            // FlowConfig.CallMax bounds its calls
-	handler, err := newAPI(pool, provider, newBankClient(os.Getenv(envBank)), os.Getenv(envTopic)) //nolint:contextcheck // each request brings its own
+	handler, err := newAPI(pool, provider, newBankClient(os.Getenv(envBank)), os.Getenv(envTopic)) //nolint:contextcheck // each request has its own
 	if err != nil {
 		return err
 	}

@@ -24,10 +24,11 @@ type outcome struct {
 	body                     string
 }
 
-// requestsMax bounds how often a client asks.
+// requestsMax bounds the requests of a client for one order.
 const requestsMax = 300
 
-// order is a client: it makes a key, and asks again under it until it gets an answer. The API that it asks first dies.
+// order is a client: it creates a key, and sends its request under that key until it gets a
+// response. The first API process dies at the given point.
 func (s *site) order(ctx context.Context, death string) (o outcome, err error) {
 	return s.ask(ctx, death, idempotency.NewKey(), request{Customer: s.customerOf(death), Cents: 4200})
 }
@@ -48,7 +49,7 @@ func (s *site) ask(ctx context.Context, death, key string, r request) (o outcome
 		switch {
 		case err != nil && ctx.Err() != nil:
 			return o, ctx.Err()
-		case err != nil: // it died: another replica takes its place
+		case err != nil: // the API died: another replica replaces it
 			child.stop()
 			o.killed++
 			if child, err = s.startAPI(ctx, ""); err != nil {
@@ -63,7 +64,7 @@ func (s *site) ask(ctx context.Context, death, key string, r request) (o outcome
 	return o, fmt.Errorf("no answer after %d requests; the last was %d %s", o.requests, o.status, o.body)
 }
 
-// child is a process of the API.
+// child is an API process.
 type child struct {
 	cmd   *exec.Cmd
 	stdin io.Closer
@@ -78,7 +79,7 @@ func (s *site) startAPI(ctx context.Context, death string) (*child, error) {
 		return nil, err
 	}
 	c := &child{cmd: exec.CommandContext(ctx, program), http: &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 20 * time.Second}} //nolint:gosec // this program itself
-	c.cmd.Env = append(os.Environ(), envDatabase+"="+s.postgres.URL, envProvider+"="+s.provider.url, envBank+"="+s.bank.url, envTopic+"="+s.topic, envDeath+"="+death)
+	c.cmd.Env = append(os.Environ(), envDatabase+"="+s.DatabaseURL, envProvider+"="+s.provider.url, envBank+"="+s.bank.url, envTopic+"="+s.Topic, envDeath+"="+death)
 	c.cmd.Stderr = os.Stderr
 	if c.stdin, err = c.cmd.StdinPipe(); err != nil {
 		return nil, err
@@ -108,7 +109,8 @@ func (c *child) stop() {
 	_ = c.cmd.Wait()
 }
 
-// post sends the request once. It returns how long to wait before the next try; 0: it is answered.
+// post sends the request once. It returns how long to wait before the next attempt; 0: the response
+// is final.
 func (c *child) post(ctx context.Context, key string, body []byte, o *outcome) (time.Duration, error) {
 	ask, err := http.NewRequestWithContext(ctx, http.MethodPost, c.url+"/orders", bytes.NewReader(body)) //nolint:gosec // the address of its own server
 	if err != nil {
@@ -126,7 +128,7 @@ func (c *child) post(ctx context.Context, key string, body []byte, o *outcome) (
 	}
 	o.status, o.body, o.replayed = answer.StatusCode, string(text), answer.Header.Get("Idempotent-Replayed") != ""
 	switch answer.StatusCode {
-	case http.StatusConflict, http.StatusServiceUnavailable: // in progress, or in doubt until the bank's records are asked
+	case http.StatusConflict, http.StatusServiceUnavailable: // in progress, or in doubt until the bank's records are read
 		return 100 * time.Millisecond, nil // Retry-After says a second; this client is impatient
 	}
 	return 0, nil

@@ -1,11 +1,13 @@
-// Payments: an API that takes orders, charges for them at a payment provider, has a receipt sent and pays the seller through a bank
-// that knows no idempotency keys, each once, although it is killed in every phase and its client asks again.
+// Payments: an API that takes orders, charges for them at a payment provider, has a receipt sent,
+// and pays the seller through a bank without idempotency keys. Each of these happens once, although
+// the API is killed in every phase and its client retries.
 //
 //	go run ./examples/payments
 //
-// The interesting part is api.go: the phases. It needs nothing but Go. With DATABASE_URL and KAFKA_BROKERS it uses those
-// servers: a schema of its own (effectonce_payments), which it makes, and a topic of its own. Provider and bank are always in
-// this process, and the API a process of its own, which can be killed.
+// The interesting part is api.go: the phases. The example needs only Go. With DATABASE_URL and
+// KAFKA_BROKERS it uses those servers, with its own schema (effectonce_payments), which it creates,
+// and its own topic. Provider and bank always run in this process. The API is a separate process,
+// so that it can be killed.
 package main
 
 import (
@@ -24,7 +26,7 @@ func main() {
 	defer stop()
 	work := func(ctx context.Context) error { return run(ctx, os.Stdout, os.Getenv("DATABASE_URL")) }
 	if os.Getenv(envDatabase) != "" {
-		work = serve // this is a child that run started
+		work = serve // this process is a child that run started
 	}
 	if err := work(ctx); err != nil {
 		fmt.Fprintln(os.Stderr, "payments:", err)
@@ -32,7 +34,8 @@ func main() {
 	}
 }
 
-// deaths are where the API is killed, and what is durable then. The first one is no death at all.
+// deaths are the points at which the API is killed, and what is durable then. In the first case it
+// is not killed.
 func deaths() []struct{ at, text string } {
 	return []struct{ at, text string }{
 		{"", "never"},
@@ -43,11 +46,11 @@ func deaths() []struct{ at, text string } {
 		{atBook, "order and receipt were written, not committed"},
 		{atTransfer, "order and receipt were committed, the bank not asked"},
 		{atTransferred, "the bank had paid, the API had not noted it"},
-		{atAnswer, "all was committed, the client not told"},
+		{atAnswer, "all was committed, the client had no response"},
 	}
 }
 
-// run places one order for each death, and shows what became of it.
+// run places one order for each death, and shows the results.
 func run(ctx context.Context, out io.Writer, databaseURL string) error {
 	s, err := openSite(ctx, databaseURL)
 	if err != nil {
@@ -70,7 +73,7 @@ func run(ctx context.Context, out io.Writer, databaseURL string) error {
 		})
 	}
 	if err = group.Wait(); err == nil {
-		err = s.settled(ctx, len(orders))
+		err = s.Handled(ctx, len(orders))
 	}
 	if err == nil {
 		err = s.report(ctx, out, orders)
@@ -82,7 +85,7 @@ func run(ctx context.Context, out io.Writer, databaseURL string) error {
 	return err
 }
 
-// report counts by customer: each death has its own.
+// report counts by customer: each death has its own customer.
 func (s *site) report(ctx context.Context, out io.Writer, orders []outcome) error {
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	_, _ = fmt.Fprintln(table, "THE API WAS KILLED WHEN\tTIMES\tREQUESTS\tSTATUS\tPROVIDER ASKED\tCHARGES\tTRANSFERS\tORDERS\tRECEIPTS")
@@ -90,7 +93,7 @@ func (s *site) report(ctx context.Context, out io.Writer, orders []outcome) erro
 	for i, death := range deaths() {
 		customer := s.customerOf(death.at)
 		var booked, receipts int
-		if err := s.pool.QueryRow(ctx, countSQL, customer).Scan(&booked, &receipts); err != nil {
+		if err := s.Pool.QueryRow(ctx, countSQL, customer).Scan(&booked, &receipts); err != nil {
 			return fmt.Errorf("count: %w", err)
 		}
 		asked, charges := s.provider.count(customer)
@@ -101,7 +104,7 @@ func (s *site) report(ctx context.Context, out io.Writer, orders []outcome) erro
 		o := orders[i]
 		_, _ = fmt.Fprintf(table, "%s\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\n", death.text, o.killed, o.requests, o.status, asked, charges, transfers, booked, receipts)
 	}
-	_, _ = fmt.Fprintf(out, "%s\n%s\n\n", s.postgres.Description, s.kafka.Description)
+	_, _ = fmt.Fprintf(out, "%s\n\n", s.Servers)
 	if err := table.Flush(); err != nil {
 		return err
 	}

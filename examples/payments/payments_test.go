@@ -23,8 +23,8 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// Property: wherever the API is killed, the client's request under the same key ends with one charge, one transfer, one order
-// and one receipt. Rows H1, H4, H5.
+// Property: wherever the API is killed, the client's request under the same key ends with one
+// charge, one transfer, one order and one receipt. Rows H1, H4, H5 of guarantees.md.
 func TestEachDeathLeavesOneCharge(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
@@ -38,8 +38,8 @@ func TestEachDeathLeavesOneCharge(t *testing.T) {
 	require.Equal(t, "2", rows[4][3], "the one that was killed after the charge asked again: %s", out.String())
 }
 
-// Property: a decline is an answer: it is booked, and replayed to who asks again; another order under the same key is
-// refused. Row H6.
+// Property: a decline is a result: it is booked, and replayed to a client that retries; another
+// order under the same key is refused. Row H6 of guarantees.md.
 func TestDeclineIsReplayed(t *testing.T) {
 	t.Parallel()
 	s, err := openSite(t.Context(), os.Getenv("DATABASE_URL"))
@@ -61,7 +61,8 @@ func TestDeclineIsReplayed(t *testing.T) {
 	require.Equal(t, 422, other.status)
 }
 
-// Property: a bank that pays and hangs up is not asked again, though it knows no keys: its records decide, and the order is paid. Row H26.
+// Property: a bank that pays and hangs up is not called again, although it has no keys: its records
+// decide, and the order is paid. Row H26 of guarantees.md.
 func TestBankThatHangsUpPaysOnce(t *testing.T) {
 	t.Parallel()
 	s, err := openSite(t.Context(), os.Getenv("DATABASE_URL"))
@@ -71,11 +72,12 @@ func TestBankThatHangsUpPaysOnce(t *testing.T) {
 	o, err := s.ask(t.Context(), "", idempotency.NewKey(), r)
 	require.NoError(t, err)
 	require.Equal(t, 201, o.status)
-	require.Greater(t, o.requests, 1, "the first one is told that it is in doubt")
+	require.Greater(t, o.requests, 1, "the first response is that it is in doubt")
 	require.Equal(t, 1, s.bank.count(r.Customer))
 }
 
-// Property: the bank's records decide only where the bank shows them: from another answer, whatever its body, an order stays undecided.
+// Property: the bank's records decide only if the bank returns them: after another response,
+// whatever its body, an order stays undecided.
 func TestBankWithoutRecordsDecidesNothing(t *testing.T) {
 	t.Parallel()
 	for status, want := range map[int]idempotency.Decision{200: idempotency.DidNotHappen(), 404: idempotency.Unknown(), 503: idempotency.Unknown()} {
@@ -91,7 +93,8 @@ func TestBankWithoutRecordsDecidesNothing(t *testing.T) {
 	}
 }
 
-// Property: a client that asks again when its key is forgotten learns that the order was made (410); nothing is charged or paid again.
+// Property: a client that retries after its key is forgotten gets the response that the order was
+// made (410); nothing is charged or paid again.
 func TestOrderAfterTheWindow(t *testing.T) {
 	t.Parallel()
 	s, err := openSite(t.Context(), os.Getenv("DATABASE_URL"))
@@ -106,7 +109,7 @@ func TestOrderAfterTheWindow(t *testing.T) {
 		asked, _ := s.provider.count(r.Customer)
 		require.Equal(t, 1, asked)
 		if status == 201 {
-			_, err = s.pool.Exec(t.Context(), `DELETE FROM effectonce_payments.idempotency_keys WHERE key = $1`, key)
+			_, err = s.Pool.Exec(t.Context(), `DELETE FROM effectonce_payments.idempotency_keys WHERE key = $1`, key)
 			require.NoError(t, err)
 		}
 	}

@@ -15,8 +15,8 @@ import (
 	"github.com/google/uuid"
 )
 
-// provider stands for a payment provider: it charges once for each idempotency key of its own, and answers what it did
-// when it is asked again.
+// provider simulates a payment provider: it charges once for each idempotency key, and returns the
+// first result when a request is repeated.
 type provider struct {
 	server *http.Server
 	url    string
@@ -92,7 +92,7 @@ func (p *provider) count(customer string) (asked, charged int) {
 	return p.asked[customer], charged
 }
 
-// providerClient is the API's side.
+// providerClient is the API's client of the provider.
 type providerClient struct {
 	url    string
 	client *http.Client
@@ -100,7 +100,7 @@ type providerClient struct {
 
 var errDeclined = errors.New("the charge is declined")
 
-// charge asks for a charge under a key. What it does not know is an error: it is asked again later.
+// charge requests a charge under a key. An unknown result is an error: the call is retried later.
 func (c *providerClient) charge(ctx context.Context, key uuid.UUID, r request) (string, error) {
 	body, err := json.Marshal(r)
 	if err != nil {
@@ -113,17 +113,17 @@ func (c *providerClient) charge(ctx context.Context, key uuid.UUID, r request) (
 	ask.Header.Set("Idempotency-Key", key.String())
 	answer, err := c.client.Do(ask)
 	if err != nil {
-		return "", fmt.Errorf("ask the provider: %w", err)
+		return "", fmt.Errorf("call the provider: %w", err)
 	}
 	defer func() { _ = answer.Body.Close() }()
 	name, err := io.ReadAll(io.LimitReader(answer.Body, bodyMax))
 	switch {
 	case err != nil:
-		return "", fmt.Errorf("read the provider's answer: %w", err)
+		return "", fmt.Errorf("read the provider's response: %w", err)
 	case answer.StatusCode == http.StatusPaymentRequired:
 		return "", errDeclined
 	case answer.StatusCode != http.StatusOK:
-		return "", fmt.Errorf("the provider answers %s", answer.Status)
+		return "", fmt.Errorf("the provider returned %s", answer.Status)
 	}
 	return string(name), nil
 }

@@ -3,29 +3,19 @@ package main
 import (
 	"cmp"
 	"context"
-	"fmt"
-	"os"
-	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/twmb/franz-go/pkg/kadm"
-	"github.com/twmb/franz-go/pkg/kgo"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/consumer"
-	"github.com/effectonce/effectonce/internal/ownschema"
-	"github.com/effectonce/effectonce/internal/servers"
+	"github.com/effectonce/effectonce/examples/startup"
 	"github.com/effectonce/effectonce/relay"
 )
 
-// site is what a shop has anyway: a database with its tables, brokers, a topic, a payment provider and a bank.
+// site is the environment of the example, with a payment provider and a bank.
 type site struct {
-	pool     *pgxpool.Pool
-	topic    string
+	*startup.Site
 	provider *provider
 	bank     *bank
-	postgres *servers.Postgres
-	kafka    *servers.Kafka
 }
 
 // schema is this program's own: DATABASE_URL may name a database that is in use.
@@ -36,49 +26,33 @@ const tables = `
 CREATE TABLE IF NOT EXISTS effectonce_payments.orders (id uuid PRIMARY KEY, customer text NOT NULL, cents bigint NOT NULL, state text NOT NULL, charge text);
 CREATE TABLE IF NOT EXISTS effectonce_payments.receipts (customer text NOT NULL, cents bigint NOT NULL)`
 
-// openSite takes the database of the URL, or starts one if there is none.
+// openSite connects to the database of the URL, or starts one if the URL is empty.
 func openSite(ctx context.Context, databaseURL string) (_ *site, err error) {
-	s := &site{topic: fmt.Sprintf("receipts-%d", time.Now().UnixNano())}
+	s := &site{}
+	if s.Site, err = startup.Open(ctx, "payments", databaseURL, tables, 3); err != nil {
+		return nil, err
+	}
 	defer func() {
 		if err != nil {
 			s.close(ctx)
 		}
 	}()
-	if s.postgres, err = servers.StartPostgres(ctx, servers.PostgresOptions{DatabaseURL: databaseURL, Embedded: databaseURL == ""}); err != nil {
-		return nil, err
-	}
-	if s.kafka, err = servers.StartKafka(ctx, servers.KafkaOptions{Embedded: os.Getenv("KAFKA_BROKERS") == ""}); err != nil {
-		return nil, err
-	}
 	if s.provider, err = startProvider(ctx); err != nil {
 		return nil, err
 	}
-	if s.bank, err = startBank(ctx); err != nil {
-		return nil, err
-	}
-	if s.pool, err = ownschema.Open(ctx, s.postgres.URL, schema, "examples/payments", tables); err != nil {
-		return nil, err
-	}
-	client, err := kgo.NewClient(kgo.SeedBrokers(s.kafka.Brokers...))
-	if err != nil {
-		return nil, fmt.Errorf("kafka options: %w", err)
-	}
-	defer client.Close()
-	if _, err := kadm.NewClient(client).CreateTopic(ctx, 3, -1, nil, s.topic); err != nil {
-		return nil, fmt.Errorf("create topic %s: %w", s.topic, err)
-	}
-	return s, nil
+	s.bank, err = startBank(ctx)
+	return s, err
 }
 
-// start runs the relay and the consumer of receipts until ctx ends. Usually they are programs of their own.
+// start runs the relay and the consumer of receipts until ctx ends. Usually they are separate
+// programs.
 func (s *site) start(ctx context.Context) (wait func() error, err error) {
-	kafka := []kgo.Opt{kgo.SeedBrokers(s.kafka.Brokers...)}
-	r, err := relay.New(s.pool, kafka, relay.Config{Schema: schema})
+	r, err := relay.New(s.Pool, s.Kafka(), relay.Config{Schema: schema})
 	if err != nil {
 		return nil, err
 	}
-	c, err := consumer.New(s.pool, kafka, consumer.JSON(sendReceipt), consumer.Config{
-		Schema: schema, Group: "receipts-" + s.topic, Topics: []string{s.topic},
+	c, err := consumer.New(s.Pool, s.Kafka(), consumer.JSON(sendReceipt), consumer.Config{
+		Schema: schema, Group: "receipts-" + s.Topic, Topics: []string{s.Topic},
 	})
 	if err != nil {
 		return nil, err
@@ -89,45 +63,17 @@ func (s *site) start(ctx context.Context) (wait func() error, err error) {
 	return group.Wait, nil
 }
 
-// customerOf names a customer whom nobody else has, in a database that is used again.
+// customerOf returns a customer name that is unique even if the database is used again.
 func (s *site) customerOf(death string) string {
-	return cmp.Or(death, "nobody") + "@" + s.topic + ".example.com"
-}
-
-// settledSQL is true when the positions of the consumer add up to the receipts.
-const settledSQL = `SELECT coalesce(sum(next_offset), 0) >= $2 FROM effectonce_payments.consumer_positions WHERE topic = $1`
-
-// settled waits until as many receipts were handled.
-func (s *site) settled(ctx context.Context, receipts int) error {
-	for {
-		var done bool
-		if err := s.pool.QueryRow(ctx, settledSQL, s.topic, receipts).Scan(&done); err != nil {
-			return fmt.Errorf("read the positions: %w", err)
-		}
-		if done {
-			return nil
-		}
-		if !pause(ctx, 10*time.Millisecond) {
-			return ctx.Err()
-		}
-	}
+	return cmp.Or(death, "nobody") + "@" + s.Topic + ".example.com"
 }
 
 func (s *site) close(ctx context.Context) {
-	ctx = context.WithoutCancel(ctx)
-	if s.pool != nil {
-		s.pool.Close()
-	}
 	if s.provider != nil {
 		_ = s.provider.server.Close()
 	}
 	if s.bank != nil {
 		_ = s.bank.server.Close()
 	}
-	if s.kafka != nil {
-		_ = s.kafka.Stop(ctx)
-	}
-	if s.postgres != nil {
-		_ = s.postgres.Stop(ctx)
-	}
+	s.Close(ctx)
 }

@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
-	"github.com/effectonce/effectonce/internal/ownschema"
+	"github.com/effectonce/effectonce/examples/startup"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -14,8 +14,8 @@ const paymentsSQL = `
 CREATE TABLE orders AS SELECT n AS id FROM generate_series(1, 500) AS n;
 CREATE TABLE payment_orders AS SELECT * FROM orders;`
 
-// Property: in a database that is in use, a user's tables and requests are as they were after an order of the example; in a
-// schema of its name they are refused.
+// Property: in a database that is in use, an order of the example leaves a user's tables and
+// requests unchanged; tables in a schema of its name are refused.
 func TestTablesOfAUserSurvive(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -33,9 +33,9 @@ func TestTablesOfAUserSurvive(t *testing.T) {
 		return n
 	}
 	require.Equal(t, 1000, count())
-	s.pool.Close()
+	s.Pool.Close()
 	pgtest.Exec(t, conn, `DROP SCHEMA effectonce_payments CASCADE; CREATE SCHEMA effectonce_payments; SET search_path = effectonce_payments;`+paymentsSQL)
 	_, err = openSite(t.Context(), address)
-	require.ErrorIs(t, err, ownschema.ErrNotOwn)
+	require.ErrorIs(t, err, startup.ErrNotOwn)
 	require.Equal(t, 1000, count())
 }

@@ -2,8 +2,8 @@
 //
 //	go run ./examples/quickstart
 //
-// It needs nothing but Go. With DATABASE_URL and KAFKA_BROKERS it uses those servers: a schema of its own
-// (effectonce_quickstart), which it makes, and a topic of its own.
+// It needs only Go. With DATABASE_URL and KAFKA_BROKERS it uses those servers, with its own schema
+// (effectonce_quickstart), which it creates, and its own topic.
 package main
 
 import (
@@ -37,8 +37,6 @@ type Order struct {
 	ID     string `json:"id"`
 	Amount int    `json:"amount"`
 }
-
-// quickstart begin
 
 // placeOrder stores an order and publishes its event in one transaction: both, or neither.
 func placeOrder(ctx context.Context, pool *pgxpool.Pool, box *outbox.Outbox, topic string, order Order) error {
@@ -77,8 +75,6 @@ func start(ctx context.Context, pool *pgxpool.Pool, brokers []string, topic stri
 	return group.Wait, nil
 }
 
-// quickstart end
-
 // run places three orders, sends one of the messages again under its ID, and counts the invoices.
 func run(ctx context.Context, out io.Writer, databaseURL string) error {
 	s, err := openSite(ctx, databaseURL)
@@ -87,13 +83,13 @@ func run(ctx context.Context, out io.Writer, databaseURL string) error {
 	}
 	defer s.close(ctx)
 	working, stop := context.WithCancel(ctx)
-	wait, err := start(working, s.pool, s.brokers, s.topic)
+	wait, err := start(working, s.Pool, s.Brokers, s.Topic)
 	if err != nil {
 		stop()
 		return err
 	}
 	for i := 1; i <= 3 && err == nil; i++ {
-		err = placeOrder(ctx, s.pool, s.box, s.topic, Order{ID: fmt.Sprintf("order-%d", i), Amount: 100 * i})
+		err = placeOrder(ctx, s.Pool, s.box, s.Topic, Order{ID: fmt.Sprintf("order-%d", i), Amount: 100 * i})
 	}
 	if err == nil {
 		err = s.publishAgain(ctx)

@@ -6,16 +6,17 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/internal/ownschema"
+	"github.com/effectonce/effectonce/examples/startup"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// ordersSQL makes what a user may have: 500 orders, and invoices for them.
+// ordersSQL creates what a user may have: 500 orders, and invoices for them.
 const ordersSQL = `
 CREATE TABLE orders AS SELECT 'order-' || n AS id, n AS amount FROM generate_series(1, 500) AS n;
 CREATE TABLE invoices AS SELECT id AS order_id, amount FROM orders;`
 
-// Property: in a database that is in use, a user's tables and outbox are as they were after the quick start, twice.
+// Property: in a database that is in use, two runs of the quick start leave a user's tables and
+// outbox unchanged.
 func TestTablesOfAUserSurvive(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
@@ -34,7 +35,8 @@ func TestTablesOfAUserSurvive(t *testing.T) {
 	require.Equal(t, []int{500, 500, 1, 0, 0}, []int{orders, invoices, outbox, relays, consumers})
 }
 
-// Property: tables in a schema of the quick start's name that it did not make are refused, and are as they were.
+// Property: tables in a schema of the quick start's name that it did not create are refused, and
+// are unchanged.
 func TestSchemaOfAUserIsRefused(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)
@@ -42,7 +44,7 @@ func TestSchemaOfAUserIsRefused(t *testing.T) {
 	pgtest.Exec(t, conn, `CREATE SCHEMA effectonce_quickstart; SET search_path = effectonce_quickstart;`+ordersSQL)
 	var out bytes.Buffer
 	err := run(t.Context(), &out, address)
-	require.ErrorIs(t, err, ownschema.ErrNotOwn)
+	require.ErrorIs(t, err, startup.ErrNotOwn)
 	require.ErrorContains(t, err, "RENAME TO")
 	var orders, invoices int
 	require.NoError(t, conn.QueryRow(t.Context(), `SELECT (SELECT count(*) FROM orders), (SELECT count(*) FROM invoices)`).Scan(&orders, &invoices))

@@ -1,4 +1,5 @@
-// Package bounds fills in and checks the settings that the configurations of this module share.
+// Package bounds applies defaults and bounds to the settings that the configurations of this module
+// share.
 package bounds
 
 import (
@@ -18,7 +19,8 @@ type Duration struct {
 	Default, Min, Max time.Duration
 }
 
-// Durations gives each setting that is zero its default, and returns a problem for each out of bounds.
+// Durations sets each zero setting to its default, and returns a problem for each one out of
+// bounds.
 func Durations(settings ...Duration) (problems []error) {
 	for _, s := range settings {
 		*s.Value = cmp.Or(*s.Value, s.Default)
@@ -36,7 +38,7 @@ type Int struct {
 	Default, Min, Max int
 }
 
-// Ints does what Durations does.
+// Ints does the same as Durations.
 func Ints(settings ...Int) (problems []error) {
 	for _, s := range settings {
 		*s.Value = cmp.Or(*s.Value, s.Default)
@@ -47,7 +49,7 @@ func Ints(settings ...Int) (problems []error) {
 	return problems
 }
 
-// Problem says what is wrong with a setting.
+// Problem returns an error about a setting.
 func Problem(field string, value any, want string) error {
 	return fmt.Errorf("%s %v: want %s", field, value, want)
 }
@@ -55,17 +57,18 @@ func Problem(field string, value any, want string) error {
 // errorBytesMax bounds stored error texts; the schema checks the same.
 const errorBytesMax = 2048
 
-// ErrorText makes an error storable: bounded, UTF-8, without NUL.
+// ErrorText makes an error storable: limited in size, valid UTF-8, without NUL.
 func ErrorText(err error) string {
 	if err == nil {
 		return ""
 	}
 	text := strings.ReplaceAll(strings.ToValidUTF8(err.Error(), "\uFFFD"), "\x00", "")
-	return strings.ToValidUTF8(text[:min(len(text), errorBytesMax)], "") // the cut may have divided a letter
+	// The cut may have split a character
+	return strings.ToValidUTF8(text[:min(len(text), errorBytesMax)], "")
 }
 
-// Owner names this process, for people who look at leases and positions: host name, process number and four
-// random bytes, at most 255 bytes.
+// Owner names this process for people who read leases and positions: host name, process number and
+// four random bytes, at most 255 bytes.
 func Owner() string {
 	host, err := os.Hostname()
 	if err != nil {

@@ -8,19 +8,20 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// Pool refuses a pool whose way to send statements is not safe, or not able, to send those of this module.
+// Pool refuses a pool that cannot send this module's statements, or not safely.
 func Pool(pool *pgxpool.Pool) error {
 	if pool == nil {
 		return errors.New("pool is nil: want a pool of the primary")
 	}
 	config := pool.Config().ConnConfig
 	if several(config) && config.ValidateConnect == nil {
-		// A connection to a standby sees other rows than the primary, and statements would go to either.
-		return errors.New("pool: several hosts, and nothing tells which is the primary: add target_session_attrs=read-write")
+		// A connection to a standby sees other rows than the primary, and statements would go to
+		// either.
+		return errors.New("pool: several hosts, and nothing says which is the primary: add target_session_attrs=read-write")
 	}
 	switch mode := config.DefaultQueryExecMode; mode {
 	case pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol:
-		// Without asking the server, pgx cannot send arrays of IDs.
+		// pgx cannot send arrays of IDs without asking the server for their type.
 		return fmt.Errorf("pool: default_query_exec_mode %v: want cache_statement, or behind PgBouncer cache_describe", mode)
 	case pgx.QueryExecModeDescribeExec:
 		return fmt.Errorf("pool: default_query_exec_mode %v: want cache_describe: behind a pooler it may execute another client's statement", mode)
@@ -29,7 +30,8 @@ func Pool(pool *pgxpool.Pool) error {
 	return nil
 }
 
-// several tells whether connections may go to different servers. The same one can stand there with TLS and without.
+// several reports whether connections may go to different servers. The list may name the same
+// server with TLS and without.
 func several(config *pgx.ConnConfig) bool {
 	for _, other := range config.Fallbacks {
 		if other.Host != config.Host || other.Port != config.Port {

@@ -1,4 +1,5 @@
-// Package crashpoint marks the gaps between two durable steps, so that tests can kill the process in each.
+// Package crashpoint marks the gaps between two durable steps, so that tests can kill the process
+// in each of them.
 //
 // In production nothing is armed and a point costs one atomic load. The package is internal: no
 // setting, environment variable or header can arm a point from outside this module.
@@ -26,13 +27,13 @@ const (
 	KeyClaimed         = "key.claimed"            // the key is claimed: in the open transaction, or durably for a flow
 	KeyWorked          = "key.worked"             // the work's effects are in the open transaction
 	KeyCommitting      = "key.before_commit"      // response or recovery point and COMMIT are about to be sent
-	KeyCommitted       = "key.committed"          // the outcome is durable, nobody was told
+	KeyCommitted       = "key.committed"          // the outcome is durable, the client does not know it
 	KeyCalling         = "key.calling"            // a foreign call is about to be made
 	KeyCalled          = "key.called"             // the foreign system acted, the recovery point does not say so
 	KeyAdvanced        = "key.advanced"           // a phase is durable, the next has not begun
 )
 
-// All lists the points, for tests that visit each.
+// All lists the points, for tests that visit each one.
 func All() []string {
 	return []string{
 		RelayRead, RelayProduced, RelayAcknowledged, RelayCommitted, RelayProgressed,
@@ -63,8 +64,8 @@ func Here(name string) {
 
 type contextKey struct{}
 
-// With makes f run at every point that work under the returned context passes, so that tests in one process
-// need not share the hook of Arm.
+// With makes f run at every point that work under the returned context passes, so that tests in one
+// process do not have to share the hook of Arm.
 func With(ctx context.Context, f func(name string)) context.Context {
 	return context.WithValue(ctx, contextKey{}, f)
 }

@@ -1,4 +1,5 @@
-// Package effects reads what handlers left in the tables of a test's database, and says how two such readings differ.
+// Package effects reads what handlers left in the tables of a test's database, and compares two
+// such readings.
 package effects
 
 import (
@@ -12,24 +13,26 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// Effects are the rows of tables, counted, without the columns that are ignored.
+// Effects are the rows of tables, counted, without the ignored columns.
 type Effects map[string]map[string]int
 
-// tablesSQL lists the tables that a handler may write, with the columns that count: none that are made by
-// the database itself. Of the schema of the pipeline only the outbox is an effect of the handler.
+// tablesSQL lists the tables that a handler may write, with the columns that count: not those that
+// the database itself generates. In the pipeline's schema only the outbox is an effect of the
+// handler.
 const tablesSQL = `-- effects.tables
-SELECT n.nspname, c.relname, array_agg(a.attname::text ORDER BY a.attnum)
+SELECT n.nspname, c.relname, pg_catalog.array_agg(a.attname::text ORDER BY a.attnum)
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
 LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
 WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition
   AND n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname NOT LIKE 'pg\_%'
   AND (n.nspname <> 'effectonce' OR c.relname = 'outbox' AND a.attname IN ('id', 'topic', 'key', 'payload', 'headers'))
-  AND (a.attidentity = '' AND (d.oid IS NULL OR pg_get_expr(d.adbin, d.adrelid) NOT LIKE '%(%') OR n.nspname = 'effectonce')
+  AND (a.attidentity = '' AND (d.oid IS NULL OR pg_catalog.pg_get_expr(d.adbin, d.adrelid) NOT LIKE '%(%') OR n.nspname = 'effectonce')
   AND NOT (n.nspname || '.' || c.relname || '.' || a.attname = ANY ($1::text[]) OR c.relname || '.' || a.attname = ANY ($1::text[]))
 GROUP BY n.nspname, c.relname ORDER BY 1, 2`
 
-// Read returns what is in the tables now, without the columns that are named, as "table.column", in ignore.
+// Read returns the current content of the tables, without the columns named in ignore, as
+// "table.column".
 func Read(ctx context.Context, pool *pgxpool.Pool, ignore []string) (Effects, error) {
 	rows, err := pool.Query(ctx, tablesSQL, append([]string{}, ignore...)) // never null
 	if err != nil {
@@ -68,10 +71,10 @@ func Read(ctx context.Context, pool *pgxpool.Pool, ignore []string) (Effects, er
 	return found, nil
 }
 
-// shownMax bounds how many differences are said.
+// shownMax bounds how many differences are reported.
 const shownMax = 5
 
-// Compare says how the effects differ from those of the clean run; empty: they do not.
+// Compare describes how the effects differ from those of the clean run; empty: they do not.
 func Compare(clean, other Effects) string {
 	var said []string
 	for _, table := range slices.Sorted(maps.Keys(merged(clean, other))) {
@@ -81,9 +84,10 @@ func Compare(clean, other Effects) string {
 	return shown(said)
 }
 
-// Twice says what there is more of than after the clean run, where less is no fault; empty: nothing. A row with another text counts
-// in a table that has more rows than after the clean run, which had some: it is the same effect again. One in the place of another
-// row is not a second one, nor is the first one in a table.
+// Twice describes what exists more often than after the clean run, where less is no fault; empty:
+// nothing. A row with another text counts only in a table that had rows after the clean run and has
+// more now: it is the same effect again. A row that replaces another one is not a second effect,
+// nor is the first row of a table.
 func Twice(clean, other Effects) string {
 	var said []string
 	for _, table := range slices.Sorted(maps.Keys(other)) {
@@ -98,7 +102,8 @@ func Twice(clean, other Effects) string {
 
 const doubled = "doubled: "
 
-// differences lists the rows that a table has more of than after the clean run, and those that it has less of.
+// differences lists the rows that a table has more often than after the clean run, and those that
+// it has less often.
 func differences(table string, clean, other map[string]int) (more, fewer []string) {
 	for _, row := range slices.Sorted(maps.Keys(merged(clean, other))) {
 		want, got := clean[row], other[row]
@@ -106,7 +111,7 @@ func differences(table string, clean, other map[string]int) (more, fewer []strin
 		case got > want && want > 0:
 			more = append(more, fmt.Sprintf(doubled+"%s has %d times %s, the clean run %d", table, got, row, want))
 		case got > want:
-			more = append(more, fmt.Sprintf("different: %s has %s, the clean run has not", table, row))
+			more = append(more, fmt.Sprintf("different: %s has %s, the clean run does not", table, row))
 		case got < want:
 			fewer = append(fewer, fmt.Sprintf("lost: %s has %d times %s, the clean run %d", table, got, row, want))
 		}
@@ -128,7 +133,7 @@ func shown(said []string) string {
 	return strings.Join(said, "\n  ")
 }
 
-// merged has the keys of both maps.
+// merged returns a map with the keys of both maps.
 func merged[V any](a, b map[string]V) map[string]V {
 	both := maps.Clone(a)
 	if both == nil {

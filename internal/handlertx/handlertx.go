@@ -1,7 +1,8 @@
-// Package handlertx is the transaction as code gets it that must not end it: handlers of messages and of requests. It is a
-// pgx.Tx of its own, for three reasons: BEGIN and COMMIT share round trips with other statements, which pgx's own
-// transaction cannot; a handler must not end it; and it must not be used after the handler returned, nor in two
-// goroutines, which the Gate finds out.
+// Package handlertx is the transaction that handlers of messages and of requests get, which must
+// not end it. It is a separate implementation of pgx.Tx for three reasons. BEGIN and COMMIT share
+// round trips with other statements, which pgx's own transaction cannot do. A handler must not end
+// the transaction. And it must not be used after the handler returned, nor by two goroutines at
+// once: the Gate detects that.
 package handlertx
 
 import (
@@ -16,14 +17,15 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// Gate is asked at each use.
+// Gate is called at each use.
 type Gate interface {
-	// Enter begins a use of the transaction, or says why there is none; Leave ends it, with its error.
+	// Enter begins a use of the transaction, or returns why it cannot be used. Leave ends the use,
+	// with its error.
 	Enter() error
 	Leave(err error)
-	// Failed is told of a statement that failed: the handler may hide it.
+	// Failed is called for a statement that failed: the handler may hide it.
 	Failed(err error)
-	// Misused notes what a handler must not do and returns it.
+	// Misused records a use that is forbidden to handlers, and returns it.
 	Misused(err error) error
 }
 
@@ -34,8 +36,8 @@ type Tx struct {
 	savepoints *int
 }
 
-// New makes the transaction of a connection on which BEGIN was sent. savepoints counts those of the connection's
-// transaction, so that several Tx of it can each make some.
+// New returns the transaction of a connection on which BEGIN was sent. savepoints counts the
+// savepoints of the connection's transaction, so that several Tx of it can each create some.
 func New(conn *pgx.Conn, gate Gate, savepoints *int) *Tx {
 	return &Tx{conn: conn, gate: gate, savepoints: savepoints}
 }
@@ -45,7 +47,7 @@ var (
 	_ pgx.Tx = (*savepoint)(nil)
 )
 
-// ErrNotYours is what a handler gets that calls Commit or Rollback.
+// ErrNotYours is the error for a handler that calls Commit or Rollback.
 var ErrNotYours = errors.New("the caller of the handler ends the transaction, not the handler: return nil to commit, or an error to roll back")
 
 // Commit refuses: see ErrNotYours.
@@ -57,11 +59,12 @@ func (v *Tx) Rollback(context.Context) error { return v.gate.Misused(ErrNotYours
 // Conn returns the connection of the transaction.
 func (v *Tx) Conn() *pgx.Conn { return v.conn }
 
-// ours begins the names of the library's savepoints.
+// ours is the prefix of the names of the library's savepoints.
 const ours = "effectonce_"
 
-// Refuse keeps statements away that would end the transaction, and with it commit claims whose effects
-// are still to come. What gets past it, fails at the server: see refuse_commit in the migrations.
+// Refuse rejects statements that would end the transaction, and with it commit claims whose effects
+// are not written yet. A statement that it does not detect fails at the server: see refuse_commit
+// in the migrations.
 func (v *Tx) Refuse(sql string) error {
 	sql = strings.TrimLeft(sql, " \t\r\n;(")
 	end := strings.IndexFunc(sql, func(r rune) bool { return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') })
@@ -130,7 +133,7 @@ func (v *Tx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	return firstRow{rows}
 }
 
-// watched tells the gate how a result ended.
+// watched reports to the gate how a result ended.
 type watched struct {
 	pgx.Rows
 	gate Gate
@@ -168,7 +171,7 @@ func (r watchedBatch) Exec() (pgconn.CommandTag, error) {
 }
 func (r watchedBatch) Close() error { return r.told(r.BatchResults.Close()) }
 
-// firstRow is what pgx does in its own QueryRow.
+// firstRow does what pgx does in its own QueryRow.
 type firstRow struct{ pgx.Rows }
 
 func (r firstRow) Scan(dest ...any) error {
@@ -221,7 +224,7 @@ func (v *Tx) Prepare(ctx context.Context, name, sql string) (desc *pgconn.Statem
 	return v.conn.Prepare(ctx, name, sql)
 }
 
-// LargeObjects is not available: pgx lets only its own transactions make them. The SQL functions
+// LargeObjects is not available: only pgx's own transactions can create them. The SQL functions
 // (lo_from_bytea, lo_get, lo_put) work.
 func (v *Tx) LargeObjects() pgx.LargeObjects {
 	panic("effectonce: LargeObjects is not available in a handler: use the SQL functions lo_from_bytea, lo_get and lo_put")
@@ -254,7 +257,7 @@ func (s *savepoint) Commit(ctx context.Context) error {
 	return err
 }
 
-// Rollback goes back to the savepoint.
+// Rollback rolls back to the savepoint.
 func (s *savepoint) Rollback(ctx context.Context) error {
 	if s.ended {
 		return pgx.ErrTxClosed
@@ -264,7 +267,7 @@ func (s *savepoint) Rollback(ctx context.Context) error {
 	return err
 }
 
-// failedRows carries an error to whoever reads a result that does not exist.
+// failedRows returns an error to the reader of a result that does not exist.
 type failedRows struct{ err error }
 
 func (r failedRows) Close()                                       {}

@@ -10,6 +10,6 @@
 //		records := kafkatest.ReadAll(t, topic)
 //	}
 //
-// One cluster serves all tests of a process; package servers says which. The functions whose names end in
-// At work on another one.
+// One cluster serves all tests of a process; package servers describes which. Functions whose names
+// end in At use another one.
 package kafkatest

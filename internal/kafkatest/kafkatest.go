@@ -23,7 +23,8 @@ const (
 	cleanupMax  = 30 * time.Second
 )
 
-// shared is the cluster of this process, started by the first test that needs it. pgtest.Main stops it.
+// shared is the cluster of this process. The first test that needs it starts it, and pgtest.Main
+// stops it.
 var shared struct { //nolint:gochecknoglobals // what all tests of a process share has no other place
 	once  sync.Once
 	kafka *servers.Kafka
@@ -34,7 +35,7 @@ var shared struct { //nolint:gochecknoglobals // what all tests of a process sha
 func Kafka(tb testing.TB) *servers.Kafka {
 	tb.Helper()
 	shared.once.Do(func() {
-		// Others use it when this test is over.
+		// Other tests use the cluster after this test.
 		ctx := context.WithoutCancel(tb.Context())
 		shared.kafka, shared.err = servers.StartKafka(ctx, servers.KafkaOptions{})
 		if shared.err == nil {
@@ -53,14 +54,15 @@ func Brokers(tb testing.TB) []string {
 	return Kafka(tb).Brokers
 }
 
-// Own returns a cluster of the test's own, for tests that kill it. kfake, which takes Kafka's place where
-// there is no Docker engine, cannot be killed: look at its Kind.
+// Own returns a cluster that only this test uses, for tests that kill it. kfake, the replacement
+// where there is no Docker engine, cannot be killed: check its Kind.
 func Own(tb testing.TB) *servers.Kafka {
 	tb.Helper()
 	return start(tb, servers.KafkaOptions{Own: true})
 }
 
-// Fake returns a kfake of the test's own, for tests that inject faults, whatever else the machine has.
+// Fake returns a kfake that only this test uses, for tests that inject faults, whatever else the
+// machine has.
 func Fake(tb testing.TB, opts ...kfake.Opt) *kfake.Cluster {
 	tb.Helper()
 	return start(tb, servers.KafkaOptions{Embedded: true, Fake: opts}).Fake
@@ -93,7 +95,7 @@ func Client(tb testing.TB, opts ...kgo.Opt) *kgo.Client {
 func ClientAt(tb testing.TB, brokers []string, opts ...kgo.Opt) *kgo.Client {
 	tb.Helper()
 	client := open(tb, brokers, opts...)
-	// Close alone would wait for ever for a test that ended between a poll and its AllowRebalance.
+	// Close alone would wait forever for a test that ended between a poll and its AllowRebalance.
 	tb.Cleanup(client.CloseAllowingRebalance)
 	return client
 }
@@ -107,8 +109,8 @@ func open(tb testing.TB, brokers []string, opts ...kgo.Opt) *kgo.Client {
 	return client
 }
 
-// Topic creates a topic in the shared cluster and deletes it when the test ends. configs are pairs of a
-// name and a value, such as "cleanup.policy", "compact".
+// Topic creates a topic in the shared cluster and deletes it when the test ends. configs are pairs
+// of a name and a value, such as "cleanup.policy", "compact".
 func Topic(tb testing.TB, partitions int, configs ...string) string {
 	tb.Helper()
 	brokers := Brokers(tb)
@@ -124,7 +126,7 @@ func Topic(tb testing.TB, partitions int, configs ...string) string {
 	return name
 }
 
-// TopicAt is Topic for a cluster of the test's own, which may be down when the test ends: the topic goes
+// TopicAt is Topic for a cluster of the test, which may be down when the test ends: the topic ends
 // with it.
 func TopicAt(tb testing.TB, brokers []string, partitions int, configs ...string) string {
 	tb.Helper()
@@ -140,7 +142,7 @@ func TopicAt(tb testing.TB, brokers []string, partitions int, configs ...string)
 	return name
 }
 
-// create returns once the topic can be used: a broker hears of it after the controller has answered.
+// create returns once the topic can be used: brokers learn of it after the controller has answered.
 func create(tb testing.TB, admin *kadm.Client, name string, partitions int, configs map[string]*string) {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), createMax)
@@ -163,19 +165,19 @@ func create(tb testing.TB, admin *kadm.Client, name string, partitions int, conf
 	}
 }
 
-// topicName tells a reader of Kafka's log which test it is.
+// topicName names the test for readers of Kafka's log.
 func topicName(test string) string {
 	test = strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '-' || r == '_' {
 			return r
 		}
-		return '-' // a dot and an underscore would collide in the names of Kafka's metrics
+		return '-' // names with a dot and with an underscore would collide in Kafka's metrics
 	}, test)
 	return test[:min(len(test), 200)] + "-" + strings.ToLower(rand.Text()[:10])
 }
 
 func cleanupContext(tb testing.TB) (context.Context, context.CancelFunc) {
 	tb.Helper()
-	// The test's own context is over by the time of its cleanup.
+	// The test's own context is cancelled before its cleanup.
 	return context.WithTimeout(context.WithoutCancel(tb.Context()), cleanupMax)
 }

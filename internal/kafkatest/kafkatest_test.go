@@ -51,7 +51,8 @@ func TestReadAllReadsWhatIsCommitted(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			topic := kafkatest.TopicAt(t, brokers, 3)
-			t.Cleanup(func() { deleteTopic(t, brokers, topic) }) // they may be somebody else's brokers
+			// Another program may own these brokers
+			t.Cleanup(func() { deleteTopic(t, brokers, topic) })
 			require.Empty(t, kafkatest.ReadAllAt(t, brokers, topic))
 
 			plain := kafkatest.ClientAt(t, brokers, kgo.RecordPartitioner(kgo.ManualPartitioner()))

@@ -13,8 +13,8 @@ import (
 
 const readMax = time.Minute
 
-// ReadAll returns what a consumer without any group and without any of our code finds in the topic:
-// every committed record up to the end at the time of the call, by partition and offset.
+// ReadAll returns what a consumer without a group and without our code finds in the topic: every
+// committed record up to the end at the time of the call, by partition and offset.
 func ReadAll(tb testing.TB, topic string) []*kgo.Record {
 	tb.Helper()
 	return ReadAllAt(tb, Brokers(tb), topic)
@@ -28,7 +28,8 @@ func ReadAllAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
 	client, err := kgo.NewClient(
 		kgo.SeedBrokers(brokers...),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
-		// The end of a partition may be a transaction's marker: without markers it would never be reached.
+		// The end of a partition may be a transaction's marker: without markers the read would
+		// never reach the end.
 		kgo.KeepControlRecords(),
 	)
 	if err != nil {
@@ -66,16 +67,18 @@ func ReadAllAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
 	return records
 }
 
-// markedMax is how long ReadAll waits for the markers of transactions. One that is open holds it up for so long.
+// markedMax is how long ReadAll waits for the markers of transactions, and so for a transaction
+// that is open.
 const (
 	markedMax   = 10 * time.Second
 	markedEvery = 20 * time.Millisecond
 )
 
-// marked returns the end of what can be read as committed. Brokers answer the end of a transaction before they have
-// marked it in each partition; until then what was committed cannot be read. It waits for what was there when it was called,
-// not for transactions that begin meanwhile. It says so where it returns less, which is right only below an open transaction:
-// whoever asks again and again, or knows of one, goes on.
+// marked returns the end of what can be read as committed. Brokers acknowledge the end of a
+// transaction before they have marked it in each partition; until then its committed records cannot
+// be read. marked waits for transactions that existed at its call, not for ones that begin later.
+// If it returns less than all, it logs that. That is correct only below an open transaction: a
+// caller that polls, or that knows of one, continues.
 func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string) (kadm.ListedOffsets, error) {
 	tb.Helper()
 	all, err := admin.ListEndOffsets(ctx, topic)
@@ -97,7 +100,7 @@ func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string
 			return committed, nil
 		}
 		if time.Now().After(deadline) {
-			tb.Logf("topic %s: transactions are open, or not marked within %v, from these partitions' offsets on: %v; what is there is not read", topic, markedMax, open)
+			tb.Logf("topic %s: transactions are open, or not marked within %v, from these partitions' offsets on: %v; the records behind them are not read", topic, markedMax, open)
 			return committed, nil
 		}
 		timer := time.NewTimer(markedEvery)
@@ -110,7 +113,7 @@ func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string
 	}
 }
 
-// offsetsToRead returns the end of each partition that has something before it.
+// offsetsToRead returns the end of each partition that has records before it.
 func offsetsToRead(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string) (map[int32]int64, error) {
 	tb.Helper()
 	starts, err := admin.ListStartOffsets(ctx, topic)

@@ -9,8 +9,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 )
 
-// UnusedTopic returns the name of a topic that does not exist. If the test creates it, it is deleted when
-// the test ends.
+// UnusedTopic returns the name of a topic that does not exist. If the test creates it, it is
+// deleted when the test ends.
 func UnusedTopic(tb testing.TB) string {
 	tb.Helper()
 	name := topicName(tb.Name())
@@ -42,12 +42,12 @@ func Configure(tb testing.TB, topic, name, value string) {
 	}
 }
 
-// Count returns how many records a topic of the shared cluster holds, without reading them. Transaction
-// markers count as records.
+// Count returns how many records a topic of the shared cluster holds, without reading them.
+// Transaction markers count as records.
 func Count(tb testing.TB, topic string) int {
 	tb.Helper()
 	client := open(tb, Brokers(tb))
-	defer client.Close() // not at the end of the test: whoever waits asks again and again
+	defer client.Close() // now and not at the end of the test: tests call Count in loops
 	starts, ends := offsets(tb, kadm.NewClient(client), topic)
 	n := 0
 	ends.Each(func(end kadm.ListedOffset) {
@@ -58,7 +58,7 @@ func Count(tb testing.TB, topic string) int {
 	return n
 }
 
-// offsets asks again while a leader is elected, as right after a topic was made.
+// offsets retries while a leader is elected, which happens right after a topic was created.
 func offsets(tb testing.TB, admin *kadm.Client, topic string) (starts, ends kadm.ListedOffsets) {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), readMax)

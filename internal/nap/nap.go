@@ -1,6 +1,7 @@
-// Package nap sleeps for less than a millisecond. A timer of Go ends up as the timeout of epoll_wait, which counts
-// milliseconds: in a process that does nothing else a pause of 0.1 ms takes a little more than one. On Linux a timerfd
-// wakes epoll_wait to the microsecond. Elsewhere a nap is as long as a timer's.
+// Package nap sleeps for less than a millisecond. A Go timer ends up as the timeout of epoll_wait,
+// which counts milliseconds: in an otherwise idle process a pause of 0.1 ms takes a little more
+// than one millisecond. On Linux a timerfd wakes epoll_wait to the microsecond. Elsewhere a nap
+// takes as long as a timer.
 package nap
 
 import "time"
@@ -8,10 +9,10 @@ import "time"
 // Max is the longest nap: it cannot be interrupted.
 const Max = time.Millisecond
 
-// A Napper is for one goroutine. Its zero value takes naps by timer.
+// Napper sleeps. It is for one goroutine. Its zero value uses a timer.
 type Napper struct{ clock clock }
 
-// New makes a Napper. Where the system gives none, it takes naps by timer.
+// New returns a Napper. If the system provides no timerfd, it uses a timer.
 func New() *Napper { return &Napper{newClock()} }
 
 // Nap sleeps for d, at most Max.
@@ -21,5 +22,5 @@ func (n *Napper) Nap(d time.Duration) {
 	}
 }
 
-// Close gives back what the system gave.
+// Close releases the system's resources.
 func (n *Napper) Close() { n.clock.close() }

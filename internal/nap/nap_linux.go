@@ -31,7 +31,7 @@ func (c clock) sleep(d time.Duration) bool {
 	return err == nil
 }
 
-// control calls f with the descriptor, which File.Fd would make block.
+// control calls f with the descriptor. File.Fd would make the file blocking.
 func control(file *os.File, f func(fd int) error) error {
 	raw, err := file.SyscallConn()
 	if err != nil {

@@ -10,7 +10,8 @@ import (
 	"github.com/effectonce/effectonce/internal/nap"
 )
 
-// Property: a nap lasts at least as long as it should, and never much longer than Max where it should last longer.
+// Property: a nap lasts at least as long as requested, and never much longer than Max if more is
+// requested.
 func TestNapIsNeverTooShort(t *testing.T) {
 	t.Parallel()
 	n := nap.New()
@@ -29,7 +30,7 @@ func TestNapIsNeverTooShort(t *testing.T) {
 	zero.Close()
 }
 
-// Property: a closed one still naps.
+// Property: a closed Napper still naps.
 func TestNapBehindClose(t *testing.T) {
 	t.Parallel()
 	n := nap.New()

@@ -1,12 +1,13 @@
-// Package nodedup takes the claim out of a consumer. It is internal: the demo shows with it what happens without
-// the claim, and the benchmark measures what the claim costs. Nothing outside of this module can do the same.
+// Package nodedup removes the claim from a consumer. It is internal: the demo uses it to show what
+// happens without the claim, and the benchmark to measure what the claim costs. Code outside of
+// this module cannot do the same.
 package nodedup
 
 import "context"
 
 type contextKey struct{}
 
-// With makes consumers that run under the returned context handle every message, without claims.
+// With returns a context. Consumers that run under it handle every message, without claims.
 func With(ctx context.Context) context.Context { return context.WithValue(ctx, contextKey{}, true) }
 
 // In reports whether ctx comes from With.

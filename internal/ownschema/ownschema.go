@@ -1,5 +1,6 @@
-// Package ownschema gives an example or a demo a schema that it made itself. Databases that users name for a try have
-// tables that must survive it: what is not marked as made here is left as it is, and refused.
+// Package ownschema gives an example or a demo a schema that it created itself. Databases that
+// users provide for a trial contain tables that must survive it. A schema that does not have the
+// mark of its maker is left as it is, and refused.
 package ownschema
 
 import (
@@ -8,68 +9,78 @@ import (
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// ErrNotOwn says that a schema of the wanted name exists and has no mark of the caller. Nothing was changed.
+// ErrNotOwn means that a schema of the wanted name exists without the caller's mark. Nothing was
+// changed.
 var ErrNotOwn = errors.New("its tables are not touched")
 
-// lockSQL keeps programs that share a database from making the schema at once: IF NOT EXISTS is not safe against itself.
+// lockSQL keeps programs that share a database from creating the tables at once: IF NOT EXISTS is
+// not safe against itself. Only the owner of the tables can take this lock.
 const lockSQL = `-- ownschema.lock
-SELECT pg_advisory_xact_lock(hashtextextended('effectonce ownschema', 0))`
+SELECT FROM effectonce.schema_version FOR UPDATE`
 
 const lookSQL = `-- ownschema.look
-SELECT count(*) > 0, coalesce(max(obj_description(oid, 'pg_namespace')), '') FROM pg_catalog.pg_namespace WHERE nspname = $1`
+SELECT count(*) > 0, coalesce(pg_catalog.max(pg_catalog.obj_description(oid, 'pg_namespace')), '') FROM pg_catalog.pg_namespace WHERE nspname = $1`
 
-// mark is the comment of a schema that maker made.
+// mark is the comment of a schema that maker created.
 func mark(maker string) string {
 	return "made by " + maker + " of effectonce, which may empty or drop it"
 }
 
-// Make makes a schema and marks it. One that is there is accepted if this maker marked it; it may hold what an earlier
-// run left.
-func Make(ctx context.Context, conn *pgx.Conn, schema, maker string) error {
-	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
-		var there bool
-		var comment string
-		if _, err := tx.Exec(ctx, lockSQL); err != nil {
-			return fmt.Errorf("lock schema %s: %w", schema, err)
+const makeTries = 5
+
+// Make creates a schema and marks it. It accepts an existing schema if this maker marked it; that
+// schema may contain what an earlier run left.
+func Make(ctx context.Context, conn *pgx.Conn, schema, maker string) (err error) {
+	for range makeTries {
+		// If another program creates the schema at the same time, the conflict is reported only
+		// after its commit. Then check again whose it is.
+		if err = makeOrAccept(ctx, conn, schema, maker); !taken(err) {
+			return err
 		}
-		if err := tx.QueryRow(ctx, lookSQL, schema).Scan(&there, &comment); err != nil {
-			return fmt.Errorf("look for schema %s: %w", schema, err)
-		}
-		switch {
-		case there && comment == mark(maker):
-			return nil
-		case there:
-			return fmt.Errorf("schema %s is there and %s did not make it: %w. Name another database, or rename the schema: ALTER SCHEMA %s RENAME TO …",
-				schema, maker, ErrNotOwn, quote(schema))
-		}
-		return create(ctx, tx, schema, maker)
-	})
+	}
+	return err
 }
 
-// MakeNew makes a schema that must not be there yet, so that its maker may drop it.
+func makeOrAccept(ctx context.Context, conn *pgx.Conn, schema, maker string) error {
+	var there bool
+	var comment string
+	if err := conn.QueryRow(ctx, lookSQL, schema).Scan(&there, &comment); err != nil {
+		return fmt.Errorf("look for schema %s: %w", schema, err)
+	}
+	switch {
+	case there && comment == mark(maker):
+		return nil
+	case there:
+		return fmt.Errorf("schema %s exists and %s did not create it: %w; use another database, or rename the schema: ALTER SCHEMA %s RENAME TO …",
+			schema, maker, ErrNotOwn, quote(schema))
+	}
+	return create(ctx, conn, schema, maker)
+}
+
+// MakeNew creates a schema that must not exist yet, so that its maker may drop it.
 func MakeNew(ctx context.Context, conn *pgx.Conn, schema, maker string) error {
-	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error { return create(ctx, tx, schema, maker) })
+	err := create(ctx, conn, schema, maker)
+	if taken(err) {
+		return fmt.Errorf("schema %s already exists, and this run did not create it: %w", schema, ErrNotOwn)
+	}
+	return err
 }
 
-// duplicateSchema is PostgreSQL's code for a CREATE SCHEMA of a name that is taken.
-const duplicateSchema = "42P06"
+// taken reports whether a CREATE SCHEMA found the name in use, before it (42P06) or at the same
+// time (23505).
+func taken(err error) bool {
+	return pgerr.Is(err, pgerr.DuplicateSchema, pgerr.UniqueViolation)
+}
 
-func create(ctx context.Context, tx pgx.Tx, schema, maker string) error {
-	_, err := tx.Exec(ctx, "CREATE SCHEMA "+quote(schema))
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && pgErr.Code == duplicateSchema {
-		return fmt.Errorf("schema %s is there, and another made it: %w", schema, ErrNotOwn)
-	}
-	if err == nil {
-		// COMMENT takes no parameters; the mark has no quotes.
-		_, err = tx.Exec(ctx, "COMMENT ON SCHEMA "+quote(schema)+" IS '"+mark(maker)+"'")
-	}
+func create(ctx context.Context, conn *pgx.Conn, schema, maker string) error {
+	// COMMENT takes no parameters; the mark has no quotes. Both statements are one transaction.
+	_, err := conn.Exec(ctx, "CREATE SCHEMA "+quote(schema)+"; COMMENT ON SCHEMA "+quote(schema)+" IS '"+mark(maker)+"'", pgx.QueryExecModeSimpleProtocol)
 	if err != nil {
 		return fmt.Errorf("create schema %s: %w", schema, err)
 	}
@@ -78,9 +89,9 @@ func create(ctx context.Context, tx pgx.Tx, schema, maker string) error {
 
 func quote(name string) string { return pgx.Identifier{name}.Sanitize() }
 
-// Open makes the schema with the tables of effectonce and those of the SQL text in it, and returns what Connect does. In
-// production the tables of effectonce come from a step of the deployment (outbox-relay migrate up), into a schema that
-// only they are in.
+// Open creates the schema with the tables of effectonce and those of the SQL text, and returns what
+// Connect returns. In production a step of the deployment (outbox-relay migrate up) creates the
+// tables of effectonce, in a schema of their own.
 func Open(ctx context.Context, url, schema, maker, tables string) (*pgxpool.Pool, error) {
 	pool, err := Connect(ctx, url, schema)
 	if err != nil {
@@ -106,8 +117,8 @@ func prepare(ctx context.Context, config *pgx.ConnConfig, schema, maker, tables 
 		return err
 	}
 	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
-		// Programs that share a database may start at once.
-		if _, err := tx.Exec(ctx, lockSQL); err != nil {
+		// Programs that share a database may start at the same time.
+		if _, err := tx.Exec(ctx, migrations.InSchema(lockSQL, schema)); err != nil {
 			return fmt.Errorf("lock schema %s: %w", schema, err)
 		}
 		if _, err := tx.Exec(ctx, tables); err != nil {
@@ -117,7 +128,7 @@ func prepare(ctx context.Context, config *pgx.ConnConfig, schema, maker, tables 
 	})
 }
 
-// Connect returns a pool whose connections see no schema but this one.
+// Connect returns a pool whose connections see only this schema.
 func Connect(ctx context.Context, url, schema string) (*pgxpool.Pool, error) {
 	config, err := pgxpool.ParseConfig(url)
 	if err != nil {
@@ -128,14 +139,15 @@ func Connect(ctx context.Context, url, schema string) (*pgxpool.Pool, error) {
 	return pgxpool.NewWithConfig(ctx, config)
 }
 
-// checkPath finds a pooler that drops the parameter: names without a schema would be a user's tables.
+// checkPath detects a pooler that drops the parameter: names without a schema would then be a
+// user's tables.
 func checkPath(ctx context.Context, conn *pgx.Conn, schema string) error {
 	var current string
 	if err := conn.QueryRow(ctx, "SELECT coalesce(current_schema(), '')").Scan(&current); err != nil {
-		return fmt.Errorf("ask for the search_path: %w", err)
+		return fmt.Errorf("read the search_path: %w", err)
 	}
 	if current != schema {
-		return fmt.Errorf("the connection is in schema %q, not in %s: connect to PostgreSQL itself, not to a pooler that drops search_path", current, schema)
+		return fmt.Errorf("the connection is in schema %q, not in %s: connect to PostgreSQL directly, not through a pooler that drops search_path", current, schema)
 	}
 	return nil
 }

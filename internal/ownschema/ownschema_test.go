@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/internal/ownschema"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -16,8 +17,8 @@ const (
 	tables = `CREATE TABLE IF NOT EXISTS effectonce_example.orders (id int); TRUNCATE effectonce_example.orders`
 )
 
-// Property: programs that open a database at once, and again, all get the schema; what is written there without a schema's
-// name is in it, and not in a user's table of the same name.
+// Property: programs that open a database at once, and again, all get the schema; what is written
+// there without a schema's name is in it, and not in a user's table of the same name.
 func TestNamesWithoutASchemaAreItsOwn(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)
@@ -47,8 +48,8 @@ func TestNamesWithoutASchemaAreItsOwn(t *testing.T) {
 	require.NotZero(t, pgtest.Count(t, pool, `SELECT count(*) FROM orders`))
 }
 
-// Property: a schema of the name without the maker's mark is refused with the remedy, and is as it was; so is one that another
-// maker marked, and the schema of effectonce itself.
+// Property: a schema of the name without the maker's mark is refused with the remedy, and is as it
+// was; so is one that another maker marked, and the schema of effectonce itself.
 func TestSchemasOfOthersAreRefused(t *testing.T) {
 	t.Parallel()
 	for name, sql := range map[string]string{
@@ -83,7 +84,8 @@ func TestNewMeansNew(t *testing.T) {
 	require.NoError(t, ownschema.Make(t.Context(), conn, schema, maker))
 }
 
-// Property: where the parameter search_path is lost on the way, as in a pooler that ignores it, no connection is handed out.
+// Property: where the parameter search_path is lost on the way, as in a pooler that ignores it, no
+// connection is handed out.
 func TestLostSearchPathIsRefused(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)
@@ -92,4 +94,22 @@ func TestLostSearchPathIsRefused(t *testing.T) {
 	defer pool.Close()
 	_, err = pool.Exec(t.Context(), `CREATE TABLE orders (id int)`)
 	require.ErrorContains(t, err, "search_path")
+}
+
+// Property: programs that share a database may all begin at once.
+func TestManyBeginAtOnce(t *testing.T) {
+	t.Parallel()
+	address := pgtest.EmptyDatabase(t)
+	const tables = "CREATE TABLE IF NOT EXISTS mine (id int); CREATE OR REPLACE FUNCTION one() RETURNS int RETURN 1;"
+	var group errgroup.Group
+	for range 8 {
+		group.Go(func() error {
+			pool, err := ownschema.Open(t.Context(), address, "mine", "a test", tables)
+			if err == nil {
+				pool.Close()
+			}
+			return err
+		})
+	}
+	require.NoError(t, group.Wait())
 }

@@ -8,7 +8,8 @@ import (
 
 const clockOffsetMax = 30 * 24 * time.Hour
 
-// ClockOffset is TEST_CLOCK_OFFSET: by how much the clock of the tests' servers is ahead of the tests' own.
+// ClockOffset returns TEST_CLOCK_OFFSET: how far the clock of the tests' servers is ahead of the
+// tests' own.
 func ClockOffset() (time.Duration, error) {
 	text := os.Getenv("TEST_CLOCK_OFFSET")
 	if text == "" {

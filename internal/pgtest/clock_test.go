@@ -9,8 +9,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// The clock of the tests' servers is as far from the tests' own as TEST_CLOCK_OFFSET says: the shared one's and a
-// cluster's.
+// The clock of the tests' servers is as far from the tests' own as TEST_CLOCK_OFFSET says: the
+// shared one's and a cluster's.
 func TestClockIsAsFarAwayAsAsked(t *testing.T) {
 	t.Parallel()
 	offset, err := pgtest.ClockOffset()

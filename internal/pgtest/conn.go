@@ -35,7 +35,8 @@ func Blocked(t *testing.T, look, holder *pgx.Conn) {
 	}, time.Minute, 5*time.Millisecond)
 }
 
-// Plan runs a statement in a transaction that is rolled back, and returns its plan with the rows it touched.
+// Plan runs a statement in a transaction that is rolled back, and returns its plan with the rows
+// that it touched.
 func Plan(t *testing.T, conn *pgx.Conn, sql string, args ...any) string {
 	t.Helper()
 	tx, err := conn.Begin(t.Context())

@@ -19,7 +19,7 @@ const (
 	poolConnsMax = 16 // times sixteen tests at once is within the shared server's limit
 )
 
-// Pool returns a pool on a migrated database of the test's own.
+// Pool returns a pool on a migrated database that only this test uses.
 func Pool(tb testing.TB) *pgxpool.Pool {
 	tb.Helper()
 	config, err := pgxpool.ParseConfig(Database(tb))
@@ -35,8 +35,8 @@ func Pool(tb testing.TB) *pgxpool.Pool {
 	return pool
 }
 
-// closePool does not wait for ever for a connection that the test kept: the checks that follow tell
-// what that connection is doing.
+// closePool does not wait forever for a connection that the test kept: the checks that follow
+// report what that connection is doing.
 func closePool(tb testing.TB, pool *pgxpool.Pool) {
 	tb.Helper()
 	closed := make(chan struct{})
@@ -53,22 +53,22 @@ func closePool(tb testing.TB, pool *pgxpool.Pool) {
 	}
 }
 
-// Database returns the URL of a migrated database of the test's own.
+// Database returns the URL of a migrated database that only this test uses.
 func Database(tb testing.TB) string {
 	tb.Helper()
 	server, template := shared.get(tb)
 	return create(tb, server, template)
 }
 
-// EmptyDatabase returns the URL of a database of the test's own, without the schema.
+// EmptyDatabase returns the URL of a database that only this test uses, without the schema.
 func EmptyDatabase(tb testing.TB) string {
 	tb.Helper()
 	server, _ := shared.get(tb)
 	return create(tb, server, "template1")
 }
 
-// Cluster returns a server of the test's own, with settings as in postgres -c name=value. Unlike the
-// shared one it syncs its writes, so that its crash proves something.
+// Cluster returns a server that only this test uses, with settings as in postgres -c name=value.
+// Unlike the shared one it syncs its writes, so that its crash proves something.
 func Cluster(tb testing.TB, parameters map[string]string) *servers.Postgres {
 	tb.Helper()
 	offset, err := ClockOffset()
@@ -90,7 +90,8 @@ func Cluster(tb testing.TB, parameters map[string]string) *servers.Postgres {
 	return p
 }
 
-// Migrate installs the schema in a database that does not come from Database, such as a Cluster's.
+// Migrate installs the schema in a database that does not come from Database, for example in a
+// Cluster.
 func Migrate(tb testing.TB, address string) {
 	tb.Helper()
 	if err := migrate(tb.Context(), address); err != nil {
@@ -98,7 +99,7 @@ func Migrate(tb testing.TB, address string) {
 	}
 }
 
-// create clones template, and checks and drops the clone when the test ends.
+// create clones template. When the test ends, it checks and drops the clone.
 func create(tb testing.TB, server *servers.Postgres, template string) string {
 	tb.Helper()
 	name := databaseName(tb.Name())
@@ -118,7 +119,7 @@ func create(tb testing.TB, server *servers.Postgres, template string) string {
 	return address
 }
 
-// databaseName tells a reader of pg_stat_activity which test it is, within PostgreSQL's 63 bytes.
+// databaseName names the test for readers of pg_stat_activity, within PostgreSQL's 63 bytes.
 func databaseName(test string) string {
 	test = strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' || r == '_' {
@@ -143,6 +144,6 @@ func execute(ctx context.Context, address, sql string) error {
 
 func cleanupContext(tb testing.TB) (context.Context, context.CancelFunc) {
 	tb.Helper()
-	// The test's own context is over by the time of its cleanup.
+	// The test's own context is cancelled before its cleanup.
 	return context.WithTimeout(context.WithoutCancel(tb.Context()), cleanupMax)
 }

@@ -1,4 +1,5 @@
-// Package pgtest gives each test a PostgreSQL database of its own, and looks over it when the test ends.
+// Package pgtest gives each test a PostgreSQL database of its own, and checks it when the test
+// ends.
 //
 //	func TestMain(m *testing.M) { pgtest.Main(m) }
 //
@@ -8,15 +9,16 @@
 //		...
 //	}
 //
-// One server serves all tests of a process; package servers says which. Snapshots are cluster-wide: a
-// transaction that one test holds open holds back what every other test sees as finished. A test that
-// does so, or that kills the server, asks for a Cluster of its own.
+// One server serves all tests of a process; package servers describes which. Snapshots are
+// cluster-wide: a transaction that one test holds open delays what every other test sees as
+// finished. A test that does so, or that kills the server, uses a Cluster of its own.
 //
-// With TEST_CLOCK_OFFSET=1h, or -1h, the servers' clock is so far ahead of that of the tests; what passes without it has
-// to pass with it, since only the database's clock decides:
+// With TEST_CLOCK_OFFSET=1h, or -1h, the servers' clock is that far ahead of the tests' clock. A
+// test that passes without it has to pass with it, because only the database's clock is used for
+// decisions:
 //
 //	TEST_CLOCK_OFFSET=-1h go test -short ./dedup/idempotency/...
 //
-// Such a server runs from downloaded binaries, also where there are a DATABASE_URL and a Docker engine; a C
-// compiler makes the library that shifts its clock.
+// Such a server runs from downloaded binaries, even if there are a DATABASE_URL and a Docker
+// engine. It needs a C compiler for the library that shifts its clock.
 package pgtest

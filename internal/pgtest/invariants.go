@@ -10,15 +10,15 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// settleMax is how long a broken invariant may take to heal: a connection that was just cut keeps its
-// transaction until the server notices.
+// settleMax is how long a broken invariant may take to recover: a connection that was just cut
+// keeps its transaction until the server notices.
 const (
 	settleMax   = 30 * time.Second
 	settleEvery = 20 * time.Millisecond
 )
 
-// invariant is a query that must find nothing when a test ends, whatever the test was about. Its rows are
-// one text each, for the message.
+// invariant is a query that must find nothing when a test ends, whatever the test. Each of its rows
+// is one text, for the message.
 type invariant struct {
 	name  string
 	table string // without which the query makes no sense
@@ -35,8 +35,9 @@ FROM pg_stat_activity
 WHERE datname = current_database() AND state LIKE 'idle in transaction%'`,
 		},
 		{
-			// The relay takes what is below the snapshot's xmin. A visible row at or above xmax comes
-			// from another cluster (a restored dump), and would be passed over or sent out of order.
+			// The relay takes the rows below the snapshot's xmin. A visible row at or above xmax
+			// comes from another cluster (a restored dump), and would be skipped or sent out of
+			// order.
 			name:  "no outbox row is newer than the cluster's transactions",
 			table: "effectonce.outbox",
 			sql: `-- invariant.outbox_txid
@@ -46,8 +47,8 @@ WHERE txid >= pg_snapshot_xmax(pg_current_snapshot()) LIMIT 10`,
 	}
 }
 
-// checkInvariants fails the test if its database is not in order. A test that failed already is spared:
-// what it left half done would only hide its own message.
+// checkInvariants fails the test if its database is not in order. It does not check after a failed
+// test: unfinished work would only hide the test's own message.
 func checkInvariants(ctx context.Context, tb testing.TB, address string) {
 	tb.Helper()
 	if tb.Failed() {
@@ -75,7 +76,7 @@ func (i invariant) check(ctx context.Context, conn *pgx.Conn) error {
 	for {
 		found, err := i.find(ctx, conn)
 		if err != nil {
-			return fmt.Errorf("ask whether %s: %w", i.name, err)
+			return fmt.Errorf("check that %s: %w", i.name, err)
 		}
 		if len(found) == 0 {
 			return nil

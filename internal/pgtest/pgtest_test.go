@@ -62,8 +62,8 @@ func TestClusterCanBeKilled(t *testing.T) {
 	assert.NotEqual(t, servers.KindExternal, cluster.Kind)
 }
 
-// A transaction that a test forgot, and an outbox row from another cluster, fail the test with words that
-// lead to the cause.
+// A transaction that a test forgot, and an outbox row from another cluster, fail the test with
+// words that lead to the cause.
 func TestInvariantsAreChecked(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)

@@ -6,23 +6,23 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// PoolWith is Pool on a database with tables of the test's own, which the statements make.
+// PoolWith is Pool on a database with additional tables, which the statements create.
 func PoolWith(tb testing.TB, sql string) *pgxpool.Pool {
 	tb.Helper()
 	pool := Pool(tb)
 	if _, err := pool.Exec(tb.Context(), sql); err != nil {
-		tb.Fatalf("make the test's tables: %v", err)
+		tb.Fatalf("create the test's tables: %v", err)
 	}
 	return pool
 }
 
-// NoPool is of a server that does not exist: who asks it for a connection gets an error at once, which proves of all others
-// that they need none.
+// NoPool returns a pool of a server that does not exist. Code that asks it for a connection gets an
+// error at once, so code that works with it needs no connection.
 func NoPool(tb testing.TB) *pgxpool.Pool {
 	tb.Helper()
 	pool, err := pgxpool.New(tb.Context(), "postgres://nobody@127.0.0.1:1/none?connect_timeout=1")
 	if err != nil {
-		tb.Fatalf("make a pool of no server: %v", err)
+		tb.Fatalf("create a pool of no server: %v", err)
 	}
 	tb.Cleanup(pool.Close)
 	return pool

@@ -7,8 +7,9 @@ import (
 	"testing"
 )
 
-// RolePrefix returns a prefix for names of roles that nobody else uses. Roles belong to the whole server: those whose
-// name begins with it and an underscore go when the test ends, with what they own and may do in the database at address.
+// RolePrefix returns a prefix for role names that no other test uses. Roles belong to the whole
+// server. When the test ends, roles whose name begins with the prefix and an underscore are
+// dropped, with what they own and their rights in the database at address.
 func RolePrefix(tb testing.TB, address string) string {
 	tb.Helper()
 	random := make([]byte, 8)
@@ -25,7 +26,8 @@ func RolePrefix(tb testing.TB, address string) string {
 }
 
 func dropRolesSQL(prefix string) string {
-	return `DO $$
+	return `SET search_path = pg_catalog, pg_temp; -- of tests that plant hostile functions
+DO $$
 DECLARE
   role text;
 BEGIN
@@ -37,14 +39,14 @@ END
 $$`
 }
 
-// Login makes a role PREFIX_login_PART that may log in and is a member of the role PREFIX_PART, and of no other. It
-// returns the URL under which it does.
+// Login creates a role PREFIX_login_PART that may log in and is a member of the role PREFIX_PART,
+// and of no other. It returns a URL that logs in as that role.
 func Login(tb testing.TB, address, prefix, part string) string {
 	tb.Helper()
 	name := prefix + "_login_" + part
 	sql := "CREATE ROLE " + name + " LOGIN PASSWORD 'of-a-test'; GRANT " + prefix + "_" + part + " TO " + name
 	if err := execute(tb.Context(), address, sql); err != nil {
-		tb.Fatalf("make a role that may log in: %v", err)
+		tb.Fatalf("create a role that may log in: %v", err)
 	}
 	u, err := url.Parse(address)
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// shared is the server of this process, started by the first test that needs it and stopped by Main.
+// shared is the server of this process. The first test that needs it starts it, and Main stops it.
 var shared sharedServer //nolint:gochecknoglobals // what all tests of a process share has no other place
 
 type sharedServer struct {
@@ -27,7 +27,7 @@ type sharedServer struct {
 func (s *sharedServer) get(tb testing.TB) (server *servers.Postgres, template string) {
 	tb.Helper()
 	s.once.Do(func() {
-		// Others use it when this test is over.
+		// Other tests use the server after this test.
 		s.err = s.start(context.WithoutCancel(tb.Context()))
 		if s.err == nil {
 			tb.Log("shared by the tests of this package:", s.server.Description)
@@ -46,9 +46,9 @@ func (s *sharedServer) start(ctx context.Context) error {
 	}
 	s.server, err = servers.StartPostgres(ctx, servers.PostgresOptions{ClockOffset: offset, Parameters: map[string]string{
 		"max_connections": "300",
-		// Its data is gone when the process ends, so there is no crash that these could guard against,
-		// and creating and dropping a database for each test waits for dozens of syncs. A Cluster, which
-		// may be killed, has them on.
+		// The data is gone when the process ends, so there is no crash against which these could
+		// protect; and each creation and drop of a database would wait for dozens of syncs. A
+		// Cluster, which may be killed, has them on.
 		"fsync":            "off",
 		"full_page_writes": "off",
 	}})
@@ -62,7 +62,7 @@ func (s *sharedServer) start(ctx context.Context) error {
 	return migrate(ctx, withDatabase(s.server.URL, s.template))
 }
 
-// dropTemplate leaves nothing behind on a server that lives on.
+// dropTemplate drops the template on a server that continues to run.
 func (s *sharedServer) dropTemplate(ctx context.Context) error {
 	if s.template == "" || s.server.Kind != servers.KindExternal {
 		return nil
@@ -79,7 +79,8 @@ func migrate(ctx context.Context, address string) error {
 	return migrations.Up(ctx, conn, migrations.Options{})
 }
 
-// withDatabase points a URL, or a list of key=value as DATABASE_URL may also be, at another database.
+// withDatabase changes the database in a URL, or in a list of key=value, which DATABASE_URL may
+// also be.
 func withDatabase(address, name string) string {
 	u, err := url.Parse(address)
 	if err != nil || !strings.Contains(address, "://") {

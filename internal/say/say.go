@@ -1,4 +1,5 @@
-// Package say keeps logs readable during an outage: what lasts is logged once, and then every 30 s with how often it came.
+// Package say keeps logs readable during an outage. A lasting condition is logged once, and then
+// every 30 s with its number of occurrences.
 package say
 
 import (
@@ -6,10 +7,11 @@ import (
 	"time"
 )
 
-// Every is how often something that lasts is logged after the first time.
+// Every is how often a lasting condition is logged after the first time.
 const Every = 30 * time.Second
 
-// Lines are what was said. The zero value is ready; it is safe for concurrent use.
+// Lines are the conditions that were logged. The zero value is ready; it is safe for concurrent
+// use.
 type Lines struct {
 	mu    sync.Mutex
 	lines map[string]*line
@@ -21,8 +23,9 @@ type line struct {
 	lasts             bool
 }
 
-// Due notes that something came, and returns whether it is to be logged now, and how often it came since it began. What
-// did not come for twice Every is over and begins again; with lasts only End ends it.
+// Due records an occurrence. It returns whether to log it now, and the number of occurrences since
+// the condition began. A condition that does not occur for twice Every has ended, and begins again;
+// with lasts only End ends it.
 func (l *Lines) Due(key string, lasts bool) (times int, due bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -42,7 +45,7 @@ func (l *Lines) Due(key string, lasts bool) (times int, due bool) {
 	return known.times, true
 }
 
-// linesMax bounds what is remembered. Beyond it what is over is forgotten.
+// linesMax bounds how many conditions are remembered. Above it, ended ones are forgotten.
 const linesMax = 1000
 
 func (l *Lines) forget(now time.Time) {
@@ -58,17 +61,17 @@ func (l *Lines) forget(now time.Time) {
 		}
 	}
 	if len(l.lines) >= linesMax {
-		clear(l.lines) // each is logged once more, which is better than all for ever
+		clear(l.lines) // each is logged once more, which is better than logging all of them forever
 	}
 }
 
-// Ended is something that lasted.
+// Ended is a condition that ended.
 type Ended struct {
 	Times  int
 	Lasted time.Duration
 }
 
-// End notes that something is over, and returns what it was, or false if it never came.
+// End ends a condition. It returns what it was, or false if it never occurred.
 func (l *Lines) End(key string) (Ended, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

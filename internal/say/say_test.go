@@ -11,7 +11,8 @@ import (
 	"github.com/effectonce/effectonce/internal/say"
 )
 
-// Property: what lasts is logged at once, and then every 30 s with how often it came; what is over begins again.
+// Property: a lasting condition is logged at once, and then every 30 s with its number of
+// occurrences; one that ended begins again.
 func TestWhatLastsIsLoggedNowAndThen(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -34,7 +35,8 @@ func TestWhatLastsIsLoggedNowAndThen(t *testing.T) {
 	})
 }
 
-// Property: what lasts until its end is one thing, however rarely it comes, and its end says how long it was.
+// Property: with lasts, everything until End is one condition, however rarely it occurs, and End
+// returns how long it lasted.
 func TestEnd(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -53,7 +55,8 @@ func TestEnd(t *testing.T) {
 	})
 }
 
-// Property: a relay that runs for a year remembers a bounded number of lines, and each still comes once.
+// Property: a relay that runs for a year remembers a bounded number of conditions, and each is
+// still logged once.
 func TestWhatIsRememberedIsBounded(t *testing.T) {
 	t.Parallel()
 	var l say.Lines

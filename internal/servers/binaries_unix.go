@@ -17,7 +17,8 @@ import (
 	embeddedpostgres "github.com/fergusstrange/embedded-postgres"
 )
 
-// postgresVersion is what tests and commands run on, unless EMBEDDED_POSTGRES names another of the supported majors.
+// postgresVersion is the version for tests and commands. EMBEDDED_POSTGRES may name another of the
+// supported majors.
 func postgresVersion() (embeddedpostgres.PostgresVersion, error) {
 	switch major := env("EMBEDDED_POSTGRES"); major {
 	case "14":
@@ -35,17 +36,17 @@ func postgresVersion() (embeddedpostgres.PostgresVersion, error) {
 	}
 }
 
-// builtinLocales tells whether the version has locales of its own, which it does from 17 on.
+// builtinLocales reports whether the version has locales of its own: from 17 on.
 func builtinLocales() bool {
 	major := env("EMBEDDED_POSTGRES")
 	return major == "" || major >= "17"
 }
 
-// ordinary is the user and group ("nobody") that runs PostgreSQL where this process is root.
+// ordinary is the user and group ("nobody") that runs PostgreSQL if this process is root.
 const ordinary = 65534
 
-// postgresBinaries returns the directory of PostgreSQL's programs, downloaded by the first process that
-// needs them. They come by a rename, complete or not at all.
+// postgresBinaries returns the directory of PostgreSQL's programs. The first process that needs
+// them downloads them. A rename puts them in place, so they are complete or missing.
 func postgresBinaries(ctx context.Context) (string, error) {
 	version, err := postgresVersion()
 	if err != nil {
@@ -65,7 +66,7 @@ func postgresBinaries(ctx context.Context) (string, error) {
 	}
 	defer unlock()
 	if _, err := os.Stat(binaries); err == nil {
-		return binaries, nil // by the process that had the lock
+		return binaries, nil // downloaded by the process that held the lock
 	}
 	scratch, err := os.MkdirTemp(cache, "download-")
 	if err != nil {
@@ -80,13 +81,13 @@ func postgresBinaries(ctx context.Context) (string, error) {
 		return "", err
 	}
 	if err := download(scratch, version, port); err != nil {
-		return "", fmt.Errorf("get PostgreSQL %s (set DATABASE_URL or start a Docker engine to do without): %w", version, err)
+		return "", fmt.Errorf("get PostgreSQL %s (not needed with DATABASE_URL or a Docker engine): %w", version, err)
 	}
 	return binaries, os.Rename(filepath.Join(scratch, "postgres"), binaries)
 }
 
-// download leaves the programs in the directory "postgres" of scratch. The library cannot only download:
-// it starts a server, which proves that the programs work here, and stops it.
+// download leaves the programs in the directory "postgres" of scratch. The library cannot only
+// download: it starts a server, which proves that the programs work here, and stops it.
 func download(scratch string, version embeddedpostgres.PostgresVersion, port int) error {
 	at := func(name string) string { return filepath.Join(scratch, name) }
 	config := embeddedpostgres.DefaultConfig().
@@ -94,7 +95,8 @@ func download(scratch string, version embeddedpostgres.PostgresVersion, port int
 		CachePath(at("archive")).BinariesPath(at("postgres")).RuntimePath(at("run")).DataPath(at("data")).
 		Locale("C").Encoding("UTF8").StartTimeout(time.Minute).
 		StartParameters(map[string]string{"listen_addresses": "127.0.0.1", "unix_socket_directories": ""})
-	// The library downloads with the default client, whose connection would look like a leak to tests.
+	// The library downloads with the default client. Its connection would look like a leak to
+	// tests.
 	defer http.DefaultClient.CloseIdleConnections()
 	return asOrdinaryUser(func() error {
 		if _, err := os.ReadDir(scratch); err != nil {
@@ -109,8 +111,8 @@ func download(scratch string, version embeddedpostgres.PostgresVersion, port int
 }
 
 // cacheDir returns the directory that keeps the programs between runs. For root it is one that the
-// ordinary user can enter, unlike root's home, and nobody but the two may own it, because its programs
-// will be run.
+// ordinary user can enter, unlike root's home. Only these two users may own it, because its
+// programs are executed.
 func cacheDir(version embeddedpostgres.PostgresVersion) (string, error) {
 	name := "effectonce-postgres-" + string(version)
 	dir := filepath.Join(os.TempDir(), name)
@@ -136,7 +138,7 @@ func cacheDir(version embeddedpostgres.PostgresVersion) (string, error) {
 	return dir, giveAway(dir)
 }
 
-// lock keeps other processes out, until unlock or the end of this one.
+// lock excludes other processes until unlock, or until this process ends.
 func lock(ctx context.Context, file string) (unlock func(), err error) {
 	f, err := os.OpenFile(file, os.O_CREATE|os.O_RDWR, 0o600) //nolint:gosec // in a directory that cacheDir vouches for
 	if err != nil {
@@ -160,7 +162,8 @@ func lock(ctx context.Context, file string) (unlock func(), err error) {
 	}
 }
 
-// credential is what PostgreSQL's programs run with: they refuse root. Nil stands for those of this process.
+// credential is what PostgreSQL's programs run with: they refuse root. Nil: the credentials of this
+// process.
 func credential() *syscall.Credential {
 	if os.Geteuid() != 0 {
 		return nil

@@ -12,9 +12,10 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// clockSource shifts the clock of a program that asks libc for the time, as PostgreSQL does. (libfaketime cannot be used
-// for it: within epoll_wait it tells signal handlers the real time, so that a server whose clock is ahead never ends
-// a statement by its timeouts.) The monotonic clock stays as it is.
+// clockSource shifts the clock of a program that reads the time through libc, as PostgreSQL does.
+// (libfaketime does not work for this: within epoll_wait it gives signal handlers the real time, so
+// that a server whose clock is ahead never ends a statement by its timeouts.) The monotonic clock
+// does not change.
 const clockSource = `
 #define _GNU_SOURCE
 #include <sys/syscall.h>
@@ -45,10 +46,10 @@ time_t time(time_t *t) {
 }
 `
 
-// ErrNoCompiler says that PostgresOptions.ClockOffset asks for a C compiler, which is not there.
-var ErrNoCompiler = errors.New("a C compiler (cc), with which a server's clock is shifted, is not there")
+// ErrNoCompiler means that PostgresOptions.ClockOffset needs a C compiler, and there is none.
+var ErrNoCompiler = errors.New("no C compiler (cc): one is needed to shift a server's clock")
 
-// clockLibrary makes the library, in dir, that shifts the clock of a program which loads it first.
+// clockLibrary builds the library, in dir, that shifts the clock of a program which preloads it.
 func clockLibrary(ctx context.Context, dir string, offset time.Duration) (string, error) {
 	compiler, err := exec.LookPath("cc")
 	if err != nil {
@@ -58,15 +59,15 @@ func clockLibrary(ctx context.Context, dir string, offset time.Duration) (string
 	cmd := exec.CommandContext(ctx, compiler, "-shared", "-fPIC", "-O2", fmt.Sprintf("-DOFFSET=%d", int64(offset/time.Second)), "-o", library, "-x", "c", "-") //nolint:gosec // our own values
 	cmd.Stdin = strings.NewReader(clockSource)
 	if output, err := cmd.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("compile what shifts the server's clock: %w:\n%s", err, tail(output))
+		return "", fmt.Errorf("compile the library that shifts the server's clock: %w:\n%s", err, tail(output))
 	}
 	return library, nil
 }
 
-const clockSlop = time.Minute // what the way there and back may take
+const clockSlop = time.Minute // allowance for the round trip
 
-// checkClock proves that the server's clock is as far from this process's as was asked for: a library that the loader
-// passes over is not told otherwise.
+// checkClock checks that the server's clock differs from this process's by the requested offset: a
+// loader that skips the library does not report that.
 func (p *Postgres) checkClock(ctx context.Context, want time.Duration) error {
 	conn, err := pgx.Connect(ctx, p.URL)
 	if err != nil {

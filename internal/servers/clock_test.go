@@ -13,8 +13,8 @@ import (
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
-// A server's clock goes with another offset than the machine's, also after a crash, and its timeouts, which run on that
-// clock too, last as long as ever.
+// A server's clock keeps the offset from the machine's clock, also after a crash. Its timeouts,
+// which also use that clock, last as long as before.
 func TestClockOffset(t *testing.T) {
 	t.Parallel()
 	for _, offset := range []time.Duration{time.Hour, -90 * time.Minute} {
@@ -49,7 +49,8 @@ func requireTimeout(t *testing.T, address string) {
 	require.GreaterOrEqual(t, time.Since(began), 250*time.Millisecond)
 }
 
-// Without a C compiler a clock cannot be shifted, and no server with the machine's clock stands in.
+// Without a C compiler a clock cannot be shifted, and no server with the machine's clock is used
+// instead.
 func TestClockOffsetNeedsACompiler(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	_, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{ClockOffset: time.Hour})

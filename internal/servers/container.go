@@ -22,12 +22,13 @@ const (
 	logMax  = 4 << 10          // of a server's log in an error, in bytes
 )
 
-// pingDocker tells whether a Docker engine answers.
+// pingDocker reports whether a Docker engine answers.
 func pingDocker(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, pingMax)
 	defer cancel()
 	if host := env("DOCKER_HOST"); host != "" {
-		// testcontainers would go on to the default socket, and so use another engine than was asked for.
+		// testcontainers would continue with the default socket, and so use another engine than the
+		// one requested.
 		docker, err := client.New(client.FromEnv)
 		if err != nil {
 			return fmt.Errorf("DOCKER_HOST=%s: %w", host, err)
@@ -44,8 +45,8 @@ func pingDocker(ctx context.Context) error {
 	return provider.Health(ctx)
 }
 
-// silence turns off testcontainers' account of each step, which would drown the output of tests and demo.
-// Errors carry the end of the server's log instead.
+// silence turns off testcontainers' log of each step, which would drown the output of tests and
+// demo. Errors carry the end of the server's log instead.
 var silence = sync.OnceFunc(func() { log.SetDefault(log.NewNoopLogger()) }) //nolint:gochecknoglobals // as what it sets
 
 func dockerProvider() (*testcontainers.DockerProvider, error) {
@@ -53,14 +54,14 @@ func dockerProvider() (*testcontainers.DockerProvider, error) {
 	return testcontainers.NewDockerProvider()
 }
 
-// dockerContainer is a server in a container, at a host port that outlives restarts.
+// dockerContainer is a server in a container, at a host port that survives restarts.
 type dockerContainer struct {
 	testcontainers.Container
 
 	docker client.APIClient
 }
 
-// createContainer creates a container with its one exposed port published at a port of 127.0.0.1.
+// createContainer creates a container and publishes its only exposed port at a port of 127.0.0.1.
 func createContainer(ctx context.Context, port int, request testcontainers.ContainerRequest) (*dockerContainer, error) {
 	inner, err := network.ParsePort(request.ExposedPorts[0])
 	if err != nil {
@@ -98,7 +99,7 @@ func (c *dockerContainer) alive(ctx context.Context) error {
 	}
 	var text []byte
 	if logs, err := c.Logs(ctx); err == nil {
-		text, _ = io.ReadAll(logs) // what there is of it
+		text, _ = io.ReadAll(logs) // as much of it as can be read
 		_ = logs.Close()
 	}
 	return fmt.Errorf("%w with status %d:\n%s", errExited, state.ExitCode, tail(text))
@@ -112,7 +113,7 @@ func (c *dockerContainer) kill(ctx context.Context) error {
 	return nil
 }
 
-// remove does not let the server shut down in its own time: its data goes with the container.
+// remove does not wait for a clean shutdown: the data is removed with the container.
 func (c *dockerContainer) remove(ctx context.Context) error {
 	return c.Terminate(ctx, testcontainers.StopTimeout(0))
 }

@@ -9,7 +9,7 @@ import (
 )
 
 func postgresBinaries(context.Context) (string, error) {
-	return "", errors.New("there are no binaries of PostgreSQL for this system: set DATABASE_URL, or start a Docker engine")
+	return "", errors.New("there are no PostgreSQL binaries for this system: set DATABASE_URL, or start a Docker engine")
 }
 
 func createCluster(_ context.Context, _, _ string, _ []string, _ time.Duration) (external, error) {

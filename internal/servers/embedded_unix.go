@@ -17,7 +17,7 @@ import (
 
 // cluster is a PostgreSQL that runs as a child of this process.
 type cluster struct {
-	dir      string // data, log and password, removed with it
+	dir      string // data, log and password; removed with the server
 	binaries string
 	flags    []string
 	clock    string // library that shifts the server's clock, if it is shifted
@@ -29,7 +29,7 @@ type cluster struct {
 func (c *cluster) logFile() string { return filepath.Join(c.dir, "log") }
 func (c *cluster) data() string    { return filepath.Join(c.dir, "data") }
 
-// createCluster makes the data directory.
+// createCluster creates the data directory.
 func createCluster(ctx context.Context, binaries, password string, flags []string, clockOffset time.Duration) (_ *cluster, err error) {
 	dir, err := os.MkdirTemp("", "effectonce-postgres-data-")
 	if err != nil {
@@ -53,9 +53,9 @@ func createCluster(ctx context.Context, binaries, password string, flags []strin
 	if err := errors.Join(giveAway(secret), giveAway(dir)); err != nil {
 		return nil, err
 	}
-	// The locale is one that every machine has and that PostgreSQL itself implements; what initdb would
-	// take from the environment may be another encoding. Without syncing: a crash of the machine takes
-	// this directory's owner with it.
+	// Every machine has this locale, and PostgreSQL itself implements it; initdb would take one
+	// from the environment, possibly with another encoding. No syncing: a crash of the machine also
+	// ends the owner of this directory.
 	arguments := []string{"-D", c.data(), "-U", "postgres", "-A", "scram-sha-256", "--pwfile", secret, "-E", "UTF8", "--locale=C", "--no-sync"}
 	if builtinLocales() {
 		arguments = append(arguments, "--locale-provider=builtin", "--builtin-locale=C.UTF-8")
@@ -67,8 +67,8 @@ func createCluster(ctx context.Context, binaries, password string, flags []strin
 	return c, os.Remove(secret)
 }
 
-// command prepares a program of PostgreSQL: as an ordinary user, and out of the reach of a Ctrl-C at the
-// terminal, so that it is this process that decides when its database ends.
+// command prepares a program of PostgreSQL. It runs as an ordinary user, and a Ctrl-C at the
+// terminal does not reach it, so that this process decides when its database ends.
 func (c *cluster) command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	program := filepath.Join(c.binaries, "bin", name)
 	cmd := exec.CommandContext(ctx, program, args...) //nolint:gosec // in a directory that cacheDir vouches for
@@ -89,7 +89,7 @@ func (c *cluster) start(ctx context.Context) error {
 	if c.clock != "" {
 		server.Env = append(server.Env, "LD_PRELOAD="+c.clock)
 	}
-	// Not this process's own output: whoever reads that would wait for the server to close it.
+	// Not this process's own output: its reader would wait for the server to close it.
 	server.Stdout, server.Stderr = log, log
 	if err := server.Start(); err != nil {
 		return fmt.Errorf("run postgres: %w", err)
@@ -108,13 +108,13 @@ func (c *cluster) start(ctx context.Context) error {
 	return nil
 }
 
-// leashed waits for the end of its input, which comes with the end of this process, however it ends.
-// SIGQUIT is PostgreSQL's immediate shutdown. (The kernel's own signal at the death of a parent exists on
-// Linux only, and in Go is bound to a thread.)
+// leashed waits for the end of its input, which comes with the end of this process, however it
+// ends. SIGQUIT is PostgreSQL's immediate shutdown. (The kernel's own signal at the death of a
+// parent exists on Linux only, and is bound to a thread in Go.)
 const leashed = `read -r _; kill -QUIT "$0"; sleep 1; rm -rf -- "$1"`
 
-// leash makes sure that the server does not survive this process. release must be called once the
-// server is gone, because its process ID may then become somebody else's.
+// leash makes sure that the server does not survive this process. The caller has to call release
+// once the server is gone, because the system may reuse its process ID.
 func (c *cluster) leash(ctx context.Context, pid int) (release func(), err error) {
 	args := []string{"-c", leashed, strconv.Itoa(pid), c.dir}
 	watch := exec.CommandContext(context.WithoutCancel(ctx), "/bin/sh", args...) //nolint:gosec // a constant and our own values

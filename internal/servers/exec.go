@@ -9,10 +9,11 @@ import (
 	"github.com/testcontainers/testcontainers-go/exec"
 )
 
-// errNoContainer is Exec's answer for a server that is none of ours or in this process.
-var errNoContainer = errors.New("the server does not run in a container of ours")
+// errNoContainer is Exec's error for a server that this program did not start, or that runs in this
+// process.
+var errNoContainer = errors.New("the server does not run in a container that this program started")
 
-// Exec runs a command in the server's container and returns what it wrote, to both of its outputs.
+// Exec runs a command in the server's container and returns both of its outputs.
 func (s *Server) Exec(ctx context.Context, command ...string) ([]byte, error) {
 	container, ok := s.backend.(*dockerContainer)
 	if !ok {

@@ -16,25 +16,29 @@ import (
 
 const (
 	kafkaImage = "apache/kafka:4.3.1"
-	// sessionMin is less than Kafka's 6 s, so that tests need not wait that long for a dead member.
+	// sessionMin is less than Kafka's 6 s, so that tests do not have to wait that long for a dead
+	// member.
 	sessionMin = 500 * time.Millisecond
 )
 
-// KafkaOptions of StartKafka. The zero value takes what the environment names or the machine has.
+// KafkaOptions are the options of StartKafka. The zero value uses the cluster that the environment
+// names, or what the machine has.
 type KafkaOptions struct {
-	// Brokers of a cluster to use, as host:port. Default: the environment's KAFKA_BROKERS, split at commas.
+	// Brokers are the addresses of a cluster to use, as host:port. Default: the environment's
+	// KAFKA_BROKERS, split at commas.
 	Brokers []string
-	// Own asks for a cluster that nobody else uses: the environment's KAFKA_BROKERS is not looked at.
+	// Own asks for a cluster that no other program uses: the environment's KAFKA_BROKERS is
+	// ignored.
 	Own bool
 	// Embedded asks for kfake even if there are KAFKA_BROKERS and a Docker engine.
 	Embedded bool
-	// Settings of the broker in a container, by their names in server.properties.
+	// Settings are settings of the broker in a container, by their names in server.properties.
 	Settings map[string]string
 	// Fake are further options of kfake.
 	Fake []kfake.Opt
 }
 
-// Kafka is a running Kafka or kfake. It creates no topics by itself.
+// Kafka is a running Kafka or kfake. It does not create topics automatically.
 type Kafka struct {
 	Server
 
@@ -42,7 +46,8 @@ type Kafka struct {
 	Fake    *kfake.Cluster // nil unless it is kfake
 }
 
-// StartKafka starts a Kafka, or connects to an external one, and returns once it answers. Stop it.
+// StartKafka starts a Kafka, or connects to an external one, and returns once it answers. The
+// caller has to call Stop.
 func StartKafka(ctx context.Context, opts KafkaOptions) (*Kafka, error) {
 	brokers := strings.Join(opts.Brokers, ",")
 	if brokers == "" && !opts.Own {
@@ -75,8 +80,8 @@ func StartKafka(ctx context.Context, opts KafkaOptions) (*Kafka, error) {
 	return k, nil
 }
 
-// metadata proves that the cluster answers and has a broker to work with: a KRaft node opens its port
-// before the controller lets it in.
+// metadata checks that the cluster answers and has a usable broker: a KRaft node opens its port
+// before the controller admits it.
 func (k *Kafka) metadata(ctx context.Context) error {
 	client, err := kgo.NewClient(kgo.SeedBrokers(k.Brokers...))
 	if err != nil {
@@ -97,16 +102,16 @@ func (k *Kafka) inContainer(ctx context.Context, port int, settings map[string]s
 		"node.id":                  "1",
 		"process.roles":            "broker,controller",
 		"controller.quorum.voters": "1@localhost:9093",
-		// The broker reaches itself through BROKER. The published address leads nowhere inside the
-		// container, and transactions, whose coordinator writes markers through it, would hang.
+		// The broker reaches itself through BROKER. The published address does not work inside the
+		// container: transactions, whose coordinator writes markers through it, would hang.
 		"listeners":                      "PLAINTEXT://:9092,CONTROLLER://localhost:9093,BROKER://localhost:9094",
 		"advertised.listeners":           "PLAINTEXT://" + address + ",BROKER://localhost:9094",
 		"listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,BROKER:PLAINTEXT",
 		"controller.listener.names":      "CONTROLLER",
 		"inter.broker.listener.name":     "BROKER",
 		"log.dirs":                       "/tmp/kraft-combined-logs",
-		// One broker holds the only replica of everything, in fewer partitions than a real cluster's 50:
-		// they are all made at first use, and a test waits for that.
+		// One broker holds the only replica of everything, in fewer partitions than the 50 of a
+		// real cluster: all are created at first use, and a test waits for that.
 		"offsets.topic.replication.factor":                 "1",
 		"offsets.topic.num.partitions":                     "4",
 		"transaction.state.log.replication.factor":         "1",
@@ -114,7 +119,8 @@ func (k *Kafka) inContainer(ctx context.Context, port int, settings map[string]s
 		"transaction.state.log.num.partitions":             "4",
 		"share.coordinator.state.topic.replication.factor": "1",
 		"share.coordinator.state.topic.min.isr":            "1",
-		// After a kill the broker is let in again when its former session is over: 9 s by default.
+		// After a kill the controller admits the broker again when its earlier session is over: 9 s
+		// by default.
 		"broker.session.timeout.ms":        "3000",
 		"broker.heartbeat.interval.ms":     "500",
 		"auto.create.topics.enable":        "false",
@@ -123,7 +129,7 @@ func (k *Kafka) inContainer(ctx context.Context, port int, settings map[string]s
 	}
 	maps.Copy(all, settings)
 	variables := map[string]string{"KAFKA_HEAP_OPTS": "-Xmx512m"}
-	// The image's way of writing a property as a variable.
+	// How the image spells a property as an environment variable.
 	spell := strings.NewReplacer(".", "_", "-", "___", "_", "__")
 	for name, value := range all {
 		variables["KAFKA_"+strings.ToUpper(spell.Replace(name))] = value

@@ -52,8 +52,8 @@ func refuseUnknownTopic(t *testing.T, k *servers.Kafka) {
 	require.ErrorIs(t, err, kerr.UnknownTopicOrPartition)
 }
 
-// A transaction commits, which shows that the broker reaches itself, and its records survive a crash of
-// the broker at the same address.
+// A transaction commits, which shows that the broker reaches itself, and its records survive a
+// crash of the broker at the same address.
 func TestKafkaKeepsCommittedTransactionThroughKill(t *testing.T) {
 	t.Parallel()
 	for name, opts := range map[string]servers.KafkaOptions{

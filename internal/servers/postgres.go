@@ -20,18 +20,20 @@ import (
 
 const postgresImage = "postgres:18"
 
-// PostgresOptions of StartPostgres. The zero value takes what the environment names or the machine has.
+// PostgresOptions are the options of StartPostgres. The zero value uses the server that the
+// environment names, or what the machine has.
 type PostgresOptions struct {
-	// DatabaseURL of a server to use. Default: the environment's DATABASE_URL.
+	// DatabaseURL is the URL of a server to use. Default: the environment's DATABASE_URL.
 	DatabaseURL string
-	// Own asks for a server that nobody else uses: the environment's DATABASE_URL is not looked at.
+	// Own asks for a server that no other program uses: the environment's DATABASE_URL is ignored.
 	Own bool
 	// Embedded asks for downloaded binaries even if there are a DATABASE_URL and a Docker engine.
 	Embedded bool
-	// Parameters are server settings, as in postgres -c name=value. An external server ignores them.
+	// Parameters are server settings, as in postgres -c name=value. An external server ignores
+	// them.
 	Parameters map[string]string
-	// ClockOffset is by how much the server's clock is ahead of this machine's. Another than 0 asks for downloaded binaries,
-	// like Embedded, and for a C compiler. In whole seconds.
+	// ClockOffset is how far the server's clock is ahead of this machine's. A value other than 0
+	// requires downloaded binaries, like Embedded, and a C compiler. In whole seconds.
 	ClockOffset time.Duration
 }
 
@@ -42,7 +44,8 @@ type Postgres struct {
 	URL string // of a maintenance database, as a superuser unless it is external
 }
 
-// StartPostgres starts a PostgreSQL, or connects to an external one, and returns once it answers. Stop it.
+// StartPostgres starts a PostgreSQL, or connects to an external one, and returns once it answers.
+// The caller has to call Stop.
 func StartPostgres(ctx context.Context, opts PostgresOptions) (*Postgres, error) {
 	address := opts.DatabaseURL
 	if address == "" && !opts.Own {
@@ -79,7 +82,7 @@ func StartPostgres(ctx context.Context, opts PostgresOptions) (*Postgres, error)
 	return p, nil
 }
 
-// connect proves that the server answers queries, and takes its version for the description.
+// connect checks that the server answers queries, and reads its version for the description.
 func (p *Postgres) connect(ctx context.Context) error {
 	conn, err := pgx.Connect(ctx, p.URL)
 	if err != nil {
@@ -88,11 +91,12 @@ func (p *Postgres) connect(ctx context.Context) error {
 	var version string
 	err = conn.QueryRow(ctx, "SHOW server_version").Scan(&version)
 	config := conn.Config()
-	_ = conn.Close(ctx) // the answer is what counts
+	_ = conn.Close(ctx) // only the answer matters
 	if err != nil {
 		return err
 	}
-	number, _, _ := strings.Cut(version, " ") // distributions add their own: "18.4 (Debian 18.4-1)"
+	// Distributions append their own: "18.4 (Debian 18.4-1)"
+	number, _, _ := strings.Cut(version, " ")
 	p.Description = fmt.Sprintf("PostgreSQL %s %s (%s:%d)", number, p.Kind, config.Host, config.Port)
 	return nil
 }
@@ -119,7 +123,7 @@ func (p *Postgres) fromBinaries(ctx context.Context, port int, binaries string, 
 	settings := map[string]string{
 		"listen_addresses": "127.0.0.1",
 		"port":             strconv.Itoa(port),
-		// The default socket directory is shared between all servers of the machine.
+		// The default socket directory is shared by all servers of the machine.
 		"unix_socket_directories": "",
 	}
 	maps.Copy(settings, opts.Parameters)
@@ -128,8 +132,8 @@ func (p *Postgres) fromBinaries(ctx context.Context, port int, binaries string, 
 	return &p.Server, err
 }
 
-// localURL has a password of its own for each server: any user of the machine can reach the port, and a
-// superuser of PostgreSQL can run programs.
+// localURL has a different password for each server: any user of the machine can reach the port,
+// and a superuser of PostgreSQL can run programs.
 func localURL(port int, password string) string {
 	u := url.URL{
 		Scheme: "postgres", Host: "127.0.0.1:" + strconv.Itoa(port), Path: "/postgres",

@@ -43,7 +43,8 @@ func query(t *testing.T, address, sql string) (value string) {
 	return value
 }
 
-// What was committed before a crash is there after it, at the same address and with the same settings.
+// What was committed before a crash is there after it, at the same address and with the same
+// settings.
 func TestPostgresKeepsCommittedDataThroughKill(t *testing.T) {
 	t.Parallel()
 	for name, opts := range map[string]servers.PostgresOptions{
@@ -70,8 +71,8 @@ func TestPostgresKeepsCommittedDataThroughKill(t *testing.T) {
 	}
 }
 
-// A server that the caller names is used, not owned: it survives Stop, refuses Kill, and its password
-// stays out of the description.
+// A server that the caller names is used, not owned: it survives Stop, refuses Kill, and its
+// password stays out of the description.
 func TestExternalPostgresIsLeftAlone(t *testing.T) {
 	t.Parallel()
 	owner := startPostgres(t, servers.PostgresOptions{Embedded: true})
@@ -84,7 +85,7 @@ func TestExternalPostgresIsLeftAlone(t *testing.T) {
 	require.NotEmpty(t, password)
 	assert.NotContains(t, guest.Description, password)
 
-	require.ErrorContains(t, guest.Kill(t.Context()), "not ours")
+	require.ErrorContains(t, guest.Kill(t.Context()), "did not start it")
 	require.NoError(t, guest.Stop(t.Context()))
 	assert.Equal(t, "1", query(t, owner.URL, "SELECT '1'"))
 }

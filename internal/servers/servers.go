@@ -11,10 +11,10 @@ import (
 	"time"
 )
 
-// Kind says where a server comes from.
+// Kind is where a server comes from.
 type Kind string
 
-// The kinds of servers, in the order in which they are preferred.
+// The kinds of servers, in the order of preference.
 const (
 	KindExternal  Kind = "external"  // named by the environment or the options; never stopped
 	KindContainer Kind = "container" // in the Docker engine of this machine
@@ -22,34 +22,35 @@ const (
 )
 
 const (
-	startMax   = 4 * time.Minute // until a server answers, pulling its image included
+	startMax   = 4 * time.Minute // until a server answers, including the pull of its image
 	attemptMax = 3 * time.Second // one attempt to talk to it
 	pollEvery  = 25 * time.Millisecond
-	portsMax   = 5 // free ports to try: another process may take one between the look and the start
+	// Free ports to try: another process may take one between the check and the start.
+	portsMax = 5
 )
 
 // errExited ends the wait for a server that will never answer.
 var errExited = errors.New("the server exited")
 
-// backend is one way of running a server.
+// backend is one way to run a server.
 type backend interface {
 	start(ctx context.Context) error
-	alive(ctx context.Context) error // errExited with the end of its log, once it is gone
-	kill(ctx context.Context) error  // as a crash would: nothing is flushed or said goodbye to
+	alive(ctx context.Context) error // errExited with the end of its log, once it has exited
+	kill(ctx context.Context) error  // as a crash would: nothing is flushed or shut down
 	remove(ctx context.Context) error
 }
 
-// Server is what PostgreSQL and Kafka have in common. Its methods are for one goroutine at a time.
+// Server has what PostgreSQL and Kafka have in common. Its methods are for one goroutine at a time.
 type Server struct {
-	Description string // one line for people: what was taken, and where it listens
+	Description string // one line for people: which server it is, and where it listens
 	Kind        Kind
 
 	backend backend
 	ready   func(context.Context) error
 }
 
-// Stop ends the server and removes its data. An external one is left alone. Calling it again does
-// nothing.
+// Stop ends the server and removes its data. It does not touch an external server. Calling it again
+// does nothing.
 func (s *Server) Stop(ctx context.Context) error {
 	if !running.forget(s) {
 		return nil
@@ -58,13 +59,13 @@ func (s *Server) Stop(ctx context.Context) error {
 }
 
 // Kill ends the server like a crash: SIGKILL for a container, an immediate shutdown for an embedded
-// PostgreSQL. What was committed is still there after Restart. Servers that this program does not run
-// as a process of their own return an error.
+// PostgreSQL. Committed data is still there after Restart. For servers that this program does not
+// run as a separate process it returns an error.
 func (s *Server) Kill(ctx context.Context) error {
 	return s.backend.kill(ctx)
 }
 
-// Restart starts a server that was killed, at the address that it had, and waits until it answers.
+// Restart starts a killed server at its earlier address, and waits until it answers.
 func (s *Server) Restart(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startMax)
 	defer cancel()
@@ -74,8 +75,8 @@ func (s *Server) Restart(ctx context.Context) error {
 	return s.await(ctx)
 }
 
-// await returns once the server answers. Neither an open port nor a line in a log is taken for an
-// answer: Docker's proxy accepts before the server does, and logs differ between images.
+// await returns once the server answers. An open port or a line in a log is not enough: Docker's
+// proxy accepts connections before the server does, and logs differ between images.
 func (s *Server) await(ctx context.Context) error {
 	tick := time.NewTicker(pollEvery)
 	defer tick.Stop()
@@ -91,13 +92,14 @@ func (s *Server) await(ctx context.Context) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("wait until the server answers: %w; its last answer: %w", ctx.Err(), err)
+			return fmt.Errorf("wait until the server answers: %w; its last error: %w", ctx.Err(), err)
 		case <-tick.C:
 		}
 	}
 }
 
-// launch runs a new server on a free port of 127.0.0.1, or on the next one if somebody else was faster.
+// launch runs a new server on a free port of 127.0.0.1. If another process takes that port first,
+// it tries the next one.
 func launch(ctx context.Context, create func(port int) (*Server, error)) error {
 	ctx, cancel := context.WithTimeout(ctx, startMax)
 	defer cancel()
@@ -133,7 +135,8 @@ func freePort(ctx context.Context) (int, error) {
 	return port, l.Close()
 }
 
-// portTaken reads the error's text, because that is all that PostgreSQL's log and the Docker engine give.
+// portTaken reads the error's text, because PostgreSQL's log and the Docker engine give nothing
+// else.
 func portTaken(err error) bool {
 	text := strings.ToLower(err.Error())
 	for _, phrase := range []string{"address already in use", "port is already allocated", "ports are not available"} {
@@ -144,7 +147,8 @@ func portTaken(err error) bool {
 	return false
 }
 
-// choose picks the kind: what the options force, then an address, then Docker, then what the program brings.
+// choose picks the kind: what the options force, then an address, then Docker, then the embedded
+// kind.
 func choose(ctx context.Context, embedded bool, address string) (Kind, error) {
 	switch {
 	case embedded:
@@ -162,13 +166,13 @@ func choose(ctx context.Context, embedded bool, address string) (Kind, error) {
 	return KindEmbedded, ctx.Err()
 }
 
-// replaceable tells whether the embedded kind may stand in for a container that does not start: an engine
-// may answer and still have no image, and no way to one.
+// replaceable reports whether the embedded kind may replace a container that does not start: an
+// engine may answer without having the image, or a way to get it.
 func replaceable(ctx context.Context, kind Kind) bool {
 	return kind == KindContainer && ctx.Err() == nil && env("REQUIRE_CONTAINERS") != "1"
 }
 
-// embeddedInstead starts the embedded kind and says why in its description.
+// embeddedInstead starts the embedded kind and puts the reason into its description.
 func embeddedInstead[S interface{ describe(note string) }](why error, start func() (S, error)) (S, error) {
 	server, err := start()
 	if err != nil {
@@ -193,8 +197,9 @@ func StopAll(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// running is what StopAll stops. It belongs to the process, as the servers do: they are started by
-// whichever test needs them first, and the end of the process is the only common place to stop them.
+// running is the registry that StopAll stops. It belongs to the process, as the servers do: the
+// first test that needs one starts it, and only the end of the process is a common place to stop
+// them.
 var running registry //nolint:gochecknoglobals // see above
 
 type registry struct {
@@ -229,12 +234,12 @@ func (r *registry) list() []*Server {
 	return all
 }
 
-// external is a server that somebody else runs.
+// external is a server that this program did not start.
 type external struct{}
 
 func (external) start(context.Context) error  { return nil }
 func (external) alive(context.Context) error  { return nil }
 func (external) remove(context.Context) error { return nil }
 func (external) kill(context.Context) error {
-	return errors.New("kill an external server: not ours to kill; start one with Own set")
+	return errors.New("kill an external server: this program did not start it; start one with Own set")
 }

@@ -9,7 +9,7 @@ import (
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
-// A free port may be gone when the server wants it: the next one is tried, but not for ever.
+// A free port may be taken when the server needs it: the next one is tried, but not forever.
 func TestNextPortAfterACollision(t *testing.T) {
 	t.Parallel()
 	tried, err := servers.LaunchBeside(t.Context(), 2)

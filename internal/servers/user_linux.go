@@ -7,10 +7,11 @@ import (
 	"syscall"
 )
 
-// asOrdinaryUser runs f without root's rights, and so what f executes and the files that it creates. The
-// raw system calls change one thread only, where the syscall package's own would change the process. The
-// goroutine keeps its thread and never unlocks it: Go ends such a thread with its goroutine, and starts
-// new threads from another one, so that nothing else ever runs with these credentials, nor f with others.
+// asOrdinaryUser runs f, what f executes and the files that it creates without root's rights. The
+// raw system calls change one thread only; those of package syscall would change the process. The
+// goroutine keeps its thread and never unlocks it. Go ends such a thread with its goroutine, and
+// starts new threads from another one. So nothing else ever runs with these credentials, and f
+// never runs with others.
 func asOrdinaryUser(f func() error) error {
 	if os.Geteuid() != 0 {
 		return f()

@@ -12,16 +12,17 @@ import (
 // call is one call of the publisher.
 type call struct {
 	ended chan struct{}
-	err   error // once ended
+	err   error // valid once ended
 }
 
 var errUnfinished = errors.New("the publisher ended its goroutine instead of returning")
 
-// call publishes, and returns at the end of ctx at the latest. Publishers take no context: a call that does not heed
-// that of its messages goes on behind the back of the relay, which hands the same messages over again. Both run
-// through them from the same place in order, so this adds duplicates and changes no order of first occurrences; but
-// each attempt would leave another goroutine behind. So no call begins while one that was left is under way: there
-// are never more of them than calls at one time, which is one for each shard.
+// call publishes, and returns at the end of ctx at the latest. Publishers take no context: a call
+// that ignores the context of its messages continues after call returned, while the relay hands the
+// same messages over again. Both go through the messages from the same place in order, so this adds
+// duplicates and changes no order of first occurrences. But each attempt would leave another
+// goroutine behind. So no call begins while an abandoned one is running: there are never more of
+// them than concurrent calls, which is one for each shard.
 func (s *Sink) call(ctx context.Context, topic string, messages []*message.Message) error {
 	if err := s.waitForLeft(ctx); err != nil {
 		return err
@@ -36,7 +37,7 @@ func (s *Sink) call(ctx context.Context, topic string, messages []*message.Messa
 		return c.err
 	case <-ctx.Done():
 		s.leave(c)
-		return fmt.Errorf("the publisher did not return in time; its call goes on: %w", ctx.Err())
+		return fmt.Errorf("the publisher did not return in time; its call continues: %w", ctx.Err())
 	}
 }
 
@@ -46,7 +47,7 @@ func (s *Sink) leave(c *call) {
 	s.left = append(s.left, c)
 }
 
-// waitForLeft waits until no call that was left is under way.
+// waitForLeft waits until no abandoned call is running.
 func (s *Sink) waitForLeft(ctx context.Context) error {
 	for ctx.Err() == nil {
 		c := s.oldestLeft()
@@ -62,7 +63,7 @@ func (s *Sink) waitForLeft(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// oldestLeft returns nil if every call that was left has ended.
+// oldestLeft returns the oldest abandoned call, or nil if all have ended.
 func (s *Sink) oldestLeft() *call {
 	s.mu.Lock()
 	defer s.mu.Unlock()

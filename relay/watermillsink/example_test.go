@@ -13,8 +13,8 @@ import (
 	"github.com/effectonce/effectonce/relay/watermillsink"
 )
 
-// A relay to NATS JetStream: each row once within the stream's duplicate window, and a row that is too large
-// moves to outbox_dead instead of holding everything up.
+// A relay to NATS JetStream. Each row is stored once within the stream's duplicate window. A row
+// that is too large moves to outbox_dead instead of holding up its shard.
 func Example() {
 	run := func(ctx context.Context, pool *pgxpool.Pool, url string) error {
 		publisher, err := wmnats.NewPublisher(wmnats.PublisherConfig{

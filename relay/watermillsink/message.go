@@ -13,8 +13,9 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-// message makes Watermill's message of a row, or says what metadata cannot hold. Nothing of the row is shared: a
-// call that was left behind, or a publisher that keeps messages, outlives the row.
+// message makes the Watermill message of a row, or returns an error for what metadata cannot hold.
+// It shares no memory with the row: an abandoned call, or a publisher that keeps messages, outlives
+// the row.
 func (s *Sink) message(ctx context.Context, row *relay.Message) (*message.Message, error) {
 	made := message.NewMessageWithContext(ctx, row.ID.String(), bytes.Clone(row.Payload))
 	if err := s.setHeaders(made.Metadata, row); err != nil {
@@ -48,14 +49,14 @@ func (s *Sink) setHeaders(metadata message.Metadata, row *relay.Message) error {
 				nulls = append(nulls, h.Name)
 			}
 		case s.cfg.HeaderSeparator == "":
-			if !again { // said once
+			if !again { // report it once
 				metadata[h.Name] = value
-				problems = append(problems, fmt.Errorf("header %.60q is there %d times, metadata has one value for each name: publish it once, or set Config.HeaderSeparator", h.Name, times[h.Name]))
+				problems = append(problems, fmt.Errorf("header %.60q occurs %d times, metadata has one value for each name: publish it once, or set Config.HeaderSeparator", h.Name, times[h.Name]))
 			}
 		case h.Value == nil:
-			problems = append(problems, fmt.Errorf("header %.60q is there %d times and once null, which cannot be joined", h.Name, times[h.Name]))
+			problems = append(problems, fmt.Errorf("header %.60q occurs %d times and one value is null, which cannot be joined", h.Name, times[h.Name]))
 		case strings.Contains(value, s.cfg.HeaderSeparator):
-			problems = append(problems, fmt.Errorf("header %.60q is there %d times and contains Config.HeaderSeparator %q: it could not be taken apart", h.Name, times[h.Name], s.cfg.HeaderSeparator))
+			problems = append(problems, fmt.Errorf("header %.60q occurs %d times and contains Config.HeaderSeparator %q: it could not be split again", h.Name, times[h.Name], s.cfg.HeaderSeparator))
 		case again:
 			metadata[h.Name] = earlier + s.cfg.HeaderSeparator + value
 		default:

@@ -30,7 +30,8 @@ import (
 // natsCommand makes the test's binary a NATS server, which can be killed without killing the test.
 const natsCommand = "nats-server"
 
-// runNATS serves JetStream on the loopback address over a directory, says where, and ends with its standard input.
+// runNATS serves JetStream on the loopback address over a directory, says where, and ends with its
+// standard input.
 func runNATS(directory, port string) {
 	number, err := strconv.Atoi(port)
 	if err != nil {
@@ -125,8 +126,8 @@ func (c *counting) Publish(topic string, messages ...*message.Message) error {
 	return err
 }
 
-// Property: NATS is killed and started anew while the relay runs: no row is lost, and the rows of a key are in order
-// among first occurrences. Where JetStream knows the IDs, each row is there once.
+// Property: NATS is killed and started anew while the relay runs: no row is lost, and the rows of a
+// key are in order among first occurrences. Where JetStream knows the IDs, each row is there once.
 func TestRowsReachJetStreamThatIsKilled(t *testing.T) {
 	t.Parallel()
 	for _, tracked := range []bool{true, false} {

@@ -24,7 +24,8 @@ import (
 	"github.com/effectonce/effectonce/relay/watermillsink"
 )
 
-// publisher is a broker that fails as it is told: before decides about each message, with what it took before.
+// publisher is a broker that fails on demand: before decides about each message, with the messages
+// taken before it.
 type publisher struct {
 	before func(m *message.Message) error
 
@@ -92,8 +93,8 @@ func rows(payloads ...string) []relay.Message {
 	return made
 }
 
-// Property: ID, payload, key and headers of a row arrive at a subscriber byte for byte, with null and empty told apart.
-// Row O36.
+// Property: ID, payload, key and headers of a row arrive at a subscriber byte for byte, and null
+// and empty stay different. Row O36 of guarantees.md.
 func TestSubscriberGetsTheRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -134,8 +135,8 @@ func TestSubscriberGetsTheRow(t *testing.T) {
 	require.Empty(t, got[third.String()].Metadata, "a payload, if an empty one, and no key")
 }
 
-// Property: nothing that metadata cannot hold is lost silently: such a row is refused, with all that is wrong with it,
-// and those before it are counted.
+// Property: nothing that metadata cannot hold is lost silently: such a row is refused, with all
+// that is wrong with it, and those before it are counted.
 func TestWhatMetadataCannotHoldIsRefused(t *testing.T) {
 	t.Parallel()
 	header := func(name, value string) outbox.Header { return outbox.Header{Name: name, Value: []byte(value)} }
@@ -144,9 +145,9 @@ func TestWhatMetadataCannotHoldIsRefused(t *testing.T) {
 		headers []outbox.Header
 		want    []string
 	}{
-		"twice":                       {watermillsink.Config{}, []outbox.Header{header("x", "1"), header("x", ""), header("y", "1"), header("y", "1")}, []string{`"x" is there 2 times`, `"y" is there 2 times`}},
+		"twice":                       {watermillsink.Config{}, []outbox.Header{header("x", "1"), header("x", ""), header("y", "1"), header("y", "1")}, []string{`"x" occurs 2 times`, `"y" occurs 2 times`}},
 		"contains the separator":      {watermillsink.Config{HeaderSeparator: ", "}, []outbox.Header{header("x", "1"), header("x", "2, 3")}, []string{"contains Config.HeaderSeparator"}},
-		"null among several":          {watermillsink.Config{HeaderSeparator: ","}, []outbox.Header{header("x", "1"), {Name: "x"}}, []string{"once null"}},
+		"null among several":          {watermillsink.Config{HeaderSeparator: ","}, []outbox.Header{header("x", "1"), {Name: "x"}}, []string{"one value is null"}},
 		"name of the key":             {watermillsink.Config{KeyName: "k"}, []outbox.Header{header("k", "forged")}, []string{`"k": the metadata`}},
 		"name of the tombstone":       {watermillsink.Config{}, []outbox.Header{header(watermillsink.MetadataTombstone, "true")}, []string{"another meaning"}},
 		"name of the null headers":    {watermillsink.Config{}, []outbox.Header{header(watermillsink.MetadataNullHeaders, "[]")}, []string{"another meaning"}},
@@ -169,10 +170,11 @@ func TestWhatMetadataCannotHoldIsRefused(t *testing.T) {
 	}
 }
 
-// final tells whether the relay buries a row for err.
+// final reports whether the relay buries a row for err.
 func final(err error) bool { return reflect.TypeOf(err) == reflect.TypeOf(relay.Refuse(nil)) }
 
-// Property: the values of a header that is there several times are joined in their order where a separator is set.
+// Property: the values of a header that is there several times are joined in their order where a
+// separator is set.
 func TestRepeatedHeadersAreJoined(t *testing.T) {
 	t.Parallel()
 	var joined string
@@ -199,8 +201,8 @@ func TestBatchesAreOfOneTopic(t *testing.T) {
 	require.Equal(t, [][]string{{"a 1", "a 2"}, {"a 3"}, {"b 4", "b 5"}, {"a 6"}}, p.calls)
 }
 
-// Property: of a call that failed nothing counts but what was accepted one by one afterwards; the message that fails is
-// found, with the messages before it counted, and only it is refused.
+// Property: of a call that failed nothing counts but what was accepted one by one afterwards; the
+// message that fails is found, with the messages before it counted, and only it is refused.
 func TestFailureInABatchIsFound(t *testing.T) {
 	t.Parallel()
 	away, tooLarge := errors.New("away"), errors.New("too large")
@@ -235,8 +237,8 @@ func TestFailureInABatchIsFound(t *testing.T) {
 	require.Equal(t, [][]string{{"a 1", "a 2"}, {"a 1"}, {"a 2"}, {"a 3", "a 4"}}, p.calls)
 }
 
-// Property: a row whose error is final moves to outbox_dead with it and holds its key; everything else flows, and a
-// retry publishes the key in its order. Rows O10, O11.
+// Property: a row whose error is final moves to outbox_dead with it and holds its key; everything
+// else flows, and a retry publishes the key in its order. Rows O10, O11 of guarantees.md.
 func TestFinalRefusalHoldsTheKey(t *testing.T) {
 	t.Parallel()
 	ctx, pool := t.Context(), pgtest.Pool(t)
@@ -270,8 +272,8 @@ func TestFinalRefusalHoldsTheKey(t *testing.T) {
 	require.Equal(t, []string{"1", "2", "bad", "3"}, p.taken())
 }
 
-// Property: a publisher that hangs costs the relay the time of its context and one goroutine, however often it tries;
-// when the call ends at last, everything is published, in order.
+// Property: a publisher that hangs costs the relay the time of its context and one goroutine,
+// however often it tries; when the call ends at last, everything is published, in order.
 func TestPublisherThatHangs(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -290,7 +292,7 @@ func TestPublisherThatHangs(t *testing.T) {
 	for limit := time.After(time.Minute); len(texts) < 3; {
 		select {
 		case err := <-interrupted:
-			// A slow machine may lose the lease meanwhile, or the database be late.
+			// A slow machine may lose the lease during the test, or the database may be late.
 			if errors.Is(err, context.DeadlineExceeded) && strings.Contains(err.Error(), "return") {
 				texts = append(texts, err.Error())
 			}
@@ -337,8 +339,8 @@ func TestMessagesAreCopies(t *testing.T) {
 	require.Equal(t, []string{"1"}, p.taken())
 }
 
-// Property: messages carry the context of the call, for publishers that heed it, and what such a publisher returns when
-// the context ends is no verdict about a row.
+// Property: messages carry the context of the call, for publishers that heed it, and what such a
+// publisher returns when the context ends is no verdict about a row.
 func TestMessagesCarryTheContext(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())

@@ -18,37 +18,41 @@ import (
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// Scope names the tenant, or the principal, that a call comes from, as authentication has found it out: keys of two scopes never
-// meet. An error that wraps ErrUnauthenticated is answered with Unauthenticated; any other one, and an empty scope, with Internal.
+// Scope returns the tenant, or the principal, that made a call, as authentication determined it:
+// the same key in two scopes is two keys. An error that wraps ErrUnauthenticated is answered with
+// Unauthenticated; any other error, and an empty scope, with Internal.
 type Scope func(ctx context.Context) (string, error)
 
 // ErrUnauthenticated is for Scope: the call has no principal.
 var ErrUnauthenticated = errors.New("the call is not authenticated")
 
-// Config of an Interceptor. The zero value works, but for Operation.Operation and Methods.
+// Config of an Interceptor. The zero value works, except that Operation.Operation and Methods are
+// required.
 type Config struct {
-	// Operation says how keys are kept: its name, which is required, window, waiting, encryption. Failed makes a response of
-	// status 200 to 299 with an encoded message, or of another one with an encoded google.rpc.Status; default: the failure's
-	// status. It is not asked about idempotency.ErrExpired.
+	// Operation configures the keys: the name, which is required, window, waiting, encryption.
+	// Failed returns a response of status 200 to 299 with an encoded message, or of another status
+	// with an encoded google.rpc.Status; default: the failure's status. It is not called for
+	// idempotency.ErrExpired.
 	Operation idempotency.Config
-	// Methods are executed once, each by its full name: "/shop.Orders/Create". All others pass through. At least one; their
-	// messages must be linked into the program.
+	// Methods are executed once, each given by its full name: "/shop.Orders/Create". All others
+	// pass through. At least one; their messages must be linked into the program.
 	Methods []string
-	// Optional lets calls without a key in. They get a random one, so that the handler has its transaction all the
-	// same. Default: InvalidArgument.
+	// Optional accepts calls without a key. They get a random one, so that the handler still has
+	// its transaction. Default: InvalidArgument.
 	Optional bool
-	// HandlerTimeout is how long claim and handler may take, whether or not the client waits. More than Operation.WaitMax; 1 ms to
-	// 1 h; default 30 s.
+	// HandlerTimeout is how long claim and handler may take together, whether or not the client
+	// waits. More than Operation.WaitMax; 1 ms to 1 h; default 30 s.
 	HandlerTimeout time.Duration
 	// Refuse reports the codes whose status is stored as the outcome. Default: Refused.
 	Refuse func(code codes.Code) bool
-	// Fingerprint returns what of a request tells it from another of the method. Default: its deterministic encoding.
+	// Fingerprint returns the part of a request that distinguishes it from others of the method.
+	// Default: its deterministic encoding.
 	Fingerprint func(method string, request proto.Message) ([]byte, error)
-	// RetryAfter is what clients are told where nothing better is known. 1 s to 1 h; default 1 s.
+	// RetryAfter is sent to clients if no better value is known. 1 s to 1 h; default 1 s.
 	RetryAfter time.Duration
 }
 
-// Refused is the default of Config.Refuse: codes of failures that another try would meet again.
+// Refused is the default of Config.Refuse: codes of failures that a retry would get again.
 func Refused(code codes.Code) bool {
 	switch code { //nolint:exhaustive // all others may pass
 	case codes.InvalidArgument, codes.NotFound, codes.AlreadyExists, codes.FailedPrecondition, codes.OutOfRange, codes.Unimplemented:
@@ -66,15 +70,15 @@ type Interceptor struct {
 	log     *slog.Logger
 }
 
-// New returns an interceptor, or all problems of its configuration at once. It opens no connection; the pool is borrowed, and must
-// be one of the primary.
+// New returns an interceptor, or all problems of its configuration at once. It opens no connection.
+// The caller owns the pool, which must connect to the primary.
 func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Interceptor, error) {
 	problems := bounds.Durations(
 		bounds.Duration{Field: "HandlerTimeout", Value: &cfg.HandlerTimeout, Default: 30 * time.Second, Min: time.Millisecond, Max: time.Hour},
 		bounds.Duration{Field: "RetryAfter", Value: &cfg.RetryAfter, Default: time.Second, Min: time.Second, Max: time.Hour},
 	)
 	if scope == nil {
-		problems = append(problems, errors.New("scope is nil: want a function that tells the tenant of a call"))
+		problems = append(problems, errors.New("scope is nil: want a function that returns the tenant of a call"))
 	}
 	if len(cfg.Methods) == 0 {
 		problems = append(problems, bounds.Problem("Methods", cfg.Methods, `at least one, such as "/shop.Orders/Create"`))
@@ -115,10 +119,11 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Interceptor, error) {
 	return i, nil
 }
 
-// Operation is what the interceptor keeps its keys in: for forgetting old keys (idempotency.Operation.Run), and for flows.
+// Operation returns the operation that stores the keys: for idempotency.Operation.Run, and for
+// flows.
 func (i *Interceptor) Operation() *idempotency.Operation { return i.op }
 
-// responseOf is the type of a method's response.
+// responseOf returns the type of a method's response.
 func responseOf(method string) (protoreflect.MessageType, error) {
 	service, name, _ := strings.Cut(strings.TrimPrefix(method, "/"), "/")
 	found, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service + "." + name))
@@ -127,7 +132,7 @@ func responseOf(method string) (protoreflect.MessageType, error) {
 	}
 	descriptor, ok := found.(protoreflect.MethodDescriptor)
 	if !ok || !strings.HasPrefix(method, "/") || descriptor.IsStreamingClient() || descriptor.IsStreamingServer() {
-		return nil, errors.New("it is none")
+		return nil, errors.New("not a unary method")
 	}
 	return protoregistry.GlobalTypes.FindMessageByName(descriptor.Output().FullName())
 }

@@ -1,4 +1,5 @@
-// Package grpckey executes unary gRPC calls once for each idempotency key, and answers retries with the stored response.
+// Package grpckey executes unary gRPC calls once for each idempotency key, and answers retries with
+// the stored response.
 //
 //	once, err := grpckey.New(pool, tenant, grpckey.Config{
 //		Operation: idempotency.Config{Operation: "orders-api"},
@@ -17,26 +18,31 @@
 //		return &orderspb.Order{Id: id.String()}, nil
 //	}
 //
-// The client sends the key as metadata, the same with each try: metadata.AppendToOutgoingContext(ctx, grpckey.Metadata, key).
-// Write, key and response are one transaction. A replay has the metadata idempotent-replayed: true.
+// The client sends the key as metadata, the same at each attempt:
+// metadata.AppendToOutgoingContext(ctx, grpckey.Metadata, key). Writes, key and response are one
+// transaction. A replay has the metadata idempotent-replayed: true.
 //
-// # What is kept
+// # What is stored
 //
-// The response of a call that succeeded, with what the handler wrote. The status, with its details, of one that failed with
-// InvalidArgument, NotFound, AlreadyExists, FailedPrecondition, OutOfRange or Unimplemented (see Config.Refuse): what it wrote is
-// rolled back. Any other failure stores nothing and frees the key. Headers and trailers that a handler sets are not kept, and are
-// sent with a failure, too. What asks other systems belongs into an idempotency.Flow, under Interceptor.Operation.
+// The response of a call that succeeded is stored together with the handler's writes. For a call
+// that failed with InvalidArgument, NotFound, AlreadyExists, FailedPrecondition, OutOfRange or
+// Unimplemented (see Config.Refuse), the status is stored with its details, and the handler's
+// writes are rolled back. Any other failure stores nothing and frees the key. Headers and trailers
+// that a handler sets are not stored, and are sent with a failure, too. Calls to other systems
+// belong in an idempotency.Flow, under Interceptor.Operation.
 //
 // # What the interceptor answers itself
 //
-// A status with an ErrorInfo of the domain "effectonce", whose reason is one of the Reasons, and a RetryInfo where trying again
-// helps: see Reason. Errors of a handler that are no status reach no client: it gets Unavailable where the database is away or
-// busy, else Internal.
+// It answers with a status that has an ErrorInfo of the domain "effectonce", whose reason is one of
+// the Reasons, and a RetryInfo if a retry helps: see Reason. Errors of a handler that are not a
+// status do not reach the client: it gets Unavailable if the database is unavailable or busy, else
+// Internal.
 //
 // # Caveats
 //
-// Two requests are the same if method and deterministic encoding are. That encoding does not change for the same program; a new
-// release of a message with other fields may make a retry across the deployment another request (see Config.Fingerprint). Streams are not
-// executed once: grpckey.Tx panics in them. A client's deadline ends a call that has not begun; one that has begins is done, or
-// rolled back, whole.
+// Two requests are the same if their methods and deterministic encodings are. That encoding is
+// stable for the same program; a new release of a message with other fields may make a retry across
+// the deployment another request (see Config.Fingerprint). Streams are not executed once:
+// grpckey.Tx panics in them. A client's deadline ends a call that has not begun; a call that has
+// begun is committed, or rolled back, as a whole.
 package grpckey

@@ -25,7 +25,7 @@ func (orders) UnaryCall(ctx context.Context, _ *testpb.SimpleRequest) (*testpb.S
 	return &testpb.SimpleResponse{Username: id.String()}, nil
 }
 
-// A server behind authentication, and a client that makes its key before the first try.
+// A server behind authentication, and a client that makes its key before the first attempt.
 func ExampleInterceptor_Unary() {
 	server := func(pool *pgxpool.Pool, authenticate grpc.UnaryServerInterceptor, tenant grpckey.Scope) (*grpc.Server, error) {
 		once, err := grpckey.New(pool, tenant, grpckey.Config{

@@ -19,10 +19,11 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
-// Metadata is the name under which a client sends its key: once, 1 to 255 visible ASCII characters.
+// Metadata is the name under which a client sends its key: once, with 1 to 255 visible ASCII
+// characters.
 const Metadata = "idempotency-key"
 
-// Replayed is the metadata that a replay has, with the value "true".
+// Replayed is the metadata of a replay, with the value "true".
 const Replayed = "idempotent-replayed"
 
 type exchange struct {
@@ -32,13 +33,14 @@ type exchange struct {
 
 type exchangeKey struct{}
 
-// Tx is the transaction of the call, for the handler's writes and its outbox messages: they are committed together with the
-// response, or not at all. It must not be used after the handler has returned, nor in two goroutines. Tx panics where the method is
-// not one of Config.Methods: a handler without its transaction would write what nothing protects.
+// Tx returns the transaction of the call, for the handler's writes and its outbox messages: they
+// are committed together with the response, or not at all. It must not be used after the handler
+// has returned, nor in two goroutines. Tx panics if the method is not one of Config.Methods:
+// without the transaction, the handler's writes would not be protected by the key.
 func Tx(ctx context.Context) pgx.Tx { return of(ctx).tx }
 
-// Key of the call: Key(ctx).ChildID("invoice") is the ID for an outbox message, or the key for another system, that is the same at
-// each try. It panics where Tx does.
+// Key returns the key of the call. Key(ctx).ChildID("invoice") is an ID for an outbox message, or a
+// key for another system, that is the same at each attempt. It panics if Tx does.
 func Key(ctx context.Context) idempotency.Key { return of(ctx).key }
 
 func of(ctx context.Context) *exchange {
@@ -48,9 +50,11 @@ func of(ctx context.Context) *exchange {
 	panic("grpckey: no transaction: add the method to Config.Methods, and Interceptor.Unary to the server")
 }
 
-// Unary is a grpc.UnaryServerInterceptor: it executes the handler once for each key, in one transaction with the key and the response.
-// The handler may run more than once (after a serialization failure or a deadlock that it returned, after a try that stored nothing);
-// of all runs only one has effects. A panic rolls back and continues. Put it behind authentication.
+// Unary is a grpc.UnaryServerInterceptor: it executes the handler once for each key, in one
+// transaction with the key and the response. The handler may run more than once (after a
+// serialization failure or a deadlock that it returned, or after an attempt that stored nothing);
+// only one of the runs has effects. A panic rolls back and is passed on. Put it behind
+// authentication.
 func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	result, ok := i.methods[info.FullMethod]
 	if !ok {
@@ -62,7 +66,7 @@ func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnarySe
 	}
 	detached, begun, end := serving.Detach(ctx, i.cfg.HandlerTimeout)
 	defer end()
-	var answered any // of the handler's last run
+	var answered any // by the handler's last run
 	var failure error
 	response, err := i.op.Once(detached, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		answered, failure = nil, nil
@@ -92,7 +96,7 @@ func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnarySe
 	return i.replay(ctx, key, response, result)
 }
 
-// key reads the key of a call before any SQL, or returns the status that says why not.
+// key reads the key of a call before any SQL, or returns the status with the reason why it cannot.
 func (i *Interceptor) key(ctx context.Context, method string, request any) (idempotency.Key, error) {
 	scope, err := i.scope(ctx)
 	switch {
@@ -102,7 +106,7 @@ func (i *Interceptor) key(ctx context.Context, method string, request any) (idem
 		err = i.op.Key(scope, "-", idempotency.Fingerprint{}).Validate()
 	}
 	if err != nil {
-		i.log.ErrorContext(ctx, "the scope of a call is not known, so it is refused", "error", err)
+		i.log.ErrorContext(ctx, "the scope of a call is unknown: it is refused", "error", err)
 		return idempotency.Key{}, refusal(ReasonInternal, 0)
 	}
 	var value string
@@ -120,7 +124,7 @@ func (i *Interceptor) key(ctx context.Context, method string, request any) (idem
 	}
 	message, ok := request.(proto.Message)
 	if !ok {
-		i.log.ErrorContext(ctx, "a request is no protocol buffer, so it is refused", "method", method, "type", fmt.Sprintf("%T", request))
+		i.log.ErrorContext(ctx, "a request is not a protocol buffer message: it is refused", "method", method, "type", fmt.Sprintf("%T", request))
 		return idempotency.Key{}, refusal(ReasonInternal, 0)
 	}
 	content, err := i.cfg.Fingerprint(method, message)
@@ -130,7 +134,7 @@ func (i *Interceptor) key(ctx context.Context, method string, request any) (idem
 	return i.op.Key(scope, value, idempotency.NewFingerprint([]byte(method), content)).Watch(), nil
 }
 
-// failed is the outcome of a handler that failed, if it is one.
+// failed returns the outcome of a handler that failed, if that is an outcome.
 func (i *Interceptor) failed(tx pgx.Tx, failure error) (idempotency.Response, error) {
 	answer, ok := statusOf(failure)
 	if !ok || !i.cfg.Refuse(answer.Code()) {
@@ -143,7 +147,8 @@ func (i *Interceptor) failed(tx pgx.Tx, failure error) (idempotency.Response, er
 	return idempotency.Response{}, idempotency.Final(response, failure)
 }
 
-// fail is the status for a call without an outcome: the handler's own, if it failed with one. told: it is worth a line in the log.
+// fail returns the status for a call without an outcome: the handler's own, if it failed with one.
+// told: the error is worth logging.
 func (i *Interceptor) fail(ctx context.Context, key idempotency.Key, err error, told bool) error {
 	if answer, ok := statusOf(err); ok && !errors.Is(err, idempotency.ErrIndeterminate) {
 		return answer.Err()
@@ -155,7 +160,7 @@ func (i *Interceptor) fail(ctx context.Context, key idempotency.Key, err error, 
 	return refusal(reason, retryAfter)
 }
 
-// replay is what is stored of a call.
+// replay returns what is stored of a call.
 func (i *Interceptor) replay(ctx context.Context, key idempotency.Key, response idempotency.Response, result protoreflect.MessageType) (any, error) {
 	switch {
 	case response.BodyDropped:

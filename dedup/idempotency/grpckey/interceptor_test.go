@@ -44,7 +44,7 @@ func keys(t *testing.T, pool *pgxpool.Pool) int {
 	return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`)
 }
 
-// tenantOf stands for authentication.
+// tenantOf replaces authentication.
 func tenantOf(ctx context.Context) (string, error) {
 	switch values := metadata.ValueFromIncomingContext(ctx, "tenant"); {
 	case len(values) == 0:
@@ -142,8 +142,8 @@ func requireRefused(t *testing.T, err error, code codes.Code, reason grpckey.Rea
 	return retryAfter
 }
 
-// Property: a hundred calls at once with one key have one effect and one response; a retry replays it, in each tenant on its own, and
-// another request under the key is refused.
+// Property: a hundred calls at once with one key have one effect and one response; a retry replays
+// it, in each tenant on its own, and another request under the key is refused.
 func TestCallIsExecutedOnce(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -175,8 +175,8 @@ func TestCallIsExecutedOnce(t *testing.T) {
 	require.Equal(t, 2, effects(t, pool))
 }
 
-// Property: the code of a failure decides whether it is the outcome, with its details, or frees the key; its effects are rolled back in any
-// case.
+// Property: the code of a failure decides whether it is the outcome, with its details, or frees the
+// key; its effects are rolled back in any case.
 func TestCodeDecidesWhatIsKept(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -213,7 +213,8 @@ func TestCodeDecidesWhatIsKept(t *testing.T) {
 	require.Equal(t, 6, keys(t, pool))
 }
 
-// Property: a refusal whose text is not UTF-8, as where it quotes what a client sent, is stored as any other, with U+FFFD for what is not.
+// Property: a refusal whose text is not UTF-8, as where it quotes what a client sent, is stored as
+// any other, with U+FFFD for what is not.
 func TestRefusalThatIsNotUTF8IsKept(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -231,7 +232,8 @@ func TestRefusalThatIsNotUTF8IsKept(t *testing.T) {
 	require.EqualValues(t, 1, ran.Load())
 }
 
-// Property: an error of the database that a handler returns as it is runs it again where that helps, and reaches no client.
+// Property: an error of the database that a handler returns as it is runs it again where that
+// helps, and reaches no client.
 func TestErrorsOfTheDatabase(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -253,7 +255,8 @@ func TestErrorsOfTheDatabase(t *testing.T) {
 	require.Equal(t, 1, keys(t, pool))
 }
 
-// Property: a call without a usable key or tenant is refused without a database; a method that is not listed passes.
+// Property: a call without a usable key or tenant is refused without a database; a method that is
+// not listed passes.
 func TestRefusedBeforeAnySQL(t *testing.T) {
 	t.Parallel()
 	c := serve(t, pgtest.NoPool(t), grpckey.Config{Fingerprint: func(_ string, request proto.Message) ([]byte, error) {
@@ -286,7 +289,8 @@ func TestRefusedBeforeAnySQL(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: each thing that the engine says has its code and its reason, and when to ask again where that helps.
+// Property: each error of the engine has its code and its reason, and the time of a retry if one
+// helps.
 func TestReasons(t *testing.T) {
 	t.Parallel()
 	once, err := grpckey.New(pgtest.NoPool(t), tenantOf, grpckey.Config{
@@ -307,6 +311,7 @@ func TestReasons(t *testing.T) {
 		{idempotency.ErrAbandoned, codes.FailedPrecondition, grpckey.ReasonKeyUndecided, 0},
 		{idempotency.ErrUnanswered, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
 		{idempotency.ErrUnreadable, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
+		{idempotency.ErrUnsealed, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
 		{&pgconn.PgError{Code: "53300"}, codes.Unavailable, grpckey.ReasonUnavailable, 3 * time.Second},
 		{errors.New("canary"), codes.Internal, grpckey.ReasonInternal, 0},
 	} {
@@ -314,8 +319,9 @@ func TestReasons(t *testing.T) {
 	}
 }
 
-// Property: a response that is too large to be kept is sent once and not executed again; what a person stored, and what Strict made of a
-// failure, is the outcome; work that has begun outlives its client.
+// Property: a response that is too large to be kept is sent once and not executed again; what a
+// person stored, and what Strict made of a failure, is the outcome; work that has begun outlives
+// its client.
 func TestOtherOutcomes(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -366,7 +372,8 @@ func TestOtherOutcomes(t *testing.T) {
 	}
 }
 
-// Property: a client that comes when its key is forgotten learns that its call was executed, and does not execute it again.
+// Property: a client that comes when its key is forgotten learns that its call was executed, and
+// does not execute it again.
 func TestAfterTheWindow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.PoolWith(t, `CREATE TABLE orders (id uuid PRIMARY KEY)`)

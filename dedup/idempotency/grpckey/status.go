@@ -22,10 +22,11 @@ import (
 // Domain of the ErrorInfo in a status that this package answers with.
 const Domain = "effectonce"
 
-// Reason of the ErrorInfo in a status that this package answers with, instead of the handler. They do not change.
+// Reason of the ErrorInfo in a status that this package answers with, instead of the handler. The
+// values do not change.
 type Reason string
 
-// The reasons, with their codes. RetryInfo is there where it says so.
+// The reasons, with their codes, and whether there is a RetryInfo.
 const (
 	ReasonKeyMissing      Reason = "IDEMPOTENCY_KEY_MISSING"       // InvalidArgument
 	ReasonKeyMalformed    Reason = "IDEMPOTENCY_KEY_MALFORMED"     // InvalidArgument
@@ -35,15 +36,15 @@ const (
 	ReasonKeyInProgress   Reason = "IDEMPOTENCY_KEY_IN_PROGRESS"   // Aborted, RetryInfo
 	ReasonTooManyWaiting  Reason = "IDEMPOTENCY_TOO_MANY_WAITING"  // ResourceExhausted, RetryInfo
 	ReasonTooManyKeys     Reason = "IDEMPOTENCY_TOO_MANY_KEYS"     // ResourceExhausted, RetryInfo
-	ReasonKeyUndecided    Reason = "IDEMPOTENCY_KEY_UNDECIDED"     // FailedPrecondition: whether it was done is unknown, or it was given up: a person decides
-	ReasonNotKept         Reason = "IDEMPOTENCY_RESPONSE_NOT_KEPT" // FailedPrecondition: it was done, and its response was too large to be kept
-	ReasonKeyExpired      Reason = "IDEMPOTENCY_KEY_EXPIRED"       // FailedPrecondition: it was done, longer ago than its response is kept
-	ReasonUnanswered      Reason = "IDEMPOTENCY_OUTCOME_UNKNOWN"   // Unavailable, RetryInfo: the same key finds out
-	ReasonUnavailable     Reason = "UNAVAILABLE"                   // Unavailable, RetryInfo: not done
-	ReasonInternal        Reason = "INTERNAL"                      // Internal: not done
+	ReasonKeyUndecided    Reason = "IDEMPOTENCY_KEY_UNDECIDED"     // FailedPrecondition: whether it was executed is unknown, or it was given up: a person decides
+	ReasonNotKept         Reason = "IDEMPOTENCY_RESPONSE_NOT_KEPT" // FailedPrecondition: it was executed, and its response was too large to be stored
+	ReasonKeyExpired      Reason = "IDEMPOTENCY_KEY_EXPIRED"       // FailedPrecondition: it was executed, longer ago than its response is stored
+	ReasonUnanswered      Reason = "IDEMPOTENCY_OUTCOME_UNKNOWN"   // Unavailable, RetryInfo: a retry with the same key resolves it
+	ReasonUnavailable     Reason = "UNAVAILABLE"                   // Unavailable, RetryInfo: not executed
+	ReasonInternal        Reason = "INTERNAL"                      // Internal: not executed
 )
 
-// describe is the code of a reason, and a fixed text: neither keys nor errors reach a client.
+// describe returns the code of a reason, and a fixed text: neither keys nor errors reach a client.
 func describe(reason Reason) (codes.Code, string) {
 	switch reason {
 	case ReasonKeyMissing:
@@ -57,11 +58,11 @@ func describe(reason Reason) (codes.Code, string) {
 	case ReasonUnauthenticated:
 		return codes.Unauthenticated, "the call has no principal"
 	case ReasonKeyInProgress:
-		return codes.Aborted, "a call with this idempotency key is being executed: ask again later with the same key"
+		return codes.Aborted, "a call with this idempotency key is being executed: retry later with the same key"
 	case ReasonTooManyWaiting:
-		return codes.ResourceExhausted, "too many calls wait for this key, or for keys of this caller: ask again later with the same key"
+		return codes.ResourceExhausted, "too many calls wait for this key, or for keys of this caller: retry later with the same key"
 	case ReasonTooManyKeys:
-		return codes.ResourceExhausted, "this caller has as many keys as may be kept: ask again later with the same key"
+		return codes.ResourceExhausted, "this caller has reached the limit of stored keys: retry later with the same key"
 	case ReasonKeyUndecided:
 		return codes.FailedPrecondition, "the outcome of the call with this key has to be looked into: do not send it again under another key"
 	case ReasonNotKept:
@@ -69,15 +70,15 @@ func describe(reason Reason) (codes.Code, string) {
 	case ReasonKeyExpired:
 		return codes.FailedPrecondition, "the call was executed with this key, longer ago than its response is kept: look for what it did"
 	case ReasonUnanswered:
-		return codes.Unavailable, "the call may have been executed: ask again with the same key to find out"
+		return codes.Unavailable, "the call may have been executed: retry with the same key to find out"
 	case ReasonUnavailable:
-		return codes.Unavailable, "the call could not be executed now: ask again with the same key"
+		return codes.Unavailable, "the call could not be executed now: retry with the same key"
 	case ReasonInternal:
 	}
 	return codes.Internal, "the call was not executed"
 }
 
-// refusal is a status with its reason. retryAfter of zero is not said.
+// refusal returns a status with its reason. A retryAfter of zero adds no RetryInfo.
 func refusal(reason Reason, retryAfter time.Duration) error {
 	code, text := describe(reason)
 	details := []protoadapt.MessageV1{&errdetails.ErrorInfo{Reason: string(reason), Domain: Domain}}
@@ -91,7 +92,7 @@ func refusal(reason Reason, retryAfter time.Duration) error {
 	return answer.Err()
 }
 
-// problem is the reason for an error of the engine, or of a handler that is no status.
+// problem returns the reason for an error of the engine, or of a handler if it is not a status.
 func (i *Interceptor) problem(err error) (Reason, time.Duration) {
 	var busy *idempotency.InProgressError
 	var crowded *idempotency.CrowdedError
@@ -109,7 +110,7 @@ func (i *Interceptor) problem(err error) (Reason, time.Duration) {
 		return ReasonKeyReused, 0
 	case errors.Is(err, idempotency.ErrIndeterminate), errors.Is(err, idempotency.ErrAbandoned):
 		return ReasonKeyUndecided, 0
-	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable):
+	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable), errors.Is(err, idempotency.ErrUnsealed):
 		return ReasonUnanswered, i.cfg.RetryAfter
 	case serving.Passing(err):
 		return ReasonUnavailable, i.cfg.RetryAfter
@@ -117,7 +118,8 @@ func (i *Interceptor) problem(err error) (Reason, time.Duration) {
 	return ReasonInternal, 0
 }
 
-// stored is a status as it is kept: encoded, and for people with what HTTP has for its code. Text that is not UTF-8 cannot be encoded.
+// stored returns a status in its stored form: encoded, and with the HTTP status of its code for
+// people to read. Text that is not UTF-8 cannot be encoded.
 func stored(answer *status.Status) (idempotency.Response, error) {
 	text := answer.Proto() // a copy
 	text.Message = strings.ToValidUTF8(text.GetMessage(), "\ufffd")
@@ -125,8 +127,8 @@ func stored(answer *status.Status) (idempotency.Response, error) {
 	return idempotency.Response{Status: httpStatus(answer.Code()), Body: body}, err
 }
 
-// failed is what Strict and AttemptsMax store of a failure, its status if the handler gave one, and what is stored for a client that comes
-// after the window.
+// failed makes the response that Strict and AttemptsMax store for a failure (its status, if the
+// handler returned one), and the response for ErrExpired.
 func failed(err error) idempotency.Response {
 	answer, ok := statusOf(err)
 	switch {
@@ -142,7 +144,7 @@ func failed(err error) idempotency.Response {
 	return response
 }
 
-// statusOf is the status that a handler failed with, without the text of what wraps it.
+// statusOf returns the status that a handler failed with, without the text of wrapping errors.
 func statusOf(err error) (*status.Status, bool) {
 	var of interface{ GRPCStatus() *status.Status }
 	if !errors.As(err, &of) || of.GRPCStatus() == nil || of.GRPCStatus().Code() == codes.OK {
@@ -151,7 +153,8 @@ func statusOf(err error) (*status.Status, bool) {
 	return of.GRPCStatus(), true
 }
 
-// unstored is the failure that a response keeps. A person may have stored another one (outbox-relay keys finish).
+// unstored returns the failure that a response contains. A person may have stored another response
+// (outbox-relay keys finish).
 func unstored(response idempotency.Response) error {
 	var answer spb.Status
 	if err := proto.Unmarshal(response.Body, &answer); err != nil || codes.Code(answer.GetCode()) == codes.OK {

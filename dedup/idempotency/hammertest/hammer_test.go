@@ -1,5 +1,6 @@
-// Package hammertest_test hammers requests under idempotency keys: two servers that are killed and frozen, a PostgreSQL that
-// crashes, clients that hang up and send other bodies, and a judge that shares no code with the engine.
+// Package hammertest_test hammers requests under idempotency keys: two servers that are killed and
+// frozen, a PostgreSQL that crashes, clients that hang up and send other bodies, and a judge that
+// shares no code with the engine.
 //
 //	go test ./dedup/idempotency/hammertest -hammer 1m -seed 7
 package hammertest_test
@@ -71,8 +72,9 @@ type place struct {
 	read    chan struct{}
 }
 
-// Property: whatever is killed, frozen, crashed, sent again, sent otherwise or hung up on, a key has at most one effect, exactly one
-// where a client was told so, none where it was declined, and all copies get the same outcome.
+// Property: whatever is killed, frozen, crashed, retried, sent differently or disconnected, a key
+// has at most one effect, exactly one if a client got a success, none if it was declined, and all
+// copies get the same outcome.
 func TestHammer(t *testing.T) {
 	t.Parallel()
 	h := &hammer{seed: *hammerSeed, client: &http.Client{Timeout: 15 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 64}}, keys: map[string]*history{}}
@@ -224,7 +226,7 @@ func (h *hammer) drive(ctx context.Context, rng *rand.Rand, kind, key string) {
 		a := h.ask(ctx, k, try%2, "A", 15*time.Second)
 		known = a.over() && a.Status != http.StatusUnprocessableEntity
 	}
-	// Within a second no lock runs out, and no timeout: this machine may stand still, too.
+	// Within a second no lock runs out, and no timeout: this machine may are halted, too.
 	k.calm = known && before%2 == 0 && h.disturbances.Load() == before && time.Since(began) < time.Second
 }
 
@@ -269,7 +271,8 @@ func (h *hammer) send(ctx context.Context, k *history, a *answer) (http.Header, 
 	return response.Header, err
 }
 
-// settle asks every key again, with both bodies, until it is answered: nothing is disturbed any more.
+// settle asks every key again, with both bodies, until it is answered: nothing is disturbed any
+// more.
 func (h *hammer) settle(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -295,7 +298,8 @@ func (h *hammer) settle(t *testing.T) {
 	assert.NoError(t, ctx.Err(), "keys are not answered")
 }
 
-// bank charges for each key, and remembers how often. It deduplicates only requests that have an Idempotency-Key.
+// bank charges for each key, and remembers how often. It deduplicates only requests that have an
+// Idempotency-Key.
 type bank struct {
 	*httptest.Server
 

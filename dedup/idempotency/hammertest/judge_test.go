@@ -43,7 +43,8 @@ type history struct {
 // effect is a row of the ledger.
 type effect struct{ Key, Step, Body, Exec string }
 
-// verdict says what is wrong with a key. charges is how often the bank charged for it, state what is stored of it.
+// verdict says what is wrong with a key. charges is how often the bank charged for it, state what
+// is stored of it.
 func (h *history) verdict(effects []effect, charges int, state string) []string {
 	wrong := map[string]bool{}
 	when := func(is bool, text string) {
@@ -83,8 +84,9 @@ func (h *history) verdict(effects []effect, charges int, state string) []string 
 	when(by["order"] < want, "no effect, and a client was told so")
 	when(charges > 1, "it was charged twice")
 	when(answered && (h.kind == kindFlow || h.kind == kindSingle) && charges != want, "the charge does not fit the answer")
-	// A server that dies takes the outcome with it that its handler came to, and the next run may come to another. Otherwise the
-	// first one counts: what was declined is not tried again by a copy.
+	// A server that dies takes the outcome with it that its handler came to, and the next run may
+	// come to another. Otherwise the first one counts: what was declined is not tried again by a
+	// copy.
 	when(h.calm && len(h.ran) > 1, "its handler came to another outcome, and nothing was disturbed")
 	return slices.Sorted(maps.Keys(wrong))
 }
@@ -103,7 +105,8 @@ func (h *history) String() string {
 // shownMax is how many histories are printed.
 const shownMax = 3
 
-// judge compares what clients and bank know with the tables, which it reads by statements of its own.
+// judge compares what clients and bank know with the tables, which it reads by statements of its
+// own.
 func (h *hammer) judge(t *testing.T) {
 	t.Helper()
 	conn := pgtest.Connect(t, h.cluster.URL)

@@ -24,8 +24,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/webhook"
 )
 
-// server is a process of the hammer, which is killed and frozen. It writes a line for each outcome of a handler that it is about
-// to hand over: "ran KEY EXECUTION STATUS".
+// server is a process of the hammer, which is killed and frozen. It writes a line for each outcome
+// of a handler that it is about to hand over: "ran KEY EXECUTION STATUS".
 type server struct {
 	URL, Bank string
 	Seed      uint64

@@ -16,29 +16,36 @@ import (
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// Accept is for AcceptHandler.
+// Accept configures AcceptHandler.
 type Accept struct {
-	// StatusURL is where StatusHandler is: a URL or a path that ends with a slash, such as "/charges/status/". Required.
+	// StatusURL is where StatusHandler is served: a URL or a path that ends with a slash, such as
+	// "/charges/status/". Required.
 	StatusURL string
-	// After is how long a client waits for the outcome before it gets 202. Less than Config.HandlerTimeout; 1 ms to 1 h; default 5 s.
+	// After is how long a client waits for the outcome before it gets 202. Less than
+	// Config.HandlerTimeout; 1 ms to 1 h; default 5 s.
 	After time.Duration
-	// AtOnceMax is how many flows may run in this process whose client got 202; beyond it a client waits for the outcome, as at a
-	// FlowHandler. 1 to 100,000; default 100.
+	// AtOnceMax is how many flows whose client got 202 may run in this process; beyond it a client
+	// waits for the outcome, as with a FlowHandler. 1 to 100,000; default 100.
 	AtOnceMax int
 }
 
-// AcceptHandler is FlowHandler for flows that may take long: where there is no outcome after Accept.After, and the request is stored, it
-// answers 202 Accepted, with Retry-After, and with a Location that StatusHandler serves. A request that comes again while the flow is unfinished gets the same;
-// later, the outcome. StatusHandler wants authentication in front of it, too.
+// AcceptHandler is FlowHandler for flows that may take long. If there is no outcome after
+// Accept.After, and the request is stored, it answers 202 Accepted, with Retry-After, and with a
+// Location that StatusHandler serves. A retry while the flow is unfinished gets the same answer; a
+// later one gets the outcome. StatusHandler needs authentication in front of it, too.
 //
-// Behind a 202 the flow runs on in this process, within Config.HandlerTimeout. What then stops it (that limit, a failure, the end of the
-// process) leaves it to the completer, so that Flow.Run must run somewhere, and FlowConfig.StoreRequest is required. The exception: the end of
-// the process in the Call of a phase that is AtMostOnce leaves the request in doubt, for FlowConfig.Reconcile or a person. So a program that
-// stops calls Middleware.Drain: http.Server.Shutdown does not wait for these flows.
+// After a 202 the flow continues in this process, within Config.HandlerTimeout. If it stops then
+// (by that limit, a failure, or the end of the process), the completer continues it, so Flow.Run
+// must run somewhere, and FlowConfig.StoreRequest is required. The exception: if the process ends
+// during the Call of an AtMostOnce phase, the outcome is unknown, and FlowConfig.Reconcile or a
+// person decides. So a program that stops calls Middleware.Drain: http.Server.Shutdown does not
+// wait for these flows.
 //
-// It must not stand inside of the Handler of any Middleware, which would store the 202 as the outcome: such a request is refused with 500.
+// It must not be inside the Handler of any Middleware, which would store the 202 as the outcome:
+// such a request is refused with 500.
 //
-// The Location has the key in base64, encrypted where Operation.Seal is set; other callers get 404 for it.
+// The Location contains the key in base64, encrypted if Operation.Seal is set; other callers get
+// 404 for it.
 func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error), accept Accept) (http.Handler, error) {
 	problems := flowProblems(m, flow)
 	problems = append(problems, bounds.Durations(bounds.Duration{Field: "After", Value: &accept.After, Default: 5 * time.Second, Min: time.Millisecond, Max: time.Hour})...)
@@ -71,7 +78,8 @@ func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func
 			case e = <-done:
 				waits = false
 			case <-timer.C:
-				// Only what is stored is accepted, and only under its fingerprint, which a request that waits for another has not compared.
+				// Only a stored request is accepted, and only under its fingerprint. A request that
+				// waits for another one has not compared it yet.
 				if _, err := m.op.Look(r.Context(), key); errors.Is(err, idempotency.ErrInProgress) && m.leave(r, key, done, left) {
 					m.accepted(w, accept.StatusURL+mark)
 					return
@@ -83,7 +91,7 @@ func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func
 		if errors.Is(e.err, idempotency.ErrInProgress) && !errors.As(e.err, &crowded) {
 			e.response, e.err = m.op.Look(r.Context(), key) // as above
 			if errors.Is(e.err, idempotency.ErrNotStored) {
-				e.err = &idempotency.InProgressError{RetryAfter: m.cfg.RetryAfter} // it is about to be claimed
+				e.err = &idempotency.InProgressError{RetryAfter: m.cfg.RetryAfter} // the key is about to be claimed
 			} else if errors.Is(e.err, idempotency.ErrInProgress) {
 				m.accepted(w, accept.StatusURL+mark)
 				return
@@ -91,7 +99,7 @@ func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func
 		}
 		switch {
 		case e.panicked != nil:
-			panic(e.panicked) // as where the flow has no goroutine of its own
+			panic(e.panicked) // as in a FlowHandler, which runs the flow in the request's goroutine
 		case !e.returned:
 			panic(http.ErrAbortHandler)
 		default:
@@ -100,7 +108,7 @@ func AcceptHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func
 	}), nil
 }
 
-// ending is how a flow ended: it returned, or it panicked, or it called runtime.Goexit.
+// ending is how a flow ended: it returned, it panicked, or it called runtime.Goexit.
 type ending struct {
 	response idempotency.Response
 	err      error
@@ -108,7 +116,7 @@ type ending struct {
 	panicked any
 }
 
-// start runs a flow in a goroutine, which ends with HandlerTimeout.
+// start runs a flow in a goroutine, bounded by HandlerTimeout.
 func (m *Middleware) start(r *http.Request, key idempotency.Key, do func(ctx context.Context) (idempotency.Response, error)) <-chan ending {
 	ctx, cancel := m.outliving(r)
 	done := make(chan ending, 1)
@@ -130,9 +138,11 @@ func (m *Middleware) start(r *http.Request, key idempotency.Key, do func(ctx con
 	return done
 }
 
-// Drain waits for the flows of AcceptHandlers that run in this process, behind a 202 or not, of this Middleware and all others of the same New
-// (see For): call it after http.Server.Shutdown, which waits for none behind a 202, and before the pool is closed. They end within
-// Config.HandlerTimeout and one FlowConfig.CallMax. It stops none; an error says that ctx ended first, wraps its cause, and leaves them running.
+// Drain waits for the flows of AcceptHandlers that run in this process, answered with 202 or not,
+// of this Middleware and all others of the same New (see For). Call it after http.Server.Shutdown,
+// which does not wait for flows answered with 202, and before the pool is closed. Flows end within
+// Config.HandlerTimeout plus one FlowConfig.CallMax. Drain stops no flow. An error means that ctx
+// ended first; it wraps the cause, and the flows continue.
 func (m *Middleware) Drain(ctx context.Context) error {
 	flows, idle := m.all.running()
 	if flows == 0 {
@@ -142,11 +152,11 @@ func (m *Middleware) Drain(ctx context.Context) error {
 	case <-idle:
 		return nil
 	case <-ctx.Done():
-		return fmt.Errorf("httpkey: of %d accepted flows some still run: %w", flows, context.Cause(ctx))
+		return fmt.Errorf("httpkey: some of %d accepted flows are still running: %w", flows, context.Cause(ctx))
 	}
 }
 
-// begin, end and running count flows. A WaitGroup would not do: one may begin while Drain waits.
+// begin, end and running count flows. A WaitGroup does not fit: a flow may begin while Drain waits.
 func (o *operations) begin() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -169,7 +179,8 @@ func (o *operations) running() (flows int, idle <-chan struct{}) {
 	return o.flows, o.idle
 }
 
-// leave lets a flow run on without its client, if as few of them do so as may. left has one entry for each.
+// leave lets a flow continue without its client, unless AtOnceMax flows do so already. left has one
+// entry for each.
 func (m *Middleware) leave(r *http.Request, key idempotency.Key, done <-chan ending, left chan struct{}) bool {
 	select {
 	case left <- struct{}{}:
@@ -185,9 +196,11 @@ func (m *Middleware) leave(r *http.Request, key idempotency.Key, done <-chan end
 	return true
 }
 
-// StatusHandler serves the status resources of flows of this Middleware's operation: see AcceptHandler. The last part of the path names the
-// request, in the scope of the caller. The answer is 202 with Retry-After until there is an outcome, then the outcome, status
-// included, as a replay; 404 where nothing is known of the request; 409 where a person has to decide. It reads one row and has no effect.
+// StatusHandler serves the status resources of flows of this Middleware's operation: see
+// AcceptHandler. The last part of the path identifies the request, in the scope of the caller. The
+// answer is 202 with Retry-After until there is an outcome; then the outcome, status included, as a
+// replay; 404 if the request is unknown; 409 if a person has to decide. It reads one row and has no
+// effect.
 func (m *Middleware) StatusHandler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		scope, ok := m.principal(w, r)
@@ -224,10 +237,10 @@ func (m *Middleware) accepted(w http.ResponseWriter, location string) {
 	header.Set("Cache-Control", "no-store")
 	header.Set("Retry-After", strconv.Itoa(int(math.Ceil(m.cfg.RetryAfter.Seconds()))))
 	w.WriteHeader(http.StatusAccepted)
-	_, _ = w.Write([]byte(`{"status":"in progress"}` + "\n")) // a client that is gone asks again
+	_, _ = w.Write([]byte(`{"status":"in progress"}` + "\n")) // a client that is gone retries
 }
 
-// mark names a key in a URL.
+// mark encodes a key for a URL.
 func (m *Middleware) mark(key idempotency.Key) (string, error) {
 	text := []byte(key.Value)
 	if seal := m.cfg.Operation.Seal; seal != nil {
@@ -247,5 +260,5 @@ func (m *Middleware) unmark(scope, mark string) (string, bool) {
 	return string(text), err == nil
 }
 
-// markOf binds an encrypted mark to its caller. Neither part has a NUL.
+// markOf binds an encrypted mark to its caller. Neither part contains a NUL.
 func markOf(scope, operation string) []byte { return []byte("status\x00" + scope + "\x00" + operation) }

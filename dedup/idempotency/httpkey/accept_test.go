@@ -87,8 +87,8 @@ func requireAccepted(t *testing.T, a answer) (location string) {
 	return a.header.Get("Location")
 }
 
-// Property: a flow that takes long is accepted, at each try, with a status resource that has its outcome later, for its caller alone, and
-// runs once.
+// Property: a slow flow is accepted, at each attempt, with a status resource that has its outcome
+// later, for its caller alone, and runs once.
 func TestLongFlowIsAccepted(t *testing.T) {
 	t.Parallel()
 	for name, seal := range map[string]bool{"plain": false, "sealed": true} {
@@ -139,7 +139,7 @@ func TestLongFlowIsAccepted(t *testing.T) {
 	}
 }
 
-// Property: a flow that is quick is answered as by a FlowHandler, its failure, too.
+// Property: a quick flow is answered as by a FlowHandler, also if it fails.
 func TestQuickFlowIsNotAccepted(t *testing.T) {
 	t.Parallel()
 	s, _ := accepting(t, newPool(t), httpkey.Config{}, httpkey.Accept{After: 20 * time.Second}, func(step *idempotency.Step[charge]) error {
@@ -154,7 +154,8 @@ func TestQuickFlowIsNotAccepted(t *testing.T) {
 	requireProblem(t, s.post(t, "l", "bad"), 503, httpkey.ProblemUnavailable)
 }
 
-// Property: beyond AtOnceMax clients wait for the outcome, so that they cannot have this process do ever more at once.
+// Property: beyond AtOnceMax clients wait for the outcome, so that the number of concurrent flows
+// in this process is bounded.
 func TestAcceptedFlowsAreBounded(t *testing.T) {
 	t.Parallel()
 	began, release := make(chan struct{}), map[string]chan struct{}{"a": make(chan struct{}), "b": make(chan struct{})}
@@ -192,8 +193,8 @@ func (l *locked) String() string {
 	return l.text.String()
 }
 
-// Property: what fails behind a 202 is logged, and finished by the completer; a panic ends neither the process nor, with a client that
-// waits, its stack: the panic continues in the handler.
+// Property: a failure after a 202 is logged, and the completer finishes the flow; a panic does not
+// end the process, and if the client still waits, it continues in the handler with its stack.
 func TestAcceptedFlowThatFailsIsCompleted(t *testing.T) {
 	t.Parallel()
 	var log locked
@@ -235,8 +236,8 @@ func TestAcceptedFlowThatFailsIsCompleted(t *testing.T) {
 	require.Error(t, err, "net/http ends the connection")
 }
 
-// Property: an AcceptHandler inside of a middleware, of its own operation or of another one, is refused: the outer one would store 202 as the
-// outcome. Nothing is stored, and no flow runs.
+// Property: an AcceptHandler inside of a middleware, of its own operation or of another one, is
+// refused: the outer one would store 202 as the outcome. Nothing is stored, and no flow runs.
 func TestAcceptInsideAMiddleware(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -254,8 +255,9 @@ func TestAcceptInsideAMiddleware(t *testing.T) {
 	require.Equal(t, 206, serve(t, handler).post(t, "k", "a").status)
 }
 
-// Property: http.Server.Shutdown does not wait for a flow behind a 202, Drain does, of each operation, or as long as its context says; then the
-// outcome is stored, and the pool can be closed. It returns at once where nothing runs.
+// Property: http.Server.Shutdown does not wait for a flow after a 202; Drain does, for each
+// operation, or until its context ends; then the outcome is stored, and the pool can be closed. It
+// returns at once if no flow runs.
 func TestDrainWaitsForAcceptedFlows(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -298,7 +300,7 @@ func TestDrainWaitsForAcceptedFlows(t *testing.T) {
 	}
 }
 
-// Property: settings with which a 202 would promise what does not come are refused, all at once.
+// Property: settings with which a 202 could not be honoured are rejected, all at once.
 func TestAcceptSettingsAreChecked(t *testing.T) {
 	t.Parallel()
 	m := newMiddleware(t, pgtest.NoPool(t), httpkey.Config{})

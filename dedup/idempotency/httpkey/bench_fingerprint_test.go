@@ -12,8 +12,9 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 )
 
-// BenchmarkFingerprint compares the fingerprint of a body of 1 MiB whose objects lie in each other, as deep as allowed and in the
-// order that costs most, with one of the same size whose objects are flat.
+// BenchmarkFingerprint compares the fingerprint of a body of 1 MiB whose objects lie in each other,
+// as deep as allowed and in the order that costs most, with one of the same size whose objects are
+// flat.
 func BenchmarkFingerprint(b *testing.B) {
 	r, err := http.NewRequestWithContext(b.Context(), http.MethodPost, "/", nil)
 	require.NoError(b, err)

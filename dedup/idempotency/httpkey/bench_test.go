@@ -19,9 +19,10 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// BenchmarkHandler compares an HTTP handler that books an order in a transaction of its own with the same one behind the
-// middleware, and with replays, over 32 connections of clients and of the database: one of two statements, and one of
-// eight. Clients, handler and database share the machine.
+// BenchmarkHandler compares an HTTP handler that books an order in a transaction of its own with
+// the same one behind the middleware, and with replays, over 32 connections of clients and of the
+// database: one of two statements, and one of eight. Clients, handler and database share the
+// machine.
 func BenchmarkHandler(b *testing.B) {
 	cluster := pgtest.Cluster(b, map[string]string{"fsync": "on", "synchronous_commit": "on"}) // as in production
 	pgtest.Migrate(b, cluster.URL)

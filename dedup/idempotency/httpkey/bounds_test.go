@@ -43,7 +43,8 @@ func TestNewReportsAllProblems(t *testing.T) {
 	require.NotContains(t, err.Error(), "X-Good")
 }
 
-// Property: a request without a usable key, tenant or body is refused without a database. Rows H8, H9, H10.
+// Property: a request without a usable key, tenant or body is refused without a database. Rows H8,
+// H9, H10 of guarantees.md.
 func TestRefusedBeforeAnySQL(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("t", 256)
@@ -106,8 +107,8 @@ func (e *endless) Read(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// Property: a body without end is cut off at the limit, one that does not come is given up, and neither needs the database.
-// Row H10.
+// Property: a body without end is cut off at the limit, one that does not come is given up, and
+// neither needs the database. Row H10 of guarantees.md.
 func TestHugeAndSlowBodies(t *testing.T) {
 	t.Parallel()
 	for name, http2 := range map[string]bool{"HTTP1": false, "HTTP2": true} {
@@ -139,9 +140,10 @@ func TestHugeAndSlowBodies(t *testing.T) {
 	}
 }
 
-// Property: a body that a layer outside has read is not taken for an empty one, under which all requests with a key would look the
-// same, nor one of which a part was read for a whole one: they are refused, and the log says what to do. A layer that looks for a
-// form where there is none, decodes the body, or puts it back, does no harm. Row H6.
+// Property: a body that an outer layer has read is not taken for an empty one, under which all
+// requests with a key would look the same, nor a partly read one for a whole one: they are refused,
+// and the log gives the remedy. A layer that looks for a form where there is none, decodes the
+// body, or restores it, does no harm. Row H6 of guarantees.md.
 func TestBodyThatWasReadBefore(t *testing.T) {
 	t.Parallel()
 	const form, text = "application/x-www-form-urlencoded", "text/plain"
@@ -213,8 +215,8 @@ func TestBodyThatWasReadBefore(t *testing.T) {
 	}
 }
 
-// Property: files of a multipart form are gone after each run, one that is run again or panics, too, and after a flow has read its
-// request.
+// Property: files of a multipart form are gone after each run, one that is run again or panics,
+// too, and after a flow has read its request.
 func TestFilesOfFormsAreRemoved(t *testing.T) {
 	t.Parallel()
 	var body bytes.Buffer
@@ -286,9 +288,10 @@ func TestFilesOfFormsAreRemoved(t *testing.T) {
 	}
 }
 
-// Property: ReadTimeout is not one of the handler, nor of the connection: a handler that takes longer is not taken for one
-// whose client left, and the next request on the connection is served. Without a body net/http reads on from the
-// connection at once, and would never take the deadline back by itself. Row H10.
+// Property: ReadTimeout is not one of the handler, nor of the connection: a handler that takes
+// longer is not taken for one whose client left, and the next request on the connection is served.
+// Without a body net/http reads on from the connection at once, and would never take the deadline
+// back by itself. Row H10 of guarantees.md.
 func TestReadTimeoutEndsWithTheBody(t *testing.T) {
 	t.Parallel()
 	for name, body := range map[string]string{"body": "a", "no body": ""} {
@@ -321,8 +324,9 @@ func TestReadTimeoutEndsWithTheBody(t *testing.T) {
 	}
 }
 
-// Property: a response that is too large to be stored reaches the first client whole; a later request learns that it was
-// done, and with which status, and nothing runs again. Row H11.
+// Property: a response that is too large to be stored reaches the first client whole; a later
+// request gets the answer that it was executed, with the status, and nothing runs again. Row H11 of
+// guarantees.md.
 func TestResponseTooLargeToStore(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -351,8 +355,9 @@ func TestResponseTooLargeToStore(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
-// Property: what would bypass the transaction (flushing, hijacking, another protocol, a response without end) is an error to the
-// handler, and undoes the request even if the handler does not mind; what only looks like it is recorded. Row H21.
+// Property: what would bypass the transaction (flushing, hijacking, another protocol, a response
+// without end) is an error for the handler, and rolls the request back even if the handler ignores
+// it; what only looks like it is recorded. Row H21 of guarantees.md.
 func TestStreamingIsRefused(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -417,7 +422,8 @@ func TestStreamingIsRefused(t *testing.T) {
 	}
 }
 
-// Property: a handler whose method passes through, or that is not behind the middleware, gets no transaction, and says so.
+// Property: a handler whose method passes through, or that is not behind the middleware, gets no
+// transaction, and says so.
 func TestNoTransactionWithoutMiddleware(t *testing.T) {
 	t.Parallel()
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)

@@ -9,8 +9,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 )
 
-// chiRoutes are of chi. The middleware stands beside the routes (With, Group), or in front of whole routers: behind it
-// ownRoute then.
+// chiRoutes uses chi. The middleware is added to routes (With, Group), or in front of whole
+// routers: with ownRoute after it then.
 func chiRoutes(authenticate func(http.Handler) http.Handler, once *httpkey.Middleware) http.Handler {
 	router := chi.NewRouter()
 	router.With(authenticate, once.Handler).Post("/orders/{order}/shipments", func(w http.ResponseWriter, r *http.Request) {
@@ -27,9 +27,10 @@ func chiRoutes(authenticate func(http.Handler) http.Handler, once *httpkey.Middl
 	return router
 }
 
-// ownRoute gives each run of a handler chi's notes as they were before the first one. They are one value for the whole
-// request, and a run through a mounted router changes them: the next one, after a serialization failure, would find no
-// route, and its 404 would be stored.
+// ownRoute gives each run of a handler a copy of chi's routing context as it was before the first
+// run. The original is one value for the whole request, and a run through a mounted router changes
+// it: the next run, after a serialization failure, would find no route, and its 404 would be
+// stored.
 func ownRoute(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if route := chi.RouteContext(r.Context()); route != nil {

@@ -8,7 +8,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 )
 
-// echoRoutes are of echo (v5; v4 differs in that its context is no pointer, and c.Error(err) writes an error).
+// echoRoutes uses echo (v5; v4 differs in that its context is no pointer, and c.Error(err) writes
+// an error).
 func echoRoutes(authenticate func(http.Handler) http.Handler, once *httpkey.Middleware) http.Handler {
 	router := echo.New()
 	router.Use(echo.WrapMiddleware(authenticate), echo.WrapMiddleware(once.Handler), writeErrors)
@@ -26,9 +27,10 @@ func echoRoutes(authenticate func(http.Handler) http.Handler, once *httpkey.Midd
 	return router
 }
 
-// writeErrors writes what a handler returns inside of the middleware. Echo itself does so outside of all of them: too
-// late, the empty response is taken for a success by then, and what the handler wrote before its error is committed. Where
-// the handler answered already, echo writes nothing any more: Fail gives such a request up.
+// writeErrors writes the errors that a handler returns, inside of the middleware. Echo itself does
+// so outside of all of them. That is too late: the empty response has counted as a success, and
+// what the handler wrote before its error is committed. If the handler answered already, echo
+// writes nothing more: Fail gives such a request up.
 func writeErrors(next echo.HandlerFunc) echo.HandlerFunc {
 	return func(c *echo.Context) error {
 		err := next(c)

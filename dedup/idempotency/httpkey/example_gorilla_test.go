@@ -8,7 +8,7 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 )
 
-// gorillaRoutes are of gorilla/mux, whose middlewares run when the route is found.
+// gorillaRoutes uses gorilla/mux, whose middlewares run after the route is found.
 func gorillaRoutes(authenticate func(http.Handler) http.Handler, once *httpkey.Middleware) http.Handler {
 	router := mux.NewRouter()
 	router.Use(authenticate, once.Handler)

@@ -14,7 +14,7 @@ import (
 
 type accountKey struct{}
 
-// tenant is whom authentication let in. An empty one is refused.
+// tenant returns the authenticated account. An empty one is refused.
 func tenant(r *http.Request) (string, error) {
 	account, _ := r.Context().Value(accountKey{}).(string)
 	return account, nil
@@ -47,8 +47,8 @@ func ship(w http.ResponseWriter, r *http.Request, order string) {
 	w.WriteHeader(http.StatusCreated)
 }
 
-// Handler is a func(http.Handler) http.Handler, so any router takes it, behind authentication. The other examples show chi,
-// gorilla/mux and echo.
+// Handler is a func(http.Handler) http.Handler, so any router accepts it, behind authentication.
+// The other examples show chi, gorilla/mux and echo.
 func ExampleMiddleware_Handler() {
 	routes := func(pool *pgxpool.Pool, authenticate func(http.Handler) http.Handler) (http.Handler, error) {
 		once, err := httpkey.New(pool, tenant, httpkey.Config{
@@ -64,7 +64,8 @@ func ExampleMiddleware_Handler() {
 	_ = routes
 }
 
-// An endpoint that charges a card: the bank gets the same key at each try, and no transaction is open while it thinks.
+// An endpoint that charges a card: the bank gets the same key at each attempt, and no transaction
+// is open during the call.
 func ExampleFlowHandler() {
 	type state struct{ Receipt string }
 	routes := func(once *httpkey.Middleware, charge func(ctx context.Context, key string, order []byte) (string, error)) (http.Handler, error) {

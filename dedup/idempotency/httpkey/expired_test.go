@@ -27,9 +27,10 @@ func windowPasses(t *testing.T, pool *pgxpool.Pool, m *httpkey.Middleware) {
 	require.Zero(t, keys(t, pool))
 }
 
-// Property: a client that comes after the window, for a request whose rows are there under IDs that were derived of its key, is told that
-// it was executed (410), and so is each later try; there is one effect. It is told so as well where the handler looks itself, or fails
-// only then, and in a flow. Row H33.
+// Property: a client that retries after the window, for a request whose rows exist under IDs
+// derived from its key, gets 410 (the request was executed), and so does each later retry; there is
+// one effect. The same holds if the handler checks itself, or fails only then, and in a flow. Row
+// H33.
 func TestAfterTheWindow(t *testing.T) {
 	t.Parallel()
 	type work = func(ctx context.Context, tx pgx.Tx, k idempotency.Key) error
@@ -122,8 +123,9 @@ func TestAfterTheWindow(t *testing.T) {
 	}
 }
 
-// Property: a refusal because of any other row is no proof that the request was executed, and stays a failure: of another request's ID,
-// of an ID that is no child's, of one that the handler inserts twice itself, of a row that its role cannot see. Row H33.
+// Property: a refusal because of any other row is no proof that the request was executed, and stays
+// a failure: of another request's ID, of an ID that is no child's, of one that the handler inserts
+// twice itself, of a row that its role cannot see. Row H33 of guarantees.md.
 func TestOtherRefusalsStayFailures(t *testing.T) {
 	t.Parallel()
 	insert := func(r *http.Request, ids ...any) error {
@@ -176,8 +178,8 @@ func TestOtherRefusalsStayFailures(t *testing.T) {
 	}
 }
 
-// Property: a row that an earlier phase of the same flow inserted, or that a call commits by itself, is no earlier execution: the phase
-// fails, as for any other row. Row H33.
+// Property: a row that an earlier phase of the same flow inserted, or that a call commits by
+// itself, is no earlier execution: the phase fails, as for any other row. Row H33 of guarantees.md.
 func TestRowOfTheSameFlowIsNoEarlierExecution(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

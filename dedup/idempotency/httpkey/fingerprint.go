@@ -17,8 +17,9 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// fingerprint tells two requests apart. The target is taken as the client sent it: a router that strips prefixes would
-// else make two routes look the same, and the answer of one would be replayed at the other.
+// fingerprint distinguishes requests. It uses the target as the client sent it: behind a router
+// that strips prefixes, two routes would otherwise look the same, and the response of one would be
+// replayed for the other.
 func (m *Middleware) fingerprint(r *http.Request, body []byte) (idempotency.Fingerprint, error) {
 	target, err := url.ParseRequestURI(r.RequestURI)
 	if err != nil {
@@ -34,7 +35,7 @@ func (m *Middleware) fingerprint(r *http.Request, body []byte) (idempotency.Fing
 	return idempotency.NewFingerprint([]byte(r.Method), []byte(target.EscapedPath()), []byte(m.query(target.RawQuery)), []byte(mediaType(r)), content), nil
 }
 
-// query is what of the query counts: as the client wrote it, in its order.
+// query returns the part of the query that counts, as the client wrote it, in its order.
 func (m *Middleware) query(raw string) string {
 	if m.cfg.Query == nil {
 		return raw
@@ -48,10 +49,10 @@ func (m *Middleware) query(raw string) string {
 	}), "&")
 }
 
-var errTooDeep = errors.New("arrays and objects lie in each other deeper than Config.JSONDepthMax")
+var errTooDeep = errors.New("arrays and objects are nested deeper than Config.JSONDepthMax")
 
-// deeper reports whether arrays and objects of a text lie in each other deeper than depthMax, ahead of the first byte that JSON does not
-// have there, where Canonicalize stops, too: the text may be compressed.
+// deeper reports whether arrays and objects of a text are nested deeper than depthMax. It stops at
+// the first byte that is invalid in JSON, as Canonicalize does: the text may be compressed.
 func deeper(text []byte, depthMax int) bool {
 	depth, quoted := 0, false
 	for i := 0; i < len(text); i++ {
@@ -78,7 +79,7 @@ func deeper(text []byte, depthMax int) bool {
 	return false
 }
 
-// mediaType leaves parameters out: clients and proxies write charsets in many ways.
+// mediaType drops parameters: clients and proxies write charsets in many ways.
 func mediaType(r *http.Request) string {
 	header := r.Header.Get("Content-Type")
 	if media, _, err := mime.ParseMediaType(header); err == nil {
@@ -92,10 +93,11 @@ func isJSON(r *http.Request) bool {
 	return media == "application/json" || strings.HasSuffix(media, "+json")
 }
 
-// Canonical is the default of Config.Fingerprint. JSON that is the same but for space, order of members and escapes is
-// the same request (RFC 8785). Numbers count as they are written, because 9007199254740993 and 9007199254740992 are two
-// amounts, and one float64. What is not JSON counts byte for byte, and so does an object that names a member twice, or two that
-// differ only in case: encoding/json takes the last of them, and the order of members would not count.
+// Canonical is the default of Config.Fingerprint. JSON that differs only in whitespace, order of
+// members and escapes is the same request (RFC 8785). Numbers count as written, because
+// 9007199254740993 and 9007199254740992 are two amounts but one float64. A body that is not JSON
+// counts byte for byte. So does a body with an object that has a member twice, or two members that
+// differ only in case: encoding/json uses the last of them, and their order would not count.
 func Canonical(r *http.Request, body []byte) ([]byte, error) {
 	if !isJSON(r) {
 		return body, nil
@@ -110,11 +112,12 @@ func Canonical(r *http.Request, body []byte) ([]byte, error) {
 	return value, nil
 }
 
-// differsInCase reports whether an object in JSON has two members whose names are one to encoding/json.
+// differsInCase reports whether an object in JSON has two members whose names encoding/json treats
+// as equal.
 func differsInCase(text []byte) bool {
 	in := jsontext.NewDecoder(bytes.NewReader(text))
-	var names []string // of the objects that are open, from the outermost
-	var begins []int   // where those of each begin
+	var names []string // names in the open objects, from the outermost
+	var begins []int   // index of each object's first name
 	for {
 		token, err := in.ReadToken()
 		if err != nil {
@@ -136,29 +139,30 @@ func differsInCase(text []byte) bool {
 	}
 }
 
-// fold is one text for all that are equal to encoding/json.
+// fold maps all names that encoding/json treats as equal to one text.
 func fold(name string) string {
 	return strings.Map(func(r rune) rune {
 		for {
 			next := unicode.SimpleFold(r)
 			if next <= r {
-				return next // the least of those that fold into each other
+				return next // the least rune of those that fold into each other
 			}
 			r = next
 		}
 	}, name)
 }
 
-// Without is for Config.Fingerprint: Canonical, but for members of JSON that differ from try to try, each as a JSON pointer
-// (RFC 6901): Without("/sent_at", "/meta/attempt"). What is left out must have no effect: a retry that changes only that gets
-// the first one's answer. It panics where a pointer is none, since that would leave out nothing, and refuse each retry.
+// Without is for Config.Fingerprint: Canonical without the JSON members that differ between
+// attempts, each given as a JSON pointer (RFC 6901): Without("/sent_at", "/meta/attempt"). Those
+// members must have no effect: a retry that changes only them gets the first response. It panics if
+// a pointer is malformed: such a pointer would drop nothing, and every retry would be refused.
 func Without(pointers ...string) func(r *http.Request, body []byte) ([]byte, error) {
 	for _, pointer := range pointers {
 		if !strings.HasPrefix(pointer, "/") || strings.Contains(strings.NewReplacer("~0", "", "~1", "").Replace(pointer), "~") {
 			panic(fmt.Sprintf(`httpkey: Without(%q): want a JSON pointer: "/" before each name, and in names "~1" for a slash and "~0" for a tilde`, pointer))
 		}
 	}
-	depths := map[int]bool{} // where a name may be one of pointers: elsewhere the way to it, which may be long, is not made
+	depths := map[int]bool{} // only at these depths is the pointer of a name built: it may be long
 	for _, pointer := range pointers {
 		depths[strings.Count(pointer, "/")] = true
 	}
@@ -172,7 +176,7 @@ func Without(pointers ...string) func(r *http.Request, body []byte) ([]byte, err
 		}); err == nil {
 			return kept, nil
 		}
-		return canonical, nil // it is not what it says
+		return canonical, nil // the body is not JSON, although its media type says so
 	}
 }
 

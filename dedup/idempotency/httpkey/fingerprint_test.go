@@ -25,8 +25,8 @@ func jsonRequest(t *testing.T, media string) *http.Request {
 	return r
 }
 
-// Property: JSON that says the same is the same request, amounts that differ in any digit are not, and what is not proper
-// JSON counts byte for byte. Row H6.
+// Property: JSON that says the same is the same request, amounts that differ in any digit are not,
+// and what is not proper JSON counts byte for byte. Row H6 of guarantees.md.
 func TestCanonicalJSON(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -66,7 +66,8 @@ func TestCanonicalJSON(t *testing.T) {
 	require.Equal(t, `{"b":1, "a":2}`, string(body), "the handler reads it")
 }
 
-// Property: Without leaves out the members that are named, with all that is in them, and nothing else.
+// Property: Without leaves out the members that are named, with all that is in them, and nothing
+// else.
 func TestWithoutMembers(t *testing.T) {
 	t.Parallel()
 	r := jsonRequest(t, "application/json")
@@ -186,8 +187,8 @@ func TestFingerprintIsThatOfOlderReleases(t *testing.T) {
 	}
 }
 
-// Property: members that differ only in case are one to encoding/json, which takes the last: bodies of which it makes two amounts
-// are two requests.
+// Property: members that differ only in case are one to encoding/json, which takes the last: bodies
+// of which it makes two amounts are two requests.
 func TestMembersThatDifferInCase(t *testing.T) {
 	t.Parallel()
 	s := serve(t, newMiddleware(t, newPool(t), httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -203,8 +204,8 @@ func TestMembersThatDifferInCase(t *testing.T) {
 	requireProblem(t, s.post(t, "k", `{"Amount":2,"amount":1}`, "Content-Type", "application/json"), 422, httpkey.ProblemKeyReused)
 }
 
-// Property: a body that is nested deeper than JSONDepthMax is refused before any SQL, one that is as deep is not; brackets in strings do
-// not count, nor does what is no JSON.
+// Property: a body that is nested deeper than JSONDepthMax is refused before any SQL, one that is
+// as deep is not; brackets in strings do not count, nor does what is no JSON.
 func TestDeepBodyIsRefused(t *testing.T) {
 	t.Parallel()
 	nested := func(open, end string, depth int) string {
@@ -242,8 +243,8 @@ func TestDeepBodyIsRefused(t *testing.T) {
 	}
 }
 
-// Property: a compressed body, which something inside of the middleware decompresses, is not taken for JSON that is nested too deep,
-// whatever its bytes; nor is other content that cannot be JSON.
+// Property: a compressed body, which something inside of the middleware decompresses, is not taken
+// for JSON that is nested too deep, whatever its bytes; nor is other content that cannot be JSON.
 func TestCompressedBodyIsNotDeep(t *testing.T) {
 	t.Parallel()
 	s := serve(t, newMiddleware(t, pgtest.NoPool(t), httpkey.Config{RequestBytesMax: 4 << 20}).Handler(insert(201)))
@@ -265,7 +266,8 @@ func TestCompressedBodyIsNotDeep(t *testing.T) {
 	}
 }
 
-// Property: parameters of the query that do not count make no other request, the others do, as they are written and in their order.
+// Property: parameters of the query that do not count make no other request, the others do, as they
+// are written and in their order.
 func TestQueryThatDoesNotCount(t *testing.T) {
 	t.Parallel()
 	fingerprint := func(query func(string) bool) func(target string) string {

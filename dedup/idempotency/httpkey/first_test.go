@@ -19,9 +19,9 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Property: the first client gets what a replay gives, byte for byte, but for headers that are not stored: also where the
-// outcome is another response of the same status than the handler wrote, or an earlier run of the handler wrote one that was
-// rolled back. Rows H4, H18.
+// Property: the first client gets what a replay gives, byte for byte, but for headers that are not
+// stored: also where the outcome is another response of the same status than the handler wrote, or
+// an earlier run of the handler wrote one that was rolled back. Rows H4, H18 of guarantees.md.
 func TestFirstAnswerIsWhatIsReplayed(t *testing.T) {
 	t.Parallel()
 	failed := func(error) idempotency.Response {
@@ -115,8 +115,9 @@ func (c *breaking) Read(p []byte) (int, error) {
 	return c.Conn.Read(p)
 }
 
-// Property: a request whose connection to the database breaks, before its claim or in its handler, is told to come again
-// (503), and is executed then; an EOF of the handler's own, with the connection as it should be, is its failure (500).
+// Property: a request whose connection to the database breaks, before its claim or in its handler,
+// gets 503, and its retry is executed; an EOF of the handler's own, with an intact connection, is
+// its failure (500).
 func TestBrokenDatabaseConnectionIsUnavailable(t *testing.T) {
 	t.Parallel()
 	for name, ends := range map[string]error{
@@ -130,7 +131,7 @@ func TestBrokenDatabaseConnectionIsUnavailable(t *testing.T) {
 			dial := config.ConnConfig.DialFunc
 			config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
 				conn, err := dial(ctx, network, address)
-				broken.Store(nil) // whoever asks again gets a connection that holds
+				broken.Store(nil) // a retry gets a working connection
 				return &breaking{conn, &broken}, err
 			}
 			config.MaxConns = 1
@@ -162,8 +163,9 @@ func TestBrokenDatabaseConnectionIsUnavailable(t *testing.T) {
 	}
 }
 
-// Property: work that has not begun when its client goes is ended by its context, at once: otherwise it would pass for a
-// failure of the work, which Strict stores. Rows H18, H19.
+// Property: work that has not begun when its client goes is ended by its context, at once:
+// otherwise it would pass for a failure of the work, which Strict stores. Rows H18, H19 of
+// guarantees.md.
 func TestWorkThatDidNotBeginIsCancelled(t *testing.T) {
 	t.Parallel()
 	for range 1000 {

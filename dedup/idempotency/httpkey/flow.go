@@ -11,22 +11,25 @@ import (
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// FlowHandler is an endpoint whose work is in phases, because it asks other systems: it claims the key and answers with the
-// flow's outcome, as Middleware.Handler does with a transaction's. Make the flow with m.Operation(); a second flow wants an
-// operation of another name: see Middleware.For. Give only headers to Step.Finish that may be shown again.
+// FlowHandler is an endpoint whose work runs in phases because it calls other systems: it claims
+// the key and answers with the flow's outcome, as Middleware.Handler does with a transaction's.
+// Make the flow with m.Operation(); a second flow needs an operation with another name: see
+// Middleware.For. Pass only headers to Step.Finish that may be shown again.
 //
-// request makes of a request, whose body is read already, what the phases get; nil: the body. Nothing is stored yet: an
-// error is answered with 400, or with the response of an idempotency.Final. A failure of a phase is answered with 503 and
-// Retry-After: the next try goes on there.
+// request converts a request, whose body is read already, to the input of the phases; nil: the body
+// is the input. Nothing is stored at that point: an error is answered with 400, or with the
+// response of an idempotency.Final. A failure of a phase is answered with 503 and Retry-After: the
+// next attempt continues at that phase.
 //
-// The client that goes away does not end the flow; Config.HandlerTimeout does, between two phases, and it stays resumable. A
-// phase that is AtMostOnce, and what a phase writes, is not cut short: FlowConfig.CallMax bounds these.
+// A client that disconnects does not end the flow; Config.HandlerTimeout does, between two phases,
+// and the flow can be resumed. The call of an AtMostOnce phase, and the writes of a phase, are not
+// interrupted: FlowConfig.CallMax bounds them.
 //
-// It must not stand inside of the Handler of a Middleware of the same operation, where it would wait for the key that the
-// request's own transaction holds: such a request is refused with 500.
+// It must not be inside the Handler of a Middleware of the same operation: there it would wait for
+// the key that the request's own transaction holds. Such a request is refused with 500.
 //
-// The error has all problems at once: a flow of another operation, and a FlowConfig.CallMax that is not less than
-// Config.HandlerTimeout, which would cut its calls.
+// The error lists all problems at once: a flow of another operation, and a FlowConfig.CallMax that
+// is not less than Config.HandlerTimeout, which would interrupt its calls.
 func FlowHandler[S any](m *Middleware, flow *idempotency.Flow[S], request func(r *http.Request) ([]byte, error)) (http.Handler, error) {
 	if err := errors.Join(flowProblems(m, flow)...); err != nil {
 		return nil, err
@@ -49,12 +52,12 @@ func flowProblems[S any](m *Middleware, flow *idempotency.Flow[S]) (problems []e
 	return problems
 }
 
-// flowHandler takes a request, and makes of it what do executes and answers. accepts: the answer may be a 202, which a middleware around it
-// would store as the outcome.
+// flowHandler reads a request, converts it, and passes it to do, which executes and answers it.
+// accepts: the answer may be a 202, which an enclosing middleware would store as the outcome.
 func (m *Middleware) flowHandler(request func(r *http.Request) ([]byte, error), accepts bool, do func(w http.ResponseWriter, r *http.Request, key idempotency.Key, body []byte)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if e := from(r.Context()); e != nil && (accepts || e.key.Operation == m.cfg.Operation.Operation) {
-			m.log.ErrorContext(r.Context(), "a FlowHandler or AcceptHandler stands inside of Middleware.Handler, so its requests are refused: take the route out of that one")
+			m.log.ErrorContext(r.Context(), "a FlowHandler or AcceptHandler is inside of Middleware.Handler: its requests are refused; take the route out of it")
 			m.refuse(w, r, ProblemInternal, 0)
 			return
 		}
@@ -79,7 +82,7 @@ func (m *Middleware) flowHandler(request func(r *http.Request) ([]byte, error), 
 	})
 }
 
-// made is what the phases get of a request.
+// made returns the input of the phases.
 func (m *Middleware) made(r *http.Request, request func(r *http.Request) ([]byte, error), body []byte) ([]byte, error) {
 	ctx, cancel := m.outliving(r)
 	defer cancel()
@@ -88,7 +91,7 @@ func (m *Middleware) made(r *http.Request, request func(r *http.Request) ([]byte
 	return request(run)
 }
 
-// outliving is a context that does not end with the client.
+// outliving returns a context that does not end with the client.
 func (m *Middleware) outliving(r *http.Request) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(r.Context()), m.cfg.HandlerTimeout)
 }
@@ -110,14 +113,15 @@ func (m *Middleware) failFlow(w http.ResponseWriter, r *http.Request, key idempo
 	m.refuse(w, r, kind, retryAfter)
 }
 
-// stopped logs why a flow stopped, and says what it is to its client. What a phase returned is no verdict: the flow can be resumed.
+// stopped logs why a flow stopped, and returns the problem for its client. An error of a phase is
+// not an outcome: the flow can be resumed.
 func (m *Middleware) stopped(r *http.Request, key idempotency.Key, err error) (Problem, time.Duration) {
 	kind, retryAfter := m.problem(err)
 	if kind == ProblemInternal {
 		kind, retryAfter = ProblemUnavailable, m.cfg.RetryAfter
 	}
 	if describe(kind).Status >= http.StatusInternalServerError {
-		m.log.ErrorContext(r.Context(), "a flow did not come to its end", "key", key, "problem", kind, "error", err)
+		m.log.ErrorContext(r.Context(), "a flow stopped before its end", "key", key, "problem", kind, "error", err)
 	}
 	return kind, retryAfter
 }

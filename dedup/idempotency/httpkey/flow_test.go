@@ -22,7 +22,8 @@ import (
 
 type charge struct{ Receipt string }
 
-// Property: an endpoint in phases goes on where it failed, at the next request, and replays its outcome.
+// Property: an endpoint in phases continues where it failed, at the next request, and replays its
+// outcome.
 func TestFlowIsResumedByTheNextRequest(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -76,8 +77,9 @@ func TestFlowIsResumedByTheNextRequest(t *testing.T) {
 	require.EqualValues(t, 2, charged.Load())
 }
 
-// Property: a flow inside of a middleware's transaction, which has its key, is refused at once, with no effect, and says what is wrong
-// in the log; a pool of two connections serves others as before. Row H22.
+// Property: a flow inside of a middleware's transaction, which has its key, is refused at once,
+// with no effect, and says what is wrong in the log; a pool of two connections serves others as
+// before. Row H22 of guarantees.md.
 func TestFlowInsideAMiddleware(t *testing.T) {
 	t.Parallel()
 	plain := newPool(t)
@@ -109,8 +111,8 @@ func TestFlowInsideAMiddleware(t *testing.T) {
 	require.Equal(t, 1, keys(t, pool))
 }
 
-// Property: a flow whose foreign call has an unknown outcome answers 409 without Retry-After, now and later; one that
-// another worker is at, 409 with it.
+// Property: a flow whose foreign call has an unknown outcome answers 409 without Retry-After, now
+// and later; one that another worker is at, 409 with it.
 func TestFlowThatIsUndecidedOrBusy(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

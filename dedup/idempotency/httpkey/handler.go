@@ -9,8 +9,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// exchange is what a handler can ask for. It travels in the request's context, because an http.Handler has no other
-// argument for it.
+// exchange is what a handler can access. It is passed in the request's context, because an
+// http.Handler has no other argument for it.
 type exchange struct {
 	tx  pgx.Tx
 	key idempotency.Key
@@ -19,14 +19,15 @@ type exchange struct {
 
 type exchangeKey struct{}
 
-// Tx is the transaction of the request, for the handler's writes and its outbox messages: they are committed together with the
-// response, or not at all. It must not be used after the handler has returned, nor in two goroutines. Tx panics where the
-// request did not come through a Middleware, or its method passes through: a handler without its transaction would write
-// what nothing protects.
+// Tx returns the transaction of the request, for the handler's writes and its outbox messages: they
+// are committed together with the response, or not at all. It must not be used after the handler
+// has returned, nor in two goroutines. Tx panics if the request did not pass through a Middleware,
+// or its method passes through: without the transaction, the handler's writes would not be
+// protected by the key.
 func Tx(r *http.Request) pgx.Tx { return of(r).tx }
 
-// TxOf is Tx for a handler that also serves requests that pass through, such as a PUT without a key: it tells whether there is a
-// transaction. Where there is, Key and Fail work, too.
+// TxOf is Tx for a handler that also serves requests that pass through, such as a PUT without a
+// key: it reports whether there is a transaction. If there is, Key and Fail work, too.
 func TxOf(r *http.Request) (pgx.Tx, bool) {
 	e := from(r.Context())
 	if e == nil {
@@ -35,14 +36,14 @@ func TxOf(r *http.Request) (pgx.Tx, bool) {
 	return e.tx, true
 }
 
-// Key of the request: Key(r).ChildID("invoice") is the ID for an outbox message, or the key for another system, that is the same
-// at each try. It panics where Tx does.
+// Key returns the key of the request. Key(r).ChildID("invoice") is an ID for an outbox message, or
+// a key for another system, that is the same at each attempt. It panics if Tx does.
 func Key(r *http.Request) idempotency.Key { return of(r).key }
 
-// Fail gives the request up for an error, whatever was or will be written to the ResponseWriter: everything is rolled back
-// and nothing is stored. A serialization failure or a deadlock runs the handler again; an idempotency.Final makes its
-// response the outcome; the client gets 503 where the database is away or busy, and 500 for all others. Return after it.
-// It panics where Tx does.
+// Fail abandons the request with an error, whatever is written to the ResponseWriter: everything is
+// rolled back and nothing is stored. A serialization failure or a deadlock runs the handler again;
+// an idempotency.Final makes its response the outcome; the client gets 503 if the database is
+// unavailable or busy, and 500 for any other error. Return after it. It panics if Tx does.
 func Fail(r *http.Request, err error) { of(r).err = err }
 
 func of(r *http.Request) *exchange {

@@ -12,17 +12,18 @@ const (
 	keyBytesMax    = 255
 )
 
-// Why ParseKey found no key.
+// Errors of ParseKey.
 var (
 	// ErrNoKey: the header is missing.
 	ErrNoKey = errors.New("the header Idempotency-Key is missing")
-	// ErrMalformedKey: it comes twice, or is not of its form. The error does not repeat it.
+	// ErrMalformedKey: the header is repeated, or malformed. The error does not contain its value.
 	ErrMalformedKey = errors.New("the header Idempotency-Key must come once, with 1 to 255 visible ASCII characters, as they are or in double quotes")
 )
 
-// ParseKey reads the Idempotency-Key of a request: the value that it is claimed under, for whatever else has to know it, such as
-// region.Config.Key. 1 to 255 visible ASCII characters, in one of two forms that are the same key: raw, as most clients send
-// it, and as a string of RFC 8941, as the draft of the header says. A proxy that joins two headers puts a space between them,
+// ParseKey reads the Idempotency-Key of a request and returns the value under which it is claimed,
+// for other code that needs it, such as region.Config.Key. The key is 1 to 255 visible ASCII
+// characters, in one of two equivalent forms: raw, as most clients send it, or as a string of RFC
+// 8941, as the draft of the header says. A proxy that joins two headers puts a space between them,
 // which is refused like two headers. Errors are ErrNoKey and ErrMalformedKey.
 func ParseKey(header http.Header) (string, error) {
 	values := header.Values(keyHeader)
@@ -43,7 +44,8 @@ func ParseKey(header http.Header) (string, error) {
 	return value, nil
 }
 
-// unquote reads a string of RFC 8941: only quote and backslash are escaped. Parameters behind it are refused.
+// unquote reads a string of RFC 8941: only quote and backslash are escaped. Parameters after it are
+// refused.
 func unquote(quoted string) (string, bool) {
 	var value strings.Builder
 	for i := 1; i < len(quoted); i++ {

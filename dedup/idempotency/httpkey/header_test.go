@@ -10,7 +10,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 )
 
-// Property: a key comes once, has 1 to 255 visible ASCII characters, and is the same key with and without quotes. Row H9.
+// Property: a key comes once, has 1 to 255 visible ASCII characters, and is the same key with and
+// without quotes. Row H9 of guarantees.md.
 func TestKeysOfHeaders(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("k", 255)
@@ -55,7 +56,8 @@ func TestKeysOfHeaders(t *testing.T) {
 	}
 }
 
-// Property: no header makes the parser panic; what it accepts is within bounds, and quoting it gives the same key.
+// Property: no header makes the parser panic; what it accepts is within bounds, and quoting it
+// gives the same key.
 func FuzzParseKey(f *testing.F) {
 	for _, seed := range []string{`a`, `"a"`, `"a\"\\"`, `"`, `"\`, `"a";b`, ``, "\x00", `a b`, strings.Repeat("x", 256)} {
 		f.Add(seed)

@@ -18,15 +18,17 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 )
 
-// Handler executes next once for each key, in one transaction with the key and the response: see Tx. next may run more than
-// once (after a serialization failure or a deadlock that it reported by Fail, after a try that stored nothing); of all runs only one has
-// effects. Nothing reaches the client before COMMIT. A panic of next rolls back and goes on.
+// Handler executes next once for each key, in one transaction with the key and the response: see
+// Tx. next may run more than once (after a serialization failure or a deadlock that it reported by
+// Fail, or after an attempt that stored nothing); only one of the runs has effects. Nothing reaches
+// the client before COMMIT. A panic of next rolls back and is passed on.
 //
-// Put it behind authentication, so that a caller who lost his rights gets no replay, and before whatever reads the body.
+// Put it behind authentication, so that a caller whose rights were revoked gets no replay, and in
+// front of everything that reads the body.
 func (m *Middleware) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		keyless := len(r.Header.Values(keyHeader)) == 0 && slices.Contains(m.cfg.PassWithoutKey, r.Method)
-		// Inside of another middleware, which has the key already, this one would wait for it.
+		// Inside of another middleware, which holds the key already, this one would wait for it.
 		if keyless || slices.Contains(m.cfg.PassThrough, r.Method) || from(r.Context()) != nil {
 			next.ServeHTTP(w, r)
 			return
@@ -37,7 +39,7 @@ func (m *Middleware) Handler(next http.Handler) http.Handler {
 	})
 }
 
-// take reads key and body before any SQL, or answers why not.
+// take reads key and body before any SQL, or answers with the reason why it cannot.
 func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.Key, []byte, bool) {
 	scope, ok := m.principal(w, r)
 	if !ok {
@@ -70,7 +72,7 @@ func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.K
 	return m.op.Key(scope, value, fingerprint).Watch(), body, true
 }
 
-// principal is the scope of a request, or answers why there is none.
+// principal returns the scope of a request, or answers with the reason why there is none.
 func (m *Middleware) principal(w http.ResponseWriter, r *http.Request) (string, bool) {
 	scope, err := m.scope(r)
 	switch {
@@ -81,13 +83,13 @@ func (m *Middleware) principal(w http.ResponseWriter, r *http.Request) (string, 
 		err = m.op.Key(scope, "-", idempotency.Fingerprint{}).Validate()
 	}
 	if err != nil {
-		m.log.ErrorContext(r.Context(), "the scope of a request is not known, so it is refused", "error", err)
+		m.log.ErrorContext(r.Context(), "the scope of a request is unknown: it is refused", "error", err)
 		m.refuse(w, r, ProblemInternal, 0)
 	}
 	return scope, err == nil
 }
 
-// read takes the body within its bounds, or answers why not.
+// read reads the body within its bounds, or answers with the reason why it cannot.
 func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool) {
 	content, err := bodies.Read(w, r, m.cfg.RequestBytesMax, m.cfg.ReadTimeout)
 	switch {
@@ -98,7 +100,7 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 	case err != nil:
 		m.refuse(w, r, ProblemUnreadable, 0)
 	case consumed(r, len(content)):
-		m.log.ErrorContext(r.Context(), "the body of a request, or a part of it, was read before this middleware, which could not tell two requests apart, so it is refused: "+
+		m.log.ErrorContext(r.Context(), "the body of a request, or a part of it, was read before this middleware, which needs it to distinguish requests: it is refused; "+
 			"put the middleware in front of what reads the body")
 		m.refuse(w, r, ProblemInternal, 0)
 	default:
@@ -107,9 +109,10 @@ func (m *Middleware) read(w http.ResponseWriter, r *http.Request) ([]byte, bool)
 	return nil, false
 }
 
-// consumed reports whether a layer outside has read a body of which left bytes are left: a form of the query alone is none of it. A
-// body that was encoded, and which a layer outside has decoded, may be shorter than the request says. Of one in chunks that was
-// read, and not parsed as a form, nothing is to be seen.
+// consumed reports whether an outer layer has read some of the body, of which left bytes remain; a
+// form of the query alone does not count. A body that an outer layer decoded may be shorter than
+// its declared length. If a chunked body was read, but not parsed as a form, this cannot be
+// detected.
 func consumed(r *http.Request, left int) bool {
 	if left == 0 {
 		return r.ContentLength > 0 || len(r.PostForm) > 0 || r.MultipartForm != nil
@@ -123,7 +126,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	ctx, begun, cancel := serving.Detach(r.Context(), m.cfg.HandlerTimeout)
 	defer cancel()
 	outer, started := w.Header().Clone(), false
-	var answered, kept idempotency.Response // as the handler's last run left it, and what of that may be stored
+	var answered, kept idempotency.Response // answered by the handler's last run, and what of it may be stored
 	stored, err := m.op.Once(ctx, key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		answered, kept = idempotency.Response{}, idempotency.Response{} // an earlier run was rolled back
 		if !begun() {
@@ -161,17 +164,17 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		m.replay(w, r, stored)
 	case answered.Status != 0 && same(stored, kept):
 		m.first(w, r, answered)
-	default: // what Fail, Config.Operation.Failed or misuse of the transaction made the outcome
+	default: // an outcome made by Fail, Config.Operation.Failed or misuse of the transaction
 		m.write(w, r, stored)
 	}
 }
 
-// same tells whether a replay will give, byte for byte, what the handler answered.
+// same reports whether a replay will return, byte for byte, what the handler answered.
 func same(a, b idempotency.Response) bool {
 	return a.Status == b.Status && bytes.Equal(a.Body, b.Body) && maps.EqualFunc(a.Header, b.Header, slices.Equal)
 }
 
-// final lets only headers through that may be stored.
+// final drops headers that must not be stored.
 func (m *Middleware) final(err error) error {
 	var final *idempotency.FinalError
 	if !errors.As(err, &final) {
@@ -182,7 +185,8 @@ func (m *Middleware) final(err error) error {
 	return idempotency.Final(response, err)
 }
 
-// again is the request for one run of the handler: a run must not see what an earlier one has read or changed.
+// again returns the request for one run of the handler: a run must not see what an earlier one read
+// or changed.
 func again(ctx context.Context, r *http.Request, body []byte) *http.Request {
 	run := r.Clone(ctx)
 	run.Body = io.NopCloser(bytes.NewReader(body))
@@ -191,16 +195,17 @@ func again(ctx context.Context, r *http.Request, body []byte) *http.Request {
 	return run
 }
 
-// removeFiles removes the files that a run made when it parsed a form: net/http knows only those of its own request. As there, what a
-// copy of the run parsed (WithContext) is its maker's.
+// removeFiles removes the files that a run created when it parsed a form: net/http knows only those
+// of its own request. As in net/http, files of a copy of the run (WithContext) belong to the code
+// that made the copy.
 func removeFiles(run, r *http.Request) {
-	if run.MultipartForm != nil && r.MultipartForm == nil { // else they are there for the next run, too
+	if run.MultipartForm != nil && r.MultipartForm == nil { // otherwise they belong to r, and the next run needs them
 		_ = run.MultipartForm.RemoveAll() // as net/http does
 	}
 }
 
-// fail answers for an error of the engine, or of a handler that called Fail. told: it is worth a line in the log, also where
-// the client is gone; that a client went before its work began is nobody's failure.
+// fail answers an error of the engine, or of a handler that called Fail. told: the error is worth
+// logging even if the client is gone; a client that left before its work began is not.
 func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotency.Key, err error, told bool) {
 	kind, retryAfter := m.problem(err)
 	if told && describe(kind).Status >= http.StatusInternalServerError {
@@ -232,7 +237,7 @@ func (m *Middleware) problem(err error) (Problem, time.Duration) {
 		return ProblemKeyUndecided, 0
 	case errors.Is(err, idempotency.ErrAbandoned):
 		return ProblemKeyAbandoned, 0
-	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // a replica that can read it may be next
+	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable), errors.Is(err, idempotency.ErrUnsealed): // another replica may be able to read it
 		return ProblemUnanswered, m.cfg.RetryAfter
 	case serving.Passing(err):
 		return ProblemUnavailable, m.cfg.RetryAfter

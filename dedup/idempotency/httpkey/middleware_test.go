@@ -21,8 +21,9 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// Property: of a hundred requests at once with one key one is executed, whatever the version of HTTP; the others get its
-// answer, or that it is in progress and when to come again. Row H7.
+// Property: of a hundred concurrent requests with one key one is executed, whatever the version of
+// HTTP; the others get its answer, or that it is in progress and when to retry. Row H7 of
+// guarantees.md.
 func TestHundredAtOnceAreExecutedOnce(t *testing.T) {
 	t.Parallel()
 	for name, http2 := range map[string]bool{"HTTP1": false, "HTTP2": true} {
@@ -67,8 +68,8 @@ func TestHundredAtOnceAreExecutedOnce(t *testing.T) {
 	}
 }
 
-// Property: each status does with the handler's writes, its messages and its response what the table says, at the first
-// and at the second request. Row H18.
+// Property: each status does with the handler's writes, its messages and its response what the
+// table says, at the first and at the second request. Row H18 of guarantees.md.
 func TestStatusDecidesWhatIsKept(t *testing.T) {
 	t.Parallel()
 	table := map[int]httpkey.Outcome{}
@@ -151,8 +152,8 @@ func TestStrictKeepsFailures(t *testing.T) {
 	require.Zero(t, effects(t, pool))
 }
 
-// Property: a panic rolls back, stores nothing and ends the connection as without this package; the next request is
-// executed.
+// Property: a panic rolls back, stores nothing and ends the connection as without this package; the
+// next request is executed.
 func TestPanicRollsBackAndGoesOn(t *testing.T) {
 	t.Parallel()
 	for name, value := range map[string]any{"abort": http.ErrAbortHandler, "text": "trouble"} {
@@ -187,8 +188,9 @@ func TestPanicRollsBackAndGoesOn(t *testing.T) {
 	}
 }
 
-// Property: a failure behind a success rolls back, stores nothing and is 500, whoever wrote it: the handler, or a layer inside of
-// the middleware that recovers its panic, as chi's Recoverer does. The next request is executed.
+// Property: a failure after a success rolls back, stores nothing and is 500, whether the handler
+// wrote it, or a layer inside of the middleware that recovers its panic, as chi's Recoverer does.
+// The next request is executed.
 func TestFailureBehindASuccessRollsBack(t *testing.T) {
 	t.Parallel()
 	recoverer := func(next http.Handler) http.Handler {
@@ -234,8 +236,8 @@ func TestFailureBehindASuccessRollsBack(t *testing.T) {
 	}
 }
 
-// Property: Fail rolls back; a serialization failure runs the handler again with the same request, a Final is stored, and
-// everything else is 500 without a word of the error.
+// Property: Fail rolls back; a serialization failure runs the handler again with the same request,
+// a Final is stored, and everything else is 500 without a word of the error.
 func TestFailGivesTheRequestUp(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -302,7 +304,8 @@ func TestSwallowedErrorIsNoSuccess(t *testing.T) {
 	require.Zero(t, keys(t, pool))
 }
 
-// Property: when the database does not answer COMMIT the client is told to find out with the same key, and does.
+// Property: when the database does not answer COMMIT the client gets the advice to retry with the
+// same key, and the retry resolves the outcome.
 func TestUnansweredCommit(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -322,7 +325,8 @@ func TestUnansweredCommit(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
-// Property: without a key, an Optional route is executed each time, in a transaction; with one, once.
+// Property: without a key, an Optional route is executed each time, in a transaction; with one,
+// once.
 func TestOptionalKey(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -335,7 +339,8 @@ func TestOptionalKey(t *testing.T) {
 	requireProblem(t, s.post(t, "not visible", "a"), 400, httpkey.ProblemKeyMalformed)
 }
 
-// Property: a middleware inside of another one, for all routes and for one of them, is one transaction.
+// Property: a middleware inside of another one, for all routes and for one of them, is one
+// transaction.
 func TestMiddlewareInsideAnother(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -346,8 +351,8 @@ func TestMiddlewareInsideAnother(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
-// Property: methods that change nothing pass, whether or not they have a key, and those that are idempotent by themselves without one,
-// all without SQL; which ones is configurable.
+// Property: methods that change nothing pass, whether or not they have a key, and those that are
+// idempotent by themselves without one, all without SQL; which ones is configurable.
 func TestMethodsThatPassThrough(t *testing.T) {
 	t.Parallel()
 	next := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "passed") })
@@ -373,8 +378,8 @@ func TestMethodsThatPassThrough(t *testing.T) {
 	}
 }
 
-// Property: a key that a client sends counts, whatever the method: the same request is replayed, another one refused, and one with two
-// keys, too. Row H6.
+// Property: a key that a client sends counts, whatever the method: the same request is replayed,
+// another one refused, and one with two keys, too. Row H6 of guarantees.md.
 func TestSuppliedKeyCounts(t *testing.T) {
 	t.Parallel()
 	for _, method := range []string{http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete} {

@@ -26,8 +26,9 @@ func shipped(t *testing.T, m *httpkey.Middleware, cfg idempotency.FlowConfig[cha
 	return flow
 }
 
-// Property: one Middleware serves several operations: the same key of two of them is two requests, each with its own replay, and its
-// own flow; settings are shared, and a name is always the same operation.
+// Property: one Middleware serves several operations: the same key of two of them is two requests,
+// each with its own replay, and its own flow; settings are shared, and a name is always the same
+// operation.
 func TestOneMiddlewareForSeveralOperations(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -55,7 +56,8 @@ func TestOneMiddlewareForSeveralOperations(t *testing.T) {
 		func() { m.For(strings.Repeat("a", 256)) })
 }
 
-// Property: settings that would cut a call, or end a request that only waits, are refused where they come together.
+// Property: settings that would cut a call, or end a request that only waits, are refused where
+// they come together.
 func TestTimeLimitsAgree(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.NoPool(t)

@@ -8,25 +8,27 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Outcome is what becomes of a handler's response, and of what it wrote.
+// Outcome decides what happens to a handler's response and to its writes.
 type Outcome int
 
 const (
-	// Forget stores nothing: what the handler wrote is rolled back, the key is free. Trying again may help.
+	// Forget stores nothing: the handler's writes are rolled back, and the key is free. A retry may
+	// succeed.
 	Forget Outcome = iota
-	// Refuse stores the response, which is replayed; what the handler wrote is rolled back.
+	// Refuse stores the response for replay, and rolls back the handler's writes.
 	Refuse
-	// Commit stores the response together with what the handler wrote.
+	// Commit stores the response together with the handler's writes.
 	Commit
 )
 
 // DefaultOutcome is the default of Config.Outcome:
 //
 //	2xx, 3xx                                 Commit
-//	401, 403, 408, 409, 423, 425, 429, 5xx   Forget: another try may go well
-//	other 4xx                                Refuse: another try would fail in the same way
+//	401, 403, 408, 409, 423, 425, 429, 5xx   Forget: a retry may succeed
+//	other 4xx                                Refuse: a retry would fail in the same way
 //
-// A 4xx never commits what the handler wrote, because half of the work may lie behind an http.Error.
+// A 4xx never commits the handler's writes, because half of the work may have been done before an
+// http.Error.
 func DefaultOutcome(status int) Outcome {
 	switch status {
 	case http.StatusUnauthorized, http.StatusForbidden, http.StatusRequestTimeout, http.StatusConflict,
@@ -49,8 +51,8 @@ func (e *forgottenError) Error() string {
 	return fmt.Sprintf("the handler answered with status %d", e.response.Status)
 }
 
-// failed is what Strict and AttemptsMax store of a failure: what the handler answered, if it did. Of a client that comes after the
-// window it is stored in any case.
+// failed makes the response that Strict and AttemptsMax store for a failure: what the handler
+// answered, if it did. For ErrExpired it is always the expired problem.
 func failed(err error) idempotency.Response {
 	if errors.Is(err, idempotency.ErrExpired) {
 		return expired()

@@ -43,8 +43,9 @@ type compressed struct {
 
 func (w *compressed) Write(part []byte) (int, error) { return w.out.Write(part) }
 
-// Property: what a layer outside sets before the handler runs is not stored: a compressed answer is replayed to a client that
-// takes no gzip as it is, and to one that does with gzip again. What the handler set itself is.
+// Property: what a layer outside sets before the handler runs is not stored: a compressed answer is
+// replayed to a client that takes no gzip as it is, and to one that does with gzip again. What the
+// handler set itself is.
 func TestHeadersOfOuterLayersAreNotStored(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -71,7 +72,8 @@ func TestHeadersOfOuterLayersAreNotStored(t *testing.T) {
 	require.Contains(t, stored(t, pool), "text/plain")
 }
 
-// Property: a handler's trailers are neither announced nor sent, at the first answer as at a replay; those of a layer outside are.
+// Property: a handler's trailers are neither announced nor sent, at the first answer as at a
+// replay; those of a layer outside are.
 func TestTrailersAreNotSent(t *testing.T) {
 	t.Parallel()
 	inner := newMiddleware(t, newPool(t), httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -110,7 +112,8 @@ func TestTrailersAreNotSent(t *testing.T) {
 	require.Equal(t, http.Header{"X-Outer": {"sum"}}, response.Trailer)
 }
 
-// Property: informational responses of a handler do not reach the client, who gets one answer, after COMMIT.
+// Property: informational responses of a handler do not reach the client, who gets one answer,
+// after COMMIT.
 func TestInformationalResponsesAreNotSent(t *testing.T) {
 	t.Parallel()
 	s := serve(t, newMiddleware(t, newPool(t), httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

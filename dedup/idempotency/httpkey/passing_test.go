@@ -17,8 +17,9 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 )
 
-// Property: of the errors about a transaction's state, those that are gone with time are 503 with Retry-After: the server has
-// become a standby, or ended the transaction because it was idle, or took, too long. The others are the handler's own: 500.
+// Property: of the errors about a transaction's state, those that are gone with time are 503 with
+// Retry-After: the server has become a standby, or ended the transaction because it was idle, or
+// took, too long. The others are the handler's own: 500.
 func TestWhichTransactionStatesPass(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -42,7 +43,8 @@ func TestWhichTransactionStatesPass(t *testing.T) {
 	requireProblem(t, readOnly.post(t, "k", "a"), 503, httpkey.ProblemUnavailable)
 }
 
-// Property: a failure is logged also where the client has gone meanwhile; that a client went before its work began is not.
+// Property: a failure is logged even if the client has disconnected; a client that disconnected
+// before its work began is not.
 func TestFailureWithoutClientIsLogged(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -10,8 +10,8 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Problem is the type of an answer that this package gives instead of the handler, as the member "type" of
-// application/problem+json (RFC 9457): see Answer. They do not change.
+// Problem is the type of an answer that this package gives instead of the handler, the member
+// "type" of application/problem+json (RFC 9457): see Answer. The values do not change.
 type Problem string
 
 // The problems.
@@ -19,34 +19,34 @@ const (
 	ProblemKeyMissing      Problem = "urn:effectonce:problem:idempotency-key-missing"       // 400
 	ProblemKeyMalformed    Problem = "urn:effectonce:problem:idempotency-key-malformed"     // 400
 	ProblemKeyInProgress   Problem = "urn:effectonce:problem:idempotency-key-in-progress"   // 409, Retry-After
-	ProblemKeyUndecided    Problem = "urn:effectonce:problem:idempotency-key-undecided"     // 409: whether it was done is unknown, a person decides
+	ProblemKeyUndecided    Problem = "urn:effectonce:problem:idempotency-key-undecided"     // 409: whether it was executed is unknown, a person decides
 	ProblemKeyAbandoned    Problem = "urn:effectonce:problem:idempotency-key-abandoned"     // 409: it was given up, a person decides
-	ProblemKeyUnknown      Problem = "urn:effectonce:problem:idempotency-key-unknown"       // 404, of a status resource: nothing is known of the request
-	ProblemTooManyWaiting  Problem = "urn:effectonce:problem:idempotency-too-many-waiting"  // 429, Retry-After: as many as may wait for this key, or this caller's keys
-	ProblemTooManyKeys     Problem = "urn:effectonce:problem:idempotency-too-many-keys"     // 429, Retry-After: as many keys of the caller are kept as may be
+	ProblemKeyUnknown      Problem = "urn:effectonce:problem:idempotency-key-unknown"       // 404, of a status resource: the request is unknown
+	ProblemTooManyWaiting  Problem = "urn:effectonce:problem:idempotency-too-many-waiting"  // 429, Retry-After: the maximum waits for this key, or this caller's keys
+	ProblemTooManyKeys     Problem = "urn:effectonce:problem:idempotency-too-many-keys"     // 429, Retry-After: the maximum number of the caller's keys is stored
 	ProblemKeyReused       Problem = "urn:effectonce:problem:idempotency-key-reused"        // 422: another request has this key
-	ProblemResponseDropped Problem = "urn:effectonce:problem:idempotency-response-not-kept" // 410: it was done; member "outcome" is its status
-	ProblemKeyExpired      Problem = "urn:effectonce:problem:idempotency-key-expired"       // 410: it was done, longer ago than its answer is kept
-	ProblemUnanswered      Problem = "urn:effectonce:problem:idempotency-outcome-unknown"   // 503, Retry-After: the same key finds out
+	ProblemResponseDropped Problem = "urn:effectonce:problem:idempotency-response-not-kept" // 410: it was executed; member "outcome" is its status
+	ProblemKeyExpired      Problem = "urn:effectonce:problem:idempotency-key-expired"       // 410: it was executed, longer ago than its response is stored
+	ProblemUnanswered      Problem = "urn:effectonce:problem:idempotency-outcome-unknown"   // 503, Retry-After: a retry with the same key resolves it
 	ProblemUnauthenticated Problem = "urn:effectonce:problem:unauthenticated"               // 401
 	ProblemUnreadable      Problem = "urn:effectonce:problem:request-unreadable"            // 400
 	ProblemReadTimeout     Problem = "urn:effectonce:problem:request-timeout"               // 408
 	ProblemTooLarge        Problem = "urn:effectonce:problem:request-too-large"             // 413
 	ProblemTooDeep         Problem = "urn:effectonce:problem:request-too-deep"              // 400: see Config.JSONDepthMax
-	ProblemInternal        Problem = "urn:effectonce:problem:internal"                      // 500: nothing was done
-	ProblemUnavailable     Problem = "urn:effectonce:problem:unavailable"                   // 503, Retry-After: not done, or resumable
+	ProblemInternal        Problem = "urn:effectonce:problem:internal"                      // 500: not executed
+	ProblemUnavailable     Problem = "urn:effectonce:problem:unavailable"                   // 503, Retry-After: not executed, or resumable
 )
 
-// Answer is what a client gets from this package instead of the handler's response. Its texts are fixed: neither keys nor
-// errors reach a client.
+// Answer is what a client gets from this package instead of the handler's response. Its texts are
+// fixed: they contain neither keys nor errors.
 type Answer struct {
 	Problem Problem `json:"type"`
 	Title   string  `json:"title"`
 	Status  int     `json:"status"`
 	Detail  string  `json:"detail"`
-	// Outcome is the status of the response that was not kept. Only with ProblemResponseDropped.
+	// Outcome is the status of the response that was not stored. Only with ProblemResponseDropped.
 	Outcome int `json:"outcome,omitempty"`
-	// RetryAfter is what the header of this name says, rounded up to seconds. Zero: there is none.
+	// RetryAfter is the value of the header Retry-After, rounded up to seconds. Zero: no header.
 	RetryAfter time.Duration `json:"-"`
 }
 
@@ -60,7 +60,7 @@ func describe(kind Problem) Answer {
 	case ProblemKeyMalformed:
 		return p(400, "Idempotency-Key is malformed", "The header must come once, with 1 to 255 visible ASCII characters, as they are or in double quotes.")
 	case ProblemKeyInProgress:
-		return p(409, "The request is in progress", "A request with this key is being executed. Ask again later with the same key.")
+		return p(409, "The request is in progress", "A request with this key is being executed. Retry later with the same key.")
 	case ProblemKeyUndecided:
 		return p(409, "The outcome of the request is unknown", "Whether the request with this key took effect has to be looked into. Do not send it again under another key.")
 	case ProblemKeyAbandoned:
@@ -68,9 +68,9 @@ func describe(kind Problem) Answer {
 	case ProblemKeyUnknown:
 		return p(404, "No such request", "Nothing is known of this request: it was never made, or its outcome is not kept any more.")
 	case ProblemTooManyWaiting:
-		return p(429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Ask again later with the same key.")
+		return p(429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Retry later with the same key.")
 	case ProblemTooManyKeys:
-		return p(429, "Too many keys", "This caller has as many keys as may be kept. Nothing was done. Ask again later with the same key.")
+		return p(429, "Too many keys", "This caller has reached the limit of stored keys. Nothing was done. Retry later with the same key.")
 	case ProblemKeyReused:
 		return p(422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own.")
 	case ProblemResponseDropped:
@@ -78,7 +78,7 @@ func describe(kind Problem) Answer {
 	case ProblemKeyExpired:
 		return p(410, "The request was executed before", "The request was executed with this key, longer ago than its answer is kept. It is not executed again: look for what it did.")
 	case ProblemUnanswered:
-		return p(503, "The outcome is not known yet", "The request may have been executed. Ask again with the same key to find out.")
+		return p(503, "The outcome is not known yet", "The request may have been executed. Retry with the same key to find out.")
 	case ProblemUnauthenticated:
 		return p(401, "Not authenticated", "The request has no principal.")
 	case ProblemUnreadable:
@@ -88,15 +88,15 @@ func describe(kind Problem) Answer {
 	case ProblemTooLarge:
 		return p(413, "The request is too large", "The body is larger than this endpoint takes. Nothing was done.")
 	case ProblemTooDeep:
-		return p(400, "The request is nested too deeply", "Arrays and objects of the body lie in each other deeper than this endpoint takes. Nothing was done.")
+		return p(400, "The request is nested too deeply", "Arrays and objects of the body are nested deeper than this endpoint accepts. Nothing was done.")
 	case ProblemUnavailable:
-		return p(503, "Not available", "The request could not be executed now. Ask again with the same key.")
+		return p(503, "Not available", "The request could not be executed now. Retry with the same key.")
 	case ProblemInternal:
 	}
 	return p(500, "Internal error", "The request was not executed.")
 }
 
-// refuse answers with a problem. retryAfter of zero is not said.
+// refuse answers with a problem. A retryAfter of zero sends no header.
 func (m *Middleware) refuse(w http.ResponseWriter, r *http.Request, kind Problem, retryAfter time.Duration) {
 	answer := describe(kind)
 	answer.RetryAfter = retryAfter
@@ -118,7 +118,7 @@ func (m *Middleware) send(w http.ResponseWriter, r *http.Request, answer Answer)
 		}
 	}
 	w.WriteHeader(answer.Status)
-	_, _ = w.Write(body) // a client that is gone asks again
+	_, _ = w.Write(body) // a client that is gone retries
 }
 
 // ProblemJSON is the default of Config.Describe: application/problem+json (RFC 9457).
@@ -130,8 +130,8 @@ func ProblemJSON(_ *http.Request, answer Answer) (contentType string, body []byt
 	return "application/problem+json", body
 }
 
-// expired is what is stored for a client that comes after the window. It is known by its body again, which Config.Describe writes for
-// each answer anew.
+// expired is stored for a client that retries after the window. write recognizes it by its body,
+// and Config.Describe writes the body of each answer anew.
 func expired() idempotency.Response {
 	contentType, body := ProblemJSON(nil, describe(ProblemKeyExpired))
 	return idempotency.Response{Status: http.StatusGone, Header: http.Header{"Content-Type": {contentType}}, Body: body}

@@ -19,7 +19,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Property: what is too much of one caller is answered with 429, a type of its own, and when to ask again. Row H29.
+// Property: requests and keys beyond a caller's bounds are answered with 429, a type of its own,
+// and the time of a retry. Row H29.
 func TestTooManyRequestsAreAskedToWait(t *testing.T) {
 	t.Parallel()
 	m := newMiddleware(t, pgtest.NoPool(t), httpkey.Config{RetryAfter: 7 * time.Second})
@@ -39,8 +40,9 @@ func TestTooManyRequestsAreAskedToWait(t *testing.T) {
 	}
 }
 
-// Property: over a server, one request more than may wait for a key is answered at once, with the others as ever; a new key beyond
-// the quota of a tenant is refused, and a stored one replayed. Rows H15, H29.
+// Property: on a server, a request beyond the bound of a key is answered at once, and the others as
+// usual; a new key beyond the quota of a tenant is refused, and a stored one replayed. Rows H15,
+// H29.
 func TestCrowdAndQuotaOverAServer(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -93,7 +95,7 @@ func stripe(r *http.Request, answer httpkey.Answer) (contentType string, body []
 	return "application/json", body
 }
 
-// An API whose errors have Stripe's form. Status, Retry-After and Link stay.
+// An API whose errors have Stripe's format. Status, Retry-After and Link are unchanged.
 func ExampleConfig_stripe() {
 	pool, err := pgxpool.New(context.Background(), os.Getenv("DATABASE_URL"))
 	if err != nil {
@@ -117,8 +119,9 @@ func ExampleConfig_stripe() {
 	// {"error":{"message":"This request needs the header Idempotency-Key: a value of its own, the same at each try.","request_id":"","type":"idempotency_error"}}
 }
 
-// Property: the hook decides the body of every answer that is not the handler's, and of none that is; clients are led to the documentation
-// where they used a key wrongly, beside the links of layers outside.
+// Property: the hook writes the body of every answer that is not the handler's, and of none that
+// is; clients that used a key wrongly get a link to the documentation, in addition to links of
+// outer layers.
 func TestAnswersHaveTheFormOfTheAPI(t *testing.T) {
 	t.Parallel()
 	const docs, link = "https://docs.example.com/keys", `<https://docs.example.com/keys>; rel="describedby"; type="text/html"`

@@ -13,23 +13,24 @@ import (
 )
 
 var (
-	// ErrStreaming is what a handler gets that flushes or hijacks: nothing may reach the client before COMMIT. The request
-	// is given up, whatever the handler does about it: rolled back, nothing stored, status 500.
+	// ErrStreaming is returned to a handler that flushes or hijacks: nothing may reach the client
+	// before COMMIT. The request fails, whatever the handler does with the error: rolled back,
+	// nothing stored, status 500.
 	ErrStreaming = errors.New("the response of a request with an idempotency key cannot be streamed: it is sent after COMMIT, in one piece")
-	// ErrResponseTooLarge is what a handler gets whose response exceeds Config.BufferBytesMax. The request is given up in
-	// the same way.
+	// ErrResponseTooLarge is returned to a handler whose response exceeds Config.BufferBytesMax.
+	// The request fails in the same way.
 	ErrResponseTooLarge = errors.New("the response is larger than Config.BufferBytesMax")
 
 	errAfterwards = errors.New("the handler has returned")
 	errFailedLate = errors.New("the handler answered with a failure after a success: use Fail, or answer once everything is done")
 )
 
-// recorder keeps a response until the transaction is committed. It has no Unwrap, so that http.ResponseController reaches
-// nothing behind it, and no ReadFrom: io.Copy goes through Write.
+// recorder keeps a response until the transaction is committed. It has no Unwrap, so that
+// http.ResponseController cannot bypass it, and no ReadFrom: io.Copy goes through Write.
 type recorder struct {
 	bytesMax int
 
-	mu     sync.Mutex // a goroutine that the handler left behind must do no harm
+	mu     sync.Mutex // protects against goroutines that outlive the handler
 	header http.Header
 	sent   http.Header // header as it was when the status was written
 	status int
@@ -47,8 +48,9 @@ func newRecorder(header http.Header, bytesMax int) *recorder {
 // Header implements http.ResponseWriter.
 func (w *recorder) Header() http.Header { return w.header }
 
-// WriteHeader implements http.ResponseWriter. Informational responses are left out; the first other one counts. A failure behind a
-// success (http.Error, something that recovers a panic) gives the request up: half of the work may be missing.
+// WriteHeader implements http.ResponseWriter. Informational responses are dropped; the first other
+// status counts. A failure status after a success (http.Error, code that recovers a panic) fails
+// the request: half of the work may be missing.
 func (w *recorder) WriteHeader(status int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -90,14 +92,15 @@ func (w *recorder) Write(part []byte) (int, error) {
 	return w.body.Write(part)
 }
 
-// FlushError is what http.ResponseController calls. There is no Flush, which could not refuse.
+// FlushError is what http.ResponseController calls. There is no Flush, since it could not return an
+// error.
 func (w *recorder) FlushError() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.refuse(ErrStreaming)
 }
 
-// Hijack implements http.Hijacker, to say why not.
+// Hijack implements http.Hijacker, to return the reason.
 func (w *recorder) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -111,7 +114,7 @@ func (w *recorder) refuse(err error) error {
 	return w.err
 }
 
-// response is what the handler answered. Its header is the whole one, for the first client.
+// response returns what the handler answered, with all headers, for the first client.
 func (w *recorder) response() (idempotency.Response, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -10,15 +10,17 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/internal/headers"
 )
 
-// ReplayedHeaders are the headers of a response that are stored and replayed by default, in their canonical form: they describe
-// its content and who may read it, and belong to no client and no connection.
+// ReplayedHeaders are the headers of a response that are stored and replayed by default, in
+// canonical form: they describe its content and who may read it, and do not belong to one client or
+// connection.
 func ReplayedHeaders() []string { return headers.All(headers.Kept) }
 
-// neverReplayed belong to one client, one connection or one moment.
+// neverReplayed reports headers of one client, one connection or one moment, or that look like a
+// credential.
 func neverReplayed(name string) bool { return headers.Of(name) >= headers.Once }
 
-// kept is what of a header is stored. What is as it was outside of this middleware, before the handler ran, is left out: it is
-// that layer's word about one answer, and at a replay it says its own.
+// kept returns the headers to store. It drops headers that still have the value that an outer layer
+// set before the handler ran: that layer sets its own at a replay.
 func (m *Middleware) kept(header, outer http.Header) map[string][]string {
 	return headers.Select(header, func(name string) bool {
 		given, ok := outer[name]
@@ -26,14 +28,14 @@ func (m *Middleware) kept(header, outer http.Header) map[string][]string {
 	})
 }
 
-// first sends what the handler answered, whole: its header has what layers outside set.
+// first sends the handler's whole answer; its header includes what outer layers set.
 func (m *Middleware) first(w http.ResponseWriter, r *http.Request, response idempotency.Response) {
 	headers.First(w.Header(), response.Header)
 	response.Header = nil
 	m.write(w, r, response)
 }
 
-// replay sends what is stored. Caches must not take it for an answer to somebody else.
+// replay sends what is stored. Caches must not serve it to other clients.
 func (m *Middleware) replay(w http.ResponseWriter, r *http.Request, response idempotency.Response) {
 	header := w.Header()
 	header.Set(replayedHeader, "true")
@@ -62,5 +64,5 @@ func (m *Middleware) write(w http.ResponseWriter, r *http.Request, response idem
 		response.Status = http.StatusOK
 	}
 	w.WriteHeader(response.Status)
-	_, _ = w.Write(response.Body) // a client that is gone asks again
+	_, _ = w.Write(response.Body) // a client that is gone retries
 }

@@ -20,8 +20,9 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Property: the first client gets every header; stored and replayed are those of the list, and never cookies, credentials,
-// or what belongs to the connection. Replays say that they are, and no cache keeps them. Rows H12, H24.
+// Property: the first client gets every header; stored and replayed are those of the list, and
+// never cookies, credentials, or what belongs to the connection. Replays say that they are, and no
+// cache keeps them. Rows H12, H24 of guarantees.md.
 func TestOnlyListedHeadersAreStored(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -59,8 +60,8 @@ func TestOnlyListedHeadersAreStored(t *testing.T) {
 	require.NotContains(t, stored(t, pool), "canary")
 }
 
-// Property: which headers are stored and replayed by default does not change unnoticed: what is added here is shown to other
-// requests, what is taken away is missing in their answers.
+// Property: which headers are stored and replayed by default does not change unnoticed: what is
+// added here is shown to other requests, what is taken away is missing in their answers.
 func TestHeadersReplayedByDefault(t *testing.T) {
 	t.Parallel()
 	require.Equal(t, []string{
@@ -71,14 +72,16 @@ func TestHeadersReplayedByDefault(t *testing.T) {
 	}, httpkey.ReplayedHeaders())
 	for _, name := range []string{
 		"Age", "cache-control", "Content-Length", "Date", "Expires", "Idempotency-Key", "Idempotent-Replayed", "Set-Cookie", "Trailer", "TE",
+		"X-Auth-Token", "x-api-key", "X-CSRF-Token",
 	} {
 		_, err := httpkey.New(pgtest.NoPool(t), tenantOf, httpkey.Config{Operation: idempotency.Config{Operation: "api"}, Headers: []string{name}})
 		require.ErrorContains(t, err, "Headers "+name)
 	}
 }
 
-// Property: a replay has Vary and the headers of CORS that the handler set. Where a layer outside sets some, now or then, both
-// are in Vary, and what the layer says now about origins counts alone: an origin never gets the credentials that another was given.
+// Property: a replay has Vary and the CORS headers that the handler set. If an outer layer sets
+// some, then or now, Vary has both, and for origins only the layer's current headers count: an
+// origin never gets the credentials that were granted to another one.
 func TestReplayKeepsVaryAndCORS(t *testing.T) {
 	t.Parallel()
 	const origin, credentials, exposed, vary = "Access-Control-Allow-Origin", "Access-Control-Allow-Credentials", "Access-Control-Expose-Headers", "Vary"
@@ -137,7 +140,8 @@ func TestReplayKeepsVaryAndCORS(t *testing.T) {
 	}
 }
 
-// Property: the same key of two tenants is two keys, with the same body and with another. Row H8.
+// Property: the same key of two tenants is two keys, with the same body and with another. Row H8 of
+// guarantees.md.
 func TestTenantsNeverMeet(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -151,7 +155,8 @@ func TestTenantsNeverMeet(t *testing.T) {
 	require.Equal(t, 3, effects(t, pool))
 }
 
-// Property: a caller whose rights were taken away gets the authentication's answer, and no replay. Row H13.
+// Property: a caller whose rights were revoked gets the answer of the authentication, and no
+// replay. Row H13 of guarantees.md.
 func TestRevokedCallerGetsNoReplay(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -172,8 +177,9 @@ func TestRevokedCallerGetsNoReplay(t *testing.T) {
 	require.NotContains(t, a.body, "made")
 }
 
-// Property: where the stored answer cannot be read, since its key of encryption is missing, a client is not told that nothing was
-// done: it is to ask again with the same key (503), and gets the answer where it can be read. One effect. Row S13.
+// Property: if the stored answer cannot be read, since its encryption key is missing, a client does
+// not get the answer that nothing was done: it gets 503, for a retry with the same key, and gets
+// the answer where it can be read. One effect. Row S13 of guarantees.md.
 func TestUnreadableAnswerIsAskedForAgain(t *testing.T) {
 	t.Parallel()
 	sealer := func(name string) *idempotency.AESSealer {
@@ -219,7 +225,8 @@ func TestUnreadableAnswerIsAskedForAgain(t *testing.T) {
 	}
 }
 
-// Property: another request under a key is 422, also while the stored one stays as it is. Row H6.
+// Property: another request under a key is 422, also while the stored one stays as it is. Row H6 of
+// guarantees.md.
 func TestAnotherRequestUnderTheKey(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -249,8 +256,8 @@ func TestAnotherRequestUnderTheKey(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
-// Property: a request whose key is being worked on gets 409 with Retry-After; keys that a person has to decide about get 409
-// without. Rows H1, H7.
+// Property: a request whose key is being worked on gets 409 with Retry-After; keys that a person
+// has to decide about get 409 without. Rows H1, H7 of guarantees.md.
 func TestUnfinishedKeys(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -283,8 +290,8 @@ func TestUnfinishedKeys(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: a client that goes away does not stop the work: it is committed, and the next request is answered with it.
-// Row H19.
+// Property: a client that goes away does not stop the work: it is committed, and the next request
+// is answered with it. Row H19 of guarantees.md.
 func TestWorkOutlivesItsClient(t *testing.T) {
 	t.Parallel()
 	for name, http2 := range map[string]bool{"HTTP1": false, "HTTP2": true} {
@@ -318,8 +325,8 @@ func TestWorkOutlivesItsClient(t *testing.T) {
 	}
 }
 
-// Property: a client that goes away while its request waits for a connection costs nothing any more, and leaves no work
-// behind.
+// Property: a client that disconnects while its request waits for a connection costs nothing more,
+// and leaves no work behind.
 func TestClientThatLeftBeforeTheWork(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -358,7 +365,8 @@ func TestClientThatLeftBeforeTheWork(t *testing.T) {
 	require.Zero(t, keys(t, pool))
 }
 
-// Property: work that takes longer than HandlerTimeout is rolled back, whatever the handler answers. Row H19.
+// Property: work that takes longer than HandlerTimeout is rolled back, whatever the handler
+// answers. Row H19 of guarantees.md.
 func TestHandlerThatTakesTooLong(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -26,8 +26,8 @@ func netRoutes(authenticate func(http.Handler) http.Handler, once *httpkey.Middl
 	return authenticate(once.Handler(router))
 }
 
-// newShop is a database in which the first transaction with an order named conflict, and the first with shop-conflict,
-// meets a serialization failure; a sequence counts on through the rollback.
+// newShop is a database in which the first transaction with an order named conflict, and the first
+// with shop-conflict, meets a serialization failure; a sequence counts on through the rollback.
 func newShop(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	pool := newPool(t)
@@ -43,9 +43,10 @@ func newShop(t *testing.T) *pgxpool.Pool {
 	return pool
 }
 
-// Property: behind each router the handler gets the parameters of its route and the request's transaction, also when it runs
-// again after a serialization failure; its effect is there once, and a replay says that it is one. An error rolls back and
-// frees the key. Rows H7, H18, H20.
+// Property: behind each router the handler gets the parameters of its route and the request's
+// transaction, also when it runs again after a serialization failure; its effect is there once, and
+// a replay says that it is one. An error rolls back and frees the key. Rows H7, H18, H20 of
+// guarantees.md.
 func TestRouters(t *testing.T) {
 	t.Parallel()
 	authenticate := func(next http.Handler) http.Handler {
@@ -105,7 +106,8 @@ func TestErrorsOfEcho(t *testing.T) {
 	}
 }
 
-// Property: an error that a handler of echo returns behind its answer gives the request up: no effect, the key is free.
+// Property: an error that a handler of echo returns behind its answer gives the request up: no
+// effect, the key is free.
 func TestErrorsOfEchoBehindTheAnswer(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

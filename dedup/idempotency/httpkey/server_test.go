@@ -26,7 +26,7 @@ func newPool(t *testing.T) *pgxpool.Pool {
 	return pgtest.PoolWith(t, `CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
 }
 
-// tenantOf stands for authentication.
+// tenantOf replaces authentication.
 func tenantOf(r *http.Request) (string, error) {
 	if r.Header.Get("X-Tenant") == "" {
 		return "acme", nil

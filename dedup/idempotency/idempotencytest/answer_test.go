@@ -27,7 +27,8 @@ func posted(build func(pool *pgxpool.Pool) (http.Handler, error)) idempotencytes
 	return idempotencytest.Handler(build, http.MethodPost, "/orders", http.Header{"Idempotency-Key": {"k"}}, []byte("o"))
 }
 
-// Property: a handler of httpkey whose body is too large to be kept, and which answers 410 from then on, is right.
+// Property: a handler of httpkey whose body is too large to be kept, and which answers 410 from
+// then on, is right.
 func TestVerifyPassesBodiesThatAreNotKept(t *testing.T) {
 	t.Parallel()
 	idempotencytest.Verify(t, posted(func(pool *pgxpool.Pool) (http.Handler, error) {
@@ -47,8 +48,8 @@ func TestVerifyPassesBodiesThatAreNotKept(t *testing.T) {
 	}), idempotencytest.Options{Setup: orders})
 }
 
-// Property: a flow of httpkey with a call that may be made at most once, which answers that a person has to decide, is in
-// doubt, and right.
+// Property: a flow of httpkey with a call that may be made at most once, which answers that a
+// person has to decide, is in doubt, and right.
 func TestVerifyPassesHandlersInDoubt(t *testing.T) {
 	t.Parallel()
 	var b bank
@@ -66,7 +67,8 @@ func TestVerifyPassesHandlersInDoubt(t *testing.T) {
 	}), idempotencytest.Options{Setup: orders, Prepare: b.reset, Effects: b.effects})
 }
 
-// Property: a header that httpkey would replay, and that a later answer has otherwise, is found; others may differ.
+// Property: a header that httpkey would replay, and that a later answer has otherwise, is found;
+// others may differ.
 func TestVerifyComparesHeaders(t *testing.T) {
 	t.Parallel()
 	start := func(name string) idempotencytest.Start {
@@ -91,8 +93,9 @@ func TestVerifyComparesHeaders(t *testing.T) {
 	require.Empty(t, idempotencytest.Problems(t, start("X-Request-Id"), idempotencytest.Options{Setup: orders}))
 }
 
-// Property: where the outcome is in doubt a second effect is found however much was lost besides, and also with another text;
-// what is lost, or has another text in the place of the clean run's, or is the first of its kind, is none.
+// Property: where the outcome is in doubt a second effect is found however much was lost besides,
+// and also with another text; what is lost, or has another text in the place of the clean run's, or
+// is the first of its kind, is none.
 func TestDoubtIsNoSecondEffect(t *testing.T) {
 	t.Parallel()
 	many := map[string]int{"a": 1, "b": 1, "c": 1, "d": 1, "e": 1, "f": 1, "z": 1}

@@ -8,18 +8,20 @@
 //			idempotencytest.Options{Setup: `CREATE TABLE orders (id uuid, amount int)`})
 //	}
 //
-// Verify sends one request twice in a row, ten times at once, with a COMMIT that fails, a connection that is cut, a client
-// that goes away, and a replica that is killed at each point between two durable steps, after which another one is
-// asked. It compares the tables, and what Options.Effects counts elsewhere, with those after a single execution. What
-// differs is said with what the work must have done to cause it.
+// Verify sends one request twice in a row, ten times concurrently, with a COMMIT that fails, a
+// connection that is cut, a client that disconnects, and a replica that is killed at each point
+// between two durable steps, after which another replica gets the retry. It compares the tables,
+// and what Options.Effects counts elsewhere, with those after a single execution. Each reported
+// difference comes with the likely mistake in the work.
 //
-// Once, Flow and Handler are the shapes of what is verified; a function of your own is another one.
+// Once, Flow and Handler start what is verified; you can also write a Start function of your own.
 //
-// Effects outside of the database are only seen through Options.Effects: let a stub of the foreign system count what it
-// did, by the key that it was given. A phase that is AtMostOnce may end in doubt: then Verify only asks that nothing
-// happened twice. Work that refuses (status 400 and above) may have no effect; then Verify asks that ten copies at once run it
-// once.
+// Effects outside of the database are only seen through Options.Effects: let a stub of the foreign
+// system count its effects, by the key that it was given. An AtMostOnce phase may become
+// indeterminate: then Verify only checks that nothing happened twice. Work that refuses (status 400
+// and above) may have no effect: then Verify checks that ten concurrent copies run it once.
 //
-// PostgreSQL is the one that DATABASE_URL names, else a container where a Docker engine answers, else an embedded one,
-// which is downloaded once. Each run has a database of its own, with the schema "effectonce", which is dropped after it.
+// PostgreSQL is the server in DATABASE_URL, else a container if a Docker engine is available, else
+// an embedded server, which is downloaded once. Each run has its own database with the schema
+// "effectonce", which is dropped after it.
 package idempotencytest

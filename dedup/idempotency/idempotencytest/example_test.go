@@ -17,7 +17,7 @@ func ExampleVerify() {
 		return idempotency.Response{Status: 201}, err
 	}
 	// func TestOrders(t *testing.T)
-	_ = func(t *testing.T) { //nolint:thelper // it stands for a test
+	_ = func(t *testing.T) { //nolint:thelper // it replaces a test
 		idempotencytest.Verify(t, idempotencytest.Once(idempotency.Config{Operation: "order"}, key, createOrder),
 			idempotencytest.Options{Setup: `CREATE TABLE orders (id uuid, amount int)`})
 	}

@@ -18,32 +18,35 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Main runs the tests of a package and stops what they started. Call it from TestMain.
+// Main runs the tests of a package and stops the servers that they started. Call it from TestMain.
 func Main(m *testing.M) { pgtest.Main(m) }
 
-// Request sends the request that is verified, always the same one under the same key, to one replica. An error, or a
-// status that asks for another try, means that the client does not know yet.
+// Request sends the verified request, always the same one under the same key, to one replica. An
+// error, or a status that asks for a retry, means that the client does not know the outcome yet.
 type Request func(ctx context.Context) (idempotency.Response, error)
 
-// Start starts a replica of what is verified, on a database of the run's own. It is called again where a replica was
-// killed: keep nothing in memory that a new process would not have.
+// Start starts a replica of the verified service, on the run's own database. It is called again
+// after a replica was killed: keep nothing in memory that a new process would not have.
 type Start func(pool *pgxpool.Pool) (Request, error)
 
-// Options of Verify. The zero value is work that needs no table of its own, and so has no effect.
+// Options of Verify. The zero value is for work without tables of its own, and so without effects
+// in them.
 type Options struct {
-	// Setup is SQL that makes what the work needs: tables, and rows in them.
+	// Setup is SQL that creates what the work needs: tables, and rows in them.
 	Setup string
-	// Prepare does the same in Go, after Setup, and at the beginning of each run: reset stubs of foreign systems here.
+	// Prepare does the same in Go, after Setup, at the beginning of each run. Reset stubs of
+	// foreign systems here.
 	Prepare func(ctx context.Context, pool *pgxpool.Pool) error
-	// Effects lists what happened outside of the tables, or what a query of yours finds: one text for each effect, the same
-	// in every run, in any order. "charge of order 1 over 500", twice in the list, is a charge that was made twice.
+	// Effects lists effects outside of the tables, or results of your own query: one text for each
+	// effect, the same in every run, in any order. "charge of order 1 over 500", twice in the list,
+	// is a charge that was made twice.
 	Effects func(ctx context.Context, pool *pgxpool.Pool) ([]string, error)
-	// Ignore names columns, as "table.column", that differ from run to run for a good reason. Identity columns, and those
-	// whose default is an expression (now(), a sequence), are ignored anyway.
+	// Ignore names columns, as "table.column", that legitimately differ from run to run. Identity
+	// columns, and those whose default is an expression (now(), a sequence), are ignored anyway.
 	Ignore []string
 }
 
-// Once is work in one transaction.
+// Once verifies work in one transaction.
 func Once(cfg idempotency.Config, key idempotency.Key, work func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error)) Start {
 	return func(pool *pgxpool.Pool) (Request, error) {
 		op, err := idempotency.New(pool, cfg)
@@ -51,7 +54,7 @@ func Once(cfg idempotency.Config, key idempotency.Key, work func(ctx context.Con
 	}
 }
 
-// Flow is work in phases. FlowConfig.Reconcile is asked where the outcome is in doubt.
+// Flow verifies work in phases. FlowConfig.Reconcile is called if the outcome is indeterminate.
 func Flow[S any](build func(pool *pgxpool.Pool) (*idempotency.Flow[S], error), key idempotency.Key, request []byte) Start {
 	return func(pool *pgxpool.Pool) (Request, error) {
 		flow, err := build(pool)
@@ -68,9 +71,10 @@ func Flow[S any](build func(pool *pgxpool.Pool) (*idempotency.Flow[S], error), k
 	}
 }
 
-// Handler is an HTTP handler that executes requests under their keys. header has the key, in the field that the handler
-// reads. Statuses 408, 409, 425, 429 and those from 500 on ask the client for another try. Of httpkey's own answers,
-// ProblemKeyUndecided is an outcome in doubt, and ProblemResponseDropped one whose body was not kept.
+// Handler verifies an HTTP handler that executes requests under their keys. header has the key, in
+// the field that the handler reads. Statuses 408, 409, 425, 429 and 500 and above ask the client
+// for a retry. Of httpkey's own answers, ProblemKeyUndecided is an indeterminate outcome, and
+// ProblemResponseDropped one whose body was not stored.
 func Handler(build func(pool *pgxpool.Pool) (http.Handler, error), method, target string, header http.Header, body []byte) Start {
 	return func(pool *pgxpool.Pool) (Request, error) {
 		handler, err := build(pool)
@@ -84,13 +88,13 @@ func Handler(build func(pool *pgxpool.Pool) (http.Handler, error), method, targe
 	}
 }
 
-// understand reads an answer as a client of httpkey does.
+// understand interprets an answer as a client of httpkey does.
 func understand(response idempotency.Response) (idempotency.Response, error) {
 	var problem struct {
 		Type    httpkey.Problem
 		Outcome int
 	}
-	_ = json.Unmarshal(response.Body, &problem) // what is none has no type
+	_ = json.Unmarshal(response.Body, &problem) // a body that is not a problem has no type
 	switch {
 	case problem.Type == httpkey.ProblemKeyUndecided:
 		return response, fmt.Errorf("the handler answered %d: %w", response.Status, idempotency.ErrIndeterminate)

@@ -22,18 +22,18 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// run is what a schedule works with: a database, and the replica that is asked.
+// run is the state of a schedule: a database, and the current replica.
 type run struct {
 	pool  *pgxpool.Pool
 	start Start
 	send  Request
 
 	mu      sync.Mutex
-	answer  *idempotency.Response // the first; each later one must be the same
+	answer  *idempotency.Response // the first one; each later one must be the same
 	inDoubt bool
 }
 
-// restart puts another replica in the place of the one that is there.
+// restart replaces the current replica.
 func (r *run) restart() (err error) {
 	if r.send, err = r.start(r.pool); err != nil {
 		return fmt.Errorf("start a replica: %w", err)
@@ -41,10 +41,10 @@ func (r *run) restart() (err error) {
 	return nil
 }
 
-// triesMax bounds how often a client asks.
+// triesMax bounds how often a client sends the request.
 const triesMax = 20
 
-// settle sends the request until it was answered so many times.
+// settle sends the request until it got the given number of answers.
 func (r *run) settle(ctx context.Context, answers int) error {
 	var last error
 	doubted := false
@@ -59,7 +59,7 @@ func (r *run) settle(ctx context.Context, answers int) error {
 				return nil
 			}
 			continue
-		case errors.Is(err, idempotency.ErrIndeterminate) && doubted: // the reconciler, if there is one, could not tell either
+		case errors.Is(err, idempotency.ErrIndeterminate) && doubted: // the reconciler, if there is one, could not decide either
 			r.inDoubt = true
 			return nil
 		case errors.Is(err, idempotency.ErrIndeterminate):
@@ -76,7 +76,7 @@ func (r *run) settle(ctx context.Context, answers int) error {
 
 var errOtherAnswer = errors.New("the request was answered differently")
 
-// answered notes an answer, and refuses one that differs from an earlier one.
+// answered records an answer, and returns an error if it differs from an earlier one.
 func (r *run) answered(response idempotency.Response) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -95,12 +95,13 @@ func (r *run) answered(response idempotency.Response) error {
 			errOtherAnswer, name, header(*first, name), header(response, name))
 	}
 	if first.BodyDropped {
-		r.answer = &response // it may have the body
+		r.answer = &response // a replay may have the body
 	}
 	return nil
 }
 
-// otherHeader finds a header that is replayed by default, and differs. An answer whose body was dropped says nothing of it.
+// otherHeader finds a header that is replayed by default, and differs. If a body was dropped, its
+// Content- headers are not compared.
 func otherHeader(a, b idempotency.Response, dropped bool) (string, bool) {
 	for _, name := range httpkey.ReplayedHeaders() {
 		if dropped && strings.HasPrefix(name, "Content-") {
@@ -122,26 +123,28 @@ func header(r idempotency.Response, name string) (values []string) {
 	return values
 }
 
-// expireSQL lets the locks of replicas that were killed run out, and pauses of completer and reconciler, as time would.
+// expireSQL expires the locks of killed replicas, and the pauses of completer and reconciler, as
+// time would.
 const expireSQL = `-- idempotencytest.expire
 UPDATE effectonce.idempotency_keys SET locked_until = least(locked_until, clock_timestamp()), retry_at = least(retry_at, clock_timestamp())
 WHERE state IN ('running', 'indeterminate') AND (locked_until > clock_timestamp() OR retry_at > clock_timestamp())`
 
-// expire makes the time pass that a client waits.
+// expire simulates the time that a client waits.
 func (r *run) expire(ctx context.Context) error {
 	if _, err := r.pool.Exec(ctx, expireSQL); err != nil {
-		return fmt.Errorf("let locks run out: %w", err)
+		return fmt.Errorf("expire the locks: %w", err)
 	}
 	return nil
 }
 
-// together sends the request n times at once, to one replica. A client that is told to wait asks again at the end. Where the
-// outcome is a refusal, which leaves nothing that could be there twice, the work must not run more often than in the clean run.
+// together sends the request n times concurrently, to one replica. A client that is told to wait
+// retries at the end. If the outcome is a refusal, which leaves nothing that could exist twice, the
+// work must not run more often than in the clean run.
 func (r *run) together(ctx context.Context, n, runs int) error {
 	var ran atomic.Int64
 	ctx = crashpoint.With(ctx, func(name string) {
 		if name == crashpoint.KeyWorked && ran.Add(1) == 1 {
-			<-time.After(togetherFor) // the others have come then, and wait for this one
+			<-time.After(togetherFor) // by then the others have arrived, and wait for this one
 		}
 	})
 	var group errgroup.Group
@@ -149,7 +152,7 @@ func (r *run) together(ctx context.Context, n, runs int) error {
 		group.Go(func() error {
 			response, err := r.send(ctx)
 			if err != nil {
-				return nil //nolint:nilerr // it is asked again, and then the error is told
+				return nil //nolint:nilerr // settle retries, and reports the error then
 			}
 			return r.answered(response)
 		})
@@ -163,7 +166,7 @@ func (r *run) together(ctx context.Context, n, runs int) error {
 	return nil
 }
 
-// togetherFor is less than requests wait for each other by default.
+// togetherFor is shorter than the default time for which requests wait for each other.
 const togetherFor = 100 * time.Millisecond
 
 // refused reports an outcome that has no effects.
@@ -171,8 +174,9 @@ func refused(answer *idempotency.Response) bool {
 	return answer != nil && answer.Status >= http.StatusBadRequest
 }
 
-// at sends the request, under a context of its own, and does something when it passes a point for the n-th time, from 0. It returns when the request
-// has ended, or, if the point ends it in another goroutine, a little later.
+// at sends the request, under a context of its own, and calls do when the request passes a point
+// for the n-th time, from 0. It returns when the request has ended, or, if the point ends it in
+// another goroutine, a little later.
 func (r *run) at(ctx, requests context.Context, point string, n int, do func()) error {
 	var mu sync.Mutex
 	reached := false
@@ -207,19 +211,20 @@ func (r *run) at(ctx, requests context.Context, point string, n int, do func()) 
 	mu.Lock()
 	defer mu.Unlock()
 	if !reached {
-		return errors.New("the work did not get as far as in the clean run: does it hand on the context that it is given?")
+		return errors.New("the work did not get as far as in the clean run: does it pass on the context that it is given?")
 	}
 	if errors.Is(err, errOtherAnswer) {
 		return err
 	}
-	return r.expire(ctx) // what it said is nothing that a client would go by
+	return r.expire(ctx) // this error does not reach the client
 }
 
-// endMax is how long a request may take that was disturbed.
+// endMax bounds how long a disturbed request may take.
 const endMax = 10 * time.Second
 
-// killed kills the replica: the goroutine that passes the point does nothing more, the lock stays, and the transaction is
-// rolled back as the server does when a process dies. Another replica takes its place.
+// killed kills the replica: the goroutine that passes the point does nothing more, the lock stays,
+// and the transaction is rolled back, as the server does when a process dies. Another replica
+// replaces it.
 func (r *run) killed(ctx context.Context, point string, n int) error {
 	doomed, kill := context.WithCancel(ctx)
 	defer kill()
@@ -229,7 +234,7 @@ func (r *run) killed(ctx context.Context, point string, n int) error {
 	return r.restart()
 }
 
-// left ends the request's context, as net/http does when the client is gone.
+// left ends the request's context, as net/http does when the client disconnects.
 func (r *run) left(ctx context.Context, point string, n int) error {
 	leaving, leave := context.WithCancel(ctx)
 	defer leave()
@@ -256,7 +261,8 @@ func (r *run) cut(ctx context.Context, point string, n int) error {
 	return nil
 }
 
-// countSQL makes the n-th write of the key fail, at its COMMIT. A sequence counts, since no rollback takes that back.
+// countSQL makes the n-th write of the key fail, at its COMMIT. A sequence counts, since a rollback
+// does not reset it.
 const countSQL = `-- idempotencytest.count
 CREATE SCHEMA idempotencytest;
 CREATE SEQUENCE idempotencytest.writes MINVALUE 0 START 0;
@@ -271,7 +277,7 @@ END $$;
 CREATE CONSTRAINT TRIGGER idempotencytest AFTER INSERT OR UPDATE ON effectonce.idempotency_keys
   DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION idempotencytest.fail()`
 
-// arm makes the n-th write of the key fail; 0: they are only counted.
+// arm makes the n-th write of the key fail; 0: writes are only counted.
 func (r *run) arm(ctx context.Context, n int, code string) error {
 	if _, err := r.pool.Exec(ctx, fmt.Sprintf(countSQL, n, code)); err != nil {
 		return fmt.Errorf("make COMMIT fail: %w", err)
@@ -285,12 +291,13 @@ func (r *run) failing(ctx context.Context, n int, code string) error {
 	}
 	response, err := r.send(ctx)
 	if err != nil {
-		return r.expire(ctx) // it is what was wanted; the client asks again
+		return r.expire(ctx) // the failure was intended; the client retries
 	}
 	return r.answered(response)
 }
 
-// clean sends the request once, and returns the points that it passes and how often it writes its key.
+// clean sends the request once, and returns the points that it passes and how often it writes its
+// key.
 func (r *run) clean(ctx context.Context) (passed []string, writes int, err error) {
 	if err := r.arm(ctx, 0, "40001"); err != nil {
 		return nil, 0, err

@@ -7,23 +7,24 @@ import (
 	"github.com/effectonce/effectonce/internal/crashpoint"
 )
 
-// schedule is one way in which the request reaches replicas.
+// schedule is one way in which the request reaches the replicas.
 type schedule struct {
 	name string
 	send func(ctx context.Context, r *run) error
-	hint string // what the work must have done that differs here
+	hint string // the likely mistake in the work if effects differ
 }
 
 const (
 	hintRandom  = "the work's effects differ from run to run: derive IDs from Key.ChildID, take times from the request or the database's defaults, or name the columns in Options.Ignore"
 	hintAgain   = "the request was executed twice: does it go through Once or Flow.Do, under the same key each time?"
-	hintOutside = "the work seems to write through another connection than its tx, to ask a foreign system without Step.ChildID as its key, or to keep in memory what it did: only what goes through tx is committed with the key, and only a call under ChildID can be made again"
+	hintOutside = "the work seems to write through another connection than its tx, to call a foreign system without Step.ChildID as its key, or to keep in memory what it did: only what goes through tx is committed with the key, and only a call under ChildID can be repeated"
 )
 
-// atOnce is how many clients send the request at once.
+// atOnce is how many clients send the request concurrently.
 const atOnce = 10
 
-// schedules lists what is tried after the clean run, which passed these points, and wrote the key so many times.
+// schedules lists the schedules after the clean run, which passed these points, and wrote the key
+// that many times.
 func schedules(passed []string, writes int) []schedule {
 	runs := 0
 	for _, point := range passed {
@@ -78,7 +79,7 @@ func texts() map[string]string {
 	return map[string]string{
 		crashpoint.KeyClaimed:    "after the claim, before the work",
 		crashpoint.KeyCalling:    "before a foreign call",
-		crashpoint.KeyCalled:     "after a foreign call, which is not written down",
+		crashpoint.KeyCalled:     "after a foreign call, before its result is stored",
 		crashpoint.KeyWorked:     "after the work, before COMMIT",
 		crashpoint.KeyCommitting: "right before COMMIT",
 		crashpoint.KeyCommitted:  "right after COMMIT",

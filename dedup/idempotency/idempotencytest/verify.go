@@ -12,9 +12,9 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-// Verify fails the test if the effects of the request are not the same after every schedule of repetitions and faults as
-// after a single execution, or if it is not answered the same each time. It takes some seconds: a run, in a database of
-// its own, for each point at which the work can be cut off.
+// Verify fails the test if the effects of the request after some schedule of repetitions and faults
+// differ from those of a single execution, or if its answers differ. It takes some seconds: one
+// run, in a database of its own, for each point at which the work can be interrupted.
 func Verify(t *testing.T, start Start, opts ...Options) {
 	t.Helper()
 	var o Options
@@ -58,14 +58,14 @@ func verify(t *testing.T, start Start, o Options) (problems []string, err error)
 		case difference != "":
 			problems = append(problems, fmt.Sprintf("%s: %s\n%s", s.name, difference, s.hint))
 			if s.hint == hintRandom {
-				return problems, nil // whatever else differs, differs for that
+				return problems, nil // this also causes all other differences
 			}
 		}
 	}
 	return problems, nil
 }
 
-// result of a run.
+// result of one run.
 type result struct {
 	before, after effects.Effects
 	inDoubt       bool
@@ -73,7 +73,8 @@ type result struct {
 	err           error
 }
 
-// compare says how the effects differ. Where the outcome is in doubt nothing may have happened, but not twice.
+// compare describes how the effects differ. If the outcome is indeterminate, effects may be
+// missing, but none may be there twice.
 func (r result) compare(clean result) string {
 	if r.inDoubt {
 		return effects.Twice(clean.after, r.after)
@@ -84,7 +85,7 @@ func (r result) compare(clean result) string {
 // runMax bounds one run.
 const runMax = time.Minute
 
-// execute goes through a schedule, in a database of its own, and then asks until there is an answer.
+// execute runs a schedule in a database of its own, and then retries until there is an answer.
 func execute(t *testing.T, start Start, o Options, s schedule) (found result) {
 	t.Helper()
 	t.Run(strings.ReplaceAll(s.name, " ", "_"), func(t *testing.T) {
@@ -129,7 +130,7 @@ func (o Options) prepare(ctx context.Context, r *run) error {
 	return nil
 }
 
-// read takes the tables and what Options.Effects lists.
+// read reads the tables and the list of Options.Effects.
 func (o Options) read(ctx context.Context, r *run) (effects.Effects, error) {
 	found, err := effects.Read(ctx, r.pool, o.Ignore)
 	if err != nil || o.Effects == nil {

@@ -93,7 +93,8 @@ func payment(call func(step *idempotency.Step[string]) error, atMostOnce bool, c
 	}
 }
 
-// Property: work that does everything through its transaction, and asks others under derived keys, passes in each shape.
+// Property: work that does everything through its transaction, and calls other systems under
+// derived keys, passes in each shape.
 func TestVerifyPassesWhatIsRight(t *testing.T) {
 	t.Parallel()
 	idempotencytest.Verify(t, idempotencytest.Once(idempotency.Config{Operation: "order"}, key(), work), idempotencytest.Options{Setup: orders})
@@ -116,8 +117,8 @@ func TestVerifyPassesFlows(t *testing.T) {
 	idempotencytest.Verify(t, idempotencytest.Flow(payment(charge, false, idempotency.FlowConfig[string]{}), key(), []byte("o")), options)
 }
 
-// Property: a foreign system that honours no keys may leave the outcome in doubt, but is not asked twice; a reconciler that
-// asks it makes the flow one that ends.
+// Property: a foreign system that honours no keys may leave the outcome in doubt, but is not called
+// twice; with a reconciler that asks it the flow ends.
 func TestVerifyPassesCallsAtMostOnce(t *testing.T) {
 	t.Parallel()
 	var b bank
@@ -132,7 +133,8 @@ func TestVerifyPassesCallsAtMostOnce(t *testing.T) {
 		return idempotency.Happened(idempotency.Response{Status: 201, Body: []byte("reserved")}), nil
 	}
 	said := idempotencytest.Problems(t, idempotencytest.Flow(payment(charge, true, idempotency.FlowConfig[string]{Reconcile: reconcile}), key(), []byte("o")), options)
-	// What is left of the phases is not executed after Happened: the message is missed, and that is found.
+	// What is left of the phases is not executed after Happened: the message is missed, and that is
+	// found.
 	require.NotEmpty(t, said)
 	for _, problem := range said {
 		require.Contains(t, problem, "lost: effectonce.outbox")
@@ -172,7 +174,7 @@ func TestVerifyPassesHandlers(t *testing.T) {
 	idempotencytest.Verify(t, start, idempotencytest.Options{Setup: orders})
 }
 
-// world is what work that is wrong has to do with.
+// world is the environment of incorrect work.
 type world struct {
 	bank
 
@@ -185,7 +187,7 @@ func (w *world) prepare(ctx context.Context, pool *pgxpool.Pool) error {
 	return w.reset(ctx, pool)
 }
 
-// Property: what is wrong is found, and said as what it is.
+// Property: a mistake in the work is found, and reported as what it is.
 func TestVerifyFindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
 	once := func(work func(ctx context.Context, tx pgx.Tx, w *world) error) func(w *world) idempotencytest.Start {

@@ -10,9 +10,10 @@ import (
 	"time"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// run sends the request until there is an answer, or no attempt or time is left.
+// run sends the request until there is a response, or attempts or time are used up.
 func (c *call) run(ctx context.Context) (*http.Response, error) {
 	cfg := c.t.cfg
 	for attempt := 1; ; attempt++ {
@@ -26,12 +27,12 @@ func (c *call) run(ctx context.Context) (*http.Response, error) {
 		}
 		c.tell(ctx, Retry{Attempt: attempt, Status: status(response), Err: err, Wait: wait})
 		c.doubt = c.doubt || err != nil || response.StatusCode >= http.StatusInternalServerError ||
-			response.StatusCode == http.StatusConflict // somebody executes it
+			response.StatusCode == http.StatusConflict // another request is executing
 		next := time.Now().Add(wait)
 		if response != nil {
 			drain(response.Body, wait)
 		}
-		if !sleep(ctx, time.Until(next)) {
+		if !pause.For(ctx, time.Until(next)) {
 			return nil, c.unanswered(attempt, context.Cause(ctx))
 		}
 		body, err := c.body.again()
@@ -53,10 +54,10 @@ func (c *call) attempt(ctx context.Context) (*http.Response, error) {
 	response, err := c.send(traced)
 	c.doubt = c.doubt || sent.Load() > 1
 	if !timer.Stop() {
-		cancel(late)                    // the timer's own call may still be on its way
-		if context.Cause(ctx) == late { //nolint:errorlint // this very one, not the caller's
+		cancel(late)                    // the timer's own call may not have run yet
+		if context.Cause(ctx) == late { //nolint:errorlint // this error itself, not the caller's
 			if err == nil {
-				_ = response.Body.Close() // it cannot be read any more
+				_ = response.Body.Close() // its context is over, so it cannot be read
 			}
 			var unsent *notSentError
 			if errors.As(err, &unsent) {
@@ -73,7 +74,7 @@ func (c *call) attempt(ctx context.Context) (*http.Response, error) {
 	return c.hand(response, end), nil
 }
 
-// send lets base send the request again by itself only where that is no second effect.
+// send lets base repeat the request by itself only if that has no second effect.
 func (c *call) send(ctx context.Context) (response *http.Response, err error) {
 	r := c.request.WithContext(ctx)
 	switch {
@@ -91,13 +92,13 @@ func (c *call) send(ctx context.Context) (response *http.Response, err error) {
 	return response, err
 }
 
-// trusts reports whether base may do what it does by itself: the request changes nothing, or its server takes it for the same one when
-// it comes again; or it has no key, and then a Transport of net/http sends it once over HTTP/1.
+// trusts reports whether base may repeat the request by itself: the request changes nothing, or its
+// server deduplicates it; or it has no key, and then an http.Transport sends it once over HTTP/1.
 func (c *call) trusts() bool {
 	return c.key == "" || safe(c.request.Method) || c.t.honours(c.request.URL)
 }
 
-// mayAskAgain is the table of Transport.
+// mayAskAgain implements the table of Transport.
 func (c *call) mayAskAgain(response *http.Response, err error) bool {
 	var unsent *notSentError
 	switch {
@@ -109,8 +110,9 @@ func (c *call) mayAskAgain(response *http.Response, err error) bool {
 	return c.trusts() || refusedForNow(response.StatusCode)
 }
 
-// trace counts the connections that an attempt is sent over: a http.Transport sends a request with a key again by itself when
-// the server closed a connection that was used before, and that may have been after it acted.
+// trace counts the connections over which an attempt is sent: an http.Transport repeats a request
+// with a key by itself if the server closed a reused connection, and that may have been after it
+// acted.
 func (c *call) trace(ctx context.Context) (context.Context, *atomic.Int32) {
 	connections := &atomic.Int32{}
 	if c.name == "" || !c.t.cfg.ForgetAnswered {
@@ -119,9 +121,9 @@ func (c *call) trace(ctx context.Context) (context.Context, *atomic.Int32) {
 	return httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(httptrace.GotConnInfo) { connections.Add(1) }}), connections
 }
 
-// tell tells what is sent again, without its key and without the address, which may hold secrets, too.
+// tell reports a retry, without the key, and without the address, which may contain secrets, too.
 func (c *call) tell(ctx context.Context, r Retry) {
-	c.t.cfg.Logger.InfoContext(ctx, "request is sent again", "method", c.request.Method, "host", c.request.URL.Host,
+	c.t.cfg.Logger.InfoContext(ctx, "retrying request", "method", c.request.Method, "host", c.request.URL.Host,
 		"attempt", r.Attempt, "status", r.Status, "error", r.Err, "wait", r.Wait)
 	if c.t.cfg.Retrying != nil {
 		c.t.cfg.Retrying(c.request, r)

@@ -14,14 +14,14 @@ import (
 
 var errBody = errors.New("read the body of the request")
 
-// body is what a request sends.
+// body is the body of a request, for all attempts.
 type body struct {
 	first  io.ReadCloser                 // for the first attempt
-	again  func() (io.ReadCloser, error) // for each later one; nil: there is none
-	length int64                         // of what was read into memory, else 0
+	again  func() (io.ReadCloser, error) // for each later one; nil: the request is sent once
+	length int64                         // if it was read into memory, else 0
 }
 
-// newBody makes the body repeatable where that is wanted, and possible.
+// newBody makes the body repeatable if that is wanted and possible.
 func newBody(r *http.Request, bytesMax int, repeat bool) (body, error) {
 	switch {
 	case !repeat:
@@ -33,7 +33,7 @@ func newBody(r *http.Request, bytesMax int, repeat bool) (body, error) {
 	case r.ContentLength > int64(bytesMax):
 		return body{first: r.Body}, nil
 	}
-	stop := context.AfterFunc(r.Context(), func() { _ = r.Body.Close() }) // a reader that hangs would not hear of ctx
+	stop := context.AfterFunc(r.Context(), func() { _ = r.Body.Close() }) // a reader that hangs does not notice ctx
 	read, err := io.ReadAll(io.LimitReader(r.Body, int64(bytesMax)+1))
 	if !stop() && err == nil {
 		err = context.Cause(r.Context())
@@ -71,23 +71,23 @@ func (b body) apply(r *http.Request) {
 	}
 }
 
-// What of an answer that is not wanted is read, so that its connection can be used again: what takes longer is not worth it.
+// These bound how much of an unwanted response is read so that its connection can be reused.
 const (
 	drainBytesMax = 64 << 10
-	drainMin      = 100 * time.Millisecond // also where the next attempt follows at once
+	drainMin      = 100 * time.Millisecond // also if the next attempt follows at once
 	drainMax      = time.Second
 )
 
-// drain reads what is left, in about the time that the next attempt is away anyway, and closes. No timer of the attempt runs
-// any more: a body that stalls would block for ever.
+// drain reads the rest of a body, for about as long as the next attempt waits anyway, and closes
+// it. The timer of the attempt has stopped: a body that stalls would block forever.
 func drain(body io.ReadCloser, wait time.Duration) {
 	late := time.AfterFunc(min(max(wait, drainMin), drainMax), func() {
 		if a, ok := body.(interface{ cancel() }); ok {
-			a.cancel() // first: a body of net/http cannot be closed while the head of its compression is read
+			a.cancel() // first: a body of net/http cannot be closed while its compression header is being read
 		}
 		_ = body.Close()
 	})
-	_, _ = io.CopyN(io.Discard, body, drainBytesMax) // else the connection is closed
+	_, _ = io.CopyN(io.Discard, body, drainBytesMax) // beyond that the connection is closed
 	late.Stop()
 	_ = body.Close()
 }
@@ -95,9 +95,9 @@ func drain(body io.ReadCloser, wait time.Duration) {
 // forgetMax bounds how long the reader of a response waits for PendingStore.Forget.
 const forgetMax = 5 * time.Second
 
-// hand makes closing the body end the attempt, and forget the key if this is to be done here.
+// hand makes closing the body end the attempt, and forget the key if ForgetAnswered says so.
 func (c *call) hand(response *http.Response, end func()) *http.Response {
-	response.Request = c.request // SentKey needs it, and a base need not set it
+	response.Request = c.request // SentKey needs it, and base may not set it
 	answer := &answerBody{ReadCloser: response.Body, end: end, had: func() {}}
 	if c.name != "" && c.t.cfg.ForgetAnswered && settles(response, c.doubt) {
 		answer.had = sync.OnceFunc(c.forget)
@@ -116,16 +116,16 @@ func (c *call) hand(response *http.Response, end func()) *http.Response {
 func (c *call) forget() {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(c.request.Context()), forgetMax)
 	defer cancel()
-	if err := c.t.cfg.Pending.Forget(ctx, c.name, c.key); err != nil { // the next one under its name gets this answer again
-		c.t.cfg.Logger.WarnContext(ctx, "an answered request stays pending", "request", c.name, "error", err)
+	if err := c.t.cfg.Pending.Forget(ctx, c.name, c.key); err != nil { // the next request with its name gets this response again
+		c.t.cfg.Logger.WarnContext(ctx, "could not forget an answered request: it stays pending", "request", c.name, "error", err)
 	}
 }
 
 // answerBody is the body of a response.
 type answerBody struct {
 	io.ReadCloser
-	broken atomic.Bool // drain closes while it reads
-	had    func()      // the caller has the answer
+	broken atomic.Bool // atomic: drain closes while it reads
+	had    func()      // called once the caller has the response
 	end    func()
 }
 
@@ -133,7 +133,7 @@ type answerBody struct {
 func (a *answerBody) Read(p []byte) (int, error) {
 	n, err := a.ReadCloser.Read(p)
 	switch {
-	case err == io.EOF: // a wrapped one is no end
+	case err == io.EOF: // a wrapped EOF does not mean the end
 		if !a.broken.Load() {
 			a.had()
 		}
@@ -145,7 +145,7 @@ func (a *answerBody) Read(p []byte) (int, error) {
 
 func (a *answerBody) cancel() { a.end() }
 
-// Close implements io.Closer. Who closes early has seen enough.
+// Close implements io.Closer. A caller that closes early has seen enough.
 func (a *answerBody) Close() error {
 	err := a.ReadCloser.Close()
 	if !a.broken.Load() {

@@ -50,8 +50,9 @@ func post(t *testing.T, transport *keyclient.Transport) (*http.Response, error) 
 	return transport.RoundTrip(request)
 }
 
-// Property: the pause before attempt n+1 is anything up to BackoffMin doubled n-1 times, at most BackoffMax: never more, and
-// spread over the whole of it, so that clients that failed together do not come back together.
+// Property: the pause before attempt n+1 is anything up to BackoffMin doubled n-1 times, at most
+// BackoffMax: never more, and spread over the whole of it, so that clients that failed together do
+// not come back together.
 func TestPausesGrowAndAreSpread(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -77,8 +78,8 @@ func TestPausesGrowAndAreSpread(t *testing.T) {
 	})
 }
 
-// Property: Retry-After is waited for, as seconds and as a date, and a date counts by the server's clock, whatever the
-// client's says; what cannot be read is as if it were not there.
+// Property: the client waits for Retry-After, as seconds and as a date; a date is compared with the
+// server's clock, whatever the client's shows; an unreadable value is ignored.
 func TestRetryAfterIsWaitedFor(t *testing.T) {
 	t.Parallel()
 	at := func(d time.Duration) string { return time.Unix(2e9, 0).Add(d).UTC().Format(http.TimeFormat) } // decades from the bubble's clock
@@ -114,7 +115,8 @@ func TestRetryAfterIsWaitedFor(t *testing.T) {
 	}
 }
 
-// Property: a request ends within TotalMax, attempts in flight included, also when nobody ever answers.
+// Property: a request ends within TotalMax, attempts in flight included, even if no server ever
+// answers.
 func TestTotalTimeIsBounded(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -136,8 +138,9 @@ func TestTotalTimeIsBounded(t *testing.T) {
 	})
 }
 
-// Property: a server that acts and then hangs costs no second effect where the http.Client has a Timeout, which replaces errors
-// that come after it: the request ends ahead of that, with the key; a key of the caller's is good for asking again, too.
+// Property: a server that acts and then hangs causes no second effect if the http.Client has a
+// Timeout, which replaces errors that come after it: the request ends before it, with the key; a
+// key of the caller's can be used for a retry, too.
 func TestClientWithATimeoutLosesNoKey(t *testing.T) {
 	t.Parallel()
 	for name, key := range map[string]string{"key of the Transport's": "", "key of the caller's": "mine"} {
@@ -175,8 +178,8 @@ func TestClientWithATimeoutLosesNoKey(t *testing.T) {
 	}
 }
 
-// Property: an attempt that gets no connection within AttemptMax was not sent: it is tried again at any server, and where each attempt
-// was like that, the error says so, and that it was late.
+// Property: an attempt that gets no connection within AttemptMax was not sent: it is retried at any
+// server, and if each attempt was like that, the error says so, and that it timed out.
 func TestConnectionThatHangsIsTriedAgain(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -211,7 +214,7 @@ func TestConnectionThatHangsIsTriedAgain(t *testing.T) {
 	})
 }
 
-// Property: a caller that goes during a pause is let go at once, with the key.
+// Property: a caller whose context ends during a pause gets its error at once, with the key.
 func TestPauseEndsWithTheContext(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -239,8 +242,8 @@ func TestPauseEndsWithTheContext(t *testing.T) {
 	})
 }
 
-// Property: an answer that is not wanted, and whose body stalls, holds up the next attempt for a second at most; the pause
-// counts from the answer.
+// Property: an unwanted response whose body stalls delays the next attempt for a second at most;
+// the pause counts from the response.
 func TestStalledBodyOfAFailureIsGivenUp(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -267,7 +270,8 @@ func TestStalledBodyOfAFailureIsGivenUp(t *testing.T) {
 	})
 }
 
-// Property: the same over a connection, whose body cannot be closed while the head of its compression is read.
+// Property: the same over a connection, whose body cannot be closed while the head of its
+// compression is read.
 func TestStalledBodyOverAConnection(t *testing.T) {
 	t.Parallel()
 	for _, encoding := range []string{"", "gzip"} {
@@ -290,7 +294,8 @@ func TestStalledBodyOverAConnection(t *testing.T) {
 	}
 }
 
-// Property: whoever asks for a pause that is longer than the request has time for is not asked again, however long it is.
+// Property: a server that asks for a pause longer than the request may take gets no retry, however
+// long the pause is.
 func TestRetryAfterWithoutEnd(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

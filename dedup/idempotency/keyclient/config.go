@@ -17,54 +17,61 @@ import (
 
 // TransportConfig of a Transport. The zero value works.
 type TransportConfig struct {
-	// Methods whose requests get a key where they have none. Default POST and PATCH. GET, HEAD, OPTIONS and TRACE cannot be
-	// among them.
+	// Methods whose requests get a key if they have none. Default POST and PATCH. GET, HEAD,
+	// OPTIONS and TRACE are not allowed.
 	Methods []string
 	// Header that carries the key. Default "Idempotency-Key".
 	Header string
-	// Honours are the servers that keep keys, and so may be asked again after they may have acted: "bank.example" (at any port),
-	// "bank.example:8443", or "*" for all. A server that keeps none acts again. Another one is asked again, too, as soon as it
-	// has shown that it keeps them, by an answer with Idempotent-Replayed: true, or with the key in the header of the key:
-	// for as long as the Transport lives, and of 256 servers at most. Default: none.
+	// Honours are the servers that honour keys, so that requests to them may be retried after the
+	// server may have acted: "bank.example" (at any port), "bank.example:8443", or "*" for all. A
+	// server that ignores keys would act again. Requests to another server are retried, too, as
+	// soon as it has shown that it honours keys, by a response with Idempotent-Replayed: true, or
+	// with the key in the header of the key. The Transport remembers this for its lifetime, for at
+	// most 256 servers. Default: none.
 	Honours []string
-	// AttemptsMax is how often a request is sent at most. 1 to 100; default 6.
+	// AttemptsMax is the maximum number of attempts of a request. 1 to 100; default 6.
 	AttemptsMax int
-	// TotalMax bounds all attempts of a request and the pauses between them, up to the header of the response; its body is
-	// read under the request's own context. Where that has a deadline, the attempts end a tenth of the time ahead of it, 250 ms at
-	// most. 1 ms to 1 h; default 1 min.
+	// TotalMax bounds all attempts of a request and the pauses between them, up to the header of
+	// the response; its body is read under the request's own context. If that has a deadline, the
+	// attempts end before it, by a tenth of the remaining time, at most 250 ms. 1 ms to 1 h;
+	// default 1 min.
 	TotalMax time.Duration
-	// AttemptMax bounds one attempt, sending included, up to the header of the response. 1 ms to 1 h; default 20 s.
-	// What is sent only once has no other limit than its context, neither this one nor TotalMax.
+	// AttemptMax bounds one attempt, including sending, up to the header of the response. 1 ms to 1
+	// h; default 20 s. A request that is sent only once is bounded by its context alone, not by
+	// AttemptMax or TotalMax.
 	AttemptMax time.Duration
-	// BackoffMin and BackoffMax bound the pauses: before attempt n+1 it is anything up to BackoffMin·2ⁿ⁻¹, at most BackoffMax
-	// (full jitter). 1 ms to 1 h; default 100 ms and 10 s.
+	// BackoffMin and BackoffMax bound the pauses: the pause before attempt n+1 is random, up to
+	// BackoffMin·2ⁿ⁻¹, at most BackoffMax (full jitter). 1 ms to 1 h; default 100 ms and 10 s.
 	BackoffMin, BackoffMax time.Duration
-	// BodyBytesMax is the largest body without a GetBody that is read into memory, so that it can be sent again. A larger one
-	// is sent once. 1 byte to 64 MiB; default 1 MiB.
+	// BodyBytesMax is the largest body without a GetBody that is read into memory for retries. A
+	// request with a larger one is sent once. 1 byte to 64 MiB; default 1 MiB.
 	BodyBytesMax int
-	// Pending remembers the keys of requests that have a name (WithRequestName), so that they survive this process. Default:
-	// requests that have a name are refused.
+	// Pending stores the keys of requests that have a name (WithRequestName), so that they survive
+	// this process. Default: requests that have a name are rejected.
 	Pending PendingStore
-	// ForgetAnswered makes the Transport forget a pending key by itself, when the body of an answer that settles the request was
-	// read to its end or closed: 2xx, 3xx but 307 and 308, 4xx but 401, 403, 407, 408, 409, 410, 421, 422, 423, 425 and 429. A 202 does
-	// so only with Idempotent-Replayed: true: without, the request is still being executed (httpkey.AcceptHandler). Where
-	// an earlier attempt got a 5xx, 409 or no answer, or the request was pending already or came with a key of the caller's, a 4xx
-	// does so only with Idempotent-Replayed: true: the earlier attempt may have been executed.
-	// Who dies between that and writing the answer down asks again under a new key: a second effect. Default: the caller
-	// forgets it in the transaction that writes the answer down (Pending.ForgetTx).
+	// ForgetAnswered makes the Transport forget a pending key by itself, when the body of a
+	// response that settles the request was read to its end or closed. Such responses are 2xx; 3xx
+	// except 307 and 308; and 4xx except 401, 403, 407, 408, 409, 410, 421, 422, 423, 425 and 429.
+	// A 202 counts only with Idempotent-Replayed: true: without it, the request is still being
+	// executed (httpkey.AcceptHandler). A 4xx counts only with Idempotent-Replayed: true if an
+	// earlier attempt got a 5xx, 409 or no response, or if the request was pending already or came
+	// with a key of the caller's: the earlier attempt may have been executed. A program that dies
+	// after the key was forgotten, and before it stored the response, sends the request again under
+	// a new key: a second effect. Default: the caller forgets the key in the transaction that
+	// stores the response (Pending.ForgetTx).
 	ForgetAnswered bool
-	// Logger gets what is tried again, and trouble with forgetting. It never gets a key. Default: none.
+	// Logger gets retries, and failures to forget a key. It never gets a key. Default: none.
 	Logger *slog.Logger
-	// Retrying is called before the pause ahead of each attempt but the first, synchronously.
+	// Retrying is called synchronously before the pause that precedes each retry.
 	Retrying func(r *http.Request, retry Retry)
 }
 
-// Retry says why a request is sent again.
+// Retry is the reason why a request is sent again.
 type Retry struct {
-	Attempt int           // that is over, counted from 1
-	Status  int           // of its response; 0: there was none
-	Err     error         // why there was none
-	Wait    time.Duration // before the next one
+	Attempt int           // the attempt that ended, counted from 1
+	Status  int           // of its response; 0: no response
+	Err     error         // why there was no response
+	Wait    time.Duration // before the next attempt
 }
 
 func (c TransportConfig) withDefaults() (TransportConfig, error) {
@@ -111,7 +118,7 @@ func (c TransportConfig) withDefaults() (TransportConfig, error) {
 	return c, errors.Join(problems...)
 }
 
-// token is what names of methods and headers are made of (RFC 9110, 5.6.2).
+// token reports whether text is a token, as names of methods and headers are (RFC 9110, 5.6.2).
 func token(text string) bool {
 	const chars = "!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 	return text != "" && strings.Trim(text, chars) == ""

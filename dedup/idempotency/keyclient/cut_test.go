@@ -30,7 +30,8 @@ import (
 // cut is after how many bytes of requests, or of answers, a connection is reset; -1: never.
 type cut struct{ read, written int }
 
-// cuts are of the connections to come. They have a lock of their own: a server that is closed waits for its Accept.
+// cuts are of the connections to come. They have a lock of their own: a server that is closed waits
+// for its Accept.
 type cuts struct {
 	mu   sync.Mutex
 	left []cut
@@ -129,8 +130,8 @@ func newMiddleware(pool *pgxpool.Pool) (*httpkey.Middleware, error) {
 	return httpkey.New(pool, tenant, httpkey.Config{Operation: idempotency.Config{Operation: "api"}})
 }
 
-// service is a server behind the middleware that can be stopped and started again at its address. Its answers are as long as
-// its requests, and name the row of the effect.
+// service is a server behind the middleware that can be stopped and started again at its address.
+// Its answers are as long as its requests, and name the row of the effect.
 type service struct {
 	t       *testing.T
 	pool    *pgxpool.Pool
@@ -183,7 +184,7 @@ func (s *service) restart() {
 	}
 }
 
-// listens takes the address back, unless a connection of somebody has it for its own end just now.
+// listens takes the address back, unless some connection uses it as its own end just now.
 func (s *service) listens() bool {
 	var err error
 	s.listener, err = (&net.ListenConfig{}).Listen(s.t.Context(), "tcp", s.address)
@@ -226,8 +227,8 @@ func (s *service) serve(w http.ResponseWriter, r *http.Request) {
 // padded is long enough to be cut in the middle.
 func padded(text string) string { return fmt.Sprintf("%-20000s", text) }
 
-// insist asks until it has the whole answer, as a program does: after an answer that breaks off, and after the last attempt,
-// also where that was told to wait, under the same key.
+// insist retries until it has the whole answer, as a program does, under the same key: after an
+// answer that breaks off, and after the last attempt, also if its answer was to wait.
 func (s *service) insist(client *http.Client, name string) (answer, error) {
 	return s.again(client, name, "")
 }
@@ -262,7 +263,8 @@ func (s *service) again(client *http.Client, name, key string) (answer, error) {
 	}
 }
 
-// requireOnce checks that a request has one effect, whose execution the answer is of, and one key over all tries.
+// requireOnce checks that a request has one effect, whose execution the answer is of, and one key
+// over all tries.
 func (s *service) requireOnce(name string, a answer) {
 	s.t.Helper()
 	require.Equal(s.t, http.StatusCreated, a.status, a.body)
@@ -275,8 +277,9 @@ func (s *service) requireOnce(name string, a answer) {
 	require.Equal(s.t, 1, pgtest.Count(s.t, s.pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1 AND state = 'finished'`, sent[0]))
 }
 
-// Property: wherever connections are cut, a request has one effect, the client gets the answer of that execution, and all its
-// tries have one key; where the effect was committed before the cut, the answer is the stored one. Rows H4, H5.
+// Property: wherever connections are cut, a request has one effect, the client gets the answer of
+// that execution, and all its tries have one key; where the effect was committed before the cut,
+// the answer is the stored one. Rows H4, H5 of guarantees.md.
 func TestConnectionsCutAnywhere(t *testing.T) {
 	t.Parallel()
 	early := []cut{{0, -1}, {100, -1}, {10_000, -1}} // before a request, in its head, in its body
@@ -302,7 +305,8 @@ func TestConnectionsCutAnywhere(t *testing.T) {
 	}
 }
 
-// Property: the same of a server that ends in the middle of an execution, and is started again. Rows H1, H4.
+// Property: the same of a server that ends in the middle of an execution, and is started again.
+// Rows H1, H4 of guarantees.md.
 func TestServerRestartedBetweenTries(t *testing.T) {
 	t.Parallel()
 	for _, point := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyCommitting, crashpoint.KeyCommitted} {
@@ -327,7 +331,8 @@ func TestServerRestartedBetweenTries(t *testing.T) {
 	}
 }
 
-// Property: a client whose first try is given up while it still runs is told to wait (409), and gets its answer. Row H7.
+// Property: a client whose first attempt is given up while it still runs gets 409, waits, and gets
+// its answer. Row H7 of guarantees.md.
 func TestFirstTryStillRuns(t *testing.T) {
 	t.Parallel()
 	s := newService(t, newPool(t))
@@ -348,7 +353,8 @@ func TestFirstTryStillRuns(t *testing.T) {
 	s.requireOnce("charge", a)
 }
 
-// Property: a service that cannot reach its database says so (503), and the same try later is executed. Row H18.
+// Property: a service that cannot reach its database answers 503, and a later attempt with the same
+// key is executed. Row H18 of guarantees.md.
 func TestUnavailableFirst(t *testing.T) {
 	t.Parallel()
 	s := newService(t, newPool(t))
@@ -366,8 +372,8 @@ func TestUnavailableFirst(t *testing.T) {
 	s.requireOnce("charge", a)
 }
 
-// Property: the same of many requests at once, over connections that are used again and cut at random places, and servers
-// that end at random points.
+// Property: the same of many requests at once, over connections that are used again and cut at
+// random places, and servers that end at random points.
 func TestRandomCutsAndRestarts(t *testing.T) {
 	t.Parallel()
 	seed := rand.Uint64()
@@ -414,8 +420,9 @@ func TestRandomCutsAndRestarts(t *testing.T) {
 	require.Equal(t, len(answers), keys(t, s.pool))
 }
 
-// Property: a client that is killed at each point of the execution of its request, and started again, asks under the key
-// that its table has; so does whoever asks for the answer after that, over connections that break, too. Rows H1, H5.
+// Property: a client that is killed at each point of the execution of its request, and restarted,
+// uses the key that its table has; so does a client that requests the answer after that, over
+// connections that break, too. Rows H1, H5 of guarantees.md.
 func TestKilledClientOfTheMiddleware(t *testing.T) {
 	t.Parallel()
 	for _, point := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyCommitting, crashpoint.KeyCommitted} {
@@ -463,8 +470,9 @@ func TestKilledClientOfTheMiddleware(t *testing.T) {
 	}
 }
 
-// Property: a client whose request ends at any point of the execution, also in the middle of COMMIT and after it, has
-// its work done, once: the next try gets the stored answer. Rows H4, H19.
+// Property: if a client's request ends at any point of the execution, also during COMMIT and after
+// it, its work is done once: the next attempt gets the stored answer. Rows H4, H19 of
+// guarantees.md.
 func TestClientLeavesAtEachPoint(t *testing.T) {
 	t.Parallel()
 	for _, point := range []string{crashpoint.KeyWorked, crashpoint.KeyCommitting, crashpoint.KeyCommitted} {

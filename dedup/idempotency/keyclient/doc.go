@@ -1,5 +1,5 @@
-// Package keyclient sends HTTP requests under idempotency keys: to servers that keep them as often as it takes (Transport, Pending), and
-// to servers that do not once (Single).
+// Package keyclient sends HTTP requests with idempotency keys. Transport and Pending retry requests
+// to servers that honour keys; Single sends a request once, to servers that do not.
 //
 //	func main() {
 //		transport, err := keyclient.NewTransport(http.DefaultTransport, keyclient.TransportConfig{Honours: []string{"bank.example"}})
@@ -9,30 +9,35 @@
 //		bank := &http.Client{Transport: transport} // without a Timeout: see Transport
 //		response, err := bank.Post("https://bank.example/charges", "application/json", strings.NewReader(`{"cents":4200}`))
 //		if err != nil {
-//			log.Fatal(err) // an UnansweredError has the key to ask again under
+//			log.Fatal(err) // an UnansweredError has the key for a retry
 //		}
 //		log.Print(response.Status)
 //	}
 //
-// What a program must not lose when it is killed has a name, and its key is on disk before it is sent: see Pending.
+// A request that must survive the death of the program has a name, and its key is on disk before it
+// is sent: see Pending.
 //
 // # The trap
 //
-// Idempotency-Key is a promise of the server's, and net/http takes it for granted: its Transport sends a request that has the header again
-// where the connection, used before, closes without an answer, also after the server acted. A server that ignores
-// the header acts twice, and neither the program nor its log learns of it. Over HTTP/2 a Transport does that with or without the header, where
-// the server resets the stream. And a http.Client sends the body again where a redirect asks for that (307, 308).
+// An Idempotency-Key is a promise by the server, and net/http takes it for granted: http.Transport
+// repeats a request that has the header if a reused connection closes without a response, even
+// after the server acted. A server that ignores the header acts twice, and neither the program nor
+// its log notices. Over HTTP/2 an http.Transport does that with or without the header, if the
+// server resets the stream. And an http.Client sends the body again if a redirect requires that
+// (307, 308).
 //
 //	client := &http.Client{Transport: keyclient.Single(http.DefaultTransport)} // sends each request once
 //
-// So a call that must not be made twice, in a phase that is AtMostOnce (see idempotency.Phase), is made by Single, or by a Transport,
-// which does the same there; and by nothing around them that tries again. Make the request with the context of the Call: an
-// error then proves that nothing was sent where that is so, and the key of the phase stays free, where any other error puts it
-// in doubt. That is for the one request of a phase that acts: one for a token in front of it, under the same context, ends the
-// proof.
+// So make a call that must not be repeated, in an AtMostOnce phase (see idempotency.Phase), with
+// Single, or with a Transport, which behaves the same there, and with nothing around them that
+// retries. Make the request with the context of the Call: then an error proves that nothing was
+// sent if that is the case, and the key of the phase stays free. Any other error makes it
+// indeterminate. This holds for a phase with one request: an earlier one under the same context,
+// for example for a token, invalidates the proof.
 //
-// # What is asked again
+// # What is retried
 //
-// A table at Transport says it. A server that was not declared (TransportConfig.Honours), and has not shown, that it keeps keys gets an unsafe
-// request again only where nothing was done: a POST that times out is one UnansweredError, and one effect at most.
+// The documentation of Transport has a table. If a server was not declared to honour keys
+// (TransportConfig.Honours), and has not shown that it does, an unsafe request is retried only if
+// nothing was done: a POST that times out returns one UnansweredError, and has at most one effect.
 package keyclient

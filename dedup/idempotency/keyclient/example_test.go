@@ -14,9 +14,10 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 )
 
-// A payment that happens once, whatever becomes of this process: the key is on disk before the bank is asked, and goes in
-// the transaction that writes the answer down. What is pending after a restart is asked again under its key: another replica
-// may have listed it, too, and be done by now.
+// A payment that happens once, even if this process dies: the key is on disk before the request is
+// sent, and is removed in the transaction that stores the response. After a restart, pending
+// requests are retried under their keys: another replica may have listed them, too, and may have
+// finished them already.
 func ExamplePending() {
 	const charge = "charge order "
 	// key is empty for an order that one program charges for the first time.
@@ -25,8 +26,8 @@ func ExamplePending() {
 		if err := pool.QueryRow(ctx, `SELECT charged FROM orders WHERE id = $1`, order).Scan(&charged); err != nil {
 			return err
 		}
-		if charged { // also where the reply of the COMMIT below was lost
-			return pending.Forget(ctx, charge+order, key) // whoever asked when that was done made it pending again
+		if charged { // also if the reply to the COMMIT below was lost
+			return pending.Forget(ctx, charge+order, key) // a request after that COMMIT made it pending again
 		}
 		asking := keyclient.WithRequestName(ctx, charge+order)
 		if key != "" {
@@ -38,7 +39,7 @@ func ExamplePending() {
 		}
 		response, err := client.Do(request) // its Transport has TransportConfig.Pending
 		if err != nil {
-			return err // it is pending: ask again
+			return err // it is pending: retry
 		}
 		defer func() { err = errors.Join(err, response.Body.Close()) }()
 		if response.StatusCode != http.StatusCreated {
@@ -52,9 +53,9 @@ func ExamplePending() {
 		})
 	}
 	restarted := func(ctx context.Context, pool *pgxpool.Pool, client *http.Client, pending *keyclient.Pending) error {
-		requests, err := pending.List(ctx, "", 100) // and then what is behind the last one
+		requests, err := pending.List(ctx, "", 100) // then the next page, after the last one
 		for _, r := range requests {
-			if order, ok := strings.CutPrefix(r.Request, charge); ok && !r.TooOld { // else a person asks the bank
+			if order, ok := strings.CutPrefix(r.Request, charge); ok && !r.TooOld { // otherwise a person asks the bank
 				err = errors.Join(err, pay(ctx, pool, client, pending, order, r.Key))
 			}
 		}
@@ -63,7 +64,8 @@ func ExamplePending() {
 	_ = restarted
 }
 
-// A handler that asks another service under a key derived from its own: the same at each attempt of the work.
+// A handler that calls another service under a key derived from its own: the same at each attempt
+// of the work.
 func ExampleWithChild() {
 	ship := func(ctx context.Context, client *http.Client, key idempotency.Key) error {
 		request, err := http.NewRequestWithContext(keyclient.WithChild(ctx, key, "ship"), http.MethodPost, "https://carrier.example/parcels", http.NoBody)
@@ -79,8 +81,9 @@ func ExampleWithChild() {
 	_ = ship
 }
 
-// A transfer at a bank that knows no keys: made once, by a client that cannot send it again. Where the bank refuses connections, the key
-// stays free; where its answer is lost, the key is in doubt, and a person or FlowConfig.Reconcile decides.
+// A transfer at a bank that ignores keys: made once, by a client that cannot send it again. If the
+// bank refuses connections, the key stays free; if its answer is lost, the key is in doubt, and a
+// person or FlowConfig.Reconcile decides.
 func ExampleSingle() {
 	type state struct{ Receipt string }
 	bank := &http.Client{Transport: keyclient.Single(http.DefaultTransport)} // FlowConfig.CallMax is its timeout

@@ -9,16 +9,16 @@ import (
 	"sync"
 )
 
-// keepersMax bounds the memory of what servers have shown.
+// keepersMax bounds how many servers are remembered.
 const keepersMax = 256
 
-// keepers are servers that have shown that they keep keys.
+// keepers are servers that have shown that they honour keys.
 type keepers struct {
 	mu    sync.Mutex
 	known map[string]bool
 }
 
-// server names the server of an address: host, and host with port.
+// server returns the server of an address: host, and host with port.
 func server(address *url.URL) (host, withPort string) {
 	host, port := strings.ToLower(address.Hostname()), address.Port()
 	if port == "" {
@@ -27,7 +27,7 @@ func server(address *url.URL) (host, withPort string) {
 	return host, net.JoinHostPort(host, port)
 }
 
-// honours reports whether a server keeps keys, as far as is known.
+// honours reports whether a server honours keys, as far as is known.
 func (t *Transport) honours(address *url.URL) bool {
 	host, withPort := server(address)
 	if strings.Contains(host, ":") {
@@ -42,7 +42,7 @@ func (t *Transport) honours(address *url.URL) bool {
 	return t.shown.known[withPort]
 }
 
-// learn remembers the server of an answer that only a server which keeps keys gives.
+// learn remembers a server whose response shows that it honours keys.
 func (t *Transport) learn(r *http.Request, header string, response *http.Response) {
 	if !replayed(response) && response.Header.Get(header) != r.Header.Get(header) {
 		return

@@ -20,8 +20,9 @@ func unknown(cfg keyclient.TransportConfig) keyclient.TransportConfig {
 	return quick(cfg)
 }
 
-// Property: a server that ignores keys acts once, whatever it answers and where it answers nothing, also where it closes a connection that
-// was used before: the zero value of the settings retries only what was certainly not done. The error says so, and has the key.
+// Property: a server that ignores keys acts once, whatever it answers, even if it answers nothing,
+// or closes a reused connection: with the default settings only a request that was certainly not
+// executed is retried. The error says so, and has the key.
 func TestServerThatIgnoresKeysActsOnce(t *testing.T) {
 	t.Parallel()
 	for status, attempts := range map[int]int{
@@ -61,7 +62,8 @@ func TestServerThatIgnoresKeysActsOnce(t *testing.T) {
 	}
 }
 
-// Property: what was not sent is tried again at any server: refused connections cost no second effect.
+// Property: a request that was not sent is retried at any server: refused connections cause no
+// second effect.
 func TestRefusedConnectionsAreTriedAgain(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(0, 0))
@@ -82,8 +84,8 @@ func TestRefusedConnectionsAreTriedAgain(t *testing.T) {
 	require.Len(t, s.all(), 1)
 }
 
-// Property: an error says that nothing was sent only where no attempt was, as its text does; also where it is base that marks what was
-// not sent, at a server that is trusted.
+// Property: an error says that nothing was sent only if no attempt was, as its text does; also if
+// base marks what was not sent, at a trusted server.
 func TestErrorOfAttemptsThatWereNotSent(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(http.StatusTooManyRequests, 100))
@@ -113,8 +115,9 @@ func TestErrorOfAttemptsThatWereNotSent(t *testing.T) {
 	}
 }
 
-// Property: a server is asked again where it is declared, by host, by host and port, or with all others; or from the answer on by which it
-// shows that it keeps keys: one that is replayed, or that has the key. Another key, and other servers' answers, show nothing.
+// Property: a server gets retries if it is declared, by host, by host and port, or with all others;
+// or from the answer on by which it shows that it honours keys: one that is replayed, or that has
+// the key. Another key, and other servers' answers, show nothing.
 func TestDeclaredAndShownServers(t *testing.T) {
 	t.Parallel()
 	echo := func(w http.ResponseWriter, r *http.Request) {
@@ -168,8 +171,9 @@ func TestDeclaredAndShownServers(t *testing.T) {
 	}
 }
 
-// Property: a server that shows it with the very answer that is no answer is asked again for the same request; behind a redirect each server
-// counts for itself; no more servers are remembered than are promised.
+// Property: a server that shows it with a response that is to be retried gets the retry of the same
+// request; behind a redirect each server counts for itself; no more servers are remembered than are
+// promised.
 func TestServersShowItInTheMiddle(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, func(n int, w http.ResponseWriter, r *http.Request) {

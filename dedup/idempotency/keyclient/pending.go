@@ -16,28 +16,33 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// PendingStore remembers keys of requests that have a name, beyond the process. It is called from many goroutines.
+// PendingStore stores keys of requests that have a name, so that they survive the process. It is
+// called from many goroutines.
 type PendingStore interface {
-	// Begin returns the key that is pending under the name, or else makes fresh pending: durably, before it returns. Where
-	// the caller chose another key than the pending one, the pending one counts: it may have been sent.
+	// Begin returns the key that is pending under the name, or else makes fresh pending: durably,
+	// before it returns. If the caller chose another key than the pending one, it returns the
+	// pending one: that may have been sent.
 	Begin(ctx context.Context, request, fresh string) (key string, err error)
-	// Forget ends it, if it still is that key's. A name that is not pending is no error.
+	// Forget removes the name if it is still pending under that key. A name that is not pending is
+	// no error.
 	Forget(ctx context.Context, request, key string) error
 }
 
-// ErrPendingTooOld is a request that was first asked longer ago than servers remember keys: asking again could be executed
-// again. Nothing was sent. Find out whether the server acted, then Forget the key.
-var ErrPendingTooOld = errors.New("request is pending for longer than its key is good for: find out whether the server acted, then forget it")
+// ErrPendingTooOld is a request whose first attempt is older than the time for which servers
+// remember keys: a retry could be executed again. Nothing was sent. Find out whether the server
+// acted, then Forget the key.
+var ErrPendingTooOld = errors.New("request is pending for longer than its key is valid: find out whether the server acted, then forget it")
 
 // PendingConfig of a Pending.
 type PendingConfig struct {
 	// Schema that holds the table. Default "effectonce"; bounds as in migrations.Options.
 	Schema string
-	// Client whose requests these are: names of two clients never meet. The same in all its processes. Required; 1 to 255
-	// bytes.
+	// Client that sends the requests: the same name of two clients is two requests. All processes
+	// of a client use the same value. Required; 1 to 255 bytes.
 	Client string
-	// AgeMax is how long after its first attempt a request may be asked again. Less than the server's window, by more than
-	// TransportConfig.TotalMax. 1 min to 10 years; default 22 h, for servers that remember keys for a day.
+	// AgeMax is how long after its first attempt a request may be retried. It must be less than the
+	// server's window, by more than TransportConfig.TotalMax. 1 min to 10 years; default 22 h, for
+	// servers that remember keys for a day.
 	AgeMax time.Duration
 }
 
@@ -48,8 +53,8 @@ type Pending struct {
 	sql  pendingQueries
 }
 
-// NewPending returns a store, or all problems of its configuration at once. It opens no connection; the pool is borrowed,
-// and must be one of the primary.
+// NewPending returns a store, or all problems of its configuration at once. It opens no connection.
+// The caller owns the pool, which must connect to the primary.
 func NewPending(pool *pgxpool.Pool, cfg PendingConfig) (*Pending, error) {
 	schema, err := migrations.Options{Schema: cfg.Schema}.Resolve()
 	problems := []error{err}
@@ -68,11 +73,11 @@ func NewPending(pool *pgxpool.Pool, cfg PendingConfig) (*Pending, error) {
 	return &Pending{pool: pool, cfg: cfg, sql: newPendingQueries(schema)}, nil
 }
 
-// beginsMax bounds how often a name is looked at again that changes hands all the time.
+// beginsMax bounds the attempts of Begin for a name that is concurrently begun and forgotten.
 const beginsMax = 10
 
-// Begin implements PendingStore. It commits before it returns. An error says that nothing is known about the row: the
-// next Begin finds out.
+// Begin implements PendingStore. It commits before it returns. After an error the state of the row
+// is unknown: the next Begin resolves it.
 func (p *Pending) Begin(ctx context.Context, request, fresh string) (key string, err error) {
 	if !storable(request) {
 		return "", fmt.Errorf("a name of %d bytes: want 1 to 255 bytes of UTF-8 without control characters", len(request))
@@ -95,7 +100,7 @@ func (p *Pending) Begin(ctx context.Context, request, fresh string) (key string,
 		}
 		return key, nil
 	}
-	return "", errors.New("it is begun and forgotten all the time")
+	return "", errors.New("the name is repeatedly begun and forgotten by others")
 }
 
 // Forget implements PendingStore.
@@ -103,9 +108,9 @@ func (p *Pending) Forget(ctx context.Context, request, key string) error {
 	return p.forget(ctx, p.pool, request, key)
 }
 
-// ForgetTx forgets a request in the transaction that writes its answer down: both hold, or none. key is SentKey of
-// the response. Where the reply to that COMMIT is lost, look whether the answer was written down before asking again: if it
-// was, the name is free, and would get a new key.
+// ForgetTx forgets a request in the transaction that stores its response: both are committed, or
+// neither. key is SentKey of the response. If the reply to that COMMIT is lost, check whether the
+// response was stored before you retry: if it was, the name is free, and would get a new key.
 func (p *Pending) ForgetTx(ctx context.Context, tx pgx.Tx, request, key string) error {
 	return p.forget(ctx, tx, request, key)
 }
@@ -120,7 +125,7 @@ func (p *Pending) forget(ctx context.Context, db interface {
 	return nil
 }
 
-// PendingRequest is a request whose answer was not written down, as far as is known.
+// PendingRequest is a request whose response was not stored, as far as is known.
 type PendingRequest struct {
 	Request   string
 	Key       string
@@ -128,11 +133,12 @@ type PendingRequest struct {
 	TooOld    bool      // ErrPendingTooOld
 }
 
-// List returns what is pending after a restart: at most limit requests, in the order of their names, from the first one
-// behind after. Look first whether its answer was written down: if so, Forget it. Else ask again at once, under its name and
-// its key: WithKey(WithRequestName(ctx, r.Request), r.Key). Somebody else may have forgotten it since it was listed: under the
-// name alone it would get a new key, and a second effect; under its key it is pending again, and the server replays. See the
-// example of Pending.
+// List returns what is pending after a restart: at most limit requests, in the order of their
+// names, starting after the name after. For each, check first whether its response was stored: if
+// so, Forget it. Otherwise retry at once, under its name and its key: WithKey(WithRequestName(ctx,
+// r.Request), r.Key). Another process may have forgotten it since it was listed: under the name
+// alone it would get a new key, and a second effect; under its key it is pending again, and the
+// server replays. See the example of Pending.
 func (p *Pending) List(ctx context.Context, after string, limit int) ([]PendingRequest, error) {
 	rows, err := p.pool.Query(ctx, p.sql.list, p.cfg.Client, p.cfg.AgeMax, after, limit)
 	if err != nil {

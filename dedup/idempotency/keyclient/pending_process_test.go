@@ -78,8 +78,9 @@ func (p payer) start(t *testing.T) *exec.Cmd {
 	return client
 }
 
-// Property: a client that is killed between its attempt and the answer, before or after the server acted, finds its
-// request pending when it is back, asks again under the same key, and there is one effect.
+// Property: a client that is killed between its attempt and the answer, before or after the server
+// acted, finds its request pending after its restart, retries under the same key, and there is one
+// effect.
 func TestKilledClientAsksAgainUnderItsKey(t *testing.T) {
 	t.Parallel()
 	for name, acted := range map[string]bool{"before the server acted": false, "after the server acted": true} {

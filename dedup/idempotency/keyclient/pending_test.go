@@ -70,7 +70,7 @@ func (b *bank) disturb(around func(n int, act func())) {
 	b.around = around
 }
 
-// pay goes on without its client, as a payment does.
+// pay continues without its client, as a payment does.
 func (b *bank) pay(w http.ResponseWriter, r *http.Request, operation *idempotency.Operation, body []byte) {
 	key := idempotency.Key{Scope: "shop", Value: r.Header.Get("Idempotency-Key"), Fingerprint: idempotency.NewFingerprint(body)}
 	response, err := operation.Once(context.WithoutCancel(r.Context()), key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
@@ -120,8 +120,8 @@ func isPending(t *testing.T, pending *keyclient.Pending) []string {
 	return names
 }
 
-// Property: connections that are reset before the server read the request, and after it acted, cost attempts and no second
-// effect, and the client gets the answer. Row H5.
+// Property: connections that are reset before the server read the request, and after it acted, cost
+// attempts, but cause no second effect, and the client gets the answer. Row H5 of guarantees.md.
 func TestCutConnectionsCostNoSecondEffect(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -144,8 +144,8 @@ func TestCutConnectionsCostNoSecondEffect(t *testing.T) {
 	require.Equal(t, 1, b.payments(t))
 }
 
-// Property: a key is committed before it is sent, with synchronous_commit whatever the role's default is, and stays until
-// the transaction that writes the answer down forgets it.
+// Property: a key is committed before it is sent, with synchronous_commit whatever the role's
+// default is, and stays until the transaction that stores the answer forgets it.
 func TestKeyIsPendingUntilTheAnswerIsWrittenDown(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -189,8 +189,8 @@ func TestKeyIsPendingUntilTheAnswerIsWrittenDown(t *testing.T) {
 	require.Empty(t, isPending(t, pending))
 }
 
-// Property: a request that got no final answer, or not the whole of it, stays pending, and a new Transport on the same
-// database asks under its key; with ForgetAnswered, the answer ends it.
+// Property: a request that got no final answer, or not all of it, stays pending, and a new
+// Transport on the same database uses its key; with ForgetAnswered, the answer settles it.
 func TestOnlyTheWholeAnswerForgets(t *testing.T) {
 	t.Parallel()
 	for name, broken := range map[string]func(w http.ResponseWriter){
@@ -230,8 +230,8 @@ func TestOnlyTheWholeAnswerForgets(t *testing.T) {
 	}
 }
 
-// Property: whoever asks under one name at the same time asks under one key: the insert decides; names of two clients never
-// meet.
+// Property: concurrent requests with one name use one key: the insert decides; the same name of two
+// clients is two requests.
 func TestOneNameIsOneKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -258,7 +258,8 @@ func TestOneNameIsOneKey(t *testing.T) {
 	require.Equal(t, "fresh", key)
 }
 
-// Property: a request is not asked again when servers may have forgotten its key: nothing is sent, and it is listed as such.
+// Property: a request is not retried when servers may have forgotten its key: nothing is sent, and
+// it is listed as too old.
 func TestPendingRequestGetsTooOld(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -286,7 +287,8 @@ func TestPendingRequestGetsTooOld(t *testing.T) {
 	require.Empty(t, isPending(t, pending))
 }
 
-// Property: nothing is sent when the key cannot be made durable, or the caller gave another key than the pending one.
+// Property: nothing is sent when the key cannot be made durable, or the caller gave another key
+// than the pending one.
 func TestNothingIsSentWithoutADurableKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -332,10 +334,10 @@ func TestPendingSettingsAndPages(t *testing.T) {
 	require.Equal(t, "key-b", page[0].Key)
 }
 
-// Property: with ForgetAnswered, an answer ends a pending request only where a new key could not execute it again: not where
-// it is unknown whether it was executed, it still is (202, which says so unless it is the stored answer), it was with an answer that is
-// lost, or the key has another request. A redirect that
-// is followed leaves it to the answer behind it.
+// Property: with ForgetAnswered, an answer settles a pending request only if a new key could not
+// execute it again: not if it is unknown whether it was executed, if it is still executing (202,
+// unless that is the stored answer), if it was executed with an answer that is lost, or if the key
+// has another request. After a redirect that is followed, the final answer counts.
 func TestWhatSettlesARequest(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -360,8 +362,9 @@ func TestWhatSettlesARequest(t *testing.T) {
 	require.ElementsMatch(t, kept, isPending(t, pending))
 }
 
-// Property: behind a redirect to a GET the key is that of the request that was redirected: the answer's, by which it is forgotten,
-// and the error's, where the GET gets no answer; asked again under it, the request has no second effect. It is not sent along.
+// Property: after a redirect to a GET the key is that of the redirected request: in the answer, so
+// that it can be forgotten, and in the error, if the GET gets no answer; a retry under it has no
+// second effect. The GET does not carry the key.
 func TestKeyBehindARedirect(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -411,9 +414,10 @@ func TestKeyBehindARedirect(t *testing.T) {
 	require.NotErrorAs(t, err, &unanswered, "a request that never had a key")
 }
 
-// Property: where an earlier attempt may have been executed, a refusal ends a pending request only if it is the stored answer:
-// a route that is gone by then says nothing about that attempt, nor about the one that is in progress (409). What was not executed
-// for now (429) leaves no doubt.
+// Property: if an earlier attempt may have been executed, a refusal settles a pending request only
+// if it is the stored answer: a route that was removed in between says nothing about that attempt,
+// nor about the one that is in progress (409). An attempt that was not executed for now (429)
+// leaves no doubt.
 func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
@@ -474,9 +478,11 @@ func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 	require.ElementsMatch(t, kept, isPending(t, pending))
 }
 
-// Property: a replica that listed a request before another one wrote its answer down and forgot it, asks under the name and the
-// key that it listed: it gets the stored answer, and there is one effect. What that made pending again is listed, under the same
-// key, until it is forgotten; whoever asks under the name with the listed key while a new request has the name sends nothing.
+// Property: a replica that listed a request before another one stored its answer and forgot it,
+// sends it under the name and the key that it listed: it gets the stored answer, and there is one
+// effect. The request that became pending again by that is listed, under the same key, until it is
+// forgotten; a request under the name with the listed key while a new request has the name is not
+// sent.
 func TestListedBeforeAnotherReplicaForgot(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

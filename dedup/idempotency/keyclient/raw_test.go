@@ -15,8 +15,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// rawBank acts on each whole POST that arrives, whatever its key, and does not answer the first one: it closes the connection, or resets the
-// stream. It has no server of net/http below it, which answers in better order.
+// rawBank acts on each whole POST that arrives, whatever its key, and does not answer the first
+// one: it closes the connection, or resets the stream. It has no server of net/http below it, which
+// answers in better order.
 type rawBank struct {
 	url   string
 	serve func(*rawBank, net.Conn) error
@@ -28,7 +29,8 @@ type rawBank struct {
 	group sync.WaitGroup
 }
 
-// newRawBank listens on loopback until the test ends, and returns a base that sends to it. HTTP/2 has TLS.
+// newRawBank listens on loopback until the test ends, and returns a base that sends to it. HTTP/2
+// has TLS.
 func newRawBank(t *testing.T, serve func(*rawBank, net.Conn) error, overHTTP2 bool) (*rawBank, *http.Transport) {
 	t.Helper()
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -70,7 +72,7 @@ func newRawBank(t *testing.T, serve func(*rawBank, net.Conn) error, overHTTP2 bo
 	return b, base
 }
 
-// act tells whether it is the first time.
+// act reports whether it is the first time.
 func (b *rawBank) act(body int64) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -87,7 +89,8 @@ func (b *rawBank) acts() (all, empty int) {
 	return b.acted, b.empty
 }
 
-// http1 closes the connection at the first POST, which must not be its first request, since a client knows what that means.
+// http1 closes the connection at the first POST, which must not be its first request, since a
+// client knows what that means.
 func http1(b *rawBank, conn net.Conn) error {
 	reader := bufio.NewReader(conn)
 	for {
@@ -122,7 +125,8 @@ func frame(conn net.Conn, kind, flags byte, stream uint32, payload ...byte) erro
 	return err
 }
 
-// http2 ends the stream of the first POST, each request is taken for one, by RST_STREAM with a code.
+// http2 ends the stream of the first POST, each request is taken for one, by RST_STREAM with a
+// code.
 func http2(code uint32) func(*rawBank, net.Conn) error {
 	return func(b *rawBank, conn net.Conn) error {
 		return serveHTTP2(b, conn, func(stream uint32) error {

@@ -1,7 +1,6 @@
 package keyclient
 
 import (
-	"context"
 	"crypto/tls"
 	"errors"
 	"math/rand/v2"
@@ -14,16 +13,16 @@ import (
 type verdict int
 
 const (
-	final verdict = iota // the answer of the server, or an error that the next attempt would meet, too
-	retry                // whether the server acted is unknown, or it did not: ask again
+	final verdict = iota // the server's answer, or an error that a retry would get, too
+	retry                // the server did not act, or that is unknown: retry
 )
 
-// refusedForNow reports whether a status that judge retries says that the server did nothing.
+// refusedForNow reports whether a status that judge retries means that the server did nothing.
 func refusedForNow(status int) bool {
 	return status == http.StatusConflict || status == http.StatusTooEarly || status == http.StatusTooManyRequests
 }
 
-// judge says what a response means at a server that keeps keys.
+// judge decides what a response means at a server that honours keys.
 func judge(response *http.Response) verdict {
 	if replayed(response) {
 		return final
@@ -40,12 +39,15 @@ func judge(response *http.Response) verdict {
 	return final
 }
 
-// settles tells answers after which a key is not needed any more. After the others the request was not executed for now, or
-// it was, or that is unknown: under a new key it could be executed again. 409 and 410 are what httpkey.Middleware says of a key that a
-// person has to decide, and of an answer that was not kept; 422 may say that the key was used for what now has other
-// contents; 202 says that it is still being executed (httpkey.AcceptHandler), unless it is the stored answer; 307 and 308 say that the answer is elsewhere; 407 and 421 come from something on the way. doubt: an earlier attempt
-// may have been executed. Then a refusal may be about this attempt alone (a route that is gone, a limit that is lower now),
-// unless it is the stored answer.
+// settles reports responses after which a key is no longer needed. After any other one the request
+// was not executed for now, or it was, or that is unknown: under a new key it could be executed
+// again. 409 and 410 are what httpkey.Middleware returns for a key that a person has to decide, and
+// for a response that was not stored. 422 may mean that the key was used for a request whose
+// content has changed since. 202 means that the request is still being executed
+// (httpkey.AcceptHandler), unless it is the stored response. 307 and 308 mean that the response is
+// elsewhere; 407 and 421 come from an intermediary. doubt: an earlier attempt may have been
+// executed. Then a refusal may be about this attempt alone (a removed route, a lowered limit),
+// unless it is the stored response.
 func settles(response *http.Response, doubt bool) bool {
 	switch response.StatusCode {
 	case http.StatusTemporaryRedirect, http.StatusPermanentRedirect,
@@ -64,11 +66,12 @@ func settles(response *http.Response, doubt bool) bool {
 	}
 }
 
-// replayed tells a stored answer: it will not change.
+// replayed reports a stored response: it will not change.
 func replayed(response *http.Response) bool { return response.Header.Get(replayedHeader) == "true" }
 
-// judgeError tells errors that another attempt could mend: all but these. What a client of HTTP/2 or a proxy returns has
-// no common type, and to ask again under the same key does no harm.
+// judgeError separates errors that a retry cannot fix, which are those listed, from all others.
+// Errors of an HTTP/2 client or a proxy have no common type, and a retry under the same key does no
+// harm.
 func judgeError(err error) verdict {
 	var certificate *tls.CertificateVerificationError
 	var noTLS tls.RecordHeaderError
@@ -79,9 +82,9 @@ func judgeError(err error) verdict {
 	return retry
 }
 
-// backoff is the pause after an attempt, counted from 1: "full jitter" of Brooker, Exponential Backoff And Jitter (AWS
-// Architecture Blog, 2015), and what the server wants on top of that, so that those whom it turned away at once do not come
-// back at once.
+// backoff is the pause after an attempt, counted from 1: "full jitter" of Brooker, Exponential
+// Backoff And Jitter (AWS Architecture Blog, 2015). Retry-After gets jitter on top, so that clients
+// that were refused at the same time do not come back at the same time.
 func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) time.Duration {
 	ceiling := c.BackoffMin
 	for range attempt - 1 {
@@ -93,10 +96,12 @@ func (c TransportConfig) backoff(attempt int, retryAfter time.Duration) time.Dur
 	return rand.N(ceiling + 1) //nolint:gosec // as above
 }
 
-// retryAfterMax is more than any request has time for; a date in the year 9999 would overflow what is added to it.
+// retryAfterMax is longer than any request may take; adding to a date in the year 9999 would
+// overflow.
 const retryAfterMax = 24 * time.Hour
 
-// retryAfter is what the server asks for, 0 if nothing: seconds, or a date. A date is taken by the server's own clock.
+// retryAfter returns the server's Retry-After, seconds or a date, or 0. A date is compared with the
+// server's own clock.
 func retryAfter(response *http.Response) time.Duration {
 	if response == nil {
 		return 0
@@ -116,20 +121,8 @@ func retryAfter(response *http.Response) time.Duration {
 	return min(max(date.Sub(now), 0), retryAfterMax)
 }
 
-// sleep waits or returns false when ctx ends first.
-func sleep(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return false
-	case <-timer.C:
-		return true
-	}
-}
-
-// safe methods change nothing: they are tried again without a key. PUT and DELETE are not among them: done twice, with
-// somebody else's write in between, they undo that.
+// safe methods change nothing: they are retried without a key. PUT and DELETE are not among them: a
+// repetition would undo another client's write in between.
 func safe(method string) bool {
 	switch method {
 	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace:

@@ -8,21 +8,22 @@ import (
 	"sync/atomic"
 )
 
-// Single returns a RoundTripper that sends each request once through base, for any http.Client that talks to a server which does
-// not deduplicate. base is borrowed; nil is http.DefaultTransport. Put Single directly around the http.Transport: a base that
-// tries again by itself still does.
+// Single returns a RoundTripper that sends each request once through base, for any http.Client of a
+// server that does not deduplicate. The caller owns base; nil is http.DefaultTransport. Put Single
+// directly around the http.Transport: a base that retries by itself still does.
 //
-// The Transport of net/http sends a request again after its connection closed (over HTTP/1 one with an Idempotency-Key) or its
-// stream was reset (over HTTP/2 any one), if it has the body again. So it gets none: GetBody is nil, and a body that is
-// nil or http.NoBody becomes an empty reader. The price: over HTTP/1 a POST without a body has Transfer-Encoding: chunked
-// instead of Content-Length: 0. Where a server refuses that (411), give the request a body.
+// An http.Transport repeats a request after its connection closed (over HTTP/1 one with an
+// Idempotency-Key) or its stream was reset (over HTTP/2 any one), if it can get the body again. So
+// Single prevents that: GetBody is nil, and a body that is nil or http.NoBody becomes an empty
+// reader. The cost: over HTTP/1 a POST without a body has Transfer-Encoding: chunked instead of
+// Content-Length: 0. If a server refuses that (411), give the request a body.
 //
-// Redirects by 307 and 308 would send the request again. They are not followed: the client gets the response, without its
-// Location. Redirects to a GET (301, 302, 303) are followed.
+// Redirects by 307 and 308 would send the request again. They are not followed: the client gets the
+// response without its Location. Redirects to a GET (301, 302, 303) are followed.
 //
-// An error that comes before there was a connection, for whatever reason, has a method NotSent() bool, which returns true: the
-// request was not sent. The Call of a phase that is AtMostOnce may return it as it is: see idempotency.NotSent. A base that does
-// not report to net/http/httptrace has no such errors.
+// An error before there was a connection, for whatever reason, has a method NotSent() bool that
+// returns true: the request was not sent. The Call of an AtMostOnce phase may return it as it is:
+// see idempotency.NotSent. A base that does not report to net/http/httptrace has no such errors.
 func Single(base http.RoundTripper) http.RoundTripper {
 	if base == nil {
 		base = http.DefaultTransport
@@ -34,7 +35,7 @@ type single struct{ base http.RoundTripper }
 
 // RoundTrip implements http.RoundTripper.
 func (s single) RoundTrip(r *http.Request) (*http.Response, error) {
-	if safe(r.Method) && r.Response != nil { // where a redirect leads: what acts is done
+	if safe(r.Method) && r.Response != nil { // the target of a redirect: the request with the effect is done
 		return s.base.RoundTrip(r)
 	}
 	response, err := sendOnce(s.base, r)
@@ -50,7 +51,7 @@ func (s single) RoundTrip(r *http.Request) (*http.Response, error) {
 	return response, nil
 }
 
-// sendOnce sends a request that base cannot send again.
+// sendOnce sends a request that base cannot repeat.
 func sendOnce(base http.RoundTripper, r *http.Request) (*http.Response, error) {
 	var asked, got atomic.Bool
 	r = r.WithContext(httptrace.WithClientTrace(r.Context(), &httptrace.ClientTrace{
@@ -73,5 +74,5 @@ type notSentError struct{ error }
 
 func (e *notSentError) Unwrap() error { return e.error }
 
-// NotSent is what idempotency.NotSent looks for.
+// NotSent is the method that idempotency.NotSent documents.
 func (e *notSentError) NotSent() bool { return true }

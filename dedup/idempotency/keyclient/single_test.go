@@ -35,9 +35,10 @@ func inPhase(t *testing.T, pool *pgxpool.Pool, call func(ctx context.Context, ke
 	return err
 }
 
-// Property: a request whose connection is closed, or whose stream is reset, after the server acted is not sent again by what sends once:
-// not over HTTP/1, not over HTTP/2, whatever its body; its error is doubt, and so makes the key of its phase indeterminate.
-// A plain http.Transport sends it again, which is why. Row H26.
+// Property: if a connection is closed, or a stream is reset, after the server acted, Single does
+// not send the request again: not over HTTP/1, not over HTTP/2, whatever its body; the error leaves
+// the outcome unknown, and so makes the key of its phase indeterminate. A plain http.Transport
+// sends it again, which is why. Row H26 of guarantees.md.
 func TestCallOfAPhaseIsSentOnce(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -112,8 +113,9 @@ func TestCallOfAPhaseIsSentOnce(t *testing.T) {
 	}
 }
 
-// Property: what is sent once is not sent again where a redirect asks for that (307, 308), to the same server or another one: its answer
-// is returned, without the address. One to a GET (303) is followed. Row H26.
+// Property: Single does not send a request again for a redirect that asks for that (307, 308), to
+// the same server or another one: the response is returned, without the address. A redirect to a
+// GET (303) is followed. Row H26 of guarantees.md.
 func TestRedirectsThatWouldSendAgain(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -163,7 +165,8 @@ func TestRedirectsThatWouldSendAgain(t *testing.T) {
 	}
 }
 
-// Property: an error of Single says that nothing was sent where that is so, and only there; it is the error of base still.
+// Property: an error of Single says that nothing was sent if that is so, and only then; it still
+// wraps the error of base.
 func TestErrorsBeforeAConnection(t *testing.T) {
 	t.Parallel()
 	silent, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0") // accepts, and says nothing

@@ -102,8 +102,9 @@ func send(t *testing.T, client *http.Client, request *http.Request) (int, string
 	return response.StatusCode, string(read), errors.Join(err, response.Body.Close())
 }
 
-// Property: each logical request gets a UUIDv7 of its own, and all its attempts carry it and the whole body; requests that
-// change nothing, and methods that were not asked for, get none; the caller's header stays as it was.
+// Property: each logical request gets a UUIDv7 of its own, and all its attempts carry it and the
+// whole body; requests that change nothing, and methods that were not asked for, get none; the
+// caller's header stays as it was.
 func TestOneKeyForAllAttempts(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(http.StatusServiceUnavailable, 2))
@@ -135,8 +136,9 @@ func TestOneKeyForAllAttempts(t *testing.T) {
 	}
 }
 
-// Property: a key that the caller chose is the one that is sent: from the header, else from the context, else derived for a
-// step of the work under another key, and that one is the same at each attempt of the work. Row H5.
+// Property: a key that the caller chose is the one that is sent: from the header, else from the
+// context, else derived for a step of the work under another key, and that one is the same at each
+// attempt of the work. Row H5 of guarantees.md.
 func TestKeyOfTheCallerIsKept(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(http.StatusBadGateway, 1))
@@ -161,8 +163,8 @@ func TestKeyOfTheCallerIsKept(t *testing.T) {
 	require.Equal(t, []string{"of-header", "of-header", "of-context", child, child}, keys)
 }
 
-// Property: a key that cannot be used, and one that the context gave to another request, are refused before anything is
-// sent, and the body is closed. Row H9.
+// Property: a key that cannot be used, and one that the context gave to another request, are
+// refused before anything is sent, and the body is closed. Row H9 of guarantees.md.
 func TestUnusableKeysAreNotSent(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(0, 0))
@@ -192,8 +194,8 @@ func TestUnusableKeysAreNotSent(t *testing.T) {
 	require.Len(t, s.all(), 2)
 }
 
-// Property: what is tried again is what the table of Transport says, and no more often than AttemptsMax; the last answer is
-// returned as it is.
+// Property: the Transport retries what its table says, and no more often than AttemptsMax; the last
+// answer is returned unchanged.
 func TestWhatIsTriedAgain(t *testing.T) {
 	t.Parallel()
 	const all = 3
@@ -254,7 +256,8 @@ func (c *closing) Close() error {
 	return nil
 }
 
-// Property: a body that cannot be sent again is sent once, whole; a small one is read into memory for that; each is closed.
+// Property: a body that cannot be sent again is sent once, whole; a small one is read into memory
+// for that; each is closed.
 func TestBodiesThatCannotBeRepeated(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
@@ -289,7 +292,8 @@ func TestBodiesThatCannotBeRepeated(t *testing.T) {
 	}
 }
 
-// Property: what fails while the body of the request is read is not sent again, and a body that hangs ends with its context.
+// Property: a request whose body cannot be read is not sent again, and a body that hangs ends with
+// its context.
 func TestBodiesThatBreak(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(0, 0))
@@ -300,7 +304,7 @@ func TestBodiesThatBreak(t *testing.T) {
 	_, _, err = send(t, client, request)
 	require.ErrorIs(t, err, broken)
 
-	reader, writer := io.Pipe() // nobody writes
+	reader, writer := io.Pipe() // no write follows
 	defer func() { require.NoError(t, writer.Close()) }()
 	ctx, cancel := context.WithCancel(t.Context())
 	request, err = http.NewRequestWithContext(ctx, http.MethodPost, s.URL, reader)
@@ -319,8 +323,8 @@ type errorReader struct{ err error }
 
 func (e errorReader) Read([]byte) (int, error) { return 0, e.err }
 
-// Property: an attempt that hangs is given up and made again; when attempts are used up, or the caller goes, the error has the
-// key under which to ask again, and its text does not.
+// Property: an attempt that hangs is cancelled and repeated; when attempts are used up, or the
+// caller cancels, the error has the key for a retry, and its text does not.
 func TestUnansweredRequestCanBeAskedAgain(t *testing.T) {
 	t.Parallel()
 	var answers atomic.Bool
@@ -349,7 +353,8 @@ func TestUnansweredRequestCanBeAskedAgain(t *testing.T) {
 	}
 }
 
-// Property: the key goes along where a redirect asks for the same request elsewhere, and not where it asks for a GET.
+// Property: the key is kept in a redirect that asks for the same request elsewhere, and not in one
+// that asks for a GET.
 func TestKeyFollowsRedirects(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
@@ -395,7 +400,8 @@ func reset(conn net.Conn) error {
 	return errors.Join(conn.(*net.TCPConn).SetLinger(0), conn.Close())
 }
 
-// Property: a certificate that is refused is not tried again, nor is a server that speaks no TLS.
+// Property: a request is not retried after a refused certificate, nor at a server that speaks no
+// TLS.
 func TestMistakesOfSetUpAreNotTriedAgain(t *testing.T) {
 	t.Parallel()
 	s := httptest.NewUnstartedServer(http.NotFoundHandler())
@@ -429,7 +435,8 @@ func TestTransportSettingsAreChecked(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Property: nothing that is logged about a request has its key, or its address with what that may hide.
+// Property: nothing that is logged about a request has its key, or its address with what that may
+// hide.
 func TestLogsHaveNoKeys(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(http.StatusServiceUnavailable, 1))

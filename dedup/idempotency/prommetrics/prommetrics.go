@@ -1,4 +1,4 @@
-// Package prommetrics counts for Prometheus what became of requests under idempotency keys:
+// Package prommetrics counts requests with idempotency keys by outcome, for Prometheus:
 //
 //	hooks, err := prommetrics.Hooks(prometheus.DefaultRegisterer, "create-order")
 //	...
@@ -6,11 +6,13 @@
 //
 // The metrics are
 //
-//   - idempotency_requests_total{operation, outcome}: requests; the outcomes are the values of idempotency.Verdict
-//   - idempotency_keys_overdue{operation}: keys of flows that are unfinished for longer than FlowConfig.AgeMax, as this process last saw
-//   - idempotency_keys_forgotten_total: keys that this process forgot because their window was over
+//   - effectonce_idempotency_requests_total{operation, outcome}: requests; the outcomes are the
+//     values of idempotency.Verdict
+//   - effectonce_idempotency_keys_overdue{operation}: keys of flows that are unfinished for longer
+//     than FlowConfig.AgeMax, at this process's last check
+//   - effectonce_idempotency_keys_forgotten_total: expired keys that this process forgot
 //
-// No label has a key, a tenant or anything else in it that a client chooses.
+// No label contains a key, a tenant or any other value that a client chooses.
 package prommetrics
 
 import (
@@ -22,24 +24,25 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Hooks returns the callbacks of idempotency.Config that count, with their counters registered. All operations of a
-// process may share them; called again with the same registerer, it returns callbacks of the same counters. The series of
-// the operations that are named are there, at 0, before their first request, so that a rate sees the first one too.
+// Hooks returns callbacks for idempotency.Config that count, with their counters registered. All
+// operations of a process may share them; repeated calls with the same registerer return callbacks
+// of the same counters. The series of the named operations exist, at 0, before the first request,
+// so that a rate includes it.
 func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.Hooks, error) {
 	requests, err := registered(registerer, prometheus.NewCounterVec(prometheus.CounterOpts{
-		Name: "idempotency_requests_total", Help: "Requests under idempotency keys, by what became of them.",
+		Name: "effectonce_idempotency_requests_total", Help: "Requests with idempotency keys, by outcome.",
 	}, []string{"operation", "outcome"}))
 	if err != nil {
 		return idempotency.Hooks{}, err
 	}
 	forgotten, err := registered(registerer, prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "idempotency_keys_forgotten_total", Help: "Idempotency keys that were forgotten because their window was over.",
+		Name: "effectonce_idempotency_keys_forgotten_total", Help: "Idempotency keys that were forgotten because their window was over.",
 	}))
 	if err != nil {
 		return idempotency.Hooks{}, err
 	}
 	overdue, err := registered(registerer, prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "idempotency_keys_overdue", Help: "Keys of flows that are unfinished for longer than AgeMax, at most 10000.",
+		Name: "effectonce_idempotency_keys_overdue", Help: "Keys of flows that are unfinished for longer than AgeMax, at most 10000.",
 	}, []string{"operation"}))
 	if err != nil {
 		return idempotency.Hooks{}, err
@@ -62,11 +65,11 @@ func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.
 func verdicts() []idempotency.Verdict {
 	return []idempotency.Verdict{
 		idempotency.Executed, idempotency.Replayed, idempotency.Mismatch, idempotency.InProgress, idempotency.Crowded, idempotency.OverQuota, idempotency.Undecided,
-		idempotency.FailedForNow, idempotency.InvalidKey, idempotency.LostItsLock, idempotency.NotAnswered,
+		idempotency.FailedForNow, idempotency.InvalidKey, idempotency.LostItsLock, idempotency.NotAnswered, idempotency.Unsealed,
 	}
 }
 
-// registered returns the collector, or the same one that was registered before.
+// registered returns the collector, or an equal one that was registered before.
 func registered[C prometheus.Collector](registerer prometheus.Registerer, c C) (C, error) {
 	err := registerer.Register(c)
 	var already prometheus.AlreadyRegisteredError

@@ -43,9 +43,9 @@ func operation(t *testing.T, pool *pgxpool.Pool, name string, hooks idempotency.
 	return op
 }
 
-// Property: what became of each request is counted for its operation, of all operations that share a registry; those that
-// are named have all their series before the first request; keys that are forgotten are counted. No label has a key or
-// a tenant in it.
+// Property: the verdict on each request is counted for its operation, of all operations that share
+// a registry; named operations have all their series before the first request; forgotten keys are
+// counted. No label contains a key or a tenant.
 func TestRequestsAreCounted(t *testing.T) {
 	t.Parallel()
 	ctx, pool, registry := t.Context(), pgtest.Pool(t), prometheus.NewRegistry()
@@ -55,8 +55,8 @@ func TestRequestsAreCounted(t *testing.T) {
 	require.NoError(t, err)
 	orders, refunds := operation(t, pool, "order", first), operation(t, pool, "refund", second)
 	before := scraped(t, registry)
-	require.Len(t, before, 13, "eleven outcomes of orders, what is overdue of them, and what was forgotten")
-	require.Equal(t, "0", before[`idempotency_requests_total{operation="order",outcome="lock_lost"}`])
+	require.Len(t, before, 14, "twelve outcomes of orders, what is overdue of them, and what was forgotten")
+	require.Equal(t, "0", before[`effectonce_idempotency_requests_total{operation="order",outcome="lock_lost"}`])
 
 	failure := errors.New("away")
 	ask := func(op *idempotency.Operation, k idempotency.Key, err error) {
@@ -92,11 +92,11 @@ func TestRequestsAreCounted(t *testing.T) {
 
 	found := scraped(t, registry)
 	for series, want := range map[string]string{
-		`idempotency_requests_total{operation="order",outcome="executed"}`: "1", `idempotency_requests_total{operation="order",outcome="replayed"}`: "2",
-		`idempotency_requests_total{operation="order",outcome="mismatch"}`: "1", `idempotency_requests_total{operation="order",outcome="failed"}`: "2",
-		`idempotency_keys_overdue{operation="order"}`:                     "1",
-		`idempotency_requests_total{operation="order",outcome="invalid"}`: "0", `idempotency_requests_total{operation="refund",outcome="executed"}`: "1",
-		`idempotency_keys_forgotten_total`: "2",
+		`effectonce_idempotency_requests_total{operation="order",outcome="executed"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="replayed"}`: "2",
+		`effectonce_idempotency_requests_total{operation="order",outcome="mismatch"}`: "1", `effectonce_idempotency_requests_total{operation="order",outcome="failed"}`: "2",
+		`effectonce_idempotency_keys_overdue{operation="order"}`:                     "1",
+		`effectonce_idempotency_requests_total{operation="order",outcome="invalid"}`: "0", `effectonce_idempotency_requests_total{operation="refund",outcome="executed"}`: "1",
+		`effectonce_idempotency_keys_forgotten_total`: "2",
 	} {
 		require.Equal(t, want, found[series], series)
 	}
@@ -106,11 +106,12 @@ func TestRequestsAreCounted(t *testing.T) {
 	}
 }
 
-// Property: counters of another shape under the same name are an error, not a panic in the middle of a request.
+// Property: counters of another shape under the same name are an error, not a panic in the middle
+// of a request.
 func TestNameThatIsTaken(t *testing.T) {
 	t.Parallel()
 	registry := prometheus.NewRegistry()
-	require.NoError(t, registry.Register(prometheus.NewCounter(prometheus.CounterOpts{Name: "idempotency_requests_total", Help: "other"})))
+	require.NoError(t, registry.Register(prometheus.NewCounter(prometheus.CounterOpts{Name: "effectonce_idempotency_requests_total", Help: "other"})))
 	_, err := prommetrics.Hooks(registry)
 	require.ErrorContains(t, err, "register metrics of idempotency keys")
 }

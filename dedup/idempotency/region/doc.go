@@ -1,4 +1,5 @@
-// Package region gives each idempotency key a home: the one region whose database decides about it.
+// Package region assigns each idempotency key a home: the one region whose database decides about
+// it.
 //
 //	homes, err := region.New(
 //		region.Table{Version: 1, Slots: region.Spread("eu", "us")},
@@ -15,30 +16,37 @@
 //		return idempotency.Key{Scope: scope, Operation: "shop-api", Value: value}, err == nil && keyErr == nil
 //	}
 //
-// Two databases that both accept a key execute it twice: a claim is an insert, and a primary key reaches as far as its
-// primary. So either one primary serves all regions, or each key has one home and is claimed nowhere else. Asynchronous
-// replication between two primaries is no third way: both say yes before either has heard of the other.
+// Two databases that both accept a key execute it twice: a claim is an insert, and a primary key is
+// unique only in its own database. So either one primary serves all regions, or each key has one
+// home and is claimed nowhere else. Asynchronous replication between two primaries is no third
+// option: both accept the key before either has received the other's row.
 //
 // # Tables
 //
-// A key is hashed to one of 1024 slots, and a table says in which region each slot is at home. The hash is fixed for ever,
-// tables change. A key that carries its time, a UUIDv7 as idempotency.NewKey makes them, belongs to the table of that
-// time, whenever it is looked up: it never changes its home between its first request and its last, whatever the clocks of
-// this process say. A key without a time stays with the first table that is listed.
+// A key is hashed to one of 1024 slots, and a table assigns each slot to a region. The hash is
+// fixed forever; tables change. A key that carries its time, a UUIDv7 such as idempotency.NewKey
+// makes, belongs to the table of that time, whenever it is looked up: its home is the same at its
+// first request and at its last, independent of this process's clock. A key without a time stays
+// with the first listed table.
 //
 // # Changing tables, and the one clock that counts
 //
-// While a table is not in all regions yet, a key from behind its From has two homes. No such key comes before that time, but
-// from a client whose clock is ahead. That is why Config.AheadMax refuses keys from far ahead, by the clock of the process: this
-// is the one place of effectonce where safety depends on a clock, and only while a table is being deployed.
+// While a new table is not yet deployed in all regions, a key with a time after its From has two
+// homes. Only a client whose clock is ahead sends such a key before that time. That is why
+// Config.AheadMax refuses keys from too far ahead, by the clock of the process: this is the only
+// place in effectonce where safety depends on a clock, and only while a table is being deployed.
 //
-// To move slots, add a table whose From lies ahead by more than these together: what a deployment to all regions takes,
-// AheadMax, and how far the clock of any of the processes may be fast. With the default of 24 hours, two days are enough for
-// clocks that are right to the hour. The oldest table can be dropped once the keys of its time are forgotten: the From of the next
-// one, plus the window of the operations (idempotency.Config.Window), plus AheadMax. Not all of them are forgotten then: keys that
-// are not finished, or in doubt, never are (outbox-relay keys list, in each region: decide about them before), and a client whose
-// clock is far behind makes such keys today. So Middleware refuses keys from before the From of the first table that is left
-// (400): it executes them nowhere, where another home would execute them again. Keep the table if such clients are to be served;
-// a From of zero in the next one would let their keys move. Dropping the first one moves keys without a time at once: where there
-// are such, keep their requests away for a window before, or keep the table.
+// To move slots, add a table whose From is ahead by more than the sum of these: the duration of a
+// deployment to all regions, AheadMax, and the largest error by which any process's clock may be
+// fast. With the default of 24 hours, two days are enough if clocks are correct to the hour.
+//
+// The oldest table can be dropped once the keys of its time are forgotten: at the From of the next
+// one, plus the window of the operations (idempotency.Config.Window), plus AheadMax. Not all of its
+// keys are forgotten then. Unfinished and indeterminate keys never are: list them with outbox-relay
+// keys list, in each region, and decide about them before. And a client whose clock is far behind
+// still makes such keys. So Middleware refuses keys from before the From of the first remaining
+// table (400): it does not execute them anywhere, since another home might have executed them. Keep
+// the table if such clients must be served; a From of zero in the next one would let their keys
+// move. Dropping the first table moves keys without a time at once: if there are any, stop their
+// requests for one window before, or keep the table.
 package region

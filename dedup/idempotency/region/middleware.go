@@ -15,38 +15,42 @@ import (
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// The headers of what is refused or forwarded.
+// The headers of refused and forwarded requests.
 const (
-	HomeHeader      = "Effectonce-Home"      // of a refusal: the region that would answer
-	ForwardedHeader = "Effectonce-Forwarded" // of a request: the region that forwarded it
+	HomeHeader      = "Effectonce-Home"      // of a refusal: the home region
+	ForwardedHeader = "Effectonce-Forwarded" // of a forwarded request: the region that forwarded it
 )
 
 // Config of Middleware.
 type Config struct {
 	// Here is the region of this process. Required.
 	Here string
-	// Key of a request, with the same scope, operation and value that it is claimed under: behind httpkey.Middleware the value
-	// is what httpkey.ParseKey returns, and not the header, since a client may send one key with quotes and without them. ok is
-	// false for a request without a key, or with one that is malformed, which is served, or refused, here. Required.
+	// Key returns the key of a request, with the scope, operation and value under which it is
+	// claimed. With httpkey.Middleware the value is that of httpkey.ParseKey, not of the header,
+	// since a client may send one key with and without quotes. ok is false for a request without a
+	// key, or with a malformed one, which is served, or refused, here. Required.
 	Key func(r *http.Request) (key idempotency.Key, ok bool)
-	// Forward has the addresses of regions that requests are forwarded to; those of others are refused. Forward only to
-	// addresses that authenticate the caller again. An address has no path and no query: the request arrives as the client sent
-	// it, so that it has one fingerprint, forwarded or not. Default: all are refused.
+	// Forward has the addresses of regions to which requests are forwarded; requests for other
+	// regions are refused. Forward only to addresses that authenticate the caller again. An address
+	// has no path and no query: the request arrives as the client sent it, so that its fingerprint
+	// is the same, forwarded or not. Default: all are refused.
 	Forward map[string]*url.URL
-	// Transport of what is forwarded. Default: http.DefaultTransport.
+	// Transport for forwarded requests. Default: http.DefaultTransport.
 	Transport http.RoundTripper
-	// AheadMax is how far the time in a key may lie ahead of this process's clock: a key from further ahead is refused (400),
-	// because a table may hold then that not all regions have yet. A process whose clock is slow by more refuses all keys that
-	// carry the time; one whose clock is fast lets keys through from that much further ahead: see the package's text on how
-	// tables are changed. 1 s to 30 days; default 24 h, more than clocks are wrong by, so that in practice only clients that make
-	// times up are refused.
+	// AheadMax is how far the time in a key may be ahead of this process's clock. A key from
+	// further ahead is refused (400), because a table that not all regions have yet may apply to
+	// it. A process whose clock is slow by more refuses all keys that carry the time; one whose
+	// clock is fast accepts keys from that much further ahead: see the package's text on changing
+	// tables. 1 s to 30 days; default 24 h, more than real clock errors, so that in practice only
+	// clients that invent times are refused.
 	AheadMax time.Duration
 }
 
-// Middleware lets requests through whose keys are at home here, and refuses those with a key from too far ahead (AheadMax), or
-// from before the first table (400). Others are forwarded, once, or refused with 421 Misdirected
-// Request and the home's name, as application/problem+json. Nothing was done for a request that is refused; one whose
-// forwarding failed (502) may have been executed: the client asks again under the same key.
+// Middleware passes requests whose keys have their home here to the next handler. It refuses those
+// with a key from too far ahead (AheadMax), or from before the first table (400). Others are
+// forwarded, once, or refused with 421 Misdirected Request and the home's name, as
+// application/problem+json. Nothing was done for a refused request; one whose forwarding failed
+// (502) may have been executed: the client retries with the same key.
 func (h *Homes) Middleware(cfg Config) (func(http.Handler) http.Handler, error) {
 	problems := bounds.Durations(bounds.Duration{Field: "AheadMax", Value: &cfg.AheadMax, Default: 24 * time.Hour, Min: time.Second, Max: 30 * 24 * time.Hour})
 	if !named(cfg.Here) {
@@ -100,7 +104,8 @@ func (h *Homes) route(cfg Config, proxies map[string]http.Handler, next http.Han
 		next.ServeHTTP(w, r)
 		return
 	}
-	// Who forwarded has other tables, or made the header up: a second hop could be the beginning of a circle.
+	// The forwarding region has other tables, or the client made the header up: a second hop could
+	// start a loop.
 	if from := r.Header.Get(ForwardedHeader); from != "" {
 		refuse(w, http.StatusMisdirectedRequest, home, fmt.Sprintf("the request was forwarded already, and table %d of region %s has another home for its idempotency key", version, cfg.Here))
 		return
@@ -118,7 +123,7 @@ func proxy(cfg Config, region string, to *url.URL) http.Handler {
 		Transport: cfg.Transport,
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(&target)
-			r.Out.URL.RawQuery = r.In.URL.RawQuery // what could not be parsed is missing there: another fingerprint
+			r.Out.URL.RawQuery = r.In.URL.RawQuery // Out's query lacks what could not be parsed, which would change the fingerprint
 			r.SetXForwarded()
 			r.Out.Header.Set(ForwardedHeader, cfg.Here)
 		},
@@ -128,7 +133,7 @@ func proxy(cfg Config, region string, to *url.URL) http.Handler {
 	}
 }
 
-// refuse answers as RFC 9457 says.
+// refuse answers with a problem of RFC 9457.
 func refuse(w http.ResponseWriter, status int, home, detail string) {
 	body, err := json.Marshal(struct {
 		Title  string `json:"title"`

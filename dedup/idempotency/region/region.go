@@ -14,25 +14,27 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// SlotsMax is how many slots there are. It is fixed for ever.
+// SlotsMax is the number of slots. It is fixed forever.
 const SlotsMax = 1024
 
-// Table says where slots are at home.
+// Table assigns slots to regions.
 type Table struct {
-	// Version names it: larger than that of the table before. From 1.
+	// Version identifies the table: larger than that of the previous table, at least 1.
 	Version int
-	// From when it holds, by the times in keys: later than that of the table before. The first one holds for keys without a
-	// time, too. A key from before its From may have had its home in a table that was dropped: Middleware refuses it. Zero, for
-	// the first table that there ever was: there are none.
+	// From is when the table starts to apply, by the times in keys: later than that of the previous
+	// table. The first table applies to keys without a time, too. A key from before the first From
+	// may have had its home in a dropped table: Middleware refuses it. Zero, for the very first
+	// table: there are no such keys.
 	From time.Time
-	// Slots has the region of each slot: SlotsMax names, each 1 to 63 bytes of visible ASCII.
+	// Slots has the region of each slot: SlotsMax names, each of 1 to 63 bytes of visible ASCII.
 	Slots []string
 }
 
 // Homes finds the home of a key. It is safe for concurrent use.
 type Homes struct{ tables []Table }
 
-// New takes the tables that keys may still belong to, oldest first, or returns all problems at once.
+// New takes the tables that keys may still belong to, oldest first. It returns all problems at
+// once.
 func New(tables ...Table) (*Homes, error) {
 	var problems []error
 	if len(tables) == 0 {
@@ -68,8 +70,9 @@ func named(region string) bool {
 	return region != "" && len(region) <= nameMax && !slices.ContainsFunc([]byte(region), func(b byte) bool { return b <= ' ' || b > '~' })
 }
 
-// Home returns the region in whose database a key is claimed, and the version of the table that says so. It depends on
-// nothing but the key and the tables. For a key from before the first table's From it is that table, and may be wrong: see Table.
+// Home returns the region in whose database a key is claimed, and the version of the table that
+// assigns it. It depends only on the key and the tables. For a key from before the first table's
+// From it uses that table, and may be wrong: see Table.
 func (h *Homes) Home(key idempotency.Key) (region string, version int) {
 	table := h.tables[0]
 	if made, ok := madeAt(key); ok {
@@ -82,8 +85,9 @@ func (h *Homes) Home(key idempotency.Key) (region string, version int) {
 	return table.Slots[Slot(key)], table.Version
 }
 
-// Slot of a key: the first 8 bytes of SHA-256 over scope, operation and value, each behind its length in 8 bytes, modulo
-// SlotsMax; all numbers big-endian. Gateways in other languages can do the same.
+// Slot of a key: the first 8 bytes of SHA-256 over scope, operation and value, each preceded by its
+// length in 8 bytes, modulo SlotsMax; all numbers big-endian. Gateways in other languages can
+// compute the same.
 func Slot(key idempotency.Key) int {
 	return int(score(key.Scope, key.Operation, key.Value) % SlotsMax)
 }
@@ -97,7 +101,7 @@ func score(parts ...string) uint64 {
 	return binary.BigEndian.Uint64(h.Sum(nil))
 }
 
-// madeAt is the time that a UUIDv7 carries.
+// madeAt returns the time that a UUIDv7 carries.
 func madeAt(key idempotency.Key) (time.Time, bool) {
 	id, err := uuid.Parse(key.Value)
 	if err != nil || id.Version() != 7 || id.Variant() != uuid.RFC4122 {
@@ -106,8 +110,9 @@ func madeAt(key idempotency.Key) (time.Time, bool) {
 	return time.UnixMilli(int64(binary.BigEndian.Uint64(append([]byte{0, 0}, id[:6]...)))), true
 }
 
-// Spread gives each region about as many slots as another. A region more takes slots from all, and one less gives its own
-// to all: no other slot moves (rendezvous hashing: Thaler and Ravishankar, 1998). Without regions there are no slots.
+// Spread gives each region about the same number of slots. An added region takes slots from all,
+// and a removed one gives its own to all; no other slot moves (rendezvous hashing: Thaler and
+// Ravishankar, 1998). Without regions there are no slots.
 func Spread(regions ...string) []string {
 	if len(regions) == 0 {
 		return nil
@@ -122,6 +127,6 @@ func Spread(regions ...string) []string {
 }
 
 func weight(region string, slot int) []byte {
-	// The name decides between two that weigh the same, so that the order of the list does not.
+	// The name decides between equal weights, so that the order of the list does not matter.
 	return append(binary.BigEndian.AppendUint64(nil, score(region, fmt.Sprint(slot))), region...)
 }

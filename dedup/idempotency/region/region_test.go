@@ -43,8 +43,8 @@ func homes(t *testing.T, tables ...region.Table) *region.Homes {
 	return h
 }
 
-// Property: the slot of a key is the same in every version of this program, and in other languages; scope, operation and
-// value keep their borders.
+// Property: the slot of a key is the same in every version of this program, and in other languages;
+// scope, operation and value keep their borders.
 func TestSlotsAreFixedForEver(t *testing.T) {
 	t.Parallel()
 	for value, slot := range map[string]int{"a": 949, "0192f0c1-2b3c-7def-8123-456789abcdef": 928} {
@@ -53,8 +53,8 @@ func TestSlotsAreFixedForEver(t *testing.T) {
 	assert.NotEqual(t, region.Slot(idempotency.Key{Scope: "a", Operation: "bc", Value: "d"}), region.Slot(idempotency.Key{Scope: "ab", Operation: "c", Value: "d"}))
 }
 
-// Property: regions get about the same number of slots, whatever the order of their names, and a region that comes moves
-// only what goes to it.
+// Property: regions get about the same number of slots, whatever the order of their names, and a
+// region that comes moves only what goes to it.
 func TestSpreadMovesLittle(t *testing.T) {
 	t.Parallel()
 	two, three := region.Spread("eu", "us"), region.Spread("us", "ap", "eu")
@@ -71,8 +71,9 @@ func TestSpreadMovesLittle(t *testing.T) {
 	}
 }
 
-// Property: a key keeps its home when a table is added, wherever it is looked up and whenever: also in a region that
-// has the new table while another one does not. New keys follow the new table; keys without a time stay.
+// Property: a key keeps its home when a table is added, wherever and whenever it is looked up: also
+// in a region that has the new table while another one does not. New keys follow the new table;
+// keys without a time stay.
 func TestKeysKeepTheirHomeWhenTablesChange(t *testing.T) {
 	t.Parallel()
 	moving := time.Now().Add(time.Hour).Truncate(time.Millisecond)
@@ -94,7 +95,7 @@ func TestKeysKeepTheirHomeWhenTablesChange(t *testing.T) {
 	}
 }
 
-// Property: what is wrong with tables and settings is said at once.
+// Property: all problems of tables and settings are reported at once.
 func TestWrongSettingsAreRefused(t *testing.T) {
 	t.Parallel()
 	_, err := region.New()
@@ -174,7 +175,8 @@ func all(name string) *region.Homes {
 	return h
 }
 
-// Property: what lands elsewhere is executed at home or nowhere; the refusal names the home.
+// Property: a request that arrives elsewhere is executed at home or nowhere; the refusal names the
+// home.
 func TestRequestsAreServedAtHome(t *testing.T) {
 	t.Parallel()
 	us := newSite(t, all("us"), "us", nil)
@@ -199,8 +201,8 @@ func TestRequestsAreServedAtHome(t *testing.T) {
 	assert.Equal(t, []string{"k-forwarded"}, us.executed)
 }
 
-// Property: a key has one home, and so one execution, whether a client sends it with quotes or without them, and wherever
-// it lands.
+// Property: a key has one home, and so one execution, whether a client sends it with quotes or
+// without them, and wherever it lands.
 func TestBothFormsOfAKeyHaveOneHome(t *testing.T) {
 	t.Parallel()
 	both := homes(t, region.Table{Version: 1, Slots: region.Spread("eu", "us")})
@@ -219,8 +221,9 @@ func TestBothFormsOfAKeyHaveOneHome(t *testing.T) {
 	require.Len(t, served, 2)
 }
 
-// Property: a process whose clock is wrong by hours, in either direction, serves keys that carry the time; only one from
-// further ahead than AheadMax, which could be of a table that others do not have, is refused.
+// Property: a process whose clock is wrong by hours, in either direction, serves keys that carry
+// the time; only one from further ahead than AheadMax, which could be of a table that others do not
+// have, is refused.
 func TestWrongClocksRefuseNoKeys(t *testing.T) {
 	t.Parallel()
 	eu := newSite(t, all("eu"), "eu", nil)
@@ -234,8 +237,9 @@ func TestWrongClocksRefuseNoKeys(t *testing.T) {
 	require.Len(t, eu.executed, served)
 }
 
-// Property: when the oldest table is dropped, no key of its time gets another home, where it would be executed again: it is
-// refused, in every region. While the table is there it is served at home, however far its client's clock is behind.
+// Property: when the oldest table is dropped, no key of its time gets another home, where it would
+// be executed again: it is refused, in every region. While the table is there it is served at home,
+// however far its client's clock is behind.
 func TestKeysOfADroppedTableAreRefused(t *testing.T) {
 	t.Parallel()
 	moved := time.Now().Add(-30 * 24 * time.Hour).Truncate(time.Millisecond)
@@ -259,7 +263,8 @@ func TestKeysOfADroppedTableAreRefused(t *testing.T) {
 	require.Equal(t, 201, newSite(t, dropped, "us", nil).post(t, "k").status, "without a time")
 }
 
-// Property: two regions whose tables name each other send a request on once, not in a circle, and execute it nowhere.
+// Property: two regions whose tables name each other forward a request once, not in a loop, and
+// execute it nowhere.
 func TestForwardingDoesNotCircle(t *testing.T) {
 	t.Parallel()
 	var eu *site
@@ -283,8 +288,8 @@ func TestForwardingDoesNotCircle(t *testing.T) {
 	assert.Contains(t, got.body, "try again with the same key")
 }
 
-// Property: a forwarded request has the target that its client sent, whatever stands in it, and so the fingerprint of one that
-// was sent to its home at once.
+// Property: a forwarded request has the target that its client sent, whatever it contains, and so
+// the same fingerprint as one that was sent to its home directly.
 func TestForwardedTargetIsTheClients(t *testing.T) {
 	t.Parallel()
 	targets := []string{"/orders", "/orders?a=1&b=2", "/orders?a=1;b=2", "/orders?a=%zz&b=%2F", "/or%2Fders//x?;", "/orders?b=2&a=1&&=", "//orders?x=a%20b+c"}

@@ -1,5 +1,5 @@
-// Command upgrade is a consumer with effects and foreign calls. The tests of upgrades build it twice: with the
-// release before and with this one, so it uses only what both have.
+// Command upgrade is a consumer with effects and foreign calls. The tests of upgrades build it
+// twice: with the release before and with this one, so it uses only what both have.
 package main
 
 import (
@@ -93,8 +93,8 @@ type event struct {
 	Version int
 }
 
-// handle makes a foreign call, which is a row that stays whatever becomes of the transaction, and has an effect. The
-// table faults says what happens to the release before in between.
+// handle makes a foreign call, which is a row that stays whatever becomes of the transaction, and
+// has an effect. The table faults says what happens to the release before in between.
 func (p *program) handle(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 	var e event
 	if err := json.Unmarshal(msg.Value, &e); err != nil {

@@ -11,42 +11,46 @@ import (
 	"github.com/effectonce/effectonce/internal/bounds"
 )
 
-// Config of a Receiver. The zero value works, but for Sender and Scheme.
+// Config of a Receiver. The zero value works, except that Sender and Scheme are required.
 type Config struct {
-	// Sender names who sends, and is the scope of its events' IDs: two senders never meet. Required; 1 to 255 bytes. To
-	// change it is to forget the events of the last days.
+	// Sender is the name of the sender, and the scope of its events' IDs: the same ID of two
+	// senders is two events. Required; 1 to 255 bytes. After a change, stored events are not
+	// recognized.
 	Sender string
-	// Scheme by which the sender signs, with its secrets. Required.
+	// Scheme is how the sender signs, with its secrets. Required.
 	Scheme Scheme
-	// Tolerance is how far the signed timestamp may lie back, or ahead of the database's clock. 1 s to 24 h; default 5 min.
-	// GitHub signs none.
+	// Tolerance is how far the signed timestamp may be behind or ahead of the database's clock. 1 s
+	// to 24 h; default 5 min. GitHub signs no timestamp.
 	Tolerance time.Duration
-	// ID makes of an event what it is deduplicated by, for senders that send one happening under two IDs. 1 to 255 bytes;
-	// see idempotency.Domain. Default: Event.ID.
+	// ID derives the deduplication key from an event, for senders that send one occurrence under
+	// two IDs. 1 to 255 bytes; see idempotency.Domain. Default: Event.ID.
 	ID func(event Event) (string, error)
-	// CompareBody refuses an ID that comes again with another body, with 422. Default: the ID decides. Set it, or take it
-	// back, together with another name of the sender, or a window after the last event: redeliveries of events that were
-	// handled before the change would be refused.
+	// CompareBody refuses an ID that is delivered again with another body, with 422. Default: only
+	// the ID counts. Change it together with the name of the sender, or one window after the last
+	// event: otherwise redeliveries of events that were handled before the change are refused.
 	CompareBody bool
-	// RefusedStatus answers what Refuse made, so that the sender stops: 200 to 299, or 400 to 499 but for 408, 409, 410, 425
-	// and 429, which senders take for a wish to try again, or to be removed. Default 200, with the body "refused". With 4xx
-	// Stripe and Standard Webhooks try again for days: see the package's text.
+	// RefusedStatus is the status after Refuse, so that the sender stops: 200 to 299, or 400 to 499
+	// except 408, 409, 410, 425 and 429, which senders treat as a request to retry, or to remove
+	// the endpoint. Default 200, with the body "refused". After a 4xx Stripe and Standard Webhooks
+	// retry for days: see the package's text.
 	RefusedStatus int
-	// RetryAfter is what a sender is told after a failure. 1 s to 1 h; default 10 s.
+	// RetryAfter is sent to the sender after a failure. 1 s to 1 h; default 10 s.
 	RetryAfter time.Duration
 	// BodyBytesMax is the largest body. 1 byte to 64 MiB; default 1 MiB.
 	BodyBytesMax int
-	// ReadMax is how long the body may take; no database connection is held meanwhile. It shortens what http.Server.ReadTimeout
-	// allows and never extends it. 1 ms to 10 min; default 10 s.
+	// ReadMax is how long reading the body may take; no database connection is held during it. It
+	// can shorten http.Server.ReadTimeout, never extend it. 1 ms to 10 min; default 10 s.
 	ReadMax time.Duration
-	// HandleMax is how long an event may take, with all its attempts; the sender's hanging up does not end it. More than
-	// Idempotency.WaitMax; 1 ms to 1 h; default 30 s.
+	// HandleMax is how long handling an event may take, with all attempts; it continues if the
+	// sender disconnects. More than Idempotency.WaitMax; 1 ms to 1 h; default 30 s.
 	HandleMax time.Duration
-	// Idempotency is how events are remembered: the schema, the window, time limits. Here Window is 7 days unless set, and
-	// must be longer than the sender's retries and than twice the tolerance. Operation is "webhook" unless set. AttemptsMax
-	// refuses an event that failed so often. Strict and Failed are not for webhooks.
+	// Idempotency configures the storage of events: the schema, the window, time limits. Window
+	// defaults to 7 days here, and must be longer than the sender's retries and than twice the
+	// tolerance. Operation defaults to "webhook". AttemptsMax refuses an event after that many
+	// failures. Strict and Failed are not allowed.
 	Idempotency idempotency.Config
-	// Logger gets deliveries that are not handled. No secret, body or header. Default: none.
+	// Logger gets deliveries that are not handled, without secrets, bodies or headers. Default:
+	// none.
 	Logger *slog.Logger
 	// Hooks are called synchronously; they must return quickly.
 	Hooks Hooks
@@ -58,7 +62,7 @@ type Hooks struct {
 	Answered func(answer Answer)
 }
 
-// Answer is what a delivery was told.
+// Answer describes the response to a delivery.
 type Answer struct {
 	Sender string
 	// ID and Type of the event: empty if the delivery was not verified.
@@ -67,7 +71,8 @@ type Answer struct {
 	Status int
 	// Replayed: the event was handled, or refused, before. Refused: it was refused, now or before.
 	Replayed, Refused bool
-	// Err says why it is not handled: one of this package's, of idempotency's, or of the handler.
+	// Err is the reason why it was not handled: an error of this package, of idempotency, or of the
+	// handler.
 	Err error
 }
 
@@ -99,7 +104,8 @@ func (c Config) withDefaults() (Config, error) {
 	i.Operation = cmp.Or(i.Operation, "webhook")
 	if !i.Forever {
 		i.Window = cmp.Or(i.Window, 7*24*time.Hour)
-		// Otherwise a delivery that was recorded could be sent again when its ID is forgotten, and still be fresh.
+		// Otherwise a recorded delivery could be replayed after its ID is forgotten, while its
+		// timestamp is still within the tolerance.
 		if i.Window <= 2*c.Tolerance {
 			problems = append(problems, bounds.Problem("Idempotency.Window", i.Window, fmt.Sprintf("more than twice the Tolerance of %v", c.Tolerance)))
 		}
@@ -120,7 +126,7 @@ func (c Config) withDefaults() (Config, error) {
 	return c, errors.Join(problems...)
 }
 
-// refusal is the outcome that is stored of a refused event.
+// refusal is the stored outcome of a refused event.
 func (c Config) refusal() idempotency.Response {
 	return idempotency.Response{Status: c.RefusedStatus, Body: []byte(refused)}
 }

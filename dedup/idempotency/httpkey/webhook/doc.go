@@ -1,5 +1,5 @@
-// Package webhook receives webhooks of Stripe, GitHub, and all that follow Standard Webhooks, and has the effects of
-// each event once, however often it is delivered.
+// Package webhook receives webhooks of Stripe, GitHub, and all senders that follow Standard
+// Webhooks, and applies the effects of each event once, however often it is delivered.
 //
 //	package main
 //
@@ -45,37 +45,41 @@
 //		log.Fatal(http.ListenAndServe(":8080", nil)) // behind TLS
 //	}
 //
-// # What happens to a delivery
+// # How a delivery is handled
 //
-// The body is read, within its limits of size and time, and the signature verified, before a database connection is
-// taken. Then the event's ID is claimed in the transaction of the handler (idempotency.Operation.Once, under the
-// sender's name): effect, claim and outcome are committed together, or none of them. The signed timestamp is compared
-// with the database's clock in that transaction; only for an event that is not remembered, since all others have no
-// effect. No clock of this process decides anything but how long it waits.
+// The body is read, within its limits of size and time, and the signature verified, before a
+// database connection is acquired. Then the event's ID is claimed in the transaction of the handler
+// (idempotency.Operation.Once, with the sender's name as the scope): effect, claim and outcome are
+// committed together, or none of them is. The signed timestamp is compared with the database's
+// clock in that transaction, and only for an event that is not stored, since all others have no
+// effect. The clock of this process decides only how long it waits.
 //
-//	200              handled, now or before, or what a person stored (outbox-relay keys finish), with its status
+//	200              handled, now or before; or stored by a person (outbox-relay keys finish), with its status
 //	RefusedStatus    refused (Refuse, or Idempotency.AttemptsMax), now or before
-//	400, 401, 405    malformed or out of tolerance; no signature fits; not POST
+//	400, 401, 405    malformed or out of tolerance; no signature matches; not POST
 //	408, 413         the body was too slow, or too large
-//	409              another delivery of the event is at work; with Retry-After
-//	422              the ID came with another body before (CompareBody)
-//	429              too many deliveries of the event wait, or too many IDs are kept (Idempotency.KeyWaitersMax,
+//	409              another delivery of the event is being handled; with Retry-After
+//	422              the ID was used with another body (CompareBody)
+//	429              too many deliveries of the event wait, or too many IDs are stored (Idempotency.KeyWaitersMax,
 //	                 ScopeWaitersMax, ScopeKeysMax); with Retry-After
 //	503              the handler failed, or the database; with Retry-After
 //
-// # What senders make of it
+// # How senders react
 //
-// Stripe takes anything but 2xx for a failure, tries again for three days, further and further apart, and disables an
-// endpoint that keeps failing: refuse with 2xx. It signs each attempt anew, so that the tolerance does not stand against
-// its retries.
+// Stripe treats anything but 2xx as a failure, retries for three days at growing intervals, and
+// disables an endpoint that keeps failing: refuse with 2xx. It signs each attempt anew, so the
+// tolerance does not reject its retries.
 //
-// GitHub does not deliver again by itself, whatever the status, and gives up waiting after 10 seconds: a person, or a
-// program through its API, redelivers what failed within three days, under the same ID. Refuse with 4xx, if that is to be
-// seen in its list. See [GitHub] for what it does not sign.
+// GitHub does not redeliver automatically, whatever the status, and stops waiting after 10 seconds.
+// A person, or a program through its API, redelivers a failed delivery within three days, under the
+// same ID. Refuse with 4xx if that should appear in its list. See [GitHub] for what it does not
+// sign.
 //
-// Standard Webhooks recommends some ten attempts over three days, each signed anew. 2xx ends them; 410 removes the endpoint; 429,
-// 502 and 504 slow the sender down; anything else fails. Senders differ: look at yours, and keep
-// Idempotency.Window longer than the time in which they deliver again, also by hand.
+// Standard Webhooks recommends about ten attempts over three days, each signed anew. 2xx ends them;
+// 410 removes the endpoint; 429, 502 and 504 slow the sender down; anything else is a failure.
+// Senders differ: check yours, and keep Idempotency.Window longer than the time in which they
+// redeliver, also manually.
 //
-// Events come in any order. Where that matters, compare a version that the body carries: see dedup.Fence.
+// Events arrive in any order. If the order matters, compare a version that the body carries: see
+// dedup.Fence.
 package webhook

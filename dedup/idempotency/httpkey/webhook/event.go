@@ -12,17 +12,17 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
-// Event is what a sender says, once its signature is verified.
+// Event is a delivery with a verified signature.
 type Event struct {
 	// Sender is Config.Sender.
 	Sender string
-	// ID by which it is deduplicated: the same at every redelivery.
+	// ID by which the event is deduplicated: the same at every redelivery.
 	ID string
 	// Type of the event: "invoice.paid". Empty if the sender gives none.
 	Type string
 	// Body as it was signed.
 	Body []byte
-	// Header of this delivery. Of some senders it is not signed: see the scheme.
+	// Header of this delivery. Some senders do not sign it: see the scheme.
 	Header http.Header
 	// Timestamp of this delivery, by the sender's clock. Zero if the sender signs none.
 	Timestamp time.Time
@@ -30,37 +30,39 @@ type Event struct {
 	key idempotency.Key
 }
 
-// ChildID is the ID under which the handler publishes, or has a later step ask others: the same at every delivery. See
-// idempotency.Key.ChildID.
+// ChildID is the ID under which the handler publishes, or a later step calls other systems: the
+// same at every delivery. See idempotency.Key.ChildID.
 func (e Event) ChildID(step string) uuid.UUID { return e.key.ChildID(step) }
 
-// Handler has the effects of an event, all of them through tx, which it must not commit or roll back. It may run more
-// than once, as the work of idempotency.Operation.Once does: its effects are those of one execution.
+// Handler applies the effects of an event, all of them through tx, which it must not commit or roll
+// back. Like the work of idempotency.Operation.Once it may run more than once: its effects are
+// those of one execution.
 //
-// An error rolls back, and has the sender deliver again; Refuse ends the matter. ctx does not end when the sender hangs
-// up, only after Config.HandleMax.
+// An error rolls back, and makes the sender redeliver; Refuse ends the deliveries. ctx does not end
+// when the sender disconnects, only after Config.HandleMax.
 type Handler func(ctx context.Context, tx pgx.Tx, event Event) error
 
-// Why a delivery is not handled. Nothing was written.
+// Reasons why a delivery is not handled. Nothing was written.
 var (
-	// ErrSignature: no signature fits any of the secrets. 401.
-	ErrSignature = errors.New("no signature fits")
-	// ErrMalformed: a header or an ID is missing, there twice, or not of the sender's form. 400.
+	// ErrSignature: no signature matches any of the secrets. 401.
+	ErrSignature = errors.New("no signature matches")
+	// ErrMalformed: a header or an ID is missing, repeated, or not in the sender's format. 400.
 	ErrMalformed = errors.New("malformed delivery")
-	// ErrStale: it was signed longer ago, or further ahead, than Config.Tolerance. 400.
+	// ErrStale: the delivery was signed longer ago, or further ahead, than Config.Tolerance. 400.
 	ErrStale = errors.New("the delivery's timestamp is out of tolerance")
 	// ErrTooLarge: the body has more than Config.BodyBytesMax. 413.
 	ErrTooLarge = errors.New("the delivery's body is too large")
-	// ErrSlow: the body did not come within Config.ReadMax. 408.
-	ErrSlow = errors.New("the delivery's body did not come in time")
+	// ErrSlow: the body did not arrive within Config.ReadMax. 408.
+	ErrSlow = errors.New("the delivery's body did not arrive in time")
 )
 
-// RefusedError is what Refuse makes.
+// RefusedError is the error that Refuse returns.
 type RefusedError struct{ Err error }
 
 func (e *RefusedError) Error() string { return e.Err.Error() }
 func (e *RefusedError) Unwrap() error { return e.Err }
 
-// Refuse says that the event can never be handled: what the handler wrote is rolled back, the refusal is stored as the
-// event's outcome, and the sender gets Config.RefusedStatus, now and at each redelivery, so that it stops.
+// Refuse means that the event can never be handled: the handler's writes are rolled back, the
+// refusal is stored as the event's outcome, and the sender gets Config.RefusedStatus, now and at
+// each redelivery, so that it stops.
 func Refuse(err error) error { return &RefusedError{err} }

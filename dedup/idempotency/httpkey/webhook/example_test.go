@@ -13,8 +13,8 @@ import (
 	"github.com/effectonce/effectonce/outbox"
 )
 
-// Two senders at one server, one of them while its secret is rotated. What other systems must be told is published in
-// the same transaction.
+// Two senders at one server, one of them during a rotation of its secret. Messages for other
+// systems are published in the same transaction.
 func Example() {
 	serve := func(ctx context.Context, pool *pgxpool.Pool, current, next string) (http.Handler, error) {
 		orders, err := webhook.New(pool, webhook.Config{Sender: "shop", Scheme: webhook.StandardWebhooks(current, next)},
@@ -35,7 +35,7 @@ func Example() {
 		if err != nil {
 			return nil, err
 		}
-		go orders.Run(ctx) // one for all of them
+		go orders.Run(ctx) // one Run for all of them
 		mux := http.NewServeMux()
 		mux.Handle("/webhooks/shop", orders)
 		mux.Handle("/webhooks/github", pushes)

@@ -14,8 +14,9 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/webhook"
 )
 
-// Property: whatever stands in the headers and the body, a delivery is accepted only if the signature that other code
-// computes for it stands in them as it is, and then with a time and an ID that can be stored.
+// Property: whatever the headers and the body contain, a delivery is accepted only if they contain,
+// unchanged, the signature that other code computes for it, and then with a time and an ID that can
+// be stored.
 func FuzzStandardWebhooks(f *testing.F) {
 	s := senders()["standard"]
 	good := s.sign(f, secret, "evt_1", time.Unix(1_700_000_000, 0), bodyOf("evt_1"))

@@ -6,11 +6,12 @@ import (
 	"net/http"
 )
 
-// GitHub verifies X-Hub-Signature-256 of GitHub's webhooks, with any of the secrets. The event's ID is X-GitHub-Delivery,
-// its type X-GitHub-Event.
+// GitHub verifies X-Hub-Signature-256 of GitHub's webhooks, with any of the secrets. The event's ID
+// is X-GitHub-Delivery, its type X-GitHub-Event.
 //
-// GitHub signs the body alone: no time, no ID, no type. Whoever got hold of one delivery can send it again under another
-// ID, at any time: keep TLS up to the receiver, and where that is not enough, set Config.ID to something of the body.
+// GitHub signs only the body: no time, no ID, no type. An attacker who recorded one delivery can
+// send it again under another ID, at any time. Use TLS up to the receiver; if that is not enough,
+// derive Config.ID from the body.
 //
 // https://docs.github.com/en/webhooks/using-webhooks/validating-webhook-deliveries
 func GitHub(secrets ...string) Scheme {

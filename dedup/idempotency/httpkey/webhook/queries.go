@@ -1,5 +1,5 @@
 package webhook
 
-// ageSQL is how old a delivery is, by the clock that also decides how long its ID is remembered.
+// ageSQL returns the age of a delivery, by the clock that also decides how long its ID is stored.
 const ageSQL = `-- webhook.age
 SELECT extract(epoch FROM clock_timestamp())::float8 - $1::float8`

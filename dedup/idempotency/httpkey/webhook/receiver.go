@@ -27,8 +27,8 @@ type Receiver struct {
 	handle Handler
 }
 
-// New returns a receiver, or all problems of its configuration at once. It opens no connection; the pool is borrowed,
-// and must be one of the primary.
+// New returns a receiver, or all problems of its configuration at once. It opens no connection. The
+// caller owns the pool, which must connect to the primary.
 func New(pool *pgxpool.Pool, cfg Config, handle Handler) (*Receiver, error) {
 	cfg, err := cfg.withDefaults()
 	problems := []error{err}
@@ -47,11 +47,11 @@ func New(pool *pgxpool.Pool, cfg Config, handle Handler) (*Receiver, error) {
 	return &Receiver{cfg: cfg, events: events, handle: handle}, nil
 }
 
-// Run forgets events whose window is over, until ctx ends: see idempotency.Operation.Run. One of all receivers and
-// operations of a schema is enough.
+// Run forgets events whose window is over, until ctx ends: see idempotency.Operation.Run. One Run
+// is enough for all receivers and operations of a schema.
 func (r *Receiver) Run(ctx context.Context) { r.events.Run(ctx) }
 
-// ServeHTTP answers a delivery. What it tells the sender says nothing about secrets, or why the handler failed.
+// ServeHTTP answers a delivery. The answer reveals neither secrets nor the handler's error.
 func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 	a := r.receive(w, request)
 	if r.cfg.Hooks.Answered != nil {
@@ -78,7 +78,7 @@ func (r *Receiver) ServeHTTP(w http.ResponseWriter, request *http.Request) {
 	_, _ = io.WriteString(w, text+"\n")
 }
 
-// receive reads and verifies a delivery before it asks for a database connection.
+// receive reads and verifies a delivery before it acquires a database connection.
 func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) Answer {
 	a := Answer{Sender: r.cfg.Sender}
 	if request.Method != http.MethodPost {
@@ -95,14 +95,15 @@ func (r *Receiver) receive(w http.ResponseWriter, request *http.Request) Answer 
 	if r.cfg.CompareBody {
 		event.key.Fingerprint = idempotency.NewFingerprint(event.Body)
 	}
-	// The sender may hang up long before the effect is committed: its next delivery finds the outcome then.
+	// The sender may disconnect long before the effect is committed: its next delivery gets the
+	// outcome.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(request.Context()), r.cfg.HandleMax)
 	defer cancel()
 	r.once(ctx, event, &a)
 	return a
 }
 
-// verified is the event of a delivery whose signature fits.
+// verified returns the event of a delivery whose signature matches.
 func (r *Receiver) verified(w http.ResponseWriter, request *http.Request) (Event, error) {
 	if err := r.cfg.Scheme.once(request.Header); err != nil {
 		return Event{}, err
@@ -124,7 +125,7 @@ func (r *Receiver) verified(w http.ResponseWriter, request *http.Request) (Event
 	return event, nil
 }
 
-// read takes the body, within its limits.
+// read reads the body, within its limits.
 func (r *Receiver) read(w http.ResponseWriter, request *http.Request) ([]byte, error) {
 	content, err := bodies.Read(w, request, r.cfg.BodyBytesMax, r.cfg.ReadMax)
 	switch {
@@ -138,16 +139,16 @@ func (r *Receiver) read(w http.ResponseWriter, request *http.Request) ([]byte, e
 	return content, nil
 }
 
-// once handles an event, together with the claim of its ID.
+// once handles an event in one transaction with the claim of its ID.
 func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
-	var failure error // the handler's, whatever it wraps
+	var failure error // the handler's error, whatever it wraps
 	response, err := r.events.Once(ctx, event.key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		failure = nil
 		if err := r.fresh(ctx, tx, event.Timestamp); err != nil {
 			if errors.Is(err, ErrStale) {
-				stop(err) // cut off, it is no attempt: who sends an old recording must not use up the event's
+				stop(err) // then it does not count as an attempt: replayed recordings must not use up the event's attempts
 			}
 			return idempotency.Response{}, err
 		}
@@ -161,7 +162,8 @@ func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
 	})
 	switch {
 	case err == nil:
-		// An outcome that a person stored (outbox-relay keys finish) may have status 0, and a body of its own.
+		// An outcome that a person stored (outbox-relay keys finish) may have status 0, and a body
+		// of its own.
 		a.Status, a.Replayed = cmp.Or(response.Status, http.StatusOK), response.Replayed
 		a.Refused = response.BodyDropped || string(response.Body) == refused
 		if !a.Replayed {
@@ -174,23 +176,23 @@ func (r *Receiver) once(ctx context.Context, event Event, a *Answer) {
 	}
 }
 
-// fresh compares the signed timestamp with the database's clock. It is asked only for events that are not remembered:
-// a recorded delivery of another gets its outcome again, and does nothing.
+// fresh compares the signed timestamp with the database's clock. It runs only for events that are
+// not stored: a replayed recording of a stored event gets its outcome again, and has no effect.
 func (r *Receiver) fresh(ctx context.Context, tx pgx.Tx, signed time.Time) error {
 	if signed.IsZero() {
 		return nil
 	}
 	var age float64
 	if err := tx.QueryRow(ctx, ageSQL, float64(signed.Unix())).Scan(&age); err != nil {
-		return fmt.Errorf("ask for the age of a delivery: %w", err)
+		return fmt.Errorf("query the age of a delivery: %w", err)
 	}
 	if math.Abs(age) > r.cfg.Tolerance.Seconds() {
-		return fmt.Errorf("%w: it was signed %.0f s ago: want at most %v, in both directions", ErrStale, age, r.cfg.Tolerance)
+		return fmt.Errorf("%w: it was signed %.0f s ago: want at most %v, in either direction", ErrStale, age, r.cfg.Tolerance)
 	}
 	return nil
 }
 
-// statusOf is 409, 429 or 5xx where another delivery of the event may succeed.
+// statusOf returns 409, 429 or 5xx if another delivery of the event may succeed.
 func statusOf(err error) int {
 	var crowded *idempotency.CrowdedError
 	var quota *idempotency.QuotaError
@@ -233,7 +235,8 @@ func (r *Receiver) retryAfter(err error) int {
 	return max(1, int(math.Ceil(cmp.Or(after, r.cfg.RetryAfter).Seconds())))
 }
 
-// log tells of what is not handled: strangers' deliveries quietly, since they decide how many there are.
+// log logs a delivery that is not handled. Unverified deliveries are logged at level info, since
+// anyone can send any number of them.
 func (r *Receiver) log(ctx context.Context, a Answer) {
 	level := slog.LevelWarn
 	switch {

@@ -24,8 +24,6 @@ import (
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/webhook"
 	"github.com/effectonce/effectonce/internal/crashpoint"
-	"github.com/effectonce/effectonce/internal/keys"
-	"github.com/effectonce/effectonce/internal/operator"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -79,8 +77,8 @@ func deliver(handler http.Handler, r *http.Request) *httptest.ResponseRecorder {
 	return w
 }
 
-// Property: an event of each scheme is handled once, its redelivery, signed anew, is answered alike without an effect,
-// and senders never meet. Row H8.
+// Property: an event of each scheme is handled once, its redelivery, signed anew, is answered alike
+// without an effect, and senders never meet. Row H8 of guarantees.md.
 func TestEachSchemeIsHandledOnce(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -109,8 +107,8 @@ func TestEachSchemeIsHandledOnce(t *testing.T) {
 		WHERE operation = 'webhook' AND key = 'evt_1' AND expires_at - finished_at BETWEEN interval '6 days 23 hours' AND interval '7 days'`))
 }
 
-// Property: fifty deliveries of one event at once have one effect; each gets 200, or 409 with the time to try again, and
-// 200 then. Row H7.
+// Property: fifty deliveries of one event at once have one effect; each gets 200, or 409 with the
+// time to try again, and 200 then. Row H7 of guarantees.md.
 func TestRedeliveredFiftyTimesAtOnce(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -163,8 +161,8 @@ func send(ctx context.Context, server *httptest.Server, delivery *http.Request) 
 	return response.StatusCode, response.Header.Get("Retry-After"), err
 }
 
-// Property: an error of the handler, whatever it wraps, is 503 with Retry-After, stores nothing, tells the sender nothing,
-// and the next delivery is handled. Row H18.
+// Property: an error of the handler, whatever it wraps, is 503 with Retry-After, stores nothing,
+// reveals nothing to the sender, and the next delivery is handled. Row H18 of guarantees.md.
 func TestFailureIsDeliveredAgain(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -189,8 +187,9 @@ func TestFailureIsDeliveredAgain(t *testing.T) {
 	require.Equal(t, http.StatusServiceUnavailable, deliver(newReceiver(t, pgtest.NoPool(t), webhook.Config{}, book), request(t, "evt_1", dbNow(t))).Code)
 }
 
-// Property: a refusal takes back what the handler wrote, is remembered with the status that was set, and never tried
-// again; with AttemptsMax also an event that failed so often. Recordings that are out of tolerance use up no attempt.
+// Property: a refusal rolls back what the handler wrote, is stored with the configured status, and
+// never retried; with AttemptsMax also an event that failed that often. Recordings that are out of
+// tolerance use up no attempt.
 func TestRefusalsStopTheSender(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -224,38 +223,9 @@ func TestRefusalsStopTheSender(t *testing.T) {
 	}
 }
 
-// Property: an outcome that a person stored for an event in doubt is answered: status 0 as 200, and a body makes no refusal of it,
-// unless it is that of one.
-func TestOutcomeOfAPerson(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	var answer webhook.Answer
-	r := newReceiver(t, pool, webhook.Config{Hooks: webhook.Hooks{Answered: func(a webhook.Answer) { answer = a }}},
-		func(context.Context, pgx.Tx, webhook.Event) error { return idempotency.Indeterminate(io.EOF) })
-	for id, c := range map[string]struct {
-		stored keys.Outcome
-		want   int
-		text   string
-	}{
-		"evt_0":    {keys.Outcome{}, 200, "OK\n"},
-		"evt_body": {keys.Outcome{Status: 200, Body: []byte("booked by hand")}, 200, "OK\n"},
-		"evt_422":  {keys.Outcome{Status: 422}, 422, "Unprocessable Entity\n"},
-		"evt_no":   {keys.Outcome{Status: 200, Body: []byte("refused")}, 200, "refused\n"},
-	} {
-		require.Equal(t, http.StatusServiceUnavailable, deliver(r, request(t, id, dbNow(t))).Code)
-		_, err := keys.Finish(t.Context(), pool, "effectonce", operator.By{Who: "ana", Why: "looked"}, keys.Place{Scope: "stripe", Operation: "webhook", Key: id}, c.stored)
-		require.NoError(t, err)
-		for range 2 {
-			w := deliver(r, request(t, id, dbNow(t)))
-			require.Equal(t, c.want, w.Code, id)
-			require.Equal(t, c.text, w.Body.String(), id)
-			require.Equal(t, []any{true, c.text == "refused\n"}, []any{answer.Replayed, answer.Refused}, id)
-		}
-	}
-}
-
-// Property: a delivery that was signed too long ago, or too far ahead, has no effect and stores nothing; the event itself
-// can still be delivered. An event that was handled gives its outcome to any recording of it. Row H16.
+// Property: a delivery that was signed too long ago, or too far ahead, has no effect and stores
+// nothing; the event itself can still be delivered. Any recording of an event that was handled gets
+// its outcome. Row H16 of guarantees.md.
 func TestToleranceInBothDirections(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -280,7 +250,8 @@ func TestToleranceInBothDirections(t *testing.T) {
 	}
 }
 
-// Property: forged, malformed and oversized deliveries are answered before a database connection is asked for. Rows H9, H10.
+// Property: forged, malformed and oversized deliveries are answered before a database connection is
+// asked for. Rows H9, H10 of guarantees.md.
 func TestStrangersTakeNoConnection(t *testing.T) {
 	t.Parallel()
 	r := newReceiver(t, pgtest.NoPool(t), webhook.Config{BodyBytesMax: 1000, ID: func(e webhook.Event) (string, error) {
@@ -326,7 +297,8 @@ type failing struct{}
 
 func (failing) Read([]byte) (int, error) { return 0, io.ErrUnexpectedEOF }
 
-// Property: who sends the body slowly is cut off, over the network, and holds no database connection: there is none. Row H10.
+// Property: a sender of a slow body is cut off, over the network, and holds no database connection:
+// there is none. Row H10 of guarantees.md.
 func TestSlowBodyIsCutOff(t *testing.T) {
 	t.Parallel()
 	server := httptest.NewServer(newReceiver(t, pgtest.NoPool(t), webhook.Config{ReadMax: 50 * time.Millisecond}, book))
@@ -342,9 +314,10 @@ func TestSlowBodyIsCutOff(t *testing.T) {
 	require.Contains(t, string(answer), "HTTP/1.1 408 ")
 }
 
-// Property: the deadline of the body is not one of the handler, nor of the connection: a handler that takes longer is not
-// taken for a sender that hung up, and the next delivery on the connection is served. Without a body net/http reads on from
-// the connection at once, and would never take the deadline back by itself. Row H10.
+// Property: the deadline of the body is not one of the handler, nor of the connection: a handler
+// that takes longer is not taken for a sender that hung up, and the next delivery on the connection
+// is served. Without a body net/http reads on from the connection at once, and would never take the
+// deadline back by itself. Row H10 of guarantees.md.
 func TestDeadlineEndsWithTheBody(t *testing.T) {
 	t.Parallel()
 	for name, body := range map[string][]byte{"body": bodyOf("evt_1"), "no body": nil} {
@@ -362,7 +335,7 @@ func TestDeadlineEndsWithTheBody(t *testing.T) {
 			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, request *http.Request) {
 				connections.Store(request.RemoteAddr, true)
 				r.ServeHTTP(w, request)
-				if request.Context().Err() != nil { // what stands around the receiver would take it for a sender that hung up
+				if request.Context().Err() != nil { // outer layers would take it for a sender that disconnected
 					ended.Add(1)
 				}
 			}))
@@ -386,7 +359,8 @@ func TestDeadlineEndsWithTheBody(t *testing.T) {
 	}
 }
 
-// Property: a sender whose deliveries are too many at once, or whose IDs are, is asked to try again later. Row H29.
+// Property: a sender with too many concurrent deliveries, or too many IDs, gets an answer with the
+// time of a retry. Row H29 of guarantees.md.
 func TestTooManyDeliveriesAreAskedToWait(t *testing.T) {
 	t.Parallel()
 	r := newReceiver(t, pgtest.NoPool(t), webhook.Config{RetryAfter: 7 * time.Second}, book)
@@ -406,7 +380,8 @@ func TestTooManyDeliveriesAreAskedToWait(t *testing.T) {
 	}
 }
 
-// Property: where a body is compared, an ID that comes with another one is refused; where not, the ID decides. Row H6.
+// Property: where a body is compared, an ID that comes with another one is refused; where not, the
+// ID decides. Row H6 of guarantees.md.
 func TestChangedBody(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -435,8 +410,8 @@ func TestOwnIDs(t *testing.T) {
 	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM effects`))
 }
 
-// Property: the connection is killed at each point of the transaction: the sender gets 503 and delivers again, or was
-// told nothing wrong; one effect. Rows H1, H4.
+// Property: the connection is killed at each point of the transaction: the sender gets 503 and
+// delivers again, or got a correct answer; one effect. Rows H1, H4 of guarantees.md.
 func TestKilledAtEachPoint(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -453,7 +428,7 @@ func TestKilledAtEachPoint(t *testing.T) {
 			if at == point && !killed {
 				killed = true
 				pid := backend.Load()
-				if pid == 0 { // before the handler: the claim is in a transaction of nobody else's
+				if pid == 0 { // before the handler: no other transaction has the claim
 					require.NoError(t, killer.QueryRow(t.Context(), `SELECT pid FROM pg_stat_activity
 						WHERE datname = current_database() AND state = 'idle in transaction' AND pid <> pg_backend_pid()`).Scan(&pid))
 				}
@@ -477,7 +452,8 @@ func TestKilledAtEachPoint(t *testing.T) {
 	}
 }
 
-// Property: a sender that hangs up does not end the work: its next delivery finds the outcome. Row H19.
+// Property: a sender that hangs up does not end the work: its next delivery finds the outcome. Row
+// H19 of guarantees.md.
 func TestSenderHangsUp(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
@@ -513,7 +489,8 @@ func TestHandlerIsEnded(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool, "evt_1"))
 }
 
-// dbNow is the time by the database's clock, which is the one that tells whether a delivery is too old.
+// dbNow is the time by the database's clock, which is the one that reports whether a delivery is
+// too old.
 func dbNow(t *testing.T) time.Time {
 	t.Helper()
 	offset, err := pgtest.ClockOffset()

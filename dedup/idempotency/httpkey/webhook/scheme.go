@@ -11,27 +11,28 @@ import (
 	"time"
 )
 
-// Scheme is how a sender signs: StandardWebhooks, Stripe, GitHub, or one of your own. It holds the secrets where no
-// formatting verb, logger or encoder finds them.
+// Scheme is how a sender signs: StandardWebhooks, Stripe, GitHub, or your own. No formatting verb,
+// logger or encoder can reach its secrets.
 type Scheme struct {
-	// headers are there exactly once, or nothing is read.
+	// headers must each be present exactly once; otherwise nothing is read.
 	headers []string
 	verify  func(header http.Header, body []byte) (Event, error)
 	problem error
 }
 
-// SchemeOf makes a scheme of a function, for other senders. It returns the event's ID, Type and, if it is signed,
-// Timestamp; or an error that wraps ErrSignature or ErrMalformed. It compares with hmac.Equal, and puts no secret into
-// an error.
+// SchemeOf makes a scheme from a function, for other senders. The function returns the event's ID,
+// Type and, if it is signed, Timestamp; or an error that wraps ErrSignature or ErrMalformed. It
+// must compare with hmac.Equal, and must not put a secret into an error.
 func SchemeOf(verify func(header http.Header, body []byte) (Event, error)) Scheme {
 	return Scheme{verify: verify}
 }
 
-// once looks that the headers of a scheme are there, each one time: of two, a proxy may have read the other.
+// once checks that each header of a scheme is present once: of two, a proxy may have read the other
+// one.
 func (s Scheme) once(header http.Header) error {
 	for _, name := range s.headers {
 		if n := len(header.Values(name)); n != 1 {
-			return fmt.Errorf("%w: header %s is there %d times: want once", ErrMalformed, name, n)
+			return fmt.Errorf("%w: header %s occurs %d times: want once", ErrMalformed, name, n)
 		}
 		if n := len(header.Get(name)); n == 0 || n > headerBytesMax {
 			return fmt.Errorf("%w: header %s has %d bytes: want 1 to %d", ErrMalformed, name, n, headerBytesMax)
@@ -41,12 +42,12 @@ func (s Scheme) once(header http.Header) error {
 }
 
 const (
-	headerBytesMax = 4096 // far more than any sender's, also in a rotation
-	signaturesMax  = 32   // of one delivery: each costs a verification for each secret
+	headerBytesMax = 4096 // far more than any sender sends, also during a rotation
+	signaturesMax  = 32   // per delivery: each one is verified against each secret
 )
 
-// fits tells whether one of the given signatures is that of one of the secrets. It compares texts, so that a signature
-// has only one form, and in constant time.
+// fits reports whether one of the given signatures was made with one of the secrets. It compares
+// the encoded texts, so that a signature has only one valid form, and in constant time.
 func fits(secrets [][]byte, given []string, encode func(mac []byte) string, parts ...[]byte) bool {
 	found := false
 	for _, secret := range secrets {
@@ -62,7 +63,7 @@ func fits(secrets [][]byte, given []string, encode func(mac []byte) string, part
 	return found
 }
 
-// seconds reads a Unix time as senders write it: digits alone.
+// seconds parses a Unix time as senders write it: only digits.
 func seconds(text string) (time.Time, error) {
 	if text == "" || len(text) > 12 || strings.Trim(text, "0123456789") != "" {
 		return time.Time{}, fmt.Errorf("%w: the timestamp is not one of Unix in seconds", ErrMalformed)
@@ -74,7 +75,7 @@ func seconds(text string) (time.Time, error) {
 	return time.Unix(n, 0).UTC(), nil
 }
 
-// keys checks secrets that are used as they stand. Problems name them by their place.
+// keys checks secrets that are used as they are. Errors name a secret by its position.
 func keys(sender string, secrets []string) (parsed [][]byte, problem error) {
 	var problems []error
 	if len(secrets) == 0 || len(secrets) > secretsMax {

@@ -100,8 +100,9 @@ func bodyOf(id string) []byte {
 	return []byte(`{"id":"` + id + `","type":"invoice.paid","data":{"amount":100}}`)
 }
 
-// Property: what the senders publish as examples is accepted, and what we compute is what others compute: GitHub's and
-// the standard's published vectors; Stripe publishes none, this one is Python's hmac's.
+// Property: what the senders publish as examples is accepted, and what we compute is what others
+// compute: GitHub's and the standard's published vectors; Stripe publishes none, this one is
+// Python's hmac's.
 func TestPublishedVectors(t *testing.T) {
 	t.Parallel()
 	for name, vector := range map[string]struct {
@@ -141,8 +142,8 @@ func TestPublishedVectors(t *testing.T) {
 	}
 }
 
-// Property: of a signed delivery nothing may be changed: each byte of each signed header in each of 256 ways, of the
-// body, the secret; headers missing, empty, twice, huge.
+// Property: of a signed delivery nothing may be changed: each byte of each signed header in each of
+// 256 ways, of the body, the secret; headers missing, empty, twice, huge.
 func TestForgeriesAreRefused(t *testing.T) {
 	t.Parallel()
 	for name, s := range senders() {
@@ -205,8 +206,8 @@ func TestForgeriesAreRefused(t *testing.T) {
 	}
 }
 
-// Property: signatures have one form: hex in capitals, base64 without padding or with other last bits, space, another
-// version's name and borders moved into ID or time are refused.
+// Property: signatures have one form: hex in capitals, base64 without padding or with other last
+// bits, space, another version's name and borders moved into ID or time are refused.
 func TestSignaturesHaveOneForm(t *testing.T) {
 	t.Parallel()
 	all, body := senders(), bodyOf("evt_1")
@@ -241,8 +242,8 @@ func TestSignaturesHaveOneForm(t *testing.T) {
 	require.ErrorIs(t, err, webhook.ErrMalformed)
 }
 
-// Property: while secrets are rotated, on either side, deliveries that are signed with one of them, or with several, are
-// accepted; afterwards the old one is refused.
+// Property: while secrets are rotated, on either side, deliveries that are signed with one of them,
+// or with several, are accepted; afterwards the old one is refused.
 func TestSecretsAreRotated(t *testing.T) {
 	t.Parallel()
 	body, at := bodyOf("evt_1"), time.Unix(1_700_000_000, 0)
@@ -274,7 +275,7 @@ func TestSecretsAreRotated(t *testing.T) {
 	require.ErrorIs(t, err, webhook.ErrSignature)
 }
 
-// Property: whatever prints a configuration prints no secret. Row H12.
+// Property: whatever prints a configuration prints no secret. Row H12 of guarantees.md.
 func TestSecretsAreNotShown(t *testing.T) {
 	t.Parallel()
 	raw, err := base64.StdEncoding.DecodeString(strings.TrimPrefix(secret, "whsec_"))
@@ -295,7 +296,8 @@ func TestSecretsAreNotShown(t *testing.T) {
 	}
 }
 
-// Property: secrets that cannot be right are refused at start, all at once, by their place, and are not shown.
+// Property: secrets that cannot be right are refused at start, all at once, by their place, and are
+// not shown.
 func TestWrongSecretsAreRefused(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -320,7 +322,8 @@ func TestWrongSecretsAreRefused(t *testing.T) {
 	}
 }
 
-// Property: settings out of bounds, and those that do not go together, are refused with field, value and bound.
+// Property: settings out of bounds, and those that do not go together, are refused with field,
+// value and bound.
 func TestWrongSettingsAreRefused(t *testing.T) {
 	t.Parallel()
 	change := map[string]func(*webhook.Config){

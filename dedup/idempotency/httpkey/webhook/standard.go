@@ -10,9 +10,9 @@ import (
 	"strings"
 )
 
-// StandardWebhooks verifies webhook-signature of https://www.standardwebhooks.com, with any of the keys: shared
-// secrets (whsec_…, for signatures v1) and public keys of ed25519 (whpk_…, for v1a). The event's ID is webhook-id, its
-// type that of the body, where it is JSON.
+// StandardWebhooks verifies webhook-signature of https://www.standardwebhooks.com, with any of the
+// keys: shared secrets (whsec_…, for signatures v1) and ed25519 public keys (whpk_…, for v1a). The
+// event's ID is webhook-id; its type is that of the body, if it is JSON.
 func StandardWebhooks(keys ...string) Scheme {
 	secrets, publics, problem := standardKeys(keys)
 	return Scheme{
@@ -20,7 +20,8 @@ func StandardWebhooks(keys ...string) Scheme {
 		problem: problem,
 		verify: func(header http.Header, body []byte) (Event, error) {
 			id, stamp := header.Get("Webhook-Id"), header.Get("Webhook-Timestamp")
-			// What is signed is id.timestamp.body: with a full stop in the ID the borders could be moved.
+			// id.timestamp.body is signed: with a full stop in the ID the boundaries could be
+			// shifted.
 			if strings.Contains(id, ".") {
 				return Event{}, fmt.Errorf("%w: Webhook-Id has a full stop", ErrMalformed)
 			}
@@ -39,13 +40,13 @@ func StandardWebhooks(keys ...string) Scheme {
 			var event struct {
 				Type string `json:"type"`
 			}
-			_ = json.Unmarshal(body, &event) // the body may be anything
+			_ = json.Unmarshal(body, &event) // the body need not be JSON
 			return Event{ID: id, Type: event.Type, Timestamp: timestamp}, nil
 		},
 	}
 }
 
-// parseStandard takes "v1,K5oZ… v1a,hnO3…" apart. Other versions are left out.
+// parseStandard splits "v1,K5oZ… v1a,hnO3…". Other versions are ignored.
 func parseStandard(text string) (symmetric, asymmetric []string, err error) {
 	for item := range strings.SplitSeq(text, " ") {
 		version, signature, found := strings.Cut(item, ",")
@@ -64,7 +65,8 @@ func parseStandard(text string) (symmetric, asymmetric []string, err error) {
 	return symmetric, asymmetric, nil
 }
 
-// signed tells whether one of the signatures is that of one of the public keys.
+// signed reports whether one of the signatures was made with the private key of one of the public
+// keys.
 func signed(publics []ed25519.PublicKey, given []string, prefix, body []byte) bool {
 	if len(publics) == 0 || len(given) == 0 {
 		return false
@@ -72,7 +74,7 @@ func signed(publics []ed25519.PublicKey, given []string, prefix, body []byte) bo
 	message := append(prefix[:len(prefix):len(prefix)], body...)
 	for _, text := range given {
 		signature, err := base64.StdEncoding.DecodeString(text)
-		// The decoder overlooks line ends, and the last bits.
+		// The decoder ignores line ends, and the last bits.
 		if err != nil || len(signature) != ed25519.SignatureSize || base64.StdEncoding.EncodeToString(signature) != text {
 			continue
 		}
@@ -85,7 +87,7 @@ func signed(publics []ed25519.PublicKey, given []string, prefix, body []byte) bo
 	return false
 }
 
-// standardKeys reads keys. Problems name them by their place.
+// standardKeys parses keys. Errors name a key by its position.
 func standardKeys(keys []string) (secrets [][]byte, publics []ed25519.PublicKey, problem error) {
 	var problems []error
 	if len(keys) == 0 || len(keys) > secretsMax {

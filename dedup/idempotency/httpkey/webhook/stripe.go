@@ -8,10 +8,12 @@ import (
 	"strings"
 )
 
-// Stripe verifies Stripe-Signature, with any of the endpoint's secrets (whsec_…, as Stripe shows them). ID and type of the
-// event are those of its body. While Stripe rolls a secret it signs with both.
+// Stripe verifies Stripe-Signature, with any of the endpoint's secrets (whsec_…, as Stripe shows
+// them). ID and type of the event are those of its body. During a rotation Stripe signs with both
+// secrets.
 //
-// Stripe may make two events of one happening: set Config.ID to data.object's ID and the type where that matters.
+// Stripe may make two events for one occurrence: if that matters, derive Config.ID from the type
+// and the ID of data.object.
 //
 // https://docs.stripe.com/webhooks#verify-manually
 func Stripe(secrets ...string) Scheme {
@@ -36,15 +38,15 @@ func Stripe(secrets ...string) Scheme {
 				Type string `json:"type"`
 			}
 			if err := json.Unmarshal(body, &event); err != nil || event.ID == "" {
-				return Event{}, fmt.Errorf("%w: the body is no JSON object with an id", ErrMalformed)
+				return Event{}, fmt.Errorf("%w: the body is not a JSON object with an id", ErrMalformed)
 			}
 			return Event{ID: event.ID, Type: event.Type, Timestamp: timestamp}, nil
 		},
 	}
 }
 
-// parseStripe takes "t=1492774577,v1=5257a8…,v0=6ffbb5…" apart. Only v1 counts: v0 is of test events, and others are not
-// made yet.
+// parseStripe splits "t=1492774577,v1=5257a8…,v0=6ffbb5…". Only v1 counts: v0 belongs to test
+// events, and other versions do not exist yet.
 func parseStripe(text string) (stamp string, signatures []string, err error) {
 	for item := range strings.SplitSeq(text, ",") {
 		name, value, found := strings.Cut(item, "=")

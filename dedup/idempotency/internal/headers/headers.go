@@ -1,5 +1,5 @@
-// Package headers says what becomes of the headers of an outcome: which are stored, which are replayed, and how they meet those
-// that a layer outside of the handler has set. It has the only list of them.
+// Package headers decides which headers of an outcome are stored and replayed, and how they are
+// merged with those that an outer layer has set. It has the only list of them.
 package headers
 
 import (
@@ -7,17 +7,18 @@ import (
 	"net/textproto"
 	"slices"
 	"strings"
+	"unicode"
 )
 
-// Rule is what becomes of a header.
+// Rule decides how a header is treated.
 type Rule int
 
 // The rules.
 const (
-	Named Rule = iota // stored and replayed where the caller of httpkey names it
-	Kept              // stored and replayed: it describes the answer
-	Once              // of one moment or one request: the first client gets it, a replay has its own
-	Never             // of one client or one connection: never stored
+	Named Rule = iota // stored and replayed if the caller of httpkey names it
+	Kept              // stored and replayed: it describes the response
+	Once              // of one moment or one request: sent to the first client; a replay has its own
+	Never             // of one client or one connection, or a credential: never stored
 )
 
 const (
@@ -55,8 +56,40 @@ func table(lists map[Rule][]string) map[string]Rule {
 
 func canonical(name string) string { return textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)) }
 
-// Of returns the rule of a header, whose name may be written in any case.
-func Of(name string) Rule { return rules[canonical(name)] }
+// Of returns the rule of a header, whose name may be written in any case. A header that is not
+// listed and looks like a credential is Never stored.
+func Of(name string) Rule {
+	rule, listed := rules[canonical(name)]
+	if !listed && readsLikeCredential(name) {
+		return Never
+	}
+	return rule
+}
+
+//nolint:gochecknoglobals // tables
+var (
+	// secretTexts mark a credential anywhere in a name; separators do not count: X-Api-Key,
+	// x_api_key, XApiKey.
+	secretTexts = []string{
+		"authentication", "authorization", "cookie", "credential", "passphrase", "passwd", "password", "secret", "session", "token",
+		"accesskey", "apikey", "encryptionkey", "functionskey", "masterkey", "privatekey", "sharedkey", "signingkey", "subscriptionkey",
+	}
+	// secretWords mark a credential as a whole word of a name, with or without a number: X-Auth,
+	// X-OAuth2-User, but not Author.
+	secretWords = []string{
+		"auth", "authn", "authz", "bearer", "csrf", "dpop", "jwt", "nonce", "oauth", "otp", "pwd", "saml", "sid", "totp", "xsrf",
+	}
+)
+
+// readsLikeCredential prefers false positives: a header wrongly taken for a credential is missing
+// from a replay, but a missed credential is stored, and shown again. Signatures are not
+// credentials: they vouch for one response, and grant no access.
+func readsLikeCredential(name string) bool {
+	words := strings.FieldsFunc(strings.ToLower(name), func(r rune) bool { return !unicode.IsLetter(r) && !unicode.IsDigit(r) })
+	text := strings.Join(words, "")
+	return slices.ContainsFunc(secretTexts, func(secret string) bool { return strings.Contains(text, secret) }) ||
+		slices.ContainsFunc(words, func(word string) bool { return slices.Contains(secretWords, strings.TrimRight(word, "0123456789")) })
+}
 
 // All returns the headers of a rule in their canonical form, sorted.
 func All(rule Rule) []string {
@@ -69,7 +102,8 @@ func All(rule Rule) []string {
 	})
 }
 
-// Select returns what keep wants of a header. What is Never stored, and what the header Connection names, is left out before.
+// Select returns the headers for which keep returns true. Headers that are Never stored, and those
+// that the header Connection names, are dropped first.
 func Select(header map[string][]string, keep func(name string) bool) map[string][]string {
 	hop := map[string]bool{}
 	for name, values := range header {
@@ -88,8 +122,9 @@ func Select(header map[string][]string, keep func(name string) bool) map[string]
 	return selected
 }
 
-// First makes to, which layers outside have filled, the header of a handler's own answer, which has what these layers set. Trailers
-// are left out, since those that the handler sets behind the body are not recorded; those of a layer outside are its own.
+// First replaces to, which outer layers have filled, by the header of a handler's own answer, which
+// includes what these layers set. Trailers are dropped, since those that the handler sets after the
+// body are not recorded; those of an outer layer are its own.
 func First(to, header map[string][]string) {
 	announced, ok := to["Trailer"]
 	clear(to)
@@ -102,9 +137,11 @@ func First(to, header map[string][]string) {
 	}
 }
 
-// Add puts a header into to, which layers outside have filled for this answer. Its values replace theirs, but for two kinds: Vary
-// is what either says, and CORS is what the layer outside says now, where it says something. Which origin may read, and with
-// credentials, is one word: half of a stored one would let an origin read that neither meant.
+// Add adds a header to to, which outer layers have filled for this answer. Its values replace
+// theirs, with two exceptions: Vary is the union, and a CORS header that the outer layer has set
+// stays. Allowed origin and allowed credentials belong together: if the outer layer has set either,
+// neither stored value is used, since half of a stored pair would allow an origin that neither
+// layer intended.
 func Add(to, header map[string][]string) {
 	set := func(name string) bool { return len(to[name]) > 0 }
 	originIsSet := set(allowOrigin) || set(allowCredentials)

@@ -1,4 +1,5 @@
-// Package serving has what servers of requests with idempotency keys share, whatever the protocol.
+// Package serving has code that servers of requests with idempotency keys share, whatever the
+// protocol.
 package serving
 
 import (
@@ -6,17 +7,18 @@ import (
 	"errors"
 	"io"
 	"net"
-	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
-// Detach makes a context that the client ends only as long as the work has not begun: a client that went away while its request
-// waited for a connection costs nothing, one that goes later gets its work done, or all of it rolled back. begun marks the
-// beginning, and reports false where the client was faster.
+// Detach returns a context that the client ends only until the work has begun: a client that
+// disconnects while its request waits for a connection costs nothing; for one that disconnects
+// later, the work is committed, or rolled back, as a whole. begun marks the beginning, and reports
+// false if the client disconnected first.
 func Detach(parent context.Context, timeout time.Duration) (ctx context.Context, begun func() bool, end context.CancelFunc) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(parent), timeout)
 	stop := context.AfterFunc(parent, cancel)
@@ -24,7 +26,7 @@ func Detach(parent context.Context, timeout time.Duration) (ctx context.Context,
 	begun = func() bool {
 		running = running || stop()
 		if !running {
-			cancel() // what stop found under way may not have done so yet: an end that is no failure must be seen as one
+			cancel() // the AfterFunc that stop found started may not have cancelled yet: the caller must see a cancelled ctx
 		}
 		return running
 	}
@@ -34,7 +36,8 @@ func Detach(parent context.Context, timeout time.Duration) (ctx context.Context,
 	}
 }
 
-// GivenUpError is what a handler gave up with. Cut: its connection to the database was broken then.
+// GivenUpError is the error that a handler failed with. Cut: its database connection was broken at
+// that time.
 type GivenUpError struct {
 	Err error
 	Cut bool
@@ -43,22 +46,19 @@ type GivenUpError struct {
 func (e *GivenUpError) Error() string { return e.Err.Error() }
 func (e *GivenUpError) Unwrap() error { return e.Err }
 
-// Passing reports errors that are gone with time: the database is away or busy, a program with other phases is being rolled out.
+// Passing reports errors that pass with time: the database is unavailable or busy, or a program
+// with other phases is being deployed.
 func Passing(err error) bool {
-	var refusal *pgconn.PgError
-	if errors.As(err, &refusal) {
-		switch refusal.Code {
-		case "25006", "25P03", "25P04": // it is a standby by now; the transaction was idle, or took, too long
-			return true
-		}
-		return slices.Contains([]string{"08", "40", "53", "55", "57", "58"}, refusal.Code[:min(2, len(refusal.Code))])
+	if pgerr.State(err) != "" { // the three states: the server became a standby; the transaction was idle, or took, too long
+		return pgerr.Is(err, pgerr.ReadOnlyTransaction, pgerr.IdleTransactionTimeout, pgerr.TransactionTimeout) || pgerr.InClass(err, "08", "40", "53", "55", "57", "58")
 	}
 	var connect *pgconn.ConnectError
 	return errors.As(err, &connect) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) ||
 		errors.Is(err, idempotency.ErrUnknownRecoveryPoint) || pgconn.SafeToRetry(err) || cut(err)
 }
 
-// cut reports a broken connection to the database. A handler's own EOF may be anybody's: there the connection was asked.
+// cut reports a broken database connection. An EOF of a handler may come from elsewhere: there Cut
+// decides.
 func cut(err error) bool {
 	var handlers *GivenUpError
 	if errors.As(err, &handlers) {

@@ -9,19 +9,21 @@ import (
 	"time"
 )
 
-// Why Read returned no body.
+// Errors of Read.
 var (
-	// ErrTooLarge: it has more bytes than may be.
+	// ErrTooLarge: the body has more than bytesMax bytes.
 	ErrTooLarge = errors.New("the body is too large")
-	// ErrSlow: it did not arrive in time, by this limit or by the server's own.
+	// ErrSlow: the body did not arrive in time, by this limit or by the server's own.
 	ErrSlow = errors.New("the body did not arrive in time")
 )
 
-// Read returns the body of a request: at most bytesMax bytes, within timeMax. Other errors are those of the body.
+// Read returns the body of a request: at most bytesMax bytes, within timeMax. Other errors are
+// those of the body.
 //
-// It never sets a deadline ahead, which would replace an earlier one of http.Server.ReadTimeout, nor takes one back: when
-// the time is over, and only then, it ends reading at once. Where the ResponseWriter is wrapped by something without Unwrap,
-// only the server's own timeouts count. After ErrSlow the connection of HTTP/1 is closed behind the answer.
+// It never sets a deadline in advance, which would replace an earlier one of
+// http.Server.ReadTimeout, and never removes one. When the time is over, and only then, it ends
+// reading at once. If the ResponseWriter is wrapped by a type without Unwrap, only the server's own
+// timeouts apply. After ErrSlow an HTTP/1 connection is closed after the answer.
 func Read(w http.ResponseWriter, r *http.Request, bytesMax int, timeMax time.Duration) ([]byte, error) {
 	if r.Body == nil {
 		return nil, nil
@@ -43,7 +45,7 @@ func Read(w http.ResponseWriter, r *http.Request, bytesMax int, timeMax time.Dur
 	switch {
 	case errors.As(err, &large):
 		return nil, ErrTooLarge
-	case cut, errors.Is(err, os.ErrDeadlineExceeded): // cut as the last byte came: the connection is of no use any more
+	case cut, errors.Is(err, os.ErrDeadlineExceeded): // cut as the last byte arrived: the connection is unusable
 		if r.ProtoMajor == 1 {
 			w.Header().Set("Connection", "close") // the rest of the body is still in it
 		}

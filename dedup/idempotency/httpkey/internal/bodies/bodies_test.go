@@ -70,7 +70,8 @@ func serve(t *testing.T, http2 bool, server, limit time.Duration, before, behind
 
 func unseen(*deadlines) {}
 
-// Property: of the server's limit and this one the shorter ends a body that does not come, over HTTP/1 and HTTP/2. Rows H10, H30.
+// Property: of the server's limit and this one the shorter ends a body that does not come, over
+// HTTP/1 and HTTP/2. Rows H10, H30 of guarantees.md.
 func TestTheShorterLimitEndsASlowBody(t *testing.T) {
 	t.Parallel()
 	for name, http2 := range map[string]bool{"HTTP1": false, "HTTP2": true} {
@@ -101,7 +102,8 @@ func TestTheShorterLimitEndsASlowBody(t *testing.T) {
 	}
 }
 
-// Property: for a body that comes in time no deadline is set in place of the server's. Row H30.
+// Property: for a body that comes in time no deadline is set in place of the server's. Row H30 of
+// guarantees.md.
 func TestReadLimitLeavesTheServersDeadline(t *testing.T) {
 	t.Parallel()
 	s, d := serve(t, false, time.Minute, time.Hour, (*deadlines).mark, (*deadlines).mark)

@@ -1,0 +1,118 @@
+// Package consumers gives an operator's orders to consumers: pauses of topics, where a partition
+// resumes, and the rule that gives messages their IDs. An order is a row that the running consumers
+// read. The same transaction records it in operator_actions.
+package consumers
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/internal/pgerr"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// ErrUnknown means that the order names a group, topic, partition or consumer that does not exist.
+// Nothing was changed. The error lists those that exist.
+var ErrUnknown = errors.New("unknown")
+
+// Consumer is one consumer, with the name under which it claims.
+type Consumer struct {
+	Name   string   `json:"consumer"`
+	Group  string   `json:"group"`
+	Topics []string `json:"topics"`
+	IDRule string   `json:"id_rule"`
+}
+
+// Registered returns every consumer, by name.
+func Registered(ctx context.Context, db operator.Querier, schema string) ([]Consumer, error) {
+	return collect[Consumer](ctx, db, "read consumers", migrations.InSchema(registeredSQL, schema))
+}
+
+func collect[T any](ctx context.Context, db operator.Querier, what, sql string, args ...any) ([]T, error) {
+	rows, err := db.Query(ctx, sql, args...)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", what, err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[T])
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", what, err)
+	}
+	return all, nil
+}
+
+// order runs work in a transaction that does not block consumers for long. An error means that
+// nothing was changed, unless the connection broke during COMMIT; it is safe to repeat an order.
+func order(ctx context.Context, db operator.Beginner, what string, work func(tx pgx.Tx) error) error {
+	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
+		if err := operator.Limit(ctx, tx); err != nil {
+			return err
+		}
+		return work(tx)
+	})
+	if pgerr.LockConflict(err) {
+		err = fmt.Errorf("%w (%s)", operator.ErrBusy, pgerr.State(err))
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	return nil
+}
+
+// note records who gave an order, and why.
+func note(ctx context.Context, tx pgx.Tx, schema string, by operator.By, what string, subject map[string]any) error {
+	text, err := json.Marshal(subject)
+	if err != nil {
+		return err
+	}
+	_, err = tx.Exec(ctx, migrations.InSchema(noteSQL, schema), by.Who, what, by.Why, string(text))
+	return err
+}
+
+// knows refuses a topic that no consumer of the group has: an order for it would have no effect.
+func knows(ctx context.Context, tx pgx.Tx, schema, group, topic string) error {
+	type pair struct{ Group, Topic string }
+	all, err := collect[pair](ctx, tx, "read known groups", migrations.InSchema(knownSQL, schema))
+	if err != nil {
+		return err
+	}
+	var groups, topics []string
+	for _, p := range all {
+		groups = append(groups, p.Group)
+		if p.Group == group {
+			topics = append(topics, p.Topic)
+		}
+	}
+	switch {
+	case len(topics) == 0:
+		return fmt.Errorf("group %q is %w: %s", group, ErrUnknown, thereIs(slices.Compact(groups)))
+	case !slices.Contains(topics, topic):
+		return fmt.Errorf("topic %q of group %s is %w: %s", topic, group, ErrUnknown, thereIs(topics))
+	}
+	return nil
+}
+
+// namesMax bounds how many names an error lists.
+const namesMax = 20
+
+func thereIs(names []string) string {
+	if len(names) == 0 {
+		return "there is none"
+	}
+	shown := make([]string, min(len(names), namesMax))
+	for i := range shown {
+		shown[i] = strconv.Quote(names[i])
+	}
+	text := "there is " + strings.Join(shown, ", ")
+	if more := len(names) - len(shown); more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}

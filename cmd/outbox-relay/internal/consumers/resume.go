@@ -1,0 +1,214 @@
+package consumers
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// Where an order resumes a partition, other than at an offset: values of
+// consumer_positions.resume_at.
+const (
+	AtEarliest int64 = -2
+	AtLatest   int64 = -1
+)
+
+// ParseAt parses earliest, latest or an offset.
+func ParseAt(text string) (int64, error) {
+	switch text {
+	case "earliest":
+		return AtEarliest, nil
+	case "latest":
+		return AtLatest, nil
+	}
+	at, err := strconv.ParseInt(text, 10, 64)
+	if err != nil || at < 0 {
+		return 0, errors.New("want earliest, latest or an offset")
+	}
+	return at, nil
+}
+
+// AtText is the inverse of ParseAt.
+func AtText(at int64) string {
+	switch at {
+	case AtEarliest:
+		return "earliest"
+	case AtLatest:
+		return "latest"
+	}
+	return strconv.FormatInt(at, 10)
+}
+
+// Partition is a partition for which a group has a position.
+type Partition struct {
+	Group     string `json:"group"`
+	Topic     string `json:"topic"`
+	Partition int32  `json:"partition"`
+}
+
+func (p Partition) String() string {
+	return fmt.Sprintf("%s/%d of group %s", p.Topic, p.Partition, p.Group)
+}
+
+// Order is an order to resume a partition at another position that is not carried out yet.
+type Order struct {
+	Partition
+
+	Position *int64 `json:"position"` // null: nothing is handled yet
+	ResumeAt int64  `json:"resume_at"`
+	Holder   string `json:"holder"` // empty: the next holder carries it out
+}
+
+// Orders returns the orders that are not carried out, at most 1000.
+func Orders(ctx context.Context, db operator.Querier, schema string) ([]Order, error) {
+	rows, err := db.Query(ctx, migrations.InSchema(ordersSQL, schema))
+	if err != nil {
+		return nil, fmt.Errorf("read orders to resume: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (o Order, err error) {
+		return o, row.Scan(&o.Group, &o.Topic, &o.Partition.Partition, &o.Position, &o.ResumeAt, &o.Holder)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read orders to resume: %w", err)
+	}
+	return all, nil
+}
+
+// Extent is what Kafka has of a partition: offsets from Start to End.
+type Extent struct{ Start, End int64 }
+
+// Resumption is an order and what it replaces.
+type Resumption struct {
+	Order
+
+	Before  *int64 `json:"before"`  // an earlier order that was not carried out
+	Trouble string `json:"trouble"` // why the partition does not move; empty: it does
+	Effect  string `json:"effect"`  // what the order skips or repeats
+	DryRun  bool   `json:"dry_run"`
+}
+
+// ResumeAt orders the holder of a partition, or the next one, to continue at an offset, at
+// AtEarliest or at AtLatest. With an extent, an offset outside of it is refused. A dry run only
+// returns what the order would do.
+func ResumeAt(
+	ctx context.Context, db operator.Beginner, schema string, by operator.By, p Partition, at int64, extent *Extent, dryRun bool,
+) (*Resumption, error) {
+	r := &Resumption{Order: Order{Partition: p, ResumeAt: at}, DryRun: dryRun}
+	err := order(ctx, db, "resume "+p.String(), func(tx pgx.Tx) error {
+		if err := r.lock(ctx, tx, schema); err != nil {
+			return err
+		}
+		if err := within(at, extent); err != nil {
+			return err
+		}
+		if r.Effect = effect(r.Position, at, extent); dryRun {
+			return nil
+		}
+		if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, at); err != nil {
+			return err
+		}
+		return note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
+			"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": AtText(at), "position": r.Position, "before": r.Before,
+		})
+	})
+	if err != nil {
+		return nil, err
+	}
+	return r, nil
+}
+
+// TakeBack removes an order that was not carried out yet. taken is false if there was none.
+func TakeBack(ctx context.Context, db operator.Beginner, schema string, by operator.By, p Partition) (taken bool, err error) {
+	err = order(ctx, db, "resume "+p.String(), func(tx pgx.Tx) error {
+		r := &Resumption{Order: Order{Partition: p}}
+		if err := r.lock(ctx, tx, schema); err != nil {
+			return err
+		}
+		if taken = r.Before != nil; !taken {
+			return nil
+		}
+		if _, err := tx.Exec(ctx, migrations.InSchema(resumeAtSQL, schema), p.Group, p.Topic, p.Partition, nil); err != nil {
+			return err
+		}
+		return note(ctx, tx, schema, by, "consumer.resume_at", map[string]any{
+			"group": p.Group, "topic": p.Topic, "partition": p.Partition, "resume_at": nil, "position": r.Position, "before": r.Before,
+		})
+	})
+	return taken, err
+}
+
+// lock reads and locks the partition until the transaction ends.
+func (r *Resumption) lock(ctx context.Context, tx pgx.Tx, schema string) error {
+	p := r.Partition
+	row := tx.QueryRow(ctx, migrations.InSchema(positionSQL, schema), p.Group, p.Topic, p.Partition)
+	err := row.Scan(&r.Position, &r.Before, &r.Holder, &r.Trouble)
+	if !errors.Is(err, pgx.ErrNoRows) {
+		return err
+	}
+	if err := knows(ctx, tx, schema, p.Group, p.Topic); err != nil {
+		return err
+	}
+	rows, err := tx.Query(ctx, migrations.InSchema(partitionsSQL, schema), p.Group, p.Topic)
+	if err != nil {
+		return err
+	}
+	numbers, err := pgx.CollectRows(rows, pgx.RowTo[int32])
+	if err != nil {
+		return err
+	}
+	names := make([]string, len(numbers))
+	for i, n := range numbers {
+		names[i] = strconv.Itoa(int(n))
+	}
+	return fmt.Errorf("no position is stored for it, the partition is %w: %s", ErrUnknown, thereIs(names))
+}
+
+// within refuses an offset at which there is nothing to resume.
+func within(at int64, extent *Extent) error {
+	switch {
+	case extent == nil || at < 0:
+		return nil
+	case at < extent.Start:
+		return fmt.Errorf("offset %d is deleted, the first one is %d: use that, or earliest", at, extent.Start)
+	case at > extent.End:
+		return fmt.Errorf("offset %d is behind the end of the partition, %d: use that, or latest", at, extent.End)
+	}
+	return nil
+}
+
+// What an order does to messages.
+const (
+	skipped  = "they are skipped and have no effect, unless the group is rewound behind them"
+	repeated = "they are delivered again: those with a claim are dropped as duplicates, those older than the forgotten claims are parked as expired, " +
+		"and a consumer that deduplicates by position handles all of them a second time"
+)
+
+// effect describes what an order skips or repeats, as far as that is known.
+func effect(position *int64, at int64, extent *Extent) string {
+	if position == nil {
+		return "nothing of the partition is handled yet; the order decides where it begins, in place of Config.Start"
+	}
+	switch { // a known place is compared like an offset
+	case extent != nil && at == AtEarliest:
+		at = extent.Start
+	case extent != nil && at == AtLatest:
+		at = extent.End
+	}
+	switch {
+	case at == AtEarliest:
+		return fmt.Sprintf("messages from the start of the partition to the position, %d: %s", *position, repeated)
+	case at == AtLatest:
+		return fmt.Sprintf("messages from the position, %d, to the end of the partition: %s", *position, skipped)
+	case at > *position:
+		return fmt.Sprintf("%d offsets, from the position, %d, to %d: %s", at-*position, *position, at-1, skipped)
+	case at < *position:
+		return fmt.Sprintf("%d offsets, from %d to %d: %s", *position-at, at, *position-1, repeated)
+	}
+	return "the partition resumes at its position: nothing is skipped, nothing is repeated"
+}

@@ -1,0 +1,82 @@
+package consumers
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// RuleLegacy is the rule of consumers that the release before schema version 5 registered, until
+// they start again: see IsLegacy.
+const RuleLegacy = "legacy"
+
+// IsLegacy reports whether a rule reads the default headers of the release before schema version 5.
+// Producers use some of them, such as id and idempotency-key, for other purposes.
+func IsLegacy(rule string) bool { return rule == RuleLegacy || rule == dedup.LegacyIDHeaders }
+
+// CheckRule refuses a text that is no rule for IDs, and a rule that reads no header.
+func CheckRule(rule string) error {
+	parsed, err := dedup.ParseIDRule(rule)
+	if err == nil && len(parsed.Sources()) == 0 {
+		err = errors.New("want the name of a header: headers:NAME,NAME")
+	}
+	return err
+}
+
+// Rule returns a consumer.
+func Rule(ctx context.Context, db operator.Querier, schema, name string) (*Consumer, error) {
+	found, err := collect[Consumer](ctx, db, "read the consumer", migrations.InSchema(ruleSQL, schema), name)
+	if err != nil {
+		return nil, err
+	}
+	if len(found) == 0 {
+		return nil, unknownConsumer(ctx, db, schema, name)
+	}
+	return &found[0], nil
+}
+
+// SetRule changes how the messages of a consumer get their IDs, from its next start on. It returns
+// the consumer as it was before.
+func SetRule(ctx context.Context, db operator.Beginner, schema string, by operator.By, name, rule string) (before *Consumer, err error) {
+	if err := CheckRule(rule); err != nil {
+		return nil, fmt.Errorf("rule %.100q: %w", rule, err)
+	}
+	err = order(ctx, db, "change the rule for IDs", func(tx pgx.Tx) error {
+		found, err := collect[Consumer](ctx, tx, "read the consumer", migrations.InSchema(lockRuleSQL, schema), name)
+		if err != nil {
+			return err
+		}
+		if len(found) == 0 {
+			return unknownConsumer(ctx, tx, schema, name)
+		}
+		if before = &found[0]; before.IDRule == rule {
+			return nil
+		}
+		if _, err := tx.Exec(ctx, migrations.InSchema(setRuleSQL, schema), name, rule); err != nil {
+			return err
+		}
+		return note(ctx, tx, schema, by, "consumer.id_rule", map[string]any{"consumer": name, "id_rule": rule, "before": before.IDRule})
+	})
+	if err != nil {
+		return nil, err
+	}
+	return before, nil
+}
+
+func unknownConsumer(ctx context.Context, db operator.Querier, schema, name string) error {
+	all, err := Registered(ctx, db, schema)
+	if err != nil {
+		return err
+	}
+	names := make([]string, len(all))
+	for i, c := range all {
+		names[i] = c.Name
+	}
+	return fmt.Errorf("consumer %q is %w: %s", name, ErrUnknown, thereIs(names))
+}

@@ -1,0 +1,144 @@
+package checker_test
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo/checker"
+)
+
+// perfect is a run of three customers with ten orders each, without any fault and with one
+// duplicate.
+func perfect() checker.Evidence {
+	e := checker.Evidence{Balances: map[string]int64{}}
+	for version := int64(1); version <= 10; version++ {
+		for customer := range int64(3) {
+			o := checker.Order{
+				ID: version*3 + customer, MessageID: fmt.Sprintf("message-%d", version*3+customer),
+				Key: fmt.Sprintf("customer-%d", customer), Version: version, Amount: 10*version + customer,
+			}
+			e.Orders = append(e.Orders, o)
+			e.Records = append(e.Records, checker.Record{
+				Partition: int32(customer), Offset: version, MessageID: o.MessageID,
+				Key: o.Key, OrderID: o.ID, Version: o.Version, Amount: o.Amount,
+			})
+			e.Effects = append(e.Effects, checker.Effect{
+				Sequence: int64(len(e.Effects)), OrderID: o.ID, MessageID: o.MessageID,
+				Key: o.Key, Version: o.Version, Amount: o.Amount,
+			})
+			e.Balances[o.Key] += o.Amount
+		}
+	}
+	duplicate := e.Records[0]
+	duplicate.Offset = 11
+	e.Records = append(e.Records, duplicate)
+	return e
+}
+
+// A run without faults is found to be one, whatever the order of the evidence and of the
+// duplicates.
+func TestJudgeFindsNothingInAPerfectRun(t *testing.T) {
+	t.Parallel()
+	e := perfect()
+	slices.Reverse(e.Orders)
+	slices.Reverse(e.Records)
+	slices.Reverse(e.Effects)
+	verdict := checker.Judge(e)
+	assert.Equal(t, checker.Verdict{Orders: 30, Delivered: 30, Records: 31, DuplicatesDelivered: 1, Effects: 30}, verdict)
+	assert.True(t, verdict.Held())
+}
+
+// Every kind of damage is found and counted, and nothing else is: a checker that cannot fail proves
+// nothing.
+func TestJudgeFindsEveryPlantedBug(t *testing.T) {
+	t.Parallel()
+	cases := []struct {
+		bug   string
+		plant func(e *checker.Evidence)
+		want  func(v *checker.Verdict) // what differs from the verdict on a perfect run
+	}{
+		{"effect dropped", func(e *checker.Evidence) {
+			e.Effects = slices.Delete(e.Effects, 4, 5)
+		}, func(v *checker.Verdict) { v.Effects, v.Lost = 29, 1 }},
+		{"effect dropped with its update", func(e *checker.Evidence) {
+			e.Balances[e.Effects[4].Key] -= e.Effects[4].Amount
+			e.Effects = slices.Delete(e.Effects, 4, 5)
+		}, func(v *checker.Verdict) { v.Effects, v.Lost, v.WrongBalances = 29, 1, 1 }},
+		{"effect doubled", func(e *checker.Evidence) {
+			e.Effects = append(e.Effects, resequenced(e.Effects[7], 100))
+		}, func(v *checker.Verdict) { v.Effects, v.Doubled = 31, 1 }},
+		{"effect four times", func(e *checker.Evidence) {
+			for n := range int64(3) {
+				e.Effects = append(e.Effects, resequenced(e.Effects[7], 100+n))
+			}
+		}, func(v *checker.Verdict) { v.Effects, v.Doubled = 33, 3 }},
+		{"effect without an order", func(e *checker.Evidence) {
+			e.Effects = append(e.Effects, checker.Effect{Sequence: 100, OrderID: 999, MessageID: "x", Key: "customer-1", Version: 11})
+		}, func(v *checker.Verdict) { v.Effects, v.Phantoms = 31, 1 }},
+		{"effect of another amount", func(e *checker.Evidence) { e.Effects[3].Amount++ }, func(v *checker.Verdict) { v.Phantoms = 1 }},
+		{"effect of another message", func(e *checker.Evidence) { e.Effects[3].MessageID = "x" }, func(v *checker.Verdict) { v.Phantoms = 1 }},
+		{"effects in the wrong order", func(e *checker.Evidence) {
+			// Sequence 0 and 6 are versions 1 and 3 of customer-0; version 2 is between them.
+			e.Effects[0].Sequence, e.Effects[6].Sequence = e.Effects[6].Sequence, e.Effects[0].Sequence
+		}, func(v *checker.Verdict) { v.OutOfOrder = 2 }},
+		{"versions of two effects swapped", func(e *checker.Evidence) {
+			e.Effects[0].Version, e.Effects[3].Version = e.Effects[3].Version, e.Effects[0].Version
+		}, func(v *checker.Verdict) { v.OutOfOrder, v.Phantoms = 1, 2 }},
+		{"update lost beside its effect", func(e *checker.Evidence) { e.Balances["customer-1"] -= 5 }, func(v *checker.Verdict) { v.WrongBalances = 1 }},
+		{"balance of nobody", func(e *checker.Evidence) { e.Balances["customer-9"] = 5 }, func(v *checker.Verdict) { v.WrongBalances = 1 }},
+		{"order never delivered", func(e *checker.Evidence) {
+			e.Records = slices.Delete(e.Records, 8, 9)
+		}, func(v *checker.Verdict) { v.Records, v.Delivered, v.Undelivered = 30, 29, 1 }},
+		{"order lost on the way", func(e *checker.Evidence) {
+			e.Records = slices.Delete(e.Records, 8, 9)
+			e.Effects = slices.Delete(e.Effects, 8, 9)
+		}, func(v *checker.Verdict) {
+			v.Records, v.Delivered, v.Effects, v.Undelivered, v.Lost = 30, 29, 29, 1, 1
+		}},
+		{"records in the wrong order", func(e *checker.Evidence) {
+			e.Records[0].Offset, e.Records[3].Offset = e.Records[3].Offset, e.Records[0].Offset
+		}, func(v *checker.Verdict) { v.OutOfOrder = 1 }},
+		{"key in two partitions", func(e *checker.Evidence) { e.Records[3].Partition = 2 }, func(v *checker.Verdict) { v.OutOfOrder = 1 }},
+		{"record without an order", func(e *checker.Evidence) {
+			e.Records = append(e.Records, checker.Record{Offset: 50, MessageID: "x", Key: "customer-0", OrderID: 999, Version: 11})
+		}, func(v *checker.Verdict) { v.Records, v.Phantoms = 32, 1 }},
+		{"event of an attempt that was rolled back", func(e *checker.Evidence) {
+			rolledBack := e.Records[4]
+			rolledBack.MessageID, rolledBack.Offset = "message-of-the-rollback", 50
+			e.Records = append(e.Records, rolledBack)
+		}, func(v *checker.Verdict) { v.Records, v.Phantoms = 32, 1 }},
+		{"record that is no event", func(e *checker.Evidence) {
+			e.Records = append(e.Records, checker.Record{Offset: 50, Unreadable: "no JSON"})
+		}, func(v *checker.Verdict) { v.Records, v.Phantoms = 32, 1 }},
+		{"duplicates", func(e *checker.Evidence) {
+			for n := range int64(2) {
+				again := e.Records[20]
+				again.Offset = 50 + n
+				e.Records = append(e.Records, again)
+			}
+		}, func(v *checker.Verdict) { v.Records, v.DuplicatesDelivered = 33, 3 }},
+	}
+	for _, c := range cases {
+		t.Run(c.bug, func(t *testing.T) {
+			t.Parallel()
+			e := perfect()
+			c.plant(&e)
+			want := checker.Judge(perfect())
+			c.want(&want)
+			got := checker.Judge(e)
+			examples := got.Examples
+			got.Examples = nil
+			assert.Equal(t, want, got)
+			assert.Equal(t, c.bug == "duplicates", got.Held())
+			assert.Equal(t, got.Held(), len(examples) == 0, "every difference is put into words")
+		})
+	}
+}
+
+func resequenced(e checker.Effect, sequence int64) checker.Effect {
+	e.Sequence = sequence
+	return e
+}

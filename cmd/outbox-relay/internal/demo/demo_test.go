@@ -1,0 +1,166 @@
+//go:build unix
+
+package demo_test
+
+import (
+	"context"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// short is a run that has a freeze and a kill of everything and still fits into a test.
+func short(t *testing.T) demo.Options {
+	t.Helper()
+	return demo.Options{
+		Command:     []string{os.Args[0], childArgument},
+		DatabaseURL: pgtest.EmptyDatabase(t),
+		Brokers:     kafkatest.Brokers(t),
+		Fake:        kafkatest.Kafka(t).Fake != nil,
+		Orders:      900, Duration: 7 * time.Second, Session: 2 * time.Second, Seed: 7,
+	}
+}
+
+// The promise holds: whatever is killed, frozen and sent twice, every order has one effect, in
+// order. Afterwards the servers are as they were.
+func TestRunHoldsThePromise(t *testing.T) {
+	t.Parallel()
+	if testing.Short() {
+		t.Skip("LOUD SKIP with -short: the demo, which takes about 15 seconds")
+	}
+	options := short(t)
+	var phases []string
+	options.Progress = func(p demo.Progress) {
+		if len(phases) == 0 || phases[len(phases)-1] != p.Phase {
+			phases = append(phases, p.Phase)
+		}
+	}
+	report, err := demo.Run(t.Context(), options)
+	require.NoError(t, err)
+	assert.True(t, report.Held(), "%+v", report)
+	assert.Equal(t, options.Orders, report.Orders)
+	assert.Equal(t, options.Orders, report.Delivered)
+	assert.Equal(t, options.Orders, report.Effects)
+	assert.Positive(t, report.Injected)
+	assert.GreaterOrEqual(t, report.DuplicatesDelivered, report.Injected)
+	assert.Positive(t, report.Kills)
+	assert.Positive(t, report.Freezes)
+	assert.Zero(t, report.Crashes, report.Notes)
+	assert.Equal(t, []string{"preparing tables and topic", "starting the processes", "placing orders", "waiting for the last effects", "waiting for the last duplicates", "checking"},
+		phases)
+	assertNothingLeft(t, options)
+}
+
+// The demo can fail: without the claim duplicates have effects, and the checker says so.
+func TestRunWithoutDedupBreaksThePromise(t *testing.T) {
+	t.Parallel()
+	if testing.Short() {
+		t.Skip("LOUD SKIP with -short: the demo without dedup, which takes about 15 seconds")
+	}
+	options := short(t)
+	options.WithoutDedup = true
+	report, err := demo.Run(t.Context(), options)
+	require.NoError(t, err)
+	assert.False(t, report.Held())
+	assert.Positive(t, report.Doubled)
+	assert.Positive(t, report.WrongBalances)
+	assert.NotEmpty(t, report.Examples)
+	assert.Zero(t, report.Lost)
+	assertNothingLeft(t, options)
+}
+
+// An interrupted run ends at once and removes what it made.
+func TestRunIsInterrupted(t *testing.T) {
+	t.Parallel()
+	options := short(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	options.Progress = func(p demo.Progress) {
+		if p.Effects > 0 && p.Freezes > 0 {
+			cancel()
+		}
+	}
+	begin := time.Now()
+	_, err := demo.Run(ctx, options)
+	require.ErrorIs(t, err, context.Canceled)
+	assert.Less(t, time.Since(begin), time.Minute)
+	assertNothingLeft(t, options)
+}
+
+func assertNothingLeft(t *testing.T, options demo.Options) {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), options.DatabaseURL)
+	require.NoError(t, err)
+	defer func() { assert.NoError(t, conn.Close(t.Context())) }()
+	var schemas int
+	require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*) FROM pg_namespace WHERE nspname LIKE 'effectonce%'`).Scan(&schemas))
+	assert.Zero(t, schemas)
+}
+
+// A child that cannot be kept running ends the run with the end of its log, not with a wait.
+func TestRunReportsAChildThatFails(t *testing.T) {
+	t.Parallel()
+	options := short(t)
+	options.Command = []string{"sh", "-c", "echo the reason is this; exit 5"}
+	_, err := demo.Run(t.Context(), options)
+	require.ErrorContains(t, err, "the reason is this")
+	require.ErrorContains(t, err, "exit status 5")
+	assert.FileExists(t, filepath.Join(logsOf(t, err), "relay-1.log"))
+	assertNothingLeft(t, options)
+}
+
+// logsOf returns the directory that a run has left for its user, and removes it when the test ends.
+func logsOf(t *testing.T, err error) string {
+	t.Helper()
+	_, logs, found := strings.Cut(err.Error(), "the processes' logs are in ")
+	require.True(t, found, err)
+	t.Cleanup(func() { assert.NoError(t, os.RemoveAll(logs)) })
+	return logs
+}
+
+// A run that fails leaves no topic behind either.
+func TestRunRemovesItsTopic(t *testing.T) {
+	t.Parallel()
+	kafka := kafkatest.Own(t)
+	options := short(t)
+	options.Brokers = kafka.Brokers
+	options.Command = []string{"false"}
+	_, err := demo.Run(t.Context(), options)
+	require.Error(t, err)
+	logsOf(t, err)
+	topics, err := kadm.NewClient(kafkatest.ClientAt(t, kafka.Brokers)).ListTopics(t.Context())
+	require.NoError(t, err)
+	assert.Empty(t, topics.Names())
+}
+
+// Wrong options are all reported at once, before anything is started.
+func TestRunRefusesWrongOptions(t *testing.T) {
+	t.Parallel()
+	_, err := demo.Run(t.Context(), demo.Options{Orders: 1, Duration: time.Second, Session: time.Hour})
+	for _, part := range []string{"orders 1: want 50 to 100000", "duration 1s: want 5s to 10m0s", "session 1h0m0s: want 2s to 1m0s", "are required"} {
+		require.ErrorContains(t, err, part)
+	}
+	require.ErrorContains(t, demo.Options{Orders: 100_000, Duration: time.Minute}.Check(), "want at most 500")
+	require.NoError(t, demo.Options{}.Check())
+}
+
+// A user who starts a child by hand gets an explanation.
+func TestRunProcessWithoutAJob(t *testing.T) {
+	t.Parallel()
+	for _, input := range []string{"", "\n", "{\"Role\":\"pirate\"}\n"} {
+		err := demo.RunProcess(t.Context(), strings.NewReader(input), io.Discard, func() {})
+		require.ErrorContains(t, err, "started by the demo, not by people")
+	}
+}

@@ -1,0 +1,110 @@
+package demo
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+type role string
+
+const (
+	roleShop     role = "shop"
+	roleRelay    role = "relay"
+	roleConsumer role = "consumer"
+)
+
+// job is the task of a child. It is sent through the child's standard input.
+type job struct {
+	Name         string
+	Role         role
+	DatabaseURL  string
+	Brokers      []string
+	Schema       string
+	Topic        string
+	Group        string
+	Orders       int
+	Seed         uint64
+	Start        time.Time
+	Duration     time.Duration
+	Session      time.Duration
+	WithoutDedup bool
+}
+
+// The limits are short, so that freezes longer than them fit into the run.
+const (
+	lease    = 2 * time.Second
+	drainMax = 5 * time.Second
+	// For a consumer: how often it sends heartbeats, how long it may finish a batch when its
+	// partitions are revoked (less than the rebalance timeout, see below), and how long it waits
+	// for an answer of the brokers beyond the time that they may take for it.
+	heartbeat        = 500 * time.Millisecond
+	consumerDrainMax = 800 * time.Millisecond
+	answerMax        = 3 * time.Second
+	idleTimeout      = 3 * time.Second
+	lockTimeout      = 5 * time.Second
+	retryMax         = time.Second
+)
+
+// rebalanceTimeout is how long a rebalancing group waits for a member that was killed or frozen. It
+// is well below the session timeout: if a member's session ends while it waits for the others,
+// kfake drops it without an answer, and the member would keep waiting for one.
+func (j job) rebalanceTimeout() time.Duration { return j.Session / 2 }
+
+// connectionsMax of a child: eight workers of the shop, or six partitions and some room.
+const connectionsMax = 10
+
+// RunProcess does the job of a child process until ctx is cancelled, and logs to logs. stdin
+// carries the job and also connects the child to its parent: when it ends, the parent is gone and
+// orphaned is called, which has to end the process at once.
+func RunProcess(ctx context.Context, stdin io.Reader, logs io.Writer, orphaned func()) error {
+	input := bufio.NewReader(stdin)
+	line, err := input.ReadBytes('\n')
+	if err != nil {
+		return fmt.Errorf("this command is started by the demo, not by people: no job on standard input: %w", err)
+	}
+	var j job
+	if err := json.Unmarshal(line, &j); err != nil {
+		return fmt.Errorf("this command is started by the demo, not by people: no job on standard input: %w", err)
+	}
+	go func() {
+		// However the pipe ended, no parent remains that could stop this process.
+		_, _ = io.Copy(io.Discard, input)
+		orphaned()
+	}()
+	pool, err := j.pool(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	logger := slog.New(slog.NewTextHandler(logs, nil)).With("process", j.Name)
+	switch j.Role {
+	case roleShop:
+		return runShop(ctx, pool, j)
+	case roleRelay:
+		return runRelay(ctx, pool, j, logger)
+	case roleConsumer:
+		return runConsumer(ctx, pool, j, logger)
+	default:
+		return errors.New("this command is started by the demo, not by people: unknown role")
+	}
+}
+
+func (j job) pool(ctx context.Context) (*pgxpool.Pool, error) {
+	config, err := pgxpool.ParseConfig(j.DatabaseURL)
+	if err != nil {
+		return nil, err
+	}
+	config.MaxConns = connectionsMax
+	return pgxpool.NewWithConfig(ctx, config)
+}
+
+func (j job) kafka() []kgo.Opt { return []kgo.Opt{kgo.SeedBrokers(j.Brokers...)} }

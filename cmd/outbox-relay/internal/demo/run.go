@@ -1,0 +1,250 @@
+package demo
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo/checker"
+)
+
+// The numbers of relays and consumers of a run; there is one shop.
+const (
+	relays    = 2
+	consumers = 3
+)
+
+// stopMax is how long children have to end after SIGTERM: their own drain limit, and some time to
+// start and to disconnect from the brokers.
+const stopMax = 3 * drainMax
+
+// judgeMax bounds the checker, in case the brokers are gone.
+const judgeMax = time.Minute
+
+// consumerStopMax is shorter, because nothing depends on how consumers end.
+const consumerStopMax = 2 * time.Second
+
+// run is a run in progress. Its methods belong to one goroutine.
+type run struct {
+	job
+	begin        time.Time
+	progress     func(Progress)
+	conn         *pgx.Conn
+	fleet        *fleet
+	troublemaker *troublemaker
+	duplicator   *duplicator
+	trouble      chan error // errors of the goroutines
+	counts       counts
+	phase        string
+	fake         bool
+	calm         bool // no more faults
+	nudged       bool
+	notes        []string
+}
+
+// prepareAndCarryOut does everything between the check of the options and the cleanup.
+func prepareAndCarryOut(ctx context.Context, options Options, j job, m *made, logs string) (Report, error) {
+	options.Progress(Progress{Phase: "preparing tables and topic", Total: j.Orders})
+	if err := setUp(ctx, j, m); err != nil {
+		return Report{}, fmt.Errorf("prepare the demo: %w", err)
+	}
+	conn, err := pgx.Connect(ctx, j.DatabaseURL)
+	if err != nil {
+		return Report{}, err
+	}
+	defer hangUp(ctx, conn)
+	duplicator, err := newDuplicator(j)
+	if err != nil {
+		return Report{}, err
+	}
+	fleet := newFleet(ctx, options.Command, logs, jobs(j))
+	defer fleet.close()
+	r := &run{
+		begin: time.Now(), job: j, progress: options.Progress, fake: options.Fake, conn: conn, fleet: fleet, duplicator: duplicator,
+		troublemaker: &troublemaker{fleet: fleet}, trouble: make(chan error, 2),
+	}
+	if err := r.carryOut(ctx); err != nil {
+		return Report{}, err
+	}
+	return r.judge(ctx)
+}
+
+func jobs(j job) []job {
+	var all []job
+	add := func(r role, n int) {
+		for i := range n {
+			j.Role, j.Name = r, fmt.Sprintf("%s-%d", r, i+1)
+			all = append(all, j)
+		}
+	}
+	add(roleShop, 1)
+	add(roleRelay, relays)
+	add(roleConsumer, consumers)
+	return all
+}
+
+// carryOut injects faults while the shop works, then lets everything drain and stops it.
+func (r *run) carryOut(ctx context.Context) error {
+	var background sync.WaitGroup
+	defer background.Wait()
+	working, stop := context.WithCancel(ctx)
+	defer stop()
+	calm, finish := make(chan struct{}), make(chan struct{})
+	duplicated := make(chan struct{})
+	background.Go(func() {
+		defer close(duplicated)
+		r.tell(r.duplicator.run(working, finish))
+	})
+	// When the time is over, or all orders are placed, every process is resumed and started again,
+	// whatever remains of the plan.
+	troubled, calmDown := context.WithCancel(working)
+	defer calmDown()
+	makeTrouble := func() {
+		defer close(calm)
+		begin := time.Now()
+		limited, cancel := context.WithDeadline(troubled, begin.Add(r.Duration))
+		defer cancel()
+		r.tell(r.troublemaker.run(limited, begin, plan(newRandom(r.Seed, streamFaults), r.Duration, r.Session)))
+	}
+	for _, step := range []func(context.Context) error{
+		// Orders and faults begin when everything is running: on a slow machine the time would
+		// otherwise be over before that.
+		r.untilReady,
+		r.untilFirstEffect,
+		func(context.Context) error { background.Go(makeTrouble); return nil },
+		r.untilOrders,
+		func(ctx context.Context) error { calmDown(); return r.untilClosed(ctx, calm) },
+		r.untilEffects,
+		func(ctx context.Context) error { close(finish); return r.untilClosed(ctx, duplicated) },
+		r.untilRead,
+	} {
+		if err := step(ctx); err != nil {
+			return err
+		}
+	}
+	// All their work is committed: a consumer that is still disconnecting is killed.
+	_ = r.fleet.stop(ctx, roleConsumer, consumerStopMax)
+	return ctx.Err()
+}
+
+// untilReady starts relays and consumers, and waits until the relays have their lease and the
+// consumers their partitions.
+func (r *run) untilReady(ctx context.Context) error {
+	if err := errors.Join(r.fleet.start(roleRelay), r.fleet.start(roleConsumer)); err != nil {
+		return err
+	}
+	return r.until(ctx, "starting the processes", func() (left int64, err error) {
+		err = r.conn.QueryRow(ctx, inShop(unreadySQL, r.Schema), partitions).Scan(&left)
+		return left, err
+	})
+}
+
+func (r *run) untilFirstEffect(ctx context.Context) error {
+	if err := r.fleet.start(roleShop); err != nil {
+		return err
+	}
+	return r.until(ctx, "starting the processes", func() (left int64, err error) {
+		r.counts, err = readCounts(ctx, r.conn, r.job)
+		return int64(1 - min(r.counts.effects, 1)), err
+	})
+}
+
+func (r *run) untilOrders(ctx context.Context) error {
+	err := r.until(ctx, "placing orders", func() (left int64, err error) {
+		r.counts, err = readCounts(ctx, r.conn, r.job)
+		return int64(r.Orders - r.counts.orders), err
+	})
+	if err == nil && r.counts.orders < r.Orders {
+		return fmt.Errorf("the shop placed %d of %d orders, and then none for %v", r.counts.orders, r.Orders, stallMax)
+	}
+	return err
+}
+
+func (r *run) untilEffects(ctx context.Context) error {
+	r.calm = true
+	r.note(r.fleet.stop(ctx, roleShop, stopMax))
+	return r.until(ctx, "waiting for the last effects", func() (left int64, err error) {
+		r.counts, err = readCounts(ctx, r.conn, r.job)
+		return int64(r.counts.orders - r.counts.effects), err
+	})
+}
+
+// untilRead waits until the consumers have read the whole topic: a duplicate that no consumer read
+// proves nothing. The relays are stopped first, so that the end does not move.
+func (r *run) untilRead(ctx context.Context) error {
+	r.note(r.fleet.stop(ctx, roleRelay, stopMax))
+	partitions, next, err := ends(ctx, r.job)
+	if err != nil {
+		return err
+	}
+	return r.until(ctx, "waiting for the last duplicates", func() (left int64, err error) {
+		err = r.conn.QueryRow(ctx, inShop(behindSQL, r.Schema), r.Group, r.Topic, partitions, next).Scan(&left)
+		return left, err
+	})
+}
+
+func (r *run) untilClosed(ctx context.Context, done <-chan struct{}) error {
+	return r.until(ctx, r.phase, func() (left int64, err error) {
+		select {
+		case <-done:
+			return 0, nil
+		default:
+		}
+		r.counts, err = readCounts(ctx, r.conn, r.job)
+		return int64(r.Orders - r.counts.effects + 1), err
+	})
+}
+
+// judge runs the checker.
+func (r *run) judge(ctx context.Context) (Report, error) {
+	r.phase = "checking"
+	r.report()
+	ctx, cancel := context.WithTimeout(ctx, judgeMax)
+	defer cancel()
+	var evidence checker.Evidence
+	if err := checker.ReadDatabase(ctx, r.conn, r.Schema, &evidence); err != nil {
+		return Report{}, err
+	}
+	if err := checker.ReadTopic(ctx, r.kafka(), r.Topic, &evidence); err != nil {
+		return Report{}, err
+	}
+	crashes := r.fleet.crashes()
+	return Report{
+		Verdict:  checker.Judge(evidence),
+		Injected: int(r.duplicator.injected.Load()),
+		Kills:    int(r.troublemaker.kills.Load()),
+		Freezes:  int(r.troublemaker.freezes.Load()),
+		Crashes:  len(crashes),
+		Notes:    append(r.notes, crashes...),
+	}, nil
+}
+
+// tell passes an error of a goroutine to the run.
+func (r *run) tell(err error) {
+	if err != nil {
+		r.trouble <- err
+	}
+}
+
+// note records what the user should know although the run continues.
+func (r *run) note(err error) {
+	if err != nil {
+		r.notes = append(r.notes, err.Error())
+	}
+}
+
+func (r *run) report() {
+	r.progress(Progress{
+		Elapsed: time.Since(r.begin), Phase: r.phase, Total: r.Orders,
+		Orders: r.counts.orders, Effects: r.counts.effects,
+		Delivered:  int(r.duplicator.delivered.Load()),
+		Duplicates: int(r.duplicator.injected.Load()),
+		Kills:      int(r.troublemaker.kills.Load()),
+		Freezes:    int(r.troublemaker.freezes.Load()),
+		Frozen:     r.fleet.frozen(),
+	})
+}

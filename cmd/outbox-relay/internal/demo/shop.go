@@ -1,0 +1,163 @@
+package demo
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/internal/pause"
+	"github.com/effectonce/effectonce/outbox"
+)
+
+const missingSQL = `-- demo.missing
+SELECT n FROM generate_series(1, $1::bigint) AS n WHERE NOT EXISTS (SELECT FROM shop.orders WHERE id = n) ORDER BY n`
+
+// versionSQL runs before the event is published: it locks the row that orders a customer's writers.
+const versionSQL = `-- demo.version
+UPDATE shop.customers SET version = version + 1 WHERE name = $1 RETURNING version`
+
+const orderSQL = `-- demo.order
+INSERT INTO shop.orders (id, message_id, customer, version, amount) VALUES ($1, $2, $3, $4, $5)`
+
+// event is the body of a message.
+type event struct {
+	Order    int64  `json:"order"`
+	Customer string `json:"customer"`
+	Version  int64  `json:"version"`
+	Amount   int64  `json:"amount"`
+}
+
+const (
+	writers     = 8
+	attemptsMax = 64
+	// rollbacks and pauses are probabilities of an attempt. A pause under the lock makes commit
+	// order differ from the order in which transactions began.
+	rollbacks = 0.12
+	pauses    = 0.25
+	pauseMax  = 15 * time.Millisecond
+)
+
+type shop struct {
+	job
+	pool   *pgxpool.Pool
+	outbox *outbox.Outbox
+}
+
+// runShop places the orders that are missing from the database, each when it is due, and returns
+// when all exist. Orders that a killed shop did not place are due at once.
+func runShop(ctx context.Context, pool *pgxpool.Pool, j job) error {
+	box, err := outbox.New(outbox.Config{Schema: j.Schema})
+	if err != nil {
+		return err
+	}
+	s := &shop{job: j, pool: pool, outbox: box}
+	rows, _ := pool.Query(ctx, inShop(missingSQL, j.Schema), j.Orders)
+	missing, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+	if err != nil {
+		return fmt.Errorf("find the orders that are still to be placed: %w", err)
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	due := make(chan int64)
+	var workers sync.WaitGroup
+	for range writers {
+		workers.Go(func() {
+			for id := range due {
+				if err := s.place(ctx, id); err != nil {
+					cancel(err)
+				}
+			}
+		})
+	}
+	s.schedule(ctx, missing, due)
+	close(due)
+	workers.Wait()
+	if err := context.Cause(ctx); err != nil && !errors.Is(err, context.Canceled) {
+		return err
+	}
+	return nil
+}
+
+// schedule sends each order when it is due, the first ones at the start of the run.
+func (s *shop) schedule(ctx context.Context, missing []int64, due chan<- int64) {
+	interval := s.Duration / time.Duration(s.Orders)
+	for _, id := range missing {
+		if !pause.For(ctx, time.Until(s.Start.Add(time.Duration(id)*interval))) {
+			return
+		}
+		select {
+		case due <- id:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+var errChangedItsMind = errors.New("the customer changed their mind")
+
+// place retries until the order is committed. If an attempt's COMMIT got no answer, the primary key
+// shows at the next one whether it committed.
+func (s *shop) place(ctx context.Context, id int64) error {
+	var err error
+	for attempt := range uint64(attemptsMax) {
+		random := newRandom(s.Seed, streamOrders+uint64(id)*attemptsMax+attempt)
+		err = s.attempt(ctx, random, id)
+		var pgErr *pgconn.PgError
+		switch {
+		case err == nil, errors.As(err, &pgErr) && pgErr.Code == "23505" && pgErr.ConstraintName == "orders_pkey":
+			return nil
+		case errors.Is(err, errChangedItsMind):
+			continue
+		}
+		if !pause.For(ctx, 50*time.Millisecond) {
+			return nil
+		}
+	}
+	return fmt.Errorf("place order %d, attempt %d: %w", id, attemptsMax, err)
+}
+
+func (s *shop) attempt(ctx context.Context, random *rand.Rand, id int64) error {
+	tx, err := s.pool.Begin(ctx)
+	if err != nil {
+		return err
+	}
+	defer tx.Rollback(context.WithoutCancel(ctx))
+	messageID, err := uuid.NewV7()
+	if err != nil {
+		return err
+	}
+	// The square favours low numbers: some customers order very often, so that writers queue for
+	// them.
+	choice := random.Float64()
+	body := event{Order: id, Customer: fmt.Sprintf("customer-%d", 1+int(choice*choice*customers)), Amount: 1 + random.Int64N(1000)}
+	if err := tx.QueryRow(ctx, inShop(versionSQL, s.Schema), body.Customer).Scan(&body.Version); err != nil {
+		return err
+	}
+	if _, err := tx.Exec(ctx, inShop(orderSQL, s.Schema), id, messageID, body.Customer, body.Version, body.Amount); err != nil {
+		return err
+	}
+	payload, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	err = s.outbox.Publish(ctx, tx, outbox.Message{ID: messageID, Topic: s.Topic, Key: []byte(body.Customer), Payload: payload})
+	if err != nil {
+		return err
+	}
+	if random.Float64() < pauses && !pause.For(ctx, time.Duration(random.Int64N(int64(pauseMax)))) {
+		return ctx.Err()
+	}
+	if random.Float64() < rollbacks {
+		return errChangedItsMind
+	}
+	return tx.Commit(ctx)
+}

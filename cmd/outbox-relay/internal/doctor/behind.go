@@ -1,0 +1,81 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+)
+
+// LagAgeMaxDefault is how old a position may be. For most consumers a message later than this is
+// late; a consumer at the end of its partition stores that once a minute.
+const LagAgeMaxDefault = 5 * time.Minute
+
+// Behind is how late a consumer is. A position is as old as the last record before it, or as the
+// last time when it was seen at the end of its partition. So the position of a consumer that no
+// longer runs also gets older.
+type Behind struct {
+	Partitions int64 `json:"partitions"` // partitions that are older than the limit
+	Unheld     int64 `json:"unheld"`     // how many of them no process holds
+	// The oldest of them, and its holder. Owner is empty if no process holds it.
+	Topic      string  `json:"topic"`
+	Partition  int32   `json:"partition"`
+	Owner      string  `json:"owner"`
+	AgeSeconds float64 `json:"age_seconds"`
+}
+
+// text is what is wrong; remedy is what to do.
+func (b *Behind) text() string {
+	text := fmt.Sprintf("%s behind, the oldest, %s/%d, for %s", human.Count(b.Partitions, "partition"), oneLine(b.Topic), b.Partition, human.Seconds(b.AgeSeconds))
+	switch {
+	case b.Unheld == b.Partitions:
+		return text + ", and no process holds " + them(b.Partitions)
+	case b.Unheld > 0:
+		return text + fmt.Sprintf("; %d of them not held by any process", b.Unheld)
+	}
+	return text + ", held by " + oneLine(b.Owner)
+}
+
+func them(n int64) string {
+	if n == 1 {
+		return "it"
+	}
+	return "them"
+}
+
+func (b *Behind) remedy(group string) string {
+	if b.Unheld > 0 {
+		return fmt.Sprintf("start a consumer of group %s, or find out why it does not get its partitions: \"outbox-relay positions --group %s\"", oneLine(group), shellWord(group))
+	}
+	return fmt.Sprintf("the consumer is slow or hangs: see its log, and the lag in \"outbox-relay positions --group %s\"", shellWord(group))
+}
+
+// readBehind adds the consumers that are later than the limit; 0: no limit.
+func (s *Status) readBehind(ctx context.Context, db operator.Querier, schema string, limit time.Duration) error {
+	if limit == 0 {
+		return nil
+	}
+	rows, err := db.Query(ctx, inSchema(behindSQL, schema), limit.Seconds())
+	if err != nil {
+		return fmt.Errorf("read how late consumers are: %w", err)
+	}
+	var name string
+	var b Behind
+	_, err = pgx.ForEachRow(rows, []any{&name, &b.Topic, &b.Partition, &b.Owner, &b.AgeSeconds, &b.Partitions, &b.Unheld}, func() error {
+		for i := range s.Consuming {
+			if s.Consuming[i].Name == name {
+				found := b
+				s.Consuming[i].Behind = &found
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("read how late consumers are: %w", err)
+	}
+	return nil
+}

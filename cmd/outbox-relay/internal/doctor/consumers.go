@@ -1,0 +1,225 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+)
+
+// ConsumerStatus is the state of one consumer, by the name under which it claims.
+type ConsumerStatus struct {
+	Name  string `json:"name"`
+	Group string `json:"group"`
+	// Partitions counts those with a stored position.
+	Partitions int64 `json:"partitions"`
+	// Trouble lists the partitions that are halted.
+	Trouble []PartitionTrouble `json:"trouble"`
+	// Behind is how late it is; null: not later than the limit.
+	Behind *Behind `json:"behind"`
+	// IDRule is the rule by which its messages get their IDs.
+	IDRule string `json:"id_rule"`
+	// MissingTopics are those of its topics that Kafka does not have. Empty if Kafka was not asked:
+	// see Status.KafkaError.
+	MissingTopics []string `json:"missing_topics"`
+	// Parked counts messages by reason, at most CountMax of all consumers.
+	Parked map[string]int64 `json:"parked"`
+	// HeldKeys counts keys whose first message is parked, within the same bound.
+	HeldKeys int64 `json:"held_keys"`
+	// OldestParkedSeconds is the age of the oldest parked message; 0: there is none.
+	OldestParkedSeconds float64 `json:"oldest_parked_seconds"`
+}
+
+// PartitionTrouble is why a partition is halted.
+type PartitionTrouble struct {
+	Topic     string `json:"topic"`
+	Partition int32  `json:"partition"`
+	Owner     string `json:"owner"`
+	Text      string `json:"text"`
+	// SaidSeconds is the time since its holder last reported the cause, which it does at every
+	// attempt.
+	SaidSeconds float64 `json:"said_seconds"`
+}
+
+// notes adds what operators ordered, and topics that do not exist. Neither makes the status bad: an
+// operator meant the order, and a renamed consumer leaves its old name behind.
+func (s *Status) notes(ctx context.Context, db operator.Querier, schema string) error {
+	var err error
+	if s.Paused, err = consumers.Pauses(ctx, db, schema, nil, nil); err != nil {
+		return err
+	}
+	if s.Orders, err = consumers.Orders(ctx, db, schema); err != nil {
+		return err
+	}
+	for _, c := range s.Consuming {
+		for _, topic := range c.MissingTopics {
+			s.Notes = append(s.Notes, fmt.Sprintf("consumer %q: topic %s does not exist: is its name misspelt?", c.Name, oneLine(topic)))
+		}
+	}
+	for _, p := range s.Paused {
+		s.Notes = append(s.Notes, pausedText(p)+fmt.Sprintf(": to end the pause, run \"outbox-relay consumer resume --group %s --topic %s\"", oneLine(p.Group), oneLine(p.Topic)))
+	}
+	for _, o := range s.Orders {
+		s.Notes = append(s.Notes, orderText(o))
+	}
+	if s.KafkaError != "" {
+		s.Notes = append(s.Notes, "unknown whether the topics of consumers exist: "+oneLine(s.KafkaError))
+	}
+	return nil
+}
+
+func pausedText(p consumers.Pause) string {
+	return fmt.Sprintf("topic %s is paused for group %s since %s by %s (%s)", oneLine(p.Topic), oneLine(p.Group), p.PausedAt.UTC().Format(time.RFC3339), oneLine(p.Who), oneLine(p.Why))
+}
+
+func orderText(o consumers.Order) string {
+	position, holder := "no position", "no consumer holds it"
+	if o.Position != nil {
+		position = fmt.Sprintf("position %d", *o.Position)
+	}
+	if o.Holder != "" {
+		holder = "holder " + oneLine(o.Holder)
+	}
+	return fmt.Sprintf("%s is ordered to resume at %s, which is not carried out yet (%s, %s)", oneLine(o.String()), consumers.AtText(o.ResumeAt), position, holder)
+}
+
+// readMissing asks Kafka which topics exist. If no broker answers, it only records KafkaError: that
+// is no fault of the consumers.
+func (s *Status) readMissing(ctx context.Context, topics map[string][]string, missing func(context.Context, []string) ([]string, error)) {
+	if missing == nil || len(topics) == 0 {
+		return
+	}
+	absent, err := missing(ctx, slices.Concat(slices.Collect(maps.Values(topics))...))
+	if err != nil {
+		s.KafkaError = err.Error()
+		return
+	}
+	for i := range s.Consuming {
+		c := &s.Consuming[i]
+		for _, topic := range topics[c.Name] {
+			if slices.Contains(absent, topic) {
+				c.MissingTopics = append(c.MissingTopics, topic)
+			}
+		}
+	}
+}
+
+func (c *ConsumerStatus) parked() (n int64) {
+	for _, count := range c.Parked {
+		n += count
+	}
+	return n
+}
+
+// readConsumers adds every consumer.
+func (s *Status) readConsumers(ctx context.Context, db operator.Querier, schema string, missing func(context.Context, []string) ([]string, error)) error {
+	rows, err := db.Query(ctx, inSchema(consumersSQL, schema))
+	if err != nil {
+		return fmt.Errorf("read consumers: %w", err)
+	}
+	c := ConsumerStatus{Trouble: []PartitionTrouble{}, MissingTopics: []string{}}
+	byName, topics := map[string]int{}, map[string][]string{}
+	var names []string
+	_, err = pgx.ForEachRow(rows, []any{&c.Name, &c.Group, &names, &c.IDRule, &c.Partitions}, func() error {
+		c.Parked, topics[c.Name] = map[string]int64{}, slices.Clone(names)
+		byName[c.Name] = len(s.Consuming)
+		s.Consuming = append(s.Consuming, c)
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("read consumers: %w", err)
+	}
+	if err := s.readTrouble(ctx, db, schema, byName); err != nil {
+		return fmt.Errorf("read halted partitions: %w", err)
+	}
+	if err := s.readParked(ctx, db, schema, byName); err != nil {
+		return fmt.Errorf("count parked messages: %w", err)
+	}
+	s.readMissing(ctx, topics, missing)
+	return s.notes(ctx, db, schema)
+}
+
+func (s *Status) readTrouble(ctx context.Context, db operator.Querier, schema string, byName map[string]int) error {
+	rows, err := db.Query(ctx, inSchema(troubleSQL, schema), troubleMax)
+	if err != nil {
+		return err
+	}
+	var name string
+	var t PartitionTrouble
+	_, err = pgx.ForEachRow(rows, []any{&name, &t.Topic, &t.Partition, &t.Owner, &t.Text, &t.SaidSeconds}, func() error {
+		if i, known := byName[name]; known {
+			s.Consuming[i].Trouble = append(s.Consuming[i].Trouble, t)
+		}
+		return nil
+	})
+	return err
+}
+
+func (s *Status) readParked(ctx context.Context, db operator.Querier, schema string, byName map[string]int) error {
+	rows, err := db.Query(ctx, inSchema(parkedSQL, schema), CountMax)
+	if err != nil {
+		return err
+	}
+	var name, reason string
+	var count, keys int64
+	var oldest float64
+	_, err = pgx.ForEachRow(rows, []any{&name, &reason, &count, &keys, &oldest}, func() error {
+		if i, known := byName[name]; known {
+			c := &s.Consuming[i]
+			c.Parked[reason] = count
+			c.HeldKeys += keys
+			c.OldestParkedSeconds = max(c.OldestParkedSeconds, oldest)
+		}
+		return nil
+	})
+	return err
+}
+
+// judgeConsumers adds the problems of the consumers.
+func (s *Status) judgeConsumers(parkedMax int64) {
+	var all int64
+	for _, c := range s.Consuming {
+		all += c.parked()
+	}
+	for _, c := range s.Consuming {
+		for _, t := range c.Trouble {
+			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s/%d halted for %s: %s",
+				c.Name, t.Topic, t.Partition, human.Seconds(t.SaidSeconds), oneLine(t.Text)))
+		}
+		if c.Behind != nil {
+			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s: %s", c.Name, c.Behind.text(), c.Behind.remedy(c.Group)))
+		}
+		if n := c.parked(); n > 0 && all > parkedMax {
+			s.Problems = append(s.Problems, fmt.Sprintf("consumer %q: %s parked, %s held, the oldest for %s: see \"outbox-relay parked list\"",
+				c.Name, human.Count(n, "message"), human.Count(c.HeldKeys, "key"), human.Seconds(c.OldestParkedSeconds)))
+		}
+	}
+}
+
+// oneLine turns the text of a foreign error into one line that a terminal can show.
+func oneLine(text string) string {
+	const lineMax = 300
+	line, _, more := strings.Cut(text, "\n")
+	quoted := fmt.Sprintf("%.*q", lineMax, line)
+	if line = quoted[1 : len(quoted)-1]; more {
+		line += "…"
+	}
+	return line
+}
+
+// ReasonsText formats counts by reason, in a fixed order.
+func ReasonsText(counts map[string]int64) string {
+	var reasons []string
+	for _, reason := range slices.Sorted(maps.Keys(counts)) {
+		reasons = append(reasons, fmt.Sprintf("%s %d", reason, counts[reason]))
+	}
+	return strings.Join(reasons, ", ")
+}

@@ -1,0 +1,282 @@
+package doctor_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	names "github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+const (
+	registerSQL = "INSERT INTO effectonce.consumers (name, consumer_group, topics, dedup_window) VALUES ($1, $2, $3, $4)"
+	positionSQL = `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset, record_time, updated_at)
+		SELECT $1, $2, $3, 7, at, at FROM (SELECT clock_timestamp() - $4::interval AS at) t`
+	parkedSQL = `INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, reason, error, state, parked_at)
+		SELECT id, gen_random_uuid(), $2, $3, $4, convert_to(nullif($5, ''), 'UTF8'), $6, 'e', CASE $6 WHEN 'behind' THEN 'behind' ELSE 'parked' END,
+			clock_timestamp() - interval '1 minute' * $4::bigint FROM effectonce.consumers WHERE name = $1`
+)
+
+// Each consumer is reported with what is halted and what is parked, and either is not well; how
+// much may be parked is the caller's choice. With one relay alone they are left out.
+func TestStatusReportsConsumers(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	exec(t, conn, registerSQL, "billing/orders", "billing", []string{"orders"}, "7 days")
+	exec(t, conn, registerSQL, "billing/payments", "billing", []string{"payments"}, "7 days")
+	for partition := range 3 {
+		exec(t, conn, positionSQL, "billing", "orders", partition, "0")
+	}
+	exec(t, conn, positionSQL, "billing", "payments", 0, "0")
+	status := readStatus(t, conn, doctor.StatusOptions{})
+	assert.True(t, status.Well)
+	require.Len(t, status.Consuming, 2)
+	assert.Equal(t, "billing/orders", status.Consuming[0].Name)
+	assert.Equal(t, int64(3), status.Consuming[0].Partitions)
+	assert.Equal(t, int64(1), status.Consuming[1].Partitions)
+
+	for offset, row := range [][2]string{{"a", "failed"}, {"a", "behind"}, {"b", "failed"}, {"", "permanent"}} {
+		exec(t, conn, parkedSQL, "billing/orders", "orders", 0, offset+1, row[0], row[1])
+	}
+	status = readStatus(t, conn, doctor.StatusOptions{ParkedMax: 3})
+	require.Len(t, status.Problems, 1)
+	assert.Equal(t, `consumer "billing/orders": 4 messages parked, 2 keys held, the oldest for 4m: see "outbox-relay parked list"`, status.Problems[0])
+	orders := status.Consuming[0]
+	assert.Equal(t, map[string]int64{"failed": 2, "behind": 1, "permanent": 1}, orders.Parked)
+	assert.Equal(t, int64(2), orders.HeldKeys)
+	assert.InDelta(t, 240, orders.OldestParkedSeconds, 30)
+	assert.Empty(t, status.Consuming[1].Parked)
+	assert.True(t, readStatus(t, conn, doctor.StatusOptions{ParkedMax: 4}).Well)
+	assert.True(t, readStatus(t, conn, doctor.StatusOptions{Relay: "default"}).Well)
+
+	exec(t, conn, `UPDATE effectonce.consumer_positions SET trouble = E'message blocks\x1b its partition\nsecond line', owner = 'host-1',
+		trouble_since = clock_timestamp() - interval '90 s' WHERE topic = 'payments'`)
+	status = readStatus(t, conn, doctor.StatusOptions{ParkedMax: 4})
+	assert.False(t, status.Well)
+	require.Len(t, status.Problems, 1)
+	assert.Regexp(t, `^consumer "billing/payments": payments/0 halted for 1m3\ds: message blocks\\x1b its partition…$`, status.Problems[0])
+	assert.Empty(t, status.Consuming[0].Trouble, "another topic of the same group")
+	trouble := status.Consuming[1].Trouble
+	require.Len(t, trouble, 1)
+	assert.Equal(t, "host-1", trouble[0].Owner)
+}
+
+func consumers(t *testing.T, conn *pgx.Conn) []doctor.Finding {
+	t.Helper()
+	found := doctor.Consumers(t.Context(), conn, kadm.NewClient(kafkatest.Client(t)), "effectonce")
+	for _, f := range found {
+		if f.Severity != doctor.OK {
+			assert.NotEmpty(t, f.Remedy, "%+v", f)
+			harmless(t, f)
+		}
+	}
+	return found
+}
+
+// Row C29 of guarantees.md: a dedup window that is shorter than what Kafka keeps is a warning; a
+// longer one, and one that never ends, is fine.
+func TestWindowsAreComparedWithRetention(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	require.Contains(t, only(t, consumers(t, conn)).Message, "none is registered")
+	week := kafkatest.Topic(t, 1, "retention.ms", "604800000")
+	ever := kafkatest.Topic(t, 1, "retention.ms", "-1")
+	compacted := kafkatest.Topic(t, 1, "cleanup.policy", "compact")
+	for _, c := range []struct {
+		name, topic string
+		window      any
+		warns       string // empty: fine
+	}{
+		{"equal", week, "7 days", ""},
+		{"longer", week, "8 days", ""},
+		{"shorter", week, "167 hours", "topic " + week + " keeps messages for 7d, its dedup window is 6d23h"},
+		{"never deleted", ever, "3650 days", "keeps messages forever"},
+		{"only compacted", compacted, "30 days", "keeps messages forever"},
+		{"forever", ever, nil, ""},
+	} {
+		exec(t, conn, "DELETE FROM effectonce.consumers")
+		exec(t, conn, registerSQL, c.name, "g", []string{c.topic}, c.window)
+		f := only(t, consumers(t, conn))
+		assert.Equal(t, "consumer "+c.name, f.Check)
+		if c.warns == "" {
+			assert.Equal(t, doctor.OK, f.Severity, "%+v", f)
+			continue
+		}
+		assert.Equal(t, doctor.Warn, f.Severity, "%+v", f)
+		assert.Contains(t, f.Message, c.warns)
+		assert.Equal(t, "set Window of this consumer to more than the retention, or Forever", f.Remedy)
+	}
+}
+
+// Property: doctor and status name a topic that a consumer asks for and Kafka does not have; the
+// doctor with both remedies. A consumer of topics that exist is well. If no broker answers, the
+// status is as it was, with a note.
+func TestMisspeltTopicsAreFound(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	topic, misspelt := kafkatest.Topic(t, 1, "retention.ms", "1000"), kafkatest.UnusedTopic(t)
+	exec(t, conn, registerSQL, "right", "g", []string{topic}, "1 minute")
+	exec(t, conn, registerSQL, "wrong", "g", []string{topic, misspelt}, "1 minute")
+	var said []doctor.Finding
+	for _, f := range consumers(t, conn) {
+		if f.Severity != doctor.OK {
+			said = append(said, f)
+		}
+	}
+	f := only(t, said)
+	assert.Equal(t, []any{"consumer wrong", doctor.Warn}, []any{f.Check, f.Severity})
+	assert.Contains(t, f.Message, "topic "+misspelt+" does not exist: is its name misspelt?")
+	assert.Contains(t, f.Remedy, "correct Topics of this consumer")
+	assert.Contains(t, f.Remedy, "--create --topic "+misspelt)
+
+	admin := kadm.NewClient(kafkatest.Client(t))
+	status := readStatus(t, conn, doctor.StatusOptions{Missing: func(ctx context.Context, topics []string) ([]string, error) {
+		return names.Missing(ctx, admin, topics)
+	}})
+	assert.True(t, status.Well)
+	assert.Equal(t, []string{`consumer "wrong": topic ` + misspelt + ` does not exist: is its name misspelt?`}, status.Notes)
+	assert.Equal(t, [][]string{{}, {misspelt}}, [][]string{status.Consuming[0].MissingTopics, status.Consuming[1].MissingTopics})
+	status = readStatus(t, conn, doctor.StatusOptions{Missing: func(context.Context, []string) ([]string, error) {
+		return nil, errors.New("no broker answers")
+	}})
+	assert.True(t, status.Well)
+	assert.Equal(t, "no broker answers", status.KafkaError)
+	assert.Equal(t, []string{"unknown whether the topics of consumers exist: no broker answers"}, status.Notes)
+	assert.Empty(t, readStatus(t, conn, doctor.StatusOptions{}).Notes)
+}
+
+// Property: partitions that do not move, paused topics, orders that are not carried out and the old
+// rule for IDs are named with what to do; only the first is a failure. The status names pauses and
+// orders, too, and is well with them.
+func TestWhatKeepsConsumersIsFound(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	check := func() []doctor.Finding { return doctor.Consuming(t.Context(), conn, "effectonce", 5*time.Minute) }
+	require.Contains(t, only(t, check()).Message, "0 consumers")
+	exec(t, conn, registerSQL, "billing/orders", "it's billing", []string{"orders"}, "7 days")
+	exec(t, conn, "UPDATE effectonce.consumers SET id_rule = 'standard'")
+	exec(t, conn, positionSQL, "it's billing", "orders", 0, "0")
+	require.Equal(t, doctor.OK, only(t, check()).Severity)
+	require.Empty(t, readStatus(t, conn, doctor.StatusOptions{}).Notes)
+
+	exec(t, conn, "UPDATE effectonce.consumers SET id_rule = 'legacy'")
+	exec(t, conn, "INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why) VALUES ('it''s billing', 'orders', 'ana', E'INC-12\x1b[0m')")
+	exec(t, conn, "UPDATE effectonce.consumer_positions SET resume_at = -1, owner = 'host-1', released = false")
+	status := readStatus(t, conn, doctor.StatusOptions{})
+	assert.True(t, status.Well)
+	require.Len(t, status.Notes, 2)
+	assert.Regexp(t, `^topic orders is paused for group it's billing since \S+Z by ana \(INC-12\\x1b\[0m\): to end the pause, run "outbox-relay consumer resume`, status.Notes[0])
+	assert.Equal(t, "orders/0 of group it's billing is ordered to resume at latest, which is not carried out yet (position 7, holder host-1)", status.Notes[1])
+	assert.Equal(t, "legacy", status.Consuming[0].IDRule)
+
+	exec(t, conn, "UPDATE effectonce.consumer_positions SET trouble = 'offset out of range'")
+	found := check()
+	require.Len(t, found, 4)
+	for i, want := range []struct {
+		severity        doctor.Severity
+		message, remedy string
+	}{
+		{doctor.Fail, "orders/0 of consumer billing/orders does not move, for ", `outbox-relay positions --group 'it'\''s billing' --topic 'orders'`},
+		{doctor.Warn, "topic orders is paused for group it's billing", `outbox-relay consumer resume --group 'it'\''s billing' --topic 'orders'`},
+		{doctor.Warn, "is ordered to resume at latest", "start a consumer of group it's billing"},
+		{doctor.Warn, "consumer billing/orders uses the legacy rule for IDs", "outbox-relay consumer id-rule 'billing/orders'"},
+	} {
+		assert.Equal(t, want.severity, found[i].Severity)
+		assert.Contains(t, found[i].Message, want.message)
+		assert.Contains(t, found[i].Remedy, want.remedy)
+		harmless(t, found[i])
+	}
+}
+
+// A limit of bytes bounds no time: the window is compared with retention.ms, and the limit is
+// named.
+func TestBytesOfRetentionAreNamed(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	topic := kafkatest.Topic(t, 1, "retention.ms", "604800000", "retention.bytes", "1073741824")
+	exec(t, conn, registerSQL, "n", "g", []string{topic}, "1 day")
+	f := only(t, consumers(t, conn))
+	assert.Contains(t, f.Message, "keeps messages for 7d (at most 1073741824 bytes of a partition: retention.bytes, which does not limit the time)")
+	exec(t, conn, "UPDATE effectonce.consumers SET dedup_window = '8 days'")
+	assert.Equal(t, doctor.OK, only(t, consumers(t, conn)).Severity)
+}
+
+// Messages that are parked for a partition which Kafka does not have can wait forever: that is
+// reported.
+func TestParkedMessagesWithoutPartitionAreFound(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	topic, gone := kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
+	exec(t, conn, registerSQL, "n", "g", []string{topic}, nil)
+	exec(t, conn, parkedSQL, "n", topic, 0, 1, "a", "failed")
+	require.Equal(t, doctor.OK, only(t, consumers(t, conn)).Severity)
+	exec(t, conn, parkedSQL, "n", topic, 1, 2, "a", "failed")
+	exec(t, conn, parkedSQL, "n", gone, 0, 3, "a", "failed")
+	var said []string
+	for _, f := range consumers(t, conn) {
+		if f.Check == "parked" {
+			assert.Equal(t, doctor.Warn, f.Severity)
+			said = append(said, f.Message)
+		}
+	}
+	assert.Len(t, said, 2)
+	assert.Contains(t, strings.Join(said, "\n"), "1 message of "+topic+"/1 parked")
+	assert.Contains(t, strings.Join(said, "\n"), "1 message of "+gone+"/0 parked")
+}
+
+// Row C29 of guarantees.md: what keeps claims beyond every window is named with its cause. That a
+// group is gone for good is not the doctor's to say.
+func TestAbandonedPositionsAreFound(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	topic, gone := kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
+	live := "live-" + topic
+	exec(t, conn, registerSQL, "a", "it's gone", []string{topic}, "1 hour")
+	exec(t, conn, registerSQL, "b", live, []string{topic, gone}, "2 hours")
+	exec(t, conn, registerSQL, "c", "ledger", []string{topic}, nil)
+	exec(t, conn, positionSQL, "it's gone", topic, 0, "119 minutes")
+	exec(t, conn, positionSQL, "ledger", topic, 0, "90 days") // forgets nothing, so it keeps nothing
+	exec(t, conn, positionSQL, live, topic, 0, "1 minute")
+	retention := func() (found []doctor.Finding) {
+		for _, f := range consumers(t, conn) {
+			if f.Check == "retention" {
+				assert.Equal(t, doctor.Warn, f.Severity)
+				found = append(found, f)
+			}
+		}
+		return found
+	}
+	require.Empty(t, retention(), "younger than the longest window")
+
+	exec(t, conn, "UPDATE effectonce.consumer_positions SET record_time = record_time - interval '3 days'")
+	exec(t, conn, positionSQL, live, gone, 0, "3 days")
+	member := kafkatest.Client(t, kgo.ConsumerGroup(live), kgo.ConsumeTopics(topic))
+	require.NoError(t, member.ProduceSync(t.Context(), &kgo.Record{Topic: topic, Value: []byte("v")}).FirstErr())
+	require.NoError(t, member.PollFetches(t.Context()).Err0())
+	found := retention()
+	require.Len(t, found, 3)
+	assert.Regexp(t, `^group it's gone has no member, and 1 of its positions of topic \S+ are 3d1h behind`, found[0].Message)
+	byMessage := map[string]string{}
+	for _, f := range found[1:] {
+		what, _, _ := strings.Cut(strings.TrimPrefix(f.Message, "group "+live+" "), " ")
+		byMessage[what] = f.Remedy
+	}
+	assert.Contains(t, byMessage["is"], "outbox-relay status", "a live group is only slow")
+	assert.Contains(t, byMessage["has"], "create the topic again")
+	assert.Contains(t, found[0].Remedy, "start a consumer of the group")
+
+	exec(t, conn, "DELETE FROM effectonce.consumer_positions WHERE consumer_group = 'it''s gone'")
+	exec(t, conn, "UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp() WHERE topic = $1", topic)
+	require.Len(t, retention(), 1, "an idle partition passes time, too")
+}

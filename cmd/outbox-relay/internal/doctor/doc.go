@@ -1,0 +1,13 @@
+// Package doctor looks at a pipeline from the outside, without changing anything: what waits and
+// which replica relays it ([ReadStatus]), and what is wrong or soon will be ([Server], [Rights],
+// [Topics] and the other checks, each a list of findings with a remedy).
+//
+//	before, err := doctor.ReadProgress(ctx, conn, schema)
+//	...
+//	status, err := doctor.ReadStatus(ctx, conn, schema, doctor.StatusOptions{Before: before})
+//	...
+//	fmt.Println(status.Well, status.Problems)
+//
+// Every age and every lease is measured by the database's clock. The program's clock is only
+// compared with it, for people.
+package doctor

@@ -1,0 +1,335 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/outbox"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// TopicRowsMax bounds how many waiting rows, and how many dead rows, are searched for topics.
+const TopicRowsMax = 10_000
+
+const checkBrokers = "check --brokers, the network, that Kafka runs, and whether it requires --kafka-tls and --kafka-sasl-mechanism"
+
+// Brokers checks that every broker answers, also at the address that the cluster advertises for it.
+// ctx limits how long it waits.
+func Brokers(ctx context.Context, admin *kadm.Client, seeds string) []Finding {
+	meta, err := admin.BrokerMetadata(ctx)
+	if err != nil {
+		return []Finding{fail("brokers", checkBrokers, "no broker of %s answers: %v", seeds, err)}
+	}
+	versions, err := admin.ApiVersions(ctx)
+	if err != nil {
+		return []Finding{fail("brokers", checkBrokers, "the brokers of %s do not answer: %v", seeds, err)}
+	}
+	var found []Finding
+	for _, b := range meta.Brokers {
+		if v := versions[b.NodeID]; v.Err != nil {
+			found = append(found, fail("brokers", "advertised.listeners of that broker must hold an address that this machine reaches",
+				"broker %d does not answer at %s:%d, the address that the cluster advertises for it: %v", b.NodeID, b.Host, b.Port, v.Err))
+		}
+	}
+	if len(found) == 0 {
+		found = append(found, ok("brokers", "%d of %d brokers answer", len(meta.Brokers), len(meta.Brokers)))
+	}
+	return found
+}
+
+// wantedTopic is a topic that rows of the outbox name.
+type wantedTopic struct {
+	// Approximate bytes of the largest waiting record; 0: only dead rows name the topic
+	largest int64
+}
+
+// Topics checks each topic that a waiting or a dead row names, and each to which the relay's routes
+// may send it. The topic has to exist, the largest waiting row has to fit, and the topic has to
+// keep acknowledged records. ctx limits how long Topics waits for brokers.
+func Topics(ctx context.Context, db operator.Querier, admin *kadm.Client, schema string, routes relay.Routes) []Finding {
+	wanted, err := wantedTopics(ctx, db, schema)
+	if err == nil {
+		wanted, err = routed(wanted, routes)
+	}
+	if err != nil {
+		return broken("topics", err)
+	}
+	if len(wanted) == 0 {
+		return []Finding{ok("topics", "no waiting or dead row names a topic")}
+	}
+	names := slices.Sorted(maps.Keys(wanted))
+	details, err := listTopics(ctx, admin, names)
+	if err != nil {
+		return broken("topics", err)
+	}
+	var existing []string
+	var found []Finding
+	replicas := replicasOfNew(ctx, admin)
+	for _, name := range names {
+		if f := missing(name, details, replicas); f != nil {
+			found = append(found, *f)
+			continue
+		}
+		existing = append(existing, name)
+	}
+	if len(existing) == 0 {
+		return found
+	}
+	configs, err := topicConfigs(ctx, admin, existing)
+	if err != nil {
+		return append(found, broken("topics", err)...)
+	}
+	for _, config := range configs {
+		if f := notWritable(config.Name, details[config.Name]); f != nil {
+			found = append(found, *f)
+			continue
+		}
+		if config.Err != nil {
+			found = append(found, warn("topic "+config.Name, "grant DESCRIBE_CONFIGS on the topic: the relay then detects rows that are too large before Kafka refuses them", "its settings cannot be read: %v", config.Err))
+			continue
+		}
+		found = append(found, topic(config, wanted[config.Name], details[config.Name])...)
+	}
+	slices.SortStableFunc(found, func(a, b Finding) int { return strings.Compare(a.Check, b.Check) })
+	return found
+}
+
+// listTopics describes each topic in a request of its own if one of them may not be described: a
+// request for all of them fails then.
+func listTopics(ctx context.Context, admin *kadm.Client, names []string) (kadm.TopicDetails, error) {
+	ctx = kadm.WithAuthorizedOps(ctx)
+	details, err := admin.ListTopics(ctx, names...)
+	var refused *kadm.AuthError
+	if !errors.As(err, &refused) {
+		return details, err
+	}
+	details = kadm.TopicDetails{}
+	for _, name := range names {
+		one, err := admin.ListTopics(ctx, name)
+		switch {
+		case errors.As(err, &refused):
+			details[name] = kadm.TopicDetail{Topic: name, Err: refused.Err}
+		case err != nil:
+			return nil, err
+		default:
+			maps.Copy(details, one)
+		}
+	}
+	return details, nil
+}
+
+// topicConfigs does the same for their settings.
+func topicConfigs(ctx context.Context, admin *kadm.Client, names []string) (kadm.ResourceConfigs, error) {
+	configs, err := admin.DescribeTopicConfigs(ctx, names...)
+	var refused *kadm.AuthError
+	if !errors.As(err, &refused) {
+		return configs, err
+	}
+	configs = nil
+	for _, name := range names {
+		one, err := admin.DescribeTopicConfigs(ctx, name)
+		switch {
+		case errors.As(err, &refused):
+			configs = append(configs, kadm.ResourceConfig{Name: name, Err: refused.Err})
+		case err != nil:
+			return nil, err
+		default:
+			configs = append(configs, one...)
+		}
+	}
+	return configs, nil
+}
+
+// notWritable checks the rights of the user of these connections, which should be the relay's.
+// Brokers before 2.3 do not report them.
+func notWritable(name string, d kadm.TopicDetail) *Finding {
+	if !slices.Contains(d.AuthorizedOperations, kadm.OpDescribe) || slices.Contains(d.AuthorizedOperations, kadm.OpWrite) {
+		return nil
+	}
+	f := fail("topic "+name, "grant WRITE on the topic: the rows that wait for it are then published automatically", "this user may describe it, but not write to it")
+	return &f
+}
+
+func missing(name string, details kadm.TopicDetails, replicas int) *Finding {
+	d, listed := details[name]
+	var f Finding
+	switch {
+	case listed && d.Err == nil:
+		return nil
+	case !listed || errors.Is(d.Err, kerr.UnknownTopicOrPartition) || errors.Is(d.Err, kerr.InvalidTopicException):
+		f = fail("topic "+name, "create the topic: "+createTopic(name, replicas)+"   # the rows that wait for it are then published automatically", "it does not exist")
+	case errors.Is(d.Err, kerr.TopicAuthorizationFailed):
+		f = fail("topic "+name, "grant DESCRIBE and WRITE on the topic: the rows that wait for it are then published automatically", "not allowed: %v", d.Err)
+	default:
+		f = fail("topic "+name, "see the brokers' logs", "%v", d.Err)
+	}
+	return &f
+}
+
+// topic checks the settings of a topic that exists.
+func topic(config kadm.ResourceConfig, wanted wantedTopic, detail kadm.TopicDetail) []Finding {
+	check := "topic " + config.Name
+	maxBytes, knownMax := setting(config, "max.message.bytes")
+	inSync, knownInSync := setting(config, "min.insync.replicas")
+	replicas := int64(detail.Partitions.NumReplicas())
+	var found []Finding
+	switch {
+	case knownMax && wanted.largest > maxBytes:
+		found = append(found, fail(check, alterTopic(config.Name, "max.message.bytes", wanted.largest)+"   # before the relay reaches the row; otherwise the row goes to outbox_dead",
+			"max.message.bytes is %d, the largest waiting row makes a record of about %d", maxBytes, wanted.largest))
+	case wanted.largest > relayBytesMax:
+		found = append(found, fail(check, "store the body elsewhere and publish a reference to it; outbox.Config.RecordBytesMax rejects such rows",
+			"the largest waiting row makes a record of about %d bytes, the relay publishes none above %d", wanted.largest, relayBytesMax))
+	case knownMax && maxBytes < outbox.RecordBytesMaxDefault:
+		found = append(found, warn(check, alterTopic(config.Name, "max.message.bytes", messageBytesStandard)+"   # or set RecordBytesMax of the publishing programs below it",
+			"max.message.bytes is %d, but outbox.Publish accepts records of %d bytes by default", maxBytes, outbox.RecordBytesMaxDefault))
+	}
+	switch {
+	case knownInSync && inSync > replicas:
+		found = append(found, fail(check, alterTopic(config.Name, "min.insync.replicas", max(replicas-1, 1))+"   # or add replicas: kafka-reassign-partitions.sh",
+			"min.insync.replicas is %d, but it has %s: nothing can be published", inSync, human.Count(replicas, "replica")))
+	case replicas < 2:
+		found = append(found, warn(check, "use three replicas and min.insync.replicas=2: kafka-reassign-partitions.sh (not needed on a single test broker)", "it has one replica: the loss of one broker loses acknowledged records"))
+	case knownInSync && inSync < 2:
+		found = append(found, warn(check, alterTopic(config.Name, "min.insync.replicas", 2), "min.insync.replicas is 1: although the relay waits for all in-sync replicas (acks=all), a record may be acknowledged by one broker only and be lost with it"))
+	case knownInSync && inSync == replicas:
+		found = append(found, warn(check, alterTopic(config.Name, "min.insync.replicas", replicas-1)+"   # or add a replica", "min.insync.replicas is %d, as many as it has replicas: while one broker is down, even for a restart, nothing is published", inSync))
+	}
+	if len(found) == 0 {
+		found = append(found, ok(check, "%s, %s", human.Count(len(detail.Partitions), "partition"), human.Count(replicas, "replica")))
+	}
+	return found
+}
+
+// relayBytesMax is the largest record that the relay publishes, whatever the topic accepts.
+const relayBytesMax = 90_000_000
+
+// messageBytesStandard is Kafka's default for message.max.bytes.
+const messageBytesStandard = 1_048_588
+
+// MessageSize checks the limit of topics that have none of their own, such as topics created later.
+func MessageSize(ctx context.Context, admin *kadm.Client) []Finding {
+	const check = "message size"
+	meta, err := admin.BrokerMetadata(ctx)
+	if err != nil {
+		return broken(check, err)
+	}
+	configs, err := admin.DescribeBrokerConfigs(ctx, meta.Brokers.NodeIDs()...)
+	if err != nil {
+		return broken(check, err)
+	}
+	var tight []string
+	for _, config := range configs {
+		if config.Err != nil {
+			// A relay does not need this right, and should not have it.
+			return []Finding{ok(check, "not checked: the brokers' settings cannot be read (%v)", config.Err)}
+		}
+		if limit, known := setting(config, "message.max.bytes"); known && limit < outbox.RecordBytesMaxDefault {
+			tight = append(tight, fmt.Sprintf("%d on broker %s", limit, config.Name))
+		}
+	}
+	if len(tight) > 0 {
+		return []Finding{warn(check,
+			fmt.Sprintf("kafka-configs.sh --bootstrap-server \"$KAFKA_BROKERS\" --alter --entity-type brokers --entity-default --add-config message.max.bytes=%d", messageBytesStandard),
+			"message.max.bytes is %s: a topic without max.message.bytes accepts less than the %d bytes that outbox.Publish accepts by default", strings.Join(tight, ", "), outbox.RecordBytesMaxDefault)}
+	}
+	return []Finding{ok(check, "the brokers' message.max.bytes is not below what outbox.Publish accepts")}
+}
+
+// alterTopic returns the command that changes one setting of a topic. A topic's name needs no
+// quotes.
+func alterTopic(topic, name string, value int64) string {
+	return fmt.Sprintf("kafka-configs.sh --bootstrap-server \"$KAFKA_BROKERS\" --alter --entity-type topics --entity-name %s --add-config %s=%d", topic, name, value)
+}
+
+// replicasOfNew returns how many replicas a new topic should have: three, or the number of brokers
+// if there are fewer.
+func replicasOfNew(ctx context.Context, admin *kadm.Client) int {
+	meta, err := admin.BrokerMetadata(ctx)
+	if err != nil {
+		return 3
+	}
+	return min(max(len(meta.Brokers), 1), 3)
+}
+
+// createTopic returns the command that creates a topic.
+func createTopic(name string, replicas int) string {
+	return fmt.Sprintf("kafka-topics.sh --bootstrap-server \"$KAFKA_BROKERS\" --create --topic %s --partitions 12 --replication-factor %d --config min.insync.replicas=%d",
+		name, replicas, max(replicas-1, 1))
+}
+
+func setting(config kadm.ResourceConfig, name string) (int64, bool) {
+	for _, entry := range config.Configs {
+		if entry.Key == name && entry.Value != nil {
+			n, err := strconv.ParseInt(*entry.Value, 10, 64)
+			return n, err == nil
+		}
+	}
+	return 0, false
+}
+
+// routed returns the Kafka topics to which rows may go.
+func routed(wanted map[string]wantedTopic, routes relay.Routes) (map[string]wantedTopic, error) {
+	router, err := routes.Router()
+	if err != nil {
+		return nil, fmt.Errorf("routes: %w", err)
+	}
+	names := map[string]wantedTopic{}
+	for topic, w := range wanted {
+		for _, name := range router.Topics(topic) {
+			names[name] = wantedTopic{largest: max(w.largest, names[name].largest)}
+		}
+	}
+	return names, nil
+}
+
+func wantedTopics(ctx context.Context, db operator.Querier, schema string) (map[string]wantedTopic, error) {
+	all, err := ReadProgress(ctx, db, schema)
+	if err != nil {
+		return nil, err
+	}
+	system := systemIdentifier(ctx, db)
+	overhead := int64((&outbox.Message{}).RecordBytes())
+	wanted := map[string]wantedTopic{}
+	for _, p := range named(all, "") {
+		if p.moved(system) {
+			p.aboveFloor()
+		}
+		rows, err := db.Query(ctx, inSchema(waitingTopicsSQL, schema), p.waiting().args(TopicRowsMax)...)
+		if err != nil {
+			return nil, fmt.Errorf("read topics of waiting rows: %w", err)
+		}
+		var name string
+		var largest int64
+		_, err = pgx.ForEachRow(rows, []any{&name, &largest}, func() error {
+			wanted[name] = wantedTopic{largest: max(overhead+largest, wanted[name].largest)}
+			return nil
+		})
+		if err != nil {
+			return nil, fmt.Errorf("read topics of waiting rows: %w", err)
+		}
+	}
+	rows, err := db.Query(ctx, inSchema(deadTopicsSQL, schema), TopicRowsMax)
+	if err != nil {
+		return nil, fmt.Errorf("read topics of dead rows: %w", err)
+	}
+	dead, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("read topics of dead rows: %w", err)
+	}
+	for _, name := range dead {
+		wanted[name] = wantedTopic{largest: wanted[name].largest}
+	}
+	return wanted, nil
+}

@@ -1,0 +1,256 @@
+package doctor_test
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+const insertSQL = "INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, convert_to(repeat('x', $2), 'UTF8'))"
+
+// byCheck returns the findings about one topic.
+func byCheck(findings []doctor.Finding, topic string) []doctor.Finding {
+	var found []doctor.Finding
+	for _, f := range findings {
+		if f.Check == "topic "+topic {
+			found = append(found, f)
+		}
+	}
+	return found
+}
+
+func topics(t *testing.T, conn *pgx.Conn) []doctor.Finding {
+	t.Helper()
+	admin := kadm.NewClient(kafkatest.Client(t))
+	return doctor.Topics(t.Context(), conn, admin, "effectonce", relay.Routes{})
+}
+
+// Every topic that a waiting or a dead row names is checked, and what would stop a row is a failure
+// before the relay reaches the row.
+func TestTopicsOfRowsAreChecked(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	require.Contains(t, only(t, topics(t, conn)).Message, "no waiting or dead row")
+
+	fits := kafkatest.Topic(t, 2)
+	small := kafkatest.Topic(t, 1, "max.message.bytes", "10000")
+	tight := kafkatest.Topic(t, 1, "max.message.bytes", "10000")
+	strict := kafkatest.Topic(t, 1, "min.insync.replicas", "9")
+	exec(t, conn, insertSQL, fits, 100)
+	exec(t, conn, insertSQL, small, 20)
+	exec(t, conn, insertSQL, tight, 9900)
+	exec(t, conn, insertSQL, strict, 1)
+	exec(t, conn, insertSQL, "never-created", 1)
+	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
+		VALUES ('default', 1, gen_random_uuid(), 'never-created-either', '{}', now(), 'unknown_topic', 'e', 'held')`)
+
+	findings := topics(t, conn)
+	require.False(t, doctor.Well(findings))
+	for _, f := range findings {
+		if f.Severity != doctor.OK {
+			assert.NotEmpty(t, f.Remedy, "%+v", f)
+			harmless(t, f)
+		}
+	}
+	for _, missing := range []string{"never-created", "never-created-either"} {
+		f := only(t, byCheck(findings, missing))
+		assert.Equal(t, doctor.Fail, f.Severity)
+		assert.Contains(t, f.Message, "does not exist")
+		brokers, err := kadm.NewClient(kafkatest.Client(t)).BrokerMetadata(t.Context())
+		require.NoError(t, err)
+		replicas := min(len(brokers.Brokers), 3)
+		assert.Contains(t, f.Remedy, fmt.Sprintf("--replication-factor %d --config min.insync.replicas=%d", replicas, max(replicas-1, 1)), "the cluster takes it")
+	}
+	// There may be one broker only, and then there is a warning about replicas beside the others.
+	of := func(topic string, severity doctor.Severity) string {
+		var text strings.Builder
+		for _, f := range byCheck(findings, topic) {
+			if f.Severity == severity {
+				text.WriteString(f.Message + "\n")
+			}
+		}
+		return text.String()
+	}
+	assert.Empty(t, of(fits, doctor.Fail))
+	assert.NotContains(t, of(fits, doctor.Warn), "max.message.bytes")
+	assert.Contains(t, of(small, doctor.Warn), "max.message.bytes is 10000")
+	assert.Empty(t, of(small, doctor.Fail))
+	assert.Contains(t, of(tight, doctor.Fail), "max.message.bytes is 10000, the largest waiting row makes a record of about 10")
+	assert.Contains(t, of(strict, doctor.Fail), "min.insync.replicas is 9")
+	for topic, remedy := range map[string]string{
+		small:  "--entity-name " + small + " --add-config max.message.bytes=1048588",
+		tight:  "--entity-name " + tight + " --add-config max.message.bytes=1",
+		strict: "--entity-name " + strict + " --add-config min.insync.replicas=",
+	} {
+		var remedies []string
+		for _, f := range byCheck(findings, topic) {
+			remedies = append(remedies, f.Remedy)
+		}
+		assert.Contains(t, strings.Join(remedies, "\n"), remedy)
+	}
+}
+
+// How many replicas have to have a record is compared with how many there are: one is too few to
+// keep it, all of them too many to stay up.
+func TestReplicasInSyncAreJudged(t *testing.T) {
+	t.Parallel()
+	fake := kafkatest.Fake(t, kfake.NumBrokers(3))
+	conn := connect(t, pgtest.Database(t))
+	admin := kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs()))
+	for name, c := range map[string]struct {
+		inSync   string
+		severity doctor.Severity
+		text     string
+	}{
+		"one":   {"1", doctor.Warn, "min.insync.replicas is 1: although the relay waits for all in-sync replicas"},
+		"two":   {"2", doctor.OK, "1 partition, 3 replicas"},
+		"three": {"3", doctor.Warn, "min.insync.replicas is 3, as many as it has replicas"},
+		"four":  {"4", doctor.Fail, "min.insync.replicas is 4, but it has 3 replicas"},
+	} {
+		created, err := admin.CreateTopic(t.Context(), 1, 3, map[string]*string{"min.insync.replicas": &c.inSync}, name)
+		require.NoError(t, err)
+		require.NoError(t, created.Err)
+		exec(t, conn, insertSQL, name, 1)
+		f := only(t, byCheck(doctor.Topics(t.Context(), conn, admin, "effectonce", relay.Routes{}), name))
+		assert.Equal(t, c.severity, f.Severity, name)
+		assert.Contains(t, f.Message, c.text)
+	}
+}
+
+// A record that the relay cannot publish, whatever the topic takes, is found before; and brokers
+// whose own limit is below what outbox.Publish accepts are, too.
+func TestSizesAreCompared(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	huge := kafkatest.Topic(t, 1, "max.message.bytes", "200000000")
+	exec(t, conn, "ALTER TABLE effectonce.outbox DROP CONSTRAINT outbox_row_is_out_of_bounds") // as where the row is older than schema version 8
+	exec(t, conn, insertSQL, huge, 91_000_000)
+	f := byCheck(topics(t, conn), huge)[0]
+	assert.Equal(t, doctor.Fail, f.Severity)
+	assert.Contains(t, f.Message, "the relay publishes none above 90000000")
+
+	brokers := func(limit string) doctor.Finding {
+		fake := kafkatest.Fake(t, kfake.BrokerConfigs(map[string]string{"message.max.bytes": limit}))
+		return only(t, doctor.MessageSize(t.Context(), kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs()))))
+	}
+	assert.Equal(t, doctor.OK, brokers("1048588").Severity)
+	small := brokers("999999")
+	assert.Equal(t, doctor.Warn, small.Severity)
+	assert.Contains(t, small.Message, "message.max.bytes is 999999 on broker 0")
+	assert.Contains(t, small.Remedy, "--add-config message.max.bytes=1048588")
+}
+
+// A topic is of no interest once its rows are published.
+func TestTopicsOfPublishedRowsAreNotChecked(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	exec(t, conn, insertSQL, "gone-since", 1)
+	require.False(t, doctor.Well(topics(t, conn)))
+	exec(t, conn, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) VALUES (1, pg_current_snapshot(), 0)")
+	exec(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard, tick) VALUES ('default', 0, 1)")
+	require.True(t, doctor.Well(topics(t, conn)))
+}
+
+// Brokers that answer are fine, at every address that the cluster advertises.
+func TestBrokersAnswer(t *testing.T) {
+	t.Parallel()
+	admin := kadm.NewClient(kafkatest.Client(t))
+	assert.Equal(t, doctor.OK, only(t, doctor.Brokers(t.Context(), admin, "seeds")).Severity)
+}
+
+// If no broker answers, that is reported within the limit, with the addresses that were tried.
+func TestBrokersAway(t *testing.T) {
+	t.Parallel()
+	client := kafkatest.ClientAt(t, []string{"127.0.0.1:1"}, kgo.RequestRetries(0))
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	f := only(t, doctor.Brokers(ctx, kadm.NewClient(client), "127.0.0.1:1"))
+	assert.Equal(t, doctor.Fail, f.Severity)
+	assert.Contains(t, f.Message, "127.0.0.1:1")
+	assert.Contains(t, f.Remedy, "--brokers")
+}
+
+// A broker whose advertised address leads nowhere is the classic trap: the seed answers, producing
+// does not work.
+func TestAdvertisedAddressIsChecked(t *testing.T) {
+	t.Parallel()
+	fake := kafkatest.Fake(t)
+	host, portText, found := strings.Cut(fake.ListenAddrs()[0], ":")
+	require.True(t, found)
+	port, err := strconv.ParseInt(portText, 10, 32)
+	require.NoError(t, err)
+	fake.ControlKey(int16(kmsg.Metadata), func(req kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		answer := req.ResponseKind().(*kmsg.MetadataResponse)
+		answer.Brokers = []kmsg.MetadataResponseBroker{{NodeID: 0, Host: host, Port: int32(port)}, {NodeID: 7, Host: "127.0.0.1", Port: 1}}
+		return answer, nil, true
+	})
+	client := kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.RequestRetries(0))
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	f := only(t, doctor.Brokers(ctx, kadm.NewClient(client), "seed"))
+	assert.Equal(t, doctor.Fail, f.Severity)
+	assert.Contains(t, f.Message, "broker 7 does not answer at 127.0.0.1:1")
+	assert.Contains(t, f.Remedy, "advertised.listeners")
+}
+
+// A topic that may not be described, or not be written to, is a finding about that topic: the
+// others are still checked.
+func TestTopicsThatAreNotAllowed(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	all := func(of kmsg.ACLResourceType, name string, operation kmsg.ACLOperation, allow bool) kfake.ACL {
+		return kfake.ACL{Resource: of, Name: name, Pattern: kmsg.ACLResourcePatternTypeLiteral, Operation: operation, Allow: allow}
+	}
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "open", "secret", "read-only", "closed-settings"), kfake.EnableACLs(), kfake.User("PLAIN", "ANONYMOUS", "none",
+		all(kmsg.ACLResourceTypeTopic, "*", kmsg.ACLOperationAll, true), all(kmsg.ACLResourceTypeCluster, "kafka-cluster", kmsg.ACLOperationAll, true),
+		all(kmsg.ACLResourceTypeTopic, "secret", kmsg.ACLOperationDescribe, false), all(kmsg.ACLResourceTypeTopic, "read-only", kmsg.ACLOperationWrite, false),
+		all(kmsg.ACLResourceTypeTopic, "closed-settings", kmsg.ACLOperationDescribeConfigs, false)))
+	for _, topic := range []string{"open", "secret", "read-only", "closed-settings"} {
+		exec(t, conn, insertSQL, topic, 1)
+	}
+	findings := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.ClientAt(t, fake.ListenAddrs())), "effectonce", relay.Routes{})
+	for topic, want := range map[string]struct {
+		severity doctor.Severity
+		remedy   string
+	}{
+		"open": {doctor.Warn, "three replicas"}, "secret": {doctor.Fail, "grant DESCRIBE and WRITE"},
+		"read-only": {doctor.Fail, "grant WRITE"}, "closed-settings": {doctor.Warn, "grant DESCRIBE_CONFIGS"},
+	} {
+		f := byCheck(findings, topic)
+		require.NotEmpty(t, f, topic)
+		assert.Equal(t, want.severity, f[0].Severity, topic)
+		assert.Contains(t, f[0].Remedy, want.remedy)
+	}
+}
+
+// With routes, the topics of Kafka count into which rows may go.
+func TestTopicsBehindRoutesAreChecked(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	name := kafkatest.UnusedTopic(t)
+	kafkatest.CreateTopic(t, "p-"+name, 1)
+	exec(t, conn, insertSQL, name, 1)
+	found := doctor.Topics(t.Context(), conn, kadm.NewClient(kafkatest.Client(t)), "effectonce", relay.Routes{
+		Prefix: "p-", Rules: []relay.Rule{{Header: "region", Value: "eu", To: name + "-eu"}},
+	})
+	require.Empty(t, byCheck(found, name))
+	require.NotEqual(t, doctor.Fail, only(t, byCheck(found, "p-"+name)).Severity)
+	require.Contains(t, only(t, byCheck(found, "p-"+name+"-eu")).Message, "does not exist")
+}

@@ -1,0 +1,65 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+)
+
+// PausedTopic is a topic whose rows wait until an operator resumes it.
+type PausedTopic struct {
+	Relay    string    `json:"relay"`
+	Topic    string    `json:"topic"`
+	Rows     int64     `json:"rows"` // rows that wait in outbox_dead, at most CountMax
+	Who      string    `json:"who"`
+	Why      string    `json:"why"`
+	PausedAt time.Time `json:"paused_at"`
+}
+
+// readPausedTopics reads the paused topics, also those without waiting rows: their next row waits.
+func (s *Status) readPausedTopics(ctx context.Context, db operator.Querier, schema, relay string) error {
+	rows, err := db.Query(ctx, inSchema(pausedTopicsSQL, schema), relay, CountMax)
+	if err != nil {
+		return fmt.Errorf("read paused topics: %w", err)
+	}
+	if s.PausedTopics, err = pgx.CollectRows(rows, pgx.RowToStructByPos[PausedTopic]); err != nil {
+		return fmt.Errorf("read paused topics: %w", err)
+	}
+	for _, p := range s.PausedTopics {
+		waiting := "none of its rows wait"
+		if p.Rows > 0 {
+			waiting = human.Count(p.Rows, "row") + " in outbox_dead"
+		}
+		s.Notes = append(s.Notes, fmt.Sprintf("relay %q: topic %s is paused since %s by %s (%s), %s: to end the pause, run \"outbox-relay topics resume %s --relay %s\"",
+			p.Relay, oneLine(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), oneLine(p.Who), oneLine(p.Why), waiting, oneLine(p.Topic), oneLine(p.Relay)))
+	}
+	return nil
+}
+
+// judgeDead says what to do about the rows in outbox_dead. Rows of a paused topic, and rows behind
+// them, only need the pause to end.
+func (s *Status) judgeDead(r RelayStatus) {
+	var dead int64
+	for _, n := range r.Dead {
+		dead += n
+	}
+	paused := r.Dead["paused"]
+	stopped := slices.ContainsFunc(s.PausedTopics, func(p PausedTopic) bool { return p.Relay == r.Relay })
+	switch {
+	case dead == 0:
+	// They wait for the rate of their topic
+	case !stopped && paused > 0 && paused+r.Dead["behind"] == dead:
+	case paused > 0 && paused+r.Dead["behind"] == dead:
+		s.problem(r, "%s of paused topics in outbox_dead: \"outbox-relay topics resume\" publishes them, \"topics list\" shows the topics", human.Count(dead, "row"))
+	case paused > 0:
+		s.problem(r, "%s in outbox_dead, which hold their keys: read the column error and fix the cause; %d more of paused topics: \"outbox-relay topics resume\" publishes them", human.Count(dead-paused, "row"), paused)
+	default:
+		s.problem(r, "%s in outbox_dead, which hold their keys: read the column error and fix the cause", human.Count(dead, "row"))
+	}
+}

@@ -1,0 +1,318 @@
+package doctor
+
+import "github.com/effectonce/effectonce/migrations"
+
+// progressSQL reads every relay's cursor and the fields of its two ticks. seq counts only while a
+// batch takes several pages, that is while next_tick is set. The row includes the clock's epoch, so
+// that a rate is computed from the database's time. A shard that no replica ever took has no
+// cursor: it is at the beginning.
+const progressSQL = `-- doctor.progress
+SELECT p.relay, p.shard, coalesce(p.owner, ''),
+  coalesce(extract(epoch FROM p.lease_until - clock_timestamp()), 0)::float8, p.epoch, p.published,
+  p.tick, p.floor, CASE WHEN p.next_tick IS NULL THEN 0 ELSE p.seq END,
+  t.seq_last, pg_snapshot_xmax(t.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(t.snapshot) x),
+  pg_snapshot_xmax(n.snapshot)::text, ARRAY(SELECT x::text FROM pg_snapshot_xip(n.snapshot) x),
+  p.system_identifier, extract(epoch FROM clock_timestamp())::float8, p.shards
+FROM (
+  SELECT relay, shard, owner, lease_until, epoch, published, tick, floor, next_tick, seq, system_identifier, shards FROM effectonce.outbox_progress_now
+  UNION ALL
+  SELECT r.relay, s.shard, NULL, NULL, 0, 0, 0, 0, NULL, 0, NULL, r.shards
+  FROM effectonce.outbox_relays r CROSS JOIN LATERAL generate_series(0, r.shards - 1) AS s (shard)
+  WHERE NOT EXISTS (SELECT FROM effectonce.outbox_progress p WHERE p.relay = r.relay AND p.shard = s.shard)
+) p
+LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
+LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick
+ORDER BY p.relay, p.shard`
+
+// waitingRows are the committed rows that a relay has not published yet; $1 to $8 are a
+// waitingRange. A row is published if it is visible in the tick behind the cursor or, while a batch
+// takes several pages, up to seq ($4, else 0) if it is visible in the next tick. So the rows that
+// wait are
+//
+//   - rows of transactions that were open at a tick and that its snapshot names: each transaction
+//     is looked up by its id, within its own range of seq;
+//   - between batches: rows with a transaction id from the tick's xmax ($2) on;
+//   - inside a batch: those of them behind seq, found by seq, because the part of the batch that is
+//     already published has such ids too; and, up to seq, rows from the next tick's xmax ($5) on.
+//
+// $10 is the number of shards into which the relay divides the rows, $11 the shard asked for.
+//
+// Each branch walks one index. Expressions (pairs, coalesce) hide from the planner what could make
+// it take the other index. Each branch stops at $9 rows, so that the cost is bounded whatever the
+// backlog.
+const waitingRows = `
+  SELECT * FROM (
+    (SELECT late.*
+     FROM unnest($6::text[]::xid8[], $7::bigint[], $8::bigint[]) AS open (txid, low, high) CROSS JOIN LATERAL (
+       SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
+       WHERE (o.txid, o.seq) > (open.txid, open.low) AND (o.txid, o.seq) <= (open.txid, open.high) AND o.shard OPERATOR(pg_catalog.%) $10::int = $11::int
+       ORDER BY o.txid, o.seq LIMIT $9) late)
+    UNION ALL
+    (SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
+     WHERE $4 = 0 AND (o.txid, o.seq) > ($2::text::xid8, $3) AND o.seq > $3 AND o.shard OPERATOR(pg_catalog.%) $10::int = $11::int
+     ORDER BY o.txid, o.seq LIMIT $9)
+    UNION ALL
+    (SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
+     WHERE $4 > 0 AND o.seq > $1 AND coalesce(o.txid, '0'::xid8) >= $2::text::xid8 AND o.shard OPERATOR(pg_catalog.%) $10::int = $11::int
+     ORDER BY o.seq LIMIT $9)
+    UNION ALL
+    (SELECT fresh.* FROM (
+       SELECT o.seq, o.topic, o.key, o.payload, o.headers, o.created_at FROM effectonce.outbox o
+       WHERE $4 > 0 AND (o.txid, o.seq) > ($5::text::xid8, $3) AND o.shard OPERATOR(pg_catalog.%) $10::int = $11::int ORDER BY o.txid, o.seq LIMIT $9) fresh
+     WHERE fresh.seq > $3 AND fresh.seq <= $4)
+  ) waiting LIMIT $9`
+
+// countSQL also reads the first row and the end of the sequence, for an estimate if the count
+// stopped at its limit.
+const countSQL = `-- doctor.count
+SELECT count(*), greatest(extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(created_at), '2200-01-01'), '1970-01-01')), 0)::float8,
+  coalesce(pg_catalog.min(seq), 0), coalesce(pg_catalog.pg_sequence_last_value('effectonce.outbox_seq_seq'), 0)
+FROM (` + waitingRows + `) counted`
+
+// waitingTopicsSQL estimates the part of a record that comes from the row. The JSON text of headers
+// is about as long as they are on the wire.
+const waitingTopicsSQL = `-- doctor.waiting_topics
+SELECT topic, pg_catalog.max(coalesce(octet_length(key), 0) + coalesce(octet_length(payload), 0) + octet_length(headers::text))
+FROM (` + waitingRows + `) sized GROUP BY topic`
+
+// deadSQL counts each dead row in its shard.
+const deadSQL = `-- doctor.dead
+SELECT d.relay, (d.shard OPERATOR(pg_catalog.%) coalesce(r.shards, 1))::smallint, d.reason, count(*)
+FROM (SELECT relay, shard, reason FROM effectonce.outbox_dead LIMIT $1) d LEFT JOIN effectonce.outbox_relays r USING (relay)
+GROUP BY 1, 2, 3`
+
+// pausedTopicsSQL reads every relay if $1 is empty. It counts the rows of each topic up to a bound.
+const pausedTopicsSQL = `-- doctor.paused_topics
+SELECT p.relay, p.topic, (SELECT count(*) FROM (SELECT FROM effectonce.outbox_dead d WHERE d.relay = p.relay AND d.topic = p.topic LIMIT $2) bounded), p.who, p.why, p.paused_at
+FROM effectonce.outbox_paused p WHERE $1 = '' OR p.relay = $1 ORDER BY p.relay, p.topic`
+
+const deadTopicsSQL = `-- doctor.dead_topics
+SELECT DISTINCT topic FROM (SELECT topic FROM effectonce.outbox_dead LIMIT $1) bounded`
+
+const countConsumersSQL = `-- doctor.count_consumers
+SELECT (SELECT count(*) FROM effectonce.consumers), (SELECT count(*) FROM effectonce.consumer_positions)`
+
+// consumersSQL allows for several names in a group, one for each topic.
+const consumersSQL = `-- doctor.consumers
+SELECT c.name, c.consumer_group, c.topics, c.id_rule, (SELECT count(*) FROM effectonce.consumer_positions p
+  WHERE p.consumer_group = c.consumer_group AND p.topic = ANY (c.topics))
+FROM effectonce.consumers c ORDER BY c.name`
+
+const troubleSQL = `-- doctor.trouble
+SELECT c.name, p.topic, p.partition, coalesce(p.owner, ''), p.trouble, extract(epoch FROM clock_timestamp() - greatest(least(coalesce(p.trouble_since, p.updated_at), '2200-01-01'), '1970-01-01'))::float8
+FROM effectonce.consumer_positions p JOIN effectonce.consumers c ON c.consumer_group = p.consumer_group AND p.topic = ANY (c.topics)
+WHERE p.trouble IS NOT NULL ORDER BY c.name, p.topic, p.partition LIMIT $1`
+
+// behindSQL returns, for each consumer, how many of its partitions have a position older than $1,
+// how many of those no process holds, and the oldest one. It leaves out partitions with a stored
+// cause, and topics that an operator paused: other checks report them.
+const behindSQL = `-- doctor.behind
+SELECT DISTINCT ON (b.name) b.name, b.topic, b.partition, b.owner, b.seconds, pg_catalog.count(*) OVER (PARTITION BY b.name),
+  pg_catalog.count(*) FILTER (WHERE b.owner = ''::text) OVER (PARTITION BY b.name)
+FROM (
+  SELECT c.name, p.topic, p.partition, CASE WHEN p.released THEN ''::text ELSE coalesce(p.owner, '') END AS owner,
+    extract(epoch FROM clock_timestamp() - greatest(least(coalesce(greatest(p.record_time, p.caught_up_at), p.updated_at), '2200-01-01'), '1970-01-01'))::float8 AS seconds
+  FROM effectonce.consumer_positions p JOIN effectonce.consumers c ON c.consumer_group = p.consumer_group AND p.topic = ANY (c.topics)
+  WHERE p.trouble IS NULL AND NOT EXISTS (SELECT FROM effectonce.consumer_pauses w WHERE w.consumer_group = p.consumer_group AND w.topic = p.topic)
+) b
+WHERE b.seconds > $1::float8
+ORDER BY b.name, b.seconds DESC`
+
+// parkedSQL counts at most $1 rows. The first parked row of a key holds the key: it is behind no
+// other row.
+const parkedSQL = `-- doctor.parked
+SELECT c.name, p.reason, count(*),
+  pg_catalog.count(DISTINCT (p.topic, p.partition, sha256(p.key))) FILTER (WHERE p.state <> 'behind' AND p.key IS NOT NULL),
+  extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(p.parked_at), '2200-01-01'), '1970-01-01'))::float8
+FROM (SELECT consumer, topic, partition, key, reason, state, parked_at FROM effectonce.parked_messages LIMIT $1) p
+JOIN effectonce.consumers c ON c.id = p.consumer
+GROUP BY c.name, p.reason`
+
+const windowsSQL = `-- doctor.windows
+SELECT name, topics, extract(epoch FROM dedup_window)::float8 FROM effectonce.consumers ORDER BY name`
+
+const parkedPartitionsSQL = `-- doctor.parked_partitions
+SELECT topic, partition, count(*) FROM (SELECT topic, partition FROM effectonce.parked_messages LIMIT $1) p
+GROUP BY topic, partition ORDER BY topic, partition`
+
+// heldBackSQL finds positions that keep claims. Claims are forgotten when they are older than the
+// longest window and every position of a group that forgets has passed them. A position is as old
+// as the last record before it, or as the last time when it was at the end of its partition.
+const heldBackSQL = `-- doctor.held_back
+SELECT consumer_group, topic, count(*), extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(at), '2200-01-01'), '1970-01-01'))::float8
+FROM (SELECT p.consumer_group, p.topic, coalesce(greatest(p.record_time, p.caught_up_at), p.updated_at) AS at
+  FROM effectonce.consumer_positions p
+  WHERE EXISTS (SELECT FROM effectonce.consumers c WHERE c.consumer_group = p.consumer_group AND c.dedup_window IS NOT NULL)) held
+WHERE at < clock_timestamp() - (SELECT pg_catalog.max(dedup_window) FROM effectonce.consumers)
+GROUP BY consumer_group, topic ORDER BY consumer_group, topic`
+
+const serverSQL = `-- doctor.server
+SELECT pg_catalog.current_setting('server_version_num')::int, pg_catalog.current_setting('server_version'), pg_is_in_recovery(),
+  pg_catalog.current_setting('transaction_read_only')::bool`
+
+const durabilitySQL = `-- doctor.durability
+SELECT pg_catalog.current_setting('fsync')::bool, pg_catalog.current_setting('full_page_writes')::bool, pg_catalog.current_setting('synchronous_commit')`
+
+const schemaExistsSQL = `-- doctor.schema_exists
+SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)`
+
+// rightsSQL writes the statements that would grant the rights that the role lacks. It reads the
+// catalog, because looking up a table by its name needs the very rights that are checked. It leaves
+// out what does not exist: the schema check reports that.
+const rightsSQL = `-- doctor.rights
+SELECT pg_catalog.format('GRANT %s ON %s %s TO %I', pg_catalog.string_agg(n.privilege || CASE WHEN n.columns <> '' THEN pg_catalog.format(' (%s)', replace(n.columns, ' ', ', ')) ELSE '' END,
+    ', ' ORDER BY n.place), upper(n.kind),
+  CASE n.kind WHEN 'schema' THEN pg_catalog.format('%I', n.name) WHEN 'function' THEN pg_catalog.format('%I.%s', $1::text, n.name) ELSE pg_catalog.format('%I.%I', $1::text, n.name) END, current_user)
+FROM unnest($2::text[], $3::text[], $4::text[], $5::text[]) WITH ORDINALITY AS n (kind, name, privilege, columns, place)
+JOIN pg_namespace s ON s.nspname = $1
+LEFT JOIN pg_class c ON c.relnamespace = s.oid AND c.relname = n.name
+WHERE CASE
+  WHEN n.kind = 'schema' THEN NOT pg_catalog.has_schema_privilege(s.oid, n.privilege)
+  WHEN n.kind = 'function' THEN NOT pg_catalog.has_function_privilege((
+    SELECT p.oid FROM pg_proc p WHERE p.pronamespace = s.oid AND p.proname = split_part(n.name, '(', 1)), n.privilege)
+  WHEN n.kind = 'sequence' THEN NOT pg_catalog.has_sequence_privilege(c.oid, n.privilege)
+  WHEN n.columns <> '' THEN EXISTS (SELECT FROM string_to_table(n.columns, ' ') AS col (name) WHERE NOT pg_catalog.has_column_privilege(c.oid, col.name, n.privilege))
+  ELSE NOT pg_catalog.has_table_privilege(c.oid, n.privilege)
+END
+GROUP BY n.kind, n.name ORDER BY pg_catalog.min(n.place)`
+
+const sequenceSQL = `-- doctor.sequence
+SELECT seqcache FROM pg_sequence WHERE seqrelid = pg_catalog.pg_get_serial_sequence('effectonce.outbox', 'seq')::regclass::oid`
+
+const clockSQL = `-- doctor.clock
+SELECT clock_timestamp()`
+
+// openSQL finds the oldest open transactions, in sessions or prepared. Sessions of other roles are
+// visible only with pg_read_all_stats.
+const openSQL = `-- doctor.open_transactions
+SELECT what, remedy, extract(epoch FROM clock_timestamp() - since)::float8, writes FROM (
+  SELECT 'session ' || pid::text || ' (' || coalesce(nullif(application_name, ''), 'no application_name') || ')' AS what,
+    pg_catalog.format('SELECT pg_terminate_backend(%s); -- it is %s; ask its owner (%s) first', pid, coalesce(state, '-'), usename) AS remedy, xact_start AS since, backend_xid IS NOT NULL AS writes
+  FROM pg_stat_activity WHERE (backend_xid IS NOT NULL OR backend_xmin IS NOT NULL) AND pid <> pg_backend_pid() AND xact_start IS NOT NULL
+    AND backend_type = 'client backend'
+  UNION ALL
+  SELECT pg_catalog.format('prepared transaction %s of %s in database %s', gid, owner, database),
+    pg_catalog.format('SELECT * FROM pg_prepared_xacts WHERE gid = %L; -- its coordinator knows how it has to end: docs/runbook.md, "Long transactions"', gid), prepared, true FROM pg_prepared_xacts
+) open ORDER BY since LIMIT 20`
+
+// holdersSQL finds what keeps dead rows for another reader: slots, and standbys with
+// hot_standby_feedback.
+const holdersSQL = `-- doctor.holders
+SELECT * FROM (
+  SELECT pg_catalog.format('replication slot %s', slot_name) AS what, pg_catalog.format('SELECT * FROM pg_replication_slots WHERE slot_name = %L; -- start its reader; if that never comes back: docs/runbook.md, "Size"', slot_name) AS remedy, active,
+    greatest(coalesce(age(xmin), 0), coalesce(age(catalog_xmin), 0))::bigint AS behind,
+    coalesce(pg_wal_lsn_diff(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END, restart_lsn), 0)::bigint AS wal
+  FROM pg_replication_slots WHERE NOT temporary
+  UNION ALL
+  SELECT pg_catalog.format('standby %s (%s)', application_name, coalesce(host(client_addr), 'local')),
+    'SELECT pid, xact_start, query FROM pg_stat_activity WHERE backend_xmin IS NOT NULL ORDER BY xact_start; -- there; or hot_standby_feedback = off',
+    true, age(backend_xmin)::bigint, 0
+  FROM pg_stat_replication WHERE backend_xmin IS NOT NULL
+) held ORDER BY behind DESC LIMIT 20`
+
+const autovacuumSQL = `-- doctor.autovacuum
+SELECT pg_catalog.current_setting('autovacuum')::bool, pg_catalog.current_setting('track_counts')::bool`
+
+// starvedSQL finds tables for which autovacuum is off or does not keep up: they have $2 times the
+// dead rows at which it begins, and at least $3. Each setting is the table's own, else the
+// server's.
+const starvedSQL = `-- doctor.starved
+SELECT relname, off, dead > $3 AND dead::float8 > $2 * (threshold + factor * greatest(rows, 0)), dead, extract(epoch FROM clock_timestamp() - vacuumed)::float8
+FROM (
+  SELECT c.relname, c.reltuples AS rows, coalesce(s.n_dead_tup, 0) AS dead, greatest(s.last_autovacuum, s.last_vacuum) AS vacuumed,
+    coalesce(o.off, false) AS off,
+    coalesce(o.threshold, pg_catalog.current_setting('autovacuum_vacuum_threshold')::float8) AS threshold,
+    coalesce(o.factor, pg_catalog.current_setting('autovacuum_vacuum_scale_factor')::float8) AS factor
+  FROM pg_class c LEFT JOIN pg_stat_all_tables s ON s.relid = c.oid
+  CROSS JOIN LATERAL (
+    SELECT bool_or(NOT option_value::bool) FILTER (WHERE option_name = 'autovacuum_enabled') AS off,
+      pg_catalog.max(option_value::float8) FILTER (WHERE option_name = 'autovacuum_vacuum_threshold') AS threshold,
+      pg_catalog.max(option_value::float8) FILTER (WHERE option_name = 'autovacuum_vacuum_scale_factor') AS factor
+    FROM pg_options_to_table(c.reloptions)
+  ) o
+  WHERE c.relnamespace = to_regnamespace(pg_catalog.quote_ident($1)) AND c.relkind = 'r'
+) tables
+WHERE off OR dead > $3 AND dead::float8 > $2 * (threshold + factor * greatest(rows, 0))
+ORDER BY relname LIMIT 50`
+
+const backendSQL = `-- doctor.backend
+SELECT pg_backend_pid()`
+
+const scheduledSQL = `-- doctor.scheduled
+SELECT (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled LIMIT $1) bounded),
+  (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled WHERE due_at <= (SELECT clock_timestamp()) LIMIT $1) bounded),
+  greatest(extract(epoch FROM clock_timestamp() - greatest(least((SELECT due_at FROM effectonce.outbox_scheduled ORDER BY due_at LIMIT 1), '2200-01-01'), '1970-01-01')), 0)::float8`
+
+// keysSQL counts at most $1 keys of each kind, and reads no keys that are finished and still within
+// their window. $2: a key is stuck if no process has worked on it since then. A key with expires_at
+// and no lock only counts failures of work in one transaction, and had no effect: a reaper deletes
+// it after expires_at.
+const keysSQL = `-- doctor.keys
+SELECT running.n, greatest(extract(epoch FROM clock_timestamp() - greatest(least(running.oldest, '2200-01-01'), '1970-01-01')), 0)::float8, running.stuck, running.failing, undecided.indeterminate, undecided.abandoned,
+  greatest(coalesce(extract(epoch FROM clock_timestamp() - greatest(least((
+    SELECT expires_at FROM effectonce.idempotency_keys WHERE state = 'finished' AND expires_at IS NOT NULL ORDER BY expires_at LIMIT 1), '2200-01-01'), '1970-01-01')), 0), 0)::float8
+FROM (
+  SELECT count(*) FILTER (WHERE NOT counts) AS n, pg_catalog.min(created_at) FILTER (WHERE NOT counts) AS oldest, count(*) FILTER (
+    WHERE NOT counts AND due <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp() - $2::interval)) AS stuck,
+    count(*) FILTER (WHERE NOT counts AND due > clock_timestamp() AND created_at <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp())) AS failing
+  FROM (SELECT created_at, locked_until, coalesce(retry_at, created_at) AS due,
+      locked_until IS NULL AND coalesce(expires_at > clock_timestamp() - $2::interval, false) AS counts FROM effectonce.idempotency_keys
+    WHERE state = 'running' ORDER BY coalesce(retry_at, created_at) LIMIT $1) first
+) running, (
+  SELECT count(*) FILTER (WHERE state = 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state = 'abandoned') AS abandoned
+  FROM (SELECT state FROM effectonce.idempotency_keys WHERE state IN ('indeterminate', 'abandoned') ORDER BY created_at LIMIT $1) first
+) undecided`
+
+// slotsSQL reads how old the first row of each slot is, and which slot is being filled.
+const slotsSQL = `-- doctor.slots
+SELECT s.slot, s.slot = c.last_value, pg_relation_size(('effectonce.outbox_' || s.slot::text)::regclass),
+  greatest(extract(epoch FROM clock_timestamp() - greatest(least((
+    SELECT o.created_at FROM effectonce.outbox o WHERE o.slot = s.slot ORDER BY o.seq LIMIT 1), '2200-01-01'), '1970-01-01')), 0)::float8
+FROM effectonce.outbox_slots s, effectonce.outbox_slot c
+ORDER BY s.slot`
+
+// slotHoldersSQL finds who holds a lock on a slot that has rows and is not being filled. The
+// holder's transaction has to be older than $2; if its age is unknown, writers have to have left
+// the slot longer than $1 ago. The doctor's own lock is left out.
+const slotHoldersSQL = `-- doctor.slot_holders
+SELECT l.pid, CASE WHEN l.pid IS NULL THEN 'a prepared transaction'
+    ELSE pg_catalog.format('session %s (%s, role %s)', l.pid, coalesce(nullif(a.application_name, ''), 'no application_name'), coalesce(a.usename, '?')) END,
+  pg_catalog.array_agg(DISTINCT s.slot ORDER BY s.slot), extract(epoch FROM clock_timestamp() - a.xact_start)::float8,
+  (pg_catalog.sum(s.bytes) / pg_catalog.count(DISTINCT l.mode)::numeric)::bigint, bool_or(s.overdue)
+FROM (
+  SELECT slot, turned_away, ('effectonce.outbox_' || slot::text)::regclass AS part, pg_catalog.pg_total_relation_size(('effectonce.outbox_' || slot::text)::regclass) AS bytes,
+    turned_away + $1::interval < clock_timestamp() AS overdue
+  FROM effectonce.outbox_slots WHERE slot <> (SELECT last_value FROM effectonce.outbox_slot) AND pg_relation_size(('effectonce.outbox_' || slot::text)::regclass) > 0
+) s
+JOIN pg_locks l ON l.locktype = 'relation' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND l.relation = s.part::oid
+LEFT JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
+GROUP BY l.pid, l.virtualtransaction, a.application_name, a.usename, a.xact_start
+HAVING a.xact_start < clock_timestamp() - $2::interval OR (a.xact_start IS NULL AND bool_or(s.overdue))
+ORDER BY a.xact_start NULLS LAST, l.pid LIMIT 20`
+
+const systemSQL = `-- doctor.system
+SELECT system_identifier FROM pg_control_system()`
+
+func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
+
+// sequencesSQL reports whether numbers were assigned twice: see migrations/0006, "A sequence that
+// is behind".
+const sequencesSQL = `-- doctor.sequences
+SELECT behind, seq_last, seq_known, tick_last, tick_known, reused FROM effectonce.outbox_sequence_state(0, 0)`
+
+const publishersReadableSQL = `-- doctor.publishers_readable
+SELECT pg_catalog.has_table_privilege('effectonce.outbox_publishers', 'SELECT')`
+
+// publishersSQL counts the lists, and finds the tables whose inserts nothing checks, the roles of
+// lists that do not exist, and those that a list does not limit.
+const publishersSQL = `-- doctor.publishers
+SELECT (SELECT count(*) FROM effectonce.outbox_publishers),
+  ARRAY(SELECT looked.at::text FROM (
+      SELECT tree.relid FROM pg_catalog.pg_partition_tree('effectonce.outbox'::regclass) tree UNION ALL SELECT 'effectonce.outbox_scheduled'::regclass) AS looked (at)
+    WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_trigger t
+      WHERE t.tgrelid = looked.at::oid AND t.tgname = 'outbox_topic_allowed'::name AND t.tgenabled <> 'D'::"char") ORDER BY looked.at::text),
+  ARRAY(SELECT p.role::text FROM effectonce.outbox_publishers p
+    WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_roles r WHERE r.rolname = p.role) ORDER BY p.role),
+  ARRAY(SELECT p.role::text FROM effectonce.outbox_publishers p JOIN pg_catalog.pg_roles r ON r.rolname = p.role
+    WHERE pg_catalog.has_table_privilege(r.oid, 'effectonce.outbox', 'UPDATE') ORDER BY p.role)`

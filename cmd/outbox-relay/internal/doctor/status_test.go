@@ -1,0 +1,144 @@
+package doctor_test
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+func readStatus(t *testing.T, conn *pgx.Conn, opts doctor.StatusOptions) *doctor.Status {
+	t.Helper()
+	status, err := doctor.ReadStatus(t.Context(), conn, "effectonce", opts)
+	require.NoError(t, err)
+	return status
+}
+
+// Whether the pipeline is well depends on who relays and on what waits, and each problem names what
+// to do.
+func TestStatusIsJudged(t *testing.T) {
+	t.Parallel()
+	const (
+		row   = "INSERT INTO effectonce.outbox (topic, created_at) VALUES ('t', clock_timestamp() - interval '5 minutes')"
+		live  = "INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'somebody', clock_timestamp() + interval '1 hour', 3)"
+		over  = "INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until, epoch) VALUES ('default', 0, 'somebody', clock_timestamp() - interval '1 second', 3)"
+		away  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, reached_at, state, problem) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour', clock_timestamp() - interval '125 seconds', 'kafka_away', 'unable to dial')"
+		stuck = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, reached_at, state, problem) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour', clock_timestamp(), 'stuck', 'shard 0')"
+		old   = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('default', 'somebody', clock_timestamp() + interval '1 hour')"
+		gone  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state) VALUES ('default', 'somebody', clock_timestamp() - interval '1 second', 'kafka_away')"
+		dead  = "INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state) VALUES ('default', 1, gen_random_uuid(), 't', '{}', now(), 'too_large', 'e', 'held')"
+	)
+	for name, c := range map[string]struct {
+		before  []string
+		ageMax  time.Duration
+		problem string // empty: well
+	}{
+		"nothing at all":                  {},
+		"idle without a relay":            {before: []string{over}},
+		"rows and a relay":                {before: []string{row, live}},
+		"rows that no relay ever saw":     {before: []string{row}, problem: "never ran: start"},
+		"rows and a lease that ran out":   {before: []string{row, over}, problem: "no replica runs: start"},
+		"a holder without Kafka":          {before: []string{row, live, away}, problem: "rows wait for Kafka, which \"somebody\" reached 2m"},
+		"no holder, no Kafka":             {before: []string{row, over, away}, problem: "rows wait for Kafka, which \"somebody\" reached 2m"},
+		"no holder ever, no Kafka":        {before: []string{row, away}, problem: "rows wait for Kafka"},
+		"nothing waits for Kafka":         {before: []string{live, away}},
+		"no Kafka before it ended":        {before: []string{row, over, gone}, problem: "no replica runs: start"},
+		"a hung shard":                    {before: []string{row, over, stuck}, problem: "\"somebody\" is stuck: restart it"},
+		"a hung shard, nothing waits":     {before: []string{live, stuck}, problem: "replica \"somebody\" is stuck: restart it (shard 0)"},
+		"a free lease and a replica":      {before: []string{row, over, old}, problem: "though 1 run: see the log of \"somebody\""},
+		"a row that waits too long":       {before: []string{row, live}, ageMax: time.Minute, problem: "longer than 1m"},
+		"a row that waits not long":       {before: []string{row, live}, ageMax: time.Hour},
+		"a dead row":                      {before: []string{live, dead}, problem: "1 row in outbox_dead"},
+		"progress of another cluster":     {before: []string{live, "UPDATE effectonce.outbox_progress SET system_identifier = 1"}, problem: "another database cluster"},
+		"a tick that was deleted by hand": {before: []string{live, "UPDATE effectonce.outbox_progress SET tick = 7"}, problem: "tick 7"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			conn := connect(t, pgtest.Database(t))
+			for _, sql := range c.before {
+				exec(t, conn, sql)
+			}
+			status, err := doctor.ReadStatus(t.Context(), conn, "effectonce", doctor.StatusOptions{AgeMax: c.ageMax})
+			if err != nil {
+				require.ErrorContains(t, err, c.problem)
+				require.NotEmpty(t, c.problem)
+				return
+			}
+			assert.Equal(t, c.problem == "", status.Well)
+			assert.Contains(t, strings.Join(status.Problems, "\n"), c.problem)
+		})
+	}
+}
+
+// Relays with different names are readers of their own: each has its lease, its backlog and its
+// dead.
+func TestEachRelayIsReported(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('t'), ('t')")
+	exec(t, conn, "INSERT INTO effectonce.outbox_ticks (tick, snapshot, seq_last) VALUES (1, pg_current_snapshot(), 2)")
+	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, tick, owner, lease_until, epoch, published)
+		VALUES ('ahead', 0, 1, 'a', clock_timestamp() + interval '1 hour', 4, 20), ('behind', 0, 0, 'b', NULL, 2, 10)`)
+	exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
+	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
+		SELECT 'ahead', n, gen_random_uuid(), 't', '{}', now(), CASE n WHEN 1 THEN 'refused' ELSE 'behind' END, 'e', 'held' FROM generate_series(1, 3) n`)
+	exec(t, conn, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('n', 'g', '{t}')")
+	exec(t, conn, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('g', 't', 0), ('g', 't', 1)")
+
+	status := readStatus(t, conn, doctor.StatusOptions{})
+	require.Len(t, status.Relays, 2)
+	ahead, behind := status.Relays[0], status.Relays[1]
+	assert.Equal(t, "ahead", ahead.Relay)
+	assert.True(t, ahead.Live)
+	assert.Equal(t, "a", ahead.Owner)
+	assert.InDelta(t, 3600, ahead.LeaseLeftSeconds, 60)
+	assert.Equal(t, int64(1), ahead.Waiting)
+	assert.Equal(t, int64(4), ahead.Epoch)
+	assert.Equal(t, int64(20), ahead.Published)
+	assert.Equal(t, map[string]int64{"refused": 1, "behind": 2}, ahead.Dead)
+	assert.False(t, behind.Live)
+	assert.Empty(t, behind.Owner)
+	assert.Equal(t, int64(3), behind.Waiting)
+	assert.Empty(t, behind.Dead)
+	assert.Equal(t, int64(1), status.Consumers)
+	assert.Equal(t, int64(2), status.Positions)
+
+	picked := readStatus(t, conn, doctor.StatusOptions{Relay: "behind"})
+	require.Len(t, picked.Relays, 1)
+	assert.Equal(t, "behind", picked.Relays[0].Relay)
+	never := readStatus(t, conn, doctor.StatusOptions{Relay: "never"})
+	require.Len(t, never.Relays, 1)
+	assert.Equal(t, int64(3), never.Relays[0].Waiting)
+}
+
+// The rate is what was published since an earlier look, by the database's clock; a relay that was
+// not there then began at 0.
+func TestRateIsMeasuredBetweenTwoLooks(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	exec(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard, published) VALUES ('old', 0, 1000)")
+	assert.Nil(t, readStatus(t, conn, doctor.StatusOptions{}).Relays[0].RowsPerSecond)
+
+	before, err := doctor.ReadProgress(t.Context(), conn, "effectonce")
+	require.NoError(t, err)
+	var began, ended time.Time
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&began))
+	exec(t, conn, "INSERT INTO effectonce.outbox_progress (relay, shard, published) VALUES ('new', 0, 500)")
+	exec(t, conn, "UPDATE effectonce.outbox_progress SET published = published + 300 WHERE relay = 'old'")
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT clock_timestamp() FROM pg_sleep(0.2)").Scan(&ended))
+	status := readStatus(t, conn, doctor.StatusOptions{Before: before})
+	atMost := 1 / ended.Sub(began).Seconds()
+	for i, rows := range []float64{500, 300} {
+		rate := status.Relays[i].RowsPerSecond
+		require.NotNil(t, rate)
+		assert.Positive(t, *rate)
+		assert.LessOrEqual(t, *rate, rows*atMost)
+		assert.InEpsilon(t, rows/500, *rate / *status.Relays[0].RowsPerSecond, 0.01)
+	}
+}

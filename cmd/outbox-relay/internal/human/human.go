@@ -1,0 +1,68 @@
+// Package human formats counts and durations for people.
+package human
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Count formats a number with a noun, whose plural ends in s: "1 row", "2 rows".
+func Count[N ~int | ~int16 | ~int32 | ~int64](n N, noun string) string {
+	if n == 1 {
+		return "1 " + noun
+	}
+	return strconv.FormatInt(int64(n), 10) + " " + noun + "s"
+}
+
+// Duration formats a duration as its two largest units: "1.5s", "45s", "10m", "3h20m", "9d".
+func Duration(d time.Duration) string {
+	switch {
+	case d < 0:
+		return "-" + Duration(-d)
+	case d < time.Millisecond:
+		return d.Round(time.Microsecond).String()
+	case d < time.Second:
+		return d.Round(time.Millisecond).String()
+	case d < 10*time.Second:
+		return strings.TrimSuffix(fmt.Sprintf("%.1f", d.Seconds()), ".0") + "s"
+	}
+	const day = 24 * time.Hour
+	units := []struct {
+		unit, part time.Duration
+		name, sub  string
+	}{{day, time.Hour, "d", "h"}, {time.Hour, time.Minute, "h", "m"}, {time.Minute, time.Second, "m", "s"}, {time.Second, time.Second, "s", ""}}
+	for _, u := range units {
+		if d < u.unit {
+			continue
+		}
+		text := strconv.FormatInt(int64(d/u.unit), 10) + u.name
+		if rest := d % u.unit / u.part; rest > 0 {
+			text += strconv.FormatInt(int64(rest), 10) + u.sub
+		}
+		return text
+	}
+	return d.String()
+}
+
+// Exact formats all units of a duration, down to the second, for durations that are compared.
+func Exact(d time.Duration) string {
+	var text strings.Builder
+	for _, u := range []struct {
+		unit time.Duration
+		name string
+	}{{24 * time.Hour, "d"}, {time.Hour, "h"}, {time.Minute, "m"}, {time.Second, "s"}} {
+		if n := d / u.unit; n > 0 {
+			text.WriteString(strconv.FormatInt(int64(n), 10) + u.name)
+			d %= u.unit
+		}
+	}
+	if text.Len() == 0 || d > 0 {
+		text.WriteString(Duration(d))
+	}
+	return text.String()
+}
+
+// Seconds formats a number of seconds as Duration does.
+func Seconds(n float64) string { return Duration(time.Duration(n * float64(time.Second))) }

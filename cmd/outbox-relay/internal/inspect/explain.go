@@ -1,0 +1,303 @@
+package inspect
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+)
+
+// Explanation is everything that is known about a message.
+type Explanation struct {
+	Asked string      `json:"asked"`
+	Known bool        `json:"known"`
+	IDs   []uuid.UUID `json:"ids"` // under which consumers may claim it
+	// Requests are those whose idempotency key was asked for, and those that published the message.
+	Requests []keys.Row `json:"requests"`
+	Outbox   []Row      `json:"outbox"`
+	Dead     []Dead     `json:"dead"`
+	// Scheduled are scheduled messages. The relay moves them to the outbox, under the same ID, when
+	// they are due.
+	Scheduled []Scheduled `json:"scheduled"`
+	Records   []Record    `json:"records"` // in topics
+	Searched  *Search     `json:"searched"`
+	At        *At         `json:"at"` // null: no place was asked for, or Kafka was not asked
+	Claims    []Claim     `json:"claims"`
+	// Passed are consumers whose position is past a record, and that have no claim of it. They
+	// handled it, or parked it and an operator decided, and forgot the claim when its window was
+	// over. Consumers that deduplicate by position keep no claims.
+	Passed   []Passed         `json:"passed"`
+	Attempts []Attempt        `json:"attempts"`
+	Parked   []parked.Message `json:"parked"`
+	Children []Row            `json:"children"` // what its handlers published into this outbox
+	Actions  []parked.Action  `json:"actions"`
+	// KafkaError is why topics could not be searched, or not to their end. Empty: they were
+	// searched, or there are no brokers to ask.
+	KafkaError string `json:"kafka_error"`
+}
+
+// Row is a row of the outbox.
+type Row struct {
+	Seq          int64      `json:"seq"`
+	ID           uuid.UUID  `json:"id"`
+	Topic        string     `json:"topic"`
+	Key          parked.Key `json:"key"` // text, or base64: and bytes; null: none
+	Shard        int16      `json:"shard"`
+	CreatedAt    time.Time  `json:"created_at"`
+	PayloadBytes *int64     `json:"payload_bytes"` // null: a tombstone
+	// States has its state by relay: published, waiting or dead.
+	States map[string]string `json:"states"`
+}
+
+// States of a row.
+const (
+	StatePublished = "published"
+	StateWaiting   = "waiting"
+	StateDead      = "dead"
+)
+
+// Dead is a row of outbox_dead.
+type Dead struct {
+	Relay    string     `json:"relay"`
+	Seq      int64      `json:"seq"`
+	ID       uuid.UUID  `json:"id"`
+	Topic    string     `json:"topic"`
+	Key      parked.Key `json:"key"`
+	Reason   string     `json:"reason"`
+	Error    string     `json:"error"`
+	Attempts int32      `json:"attempts"`
+	State    string     `json:"state"`
+	DiedAt   time.Time  `json:"died_at"`
+}
+
+// Scheduled is a row of outbox_scheduled.
+type Scheduled struct {
+	ID           uuid.UUID  `json:"id"`
+	Topic        string     `json:"topic"`
+	Key          parked.Key `json:"key"`
+	DueAt        time.Time  `json:"due_at"`
+	CreatedAt    time.Time  `json:"created_at"`
+	PayloadBytes *int64     `json:"payload_bytes"`
+	// OverdueSeconds is the time since it was due; 0: it is not due yet.
+	OverdueSeconds float64 `json:"overdue_seconds"`
+}
+
+// Record is the message in a topic.
+type Record struct {
+	Place
+	Time         time.Time  `json:"time"`
+	Key          parked.Key `json:"key"`
+	PayloadBytes *int64     `json:"payload_bytes"`
+	MessageID    string     `json:"message_id"` // as the record carries it
+}
+
+// Search is what was read from topics.
+type Search struct {
+	Topics   []string  `json:"topics"`
+	Since    time.Time `json:"since"`
+	Records  int       `json:"records"`
+	Complete bool      `json:"complete"` // read up to the end of the topics
+}
+
+// Claim is a row of processed_messages or processed_forever.
+type Claim struct {
+	ID          uuid.UUID `json:"id"`
+	Consumer    string    `json:"consumer"`
+	Group       string    `json:"group"`
+	ProcessedAt time.Time `json:"processed_at"`
+	Forever     bool      `json:"forever"`
+}
+
+// Passed is a consumer that is past a record without a claim.
+type Passed struct {
+	Place
+
+	Consumer string `json:"consumer"`
+	Group    string `json:"group"`
+	Position int64  `json:"position"` // offset of the next message
+	// WindowSeconds is how long claims are kept; null: forever.
+	WindowSeconds *float64 `json:"window_seconds"`
+}
+
+// Attempt is a row of message_attempts: handlers failed on the message, and it is neither done nor
+// parked.
+type Attempt struct {
+	ID        uuid.UUID `json:"id"`
+	Consumer  string    `json:"consumer"`
+	Attempts  int32     `json:"attempts"`
+	Error     string    `json:"error"`
+	UpdatedAt time.Time `json:"updated_at"`
+}
+
+// Explain finds a message by its ID or its place. Without kafka (nil) topics are not searched. A
+// Kafka error is part of the explanation: what the database knows is shown even if no broker
+// answers.
+func Explain(ctx context.Context, db operator.Querier, kafka *Kafka, q Question) (*Explanation, error) {
+	e := &explainer{Question: q, db: db, kafka: kafka, names: newNames(q.Text), out: &Explanation{Asked: q.Text, Searched: nil}}
+	for _, step := range []func(context.Context) error{
+		e.lookAtPlace, e.readRequests, e.readRows, e.searchTopics, e.readRows, e.readStates, e.readConsumers, e.readPassed, e.readChildren, e.readActions, e.readRequestActions,
+	} {
+		if err := step(ctx); err != nil {
+			return nil, err
+		}
+	}
+	return e.result(), nil
+}
+
+type explainer struct {
+	Question
+	db     operator.Querier
+	kafka  *Kafka
+	names  *names
+	place  *Place // asked for
+	read   map[uuid.UUID]bool
+	scopes []string // topics of consumers
+	out    *Explanation
+}
+
+// lookAtPlace finds the ID of the record at the place that was asked for.
+func (e *explainer) lookAtPlace(ctx context.Context) (err error) {
+	if e.scopes, err = e.consumerTopics(ctx); err != nil {
+		return err
+	}
+	place, is := parsePlace(e.Text)
+	if !is {
+		for _, topic := range slices.Concat(e.scopes, e.Topics) {
+			e.names.addScope(topic)
+		}
+		return nil
+	}
+	e.place = &place
+	e.names = newNames("")
+	clear(e.names.texts)
+	var record *kgo.Record
+	var topicID uuid.UUID
+	err = e.askKafka(ctx, func(ctx context.Context) (err error) {
+		if e.out.At, record, err = e.kafka.at(ctx, place); err != nil || record == nil {
+			return err
+		}
+		topicID, err = e.kafka.topicID(ctx, place.Topic)
+		return err
+	})
+	if err != nil || record == nil {
+		return err
+	}
+	e.out.Records = append(e.out.Records, newRecord(record))
+	text, scope := Carried(record)
+	e.names.addScope(scope)
+	if text == "" {
+		e.names.ids[coordinatesID(place, topicID)] = true
+		return nil
+	}
+	e.names.addText(text)
+	return nil
+}
+
+// askKafka calls ask with at most half of the time that remains, because the database has to be
+// asked too. After a failure it does not ask Kafka again.
+func (e *explainer) askKafka(ctx context.Context, ask func(context.Context) error) error {
+	if e.kafka == nil || e.out.KafkaError != "" {
+		return nil
+	}
+	limited, cancel := ctx, context.CancelFunc(func() {})
+	if deadline, some := ctx.Deadline(); some {
+		limited, cancel = context.WithTimeout(ctx, time.Until(deadline)/2)
+	}
+	defer cancel()
+	err := ask(limited)
+	if err != nil && ctx.Err() == nil {
+		e.out.KafkaError, err = err.Error(), nil
+	}
+	return err
+}
+
+// readRows reads rows of the outbox by the IDs that were not read yet.
+func (e *explainer) readRows(ctx context.Context) error {
+	var fresh []uuid.UUID
+	for _, id := range e.names.rowIDs() {
+		if !e.read[id] {
+			fresh = append(fresh, id)
+		}
+	}
+	if len(fresh) == 0 {
+		return nil
+	}
+	if e.read == nil {
+		e.read = map[uuid.UUID]bool{}
+	}
+	for _, id := range fresh {
+		e.read[id] = true
+	}
+	rows, err := e.rows(ctx, fresh, 0)
+	if err != nil {
+		return err
+	}
+	e.out.Outbox = append(e.out.Outbox, rows...)
+	dead, err := e.dead(ctx, fresh)
+	if err != nil {
+		return err
+	}
+	e.out.Dead = append(e.out.Dead, dead...)
+	scheduled, err := e.scheduled(ctx, fresh)
+	if err != nil {
+		return err
+	}
+	e.out.Scheduled = append(e.out.Scheduled, scheduled...)
+	for _, row := range rows {
+		e.names.addScope(row.Topic)
+		e.names.addText(row.ID.String())
+	}
+	for _, row := range dead {
+		e.names.addScope(row.Topic)
+		e.names.addText(row.ID.String())
+	}
+	for _, row := range scheduled {
+		e.names.addScope(row.Topic)
+	}
+	return nil
+}
+
+// readStates reads, for each row, what each relay did with it.
+func (e *explainer) readStates(ctx context.Context) error {
+	return e.states(ctx, e.out.Outbox)
+}
+
+// sorted returns the IDs in a fixed order.
+func (n *names) sorted() []uuid.UUID {
+	return slices.SortedFunc(maps.Keys(n.ids), func(a, b uuid.UUID) int { return bytes.Compare(a[:], b[:]) })
+}
+
+// result completes the explanation, with [] for nothing.
+func (e *explainer) result() *Explanation {
+	x := e.out
+	x.IDs = e.names.sorted()
+	x.Known = len(x.Requests)+len(x.Outbox)+len(x.Dead)+len(x.Scheduled)+len(x.Records)+len(x.Claims)+len(x.Attempts)+len(x.Parked)+len(x.Actions)+len(x.Passed) > 0
+	x.IDs, x.Outbox, x.Dead, x.Scheduled, x.Records = some(x.IDs), some(x.Outbox), some(x.Dead), some(x.Scheduled), some(x.Records)
+	x.Claims, x.Attempts, x.Parked, x.Passed = some(x.Claims), some(x.Attempts), some(x.Parked), some(x.Passed)
+	x.Requests = some(x.Requests)
+	x.Children, x.Actions = some(x.Children), some(x.Actions)
+	return x
+}
+
+func some[T any](all []T) []T {
+	if all == nil {
+		return []T{}
+	}
+	return all
+}
+
+func wrap(what string, err error) error {
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	return nil
+}

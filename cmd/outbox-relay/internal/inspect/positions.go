@@ -1,0 +1,263 @@
+package inspect
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
+)
+
+// LagMax bounds how many rows are counted as lag.
+const LagMax = 100_000
+
+// Positions are the positions of relays and consumers.
+type Positions struct {
+	Shards    []Shard    `json:"shards"`
+	Consumers []Position `json:"consumers"`
+	// Paused are the topics that an operator paused for a group.
+	Paused []consumers.Pause `json:"paused"`
+	// MissingTopics are the topics of registered consumers that do not exist. Empty if Kafka was
+	// not asked.
+	MissingTopics []MissingTopic `json:"missing_topics"`
+	// KafkaError is why the ends of topics, or the members of groups, are unknown. Empty: they are
+	// known, or there are no brokers to ask.
+	KafkaError string `json:"kafka_error"`
+}
+
+// Shard is the progress of one shard of a relay.
+type Shard struct {
+	Relay            string   `json:"relay"`
+	Shard            int16    `json:"shard"`
+	Owner            string   `json:"owner"` // empty: no replica
+	LeaseLeftSeconds float64  `json:"lease_left_seconds"`
+	Epoch            int64    `json:"epoch"`
+	Tick             int64    `json:"tick"`
+	TickAgeSeconds   *float64 `json:"tick_age_seconds"` // null: it has none
+	Floor            int64    `json:"floor"`
+	Published        int64    `json:"published"`
+	// Lag counts committed rows that it has not published, among the last LagMax rows of the
+	// outbox.
+	Lag int64 `json:"lag"`
+}
+
+// Position is the position of a consumer group in a partition.
+type Position struct {
+	Group      string     `json:"group"`
+	Topic      string     `json:"topic"`
+	Partition  int32      `json:"partition"`
+	NextOffset *int64     `json:"next_offset"` // null: nothing handled yet
+	Start      *int64     `json:"start"`       // first offset that Kafka has; null: unknown
+	End        *int64     `json:"end"`         // offset of the next record; null: unknown
+	Lag        *int64     `json:"lag"`         // records that Kafka has from the position on
+	Deleted    *int64     `json:"deleted"`     // records from the position on that Kafka has deleted
+	Epoch      int64      `json:"epoch"`
+	Owner      string     `json:"owner"`    // its last holder
+	Members    *int       `json:"members"`  // of the group, as Kafka knows them; null: unknown
+	Released   bool       `json:"released"` // its holder released it in good order
+	RecordTime *time.Time `json:"record_time"`
+	CaughtUpAt *time.Time `json:"caught_up_at"`
+	AgeSeconds float64    `json:"age_seconds"` // since it moved
+	Trouble    string     `json:"trouble"`
+	Paused     bool       `json:"paused"` // by an operator
+	// An operator's order that is not carried out yet; -2: earliest, -1: latest
+	ResumeAt *int64 `json:"resume_at"`
+}
+
+// MissingTopic is a topic that a consumer asked for and Kafka does not have.
+type MissingTopic struct {
+	Consumer string `json:"consumer"`
+	Group    string `json:"group"`
+	Topic    string `json:"topic"`
+}
+
+// PositionFilter selects positions; a nil field does not filter.
+type PositionFilter struct {
+	Relay, Group, Topic *string
+}
+
+// ReadPositions reads all positions. Without kafka (nil) the ends of topics are unknown. A Kafka
+// error is part of the result: what the database knows is shown even if no broker answers.
+func ReadPositions(ctx context.Context, db operator.Querier, kafka *Kafka, schema string, filter PositionFilter) (*Positions, error) {
+	p := &Positions{}
+	rows, err := db.Query(ctx, inSchema(shardsOfSQL, schema), filter.Relay)
+	if err == nil {
+		p.Shards, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (s Shard, err error) {
+			err = row.Scan(&s.Relay, &s.Shard, &s.Owner, &s.LeaseLeftSeconds, &s.Epoch, &s.Tick, &s.TickAgeSeconds, &s.Floor, &s.Published)
+			if s.Tick == 0 {
+				s.TickAgeSeconds = nil // the beginning has no time
+			}
+			return s, err
+		})
+	}
+	if err != nil {
+		return nil, wrap("read progress", err)
+	}
+	if err := p.readLag(ctx, db, schema); err != nil {
+		return nil, err
+	}
+	rows, err = db.Query(ctx, inSchema(positionsSQL, schema), filter.Group, filter.Topic)
+	if err == nil {
+		p.Consumers, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c Position, err error) {
+			err = row.Scan(&c.Group, &c.Topic, &c.Partition, &c.NextOffset, &c.Epoch, &c.Owner, &c.Released, &c.RecordTime, &c.CaughtUpAt, &c.AgeSeconds, &c.Trouble, &c.ResumeAt)
+			return c, err
+		})
+	}
+	if err != nil {
+		return nil, wrap("read positions", err)
+	}
+	if err := p.readPauses(ctx, db, schema, filter); err != nil {
+		return nil, err
+	}
+	if kafka != nil {
+		err := p.readEnds(ctx, kafka)
+		if err == nil {
+			err = p.readMissing(ctx, db, kafka, schema, filter)
+		}
+		if err == nil { // last: a coordinator may be unavailable while the partitions are available
+			err = p.readMembers(ctx, kafka)
+		}
+		if err != nil {
+			p.KafkaError = err.Error()
+		}
+	}
+	p.Shards, p.Consumers, p.Paused, p.MissingTopics = some(p.Shards), some(p.Consumers), some(p.Paused), some(p.MissingTopics)
+	return p, nil
+}
+
+func (p *Positions) readPauses(ctx context.Context, db operator.Querier, schema string, filter PositionFilter) (err error) {
+	if p.Paused, err = consumers.Pauses(ctx, db, schema, filter.Group, filter.Topic); err != nil {
+		return err
+	}
+	for i := range p.Consumers {
+		c := &p.Consumers[i]
+		c.Paused = slices.ContainsFunc(p.Paused, func(pause consumers.Pause) bool { return pause.Group == c.Group && pause.Topic == c.Topic })
+	}
+	return nil
+}
+
+// readMissing checks the topics of registered consumers: a topic that never existed has no
+// position.
+func (p *Positions) readMissing(ctx context.Context, db operator.Querier, kafka *Kafka, schema string, filter PositionFilter) error {
+	registered, err := consumers.Registered(ctx, db, schema)
+	if err != nil {
+		return err
+	}
+	var wanted []MissingTopic
+	var names []string
+	for _, c := range registered {
+		for _, topic := range c.Topics {
+			if (filter.Group == nil || *filter.Group == c.Group) && (filter.Topic == nil || *filter.Topic == topic) {
+				wanted, names = append(wanted, MissingTopic{c.Name, c.Group, topic}), append(names, topic)
+			}
+		}
+	}
+	absent, err := consumers.Missing(ctx, kadm.NewClient(kafka.Client), names)
+	if err != nil {
+		return err
+	}
+	p.MissingTopics = slices.DeleteFunc(wanted, func(m MissingTopic) bool { return !slices.Contains(absent, m.Topic) })
+	return nil
+}
+
+// readLag counts once for each relay, whatever its number of shards.
+func (p *Positions) readLag(ctx context.Context, db operator.Querier, schema string) error {
+	counted := map[string]map[int16]int64{}
+	for i := range p.Shards {
+		s := &p.Shards[i]
+		if counted[s.Relay] == nil {
+			lags := map[int16]int64{}
+			counted[s.Relay] = lags
+			cut, err := ReadCut(ctx, db, schema, s.Relay)
+			if errors.Is(err, ErrNeverRan) {
+				continue // its progress was deleted since it was read
+			}
+			if err != nil {
+				return err
+			}
+			rows, err := db.Query(ctx, inSchema(lagSQL, schema), cut.Args(LagMax)...)
+			if err != nil {
+				return wrap("count waiting rows", err)
+			}
+			var shard int16
+			var n int64
+			if _, err := pgx.ForEachRow(rows, []any{&shard, &n}, func() error { lags[shard] = n; return nil }); err != nil {
+				return wrap("count waiting rows", err)
+			}
+		}
+		s.Lag = counted[s.Relay][s.Shard]
+	}
+	return nil
+}
+
+// readMembers counts the members of each group. A row alone does not show whether its holder lives:
+// it keeps the name of a holder that was killed.
+func (p *Positions) readMembers(ctx context.Context, kafka *Kafka) error {
+	var names []string
+	for _, c := range p.Consumers {
+		if !slices.Contains(names, c.Group) {
+			names = append(names, c.Group)
+		}
+	}
+	if len(names) == 0 {
+		return nil
+	}
+	var groups kadm.DescribedGroups
+	err := consumers.AskCoordinators(ctx, func() (err error) {
+		if groups, err = kadm.NewClient(kafka.Client).DescribeGroups(ctx, names...); err != nil {
+			return err
+		}
+		for _, g := range groups {
+			if consumers.CoordinatorStarts(g.Err) {
+				return g.Err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return wrap("ask for the members of groups", err)
+	}
+	for i := range p.Consumers {
+		c := &p.Consumers[i]
+		switch g, listed := groups[c.Group]; {
+		case !listed || errors.Is(g.Err, kerr.GroupIDNotFound):
+			c.Members = new(int)
+		case g.Err != nil: // for example without the right to describe it: unknown
+		default:
+			n := len(g.Members)
+			c.Members = &n
+		}
+	}
+	return nil
+}
+
+func (p *Positions) readEnds(ctx context.Context, kafka *Kafka) error {
+	extents := map[string]topicscan.Extent{}
+	for i := range p.Consumers {
+		c := &p.Consumers[i]
+		if extents[c.Topic] == nil {
+			found, err := topicscan.Extents(ctx, kafka.Client, time.Time{}, c.Topic)
+			if err != nil {
+				return err
+			}
+			extents[c.Topic] = found[c.Topic]
+		}
+		span, known := extents[c.Topic][c.Partition]
+		if !known {
+			continue
+		}
+		c.Start, c.End = &span.Start, &span.End
+		if c.NextOffset != nil {
+			lag, deleted := max(0, span.End-max(*c.NextOffset, span.Start)), max(0, span.Start-*c.NextOffset)
+			c.Lag, c.Deleted = &lag, &deleted
+		}
+	}
+	return nil
+}

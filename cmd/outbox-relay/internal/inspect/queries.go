@@ -1,0 +1,149 @@
+package inspect
+
+import "github.com/effectonce/effectonce/migrations"
+
+// shardsSQL reads the number of shards into which a relay ($1) divides the outbox. A row belongs to
+// the shard outbox.shard % this number. Only this statement knows where the number is stored.
+const shardsSQL = `-- inspect.shards
+SELECT coalesce((SELECT shards FROM effectonce.outbox_relays WHERE relay = $1), 1)`
+
+// cutSQL reads the progress of all shards of a relay, from one snapshot. A missing tick is null.
+const cutSQL = `-- inspect.cut
+SELECT p.shard, t.snapshot::text, p.next_tick IS NOT NULL, n.snapshot::text, p.seq, p.floor, p.system_identifier
+FROM effectonce.outbox_progress_now p
+LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
+LEFT JOIN effectonce.outbox_ticks n ON n.tick = p.next_tick
+WHERE p.relay = $1 ORDER BY p.shard`
+
+// CutCTE turns a Cut's Args, $1 to $6, into the table cut. It parses the snapshots once.
+const CutCTE = `cut AS MATERIALIZED (
+  SELECT c.shard, c.tick::pg_snapshot AS tick, c.next::pg_snapshot AS next, c.seq, c.floor
+  FROM ROWS FROM (pg_catalog.unnest($1::smallint[]), pg_catalog.unnest($2::text[]), pg_catalog.unnest($3::text[]),
+    pg_catalog.unnest($4::bigint[]), pg_catalog.unnest($5::bigint[])) AS c (shard, tick, next, seq, floor))`
+
+// CutJoin finds the progress that applies to a row o: that of its shard.
+const CutJoin = `LEFT JOIN cut ON cut.shard = o.shard OPERATOR(pg_catalog.%) $6::int`
+
+// CutPublished reports whether the relay has published a row o. A row that it moved to outbox_dead
+// counts as published, too.
+const CutPublished = `coalesce(o.seq <= cut.floor OR pg_visible_in_snapshot(o.txid, cut.tick)
+    OR o.seq <= cut.seq AND pg_visible_in_snapshot(o.txid, cut.next), false)`
+
+const relaysSQL = `-- inspect.relays
+SELECT DISTINCT relay FROM effectonce.outbox_progress ORDER BY relay`
+
+const systemSQL = `-- inspect.system
+SELECT system_identifier FROM pg_control_system()`
+
+// rowsSQL finds rows by ID. $2 bounds the search from below.
+const rowsSQL = `-- inspect.rows
+SELECT o.seq, o.id, o.topic, o.key, o.shard, o.created_at, octet_length(o.payload)
+FROM effectonce.outbox o WHERE o.id = ANY ($1::uuid[]) AND o.seq > $2 ORDER BY o.seq LIMIT 1000`
+
+const publishedSQL = `-- inspect.published
+WITH ` + CutCTE + `
+SELECT o.seq FROM effectonce.outbox o ` + CutJoin + `
+WHERE o.seq = ANY ($7::bigint[]) AND ` + CutPublished
+
+const deadSQL = `-- inspect.dead
+SELECT relay, seq, id, topic, key, reason, error, attempts, state, died_at
+FROM effectonce.outbox_dead WHERE id = ANY ($1::uuid[]) ORDER BY relay, seq LIMIT 1000`
+
+const scheduledSQL = `-- inspect.scheduled
+SELECT id, topic, key, due_at, created_at, octet_length(payload)::bigint, greatest(extract(epoch FROM clock_timestamp() - greatest(least(due_at, '2200-01-01'), '1970-01-01')), 0)::float8
+FROM effectonce.outbox_scheduled WHERE id = ANY ($1::uuid[]) ORDER BY due_at, id, topic LIMIT 1000`
+
+const topicsSQL = `-- inspect.topics
+SELECT DISTINCT t.topic FROM effectonce.consumers c CROSS JOIN LATERAL pg_catalog.unnest(c.topics) AS t (topic) ORDER BY 1`
+
+const claimsSQL = `-- inspect.claims
+SELECT k.message_id, coalesce(c.name, 'consumer ' || k.consumer::text), coalesce(c.consumer_group, ''), k.processed_at, k.forever
+FROM (
+  SELECT message_id, consumer, processed_at, false AS forever FROM effectonce.processed_messages WHERE message_id = ANY ($1::uuid[])
+  UNION ALL
+  SELECT message_id, consumer, processed_at, true FROM effectonce.processed_forever WHERE message_id = ANY ($1::uuid[])
+) k LEFT JOIN effectonce.consumers c ON c.id = k.consumer
+ORDER BY k.processed_at, 2`
+
+// pastSQL finds consumers whose position is past an offset.
+const pastSQL = `-- inspect.passed
+SELECT c.name, c.consumer_group, p.next_offset, extract(epoch FROM c.dedup_window)::float8
+FROM effectonce.consumer_positions p JOIN effectonce.consumers c ON c.consumer_group = p.consumer_group AND p.topic = ANY (c.topics)
+WHERE p.topic = $1::text AND p.partition = $2::int AND p.next_offset > $3::bigint ORDER BY c.name`
+
+const attemptsSQL = `-- inspect.attempts
+SELECT a.message_id, coalesce(c.name, 'consumer ' || a.consumer::text), a.attempts, coalesce(a.error, ''), a.updated_at
+FROM effectonce.message_attempts a LEFT JOIN effectonce.consumers c ON c.id = a.consumer
+WHERE a.message_id = ANY ($1::uuid[]) ORDER BY a.updated_at`
+
+// parkedSQL also finds messages by the place of their record in Kafka: a message without an ID is
+// known by that alone.
+const parkedSQL = `-- inspect.parked
+SELECT seq FROM effectonce.parked_messages WHERE message_id = ANY ($1::uuid[])
+UNION
+SELECT seq FROM effectonce.parked_messages WHERE topic = $2 AND partition = $3 AND "offset" = $4
+ORDER BY seq LIMIT 1000`
+
+// actionsSQL reads what operators did to a message, or to a row.
+const actionsSQL = `-- inspect.actions
+SELECT id, who, stated, what, why, "when", db_role, subject::text FROM effectonce.operator_actions
+WHERE subject->>'message_id' = ANY ($1::text[]) OR subject->>'id' = ANY ($1::text[])
+  OR what LIKE 'dead.%' AND subject->>'seq' = ANY ($2::text[])
+ORDER BY id LIMIT 1000`
+
+// requestsSQL reads the keys from which IDs may be derived. The keys of messages that someone asks
+// about are mostly still stored.
+const requestsSQL = `-- inspect.requests
+SELECT scope, operation, key, phases, calling FROM effectonce.idempotency_keys LIMIT $1`
+
+const clockSQL = `-- inspect.clock
+SELECT clock_timestamp()`
+
+func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }
+
+const snapshotSQL = `-- inspect.snapshot
+SELECT pg_current_snapshot()::text`
+
+const tailColumns = `o.seq, o.id, o.topic, o.key, o.created_at, octet_length(o.payload)::bigint, CASE WHEN $3 > 0 THEN substring(o.payload FROM 1 FOR $3) END`
+
+const tailFilter = `($1::text IS NULL OR o.topic = $1) AND ($2::bytea IS NULL OR o.key = $2)`
+
+// tailSQL reads the rows that became visible since the snapshot $6, and the statement's own
+// snapshot. $4 is that snapshot's xmax, $5 its open transactions. Each branch walks the index on
+// txid.
+const tailSQL = `-- inspect.tail
+WITH now AS MATERIALIZED (SELECT pg_current_snapshot()::text AS snapshot, $6::text::pg_snapshot AS since)
+SELECT now.snapshot, page.* FROM now LEFT JOIN (
+  SELECT ` + tailColumns + ` FROM effectonce.outbox o
+  WHERE (o.txid >= $4::text::xid8 OR o.txid = ANY ($5::text[]::xid8[])) AND ` + tailFilter + `
+    AND NOT pg_visible_in_snapshot(o.txid, (SELECT since FROM now))
+) page ON true ORDER BY page.seq`
+
+// historySQL reads the rows behind $4 that are visible in the snapshot $5.
+const historySQL = `-- inspect.history
+SELECT NULL::text, ` + tailColumns + ` FROM effectonce.outbox o
+WHERE o.seq > $4 AND ` + tailFilter + ` AND pg_visible_in_snapshot(o.txid, $5::text::pg_snapshot)
+ORDER BY o.seq LIMIT $6`
+
+// shardsOfSQL reads the progress of every shard of every relay.
+const shardsOfSQL = `-- inspect.shards_of
+SELECT p.relay, p.shard, coalesce(p.owner, ''), coalesce(extract(epoch FROM p.lease_until - clock_timestamp()), 0)::float8, p.epoch,
+  p.tick, extract(epoch FROM clock_timestamp() - t.created_at)::float8, p.floor, p.published
+FROM effectonce.outbox_progress_now p LEFT JOIN effectonce.outbox_ticks t ON t.tick = p.tick
+WHERE $1::text IS NULL OR p.relay = $1 ORDER BY p.relay, p.shard`
+
+// lagSQL counts rows that shards of a relay have not published, at most $7 of those above every
+// floor. It skips what is published below by seq.
+const lagSQL = `-- inspect.lag
+WITH ` + CutCTE + `
+SELECT o.shard OPERATOR(pg_catalog.%) $6::int, count(*) FROM (
+  SELECT o.seq, o.txid, o.shard FROM effectonce.outbox o WHERE o.seq > (SELECT coalesce(pg_catalog.min(floor), 0) FROM cut)
+  ORDER BY o.seq DESC LIMIT $7
+) o ` + CutJoin + ` WHERE NOT ` + CutPublished + ` GROUP BY 1`
+
+const positionsSQL = `-- inspect.positions
+SELECT consumer_group, topic, partition, next_offset, epoch, coalesce(owner, ''), released, record_time, caught_up_at,
+  extract(epoch FROM clock_timestamp() - greatest(least(updated_at, '2200-01-01'), '1970-01-01'))::float8, coalesce(trouble, ''), resume_at
+FROM effectonce.consumer_positions
+WHERE ($1::text IS NULL OR consumer_group = $1) AND ($2::text IS NULL OR topic = $2)
+ORDER BY consumer_group, topic, partition LIMIT 100000`

@@ -1,0 +1,253 @@
+package inspect
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/dedup"
+)
+
+// asBytes converts IDs to statement arguments.
+func asBytes(ids []uuid.UUID) [][16]byte {
+	all := make([][16]byte, len(ids))
+	for i, id := range ids {
+		all[i] = id
+	}
+	return all
+}
+
+func (e *explainer) rows(ctx context.Context, ids []uuid.UUID, above int64) ([]Row, error) {
+	rows, err := e.db.Query(ctx, inSchema(rowsSQL, e.Schema), asBytes(ids), above)
+	if err != nil {
+		return nil, wrap("read the outbox", err)
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (r Row, err error) {
+		err = row.Scan(&r.Seq, (*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.Shard, &r.CreatedAt, &r.PayloadBytes)
+		r.States = map[string]string{}
+		return r, err
+	})
+	return all, wrap("read the outbox", err)
+}
+
+func (e *explainer) dead(ctx context.Context, ids []uuid.UUID) ([]Dead, error) {
+	rows, err := e.db.Query(ctx, inSchema(deadSQL, e.Schema), asBytes(ids))
+	if err != nil {
+		return nil, wrap("read dead rows", err)
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (d Dead, err error) {
+		err = row.Scan(&d.Relay, &d.Seq, (*[16]byte)(&d.ID), &d.Topic, (*[]byte)(&d.Key), &d.Reason, &d.Error, &d.Attempts, &d.State, &d.DiedAt)
+		return d, err
+	})
+	return all, wrap("read dead rows", err)
+}
+
+func (e *explainer) scheduled(ctx context.Context, ids []uuid.UUID) ([]Scheduled, error) {
+	rows, err := e.db.Query(ctx, inSchema(scheduledSQL, e.Schema), asBytes(ids))
+	if err != nil {
+		return nil, wrap("read messages for later", err)
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (r Scheduled, err error) {
+		err = row.Scan((*[16]byte)(&r.ID), &r.Topic, (*[]byte)(&r.Key), &r.DueAt, &r.CreatedAt, &r.PayloadBytes, &r.OverdueSeconds)
+		return r, err
+	})
+	return all, wrap("read messages for later", err)
+}
+
+// states reads what each relay did with the rows.
+func (e *explainer) states(ctx context.Context, rows []Row) error {
+	if len(rows) == 0 {
+		return nil
+	}
+	names, err := relays(ctx, e.db, e.Schema)
+	if err != nil {
+		return err
+	}
+	var seqs []int64
+	for _, row := range rows {
+		seqs = append(seqs, row.Seq)
+	}
+	for _, name := range names {
+		cut, err := ReadCut(ctx, e.db, e.Schema, name)
+		if errors.Is(err, ErrNeverRan) {
+			continue // its progress was deleted since it was read
+		}
+		if err != nil {
+			return err
+		}
+		found, err := e.db.Query(ctx, inSchema(publishedSQL, e.Schema), cut.Args(seqs)...)
+		if err != nil {
+			return fmt.Errorf("read what relay %q has published: %w", name, err)
+		}
+		published := map[int64]bool{}
+		var seq int64
+		if _, err := pgx.ForEachRow(found, []any{&seq}, func() error { published[seq] = true; return nil }); err != nil {
+			return fmt.Errorf("read what relay %q has published: %w", name, err)
+		}
+		for _, row := range rows {
+			row.States[name] = StateWaiting
+			if published[row.Seq] {
+				row.States[name] = StatePublished
+			}
+		}
+	}
+	for _, dead := range e.out.Dead {
+		for _, row := range rows {
+			if row.Seq == dead.Seq {
+				row.States[dead.Relay] = StateDead
+			}
+		}
+	}
+	return nil
+}
+
+func (e *explainer) consumerTopics(ctx context.Context) ([]string, error) {
+	rows, err := e.db.Query(ctx, inSchema(topicsSQL, e.Schema))
+	if err != nil {
+		return nil, wrap("read the consumers' topics", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	return all, wrap("read the consumers' topics", err)
+}
+
+// readConsumers reads claims, attempts and parked messages.
+func (e *explainer) readConsumers(ctx context.Context) error {
+	ids := asBytes(e.names.sorted())
+	rows, err := e.db.Query(ctx, inSchema(claimsSQL, e.Schema), ids)
+	if err != nil {
+		return wrap("read claims", err)
+	}
+	e.out.Claims, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c Claim, err error) {
+		err = row.Scan((*[16]byte)(&c.ID), &c.Consumer, &c.Group, &c.ProcessedAt, &c.Forever)
+		return c, err
+	})
+	if err != nil {
+		return wrap("read claims", err)
+	}
+	rows, err = e.db.Query(ctx, inSchema(attemptsSQL, e.Schema), ids)
+	if err != nil {
+		return wrap("read attempts", err)
+	}
+	e.out.Attempts, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (a Attempt, err error) {
+		err = row.Scan((*[16]byte)(&a.ID), &a.Consumer, &a.Attempts, &a.Error, &a.UpdatedAt)
+		return a, err
+	})
+	if err != nil {
+		return wrap("read attempts", err)
+	}
+	var topic *string
+	var partition *int32
+	var offset *int64
+	if e.place != nil {
+		topic, partition, offset = &e.place.Topic, &e.place.Partition, &e.place.Offset
+	}
+	rows, err = e.db.Query(ctx, inSchema(parkedSQL, e.Schema), ids, topic, partition, offset)
+	if err != nil {
+		return wrap("read parked messages", err)
+	}
+	seqs, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+	if err != nil || len(seqs) == 0 {
+		return wrap("read parked messages", err)
+	}
+	e.out.Parked, err = parked.List(ctx, e.db, e.Schema, parked.Filter{Seqs: seqs, Behind: true}, len(seqs))
+	for _, m := range e.out.Parked {
+		e.names.ids[m.ID] = true // if only its place was known
+	}
+	return err
+}
+
+// childStepsMax is the assumed maximum of messages that one handler publishes for one message.
+const childStepsMax = 100
+
+// readChildren derives the IDs that consumers give to what their handlers publish, from the times
+// at which the message may have been handled: that of its record, or of its release. A child that
+// exists is in this outbox: claim and child are one transaction.
+func (e *explainer) readChildren(ctx context.Context) (err error) {
+	if len(e.out.Claims) == 0 {
+		return nil
+	}
+	var ids []uuid.UUID
+	for _, claim := range e.out.Claims {
+		for _, record := range e.out.Records {
+			for step := range childStepsMax {
+				ids = append(ids, dedup.ChildID(claim.ID, "publish:"+strconv.Itoa(step), record.Time))
+			}
+			ids = append(ids, dedup.ChildID(claim.ID, "dead-letter", record.Time))
+		}
+	}
+	if len(ids) == 0 {
+		return nil
+	}
+	var above int64
+	if len(e.out.Outbox) > 0 {
+		above = e.out.Outbox[0].Seq // a child has a higher seq
+	}
+	if e.out.Children, err = e.rows(ctx, ids, above); err != nil {
+		return err
+	}
+	return e.states(ctx, e.out.Children)
+}
+
+// readActions reads what operators did to the message.
+func (e *explainer) readActions(ctx context.Context) error {
+	var ids, seqs []string
+	for _, id := range e.names.sorted() {
+		ids = append(ids, id.String())
+	}
+	for _, row := range e.out.Outbox {
+		ids, seqs = append(ids, row.ID.String()), append(seqs, strconv.FormatInt(row.Seq, 10))
+	}
+	rows, err := e.db.Query(ctx, inSchema(actionsSQL, e.Schema), ids, seqs)
+	if err != nil {
+		return wrap("read operators' actions", err)
+	}
+	e.out.Actions, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (a parked.Action, err error) {
+		var subject string
+		err = row.Scan(&a.ID, &a.Who, &a.Stated, &a.What, &a.Why, &a.When, &a.Role, &subject)
+		a.Subject = []byte(subject)
+		return a, err
+	})
+	return wrap("read operators' actions", err)
+}
+
+// readPassed finds consumers that are past a record, or past the place that was asked for, and have
+// nothing stored about it.
+func (e *explainer) readPassed(ctx context.Context) error {
+	places := map[Place]bool{}
+	for _, r := range e.out.Records {
+		places[r.Place] = true
+	}
+	if e.place != nil && (e.out.At == nil || e.out.At.State == PlaceDeleted) {
+		places[*e.place] = true
+	}
+	for _, place := range slices.SortedFunc(maps.Keys(places), func(a, b Place) int { return strings.Compare(a.String(), b.String()) }) {
+		rows, err := e.db.Query(ctx, inSchema(pastSQL, e.Schema), place.Topic, place.Partition, place.Offset)
+		if err != nil {
+			return wrap("read positions", err)
+		}
+		found, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (Passed, error) {
+			p := Passed{Place: place}
+			return p, row.Scan(&p.Consumer, &p.Group, &p.Position, &p.WindowSeconds)
+		})
+		if err != nil {
+			return wrap("read positions", err)
+		}
+		for _, p := range found {
+			claimed := slices.ContainsFunc(e.out.Claims, func(c Claim) bool { return c.Consumer == p.Consumer })
+			waits := slices.ContainsFunc(e.out.Parked, func(m parked.Message) bool { return m.Consumer == p.Consumer }) ||
+				slices.ContainsFunc(e.out.Attempts, func(a Attempt) bool { return a.Consumer == p.Consumer })
+			if !claimed && !waits {
+				e.out.Passed = append(e.out.Passed, p)
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,183 @@
+package keys
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/internal/pgerr"
+)
+
+// RefusedError means that the requested action does not apply to the key in its state. Nothing was
+// changed.
+type RefusedError struct {
+	Row    Row // as it was, locked
+	Remedy string
+}
+
+func (e *RefusedError) Error() string { return e.Remedy }
+
+// Changed is a key before and after an action.
+type Changed struct {
+	Was Row `json:"was"`
+	Now Row `json:"now"`
+}
+
+// Unlock ends the lock of a running key now. Its holder can store nothing afterwards, and the next
+// request, or the completer, continues from the recovery point. If a call that must not be made
+// twice was in progress, the next one makes the key indeterminate instead. An error means that
+// nothing was changed, unless the connection broke during COMMIT; a repeated call is refused then.
+// The same holds for repeated calls of Retry and Finish.
+func Unlock(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Changed, error) {
+	return change{what: "key.unlock", sql: unlockSQL, remedy: unlockRemedy}.act(ctx, db, schema, by, place)
+}
+
+// Retry records that the request of an indeterminate or abandoned key did not happen. The key is
+// running again, and the next request, or the completer, continues from its recovery point. If a
+// call that must not be made twice may be in progress (Row.Calling), Retry is refused unless
+// callDidNotHappen is set. Errors are as in Unlock.
+func Retry(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, callDidNotHappen bool) (*Changed, error) {
+	return change{
+		what: "key.retry", sql: retrySQL, remedy: retryRemedy,
+		args: []any{callDidNotHappen}, note: map[string]any{"call_did_not_happen": callDidNotHappen},
+	}.act(ctx, db, schema, by, place)
+}
+
+// Finish records that the request of a key happened, or never will. Every later request with the
+// key gets this outcome. It works for indeterminate and abandoned keys, and for running keys that
+// no worker holds. Errors are as in Unlock.
+func Finish(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place, outcome Outcome) (*Changed, error) {
+	headers, err := writeHeaders(outcome.Header)
+	if err != nil {
+		return nil, err
+	}
+	return change{
+		what: "key.finish", sql: finishSQL, remedy: finishRemedy,
+		args: []any{outcome.Status, headers, outcome.Body, outcome.Window}, note: map[string]any{"status": outcome.Status, "body_bytes": len(outcome.Body)},
+	}.act(ctx, db, schema, by, place)
+}
+
+// change is one kind of action.
+type change struct {
+	what   string
+	sql    string // Place's columns, then args
+	args   []any
+	note   map[string]any   // recorded in addition to the key's state
+	remedy func(Row) string // for a key that sql does not change
+}
+
+// act runs one transaction: it locks the key, lets the database decide, and records the action.
+func (c change) act(ctx context.Context, db operator.Beginner, schema string, by operator.By, place Place) (*Changed, error) {
+	var was, now Row
+	// Read committed, whatever the role's default: the statements after the lock have to see what
+	// committed before it.
+	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
+		if err := operator.Limit(ctx, tx); err != nil {
+			return err
+		}
+		var err error
+		if was, err = lock(ctx, tx, schema, place); err != nil {
+			return err
+		}
+		done, err := tx.Exec(ctx, inSchema(c.sql, schema), append([]any{place.Scope, place.Operation, place.Key}, c.args...)...)
+		if err != nil {
+			return err
+		}
+		if done.RowsAffected() == 0 {
+			return &RefusedError{was, c.remedy(was)}
+		}
+		subject, err := json.Marshal(c.subject(was))
+		if err != nil {
+			return err
+		}
+		_, err = tx.Exec(ctx, inSchema(noteSQL, schema), place.Scope, place.Operation, place.Key, by.Who, c.what, by.Why, string(subject))
+		if err != nil {
+			return err
+		}
+		now, err = lock(ctx, tx, schema, place)
+		return err
+	})
+	if pgerr.LockConflict(err) {
+		err = fmt.Errorf("%w (%s)", operator.ErrBusy, pgerr.State(err))
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s of scope %q (%s): %w", place.Operation, place.Scope, was.Mark, err)
+	}
+	return &Changed{was, now}, nil
+}
+
+// lock locks a key, and returns it as it is then.
+func lock(ctx context.Context, tx pgx.Tx, schema string, place Place) (Row, error) {
+	rows, err := tx.Query(ctx, inSchema(lockSQL, schema), place.Scope, place.Operation, place.Key)
+	if err != nil {
+		return Row{}, err
+	}
+	row, err := pgx.CollectExactlyOneRow(rows, scanRow)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return Row{}, ErrNotFound
+	}
+	return row, err
+}
+
+// subject is what is recorded of a key: never its value, the request or the answer.
+func (c change) subject(was Row) map[string]any {
+	subject := map[string]any{
+		"mark": was.Mark, "state": was.State, "phases": was.Phases, "calling": was.Calling, "lock_token": was.LockToken, "locked_by": was.LockedBy,
+		"attempts": was.Attempts, "error": was.Error, "created_at": was.CreatedAt,
+	}
+	for name, value := range c.note {
+		subject[name] = value
+	}
+	return subject
+}
+
+const hasOutcome = "it is finished, and its outcome is never changed: \"outbox-relay keys show\" shows it"
+
+func unlockRemedy(was Row) string {
+	switch was.State {
+	case Finished:
+		return hasOutcome
+	case Running:
+		return "its lock is free: " + goesOn(was)
+	}
+	return "it is " + was.State + ", so its lock is free: decide with \"outbox-relay keys retry\" or \"keys finish\"; \"keys show\" shows what to find out first"
+}
+
+func retryRemedy(was Row) string {
+	switch {
+	case was.State == Finished:
+		return hasOutcome
+	case was.Locked:
+		return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock", holder(was))
+	case was.State != Running:
+		return fmt.Sprintf("the call of phase %q may have been made, and must not be made twice: ask the foreign system (the child ID of the phase is %v); "+
+			"if it did nothing, add --call-did-not-happen; if it acted, use \"outbox-relay keys finish\"", *was.Calling, was.ChildID(*was.Calling))
+	}
+	return "it is running already: " + goesOn(was)
+}
+
+// goesOn describes what the next request does with a running key that no worker holds.
+func goesOn(was Row) string {
+	if was.Calling == nil {
+		return "the next request, or the completer, continues it"
+	}
+	return fmt.Sprintf("the next request, or the completer, makes it indeterminate, since the call of phase %q (child ID %v) may have been made", *was.Calling, was.ChildID(*was.Calling))
+}
+
+func finishRemedy(was Row) string {
+	if was.State == Finished {
+		return hasOutcome
+	}
+	return fmt.Sprintf("%s works on it: \"outbox-relay keys unlock\" ends the lock first", holder(was))
+}
+
+func holder(was Row) string {
+	if was.LockedBy == nil {
+		return "a worker"
+	}
+	return fmt.Sprintf("%q", *was.LockedBy)
+}

@@ -1,0 +1,312 @@
+package keys_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+func unlock(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Changed, error) {
+	return keys.Unlock(ctx, db, schema, ana, place)
+}
+
+func retry(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Changed, error) {
+	return keys.Retry(ctx, db, schema, ana, place, true)
+}
+
+func finish(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Changed, error) {
+	window := time.Hour
+	return keys.Finish(ctx, db, schema, ana, place, keys.Outcome{Status: 200, Header: map[string][]string{"X-By": {"ana"}}, Body: []byte("by hand"), Window: &window})
+}
+
+// Each action is done in the states where it makes sense, and recorded. In every other state it
+// changes nothing, records nothing, and names the remedy. Each action increases the token, so that
+// no earlier holder of the key can store anything.
+func TestActionsFitTheState(t *testing.T) {
+	t.Parallel()
+	const done = ""
+	acts := map[string]func(context.Context, operator.Beginner, keys.Place) (*keys.Changed, error){"unlock": unlock, "retry": retry, "finish": finish}
+	for _, c := range []struct{ state, unlock, retry, finish string }{
+		{"locked", done, "keys unlock", "keys unlock"},
+		{"free", "its lock is free", "running already", done},
+		{"put off", "its lock is free", "running already", done},
+		{"finished", "never changed", "never changed", "never changed"},
+		{"over", "never changed", "never changed", "never changed"},
+		{"indeterminate", "keys retry", done, done},
+		{"abandoned", "keys retry", done, done},
+		{"unanswered", "keys retry", done, done},
+	} {
+		for what, want := range map[string]string{"unlock": c.unlock, "retry": c.retry, "finish": c.finish} {
+			t.Run(what+" "+c.state, func(t *testing.T) {
+				t.Parallel()
+				pool := pgtest.Pool(t)
+				place := key(t, pool, "k", c.state)
+				key(t, pool, "other", c.state)
+				before := scalar[string](t, pool, "SELECT string_agg(k::text, ' ' ORDER BY key) FROM effectonce.idempotency_keys k")
+				changed, err := acts[what](t.Context(), pool, place)
+				if want != done {
+					require.ErrorContains(t, err, want)
+					var refused *keys.RefusedError
+					require.ErrorAs(t, err, &refused)
+					assert.Equal(t, before, scalar[string](t, pool, "SELECT string_agg(k::text, ' ' ORDER BY key) FROM effectonce.idempotency_keys k"))
+					assert.Zero(t, scalar[int](t, pool, "SELECT count(*) FROM effectonce.operator_actions"))
+					return
+				}
+				require.NoError(t, err)
+				assert.Equal(t, int64(7), changed.Was.LockToken)
+				now := find(t, pool, "k")
+				changed.Now.AgeSeconds = now.AgeSeconds
+				assert.Equal(t, now, changed.Now)
+				assert.Equal(t, int64(8), now.LockToken)
+				assert.False(t, now.Locked)
+				assert.Nil(t, now.RetryAt)
+				switch what {
+				case "finish":
+					assert.Equal(t, keys.Finished, now.State)
+					assert.NotNil(t, now.RequestBytes, "an operator cannot take it away, nor change it")
+					assert.NotNil(t, now.FinishedAt)
+				case "retry":
+					assert.Equal(t, keys.Running, now.State)
+					assert.Zero(t, now.Attempts)
+					assert.Nil(t, now.Calling)
+				default:
+					assert.True(t, now.Stuck)
+				}
+				assert.Equal(t, int64(7), find(t, pool, "other").LockToken)
+				actions, err := keys.Actions(t.Context(), pool, schema, place, 9)
+				require.NoError(t, err)
+				require.Len(t, actions, 1)
+				assert.Equal(t, "key."+what, actions[0].What)
+				assert.Equal(t, "ana@ops", *actions[0].Stated)
+				assert.Equal(t, "asked the bank", actions[0].Why)
+				assert.NotContains(t, string(actions[0].Subject), "secret")
+				assert.Equal(t, "charge of scope t ("+now.Mark+")", actions[0].Object())
+			})
+		}
+	}
+}
+
+// A worker whose lock is ended while it asks a foreign system can store nothing: the next request
+// continues from the recovery point, and the outcome is that one's.
+func TestUnlockFencesTheHolder(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	exec(t, pool, reservedSQL)
+	called, free := make(chan struct{}), make(chan struct{})
+	var calls atomic.Int32
+	flow := charge(t, pool, idempotency.Config{Lock: time.Hour}, idempotency.Phase[struct{}]{
+		Call: func(context.Context, *idempotency.Step[struct{}]) error {
+			if calls.Add(1) == 1 {
+				close(called)
+				<-free
+			}
+			return nil
+		},
+	})
+	first := make(chan error, 1)
+	go func() {
+		_, err := flow.Do(t.Context(), named("k"), nil)
+		first <- err
+	}()
+	<-called
+	_, err := flow.Do(t.Context(), named("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrInProgress)
+	changed, err := unlock(t.Context(), pool, find(t, pool, "k").Place)
+	require.NoError(t, err)
+	assert.True(t, changed.Was.Locked)
+	response, err := flow.Do(t.Context(), named("k"), nil)
+	require.NoError(t, err)
+	assert.False(t, response.Replayed)
+	close(free)
+	require.ErrorIs(t, <-first, idempotency.ErrLockLost)
+	assert.Equal(t, 1, scalar[int](t, pool, "SELECT count(*) FROM reserved"))
+}
+
+// A key whose call may have been made, and must not be made twice, returns to its phases only with
+// the statement of a person who knows that the call did nothing, however the key came to wait. Row
+// H5.
+func TestRetryOfACallNeedsAWord(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	for _, state := range []string{"indeterminate", "abandoned"} {
+		place := key(t, pool, state, state)
+		exec(t, pool, "UPDATE effectonce.idempotency_keys SET calling = 'pay'")
+		_, err := keys.Retry(t.Context(), pool, schema, ana, place, false)
+		require.ErrorContains(t, err, "--call-did-not-happen", state)
+		require.ErrorContains(t, err, `"pay"`, state)
+		row := find(t, pool, state)
+		assert.Equal(t, state, row.State)
+		assert.Equal(t, "pay", *row.Calling)
+		assert.Equal(t, int64(7), row.LockToken)
+		_, err = keys.Retry(t.Context(), pool, schema, ana, place, true)
+		require.NoError(t, err)
+		assert.Equal(t, keys.Running, find(t, pool, state).State)
+		assert.True(t, scalar[bool](t, pool, "SELECT uncalled = lock_token FROM effectonce.idempotency_keys WHERE key = '"+state+"'"), "the age of its call begins anew")
+		actions, err := keys.Actions(t.Context(), pool, schema, place, 9)
+		require.NoError(t, err)
+		require.Len(t, actions, 1, "a refusal is not written down")
+		assert.Contains(t, string(actions[0].Subject), `"call_did_not_happen": true`)
+	}
+	place := key(t, pool, "no call", "abandoned")
+	_, err := keys.Retry(t.Context(), pool, schema, ana, place, false)
+	require.NoError(t, err)
+	assert.True(t, scalar[bool](t, pool, "SELECT uncalled IS NULL FROM effectonce.idempotency_keys WHERE key = 'no call'"), "a call that may be repeated may have been made: its age stays")
+}
+
+// errLost is a foreign system that does not answer.
+var errLost = errors.New("no answer")
+
+// undecided leaves key k behind in doubt.
+func undecided(t *testing.T, flow *idempotency.Flow[struct{}]) {
+	t.Helper()
+	_, err := flow.Do(t.Context(), named("k"), []byte("1 EUR"))
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+	_, err = flow.Do(t.Context(), named("k"), []byte("1 EUR"))
+	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+}
+
+// A request that did not happen continues from its recovery point. One that happened is answered
+// with the operator's outcome, and nothing is asked again. Row H5 of guarantees.md.
+func TestInDoubtItIsThePersonWhoDecides(t *testing.T) {
+	t.Parallel()
+	for name, sealed := range map[string]idempotency.Sealer{"plain": nil, "sealed": reverse{}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.Pool(t)
+			exec(t, pool, reservedSQL)
+			var calls atomic.Int32
+			var asked atomic.Value
+			pay := idempotency.Phase[struct{}]{
+				AtMostOnce: true,
+				Call: func(_ context.Context, step *idempotency.Step[struct{}]) error {
+					asked.Store(step.ChildID())
+					if calls.Add(1) <= 2 {
+						return errLost
+					}
+					return nil
+				},
+			}
+			flow := charge(t, pool, idempotency.Config{Seal: sealed}, pay)
+			undecided(t, flow)
+			row := find(t, pool, "k")
+			assert.Equal(t, []string{"reserve"}, row.Phases)
+			assert.Equal(t, "pay", *row.Calling)
+			assert.Equal(t, asked.Load(), row.ChildID("pay"), "what the person asks the foreign system for")
+			_, err := retry(t.Context(), pool, row.Place)
+			require.NoError(t, err)
+			undecided(t, flow)
+			_, err = finish(t.Context(), pool, row.Place)
+			require.NoError(t, err)
+			if sealed != nil {
+				_, err = flow.Do(t.Context(), named("k"), nil)
+				require.ErrorIs(t, err, idempotency.ErrUnsealed)
+				flow = charge(t, pool, idempotency.Config{Seal: sealed, AcceptUnsealed: true}, pay)
+			}
+			response, err := flow.Do(t.Context(), named("k"), nil)
+			require.NoError(t, err)
+			assert.Equal(t, idempotency.Response{Status: 200, Header: map[string][]string{"X-By": {"ana"}}, Body: []byte("by hand"), Replayed: true}, response)
+			assert.Equal(t, int32(2), calls.Load())
+			assert.Equal(t, 1, scalar[int](t, pool, "SELECT count(*) FROM reserved"))
+		})
+	}
+}
+
+// reverse is a Sealer that can be seen through.
+type reverse struct{}
+
+func (reverse) Seal(plain, _ []byte) ([]byte, error) { return append([]byte("sealed:"), plain...), nil }
+
+func (reverse) Open(sealed, _ []byte) ([]byte, error) {
+	if len(sealed) < 7 || string(sealed[:7]) != "sealed:" {
+		return nil, errors.New("not sealed")
+	}
+	return sealed[7:], nil
+}
+
+// If several people decide at the same moment, one decision counts, and the others learn that there
+// is nothing left to decide.
+func TestOnePersonDecides(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	for n := range 5 {
+		place := key(t, pool, fmt.Sprint("k", n), "indeterminate")
+		heard := make(chan error, 6)
+		for range cap(heard) {
+			go func() {
+				_, err := retry(t.Context(), pool, place)
+				heard <- err
+			}()
+		}
+		refused := 0
+		for range cap(heard) {
+			if err := <-heard; err != nil {
+				var no *keys.RefusedError
+				require.ErrorAs(t, err, &no)
+				refused++
+			}
+		}
+		assert.Equal(t, 5, refused)
+		assert.Equal(t, int64(8), find(t, pool, place.Key).LockToken)
+	}
+	assert.Equal(t, 5, scalar[int](t, pool, "SELECT count(*) FROM effectonce.operator_actions"))
+}
+
+// If a worker commits its outcome while an operator ends its lock, the operator waits for it, and
+// the worker wins.
+func TestAnOutcomeUnderWayIsWaitedFor(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	place := key(t, pool, "k", "locked")
+	worker, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	_, err = worker.Exec(t.Context(), "SELECT effectonce.finish_key('t', 'charge', 'k', 7, 'pay', 201, NULL, 'paid', false, interval '1 day')")
+	require.NoError(t, err)
+	conn, err := pgx.ConnectConfig(t.Context(), pool.Config().ConnConfig)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
+	refused := make(chan error, 1)
+	go func() {
+		_, err := unlock(t.Context(), conn, place)
+		refused <- err
+	}()
+	require.Eventually(t, func() bool {
+		var waits bool
+		err := pool.QueryRow(t.Context(), "SELECT cardinality(pg_blocking_pids($1)) > 0", conn.PgConn().PID()).Scan(&waits)
+		return err == nil && waits
+	}, time.Minute, 10*time.Millisecond)
+	require.NoError(t, worker.Commit(t.Context()))
+	require.ErrorContains(t, <-refused, "never changed")
+	assert.Equal(t, keys.Finished, find(t, pool, "k").State)
+	_, err = unlock(t.Context(), conn, keys.Place{Scope: "t", Operation: "charge", Key: "nobody's"})
+	require.ErrorIs(t, err, keys.ErrNotFound)
+}
+
+// An operator who finishes a key cannot store what belongs to one client or one connection, nor
+// what would be stored as something else: it is refused by name, and nothing is changed.
+func TestOutcomeHasNoHeaderThatIsNeverStored(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	place := key(t, pool, "k", "indeterminate")
+	for name, value := range map[string]string{
+		"Set-Cookie": "a=b", "set-cookie": "a=b", "WWW-Authenticate": "Basic", "Connection": "X-By", "X-Latin": "\xe9", "X-Zero": "\x00", "X-\xe9": "1",
+	} {
+		_, err := keys.Finish(t.Context(), pool, schema, ana, place, keys.Outcome{Status: 200, Header: map[string][]string{"X-By": {"ana"}, name: {"1", value}}})
+		require.ErrorContains(t, err, fmt.Sprintf("%q", name))
+		row := find(t, pool, "k")
+		assert.Equal(t, keys.Indeterminate, row.State)
+		assert.Equal(t, int64(7), row.LockToken)
+	}
+	assert.Zero(t, scalar[int](t, pool, "SELECT count(*) FROM effectonce.operator_actions"))
+}

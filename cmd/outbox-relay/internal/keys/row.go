@@ -1,0 +1,178 @@
+package keys
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// States of a key, as in the table. Stuck keys are running, but no worker works on them although
+// they are due.
+const (
+	Running       = "running"
+	Finished      = "finished"
+	Indeterminate = "indeterminate"
+	Abandoned     = "abandoned"
+	Stuck         = "stuck"
+)
+
+// ErrNotFound means that no key matches.
+var ErrNotFound = errors.New("no key matches")
+
+// Place identifies a row.
+type Place struct {
+	Scope     string `json:"scope"`
+	Operation string `json:"operation"`
+	Key       string `json:"key"`
+}
+
+// ChildID returns idempotency.Key.ChildID: the idempotency key that the call of a phase, or of a
+// step, was given.
+func (p Place) ChildID(step string) uuid.UUID {
+	return idempotency.Key{Scope: p.Scope, Operation: p.Operation, Value: p.Key}.ChildID(step)
+}
+
+// Row is a key, without its request and its answer.
+type Row struct {
+	Place
+	// Mark is what logs show instead of the key.
+	Mark  string `json:"mark"`
+	State string `json:"state"`
+	// Unanswered: it is indeterminate because its work committed through a statement of its own,
+	// and left no outcome.
+	Unanswered bool `json:"unanswered"`
+	// Counts: it only counts failures of work in one transaction, which had no effect, and is
+	// deleted at ExpiresAt.
+	Counts bool `json:"counts"`
+	// Stuck: it is running, no worker has its lock, and it is overdue.
+	Stuck bool `json:"stuck"`
+	// The flow that claimed it; null: work in one transaction, or an older release
+	Flow   *string  `json:"flow"`
+	Phases []string `json:"phases"` // completed phases, in order
+	// Phase whose foreign call may be in progress, and must not be made twice
+	Calling *string `json:"calling"`
+	// Locked: a worker holds it until LockedUntil. LockedBy is the last worker.
+	Locked       bool       `json:"locked"`
+	LockedBy     *string    `json:"locked_by"`
+	LockedUntil  *time.Time `json:"locked_until"`
+	LockToken    int64      `json:"lock_token"`
+	Attempts     int32      `json:"attempts"`
+	Error        *string    `json:"error"`
+	RetryAt      *time.Time `json:"retry_at"`
+	Status       *int32     `json:"status"`
+	BodyDropped  bool       `json:"body_dropped"` // it was too large to be stored
+	Sealed       bool       `json:"sealed"`
+	RequestBytes *int64     `json:"request_bytes"`
+	DataBytes    *int64     `json:"data_bytes"`
+	BodyBytes    *int64     `json:"body_bytes"`
+	CreatedAt    time.Time  `json:"created_at"`
+	AgeSeconds   float64    `json:"age_seconds"` // since CreatedAt, by the database's clock
+	FinishedAt   *time.Time `json:"finished_at"`
+	ExpiresAt    *time.Time `json:"expires_at"`
+	// Cursor is the place after which List continues.
+	Cursor Cursor `json:"cursor"`
+}
+
+func scanRow(row pgx.CollectableRow) (r Row, err error) {
+	err = row.Scan(&r.Scope, &r.Operation, &r.Key, &r.Mark, &r.State, &r.Unanswered, &r.Counts, &r.Stuck, &r.Flow, &r.Phases, &r.Calling, &r.Locked, &r.LockedBy, &r.LockedUntil, &r.LockToken,
+		&r.Attempts, &r.Error, &r.RetryAt, &r.Status, &r.BodyDropped, &r.Sealed, &r.RequestBytes, &r.DataBytes, &r.BodyBytes,
+		&r.CreatedAt, &r.AgeSeconds, &r.FinishedAt, &r.ExpiresAt)
+	r.Cursor = Cursor{r.CreatedAt, r.Place}
+	return r, err
+}
+
+// Cursor is where a page ended. Its text is opaque.
+type Cursor struct {
+	created time.Time
+	place   Place
+}
+
+// MarshalText is part of encoding.TextMarshaler.
+func (c Cursor) MarshalText() ([]byte, error) {
+	text, err := json.Marshal([]any{c.created.UnixMicro(), c.place.Scope, c.place.Operation, c.place.Key})
+	return []byte(base64.RawURLEncoding.EncodeToString(text)), err
+}
+
+// UnmarshalText is part of encoding.TextUnmarshaler.
+func (c *Cursor) UnmarshalText(text []byte) error {
+	wrong := errors.New("want the cursor with which an earlier list ended")
+	plain, err := base64.RawURLEncoding.DecodeString(string(text))
+	if err != nil {
+		return wrong
+	}
+	var micros int64
+	fields := []any{&micros, &c.place.Scope, &c.place.Operation, &c.place.Key}
+	if err := json.Unmarshal(plain, &fields); err != nil || len(fields) != 4 {
+		return wrong
+	}
+	c.created = time.UnixMicro(micros)
+	return nil
+}
+
+// Filter selects keys; a nil field does not filter.
+type Filter struct {
+	// States to list, or Stuck alone. Default: all that are not finished.
+	States           []string
+	Scope, Operation *string
+	OlderThan        *time.Duration // since created_at
+	After            *Cursor
+}
+
+func (f Filter) args(limit int) []any {
+	states, stuck := f.States, false
+	switch {
+	case len(states) == 0:
+		states = []string{Running, Indeterminate, Abandoned}
+	case len(states) == 1 && states[0] == Stuck:
+		states, stuck = []string{Running}, true
+	}
+	args := []any{states, stuck, f.Scope, f.Operation, f.OlderThan, nil, "", "", "", limit}
+	if f.After != nil {
+		p := f.After.place
+		args[5], args[6], args[7], args[8] = f.After.created, p.Scope, p.Operation, p.Key
+	}
+	return args
+}
+
+// List returns keys, the newest first.
+func List(ctx context.Context, db operator.Querier, schema string, filter Filter, limit int) ([]Row, error) {
+	return collect(ctx, db, scanRow, inSchema(listSQL, schema), filter.args(limit)...)
+}
+
+// Name is what a person knows of a key. Nil: any.
+type Name struct {
+	Scope, Operation *string
+	Key              string // its value, or, if it is not finished, its mark as logs show it
+}
+
+// Find returns the keys of a name, the newest first, at most 100. Without scope and operation it
+// reads the whole table.
+func Find(ctx context.Context, db operator.Querier, schema string, name Name) ([]Row, error) {
+	return collect(ctx, db, scanRow, inSchema(findSQL, schema), name.Key, name.Scope, name.Operation, findMax)
+}
+
+const findMax = 100
+
+func collect[T any](ctx context.Context, db operator.Querier, scan pgx.RowToFunc[T], sql string, args ...any) ([]T, error) {
+	rows, err := db.Query(ctx, sql, args...)
+	if err != nil {
+		return nil, fmt.Errorf("read idempotency keys: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, scan)
+	if err != nil {
+		return nil, fmt.Errorf("read idempotency keys: %w", err)
+	}
+	return all, nil
+}
+
+func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }

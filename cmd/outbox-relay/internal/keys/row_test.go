@@ -1,0 +1,161 @@
+package keys_test
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
+	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+func values(rows []keys.Row) (all []string) {
+	for _, r := range rows {
+		all = append(all, r.Key)
+	}
+	slices.Sort(all)
+	return all
+}
+
+// A list has the keys that its filter selects: by default all that are not finished, and as stuck
+// only those on which a worker should be working.
+func TestListIsFiltered(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	for _, state := range []string{"locked", "free", "put off", "finished", "over", "indeterminate", "abandoned"} {
+		key(t, pool, state, state)
+	}
+	exec(t, pool, "UPDATE effectonce.idempotency_keys SET created_at = created_at - interval '2 hours' WHERE key IN ('abandoned', 'over')")
+	exec(t, pool, "INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state) VALUES ('u', 'refund', 'other', sha256('x'), 'running')")
+	hour := time.Hour
+	for _, c := range []struct {
+		filter keys.Filter
+		want   []string
+	}{
+		{keys.Filter{}, []string{"abandoned", "free", "indeterminate", "locked", "other", "put off"}},
+		{keys.Filter{States: []string{keys.Stuck}}, []string{"free", "other"}},
+		{keys.Filter{States: []string{keys.Running}}, []string{"free", "locked", "other", "put off"}},
+		{keys.Filter{States: []string{keys.Finished}}, []string{"finished", "over"}},
+		{keys.Filter{States: []string{keys.Indeterminate}}, []string{"indeterminate"}},
+		{keys.Filter{Scope: new("u")}, []string{"other"}},
+		{keys.Filter{Operation: new("charge"), States: []string{keys.Abandoned, keys.Running}}, []string{"abandoned", "free", "locked", "put off"}},
+		{keys.Filter{OlderThan: &hour}, []string{"abandoned"}},
+	} {
+		rows, err := keys.List(t.Context(), pool, schema, c.filter, 100)
+		require.NoError(t, err)
+		assert.Equal(t, c.want, values(rows), "%+v", c.filter)
+		for _, r := range rows {
+			assert.Equal(t, r.Key == "free" || r.Key == "other", r.Stuck, r.Key)
+			assert.Equal(t, r.Key == "locked", r.Locked, r.Key)
+		}
+	}
+}
+
+// Page after page has every key once, the newest first, also where many are of the same moment.
+func TestPagesHaveEveryKeyOnce(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	for n := range 23 {
+		key(t, pool, fmt.Sprint(n), "free")
+	}
+	exec(t, pool, "UPDATE effectonce.idempotency_keys SET created_at = date_trunc('second', created_at) - (length(key) * interval '1 minute')")
+	var all []string
+	filter := keys.Filter{}
+	for {
+		page, err := keys.List(t.Context(), pool, schema, filter, 5)
+		require.NoError(t, err)
+		if len(page) == 0 {
+			break
+		}
+		all = append(all, values(page)...)
+		text, err := page[len(page)-1].Cursor.MarshalText()
+		require.NoError(t, err)
+		filter.After = &keys.Cursor{}
+		require.NoError(t, filter.After.UnmarshalText(text))
+	}
+	assert.Len(t, slices.Compact(slices.Sorted(slices.Values(all))), 23)
+	assert.Len(t, all, 23)
+	assert.Len(t, all[0], 1, "the newest come first")
+	require.Error(t, filter.After.UnmarshalText([]byte("!")))
+	require.Error(t, filter.After.UnmarshalText([]byte("W10")), "an array with too little in it")
+}
+
+// What is not finished is found by the partial indexes, also as a mark: a table full of finished
+// keys is not read.
+func TestUnfinishedKeysAreFoundByTheirIndexes(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	conn := pgtest.Connect(t, address)
+	pgtest.Exec(t, conn, `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, expires_at)
+		SELECT 't', 'charge', n::text, sha256('x'), 'finished', clock_timestamp() + interval '1 day' FROM generate_series(1, 20000) n`)
+	pgtest.Exec(t, conn, "ANALYZE effectonce.idempotency_keys")
+	plan := pgtest.Plan(t, conn, keys.ListSQL, []string{keys.Running, keys.Indeterminate, keys.Abandoned}, true, nil, nil, nil, nil, nil, nil, nil, 50)
+	assert.NotContains(t, plan, "Seq Scan on idempotency_keys k (")
+	assert.Contains(t, plan, "idempotency_keys_unfinished")
+	assert.Contains(t, plan, "idempotency_keys_undecided")
+	plan = pgtest.Plan(t, conn, keys.FindSQL, "7", "t", "charge", 100)
+	assert.NotContains(t, plan, "Seq Scan")
+	plan = pgtest.Plan(t, conn, keys.ReapSQL, keys.ReapMax)
+	for _, looks := range []string{`Index Cond: (expires_at <=`, `Index Cond: (COALESCE(retry_at, created_at) <=`} { // not all that are within their windows
+		assert.Contains(t, plan, looks)
+	}
+}
+
+// A key is found by its value, in every scope, and by the mark that logs show, as long as it is not
+// finished.
+func TestKeyIsFoundByWhatPeopleHave(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	for name, state := range map[string]string{"a": "locked", "ключ-€": "free", "over and done": "finished", "in doubt": "indeterminate"} {
+		key(t, pool, name, state)
+		row := find(t, pool, name)
+		assert.Contains(t, idempotency.Key{Scope: "t", Operation: "charge", Value: name}.String(), "("+row.Mark+")")
+		rows, err := keys.Find(t.Context(), pool, schema, keys.Name{Key: row.Mark})
+		require.NoError(t, err)
+		assert.Equal(t, state != "finished", len(rows) == 1, name)
+	}
+	exec(t, pool, "INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state) VALUES ('u', 'charge', 'a', sha256('x'), 'running')")
+	rows, err := keys.Find(t.Context(), pool, schema, keys.Name{Key: "a"})
+	require.NoError(t, err)
+	assert.Len(t, rows, 2)
+	rows, err = keys.Find(t.Context(), pool, schema, keys.Name{Key: "a", Scope: new("u"), Operation: new("charge")})
+	require.NoError(t, err)
+	require.Len(t, rows, 1)
+	assert.Equal(t, "u", rows[0].Scope)
+}
+
+// What is shown of a key is all that is stored, as far as was asked for, and of a sealed one
+// nothing that is encrypted.
+func TestShowLeavesOutWhatIsSealed(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	key(t, pool, "k", "indeterminate")
+	d, err := keys.Show(t.Context(), pool, schema, find(t, pool, "k"), 3)
+	require.NoError(t, err)
+	assert.Equal(t, "sec", string(d.Request))
+	assert.Equal(t, "{}", string(d.Data))
+	assert.Equal(t, int64(6), *d.RequestBytes)
+	exec(t, pool, "UPDATE effectonce.idempotency_keys SET sealed = true, body = 'secret', headers = '\"c2VjcmV0\"'")
+	d, err = keys.Show(t.Context(), pool, schema, find(t, pool, "k"), 100)
+	require.NoError(t, err)
+	assert.Nil(t, d.Request)
+	assert.Nil(t, d.Data)
+	assert.Nil(t, d.Body)
+	assert.JSONEq(t, "{}", string(d.Headers))
+	assert.Equal(t, int64(6), *d.BodyBytes)
+	_, err = finish(t.Context(), pool, d.Place)
+	require.NoError(t, err)
+	d, err = keys.Show(t.Context(), pool, schema, find(t, pool, "k"), 100)
+	require.NoError(t, err)
+	assert.Nil(t, d.Request, "it may be encrypted, whatever sealed says of the outcome")
+	assert.Nil(t, d.Data)
+	assert.Equal(t, "by hand", string(d.Body))
+	exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
+	_, err = keys.Show(t.Context(), pool, schema, d.Row, 100)
+	require.ErrorIs(t, err, keys.ErrNotFound)
+}

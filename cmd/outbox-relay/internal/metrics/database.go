@@ -1,0 +1,140 @@
+package metrics
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/internal/pgerr"
+)
+
+// Limits of a reading.
+const (
+	// For all groups together: with Config.Every the greatest age of a value.
+	readMax      = 10 * time.Second
+	statementMax = "3s"
+	lockMax      = "500ms"
+	waitingMax   = 10_000  // rows that are counted exactly; a larger backlog is estimated
+	rowsMax      = 100_000 // dead rows and parked messages that are counted
+	positionsMax = 1_000
+)
+
+// database exposes the values of the last reading. A group whose reading failed has no values.
+type database struct {
+	pending, oldest, dead, shards, paused, size, transactions, scheduled, overdue, keys, unfinished, parked, positions, overLimit *prometheus.Desc
+
+	mu     sync.Mutex
+	groups map[string][]prometheus.Metric
+}
+
+func newDatabase() *database {
+	d := prometheus.NewDesc
+	return &database{
+		groups:       map[string][]prometheus.Metric{},
+		pending:      d("effectonce_outbox_pending_messages", "Committed rows that are not published, without dead rows: counted up to 10000, estimated from the sequence above that.", []string{"relay"}, nil),
+		oldest:       d("effectonce_outbox_oldest_pending_age_seconds", "Age of the oldest unpublished row in seconds; 0 if there is none.", []string{"relay"}, nil),
+		dead:         d("effectonce_outbox_dead_messages", "Rows in outbox_dead, counted up to 100000.", []string{"relay", "reason", "state"}, nil),
+		shards:       d("effectonce_outbox_shards", "Shards of the relay, across all replicas.", []string{"relay"}, nil),
+		paused:       d("effectonce_outbox_paused_topics", "Paused topics of the relay.", []string{"relay"}, nil),
+		size:         d("effectonce_outbox_table_bytes", "Size of the outbox in bytes, with indexes and TOAST.", nil, nil),
+		transactions: d("effectonce_outbox_oldest_transaction_age_seconds", "Age of the oldest open transaction of the cluster that has written, in seconds; 0 if there is none.", nil, nil),
+		overLimit:    d("effectonce_outbox_backlog_over_limit", "1 while the outbox exceeds the configured limit for its age or its size, else 0.", []string{"relay", "limit"}, nil),
+		scheduled:    d("effectonce_outbox_scheduled_messages", "Scheduled messages that are not in the outbox yet, counted up to 100000.", nil, nil),
+		overdue:      d("effectonce_outbox_oldest_overdue_age_seconds", "Seconds since the oldest scheduled message that is not in the outbox became due; 0 if none is due.", nil, nil),
+		keys:         d("effectonce_idempotency_keys", "Idempotency keys that are not finished, by state, each state counted up to 10000.", []string{"state"}, nil),
+		unfinished:   d("effectonce_oldest_unfinished_key_age_seconds", "Seconds since the oldest running idempotency key was first requested; 0 if none is running.", nil, nil),
+		parked:       d("effectonce_parked_messages", "Messages that consumers parked, counted up to 100000.", []string{"group", "topic", "reason"}, nil),
+		positions:    d("effectonce_consumer_position_age_seconds", "Age in seconds of the last record before a consumer's position, or since the consumer was last seen at the end of the partition.", []string{"group", "topic", "partition"}, nil),
+	}
+}
+
+// Describe implements prometheus.Collector.
+func (d *database) Describe(descs chan<- *prometheus.Desc) {
+	for _, desc := range []*prometheus.Desc{d.pending, d.oldest, d.dead, d.shards, d.paused, d.size, d.transactions, d.scheduled, d.overdue, d.keys, d.unfinished, d.parked, d.positions, d.overLimit} {
+		descs <- desc
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (d *database) Collect(metrics chan<- prometheus.Metric) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, group := range d.groups {
+		for _, metric := range group {
+			metrics <- metric
+		}
+	}
+}
+
+func (d *database) set(group string, values []prometheus.Metric) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.groups[group] = values
+}
+
+// Watch reads the database until ctx ends. It uses one connection of the pool at a time.
+func (m *Metrics) Watch(ctx context.Context, pool *pgxpool.Pool) {
+	var said []string // the groups whose failure was logged: an outage must not fill the log
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-timer.C:
+		}
+		failed, err := m.read(ctx, pool)
+		if ctx.Err() != nil {
+			return
+		}
+		if len(failed) > 0 && !slices.Equal(failed, said) {
+			m.cfg.Logger.WarnContext(ctx, "metrics of the database could not be read; they are left out until they can be read again", "groups", failed, "error", err)
+		}
+		said = failed
+		timer.Reset(m.cfg.Every)
+	}
+}
+
+// read replaces the values of every group, and returns the groups that have none now.
+func (m *Metrics) read(ctx context.Context, pool *pgxpool.Pool) (failed []string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, readMax)
+	defer cancel()
+	for _, g := range m.groups(doctor.SystemIdentifier(ctx, pool)) {
+		values, groupErr := m.readGroup(ctx, pool, g)
+		if groupErr != nil {
+			m.errors.Inc()
+			failed = append(failed, g.name)
+			err = errors.Join(err, fmt.Errorf("%s: %w", g.name, groupErr))
+		}
+		m.database.set(g.name, values)
+	}
+	return failed, err
+}
+
+func (m *Metrics) readGroup(ctx context.Context, pool *pgxpool.Pool, g group) (values []prometheus.Metric, err error) {
+	err = pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		asked := time.Now()
+		var now time.Time
+		if err := tx.QueryRow(ctx, limitsSQL, statementMax, lockMax).Scan(nil, nil, &now); err != nil {
+			return err
+		}
+		m.clockAhead.Store(int64(now.Sub(asked.Add(time.Since(asked) / 2))))
+		values, err = g.read(ctx, tx)
+		return err
+	})
+	if pgerr.Is(err, pgerr.InsufficientPrivilege) && g.optional {
+		return nil, nil // a role that may only relay
+	}
+	if err != nil {
+		return nil, err
+	}
+	return values, nil
+}

@@ -1,0 +1,170 @@
+package metrics
+
+import (
+	"context"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// group is what is read in one transaction.
+type group struct {
+	name     string
+	optional bool // relaying needs no right to read it
+	read     func(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error)
+}
+
+func (m *Metrics) groups(system *int64) []group {
+	d, name := m.database, m.cfg.Relay
+	return []group{
+		{name: "pending", read: func(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
+			return m.pending(ctx, tx, system)
+		}},
+		{name: "shards", read: m.later(d.shards, "effectonce.outbox_relays", shardsSQL, 1)},
+		{name: "paused", read: m.later(d.paused, "effectonce.outbox_paused", pausedSQL, 0)},
+		{name: "dead", read: m.query(d.dead, deadSQL, []string{name}, name, rowsMax)},
+		{name: "size", read: m.query(d.size, sizeSQL, nil)},
+		{name: "limits", optional: true, read: m.limits},
+		{name: "transactions", read: m.query(d.transactions, transactionsSQL, nil)},
+		{name: "scheduled", optional: true, read: m.scheduled},
+		{name: "keys", optional: true, read: m.keys},
+		{name: "parked", optional: true, read: m.query(d.parked, parkedSQL, nil, rowsMax)},
+		{name: "positions", optional: true, read: m.query(d.positions, positionsSQL, nil, positionsMax)},
+	}
+}
+
+// pending counts with the doctor's query, so that "outbox-relay status" reports the same.
+func (m *Metrics) pending(ctx context.Context, tx pgx.Tx, system *int64) ([]prometheus.Metric, error) {
+	b, err := doctor.ReadBacklog(ctx, tx, m.cfg.Schema, m.cfg.Relay, system, waitingMax)
+	if err != nil {
+		return nil, err
+	}
+	rows, err := gauge(m.database.pending, float64(b.Waiting), m.cfg.Relay)
+	if err != nil {
+		return nil, err
+	}
+	age, err := gauge(m.database.oldest, max(b.OldestSeconds, 0), m.cfg.Relay)
+	return []prometheus.Metric{rows, age}, err
+}
+
+// limits returns no values if the schema is older than the view, or if no limit is set.
+func (m *Metrics) limits(ctx context.Context, tx pgx.Tx) (values []prometheus.Metric, err error) {
+	if m.cfg.BacklogAgeMax == 0 && m.cfg.BacklogBytesMax == 0 {
+		return nil, nil
+	}
+	var exists bool
+	if err := tx.QueryRow(ctx, existsSQL, migrations.InSchema("effectonce.outbox_backlog", m.cfg.Schema)).Scan(&exists); err != nil || !exists {
+		return nil, err
+	}
+	var age float64
+	var bytes int64
+	if err := tx.QueryRow(ctx, migrations.InSchema(backlogSQL, m.cfg.Schema), m.cfg.Relay).Scan(&age, &bytes); err != nil {
+		return nil, err
+	}
+	over := func(limit string, is bool) error {
+		value := 0.0
+		if is {
+			value = 1
+		}
+		metric, err := gauge(m.database.overLimit, value, m.cfg.Relay, limit)
+		values = append(values, metric)
+		return err
+	}
+	if m.cfg.BacklogAgeMax > 0 {
+		err = over("age", age > m.cfg.BacklogAgeMax.Seconds())
+	}
+	if err == nil && m.cfg.BacklogBytesMax > 0 {
+		err = over("bytes", bytes > m.cfg.BacklogBytesMax)
+	}
+	return values, err
+}
+
+// scheduled returns no values if the schema is older than the table.
+func (m *Metrics) scheduled(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
+	var exists bool
+	if err := tx.QueryRow(ctx, existsSQL, migrations.InSchema("effectonce.outbox_scheduled", m.cfg.Schema)).Scan(&exists); err != nil || !exists {
+		return nil, err
+	}
+	s, err := doctor.ReadScheduled(ctx, tx, m.cfg.Schema)
+	if err != nil {
+		return nil, err
+	}
+	count, err := gauge(m.database.scheduled, float64(s.Count))
+	if err != nil {
+		return nil, err
+	}
+	overdue, err := gauge(m.database.overdue, s.OldestOverdueSeconds)
+	return []prometheus.Metric{count, overdue}, err
+}
+
+// keys returns no values if the schema is older than the table.
+func (m *Metrics) keys(ctx context.Context, tx pgx.Tx) (values []prometheus.Metric, err error) {
+	var exists bool
+	if err := tx.QueryRow(ctx, existsSQL, migrations.InSchema("effectonce.idempotency_keys", m.cfg.Schema)).Scan(&exists); err != nil || !exists {
+		return nil, err
+	}
+	k, err := doctor.ReadKeys(ctx, tx, m.cfg.Schema)
+	if err != nil {
+		return nil, err
+	}
+	for state, n := range map[string]int64{"running": k.Running, "indeterminate": k.Indeterminate, "abandoned": k.Abandoned} {
+		value, err := gauge(m.database.keys, float64(n), state)
+		if err != nil {
+			return nil, err
+		}
+		values = append(values, value)
+	}
+	oldest, err := gauge(m.database.unfinished, k.OldestUnfinishedSeconds)
+	return append(values, oldest), err
+}
+
+// later is query for a table that a later version of the schema added; standard is the value
+// without it.
+func (m *Metrics) later(desc *prometheus.Desc, table, sql string, standard float64) func(context.Context, pgx.Tx) ([]prometheus.Metric, error) {
+	read := m.query(desc, sql, []string{m.cfg.Relay}, m.cfg.Relay)
+	return func(ctx context.Context, tx pgx.Tx) ([]prometheus.Metric, error) {
+		var exists bool
+		if err := tx.QueryRow(ctx, existsSQL, migrations.InSchema(table, m.cfg.Schema)).Scan(&exists); err != nil {
+			return nil, err
+		}
+		if exists {
+			return read(ctx, tx)
+		}
+		metric, err := gauge(desc, standard, m.cfg.Relay)
+		return []prometheus.Metric{metric}, err
+	}
+}
+
+func gauge(desc *prometheus.Desc, value float64, labels ...string) (prometheus.Metric, error) {
+	return prometheus.NewConstMetric(desc, prometheus.GaugeValue, value, labels...)
+}
+
+// query reads rows of labels and, last, a value; it leaves out nulls. first are labels that all
+// rows have.
+func (m *Metrics) query(desc *prometheus.Desc, sql string, first []string, args ...any) func(context.Context, pgx.Tx) ([]prometheus.Metric, error) {
+	return func(ctx context.Context, tx pgx.Tx) (values []prometheus.Metric, err error) {
+		rows, err := tx.Query(ctx, migrations.InSchema(sql, m.cfg.Schema), args...)
+		if err != nil {
+			return nil, err
+		}
+		_, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (struct{}, error) {
+			labels := make([]string, len(row.FieldDescriptions())-1)
+			var value *float64
+			into := make([]any, 0, len(labels)+1)
+			for i := range labels {
+				into = append(into, &labels[i])
+			}
+			if err := row.Scan(append(into, &value)...); err != nil || value == nil {
+				return struct{}{}, err
+			}
+			metric, err := gauge(desc, *value, slices.Concat(first, labels)...)
+			values = append(values, metric)
+			return struct{}{}, err
+		})
+		return values, err
+	}
+}

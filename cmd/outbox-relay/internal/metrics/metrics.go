@@ -1,0 +1,196 @@
+package metrics
+
+import (
+	"log/slog"
+	"net/http"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/effectonce/effectonce/relay"
+)
+
+// Config is the configuration of Metrics.
+type Config struct {
+	Relay   string // name of the relay: the label of most metrics
+	Schema  string
+	Version string        // of the program
+	Every   time.Duration // pause between two readings of the database
+	Logger  *slog.Logger
+	// BacklogAgeMax and BacklogBytesMax are limits on the outbox that are only observed: see
+	// effectonce_outbox_backlog_over_limit. 0: no limit.
+	BacklogAgeMax   time.Duration
+	BacklogBytesMax int64
+}
+
+// Metrics are the metrics of one replica.
+type Metrics struct {
+	cfg      Config
+	registry *prometheus.Registry
+
+	dispatched    *prometheus.CounterVec // by topic
+	dropped       *prometheus.CounterVec // by topic
+	lag           prometheus.Observer
+	dead          *prometheus.CounterVec // by reason
+	leases        prometheus.Counter
+	interruptions prometheus.Counter
+	errors        prometheus.Counter
+	truncateWaits *prometheus.GaugeVec // by slot
+	database      *database
+
+	// clockAhead is how far the database's clock, which stamps rows, is ahead of this process's.
+	clockAhead atomic.Int64
+
+	mu    sync.Mutex
+	owned map[int16]bool // shards
+	hung  map[int16]bool // shards
+	away  bool
+}
+
+// slots is the number of slots of the outbox.
+const slots = 4
+
+// New returns metrics with all counters at zero.
+func New(cfg Config) *Metrics {
+	m := &Metrics{cfg: cfg, registry: prometheus.NewRegistry(), database: newDatabase(), owned: map[int16]bool{}, hung: map[int16]bool{}}
+	name := prometheus.Labels{"relay": cfg.Relay}
+	counter := func(metric, help string, labels prometheus.Labels) prometheus.Counter {
+		c := prometheus.NewCounter(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: labels})
+		m.registry.MustRegister(c)
+		return c
+	}
+	vector := func(metric, help, label string) *prometheus.CounterVec {
+		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: metric, Help: help, ConstLabels: name}, []string{label})
+		m.registry.MustRegister(c)
+		return c
+	}
+	m.dispatched = vector("effectonce_outbox_messages_dispatched_total", "Rows that Kafka acknowledged to this replica, including repetitions.", "topic")
+	m.dead = vector("effectonce_outbox_messages_dead_total", "Rows that this replica moved to outbox_dead.", "reason")
+	for _, reason := range []relay.Reason{
+		relay.ReasonUnknownTopic, relay.ReasonNotAuthorized, relay.ReasonTooLarge, relay.ReasonRefused, relay.ReasonBadHeaders, relay.ReasonBadPartition, relay.ReasonPaused, relay.ReasonBehind,
+	} {
+		m.dead.WithLabelValues(string(reason)) // 0, so that the first one is an increase
+	}
+	m.truncateWaits = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "effectonce_outbox_relay_truncate_waiting_seconds", Help: "Seconds for which published rows of a slot of the outbox could not be removed because a transaction holds a lock on it; 0 if they can be removed.",
+		ConstLabels: name,
+	}, []string{"slot"})
+	for slot := range slots {
+		m.truncateWaits.WithLabelValues(strconv.Itoa(slot))
+	}
+	m.registry.MustRegister(m.truncateWaits)
+	m.dropped = vector("effectonce_outbox_messages_dropped_total", "Rows that a routing rule of this replica dropped, including repetitions.", "topic")
+	m.leases = counter("effectonce_outbox_lease_changes_total", "Shards that this replica took, released or lost.", name)
+	m.interruptions = counter("effectonce_outbox_interruptions_total", "Times that this replica had to start over from its stored progress.", name)
+	m.errors = counter("effectonce_outbox_metrics_errors_total", "Failed readings of a group of gauges from the database.", nil)
+	lag := prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "effectonce_outbox_delivery_lag_seconds", Help: "Seconds from a row's created_at to Kafka's acknowledgement.", ConstLabels: name,
+		Buckets: []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600},
+	})
+	m.lag = lag
+	m.registry.MustRegister(
+		lag,
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "effectonce_outbox_shards_owned", Help: "Shards that this replica publishes; 0 if it stands by.", ConstLabels: name,
+		}, m.shardsOwned),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "effectonce_outbox_shards_hung", Help: "Shards of this replica whose work gives no sign of life.", ConstLabels: name,
+		}, m.shardsHung),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "effectonce_outbox_kafka_away", Help: "1 while Kafka accepts no rows from this replica, else 0.", ConstLabels: name,
+		}, m.kafkaAway),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "effectonce_outbox_relay_info", Help: "Version of the program; always 1.",
+			ConstLabels: prometheus.Labels{"relay": cfg.Relay, "version": cfg.Version},
+		}, func() float64 { return 1 }),
+		m.database,
+		collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
+	)
+	return m
+}
+
+// Hooks returns the callbacks through which the relay counts.
+func (m *Metrics) Hooks() relay.Hooks {
+	return relay.Hooks{
+		Delivered:   m.delivered,
+		Dead:        func(_ string, reason relay.Reason) { m.dead.WithLabelValues(string(reason)).Inc() },
+		Dropped:     func(topic string) { m.dropped.WithLabelValues(topic).Inc() },
+		Lease:       m.lease,
+		Interrupted: func(error) { m.interruptions.Inc() },
+		TruncateWaits: func(slot int16, waiting time.Duration) {
+			m.truncateWaits.WithLabelValues(strconv.Itoa(int(slot))).Set(waiting.Seconds())
+		},
+		Away: m.setAway,
+		Hung: m.setHung,
+	}
+}
+
+func (m *Metrics) delivered(topic string, created []time.Time) {
+	m.dispatched.WithLabelValues(topic).Add(float64(len(created)))
+	now := time.Now().Add(time.Duration(m.clockAhead.Load()))
+	for _, at := range created {
+		m.lag.Observe(max(now.Sub(at).Seconds(), 0))
+	}
+}
+
+func (m *Metrics) lease(shard int16, held bool) {
+	m.leases.Inc()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if held {
+		m.owned[shard] = true
+	} else {
+		delete(m.owned, shard)
+	}
+}
+
+func (m *Metrics) setAway(why error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.away = why != nil
+}
+
+func (m *Metrics) kafkaAway() float64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.away {
+		return 1
+	}
+	return 0
+}
+
+func (m *Metrics) setHung(shard int16, hung bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if hung {
+		m.hung[shard] = true
+	} else {
+		delete(m.hung, shard)
+	}
+}
+
+func (m *Metrics) shardsHung() float64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return float64(len(m.hung))
+}
+
+func (m *Metrics) shardsOwned() float64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return float64(len(m.owned))
+}
+
+// scrapesMax is how many scrapes are served at once; more are refused.
+const scrapesMax = 4
+
+// Handler serves scrapes.
+func (m *Metrics) Handler() http.Handler {
+	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{MaxRequestsInFlight: scrapesMax})
+}

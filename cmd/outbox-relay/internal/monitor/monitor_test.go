@@ -1,0 +1,297 @@
+package monitor_test
+
+import (
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/monitor"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+const token = "0123456789abcdef"
+
+func tokenFile(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "token")
+	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+	return path
+}
+
+func newServer(t *testing.T, state *monitor.State, pprof bool) *monitor.Server {
+	t.Helper()
+	known, err := monitor.ReadToken(tokenFile(t, token+"\n"))
+	require.NoError(t, err)
+	server, err := monitor.New(monitor.Config{
+		Relay: "default", Schema: "effectonce", State: state, PProf: pprof, Token: known,
+		Metrics: http.NotFoundHandler(), Logger: slog.New(slog.DiscardHandler),
+	})
+	require.NoError(t, err)
+	return server
+}
+
+func ask(t *testing.T, server *monitor.Server, method, path string, header ...string) *httptest.ResponseRecorder {
+	t.Helper()
+	r := httptest.NewRequestWithContext(t.Context(), method, path, nil)
+	for i := 0; i < len(header); i += 2 {
+		r.Header.Set(header[i], header[i+1])
+	}
+	w := httptest.NewRecorder()
+	server.Handler().ServeHTTP(w, r)
+	return w
+}
+
+func ready(t *testing.T, server *monitor.Server) (code int, v monitor.Readiness) {
+	t.Helper()
+	w := ask(t, server, "GET", "/readyz")
+	require.NoError(t, json.Unmarshal(w.Body.Bytes(), &v), w.Body)
+	assert.Equal(t, w.Code == 200, v.Ready)
+	assert.Equal(t, v.Ready, len(v.Reasons) == 0)
+	return w.Code, v
+}
+
+// awaitReady asks until the answer has a state and is ready or not.
+func awaitReady(t *testing.T, server *monitor.Server, code int, state, reason string) {
+	t.Helper()
+	var v monitor.Readiness
+	require.Eventually(t, func() bool {
+		var got int
+		got, v = ready(t, server)
+		return got == code && v.State == state && strings.Contains(strings.Join(v.Reasons, "; "), reason)
+	}, time.Minute, 20*time.Millisecond, "%d %s %s, not %+v", code, state, reason, &v)
+}
+
+// Row S9 of guarantees.md: a replica is ready while it publishes or stands by and the database
+// answers; otherwise it reports why not. It is alive all the time: a database that does not answer
+// is no reason to restart it.
+func TestReadiness(t *testing.T) {
+	t.Parallel()
+	cluster := pgtest.Cluster(t, nil)
+	pgtest.Migrate(t, cluster.URL)
+	pool, err := pgxpool.New(t.Context(), cluster.URL)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	exec := func(sql string) {
+		_, err := pool.Exec(t.Context(), sql)
+		require.NoError(t, err)
+	}
+	state := monitor.NewState()
+	hooks := state.Hooks(relay.Hooks{})
+	server := newServer(t, state, false)
+	alive := func() { assert.Equal(t, 200, ask(t, server, "GET", "/healthz").Code) }
+
+	awaitReady(t, server, 503, "starting", "the relay is starting")
+	alive()
+	server.Ask(pool)
+	state.Running()
+	awaitReady(t, server, 503, "waiting", "no replica holds a lease")
+	exec("INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until) VALUES ('default', 0, 'other', clock_timestamp() + interval '1 hour')")
+	awaitReady(t, server, 200, "standing_by", "")
+	exec("UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() - interval '1 s'")
+	awaitReady(t, server, 503, "waiting", "no replica holds a lease")
+	hooks.Lease(0, true)
+	awaitReady(t, server, 200, "publishing", "")
+
+	exec("UPDATE effectonce.schema_version SET version = version - 1")
+	awaitReady(t, server, 503, "publishing", "database schema is too old")
+	exec("UPDATE effectonce.schema_version SET version = version + 1")
+	awaitReady(t, server, 200, "publishing", "")
+
+	require.NoError(t, cluster.Kill(t.Context()))
+	awaitReady(t, server, 503, "publishing", "the database does not answer")
+	alive()
+	_, v := ready(t, server)
+	assert.NotContains(t, strings.Join(v.Reasons, ""), "127.0.0.1", "who asks need not know where it is")
+	require.NoError(t, cluster.Restart(t.Context()))
+	awaitReady(t, server, 200, "publishing", "")
+
+	state.Draining()
+	state.Running() // a start that ends late
+	awaitReady(t, server, 503, "draining", "the relay is stopping")
+	alive()
+}
+
+// Row S14 of guarantees.md: a replica that runs stays ready when the migration of a next release is
+// done, and otherwise reports why not, as before. An older schema still makes it not ready.
+func TestRunningReplicaStaysReadyUnderANewerSchema(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	exec := func(sql string) {
+		_, err := pool.Exec(t.Context(), sql)
+		require.NoError(t, err)
+	}
+	state := monitor.NewState()
+	hooks := state.Hooks(relay.Hooks{})
+	server := newServer(t, state, false)
+	server.Ask(pool)
+	state.Running()
+	hooks.Lease(0, true)
+	exec("INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until) VALUES ('default', 0, 'other', clock_timestamp() + interval '1 hour')")
+	exec("UPDATE effectonce.schema_version SET version = version - 1")
+	awaitReady(t, server, 503, "publishing", "database schema is too old")
+	exec("UPDATE effectonce.schema_version SET version = version + 2")
+	awaitReady(t, server, 200, "publishing", "")
+	hooks.Lease(0, false)
+	awaitReady(t, server, 200, "standing_by", "")
+	exec("UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() - interval '1 s'")
+	awaitReady(t, server, 503, "waiting", "no replica holds a lease")
+}
+
+// A relay is stuck when it holds a shard and makes no turn. One without a shard waits for something
+// else, and one that drains has its own limit.
+func TestStuckRelayIsNotAlive(t *testing.T) {
+	t.Parallel()
+	turns := 0
+	state := monitor.NewState()
+	hooks := state.Hooks(relay.Hooks{Heartbeat: func() { turns++ }})
+	server := newServer(t, state, false)
+	monitor.StuckAfter(state, time.Nanosecond)
+	health := func() int { return ask(t, server, "GET", "/healthz").Code }
+	assert.Equal(t, 200, health(), "starting")
+	state.Running()
+	assert.Equal(t, 200, health(), "no shard")
+	hooks.Lease(3, true)
+	assert.Equal(t, 503, health())
+	assert.Contains(t, ask(t, server, "GET", "/healthz").Body.String(), "holds 1 shard and has done nothing")
+	monitor.StuckAfter(state, time.Hour)
+	assert.Equal(t, 200, health())
+	monitor.StuckAfter(state, 100*time.Millisecond)
+	require.Eventually(t, func() bool { return health() == 503 }, time.Minute, time.Millisecond)
+	hooks.Heartbeat()
+	assert.Equal(t, 1, turns)
+	assert.Equal(t, 200, health(), "it made a turn")
+	require.Eventually(t, func() bool { return health() == 503 }, time.Minute, time.Millisecond)
+	hooks.Lease(3, false)
+	assert.Equal(t, 200, health(), "it lost the shard")
+	monitor.StuckAfter(state, time.Nanosecond)
+	hooks.Lease(3, true)
+	state.Draining()
+	assert.Equal(t, 200, health(), "draining")
+}
+
+// Property: a shard that hangs makes the process unhealthy at once, however well its other shards
+// do; one that is well again, or has ended, does not. Row O46 of guarantees.md.
+func TestHungShardIsNotAlive(t *testing.T) {
+	t.Parallel()
+	var told []bool
+	state := monitor.NewState()
+	hooks := state.Hooks(relay.Hooks{Hung: func(_ int16, hung bool) { told = append(told, hung) }})
+	server := newServer(t, state, false)
+	health := func() int { return ask(t, server, "GET", "/healthz").Code }
+	state.Running()
+	hooks.Lease(0, true)
+	hooks.Lease(1, true)
+	assert.Equal(t, 200, health())
+	hooks.Hung(1, true)
+	hooks.Heartbeat()
+	assert.Equal(t, 503, health())
+	assert.Contains(t, ask(t, server, "GET", "/healthz").Body.String(), "shards [1] hang")
+	hooks.Lease(1, false)
+	assert.Equal(t, 503, health(), "what hangs still hangs when its lease is lost")
+	hooks.Hung(1, false)
+	assert.Equal(t, 200, health())
+	assert.Equal(t, []bool{true, false}, told)
+	hooks.Hung(1, true)
+	state.Draining()
+	assert.Equal(t, 200, health(), "draining has its own limit")
+}
+
+// Property: a replica from which Kafka accepts no rows is not ready and reports that Kafka is the
+// cause. It is alive, because a restart would not help. Row O45 of guarantees.md.
+func TestReadinessNamesKafka(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.Pool(t)
+	state := monitor.NewState()
+	hooks := state.Hooks(relay.Hooks{})
+	server := newServer(t, state, false)
+	server.Ask(pool)
+	state.Running()
+	for _, shards := range []bool{true, false} { // also a standby
+		hooks.Lease(0, shards)
+		hooks.Away(errors.New("dial tcp 10.0.0.7:9092: secret"))
+		awaitReady(t, server, 503, "kafka_away", "Kafka does not accept rows from this replica")
+		assert.Equal(t, 200, ask(t, server, "GET", "/healthz").Code)
+		_, v := ready(t, server)
+		assert.NotContains(t, strings.Join(v.Reasons, ""), "10.0.0.7", "who asks need not know where it is")
+	}
+	hooks.Away(nil)
+	hooks.Lease(0, true)
+	awaitReady(t, server, 200, "publishing", "")
+}
+
+// Row S9 of guarantees.md: internals do not exist unless configured, and then only for callers with
+// the token. Only GET is accepted, and the command line, which may contain a password, is never
+// shown.
+func TestInternalsNeedTheToken(t *testing.T) {
+	t.Parallel()
+	internals := []string{"/debug/pprof/", "/debug/pprof/heap", "/debug/pprof/goroutine?debug=2", "/debug/pprof/profile?seconds=1", "/debug/pprof/trace?seconds=1"}
+	off, on := newServer(t, monitor.NewState(), false), newServer(t, monitor.NewState(), true)
+	for _, path := range internals {
+		assert.Equal(t, 404, ask(t, off, "GET", path, "Authorization", "Bearer "+token).Code, path)
+		for _, header := range []string{
+			"", "Bearer", "Bearer ", token, "Basic " + token, "Bearer " + token[:15], "Bearer " + token + "0", "Bearer  " + token, "Bearer " + strings.ToUpper(token),
+		} {
+			w := ask(t, on, "GET", path, "Authorization", header)
+			assert.Equal(t, 401, w.Code, "%s %q", path, header)
+			assert.Equal(t, "Bearer", w.Header().Get("WWW-Authenticate"))
+			assert.NotContains(t, w.Body.String(), token[:8])
+		}
+	}
+	for _, path := range internals[:3] {
+		assert.Equal(t, 200, ask(t, on, "GET", path, "Authorization", "bearer "+token).Code, path)
+	}
+	for _, path := range []string{"/debug/pprof/cmdline", "/debug/pprof/symbol"} {
+		assert.Equal(t, 404, ask(t, on, "GET", path, "Authorization", "Bearer "+token).Code, path)
+	}
+	for _, path := range append(internals, "/healthz", "/readyz", "/metrics") {
+		for _, method := range []string{"POST", "PUT", "PATCH", "DELETE"} {
+			assert.Equal(t, 405, ask(t, on, method, path, "Authorization", "Bearer "+token).Code, "%s %s", method, path)
+		}
+	}
+	for _, path := range []string{"/", "/debug", "/debug/vars", "/healthz/x", "/admin"} {
+		assert.Equal(t, 404, ask(t, on, "GET", path, "Authorization", "Bearer "+token).Code, path)
+	}
+	_, err := monitor.New(monitor.Config{PProf: true})
+	require.ErrorContains(t, err, "pprof requires a token")
+}
+
+// Row S9 of guarantees.md: a token that is short, or that no header can carry, is refused, and the
+// refusal does not show it.
+func TestTokensAreChecked(t *testing.T) {
+	t.Parallel()
+	for text, want := range map[string]string{
+		"":                               "want 16 to 1024 bytes",
+		"canary-of-15-by":                "want 16 to 1024 bytes",
+		"canary-of-15-by\r\n\n":          "want 16 to 1024 bytes",
+		strings.Repeat("canary", 171):    "want 16 to 1024 bytes",
+		"canary-canary canary":           "printable ASCII",
+		"canary-canary-canary\nsecond":   "printable ASCII",
+		"canary-canary-canary-\u00fc":    "printable ASCII",
+		"canary-canary-canary\x00canary": "printable ASCII",
+	} {
+		_, err := monitor.ReadToken(tokenFile(t, text))
+		require.ErrorContains(t, err, want, "%q", text)
+		assert.NotContains(t, err.Error(), "canary")
+	}
+	_, err := monitor.ReadToken(filepath.Join(t.TempDir(), "none"))
+	require.ErrorContains(t, err, "cannot be opened")
+	known, err := monitor.ReadToken(tokenFile(t, strings.Repeat("x", monitor.TokenBytesMax)+"\r\n"))
+	require.NoError(t, err)
+	var log strings.Builder
+	slog.New(slog.NewJSONHandler(&log, nil)).InfoContext(t.Context(), "x", "token", known)
+	assert.Contains(t, log.String(), "(hidden)")
+}

@@ -1,0 +1,144 @@
+package monitor
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// phase is a phase in the life of a replica.
+type phase int
+
+const (
+	starting phase = iota
+	running
+	draining
+)
+
+// stuckAfter is far above what one turn of a relay that holds a lease may take. Renewals end with
+// the lease, and a relay that waits for statements or brokers still makes turns.
+const stuckAfter = 5 * time.Minute
+
+// State is the state of a relay, from its callbacks.
+type State struct {
+	stuckAfter time.Duration
+
+	mu    sync.Mutex
+	phase phase
+	owned map[int16]bool // shards
+	hung  map[int16]bool // shards whose work gives no sign of life
+	away  bool           // Kafka accepts no rows from this replica
+	turn  time.Time      // the last sign of life
+}
+
+// NewState returns the state of a starting replica.
+func NewState() *State {
+	return &State{stuckAfter: stuckAfter, owned: map[int16]bool{}, hung: map[int16]bool{}, turn: time.Now()}
+}
+
+// Hooks returns callbacks that update the state, and then call next.
+func (s *State) Hooks(next relay.Hooks) relay.Hooks {
+	hooks := next
+	hooks.Heartbeat = func() {
+		s.turned()
+		if next.Heartbeat != nil {
+			next.Heartbeat()
+		}
+	}
+	hooks.Lease = func(shard int16, held bool) {
+		s.lease(shard, held)
+		if next.Lease != nil {
+			next.Lease(shard, held)
+		}
+	}
+	hooks.Away = func(why error) {
+		s.setAway(why != nil)
+		if next.Away != nil {
+			next.Away(why)
+		}
+	}
+	hooks.Hung = func(shard int16, hung bool) {
+		s.setHung(shard, hung)
+		if next.Hung != nil {
+			next.Hung(shard, hung)
+		}
+	}
+	return hooks
+}
+
+func (s *State) setAway(away bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.away = away
+}
+
+func (s *State) setHung(shard int16, hung bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if hung {
+		s.hung[shard] = true
+	} else {
+		delete(s.hung, shard)
+	}
+}
+
+func (s *State) turned() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.turn = time.Now()
+}
+
+func (s *State) lease(shard int16, held bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.turn = time.Now()
+	if held {
+		s.owned[shard] = true
+	} else {
+		delete(s.owned, shard)
+	}
+}
+
+// Running records that the relay is set up and begins to work.
+func (s *State) Running() { s.enter(running) }
+
+// Draining records that the relay was told to stop.
+func (s *State) Draining() { s.enter(draining) }
+
+// enter never returns to an earlier phase: a stop may come before the start is complete.
+func (s *State) enter(next phase) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.phase = max(s.phase, next)
+	s.turn = time.Now()
+}
+
+// stuck returns why the process has to be restarted, or an empty text. One hung shard is enough,
+// even if the others work: its work does not return, so only the end of the process ends it.
+// Otherwise only a replica that holds a shard can be stuck. A replica without shards waits for the
+// database or for another replica, and a restart would help neither.
+func (s *State) stuck() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	silent := time.Since(s.turn)
+	switch {
+	case s.phase != running:
+		return ""
+	case len(s.hung) > 0:
+		return fmt.Sprintf("shards %v hang: a client or a sink does not return, see the log", slices.Sorted(maps.Keys(s.hung)))
+	case len(s.owned) > 0 && silent > s.stuckAfter:
+		return fmt.Sprintf("the relay holds %s and has done nothing for %s", human.Count(len(s.owned), "shard"), human.Duration(silent))
+	}
+	return ""
+}
+
+func (s *State) now() (at phase, shards int, away bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.phase, len(s.owned), s.away
+}

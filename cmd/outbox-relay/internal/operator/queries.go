@@ -1,0 +1,8 @@
+package operator
+
+// settingsSQL bounds how long an operator's transaction may block others, whatever the role's
+// defaults, and makes its changes durable.
+const settingsSQL = `-- operator.settings
+SELECT clock_timestamp(), set_config('lock_timeout', '30s', true), set_config('statement_timeout', '2min', true),
+  set_config('idle_in_transaction_session_timeout', '30s', true),
+  set_config('synchronous_commit', CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`

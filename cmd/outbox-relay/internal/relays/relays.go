@@ -1,0 +1,160 @@
+// Package relays lists the relays that an outbox knows by name, and deletes one that never comes
+// back: the outbox keeps every row that a known relay has not published.
+package relays
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/internal/pgerr"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// Relay is one reader of the outbox.
+type Relay struct {
+	Relay     string    `json:"relay"`
+	Shards    int16     `json:"shards"`
+	Leased    int64     `json:"leased"`   // shards whose lease is live
+	Replicas  int64     `json:"replicas"` // live ones
+	Published int64     `json:"published"`
+	Dead      int64     `json:"dead"` // rows in outbox_dead, at most DeadMax
+	CreatedAt time.Time `json:"created_at"`
+	// QuietSeconds is the time since a replica was last known to work; 0 while one does.
+	QuietSeconds float64 `json:"quiet_seconds"`
+}
+
+// DeadMax bounds how many dead rows of a relay are counted.
+const DeadMax = 100_000
+
+// Live reports whether a replica of it runs, with a shard or in standby.
+func (r *Relay) Live() bool { return r.Leased > 0 || r.Replicas > 0 }
+
+// List returns every known relay, by name.
+func List(ctx context.Context, db operator.Querier, schema string) ([]Relay, error) {
+	rows, err := db.Query(ctx, migrations.InSchema(listSQL, schema), DeadMax)
+	if err != nil {
+		return nil, fmt.Errorf("list relays: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Relay])
+	if err != nil {
+		return nil, fmt.Errorf("list relays: %w", err)
+	}
+	return all, nil
+}
+
+// Replica is a live process of a relay.
+type Replica struct {
+	Relay string `json:"relay"`
+	Owner string `json:"owner"`
+	// State is publishing, standing_by, kafka_away, sink_away or stuck; empty: a replica of an
+	// earlier release.
+	State   string `json:"state"`
+	Problem string `json:"problem"` // why it is away or stuck
+	// ReachedSeconds is the time since the brokers, or the sink, last answered it. Null: never, or
+	// it did not report that.
+	ReachedSeconds *float64 `json:"reached_seconds"`
+}
+
+// Away reports whether rows cannot leave because their destination does not answer.
+func (r *Replica) Away() bool { return r.State == "kafka_away" || r.State == "sink_away" }
+
+// Stuck reports whether one of its shards hangs.
+func (r *Replica) Stuck() bool { return r.State == "stuck" }
+
+// What names the destination of its rows.
+func (r *Replica) What() string {
+	if r.State == "sink_away" {
+		return "its sink"
+	}
+	return "Kafka"
+}
+
+// ReplicasMax bounds how many replicas are listed.
+const ReplicasMax = 1000
+
+// Replicas returns the live replicas of all relays.
+func Replicas(ctx context.Context, db operator.Querier, schema string) ([]Replica, error) {
+	rows, err := db.Query(ctx, migrations.InSchema(replicasSQL, schema), ReplicasMax)
+	if err != nil {
+		return nil, fmt.Errorf("list replicas: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Replica])
+	if err != nil {
+		return nil, fmt.Errorf("list replicas: %w", err)
+	}
+	return all, nil
+}
+
+// What prevents the deletion of a relay. Nothing was changed then.
+var (
+	ErrUnknown = errors.New("no relay has this name")
+	ErrLive    = errors.New("replicas of this relay are running or standing by: stop all of them first")
+	ErrDead    = errors.New("it has rows in outbox_dead, which no other relay publishes: decide on them first, with \"outbox-relay dead list\" and \"dead discard\"")
+	ErrBusy    = errors.New("another transaction holds its rows: try again")
+)
+
+// Deleted is what was deleted. Rows that the relay has not published are not published, unless
+// another relay publishes them.
+type Deleted struct {
+	Relay    string `json:"relay"`
+	Shards   int64  `json:"shards"` // that had progress
+	Paused   int64  `json:"paused_topics"`
+	Replicas int64  `json:"replicas"` // dead ones that were still listed
+}
+
+// Delete deletes a relay, its progress and its pauses in one transaction, and records who did so.
+// The database decides, with the relay locked, whether a replica is live: a replica that takes a
+// shard waits for that lock, and a lease that is renewed at the same time keeps its row. An error
+// means that nothing was changed, unless the connection broke during COMMIT; it is safe to repeat
+// the call.
+func Delete(ctx context.Context, db operator.Beginner, schema, relay string, by operator.By) (*Deleted, error) {
+	in := func(sql string) string { return migrations.InSchema(sql, schema) }
+	gone := &Deleted{Relay: relay}
+	// Read committed, whatever the role's default: the statements after the lock have to see what
+	// committed before it.
+	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, settingsSQL); err != nil {
+			return err
+		}
+		locked, err := tx.Exec(ctx, in(lockSQL), relay)
+		if err != nil {
+			return err
+		}
+		if err := tx.QueryRow(ctx, in(deleteSQL), relay).Scan(&gone.Shards, &gone.Paused, &gone.Replicas); err != nil {
+			return err
+		}
+		if locked.RowsAffected()+gone.Shards == 0 {
+			var left bool
+			if err := tx.QueryRow(ctx, in(knownSQL), relay).Scan(&left); err != nil {
+				return err
+			}
+			if !left {
+				return ErrUnknown
+			}
+		}
+		var live, dead bool
+		if err := tx.QueryRow(ctx, in(leftSQL), relay).Scan(&live, &dead); err != nil {
+			return err
+		}
+		switch {
+		case live:
+			return ErrLive
+		case dead:
+			return ErrDead
+		}
+		_, err = tx.Exec(ctx, in(noteSQL), relay, by.Who, by.Why, gone.Shards, gone.Paused)
+		return err
+	})
+	switch {
+	case pgerr.LockConflict(err):
+		return nil, fmt.Errorf("relay %q: %w (%s)", relay, ErrBusy, pgerr.State(err))
+	case err != nil:
+		return nil, fmt.Errorf("relay %q: %w", relay, err)
+	}
+	return gone, nil
+}

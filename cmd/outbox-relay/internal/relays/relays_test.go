@@ -1,0 +1,150 @@
+package relays_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/relays"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+var by = operator.By{Who: "ana@ops", Why: "renamed"}
+
+func connect(t *testing.T, address string) *pgx.Conn {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), address)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
+	return conn
+}
+
+func exec(t *testing.T, conn *pgx.Conn, sql string) {
+	t.Helper()
+	_, err := conn.Exec(t.Context(), sql)
+	require.NoError(t, err, sql)
+}
+
+func count(t *testing.T, conn *pgx.Conn, sql string) (n int) {
+	t.Helper()
+	require.NoError(t, conn.QueryRow(t.Context(), sql).Scan(&n))
+	return n
+}
+
+const (
+	rowsOfOld = `SELECT (SELECT count(*) FROM effectonce.outbox_relays WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_progress_now WHERE relay = 'old')
+		+ (SELECT count(*) FROM effectonce.outbox_paused WHERE relay = 'old') + (SELECT count(*) FROM effectonce.outbox_replicas WHERE relay = 'old')
+		+ (SELECT count(*) FROM effectonce.outbox_dead_freed WHERE relay = 'old')`
+	actionsSQL = "SELECT count(*) FROM effectonce.operator_actions WHERE what = 'relay.delete' AND stated = 'ana@ops' AND why = 'renamed' AND subject->>'relay' = 'old'"
+)
+
+// two makes a relay that is gone, and one that is not.
+func two(t *testing.T, conn *pgx.Conn) {
+	t.Helper()
+	exec(t, conn, "INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('old', 3), ('new', 1)")
+	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, shards, published, epoch, lease_until) VALUES
+		('old', 0, 3, 5, 1, NULL), ('old', 1, 3, 7, 1, clock_timestamp() - interval '1 second'), ('new', 0, 1, 1, 1, clock_timestamp() + interval '1 hour')`)
+	exec(t, conn, "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until) VALUES ('old', 'a', clock_timestamp() - interval '1 second'), ('new', 'b', clock_timestamp() + interval '1 hour')")
+	exec(t, conn, "INSERT INTO effectonce.outbox_paused (relay, topic, who, why) VALUES ('old', 't', 'w', 'y'), ('new', 't', 'w', 'y')")
+	exec(t, conn, "INSERT INTO effectonce.outbox_dead_freed (relay, topic, hash) VALUES ('old', 't', sha256('k'))")
+}
+
+// A relay that no replica runs is deleted with all that it left, and that is recorded; others are
+// not touched.
+func TestRelayIsForgotten(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.Database(t))
+	two(t, conn)
+	all, err := relays.List(t.Context(), conn, "effectonce")
+	require.NoError(t, err)
+	require.Len(t, all, 2)
+	assert.True(t, all[0].Live())
+	assert.Equal(t, int64(1), all[0].Leased)
+	assert.Equal(t, int64(1), all[0].Replicas)
+	assert.Zero(t, all[0].QuietSeconds)
+	assert.Equal(t, "old", all[1].Relay)
+	assert.False(t, all[1].Live())
+	assert.Equal(t, int16(3), all[1].Shards)
+	assert.Equal(t, int64(12), all[1].Published)
+	gone, err := relays.Delete(t.Context(), conn, "effectonce", "old", by)
+	require.NoError(t, err)
+	assert.Equal(t, &relays.Deleted{Relay: "old", Shards: 2, Paused: 1, Replicas: 1}, gone)
+	assert.Zero(t, count(t, conn, rowsOfOld))
+	assert.Equal(t, 1, count(t, conn, actionsSQL))
+	all, err = relays.List(t.Context(), conn, "effectonce")
+	require.NoError(t, err)
+	require.Len(t, all, 1)
+	assert.Equal(t, 1, count(t, conn, "SELECT count(*) FROM effectonce.outbox_paused"))
+	_, err = relays.Delete(t.Context(), conn, "effectonce", "old", by)
+	require.ErrorIs(t, err, relays.ErrUnknown)
+}
+
+// A relay is not deleted while one of its shards is leased, while a replica stands by, or while its
+// dead rows wait for a decision.
+func TestRelayInUseIsNotForgotten(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		sql  string
+		want error
+	}{
+		"one lease":  {"UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() + interval '1 hour' WHERE relay = 'old' AND shard = 1", relays.ErrLive},
+		"a stand-by": {"UPDATE effectonce.outbox_replicas SET alive_until = clock_timestamp() + interval '1 hour' WHERE relay = 'old'", relays.ErrLive},
+		"a dead row": {`INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
+			VALUES ('old', 1, gen_random_uuid(), 't', '{}', now(), 'refused', 'e', 'held')`, relays.ErrDead},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			conn := connect(t, pgtest.Database(t))
+			two(t, conn)
+			exec(t, conn, c.sql)
+			_, err := relays.Delete(t.Context(), conn, "effectonce", "old", by)
+			require.ErrorIs(t, err, c.want)
+			assert.Equal(t, 6, count(t, conn, rowsOfOld), "nothing was changed")
+			assert.Zero(t, count(t, conn, actionsSQL))
+		})
+	}
+}
+
+// A replica that takes a shard, or renews its lease, at the same moment decides: the deletion waits
+// for it and then is refused. The test takes the shard as the relay does: it locks the relay's row
+// even before there is progress.
+func TestForgettingWaitsForWhoTakesAShard(t *testing.T) {
+	t.Parallel()
+	for name, take := range map[string]string{
+		"a lease that ran out": "UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() + interval '1 hour', epoch = epoch + 1 WHERE relay = 'old' AND shard = 1",
+		"a shard that nobody took yet": `INSERT INTO effectonce.outbox_progress (relay, shard, shards, lease_until, epoch)
+			SELECT relay, 2, shards, clock_timestamp() + interval '1 hour', 1 FROM effectonce.outbox_relays WHERE relay = 'old' FOR SHARE`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			address := pgtest.Database(t)
+			conn, replica := connect(t, address), connect(t, address)
+			two(t, conn)
+			tx, err := replica.Begin(t.Context())
+			require.NoError(t, err)
+			_, err = tx.Exec(t.Context(), take)
+			require.NoError(t, err)
+			refused := make(chan error, 1)
+			operator := connect(t, address)
+			pid := operator.PgConn().PID()
+			go func() {
+				_, err := relays.Delete(context.WithoutCancel(t.Context()), operator, "effectonce", "old", by)
+				refused <- err
+			}()
+			require.Eventually(t, func() bool {
+				var waits bool
+				err := conn.QueryRow(t.Context(), "SELECT cardinality(pg_blocking_pids($1)) > 0", pid).Scan(&waits)
+				return err == nil && waits
+			}, time.Minute, 10*time.Millisecond)
+			require.NoError(t, tx.Commit(t.Context()))
+			require.ErrorIs(t, <-refused, relays.ErrLive)
+			assert.Contains(t, []int{6, 7}, count(t, conn, rowsOfOld))
+			assert.Zero(t, count(t, conn, actionsSQL))
+		})
+	}
+}

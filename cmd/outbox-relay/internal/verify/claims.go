@@ -1,0 +1,143 @@
+package verify
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/dedup"
+)
+
+// claimsPage is how many IDs one statement looks for.
+const claimsPage = 2000
+
+// windowSlack allows for a claim at the very end of its window, which may just have been forgotten.
+const windowSlack = time.Hour
+
+type position struct {
+	topic     string
+	partition int32
+}
+
+// claims has the group's positions when the run began, and the claims that are still to be looked
+// up.
+type claims struct {
+	next      map[position]int64
+	consumers map[string][]int32
+	windows   map[string]time.Duration // the longest; 0: forever
+	waiting   map[string]*pending      // by topic
+}
+
+type pending struct {
+	ids    []uuid.UUID
+	places []inspect.Place
+}
+
+func readClaims(ctx context.Context, db operator.Querier, schema, group string) (*claims, error) {
+	c := &claims{next: map[position]int64{}, consumers: map[string][]int32{}, windows: map[string]time.Duration{}, waiting: map[string]*pending{}}
+	var p position
+	var next int64
+	rows, err := db.Query(ctx, inSchema(positionsSQL, schema), group)
+	if err == nil {
+		_, err = pgx.ForEachRow(rows, []any{&p.topic, &p.partition, &next}, func() error { c.next[p] = next; return nil })
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read the positions of group %q: %w", group, err)
+	}
+	var id int32
+	var topic string
+	var window *float64
+	rows, err = db.Query(ctx, inSchema(consumersSQL, schema), group)
+	if err == nil {
+		_, err = pgx.ForEachRow(rows, []any{&id, &topic, &window}, func() error {
+			known := len(c.consumers[topic]) > 0
+			c.consumers[topic] = append(c.consumers[topic], id)
+			switch {
+			case window == nil:
+				c.windows[topic] = 0
+			case !known || c.windows[topic] > 0:
+				c.windows[topic] = max(c.windows[topic], time.Duration(*window*float64(time.Second)))
+			}
+			return nil
+		})
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read the consumers of group %q: %w", group, err)
+	}
+	if len(c.consumers) == 0 {
+		return nil, fmt.Errorf("group %q: no consumer of this group ever claimed: check the name in --group", group)
+	}
+	return c, nil
+}
+
+// claim queues the lookup of the claim of a record before the group's position: claims are looked
+// up in batches.
+func (r *run) claim(ctx context.Context, record *kgo.Record) error {
+	next, known := r.claims.next[position{record.Topic, record.Partition}]
+	if !known || record.Offset >= next || len(r.claims.consumers[record.Topic]) == 0 {
+		return nil
+	}
+	r.before[r.numbers[record.Topic]]++
+	text, scope := inspect.Carried(record)
+	if text == "" {
+		return nil
+	}
+	id := dedup.MessageID(scope, []byte(text))
+	if window := r.claims.windows[record.Topic]; window > 0 {
+		oldest := r.now.Add(windowSlack - window)
+		if at, timed := dedup.Time(id); record.Timestamp.Before(oldest) || timed && at.Before(oldest) {
+			return nil // forgotten
+		}
+	}
+	waiting := r.claims.waiting[record.Topic]
+	if waiting == nil {
+		waiting = &pending{}
+		r.claims.waiting[record.Topic] = waiting
+	}
+	waiting.ids = append(waiting.ids, id)
+	waiting.places = append(waiting.places, inspect.Place{Topic: record.Topic, Partition: record.Partition, Offset: record.Offset})
+	if len(waiting.ids) < claimsPage {
+		return nil
+	}
+	return r.lookForClaims(ctx, record.Topic)
+}
+
+func (r *run) flushClaims(ctx context.Context) error {
+	if r.claims == nil {
+		return nil
+	}
+	for topic := range r.claims.waiting {
+		if err := r.lookForClaims(ctx, topic); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *run) lookForClaims(ctx context.Context, topic string) error {
+	waiting := r.claims.waiting[topic]
+	ids := make([][16]byte, len(waiting.ids))
+	for i, id := range waiting.ids {
+		ids[i] = id
+	}
+	rows, err := r.db.Query(ctx, inSchema(unclaimedSQL, r.Schema), r.claims.consumers[topic], ids)
+	var places []int
+	if err == nil {
+		places, err = pgx.CollectRows(rows, pgx.RowTo[int])
+	}
+	if err != nil {
+		return fmt.Errorf("look for claims: %w", err)
+	}
+	for _, place := range places {
+		r.found(&r.report.Unclaimed, "message %s at %s is before the position of group %s, but not claimed", waiting.ids[place-1], waiting.places[place-1], r.Group)
+	}
+	r.report.Claimed += int64(len(ids))
+	waiting.ids, waiting.places = waiting.ids[:0], waiting.places[:0]
+	return nil
+}

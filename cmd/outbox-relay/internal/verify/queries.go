@@ -1,0 +1,49 @@
+package verify
+
+import (
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+const sinceSQL = `-- verify.since
+SELECT clock_timestamp(), clock_timestamp() - $1::interval`
+
+// rowsSQL reads a page of the outbox in the order of seq, from behind $7. The page is cut before
+// the join, so that the planner cannot sort the table for it. $11: return the headers, for routes;
+// headers that ask for a partition are always returned.
+const rowsSQL = `-- verify.rows
+WITH ` + inspect.CutCTE + `
+SELECT o.seq, o.id, o.topic, o.key, o.created_at, CASE WHEN $11::bool OR pg_catalog.strpos(o.headers::text, 'effectonce-partition'::text) OPERATOR(pg_catalog.>) 0 THEN o.headers::text END AS headers_text, ` + inspect.CutPublished + `
+FROM (
+  SELECT * FROM effectonce.outbox
+  WHERE seq > $7 AND ($8::timestamptz IS NULL OR created_at >= $8) AND ($9::text[] IS NULL OR topic = ANY ($9))
+  ORDER BY seq LIMIT $10
+) o ` + inspect.CutJoin + `
+ORDER BY o.seq`
+
+// unpublishedSQL lists rows that the relay has passed and that are in no topic: dead rows, and rows
+// that an operator discarded. It is read after progress: a row that leaves outbox_dead in between
+// is published, or discarded.
+const unpublishedSQL = `-- verify.unpublished
+SELECT seq FROM effectonce.outbox_dead WHERE relay = $1
+UNION
+SELECT (subject->>'seq')::bigint FROM effectonce.operator_actions
+WHERE what = 'dead.discard' AND subject->>'seq' ~ '^[0-9]{1,18}$' AND coalesce(subject->>'relay', $1) = $1
+ORDER BY seq`
+
+const positionsSQL = `-- verify.positions
+SELECT topic, partition, next_offset FROM effectonce.consumer_positions WHERE consumer_group = $1 AND next_offset IS NOT NULL`
+
+// consumersSQL returns a null window for forever.
+const consumersSQL = `-- verify.consumers
+SELECT c.id, t.topic, extract(epoch FROM c.dedup_window)::float8
+FROM effectonce.consumers c CROSS JOIN LATERAL pg_catalog.unnest(c.topics) AS t (topic) WHERE c.consumer_group = $1`
+
+// unclaimedSQL returns which of the IDs $2 none of the consumers $1 has claimed.
+const unclaimedSQL = `-- verify.unclaimed
+SELECT m.place::int FROM pg_catalog.unnest($2::uuid[]) WITH ORDINALITY AS m (id, place)
+WHERE NOT EXISTS (SELECT FROM effectonce.processed_messages p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[]))
+  AND NOT EXISTS (SELECT FROM effectonce.processed_forever p WHERE p.message_id = m.id AND p.consumer = ANY ($1::int[]))
+ORDER BY m.place`
+
+func inSchema(sql, schema string) string { return migrations.InSchema(sql, schema) }

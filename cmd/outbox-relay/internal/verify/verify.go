@@ -1,0 +1,227 @@
+package verify
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
+	"github.com/effectonce/effectonce/relay"
+)
+
+// Options are the options of Run.
+type Options struct {
+	Schema string
+	Relay  string
+	// Group is the group whose claims are checked. Empty: none.
+	Group string
+	// Since is how old rows and records may be. Zero: any age.
+	Since time.Duration
+	// Topics to check, as rows name them. Default: all that rows name.
+	Topics []string
+	// Routes of the relay. Default: each row goes into the topic that it names.
+	Routes relay.Routes
+	// Examples is how many examples of each finding are reported.
+	Examples int
+	// DuplicatesAllowed: duplicate records are counted, but do not make the report not well.
+	DuplicatesAllowed bool
+	// Progress is called now and then. Optional.
+	Progress func(phase string, done int64)
+}
+
+// Finding is a kind of fault.
+type Finding struct {
+	Count    int64    `json:"count"`
+	Examples []string `json:"examples"`
+}
+
+// Report is what Run found.
+type Report struct {
+	Well      bool       `json:"well"`
+	Relay     string     `json:"relay"`
+	Group     string     `json:"group"` // empty: claims were not checked
+	Since     *time.Time `json:"since"` // null: everything
+	Topics    []string   `json:"topics"`
+	Rows      int64      `json:"rows"`      // of the outbox
+	Published int64      `json:"published"` // how many of the rows
+	Records   int64      `json:"records"`   // of the topics
+	Foreign   int64      `json:"foreign"`   // how many of the records have no ID from the relay
+	Claimed   int64      `json:"claimed"`   // records whose claim was looked up
+	// Expired counts published rows that are in no topic, and were written before the first record
+	// that the topic still has: Kafka may have deleted them.
+	Expired int64 `json:"expired"`
+	// Dropped counts published rows that a rule of Routes drops.
+	Dropped int64 `json:"dropped"`
+	// Unchecked is what could not be checked. Then the report is not well: a run that checks
+	// nothing finds nothing.
+	Unchecked []string `json:"unchecked"`
+	// Notes are remarks about the run.
+	Notes []string `json:"notes"`
+	// Moved counts keys with records in several partitions, as after partitions were added. Their
+	// order is checked within each partition.
+	Moved int64 `json:"moved_keys"`
+
+	Missing    Finding `json:"missing"`      // published, and not in the topic
+	Duplicates Finding `json:"duplicates"`   // records beyond the first of their ID and topic
+	OutOfOrder Finding `json:"out_of_order"` // first records that follow a later row of their key
+	Unclaimed  Finding `json:"unclaimed"`    // records before the group's position without a claim
+}
+
+// rowItem, recordItem and firstItem hold what is known of a row, of a record, and of the first
+// record of a row.
+type (
+	rowItem struct {
+		ID        [16]byte
+		Key       [16]byte // hash of topic and key; zero: no key
+		Seq       int64
+		Created   int64 // in microseconds
+		Topic     int32
+		Hash      int32 // of the key, whose remainder is the partition; -1: any
+		Partition int32 // that the row asks for; -1: none
+		Published bool
+	}
+	recordItem struct {
+		ID        [16]byte
+		Offset    int64
+		Topic     int32
+		Partition int32
+	}
+	firstItem struct {
+		Key       [16]byte
+		Seq       int64
+		Offset    int64
+		Topic     int32
+		Partition int32
+	}
+)
+
+type run struct {
+	Options
+	db     operator.Querier
+	kafka  *inspect.Kafka
+	report *Report
+
+	cut         *inspect.Cut
+	unpublished []int64 // sorted
+	now         time.Time
+	claims      *claims
+
+	router  *relay.Router
+	numbers map[string]int32 // of topics
+	names   []string
+	extents map[string]topicscan.Extent
+	// Time of the first remaining record, in microseconds, where some were deleted
+	oldest map[partition]int64
+	first  map[partition]int64 // time of the first record that was read, in microseconds
+	before map[int32]int64     // by topic: records before the group's position that were read
+
+	rows    *spill[rowItem]
+	records *spill[recordItem]
+	firsts  *spill[firstItem]
+}
+
+type partition struct{ topic, partition int32 }
+
+// Run compares the outbox with the topics, and the topics with the claims. It changes nothing.
+func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Options) (_ *Report, err error) {
+	router, err := opts.Routes.Router()
+	if err != nil {
+		return nil, fmt.Errorf("routes: %w", err)
+	}
+	dir, err := os.MkdirTemp("", "outbox-relay-verify-")
+	if err != nil {
+		return nil, fmt.Errorf("create a directory for temporary files: %w", err)
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	r := &run{
+		Options: opts, router: router, db: db, kafka: kafka, numbers: map[string]int32{}, extents: map[string]topicscan.Extent{}, oldest: map[partition]int64{},
+		first: map[partition]int64{}, before: map[int32]int64{},
+		report: &Report{Relay: opts.Relay, Group: opts.Group, Topics: []string{}, Unchecked: []string{}, Notes: []string{}},
+	}
+	for _, f := range r.findings() {
+		f.Examples = []string{}
+	}
+	if r.rows, err = newSpill[rowItem](dir, "rows"); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, r.rows.close()) }()
+	if r.records, err = newSpill[recordItem](dir, "records"); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, r.records.close()) }()
+	if r.firsts, err = newSpill[firstItem](dir, "firsts"); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, r.firsts.close()) }()
+	for _, step := range []func(context.Context) error{r.begin, r.readRows, r.readTopics, r.judgeRecords, r.judgeOrder} {
+		if err := step(ctx); err != nil {
+			return nil, err
+		}
+	}
+	rep := r.report
+	rep.Topics = append(rep.Topics, r.names...)
+	for _, f := range r.findings() {
+		slices.Sort(f.Examples)
+	}
+	r.nothingChecked()
+	rep.Well = len(rep.Unchecked) == 0 && rep.Missing.Count+rep.OutOfOrder.Count+rep.Unclaimed.Count == 0 && (opts.DuplicatesAllowed || rep.Duplicates.Count == 0)
+	return rep, nil
+}
+
+func (r *run) findings() []*Finding {
+	return []*Finding{&r.report.Missing, &r.report.Duplicates, &r.report.OutOfOrder, &r.report.Unclaimed}
+}
+
+func (r *run) found(f *Finding, format string, args ...any) {
+	f.Count++
+	if len(f.Examples) < r.Examples {
+		f.Examples = append(f.Examples, fmt.Sprintf(format, args...))
+	}
+}
+
+func (r *run) progress(phase string, done int64) {
+	if r.Progress != nil {
+		r.Progress(phase, done)
+	}
+}
+
+// number returns the number of a topic. At the first call for a topic it reads the topic's end,
+// which is after progress was read.
+func (r *run) number(ctx context.Context, topic string) (int32, error) {
+	if n, known := r.numbers[topic]; known {
+		return n, nil
+	}
+	since := time.Time{}
+	if r.report.Since != nil {
+		since = r.report.Since.Add(-clockSlack)
+	}
+	extents, err := topicscan.Extents(ctx, r.kafka.Client, since, topic)
+	if err != nil {
+		return 0, err
+	}
+	n := int32(len(r.names))
+	r.numbers[topic], r.names, r.extents[topic] = n, append(r.names, topic), extents[topic]
+	return n, nil
+}
+
+func keyHash(topic string, key []byte) (hash [16]byte) {
+	if key == nil {
+		return hash
+	}
+	sum := sha256.Sum256(append([]byte(topic+"\x00"), key...))
+	return [16]byte(sum[:])
+}
+
+func (r *run) place(topic, partition int32, offset int64) string {
+	return fmt.Sprintf("%s/%d/%d", r.names[topic], partition, offset)
+}
+
+func idText(id [16]byte) string { return uuid.UUID(id).String() }

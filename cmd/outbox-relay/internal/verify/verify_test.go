@@ -1,0 +1,326 @@
+package verify_test
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/verify"
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/relay"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+const waitMax = 30 * time.Second
+
+type site struct {
+	*testing.T
+	pool         *pgxpool.Pool
+	topic, group string
+}
+
+func newSite(t *testing.T, partitions int) *site {
+	t.Helper()
+	topic := kafkatest.Topic(t, partitions)
+	return &site{t, pgtest.Pool(t), topic, "g-" + topic}
+}
+
+func (s *site) exec(sql string, args ...any) {
+	s.Helper()
+	_, err := s.pool.Exec(s.Context(), sql, args...)
+	require.NoError(s, err, sql)
+}
+
+func (s *site) options() []kgo.Opt { return []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(s)...)} }
+
+// insert adds rows of seven keys, and one without a key.
+func (s *site) insert(n int) {
+	s.Helper()
+	s.exec(`INSERT INTO effectonce.outbox (topic, key, payload) SELECT $1, nullif(n % 8, 0)::text::bytea, 'x' FROM generate_series(1, $2) n`, s.topic, n)
+}
+
+func (s *site) relay() *relay.Relay {
+	s.Helper()
+	r, err := relay.New(s.pool, s.options(), relay.Config{Lease: time.Minute})
+	require.NoError(s, err)
+	return r
+}
+
+func (s *site) drain() {
+	s.Helper()
+	_, err := s.relay().Drain(s.Context())
+	require.NoError(s, err)
+}
+
+// start runs something until the function that it returns is called.
+func (s *site) start(run func(context.Context) error) (stop func()) {
+	ctx, cancel := context.WithCancel(s.Context())
+	done := make(chan error, 1)
+	go func() { done <- run(ctx) }()
+	return func() {
+		s.Helper()
+		cancel()
+		require.NoError(s, <-done)
+	}
+}
+
+func (s *site) consumer() *consumer.Consumer {
+	s.Helper()
+	nothing := consumer.Each(func(context.Context, pgx.Tx, *consumer.Message) error { return nil })
+	c, err := consumer.New(s.pool, s.options(), nothing, consumer.Config{Group: s.group, Topics: []string{s.topic}})
+	require.NoError(s, err)
+	return c
+}
+
+func (s *site) count(sql string) (n int) {
+	s.Helper()
+	require.NoError(s, s.pool.QueryRow(s.Context(), sql).Scan(&n))
+	return n
+}
+
+func (s *site) consume(claims int) {
+	s.Helper()
+	stop := s.start(s.consumer().Run)
+	require.Eventually(s, func() bool { return s.count("SELECT count(*) FROM effectonce.processed_messages") >= claims }, waitMax, 10*time.Millisecond)
+	stop()
+}
+
+func (s *site) verify(change func(*verify.Options)) *verify.Report {
+	s.Helper()
+	opts := verify.Options{Schema: "effectonce", Relay: "default", Examples: 3}
+	if change != nil {
+		change(&opts)
+	}
+	report, err := verify.Run(s.Context(), s.pool, &inspect.Kafka{Client: s.client(), Options: s.options()}, opts)
+	require.NoError(s, err)
+	return report
+}
+
+func (s *site) client() *kgo.Client { return kafkatest.Client(s) }
+
+func (s *site) withGroup(o *verify.Options) { o.Group = s.group }
+
+// again produces the record of a row, as a relay does.
+func (s *site) again(seq int) {
+	s.Helper()
+	var id string
+	var key []byte
+	require.NoError(s, s.pool.QueryRow(s.Context(), "SELECT id::text, key FROM effectonce.outbox WHERE seq = $1", seq).Scan(&id, &key))
+	record := &kgo.Record{Topic: s.topic, Key: key, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(id)}}}
+	require.NoError(s, kafkatest.Client(s).ProduceSync(s.Context(), record).FirstErr())
+}
+
+// everythingPublished moves progress past all rows, as if they were in the topic.
+const everythingPublished = `WITH tick AS (INSERT INTO effectonce.outbox_ticks (snapshot, seq_last) SELECT pg_current_snapshot(), 1000000 RETURNING tick)
+	INSERT INTO effectonce.outbox_progress AS p (relay, shard, tick) SELECT 'default', 0, tick FROM tick
+	ON CONFLICT (relay, shard) DO UPDATE SET tick = excluded.tick, next_tick = NULL`
+
+// Property: what relay and consumer did is well, all of it was checked, and waiting rows are no
+// fault of the topic.
+func TestWhatWasPublishedIsWell(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, 3)
+	s.insert(6000) // more than a page
+	s.drain()
+	s.consume(6000)
+	s.insert(3)
+	r := s.verify(s.withGroup)
+	assert.True(t, r.Well, "%+v", r)
+	assert.Equal(t, []int64{6003, 6000, 6000, 6000, 0, 0, 0}, []int64{r.Rows, r.Published, r.Records, r.Claimed, r.Foreign, r.Expired, r.Moved})
+	assert.Equal(t, []string{s.topic}, r.Topics)
+}
+
+// Property: the result is well while rows are written, published and consumed: work in progress is
+// no fault.
+func TestWhatIsUnderWayIsWell(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, 2)
+	s.insert(1)
+	s.drain()
+	s.consume(1)
+	stops := []func(){s.start(s.relay().Run), s.start(s.consumer().Run)}
+	for range 3 {
+		stops = append(stops, s.start(func(ctx context.Context) error {
+			pace := time.NewTicker(5 * time.Millisecond) // else the table outgrows a slow machine
+			defer pace.Stop()
+			for ctx.Err() == nil {
+				<-pace.C
+				_, err := s.pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) SELECT $1, 'x' FROM generate_series(1, 5)`, s.topic)
+				if err != nil && ctx.Err() == nil {
+					return err
+				}
+			}
+			return nil
+		}))
+	}
+	var checked int64
+	for rounds := 0; rounds < 5 || checked < 200; rounds++ {
+		r := s.verify(func(o *verify.Options) { o.Group, o.Topics = s.group, []string{s.topic} })
+		require.Empty(t, r.Missing.Examples)
+		require.True(t, r.Well, "%+v", r)
+		require.LessOrEqual(t, r.Published, r.Records)
+		checked = min(r.Published, r.Claimed)
+	}
+	for _, stop := range stops {
+		stop()
+	}
+}
+
+// Property: a published row without a record, a record that is there twice, one behind a later row
+// of its key, and a message that was passed without a claim are found, counted and named; nothing
+// else is.
+func TestEachFaultIsFound(t *testing.T) {
+	t.Parallel()
+	t.Run("missing", func(t *testing.T) {
+		t.Parallel()
+		s := newSite(t, 2)
+		s.insert(20)
+		s.drain()
+		s.insert(5)
+		s.exec(everythingPublished)
+		r := s.verify(nil)
+		assert.False(t, r.Well)
+		assert.EqualValues(t, 5, r.Missing.Count)
+		require.Len(t, r.Missing.Examples, 3)
+		assert.Regexp(t, `^row 2\d \(id \S{36}\) is published, but not in topic `+s.topic+`$`, r.Missing.Examples[0])
+		assert.Zero(t, r.Duplicates.Count+r.OutOfOrder.Count)
+		for seq := 21; seq <= 25; seq++ {
+			s.again(seq)
+		}
+		assert.True(t, s.verify(nil).Well)
+	})
+	t.Run("twice", func(t *testing.T) {
+		t.Parallel()
+		s := newSite(t, 2)
+		s.insert(20)
+		s.drain()
+		s.again(3) // behind later rows of its key: only the first time counts for the order
+		r := s.verify(nil)
+		assert.False(t, r.Well)
+		assert.EqualValues(t, 1, r.Duplicates.Count)
+		assert.Contains(t, r.Duplicates.Examples[0], " and again at "+s.topic+"/")
+		assert.Zero(t, r.Missing.Count+r.OutOfOrder.Count)
+		assert.True(t, s.verify(func(o *verify.Options) { o.DuplicatesAllowed = true }).Well)
+	})
+	t.Run("order", func(t *testing.T) {
+		t.Parallel()
+		s := newSite(t, 2)
+		s.insert(24)
+		for _, seq := range []int{1, 17, 9, 2, 10, 18, 24, 16, 8} { // 17 before 9; 24, 16 and 8 have no key
+			s.again(seq)
+		}
+		r := s.verifyAfter(everythingPublished, "DELETE FROM effectonce.outbox WHERE seq NOT IN (1, 17, 9, 2, 10, 18, 24, 16, 8)")
+		assert.False(t, r.Well)
+		assert.EqualValues(t, 1, r.OutOfOrder.Count, r.OutOfOrder.Examples)
+		assert.Regexp(t, `^row 9 at \S+/2 comes behind row 17 of the same key at \S+/1$`, r.OutOfOrder.Examples[0])
+		assert.Zero(t, r.Missing.Count+r.Duplicates.Count)
+	})
+	t.Run("claim", func(t *testing.T) {
+		t.Parallel()
+		s := newSite(t, 1)
+		s.insert(20)
+		s.drain()
+		s.consume(20)
+		s.insert(2) // beyond the position
+		s.drain()
+		s.exec("DELETE FROM effectonce.processed_messages WHERE message_id IN (SELECT id FROM effectonce.outbox WHERE seq IN (4, 5))")
+		assert.True(t, s.verify(nil).Well, "claims are looked at only of a group")
+		r := s.verify(s.withGroup)
+		assert.False(t, r.Well)
+		assert.EqualValues(t, 2, r.Unclaimed.Count)
+		assert.Contains(t, strings.Join(r.Unclaimed.Examples, "\n"), s.topic+"/0/3 is before the position of group "+s.group)
+		assert.EqualValues(t, 20, r.Claimed)
+		// A ledger's consumer claims elsewhere.
+		s.exec(`INSERT INTO effectonce.processed_forever (message_id, consumer) SELECT id, 1 FROM effectonce.outbox WHERE seq IN (4, 5)`)
+		assert.True(t, s.verify(s.withGroup).Well)
+		s.exec("DELETE FROM effectonce.processed_forever")
+		s.exec("UPDATE effectonce.consumers SET dedup_window = '59 min'")
+		r = s.verify(s.withGroup)
+		assert.False(t, r.Well, "claims that may be forgotten by now")
+		assert.Equal(t, []string{"no claims looked for: the dedup window of group " + s.group + " is at most 1h, and its claims may already be forgotten"}, r.Unchecked)
+	})
+}
+
+func (s *site) verifyAfter(sql ...string) *verify.Report {
+	s.Helper()
+	for _, statement := range sql {
+		s.exec(statement)
+	}
+	return s.verify(nil)
+}
+
+// Property: dead rows, rows that an operator discarded, rows that came twice under one ID, and rows
+// whose records Kafka deleted are not missing.
+func TestWhatIsNotThereWithGoodReason(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, 1)
+	s.insert(10)
+	s.exec("INSERT INTO effectonce.outbox (topic) VALUES ($1)", kafkatest.UnusedTopic(t))
+	s.drain()
+	r := s.verify(nil)
+	assert.True(t, r.Well, "%+v", r)
+	assert.EqualValues(t, 10, r.Published)
+	s.exec("DELETE FROM effectonce.outbox_dead")
+	assert.EqualValues(t, 1, s.verify(nil).Missing.Count)
+	s.exec(`INSERT INTO effectonce.operator_actions (who, what, why, subject) VALUES ('ana', 'dead.discard', 'w', '{"relay": "default", "seq": 11}')`)
+	assert.True(t, s.verify(nil).Well)
+
+	// The key of rows 1 and 9, published again: 9 at its old place comes before the second 1.
+	s.exec("INSERT INTO effectonce.outbox (topic, key, id) SELECT topic, key, id FROM effectonce.outbox WHERE seq = 1")
+	s.drain()
+	r = s.verify(func(o *verify.Options) { o.DuplicatesAllowed = true })
+	assert.True(t, r.Well, "%+v", r)
+	assert.EqualValues(t, 1, r.Duplicates.Count)
+
+	var offsets kadm.Offsets
+	offsets.Add(kadm.Offset{Topic: s.topic, At: 6})
+	deleted, err := kadm.NewClient(kafkatest.Client(t)).DeleteRecords(t.Context(), offsets)
+	require.NoError(t, err)
+	require.NoError(t, deleted.Error())
+	s.insert(1)
+	s.exec(everythingPublished)
+	r = s.verify(nil)
+	assert.EqualValues(t, 5, r.Expired, "of the six, row 1 is there under its later record: %+v", r)
+	assert.EqualValues(t, 1, r.Missing.Count, "the row that was never published: %v", r.Missing.Examples)
+}
+
+// Property: only what is in the window, and in the requested topics, is checked.
+func TestWindows(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, 1)
+	other := kafkatest.Topic(t, 1)
+	s.exec("INSERT INTO effectonce.outbox (topic, created_at) VALUES ($1, now() - interval '2 hours'), ($1, now()), ($2, now())", s.topic, other)
+	s.exec(everythingPublished)
+	assert.EqualValues(t, 3, s.verify(nil).Missing.Count)
+	r := s.verify(func(o *verify.Options) { o.Since = time.Hour })
+	assert.EqualValues(t, 2, r.Missing.Count)
+	assert.NotNil(t, r.Since)
+	r = s.verify(func(o *verify.Options) { o.Topics = []string{other} })
+	assert.EqualValues(t, 1, r.Missing.Count)
+	assert.Equal(t, []string{other}, r.Topics)
+	assert.EqualValues(t, 1, r.Rows)
+}
+
+// Property: if something cannot be verified, that is an error with its remedy, not well.
+func TestNothingToVerify(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, 1)
+	kafka := &inspect.Kafka{Client: kafkatest.Client(t), Options: s.options()}
+	_, err := verify.Run(t.Context(), s.pool, kafka, verify.Options{Schema: "effectonce", Relay: "other"})
+	require.ErrorIs(t, err, inspect.ErrNeverRan)
+	s.drain()
+	_, err = verify.Run(t.Context(), s.pool, kafka, verify.Options{Schema: "effectonce", Relay: "default", Group: "no such"})
+	require.ErrorContains(t, err, "--group")
+}

@@ -1,0 +1,237 @@
+package main_test
+
+import (
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	main "github.com/effectonce/effectonce/cmd/outbox-relay"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+)
+
+// hostileText sets the title, clears the screen in 7 and 8 bits, moves the cursor, turns the
+// direction, hides, and begins a line of its own that looks like one of the program's.
+const hostileText = "ev\x1b]0;x\x07il\x1b[2J\u009b2J\u0085\b\r\x7f\u202eabc\u2066\u200b\ufeff\u2028\U000e0041\u00a0\nnot well: FORGED\tFORGED"
+
+// harmful are the characters that no command may print. All but the last ones are in hostileText.
+func harmful(text string) []string {
+	var found []string
+	for i, r := range text {
+		if r == utf8.RuneError {
+			if _, size := utf8.DecodeRuneInString(text[i:]); size == 1 {
+				found = append(found, fmt.Sprintf("%x at %d", text[i], i))
+			}
+		}
+		if r != '\n' && (!unicode.IsPrint(r) || strings.ContainsRune("\u202e\u2066\u200b\u2028\u009b\x7f", r)) {
+			found = append(found, fmt.Sprintf("%U at %d", r, i))
+		}
+	}
+	return found
+}
+
+// Property: each command only shows the texts that others put into the tables or a topic: none of
+// their characters controls a terminal, and they begin no line; with --json a program reads them
+// unchanged. Row S5 of guarantees.md.
+func TestHostileValuesAreOnlyShown(t *testing.T) {
+	t.Parallel()
+	ctx, address, topic := t.Context(), pgtest.Database(t), kafkatest.Topic(t, 1)
+	conn := connect(t, address)
+	execSQL(t, conn, `
+INSERT INTO effectonce.outbox (id, topic, key, payload, headers) VALUES ('01976f00-0000-7000-8000-000000000001', '`+topic+`', 'k', 'x', '{"a": "b"}');
+INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 1), ('other', 1);
+INSERT INTO effectonce.outbox_scheduled (id, topic, key, payload, due_at) VALUES ('01976f00-0000-7000-8000-000000000002', 'later', 'k', 'x', now() + interval '1 hour');
+INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, payload, headers, created_at, died_at, reason, error, state)
+  VALUES ('default', 1000, '01976f00-0000-7000-8000-000000000003', 't', 'k', 'x', '{"a": "b"}', now(), now(), 'refused', 'x', 'held');
+INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('billing', 'billing', '{t}');
+INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset, trouble, trouble_since) VALUES ('billing', 't', 0, 7, 'x', now());
+INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, payload, headers, reason, error, state)
+  SELECT c.id, '01976f00-0000-7000-8000-000000000004', 't', 0, 1, 'k', 'x', '[]', 'failed', 'x', 'parked' FROM effectonce.consumers c;
+INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, body, headers, finished_at) VALUES ('s', 'o', 'k', sha256('x'), 'finished', 200, 'x', '{"a": ["b"]}', now());
+INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state) VALUES ('s', 'p', 'k', sha256('x'), 'running');
+INSERT INTO effectonce.operator_actions (what, subject, why) VALUES ('x', '{}', 'x');
+INSERT INTO effectonce.outbox_paused (relay, topic, why, who) VALUES ('default', 't', 'x', 'x');
+INSERT INTO effectonce.consumer_pauses (consumer_group, topic, why, who) VALUES ('billing', 't', 'x', 'x')`)
+	prefix := pgtest.RolePrefix(t, address)
+	_, err := conn.Exec(ctx, fmt.Sprintf("CREATE ROLE %s_shop", prefix))
+	require.NoError(t, err)
+	limited := runOn(t, address, "publishers", "limit", prefix+"_shop", "t", "--why", "x")
+	require.Zero(t, limited.code, limited.stderr)
+
+	// As many columns as take it: constraints may forbid some.
+	var columns []struct{ Table, Column, Type string }
+	rows, err := conn.Query(ctx, `
+SELECT c.relname::text, a.attname::text, format_type(a.atttypid, NULL) FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''
+WHERE c.relnamespace = 'effectonce'::regnamespace AND c.relkind IN ('r', 'p') AND NOT c.relispartition AND format_type(a.atttypid, NULL) IN ('text', 'text[]', 'bytea', 'jsonb', 'name', 'effectonce.key_name')
+  AND (c.relname::text, a.attname::text) NOT IN (('outbox', 'topic'), ('outbox_dead', 'relay'), ('outbox_paused', 'relay'))
+ORDER BY 1, 2`)
+	require.NoError(t, err)
+	for rows.Next() {
+		var c struct{ Table, Column, Type string }
+		require.NoError(t, rows.Scan(&c.Table, &c.Column, &c.Type))
+		columns = append(columns, c)
+	}
+	require.NoError(t, rows.Err())
+	values := map[string]any{
+		"text": hostileText, "effectonce.key_name": hostileText, "name": hostileText[:60], "text[]": []string{hostileText}, "bytea": []byte(hostileText),
+		"jsonb": map[string]any{hostileText: []string{hostileText}},
+	}
+	execSQL(t, conn, `SET session_replication_role = replica`)
+	var taken []string
+	for _, c := range columns {
+		where := ""
+		switch {
+		case c.Column == "relay":
+			where = " WHERE relay = 'other'"
+		case c.Table == "idempotency_keys":
+			where = " WHERE state = 'finished'"
+		}
+		if _, err := conn.Exec(ctx, fmt.Sprintf(`UPDATE effectonce.%s SET %s = $1%s`, c.Table, c.Column, where), values[c.Type]); err == nil {
+			taken = append(taken, c.Table+"."+c.Column)
+		} else {
+			t.Logf("%s.%s stays: %v", c.Table, c.Column, err)
+		}
+	}
+	for _, want := range []string{
+		"outbox.key", "outbox.payload", "outbox.headers", "outbox_relays.relay", "outbox_dead.topic", "outbox_dead.key", "outbox_dead.error", "outbox_dead.headers",
+		"consumers.name", "consumers.consumer_group", "consumers.topics", "consumer_positions.consumer_group", "consumer_positions.topic", "consumer_positions.trouble",
+		"parked_messages.topic", "parked_messages.key", "parked_messages.error", "parked_messages.payload", "parked_messages.headers",
+		"idempotency_keys.scope", "idempotency_keys.operation", "idempotency_keys.key", "idempotency_keys.body",
+		"operator_actions.why", "operator_actions.stated", "operator_actions.subject", "outbox_paused.topic", "outbox_paused.why", "consumer_pauses.why",
+	} {
+		assert.True(t, slices.Contains(taken, want), want)
+	}
+
+	shown := func(exact bool, args ...string) {
+		t.Helper()
+		for _, form := range [][]string{nil, {"--json"}, {"--log-format", "json"}} {
+			r := runKafka(t, address, append(args, form...)...)
+			for line := range strings.Lines(r.stdout + r.stderr) {
+				require.NotEqual(t, 2, r.code, "%q: %s", args, line)
+				assert.Empty(t, harmful(line), "%q prints %q", args[:1], line)
+				assert.False(t, forged.MatchString(line), "%q prints %q", args[:1], line)
+			}
+			if form == nil || form[0] != "--json" {
+				continue
+			}
+			held := false
+			for line := range strings.Lines(r.stdout) {
+				var value any
+				require.NoError(t, json.Unmarshal([]byte(line), &value), "%q: %s", args, line)
+				held = held || holds(value, hostileText[:18])
+			}
+			assert.True(t, held || !exact, "%q prints no such value: %q", args[:min(2, len(args))], r.stdout)
+		}
+	}
+	const id = "01976f00-0000-7000-8000-00000000000"
+	shown(true, "status")
+	shown(true, "positions")
+	shown(true, "doctor")
+	shown(true, "relays", "list")
+	shown(true, "topics", "list")
+	shown(true, "dead", "list")
+	shown(true, "parked", "list")
+	shown(true, "keys", "list", "--state", "finished")
+	shown(true, "actions", "list")
+	shown(true, "publishers", "list")
+	shown(true, "consumer", "id-rule")
+	shown(true, "explain", id+"1")
+	shown(true, "explain", id+"3")
+	shown(true, "explain", id+"4")
+	shown(true, "dead", "show", id+"3")
+	shown(true, "parked", "show", id+"4")
+	shown(true, "keys", "show", hostileText, "--operation", hostileText, "--scope", hostileText)
+	shown(false, "explain", hostileText)
+	shown(true, "tail", "--from-beginning", "--limit", "1")
+	shown(false, "verify", "--group", hostileText)
+	drain(t, address)
+	shown(true, "explain", id+"1")
+	shown(true, "explain", topic+"/0/0")
+}
+
+// forged matches a line that starts inside a stored value.
+var forged = regexp.MustCompile(`^not well: FORGED`)
+
+// holds reports whether a text is part of a string somewhere in a JSON value.
+func holds(value any, text string) bool {
+	switch v := value.(type) {
+	case string:
+		if encoded, ok := strings.CutPrefix(v, "base64:"); ok {
+			decoded, err := base64.StdEncoding.DecodeString(encoded)
+			return err == nil && strings.Contains(string(decoded), text)
+		}
+		return strings.Contains(v, text)
+	case []any:
+		for _, one := range v {
+			if holds(one, text) {
+				return true
+			}
+		}
+	case map[string]any:
+		for name, one := range v {
+			if strings.Contains(name, text) || holds(one, text) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// Property: all output is escaped, also if a character is written in two pieces; a program reads
+// back the original.
+func TestEveryWriteIsEscaped(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ in, want string }{
+		{"plain: ß☃😀\n\ta\n", "plain: ß☃😀\n\ta\n"},
+		{"\x1b]0;x\x07", `\u001b]0;x\u0007`},
+		{"\u009b2J\x7f\u202e\u2028\u00a0", `\u009b2J\u007f\u202e\u2028\u00a0`},
+		{"\U000e0041", `\udb40\udc41`},
+		{"\xff\xfea", `\xff\xfea`},
+		{"\ufffd", "\ufffd"},
+		{"a\xe2\x98", `a\xe2\x98`},
+	} {
+		for _, size := range []int{1, 2, 3, 1000} {
+			assert.Equal(t, tc.want, main.Printed(tc.in, size), "in pieces of %d bytes", size)
+		}
+	}
+	text, err := json.Marshal("\u009b\x7f\u202e\U000e0041")
+	require.NoError(t, err)
+	var back string
+	require.NoError(t, json.Unmarshal([]byte(main.Printed(string(text), 2)), &back))
+	assert.Equal(t, "\u009b\x7f\u202e\U000e0041", back)
+}
+
+// Nothing prints around the one place that escapes.
+func TestNothingPrintsElsewhere(t *testing.T) {
+	t.Parallel()
+	around := regexp.MustCompile(`os\.Std(out|err)|fmt\.Print|\bprintln\(|slog\.(Default|Info|Warn|Error|Debug)\(|log\.(Print|Fatal|Panic)`)
+	files := 0
+	for _, root := range []string{".", "../../internal"} {
+		require.NoError(t, filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+			if err != nil || entry.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") || path == "main.go" || strings.Contains(filepath.ToSlash(path), "/pgtest/") {
+				return err
+			}
+			text, err := os.ReadFile(path)
+			files++
+			for n, line := range strings.Split(string(text), "\n") {
+				if code, _, _ := strings.Cut(line, "//"); around.MatchString(code) {
+					assert.Fail(t, "prints around the terminal", "%s:%d: %s", path, n+1, line)
+				}
+			}
+			return err
+		}))
+	}
+	require.Greater(t, files, 100)
+}

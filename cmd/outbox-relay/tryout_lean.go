@@ -1,0 +1,23 @@
+//go:build lean
+
+package main
+
+import (
+	"fmt"
+
+	"github.com/spf13/cobra"
+)
+
+func tryout() (left []func(*settings) *cobra.Command) {
+	for _, name := range []string{"demo", "servers", "bench"} {
+		left = append(left, func(*settings) *cobra.Command {
+			return &cobra.Command{
+				Use: name, Hidden: true, DisableFlagParsing: true,
+				RunE: func(*cobra.Command, []string) error {
+					return fmt.Errorf("%s is not part of this program: it was built with -tags lean, as images are; build it without", name)
+				},
+			}
+		})
+	}
+	return left
+}

@@ -1,0 +1,66 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+)
+
+// confirm asks before more than one row is discarded, which cannot be undone. Without a terminal,
+// --yes is required. The rows discarded are those counted here, even if others match the filter
+// later.
+func (w *work[P, R]) confirm(ctx context.Context, conn *pgx.Conn, places []P, std streams) error {
+	if !w.discard || w.yes || len(places) == 1 && !w.wholeKeys {
+		return nil
+	}
+	words := w.words()
+	what := human.Count(len(places), words.row)
+	if w.wholeKeys {
+		what += ", and all " + words.rows() + " behind them,"
+	}
+	refused := usageError{fmt.Errorf("%s would be discarded, and are %s: --dry-run shows them, --yes confirms", what, words.lost)}
+	if !isTerminal(std.in) || w.order.json {
+		return refused
+	}
+	rows, err := w.these(ctx, conn, places, parkedListMax)
+	if err != nil {
+		return err
+	}
+	if err := w.waiting.print(std.progress, rows); err != nil {
+		return err
+	}
+	if len(places) > len(rows) {
+		_ = say(std.progress, "… and %d more\n", len(places)-len(rows))
+	}
+	_ = say(std.progress, "discard %s? They are %s. Type yes: ", what, words.lost)
+	answer := make(chan string, 1)
+	go func() { // if nothing is typed it ends with the program
+		line, _ := bufio.NewReader(std.in).ReadString('\n')
+		answer <- strings.TrimSpace(line)
+	}()
+	select {
+	case typed := <-answer:
+		if typed != "yes" {
+			return refused
+		}
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func isTerminal(in io.Reader) bool {
+	file, ok := in.(*os.File)
+	if !ok {
+		return false
+	}
+	info, err := file.Stat()
+	return err == nil && info.Mode()&os.ModeCharDevice != 0
+}

@@ -1,0 +1,147 @@
+package consumer_test
+
+import (
+	"encoding/binary"
+	"fmt"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/kafkatest"
+)
+
+// bomb produces a record of a few kilobytes that inflates to size bytes.
+func (h *harness) bomb(codec kgo.CompressionCodec, size int) {
+	h.t.Helper()
+	client := kafkatest.Client(h.t, kgo.ProducerBatchCompression(codec), kgo.ProducerBatchMaxBytes(1<<30), kgo.BrokerMaxWriteBytes(1<<30), kgo.MaxBufferedBytes(2<<30),
+		kgo.RecordPartitioner(kgo.ManualPartitioner()))
+	require.NoError(h.t, client.ProduceSync(h.t.Context(), &kgo.Record{Topic: h.topic, Value: make([]byte, size)}).FirstErr())
+	client.Close()
+	runtime.GC()
+}
+
+// Property: a batch that inflates beyond the bound costs no more memory than that, whatever its
+// codec; the records before it are handled; its partition halts, reports that in its state, its row
+// and the log, with what to do; the others continue, in the same session. An operator's order skips
+// it.
+func TestBatchThatInflatesHaltsItsPartition(t *testing.T) { //nolint:paralleltest // it measures the memory of the process
+	for name, codec := range map[string]kgo.CompressionCodec{ //nolint:paralleltest // see above
+		"gzip": kgo.GzipCompression(), "snappy": kgo.SnappyCompression(), "lz4": kgo.Lz4Compression(), "zstd": kgo.ZstdCompression(),
+	} {
+		t.Run(name, func(t *testing.T) {
+			size := 300 << 20
+			if kafkatest.Kafka(t).Fake == nil {
+				size = 80 << 20 // a broker with a small heap cannot take more of snappy, which it inflates in one piece
+			}
+			h := newHarness(t, 2)
+			kafkatest.Configure(t, h.topic, "max.message.bytes", "100000000")
+			for i := range 50 {
+				h.produceEach(0, fmt.Sprint("before ", i))
+			}
+			h.bomb(codec, size)
+			h.produceEach(0, "behind")
+			h.produceEach(1, "other")
+			var before, after runtime.MemStats
+			runtime.ReadMemStats(&before)
+			c := h.make(consumer.Each(effect), func(cfg *consumer.Config) { cfg.MessageBytesMax = 1 << 20 })
+			consumer.LookEvery(c, 20*time.Second) // above what inflating takes on a slow machine
+			cancel, ended := h.begin(t.Context(), c)
+			h.waitEffects(51)
+			found := h.waitState(c, consumer.StateHalted)
+			runtime.ReadMemStats(&after)
+			// gzip's buffer doubles until it meets the bound, so a meeting takes four times as much
+			// in all. The batch is met behind others, alone, and by fetches that were on their way;
+			// the race detector keeps buffers from being used again.
+			require.Less(t, after.TotalAlloc-before.TotalAlloc, uint64(8*4*64<<20), "of what was allocated in all")
+			for _, said := range []string{"the batch at offset 50 inflates to more than 67108864 bytes", "MessageBytesMax", "resume-at --group " + h.topic, "--at 51 "} {
+				require.Contains(t, found.Err, said)
+				// The state changes first, then the log and the row follow.
+				h.wait("the log", func() bool { return strings.Contains(h.log.String(), said) })
+				h.wait("trouble", func() bool {
+					return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE partition = 0 AND position($1 IN trouble) > 0`, said) == 1
+				})
+			}
+			require.Equal(t, 50, h.position())
+			h.produceEach(1, "still")
+			h.waitEffects(52)
+			require.Zero(t, h.logged("do not arrive: rejoining"))
+			require.Zero(t, h.number(`SELECT count(*) FROM effectonce.parked_messages`))
+
+			h.resumeAt(51)
+			h.waitEffects(53)
+			h.waitState(c, consumer.StateRunning)
+			require.Equal(t, 1, h.number(`SELECT count(*) FROM effects WHERE value = 'behind'`))
+			cancel()
+			require.NoError(t, ended())
+		})
+	}
+}
+
+// Property: with a bound that takes it, the batch is read: its message is parked by its own bound.
+func TestBatchIsReadWithALargerBound(t *testing.T) { //nolint:paralleltest // it takes much memory
+	h := newHarness(t, 1)
+	kafkatest.Configure(t, h.topic, "max.message.bytes", "100000000")
+	h.bomb(kgo.ZstdCompression(), 65<<20)
+	h.produceEach(0, "behind")
+	stop := h.runWith(h.pool, []kgo.Opt{kgo.MaxDecompressBatchBytes(80 << 20)}, consumer.Each(effect), func(cfg *consumer.Config) { cfg.MessageBytesMax = 1 << 20 })
+	h.waitParked("too_large")
+	h.waitEffects(1)
+	require.NoError(t, stop())
+}
+
+// Property: records that arrive damaged are fetched again; if they stay damaged, their partition
+// halts, and none is skipped.
+func TestDamagedRecordsAreReadAgainOrHalt(t *testing.T) {
+	t.Parallel()
+	for _, times := range []int32{2, 1 << 30} {
+		t.Run(fmt.Sprint(times), func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+			producer := kafkatest.ClientAt(t, fake.ListenAddrs())
+			require.NoError(t, producer.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Value: []byte("first"), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.NewString())}}}).FirstErr())
+			var damaged atomic.Int32
+			fake.ControlKey(int16(kmsg.Fetch), func(request kmsg.Request) (kmsg.Response, error, bool) {
+				fake.KeepControl()
+				fetch := request.(*kmsg.FetchRequest)
+				if len(fetch.Topics) == 0 || damaged.Load() >= times {
+					return nil, nil, false
+				}
+				damaged.Add(1)
+				response := fetch.ResponseKind().(*kmsg.FetchResponse)
+				batch := make([]byte, 80)
+				binary.BigEndian.PutUint32(batch[8:], uint32(len(batch)-12))
+				batch[16] = 2 // of a sum that is wrong
+				for _, topic := range fetch.Topics {
+					partition := kmsg.NewFetchResponseTopicPartition()
+					partition.HighWatermark, partition.LastStableOffset, partition.RecordBatches = 1, 1, batch
+					response.Topics = append(response.Topics, kmsg.FetchResponseTopic{Topic: topic.Topic, TopicID: topic.TopicID, Partitions: []kmsg.FetchResponseTopicPartition{partition}})
+				}
+				return response, nil, true
+			})
+			c := h.makeAt(h.pool, fake.ListenAddrs(), consumer.Each(effect), nil)
+			cancel, ended := h.begin(t.Context(), c)
+			if times == 2 {
+				h.waitEffects(1)
+				h.waitState(c, consumer.StateRunning)
+			} else {
+				found := h.waitState(c, consumer.StateHalted)
+				require.Contains(t, found.Err, "cannot be read")
+				require.Contains(t, found.Err, "crc")
+				require.Zero(t, h.number(`SELECT count(*) FROM effects`))
+				require.LessOrEqual(t, damaged.Load(), int32(20), "it does not ask without a pause")
+			}
+			cancel()
+			require.NoError(t, ended())
+		})
+	}
+}

@@ -1,0 +1,73 @@
+// Package pgerr classifies errors of PostgreSQL by their SQLSTATE.
+//
+// https://www.postgresql.org/docs/current/errcodes-appendix.html
+package pgerr
+
+import (
+	"errors"
+	"slices"
+
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// States on which the code branches.
+const (
+	FeatureNotSupported     = "0A000"
+	DivisionByZero          = "22012"
+	UniqueViolation         = "23505"
+	ReadOnlyTransaction     = "25006"
+	FailedTransaction       = "25P02"
+	IdleTransactionTimeout  = "25P03"
+	TransactionTimeout      = "25P04"
+	UnknownStatement        = "26000"
+	InvalidRole             = "28000"
+	InvalidPassword         = "28P01"
+	UnknownCursor           = "34000"
+	UnknownSavepoint        = "3B001"
+	UnknownSchema           = "3F000"
+	SerializationFailure    = "40001"
+	Deadlock                = "40P01"
+	InsufficientPrivilege   = "42501"
+	UndefinedObject         = "42704"
+	DuplicateObject         = "42710"
+	UndefinedFunction       = "42883"
+	UndefinedTable          = "42P01"
+	DuplicateSchema         = "42P06"
+	DuplicateTable          = "42P07"
+	TooManyConnections      = "53300"
+	LockNotAvailable        = "55P03"
+	QueryCanceled           = "57014"
+	CannotConnectNow        = "57P03"
+	TransactionEndedByOther = "EO002" // ours: see refuse_commit in migrations
+	KeyLost                 = "EO003" // ours: see advance_key in migrations
+)
+
+// State returns the SQLSTATE of the server's error in err; empty: err is not an error from the
+// server.
+func State(err error) string {
+	var refusal *pgconn.PgError
+	if errors.As(err, &refusal) {
+		return refusal.Code
+	}
+	return ""
+}
+
+// Is reports whether the server's error in err has one of these states.
+func Is(err error, states ...string) bool {
+	state := State(err)
+	return state != "" && slices.Contains(states, state)
+}
+
+// InClass reports whether the state of the server's error in err begins with one of these classes
+// of two letters.
+func InClass(err error, classes ...string) bool {
+	state := State(err)
+	return len(state) == 5 && slices.Contains(classes, state[:2])
+}
+
+// LockConflict reports whether a lock was not granted in time, or was part of a deadlock.
+func LockConflict(err error) bool { return Is(err, LockNotAvailable, Deadlock) }
+
+// Transient reports errors that a new transaction resolves: lock conflicts and serialization
+// failures.
+func Transient(err error) bool { return Is(err, SerializationFailure, LockNotAvailable, Deadlock) }

@@ -1,0 +1,199 @@
+package migrations_test
+
+import (
+	"fmt"
+	"os"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// squatter creates a login whose only right is to create in the schema public, and a table in which
+// its code leaves a trace.
+func squatter(t *testing.T, conn *pgx.Conn) (role string, as func(sql string)) {
+	t.Helper()
+	role = pgtest.RolePrefix(t, conn.Config().ConnString()) + "_squatter"
+	exec(t, conn, "CREATE ROLE "+role+"; GRANT CREATE ON SCHEMA public TO "+role)
+	exec(t, conn, "GRANT CREATE ON DATABASE "+pgx.Identifier{conn.Config().Database}.Sanitize()+" TO "+role)
+	return role, func(sql string) {
+		t.Helper()
+		exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+		defer exec(t, conn, "RESET SESSION AUTHORIZATION")
+		exec(t, conn, sql)
+	}
+}
+
+// hostile are functions and operators whose types fit better than those of PostgreSQL when a
+// migration, a role script or a function calls format, set_bit, array_append, count or %. Each
+// makes the squatter a superuser if it runs with such rights.
+func hostile(role string) string {
+	var sql strings.Builder
+	sql.WriteString("CREATE FUNCTION public.win() RETURNS void LANGUAGE plpgsql AS $$ BEGIN EXECUTE 'ALTER ROLE " + role + " SUPERUSER'; END $$;")
+	for _, f := range []struct{ signature, returns string }{
+		{"format(text, uuid)", "text"},
+		{"format(text, text)", "text"},
+		{"format(text, int)", "text"},
+		{"format(text, name)", "text"},
+		{"format(text, int, int)", "text"},
+		{"format(text, text, text)", "text"},
+		{"format(text, name, name)", "text"},
+		{"format(text, text, uuid, uuid)", "text"},
+		{"format(text, bigint, bigint)", "text"},
+		{"set_bit(bytea, int, int)", "bytea"},
+		{"array_append(text[], text)", "text[]"},
+		{"hashtextextended(text, int)", "bigint"},
+		{"to_timestamp(numeric)", "timestamptz"},
+		{"substr(text, int, int)", "text"},
+		{"jsonb_build_object(text, timestamptz)", "jsonb"},
+	} {
+		fmt.Fprintf(&sql, "CREATE FUNCTION public.%s RETURNS %s LANGUAGE plpgsql AS $$ BEGIN PERFORM public.win(); RETURN NULL; END $$;", f.signature, f.returns)
+	}
+	sql.WriteString(`CREATE FUNCTION public.hostile_mod(smallint, int) RETURNS int LANGUAGE plpgsql AS $$ BEGIN PERFORM public.win(); RETURN NULL; END $$;
+		CREATE OPERATOR public.% (LEFTARG = smallint, RIGHTARG = int, FUNCTION = public.hostile_mod);`)
+	return sql.String()
+}
+
+func isSuperuser(t *testing.T, conn *pgx.Conn, role string) (super bool) {
+	t.Helper()
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT rolsuper FROM pg_roles WHERE rolname = $1", role).Scan(&super))
+	return super
+}
+
+// foreign lists what the schema's objects depend on and what belongs to another schema.
+func foreign(t *testing.T, conn *pgx.Conn) []string {
+	t.Helper()
+	rows, err := conn.Query(t.Context(), `SELECT pg_describe_object(d.classid, d.objid, d.objsubid) || ' needs ' || pg_describe_object(d.refclassid, d.refobjid, d.refobjsubid)
+		FROM pg_depend d WHERE d.refclassid = 'pg_proc'::regclass AND d.refobjid IN (SELECT oid FROM pg_proc WHERE pronamespace = 'public'::regnamespace)
+		AND NOT EXISTS (SELECT FROM pg_operator o WHERE d.classid = 'pg_operator'::regclass AND o.oid = d.objid)`)
+	require.NoError(t, err)
+	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	return lines
+}
+
+// Property: a superuser's migration, role script or printed script neither runs nor binds functions
+// and operators that a login plants in the schema public, whenever they are planted, and the
+// caller's search path is unchanged. Row S8 of guarantees.md.
+func TestMigrationsRunNothingOfOthers(t *testing.T) {
+	t.Parallel()
+	all, err := migrations.All(migrations.Options{})
+	require.NoError(t, err)
+	for _, planted := range []int{0, 4, len(all)} {
+		t.Run(fmt.Sprint("planted at version ", planted), func(t *testing.T) {
+			t.Parallel()
+			address := pgtest.EmptyDatabase(t)
+			conn := connect(t, address)
+			role, as := squatter(t, conn)
+			require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, planted))
+			as(hostile(role))
+			exec(t, conn, `SET search_path = "$user", public`)
+			require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+			bringRoles(t, conn, migrations.Options{}, pgtest.RolePrefix(t, address))
+			exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('orders'); SELECT effectonce.uuid_v7(), effectonce.message_id('a', 'b')")
+			var path string
+			require.NoError(t, conn.QueryRow(t.Context(), "SHOW search_path").Scan(&path))
+			assert.Equal(t, `"$user", public`, path)
+			assert.False(t, isSuperuser(t, conn, role))
+			assert.Empty(t, foreign(t, conn))
+			require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 0))
+			assert.False(t, isSuperuser(t, conn, role))
+		})
+	}
+}
+
+// Property: a schema, or anything in it, that another role created is refused before any of it
+// runs. Row S19 of guarantees.md.
+func TestSchemaOfAnotherRoleIsRefused(t *testing.T) {
+	t.Parallel()
+	latest, err := migrations.All(migrations.Options{})
+	require.NoError(t, err)
+	for name, tc := range map[string]struct {
+		version int // before the squatter comes
+		owner   string
+		as      string // what the squatter runs
+		want    string
+	}{
+		"schema":           {0, "", "CREATE SCHEMA effectonce", "the schema belongs to role"},
+		"a view for table": {0, "", "CREATE SCHEMA effectonce; CREATE VIEW effectonce.schema_version AS SELECT 0 AS version FROM (SELECT public.win()) w", "relation schema_version belongs to role"},
+		"a trigger": {0, "", `CREATE SCHEMA effectonce; CREATE TABLE effectonce.schema_version (version int); INSERT INTO effectonce.schema_version VALUES (0);
+			CREATE FUNCTION public.fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM public.win(); RETURN NEW; END $$;
+			CREATE TRIGGER fire BEFORE UPDATE ON effectonce.schema_version FOR EACH ROW EXECUTE FUNCTION public.fire()`, "trigger fire is on table schema_version"},
+		"a function in it":  {4, "GRANT CREATE ON SCHEMA effectonce TO ", "CREATE FUNCTION effectonce.format(text, uuid) RETURNS text LANGUAGE sql RETURN 'x'", "function format belongs to role"},
+		"a table in it":     {4, "GRANT CREATE ON SCHEMA effectonce TO ", "CREATE TABLE effectonce.consumer_pauses ()", "relation consumer_pauses belongs to role"},
+		"the right to make": {4, "GRANT CREATE ON SCHEMA effectonce TO ", "SELECT", "may create objects in it"},
+		"a trigger of a grantee": {4, "GRANT USAGE ON SCHEMA effectonce TO PUBLIC; GRANT TRIGGER ON effectonce.schema_version TO ", `
+			CREATE FUNCTION public.fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM public.win(); RETURN NEW; END $$;
+			CREATE TRIGGER fire BEFORE UPDATE ON effectonce.schema_version FOR EACH ROW EXECUTE FUNCTION public.fire()`, "trigger fire is on table schema_version"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			conn := connect(t, pgtest.EmptyDatabase(t))
+			role, as := squatter(t, conn)
+			if tc.version > 0 {
+				require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, tc.version))
+			}
+			if tc.owner != "" {
+				exec(t, conn, tc.owner+role)
+			}
+			as(hostile(role) + tc.as)
+			err := migrations.Up(t.Context(), conn, migrations.Options{})
+			require.ErrorIs(t, err, migrations.ErrNotOurs)
+			require.ErrorContains(t, err, tc.want)
+			require.ErrorContains(t, err, "role=OWNER")
+			require.ErrorIs(t, migrations.CheckOwner(t.Context(), conn, migrations.Options{}), migrations.ErrNotOurs)
+			assert.False(t, isSuperuser(t, conn, role))
+			if tc.version == 0 && strings.Contains(tc.as, "schema_version") {
+				// A program that only reads does not run a view either.
+				_, err := migrations.Status(t.Context(), conn, migrations.Options{})
+				if strings.Contains(tc.as, "VIEW") {
+					require.ErrorIs(t, err, migrations.ErrNotOurs)
+				}
+				assert.False(t, isSuperuser(t, conn, role))
+			}
+		})
+	}
+	// Objects of the role itself that no migration made: a schema of another program.
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	exec(t, conn, "CREATE SCHEMA effectonce; CREATE TABLE effectonce.orders (id int)")
+	err = migrations.Up(t.Context(), conn, migrations.Options{})
+	require.ErrorIs(t, err, migrations.ErrNotOurs)
+	require.ErrorContains(t, err, "relation orders is there, and no migration has made it")
+	exec(t, conn, "DROP TABLE effectonce.orders")
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 0))
+	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, len(latest)), "what our own way down left is ours")
+}
+
+// Every file sets the search path before anything else, and so does each function that looks names
+// up when it runs.
+func TestEachFileSetsTheSearchPath(t *testing.T) {
+	t.Parallel()
+	files, err := os.ReadDir(".")
+	require.NoError(t, err)
+	comments := regexp.MustCompile(`(?m)^\s*--.*$`)
+	seen := 0
+	for _, file := range files {
+		if !strings.HasSuffix(file.Name(), ".sql") {
+			continue
+		}
+		seen++
+		sql, err := os.ReadFile(file.Name())
+		require.NoError(t, err)
+		first := strings.TrimSpace(comments.ReplaceAllString(string(sql), ""))
+		assert.Regexp(t, `^SET (LOCAL )?search_path = pg_catalog, pg_temp;`, first, file.Name())
+	}
+	require.Greater(t, seen, 10)
+	conn := connect(t, pgtest.Database(t))
+	var unsafe []string
+	require.NoError(t, conn.QueryRow(t.Context(), `SELECT coalesce(array_agg(p.oid::regprocedure::text), '{}') FROM pg_proc p JOIN pg_language l ON l.oid = p.prolang
+		WHERE p.pronamespace = 'effectonce'::regnamespace AND NOT (l.lanname = 'sql' AND p.prosqlbody IS NOT NULL)
+		AND NOT 'search_path=pg_catalog, pg_temp' = ANY (coalesce(p.proconfig, '{}'))`).Scan(&unsafe))
+	assert.Empty(t, unsafe)
+}

@@ -165,6 +165,31 @@ func create(tb testing.TB, admin *kadm.Client, name string, partitions int, conf
 	}
 }
 
+// Gone waits until brokers show none of topics, or no topic at all where none is named: brokers
+// learn of a deletion after the controller has answered.
+func Gone(tb testing.TB, brokers []string, topics ...string) {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(tb.Context(), createMax)
+	defer cancel()
+	admin := kadm.NewClient(ClientAt(tb, brokers))
+	tick := time.NewTicker(createEvery)
+	defer tick.Stop()
+	for {
+		listed, err := admin.ListTopics(ctx)
+		left := slices.DeleteFunc(listed.Names(), func(name string) bool {
+			return len(topics) > 0 && !slices.Contains(topics, name)
+		})
+		if err == nil && len(left) == 0 {
+			return
+		}
+		select {
+		case <-ctx.Done():
+			tb.Fatalf("wait until topics are deleted: %q are there (%v)", left, err)
+		case <-tick.C:
+		}
+	}
+}
+
 // topicName names the test for readers of Kafka's log.
 func topicName(test string) string {
 	test = strings.Map(func(r rune) rune {

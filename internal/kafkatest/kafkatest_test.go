@@ -94,11 +94,7 @@ func TestTopicLastsAsLongAsTheTest(t *testing.T) { //nolint:tparallel // the end
 		assert.Equal(t, "first", string(kafkatest.ReadAll(t, topic)[0].Value))
 	})
 	require.True(t, passed)
-	require.EventuallyWithT(t, func(c *assert.CollectT) { // a broker hears of it after the controller
-		topics, err := admin.ListTopics(t.Context())
-		require.NoError(c, err)
-		assert.False(c, topics.Has(topic))
-	}, 30*time.Second, 10*time.Millisecond)
+	kafkatest.Gone(t, kafkatest.Brokers(t), topic)
 }
 
 // Fake is kfake also where there is a real Kafka, and takes its options.

@@ -67,10 +67,11 @@ type Config struct {
 	Lease time.Duration
 	// PollMin is the pause between two polls of the table while rows arrive, and for 20 ms after
 	// the last row. On systems other than Linux the scheduler may lengthen it, up to a millisecond.
-	// 100 µs to PollMax; default 700 µs.
+	// 100 µs to 1 min, and at most PollMax;
+	// default 700 µs.
 	PollMin time.Duration
-	// PollMax is the longest pause on an idle outbox; pauses double up to it. Up to 1 min; default
-	// 250 ms.
+	// PollMax is the longest pause on an idle outbox; pauses double up to it. 1 ms to 1 min;
+	// default 250 ms.
 	PollMax time.Duration
 	// WakeOnNotify makes the relay poll the outbox when a program calls outbox.Notify. It takes one
 	// more connection with the pool's settings. That connection must not go through PgBouncer in
@@ -95,7 +96,7 @@ type Config struct {
 	Keep time.Duration
 	// DrainMax is how long Run waits, after its context was cancelled, for records that the brokers
 	// have not acknowledged yet. The next replica publishes again what is still not acknowledged.
-	// Default 10 s.
+	// 1 ms to 10 min; default 10 s.
 	DrainMax time.Duration
 	// Logger gets start, stop, lease changes, dead rows and problems. Default: none.
 	Logger *slog.Logger
@@ -159,13 +160,13 @@ func (c Config) withDefaults() (Config, error) {
 		problems = append(problems, fmt.Errorf("%s has %d bytes: want 1 to 255", "Owner", len(c.Owner)))
 	}
 	problems = append(problems, bounds.Durations(
-		bounds.Duration{Field: "Lease", Value: &c.Lease, Default: 10 * time.Second, Min: time.Second, Max: 10 * time.Minute},
-		bounds.Duration{Field: "PollMax", Value: &c.PollMax, Default: 250 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
-		bounds.Duration{Field: "PollMin", Value: &c.PollMin, Default: 700 * time.Microsecond, Min: 100 * time.Microsecond, Max: time.Minute},
+		bounds.Lease.Of("Lease", &c.Lease),
+		bounds.PollMax.Of("PollMax", &c.PollMax),
+		bounds.PollMin.Of("PollMin", &c.PollMin),
 		bounds.Duration{Field: "ProgressEvery", Value: &c.ProgressEvery, Default: 50 * time.Millisecond, Min: time.Millisecond, Max: time.Minute},
-		bounds.Duration{Field: "TransactionMax", Value: &c.TransactionMax, Default: 200 * time.Millisecond, Min: time.Millisecond, Max: 10 * time.Second},
-		bounds.Duration{Field: "Keep", Value: &c.Keep, Default: 10 * time.Minute, Min: 100 * time.Millisecond, Max: 30 * 24 * time.Hour},
-		bounds.Duration{Field: "DrainMax", Value: &c.DrainMax, Default: 10 * time.Second, Min: time.Millisecond, Max: 10 * time.Minute},
+		bounds.TransactionMax.Of("TransactionMax", &c.TransactionMax),
+		bounds.Keep.Of("Keep", &c.Keep),
+		bounds.DrainMax.Of("DrainMax", &c.DrainMax),
 	)...)
 	if c.PollMin > c.PollMax {
 		problems = append(problems, fmt.Errorf("PollMin %v: want at most PollMax, which is %v", c.PollMin, c.PollMax))

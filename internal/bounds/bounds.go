@@ -19,6 +19,24 @@ type Duration struct {
 	Default, Min, Max time.Duration
 }
 
+// Range is the default and the bounds of a duration.
+type Range struct{ Default, Min, Max time.Duration }
+
+// Settings of a relay that relay.Config and the flags of outbox-relay run have in common.
+var (
+	Lease          = Range{Default: 10 * time.Second, Min: time.Second, Max: 10 * time.Minute}
+	PollMin        = Range{Default: 700 * time.Microsecond, Min: 100 * time.Microsecond, Max: time.Minute}
+	PollMax        = Range{Default: 250 * time.Millisecond, Min: time.Millisecond, Max: time.Minute}
+	TransactionMax = Range{Default: 200 * time.Millisecond, Min: time.Millisecond, Max: 10 * time.Second}
+	Keep           = Range{Default: 10 * time.Minute, Min: 100 * time.Millisecond, Max: 30 * 24 * time.Hour}
+	DrainMax       = Range{Default: 10 * time.Second, Min: time.Millisecond, Max: 10 * time.Minute}
+)
+
+// Of returns the setting of a field that has these bounds.
+func (r Range) Of(field string, value *time.Duration) Duration {
+	return Duration{Field: field, Value: value, Default: r.Default, Min: r.Min, Max: r.Max}
+}
+
 // Durations sets each zero setting to its default, and returns a problem for each one out of
 // bounds.
 func Durations(settings ...Duration) (problems []error) {

@@ -29,10 +29,10 @@ type Config struct {
 	// the ID counts. Change it together with the name of the sender, or one window after the last
 	// event: otherwise redeliveries of events that were handled before the change are refused.
 	CompareBody bool
-	// RefusedStatus is the status after Refuse, so that the sender stops: 200 to 299, or 400 to 499
-	// except 408, 409, 410, 425 and 429, which senders treat as a request to retry, or to remove
-	// the endpoint. Default 200, with the body "refused". After a 4xx Stripe and Standard Webhooks
-	// retry for days: see the package's text.
+	// RefusedStatus is the status after Refuse, so that the sender stops. 200 to 499 without 3xx,
+	// and without 408, 409, 410, 425 and 429, which senders treat as a request to retry, or to
+	// remove the endpoint; default 200, with the body "refused". After a 4xx Stripe and Standard
+	// Webhooks retry for days: see the package's text.
 	RefusedStatus int
 	// RetryAfter is sent to the sender after a failure. 1 s to 1 h; default 10 s.
 	RetryAfter time.Duration

@@ -39,7 +39,7 @@ func (f *fleet) runWorkers() {
 	f.partition.lane.regain = func(context.Context) error { return errWentBack }
 	for range cfg.Workers {
 		lane := f.partition.lane.worker()
-		f.workers.Go(func() { f.work(lane) })
+		f.workers.Go(func() { f.runWorker(lane) })
 	}
 	f.dispatch()
 	f.workers.Wait()
@@ -170,8 +170,8 @@ func (f *fleet) release() bool {
 	return true
 }
 
-// work is one worker.
-func (f *fleet) work(l *lane) {
+// runWorker is one worker: it executes batches of the partition until the lane stops.
+func (f *fleet) runWorker(l *lane) {
 	defer f.once.Do(func() { close(f.failed) })
 	for !l.stopped() {
 		var next share

@@ -127,11 +127,11 @@ func (p *partition) handleUntilStopped() {
 			p.session.restart(errGoexit)
 		}
 	}()
-	p.work()
+	p.consume()
 	ended = true
 }
 
-func (p *partition) work() {
+func (p *partition) consume() {
 	for waits := 1; ; waits++ {
 		err := p.lane.load(p.lane.ctx)
 		if err == nil {

@@ -195,7 +195,7 @@ func (s *session) start(ctx context.Context, key topicPartition, t taking, durin
 	}
 	logger.InfoContext(ctx, "partition assigned", append(where, "epoch", t.pos.epoch, "resume", t.decision.at, "why", t.decision.why,
 		"position", orNone(t.pos.stored), "committed", t.log.committed.String(), "first", t.log.first, "end", t.log.end)...)
-	s.work(t, during) //nolint:contextcheck // the worker outlives the assignment
+	s.startWorker(t, during) //nolint:contextcheck // the worker outlives the assignment
 	return t.decision.at
 }
 
@@ -233,9 +233,9 @@ func (s *session) wait(key topicPartition, state PartitionState, why error) (ret
 	return retryIn
 }
 
-// work starts the worker of a partition. during is the poll that may still return records that were
+// startWorker starts the worker of a partition. during is the poll that may still return records that were
 // fetched before.
-func (s *session) work(t taking, during uint64) {
+func (s *session) startWorker(t taking, during uint64) {
 	key := topicPartition{t.pos.topic, t.pos.partition}
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -59,7 +59,7 @@ func (p *publisher) lose(err error) {
 // publish works until ctx ends, the lease is lost or something fails. With once it ends when no row
 // waits. If its course has an end, it ends there.
 func (p *publisher) publish(ctx context.Context) error {
-	err := p.work(ctx)
+	err := p.publishShard(ctx)
 	if p.kept = p.keeps(ctx, err); p.kept {
 		return err
 	}
@@ -71,7 +71,7 @@ func (p *publisher) publish(ctx context.Context) error {
 	return err
 }
 
-func (p *publisher) work(ctx context.Context) error {
+func (p *publisher) publishShard(ctx context.Context) error {
 	if p.cfg.Sink == nil {
 		client, err := p.newClient(p.lease, p.topics)
 		if err != nil {

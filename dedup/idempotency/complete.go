@@ -217,7 +217,7 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 	if s.state != running || s.locked || s.putOff > 0 { // another worker changed the key after the page was read
 		return false, nil
 	}
-	h, _, err := f.take(ctx, key, s, s.request)
+	h, _, err := f.takeOver(ctx, key, s, s.request)
 	if errors.Is(err, ErrUnknownRecoveryPoint) || errors.Is(err, ErrUnsealed) {
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
 	}

@@ -204,7 +204,7 @@ func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, er
 	return f.op.answered(f.op.inTurn(ctx, key, func(wait time.Duration) (Response, error) {
 		deadline := time.Now().Add(wait)
 		for {
-			response, err := f.do(ctx, key, request)
+			response, err := f.claimAndDrive(ctx, key, request)
 			if !errors.Is(err, ErrInProgress) || time.Now().After(deadline) || !pause.For(ctx, askEvery) {
 				return response, err
 			}
@@ -215,7 +215,7 @@ func (f *Flow[S]) Do(ctx context.Context, key Key, request []byte) (Response, er
 // askEvery is how often a waiting request polls.
 const askEvery = 50 * time.Millisecond
 
-func (f *Flow[S]) do(ctx context.Context, key Key, request []byte) (Response, error) {
+func (f *Flow[S]) claimAndDrive(ctx context.Context, key Key, request []byte) (Response, error) {
 	h, response, err := f.claim(ctx, key, request)
 	if h == nil {
 		return response, err
@@ -246,7 +246,7 @@ func (f *Flow[S]) claim(ctx context.Context, key Key, request []byte) (*holder, 
 			h.uncalled = true
 			return h, Response{}, nil
 		}
-		h, response, err := f.take(ctx, key, s, request)
+		h, response, err := f.takeOver(ctx, key, s, request)
 		if h != nil || err != nil || response.Replayed {
 			return h, response, err
 		}
@@ -262,8 +262,8 @@ func (f *Flow[S]) kept(key Key, request []byte, sealed bool) ([]byte, error) {
 	return f.op.seal(key, "request", append([]byte{}, request...), sealed)
 }
 
-// take takes over a key that no worker holds. It returns nothing if another worker was faster.
-func (f *Flow[S]) take(ctx context.Context, key Key, s *stored, request []byte) (*holder, Response, error) {
+// takeOver takes over a key that no worker holds. It returns nothing if another worker was faster.
+func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []byte) (*holder, Response, error) {
 	o := f.op
 	if response, ok, err := o.answer(key, s); ok {
 		return nil, response, err

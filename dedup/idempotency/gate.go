@@ -47,7 +47,7 @@ const (
 func (o *Operation) inTurn(ctx context.Context, key Key, execute func(wait time.Duration) (Response, error)) (Response, error) {
 	at, err := o.enter(ctx, key)
 	for err == nil && at.known {
-		if response, ok, err := o.look(ctx, key); ok || err != nil {
+		if response, ok, err := o.lookUp(ctx, key); ok || err != nil {
 			return response, err
 		}
 		o.gate.unlearn(name{key.Scope, key.Value})
@@ -59,7 +59,7 @@ func (o *Operation) inTurn(ctx context.Context, key Key, execute func(wait time.
 	ended := errNotEnded
 	defer func() { at.leave(ended) }()
 	if minted(key.Value) {
-		if response, ok, err := o.look(ctx, key); ok || err != nil {
+		if response, ok, err := o.lookUp(ctx, key); ok || err != nil {
 			ended = err
 			return response, err
 		}
@@ -85,9 +85,9 @@ const mintedMin = 2 * time.Second
 // errNotEnded is the error of a request that panics.
 var errNotEnded = errors.New("the work did not return")
 
-// look answers a request from what is stored, if that determines the answer. It begins no
+// lookUp answers a request from what is stored, if that determines the answer. It begins no
 // transaction.
-func (o *Operation) look(ctx context.Context, key Key) (response Response, ok bool, err error) {
+func (o *Operation) lookUp(ctx context.Context, key Key) (response Response, ok bool, err error) {
 	s, err := read(o.pool.QueryRow(ctx, o.sql.look, key.Scope, key.Operation, key.Value))
 	if err != nil {
 		return Response{}, false, fmt.Errorf("look at %v: %w", key, err)

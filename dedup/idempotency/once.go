@@ -60,7 +60,7 @@ func (o *Operation) once(ctx context.Context, key Key, wait time.Duration, work 
 	defer t.end(ctx)
 	crashpoint.At(ctx, crashpoint.KeyClaimed)
 	var response Response
-	err = t.run(ctx, func(ctx context.Context, tx pgx.Tx) (err error) {
+	err = t.runWork(ctx, func(ctx context.Context, tx pgx.Tx) (err error) {
 		response, err = work(ctx, tx)
 		return ofWork(err)
 	})
@@ -97,7 +97,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 	args = slices.Clip(args) // so that append copies
 	until := time.Now().Add(wait)
 	for range claimsMax {
-		t, took, err := o.take(ctx, key, until, o.sql.work.claim, append(args, key.Fingerprint[:])...)
+		t, took, err := o.beginClaimed(ctx, key, until, o.sql.work.claim, append(args, key.Fingerprint[:])...)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -117,7 +117,7 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 		if len(s.phases) > 0 || s.calling != nil {
 			return nil, Response{}, fmt.Errorf("%w: the key was begun as a flow, in phases", ErrUnknownRecoveryPoint)
 		}
-		t, took, err = o.take(ctx, key, until, o.sql.work.take, append(args, s.token, s.fingerprint[:])...)
+		t, took, err = o.beginClaimed(ctx, key, until, o.sql.work.take, append(args, s.token, s.fingerprint[:])...)
 		if took || err != nil {
 			return t, Response{}, err
 		}
@@ -126,10 +126,10 @@ func (o *Operation) claimWork(ctx context.Context, key Key, wait time.Duration) 
 	return nil, Response{}, &InProgressError{RetryAfter: time.Second} // the key keeps changing
 }
 
-// take begins a transaction with a statement that takes a key, and reports whether it took it. A
+// beginClaimed begins a transaction with a statement that takes a key, and reports whether it took it. A
 // savepoint separates the claim from the effects of the work. While another process has the key,
-// take retries until the given time.
-func (o *Operation) take(ctx context.Context, key Key, until time.Time, sql string, args ...any) (t *transaction, took bool, err error) {
+// beginClaimed retries until the given time.
+func (o *Operation) beginClaimed(ctx context.Context, key Key, until time.Time, sql string, args ...any) (t *transaction, took bool, err error) {
 	for wait := claimWait; ; wait = min(2*wait, askEvery) {
 		var attempts int
 		t, err = o.begin(ctx, func(batch *pgx.Batch) {

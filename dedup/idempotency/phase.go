@@ -124,7 +124,7 @@ func (f *Flow[S]) write(ctx context.Context, h *holder, step *Step[S], phase Pha
 	}
 	defer t.end(ctx)
 	if phase.Write != nil {
-		err := t.run(ctx, func(ctx context.Context, tx pgx.Tx) error { return phase.Write(ctx, tx, step) })
+		err := t.runWork(ctx, func(ctx context.Context, tx pgx.Tx) error { return phase.Write(ctx, tx, step) })
 		h.away = t.away
 		if err != nil {
 			t.end(ctx)

@@ -103,8 +103,8 @@ func (o *Operation) begin(ctx context.Context, first func(batch *pgx.Batch)) (*t
 	return t, nil
 }
 
-// run runs the work in the transaction.
-func (t *transaction) run(ctx context.Context, work func(ctx context.Context, tx pgx.Tx) error) error {
+// runWork runs the work in the transaction.
+func (t *transaction) runWork(ctx context.Context, work func(ctx context.Context, tx pgx.Tx) error) error {
 	alone := false
 	stop := sync.OnceFunc(func() { // also when the work panics
 		t.over.Store(true)

@@ -61,7 +61,7 @@ func (m *Middleware) flowHandler(request func(r *http.Request) ([]byte, error), 
 			m.refuse(w, r, ProblemInternal, 0)
 			return
 		}
-		key, body, ok := m.take(w, r)
+		key, body, ok := m.readRequest(w, r)
 		if !ok {
 			return
 		}

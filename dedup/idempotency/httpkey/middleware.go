@@ -33,14 +33,14 @@ func (m *Middleware) Handler(next http.Handler) http.Handler {
 			next.ServeHTTP(w, r)
 			return
 		}
-		if key, body, ok := m.take(w, r); ok {
+		if key, body, ok := m.readRequest(w, r); ok {
 			m.serve(w, r, next, key, body)
 		}
 	})
 }
 
-// take reads key and body before any SQL, or answers with the reason why it cannot.
-func (m *Middleware) take(w http.ResponseWriter, r *http.Request) (idempotency.Key, []byte, bool) {
+// readRequest reads key and body before any SQL, or answers with the reason why it cannot.
+func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (idempotency.Key, []byte, bool) {
 	scope, ok := m.principal(w, r)
 	if !ok {
 		return idempotency.Key{}, nil, false

@@ -13,8 +13,8 @@ import (
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
-// run sends the request until there is a response, or attempts or time are used up.
-func (c *call) run(ctx context.Context) (*http.Response, error) {
+// sendUntilAnswered sends the request until there is a response, or attempts or time are used up.
+func (c *call) sendUntilAnswered(ctx context.Context) (*http.Response, error) {
 	cfg := c.t.cfg
 	for attempt := 1; ; attempt++ {
 		response, err := c.attempt(ctx)

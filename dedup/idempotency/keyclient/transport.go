@@ -128,7 +128,7 @@ func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 		}
 		return c.hand(response, func() {}), nil
 	}
-	return c.run(r.Context())
+	return c.sendUntilAnswered(r.Context())
 }
 
 // prepare sets the key and the body. The caller's request is not changed, except for its body.

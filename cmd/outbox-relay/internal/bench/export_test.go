@@ -3,6 +3,7 @@ package bench
 import (
 	"context"
 	"errors"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -73,4 +74,18 @@ func RoundTrip(ctx context.Context, databaseURL string) (float64, error) {
 func ServerCPU(ctx context.Context, conn *pgx.Conn) (look func() *float64, err error) {
 	found, err := findServer(ctx, conn)
 	return found.cpuSeconds, err
+}
+
+// UnknownKeys returns the keys that ratios of a report name and that the report does not have.
+func UnknownKeys(report any) (unknown []string) {
+	known := map[string]bool{}
+	for _, f := range figuresOf(report) {
+		known[f.key] = true
+	}
+	for _, f := range figuresOf(report) {
+		if a, b, is := strings.Cut(f.Get("ratio"), "/"); is && (!known[a] || !known[b]) {
+			unknown = append(unknown, f.key)
+		}
+	}
+	return unknown
 }

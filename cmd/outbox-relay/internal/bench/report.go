@@ -39,49 +39,51 @@ func (w *Where) SetServers(postgres, kafka string, took time.Duration) {
 	w.Postgres, w.Kafka, w.Seconds = postgres, kafka, math.Round(took.Seconds()*10)/10
 }
 
-// ConsumeReport is the result of Consume: messages per second, medians of the rounds. A key that
-// could not be measured is left out.
+// ConsumeReport is the result of Consume: messages per second, medians of the rounds.
 type ConsumeReport struct {
-	Textbook      *float64 `json:"textbook,omitempty"`       // one message per transaction, sequentially
-	Statement     *float64 `json:"statement,omitempty"`      // one statement per message, waited for
-	ByID          *float64 `json:"by_id,omitempty"`          // the effects of a batch in one round trip
-	NoDedup       *float64 `json:"no_dedup,omitempty"`       // the same without the claim
-	AllDuplicates *float64 `json:"all_duplicates,omitempty"` // every message was claimed before
+	// One message per transaction, sequentially
+	Textbook         *float64 `json:"textbook,omitempty" row:"textbook: one message per transaction"`
+	TextbookParallel *float64 `json:"textbook_parallel,omitempty" row:"textbook, a goroutine for each partition"`
+	// The same transaction in Watermill's router
+	Watermill *float64 `json:"watermill,omitempty" row:"Watermill, the textbook's transaction"`
+	Statement *float64 `json:"statement,omitempty" row:"engine, one statement per message"`
+	// The effects of a batch in one round trip
+	ByID    *float64 `json:"by_id,omitempty" row:"engine, statements queued"`
+	NoDedup *float64 `json:"no_dedup,omitempty" row:"engine, queued, without dedup"`
+	// Every message was claimed before
+	AllDuplicates *float64 `json:"all_duplicates,omitempty" row:"engine, queued, all duplicates"`
+	ParkedKey     *float64 `json:"parked_key,omitempty" row:"engine, queued, a key is held"`
+	// No row for a message
+	ByPosition *float64 `json:"by_position,omitempty" row:"engine, queued, by position"`
+	BatchCopy  *float64 `json:"batch_copy,omitempty" row:"engine, whole batches by COPY"`
+	HandLoop   *float64 `json:"hand_loop,omitempty" row:"the engine's statements by hand"`
 
-	TextbookParallel *float64 `json:"textbook_parallel,omitempty"` // the textbook, a goroutine for each partition
-	Watermill        *float64 `json:"watermill,omitempty"`         // the same transaction in Watermill's router
-	HandLoop         *float64 `json:"hand_loop,omitempty"`         // the engine's statements by hand
-	ByPosition       *float64 `json:"by_position,omitempty"`       // no row for a message
-	BatchCopy        *float64 `json:"batch_copy,omitempty"`        // a handler of whole batches, COPY
-	ParkedKey        *float64 `json:"parked_key,omitempty"`        // by_id while a key is held
-
-	StatementVsTextbook *float64 `json:"statement_vs_textbook,omitempty"`
-	ByIDVsTextbook      *float64 `json:"by_id_vs_textbook,omitempty"`
-	ByIDVsNoDedup       *float64 `json:"by_id_vs_no_dedup,omitempty"`
-
-	ByIDVsTextbookParallel *float64 `json:"by_id_vs_textbook_parallel,omitempty"`
-	ByIDVsWatermill        *float64 `json:"by_id_vs_watermill,omitempty"`
-	ByIDVsHandLoop         *float64 `json:"by_id_vs_hand_loop,omitempty"`
-	ByPositionVsNoDedup    *float64 `json:"by_position_vs_no_dedup,omitempty"`
-	ParkedKeyVsByID        *float64 `json:"parked_key_vs_by_id,omitempty"`
-	AllDuplicatesVsByID    *float64 `json:"all_duplicates_vs_by_id,omitempty"`
+	StatementVsTextbook    *float64 `json:"statement_vs_textbook,omitempty" ratio:"statement/textbook"`
+	ByIDVsTextbook         *float64 `json:"by_id_vs_textbook,omitempty" ratio:"by_id/textbook"`
+	ByIDVsTextbookParallel *float64 `json:"by_id_vs_textbook_parallel,omitempty" ratio:"by_id/textbook_parallel" fact:"queued against a goroutine for each partition" as:"%.1f"`
+	ByIDVsWatermill        *float64 `json:"by_id_vs_watermill,omitempty" ratio:"by_id/watermill" fact:"queued against Watermill" as:"%.1f"`
+	ByIDVsHandLoop         *float64 `json:"by_id_vs_hand_loop,omitempty" ratio:"by_id/hand_loop" fact:"queued against the loop by hand" as:"%.2f"`
+	ByPositionVsNoDedup    *float64 `json:"by_position_vs_no_dedup,omitempty" ratio:"by_position/no_dedup" fact:"by position against without dedup" as:"%.2f"`
+	ByIDVsNoDedup          *float64 `json:"by_id_vs_no_dedup,omitempty" ratio:"by_id/no_dedup" fact:"with dedup against without" as:"%.2f"`
+	ParkedKeyVsByID        *float64 `json:"parked_key_vs_by_id,omitempty" ratio:"parked_key/by_id"`
+	AllDuplicatesVsByID    *float64 `json:"all_duplicates_vs_by_id,omitempty" ratio:"all_duplicates/by_id"`
 
 	// What a claim takes: table and index, and write-ahead log, for one stream of messages, and for
 	// all partitions at the same time.
-	BytesPerMessage               *float64 `json:"bytes_per_message,omitempty"`
-	WALBytesPerMessage            *float64 `json:"wal_bytes_per_message,omitempty"`
-	BytesPerMessageInterleaved    *float64 `json:"bytes_per_message_interleaved,omitempty"`
-	WALBytesPerMessageInterleaved *float64 `json:"wal_bytes_per_message_interleaved,omitempty"`
+	BytesPerMessage               *float64 `json:"bytes_per_message,omitempty" fact:"claim, table and index, one stream" as:"%.0f bytes a message"`
+	WALBytesPerMessage            *float64 `json:"wal_bytes_per_message,omitempty" fact:"claim, write-ahead log, one stream" as:"%.0f bytes a message"`
+	BytesPerMessageInterleaved    *float64 `json:"bytes_per_message_interleaved,omitempty" fact:"claim, table and index, all partitions" as:"%.0f bytes a message"`
+	WALBytesPerMessageInterleaved *float64 `json:"wal_bytes_per_message_interleaved,omitempty" fact:"claim, write-ahead log, all partitions" as:"%.0f bytes a message"`
 
 	// How much longer a claim takes with Preload rows in the table than with none.
-	DedupCostUUID7  *float64 `json:"dedup_cost_uuid7,omitempty"`
-	DedupCostRandom *float64 `json:"dedup_cost_random,omitempty"`
+	DedupCostUUID7  *float64 `json:"dedup_cost_uuid7,omitempty" digits:"2" fact:"a claim by UUIDv7 at {preload} rows, against none" as:"%.2f"`
+	DedupCostRandom *float64 `json:"dedup_cost_random,omitempty" digits:"2" fact:"a claim by random ID at {preload} rows, against none" as:"%.2f"`
 	Preload         int      `json:"preload,omitempty"`
 
 	// The times on which the ratios depend: the textbook pays four round trips and a commit for
 	// each message.
-	RoundTrip *float64 `json:"round_trip_us,omitempty"`
-	Commit    *float64 `json:"commit_us,omitempty"`
+	RoundTrip *float64 `json:"round_trip_us,omitempty" fact:"this machine: a round trip to the database" as:"%.0f microseconds"`
+	Commit    *float64 `json:"commit_us,omitempty" fact:"this machine: a commit" as:"%.0f microseconds"`
 
 	Messages   int `json:"messages"`
 	Partitions int `json:"partitions"`
@@ -91,28 +93,8 @@ type ConsumeReport struct {
 }
 
 func newConsumeReport(opts ConsumeOptions, s samples) *ConsumeReport {
-	r := &ConsumeReport{
-		Textbook: rounded(s.median("textbook"), 0), Statement: rounded(s.median("statement"), 0),
-		ByID: rounded(s.median("by_id"), 0), NoDedup: rounded(s.median("no_dedup"), 0),
-		AllDuplicates:      rounded(s.median("all_duplicates"), 0),
-		BytesPerMessage:    rounded(s.median("bytes_per_message"), 0),
-		WALBytesPerMessage: rounded(s.median("wal_bytes_per_message"), 0),
-		RoundTrip:          rounded(s.median("round_trip_us"), 0), Commit: rounded(s.median("commit_us"), 0),
-		Messages: opts.Messages, Partitions: opts.Partitions, Rounds: opts.Rounds,
-	}
-	r.DedupCostUUID7, r.DedupCostRandom = rounded(s.median("dedup_cost_uuid7"), 2), rounded(s.median("dedup_cost_random"), 2)
-	r.Preload = opts.Preload
-	r.BytesPerMessageInterleaved = rounded(s.median("bytes_per_message_interleaved"), 0)
-	r.WALBytesPerMessageInterleaved = rounded(s.median("wal_bytes_per_message_interleaved"), 0)
-	r.TextbookParallel, r.Watermill = rounded(s.median("textbook_parallel"), 0), rounded(s.median("watermill"), 0)
-	r.HandLoop, r.ByPosition = rounded(s.median("hand_loop"), 0), rounded(s.median("by_position"), 0)
-	r.BatchCopy, r.ParkedKey = rounded(s.median("batch_copy"), 0), rounded(s.median("parked_key"), 0)
-	r.ByIDVsTextbookParallel, r.ByIDVsWatermill = ratio(r.ByID, r.TextbookParallel), ratio(r.ByID, r.Watermill)
-	r.ByIDVsHandLoop, r.ByPositionVsNoDedup = ratio(r.ByID, r.HandLoop), ratio(r.ByPosition, r.NoDedup)
-	r.ParkedKeyVsByID, r.AllDuplicatesVsByID = ratio(r.ParkedKey, r.ByID), ratio(r.AllDuplicates, r.ByID)
-	r.StatementVsTextbook = ratio(r.Statement, r.Textbook)
-	r.ByIDVsTextbook = ratio(r.ByID, r.Textbook)
-	r.ByIDVsNoDedup = ratio(r.ByID, r.NoDedup)
+	r := &ConsumeReport{Messages: opts.Messages, Partitions: opts.Partitions, Rounds: opts.Rounds, Preload: opts.Preload}
+	fill(r, s)
 	r.tooSmall("messages", opts.Messages, messagesTelling, opts.Rounds)
 	return r
 }
@@ -120,31 +102,7 @@ func newConsumeReport(opts ConsumeOptions, s samples) *ConsumeReport {
 // WriteTable writes the report for people.
 func (r *ConsumeReport) WriteTable(w io.Writer) error {
 	t := newTable(w, "handler", "messages/s", "against the textbook")
-	t.row("textbook: one message per transaction", r.Textbook, ratio(r.Textbook, r.Textbook))
-	t.row("textbook, a goroutine for each partition", r.TextbookParallel, ratio(r.TextbookParallel, r.Textbook))
-	t.row("Watermill, the textbook's transaction", r.Watermill, ratio(r.Watermill, r.Textbook))
-	t.row("engine, one statement per message", r.Statement, r.StatementVsTextbook)
-	t.row("engine, statements queued", r.ByID, r.ByIDVsTextbook)
-	t.row("engine, queued, without dedup", r.NoDedup, ratio(r.NoDedup, r.Textbook))
-	t.row("engine, queued, all duplicates", r.AllDuplicates, ratio(r.AllDuplicates, r.Textbook))
-	t.row("engine, queued, a key is held", r.ParkedKey, ratio(r.ParkedKey, r.Textbook))
-	t.row("engine, queued, by position", r.ByPosition, ratio(r.ByPosition, r.Textbook))
-	t.row("engine, whole batches by COPY", r.BatchCopy, ratio(r.BatchCopy, r.Textbook))
-	t.row("the engine's statements by hand", r.HandLoop, ratio(r.HandLoop, r.Textbook))
-	t.line("")
-	t.fact("queued against a goroutine for each partition", r.ByIDVsTextbookParallel, "%.1f")
-	t.fact("queued against Watermill", r.ByIDVsWatermill, "%.1f")
-	t.fact("queued against the loop by hand", r.ByIDVsHandLoop, "%.2f")
-	t.fact("by position against without dedup", r.ByPositionVsNoDedup, "%.2f")
-	t.fact("with dedup against without", r.ByIDVsNoDedup, "%.2f")
-	t.fact("claim, table and index, one stream", r.BytesPerMessage, "%.0f bytes a message")
-	t.fact("claim, write-ahead log, one stream", r.WALBytesPerMessage, "%.0f bytes a message")
-	t.fact("claim, table and index, all partitions", r.BytesPerMessageInterleaved, "%.0f bytes a message")
-	t.fact("claim, write-ahead log, all partitions", r.WALBytesPerMessageInterleaved, "%.0f bytes a message")
-	t.fact(fmt.Sprintf("a claim by UUIDv7 at %d rows, against none", r.Preload), r.DedupCostUUID7, "%.2f")
-	t.fact(fmt.Sprintf("a claim by random ID at %d rows, against none", r.Preload), r.DedupCostRandom, "%.2f")
-	t.fact("this machine: a round trip to the database", r.RoundTrip, "%.0f microseconds")
-	t.fact("this machine: a commit", r.Commit, "%.0f microseconds")
+	t.figures(r)
 	r.writeNotes(t)
 	return t.flush()
 }

@@ -107,6 +107,9 @@ func LookEvery(c *Consumer, d time.Duration) { c.lookEvery = d }
 func CountEvery(c *Consumer, d time.Duration) { c.countEvery = d }
 
 // CountParkedSQL counts the parked messages of partitions, up to ParkedCountMax each.
+// ReleaseBytesMax is releaseBytesMax.
+const ReleaseBytesMax = releaseBytesMax
+
 const (
 	CountParkedSQL = countParkedSQL
 	ParkedCountMax = parkedCountMax

@@ -213,6 +213,9 @@ var errRowsOpen = errors.New("handler left a result open: close the rows before 
 // returns why the message failed, or nil.
 func (t *tx) inspect(err error) error {
 	if misuse := t.misuse(); misuse != nil {
+		if errors.Is(err, misuse) { // the handler returned it, too
+			return Permanent(err)
+		}
 		return Permanent(errors.Join(misuse, err))
 	}
 	if endedByHandler(err) {

@@ -207,7 +207,7 @@ func (b *benchmark) run(cmd *cobra.Command, measure func(context.Context, bench.
 		return err
 	}
 	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
-		DatabaseURL: address, Embedded: b.pool == nil, Parameters: checkpointsAway(),
+		DatabaseURL: address, Embedded: !b.hasDatabase(), Parameters: checkpointsAway(),
 	})
 	if err != nil {
 		return err

@@ -40,7 +40,7 @@ func (o *consumerOrder) add(s *settings, cmd *cobra.Command, why string, mayLose
 	addText(flags, "topic", 249, "topic; required", func(text string) error { o.topic = text; return nil })
 	o.addWho(cmd, why)
 	commandLineOnly(flags, "group", "topic")
-	s.checks[cmd] = func() error {
+	s.check(cmd, func() error {
 		var problems []error
 		if o.group == "" {
 			problems = append(problems, errors.New("--group is missing: see \"outbox-relay status\""))
@@ -52,7 +52,7 @@ func (o *consumerOrder) add(s *settings, cmd *cobra.Command, why string, mayLose
 			problems = append(problems, errors.New("--why is missing: say why it is done"))
 		}
 		return errors.Join(problems...)
-	}
+	})
 }
 
 func (o *consumerOrder) addWho(cmd *cobra.Command, why string) {
@@ -166,7 +166,7 @@ func newConsumerRule(s *settings) *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			switch {
 			case rule == "":
-				return s.showRules(cmd, args, o.asJSON)
+				return showRules(cmd, s, args, o.asJSON)
 			case len(args) == 0:
 				return usageError{errors.New("--set needs the name of a consumer: see \"outbox-relay consumer id-rule\"")}
 			}
@@ -182,16 +182,16 @@ func newConsumerRule(s *settings) *cobra.Command {
 	addText(cmd.Flags(), "set", 2048, "the new rule", func(text string) error { rule = text; return consumers.CheckRule(text) })
 	o.addWho(cmd, "reason; required with --set")
 	commandLineOnly(cmd.Flags(), "set")
-	s.checks[cmd] = func() error {
+	s.check(cmd, func() error {
 		if rule != "" && o.Why == "" {
 			return errors.New("--why is missing: say why the rule is changed")
 		}
 		return nil
-	}
+	})
 	return cmd
 }
 
-func (s *settings) showRules(cmd *cobra.Command, names []string, asJSON bool) error {
+func showRules(cmd *cobra.Command, s *settings, names []string, asJSON bool) error {
 	return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 		all, err := consumers.Registered(ctx, pool, s.schema)
 		if err == nil && len(names) > 0 {

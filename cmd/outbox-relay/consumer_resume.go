@@ -61,8 +61,7 @@ again. The command prints the offsets affected. With --brokers it refuses an off
 	addBool(flags, &r.takeBack, "cancel", "cancel an order that was not carried out yet")
 	addBool(flags, &r.dryRun, "dry-run", "only show what would be skipped or repeated")
 	commandLineOnly(flags, "partition", "at", "cancel", "dry-run")
-	order := s.checks[cmd]
-	s.checks[cmd] = func() error { return errors.Join(order(), r.check()) }
+	s.check(cmd, r.check)
 	return cmd
 }
 

@@ -339,8 +339,6 @@ func serverReason(code string) string {
 	return "the server refuses with SQLSTATE " + code + ": see its log"
 }
 
-var plainName = regexp.MustCompile(`^[A-Za-z0-9_.-]+$`)
-
 // target is the destination of a connection, as host:port/dbname, without user and password.
 func (s *settings) target() string {
 	c := s.pool.ConnConfig
@@ -354,7 +352,7 @@ func (s *settings) target() string {
 	switch {
 	case name == "":
 		name = "(the user's database)"
-	case !plainName.MatchString(name):
+	case plain(name) != name:
 		name = "(a name that is not shown)"
 	}
 	return strings.Join(addresses, ",") + "/" + name

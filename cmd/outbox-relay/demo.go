@@ -70,7 +70,7 @@ messages: effects happen twice, and the status is 1.`,
 	flags.Lookup("json").Usage = "end with one line of JSON; progress goes to stderr"
 	addBool(flags, &child, flagDemoProcess, "be a process of the demo")
 	_ = flags.MarkHidden(flagDemoProcess) // fails only for a flag that is not there
-	s.checks[cmd] = func() error { return d.options.Check() }
+	s.check(cmd, d.options.Check)
 	return cmd
 }
 
@@ -109,7 +109,7 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 		return err
 	}
 	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
-		DatabaseURL: address, Embedded: d.pool == nil,
+		DatabaseURL: address, Embedded: !d.hasDatabase(),
 	})
 	if err != nil {
 		return err
@@ -125,7 +125,7 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	}
 	d.options.Command = d.childCommand(program, "demo", "--"+flagDemoProcess)
 	d.options.DatabaseURL, d.options.Brokers = postgres.URL, kafka.Brokers
-	d.options.Progress = screen.progress
+	d.options.Progress = (&demoScreen{screen: screen}).progress
 	screen.line(postgres.Description)
 	screen.line(kafka.Description)
 	screen.line(fmt.Sprintf("1 shop, 2 relays, 3 consumers; %d orders; killed, frozen and sent twice for %s; --seed %d",

@@ -16,8 +16,7 @@ const severalMin = 4
 
 // CommandLine writes docs/cli.md from the commands themselves.
 func CommandLine() string {
-	s := &settings{checks: map[*cobra.Command]func() error{}}
-	root := newRoot(s, io.Discard, io.Discard)
+	root := newRoot(newSettings(nil), io.Discard, io.Discard)
 	w := cliWriter{commands: map[string]int{}}
 	w.count(root)
 	w.text.WriteString("# outbox-relay: the command line\n\n" +
@@ -113,7 +112,7 @@ func unindent(example string) string {
 
 // CheckCommandLine fails for a command or a flag that is not there.
 func CheckCommandLine(args []string) error {
-	root := newRoot(&settings{checks: map[*cobra.Command]func() error{}}, io.Discard, io.Discard)
+	root := newRoot(newSettings(nil), io.Discard, io.Discard)
 	command, rest, err := root.Find(args)
 	if err != nil {
 		return err

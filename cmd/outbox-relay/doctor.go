@@ -53,7 +53,7 @@ Exit status 1 if a check fails; warnings do not count.
   outbox-relay doctor --json | jq -r '.findings[] | select(.severity != "ok") | .remedy'`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			findings := s.examine(cmd.Context(), options)
+			findings := examine(cmd.Context(), s, options)
 			report := doctorReport{Well: doctor.Well(findings), Findings: findings}
 			var err error
 			if asJSON {
@@ -79,7 +79,7 @@ Exit status 1 if a check fails; warnings do not count.
 }
 
 // examine runs the checks, and skips those that earlier failures make impossible.
-func (s *settings) examine(ctx context.Context, options doctorOptions) []doctor.Finding {
+func examine(ctx context.Context, s *settings, options doctorOptions) []doctor.Finding {
 	limited, cancel := context.WithTimeout(ctx, options.limit)
 	defer cancel()
 	var findings []doctor.Finding
@@ -89,7 +89,7 @@ func (s *settings) examine(ctx context.Context, options doctorOptions) []doctor.
 			Check: "database", Severity: doctor.Fail, Message: err.Error(),
 			Remedy: "set --database-url to a running PostgreSQL that admits this role",
 		})
-		return append(findings, s.examineKafka(ctx, nil, options)...)
+		return append(findings, examineKafka(ctx, s, nil, options)...)
 	}
 	defer hangUp(ctx, conn)
 	findings = append(findings, doctor.Finding{Check: "database", Severity: doctor.OK, Message: s.target() + " answers"})
@@ -105,7 +105,7 @@ func (s *settings) examine(ctx context.Context, options doctorOptions) []doctor.
 	}
 	findings = append(findings, tables...)
 	if !doctor.Well(tables) {
-		return append(findings, s.examineKafka(ctx, nil, options)...)
+		return append(findings, examineKafka(ctx, s, nil, options)...)
 	}
 	findings = append(findings, doctor.Sequence(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Sequences(limited, conn, s.schema)...)
@@ -119,11 +119,11 @@ func (s *settings) examine(ctx context.Context, options doctorOptions) []doctor.
 	findings = append(findings, doctor.Later(limited, conn, s.schema)...)
 	findings = append(findings, doctor.IdempotencyKeys(limited, conn, s.schema)...)
 	findings = append(findings, doctor.Consuming(limited, conn, s.schema, options.lagAgeMax)...)
-	return append(findings, s.examineKafka(ctx, conn, options)...)
+	return append(findings, examineKafka(ctx, s, conn, options)...)
 }
 
 // examineKafka skips the topics if the database could not be read: db is nil then.
-func (s *settings) examineKafka(ctx context.Context, db operator.Querier, options doctorOptions) []doctor.Finding {
+func examineKafka(ctx context.Context, s *settings, db operator.Querier, options doctorOptions) []doctor.Finding {
 	if len(s.brokers) == 0 {
 		return []doctor.Finding{{
 			Check: "brokers", Severity: doctor.Warn, Message: "not checked: no brokers were given",

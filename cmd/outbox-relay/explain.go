@@ -59,7 +59,7 @@ Exit status 1 if nothing is known of the ID, or if Kafka failed: then the rest i
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return s.explain(ctx, q, asJSON, cmd.OutOrStdout(), s.logger(cmd.ErrOrStderr()))
+			return explain(ctx, s, q, asJSON, cmd.OutOrStdout(), s.logger(cmd.ErrOrStderr()))
 		},
 	}, flagDatabaseURL))
 	flags := cmd.Flags()
@@ -72,9 +72,9 @@ Exit status 1 if nothing is known of the ID, or if Kafka failed: then the rest i
 	return cmd
 }
 
-func (s *settings) explain(ctx context.Context, q inspect.Question, asJSON bool, out io.Writer, logger *slog.Logger) error {
+func explain(ctx context.Context, s *settings, q inspect.Question, asJSON bool, out io.Writer, logger *slog.Logger) error {
 	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-		kafka, err := s.openKafka(logger)
+		kafka, err := openKafka(s, logger)
 		if err != nil {
 			return err
 		}
@@ -98,7 +98,7 @@ func (s *settings) explain(ctx context.Context, q inspect.Question, asJSON bool,
 }
 
 // openKafka returns nil without brokers.
-func (s *settings) openKafka(logger *slog.Logger) (*inspect.Kafka, error) {
+func openKafka(s *settings, logger *slog.Logger) (*inspect.Kafka, error) {
 	if len(s.brokers) == 0 {
 		return nil, nil //nolint:nilnil // not given is no error
 	}

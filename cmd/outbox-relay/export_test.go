@@ -35,7 +35,7 @@ func FormatSettings(databaseURL string) string {
 // Printed is what appears of a text that is written in pieces of this many bytes.
 func Printed(text string, size int) string {
 	var out strings.Builder
-	t := &terminal{out: &out}
+	t := newTerminal(&out)
 	for piece := range slices.Chunk([]byte(text), size) {
 		_, _ = t.Write(piece)
 	}

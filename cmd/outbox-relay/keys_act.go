@@ -36,13 +36,13 @@ func newKeyAct(s *settings, cmd *cobra.Command, act func(ctx context.Context, po
 	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
 	addJSON(cmd, &asJSON)
 	commandLineOnly(cmd.Flags(), "why")
-	s.checks[cmd] = func() error {
+	s.check(cmd, func() error {
 		var problem error
 		if by.Why == "" {
 			problem = errors.New("--why is missing: say how you know")
 		}
 		return errors.Join(problem, check())
-	}
+	})
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if by.Who == "" {
 			by.Who = whoami()

@@ -42,7 +42,7 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 				}
 				screen := newScreen(cmd.ErrOrStderr())
 				reaped, err := keys.Reap(ctx, conn, s.schema, func(r keys.Reaped) {
-					if screen.terminal != nil {
+					if screen.overwrites() {
 						screen.step("%s forgotten", human.Count(r.Forgotten, "key"))
 					}
 				})

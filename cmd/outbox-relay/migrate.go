@@ -16,9 +16,6 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// flagYes has no environment variable: consent belongs to one command line.
-const flagYes = "yes"
-
 func newMigrate(s *settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "migrate",
@@ -61,8 +58,8 @@ Relays and consumers of the previous release may run during and after it; then r
 who, pauses and retries, until --lock-wait.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return s.migrate(cmd.Context(), func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
-				if err := migrations.Up(ctx, conn, s.patient(cmd, lockWait)); err != nil {
+			return migrate(cmd.Context(), s, func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
+				if err := migrations.Up(ctx, conn, patient(cmd, s, lockWait)); err != nil {
 					return err
 				}
 				// Up does not change a newer schema.
@@ -75,10 +72,8 @@ who, pauses and retries, until --lock-wait.`,
 	return cmd
 }
 
-func (s *settings) options() migrations.Options { return migrations.Options{Schema: s.schema} }
-
 // patient returns the options for changes of the tables.
-func (s *settings) patient(cmd *cobra.Command, lockWait time.Duration) migrations.Options {
+func patient(cmd *cobra.Command, s *settings, lockWait time.Duration) migrations.Options {
 	return migrations.Options{Schema: s.schema, LockWaitMax: lockWait, Logger: s.logger(cmd.ErrOrStderr())}
 }
 
@@ -87,13 +82,13 @@ func addLockWait(flags *pflag.FlagSet, target *time.Duration) {
 }
 
 // migrate opens a connection and reads the version before work.
-func (s *settings) migrate(ctx context.Context, work func(context.Context, *pgx.Conn, migrations.State) error) error {
+func migrate(ctx context.Context, s *settings, work func(context.Context, *pgx.Conn, migrations.State) error) error {
 	conn, err := s.connect(ctx)
 	if err != nil {
 		return err
 	}
 	defer hangUp(ctx, conn)
-	state, err := migrations.Status(ctx, conn, s.options())
+	state, err := migrations.Status(ctx, conn, migrations.Options{Schema: s.schema})
 	if err != nil {
 		return err
 	}
@@ -111,7 +106,7 @@ func newMigrateDown(s *settings) *cobra.Command {
 messages take effect again) and positions. Without --yes it only prints the loss. It waits for locks as "up" does.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return s.migrate(cmd.Context(), func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
+			return migrate(cmd.Context(), s, func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
 				switch {
 				case to < 0:
 					return usageError{errors.New("--to is missing: want the version to go back to, 0 to remove everything")}
@@ -119,10 +114,10 @@ messages take effect again) and positions. Without --yes it only prints the loss
 					return usageError{fmt.Errorf("--to %d: the database has version %d; \"outbox-relay migrate up\" goes forward", to, state.Current)}
 				case to < state.Current && !yes:
 					return usageError{fmt.Errorf("migrate down from version %d to %d would lose %s; repeat it with --yes if that is meant",
-						state.Current, to, s.loss(ctx, conn))}
+						state.Current, to, loss(ctx, conn, s.schema))}
 				}
 				if to < state.Current {
-					if err := migrations.To(ctx, conn, s.patient(cmd, lockWait), to); err != nil {
+					if err := migrations.To(ctx, conn, patient(cmd, s, lockWait), to); err != nil {
 						return err
 					}
 				}
@@ -154,8 +149,8 @@ func addVersionFlag(flags *pflag.FlagSet, target *int, name string, lowest int, 
 }
 
 // loss describes the content of the tables, if it can be counted.
-func (s *settings) loss(ctx context.Context, conn *pgx.Conn) string {
-	status, err := doctor.ReadStatus(ctx, conn, s.schema, doctor.StatusOptions{})
+func loss(ctx context.Context, conn *pgx.Conn, schema string) string {
+	status, err := doctor.ReadStatus(ctx, conn, schema, doctor.StatusOptions{})
 	if err != nil {
 		return "what the removed tables hold (it cannot be counted)"
 	}
@@ -193,7 +188,7 @@ func newMigrateStatus(s *settings) *cobra.Command {
 version is compatible if its release says so.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return s.migrate(cmd.Context(), func(_ context.Context, _ *pgx.Conn, state migrations.State) error {
+			return migrate(cmd.Context(), s, func(_ context.Context, _ *pgx.Conn, state migrations.State) error {
 				return printSchemaState(cmd.OutOrStdout(), state, asJSON)
 			})
 		},

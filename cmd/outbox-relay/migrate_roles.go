@@ -42,7 +42,7 @@ SUPERUSER, CREATEROLE, BYPASSRLS or REPLICATION, that owns the schema, or that i
 members would gain those rights.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			sql, err := migrations.Roles(s.options(), prefix)
+			sql, err := migrations.Roles(migrations.Options{Schema: s.schema}, prefix)
 			if err != nil {
 				return err
 			}
@@ -54,7 +54,7 @@ members would gain those rights.`,
 			if prefix == "" {
 				prefix = s.schema
 			}
-			return s.applyRoles(cmd.Context(), sql, prefixed{Schema: s.schema, Prefix: prefix}, cmd.OutOrStdout(), asJSON)
+			return applyRoles(cmd.Context(), s, sql, prefixed{Schema: s.schema, Prefix: prefix}, cmd.OutOrStdout(), asJSON)
 		},
 	}
 	flags := cmd.Flags()
@@ -68,15 +68,15 @@ members would gain those rights.`,
 	addBool(flags, &apply, "apply", "execute the SQL in the database")
 	addJSON(cmd, &asJSON)
 	commandLineOnly(flags, "apply")
-	s.checks[cmd] = func() error {
+	s.check(cmd, func() error {
 		switch {
-		case apply && s.pool == nil:
+		case apply && !s.hasDatabase():
 			return fmt.Errorf("--%s is missing: --apply needs it", flagDatabaseURL)
 		case asJSON && !apply:
 			return errors.New("--json: without --apply the output is SQL; give --apply too")
 		}
 		return nil
-	}
+	})
 	return cmd
 }
 
@@ -101,16 +101,16 @@ func (p *prefixed) print(out io.Writer, names []string) error {
 // applyRoles sends the SQL that would be printed, so that both do the same. If a statement fails,
 // closing the connection ends the transaction. applyRoles lists existing roles before, and reads
 // attributes after, so the report also covers a role that another session creates in between.
-func (s *settings) applyRoles(ctx context.Context, sql string, p prefixed, out io.Writer, asJSON bool) error {
+func applyRoles(ctx context.Context, s *settings, sql string, p prefixed, out io.Writer, asJSON bool) error {
 	conn, err := s.connectWriting(ctx)
 	if err != nil {
 		return err
 	}
 	defer hangUp(ctx, conn)
-	if err := migrations.Check(ctx, conn, s.options()); err != nil {
+	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.schema}); err != nil {
 		return err
 	}
-	if err := migrations.CheckOwner(ctx, conn, s.options()); err != nil {
+	if err := migrations.CheckOwner(ctx, conn, migrations.Options{Schema: s.schema}); err != nil {
 		return err
 	}
 	names := []string{p.Prefix + "_publisher", p.Prefix + "_relay", p.Prefix + "_consumer", p.Prefix + "_endpoint", p.Prefix + "_operator"}

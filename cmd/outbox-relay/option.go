@@ -7,7 +7,9 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 
+	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 )
 
@@ -104,4 +106,53 @@ func shown(text string) string {
 		}
 	}
 	return fmt.Sprintf("%.100q", text)
+}
+
+// addText adds a flag of a text that PostgreSQL can store.
+func addText(flags *pflag.FlagSet, name string, bytesMax int, usage string, set func(string) error) {
+	addOption(flags, name, "string", "", usage, func(text string) error {
+		if len(text) > bytesMax || !utf8.ValidString(text) || strings.ContainsRune(text, 0) {
+			return fmt.Errorf("want at most %d bytes of UTF-8", bytesMax)
+		}
+		return set(text)
+	})
+}
+
+// into returns a setter for a text flag.
+func into(target **string) func(string) error {
+	return func(text string) error { *target = &text; return nil }
+}
+
+// addOneOf adds a flag of a text that filters only if it is given.
+func addOneOf(flags *pflag.FlagSet, target **string, name, usage string, known []string) {
+	addOption(flags, name, "string", "", usage+" ("+strings.Join(known, ", ")+")", func(text string) error {
+		if !slices.Contains(known, text) {
+			return errors.New("want one of " + strings.Join(known, ", "))
+		}
+		return into(target)(text)
+	})
+}
+
+// ageMax is far above the age of any stored row.
+const ageMax = 10 * 365 * 24 * time.Hour
+
+// addAge adds a flag of a duration that filters only if it is given.
+func addAge(flags *pflag.FlagSet, target **time.Duration, name, usage string) {
+	addOption(flags, name, "duration", "", usage, func(text string) error {
+		d, err := time.ParseDuration(text)
+		if err != nil || d < 0 || d > ageMax {
+			return errors.New("want a duration such as 90s, 15m or 48h")
+		}
+		*target = &d
+		return nil
+	})
+}
+
+func addJSON(cmd *cobra.Command, target *bool) {
+	addBool(cmd.Flags(), target, "json", "print one JSON object")
+}
+
+// addJSONLines is addJSON for lists.
+func addJSONLines(cmd *cobra.Command, target *bool) {
+	addBool(cmd.Flags(), target, "json", "print one JSON object per line")
 }

@@ -3,10 +3,9 @@ package main
 import (
 	"encoding/json"
 	"io"
-	"log/slog"
+	"regexp"
 	"strconv"
-
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"text/tabwriter"
 )
 
 // printJSON writes one object on one line.
@@ -26,14 +25,8 @@ func printObjects[T any](w io.Writer, all []T) error {
 	return nil
 }
 
-// logger returns a logger with the format and level of the flags.
-func (s *settings) logger(w io.Writer) *slog.Logger {
-	opts := &slog.HandlerOptions{Level: s.logLevel}
-	if s.logFormat == "json" {
-		return slog.New(slog.NewJSONHandler(w, opts))
-	}
-	return slog.New(slog.NewTextHandler(w, opts))
-}
+// plainName matches names that need no quotes.
+var plainName = regexp.MustCompile(`^[A-Za-z0-9_.-]+$`)
 
 // plain quotes a name that could garble a terminal or a table.
 func plain(name string) string {
@@ -43,7 +36,19 @@ func plain(name string) string {
 	return strconv.Quote(name)
 }
 
-// seconds formats an age.
-func seconds(n float64) string {
-	return human.Seconds(n)
+// sayNone ends a list without entries, which is not an error. With --json it prints nothing.
+func sayNone(out io.Writer, asJSON bool, text string) error {
+	if asJSON {
+		return nil
+	}
+	return say(out, "%s\n", text)
+}
+
+// printTable aligns columns that are separated by tabs.
+func printTable(out io.Writer, text string) error {
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	if _, err := io.WriteString(table, text); err != nil {
+		return err
+	}
+	return table.Flush()
 }

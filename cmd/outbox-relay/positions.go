@@ -37,7 +37,7 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 			defer cancel()
 			return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-				kafka, err := s.openKafka(s.logger(cmd.ErrOrStderr()))
+				kafka, err := openKafka(s, s.logger(cmd.ErrOrStderr()))
 				if err != nil {
 					return err
 				}

@@ -33,7 +33,7 @@ the owner of the tables.
 Exit status 1 if another process does it, or if a lock was not available: try again.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return s.prune(cmd.Context(), dryRun, asJSON, cmd.OutOrStdout())
+			return prune(cmd.Context(), s, dryRun, asJSON, cmd.OutOrStdout())
 		},
 	}, flagDatabaseURL)
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what would be forgotten and dropped")
@@ -41,7 +41,7 @@ Exit status 1 if another process does it, or if a lock was not available: try ag
 	return cmd
 }
 
-func (s *settings) prune(ctx context.Context, dryRun, asJSON bool, out io.Writer) error {
+func prune(ctx context.Context, s *settings, dryRun, asJSON bool, out io.Writer) error {
 	ctx, cancel := context.WithTimeout(ctx, pruneMax)
 	defer cancel()
 	pool, err := s.connectPrimary(ctx, 1)

@@ -117,11 +117,11 @@ Refused while a replica of that name works or stands by, or while outbox_dead ha
 	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
 	addJSON(cmd, &asJSON)
 	commandLineOnly(cmd.Flags(), "why")
-	s.checks[cmd] = func() error {
+	s.check(cmd, func() error {
 		if by.Why == "" {
 			return errors.New("--why is missing: say why the relay is deleted")
 		}
 		return nil
-	}
+	})
 	return cmd
 }

@@ -43,7 +43,7 @@ status 1 if rows left the outbox before they were read.`,
 			opts.Schema, opts.Relay = s.schema, s.relay
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return s.replay(ctx, opts, asJSON, cmd.OutOrStdout(), cmd.ErrOrStderr())
+			return runReplay(ctx, s, opts, asJSON, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}, flagDatabaseURL, flagBrokers))
 	flags := cmd.Flags()
@@ -58,7 +58,7 @@ status 1 if rows left the outbox before they were read.`,
 	addDuration(flags, &timeout, "timeout", time.Hour, time.Second, 30*24*time.Hour, "time limit of the command")
 	commandLineOnly(flags, "from", "to", "topic", "to-topic", "dry-run", "why")
 	addJSON(cmd, &asJSON)
-	s.checks[cmd] = func() error {
+	s.check(cmd, func() error {
 		if opts.From.IsZero() {
 			return errors.New("--from is missing: want a time or a tick")
 		}
@@ -67,7 +67,7 @@ status 1 if rows left the outbox before they were read.`,
 			return errors.New("--to: want a time, or a tick, later than --from")
 		}
 		return nil
-	}
+	})
 	return cmd
 }
 
@@ -84,13 +84,13 @@ func addBound(flags *pflag.FlagSet, name, usage string, target *replay.Bound) {
 	})
 }
 
-func (s *settings) replay(ctx context.Context, opts replay.Options, asJSON bool, out, progress io.Writer) error {
+func runReplay(ctx context.Context, s *settings, opts replay.Options, asJSON bool, out, progress io.Writer) error {
 	if opts.By.Who == "" {
 		opts.By.Who = whoami()
 	}
 	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
 		screen := newScreen(progress)
-		if screen.terminal != nil {
+		if screen.overwrites() {
 			opts.Progress = func(done int64) { screen.step("published: %d", done) }
 		}
 		report, err := replay.Run(ctx, conn, s.kafkaOptions(s.logger(progress)), opts)

@@ -40,8 +40,8 @@ func commands() []func(*settings) *cobra.Command {
 // execute runs one command line and returns the exit code. It gets the process's state as
 // arguments, so that tests can run commands in parallel.
 func execute(ctx context.Context, args []string, lookup lookupFunc, stdout, stderr io.Writer) int {
-	s := &settings{lookup: lookup, checks: map[*cobra.Command]func() error{}}
-	out, problems := &terminal{out: stdout}, &terminal{out: stderr}
+	s := newSettings(lookup)
+	out, problems := newTerminal(stdout), newTerminal(stderr)
 	defer out.flush()
 	defer problems.flush()
 	root := newRoot(s, out, problems)
@@ -149,24 +149,6 @@ func oneOf(cmd *cobra.Command, args []string) error {
 		return fmt.Errorf("unknown command %s: did you mean %q?", shown(args[0]), near[0])
 	}
 	return fmt.Errorf("unknown command %s: see %s --help", shown(args[0]), cmd.CommandPath())
-}
-
-// noArgs refuses all arguments. It quotes them only through shown: one may be a database URL.
-func noArgs(cmd *cobra.Command, args []string) error {
-	if len(args) > 0 {
-		return fmt.Errorf("%s takes no argument, got %s: see %s --help", cmd.CommandPath(), shown(args[0]), cmd.CommandPath())
-	}
-	return nil
-}
-
-// arguments requires least to most arguments.
-func arguments(what string, least, most int) cobra.PositionalArgs {
-	return func(cmd *cobra.Command, args []string) error {
-		if len(args) < least || len(args) > most {
-			return fmt.Errorf("%s takes %s: see %s --help", cmd.CommandPath(), what, cmd.CommandPath())
-		}
-		return nil
-	}
 }
 
 // flagError replaces errors of the flag parser that may quote a secret, such as -database-url=...

@@ -75,13 +75,13 @@ such as a password, is an error at once.
 	addDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")
 	r.endpoints.addFlags(flags)
 	r.limits.addFlags(flags)
-	s.checks[cmd] = func() error {
+	s.check(cmd, func() error {
 		problem := r.endpoints.check()
 		if r.config.PollMin > r.config.PollMax {
 			problem = errors.Join(problem, fmt.Errorf("--poll-min %s: want at most --poll-max, which is %s", short(r.config.PollMin), short(r.config.PollMax)))
 		}
 		return problem
-	}
+	})
 	return cmd
 }
 

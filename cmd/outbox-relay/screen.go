@@ -17,7 +17,6 @@ type screen struct {
 	terminal *terminal // nil: not one
 	width    int       // of the line that is overwritten next
 	last     time.Time
-	phase    string
 }
 
 func newScreen(out io.Writer) *screen {
@@ -32,6 +31,16 @@ func newScreen(out io.Writer) *screen {
 		}
 	}
 	return s
+}
+
+// overwrites reports whether progress is shown in one line that is overwritten.
+func (s *screen) overwrites() bool { return s.terminal != nil }
+
+// clear empties a terminal, and moves its cursor to the start.
+func (s *screen) clear() {
+	if s.overwrites() {
+		s.terminal.control("\x1b[H\x1b[2J")
+	}
 }
 
 // line writes a line that stays.
@@ -51,7 +60,8 @@ func (s *screen) end() {
 // widthMax is the width of the narrowest terminal in use: a line that wraps cannot be overwritten.
 const widthMax = 79
 
-func (s *screen) overwriteText(text string) {
+// overwrite replaces the current line.
+func (s *screen) overwrite(text string) {
 	text = text[:min(len(text), widthMax)]
 	s.terminal.control("\r")
 	_ = say(s.out, "%-*s", s.width, text)
@@ -61,8 +71,8 @@ func (s *screen) overwriteText(text string) {
 // step shows progress of work that has no phases.
 func (s *screen) step(format string, args ...any) {
 	switch {
-	case s.terminal != nil:
-		s.overwriteText(fmt.Sprintf(format, args...))
+	case s.overwrites():
+		s.overwrite(fmt.Sprintf(format, args...))
 	case time.Since(s.last) >= lineEvery:
 		s.last = time.Now()
 		_ = say(s.out, format+"\n", args...)

@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"slices"
@@ -50,9 +51,23 @@ type settings struct {
 	logFormat        string
 
 	lookup   lookupFunc
-	checks   map[*cobra.Command]func() error // of flags that depend on each other
-	resolved bool                            // a command was found, and its flags are valid
+	checks   map[*cobra.Command][]func() error // of flags that depend on each other
+	resolved bool                              // a command was found, and its flags are valid
 }
+
+// newSettings returns settings that read the environment through lookup.
+func newSettings(lookup lookupFunc) *settings {
+	return &settings{lookup: lookup, checks: map[*cobra.Command][]func() error{}}
+}
+
+// check makes a command call problems once its flags are parsed. What that returns is reported
+// together with invalid flags.
+func (s *settings) check(cmd *cobra.Command, problems func() error) {
+	s.checks[cmd] = append(s.checks[cmd], problems)
+}
+
+// hasDatabase reports whether an address of a database is given.
+func (s *settings) hasDatabase() bool { return s.pool != nil }
 
 // Annotations of commands: see needs and offline.
 const (
@@ -66,6 +81,8 @@ const annotationCommandLine = "command-line"
 const (
 	flagDatabaseURL = "database-url"
 	flagBrokers     = "brokers"
+	// flagYes has no environment variable: consent belongs to one command line.
+	flagYes = "yes"
 )
 
 // needs marks a command that requires these address flags.
@@ -151,7 +168,7 @@ func (s *settings) resolve(cmd *cobra.Command) error {
 	if cmd.Annotations[annotationOffline] == "" {
 		problems = append(problems, s.checkConnections(cmd))
 	}
-	if check := s.checks[cmd]; check != nil {
+	for _, check := range s.checks[cmd] {
 		problems = append(problems, without(check(), refused))
 	}
 	if err := errors.Join(problems...); err != nil {
@@ -254,4 +271,13 @@ func (s *settings) parseBrokers(text string) error {
 		s.brokers = append(s.brokers, net.JoinHostPort(host, port))
 	}
 	return nil
+}
+
+// logger returns a logger with the format and level of the flags.
+func (s *settings) logger(w io.Writer) *slog.Logger {
+	opts := &slog.HandlerOptions{Level: s.logLevel}
+	if s.logFormat == "json" {
+		return slog.New(slog.NewJSONHandler(w, opts))
+	}
+	return slog.New(slog.NewTextHandler(w, opts))
 }

@@ -36,7 +36,7 @@ replicas apply the change: publishing pauses for about a second, the rows of a k
 				by.Who = whoami()
 			}
 			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				now, err := relay.SetShards(ctx, pool, s.operator(by), int16(number))
+				now, err := relay.SetShards(ctx, pool, relayOperator(s, by), int16(number))
 				switch {
 				case errors.Is(err, relay.ErrUnknownRelay):
 					return fmt.Errorf("%w: --shards of its first \"outbox-relay run\" sets the number", err)

@@ -6,7 +6,6 @@ import (
 	"io"
 	"strconv"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -52,9 +51,9 @@ than --age-max, or a scheduled message is overdue for longer; rows are in outbox
 				opts.relay = s.relay
 			}
 			if opts.watch > 0 {
-				return s.watchStatus(cmd.Context(), opts, cmd.OutOrStdout())
+				return watchStatus(cmd.Context(), s, opts, cmd.OutOrStdout())
 			}
-			return s.status(cmd.Context(), opts, cmd.OutOrStdout())
+			return showStatus(cmd.Context(), s, opts, cmd.OutOrStdout())
 		},
 	}, flagDatabaseURL))
 	addDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long to measure the rate; 0s: do not measure")
@@ -72,7 +71,7 @@ func addLagAgeMax(flags *pflag.FlagSet, target *time.Duration) {
 	addDuration(flags, target, "lag-age-max", doctor.LagAgeMaxDefault, 0, 30*24*time.Hour, "how late a consumer may be: the age of its oldest position; 0s: any")
 }
 
-func (s *settings) status(ctx context.Context, opts statusOptions, out io.Writer) error {
+func showStatus(ctx context.Context, s *settings, opts statusOptions, out io.Writer) error {
 	ctx, cancel := context.WithTimeout(ctx, statusMax+opts.interval)
 	defer cancel()
 	conn, err := s.connect(ctx)
@@ -83,7 +82,7 @@ func (s *settings) status(ctx context.Context, opts statusOptions, out io.Writer
 	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.schema}); err != nil {
 		return err
 	}
-	status, err := s.readStatus(ctx, conn, opts)
+	status, err := readStatus(ctx, s, conn, opts)
 	if err != nil {
 		return err
 	}
@@ -98,10 +97,10 @@ func (s *settings) status(ctx context.Context, opts statusOptions, out io.Writer
 	return err
 }
 
-func (s *settings) readStatus(ctx context.Context, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
+func readStatus(ctx context.Context, s *settings, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
 	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax, LagAgeMax: opts.lagAgeMax, ParkedMax: int64(opts.parkedMax)}
 	if len(s.brokers) > 0 {
-		want.Missing = s.missingTopics
+		want.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
 	}
 	if opts.interval > 0 {
 		before, err := doctor.ReadProgress(ctx, conn, s.schema)
@@ -120,7 +119,7 @@ func (s *settings) readStatus(ctx context.Context, conn *pgx.Conn, opts statusOp
 // the database and must not wait for brokers.
 const missingMax = 2 * time.Second
 
-func (s *settings) missingTopics(ctx context.Context, topics []string) ([]string, error) {
+func missingTopics(ctx context.Context, s *settings, topics []string) ([]string, error) {
 	client, err := s.askKafka(missingMax)
 	if err != nil {
 		return nil, err
@@ -203,15 +202,6 @@ func bytesText(n int64) string {
 		return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20))
 	}
 	return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
-}
-
-// printTable aligns columns that are separated by tabs.
-func printTable(out io.Writer, text string) error {
-	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	if _, err := io.WriteString(table, text); err != nil {
-		return err
-	}
-	return table.Flush()
 }
 
 func relaysText(status *doctor.Status) string {

@@ -21,6 +21,9 @@ type terminal struct {
 	rest []byte // the beginning of a character whose end was not written yet
 }
 
+// newTerminal returns a terminal that writes to out.
+func newTerminal(out io.Writer) *terminal { return &terminal{out: out} }
+
 // Write implements io.Writer.
 func (t *terminal) Write(p []byte) (int, error) {
 	t.mu.Lock()

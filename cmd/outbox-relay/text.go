@@ -7,27 +7,7 @@ import (
 	"strconv"
 	"strings"
 	"unicode"
-
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
-
-// Widths of columns, in characters.
-const (
-	keyWidth   = 32
-	errorWidth = 72
-	// kafkaErrorWidth is larger: the text holds the commands that end a hanging transaction.
-	kafkaErrorWidth = 1000
-)
-
-func keyText(key parked.Key) string {
-	if key == nil {
-		return "-"
-	}
-	if len(key) == 0 {
-		return `""`
-	}
-	return clip(key.String(), keyWidth)
-}
 
 // clip makes a text fit a column of a table: one line, printable, not longer than width.
 func clip(text string, width int) string {
@@ -66,9 +46,6 @@ func fill(format string, args ...any) string {
 
 // printable replaces characters that could garble a terminal with their Go escapes.
 func printable(text string) string {
-	if parked.Printable(text) {
-		return text
-	}
 	var b strings.Builder
 	for _, r := range text {
 		if unicode.IsPrint(r) {
@@ -78,16 +55,6 @@ func printable(text string) string {
 		}
 	}
 	return b.String()
-}
-
-func fullKey(key parked.Key) string {
-	switch {
-	case key == nil:
-		return "none: nothing waits behind it"
-	case len(key) == 0:
-		return `""`
-	}
-	return key.String()
 }
 
 // block writes a text beside its name, or under it if it has several lines.

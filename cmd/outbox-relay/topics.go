@@ -15,7 +15,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/relays"
-	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -55,14 +54,14 @@ func (c *topicsChange) run(ctx context.Context, s *settings, wait time.Duration,
 		c.by.Who = whoami()
 	}
 	return s.onSchemaFor(ctx, changeMax+wait, func(ctx context.Context, pool *pgxpool.Pool) error {
-		if err := s.knowsRelay(ctx, pool); err != nil {
+		if err := knowsRelay(ctx, s, pool); err != nil {
 			return err
 		}
-		return change(ctx, pool, s.operator(c.by))
+		return change(ctx, pool, relayOperator(s, c.by))
 	})
 }
 
-func (s *settings) operator(by operator.By) relay.Operator {
+func relayOperator(s *settings, by operator.By) relay.Operator {
 	return relay.Operator{Schema: s.schema, Relay: s.relay, Who: by.Who, Why: by.Why}
 }
 
@@ -86,7 +85,7 @@ A topic that has no rows and does not exist in Kafka is refused without --force:
 		RunE: func(cmd *cobra.Command, topics []string) error {
 			return c.run(cmd.Context(), s, wait, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
 				if !force {
-					if err := s.refuseUnknown(ctx, pool, by, topics); err != nil {
+					if err := refuseUnknown(ctx, s, pool, by, topics); err != nil {
 						return err
 					}
 				}
@@ -164,10 +163,10 @@ func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bo
 
 // refuseUnknown refuses topics that neither exist nor have rows. It asks Kafka first, which is
 // faster.
-func (s *settings) refuseUnknown(ctx context.Context, pool *pgxpool.Pool, by relay.Operator, topics []string) error {
+func refuseUnknown(ctx context.Context, s *settings, pool *pgxpool.Pool, by relay.Operator, topics []string) error {
 	unknown, where := topics, "; with --brokers Kafka is asked whether it exists"
 	if len(s.brokers) > 0 {
-		missing, err := s.missingTopics(ctx, topics)
+		missing, err := missingTopics(ctx, s, topics)
 		if err != nil {
 			where = fmt.Sprintf("; Kafka could not be asked (%v)", err)
 		} else {
@@ -214,7 +213,7 @@ func newTopicsResume(s *settings) *cobra.Command {
 
 // knowsRelay refuses an unknown relay name if other relays exist: no relay would see the change.
 // Before the first relay runs, any name is allowed.
-func (s *settings) knowsRelay(ctx context.Context, pool *pgxpool.Pool) error {
+func knowsRelay(ctx context.Context, s *settings, pool *pgxpool.Pool) error {
 	all, err := relays.List(ctx, pool, s.schema)
 	if err != nil {
 		return err
@@ -240,7 +239,7 @@ func newTopicsList(s *settings) *cobra.Command {
 		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				paused, err := relay.PausedTopics(ctx, pool, s.operator(operator.By{}))
+				paused, err := relay.PausedTopics(ctx, pool, relayOperator(s, operator.By{}))
 				if err != nil {
 					return err
 				}
@@ -267,24 +266,3 @@ func printPaused(out io.Writer, paused []relay.PausedTopic) error {
 	}
 	return nil
 }
-
-// onSchema runs f with a pool of the primary, after checking the schema's version.
-func (s *settings) onSchema(ctx context.Context, f func(ctx context.Context, pool *pgxpool.Pool) error) error {
-	return s.onSchemaFor(ctx, changeMax, f)
-}
-
-func (s *settings) onSchemaFor(ctx context.Context, limit time.Duration, f func(ctx context.Context, pool *pgxpool.Pool) error) error {
-	ctx, cancel := context.WithTimeout(ctx, limit)
-	defer cancel()
-	pool, err := s.connectPrimary(ctx, 1)
-	if err != nil {
-		return err
-	}
-	defer pool.Close()
-	if err := migrations.Check(ctx, pool, migrations.Options{Schema: s.schema}); err != nil {
-		return err
-	}
-	return f(ctx, pool)
-}
-
-const changeMax = 30 * time.Second

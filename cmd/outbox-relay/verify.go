@@ -46,7 +46,7 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return s.verify(ctx, opts, asJSON, cmd.OutOrStdout(), cmd.ErrOrStderr(), s.logger(cmd.ErrOrStderr()))
+			return runVerify(ctx, s, opts, asJSON, cmd.OutOrStdout(), cmd.ErrOrStderr(), s.logger(cmd.ErrOrStderr()))
 		},
 	}, flagDatabaseURL, flagBrokers))
 	flags := cmd.Flags()
@@ -62,15 +62,15 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 	return cmd
 }
 
-func (s *settings) verify(ctx context.Context, opts verify.Options, asJSON bool, out, progress io.Writer, logger *slog.Logger) error {
+func runVerify(ctx context.Context, s *settings, opts verify.Options, asJSON bool, out, progress io.Writer, logger *slog.Logger) error {
 	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-		kafka, err := s.openKafka(logger)
+		kafka, err := openKafka(s, logger)
 		if err != nil {
 			return err
 		}
 		defer kafka.Client.Close()
 		screen := newScreen(progress)
-		if screen.terminal != nil {
+		if screen.overwrites() {
 			opts.Progress = func(phase string, done int64) { screen.step("%s: %d", phase, done) }
 		}
 		report, err := verify.Run(ctx, conn, kafka, opts)

@@ -44,15 +44,6 @@ func newVersion(*settings) *cobra.Command {
 	return cmd
 }
 
-func addJSON(cmd *cobra.Command, target *bool) {
-	addBool(cmd.Flags(), target, "json", "print one JSON object")
-}
-
-// addJSONLines is addJSON for lists.
-func addJSONLines(cmd *cobra.Command, target *bool) {
-	addBool(cmd.Flags(), target, "json", "print one JSON object per line")
-}
-
 func readVersion() versionInfo {
 	v := versionInfo{Version: "unknown"}
 	if all, err := migrations.All(migrations.Options{}); err == nil {

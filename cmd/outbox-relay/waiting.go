@@ -2,17 +2,11 @@ package main
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"io"
-	"slices"
-	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
@@ -112,16 +106,6 @@ func (f filter) add(flags *pflag.FlagSet, w words, reasons []string) {
 	commandLineOnly(flags, "id", "key", "topic", "reason", "older-than", "younger-than")
 }
 
-// addOneOf adds a flag of a text that filters only if it is given.
-func addOneOf(flags *pflag.FlagSet, target **string, name, usage string, known []string) {
-	addOption(flags, name, "string", "", usage+" ("+strings.Join(known, ", ")+")", func(text string) error {
-		if !slices.Contains(known, text) {
-			return errors.New("want one of " + strings.Join(known, ", "))
-		}
-		return into(target)(text)
-	})
-}
-
 const (
 	flagAll   = "all"
 	flagLimit = "limit"
@@ -130,47 +114,4 @@ const (
 func addLimit(flags *pflag.FlagSet, limit *int, standard int, w words) {
 	addInt(flags, limit, flagLimit, standard, 1, operator.TargetsMax, "at most this many "+w.rows())
 	commandLineOnly(flags, flagLimit)
-}
-
-// into returns a setter for a text flag.
-func into(target **string) func(string) error {
-	return func(text string) error { *target = &text; return nil }
-}
-
-// addText adds a flag of a text that PostgreSQL can store.
-func addText(flags *pflag.FlagSet, name string, bytesMax int, usage string, set func(string) error) {
-	addOption(flags, name, "string", "", usage, func(text string) error {
-		if len(text) > bytesMax || !utf8.ValidString(text) || strings.ContainsRune(text, 0) {
-			return fmt.Errorf("want at most %d bytes of UTF-8", bytesMax)
-		}
-		return set(text)
-	})
-}
-
-// ageMax is far above the age of any stored row.
-const ageMax = 10 * 365 * 24 * time.Hour
-
-// addAge adds a flag of a duration that filters only if it is given.
-func addAge(flags *pflag.FlagSet, target **time.Duration, name, usage string) {
-	addOption(flags, name, "duration", "", usage, func(text string) error {
-		d, err := time.ParseDuration(text)
-		if err != nil || d < 0 || d > ageMax {
-			return errors.New("want a duration such as 90s, 15m or 48h")
-		}
-		*target = &d
-		return nil
-	})
-}
-
-// oneID makes a command take the ID of a row.
-func oneID(set func(id string) error) cobra.PositionalArgs {
-	return func(cmd *cobra.Command, args []string) error {
-		if len(args) != 1 {
-			return fmt.Errorf("%s takes one ID: see %s --help", cmd.CommandPath(), cmd.CommandPath())
-		}
-		if args[0] == "" || len(args[0]) > 1024 || !utf8.ValidString(args[0]) || strings.ContainsRune(args[0], 0) {
-			return errors.New("ID: want 1 to 1024 bytes of UTF-8")
-		}
-		return set(args[0])
-	}
 }

@@ -65,7 +65,7 @@ func newAct[P, R any](s *settings, w waiting[P, R], o *order, cmd *cobra.Command
 	addText(flags, "by", 255, "operator; default: user@host", func(text string) error { o.by.Who = text; return nil })
 	addJSON(cmd, &o.json)
 	commandLineOnly(flags, flagAll, "dry-run", "why")
-	s.checks[cmd] = func() error {
+	s.check(cmd, func() error {
 		var problems []error
 		if o.by.Why == "" && o.discard {
 			problems = append(problems, fmt.Errorf("--why is missing: say why the %s are discarded", words.rows()))
@@ -74,7 +74,7 @@ func newAct[P, R any](s *settings, w waiting[P, R], o *order, cmd *cobra.Command
 			problems = append(problems, fmt.Errorf("no filter is given: choose %s by %s or age, or say --all", words.rows(), words.filters))
 		}
 		return errors.Join(problems...)
-	}
+	})
 	cmd.Args = noArgs
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if o.by.Who == "" {

@@ -10,7 +10,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/migrations"
 )
 
 // parkedListMax is the default limit of a list.
@@ -25,32 +24,15 @@ func newList[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.
 	addJSONLines(cmd, &asJSON)
 	cmd.Args = noArgs
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		return s.read(cmd, w, func(ctx context.Context, conn *pgx.Conn) error {
+		return read(cmd, s, w, func(ctx context.Context, conn *pgx.Conn) error {
 			return list(ctx, conn, w, limit, asJSON, cmd.OutOrStdout())
 		})
 	}
 	return needs(cmd, flagDatabaseURL)
 }
 
-// withTables connects and checks the tables. A writing command needs a primary.
-func (s *settings) withTables(ctx context.Context, writes bool, work func(context.Context, *pgx.Conn) error) error {
-	connect := s.connect
-	if writes {
-		connect = s.connectWriting
-	}
-	conn, err := connect(ctx)
-	if err != nil {
-		return err
-	}
-	defer hangUp(ctx, conn)
-	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.schema}); err != nil {
-		return err
-	}
-	return work(ctx, conn)
-}
-
 // read runs work with a connection, after resolving the choice of rows.
-func (s *settings) read(cmd *cobra.Command, choice chooser, work func(context.Context, *pgx.Conn) error) error {
+func read(cmd *cobra.Command, s *settings, choice chooser, work func(context.Context, *pgx.Conn) error) error {
 	ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 	defer cancel()
 	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
@@ -91,14 +73,6 @@ func list[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], limit 
 	}
 	_, err = io.WriteString(out, totals)
 	return err
-}
-
-// sayNone ends a list without entries, which is not an error. With --json it prints nothing.
-func sayNone(out io.Writer, asJSON bool, text string) error {
-	if asJSON {
-		return nil
-	}
-	return say(out, "%s\n", text)
 }
 
 // total is how many rows of one relay or consumer wait for a reason.

@@ -34,7 +34,7 @@ func newShow[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.
 		if full {
 			payloadMax = 1 << 30
 		}
-		return s.read(cmd, w, func(ctx context.Context, conn *pgx.Conn) error {
+		return read(cmd, s, w, func(ctx context.Context, conn *pgx.Conn) error {
 			return show(ctx, conn, w, payloadMax, asJSON, cmd.OutOrStdout())
 		})
 	}

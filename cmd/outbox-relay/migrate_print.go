@@ -25,7 +25,7 @@ lock of "migrate up", and refuses a schema that another role created. A statemen
 1.5 s for a table lock fails, so that claims do not queue behind it, and nothing changes: run psql again.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			all, err := migrations.All(s.options())
+			all, err := migrations.All(migrations.Options{Schema: s.schema})
 			if err != nil {
 				return err
 			}

@@ -1,0 +1,39 @@
+package main
+
+import (
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+)
+
+// Widths of columns, in characters.
+const (
+	keyWidth   = 32
+	errorWidth = 72
+	// kafkaErrorWidth is larger: the text holds the commands that end a hanging transaction.
+	kafkaErrorWidth = 1000
+)
+
+func keyText(key parked.Key) string {
+	if key == nil {
+		return "-"
+	}
+	if len(key) == 0 {
+		return `""`
+	}
+	return clip(key.String(), keyWidth)
+}
+
+func fullKey(key parked.Key) string {
+	switch {
+	case key == nil:
+		return "none: nothing waits behind it"
+	case len(key) == 0:
+		return `""`
+	}
+	return key.String()
+}
+
+// seconds formats an age.
+func seconds(n float64) string {
+	return human.Seconds(n)
+}

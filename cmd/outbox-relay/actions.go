@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 func newActions(s *settings) *cobra.Command {
@@ -39,7 +40,7 @@ func newActionsList(s *settings) *cobra.Command {
 					return err
 				}
 				if len(actions) == 0 {
-					return sayNone(cmd.OutOrStdout(), asJSON, "no actions")
+					return terminal.SayNone(cmd.OutOrStdout(), asJSON, "no actions")
 				}
 				return printActions(cmd.OutOrStdout(), actions, asJSON)
 			})
@@ -56,15 +57,15 @@ func printActions(out io.Writer, actions []parked.Action, asJSON bool) error {
 	text.WriteString("when\twho\twhat\tto what\twhy\n")
 	for _, a := range actions {
 		if asJSON {
-			if err := printJSON(out, a); err != nil {
+			if err := terminal.PrintJSON(out, a); err != nil {
 				return err
 			}
 			continue
 		}
-		add(&text, "%s\t%s\t%s\t%s\t%s\n", a.When.UTC().Format(time.RFC3339), clip(a.By(), keyWidth), a.What, a.Object(), clip(a.Why, errorWidth))
+		terminal.Add(&text, "%s\t%s\t%s\t%s\t%s\n", a.When.UTC().Format(time.RFC3339), terminal.Clip(a.By(), keyWidth), a.What, a.Object(), terminal.Clip(a.Why, errorWidth))
 	}
 	if asJSON {
 		return nil
 	}
-	return printTable(out, text.String())
+	return terminal.PrintTable(out, text.String())
 }

@@ -7,6 +7,8 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // groupRolesSQL reads the roles of $1 that exist, in the order of $1. From PostgreSQL 16 on, a role
@@ -92,7 +94,7 @@ func (r *groupRole) worthSaying() bool {
 
 func (r *groupRole) String() string {
 	var text strings.Builder
-	text.WriteString("role " + plain(r.Role))
+	text.WriteString("role " + terminal.Plain(r.Role))
 	if r.Adopted {
 		text.WriteString(" existed before: it ")
 	} else {
@@ -111,7 +113,7 @@ func (r *groupRole) String() string {
 		if i > 0 {
 			text.WriteString(", ")
 		}
-		text.WriteString(plain(m.Role))
+		text.WriteString(terminal.Plain(m.Role))
 		switch {
 		case m.GrantsOnly:
 			text.WriteString(" (may only grant it)")
@@ -128,7 +130,7 @@ func (r *groupRole) String() string {
 		} else {
 			text.WriteString(", ")
 		}
-		text.WriteString(plain(name))
+		text.WriteString(terminal.Plain(name))
 	}
 	return text.String()
 }

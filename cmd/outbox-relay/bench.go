@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/bench"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
@@ -199,7 +200,7 @@ func checkpointsAway() map[string]string {
 func (b *benchmark) run(cmd *cobra.Command, measure func(context.Context, bench.Servers, func(string)) (report, error)) (err error) {
 	ctx, begin := cmd.Context(), time.Now()
 	progress := func(line string) {
-		_ = say(cmd.ErrOrStderr(), "%s\n", line) // a failed write does not stop the run
+		_ = terminal.Say(cmd.ErrOrStderr(), "%s\n", line) // a failed write does not stop the run
 	}
 	progress("starting the servers (the first run downloads PostgreSQL)")
 	address, err := b.databaseAddress()
@@ -226,7 +227,7 @@ func (b *benchmark) run(cmd *cobra.Command, measure func(context.Context, bench.
 	}
 	found.SetServers(postgres.Description, kafka.Description, time.Since(begin))
 	if b.json {
-		return printJSON(cmd.OutOrStdout(), found)
+		return terminal.PrintJSON(cmd.OutOrStdout(), found)
 	}
 	return found.WriteTable(cmd.OutOrStdout())
 }

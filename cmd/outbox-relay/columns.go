@@ -3,6 +3,7 @@ package main
 import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // Widths of columns, in characters.
@@ -20,7 +21,7 @@ func keyText(key parked.Key) string {
 	if len(key) == 0 {
 		return `""`
 	}
-	return clip(key.String(), keyWidth)
+	return terminal.Clip(key.String(), keyWidth)
 }
 
 func fullKey(key parked.Key) string {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 func newConsumer(s *settings) *cobra.Command {
@@ -89,11 +90,11 @@ The pause also holds for consumers that start later, until "consumer resume". Mi
 				case err != nil:
 					return err
 				case o.asJSON:
-					return printJSON(cmd.OutOrStdout(), map[string]any{"paused": paused, "pause": pause})
+					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"paused": paused, "pause": pause})
 				case paused:
-					err = say(cmd.OutOrStdout(), "topic %s is paused for group %s\n", plain(o.topic), plain(o.group))
+					err = terminal.Say(cmd.OutOrStdout(), "topic %s is paused for group %s\n", terminal.Plain(o.topic), terminal.Plain(o.group))
 				default:
-					err = say(cmd.OutOrStdout(), "topic %s was paused already: %s\n", plain(o.topic), pauseText(pause))
+					err = terminal.Say(cmd.OutOrStdout(), "topic %s was paused already: %s\n", terminal.Plain(o.topic), pauseText(pause))
 				}
 				return err
 			})
@@ -105,7 +106,7 @@ The pause also holds for consumers that start later, until "consumer resume". Mi
 
 // pauseText says for which group a topic is paused, since when, by whom and why.
 func pauseText(p consumers.Pause) string {
-	return fmt.Sprintf("for group %s since %s by %s: %s", plain(p.Group), p.PausedAt.UTC().Format(time.RFC3339), clip(p.Who, keyWidth), clip(p.Why, errorWidth))
+	return fmt.Sprintf("for group %s since %s by %s: %s", terminal.Plain(p.Group), p.PausedAt.UTC().Format(time.RFC3339), terminal.Clip(p.Who, keyWidth), terminal.Clip(p.Why, errorWidth))
 }
 
 func newConsumerResume(s *settings) *cobra.Command {
@@ -124,11 +125,11 @@ func newConsumerResume(s *settings) *cobra.Command {
 				case err != nil:
 					return err
 				case o.asJSON:
-					return printJSON(cmd.OutOrStdout(), map[string]any{"resumed": resumed, "group": o.group, "topic": o.topic})
+					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"resumed": resumed, "group": o.group, "topic": o.topic})
 				case !resumed:
 					text = "topic %s was not paused for group %s\n"
 				}
-				err = say(cmd.OutOrStdout(), text, plain(o.topic), plain(o.group))
+				err = terminal.Say(cmd.OutOrStdout(), text, terminal.Plain(o.topic), terminal.Plain(o.group))
 				return err
 			})
 		},
@@ -204,21 +205,21 @@ func showRules(cmd *cobra.Command, s *settings, names []string, asJSON bool) err
 		case err != nil:
 			return err
 		case len(all) == 0:
-			return sayNone(cmd.OutOrStdout(), asJSON, "no consumers: none has registered yet")
+			return terminal.SayNone(cmd.OutOrStdout(), asJSON, "no consumers: none has registered yet")
 		}
 		text := "consumer\tid rule\n"
 		for _, c := range all {
 			if asJSON {
-				if err := printJSON(cmd.OutOrStdout(), c); err != nil {
+				if err := terminal.PrintJSON(cmd.OutOrStdout(), c); err != nil {
 					return err
 				}
 			}
-			text += consumerText(c.Name) + "\t" + printable(c.IDRule) + "\n"
+			text += consumerText(c.Name) + "\t" + terminal.Printable(c.IDRule) + "\n"
 		}
 		if asJSON {
 			return nil
 		}
-		return printTable(cmd.OutOrStdout(), text)
+		return terminal.PrintTable(cmd.OutOrStdout(), text)
 	})
 }
 
@@ -232,12 +233,12 @@ func printRule(out io.Writer, before *consumers.Consumer, rule string, asJSON bo
 		if changed {
 			warning = ruleWarning
 		}
-		return printJSON(out, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed, "warning": warning})
+		return terminal.PrintJSON(out, map[string]any{"consumer": before.Name, "id_rule": rule, "before": before.IDRule, "changed": changed, "warning": warning})
 	}
 	if !changed {
-		err := say(out, "consumer %s has the rule %s already\n", consumerText(before.Name), rule)
+		err := terminal.Say(out, "consumer %s has the rule %s already\n", consumerText(before.Name), rule)
 		return err
 	}
-	err := say(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nMIND: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
+	err := terminal.Say(out, "consumer %s: from its next start on, the rule is %s (before: %s)\nMIND: %s\n", consumerText(before.Name), rule, before.IDRule, ruleWarning)
 	return err
 }

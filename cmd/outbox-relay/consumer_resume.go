@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 )
 
@@ -101,7 +102,7 @@ func (r *resumeAt) run(ctx context.Context, out io.Writer) error {
 		case err != nil:
 			return err
 		case r.asJSON:
-			return printJSON(out, done)
+			return terminal.PrintJSON(out, done)
 		}
 		return printResumption(out, done)
 	})
@@ -135,11 +136,11 @@ func (r *resumeAt) printTaken(out io.Writer, p consumers.Partition, taken bool) 
 	text := "%s: the order is canceled\n"
 	switch {
 	case r.asJSON:
-		return printJSON(out, map[string]any{"group": p.Group, "topic": p.Topic, "partition": p.Partition, "taken_back": taken})
+		return terminal.PrintJSON(out, map[string]any{"group": p.Group, "topic": p.Topic, "partition": p.Partition, "taken_back": taken})
 	case !taken:
 		text = "%s: no order is pending\n"
 	}
-	err := say(out, text, p.String())
+	err := terminal.Say(out, text, p.String())
 	return err
 }
 
@@ -149,14 +150,14 @@ func printResumption(out io.Writer, r *consumers.Resumption) error {
 		verb = "would resume"
 	}
 	if r.Holder != "" {
-		holder = plain(r.Holder) + ", or the next holder,"
+		holder = terminal.Plain(r.Holder) + ", or the next holder,"
 	}
-	text := fill("%s %s at %s: %s carries it out\n", r.String(), verb, consumers.AtText(r.ResumeAt), holder)
+	text := terminal.Fill("%s %s at %s: %s carries it out\n", r.String(), verb, consumers.AtText(r.ResumeAt), holder)
 	if r.Before != nil {
-		text += fill("an earlier order is replaced: %s\n", consumers.AtText(*r.Before))
+		text += terminal.Fill("an earlier order is replaced: %s\n", consumers.AtText(*r.Before))
 	}
 	if r.Trouble != "" {
-		text += fill("the partition does not move: %s\n", clip(r.Trouble, errorWidth))
+		text += terminal.Fill("the partition does not move: %s\n", terminal.Clip(r.Trouble, errorWidth))
 	}
 	_, err := io.WriteString(out, text+"MIND: "+r.Effect+"\n")
 	return err

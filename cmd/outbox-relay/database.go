@@ -22,6 +22,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
@@ -352,7 +353,7 @@ func (s *settings) target() string {
 	switch {
 	case name == "":
 		name = "(the user's database)"
-	case plain(name) != name:
+	case terminal.Plain(name) != name:
 		name = "(a name that is not shown)"
 	}
 	return strings.Join(addresses, ",") + "/" + name

@@ -12,6 +12,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/dead"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // deadRows are the rows of outbox_dead that a command's flags choose, and what the command did with
@@ -104,7 +105,7 @@ func (d *deadRows) totals(ctx context.Context, conn *pgx.Conn) (string, error) {
 	found, err := dead.Totals(ctx, conn, d.s.schema, d.Filter)
 	totals := make([]total, len(found))
 	for i, t := range found {
-		totals[i] = total{"relay " + plain(t.Relay), t.Reason, t.Count, t.Retrying, t.HeldKeys}
+		totals[i] = total{"relay " + terminal.Plain(t.Relay), t.Reason, t.Count, t.Retrying, t.HeldKeys}
 	}
 	return totalsText(totals, "dead"), err
 }
@@ -117,9 +118,9 @@ func (*deadRows) print(out io.Writer, rows []dead.Row) error {
 		if r.State == "retry" {
 			reason += " (being retried)"
 		}
-		add(&text, "%d\t%s\t%s\t%s\t%s\t%d\t%s\t%d\t%s\n", r.Seq, r.ID, r.Topic, keyText(r.Key), reason, r.Attempts, seconds(r.AgeSeconds), r.Behind, clip(r.Error, errorWidth))
+		terminal.Add(&text, "%d\t%s\t%s\t%s\t%s\t%d\t%s\t%d\t%s\n", r.Seq, r.ID, r.Topic, keyText(r.Key), reason, r.Attempts, seconds(r.AgeSeconds), r.Behind, terminal.Clip(r.Error, errorWidth))
 	}
-	return printTable(out, text.String())
+	return terminal.PrintTable(out, text.String())
 }
 
 func (d *deadRows) named() bool { return d.Behind }

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/dead"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // shownDead is what "dead show --json" prints of a row.
@@ -29,7 +30,7 @@ func (d *deadRows) show(ctx context.Context, conn *pgx.Conn, place dead.Place, p
 		json: shownDead{r, payload, advice.What, advice.Do},
 		id:   r.ID,
 		facts: [][2]string{
-			{"row", fmt.Sprintf("seq %d of relay %s, written %s", r.Seq, plain(r.Relay), r.CreatedAt.UTC().Format(time.RFC3339))},
+			{"row", fmt.Sprintf("seq %d of relay %s, written %s", r.Seq, terminal.Plain(r.Relay), r.CreatedAt.UTC().Format(time.RFC3339))},
 			{"topic", r.Topic},
 			{"key", fullKey(r.Key)},
 			{"reason", r.Reason + ": " + advice.What},

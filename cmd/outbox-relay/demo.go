@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
@@ -102,8 +103,8 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 		return fmt.Errorf("find this program, to start it as the processes of the demo: %w", err)
 	}
 	begin := time.Now()
-	screen := newScreen(d.progress)
-	screen.line("starting the servers (the first run downloads PostgreSQL)")
+	screen := terminal.NewScreen(d.progress)
+	screen.Line("starting the servers (the first run downloads PostgreSQL)")
 	address, err := d.databaseAddress()
 	if err != nil {
 		return err
@@ -125,23 +126,23 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	}
 	d.options.Command = d.childCommand(program, "demo", "--"+flagDemoProcess)
 	d.options.DatabaseURL, d.options.Brokers = postgres.URL, kafka.Brokers
-	d.options.Progress = (&demoScreen{screen: screen}).progress
-	screen.line(postgres.Description)
-	screen.line(kafka.Description)
-	screen.line(fmt.Sprintf("1 shop, 2 relays, 3 consumers; %d orders; killed, frozen and sent twice for %s; --seed %d",
+	d.options.Progress = (&demoScreen{Screen: screen}).progress
+	screen.Line(postgres.Description)
+	screen.Line(kafka.Description)
+	screen.Line(fmt.Sprintf("1 shop, 2 relays, 3 consumers; %d orders; killed, frozen and sent twice for %s; --seed %d",
 		d.options.Orders, short(d.options.Duration), d.options.Seed))
 	report, err := demo.Run(ctx, d.options)
-	screen.end()
+	screen.End()
 	if err != nil {
 		return err
 	}
 	for _, note := range report.Notes {
-		screen.line("note: " + note)
+		screen.Line("note: " + note)
 	}
 	result := newDemoResult(report, postgres.Description, kafka.Description, time.Since(begin))
 	result.WithoutDedup = d.options.WithoutDedup
 	if d.json {
-		err = printJSON(d.out, result)
+		err = terminal.PrintJSON(d.out, result)
 	} else {
 		err = result.print(d.out)
 	}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // demoResult is the last line of "demo --json".
@@ -50,7 +51,7 @@ func newDemoResult(r demo.Report, postgres, kafka string, took time.Duration) de
 
 func (r demoResult) print(out io.Writer) error {
 	var text strings.Builder
-	row := func(name string, n int) { add(&text, "  %-48s %7d\n", name, n) }
+	row := func(name string, n int) { terminal.Add(&text, "  %-48s %7d\n", name, n) }
 	text.WriteString("\n")
 	row("orders that the shop committed", r.Orders)
 	row("orders delivered by Kafka", r.Delivered)
@@ -76,9 +77,9 @@ func (r demoResult) print(out io.Writer) error {
 	row("processes frozen and resumed", r.Freezes)
 	text.WriteString("\n")
 	for _, example := range r.Examples {
-		add(&text, "  %s\n", example)
+		terminal.Add(&text, "  %s\n", example)
 	}
-	add(&text, "%.1f seconds, seed %d\n%s\n", r.Seconds, r.Seed, r.lastWord())
+	terminal.Add(&text, "%.1f seconds, seed %d\n%s\n", r.Seconds, r.Seed, r.lastWord())
 	_, err := io.WriteString(out, text.String())
 	return err
 }

@@ -8,22 +8,23 @@ import (
 	"time"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // demoScreen shows the progress of the demo.
 type demoScreen struct {
-	*screen
+	*terminal.Screen
 	last  time.Time
 	phase string
 }
 
 func (s *demoScreen) progress(p demo.Progress) {
-	if s.overwrites() {
-		s.overwrite(fmt.Sprintf("%.0fs orders %d delivered %d effects %d duplicates %d kills %d freezes %d",
+	if s.Overwrites() {
+		s.Overwrite(fmt.Sprintf("%.0fs orders %d delivered %d effects %d duplicates %d kills %d freezes %d",
 			p.Elapsed.Seconds(), p.Orders, p.Delivered, p.Effects, p.Duplicates, p.Kills, p.Freezes))
 		return
 	}
-	if p.Phase == s.phase && time.Since(s.last) < lineEvery {
+	if p.Phase == s.phase && time.Since(s.last) < terminal.LineEvery {
 		return
 	}
 	s.last, s.phase = time.Now(), p.Phase
@@ -32,5 +33,5 @@ func (s *demoScreen) progress(p demo.Progress) {
 	if len(p.Frozen) > 0 {
 		text += " (now " + strings.Join(p.Frozen, ", ") + ")"
 	}
-	s.line(text + "  " + p.Phase)
+	s.Line(text + "  " + p.Phase)
 }

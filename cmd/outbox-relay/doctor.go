@@ -11,6 +11,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -57,7 +58,7 @@ Exit status 1 if a check fails; warnings do not count.
 			report := doctorReport{Well: doctor.Well(findings), Findings: findings}
 			var err error
 			if asJSON {
-				err = printJSON(cmd.OutOrStdout(), report)
+				err = terminal.PrintJSON(cmd.OutOrStdout(), report)
 			} else {
 				err = printFindings(cmd.OutOrStdout(), findings)
 			}
@@ -151,9 +152,9 @@ func examineKafka(ctx context.Context, s *settings, db operator.Querier, options
 func printFindings(out io.Writer, findings []doctor.Finding) error {
 	var text strings.Builder
 	for _, f := range findings {
-		add(&text, "%-4s  %s: %s\n", f.Severity, f.Check, f.Message)
+		terminal.Add(&text, "%-4s  %s: %s\n", f.Severity, f.Check, f.Message)
 		if f.Remedy != "" {
-			add(&text, "      remedy: %s\n", f.Remedy)
+			terminal.Add(&text, "      remedy: %s\n", f.Remedy)
 		}
 	}
 	_, err := io.WriteString(out, text.String())

@@ -18,6 +18,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 func newExplain(s *settings) *cobra.Command {
@@ -86,7 +87,7 @@ func explain(ctx context.Context, s *settings, q inspect.Question, asJSON bool, 
 			return err
 		}
 		if asJSON {
-			err = printJSON(out, found)
+			err = terminal.PrintJSON(out, found)
 		} else {
 			_, err = io.WriteString(out, explanationText(found))
 		}
@@ -120,15 +121,15 @@ type event struct {
 func explanationText(x *inspect.Explanation) string {
 	var text strings.Builder
 	if !x.Known {
-		add(&text, "nothing is known of %s\n", clip(x.Asked, errorWidth))
+		terminal.Add(&text, "nothing is known of %s\n", terminal.Clip(x.Asked, errorWidth))
 	}
 	events := events(x)
 	slices.SortStableFunc(events, func(a, b event) int { return a.at.Compare(b.at) })
 	for _, e := range events {
-		add(&text, "%s  %-8s  %s\n", e.at.UTC().Format("2006-01-02T15:04:05.000Z"), e.what, e.text)
+		terminal.Add(&text, "%s  %-8s  %s\n", e.at.UTC().Format("2006-01-02T15:04:05.000Z"), e.what, e.text)
 	}
 	if x.At != nil && x.At.State != inspect.PlaceRecord {
-		add(&text, "%s: %s\n", x.At.Place, atText(x.At))
+		terminal.Add(&text, "%s: %s\n", x.At.Place, atText(x.At))
 	}
 	switch {
 	case x.At != nil && len(x.Records) == 0 && x.KafkaError == "": // the place itself says why
@@ -137,14 +138,14 @@ func explanationText(x *inspect.Explanation) string {
 	case x.Searched == nil:
 		text.WriteString("topics were not searched: give --brokers, and --topic where no row and no consumer names one\n")
 	case !x.Searched.Complete:
-		add(&text, "topics %s: searched %s from %s on and stopped there: --scan-max reads more\n",
+		terminal.Add(&text, "topics %s: searched %s from %s on and stopped there: --scan-max reads more\n",
 			strings.Join(x.Searched.Topics, ", "), human.Count(x.Searched.Records, "record"), x.Searched.Since.UTC().Format(time.RFC3339))
 	case len(x.Records) == 0:
-		add(&text, "not in topic %s from %s on (%s searched)\n",
+		terminal.Add(&text, "not in topic %s from %s on (%s searched)\n",
 			strings.Join(x.Searched.Topics, ", "), x.Searched.Since.UTC().Format(time.RFC3339), human.Count(x.Searched.Records, "record"))
 	}
 	for _, p := range x.Passed {
-		add(&text, "handled by %s: the position of group %s in %s/%d is %d; %s\n", consumerText(p.Consumer), plain(p.Group), p.Topic, p.Partition, p.Position, claimGone(p.WindowSeconds))
+		terminal.Add(&text, "handled by %s: the position of group %s in %s/%d is %d; %s\n", consumerText(p.Consumer), terminal.Plain(p.Group), p.Topic, p.Partition, p.Position, claimGone(p.WindowSeconds))
 	}
 	if x.Known && len(x.Claims)+len(x.Passed) == 0 && (x.KafkaError == "" || len(x.IDs) > 0) {
 		text.WriteString("not claimed\n")
@@ -186,7 +187,7 @@ func claimGone(window *float64) string {
 
 // kafkaErrorText is one line, even if the error has several.
 func kafkaErrorText(what, err string) string {
-	return fill("%s: Kafka: %s\n", what, clip(err, kafkaErrorWidth))
+	return terminal.Fill("%s: Kafka: %s\n", what, terminal.Clip(err, kafkaErrorWidth))
 }
 
 func events(x *inspect.Explanation) (all []event) {
@@ -196,14 +197,14 @@ func events(x *inspect.Explanation) (all []event) {
 	for _, r := range x.Requests {
 		add(r.CreatedAt, "request", "%s", requestText(r))
 		if r.FinishedAt != nil {
-			add(*r.FinishedAt, "request", "%s is finished", clip(r.Key, errorWidth))
+			add(*r.FinishedAt, "request", "%s is finished", terminal.Clip(r.Key, errorWidth))
 		}
 	}
 	for _, r := range x.Outbox {
 		add(r.CreatedAt, "outbox", "%s", rowText(r))
 	}
 	for _, d := range x.Dead {
-		add(d.DiedAt, "dead", "relay %s, seq %d: %s (%s): %s; attempts %d", plain(d.Relay), d.Seq, d.Reason, d.State, clip(d.Error, 200), d.Attempts)
+		add(d.DiedAt, "dead", "relay %s, seq %d: %s (%s): %s; attempts %d", terminal.Plain(d.Relay), d.Seq, d.Reason, d.State, terminal.Clip(d.Error, 200), d.Attempts)
 	}
 	for _, r := range x.Scheduled {
 		state := ""
@@ -217,27 +218,27 @@ func events(x *inspect.Explanation) (all []event) {
 		if slices.ContainsFunc(x.Records[:i], func(b inspect.Record) bool { return b.Topic == r.Topic }) {
 			again = ", again" // in another topic it is a copy that a rule made
 		}
-		add(r.Time, "topic", "%s, key %s, message-id %s%s", r.Place, keyText(r.Key), cmp.Or(clip(r.MessageID, errorWidth), "-"), again)
+		add(r.Time, "topic", "%s, key %s, message-id %s%s", r.Place, keyText(r.Key), cmp.Or(terminal.Clip(r.MessageID, errorWidth), "-"), again)
 	}
 	for _, c := range x.Claims {
 		forever := ""
 		if c.Forever {
 			forever = ", forever"
 		}
-		add(c.ProcessedAt, "claimed", "by %s (group %s) as %s%s", consumerText(c.Consumer), plain(c.Group), c.ID, forever)
+		add(c.ProcessedAt, "claimed", "by %s (group %s) as %s%s", consumerText(c.Consumer), terminal.Plain(c.Group), c.ID, forever)
 	}
 	for _, a := range x.Attempts {
-		add(a.UpdatedAt, "failed", "%s: %d attempts, the last: %s", consumerText(a.Consumer), a.Attempts, clip(a.Error, 200))
+		add(a.UpdatedAt, "failed", "%s: %d attempts, the last: %s", consumerText(a.Consumer), a.Attempts, terminal.Clip(a.Error, 200))
 	}
 	for i := range x.Parked {
 		m := &x.Parked[i]
-		add(m.ParkedAt, "parked", "by %s at %s after %d attempts: %s: %s; %s", consumerText(m.Consumer), m.At(), m.Attempts, m.Reason, clip(m.Error, 200), stateDetail(m))
+		add(m.ParkedAt, "parked", "by %s at %s after %d attempts: %s: %s; %s", consumerText(m.Consumer), m.At(), m.Attempts, m.Reason, terminal.Clip(m.Error, 200), stateDetail(m))
 	}
 	for _, c := range x.Children {
 		add(c.CreatedAt, "child", "id %s, %s", c.ID, rowText(c))
 	}
 	for _, a := range x.Actions {
-		add(a.When, "operator", "%s: %s: %s", clip(a.By(), keyWidth), a.What, clip(a.Why, 200))
+		add(a.When, "operator", "%s: %s: %s", terminal.Clip(a.By(), keyWidth), a.What, terminal.Clip(a.Why, 200))
 	}
 	return all
 }
@@ -248,7 +249,7 @@ func rowText(r inspect.Row) string {
 		return text + "; waiting: no relay has run yet"
 	}
 	for _, relay := range sortedKeys(r.States) {
-		text += fmt.Sprintf("; relay %s: %s", plain(relay), r.States[relay])
+		text += fmt.Sprintf("; relay %s: %s", terminal.Plain(relay), r.States[relay])
 	}
 	return text
 }

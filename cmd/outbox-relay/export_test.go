@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"slices"
-	"strings"
 )
 
 // Execute runs a command line in this process, with an environment of its own.
@@ -30,15 +28,4 @@ func DialThisMachine(ctx context.Context, base *net.Dialer, broker string) (net.
 func FormatSettings(databaseURL string) string {
 	s := secret{func() string { return databaseURL }}
 	return fmt.Sprintf("%v %+v %#v %s %q", s, settings{databaseURL: s}, s, s, s) + s.LogValue().String()
-}
-
-// Printed is what appears of a text that is written in pieces of this many bytes.
-func Printed(text string, size int) string {
-	var out strings.Builder
-	t := newTerminal(&out)
-	for piece := range slices.Chunk([]byte(text), size) {
-		_, _ = t.Write(piece)
-	}
-	t.flush()
-	return out.String()
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 func newKeys(s *settings) *cobra.Command {
@@ -67,7 +68,7 @@ the cursor for --after.`,
 					return err
 				}
 				if len(rows) == 0 {
-					return sayNone(cmd.OutOrStdout(), asJSON, noKeys(filter))
+					return terminal.SayNone(cmd.OutOrStdout(), asJSON, noKeys(filter))
 				}
 				return printKeys(cmd.OutOrStdout(), rows, limit, asJSON)
 			})
@@ -129,31 +130,31 @@ func printKeys(out io.Writer, rows []keys.Row, limit int, asJSON bool) error {
 	text.WriteString("key\tin logs\tscope\toperation\tstate\tage\tattempts\tdone\terror\n")
 	for _, r := range rows {
 		if asJSON {
-			if err := printJSON(out, r); err != nil {
+			if err := terminal.PrintJSON(out, r); err != nil {
 				return err
 			}
 			continue
 		}
 		failure := ""
 		if r.Error != nil {
-			failure = clip(*r.Error, errorWidth)
+			failure = terminal.Clip(*r.Error, errorWidth)
 		}
 		done := "-"
 		if len(r.Phases) > 0 {
-			done = clip(strings.Join(r.Phases, ","), keyWidth)
+			done = terminal.Clip(strings.Join(r.Phases, ","), keyWidth)
 		}
-		add(&text, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\n", clip(r.Key, 36), r.Mark, clip(r.Scope, keyWidth), clip(r.Operation, keyWidth), stateOf(r),
+		terminal.Add(&text, "%s\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\n", terminal.Clip(r.Key, 36), r.Mark, terminal.Clip(r.Scope, keyWidth), terminal.Clip(r.Operation, keyWidth), stateOf(r),
 			seconds(r.AgeSeconds), r.Attempts, done, failure)
 	}
 	if asJSON {
 		return nil
 	}
-	if err := printTable(out, text.String()); err != nil || !more {
+	if err := terminal.PrintTable(out, text.String()); err != nil || !more {
 		return err
 	}
 	cursor, err := rows[len(rows)-1].Cursor.MarshalText()
 	if err == nil {
-		err = say(out, "there are more: --%s shows more at once, --after %s continues\n", flagLimit, cursor)
+		err = terminal.Say(out, "there are more: --%s shows more at once, --after %s continues\n", flagLimit, cursor)
 	}
 	return err
 }

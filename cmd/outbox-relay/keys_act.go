@@ -17,6 +17,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
@@ -57,9 +58,9 @@ func newKeyAct(s *settings, cmd *cobra.Command, act func(ctx context.Context, po
 				return err
 			}
 			if asJSON {
-				return printJSON(cmd.OutOrStdout(), changedKey{"key." + cmd.Name(), changed})
+				return terminal.PrintJSON(cmd.OutOrStdout(), changedKey{"key." + cmd.Name(), changed})
 			}
-			err = say(cmd.OutOrStdout(), "key %s of %s, scope %s: %s\n", clip(row.Key, 255), plain(row.Operation), plain(row.Scope), said(changed))
+			err = terminal.Say(cmd.OutOrStdout(), "key %s of %s, scope %s: %s\n", terminal.Clip(row.Key, 255), terminal.Plain(row.Operation), terminal.Plain(row.Scope), said(changed))
 			return err
 		})
 	}

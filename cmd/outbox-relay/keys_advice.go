@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup/idempotency"
 )
 
@@ -78,7 +79,7 @@ func stays(r keys.Row) string {
 	if len(r.Phases) == 0 {
 		return ""
 	}
-	return fmt.Sprintf("; what %s did stays: if that outcome is a failure, undo it by hand first", printable(strings.Join(r.Phases, ", ")))
+	return fmt.Sprintf("; what %s did stays: if that outcome is a failure, undo it by hand first", terminal.Printable(strings.Join(r.Phases, ", ")))
 }
 
 // unlocked, retried and finished say what happens next.
@@ -88,7 +89,7 @@ func unlocked(changed *keys.Changed) string {
 		text = fmt.Sprintf("the lock is ended; the call of phase %q was under way, so it becomes indeterminate with the next request: then \"keys show\" says what to find out", *was.Calling)
 	}
 	if was.LockedBy != nil {
-		text += "; it was held by " + printable(*was.LockedBy)
+		text += "; it was held by " + terminal.Printable(*was.LockedBy)
 	}
 	return text
 }
@@ -114,7 +115,7 @@ func finished(changed *keys.Changed, status int) string {
 		text += "the key is forgotten at " + utc(at, "") + ", and a request that comes later is executed again"
 	}
 	if len(was.Phases) > 0 {
-		text += fmt.Sprintf("; what %s did stays, and the phases after that are not executed", printable(strings.Join(was.Phases, ", ")))
+		text += fmt.Sprintf("; what %s did stays, and the phases after that are not executed", terminal.Printable(strings.Join(was.Phases, ", ")))
 	} else if was.Calling != nil {
 		text += fmt.Sprintf("; what phase %q and those behind it would have written is not written", *was.Calling)
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // reapMax bounds a run; the next run continues.
@@ -40,13 +41,13 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 					}
 					return printReaped(cmd, keys.Reaped{Forgotten: n}, true, asJSON)
 				}
-				screen := newScreen(cmd.ErrOrStderr())
+				screen := terminal.NewScreen(cmd.ErrOrStderr())
 				reaped, err := keys.Reap(ctx, conn, s.schema, func(r keys.Reaped) {
-					if screen.overwrites() {
-						screen.step("%s forgotten", human.Count(r.Forgotten, "key"))
+					if screen.Overwrites() {
+						screen.Step("%s forgotten", human.Count(r.Forgotten, "key"))
 					}
 				})
-				screen.end()
+				screen.End()
 				// Print it also after an error: keys are already forgotten then.
 				if said := printReaped(cmd, reaped, false, asJSON); err == nil {
 					err = said
@@ -64,7 +65,7 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 func printReaped(cmd *cobra.Command, reaped keys.Reaped, dryRun, asJSON bool) error {
 	n := reaped.Forgotten
 	if asJSON {
-		return printJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "indeterminate": reaped.Doubted, "dry_run": dryRun})
+		return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"keys": n, "indeterminate": reaped.Doubted, "dry_run": dryRun})
 	}
 	text := human.Count(n, "key") + " forgotten"
 	switch {
@@ -75,6 +76,6 @@ func printReaped(cmd *cobra.Command, reaped keys.Reaped, dryRun, asJSON bool) er
 	case reaped.Doubted > 0:
 		text += fmt.Sprintf("; %d became indeterminate, since their work committed by a statement of its own and left no outcome: \"outbox-relay keys list --state indeterminate\"", reaped.Doubted)
 	}
-	err := say(cmd.OutOrStdout(), "%s\n", text)
+	err := terminal.Say(cmd.OutOrStdout(), "%s\n", text)
 	return err
 }

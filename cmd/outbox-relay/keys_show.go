@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // theKey is the argument KEY, with the flags that distinguish it from other keys of the same value.
@@ -92,7 +93,7 @@ shown; of a finished key only the answer is.`,
 				}
 				shown := newShownKey(d, payload, children)
 				if asJSON {
-					return printJSON(cmd.OutOrStdout(), shown)
+					return terminal.PrintJSON(cmd.OutOrStdout(), shown)
 				}
 				_, err = io.WriteString(cmd.OutOrStdout(), shown.text())
 				return err
@@ -159,7 +160,7 @@ func newShownKey(d *keys.Detail, withPayload bool, children []string) shownKey {
 func (k shownKey) text() string {
 	var text strings.Builder
 	fact := func(name, format string, args ...any) {
-		add(&text, "%-10s %s\n", name, fill(format, args...))
+		terminal.Add(&text, "%-10s %s\n", name, terminal.Fill(format, args...))
 	}
 	fact("key", "%s (%s in logs)", k.Key, k.Mark)
 	fact("scope", "%s", k.Scope)
@@ -170,7 +171,7 @@ func (k shownKey) text() string {
 		fact("flow", "%s", *k.Flow)
 	}
 	if len(k.Phases) > 0 {
-		fact("done", "%s", printable(strings.Join(k.Phases, ", ")))
+		fact("done", "%s", terminal.Printable(strings.Join(k.Phases, ", ")))
 	}
 	if k.Calling != nil {
 		fact("calling", "%s: the foreign system may have been asked, and must not be asked twice", *k.Calling)
@@ -192,14 +193,14 @@ func (k shownKey) text() string {
 		fact("put off", "until %s", utc(k.RetryAt, ""))
 	}
 	if k.Error != nil {
-		block(&text, "error", *k.Error)
+		terminal.Block(&text, "error", *k.Error)
 	}
 	k.outcome(&text)
 	for i, a := range k.Actions {
 		if i == 0 {
 			text.WriteString("operators\n")
 		}
-		add(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), a.Who, a.What, clip(a.Why, 200))
+		terminal.Add(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), a.Who, a.What, terminal.Clip(a.Why, 200))
 	}
 	name := "what to do"
 	for line := range strings.SplitSeq(k.Do, "\n") {
@@ -215,7 +216,7 @@ func (k shownKey) outcome(text *strings.Builder) {
 		if k.Status != nil {
 			status = fmt.Sprint(*k.Status)
 		}
-		add(text, "%-10s status %s, since %s, forgotten %s\n", "outcome", status, utc(k.FinishedAt, "-"), utc(k.ExpiresAt, "never"))
+		terminal.Add(text, "%-10s status %s, since %s, forgotten %s\n", "outcome", status, utc(k.FinishedAt, "-"), utc(k.ExpiresAt, "never"))
 		printHeaders(text, k.Headers)
 	}
 	for _, p := range []struct {
@@ -226,31 +227,31 @@ func (k shownKey) outcome(text *strings.Builder) {
 		switch {
 		case p.bytes == nil:
 		case k.Sealed:
-			add(text, "%-10s %d bytes, encrypted\n", p.name, *p.bytes)
+			terminal.Add(text, "%-10s %d bytes, encrypted\n", p.name, *p.bytes)
 		case k.State == keys.Finished && p.name != "body":
-			add(text, "%-10s %d bytes, not needed any more: removed with the key, and not shown, since they may be encrypted\n", p.name, *p.bytes)
+			terminal.Add(text, "%-10s %d bytes, not needed any more: removed with the key, and not shown, since they may be encrypted\n", p.name, *p.bytes)
 		case p.shown == nil:
-			add(text, "%-10s %d bytes: --payload shows them\n", p.name, *p.bytes)
+			terminal.Add(text, "%-10s %d bytes: --payload shows them\n", p.name, *p.bytes)
 		default:
 			p.shown.printAs(text, p.name)
 		}
 	}
 	if k.BodyDropped {
-		add(text, "%-10s not stored: it was too large\n", "body")
+		terminal.Add(text, "%-10s not stored: it was too large\n", "body")
 	}
 }
 
 // requestText is a request in a timeline.
 func requestText(r keys.Row) string {
-	text := fmt.Sprintf("%s of %s, scope %s, is requested; it is %s", clip(r.Key, errorWidth), plain(r.Operation), plain(r.Scope), stateOf(r))
+	text := fmt.Sprintf("%s of %s, scope %s, is requested; it is %s", terminal.Clip(r.Key, errorWidth), terminal.Plain(r.Operation), terminal.Plain(r.Scope), stateOf(r))
 	if r.Status != nil {
 		text += fmt.Sprintf(", with status %d", *r.Status)
 	}
 	if len(r.Phases) > 0 {
-		text += ", done: " + printable(strings.Join(r.Phases, ", "))
+		text += ", done: " + terminal.Printable(strings.Join(r.Phases, ", "))
 	}
 	if r.Calling != nil {
-		text += ", calling: " + printable(*r.Calling)
+		text += ", calling: " + terminal.Printable(*r.Calling)
 	}
 	return text
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -34,13 +35,13 @@ type migrated struct {
 
 func (m migrated) print(out io.Writer, asJSON bool) error {
 	if asJSON {
-		return printJSON(out, m)
+		return terminal.PrintJSON(out, m)
 	}
 	text := fmt.Sprintf("schema %s: version %d, was %d", m.Schema, m.To, m.From)
 	if m.From == m.To {
 		text = fmt.Sprintf("schema %s: version %d, nothing to do", m.Schema, m.To)
 	}
-	err := say(out, "%s\n", text)
+	err := terminal.Say(out, "%s\n", text)
 	return err
 }
 
@@ -212,9 +213,9 @@ func printSchemaState(out io.Writer, state migrations.State, asJSON bool) error 
 	}
 	var err error
 	if asJSON {
-		err = printJSON(out, s)
+		err = terminal.PrintJSON(out, s)
 	} else {
-		err = say(out, "schema %s: version %d, this program has %d: %s\n", s.Schema, s.Current, s.Latest, remedy)
+		err = terminal.Say(out, "schema %s: version %d, this program has %d: %s\n", s.Schema, s.Current, s.Latest, remedy)
 	}
 	if err == nil && s.State != "current" && s.State != "compatible" {
 		return errUnhealthy

@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -88,7 +89,7 @@ type prefixed struct {
 }
 
 func (p *prefixed) print(out io.Writer, names []string) error {
-	text := fill("schema %s: rights of %s\n", p.Schema, strings.Join(names, ", "))
+	text := terminal.Fill("schema %s: rights of %s\n", p.Schema, strings.Join(names, ", "))
 	for _, r := range p.Roles {
 		if r.worthSaying() {
 			text += r.String() + "\n"
@@ -126,7 +127,7 @@ func applyRoles(ctx context.Context, s *settings, sql string, p prefixed, out io
 	}
 	adopt(p.Roles, before)
 	if asJSON {
-		return printJSON(out, p)
+		return terminal.PrintJSON(out, p)
 	}
 	return p.print(out, names)
 }

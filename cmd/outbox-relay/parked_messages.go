@@ -14,6 +14,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // parkedMessages are the messages that a command's flags choose, and what the command did with
@@ -120,9 +121,9 @@ func (*parkedMessages) print(out io.Writer, messages []parked.Message) error {
 	var text strings.Builder
 	text.WriteString("id\ttopic/partition/offset\tkey\treason\tattempts\tage\tbehind it\terror\n")
 	for _, m := range messages {
-		add(&text, "%s\t%s\t%s\t%s\t%d\t%s\t%d\t%s\n", m.ID, m.At(), keyText(m.Key), stateText(&m), m.Attempts, seconds(m.AgeSeconds), m.Behind, clip(m.Error, errorWidth))
+		terminal.Add(&text, "%s\t%s\t%s\t%s\t%d\t%s\t%d\t%s\n", m.ID, m.At(), keyText(m.Key), stateText(&m), m.Attempts, seconds(m.AgeSeconds), m.Behind, terminal.Clip(m.Error, errorWidth))
 	}
-	return printTable(out, text.String())
+	return terminal.PrintTable(out, text.String())
 }
 
 // stateText is the reason, and the progress of a retry.
@@ -140,7 +141,7 @@ func stateText(m *parked.Message) string {
 
 // consumerText quotes a name that is no plain group/topic.
 func consumerText(name string) string {
-	if plainName.MatchString(strings.ReplaceAll(name, "/", ".")) {
+	if dotted := strings.ReplaceAll(name, "/", "."); terminal.Plain(dotted) == dotted {
 		return name
 	}
 	return strconv.Quote(name)

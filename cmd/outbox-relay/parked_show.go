@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 func newParkedShow(s *settings, cmd *cobra.Command) *cobra.Command {
@@ -36,7 +37,7 @@ func (p *parkedMessages) show(ctx context.Context, conn *pgx.Conn, seq, payloadM
 		json: shownMessage{m, payload, advice.What, advice.Do},
 		id:   m.ID,
 		facts: [][2]string{
-			{"consumer", fmt.Sprintf("%s (group %s)", consumerText(m.Consumer), plain(m.Group))},
+			{"consumer", fmt.Sprintf("%s (group %s)", consumerText(m.Consumer), terminal.Plain(m.Group))},
 			{"record", m.At() + recordTime(m.RecordTime)},
 			{"key", fullKey(m.Key)},
 			{"reason", m.Reason + ": " + advice.What},

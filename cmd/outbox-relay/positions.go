@@ -14,6 +14,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 func newPositions(s *settings) *cobra.Command {
@@ -52,10 +53,10 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 					if filter.Group != nil {
 						return fmt.Errorf("group %q has no positions: it has not run, or its name is misspelt; \"outbox-relay positions\" shows all", *filter.Group)
 					}
-					return say(cmd.OutOrStdout(), "no positions: no relay and no consumer has run yet\n")
+					return terminal.Say(cmd.OutOrStdout(), "no positions: no relay and no consumer has run yet\n")
 				}
 				if asJSON {
-					err = printJSON(cmd.OutOrStdout(), positions)
+					err = terminal.PrintJSON(cmd.OutOrStdout(), positions)
 				} else {
 					err = printPositions(cmd.OutOrStdout(), positions)
 				}
@@ -84,12 +85,12 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 			age = seconds(*s.TickAgeSeconds)
 		}
 		if s.LeaseLeftSeconds > 0 {
-			owner, left = plain(s.Owner), seconds(s.LeaseLeftSeconds)
+			owner, left = terminal.Plain(s.Owner), seconds(s.LeaseLeftSeconds)
 		}
 		lag := strconv.FormatInt(s.Lag, 10)
-		add(&text, "%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d\n", plain(s.Relay), s.Shard, lag, s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
+		terminal.Add(&text, "%s\t%d\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%d\n", terminal.Plain(s.Relay), s.Shard, lag, s.Tick, age, s.Floor, s.Published, owner, left, s.Epoch)
 	}
-	if err := printTable(out, text.String()); err != nil {
+	if err := terminal.PrintTable(out, text.String()); err != nil {
 		return err
 	}
 	text.Reset()
@@ -99,29 +100,29 @@ func printPositions(out io.Writer, p *inspect.Positions) error {
 	for _, c := range p.Consumers {
 		trouble := "-"
 		if c.Trouble != "" {
-			trouble = clip(c.Trouble, errorWidth)
+			trouble = terminal.Clip(c.Trouble, errorWidth)
 		}
-		add(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s\n", plain(c.Group), plain(c.Topic), c.Partition,
+		terminal.Add(&text, "%s\t%s/%d\t%s\t%s\t%s\t%s\t%s ago\t%s\t%d\t%s\t%s\n", terminal.Plain(c.Group), terminal.Plain(c.Topic), c.Partition,
 			numberText(c.NextOffset), numberText(c.Start), numberText(c.End), numberText(c.Lag), seconds(c.AgeSeconds), holderText(&c), c.Epoch, orderedText(&c), trouble)
 	}
-	if err := printTable(out, text.String()); err != nil {
+	if err := terminal.PrintTable(out, text.String()); err != nil {
 		return err
 	}
 	text.Reset()
 	for i, c := range p.Consumers {
 		if c.Members != nil && *c.Members == 0 && (i == 0 || p.Consumers[i-1].Group != c.Group) {
-			add(&text, "group %s has no members: no consumer of it runs\n", plain(c.Group))
+			terminal.Add(&text, "group %s has no members: no consumer of it runs\n", terminal.Plain(c.Group))
 		}
 		if c.Deleted != nil && *c.Deleted > 0 {
-			add(&text, "%s/%d: Kafka deleted %s at or after the position of group %s: the consumer applies its reset policy, or halts\n",
-				plain(c.Topic), c.Partition, human.Count(*c.Deleted, "record"), plain(c.Group))
+			terminal.Add(&text, "%s/%d: Kafka deleted %s at or after the position of group %s: the consumer applies its reset policy, or halts\n",
+				terminal.Plain(c.Topic), c.Partition, human.Count(*c.Deleted, "record"), terminal.Plain(c.Group))
 		}
 	}
 	for _, pause := range p.Paused {
-		add(&text, "topic %s is paused %s\n", plain(pause.Topic), pauseText(pause))
+		terminal.Add(&text, "topic %s is paused %s\n", terminal.Plain(pause.Topic), pauseText(pause))
 	}
 	for _, m := range p.MissingTopics {
-		add(&text, "topic %s of consumer %s does not exist: is its name misspelt?\n", plain(m.Topic), consumerText(m.Consumer))
+		terminal.Add(&text, "topic %s of consumer %s does not exist: is its name misspelt?\n", terminal.Plain(m.Topic), consumerText(m.Consumer))
 	}
 	if p.KafkaError != "" {
 		text.WriteString(kafkaErrorText("topics and groups are incomplete", p.KafkaError))
@@ -136,9 +137,9 @@ func holderText(c *inspect.Position) string {
 	case c.Released || c.Owner == "":
 		return "none"
 	case c.Members != nil && *c.Members == 0:
-		return "none (last " + plain(c.Owner) + ")"
+		return "none (last " + terminal.Plain(c.Owner) + ")"
 	}
-	return plain(c.Owner)
+	return terminal.Plain(c.Owner)
 }
 
 // orderedText lists the operators' orders that still apply.

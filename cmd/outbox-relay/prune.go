@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/migrations"
@@ -61,7 +62,7 @@ func prune(ctx context.Context, s *settings, dryRun, asJSON bool, out io.Writer)
 		return failed // before it looked
 	}
 	if asJSON {
-		err = printJSON(out, report)
+		err = terminal.PrintJSON(out, report)
 	} else {
 		_, err = io.WriteString(out, pruneText(report, dryRun))
 	}
@@ -78,7 +79,7 @@ func pruneText(r dedup.Report, dryRun bool) string {
 	var text strings.Builder
 	list := func(what string, names []string) {
 		if len(names) > 0 {
-			add(&text, "%s %s: %s\n", what, human.Count(len(names), "day"), strings.Join(names, ", "))
+			terminal.Add(&text, "%s %s: %s\n", what, human.Count(len(names), "day"), strings.Join(names, ", "))
 		}
 	}
 	list("created", r.Made)
@@ -89,16 +90,16 @@ func pruneText(r dedup.Report, dryRun bool) string {
 		list("forgot", r.Truncated)
 		list("dropped", r.Dropped)
 		if r.Swept > 0 {
-			add(&text, "swept %s\n", human.Count(r.Swept, "claim"))
+			terminal.Add(&text, "swept %s\n", human.Count(r.Swept, "claim"))
 		}
 	}
 	if r.Horizon.IsZero() {
 		text.WriteString("nothing may be forgotten yet\n")
 	} else {
-		add(&text, "claims up to %s may be forgotten, in whole days\n", r.Horizon.UTC().Format(time.RFC3339))
+		terminal.Add(&text, "claims up to %s may be forgotten, in whole days\n", r.Horizon.UTC().Format(time.RFC3339))
 	}
 	if r.HeldBack != "" {
-		add(&text, "claims are kept beyond every window for the position of %s\n", plain(r.HeldBack))
+		terminal.Add(&text, "claims are kept beyond every window for the position of %s\n", terminal.Plain(r.HeldBack))
 	}
 	return text.String()
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/publishers"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 func newPublishers(s *settings) *cobra.Command {
@@ -67,9 +68,9 @@ outbox. If they take longer nothing changes: repeat it. The change is recorded.`
 					return err
 				}
 				if c.asJSON {
-					return printJSON(cmd.OutOrStdout(), limited)
+					return terminal.PrintJSON(cmd.OutOrStdout(), limited)
 				}
-				err := say(cmd.OutOrStdout(), "role %s publishes to %s only\n", plain(limited.Role), topicsText(limited))
+				err := terminal.Say(cmd.OutOrStdout(), "role %s publishes to %s only\n", terminal.Plain(limited.Role), topicsText(limited))
 				return err
 			})
 		},
@@ -98,9 +99,9 @@ if it has no list. The change is recorded.`,
 					return err
 				}
 				if c.asJSON {
-					return printJSON(cmd.OutOrStdout(), map[string]any{"role": args[0], "freed": true})
+					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"role": args[0], "freed": true})
 				}
-				err := say(cmd.OutOrStdout(), "role %s has no list any more\n", plain(args[0]))
+				err := terminal.Say(cmd.OutOrStdout(), "role %s has no list any more\n", terminal.Plain(args[0]))
 				return err
 			})
 		},
@@ -129,7 +130,7 @@ func newPublishersList(s *settings) *cobra.Command {
 					return err
 				}
 				if asJSON {
-					return printObjects(cmd.OutOrStdout(), all)
+					return terminal.PrintObjects(cmd.OutOrStdout(), all)
 				}
 				return printPublishers(cmd.OutOrStdout(), all)
 			})
@@ -145,7 +146,7 @@ func printPublishers(out io.Writer, all []publishers.Publisher) error {
 		return err
 	}
 	for _, p := range all {
-		if err := say(out, "%s  %s\n", plain(p.Role), topicsText(p)); err != nil {
+		if err := terminal.Say(out, "%s  %s\n", terminal.Plain(p.Role), topicsText(p)); err != nil {
 			return err
 		}
 	}

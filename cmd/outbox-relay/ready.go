@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // readyBytesMax is above the size of any answer of /readyz.
@@ -64,7 +66,7 @@ func askReady(ctx context.Context, address string, out io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("read the answer of the relay at %s: %w", address, err)
 	}
-	if err := say(out, "%s\n", strings.TrimSpace(string(text))); err != nil {
+	if err := terminal.Say(out, "%s\n", strings.TrimSpace(string(text))); err != nil {
 		return err
 	}
 	if response.StatusCode != http.StatusOK {

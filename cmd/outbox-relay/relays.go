@@ -14,6 +14,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/relays"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 func newRelays(s *settings) *cobra.Command {
@@ -42,7 +43,7 @@ live. A row leaves the outbox once every relay of this list has published it.`,
 					return err
 				}
 				if len(all) == 0 {
-					return sayNone(cmd.OutOrStdout(), asJSON, "no relays: none has run yet")
+					return terminal.SayNone(cmd.OutOrStdout(), asJSON, "no relays: none has run yet")
 				}
 				return printRelays(cmd.OutOrStdout(), all, asJSON)
 			})
@@ -57,7 +58,7 @@ func printRelays(out io.Writer, all []relays.Relay, asJSON bool) error {
 	text.WriteString("relay\tshards\tleased\treplicas\tpublished\tdead\tquiet for\n")
 	for _, r := range all {
 		if asJSON {
-			if err := printJSON(out, r); err != nil {
+			if err := terminal.PrintJSON(out, r); err != nil {
 				return err
 			}
 			continue
@@ -66,12 +67,12 @@ func printRelays(out io.Writer, all []relays.Relay, asJSON bool) error {
 		if !r.Live() {
 			quiet = seconds(r.QuietSeconds)
 		}
-		add(&text, "%s\t%d\t%d\t%d\t%d\t%d\t%s\n", plain(r.Relay), r.Shards, r.Leased, r.Replicas, r.Published, r.Dead, quiet)
+		terminal.Add(&text, "%s\t%d\t%d\t%d\t%d\t%d\t%s\n", terminal.Plain(r.Relay), r.Shards, r.Leased, r.Replicas, r.Published, r.Dead, quiet)
 	}
 	if asJSON {
 		return nil
 	}
-	return printTable(out, text.String())
+	return terminal.PrintTable(out, text.String())
 }
 
 func newRelaysDelete(s *settings) *cobra.Command {
@@ -106,9 +107,9 @@ Refused while a replica of that name works or stands by, or while outbox_dead ha
 					return err
 				}
 				if asJSON {
-					return printJSON(cmd.OutOrStdout(), gone)
+					return terminal.PrintJSON(cmd.OutOrStdout(), gone)
 				}
-				err = say(cmd.OutOrStdout(), "relay %s is deleted: progress of %s, %s\n", plain(gone.Relay), human.Count(gone.Shards, "shard"), human.Count(gone.Paused, "paused topic"))
+				err = terminal.Say(cmd.OutOrStdout(), "relay %s is deleted: progress of %s, %s\n", terminal.Plain(gone.Relay), human.Count(gone.Shards, "shard"), human.Count(gone.Paused, "paused topic"))
 				return err
 			})
 		},

@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -67,14 +68,14 @@ func describeSequences(ctx context.Context, pool *pgxpool.Pool, schema string, a
 	}
 	switch {
 	case asJSON:
-		err = printJSON(out, state)
+		err = terminal.PrintJSON(out, state)
 	case !state.Behind:
-		err = say(out, "nothing to repair: rows have numbers up to %d, ticks up to %d\n", state.SeqLast, state.TickLast)
+		err = terminal.Say(out, "nothing to repair: rows have numbers up to %d, ticks up to %d\n", state.SeqLast, state.TickLast)
 	default:
-		err = say(out, "to repair: the sequence of rows is at %d, the largest known number is %d; that of ticks is at %d, the largest is %d\n",
+		err = terminal.Say(out, "to repair: the sequence of rows is at %d, the largest known number is %d; that of ticks is at %d, the largest is %d\n",
 			state.SeqLast, state.SeqKnown, state.TickLast, state.TickKnown)
 		if err == nil && state.Reused != nil {
-			err = say(out, "the row with seq %d has a number that was used before\n", *state.Reused)
+			err = terminal.Say(out, "the row with seq %d has a number that was used before\n", *state.Reused)
 		}
 	}
 	if err == nil && state.Behind {
@@ -91,11 +92,11 @@ func repairSequences(ctx context.Context, pool *pgxpool.Pool, opts relay.RepairO
 	case err != nil:
 		return err
 	case asJSON:
-		return printJSON(out, done)
+		return terminal.PrintJSON(out, done)
 	case !done.Repaired:
 		_, err = io.WriteString(out, "nothing to repair\n")
 	default:
-		err = say(out, "repaired: %d rows got new numbers; the sequence of rows was at %d and is at %d, that of ticks was at %d and is at %d\n",
+		err = terminal.Say(out, "repaired: %d rows got new numbers; the sequence of rows was at %d and is at %d, that of ticks was at %d and is at %d\n",
 			done.Renumbered, done.SeqBefore, done.SeqAfter, done.TickBefore, done.TickAfter)
 	}
 	return err

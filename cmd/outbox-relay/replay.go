@@ -15,6 +15,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/replay"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 func newReplay(s *settings) *cobra.Command {
@@ -89,22 +90,22 @@ func runReplay(ctx context.Context, s *settings, opts replay.Options, asJSON boo
 		opts.By.Who = whoami()
 	}
 	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-		screen := newScreen(progress)
-		if screen.overwrites() {
-			opts.Progress = func(done int64) { screen.step("published: %d", done) }
+		screen := terminal.NewScreen(progress)
+		if screen.Overwrites() {
+			opts.Progress = func(done int64) { screen.Step("published: %d", done) }
 		}
 		report, err := replay.Run(ctx, conn, s.kafkaOptions(s.logger(progress)), opts)
-		screen.end()
+		screen.End()
 		if err != nil {
 			return fmt.Errorf("%s published again: %w", human.Count(report.Published, "row"), err)
 		}
 		switch {
 		case asJSON:
-			err = printJSON(out, report)
+			err = terminal.PrintJSON(out, report)
 		case opts.DryRun:
-			err = say(out, "%s would be published again\n", human.Count(report.Rows, "row"))
+			err = terminal.Say(out, "%s would be published again\n", human.Count(report.Rows, "row"))
 		default:
-			err = say(out, "%d of %s published again%s\n", report.Published, human.Count(report.Rows, "row"), noted(report.Dropped, ", %d dropped by a rule"))
+			err = terminal.Say(out, "%d of %s published again%s\n", report.Published, human.Count(report.Rows, "row"), noted(report.Dropped, ", %d dropped by a rule"))
 		}
 		if err == nil && !opts.DryRun && report.Published+report.Dropped < report.Rows {
 			return errUnhealthy

@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
@@ -41,9 +42,9 @@ func commands() []func(*settings) *cobra.Command {
 // arguments, so that tests can run commands in parallel.
 func execute(ctx context.Context, args []string, lookup lookupFunc, stdout, stderr io.Writer) int {
 	s := newSettings(lookup)
-	out, problems := newTerminal(stdout), newTerminal(stderr)
-	defer out.flush()
-	defer problems.flush()
+	out, problems := terminal.NewWriter(stdout), terminal.NewWriter(stderr)
+	defer out.Flush()
+	defer problems.Flush()
 	root := newRoot(s, out, problems)
 	root.SetArgs(args)
 	err := root.ExecuteContext(ctx)

@@ -11,6 +11,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
@@ -42,10 +43,10 @@ trying out and tests, never for production: no TLS, no replication, and the Kafk
 			if err := createTopics(ctx, kafka.Brokers, topics); err != nil {
 				return err
 			}
-			if err := say(cmd.OutOrStdout(), "export DATABASE_URL='%s' KAFKA_BROKERS='%s'\n", postgres.URL, kafka.Brokers[0]); err != nil {
+			if err := terminal.Say(cmd.OutOrStdout(), "export DATABASE_URL='%s' KAFKA_BROKERS='%s'\n", postgres.URL, kafka.Brokers[0]); err != nil {
 				return err
 			}
-			if err := say(cmd.ErrOrStderr(), "%s\n%s\nCtrl-C stops both and deletes their data\n", postgres.Description, kafka.Description); err != nil {
+			if err := terminal.Say(cmd.ErrOrStderr(), "%s\n%s\nCtrl-C stops both and deletes their data\n", postgres.Description, kafka.Description); err != nil {
 				return err
 			}
 			<-ctx.Done()

@@ -11,6 +11,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -43,11 +44,11 @@ replicas apply the change: publishing pauses for about a second, the rows of a k
 				case err != nil:
 					return err
 				case asJSON:
-					return printJSON(cmd.OutOrStdout(), map[string]any{"relay": s.relay, "shards": now, "wanted": number})
+					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"relay": s.relay, "shards": now, "wanted": number})
 				case int64(now) == number:
-					err = say(cmd.OutOrStdout(), "relay %s has %s\n", plain(s.relay), human.Count(now, "shard"))
+					err = terminal.Say(cmd.OutOrStdout(), "relay %s has %s\n", terminal.Plain(s.relay), human.Count(now, "shard"))
 				default:
-					err = say(cmd.OutOrStdout(), "relay %s has %s, and will have %d as soon as a replica runs\n", plain(s.relay), human.Count(now, "shard"), number)
+					err = terminal.Say(cmd.OutOrStdout(), "relay %s has %s, and will have %d as soon as a replica runs\n", terminal.Plain(s.relay), human.Count(now, "shard"), number)
 				}
 				return err
 			})

@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/migrations"
@@ -87,7 +88,7 @@ func showStatus(ctx context.Context, s *settings, opts statusOptions, out io.Wri
 		return err
 	}
 	if opts.json {
-		err = printJSON(out, status)
+		err = terminal.PrintJSON(out, status)
 	} else {
 		err = printStatus(out, status)
 	}
@@ -131,7 +132,7 @@ func missingTopics(ctx context.Context, s *settings, topics []string) ([]string,
 }
 
 func printStatus(out io.Writer, status *doctor.Status) error {
-	if err := printTable(out, relaysText(status)); err != nil {
+	if err := terminal.PrintTable(out, relaysText(status)); err != nil {
 		return err
 	}
 	if status.Scheduled.Count > 0 {
@@ -139,11 +140,11 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 			return err
 		}
 	}
-	if err := say(out, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions); err != nil {
+	if err := terminal.Say(out, "consumers: %d, with %d partition positions\n", status.Consumers, status.Positions); err != nil {
 		return err
 	}
 	if len(status.Consuming) > 0 {
-		if err := printTable(out, consumersText(status)); err != nil {
+		if err := terminal.PrintTable(out, consumersText(status)); err != nil {
 			return err
 		}
 	}
@@ -152,13 +153,13 @@ func printStatus(out io.Writer, status *doctor.Status) error {
 		text.WriteString(claimsText(d))
 	}
 	for _, note := range status.Notes {
-		add(&text, "note: %s\n", note)
+		terminal.Add(&text, "note: %s\n", note)
 	}
 	for _, problem := range status.Problems {
-		add(&text, "not well: %s\n", problem)
+		terminal.Add(&text, "not well: %s\n", problem)
 	}
 	if status.Well {
-		add(&text, "well\n")
+		terminal.Add(&text, "well\n")
 	}
 	_, err := io.WriteString(out, text.String())
 	return err
@@ -188,11 +189,11 @@ func claimsText(d *dedup.Stats) string {
 	if d.BytesPerClaim > 0 {
 		each = fmt.Sprintf(", %.0f bytes each", d.BytesPerClaim)
 	}
-	text := fill("claims: about %d in %s%s, of these %d without time; forever %d in %s; days %s to %s, %s\n",
+	text := terminal.Fill("claims: about %d in %s%s, of these %d without time; forever %d in %s; days %s to %s, %s\n",
 		d.Claims, bytesText(d.Bytes), each, d.Untimed, d.Forever, bytesText(d.ForeverBytes),
 		d.OldestDay.Format(time.DateOnly), d.LastDay.Format(time.DateOnly), maintained)
 	if d.HeldBack != "" {
-		text += fill("claims are kept beyond every window for the position of %s\n", plain(d.HeldBack))
+		text += terminal.Fill("claims are kept beyond every window for the position of %s\n", terminal.Plain(d.HeldBack))
 	}
 	return text
 }
@@ -219,9 +220,9 @@ func relaysText(status *doctor.Status) string {
 			rate = fmt.Sprintf("%.0f", *r.RowsPerSecond)
 		}
 		if r.Live {
-			owner, left = plain(r.Owner), seconds(r.LeaseLeftSeconds)
+			owner, left = terminal.Plain(r.Owner), seconds(r.LeaseLeftSeconds)
 		}
-		add(&text, "%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published, byReason(r.Dead), owner, left, r.Epoch)
+		terminal.Add(&text, "%s\t%d\t%s\t%s\t%s\t%d\t%s\t%s\t%s\t%d\n", terminal.Plain(r.Relay), r.Shard, waiting, oldest, rate, r.Published, byReason(r.Dead), owner, left, r.Epoch)
 	}
 	return text.String()
 }
@@ -238,7 +239,7 @@ func consumersText(status *doctor.Status) string {
 		if c.Behind != nil {
 			behind = seconds(c.Behind.AgeSeconds)
 		}
-		add(&text, "%s\t%d\t%d\t%s\t%s\t%d\t%s\n", consumerText(c.Name), c.Partitions, len(c.Trouble), behind, byReason(c.Parked), c.HeldKeys, oldest)
+		terminal.Add(&text, "%s\t%d\t%d\t%s\t%s\t%d\t%s\n", consumerText(c.Name), c.Partitions, len(c.Trouble), behind, byReason(c.Parked), c.HeldKeys, oldest)
 	}
 	return text.String()
 }

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"io"
 	"time"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // watchStatus repeats the status until ctx ends, and then returns nil.
@@ -12,7 +14,7 @@ func watchStatus(ctx context.Context, s *settings, opts statusOptions, out io.Wr
 	again := time.NewTicker(opts.watch)
 	defer again.Stop()
 	for {
-		newScreen(out).clear()
+		terminal.NewScreen(out).Clear()
 		if err := showStatus(ctx, s, opts, out); err != nil && !errors.Is(err, errUnhealthy) {
 			if ctx.Err() != nil {
 				return nil

@@ -13,6 +13,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 type tailer struct {
@@ -112,7 +113,7 @@ func (t *tailer) show(r inspect.TailRow) (err error) {
 		}
 	}
 	if t.json {
-		err = printJSON(t.out, line)
+		err = terminal.PrintJSON(t.out, line)
 	} else {
 		_, err = io.WriteString(t.out, line.text())
 	}
@@ -127,10 +128,10 @@ func (l *tailLine) text() string {
 	if l.PayloadBytes != nil {
 		size = human.Count(*l.PayloadBytes, "byte")
 	}
-	text := fill("%s  %d  %s  %s  %s  %s\n", l.CreatedAt.UTC().Format("2006-01-02T15:04:05.000Z"), l.Seq, l.Topic, keyText(l.Key), l.ID, size)
+	text := terminal.Fill("%s  %d  %s  %s  %s  %s\n", l.CreatedAt.UTC().Format("2006-01-02T15:04:05.000Z"), l.Seq, l.Topic, keyText(l.Key), l.ID, size)
 	switch {
 	case l.Payload != nil:
-		text += "  " + printable(*l.Payload) + "\n"
+		text += "  " + terminal.Printable(*l.Payload) + "\n"
 	case l.PayloadBase64 != nil:
 		text += "  base64:" + *l.PayloadBase64 + "\n"
 	}

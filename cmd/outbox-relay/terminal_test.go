@@ -17,7 +17,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	main "github.com/effectonce/effectonce/cmd/outbox-relay"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -187,30 +186,6 @@ func holds(value any, text string) bool {
 		}
 	}
 	return false
-}
-
-// Property: all output is escaped, also if a character is written in two pieces; a program reads
-// back the original.
-func TestEveryWriteIsEscaped(t *testing.T) {
-	t.Parallel()
-	for _, tc := range []struct{ in, want string }{
-		{"plain: ß☃😀\n\ta\n", "plain: ß☃😀\n\ta\n"},
-		{"\x1b]0;x\x07", `\u001b]0;x\u0007`},
-		{"\u009b2J\x7f\u202e\u2028\u00a0", `\u009b2J\u007f\u202e\u2028\u00a0`},
-		{"\U000e0041", `\udb40\udc41`},
-		{"\xff\xfea", `\xff\xfea`},
-		{"\ufffd", "\ufffd"},
-		{"a\xe2\x98", `a\xe2\x98`},
-	} {
-		for _, size := range []int{1, 2, 3, 1000} {
-			assert.Equal(t, tc.want, main.Printed(tc.in, size), "in pieces of %d bytes", size)
-		}
-	}
-	text, err := json.Marshal("\u009b\x7f\u202e\U000e0041")
-	require.NoError(t, err)
-	var back string
-	require.NoError(t, json.Unmarshal([]byte(main.Printed(string(text), 2)), &back))
-	assert.Equal(t, "\u009b\x7f\u202e\U000e0041", back)
 }
 
 // Nothing prints around the one place that escapes.

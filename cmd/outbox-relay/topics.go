@@ -15,6 +15,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/relays"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -139,7 +140,7 @@ func (p *pausing) await(ctx context.Context, pool *pgxpool.Pool, by relay.Operat
 func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bool) error {
 	var err error
 	if asJSON {
-		err = printJSON(out, p)
+		err = terminal.PrintJSON(out, p)
 	} else {
 		text := fmt.Sprintf("%d of %s paused", len(p.Paused), human.Count(topics, "topic"))
 		switch {
@@ -151,9 +152,9 @@ func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bo
 			text += "; no replica of the relay runs: the pause is stored, and holds once one runs"
 		default:
 			text += fmt.Sprintf("; the pause was not confirmed within %v by %s: rows read before it may still be published; "+
-				"it is stored, and \"outbox-relay topics pause\" with the same topics waits again", wait, plain(strings.Join(p.Unconfirmed, ", ")))
+				"it is stored, and \"outbox-relay topics pause\" with the same topics waits again", wait, terminal.Plain(strings.Join(p.Unconfirmed, ", ")))
 		}
-		err = say(out, "%s\n", text)
+		err = terminal.Say(out, "%s\n", text)
 	}
 	if err == nil && wait > 0 && !p.Holds {
 		return errUnhealthy
@@ -181,7 +182,7 @@ func refuseUnknown(ctx context.Context, s *settings, pool *pgxpool.Pool, by rela
 		return fmt.Errorf("%w; --force pauses without this check", err)
 	}
 	if len(unknown) > 0 {
-		return fmt.Errorf("topic %s has no rows%s: nothing was paused; --force pauses it anyway", plain(strings.Join(unknown, ", ")), where)
+		return fmt.Errorf("topic %s has no rows%s: nothing was paused; --force pauses it anyway", terminal.Plain(strings.Join(unknown, ", ")), where)
 	}
 	return nil
 }
@@ -200,9 +201,9 @@ func newTopicsResume(s *settings) *cobra.Command {
 					return err
 				}
 				if c.asJSON {
-					return printJSON(cmd.OutOrStdout(), map[string]any{"resumed": append([]string{}, changed...)})
+					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"resumed": append([]string{}, changed...)})
 				}
-				err = say(cmd.OutOrStdout(), "%d of %s resumed\n", len(changed), human.Count(len(topics), "topic"))
+				err = terminal.Say(cmd.OutOrStdout(), "%d of %s resumed\n", len(changed), human.Count(len(topics), "topic"))
 				return err
 			})
 		},
@@ -223,12 +224,12 @@ func knowsRelay(ctx context.Context, s *settings, pool *pgxpool.Pool) error {
 		if r.Relay == s.relay {
 			return nil
 		}
-		names = append(names, plain(r.Relay))
+		names = append(names, terminal.Plain(r.Relay))
 	}
 	if len(names) == 0 {
 		return nil
 	}
-	return fmt.Errorf("relay %s: %w; known: %s: give one with --relay", plain(s.relay), relay.ErrUnknownRelay, strings.Join(names, ", "))
+	return fmt.Errorf("relay %s: %w; known: %s: give one with --relay", terminal.Plain(s.relay), relay.ErrUnknownRelay, strings.Join(names, ", "))
 }
 
 func newTopicsList(s *settings) *cobra.Command {
@@ -244,7 +245,7 @@ func newTopicsList(s *settings) *cobra.Command {
 					return err
 				}
 				if asJSON {
-					return printObjects(cmd.OutOrStdout(), paused)
+					return terminal.PrintObjects(cmd.OutOrStdout(), paused)
 				}
 				return printPaused(cmd.OutOrStdout(), paused)
 			})
@@ -260,7 +261,7 @@ func printPaused(out io.Writer, paused []relay.PausedTopic) error {
 		return err
 	}
 	for _, p := range paused {
-		if err := say(out, "%s  since %s  by %s: %s\n", plain(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), plain(p.Who), plain(p.Why)); err != nil {
+		if err := terminal.Say(out, "%s  since %s  by %s: %s\n", terminal.Plain(p.Topic), p.PausedAt.UTC().Format(time.RFC3339), terminal.Plain(p.Who), terminal.Plain(p.Why)); err != nil {
 			return err
 		}
 	}

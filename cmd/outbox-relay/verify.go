@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/verify"
 )
 
@@ -69,17 +70,17 @@ func runVerify(ctx context.Context, s *settings, opts verify.Options, asJSON boo
 			return err
 		}
 		defer kafka.Client.Close()
-		screen := newScreen(progress)
-		if screen.overwrites() {
-			opts.Progress = func(phase string, done int64) { screen.step("%s: %d", phase, done) }
+		screen := terminal.NewScreen(progress)
+		if screen.Overwrites() {
+			opts.Progress = func(phase string, done int64) { screen.Step("%s: %d", phase, done) }
 		}
 		report, err := verify.Run(ctx, conn, kafka, opts)
-		screen.end()
+		screen.End()
 		if err != nil {
 			return err
 		}
 		if asJSON {
-			err = printJSON(out, report)
+			err = terminal.PrintJSON(out, report)
 		} else {
 			_, err = io.WriteString(out, verifyText(report))
 		}
@@ -92,9 +93,9 @@ func runVerify(ctx context.Context, s *settings, opts verify.Options, asJSON boo
 
 func verifyText(r *verify.Report) string {
 	var text strings.Builder
-	add(&text, "relay %s: %s, %d of them published; %s in %s\n", plain(r.Relay), human.Count(r.Rows, "row"), r.Published, human.Count(r.Records, "record"), human.Count(len(r.Topics), "topic"))
+	terminal.Add(&text, "relay %s: %s, %d of them published; %s in %s\n", terminal.Plain(r.Relay), human.Count(r.Rows, "row"), r.Published, human.Count(r.Records, "record"), human.Count(len(r.Topics), "topic"))
 	if r.Group != "" {
-		add(&text, "group %s: %s checked\n", plain(r.Group), human.Count(r.Claimed, "claim"))
+		terminal.Add(&text, "group %s: %s checked\n", terminal.Plain(r.Group), human.Count(r.Claimed, "claim"))
 	}
 	for _, note := range []struct {
 		count int64
@@ -106,7 +107,7 @@ func verifyText(r *verify.Report) string {
 		{r.Moved, "keys have records in several partitions, as after partitions were added: their order is judged per partition"},
 	} {
 		if note.count > 0 {
-			add(&text, "%d %s\n", note.count, note.text)
+			terminal.Add(&text, "%d %s\n", note.count, note.text)
 		}
 	}
 	for _, f := range []struct {
@@ -121,19 +122,19 @@ func verifyText(r *verify.Report) string {
 		if f.Count == 0 {
 			continue
 		}
-		add(&text, "%d %s\n", f.Count, f.text)
+		terminal.Add(&text, "%d %s\n", f.Count, f.text)
 		for _, example := range f.Examples {
-			add(&text, "  %s\n", example)
+			terminal.Add(&text, "  %s\n", example)
 		}
 		if more := f.Count - int64(len(f.Examples)); more > 0 {
-			add(&text, "  and %d more\n", more)
+			terminal.Add(&text, "  and %d more\n", more)
 		}
 	}
 	for _, note := range r.Notes {
-		add(&text, "note: %s\n", note)
+		terminal.Add(&text, "note: %s\n", note)
 	}
 	for _, what := range r.Unchecked {
-		add(&text, "not checked: %s\n", what)
+		terminal.Add(&text, "not checked: %s\n", what)
 	}
 	if r.Well {
 		text.WriteString("well\n")

@@ -5,6 +5,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -26,7 +27,7 @@ func newVersion(*settings) *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			v := readVersion()
 			if asJSON {
-				return printJSON(cmd.OutOrStdout(), v)
+				return terminal.PrintJSON(cmd.OutOrStdout(), v)
 			}
 			revision := v.Revision
 			if revision == "" {
@@ -35,7 +36,7 @@ func newVersion(*settings) *cobra.Command {
 			if v.Modified {
 				revision += " with changes"
 			}
-			err := say(cmd.OutOrStdout(), "outbox-relay %s\nrevision %s\nschema   version %d\ngo       %s\n",
+			err := terminal.Say(cmd.OutOrStdout(), "outbox-relay %s\nrevision %s\nschema   version %d\ngo       %s\n",
 				v.Version, revision, v.Schema, v.Go)
 			return err
 		},

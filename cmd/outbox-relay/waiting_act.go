@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // order is what an operator wants to do with rows.
@@ -101,18 +102,18 @@ func act[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], o *orde
 	work := &work[P, R]{waiting: w, order: o, matched: len(places)}
 	switch {
 	case len(places) == 0 && !o.json:
-		return say(std.out, "%s\n", w.nothing())
+		return terminal.Say(std.out, "%s\n", w.nothing())
 	case len(places) == 0:
-		return printJSON(std.out, work.json())
+		return terminal.PrintJSON(std.out, work.json())
 	case o.dryRun:
 		return work.preview(ctx, conn, places, std.out)
 	}
 	if err := work.confirm(ctx, conn, places, std); err != nil {
 		return err
 	}
-	work.screen = newScreen(std.progress)
+	work.screen = terminal.NewScreen(std.progress)
 	err = work.do(ctx, conn, places)
-	work.screen.end()
+	work.screen.End()
 	// Print it also after an error: earlier transactions are committed.
 	if said := work.print(std.out); err == nil {
 		err = said

@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // confirm asks before more than one row is discarded, which cannot be undone. Without a terminal,
@@ -37,9 +38,9 @@ func (w *work[P, R]) confirm(ctx context.Context, conn *pgx.Conn, places []P, st
 		return err
 	}
 	if len(places) > len(rows) {
-		_ = say(std.progress, "… and %d more\n", len(places)-len(rows))
+		_ = terminal.Say(std.progress, "… and %d more\n", len(places)-len(rows))
 	}
-	_ = say(std.progress, "discard %s? They are %s. Type yes: ", what, words.lost)
+	_ = terminal.Say(std.progress, "discard %s? They are %s. Type yes: ", what, words.lost)
 	answer := make(chan string, 1)
 	go func() { // if nothing is typed it ends with the program
 		line, _ := bufio.NewReader(std.in).ReadString('\n')

@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // parkedListMax is the default limit of a list.
@@ -49,13 +50,13 @@ func list[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], limit 
 		return err
 	}
 	if len(rows) == 0 {
-		return sayNone(out, asJSON, w.nothing())
+		return terminal.SayNone(out, asJSON, w.nothing())
 	}
 	more := len(rows) > limit
 	rows = rows[:min(len(rows), limit)]
 	if asJSON {
 		for _, r := range rows {
-			if err := printJSON(out, r); err != nil {
+			if err := terminal.PrintJSON(out, r); err != nil {
 				return err
 			}
 		}
@@ -69,7 +70,7 @@ func list[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], limit 
 		return err
 	}
 	if more {
-		totals = fill("the newest %d: --%s shows more\n", len(rows), flagLimit) + totals
+		totals = terminal.Fill("the newest %d: --%s shows more\n", len(rows), flagLimit) + totals
 	}
 	_, err = io.WriteString(out, totals)
 	return err
@@ -93,7 +94,7 @@ func totalsText(totals []total, what string) string {
 			reasons = append(reasons, fmt.Sprintf("%s %d", t.reason, t.count))
 			count, keys, retrying, totals = count+t.count, keys+t.keys, retrying+t.retrying, totals[1:]
 		}
-		add(&text, "%s: %d %s (%s), %s held, %d being retried\n", of, count, what, strings.Join(reasons, ", "), human.Count(keys, "key"), retrying)
+		terminal.Add(&text, "%s: %d %s (%s), %s held, %d being retried\n", of, count, what, strings.Join(reasons, ", "), human.Count(keys, "key"), retrying)
 	}
 	return text.String()
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // payloadShown is how much of a payload is shown without --full.
@@ -56,7 +57,7 @@ func show[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], payloa
 			return err
 		}
 		if asJSON {
-			err = printJSON(out, d.json)
+			err = terminal.PrintJSON(out, d.json)
 		} else {
 			_, err = io.WriteString(out, strings.Repeat("\n", min(shown, 1))+d.text())
 		}
@@ -89,29 +90,29 @@ type detail struct {
 
 func (d *detail) text() string {
 	var text strings.Builder
-	add(&text, "%-10s %s\n", "id", d.id)
+	terminal.Add(&text, "%-10s %s\n", "id", d.id)
 	for _, fact := range d.facts {
-		add(&text, "%-10s %s\n", fact[0], fact[1])
+		terminal.Add(&text, "%-10s %s\n", fact[0], fact[1])
 	}
-	block(&text, "error", d.err)
+	terminal.Block(&text, "error", d.err)
 	printHeaders(&text, d.headers)
 	d.payload.print(&text, d.unstored)
 	if d.behind > 0 {
-		add(&text, "behind it  %d %s\n", d.behind, d.rows)
+		terminal.Add(&text, "behind it  %d %s\n", d.behind, d.rows)
 		for _, next := range d.next {
-			add(&text, "  %s\n", next)
+			terminal.Add(&text, "  %s\n", next)
 		}
 		if d.behind > int64(len(d.next)) {
-			add(&text, "  and %d more\n", d.behind-int64(len(d.next)))
+			terminal.Add(&text, "  and %d more\n", d.behind-int64(len(d.next)))
 		}
 	}
 	for i, a := range d.actions {
 		if i == 0 {
 			text.WriteString("operators\n")
 		}
-		add(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), a.By(), a.What, clip(a.Why, 200))
+		terminal.Add(&text, "  %s  %s  %s: %s\n", a.When.UTC().Format(time.RFC3339), a.By(), a.What, terminal.Clip(a.Why, 200))
 	}
-	add(&text, "%-10s %s\n", "what to do", d.advice.Do)
+	terminal.Add(&text, "%-10s %s\n", "what to do", d.advice.Do)
 	return text.String()
 }
 
@@ -143,9 +144,9 @@ func newPayload(read []byte, bytes *int64) payload {
 func (p payload) print(text *strings.Builder, unstored bool) {
 	switch {
 	case p.bytes == nil && unstored:
-		block(text, "payload", "not stored")
+		terminal.Block(text, "payload", "not stored")
 	case p.bytes == nil:
-		block(text, "payload", "none (a tombstone)")
+		terminal.Block(text, "payload", "none (a tombstone)")
 	default:
 		p.printAs(text, "payload")
 	}
@@ -154,14 +155,14 @@ func (p payload) print(text *strings.Builder, unstored bool) {
 // printAs writes the bytes read of a payload that is stored.
 func (p payload) printAs(text *strings.Builder, name string) {
 	if p.Payload != nil {
-		block(text, name, fmt.Sprintf("%d bytes of text", *p.bytes))
-		indent(text, *p.Payload)
+		terminal.Block(text, name, fmt.Sprintf("%d bytes of text", *p.bytes))
+		terminal.Indent(text, *p.Payload)
 	} else {
-		block(text, name, fmt.Sprintf("%d bytes, in base64", *p.bytes))
-		indent(text, *p.PayloadBase64)
+		terminal.Block(text, name, fmt.Sprintf("%d bytes, in base64", *p.bytes))
+		terminal.Indent(text, *p.PayloadBase64)
 	}
 	if p.PayloadTruncated {
-		add(text, "  (the first %d bytes: --full shows all)\n", p.read)
+		terminal.Add(text, "  (the first %d bytes: --full shows all)\n", p.read)
 	}
 }
 
@@ -188,6 +189,6 @@ func printHeaders(text *strings.Builder, stored json.RawMessage) {
 	}
 	text.WriteString("headers\n")
 	for _, name := range slices.Sorted(maps.Keys(headers)) {
-		add(text, "  %s: %s\n", name, printable(string(headers[name])))
+		terminal.Add(text, "  %s: %s\n", name, terminal.Printable(string(headers[name])))
 	}
 }

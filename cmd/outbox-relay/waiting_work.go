@@ -13,6 +13,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // waitEvery is the interval at which --wait polls.
@@ -35,7 +36,7 @@ func whoami() string {
 type work[P, R any] struct {
 	waiting[P, R]
 	*order
-	screen  *screen
+	screen  *terminal.Screen
 	matched int
 	sum     outcome
 	waited  *operator.Report
@@ -81,7 +82,7 @@ func (w *work[P, R]) json() any {
 // preview shows what would be done.
 func (w *work[P, R]) preview(ctx context.Context, conn *pgx.Conn, places []P, out io.Writer) error {
 	if w.order.json {
-		return printJSON(out, w.json())
+		return terminal.PrintJSON(out, w.json())
 	}
 	rows, err := w.these(ctx, conn, places, parkedListMax)
 	if err != nil {
@@ -90,7 +91,7 @@ func (w *work[P, R]) preview(ctx context.Context, conn *pgx.Conn, places []P, ou
 	if err := w.waiting.print(out, rows); err != nil {
 		return err
 	}
-	err = say(out, "%s would be %s; nothing was done (--dry-run)\n", human.Count(len(places), w.words().row), w.verb())
+	err = terminal.Say(out, "%s would be %s; nothing was done (--dry-run)\n", human.Count(len(places), w.words().row), w.verb())
 	return err
 }
 
@@ -117,7 +118,7 @@ func (w *work[P, R]) do(ctx context.Context, conn *pgx.Conn, places []P) error {
 		}
 		w.sum.done, w.sum.released, w.sum.before = w.sum.done+now.done, w.sum.released+now.released, w.sum.before+now.before
 		w.sum.left = append(w.sum.left, now.left...)
-		w.screen.step("%d of %s %s", upTo, human.Count(len(places), w.words().row), w.verb())
+		w.screen.Step("%d of %s %s", upTo, human.Count(len(places), w.words().row), w.verb())
 	}
 	if w.wait {
 		return w.await(ctx, conn)
@@ -140,7 +141,7 @@ func (w *work[P, R]) await(ctx context.Context, conn *pgx.Conn) error {
 		if now.Pending == 0 {
 			return nil
 		}
-		w.screen.step("%d %s, %d %s again, %d to go", now.Finished, w.words().finished, len(now.Failed), w.words().failed, now.Pending)
+		w.screen.Step("%d %s, %d %s again, %d to go", now.Finished, w.words().finished, len(now.Failed), w.words().failed, now.Pending)
 		select {
 		case <-every.C:
 		case <-limit.C:
@@ -155,7 +156,7 @@ func (w *work[P, R]) await(ctx context.Context, conn *pgx.Conn) error {
 func (w *work[P, R]) print(out io.Writer) error {
 	var err error
 	if w.order.json {
-		err = printJSON(out, w.json())
+		err = terminal.PrintJSON(out, w.json())
 	} else {
 		_, err = io.WriteString(out, w.text())
 	}
@@ -169,30 +170,30 @@ func (w *work[P, R]) print(out io.Writer) error {
 func (w *work[P, R]) text() string {
 	var text strings.Builder
 	sum, words := w.sum, w.words()
-	add(&text, "%s %s", human.Count(sum.done, words.row), w.verb())
+	terminal.Add(&text, "%s %s", human.Count(sum.done, words.row), w.verb())
 	if sum.released > 0 {
-		add(&text, "; %s released", human.Count(sum.released, "key"))
+		terminal.Add(&text, "; %s released", human.Count(sum.released, "key"))
 	}
 	if sum.before > 0 {
-		add(&text, "; %d were handed back before", sum.before)
+		terminal.Add(&text, "; %d were handed back before", sum.before)
 	}
 	if gone := w.matched - sum.done - sum.before - len(sum.left); gone > 0 {
-		add(&text, "; %d were already gone", gone)
+		terminal.Add(&text, "; %d were already gone", gone)
 	}
 	text.WriteString("\n")
 	for _, l := range sum.left {
-		add(&text, "not %s: %s: %s\n", w.verb(), l.id, l.why)
+		terminal.Add(&text, "not %s: %s: %s\n", w.verb(), l.id, l.why)
 	}
 	if r := w.waited; r != nil {
-		add(&text, "%d %s, %d %s again\n", r.Finished, words.finished, len(r.Failed), words.failed)
+		terminal.Add(&text, "%d %s, %d %s again\n", r.Finished, words.finished, len(r.Failed), words.failed)
 		for _, f := range r.Failed {
-			add(&text, "%s: %s: %s: %s\n", words.failed, f.ID, f.Reason, clip(f.Error, 200))
+			terminal.Add(&text, "%s: %s: %s: %s\n", words.failed, f.ID, f.Reason, terminal.Clip(f.Error, 200))
 		}
 		if r.Discarded > 0 {
-			add(&text, "%d were discarded while waiting\n", r.Discarded)
+			terminal.Add(&text, "%d were discarded while waiting\n", r.Discarded)
 		}
 		if r.Pending > 0 {
-			add(&text, "not done within %v: %d; %s \"outbox-relay status\" shows it\n", w.waitMax, r.Pending, words.unfinished)
+			terminal.Add(&text, "not done within %v: %d; %s \"outbox-relay status\" shows it\n", w.waitMax, r.Pending, words.unfinished)
 		}
 	}
 	return text.String()

@@ -1,4 +1,6 @@
-package main
+// Package terminal is how the commands print: texts, tables, JSON and progress. Values that others
+// stored cannot control the reader's terminal, and cannot begin a line or a column.
+package terminal
 
 import (
 	"bytes"
@@ -10,22 +12,22 @@ import (
 	"unicode/utf8"
 )
 
-// terminal is the one place through which the program prints. Characters that could control a
+// Writer is the one place through which the program prints. Characters that could control a
 // terminal, or mislead its reader (control characters, invisible ones, changes of direction),
 // become \uXXXX, which JSON has too. Bytes that are not UTF-8 become \xXX. Line ends and tabs stay:
-// code that prints untrusted values escapes those itself, see printable.
-type terminal struct {
+// code that prints untrusted values escapes those itself, see Fill.
+type Writer struct {
 	out io.Writer
 
 	mu   sync.Mutex
 	rest []byte // the beginning of a character whose end was not written yet
 }
 
-// newTerminal returns a terminal that writes to out.
-func newTerminal(out io.Writer) *terminal { return &terminal{out: out} }
+// NewWriter returns a Writer that prints to out. Call Flush at the end.
+func NewWriter(out io.Writer) *Writer { return &Writer{out: out} }
 
-// Write implements io.Writer.
-func (t *terminal) Write(p []byte) (int, error) {
+// Write implements io.Writer. A character may be written in several pieces.
+func (t *Writer) Write(p []byte) (int, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	text := p
@@ -40,8 +42,8 @@ func (t *terminal) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// flush writes the rest, which is not a complete character.
-func (t *terminal) flush() {
+// Flush escapes and writes a character whose end was never written.
+func (t *Writer) Flush() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, b := range t.rest {
@@ -51,7 +53,7 @@ func (t *terminal) flush() {
 }
 
 // control writes a control sequence of a terminal.
-func (t *terminal) control(sequence string) {
+func (t *Writer) control(sequence string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	_, _ = io.WriteString(t.out, sequence)

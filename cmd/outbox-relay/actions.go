@@ -9,11 +9,12 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
-func newActions(s *settings) *cobra.Command {
+func newActions(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "actions",
 		Short: "Show what operators did",
@@ -22,20 +23,20 @@ func newActions(s *settings) *cobra.Command {
 	return cmd
 }
 
-func newActionsList(s *settings) *cobra.Command {
+func newActionsList(s *cli.Settings) *cobra.Command {
 	var filter parked.ActionFilter
 	var limit int
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "List what operators did, the newest first",
 		Long:  "List every retry, discard and reset, the newest first: when, who, what, to what and why.",
-		Args:  noArgs,
+		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 			defer cancel()
-			return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-				actions, err := parked.Actions(ctx, conn, s.schema, filter, limit)
+			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				actions, err := parked.Actions(ctx, conn, s.Schema, filter, limit)
 				if err != nil {
 					return err
 				}
@@ -45,10 +46,10 @@ func newActionsList(s *settings) *cobra.Command {
 				return printActions(cmd.OutOrStdout(), actions, asJSON)
 			})
 		},
-	}, flagDatabaseURL)
-	addAge(cmd.Flags(), &filter.YoungerThan, "younger-than", "done less than this long ago")
-	addInt(cmd.Flags(), &limit, flagLimit, parkedListMax, 1, 100_000, "list at most this many")
-	addJSONLines(cmd, &asJSON)
+	}, cli.FlagDatabaseURL)
+	cli.AddAge(cmd.Flags(), &filter.YoungerThan, "younger-than", "done less than this long ago")
+	cli.AddInt(cmd.Flags(), &limit, flagLimit, parkedListMax, 1, 100_000, "list at most this many")
+	cli.AddJSONLines(cmd, &asJSON)
 	return cmd
 }
 

@@ -4,6 +4,8 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 )
 
 // backlogLimits on the outbox change nothing: "run" reports them as a metric, "doctor" as a
@@ -14,8 +16,8 @@ type backlogLimits struct {
 }
 
 func (l *backlogLimits) addFlags(flags *pflag.FlagSet) {
-	addDuration(flags, &l.age, "backlog-age-max", 0, 0, 30*24*time.Hour, "warn if the oldest unpublished row is older than this; 0s: never")
-	addInt(flags, &l.mib, "backlog-mib-max", 0, 0, 1<<30, "warn if the outbox takes more MiB on disk than this; 0: never")
+	cli.AddDuration(flags, &l.age, "backlog-age-max", 0, 0, 30*24*time.Hour, "warn if the oldest unpublished row is older than this; 0s: never")
+	cli.AddInt(flags, &l.mib, "backlog-mib-max", 0, 0, 1<<30, "warn if the outbox takes more MiB on disk than this; 0: never")
 }
 
 func (l *backlogLimits) bytes() int64 { return int64(l.mib) << 20 }

@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/bench"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/servers"
 )
@@ -21,7 +22,7 @@ import (
 // the demo.
 const flagBenchProcess = "relay-process"
 
-func newBench(s *settings) *cobra.Command {
+func newBench(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bench",
 		Short: "Measure the consumer or the relay against the textbook way",
@@ -35,8 +36,8 @@ the end. Run it on an idle machine; only the ratios count.`,
 	return cmd
 }
 
-func newBenchConsume(s *settings) *cobra.Command {
-	b := &benchmark{settings: s}
+func newBenchConsume(s *cli.Settings) *cobra.Command {
+	b := &benchmark{Settings: s}
 	var options bench.ConsumeOptions
 	cmd := &cobra.Command{
 		Use:   "consume",
@@ -65,7 +66,7 @@ func newBenchConsume(s *settings) *cobra.Command {
   round_trip_us          a statement; textbook needs four per message
   commit_us              a COMMIT; textbook needs one per message. Ratios are small where commits are cheap
                          (no fsync, a disk with a write cache), else large`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return b.run(cmd, func(ctx context.Context, on bench.Servers, progress func(string)) (report, error) {
 				options.Servers, options.Progress = on, progress
@@ -74,11 +75,11 @@ func newBenchConsume(s *settings) *cobra.Command {
 		},
 	}
 	flags := cmd.Flags()
-	addInt(flags, &options.Messages, "messages", bench.MessagesDefault, bench.MessagesMin, bench.MessagesMax,
+	cli.AddInt(flags, &options.Messages, "messages", bench.MessagesDefault, bench.MessagesMin, bench.MessagesMax,
 		"messages per round; statement takes a quarter of them, textbook a fortieth, its faster forms a tenth")
-	addInt(flags, &options.Partitions, "partitions", bench.ConsumePartitionsDefault, bench.PartitionsMin, bench.PartitionsMax,
+	cli.AddInt(flags, &options.Partitions, "partitions", bench.ConsumePartitionsDefault, bench.PartitionsMin, bench.PartitionsMax,
 		"partitions of the topic; the textbook loop stays a single one")
-	addInt(flags, &options.Preload, "preload", 0, 0, bench.PreloadMax, "claims in the table when the cost of a claim is measured again; 0: not measured")
+	cli.AddInt(flags, &options.Preload, "preload", 0, 0, bench.PreloadMax, "claims in the table when the cost of a claim is measured again; 0: not measured")
 	b.addFlags(cmd, &options.Rounds)
 	return cmd
 }
@@ -118,15 +119,15 @@ These are the default scenarios drain, process, latency and idle. Others, by --s
   shards   four replicas in one process, PostgreSQL 3 ms away, 1, 2 and 4 shards: rows_per_second of
            --shard-rows, counted once the shards are spread over the replicas`
 
-func newBenchRelay(s *settings) *cobra.Command {
-	b := &benchmark{settings: s}
+func newBenchRelay(s *cli.Settings) *cobra.Command {
+	b := &benchmark{Settings: s}
 	var options bench.RelayOptions
 	var child bool
 	cmd := &cobra.Command{
 		Use:   "relay",
 		Short: "Measure rows per second of a backlog, and the time from commit to consumable",
 		Long:  benchRelayHelp,
-		Args:  noArgs,
+		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if child {
 				relaxCollector() // as outbox-relay run does
@@ -140,28 +141,28 @@ func newBenchRelay(s *settings) *cobra.Command {
 			}
 			return b.run(cmd, func(ctx context.Context, on bench.Servers, progress func(string)) (report, error) {
 				options.Servers, options.Progress = on, progress
-				options.Command = b.childCommand(program, "bench", "relay", "--"+flagBenchProcess)
+				options.Command = b.ChildCommand(program, "bench", "relay", "--"+flagBenchProcess)
 				return bench.Relay(ctx, options)
 			})
 		},
 	}
 	flags := cmd.Flags()
-	addInt(flags, &options.Rows, "rows", bench.RowsDefault, bench.RowsMin, bench.RowsMax, "rows of the backlog")
-	addInt(flags, &options.Partitions, "partitions", bench.RelayPartitionsDefault, bench.PartitionsMin, bench.PartitionsMax, "partitions of the topic")
-	addInt(flags, &options.LatencySeconds, "latency-seconds", bench.LatencySecondsDefault, bench.LatencySecondsMin, bench.LatencySecondsMax,
+	cli.AddInt(flags, &options.Rows, "rows", bench.RowsDefault, bench.RowsMin, bench.RowsMax, "rows of the backlog")
+	cli.AddInt(flags, &options.Partitions, "partitions", bench.RelayPartitionsDefault, bench.PartitionsMin, bench.PartitionsMax, "partitions of the topic")
+	cli.AddInt(flags, &options.LatencySeconds, "latency-seconds", bench.LatencySecondsDefault, bench.LatencySecondsMin, bench.LatencySecondsMax,
 		"how long messages are published")
-	addInt(flags, &options.LargeRows, "large-rows", 0, 0, bench.LargeRowsMax, "rows of a larger backlog to compare with; 0: none")
-	addInt(flags, &options.IdleSeconds, "idle-seconds", bench.IdleSecondsDefault, bench.IdleSecondsMin, bench.IdleSecondsMax, "how long an idle relay is watched")
-	addOption(flags, "scenario", "string", "", "comma-separated list of "+scenarioNames()+", or all; default: the first four", func(text string) (err error) {
+	cli.AddInt(flags, &options.LargeRows, "large-rows", 0, 0, bench.LargeRowsMax, "rows of a larger backlog to compare with; 0: none")
+	cli.AddInt(flags, &options.IdleSeconds, "idle-seconds", bench.IdleSecondsDefault, bench.IdleSecondsMin, bench.IdleSecondsMax, "how long an idle relay is watched")
+	cli.AddOption(flags, "scenario", "string", "", "comma-separated list of "+scenarioNames()+", or all; default: the first four", func(text string) (err error) {
 		options.Scenarios, err = bench.ParseScenarios(text)
 		return err
 	})
-	addOption(flags, "backlog-rows", "string", "1000000,10000000", "comma-separated sizes of backlogs, for the scenario backlog", func(text string) (err error) {
+	cli.AddOption(flags, "backlog-rows", "string", "1000000,10000000", "comma-separated sizes of backlogs, for the scenario backlog", func(text string) (err error) {
 		options.BacklogRows, err = bench.ParseBacklogRows(text)
 		return err
 	})
-	addInt(flags, &options.ShardRows, "shard-rows", bench.ShardRowsDefault, bench.ShardRowsMin, bench.ShardRowsMax, "rows of the scenario shards")
-	addBool(flags, &child, flagBenchProcess, "be a process of the benchmark")
+	cli.AddInt(flags, &options.ShardRows, "shard-rows", bench.ShardRowsDefault, bench.ShardRowsMin, bench.ShardRowsMax, "rows of the scenario shards")
+	cli.AddBool(flags, &child, flagBenchProcess, "be a process of the benchmark")
 	_ = flags.MarkHidden(flagBenchProcess) // fails only for a flag that is not there
 	b.addFlags(cmd, &options.Rounds)
 	return cmd
@@ -180,14 +181,14 @@ type report interface {
 
 // benchmark is one run of a bench command.
 type benchmark struct {
-	*settings
+	*cli.Settings
 	json bool
 }
 
 func (b *benchmark) addFlags(cmd *cobra.Command, rounds *int) {
-	plainKafka(cmd)
-	addInt(cmd.Flags(), rounds, "rounds", bench.RoundsDefault, bench.RoundsMin, bench.RoundsMax, "how many rounds")
-	addJSON(cmd, &b.json)
+	cli.PlainKafka(cmd)
+	cli.AddInt(cmd.Flags(), rounds, "rounds", bench.RoundsDefault, bench.RoundsMin, bench.RoundsMax, "how many rounds")
+	cli.AddJSON(cmd, &b.json)
 	cmd.Flags().Lookup("json").Usage = "print one line of JSON instead of the table"
 }
 
@@ -203,18 +204,18 @@ func (b *benchmark) run(cmd *cobra.Command, measure func(context.Context, bench.
 		_ = terminal.Say(cmd.ErrOrStderr(), "%s\n", line) // a failed write does not stop the run
 	}
 	progress("starting the servers (the first run downloads PostgreSQL)")
-	address, err := b.databaseAddress()
+	address, err := b.DatabaseAddress()
 	if err != nil {
 		return err
 	}
 	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
-		DatabaseURL: address, Embedded: !b.hasDatabase(), Parameters: checkpointsAway(),
+		DatabaseURL: address, Embedded: !b.HasDatabase(), Parameters: checkpointsAway(),
 	})
 	if err != nil {
 		return err
 	}
 	defer stop(ctx, postgres.Stop, &err)
-	kafka, err := servers.StartKafka(ctx, servers.KafkaOptions{Brokers: b.brokers, Embedded: len(b.brokers) == 0})
+	kafka, err := servers.StartKafka(ctx, servers.KafkaOptions{Brokers: b.Brokers, Embedded: len(b.Brokers) == 0})
 	if err != nil {
 		return err
 	}

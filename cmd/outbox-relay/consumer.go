@@ -10,12 +10,13 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
-func newConsumer(s *settings) *cobra.Command {
+func newConsumer(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "consumer",
 		Short: "Pause topics for a group, move a partition's position, choose how messages get their IDs",
@@ -35,13 +36,13 @@ type consumerOrder struct {
 }
 
 // add adds the flags. With mayLose, --why is required.
-func (o *consumerOrder) add(s *settings, cmd *cobra.Command, why string, mayLose bool) {
+func (o *consumerOrder) add(s *cli.Settings, cmd *cobra.Command, why string, mayLose bool) {
 	flags := cmd.Flags()
-	addText(flags, "group", 255, "consumer group; required", func(text string) error { o.group = text; return nil })
-	addText(flags, "topic", 249, "topic; required", func(text string) error { o.topic = text; return nil })
+	cli.AddText(flags, "group", 255, "consumer group; required", func(text string) error { o.group = text; return nil })
+	cli.AddText(flags, "topic", 249, "topic; required", func(text string) error { o.topic = text; return nil })
 	o.addWho(cmd, why)
-	commandLineOnly(flags, "group", "topic")
-	s.check(cmd, func() error {
+	cli.CommandLineOnly(flags, "group", "topic")
+	s.Check(cmd, func() error {
 		var problems []error
 		if o.group == "" {
 			problems = append(problems, errors.New("--group is missing: see \"outbox-relay status\""))
@@ -57,10 +58,10 @@ func (o *consumerOrder) add(s *settings, cmd *cobra.Command, why string, mayLose
 }
 
 func (o *consumerOrder) addWho(cmd *cobra.Command, why string) {
-	addText(cmd.Flags(), "why", 2048, why, func(text string) error { o.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { o.Who = text; return nil })
-	addJSON(cmd, &o.asJSON)
-	commandLineOnly(cmd.Flags(), "why")
+	cli.AddText(cmd.Flags(), "why", 2048, why, func(text string) error { o.Why = text; return nil })
+	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { o.Who = text; return nil })
+	cli.AddJSON(cmd, &o.asJSON)
+	cli.CommandLineOnly(cmd.Flags(), "why")
 }
 
 func (o *consumerOrder) by() operator.By {
@@ -74,18 +75,18 @@ func (o *consumerOrder) by() operator.By {
 	return by
 }
 
-func newConsumerPause(s *settings) *cobra.Command {
+func newConsumerPause(s *cli.Settings) *cobra.Command {
 	var o consumerOrder
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "pause",
 		Short: "Stop a group's consumers from reading a topic",
 		Long: `Stop a group's consumers from reading a topic. They stop within seconds, after their batch; other topics continue.
 The pause also holds for consumers that start later, until "consumer resume". Mind the topic's retention.`,
 		Example: `  outbox-relay consumer pause --group billing --topic orders --why "provider is down, INC-12"`,
-		Args:    noArgs,
+		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				pause, paused, err := consumers.PauseTopic(ctx, pool, s.schema, o.by(), o.group, o.topic)
+			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				pause, paused, err := consumers.PauseTopic(ctx, pool, s.Schema, o.by(), o.group, o.topic)
 				switch {
 				case err != nil:
 					return err
@@ -99,7 +100,7 @@ The pause also holds for consumers that start later, until "consumer resume". Mi
 				return err
 			})
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	o.add(s, cmd, "reason; required", true)
 	return cmd
 }
@@ -109,17 +110,17 @@ func pauseText(p consumers.Pause) string {
 	return fmt.Sprintf("for group %s since %s by %s: %s", terminal.Plain(p.Group), p.PausedAt.UTC().Format(time.RFC3339), terminal.Clip(p.Who, keyWidth), terminal.Clip(p.Why, errorWidth))
 }
 
-func newConsumerResume(s *settings) *cobra.Command {
+func newConsumerResume(s *cli.Settings) *cobra.Command {
 	var o consumerOrder
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:     "resume",
 		Short:   "End the pause of a topic",
 		Long:    "End the pause of a topic. The group's consumers continue at their positions within seconds.",
 		Example: `  outbox-relay consumer resume --group billing --topic orders`,
-		Args:    noArgs,
+		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				resumed, err := consumers.ResumeTopic(ctx, pool, s.schema, o.by(), o.group, o.topic)
+			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				resumed, err := consumers.ResumeTopic(ctx, pool, s.Schema, o.by(), o.group, o.topic)
 				text := "topic %s is resumed for group %s\n"
 				switch {
 				case err != nil:
@@ -133,7 +134,7 @@ func newConsumerResume(s *settings) *cobra.Command {
 				return err
 			})
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	o.add(s, cmd, "reason", false)
 	return cmd
 }
@@ -154,10 +155,10 @@ copies of a message may get two IDs, and both take effect.
 Messages handled before keep their claims under the old rule. They run again if the group is rewound past the
 change, or if a producer sends another copy after it.`
 
-func newConsumerRule(s *settings) *cobra.Command {
+func newConsumerRule(s *cli.Settings) *cobra.Command {
 	var o consumerOrder
 	var rule string
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "id-rule [NAME]",
 		Short: "Show or change the rule that gives a consumer's messages their IDs",
 		Long:  ruleLong,
@@ -171,19 +172,19 @@ func newConsumerRule(s *settings) *cobra.Command {
 			case len(args) == 0:
 				return usageError{errors.New("--set needs the name of a consumer: see \"outbox-relay consumer id-rule\"")}
 			}
-			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				before, err := consumers.SetRule(ctx, pool, s.schema, o.by(), args[0], rule)
+			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				before, err := consumers.SetRule(ctx, pool, s.Schema, o.by(), args[0], rule)
 				if err != nil {
 					return err
 				}
 				return printRule(cmd.OutOrStdout(), before, rule, o.asJSON)
 			})
 		},
-	}, flagDatabaseURL)
-	addText(cmd.Flags(), "set", 2048, "the new rule", func(text string) error { rule = text; return consumers.CheckRule(text) })
+	}, cli.FlagDatabaseURL)
+	cli.AddText(cmd.Flags(), "set", 2048, "the new rule", func(text string) error { rule = text; return consumers.CheckRule(text) })
 	o.addWho(cmd, "reason; required with --set")
-	commandLineOnly(cmd.Flags(), "set")
-	s.check(cmd, func() error {
+	cli.CommandLineOnly(cmd.Flags(), "set")
+	s.Check(cmd, func() error {
 		if rule != "" && o.Why == "" {
 			return errors.New("--why is missing: say why the rule is changed")
 		}
@@ -192,12 +193,12 @@ func newConsumerRule(s *settings) *cobra.Command {
 	return cmd
 }
 
-func showRules(cmd *cobra.Command, s *settings, names []string, asJSON bool) error {
-	return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-		all, err := consumers.Registered(ctx, pool, s.schema)
+func showRules(cmd *cobra.Command, s *cli.Settings, names []string, asJSON bool) error {
+	return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+		all, err := consumers.Registered(ctx, pool, s.Schema)
 		if err == nil && len(names) > 0 {
 			var one *consumers.Consumer
-			if one, err = consumers.Rule(ctx, pool, s.schema, names[0]); err == nil {
+			if one, err = consumers.Rule(ctx, pool, s.Schema, names[0]); err == nil {
 				all = []consumers.Consumer{*one}
 			}
 		}

@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
@@ -20,16 +21,16 @@ import (
 type resumeAt struct {
 	consumerOrder
 
-	s                *settings
+	s                *cli.Settings
 	partition        int32
 	at               int64
 	given            bool
 	takeBack, dryRun bool
 }
 
-func newConsumerResumeAt(s *settings) *cobra.Command {
+func newConsumerResumeAt(s *cli.Settings) *cobra.Command {
 	r := &resumeAt{s: s, partition: -1}
-	cmd := asksKafka(needs(&cobra.Command{
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "resume-at",
 		Short: "Make a partition continue at another offset",
 		Long: `Order the holder of a partition, or its next holder, to continue at another offset: at the start of the topic
@@ -41,12 +42,12 @@ dropped, those whose claim was forgotten are parked, and a consumer that dedupli
 again. The command prints the offsets affected. With --brokers it refuses an offset that the partition does not have.`,
 		Example: `  outbox-relay consumer resume-at --group billing --topic orders --partition 3 --at latest --dry-run
   outbox-relay consumer resume-at --group billing --topic orders --partition 3 --at 4711 --why "INC-12"`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return r.run(cmd.Context(), cmd.OutOrStdout()) },
-	}, flagDatabaseURL))
+	}, cli.FlagDatabaseURL))
 	r.add(s, cmd, "reason; required", false)
 	flags := cmd.Flags()
-	addOption(flags, "partition", "int", "", "number of the partition; required", func(text string) error {
+	cli.AddOption(flags, "partition", "int", "", "number of the partition; required", func(text string) error {
 		n, err := strconv.ParseInt(text, 10, 32)
 		if err != nil || n < 0 {
 			return errors.New("want a number, from 0 on")
@@ -54,15 +55,15 @@ again. The command prints the offsets affected. With --brokers it refuses an off
 		r.partition = int32(n)
 		return nil
 	})
-	addText(flags, "at", 32, "where it continues: earliest, latest or an offset", func(text string) (err error) {
+	cli.AddText(flags, "at", 32, "where it continues: earliest, latest or an offset", func(text string) (err error) {
 		r.at, err = consumers.ParseAt(text)
 		r.given = true
 		return err
 	})
-	addBool(flags, &r.takeBack, "cancel", "cancel an order that was not carried out yet")
-	addBool(flags, &r.dryRun, "dry-run", "only show what would be skipped or repeated")
-	commandLineOnly(flags, "partition", "at", "cancel", "dry-run")
-	s.check(cmd, r.check)
+	cli.AddBool(flags, &r.takeBack, "cancel", "cancel an order that was not carried out yet")
+	cli.AddBool(flags, &r.dryRun, "dry-run", "only show what would be skipped or repeated")
+	cli.CommandLineOnly(flags, "partition", "at", "cancel", "dry-run")
+	s.Check(cmd, r.check)
 	return cmd
 }
 
@@ -89,15 +90,15 @@ func (r *resumeAt) run(ctx context.Context, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	return r.s.onSchema(ctx, func(ctx context.Context, pool *pgxpool.Pool) error {
+	return r.s.OnSchema(ctx, func(ctx context.Context, pool *pgxpool.Pool) error {
 		if r.takeBack {
-			taken, err := consumers.TakeBack(ctx, pool, r.s.schema, r.by(), p)
+			taken, err := consumers.TakeBack(ctx, pool, r.s.Schema, r.by(), p)
 			if err != nil {
 				return err
 			}
 			return r.printTaken(out, p, taken)
 		}
-		done, err := consumers.ResumeAt(ctx, pool, r.s.schema, r.by(), p, r.at, extent, r.dryRun)
+		done, err := consumers.ResumeAt(ctx, pool, r.s.Schema, r.by(), p, r.at, extent, r.dryRun)
 		switch {
 		case err != nil:
 			return err
@@ -111,10 +112,10 @@ func (r *resumeAt) run(ctx context.Context, out io.Writer) error {
 // extent asks the brokers, if they are given. It is also nil for a partition that does not exist:
 // the order may be for a topic that is created again.
 func (r *resumeAt) extent(ctx context.Context, p consumers.Partition) (*consumers.Extent, error) {
-	if len(r.s.brokers) == 0 || r.takeBack {
+	if len(r.s.Brokers) == 0 || r.takeBack {
 		return nil, nil //nolint:nilnil // not known is no error
 	}
-	client, err := r.s.askKafka(statusMax)
+	client, err := r.s.KafkaClient(statusMax)
 	if err != nil {
 		return nil, err
 	}

@@ -1,8 +1,12 @@
 package main
 
-import "github.com/spf13/cobra"
+import (
+	"github.com/spf13/cobra"
 
-func newDead(s *settings) *cobra.Command {
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+)
+
+func newDead(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "dead",
 		Short: "Show, retry or discard rows that Kafka did not accept",

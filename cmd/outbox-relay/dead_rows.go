@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/dead"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -18,7 +19,7 @@ import (
 // deadRows are the rows of outbox_dead that a command's flags choose, and what the command did with
 // them.
 type deadRows struct {
-	s *settings
+	s *cli.Settings
 	dead.Filter
 	id   bool
 	wait dead.Wait
@@ -33,7 +34,7 @@ type deadReport struct {
 	Waited   *dead.Report `json:"waited"`
 }
 
-func newDeadRows(s *settings) *deadRows {
+func newDeadRows(s *cli.Settings) *deadRows {
 	return &deadRows{s: s, did: deadReport{Retrying: []uuid.UUID{}, Behind: []uuid.UUID{}}}
 }
 
@@ -46,10 +47,10 @@ func (d *deadRows) words() words {
 }
 
 func (d *deadRows) add(flags *pflag.FlagSet) {
-	addText(flags, "id", 255, "row's id or seq, as in the relay's log", d.name)
+	cli.AddText(flags, "id", 255, "row's id or seq, as in the relay's log", d.name)
 	filter{&d.Key, &d.Topic, &d.Reason, &d.OlderThan, &d.YoungerThan}.add(flags, d.words(), dead.Reasons())
-	addOneOf(flags, &d.State, "state", "state", dead.States())
-	commandLineOnly(flags, "state")
+	cli.AddOneOf(flags, &d.State, "state", "state", dead.States())
+	cli.CommandLineOnly(flags, "state")
 }
 
 func (d *deadRows) name(id string) error {
@@ -60,7 +61,7 @@ func (d *deadRows) name(id string) error {
 // resolve makes --relay a filter too, whether it comes from a flag or from the environment.
 func (d *deadRows) resolve(_ context.Context, _ *pgx.Conn, flags *pflag.FlagSet) error {
 	if flags.Changed("relay") {
-		d.Relay = &d.s.relay
+		d.Relay = &d.s.Relay
 	}
 	// Rows that wait behind others are only listed on request.
 	d.Behind = d.id || d.Reason != nil && *d.Reason == "behind" || d.State != nil && *d.State == "behind"
@@ -86,7 +87,7 @@ func (d *deadRows) nothing() string {
 }
 
 func (d *deadRows) list(ctx context.Context, conn *pgx.Conn, limit int) ([]dead.Row, error) {
-	return dead.List(ctx, conn, d.s.schema, d.Filter, limit)
+	return dead.List(ctx, conn, d.s.Schema, d.Filter, limit)
 }
 
 func (d *deadRows) these(ctx context.Context, conn *pgx.Conn, places []dead.Place, limit int) ([]dead.Row, error) {
@@ -94,15 +95,15 @@ func (d *deadRows) these(ctx context.Context, conn *pgx.Conn, places []dead.Plac
 	for i, place := range places {
 		seqs[i] = place.Seq
 	}
-	return dead.List(ctx, conn, d.s.schema, dead.Filter{Seqs: seqs, Relay: d.Relay, Behind: true}, limit)
+	return dead.List(ctx, conn, d.s.Schema, dead.Filter{Seqs: seqs, Relay: d.Relay, Behind: true}, limit)
 }
 
 func (d *deadRows) targets(ctx context.Context, conn *pgx.Conn, limit int) ([]dead.Place, error) {
-	return dead.Targets(ctx, conn, d.s.schema, d.Filter, limit)
+	return dead.Targets(ctx, conn, d.s.Schema, d.Filter, limit)
 }
 
 func (d *deadRows) totals(ctx context.Context, conn *pgx.Conn) (string, error) {
-	found, err := dead.Totals(ctx, conn, d.s.schema, d.Filter)
+	found, err := dead.Totals(ctx, conn, d.s.Schema, d.Filter)
 	totals := make([]total, len(found))
 	for i, t := range found {
 		totals[i] = total{"relay " + terminal.Plain(t.Relay), t.Reason, t.Count, t.Retrying, t.HeldKeys}
@@ -133,9 +134,9 @@ func (d *deadRows) act(ctx context.Context, conn *pgx.Conn, o *order, places []d
 	var result *dead.Result
 	var err error
 	if o.discard {
-		result, err = dead.Discard(ctx, conn, d.s.schema, o.by, places, o.wholeKeys)
+		result, err = dead.Discard(ctx, conn, d.s.Schema, o.by, places, o.wholeKeys)
 	} else {
-		result, err = dead.Retry(ctx, conn, d.s.schema, o.by, places)
+		result, err = dead.Retry(ctx, conn, d.s.Schema, o.by, places)
 	}
 	if err != nil {
 		return outcome{}, err
@@ -153,7 +154,7 @@ func (d *deadRows) act(ctx context.Context, conn *pgx.Conn, o *order, places []d
 }
 
 func (d *deadRows) look(ctx context.Context, conn *pgx.Conn) (operator.Report, error) {
-	r, err := d.wait.Look(ctx, conn, d.s.schema)
+	r, err := d.wait.Look(ctx, conn, d.s.Schema)
 	d.did.Waited = &r
 	return operator.Report{Finished: r.Published, Discarded: r.Discarded, Pending: r.Pending, Failed: r.Failed}, err
 }

@@ -21,7 +21,7 @@ type shownDead struct {
 }
 
 func (d *deadRows) show(ctx context.Context, conn *pgx.Conn, place dead.Place, payloadMax int64) (*detail, error) {
-	r, err := dead.Show(ctx, conn, d.s.schema, place, payloadMax)
+	r, err := dead.Show(ctx, conn, d.s.Schema, place, payloadMax)
 	if err != nil {
 		return nil, err
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/servers"
@@ -30,10 +31,10 @@ const sessionEmbedded = 3 * time.Second
 // stopMax is how long the embedded servers may take to stop.
 const stopMax = 20 * time.Second
 
-func newDemo(s *settings) *cobra.Command {
-	d := &demonstration{settings: s}
+func newDemo(s *cli.Settings) *cobra.Command {
+	d := &demonstration{Settings: s}
 	var child bool
-	cmd := plainKafka(&cobra.Command{
+	cmd := cli.PlainKafka(&cobra.Command{
 		Use:   "demo",
 		Short: "Run the whole pipeline, break it while it runs, and check the result",
 		Long: `Run the whole pipeline, break it while it runs, and check the result.
@@ -48,7 +49,7 @@ Without addresses it starts PostgreSQL (downloaded at the first run) and an in-p
 
 Exit status 1 unless every order took effect exactly once and in order. With --without-dedup consumers do not claim
 messages: effects happen twice, and the status is 1.`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if child {
 				// When the parent is gone there is nothing to report or to clean up.
@@ -63,21 +64,21 @@ messages: effects happen twice, and the status is 1.`,
 		},
 	})
 	flags := cmd.Flags()
-	addInt(flags, &d.options.Orders, "orders", demo.OrdersDefault, demo.OrdersMin, demo.OrdersMax, "how many orders the shop places")
-	addDuration(flags, &d.options.Duration, "duration", demo.DurationDefault, demo.DurationMin, demo.DurationMax, "how long orders are placed and processes are killed")
-	addOption(flags, "seed", "number", "random", "seed of orders, kills and freezes; the same seed gives a similar run", d.parseSeed)
-	addBool(flags, &d.options.WithoutDedup, "without-dedup", "run consumers without claims, to see that the checker notices")
-	addJSON(cmd, &d.json)
+	cli.AddInt(flags, &d.options.Orders, "orders", demo.OrdersDefault, demo.OrdersMin, demo.OrdersMax, "how many orders the shop places")
+	cli.AddDuration(flags, &d.options.Duration, "duration", demo.DurationDefault, demo.DurationMin, demo.DurationMax, "how long orders are placed and processes are killed")
+	cli.AddOption(flags, "seed", "number", "random", "seed of orders, kills and freezes; the same seed gives a similar run", d.parseSeed)
+	cli.AddBool(flags, &d.options.WithoutDedup, "without-dedup", "run consumers without claims, to see that the checker notices")
+	cli.AddJSON(cmd, &d.json)
 	flags.Lookup("json").Usage = "end with one line of JSON; progress goes to stderr"
-	addBool(flags, &child, flagDemoProcess, "be a process of the demo")
+	cli.AddBool(flags, &child, flagDemoProcess, "be a process of the demo")
 	_ = flags.MarkHidden(flagDemoProcess) // fails only for a flag that is not there
-	s.check(cmd, d.options.Check)
+	s.Check(cmd, d.options.Check)
 	return cmd
 }
 
 // demonstration is one run of the command.
 type demonstration struct {
-	*settings
+	*cli.Settings
 	options  demo.Options
 	json     bool
 	out      io.Writer
@@ -105,18 +106,18 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	begin := time.Now()
 	screen := terminal.NewScreen(d.progress)
 	screen.Line("starting the servers (the first run downloads PostgreSQL)")
-	address, err := d.databaseAddress()
+	address, err := d.DatabaseAddress()
 	if err != nil {
 		return err
 	}
 	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
-		DatabaseURL: address, Embedded: !d.hasDatabase(),
+		DatabaseURL: address, Embedded: !d.HasDatabase(),
 	})
 	if err != nil {
 		return err
 	}
 	defer stop(ctx, postgres.Stop, &err)
-	kafka, err := servers.StartKafka(ctx, servers.KafkaOptions{Brokers: d.brokers, Embedded: len(d.brokers) == 0})
+	kafka, err := servers.StartKafka(ctx, servers.KafkaOptions{Brokers: d.Brokers, Embedded: len(d.Brokers) == 0})
 	if err != nil {
 		return err
 	}
@@ -124,13 +125,13 @@ func (d *demonstration) run(ctx context.Context) (err error) {
 	if kafka.Kind == servers.KindEmbedded {
 		d.options.Session, d.options.Fake = sessionEmbedded, true
 	}
-	d.options.Command = d.childCommand(program, "demo", "--"+flagDemoProcess)
+	d.options.Command = d.ChildCommand(program, "demo", "--"+flagDemoProcess)
 	d.options.DatabaseURL, d.options.Brokers = postgres.URL, kafka.Brokers
 	d.options.Progress = (&demoScreen{Screen: screen}).progress
 	screen.Line(postgres.Description)
 	screen.Line(kafka.Description)
 	screen.Line(fmt.Sprintf("1 shop, 2 relays, 3 consumers; %d orders; killed, frozen and sent twice for %s; --seed %d",
-		d.options.Orders, short(d.options.Duration), d.options.Seed))
+		d.options.Orders, cli.ShortDuration(d.options.Duration), d.options.Seed))
 	report, err := demo.Run(ctx, d.options)
 	screen.End()
 	if err != nil {

@@ -9,6 +9,8 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 )
 
 // severalMin is how many commands have the same flag for it to be described once for all of them.
@@ -16,7 +18,7 @@ const severalMin = 4
 
 // CommandLine writes docs/cli.md from the commands themselves.
 func CommandLine() string {
-	root := newRoot(newSettings(nil), io.Discard, io.Discard)
+	root := newRoot(cli.NewSettings(nil), io.Discard, io.Discard)
 	w := cliWriter{commands: map[string]int{}}
 	w.count(root)
 	w.text.WriteString("# outbox-relay: the command line\n\n" +
@@ -112,7 +114,7 @@ func unindent(example string) string {
 
 // CheckCommandLine fails for a command or a flag that is not there.
 func CheckCommandLine(args []string) error {
-	root := newRoot(newSettings(nil), io.Discard, io.Discard)
+	root := newRoot(cli.NewSettings(nil), io.Discard, io.Discard)
 	command, rest, err := root.Find(args)
 	if err != nil {
 		return err

@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/twmb/franz-go/pkg/kadm"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -33,10 +34,10 @@ type doctorOptions struct {
 // defaultProgressTopic is relay.Config's.
 const defaultProgressTopic = "effectonce-relay-progress"
 
-func newDoctor(s *settings) *cobra.Command {
+func newDoctor(s *cli.Settings) *cobra.Command {
 	var asJSON bool
 	options := doctorOptions{progressTopic: defaultProgressTopic}
-	cmd := asksKafka(needs(&cobra.Command{
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "doctor",
 		Short: "Check database, rights, brokers, topics and consumers, with a remedy for each problem",
 		Long: `Check the setup and print a remedy for each problem. Run it with the relay's role and settings. It changes nothing.
@@ -52,7 +53,7 @@ Exit status 1 if a check fails; warnings do not count.
   Kafka      brokers, and the topics that rows and consumers name`,
 		Example: `  outbox-relay doctor
   outbox-relay doctor --json | jq -r '.findings[] | select(.severity != "ok") | .remedy'`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			findings := examine(cmd.Context(), s, options)
 			report := doctorReport{Well: doctor.Well(findings), Findings: findings}
@@ -67,24 +68,24 @@ Exit status 1 if a check fails; warnings do not count.
 			}
 			return err
 		},
-	}, flagDatabaseURL))
-	addDuration(cmd.Flags(), &options.limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "time limit for the database, and again for the brokers")
-	addDuration(cmd.Flags(), &options.keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long published rows stay in the outbox: --keep of \"run\"")
-	addDuration(cmd.Flags(), &options.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait while no replica runs")
+	}, cli.FlagDatabaseURL))
+	cli.AddDuration(cmd.Flags(), &options.limit, "timeout", 5*time.Second, 10*time.Millisecond, time.Minute, "time limit for the database, and again for the brokers")
+	cli.AddDuration(cmd.Flags(), &options.keep, "keep", 10*time.Minute, time.Second, 30*24*time.Hour, "how long published rows stay in the outbox: --keep of \"run\"")
+	cli.AddDuration(cmd.Flags(), &options.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait while no replica runs")
 	addLagAgeMax(cmd.Flags(), &options.lagAgeMax)
-	addText(cmd.Flags(), "progress-topic", 249, "topic of the progress of \"run --exactly-once\"; default: "+defaultProgressTopic, func(name string) error { options.progressTopic = name; return nil })
+	cli.AddText(cmd.Flags(), "progress-topic", 249, "topic of the progress of \"run --exactly-once\"; default: "+defaultProgressTopic, func(name string) error { options.progressTopic = name; return nil })
 	addRoutes(cmd.Flags(), &options.routes)
 	options.backlog.addFlags(cmd.Flags())
-	addJSON(cmd, &asJSON)
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 
 // examine runs the checks, and skips those that earlier failures make impossible.
-func examine(ctx context.Context, s *settings, options doctorOptions) []doctor.Finding {
+func examine(ctx context.Context, s *cli.Settings, options doctorOptions) []doctor.Finding {
 	limited, cancel := context.WithTimeout(ctx, options.limit)
 	defer cancel()
 	var findings []doctor.Finding
-	conn, err := s.connect(limited)
+	conn, err := s.Connect(limited)
 	if err != nil {
 		findings = append(findings, doctor.Finding{
 			Check: "database", Severity: doctor.Fail, Message: err.Error(),
@@ -92,46 +93,46 @@ func examine(ctx context.Context, s *settings, options doctorOptions) []doctor.F
 		})
 		return append(findings, examineKafka(ctx, s, nil, options)...)
 	}
-	defer hangUp(ctx, conn)
-	findings = append(findings, doctor.Finding{Check: "database", Severity: doctor.OK, Message: s.target() + " answers"})
-	findings = append(findings, doctor.Pooler(limited, s.connect)...)
+	defer cli.HangUp(ctx, conn)
+	findings = append(findings, doctor.Finding{Check: "database", Severity: doctor.OK, Message: s.Target() + " answers"})
+	findings = append(findings, doctor.Pooler(limited, s.Connect)...)
 	findings = append(findings, doctor.Server(limited, conn)...)
 	findings = append(findings, doctor.Durability(limited, conn)...)
 	findings = append(findings, doctor.Clock(limited, conn)...)
 	findings = append(findings, doctor.OpenTransactions(limited, conn)...)
 	findings = append(findings, doctor.ReplicationSlots(limited, conn)...)
-	tables := doctor.Rights(limited, conn, s.schema)
+	tables := doctor.Rights(limited, conn, s.Schema)
 	if doctor.Well(tables) {
-		tables = append(tables, doctor.Schema(limited, conn, s.schema)...)
+		tables = append(tables, doctor.Schema(limited, conn, s.Schema)...)
 	}
 	findings = append(findings, tables...)
 	if !doctor.Well(tables) {
 		return append(findings, examineKafka(ctx, s, nil, options)...)
 	}
-	findings = append(findings, doctor.Sequence(limited, conn, s.schema)...)
-	findings = append(findings, doctor.Sequences(limited, conn, s.schema)...)
-	findings = append(findings, doctor.Definitions(limited, conn, s.schema)...)
-	findings = append(findings, doctor.Publishers(limited, conn, s.schema)...)
-	findings = append(findings, doctor.Autovacuum(limited, conn, s.schema)...)
-	findings = append(findings, doctor.Relays(limited, conn, s.schema, options.ageMax)...)
-	findings = append(findings, doctor.Replicas(limited, conn, s.schema)...)
-	findings = append(findings, doctor.Slots(limited, conn, s.schema, options.keep)...)
-	findings = append(findings, doctor.BacklogLimits(limited, conn, s.schema, doctor.Limits{Age: options.backlog.age, Bytes: options.backlog.bytes()})...)
-	findings = append(findings, doctor.Later(limited, conn, s.schema)...)
-	findings = append(findings, doctor.IdempotencyKeys(limited, conn, s.schema)...)
-	findings = append(findings, doctor.Consuming(limited, conn, s.schema, options.lagAgeMax)...)
+	findings = append(findings, doctor.Sequence(limited, conn, s.Schema)...)
+	findings = append(findings, doctor.Sequences(limited, conn, s.Schema)...)
+	findings = append(findings, doctor.Definitions(limited, conn, s.Schema)...)
+	findings = append(findings, doctor.Publishers(limited, conn, s.Schema)...)
+	findings = append(findings, doctor.Autovacuum(limited, conn, s.Schema)...)
+	findings = append(findings, doctor.Relays(limited, conn, s.Schema, options.ageMax)...)
+	findings = append(findings, doctor.Replicas(limited, conn, s.Schema)...)
+	findings = append(findings, doctor.Slots(limited, conn, s.Schema, options.keep)...)
+	findings = append(findings, doctor.BacklogLimits(limited, conn, s.Schema, doctor.Limits{Age: options.backlog.age, Bytes: options.backlog.bytes()})...)
+	findings = append(findings, doctor.Later(limited, conn, s.Schema)...)
+	findings = append(findings, doctor.IdempotencyKeys(limited, conn, s.Schema)...)
+	findings = append(findings, doctor.Consuming(limited, conn, s.Schema, options.lagAgeMax)...)
 	return append(findings, examineKafka(ctx, s, conn, options)...)
 }
 
 // examineKafka skips the topics if the database could not be read: db is nil then.
-func examineKafka(ctx context.Context, s *settings, db operator.Querier, options doctorOptions) []doctor.Finding {
-	if len(s.brokers) == 0 {
+func examineKafka(ctx context.Context, s *cli.Settings, db operator.Querier, options doctorOptions) []doctor.Finding {
+	if len(s.Brokers) == 0 {
 		return []doctor.Finding{{
 			Check: "brokers", Severity: doctor.Warn, Message: "not checked: no brokers were given",
 			Remedy: "give --brokers, or set OUTBOX_BROKERS or KAFKA_BROKERS",
 		}}
 	}
-	client, err := s.askKafka(options.limit)
+	client, err := s.KafkaClient(options.limit)
 	if err != nil {
 		return []doctor.Finding{{Check: "brokers", Severity: doctor.Fail, Message: err.Error(), Remedy: "fix the Kafka flags"}}
 	}
@@ -139,14 +140,14 @@ func examineKafka(ctx context.Context, s *settings, db operator.Querier, options
 	limited, cancel := context.WithTimeout(ctx, options.limit)
 	defer cancel()
 	admin := kadm.NewClient(client)
-	findings := doctor.Brokers(limited, admin, strings.Join(s.brokers, ","))
+	findings := doctor.Brokers(limited, admin, strings.Join(s.Brokers, ","))
 	if db == nil || !doctor.Well(findings) {
 		return findings
 	}
 	findings = append(findings, doctor.MessageSize(limited, admin)...)
-	findings = append(findings, doctor.Topics(limited, db, admin, s.schema, options.routes)...)
+	findings = append(findings, doctor.Topics(limited, db, admin, s.Schema, options.routes)...)
 	findings = append(findings, doctor.ProgressTopic(limited, admin, options.progressTopic)...)
-	return append(findings, doctor.Consumers(limited, db, admin, s.schema)...)
+	return append(findings, doctor.Consumers(limited, db, admin, s.Schema)...)
 }
 
 func printFindings(out io.Writer, findings []doctor.Finding) error {

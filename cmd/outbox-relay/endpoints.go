@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/monitor"
 )
 
@@ -30,11 +31,11 @@ type endpoints struct {
 }
 
 func (e *endpoints) addFlags(flags *pflag.FlagSet) {
-	addOption(flags, "listen", "address", listenStandard, "address of /healthz, /readyz and /metrics, as host:port, or off", e.parseListen)
+	cli.AddOption(flags, "listen", "address", listenStandard, "address of /healthz, /readyz and /metrics, as host:port, or off", e.parseListen)
 	e.listen = flags.Lookup("listen")
-	addDuration(flags, &e.every, "metrics-interval", 15*time.Second, time.Second, 10*time.Minute, "pause between two reads of the database for /metrics")
-	addBool(flags, &e.pprof, "pprof", "also serve /debug/pprof/, with the token of --admin-token-file")
-	addOption(flags, "admin-token-file", "file", "", fmt.Sprintf("file with the token that --pprof requires, at least %d bytes", monitor.TokenBytesMin), func(path string) (err error) {
+	cli.AddDuration(flags, &e.every, "metrics-interval", 15*time.Second, time.Second, 10*time.Minute, "pause between two reads of the database for /metrics")
+	cli.AddBool(flags, &e.pprof, "pprof", "also serve /debug/pprof/, with the token of --admin-token-file")
+	cli.AddOption(flags, "admin-token-file", "file", "", fmt.Sprintf("file with the token that --pprof requires, at least %d bytes", monitor.TokenBytesMin), func(path string) (err error) {
 		e.token, err = monitor.ReadToken(path)
 		return err
 	})

@@ -16,17 +16,18 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
-func newExplain(s *settings) *cobra.Command {
+func newExplain(s *cli.Settings) *cobra.Command {
 	var q inspect.Question
 	var timeout time.Duration
 	var topic *string
 	var asJSON bool
-	cmd := asksKafka(needs(&cobra.Command{
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "explain ID",
 		Short: "Show where a message or a request is: idempotency key, outbox, topic, claims, parked, children",
 		Long: `Show the history of a message: schedule, outbox row and what each relay did with it, records in topics, claims, failed
@@ -54,27 +55,27 @@ Exit status 1 if nothing is known of the ID, or if Kafka failed: then the rest i
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			q.Schema = s.schema
+			q.Schema = s.Schema
 			if topic != nil {
 				q.Topics = []string{*topic}
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return explain(ctx, s, q, asJSON, cmd.OutOrStdout(), s.logger(cmd.ErrOrStderr()))
+			return explain(ctx, s, q, asJSON, cmd.OutOrStdout(), s.Logger(cmd.ErrOrStderr()))
 		},
-	}, flagDatabaseURL))
+	}, cli.FlagDatabaseURL))
 	flags := cmd.Flags()
-	addText(flags, "topic", 249, "search this topic only", into(&topic))
-	addDuration(flags, &q.Since, "since", 24*time.Hour, time.Second, 366*24*time.Hour, "how far back to search topics for an ID without a time")
-	addInt(flags, &q.ScanMax, "scan-max", 100_000, 1, 1_000_000_000, "read at most this many records of topics")
-	addDuration(flags, &timeout, "timeout", time.Minute, time.Second, time.Hour, "time limit of the command")
-	commandLineOnly(flags, "topic", "since")
-	addJSON(cmd, &asJSON)
+	cli.AddText(flags, "topic", 249, "search this topic only", cli.Into(&topic))
+	cli.AddDuration(flags, &q.Since, "since", 24*time.Hour, time.Second, 366*24*time.Hour, "how far back to search topics for an ID without a time")
+	cli.AddInt(flags, &q.ScanMax, "scan-max", 100_000, 1, 1_000_000_000, "read at most this many records of topics")
+	cli.AddDuration(flags, &timeout, "timeout", time.Minute, time.Second, time.Hour, "time limit of the command")
+	cli.CommandLineOnly(flags, "topic", "since")
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 
-func explain(ctx context.Context, s *settings, q inspect.Question, asJSON bool, out io.Writer, logger *slog.Logger) error {
-	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+func explain(ctx context.Context, s *cli.Settings, q inspect.Question, asJSON bool, out io.Writer, logger *slog.Logger) error {
+	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
 		kafka, err := openKafka(s, logger)
 		if err != nil {
 			return err
@@ -99,15 +100,15 @@ func explain(ctx context.Context, s *settings, q inspect.Question, asJSON bool, 
 }
 
 // openKafka returns nil without brokers.
-func openKafka(s *settings, logger *slog.Logger) (*inspect.Kafka, error) {
-	if len(s.brokers) == 0 {
+func openKafka(s *cli.Settings, logger *slog.Logger) (*inspect.Kafka, error) {
+	if len(s.Brokers) == 0 {
 		return nil, nil //nolint:nilnil // not given is no error
 	}
-	client, err := s.askKafka(statusMax)
+	client, err := s.KafkaClient(statusMax)
 	if err != nil {
 		return nil, err
 	}
-	return &inspect.Kafka{Client: client, Options: s.kafkaOptions(logger)}, nil
+	return &inspect.Kafka{Client: client, Options: s.KafkaOptions(logger)}, nil
 }
 
 // event is a line of the timeline.

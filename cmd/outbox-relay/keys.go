@@ -12,11 +12,12 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
-func newKeys(s *settings) *cobra.Command {
+func newKeys(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "keys",
 		Short: "Show requests by their idempotency keys, and resolve those that need a decision",
@@ -38,12 +39,12 @@ func keyStates() []string {
 	return []string{keys.Running, keys.Finished, keys.Indeterminate, keys.Abandoned, keys.Stuck}
 }
 
-func newKeysList(s *settings) *cobra.Command {
+func newKeysList(s *cli.Settings) *cobra.Command {
 	var filter keys.Filter
 	var state *string
 	var limit int
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "List idempotency keys, the newest first",
 		Long: `List idempotency keys, the newest first: unfinished ones, or those of --state. A stuck key is running, but it is
@@ -55,15 +56,15 @@ the cursor for --after.`,
 		Example: `  outbox-relay keys list
   outbox-relay keys list --state stuck --older-than 15m
   outbox-relay keys list --state finished --scope tenant-7 --json`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if state != nil {
 				filter.States = []string{*state}
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 			defer cancel()
-			return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-				rows, err := keys.List(ctx, conn, s.schema, filter, limit+1)
+			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				rows, err := keys.List(ctx, conn, s.Schema, filter, limit+1)
 				if err != nil {
 					return err
 				}
@@ -73,18 +74,18 @@ the cursor for --after.`,
 				return printKeys(cmd.OutOrStdout(), rows, limit, asJSON)
 			})
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	flags := cmd.Flags()
-	addOneOf(flags, &state, "state", "state", keyStates())
+	cli.AddOneOf(flags, &state, "state", "state", keyStates())
 	addPlace(flags, &filter.Scope, &filter.Operation)
-	addAge(flags, &filter.OlderThan, "older-than", "first requested longer ago than this")
-	addInt(flags, &limit, flagLimit, parkedListMax, 1, 100_000, "list at most this many")
-	addText(flags, "after", 4096, "continue behind this cursor of an earlier list", func(text string) error {
+	cli.AddAge(flags, &filter.OlderThan, "older-than", "first requested longer ago than this")
+	cli.AddInt(flags, &limit, flagLimit, parkedListMax, 1, 100_000, "list at most this many")
+	cli.AddText(flags, "after", 4096, "continue behind this cursor of an earlier list", func(text string) error {
 		filter.After = &keys.Cursor{}
 		return filter.After.UnmarshalText([]byte(text))
 	})
-	commandLineOnly(flags, "state", "older-than", "after")
-	addJSONLines(cmd, &asJSON)
+	cli.CommandLineOnly(flags, "state", "older-than", "after")
+	cli.AddJSONLines(cmd, &asJSON)
 	return cmd
 }
 
@@ -95,12 +96,12 @@ func addPlace(flags *pflag.FlagSet, scope, operation **string) {
 		name, usage string
 		into        **string
 	}{{"scope", "the key's scope: the tenant", scope}, {"operation", "the requested operation", operation}} {
-		addOption(flags, part.name, "string", "", part.usage, func(text string) error {
+		cli.AddOption(flags, part.name, "string", "", part.usage, func(text string) error {
 			*part.into = &text
 			return checkName(text)
 		})
 	}
-	commandLineOnly(flags, "scope", "operation")
+	cli.CommandLineOnly(flags, "scope", "operation")
 }
 
 // checkName refuses what cannot be a scope, an operation or a key in the table. Programs in other

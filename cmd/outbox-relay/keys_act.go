@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -28,16 +29,16 @@ type changedKey struct {
 }
 
 // newKeyAct makes cmd change one key.
-func newKeyAct(s *settings, cmd *cobra.Command, act func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error), said func(changed *keys.Changed) string, check func() error) *cobra.Command {
+func newKeyAct(s *cli.Settings, cmd *cobra.Command, act func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error), said func(changed *keys.Changed) string, check func() error) *cobra.Command {
 	var k theKey
 	var by operator.By
 	var asJSON bool
 	k.on(cmd)
-	addText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { by.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
-	addJSON(cmd, &asJSON)
-	commandLineOnly(cmd.Flags(), "why")
-	s.check(cmd, func() error {
+	cli.AddText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { by.Why = text; return nil })
+	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
+	cli.AddJSON(cmd, &asJSON)
+	cli.CommandLineOnly(cmd.Flags(), "why")
+	s.Check(cmd, func() error {
 		var problem error
 		if by.Why == "" {
 			problem = errors.New("--why is missing: say how you know")
@@ -48,8 +49,8 @@ func newKeyAct(s *settings, cmd *cobra.Command, act func(ctx context.Context, po
 		if by.Who == "" {
 			by.Who = whoami()
 		}
-		return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-			row, err := k.one(ctx, pool, s.schema)
+		return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+			row, err := k.one(ctx, pool, s.Schema)
 			if err != nil {
 				return err
 			}
@@ -64,12 +65,12 @@ func newKeyAct(s *settings, cmd *cobra.Command, act func(ctx context.Context, po
 			return err
 		})
 	}
-	return needs(cmd, flagDatabaseURL)
+	return cli.Needs(cmd, cli.FlagDatabaseURL)
 }
 
 func nothingMore() error { return nil }
 
-func newKeysUnlock(s *settings) *cobra.Command {
+func newKeysUnlock(s *cli.Settings) *cobra.Command {
 	return newKeyAct(s, &cobra.Command{
 		Use:   "unlock KEY",
 		Short: "End the lock of a running key now",
@@ -78,11 +79,11 @@ completer, continues from the recovery point. If a foreign call that must not be
 becomes indeterminate: see "keys show". The lock of a dead holder expires by itself. Unlocks are recorded.`,
 		Example: `  outbox-relay keys unlock 0192f0c1-2b3c-7def-8123-456789abcdef --why "pod 3 hangs"`,
 	}, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
-		return keys.Unlock(ctx, pool, s.schema, by, place)
+		return keys.Unlock(ctx, pool, s.Schema, by, place)
 	}, unlocked, nothingMore)
 }
 
-func newKeysRetry(s *settings) *cobra.Command {
+func newKeysRetry(s *cli.Settings) *cobra.Command {
 	var callDidNotHappen bool
 	cmd := &cobra.Command{
 		Use:   "retry KEY",
@@ -97,10 +98,10 @@ younger than its phase's CallAgainMax; --call-did-not-happen restarts its age. R
 		Example: `  outbox-relay keys retry order-4127 --call-did-not-happen --why "the bank has no such transfer, ticket 88"
   outbox-relay keys retry order-4131 --why "the stock service works again"`,
 	}
-	addBool(cmd.Flags(), &callDidNotHappen, "call-did-not-happen", "the foreign system was asked, and it did not act")
-	commandLineOnly(cmd.Flags(), "call-did-not-happen")
+	cli.AddBool(cmd.Flags(), &callDidNotHappen, "call-did-not-happen", "the foreign system was asked, and it did not act")
+	cli.CommandLineOnly(cmd.Flags(), "call-did-not-happen")
 	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
-		return keys.Retry(ctx, pool, s.schema, by, place, callDidNotHappen)
+		return keys.Retry(ctx, pool, s.Schema, by, place, callDidNotHappen)
 	}, retried, nothingMore)
 }
 
@@ -116,7 +117,7 @@ type finishing struct {
 	forever bool
 }
 
-func newKeysFinish(s *settings) *cobra.Command {
+func newKeysFinish(s *cli.Settings) *cobra.Command {
 	f := &finishing{status: -1, headers: headerFlag{}}
 	cmd := &cobra.Command{
 		Use:   "finish KEY",
@@ -136,7 +137,7 @@ request is executed again, and pays again. Finishes are recorded.`,
     --window 24h --why "the bank's statement has it, ticket 88"
   outbox-relay keys finish order-4128 --status 409 --forever --why "the customer withdrew it"`,
 	}
-	addOption(cmd.Flags(), "status", "int", "", "status of the outcome (0, or 200 to 999); required", func(text string) error {
+	cli.AddOption(cmd.Flags(), "status", "int", "", "status of the outcome (0, or 200 to 999); required", func(text string) error {
 		n, err := strconv.Atoi(text)
 		if err != nil || n != 0 && (n < 200 || n > 999) {
 			return errors.New("want a number: 0, or 200 to 999")
@@ -145,18 +146,18 @@ request is executed again, and pays again. Finishes are recorded.`,
 		return nil
 	})
 	cmd.Flags().Var(f.headers, "header", "header of the outcome, as 'Name: value'; repeatable")
-	addText(cmd.Flags(), "body-file", 4096, "file with the body of the outcome; -: standard input; default: no body", func(text string) error { f.file = text; return nil })
+	cli.AddText(cmd.Flags(), "body-file", 4096, "file with the body of the outcome; -: standard input; default: no body", func(text string) error { f.file = text; return nil })
 	const bounds = "1m to 87600h"
-	addOption(cmd.Flags(), "window", "duration", "", "how long the key is remembered: Config.Window of the operation ("+bounds+"); this or --forever", func(text string) error {
+	cli.AddOption(cmd.Flags(), "window", "duration", "", "how long the key is remembered: Config.Window of the operation ("+bounds+"); this or --forever", func(text string) error {
 		d, err := time.ParseDuration(text)
-		if err != nil || d < time.Minute || d > ageMax {
+		if err != nil || d < time.Minute || d > cli.AgeMax {
 			return errors.New("want a duration such as 24h, " + bounds)
 		}
 		f.window = d
 		return nil
 	})
-	addBool(cmd.Flags(), &f.forever, "forever", "never forget the key: Config.Forever of the operation")
-	commandLineOnly(cmd.Flags(), "status", "header", "body-file", "window", "forever")
+	cli.AddBool(cmd.Flags(), &f.forever, "forever", "never forget the key: Config.Forever of the operation")
+	cli.CommandLineOnly(cmd.Flags(), "status", "header", "body-file", "window", "forever")
 	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		outcome := keys.Outcome{Status: f.status, Header: f.headers, Window: &f.window}
 		if f.forever {
@@ -166,7 +167,7 @@ request is executed again, and pays again. Finishes are recorded.`,
 		if outcome.Body, err = f.body(cmd.InOrStdin()); err != nil {
 			return nil, err
 		}
-		return keys.Finish(ctx, pool, s.schema, by, place, outcome)
+		return keys.Finish(ctx, pool, s.Schema, by, place, outcome)
 	}, f.said, func() error {
 		var problems []error
 		if f.status < 0 {

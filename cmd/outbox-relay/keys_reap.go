@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -16,9 +17,9 @@ import (
 // reapMax bounds a run; the next run continues.
 const reapMax = time.Hour
 
-func newKeysReap(s *settings) *cobra.Command {
+func newKeysReap(s *cli.Settings) *cobra.Command {
 	var dryRun, asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "reap",
 		Short: "Forget finished keys whose window is over",
 		Long: `Forget finished keys whose window is over, of all operations, in small transactions. A later request with such a key is
@@ -29,20 +30,20 @@ key becomes indeterminate instead.
 Programs with Flow.Run or Operation.Run do this by themselves. Where none does, run it every hour. It is not recorded.`,
 		Example: `  outbox-relay keys reap --dry-run
   outbox-relay keys reap --json`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), reapMax)
 			defer cancel()
-			return s.withTables(ctx, !dryRun, func(ctx context.Context, conn *pgx.Conn) error {
+			return s.WithTables(ctx, !dryRun, func(ctx context.Context, conn *pgx.Conn) error {
 				if dryRun {
-					n, err := keys.Expired(ctx, conn, s.schema)
+					n, err := keys.Expired(ctx, conn, s.Schema)
 					if err != nil {
 						return err
 					}
 					return printReaped(cmd, keys.Reaped{Forgotten: n}, true, asJSON)
 				}
 				screen := terminal.NewScreen(cmd.ErrOrStderr())
-				reaped, err := keys.Reap(ctx, conn, s.schema, func(r keys.Reaped) {
+				reaped, err := keys.Reap(ctx, conn, s.Schema, func(r keys.Reaped) {
 					if screen.Overwrites() {
 						screen.Step("%s forgotten", human.Count(r.Forgotten, "key"))
 					}
@@ -55,10 +56,10 @@ Programs with Flow.Run or Operation.Run do this by themselves. Where none does, 
 				return err
 			})
 		},
-	}, flagDatabaseURL)
-	addBool(cmd.Flags(), &dryRun, "dry-run", "only count the keys")
-	commandLineOnly(cmd.Flags(), "dry-run")
-	addJSON(cmd, &asJSON)
+	}, cli.FlagDatabaseURL)
+	cli.AddBool(cmd.Flags(), &dryRun, "dry-run", "only count the keys")
+	cli.CommandLineOnly(cmd.Flags(), "dry-run")
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -53,11 +54,11 @@ func (k *theKey) one(ctx context.Context, conn operator.Querier, schema string) 
 	return keys.Row{}, errors.New(strings.TrimSuffix(several, ","))
 }
 
-func newKeysShow(s *settings) *cobra.Command {
+func newKeysShow(s *cli.Settings) *cobra.Command {
 	var k theKey
 	var asJSON, payload, full bool
 	var children []string
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "show KEY",
 		Short: "Show all about an idempotency key, and what to do",
 		Long: `Show an idempotency key: finished phases, a foreign call that may be under way, lock, attempts, error, outcome,
@@ -82,12 +83,12 @@ shown; of a finished key only the answer is.`,
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 			defer cancel()
-			return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-				row, err := k.one(ctx, conn, s.schema)
+			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				row, err := k.one(ctx, conn, s.Schema)
 				if err != nil {
 					return err
 				}
-				d, err := keys.Show(ctx, conn, s.schema, row, most)
+				d, err := keys.Show(ctx, conn, s.Schema, row, most)
 				if err != nil {
 					return err
 				}
@@ -99,13 +100,13 @@ shown; of a finished key only the answer is.`,
 				return err
 			})
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	k.on(cmd)
 	cmd.Flags().Var((*stepsFlag)(&children), "child", "also show the child ID of this phase or step; repeatable")
-	addBool(cmd.Flags(), &payload, "payload", "also show request, data of phases and answer")
-	addBool(cmd.Flags(), &full, "full", "with --payload: do not cut")
-	commandLineOnly(cmd.Flags(), "child", "payload", "full")
-	addJSON(cmd, &asJSON)
+	cli.AddBool(cmd.Flags(), &payload, "payload", "also show request, data of phases and answer")
+	cli.AddBool(cmd.Flags(), &full, "full", "with --payload: do not cut")
+	cli.CommandLineOnly(cmd.Flags(), "child", "payload", "full")
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 

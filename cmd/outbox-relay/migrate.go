@@ -12,12 +12,13 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-func newMigrate(s *settings) *cobra.Command {
+func newMigrate(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "migrate",
 		Short: "Create, upgrade, check, print or remove the tables, and their roles",
@@ -45,10 +46,10 @@ func (m migrated) print(out io.Writer, asJSON bool) error {
 	return err
 }
 
-func newMigrateUp(s *settings) *cobra.Command {
+func newMigrateUp(s *cli.Settings) *cobra.Command {
 	var asJSON bool
 	var lockWait time.Duration
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "up",
 		Short: "Create the tables, or upgrade them to this program's version",
 		Long: `Create the tables, or upgrade them to this program's version. Of several processes one works; the others wait and then
@@ -57,7 +58,7 @@ find nothing to do. Connect to the primary, and not through a transaction pooler
 Relays and consumers of the previous release may run during and after it; then replace them. A migration waits at most
 1.5 s at a time for table locks, so that claims do not queue behind it for longer. If others hold the locks, it logs
 who, pauses and retries, until --lock-wait.`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return migrate(cmd.Context(), s, func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
 				if err := migrations.Up(ctx, conn, patient(cmd, s, lockWait)); err != nil {
@@ -67,45 +68,45 @@ who, pauses and retries, until --lock-wait.`,
 				return migrated{state.Schema, state.Current, max(state.Current, state.Latest)}.print(cmd.OutOrStdout(), asJSON)
 			})
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	addLockWait(cmd.Flags(), &lockWait)
-	addJSON(cmd, &asJSON)
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 
 // patient returns the options for changes of the tables.
-func patient(cmd *cobra.Command, s *settings, lockWait time.Duration) migrations.Options {
-	return migrations.Options{Schema: s.schema, LockWaitMax: lockWait, Logger: s.logger(cmd.ErrOrStderr())}
+func patient(cmd *cobra.Command, s *cli.Settings, lockWait time.Duration) migrations.Options {
+	return migrations.Options{Schema: s.Schema, LockWaitMax: lockWait, Logger: s.Logger(cmd.ErrOrStderr())}
 }
 
 func addLockWait(flags *pflag.FlagSet, target *time.Duration) {
-	addDuration(flags, target, "lock-wait", 5*time.Minute, time.Second, 24*time.Hour, "give up if other transactions hold locks for this long")
+	cli.AddDuration(flags, target, "lock-wait", 5*time.Minute, time.Second, 24*time.Hour, "give up if other transactions hold locks for this long")
 }
 
 // migrate opens a connection and reads the version before work.
-func migrate(ctx context.Context, s *settings, work func(context.Context, *pgx.Conn, migrations.State) error) error {
-	conn, err := s.connect(ctx)
+func migrate(ctx context.Context, s *cli.Settings, work func(context.Context, *pgx.Conn, migrations.State) error) error {
+	conn, err := s.Connect(ctx)
 	if err != nil {
 		return err
 	}
-	defer hangUp(ctx, conn)
-	state, err := migrations.Status(ctx, conn, migrations.Options{Schema: s.schema})
+	defer cli.HangUp(ctx, conn)
+	state, err := migrations.Status(ctx, conn, migrations.Options{Schema: s.Schema})
 	if err != nil {
 		return err
 	}
 	return work(ctx, conn, state)
 }
 
-func newMigrateDown(s *settings) *cobra.Command {
+func newMigrateDown(s *cli.Settings) *cobra.Command {
 	var asJSON, yes bool
 	var lockWait time.Duration
 	to := -1
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "down --to VERSION --yes",
 		Short: "Go back to an older version; data that it does not know is lost",
 		Long: `Go back to an older version; 0 removes all tables. Their data is lost: unpublished outbox rows, claims (redelivered
 messages take effect again) and positions. Without --yes it only prints the loss. It waits for locks as "up" does.`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return migrate(cmd.Context(), s, func(ctx context.Context, conn *pgx.Conn, state migrations.State) error {
 				switch {
@@ -115,7 +116,7 @@ messages take effect again) and positions. Without --yes it only prints the loss
 					return usageError{fmt.Errorf("--to %d: the database has version %d; \"outbox-relay migrate up\" goes forward", to, state.Current)}
 				case to < state.Current && !yes:
 					return usageError{fmt.Errorf("migrate down from version %d to %d would lose %s; repeat it with --yes if that is meant",
-						state.Current, to, loss(ctx, conn, s.schema))}
+						state.Current, to, loss(ctx, conn, s.Schema))}
 				}
 				if to < state.Current {
 					if err := migrations.To(ctx, conn, patient(cmd, s, lockWait), to); err != nil {
@@ -125,17 +126,17 @@ messages take effect again) and positions. Without --yes it only prints the loss
 				return migrated{state.Schema, state.Current, to}.print(cmd.OutOrStdout(), asJSON)
 			})
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	addVersionFlag(cmd.Flags(), &to, "to", 0, "version to go back to; 0 removes everything")
 	addLockWait(cmd.Flags(), &lockWait)
-	addBool(cmd.Flags(), &yes, flagYes, "yes, lose what the removed tables hold")
-	addJSON(cmd, &asJSON)
+	cli.AddBool(cmd.Flags(), &yes, cli.FlagYes, "yes, lose what the removed tables hold")
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 
 // addVersionFlag adds a flag that has no default: the target keeps its value unless it is given.
 func addVersionFlag(flags *pflag.FlagSet, target *int, name string, lowest int, usage string) {
-	addOption(flags, name, "version", "", usage, func(text string) error {
+	cli.AddOption(flags, name, "version", "", usage, func(text string) error {
 		all, err := migrations.All(migrations.Options{})
 		if err != nil {
 			return err
@@ -180,21 +181,21 @@ type schemaState struct {
 	State   string `json:"state"` // current, compatible, missing, old or new
 }
 
-func newMigrateStatus(s *settings) *cobra.Command {
+func newMigrateStatus(s *cli.Settings) *cobra.Command {
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "status",
 		Short: "Compare the tables' version with this program's",
 		Long: `Compare the tables' version with this program's. Exit status 1 if this program does not work with the tables. A newer
 version is compatible if its release says so.`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return migrate(cmd.Context(), s, func(_ context.Context, _ *pgx.Conn, state migrations.State) error {
 				return printSchemaState(cmd.OutOrStdout(), state, asJSON)
 			})
 		},
-	}, flagDatabaseURL)
-	addJSON(cmd, &asJSON)
+	}, cli.FlagDatabaseURL)
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 

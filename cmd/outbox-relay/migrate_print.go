@@ -8,12 +8,13 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-func newMigratePrint(s *settings) *cobra.Command {
+func newMigratePrint(s *cli.Settings) *cobra.Command {
 	version := 0
-	cmd := offline(&cobra.Command{
+	cmd := cli.Offline(&cobra.Command{
 		Use:   "print",
 		Short: "Print the SQL of the migrations, for psql",
 		Long: `Print the SQL of all migrations in order, or of one, to apply them by hand:
@@ -23,9 +24,9 @@ func newMigratePrint(s *settings) *cobra.Command {
 Each migration is one transaction. It records its version, requires the version before it, waits for the
 lock of "migrate up", and refuses a schema that another role created. A statement that waits more than
 1.5 s for a table lock fails, so that claims do not queue behind it, and nothing changes: run psql again.`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			all, err := migrations.All(migrations.Options{Schema: s.schema})
+			all, err := migrations.All(migrations.Options{Schema: s.Schema})
 			if err != nil {
 				return err
 			}
@@ -33,7 +34,7 @@ lock of "migrate up", and refuses a schema that another role created. A statemen
 				if version != 0 && version != m.Version {
 					continue
 				}
-				if err := printMigration(cmd.OutOrStdout(), m, s.schema); err != nil {
+				if err := printMigration(cmd.OutOrStdout(), m, s.Schema); err != nil {
 					return err
 				}
 			}

@@ -11,12 +11,13 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
 )
 
-func newMigrateRoles(s *settings) *cobra.Command {
+func newMigrateRoles(s *cli.Settings) *cobra.Command {
 	var prefix string
 	var apply, asJSON bool
 	cmd := &cobra.Command{
@@ -41,9 +42,9 @@ transaction. Roles belong to the whole database cluster: use one prefix per data
 Existing roles keep their members and their LOGIN attribute; --apply reports both. It refuses a role that is
 SUPERUSER, CREATEROLE, BYPASSRLS or REPLICATION, that owns the schema, or that is a member of such a role: its
 members would gain those rights.`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			sql, err := migrations.Roles(migrations.Options{Schema: s.schema}, prefix)
+			sql, err := migrations.Roles(migrations.Options{Schema: s.Schema}, prefix)
 			if err != nil {
 				return err
 			}
@@ -53,26 +54,26 @@ members would gain those rights.`,
 				return err
 			}
 			if prefix == "" {
-				prefix = s.schema
+				prefix = s.Schema
 			}
-			return applyRoles(cmd.Context(), s, sql, prefixed{Schema: s.schema, Prefix: prefix}, cmd.OutOrStdout(), asJSON)
+			return applyRoles(cmd.Context(), s, sql, prefixed{Schema: s.Schema, Prefix: prefix}, cmd.OutOrStdout(), asJSON)
 		},
 	}
 	flags := cmd.Flags()
-	addOption(flags, "prefix", "string", "", "prefix of the roles' names; default: the schema's name", func(text string) error {
+	cli.AddOption(flags, "prefix", "string", "", "prefix of the roles' names; default: the schema's name", func(text string) error {
 		if _, err := migrations.Roles(migrations.Options{}, text); err != nil {
 			return errors.New("want at most 49 lower-case letters, digits and underscores, not starting with a digit or pg_")
 		}
 		prefix = text
 		return nil
 	})
-	addBool(flags, &apply, "apply", "execute the SQL in the database")
-	addJSON(cmd, &asJSON)
-	commandLineOnly(flags, "apply")
-	s.check(cmd, func() error {
+	cli.AddBool(flags, &apply, "apply", "execute the SQL in the database")
+	cli.AddJSON(cmd, &asJSON)
+	cli.CommandLineOnly(flags, "apply")
+	s.Check(cmd, func() error {
 		switch {
-		case apply && !s.hasDatabase():
-			return fmt.Errorf("--%s is missing: --apply needs it", flagDatabaseURL)
+		case apply && !s.HasDatabase():
+			return fmt.Errorf("--%s is missing: --apply needs it", cli.FlagDatabaseURL)
 		case asJSON && !apply:
 			return errors.New("--json: without --apply the output is SQL; give --apply too")
 		}
@@ -102,16 +103,16 @@ func (p *prefixed) print(out io.Writer, names []string) error {
 // applyRoles sends the SQL that would be printed, so that both do the same. If a statement fails,
 // closing the connection ends the transaction. applyRoles lists existing roles before, and reads
 // attributes after, so the report also covers a role that another session creates in between.
-func applyRoles(ctx context.Context, s *settings, sql string, p prefixed, out io.Writer, asJSON bool) error {
-	conn, err := s.connectWriting(ctx)
+func applyRoles(ctx context.Context, s *cli.Settings, sql string, p prefixed, out io.Writer, asJSON bool) error {
+	conn, err := s.ConnectWriting(ctx)
 	if err != nil {
 		return err
 	}
-	defer hangUp(ctx, conn)
-	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.schema}); err != nil {
+	defer cli.HangUp(ctx, conn)
+	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
 		return err
 	}
-	if err := migrations.CheckOwner(ctx, conn, migrations.Options{Schema: s.schema}); err != nil {
+	if err := migrations.CheckOwner(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
 		return err
 	}
 	names := []string{p.Prefix + "_publisher", p.Prefix + "_relay", p.Prefix + "_consumer", p.Prefix + "_endpoint", p.Prefix + "_operator"}

@@ -1,8 +1,12 @@
 package main
 
-import "github.com/spf13/cobra"
+import (
+	"github.com/spf13/cobra"
 
-func newParked(s *settings) *cobra.Command {
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+)
+
+func newParked(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "parked",
 		Short: "Show, retry or discard messages that could not be handled",

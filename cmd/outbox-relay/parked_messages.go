@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -20,7 +21,7 @@ import (
 // parkedMessages are the messages that a command's flags choose, and what the command did with
 // them.
 type parkedMessages struct {
-	s *settings
+	s *cli.Settings
 	parked.Filter
 	id   string
 	wait parked.Wait
@@ -36,7 +37,7 @@ type parkedReport struct {
 	Waited    *parked.Report `json:"waited"`
 }
 
-func newParkedMessages(s *settings) *parkedMessages {
+func newParkedMessages(s *cli.Settings) *parkedMessages {
 	return &parkedMessages{s: s, did: parkedReport{NoPayload: []uuid.UUID{}, Behind: []uuid.UUID{}}}
 }
 
@@ -49,11 +50,11 @@ func (p *parkedMessages) words() words {
 }
 
 func (p *parkedMessages) add(flags *pflag.FlagSet) {
-	addText(flags, "id", 1024, "message ID, or topic/partition/offset", p.name)
+	cli.AddText(flags, "id", 1024, "message ID, or topic/partition/offset", p.name)
 	filter{&p.Key, &p.Topic, &p.Reason, &p.OlderThan, &p.YoungerThan}.add(flags, p.words(), parked.Reasons())
-	addText(flags, "consumer", 600, "consumer, such as billing/orders", into(&p.Consumer))
-	addText(flags, "group", 255, "consumer group", into(&p.Group))
-	commandLineOnly(flags, "consumer", "group")
+	cli.AddText(flags, "consumer", 600, "consumer, such as billing/orders", cli.Into(&p.Consumer))
+	cli.AddText(flags, "group", 255, "consumer group", cli.Into(&p.Group))
+	cli.CommandLineOnly(flags, "consumer", "group")
 }
 
 func (p *parkedMessages) name(id string) error {
@@ -68,7 +69,7 @@ func (p *parkedMessages) resolve(ctx context.Context, conn *pgx.Conn, _ *pflag.F
 		p.Behind = p.Reason != nil && *p.Reason == "behind"
 		return nil
 	}
-	seqs, err := parked.Find(ctx, conn, p.s.schema, p.id)
+	seqs, err := parked.Find(ctx, conn, p.s.Schema, p.id)
 	if errors.Is(err, parked.ErrNotFound) {
 		seqs, err = []int64{0}, nil // no message has it
 	}
@@ -94,22 +95,22 @@ func (p *parkedMessages) nothing() string {
 }
 
 func (p *parkedMessages) list(ctx context.Context, conn *pgx.Conn, limit int) ([]parked.Message, error) {
-	return parked.List(ctx, conn, p.s.schema, p.Filter, limit)
+	return parked.List(ctx, conn, p.s.Schema, p.Filter, limit)
 }
 
 func (p *parkedMessages) these(ctx context.Context, conn *pgx.Conn, seqs []int64, limit int) ([]parked.Message, error) {
-	return parked.List(ctx, conn, p.s.schema, parked.Filter{Seqs: seqs, Behind: true}, limit)
+	return parked.List(ctx, conn, p.s.Schema, parked.Filter{Seqs: seqs, Behind: true}, limit)
 }
 
 // targets are heads, unless an ID names others.
 func (p *parkedMessages) targets(ctx context.Context, conn *pgx.Conn, limit int) ([]int64, error) {
 	heads := p.Filter
 	heads.Behind = p.named()
-	return parked.Targets(ctx, conn, p.s.schema, heads, limit)
+	return parked.Targets(ctx, conn, p.s.Schema, heads, limit)
 }
 
 func (p *parkedMessages) totals(ctx context.Context, conn *pgx.Conn) (string, error) {
-	found, err := parked.Totals(ctx, conn, p.s.schema, p.Filter)
+	found, err := parked.Totals(ctx, conn, p.s.Schema, p.Filter)
 	totals := make([]total, len(found))
 	for i, t := range found {
 		totals[i] = total{consumerText(t.Consumer), t.Reason, t.Count, t.Retrying, t.HeldKeys}
@@ -157,9 +158,9 @@ func (p *parkedMessages) act(ctx context.Context, conn *pgx.Conn, o *order, seqs
 	var result *parked.Result
 	var err error
 	if o.discard {
-		result, err = parked.Discard(ctx, conn, p.s.schema, o.by, seqs, o.wholeKeys)
+		result, err = parked.Discard(ctx, conn, p.s.Schema, o.by, seqs, o.wholeKeys)
 	} else {
-		result, err = parked.Retry(ctx, conn, p.s.schema, o.by, seqs)
+		result, err = parked.Retry(ctx, conn, p.s.Schema, o.by, seqs)
 	}
 	if err != nil {
 		return outcome{}, err
@@ -179,7 +180,7 @@ func (p *parkedMessages) act(ctx context.Context, conn *pgx.Conn, o *order, seqs
 }
 
 func (p *parkedMessages) look(ctx context.Context, conn *pgx.Conn) (operator.Report, error) {
-	r, err := p.wait.Look(ctx, conn, p.s.schema)
+	r, err := p.wait.Look(ctx, conn, p.s.Schema)
 	p.did.Waited = &r
 	return operator.Report{Finished: r.Succeeded, Discarded: r.Discarded, Pending: r.Pending, Failed: r.Failed}, err
 }

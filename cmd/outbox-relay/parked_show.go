@@ -9,13 +9,14 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
-func newParkedShow(s *settings, cmd *cobra.Command) *cobra.Command {
+func newParkedShow(s *cli.Settings, cmd *cobra.Command) *cobra.Command {
 	p := newParkedMessages(s)
-	addText(cmd.Flags(), "consumer", 600, "only what this consumer parked", into(&p.Consumer))
+	cli.AddText(cmd.Flags(), "consumer", 600, "only what this consumer parked", cli.Into(&p.Consumer))
 	return newShow(s, p, cmd)
 }
 
@@ -28,7 +29,7 @@ type shownMessage struct {
 }
 
 func (p *parkedMessages) show(ctx context.Context, conn *pgx.Conn, seq, payloadMax int64) (*detail, error) {
-	m, err := parked.Show(ctx, conn, p.s.schema, seq, payloadMax)
+	m, err := parked.Show(ctx, conn, p.s.Schema, seq, payloadMax)
 	if err != nil {
 		return nil, err
 	}

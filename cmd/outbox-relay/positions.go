@@ -11,16 +11,17 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
-func newPositions(s *settings) *cobra.Command {
+func newPositions(s *cli.Settings) *cobra.Command {
 	var filter inspect.PositionFilter
 	var asJSON bool
-	cmd := asksKafka(needs(&cobra.Command{
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "positions",
 		Short: "Show the positions of relays in the outbox, and of consumers in their topics",
 		Long: `Show, per shard of a relay: holder, tick and its age, floor, and unpublished rows (of the last 100000). Show, per
@@ -30,22 +31,22 @@ topics, and topics of consumers that do not exist.
 Exit status 1 if the group of --group has no positions, or if Kafka failed: then the rest is shown with the error.`,
 		Example: `  outbox-relay positions
   outbox-relay positions --group billing --topic orders --json`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("relay") {
-				filter.Relay = &s.relay
+				filter.Relay = &s.Relay
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 			defer cancel()
-			return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-				kafka, err := openKafka(s, s.logger(cmd.ErrOrStderr()))
+			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				kafka, err := openKafka(s, s.Logger(cmd.ErrOrStderr()))
 				if err != nil {
 					return err
 				}
 				if kafka != nil {
 					defer kafka.Client.Close()
 				}
-				positions, err := inspect.ReadPositions(ctx, conn, kafka, s.schema, filter)
+				positions, err := inspect.ReadPositions(ctx, conn, kafka, s.Schema, filter)
 				if err != nil {
 					return err
 				}
@@ -66,11 +67,11 @@ Exit status 1 if the group of --group has no positions, or if Kafka failed: then
 				return err
 			})
 		},
-	}, flagDatabaseURL))
-	addText(cmd.Flags(), "group", 255, "only this consumer group", into(&filter.Group))
-	addText(cmd.Flags(), "topic", 249, "only this topic's positions", into(&filter.Topic))
-	commandLineOnly(cmd.Flags(), "group", "topic")
-	addJSON(cmd, &asJSON)
+	}, cli.FlagDatabaseURL))
+	cli.AddText(cmd.Flags(), "group", 255, "only this consumer group", cli.Into(&filter.Group))
+	cli.AddText(cmd.Flags(), "topic", 249, "only this topic's positions", cli.Into(&filter.Topic))
+	cli.CommandLineOnly(cmd.Flags(), "group", "topic")
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/dedup"
@@ -19,9 +20,9 @@ import (
 // pruneMax bounds a run, which waits for locks in short steps and sweeps a bounded part.
 const pruneMax = 10 * time.Minute
 
-func newPrune(s *settings) *cobra.Command {
+func newPrune(s *cli.Settings) *cobra.Command {
 	var dryRun, asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "prune",
 		Short: "Forget claims that no dedup window needs any more",
 		Long: `Maintain the partitions of claims: create those of the coming days, truncate days that no consumer needs any more, sweep
@@ -32,28 +33,28 @@ Running consumers do this about every minute, if their role may change the table
 the owner of the tables.
 
 Exit status 1 if another process does it, or if a lock was not available: try again.`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return prune(cmd.Context(), s, dryRun, asJSON, cmd.OutOrStdout())
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what would be forgotten and dropped")
-	addJSON(cmd, &asJSON)
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 
-func prune(ctx context.Context, s *settings, dryRun, asJSON bool, out io.Writer) error {
+func prune(ctx context.Context, s *cli.Settings, dryRun, asJSON bool, out io.Writer) error {
 	ctx, cancel := context.WithTimeout(ctx, pruneMax)
 	defer cancel()
-	pool, err := s.connectPrimary(ctx, 1)
+	pool, err := s.ConnectPrimary(ctx, 1)
 	if err != nil {
 		return err
 	}
 	defer pool.Close()
-	if err := migrations.Check(ctx, pool, migrations.Options{Schema: s.schema}); err != nil {
+	if err := migrations.Check(ctx, pool, migrations.Options{Schema: s.Schema}); err != nil {
 		return err
 	}
-	claims, err := dedup.New(dedup.Config{Schema: s.schema})
+	claims, err := dedup.New(dedup.Config{Schema: s.Schema})
 	if err != nil {
 		return err
 	}

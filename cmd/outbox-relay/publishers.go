@@ -10,11 +10,12 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/publishers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
-func newPublishers(s *settings) *cobra.Command {
+func newPublishers(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "publishers",
 		Short: "Limit which topics a role may publish to",
@@ -46,10 +47,10 @@ func checkRole(cmd *cobra.Command, args []string) error {
 	return nil
 }
 
-func newPublishersLimit(s *settings) *cobra.Command {
+func newPublishersLimit(s *cli.Settings) *cobra.Command {
 	var c topicsChange
 	var none bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "limit ROLE TOPIC...",
 		Short: "Allow a role to publish to these topics only",
 		Long: `Allow a role, and its members, to publish to these topics only; replaces an earlier list. A topic is a name, or a
@@ -64,7 +65,7 @@ outbox. If they take longer nothing changes: repeat it. The change is recorded.`
 				return usageError{errors.New("want topics, or --none")}
 			}
 			return c.publishers(cmd.Context(), s, func(ctx context.Context, pool *pgxpool.Pool) error {
-				if err := publishers.Limit(ctx, pool, s.schema, limited, c.by); err != nil {
+				if err := publishers.Limit(ctx, pool, s.Schema, limited, c.by); err != nil {
 					return err
 				}
 				if c.asJSON {
@@ -74,15 +75,15 @@ outbox. If they take longer nothing changes: repeat it. The change is recorded.`
 				return err
 			})
 		},
-	}, flagDatabaseURL)
-	addBool(cmd.Flags(), &none, "none", "a list without topics")
+	}, cli.FlagDatabaseURL)
+	cli.AddBool(cmd.Flags(), &none, "none", "a list without topics")
 	c.add(cmd)
 	return cmd
 }
 
-func newPublishersFree(s *settings) *cobra.Command {
+func newPublishersFree(s *cli.Settings) *cobra.Command {
 	var c topicsChange
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "free ROLE",
 		Short: "Remove a role's list",
 		Long: `Remove a role's list. The role may then publish to any topic, unless it is a member of another listed role. Exit status 1
@@ -95,7 +96,7 @@ if it has no list. The change is recorded.`,
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return c.publishers(cmd.Context(), s, func(ctx context.Context, pool *pgxpool.Pool) error {
-				if err := publishers.Free(ctx, pool, s.schema, args[0], c.by); err != nil {
+				if err := publishers.Free(ctx, pool, s.Schema, args[0], c.by); err != nil {
 					return err
 				}
 				if c.asJSON {
@@ -105,27 +106,27 @@ if it has no list. The change is recorded.`,
 				return err
 			})
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	c.add(cmd)
 	return cmd
 }
 
-func (c *topicsChange) publishers(ctx context.Context, s *settings, change func(ctx context.Context, pool *pgxpool.Pool) error) error {
+func (c *topicsChange) publishers(ctx context.Context, s *cli.Settings, change func(ctx context.Context, pool *pgxpool.Pool) error) error {
 	if c.by.Who == "" {
 		c.by.Who = whoami()
 	}
-	return s.onSchema(ctx, change)
+	return s.OnSchema(ctx, change)
 }
 
-func newPublishersList(s *settings) *cobra.Command {
+func newPublishersList(s *cli.Settings) *cobra.Command {
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "Show which roles are limited to which topics",
-		Args:  noArgs,
+		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				all, err := publishers.List(ctx, pool, s.schema)
+			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				all, err := publishers.List(ctx, pool, s.Schema)
 				if err != nil {
 					return err
 				}
@@ -135,8 +136,8 @@ func newPublishersList(s *settings) *cobra.Command {
 				return printPublishers(cmd.OutOrStdout(), all)
 			})
 		},
-	}, flagDatabaseURL)
-	addJSONLines(cmd, &asJSON)
+	}, cli.FlagDatabaseURL)
+	cli.AddJSONLines(cmd, &asJSON)
 	return cmd
 }
 

@@ -12,16 +12,17 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // readyBytesMax is above the size of any answer of /readyz.
 const readyBytesMax = 64 << 10
 
-func newReady(*settings) *cobra.Command {
+func newReady(*cli.Settings) *cobra.Command {
 	var at endpoints
 	var timeout time.Duration
-	cmd := offline(&cobra.Command{
+	cmd := cli.Offline(&cobra.Command{
 		Use:   "ready",
 		Short: "Check that the relay on this machine is ready, as a container's health check",
 		Long: `Request /readyz of the relay on this machine, or in this container, and print the answer. --listen is the relay's own,
@@ -29,7 +30,7 @@ so that one OUTBOX_LISTEN serves both. Exit status 1 if the relay is not ready, 
 replica, not the pipeline: see "outbox-relay status".`,
 		Example: `  outbox-relay ready
   outbox-relay ready --listen :9464`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if at.addr == "" {
 				return usageError{errors.New("--listen off: the relay does not listen; want its address")}
@@ -39,8 +40,8 @@ replica, not the pipeline: see "outbox-relay status".`,
 			return askReady(ctx, at.addr, cmd.OutOrStdout())
 		},
 	})
-	addOption(cmd.Flags(), "listen", "address", listenStandard, "address of the relay's /readyz, as host:port", at.parseListen)
-	addDuration(cmd.Flags(), &timeout, "timeout", 3*time.Second, 10*time.Millisecond, time.Minute, "time limit of the answer")
+	cli.AddOption(cmd.Flags(), "listen", "address", listenStandard, "address of the relay's /readyz, as host:port", at.parseListen)
+	cli.AddDuration(cmd.Flags(), &timeout, "timeout", 3*time.Second, 10*time.Millisecond, time.Minute, "time limit of the answer")
 	return cmd
 }
 

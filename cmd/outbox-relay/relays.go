@@ -11,13 +11,14 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/relays"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
-func newRelays(s *settings) *cobra.Command {
+func newRelays(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "relays",
 		Short: "List the relays that the outbox knows, and delete retired ones",
@@ -26,19 +27,19 @@ func newRelays(s *settings) *cobra.Command {
 	return cmd
 }
 
-func newRelaysList(s *settings) *cobra.Command {
+func newRelaysList(s *cli.Settings) *cobra.Command {
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "List relays, and since when none of their replicas runs",
 		Long: `List the relays that the outbox knows: shards, shards with a live lease, live replicas, and since when none is
 live. A row leaves the outbox once every relay of this list has published it.`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 			defer cancel()
-			return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-				all, err := relays.List(ctx, conn, s.schema)
+			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+				all, err := relays.List(ctx, conn, s.Schema)
 				if err != nil {
 					return err
 				}
@@ -48,8 +49,8 @@ live. A row leaves the outbox once every relay of this list has published it.`,
 				return printRelays(cmd.OutOrStdout(), all, asJSON)
 			})
 		},
-	}, flagDatabaseURL)
-	addJSONLines(cmd, &asJSON)
+	}, cli.FlagDatabaseURL)
+	cli.AddJSONLines(cmd, &asJSON)
 	return cmd
 }
 
@@ -75,10 +76,10 @@ func printRelays(out io.Writer, all []relays.Relay, asJSON bool) error {
 	return terminal.PrintTable(out, text.String())
 }
 
-func newRelaysDelete(s *settings) *cobra.Command {
+func newRelaysDelete(s *cli.Settings) *cobra.Command {
 	var by operator.By
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "delete NAME",
 		Short: "Delete a retired relay, so that the outbox keeps no rows for it",
 		Long: `Delete a retired relay: its progress, number of shards and paused topics. The outbox then keeps no rows for it. Rows that
@@ -101,8 +102,8 @@ Refused while a replica of that name works or stands by, or while outbox_dead ha
 			if by.Who == "" {
 				by.Who = whoami()
 			}
-			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
-				gone, err := relays.Delete(ctx, pool, s.schema, args[0], by)
+			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+				gone, err := relays.Delete(ctx, pool, s.Schema, args[0], by)
 				if err != nil {
 					return err
 				}
@@ -113,12 +114,12 @@ Refused while a replica of that name works or stands by, or while outbox_dead ha
 				return err
 			})
 		},
-	}, flagDatabaseURL)
-	addText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { by.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
-	addJSON(cmd, &asJSON)
-	commandLineOnly(cmd.Flags(), "why")
-	s.check(cmd, func() error {
+	}, cli.FlagDatabaseURL)
+	cli.AddText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { by.Why = text; return nil })
+	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
+	cli.AddJSON(cmd, &asJSON)
+	cli.CommandLineOnly(cmd.Flags(), "why")
+	s.Check(cmd, func() error {
 		if by.Why == "" {
 			return errors.New("--why is missing: say why the relay is deleted")
 		}

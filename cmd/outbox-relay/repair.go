@@ -10,15 +10,16 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/relay"
 )
 
-func newRepair(s *settings) *cobra.Command {
+func newRepair(s *cli.Settings) *cobra.Command {
 	by := operator.By{Why: "by hand"}
 	var dryRun, asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "repair",
 		Short: "Repair a sequence of the outbox that went back",
 		Long: `Repair a sequence of the outbox that went back: after logical replication (which does not copy sequences), TRUNCATE
@@ -36,28 +37,28 @@ Exit status 1 if transactions that write to the outbox stay open for more than t
 --dry-run also if there is something to repair.`,
 		Example: `  outbox-relay repair --dry-run
   outbox-relay repair --why "upgrade by logical replication"`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if by.Who == "" {
 				by.Who = whoami()
 			}
 			limit := time.Hour // a repair of many rows takes long
 			if dryRun {
-				limit = changeMax
+				limit = cli.ChangeMax
 			}
-			return s.onSchemaFor(cmd.Context(), limit, func(ctx context.Context, pool *pgxpool.Pool) error {
+			return s.OnSchemaFor(cmd.Context(), limit, func(ctx context.Context, pool *pgxpool.Pool) error {
 				if dryRun {
-					return describeSequences(ctx, pool, s.schema, asJSON, cmd.OutOrStdout())
+					return describeSequences(ctx, pool, s.Schema, asJSON, cmd.OutOrStdout())
 				}
-				return repairSequences(ctx, pool, relay.RepairOptions{Schema: s.schema, Who: by.Who, Why: by.Why}, asJSON, cmd.OutOrStdout())
+				return repairSequences(ctx, pool, relay.RepairOptions{Schema: s.Schema, Who: by.Who, Why: by.Why}, asJSON, cmd.OutOrStdout())
 			})
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "only show what is wrong")
-	addText(cmd.Flags(), "why", 2048, "reason", func(text string) error { by.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
-	addJSON(cmd, &asJSON)
-	commandLineOnly(cmd.Flags(), "why")
+	cli.AddText(cmd.Flags(), "why", 2048, "reason", func(text string) error { by.Why = text; return nil })
+	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
+	cli.AddJSON(cmd, &asJSON)
+	cli.CommandLineOnly(cmd.Flags(), "why")
 	return cmd
 }
 

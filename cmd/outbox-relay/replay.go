@@ -12,17 +12,18 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/replay"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
-func newReplay(s *settings) *cobra.Command {
+func newReplay(s *cli.Settings) *cobra.Command {
 	opts := replay.Options{By: operator.By{Why: "replayed by hand"}}
 	var timeout time.Duration
 	var asJSON bool
-	cmd := asksKafka(needs(&cobra.Command{
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "replay",
 		Short: "Publish published rows again that are still in the outbox",
 		Long: `Publish rows again that --relay has published and that are still in the outbox ("run --keep" sets how long), with the
@@ -39,27 +40,27 @@ status 1 if rows left the outbox before they were read.`,
 		Example: `  outbox-relay replay --from 2026-03-01T08:00:00Z --to 2026-03-01T09:00:00Z --dry-run
   outbox-relay replay --from 2026-03-01T08:00:00Z --to 2026-03-01T09:00:00Z --topic orders --to-topic orders-again
   outbox-relay replay --from 4711 --topic orders --to-topic orders-again       # all since the tick`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			opts.Schema, opts.Relay = s.schema, s.relay
+			opts.Schema, opts.Relay = s.Schema, s.Relay
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
 			return runReplay(ctx, s, opts, asJSON, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
-	}, flagDatabaseURL, flagBrokers))
+	}, cli.FlagDatabaseURL, cli.FlagBrokers))
 	flags := cmd.Flags()
 	addBound(flags, "from", "first time or tick", &opts.From)
 	addBound(flags, "to", "end, a time or tick; default: all that is published", &opts.To)
-	addText(flags, "topic", 249, "only rows of this topic", into(&opts.Topic))
-	addText(flags, "to-topic", 249, "publish to this Kafka topic instead of the row's", into(&opts.ToTopic))
+	cli.AddText(flags, "topic", 249, "only rows of this topic", cli.Into(&opts.Topic))
+	cli.AddText(flags, "to-topic", 249, "publish to this Kafka topic instead of the row's", cli.Into(&opts.ToTopic))
 	addRoutes(flags, &opts.Routes)
-	addBool(flags, &opts.DryRun, "dry-run", "only count the rows")
-	addText(flags, "by", 255, "operator; default: user@host", func(text string) error { opts.By.Who = text; return nil })
-	addText(flags, "why", 2048, "reason", func(text string) error { opts.By.Why = text; return nil })
-	addDuration(flags, &timeout, "timeout", time.Hour, time.Second, 30*24*time.Hour, "time limit of the command")
-	commandLineOnly(flags, "from", "to", "topic", "to-topic", "dry-run", "why")
-	addJSON(cmd, &asJSON)
-	s.check(cmd, func() error {
+	cli.AddBool(flags, &opts.DryRun, "dry-run", "only count the rows")
+	cli.AddText(flags, "by", 255, "operator; default: user@host", func(text string) error { opts.By.Who = text; return nil })
+	cli.AddText(flags, "why", 2048, "reason", func(text string) error { opts.By.Why = text; return nil })
+	cli.AddDuration(flags, &timeout, "timeout", time.Hour, time.Second, 30*24*time.Hour, "time limit of the command")
+	cli.CommandLineOnly(flags, "from", "to", "topic", "to-topic", "dry-run", "why")
+	cli.AddJSON(cmd, &asJSON)
+	s.Check(cmd, func() error {
 		if opts.From.IsZero() {
 			return errors.New("--from is missing: want a time or a tick")
 		}
@@ -73,7 +74,7 @@ status 1 if rows left the outbox before they were read.`,
 }
 
 func addBound(flags *pflag.FlagSet, name, usage string, target *replay.Bound) {
-	addText(flags, name, 64, usage, func(text string) (err error) {
+	cli.AddText(flags, name, 64, usage, func(text string) (err error) {
 		if target.Tick, err = strconv.ParseInt(text, 10, 64); err == nil && target.Tick > 0 {
 			return nil
 		}
@@ -85,16 +86,16 @@ func addBound(flags *pflag.FlagSet, name, usage string, target *replay.Bound) {
 	})
 }
 
-func runReplay(ctx context.Context, s *settings, opts replay.Options, asJSON bool, out, progress io.Writer) error {
+func runReplay(ctx context.Context, s *cli.Settings, opts replay.Options, asJSON bool, out, progress io.Writer) error {
 	if opts.By.Who == "" {
 		opts.By.Who = whoami()
 	}
-	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
 		screen := terminal.NewScreen(progress)
 		if screen.Overwrites() {
 			opts.Progress = func(done int64) { screen.Step("published: %d", done) }
 		}
-		report, err := replay.Run(ctx, conn, s.kafkaOptions(s.logger(progress)), opts)
+		report, err := replay.Run(ctx, conn, s.KafkaOptions(s.Logger(progress)), opts)
 		screen.End()
 		if err != nil {
 			return fmt.Errorf("%s published again: %w", human.Count(report.Published, "row"), err)

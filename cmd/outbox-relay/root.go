@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
@@ -32,7 +33,7 @@ var errUnhealthy = errors.New("not well")
 
 // commands returns the constructors of all commands. The settings are complete before a command
 // runs.
-func commands() []func(*settings) *cobra.Command {
+func commands() []func(*cli.Settings) *cobra.Command {
 	return append(tryout(), newRun, newReady, newMigrate, newStatus, newPositions, newExplain, newVerify, newTail, newReplay,
 		newDead, newTopics, newShards, newRelays, newPublishers, newRepair, newConsumer, newParked, newKeys, newActions,
 		newDoctor, newPrune, newVersion)
@@ -40,8 +41,8 @@ func commands() []func(*settings) *cobra.Command {
 
 // execute runs one command line and returns the exit code. It gets the process's state as
 // arguments, so that tests can run commands in parallel.
-func execute(ctx context.Context, args []string, lookup lookupFunc, stdout, stderr io.Writer) int {
-	s := newSettings(lookup)
+func execute(ctx context.Context, args []string, lookup func(name string) (value string, found bool), stdout, stderr io.Writer) int {
+	s := cli.NewSettings(lookup)
 	out, problems := terminal.NewWriter(stdout), terminal.NewWriter(stderr)
 	defer out.Flush()
 	defer problems.Flush()
@@ -63,14 +64,14 @@ func execute(ctx context.Context, args []string, lookup lookupFunc, stdout, stde
 	text := "error: " + strings.ReplaceAll(err.Error(), "\n", "\nerror: ") + "\n"
 	_, _ = io.WriteString(problems, text) // if this fails, only the exit status reports the error
 	// An error before the command runs is a usage error.
-	if errors.As(err, &usageError{}) || !s.resolved {
+	if errors.As(err, &usageError{}) || !s.Resolved() {
 		return exitUsage
 	}
 	return exitNotWell
 }
 
 // newRoot returns the command tree.
-func newRoot(s *settings, stdout, stderr io.Writer) *cobra.Command {
+func newRoot(s *cli.Settings, stdout, stderr io.Writer) *cobra.Command {
 	root := &cobra.Command{
 		Use:   "outbox-relay",
 		Short: "Publish the outbox table to Kafka, and operate the pipeline",
@@ -91,10 +92,10 @@ Exit status: 0 success, 1 not well or failed, 2 wrong use.`,
 	root.SetOut(stdout)
 	root.SetErr(stderr)
 	root.SetFlagErrorFunc(flagError)
-	s.addFlags(root.PersistentFlags())
+	s.AddFlags(root.PersistentFlags())
 	for _, build := range commands() {
 		c := build(s)
-		c.PersistentPreRunE = func(cmd *cobra.Command, _ []string) error { return s.resolve(cmd) }
+		c.PersistentPreRunE = func(cmd *cobra.Command, _ []string) error { return s.Resolve(cmd) }
 		root.AddCommand(c)
 	}
 	root.SetHelpCommand(newHelp())
@@ -108,7 +109,7 @@ Exit status: 0 success, 1 not well or failed, 2 wrong use.`,
 func nameOnly(c *cobra.Command) {
 	for _, sub := range c.Commands() {
 		if c.Name() == "completion" {
-			sub.Args = noArgs
+			sub.Args = cli.NoArgs
 		}
 		nameOnly(sub)
 	}
@@ -147,9 +148,9 @@ func oneOf(cmd *cobra.Command, args []string) error {
 	}
 	near := cmd.SuggestionsFor(args[0])
 	if len(near) > 0 {
-		return fmt.Errorf("unknown command %s: did you mean %q?", shown(args[0]), near[0])
+		return fmt.Errorf("unknown command %s: did you mean %q?", cli.Shown(args[0]), near[0])
 	}
-	return fmt.Errorf("unknown command %s: see %s --help", shown(args[0]), cmd.CommandPath())
+	return fmt.Errorf("unknown command %s: see %s --help", cli.Shown(args[0]), cmd.CommandPath())
 }
 
 // flagError replaces errors of the flag parser that may quote a secret, such as -database-url=...
@@ -170,7 +171,7 @@ func flagError(cmd *cobra.Command, err error) error {
 	case errors.As(err, &noValue):
 		return fmt.Errorf("flag --%s needs a value: %s", noValue.GetSpecifiedName(), see)
 	case errors.As(err, &invalid):
-		return fmt.Errorf("--%s %s: %w", invalid.GetFlag().Name, shown(invalid.GetValue()), invalid.Unwrap())
+		return fmt.Errorf("--%s %s: %w", invalid.GetFlag().Name, cli.Shown(invalid.GetValue()), invalid.Unwrap())
 	}
 	return errors.New("the flags cannot be parsed: " + see)
 }

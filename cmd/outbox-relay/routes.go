@@ -8,6 +8,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -15,11 +16,11 @@ const routesBytesMax = 20_000
 
 // addRoutes adds the flags of relay.Routes.
 func addRoutes(flags *pflag.FlagSet, routes *relay.Routes) {
-	addText(flags, "topic-prefix", 200, "prefix of every topic's name in Kafka", func(text string) error {
+	cli.AddText(flags, "topic-prefix", 200, "prefix of every topic's name in Kafka", func(text string) error {
 		routes.Prefix = text
 		return relay.Routes{Prefix: text}.Validate()
 	})
-	addText(flags, "routes", routesBytesMax,
+	cli.AddText(flags, "routes", routesBytesMax,
 		"rules separated by ;; (the first match decides): topic=REGEXP;header=NAME;value=REGEXP, then to=NAME, drop or keep", func(text string) error {
 			rules, err := parseRoutes(text)
 			routes.Rules = rules
@@ -40,7 +41,7 @@ func parseRoutes(text string) (rules []relay.Rule, err error) {
 
 // addRates adds the flag of relay.Config.Rates.
 func addRates(flags *pflag.FlagSet, rates *map[string]float64) {
-	addText(flags, "rates", routesBytesMax, "rows per second by topic name in the outbox, as orders=100,bulk=2.5; other topics are not limited", func(text string) error {
+	cli.AddText(flags, "rates", routesBytesMax, "rows per second by topic name in the outbox, as orders=100,bulk=2.5; other topics are not limited", func(text string) error {
 		*rates = map[string]float64{}
 		if strings.TrimSpace(text) == "" {
 			return nil

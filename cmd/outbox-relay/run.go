@@ -10,15 +10,13 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
 
-// brokersMax is how long the start waits for a broker before it logs that none answers.
-const brokersMax = 5 * time.Second
-
 type runner struct {
-	*settings
+	*cli.Settings
 	config      relay.Config
 	connections int
 	// databaseWait is how long a start waits for an unreachable database.
@@ -28,9 +26,9 @@ type runner struct {
 	limits       backlogLimits
 }
 
-func newRun(s *settings) *cobra.Command {
-	r := &runner{settings: s}
-	cmd := asksKafka(needs(&cobra.Command{
+func newRun(s *cli.Settings) *cobra.Command {
+	r := &runner{Settings: s}
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "run",
 		Short: "Publish outbox rows to Kafka until SIGTERM",
 		Long: `Publish outbox rows to Kafka: every committed row at least once, the rows of a key in order. With --exactly-once,
@@ -48,37 +46,37 @@ such as a password, is an error at once.
 
   outbox-relay run --listen :9464                                  # in a container
   outbox-relay run --pprof --admin-token-file /run/secrets/admin   # profiles`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return r.run(cmd.Context(), s.logger(cmd.ErrOrStderr()))
+			return r.run(cmd.Context(), s.Logger(cmd.ErrOrStderr()))
 		},
-	}, flagDatabaseURL, flagBrokers))
+	}, cli.FlagDatabaseURL, cli.FlagBrokers))
 	flags := cmd.Flags()
-	addDuration(flags, &r.config.Lease, "lease", 10*time.Second, time.Second, 10*time.Minute, "how long the lease of a dead replica blocks the others")
-	addDuration(flags, &r.config.PollMin, "poll-min", 700*time.Microsecond, 100*time.Microsecond, time.Minute, "pause between reads of the table while rows arrive")
-	addDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while no rows arrive")
-	addBool(flags, &r.config.WakeOnNotify, "wake-on-notify", "read the outbox on NOTIFY (outbox.Notify); needs a connection without PgBouncer")
-	addDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for records in flight")
-	addInt(flags, &r.shards, "shards", 1, 1, shardsMax, "number of shards of the keys, at the relay's first start")
-	addBool(flags, &r.config.ExactlyOnce, "exactly-once", "write records and progress in one Kafka transaction")
-	addDuration(flags, &r.config.TransactionMax, "transaction-max", 200*time.Millisecond, time.Millisecond, 10*time.Second, "with --exactly-once: how long a transaction gathers rows of a backlog")
-	addText(flags, "progress-topic", 249, "topic of the progress with --exactly-once; default: effectonce-relay-progress", func(text string) error { r.config.ProgressTopic = text; return nil })
-	addBool(flags, &r.config.SkipDead, "skip-dead", "publish later rows of a key although Kafka refused an earlier one, instead of holding them")
+	cli.AddDuration(flags, &r.config.Lease, "lease", 10*time.Second, time.Second, 10*time.Minute, "how long the lease of a dead replica blocks the others")
+	cli.AddDuration(flags, &r.config.PollMin, "poll-min", 700*time.Microsecond, 100*time.Microsecond, time.Minute, "pause between reads of the table while rows arrive")
+	cli.AddDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while no rows arrive")
+	cli.AddBool(flags, &r.config.WakeOnNotify, "wake-on-notify", "read the outbox on NOTIFY (outbox.Notify); needs a connection without PgBouncer")
+	cli.AddDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for records in flight")
+	cli.AddInt(flags, &r.shards, "shards", 1, 1, shardsMax, "number of shards of the keys, at the relay's first start")
+	cli.AddBool(flags, &r.config.ExactlyOnce, "exactly-once", "write records and progress in one Kafka transaction")
+	cli.AddDuration(flags, &r.config.TransactionMax, "transaction-max", 200*time.Millisecond, time.Millisecond, 10*time.Second, "with --exactly-once: how long a transaction gathers rows of a backlog")
+	cli.AddText(flags, "progress-topic", 249, "topic of the progress with --exactly-once; default: effectonce-relay-progress", func(text string) error { r.config.ProgressTopic = text; return nil })
+	cli.AddBool(flags, &r.config.SkipDead, "skip-dead", "publish later rows of a key although Kafka refused an earlier one, instead of holding them")
 	addRoutes(flags, &r.config.Routes)
 	addRates(flags, &r.config.Rates)
-	addText(flags, "durable-horizon", 10_000, "only publish what standbys have flushed: any, names (a,b), or a number (2 of a,b,c); default: wait for none", func(text string) error {
+	cli.AddText(flags, "durable-horizon", 10_000, "only publish what standbys have flushed: any, names (a,b), or a number (2 of a,b,c); default: wait for none", func(text string) error {
 		r.config.DurableHorizon = text
 		return nil
 	})
-	addDuration(flags, &r.config.Keep, "keep", 10*time.Minute, 100*time.Millisecond, 30*24*time.Hour, "how long published rows stay in the outbox")
-	addInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
-	addDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")
+	cli.AddDuration(flags, &r.config.Keep, "keep", 10*time.Minute, 100*time.Millisecond, 30*24*time.Hour, "how long published rows stay in the outbox")
+	cli.AddInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
+	cli.AddDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")
 	r.endpoints.addFlags(flags)
 	r.limits.addFlags(flags)
-	s.check(cmd, func() error {
+	s.Check(cmd, func() error {
 		problem := r.endpoints.check()
 		if r.config.PollMin > r.config.PollMax {
-			problem = errors.Join(problem, fmt.Errorf("--poll-min %s: want at most --poll-max, which is %s", short(r.config.PollMin), short(r.config.PollMax)))
+			problem = errors.Join(problem, fmt.Errorf("--poll-min %s: want at most --poll-max, which is %s", cli.ShortDuration(r.config.PollMin), cli.ShortDuration(r.config.PollMax)))
 		}
 		return problem
 	})
@@ -92,25 +90,25 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 		return err
 	}
 	defer watch.close()
-	pool, err := r.connectWaiting(ctx, r.connections, r.databaseWait, logger)
+	pool, err := r.ConnectWaiting(ctx, r.connections, r.databaseWait, logger)
 	if err != nil {
 		return err
 	}
 	defer pool.Close()
-	if err := migrations.Check(ctx, pool, migrations.Options{Schema: r.schema}); err != nil {
+	if err := migrations.Check(ctx, pool, migrations.Options{Schema: r.Schema}); err != nil {
 		return err
 	}
-	r.config.Schema, r.config.Name, r.config.Logger, r.config.Shards = r.schema, r.relay, logger, int16(r.shards)
+	r.config.Schema, r.config.Name, r.config.Logger, r.config.Shards = r.Schema, r.Relay, logger, int16(r.shards)
 	r.config.Hooks = watch.hooks()
-	publisher, err := relay.New(pool, r.kafkaOptions(logger), r.config)
+	publisher, err := relay.New(pool, r.KafkaOptions(logger), r.config)
 	if err != nil {
 		return err
 	}
-	logger.InfoContext(ctx, "relay starts", "relay", r.relay, "database", r.target(), "schema", r.schema,
-		"brokers", strings.Join(r.brokers, ","), "version", readVersion().Version)
+	logger.InfoContext(ctx, "relay starts", "relay", r.Relay, "database", r.Target(), "schema", r.Schema,
+		"brokers", strings.Join(r.Brokers, ","), "version", readVersion().Version)
 	r.lookForBrokers(ctx, logger)
 	defer context.AfterFunc(ctx, func() {
-		logger.Info("relay drains; a second signal ends it at once", "relay", r.relay, "drain_max", r.config.DrainMax)
+		logger.Info("relay drains; a second signal ends it at once", "relay", r.Relay, "drain_max", r.config.DrainMax)
 	})()
 	if err := watch.begin(ctx, pool, logger); err != nil {
 		return err
@@ -118,21 +116,21 @@ func (r *runner) run(ctx context.Context, logger *slog.Logger) error {
 	if err := publisher.Run(ctx); err != nil {
 		return err
 	}
-	logger.InfoContext(ctx, "relay stopped", "relay", r.relay)
+	logger.InfoContext(ctx, "relay stopped", "relay", r.Relay)
 	return nil
 }
 
 // lookForBrokers only warns: rows wait in the outbox until a broker answers.
 func (r *runner) lookForBrokers(ctx context.Context, logger *slog.Logger) {
-	client, err := r.askKafka(brokersMax)
+	client, err := r.KafkaClient(cli.BrokersMax)
 	if err != nil {
 		return // the relay's own client reports the same error
 	}
 	defer client.Close()
-	limited, cancel := context.WithTimeout(ctx, brokersMax)
+	limited, cancel := context.WithTimeout(ctx, cli.BrokersMax)
 	defer cancel()
 	if err := client.Ping(limited); err != nil && ctx.Err() == nil {
 		logger.WarnContext(ctx, "no broker answers: rows wait in the outbox until one does; check --brokers and the network, TLS and credentials",
-			"brokers", strings.Join(r.brokers, ","), "error", err)
+			"brokers", strings.Join(r.Brokers, ","), "error", err)
 	}
 }

@@ -11,7 +11,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	main "github.com/effectonce/effectonce/cmd/outbox-relay"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -142,14 +141,6 @@ func TestPasswordsOfRealServersAreNeverPrinted(t *testing.T) {
 	c := runOn(t, missing.String(), "migrate", "status")
 	assert.Equal(t, 1, c.code)
 	assert.Contains(t, c.stderr, address.Host+"/no-such-database: this database does not exist: create it, or check the name (3D000)")
-}
-
-// Row S3 of guarantees.md: a setting that holds the URL does not show it, however it is formatted.
-func TestSecretsDoNotFormat(t *testing.T) {
-	t.Parallel()
-	text := main.FormatSettings("postgres://user:" + canaryHead + "@host/db")
-	assert.NotContains(t, text, canaryHead)
-	assert.Contains(t, text, "(hidden)")
 }
 
 // Row S3 of guarantees.md: what the parser would take for something else than was meant, so that a

@@ -11,6 +11,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/internal/servers"
 )
@@ -18,7 +19,7 @@ import (
 // topicWait bounds the creation of topics on a server that was just started.
 const topicWait = 30 * time.Second
 
-func newServers(*settings) *cobra.Command {
+func newServers(*cli.Settings) *cobra.Command {
 	var topics []string
 	cmd := &cobra.Command{
 		Use:   "servers",
@@ -27,7 +28,7 @@ func newServers(*settings) *cobra.Command {
 shell variables. Ctrl-C or SIGTERM stops both and deletes their data. The first run downloads PostgreSQL. For
 trying out and tests, never for production: no TLS, no replication, and the Kafka keeps everything in memory.`,
 		Example: `  outbox-relay servers --topic orders`,
-		Args:    noArgs,
+		Args:    cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			ctx := cmd.Context()
 			postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{Own: true, Embedded: true})

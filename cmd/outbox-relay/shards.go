@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -17,17 +18,17 @@ import (
 
 const shardsMax = 256
 
-func newShards(s *settings) *cobra.Command {
+func newShards(s *cli.Settings) *cobra.Command {
 	by := operator.By{Why: "by hand"}
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "shards NUMBER",
 		Short: "Change the number of shards of a relay",
 		Long: `Change the number of shards into which a relay divides the keys. One replica at a time publishes a shard, so this is
 how many replicas can publish; each shard reads the whole outbox, so more shards than replicas gain nothing. Running
 replicas apply the change: publishing pauses for about a second, the rows of a key stay in order and nothing is lost.
 "outbox-relay positions" shows the shards.`,
-		Args: arguments("one number", 1, 1),
+		Args: cli.Arguments("one number", 1, 1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			number, err := strconv.ParseInt(args[0], 10, 16)
 			if err != nil || number < 1 || number > shardsMax {
@@ -36,7 +37,7 @@ replicas apply the change: publishing pauses for about a second, the rows of a k
 			if by.Who == "" {
 				by.Who = whoami()
 			}
-			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 				now, err := relay.SetShards(ctx, pool, relayOperator(s, by), int16(number))
 				switch {
 				case errors.Is(err, relay.ErrUnknownRelay):
@@ -44,19 +45,19 @@ replicas apply the change: publishing pauses for about a second, the rows of a k
 				case err != nil:
 					return err
 				case asJSON:
-					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"relay": s.relay, "shards": now, "wanted": number})
+					return terminal.PrintJSON(cmd.OutOrStdout(), map[string]any{"relay": s.Relay, "shards": now, "wanted": number})
 				case int64(now) == number:
-					err = terminal.Say(cmd.OutOrStdout(), "relay %s has %s\n", terminal.Plain(s.relay), human.Count(now, "shard"))
+					err = terminal.Say(cmd.OutOrStdout(), "relay %s has %s\n", terminal.Plain(s.Relay), human.Count(now, "shard"))
 				default:
-					err = terminal.Say(cmd.OutOrStdout(), "relay %s has %s, and will have %d as soon as a replica runs\n", terminal.Plain(s.relay), human.Count(now, "shard"), number)
+					err = terminal.Say(cmd.OutOrStdout(), "relay %s has %s, and will have %d as soon as a replica runs\n", terminal.Plain(s.Relay), human.Count(now, "shard"), number)
 				}
 				return err
 			})
 		},
-	}, flagDatabaseURL)
-	addText(cmd.Flags(), "why", 2048, "reason", func(text string) error { by.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
-	addJSON(cmd, &asJSON)
-	commandLineOnly(cmd.Flags(), "why")
+	}, cli.FlagDatabaseURL)
+	cli.AddText(cmd.Flags(), "why", 2048, "reason", func(text string) error { by.Why = text; return nil })
+	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { by.Who = text; return nil })
+	cli.AddJSON(cmd, &asJSON)
+	cli.CommandLineOnly(cmd.Flags(), "why")
 	return cmd
 }

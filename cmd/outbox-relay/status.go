@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/pflag"
 	"github.com/twmb/franz-go/pkg/kadm"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -33,9 +34,9 @@ type statusOptions struct {
 	relay            string // empty: all
 }
 
-func newStatus(s *settings) *cobra.Command {
+func newStatus(s *cli.Settings) *cobra.Command {
 	var opts statusOptions
-	cmd := asksKafka(needs(&cobra.Command{
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "status",
 		Short: "Show backlog, publishing rate, replicas and consumers",
 		Long: `Show backlog, publishing rate and replicas of relays; per consumer, halted partitions and why, parked messages and
@@ -46,41 +47,41 @@ Exit status 1 if rows wait and no replica holds the lease or reaches Kafka; a re
 than --age-max, or a scheduled message is overdue for longer; rows are in outbox_dead; a sequence went back (see
 "outbox-relay repair"); a partition halted; a consumer is later than --lag-age-max, or gone for longer; or more than
 --parked-max messages are parked.`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("relay") {
-				opts.relay = s.relay
+				opts.relay = s.Relay
 			}
 			if opts.watch > 0 {
 				return watchStatus(cmd.Context(), s, opts, cmd.OutOrStdout())
 			}
 			return showStatus(cmd.Context(), s, opts, cmd.OutOrStdout())
 		},
-	}, flagDatabaseURL))
-	addDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long to measure the rate; 0s: do not measure")
-	addDuration(cmd.Flags(), &opts.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
+	}, cli.FlagDatabaseURL))
+	cli.AddDuration(cmd.Flags(), &opts.interval, "interval", time.Second, 0, time.Minute, "how long to measure the rate; 0s: do not measure")
+	cli.AddDuration(cmd.Flags(), &opts.ageMax, "age-max", time.Minute, time.Millisecond, 24*time.Hour, "how long a row may wait")
 	addLagAgeMax(cmd.Flags(), &opts.lagAgeMax)
-	addDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "repeat at this interval until interrupted; 0s: once")
-	commandLineOnly(cmd.Flags(), "watch")
-	addInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, doctor.CountMax, "how many messages may be parked")
-	addJSON(cmd, &opts.json)
+	cli.AddDuration(cmd.Flags(), &opts.watch, "watch", 0, 0, time.Hour, "repeat at this interval until interrupted; 0s: once")
+	cli.CommandLineOnly(cmd.Flags(), "watch")
+	cli.AddInt(cmd.Flags(), &opts.parkedMax, "parked-max", 0, 0, doctor.CountMax, "how many messages may be parked")
+	cli.AddJSON(cmd, &opts.json)
 	return cmd
 }
 
 // addLagAgeMax adds the flag of commands that judge consumers.
 func addLagAgeMax(flags *pflag.FlagSet, target *time.Duration) {
-	addDuration(flags, target, "lag-age-max", doctor.LagAgeMaxDefault, 0, 30*24*time.Hour, "how late a consumer may be: the age of its oldest position; 0s: any")
+	cli.AddDuration(flags, target, "lag-age-max", doctor.LagAgeMaxDefault, 0, 30*24*time.Hour, "how late a consumer may be: the age of its oldest position; 0s: any")
 }
 
-func showStatus(ctx context.Context, s *settings, opts statusOptions, out io.Writer) error {
+func showStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io.Writer) error {
 	ctx, cancel := context.WithTimeout(ctx, statusMax+opts.interval)
 	defer cancel()
-	conn, err := s.connect(ctx)
+	conn, err := s.Connect(ctx)
 	if err != nil {
 		return err
 	}
-	defer hangUp(ctx, conn)
-	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.schema}); err != nil {
+	defer cli.HangUp(ctx, conn)
+	if err := migrations.Check(ctx, conn, migrations.Options{Schema: s.Schema}); err != nil {
 		return err
 	}
 	status, err := readStatus(ctx, s, conn, opts)
@@ -98,13 +99,13 @@ func showStatus(ctx context.Context, s *settings, opts statusOptions, out io.Wri
 	return err
 }
 
-func readStatus(ctx context.Context, s *settings, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
+func readStatus(ctx context.Context, s *cli.Settings, conn *pgx.Conn, opts statusOptions) (*doctor.Status, error) {
 	want := doctor.StatusOptions{Relay: opts.relay, AgeMax: opts.ageMax, LagAgeMax: opts.lagAgeMax, ParkedMax: int64(opts.parkedMax)}
-	if len(s.brokers) > 0 {
+	if len(s.Brokers) > 0 {
 		want.Missing = func(ctx context.Context, topics []string) ([]string, error) { return missingTopics(ctx, s, topics) }
 	}
 	if opts.interval > 0 {
-		before, err := doctor.ReadProgress(ctx, conn, s.schema)
+		before, err := doctor.ReadProgress(ctx, conn, s.Schema)
 		if err != nil {
 			return nil, err
 		}
@@ -113,15 +114,15 @@ func readStatus(ctx context.Context, s *settings, conn *pgx.Conn, opts statusOpt
 			return nil, ctx.Err()
 		}
 	}
-	return doctor.ReadStatus(ctx, conn, s.schema, want)
+	return doctor.ReadStatus(ctx, conn, s.Schema, want)
 }
 
 // missingMax is the time limit of the brokers' answer. It is short, because the status comes from
 // the database and must not wait for brokers.
 const missingMax = 2 * time.Second
 
-func missingTopics(ctx context.Context, s *settings, topics []string) ([]string, error) {
-	client, err := s.askKafka(missingMax)
+func missingTopics(ctx context.Context, s *cli.Settings, topics []string) ([]string, error) {
+	client, err := s.KafkaClient(missingMax)
 	if err != nil {
 		return nil, err
 	}

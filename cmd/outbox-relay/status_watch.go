@@ -6,11 +6,12 @@ import (
 	"io"
 	"time"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // watchStatus repeats the status until ctx ends, and then returns nil.
-func watchStatus(ctx context.Context, s *settings, opts statusOptions, out io.Writer) error {
+func watchStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io.Writer) error {
 	again := time.NewTicker(opts.watch)
 	defer again.Stop()
 	for {

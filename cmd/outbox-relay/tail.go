@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
@@ -27,9 +28,9 @@ type tailer struct {
 	out           io.Writer
 }
 
-func newTail(s *settings) *cobra.Command {
+func newTail(s *cli.Settings) *cobra.Command {
 	t := &tailer{}
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "tail",
 		Short: "Follow the outbox",
 		Long: `Show rows of the outbox as they commit, each once: time of the insert, seq, topic, key, ID, size of the payload. It
@@ -38,33 +39,33 @@ shown up to 4 KiB, as text or base64.`,
 		Example: `  outbox-relay tail --topic orders
   outbox-relay tail --from-beginning --to-end --json
   outbox-relay tail --from-beginning --key order-7 --payload --json --limit 10`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			t.Schema, t.out = s.schema, cmd.OutOrStdout()
+			t.Schema, t.out = s.Schema, cmd.OutOrStdout()
 			if t.payload {
 				t.PayloadMax = payloadShown
 			}
-			return s.withTables(cmd.Context(), false, func(ctx context.Context, conn *pgx.Conn) error {
+			return s.WithTables(cmd.Context(), false, func(ctx context.Context, conn *pgx.Conn) error {
 				if err := t.follow(ctx, conn); err != nil && !errors.Is(err, errLimit) && cmd.Context().Err() == nil {
 					return err
 				}
 				return nil // the limit and an interrupt are normal ends
 			})
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	flags := cmd.Flags()
-	addText(flags, "topic", 249, "only this topic", into(&t.Topic))
-	addText(flags, "key", 1<<20, "only this key, as text or as base64:...", func(text string) (err error) {
+	cli.AddText(flags, "topic", 249, "only this topic", cli.Into(&t.Topic))
+	cli.AddText(flags, "key", 1<<20, "only this key, as text or as base64:...", func(text string) (err error) {
 		t.Key, err = parked.ParseKey(text)
 		return err
 	})
-	addBool(flags, &t.fromBeginning, "from-beginning", "show existing rows first")
-	addBool(flags, &t.toEnd, "to-end", "end once all committed rows are shown")
-	addInt(flags, &t.limit, flagLimit, 0, 0, 1_000_000_000, "end after this many rows; 0: never")
-	addDuration(flags, &t.every, "every", 250*time.Millisecond, 10*time.Millisecond, time.Minute, "pause between two reads")
-	addBool(flags, &t.payload, "payload", "show payloads")
-	commandLineOnly(flags, "topic", "key", "from-beginning", "to-end", flagLimit, "payload")
-	addJSONLines(cmd, &t.json)
+	cli.AddBool(flags, &t.fromBeginning, "from-beginning", "show existing rows first")
+	cli.AddBool(flags, &t.toEnd, "to-end", "end once all committed rows are shown")
+	cli.AddInt(flags, &t.limit, flagLimit, 0, 0, 1_000_000_000, "end after this many rows; 0: never")
+	cli.AddDuration(flags, &t.every, "every", 250*time.Millisecond, 10*time.Millisecond, time.Minute, "pause between two reads")
+	cli.AddBool(flags, &t.payload, "payload", "show payloads")
+	cli.CommandLineOnly(flags, "topic", "key", "from-beginning", "to-end", flagLimit, "payload")
+	cli.AddJSONLines(cmd, &t.json)
 	return cmd
 }
 

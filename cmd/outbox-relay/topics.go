@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/relays"
@@ -19,7 +20,7 @@ import (
 	"github.com/effectonce/effectonce/relay"
 )
 
-func newTopics(s *settings) *cobra.Command {
+func newTopics(s *cli.Settings) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "topics",
 		Short: "Pause and resume topics",
@@ -28,7 +29,7 @@ other topics continue. After a resume they are published in order.
 
   outbox-relay topics pause orders --why "consumer has a bug, see INC-12"
   outbox-relay topics resume orders`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(newTopicsPause(s), newTopicsResume(s), newTopicsList(s))
@@ -43,18 +44,18 @@ type topicsChange struct {
 
 func (c *topicsChange) add(cmd *cobra.Command) {
 	c.by.Why = "by hand"
-	addText(cmd.Flags(), "why", 2048, "reason", func(text string) error { c.by.Why = text; return nil })
-	addText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { c.by.Who = text; return nil })
-	addJSON(cmd, &c.asJSON)
-	commandLineOnly(cmd.Flags(), "why")
+	cli.AddText(cmd.Flags(), "why", 2048, "reason", func(text string) error { c.by.Why = text; return nil })
+	cli.AddText(cmd.Flags(), "by", 255, "operator; default: user@host", func(text string) error { c.by.Who = text; return nil })
+	cli.AddJSON(cmd, &c.asJSON)
+	cli.CommandLineOnly(cmd.Flags(), "why")
 }
 
 // run runs a change on the schema, as the operator. The time limit includes wait.
-func (c *topicsChange) run(ctx context.Context, s *settings, wait time.Duration, change func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error) error {
+func (c *topicsChange) run(ctx context.Context, s *cli.Settings, wait time.Duration, change func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error) error {
 	if c.by.Who == "" {
 		c.by.Who = whoami()
 	}
-	return s.onSchemaFor(ctx, changeMax+wait, func(ctx context.Context, pool *pgxpool.Pool) error {
+	return s.OnSchemaFor(ctx, cli.ChangeMax+wait, func(ctx context.Context, pool *pgxpool.Pool) error {
 		if err := knowsRelay(ctx, s, pool); err != nil {
 			return err
 		}
@@ -62,15 +63,15 @@ func (c *topicsChange) run(ctx context.Context, s *settings, wait time.Duration,
 	})
 }
 
-func relayOperator(s *settings, by operator.By) relay.Operator {
-	return relay.Operator{Schema: s.schema, Relay: s.relay, Who: by.Who, Why: by.Why}
+func relayOperator(s *cli.Settings, by operator.By) relay.Operator {
+	return relay.Operator{Schema: s.Schema, Relay: s.Relay, Who: by.Who, Why: by.Why}
 }
 
-func newTopicsPause(s *settings) *cobra.Command {
+func newTopicsPause(s *cli.Settings) *cobra.Command {
 	var c topicsChange
 	var wait time.Duration
 	var force bool
-	cmd := asksKafka(needs(&cobra.Command{
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "pause TOPIC...",
 		Short: "Stop publishing topics",
 		Long: `Stop publishing topics: their rows wait. It returns once every running replica has confirmed that rows read before are
@@ -82,7 +83,7 @@ a replica obeys it, and is recorded. "outbox-relay topics resume" ends it.
 
 A topic that has no rows and does not exist in Kafka is refused without --force: its name may be misspelt. Without
 --brokers only its rows count.`,
-		Args: arguments("at least one topic", 1, math.MaxInt),
+		Args: cli.Arguments("at least one topic", 1, math.MaxInt),
 		RunE: func(cmd *cobra.Command, topics []string) error {
 			return c.run(cmd.Context(), s, wait, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
 				if !force {
@@ -103,11 +104,11 @@ A topic that has no rows and does not exist in Kafka is refused without --force:
 				return p.print(cmd.OutOrStdout(), len(topics), wait, c.asJSON)
 			})
 		},
-	}, flagDatabaseURL))
+	}, cli.FlagDatabaseURL))
 	c.add(cmd)
-	addDuration(cmd.Flags(), &wait, "wait", 30*time.Second, 0, 10*time.Minute, "how long to wait until the pause holds; 0s: no wait")
-	addBool(cmd.Flags(), &force, "force", "also pause topics that neither exist nor have rows")
-	commandLineOnly(cmd.Flags(), "force")
+	cli.AddDuration(cmd.Flags(), &wait, "wait", 30*time.Second, 0, 10*time.Minute, "how long to wait until the pause holds; 0s: no wait")
+	cli.AddBool(cmd.Flags(), &force, "force", "also pause topics that neither exist nor have rows")
+	cli.CommandLineOnly(cmd.Flags(), "force")
 	return cmd
 }
 
@@ -164,9 +165,9 @@ func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bo
 
 // refuseUnknown refuses topics that neither exist nor have rows. It asks Kafka first, which is
 // faster.
-func refuseUnknown(ctx context.Context, s *settings, pool *pgxpool.Pool, by relay.Operator, topics []string) error {
+func refuseUnknown(ctx context.Context, s *cli.Settings, pool *pgxpool.Pool, by relay.Operator, topics []string) error {
 	unknown, where := topics, "; with --brokers Kafka is asked whether it exists"
-	if len(s.brokers) > 0 {
+	if len(s.Brokers) > 0 {
 		missing, err := missingTopics(ctx, s, topics)
 		if err != nil {
 			where = fmt.Sprintf("; Kafka could not be asked (%v)", err)
@@ -187,13 +188,13 @@ func refuseUnknown(ctx context.Context, s *settings, pool *pgxpool.Pool, by rela
 	return nil
 }
 
-func newTopicsResume(s *settings) *cobra.Command {
+func newTopicsResume(s *cli.Settings) *cobra.Command {
 	var c topicsChange
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "resume TOPIC...",
 		Short: "Publish the rows of paused topics",
 		Long:  `Publish the rows of paused topics, in order. The relay resumes within three seconds. The change is recorded.`,
-		Args:  arguments("at least one topic", 1, math.MaxInt),
+		Args:  cli.Arguments("at least one topic", 1, math.MaxInt),
 		RunE: func(cmd *cobra.Command, topics []string) error {
 			return c.run(cmd.Context(), s, 0, func(ctx context.Context, pool *pgxpool.Pool, by relay.Operator) error {
 				changed, err := relay.Resume(ctx, pool, by, topics...)
@@ -207,21 +208,21 @@ func newTopicsResume(s *settings) *cobra.Command {
 				return err
 			})
 		},
-	}, flagDatabaseURL)
+	}, cli.FlagDatabaseURL)
 	c.add(cmd)
 	return cmd
 }
 
 // knowsRelay refuses an unknown relay name if other relays exist: no relay would see the change.
 // Before the first relay runs, any name is allowed.
-func knowsRelay(ctx context.Context, s *settings, pool *pgxpool.Pool) error {
-	all, err := relays.List(ctx, pool, s.schema)
+func knowsRelay(ctx context.Context, s *cli.Settings, pool *pgxpool.Pool) error {
+	all, err := relays.List(ctx, pool, s.Schema)
 	if err != nil {
 		return err
 	}
 	var names []string
 	for _, r := range all {
-		if r.Relay == s.relay {
+		if r.Relay == s.Relay {
 			return nil
 		}
 		names = append(names, terminal.Plain(r.Relay))
@@ -229,17 +230,17 @@ func knowsRelay(ctx context.Context, s *settings, pool *pgxpool.Pool) error {
 	if len(names) == 0 {
 		return nil
 	}
-	return fmt.Errorf("relay %s: %w; known: %s: give one with --relay", terminal.Plain(s.relay), relay.ErrUnknownRelay, strings.Join(names, ", "))
+	return fmt.Errorf("relay %s: %w; known: %s: give one with --relay", terminal.Plain(s.Relay), relay.ErrUnknownRelay, strings.Join(names, ", "))
 }
 
-func newTopicsList(s *settings) *cobra.Command {
+func newTopicsList(s *cli.Settings) *cobra.Command {
 	var asJSON bool
-	cmd := needs(&cobra.Command{
+	cmd := cli.Needs(&cobra.Command{
 		Use:   "list",
 		Short: "Show which topics are paused, since when and why",
-		Args:  noArgs,
+		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return s.onSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
+			return s.OnSchema(cmd.Context(), func(ctx context.Context, pool *pgxpool.Pool) error {
 				paused, err := relay.PausedTopics(ctx, pool, relayOperator(s, operator.By{}))
 				if err != nil {
 					return err
@@ -250,8 +251,8 @@ func newTopicsList(s *settings) *cobra.Command {
 				return printPaused(cmd.OutOrStdout(), paused)
 			})
 		},
-	}, flagDatabaseURL)
-	addJSONLines(cmd, &asJSON)
+	}, cli.FlagDatabaseURL)
+	cli.AddJSONLines(cmd, &asJSON)
 	return cmd
 }
 

@@ -2,10 +2,14 @@
 
 package main
 
-import "github.com/spf13/cobra"
+import (
+	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+)
 
 // tryout returns the constructors of the commands that bring servers of their own. The build tag
 // "lean" leaves them out, and with them embedded PostgreSQL, kfake, testcontainers and Watermill.
-func tryout() []func(*settings) *cobra.Command {
-	return []func(*settings) *cobra.Command{newDemo, newServers, newBench}
+func tryout() []func(*cli.Settings) *cobra.Command {
+	return []func(*cli.Settings) *cobra.Command{newDemo, newServers, newBench}
 }

@@ -6,11 +6,13 @@ import (
 	"fmt"
 
 	"github.com/spf13/cobra"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 )
 
-func tryout() (left []func(*settings) *cobra.Command) {
+func tryout() (left []func(*cli.Settings) *cobra.Command) {
 	for _, name := range []string{"demo", "servers", "bench"} {
-		left = append(left, func(*settings) *cobra.Command {
+		left = append(left, func(*cli.Settings) *cobra.Command {
 			return &cobra.Command{
 				Use: name, Hidden: true, DisableFlagParsing: true,
 				RunE: func(*cobra.Command, []string) error {

@@ -10,18 +10,19 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/verify"
 )
 
-func newVerify(s *settings) *cobra.Command {
+func newVerify(s *cli.Settings) *cobra.Command {
 	var opts verify.Options
 	var topic *string
 	var group *string
 	var timeout time.Duration
 	var asJSON bool
-	cmd := asksKafka(needs(&cobra.Command{
+	cmd := cli.AsksKafka(cli.Needs(&cobra.Command{
 		Use:   "verify",
 		Short: "Compare the outbox with the topics, and the topics with a group's claims",
 		Long: `Compare the rows in the outbox with the topics. It reports published rows without a record, duplicate records, and
@@ -36,9 +37,9 @@ Give the relay's --topic-prefix and --routes. Memory is bounded; about 60 bytes 
 temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong.`,
 		Example: `  outbox-relay verify --since 24h
   outbox-relay verify --topic orders --group billing --allow-duplicates --json`,
-		Args: noArgs,
+		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			opts.Schema, opts.Relay = s.schema, s.relay
+			opts.Schema, opts.Relay = s.Schema, s.Relay
 			if topic != nil {
 				opts.Topics = []string{*topic}
 			}
@@ -47,24 +48,24 @@ temporary files (TMPDIR). Nothing is changed. Exit status 1 if anything is wrong
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return runVerify(ctx, s, opts, asJSON, cmd.OutOrStdout(), cmd.ErrOrStderr(), s.logger(cmd.ErrOrStderr()))
+			return runVerify(ctx, s, opts, asJSON, cmd.OutOrStdout(), cmd.ErrOrStderr(), s.Logger(cmd.ErrOrStderr()))
 		},
-	}, flagDatabaseURL, flagBrokers))
+	}, cli.FlagDatabaseURL, cli.FlagBrokers))
 	flags := cmd.Flags()
-	addDuration(flags, &opts.Since, "since", 0, 0, 10*366*24*time.Hour, "only rows and records younger than this; 0s: all")
-	addText(flags, "topic", 249, "only this topic", into(&topic))
+	cli.AddDuration(flags, &opts.Since, "since", 0, 0, 10*366*24*time.Hour, "only rows and records younger than this; 0s: all")
+	cli.AddText(flags, "topic", 249, "only this topic", cli.Into(&topic))
 	addRoutes(flags, &opts.Routes)
-	addText(flags, "group", 255, "also check the claims of this consumer group", into(&group))
-	addBool(flags, &opts.DuplicatesAllowed, "allow-duplicates", "report duplicate records, but accept them")
-	addInt(flags, &opts.Examples, "examples", 10, 0, 10_000, "list at most this many of each finding")
-	addDuration(flags, &timeout, "timeout", 24*time.Hour, time.Second, 30*24*time.Hour, "time limit of the command")
-	commandLineOnly(flags, "since", "topic", "group", "allow-duplicates")
-	addJSON(cmd, &asJSON)
+	cli.AddText(flags, "group", 255, "also check the claims of this consumer group", cli.Into(&group))
+	cli.AddBool(flags, &opts.DuplicatesAllowed, "allow-duplicates", "report duplicate records, but accept them")
+	cli.AddInt(flags, &opts.Examples, "examples", 10, 0, 10_000, "list at most this many of each finding")
+	cli.AddDuration(flags, &timeout, "timeout", 24*time.Hour, time.Second, 30*24*time.Hour, "time limit of the command")
+	cli.CommandLineOnly(flags, "since", "topic", "group", "allow-duplicates")
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 
-func runVerify(ctx context.Context, s *settings, opts verify.Options, asJSON bool, out, progress io.Writer, logger *slog.Logger) error {
-	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+func runVerify(ctx context.Context, s *cli.Settings, opts verify.Options, asJSON bool, out, progress io.Writer, logger *slog.Logger) error {
+	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
 		kafka, err := openKafka(s, logger)
 		if err != nil {
 			return err

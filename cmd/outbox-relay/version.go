@@ -5,6 +5,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -18,12 +19,12 @@ type versionInfo struct {
 	Go       string `json:"go"`
 }
 
-func newVersion(*settings) *cobra.Command {
+func newVersion(*cli.Settings) *cobra.Command {
 	var asJSON bool
-	cmd := offline(&cobra.Command{
+	cmd := cli.Offline(&cobra.Command{
 		Use:   "version",
 		Short: "Print the versions of program, schema and Go",
-		Args:  noArgs,
+		Args:  cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			v := readVersion()
 			if asJSON {
@@ -41,7 +42,7 @@ func newVersion(*settings) *cobra.Command {
 			return err
 		},
 	})
-	addJSON(cmd, &asJSON)
+	cli.AddJSON(cmd, &asJSON)
 	return cmd
 }
 

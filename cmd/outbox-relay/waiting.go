@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/pflag"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
@@ -95,15 +96,15 @@ type filter struct {
 // add adds flags. They only come from the command line: a deployment's environment must not decide
 // what is discarded.
 func (f filter) add(flags *pflag.FlagSet, w words, reasons []string) {
-	addText(flags, "key", 1<<20, "key, as text or as base64:...", func(text string) (err error) {
+	cli.AddText(flags, "key", 1<<20, "key, as text or as base64:...", func(text string) (err error) {
 		*f.key, err = parked.ParseKey(text)
 		return err
 	})
-	addText(flags, "topic", 249, "topic", into(f.topic))
-	addOneOf(flags, f.reason, "reason", w.why, reasons)
-	addAge(flags, f.olderThan, "older-than", w.command+" for longer")
-	addAge(flags, f.youngerThan, "younger-than", w.command+" for less")
-	commandLineOnly(flags, "id", "key", "topic", "reason", "older-than", "younger-than")
+	cli.AddText(flags, "topic", 249, "topic", cli.Into(f.topic))
+	cli.AddOneOf(flags, f.reason, "reason", w.why, reasons)
+	cli.AddAge(flags, f.olderThan, "older-than", w.command+" for longer")
+	cli.AddAge(flags, f.youngerThan, "younger-than", w.command+" for less")
+	cli.CommandLineOnly(flags, "id", "key", "topic", "reason", "older-than", "younger-than")
 }
 
 const (
@@ -112,6 +113,6 @@ const (
 )
 
 func addLimit(flags *pflag.FlagSet, limit *int, standard int, w words) {
-	addInt(flags, limit, flagLimit, standard, 1, operator.TargetsMax, "at most this many "+w.rows())
-	commandLineOnly(flags, flagLimit)
+	cli.AddInt(flags, limit, flagLimit, standard, 1, operator.TargetsMax, "at most this many "+w.rows())
+	cli.CommandLineOnly(flags, flagLimit)
 }

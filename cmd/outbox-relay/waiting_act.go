@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
@@ -38,35 +39,35 @@ func (o *order) verb() string {
 }
 
 // newRetry makes cmd hand rows back.
-func newRetry[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
+func newRetry[P, R any](s *cli.Settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
 	o := &order{by: operator.By{Why: "retried by hand"}}
-	addText(cmd.Flags(), "why", 2048, "reason", func(text string) error { o.by.Why = text; return nil })
-	addBool(cmd.Flags(), &o.wait, "wait", "wait until "+w.words().wait)
-	addDuration(cmd.Flags(), &o.waitMax, "wait-max", time.Minute, time.Second, 24*time.Hour, "how long --wait waits")
+	cli.AddText(cmd.Flags(), "why", 2048, "reason", func(text string) error { o.by.Why = text; return nil })
+	cli.AddBool(cmd.Flags(), &o.wait, "wait", "wait until "+w.words().wait)
+	cli.AddDuration(cmd.Flags(), &o.waitMax, "wait-max", time.Minute, time.Second, 24*time.Hour, "how long --wait waits")
 	return newAct(s, w, o, cmd)
 }
 
 // newDiscard makes cmd discard rows.
-func newDiscard[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
+func newDiscard[P, R any](s *cli.Settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
 	o, words := &order{discard: true}, w.words()
-	addText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { o.by.Why = text; return nil })
-	addBool(cmd.Flags(), &o.wholeKeys, "all-of-key", "also the "+words.rows()+" behind: all "+words.command+" "+words.rows()+" of the key")
-	addBool(cmd.Flags(), &o.yes, "yes", "do not ask before discarding more than one "+words.row)
-	commandLineOnly(cmd.Flags(), "all-of-key", "yes")
+	cli.AddText(cmd.Flags(), "why", 2048, "reason; required", func(text string) error { o.by.Why = text; return nil })
+	cli.AddBool(cmd.Flags(), &o.wholeKeys, "all-of-key", "also the "+words.rows()+" behind: all "+words.command+" "+words.rows()+" of the key")
+	cli.AddBool(cmd.Flags(), &o.yes, "yes", "do not ask before discarding more than one "+words.row)
+	cli.CommandLineOnly(cmd.Flags(), "all-of-key", "yes")
 	return newAct(s, w, o, cmd)
 }
 
-func newAct[P, R any](s *settings, w waiting[P, R], o *order, cmd *cobra.Command) *cobra.Command {
+func newAct[P, R any](s *cli.Settings, w waiting[P, R], o *order, cmd *cobra.Command) *cobra.Command {
 	flags, words := cmd.Flags(), w.words()
 	w.add(flags)
 	addLimit(flags, &o.limit, operator.TargetsMax, words)
-	addBool(flags, &o.all, flagAll, "all "+words.command+" "+words.rows()+", without a filter")
-	addBool(flags, &o.dryRun, "dry-run", "only show what would be done")
-	addInt(flags, &o.rate, "rate", 0, 0, 100_000, words.rows()+" per second; 0: no limit")
-	addText(flags, "by", 255, "operator; default: user@host", func(text string) error { o.by.Who = text; return nil })
-	addJSON(cmd, &o.json)
-	commandLineOnly(flags, flagAll, "dry-run", "why")
-	s.check(cmd, func() error {
+	cli.AddBool(flags, &o.all, flagAll, "all "+words.command+" "+words.rows()+", without a filter")
+	cli.AddBool(flags, &o.dryRun, "dry-run", "only show what would be done")
+	cli.AddInt(flags, &o.rate, "rate", 0, 0, 100_000, words.rows()+" per second; 0: no limit")
+	cli.AddText(flags, "by", 255, "operator; default: user@host", func(text string) error { o.by.Who = text; return nil })
+	cli.AddJSON(cmd, &o.json)
+	cli.CommandLineOnly(flags, flagAll, "dry-run", "why")
+	s.Check(cmd, func() error {
 		var problems []error
 		if o.by.Why == "" && o.discard {
 			problems = append(problems, fmt.Errorf("--why is missing: say why the %s are discarded", words.rows()))
@@ -76,19 +77,19 @@ func newAct[P, R any](s *settings, w waiting[P, R], o *order, cmd *cobra.Command
 		}
 		return errors.Join(problems...)
 	})
-	cmd.Args = noArgs
+	cmd.Args = cli.NoArgs
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if o.by.Who == "" {
 			o.by.Who = whoami()
 		}
-		return s.withTables(cmd.Context(), true, func(ctx context.Context, conn *pgx.Conn) error {
+		return s.WithTables(cmd.Context(), true, func(ctx context.Context, conn *pgx.Conn) error {
 			if err := w.resolve(ctx, conn, flags); err != nil {
 				return err
 			}
 			return act(ctx, conn, w, o, streams{cmd.InOrStdin(), cmd.OutOrStdout(), cmd.ErrOrStderr()})
 		})
 	}
-	return needs(cmd, flagDatabaseURL)
+	return cli.Needs(cmd, cli.FlagDatabaseURL)
 }
 
 func act[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], o *order, std streams) error {

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
@@ -17,26 +18,26 @@ import (
 const parkedListMax = 50
 
 // newList makes cmd list rows.
-func newList[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
+func newList[P, R any](s *cli.Settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
 	var limit int
 	var asJSON bool
 	w.add(cmd.Flags())
 	addLimit(cmd.Flags(), &limit, parkedListMax, w.words())
-	addJSONLines(cmd, &asJSON)
-	cmd.Args = noArgs
+	cli.AddJSONLines(cmd, &asJSON)
+	cmd.Args = cli.NoArgs
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		return read(cmd, s, w, func(ctx context.Context, conn *pgx.Conn) error {
 			return list(ctx, conn, w, limit, asJSON, cmd.OutOrStdout())
 		})
 	}
-	return needs(cmd, flagDatabaseURL)
+	return cli.Needs(cmd, cli.FlagDatabaseURL)
 }
 
 // read runs work with a connection, after resolving the choice of rows.
-func read(cmd *cobra.Command, s *settings, choice chooser, work func(context.Context, *pgx.Conn) error) error {
+func read(cmd *cobra.Command, s *cli.Settings, choice chooser, work func(context.Context, *pgx.Conn) error) error {
 	ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 	defer cancel()
-	return s.withTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
+	return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
 		if err := choice.resolve(ctx, conn, cmd.Flags()); err != nil {
 			return err
 		}

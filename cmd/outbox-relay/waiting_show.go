@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
@@ -25,11 +26,11 @@ import (
 const payloadShown = 4 << 10
 
 // newShow makes cmd show all about one row.
-func newShow[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
+func newShow[P, R any](s *cli.Settings, w waiting[P, R], cmd *cobra.Command) *cobra.Command {
 	var asJSON, full bool
-	addBool(cmd.Flags(), &full, "full", "the whole payload")
-	addJSON(cmd, &asJSON)
-	cmd.Args = oneID(w.name)
+	cli.AddBool(cmd.Flags(), &full, "full", "the whole payload")
+	cli.AddJSON(cmd, &asJSON)
+	cmd.Args = cli.OneID(w.name)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		payloadMax := int64(payloadShown)
 		if full {
@@ -39,7 +40,7 @@ func newShow[P, R any](s *settings, w waiting[P, R], cmd *cobra.Command) *cobra.
 			return show(ctx, conn, w, payloadMax, asJSON, cmd.OutOrStdout())
 		})
 	}
-	return needs(cmd, flagDatabaseURL)
+	return cli.Needs(cmd, cli.FlagDatabaseURL)
 }
 
 func show[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], payloadMax int64, asJSON bool, out io.Writer) error {

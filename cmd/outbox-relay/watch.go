@@ -48,11 +48,11 @@ func (r *runner) openWatch(ctx context.Context, logger *slog.Logger) (*watch, er
 		return nil, nil //nolint:nilnil // see watch
 	}
 	w := &watch{endpoints: &r.endpoints, at: listener.Addr(), state: monitor.NewState(), metrics: metrics.New(metrics.Config{
-		Relay: r.relay, Schema: r.schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger,
+		Relay: r.Relay, Schema: r.Schema, Version: readVersion().Version, Every: r.endpoints.every, Logger: logger,
 		BacklogAgeMax: r.limits.age, BacklogBytesMax: r.limits.bytes(),
 	})}
 	w.server, err = monitor.New(monitor.Config{
-		Relay: r.relay, Schema: r.schema, State: w.state, Metrics: w.metrics.Handler(),
+		Relay: r.Relay, Schema: r.Schema, State: w.state, Metrics: w.metrics.Handler(),
 		PProf: r.endpoints.pprof, Token: r.endpoints.token, Logger: logger,
 	})
 	if err != nil {

@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"context"
@@ -47,26 +47,26 @@ type kafkaSecurity struct {
 
 func (k *kafkaSecurity) addFlags(flags *pflag.FlagSet) {
 	k.password.flag, k.token.flag = flagKafkaPasswordFile, flagKafkaTokenFile
-	addBool(flags, &k.tls, "kafka-tls", "connect to the brokers over TLS 1.2 or later")
-	addOption(flags, "kafka-ca-file", "file", "", "PEM file of the authorities that sign the brokers' certificates; default: the system's", k.parseAuthorities)
+	AddBool(flags, &k.tls, "kafka-tls", "connect to the brokers over TLS 1.2 or later")
+	AddOption(flags, "kafka-ca-file", "file", "", "PEM file of the authorities that sign the brokers' certificates; default: the system's", k.parseAuthorities)
 	addFile(flags, &k.certFile, "kafka-cert-file", "PEM file of the client certificate; read again for each connection")
 	addFile(flags, &k.keyFile, "kafka-key-file", "PEM file of its key; read again for each connection")
 	addChoice(flags, &k.mechanism, "kafka-sasl-mechanism", []string{mechanismPlain, mechanismScramSHA256, mechanismScramSHA512, mechanismOAuth}, "",
 		"how to authenticate to the brokers")
-	addOption(flags, "kafka-username", "string", "", "user for plain and scram", func(text string) error {
+	AddOption(flags, "kafka-username", "string", "", "user for plain and scram", func(text string) error {
 		if text == "" || len(text) > 1024 || strings.ContainsAny(text, "\x00\x01\r\n") {
 			return errors.New("want 1 to 1024 bytes of one line")
 		}
 		k.username = text
 		return nil
 	})
-	addOption(flags, flagKafkaPasswordFile, "file", "", "file with that user's password; read again at each authentication", k.password.parse)
-	addOption(flags, flagKafkaTokenFile, "file", "", "file with the token for oauthbearer; read again at each authentication", k.token.parse)
+	AddOption(flags, flagKafkaPasswordFile, "file", "", "file with that user's password; read again at each authentication", k.password.parse)
+	AddOption(flags, flagKafkaTokenFile, "file", "", "file with the token for oauthbearer; read again at each authentication", k.token.parse)
 }
 
 // addFile adds a flag of a file that is used later, but must be readable now.
 func addFile(flags *pflag.FlagSet, target *string, name, usage string) {
-	addOption(flags, name, "file", "", usage, func(path string) error {
+	AddOption(flags, name, "file", "", usage, func(path string) error {
 		*target = path
 		_, err := readSettingsFile(path)
 		return err
@@ -89,7 +89,7 @@ func (k *kafkaSecurity) parseAuthorities(path string) error {
 // used reports whether TLS or SASL is configured.
 func (k *kafkaSecurity) used() bool { return k.tls || k.mechanism != "" }
 
-// check returns all conflicts between the flags.
+// Check returns all conflicts between the flags.
 func (k *kafkaSecurity) check() error {
 	token, named := k.mechanism == mechanismOAuth, k.mechanism != "" && k.mechanism != mechanismOAuth
 	var problems []error

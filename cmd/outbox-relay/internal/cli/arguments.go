@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"errors"
@@ -9,16 +9,16 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// noArgs refuses all arguments. It quotes them only through shown: one may be a database URL.
-func noArgs(cmd *cobra.Command, args []string) error {
+// NoArgs refuses all arguments. It quotes them only through Shown: one may be a database URL.
+func NoArgs(cmd *cobra.Command, args []string) error {
 	if len(args) > 0 {
-		return fmt.Errorf("%s takes no argument, got %s: see %s --help", cmd.CommandPath(), shown(args[0]), cmd.CommandPath())
+		return fmt.Errorf("%s takes no argument, got %s: see %s --help", cmd.CommandPath(), Shown(args[0]), cmd.CommandPath())
 	}
 	return nil
 }
 
-// arguments requires least to most arguments.
-func arguments(what string, least, most int) cobra.PositionalArgs {
+// Arguments requires least to most arguments. what describes them in the error, as "one number".
+func Arguments(what string, least, most int) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		if len(args) < least || len(args) > most {
 			return fmt.Errorf("%s takes %s: see %s --help", cmd.CommandPath(), what, cmd.CommandPath())
@@ -27,8 +27,8 @@ func arguments(what string, least, most int) cobra.PositionalArgs {
 	}
 }
 
-// oneID makes a command take the ID of a row.
-func oneID(set func(id string) error) cobra.PositionalArgs {
+// OneID requires one argument, the ID of a row, and calls set with it.
+func OneID(set func(id string) error) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		if len(args) != 1 {
 			return fmt.Errorf("%s takes one ID: see %s --help", cmd.CommandPath(), cmd.CommandPath())

@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"context"
@@ -123,19 +123,19 @@ func parseDatabaseURL(text string) (*pgxpool.Config, error) {
 	return config, nil
 }
 
-// connect opens a command's only connection.
-func (s *settings) connect(ctx context.Context) (*pgx.Conn, error) {
+// Connect opens a connection, maybe to a standby. Close it with HangUp.
+func (s *Settings) Connect(ctx context.Context) (*pgx.Conn, error) {
 	return s.connectWith(ctx, s.pool.ConnConfig.Copy())
 }
 
-// connectWriting opens a connection to a primary that accepts writes.
-func (s *settings) connectWriting(ctx context.Context) (*pgx.Conn, error) {
+// ConnectWriting opens a connection to a primary that accepts writes. Close it with HangUp.
+func (s *Settings) ConnectWriting(ctx context.Context) (*pgx.Conn, error) {
 	config := s.pool.ConnConfig.Copy()
 	config.ValidateConnect = refuseReadOnly
 	return s.connectWith(ctx, config)
 }
 
-func (s *settings) connectWith(ctx context.Context, config *pgx.ConnConfig) (*pgx.Conn, error) {
+func (s *Settings) connectWith(ctx context.Context, config *pgx.ConnConfig) (*pgx.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectMax)
 	defer cancel()
 	if err := s.usePassword(ctx, config); err != nil {
@@ -160,7 +160,7 @@ const searchPath = "search_path"
 // refusesPath reports whether a pooler refused the search path as a startup parameter. If so, later
 // connections do not send it. Statements qualify every name that could be overloaded, so they are
 // safe under any path that does not put another schema before pg_catalog.
-func (s *settings) refusesPath(err error) bool {
+func (s *Settings) refusesPath(err error) bool {
 	var pgErr *pgconn.PgError
 	refused := errors.As(err, &pgErr) && strings.Contains(pgErr.Message, "unsupported startup parameter") && s.pool.ConnConfig.RuntimeParams[searchPath] != ""
 	if refused {
@@ -169,15 +169,15 @@ func (s *settings) refusesPath(err error) bool {
 	return refused
 }
 
-// hangUp closes a connection cleanly, even after ctx has ended, and waits at most one second.
-func hangUp(ctx context.Context, conn *pgx.Conn) {
+// HangUp closes a connection cleanly, even after ctx has ended, and waits at most one second.
+func HangUp(ctx context.Context, conn *pgx.Conn) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 	defer cancel()
 	_ = conn.Close(ctx) // the work is done
 }
 
-// connectPrimary opens a pool whose connections all lead to a primary that accepts writes.
-func (s *settings) connectPrimary(ctx context.Context, connections int) (*pgxpool.Pool, error) {
+// ConnectPrimary opens a pool whose connections all lead to a primary that accepts writes.
+func (s *Settings) ConnectPrimary(ctx context.Context, connections int) (*pgxpool.Pool, error) {
 	config := s.pool.Copy()
 	config.MaxConns = int32(connections)
 	config.MinConns = min(config.MinConns, config.MaxConns)
@@ -198,7 +198,7 @@ func (s *settings) connectPrimary(ctx context.Context, connections int) (*pgxpoo
 	err = pool.Ping(first)
 	if s.refusesPath(err) {
 		pool.Close()
-		return s.connectPrimary(ctx, connections)
+		return s.ConnectPrimary(ctx, connections)
 	}
 	if err != nil {
 		pool.Close()
@@ -233,8 +233,8 @@ func refuseReadOnly(ctx context.Context, conn *pgconn.PgConn) error {
 }
 
 // connectError replaces the driver's error, which repeats parts of the URL.
-func (s *settings) connectError(err error) error {
-	return &connectionError{fmt.Sprintf("cannot connect to the database at %s: %s", s.target(), connectReason(err)), away(err)}
+func (s *Settings) connectError(err error) error {
+	return &connectionError{fmt.Sprintf("cannot connect to the database at %s: %s", s.Target(), connectReason(err)), away(err)}
 }
 
 // connectionError is a failed attempt to connect.
@@ -263,11 +263,11 @@ func away(err error) bool {
 		errors.Is(err, context.DeadlineExceeded) || pgconn.Timeout(err))
 }
 
-// connectWaiting is connectPrimary, but waits up to most for a database that is unreachable.
-func (s *settings) connectWaiting(ctx context.Context, connections int, most time.Duration, logger *slog.Logger) (*pgxpool.Pool, error) {
+// ConnectWaiting is ConnectPrimary, but waits up to most for a database that is unreachable.
+func (s *Settings) ConnectWaiting(ctx context.Context, connections int, most time.Duration, logger *slog.Logger) (*pgxpool.Pool, error) {
 	begun := time.Now()
 	for wait := time.Second; ; wait = min(2*wait, connectPauseMax) {
-		pool, err := s.connectPrimary(ctx, connections)
+		pool, err := s.ConnectPrimary(ctx, connections)
 		var failed *connectionError
 		if !errors.As(err, &failed) || !failed.away || ctx.Err() != nil {
 			return pool, err
@@ -340,8 +340,8 @@ func serverReason(code string) string {
 	return "the server refuses with SQLSTATE " + code + ": see its log"
 }
 
-// target is the destination of a connection, as host:port/dbname, without user and password.
-func (s *settings) target() string {
+// Target is the destination of a connection, as host:port/dbname, without user and password.
+func (s *Settings) Target() string {
 	c := s.pool.ConnConfig
 	var addresses []string
 	for _, h := range hosts(c) {

@@ -1,4 +1,4 @@
-package main
+package cli
 
 import (
 	"context"
@@ -15,7 +15,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// Annotations of commands: see asksKafka and plainKafka.
+// Annotations of commands: see AsksKafka and PlainKafka.
 const (
 	annotationAsksKafka  = "asks-kafka"
 	annotationPlainKafka = "plain-kafka"
@@ -23,16 +23,16 @@ const (
 
 const flagDatabasePasswordFile = "database-password-file"
 
-// asksKafka marks a command that connects to brokers, if it is given some. For all other commands
+// AsksKafka marks a command that connects to brokers, if it is given some. For all other commands
 // it does not matter where the brokers are.
-func asksKafka(cmd *cobra.Command) *cobra.Command {
+func AsksKafka(cmd *cobra.Command) *cobra.Command {
 	return annotate(cmd, annotationAsksKafka, "true")
 }
 
-// plainKafka marks a command that starts its own Kafka, or uses one of a test bench. It supports
+// PlainKafka marks a command that starts its own Kafka, or uses one of a test bench. It supports
 // neither TLS nor SASL.
-func plainKafka(cmd *cobra.Command) *cobra.Command {
-	return annotate(asksKafka(cmd), annotationPlainKafka, "true")
+func PlainKafka(cmd *cobra.Command) *cobra.Command {
+	return annotate(AsksKafka(cmd), annotationPlainKafka, "true")
 }
 
 // isConnection reports whether a flag configures the connection to the database or to the brokers.
@@ -40,31 +40,31 @@ func isConnection(flag string) bool {
 	return isAddress(flag) || flag == flagDatabasePasswordFile || strings.HasPrefix(flag, "kafka-")
 }
 
-func (s *settings) addConnectionFlags(flags *pflag.FlagSet) {
+func (s *Settings) addConnectionFlags(flags *pflag.FlagSet) {
 	s.databasePassword.flag = flagDatabasePasswordFile
-	addOption(flags, flagDatabasePasswordFile, "file", "", "file with the database password; wins over the URL's; read again for each connection", s.databasePassword.parse)
+	AddOption(flags, flagDatabasePasswordFile, "file", "", "file with the database password; wins over the URL's; read again for each connection", s.databasePassword.parse)
 	s.kafka.addFlags(flags)
-	addBool(flags, &s.insecure, "insecure", "allow secrets and data in the clear on the network: to brokers without --kafka-tls, to a database without TLS")
+	AddBool(flags, &s.insecure, "insecure", "allow secrets and data in the clear on the network: to brokers without --kafka-tls, to a database without TLS")
 }
 
 // checkConnections returns all conflicts between connection flags.
-func (s *settings) checkConnections(cmd *cobra.Command) error {
+func (s *Settings) checkConnections(cmd *cobra.Command) error {
 	problem := errors.Join(s.kafka.check(), s.checkPlaintext(cmd))
 	if s.pool != nil && !s.insecure {
 		if host, mode := weakest(s.pool.ConnConfig); mode == sslDisable {
 			problem = errors.Join(problem, fmt.Errorf("--%s: sslmode=disable to %s, which is another machine, exposes data on the network: "+
-				"want sslmode=verify-full; --insecure if you trust that network", flagDatabaseURL, host))
+				"want sslmode=verify-full; --insecure if you trust that network", FlagDatabaseURL, host))
 		}
 	}
-	if cmd.Annotations[annotationPlainKafka] != "" && len(s.brokers) > 0 && s.kafka.used() {
+	if cmd.Annotations[annotationPlainKafka] != "" && len(s.Brokers) > 0 && s.kafka.used() {
 		problem = errors.Join(problem, fmt.Errorf("%s supports neither TLS nor SASL: want --brokers without them, or none", cmd.CommandPath()))
 	}
 	return problem
 }
 
-// childCommand returns the command line of a child process of this command. The child reads the
+// ChildCommand returns the command line of a child process of this command. The child reads the
 // same environment and gets --insecure if this process has it.
-func (s *settings) childCommand(words ...string) []string {
+func (s *Settings) ChildCommand(words ...string) []string {
 	if s.insecure {
 		words = append(words, "--insecure")
 	}
@@ -73,8 +73,8 @@ func (s *settings) childCommand(words ...string) []string {
 
 // checkPlaintext refuses unencrypted brokers on other machines. The brokers that those name, and
 // the addresses of host names, are checked when they are dialed: see dialThisMachine.
-func (s *settings) checkPlaintext(cmd *cobra.Command) error {
-	broker := elsewhere(s.brokers)
+func (s *Settings) checkPlaintext(cmd *cobra.Command) error {
+	broker := elsewhere(s.Brokers)
 	if cmd.Annotations[annotationAsksKafka] == "" || broker == "" || s.kafka.tls || s.insecure {
 		return nil
 	}
@@ -82,17 +82,17 @@ func (s *settings) checkPlaintext(cmd *cobra.Command) error {
 	if cmd.Annotations[annotationPlainKafka] != "" {
 		remedy = insecureTrusts
 	}
-	return fmt.Errorf("--%s: %s is another machine, and %s%s", flagBrokers, broker, plaintextShows, remedy)
+	return fmt.Errorf("--%s: %s is another machine, and %s%s", FlagBrokers, broker, plaintextShows, remedy)
 }
 
 // warn logs which connection is less safe than it could be, unless --insecure is given.
-func (s *settings) warn(cmd *cobra.Command) {
+func (s *Settings) warn(cmd *cobra.Command) {
 	if s.insecure || cmd.Annotations[annotationOffline] != "" {
 		return
 	}
 	if s.pool != nil {
 		if host, mode := weakest(s.pool.ConnConfig); mode != sslVerifyFull {
-			s.logger(cmd.ErrOrStderr()).Warn("the database's identity is not verified, so a machine on the network can pose as it: set sslmode=verify-full and, for an authority of your own, "+
+			s.Logger(cmd.ErrOrStderr()).Warn("the database's identity is not verified, so a machine on the network can pose as it: set sslmode=verify-full and, for an authority of your own, "+
 				"sslrootcert=FILE in the database URL; --insecure if you trust that network", "host", host, "sslmode", string(mode))
 		}
 	}
@@ -164,7 +164,7 @@ func isLocal(h *pgconn.FallbackConfig) bool {
 }
 
 // usePassword reads the password file and puts its password into a connection about to be made.
-func (s *settings) usePassword(_ context.Context, config *pgx.ConnConfig) error {
+func (s *Settings) usePassword(_ context.Context, config *pgx.ConnConfig) error {
 	if !s.databasePassword.given() {
 		return nil
 	}
@@ -176,8 +176,9 @@ func (s *settings) usePassword(_ context.Context, config *pgx.ConnConfig) error 
 	return nil
 }
 
-// databaseAddress returns the URL with the file's password in it, for code that only takes a URL.
-func (s *settings) databaseAddress() (string, error) {
+// DatabaseAddress returns the URL with the file's password in it, for code that only takes a URL.
+// It is a secret: print Target.
+func (s *Settings) DatabaseAddress() (string, error) {
 	text := s.databaseURL.reveal()
 	if text == "" || !s.databasePassword.given() {
 		return text, nil

@@ -1,4 +1,7 @@
-package main
+// Package cli is what the commands share and is no command: flags with bounds that are also read
+// from the environment, and the connections to PostgreSQL and Kafka that they configure. All
+// problems of a command line are reported at once, and nothing repeats a secret.
+package cli
 
 import (
 	"errors"
@@ -17,9 +20,6 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// lookupFunc is os.LookupEnv, or a test's replacement.
-type lookupFunc func(name string) (value string, found bool)
-
 // secret is a text that never appears in formatted output. A function holds it, because fmt prints
 // a struct inside another struct without calling its methods.
 type secret struct{ text func() string }
@@ -37,61 +37,70 @@ func (s secret) reveal() string {
 	return s.text()
 }
 
-// settings are the flags that every command has. They are complete when a command runs.
-type settings struct {
+// Settings are the flags that every command has. They are complete when a command runs.
+type Settings struct {
+	Brokers []string // --brokers, as host:port; empty: not given
+	Schema  string   // --schema, a valid name
+	Relay   string   // --relay
+
 	databaseURL      secret // empty: not given
 	databasePassword secretFile
 	pool             *pgxpool.Config // parsed from databaseURL; nil: not given
-	brokers          []string        // host:port; empty: not given
 	kafka            kafkaSecurity
 	insecure         bool
-	schema           string
-	relay            string
 	logLevel         slog.Level
 	logFormat        string
 
-	lookup   lookupFunc
-	checks   map[*cobra.Command][]func() error // of flags that depend on each other
-	resolved bool                              // a command was found, and its flags are valid
+	lookup func(name string) (value string, found bool)
+	checks map[*cobra.Command][]func() error // of flags that depend on each other
+	parsed bool                              // a command was found, and its flags are valid
 }
 
-// newSettings returns settings that read the environment through lookup.
-func newSettings(lookup lookupFunc) *settings {
-	return &settings{lookup: lookup, checks: map[*cobra.Command][]func() error{}}
+// NewSettings returns settings that read the environment through lookup: os.LookupEnv, or a test's
+// replacement.
+func NewSettings(lookup func(name string) (value string, found bool)) *Settings {
+	return &Settings{lookup: lookup, checks: map[*cobra.Command][]func() error{}}
 }
 
-// check makes a command call problems once its flags are parsed. What that returns is reported
-// together with invalid flags.
-func (s *settings) check(cmd *cobra.Command, problems func() error) {
+// Check makes a command call problems once its flags are parsed, for flags that depend on each
+// other. What problems returns is reported together with invalid flags, and the command does not
+// run. A problem that names a flag whose value is invalid is left out.
+func (s *Settings) Check(cmd *cobra.Command, problems func() error) {
 	s.checks[cmd] = append(s.checks[cmd], problems)
 }
 
-// hasDatabase reports whether an address of a database is given.
-func (s *settings) hasDatabase() bool { return s.pool != nil }
+// Resolved reports whether a command was found and its flags are valid. Without that, the command
+// line is wrong.
+func (s *Settings) Resolved() bool { return s.parsed }
 
-// Annotations of commands: see needs and offline.
+// HasDatabase reports whether an address of a database is given.
+func (s *Settings) HasDatabase() bool { return s.pool != nil }
+
+// Annotations of commands: see Needs and Offline.
 const (
 	annotationNeeds   = "needs"
 	annotationOffline = "offline"
 )
 
-// annotationCommandLine marks flags that have no environment variable: see commandLineOnly.
+// annotationCommandLine marks flags that have no environment variable: see CommandLineOnly.
 const annotationCommandLine = "command-line"
 
+// Flags that commands name.
 const (
-	flagDatabaseURL = "database-url"
-	flagBrokers     = "brokers"
-	// flagYes has no environment variable: consent belongs to one command line.
-	flagYes = "yes"
+	FlagDatabaseURL = "database-url"
+	FlagBrokers     = "brokers"
+	// FlagYes has no environment variable: consent belongs to one command line.
+	FlagYes = "yes"
 )
 
-// needs marks a command that requires these address flags.
-func needs(cmd *cobra.Command, flags ...string) *cobra.Command {
+// Needs marks a command that requires these addresses, by FlagDatabaseURL and FlagBrokers.
+func Needs(cmd *cobra.Command, flags ...string) *cobra.Command {
 	return annotate(cmd, annotationNeeds, strings.Join(flags, " "))
 }
 
-// offline marks a command that uses no address. It ignores an invalid one.
-func offline(cmd *cobra.Command) *cobra.Command { return annotate(cmd, annotationOffline, "true") }
+// Offline marks a command that connects to nothing. It ignores flags of connections, invalid ones
+// too.
+func Offline(cmd *cobra.Command) *cobra.Command { return annotate(cmd, annotationOffline, "true") }
 
 func annotate(cmd *cobra.Command, name, value string) *cobra.Command {
 	if cmd.Annotations == nil {
@@ -101,41 +110,42 @@ func annotate(cmd *cobra.Command, name, value string) *cobra.Command {
 	return cmd
 }
 
-func isAddress(flag string) bool { return flag == flagDatabaseURL || flag == flagBrokers }
+func isAddress(flag string) bool { return flag == FlagDatabaseURL || flag == FlagBrokers }
 
 // generalName returns the variable that other programs use as well.
 func generalName(flag string) string {
 	switch flag {
-	case flagDatabaseURL:
+	case FlagDatabaseURL:
 		return "DATABASE_URL"
-	case flagBrokers:
+	case FlagBrokers:
 		return "KAFKA_BROKERS"
 	}
 	return ""
 }
 
-func (s *settings) addFlags(flags *pflag.FlagSet) {
-	addOption(flags, flagDatabaseURL, "url", "", "PostgreSQL, as postgres://user:password@host:5432/dbname; set it in the environment to hide it from other users of the machine",
+// AddFlags adds the flags that every command has.
+func (s *Settings) AddFlags(flags *pflag.FlagSet) {
+	AddOption(flags, FlagDatabaseURL, "url", "", "PostgreSQL, as postgres://user:password@host:5432/dbname; set it in the environment to hide it from other users of the machine",
 		s.parseDatabaseURL)
-	addOption(flags, flagBrokers, "list", "", "Kafka seed brokers, as host:port,host:port", s.parseBrokers)
+	AddOption(flags, FlagBrokers, "list", "", "Kafka seed brokers, as host:port,host:port", s.parseBrokers)
 	s.addConnectionFlags(flags)
-	addOption(flags, "schema", "string", migrations.DefaultSchema, "schema that holds the tables", func(text string) error {
+	AddOption(flags, "schema", "string", migrations.DefaultSchema, "schema that holds the tables", func(text string) error {
 		name, err := migrations.Options{Schema: text}.Resolve()
 		if err != nil || text == "" {
 			// Resolve's error quotes the name, which the caller already shows.
 			return errors.New("want at most 49 lower-case letters, digits and underscores, not starting with a digit or pg_")
 		}
-		s.schema = name
+		s.Schema = name
 		return nil
 	})
-	addOption(flags, "relay", "string", "default", "name of the relay; replicas that share the work use the same name", func(text string) error {
+	AddOption(flags, "relay", "string", "default", "name of the relay; replicas that share the work use the same name", func(text string) error {
 		if text == "" || len(text) > 255 || strings.ContainsRune(text, 0) {
 			return errors.New("want 1 to 255 bytes")
 		}
-		s.relay = text
+		s.Relay = text
 		return nil
 	})
-	addOption(flags, "log-level", "string", "info", "lowest level logged to stderr (debug, info, warn, error)", func(text string) error {
+	AddOption(flags, "log-level", "string", "info", "lowest level logged to stderr (debug, info, warn, error)", func(text string) error {
 		if err := s.logLevel.UnmarshalText([]byte(text)); err != nil {
 			return errors.New("want debug, info, warn or error")
 		}
@@ -144,9 +154,9 @@ func (s *settings) addFlags(flags *pflag.FlagSet) {
 	addChoice(flags, &s.logFormat, "log-format", []string{"text", "json"}, "text", "log format")
 }
 
-// resolve reads flags that were not given from the environment, parses all values and returns all
-// problems at once.
-func (s *settings) resolve(cmd *cobra.Command) error {
+// Resolve completes the settings before cmd runs. It reads flags that were not given from the
+// environment, parses all values and returns all problems at once.
+func (s *Settings) Resolve(cmd *cobra.Command) error {
 	var problems []error
 	var refused []string
 	cmd.Flags().VisitAll(func(f *pflag.Flag) {
@@ -174,7 +184,7 @@ func (s *settings) resolve(cmd *cobra.Command) error {
 	if err := errors.Join(problems...); err != nil {
 		return err
 	}
-	s.resolved = true
+	s.parsed = true
 	s.warn(cmd)
 	if s.pool != nil && !s.insecure {
 		encryptedOnly(s.pool.ConnConfig)
@@ -198,7 +208,7 @@ func without(err error, flags []string) error {
 	return err
 }
 
-func (s *settings) resolveFlag(cmd *cobra.Command, f *pflag.Flag) error {
+func (s *Settings) resolveFlag(cmd *cobra.Command, f *pflag.Flag) error {
 	source := "--" + f.Name
 	text := f.Value.String()
 	if !f.Changed {
@@ -207,7 +217,7 @@ func (s *settings) resolveFlag(cmd *cobra.Command, f *pflag.Flag) error {
 			source, text = name, value
 			if err := cmd.Flags().Set(f.Name, value); err != nil {
 				// Another package's flag: its error quotes the value.
-				return fmt.Errorf("%s %s: want a %s", source, shown(value), f.Value.Type())
+				return fmt.Errorf("%s %s: want a %s", source, Shown(value), f.Value.Type())
 			}
 		}
 	}
@@ -216,10 +226,10 @@ func (s *settings) resolveFlag(cmd *cobra.Command, f *pflag.Flag) error {
 		return nil
 	}
 	if err := o.parse(text); err != nil {
-		if f.Name == flagDatabaseURL {
+		if f.Name == FlagDatabaseURL {
 			return fmt.Errorf("%s: %w", source, err)
 		}
-		return fmt.Errorf("%s %s: %w", source, shown(text), err)
+		return fmt.Errorf("%s %s: %w", source, Shown(text), err)
 	}
 	return nil
 }
@@ -232,8 +242,8 @@ func ownName(flag string) string {
 // fromEnvironment returns the variable that sets a flag, or no name. An empty variable sets
 // nothing: that is what an unset one becomes in many deployment files. What asks for consent cannot
 // be given beforehand, and hidden flags are between processes of this program.
-func (s *settings) fromEnvironment(f *pflag.Flag) (name, value string) {
-	if f.Name == flagYes || f.Hidden || f.Annotations[annotationCommandLine] != nil {
+func (s *Settings) fromEnvironment(f *pflag.Flag) (name, value string) {
+	if f.Name == FlagYes || f.Hidden || f.Annotations[annotationCommandLine] != nil {
 		return "", ""
 	}
 	for _, name := range []string{ownName(f.Name), generalName(f.Name)} {
@@ -247,7 +257,7 @@ func (s *settings) fromEnvironment(f *pflag.Flag) (name, value string) {
 	return "", ""
 }
 
-func (s *settings) parseDatabaseURL(text string) error {
+func (s *Settings) parseDatabaseURL(text string) error {
 	config, err := parseDatabaseURL(text)
 	if err != nil {
 		return err
@@ -256,8 +266,8 @@ func (s *settings) parseDatabaseURL(text string) error {
 	return nil
 }
 
-func (s *settings) parseBrokers(text string) error {
-	s.brokers = nil
+func (s *Settings) parseBrokers(text string) error {
+	s.Brokers = nil
 	for item := range strings.SplitSeq(text, ",") {
 		item = strings.TrimSpace(item)
 		host, port, err := net.SplitHostPort(item)
@@ -268,13 +278,13 @@ func (s *settings) parseBrokers(text string) error {
 		if err != nil || portErr != nil || n == 0 || host == "" || strings.ContainsAny(host, "/@ ") {
 			return errors.New("want host:port, several separated by commas")
 		}
-		s.brokers = append(s.brokers, net.JoinHostPort(host, port))
+		s.Brokers = append(s.Brokers, net.JoinHostPort(host, port))
 	}
 	return nil
 }
 
-// logger returns a logger with the format and level of the flags.
-func (s *settings) logger(w io.Writer) *slog.Logger {
+// Logger returns a logger to w with the format and level of the flags.
+func (s *Settings) Logger(w io.Writer) *slog.Logger {
 	opts := &slog.HandlerOptions{Level: s.logLevel}
 	if s.logFormat == "json" {
 		return slog.New(slog.NewJSONHandler(w, opts))

@@ -1,0 +1,166 @@
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+)
+
+// option is the value of a flag. It stays text until all sources have been read, so that all
+// problems are reported at once, each with the name of its source.
+type option struct {
+	text  string
+	kind  string // what the help shows as the type
+	parse func(text string) error
+}
+
+func (o *option) String() string        { return o.text }
+func (o *option) Set(text string) error { o.text = text; return nil }
+func (o *option) Type() string          { return o.kind }
+
+// AddOption adds a flag whose text parse reads once flags and environment are known. Its error says
+// what is wanted, and not the value. kind is what the help shows as the type. parse is not called
+// for an empty default.
+func AddOption(flags *pflag.FlagSet, name, kind, standard, usage string, parse func(string) error) {
+	flags.Var(&option{text: standard, kind: kind, parse: parse}, name, usage)
+}
+
+// AddDuration adds a flag from lowest to highest. The help shows the bounds.
+func AddDuration(flags *pflag.FlagSet, target *time.Duration, name string, standard, lowest, highest time.Duration, usage string) {
+	bounds := ShortDuration(lowest) + " to " + ShortDuration(highest)
+	*target = standard
+	AddOption(flags, name, "duration", ShortDuration(standard), usage+" ("+bounds+")", func(text string) error {
+		d, err := time.ParseDuration(text)
+		if err != nil || d < lowest || d > highest {
+			return fmt.Errorf("want a duration such as %s, %s", ShortDuration(standard), bounds)
+		}
+		*target = d
+		return nil
+	})
+}
+
+// AddInt adds a flag from lowest to highest. The help shows the bounds.
+func AddInt(flags *pflag.FlagSet, target *int, name string, standard, lowest, highest int, usage string) {
+	AddOption(flags, name, "int", strconv.Itoa(standard), fmt.Sprintf("%s (%d to %d)", usage, lowest, highest), func(text string) error {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < lowest || n > highest {
+			return fmt.Errorf("want a number, %d to %d", lowest, highest)
+		}
+		*target = n
+		return nil
+	})
+}
+
+// addChoice adds a flag that has one of the choices. The help shows them.
+func addChoice(flags *pflag.FlagSet, target *string, name string, choices []string, standard, usage string) {
+	AddOption(flags, name, "string", standard, usage+" ("+strings.Join(choices, ", ")+")", func(text string) error {
+		if !slices.Contains(choices, text) {
+			return errors.New("want one of " + strings.Join(choices, ", "))
+		}
+		*target = text
+		return nil
+	})
+}
+
+// AddBool adds a flag that is false unless it is given, or set to true in the environment.
+func AddBool(flags *pflag.FlagSet, target *bool, name, usage string) {
+	AddOption(flags, name, "bool", "false", usage, func(text string) error {
+		b, err := strconv.ParseBool(text)
+		if err != nil {
+			return errors.New("want true or false")
+		}
+		*target = b
+		return nil
+	})
+	flags.Lookup(name).NoOptDefVal = "true"
+}
+
+// CommandLineOnly disables the environment variables of flags that choose what a command changes.
+func CommandLineOnly(flags *pflag.FlagSet, names ...string) {
+	for _, name := range names {
+		f := flags.Lookup(name)
+		f.Annotations = map[string][]string{annotationCommandLine: {}}
+	}
+}
+
+// ShortDuration writes a duration without its zero units: 10m, not 10m0s.
+func ShortDuration(d time.Duration) string {
+	text := d.String()
+	if strings.HasSuffix(text, "m0s") {
+		text = strings.TrimSuffix(text, "0s")
+	}
+	if strings.HasSuffix(text, "h0m") {
+		text = strings.TrimSuffix(text, "0m")
+	}
+	return text
+}
+
+// Shown quotes a value that the user gave, unless it may hold a secret: a database URL easily ends
+// up in the wrong place.
+func Shown(text string) string {
+	lower := strings.ToLower(text)
+	for _, hint := range []string{"://", "@", "pass", "pwd", "secret", "="} {
+		if strings.Contains(lower, hint) {
+			return "(value not shown, it might hold a password)"
+		}
+	}
+	return fmt.Sprintf("%.100q", text)
+}
+
+// AddText adds a flag of a text of at most bytesMax bytes that PostgreSQL can store: UTF-8 without
+// a zero byte. It calls set with it.
+func AddText(flags *pflag.FlagSet, name string, bytesMax int, usage string, set func(string) error) {
+	AddOption(flags, name, "string", "", usage, func(text string) error {
+		if len(text) > bytesMax || !utf8.ValidString(text) || strings.ContainsRune(text, 0) {
+			return fmt.Errorf("want at most %d bytes of UTF-8", bytesMax)
+		}
+		return set(text)
+	})
+}
+
+// Into returns a setter for AddText. The target stays nil unless the flag is given.
+func Into(target **string) func(string) error {
+	return func(text string) error { *target = &text; return nil }
+}
+
+// AddOneOf adds a flag that has one of the known texts. The target stays nil unless it is given.
+func AddOneOf(flags *pflag.FlagSet, target **string, name, usage string, known []string) {
+	AddOption(flags, name, "string", "", usage+" ("+strings.Join(known, ", ")+")", func(text string) error {
+		if !slices.Contains(known, text) {
+			return errors.New("want one of " + strings.Join(known, ", "))
+		}
+		return Into(target)(text)
+	})
+}
+
+// AgeMax is far above the age of any stored row.
+const AgeMax = 10 * 365 * 24 * time.Hour
+
+// AddAge adds a flag of a duration up to AgeMax. The target stays nil unless it is given.
+func AddAge(flags *pflag.FlagSet, target **time.Duration, name, usage string) {
+	AddOption(flags, name, "duration", "", usage, func(text string) error {
+		d, err := time.ParseDuration(text)
+		if err != nil || d < 0 || d > AgeMax {
+			return errors.New("want a duration such as 90s, 15m or 48h")
+		}
+		*target = &d
+		return nil
+	})
+}
+
+// AddJSON adds --json to a command that prints one object.
+func AddJSON(cmd *cobra.Command, target *bool) {
+	AddBool(cmd.Flags(), target, "json", "print one JSON object")
+}
+
+// AddJSONLines adds --json to a command that prints a list.
+func AddJSONLines(cmd *cobra.Command, target *bool) {
+	AddBool(cmd.Flags(), target, "json", "print one JSON object per line")
+}

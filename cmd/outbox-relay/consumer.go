@@ -33,28 +33,31 @@ type consumerOrder struct {
 
 	group, topic string
 	asJSON       bool
+	mayLose      bool // --why is required
 }
 
-// add adds the flags. With mayLose, --why is required.
-func (o *consumerOrder) add(s *cli.Settings, cmd *cobra.Command, why string, mayLose bool) {
+// add adds the flags.
+func (o *consumerOrder) add(cmd *cobra.Command, why string) {
 	flags := cmd.Flags()
 	cli.AddText(flags, "group", 255, "consumer group; required", func(text string) error { o.group = text; return nil })
 	cli.AddText(flags, "topic", 249, "topic; required", func(text string) error { o.topic = text; return nil })
 	o.addWho(cmd, why)
 	cli.CommandLineOnly(flags, "group", "topic")
-	s.Check(cmd, func() error {
-		var problems []error
-		if o.group == "" {
-			problems = append(problems, errors.New("--group is missing: see \"outbox-relay status\""))
-		}
-		if o.topic == "" {
-			problems = append(problems, errors.New("--topic is missing"))
-		}
-		if mayLose && o.Why == "" {
-			problems = append(problems, errors.New("--why is missing: say why it is done"))
-		}
-		return errors.Join(problems...)
-	})
+}
+
+// Validate returns all problems of the flags.
+func (o *consumerOrder) Validate() error {
+	var problems []error
+	if o.group == "" {
+		problems = append(problems, errors.New("--group is missing: see \"outbox-relay status\""))
+	}
+	if o.topic == "" {
+		problems = append(problems, errors.New("--topic is missing"))
+	}
+	if o.mayLose && o.Why == "" {
+		problems = append(problems, errors.New("--why is missing: say why it is done"))
+	}
+	return errors.Join(problems...)
 }
 
 func (o *consumerOrder) addWho(cmd *cobra.Command, why string) {
@@ -76,7 +79,7 @@ func (o *consumerOrder) by() operator.By {
 }
 
 func newConsumerPause(s *cli.Settings) *cobra.Command {
-	var o consumerOrder
+	o := consumerOrder{mayLose: true}
 	cmd := cli.Needs(&cobra.Command{
 		Use:   "pause",
 		Short: "Stop a group's consumers from reading a topic",
@@ -101,7 +104,8 @@ The pause also holds for consumers that start later, until "consumer resume". Mi
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	o.add(s, cmd, "reason; required", true)
+	o.add(cmd, "reason; required")
+	s.Check(cmd, o.Validate)
 	return cmd
 }
 
@@ -135,7 +139,8 @@ func newConsumerResume(s *cli.Settings) *cobra.Command {
 			})
 		},
 	}, cli.FlagDatabaseURL)
-	o.add(s, cmd, "reason", false)
+	o.add(cmd, "reason")
+	s.Check(cmd, o.Validate)
 	return cmd
 }
 

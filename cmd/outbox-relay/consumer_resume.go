@@ -45,7 +45,7 @@ again. The command prints the offsets affected. With --brokers it refuses an off
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return r.run(cmd.Context(), cmd.OutOrStdout()) },
 	}, cli.FlagDatabaseURL))
-	r.add(s, cmd, "reason; required", false)
+	r.add(cmd, "reason; required")
 	flags := cmd.Flags()
 	cli.AddOption(flags, "partition", "int", "", "number of the partition; required", func(text string) error {
 		n, err := strconv.ParseInt(text, 10, 32)
@@ -63,12 +63,13 @@ again. The command prints the offsets affected. With --brokers it refuses an off
 	cli.AddBool(flags, &r.takeBack, "cancel", "cancel an order that was not carried out yet")
 	cli.AddBool(flags, &r.dryRun, "dry-run", "only show what would be skipped or repeated")
 	cli.CommandLineOnly(flags, "partition", "at", "cancel", "dry-run")
-	s.Check(cmd, r.check)
+	s.Check(cmd, r.Validate)
 	return cmd
 }
 
-func (r *resumeAt) check() error {
-	var problems []error
+// Validate returns all problems of the flags.
+func (r *resumeAt) Validate() error {
+	problems := []error{r.consumerOrder.Validate()}
 	if r.partition < 0 {
 		problems = append(problems, errors.New("--partition is missing"))
 	}

@@ -57,8 +57,8 @@ func (e *endpoints) parseListen(text string) error {
 	return nil
 }
 
-// check refuses flags that conflict.
-func (e *endpoints) check() error {
+// Validate refuses flags that conflict.
+func (e *endpoints) Validate() error {
 	switch {
 	case e.pprof && e.addr == "":
 		return errors.New("--pprof with --listen off: want an address, or no --pprof")

@@ -29,7 +29,7 @@ type changedKey struct {
 }
 
 // newKeyAct makes cmd change one key.
-func newKeyAct(s *cli.Settings, cmd *cobra.Command, act func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error), said func(changed *keys.Changed) string, check func() error) *cobra.Command {
+func newKeyAct(s *cli.Settings, cmd *cobra.Command, act func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error), said func(changed *keys.Changed) string) *cobra.Command {
 	var k theKey
 	var by operator.By
 	var asJSON bool
@@ -39,11 +39,10 @@ func newKeyAct(s *cli.Settings, cmd *cobra.Command, act func(ctx context.Context
 	cli.AddJSON(cmd, &asJSON)
 	cli.CommandLineOnly(cmd.Flags(), "why")
 	s.Check(cmd, func() error {
-		var problem error
 		if by.Why == "" {
-			problem = errors.New("--why is missing: say how you know")
+			return errors.New("--why is missing: say how you know")
 		}
-		return errors.Join(problem, check())
+		return nil
 	})
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if by.Who == "" {
@@ -68,8 +67,6 @@ func newKeyAct(s *cli.Settings, cmd *cobra.Command, act func(ctx context.Context
 	return cli.Needs(cmd, cli.FlagDatabaseURL)
 }
 
-func nothingMore() error { return nil }
-
 func newKeysUnlock(s *cli.Settings) *cobra.Command {
 	return newKeyAct(s, &cobra.Command{
 		Use:   "unlock KEY",
@@ -80,7 +77,7 @@ becomes indeterminate: see "keys show". The lock of a dead holder expires by its
 		Example: `  outbox-relay keys unlock 0192f0c1-2b3c-7def-8123-456789abcdef --why "pod 3 hangs"`,
 	}, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		return keys.Unlock(ctx, pool, s.Schema, by, place)
-	}, unlocked, nothingMore)
+	}, unlocked)
 }
 
 func newKeysRetry(s *cli.Settings) *cobra.Command {
@@ -102,7 +99,7 @@ younger than its phase's CallAgainMax; --call-did-not-happen restarts its age. R
 	cli.CommandLineOnly(cmd.Flags(), "call-did-not-happen")
 	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		return keys.Retry(ctx, pool, s.Schema, by, place, callDidNotHappen)
-	}, retried, nothingMore)
+	}, retried)
 }
 
 // bodyMax is the largest outcome that package idempotency stores.
@@ -158,7 +155,7 @@ request is executed again, and pays again. Finishes are recorded.`,
 	})
 	cli.AddBool(cmd.Flags(), &f.forever, "forever", "never forget the key: Config.Forever of the operation")
 	cli.CommandLineOnly(cmd.Flags(), "status", "header", "body-file", "window", "forever")
-	return newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
+	newKeyAct(s, cmd, func(ctx context.Context, pool *pgxpool.Pool, by operator.By, place keys.Place) (*keys.Changed, error) {
 		outcome := keys.Outcome{Status: f.status, Header: f.headers, Window: &f.window}
 		if f.forever {
 			outcome.Window = nil
@@ -168,20 +165,25 @@ request is executed again, and pays again. Finishes are recorded.`,
 			return nil, err
 		}
 		return keys.Finish(ctx, pool, s.Schema, by, place, outcome)
-	}, f.said, func() error {
-		var problems []error
-		if f.status < 0 {
-			problems = append(problems, errors.New("--status is missing: want the status that requests get"))
-		}
-		switch window := cmd.Flags().Changed("window"); {
-		case f.forever && window:
-			problems = append(problems, errors.New("--forever and --window: want one of them"))
-		case !f.forever && !window:
-			problems = append(problems, errors.New("--window or --forever is missing: want how long the outcome is remembered, as in Config.Window or Config.Forever "+
-				"of the operation; a request that comes after too short a window is executed again"))
-		}
-		return errors.Join(problems...)
-	})
+	}, f.said)
+	s.Check(cmd, f.Validate)
+	return cmd
+}
+
+// Validate returns all problems of flags that depend on each other.
+func (f *finishing) Validate() error {
+	var problems []error
+	if f.status < 0 {
+		problems = append(problems, errors.New("--status is missing: want the status that requests get"))
+	}
+	switch window := f.window != 0; {
+	case f.forever && window:
+		problems = append(problems, errors.New("--forever and --window: want one of them"))
+	case !f.forever && !window:
+		problems = append(problems, errors.New("--window or --forever is missing: want how long the outcome is remembered, as in Config.Window or Config.Forever "+
+			"of the operation; a request that comes after too short a window is executed again"))
+	}
+	return errors.Join(problems...)
 }
 
 func (f *finishing) said(changed *keys.Changed) string {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"strconv"
@@ -255,4 +256,24 @@ func byReason(counts map[string]int64) string {
 		return "0"
 	}
 	return fmt.Sprintf("%d (%s)", total, doctor.ReasonsText(counts))
+}
+
+// watchStatus repeats the status until ctx ends, and then returns nil.
+func watchStatus(ctx context.Context, s *cli.Settings, opts statusOptions, out io.Writer) error {
+	again := time.NewTicker(opts.watch)
+	defer again.Stop()
+	for {
+		terminal.NewScreen(out).Clear()
+		if err := showStatus(ctx, s, opts, out); err != nil && !errors.Is(err, errUnhealthy) {
+			if ctx.Err() != nil {
+				return nil
+			}
+			return err
+		}
+		select {
+		case <-again.C:
+		case <-ctx.Done():
+			return nil
+		}
+	}
 }

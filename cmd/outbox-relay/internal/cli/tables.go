@@ -4,9 +4,10 @@ import (
 	"context"
 	"time"
 
-	"github.com/effectonce/effectonce/migrations"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/effectonce/effectonce/migrations"
 )
 
 // ChangeMax is the time limit of OnSchema.

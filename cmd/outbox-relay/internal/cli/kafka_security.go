@@ -89,7 +89,7 @@ func (k *kafkaSecurity) parseAuthorities(path string) error {
 // used reports whether TLS or SASL is configured.
 func (k *kafkaSecurity) used() bool { return k.tls || k.mechanism != "" }
 
-// Check returns all conflicts between the flags.
+// check returns all conflicts between the flags.
 func (k *kafkaSecurity) check() error {
 	token, named := k.mechanism == mechanismOAuth, k.mechanism != "" && k.mechanism != mechanismOAuth
 	var problems []error

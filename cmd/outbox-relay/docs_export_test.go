@@ -1,9 +1,10 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
 	"io"
-	"maps"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -14,37 +15,83 @@ import (
 )
 
 // severalMin is how many commands have the same flag for it to be described once for all of them.
-const severalMin = 4
+const severalMin = 2
 
-// CommandLine writes docs/cli.md from the commands themselves.
+// CommandLine writes docs/cli.md from the commands themselves: what each is for, what its help warns
+// of, its exit status and its flags. The rest of a help text is only in the help.
 func CommandLine() string {
-	root := newRoot(cli.NewSettings(nil), io.Discard, io.Discard)
-	w := cliWriter{commands: map[string]int{}}
+	root := newCommands()
+	w := cliWriter{uses: map[string]map[string][]string{}}
 	w.count(root)
 	w.text.WriteString("# outbox-relay: the command line\n\n" +
-		"Which commands and flags there are, and what they do. Written from the code: `go test ./cmd/outbox-relay -run TestCommandLineIsDocumented -update`.\n")
-	w.document(root)
-	w.text.WriteString("\n## Flags of several commands\n\n| Flag | Default | |\n|---|---|---|\n")
-	for _, line := range slices.Sorted(maps.Keys(w.commands)) {
-		if w.commands[line] >= severalMin {
-			w.text.WriteString(line)
-		}
+		"The commands: what each does, loses or repeats, its exit status, and its flags with defaults and bounds.\n" +
+		"`outbox-relay help COMMAND` prints more, with examples. Written from the code:\n" +
+		"`go test ./cmd/outbox-relay -run TestCommandLineIsDocumented -update`.\n\n" +
+		strings.TrimSpace(root.Long) + "\n\n## Flags of every command\n\n")
+	shownFlags(root, func(_, line string) { w.text.WriteString(line) })
+	w.several()
+	for _, sub := range root.Commands() {
+		w.document(sub)
 	}
 	return w.text.String()
 }
 
-// cliWriter describes commands. commands counts by a flag's line the commands that have it.
+// Helps returns the long text and the examples of each command by its name.
+func Helps() map[string]string {
+	texts := map[string]string{}
+	var add func(c *cobra.Command)
+	add = func(c *cobra.Command) {
+		if c.Name() != "completion" { // cobra's own texts
+			texts[c.CommandPath()] = c.Long + "\n" + c.Example
+			for _, sub := range c.Commands() {
+				add(sub)
+			}
+		}
+	}
+	add(newCommands())
+	return texts
+}
+
+func newCommands() *cobra.Command {
+	return newRoot(&settings{checks: map[*cobra.Command]func() error{}}, io.Discard, io.Discard)
+}
+
+// cliWriter describes commands. uses has the names of the commands that have a flag, by the flag's
+// name and line.
 type cliWriter struct {
-	text     strings.Builder
-	commands map[string]int
+	text strings.Builder
+	uses map[string]map[string][]string
 }
 
 func (w *cliWriter) count(c *cobra.Command) {
 	if c.HasParent() && !c.Hidden {
-		shownFlags(c, func(_, line string) { w.commands[line]++ })
+		shownFlags(c, func(name, line string) {
+			if w.uses[name] == nil {
+				w.uses[name] = map[string][]string{}
+			}
+			w.uses[name][line] = append(w.uses[name][line], shortPath(c))
+		})
 	}
 	for _, sub := range c.Commands() {
 		w.count(sub)
+	}
+}
+
+// several describes the flags that several commands share. Where a name has several meanings, all
+// but the most frequent one name their commands.
+func (w *cliWriter) several() {
+	w.text.WriteString("\n## Flags of several commands\n\nEach command names those that it has (\"Also\").\n\n")
+	for _, name := range sortedKeys(w.uses) {
+		lines := sortedKeys(w.uses[name])
+		slices.SortStableFunc(lines, func(a, b string) int { return cmp.Compare(len(w.uses[name][b]), len(w.uses[name][a])) })
+		for i, line := range lines {
+			if commands := w.uses[name][line]; len(commands) >= severalMin {
+				if i > 0 {
+					line = strings.TrimSuffix(line, "\n") + " (" + strings.Join(commands, ", ") + ")\n"
+				}
+				w.text.WriteString(line)
+			}
+		}
 	}
 }
 
@@ -52,43 +99,48 @@ func (w *cliWriter) document(c *cobra.Command) {
 	if c.Hidden {
 		return
 	}
-	text := &w.text
-	if c.HasParent() {
-		fmt.Fprintf(text, "\n## %s\n\n%s.\n", strings.TrimPrefix(c.CommandPath(), "outbox-relay "), c.Short)
+	texts := warnings(c)
+	if len(texts) == 0 || !strings.HasPrefix(texts[0], c.Short) {
+		texts = slices.Insert(texts, 0, c.Short+".")
 	}
-	if c.Long != "" && c.Parent() != nil && c.Parent().Name() == "completion" {
-		fmt.Fprintf(text, "\n```\n%s\n```\n", unindent(c.Long))
-	} else if c.Long != "" {
-		fmt.Fprintf(text, "\n```\n%s\n```\n", strings.TrimSpace(c.Long))
-	}
-	if c.Example != "" {
-		fmt.Fprintf(text, "\n```sh\n%s\n```\n", unindent(c.Example))
-	}
-	var flags strings.Builder
-	var several []string
+	fmt.Fprintf(&w.text, "\n## %s\n\n%s\n", shortPath(c), strings.Join(texts, "\n\n"))
+	var own strings.Builder
+	var shared []string
 	shownFlags(c, func(name, line string) {
-		if w.commands[line] >= severalMin {
-			several = append(several, "`--"+name+"`")
+		if len(w.uses[name][line]) >= severalMin {
+			shared = append(shared, "--"+name)
 		} else {
-			flags.WriteString(line)
+			own.WriteString(line)
 		}
 	})
-	if flags.Len() > 0 {
-		title := "Flag"
-		if !c.HasParent() {
-			title = "Flag of every command"
-		}
-		fmt.Fprintf(text, "\n| %s | Default | |\n|---|---|---|\n%s", title, flags.String())
+	if len(shared) > 0 {
+		fmt.Fprintf(&w.text, "\nAlso: `%s`\n", strings.Join(shared, " "))
 	}
-	if len(several) > 0 {
-		fmt.Fprintf(text, "\n[As elsewhere](#flags-of-several-commands): %s.\n", strings.Join(several, ", "))
+	if own.Len() > 0 {
+		w.text.WriteString("\n" + own.String())
 	}
 	for _, sub := range c.Commands() {
 		w.document(sub)
 	}
 }
 
-// shownFlags calls each with the name and the table's line of each flag of a command.
+// warns finds what a reader has to know before the command runs, and what its exit status says.
+var warns = regexp.MustCompile(`\b(?:los[est]\w*|twice|duplicates?|again|never|refuse[sd]?|SKIPS|REPEATS|unencrypted|missed|not published|effect|effects|Effects|retention|Exit status|exit status)\b`)
+
+// warnings returns the paragraphs of a command's help that warn of something.
+func warnings(c *cobra.Command) (found []string) {
+	if c.Parent().Name() == "completion" || c.Parent().Name() == "bench" || c.Name() == "demo" {
+		return nil // they touch no data of others
+	}
+	for paragraph := range strings.SplitSeq(strings.TrimSpace(c.Long), "\n\n") {
+		if warns.MatchString(paragraph) && !strings.HasPrefix(paragraph, "  ") {
+			found = append(found, paragraph)
+		}
+	}
+	return found
+}
+
+// shownFlags calls each with the name and the line of each flag of a command.
 func shownFlags(c *cobra.Command, each func(name, line string)) {
 	c.LocalFlags().VisitAll(func(f *pflag.Flag) {
 		if f.Hidden || f.Name == "help" {
@@ -96,26 +148,20 @@ func shownFlags(c *cobra.Command, each func(name, line string)) {
 		}
 		kind, usage := pflag.UnquoteUsage(f)
 		standard := ""
-		if f.DefValue != "" && f.DefValue != "false" {
-			standard = "`" + f.DefValue + "`"
+		if f.DefValue != "" && f.DefValue != "false" && f.DefValue != "[]" {
+			standard = " = `" + f.DefValue + "`"
 		}
-		each(f.Name, fmt.Sprintf("| `%s` | %s | %s |\n", strings.TrimSpace("--"+f.Name+" "+kind), standard, strings.ReplaceAll(usage, "|", "\\|")))
+		each(f.Name, fmt.Sprintf("- `%s`%s: %s\n", strings.TrimSpace("--"+f.Name+" "+kind), standard, usage))
 	})
 }
 
-// unindent takes the margin away that examples and cobra's own texts have.
-func unindent(example string) string {
-	var lines []string
-	for line := range strings.SplitSeq(strings.Trim(example, "\n"), "\n") {
-		lines = append(lines, strings.TrimRight(strings.TrimPrefix(strings.ReplaceAll(line, "\t", "  "), "  "), " "))
-	}
-	return strings.Join(lines, "\n")
+func shortPath(c *cobra.Command) string {
+	return strings.TrimPrefix(c.CommandPath(), "outbox-relay ")
 }
 
 // CheckCommandLine fails for a command or a flag that is not there.
 func CheckCommandLine(args []string) error {
-	root := newRoot(cli.NewSettings(nil), io.Discard, io.Discard)
-	command, rest, err := root.Find(args)
+	command, rest, err := newCommands().Find(args)
 	if err != nil {
 		return err
 	}

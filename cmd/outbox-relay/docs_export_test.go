@@ -125,7 +125,8 @@ func (w *cliWriter) document(c *cobra.Command) {
 }
 
 // warns finds what a reader has to know before the command runs, and what its exit status says.
-var warns = regexp.MustCompile(`\b(?:los[est]\w*|twice|duplicates?|again|never|refuse[sd]?|SKIPS|REPEATS|unencrypted|missed|not published|effect|effects|Effects|retention|Exit status|exit status)\b`)
+var warns = regexp.MustCompile(`\b(?:lost|lose|loss|twice|second\stime|(?:executed|made|run|handled|effect|rows)\sagain|` +
+	`not\spublished|never\s(?:published|handled|for)|SKIPS|take\seffect|unencrypted|Effects|use\sa\snew\stopic|retention|[Ee]xit\sstatus)\b`)
 
 // warnings returns the paragraphs of a command's help that warn of something.
 func warnings(c *cobra.Command) (found []string) {

@@ -125,20 +125,51 @@ func (w *cliWriter) document(c *cobra.Command) {
 }
 
 // warns finds what a reader has to know before the command runs, and what its exit status says.
-var warns = regexp.MustCompile(`\b(?:lost|lose|loss|twice|second\stime|(?:executed|made|run|handled|effect|rows)\sagain|` +
-	`not\spublished|never\s(?:published|handled|for)|SKIPS|take\seffect|unencrypted|Effects|use\sa\snew\stopic|retention|[Ee]xit\sstatus)\b`)
+var warns = regexp.MustCompile(`\b(?:lost|lose|loss|twice|second time|(?:executed|made|run|handled|effect|last rows) again|` +
+	`not published|never (?:published|handled|for)|SKIPS|REPEATS|refuses a role|not limited|any topic|stored anyway|by hand|take effect|unencrypted|Effects|use a new topic|retention|[Ee]xit status)\b`)
 
-// warnings returns the paragraphs of a command's help that warn of something.
+// sentence is one of a help text, whose lines were joined.
+var sentence = regexp.MustCompile(`[^.]*(?:\.[^ .][^.]*|\.\.\.[^.]*)*\.(?: |$)`)
+
+// warnings returns, of each paragraph of a command's help that warns of something, the sentences
+// from the first to the last warning.
 func warnings(c *cobra.Command) (found []string) {
 	if c.Parent().Name() == "completion" || c.Parent().Name() == "bench" || c.Name() == "demo" {
 		return nil // they touch no data of others
 	}
 	for paragraph := range strings.SplitSeq(strings.TrimSpace(c.Long), "\n\n") {
-		if warns.MatchString(paragraph) && !strings.HasPrefix(paragraph, "  ") {
-			found = append(found, paragraph)
+		sentences := sentence.FindAllString(strings.Join(strings.Fields(paragraph), " "), -1)
+		first, last := slices.IndexFunc(sentences, warns.MatchString), -1
+		if first < 0 || strings.HasPrefix(paragraph, "  ") {
+			continue
 		}
+		for i, s := range sentences {
+			if warns.MatchString(s) {
+				last = i
+			}
+		}
+		if first > 0 && refersBack.MatchString(sentences[first]) {
+			first--
+		}
+		found = append(found, wrap(strings.TrimSpace(strings.Join(sentences[first:last+1], ""))))
 	}
 	return found
+}
+
+// refersBack finds sentences that need the one before.
+var refersBack = regexp.MustCompile(`^(?:They|Their|It|The pause|That|Then) `)
+
+// wrap breaks lines before column 100.
+func wrap(text string) string {
+	var lines []string
+	line := ""
+	for _, word := range strings.Fields(text) {
+		if line != "" && len(line)+1+len(word) > 100 {
+			lines, line = append(lines, line), ""
+		}
+		line = strings.TrimSpace(line + " " + word)
+	}
+	return strings.Join(append(lines, line), "\n")
 }
 
 // shownFlags calls each with the name and the line of each flag of a command.

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"fmt"
 	"io"
 	"regexp"
@@ -16,6 +15,9 @@ import (
 
 // severalMin is how many commands have the same flag for it to be described once for all of them.
 const severalMin = 2
+
+// namedMax is how many commands are named beside one of several meanings of a flag.
+const namedMax = 8
 
 // CommandLine writes docs/cli.md from the commands themselves: what each is for, what its help warns
 // of, its exit status and its flags. The rest of a help text is only in the help.
@@ -77,20 +79,22 @@ func (w *cliWriter) count(c *cobra.Command) {
 	}
 }
 
-// several describes the flags that several commands share. Where a name has several meanings, all
-// but the most frequent one name their commands.
+// several describes the flags that several commands share. Where a name has several meanings, rarer
+// ones name their commands.
 func (w *cliWriter) several() {
 	w.text.WriteString("\n## Flags of several commands\n\nEach command names those that it has (\"Also\").\n\n")
 	for _, name := range sortedKeys(w.uses) {
-		lines := sortedKeys(w.uses[name])
-		slices.SortStableFunc(lines, func(a, b string) int { return cmp.Compare(len(w.uses[name][b]), len(w.uses[name][a])) })
-		for i, line := range lines {
-			if commands := w.uses[name][line]; len(commands) >= severalMin {
-				if i > 0 {
-					line = strings.TrimSuffix(line, "\n") + " (" + strings.Join(commands, ", ") + ")\n"
-				}
-				w.text.WriteString(line)
+		var shared []string
+		for _, line := range sortedKeys(w.uses[name]) {
+			if len(w.uses[name][line]) >= severalMin {
+				shared = append(shared, line)
 			}
+		}
+		for _, line := range shared {
+			if commands := w.uses[name][line]; len(shared) > 1 && len(commands) <= namedMax {
+				line = strings.TrimSuffix(line, "\n") + " (" + strings.Join(commands, ", ") + ")\n"
+			}
+			w.text.WriteString(line)
 		}
 	}
 }
@@ -103,7 +107,6 @@ func (w *cliWriter) document(c *cobra.Command) {
 	if len(texts) == 0 || !strings.HasPrefix(texts[0], c.Short) {
 		texts = slices.Insert(texts, 0, c.Short+".")
 	}
-	fmt.Fprintf(&w.text, "\n## %s\n\n%s\n", shortPath(c), strings.Join(texts, "\n\n"))
 	var own strings.Builder
 	var shared []string
 	shownFlags(c, func(name, line string) {
@@ -113,6 +116,9 @@ func (w *cliWriter) document(c *cobra.Command) {
 			own.WriteString(line)
 		}
 	})
+	if !c.HasSubCommands() || len(texts) > 1 { // else the commands below say it
+		fmt.Fprintf(&w.text, "\n## %s\n\n%s\n", shortPath(c), strings.Join(texts, "\n\n"))
+	}
 	if len(shared) > 0 {
 		fmt.Fprintf(&w.text, "\nAlso: `%s`\n", strings.Join(shared, " "))
 	}

@@ -55,7 +55,7 @@ func Helps() map[string]string {
 }
 
 func newCommands() *cobra.Command {
-	return newRoot(&settings{checks: map[*cobra.Command]func() error{}}, io.Discard, io.Discard)
+	return newRoot(cli.NewSettings(nil), io.Discard, io.Discard)
 }
 
 // cliWriter describes commands. uses has the names of the commands that have a flag, by the flag's

@@ -42,6 +42,12 @@ func (r *Relay) PromoteDue(ctx context.Context) error {
 	return err
 }
 
+// PromotePage is one move of at most about rows messages.
+func (r *Relay) PromotePage(ctx context.Context, rows int) (found, moved int, err error) {
+	p, err := r.promotePage(ctx, beforeAll, rows)
+	return p.found, p.moved, err
+}
+
 // PromoteRowsMax is how many messages one move takes.
 const PromoteRowsMax = promoteRowsMax
 

@@ -464,30 +464,50 @@ SELECT coalesce((
     ELSE 2000 END
   FROM effectonce.outbox_scheduled s WHERE ` + movable + ` ORDER BY due_at LIMIT 1), 2000)::bigint`
 
-// movable: rows from before schema version 8 may be larger than the outbox accepts. They stay, and
-// doctor reports them as overdue.
-const movable = `(octet_length(s.payload) <= 100000000) IS NOT FALSE AND (octet_length(s.key) <= 1048576) IS NOT FALSE AND pg_catalog.pg_column_size(s.headers) <= 2097152`
+// movable is the outbox's own bound on rows. Rows from before schema version 8 may be beyond it.
+// They stay, and doctor reports them as overdue.
+const movable = `(octet_length(s.payload) <= 100000000) IS NOT FALSE AND (octet_length(s.key) <= 1048576) IS NOT FALSE
+  AND pg_catalog.pg_column_size(s.headers) <= 2097152 AND octet_length(s.headers::text) <= 8388608`
 
-// promoteSQL moves due messages into the outbox, in the order of their times. Messages of the same
-// time move in the order in which they were inserted. The lock lets one session at a time do it: of
-// two at the same time, the later batch could commit first. A subquery reads the time, as a
-// constant of the statement: a volatile function would not be an index condition.
+// promoteSQL moves due messages into the outbox, in the order of their times: about $1 of those
+// behind the place ($2, $3). Messages of the same time move in the order in which they were
+// inserted. The lock lets one session at a time do it: of two at the same time, the later batch
+// could commit first. A subquery reads the time, as a constant of the statement: a volatile
+// function would not be an index condition.
 //
 // It waits for no row lock. It takes the rows of an ID that are due together all or none (or a full
 // batch of them). So a DELETE by ID, which takes one row after the other, also gets all or none,
 // and neither blocks the other forever. A row that was added or removed since the statement's
 // snapshot leaves its ID for the next time. Another publisher's rows of the same ID are other
-// messages: they have their own time, and their locks delay nothing.
+// messages, with a time of their own.
+//
+// The first $1 rows may be of IDs that have more rows behind these. The missing rows are taken, too,
+// up to $1, the first IDs first: so the first ID is complete, unless another session has locked one
+// of its rows. The statement returns how many rows it looked at first, how many it moved, and the
+// last place that it looked at: see promoteDue.
 const promoteSQL = `-- relay.promote
 WITH mine AS MATERIALIZED (
   SELECT true AS locked FROM effectonce.outbox_locks WHERE name = 'promote' FOR UPDATE SKIP LOCKED
-), due AS MATERIALIZED (
-  SELECT due_at, id, topic, publisher FROM effectonce.outbox_scheduled s
-  WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp()) AND ` + movable + `
+), first AS MATERIALIZED (
+  SELECT due_at, id, topic, publisher, place FROM effectonce.outbox_scheduled s
+  WHERE (SELECT locked FROM mine) AND due_at <= (SELECT clock_timestamp()) AND (due_at, place) > ($2::timestamptz, $3::bigint) AND ` + movable + `
   ORDER BY due_at, place LIMIT $1 FOR UPDATE SKIP LOCKED
+), ids AS MATERIALIZED (
+  SELECT f.due_at, f.id, f.publisher, count(*) AS taken, pg_catalog.min(f.place) AS place, (SELECT count(*) FROM (
+    SELECT FROM effectonce.outbox_scheduled s WHERE s.id = f.id AND s.due_at = f.due_at AND s.publisher = f.publisher AND ` + movable + ` LIMIT $1) AS s) AS size
+  FROM first f GROUP BY f.due_at, f.id, f.publisher
+), rest AS MATERIALIZED (
+  SELECT r.due_at, r.id, r.topic, r.publisher
+  FROM (SELECT * FROM ids WHERE taken < size ORDER BY due_at, place) AS i CROSS JOIN LATERAL (
+    SELECT s.due_at, s.id, s.topic, s.publisher FROM effectonce.outbox_scheduled s
+    WHERE s.id = i.id AND s.due_at = i.due_at AND s.publisher = i.publisher AND ` + movable + `
+      AND (s.id, s.topic, s.publisher) NOT IN (SELECT f.id, f.topic, f.publisher FROM first f)
+    LIMIT $1 FOR UPDATE SKIP LOCKED) AS r
+  LIMIT $1
+), due AS MATERIALIZED (
+  SELECT due_at, id, topic, publisher FROM first UNION ALL SELECT due_at, id, topic, publisher FROM rest
 ), whole AS MATERIALIZED (
-  SELECT due_at, id, publisher FROM due GROUP BY due_at, id, publisher
-  HAVING count(*) >= least($1, (SELECT count(*) FROM effectonce.outbox_scheduled s WHERE s.id = due.id AND s.due_at = due.due_at AND s.publisher = due.publisher AND ` + movable + `))
+  SELECT due_at, id, publisher FROM due JOIN ids USING (due_at, id, publisher) GROUP BY due_at, id, publisher, size HAVING count(*) >= size
 ), gone AS (
   DELETE FROM effectonce.outbox_scheduled s USING due JOIN whole USING (due_at, id, publisher)
   WHERE s.id = due.id AND s.topic = due.topic AND s.publisher = due.publisher
@@ -496,8 +516,10 @@ WITH mine AS MATERIALIZED (
   INSERT INTO effectonce.outbox (id, topic, key, payload, headers, created_at)
   SELECT id, topic, key, payload, headers, greatest(least(greatest(due_at, created_at), '9998-12-31'), '0001-01-01') FROM gone ORDER BY due_at, place
   RETURNING 1
+), last AS (
+  SELECT due_at, place FROM first ORDER BY due_at DESC, place DESC LIMIT 1
 )
-SELECT (SELECT count(*) FROM due), (SELECT count(*) FROM moved)`
+SELECT (SELECT count(*) FROM first), (SELECT count(*) FROM moved), (SELECT due_at FROM last), (SELECT place FROM last)`
 
 type queries struct {
 	nextDue, promote string

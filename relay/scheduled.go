@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgtype"
+
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgerr"
 )
@@ -44,22 +46,48 @@ func (r *Relay) promoteDue(ctx context.Context) (time.Duration, error) {
 	if millis > 0 {
 		return time.Duration(millis) * time.Millisecond, nil
 	}
+	after, all := beforeAll, 0
 	for {
-		var found, moved int
-		err := r.ask(ctx, []any{&found, &moved}, r.sql.promote, promoteRowsMax)
+		page, err := r.promotePage(ctx, after, promoteRowsMax)
 		if pgerr.Is(err, pgerr.SerializationFailure) {
 			return promotePause, nil // if the role's isolation is stricter, a session that cancels one row undoes the move
 		}
 		if err != nil {
 			return 0, fmt.Errorf("move messages that are due: %w", err)
 		}
+		all += page.moved
 		switch {
-		case moved == 0:
+		case page.found < promoteRowsMax && all == 0:
 			return promoteEvery, nil // another session is cancelling or moving them
-		case found < promoteRowsMax:
+		case page.found < promoteRowsMax:
 			return promotePause, nil
+		case page.moved < promoteRowsMax/2:
+			// Other sessions have locked most of these rows, or rows of the same IDs. They must not
+			// delay what is behind them; the next turn begins with them.
+			after = page.last
 		}
 	}
+}
+
+// duePlace is that of a message for later, in the order in which they are moved.
+type duePlace struct {
+	due   pgtype.Timestamptz
+	place *int64
+}
+
+// promoted is the result of a move: how many rows it looked at, in order, how many it moved, and
+// the last place that it looked at.
+type promoted struct {
+	found, moved int
+	last         duePlace
+}
+
+//nolint:gochecknoglobals // immutable
+var beforeAll = duePlace{pgtype.Timestamptz{InfinityModifier: pgtype.NegativeInfinity, Valid: true}, new(int64)}
+
+// promotePage moves about rows messages that are due and behind a place.
+func (r *Relay) promotePage(ctx context.Context, after duePlace, rows int) (p promoted, err error) {
+	return p, r.ask(ctx, []any{&p.found, &p.moved, &p.last.due, &p.last.place}, r.sql.promote, rows, after.due, after.place)
 }
 
 // ask reads one row within the limit of a statement.

@@ -80,14 +80,14 @@ func TestMessageForLaterBeyondTheBoundStays(t *testing.T) {
 	conn := pgtest.Connect(t, address)
 	require.NoError(t, migrations.To(ctx, conn, migrations.Options{}, 7))
 	pgtest.Exec(t, conn, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, key, payload, headers) VALUES
-		('2026-01-01', $1, 'k', convert_to(repeat('x', 100000001), 'UTF8'), '{}'), ('2026-01-02', $1, convert_to(repeat('x', 2000000), 'UTF8'), NULL, '{}'), ('2026-01-03', $1, 'k', 'moved', '{}')`, topic)
+		('2026-01-01', $1, 'k', convert_to(repeat('x', 100000001), 'UTF8'), '{}'), ('2026-01-02', $1, convert_to(repeat('x', 2000000), 'UTF8'), NULL, '{}'), ('2026-01-02', $1, 'k', 'x', jsonb_build_object('h', repeat('x', 9000000))), ('2026-01-03', $1, 'k', 'moved', '{}')`, topic)
 	require.NoError(t, migrations.Up(ctx, conn, migrations.Options{}))
 	pool, err := pgxpool.New(ctx, address)
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
-	var found, moved int
-	require.NoError(t, pool.QueryRow(ctx, relay.PromoteSQL, 1).Scan(&found, &moved))
+	found, moved, err := newRelay(t, pool, relay.Config{}).PromotePage(ctx, 1)
+	require.NoError(t, err)
 	require.Equal(t, []int{1, 1}, []int{found, moved})
-	require.Equal(t, 2, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`))
+	require.Equal(t, 3, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`))
 	require.Equal(t, int64(2000), one[int64](t, pool, relay.NextDueSQL))
 }

@@ -171,7 +171,7 @@ func Gone(tb testing.TB, brokers []string, topics ...string) {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), createMax)
 	defer cancel()
-	admin := kadm.NewClient(ClientAt(tb, brokers))
+	admin := kadm.NewClient(ClientAt(tb, brokers, kgo.MetadataMinAge(createEvery))) // it remembers what it saw for so long
 	tick := time.NewTicker(createEvery)
 	defer tick.Stop()
 	for {

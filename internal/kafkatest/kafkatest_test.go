@@ -97,6 +97,24 @@ func TestTopicLastsAsLongAsTheTest(t *testing.T) { //nolint:tparallel // the end
 	kafkatest.Gone(t, kafkatest.Brokers(t), topic)
 }
 
+// A topic that was made anew has another ID and no records, and takes new ones.
+func TestRecreatedTopicIsEmpty(t *testing.T) {
+	t.Parallel()
+	topic, client := kafkatest.Topic(t, 1), kafkatest.Client(t)
+	id := func() kadm.TopicID {
+		metadata, err := kadm.NewClient(kafkatest.Client(t)).Metadata(t.Context(), topic) // a client remembers it
+		require.NoError(t, err)
+		return metadata.Topics[topic].ID
+	}
+	earlier := id()
+	produce(t, client, topic, 0, "earlier")
+	kafkatest.Recreate(t, topic)
+	require.NotEqual(t, earlier, id())
+	require.Empty(t, kafkatest.ReadAll(t, topic))
+	produce(t, kafkatest.Client(t), topic, 0, "later")
+	require.Equal(t, []string{"0/later"}, values(kafkatest.ReadAll(t, topic)))
+}
+
 // Fake is kfake also where there is a real Kafka, and takes its options.
 func TestFakeInjectsFaults(t *testing.T) {
 	t.Parallel()

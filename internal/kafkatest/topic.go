@@ -29,6 +29,19 @@ func CreateTopic(tb testing.TB, name string, partitions int) {
 	create(tb, kadm.NewClient(Client(tb)), name, partitions, nil)
 }
 
+// Recreate deletes a topic of the shared cluster and creates it again, with one partition. It
+// creates the topic only when brokers no longer show the old one, and returns once they show the
+// new one. Otherwise a broker could still write records to the deleted topic, or delete the offsets
+// that a group commits for the new one.
+func Recreate(tb testing.TB, topic string) {
+	tb.Helper()
+	if _, err := kadm.NewClient(Client(tb)).DeleteTopic(tb.Context(), topic); err != nil {
+		tb.Fatalf("delete topic %s: %v", topic, err)
+	}
+	Gone(tb, Brokers(tb), topic)
+	CreateTopic(tb, topic, 1)
+}
+
 // Configure changes one setting of a topic.
 func Configure(tb testing.TB, topic, name, value string) {
 	tb.Helper()

@@ -2,8 +2,10 @@ package pgtest
 
 import (
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
 )
 
 // PoolWith is Pool on a database with additional tables, which the statements create.
@@ -26,6 +28,13 @@ func NoPool(tb testing.TB) *pgxpool.Pool {
 	}
 	tb.Cleanup(pool.Close)
 	return pool
+}
+
+// Unused waits until all connections of a pool are released: a pool closes one that cannot be used
+// again in the background.
+func Unused(tb testing.TB, pool *pgxpool.Pool) {
+	tb.Helper()
+	require.Eventually(tb, func() bool { return pool.Stat().AcquiredConns() == 0 }, time.Minute, time.Millisecond, "all connections are back")
 }
 
 // Count returns the number that a query counts.

@@ -82,7 +82,7 @@ func TestDeliverWithWorkersEndsWhenItIsFenced(t *testing.T) {
 				return effect(ctx, tx, msg)
 			}), cfg)
 			require.NoError(t, err)
-			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			defer cancel()
 			_, err = c.Deliver(ctx, &kgo.Record{Topic: h.topic, Offset: 0, Value: []byte("a"), Timestamp: time.Now(), Key: []byte("k")})
 			require.Error(t, err)

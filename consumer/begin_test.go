@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -14,10 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
-	"github.com/twmb/franz-go/pkg/kerr"
-	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
@@ -49,22 +45,10 @@ func (h *harness) rewind(to int64, metadata string) {
 // produceTo sends one record to a partition.
 func (h *harness) produceTo(partition int32, value string) {
 	h.t.Helper()
-	client := kafkatest.Client(h.t, kgo.RecordPartitioner(kgo.ManualPartitioner()))
-	defer client.Close()
 	h.wait("written to a partition", func() bool {
+		client := kafkatest.Client(h.t, kgo.RecordPartitioner(kgo.ManualPartitioner())) // which asks for the partitions anew
+		defer client.Close()
 		return client.ProduceSync(h.t.Context(), &kgo.Record{Topic: h.topic, Partition: partition, Value: []byte(value)}).FirstErr() == nil
-	})
-}
-
-// recreate deletes the topic and creates it again.
-func (h *harness) recreate() {
-	h.t.Helper()
-	admin := kadm.NewClient(kafkatest.Client(h.t))
-	deleted, err := admin.DeleteTopic(h.t.Context(), h.topic)
-	require.NoError(h.t, errors.Join(err, deleted.Err))
-	h.wait("made anew", func() bool {
-		made, err := admin.CreateTopic(h.t.Context(), 1, 1, nil, h.topic)
-		return err == nil && made.Err == nil
 	})
 }
 
@@ -72,14 +56,6 @@ func (h *harness) recreate() {
 func (h *harness) handledFrom() int {
 	h.t.Helper()
 	return h.number(`SELECT handled_from FROM effectonce.consumer_positions WHERE topic = $1 AND partition = 0`, h.topic)
-}
-
-// resumeAt orders, as an operator does, where a partition resumes.
-func (h *harness) resumeAt(at int64) {
-	h.t.Helper()
-	tag, err := h.pool.Exec(h.t.Context(), `UPDATE effectonce.consumer_positions SET resume_at = $2 WHERE topic = $1 AND partition = 0`, h.topic, at)
-	require.NoError(h.t, err)
-	require.EqualValues(h.t, 1, tag.RowsAffected())
 }
 
 // Property: messages that StartLatest skipped do not count as handled: a rewind handles them. Issue
@@ -170,70 +146,6 @@ func (h *harness) topicID() (id uuid.UUID, cluster string) {
 	return uuid.UUID(metadata.Topics[h.topic].ID), metadata.Cluster
 }
 
-// Property: an operator's order moves a position, back and forward, once; the messages that it
-// skips do not count as handled, and nothing undoes it. Issues A4, A5.
-func TestResumeOrderIsCarriedOutOnce(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	for i := range 6 {
-		h.produceAs(fmt.Sprint(i), fmt.Sprint(i))
-	}
-	// The commit of another program, which is behind the order.
-	h.rewind(0, "")
-	stop := h.run(consumer.Each(effect), byPosition)
-	h.waitEffects(6)
-	require.NoError(t, stop())
-
-	h.resumeAt(4)
-	stop = h.run(consumer.Each(effect), byPosition)
-	h.waitEffects(8)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"4", "5"}, h.values()[6:])
-	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE resume_at IS NULL AND next_offset = 6 AND handled_from = 4`))
-
-	for i := range 4 {
-		h.produceAs(fmt.Sprint(6+i), fmt.Sprint(6+i))
-	}
-	h.resumeAt(-1)
-	stop = h.run(consumer.Each(effect), byPosition)
-	h.wait("at the end", func() bool { return h.position() == 10 })
-	require.NoError(t, stop())
-	stop = h.run(consumer.Each(effect), byPosition)
-	h.produceAs("10", "10")
-	h.waitEffects(9)
-	require.NoError(t, stop())
-	require.Equal(t, "10", h.values()[8])
-	require.Equal(t, 10, h.handledFrom())
-}
-
-// Property: without claims, a topic whose end was lost never runs again by itself: the partition
-// halts and names the command to continue, and the operator's order resets it. Issue A5.
-func TestLostEndByPositionNeedsAnOrder(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceAs("0", "0")
-	resume := func(c *consumer.Config) {
-		c.Dedup, c.OutOfRange = consumer.DedupByPosition, consumer.OutOfRangeResumeEarliest
-	}
-	stop := h.run(consumer.Each(effect), resume)
-	h.waitEffects(1)
-	require.NoError(t, stop())
-	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 100`) // as if a hundred had been there
-	stop = h.run(consumer.Each(effect), resume)
-	h.wait("trouble", func() bool {
-		return h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble LIKE '%lost its end%outbox-relay consumer resume-at --group%'`) == 1
-	})
-	require.Len(t, h.values(), 1)
-
-	// The consumer runs: a halted partition sees the order, too.
-	h.produceAs("1", "1")
-	h.resumeAt(1)
-	h.waitEffects(2)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"0", "1"}, h.values())
-	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.consumer_positions WHERE trouble IS NULL AND resume_at IS NULL AND next_offset = 2`))
-}
-
 // Property: with StartLatest, partitions that are added after the group's first contact begin at
 // their start, and so does a recreated topic: the group was subscribed when their first records
 // came. Issue A6.
@@ -253,7 +165,7 @@ func TestLatestLosesNothingThatComesLater(t *testing.T) {
 	require.NoError(t, stop())
 	require.ElementsMatch(t, []string{"added", "after"}, h.values())
 
-	h.recreate()
+	kafkatest.Recreate(t, h.topic)
 	h.produceTo(0, "anew")
 	stop = h.run(consumer.Each(effect), latest)
 	h.waitEffects(3)
@@ -318,7 +230,7 @@ func TestCommittedOffsetsOfAnotherTopicID(t *testing.T) {
 			h.waitEffects(3)
 			require.NoError(t, stop())
 			earlier, cluster := h.topicID()
-			h.recreate()
+			kafkatest.Recreate(t, h.topic)
 			h.produce("b0", "b1", "b2", "b3", "b4")
 			h.rewind(3, c.metadata(cluster, earlier))
 			stop = h.run(consumer.Each(effect), nil)
@@ -355,252 +267,8 @@ func TestCommitsAndAssignmentsSayWhatTheyAreFor(t *testing.T) {
 	require.NotContains(t, h.log.String(), "0x")
 }
 
-// leaderless is a kfake whose partition 1 does not answer where it begins and ends, as without a
-// leader.
-func leaderless(t *testing.T, topic string) (fake *kfake.Cluster, broken *atomic.Bool) {
-	t.Helper()
-	fake = kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, topic))
-	broken = &atomic.Bool{}
-	broken.Store(true)
-	fake.ControlKey(int16(kmsg.ListOffsets), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		asked, _ := request.(*kmsg.ListOffsetsRequest)
-		if !broken.Load() || !asksFor(asked, 1) {
-			return nil, nil, false
-		}
-		response, _ := asked.ResponseKind().(*kmsg.ListOffsetsResponse)
-		for _, topic := range asked.Topics {
-			answer := kmsg.NewListOffsetsResponseTopic()
-			answer.Topic = topic.Topic
-			for _, p := range topic.Partitions {
-				one := kmsg.NewListOffsetsResponseTopicPartition()
-				one.Partition, one.Offset = p.Partition, p.Timestamp+2 // one record: -2 asks for the start, -1 for the end
-				if p.Partition == 1 {
-					one.ErrorCode, one.Offset = kerr.LeaderNotAvailable.Code, -1
-				}
-				answer.Partitions = append(answer.Partitions, one)
-			}
-			response.Topics = append(response.Topics, answer)
-		}
-		return response, nil, true
-	})
-	return fake, broken
-}
-
-func asksFor(request *kmsg.ListOffsetsRequest, partition int32) bool {
-	for _, topic := range request.Topics {
-		for _, p := range topic.Partitions {
-			if p.Partition == partition {
-				return true
-			}
-		}
-	}
-	return false
-}
-
-// Property: a partition without a leader does not stop the other partitions of the assignment, and
-// begins when it has a leader; none of its messages is lost. Issue B11.
-func TestPartitionWithoutLeaderWaitsAlone(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	fake, broken := leaderless(t, h.topic)
-	client := kafkatest.ClientAt(t, fake.ListenAddrs(), kgo.RecordPartitioner(kgo.ManualPartitioner()))
-	for partition, value := range []string{"0", "1"} {
-		require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Partition: int32(partition), Value: []byte(value)}).FirstErr())
-	}
-	c, stop := h.start(fake.ListenAddrs(), consumer.Each(effect), nil)
-	h.waitEffects(1)
-	require.Equal(t, []string{"0"}, h.values())
-	require.Equal(t, "running", consumer.State(c, h.topic, 0))
-	h.wait("it waits", func() bool { return consumer.State(c, h.topic, 1) == "waiting" })
-	broken.Store(false)
-	h.waitEffects(2)
-	require.Equal(t, "running", consumer.State(c, h.topic, 1))
-	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Partition: 1, Value: []byte("2")}).FirstErr())
-	h.waitEffects(3)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"0", "1", "2"}, h.values())
-}
-
 // start is run for brokers of the test's own. It returns the consumer, too.
 func (h *harness) start(brokers []string, handler consumer.Handler, change func(*consumer.Config)) (c *consumer.Consumer, stop func() error) {
 	h.t.Helper()
 	return h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, handler, change)
-}
-
-// Property: a partition that is taken over again and again while it runs under load loses no
-// message and handles none twice, also without claims: records that were fetched for its earlier
-// worker are not handled out of order.
-func TestRetakenPartitionLosesAndDoublesNothing(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	c, stop := h.start(kafkatest.Brokers(t), consumer.Each(effect), func(c *consumer.Config) { c.Dedup, c.BatchMax = consumer.DedupByPosition, 7 })
-	const rounds, each = 12, 50
-	producer := kafkatest.Client(t)
-	var want []string
-	for round := range rounds {
-		for i := range each {
-			want = append(want, fmt.Sprint(round*each+i))
-			producer.Produce(t.Context(), &kgo.Record{Topic: h.topic, Value: []byte(want[len(want)-1])}, nil)
-		}
-		h.wait("some of the round", func() bool { return h.position() > round*each })
-		consumer.Retake(t.Context(), c, h.topic, 0)
-	}
-	h.waitEffects(rounds * each)
-	require.NoError(t, stop())
-	require.Equal(t, want, h.values())
-}
-
-// polledHook runs a function in the poll that returns a record, before it returns.
-type polledHook func(*kgo.Record)
-
-func (f polledHook) OnFetchRecordUnbuffered(r *kgo.Record, polled bool) {
-	if polled {
-		f(r)
-	}
-}
-
-// Property: records that a poll has taken while its partition is moved are not mistaken for the
-// next records: nothing in between is skipped.
-func TestRecordsInHandAreFetchedAgain(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produce("0", "1", "2")
-	polled, moved := make(chan struct{}), make(chan struct{})
-	var once sync.Once
-	hook := polledHook(func(r *kgo.Record) {
-		if r.Offset == 3 {
-			once.Do(func() {
-				close(polled)
-				<-moved
-			})
-		}
-	})
-	c, stop := h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(hook)}, consumer.Each(effect), byPosition)
-	h.waitEffects(3)
-	h.produce("3")
-	<-polled
-	h.resumeAt(1)
-	consumer.Retake(t.Context(), c, h.topic, 0)
-	close(moved)
-	h.waitEffects(6)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"0", "1", "2", "1", "2", "3"}, h.values())
-}
-
-// Property: an order to a running partition is carried out when it is taken over again, back and
-// forward.
-func TestResumeOrderReachesARunningPartition(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produce("0", "1", "2")
-	c, stop := h.start(kafkatest.Brokers(t), consumer.Each(effect), byPosition)
-	h.waitEffects(3)
-	h.resumeAt(1)
-	consumer.Retake(t.Context(), c, h.topic, 0)
-	h.waitEffects(5)
-	h.produce("3")
-	h.waitEffects(6)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"0", "1", "2", "1", "2", "3"}, h.values())
-}
-
-// Property: a topic that an operator paused is not consumed, by a consumer that starts or runs,
-// while others are, and is when the pause ends.
-func TestPausedTopicIsNotConsumed(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	other := kafkatest.Topic(t, 1)
-	client := kafkatest.Client(t)
-	mark := func(value string) {
-		require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: other, Value: []byte(value)}).FirstErr())
-	}
-	pause := func() {
-		h.exec(fmt.Sprintf(`INSERT INTO effectonce.consumer_pauses VALUES ('%[1]s', '%[1]s', 'ops', 'look')`, h.topic))
-	}
-	h.produce("0")
-	pause()
-	c, stop := h.start(kafkatest.Brokers(t), consumer.Each(effect), func(c *consumer.Config) { c.Topics = append(c.Topics, other) })
-	state := func(want string) {
-		h.wait(want, func() bool { return consumer.State(c, h.topic, 0) == want })
-	}
-	state("paused by an operator")
-	mark("other 0")
-	h.waitEffects(1)
-	require.Equal(t, []string{"other 0"}, h.values())
-	h.exec(`DELETE FROM effectonce.consumer_pauses`)
-	h.waitEffects(2)
-	state("running")
-
-	pause()
-	state("paused by an operator")
-	h.produce("1")
-	consumer.Retake(t.Context(), c, h.topic, 0)
-	require.Equal(t, "paused by an operator", consumer.State(c, h.topic, 0))
-	mark("other 1")
-	h.waitEffects(3)
-	h.exec(`DELETE FROM effectonce.consumer_pauses`)
-	h.waitEffects(4)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"other 0", "0", "other 1", "1"}, h.values())
-}
-
-// Property: a topic that does not exist is an error at the start, which names it; if configured,
-// the consumer waits for it and logs that. Issue E.
-func TestMissingTopic(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	missing := kafkatest.UnusedTopic(t)
-	misspelt := func(c *consumer.Config) { c.Topics = []string{h.topic, missing} }
-	c, err := consumer.New(h.pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, consumer.Each(effect), consumer.Config{Group: h.topic, Topics: []string{h.topic, missing}})
-	require.NoError(t, err)
-	err = c.Run(t.Context())
-	require.ErrorIs(t, err, consumer.ErrUnknownTopic)
-	require.ErrorContains(t, err, missing)
-	require.NotContains(t, err.Error(), h.topic+",")
-
-	h.produce("0")
-	stop := h.runWith(h.pool, quick(), consumer.Each(effect), func(c *consumer.Config) {
-		misspelt(c)
-		c.MissingTopic = consumer.MissingTopicWait
-	})
-	h.waitEffects(1)
-	h.wait("said", func() bool { return strings.Contains(h.log.String(), "topics do not exist") })
-	kafkatest.CreateTopic(t, missing, 1)
-	client := kafkatest.Client(t)
-	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: missing, Value: []byte("1")}).FirstErr())
-	h.waitEffects(2)
-	require.NoError(t, stop())
-}
-
-// Property: a topic that the consumer may not read does not count as missing: Run does not end.
-func TestForbiddenTopicIsNoMissingOne(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
-	var forbidden atomic.Bool
-	forbidden.Store(true)
-	var refused atomic.Int64
-	fake.ControlKey(int16(kmsg.Metadata), func(request kmsg.Request) (kmsg.Response, error, bool) {
-		fake.KeepControl()
-		asked, _ := request.(*kmsg.MetadataRequest)
-		if !forbidden.Load() || len(asked.Topics) == 0 {
-			return nil, nil, false
-		}
-		refused.Add(1)
-		response, _ := asked.ResponseKind().(*kmsg.MetadataResponse)
-		for _, topic := range asked.Topics {
-			answer := kmsg.NewMetadataResponseTopic()
-			answer.Topic, answer.TopicID, answer.ErrorCode = topic.Topic, topic.TopicID, kerr.TopicAuthorizationFailed.Code
-			response.Topics = append(response.Topics, answer)
-		}
-		return response, nil, true
-	})
-	client := kafkatest.ClientAt(t, fake.ListenAddrs())
-	_, stop := h.startWith(h.pool, append(quick(), kgo.SeedBrokers(fake.ListenAddrs()...)), consumer.Each(effect), nil)
-	h.wait("refused to the session, too", func() bool { return refused.Load() > 2 })
-	forbidden.Store(false)
-	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Value: []byte("0")}).FirstErr())
-	h.waitEffects(1)
-	require.NoError(t, stop())
 }

@@ -332,7 +332,7 @@ func TestSlowRoundTripBlamesOnlyItsMessage(t *testing.T) {
 		}
 		q.Queue(`INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), string(msg.Value))
 		return nil
-	}), func(c *consumer.Config) { c.HandlerTimeout, c.AttemptsMax = time.Second, 2; failed.hook(c) })
+	}), func(c *consumer.Config) { c.HandlerTimeout, c.AttemptsMax = 2*time.Second, 2; failed.hook(c) })
 	h.wait("position", func() bool { return h.position() == 60 })
 	require.NoError(t, stop())
 	require.Equal(t, good, h.values())
@@ -369,7 +369,7 @@ func TestOverdueHandlerFailsItself(t *testing.T) {
 					return nil
 				}),
 			}[shape]
-			stop := h.run(handler, func(c *consumer.Config) { c.HandlerTimeout, c.AttemptsMax = time.Second, 1; failed.hook(c) })
+			stop := h.run(handler, func(c *consumer.Config) { c.HandlerTimeout, c.AttemptsMax = 5*time.Second, 1; failed.hook(c) }) // the others have one attempt, too
 			h.wait("position", func() bool { return h.position() == 3 })
 			require.NoError(t, stop())
 			require.Equal(t, []string{"1", "2"}, h.values())
@@ -388,7 +388,7 @@ func TestAnyTimestampIsHandled(t *testing.T) {
 		c, err := consumer.New(h.pool, nil, consumer.Each(effect), consumer.Config{Group: h.topic, Topics: []string{h.topic}})
 		require.NoError(t, err)
 		id := kgo.RecordHeader{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}
-		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		done, err := c.Deliver(ctx,
 			&kgo.Record{Topic: h.topic, Timestamp: time.UnixMilli(at), Headers: []kgo.RecordHeader{id}},

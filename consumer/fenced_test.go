@@ -40,12 +40,9 @@ func TestZombieOfEachOrderCommitsNothing(t *testing.T) {
 	t.Parallel()
 	for name, settings := range allOrders {
 		for _, start := range []consumer.Start{consumer.StartEarliest, consumer.StartLatest} {
-			for _, parks := range []bool{false, true} {
-				t.Run(fmt.Sprintf("%s, start %v, parks %v", name, start, parks), func(t *testing.T) {
-					t.Parallel()
-					zombieCommitsNothing(t, parks, func(c *consumer.Config) { settings(c); c.Start = start })
-				})
-			}
+			bothModes(t, fmt.Sprintf("%s, start %v, parks", name, start), func(t *testing.T, parks bool) {
+				zombieCommitsNothing(t, parks, func(c *consumer.Config) { settings(c); c.Start = start })
+			})
 		}
 	}
 }
@@ -125,15 +122,12 @@ func appPool(t *testing.T, h *harness) *pgxpool.Pool {
 func TestFailoverBehindWorkersLosesNothing(t *testing.T) {
 	t.Parallel()
 	for name, settings := range allOrders {
-		for _, idle := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s, idle %v", name, idle), func(t *testing.T) {
-				t.Parallel()
-				failOverBehind(t, name != "by partition" && !idle, name != "unordered", func(c *consumer.Config) {
-					settings(c)
-					c.Start = consumer.StartLatest
-				})
+		bothModes(t, name+", idle", func(t *testing.T, idle bool) {
+			failOverBehind(t, name != "by partition" && !idle, name != "unordered", func(c *consumer.Config) {
+				settings(c)
+				c.Start = consumer.StartLatest
 			})
-		}
+		})
 	}
 }
 

@@ -39,7 +39,10 @@ func TestSlowRetriesStopOnlyTheirKeys(t *testing.T) {
 					if !repaired.Load() {
 						return consumer.Permanent(errBad)
 					}
-					begun <- struct{}{}
+					select {
+					case begun <- struct{}{}:
+					default: // tried again
+					}
 					<-goOn
 				}
 				return effect(ctx, tx, msg)

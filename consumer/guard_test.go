@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // Property: no function of the user ends the process or the partition, whether it panics, ends its
@@ -197,7 +198,7 @@ func TestHooksAreGuarded(t *testing.T) {
 				}), func(c *consumer.Config) {
 					c.Order, c.AttemptsMax, c.AbandonedMax = order, 2, 100
 					if how == "hang" {
-						c.HandlerTimeout = 500 * time.Millisecond
+						c.HandlerTimeout = 2 * time.Second // the handlers that do not hang need less on any machine
 					}
 					c.Hooks.Processed = func(consumer.Processed) { hooks.Add(1); tc.broken() }
 					c.Hooks.Failed = func(consumer.Failed) { hooks.Add(1); tc.broken() }
@@ -294,5 +295,5 @@ func TestStatementThatOutlivesItsHandlerIsFound(t *testing.T) {
 	late.Wait()
 	require.Equal(t, []string{"1", "2"}, h.values())
 	require.Equal(t, []string{"bad permanent parked"}, h.parked())
-	require.Zero(t, pool.Stat().AcquiredConns())
+	pgtest.Unused(t, pool)
 }

@@ -2,6 +2,7 @@ package consumer_test
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"strings"
 	"sync"
@@ -42,10 +43,9 @@ func (h *harness) exec(sql string) {
 	require.NoError(h.t, err)
 }
 
-func (h *harness) number(sql string, args ...any) (n int) {
+func (h *harness) number(sql string, args ...any) int {
 	h.t.Helper()
-	require.NoError(h.t, h.pool.QueryRow(h.t.Context(), sql, args...).Scan(&n))
-	return n
+	return pgtest.Count(h.t, h.pool, sql, args...)
 }
 
 // produce sends one record for each value, in order, to partition 0, with a new ID in the
@@ -146,10 +146,21 @@ func (h *harness) startWith(pool *pgxpool.Pool, kafka []kgo.Opt, handler consume
 	return c, stop
 }
 
+// bothModes tests without and with something, each with a name.
+func bothModes(t *testing.T, name string, test func(t *testing.T, with bool)) {
+	t.Helper()
+	for _, with := range []bool{false, true} {
+		t.Run(fmt.Sprintf("%s=%v", name, with), func(t *testing.T) {
+			t.Parallel()
+			test(t, with)
+		})
+	}
+}
+
 // wait waits for a condition, long enough for a slow machine.
 func (h *harness) wait(what string, condition func() bool) {
 	h.t.Helper()
-	require.Eventually(h.t, condition, 40*time.Second, 10*time.Millisecond, "%s", what)
+	require.Eventually(h.t, condition, time.Minute, 10*time.Millisecond, "%s", what)
 }
 
 func (h *harness) waitEffects(n int) {

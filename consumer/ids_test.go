@@ -2,7 +2,6 @@ package consumer_test
 
 import (
 	"context"
-	"fmt"
 	"runtime"
 	"slices"
 	"strings"
@@ -119,23 +118,20 @@ func TestReservedSourceIsRefused(t *testing.T) {
 // first one was processed, whatever table holds its claims.
 func TestFirstDuplicateIsLogged(t *testing.T) {
 	t.Parallel()
-	for _, forever := range []bool{false, true} {
-		t.Run(fmt.Sprintf("forever=%v", forever), func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			id := dedup.ChildID(dedup.MessageID("x", []byte("x")), "step", time.Now()).String()
-			h.produceAs(id, "first")
-			h.produceAs(id, "again")
-			h.produceAs(id, "and again")
-			stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Forever, c.BatchMax = forever, 2 })
-			h.wait("position", func() bool { return h.position() == 3 })
-			h.wait("logged", func() bool { return h.logged("duplicate") > 0 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"first"}, h.values())
-			require.Equal(t, 1, h.logged("first duplicate"), h.log)
-			require.Regexp(t, `level=INFO msg="first duplicate.*partition=0 offset=1 id=`+id+` processed_at=20`, h.log.String())
-		})
-	}
+	bothModes(t, "forever", func(t *testing.T, forever bool) {
+		h := newHarness(t, 1)
+		id := dedup.ChildID(dedup.MessageID("x", []byte("x")), "step", time.Now()).String()
+		h.produceAs(id, "first")
+		h.produceAs(id, "again")
+		h.produceAs(id, "and again")
+		stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Forever, c.BatchMax = forever, 2 })
+		h.wait("position", func() bool { return h.position() == 3 })
+		h.wait("logged", func() bool { return h.logged("duplicate") > 0 })
+		require.NoError(t, stop())
+		require.Equal(t, []string{"first"}, h.values())
+		require.Equal(t, 1, h.logged("first duplicate"), h.log)
+		require.Regexp(t, `level=INFO msg="first duplicate.*partition=0 offset=1 id=`+id+` processed_at=20`, h.log.String())
+	})
 }
 
 // Property: a message that is too large and wrong in another way, too, is parked without its

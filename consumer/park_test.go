@@ -209,34 +209,31 @@ func TestPermanentStates(t *testing.T) {
 // parked and not run; a consumer that never forgets runs it.
 func TestOlderThanWhatWasForgottenIsExpired(t *testing.T) {
 	t.Parallel()
-	for _, forever := range []bool{false, true} {
-		t.Run(fmt.Sprintf("forever=%v", forever), func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			settings := func(c *consumer.Config) { c.Forever = forever }
-			stop := h.run(consumer.Each(effect), settings)
-			h.wait("the name", func() bool { return h.number(`SELECT count(*) FROM effectonce.consumers`) == 1 })
-			require.NoError(t, stop())
-			h.exec(`UPDATE effectonce.consumers SET forgotten_to = clock_timestamp() - interval '1 hour' WHERE dedup_window IS NOT NULL`)
-			old := time.Now().Add(-2 * time.Hour)
-			id := func(at time.Time) []kgo.RecordHeader {
-				return []kgo.RecordHeader{{Key: "message-id", Value: []byte(dedup.ChildID(uuid.New(), "id", at).String())}}
-			}
-			h.produceRecord(&kgo.Record{Value: []byte("old id"), Headers: id(old)})
-			h.produceRecord(&kgo.Record{Value: []byte("old record"), Timestamp: old, Headers: id(time.Now())})
-			h.produceRecord(&kgo.Record{Value: []byte("old, no time in the id"), Timestamp: old, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("x")}}})
-			h.produceRecord(&kgo.Record{Value: []byte("young"), Headers: id(time.Now())})
-			stop = h.run(consumer.Each(effect), settings)
-			h.wait("position", func() bool { return h.position() == 4 })
-			require.NoError(t, stop())
-			if forever {
-				require.Len(t, h.values(), 4)
-				return
-			}
-			require.Equal(t, []string{"young"}, h.values())
-			require.Equal(t, []string{"old id expired parked", "old record expired parked", "old, no time in the id expired parked"}, h.parked())
-		})
-	}
+	bothModes(t, "forever", func(t *testing.T, forever bool) {
+		h := newHarness(t, 1)
+		settings := func(c *consumer.Config) { c.Forever = forever }
+		stop := h.run(consumer.Each(effect), settings)
+		h.wait("the name", func() bool { return h.number(`SELECT count(*) FROM effectonce.consumers`) == 1 })
+		require.NoError(t, stop())
+		h.exec(`UPDATE effectonce.consumers SET forgotten_to = clock_timestamp() - interval '1 hour' WHERE dedup_window IS NOT NULL`)
+		old := time.Now().Add(-2 * time.Hour)
+		id := func(at time.Time) []kgo.RecordHeader {
+			return []kgo.RecordHeader{{Key: "message-id", Value: []byte(dedup.ChildID(uuid.New(), "id", at).String())}}
+		}
+		h.produceRecord(&kgo.Record{Value: []byte("old id"), Headers: id(old)})
+		h.produceRecord(&kgo.Record{Value: []byte("old record"), Timestamp: old, Headers: id(time.Now())})
+		h.produceRecord(&kgo.Record{Value: []byte("old, no time in the id"), Timestamp: old, Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte("x")}}})
+		h.produceRecord(&kgo.Record{Value: []byte("young"), Headers: id(time.Now())})
+		stop = h.run(consumer.Each(effect), settings)
+		h.wait("position", func() bool { return h.position() == 4 })
+		require.NoError(t, stop())
+		if forever {
+			require.Len(t, h.values(), 4)
+			return
+		}
+		require.Equal(t, []string{"young"}, h.values())
+		require.Equal(t, []string{"old id expired parked", "old record expired parked", "old, no time in the id expired parked"}, h.parked())
+	})
 }
 
 // Property: a message that is too large is parked by reference, and its key waits.

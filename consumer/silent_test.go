@@ -163,7 +163,8 @@ func TestSilentConnectionIsReplaced(t *testing.T) {
 				}
 				return err
 			}), func(c *consumer.Config) {
-				c.StatementTimeout, c.HandlerTimeout, c.LockTimeout, c.IdleTimeout = time.Second, 2*time.Second, time.Second, 4*time.Second
+				// A healthy statement that takes as long counts as an attempt, and there is one.
+				c.StatementTimeout, c.HandlerTimeout, c.LockTimeout, c.IdleTimeout = 3*time.Second, 6*time.Second, 3*time.Second, 12*time.Second
 				c.AttemptsMax, c.AbandonedMax = 1, 1
 				failed.hook(c)
 				if record := c.Hooks.Failed; f.counting {
@@ -181,7 +182,7 @@ func TestSilentConnectionIsReplaced(t *testing.T) {
 			}
 			h.produce("b", "c")
 			begun := time.Now()
-			h.require("effects", time.Minute, func() bool { return h.position() == 3 })
+			h.require("effects", 2*time.Minute, func() bool { return h.position() == 3 })
 			t.Logf("recovered after %v", time.Since(begun))
 			require.NoError(t, stop())
 			require.Equal(t, []string{"a", "b", "c"}, h.values())
@@ -263,7 +264,7 @@ func TestSlowStatementIsNotSilence(t *testing.T) {
 			}
 		}
 		return effect(ctx, tx, msg)
-	}), func(c *consumer.Config) { c.HandlerTimeout, c.AttemptsMax = 500*time.Millisecond, 1; failed.hook(c) })
+	}), func(c *consumer.Config) { c.HandlerTimeout, c.AttemptsMax = 5*time.Second, 1; failed.hook(c) }) // one slow attempt of "a" would park it
 	h.produce("slow", "a", "many", "b")
 	h.wait("position", func() bool { return h.position() == 4 })
 	require.NoError(t, stop())

@@ -67,34 +67,24 @@ func TestForgottenOffsetsResumeAtThePosition(t *testing.T) {
 // from its beginning; the effects of both generations are there once. Row C36 of guarantees.md.
 func TestRecreatedTopicStartsAnew(t *testing.T) {
 	t.Parallel()
-	for _, running := range []bool{false, true} {
-		t.Run(fmt.Sprintf("running=%v", running), func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			h.produce("a0", "a1", "a2")
-			fast := []kgo.Opt{kgo.MetadataMaxAge(time.Second), kgo.MetadataMinAge(100 * time.Millisecond)}
-			stop := h.runWith(h.pool, fast, consumer.Each(effect), nil)
-			h.waitEffects(3)
-			if !running {
-				require.NoError(t, stop())
-			}
-			admin := kadm.NewClient(kafkatest.Client(t))
-			deleted, err := admin.DeleteTopic(t.Context(), h.topic)
-			require.NoError(t, errors.Join(err, deleted.Err))
-			h.wait("made anew", func() bool {
-				made, err := admin.CreateTopic(t.Context(), 1, 1, nil, h.topic)
-				return err == nil && made.Err == nil
-			})
-			// More than there were before: the old position is within the new topic.
-			h.produce("b0", "b1", "b2", "b3", "b4")
-			if !running {
-				stop = h.runWith(h.pool, fast, consumer.Each(effect), nil)
-			}
-			h.waitEffects(8)
+	bothModes(t, "running", func(t *testing.T, running bool) {
+		h := newHarness(t, 1)
+		h.produce("a0", "a1", "a2")
+		stop := h.runWith(h.pool, quick(), consumer.Each(effect), nil)
+		h.waitEffects(3)
+		if !running {
 			require.NoError(t, stop())
-			require.Equal(t, 5, h.position())
-		})
-	}
+		}
+		kafkatest.Recreate(t, h.topic)
+		// More than there were before: the old position is within the new topic.
+		h.produce("b0", "b1", "b2", "b3", "b4")
+		if !running {
+			stop = h.runWith(h.pool, quick(), consumer.Each(effect), nil)
+		}
+		h.waitEffects(8)
+		require.NoError(t, stop())
+		require.Equal(t, 5, h.position())
+	})
 }
 
 // Property: partitions that are added are consumed from their beginning, everything once. Row C37
@@ -103,15 +93,11 @@ func TestAddedPartitionsAreConsumed(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produce("0")
-	stop := h.runWith(h.pool, []kgo.Opt{kgo.MetadataMaxAge(time.Second), kgo.MetadataMinAge(100 * time.Millisecond)}, consumer.Each(effect), nil)
+	stop := h.runWith(h.pool, quick(), consumer.Each(effect), nil)
 	h.waitEffects(1)
 	added, err := kadm.NewClient(kafkatest.Client(t)).UpdatePartitions(t.Context(), 3, h.topic)
 	require.NoError(t, errors.Join(err, added.Error()))
-	h.wait("written to the new partitions", func() bool {
-		client := kafkatest.Client(t, kgo.RecordPartitioner(kgo.ManualPartitioner()))
-		defer client.Close()
-		return client.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Partition: 2, Value: []byte("1")}).FirstErr() == nil
-	})
+	h.produceTo(2, "1")
 	h.wait("effect", func() bool { return h.number(`SELECT count(*) FROM effects`) >= 2 })
 	require.NoError(t, stop())
 	require.Equal(t, h.number(`SELECT count(DISTINCT message_id) FROM effects`), h.number(`SELECT count(*) FROM effects`))

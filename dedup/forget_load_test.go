@@ -87,7 +87,9 @@ func TestOverlappingTransactionsDoNotKeepClaimsFromBeingForgotten(t *testing.T) 
 	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), $1,
 		clock_timestamp() - interval '4 days' FROM generate_series(1, 1000) n`, consumer.ID())
 	always := unquiet(t, pool) // also on a machine that is so busy that there are gaps
-	stop := overlapping(t, pool, claims, consumer, 600*time.Millisecond)
+	// Far more than the 300 ms for which the work waits and the moment for which it holds its lock,
+	// and less than the 2 s for which urgent work waits.
+	stop := overlapping(t, pool, claims, consumer, 1500*time.Millisecond)
 	defer stop()
 
 	for range 3 {
@@ -122,7 +124,7 @@ func TestMissingDaysAreMadeUnderOverlappingTransactions(t *testing.T) {
 			defer overlapping(t, pool, claims, consumer, 8*time.Second)()
 			var report dedup.Report
 			var err error
-			for range 3 { // on a busy machine a second may take longer than the patience of a run
+			for range 10 { // on a busy machine a second may take longer than the patience of a run
 				if report, err = claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"}); err == nil {
 					break
 				}

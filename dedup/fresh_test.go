@@ -327,12 +327,13 @@ func TestBeginFreshTakesOneRoundTrip(t *testing.T) {
 func TestBeginFreshOnASilentConnectionEndsInTime(t *testing.T) {
 	t.Parallel()
 	conn, _ := connectGated(t, pgtest.Database(t), pgx.QueryExecModeCacheDescribe)
-	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	defer cancel()
 	holder, err := pgx.Connect(t.Context(), conn.Config().ConnString())
 	require.NoError(t, err)
 	defer func() { assert.NoError(t, holder.Close(context.WithoutCancel(t.Context()))) }()
 	requireExec(t, holder, "BEGIN; LOCK TABLE effectonce.processed_messages") // so that the server does not respond
+	// The statement has to be on its way before that.
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
 	_, err = newClaims(t).BeginFresh(ctx, conn, sql(beginSQL), dedup.Numbered(1), newIDs(t, 500), nil)
 	require.Error(t, err)
 	require.ErrorIs(t, ctx.Err(), context.DeadlineExceeded)

@@ -38,7 +38,7 @@ func TestClockOffset(t *testing.T) {
 
 func requireTimeout(t *testing.T, address string) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	conn, err := pgx.Connect(ctx, address)
 	require.NoError(t, err)

@@ -37,7 +37,7 @@ func firstRecord(t *testing.T, k *servers.Kafka, topic string) string {
 	t.Helper()
 	c := client(t, k, kgo.ConsumeTopics(topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()))
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	fetches := c.PollRecords(ctx, 1)
 	require.NoError(t, fetches.Err())

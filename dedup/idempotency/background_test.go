@@ -53,7 +53,7 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 		}
 		group.Wait()
 		return finished >= n-2
-	}, 30*time.Second, 10*time.Millisecond)
+	}, time.Minute, 10*time.Millisecond)
 	require.Equal(t, n-2, finished)
 	_, charges := b.counts()
 	require.Equal(t, n-2, charges)
@@ -78,7 +78,7 @@ func TestAttemptsAreBounded(t *testing.T) {
 	require.Eventually(t, func() bool {
 		_, err := flow.Complete(t.Context())
 		return errors.Is(err, idempotency.ErrAbandoned)
-	}, 30*time.Second, 10*time.Millisecond)
+	}, time.Minute, 10*time.Millisecond)
 	asked, _ := b.counts()
 	require.Equal(t, 4, asked)
 	_, err = flow.Complete(t.Context())
@@ -151,7 +151,7 @@ func TestRunLooksAfterKeys(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'k' AND state = 'finished'`) == 1 &&
 			count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`) == 1
-	}, 30*time.Second, 10*time.Millisecond)
+	}, time.Minute, 10*time.Millisecond)
 	stop()
 	group.Wait()
 	requirePaidOnce(t, pool, b)
@@ -189,7 +189,7 @@ func TestCommitThatIsNotAnswered(t *testing.T) {
 	require.NoError(t, err)
 	// The server's statement_timeout does not count while COMMIT runs deferred triggers, or waits
 	// for a standby.
-	o := newOperation(t, pool, idempotency.Config{StatementTimeout: time.Second})
+	o := newOperation(t, pool, idempotency.Config{StatementTimeout: 3 * time.Second})
 	_, err = o.Once(t.Context(), key("slow"), insertOnce("slow"))
 	require.ErrorIs(t, err, idempotency.ErrUnanswered)
 	_, err = o.Once(t.Context(), key("slow"), insertOnce("slow"))

@@ -230,44 +230,41 @@ func requireFrozen(t *testing.T, cmd *exec.Cmd) {
 func TestCallThatMustNotBeMadeTwice(t *testing.T) {
 	t.Parallel()
 	for at, asked := range map[string]int{crashpoint.KeyCalling: 0, crashpoint.KeyCalled: 1} {
-		for _, happened := range []bool{true, false} {
-			t.Run(fmt.Sprint(at, " happened ", happened), func(t *testing.T) {
-				t.Parallel()
-				pool, b := newPool(t), newBank(t)
-				requireKilled(t, child{URL: pool.Config().ConnString(), Bank: b.URL, At: at, Nth: 1, AtMostOnce: true}.start(t))
-				cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
-					assert.Equal(t, "charge", u.Phase)
-					assert.Equal(t, "k", u.Key.Value)
-					assert.Positive(t, u.State.Order)
-					if happened {
-						return idempotency.Happened(idempotency.Response{Status: 200}), nil
-					}
-					return idempotency.DidNotHappen(), nil
-				}}
-				flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second}), cfg, paymentPhases(b.URL, true))
-				for range 3 {
-					_, err := flow.Do(t.Context(), key("k"), nil)
-					require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-				}
-				made, _ := b.counts()
-				require.Equal(t, asked, made)
-				passes(t, pool, time.Minute)
-				decided, err := flow.Reconcile(t.Context())
-				require.NoError(t, err)
-				require.Equal(t, 1, decided)
-				response, err := flow.Do(t.Context(), key("k"), nil)
-				require.NoError(t, err)
-				require.Equal(t, happened, response.Replayed)
-				made, _ = b.counts()
+		bothModes(t, at+", happened", func(t *testing.T, happened bool) {
+			pool, b := newPool(t), newBank(t)
+			requireKilled(t, child{URL: pool.Config().ConnString(), Bank: b.URL, At: at, Nth: 1, AtMostOnce: true}.start(t))
+			cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
+				assert.Equal(t, "charge", u.Phase)
+				assert.Equal(t, "k", u.Key.Value)
+				assert.Positive(t, u.State.Order)
 				if happened {
-					require.Equal(t, asked, made)
-				} else {
-					require.Equal(t, asked+1, made)
+					return idempotency.Happened(idempotency.Response{Status: 200}), nil
 				}
-				decided, err = flow.Reconcile(t.Context())
-				require.NoError(t, err)
-				require.Zero(t, decided)
-			})
-		}
+				return idempotency.DidNotHappen(), nil
+			}}
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second}), cfg, paymentPhases(b.URL, true))
+			for range 3 {
+				_, err := flow.Do(t.Context(), key("k"), nil)
+				require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+			}
+			made, _ := b.counts()
+			require.Equal(t, asked, made)
+			passes(t, pool, time.Minute)
+			decided, err := flow.Reconcile(t.Context())
+			require.NoError(t, err)
+			require.Equal(t, 1, decided)
+			response, err := flow.Do(t.Context(), key("k"), nil)
+			require.NoError(t, err)
+			require.Equal(t, happened, response.Replayed)
+			made, _ = b.counts()
+			if happened {
+				require.Equal(t, asked, made)
+			} else {
+				require.Equal(t, asked+1, made)
+			}
+			decided, err = flow.Reconcile(t.Context())
+			require.NoError(t, err)
+			require.Zero(t, decided)
+		})
 	}
 }

@@ -20,8 +20,8 @@ func TestPhaseThatDoesNotReturnFreesItsLock(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
 	for how, end := range map[string]func(){"panic": func() { panic("nil map") }, "goexit": runtime.Goexit} {
-		for _, atMostOnce := range []bool{false, true} {
-			for _, where := range []string{"call", "write"} {
+		for _, where := range []string{"call", "write"} {
+			bothModes(t, how+" "+where+", at most once", func(t *testing.T, atMostOnce bool) {
 				value, ends := fmt.Sprint(how, " ", where, " at most once ", atMostOnce), true
 				dies := func(at string) {
 					if ends && at == where {
@@ -53,11 +53,11 @@ func TestPhaseThatDoesNotReturnFreesItsLock(t *testing.T) {
 				if atMostOnce {
 					require.ErrorIs(t, err, idempotency.ErrIndeterminate)
 					require.Equal(t, "indeterminate", stateOf(t, pool, value))
-					continue
+					return
 				}
 				require.NoError(t, err, value)
 				require.Equal(t, 1, effects(t, pool, value))
-			}
+			})
 		}
 	}
 }

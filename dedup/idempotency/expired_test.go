@@ -23,45 +23,42 @@ func TestExpiredBehindACallIsInDoubt(t *testing.T) {
 		"with the call":        {"charge", "indeterminate", 2},
 		"behind the call":      {"ship", "indeterminate", 2},
 	} {
-		for _, once := range []bool{false, true} {
-			t.Run(name, func(t *testing.T) {
-				t.Parallel()
-				pool := newPool(t)
-				_, err := pool.Exec(t.Context(), `CREATE TABLE orders (id uuid PRIMARY KEY)`)
-				require.NoError(t, err)
-				write := func(phase string) func(ctx context.Context, tx pgx.Tx, s *step) error {
-					return func(ctx context.Context, tx pgx.Tx, s *step) error {
-						if phase == "ship" {
-							s.Finish(idempotency.Response{Status: 201})
-						}
-						if phase != c.inserts {
-							return nil
-						}
-						_, err := tx.Exec(ctx, `INSERT INTO orders VALUES ($1)`, s.ChildID())
-						return err
+		bothModes(t, name+", at most once", func(t *testing.T, once bool) {
+			pool := newPool(t)
+			_, err := pool.Exec(t.Context(), `CREATE TABLE orders (id uuid PRIMARY KEY)`)
+			require.NoError(t, err)
+			write := func(phase string) func(ctx context.Context, tx pgx.Tx, s *step) error {
+				return func(ctx context.Context, tx pgx.Tx, s *step) error {
+					if phase == "ship" {
+						s.Finish(idempotency.Response{Status: 201})
 					}
+					if phase != c.inserts {
+						return nil
+					}
+					_, err := tx.Exec(ctx, `INSERT INTO orders VALUES ($1)`, s.ChildID())
+					return err
 				}
-				asked := 0
-				flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
-					{Name: "reserve", Write: write("reserve")},
-					{Name: "charge", AtMostOnce: once, Call: func(context.Context, *step) error { asked++; return nil }, Write: write("charge")},
-					{Name: "ship", Write: write("ship")},
-				})
-				_, err = flow.Do(t.Context(), key("k"), nil)
-				require.NoError(t, err)
-				_, err = pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`) // the window is over
-				require.NoError(t, err)
-				response, err := flow.Do(t.Context(), key("k"), nil)
-				require.Equal(t, c.asked, asked)
-				require.Equal(t, c.state, stateOf(t, pool, "k"))
-				if c.state == "finished" {
-					require.NoError(t, err)
-					require.Equal(t, 410, response.Status)
-				} else {
-					require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-				}
+			}
+			asked := 0
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+				{Name: "reserve", Write: write("reserve")},
+				{Name: "charge", AtMostOnce: once, Call: func(context.Context, *step) error { asked++; return nil }, Write: write("charge")},
+				{Name: "ship", Write: write("ship")},
 			})
-		}
+			_, err = flow.Do(t.Context(), key("k"), nil)
+			require.NoError(t, err)
+			_, err = pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`) // the window is over
+			require.NoError(t, err)
+			response, err := flow.Do(t.Context(), key("k"), nil)
+			require.Equal(t, c.asked, asked)
+			require.Equal(t, c.state, stateOf(t, pool, "k"))
+			if c.state == "finished" {
+				require.NoError(t, err)
+				require.Equal(t, 410, response.Status)
+			} else {
+				require.ErrorIs(t, err, idempotency.ErrIndeterminate)
+			}
+		})
 	}
 }
 

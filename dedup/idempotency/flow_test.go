@@ -308,24 +308,21 @@ func TestLostLockEndsTheWork(t *testing.T) {
 // that nothing is in doubt. Row H19 of guarantees.md.
 func TestCancelledFlowCanBeResumed(t *testing.T) {
 	t.Parallel()
-	for _, atMostOnce := range []bool{false, true} {
-		for _, at := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyAdvanced, crashpoint.KeyCalling, crashpoint.KeyCalled, crashpoint.KeyCommitting} {
-			t.Run(fmt.Sprint(at, " at most once ", atMostOnce), func(t *testing.T) {
-				t.Parallel()
-				pool, b := newPool(t), newBank(t)
-				flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, atMostOnce))
-				ctx, cancel := context.WithCancel(t.Context())
-				defer cancel()
-				_, err := flow.Do(crashpoint.With(ctx, func(name string) {
-					if name == at {
-						cancel()
-					}
-				}), key("k"), []byte("100"))
-				require.ErrorIs(t, err, context.Canceled)
-				require.NotErrorIs(t, err, idempotency.ErrIndeterminate)
-				requirePaidOnce(t, pool, b)
-			})
-		}
+	for _, at := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyAdvanced, crashpoint.KeyCalling, crashpoint.KeyCalled, crashpoint.KeyCommitting} {
+		bothModes(t, at+", at most once", func(t *testing.T, atMostOnce bool) {
+			pool, b := newPool(t), newBank(t)
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, atMostOnce))
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			_, err := flow.Do(crashpoint.With(ctx, func(name string) {
+				if name == at {
+					cancel()
+				}
+			}), key("k"), []byte("100"))
+			require.ErrorIs(t, err, context.Canceled)
+			require.NotErrorIs(t, err, idempotency.ErrIndeterminate)
+			requirePaidOnce(t, pool, b)
+		})
 	}
 }
 

@@ -103,7 +103,6 @@ func TestBusyKeyHarmsNoOtherTenant(t *testing.T) {
 // one more is refused at once, and other tenants are not.
 func TestWaitersAreBounded(t *testing.T) {
 	t.Parallel()
-	pool := newPool(t)
 	for name, c := range map[string]struct {
 		cfg    idempotency.Config
 		beyond idempotency.Key
@@ -115,37 +114,38 @@ func TestWaitersAreBounded(t *testing.T) {
 		"another scope":   {idempotency.Config{ScopeWaitersMax: 3}, idempotency.Key{Scope: "another", Value: "other"}, false},
 		"one that is new": {idempotency.Config{ScopeWaitersMax: 3}, key("new"), false},
 	} {
-		var verdicts sync.Map
-		c.cfg.WaitMax = 200 * time.Millisecond
-		c.cfg.Hooks.Answered = func(_ string, v idempotency.Verdict) { verdicts.Store(v, true) }
-		o := newOperation(t, poolOf(t, pool, 8), c.cfg)
-		release := held(t, o, key("busy"), insertOnce("busy"))
-		ends := []func() error{release}
-		if c.beyond.Value == "other" {
-			ends = append(ends, held(t, o, c.beyond, insertOnce("other")))
-		}
-		answers := waiters(t, o, 3, insertOnce("busy"))
-		_, err := o.Once(t.Context(), c.beyond, insertOnce("new"))
-		var crowded *idempotency.CrowdedError
-		if c.crowd {
-			require.ErrorAs(t, err, &crowded, name)
-			require.Equal(t, time.Second, crowded.RetryAfter)
-			require.ErrorIs(t, err, idempotency.ErrInProgress)
-			_, told := verdicts.Load(idempotency.Crowded)
-			require.True(t, told)
-		} else {
-			require.NotErrorAs(t, err, &crowded, name)
-		}
-		_, failures := answers()
-		for _, err := range failures {
-			require.ErrorIs(t, err, idempotency.ErrInProgress, "after WaitMax")
-			require.NotErrorAs(t, err, &crowded)
-		}
-		for _, end := range ends {
-			_ = end()
-		}
-		_, err = pool.Exec(t.Context(), `TRUNCATE effectonce.idempotency_keys, effects`)
-		require.NoError(t, err)
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var verdicts sync.Map
+			c.cfg.WaitMax = 5 * time.Second // all of them wait when one more comes
+			c.cfg.Hooks.Answered = func(_ string, v idempotency.Verdict) { verdicts.Store(v, true) }
+			o := newOperation(t, poolOf(t, newPool(t), 8), c.cfg)
+			release := held(t, o, key("busy"), insertOnce("busy"))
+			ends := []func() error{release}
+			if c.beyond.Value == "other" {
+				ends = append(ends, held(t, o, c.beyond, insertOnce("other")))
+			}
+			answers := waiters(t, o, 3, insertOnce("busy"))
+			_, err := o.Once(t.Context(), c.beyond, insertOnce("new"))
+			var crowded *idempotency.CrowdedError
+			if c.crowd {
+				require.ErrorAs(t, err, &crowded)
+				require.Equal(t, time.Second, crowded.RetryAfter)
+				require.ErrorIs(t, err, idempotency.ErrInProgress)
+				_, told := verdicts.Load(idempotency.Crowded)
+				require.True(t, told)
+			} else {
+				require.NotErrorAs(t, err, &crowded)
+			}
+			_, failures := answers()
+			for _, err := range failures {
+				require.ErrorIs(t, err, idempotency.ErrInProgress, "after WaitMax")
+				require.NotErrorAs(t, err, &crowded)
+			}
+			for _, end := range ends {
+				_ = end()
+			}
+		})
 	}
 }
 

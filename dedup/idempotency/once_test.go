@@ -22,10 +22,7 @@ import (
 // newPool is a database with a table for effects.
 func newPool(t *testing.T) *pgxpool.Pool {
 	t.Helper()
-	pool := pgtest.Pool(t)
-	_, err := pool.Exec(t.Context(), `CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
-	require.NoError(t, err)
-	return pool
+	return pgtest.PoolWith(t, `CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
 }
 
 func newOperation(t *testing.T, pool *pgxpool.Pool, cfg idempotency.Config) *idempotency.Operation {
@@ -36,15 +33,25 @@ func newOperation(t *testing.T, pool *pgxpool.Pool, cfg idempotency.Config) *ide
 	return o
 }
 
+// bothModes tests without and with something, each with a name.
+func bothModes(t *testing.T, name string, test func(t *testing.T, with bool)) {
+	t.Helper()
+	for _, with := range []bool{false, true} {
+		t.Run(fmt.Sprintf("%s=%v", name, with), func(t *testing.T) {
+			t.Parallel()
+			test(t, with)
+		})
+	}
+}
+
 func effect(ctx context.Context, tx pgx.Tx, name string) error {
 	_, err := tx.Exec(ctx, `INSERT INTO effects (name) VALUES ($1)`, name)
 	return err
 }
 
-func count(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) (n int) {
+func count(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) int {
 	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), sql, args...).Scan(&n))
-	return n
+	return pgtest.Count(t, pool, sql, args...)
 }
 
 func effects(t *testing.T, pool *pgxpool.Pool, name string) int {
@@ -257,7 +264,7 @@ func TestPanicLeavesNothing(t *testing.T) {
 	require.Zero(t, effects(t, pool, "a"))
 	_, err := o.Once(t.Context(), key("a"), insertOnce("a"))
 	require.NoError(t, err)
-	require.EqualValues(t, 0, pool.Stat().AcquiredConns())
+	pgtest.Unused(t, pool)
 }
 
 // Property: Strict makes the first failure the outcome; AttemptsMax makes it the outcome once the

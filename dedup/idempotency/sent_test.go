@@ -50,14 +50,9 @@ func ask(ctx context.Context, client *http.Client, method, address, key string) 
 	return errors.Join(err, response.Body.Close())
 }
 
-// closedAddress is one of loopback that refuses connections.
-func closedAddress(t *testing.T) string {
-	t.Helper()
-	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, listener.Close())
-	return listener.Addr().String()
-}
+// closed refuses connections: its port is reserved. A port that a listener gave back may be another
+// test's.
+const closed = "http://127.0.0.1:1"
 
 // noNames is a name server that knows none.
 func noNames(t *testing.T) *net.Resolver {
@@ -98,7 +93,7 @@ func TestDeadBankLeavesKeysFree(t *testing.T) {
 		address string
 		dialer  net.Dialer
 	}{
-		"refused":  {address: "http://" + closedAddress(t)},
+		"refused":  {address: closed},
 		"no route": {address: "http://192.0.2.1", dialer: net.Dialer{LocalAddr: loopback}}, // for documentation (RFC 5737), and not from loopback
 		"no name":  {address: "http://bank.invalid.", dialer: net.Dialer{Resolver: names}},
 		"no trust": {address: strange.URL},
@@ -216,7 +211,6 @@ func vanishing(t *testing.T) (address string, acted *atomic.Int64) {
 func TestRefusedAfterAReusedConnectionIsDoubt(t *testing.T) {
 	t.Parallel()
 	pool, b := newPool(t), newBank(t)
-	closed := "http://" + closedAddress(t)
 	for name, test := range map[string]struct {
 		call  func(ctx context.Context, base http.RoundTripper, address, key string) error
 		acted int64

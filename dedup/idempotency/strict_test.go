@@ -97,7 +97,7 @@ func TestOutageIsNoOutcome(t *testing.T) {
 func TestWaitAsLongAsAStatement(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{StatementTimeout: 300 * time.Millisecond, WaitMax: 300 * time.Millisecond})
+	o := newOperation(t, pool, idempotency.Config{StatementTimeout: 2 * time.Second, WaitMax: 2 * time.Second})
 	_, err := newOperation(t, pool, idempotency.Config{}).Once(t.Context(), key("k"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
 		_, err := o.Once(ctx, key("k"), insertOnce("k"))
 		require.ErrorIs(t, err, idempotency.ErrInProgress)

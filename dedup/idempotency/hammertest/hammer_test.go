@@ -27,6 +27,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
 )
@@ -126,7 +127,8 @@ func (h *hammer) disturb(t *testing.T) {
 		if n%5 == 0 {
 			deck = rng.Perm(5)
 		}
-		wait(time.Duration(300+rng.IntN(900)) * time.Millisecond)
+		// Nothing to wait for: so long requests run undisturbed.
+		pause.For(t.Context(), time.Duration(300+rng.IntN(900))*time.Millisecond)
 		i := rng.IntN(len(h.places))
 		h.disturbances.Add(1)
 		switch deck[n%5] {
@@ -137,7 +139,7 @@ func (h *hammer) disturb(t *testing.T) {
 		case 2, 3: // often for longer than a lock lasts, and an idle transaction
 			h.freezes++
 			require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGSTOP))
-			wait(time.Duration(rng.IntN(4000)) * time.Millisecond)
+			pause.For(t.Context(), time.Duration(rng.IntN(4000))*time.Millisecond)
 			require.NoError(t, h.places[i].cmd.Process.Signal(syscall.SIGCONT))
 		default:
 			h.crashes++
@@ -147,8 +149,6 @@ func (h *hammer) disturb(t *testing.T) {
 		h.disturbances.Add(1)
 	}
 }
-
-func wait(d time.Duration) { <-time.After(d) }
 
 func (h *hammer) start(t *testing.T, i int) {
 	t.Helper()
@@ -248,7 +248,7 @@ func (h *hammer) ask(ctx context.Context, k *history, place int, body string, pa
 	k.answers = append(k.answers, a)
 	h.mu.Unlock()
 	if a.Status == 0 || a.Status >= 500 && !a.Kept {
-		wait(50 * time.Millisecond) // a server is being started again
+		pause.For(ctx, 50*time.Millisecond) // a server is being started again
 	}
 	return a
 }
@@ -288,7 +288,7 @@ func (h *hammer) settle(t *testing.T) {
 			for k := range todo {
 				for _, body := range []string{"A", "B"} {
 					for try := 0; ctx.Err() == nil && !h.ask(ctx, k, try%2, body, 15*time.Second).over(); try++ {
-						wait(20 * time.Millisecond)
+						pause.For(ctx, 20*time.Millisecond)
 					}
 				}
 			}

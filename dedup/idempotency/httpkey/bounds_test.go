@@ -298,7 +298,7 @@ func TestReadTimeoutEndsWithTheBody(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := newPool(t)
-			const readTimeout = 300 * time.Millisecond
+			const readTimeout = time.Second
 			inner := newMiddleware(t, pool, httpkey.Config{ReadTimeout: readTimeout}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				if _, err := httpkey.Tx(r).Exec(r.Context(), `SELECT pg_sleep($1)`, 2*readTimeout.Seconds()); err != nil {
 					httpkey.Fail(r, err)

@@ -172,12 +172,10 @@ func TestErrorsBeforeAConnection(t *testing.T) {
 	silent, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0") // accepts, and says nothing
 	require.NoError(t, err)
 	defer func() { require.NoError(t, silent.Close()) }()
-	closed, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, closed.Close())
+	const closed = "http://127.0.0.1:1" // reserved
 	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/moved" {
-			http.Redirect(w, r, "http://"+closed.Addr().String(), http.StatusSeeOther)
+			http.Redirect(w, r, closed, http.StatusSeeOther)
 			return
 		}
 		<-r.Context().Done()
@@ -188,7 +186,7 @@ func TestErrorsBeforeAConnection(t *testing.T) {
 		base    http.RoundTripper
 		notSent bool
 	}{
-		"refused":              {"http://" + closed.Addr().String(), nil, true},
+		"refused":              {closed, nil, true},
 		"no TLS in time":       {"https://" + silent.Addr().String(), nil, true},
 		"no TLS":               {strings.Replace(s.URL, "http:", "https:", 1), nil, true},
 		"no answer":            {s.URL, nil, false},
@@ -203,7 +201,7 @@ func TestErrorsBeforeAConnection(t *testing.T) {
 				defer transport.CloseIdleConnections()
 				base = transport
 			}
-			ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second) // within which a request that can be sent is
 			defer cancel()
 			_, _, err := do(ctx, t, &http.Client{Transport: keyclient.Single(base)}, http.MethodPost, test.address, "x")
 			var failed *url.Error

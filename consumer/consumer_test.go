@@ -523,11 +523,3 @@ func TestNameOfAnotherGroupIsRefused(t *testing.T) {
 	require.NoError(t, err)
 	require.ErrorContains(t, other.Run(t.Context()), "choose another consumer name")
 }
-
-// commitOffset is an operator who moves a group's offset.
-func commitOffset(t *testing.T, group, topic string, at int64) {
-	t.Helper()
-	var offsets kadm.Offsets
-	offsets.Add(kadm.Offset{Topic: topic, At: at, LeaderEpoch: -1})
-	require.NoError(t, kadm.NewClient(kafkatest.Client(t)).CommitAllOffsets(t.Context(), group, offsets))
-}

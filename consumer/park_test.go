@@ -369,11 +369,10 @@ func TestByPositionStopsRedeliveries(t *testing.T) {
 	h := newHarness(t, 1)
 	h.produceAs("1", "first")
 	h.produceAs("1", "same id, another offset")
-	byPosition := func(c *consumer.Config) { c.Dedup = consumer.DedupByPosition }
 	stop := h.run(consumer.Each(effect), byPosition)
 	h.waitEffects(2)
 	require.NoError(t, stop())
-	commitOffset(t, h.topic, h.topic, 0)
+	h.rewind(0, "")
 	h.produceAs("2", "second")
 	stop = h.run(consumer.Each(effect), byPosition)
 	h.waitEffects(3)

@@ -7,11 +7,11 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // commitTracer panics where the answer to COMMIT is read, as user code in a tracer may.
@@ -51,9 +51,7 @@ func TestPanicBehindCommitDoublesNothing(t *testing.T) {
 			left.Store(3)
 			config := h.pool.Config()
 			config.ConnConfig.Tracer = commitTracer{&left}
-			pool, err := pgxpool.NewWithConfig(t.Context(), config)
-			require.NoError(t, err)
-			t.Cleanup(pool.Close)
+			pool := pgtest.PoolOf(t, config)
 			h.produce("a", "b", "c", "d", "e")
 			stop := h.runOn(pool, consumer.Each(effect), func(c *consumer.Config) { c.Dedup, c.BatchMax = dedup, 1 })
 			h.wait("the position", func() bool { return h.position() == 5 })

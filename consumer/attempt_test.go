@@ -26,9 +26,7 @@ func (h *harness) smallPool(change func(*pgxpool.Config)) *pgxpool.Pool {
 	if change != nil {
 		change(config)
 	}
-	pool, err := pgxpool.NewWithConfig(h.t.Context(), config)
-	require.NoError(h.t, err)
-	h.t.Cleanup(pool.Close)
+	pool := pgtest.PoolOf(h.t, config)
 	return pool
 }
 

@@ -14,7 +14,6 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
@@ -23,6 +22,7 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -500,10 +500,8 @@ func TestWhatCannotWorkIsRefusedAtStart(t *testing.T) {
 	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeExec, pgx.QueryExecModeDescribeExec} {
 		config := h.pool.Config()
 		config.ConnConfig.DefaultQueryExecMode = mode
-		pool, err := pgxpool.NewWithConfig(t.Context(), config)
-		require.NoError(t, err)
-		t.Cleanup(pool.Close)
-		_, err = consumer.New(pool, nil, consumer.Each(effect), cfg)
+		pool := pgtest.PoolOf(t, config)
+		_, err := consumer.New(pool, nil, consumer.Each(effect), cfg)
 		require.ErrorContains(t, err, "cache_describe")
 	}
 	cfg.DrainMax = 10 * time.Second

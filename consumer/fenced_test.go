@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
@@ -41,6 +42,7 @@ func TestZombieOfEachOrderCommitsNothing(t *testing.T) {
 	for name, settings := range allOrders {
 		for _, start := range []consumer.Start{consumer.StartEarliest, consumer.StartLatest} {
 			bothModes(t, fmt.Sprintf("%s, start %v, parks", name, start), func(t *testing.T, parks bool) {
+				t.Helper()
 				zombieCommitsNothing(t, parks, func(c *consumer.Config) { settings(c); c.Start = start })
 			})
 		}
@@ -109,9 +111,7 @@ func appPool(t *testing.T, h *harness) *pgxpool.Pool {
 	h.exec(`CREATE ROLE app LOGIN SUPERUSER PASSWORD 'app'`)
 	config := h.pool.Config()
 	config.ConnConfig.User, config.ConnConfig.Password = "app", "app"
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
+	pool := pgtest.PoolOf(t, config)
 	return pool
 }
 
@@ -123,6 +123,7 @@ func TestFailoverBehindWorkersLosesNothing(t *testing.T) {
 	t.Parallel()
 	for name, settings := range allOrders {
 		bothModes(t, name+", idle", func(t *testing.T, idle bool) {
+			t.Helper()
 			failOverBehind(t, name != "by partition" && !idle, name != "unordered", func(c *consumer.Config) {
 				settings(c)
 				c.Start = consumer.StartLatest

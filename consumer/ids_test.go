@@ -119,6 +119,7 @@ func TestReservedSourceIsRefused(t *testing.T) {
 func TestFirstDuplicateIsLogged(t *testing.T) {
 	t.Parallel()
 	bothModes(t, "forever", func(t *testing.T, forever bool) {
+		t.Helper()
 		h := newHarness(t, 1)
 		id := dedup.ChildID(dedup.MessageID("x", []byte("x")), "step", time.Now()).String()
 		h.produceAs(id, "first")

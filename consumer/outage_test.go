@@ -113,9 +113,7 @@ func TestConnectionLostInCommit(t *testing.T) {
 				conn, err := d.DialContext(ctx, network, address)
 				return &faultyConn{Conn: conn, fault: &armed}, err
 			}
-			pool, err := pgxpool.NewWithConfig(t.Context(), config)
-			require.NoError(t, err)
-			t.Cleanup(pool.Close)
+			pool := pgtest.PoolOf(t, config)
 			engine := consumer.NewEngine(t, pool, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 				if err := effect(ctx, tx, msg); err != nil {
 					return err
@@ -201,9 +199,7 @@ func TestTransactionSetsItsOwnLimits(t *testing.T) {
 	config := h.pool.Config()
 	config.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
 	config.ConnConfig.RuntimeParams["statement_timeout"] = "0"
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
+	pool := pgtest.PoolOf(t, config)
 	var seen string
 	engine := consumer.NewEngine(t, pool, consumer.Each(func(ctx context.Context, tx pgx.Tx, _ *consumer.Message) error {
 		return tx.QueryRow(ctx, `SELECT concat_ws(' ', current_setting('synchronous_commit'), current_setting('statement_timeout'),

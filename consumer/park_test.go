@@ -210,6 +210,7 @@ func TestPermanentStates(t *testing.T) {
 func TestOlderThanWhatWasForgottenIsExpired(t *testing.T) {
 	t.Parallel()
 	bothModes(t, "forever", func(t *testing.T, forever bool) {
+		t.Helper()
 		h := newHarness(t, 1)
 		settings := func(c *consumer.Config) { c.Forever = forever }
 		stop := h.run(consumer.Each(effect), settings)

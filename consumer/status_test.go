@@ -25,6 +25,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // make makes a consumer that does not run yet.
@@ -361,9 +362,7 @@ func TestReadinessOfAReplica(t *testing.T) {
 		h := newHarness(t, 1)
 		config := h.pool.Config()
 		config.ConnConfig.Host, config.ConnConfig.Port, config.ConnConfig.Fallbacks = "127.0.0.1", 1, nil
-		pool, err := pgxpool.NewWithConfig(t.Context(), config)
-		require.NoError(t, err)
-		t.Cleanup(pool.Close)
+		pool := pgtest.PoolOf(t, config)
 		c := h.makeAt(pool, kafkatest.Brokers(t), consumer.Each(effect), nil)
 		cancel, ended := h.begin(t.Context(), c)
 		h.wait("it says what it waits for", func() bool { return c.Status().Err != "" })

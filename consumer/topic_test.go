@@ -68,6 +68,7 @@ func TestForgottenOffsetsResumeAtThePosition(t *testing.T) {
 func TestRecreatedTopicStartsAnew(t *testing.T) {
 	t.Parallel()
 	bothModes(t, "running", func(t *testing.T, running bool) {
+		t.Helper()
 		h := newHarness(t, 1)
 		h.produce("a0", "a1", "a2")
 		stop := h.runWith(h.pool, quick(), consumer.Each(effect), nil)

@@ -27,9 +27,7 @@ func newPool(t *testing.T, address string, conns int32, settings ...string) *pgx
 	for pair := range slices.Chunk(settings, 2) {
 		config.ConnConfig.RuntimeParams[pair[0]] = pair[1]
 	}
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
+	pool := pgtest.PoolOf(t, config)
 	return pool
 }
 

@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // Property: replicas that complete concurrently finish the flows that clients gave up, each once,
@@ -285,9 +286,7 @@ func TestWhatIsActedOnIsDurable(t *testing.T) {
 	require.NoError(t, err)
 	config := wide.Config()
 	config.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	defer pool.Close()
+	pool := pgtest.PoolOf(t, config)
 	op := newOperation(t, pool, idempotency.Config{})
 	_, err = op.Once(t.Context(), key("once"), insertOnce("once"))
 	require.NoError(t, err)

@@ -55,9 +55,7 @@ func benchmarkOnce(b *testing.B, dial pgconn.DialFunc) {
 	if dial != nil {
 		config.ConnConfig.DialFunc = dial
 	}
-	pool, err := pgxpool.NewWithConfig(b.Context(), config)
-	require.NoError(b, err)
-	b.Cleanup(pool.Close)
+	pool := pgtest.PoolOf(b, config)
 	_, err = pool.Exec(b.Context(), `CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text NOT NULL);
 		CREATE TABLE accounts (id bigint PRIMARY KEY, balance bigint NOT NULL); INSERT INTO accounts SELECT i, 0 FROM generate_series(0, 9999) AS i`)
 	require.NoError(b, err)

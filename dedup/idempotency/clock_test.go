@@ -35,9 +35,7 @@ func skewed(t *testing.T, off time.Duration) (*pgxpool.Pool, func(time.Duration)
 	config, err := pgxpool.ParseConfig(pgtest.Database(t))
 	require.NoError(t, err)
 	config.ConnConfig.RuntimeParams["search_path"] = "skewed, pg_catalog, public"
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
+	pool := pgtest.PoolOf(t, config)
 	_, err = pool.Exec(t.Context(), skewedSQL+`; CREATE TABLE public.effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
 	require.NoError(t, err)
 	pass := func(d time.Duration) {

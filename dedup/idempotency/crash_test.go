@@ -231,6 +231,7 @@ func TestCallThatMustNotBeMadeTwice(t *testing.T) {
 	t.Parallel()
 	for at, asked := range map[string]int{crashpoint.KeyCalling: 0, crashpoint.KeyCalled: 1} {
 		bothModes(t, at+", happened", func(t *testing.T, happened bool) {
+			t.Helper()
 			pool, b := newPool(t), newBank(t)
 			requireKilled(t, child{URL: pool.Config().ConnString(), Bank: b.URL, At: at, Nth: 1, AtMostOnce: true}.start(t))
 			cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {

@@ -22,6 +22,7 @@ func TestPhaseThatDoesNotReturnFreesItsLock(t *testing.T) {
 	for how, end := range map[string]func(){"panic": func() { panic("nil map") }, "goexit": runtime.Goexit} {
 		for _, where := range []string{"call", "write"} {
 			bothModes(t, how+" "+where+", at most once", func(t *testing.T, atMostOnce bool) {
+				t.Helper()
 				value, ends := fmt.Sprint(how, " ", where, " at most once ", atMostOnce), true
 				dies := func(at string) {
 					if ends && at == where {

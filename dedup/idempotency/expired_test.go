@@ -24,6 +24,7 @@ func TestExpiredBehindACallIsInDoubt(t *testing.T) {
 		"behind the call":      {"ship", "indeterminate", 2},
 	} {
 		bothModes(t, name+", at most once", func(t *testing.T, once bool) {
+			t.Helper()
 			pool := newPool(t)
 			_, err := pool.Exec(t.Context(), `CREATE TABLE orders (id uuid PRIMARY KEY)`)
 			require.NoError(t, err)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // Property: phases run once each, in order, hand on their state, and the outcome is replayed
@@ -88,9 +89,7 @@ func withDefault(t *testing.T, pool *pgxpool.Pool, level pgx.TxIsoLevel) *pgxpoo
 	t.Helper()
 	config := pool.Config()
 	config.ConnConfig.RuntimeParams["default_transaction_isolation"] = string(level)
-	other, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(other.Close)
+	other := pgtest.PoolOf(t, config)
 	return other
 }
 
@@ -233,9 +232,7 @@ func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 		}
 		return true, ctx.Err()
 	}
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	defer pool.Close()
+	pool := pgtest.PoolOf(t, config)
 	renewed := make(chan struct{})
 	op := newOperation(t, pool, idempotency.Config{Lock: 15 * time.Second}) // so that a renewal in time may be seconds late
 	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
@@ -310,6 +307,7 @@ func TestCancelledFlowCanBeResumed(t *testing.T) {
 	t.Parallel()
 	for _, at := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyAdvanced, crashpoint.KeyCalling, crashpoint.KeyCalled, crashpoint.KeyCommitting} {
 		bothModes(t, at+", at most once", func(t *testing.T, atMostOnce bool) {
+			t.Helper()
 			pool, b := newPool(t), newBank(t)
 			flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, atMostOnce))
 			ctx, cancel := context.WithCancel(t.Context())

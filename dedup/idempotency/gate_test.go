@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // held has the first request for a key at work until release is called.
@@ -51,9 +52,7 @@ func poolOf(t *testing.T, pool *pgxpool.Pool, size int32) *pgxpool.Pool {
 	t.Helper()
 	config := pool.Config()
 	config.MaxConns = size
-	sized, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(sized.Close)
+	sized := pgtest.PoolOf(t, config)
 	return sized
 }
 
@@ -259,9 +258,7 @@ func TestReplayElsewhereTakesOneStatement(t *testing.T) {
 	statements := &countingTracer{}
 	config := pool.Config()
 	config.ConnConfig.Tracer = statements
-	traced, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(traced.Close)
+	traced := pgtest.PoolOf(t, config)
 	for replayed := range 2 {
 		elsewhere := newOperation(t, traced, idempotency.Config{})
 		statements.batches.Store(0)

@@ -346,9 +346,7 @@ func TestSmallPoolDoesNotDeadlock(t *testing.T) {
 	wide := newPool(t)
 	config := wide.Config()
 	config.MaxConns = 2
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	defer pool.Close()
+	pool := pgtest.PoolOf(t, config)
 	o := newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second})
 	var group sync.WaitGroup
 	for i := range 50 {

@@ -29,9 +29,7 @@ func benchmarkKeySize(b *testing.B, value func() string, bodyBytes int) {
 	config, err := pgxpool.ParseConfig(cluster.URL)
 	require.NoError(b, err)
 	config.MaxConns = 32
-	pool, err := pgxpool.NewWithConfig(b.Context(), config)
-	require.NoError(b, err)
-	b.Cleanup(pool.Close)
+	pool := pgtest.PoolOf(b, config)
 	o, err := idempotency.New(pool, idempotency.Config{Operation: "order"})
 	require.NoError(b, err)
 	body := make([]byte, bodyBytes)

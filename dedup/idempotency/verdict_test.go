@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 const waiting = `SELECT (count(*) >= %d)::int FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()`
@@ -26,10 +27,8 @@ func crowd(t *testing.T, size int, cfg idempotency.Config, work func(ctx context
 	pool := newPool(t)
 	wide := pool.Config()
 	wide.MaxConns = int32(size) + 4
-	pool, err := pgxpool.NewWithConfig(t.Context(), wide)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	cfg.WaitMax, cfg.Operation = 20*time.Second, "order"
+	pool = pgtest.PoolOf(t, wide)
+	cfg.WaitMax, cfg.Operation = time.Minute, "order"
 	var ran atomic.Int64
 	var group sync.WaitGroup
 	responses, failures = make([]idempotency.Response, size), make([]error, size)

@@ -18,6 +18,17 @@ func PoolWith(tb testing.TB, sql string) *pgxpool.Pool {
 	return pool
 }
 
+// PoolOf returns a pool of the test's own settings, closed when the test ends.
+func PoolOf(tb testing.TB, config *pgxpool.Config) *pgxpool.Pool {
+	tb.Helper()
+	pool, err := pgxpool.NewWithConfig(tb.Context(), config)
+	if err != nil {
+		tb.Fatalf("open a pool of the test: %v", err)
+	}
+	tb.Cleanup(pool.Close)
+	return pool
+}
+
 // NoPool returns a pool of a server that does not exist. Code that asks it for a connection gets an
 // error at once, so code that works with it needs no connection.
 func NoPool(tb testing.TB) *pgxpool.Pool {

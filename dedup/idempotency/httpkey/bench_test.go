@@ -29,9 +29,7 @@ func BenchmarkHandler(b *testing.B) {
 	config, err := pgxpool.ParseConfig(cluster.URL)
 	require.NoError(b, err)
 	config.MaxConns = 32
-	pool, err := pgxpool.NewWithConfig(b.Context(), config)
-	require.NoError(b, err)
-	b.Cleanup(pool.Close)
+	pool := pgtest.PoolOf(b, config)
 	_, err = pool.Exec(b.Context(), `CREATE TABLE orders (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, customer bigint NOT NULL, line int NOT NULL)`)
 	require.NoError(b, err)
 	once, err := httpkey.New(pool, func(*http.Request) (string, error) { return "shop", nil }, httpkey.Config{

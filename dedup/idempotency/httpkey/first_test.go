@@ -136,9 +136,7 @@ func TestBrokenDatabaseConnectionIsUnavailable(t *testing.T) {
 			}
 			config.MaxConns = 1
 			config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
-			pool, err := pgxpool.NewWithConfig(t.Context(), config)
-			require.NoError(t, err)
-			t.Cleanup(pool.Close)
+			pool := pgtest.PoolOf(t, config)
 			s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				switch r.Header.Get("X-Break") {
 				case "handler":

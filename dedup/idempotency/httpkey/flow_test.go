@@ -12,12 +12,12 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 type charge struct{ Receipt string }
@@ -85,9 +85,7 @@ func TestFlowInsideAMiddleware(t *testing.T) {
 	plain := newPool(t)
 	config := plain.Config()
 	config.MaxConns = 2
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
+	pool := pgtest.PoolOf(t, config)
 	var log bytes.Buffer
 	m := newMiddleware(t, pool, operation(idempotency.Config{Logger: textLogger(&log)}))
 	flow, err := idempotency.NewFlow(m.Operation(), idempotency.FlowConfig[charge]{},

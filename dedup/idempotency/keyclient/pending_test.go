@@ -157,9 +157,7 @@ func TestKeyIsPendingUntilTheAnswerIsWrittenDown(t *testing.T) {
 	b := newBank(t, pool)
 	lazy := pool.Config()
 	lazy.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
-	lazyPool, err := pgxpool.NewWithConfig(t.Context(), lazy)
-	require.NoError(t, err)
-	defer lazyPool.Close()
+	lazyPool := pgtest.PoolOf(t, lazy)
 	pending := newPending(t, lazyPool, keyclient.PendingConfig{})
 	var sent []string
 	b.disturb(func(_ int, act func()) {
@@ -305,9 +303,7 @@ func TestNothingIsSentWithoutADurableKey(t *testing.T) {
 	config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/nothing?sslmode=disable&connect_timeout=1")
 	require.NoError(t, err)
 	config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("no network") }
-	nowhere, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	defer nowhere.Close()
+	nowhere := pgtest.PoolOf(t, config)
 	client = newClient(t, quick(keyclient.TransportConfig{Pending: newPending(t, nowhere, keyclient.PendingConfig{})}))
 	_, _, err = do(keyclient.WithRequestName(t.Context(), "other"), t, client, http.MethodPost, s.URL, "x")
 	require.ErrorIs(t, err, keyclient.ErrKey)

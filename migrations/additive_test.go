@@ -162,7 +162,7 @@ func TestMigrationsAddOnly(t *testing.T) {
 	}
 
 	var oldest int
-	require.NoError(t, connect(t, pgtest.Database(t)).QueryRow(t.Context(), "SELECT oldest FROM effectonce.schema_compatibility").Scan(&oldest))
+	require.NoError(t, pgtest.Connect(t, pgtest.Database(t)).QueryRow(t.Context(), "SELECT oldest FROM effectonce.schema_compatibility").Scan(&oldest))
 	assert.GreaterOrEqual(t, oldest, firstAdditive, "programs of earlier versions do not ask")
 	assert.LessOrEqual(t, oldest, len(all))
 }

@@ -49,9 +49,9 @@ func TestCheckTellsTheRemedy(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			conn := connect(t, pgtest.Database(t))
+			conn := pgtest.Connect(t, pgtest.Database(t))
 			if tc.sql != "" {
-				exec(t, conn, tc.sql)
+				pgtest.Exec(t, conn, tc.sql)
 			}
 			before := catalog(t, conn, "effectonce")
 
@@ -73,7 +73,7 @@ func TestCheckTellsTheRemedy(t *testing.T) {
 // The error for every older version has both numbers.
 func TestOlderVersionIsTold(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.EmptyDatabase(t))
+	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
 	all, err := migrations.All(migrations.Options{})
 	require.NoError(t, err)
 	for version := range len(all) {
@@ -91,8 +91,8 @@ func TestOlderVersionIsTold(t *testing.T) {
 // with it, Up has nothing to do, so a process that calls Up at its start can restart.
 func TestNewerDatabaseIsNotTouched(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
-	exec(t, conn, "UPDATE effectonce.schema_version SET version = version + 1")
+	conn := pgtest.Connect(t, pgtest.Database(t))
+	pgtest.Exec(t, conn, "UPDATE effectonce.schema_version SET version = version + 1")
 	before := catalog(t, conn, "effectonce")
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 	refuse := func(err error) {
@@ -100,7 +100,7 @@ func TestNewerDatabaseIsNotTouched(t *testing.T) {
 		require.ErrorContains(t, err, "update this program")
 	}
 	refuse(migrations.To(t.Context(), conn, migrations.Options{}, 0))
-	exec(t, conn, "UPDATE effectonce.schema_compatibility SET oldest = 1000")
+	pgtest.Exec(t, conn, "UPDATE effectonce.schema_compatibility SET oldest = 1000")
 	refuse(migrations.Up(t.Context(), conn, migrations.Options{}))
 	refuse(migrations.To(t.Context(), conn, migrations.Options{}, 0))
 	require.Equal(t, before, catalog(t, conn, "effectonce"))
@@ -109,8 +109,8 @@ func TestNewerDatabaseIsNotTouched(t *testing.T) {
 // A role without the right to read gets an error other than a missing schema.
 func TestCheckWithoutRightsIsNoVerdict(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
-	exec(t, conn, "SET SESSION AUTHORIZATION "+newRole(t, conn))
+	conn := pgtest.Connect(t, pgtest.Database(t))
+	pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+newRole(t, conn))
 	err := migrations.Check(t.Context(), conn, migrations.Options{})
 	require.ErrorContains(t, err, "read the schema version: ")
 	require.ErrorContains(t, err, "permission denied for schema effectonce")

@@ -43,9 +43,9 @@ func (j *journal) logger() *slog.Logger { return slog.New(slog.NewTextHandler(j,
 func atVersion4(t *testing.T) string {
 	t.Helper()
 	address := pgtest.EmptyDatabase(t)
-	conn := connect(t, address)
+	conn := pgtest.Connect(t, address)
 	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 4))
-	exec(t, conn, `INSERT INTO effectonce.consumers (id, name, consumer_group, topics) OVERRIDING SYSTEM VALUE VALUES (1, 'shop/orders', 'shop', '{orders}');
+	pgtest.Exec(t, conn, `INSERT INTO effectonce.consumers (id, name, consumer_group, topics) OVERRIDING SYSTEM VALUE VALUES (1, 'shop/orders', 'shop', '{orders}');
 		INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('shop', 'orders', 0), ('shop', 'orders', 1)`)
 	return address
 }
@@ -54,8 +54,8 @@ func atVersion4(t *testing.T) string {
 // statement that waits much longer than a migration's LockTimeout fails.
 func claims(t *testing.T, address string) (made *atomic.Int64, stop func() error) {
 	t.Helper()
-	conn := connect(t, address)
-	exec(t, conn, "SET statement_timeout = '10s'")
+	conn := pgtest.Connect(t, address)
+	pgtest.Exec(t, conn, "SET statement_timeout = '10s'")
 	made = &atomic.Int64{}
 	var stopped atomic.Bool
 	done := make(chan error, 1)
@@ -93,13 +93,13 @@ func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			address := atVersion4(t)
-			holder := connect(t, address)
-			exec(t, holder, "SET application_name = 'night report'; BEGIN; "+hold)
+			holder := pgtest.Connect(t, address)
+			pgtest.Exec(t, holder, "SET application_name = 'night report'; BEGIN; "+hold)
 			made, stop := claims(t, address)
 
 			var j journal
 			up := make(chan error, 1)
-			migrator := connect(t, address)
+			migrator := pgtest.Connect(t, address)
 			go func() { up <- migrations.Up(t.Context(), migrator, migrations.Options{Logger: j.logger()}) }()
 			for tries := range 2 {
 				require.Eventually(t, func() bool { return len(j.lines()) > tries }, time.Minute, 10*time.Millisecond, "the migration gives up for a moment")
@@ -109,7 +109,7 @@ func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
 			}
 			require.Empty(t, up, "the migration neither fails nor succeeds before that")
 
-			exec(t, holder, "COMMIT")
+			pgtest.Exec(t, holder, "COMMIT")
 			require.NoError(t, <-up)
 			require.NoError(t, migrations.Check(t.Context(), migrator, migrations.Options{}))
 			before := made.Load()
@@ -124,9 +124,9 @@ func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
 func TestMigrationGivesUpAtItsLimit(t *testing.T) {
 	t.Parallel()
 	address := atVersion4(t)
-	holder, conn := connect(t, address), connect(t, address)
+	holder, conn := pgtest.Connect(t, address), pgtest.Connect(t, address)
 	before := catalog(t, conn, "effectonce")
-	exec(t, holder, "SET application_name = 'night report'; BEGIN; LOCK TABLE effectonce.consumer_positions IN ROW EXCLUSIVE MODE")
+	pgtest.Exec(t, holder, "SET application_name = 'night report'; BEGIN; LOCK TABLE effectonce.consumer_positions IN ROW EXCLUSIVE MODE")
 	var j journal
 	err := migrations.Up(t.Context(), conn, migrations.Options{LockWaitMax: 5 * time.Second, Logger: j.logger()})
 	require.ErrorContains(t, err, fmt.Sprintf("waited for a lock held by pid %d (night report, role ", holder.PgConn().PID()))
@@ -144,7 +144,7 @@ func TestMigrationGivesUpAtItsLimit(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 	require.ErrorContains(t, err, "held by pid")
 
-	exec(t, holder, "ROLLBACK")
+	pgtest.Exec(t, holder, "ROLLBACK")
 	require.ErrorContains(t, migrations.Up(t.Context(), conn, migrations.Options{LockWaitMax: -1}), "LockWaitMax -1ns: want 0 (5m0s) or more")
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 	var timeout string
@@ -156,19 +156,19 @@ func TestMigrationGivesUpAtItsLimit(t *testing.T) {
 func TestMigrationIsTriedAgainAfterADeadlock(t *testing.T) {
 	t.Parallel()
 	address := atVersion4(t)
-	holder, look := connect(t, address), connect(t, address)
+	holder, look := pgtest.Connect(t, address), pgtest.Connect(t, address)
 	// The other session does not check for deadlocks before the migration does.
-	exec(t, holder, "SET deadlock_timeout = '1min'; BEGIN; LOCK TABLE effectonce.parked_messages IN ROW EXCLUSIVE MODE")
+	pgtest.Exec(t, holder, "SET deadlock_timeout = '1min'; BEGIN; LOCK TABLE effectonce.parked_messages IN ROW EXCLUSIVE MODE")
 	var j journal
 	up := make(chan error, 1)
-	migrator := connect(t, address)
+	migrator := pgtest.Connect(t, address)
 	go func() { up <- migrations.Up(t.Context(), migrator, migrations.Options{Logger: j.logger()}) }()
 	require.Eventually(t, func() bool {
 		var waits bool
 		err := look.QueryRow(t.Context(), `SELECT EXISTS (SELECT FROM pg_locks WHERE database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND relation = 'effectonce.parked_messages'::regclass AND NOT granted)`).Scan(&waits)
 		return assert.NoError(t, err) && waits
 	}, time.Minute, time.Millisecond)
-	exec(t, holder, "SELECT FROM effectonce.consumers; COMMIT")
+	pgtest.Exec(t, holder, "SELECT FROM effectonce.consumers; COMMIT")
 	require.NoError(t, <-up)
 	require.Len(t, j.lines(), 1)
 }
@@ -176,8 +176,8 @@ func TestMigrationIsTriedAgainAfterADeadlock(t *testing.T) {
 // An error other than a lock conflict is not retried.
 func TestMigrationFailsAtOnceForOtherReasons(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, atVersion4(t))
-	exec(t, conn, "CREATE TABLE effectonce.consumer_pauses ()")
+	conn := pgtest.Connect(t, atVersion4(t))
+	pgtest.Exec(t, conn, "CREATE TABLE effectonce.consumer_pauses ()")
 	var j journal
 	err := migrations.Up(t.Context(), conn, migrations.Options{Logger: j.logger()})
 	require.ErrorContains(t, err, `: 0005_promise: ERROR: relation "consumer_pauses" already exists`)

@@ -11,22 +11,6 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// connect opens a connection that ends with the test.
-func connect(t *testing.T, address string) *pgx.Conn {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), address)
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
-	return conn
-}
-
-// exec runs statements, as psql would.
-func exec(t *testing.T, conn *pgx.Conn, sql string) {
-	t.Helper()
-	_, err := conn.PgConn().Exec(t.Context(), sql).ReadAll()
-	require.NoError(t, err)
-}
-
 // catalog describes everything in a schema, one line for each column, constraint, index, function,
 // setting and comment, except the table of the migrator. Partitions of days are only counted,
 // because a day may end during a test.
@@ -65,7 +49,7 @@ SELECT regexp_replace(format, '\m' || $1 || '\M', '(schema)', 'g') FROM lines OR
 // installed returns the catalog of a database that was migrated in the usual way.
 func installed(t *testing.T) []string {
 	t.Helper()
-	lines := catalog(t, connect(t, pgtest.Database(t)), "effectonce")
+	lines := catalog(t, pgtest.Connect(t, pgtest.Database(t)), "effectonce")
 	require.Greater(t, len(lines), 100, "the query for the catalog sees the tables")
 	return lines
 }

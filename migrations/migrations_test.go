@@ -18,12 +18,12 @@ import (
 // up to date changes nothing.
 func TestUpDownUp(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.EmptyDatabase(t))
+	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
 	want := installed(t)
 
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 	require.Equal(t, want, catalog(t, conn, "effectonce"))
-	exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('orders')")
+	pgtest.Exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('orders')")
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 	var rows int
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox").Scan(&rows))
@@ -39,7 +39,7 @@ func TestUpDownUp(t *testing.T) {
 // Every step can be reverted and repeated.
 func TestEveryStepIsReversible(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.EmptyDatabase(t))
+	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
 	all, err := migrations.All(migrations.Options{})
 	require.NoError(t, err)
 	before := nothing
@@ -61,7 +61,7 @@ func TestEveryStepIsReversible(t *testing.T) {
 // The files are plain SQL that psql can run unchanged, and they create what Up creates.
 func TestPlainFilesRunAsTheyStand(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.EmptyDatabase(t))
+	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
 	all, err := migrations.All(migrations.Options{})
 	require.NoError(t, err)
 	require.NotEmpty(t, all)
@@ -74,11 +74,11 @@ func TestPlainFilesRunAsTheyStand(t *testing.T) {
 		require.NoError(t, err)
 		assert.Equal(t, string(up), m.Up)
 		assert.Equal(t, string(down), m.Down)
-		exec(t, conn, string(up))
+		pgtest.Exec(t, conn, string(up))
 	}
 	require.Equal(t, installed(t), catalog(t, conn, "effectonce"))
 	for i := len(all) - 1; i >= 0; i-- {
-		exec(t, conn, all[i].Down)
+		pgtest.Exec(t, conn, all[i].Down)
 	}
 	require.Equal(t, nothing, catalog(t, conn, "effectonce"))
 }
@@ -93,7 +93,7 @@ func TestTenReplicasMigrateAtOnce(t *testing.T) {
 		start := make(chan struct{})
 		done := make(chan error, 10)
 		for range cap(done) {
-			conn := connect(t, address)
+			conn := pgtest.Connect(t, address)
 			go func() {
 				<-start
 				done <- migrations.Up(t.Context(), conn, migrations.Options{})
@@ -103,7 +103,7 @@ func TestTenReplicasMigrateAtOnce(t *testing.T) {
 		for range cap(done) {
 			require.NoError(t, <-done)
 		}
-		conn := connect(t, address)
+		conn := pgtest.Connect(t, address)
 		require.Equal(t, want, catalog(t, conn, "effectonce"))
 		var versions int
 		require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.schema_version").Scan(&versions))
@@ -115,7 +115,7 @@ func TestTenReplicasMigrateAtOnce(t *testing.T) {
 // not in the other, and one can be removed without the other.
 func TestTwoSchemasSideBySide(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
+	conn := pgtest.Connect(t, pgtest.Database(t))
 	want := installed(t)
 	tenant := migrations.Options{Schema: "tenant_7"}
 	require.NoError(t, migrations.Up(t.Context(), conn, tenant))
@@ -125,7 +125,7 @@ func TestTwoSchemasSideBySide(t *testing.T) {
 		require.NotContains(t, line, "effectonce.")
 	}
 	require.Len(t, lines, len(want))
-	exec(t, conn, `INSERT INTO tenant_7.outbox (topic) VALUES ('orders'), ('orders');
+	pgtest.Exec(t, conn, `INSERT INTO tenant_7.outbox (topic) VALUES ('orders'), ('orders');
 		INSERT INTO effectonce.outbox (topic) VALUES ('orders');
 		INSERT INTO tenant_7.processed_messages VALUES (tenant_7.message_id('orders', '1'), 1)`)
 	count := func(sql string) (n int) {
@@ -147,10 +147,10 @@ func TestTwoSchemasSideBySide(t *testing.T) {
 // A role that may not create schemas can migrate one that its administrator created for it.
 func TestOwnerOfTheSchemaCanMigrate(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.EmptyDatabase(t))
+	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
 	role := newRole(t, conn)
-	exec(t, conn, "CREATE SCHEMA effectonce AUTHORIZATION "+role)
-	exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+	pgtest.Exec(t, conn, "CREATE SCHEMA effectonce AUTHORIZATION "+role)
+	pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+role)
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
 	var foreign int
@@ -164,18 +164,18 @@ func TestOwnerOfTheSchemaCanMigrate(t *testing.T) {
 // A replica whose role may only use the tables can call Up where there is nothing to do.
 func TestUpWithNothingToDoNeedsNoRights(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
+	conn := pgtest.Connect(t, pgtest.Database(t))
 	role := newRole(t, conn)
-	exec(t, conn, "GRANT USAGE ON SCHEMA effectonce TO "+role+"; GRANT SELECT ON effectonce.schema_version TO "+role)
-	exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+	pgtest.Exec(t, conn, "GRANT USAGE ON SCHEMA effectonce TO "+role+"; GRANT SELECT ON effectonce.schema_version TO "+role)
+	pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+role)
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 }
 
 // The error for a role that may neither create the schema nor write to it names the missing right.
 func TestRoleWithoutRightsIsTold(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.EmptyDatabase(t))
-	exec(t, conn, "SET SESSION AUTHORIZATION "+newRole(t, conn))
+	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
+	pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+newRole(t, conn))
 	err := migrations.Up(t.Context(), conn, migrations.Options{})
 	require.ErrorContains(t, err, "create schema effectonce (the role needs CREATE on the database")
 	require.ErrorContains(t, err, "permission denied")
@@ -186,7 +186,7 @@ func TestRoleWithoutRightsIsTold(t *testing.T) {
 func newRole(t *testing.T, conn *pgx.Conn) string {
 	t.Helper()
 	role := pgx.Identifier{conn.Config().Database}.Sanitize()
-	exec(t, conn, "CREATE ROLE "+role)
+	pgtest.Exec(t, conn, "CREATE ROLE "+role)
 	t.Cleanup(func() {
 		sql := "RESET SESSION AUTHORIZATION; DROP OWNED BY " + role + " CASCADE; DROP ROLE " + role
 		_, err := conn.PgConn().Exec(context.WithoutCancel(t.Context()), sql).ReadAll()
@@ -200,13 +200,13 @@ func newRole(t *testing.T, conn *pgx.Conn) string {
 func TestReadOnlyDatabaseIsNamed(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)
-	conn := connect(t, address)
-	exec(t, conn, fmt.Sprintf("ALTER DATABASE %s SET default_transaction_read_only = on", pgx.Identifier{conn.Config().Database}.Sanitize()))
-	readOnly := connect(t, address)
+	conn := pgtest.Connect(t, address)
+	pgtest.Exec(t, conn, fmt.Sprintf("ALTER DATABASE %s SET default_transaction_read_only = on", pgx.Identifier{conn.Config().Database}.Sanitize()))
+	readOnly := pgtest.Connect(t, address)
 	for range 2 { // before and after the schema exists
 		err := migrations.Up(t.Context(), readOnly, migrations.Options{})
 		require.ErrorContains(t, err, "the database is read-only (a standby?): connect to the primary")
-		exec(t, conn, "SET default_transaction_read_only = off")
+		pgtest.Exec(t, conn, "SET default_transaction_read_only = off")
 		require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 	}
 	require.NoError(t, migrations.Check(t.Context(), readOnly, migrations.Options{}), "to look is allowed")

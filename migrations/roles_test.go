@@ -35,7 +35,7 @@ func bringRoles(t *testing.T, conn *pgx.Conn, opts migrations.Options, prefix st
 	t.Helper()
 	sql, err := migrations.Roles(opts, prefix)
 	require.NoError(t, err)
-	exec(t, conn, "BEGIN;"+sql+"COMMIT")
+	pgtest.Exec(t, conn, "BEGIN;"+sql+"COMMIT")
 	schema, err := opts.Resolve()
 	require.NoError(t, err)
 	return rights(t, conn, schema, prefix)
@@ -46,7 +46,7 @@ func bringRoles(t *testing.T, conn *pgx.Conn, opts migrations.Options, prefix st
 func TestRolesMayBeRepeated(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
-	conn, prefix := connect(t, address), pgtest.RolePrefix(t, address)
+	conn, prefix := pgtest.Connect(t, address), pgtest.RolePrefix(t, address)
 	first := bringRoles(t, conn, migrations.Options{}, prefix)
 	require.Greater(t, len(first), 80)
 	for _, change := range []string{
@@ -56,7 +56,7 @@ func TestRolesMayBeRepeated(t *testing.T) {
 		fmt.Sprintf("GRANT SELECT ON effectonce.processed_messages_past TO %s_relay; GRANT CREATE ON SCHEMA effectonce TO %[1]s_relay", prefix),
 		fmt.Sprintf("GRANT UPDATE ON SEQUENCE effectonce.outbox_slot TO %s_publisher", prefix),
 	} {
-		exec(t, conn, change)
+		pgtest.Exec(t, conn, change)
 		require.Equal(t, first, bringRoles(t, conn, migrations.Options{}, prefix), change)
 	}
 	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 5))
@@ -73,16 +73,16 @@ func TestRolesNeedNoSuperuser(t *testing.T) {
 	var all [][]string
 	for _, schema := range []string{"effectonce", "effectonce_relay", "user"} {
 		address := pgtest.EmptyDatabase(t)
-		conn, prefix := connect(t, address), pgtest.RolePrefix(t, address)
+		conn, prefix := pgtest.Connect(t, address), pgtest.RolePrefix(t, address)
 		owner := prefix + "_owner"
-		exec(t, conn, fmt.Sprintf("CREATE ROLE %s CREATEROLE; GRANT CREATE ON DATABASE %s TO %[1]s; ALTER DEFAULT PRIVILEGES FOR ROLE %[1]s REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC",
+		pgtest.Exec(t, conn, fmt.Sprintf("CREATE ROLE %s CREATEROLE; GRANT CREATE ON DATABASE %s TO %[1]s; ALTER DEFAULT PRIVILEGES FOR ROLE %[1]s REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC",
 			owner, pgx.Identifier{conn.Config().Database}.Sanitize()))
-		exec(t, conn, "SET SESSION AUTHORIZATION "+owner)
+		pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+owner)
 		opts := migrations.Options{Schema: schema}
 		require.NoError(t, migrations.Up(t.Context(), conn, opts))
 		given := bringRoles(t, conn, opts, prefix)
 		require.Equal(t, given, bringRoles(t, conn, opts, prefix))
-		exec(t, conn, "RESET SESSION AUTHORIZATION")
+		pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION")
 		all = append(all, slices.DeleteFunc(given, func(line string) bool { return strings.HasPrefix(line, "owner: ") }))
 	}
 	require.Greater(t, len(all[0]), 80)
@@ -113,25 +113,25 @@ FROM acls CROSS JOIN LATERAL aclexplode(acl) a WHERE a.grantee <> current_user::
 func TestRightsOnTheOutboxOutliveMigrations(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)
-	conn, prefix := connect(t, address), pgtest.RolePrefix(t, address)
+	conn, prefix := pgtest.Connect(t, address), pgtest.RolePrefix(t, address)
 	owner, columns, table, granter, granted, public := prefix+"_owner", prefix+"_columns", prefix+"_table", prefix+"_granter", prefix+"_granted", prefix+"_public"
 	for _, role := range []string{owner, columns, table, granter, granted, public} {
-		exec(t, conn, "CREATE ROLE "+role)
+		pgtest.Exec(t, conn, "CREATE ROLE "+role)
 	}
-	exec(t, conn, fmt.Sprintf("GRANT CREATE ON DATABASE %s TO %s", pgx.Identifier{conn.Config().Database}.Sanitize(), owner))
+	pgtest.Exec(t, conn, fmt.Sprintf("GRANT CREATE ON DATABASE %s TO %s", pgx.Identifier{conn.Config().Database}.Sanitize(), owner))
 	as := func(role, sql string) {
 		t.Helper()
-		exec(t, conn, "SET SESSION AUTHORIZATION "+role)
-		defer exec(t, conn, "RESET SESSION AUTHORIZATION")
-		exec(t, conn, sql)
+		pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+		defer pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION")
+		pgtest.Exec(t, conn, sql)
 	}
-	exec(t, conn, "SET SESSION AUTHORIZATION "+owner)
+	pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+owner)
 	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 1))
-	exec(t, conn, fmt.Sprintf(`GRANT USAGE ON SCHEMA effectonce TO PUBLIC; GRANT INSERT (topic) ON effectonce.outbox TO PUBLIC;
+	pgtest.Exec(t, conn, fmt.Sprintf(`GRANT USAGE ON SCHEMA effectonce TO PUBLIC; GRANT INSERT (topic) ON effectonce.outbox TO PUBLIC;
 		GRANT INSERT (topic, payload) ON effectonce.outbox TO %s; GRANT ALL ON effectonce.outbox TO %s;
 		GRANT INSERT, SELECT (seq) ON effectonce.outbox TO %s WITH GRANT OPTION; GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq TO %[3]s`, columns, table, granter))
-	exec(t, conn, "RESET SESSION AUTHORIZATION")
-	exec(t, conn, "REASSIGN OWNED BY "+owner+" TO CURRENT_USER; GRANT ALL ON SCHEMA effectonce TO "+owner+"; GRANT INSERT ON effectonce.outbox TO "+owner+"; REVOKE CREATE ON SCHEMA effectonce FROM "+owner)
+	pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION")
+	pgtest.Exec(t, conn, "REASSIGN OWNED BY "+owner+" TO CURRENT_USER; GRANT ALL ON SCHEMA effectonce TO "+owner+"; GRANT INSERT ON effectonce.outbox TO "+owner+"; REVOKE CREATE ON SCHEMA effectonce FROM "+owner)
 	want := outboxRights(t, conn)
 	require.Greater(t, len(want), 13)
 
@@ -141,9 +141,9 @@ func TestRightsOnTheOutboxOutliveMigrations(t *testing.T) {
 		require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, version))
 		require.Equal(t, want, outboxRights(t, conn), version)
 		if version > 1 {
-			exec(t, conn, "SELECT setval('effectonce.outbox_slot', 2)")
+			pgtest.Exec(t, conn, "SELECT setval('effectonce.outbox_slot', 2)")
 		}
-		exec(t, conn, "TRUNCATE effectonce.outbox")
+		pgtest.Exec(t, conn, "TRUNCATE effectonce.outbox")
 		as(granter, "GRANT INSERT ON effectonce.outbox TO "+granted)
 		for _, role := range []string{owner, columns, table, granter, granted} {
 			as(role, "INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', '1')")
@@ -183,10 +183,10 @@ func TestRolePrefixIsBounded(t *testing.T) {
 // whose types would choose which functions run. Row S18 of guarantees.md.
 func TestFunctionsOfTheOwnerAreForNoOtherTable(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
+	conn := pgtest.Connect(t, pgtest.Database(t))
 	role := fmt.Sprintf("effectonce_stranger_%d", conn.PgConn().PID())
-	exec(t, conn, "CREATE ROLE "+role+"; GRANT USAGE ON SCHEMA effectonce TO "+role)
-	defer exec(t, conn, "RESET SESSION AUTHORIZATION; DROP OWNED BY "+role+"; DROP ROLE "+role)
+	pgtest.Exec(t, conn, "CREATE ROLE "+role+"; GRANT USAGE ON SCHEMA effectonce TO "+role)
+	defer pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION; DROP OWNED BY "+role+"; DROP ROLE "+role)
 	rows, err := conn.Query(t.Context(), `SELECT p.oid::regprocedure::text, p.prorettype = 'trigger'::regtype FROM pg_proc p
 		WHERE p.pronamespace = 'effectonce'::regnamespace AND p.prosecdef ORDER BY 1`)
 	require.NoError(t, err)
@@ -214,7 +214,7 @@ func TestFunctionsOfTheOwnerAreForNoOtherTable(t *testing.T) {
 		require.NoError(t, err)
 		_, err = conn.Exec(t.Context(), "DELETE FROM own; INSERT INTO own DEFAULT VALUES")
 		require.ErrorContains(t, err, "alone", f.name)
-		exec(t, conn, "DROP TABLE own")
+		pgtest.Exec(t, conn, "DROP TABLE own")
 	}
 	require.Equal(t, 3, triggers)
 }

@@ -85,13 +85,13 @@ func TestInSchemaReplacesWholeWords(t *testing.T) {
 // S1: a name that is a word of SQL is a name like any other.
 func TestReservedWordsAreSchemaNames(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.EmptyDatabase(t))
+	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
 	for _, name := range []string{"order", "user", "select"} {
 		opts := migrations.Options{Schema: name}
 		require.NoError(t, migrations.Up(t.Context(), conn, opts), name)
 		require.NoError(t, migrations.Up(t.Context(), conn, opts), name)
 		require.NoError(t, migrations.Check(t.Context(), conn, opts), name)
-		exec(t, conn, `INSERT INTO `+pgx.Identifier{name}.Sanitize()+`.outbox (topic) VALUES ('orders')`)
+		pgtest.Exec(t, conn, `INSERT INTO `+pgx.Identifier{name}.Sanitize()+`.outbox (topic) VALUES ('orders')`)
 		require.NoError(t, migrations.To(t.Context(), conn, opts, 0), name)
 		require.ErrorIs(t, migrations.Check(t.Context(), conn, opts), migrations.ErrTooOld, name)
 	}
@@ -100,7 +100,7 @@ func TestReservedWordsAreSchemaNames(t *testing.T) {
 // Text that programs write has a limit in bytes, and the error names the column.
 func TestTextHasItsLimits(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
+	conn := pgtest.Connect(t, pgtest.Database(t))
 	for _, tc := range []struct {
 		table, column, others string
 		min, max              int
@@ -147,7 +147,7 @@ func TestTextHasItsLimits(t *testing.T) {
 // A key's row accepts no value that the program could not read again.
 func TestValuesOfKeysHaveTheirTypes(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
+	conn := pgtest.Connect(t, pgtest.Database(t))
 	insert := func(column, value string) error {
 		tx, err := conn.Begin(t.Context())
 		require.NoError(t, err)
@@ -181,7 +181,7 @@ func TestValuesOfKeysHaveTheirTypes(t *testing.T) {
 // have the same. The floor of a time is not above any ID of that time and above every earlier one.
 func TestIDsMadeByTheDatabase(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
+	conn := pgtest.Connect(t, pgtest.Database(t))
 	var versions, variants, distinct, between int
 	err := conn.QueryRow(t.Context(), `
 WITH made AS (
@@ -202,7 +202,7 @@ FROM made`).Scan(&versions, &variants, &distinct, &between)
 // lock.
 func TestPartitionsCoverEveryID(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
+	conn := pgtest.Connect(t, pgtest.Database(t))
 	rows, err := conn.Query(t.Context(), `SELECT c.relname::text, pg_get_expr(c.relpartbound, c.oid)
 		FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'effectonce.processed_messages'::regclass
 		ORDER BY (regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \(''?([^'')]*)'))[1] = 'MINVALUE' DESC, 2`)

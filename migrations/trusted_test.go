@@ -20,13 +20,13 @@ import (
 func squatter(t *testing.T, conn *pgx.Conn) (role string, as func(sql string)) {
 	t.Helper()
 	role = pgtest.RolePrefix(t, conn.Config().ConnString()) + "_squatter"
-	exec(t, conn, "CREATE ROLE "+role+"; GRANT CREATE ON SCHEMA public TO "+role)
-	exec(t, conn, "GRANT CREATE ON DATABASE "+pgx.Identifier{conn.Config().Database}.Sanitize()+" TO "+role)
+	pgtest.Exec(t, conn, "CREATE ROLE "+role+"; GRANT CREATE ON SCHEMA public TO "+role)
+	pgtest.Exec(t, conn, "GRANT CREATE ON DATABASE "+pgx.Identifier{conn.Config().Database}.Sanitize()+" TO "+role)
 	return role, func(sql string) {
 		t.Helper()
-		exec(t, conn, "SET SESSION AUTHORIZATION "+role)
-		defer exec(t, conn, "RESET SESSION AUTHORIZATION")
-		exec(t, conn, sql)
+		pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+		defer pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION")
+		pgtest.Exec(t, conn, sql)
 	}
 }
 
@@ -89,14 +89,14 @@ func TestMigrationsRunNothingOfOthers(t *testing.T) {
 		t.Run(fmt.Sprint("planted at version ", planted), func(t *testing.T) {
 			t.Parallel()
 			address := pgtest.EmptyDatabase(t)
-			conn := connect(t, address)
+			conn := pgtest.Connect(t, address)
 			role, as := squatter(t, conn)
 			require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, planted))
 			as(hostile(role))
-			exec(t, conn, `SET search_path = "$user", public`)
+			pgtest.Exec(t, conn, `SET search_path = "$user", public`)
 			require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 			bringRoles(t, conn, migrations.Options{}, pgtest.RolePrefix(t, address))
-			exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('orders'); SELECT effectonce.uuid_v7(), effectonce.message_id('a', 'b')")
+			pgtest.Exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('orders'); SELECT effectonce.uuid_v7(), effectonce.message_id('a', 'b')")
 			var path string
 			require.NoError(t, conn.QueryRow(t.Context(), "SHOW search_path").Scan(&path))
 			assert.Equal(t, `"$user", public`, path)
@@ -134,13 +134,13 @@ func TestSchemaOfAnotherRoleIsRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			conn := connect(t, pgtest.EmptyDatabase(t))
+			conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
 			role, as := squatter(t, conn)
 			if tc.version > 0 {
 				require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, tc.version))
 			}
 			if tc.owner != "" {
-				exec(t, conn, tc.owner+role)
+				pgtest.Exec(t, conn, tc.owner+role)
 			}
 			as(hostile(role) + tc.as)
 			err := migrations.Up(t.Context(), conn, migrations.Options{})
@@ -160,12 +160,12 @@ func TestSchemaOfAnotherRoleIsRefused(t *testing.T) {
 		})
 	}
 	// Objects of the role itself that no migration made: a schema of another program.
-	conn := connect(t, pgtest.EmptyDatabase(t))
-	exec(t, conn, "CREATE SCHEMA effectonce; CREATE TABLE effectonce.orders (id int)")
+	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
+	pgtest.Exec(t, conn, "CREATE SCHEMA effectonce; CREATE TABLE effectonce.orders (id int)")
 	err = migrations.Up(t.Context(), conn, migrations.Options{})
 	require.ErrorIs(t, err, migrations.ErrNotOurs)
 	require.ErrorContains(t, err, "relation orders is there, and no migration has made it")
-	exec(t, conn, "DROP TABLE effectonce.orders")
+	pgtest.Exec(t, conn, "DROP TABLE effectonce.orders")
 	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
 	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 0))
 	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, len(latest)), "what our own way down left is ours")
@@ -190,7 +190,7 @@ func TestEachFileSetsTheSearchPath(t *testing.T) {
 		assert.Regexp(t, `^SET (LOCAL )?search_path = pg_catalog, pg_temp;`, first, file.Name())
 	}
 	require.Greater(t, seen, 10)
-	conn := connect(t, pgtest.Database(t))
+	conn := pgtest.Connect(t, pgtest.Database(t))
 	var unsafe []string
 	require.NoError(t, conn.QueryRow(t.Context(), `SELECT coalesce(array_agg(p.oid::regprocedure::text), '{}') FROM pg_proc p JOIN pg_language l ON l.oid = p.prolang
 		WHERE p.pronamespace = 'effectonce'::regnamespace AND NOT (l.lanname = 'sql' AND p.prosqlbody IS NOT NULL)

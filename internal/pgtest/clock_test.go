@@ -17,7 +17,7 @@ func TestClockIsAsFarAwayAsAsked(t *testing.T) {
 	require.NoError(t, err)
 	for name, address := range map[string]string{"shared": pgtest.Database(t), "own": pgtest.Cluster(t, nil).URL} {
 		var there time.Time
-		require.NoError(t, connect(t, address).QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&there))
+		require.NoError(t, pgtest.Connect(t, address).QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&there))
 		require.WithinDuration(t, time.Now().Add(offset), there, time.Minute, name)
 	}
 }

@@ -13,14 +13,6 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-func connect(t *testing.T, address string) *pgx.Conn {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), address)
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
-	return conn
-}
-
 // Tests that run at once do not see each other's rows, and find the schema installed.
 func TestPoolIsTheTestsOwn(t *testing.T) {
 	t.Parallel()
@@ -39,7 +31,7 @@ func TestPoolIsTheTestsOwn(t *testing.T) {
 func TestEmptyDatabaseHasNoSchema(t *testing.T) {
 	t.Parallel()
 	address := pgtest.EmptyDatabase(t)
-	conn := connect(t, address)
+	conn := pgtest.Connect(t, address)
 	require.ErrorIs(t, migrations.Check(t.Context(), conn, migrations.Options{}), migrations.ErrTooOld)
 	pgtest.Migrate(t, address)
 	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
@@ -52,7 +44,7 @@ func TestClusterCanBeKilled(t *testing.T) {
 	pgtest.Migrate(t, cluster.URL)
 	require.NoError(t, cluster.Kill(t.Context()))
 	require.NoError(t, cluster.Restart(t.Context()))
-	conn := connect(t, cluster.URL)
+	conn := pgtest.Connect(t, cluster.URL)
 	require.NoError(t, migrations.Check(t.Context(), conn, migrations.Options{}))
 	var fsync, timeout string
 	err := conn.QueryRow(t.Context(), "SELECT current_setting('fsync'), current_setting('deadlock_timeout')").Scan(&fsync, &timeout)
@@ -67,7 +59,7 @@ func TestClusterCanBeKilled(t *testing.T) {
 func TestInvariantsAreChecked(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
-	conn, observer := connect(t, address), connect(t, address)
+	conn, observer := pgtest.Connect(t, address), pgtest.Connect(t, address)
 	violations := func() string {
 		found, err := pgtest.Violations(t.Context(), observer)
 		require.NoError(t, err)

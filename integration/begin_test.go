@@ -135,9 +135,10 @@ func byKey(values []string) map[string][]string {
 // guarantees.md.
 func TestRelayThatBeginsAfterARestoreSkipsNothing(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
 		for _, before := range []string{"no relay ever ran", "only one by another name ran", "one shard was never leased", "progress is set back by hand"} {
-			t.Run(guarantee(exactly)+"/"+before, func(t *testing.T) {
+			t.Run(before, func(t *testing.T) {
 				t.Parallel()
 				pool := older(t)
 				n := newNamed(t, "default", exactly)
@@ -185,7 +186,7 @@ func TestRelayThatBeginsAfterARestoreSkipsNothing(t *testing.T) {
 				require.Subset(t, published, needed)
 			})
 		}
-	}
+	})
 }
 
 // atFetch runs something once, before a relay reads its nth page.
@@ -241,34 +242,33 @@ func waiting(t *testing.T, promotion bool, relays ...*named) (pool *pgxpool.Pool
 // of guarantees.md.
 func TestRelaysRecoverBesideEachOther(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		for _, promotion := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s/promotion %v", guarantee(exactly), promotion), func(t *testing.T) {
-				t.Parallel()
-				one, two, begins := newNamed(t, "one", exactly), newNamed(t, "two", exactly), newNamed(t, "begins", exactly)
-				two.shards, begins.shards = 3, 2
-				pool, want := waiting(t, promotion, one, two)
-				two.at(t, pool, nil)
-				begins.at(t, pool, nil)
-				meddled := false
-				one.at(t, pool, &atFetch{nth: 4, do: func() {
-					meddled = true
-					for _, n := range []*named{two, begins} {
-						if err := n.drain(t.Context()); err != nil {
-							t.Error(err)
-						}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		either(t, "restore", "promotion", func(t *testing.T, promotion bool) {
+			t.Helper()
+			one, two, begins := newNamed(t, "one", exactly), newNamed(t, "two", exactly), newNamed(t, "begins", exactly)
+			two.shards, begins.shards = 3, 2
+			pool, want := waiting(t, promotion, one, two)
+			two.at(t, pool, nil)
+			begins.at(t, pool, nil)
+			meddled := false
+			one.at(t, pool, &atFetch{nth: 4, do: func() {
+				meddled = true
+				for _, n := range []*named{two, begins} {
+					if err := n.drain(t.Context()); err != nil {
+						t.Error(err)
 					}
-				}})
-				require.NoError(t, one.drain(t.Context()))
-				require.True(t, meddled, "the test's own premise")
-				want = write(t, pool, want, 3)
-				for _, n := range []*named{one, two, begins} {
-					require.NoError(t, n.drain(t.Context()))
-					require.Equal(t, byKey(want), byKey(n.first(t)), n.name)
 				}
-			})
-		}
-	}
+			}})
+			require.NoError(t, one.drain(t.Context()))
+			require.True(t, meddled, "the test's own premise")
+			want = write(t, pool, want, 3)
+			for _, n := range []*named{one, two, begins} {
+				require.NoError(t, n.drain(t.Context()))
+				require.Equal(t, byKey(want), byKey(n.first(t)), n.name)
+			}
+		})
+	})
 }
 
 // atCommit runs something before the first transaction with rows that were stamped is committed.

@@ -99,9 +99,10 @@ func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
 		crashpoint.ConsumerClaimed, crashpoint.ConsumerHandled, crashpoint.ConsumerCommitting,
 		crashpoint.ConsumerCommitted, crashpoint.ConsumerMarked,
 	} {
-		for _, queued := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s/queued=%v", point, queued), func(t *testing.T) {
-				t.Parallel()
+		t.Run(point, func(t *testing.T) {
+			t.Parallel()
+			either(t, "each", "queued", func(t *testing.T, queued bool) {
+				t.Helper()
 				ctx := t.Context()
 				url := pgtest.Database(t)
 				pool := open(t, url)
@@ -125,7 +126,7 @@ func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
 				require.Equal(t, count(ctx, t, pool, `SELECT count(*) FROM effects`), count(ctx, t, pool, `SELECT count(DISTINCT id) FROM effectonce.outbox`))
 				require.Equal(t, count(ctx, t, pool, `SELECT count(*) FROM effects`), count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox`))
 			})
-		}
+		})
 	}
 }
 

@@ -104,13 +104,14 @@ func requireSameLines(t *testing.T, want, got []string) {
 func TestDumpOfPostgreSQLsOwn(t *testing.T) {
 	t.Parallel()
 	programs := newPgPrograms(t)
-	for _, exactly := range []bool{false, true} {
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
 		for name, parts := range map[string][]string{"at once": {"--exit-on-error"}, "schema first": {"--schema-only", "--data-only"}} {
 			if testing.Short() && exactly != (len(parts) == 2) {
 				t.Logf("-short: not %s, %s", guarantee(exactly), name)
 				continue
 			}
-			t.Run(guarantee(exactly)+"/"+name, func(t *testing.T) {
+			t.Run(name, func(t *testing.T) {
 				t.Parallel()
 				d := &dumped{programs: programs, child: child{Role: "relay", ExactlyOnce: exactly, Shards: 3, Lease: time.Second, Brokers: kafkatest.Brokers(t)}}
 				d.prepare(t)
@@ -125,7 +126,7 @@ func TestDumpOfPostgreSQLsOwn(t *testing.T) {
 				d.goOn(t, open(t, next.URL))
 			})
 		}
-	}
+	})
 }
 
 // dumped is what waits in the database that is dumped.

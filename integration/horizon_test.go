@@ -24,76 +24,74 @@ import (
 // once and exactly once. Row O24 of guarantees.md.
 func TestNoEventOutlivesAFailover(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(guarantee(exactly), func(t *testing.T) {
-			t.Parallel()
-			ctx := t.Context()
-			// Embedded: the standby runs from its programs and a copy of its files.
-			primary, err := servers.StartPostgres(ctx, servers.PostgresOptions{Own: true, Embedded: true})
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx := t.Context()
+		// Embedded: the standby runs from its programs and a copy of its files.
+		primary, err := servers.StartPostgres(ctx, servers.PostgresOptions{Own: true, Embedded: true})
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = primary.Stop(context.WithoutCancel(ctx)) })
+		pgtest.Migrate(t, primary.URL)
+		second := newStandby(t, primary)
+		pool, topic, log := open(t, second.either(primary)), kafkatest.Topic(t, 1), &lockedBuffer{}
+		cfg := relay.Config{
+			DurableHorizon: "any", ExactlyOnce: exactly, ProgressTopic: kafkatest.UnusedTopic(t), Lease: time.Second,
+			Logger: slog.New(slog.NewTextHandler(log, nil)),
+		}
+		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, cfg)
+		require.NoError(t, err)
+		running, stop := context.WithCancel(ctx)
+		done := make(chan error, 1)
+		go func() { done <- r.Run(running) }()
+		t.Cleanup(stop)
+		insert := func(payload string) {
+			t.Helper()
+			_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', $2)`, topic, []byte(payload))
 			require.NoError(t, err)
-			t.Cleanup(func() { _ = primary.Stop(context.WithoutCancel(ctx)) })
-			pgtest.Migrate(t, primary.URL)
-			second := newStandby(t, primary)
-			pool, topic, log := open(t, second.either(primary)), kafkatest.Topic(t, 1), &lockedBuffer{}
-			cfg := relay.Config{
-				DurableHorizon: "any", ExactlyOnce: exactly, ProgressTopic: kafkatest.UnusedTopic(t), Lease: time.Second,
-				Logger: slog.New(slog.NewTextHandler(log, nil)),
-			}
-			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, cfg)
-			require.NoError(t, err)
-			running, stop := context.WithCancel(ctx)
-			done := make(chan error, 1)
-			go func() { done <- r.Run(running) }()
-			t.Cleanup(stop)
-			insert := func(payload string) {
-				t.Helper()
-				_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', $2)`, topic, []byte(payload))
-				require.NoError(t, err)
-			}
-			published := func(want ...string) {
-				t.Helper()
-				eventually(t, 60*time.Second, "rows are published", func() (bool, any) {
-					seen := firsts(t, topic)
-					return fmt.Sprint(seen) == fmt.Sprint(want), seen
-				})
-			}
-			said := func(text string, n int) {
-				t.Helper()
-				eventually(t, 60*time.Second, "the log says "+text, func() (bool, any) { return strings.Count(log.String(), text) >= n, log.String() })
-			}
-			insert("kept")
-			published("kept")
+		}
+		published := func(want ...string) {
+			t.Helper()
+			eventually(t, 60*time.Second, "rows are published", func() (bool, any) {
+				seen := firsts(t, topic)
+				return fmt.Sprint(seen) == fmt.Sprint(want), seen
+			})
+		}
+		said := func(text string, n int) {
+			t.Helper()
+			eventually(t, 60*time.Second, "the log says "+text, func() (bool, any) { return strings.Count(log.String(), text) >= n, log.String() })
+		}
+		insert("kept")
+		published("kept")
 
-			thaw := second.freezeReceiver(t)
-			insert("late")
-			said("waiting for standbys to flush", 1)
-			published("kept")
-			thaw()
-			published("kept", "late")
+		thaw := second.freezeReceiver(t)
+		insert("late")
+		said("waiting for standbys to flush", 1)
+		published("kept")
+		thaw()
+		published("kept", "late")
 
-			second.freezeReceiver(t)
-			insert("lost")
-			said("waiting for standbys to flush", 2)
-			require.NoError(t, primary.Kill(ctx))
-			second.endReceiver(t)
-			_, err = second.pool.Exec(ctx, `SELECT pg_promote()`)
-			require.NoError(t, err)
-			require.Zero(t, count(ctx, t, second.pool, `SELECT count(*) FROM effectonce.outbox WHERE payload = 'lost'`), "the test's own premise: it is lost")
-			pool.Reset()
-			insert("after")
-			said("too few standbys are connected", 1) // the new primary has none
-			published("kept", "late")
-			stop()
-			require.NoError(t, <-done)
+		second.freezeReceiver(t)
+		insert("lost")
+		said("waiting for standbys to flush", 2)
+		require.NoError(t, primary.Kill(ctx))
+		second.endReceiver(t)
+		_, err = second.pool.Exec(ctx, `SELECT pg_promote()`)
+		require.NoError(t, err)
+		require.Zero(t, count(ctx, t, second.pool, `SELECT count(*) FROM effectonce.outbox WHERE payload = 'lost'`), "the test's own premise: it is lost")
+		pool.Reset()
+		insert("after")
+		said("too few standbys are connected", 1) // the new primary has none
+		published("kept", "late")
+		stop()
+		require.NoError(t, <-done)
 
-			cfg.DurableHorizon = ""
-			r, err = relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, cfg)
-			require.NoError(t, err)
-			_, err = r.Drain(ctx)
-			require.NoError(t, err)
-			published("kept", "late", "after")
-		})
-	}
+		cfg.DurableHorizon = ""
+		r, err = relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, cfg)
+		require.NoError(t, err)
+		_, err = r.Drain(ctx)
+		require.NoError(t, err)
+		published("kept", "late", "after")
+	})
 }
 
 // firsts are the payloads of a topic in the order of their first occurrences.

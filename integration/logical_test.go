@@ -36,17 +36,16 @@ const sequencesSQL = `SELECT format('SELECT setval(%L, %s);', format('%I.%I', sc
 // rows that were removed during the upgrade. Rows O22, O40 of guarantees.md.
 func TestUpgradeByLogicalReplication(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		for _, forgotten := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s/sequences forgotten %v", guarantee(exactly), forgotten), func(t *testing.T) {
-				t.Parallel()
-				u := logicalCopy{child: child{Role: "relay", ExactlyOnce: exactly, Shards: 2, Lease: time.Second, Brokers: kafkatest.Brokers(t)}}
-				u.prepare(t)
-				u.copy(t)
-				u.cutOver(t, forgotten)
-			})
-		}
-	}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		either(t, "sequences set", "sequences forgotten", func(t *testing.T, forgotten bool) {
+			t.Helper()
+			u := logicalCopy{child: child{Role: "relay", ExactlyOnce: exactly, Shards: 2, Lease: time.Second, Brokers: kafkatest.Brokers(t)}}
+			u.prepare(t)
+			u.copy(t)
+			u.cutOver(t, forgotten)
+		})
+	})
 }
 
 // embedded starts a server that another one reaches at its address: containers have their own

@@ -25,16 +25,18 @@ import (
 // guarantees.md.
 func TestPromotionThatLosesCommitsSkipsNothing(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
 		for _, shards := range []int16{1, 3} {
-			for _, running := range []bool{false, true} {
-				t.Run(fmt.Sprintf("%s/%d shards/runs on %v", guarantee(exactly), shards, running), func(t *testing.T) {
-					t.Parallel()
+			t.Run(fmt.Sprintf("%d shards", shards), func(t *testing.T) {
+				t.Parallel()
+				either(t, "restarted", "runs on", func(t *testing.T, running bool) {
+					t.Helper()
 					promote(t, child{ExactlyOnce: exactly, Shards: shards}, running)
 				})
-			}
+			})
 		}
-	}
+	})
 }
 
 func promote(t *testing.T, c child, running bool) {

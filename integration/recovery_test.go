@@ -76,57 +76,55 @@ func running(t *testing.T, pool *pgxpool.Pool, brokers []string, cfg relay.Confi
 // Kafka acknowledges. Row O24 of guarantees.md.
 func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(guarantee(exactly), func(t *testing.T) {
-			t.Parallel()
-			ctx := t.Context()
-			cluster := pgtest.Cluster(t, map[string]string{"synchronous_commit": "off", "bgwriter_lru_maxpages": "0", "autovacuum": "off"})
-			pgtest.Migrate(t, cluster.URL)
-			pool := open(t, cluster.URL)
-			const topic, insert = "orders", `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', 'k', $1::text::bytea)`
-			kafka := newHeld(t, topic)
-			running(t, pool, kafka.brokers, relay.Config{ExactlyOnce: exactly, InFlightBytesMax: 64 << 10})
-			_, err := pool.Exec(ctx, insert, "first")
-			require.NoError(t, err)
-			eventually(t, 20*time.Second, "the first row is stored as published", func() (bool, any) {
-				n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress_now`)
-				return n == 1, n
-			})
-			_, err = pool.Exec(ctx, `CHECKPOINT`)
-			require.NoError(t, err)
-			stopWriter(t, pool)
-
-			kafka.waits.Store(true)
-			for range 60 { // transaction ids that are assigned again
-				_, err := pool.Exec(ctx, `SELECT pg_current_xact_id()`)
-				require.NoError(t, err)
-			}
-			// So large that the relay reads nothing more until it is acknowledged.
-			_, err = pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', 'phantom', convert_to(repeat(md5('x'), 4000), 'UTF8')`)
-			require.NoError(t, err)
-			lost := count(ctx, t, pool, `SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint`)
-			eventually(t, 20*time.Second, "it is on its way to Kafka", func() (bool, any) { return kafka.refused.Load() > 0, nil })
-			require.NoError(t, cluster.Kill(ctx))
-			require.NoError(t, cluster.Restart(ctx))
-			pool.Reset()
-			require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox WHERE key = 'phantom'`), "the test's own premise: it is lost")
-			for i := range 20 {
-				_, err := pool.Exec(ctx, insert, fmt.Sprint(i))
-				require.NoError(t, err)
-			}
-			require.Less(t, count(ctx, t, pool, `SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint`), lost, "the test's own premise: transaction ids come again")
-			kafka.waits.Store(false)
-			eventually(t, 30*time.Second, "everything that is there is published", func() (bool, any) {
-				found := kafka.values(t, topic)
-				for i := range 20 {
-					if !found[fmt.Sprint(i)] {
-						return false, len(found)
-					}
-				}
-				return true, nil
-			})
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx := t.Context()
+		cluster := pgtest.Cluster(t, map[string]string{"synchronous_commit": "off", "bgwriter_lru_maxpages": "0", "autovacuum": "off"})
+		pgtest.Migrate(t, cluster.URL)
+		pool := open(t, cluster.URL)
+		const topic, insert = "orders", `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('orders', 'k', $1::text::bytea)`
+		kafka := newHeld(t, topic)
+		running(t, pool, kafka.brokers, relay.Config{ExactlyOnce: exactly, InFlightBytesMax: 64 << 10})
+		_, err := pool.Exec(ctx, insert, "first")
+		require.NoError(t, err)
+		eventually(t, 20*time.Second, "the first row is stored as published", func() (bool, any) {
+			n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress_now`)
+			return n == 1, n
 		})
-	}
+		_, err = pool.Exec(ctx, `CHECKPOINT`)
+		require.NoError(t, err)
+		stopWriter(t, pool)
+
+		kafka.waits.Store(true)
+		for range 60 { // transaction ids that are assigned again
+			_, err := pool.Exec(ctx, `SELECT pg_current_xact_id()`)
+			require.NoError(t, err)
+		}
+		// So large that the relay reads nothing more until it is acknowledged.
+		_, err = pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', 'phantom', convert_to(repeat(md5('x'), 4000), 'UTF8')`)
+		require.NoError(t, err)
+		lost := count(ctx, t, pool, `SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint`)
+		eventually(t, 20*time.Second, "it is on its way to Kafka", func() (bool, any) { return kafka.refused.Load() > 0, nil })
+		require.NoError(t, cluster.Kill(ctx))
+		require.NoError(t, cluster.Restart(ctx))
+		pool.Reset()
+		require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox WHERE key = 'phantom'`), "the test's own premise: it is lost")
+		for i := range 20 {
+			_, err := pool.Exec(ctx, insert, fmt.Sprint(i))
+			require.NoError(t, err)
+		}
+		require.Less(t, count(ctx, t, pool, `SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint`), lost, "the test's own premise: transaction ids come again")
+		kafka.waits.Store(false)
+		eventually(t, 30*time.Second, "everything that is there is published", func() (bool, any) {
+			found := kafka.values(t, topic)
+			for i := range 20 {
+				if !found[fmt.Sprint(i)] {
+					return false, len(found)
+				}
+			}
+			return true, nil
+		})
+	})
 }
 
 // stopWriter freezes the process that writes to the disk what was committed with
@@ -228,16 +226,18 @@ func TestRestoredDumpSkipsNothing(t *testing.T) {
 		t.Log("-short: only 3 shards instead of 1 and 3")
 		counts = counts[1:]
 	}
-	for _, exactly := range []bool{false, true} {
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
 		for _, shards := range counts {
-			for _, inPlace := range []bool{false, true} {
-				t.Run(fmt.Sprintf("%s/%d shards/in place %v", guarantee(exactly), shards, inPlace), func(t *testing.T) {
-					t.Parallel()
+			t.Run(fmt.Sprintf("%d shards", shards), func(t *testing.T) {
+				t.Parallel()
+				either(t, "another cluster", "in place", func(t *testing.T, inPlace bool) {
+					t.Helper()
 					restoreDump(t, restored{child{ExactlyOnce: exactly, Shards: shards}, inPlace})
 				})
-			}
+			})
 		}
-	}
+	})
 }
 
 func restoreDump(t *testing.T, c restored) {
@@ -372,9 +372,10 @@ const resetSQL = `UPDATE effectonce.outbox_progress SET tick = 0, next_tick = NU
 // Kafka, too: then the relay continues from there.
 func TestProgressSetBackByHand(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
 		for name, sql := range map[string]string{"reset": resetSQL, "deleted": `DELETE FROM effectonce.outbox_progress`} {
-			t.Run(guarantee(exactly)+"/"+name, func(t *testing.T) {
+			t.Run(name, func(t *testing.T) {
 				t.Parallel()
 				ctx := t.Context()
 				c := child{Role: "relay", URL: pgtest.Database(t), Brokers: kafkatest.Brokers(t), Shards: 3, ExactlyOnce: exactly, Lease: time.Second}
@@ -404,5 +405,5 @@ func TestProgressSetBackByHand(t *testing.T) {
 				}
 			})
 		}
-	}
+	})
 }

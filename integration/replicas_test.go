@@ -162,12 +162,10 @@ func (r *replica) unless(t *testing.T, stuck error) {
 // guarantees.md, O8, O9, O13, O28, O30.
 func TestReplicasKilledFrozenAndCutOff(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(guarantee(exactly), func(t *testing.T) {
-			t.Parallel()
-			cutOff(t, child{Role: "relay", Shards: 5, Lease: time.Second, Keep: time.Second, ExactlyOnce: exactly})
-		})
-	}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		cutOff(t, child{Role: "relay", Shards: 5, Lease: time.Second, Keep: time.Second, ExactlyOnce: exactly})
+	})
 }
 
 func cutOff(t *testing.T, c child) {

@@ -37,43 +37,41 @@ const (
 // ends the server: that is a crash.)
 func TestFullDiskIsWaitedOut(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(guarantee(exactly), func(t *testing.T) {
-			t.Parallel()
-			ctx, pool, topic := t.Context(), open(t, pgtest.Database(t)), kafkatest.Topic(t, 1)
-			createWorkload(t, pool)
-			log := &lockedBuffer{}
-			cfg := relay.Config{ExactlyOnce: exactly, Lease: time.Second, Logger: slog.New(slog.NewTextHandler(log, nil))}
-			refused := func(times int) {
-				eventually(t, 30*time.Second, "the relay is refused", func() (bool, any) {
-					return strings.Count(log.String(), "SQLSTATE 53100") >= times, log
-				})
-			}
-			execute := func(sql string) {
-				_, err := pool.Exec(ctx, sql)
-				require.NoError(t, err)
-			}
-			w := writers{goroutines: 2, transactions: 20, keys: 3, topic: topic, seed: 11}
-			w.run(ctx, t, pool)
-			execute(diskSQL)
-			execute(diskIsFull)
-			running(t, pool, kafkatest.Brokers(t), cfg)
-			refused(2)
-			execute(diskIsFree)
-			requirePublished(t, pool, topic)
-			execute(diskIsFull)
-			seen := strings.Count(log.String(), "SQLSTATE 53100")
-			w.seed = 12
-			w.run(ctx, t, pool)
-			refused(seen + 2)
-			execute(diskIsFree)
-			s := requirePublished(t, pool, topic)
-			require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_dead`))
-			if exactly {
-				require.Zero(t, s.duplicates)
-			}
-		})
-	}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool, topic := t.Context(), open(t, pgtest.Database(t)), kafkatest.Topic(t, 1)
+		createWorkload(t, pool)
+		log := &lockedBuffer{}
+		cfg := relay.Config{ExactlyOnce: exactly, Lease: time.Second, Logger: slog.New(slog.NewTextHandler(log, nil))}
+		refused := func(times int) {
+			eventually(t, 30*time.Second, "the relay is refused", func() (bool, any) {
+				return strings.Count(log.String(), "SQLSTATE 53100") >= times, log
+			})
+		}
+		execute := func(sql string) {
+			_, err := pool.Exec(ctx, sql)
+			require.NoError(t, err)
+		}
+		w := writers{goroutines: 2, transactions: 20, keys: 3, topic: topic, seed: 11}
+		w.run(ctx, t, pool)
+		execute(diskSQL)
+		execute(diskIsFull)
+		running(t, pool, kafkatest.Brokers(t), cfg)
+		refused(2)
+		execute(diskIsFree)
+		requirePublished(t, pool, topic)
+		execute(diskIsFull)
+		seen := strings.Count(log.String(), "SQLSTATE 53100")
+		w.seed = 12
+		w.run(ctx, t, pool)
+		refused(seen + 2)
+		execute(diskIsFree)
+		s := requirePublished(t, pool, topic)
+		require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_dead`))
+		if exactly {
+			require.Zero(t, s.duplicates)
+		}
+	})
 }
 
 // Property: a server that has no connection left for the relay is waited out, by one that starts

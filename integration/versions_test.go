@@ -34,56 +34,54 @@ UPDATE effectonce.schema_version SET version = version + 1`
 // with it. A relay of the next release is refused before the migration. Row S14 of guarantees.md.
 func TestRelaysRunOnThroughANextMigration(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(guarantee(exactly), func(t *testing.T) {
-			t.Parallel()
-			ctx, pool := t.Context(), open(t, pgtest.Database(t))
-			topic, missing, brokers := kafkatest.Topic(t, 2), kafkatest.UnusedTopic(t), kafkatest.Brokers(t)
-			createWorkload(t, pool)
-			cfg := relay.Config{ExactlyOnce: exactly, Shards: 2, Lease: time.Second}
-			running(t, pool, brokers, cfg)
-			running(t, pool, brokers, cfg)
-			w := writers{goroutines: 3, transactions: 60, keys: 5, topic: topic, seed: 13}
-			w.run(ctx, t, pool)
-			requirePublished(t, pool, topic)
-			execute := func(sql string, args ...any) {
-				_, err := pool.Exec(ctx, sql, args...)
-				require.NoError(t, err)
-			}
-			execute(expandSQL)
-			running(t, pool, brokers, cfg) // the schema is compatible
-
-			execute(`INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'first'), ($1, 'k', 'second')`, missing)
-			w.seed = 14
-			w.run(ctx, t, pool)
-			requirePublished(t, pool, topic)
-			kafkatest.CreateTopic(t, missing, 1)
-			execute(`INSERT INTO effectonce.outbox_scheduled (topic, key, payload, due_at) VALUES ($1, 'k', 'third', clock_timestamp())`, missing)
-			_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool := t.Context(), open(t, pgtest.Database(t))
+		topic, missing, brokers := kafkatest.Topic(t, 2), kafkatest.UnusedTopic(t), kafkatest.Brokers(t)
+		createWorkload(t, pool)
+		cfg := relay.Config{ExactlyOnce: exactly, Shards: 2, Lease: time.Second}
+		running(t, pool, brokers, cfg)
+		running(t, pool, brokers, cfg)
+		w := writers{goroutines: 3, transactions: 60, keys: 5, topic: topic, seed: 13}
+		w.run(ctx, t, pool)
+		requirePublished(t, pool, topic)
+		execute := func(sql string, args ...any) {
+			_, err := pool.Exec(ctx, sql, args...)
 			require.NoError(t, err)
-			w.seed = 15
-			w.run(ctx, t, pool)
-			eventually(t, 30*time.Second, "the number of shards changes", func() (bool, any) {
-				n := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`)
-				return n == 3, n
-			})
-			// Leases are taken anew, under other epochs, as after any failure.
-			execute(`UPDATE effectonce.outbox_progress SET epoch = epoch + 1, lease_until = NULL, owner = NULL`)
-			w.seed = 16
-			w.run(ctx, t, pool)
-			requirePublished(t, pool, topic)
-			eventually(t, 30*time.Second, "what waited is published", func() (bool, any) {
-				got := distinct(t, missing)
-				return len(got) == 3, got
-			})
-			require.Equal(t, []string{"first", "second", "third"}, distinct(t, missing))
+		}
+		execute(expandSQL)
+		running(t, pool, brokers, cfg) // the schema is compatible
 
-			another, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, cfg)
-			require.NoError(t, err)
-			execute(`UPDATE effectonce.schema_compatibility SET oldest = 1000`)
-			require.ErrorIs(t, another.Run(ctx), migrations.ErrTooNew)
-			execute(`UPDATE effectonce.schema_version SET version = version - 2`)
-			require.ErrorIs(t, another.Run(ctx), migrations.ErrTooOld)
+		execute(`INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', 'first'), ($1, 'k', 'second')`, missing)
+		w.seed = 14
+		w.run(ctx, t, pool)
+		requirePublished(t, pool, topic)
+		kafkatest.CreateTopic(t, missing, 1)
+		execute(`INSERT INTO effectonce.outbox_scheduled (topic, key, payload, due_at) VALUES ($1, 'k', 'third', clock_timestamp())`, missing)
+		_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
+		require.NoError(t, err)
+		w.seed = 15
+		w.run(ctx, t, pool)
+		eventually(t, 30*time.Second, "the number of shards changes", func() (bool, any) {
+			n := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`)
+			return n == 3, n
 		})
-	}
+		// Leases are taken anew, under other epochs, as after any failure.
+		execute(`UPDATE effectonce.outbox_progress SET epoch = epoch + 1, lease_until = NULL, owner = NULL`)
+		w.seed = 16
+		w.run(ctx, t, pool)
+		requirePublished(t, pool, topic)
+		eventually(t, 30*time.Second, "what waited is published", func() (bool, any) {
+			got := distinct(t, missing)
+			return len(got) == 3, got
+		})
+		require.Equal(t, []string{"first", "second", "third"}, distinct(t, missing))
+
+		another, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, cfg)
+		require.NoError(t, err)
+		execute(`UPDATE effectonce.schema_compatibility SET oldest = 1000`)
+		require.ErrorIs(t, another.Run(ctx), migrations.ErrTooNew)
+		execute(`UPDATE effectonce.schema_version SET version = version - 2`)
+		require.ErrorIs(t, another.Run(ctx), migrations.ErrTooOld)
+	})
 }

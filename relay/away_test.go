@@ -64,45 +64,43 @@ func holder(t *testing.T, pool *pgxpool.Pool) string {
 // published in order, still under that epoch. Row O45 of guarantees.md.
 func TestBrokerOutageCostsNoLease(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			pool, fake, network := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &cut{}
-			var said lockedBuffer
-			for _, owner := range []string{"a", "b"} {
-				cfg := relay.Config{Owner: owner, Lease: 4 * time.Second, ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))}
-				r, err := relay.New(pool, network.options(fake), cfg)
-				require.NoError(t, err)
-				starts(t, r)
-			}
-			insert(t, pool, "orders", "k", "0")
-			await(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
-			await(t, "both are known", func() bool {
-				return strings.Count(describe(t, pool), ",") == 1 && !strings.Contains(describe(t, pool), "away")
-			})
-			await(t, "the shard has gone to the first by name", func() bool { return strings.HasPrefix(holder(t, pool), "a ") })
-			before := holder(t, pool)
-			network.away.Store(true)
-			// What has reached the brokers is waited for there, and what has not is asked about.
-			for i := 1; i < 20; i++ {
-				insert(t, pool, "orders", "k", fmt.Sprint(i))
-			}
-			insert(t, pool, "payments", "k", "missing")
-			await(t, "both say what they wait for", func() bool { return describe(t, pool) == "a kafka_away, b kafka_away" })
-			for range 12 { // three leases, by the database's clock
-				_, err := pool.Exec(t.Context(), `SELECT pg_sleep(1)`)
-				require.NoError(t, err)
-				require.Equal(t, before, holder(t, pool))
-			}
-			require.Contains(t, one[string](t, pool, `SELECT max(problem) FROM effectonce.outbox_replicas`), "broker is away")
-			network.away.Store(false)
-			await(t, "all is published", func() bool { return distinct(valuesAt(t, fake, "orders")) == 20 })
-			await(t, "they say so", func() bool { return !strings.Contains(describe(t, pool), "away") })
-			require.Equal(t, before, holder(t, pool))
-			require.LessOrEqual(t, strings.Count(said.String(), "waiting for Kafka"), 2*3, said.String())
-			require.NotContains(t, said.String(), "relay interrupted")
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake, network := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &cut{}
+		var said lockedBuffer
+		for _, owner := range []string{"a", "b"} {
+			cfg := relay.Config{Owner: owner, Lease: 4 * time.Second, ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))}
+			r, err := relay.New(pool, network.options(fake), cfg)
+			require.NoError(t, err)
+			starts(t, r)
+		}
+		insert(t, pool, "orders", "k", "0")
+		await(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
+		await(t, "both are known", func() bool {
+			return strings.Count(describe(t, pool), ",") == 1 && !strings.Contains(describe(t, pool), "away")
 		})
-	}
+		await(t, "the shard has gone to the first by name", func() bool { return strings.HasPrefix(holder(t, pool), "a ") })
+		before := holder(t, pool)
+		network.away.Store(true)
+		// What has reached the brokers is waited for there, and what has not is asked about.
+		for i := 1; i < 20; i++ {
+			insert(t, pool, "orders", "k", fmt.Sprint(i))
+		}
+		insert(t, pool, "payments", "k", "missing")
+		await(t, "both say what they wait for", func() bool { return describe(t, pool) == "a kafka_away, b kafka_away" })
+		for range 12 { // three leases, by the database's clock
+			_, err := pool.Exec(t.Context(), `SELECT pg_sleep(1)`)
+			require.NoError(t, err)
+			require.Equal(t, before, holder(t, pool))
+		}
+		require.Contains(t, one[string](t, pool, `SELECT max(problem) FROM effectonce.outbox_replicas`), "broker is away")
+		network.away.Store(false)
+		await(t, "all is published", func() bool { return distinct(valuesAt(t, fake, "orders")) == 20 })
+		await(t, "they say so", func() bool { return !strings.Contains(describe(t, pool), "away") })
+		require.Equal(t, before, holder(t, pool))
+		require.LessOrEqual(t, strings.Count(said.String(), "waiting for Kafka"), 2*3, said.String())
+		require.NotContains(t, said.String(), "relay interrupted")
+	})
 }
 
 // Property: a replica that is cut off from the brokers yields its shards, all of them, to one that
@@ -110,38 +108,36 @@ func TestBrokerOutageCostsNoLease(t *testing.T) {
 // guarantees.md.
 func TestReplicaThatIsCutOffYields(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-			networks := map[string]*cut{"a": {}, "b": {}}
-			for _, owner := range []string{"a", "b"} {
-				r, err := relay.New(pool, networks[owner].options(fake), relay.Config{Owner: owner, Lease: 3 * time.Second, ExactlyOnce: exactly, Shards: 3})
-				require.NoError(t, err)
-				starts(t, r)
-				await(t, "it has shards", func() bool { return strings.Contains(holder(t, pool), owner) })
-			}
-			await(t, "they share", func() bool {
-				return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
-			})
-			networks["a"].away.Store(true)
-			for i := range 30 {
-				insert(t, pool, "orders", fmt.Sprint("k", i%9), fmt.Sprint(i))
-			}
-			await(t, "the other takes all, and publishes them", func() bool {
-				return strings.Count(holder(t, pool), "b ") == 3 && distinct(valuesAt(t, fake, "orders")) == 30
-			})
-			held := holder(t, pool)
-			require.Contains(t, describe(t, pool), "a kafka_away, b publishing")
-			_, err := pool.Exec(t.Context(), `SELECT pg_sleep(4)`)
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		networks := map[string]*cut{"a": {}, "b": {}}
+		for _, owner := range []string{"a", "b"} {
+			r, err := relay.New(pool, networks[owner].options(fake), relay.Config{Owner: owner, Lease: 3 * time.Second, ExactlyOnce: exactly, Shards: 3})
 			require.NoError(t, err)
-			require.Equal(t, held, holder(t, pool), "nothing changes hands meanwhile")
-			networks["a"].away.Store(false)
-			await(t, "they share again", func() bool {
-				return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
-			})
+			starts(t, r)
+			await(t, "it has shards", func() bool { return strings.Contains(holder(t, pool), owner) })
+		}
+		await(t, "they share", func() bool {
+			return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
 		})
-	}
+		networks["a"].away.Store(true)
+		for i := range 30 {
+			insert(t, pool, "orders", fmt.Sprint("k", i%9), fmt.Sprint(i))
+		}
+		await(t, "the other takes all, and publishes them", func() bool {
+			return strings.Count(holder(t, pool), "b ") == 3 && distinct(valuesAt(t, fake, "orders")) == 30
+		})
+		held := holder(t, pool)
+		require.Contains(t, describe(t, pool), "a kafka_away, b publishing")
+		_, err := pool.Exec(t.Context(), `SELECT pg_sleep(4)`)
+		require.NoError(t, err)
+		require.Equal(t, held, holder(t, pool), "nothing changes hands meanwhile")
+		networks["a"].away.Store(false)
+		await(t, "they share again", func() bool {
+			return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
+		})
+	})
 }
 
 // checkedSink is a sink that can be asked.

@@ -89,48 +89,42 @@ func (*broken) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) 
 // it went alone. Rows O12, O30 of guarantees.md.
 func TestDeadRowOfACommittedTransactionIsNotLost(t *testing.T) {
 	t.Parallel()
-	for _, alone := range []bool{false, true} {
-		name := "together"
-		if alone {
-			name = "alone"
+	either(t, "together", "alone", func(t *testing.T, alone bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		if alone { // the first answer makes all rows suspects
+			fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
+				return refuse(request.(*kmsg.ProduceRequest), kerr.InvalidRecord), nil, true
+			})
 		}
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-			if alone { // the first answer makes all rows suspects
-				fake.ControlKey(int16(kmsg.Produce), func(request kmsg.Request) (kmsg.Response, error, bool) {
-					return refuse(request.(*kmsg.ProduceRequest), kerr.InvalidRecord), nil, true
-				})
+		must(t, pool, mixedSQL)
+		tracer := &broken{tag: "-- relay.move_to_dead"}
+		r, err := relay.New(traced(t, pool, tracer), []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
+		require.NoError(t, err)
+		if alone {
+			_, err = r.Drain(t.Context())
+			require.ErrorIs(t, err, kerr.InvalidRecord)
+		}
+		tracer.on.Store(true)
+		for dying := 0; ; dying++ {
+			require.Less(t, dying, 5, "it never comes to the dead rows")
+			if _, err = r.Drain(t.Context()); errors.Is(err, context.Canceled) {
+				break
 			}
-			must(t, pool, mixedSQL)
-			tracer := &broken{tag: "-- relay.move_to_dead"}
-			r, err := relay.New(traced(t, pool, tracer), []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: true})
 			require.NoError(t, err)
-			if alone {
-				_, err = r.Drain(t.Context())
-				require.ErrorIs(t, err, kerr.InvalidRecord)
-			}
-			tracer.on.Store(true)
-			for dying := 0; ; dying++ {
-				require.Less(t, dying, 5, "it never comes to the dead rows")
-				if _, err = r.Drain(t.Context()); errors.Is(err, context.Canceled) {
-					break
-				}
-				require.NoError(t, err)
-			}
-			require.Zero(t, dead(t, pool))
-			require.NotEmpty(t, valuesAt(t, fake, "orders"), "the test's own premise: the transaction is committed")
-			tracer.on.Store(false)
-			drain(t, r)
-			require.Equal(t, []string{"1", "4", "6"}, valuesAt(t, fake, "orders"))
-			require.Equal(t, []string{"2 held", "3 held", "5 behind"}, one[[]string](t, pool,
-				`SELECT array_agg(convert_from(payload, 'UTF8') || ' ' || state ORDER BY seq) FROM effectonce.outbox_dead`))
-			require.NoError(t, fake.CreateTopic("missing", 1, nil))
-			drain(t, r)
-			require.Equal(t, []string{"2", "3", "5"}, valuesAt(t, fake, "missing"))
-			require.Zero(t, dead(t, pool))
-		})
-	}
+		}
+		require.Zero(t, dead(t, pool))
+		require.NotEmpty(t, valuesAt(t, fake, "orders"), "the test's own premise: the transaction is committed")
+		tracer.on.Store(false)
+		drain(t, r)
+		require.Equal(t, []string{"1", "4", "6"}, valuesAt(t, fake, "orders"))
+		require.Equal(t, []string{"2 held", "3 held", "5 behind"}, one[[]string](t, pool,
+			`SELECT array_agg(convert_from(payload, 'UTF8') || ' ' || state ORDER BY seq) FROM effectonce.outbox_dead`))
+		require.NoError(t, fake.CreateTopic("missing", 1, nil))
+		drain(t, r)
+		require.Equal(t, []string{"2", "3", "5"}, valuesAt(t, fake, "missing"))
+		require.Zero(t, dead(t, pool))
+	})
 }
 
 // Property: a holder that lost its shard adds nothing to the dead rows: the new holder may have
@@ -138,9 +132,10 @@ func TestDeadRowOfACommittedTransactionIsNotLost(t *testing.T) {
 func TestFencedHolderBuriesNothing(t *testing.T) {
 	t.Parallel()
 	for release, taken := range map[string]string{"this": takenSQL, "previous": takenBeforeSQL} {
-		for _, exactly := range []bool{false, true} {
-			t.Run(fmt.Sprintf("taken by the %s release, exactly once %v", release, exactly), func(t *testing.T) {
-				t.Parallel()
+		t.Run("taken by the "+release+" release", func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
 				pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 				must(t, pool, mixedSQL)
 				r, err := relay.New(traced(t, pool, &between{"-- relay.lock_lease", meddle(t, pool, taken)}),
@@ -151,7 +146,7 @@ func TestFencedHolderBuriesNothing(t *testing.T) {
 				require.Equal(t, "another", owner(t, pool), "the test's own premise: it was taken")
 				require.Zero(t, dead(t, pool))
 			})
-		}
+		})
 	}
 }
 

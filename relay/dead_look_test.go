@@ -26,14 +26,12 @@ const readOfDeadSQL = `SELECT coalesce(t.seq_tup_read, 0) + coalesce(t.idx_tup_f
 // depend on how many there are. Row O41 of guarantees.md.
 func TestWaitingRowsAreNotRead(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			few, many := readOfDead(t, exactly, 10), readOfDead(t, exactly, 10_000)
-			t.Log("10 rows of each topic:", few, "10,000:", many)
-			require.LessOrEqual(t, many, few+100) // a statement whose plan or time differs reads a handful
-		})
-	}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		few, many := readOfDead(t, exactly, 10), readOfDead(t, exactly, 10_000)
+		t.Log("10 rows of each topic:", few, "10,000:", many)
+		require.LessOrEqual(t, many, few+100) // a statement whose plan or time differs reads a handful
+	})
 }
 
 // readOfDead is what a relay reads of outbox_dead in five looks, in which it publishes five pages
@@ -105,31 +103,29 @@ func runsUntil(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) (stop func())
 // no later look at the whole table is needed.
 func TestRowBehindOneThatIsDiscardedMeanwhile(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
-			drain(t, newRelay(t, pool, relay.Config{ExactlyOnce: exactly}))
-			require.Equal(t, 1, dead(t, pool))
-			operator, err := pool.Begin(ctx)
-			require.NoError(t, err)
-			defer operator.Rollback(context.WithoutCancel(ctx))
-			var once atomic.Bool
-			runs(t, traced(t, pool, &between{"-- relay.move_to_dead", func(ctx context.Context) {
-				if once.CompareAndSwap(false, true) {
-					if _, err := operator.Exec(ctx, `DELETE FROM effectonce.outbox_dead`); err != nil {
-						t.Error(err)
-					}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
+		drain(t, newRelay(t, pool, relay.Config{ExactlyOnce: exactly}))
+		require.Equal(t, 1, dead(t, pool))
+		operator, err := pool.Begin(ctx)
+		require.NoError(t, err)
+		defer operator.Rollback(context.WithoutCancel(ctx))
+		var once atomic.Bool
+		runs(t, traced(t, pool, &between{"-- relay.move_to_dead", func(ctx context.Context) {
+			if once.CompareAndSwap(false, true) {
+				if _, err := operator.Exec(ctx, `DELETE FROM effectonce.outbox_dead`); err != nil {
+					t.Error(err)
 				}
-			}}), relay.Config{ExactlyOnce: exactly})
-			insert(t, pool, topic, "k", "2")
-			await(t, "the row waits", func() bool { return dead(t, pool) == 2 })
-			require.NoError(t, operator.Commit(ctx))
-			await(t, "it is published", func() bool { return len(values(t, topic)) == 1 && dead(t, pool) == 0 })
-			await(t, "nothing is left of it", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead_freed`) == 0 })
-		})
-	}
+			}
+		}}), relay.Config{ExactlyOnce: exactly})
+		insert(t, pool, topic, "k", "2")
+		await(t, "the row waits", func() bool { return dead(t, pool) == 2 })
+		require.NoError(t, operator.Commit(ctx))
+		await(t, "it is published", func() bool { return len(values(t, topic)) == 1 && dead(t, pool) == 0 })
+		await(t, "nothing is left of it", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead_freed`) == 0 })
+	})
 }
 
 // Property: the rows of a topic that is resumed are handed back in bounded batches, each when the

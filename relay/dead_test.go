@@ -30,12 +30,7 @@ import (
 // nothing: it keeps its lease, and gives it back.
 func TestDeadRowDeletedWhileItIsPublished(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			testDeadRowDeletedWhileItIsPublished(t, exactly)
-		})
-	}
+	both(t, testDeadRowDeletedWhileItIsPublished)
 }
 
 func testDeadRowDeletedWhileItIsPublished(t *testing.T, exactly bool) {
@@ -95,89 +90,85 @@ func TestDrainGoesOnBehindAFinishedBatch(t *testing.T) {
 // is resumed they are published before later rows.
 func TestPausedTopicWaits(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			ctx, pool, topic, other := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
-			var beats atomic.Int64
-			running(t, traced(t, pool, &between{"-- relay.beat", func(context.Context) { beats.Add(1) }}), relay.Config{ExactlyOnce: exactly})
-			insert(t, pool, topic, "k", "0")
-			require.Eventually(t, func() bool { return len(values(t, topic)) == 1 }, 2*time.Minute, 10*time.Millisecond)
-			changed, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "bug in the consumer"}, topic)
-			require.NoError(t, err)
-			require.Equal(t, []string{topic}, changed)
-			// The relay takes note with its next look; it has done so when it begins another one.
-			before := beats.Load()
-			await(t, "the relay looks", func() bool { return beats.Load() >= before+2 })
-			for i := range 5 {
-				insert(t, pool, topic, fmt.Sprint("k", i%2), fmt.Sprint(i+1))
-				insert(t, pool, other, "k", "flows")
-			}
-			require.Eventually(t, func() bool { return len(values(t, other)) == 5 && dead(t, pool) == 5 }, 2*time.Minute, 10*time.Millisecond)
-			require.Equal(t, []string{"0"}, values(t, topic))
-			changed, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "mended"}, topic, "never-paused")
-			require.NoError(t, err)
-			require.Equal(t, []string{topic}, changed)
-			insert(t, pool, topic, "k0", "6")
-			require.Eventually(t, func() bool { return len(values(t, topic)) == 7 && dead(t, pool) == 0 }, 2*time.Minute, 10*time.Millisecond)
-			require.Equal(t, []string{"1", "3", "5", "6"}, keyed(t, topic, "k0"))
-			require.Equal(t, []string{"2", "4"}, keyed(t, topic, "k1"))
-			require.Equal(t, []string{"topic.pause", "topic.resume"}, one[[]string](t, pool, `SELECT array_agg(what ORDER BY id) FROM effectonce.operator_actions`))
-		})
-	}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool, topic, other := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
+		var beats atomic.Int64
+		running(t, traced(t, pool, &between{"-- relay.beat", func(context.Context) { beats.Add(1) }}), relay.Config{ExactlyOnce: exactly})
+		insert(t, pool, topic, "k", "0")
+		require.Eventually(t, func() bool { return len(values(t, topic)) == 1 }, 2*time.Minute, 10*time.Millisecond)
+		changed, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "bug in the consumer"}, topic)
+		require.NoError(t, err)
+		require.Equal(t, []string{topic}, changed)
+		// The relay takes note with its next look; it has done so when it begins another one.
+		before := beats.Load()
+		await(t, "the relay looks", func() bool { return beats.Load() >= before+2 })
+		for i := range 5 {
+			insert(t, pool, topic, fmt.Sprint("k", i%2), fmt.Sprint(i+1))
+			insert(t, pool, other, "k", "flows")
+		}
+		require.Eventually(t, func() bool { return len(values(t, other)) == 5 && dead(t, pool) == 5 }, 2*time.Minute, 10*time.Millisecond)
+		require.Equal(t, []string{"0"}, values(t, topic))
+		changed, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "mended"}, topic, "never-paused")
+		require.NoError(t, err)
+		require.Equal(t, []string{topic}, changed)
+		insert(t, pool, topic, "k0", "6")
+		require.Eventually(t, func() bool { return len(values(t, topic)) == 7 && dead(t, pool) == 0 }, 2*time.Minute, 10*time.Millisecond)
+		require.Equal(t, []string{"1", "3", "5", "6"}, keyed(t, topic, "k0"))
+		require.Equal(t, []string{"2", "4"}, keyed(t, topic, "k1"))
+		require.Equal(t, []string{"topic.pause", "topic.resume"}, one[[]string](t, pool, `SELECT array_agg(what ORDER BY id) FROM effectonce.operator_actions`))
+	})
 }
 
 // Property: the rows of a key are published in their order, whenever in their midst its topic is
 // paused and resumed.
 func TestOrderAcrossPauses(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-			running(t, pool, relay.Config{ExactlyOnce: exactly, Lease: time.Second}) // it takes note of a pause as often as it renews its lease
-			var writing sync.WaitGroup
-			stop, written := make(chan struct{}), 0
-			end := sync.OnceFunc(func() { close(stop); writing.Wait() })
-			defer end()
-			writing.Go(func() {
-				for ; ; written++ {
-					select {
-					case <-stop:
-						return
-					default:
-					}
-					if _, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', $2), ($1, 'l', $2)`, topic, fmt.Append(nil, written)); err != nil {
-						t.Errorf("write: %v", err)
-						return
-					}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+		running(t, pool, relay.Config{ExactlyOnce: exactly, Lease: time.Second}) // it takes note of a pause as often as it renews its lease
+		var writing sync.WaitGroup
+		stop, written := make(chan struct{}), 0
+		end := sync.OnceFunc(func() { close(stop); writing.Wait() })
+		defer end()
+		writing.Go(func() {
+			for ; ; written++ {
+				select {
+				case <-stop:
+					return
+				default:
 				}
-			})
-			for range 3 {
-				_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
-				require.NoError(t, err)
-				await(t, "rows wait", func() bool { return dead(t, pool) > 10 })
-				_, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
-				require.NoError(t, err)
-				// Rows that are inserted now wait behind them.
-				await(t, "they are released", func() bool {
-					return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'paused'`) == 0
-				})
-			}
-			end()
-			await(t, "all is published", func() bool { return len(values(t, topic)) >= 2*written && dead(t, pool) == 0 })
-			for _, key := range []string{"k", "l"} {
-				next := 0
-				for _, v := range keyed(t, topic, key) {
-					if n, err := strconv.Atoi(v); err != nil || n >= next || exactly { // otherwise it may be published again
-						require.Equal(t, fmt.Sprint(next), v)
-						next++
-					}
+				if _, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', $2), ($1, 'l', $2)`, topic, fmt.Append(nil, written)); err != nil {
+					t.Errorf("write: %v", err)
+					return
 				}
-				require.Equal(t, written, next)
 			}
 		})
-	}
+		for range 3 {
+			_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
+			require.NoError(t, err)
+			await(t, "rows wait", func() bool { return dead(t, pool) > 10 })
+			_, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
+			require.NoError(t, err)
+			// Rows that are inserted now wait behind them.
+			await(t, "they are released", func() bool {
+				return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'paused'`) == 0
+			})
+		}
+		end()
+		await(t, "all is published", func() bool { return len(values(t, topic)) >= 2*written && dead(t, pool) == 0 })
+		for _, key := range []string{"k", "l"} {
+			next := 0
+			for _, v := range keyed(t, topic, key) {
+				if n, err := strconv.Atoi(v); err != nil || n >= next || exactly { // otherwise it may be published again
+					require.Equal(t, fmt.Sprint(next), v)
+					next++
+				}
+			}
+			require.Equal(t, written, next)
+		}
+	})
 }
 
 // Property: rows of a key wait behind a dead one however often the relay has looked at it in vain,
@@ -185,32 +176,30 @@ func TestOrderAcrossPauses(t *testing.T) {
 // follow in their order.
 func TestRowsBehindADeadOneWait(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-			var looks atomic.Int64
-			runs(t, traced(t, pool, &between{"-- relay.released", func(context.Context) { looks.Add(1) }}), relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
-			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
-			await(t, "the row is dead", func() bool { return dead(t, pool) == 1 })
-			for i := 2; i <= 3; i++ {
-				before := looks.Load()
-				await(t, "the relay looks", func() bool { return looks.Load() > before+1 })
-				insert(t, pool, topic, "k", fmt.Sprint(i))
-				await(t, "the next row waits", func() bool { return dead(t, pool) == i || len(values(t, topic)) > 0 })
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+		var looks atomic.Int64
+		runs(t, traced(t, pool, &between{"-- relay.released", func(context.Context) { looks.Add(1) }}), relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
+		await(t, "the row is dead", func() bool { return dead(t, pool) == 1 })
+		for i := 2; i <= 3; i++ {
+			before := looks.Load()
+			await(t, "the relay looks", func() bool { return looks.Load() > before+1 })
+			insert(t, pool, topic, "k", fmt.Sprint(i))
+			await(t, "the next row waits", func() bool { return dead(t, pool) == i || len(values(t, topic)) > 0 })
+		}
+		require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+			_, err := tx.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry', headers = '{}' WHERE payload = '1'`)
+			if err == nil {
+				_, err = tx.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '4')`, topic)
 			}
-			require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-				_, err := tx.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry', headers = '{}' WHERE payload = '1'`)
-				if err == nil {
-					_, err = tx.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '4')`, topic)
-				}
-				return err
-			}))
-			// Not by offsets: the marker of a transaction has one, too.
-			await(t, "all is published", func() bool { return len(values(t, topic)) >= 4 && dead(t, pool) == 0 })
-			require.Equal(t, []string{"1", "2", "3", "4"}, values(t, topic))
-		})
-	}
+			return err
+		}))
+		// Not by offsets: the marker of a transaction has one, too.
+		await(t, "all is published", func() bool { return len(values(t, topic)) >= 4 && dead(t, pool) == 0 })
+		require.Equal(t, []string{"1", "2", "3", "4"}, values(t, topic))
+	})
 }
 
 // Property: what becomes of dead rows is decided by who holds the shard: one that lost it while it
@@ -257,105 +246,101 @@ func poisoned(fake *kfake.Cluster) {
 // the reason.
 func TestRefusedSideBySide(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-			poisoned(fake)
-			cfg := relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}
-			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, cfg)
-			require.NoError(t, err)
-			ctx, stop := context.WithCancel(t.Context())
-			done := make(chan error, 1)
-			go func() { done <- r.Run(ctx) }()
-			t.Cleanup(func() { stop(); require.NoError(t, <-done) })
-			flows := func(value string) {
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', convert_to($1, 'UTF8'))`, value)
-				await(t, "what is innocent flows", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), value) })
-			}
-			must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) SELECT 'orders', 'poison' FROM generate_series(1, 4)`)
-			flows("1")
-			const heldSQL = `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held' AND reason = 'refused' AND error LIKE '%INVALID_RECORD%' AND attempts = $1`
-			held := func(attempts int) bool {
-				return pgtest.Count(t, pool, strings.ReplaceAll(heldSQL, "$1", fmt.Sprint(attempts))) == 4
-			}
-			await(t, "they are held", func() bool {
-				return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`) == 4
-			})
-			attempts := one[int](t, pool, `SELECT max(attempts) FROM effectonce.outbox_dead`)
-			require.True(t, held(attempts))
-			must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry'`)
-			await(t, "they are held again", func() bool { return held(attempts + 1) })
-			flows("2")
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		poisoned(fake)
+		cfg := relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}
+		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, cfg)
+		require.NoError(t, err)
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- r.Run(ctx) }()
+		t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+		flows := func(value string) {
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', convert_to($1, 'UTF8'))`, value)
+			await(t, "what is innocent flows", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), value) })
+		}
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) SELECT 'orders', 'poison' FROM generate_series(1, 4)`)
+		flows("1")
+		const heldSQL = `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held' AND reason = 'refused' AND error LIKE '%INVALID_RECORD%' AND attempts = $1`
+		held := func(attempts int) bool {
+			return pgtest.Count(t, pool, strings.ReplaceAll(heldSQL, "$1", fmt.Sprint(attempts))) == 4
+		}
+		await(t, "they are held", func() bool {
+			return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`) == 4
 		})
-	}
+		attempts := one[int](t, pool, `SELECT max(attempts) FROM effectonce.outbox_dead`)
+		require.True(t, held(attempts))
+		must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry'`)
+		await(t, "they are held again", func() bool { return held(attempts + 1) })
+		flows("2")
+	})
 }
 
 // Property: a record that Kafka refuses only when it is produced moves to outbox_dead and holds its
 // key; the innocent rows that were under way with it are published, once where that is promised.
 func TestRefusedWhenProduced(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-			poisoned(fake)
-			for i := range 30 {
-				value := fmt.Sprint(i)
-				if i == 7 || i == 20 {
-					value = "poison"
-				}
-				insert(t, pool, "orders", fmt.Sprint("k", i%10), value)
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		poisoned(fake)
+		for i := range 30 {
+			value := fmt.Sprint(i)
+			if i == 7 || i == 20 {
+				value = "poison"
 			}
-			cfg := relay.Config{ExactlyOnce: exactly, TransactionMax: time.Millisecond, PageRowsMax: 10, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}
-			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, cfg)
+			insert(t, pool, "orders", fmt.Sprint("k", i%10), value)
+		}
+		cfg := relay.Config{ExactlyOnce: exactly, TransactionMax: time.Millisecond, PageRowsMax: 10, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}
+		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, cfg)
+		require.NoError(t, err)
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		var ended error
+		go func() {
+			defer close(done)
+			ended = r.Run(ctx)
+		}()
+		defer func() { stop(); <-done }()
+		// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29
+		// has another.
+		require.Eventually(t, func() bool { return dead(t, pool) == 4 }, 60*time.Second, 10*time.Millisecond)
+		require.Eventually(t, func() bool {
+			return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 26
+		}, 60*time.Second, 10*time.Millisecond)
+		stop()
+		<-done
+		require.NoError(t, ended)
+		require.Equal(t, 2, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused' AND error LIKE '%INVALID_RECORD%'`))
+		seen := map[string]int{}
+		last := map[string]int{}
+		for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders") {
+			value := string(record.Value)
+			if seen[value]++; seen[value] > 1 {
+				continue
+			}
+			var n int
+			_, err := fmt.Sscan(value, &n)
 			require.NoError(t, err)
-			ctx, stop := context.WithCancel(t.Context())
-			done := make(chan struct{})
-			var ended error
-			go func() {
-				defer close(done)
-				ended = r.Run(ctx)
-			}()
-			defer func() { stop(); <-done }()
-			// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29
-			// has another.
-			require.Eventually(t, func() bool { return dead(t, pool) == 4 }, 60*time.Second, 10*time.Millisecond)
-			require.Eventually(t, func() bool {
-				return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 26
-			}, 60*time.Second, 10*time.Millisecond)
-			stop()
-			<-done
-			require.NoError(t, ended)
-			require.Equal(t, 2, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'refused' AND error LIKE '%INVALID_RECORD%'`))
-			seen := map[string]int{}
-			last := map[string]int{}
-			for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders") {
-				value := string(record.Value)
-				if seen[value]++; seen[value] > 1 {
-					continue
-				}
-				var n int
-				_, err := fmt.Sscan(value, &n)
-				require.NoError(t, err)
-				if exactly { // else kfake takes a batch behind the refused one, whose sequence numbers have a gap; Kafka does not
-					require.GreaterOrEqual(t, n, last[string(record.Key)])
-				}
-				last[string(record.Key)] = n
+			if exactly { // else kfake takes a batch behind the refused one, whose sequence numbers have a gap; Kafka does not
+				require.GreaterOrEqual(t, n, last[string(record.Key)])
 			}
-			for i := range 30 {
-				if i%10 != 7 && i != 20 {
-					require.NotZero(t, seen[fmt.Sprint(i)], i)
-				}
+			last[string(record.Key)] = n
+		}
+		for i := range 30 {
+			if i%10 != 7 && i != 20 {
+				require.NotZero(t, seen[fmt.Sprint(i)], i)
 			}
-			if exactly {
-				require.Len(t, seen, 26)
-				for value, times := range seen {
-					require.Equal(t, 1, times, value)
-				}
+		}
+		if exactly {
+			require.Len(t, seen, 26)
+			for value, times := range seen {
+				require.Equal(t, 1, times, value)
 			}
-		})
-	}
+		}
+	})
 }
 
 // Property: every row that is published is counted, also where its page has a dead row and progress
@@ -433,59 +418,57 @@ func TestRowsRefusedAgainHoldNobodyUp(t *testing.T) {
 // they are published. Later rows of the same keys are published behind them, and all of it ends.
 func TestResumedTopicDoesNotStopOthers(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			const waiting = 1500
-			pool, topic, other := pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
-			many := func(first, last int) {
-				must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
-					SELECT $1, convert_to('k' || i % 10, 'UTF8'), convert_to(i::text, 'UTF8') FROM generate_series($2::int, $3::int) AS i`, topic, first, last)
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		const waiting = 1500
+		pool, topic, other := pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
+		many := func(first, last int) {
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload)
+				SELECT $1, convert_to('k' || i % 10, 'UTF8'), convert_to(i::text, 'UTF8') FROM generate_series($2::int, $3::int) AS i`, topic, first, last)
+		}
+		// Rounds of few rows make the backlog last.
+		var late atomic.Bool
+		var behind atomic.Int64 // when the other topic's row was delivered
+		behind.Store(-1)
+		tracer := &between{"-- relay.releasable", func(ctx context.Context) {
+			<-time.After(50 * time.Millisecond) // a slow database: the rounds take their time
+			if late.CompareAndSwap(false, true) {
+				meddle(t, pool, fmt.Sprintf(`INSERT INTO effectonce.outbox (topic, payload) VALUES ('%s', 'now')`, other))(ctx)
 			}
-			// Rounds of few rows make the backlog last.
-			var late atomic.Bool
-			var behind atomic.Int64 // when the other topic's row was delivered
-			behind.Store(-1)
-			tracer := &between{"-- relay.releasable", func(ctx context.Context) {
-				<-time.After(50 * time.Millisecond) // a slow database: the rounds take their time
-				if late.CompareAndSwap(false, true) {
-					meddle(t, pool, fmt.Sprintf(`INSERT INTO effectonce.outbox (topic, payload) VALUES ('%s', 'now')`, other))(ctx)
-				}
-			}}
-			cfg := relay.Config{ExactlyOnce: exactly, PageRowsMax: 100}
-			cfg.Hooks.Delivered = func(of string, _ []time.Time) {
-				var left int64
-				if of != other {
-					return
-				}
-				if err := pool.QueryRow(context.WithoutCancel(t.Context()), `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&left); err != nil {
-					t.Error(err)
-				}
-				behind.Store(left)
+		}}
+		cfg := relay.Config{ExactlyOnce: exactly, PageRowsMax: 100}
+		cfg.Hooks.Delivered = func(of string, _ []time.Time) {
+			var left int64
+			if of != other {
+				return
 			}
-			r := newRelay(t, pool, cfg)
-			drain(t, r)
-			_, err := relay.Pause(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, topic)
+			if err := pool.QueryRow(context.WithoutCancel(t.Context()), `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&left); err != nil {
+				t.Error(err)
+			}
+			behind.Store(left)
+		}
+		r := newRelay(t, pool, cfg)
+		drain(t, r)
+		_, err := relay.Pause(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, topic)
+		require.NoError(t, err)
+		many(1, waiting)
+		drain(t, r)
+		require.Equal(t, waiting, dead(t, pool))
+		_, err = relay.Resume(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, topic)
+		require.NoError(t, err)
+		many(waiting+1, waiting+300)
+		running(t, traced(t, pool, tracer), cfg)
+		await(t, "the other topic goes on", func() bool { return behind.Load() >= 0 })
+		require.Positive(t, behind.Load(), "it came when all others were out")
+		await(t, "all is out", func() bool { return dead(t, pool) == 0 && kafkatest.Count(t, topic) >= waiting+300 })
+		last := map[string]int{}
+		for _, record := range kafkatest.ReadAll(t, topic) {
+			n, err := strconv.Atoi(string(record.Value))
 			require.NoError(t, err)
-			many(1, waiting)
-			drain(t, r)
-			require.Equal(t, waiting, dead(t, pool))
-			_, err = relay.Resume(t.Context(), pool, relay.Operator{Who: "ana", Why: "test"}, topic)
-			require.NoError(t, err)
-			many(waiting+1, waiting+300)
-			running(t, traced(t, pool, tracer), cfg)
-			await(t, "the other topic goes on", func() bool { return behind.Load() >= 0 })
-			require.Positive(t, behind.Load(), "it came when all others were out")
-			await(t, "all is out", func() bool { return dead(t, pool) == 0 && kafkatest.Count(t, topic) >= waiting+300 })
-			last := map[string]int{}
-			for _, record := range kafkatest.ReadAll(t, topic) {
-				n, err := strconv.Atoi(string(record.Value))
-				require.NoError(t, err)
-				require.Greater(t, n, last[string(record.Key)])
-				last[string(record.Key)] = n
-			}
-		})
-	}
+			require.Greater(t, n, last[string(record.Key)])
+			last[string(record.Key)] = n
+		}
+	})
 }
 
 // Property: a replica that freezes while it moves rows to outbox_dead blocks its shard, and the

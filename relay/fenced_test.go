@@ -75,49 +75,47 @@ func traced(t *testing.T, pool *pgxpool.Pool, tracer pgx.QueryTracer) *pgxpool.P
 // the slot. A slot whose time is not up is kept.
 func TestRowBetweenTheLookAndTheLockIsKept(t *testing.T) {
 	t.Parallel()
-	for _, open := range []bool{false, true} {
-		t.Run(fmt.Sprintf("still open %v", open), func(t *testing.T) {
-			t.Parallel()
-			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-			insert(t, pool, topic, "k", "published")
-			drain(t, newRelay(t, pool, relay.Config{}))
-			// A writer that read the slot's number before it was turned.
-			late, err := pool.Begin(ctx)
-			require.NoError(t, err)
-			defer late.Rollback(context.WithoutCancel(ctx))
-			var once sync.Once
-			tidier := newRelay(t, traced(t, pool, &between{"-- relay.lock_slot", func(ctx context.Context) {
-				once.Do(func() {
-					if _, err := late.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload, slot) VALUES ($1, 'k', 'late', 0)`, topic); err != nil {
+	either(t, "committed", "still open", func(t *testing.T, open bool) {
+		t.Helper()
+		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+		insert(t, pool, topic, "k", "published")
+		drain(t, newRelay(t, pool, relay.Config{}))
+		// A writer that read the slot's number before it was turned.
+		late, err := pool.Begin(ctx)
+		require.NoError(t, err)
+		defer late.Rollback(context.WithoutCancel(ctx))
+		var once sync.Once
+		tidier := newRelay(t, traced(t, pool, &between{"-- relay.lock_slot", func(ctx context.Context) {
+			once.Do(func() {
+				if _, err := late.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload, slot) VALUES ($1, 'k', 'late', 0)`, topic); err != nil {
+					t.Error(err)
+				}
+				if !open {
+					if err := late.Commit(ctx); err != nil {
 						t.Error(err)
 					}
-					if !open {
-						if err := late.Commit(ctx); err != nil {
-							t.Error(err)
-						}
-					}
-				})
-			}}), relay.Config{Keep: time.Hour})
-			left := func() int {
-				require.NoError(t, tidier.TidyUp(ctx))
-				return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0 WHERE convert_from(payload, 'UTF8') = 'published'`) //nolint:contextcheck // the test's
-			}
-			_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '59 minutes' WHERE slot = 0; SELECT setval('effectonce.outbox_slot', 1)`)
-			require.NoError(t, err)
-			require.NoError(t, newRelay(t, pool, relay.Config{Keep: time.Hour}).TidyUp(ctx))
-			require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`), "its time is not up")
-			_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '61 minutes' WHERE slot = 0`)
-			require.NoError(t, err)
-			require.Equal(t, 1, left())
-			if open {
-				require.NoError(t, late.Commit(ctx))
-			}
-			require.Equal(t, 1, left(), "it is not published")
-			drain(t, newRelay(t, pool, relay.Config{}))
-			require.Equal(t, []string{"published", "late"}, values(t, topic))
-			require.Zero(t, left())
-		})
-	}
+				}
+			})
+		}}), relay.Config{Keep: time.Hour})
+		left := func() int {
+			require.NoError(t, tidier.TidyUp(ctx))
+			return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0 WHERE convert_from(payload, 'UTF8') = 'published'`) //nolint:contextcheck // the test's
+		}
+		_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '59 minutes' WHERE slot = 0; SELECT setval('effectonce.outbox_slot', 1)`)
+		require.NoError(t, err)
+		require.NoError(t, newRelay(t, pool, relay.Config{Keep: time.Hour}).TidyUp(ctx))
+		require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`), "its time is not up")
+		_, err = pool.Exec(ctx, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '61 minutes' WHERE slot = 0`)
+		require.NoError(t, err)
+		require.Equal(t, 1, left())
+		if open {
+			require.NoError(t, late.Commit(ctx))
+		}
+		require.Equal(t, 1, left(), "it is not published")
+		drain(t, newRelay(t, pool, relay.Config{}))
+		require.Equal(t, []string{"published", "late"}, values(t, topic))
+		require.Zero(t, left())
+	})
 }
 
 // leases is what a relay says about its only shard.
@@ -166,29 +164,27 @@ const takenBeforeSQL = `UPDATE effectonce.outbox_progress SET epoch = epoch + 1,
 // nothing as published that is not stored. Row O13 of guarantees.md.
 func TestTakenShardIsGivenUp(t *testing.T) {
 	t.Parallel()
-	for _, rows := range []bool{false, true} {
-		t.Run(fmt.Sprintf("rows %v", rows), func(t *testing.T) {
-			t.Parallel()
-			ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-			var l leases
-			var published atomic.Int64
-			hooks := l.hooks()
-			hooks.Published = func(n int64) { published.Add(n) }
-			runs(t, pool, relay.Config{Lease: 10 * time.Minute, Hooks: hooks})
-			await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
-			insert(t, pool, topic, "k", "first")
-			await(t, "a row is published", func() bool { return published.Load() == 1 })
-			_, err := pool.Exec(ctx, takenSQL)
-			require.NoError(t, err)
-			until := one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress_now`)
-			if rows {
-				insert(t, pool, topic, "k", "second")
-			}
-			await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
-			require.EqualValues(t, 1, published.Load())
-			require.True(t, until.Equal(one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress_now`)))
-		})
-	}
+	either(t, "without rows", "with rows", func(t *testing.T, rows bool) {
+		t.Helper()
+		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+		var l leases
+		var published atomic.Int64
+		hooks := l.hooks()
+		hooks.Published = func(n int64) { published.Add(n) }
+		runs(t, pool, relay.Config{Lease: 10 * time.Minute, Hooks: hooks})
+		await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+		insert(t, pool, topic, "k", "first")
+		await(t, "a row is published", func() bool { return published.Load() == 1 })
+		_, err := pool.Exec(ctx, takenSQL)
+		require.NoError(t, err)
+		until := one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress_now`)
+		if rows {
+			insert(t, pool, topic, "k", "second")
+		}
+		await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
+		require.EqualValues(t, 1, published.Load())
+		require.True(t, until.Equal(one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress_now`)))
+	})
 }
 
 // stalled is a pool's tracer that lets statements wait.

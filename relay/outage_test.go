@@ -28,12 +28,7 @@ import (
 // out of order. Row O28 of guarantees.md.
 func TestFlakyBrokerLosesNothing(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			testFlakyBrokerLosesNothing(t, exactly)
-		})
-	}
+	both(t, testFlakyBrokerLosesNothing)
 }
 
 func testFlakyBrokerLosesNothing(t *testing.T, exactly bool) {

@@ -2,7 +2,6 @@ package relay_test
 
 import (
 	"context"
-	"fmt"
 	"sync"
 	"testing"
 	"time"
@@ -32,54 +31,52 @@ func brief(t *testing.T, limit time.Duration) context.Context {
 // comes, and other topics flow.
 func TestPauseIsConfirmedBehindWhatIsInFlight(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			ctx, pool := t.Context(), pgtest.Pool(t)
-			fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "other"))
-			produced, answer := make(chan struct{}), make(chan struct{})
-			var once, end sync.Once
-			release := func() { end.Do(func() { close(answer) }) }
-			t.Cleanup(release)
-			fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
-				fake.KeepControl()
-				once.Do(func() { close(produced) })
-				fake.SleepControl(func() { <-answer })
-				return nil, nil, false
-			})
-			r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly, Lease: time.Minute, Owner: "the replica"})
-			require.NoError(t, err)
-			running, stop := context.WithCancel(ctx)
-			done := make(chan error, 1)
-			go func() { done <- r.Run(running) }()
-			t.Cleanup(func() { release(); stop(); require.NoError(t, <-done) })
-
-			insert(t, pool, "orders", "k", "before")
-			<-produced
-			_, err = relay.Pause(ctx, pool, ana, "orders")
-			require.NoError(t, err)
-			await(t, "the relay looked, and could confirm", func() bool {
-				return one[bool](t, pool, `SELECT bool_or(obeys = '{}') FROM effectonce.outbox_replicas`)
-			})
-			var unconfirmed *relay.UnconfirmedError
-			err = relay.AwaitPause(brief(t, 4*time.Second), pool, ana, "orders") // longer than from one look to the next
-			require.ErrorAs(t, err, &unconfirmed)
-			require.Equal(t, []string{"the replica"}, unconfirmed.Owners)
-			require.ErrorIs(t, err, context.DeadlineExceeded)
-
-			release()
-			require.NoError(t, relay.AwaitPause(brief(t, 40*time.Second), pool, ana, "orders"))
-			count := func(topic string) int { return len(kafkatest.ReadAllAt(t, fake.ListenAddrs(), topic)) }
-			require.Equal(t, 1, count("orders"))
-			insert(t, pool, "orders", "k", "after")
-			insert(t, pool, "other", "k", "flows")
-			await(t, "the other topic flows", func() bool { return count("other") == 1 && dead(t, pool) == 1 })
-			require.Equal(t, 1, count("orders"))
-			_, err = relay.Resume(ctx, pool, ana, "orders")
-			require.NoError(t, err)
-			await(t, "it is resumed", func() bool { return count("orders") == 2 })
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool := t.Context(), pgtest.Pool(t)
+		fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders", "other"))
+		produced, answer := make(chan struct{}), make(chan struct{})
+		var once, end sync.Once
+		release := func() { end.Do(func() { close(answer) }) }
+		t.Cleanup(release)
+		fake.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
+			fake.KeepControl()
+			once.Do(func() { close(produced) })
+			fake.SleepControl(func() { <-answer })
+			return nil, nil, false
 		})
-	}
+		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly, Lease: time.Minute, Owner: "the replica"})
+		require.NoError(t, err)
+		running, stop := context.WithCancel(ctx)
+		done := make(chan error, 1)
+		go func() { done <- r.Run(running) }()
+		t.Cleanup(func() { release(); stop(); require.NoError(t, <-done) })
+
+		insert(t, pool, "orders", "k", "before")
+		<-produced
+		_, err = relay.Pause(ctx, pool, ana, "orders")
+		require.NoError(t, err)
+		await(t, "the relay looked, and could confirm", func() bool {
+			return one[bool](t, pool, `SELECT bool_or(obeys = '{}') FROM effectonce.outbox_replicas`)
+		})
+		var unconfirmed *relay.UnconfirmedError
+		err = relay.AwaitPause(brief(t, 4*time.Second), pool, ana, "orders") // longer than from one look to the next
+		require.ErrorAs(t, err, &unconfirmed)
+		require.Equal(t, []string{"the replica"}, unconfirmed.Owners)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+
+		release()
+		require.NoError(t, relay.AwaitPause(brief(t, 40*time.Second), pool, ana, "orders"))
+		count := func(topic string) int { return len(kafkatest.ReadAllAt(t, fake.ListenAddrs(), topic)) }
+		require.Equal(t, 1, count("orders"))
+		insert(t, pool, "orders", "k", "after")
+		insert(t, pool, "other", "k", "flows")
+		await(t, "the other topic flows", func() bool { return count("other") == 1 && dead(t, pool) == 1 })
+		require.Equal(t, 1, count("orders"))
+		_, err = relay.Resume(ctx, pool, ana, "orders")
+		require.NoError(t, err)
+		await(t, "it is resumed", func() bool { return count("orders") == 2 })
+	})
 }
 
 // Property: when a wait says that the pause holds, no row of the topic comes any more, however many

@@ -110,12 +110,7 @@ func TestRecordIsTheRow(t *testing.T) {
 // O2 of guarantees.md.
 func TestLateCommitIsNotSkipped(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			testLateCommitIsNotSkipped(t, exactly)
-		})
-	}
+	both(t, testLateCommitIsNotSkipped)
 }
 
 func testLateCommitIsNotSkipped(t *testing.T, exactly bool) {
@@ -172,12 +167,7 @@ func TestSlowWriterInAnIdleClusterIsNotSkipped(t *testing.T) {
 // published whole and in order, page by page, also when the relay starts anew between pages.
 func TestLargeLateTransactionIsPaged(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			testLargeLateTransactionIsPaged(t, exactly)
-		})
-	}
+	both(t, testLargeLateTransactionIsPaged)
 }
 
 func testLargeLateTransactionIsPaged(t *testing.T, exactly bool) {
@@ -205,12 +195,7 @@ func testLargeLateTransactionIsPaged(t *testing.T, exactly bool) {
 // the rows are published by themselves, in order and before later ones. Row O12 of guarantees.md.
 func TestUnknownTopicHoldsOnlyItself(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			testUnknownTopicHoldsOnlyItself(t, exactly)
-		})
-	}
+	both(t, testUnknownTopicHoldsOnlyItself)
 }
 
 func testUnknownTopicHoldsOnlyItself(t *testing.T, exactly bool) {
@@ -246,12 +231,7 @@ func testUnknownTopicHoldsOnlyItself(t *testing.T, exactly bool) {
 // retry, all are published in order. Rows O10, O11 of guarantees.md.
 func TestRowTooLargeHoldsOnlyItsKey(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			testRowTooLargeHoldsOnlyItsKey(t, exactly)
-		})
-	}
+	both(t, testRowTooLargeHoldsOnlyItsKey)
 }
 
 func testRowTooLargeHoldsOnlyItsKey(t *testing.T, exactly bool) {
@@ -295,12 +275,7 @@ func testRowTooLargeHoldsOnlyItsKey(t *testing.T, exactly bool) {
 // Property: headers that plain SQL wrote in no known form park the row and name the header.
 func TestBadHeadersArePlainlyReported(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			testBadHeadersArePlainlyReported(t, exactly)
-		})
-	}
+	both(t, testBadHeadersArePlainlyReported)
 }
 
 func testBadHeadersArePlainlyReported(t *testing.T, exactly bool) {
@@ -322,12 +297,7 @@ func testBadHeadersArePlainlyReported(t *testing.T, exactly bool) {
 // progress of one that lost its lease is refused. Row O13 of guarantees.md.
 func TestLeaseMovesAndFences(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			testLeaseMovesAndFences(t, exactly)
-		})
-	}
+	both(t, testLeaseMovesAndFences)
 }
 
 func testLeaseMovesAndFences(t *testing.T, exactly bool) {
@@ -368,12 +338,7 @@ func testLeaseMovesAndFences(t *testing.T, exactly bool) {
 // flow. Row O22 of guarantees.md.
 func TestAnotherClusterLosesNothing(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			testAnotherClusterLosesNothing(t, exactly)
-		})
-	}
+	both(t, testAnotherClusterLosesNothing)
 }
 
 func testAnotherClusterLosesNothing(t *testing.T, exactly bool) {

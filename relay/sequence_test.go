@@ -119,11 +119,14 @@ var wentBack = map[string]string{
 func TestSequenceThatWentBack(t *testing.T) {
 	t.Parallel()
 	for name, sql := range wentBack {
-		for _, exactly := range []bool{false, true} {
-			for _, later := range []bool{false, true} {
-				for _, how := range []string{"drain", "run"} {
-					t.Run(fmt.Sprint(name, "/", exactly, "/", later, "/", how), func(t *testing.T) {
-						t.Parallel()
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
+				either(t, "below", "behind", func(t *testing.T, later bool) {
+					t.Helper()
+					either(t, "drains", "runs", func(t *testing.T, runs bool) {
+						t.Helper()
 						owner, pool, _ := roled(t)
 						topic := kafkatest.Topic(t, 1)
 						r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
@@ -134,7 +137,7 @@ func TestSequenceThatWentBack(t *testing.T) {
 						}
 						execute(t, owner, sql)
 						insertAll(t, owner, topic, after)
-						if how == "drain" {
+						if !runs {
 							drain(t, r)
 						} else {
 							running(t, pool, relay.Config{ExactlyOnce: exactly})
@@ -144,14 +147,14 @@ func TestSequenceThatWentBack(t *testing.T) {
 						require.NoError(t, err)
 						require.False(t, s.Behind)
 						insertAll(t, owner, topic, []string{"last"})
-						if how == "drain" {
+						if !runs {
 							require.EqualValues(t, 1, drain(t, r))
 						}
 						requireFirsts(t, topic, append(append(before, after...), "last"))
 					})
-				}
-			}
-		}
+				})
+			})
+		})
 	}
 }
 
@@ -163,9 +166,10 @@ func TestRowsOfBeforeComeFirst(t *testing.T) {
 		"setval":       wentBack["setval"],
 		"logical copy": wentBack["setval"] + `; UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`,
 	} {
-		for _, published := range []bool{false, true} {
-			t.Run(fmt.Sprint(name, "/", published), func(t *testing.T) {
-				t.Parallel()
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			either(t, "the first", "behind published ones", func(t *testing.T, published bool) {
+				t.Helper()
 				owner, pool, _ := roled(t)
 				topic := kafkatest.Topic(t, 1)
 				r := newRelay(t, pool, relay.Config{})
@@ -181,7 +185,7 @@ func TestRowsOfBeforeComeFirst(t *testing.T) {
 				drain(t, r)
 				requireFirsts(t, topic, want)
 			})
-		}
+		})
 	}
 }
 
@@ -237,26 +241,24 @@ func TestSequenceIsRepairedByAnOperator(t *testing.T) {
 // it. Row O40 of guarantees.md.
 func TestDeadRowsOfReusedNumbers(t *testing.T) {
 	t.Parallel()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprint("exactly once ", exactly), func(t *testing.T) {
-			t.Parallel()
-			owner, pool, _ := roled(t)
-			missing := kafkatest.UnusedTopic(t)
-			r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
-			before, after := numbered("before", 5), numbered("after", 5)
-			insertAll(t, owner, missing, before)
-			drain(t, r)
-			require.Equal(t, 5, one[int](t, owner, `SELECT count(*) FROM effectonce.outbox_dead`))
-			// No progress that knows the numbers, only dead rows.
-			execute(t, owner, wentBack["restart identity"]+`; DELETE FROM effectonce.outbox_progress; DELETE FROM effectonce.outbox_advances`)
-			insertAll(t, owner, missing, after)
-			drain(t, newRelay(t, pool, relay.Config{ExactlyOnce: exactly}))
-			require.Equal(t, 10, one[int](t, owner, `SELECT count(*) FROM effectonce.outbox_dead`))
-			kafkatest.CreateTopic(t, missing, 1)
-			running(t, pool, relay.Config{ExactlyOnce: exactly})
-			requireFirsts(t, missing, append(before, after...))
-		})
-	}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		owner, pool, _ := roled(t)
+		missing := kafkatest.UnusedTopic(t)
+		r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
+		before, after := numbered("before", 5), numbered("after", 5)
+		insertAll(t, owner, missing, before)
+		drain(t, r)
+		require.Equal(t, 5, one[int](t, owner, `SELECT count(*) FROM effectonce.outbox_dead`))
+		// No progress that knows the numbers, only dead rows.
+		execute(t, owner, wentBack["restart identity"]+`; DELETE FROM effectonce.outbox_progress; DELETE FROM effectonce.outbox_advances`)
+		insertAll(t, owner, missing, after)
+		drain(t, newRelay(t, pool, relay.Config{ExactlyOnce: exactly}))
+		require.Equal(t, 10, one[int](t, owner, `SELECT count(*) FROM effectonce.outbox_dead`))
+		kafkatest.CreateTopic(t, missing, 1)
+		running(t, pool, relay.Config{ExactlyOnce: exactly})
+		requireFirsts(t, missing, append(before, after...))
+	})
 }
 
 // Property: where the sequence of ticks went back, numbers of ticks are not given twice, and the
@@ -391,9 +393,10 @@ func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
 		"restarted and refilled": `TRUNCATE effectonce.outbox RESTART IDENTITY`,
 		"setval":                 `SELECT setval('effectonce.outbox_slot', 1), setval('effectonce.outbox_seq_seq', 1, false)`,
 	} {
-		for _, exactly := range []bool{false, true} {
-			t.Run(fmt.Sprint(name, "/", exactly), func(t *testing.T) {
-				t.Parallel()
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			both(t, func(t *testing.T, exactly bool) {
+				t.Helper()
 				ctx := t.Context()
 				owner, pool, _ := roled(t)
 				topic := kafkatest.Topic(t, 1)
@@ -420,7 +423,7 @@ func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
 				insertAll(t, owner, topic, []string{"last"})
 				requireFirsts(t, topic, append(want, "last"))
 			})
-		}
+		})
 	}
 }
 

@@ -5,7 +5,6 @@ import (
 	"crypto/rand"
 	"encoding/base64"
 	"errors"
-	"fmt"
 	"log/slog"
 	"slices"
 	"strings"
@@ -51,17 +50,6 @@ func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Conf
 	done := make(chan error, 1)
 	go func() { done <- r.Run(ctx) }()
 	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
-}
-
-// both runs a test at least once and exactly once.
-func both(t *testing.T, test func(t *testing.T, exactly bool)) {
-	t.Helper()
-	for _, exactly := range []bool{false, true} {
-		t.Run(fmt.Sprintf("exactly once %v", exactly), func(t *testing.T) {
-			t.Parallel()
-			test(t, exactly)
-		})
-	}
 }
 
 // incompressible returns a text of n bytes.

@@ -61,9 +61,13 @@ func readOfDead(t *testing.T, exactly bool, waiting int) int64 {
 	}
 	require.Zero(t, probes.Load(), "rows of a topic without dead ones are not looked up")
 	stop()
-	counted.Close() // its servers' processes end, and report what they counted
-	await(t, "the server counted", func() bool { return one[int64](t, pool, readOfDeadSQL) > 0 })
-	return one[int64](t, pool, readOfDeadSQL)
+	counted.Close() // its servers' processes report what they counted, and end
+	await(t, "the server counted", func() bool {
+		return one[int](t, pool, `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'traced'`) == 0
+	})
+	read := one[int64](t, pool, readOfDeadSQL)
+	require.Positive(t, read)
+	return read
 }
 
 // tracers are several, one after the other.

@@ -22,6 +22,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -306,10 +307,10 @@ func TestRefusedWhenProduced(t *testing.T) {
 		defer func() { stop(); <-done }()
 		// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29
 		// has another.
-		require.Eventually(t, func() bool { return dead(t, pool) == 4 }, 60*time.Second, 10*time.Millisecond)
-		require.Eventually(t, func() bool {
+		await(t, "they are dead", func() bool { return dead(t, pool) == 4 })
+		await(t, "all others are published", func() bool {
 			return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 26
-		}, 60*time.Second, 10*time.Millisecond)
+		})
 		stop()
 		<-done
 		require.NoError(t, ended)
@@ -383,7 +384,8 @@ func TestStopAmongSuspectsPublishesOnce(t *testing.T) {
 	go func() { done <- r.Run(ctx) }()
 	<-sent
 	stop()
-	<-time.After(500 * time.Millisecond) // it takes note; a broker that answers sooner proves nothing
+	// It takes note, which nothing shows: a broker that answers sooner proves nothing.
+	require.True(t, pause.For(t.Context(), 500*time.Millisecond))
 	close(answer)
 	require.NoError(t, <-done)
 	drain(t, relays())
@@ -431,9 +433,9 @@ func TestResumedTopicDoesNotStopOthers(t *testing.T) {
 		var behind atomic.Int64 // when the other topic's row was delivered
 		behind.Store(-1)
 		tracer := &between{"-- relay.releasable", func(ctx context.Context) {
-			<-time.After(50 * time.Millisecond) // a slow database: the rounds take their time
+			meddle(t, pool, `SELECT pg_sleep(0.05)`)(context.WithoutCancel(ctx)) // a slow database: the rounds take their time
 			if late.CompareAndSwap(false, true) {
-				meddle(t, pool, fmt.Sprintf(`INSERT INTO effectonce.outbox (topic, payload) VALUES ('%s', 'now')`, other))(ctx)
+				meddle(t, pool, fmt.Sprintf(`INSERT INTO effectonce.outbox (topic, payload) VALUES ('%s', 'now')`, other))(context.WithoutCancel(ctx))
 			}
 		}}
 		cfg := relay.Config{ExactlyOnce: exactly, PageRowsMax: 100}

@@ -64,6 +64,7 @@ func traced(t *testing.T, pool *pgxpool.Pool, tracer pgx.QueryTracer) *pgxpool.P
 	t.Helper()
 	config := pool.Config()
 	config.ConnConfig.Tracer = tracer
+	config.ConnConfig.RuntimeParams["application_name"] = "traced"
 	second, err := pgxpool.NewWithConfig(t.Context(), config)
 	require.NoError(t, err)
 	t.Cleanup(second.Close)
@@ -131,10 +132,13 @@ func (l *leases) hooks() relay.Hooks {
 	}}
 }
 
-// await waits for less than the minute for which a relay may pause at most.
+// hangMax is how long what comes at once on a quiet machine may take before it counts as hung. It
+// is more than the minute for which a relay may pause at most.
+const hangMax = 2 * time.Minute
+
 func await(t *testing.T, what string, condition func() bool) {
 	t.Helper()
-	require.Eventually(t, condition, 2*time.Minute, 5*time.Millisecond, what)
+	require.Eventually(t, condition, hangMax, 5*time.Millisecond, what)
 }
 
 // runs is running, with a Lease of its own.

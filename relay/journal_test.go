@@ -136,7 +136,7 @@ func TestOldPrimaryIsKnownFromElsewhere(t *testing.T) {
 	value, err := json.Marshal(entry)
 	require.NoError(t, err)
 	require.NoError(t, kafkatest.Client(t).ProduceSync(ctx, &kgo.Record{Topic: cfg.ProgressTopic, Key: last.Key, Value: value}).FirstErr())
-	limited, cancel := context.WithTimeout(ctx, time.Minute)
+	limited, cancel := context.WithTimeout(ctx, hangMax)
 	defer cancel()
 	require.ErrorIs(t, newRelay(t, pool, cfg).Run(limited), relay.ErrOldPrimary)
 	require.Equal(t, []string{"1"}, values(t, topic))
@@ -184,7 +184,7 @@ func TestStopWhileProgressIsNotAcknowledged(t *testing.T) {
 	select {
 	case err := <-done:
 		require.NoError(t, err)
-	case <-time.After(40 * time.Second):
+	case <-time.After(hangMax):
 		require.Fail(t, "the stop waits for the broker")
 	}
 }

@@ -33,8 +33,7 @@ func (c countedConn) Read(b []byte) (int, error) {
 // a single row is larger than a page. Row O47 of guarantees.md.
 func TestLargeRowsAreReadOnce(t *testing.T) {
 	t.Parallel()
-	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	kafkatest.Configure(t, topic, "max.message.bytes", "10000000")
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1, "max.message.bytes", "10000000")
 	var read atomic.Int64
 	config := pool.Config()
 	dial := config.ConnConfig.DialFunc

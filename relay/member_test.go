@@ -28,7 +28,7 @@ import (
 func TestReplicasShareShards(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 3)
-	const lease = 30 * time.Second
+	const lease = 2 * hangMax
 	replica := func(owner string) (stop func()) {
 		r := newRelay(t, pool, relay.Config{Owner: owner, Shards: 4, Lease: lease}) //nolint:contextcheck // the test's
 		running, cancel := context.WithCancel(ctx)
@@ -41,12 +41,11 @@ func TestReplicasShareShards(t *testing.T) {
 	}
 	share := func(want string) {
 		t.Helper()
-		shares := ""
-		require.Eventually(t, func() bool {
-			shares = one[string](t, pool, `SELECT coalesce(string_agg(owner || ' ' || n, ', ' ORDER BY owner), '')
+		await(t, want, func() bool {
+			shares := one[string](t, pool, `SELECT coalesce(string_agg(owner || ' ' || n, ', ' ORDER BY owner), '')
 				FROM (SELECT owner, count(*) AS n FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL GROUP BY owner) s`)
 			return shares == want
-		}, lease/2, 20*time.Millisecond, "%s", want)
+		})
 	}
 	first := replica("a")
 	share("a 4")
@@ -67,9 +66,9 @@ func TestReplicasShareShards(t *testing.T) {
 	share("a 2, b 2, c 2")
 	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 1)
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`) == 1 }, lease/2, 20*time.Millisecond)
+	await(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`) == 1 })
 	share("a 1")
-	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) >= 80 }, 20*time.Second, 20*time.Millisecond)
+	await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 80 })
 	for _, stop := range []func(){first, second, third} {
 		stop()
 	}
@@ -223,11 +222,18 @@ func (b *lockedBuffer) String() string {
 	return b.Buffer.String()
 }
 
-// slowClose is a client that takes its time to end.
-type slowClose struct{ atomic.Int64 }
+// slowClose is a client that, while it is slow, ends when it may.
+type slowClose struct {
+	atomic.Int64
+
+	slow atomic.Bool
+	may  chan struct{}
+}
 
 func (s *slowClose) OnClientClosed(*kgo.Client) {
-	<-time.After(500 * time.Millisecond)
+	if s.slow.Load() {
+		<-s.may
+	}
 	s.Add(1)
 }
 
@@ -236,19 +242,22 @@ func (s *slowClose) OnClientClosed(*kgo.Client) {
 func TestLateEndOfAnOldShardEndsNoNewOne(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	closing := &slowClose{}
+	closing := &slowClose{may: make(chan struct{})}
+	mayClose := sync.OnceFunc(func() { close(closing.may) })
 	var l leases
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(closing)}, relay.Config{Lease: 30 * time.Second, Hooks: l.hooks()})
 	require.NoError(t, err)
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
 	go func() { done <- r.Run(running) }()
-	defer func() { stop(); require.NoError(t, <-done) }()
+	defer func() { mayClose(); stop(); require.NoError(t, <-done) }()
 	await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
 	before := closing.Load()
+	closing.slow.Store(true)
 	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 2)
 	require.NoError(t, err)
 	await(t, "the new shards are taken", func() bool { return l.held.Load() == 3 })
+	mayClose()
 	await(t, "the old one's client has ended", func() bool { return closing.Load() > before })
 	for i := range 10 {
 		insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i))
@@ -268,7 +277,7 @@ func TestListeningRelayEndsWithItsError(t *testing.T) {
 	select {
 	case err := <-ended:
 		require.ErrorIs(t, err, relay.ErrOldPrimary)
-	case <-time.After(40 * time.Second):
+	case <-time.After(hangMax):
 		require.Fail(t, "it hangs")
 	}
 }

@@ -122,7 +122,7 @@ func TestBrokerAwayIsWaitedOut(t *testing.T) {
 	require.Equal(t, 1, read())
 	require.Zero(t, dead(t, pool))
 	away.Store(false)
-	require.Eventually(t, func() bool { return read() == 50 }, 40*time.Second, 10*time.Millisecond)
+	await(t, "all is published", func() bool { return read() == 50 })
 	stop()
 	require.NoError(t, <-done)
 	next := 0
@@ -236,7 +236,7 @@ func TestDatabaseAwayIsWaitedOut(t *testing.T) {
 		require.NoError(t, cluster.Restart(ctx))
 		pool.Reset()
 	}
-	require.Eventually(t, func() bool { return distinct(values(t, topic)) == 60 }, 40*time.Second, 50*time.Millisecond)
+	await(t, "all is published", func() bool { return distinct(values(t, topic)) == 60 })
 	stop()
 	require.NoError(t, <-done)
 }

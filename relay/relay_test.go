@@ -210,7 +210,7 @@ func testUnknownTopicHoldsOnlyItself(t *testing.T, exactly bool) {
 	insert(t, pool, topic, "k", "flows")
 	insert(t, pool, missing, "k", "2")
 	insert(t, pool, missing, "other", "3")
-	require.Eventually(t, func() bool { return len(values(t, topic)) == 1 && dead(t, pool) == 3 }, 20*time.Second, 20*time.Millisecond)
+	await(t, "one flows, the others wait", func() bool { return len(values(t, topic)) == 1 && dead(t, pool) == 3 })
 	var reason, text string
 	require.NoError(t, pool.QueryRow(ctx, `SELECT reason, error FROM effectonce.outbox_dead ORDER BY seq LIMIT 1`).Scan(&reason, &text))
 	require.Equal(t, "unknown_topic", reason)
@@ -219,9 +219,9 @@ func testUnknownTopicHoldsOnlyItself(t *testing.T, exactly bool) {
 	insert(t, pool, missing, "k", "4")
 	kafkatest.CreateTopic(t, missing, 1)
 	insert(t, pool, missing, "k", "5")
-	require.Eventually(t, func() bool { return len(values(t, missing)) == 5 }, 20*time.Second, 20*time.Millisecond)
+	await(t, "they are published", func() bool { return len(values(t, missing)) == 5 })
 	require.Equal(t, []string{"1", "2", "4", "5"}, keyed(t, missing, "k"))
-	require.Eventually(t, func() bool { return dead(t, pool) == 0 }, 20*time.Second, 20*time.Millisecond)
+	await(t, "nothing waits", func() bool { return dead(t, pool) == 0 })
 	stop()
 	require.NoError(t, <-done)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -37,7 +38,7 @@ func firsts(t *testing.T, topic string) (first []string) {
 func requireFirsts(t *testing.T, topic string, want []string) {
 	t.Helper()
 	var got []string
-	require.Eventually(t, func() bool { got = firsts(t, topic); return len(got) >= len(want) }, 30*time.Second, 20*time.Millisecond, "rows are missing")
+	await(t, "all rows are there", func() bool { got = firsts(t, topic); return len(got) >= len(want) })
 	require.Equal(t, want, got)
 }
 
@@ -345,9 +346,9 @@ func TestRepairWaitsForWriters(t *testing.T) {
 		assert.NoError(t, err)
 		repaired <- done
 	}()
-	require.Eventually(t, func() bool {
+	await(t, "the repair waits", func() bool {
 		return one[int](t, owner, `SELECT count(*) FROM pg_locks WHERE NOT granted AND relation::regclass::text ~ 'outbox' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`) > 0
-	}, 20*time.Second, time.Millisecond)
+	})
 	require.NoError(t, writer.Commit(ctx))
 	require.EqualValues(t, 1, (<-repaired).Renumbered)
 	require.EqualValues(t, 1, drain(t, r))
@@ -440,27 +441,28 @@ func payloads(values []string) (all [][]byte) {
 func TestSequenceIsNeverReadAhead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	ctx, stop := context.WithTimeout(t.Context(), 3*time.Second)
-	defer stop()
+	var looked atomic.Bool
 	var group errgroup.Group
 	for range 2 {
 		group.Go(func() error {
-			for ctx.Err() == nil {
-				if _, err := pool.Exec(context.WithoutCancel(ctx), `SELECT count(nextval('effectonce.outbox_seq_seq')) FROM generate_series(1, 500)`); err != nil {
+			for !looked.Load() {
+				if _, err := pool.Exec(t.Context(), `SELECT count(nextval('effectonce.outbox_seq_seq')) FROM generate_series(1, 500)`); err != nil {
 					return err
 				}
 			}
 			return nil
 		})
 	}
-	looks := 0
-	for ; ctx.Err() == nil; looks++ {
+	defer func() {
+		looked.Store(true)
+		require.NoError(t, group.Wait())
+	}()
+	begun := time.Now()
+	for looks := 0; looks < 500 || time.Since(begun) < 3*time.Second; looks++ {
 		var read, given int64
 		require.NoError(t, pool.QueryRow(t.Context(), `SELECT read, nextval('effectonce.outbox_seq_seq') FROM (SELECT `+relay.LastSeq+` AS read OFFSET 0) AS look`).Scan(&read, &given))
 		require.Less(t, read, given, "look %d", looks)
 	}
-	require.NoError(t, group.Wait())
-	require.Greater(t, looks, 100)
 }
 
 // Property: a repair of both sequences ends, however long it renumbers rows, while others look at
@@ -477,9 +479,9 @@ func TestRepairBesideThoseWhoLook(t *testing.T) {
 	execute(t, owner, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NEW; END';
 		CREATE TRIGGER slow BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION slow()`)
 	var looking errgroup.Group
+	var repaired atomic.Bool
 	looking.Go(func() error {
-		for range 4 { // behind the repair's first second
-			<-time.After(300 * time.Millisecond)
+		for !repaired.Load() {
 			if _, err := relay.ReadSequences(ctx, pool, ""); err != nil {
 				return err
 			}
@@ -487,6 +489,7 @@ func TestRepairBesideThoseWhoLook(t *testing.T) {
 		return nil
 	})
 	done, err := relay.Repair(ctx, owner, relay.RepairOptions{Who: "ana", Why: "test"})
+	repaired.Store(true)
 	require.NoError(t, err)
 	require.EqualValues(t, 3, done.Renumbered)
 	require.Greater(t, done.TickAfter, done.TickBefore, "the test's own premise")

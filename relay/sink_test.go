@@ -278,7 +278,7 @@ func TestSinkThatHangsIsEnded(t *testing.T) {
 	select {
 	case err := <-done:
 		require.NoError(t, err)
-	case <-time.After(time.Minute):
+	case <-time.After(hangMax):
 		require.Fail(t, "the stop waits for the lease")
 	}
 	hang = false
@@ -347,11 +347,11 @@ func TestSinkOfSeveralShards(t *testing.T) {
 		r := newSinkRelay(t, pool, sink, relay.Config{Shards: 4, Lease: time.Second, PageRowsMax: 20})
 		group.Go(func() { assert.NoError(t, r.Run(running)) })
 	}
-	require.Eventually(t, func() bool {
+	await(t, "all are handed over", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
 		return len(seen) == 200
-	}, time.Minute, 10*time.Millisecond)
+	})
 	stop()
 	group.Wait()
 	require.Equal(t, want, firsts)

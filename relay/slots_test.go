@@ -58,11 +58,11 @@ func TestSlotsTakeTurns(t *testing.T) {
 	}
 	require.Equal(t, 0, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL AND slot = 0`))
 	require.NoError(t, late.Commit(ctx))
-	require.Eventually(t, func() bool {
+	await(t, "the slot takes its turn, too", func() bool {
 		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`) == 4 && one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`) == 0
-	}, 20*time.Second, 20*time.Millisecond)
+	})
 	var first []string // occurrences: a lease that was lost on a busy machine has rows published twice
-	require.Eventually(t, func() bool {
+	await(t, "all rows are there", func() bool {
 		first = nil
 		seen := map[string]bool{}
 		for _, v := range values(t, topic) {
@@ -72,7 +72,7 @@ func TestSlotsTakeTurns(t *testing.T) {
 			seen[v] = true
 		}
 		return len(first) == n+1
-	}, 20*time.Second, 20*time.Millisecond, "rows are lost")
+	})
 	i := 0
 	for _, v := range first {
 		if v != "late" {
@@ -170,8 +170,9 @@ func TestDumpKeepsPublishedRowsAndIsNamed(t *testing.T) {
 	require.Positive(t, waiting.Load())
 	await(t, "rows flow", func() bool { return distinct(values(t, topic)) == n })
 	const said = "published rows cannot be removed"
-	require.Contains(t, log.String(), fmt.Sprintf("session %d (pg_dump, role ", conn.PgConn().PID()))
-	require.Contains(t, log.String(), "AccessShareLock")
+	await(t, "it names the session", func() bool {
+		return strings.Contains(log.String(), fmt.Sprintf("session %d (pg_dump, role ", conn.PgConn().PID())) && strings.Contains(log.String(), "AccessShareLock")
+	})
 	slots := one[int](t, pool, `SELECT count(DISTINCT slot) FROM effectonce.outbox`)
 	require.LessOrEqual(t, strings.Count(log.String(), said), slots, "it is said once for each slot, and again after 30 s")
 
@@ -179,7 +180,7 @@ func TestDumpKeepsPublishedRowsAndIsNamed(t *testing.T) {
 	require.NoError(t, err)
 	await(t, "the outbox shrinks", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`) == 0 })
 	await(t, "it waits no more", func() bool { return waiting.Load() == 0 })
-	require.Contains(t, log.String(), "no longer wait for a lock")
+	await(t, "it says so", func() bool { return strings.Contains(log.String(), "no longer wait for a lock") })
 	insert(t, pool, topic, "k", "after")
 	await(t, "rows flow", func() bool { return distinct(values(t, topic)) == n+1 })
 }

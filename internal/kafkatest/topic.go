@@ -1,9 +1,11 @@
 package kafkatest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"testing"
+	"time"
 
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -42,16 +44,53 @@ func Recreate(tb testing.TB, topic string) {
 	CreateTopic(tb, topic, 1)
 }
 
-// Configure changes one setting of a topic.
+// Configure changes one setting of a topic, and returns when brokers show the change.
 func Configure(tb testing.TB, topic, name, value string) {
 	tb.Helper()
 	change := []kadm.AlterConfig{{Op: kadm.SetConfig, Name: name, Value: &value}}
-	responses, err := kadm.NewClient(Client(tb)).AlterTopicConfigs(tb.Context(), change, topic)
+	admin := kadm.NewClient(Client(tb))
+	responses, err := admin.AlterTopicConfigs(tb.Context(), change, topic)
 	if err == nil {
 		_, err = responses.On(topic, func(r *kadm.AlterConfigsResponse) error { return r.Err })
 	}
 	if err != nil {
 		tb.Fatalf("set %s=%s of topic %s: %v", name, value, topic, err)
+	}
+	until(tb, "brokers show "+name+"="+value, func(ctx context.Context) error {
+		described, err := admin.DescribeTopicConfigs(ctx, topic)
+		if err != nil {
+			return err
+		}
+		_, err = described.On(topic, func(r *kadm.ResourceConfig) error {
+			for _, c := range r.Configs {
+				if c.Key == name && c.MaybeValue() == value {
+					return nil
+				}
+			}
+			return cmp.Or(r.Err, errors.New("not yet"))
+		})
+		return err
+	})
+}
+
+// until waits until a condition returns no error: brokers learn of a change after the controller
+// has answered.
+func until(tb testing.TB, what string, condition func(ctx context.Context) error) {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(tb.Context(), readMax)
+	defer cancel()
+	tick := time.NewTicker(createEvery)
+	defer tick.Stop()
+	for {
+		err := condition(ctx)
+		if err == nil {
+			return
+		}
+		select {
+		case <-ctx.Done():
+			tb.Fatalf("wait until %s: %v", what, err)
+		case <-tick.C:
+		}
 	}
 }
 

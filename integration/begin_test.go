@@ -300,7 +300,7 @@ func TestRelaysRecoverAtOnce(t *testing.T) {
 	two.at(t, pool, &atCommit{do: func() {
 		select {
 		case <-reads:
-		case <-time.After(time.Minute):
+		case <-time.After(patience * time.Minute):
 			t.Error("the other relay does not read")
 		}
 	}})

@@ -103,7 +103,7 @@ func leashedPostgres(t *testing.T, log io.Writer, args ...string) (leash io.Clos
 func (s *standby) either(primary *servers.Postgres) string {
 	config := s.pool.Config().ConnConfig
 	first, _ := pgx.ParseConfig(primary.URL)
-	return fmt.Sprintf("postgres://%s:%s@/postgres?host=%s,%s&port=%d,5432&sslmode=disable&target_session_attrs=read-write&connect_timeout=2",
+	return fmt.Sprintf("postgres://%s:%s@/postgres?host=%s,%s&port=%d,5432&sslmode=disable&target_session_attrs=read-write&connect_timeout=10",
 		config.User, config.Password, first.Host, s.dir, first.Port)
 }
 

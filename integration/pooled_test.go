@@ -149,13 +149,13 @@ func TestMigrationsThroughPgBouncerAreNeverHalfDone(t *testing.T) {
 	var group errgroup.Group
 	for range 6 {
 		group.Go(func() error {
-			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
-			defer cancel()
-			conn, err := pgx.Connect(ctx, p.url(describeOnly))
+			conn, err := pgx.Connect(t.Context(), p.url(describeOnly))
 			if err != nil {
 				return err
 			}
-			defer func() { _ = conn.Close(ctx) }()
+			defer func() { _ = conn.Close(t.Context()) }()
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+			defer cancel()
 			_ = migrations.Up(ctx, conn, migrations.Options{}) // its lock may be held by others, too
 			return nil
 		})

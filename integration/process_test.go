@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"path/filepath"
 	"runtime"
 	"strings"
 	"sync"
@@ -301,7 +302,7 @@ func (c child) queuedEffect(ctx context.Context, q *consumer.Queue, msg *consume
 // process is a child that runs.
 type process struct {
 	cmd  *exec.Cmd
-	log  *lockedBuffer
+	log  logFile
 	done chan struct{}
 	err  error
 }
@@ -321,8 +322,11 @@ func start(t *testing.T, c child) *process {
 // started runs a program until the test ends.
 func started(t *testing.T, cmd *exec.Cmd, name string) *process {
 	t.Helper()
-	p := &process{cmd: cmd, log: &lockedBuffer{}, done: make(chan struct{})}
-	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
+	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
+	require.NoError(t, err)
+	defer func() { _ = log.Close() }() // the process has its own descriptor
+	p := &process{cmd: cmd, log: logFile(log.Name()), done: make(chan struct{})}
+	p.cmd.Stdout, p.cmd.Stderr = log, log
 	require.NoError(t, p.cmd.Start())
 	go func() {
 		p.err = p.cmd.Wait()
@@ -347,8 +351,11 @@ func (p *process) kill() {
 
 // terminate asks for a clean stop, as soon as the process can hear, and returns how it ended.
 func (p *process) terminate() error {
-	for !strings.Contains(p.log.String(), childReady) && !p.ended() {
-		<-time.After(time.Millisecond)
+	for look := time.NewTicker(time.Millisecond); !strings.Contains(p.log.String(), childReady) && !p.ended(); {
+		select {
+		case <-p.done:
+		case <-look.C:
+		}
 	}
 	p.signal(syscall.SIGTERM)
 	<-p.done
@@ -362,6 +369,18 @@ func (p *process) ended() bool {
 	default:
 		return false
 	}
+}
+
+// logFile is what a process writes. A line is there as soon as it is written: through a pipe it
+// would come later than what the process did afterwards.
+type logFile string
+
+func (l logFile) String() string {
+	text, err := os.ReadFile(string(l))
+	if err != nil {
+		return err.Error()
+	}
+	return string(text)
 }
 
 type lockedBuffer struct {

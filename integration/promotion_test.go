@@ -96,7 +96,7 @@ func promote(t *testing.T, c child, running bool) {
 	require.NoError(t, err)
 	old, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(c.Brokers...)}, relay.Config{ExactlyOnce: c.ExactlyOnce})
 	require.NoError(t, err)
-	limited, cancel := context.WithTimeout(ctx, 20*time.Second)
+	limited, cancel := context.WithTimeout(ctx, patience*time.Minute)
 	defer cancel()
 	require.ErrorIs(t, old.Run(limited), relay.ErrOldPrimary)
 }

@@ -232,7 +232,7 @@ func TestPublishersListsAreNeverWithoutTriggers(t *testing.T) {
 				_, err := p.owner.Exec(ctx, p.named(second))
 				done <- err
 			}()
-			eventually(t, 10*time.Second, "the second waits", func() (bool, any) {
+			eventually(t, 30*time.Second, "the second waits", func() (bool, any) {
 				n := count(ctx, t, p.owner, `SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()`)
 				return n == 1, n
 			})

@@ -200,7 +200,7 @@ func testReleasesSideBySide(t *testing.T, u upgrade) {
 		old, young = u.by(ctx, t, older)-old, u.by(ctx, t, newer)-young
 		return old > 0 && young > 0, fmt.Sprintf("%d by the previous release, %d by this one", old, young)
 	}
-	eventually(t, 30*time.Second, "both releases have effects", both)
+	eventually(t, 2*time.Minute, "both releases have effects", both)
 	duplicates(t, u.brokers, again)
 	produce("behind duplicates")
 	handled(ctx, t, u.pool, 30*time.Second)

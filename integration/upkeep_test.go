@@ -44,7 +44,7 @@ func TestFrozenUpkeepDoesNotHoldUpClaims(t *testing.T) {
 	})
 	heir := start(t, c)
 	producedAt(t, c.Brokers, pool, c.Topic, "k", 4, 50, 0)
-	within(t, 30*time.Second, "every message has its effect", effectsOfAll(ctx, t, pool))
+	eventually(t, 30*time.Second, "every message has its effect", effectsOfAll(ctx, t, pool))
 	zombie.signal(syscall.SIGCONT)
 	<-zombie.done
 	require.Error(t, zombie.err, "its connection is gone")

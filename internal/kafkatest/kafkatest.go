@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
+	"fmt"
 	"slices"
 	"strings"
 	"sync"
@@ -11,16 +12,18 @@ import (
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
 const (
-	createMax   = 30 * time.Second
+	createMax   = time.Minute
 	createEvery = 10 * time.Millisecond
-	cleanupMax  = 30 * time.Second
+	cleanupMax  = time.Minute
 )
 
 // shared is the cluster of this process. The first test that needs it starts it, and pgtest.Main
@@ -38,6 +41,9 @@ func Kafka(tb testing.TB) *servers.Kafka {
 		// Other tests use the cluster after this test.
 		ctx := context.WithoutCancel(tb.Context())
 		shared.kafka, shared.err = servers.StartKafka(ctx, servers.KafkaOptions{})
+		if shared.err == nil {
+			shared.err = coordinated(ctx, shared.kafka)
+		}
 		if shared.err == nil {
 			tb.Log("shared by the tests of this package:", shared.kafka.Description)
 		}
@@ -82,7 +88,39 @@ func start(tb testing.TB, opts servers.KafkaOptions) *servers.Kafka {
 			tb.Errorf("stop the test's Kafka: %v", err)
 		}
 	})
+	if err := coordinated(tb.Context(), k); err != nil {
+		tb.Fatal(err)
+	}
 	return k
+}
+
+// coordinated returns when the coordinators of groups answer: a broker creates and loads their
+// topic when it is first asked, and until then refuses.
+func coordinated(ctx context.Context, kafka *servers.Kafka) error {
+	if kafka.Fake != nil {
+		return nil
+	}
+	client, err := kgo.NewClient(kgo.SeedBrokers(kafka.Brokers...))
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	ctx, cancel := context.WithTimeout(ctx, cleanupMax)
+	defer cancel()
+	for {
+		groups, err := kadm.NewClient(client).DescribeGroups(ctx, "0", "1", "2", "3") // one in each partition of their topic
+		for _, group := range groups {
+			if kerr.IsRetriable(group.Err) {
+				err = group.Err
+			}
+		}
+		if err == nil {
+			return nil
+		}
+		if !pause.For(ctx, createEvery) {
+			return fmt.Errorf("wait for the coordinators of groups: %w", err)
+		}
+	}
 }
 
 // Client returns a client of the shared cluster, closed when the test ends.

@@ -82,11 +82,11 @@ func TestImagePublishes(t *testing.T) {
 	defer func() { _ = conn.Close(t.Context()) }()
 	_, err = conn.Exec(t.Context(), "INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'order-1', 'paid')", topic)
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, time.Minute, 50*time.Millisecond, "nothing is published")
+	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, 3*time.Minute, 50*time.Millisecond, "nothing is published")
 
 	require.Eventually(t, func() bool { // the health check of compose.yaml
 		return exec.CommandContext(t.Context(), "docker", "exec", id, "/outbox-relay", "ready").Run() == nil
-	}, time.Minute, 50*time.Millisecond, "it is not ready")
+	}, 3*time.Minute, 50*time.Millisecond, "it is not ready")
 	assert.Regexp(t, `65532\s+\d+\s+/outbox-relay run`, command(t, nil, "docker", "top", id, "-eo", "uid,pid,args"))
 	command(t, nil, "docker", "stop", id)
 	assert.Equal(t, "0", command(t, nil, "docker", "inspect", "--format={{.State.ExitCode}}", id))

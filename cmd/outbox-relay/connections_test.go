@@ -120,7 +120,7 @@ func TestBrokersAreRefused(t *testing.T) {
 				opts = append(opts, kfake.TLS(c.server))
 			}
 			fake := kafkatest.Fake(t, opts...)
-			r := run(t, secured(fake, pgtest.Database(t), c.more), "doctor", "--timeout", "2s")
+			r := run(t, secured(fake, pgtest.Database(t), c.more), "doctor", "--timeout", "5s")
 			assert.Equal(t, 1, r.code)
 			assert.Contains(t, r.stdout, c.want)
 		})
@@ -142,7 +142,7 @@ func TestClientCertificate(t *testing.T) {
 	assert.Contains(t, r.stdout, brokersAnswer)
 	delete(environment, "OUTBOX_KAFKA_CERT_FILE")
 	delete(environment, "OUTBOX_KAFKA_KEY_FILE")
-	r = run(t, environment, "doctor", "--timeout", "2s")
+	r = run(t, environment, "doctor", "--timeout", "5s")
 	assert.Equal(t, 1, r.code)
 	assert.Contains(t, r.stdout, "certificate required")
 }
@@ -166,7 +166,7 @@ func TestRotatedKafkaPassword(t *testing.T) {
 	conn := connect(t, address)
 	password := file(t, canaryHead+"wrong"+canaryTail)
 	environment := secured(fake, address, map[string]string{"KAFKA_SASL_MECHANISM": "plain", "KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": password})
-	r := run(t, environment, "doctor", "--timeout", "2s")
+	r := run(t, environment, "doctor", "--timeout", "5s")
 	assert.Equal(t, 1, r.code)
 	assert.Contains(t, r.stdout, "SASL_AUTHENTICATION_FAILED")
 	assertNoCanary(t, r, "doctor")
@@ -241,7 +241,7 @@ func TestAdvertisedBrokersGetNothingInTheClear(t *testing.T) {
 			advertise(t, fake, address)
 			database := pgtest.Database(t)
 			environment := secured(fake, database, more)
-			r := run(t, environment, "doctor", "--timeout", "2s")
+			r := run(t, environment, "doctor", "--timeout", "5s")
 			assert.Equal(t, 1, r.code, r)
 			assert.Contains(t, r.stdout, "broker "+address+", at "+address+", is on another machine, and without TLS")
 
@@ -261,7 +261,7 @@ func TestInsecureReachesAdvertisedBrokers(t *testing.T) {
 	outside := newDowngrade(t)
 	fake := kafkatest.Fake(t)
 	advertise(t, fake, "0.0.0.0:"+outside.port(t))
-	r := run(t, secured(fake, pgtest.Database(t), map[string]string{"INSECURE": "true"}), "doctor", "--timeout", "2s")
+	r := run(t, secured(fake, pgtest.Database(t), map[string]string{"INSECURE": "true"}), "doctor", "--timeout", "5s")
 	assert.Contains(t, r.stdout, "broker 77 does not answer", "it is none")
 	assert.Contains(t, outside.stop(), "outbox-relay", "the client's name")
 }

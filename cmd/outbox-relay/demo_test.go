@@ -32,7 +32,7 @@ func demoCommand(t *testing.T, program string, args ...string) *exec.Cmd {
 	ctx, cancel := context.WithTimeout(t.Context(), demoMax)
 	t.Cleanup(cancel)
 	cmd := exec.CommandContext(ctx, program, append([]string{"demo"}, args...)...)
-	cmd.WaitDelay = time.Second
+	cmd.WaitDelay = 30 * time.Second
 	for _, variable := range os.Environ() {
 		name, _, _ := strings.Cut(variable, "=")
 		if name != "DATABASE_URL" && name != "KAFKA_BROKERS" && !strings.HasPrefix(name, "OUTBOX_") {
@@ -133,7 +133,7 @@ func endsWithItsChildren(t *testing.T, cmd *exec.Cmd, end os.Signal) {
 			}
 		}
 		return true
-	}, 30*time.Second, 50*time.Millisecond, "%v still run", below)
+	}, commandMax, 50*time.Millisecond, "%v still run", below)
 }
 
 // descendants lists the processes below one.

@@ -86,7 +86,7 @@ func alone(environment map[string]string) map[string]string {
 }
 
 // commandMax is far above what a command takes that ends by itself.
-const commandMax = time.Minute
+const commandMax = 3 * time.Minute
 
 // run runs a command line in this process.
 func run(t *testing.T, environment map[string]string, args ...string) result {

@@ -24,11 +24,8 @@ func TestRunWaitsForADatabaseThatIsAway(t *testing.T) {
 	execSQL(t, connect(t, address), "INSERT INTO effectonce.outbox (topic) VALUES ($1)", topic)
 	there, err := url.Parse(role)
 	require.NoError(t, err)
-	free, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
 	gone := *there
-	gone.Host = free.Addr().String()
-	require.NoError(t, free.Close())
+	gone.Host = spare(t)
 	environment := func(wait string) map[string]string {
 		e := relayEnvironment(t, gone.String())
 		e["OUTBOX_DATABASE_WAIT"] = wait
@@ -59,6 +56,21 @@ func TestRunWaitsForADatabaseThatIsAway(t *testing.T) {
 	assert.Equal(t, 1, r.code)
 	assert.Contains(t, r.stderr, "user or password is wrong (28P01)")
 	assert.NotContains(t, r.stderr, "retrying")
+}
+
+// spare returns an address at which no server listens, and none will: where this machine has more
+// than one address of its own, other tests have no port of this one.
+func spare(t *testing.T) string {
+	t.Helper()
+	for _, host := range []string{"127.0.0.77", "127.0.0.1"} {
+		free, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", net.JoinHostPort(host, "0"))
+		if err == nil {
+			require.NoError(t, free.Close())
+			return free.Addr().String()
+		}
+	}
+	require.FailNow(t, "there is no address of this machine")
+	return ""
 }
 
 // forward lets connections to one address lead to another.

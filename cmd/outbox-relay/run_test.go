@@ -196,7 +196,7 @@ func TestSignals(t *testing.T) {
 	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1)", topic)
 	select {
 	case <-arrived:
-	case <-time.After(time.Minute):
+	case <-time.After(commandMax):
 		require.FailNow(t, "nothing was produced", written)
 	}
 	require.NoError(t, cmd.Process.Signal(syscall.SIGINT))

@@ -27,7 +27,7 @@ func TestServersForTryingOut(t *testing.T) {
 	output, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, ".").CombinedOutput()
 	require.NoError(t, err, string(output))
 	cmd := exec.CommandContext(t.Context(), program, "servers", "--topic", "orders")
-	cmd.WaitDelay = time.Second
+	cmd.WaitDelay = 30 * time.Second
 	out, err := cmd.StdoutPipe()
 	require.NoError(t, err)
 	require.NoError(t, cmd.Start())

@@ -130,8 +130,8 @@ func (c *counting) Publish(topic string, messages ...*message.Message) error {
 // key are in order among first occurrences. Where JetStream knows the IDs, each row is there once.
 func TestRowsReachJetStreamThatIsKilled(t *testing.T) {
 	t.Parallel()
-	for _, tracked := range []bool{true, false} {
-		t.Run(fmt.Sprintf("IDs tracked %v", tracked), func(t *testing.T) {
+	for name, tracked := range map[string]bool{"JetStream tracks IDs": true, "JetStream does not track IDs": false} {
+		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			testRowsReachJetStreamThatIsKilled(t, tracked)
 		})

@@ -289,7 +289,7 @@ func TestPublisherThatHangs(t *testing.T) {
 	r := newRelay(t, pool, sink, relay.Config{Lease: 3 * time.Second, Hooks: relay.Hooks{Interrupted: func(err error) { interrupted <- err }}})
 	go func() { done <- r.Run(running) }()
 	var texts []string
-	for limit := time.After(time.Minute); len(texts) < 3; {
+	for limit := time.After(3 * time.Minute); len(texts) < 3; {
 		select {
 		case err := <-interrupted:
 			// A slow machine may lose the lease during the test, or the database may be late.

@@ -34,7 +34,7 @@ func remedy(f doctor.Finding) string {
 // coordinator's to say. A cluster of its own: transactions of other tests would be seen.
 func TestLongTransactionsAreFound(t *testing.T) {
 	t.Parallel()
-	cluster := pgtest.Cluster(t, map[string]string{"max_prepared_transactions": "5"})
+	cluster := pgtest.Cluster(t, map[string]string{"max_prepared_transactions": "5", "autovacuum": "off"})
 	pgtest.Migrate(t, cluster.URL)
 	later := anHourLater(t, cluster.URL)
 	require.Equal(t, doctor.OK, only(t, doctor.OpenTransactions(t.Context(), later)).Severity)
@@ -127,6 +127,6 @@ func TestClocksAreCompared(t *testing.T) {
 	require.Equal(t, doctor.OK, only(t, doctor.Clock(t.Context(), connect(t, address))).Severity)
 	f := only(t, doctor.Clock(t.Context(), anHourLater(t, address)))
 	assert.Equal(t, doctor.Warn, f.Severity)
-	assert.Regexp(t, `differ by about (1h:|59m59s:)`, f.Message)
+	assert.Regexp(t, `differ by about (1h|59m5\ds):`, f.Message)
 	assert.Contains(t, f.Remedy, "chronyc tracking")
 }

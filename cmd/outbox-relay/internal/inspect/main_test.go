@@ -21,7 +21,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 const (
 	schema  = "effectonce"
-	waitMax = 30 * time.Second
+	waitMax = 2 * time.Minute
 )
 
 func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {

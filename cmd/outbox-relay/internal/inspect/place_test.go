@@ -36,6 +36,7 @@ func TestWhyThereIsNoRecord(t *testing.T) {
 	produce(&commit) // 0, its end 1
 	produce(&abort)  // 2, 3
 	produce(&commit) // 4, 5
+	kafkatest.Marked(t, topic)
 	var offsets kadm.Offsets
 	offsets.Add(kadm.Offset{Topic: topic, At: 1})
 	deleted, err := kadm.NewClient(kafkatest.Client(t)).DeleteRecords(t.Context(), offsets)
@@ -60,6 +61,7 @@ func TestWhyThereIsNoRecord(t *testing.T) {
 	assert.Equal(t, inspect.PlaceOpen, open.At.State)
 	assert.Len(t, open.Records, 1)
 	require.NoError(t, producer.EndTransaction(t.Context(), kgo.TryAbort))
+	kafkatest.Marked(t, topic)
 	x := explain(t, pool, kafka(t), topic+"/0/7")
 	assert.Equal(t, inspect.At{Place: inspect.Place{Topic: topic, Offset: 7}, State: inspect.PlaceControl, Partitions: 2, Start: 1, End: 8}, *x.At)
 	assert.Nil(t, explain(t, pool, nil, topic+"/0/0").At, "Kafka was not asked")

@@ -29,6 +29,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/metrics"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
 	"github.com/effectonce/effectonce/relay"
@@ -138,12 +139,10 @@ var scenes = []scene{
 				if !s.struckNow.Load() {
 					return len(m), nil
 				}
-				select {
-				case <-ctx.Done():
+				if !pause.For(ctx, time.Duration(len(m))*5*time.Millisecond) {
 					return 0, ctx.Err()
-				case <-time.After(time.Duration(len(m)) * 5 * time.Millisecond):
-					return len(m), nil
 				}
+				return len(m), nil
 			})
 		},
 		// Old rows: the recording is of seconds, and an age of minutes is what the alerts ask for.
@@ -280,7 +279,7 @@ func count(t *testing.T, pool *pgxpool.Pool, sql string) (n int) {
 
 func (s *stage) await(t *testing.T, what string, holds func() bool) {
 	t.Helper()
-	require.Eventually(t, holds, 90*time.Second, 50*time.Millisecond, what)
+	require.Eventually(t, holds, 3*time.Minute, 50*time.Millisecond, what)
 }
 
 func (s *stage) replica(t *testing.T, c scene, owner string, fake *kfake.Cluster) {

@@ -169,7 +169,7 @@ func TestStuckRelayIsNotAlive(t *testing.T) {
 	assert.Contains(t, ask(t, server, "GET", "/healthz").Body.String(), "holds 1 shard and has done nothing")
 	monitor.StuckAfter(state, time.Hour)
 	assert.Equal(t, 200, health())
-	monitor.StuckAfter(state, 100*time.Millisecond)
+	monitor.StuckAfter(state, 3*time.Second) // it has to be long enough for the look behind a turn
 	require.Eventually(t, func() bool { return health() == 503 }, time.Minute, time.Millisecond)
 	hooks.Heartbeat()
 	assert.Equal(t, 1, turns)

@@ -62,9 +62,7 @@ func TestDeletedRecordsAfterPartitionsWereAdded(t *testing.T) {
 		require.NoError(t, deleted.Error())
 	}
 	deleteBefore(0, 12)
-	added, err := admin.CreatePartitions(t.Context(), 3, s.topic)
-	require.NoError(t, err)
-	require.NoError(t, added.Error())
+	kafkatest.AddPartitions(t, s.topic, 3)
 	s.insert(24) // by a client that knows of all partitions
 	s.drain()
 	r := s.verify(nil)

@@ -23,7 +23,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-const waitMax = 30 * time.Second
+const waitMax = 2 * time.Minute
 
 type site struct {
 	*testing.T

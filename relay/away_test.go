@@ -38,15 +38,6 @@ func (c *cut) options(fake *kfake.Cluster) []kgo.Opt {
 	return []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.Dialer(c.dial), kgo.RetryTimeout(time.Second)}
 }
 
-// starts runs a relay until the test ends.
-func starts(t *testing.T, r *relay.Relay) {
-	t.Helper()
-	running, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
-	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
-}
-
 // describe returns what the replicas say of themselves.
 func describe(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()

@@ -32,7 +32,7 @@ func TestShardsDoNotChangeUnderAnotherHolder(t *testing.T) {
 			lost.Store(true)
 		})
 	}
-	runs(t, traced(t, pool, &between{"-- relay.all_held", take}), relay.Config{Shards: 2, Lease: 30 * time.Second, Hooks: relay.Hooks{
+	running(t, traced(t, pool, &between{"-- relay.all_held", take}), relay.Config{Shards: 2, Lease: 30 * time.Second, Hooks: relay.Hooks{
 		Interrupted: func(error) { refused.Store(lost.Load()) }, // before that it is something else, on a busy machine
 	}})
 	for i := range 10 {
@@ -73,7 +73,7 @@ func TestNewShardsBeginWithWhatAllOldOnesKnew(t *testing.T) {
 		CREATE TRIGGER note AFTER UPDATE ON effectonce.outbox_progress FOR EACH ROW WHEN (OLD.shards <> NEW.shards) EXECUTE FUNCTION note()`)
 	behind := meddle(t, pool, `INSERT INTO held SELECT max(epoch) FROM effectonce.outbox_progress_now;
 		UPDATE effectonce.outbox_progress SET floor = 0 WHERE shard = 2; DELETE FROM effectonce.outbox_advances WHERE shard = 2`) // … and is behind
-	runs(t, traced(t, pool, &between{"-- relay.all_held", behind}), relay.Config{Lease: 30 * time.Second})
+	running(t, traced(t, pool, &between{"-- relay.all_held", behind}), relay.Config{Lease: 30 * time.Second})
 	write()
 	await(t, "rows are published", func() bool {
 		return one[int](t, pool, `SELECT sum(published)::int FROM effectonce.outbox_progress_now`) == 24
@@ -95,7 +95,7 @@ func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
 	other, asked := newRelay(t, pool, relay.Config{Owner: "other", Lease: 30 * time.Second}), make(chan error, 1)
 	var once sync.Once
 	taken := make(chan bool, 1)
-	runs(t, traced(t, pool, &changing{between{"-- relay.cut_over", func(ctx context.Context) {
+	running(t, traced(t, pool, &changing{between{"-- relay.cut_over", func(ctx context.Context) {
 		once.Do(func() {
 			go func() {
 				took, err := other.Acquires(context.WithoutCancel(ctx), 2)

@@ -176,9 +176,7 @@ func TestTroubleOfBrokersKillsNoRow(t *testing.T) {
 				var said bytes.Buffer
 				r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)}, relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(&said, nil))})
 				require.NoError(t, err)
-				ctx, stop := context.WithCancel(t.Context())
-				done := make(chan error, 1)
-				go func() { done <- r.Run(ctx) }()
+				stop := starts(t, r)
 				await(t, "it is refused again and again", func() bool { return refusals.Load() >= 4 })
 				require.Zero(t, dead(t, pool))
 				mended.Store(true)
@@ -186,7 +184,6 @@ func TestTroubleOfBrokersKillsNoRow(t *testing.T) {
 					return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) >= 2
 				})
 				stop()
-				require.NoError(t, <-done)
 				require.Zero(t, dead(t, pool))
 				require.Contains(t, said.String(), why.Message)
 			})

@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
@@ -53,7 +52,7 @@ func readOfDead(t *testing.T, exactly bool, waiting int) int64 {
 	drain(t, newRelay(t, counted, cfg))
 	must(t, pool, `SELECT pg_stat_reset_single_table_counters(c.oid) FROM pg_class c
 		WHERE c.oid = 'effectonce.outbox_dead'::regclass OR c.oid IN (SELECT indexrelid FROM pg_index WHERE indrelid = 'effectonce.outbox_dead'::regclass)`)
-	stop := runsUntil(t, counted, cfg)
+	stop := running(t, counted, cfg)
 	for i := range 5 {
 		before := looks.Load()
 		insert(t, pool, topic, "k", fmt.Sprint(i))
@@ -93,15 +92,6 @@ func (tracers) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryDa
 
 func (tracers) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
 
-// runsUntil runs a relay until the function that it returns is called.
-func runsUntil(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) (stop func()) {
-	t.Helper()
-	ctx, cancel := context.WithCancel(t.Context())
-	done, r := make(chan error, 1), newRelay(t, pool, cfg)
-	go func() { done <- r.Run(ctx) }()
-	return func() { cancel(); require.NoError(t, <-done) }
-}
-
 // Property: a row that the relay moves behind a dead one is published also where an operator
 // discards that one at the same moment, before the row is there: neither waits for the other, and
 // no later look at the whole table is needed.
@@ -117,7 +107,7 @@ func TestRowBehindOneThatIsDiscardedMeanwhile(t *testing.T) {
 		require.NoError(t, err)
 		defer operator.Rollback(context.WithoutCancel(ctx))
 		var once atomic.Bool
-		runs(t, traced(t, pool, &between{"-- relay.move_to_dead", func(ctx context.Context) {
+		running(t, traced(t, pool, &between{"-- relay.move_to_dead", func(ctx context.Context) {
 			if once.CompareAndSwap(false, true) {
 				if _, err := operator.Exec(ctx, `DELETE FROM effectonce.outbox_dead`); err != nil {
 					t.Error(err)

@@ -181,7 +181,7 @@ func TestRowsBehindADeadOneWait(t *testing.T) {
 		t.Helper()
 		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 		var looks atomic.Int64
-		runs(t, traced(t, pool, &between{"-- relay.released", func(context.Context) { looks.Add(1) }}), relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
+		running(t, traced(t, pool, &between{"-- relay.released", func(context.Context) { looks.Add(1) }}), relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
 		await(t, "the row is dead", func() bool { return dead(t, pool) == 1 })
 		for i := 2; i <= 3; i++ {
@@ -254,10 +254,7 @@ func TestRefusedSideBySide(t *testing.T) {
 		cfg := relay.Config{ExactlyOnce: exactly, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}
 		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, cfg)
 		require.NoError(t, err)
-		ctx, stop := context.WithCancel(t.Context())
-		done := make(chan error, 1)
-		go func() { done <- r.Run(ctx) }()
-		t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+		starts(t, r)
 		flows := func(value string) {
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', convert_to($1, 'UTF8'))`, value)
 			await(t, "what is innocent flows", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), value) })

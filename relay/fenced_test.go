@@ -141,16 +141,6 @@ func await(t *testing.T, what string, condition func() bool) {
 	require.Eventually(t, condition, hangMax, 5*time.Millisecond, what)
 }
 
-// runs is running, with a Lease of its own.
-func runs(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) {
-	t.Helper()
-	r := newRelay(t, pool, cfg)
-	ctx, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
-	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
-}
-
 // takenSQL is what another replica does that takes the shard: a new epoch, and with it the next row
 // of the chain.
 const takenSQL = `
@@ -175,7 +165,7 @@ func TestTakenShardIsGivenUp(t *testing.T) {
 		var published atomic.Int64
 		hooks := l.hooks()
 		hooks.Published = func(n int64) { published.Add(n) }
-		runs(t, pool, relay.Config{Lease: 10 * time.Minute, Hooks: hooks})
+		running(t, pool, relay.Config{Lease: 10 * time.Minute, Hooks: hooks})
 		await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
 		insert(t, pool, topic, "k", "first")
 		await(t, "a row is published", func() bool { return published.Load() == 1 })
@@ -261,9 +251,7 @@ func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
 	var l leases
 	r, err := relay.New(traced(t, pool, tracer), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...), kgo.WithHooks(records)}, relay.Config{Lease: 2 * time.Second, Hooks: l.hooks()})
 	require.NoError(t, err)
-	ctx, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
+	stop := starts(t, r)
 	insert(t, pool, topic, "k", "before")
 	await(t, "a row is handed over", func() bool { return records.Load() == 1 })
 	tracer.fetch.Store(true)
@@ -276,7 +264,6 @@ func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
 	await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
 	require.EqualValues(t, 1, records.Load())
 	stop()
-	require.NoError(t, <-done)
 }
 
 // Property: a replica that cannot renew its lease gives the shard up when it is over, also while it
@@ -286,7 +273,7 @@ func TestShardIsGivenUpWhenItsLeaseIsOver(t *testing.T) {
 	pool := pgtest.Pool(t)
 	tracer := newStalled(nil)
 	var l leases
-	runs(t, traced(t, pool, tracer), relay.Config{Lease: time.Second, Hooks: l.hooks()})
+	running(t, traced(t, pool, tracer), relay.Config{Lease: time.Second, Hooks: l.hooks()})
 	await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
 	tracer.cut.Store(true)
 	await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
@@ -298,7 +285,7 @@ func TestShardsChangeWhenNothingIsRead(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	tracer := newStalled(nil)
-	runs(t, traced(t, pool, tracer), relay.Config{Lease: 30 * time.Second})
+	running(t, traced(t, pool, tracer), relay.Config{Lease: 30 * time.Second})
 	insert(t, pool, topic, "k", "0")
 	await(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
 	tracer.fetch.Store(true)

@@ -119,9 +119,7 @@ func TestPublishingWaitsForTheFlushOfAStandby(t *testing.T) {
 	backup.report(everything, everything, 0) // it replays nothing
 
 	r := newRelay(t, pool, relay.Config{DurableHorizon: "any", Logger: slog.New(slog.NewTextHandler(log, nil))})
-	ctx, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
+	stop := starts(t, r)
 	before := lsn(t, pool)
 	insert(t, pool, topic, "k", "1")
 	says := func(text string) {
@@ -144,7 +142,6 @@ func TestPublishingWaitsForTheFlushOfAStandby(t *testing.T) {
 	standby.report(everything, before, before)
 	await(t, "it waits again", func() bool { return strings.Count(log.String(), "waiting for standbys to flush") == 2 })
 	stop()
-	require.NoError(t, <-done)
 	require.Len(t, kafkatest.ReadAll(t, topic), 1)
 	require.Equal(t, 1, strings.Count(log.String(), "too few standbys"), "said once")
 }
@@ -159,7 +156,7 @@ func TestTransactionDoesNotStayOpenForAStandby(t *testing.T) {
 	insert(t, pool, topic, "k", "2")
 	standby := stream(t, pool, address, "walreceiver")
 	standby.report(1, 1, 1)
-	runs(t, pool, relay.Config{
+	running(t, pool, relay.Config{
 		DurableHorizon: "any", ExactlyOnce: true, ProgressTopic: kafkatest.UnusedTopic(t), PageRowsMax: 1, TransactionMax: 10 * time.Second,
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
 	})
@@ -189,7 +186,7 @@ func TestCommitThatIsNotFlushedIsWaitedFor(t *testing.T) {
 	topic, log := kafkatest.Topic(t, 1), &lockedBuffer{}
 	standby := stream(t, pool, address, "walreceiver")
 	standby.report(everything, everything, 1)
-	runs(t, pool, relay.Config{DurableHorizon: "any", Logger: slog.New(slog.NewTextHandler(log, nil))})
+	running(t, pool, relay.Config{DurableHorizon: "any", Logger: slog.New(slog.NewTextHandler(log, nil))})
 	insert(t, pool, topic, "k", "1")
 	await(t, "the relay publishes", func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 })
 	await(t, "progress is stored", func() bool {

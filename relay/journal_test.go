@@ -67,9 +67,7 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	cfg := relay.Config{ExactlyOnce: true, ProgressTopic: kafkatest.UnusedTopic(t), Lease: time.Minute} // who loses it would wait, too
 	first := newRelay(t, pool, cfg)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- first.Run(running) }()
+	stop := starts(t, first)
 	published := func(n int) {
 		t.Helper()
 		await(t, "rows are published", func() bool {
@@ -86,7 +84,6 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	insert(t, pool, topic, "k", "2")
 	published(2)
 	stop()
-	require.NoError(t, <-done)
 	// As behind a kill right after the commit: the copy in the database is behind.
 	must(t, pool, `UPDATE effectonce.outbox_progress p SET tick = b.tick, next_tick = b.next_tick, seq = b.seq, floor = b.floor,
 		published = b.published, advanced_epoch = b.advanced_epoch FROM before b`)

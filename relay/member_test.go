@@ -30,14 +30,7 @@ func TestReplicasShareShards(t *testing.T) {
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 3)
 	const lease = 2 * hangMax
 	replica := func(owner string) (stop func()) {
-		r := newRelay(t, pool, relay.Config{Owner: owner, Shards: 4, Lease: lease}) //nolint:contextcheck // the test's
-		running, cancel := context.WithCancel(ctx)
-		done := make(chan error, 1)
-		go func() { done <- r.Run(running) }()
-		return func() {
-			cancel()
-			require.NoError(t, <-done)
-		}
+		return running(t, pool, relay.Config{Owner: owner, Shards: 4, Lease: lease}) //nolint:contextcheck // the test's
 	}
 	share := func(want string) {
 		t.Helper()
@@ -87,13 +80,11 @@ func TestReplicasShareShards(t *testing.T) {
 // Property: a program that publishes and relays need not wait for the relay's next look.
 func TestWakeEndsThePause(t *testing.T) {
 	t.Parallel()
-	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	r := newRelay(t, pool, relay.Config{PollMin: time.Minute, PollMax: time.Minute})
 	r.Wake() // before anybody waits
 	insert(t, pool, topic, "k", "first")
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := starts(t, r)
 	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, 2*time.Minute, 10*time.Millisecond)
 	insert(t, pool, topic, "k", "second")
 	require.Eventually(t, func() bool {
@@ -101,7 +92,6 @@ func TestWakeEndsThePause(t *testing.T) {
 		return kafkatest.Count(t, topic) == 2
 	}, 2*time.Minute, 10*time.Millisecond)
 	stop()
-	require.NoError(t, <-done)
 }
 
 // Property: a relay that an operator deleted while a replica stood by makes itself known again.
@@ -139,10 +129,7 @@ func TestReshardingTakenBackLeavesNoShardBehind(t *testing.T) {
 	r, err := relay.New(traced(t, pool, tracer), []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...)},
 		relay.Config{Shards: 2, Lease: 30 * time.Second, DrainMax: time.Minute, Logger: slog.New(slog.NewTextHandler(&said, nil))})
 	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
-	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+	starts(t, r)
 	await(t, "both shards are taken", func() bool {
 		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`) == 2
 	})

@@ -100,9 +100,7 @@ func TestBrokerAwayIsWaitedOut(t *testing.T) {
 	}
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.Dialer(dial), kgo.RetryTimeout(time.Second)}, relay.Config{Lease: time.Second})
 	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := starts(t, r)
 	insert(t, pool, "orders", "k", "0")
 	read := func() int { // each once: on a busy machine the lease is lost now and then
 		values := []string{}
@@ -124,7 +122,6 @@ func TestBrokerAwayIsWaitedOut(t *testing.T) {
 	away.Store(false)
 	await(t, "all is published", func() bool { return read() == 50 })
 	stop()
-	require.NoError(t, <-done)
 	next := 0
 	for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders") {
 		if string(record.Value) == fmt.Sprint(next) {
@@ -225,9 +222,7 @@ func TestDatabaseAwayIsWaitedOut(t *testing.T) {
 	require.NoError(t, err)
 	defer pool.Close()
 	r := newRelay(t, pool, relay.Config{Lease: time.Second})
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := starts(t, r)
 	for round := range 3 {
 		for i := range 20 {
 			insert(t, pool, topic, "k", fmt.Sprint(20*round+i))
@@ -238,7 +233,6 @@ func TestDatabaseAwayIsWaitedOut(t *testing.T) {
 	}
 	await(t, "all is published", func() bool { return distinct(values(t, topic)) == 60 })
 	stop()
-	require.NoError(t, <-done)
 }
 
 func distinct(list []string) int {

@@ -85,7 +85,7 @@ func TestOldTicksAreForgotten(t *testing.T) {
 		SELECT '10:10:', 0, clock_timestamp() - i * interval '9 minutes' FROM generate_series(1, 2) AS i, generate_series(1, 25000)`)
 	insert(t, pool, topic, "k", "1")
 	drain(t, newRelay(t, pool, relay.Config{}))
-	runs(t, pool, relay.Config{Lease: 30 * time.Second}) // half of it is what the upkeep may take
+	running(t, pool, relay.Config{Lease: 30 * time.Second}) // half of it is what the upkeep may take
 	await(t, "they are forgotten", func() bool {
 		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`) <= 25000
 	})

@@ -85,7 +85,7 @@ func TestPauseHoldsWhenItIsConfirmed(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	for _, owner := range []string{"a", "b", "stands by"} {
-		runs(t, pool, relay.Config{Owner: owner, Shards: 2, PageRowsMax: 20, Lease: 30 * time.Second})
+		running(t, pool, relay.Config{Owner: owner, Shards: 2, PageRowsMax: 20, Lease: 30 * time.Second})
 	}
 	var writing sync.WaitGroup
 	stop := make(chan struct{})

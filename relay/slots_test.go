@@ -1,7 +1,6 @@
 package relay_test
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -23,20 +22,6 @@ func one[T any](t *testing.T, pool *pgxpool.Pool, sql string) (v T) {
 	t.Helper()
 	require.NoError(t, pool.QueryRow(t.Context(), sql).Scan(&v))
 	return v
-}
-
-// running starts a relay that ends with the test. It does not lose its lease on a slow machine.
-func running(t *testing.T, pool *pgxpool.Pool, cfg relay.Config) {
-	t.Helper()
-	cfg.Lease = cmp.Or(cfg.Lease, 30*time.Second)
-	r := newRelay(t, pool, cfg)
-	ctx, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
-	t.Cleanup(func() {
-		stop()
-		require.NoError(t, <-done)
-	})
 }
 
 // Property: published rows leave by TRUNCATE of their slot, without a single deleted or updated

@@ -1,7 +1,6 @@
 package relay_test
 
 import (
-	"context"
 	"crypto/rand"
 	"encoding/base64"
 	"errors"
@@ -45,11 +44,7 @@ func relayAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Co
 func runAt(t *testing.T, pool *pgxpool.Pool, fake *kfake.Cluster, cfg relay.Config) {
 	t.Helper()
 	cfg.Lease = 30 * time.Second
-	r := relayAt(t, pool, fake, cfg)
-	ctx, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
-	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+	starts(t, relayAt(t, pool, fake, cfg))
 }
 
 // incompressible returns a text of n bytes.

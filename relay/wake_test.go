@@ -1,7 +1,6 @@
 package relay_test
 
 import (
-	"context"
 	"testing"
 	"time"
 
@@ -21,9 +20,7 @@ func TestNotifyEndsThePause(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	r := newRelay(t, pool, relay.Config{WakeOnNotify: true, PollMin: time.Minute, PollMax: time.Minute, Lease: 10 * time.Minute})
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := starts(t, r)
 	arrives := func(n int) {
 		t.Helper()
 		require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == n }, 2*time.Minute, 10*time.Millisecond)
@@ -46,7 +43,6 @@ func TestNotifyEndsThePause(t *testing.T) {
 	})
 	arrives(3) // without a notification
 	stop()
-	require.NoError(t, <-done)
 }
 
 // Property: a relay that is woken while it reads the outbox looks again at once: what it reads may
@@ -57,14 +53,11 @@ func TestWakeDuringALookIsNotLost(t *testing.T) {
 	tracer := newStalled(func() {})
 	tracer.fetch.Store(true)
 	r := newRelay(t, traced(t, pool, tracer), relay.Config{PollMin: time.Minute, PollMax: time.Minute, Lease: 10 * time.Minute})
-	ctx, stop := context.WithCancel(t.Context())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
+	stop := starts(t, r)
 	<-tracer.waits // it has read nothing
 	insert(t, pool, topic, "k", "1")
 	r.Wake()
 	close(tracer.release)
 	await(t, "the row is published before the pause is over", func() bool { return kafkatest.Count(t, topic) == 1 })
 	stop()
-	require.NoError(t, <-done)
 }

@@ -99,10 +99,7 @@ func readOnce(t *testing.T, brokers []string, opts []kgo.Opt, disturb func(write
 		ExactlyOnce: true, Lease: 2 * time.Second, TransactionMax: 20 * time.Millisecond, Logger: slog.New(slog.NewTextHandler(t.Output(), nil)),
 	})
 	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
-	t.Cleanup(stop)
+	stop := runs(t, r)
 	seed := uint64(0)
 	disturb(func() {
 		seed++
@@ -110,7 +107,6 @@ func readOnce(t *testing.T, brokers []string, opts []kgo.Opt, disturb func(write
 	})
 	requirePublishedAt(t, brokers, pool, topic)
 	stop()
-	require.NoError(t, <-done)
 	writeEnds(t, brokers, topic)
 	found := readSarama(t, brokers, topic, sarama.ReadCommitted)
 	requireRowsOnce(t, pool, topic, found)

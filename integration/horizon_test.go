@@ -38,12 +38,7 @@ func TestNoEventOutlivesAFailover(t *testing.T) {
 			DurableHorizon: "any", ExactlyOnce: exactly, ProgressTopic: kafkatest.UnusedTopic(t), Lease: time.Second,
 			Logger: slog.New(slog.NewTextHandler(log, nil)),
 		}
-		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, cfg)
-		require.NoError(t, err)
-		running, stop := context.WithCancel(ctx)
-		done := make(chan error, 1)
-		go func() { done <- r.Run(running) }()
-		t.Cleanup(stop)
+		stop := running(t, pool, kafkatest.Brokers(t), cfg)
 		insert := func(payload string) {
 			t.Helper()
 			_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', $2)`, topic, []byte(payload))
@@ -83,10 +78,9 @@ func TestNoEventOutlivesAFailover(t *testing.T) {
 		said("too few standbys are connected", 1) // the new primary has none
 		published("kept", "late")
 		stop()
-		require.NoError(t, <-done)
 
 		cfg.DurableHorizon = ""
-		r, err = relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, cfg)
+		r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, cfg)
 		require.NoError(t, err)
 		_, err = r.Drain(ctx)
 		require.NoError(t, err)

@@ -14,7 +14,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -384,17 +383,12 @@ func TestNeighboursAdvisoryLocks(t *testing.T) {
 	_, err = conn.Exec(limited, "BEGIN;"+sql+"COMMIT")
 	require.NoError(t, err)
 
-	r, err := relay.New(p.as(t, "relay"), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{PollMax: 5 * time.Millisecond})
-	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := running(t, p.as(t, "relay"), kafkatest.Brokers(t), relay.Config{PollMax: 5 * time.Millisecond})
 	require.NoError(t, pgx.BeginFunc(ctx, p.as(t, "publisher"), func(tx pgx.Tx) error {
 		return outbox.Publish(ctx, tx, outbox.Message{Topic: topic, Payload: []byte("x"), DeliverAt: time.Now().Add(time.Second)})
 	}))
 	eventually(t, time.Minute, "the message for later is published", func() (bool, any) { got := kafkatest.Count(t, topic); return got == 1, got })
 	stop()
-	require.NoError(t, <-done)
 	_, err = conn.Exec(limited, "SELECT setval('effectonce.outbox_seq_seq', 1)")
 	require.NoError(t, err)
 	var repaired bool

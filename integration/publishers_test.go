@@ -1,7 +1,6 @@
 package integration_test
 
 import (
-	"context"
 	"strings"
 	"testing"
 	"time"
@@ -11,7 +10,6 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -258,14 +256,9 @@ func TestPublishersMessagesForLaterAreMoved(t *testing.T) {
 	require.Error(t, publish(t, shop, outbox.Message{Topic: topic, DeliverAt: due}))
 	_, err := p.owner.Exec(ctx, p.named("GRANT PREFIX_shop TO PREFIX_relay"))
 	require.NoError(t, err)
-	r, err := relay.New(p.as(t, "relay"), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{PollMax: 5 * time.Millisecond})
-	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := running(t, p.as(t, "relay"), kafkatest.Brokers(t), relay.Config{PollMax: 5 * time.Millisecond})
 	eventually(t, time.Minute, "the message of before is published", func() (bool, any) { got := kafkatest.Count(t, topic); return got == 1, got })
 	stop()
-	require.NoError(t, <-done)
 }
 
 // Property: a publisher that gives the ID and topic of another's message for later, due at once,
@@ -278,11 +271,7 @@ func TestPublishersMessagesForLaterKeepTheirTime(t *testing.T) {
 	id, later := uuid.Must(uuid.NewV7()), time.Now().Add(time.Hour)
 	require.NoError(t, publish(t, victim, outbox.Message{ID: id, Topic: topic, Payload: []byte("true"), DeliverAt: later}))
 	require.NoError(t, publish(t, thief, outbox.Message{ID: id, Topic: topic, Payload: []byte("forged"), DeliverAt: time.Now().Add(time.Millisecond)}))
-	r, err := relay.New(p.as(t, "relay"), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{PollMax: 5 * time.Millisecond})
-	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := running(t, p.as(t, "relay"), kafkatest.Brokers(t), relay.Config{PollMax: 5 * time.Millisecond})
 	eventually(t, time.Minute, "what is due is moved", func() (bool, any) {
 		n := count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_scheduled WHERE due_at < clock_timestamp()`)
 		return n == 0, n
@@ -291,7 +280,6 @@ func TestPublishersMessagesForLaterKeepTheirTime(t *testing.T) {
 	require.Equal(t, 1, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox`))
 	require.True(t, cancelled(t, victim, id))
 	stop()
-	require.NoError(t, <-done)
 }
 
 // Property: logins that act as one role by ALTER ROLE … SET role, as each lease of a dynamic login,

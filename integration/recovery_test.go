@@ -8,6 +8,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -59,15 +60,33 @@ func (h *held) values(t *testing.T, topic string) map[string]bool {
 	return found
 }
 
-// running is a relay in this process, until the test ends.
-func running(t *testing.T, pool *pgxpool.Pool, brokers []string, cfg relay.Config) {
+// running is a relay in this process, until the test ends or calls stop.
+func running(t *testing.T, pool *pgxpool.Pool, brokers []string, cfg relay.Config) (stop func()) {
 	t.Helper()
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(brokers...)}, cfg)
 	require.NoError(t, err)
-	ctx, stop := context.WithCancel(t.Context())
+	return runs(t, r)
+}
+
+func runs(t *testing.T, r *relay.Relay) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- r.Run(ctx) }()
-	t.Cleanup(func() { stop(); require.NoError(t, <-done) })
+	var once sync.Once
+	stop = func() {
+		once.Do(func() {
+			cancel()
+			select {
+			case err := <-done:
+				require.NoError(t, err)
+			case <-time.After(patience * time.Minute):
+				require.FailNow(t, "the relay does not stop")
+			}
+		})
+	}
+	t.Cleanup(stop)
+	return stop
 }
 
 // Property: a relay that runs on through a crash of the server which loses commits that it has read

@@ -15,7 +15,6 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/kafkatest"
@@ -43,11 +42,7 @@ func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 	_, err = bystander.Exec(ctx, `SELECT pg_current_xact_id()`)
 	require.NoError(t, err)
 
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{Lease: time.Minute})
-	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := running(t, pool, kafkatest.Brokers(t), relay.Config{Lease: time.Minute})
 
 	transactions := 6000
 	if testing.Short() {
@@ -68,7 +63,6 @@ func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 	})
 	require.NoError(t, bystander.Rollback(ctx))
 	stop()
-	require.NoError(t, <-done)
 
 	s := judge(t, kafkatest.ReadAll(t, topic))
 	require.Equal(t, want, s.last)

@@ -147,9 +147,7 @@ func TestRelayWithoutTheServersIdentity(t *testing.T) {
 	r, err := relay.New(p.as(t, "relay"), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)},
 		relay.Config{PollMax: 5 * time.Millisecond, Lease: 30 * time.Second, Logger: slog.New(slog.NewTextHandler(&log, nil))})
 	require.NoError(t, err)
-	running, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(running) }()
+	stop := runs(t, r)
 	for i := range 3 {
 		eventually(t, 30*time.Second, "a lease is taken and renewed", func() (bool, any) {
 			return count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE lease_until > clock_timestamp() + interval '20 seconds'`) == 1, log.String()
@@ -161,7 +159,6 @@ func TestRelayWithoutTheServersIdentity(t *testing.T) {
 		eventually(t, 30*time.Second, "the row is published", func() (bool, any) { return kafkatest.Count(t, topic) == i+1, log.String() })
 	}
 	stop()
-	require.NoError(t, <-done)
 	require.Contains(t, log.String(), "the server's run is unknown")
 	require.NotContains(t, log.String(), "does not answer")
 }

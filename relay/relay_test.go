@@ -517,17 +517,12 @@ func genericPlan(t *testing.T, pool *pgxpool.Pool, sql string, after int64) stri
 
 func dead(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
-	var n int
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT count(*) FROM effectonce.outbox_dead`).Scan(&n))
-	return n
+	return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead`)
 }
 
 func owner(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	var name string
-	err := pool.QueryRow(t.Context(), `SELECT coalesce(max(owner), '') FROM effectonce.outbox_progress_now`).Scan(&name)
-	require.NoError(t, err)
-	return name
+	return one[string](t, pool, `SELECT coalesce(max(owner), '') FROM effectonce.outbox_progress_now`)
 }
 
 func keyed(t *testing.T, topic, key string) []string {

@@ -67,12 +67,6 @@ func insertAll(t *testing.T, pool *pgxpool.Pool, topic string, payloads []string
 	}
 }
 
-func execute(t *testing.T, pool *pgxpool.Pool, sql string) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), sql)
-	require.NoError(t, err)
-}
-
 // publishToFloor publishes rows until the floor is at one that is given, and returns what they are.
 func publishToFloor(t *testing.T, pool *pgxpool.Pool, r *relay.Relay, topic string, floor int64) (all []string) {
 	t.Helper()
@@ -100,7 +94,7 @@ func roled(t *testing.T) (owner, member *pgxpool.Pool, prefix string) {
 	owner, prefix = open(address), pgtest.RolePrefix(t, address)
 	sql, err := migrations.Roles(migrations.Options{}, prefix)
 	require.NoError(t, err)
-	execute(t, owner, sql)
+	must(t, owner, sql)
 	return owner, open(pgtest.Login(t, address, prefix, "relay")), prefix
 }
 
@@ -136,7 +130,7 @@ func TestSequenceThatWentBack(t *testing.T) {
 						if later {
 							after = numbered("after", len(before)+50)
 						}
-						execute(t, owner, sql)
+						must(t, owner, sql)
 						insertAll(t, owner, topic, after)
 						if !runs {
 							drain(t, r)
@@ -180,7 +174,7 @@ func TestRowsOfBeforeComeFirst(t *testing.T) {
 				}
 				waiting, after := numbered("waiting", 10), numbered("after", 5)
 				insertAll(t, owner, topic, waiting)
-				execute(t, owner, sql)
+				must(t, owner, sql)
 				insertAll(t, owner, topic, after)
 				want = append(append(want, waiting...), after...)
 				drain(t, r)
@@ -201,9 +195,9 @@ func TestSequenceIsRepairedByAnOperator(t *testing.T) {
 	r := newRelay(t, pool, relay.Config{Keep: 100 * time.Millisecond})
 	insertAll(t, owner, topic, numbered("before", 20))
 	drain(t, r)
-	execute(t, owner, wentBack["restart identity"]+`; REVOKE EXECUTE ON FUNCTION effectonce.repair_outbox_sequences(bigint, bigint) FROM `+prefix+`_relay`)
+	must(t, owner, wentBack["restart identity"]+`; REVOKE EXECUTE ON FUNCTION effectonce.repair_outbox_sequences(bigint, bigint) FROM `+prefix+`_relay`)
 	insertAll(t, owner, topic, numbered("after", 5))
-	execute(t, owner, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
+	must(t, owner, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
 
 	_, err := r.Drain(ctx)
 	require.ErrorIs(t, err, relay.ErrSequenceBehind)
@@ -252,7 +246,7 @@ func TestDeadRowsOfReusedNumbers(t *testing.T) {
 		drain(t, r)
 		require.Equal(t, 5, one[int](t, owner, `SELECT count(*) FROM effectonce.outbox_dead`))
 		// No progress that knows the numbers, only dead rows.
-		execute(t, owner, wentBack["restart identity"]+`; DELETE FROM effectonce.outbox_progress; DELETE FROM effectonce.outbox_advances`)
+		must(t, owner, wentBack["restart identity"]+`; DELETE FROM effectonce.outbox_progress; DELETE FROM effectonce.outbox_advances`)
 		insertAll(t, owner, missing, after)
 		drain(t, newRelay(t, pool, relay.Config{ExactlyOnce: exactly}))
 		require.Equal(t, 10, one[int](t, owner, `SELECT count(*) FROM effectonce.outbox_dead`))
@@ -275,7 +269,7 @@ func TestSequenceOfTicksThatWentBack(t *testing.T) {
 	}
 	known := one[int64](t, owner, `SELECT max(tick) FROM effectonce.outbox_ticks`)
 	// Old ticks were removed: the first numbers are free, and lead on to those that are there.
-	execute(t, owner, `DELETE FROM effectonce.outbox_ticks WHERE tick > 0 AND tick < (SELECT min(tick) FROM effectonce.outbox_progress_now);
+	must(t, owner, `DELETE FROM effectonce.outbox_ticks WHERE tick > 0 AND tick < (SELECT min(tick) FROM effectonce.outbox_progress_now);
 		SELECT setval('effectonce.outbox_ticks_tick_seq', 1, false)`)
 	insertAll(t, owner, topic, []string{"5"})
 	require.EqualValues(t, 1, drain(t, r), "nothing is published twice")
@@ -303,7 +297,7 @@ func TestRepairIsBounded(t *testing.T) {
 		{"UPDATE effectonce.outbox_progress SET floor = 9223372036854775807", "0, 0", "22003", 3},
 		{"UPDATE effectonce.outbox_progress SET floor = 0", "1000, 0", "", 1003},
 	} {
-		execute(t, owner, `INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('r', 0) ON CONFLICT DO NOTHING; `+tc.before)
+		must(t, owner, `INSERT INTO effectonce.outbox_progress (relay, shard) VALUES ('r', 0) ON CONFLICT DO NOTHING; `+tc.before)
 		_, err := pool.Exec(ctx, `SELECT effectonce.repair_outbox_sequences(`+tc.args+`)`)
 		var refusal *pgconn.PgError
 		if tc.code == "" {
@@ -332,7 +326,7 @@ func TestRepairWaitsForWriters(t *testing.T) {
 	r := newRelay(t, pool, relay.Config{})
 	insertAll(t, owner, topic, numbered("before", 20))
 	drain(t, r)
-	execute(t, owner, wentBack["restart identity"])
+	must(t, owner, wentBack["restart identity"])
 	writer, err := owner.Begin(ctx)
 	require.NoError(t, err)
 	defer writer.Rollback(context.WithoutCancel(ctx))
@@ -368,7 +362,7 @@ func TestRepairEndsLeases(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, held)
 	before := one[int64](t, owner, `SELECT epoch FROM effectonce.outbox_progress`)
-	execute(t, owner, wentBack["restart identity"])
+	must(t, owner, wentBack["restart identity"])
 	insertAll(t, owner, topic, numbered("after", 3))
 	done, err := relay.Repair(ctx, owner, relay.RepairOptions{Who: "ana", Why: "test"})
 	require.NoError(t, err)
@@ -474,9 +468,9 @@ func TestRepairBesideThoseWhoLook(t *testing.T) {
 	topic := kafkatest.Topic(t, 1)
 	insertAll(t, owner, topic, numbered("before", 5))
 	drain(t, newRelay(t, pool, relay.Config{}))
-	execute(t, owner, wentBack["logical copy"])
+	must(t, owner, wentBack["logical copy"])
 	insertAll(t, owner, topic, numbered("after", 3))
-	execute(t, owner, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NEW; END';
+	must(t, owner, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NEW; END';
 		CREATE TRIGGER slow BEFORE INSERT ON effectonce.outbox FOR EACH ROW EXECUTE FUNCTION slow()`)
 	var looking errgroup.Group
 	var repaired atomic.Bool
@@ -494,7 +488,7 @@ func TestRepairBesideThoseWhoLook(t *testing.T) {
 	require.EqualValues(t, 3, done.Renumbered)
 	require.Greater(t, done.TickAfter, done.TickBefore, "the test's own premise")
 	require.NoError(t, looking.Wait())
-	execute(t, owner, `DROP TRIGGER slow ON effectonce.outbox`)
+	must(t, owner, `DROP TRIGGER slow ON effectonce.outbox`)
 	drain(t, newRelay(t, pool, relay.Config{}))
 	requireFirsts(t, topic, append(numbered("before", 5), numbered("after", 3)...))
 }
@@ -510,7 +504,7 @@ func TestStampedRowsAreNotReused(t *testing.T) {
 	drain(t, ahead)
 	insertAll(t, owner, topic, []string{"floor"})
 	drain(t, ahead)
-	execute(t, owner, `UPDATE effectonce.outbox SET txid = (1000000000 + seq)::text::xid8; UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`)
+	must(t, owner, `UPDATE effectonce.outbox SET txid = (1000000000 + seq)::text::xid8; UPDATE effectonce.outbox_progress SET system_identifier = system_identifier - 1`)
 	drain(t, ahead)
 	insertAll(t, owner, topic, numbered("after", 5))
 	drain(t, ahead)
@@ -532,7 +526,7 @@ func TestSequenceThatIsSetForward(t *testing.T) {
 		insertAll(t, owner, topic, numbered("before", 3))
 		r := newRelay(t, pool, relay.Config{})
 		drain(t, r)
-		execute(t, owner, sql)
+		must(t, owner, sql)
 		state, err := relay.ReadSequences(t.Context(), pool, "")
 		require.NoError(t, err)
 		require.False(t, state.Behind)

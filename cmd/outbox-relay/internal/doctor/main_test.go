@@ -3,7 +3,6 @@ package doctor_test
 import (
 	"testing"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
@@ -12,20 +11,10 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// connect opens a connection that ends with the test.
-func connect(t *testing.T, address string) *pgx.Conn {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), address)
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
-	return conn
-}
-
-func exec(t *testing.T, conn *pgx.Conn, sql string, args ...any) {
-	t.Helper()
-	_, err := conn.Exec(t.Context(), sql, args...)
-	require.NoError(t, err, sql)
-}
+var (
+	connect = pgtest.Connect
+	exec    = pgtest.Exec
+)
 
 // only returns the one finding of a check.
 func only(t *testing.T, findings []doctor.Finding) doctor.Finding {

@@ -265,16 +265,10 @@ func newStage(t *testing.T, c scene) *stage {
 	if !c.fewer {
 		s.replica(t, c, "b", fake)
 		s.await(t, "the other one works, too", func() bool {
-			return s.is("b", "effectonce_outbox_pending_messages", 0) && count(t, s.pool, `SELECT count(*) FROM effectonce.outbox_replicas WHERE reached_at IS NOT NULL`) == 2
+			return s.is("b", "effectonce_outbox_pending_messages", 0) && pgtest.Count(t, s.pool, `SELECT count(*) FROM effectonce.outbox_replicas WHERE reached_at IS NOT NULL`) == 2
 		})
 	}
 	return s
-}
-
-func count(t *testing.T, pool *pgxpool.Pool, sql string) (n int) {
-	t.Helper()
-	require.NoError(t, pool.QueryRow(t.Context(), sql).Scan(&n))
-	return n
 }
 
 func (s *stage) await(t *testing.T, what string, holds func() bool) {

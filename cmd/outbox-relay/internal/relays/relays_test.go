@@ -3,7 +3,6 @@ package relays_test
 import (
 	"context"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
@@ -16,19 +15,10 @@ import (
 
 var by = operator.By{Who: "ana@ops", Why: "renamed"}
 
-func connect(t *testing.T, address string) *pgx.Conn {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), address)
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.PgConn().Conn().Close() })
-	return conn
-}
-
-func exec(t *testing.T, conn *pgx.Conn, sql string) {
-	t.Helper()
-	_, err := conn.Exec(t.Context(), sql)
-	require.NoError(t, err, sql)
-}
+var (
+	connect = pgtest.Connect
+	exec    = pgtest.Exec
+)
 
 func count(t *testing.T, conn *pgx.Conn, sql string) (n int) {
 	t.Helper()
@@ -131,16 +121,11 @@ func TestForgettingWaitsForWhoTakesAShard(t *testing.T) {
 			require.NoError(t, err)
 			refused := make(chan error, 1)
 			operator := connect(t, address)
-			pid := operator.PgConn().PID()
 			go func() {
 				_, err := relays.Delete(context.WithoutCancel(t.Context()), operator, "effectonce", "old", by)
 				refused <- err
 			}()
-			require.Eventually(t, func() bool {
-				var waits bool
-				err := conn.QueryRow(t.Context(), "SELECT cardinality(pg_blocking_pids($1)) > 0", pid).Scan(&waits)
-				return err == nil && waits
-			}, time.Minute, 10*time.Millisecond)
+			pgtest.Blocked(t, conn, replica)
 			require.NoError(t, tx.Commit(t.Context()))
 			require.ErrorIs(t, <-refused, relays.ErrLive)
 			assert.Contains(t, []int{6, 7}, count(t, conn, rowsOfOld))

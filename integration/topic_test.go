@@ -73,7 +73,7 @@ func TestPartitionsAddedUnderLoad(t *testing.T) {
 			eventually(t, 60*time.Second, "a new partition is filled", func() (bool, any) { // a producer hears of it late
 				filled, err := filledPartitions(ctx, t, c)
 				if filled <= 3 {
-					producedAt(t, c.Brokers, pool, c.Topic, fmt.Sprintf("later%d-", later), 20, 1, 0)
+					producedAt(t, c.Brokers, pool, c.Topic, fmt.Sprintf("later%d-", later), 20, 1, 0) //nolint:contextcheck // the test's
 					later++
 				}
 				return filled > 3, fmt.Sprint(filled, err)

@@ -14,7 +14,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -133,7 +132,7 @@ func within(t *testing.T, limit time.Duration, what string, condition func() (bo
 		if waited > limit {
 			t.Fatalf("%s: not within %v, last seen: %v", what, limit, last)
 		}
-		pause.For(t.Context(), min(20*time.Millisecond+waited/20, 250*time.Millisecond))
+		<-time.NewTimer(min(20*time.Millisecond+waited/20, 250*time.Millisecond)).C
 	}
 }
 

@@ -30,7 +30,7 @@ func TestReplicasShareShards(t *testing.T) {
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 3)
 	const lease = 2 * hangMax
 	replica := func(owner string) (stop func()) {
-		return running(t, pool, relay.Config{Owner: owner, Shards: 4, Lease: lease}) //nolint:contextcheck // the test's
+		return running(t, pool, relay.Config{Owner: owner, Shards: 4, Lease: lease})
 	}
 	share := func(want string) {
 		t.Helper()

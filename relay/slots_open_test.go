@@ -28,7 +28,7 @@ func TestRowsOfAnOpenTransactionKeepTheirSlot(t *testing.T) {
 		FROM effectonce.outbox_progress_now p JOIN effectonce.outbox_ticks t USING (tick)`), "the test's own premise")
 	require.NoError(t, late.Commit(ctx))
 
-	execute(t, pool, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
+	must(t, pool, `UPDATE effectonce.outbox_slots SET turned_away = clock_timestamp() - interval '1 hour'; SELECT setval('effectonce.outbox_slot', 1)`)
 	require.NoError(t, r.TidyUp(ctx))
 	require.Equal(t, 2, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`), "a row that is not published was removed")
 	drain(t, r)

@@ -24,7 +24,7 @@ func TestTickOfProgressIsKept(t *testing.T) {
 	require.EqualValues(t, 1, drain(t, newRelay(t, pool, relay.Config{})))
 	must(t, pool, `UPDATE effectonce.outbox_ticks SET created_at = clock_timestamp() - interval '1 day'`)
 
-	runs(t, pool, relay.Config{Lease: 30 * time.Second})
+	running(t, pool, relay.Config{Lease: 30 * time.Second})
 	await(t, "older ticks are removed", func() bool {
 		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`) == 0
 	})

@@ -25,7 +25,7 @@ func parseHorizon(text string) (*horizon, error) {
 	}
 	h := &horizon{count: 1}
 	list := text
-	if count, rest, found := strings.Cut(text, " of "); found {
+	if count, rest, found := strings.Cut(text+" ", " of "); found {
 		n, err := strconv.Atoi(strings.TrimSpace(count))
 		if err != nil || n < 1 || n > horizonMax {
 			return nil, fmt.Errorf("DurableHorizon %q: want a number from 1 to %d before \"of\"", text, horizonMax)

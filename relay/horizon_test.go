@@ -277,7 +277,7 @@ func TestStandbysCountByName(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, want, at, text)
 	}
-	for _, wrong := range []string{"a,,b", ",", "0 of a", "x of a", "2 of ", "any,a", "101 of any"} {
+	for _, wrong := range []string{"a,,b", ",", "0 of a", "x of a", "2 of ", "2 of", "any,a", "101 of any"} {
 		_, err := relay.New(pool, nil, relay.Config{DurableHorizon: wrong})
 		require.ErrorContains(t, err, "DurableHorizon", wrong)
 	}

@@ -38,7 +38,7 @@ func (d *deadRows) show(ctx context.Context, conn *pgx.Conn, place dead.Place, p
 			{"attempts", strconv.Itoa(int(r.Attempts))},
 			{"dead", fmt.Sprintf("since %s, %s ago", r.DiedAt.UTC().Format(time.RFC3339), seconds(r.AgeSeconds))},
 		},
-		err: r.Error, headers: r.Headers, payload: payload, behind: r.Behind, rows: "rows", actions: r.Actions, advice: advice,
+		err: r.Error, headers: r.Headers, payload: payload, behind: r.Behind, row: "row", actions: r.Actions, advice: advice,
 	}
 	for _, n := range r.Next {
 		shown.next = append(shown.next, fmt.Sprintf("%s  seq %d", n.ID, n.Seq))

@@ -112,7 +112,7 @@ func TestDeadFilters(t *testing.T) {
 // One row is shown with everything, and with what to do.
 func TestDeadShow(t *testing.T) {
 	t.Parallel()
-	address, _ := deadDatabase(t)
+	address, conn := deadDatabase(t)
 	r := runOn(t, address, "dead", "show", idPrefix+"1")
 	require.Zero(t, r.code, r.stderr)
 	for _, want := range []string{
@@ -122,6 +122,11 @@ func TestDeadShow(t *testing.T) {
 	} {
 		assert.Contains(t, r.stdout, want)
 	}
+	execSQL(t, conn, "UPDATE effectonce.outbox_dead SET payload = 'x' WHERE seq = 1")
+	execSQL(t, conn, "DELETE FROM effectonce.outbox_dead WHERE seq = 2")
+	r = runOn(t, address, "dead", "show", "1")
+	assert.Contains(t, r.stdout, "payload    1 byte of text\n  x\n")
+	assert.Contains(t, r.stdout, "behind it  1 row\n")
 	assert.Contains(t, runOn(t, address, "dead", "show", "3").stdout, "behind "+idPrefix+"1, which has to be")
 	m := runOn(t, address, "dead", "show", "4", "--json").object(t)
 	assert.Equal(t, "CANARY payload", m["payload"])
@@ -163,6 +168,8 @@ func TestDeadActionsNeedAChoice(t *testing.T) {
 	}
 	assert.Equal(t, asBuried, deadRows(t, conn))
 	assert.Contains(t, runOn(t, address, "dead", "retry", "--all", "--dry-run").stdout, "3 rows would be retried; nothing was done (--dry-run)\n")
+	assert.Contains(t, runOn(t, address, "dead", "discard", "--all", "--all-of-key", "--why", "w", "--dry-run").stdout,
+		"3 rows, and all rows behind them, would be discarded; nothing was done (--dry-run)\n")
 }
 
 // Retry and discard work in the order of age, and are recorded; a row that was handed back cannot
@@ -193,6 +200,19 @@ func TestDeadRetryAndDiscard(t *testing.T) {
 	r = runOn(t, address, "actions", "list")
 	assert.Regexp(t, `(?m)^\d{4}-\S+Z +\S+ \(ana\) +dead\.retry +`+idPrefix+`1 +limit raised$`, r.stdout)
 	assert.Equal(t, 3, strings.Count(r.stdout, "dead.discard"))
+}
+
+// Rows that were not reached because of an error are reported as not done, and not as gone.
+func TestDeadRetryThatFails(t *testing.T) {
+	t.Parallel()
+	address, conn := deadDatabase(t)
+	execSQL(t, conn, `CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION ''refused''; END'`)
+	execSQL(t, conn, "CREATE TRIGGER refuse BEFORE UPDATE ON effectonce.outbox_dead FOR EACH ROW EXECUTE FUNCTION refuse()")
+	r := runOn(t, address, "dead", "retry", "--all")
+	assert.Equal(t, 1, r.code)
+	assert.Equal(t, "0 rows retried; 3 not done\n", r.stdout)
+	assert.Contains(t, r.stderr, "refused")
+	assert.Equal(t, asBuried, deadRows(t, conn))
 }
 
 // Row S3 of guarantees.md: payloads and headers are shown by "dead show" alone.

@@ -107,7 +107,7 @@ func examine(ctx context.Context, s *cli.Settings, options doctorOptions) []doct
 	}
 	findings = append(findings, tables...)
 	if !doctor.Well(tables) {
-		return append(findings, examineKafka(ctx, s, nil, options)...)
+		return append(doctor.Late(findings, options.limit), examineKafka(ctx, s, nil, options)...)
 	}
 	findings = append(findings, doctor.Sequence(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Sequences(limited, conn, s.Schema)...)
@@ -121,7 +121,7 @@ func examine(ctx context.Context, s *cli.Settings, options doctorOptions) []doct
 	findings = append(findings, doctor.Later(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.IdempotencyKeys(limited, conn, s.Schema)...)
 	findings = append(findings, doctor.Consuming(limited, conn, s.Schema, options.lagAgeMax)...)
-	return append(findings, examineKafka(ctx, s, conn, options)...)
+	return append(doctor.Late(findings, options.limit), examineKafka(ctx, s, conn, options)...)
 }
 
 // examineKafka skips the topics if the database could not be read: db is nil then.

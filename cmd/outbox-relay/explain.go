@@ -90,7 +90,7 @@ func explain(ctx context.Context, s *cli.Settings, q inspect.Question, asJSON bo
 		if asJSON {
 			err = terminal.PrintJSON(out, found)
 		} else {
-			_, err = io.WriteString(out, explanationText(found))
+			_, err = io.WriteString(out, explanationText(found, kafka != nil))
 		}
 		if err == nil && (!found.Known || found.KafkaError != "") {
 			return errUnhealthy
@@ -119,7 +119,7 @@ type event struct {
 }
 
 // explanationText is a timeline, followed by the facts that have no time.
-func explanationText(x *inspect.Explanation) string {
+func explanationText(x *inspect.Explanation, kafkaGiven bool) string {
 	var text strings.Builder
 	if !x.Known {
 		terminal.Add(&text, "nothing is known of %s\n", terminal.Clip(x.Asked, errorWidth))
@@ -136,14 +136,21 @@ func explanationText(x *inspect.Explanation) string {
 	case x.At != nil && len(x.Records) == 0 && x.KafkaError == "": // the place itself says why
 	case x.KafkaError != "":
 		text.WriteString(kafkaErrorText("topics were not searched, or not to their end", x.KafkaError))
+	case x.Searched == nil && kafkaGiven:
+		text.WriteString("topics were not searched: no row and no consumer names one: give --topic\n")
 	case x.Searched == nil:
 		text.WriteString("topics were not searched: give --brokers, and --topic where no row and no consumer names one\n")
 	case !x.Searched.Complete:
 		terminal.Add(&text, "topics %s: searched %s from %s on and stopped there: --scan-max reads more\n",
 			strings.Join(x.Searched.Topics, ", "), human.Count(x.Searched.Records, "record"), x.Searched.Since.UTC().Format(time.RFC3339))
-	case len(x.Records) == 0:
+	case len(x.Records) == 0 && len(x.Searched.Missing) < len(x.Searched.Topics):
 		terminal.Add(&text, "not in topic %s from %s on (%s searched)\n",
 			strings.Join(x.Searched.Topics, ", "), x.Searched.Since.UTC().Format(time.RFC3339), human.Count(x.Searched.Records, "record"))
+	}
+	if x.Searched != nil && x.At == nil {
+		for _, topic := range x.Searched.Missing {
+			terminal.Add(&text, "topic %s does not exist: is its name misspelt?\n", terminal.Plain(topic))
+		}
 	}
 	for _, p := range x.Passed {
 		terminal.Add(&text, "handled by %s: the position of group %s in %s/%d is %d; %s\n", consumerText(p.Consumer), terminal.Plain(p.Group), p.Topic, p.Partition, p.Position, claimGone(p.WindowSeconds))
@@ -229,11 +236,11 @@ func events(x *inspect.Explanation) (all []event) {
 		add(c.ProcessedAt, "claimed", "by %s (group %s) as %s%s", consumerText(c.Consumer), terminal.Plain(c.Group), c.ID, forever)
 	}
 	for _, a := range x.Attempts {
-		add(a.UpdatedAt, "failed", "%s: %d attempts, the last: %s", consumerText(a.Consumer), a.Attempts, terminal.Clip(a.Error, 200))
+		add(a.UpdatedAt, "failed", "%s: %s, the last: %s", consumerText(a.Consumer), human.Count(a.Attempts, "attempt"), terminal.Clip(a.Error, 200))
 	}
 	for i := range x.Parked {
 		m := &x.Parked[i]
-		add(m.ParkedAt, "parked", "by %s at %s after %d attempts: %s: %s; %s", consumerText(m.Consumer), m.At(), m.Attempts, m.Reason, terminal.Clip(m.Error, 200), stateDetail(m))
+		add(m.ParkedAt, "parked", "by %s at %s after %s: %s: %s; %s", consumerText(m.Consumer), m.At(), human.Count(m.Attempts, "attempt"), m.Reason, terminal.Clip(m.Error, 200), stateDetail(m))
 	}
 	for _, c := range x.Children {
 		add(c.CreatedAt, "child", "id %s, %s", c.ID, rowText(c))

@@ -62,6 +62,9 @@ func TestExplainIsATimeline(t *testing.T) {
 	r = runKafka(t, address, "explain", "nobody", "--topic", topic)
 	assert.Equal(t, 1, r.code)
 	assert.Contains(t, r.stdout, "nothing is known of nobody\nnot in topic "+topic)
+	missing := kafkatest.UnusedTopic(t)
+	assert.Equal(t, "nothing is known of nobody\ntopic "+missing+" does not exist: is its name misspelt?\n", runKafka(t, address, "explain", "nobody", "--topic", missing).stdout)
+	assert.Equal(t, "nothing is known of nobody\ntopics were not searched: no row and no consumer names one: give --topic\n", runKafka(t, address, "explain", "nobody").stdout)
 	for _, args := range [][]string{{"explain"}, {"explain", "a", "b"}, {"explain", ""}, {"explain", "x", "--scan-max", "0"}} {
 		assert.Equal(t, 2, runKafka(t, address, args...).code, args)
 	}

@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
@@ -228,11 +229,11 @@ func (k shownKey) outcome(text *strings.Builder) {
 		switch {
 		case p.bytes == nil:
 		case k.Sealed:
-			terminal.Add(text, "%-10s %d bytes, encrypted\n", p.name, *p.bytes)
+			terminal.Add(text, "%-10s %s, encrypted\n", p.name, human.Count(*p.bytes, "byte"))
 		case k.State == keys.Finished && p.name != "body":
-			terminal.Add(text, "%-10s %d bytes, not needed any more: removed with the key, and not shown, since they may be encrypted\n", p.name, *p.bytes)
+			terminal.Add(text, "%-10s %s, not needed any more: removed with the key, and not shown, since they may be encrypted\n", p.name, human.Count(*p.bytes, "byte"))
 		case p.shown == nil:
-			terminal.Add(text, "%-10s %d bytes: --payload shows them\n", p.name, *p.bytes)
+			terminal.Add(text, "%-10s %s: --payload shows them\n", p.name, human.Count(*p.bytes, "byte"))
 		default:
 			p.shown.printAs(text, p.name)
 		}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -169,8 +170,8 @@ func loss(ctx context.Context, conn *pgx.Conn, schema string) string {
 			parked += n
 		}
 	}
-	return fmt.Sprintf("%d outbox rows that are not published and %d dead ones, %d parked messages, the claims of %d consumers (redelivered messages would take effect again) and %d positions",
-		waiting, dead, parked, status.Consumers, status.Positions)
+	return fmt.Sprintf("%s and %s, %s, the claims of %s (redelivered messages would take effect again) and %s",
+		human.Count(waiting, "unpublished outbox row"), human.Count(dead, "dead row"), human.Count(parked, "parked message"), human.Count(status.Consumers, "consumer"), human.Count(status.Positions, "position"))
 }
 
 // schemaState is what "migrate status" prints.

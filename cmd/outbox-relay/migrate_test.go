@@ -77,7 +77,7 @@ func TestMigrateUpStatusDown(t *testing.T) {
 	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('t'), ('t')")
 	r = run(t, map[string]string{"DATABASE_URL": address, "OUTBOX_YES": "true"}, "migrate", "down", "--to", "0")
 	assert.Equal(t, 2, r.code, "consent must not come from the environment")
-	assert.Contains(t, r.stderr, "would lose 2 outbox rows that are not published")
+	assert.Contains(t, r.stderr, "would lose 2 unpublished outbox rows and 0 dead rows, 0 parked messages, the claims of 0 consumers")
 	assert.Contains(t, r.stderr, "--yes")
 	r = runOn(t, address, "migrate", "down", "--yes")
 	assert.Equal(t, 2, r.code)

@@ -47,7 +47,7 @@ func (p *parkedMessages) show(ctx context.Context, conn *pgx.Conn, seq, payloadM
 			{"parked", fmt.Sprintf("%s, %s ago", m.ParkedAt.UTC().Format(time.RFC3339), seconds(m.AgeSeconds))},
 		},
 		err: m.Error, headers: m.Headers, payload: payload, unstored: m.Reason == parked.ReasonTooLarge,
-		behind: m.Behind, rows: "messages", actions: m.Actions, advice: advice,
+		behind: m.Behind, row: "message", actions: m.Actions, advice: advice,
 	}
 	for _, n := range m.Next {
 		shown.next = append(shown.next, fmt.Sprintf("%s  %s  %s", n.ID, n.At(), n.Reason))

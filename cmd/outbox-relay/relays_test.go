@@ -46,3 +46,14 @@ func TestRelaysAreListedAndDeleted(t *testing.T) {
 	assert.Regexp(t, `\(ana\) +relay.delete +.*renamed`, runOn(t, address, "actions", "list").stdout)
 	assert.Equal(t, 1, runOn(t, address, "relays", "delete", "old", "--why", "again").code)
 }
+
+// Property: the list of actions names the relay or the role that an action changed.
+func TestActionsNameWhatTheyChanged(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	execSQL(t, connect(t, address), `INSERT INTO effectonce.operator_actions (who, what, why, subject)
+		VALUES ('ana', 'relay.shards', 'more', '{"relay": "eu-1", "shards": 1, "wanted": 3}'), ('ana', 'publisher.free', 'over', '{"role": "shop"}')`)
+	r := runOn(t, address, "actions", "list")
+	assert.Regexp(t, `(?m) relay\.shards +relay eu-1 +more$`, r.stdout)
+	assert.Regexp(t, `(?m) publisher\.free +role shop +over$`, r.stdout)
+}

@@ -146,8 +146,8 @@ func oneOf(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
 	}
-	near := cmd.SuggestionsFor(args[0])
-	if len(near) > 0 {
+	near := cmd.SuggestionsFor(args[0]) // "" is the beginning of every name
+	if len(near) > 0 && args[0] != "" {
 		return fmt.Errorf("unknown command %s: did you mean %q?", cli.Shown(args[0]), near[0])
 	}
 	return fmt.Errorf("unknown command %s: see %s --help", cli.Shown(args[0]), cmd.CommandPath())

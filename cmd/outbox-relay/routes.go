@@ -49,7 +49,7 @@ func addRates(flags *pflag.FlagSet, rates *map[string]float64) {
 		for one := range strings.SplitSeq(text, ",") {
 			topic, number, _ := strings.Cut(strings.TrimSpace(one), "=")
 			rate, err := strconv.ParseFloat(number, 64)
-			if err != nil || !(rate > 0 && rate <= 1_000_000) {
+			if err != nil || topic == "" || !(rate > 0 && rate <= 1_000_000) {
 				return fmt.Errorf("%.300q: want topic=rows per second, above 0, at most 1000000", one)
 			}
 			if _, twice := (*rates)[topic]; twice {

@@ -19,6 +19,7 @@ func TestRoutesAndRatesAreChecked(t *testing.T) {
 	assert.Contains(t, r.stderr, "--routes")
 	assert.Contains(t, r.stderr, `Rules[1]: Topic "("`)
 	assert.Contains(t, r.stderr, `Routes.Prefix "a b": want at most 200 letters`)
+	assert.Contains(t, run(t, nil, "run", "--rates", "=5").stderr, `"=5": want topic=rows per second`)
 	assert.Contains(t, r.stderr, `"orders=0": want topic=rows per second, above 0, at most 1000000`)
 	r = run(t, nil, "run", "--routes", "topic=a", "--rates", "orders=1,orders=2")
 	assert.Equal(t, 2, r.code)

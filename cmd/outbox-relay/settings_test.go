@@ -87,6 +87,8 @@ func TestWrongUse(t *testing.T) {
 		"unknown command":      {[]string{"statsu"}, `unknown command "statsu": did you mean "status"?`},
 		"unknown subcommand":   {[]string{"migrate", "upp"}, `unknown command "upp": did you mean "up"?`},
 		"nothing like it":      {[]string{"frobnicate"}, `unknown command "frobnicate": see outbox-relay --help`},
+		"empty command":        {[]string{""}, `unknown command "": see outbox-relay --help`},
+		"empty name":           {append([]string{"verify", "--topic", ""}, url...), `--topic "": want a name`},
 		"argument":             {append([]string{"status", "now"}, url...), `outbox-relay status takes no argument, got "now"`},
 		"no command":           {nil, "a command is missing"},
 		"no subcommand":        {[]string{"migrate"}, "outbox-relay migrate: a command is missing"},

@@ -119,20 +119,22 @@ type pausing struct {
 	// Unconfirmed are the replicas that did not confirm. If it is empty and Holds is false, no
 	// replica runs, or the command did not wait.
 	Unconfirmed []string `json:"unconfirmed,omitempty"`
+
+	interrupted bool // before the wait was over
 }
 
 // await waits until the pauses hold. It returns an error if the result is unknown.
 func (p *pausing) await(ctx context.Context, pool *pgxpool.Pool, by relay.Operator, topics []string, wait time.Duration) error {
-	ctx, cancel := context.WithTimeout(ctx, wait)
+	limited, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
-	err := relay.AwaitPause(ctx, pool, by, topics...)
+	err := relay.AwaitPause(limited, pool, by, topics...)
 	var unconfirmed *relay.UnconfirmedError
 	switch {
 	case errors.Is(err, relay.ErrNoReplica):
 		p.Holds = false
 		return nil
 	case errors.As(err, &unconfirmed):
-		p.Holds, p.Unconfirmed = false, unconfirmed.Owners
+		p.Holds, p.Unconfirmed, p.interrupted = false, unconfirmed.Owners, ctx.Err() != nil
 		return nil
 	}
 	return err
@@ -152,8 +154,12 @@ func (p *pausing) print(out io.Writer, topics int, wait time.Duration, asJSON bo
 		case len(p.Unconfirmed) == 0:
 			text += "; no replica of the relay runs: the pause is stored, and holds once one runs"
 		default:
-			text += fmt.Sprintf("; the pause was not confirmed within %v by %s: rows read before it may still be published; "+
-				"it is stored, and \"outbox-relay topics pause\" with the same topics waits again", wait, terminal.Plain(strings.Join(p.Unconfirmed, ", ")))
+			limit := fmt.Sprintf("within %s by %s", human.Duration(wait), terminal.Plain(strings.Join(p.Unconfirmed, ", ")))
+			if p.interrupted { // perhaps before the replicas were known
+				limit = "before the interruption"
+			}
+			text += fmt.Sprintf("; the pause was not confirmed %s: rows read before it may still be published; "+
+				"it is stored, and \"outbox-relay topics pause\" with the same topics waits again", limit)
 		}
 		err = terminal.Say(out, "%s\n", text)
 	}

@@ -1,11 +1,14 @@
 package main_test
 
 import (
+	"context"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	main "github.com/effectonce/effectonce/cmd/outbox-relay"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -100,4 +103,27 @@ func TestStatusNamesPausedTopics(t *testing.T) {
 	r = runOn(t, address, "status", "--interval", "0s")
 	assert.Contains(t, r.stdout, `2 rows in outbox_dead, which hold their keys: read the column error and fix the cause; 1 more of paused topics: "outbox-relay topics resume"`)
 	assert.Len(t, runOn(t, address, "status", "--interval", "0s", "--json").object(t)["paused_topics"], 2)
+}
+
+// Property: a pause whose wait was interrupted is reported as such, and not as one that took too
+// long.
+func TestPauseIsInterrupted(t *testing.T) {
+	t.Parallel()
+	address := pgtest.Database(t)
+	conn := connect(t, address)
+	execSQL(t, conn, "INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 1)")
+	execSQL(t, conn, "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, obeys) VALUES ('default', 'a', 'infinity', '{}')")
+	ctx, interrupt := context.WithCancel(t.Context())
+	stdout, done := newOutput(), make(chan int, 1)
+	go func() {
+		done <- main.Execute(ctx, []string{"topics", "pause", "orders", "--force"}, alone(map[string]string{"DATABASE_URL": address}), stdout, newOutput())
+	}()
+	paused := func() (yes bool) {
+		assert.NoError(t, conn.QueryRow(t.Context(), "SELECT EXISTS (SELECT FROM effectonce.outbox_paused)").Scan(&yes))
+		return yes
+	}
+	require.Eventually(t, paused, commandMax, 10*time.Millisecond)
+	interrupt()
+	assert.Equal(t, 1, <-done)
+	assert.Contains(t, stdout.String(), "1 of 1 topic paused; the pause was not confirmed before the interruption: rows read before it may still be published")
 }

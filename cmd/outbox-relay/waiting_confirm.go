@@ -21,11 +21,7 @@ func (w *work[P, R]) confirm(ctx context.Context, conn *pgx.Conn, places []P, st
 	if !w.discard || w.yes || len(places) == 1 && !w.wholeKeys {
 		return nil
 	}
-	words := w.words()
-	what := human.Count(len(places), words.row)
-	if w.wholeKeys {
-		what += ", and all " + words.rows() + " behind them,"
-	}
+	words, what := w.words(), w.what(len(places))
 	refused := usageError{fmt.Errorf("%s would be discarded, and are %s: --dry-run shows them, --yes confirms", what, words.lost)}
 	if !isTerminal(std.in) || w.order.json {
 		return refused
@@ -40,7 +36,7 @@ func (w *work[P, R]) confirm(ctx context.Context, conn *pgx.Conn, places []P, st
 	if len(places) > len(rows) {
 		_ = terminal.Say(std.progress, "… and %d more\n", len(places)-len(rows))
 	}
-	_ = terminal.Say(std.progress, "discard %s? They are %s. Type yes: ", what, words.lost)
+	_ = terminal.Say(std.progress, "discard %s? They are %s. Type yes: ", strings.TrimSuffix(what, ","), words.lost)
 	answer := make(chan string, 1)
 	go func() { // if nothing is typed it ends with the program
 		line, _ := bufio.NewReader(std.in).ReadString('\n')
@@ -55,6 +51,15 @@ func (w *work[P, R]) confirm(ctx context.Context, conn *pgx.Conn, places []P, st
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+}
+
+// what counts the rows to act on, as the subject of a sentence.
+func (w *work[P, R]) what(n int) string {
+	what := human.Count(n, w.words().row)
+	if w.wholeKeys {
+		what += ", and all " + w.words().rows() + " behind them,"
+	}
+	return what
 }
 
 func isTerminal(in io.Reader) bool {

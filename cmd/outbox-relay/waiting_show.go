@@ -5,7 +5,6 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"maps"
 	"slices"
@@ -18,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
@@ -83,7 +83,7 @@ type detail struct {
 	payload  payload
 	unstored bool // the payload was too large to be stored
 	behind   int64
-	rows     string
+	row      string   // what one of them is called
 	next     []string // the first rows behind it
 	actions  []parked.Action
 	advice   parked.Advice
@@ -99,7 +99,7 @@ func (d *detail) text() string {
 	printHeaders(&text, d.headers)
 	d.payload.print(&text, d.unstored)
 	if d.behind > 0 {
-		terminal.Add(&text, "behind it  %d %s\n", d.behind, d.rows)
+		terminal.Add(&text, "behind it  %s\n", human.Count(d.behind, d.row))
 		for _, next := range d.next {
 			terminal.Add(&text, "  %s\n", next)
 		}
@@ -156,10 +156,10 @@ func (p payload) print(text *strings.Builder, unstored bool) {
 // printAs writes the bytes read of a payload that is stored.
 func (p payload) printAs(text *strings.Builder, name string) {
 	if p.Payload != nil {
-		terminal.Block(text, name, fmt.Sprintf("%d bytes of text", *p.bytes))
+		terminal.Block(text, name, human.Count(*p.bytes, "byte")+" of text")
 		terminal.Indent(text, *p.Payload)
 	} else {
-		terminal.Block(text, name, fmt.Sprintf("%d bytes, in base64", *p.bytes))
+		terminal.Block(text, name, human.Count(*p.bytes, "byte")+", in base64")
 		terminal.Indent(text, *p.PayloadBase64)
 	}
 	if p.PayloadTruncated {

@@ -38,6 +38,7 @@ type work[P, R any] struct {
 	*order
 	screen  *terminal.Screen
 	matched int
+	tried   int // of the matched ones; after an error it is less
 	sum     outcome
 	waited  *operator.Report
 }
@@ -91,7 +92,7 @@ func (w *work[P, R]) preview(ctx context.Context, conn *pgx.Conn, places []P, ou
 	if err := w.waiting.print(out, rows); err != nil {
 		return err
 	}
-	err = terminal.Say(out, "%s would be %s; nothing was done (--dry-run)\n", human.Count(len(places), w.words().row), w.verb())
+	err = terminal.Say(out, "%s would be %s; nothing was done (--dry-run)\n", w.what(len(places)), w.verb())
 	return err
 }
 
@@ -116,6 +117,7 @@ func (w *work[P, R]) do(ctx context.Context, conn *pgx.Conn, places []P) error {
 		if err != nil {
 			return err
 		}
+		w.tried = upTo
 		w.sum.done, w.sum.released, w.sum.before = w.sum.done+now.done, w.sum.released+now.released, w.sum.before+now.before
 		w.sum.left = append(w.sum.left, now.left...)
 		w.screen.Step("%d of %s %s", upTo, human.Count(len(places), w.words().row), w.verb())
@@ -177,8 +179,11 @@ func (w *work[P, R]) text() string {
 	if sum.before > 0 {
 		terminal.Add(&text, "; %d were handed back before", sum.before)
 	}
-	if gone := w.matched - sum.done - sum.before - len(sum.left); gone > 0 {
-		terminal.Add(&text, "; %d were already gone", gone)
+	if gone := w.tried - sum.done - sum.before - len(sum.left); gone > 0 {
+		terminal.Add(&text, "; %d already gone", gone)
+	}
+	if undone := w.matched - w.tried; undone > 0 {
+		terminal.Add(&text, "; %d not done", undone)
 	}
 	text.WriteString("\n")
 	for _, l := range sum.left {
@@ -193,7 +198,7 @@ func (w *work[P, R]) text() string {
 			terminal.Add(&text, "%d were discarded while waiting\n", r.Discarded)
 		}
 		if r.Pending > 0 {
-			terminal.Add(&text, "not done within %v: %d; %s \"outbox-relay status\" shows it\n", w.waitMax, r.Pending, words.unfinished)
+			terminal.Add(&text, "not done within %s: %d; %s \"outbox-relay status\" shows it\n", human.Duration(w.waitMax), r.Pending, words.unfinished)
 		}
 	}
 	return text.String()

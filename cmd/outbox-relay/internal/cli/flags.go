@@ -127,7 +127,13 @@ func AddText(flags *pflag.FlagSet, name string, bytesMax int, usage string, set 
 
 // Into returns a setter for AddText. The target stays nil unless the flag is given.
 func Into(target **string) func(string) error {
-	return func(text string) error { *target = &text; return nil }
+	return func(text string) error {
+		if text == "" { // as from a shell variable that is not set
+			return errors.New("want a name")
+		}
+		*target = &text
+		return nil
+	}
 }
 
 // AddOneOf adds a flag that has one of the known texts. The target stays nil unless it is given.

@@ -51,7 +51,7 @@ func (b *Behind) remedy(group string) string {
 	if b.Unheld > 0 {
 		return fmt.Sprintf("start a consumer of group %s, or find out why it does not get its partitions: \"outbox-relay positions --group %s\"", oneLine(group), shellWord(group))
 	}
-	return fmt.Sprintf("the consumer is slow or hangs: see its log, and the lag in \"outbox-relay positions --group %s\"", shellWord(group))
+	return fmt.Sprintf("the consumer is slow, hangs or died: see its log, and the members and the lag of the group in \"outbox-relay positions --group %s\"", shellWord(group))
 }
 
 // readBehind adds the consumers that are later than the limit; 0: no limit.

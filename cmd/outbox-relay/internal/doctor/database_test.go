@@ -1,15 +1,20 @@
 package doctor_test
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
+	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -135,6 +140,27 @@ func TestSequenceCacheIsFound(t *testing.T) {
 	require.Equal(t, doctor.Fail, f.Severity)
 	exec(t, conn, f.Remedy)
 	require.Equal(t, doctor.OK, only(t, doctor.Sequence(t.Context(), conn, "effectonce")).Severity)
+}
+
+// Checks that run out of time are one finding, whose remedy is more time.
+func TestLateChecks(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	over, cancel := context.WithDeadline(t.Context(), time.Now())
+	defer cancel()
+	found := doctor.Server(t.Context(), conn)
+	inTime := len(found)
+	found = append(found, doctor.Durability(over, conn)...)
+	found = append(found, doctor.Clock(over, conn)...)
+	found = append(found, doctor.Pooler(over, func(context.Context) (*pgx.Conn, error) { return nil, errors.New("no answer") })...)
+	late := doctor.Late(found, 10*time.Millisecond)
+	require.Len(t, late, inTime+1)
+	assert.Equal(t, doctor.Fail, late[inTime].Severity)
+	assert.Equal(t, "the database did not answer all checks within 10ms (--timeout); not checked: durability, clock, pooler, and what depends on them", late[inTime].Message)
+	assert.Contains(t, late[inTime].Remedy, "raise --timeout")
+	assert.Equal(t, late[:inTime], doctor.Late(late[:inTime], time.Second))
+	client := kafkatest.Client(t)
+	assert.Contains(t, only(t, doctor.Brokers(over, kadm.NewClient(client), "seed")).Remedy, "raise --timeout")
 }
 
 // A check that cannot look is a failure, not silence.

@@ -24,21 +24,29 @@ const TopicRowsMax = 10_000
 
 const checkBrokers = "check --brokers, the network, that Kafka runs, and whether it requires --kafka-tls and --kafka-sasl-mechanism"
 
+// slowly completes the remedy for a broker that did not answer within the time limit.
+func slowly(err error, remedy string) string {
+	if errors.Is(err, context.DeadlineExceeded) {
+		remedy += "; if it only answers slowly, raise --timeout"
+	}
+	return remedy
+}
+
 // Brokers checks that every broker answers, also at the address that the cluster advertises for it.
 // ctx limits how long it waits.
 func Brokers(ctx context.Context, admin *kadm.Client, seeds string) []Finding {
 	meta, err := admin.BrokerMetadata(ctx)
 	if err != nil {
-		return []Finding{fail("brokers", checkBrokers, "no broker of %s answers: %v", seeds, err)}
+		return []Finding{fail("brokers", slowly(err, checkBrokers), "no broker of %s answers: %v", seeds, err)}
 	}
 	versions, err := admin.ApiVersions(ctx)
 	if err != nil {
-		return []Finding{fail("brokers", checkBrokers, "the brokers of %s do not answer: %v", seeds, err)}
+		return []Finding{fail("brokers", slowly(err, checkBrokers), "the brokers of %s do not answer: %v", seeds, err)}
 	}
 	var found []Finding
 	for _, b := range meta.Brokers {
 		if v := versions[b.NodeID]; v.Err != nil {
-			found = append(found, fail("brokers", "advertised.listeners of that broker must hold an address that this machine reaches",
+			found = append(found, fail("brokers", slowly(v.Err, "advertised.listeners of that broker must hold an address that this machine reaches"),
 				"broker %d does not answer at %s:%d, the address that the cluster advertises for it: %v", b.NodeID, b.Host, b.Port, v.Err))
 		}
 	}

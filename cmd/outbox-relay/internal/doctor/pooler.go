@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,7 +20,7 @@ func Pooler(ctx context.Context, connect func(context.Context) (*pgx.Conn, error
 	const check = "pooler"
 	conn, err := connect(ctx)
 	if err != nil {
-		return broken(check, err)
+		return broken(check, cmp.Or(ctx.Err(), err))
 	}
 	defer hangUp(ctx, conn)
 	first, transactions, err := askBackend(ctx, conn)
@@ -36,7 +37,7 @@ func Pooler(ctx context.Context, connect func(context.Context) (*pgx.Conn, error
 	// transactions, and the next connection usually gets it.
 	other, err := connect(ctx)
 	if err != nil {
-		return broken(check, err)
+		return broken(check, cmp.Or(ctx.Err(), err))
 	}
 	defer hangUp(ctx, other)
 	second, _, err := askBackend(ctx, other)
@@ -47,7 +48,7 @@ func Pooler(ctx context.Context, connect func(context.Context) (*pgx.Conn, error
 	if second == first {
 		mode = "transaction mode"
 	}
-	return []Finding{ok(check, "the connection goes through a pooler (%s); the relay works with it, \"outbox-relay migrate\" needs a direct connection to PostgreSQL: see docs/pgbouncer.md", mode)}
+	return []Finding{ok(check, "the connection goes through a pooler (%s); the relay works with it, \"outbox-relay migrate\" needs a direct connection to PostgreSQL: see docs/how-to/pgbouncer.md", mode)}
 }
 
 // hangUp closes a connection cleanly, and waits at most a second.

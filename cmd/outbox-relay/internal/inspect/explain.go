@@ -106,6 +106,7 @@ type Search struct {
 	Since    time.Time `json:"since"`
 	Records  int       `json:"records"`
 	Complete bool      `json:"complete"` // read up to the end of the topics
+	Missing  []string  `json:"-"`        // those of Topics that do not exist
 }
 
 // Claim is a row of processed_messages or processed_forever.

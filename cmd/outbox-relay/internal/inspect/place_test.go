@@ -112,3 +112,25 @@ func TestWhereASearchBegins(t *testing.T) {
 	x := explain(t, pool, kafka(t), id)
 	assert.Equal(t, []string{topic}, x.Searched.Topics)
 }
+
+// Property: a record that compaction deleted is told apart from one that retention deleted.
+func TestCompactedRecords(t *testing.T) {
+	t.Parallel()
+	fake := kafkatest.Fake(t)
+	brokers := fake.ListenAddrs()
+	topic := kafkatest.TopicAt(t, brokers, 1, "cleanup.policy", "compact")
+	client := kafkatest.ClientAt(t, brokers)
+	for _, key := range []string{"a", "b", "b", "b"} {
+		require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: topic, Key: []byte(key), Value: []byte("x")}).FirstErr())
+	}
+	fake.Compact() // the last batch stays as it is
+	pool, k := pgtest.Pool(t), &inspect.Kafka{Client: client, Options: []kgo.Opt{kgo.SeedBrokers(brokers...)}}
+	for place, want := range map[string]inspect.PlaceState{
+		"/0/0": inspect.PlaceRecord, "/0/1": inspect.PlaceCompacted, "/0/2": inspect.PlaceRecord, "/0/3": inspect.PlaceRecord, "/0/4": inspect.PlaceBeyondEnd,
+	} {
+		x := explain(t, pool, k, topic+place)
+		require.NotNil(t, x.At, place)
+		assert.Equal(t, want, x.At.State, place)
+		assert.Equal(t, want == inspect.PlaceRecord, len(x.Records) == 1, place)
+	}
+}

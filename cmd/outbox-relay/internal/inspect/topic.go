@@ -147,6 +147,9 @@ func (e *explainer) search(ctx context.Context, t target, search *Search) error 
 		return err
 	}
 	extent := extents[t.topic]
+	if len(extent) == 0 && !slices.Contains(search.Missing, t.topic) {
+		search.Missing = append(search.Missing, t.topic)
+	}
 	if p, one := PartitionOf(t.key, len(extent)); t.keyed && one {
 		extents[t.topic] = topicscan.Extent{p: extent[p]}
 	}

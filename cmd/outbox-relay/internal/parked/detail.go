@@ -97,6 +97,8 @@ func (a *Action) Object() string {
 		Operation string `json:"operation"`
 		Scope     string `json:"scope"`
 		Mark      string `json:"mark"`
+		Relay     string `json:"relay"`
+		Role      string `json:"role"`
 	}
 	if json.Unmarshal(a.Subject, &subject) != nil {
 		return ""
@@ -119,6 +121,10 @@ func (a *Action) Object() string {
 		return text
 	case subject.Consumer != "" && Printable(subject.Consumer):
 		return subject.Consumer
+	case subject.Relay != "" && Printable(subject.Relay):
+		return "relay " + subject.Relay
+	case subject.Role != "" && Printable(subject.Role):
+		return "role " + subject.Role
 	}
 	return ""
 }

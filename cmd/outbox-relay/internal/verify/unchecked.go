@@ -39,6 +39,8 @@ func (r *run) nothingChecked() {
 	}
 	slices.Sort(consumed)
 	switch {
+	case len(r.names) == 0:
+		unchecked("no claims looked for: no row%s names a topic to read: give --topic", r.window())
 	case len(consumed) == 0:
 		unchecked("no claims looked for: group %s consumes none of these topics", r.Group)
 	case before == 0:

@@ -40,6 +40,9 @@ func TestNothingCheckedIsNotWell(t *testing.T) {
 	s.exec("UPDATE effectonce.consumer_positions SET next_offset = 0")
 	assert.Equal(t, []string{"no claims looked for: group " + s.group + " has passed no record of " + s.topic}, unchecked(s.withGroup))
 
+	s.exec("DELETE FROM effectonce.outbox")
+	assert.Equal(t, []string{"no rows and no records: there was nothing to compare", "no claims looked for: no row names a topic to read: give --topic"}, unchecked(s.withGroup))
+
 	r := s.verify(func(o *verify.Options) { o.Since = 30 * time.Second })
 	assert.Equal(t, []string{"--since 30s is shorter than the 1m by which clocks may differ: records from up to that long before --since were read, but their rows were not"}, r.Notes)
 }
@@ -84,4 +87,20 @@ func TestDeletedRecordsAfterPartitionsWereAdded(t *testing.T) {
 	r = asked.verify(nil)
 	assert.True(t, r.Well, "%v", r.Missing.Examples)
 	assert.EqualValues(t, 5, r.Expired)
+}
+
+// Property: a report of missing rows names the topics from which Kafka deletes records by
+// compaction.
+func TestMissingRowsOfACompactedTopic(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, 1)
+	s.drain()
+	compacted := kafkatest.Topic(t, 1, "cleanup.policy", "compact")
+	s.exec("INSERT INTO effectonce.outbox (topic, key) VALUES ($1, 'k'), ($2, 'k')", s.topic, compacted)
+	assert.Empty(t, s.verify(nil).Notes)
+	s.exec(everythingPublished)
+	r := s.verify(nil)
+	assert.EqualValues(t, 2, r.Missing.Count)
+	assert.False(t, r.Well)
+	assert.Equal(t, []string{"topic " + compacted + " is compacted: Kafka deletes a record once a later one has its key, and the row of a deleted record is reported as missing"}, r.Notes)
 }

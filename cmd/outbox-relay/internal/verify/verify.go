@@ -172,6 +172,7 @@ func Run(ctx context.Context, db operator.Querier, kafka *inspect.Kafka, opts Op
 		slices.Sort(f.Examples)
 	}
 	r.nothingChecked()
+	r.noteCompaction(ctx)
 	rep.Well = len(rep.Unchecked) == 0 && rep.Missing.Count+rep.OutOfOrder.Count+rep.Unclaimed.Count == 0 && (opts.DuplicatesAllowed || rep.Duplicates.Count == 0)
 	return rep, nil
 }

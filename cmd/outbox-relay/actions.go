@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -24,7 +24,7 @@ func newActions(s *cli.Settings) *cobra.Command {
 }
 
 func newActionsList(s *cli.Settings) *cobra.Command {
-	var filter parked.ActionFilter
+	var filter operator.ActionFilter
 	var limit int
 	var asJSON bool
 	cmd := cli.Needs(&cobra.Command{
@@ -36,7 +36,7 @@ func newActionsList(s *cli.Settings) *cobra.Command {
 			ctx, cancel := context.WithTimeout(cmd.Context(), statusMax)
 			defer cancel()
 			return s.WithTables(ctx, false, func(ctx context.Context, conn *pgx.Conn) error {
-				actions, err := parked.Actions(ctx, conn, s.Schema, filter, limit)
+				actions, err := operator.Actions(ctx, conn, s.Schema, filter, limit)
 				if err != nil {
 					return err
 				}
@@ -53,7 +53,7 @@ func newActionsList(s *cli.Settings) *cobra.Command {
 	return cmd
 }
 
-func printActions(out io.Writer, actions []parked.Action, asJSON bool) error {
+func printActions(out io.Writer, actions []operator.Action, asJSON bool) error {
 	var text strings.Builder
 	text.WriteString("when\twho\twhat\tto what\twhy\n")
 	for _, a := range actions {

@@ -2,7 +2,6 @@ package main
 
 import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -14,7 +13,7 @@ const (
 	kafkaErrorWidth = 1000
 )
 
-func keyText(key parked.Key) string {
+func keyText(key human.Key) string {
 	if key == nil {
 		return "-"
 	}
@@ -24,7 +23,7 @@ func keyText(key parked.Key) string {
 	return terminal.Clip(key.String(), keyWidth)
 }
 
-func fullKey(key parked.Key) string {
+func fullKey(key human.Key) string {
 	switch {
 	case key == nil:
 		return "none: nothing waits behind it"

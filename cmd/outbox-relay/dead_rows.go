@@ -11,8 +11,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/dead"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -20,36 +19,43 @@ import (
 // them.
 type deadRows struct {
 	s *cli.Settings
-	dead.Filter
+	queue.DeadFilter
 	id   bool
-	wait dead.Wait
+	wait queue.Wait[queue.DeadPlace]
 	did  deadReport
 }
 
 // deadReport is what retry and discard print with --json.
 type deadReport struct {
 	actReport
-	Retrying []uuid.UUID  `json:"retrying"` // left alone: handed back before
-	Behind   []uuid.UUID  `json:"behind"`   // left alone: now behind another row
-	Waited   *dead.Report `json:"waited"`
+	Retrying []uuid.UUID `json:"retrying"` // left alone: handed back before
+	Behind   []uuid.UUID `json:"behind"`   // left alone: now behind another row
+	Waited   *published  `json:"waited"`
+}
+
+// published is the relay's progress, in rows that were handed back.
+type published struct {
+	Published int `json:"published"`
+	queue.Report
 }
 
 func newDeadRows(s *cli.Settings) *deadRows {
 	return &deadRows{s: s, did: deadReport{Retrying: []uuid.UUID{}, Behind: []uuid.UUID{}}}
 }
 
+func (d *deadRows) table() *queue.DeadTable { return queue.Dead(d.s.Schema) }
+
 func (d *deadRows) words() words {
 	return words{
 		command: "dead", row: "row", filters: "--id, --key, --topic, --reason, --state", why: "reason",
 		wait: "the relay has published them", lost: "never published", finished: "published", failed: "held", unfinished: "does a relay run?",
-		gone: dead.ErrNotFound,
 	}
 }
 
 func (d *deadRows) add(flags *pflag.FlagSet) {
 	cli.AddText(flags, "id", 255, "row's id or seq, as in the relay's log", d.name)
-	filter{&d.Key, &d.Topic, &d.Reason, &d.OlderThan, &d.YoungerThan}.add(flags, d.words(), dead.Reasons())
-	cli.AddOneOf(flags, &d.State, "state", "state", dead.States())
+	filter{&d.Key, &d.Topic, &d.Reason, &d.OlderThan, &d.YoungerThan}.add(flags, d.words(), d.table().Reasons())
+	cli.AddOneOf(flags, &d.State, "state", "state", queue.DeadStates())
 	cli.CommandLineOnly(flags, "state")
 }
 
@@ -86,32 +92,32 @@ func (d *deadRows) nothing() string {
 	return "no dead rows"
 }
 
-func (d *deadRows) list(ctx context.Context, conn *pgx.Conn, limit int) ([]dead.Row, error) {
-	return dead.List(ctx, conn, d.s.Schema, d.Filter, limit)
+func (d *deadRows) list(ctx context.Context, conn *pgx.Conn, limit int) ([]queue.DeadRow, error) {
+	return d.table().List(ctx, conn, d.DeadFilter, limit)
 }
 
-func (d *deadRows) these(ctx context.Context, conn *pgx.Conn, places []dead.Place, limit int) ([]dead.Row, error) {
+func (d *deadRows) these(ctx context.Context, conn *pgx.Conn, places []queue.DeadPlace, limit int) ([]queue.DeadRow, error) {
 	seqs := make([]int64, len(places))
 	for i, place := range places {
 		seqs[i] = place.Seq
 	}
-	return dead.List(ctx, conn, d.s.Schema, dead.Filter{Seqs: seqs, Relay: d.Relay, Behind: true}, limit)
+	return d.table().List(ctx, conn, queue.DeadFilter{Seqs: seqs, Relay: d.Relay, Behind: true}, limit)
 }
 
-func (d *deadRows) targets(ctx context.Context, conn *pgx.Conn, limit int) ([]dead.Place, error) {
-	return dead.Targets(ctx, conn, d.s.Schema, d.Filter, limit)
+func (d *deadRows) targets(ctx context.Context, conn *pgx.Conn, limit int) ([]queue.DeadPlace, error) {
+	return d.table().Targets(ctx, conn, d.DeadFilter, limit)
 }
 
 func (d *deadRows) totals(ctx context.Context, conn *pgx.Conn) (string, error) {
-	found, err := dead.Totals(ctx, conn, d.s.Schema, d.Filter)
+	found, err := d.table().Totals(ctx, conn, d.DeadFilter)
 	totals := make([]total, len(found))
 	for i, t := range found {
-		totals[i] = total{"relay " + terminal.Plain(t.Relay), t.Reason, t.Count, t.Retrying, t.HeldKeys}
+		totals[i] = total{"relay " + terminal.Plain(t.Of), t.Reason, t.Count, t.Retrying, t.HeldKeys}
 	}
 	return totalsText(totals, "dead"), err
 }
 
-func (*deadRows) print(out io.Writer, rows []dead.Row) error {
+func (*deadRows) print(out io.Writer, rows []queue.DeadRow) error {
 	var text strings.Builder
 	text.WriteString("seq\tid\ttopic\tkey\treason\tattempts\tage\tbehind it\terror\n")
 	for _, r := range rows {
@@ -126,18 +132,12 @@ func (*deadRows) print(out io.Writer, rows []dead.Row) error {
 
 func (d *deadRows) named() bool { return d.Behind }
 
-func (d *deadRows) queued(r dead.Row) queued[dead.Place] {
-	return queued[dead.Place]{r.Place(), r.ID, fmt.Sprintf("seq %d", r.Seq), r.Head}
+func (d *deadRows) queued(r queue.DeadRow) queued[queue.DeadPlace] {
+	return queued[queue.DeadPlace]{r.Place(), r.ID, fmt.Sprintf("seq %d", r.Seq), r.Head}
 }
 
-func (d *deadRows) act(ctx context.Context, conn *pgx.Conn, o *order, places []dead.Place) (outcome, error) {
-	var result *dead.Result
-	var err error
-	if o.discard {
-		result, err = dead.Discard(ctx, conn, d.s.Schema, o.by, places, o.wholeKeys)
-	} else {
-		result, err = dead.Retry(ctx, conn, d.s.Schema, o.by, places)
-	}
+func (d *deadRows) act(ctx context.Context, conn *pgx.Conn, o *order, places []queue.DeadPlace) (outcome, error) {
+	result, err := apply(ctx, conn, d.table(), o, places)
 	if err != nil {
 		return outcome{}, err
 	}
@@ -153,10 +153,10 @@ func (d *deadRows) act(ctx context.Context, conn *pgx.Conn, o *order, places []d
 	return sum, nil
 }
 
-func (d *deadRows) look(ctx context.Context, conn *pgx.Conn) (operator.Report, error) {
-	r, err := d.wait.Look(ctx, conn, d.s.Schema)
-	d.did.Waited = &r
-	return operator.Report{Finished: r.Published, Discarded: r.Discarded, Pending: r.Pending, Failed: r.Failed}, err
+func (d *deadRows) look(ctx context.Context, conn *pgx.Conn) (queue.Report, error) {
+	r, err := d.table().Look(ctx, conn, &d.wait)
+	d.did.Waited = &published{r.Finished, r}
+	return r, err
 }
 
 func (d *deadRows) report(common actReport) any {

@@ -8,24 +8,24 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/dead"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
 // shownDead is what "dead show --json" prints of a row.
 type shownDead struct {
-	*dead.Detail
+	*queue.DeadDetail
 	payload
 	What string `json:"what"`
 	Do   string `json:"do"`
 }
 
-func (d *deadRows) show(ctx context.Context, conn *pgx.Conn, place dead.Place, payloadMax int64) (*detail, error) {
-	r, err := dead.Show(ctx, conn, d.s.Schema, place, payloadMax)
+func (d *deadRows) show(ctx context.Context, conn *pgx.Conn, place queue.DeadPlace, payloadMax int64) (*detail, error) {
+	r, err := queue.ShowDead(ctx, conn, d.s.Schema, place, payloadMax)
 	if err != nil {
 		return nil, err
 	}
-	advice, payload := dead.AdviceFor(r.Reason), newPayload(r.Payload, r.PayloadBytes)
+	advice, payload := d.table().Advice(r.Reason), newPayload(r.Payload, r.PayloadBytes)
 	shown := &detail{
 		json: shownDead{r, payload, advice.What, advice.Do},
 		id:   r.ID,
@@ -34,7 +34,7 @@ func (d *deadRows) show(ctx context.Context, conn *pgx.Conn, place dead.Place, p
 			{"topic", r.Topic},
 			{"key", fullKey(r.Key)},
 			{"reason", r.Reason + ": " + advice.What},
-			{"state", deadState(&r.Row)},
+			{"state", deadState(&r.DeadRow)},
 			{"attempts", strconv.Itoa(int(r.Attempts))},
 			{"dead", fmt.Sprintf("since %s, %s ago", r.DiedAt.UTC().Format(time.RFC3339), seconds(r.AgeSeconds))},
 		},
@@ -47,7 +47,7 @@ func (d *deadRows) show(ctx context.Context, conn *pgx.Conn, place dead.Place, p
 }
 
 // deadState says who acts next.
-func deadState(r *dead.Row) string {
+func deadState(r *queue.DeadRow) string {
 	switch {
 	case r.Head != nil:
 		return fmt.Sprintf("behind %s, which has to be retried or discarded first", r.Head)

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/dead"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
@@ -96,7 +96,7 @@ func TestDeadFilters(t *testing.T) {
 		r := runOn(t, address, append([]string{"dead", "list", "--json"}, c.args...)...)
 		var found string
 		for line := range strings.Lines(r.stdout) {
-			var row dead.Row
+			var row queue.DeadRow
 			_ = json.Unmarshal([]byte(line), &row) // the key is no JSON of a Key
 			found += row.ID.String()[35:]
 		}

@@ -13,8 +13,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -22,36 +21,43 @@ import (
 // them.
 type parkedMessages struct {
 	s *cli.Settings
-	parked.Filter
+	queue.ParkedFilter
 	id   string
-	wait parked.Wait
+	wait queue.Wait[int64]
 	did  parkedReport
 }
 
 // parkedReport is what retry and discard print with --json.
 type parkedReport struct {
 	actReport
-	Retrying  int            `json:"retrying"`   // handed back before
-	NoPayload []uuid.UUID    `json:"no_payload"` // left alone: too large to be stored, so it cannot be retried
-	Behind    []uuid.UUID    `json:"behind"`     // left alone: now behind another message
-	Waited    *parked.Report `json:"waited"`
+	Retrying  int         `json:"retrying"`   // handed back before
+	NoPayload []uuid.UUID `json:"no_payload"` // left alone: too large to be stored, so it cannot be retried
+	Behind    []uuid.UUID `json:"behind"`     // left alone: now behind another message
+	Waited    *succeeded  `json:"waited"`
+}
+
+// succeeded is the consumers' progress, in messages that were handed back.
+type succeeded struct {
+	Succeeded int `json:"succeeded"`
+	queue.Report
 }
 
 func newParkedMessages(s *cli.Settings) *parkedMessages {
 	return &parkedMessages{s: s, did: parkedReport{NoPayload: []uuid.UUID{}, Behind: []uuid.UUID{}}}
 }
 
+func (p *parkedMessages) table() *queue.ParkedTable { return queue.Parked(p.s.Schema) }
+
 func (p *parkedMessages) words() words {
 	return words{
 		command: "parked", row: "message", filters: "--id, --key, --topic, --consumer, --group, --reason", why: "reason",
 		wait: "the consumers have handled them", lost: "never handled", finished: "handled", failed: "failed", unfinished: "does a consumer hold their partitions?",
-		gone: parked.ErrNotFound,
 	}
 }
 
 func (p *parkedMessages) add(flags *pflag.FlagSet) {
 	cli.AddText(flags, "id", 1024, "message ID, or topic/partition/offset", p.name)
-	filter{&p.Key, &p.Topic, &p.Reason, &p.OlderThan, &p.YoungerThan}.add(flags, p.words(), parked.Reasons())
+	filter{&p.Key, &p.Topic, &p.Reason, &p.OlderThan, &p.YoungerThan}.add(flags, p.words(), p.table().Reasons())
 	cli.AddText(flags, "consumer", 600, "consumer, such as billing/orders", cli.Into(&p.Consumer))
 	cli.AddText(flags, "group", 255, "consumer group", cli.Into(&p.Group))
 	cli.CommandLineOnly(flags, "consumer", "group")
@@ -69,8 +75,8 @@ func (p *parkedMessages) resolve(ctx context.Context, conn *pgx.Conn, _ *pflag.F
 		p.Behind = p.Reason != nil && *p.Reason == "behind"
 		return nil
 	}
-	seqs, err := parked.Find(ctx, conn, p.s.Schema, p.id)
-	if errors.Is(err, parked.ErrNotFound) {
+	seqs, err := queue.FindParked(ctx, conn, p.s.Schema, p.id)
+	if errors.Is(err, queue.ErrNotFound) {
 		seqs, err = []int64{0}, nil // no message has it
 	}
 	p.Seqs, p.Behind = seqs, true
@@ -94,31 +100,31 @@ func (p *parkedMessages) nothing() string {
 	return "no parked messages"
 }
 
-func (p *parkedMessages) list(ctx context.Context, conn *pgx.Conn, limit int) ([]parked.Message, error) {
-	return parked.List(ctx, conn, p.s.Schema, p.Filter, limit)
+func (p *parkedMessages) list(ctx context.Context, conn *pgx.Conn, limit int) ([]queue.ParkedMessage, error) {
+	return p.table().List(ctx, conn, p.ParkedFilter, limit)
 }
 
-func (p *parkedMessages) these(ctx context.Context, conn *pgx.Conn, seqs []int64, limit int) ([]parked.Message, error) {
-	return parked.List(ctx, conn, p.s.Schema, parked.Filter{Seqs: seqs, Behind: true}, limit)
+func (p *parkedMessages) these(ctx context.Context, conn *pgx.Conn, seqs []int64, limit int) ([]queue.ParkedMessage, error) {
+	return p.table().List(ctx, conn, queue.ParkedFilter{Seqs: seqs, Behind: true}, limit)
 }
 
 // targets are heads, unless an ID names others.
 func (p *parkedMessages) targets(ctx context.Context, conn *pgx.Conn, limit int) ([]int64, error) {
-	heads := p.Filter
+	heads := p.ParkedFilter
 	heads.Behind = p.named()
-	return parked.Targets(ctx, conn, p.s.Schema, heads, limit)
+	return p.table().Targets(ctx, conn, heads, limit)
 }
 
 func (p *parkedMessages) totals(ctx context.Context, conn *pgx.Conn) (string, error) {
-	found, err := parked.Totals(ctx, conn, p.s.Schema, p.Filter)
+	found, err := p.table().Totals(ctx, conn, p.ParkedFilter)
 	totals := make([]total, len(found))
 	for i, t := range found {
-		totals[i] = total{consumerText(t.Consumer), t.Reason, t.Count, t.Retrying, t.HeldKeys}
+		totals[i] = total{consumerText(t.Of), t.Reason, t.Count, t.Retrying, t.HeldKeys}
 	}
 	return totalsText(totals, "parked"), err
 }
 
-func (*parkedMessages) print(out io.Writer, messages []parked.Message) error {
+func (*parkedMessages) print(out io.Writer, messages []queue.ParkedMessage) error {
 	var text strings.Builder
 	text.WriteString("id\ttopic/partition/offset\tkey\treason\tattempts\tage\tbehind it\terror\n")
 	for _, m := range messages {
@@ -128,7 +134,7 @@ func (*parkedMessages) print(out io.Writer, messages []parked.Message) error {
 }
 
 // stateText is the reason, and the progress of a retry.
-func stateText(m *parked.Message) string {
+func stateText(m *queue.ParkedMessage) string {
 	switch {
 	case m.State == "retry" && m.RetryInSeconds != nil && *m.RetryInSeconds > 0:
 		return m.Reason + " (retried in " + seconds(*m.RetryInSeconds) + ")"
@@ -150,39 +156,30 @@ func consumerText(name string) string {
 
 func (p *parkedMessages) named() bool { return p.id != "" }
 
-func (p *parkedMessages) queued(m parked.Message) queued[int64] {
+func (p *parkedMessages) queued(m queue.ParkedMessage) queued[int64] {
 	return queued[int64]{m.Seq, m.ID, m.At(), m.Head}
 }
 
 func (p *parkedMessages) act(ctx context.Context, conn *pgx.Conn, o *order, seqs []int64) (outcome, error) {
-	var result *parked.Result
-	var err error
-	if o.discard {
-		result, err = parked.Discard(ctx, conn, p.s.Schema, o.by, seqs, o.wholeKeys)
-	} else {
-		result, err = parked.Retry(ctx, conn, p.s.Schema, o.by, seqs)
-	}
+	result, err := apply(ctx, conn, p.table(), o, seqs)
 	if err != nil {
 		return outcome{}, err
 	}
 	p.wait.Add(result.Done)
-	p.did.Retrying += result.Retrying
-	sum := outcome{done: len(result.Done), released: result.Released, before: result.Retrying}
-	for _, m := range result.NoPayload {
-		p.did.NoPayload = append(p.did.NoPayload, m.ID)
-		sum.leave(fmt.Sprintf("its payload was too large to be stored: \"outbox-relay parked show %s\"", m.ID), m.ID)
+	p.did.Retrying += len(result.Retrying)
+	p.did.NoPayload, p.did.Behind = append(p.did.NoPayload, result.NoPayload...), append(p.did.Behind, result.Behind...)
+	sum := outcome{done: len(result.Done), released: result.Released, before: len(result.Retrying)}
+	for _, id := range result.NoPayload {
+		sum.leave(fmt.Sprintf("its payload was too large to be stored: \"outbox-relay parked show %s\"", id), id)
 	}
-	for _, m := range result.Behind {
-		p.did.Behind = append(p.did.Behind, m.ID)
-		sum.leave("it now waits behind another message", m.ID)
-	}
+	sum.leave("it now waits behind another message", result.Behind...)
 	return sum, nil
 }
 
-func (p *parkedMessages) look(ctx context.Context, conn *pgx.Conn) (operator.Report, error) {
-	r, err := p.wait.Look(ctx, conn, p.s.Schema)
-	p.did.Waited = &r
-	return operator.Report{Finished: r.Succeeded, Discarded: r.Discarded, Pending: r.Pending, Failed: r.Failed}, err
+func (p *parkedMessages) look(ctx context.Context, conn *pgx.Conn) (queue.Report, error) {
+	r, err := p.table().Look(ctx, conn, &p.wait)
+	p.did.Waited = &succeeded{r.Finished, r}
+	return r, err
 }
 
 func (p *parkedMessages) report(common actReport) any {

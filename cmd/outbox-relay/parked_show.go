@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -22,18 +22,18 @@ func newParkedShow(s *cli.Settings, cmd *cobra.Command) *cobra.Command {
 
 // shownMessage is what "parked show --json" prints of a message.
 type shownMessage struct {
-	*parked.Detail
+	*queue.ParkedDetail
 	payload
 	What string `json:"what"`
 	Do   string `json:"do"`
 }
 
 func (p *parkedMessages) show(ctx context.Context, conn *pgx.Conn, seq, payloadMax int64) (*detail, error) {
-	m, err := parked.Show(ctx, conn, p.s.Schema, seq, payloadMax)
+	m, err := queue.ShowParked(ctx, conn, p.s.Schema, seq, payloadMax)
 	if err != nil {
 		return nil, err
 	}
-	advice, payload := parked.AdviceFor(m.Reason), newPayload(m.Payload, m.PayloadBytes)
+	advice, payload := p.table().Advice(m.Reason), newPayload(m.Payload, m.PayloadBytes)
 	shown := &detail{
 		json: shownMessage{m, payload, advice.What, advice.Do},
 		id:   m.ID,
@@ -42,11 +42,11 @@ func (p *parkedMessages) show(ctx context.Context, conn *pgx.Conn, seq, payloadM
 			{"record", m.At() + recordTime(m.RecordTime)},
 			{"key", fullKey(m.Key)},
 			{"reason", m.Reason + ": " + advice.What},
-			{"state", stateDetail(&m.Message)},
+			{"state", stateDetail(&m.ParkedMessage)},
 			{"attempts", strconv.Itoa(int(m.Attempts))},
 			{"parked", fmt.Sprintf("%s, %s ago", m.ParkedAt.UTC().Format(time.RFC3339), seconds(m.AgeSeconds))},
 		},
-		err: m.Error, headers: m.Headers, payload: payload, unstored: m.Reason == parked.ReasonTooLarge,
+		err: m.Error, headers: m.Headers, payload: payload, unstored: m.Reason == queue.ReasonTooLarge,
 		behind: m.Behind, row: "message", actions: m.Actions, advice: advice,
 	}
 	for _, n := range m.Next {
@@ -63,7 +63,7 @@ func recordTime(at *time.Time) string {
 }
 
 // stateDetail says who acts next.
-func stateDetail(m *parked.Message) string {
+func stateDetail(m *queue.ParkedMessage) string {
 	switch {
 	case m.Head != nil:
 		return fmt.Sprintf("behind %s, which has to be retried or discarded first", m.Head)

@@ -11,7 +11,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -112,7 +113,7 @@ func TestParkedFilters(t *testing.T) {
 		r := runOn(t, address, append([]string{"parked", "list", "--json"}, c.args...)...)
 		var found string
 		for line := range strings.Lines(r.stdout) {
-			var m parked.Message
+			var m queue.ParkedMessage
 			_ = json.Unmarshal([]byte(line), &m) // the key is no JSON of a Key
 			found += m.ID.String()[35:]
 		}
@@ -220,7 +221,7 @@ func TestParkedRetry(t *testing.T) {
 	require.Zero(t, r.code, r.stderr)
 	actions := strings.Split(strings.TrimSpace(r.stdout), "\n")
 	require.Len(t, actions, 3)
-	var first, last parked.Action
+	var first, last operator.Action
 	require.NoError(t, json.Unmarshal([]byte(actions[2]), &first))
 	require.NoError(t, json.Unmarshal([]byte(actions[0]), &last))
 	assert.Equal(t, "ana", *first.Stated)

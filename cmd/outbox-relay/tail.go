@@ -13,7 +13,6 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -56,7 +55,7 @@ shown up to 4 KiB, as text or base64.`,
 	flags := cmd.Flags()
 	cli.AddText(flags, "topic", 249, "only this topic", cli.Into(&t.Topic))
 	cli.AddText(flags, "key", 1<<20, "only this key, as text or as base64:...", func(text string) (err error) {
-		t.Key, err = parked.ParseKey(text)
+		t.Key, err = human.ParseKey(text)
 		return err
 	})
 	cli.AddBool(flags, &t.fromBeginning, "from-beginning", "show existing rows first")

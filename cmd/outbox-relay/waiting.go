@@ -10,8 +10,8 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 )
 
 // waiting is a table of rows that wait for an operator, such as dead rows, and the flags that
@@ -48,7 +48,7 @@ type reader[P, R any] interface {
 	these(ctx context.Context, conn *pgx.Conn, places []P, limit int) ([]R, error)        // the rows at places, as list does
 	targets(ctx context.Context, conn *pgx.Conn, limit int) ([]P, error)                  // the chosen rows, the oldest first
 	totals(ctx context.Context, conn *pgx.Conn) (string, error)                           // the text below a list
-	show(ctx context.Context, conn *pgx.Conn, place P, payloadMax int64) (*detail, error) // or an error that is its words().gone
+	show(ctx context.Context, conn *pgx.Conn, place P, payloadMax int64) (*detail, error) // or queue.ErrNotFound
 }
 
 type printer[R any] interface {
@@ -60,7 +60,7 @@ type actor[P, R any] interface {
 	queued(row R) queued[P]
 	// act retries or discards rows. report includes the result.
 	act(ctx context.Context, conn *pgx.Conn, o *order, places []P) (outcome, error)
-	look(ctx context.Context, conn *pgx.Conn) (operator.Report, error)
+	look(ctx context.Context, conn *pgx.Conn) (queue.Report, error)
 	report(common actReport) any // for --json
 }
 
@@ -73,7 +73,6 @@ type words struct {
 	lost         string // the fate of a discarded row
 	// The results of rows that were handed back.
 	finished, failed, unfinished string
-	gone                         error // the row does not exist any more
 }
 
 func (w words) rows() string { return w.row + "s" }
@@ -88,7 +87,7 @@ type queued[P any] struct {
 
 // filter is what the flags of every table set.
 type filter struct {
-	key                    *parked.Key
+	key                    *human.Key
 	topic, reason          **string
 	olderThan, youngerThan **time.Duration
 }
@@ -97,7 +96,7 @@ type filter struct {
 // what is discarded.
 func (f filter) add(flags *pflag.FlagSet, w words, reasons []string) {
 	cli.AddText(flags, "key", 1<<20, "key, as text or as base64:...", func(text string) (err error) {
-		*f.key, err = parked.ParseKey(text)
+		*f.key, err = human.ParseKey(text)
 		return err
 	})
 	cli.AddText(flags, "topic", 249, "topic", cli.Into(f.topic))
@@ -113,6 +112,6 @@ const (
 )
 
 func addLimit(flags *pflag.FlagSet, limit *int, standard int, w words) {
-	cli.AddInt(flags, limit, flagLimit, standard, 1, operator.TargetsMax, "at most this many "+w.rows())
+	cli.AddInt(flags, limit, flagLimit, standard, 1, queue.TargetsMax, "at most this many "+w.rows())
 	cli.CommandLineOnly(flags, flagLimit)
 }

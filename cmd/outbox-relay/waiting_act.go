@@ -13,6 +13,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -60,7 +61,7 @@ func newDiscard[P, R any](s *cli.Settings, w waiting[P, R], cmd *cobra.Command) 
 func newAct[P, R any](s *cli.Settings, w waiting[P, R], o *order, cmd *cobra.Command) *cobra.Command {
 	flags, words := cmd.Flags(), w.words()
 	w.add(flags)
-	addLimit(flags, &o.limit, operator.TargetsMax, words)
+	addLimit(flags, &o.limit, queue.TargetsMax, words)
 	cli.AddBool(flags, &o.all, flagAll, "all "+words.command+" "+words.rows()+", without a filter")
 	cli.AddBool(flags, &o.dryRun, "dry-run", "only show what would be done")
 	cli.AddInt(flags, &o.rate, "rate", 0, 0, 100_000, words.rows()+" per second; 0: no limit")
@@ -120,6 +121,14 @@ func act[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], o *orde
 		err = said
 	}
 	return err
+}
+
+// apply retries or discards rows in one transaction.
+func apply[P comparable, R any, F queue.Filter](ctx context.Context, conn *pgx.Conn, t *queue.Table[P, R, F], o *order, places []P) (*queue.Result[P], error) {
+	if o.discard {
+		return t.Discard(ctx, conn, o.by, places, o.wholeKeys)
+	}
+	return t.Retry(ctx, conn, o.by, places)
 }
 
 // streams are those of a command.

@@ -18,7 +18,8 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -51,7 +52,7 @@ func show[P, R any](ctx context.Context, conn *pgx.Conn, w waiting[P, R], payloa
 	shown := 0
 	for _, place := range places {
 		d, err := w.show(ctx, conn, place, payloadMax)
-		if errors.Is(err, w.words().gone) {
+		if errors.Is(err, queue.ErrNotFound) {
 			continue
 		}
 		if err != nil {
@@ -85,8 +86,8 @@ type detail struct {
 	behind   int64
 	row      string   // what one of them is called
 	next     []string // the first rows behind it
-	actions  []parked.Action
-	advice   parked.Advice
+	actions  []operator.Action
+	advice   queue.Advice
 }
 
 func (d *detail) text() string {

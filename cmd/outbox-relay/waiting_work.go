@@ -12,7 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/terminal"
 )
 
@@ -40,7 +40,7 @@ type work[P, R any] struct {
 	matched int
 	tried   int // of the matched ones; after an error it is less
 	sum     outcome
-	waited  *operator.Report
+	waited  *queue.Report
 }
 
 // outcome is the result of an order.
@@ -98,7 +98,7 @@ func (w *work[P, R]) preview(ctx context.Context, conn *pgx.Conn, places []P, ou
 
 // do processes the rows in small transactions.
 func (w *work[P, R]) do(ctx context.Context, conn *pgx.Conn, places []P) error {
-	chunk, pace := operator.ChunkMax, time.NewTicker(time.Hour)
+	chunk, pace := queue.ChunkMax, time.NewTicker(time.Hour)
 	defer pace.Stop()
 	if w.rate > 0 {
 		chunk = max(1, min(chunk, w.rate/10))

@@ -52,7 +52,7 @@ func collect[T any](ctx context.Context, db operator.Querier, what, sql string, 
 // nothing was changed, unless the connection broke during COMMIT; it is safe to repeat an order.
 func order(ctx context.Context, db operator.Beginner, what string, work func(tx pgx.Tx) error) error {
 	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
-		if err := operator.Limit(ctx, tx); err != nil {
+		if _, err := operator.Limit(ctx, tx); err != nil {
 			return err
 		}
 		return work(tx)

@@ -1,4 +1,4 @@
-// Package human formats counts and durations for people.
+// Package human formats counts, durations and keys for people.
 package human
 
 import (

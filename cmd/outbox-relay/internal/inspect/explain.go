@@ -11,9 +11,10 @@ import (
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/keys"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 )
 
 // Explanation is everything that is known about a message.
@@ -35,11 +36,11 @@ type Explanation struct {
 	// Passed are consumers whose position is past a record, and that have no claim of it. They
 	// handled it, or parked it and an operator decided, and forgot the claim when its window was
 	// over. Consumers that deduplicate by position keep no claims.
-	Passed   []Passed         `json:"passed"`
-	Attempts []Attempt        `json:"attempts"`
-	Parked   []parked.Message `json:"parked"`
-	Children []Row            `json:"children"` // what its handlers published into this outbox
-	Actions  []parked.Action  `json:"actions"`
+	Passed   []Passed              `json:"passed"`
+	Attempts []Attempt             `json:"attempts"`
+	Parked   []queue.ParkedMessage `json:"parked"`
+	Children []Row                 `json:"children"` // what its handlers published into this outbox
+	Actions  []operator.Action     `json:"actions"`
 	// KafkaError is why topics could not be searched, or not to their end. Empty: they were
 	// searched, or there are no brokers to ask.
 	KafkaError string `json:"kafka_error"`
@@ -47,13 +48,13 @@ type Explanation struct {
 
 // Row is a row of the outbox.
 type Row struct {
-	Seq          int64      `json:"seq"`
-	ID           uuid.UUID  `json:"id"`
-	Topic        string     `json:"topic"`
-	Key          parked.Key `json:"key"` // text, or base64: and bytes; null: none
-	Shard        int16      `json:"shard"`
-	CreatedAt    time.Time  `json:"created_at"`
-	PayloadBytes *int64     `json:"payload_bytes"` // null: a tombstone
+	Seq          int64     `json:"seq"`
+	ID           uuid.UUID `json:"id"`
+	Topic        string    `json:"topic"`
+	Key          human.Key `json:"key"` // text, or base64: and bytes; null: none
+	Shard        int16     `json:"shard"`
+	CreatedAt    time.Time `json:"created_at"`
+	PayloadBytes *int64    `json:"payload_bytes"` // null: a tombstone
 	// States has its state by relay: published, waiting or dead.
 	States map[string]string `json:"states"`
 }
@@ -67,26 +68,26 @@ const (
 
 // Dead is a row of outbox_dead.
 type Dead struct {
-	Relay    string     `json:"relay"`
-	Seq      int64      `json:"seq"`
-	ID       uuid.UUID  `json:"id"`
-	Topic    string     `json:"topic"`
-	Key      parked.Key `json:"key"`
-	Reason   string     `json:"reason"`
-	Error    string     `json:"error"`
-	Attempts int32      `json:"attempts"`
-	State    string     `json:"state"`
-	DiedAt   time.Time  `json:"died_at"`
+	Relay    string    `json:"relay"`
+	Seq      int64     `json:"seq"`
+	ID       uuid.UUID `json:"id"`
+	Topic    string    `json:"topic"`
+	Key      human.Key `json:"key"`
+	Reason   string    `json:"reason"`
+	Error    string    `json:"error"`
+	Attempts int32     `json:"attempts"`
+	State    string    `json:"state"`
+	DiedAt   time.Time `json:"died_at"`
 }
 
 // Scheduled is a row of outbox_scheduled.
 type Scheduled struct {
-	ID           uuid.UUID  `json:"id"`
-	Topic        string     `json:"topic"`
-	Key          parked.Key `json:"key"`
-	DueAt        time.Time  `json:"due_at"`
-	CreatedAt    time.Time  `json:"created_at"`
-	PayloadBytes *int64     `json:"payload_bytes"`
+	ID           uuid.UUID `json:"id"`
+	Topic        string    `json:"topic"`
+	Key          human.Key `json:"key"`
+	DueAt        time.Time `json:"due_at"`
+	CreatedAt    time.Time `json:"created_at"`
+	PayloadBytes *int64    `json:"payload_bytes"`
 	// OverdueSeconds is the time since it was due; 0: it is not due yet.
 	OverdueSeconds float64 `json:"overdue_seconds"`
 }
@@ -94,10 +95,10 @@ type Scheduled struct {
 // Record is the message in a topic.
 type Record struct {
 	Place
-	Time         time.Time  `json:"time"`
-	Key          parked.Key `json:"key"`
-	PayloadBytes *int64     `json:"payload_bytes"`
-	MessageID    string     `json:"message_id"` // as the record carries it
+	Time         time.Time `json:"time"`
+	Key          human.Key `json:"key"`
+	PayloadBytes *int64    `json:"payload_bytes"`
+	MessageID    string    `json:"message_id"` // as the record carries it
 }
 
 // Search is what was read from topics.

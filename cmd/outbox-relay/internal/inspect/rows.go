@@ -12,7 +12,8 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/dedup"
 )
 
@@ -157,7 +158,7 @@ func (e *explainer) readConsumers(ctx context.Context) error {
 	if err != nil || len(seqs) == 0 {
 		return wrap("read parked messages", err)
 	}
-	e.out.Parked, err = parked.List(ctx, e.db, e.Schema, parked.Filter{Seqs: seqs, Behind: true}, len(seqs))
+	e.out.Parked, err = queue.Parked(e.Schema).List(ctx, e.db, queue.ParkedFilter{Seqs: seqs, Behind: true}, len(seqs))
 	for _, m := range e.out.Parked {
 		e.names.ids[m.ID] = true // if only its place was known
 	}
@@ -197,7 +198,7 @@ func (e *explainer) readChildren(ctx context.Context) (err error) {
 }
 
 // readActions reads what operators did to the message.
-func (e *explainer) readActions(ctx context.Context) error {
+func (e *explainer) readActions(ctx context.Context) (err error) {
 	var ids, seqs []string
 	for _, id := range e.names.sorted() {
 		ids = append(ids, id.String())
@@ -205,17 +206,8 @@ func (e *explainer) readActions(ctx context.Context) error {
 	for _, row := range e.out.Outbox {
 		ids, seqs = append(ids, row.ID.String()), append(seqs, strconv.FormatInt(row.Seq, 10))
 	}
-	rows, err := e.db.Query(ctx, inSchema(actionsSQL, e.Schema), ids, seqs)
-	if err != nil {
-		return wrap("read operators' actions", err)
-	}
-	e.out.Actions, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (a parked.Action, err error) {
-		var subject string
-		err = row.Scan(&a.ID, &a.Who, &a.Stated, &a.What, &a.Why, &a.When, &a.Role, &subject)
-		a.Subject = []byte(subject)
-		return a, err
-	})
-	return wrap("read operators' actions", err)
+	e.out.Actions, err = operator.ReadActions(ctx, e.db, inSchema(actionsSQL, e.Schema), ids, seqs)
+	return err
 }
 
 // readPassed finds consumers that are past a record, or past the place that was asked for, and have
@@ -242,7 +234,7 @@ func (e *explainer) readPassed(ctx context.Context) error {
 		}
 		for _, p := range found {
 			claimed := slices.ContainsFunc(e.out.Claims, func(c Claim) bool { return c.Consumer == p.Consumer })
-			waits := slices.ContainsFunc(e.out.Parked, func(m parked.Message) bool { return m.Consumer == p.Consumer }) ||
+			waits := slices.ContainsFunc(e.out.Parked, func(m queue.ParkedMessage) bool { return m.Consumer == p.Consumer }) ||
 				slices.ContainsFunc(e.out.Attempts, func(a Attempt) bool { return a.Consumer == p.Consumer })
 			if !claimed && !waits {
 				e.out.Passed = append(e.out.Passed, p)

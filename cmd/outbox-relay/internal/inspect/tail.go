@@ -9,8 +9,8 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
 
 // Tail follows the outbox: it returns every row once, after its commit, whatever the order of
@@ -18,7 +18,7 @@ import (
 type Tail struct {
 	Schema string
 	Topic  *string
-	Key    parked.Key // nil: any
+	Key    human.Key // nil: any
 	// PayloadMax is how many bytes of payloads are read. 0: none.
 	PayloadMax int
 
@@ -30,13 +30,13 @@ type Tail struct {
 
 // TailRow is a row of the outbox as Tail shows it.
 type TailRow struct {
-	Seq          int64      `json:"seq"`
-	ID           uuid.UUID  `json:"id"`
-	Topic        string     `json:"topic"`
-	Key          parked.Key `json:"key"`
-	CreatedAt    time.Time  `json:"created_at"`
-	PayloadBytes *int64     `json:"payload_bytes"` // null: a tombstone
-	Payload      []byte     `json:"-"`
+	Seq          int64     `json:"seq"`
+	ID           uuid.UUID `json:"id"`
+	Topic        string    `json:"topic"`
+	Key          human.Key `json:"key"`
+	CreatedAt    time.Time `json:"created_at"`
+	PayloadBytes *int64    `json:"payload_bytes"` // null: a tombstone
+	Payload      []byte    `json:"-"`
 }
 
 // historyRows is the page size for rows that existed at the beginning.

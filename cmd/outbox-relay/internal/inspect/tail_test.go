@@ -14,9 +14,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -80,7 +80,7 @@ func TestTailFilters(t *testing.T) {
 	assert.Nil(t, rows[0].Payload)
 	assert.EqualValues(t, 5, *rows[0].PayloadBytes)
 	assert.Nil(t, rows[1].PayloadBytes)
-	tail = &inspect.Tail{Schema: schema, Key: parked.Key("k"), PayloadMax: 3}
+	tail = &inspect.Tail{Schema: schema, Key: human.Key("k"), PayloadMax: 3}
 	require.NoError(t, tail.Start(t.Context(), pool, true))
 	seqs, rows = looks(t, tail, pool)
 	assert.Equal(t, []int64{1, 2}, seqs)

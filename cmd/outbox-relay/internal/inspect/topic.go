@@ -10,7 +10,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/dedup"
 )
@@ -30,7 +30,7 @@ var errEnough = errors.New("enough")
 
 func newRecord(r *kgo.Record) Record {
 	text, _ := Carried(r)
-	found := Record{Place: Place{r.Topic, r.Partition, r.Offset}, Time: r.Timestamp, Key: parked.Key(r.Key), MessageID: text}
+	found := Record{Place: Place{r.Topic, r.Partition, r.Offset}, Time: r.Timestamp, Key: human.Key(r.Key), MessageID: text}
 	if r.Value != nil {
 		n := int64(len(r.Value))
 		found.PayloadBytes = &n

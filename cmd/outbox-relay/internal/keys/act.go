@@ -76,7 +76,7 @@ func (c change) act(ctx context.Context, db operator.Beginner, schema string, by
 	// Read committed, whatever the role's default: the statements after the lock have to see what
 	// committed before it.
 	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, func(tx pgx.Tx) error {
-		if err := operator.Limit(ctx, tx); err != nil {
+		if _, err := operator.Limit(ctx, tx); err != nil {
 			return err
 		}
 		var err error

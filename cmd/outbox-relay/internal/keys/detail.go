@@ -9,7 +9,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
 )
 
 // actionsMax bounds how many actions Show reads.
@@ -22,10 +21,10 @@ type Detail struct {
 	Headers     json.RawMessage `json:"headers"`
 	// The request, what phases pass on, and the answer: at most as many bytes as were requested,
 	// and nothing that is encrypted.
-	Request []byte          `json:"-"`
-	Data    []byte          `json:"-"`
-	Body    []byte          `json:"-"`
-	Actions []parked.Action `json:"actions"` // of operators on this key, the newest first, at most 20
+	Request []byte            `json:"-"`
+	Data    []byte            `json:"-"`
+	Body    []byte            `json:"-"`
+	Actions []operator.Action `json:"actions"` // of operators on this key, the newest first, at most 20
 }
 
 // Show reads a key with up to payloadMax bytes of each of its texts, or ErrNotFound.
@@ -46,11 +45,6 @@ func Show(ctx context.Context, db operator.Querier, schema string, row Row, payl
 }
 
 // Actions returns what operators did to a key, the newest first, even if the key is deleted.
-func Actions(ctx context.Context, db operator.Querier, schema string, place Place, limit int) ([]parked.Action, error) {
-	return collect(ctx, db, func(row pgx.CollectableRow) (a parked.Action, err error) {
-		var subject string
-		err = row.Scan(&a.ID, &a.Who, &a.Stated, &a.What, &a.Why, &a.When, &a.Role, &subject)
-		a.Subject = json.RawMessage(subject)
-		return a, err
-	}, inSchema(actionsSQL, schema), place.Scope, place.Operation, place.Key, limit)
+func Actions(ctx context.Context, db operator.Querier, schema string, place Place, limit int) ([]operator.Action, error) {
+	return operator.ReadActions(ctx, db, inSchema(actionsSQL, schema), place.Scope, place.Operation, place.Key, limit)
 }

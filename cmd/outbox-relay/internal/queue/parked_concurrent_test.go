@@ -1,20 +1,18 @@
-package parked_test
+package queue_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"sync/atomic"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -30,13 +28,13 @@ locked AS MATERIALIZED (SELECT p.seq, p.key FROM effectonce.parked_messages p
 gone AS (DELETE FROM effectonce.parked_messages p USING locked l WHERE p.seq = l.seq RETURNING p.seq, p.key)
 INSERT INTO effects (seq, key) SELECT seq, key FROM gone ORDER BY seq`
 
-const mendSQL = `
+const mendParkedSQL = `
 UPDATE effectonce.parked_messages p SET state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END
 FROM (SELECT DISTINCT ON (key) seq FROM effectonce.parked_messages WHERE key IS NOT NULL ORDER BY key, seq) first
 WHERE p.seq = first.seq AND p.state = 'behind'`
 
 const (
-	storedKeys  = 40
+	parkedKeys  = 40
 	queueLength = 6
 )
 
@@ -48,12 +46,12 @@ func fill(t *testing.T, conn *pgx.Conn) {
 	exec(t, conn, `INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, reason, error, state)
 		SELECT id, gen_random_uuid(), 'orders', 0, n, convert_to('key ' || n % $1::int, 'UTF8'),
 			CASE WHEN n < $1::int OR n % 17 = 0 THEN 'failed' ELSE 'behind' END, 'e', CASE WHEN n < $1::int THEN 'parked' ELSE 'behind' END
-		FROM effectonce.consumers, generate_series(0, $1::int * $2::int - 1) n`, storedKeys, queueLength)
+		FROM effectonce.consumers, generate_series(0, $1::int * $2::int - 1) n`, parkedKeys, queueLength)
 }
 
 // Operators retry and discard at once, with a consumer in between. No message is lost or handled
 // twice, and at no moment is a key without a first message on which someone will act.
-func TestNothingIsLostDoubledOrStranded(t *testing.T) {
+func TestNoParkedMessageIsLostDoubledOrStranded(t *testing.T) {
 	t.Parallel()
 	address := pgtest.Database(t)
 	conn := connect(t, address)
@@ -74,7 +72,7 @@ func TestNothingIsLostDoubledOrStranded(t *testing.T) {
 				if worker == 0 {
 					err = consume(ctx, own, &handled)
 				} else {
-					err = operate(ctx, own, random, &discarded)
+					err = operateParked(ctx, own, random, &discarded)
 				}
 				if err != nil {
 					return fmt.Errorf("worker %d: %w", worker, err)
@@ -99,7 +97,7 @@ func TestNothingIsLostDoubledOrStranded(t *testing.T) {
 		SELECT (SELECT count(*) FROM effects), (SELECT count(DISTINCT seq) FROM gone), (SELECT count(*) FROM effects JOIN gone USING (seq)),
 			(SELECT count(*) FROM gone) - (SELECT count(DISTINCT seq) FROM gone),
 			(SELECT count(*) FROM effects a JOIN effects b ON a.key = b.key AND a.seq < b.seq AND a.n > b.n)`).Scan(&effects, &logged, &both, &twice, &outOfOrder))
-	assert.Equal(t, int64(storedKeys*queueLength), effects+logged, "messages that are either handled or discarded")
+	assert.Equal(t, int64(parkedKeys*queueLength), effects+logged, "messages that are either handled or discarded")
 	assert.Zero(t, both, "handled and discarded")
 	assert.Zero(t, twice, "discarded twice")
 	assert.Zero(t, outOfOrder, "handled before an earlier message of its key")
@@ -116,7 +114,7 @@ func consume(ctx context.Context, conn *pgx.Conn, handled *atomic.Int64) error {
 		if n = tag.RowsAffected(); err != nil || n == 0 {
 			return err
 		}
-		_, err = tx.Exec(ctx, mendSQL)
+		_, err = tx.Exec(ctx, mendParkedSQL)
 		return err
 	})
 	if err == nil {
@@ -125,28 +123,19 @@ func consume(ctx context.Context, conn *pgx.Conn, handled *atomic.Int64) error {
 	return ignoreDeadlock(err)
 }
 
-func operate(ctx context.Context, conn *pgx.Conn, random *rand.Rand, discarded *atomic.Int64) error {
-	seqs, err := parked.Targets(ctx, conn, schema, parked.Filter{}, 1+random.IntN(5))
+func operateParked(ctx context.Context, conn *pgx.Conn, random *rand.Rand, discarded *atomic.Int64) error {
+	seqs, err := parked.Targets(ctx, conn, queue.ParkedFilter{}, 1+random.IntN(5))
 	if err != nil {
 		return err
 	}
 	random.Shuffle(len(seqs), func(i, j int) { seqs[i], seqs[j] = seqs[j], seqs[i] })
 	if random.IntN(3) > 0 {
-		_, err = parked.Retry(ctx, conn, schema, ana, seqs)
+		_, err = parked.Retry(ctx, conn, ana, seqs)
 		return err
 	}
-	result, err := parked.Discard(ctx, conn, schema, ana, seqs[:min(len(seqs), 1)], random.IntN(20) == 0)
+	result, err := parked.Discard(ctx, conn, ana, seqs[:min(len(seqs), 1)], random.IntN(20) == 0)
 	if err == nil {
 		discarded.Add(int64(len(result.Done)))
-	}
-	return err
-}
-
-// ignoreDeadlock leaves out what a consumer simply tries again.
-func ignoreDeadlock(err error) error {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && pgErr.Code == "40P01" {
-		return nil
 	}
 	return err
 }

@@ -1,4 +1,4 @@
-package parked
+package human
 
 import (
 	"encoding/base64"

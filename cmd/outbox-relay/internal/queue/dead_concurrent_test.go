@@ -1,4 +1,4 @@
-package dead_test
+package queue_test
 
 import (
 	"context"
@@ -17,16 +17,16 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/dead"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
 
 const (
-	storedKeys = 20
-	rowsAKey   = 30
+	deadKeys = 20
+	rowsAKey = 30
 )
 
 // writeSQL publishes a row; some have headers that no relay understands, and some no key.
@@ -34,8 +34,8 @@ const writeSQL = `INSERT INTO effectonce.outbox (topic, key, payload, headers)
 	SELECT $1, convert_to(nullif('key ' || $2::int, 'key 0'), 'UTF8'), convert_to('key ' || $2::int || '/' || $3::int, 'UTF8'),
 		CASE WHEN random() < 0.2 THEN '{"trace": {"nested": 1}}' ELSE '{}' END::jsonb`
 
-// mendSQL is an operator with psql, who fixes a row in its place and hands it back.
-const mendSQL = `UPDATE effectonce.outbox_dead SET headers = '{}', state = 'retry'
+// mendDeadSQL is an operator with psql, who fixes a row in its place and hands it back.
+const mendDeadSQL = `UPDATE effectonce.outbox_dead SET headers = '{}', state = 'retry'
 	WHERE (relay, seq) IN (SELECT relay, seq FROM effectonce.outbox_dead WHERE state = 'held' ORDER BY random() LIMIT $1 FOR UPDATE)`
 
 // fate is what became of a row.
@@ -44,7 +44,7 @@ type fate struct{ published, discarded bool }
 // Rows O10, O12 of guarantees.md: operators retry, fix and discard at once, by command and by plain
 // SQL, while two relays take turns and writers continue. No row is lost, none is both published and
 // discarded, and the order of each key is kept.
-func TestNothingIsLostDoubledOrStranded(t *testing.T) {
+func TestNoDeadRowIsLostDoubledOrStranded(t *testing.T) {
 	t.Parallel()
 	address, topic := pgtest.Database(t), kafkatest.Topic(t, 2)
 	conn := connect(t, address)
@@ -77,17 +77,17 @@ func TestNothingIsLostDoubledOrStranded(t *testing.T) {
 	}
 	for worker := range 4 {
 		own, random := connect(t, address), rand.New(rand.NewPCG(1, uint64(worker)))
-		repeat(func() error { return operate(t.Context(), own, random) })
+		repeat(func() error { return operateDead(t.Context(), own, random) })
 	}
 	for n := range rowsAKey {
-		for key := range storedKeys {
+		for key := range deadKeys {
 			exec(t, conn, writeSQL, topic, key, n)
 		}
 	}
 	require.Eventually(t, func() bool {
-		_, err := conn.Exec(t.Context(), mendSQL, 1)
+		_, err := conn.Exec(t.Context(), mendDeadSQL, 1)
 		require.NoError(t, ignoreDeadlock(err)) // one who uses psql would try again
-		return failed.Load() || len(left(t, conn)) == 0 && drained(t, conn)
+		return failed.Load() || len(dead.left(t, conn)) == 0 && drained(t, conn)
 	}, 8*time.Minute, 10*time.Millisecond, "rows are stranded")
 	stopped.Store(true)
 	require.NoError(t, group.Wait())
@@ -114,21 +114,21 @@ func newRelay(t *testing.T, address, owner string) *relay.Relay {
 	return r
 }
 
-func operate(ctx context.Context, conn *pgx.Conn, random *rand.Rand) error {
+func operateDead(ctx context.Context, conn *pgx.Conn, random *rand.Rand) error {
 	if random.IntN(3) == 0 {
-		_, err := conn.Exec(ctx, mendSQL, 1+random.IntN(3))
+		_, err := conn.Exec(ctx, mendDeadSQL, 1+random.IntN(3))
 		return ignoreDeadlock(err)
 	}
-	places, err := dead.Targets(ctx, conn, schema, dead.Filter{}, 1+random.IntN(8))
+	places, err := dead.Targets(ctx, conn, queue.DeadFilter{}, 1+random.IntN(8))
 	if err != nil {
 		return err
 	}
 	random.Shuffle(len(places), func(i, j int) { places[i], places[j] = places[j], places[i] })
 	if random.IntN(2) == 0 {
-		_, err = dead.Retry(ctx, conn, schema, ana, places)
+		_, err = dead.Retry(ctx, conn, ana, places)
 		return err
 	}
-	_, err = dead.Discard(ctx, conn, schema, ana, places[:min(len(places), 2)], random.IntN(20) == 0)
+	_, err = dead.Discard(ctx, conn, ana, places[:min(len(places), 2)], random.IntN(20) == 0)
 	return err
 }
 
@@ -136,7 +136,7 @@ func operate(ctx context.Context, conn *pgx.Conn, random *rand.Rand) error {
 func judge(t *testing.T, conn *pgx.Conn, topic string) {
 	t.Helper()
 	fates := map[string]*fate{}
-	for key := range storedKeys {
+	for key := range deadKeys {
 		for n := range rowsAKey {
 			fates[fmt.Sprintf("key %d/%d", key, n)] = &fate{}
 		}
@@ -172,7 +172,7 @@ func judge(t *testing.T, conn *pgx.Conn, topic string) {
 	}
 	assert.Positive(t, published)
 	assert.NotEmpty(t, discarded)
-	actions, err := parked.Actions(t.Context(), conn, schema, parked.ActionFilter{}, 10_000)
+	actions, err := operator.Actions(t.Context(), conn, schema, operator.ActionFilter{}, 10_000)
 	require.NoError(t, err)
 	assert.Greater(t, len(actions), len(discarded), "retries")
 }

@@ -1,4 +1,4 @@
-package operator
+package queue
 
 import (
 	"context"
@@ -8,6 +8,8 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
 
 // lookMax bounds how many rows one Look queries.
@@ -15,18 +17,19 @@ const lookMax = 1000
 
 // Wait follows rows that were handed back until none of them, and none of the rows behind them,
 // remain. It is for one goroutine.
-type Wait[P comparable, R Row[P]] struct {
-	pending []Done[P, R]
+type Wait[P comparable] struct {
+	pending []Done[P]
 	began   time.Time
 	report  Report
 }
 
 // Report is the progress of the rows that were handed back.
 type Report struct {
-	Finished  int // including all rows that were behind them
-	Discarded int // discarded by an operator since then
-	Pending   int
-	Failed    []Failure
+	Finished  int `json:"-"`         // including all rows that were behind them
+	Discarded int `json:"discarded"` // discarded by an operator since then
+	Pending   int `json:"pending"`
+	// Held again: rows that were handed back, or were behind them
+	Failed []Failure `json:"failed"`
 }
 
 // Failure is a row that is held again: one that was handed back, or one behind it.
@@ -37,26 +40,26 @@ type Failure struct {
 }
 
 // Add adds rows to follow.
-func (w *Wait[P, R]) Add(done []Done[P, R]) {
+func (w *Wait[P]) Add(done []Done[P]) {
 	if w.began.IsZero() && len(done) > 0 {
 		w.began = done[0].at
 	}
 	w.pending = append(w.pending, done...)
 }
 
-// Look queries the table once.
-func (w *Wait[P, R]) Look(ctx context.Context, db Querier, t *Table[P, R]) (Report, error) {
+// Look reads the progress of the rows that w follows.
+func (t *Table[P, R, F]) Look(ctx context.Context, db operator.Querier, w *Wait[P]) (Report, error) {
 	if w.report.Failed == nil {
 		w.report.Failed = []Failure{}
 	}
 	page := w.pending[:min(len(w.pending), lookMax)]
-	gone, left, err := w.outcomes(ctx, db, t, page)
+	gone, left, err := t.outcomes(ctx, db, w, page)
 	if err != nil {
-		return Report{}, fmt.Errorf("read the progress of %s that were handed back: %w", t.Name, err)
+		return Report{}, fmt.Errorf("read the progress of %s that were handed back: %w", t.name, err)
 	}
-	discarded, err := w.discarded(ctx, db, t, gone)
+	discarded, err := t.discarded(ctx, db, gone, w.began)
 	if err != nil {
-		return Report{}, fmt.Errorf("read the progress of %s that were handed back: %w", t.Name, err)
+		return Report{}, fmt.Errorf("read the progress of %s that were handed back: %w", t.name, err)
 	}
 	w.report.Discarded += discarded
 	w.report.Finished += len(gone) - discarded
@@ -68,27 +71,27 @@ func (w *Wait[P, R]) Look(ctx context.Context, db Querier, t *Table[P, R]) (Repo
 
 // outcomes separates finished rows from those that are still pending, and records the rows that are
 // held again.
-func (w *Wait[P, R]) outcomes(ctx context.Context, db Querier, t *Table[P, R], page []Done[P, R]) (gone []P, left []Done[P, R], err error) {
+func (t *Table[P, R, F]) outcomes(ctx context.Context, db operator.Querier, w *Wait[P], page []Done[P]) (gone []P, left []Done[P], err error) {
 	if len(page) == 0 {
 		return nil, nil, nil
 	}
-	all := make(map[P]Done[P, R], len(page))
-	places, lasts, locked := make([]P, len(page)), make([]int64, len(page)), make([]R, len(page))
+	all := make(map[P]Done[P], len(page))
+	places, lasts, rows := make([]P, len(page)), make([]int64, len(page)), make([]locked[P], len(page))
 	for i, d := range page {
-		all[d.place], places[i], lasts[i], locked[i] = d, d.place, d.last, d.row
+		all[d.row.place], places[i], lasts[i], rows[i] = d, d.row.place, d.last, d.row
 	}
-	rows, err := db.Query(ctx, t.inSchema(t.SQL.Outcomes), slices.Concat(t.Places(places), []any{lasts}, t.Queues(locked))...)
+	found, err := db.Query(ctx, t.inSchema(t.sql.outcomes), slices.Concat(t.places(places), []any{lasts}, t.queues(rows))...)
 	if err != nil {
 		return nil, nil, err
 	}
 	var place P
 	var id *[16]byte
 	var state, reason, text *string
-	_, err = pgx.ForEachRow(rows, append(t.Into(&place), &id, &state, &reason, &text), func() error {
+	_, err = pgx.ForEachRow(found, append(t.into(&place), &id, &state, &reason, &text), func() error {
 		switch {
 		case id == nil:
 			gone = append(gone, place)
-		case *state == t.Held:
+		case *state == t.held:
 			w.report.Failed = append(w.report.Failed, Failure{*id, *reason, *text})
 		default:
 			left = append(left, all[place])
@@ -98,11 +101,12 @@ func (w *Wait[P, R]) outcomes(ctx context.Context, db Querier, t *Table[P, R], p
 	return gone, left, err
 }
 
-func (w *Wait[P, R]) discarded(ctx context.Context, db Querier, t *Table[P, R], gone []P) (int, error) {
+// discarded counts the rows that an operator discarded.
+func (t *Table[P, R, F]) discarded(ctx context.Context, db operator.Querier, gone []P, since time.Time) (int, error) {
 	if len(gone) == 0 {
 		return 0, nil
 	}
-	rows, err := db.Query(ctx, t.inSchema(t.SQL.Discarded), append(t.Places(gone), w.began)...)
+	rows, err := db.Query(ctx, t.inSchema(t.sql.discarded), append(t.places(gone), since)...)
 	if err != nil {
 		return 0, err
 	}

@@ -1,11 +1,11 @@
-package parked_test
+package human_test
 
 import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/parked"
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 )
 
 // What is shown of a key names this key and no other, and does nothing to a terminal.
@@ -14,9 +14,9 @@ func FuzzKeyText(f *testing.F) {
 		f.Add([]byte(key))
 	}
 	f.Fuzz(func(t *testing.T, key []byte) {
-		text := parked.Key(key).String()
-		require.True(t, parked.Printable(text), "%q", text)
-		again, err := parked.ParseKey(text)
+		text := human.Key(key).String()
+		require.True(t, human.Printable(text), "%q", text)
+		again, err := human.ParseKey(text)
 		require.NoError(t, err)
 		require.Equal(t, string(key), string(again))
 	})

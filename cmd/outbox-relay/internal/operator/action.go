@@ -1,0 +1,110 @@
+package operator
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
+	"github.com/effectonce/effectonce/migrations"
+)
+
+// Action is a row of operator_actions.
+type Action struct {
+	ID int64 `json:"id"`
+	// The login, recorded by the database; before schema version 8 what the program stated
+	Who     string          `json:"who"`
+	Stated  *string         `json:"stated"` // what the person or program stated
+	What    string          `json:"what"`
+	Why     string          `json:"why"`
+	When    time.Time       `json:"when"`
+	Role    string          `json:"db_role"`
+	Subject json.RawMessage `json:"subject"`
+}
+
+// By names who did it: the login that the database recorded, and then what the person or program
+// stated.
+func (a *Action) By() string {
+	if a.Stated == nil || *a.Stated == a.Who {
+		return a.Who
+	}
+	return a.Who + " (" + *a.Stated + ")"
+}
+
+// Object describes in one line what an action was done to: the message, the idempotency key as logs
+// show it, or else the place in Kafka. Empty: the action has none of these.
+func (a *Action) Object() string {
+	var subject struct {
+		ID        string `json:"message_id"`
+		Topic     string `json:"topic"`
+		Partition *int32 `json:"partition"`
+		Group     string `json:"group"`
+		Consumer  string `json:"consumer"`
+		Operation string `json:"operation"`
+		Scope     string `json:"scope"`
+		Mark      string `json:"mark"`
+		Relay     string `json:"relay"`
+		Role      string `json:"role"`
+	}
+	if json.Unmarshal(a.Subject, &subject) != nil {
+		return ""
+	}
+	switch {
+	case subject.ID != "":
+		if id, err := uuid.Parse(subject.ID); err == nil {
+			return id.String()
+		}
+	case subject.Operation != "" && human.Printable(subject.Operation+subject.Scope+subject.Mark):
+		return fmt.Sprintf("%s of scope %s (%s)", subject.Operation, subject.Scope, subject.Mark)
+	case subject.Topic != "" && human.Printable(subject.Topic+subject.Group):
+		text := subject.Topic
+		if subject.Partition != nil {
+			text += "/" + strconv.Itoa(int(*subject.Partition))
+		}
+		if subject.Group != "" {
+			text += " of group " + subject.Group
+		}
+		return text
+	case subject.Consumer != "" && human.Printable(subject.Consumer):
+		return subject.Consumer
+	case subject.Relay != "" && human.Printable(subject.Relay):
+		return "relay " + subject.Relay
+	case subject.Role != "" && human.Printable(subject.Role):
+		return "role " + subject.Role
+	}
+	return ""
+}
+
+// ActionFilter selects actions; a nil field does not filter.
+type ActionFilter struct {
+	Message     *uuid.UUID
+	YoungerThan *time.Duration
+}
+
+// Actions returns what operators did, the newest first.
+func Actions(ctx context.Context, db Querier, schema string, filter ActionFilter, limit int) ([]Action, error) {
+	var id *string
+	if filter.Message != nil {
+		text := filter.Message.String()
+		id = &text
+	}
+	return ReadActions(ctx, db, migrations.InSchema(actionsSQL, schema), id, filter.YoungerThan, limit)
+}
+
+// ReadActions runs a statement that returns the columns of an Action.
+func ReadActions(ctx context.Context, db Querier, sql string, args ...any) ([]Action, error) {
+	rows, err := db.Query(ctx, sql, args...)
+	if err != nil {
+		return nil, fmt.Errorf("read operators' actions: %w", err)
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Action])
+	if err != nil {
+		return nil, fmt.Errorf("read operators' actions: %w", err)
+	}
+	return all, nil
+}

@@ -121,16 +121,17 @@ func (q *queue) pop() []queued {
 	return batch
 }
 
-// fail stops fetching permanently. It reports whether the queue had not failed before.
-func (q *queue) fail() bool {
+// fail stops fetching permanently. It returns the offset after the last record that arrived, and
+// whether the queue had not failed before.
+func (q *queue) fail() (at int64, first bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.failed {
-		return false
+		return q.seen, false
 	}
 	q.failed, q.paused = true, true
 	q.client.PauseFetchPartitions(map[string][]int32{q.topic: {q.partition}})
-	return true
+	return q.seen, true
 }
 
 // handledAll reports whether everything that arrived is handled and stored.

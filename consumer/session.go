@@ -36,11 +36,11 @@ type session struct {
 	polls  atomic.Uint64 // polls begun so far
 
 	committing sync.Mutex
-	ends       sync.Mutex             // one goroutine at a time takes over or releases partitions: see giveBack
-	failed     chan error             // a partition asks for a new session
-	warned     time.Time              // when the poll loop last logged a warning
-	unread     map[topicPartition]int // how often its records could not be read
-	looking    sync.WaitGroup         // goroutines that watch the partitions while the session polls
+	ends       sync.Mutex                // one goroutine at a time takes over or releases partitions: see giveBack
+	failed     chan error                // a partition asks for a new session
+	warned     time.Time                 // when the poll loop last logged a warning
+	unread     map[topicPartition]damage // places whose records could not be read
+	looking    sync.WaitGroup            // goroutines that watch the partitions while the session polls
 }
 
 type topicPartition struct {
@@ -52,7 +52,7 @@ func newSession(c *Consumer) *session {
 	s := &session{
 		consumer: c, engine: c.engine, ready: make(chan struct{}), late: make(chan struct{}, 1), failed: make(chan error, 1),
 		partitions: map[topicPartition]*partition{}, assignments: map[topicPartition]*assignment{}, marks: map[topicPartition]done{},
-		unread: map[topicPartition]int{},
+		unread: map[topicPartition]damage{},
 	}
 	s.life, s.close = context.WithCancel(context.Background()) //nolint:forbidigo // it outlives the assignments that wait on it; run closes it
 	return s
@@ -188,43 +188,54 @@ func (s *session) restart(err error) {
 func (s *session) fetch(ctx context.Context) {
 	poll := s.polls.Add(1)
 	fetches := s.client.PollRecords(ctx, pollMax)
-	fetches.EachError(func(topic string, partition int32, err error) {
-		var lost *kgo.ErrDataLoss
-		switch {
-		case errors.Is(err, kerr.OffsetOutOfRange), errors.As(err, &lost), errors.Is(err, kerr.UnknownTopicID):
-			// UnknownTopicID: the topic was deleted and recreated, which a client detects only when
-			// it starts.
-			s.restart(fmt.Errorf("%s/%d: %w", topic, partition, err))
-		case isUnreadable(topic, err):
-			s.unreadable(ctx, topicPartition{topic, partition}, err)
-		case !errors.Is(err, context.Canceled) && time.Since(s.warned) > warnEvery:
-			s.warned = time.Now()
-			s.engine.cfg.Logger.WarnContext(ctx, "fetch failed; will retry", "group", s.engine.cfg.Group, "topic", topic, "partition", partition, "error", err)
-		}
-	})
 	fetches.EachPartition(func(fetched kgo.FetchTopicPartition) {
-		if len(fetched.Records) == 0 {
-			return
+		if len(fetched.Records) > 0 {
+			s.arrived(poll, fetched)
 		}
-		key := topicPartition{fetched.Topic, fetched.Partition}
-		s.mu.Lock()
-		if a := s.assignments[key]; a != nil {
-			a.end = max(a.end, fetched.LastStableOffset)
-		}
-		p := s.partitions[key]
-		s.mu.Unlock()
-		// If p is nil, the partition was revoked; its next holder fetches the records again.
-		switch {
-		case p == nil:
-		case p.during >= poll:
-			// The partition began during this poll: the records may have been fetched before that,
-			// from another offset. They are fetched again.
-			s.client.SetOffsets(map[string]map[int32]kgo.EpochOffset{key.topic: {key.partition: {Epoch: -1, Offset: p.queue.begin}}})
-		default:
-			p.queue.add(fetched.Records)
+		if fetched.Err != nil {
+			s.fetchFailed(ctx, fetched) // after its records, which come before the damaged ones
 		}
 	})
 	s.client.AllowRebalance()
+}
+
+// fetchFailed handles the error of a partition's fetch. The client retries what is only logged.
+func (s *session) fetchFailed(ctx context.Context, fetched kgo.FetchTopicPartition) {
+	topic, partition, err := fetched.Topic, fetched.Partition, fetched.Err
+	var lost *kgo.ErrDataLoss
+	switch {
+	case errors.Is(err, kerr.OffsetOutOfRange), errors.As(err, &lost), errors.Is(err, kerr.UnknownTopicID):
+		// UnknownTopicID: the topic was deleted and recreated, which a client detects only when
+		// it starts.
+		s.restart(fmt.Errorf("%s/%d: %w", topic, partition, err))
+	case isUnreadable(fetched):
+		s.unreadable(ctx, topicPartition{topic, partition}, err)
+	case !errors.Is(err, context.Canceled) && time.Since(s.warned) > warnEvery:
+		s.warned = time.Now()
+		s.engine.cfg.Logger.WarnContext(ctx, "fetch failed; will retry", "group", s.engine.cfg.Group, "topic", topic, "partition", partition, "error", err)
+	}
+}
+
+// arrived gives the records of a poll to their partition.
+func (s *session) arrived(poll uint64, fetched kgo.FetchTopicPartition) {
+	key := topicPartition{fetched.Topic, fetched.Partition}
+	s.mu.Lock()
+	if a := s.assignments[key]; a != nil {
+		a.end = max(a.end, fetched.LastStableOffset)
+	}
+	p := s.partitions[key]
+	s.mu.Unlock()
+	// If p is nil, the partition was revoked; its next holder fetches the records again.
+	switch {
+	case p == nil:
+	case p.during >= poll:
+		// The partition began during this poll: the records may have been fetched before that,
+		// from another offset. They are fetched again.
+		s.client.SetOffsets(map[string]map[int32]kgo.EpochOffset{key.topic: {key.partition: {Epoch: -1, Offset: p.queue.begin}}})
+	default:
+		p.queue.add(fetched.Records)
+		s.readPast(key, fetched.Records[len(fetched.Records)-1].Offset)
+	}
 }
 
 // removePartitions removes partitions from the session and returns them; nil takes all.

@@ -16,8 +16,9 @@ const (
 	// inflateMin is the least bound on the inflated size of a batch of records if
 	// Config.MessageBytesMax is small: producers put many messages into a batch.
 	inflateMin = 64 << 20
-	// unreadableMax is how often damaged records are read again: the damage may have happened in
-	// transit.
+	// unreadableMax is how many reads in a row may bring damaged records at one place before the
+	// partition halts. The damage may have happened in transit. The count begins again when a later
+	// record is read.
 	unreadableMax = 3
 	// unreadableEvery is how often the session checks whether the records read before are handled.
 	unreadableEvery = 100 * time.Millisecond
@@ -26,12 +27,39 @@ const (
 // inflateMax is what a compressed batch may inflate to, in bytes: two of the largest messages.
 func (c *Config) inflateMax() int { return min(max(inflateMin, 2*c.MessageBytesMax), 1<<31-1) }
 
+// damage is a place in a partition whose records could not be read.
+type damage struct {
+	at    int64 // offset after the last record that arrived
+	times int   // reads in a row that did not get past it
+}
+
+// again counts another read that ended at the offset. It may be smaller than before: the partition
+// resumes after its last handled message, and reads the control records after that again.
+func (d damage) again(at int64) damage {
+	if at > d.at {
+		return damage{at, 1}
+	}
+	return damage{d.at, d.times + 1}
+}
+
+// readPast ends the count of the reads at a place when a record at or behind it was read.
+func (s *session) readPast(key topicPartition, offset int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if d, found := s.unread[key]; found && offset >= d.at {
+		delete(s.unread, key)
+	}
+}
+
 // isUnreadable reports whether a partition's fetch failed because of its records, and not because
-// of the broker or the network.
-func isUnreadable(topic string, err error) bool {
+// of the broker or the network. The client has no type for damaged records. It also reports errors
+// of requests and connections with a partition, for example if it cannot verify the certificate of
+// a new leader. These come without a broker's response, so their high watermark is zero. The one of
+// a partition with records is not.
+func isUnreadable(fetched kgo.FetchTopicPartition) bool {
 	var broker *kerr.Error
 	var lost *kgo.ErrDataLoss
-	return topic != "" && !errors.As(err, &broker) && !errors.As(err, &lost) && !errors.Is(err, context.Canceled) && !errors.Is(err, kgo.ErrClientClosed)
+	return fetched.Topic != "" && fetched.HighWatermark != 0 && !errors.As(fetched.Err, &broker) && !errors.As(fetched.Err, &lost)
 }
 
 // unreadable halts a partition after the records that were read before are handled. It stays halted
@@ -40,12 +68,18 @@ func isUnreadable(topic string, err error) bool {
 func (s *session) unreadable(ctx context.Context, key topicPartition, err error) {
 	s.mu.Lock()
 	p := s.partitions[key]
-	s.unread[key]++
-	times := s.unread[key]
 	s.mu.Unlock()
-	if p == nil || !p.queue.fail() {
+	if p == nil {
 		return
 	}
+	at, first := p.queue.fail()
+	if !first {
+		return
+	}
+	s.mu.Lock()
+	s.unread[key] = s.unread[key].again(at)
+	times := s.unread[key].times
+	s.mu.Unlock()
 	var large *kgo.ErrDecompressTooLarge
 	again := times < unreadableMax && !errors.As(err, &large)
 	s.looking.Go(func() {
@@ -88,6 +122,7 @@ func (s *session) haltUnreadable(ctx context.Context, key topicPartition, p *par
 	ours := s.partitions[key] == p && !s.closing
 	if ours {
 		delete(s.partitions, key)
+		delete(s.unread, key) // an operator decides where it resumes
 	}
 	s.mu.Unlock()
 	if !ours {

@@ -1,9 +1,14 @@
 package consumer_test
 
 import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/binary"
 	"fmt"
+	"net"
 	"runtime"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -98,6 +103,25 @@ func TestBatchIsReadWithALargerBound(t *testing.T) { //nolint:paralleltest // it
 	require.NoError(t, stop())
 }
 
+// damagedFetch answers a fetch with sound batches of records, and a damaged one behind them.
+func damagedFetch(fetch *kmsg.FetchRequest, sound []byte) *kmsg.FetchResponse {
+	response := fetch.ResponseKind().(*kmsg.FetchResponse)
+	batch := make([]byte, 80)
+	binary.BigEndian.PutUint32(batch[8:], uint32(len(batch)-12))
+	batch[16] = 2 // of a sum that is wrong
+	for _, topic := range fetch.Topics {
+		partition := kmsg.NewFetchResponseTopicPartition()
+		partition.HighWatermark, partition.LastStableOffset, partition.RecordBatches = 2, 2, append(slices.Clone(sound), batch...)
+		response.Topics = append(response.Topics, kmsg.FetchResponseTopic{Topic: topic.Topic, TopicID: topic.TopicID, Partitions: []kmsg.FetchResponseTopicPartition{partition}})
+	}
+	return response
+}
+
+// identified is a record with an ID.
+func identified(topic, value string) *kgo.Record {
+	return &kgo.Record{Topic: topic, Value: []byte(value), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.NewString())}}}
+}
+
 // Property: records that arrive damaged are fetched again; if they stay damaged, their partition
 // halts, and none is skipped.
 func TestDamagedRecordsAreReadAgainOrHalt(t *testing.T) {
@@ -108,7 +132,7 @@ func TestDamagedRecordsAreReadAgainOrHalt(t *testing.T) {
 			h := newHarness(t, 1)
 			fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
 			producer := kafkatest.ClientAt(t, fake.ListenAddrs())
-			require.NoError(t, producer.ProduceSync(t.Context(), &kgo.Record{Topic: h.topic, Value: []byte("first"), Headers: []kgo.RecordHeader{{Key: "message-id", Value: []byte(uuid.NewString())}}}).FirstErr())
+			require.NoError(t, producer.ProduceSync(t.Context(), identified(h.topic, "first")).FirstErr())
 			var damaged atomic.Int32
 			fake.ControlKey(int16(kmsg.Fetch), func(request kmsg.Request) (kmsg.Response, error, bool) {
 				fake.KeepControl()
@@ -117,16 +141,7 @@ func TestDamagedRecordsAreReadAgainOrHalt(t *testing.T) {
 					return nil, nil, false
 				}
 				damaged.Add(1)
-				response := fetch.ResponseKind().(*kmsg.FetchResponse)
-				batch := make([]byte, 80)
-				binary.BigEndian.PutUint32(batch[8:], uint32(len(batch)-12))
-				batch[16] = 2 // of a sum that is wrong
-				for _, topic := range fetch.Topics {
-					partition := kmsg.NewFetchResponseTopicPartition()
-					partition.HighWatermark, partition.LastStableOffset, partition.RecordBatches = 1, 1, batch
-					response.Topics = append(response.Topics, kmsg.FetchResponseTopic{Topic: topic.Topic, TopicID: topic.TopicID, Partitions: []kmsg.FetchResponseTopicPartition{partition}})
-				}
-				return response, nil, true
+				return damagedFetch(fetch, nil), nil, true
 			})
 			c := h.makeAt(h.pool, fake.ListenAddrs(), consumer.Each(effect), nil)
 			cancel, ended := h.begin(t.Context(), c)
@@ -144,4 +159,109 @@ func TestDamagedRecordsAreReadAgainOrHalt(t *testing.T) {
 			require.NoError(t, ended())
 		})
 	}
+}
+
+// Property: however often records are damaged in transit, their partition does not halt if each can
+// be read again.
+func TestDamageInTransitNeverHalts(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+	producer := kafkatest.ClientAt(t, fake.ListenAddrs())
+	var damaged atomic.Int64 // the offsets before it were damaged, each in its first fetch
+	fake.ControlKey(int16(kmsg.Fetch), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		fetch := request.(*kmsg.FetchRequest)
+		if len(fetch.Topics) == 0 || fetch.Topics[0].Partitions[0].FetchOffset < damaged.Load() {
+			return nil, nil, false
+		}
+		damaged.Store(fetch.Topics[0].Partitions[0].FetchOffset + 1)
+		return damagedFetch(fetch, nil), nil, true
+	})
+	c := h.makeAt(h.pool, fake.ListenAddrs(), consumer.Each(effect), nil)
+	cancel, ended := h.begin(t.Context(), c)
+	const records = 6
+	for i := range records {
+		require.NoError(t, producer.ProduceSync(t.Context(), identified(h.topic, fmt.Sprint(i))).FirstErr())
+		h.waitEffects(i + 1)
+	}
+	require.GreaterOrEqual(t, damaged.Load(), int64(records))
+	require.Zero(t, h.logged("partition halts"))
+	cancel()
+	require.NoError(t, ended())
+}
+
+// Property: sound records that arrive together with damaged ones are handled before their partition
+// halts.
+func TestRecordsBeforeDamagedOnesAreHandled(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+	producer := kafkatest.ClientAt(t, fake.ListenAddrs())
+	require.NoError(t, producer.ProduceSync(t.Context(), identified(h.topic, "sound")).FirstErr())
+	var sound atomic.Pointer[[]byte]
+	fake.ControlKey(int16(kmsg.Fetch), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		fake.KeepControl()
+		fetch := request.(*kmsg.FetchRequest)
+		batches := sound.Load()
+		if len(fetch.Topics) == 0 || batches == nil {
+			return nil, nil, false
+		}
+		if fetch.Topics[0].Partitions[0].FetchOffset > 0 {
+			return damagedFetch(fetch, nil), nil, true
+		}
+		return damagedFetch(fetch, *batches), nil, true
+	})
+	request := kmsg.NewPtrFetchRequest()
+	request.MaxBytes, request.MaxWaitMillis = 1<<20, 100
+	request.Topics = []kmsg.FetchRequestTopic{{Topic: h.topic, TopicID: fake.TopicInfo(h.topic).TopicID, Partitions: []kmsg.FetchRequestTopicPartition{kmsg.NewFetchRequestTopicPartition()}}}
+	request.Topics[0].Partitions[0].PartitionMaxBytes = 1 << 20
+	response, err := request.RequestWith(t.Context(), producer)
+	require.NoError(t, err)
+	batches := response.Topics[0].Partitions[0].RecordBatches
+	require.NotEmpty(t, batches)
+	sound.Store(&batches)
+
+	c := h.makeAt(h.pool, fake.ListenAddrs(), consumer.Each(effect), nil)
+	cancel, ended := h.begin(t.Context(), c)
+	found := h.waitState(c, consumer.StateHalted)
+	require.Contains(t, found.Err, "crc")
+	require.Equal(t, 1, h.number(`SELECT count(*) FROM effects WHERE value = 'sound'`))
+	require.Equal(t, 1, h.position())
+	cancel()
+	require.NoError(t, ended())
+}
+
+// Property: a certificate that cannot be verified while a new leader is asked is no damage: nothing
+// halts, and the partition continues when the certificate is right.
+func TestWrongCertificatesAreNotDamage(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+	producer := kafkatest.ClientAt(t, fake.ListenAddrs())
+	require.NoError(t, producer.ProduceSync(t.Context(), identified(h.topic, "first")).FirstErr())
+	known := fake.ListenAddrs()
+	var refused atomic.Int32
+	var wrong atomic.Bool
+	wrong.Store(true)
+	dial := func(ctx context.Context, network, address string) (net.Conn, error) {
+		if wrong.Load() && !slices.Contains(known, address) {
+			refused.Add(1)
+			return nil, &tls.CertificateVerificationError{Err: x509.UnknownAuthorityError{}}
+		}
+		return (&net.Dialer{}).DialContext(ctx, network, address)
+	}
+	_, stop := h.startWith(h.pool, []kgo.Opt{kgo.SeedBrokers(known...), kgo.Dialer(dial), kgo.MetadataMinAge(50 * time.Millisecond)}, consumer.Each(effect), nil)
+	h.waitEffects(1)
+	node, _, err := fake.AddNode(-1, 0)
+	require.NoError(t, err)
+	require.NoError(t, fake.MoveTopicPartition(h.topic, 0, node))
+	h.wait("the log", func() bool {
+		return refused.Load() > 3 && h.logged("fetch failed; will retry") > 0 && h.logged("certificate") > 0
+	})
+	wrong.Store(false)
+	require.NoError(t, producer.ProduceSync(t.Context(), identified(h.topic, "second")).FirstErr())
+	h.waitEffects(2)
+	require.Zero(t, h.logged("cannot be read"))
+	require.NoError(t, stop())
 }

@@ -252,7 +252,8 @@ func readable(d time.Duration) string {
 	return d.Round(time.Millisecond / 10).String()
 }
 
-// backoff returns a pause that grows from RetryMin to RetryMax, with full jitter.
+// backoff returns a pause of RetryMin/2 plus a random part. The limit of that part doubles from
+// RetryMin to RetryMax.
 func (e *engine) backoff(attempt int) time.Duration {
 	ceiling := min(e.cfg.RetryMin<<min(attempt-1, 20), e.cfg.RetryMax)
 	return e.cfg.RetryMin/2 + rand.N(ceiling) //nolint:gosec // jitter needs no secret

@@ -36,8 +36,10 @@ func (s Secret) LogValue() slog.Value { return slog.StringValue(hidden) }
 func (s Secret) MarshalText() ([]byte, error) { return []byte(hidden), nil }
 
 // Secrets derives IDs as ChildID and CallKey do, with HMAC-SHA-256 (RFC 2104) in place of SHA-256.
-// The time of the message selects the secret, so each attempt, on whatever replica, gets the same
-// IDs before, during and after a rotation. A nil pointer derives without a secret.
+// The time in the message's ID, else of its record, selects the secret. So each attempt at a record,
+// on whatever replica, gets the same IDs before, during and after a rotation. If the ID has no time,
+// a second record of the message, such as a producer's duplicate, whose time is on the other side of
+// a From, gets other IDs and other keys for its calls. A nil pointer derives without a secret.
 type Secrets struct{ list []Secret }
 
 // NewSecrets returns secrets in the order of their times, or all problems at once. Messages before

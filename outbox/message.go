@@ -85,8 +85,9 @@ func validTopic(name string) bool { return topicName.MatchString(name) && name !
 // single record (61). The batch counts because the broker compares it with max.message.bytes.
 const overheadBytes = 192
 
-// Bounds of a row's key and headers, in bytes. The table's CHECK allows twice as much for headers,
-// because their text may be longer.
+// Bounds of a row's key and headers, in bytes. The table's CHECK bounds the jsonb of the headers to
+// 2 MiB as stored and to 8 MiB as text, which all headers within this bound fit: the JSON text may
+// be six times as long as the names and values, since a control character takes six bytes (\u0001).
 const keyBytesMax, headersBytesMax = 1 << 20, 1 << 20
 
 func (m *Message) headerBytes() (n int) {

@@ -265,7 +265,8 @@ func (r *Relay) turn() {
 	}
 }
 
-// backoff returns a pause with full jitter. Its ceiling grows from 100 ms to 5 s.
+// backoff returns a pause of 50 ms plus a random part. The limit of that part doubles with each
+// attempt, from 100 ms before the first to 5 s: a pause is below 5.05 s.
 func backoff(attempt int) time.Duration {
 	ceiling := min(100*time.Millisecond<<min(attempt, 10), 5*time.Second)
 	return 50*time.Millisecond + rand.N(ceiling) //nolint:gosec // jitter needs no secret

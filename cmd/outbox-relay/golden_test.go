@@ -49,7 +49,10 @@ var variable = []struct {
 	{regexp.MustCompile(`go1\.\d+(\.\d+)?( \w+/\w+)?`), "<go>"},
 	{regexp.MustCompile(` {2,}`), "  "},
 	{regexp.MustCompile(`"floor":\d+`), `"floor":<floor>`},
-	{regexp.MustCompile(`(?m)^(default  \d+  \d+  \d+  <duration>  )\d+`), "${1}<floor>"}, // which other tests' transactions hold back
+	// A relay stores a tick whenever it has published everything that is there: one or several times here
+	{regexp.MustCompile(`"tick":\d+`), `"tick":<tick>`},
+	{regexp.MustCompile(`(?m)^(default  \d+  \d+  )\d+(  <duration>)`), "${1}<tick>${2}"},
+	{regexp.MustCompile(`(?m)^(default  \d+  \d+  <tick>  <duration>  )\d+`), "${1}<floor>"}, // which other tests' transactions hold back
 }
 
 // steady replaces what differs from run to run.

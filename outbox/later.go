@@ -26,8 +26,9 @@ func Cancel(ctx context.Context, tx pgx.Tx, id uuid.UUID) (bool, error) {
 
 // Cancel removes the messages that wait under the ID, for all their topics, and reports whether
 // there were any. True: once tx commits, they are never published. False: a relay moved them to the
-// outbox, so they are published or will be; or they were cancelled before, or never scheduled.
-// There is no other case. Cancel waits for a relay that is moving the message, for a few
+// outbox, so they are published or will be; or they were cancelled before, or never scheduled; or
+// another role scheduled them, or they are from before schema version 8, whose publisher is not
+// known: they stay, and will be published. There is no other case. Cancel waits for a relay that is moving the message, for a few
 // milliseconds, and a relay skips a message that a still open transaction has cancelled.
 //
 // Inside a handler of package consumer, Cancel does not find what the same batch of messages

@@ -53,7 +53,8 @@ type Message struct {
 	// now. A time in the past is due; at most 10 years ahead. The message takes its place in the
 	// order of its key when it is due, after messages that were published until then. Messages that
 	// are due at the same time keep the order in which they were published. Until it is due, Cancel
-	// can remove it by its ID. Publishing an ID for later that already waits changes nothing.
+	// can remove it by its ID. Publishing an ID for later that already waits changes nothing, if the
+	// same role published it.
 	//
 	// Consumers park a message as expired if its ID is a UUIDv7 with a time before their window. So
 	// if you choose the ID, use one without a time (uuid.New()) or one with the time of DeliverAt.

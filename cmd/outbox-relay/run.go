@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
+	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -53,14 +54,14 @@ such as a password, is an error at once.
 		},
 	}, cli.FlagDatabaseURL, cli.FlagBrokers))
 	flags := cmd.Flags()
-	cli.AddDuration(flags, &r.config.Lease, "lease", 10*time.Second, time.Second, 10*time.Minute, "how long the lease of a dead replica blocks the others")
-	cli.AddDuration(flags, &r.config.PollMin, "poll-min", 700*time.Microsecond, 100*time.Microsecond, time.Minute, "pause between reads of the table while rows arrive")
-	cli.AddDuration(flags, &r.config.PollMax, "poll-max", 250*time.Millisecond, time.Millisecond, time.Minute, "longest pause while no rows arrive")
+	cli.AddRange(flags, &r.config.Lease, "lease", bounds.Lease, "how long the lease of a dead replica blocks the others")
+	cli.AddRange(flags, &r.config.PollMin, "poll-min", bounds.PollMin, "pause between reads of the table while rows arrive")
+	cli.AddRange(flags, &r.config.PollMax, "poll-max", bounds.PollMax, "longest pause while no rows arrive")
 	cli.AddBool(flags, &r.config.WakeOnNotify, "wake-on-notify", "read the outbox on NOTIFY (outbox.Notify); needs a connection without PgBouncer")
-	cli.AddDuration(flags, &r.config.DrainMax, "drain-max", 10*time.Second, time.Millisecond, 10*time.Minute, "how long a stop waits for records in flight")
+	cli.AddRange(flags, &r.config.DrainMax, "drain-max", bounds.DrainMax, "how long a stop waits for records in flight")
 	cli.AddInt(flags, &r.shards, "shards", 1, 1, shardsMax, "number of shards of the keys, at the relay's first start")
 	cli.AddBool(flags, &r.config.ExactlyOnce, "exactly-once", "write records and progress in one Kafka transaction")
-	cli.AddDuration(flags, &r.config.TransactionMax, "transaction-max", 200*time.Millisecond, time.Millisecond, 10*time.Second, "with --exactly-once: how long a transaction gathers rows of a backlog")
+	cli.AddRange(flags, &r.config.TransactionMax, "transaction-max", bounds.TransactionMax, "with --exactly-once: how long a transaction gathers rows of a backlog")
 	cli.AddText(flags, "progress-topic", 249, "topic of the progress with --exactly-once; default: effectonce-relay-progress", func(text string) error { r.config.ProgressTopic = text; return nil })
 	cli.AddBool(flags, &r.config.SkipDead, "skip-dead", "publish later rows of a key although Kafka refused an earlier one, instead of holding them")
 	addRoutes(flags, &r.config.Routes)
@@ -69,7 +70,7 @@ such as a password, is an error at once.
 		r.config.DurableHorizon = text
 		return nil
 	})
-	cli.AddDuration(flags, &r.config.Keep, "keep", 10*time.Minute, 100*time.Millisecond, 30*24*time.Hour, "how long published rows stay in the outbox")
+	cli.AddRange(flags, &r.config.Keep, "keep", bounds.Keep, "how long published rows stay in the outbox")
 	cli.AddInt(flags, &r.connections, "max-connections", 4, 2, 100, "connections to the database")
 	cli.AddDuration(flags, &r.databaseWait, "database-wait", 5*time.Minute, 0, 24*time.Hour, "how long a start waits for an unreachable database; 0: no wait")
 	r.endpoints.addFlags(flags)

@@ -11,6 +11,8 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+
+	"github.com/effectonce/effectonce/internal/bounds"
 )
 
 // option is the value of a flag. It stays text until all sources have been read, so that all
@@ -34,16 +36,21 @@ func AddOption(flags *pflag.FlagSet, name, kind, standard, usage string, parse f
 
 // AddDuration adds a flag from lowest to highest. The help shows the bounds.
 func AddDuration(flags *pflag.FlagSet, target *time.Duration, name string, standard, lowest, highest time.Duration, usage string) {
-	bounds := ShortDuration(lowest) + " to " + ShortDuration(highest)
+	want := ShortDuration(lowest) + " to " + ShortDuration(highest)
 	*target = standard
-	AddOption(flags, name, "duration", ShortDuration(standard), usage+" ("+bounds+")", func(text string) error {
+	AddOption(flags, name, "duration", ShortDuration(standard), usage+" ("+want+")", func(text string) error {
 		d, err := time.ParseDuration(text)
 		if err != nil || d < lowest || d > highest {
-			return fmt.Errorf("want a duration such as %s, %s", ShortDuration(standard), bounds)
+			return fmt.Errorf("want a duration such as %s, %s", ShortDuration(standard), want)
 		}
 		*target = d
 		return nil
 	})
+}
+
+// AddRange adds a flag with the default and the bounds that the library has for the same setting.
+func AddRange(flags *pflag.FlagSet, target *time.Duration, name string, r bounds.Range, usage string) {
+	AddDuration(flags, target, name, r.Default, r.Min, r.Max, usage)
 }
 
 // AddInt adds a flag from lowest to highest. The help shows the bounds.

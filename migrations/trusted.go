@@ -9,10 +9,15 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// ErrNotOurs is returned by Up, To and CheckOwner: the schema belongs to another role, or contains
-// objects that another role or no migration made. Such objects run with the rights of the role that
-// migrates. Nothing was changed. Remedy: migrate as the owner of the schema ("role=OWNER" in the
-// database URL does so), or review the objects, and then change their owner, or drop them.
+// ErrNotOurs is returned by Up, To and CheckOwner: the schema, or something in it, belongs to a role
+// that is neither the current one nor a superuser, another role may create objects in it, or it
+// contains objects before the first migration. Such objects run with the rights of the role that
+// migrates. The check reads only the catalog, and nothing runs after it. Migrations that succeeded
+// before it stay. Remedy: migrate as the owner of the schema ("role=OWNER" in the database URL does
+// so), or review the objects, and then change their owner, or drop them.
+//
+// Status and Check, which roles without rights may call, do not look at owners. They return it if
+// the version tables are not ordinary tables, or have row security.
 var ErrNotOurs = errors.New("schema is not trusted")
 
 const strangersMax = 5
@@ -20,7 +25,9 @@ const strangersMax = 5
 // strangersSQL lists the objects that cannot be trusted. Trusted are the current role, superusers,
 // who can do everything anyway, and the owner of the database if it is one of these. Membership
 // does not count: a superuser is a member of every role. It reads only the catalog, since a view in
-// place of a table would run its owner's functions.
+// place of a table would run its owner's functions. Which objects a migration makes is not compared
+// by name, except at version 0, where only the version table may exist: later, any object of a
+// trusted role is accepted.
 const strangersSQL = `-- migrations.strangers
 WITH trusted AS (
   SELECT r.oid FROM pg_roles r WHERE r.rolsuper OR r.rolname = current_user
@@ -43,6 +50,9 @@ SELECT found.text FROM (
   SELECT o.place, pg_catalog.format('%s belongs to role %s', o.what, pg_get_userbyid(o.owner)) AS text FROM objects o WHERE o.owner NOT IN (SELECT t.oid FROM trusted t)
   UNION ALL
   SELECT o.place, pg_catalog.format('%s is there, and no migration has made it', o.what) FROM objects o WHERE NOT o.made AND $2::int4 = 0
+  UNION ALL
+  SELECT 6, pg_catalog.format('relation %s is no ordinary table', c.relname)
+  FROM space s JOIN pg_class c ON c.relnamespace = s.oid AND c.relname IN ('schema_version', 'schema_compatibility') AND c.relkind <> 'r'
   UNION ALL
   SELECT 6, pg_catalog.format('%s %s is on table %s', extra.kind, pg_catalog.quote_ident(extra.name), c.relname)
   FROM space s JOIN pg_class c ON c.relnamespace = s.oid AND c.relname IN ('schema_version', 'schema_compatibility') CROSS JOIN LATERAL (

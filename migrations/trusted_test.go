@@ -171,6 +171,59 @@ func TestSchemaOfAnotherRoleIsRefused(t *testing.T) {
 	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, len(latest)), "what our own way down left is ours")
 }
 
+// Property: a role that is no superuser reads nothing of a schema that another role made, at no
+// version: neither runs a view in place of the version table, nor takes a schema at the latest
+// version for its own. A check of the version still works for roles that own nothing.
+// Row S19 of security.md.
+func TestNothingOfAStrangersSchemaIsRead(t *testing.T) {
+	t.Parallel()
+	all, err := migrations.All(migrations.Options{})
+	require.NoError(t, err)
+	for _, tc := range []struct {
+		name  string
+		plant string // what the squatter runs
+		up    bool   // the squatter migrates
+		want  string
+		check error
+	}{
+		{name: "a view for the version table", want: "relation schema_version is no ordinary table", check: migrations.ErrNotOurs, plant: fmt.Sprintf(`
+			CREATE SCHEMA effectonce; GRANT USAGE ON SCHEMA effectonce TO PUBLIC;
+			CREATE TABLE public.ran_as (role name); GRANT INSERT ON public.ran_as TO PUBLIC;
+			CREATE FUNCTION public.leave_trace() RETURNS int LANGUAGE plpgsql AS $$ BEGIN INSERT INTO public.ran_as VALUES (current_user); RETURN %d; END $$;
+			CREATE VIEW effectonce.schema_version AS SELECT public.leave_trace() AS version; GRANT SELECT ON effectonce.schema_version TO PUBLIC`, len(all))},
+		{name: "all tables, at the latest version", want: "the schema belongs to role", up: true, plant: `
+			CREATE TABLE public.ran_as (role name);
+			GRANT USAGE ON SCHEMA effectonce TO PUBLIC; GRANT ALL ON ALL TABLES IN SCHEMA effectonce TO PUBLIC`},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			conn := connect(t, pgtest.EmptyDatabase(t))
+			role, as := squatter(t, conn)
+			if tc.up {
+				exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+				require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+				exec(t, conn, "RESET SESSION AUTHORIZATION")
+			}
+			as(tc.plant)
+			owner := newRole(t, conn)
+			exec(t, conn, fmt.Sprintf("GRANT CREATE ON DATABASE %s TO %[1]s; SET SESSION AUTHORIZATION %[1]s", owner))
+			for _, version := range []int{0, 1, len(all)} {
+				err := migrations.To(t.Context(), conn, migrations.Options{}, version)
+				require.ErrorIs(t, err, migrations.ErrNotOurs)
+				require.ErrorContains(t, err, "the schema belongs to role "+role)
+			}
+			err := migrations.Up(t.Context(), conn, migrations.Options{})
+			require.ErrorIs(t, err, migrations.ErrNotOurs)
+			require.ErrorContains(t, err, tc.want)
+			require.ErrorIs(t, migrations.Check(t.Context(), conn, migrations.Options{}), tc.check)
+			exec(t, conn, "RESET SESSION AUTHORIZATION")
+			var roles []string
+			require.NoError(t, conn.QueryRow(t.Context(), "SELECT coalesce(array_agg(role::text), '{}') FROM public.ran_as").Scan(&roles))
+			require.Empty(t, roles)
+		})
+	}
+}
+
 // Every file sets the search path before anything else, and so does each function that looks names
 // up when it runs.
 func TestEachFileSetsTheSearchPath(t *testing.T) {

@@ -217,8 +217,8 @@ SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1::text)`
 func quote(name string) string { return pgx.Identifier{name}.Sanitize() }
 
 // step runs the next migration in one transaction and returns the resulting version. It checks for
-// untrusted objects after it has the lock: it sees what others did before, and what they do later
-// waits.
+// untrusted objects again after it has the locks of all tables: it sees what others did before, and
+// what they do later waits.
 func (m *migrator) step(ctx context.Context, conn *pgx.Conn) (current int, err error) {
 	err = pgx.BeginTxFunc(ctx, conn, committed(), func(tx pgx.Tx) error {
 		if err := m.wait.begin(ctx, tx); err != nil {
@@ -233,7 +233,8 @@ func (m *migrator) step(ctx context.Context, conn *pgx.Conn) (current int, err e
 		if current == m.to {
 			return nil // another process did it
 		}
-		if err := trusted(ctx, tx, m.schema, current); err != nil {
+		check := func() error { return trusted(ctx, tx, m.schema, current) }
+		if err := check(); err != nil { // before locks that a role may take only on its own tables
 			return err
 		}
 		var migration Migration
@@ -246,7 +247,7 @@ func (m *migrator) step(ctx context.Context, conn *pgx.Conn) (current int, err e
 			migration, next = m.all[current-1], current-1
 			sql = migration.Down
 		}
-		if err := m.wait.apply(ctx, tx, migration.Name, sql); err != nil {
+		if err := m.wait.apply(ctx, tx, migration.Name, sql, check); err != nil {
 			return fmt.Errorf("%s: %w", migration.Name, err)
 		}
 		if _, err := tx.Exec(ctx, InSchema(writeVersion, m.schema), next); err != nil {

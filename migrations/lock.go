@@ -51,6 +51,11 @@ SELECT c.oid::regclass::text FROM pg_catalog.unnest($2::text[]) WITH ORDINALITY 
 JOIN pg_class c ON c.relname = n.name AND c.relkind IN ('r', 'p') JOIN pg_namespace s ON s.oid = c.relnamespace
 WHERE s.nspname = $1 GROUP BY c.oid ORDER BY pg_catalog.min(n.place)`
 
+// schemaTables are all tables. A lock of a partitioned one includes its partitions.
+const schemaTables = `-- migrations.schema_tables
+SELECT c.oid::regclass::text FROM pg_class c JOIN pg_namespace s ON s.oid = c.relnamespace
+WHERE s.nspname = $1::text AND c.relkind IN ('r', 'p') AND NOT c.relispartition ORDER BY c.oid`
+
 // setTimeout applies to the rest of the transaction.
 const setTimeout = `-- migrations.lock_timeout
 SELECT clock_timestamp(), set_config('lock_timeout', $1, true)`
@@ -73,13 +78,35 @@ func (w *lockWait) within(ctx context.Context, tx pgx.Tx, lowest time.Duration) 
 // apply runs a migration. It takes the locks of all its tables first, within one LockTimeout.
 // Otherwise each statement could wait for its lock while those of the earlier ones are held, and
 // others would wait for one timeout per table.
-func (w *lockWait) apply(ctx context.Context, tx pgx.Tx, name, sql string) error {
+//
+// All other tables get a lock that neither claims nor any other writes wait for, but CREATE TRIGGER
+// does: no role adds a trigger between the check, which runs under these locks, and the migration.
+func (w *lockWait) apply(ctx context.Context, tx pgx.Tx, name, sql string, check func() error) error {
 	w.name = name
 	var names []string
 	for _, match := range locked.FindAllStringSubmatch(sql, -1) {
 		names = append(names, match[1])
 	}
-	rows, err := tx.Query(ctx, lockedTables, w.schema, names)
+	if err := w.lock(ctx, tx, "ACCESS EXCLUSIVE", lockedTables, w.schema, names); err != nil {
+		return err
+	}
+	if err := w.lock(ctx, tx, "ROW EXCLUSIVE", schemaTables, w.schema); err != nil {
+		return err
+	}
+	if err := check(); err != nil {
+		return err
+	}
+	if err := w.within(ctx, tx, restTimeout); err != nil {
+		return err
+	}
+	_, err := tx.Exec(ctx, sql) // without arguments: several statements at once
+	return err
+}
+
+// lock takes the locks of the tables that a query lists, one after another, in what is left of the
+// LockTimeout.
+func (w *lockWait) lock(ctx context.Context, tx pgx.Tx, mode, list string, args ...any) error {
+	rows, err := tx.Query(ctx, list, args...)
 	if err != nil {
 		return err
 	}
@@ -91,15 +118,11 @@ func (w *lockWait) apply(ctx context.Context, tx pgx.Tx, name, sql string) error
 		if err := w.within(ctx, tx, time.Millisecond); err != nil { // 0 would be no timeout
 			return err
 		}
-		if _, err := tx.Exec(ctx, "LOCK TABLE "+table+" IN ACCESS EXCLUSIVE MODE"); err != nil {
+		if _, err := tx.Exec(ctx, "LOCK TABLE "+table+" IN "+mode+" MODE"); err != nil {
 			return err
 		}
 	}
-	if err := w.within(ctx, tx, restTimeout); err != nil {
-		return err
-	}
-	_, err = tx.Exec(ctx, sql) // without arguments: several statements at once
-	return err
+	return nil
 }
 
 // retry runs a step until it succeeds, or fails for a reason other than a lock. Completed

@@ -10,9 +10,10 @@ import (
 )
 
 // ErrNotOurs is returned by Up, To and CheckOwner: the schema, or something in it, belongs to a role
-// that is neither the current one nor a superuser, another role may create objects in it, or it
-// contains objects before the first migration. Such objects run with the rights of the role that
-// migrates. The check reads only the catalog, and nothing runs after it. Migrations that succeeded
+// that is neither the current one nor a superuser, another role may create objects in it, a trigger,
+// rule, default, check, index or policy of a table uses a function, operator or type of such a role,
+// or the schema contains objects before the first migration. Such objects run with the rights of the
+// role that migrates. The check reads only the catalog, and nothing runs after it. Migrations that succeeded
 // before it stay. Remedy: migrate as the owner of the schema ("role=OWNER" in the database URL does
 // so), or review the objects, and then change their owner, or drop them.
 //
@@ -28,6 +29,11 @@ const strangersMax = 5
 // place of a table would run its owner's functions. Which objects a migration makes is not compared
 // by name, except at version 0, where only the version table may exist: later, any object of a
 // trusted role is accepted.
+//
+// A migration writes to tables, and so runs their triggers, rules, defaults, checks, index
+// expressions and policies. A role with the right TRIGGER on a table can add a trigger. The parts of
+// the schema's tables are listed if they use a function, operator or type of another role. A
+// function of a trusted role that itself calls such a function is not seen.
 const strangersSQL = `-- migrations.strangers
 WITH trusted AS (
   SELECT r.oid FROM pg_roles r WHERE r.rolsuper OR r.rolname = current_user
@@ -45,6 +51,15 @@ objects AS (
   SELECT 4, 'type ' || pg_catalog.quote_ident(t.typname), t.typowner, t.typrelid <> 0 OR t.typelem <> 0 FROM pg_type t, space s WHERE t.typnamespace = s.oid
   UNION ALL
   SELECT 5, 'operator ' || o.oprname, o.oprowner, false FROM pg_operator o, space s WHERE o.oprnamespace = s.oid
+), relations AS (SELECT c.oid FROM pg_class c, space s WHERE c.relnamespace = s.oid),
+parts AS (
+  SELECT 'pg_class'::regclass AS class, r.oid FROM relations r
+  UNION ALL SELECT 'pg_trigger'::regclass, t.oid FROM pg_trigger t WHERE t.tgrelid IN (SELECT r.oid FROM relations r)
+  UNION ALL SELECT 'pg_rewrite'::regclass, w.oid FROM pg_rewrite w WHERE w.ev_class IN (SELECT r.oid FROM relations r)
+  UNION ALL SELECT 'pg_policy'::regclass, p.oid FROM pg_policy p WHERE p.polrelid IN (SELECT r.oid FROM relations r)
+  UNION ALL SELECT 'pg_attrdef'::regclass, a.oid FROM pg_attrdef a WHERE a.adrelid IN (SELECT r.oid FROM relations r)
+  UNION ALL SELECT 'pg_constraint'::regclass, k.oid FROM pg_constraint k, space s WHERE k.connamespace = s.oid
+  UNION ALL SELECT 'pg_proc'::regclass, p.oid FROM pg_proc p, space s WHERE p.pronamespace = s.oid
 )
 SELECT found.text FROM (
   SELECT o.place, pg_catalog.format('%s belongs to role %s', o.what, pg_get_userbyid(o.owner)) AS text FROM objects o WHERE o.owner NOT IN (SELECT t.oid FROM trusted t)
@@ -63,6 +78,15 @@ SELECT found.text FROM (
   SELECT 7, pg_catalog.format('%s may create objects in it', CASE a.grantee WHEN 0 THEN 'everybody' ELSE 'role ' || pg_get_userbyid(a.grantee) END)
   FROM space s CROSS JOIN LATERAL aclexplode(s.nspacl) a
   WHERE a.privilege_type = 'CREATE' AND a.grantee <> s.nspowner AND a.grantee NOT IN (SELECT t.oid FROM trusted t)
+  UNION
+  SELECT 8, pg_catalog.format('%s uses %s of role %s', pg_describe_object(d.classid, d.objid, 0), pg_describe_object(d.refclassid, d.refobjid, 0), pg_get_userbyid(used.owner))
+  FROM parts JOIN pg_depend d ON d.classid = parts.class AND d.objid = parts.oid CROSS JOIN LATERAL (
+    SELECT p.proowner AS owner FROM pg_proc p WHERE d.refclassid = 'pg_proc'::regclass AND p.oid = d.refobjid
+    UNION ALL SELECT o.oprowner FROM pg_operator o WHERE d.refclassid = 'pg_operator'::regclass AND o.oid = d.refobjid
+    UNION ALL SELECT p.proowner FROM pg_operator o JOIN pg_proc p ON p.oid = o.oprcode WHERE d.refclassid = 'pg_operator'::regclass AND o.oid = d.refobjid
+    UNION ALL SELECT t.typowner FROM pg_type t WHERE d.refclassid = 'pg_type'::regclass AND t.oid = d.refobjid
+    UNION ALL SELECT c.relowner FROM pg_class c WHERE d.classid = 'pg_rewrite'::regclass AND d.refclassid = 'pg_class'::regclass AND c.oid = d.refobjid) used
+  WHERE used.owner NOT IN (SELECT t.oid FROM trusted t)
 ) found ORDER BY found.place, found.text`
 
 // queries is a connection or a transaction.
@@ -88,7 +112,7 @@ func trusted(ctx context.Context, db queries, schema string, version int) error 
 		found = append(found[:strangersMax], fmt.Sprintf("and %d more", more))
 	}
 	return fmt.Errorf("%w: schema %s: %s. Such objects would run with the rights of this role. Connect as the owner (role=OWNER in the URL), "+
-		"or review these objects, and then transfer them to this role (ALTER … OWNER TO, REVOKE CREATE ON SCHEMA) or drop them", ErrNotOurs, schema, strings.Join(found, "; "))
+		"or review these objects, and then transfer them to this role (ALTER … OWNER TO, REVOKE CREATE ON SCHEMA, REVOKE TRIGGER ON TABLE) or drop them", ErrNotOurs, schema, strings.Join(found, "; "))
 }
 
 // CheckOwner returns ErrNotOurs if a statement of conn's role that changes the schema could run

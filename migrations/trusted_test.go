@@ -6,6 +6,7 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
@@ -108,6 +109,10 @@ func TestMigrationsRunNothingOfOthers(t *testing.T) {
 	}
 }
 
+// actionWithTrigger is a row that migration 8 updates, in a table on which a role may make triggers.
+const actionWithTrigger = `INSERT INTO effectonce.operator_actions (who, what, why) VALUES ('alice', 'parked.retry', 'x');
+	GRANT USAGE ON SCHEMA effectonce TO PUBLIC; GRANT TRIGGER ON effectonce.operator_actions TO `
+
 // Property: a schema, or anything in it, that another role created is refused before any of it
 // runs. Row S19 of guarantees.md.
 func TestSchemaOfAnotherRoleIsRefused(t *testing.T) {
@@ -131,6 +136,14 @@ func TestSchemaOfAnotherRoleIsRefused(t *testing.T) {
 		"a trigger of a grantee": {4, "GRANT USAGE ON SCHEMA effectonce TO PUBLIC; GRANT TRIGGER ON effectonce.schema_version TO ", `
 			CREATE FUNCTION public.fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM public.win(); RETURN NEW; END $$;
 			CREATE TRIGGER fire BEFORE UPDATE ON effectonce.schema_version FOR EACH ROW EXECUTE FUNCTION public.fire()`, "trigger fire is on table schema_version"},
+		"a trigger on any table": {7, actionWithTrigger, `
+			CREATE FUNCTION public.fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM public.win(); RETURN NEW; END $$;
+			CREATE TRIGGER fire BEFORE UPDATE ON effectonce.operator_actions FOR EACH ROW EXECUTE FUNCTION public.fire()`,
+			"trigger fire on table effectonce.operator_actions uses function public.fire() of role"},
+		"a condition of a trigger": {7, actionWithTrigger, `
+			CREATE FUNCTION public.won() RETURNS bool LANGUAGE plpgsql AS $$ BEGIN PERFORM public.win(); RETURN true; END $$;
+			CREATE TRIGGER fire BEFORE UPDATE ON effectonce.operator_actions FOR EACH ROW WHEN (public.won()) EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
+			"trigger fire on table effectonce.operator_actions uses function public.won() of role"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -220,6 +233,73 @@ func TestNothingOfAStrangersSchemaIsRead(t *testing.T) {
 			var roles []string
 			require.NoError(t, conn.QueryRow(t.Context(), "SELECT coalesce(array_agg(role::text), '{}') FROM public.ran_as").Scan(&roles))
 			require.Empty(t, roles)
+		})
+	}
+}
+
+// Property: a table whose writes run code of another role is refused, whoever put the code there,
+// and accepted again without it. Row S19 of security.md.
+func TestTablesThatRunCodeOfOthersAreRefused(t *testing.T) {
+	t.Parallel()
+	conn := connect(t, pgtest.EmptyDatabase(t))
+	role, as := squatter(t, conn)
+	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 7))
+	const on = " on table effectonce.operator_actions uses "
+	for _, tc := range []struct{ add, want string }{
+		{"ALTER TABLE effectonce.operator_actions ALTER COLUMN why SET DEFAULT public.note('x')", "default value for column why of table effectonce.operator_actions uses function public.note(text)"},
+		{"ALTER TABLE effectonce.operator_actions ADD CONSTRAINT noted CHECK (public.note(why) <> '')", "constraint noted" + on + "function public.note(text)"},
+		{"ALTER TABLE effectonce.operator_actions ADD CONSTRAINT noted CHECK (why OPERATOR(public.===) why)", "constraint noted" + on + "operator public.===(text,text)"},
+		{"CREATE INDEX noted ON effectonce.operator_actions (public.note(why))", "index effectonce.noted uses function public.note(text)"},
+		{"CREATE RULE noted AS ON UPDATE TO effectonce.operator_actions DO ALSO SELECT public.note('x')", "rule noted" + on + "function public.note(text)"},
+		{"CREATE RULE noted AS ON UPDATE TO effectonce.operator_actions DO ALSO INSERT INTO public.notes VALUES ('x')", "rule noted" + on + "table public.notes"},
+		{"CREATE POLICY noted ON effectonce.operator_actions USING (public.note('x') <> '')", "policy noted" + on + "function public.note(text)"},
+		{"ALTER TABLE effectonce.operator_actions ADD COLUMN noted public.noted", "table effectonce.operator_actions uses type public.noted"},
+		{"CREATE FUNCTION effectonce.noted() RETURNS text LANGUAGE sql RETURN public.note('x')", "function effectonce.noted() uses function public.note(text)"},
+	} {
+		as(`CREATE FUNCTION public.note(text) RETURNS text IMMUTABLE LANGUAGE sql AS $$ SELECT 'x' $$;
+			CREATE FUNCTION public.same(text, text) RETURNS bool IMMUTABLE LANGUAGE sql AS $$ SELECT true $$;
+			CREATE OPERATOR public.=== (LEFTARG = text, RIGHTARG = text, FUNCTION = public.same);
+			CREATE TABLE public.notes (note text); CREATE DOMAIN public.noted AS text`)
+		exec(t, conn, tc.add)
+		for _, err := range []error{
+			migrations.To(t.Context(), conn, migrations.Options{}, 8),
+			migrations.To(t.Context(), conn, migrations.Options{}, 6),
+			migrations.CheckOwner(t.Context(), conn, migrations.Options{}),
+		} {
+			require.ErrorIs(t, err, migrations.ErrNotOurs, tc.add)
+			require.ErrorContains(t, err, tc.want+" of role "+role)
+		}
+		as("DROP FUNCTION public.note(text), public.same(text, text) CASCADE; DROP TABLE public.notes CASCADE; DROP DOMAIN public.noted CASCADE")
+		require.NoError(t, migrations.CheckOwner(t.Context(), conn, migrations.Options{}), tc.add)
+	}
+	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
+}
+
+// Property: a trigger that another role creates while a migration waits for its locks is refused,
+// also on a table that the migration does not name. Row S19 of security.md.
+func TestTriggerMadeDuringAMigrationIsRefused(t *testing.T) {
+	t.Parallel()
+	for _, table := range []string{"operator_actions", "fences"} {
+		t.Run(table, func(t *testing.T) {
+			t.Parallel()
+			address := pgtest.EmptyDatabase(t)
+			conn, holder, watch := connect(t, address), connect(t, address), connect(t, address)
+			role, as := squatter(t, conn)
+			require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 7))
+			exec(t, conn, "GRANT USAGE ON SCHEMA effectonce TO "+role+"; GRANT TRIGGER ON effectonce."+table+" TO "+role)
+			as("CREATE FUNCTION public.fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NEW; END $$")
+			exec(t, holder, "SET SESSION AUTHORIZATION "+role+"; BEGIN; CREATE TRIGGER fire BEFORE UPDATE ON effectonce."+table+" FOR EACH ROW EXECUTE FUNCTION public.fire()")
+			done := make(chan error, 1)
+			go func() { done <- migrations.Up(t.Context(), conn, migrations.Options{}) }()
+			require.Eventually(t, func() bool {
+				var waits bool
+				err := watch.QueryRow(t.Context(), "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND relation = $1::regclass)", "effectonce."+table).Scan(&waits)
+				return err == nil && waits
+			}, time.Minute, time.Millisecond, "the migration waits for the trigger's transaction")
+			exec(t, holder, "COMMIT")
+			err := <-done
+			require.ErrorIs(t, err, migrations.ErrNotOurs)
+			require.ErrorContains(t, err, "trigger fire on table effectonce."+table+" uses function public.fire() of role "+role)
 		})
 	}
 }

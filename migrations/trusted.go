@@ -9,13 +9,15 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// ErrNotOurs is returned by Up, To and CheckOwner: the schema, or something in it, belongs to a role
-// that is neither the current one nor a superuser, another role may create objects in it, a trigger,
-// rule, default, check, index or policy of a table uses a function, operator or type of such a role,
-// or the schema contains objects before the first migration. Such objects run with the rights of the
-// role that migrates. The check reads only the catalog, and nothing runs after it. Migrations that succeeded
-// before it stay. Remedy: migrate as the owner of the schema ("role=OWNER" in the database URL does
-// so), or review the objects, and then change their owner, or drop them.
+// ErrNotOurs is returned by Up, To and CheckOwner: the schema, or something in it, belongs to a
+// role that is neither the current one nor a superuser, another role may create objects in it, a
+// trigger, rule, default, check, index or policy of a table uses a function, operator or type of
+// such a role, or the schema contains objects before the first migration. Nor may the version
+// tables have triggers, rules or policies, or be anything but ordinary tables. Such objects run
+// with the rights of the role that migrates. The check reads only the catalog, and nothing runs
+// after it. Migrations that succeeded before it stay. Remedy: migrate as the owner of the schema
+// ("role=OWNER" in the database URL does so), or review the objects, and then change their owner,
+// or drop them.
 //
 // Status and Check, which roles without rights may call, do not look at owners. They return it if
 // the version tables are not ordinary tables, or have row security.
@@ -31,8 +33,8 @@ const strangersMax = 5
 // trusted role is accepted.
 //
 // A migration writes to tables, and so runs their triggers, rules, defaults, checks, index
-// expressions and policies. A role with the right TRIGGER on a table can add a trigger. The parts of
-// the schema's tables are listed if they use a function, operator or type of another role. A
+// expressions and policies. A role with the right TRIGGER on a table can add a trigger. The parts
+// of the schema's tables are listed if they use a function, operator or type of another role. A
 // function of a trusted role that itself calls such a function is not seen.
 const strangersSQL = `-- migrations.strangers
 WITH trusted AS (

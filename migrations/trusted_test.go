@@ -109,7 +109,8 @@ func TestMigrationsRunNothingOfOthers(t *testing.T) {
 	}
 }
 
-// actionWithTrigger is a row that migration 8 updates, in a table on which a role may make triggers.
+// actionWithTrigger is a row that migration 8 updates, in a table on which a role may create
+// triggers.
 const actionWithTrigger = `INSERT INTO effectonce.operator_actions (who, what, why) VALUES ('alice', 'parked.retry', 'x');
 	GRANT USAGE ON SCHEMA effectonce TO PUBLIC; GRANT TRIGGER ON effectonce.operator_actions TO `
 
@@ -136,14 +137,18 @@ func TestSchemaOfAnotherRoleIsRefused(t *testing.T) {
 		"a trigger of a grantee": {4, "GRANT USAGE ON SCHEMA effectonce TO PUBLIC; GRANT TRIGGER ON effectonce.schema_version TO ", `
 			CREATE FUNCTION public.fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM public.win(); RETURN NEW; END $$;
 			CREATE TRIGGER fire BEFORE UPDATE ON effectonce.schema_version FOR EACH ROW EXECUTE FUNCTION public.fire()`, "trigger fire is on table schema_version"},
-		"a trigger on any table": {7, actionWithTrigger, `
+		"a trigger on any table": {
+			7, actionWithTrigger, `
 			CREATE FUNCTION public.fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM public.win(); RETURN NEW; END $$;
 			CREATE TRIGGER fire BEFORE UPDATE ON effectonce.operator_actions FOR EACH ROW EXECUTE FUNCTION public.fire()`,
-			"trigger fire on table effectonce.operator_actions uses function public.fire() of role"},
-		"a condition of a trigger": {7, actionWithTrigger, `
+			"trigger fire on table effectonce.operator_actions uses function public.fire() of role",
+		},
+		"a condition of a trigger": {
+			7, actionWithTrigger, `
 			CREATE FUNCTION public.won() RETURNS bool LANGUAGE plpgsql AS $$ BEGIN PERFORM public.win(); RETURN true; END $$;
 			CREATE TRIGGER fire BEFORE UPDATE ON effectonce.operator_actions FOR EACH ROW WHEN (public.won()) EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
-			"trigger fire on table effectonce.operator_actions uses function public.won() of role"},
+			"trigger fire on table effectonce.operator_actions uses function public.won() of role",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -12,9 +12,9 @@ SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2,
 // primary key: if few keys are unfinished, or the table was empty when the plan was made, a partial
 // index over all unfinished keys looks cheaper.
 const (
-	isRunning       = `coalesce(state, '') = 'running'`
-	isFinished      = `coalesce(state, '') = 'finished'`
-	isIndeterminate = `coalesce(state, '') = 'indeterminate'`
+	isRunning       = `coalesce(state, '') OPERATOR(pg_catalog.=) 'running'`
+	isFinished      = `coalesce(state, '') OPERATOR(pg_catalog.=) 'finished'`
+	isIndeterminate = `coalesce(state, '') OPERATOR(pg_catalog.=) 'indeterminate'`
 )
 
 // found lists the columns of an existing key.
@@ -36,10 +36,10 @@ SELECT ` + found
 const reapSQL = `-- idempotency.reap
 WITH old AS (
   SELECT scope, operation, key, finished_at IS NULL AND status IS NULL AS unanswered FROM effectonce.idempotency_keys
-  WHERE state = 'finished' AND expires_at <= (SELECT clock_timestamp()) ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
+  WHERE state OPERATOR(pg_catalog.=) 'finished' AND expires_at <= (SELECT clock_timestamp()) ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
 ), counts AS (
   SELECT scope, operation, key, false FROM effectonce.idempotency_keys
-  WHERE state = 'running' AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp()) AND expires_at <= (SELECT clock_timestamp())
+  WHERE state OPERATOR(pg_catalog.=) 'running' AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp()) AND expires_at <= (SELECT clock_timestamp())
     AND pg_catalog.cardinality(phases) = 0 AND calling IS NULL AND request IS NULL AND data IS NULL AND lock_token = 1 AND locked_by IS NULL AND locked_until IS NULL
   ORDER BY coalesce(retry_at, created_at) LIMIT $1 FOR UPDATE SKIP LOCKED
 ), doubted AS (

@@ -34,7 +34,7 @@ UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = a
   retried_at = CASE WHEN attempts = 0 THEN clock_timestamp() ELSE retried_at END,
   phase_since = CASE WHEN locked_by IS NULL OR uncalled = lock_token THEN clock_timestamp() ELSE phase_since END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + `
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint = $7 AND phases = $8 AND calling IS NOT DISTINCT FROM $9 AND (flow OPERATOR(pg_catalog.=) $10 OR flow IS NULL)
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint OPERATOR(pg_catalog.=) $7 AND phases OPERATOR(pg_catalog.=) $8 AND calling::text IS NOT DISTINCT FROM $9 AND (flow OPERATOR(pg_catalog.=) $10 OR flow IS NULL)
 RETURNING data, request, sealed, attempts, coalesce(uncalled = lock_token - 1, false),
   extract(epoch FROM clock_timestamp() - coalesce(phase_since, created_at))::float8`
 
@@ -47,7 +47,7 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 // so far.
 const unlockSQL = `-- idempotency.unlock
 UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = $5, retry_at = clock_timestamp() + $6::interval,
-  calling = nullif(calling, $7), uncalled = CASE WHEN $8::boolean THEN lock_token END
+  calling = nullif(calling::text, $7), uncalled = CASE WHEN $8::boolean THEN lock_token END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning
 
 // leaveSQL postpones a key that no worker holds, by its age, but at least $6 and at most a hundred
@@ -55,7 +55,7 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 // attempts used up. A key in doubt keeps its error.
 const leaveSQL = `-- idempotency.leave
 UPDATE effectonce.idempotency_keys SET error = coalesce($5, error), retry_at = clock_timestamp() + least(greatest($6::interval, clock_timestamp() - created_at), 100::float8 * $6::interval)
-WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND state IN ('running', 'indeterminate')
+WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND state::text IN ('running', 'indeterminate')
   AND (locked_until IS NULL OR locked_until <= clock_timestamp())`
 
 // callingSQL records a foreign call that must not be repeated, unless the phase is done: see
@@ -81,12 +81,12 @@ SELECT effectonce.finish_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
 // can be continued without its client.
 const abandonedSQL = `-- idempotency.abandoned
 SELECT scope, key, fingerprint FROM effectonce.idempotency_keys
-WHERE state = 'running' AND operation OPERATOR(pg_catalog.=) $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
+WHERE state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=) $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND (flow OPERATOR(pg_catalog.=) $3 OR flow IS NULL)
 ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 
 // isOverdue matches a key of a flow, not a failure count, that is unfinished after $3.
-const isOverdue = `state = 'running' AND operation OPERATOR(pg_catalog.=) $1 AND (flow OPERATOR(pg_catalog.=) $2 OR flow IS NULL) AND locked_by IS NOT NULL AND created_at <= clock_timestamp() - $3::interval`
+const isOverdue = `state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=) $1 AND (flow OPERATOR(pg_catalog.=) $2 OR flow IS NULL) AND locked_by IS NOT NULL AND created_at <= clock_timestamp() - $3::interval`
 
 const overdueSQL = `-- idempotency.overdue
 SELECT count(*) FROM (SELECT FROM effectonce.idempotency_keys WHERE ` + isOverdue + ` LIMIT $4) bounded`
@@ -112,7 +112,7 @@ const overdueText = "it is unfinished for longer than AgeMax"
 // previous release, leave locked_by set, so the error text is compared, too.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state = 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND locked_by IS NOT NULL AND error IS DISTINCT FROM '` + unansweredText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) > ($2, $3, $4)
+WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND locked_by IS NOT NULL AND error::text IS DISTINCT FROM '` + unansweredText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($2, $3, $4)
   AND (flow OPERATOR(pg_catalog.=) $6 OR flow IS NULL) ORDER BY created_at, scope, key LIMIT $5`
 
 // decidedSQL returns a key to its phases.

@@ -13,8 +13,8 @@ ON CONFLICT DO NOTHING RETURNING attempts, set_config('lock_timeout', $6, true) 
 // out until then.
 const takeWorkSQL = `-- idempotency.take_work
 UPDATE effectonce.idempotency_keys SET state = 'finished', attempts = attempts + 1, error = NULL, sealed = $4, expires_at = clock_timestamp() + $5::interval
-WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND ` + isRunning + ` AND lock_token = $7 AND fingerprint = $8
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases = '{}' AND calling IS NULL
+WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND ` + isRunning + ` AND lock_token = $7 AND fingerprint OPERATOR(pg_catalog.=) $8
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND phases OPERATOR(pg_catalog.=) '{}' AND calling IS NULL
 RETURNING attempts, set_config('lock_timeout', $6, true)`
 
 // A savepoint separates the claim from the work, so that the transaction of the claim can store a
@@ -29,7 +29,7 @@ const (
 // zero, so that the server skips the COMMIT after it.
 const respondSQL = `-- idempotency.respond
 WITH stored AS (UPDATE effectonce.idempotency_keys SET status = $4::smallint, headers = $5, body = $6, body_dropped = $7, finished_at = clock_timestamp(), locked_by = NULL, retry_at = NULL,
-  expires_at = CASE WHEN expires_at < clock_timestamp() + $8::interval / 2 THEN clock_timestamp() + $8::interval ELSE expires_at END
+  expires_at = CASE WHEN expires_at < clock_timestamp() + $8::interval / 2::float8 THEN clock_timestamp() + $8::interval ELSE expires_at END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND ` + isFinished + ` AND finished_at IS NULL RETURNING 1)
 SELECT 1 / count(*) FROM stored`
 

@@ -250,17 +250,17 @@ SELECT (SELECT count(*) FROM (SELECT FROM effectonce.outbox_scheduled LIMIT $1) 
 const keysSQL = `-- doctor.keys
 SELECT running.n, greatest(extract(epoch FROM clock_timestamp() - greatest(least(running.oldest, '2200-01-01'), '1970-01-01')), 0)::float8, running.stuck, running.failing, undecided.indeterminate, undecided.abandoned,
   greatest(coalesce(extract(epoch FROM clock_timestamp() - greatest(least((
-    SELECT expires_at FROM effectonce.idempotency_keys WHERE state = 'finished' AND expires_at IS NOT NULL ORDER BY expires_at LIMIT 1), '2200-01-01'), '1970-01-01')), 0), 0)::float8
+    SELECT expires_at FROM effectonce.idempotency_keys WHERE state OPERATOR(pg_catalog.=) 'finished' AND expires_at IS NOT NULL ORDER BY expires_at LIMIT 1), '2200-01-01'), '1970-01-01')), 0), 0)::float8
 FROM (
   SELECT count(*) FILTER (WHERE NOT counts) AS n, pg_catalog.min(created_at) FILTER (WHERE NOT counts) AS oldest, count(*) FILTER (
     WHERE NOT counts AND due <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp() - $2::interval)) AS stuck,
     count(*) FILTER (WHERE NOT counts AND due > clock_timestamp() AND created_at <= clock_timestamp() - $2::interval AND (locked_until IS NULL OR locked_until <= clock_timestamp())) AS failing
   FROM (SELECT created_at, locked_until, coalesce(retry_at, created_at) AS due,
       locked_until IS NULL AND coalesce(expires_at > clock_timestamp() - $2::interval, false) AS counts FROM effectonce.idempotency_keys
-    WHERE state = 'running' ORDER BY coalesce(retry_at, created_at) LIMIT $1) first
+    WHERE state OPERATOR(pg_catalog.=) 'running' ORDER BY coalesce(retry_at, created_at) LIMIT $1) first
 ) running, (
-  SELECT count(*) FILTER (WHERE state = 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state = 'abandoned') AS abandoned
-  FROM (SELECT state FROM effectonce.idempotency_keys WHERE state IN ('indeterminate', 'abandoned') ORDER BY created_at LIMIT $1) first
+  SELECT count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'indeterminate') AS indeterminate, count(*) FILTER (WHERE state OPERATOR(pg_catalog.=) 'abandoned') AS abandoned
+  FROM (SELECT state FROM effectonce.idempotency_keys WHERE state::text IN ('indeterminate', 'abandoned') ORDER BY created_at LIMIT $1) first
 ) undecided`
 
 // slotsSQL reads how old the first row of each slot is, and which slot is being filled.

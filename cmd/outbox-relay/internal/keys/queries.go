@@ -5,20 +5,20 @@ const markSQL = `pg_catalog.encode(pg_catalog.substr(sha256('\x0000000000000004'
   || pg_catalog.convert_to(k.key, 'UTF8')), 1, 4), 'hex')`
 
 // stuckSQL: it is running, no worker holds it, and it is not postponed.
-const stuckSQL = `(k.state = 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()) AND coalesce(k.retry_at, k.created_at) <= clock_timestamp())`
+const stuckSQL = `(k.state OPERATOR(pg_catalog.=) 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()) AND coalesce(k.retry_at, k.created_at) <= clock_timestamp())`
 
 // unansweredSQL: its work committed through a statement of its own, and left no outcome. The
 // library answers that it is indeterminate, and sets that state when it finds one.
-const unansweredSQL = `(k.state = 'finished' AND k.finished_at IS NULL AND k.status IS NULL)`
+const unansweredSQL = `(k.state OPERATOR(pg_catalog.=) 'finished' AND k.finished_at IS NULL AND k.status IS NULL)`
 
 // countsSQL: it has no effect, and counts the failures of work in one transaction until expires_at.
 // No worker ever took it: a flow has locked_by from the start, and a takeover increases lock_token.
-const countsSQL = `(k.state = 'running' AND k.expires_at IS NOT NULL AND pg_catalog.cardinality(k.phases) = 0 AND k.calling IS NULL AND k.request IS NULL AND k.data IS NULL
+const countsSQL = `(k.state OPERATOR(pg_catalog.=) 'running' AND k.expires_at IS NOT NULL AND pg_catalog.cardinality(k.phases) = 0 AND k.calling IS NULL AND k.request IS NULL AND k.data IS NULL
   AND k.lock_token = 1 AND k.locked_by IS NULL AND k.locked_until IS NULL)`
 
 const columns = `k.scope, k.operation, k.key, ` + markSQL + ` AS mark,
   CASE WHEN ` + unansweredSQL + ` THEN 'indeterminate' ELSE k.state END AS state, ` + unansweredSQL + ` AS unanswered, ` + countsSQL + ` AS counts, ` + stuckSQL + ` AS stuck, k.flow, k.phases, k.calling,
-  k.state = 'running' AND coalesce(k.locked_until > clock_timestamp(), false) AS locked, k.locked_by, k.locked_until, k.lock_token,
+  k.state OPERATOR(pg_catalog.=) 'running' AND coalesce(k.locked_until > clock_timestamp(), false) AS locked, k.locked_by, k.locked_until, k.lock_token,
   k.attempts, k.error, k.retry_at, k.status, k.body_dropped, k.sealed,
   octet_length(k.request)::bigint AS request_bytes, octet_length(k.data)::bigint AS data_bytes, octet_length(k.body)::bigint AS body_bytes,
   k.created_at, extract(epoch FROM clock_timestamp() - greatest(least(k.created_at, '2200-01-01'), '1970-01-01'))::float8 AS age, k.finished_at, k.expires_at
@@ -32,11 +32,11 @@ const filters = ` AND (NOT $2::bool OR ` + stuckSQL + `) AND ($3::text IS NULL O
 // finished.
 const listSQL = `-- keys.list
 SELECT * FROM (
-  SELECT ` + columns + ` WHERE k.state = 'running' AND 'running' = ANY ($1::text[])` + filters + `
+  SELECT ` + columns + ` WHERE k.state OPERATOR(pg_catalog.=) 'running' AND 'running' = ANY ($1::text[])` + filters + `
   UNION ALL
-  SELECT ` + columns + ` WHERE k.state IN ('indeterminate', 'abandoned') AND k.state = ANY ($1::text[])` + filters + `
+  SELECT ` + columns + ` WHERE k.state::text IN ('indeterminate', 'abandoned') AND k.state OPERATOR(pg_catalog.=) ANY ($1::text[])` + filters + `
   UNION ALL
-  SELECT ` + columns + ` WHERE k.state = 'finished' AND 'finished' = ANY ($1::text[])` + filters + `
+  SELECT ` + columns + ` WHERE k.state OPERATOR(pg_catalog.=) 'finished' AND 'finished' = ANY ($1::text[])` + filters + `
 ) found ORDER BY created_at DESC, scope DESC, operation DESC, key DESC LIMIT $10`
 
 const named = ` AND ($2::text IS NULL OR k.scope OPERATOR(pg_catalog.=) $2) AND ($3::text IS NULL OR k.operation OPERATOR(pg_catalog.=) $3)`
@@ -46,9 +46,9 @@ const findSQL = `-- keys.find
 SELECT * FROM (
   SELECT ` + columns + ` WHERE k.key OPERATOR(pg_catalog.=) $1::text` + named + `
   UNION ALL
-  SELECT ` + columns + ` WHERE k.state = 'running' AND k.key OPERATOR(pg_catalog.<>) $1 AND ` + markSQL + ` = $1` + named + `
+  SELECT ` + columns + ` WHERE k.state OPERATOR(pg_catalog.=) 'running' AND k.key OPERATOR(pg_catalog.<>) $1 AND ` + markSQL + ` = $1` + named + `
   UNION ALL
-  SELECT ` + columns + ` WHERE k.state IN ('indeterminate', 'abandoned') AND k.key OPERATOR(pg_catalog.<>) $1 AND ` + markSQL + ` = $1` + named + `
+  SELECT ` + columns + ` WHERE k.state::text IN ('indeterminate', 'abandoned') AND k.key OPERATOR(pg_catalog.<>) $1 AND ` + markSQL + ` = $1` + named + `
 ) found ORDER BY created_at DESC, scope DESC, operation DESC LIMIT $4`
 
 // detailSQL reads up to $4 bytes of the request and the answer, and nothing that is encrypted. If a
@@ -56,8 +56,8 @@ SELECT * FROM (
 // outcome.
 const detailSQL = `-- keys.detail
 SELECT pg_catalog.encode(k.fingerprint, 'hex'), CASE pg_catalog.jsonb_typeof(k.headers) WHEN 'object' THEN k.headers ELSE '{}' END::text,
-  CASE WHEN NOT k.sealed AND k.state <> 'finished' THEN substring(k.request FROM 1 FOR $4::int) END,
-  CASE WHEN NOT k.sealed AND k.state <> 'finished' THEN substring(k.data FROM 1 FOR $4::int) END,
+  CASE WHEN NOT k.sealed AND k.state OPERATOR(pg_catalog.<>) 'finished' THEN substring(k.request FROM 1 FOR $4::int) END,
+  CASE WHEN NOT k.sealed AND k.state OPERATOR(pg_catalog.<>) 'finished' THEN substring(k.data FROM 1 FOR $4::int) END,
   CASE WHEN NOT k.sealed THEN substring(k.body FROM 1 FOR $4::int) END
 FROM effectonce.idempotency_keys k WHERE k.scope OPERATOR(pg_catalog.=) $1 AND k.operation OPERATOR(pg_catalog.=) $2 AND k.key OPERATOR(pg_catalog.=) $3`
 
@@ -79,14 +79,14 @@ SELECT ` + columns + ` ` + this + ` FOR UPDATE`
 // that takes the key finds it.
 const unlockSQL = `-- keys.unlock
 UPDATE effectonce.idempotency_keys k SET lock_token = k.lock_token + 1, locked_until = NULL, retry_at = NULL
-` + this + ` AND k.state = 'running' AND k.locked_until > clock_timestamp()`
+` + this + ` AND k.state OPERATOR(pg_catalog.=) 'running' AND k.locked_until > clock_timestamp()`
 
 // retrySQL returns a key to its phases. $4: no call of the current phase was made. Then a call that
 // must not be made twice may be made, and the age of a call that may be repeated starts again.
 const retrySQL = `-- keys.retry
 UPDATE effectonce.idempotency_keys k SET state = 'running', lock_token = k.lock_token + 1, attempts = 0, calling = NULL, uncalled = CASE WHEN $4::bool THEN k.lock_token + 1 END,
   locked_until = NULL, retry_at = NULL, error = NULL, expires_at = NULL
-` + this + ` AND (k.state IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `) AND (k.calling IS NULL OR $4::bool)`
+` + this + ` AND (k.state::text IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `) AND (k.calling IS NULL OR $4::bool)`
 
 // finishSQL sets the outcome. This program cannot encrypt it. The request, and what phases passed
 // on, remain until the key is deleted: a role with the right to remove them could change them, too.
@@ -94,8 +94,8 @@ const finishSQL = `-- keys.finish
 UPDATE effectonce.idempotency_keys k SET state = 'finished', lock_token = k.lock_token + 1, status = $4, headers = $5, body = $6,
   body_dropped = false, sealed = false, calling = NULL, locked_until = NULL, retry_at = NULL, error = NULL,
   finished_at = clock_timestamp(), expires_at = clock_timestamp() + $7::interval
-` + this + ` AND (k.state IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `
-  OR k.state = 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()))`
+` + this + ` AND (k.state::text IN ('indeterminate', 'abandoned') OR ` + unansweredSQL + `
+  OR k.state OPERATOR(pg_catalog.=) 'running' AND (k.locked_until IS NULL OR k.locked_until <= clock_timestamp()))`
 
 const noteSQL = `-- keys.note
 INSERT INTO effectonce.operator_actions (who, what, why, subject)
@@ -106,7 +106,7 @@ VALUES ($4, $5, $6, $7::jsonb || pg_catalog.jsonb_build_object('scope', $1::text
 const reapSQL = `-- keys.reap
 WITH old AS (
   SELECT scope, operation, key, finished_at IS NULL AND status IS NULL AS unanswered FROM effectonce.idempotency_keys
-  WHERE state = 'finished' AND expires_at <= (SELECT clock_timestamp()) ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
+  WHERE state OPERATOR(pg_catalog.=) 'finished' AND expires_at <= (SELECT clock_timestamp()) ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
 ), counts AS (
   SELECT scope, operation, key, false FROM effectonce.idempotency_keys k
   WHERE ` + countsSQL + ` AND coalesce(k.retry_at, k.created_at) <= (SELECT clock_timestamp()) AND k.expires_at <= (SELECT clock_timestamp())
@@ -122,6 +122,6 @@ SELECT (SELECT count(*) FROM forgotten), (SELECT count(*) FROM doubted)`
 
 const expiredSQL = `-- keys.expired
 SELECT (SELECT count(*) FROM (
-    SELECT FROM effectonce.idempotency_keys k WHERE k.state = 'finished' AND k.expires_at <= (SELECT clock_timestamp()) AND NOT ` + unansweredSQL + ` LIMIT $1) bounded)
+    SELECT FROM effectonce.idempotency_keys k WHERE k.state OPERATOR(pg_catalog.=) 'finished' AND k.expires_at <= (SELECT clock_timestamp()) AND NOT ` + unansweredSQL + ` LIMIT $1) bounded)
   + (SELECT count(*) FROM (
     SELECT FROM effectonce.idempotency_keys k WHERE ` + countsSQL + ` AND k.expires_at <= (SELECT clock_timestamp()) LIMIT $1) bounded)`

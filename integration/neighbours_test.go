@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
@@ -423,5 +424,36 @@ func TestNeighboursAudit(t *testing.T) {
 			var pgErr *pgconn.PgError
 			require.ErrorAs(t, err, &pgErr, "append-only, also for the owner")
 		}
+	})
+}
+
+// Property: an operator of our types that a publisher plants in a schema of the search path does
+// not run with the rights of an endpoint. Row S18 of guarantees.md.
+func TestNeighboursOperatorsOfOurTypes(t *testing.T) {
+	t.Parallel()
+	onNeighbours(t, func(t *testing.T, p parts) {
+		t.Helper()
+		ctx := t.Context()
+		_, err := p.owner.Exec(ctx, p.named(`
+GRANT CREATE ON SCHEMA public TO PREFIX_publisher;
+CREATE TABLE public.loot (who text, body text);
+GRANT ALL ON public.loot TO PUBLIC;
+INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, body, finished_at, expires_at)
+  VALUES ('tenant', 'charge', 'old', sha256('x'), 'finished', 200, 'secret', now(), now() - interval '1 minute');
+SET ROLE PREFIX_publisher;
+CREATE FUNCTION public.planted(a effectonce.key_state, b effectonce.key_state) RETURNS bool LANGUAGE plpgsql AS '
+BEGIN
+  INSERT INTO public.loot SELECT current_user, convert_from(k.body, ''UTF8'') FROM effectonce.idempotency_keys k;
+  RETURN a::text = b::text;
+END';
+CREATE OPERATOR public.= (LEFTARG = effectonce.key_state, RIGHTARG = effectonce.key_state, FUNCTION = public.planted);
+RESET ROLE`))
+		require.NoError(t, err)
+		charge, err := idempotency.New(p.as(t, "endpoint"), idempotency.Config{Operation: "charge", Window: 24 * time.Hour})
+		require.NoError(t, err)
+		forgotten, err := charge.Reap(ctx)
+		require.NoError(t, err)
+		require.EqualValues(t, 1, forgotten)
+		require.Zero(t, count(ctx, t, p.owner, "SELECT count(*) FROM public.loot"))
 	})
 }

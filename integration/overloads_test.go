@@ -60,13 +60,13 @@ func ourStatements(t *testing.T) map[string]string {
 // plantOverloads makes, in the schema public, a function for each call that could be meant for
 // PostgreSQL's own functions and operators of these names, with argument types that no function of
 // PostgreSQL has exactly, but that it would take by a cast. Only their owner may run them.
-func plantOverloads(ctx context.Context, t *testing.T, owner *pgx.Conn, names []string) int {
+func plantOverloads(ctx context.Context, t *testing.T, owner *pgx.Conn, names, types []string) int {
 	t.Helper()
 	rows, err := owner.Query(ctx, `
-WITH kinds AS (SELECT t.name, t.name::regtype::oid AS oid, (SELECT typelem <> 0 AND typcategory = 'A' FROM pg_type p WHERE p.oid = t.name::regtype) AS is_array FROM unnest($2::text[]) AS t (name)),
+WITH kinds AS (SELECT t.name, p.oid, p.typbasetype AS base, p.typelem <> 0 AND p.typcategory = 'A' AS is_array FROM unnest($2::text[]) AS t (name) JOIN pg_type p ON p.oid = t.name::regtype),
 fits AS ( -- which type may be given for which
   SELECT k.name, k.oid AS given, d.oid AS wanted FROM kinds k, pg_type d
-  WHERE k.oid = d.oid OR EXISTS (SELECT FROM pg_cast c WHERE c.castsource = k.oid AND c.casttarget = d.oid AND c.castcontext = 'i')
+  WHERE d.oid IN (k.oid, k.base) OR EXISTS (SELECT FROM pg_cast c WHERE c.castsource IN (k.oid, k.base) AND c.casttarget = d.oid AND c.castcontext = 'i')
     OR d.typname IN ('any', 'anyelement', 'anynonarray', 'anycompatible', 'anycompatiblenonarray') AND (NOT k.is_array OR d.typname IN ('any', 'anyelement', 'anycompatible'))
     OR d.typname IN ('anyarray', 'anycompatiblearray') AND k.is_array),
 signatures AS (
@@ -87,7 +87,7 @@ SELECT c.name, c.operator, c.types FROM calls c
 WHERE NOT EXISTS (SELECT FROM pg_proc p WHERE NOT c.operator AND p.pronamespace = 'pg_catalog'::regnamespace AND p.proname = c.name AND p.proargtypes::oid[]::text = c.args::text
     OR NOT c.operator AND p.pronamespace = 'pg_catalog'::regnamespace AND p.proname = c.name AND p.pronargs = cardinality(c.args) AND ARRAY(SELECT unnest(p.proargtypes))::oid[] = c.args)
   AND NOT EXISTS (SELECT FROM pg_operator o WHERE c.operator AND o.oprnamespace = 'pg_catalog'::regnamespace AND o.oprname = c.name AND ARRAY[o.oprleft, o.oprright] = c.args)
-GROUP BY 1, 2, 3`, names, hostileTypes, hostileArity)
+GROUP BY 1, 2, 3`, names, types, hostileArity)
 	require.NoError(t, err)
 	type overload struct {
 		Name     string
@@ -118,6 +118,20 @@ GROUP BY 1, 2, 3`, names, hostileTypes, hostileArity)
 	return len(overloads)
 }
 
+// ourTypes are the domains, enums, ranges and composite types of the schema, and their arrays. Row
+// types of tables and views are not among them.
+func ourTypes(ctx context.Context, t *testing.T, conn *pgx.Conn) []string {
+	t.Helper()
+	rows, err := conn.Query(ctx, `
+SELECT t.oid::regtype::text FROM pg_type t LEFT JOIN pg_type e ON e.oid = t.typelem AND t.typcategory = 'A' LEFT JOIN pg_class c ON c.oid = coalesce(e.typrelid, t.typrelid) AND c.oid <> 0
+WHERE t.typnamespace = 'effectonce'::regnamespace AND coalesce(c.relkind, 'c') = 'c' ORDER BY 1`)
+	require.NoError(t, err)
+	types, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.Contains(t, types, "effectonce.key_state")
+	return types
+}
+
 // calledIn are the names that statements may call.
 func calledIn(statements map[string]string) []string {
 	calls, called := regexp.MustCompile(`([a-z_0-9]+)\s*\(`), map[string]bool{}
@@ -139,7 +153,7 @@ func hostileDatabase(t *testing.T) string {
 	pgtest.Exec(t, conn, "CREATE ROLE "+stranger)
 	pgtest.Exec(t, conn, "GRANT CREATE ON SCHEMA public TO "+stranger)
 	pgtest.Exec(t, conn, "SET ROLE "+stranger)
-	require.Greater(t, plantOverloads(ctx, t, conn, calledIn(ourStatements(t))), 1000)
+	require.Greater(t, plantOverloads(ctx, t, conn, calledIn(ourStatements(t)), hostileTypes), 1000)
 	return address
 }
 
@@ -178,9 +192,10 @@ func TestStatementsFindOnlyPostgreSQLsFunctions(t *testing.T) {
 	before := check()
 	t.Logf("%d of %d statements are not checked: they need arguments or a session of their own: %v", len(before), len(statements), slices.Sorted(maps.Keys(before)))
 	require.Less(t, len(before), len(statements)/10)
-	_, err = conn.Exec(ctx, "RESET ROLE; SET ROLE "+p.prefix+"_stranger")
+	// Who has USAGE on the schema, as publishers have, can also plant operators of its types.
+	_, err = conn.Exec(ctx, fmt.Sprintf("GRANT USAGE ON SCHEMA effectonce TO %[1]s_stranger; RESET ROLE; SET ROLE %[1]s_stranger", p.prefix))
 	require.NoError(t, err)
-	planted := plantOverloads(ctx, t, conn, calledIn(statements))
+	planted := plantOverloads(ctx, t, conn, calledIn(statements), append(ourTypes(ctx, t, conn), hostileTypes...))
 	require.Greater(t, planted, 1000)
 	_, err = conn.Exec(ctx, "RESET ROLE; SET ROLE "+owner)
 	require.NoError(t, err)

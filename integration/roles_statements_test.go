@@ -7,7 +7,10 @@ import (
 	"go/parser"
 	"go/token"
 	"go/types"
+	"os"
+	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -32,18 +35,74 @@ func statementsOf(t *testing.T, path string) map[string]string {
 	return found
 }
 
+// sources imports packages of this module from their files, and no others: constants of statements
+// need none.
+type sources struct {
+	files    *token.FileSet
+	packages map[string]*types.Package
+}
+
+const module = "github.com/effectonce/effectonce"
+
+// Import implements types.Importer.
+func (s sources) Import(path string) (*types.Package, error) {
+	dir, ours := strings.CutPrefix(path, module)
+	if !ours {
+		return nil, errors.New("not of this module")
+	}
+	if s.packages[path] == nil {
+		pkg, _, err := s.check(filepath.Join("..", dir), &types.Info{})
+		if err != nil {
+			return nil, err
+		}
+		s.packages[path] = pkg
+	}
+	return s.packages[path], nil
+}
+
+// check checks the types of a directory's files that are no tests, and returns the files by name.
+func (s sources) check(dir string, info *types.Info) (*types.Package, map[string]*ast.File, error) {
+	names, err := filepath.Glob(filepath.Join(dir, "*.go"))
+	if err != nil {
+		return nil, nil, err
+	}
+	byName, files := map[string]*ast.File{}, []*ast.File{}
+	for _, name := range names {
+		if strings.HasSuffix(name, "_test.go") {
+			continue
+		}
+		file, err := parser.ParseFile(s.files, name, nil, parser.SkipObjectResolution)
+		if err != nil {
+			return nil, nil, err
+		}
+		byName[filepath.Clean(name)], files = file, append(files, file)
+	}
+	// What other modules declare is unknown: those errors are expected.
+	config := types.Config{Error: func(error) {}, IgnoreFuncBodies: true, Importer: s}
+	pkg, _ := config.Check(dir, s.files, files, info)
+	pkg.MarkComplete()
+	return pkg, byName, nil
+}
+
+// taggedIn are the constants with a tag of a file, by tag. They may be put together from constants
+// of other files and packages.
 func taggedIn(t *testing.T, path string) map[string]string {
 	t.Helper()
-	files := token.NewFileSet()
-	file, err := parser.ParseFile(files, path, nil, 0)
-	require.NoError(t, err)
 	info := &types.Info{Defs: map[*ast.Ident]types.Object{}}
-	// Constants need no imports; what does is of no interest here.
-	_, _ = (&types.Config{Error: func(error) {}}).Check("queries", files, []*ast.File{file}, info)
+	all := sources{files: token.NewFileSet(), packages: map[string]*types.Package{}}
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	if !regexp.MustCompile("[`\"]-- [a-z]+\\.").Match(text) {
+		return nil
+	}
+	_, files, err := all.check(filepath.Dir(path), info)
+	require.NoError(t, err)
+	ours := files[filepath.Clean(path)]
+	require.NotNil(t, ours, path)
 	found := map[string]string{}
-	for _, object := range info.Defs {
+	for name, object := range info.Defs {
 		c, is := object.(*types.Const)
-		if !is || c.Val().Kind() != constant.String {
+		if !is || name.Pos() < ours.FileStart || name.Pos() >= ours.FileEnd || c.Val().Kind() != constant.String {
 			continue
 		}
 		sql := constant.StringVal(c.Val())
@@ -51,7 +110,32 @@ func taggedIn(t *testing.T, path string) map[string]string {
 			found[tag[1]] = strings.NewReplacer("%[1]d", "0", "%d", "0", "%%", "%").Replace(sql)
 		}
 	}
+	ast.Inspect(ours, func(n ast.Node) bool {
+		if spec, is := n.(*ast.ValueSpec); is {
+			for _, value := range spec.Values {
+				if tag := tagged.FindStringSubmatch(firstText(value)); tag != nil {
+					require.Contains(t, found, tag[1], "%s: this test cannot tell its text", path)
+				}
+			}
+		}
+		return true
+	})
 	return found
+}
+
+// firstText is the literal with which a concatenation begins.
+func firstText(value ast.Expr) string {
+	for {
+		switch e := value.(type) {
+		case *ast.BinaryExpr:
+			value = e.X
+		case *ast.BasicLit:
+			text, _ := strconv.Unquote(e.Value)
+			return text
+		default:
+			return ""
+		}
+	}
 }
 
 // allowed starts a statement with null for each argument, as far as PostgreSQL checks rights, and

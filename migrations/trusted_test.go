@@ -215,16 +215,16 @@ func TestNothingOfAStrangersSchemaIsRead(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			conn := connect(t, pgtest.EmptyDatabase(t))
+			conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
 			role, as := squatter(t, conn)
 			if tc.up {
-				exec(t, conn, "SET SESSION AUTHORIZATION "+role)
+				pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+role)
 				require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
-				exec(t, conn, "RESET SESSION AUTHORIZATION")
+				pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION")
 			}
 			as(tc.plant)
 			owner := newRole(t, conn)
-			exec(t, conn, fmt.Sprintf("GRANT CREATE ON DATABASE %s TO %[1]s; SET SESSION AUTHORIZATION %[1]s", owner))
+			pgtest.Exec(t, conn, fmt.Sprintf("GRANT CREATE ON DATABASE %s TO %[1]s; SET SESSION AUTHORIZATION %[1]s", owner))
 			for _, version := range []int{0, 1, len(all)} {
 				err := migrations.To(t.Context(), conn, migrations.Options{}, version)
 				require.ErrorIs(t, err, migrations.ErrNotOurs)
@@ -234,7 +234,7 @@ func TestNothingOfAStrangersSchemaIsRead(t *testing.T) {
 			require.ErrorIs(t, err, migrations.ErrNotOurs)
 			require.ErrorContains(t, err, tc.want)
 			require.ErrorIs(t, migrations.Check(t.Context(), conn, migrations.Options{}), tc.check)
-			exec(t, conn, "RESET SESSION AUTHORIZATION")
+			pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION")
 			var roles []string
 			require.NoError(t, conn.QueryRow(t.Context(), "SELECT coalesce(array_agg(role::text), '{}') FROM public.ran_as").Scan(&roles))
 			require.Empty(t, roles)
@@ -246,7 +246,7 @@ func TestNothingOfAStrangersSchemaIsRead(t *testing.T) {
 // and accepted again without it. Row S19 of security.md.
 func TestTablesThatRunCodeOfOthersAreRefused(t *testing.T) {
 	t.Parallel()
-	conn := connect(t, pgtest.EmptyDatabase(t))
+	conn := pgtest.Connect(t, pgtest.EmptyDatabase(t))
 	role, as := squatter(t, conn)
 	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 7))
 	const on = " on table effectonce.operator_actions uses "
@@ -265,7 +265,7 @@ func TestTablesThatRunCodeOfOthersAreRefused(t *testing.T) {
 			CREATE FUNCTION public.same(text, text) RETURNS bool IMMUTABLE LANGUAGE sql AS $$ SELECT true $$;
 			CREATE OPERATOR public.=== (LEFTARG = text, RIGHTARG = text, FUNCTION = public.same);
 			CREATE TABLE public.notes (note text); CREATE DOMAIN public.noted AS text`)
-		exec(t, conn, tc.add)
+		pgtest.Exec(t, conn, tc.add)
 		for _, err := range []error{
 			migrations.To(t.Context(), conn, migrations.Options{}, 8),
 			migrations.To(t.Context(), conn, migrations.Options{}, 6),
@@ -288,12 +288,12 @@ func TestTriggerMadeDuringAMigrationIsRefused(t *testing.T) {
 		t.Run(table, func(t *testing.T) {
 			t.Parallel()
 			address := pgtest.EmptyDatabase(t)
-			conn, holder, watch := connect(t, address), connect(t, address), connect(t, address)
+			conn, holder, watch := pgtest.Connect(t, address), pgtest.Connect(t, address), pgtest.Connect(t, address)
 			role, as := squatter(t, conn)
 			require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 7))
-			exec(t, conn, "GRANT USAGE ON SCHEMA effectonce TO "+role+"; GRANT TRIGGER ON effectonce."+table+" TO "+role)
+			pgtest.Exec(t, conn, "GRANT USAGE ON SCHEMA effectonce TO "+role+"; GRANT TRIGGER ON effectonce."+table+" TO "+role)
 			as("CREATE FUNCTION public.fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NEW; END $$")
-			exec(t, holder, "SET SESSION AUTHORIZATION "+role+"; BEGIN; CREATE TRIGGER fire BEFORE UPDATE ON effectonce."+table+" FOR EACH ROW EXECUTE FUNCTION public.fire()")
+			pgtest.Exec(t, holder, "SET SESSION AUTHORIZATION "+role+"; BEGIN; CREATE TRIGGER fire BEFORE UPDATE ON effectonce."+table+" FOR EACH ROW EXECUTE FUNCTION public.fire()")
 			done := make(chan error, 1)
 			go func() { done <- migrations.Up(t.Context(), conn, migrations.Options{}) }()
 			require.Eventually(t, func() bool {
@@ -301,7 +301,7 @@ func TestTriggerMadeDuringAMigrationIsRefused(t *testing.T) {
 				err := watch.QueryRow(t.Context(), "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND relation = $1::regclass)", "effectonce."+table).Scan(&waits)
 				return err == nil && waits
 			}, time.Minute, time.Millisecond, "the migration waits for the trigger's transaction")
-			exec(t, holder, "COMMIT")
+			pgtest.Exec(t, holder, "COMMIT")
 			err := <-done
 			require.ErrorIs(t, err, migrations.ErrNotOurs)
 			require.ErrorContains(t, err, "trigger fire on table effectonce."+table+" uses function public.fire() of role "+role)

@@ -17,15 +17,16 @@ import (
 // of another key. Row C17 of guarantees.md.
 func TestRetryReleasesOneKey(t *testing.T) {
 	t.Parallel()
-	var fixed atomic.Bool
-	for name, handler := range shapes(func(msg *consumer.Message) error {
-		if strings.HasSuffix(string(msg.Value), "bad") && !fixed.Load() {
-			return consumer.Permanent(errBad)
-		}
-		return nil
-	}) {
-		t.Run(name, func(t *testing.T) { //nolint:paralleltest // the shapes share fixed
-			fixed.Store(false)
+	for _, name := range []string{"each", "queued", "batch"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var fixed atomic.Bool
+			handler := shapes(func(msg *consumer.Message) error {
+				if strings.HasSuffix(string(msg.Value), "bad") && !fixed.Load() {
+					return consumer.Permanent(errBad)
+				}
+				return nil
+			})[name]
 			h := newHarness(t, 1)
 			h.produceKeyed("a:bad", "b:bad", "a:1", "b:1", "a:2")
 			stop := h.run(handler, nil)

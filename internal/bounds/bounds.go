@@ -23,6 +23,8 @@ type Duration struct {
 type Range struct{ Default, Min, Max time.Duration }
 
 // Settings of a relay that relay.Config and the flags of outbox-relay run have in common.
+//
+//nolint:gochecknoglobals // immutable
 var (
 	Lease          = Range{Default: 10 * time.Second, Min: time.Second, Max: 10 * time.Minute}
 	PollMin        = Range{Default: 700 * time.Microsecond, Min: 100 * time.Microsecond, Max: time.Minute}

@@ -178,10 +178,10 @@ func evaluate(e ast.Expr) (int64, bool) {
 	case *ast.BinaryExpr:
 		a, knownA := evaluate(e.X)
 		b, knownB := evaluate(e.Y)
-		switch e.Op {
-		case token.MUL:
+		if e.Op == token.MUL {
 			return a * b, knownA && knownB
-		case token.SHL:
+		}
+		if e.Op == token.SHL {
 			return a << b, knownA && knownB
 		}
 	}
@@ -194,8 +194,13 @@ func durations(n int64) (forms []string) {
 		size  time.Duration
 		names []string
 	}{
-		{365 * 24 * time.Hour, []string{"year"}}, {24 * time.Hour, []string{"day", "d"}}, {time.Hour, []string{"h", "hour"}},
-		{time.Minute, []string{"min", "minute"}}, {time.Second, []string{"s", "second"}}, {time.Millisecond, []string{"ms"}}, {time.Microsecond, []string{"µs"}},
+		{365 * 24 * time.Hour, []string{"year"}},
+		{24 * time.Hour, []string{"day", "d"}},
+		{time.Hour, []string{"h", "hour"}},
+		{time.Minute, []string{"min", "minute"}},
+		{time.Second, []string{"s", "second"}},
+		{time.Millisecond, []string{"ms"}},
+		{time.Microsecond, []string{"µs"}},
 	} {
 		if count := n / int64(unit.size); n%int64(unit.size) == 0 && count > 0 && count < 1000 {
 			for _, name := range unit.names {

@@ -142,13 +142,18 @@ func (d *deadRows) act(ctx context.Context, conn *pgx.Conn, o *order, places []q
 		return outcome{}, err
 	}
 	d.wait.Add(result.Done)
-	d.did.Retrying, d.did.Behind = append(d.did.Retrying, result.Retrying...), append(d.did.Behind, result.Behind...)
 	sum := outcome{done: len(result.Done), released: result.Released}
-	if o.discard {
-		sum.leave("it was handed back, and the relay may be publishing it", result.Retrying...)
-	} else {
-		sum.before = len(result.Retrying) // they are on their way
+	for _, r := range result.Retrying {
+		d.did.Retrying = append(d.did.Retrying, r.ID())
+		if o.discard {
+			sum.leave("it was handed back, and the relay may be publishing it", r.ID())
+		}
 	}
+	if !o.discard {
+		sum.before = len(result.Retrying)
+		d.wait.Add(result.Retrying)
+	}
+	d.did.Behind = append(d.did.Behind, result.Behind...)
 	sum.leave("it waits behind another row, or the relay may be publishing it", result.Behind...)
 	return sum, nil
 }

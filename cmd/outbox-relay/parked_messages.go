@@ -166,6 +166,7 @@ func (p *parkedMessages) act(ctx context.Context, conn *pgx.Conn, o *order, seqs
 		return outcome{}, err
 	}
 	p.wait.Add(result.Done)
+	p.wait.Add(result.Retrying)
 	p.did.Retrying += len(result.Retrying)
 	p.did.NoPayload, p.did.Behind = append(p.did.NoPayload, result.NoPayload...), append(p.did.Behind, result.Behind...)
 	sum := outcome{done: len(result.Done), released: result.Released, before: len(result.Retrying)}

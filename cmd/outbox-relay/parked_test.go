@@ -216,6 +216,9 @@ func TestParkedRetry(t *testing.T) {
 	assert.Equal(t, 1, r.code)
 	assert.Contains(t, r.stdout, "2 messages retried; 1 were handed back before\nnot retried: "+idPrefix+"6: its payload was too large")
 	assert.Equal(t, []string{"1 retry", "2 behind", "3 behind", "4 retry", "5 retry", "6 parked"}, parkedRows(t, conn))
+	r = runOn(t, address, "parked", "retry", "--id", idPrefix+"1", "--wait", "--wait-max", "1s")
+	assert.Equal(t, 1, r.code, "no consumer handles it")
+	assert.Contains(t, r.stdout, "0 messages retried; 1 were handed back before\n0 handled, 0 failed again\nnot done within 1s: 1;")
 
 	r = runOn(t, address, "actions", "list", "--json", "--limit", "3")
 	require.Zero(t, r.code, r.stderr)

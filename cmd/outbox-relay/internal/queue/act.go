@@ -22,8 +22,9 @@ type Result[P comparable] struct {
 	Done []Done[P]
 	// Behind are not the first of their key.
 	Behind []uuid.UUID
-	// Retrying were already handed back: the program may be working on them.
-	Retrying []uuid.UUID
+	// Retrying were already handed back: the program may be working on them. A Wait can follow them,
+	// without the rows behind them.
+	Retrying []Done[P]
 	// NoPayload cannot be retried: the messages were too large to be stored. No dead row is.
 	NoPayload []uuid.UUID
 	// Released counts the keys that continue after a discard.
@@ -36,6 +37,9 @@ type Done[P comparable] struct {
 	last int64     // seq of the last row behind it
 	at   time.Time // when its transaction began, by the database's clock
 }
+
+// ID returns the row's ID.
+func (d Done[P]) ID() uuid.UUID { return d.row.id }
 
 // step is what one transaction does to rows.
 type step struct {
@@ -126,7 +130,7 @@ func (t *Table[P, R, F]) run(ctx context.Context, tx pgx.Tx, places []P, s step)
 		case r.reason == t.unstored:
 			result.NoPayload = append(result.NoPayload, r.id)
 		case r.state == "retry":
-			result.Retrying = append(result.Retrying, r.id)
+			result.Retrying = append(result.Retrying, Done[P]{r, r.seq, at})
 		}
 	}
 	return result, nil

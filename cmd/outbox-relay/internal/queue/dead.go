@@ -142,6 +142,7 @@ func scanLockedDead(row pgx.CollectableRow) (r locked[DeadPlace], err error) {
 	var attempts int32
 	var created time.Time
 	err = row.Scan(&r.place.Relay, &r.place.Seq, (*[16]byte)(&r.id), &r.topic, (*[]byte)(&r.key), &r.reason, &text, &attempts, &r.state, &created)
+	r.seq = r.place.Seq
 	r.subject = map[string]any{
 		"relay": r.place.Relay, "seq": r.place.Seq, "message_id": r.id, "topic": r.topic, "key": r.key,
 		"reason": r.reason, "error": text, "attempts": attempts, "state": r.state, "created_at": created,

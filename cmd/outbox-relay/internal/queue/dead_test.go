@@ -47,7 +47,7 @@ func TestDiscardHandsTheKeyOn(t *testing.T) {
 	assert.Equal(t, int64(1), result.Released)
 	assert.Len(t, result.Behind, 2)
 	require.Len(t, result.Retrying, 1)
-	assert.Equal(t, byte(6), result.Retrying[0][15])
+	assert.Equal(t, byte(6), result.Retrying[0].ID()[15])
 
 	whole := dead.discard(t, conn, true, places[1], places[3], places[5], places[8])
 	assert.Equal(t, []string{"2 behind retry", "3 behind behind", "6 refused retry", "7 behind behind", "10 refused held", "12 refused held"}, dead.left(t, conn),

@@ -153,6 +153,7 @@ func scanLockedParked(row pgx.CollectableRow) (r locked[int64], err error) {
 	var offset int64
 	var attempts int32
 	err = row.Scan(&r.place, &r.consumer, &name, (*[16]byte)(&r.id), &r.topic, &r.partition, &offset, (*[]byte)(&r.key), &r.reason, &text, &attempts, &r.state)
+	r.seq = r.place
 	r.subject = map[string]any{
 		"seq": r.place, "consumer": name, "message_id": r.id, "topic": r.topic, "partition": r.partition, "offset": offset,
 		"key": r.key, "reason": r.reason, "error": text, "attempts": attempts, "state": r.state,

@@ -76,6 +76,7 @@ type statements struct {
 // locked is a row that is locked until the transaction ends.
 type locked[P comparable] struct {
 	place               P
+	seq                 int64
 	id                  uuid.UUID
 	consumer, partition int32 // of a parked message
 	topic               string

@@ -52,7 +52,7 @@ func TestRowsAreBounded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	must(t, pool, `CREATE TABLE source (payload bytea, key bytea, headers jsonb);
-		INSERT INTO source VALUES (convert_to(repeat('x', 100000001), 'UTF8'), convert_to(repeat('x', 1048577), 'UTF8'), jsonb_build_object('h', repeat('x', 5000000)))`)
+		INSERT INTO source VALUES (convert_to(repeat('x', 100000001), 'UTF8'), convert_to(repeat('x', 1048577), 'UTF8'), jsonb_build_object('h', repeat('x', 9000000)))`)
 	require.Less(t, one[int](t, pool, `SELECT pg_column_size(headers) FROM source`), 2<<20, "the test's own premise")
 	for _, columns := range []string{"payload", "key", "headers"} {
 		_, err := pool.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, `+columns+`) SELECT 't', `+columns+` FROM source`)

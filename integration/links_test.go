@@ -87,3 +87,14 @@ func TestSnippetsOfDocumentsAreGo(t *testing.T) {
 	}
 	require.Greater(t, snippets, 5)
 }
+
+// Property: the README begins with the two commands that do everything on a machine that has Go.
+func TestReadmeBeginsWithTheTwoCommands(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile("../README.md")
+	require.NoError(t, err)
+	lines := strings.Split(string(text), "\n")
+	beginning := strings.Join(lines[:min(len(lines), 20)], "\n")
+	require.Contains(t, beginning, "\ngo run ./cmd/outbox-relay demo ")
+	require.Contains(t, beginning, "\ngo test ./... ")
+}

@@ -212,7 +212,7 @@ func TestAdviceComesFromWhatIsNotKnown(t *testing.T) {
 			assert.Regexp(t, text, shown.stdout, key)
 		}
 	}
-	refused := runOn(t, address, "keys", "retry", "given-up", "--why", "mended")
+	refused := runOn(t, address, "keys", "retry", "given-up", "--why", "fixed")
 	assert.Equal(t, 1, refused.code)
 	assert.Contains(t, refused.stderr, "--call-did-not-happen")
 	assert.Zero(t, runOn(t, address, "keys", "finish", "by-itself", "--status", "201", "--window", "24h", "--why", "its rows are there").code)

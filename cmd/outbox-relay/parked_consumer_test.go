@@ -22,10 +22,10 @@ import (
 
 // runConsumer runs a consumer that writes every value into effects, except "bad" ones before they
 // are fixed.
-func runConsumer(t *testing.T, pool *pgxpool.Pool, topic string, mended *atomic.Bool) {
+func runConsumer(t *testing.T, pool *pgxpool.Pool, topic string, fixed *atomic.Bool) {
 	t.Helper()
 	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if strings.HasSuffix(string(msg.Value), "bad") && !mended.Load() {
+		if strings.HasSuffix(string(msg.Value), "bad") && !fixed.Load() {
 			return consumer.Permanent(errors.New("no such account"))
 		}
 		_, err := tx.Exec(ctx, "INSERT INTO effects (value) VALUES ($1)", string(msg.Value))
@@ -55,12 +55,12 @@ func TestConsumersFollowTheOperator(t *testing.T) {
 	pool, err := pgxpool.New(t.Context(), address)
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
-	var mended atomic.Bool
+	var fixed atomic.Bool
 	client := kafkatest.Client(t)
 	for _, value := range []string{"a:bad", "b:1", "a:2", "c:bad", "c:2", "a:3", "c:3"} {
 		require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: topic, Key: []byte(value[:1]), Value: []byte(value)}).FirstErr())
 	}
-	runConsumer(t, pool, topic, &mended)
+	runConsumer(t, pool, topic, &fixed)
 	effects := func() (values []string) {
 		rows, err := conn.Query(t.Context(), "SELECT value FROM effects ORDER BY n")
 		require.NoError(t, err)
@@ -75,7 +75,7 @@ func TestConsumersFollowTheOperator(t *testing.T) {
 	assert.Equal(t, 1, r.code, r.stderr)
 	assert.Contains(t, r.stdout, "0 handled, 1 failed again\n")
 	assert.Contains(t, r.stdout, ": permanent: no such account\n")
-	mended.Store(true)
+	fixed.Store(true)
 	r = runOn(t, address, "parked", "retry", "--key", "a", "--wait")
 	assert.Zero(t, r.code, "%+v", r)
 	assert.Equal(t, []string{"b:1", "a:bad", "a:2", "a:3"}, effects())

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"strconv"
 	"sync"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup"
@@ -21,7 +23,8 @@ import (
 
 // engine runs transactions. It does not use a Kafka client.
 type engine struct {
-	pool    *pgxpool.Pool
+	pool *pgxpool.Pool
+	seam
 	cfg     Config
 	claims  *dedup.Claims
 	outbox  *outbox.Outbox // for dead letters
@@ -45,10 +48,28 @@ func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error)
 		return nil, err
 	}
 	milliseconds := func(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
-	return &engine{
+	e := &engine{
 		pool: pool, cfg: cfg, claims: claims, outbox: letters, handler: handler, sql: newQueries(cfg.Schema),
 		timeout: [3]string{milliseconds(cfg.StatementTimeout), milliseconds(cfg.LockTimeout), milliseconds(cfg.IdleTimeout)},
-	}, nil
+	}
+	e.seam = seam{statements: pool, transaction: e.apply, jitter: rand.N[time.Duration]}
+	return e, nil
+}
+
+// seam separates the engine's decisions (which messages, when, by which worker, and what follows a
+// failure) from the database. A simulation replaces it.
+type seam struct {
+	statements  statements // outside of the transactions of messages
+	transaction func(ctx context.Context, w *work) (outcome, *failure)
+	jitter      func(ceiling time.Duration) time.Duration
+}
+
+// statements runs single statements.
+type statements interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+	SendBatch(ctx context.Context, batch *pgx.Batch) pgx.BatchResults
 }
 
 // bounded limits a round trip of the engine outside of a transaction's own limits.

@@ -137,8 +137,9 @@ func TestRelayThatBeginsAfterARestoreSkipsNothing(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		for _, before := range []string{"no relay ever ran", "only one by another name ran", "one shard was never leased", "progress is set back by hand"} {
+		for i, before := range []string{"no relay ever ran", "only one by another name ran", "one shard was never leased", "progress is set back by hand"} {
 			t.Run(before, func(t *testing.T) {
+				part(t, exactly, i%2 == 1)
 				t.Parallel()
 				pool := older(t)
 				n := newNamed(t, "default", exactly)
@@ -246,6 +247,7 @@ func TestRelaysRecoverBesideEachOther(t *testing.T) {
 		t.Helper()
 		either(t, "restore", "promotion", func(t *testing.T, promotion bool) {
 			t.Helper()
+			part(t, exactly, promotion)
 			one, two, begins := newNamed(t, "one", exactly), newNamed(t, "two", exactly), newNamed(t, "begins", exactly)
 			two.shards, begins.shards = 3, 2
 			pool, want := waiting(t, promotion, one, two)

@@ -19,6 +19,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/proxies"
 )
 
 const (
@@ -61,7 +62,7 @@ type replica struct {
 	*process
 	child    child
 	database string // without a proxy
-	ways     *proxies
+	ways     *proxies.Set
 	suffers  []fault
 }
 
@@ -76,7 +77,7 @@ func newReplica(t *testing.T, c child) *replica {
 func (r *replica) connect(t *testing.T) {
 	t.Helper()
 	r.ways = newProxies(t, r.database)
-	r.child.URL, r.child.Brokers, r.child.Through = r.ways.url, r.ways.seeds(), r.ways.through
+	r.child.URL, r.child.Brokers, r.child.Through = r.ways.DatabaseURL, r.ways.Seeds(), r.ways.Through
 	r.process = start(t, r.child)
 }
 
@@ -86,11 +87,11 @@ func (r *replica) restart(t *testing.T) {
 	r.process = start(t, r.child)
 }
 
-func (r *replica) side(f fault) []*proxy {
+func (r *replica) side(f fault) []*proxies.Proxy {
 	if f.side == "kafka" {
-		return r.ways.kafka
+		return r.ways.Kafka
 	}
-	return r.ways.postgres
+	return r.ways.Postgres
 }
 
 // ready reports whether another fault can be added.
@@ -114,13 +115,13 @@ func (r *replica) strike(t *testing.T, f fault, random *rand.Rand) {
 	case stopped:
 		r.signal(syscall.SIGSTOP)
 	case refusal:
-		err = refuse(r.side(f))
+		err = proxies.Refuse(r.side(f))
 	case lingering: // at the end of a process
-		if err = toxic(r.side(f), f.kind, "upstream", attributes); err == nil {
+		if err = proxies.Toxic(r.side(f), f.kind, "upstream", attributes); err == nil {
 			r.restart(t)
 		}
 	default:
-		err = toxic(r.side(f), f.kind, way, attributes)
+		err = proxies.Toxic(r.side(f), f.kind, way, attributes)
 	}
 	r.unless(t, err)
 }
@@ -137,7 +138,7 @@ func (r *replica) heal(t *testing.T, random *rand.Rand) {
 	}
 	r.signal(syscall.SIGCONT)
 	r.suffers = nil
-	r.unless(t, letThrough(t.Context(), append(slices.Clone(r.ways.postgres), r.ways.kafka...)))
+	r.unless(t, proxies.LetThrough(t.Context(), append(slices.Clone(r.ways.Postgres), r.ways.Kafka...)))
 }
 
 // unless continues with new proxies where the old ones are stuck, or another program took a port.
@@ -147,7 +148,7 @@ func (r *replica) unless(t *testing.T, stuck error) {
 		return
 	}
 	var taken *net.OpError
-	require.True(t, errors.Is(stuck, errStuck) || errors.As(stuck, &taken), stuck)
+	require.True(t, errors.Is(stuck, proxies.ErrStuck) || errors.As(stuck, &taken), stuck)
 	t.Logf("new proxies: %v", stuck)
 	r.kill()
 	r.connect(t)
@@ -235,12 +236,7 @@ func schedule(t *testing.T) (seed uint64, faults []fault) {
 		require.NoError(t, err, name)
 		return n
 	}
-	n := len(deck())
-	if testing.Short() {
-		n /= 2
-		t.Logf("-short: %d faults instead of %d", n, len(deck()))
-	}
-	n = int(number(faultsVariable, uint64(n)))
+	n := int(number(faultsVariable, uint64(len(deck()))))
 	seed = number(seedVariable, uint64(time.Now().UnixNano()))
 	t.Logf("%s=%d %s=%d", seedVariable, seed, faultsVariable, n)
 	random := rand.New(rand.NewPCG(seed, 1))

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/bench"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
@@ -32,7 +33,7 @@ Without addresses it starts PostgreSQL (downloaded at the first run) and an in-p
 --database-url and --brokers it uses a schema, topics and groups of its own there, and removes them at
 the end. Run it on an idle machine; only the ratios count.`,
 	}
-	cmd.AddCommand(newBenchConsume(s), newBenchRelay(s))
+	cmd.AddCommand(newBenchConsume(s), newBenchRelay(s), newBenchFigures(s), newBenchSoak(s))
 	return cmd
 }
 
@@ -182,7 +183,14 @@ type report interface {
 // benchmark is one run of a bench command.
 type benchmark struct {
 	*cli.Settings
-	json bool
+	json        bool
+	checkpoints bool // an embedded PostgreSQL makes them as usual
+}
+
+// addPictures adds the flags for files with results.
+func addPictures(flags *pflag.FlagSet, svg, save *string) {
+	flags.StringVar(svg, "svg", "", "existing `directory` to write plots into")
+	flags.StringVar(save, "save", "", "`file` to write the results to, as JSON")
 }
 
 func (b *benchmark) addFlags(cmd *cobra.Command, rounds *int) {
@@ -208,8 +216,12 @@ func (b *benchmark) run(cmd *cobra.Command, measure func(context.Context, bench.
 	if err != nil {
 		return err
 	}
+	parameters := checkpointsAway()
+	if b.checkpoints {
+		parameters = nil
+	}
 	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
-		DatabaseURL: address, Embedded: !b.HasDatabase(), Parameters: checkpointsAway(),
+		DatabaseURL: address, Embedded: !b.HasDatabase(), Parameters: parameters,
 	})
 	if err != nil {
 		return err

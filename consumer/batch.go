@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"strconv"
 	"sync"
@@ -13,7 +12,6 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/effectonce/effectonce/dedup"
@@ -23,8 +21,7 @@ import (
 
 // engine runs transactions. It does not use a Kafka client.
 type engine struct {
-	pool *pgxpool.Pool
-	seam
+	pool    *pgxpool.Pool
 	cfg     Config
 	claims  *dedup.Claims
 	outbox  *outbox.Outbox // for dead letters
@@ -48,28 +45,10 @@ func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error)
 		return nil, err
 	}
 	milliseconds := func(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
-	e := &engine{
+	return &engine{
 		pool: pool, cfg: cfg, claims: claims, outbox: letters, handler: handler, sql: newQueries(cfg.Schema),
 		timeout: [3]string{milliseconds(cfg.StatementTimeout), milliseconds(cfg.LockTimeout), milliseconds(cfg.IdleTimeout)},
-	}
-	e.seam = seam{statements: pool, transaction: e.apply, jitter: rand.N[time.Duration]}
-	return e, nil
-}
-
-// seam separates the engine's decisions (which messages, when, by which worker, and what follows a
-// failure) from the database. A simulation replaces it.
-type seam struct {
-	statements  statements // outside of the transactions of messages
-	transaction func(ctx context.Context, w *work) (outcome, *failure)
-	jitter      func(ceiling time.Duration) time.Duration
-}
-
-// statements runs single statements.
-type statements interface {
-	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
-	SendBatch(ctx context.Context, batch *pgx.Batch) pgx.BatchResults
+	}, nil
 }
 
 // bounded limits a round trip of the engine outside of a transaction's own limits.

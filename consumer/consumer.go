@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -14,7 +15,6 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
-	"github.com/effectonce/effectonce/internal/kafkaclient"
 	"github.com/effectonce/effectonce/internal/nodedup"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/migrations"
@@ -87,7 +87,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 // checkDrain rejects a DrainMax that is not below the rebalance timeout: another member would get
 // the partitions before their batches have ended.
 func (c *Consumer) checkDrain() error {
-	client, err := kafkaclient.New(c.kafka...) // it connects on first use
+	client, err := kgo.NewClient(c.kafka...) // it connects on first use
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}
@@ -256,5 +256,5 @@ func readable(d time.Duration) string {
 // RetryMin to RetryMax.
 func (e *engine) backoff(attempt int) time.Duration {
 	ceiling := min(e.cfg.RetryMin<<min(attempt-1, 20), e.cfg.RetryMax)
-	return e.cfg.RetryMin/2 + e.jitter(ceiling)
+	return e.cfg.RetryMin/2 + rand.N(ceiling) //nolint:gosec // jitter needs no secret
 }

@@ -152,16 +152,14 @@ func (p *partition) consume() {
 		p.alone(p.lane.stopped)
 		return
 	}
-	ok := p.alone(func() bool { return p.lane.stopped() || p.lane.careful.left.Load() <= 0 })
-	if ok && !p.lane.stopped() {
+	p.alone(func() bool { return p.lane.stopped() || p.lane.careful.left.Load() <= 0 })
+	if !p.lane.stopped() {
 		newFleet(p).runWorkers()
 	}
 }
 
-// alone handles one batch after the other, and in between the parked messages that are due. It
-// returns false if the partition must stop, although its session has not ended yet: workers would
-// store a position behind messages whose commits the database lost.
-func (p *partition) alone(until func() bool) bool {
+// alone handles one batch after the other, and in between the parked messages that are due.
+func (p *partition) alone(until func() bool) {
 	for !until() {
 		ok := true
 		select {
@@ -175,10 +173,9 @@ func (p *partition) alone(until func() bool) bool {
 			ok = p.rest()
 		}
 		if !ok {
-			return false
+			return
 		}
 	}
-	return true
 }
 
 // rest waits for records, due parked messages or the idle tick.
@@ -237,7 +234,7 @@ func (p *partition) advance(to passed) bool {
 	ctx, cancel := e.bounded(p.lane.ctx)
 	defer cancel()
 	var stored *int64
-	err := e.statements.QueryRow(ctx, e.sql.advanceApart, e.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored, to.behind, to.at, p.pos.server).Scan(&stored)
+	err := e.pool.QueryRow(ctx, e.sql.advanceApart, e.cfg.Group, p.pos.topic, p.pos.partition, p.pos.epoch, p.pos.stored, to.behind, to.at, p.pos.server).Scan(&stored)
 	f := &failure{origin: originEngine, index: unknownIndex, err: err}
 	switch {
 	case err == nil:

@@ -60,7 +60,7 @@ func (s *session) pollOnce(ctx context.Context) error {
 	}
 	limited, cancel := e.bounded(ctx)
 	defer cancel()
-	rows, err := e.statements.Query(limited, e.sql.poll, e.cfg.Group, topics, numbers, consumers, epochs, known)
+	rows, err := e.pool.Query(limited, e.sql.poll, e.cfg.Group, topics, numbers, consumers, epochs, known)
 	if err != nil {
 		return fmt.Errorf("poll partitions: %w", err)
 	}

@@ -82,7 +82,7 @@ func (l *lane) otherHolder() (string, error) {
 	pos := l.work.pos
 	var epoch int64
 	var owner *string
-	err := l.engine.statements.QueryRow(ctx, l.engine.sql.holder, l.engine.cfg.Group, pos.topic, pos.partition).Scan(&epoch, &owner)
+	err := l.engine.pool.QueryRow(ctx, l.engine.sql.holder, l.engine.cfg.Group, pos.topic, pos.partition).Scan(&epoch, &owner)
 	if err != nil {
 		return "", fmt.Errorf("read who holds the partition: %w", err)
 	}

@@ -21,7 +21,7 @@ import (
 func (l *lane) load(parent context.Context) error {
 	ctx, cancel := l.engine.bounded(parent)
 	defer cancel()
-	rows, err := l.engine.statements.Query(ctx, l.engine.sql.attempts, l.work.consumer.ID(), attemptsLoadMax)
+	rows, err := l.engine.pool.Query(ctx, l.engine.sql.attempts, l.work.consumer.ID(), attemptsLoadMax)
 	if err != nil {
 		return fmt.Errorf("read attempts: %w", err)
 	}
@@ -51,10 +51,10 @@ func (l *lane) loadHeld(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, l.engine.answerMax()<<min(l.loads, loadDoubledMax))
 	defer cancel()
 	l.loads++
-	if _, err := l.engine.statements.Exec(ctx, l.engine.sql.adopt, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition); err != nil {
+	if _, err := l.engine.pool.Exec(ctx, l.engine.sql.adopt, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition); err != nil {
 		return fmt.Errorf("promote parked messages without an earlier one: %w", err)
 	}
-	rows, err := l.engine.statements.Query(ctx, l.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
+	rows, err := l.engine.pool.Query(ctx, l.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
 	if err != nil {
 		return fmt.Errorf("read parked keys: %w", err)
 	}
@@ -111,7 +111,7 @@ func (l *lane) due(ctx context.Context) ([]due, error) {
 		})
 		return err
 	})
-	if err := l.engine.statements.SendBatch(ctx, batch).Close(); err != nil {
+	if err := l.engine.pool.SendBatch(ctx, batch).Close(); err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
 	return list, nil
@@ -146,7 +146,7 @@ func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Messag
 	ctx, cancel := l.engine.bounded(ctx)
 	defer cancel()
 	behind := limit / max(len(seqs), 1) // for each due message, so that few messages are read and not handled
-	rows, err := l.engine.statements.Query(ctx, l.engine.sql.release, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax, seqs, behind)
+	rows, err := l.engine.pool.Query(ctx, l.engine.sql.release, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition, limit, releaseBytesMax, seqs, behind)
 	if err != nil {
 		return nil, fmt.Errorf("read parked messages: %w", err)
 	}
@@ -228,7 +228,7 @@ func (l *lane) setBack(msg *Message, state string, why *parking, wait time.Durat
 	}
 	ctx, cancel := l.engine.bounded(l.ctx)
 	defer cancel()
-	_, err := l.engine.statements.Exec(ctx, l.engine.sql.setBack, msg.row, state, why.reason, bounds.ErrorText(why.err), attempts, wait, l.work.consumer.ID(), [16]byte(msg.ID))
+	_, err := l.engine.pool.Exec(ctx, l.engine.sql.setBack, msg.row, state, why.reason, bounds.ErrorText(why.err), attempts, wait, l.work.consumer.ID(), [16]byte(msg.ID))
 	if err != nil {
 		l.log(slog.LevelWarn, "could not store the failure of a parked message; it is retried sooner", "id", msg.ID, "error", err)
 	}

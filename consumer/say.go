@@ -101,7 +101,7 @@ func (l *lane) store(text string) {
 	ctx, cancel := l.engine.bounded(l.ctx)
 	defer cancel()
 	pos := l.work.pos
-	_, _ = l.engine.statements.Exec(ctx, l.engine.sql.trouble, l.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, bounds.ErrorText(errors.New(text)))
+	_, _ = l.engine.pool.Exec(ctx, l.engine.sql.trouble, l.engine.cfg.Group, pos.topic, pos.partition, pos.epoch, bounds.ErrorText(errors.New(text)))
 }
 
 // hook calls a callback of the configuration in a separate goroutine: a callback that panics, calls

@@ -11,7 +11,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/effectonce/effectonce/internal/kafkaclient"
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
@@ -34,7 +33,7 @@ const (
 // that they do not know. A topic that the consumer may not read does not count as missing: the
 // session reports that error.
 func (c *Consumer) topicsExist(ctx context.Context) error {
-	client, err := kafkaclient.New(c.kafka...)
+	client, err := kgo.NewClient(c.kafka...)
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}

@@ -137,9 +137,8 @@ func TestRelayThatBeginsAfterARestoreSkipsNothing(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		for i, before := range []string{"no relay ever ran", "only one by another name ran", "one shard was never leased", "progress is set back by hand"} {
+		for _, before := range []string{"no relay ever ran", "only one by another name ran", "one shard was never leased", "progress is set back by hand"} {
 			t.Run(before, func(t *testing.T) {
-				part(t, exactly, i%2 == 1)
 				t.Parallel()
 				pool := older(t)
 				n := newNamed(t, "default", exactly)
@@ -247,7 +246,6 @@ func TestRelaysRecoverBesideEachOther(t *testing.T) {
 		t.Helper()
 		either(t, "restore", "promotion", func(t *testing.T, promotion bool) {
 			t.Helper()
-			part(t, exactly, promotion)
 			one, two, begins := newNamed(t, "one", exactly), newNamed(t, "two", exactly), newNamed(t, "begins", exactly)
 			two.shards, begins.shards = 3, 2
 			pool, want := waiting(t, promotion, one, two)

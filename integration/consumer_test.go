@@ -29,20 +29,7 @@ func produced(t *testing.T, pool *pgxpool.Pool, topic string, keys, versions, du
 // producedAt is produced for any cluster and with another name for the keys.
 func producedAt(t *testing.T, brokers []string, pool *pgxpool.Pool, topic, name string, keys, versions, duplicateEvery int) {
 	t.Helper()
-	sentAt(t, brokers, topic, name, keys, versions, duplicateEvery)
-	expected(t, pool, name, keys, versions)
-}
-
-// expected writes down which messages are to be handled.
-func expected(t *testing.T, pool *pgxpool.Pool, name string, keys, versions int) {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), `INSERT INTO versions SELECT $3 || n, $2 FROM generate_series(0, $1 - 1) n`, keys, versions, name)
-	require.NoError(t, err)
-}
-
-// sentAt is producedAt without a word to the database.
-func sentAt(t *testing.T, brokers []string, topic, name string, keys, versions, duplicateEvery int) {
-	t.Helper()
+	ctx := t.Context()
 	client := kafkatest.ClientAt(t, brokers, kgo.UnknownTopicRetries(50)) // a topic that was just made anew
 	var records []*kgo.Record
 	for version := 1; version <= versions; version++ {
@@ -61,7 +48,9 @@ func sentAt(t *testing.T, brokers []string, topic, name string, keys, versions, 
 			}
 		}
 	}
-	require.NoError(t, client.ProduceSync(t.Context(), records...).FirstErr())
+	require.NoError(t, client.ProduceSync(ctx, records...).FirstErr())
+	_, err := pool.Exec(ctx, `INSERT INTO versions SELECT $3 || n, $2 FROM generate_series(0, $1 - 1) n`, keys, versions, name)
+	require.NoError(t, err)
 }
 
 // handled waits until every message has its effect, and judges the effects.
@@ -243,8 +232,8 @@ func rebalance(t *testing.T, c child) {
 	pool := open(t, c.URL)
 	createWorkload(t, pool)
 	versions, rounds := 1500, 6
-	if !*long {
-		t.Log("without -long: 300 versions and 2 rounds instead of 1,500 and 6")
+	if testing.Short() {
+		t.Log("-short: 300 versions and 2 rounds instead of 1,500 and 6")
 		versions, rounds = 300, 2
 	}
 	c.Brokers = brokersFor(t, c.Protocol)

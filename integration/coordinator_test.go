@@ -52,8 +52,8 @@ func transactionFaults(version int16) map[kmsg.Key][]*kerr.Error {
 func TestMovingCoordinatorsLoseAndDoubleNothing(t *testing.T) {
 	t.Parallel()
 	versions := map[int16][]kfake.Opt{2: nil, 0: {kfake.MaxVersions(kversion.V3_7_0())}}
-	if !*long {
-		t.Log("without -long: only transaction.version 2, not 0")
+	if testing.Short() {
+		t.Log("-short: only transaction.version 2, not 0")
 		delete(versions, 0)
 	}
 	for version, opts := range versions {
@@ -118,16 +118,8 @@ func readOnce(t *testing.T, brokers []string, opts []kgo.Opt, disturb func(write
 // Rows O28, O30 of guarantees.md.
 func TestLostAnswersToCommits(t *testing.T) {
 	t.Parallel()
-	clients := map[string][]kgo.Opt{"client asks again": nil, "client gives up": {kgo.RequestRetries(0)}}
-	for name, client := range clients {
-		t.Run("shared Kafka/"+name, func(t *testing.T) {
-			t.Parallel()
-			t.Logf("transaction.version %d", transactionVersion(t, kafkatest.Brokers(t)))
-			loseAnswers(t, kafkatest.Brokers(t), client)
-		})
-	}
 	for version, opts := range map[int16][]kfake.Opt{2: nil, 0: {kfake.MaxVersions(kversion.V3_7_0())}} {
-		for name, client := range clients {
+		for name, client := range map[string][]kgo.Opt{"client asks again": nil, "client gives up": {kgo.RequestRetries(0)}} {
 			t.Run(fmt.Sprintf("transaction.version %d/%s", version, name), func(t *testing.T) {
 				t.Parallel()
 				fake := kafkatest.Fake(t, append(opts, kfake.NumBrokers(1))...)

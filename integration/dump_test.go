@@ -107,8 +107,11 @@ func TestDumpOfPostgreSQLsOwn(t *testing.T) {
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
 		for name, parts := range map[string][]string{"at once": {"--exit-on-error"}, "schema first": {"--schema-only", "--data-only"}} {
+			if testing.Short() && exactly != (len(parts) == 2) {
+				t.Logf("-short: not %s, %s", guarantee(exactly), name)
+				continue
+			}
 			t.Run(name, func(t *testing.T) {
-				part(t, exactly, len(parts) == 2)
 				t.Parallel()
 				d := &dumped{programs: programs, child: child{Role: "relay", ExactlyOnce: exactly, Shards: 3, Lease: time.Second, Brokers: kafkatest.Brokers(t)}}
 				d.prepare(t)

@@ -3,7 +3,12 @@ package integration_test
 import (
 	"context"
 	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -18,35 +23,88 @@ import (
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
-// standby is a streaming copy of a primary.
+// standby is a streaming copy of a primary. It listens at a socket of its own.
 type standby struct {
-	*servers.Postgres
-
+	dir  string
 	pool *pgxpool.Pool
 }
 
-// newStandby starts a standby and waits until it streams.
+// newStandby copies a primary, which it crashes and restarts for that, and streams from it.
 func newStandby(t *testing.T, primary *servers.Postgres) *standby {
 	t.Helper()
 	ctx := t.Context()
-	second, err := servers.StartStandby(ctx, primary)
+	var data, programs string
+	conn, err := pgx.Connect(ctx, primary.URL)
 	require.NoError(t, err)
-	t.Cleanup(func() { _ = second.Stop(context.WithoutCancel(ctx)) })
-	s := &standby{Postgres: second, pool: open(t, second.URL)}
+	require.NoError(t, conn.QueryRow(ctx, `SELECT current_setting('data_directory'), setting FROM pg_config WHERE name = 'BINDIR'`).Scan(&data, &programs))
+	config := conn.Config()
+	require.NoError(t, conn.Close(ctx))
+
+	s := &standby{}
+	s.dir, err = os.MkdirTemp("", "effectonce-standby-") //nolint:usetesting // PostgreSQL's user has to get there
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = os.RemoveAll(s.dir) })
+	require.NoError(t, primary.Kill(ctx))
+	copied := filepath.Join(s.dir, "data")
+	output, err := exec.CommandContext(ctx, "cp", "-a", data, copied).CombinedOutput() // with its owner
+	require.NoError(t, err, string(output))
+	require.NoError(t, primary.Restart(ctx))
+	_ = os.Remove(filepath.Join(copied, "postmaster.pid"))
+	if os.Geteuid() == 0 {
+		require.NoError(t, os.Chown(s.dir, nobody, nobody))
+	}
+
+	upstream := fmt.Sprintf("primary_conninfo = 'host=127.0.0.1 port=%d user=%s password=%s'\n", config.Port, config.User, config.Password)
+	for name, text := range map[string]string{"standby.signal": "", "postgresql.auto.conf": upstream} { // where ALTER SYSTEM changes it
+		file := filepath.Join(copied, name)
+		require.NoError(t, os.WriteFile(file, []byte(text), 0o600))
+		if os.Geteuid() == 0 { // which PostgreSQL refuses
+			require.NoError(t, os.Chown(file, nobody, nobody))
+		}
+	}
+	log := &lockedBuffer{}
+	leash, ended := leashedPostgres(t, log, filepath.Join(programs, "postgres"), "-D", copied, "-c", "listen_addresses=", "-c", "unix_socket_directories="+s.dir)
+	t.Cleanup(func() {
+		_ = leash.Close()
+		<-ended
+		if t.Failed() {
+			t.Logf("the standby said:\n%s", log)
+		}
+	})
+	s.pool = open(t, fmt.Sprintf("postgres://%s:%s@/postgres?host=%s&port=5432&sslmode=disable", config.User, config.Password, s.dir))
 	eventually(t, 30*time.Second, "the standby streams", func() (bool, any) {
 		var n int
 		err := s.pool.QueryRow(ctx, `SELECT count(*) FROM pg_stat_wal_receiver WHERE status = 'streaming'`).Scan(&n)
-		return n == 1, fmt.Sprint(err)
+		return n == 1, fmt.Sprint(err, log)
 	})
 	return s
+}
+
+// leashedPostgres runs PostgreSQL until its input, and so the test's process, ends.
+func leashedPostgres(t *testing.T, log io.Writer, args ...string) (leash io.Closer, ended chan struct{}) {
+	t.Helper()
+	cmd := exec.Command("/bin/sh", append([]string{"-c", `"$0" "$@" & read -r _; kill -QUIT $!; wait`}, args...)...)
+	cmd.Stdout, cmd.Stderr = log, log
+	if os.Geteuid() == 0 {
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
+	}
+	leash, err := cmd.StdinPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	ended = make(chan struct{})
+	go func() {
+		_ = cmd.Wait()
+		close(ended)
+	}()
+	return leash, ended
 }
 
 // either is a URL of whichever of the two is the primary.
 func (s *standby) either(primary *servers.Postgres) string {
 	config := s.pool.Config().ConnConfig
 	first, _ := pgx.ParseConfig(primary.URL)
-	return fmt.Sprintf("postgres://%s:%s@/postgres?host=%s,%s&port=%d,%d&sslmode=disable&target_session_attrs=read-write&connect_timeout=10",
-		config.User, config.Password, first.Host, config.Host, first.Port, config.Port)
+	return fmt.Sprintf("postgres://%s:%s@/postgres?host=%s,%s&port=%d,5432&sslmode=disable&target_session_attrs=read-write&connect_timeout=10",
+		config.User, config.Password, first.Host, s.dir, first.Port)
 }
 
 // cut ends the replication.
@@ -133,8 +191,8 @@ func TestFailoverThatLosesCommitsIsMadeUpFor(t *testing.T) {
 func TestProcessedIsDurableWithoutSynchronousCommit(t *testing.T) {
 	t.Parallel()
 	crashes := 8
-	if !*long {
-		t.Log("without -long: 2 crashes instead of 8")
+	if testing.Short() {
+		t.Log("-short: 2 crashes instead of 8")
 		crashes = 2
 	}
 	ctx := t.Context()

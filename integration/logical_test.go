@@ -40,7 +40,6 @@ func TestUpgradeByLogicalReplication(t *testing.T) {
 		t.Helper()
 		either(t, "sequences set", "sequences forgotten", func(t *testing.T, forgotten bool) {
 			t.Helper()
-			part(t, exactly, forgotten)
 			u := logicalCopy{child: child{Role: "relay", ExactlyOnce: exactly, Shards: 2, Lease: time.Second, Brokers: kafkatest.Brokers(t)}}
 			u.prepare(t)
 			u.copy(t)

@@ -29,7 +29,6 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/internal/proxies"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -72,11 +71,9 @@ type child struct {
 	HandlerTimeout time.Duration // and StatementTimeout
 	Pause          time.Duration // that the database takes for each message
 	BatchMax       int
-	AttemptsMax    int
 	Order          consumer.Order
 	Protocol       string // of the group: see protocols
 	Instance       string // consumer: a static member of this name
-	Apart          string // consumer: the group that brokers see, of the same length
 }
 
 func TestMain(m *testing.M) {
@@ -202,7 +199,7 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 	seeds := []kgo.Opt{kgo.SeedBrokers(c.Brokers...)}
 	if c.Role == "relay" {
 		if c.Through != nil {
-			seeds = append(seeds, proxies.Dialer(c.Through))
+			seeds = append(seeds, dialer(c.Through))
 		}
 		if c.FreezeAt != "" {
 			seeds = append(seeds, kgo.WithHooks(answers{log}))
@@ -224,12 +221,9 @@ func (c child) run(ctx context.Context, pool *pgxpool.Pool, log *slog.Logger) er
 		handler = consumer.Queued(c.queuedEffect)
 	}
 	seeds = append(append(seeds, kgo.WithHooks(joins{log})), c.membership()...)
-	if c.Apart != "" {
-		seeds = append(seeds, apart(c.Group, c.Apart))
-	}
 	var fresh, duplicates atomic.Int64
 	r, err := consumer.New(pool, seeds, handler, consumer.Config{
-		Group: c.Group, Topics: []string{c.Topic}, BatchMax: c.BatchMax, AttemptsMax: c.AttemptsMax, IdleTimeout: c.IdleTimeout, Order: c.Order,
+		Group: c.Group, Topics: []string{c.Topic}, BatchMax: c.BatchMax, IdleTimeout: c.IdleTimeout, Order: c.Order,
 		DrainMax: c.DrainMax, HandlerTimeout: c.HandlerTimeout, StatementTimeout: c.HandlerTimeout,
 		Hooks:    consumer.Hooks{Processed: func(p consumer.Processed) { fresh.Add(int64(p.Fresh)); duplicates.Add(int64(p.Duplicates)) }},
 		RetryMin: 10 * time.Millisecond, RetryMax: 200 * time.Millisecond, Logger: log,

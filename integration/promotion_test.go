@@ -32,7 +32,6 @@ func TestPromotionThatLosesCommitsSkipsNothing(t *testing.T) {
 				t.Parallel()
 				either(t, "restarted", "runs on", func(t *testing.T, running bool) {
 					t.Helper()
-					part(t, exactly, shards == 3, running)
 					promote(t, child{ExactlyOnce: exactly, Shards: shards}, running)
 				})
 			})

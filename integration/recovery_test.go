@@ -240,14 +240,18 @@ type restored struct {
 // and claims hold. Row O22 of guarantees.md.
 func TestRestoredDumpSkipsNothing(t *testing.T) {
 	t.Parallel()
+	counts := []int16{1, 3}
+	if testing.Short() {
+		t.Log("-short: only 3 shards instead of 1 and 3")
+		counts = counts[1:]
+	}
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
-		for _, shards := range []int16{1, 3} {
+		for _, shards := range counts {
 			t.Run(fmt.Sprintf("%d shards", shards), func(t *testing.T) {
 				t.Parallel()
 				either(t, "another cluster", "in place", func(t *testing.T, inPlace bool) {
 					t.Helper()
-					part(t, exactly, shards == 3, inPlace)
 					restoreDump(t, restored{child{ExactlyOnce: exactly, Shards: shards}, inPlace})
 				})
 			})

@@ -45,8 +45,8 @@ func TestRelayKeepsCommitOrderBehindABystander(t *testing.T) {
 	stop := running(t, pool, kafkatest.Brokers(t), relay.Config{Lease: time.Minute})
 
 	transactions := 6000
-	if !*long {
-		t.Log("without -long: 1,200 transactions instead of 6,000")
+	if testing.Short() {
+		t.Log("-short: 1,200 transactions instead of 6,000")
 		transactions = 1200
 	}
 	writers{goroutines: 24, transactions: transactions, keys: 20, topic: topic, seed: 1, pauses: true}.run(ctx, t, pool)
@@ -137,7 +137,6 @@ func TestRelaysKilledAndFrozenAtRandomMoments(t *testing.T) {
 			t.Parallel()
 			either(t, "fixed shards", "changing shards", func(t *testing.T, changing bool) {
 				t.Helper()
-				part(t, c.ExactlyOnce, c.Shards > 1, changing)
 				disturbRelays(t, c, changing)
 			})
 		})
@@ -147,8 +146,8 @@ func TestRelaysKilledAndFrozenAtRandomMoments(t *testing.T) {
 func disturbRelays(t *testing.T, c child, changing bool) {
 	t.Helper()
 	rounds := 6
-	if !*long {
-		t.Log("without -long: 3 rounds instead of 6")
+	if testing.Short() {
+		t.Log("-short: 3 rounds instead of 6")
 		rounds = 3
 	}
 	ctx := t.Context()
@@ -199,14 +198,14 @@ func disturbRelays(t *testing.T, c child, changing bool) {
 func TestBacklogDrainsInBoundedMemory(t *testing.T) {
 	t.Parallel()
 	large := 1_000_000
-	if !*long {
-		t.Log("without -long: a backlog of 200,000 rows instead of 1,000,000")
+	if testing.Short() {
+		t.Log("-short: a backlog of 200,000 rows instead of 1,000,000")
 		large = 200_000
 	}
 	small := drainBacklog(t, 50_000)
 	big := drainBacklog(t, large)
 	t.Logf("peak memory: %d MB for 50,000 rows, %d MB for %d rows", small>>20, big>>20, large)
-	require.Less(t, big, small+128<<20)
+	require.Less(t, big, 2*small+64<<20)
 	if !raceDetector { // which has memory of its own
 		require.Less(t, big, int64(200<<20))
 	}

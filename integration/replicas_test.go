@@ -19,7 +19,6 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/internal/proxies"
 )
 
 const (
@@ -62,7 +61,7 @@ type replica struct {
 	*process
 	child    child
 	database string // without a proxy
-	ways     *proxies.Set
+	ways     *proxies
 	suffers  []fault
 }
 
@@ -77,7 +76,7 @@ func newReplica(t *testing.T, c child) *replica {
 func (r *replica) connect(t *testing.T) {
 	t.Helper()
 	r.ways = newProxies(t, r.database)
-	r.child.URL, r.child.Brokers, r.child.Through = r.ways.DatabaseURL, r.ways.Seeds(), r.ways.Through
+	r.child.URL, r.child.Brokers, r.child.Through = r.ways.url, r.ways.seeds(), r.ways.through
 	r.process = start(t, r.child)
 }
 
@@ -87,11 +86,11 @@ func (r *replica) restart(t *testing.T) {
 	r.process = start(t, r.child)
 }
 
-func (r *replica) side(f fault) []*proxies.Proxy {
+func (r *replica) side(f fault) []*proxy {
 	if f.side == "kafka" {
-		return r.ways.Kafka
+		return r.ways.kafka
 	}
-	return r.ways.Postgres
+	return r.ways.postgres
 }
 
 // ready reports whether another fault can be added.
@@ -115,13 +114,13 @@ func (r *replica) strike(t *testing.T, f fault, random *rand.Rand) {
 	case stopped:
 		r.signal(syscall.SIGSTOP)
 	case refusal:
-		err = proxies.Refuse(r.side(f))
+		err = refuse(r.side(f))
 	case lingering: // at the end of a process
-		if err = proxies.Toxic(r.side(f), f.kind, "upstream", attributes); err == nil {
+		if err = toxic(r.side(f), f.kind, "upstream", attributes); err == nil {
 			r.restart(t)
 		}
 	default:
-		err = proxies.Toxic(r.side(f), f.kind, way, attributes)
+		err = toxic(r.side(f), f.kind, way, attributes)
 	}
 	r.unless(t, err)
 }
@@ -138,7 +137,7 @@ func (r *replica) heal(t *testing.T, random *rand.Rand) {
 	}
 	r.signal(syscall.SIGCONT)
 	r.suffers = nil
-	r.unless(t, proxies.LetThrough(t.Context(), append(slices.Clone(r.ways.Postgres), r.ways.Kafka...)))
+	r.unless(t, letThrough(t.Context(), append(slices.Clone(r.ways.postgres), r.ways.kafka...)))
 }
 
 // unless continues with new proxies where the old ones are stuck, or another program took a port.
@@ -148,7 +147,7 @@ func (r *replica) unless(t *testing.T, stuck error) {
 		return
 	}
 	var taken *net.OpError
-	require.True(t, errors.Is(stuck, proxies.ErrStuck) || errors.As(stuck, &taken), stuck)
+	require.True(t, errors.Is(stuck, errStuck) || errors.As(stuck, &taken), stuck)
 	t.Logf("new proxies: %v", stuck)
 	r.kill()
 	r.connect(t)
@@ -236,7 +235,12 @@ func schedule(t *testing.T) (seed uint64, faults []fault) {
 		require.NoError(t, err, name)
 		return n
 	}
-	n := int(number(faultsVariable, uint64(len(deck()))))
+	n := len(deck())
+	if testing.Short() {
+		n /= 2
+		t.Logf("-short: %d faults instead of %d", n, len(deck()))
+	}
+	n = int(number(faultsVariable, uint64(n)))
 	seed = number(seedVariable, uint64(time.Now().UnixNano()))
 	t.Logf("%s=%d %s=%d", seedVariable, seed, faultsVariable, n)
 	random := rand.New(rand.NewPCG(seed, 1))

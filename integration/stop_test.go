@@ -18,8 +18,8 @@ import (
 func TestCleanStopsRedeliverNothing(t *testing.T) {
 	t.Parallel()
 	rounds := 20
-	if !*long {
-		t.Log("without -long: 4 rounds instead of 20")
+	if testing.Short() {
+		t.Log("-short: 4 rounds instead of 20")
 		rounds = 4
 	}
 	for _, protocol := range []string{cooperative, eager, serverSide} {

@@ -21,7 +21,6 @@ func TestTopicMadeAnewUnderTheConsumer(t *testing.T) {
 	for name, c := range map[string]child{cooperative: {}, serverSide: {Protocol: serverSide}} {
 		for _, versions := range []int{20, 200} {
 			t.Run(fmt.Sprintf("%s/%d", name, versions), func(t *testing.T) {
-				part(t, c.Protocol == serverSide, versions == 200)
 				t.Parallel()
 				ctx := t.Context()
 				c, pool := consuming(t, c, 2)
@@ -129,7 +128,6 @@ func TestForgottenAndResetOffsets(t *testing.T) {
 		m := start(t, c)
 		handled(ctx, t, pool, 40*time.Second)
 		require.NoError(t, m.terminate())
-		producedAt(t, c.Brokers, pool, c.Topic, name+"-unread", 3, 20, 0)
 		eventually(t, 30*time.Second, "the offsets are changed: "+name, func() (bool, any) {
 			err := change[name]() // refused while the group is not yet empty
 			return err == nil, err

@@ -1,18 +1,12 @@
 package integration_test
 
 import (
-	"bytes"
-	"context"
-	"encoding/binary"
 	"fmt"
-	"net"
-	"slices"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kfake"
-	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/consumer"
@@ -22,6 +16,9 @@ import (
 
 // Property: two members that both believe to own all partitions, for as long as it takes, have
 // every effect once and in order, and they get on. Row C11 of guarantees.md.
+//
+// kfake is made to put the second one into a group of its own, of which it hears nothing: no real
+// broker would.
 func TestTwoMembersThatOwnTheSamePartitions(t *testing.T) {
 	t.Parallel()
 	for name, order := range map[string]consumer.Order{"by partition": consumer.OrderByPartition, "by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
@@ -35,18 +32,16 @@ func TestTwoMembersThatOwnTheSamePartitions(t *testing.T) {
 func ownTheSame(t *testing.T, order consumer.Order) {
 	t.Helper()
 	ctx := t.Context()
-	brokers := kafkatest.Brokers(t)
-	if len(brokers) > 1 {
-		brokers = kafkatest.Fake(t, kfake.NumBrokers(1)).ListenAddrs()
-	}
-	c := child{Role: "consumer", URL: pgtest.Database(t), Brokers: brokers, BatchMax: 10, Order: order, SessionTimeout: sessionTimeout}
+	fake := kafkatest.Fake(t, kfake.NumBrokers(1))
+	apart(fake, "second")
+	c := child{Role: "consumer", URL: pgtest.Database(t), Brokers: fake.ListenAddrs(), BatchMax: 10, Order: order, SessionTimeout: sessionTimeout}
 	pool := open(t, c.URL)
 	createWorkload(t, pool)
 	c.Topic = kafkatest.TopicAt(t, c.Brokers, 2)
-	c.Group = c.Topic + "-one"
+	c.Group = c.Topic
 	var members []*process
-	for _, apart := range []string{"", c.Topic + "-two"} {
-		c.Apart = apart
+	for _, name := range []string{"first", "second"} {
+		c.Instance = name
 		members = append(members, start(t, c))
 	}
 	takeovers := `SELECT coalesce(min(epoch), 0) FROM effectonce.consumer_positions`
@@ -55,8 +50,8 @@ func ownTheSame(t *testing.T, order consumer.Order) {
 		return n >= 2, n
 	})
 	rounds := 4
-	if !*long || order != consumer.OrderByPartition {
-		t.Log("without -long, or with workers: 1 round instead of 4")
+	if testing.Short() || order != consumer.OrderByPartition {
+		t.Log("-short, or with workers: 1 round instead of 4")
 		rounds = 1
 	}
 	// A holder that was replaced waits before it takes a partition back: there is something to do
@@ -71,32 +66,32 @@ func ownTheSame(t *testing.T, order consumer.Order) {
 	}
 }
 
-// apart has brokers take a member of a group for one of another group, of which it hears nothing,
-// while the database knows one group. Both names have one length. Nothing that is sent in these
-// requests but the group has this name in it. It needs one broker: the coordinator of the one group
-// is asked about the other.
-func apart(group, other string) kgo.Opt {
-	return kgo.Dialer(func(ctx context.Context, network, address string) (net.Conn, error) {
-		var d net.Dialer
-		conn, err := d.DialContext(ctx, network, address)
-		if err != nil {
-			return nil, err
-		}
-		return &apartConn{conn, []byte(group), []byte(other)}, nil
-	})
-}
-
-type apartConn struct {
-	net.Conn
-
-	group, other []byte
-}
-
-// Write sees requests as the client writes them: length, then key.
-func (c *apartConn) Write(request []byte) (int, error) {
-	groups := []kmsg.Key{kmsg.JoinGroup, kmsg.SyncGroup, kmsg.Heartbeat, kmsg.OffsetCommit}
-	if len(request) > 6 && slices.Contains(groups, kmsg.Key(int16(binary.BigEndian.Uint16(request[4:])))) {
-		request = bytes.ReplaceAll(request, c.group, c.other) // a copy
+// apart puts a static member into a group of its own.
+func apart(fake *kfake.Cluster, instance string) {
+	const suffix = "-apart"
+	is := func(name *string) bool { return name != nil && *name == instance }
+	for _, key := range []kmsg.Key{kmsg.JoinGroup, kmsg.SyncGroup, kmsg.Heartbeat, kmsg.OffsetCommit} {
+		fake.ControlKey(int16(key), func(request kmsg.Request) (kmsg.Response, error, bool) {
+			fake.KeepControl()
+			switch r := request.(type) {
+			case *kmsg.JoinGroupRequest:
+				if is(r.InstanceID) {
+					r.Group += suffix
+				}
+			case *kmsg.SyncGroupRequest:
+				if is(r.InstanceID) {
+					r.Group += suffix
+				}
+			case *kmsg.HeartbeatRequest:
+				if is(r.InstanceID) {
+					r.Group += suffix
+				}
+			case *kmsg.OffsetCommitRequest:
+				if is(r.InstanceID) {
+					r.Group += suffix
+				}
+			}
+			return nil, nil, false
+		})
 	}
-	return c.Conn.Write(request)
 }

@@ -341,44 +341,6 @@ func TestRefusedWhenProduced(t *testing.T) {
 	})
 }
 
-// Property: a dead row holds only later rows of its key, also where it is known to be dead before an
-// earlier row of its page is answered, because another row of the page was refused.
-func TestDeadRowHoldsNoEarlierRow(t *testing.T) {
-	t.Parallel()
-	test := func(t *testing.T, opts []kgo.Opt, cfg relay.Config) {
-		t.Helper()
-		pool := pgtest.Pool(t)
-		insert(t, pool, "orders", "other", "poison")
-		insert(t, pool, "orders", "k", "before")
-		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ('orders', 'k', 'wrong', '{"effectonce-partition": "two"}')`)
-		insert(t, pool, "orders", "k", "behind")
-		r, err := relay.New(pool, opts, cfg)
-		require.NoError(t, err)
-		starts(t, r)
-		await(t, "the page is handled", func() bool {
-			return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason IN ('refused', 'bad_partition')`) == 2
-		})
-		require.Equal(t, "poison refused, wrong bad_partition, behind behind",
-			one[string](t, pool, `SELECT string_agg(convert_from(payload, 'UTF8') || ' ' || reason, ', ' ORDER BY seq) FROM effectonce.outbox_dead`))
-	}
-	both(t, func(t *testing.T, exactly bool) {
-		t.Helper()
-		fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
-		poisoned(fake)
-		test(t, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, relay.Config{ExactlyOnce: exactly})
-	})
-	t.Run("sink", func(t *testing.T) {
-		t.Parallel()
-		test(t, nil, relay.Config{Sink: &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
-			at := slices.IndexFunc(messages, func(m relay.Message) bool { return string(m.Payload) == "poison" })
-			if at < 0 {
-				return len(messages), nil
-			}
-			return at, relay.Refuse(errors.New("poison"))
-		}}})
-	})
-}
-
 // Property: every row that is published is counted, also where its page has a dead row and progress
 // is stored all the time.
 func TestRowsBesideDeadOnesAreCounted(t *testing.T) {

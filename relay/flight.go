@@ -13,9 +13,8 @@ import (
 // front, so what is acknowledged is always a prefix of what was read.
 type flight struct {
 	bytesMax int
-	void     context.CancelCauseFunc // called at the failure
-	waits    func()                  // called at each turn of a wait
-	acked    func(rows []*row)       // rows left the front, in order; called under the lock
+	waits    func()            // called at each turn of a wait
+	acked    func(rows []*row) // rows left the front, in order; called under the lock
 
 	mu       sync.Mutex
 	changed  chan struct{} // closed and replaced when a field below changes
@@ -37,8 +36,8 @@ type batch struct {
 	end cursor
 }
 
-func newFlight(bytesMax int, void context.CancelCauseFunc) *flight {
-	return &flight{bytesMax: bytesMax, void: void, changed: make(chan struct{})}
+func newFlight(bytesMax int) *flight {
+	return &flight{bytesMax: bytesMax, changed: make(chan struct{})}
 }
 
 // add puts a batch behind those in flight. A batch with nothing pending (an empty page that moved
@@ -60,27 +59,13 @@ func (f *flight) add(b *batch) {
 func (f *flight) settle(b *batch, failure error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if failure != nil {
-		f.fail(failure)
+	if failure != nil && f.failure == nil {
+		f.failure = failure
+		f.notify()
 	}
 	b.pending--
 	if b.pending == 0 {
 		f.advance()
-	}
-}
-
-// makeVoid fails the flight without a record.
-func (f *flight) makeVoid(failure error) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.fail(failure)
-}
-
-func (f *flight) fail(failure error) {
-	if f.failure == nil {
-		f.failure = failure
-		f.void(failure)
-		f.notify()
 	}
 }
 

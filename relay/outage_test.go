@@ -20,7 +20,6 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -130,52 +129,6 @@ func TestBrokerAwayIsWaitedOut(t *testing.T) {
 		}
 	}
 	require.Equal(t, 50, next)
-}
-
-// Property: Kafka is away for long, in scaled time: the client's pause between two attempts is a
-// millisecond instead of seconds, and hundreds of attempts fail. Programs commit their rows meanwhile
-// and see how many rows wait, and for how long; the relay buries none, and publishes all in order
-// when Kafka is back. Row O31 of guarantees.md.
-func TestKafkaAwayForLong(t *testing.T) {
-	t.Parallel()
-	both(t, func(t *testing.T, exactly bool) {
-		t.Helper()
-		ctx, pool := t.Context(), pgtest.Pool(t)
-		fake, network := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &cut{}
-		var attempts atomic.Int64
-		dial := func(ctx context.Context, protocol, address string) (net.Conn, error) {
-			if network.away.Load() {
-				attempts.Add(1)
-			}
-			return network.dial(ctx, protocol, address)
-		}
-		r, err := relay.New(pool, append(network.options(fake), kgo.Dialer(dial), kgo.MetadataMinAge(10*time.Millisecond), kgo.RetryBackoffFn(func(int) time.Duration { return time.Millisecond })),
-			relay.Config{ExactlyOnce: exactly, Lease: time.Second, InFlightBytesMax: 64 << 10})
-		require.NoError(t, err)
-		stop := starts(t, r)
-		insert(t, pool, "orders", "k", "0")
-		await(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
-		network.away.Store(true)
-		const rows = 5000
-		for from := 1; from < rows; from += 500 {
-			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, created_at) SELECT 'orders', 'k', convert_to(n::text, 'UTF8'), clock_timestamp() - interval '3 hours'
-				FROM generate_series($1::int, least($1::int + 499, $2::int - 1)) n`, from, rows)
-		}
-		await(t, "hundreds of attempts fail", func() bool { return attempts.Load() >= 300 })
-		require.Zero(t, dead(t, pool))
-		require.Len(t, valuesAt(t, fake, "orders"), 1)
-		backlog, err := outbox.ReadBacklog(ctx, pool)
-		require.NoError(t, err)
-		require.Greater(t, backlog.Rows, int64(rows/2)) // an estimate
-		require.Greater(t, backlog.Oldest, 2*time.Hour)
-		network.away.Store(false)
-		await(t, "all is published", func() bool { return distinct(valuesAt(t, fake, "orders")) == rows })
-		stop()
-		require.Zero(t, dead(t, pool))
-		for i, value := range distinctInOrder(valuesAt(t, fake, "orders")) {
-			require.Equal(t, fmt.Sprint(i), value)
-		}
-	})
 }
 
 // cutConn breaks as soon as the flag is set.

@@ -7,6 +7,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -33,8 +34,7 @@ type Relay struct {
 	adapting sync.Mutex
 	adapted  bool
 
-	clientLog   kgo.Logger // of the caller's options; nil: none
-	placing     kgo.Opt    // places records in the partition that their row requests
+	placing     kgo.Opt // places records in the partition that their row requests
 	routes      *routes
 	drops       drops
 	rates       rates
@@ -93,7 +93,6 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	} else if client, clientErr := r.newClient(nil, nil); clientErr != nil {
 		err = errors.Join(err, clientErr)
 	} else {
-		r.clientLog, _ = client.OptValue(kgo.WithLogger).(kgo.Logger)
 		client.Close()
 		r.placing, clientErr = record.PartitionerOption(kafka)
 		err = errors.Join(err, clientErr)
@@ -176,11 +175,11 @@ func (r *Relay) adapt(ctx context.Context) error {
 	return nil
 }
 
-// unreachable reports whether the database did not answer, or answered that it cannot now. It returns
+// unreachable reports whether the database did not answer, or is starting or stopping. It returns
 // false for a database that answered with a refusal.
 func unreachable(err error) bool {
-	if pgerr.State(err) != "" {
-		return pgerr.Unavailable(err) || pgerr.Transient(err)
+	if state := pgerr.State(err); state != "" {
+		return strings.HasPrefix(state, "57P") || strings.HasPrefix(state, "53")
 	}
 	var connect *pgconn.ConnectError
 	var broken *net.OpError

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/bench"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/cli"
@@ -33,7 +32,7 @@ Without addresses it starts PostgreSQL (downloaded at the first run) and an in-p
 --database-url and --brokers it uses a schema, topics and groups of its own there, and removes them at
 the end. Run it on an idle machine; only the ratios count.`,
 	}
-	cmd.AddCommand(newBenchConsume(s), newBenchRelay(s), newBenchFigures(s), newBenchSoak(s))
+	cmd.AddCommand(newBenchConsume(s), newBenchRelay(s))
 	return cmd
 }
 
@@ -183,14 +182,7 @@ type report interface {
 // benchmark is one run of a bench command.
 type benchmark struct {
 	*cli.Settings
-	json        bool
-	checkpoints bool // an embedded PostgreSQL makes them as usual
-}
-
-// addPictures adds the flags for files with results.
-func addPictures(flags *pflag.FlagSet, svg, save *string) {
-	flags.StringVar(svg, "svg", "", "existing `directory` to write plots into")
-	flags.StringVar(save, "save", "", "`file` to write the results to, as JSON")
+	json bool
 }
 
 func (b *benchmark) addFlags(cmd *cobra.Command, rounds *int) {
@@ -216,12 +208,8 @@ func (b *benchmark) run(cmd *cobra.Command, measure func(context.Context, bench.
 	if err != nil {
 		return err
 	}
-	parameters := checkpointsAway()
-	if b.checkpoints {
-		parameters = nil
-	}
 	postgres, err := servers.StartPostgres(ctx, servers.PostgresOptions{
-		DatabaseURL: address, Embedded: !b.HasDatabase(), Parameters: parameters,
+		DatabaseURL: address, Embedded: !b.HasDatabase(), Parameters: checkpointsAway(),
 	})
 	if err != nil {
 		return err

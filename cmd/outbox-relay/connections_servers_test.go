@@ -57,9 +57,9 @@ func (a *authority) sign(t *testing.T, template *x509.Certificate) (certificate,
 	}
 	der, err := x509.CreateCertificate(rand.Reader, template, a.certificate, &private.PublicKey, a.key)
 	require.NoError(t, err)
-	keyDER, err := x509.MarshalPKCS8PrivateKey(private) // what Kafka reads
+	keyDER, err := x509.MarshalECPrivateKey(private)
 	require.NoError(t, err)
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: keyDER})
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: keyDER})
 }
 
 // issue returns a certificate of this machine's address, for servers and clients.
@@ -130,8 +130,8 @@ func gatekeeper(t *testing.T, lifetime time.Duration, accept func(mechanism, cre
 }
 
 // secured is the environment of commands at a cluster.
-func secured(brokers []string, database string, more map[string]string) map[string]string {
-	environment := map[string]string{"OUTBOX_DATABASE_URL": database, "OUTBOX_BROKERS": strings.Join(brokers, ",")}
+func secured(fake *kfake.Cluster, database string, more map[string]string) map[string]string {
+	environment := map[string]string{"OUTBOX_DATABASE_URL": database, "OUTBOX_BROKERS": strings.Join(fake.ListenAddrs(), ",")}
 	for name, value := range more {
 		environment["OUTBOX_"+name] = value
 	}

@@ -30,10 +30,10 @@ const (
 	brokersAnswer = "ok    brokers: 3 of 3 brokers answer"
 )
 
-// awaitOrders reads a topic of the test's own cluster.
-func awaitOrders(t *testing.T, brokers []string, topic string, n int, opts ...kgo.Opt) {
+// awaitOrders reads the topic of the test's own cluster.
+func awaitOrders(t *testing.T, fake *kfake.Cluster, n int, opts ...kgo.Opt) {
 	t.Helper()
-	client := kafkatest.ClientAt(t, brokers, append(opts, kgo.ConsumeTopics(topic))...)
+	client := kafkatest.ClientAt(t, fake.ListenAddrs(), append(opts, kgo.ConsumeTopics(orders))...)
 	for read := 0; read < n; {
 		fetches := client.PollFetches(t.Context())
 		require.NoError(t, fetches.Err())
@@ -51,42 +51,35 @@ func TestCommandsReachSecuredBrokers(t *testing.T) {
 			signer := newAuthority(t)
 			fake := kafkatest.Fake(t, kfake.TLS(signer.server(t, nil)), kfake.EnableSASL(), kfake.SeedTopics(1, orders),
 				kfake.Superuser(strings.ToUpper(mechanism), "relay", kafkaCanary), kfake.Superuser("SCRAM-SHA-256", "reader", "reader"))
-			commandsReach(t, fake.ListenAddrs(), orders, mechanism, signer, brokersAnswer,
-				kgo.DialTLSConfig(&tls.Config{RootCAs: signer.pool(), MinVersion: tls.VersionTLS12}), kgo.SASL(scram.Auth{User: "reader", Pass: "reader"}.AsSha256Mechanism()))
+			address := pgtest.Database(t)
+			environment := secured(fake, address, map[string]string{
+				"KAFKA_TLS": "true", "KAFKA_CA_FILE": signer.file, "KAFKA_SASL_MECHANISM": mechanism,
+				"KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": file(t, kafkaCanary+"\n"),
+			})
+			// The second one finds what the first one noted, which with --exactly-once is in Kafka.
+			for n := 1; n <= 2; n++ {
+				execSQL(t, connect(t, address), "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
+				written, end := inBackground(t, environment, "run", "--log-level", "debug", fmt.Sprint("--exactly-once=", mechanism == "scram-sha-512"))
+				awaitOrders(t, fake, n, kgo.DialTLSConfig(&tls.Config{RootCAs: signer.pool(), MinVersion: tls.VersionTLS12}),
+					kgo.SASL(scram.Auth{User: "reader", Pass: "reader"}.AsSha256Mechanism()))
+				assert.Zero(t, end(), written)
+				assert.NotContains(t, written.String(), "level=WARN")
+				assertNoCanary(t, result{stderr: written.String()}, "run")
+			}
+			for _, c := range []struct{ command, want string }{
+				{"doctor", brokersAnswer},
+				{"verify", ""},
+				{"positions", "\ndefault  0 "},
+				{"explain " + orders + "/0/0", "  topic "},
+				{"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z", "2 of 2 rows published again"},
+			} {
+				r := run(t, environment, strings.Fields(c.command)...)
+				assert.Contains(t, r.stdout, c.want, c.command)
+				assert.Empty(t, r.stderr, c.command)
+				assert.True(t, r.code == 0 || c.command == "doctor", "%s: %+v", c.command, r) // which also judges the test's database
+				assertNoCanary(t, r, c.command)
+			}
 		})
-	}
-}
-
-// commandsReach publishes to a topic and runs the commands that ask brokers, with a mechanism. The
-// test itself reads with options.
-func commandsReach(t *testing.T, brokers []string, topic, mechanism string, signer *authority, answer string, reader ...kgo.Opt) {
-	t.Helper()
-	address := pgtest.Database(t)
-	environment := secured(brokers, address, map[string]string{
-		"KAFKA_TLS": "true", "KAFKA_CA_FILE": signer.file, "KAFKA_SASL_MECHANISM": mechanism,
-		"KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": file(t, kafkaCanary+"\n"),
-	})
-	// The second one finds what the first one noted, which with --exactly-once is in Kafka.
-	for n := 1; n <= 2; n++ {
-		execSQL(t, connect(t, address), "INSERT INTO effectonce.outbox (topic) VALUES ($1)", topic)
-		written, end := inBackground(t, environment, "run", "--log-level", "debug", fmt.Sprint("--exactly-once=", mechanism == "scram-sha-512"))
-		awaitOrders(t, brokers, topic, n, reader...)
-		assert.Zero(t, end(), written)
-		assert.NotContains(t, written.String(), "level=WARN")
-		assertNoCanary(t, result{stderr: written.String()}, "run")
-	}
-	for _, c := range []struct{ command, want string }{
-		{"doctor", answer},
-		{"verify", ""},
-		{"positions", "\ndefault  0 "},
-		{"explain " + topic + "/0/0", "  topic "},
-		{"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z", "2 of 2 rows published again"},
-	} {
-		r := run(t, environment, strings.Fields(c.command)...)
-		assert.Contains(t, r.stdout, c.want, c.command)
-		assert.Empty(t, r.stderr, c.command)
-		assert.True(t, r.code == 0 || c.command == "doctor", "%s: %+v", c.command, r) // which also judges the test's database
-		assertNoCanary(t, r, c.command)
 	}
 }
 
@@ -127,7 +120,7 @@ func TestBrokersAreRefused(t *testing.T) {
 				opts = append(opts, kfake.TLS(c.server))
 			}
 			fake := kafkatest.Fake(t, opts...)
-			r := run(t, secured(fake.ListenAddrs(), pgtest.Database(t), c.more), "doctor", "--timeout", "5s")
+			r := run(t, secured(fake, pgtest.Database(t), c.more), "doctor", "--timeout", "5s")
 			assert.Equal(t, 1, r.code)
 			assert.Contains(t, r.stdout, c.want)
 		})
@@ -142,7 +135,7 @@ func TestClientCertificate(t *testing.T) {
 	server.ClientAuth, server.ClientCAs = tls.RequireAndVerifyClientCert, signer.pool()
 	fake := kafkatest.Fake(t, kfake.TLS(server))
 	certificate, key := signer.issue(t, nil)
-	environment := secured(fake.ListenAddrs(), pgtest.Database(t), map[string]string{
+	environment := secured(fake, pgtest.Database(t), map[string]string{
 		"KAFKA_TLS": "true", "KAFKA_CA_FILE": signer.file, "KAFKA_CERT_FILE": file(t, string(certificate)), "KAFKA_KEY_FILE": file(t, string(key)),
 	})
 	r := run(t, environment, "doctor")
@@ -172,7 +165,7 @@ func TestRotatedKafkaPassword(t *testing.T) {
 	address := pgtest.Database(t)
 	conn := connect(t, address)
 	password := file(t, canaryHead+"wrong"+canaryTail)
-	environment := secured(fake.ListenAddrs(), address, map[string]string{"KAFKA_SASL_MECHANISM": "plain", "KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": password})
+	environment := secured(fake, address, map[string]string{"KAFKA_SASL_MECHANISM": "plain", "KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": password})
 	r := run(t, environment, "doctor", "--timeout", "5s")
 	assert.Equal(t, 1, r.code)
 	assert.Contains(t, r.stdout, "SASL_AUTHENTICATION_FAILED")
@@ -183,7 +176,7 @@ func TestRotatedKafkaPassword(t *testing.T) {
 	written.await(t, `no broker answers`)
 	written.await(t, `SASL_AUTHENTICATION_FAILED`)
 	rewrite(t, password, kafkaCanary)
-	awaitOrders(t, fake.ListenAddrs(), orders, 1)
+	awaitOrders(t, fake, 1)
 
 	const next = canaryHead + "next"
 	wanted.Store(next)
@@ -194,7 +187,7 @@ func TestRotatedKafkaPassword(t *testing.T) {
 		return refused.Load() > before+2
 	}, commandMax, 100*time.Millisecond)
 	rewrite(t, password, next)
-	awaitOrders(t, fake.ListenAddrs(), orders, published)
+	awaitOrders(t, fake, published)
 	assert.Zero(t, end(), written)
 	assertNoCanary(t, result{stderr: written.String()}, "run")
 	var dead int
@@ -217,9 +210,9 @@ func TestRotatedKafkaToken(t *testing.T) {
 	address := pgtest.Database(t)
 	conn := connect(t, address)
 	token := file(t, first+"\n")
-	written, end := inBackground(t, secured(fake.ListenAddrs(), address, map[string]string{"KAFKA_SASL_MECHANISM": "oauthbearer", "KAFKA_TOKEN_FILE": token}), "run")
+	written, end := inBackground(t, secured(fake, address, map[string]string{"KAFKA_SASL_MECHANISM": "oauthbearer", "KAFKA_TOKEN_FILE": token}), "run")
 	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
-	awaitOrders(t, fake.ListenAddrs(), orders, 1)
+	awaitOrders(t, fake, 1)
 	require.Equal(t, first, accepted.Load())
 	rewrite(t, token, second)
 	published := 1
@@ -228,7 +221,7 @@ func TestRotatedKafkaToken(t *testing.T) {
 		published++
 		return accepted.Load() == second
 	}, commandMax, 100*time.Millisecond)
-	awaitOrders(t, fake.ListenAddrs(), orders, published)
+	awaitOrders(t, fake, published)
 	assert.Zero(t, end(), written)
 	assertNoCanary(t, result{stderr: written.String()}, "run")
 }
@@ -247,7 +240,7 @@ func TestAdvertisedBrokersGetNothingInTheClear(t *testing.T) {
 			fake := gatekeeper(t, 0, func(string, string) bool { return true }, kfake.SeedTopics(1, orders))
 			advertise(t, fake, address)
 			database := pgtest.Database(t)
-			environment := secured(fake.ListenAddrs(), database, more)
+			environment := secured(fake, database, more)
 			r := run(t, environment, "doctor", "--timeout", "5s")
 			assert.Equal(t, 1, r.code, r)
 			assert.Contains(t, r.stdout, "broker "+address+", at "+address+", is on another machine, and without TLS")
@@ -268,7 +261,7 @@ func TestInsecureReachesAdvertisedBrokers(t *testing.T) {
 	outside := newDowngrade(t)
 	fake := kafkatest.Fake(t)
 	advertise(t, fake, "0.0.0.0:"+outside.port(t))
-	r := run(t, secured(fake.ListenAddrs(), pgtest.Database(t), map[string]string{"INSECURE": "true"}), "doctor", "--timeout", "5s")
+	r := run(t, secured(fake, pgtest.Database(t), map[string]string{"INSECURE": "true"}), "doctor", "--timeout", "5s")
 	assert.Contains(t, r.stdout, "broker 77 does not answer", "it is none")
 	assert.Contains(t, outside.stop(), "outbox-relay", "the client's name")
 }

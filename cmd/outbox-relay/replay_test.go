@@ -65,28 +65,6 @@ func TestReplayPublishesAgain(t *testing.T) {
 	assert.Equal(t, 2, noted)
 }
 
-// While the outbox's sequence is behind, rows that wait would count as published, and overtake earlier
-// ones: the replay refuses, names the repair, and publishes nothing.
-func TestReplayWantsASequenceThatIsAhead(t *testing.T) {
-	t.Parallel()
-	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1)
-	conn := connect(t, address)
-	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, payload) SELECT $1, n::text::bytea FROM generate_series(1, 5) n`, topic)
-	drain(t, address)
-	execSQL(t, conn, `SELECT setval('effectonce.outbox_seq_seq', 1, false)`)
-	execSQL(t, conn, `TRUNCATE effectonce.outbox`)
-	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, payload) VALUES ($1, 'waits')`, topic)
-	r := runKafka(t, address, "replay", "--from", "2026-01-01T00:00:00Z")
-	assert.Equal(t, 1, r.code)
-	assert.Contains(t, r.stderr, `run "outbox-relay repair"`)
-	assert.Equal(t, 5, kafkatest.Count(t, topic))
-	require.Zero(t, run(t, map[string]string{"OUTBOX_DATABASE_URL": address}, "repair", "--why", "test").code)
-	r = runKafka(t, address, "replay", "--from", "2026-01-01T00:00:00Z")
-	assert.Zero(t, r.code, r.stderr)
-	drain(t, address)
-	assert.Equal(t, 6, kafkatest.Count(t, topic), "once, by the relay")
-}
-
 // A row is sent again up to the size that its topic takes, in its place; at one that is larger the
 // replay ends, names it and what to do, and sends no later row of its key.
 func TestReplayOfLargeRows(t *testing.T) {

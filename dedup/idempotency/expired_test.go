@@ -72,7 +72,7 @@ func TestRowOfTheOtherHolderIsNoEarlierExecution(t *testing.T) {
 	require.NoError(t, err)
 	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
 		{Name: "reserve", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
-			if _, err := pool.Exec(ctx, `WITH other AS (INSERT INTO orders VALUES ($1)) SELECT effectonce.advance_key('tenant', 'order', 'k', (SELECT lock_token FROM effectonce.idempotency_keys), 'reserve', '{}')`, s.ChildID()); err != nil {
+			if _, err := pool.Exec(ctx, `WITH other AS (INSERT INTO orders VALUES ($1)) SELECT effectonce.advance_key('tenant', 'order', 'k', 1, 'reserve', '{}')`, s.ChildID()); err != nil {
 				return err
 			}
 			_, err := tx.Exec(ctx, `INSERT INTO orders VALUES ($1)`, s.ChildID())

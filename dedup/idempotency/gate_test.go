@@ -187,9 +187,9 @@ func TestTurnIsPassedOn(t *testing.T) {
 	require.Equal(t, int64(3), runs.Load())
 }
 
-// Property: a tenant whose quota is used up stores no further key, in any number of processes, but
-// for requests at one moment, which do not see each other; stored keys are answered, other tenants
-// are not affected, and forgotten keys make room. Row H15 of guarantees.md.
+// Property: a tenant cannot have more keys stored than its quota, in any number of processes;
+// stored keys are answered, other tenants are not affected, and forgotten keys make room. Row H15
+// of guarantees.md.
 func TestQuotaOfATenant(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)

@@ -103,7 +103,7 @@ func Migrate(tb testing.TB, address string) {
 func create(tb testing.TB, server *servers.Postgres, template string) string {
 	tb.Helper()
 	name := databaseName(tb.Name())
-	sql := "CREATE DATABASE " + quote(name) + " TEMPLATE " + quote(template) + shared.strategy
+	sql := "CREATE DATABASE " + quote(name) + " TEMPLATE " + quote(template)
 	if err := execute(tb.Context(), server.URL, sql); err != nil {
 		tb.Fatalf("create the test's database: %v", err)
 	}

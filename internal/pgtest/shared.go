@@ -21,7 +21,6 @@ type sharedServer struct {
 	once     sync.Once
 	server   *servers.Postgres
 	template string // a migrated database
-	strategy string // clause of CREATE DATABASE
 	err      error  // of the start, for every test that asks
 }
 
@@ -45,7 +44,7 @@ func (s *sharedServer) start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.server, err = servers.StartPostgres(ctx, servers.PostgresOptions{ClockOffset: offset, Volatile: true, Parameters: map[string]string{
+	s.server, err = servers.StartPostgres(ctx, servers.PostgresOptions{ClockOffset: offset, Parameters: map[string]string{
 		"max_connections": "300",
 		// The data is gone when the process ends, so there is no crash against which these could
 		// protect; and each creation and drop of a database would wait for dozens of syncs. A
@@ -56,29 +55,11 @@ func (s *sharedServer) start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if s.strategy, err = strategy(ctx, s.server); err != nil {
-		return fmt.Errorf("read the version of the tests' server: %w", err)
-	}
 	s.template = databaseName("template")
 	if err := execute(ctx, s.server.URL, "CREATE DATABASE "+quote(s.template)); err != nil {
 		return fmt.Errorf("create the template of the tests' databases: %w", err)
 	}
 	return migrate(ctx, withDatabase(s.server.URL, s.template))
-}
-
-// strategy copies databases as files, which takes less CPU time, where syncs are off and the release
-// has the clause. The checkpoints that it needs would make an external server wait.
-func strategy(ctx context.Context, server *servers.Postgres) (clause string, err error) {
-	if server.Kind == servers.KindExternal {
-		return "", nil
-	}
-	conn, err := pgx.Connect(ctx, server.URL)
-	if err != nil {
-		return "", err
-	}
-	defer func() { _ = conn.Close(ctx) }()
-	err = conn.QueryRow(ctx, `SELECT CASE WHEN current_setting('server_version_num')::int >= 150000 THEN ' STRATEGY FILE_COPY' ELSE '' END`).Scan(&clause)
-	return clause, err
 }
 
 // dropTemplate drops the template on a server that continues to run.

@@ -94,7 +94,7 @@ func (c *cluster) start(ctx context.Context) error {
 	if err := server.Start(); err != nil {
 		return fmt.Errorf("run postgres: %w", err)
 	}
-	release, err := leash(ctx, leashed, strconv.Itoa(server.Process.Pid), c.dir)
+	release, err := c.leash(ctx, server.Process.Pid)
 	exited := make(chan struct{})
 	go func() {
 		_ = server.Wait() // the log has the reason
@@ -113,18 +113,18 @@ func (c *cluster) start(ctx context.Context) error {
 // parent exists on Linux only, and is bound to a thread in Go.)
 const leashed = `read -r _; kill -QUIT "$0"; sleep 1; rm -rf -- "$1"`
 
-// leash makes sure that a server does not survive this process: it runs a script of the shell whose
-// input ends with this process. The caller has to call release once the server is gone, because the
-// system may reuse its process ID.
-func leash(ctx context.Context, script string, args ...string) (release func(), err error) {
-	watch := exec.CommandContext(context.WithoutCancel(ctx), "/bin/sh", append([]string{"-c", script}, args...)...) //nolint:gosec // a constant and our own values
+// leash makes sure that the server does not survive this process. The caller has to call release
+// once the server is gone, because the system may reuse its process ID.
+func (c *cluster) leash(ctx context.Context, pid int) (release func(), err error) {
+	args := []string{"-c", leashed, strconv.Itoa(pid), c.dir}
+	watch := exec.CommandContext(context.WithoutCancel(ctx), "/bin/sh", args...) //nolint:gosec // a constant and our own values
 	watch.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Credential: credential()}
 	input, err := watch.StdinPipe()
 	if err == nil {
 		err = watch.Start()
 	}
 	if err != nil {
-		return func() {}, fmt.Errorf("run the watch over a server: %w", err)
+		return func() {}, fmt.Errorf("run the watch over postgres: %w", err)
 	}
 	return func() {
 		_ = watch.Process.Kill() // before its input closes

@@ -12,7 +12,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
 const (
@@ -33,13 +32,6 @@ type KafkaOptions struct {
 	Own bool
 	// Embedded asks for kfake even if there are KAFKA_BROKERS and a Docker engine.
 	Embedded bool
-	// Count is how many brokers a new cluster has: in containers, topics have up to three replicas,
-	// of which two have to be in sync, and Kill kills one broker, each time the next one. Default: one
-	// in a container, and as many as kfake has by default.
-	Count int
-	// Client are options of a client that the broker takes, for one whose settings ask for TLS or a
-	// login.
-	Client []kgo.Opt
 	// Settings are settings of the broker in a container, by their names in server.properties.
 	Settings map[string]string
 	// Fake are further options of kfake.
@@ -52,9 +44,6 @@ type Kafka struct {
 
 	Brokers []string
 	Fake    *kfake.Cluster // nil unless it is kfake
-
-	count  int // of brokers that it has to have
-	client []kgo.Opt
 }
 
 // StartKafka starts a Kafka, or connects to an external one, and returns once it answers. The
@@ -69,24 +58,16 @@ func StartKafka(ctx context.Context, opts KafkaOptions) (*Kafka, error) {
 		return nil, fmt.Errorf("start Kafka: %w", err)
 	}
 	k := &Kafka{Server: Server{Kind: kind, backend: external{}}, Brokers: strings.Split(brokers, ",")}
-	k.ready, k.count, k.client = k.metadata, max(1, opts.Count), opts.Client
+	k.ready = k.metadata
 	name := "Kafka"
 	switch kind {
 	case KindExternal:
 		err = k.metadata(ctx)
 	case KindContainer:
 		name = kafkaImage
-		err = launch(ctx, func(port int) (*Server, error) {
-			if opts.Count > 1 {
-				return k.inContainers(ctx, port, opts)
-			}
-			return k.inContainer(ctx, port, opts.Settings)
-		})
+		err = launch(ctx, func(port int) (*Server, error) { return k.inContainer(ctx, port, opts.Settings) })
 	case KindEmbedded:
 		name = "kfake"
-		if opts.Count > 0 {
-			opts.Fake = append([]kfake.Opt{kfake.NumBrokers(opts.Count)}, opts.Fake...)
-		}
 		err = k.inProcess(opts.Fake)
 	}
 	if err != nil && replaceable(ctx, kind) {
@@ -102,47 +83,29 @@ func StartKafka(ctx context.Context, opts KafkaOptions) (*Kafka, error) {
 // metadata checks that the cluster answers and has a usable broker: a KRaft node opens its port
 // before the controller admits it.
 func (k *Kafka) metadata(ctx context.Context) error {
-	client, err := kgo.NewClient(append([]kgo.Opt{kgo.SeedBrokers(k.Brokers...)}, k.client...)...)
+	client, err := kgo.NewClient(kgo.SeedBrokers(k.Brokers...))
 	if err != nil {
 		return err
 	}
 	defer client.Close()
 	m, err := kadm.NewClient(client).BrokerMetadata(ctx)
-	if err == nil && len(m.Brokers) < k.count && k.Kind == KindContainer || err == nil && len(m.Brokers) == 0 {
-		err = fmt.Errorf("the cluster has %d brokers yet", len(m.Brokers))
+	if err == nil && len(m.Brokers) == 0 {
+		err = errors.New("the cluster has no broker yet")
 	}
-	if err != nil || k.Kind != KindContainer {
-		return err
-	}
-	// The controller admits a broker before that takes requests of clients.
-	for _, b := range m.Brokers {
-		if _, err := client.Broker(int(b.NodeID)).Request(ctx, kmsg.NewPtrApiVersionsRequest()); err != nil {
-			return fmt.Errorf("broker %d: %w", b.NodeID, err)
-		}
-	}
-	return nil
+	return err
 }
 
 func (k *Kafka) inContainer(ctx context.Context, port int, settings map[string]string) (*Server, error) {
 	address := fmt.Sprintf("127.0.0.1:%d", port)
 	k.Brokers = []string{address}
-	all := brokerSettings(1, address, "localhost", "1@localhost:9093")
-	maps.Copy(all, settings)
-	var err error
-	k.backend, err = createContainer(ctx, port, kafkaRequest(all, "-Xmx512m"))
-	return &k.Server, err
-}
-
-// brokerSettings are those of a broker that clients reach at an address, and other brokers at a host.
-func brokerSettings(node int, address, host, voters string) map[string]string {
-	return map[string]string{
-		"node.id":                  fmt.Sprint(node),
+	all := map[string]string{
+		"node.id":                  "1",
 		"process.roles":            "broker,controller",
-		"controller.quorum.voters": voters,
+		"controller.quorum.voters": "1@localhost:9093",
 		// The broker reaches itself through BROKER. The published address does not work inside the
 		// container: transactions, whose coordinator writes markers through it, would hang.
 		"listeners":                      "PLAINTEXT://:9092,CONTROLLER://localhost:9093,BROKER://localhost:9094",
-		"advertised.listeners":           "PLAINTEXT://" + address + ",BROKER://" + host + ":9094",
+		"advertised.listeners":           "PLAINTEXT://" + address + ",BROKER://localhost:9094",
 		"listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,BROKER:PLAINTEXT",
 		"controller.listener.names":      "CONTROLLER",
 		"inter.broker.listener.name":     "BROKER",
@@ -164,21 +127,20 @@ func brokerSettings(node int, address, host, voters string) map[string]string {
 		"group.initial.rebalance.delay.ms": "0",
 		"group.min.session.timeout.ms":     fmt.Sprint(sessionMin.Milliseconds()),
 	}
-}
-
-// kafkaRequest asks for a container of a broker.
-func kafkaRequest(settings map[string]string, heap string) testcontainers.ContainerRequest {
-	// A broker here lives for minutes. Without the optimizing compiler and G1 its start takes half the
-	// CPU time: 8 s instead of 14 s. Both variables, since the image's own default for the second one
-	// names another collector, which the JVM refuses beside this one.
-	const brief = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-	variables := map[string]string{"KAFKA_HEAP_OPTS": heap + " " + brief, "KAFKA_JVM_PERFORMANCE_OPTS": brief}
+	maps.Copy(all, settings)
+	variables := map[string]string{"KAFKA_HEAP_OPTS": "-Xmx512m"}
 	// How the image spells a property as an environment variable.
 	spell := strings.NewReplacer(".", "_", "-", "___", "_", "__")
-	for name, value := range settings {
+	for name, value := range all {
 		variables["KAFKA_"+strings.ToUpper(spell.Replace(name))] = value
 	}
-	return testcontainers.ContainerRequest{Image: kafkaImage, ExposedPorts: []string{"9092/tcp"}, Env: variables}
+	var err error
+	k.backend, err = createContainer(ctx, port, testcontainers.ContainerRequest{
+		Image:        kafkaImage,
+		ExposedPorts: []string{"9092/tcp"},
+		Env:          variables,
+	})
+	return &k.Server, err
 }
 
 func (k *Kafka) inProcess(options []kfake.Opt) error {

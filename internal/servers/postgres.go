@@ -29,8 +29,6 @@ type PostgresOptions struct {
 	Own bool
 	// Embedded asks for downloaded binaries even if there are a DATABASE_URL and a Docker engine.
 	Embedded bool
-	// Volatile keeps the data of a container in memory, for less CPU time. They are gone after Kill.
-	Volatile bool
 	// Parameters are server settings, as in postgres -c name=value. An external server ignores
 	// them.
 	Parameters map[string]string
@@ -63,7 +61,7 @@ func StartPostgres(ctx context.Context, opts PostgresOptions) (*Postgres, error)
 	case KindExternal:
 		err = p.connect(ctx)
 	case KindContainer:
-		err = launch(ctx, func(port int) (*Server, error) { return p.inContainer(ctx, port, opts) })
+		err = launch(ctx, func(port int) (*Server, error) { return p.inContainer(ctx, port, opts.Parameters) })
 	case KindEmbedded:
 		var binaries string
 		if binaries, err = postgresBinaries(ctx); err == nil {
@@ -103,7 +101,7 @@ func (p *Postgres) connect(ctx context.Context) error {
 	return nil
 }
 
-func (p *Postgres) inContainer(ctx context.Context, port int, opts PostgresOptions) (*Server, error) {
+func (p *Postgres) inContainer(ctx context.Context, port int, parameters map[string]string) (*Server, error) {
 	password := rand.Text()
 	p.URL = localURL(port, password)
 	var err error
@@ -111,12 +109,9 @@ func (p *Postgres) inContainer(ctx context.Context, port int, opts PostgresOptio
 		Image:        postgresImage,
 		ExposedPorts: []string{"5432/tcp"},
 		Env:          map[string]string{"POSTGRES_PASSWORD": password},
-		Cmd:          append([]string{"postgres"}, flags(opts.Parameters)...),
+		Cmd:          append([]string{"postgres"}, flags(parameters)...),
 		HostConfigModifier: func(host *container.HostConfig) {
 			host.ShmSize = 256 << 20 // Docker's 64 MB are too few for parallel queries
-			if opts.Volatile {
-				host.Tmpfs = map[string]string{"/var/lib/postgresql": ""}
-			}
 		},
 	})
 	return &p.Server, err

@@ -107,7 +107,6 @@ func TestHammer(t *testing.T) {
 	h.disturb(t)
 	over.Store(true)
 	drivers.Wait()
-	h.rest(t)
 	h.settle(t)
 	for i := range h.places {
 		h.kill(i) // and all that it wrote is read
@@ -229,27 +228,6 @@ func (h *hammer) drive(ctx context.Context, rng *rand.Rand, kind, key string) {
 	}
 	// Within a second no lock runs out, and no timeout: this machine may are halted, too.
 	k.calm = known && before%2 == 0 && h.disturbances.Load() == before && time.Since(began) < time.Second
-}
-
-// rest drives further keys of kinds of which every key was disturbed: on a busy machine the time
-// between two disturbances is short.
-func (h *hammer) rest(t *testing.T) {
-	t.Helper()
-	rng := rand.New(rand.NewPCG(h.seed, 0))
-	for _, kind := range kinds() {
-		for n := 0; n < 50 && !h.anyCalm(kind); n++ {
-			h.drive(t.Context(), rng, kind, fmt.Sprintf("rest-%s-%d", kind, n))
-		}
-	}
-}
-
-func (h *hammer) anyCalm(kind string) bool {
-	for _, k := range h.keys {
-		if k.kind == kind && k.calm {
-			return true
-		}
-	}
-	return false
 }
 
 // ask sends a request to a server, and notes the answer.

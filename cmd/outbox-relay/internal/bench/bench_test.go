@@ -47,14 +47,14 @@ func object(t *testing.T, report any) map[string]any {
 	return found
 }
 
-// Every variant of the consumer runs, gives each message one effect (Consume itself
+// Every variant of the consumer runs in every round, gives each message one effect (Consume itself
 // counts them), and has its key; what it made on the servers is gone afterwards.
 func TestConsume(t *testing.T) {
 	t.Parallel()
 	on := own(t)
 	var lines []string
 	report, err := bench.Consume(t.Context(), bench.ConsumeOptions{
-		Servers: on, Messages: bench.MessagesMin, Partitions: 2, Rounds: 1, Preload: 5000,
+		Servers: on, Messages: bench.MessagesMin, Partitions: 2, Rounds: 2, Preload: 5000,
 		Progress: func(line string) { lines = append(lines, line) },
 	})
 	require.NoError(t, err)
@@ -71,12 +71,13 @@ func TestConsume(t *testing.T) {
 	}
 	// The log is the whole server's, where other tests write too: any number may come out.
 	assert.Contains(t, found, "wal_bytes_per_message")
-	for key, want := range map[string]int{"messages": bench.MessagesMin, "partitions": 2, "rounds": 1} {
+	for key, want := range map[string]int{"messages": bench.MessagesMin, "partitions": 2, "rounds": 2} {
 		assert.InDelta(t, want, found[key], 0, key)
 	}
 	all := strings.Join(lines, "\n")
 	for _, variant := range []string{"textbook", "textbook_parallel", "watermill", "statement", "by_id", "no_dedup", "all_duplicates", "hand_loop", "by_position", "batch_copy", "parked_key", "stream"} {
 		assert.Contains(t, all, "round 1: "+variant)
+		assert.Contains(t, all, "round 2: "+variant)
 	}
 	const note = "2000 messages are too few: rates and ratios of such a run are noise; use --messages 50000 or more"
 	assert.Equal(t, []any{note}, found["notes"])

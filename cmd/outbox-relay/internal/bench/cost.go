@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os/exec"
 	"strings"
 	"time"
@@ -124,9 +123,8 @@ func (b *relayBench) process(ctx context.Context, job relayJob) (*relayUsage, er
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, b.opts.Command[0], b.opts.Command[1:]...) //nolint:gosec // this program itself
-	var logs bytes.Buffer
-	results, out := io.Pipe()
-	cmd.Stdout, cmd.Stderr = out, &logs
+	var out, logs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &logs
 	stdin, err := cmd.StdinPipe() // open for as long as this process lives
 	if err != nil {
 		return nil, err
@@ -137,13 +135,10 @@ func (b *relayBench) process(ctx context.Context, job relayJob) (*relayUsage, er
 	// It fits into the pipe; if the process has already ended, Wait reports it
 	_, _ = stdin.Write(append(task, '\n'))
 	group, trimming := errgroup.WithContext(ctx)
-	if job.Stream == nil && job.Soak == nil { // whose readers have not read them yet
+	if job.Stream == nil { // whose reader has not read them yet
 		group.Go(func() error { return b.trim(trimming) })
 	}
-	found := &relayUsage{}
-	group.Go(func() error { return b.results(results, found) })
 	err = cmd.Wait()
-	_ = out.Close() // never fails
 	cancel()
 	if trimmed := group.Wait(); err == nil && trimmed != nil {
 		return nil, trimmed
@@ -151,25 +146,11 @@ func (b *relayBench) process(ctx context.Context, job relayJob) (*relayUsage, er
 	if err != nil {
 		return nil, fmt.Errorf("the relay's process: %w: %s", err, strings.TrimSpace(logs.String()))
 	}
-	return found, nil
-}
-
-// results reads what the process writes: samples while it works, and at the end what it found.
-func (b *relayBench) results(in io.Reader, found *relayUsage) error {
-	for decoder := json.NewDecoder(in); ; {
-		var one relayUsage
-		switch err := decoder.Decode(&one); {
-		case errors.Is(err, io.EOF):
-			return nil
-		case err != nil:
-			_, _ = io.Copy(io.Discard, in) // the process must not block
-			return fmt.Errorf("what the relay's process found: %w", err)
-		case one.Sample != nil:
-			b.sampled(*one.Sample)
-		default:
-			*found = one
-		}
+	found := &relayUsage{}
+	if err := json.Unmarshal(out.Bytes(), found); err != nil {
+		return nil, fmt.Errorf("what the relay's process found: %w", err)
 	}
+	return found, nil
 }
 
 // trim returns nil when ctx ends.

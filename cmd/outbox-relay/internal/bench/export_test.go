@@ -89,18 +89,3 @@ func UnknownKeys(report any) (unknown []string) {
 	}
 	return unknown
 }
-
-// InHaste makes a soak sample and restart often. plant lets restarts leave something behind.
-func (o SoakOptions) InHaste(sample, churn time.Duration, plant bool) SoakOptions {
-	o.sample, o.churn, o.plant = sample, churn, plant
-	return o
-}
-
-// Judge is judge.
-func (r *SoakReport) Judge() { r.judge() }
-
-// Scaled makes everything smaller.
-func (o MeasureOptions) Scaled(scale int) MeasureOptions {
-	o.scale = scale
-	return o
-}

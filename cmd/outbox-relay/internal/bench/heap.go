@@ -9,13 +9,8 @@ import (
 const heapEvery = 10 * time.Millisecond
 
 // heapMB is the size of the heap: live memory, and garbage that is not collected yet.
-func heapMB() *float64 { return megabytesOf("/memory/classes/heap/objects:bytes") }
-
-// liveHeapMB is what the last collection found alive.
-func liveHeapMB() *float64 { return megabytesOf("/gc/heap/live:bytes") }
-
-func megabytesOf(name string) *float64 {
-	sample := []metrics.Sample{{Name: name}}
+func heapMB() *float64 {
+	sample := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
 	metrics.Read(sample)
 	if sample[0].Value.Kind() != metrics.KindUint64 {
 		return nil

@@ -37,9 +37,6 @@ type relayJob struct {
 	GapSafe int           // a drain of this many rows by the gap-safe cursor
 	Stream  *streamJob
 	Shards  *shardsJob
-	Soak    *soakJob
-
-	each func(SoakSample)
 }
 
 // relayUsage is what the process used during the job. Nil: it cannot be measured here.
@@ -52,8 +49,6 @@ type relayUsage struct {
 	HeapMB         *float64 // peak of the heap, including garbage
 	Queries        int64    // statements that were sent to the database
 	Stream         *streamFound
-	Soak           *SoakFound
-	Sample         *SoakSample // the process still runs, and writes more of these
 	RowsPerSecond, // for shardsJob
 	RoundTripMillis float64
 }
@@ -78,14 +73,11 @@ func RelayProcess(ctx context.Context, stdin io.Reader, stdout io.Writer, orphan
 		_, _ = io.Copy(io.Discard, input) // however it ended, the parent is gone
 		orphaned()
 	}()
-	out := json.NewEncoder(stdout)
-	// Without a reader the parent is gone
-	job.each = func(sample SoakSample) { _ = out.Encode(relayUsage{Sample: &sample}) }
 	used, err := job.run(ctx)
 	if err != nil {
 		return err
 	}
-	return out.Encode(used)
+	return json.NewEncoder(stdout).Encode(used)
 }
 
 func (j relayJob) run(ctx context.Context) (*relayUsage, error) {
@@ -96,9 +88,6 @@ func (j relayJob) run(ctx context.Context) (*relayUsage, error) {
 		return &relayUsage{Stream: found}, err
 	case j.Shards != nil:
 		return j.Shards.run(ctx, here)
-	case j.Soak != nil:
-		found, err := newSoak(here, *j.Soak, j.ProgressTopic, j.each).run(ctx)
-		return &relayUsage{Soak: found}, err
 	case j.GapSafe > 0:
 		return j.watched(func() (int64, error) { return here.cursor(ctx, gapSafeSQL, j.GapSafe) })
 	}

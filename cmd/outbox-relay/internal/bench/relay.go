@@ -27,7 +27,6 @@ type relayBench struct {
 	samples  samples
 	steadies steadies
 	note     func(format string, args ...any)
-	sampled  func(SoakSample)
 }
 
 // producer returns the options with which every variant produces: those that the relay uses anyway

@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo/checker"
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/fleet"
 )
 
 // Report is the result of a run.
@@ -30,7 +29,7 @@ type Report struct {
 // nothing behind except the logs of a failed run, and what the error names.
 func Run(ctx context.Context, options Options) (Report, error) {
 	options, err := options.withDefaults()
-	if err = errors.Join(err, fleet.Supported()); err != nil {
+	if err = errors.Join(err, supported()); err != nil {
 		return Report{}, err
 	}
 	begin := time.Now()

@@ -9,7 +9,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/fleet"
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
@@ -78,7 +77,7 @@ func between(random *rand.Rand, low, high time.Duration) time.Duration {
 
 // troublemaker carries out a plan.
 type troublemaker struct {
-	children       *children
+	fleet          *fleet
 	kills, freezes atomic.Int64
 }
 
@@ -110,11 +109,11 @@ func (t *troublemaker) run(ctx context.Context, start time.Time, faults []fault)
 // choose picks a running process and its fault. If only one process of a role with several is
 // running, it is killed, because it returns from that soon: if all were frozen, the run would only
 // wait.
-func (t *troublemaker) choose(f fault) (p *fleet.Process, ice time.Duration) {
-	var healthy []*fleet.Process
-	all := t.children.of(f.role)
+func (t *troublemaker) choose(f fault) (p *process, ice time.Duration) {
+	var healthy []*process
+	all := t.fleet.of(f.role)
 	for _, p := range all {
-		if p.Healthy() {
+		if p.healthy() {
 			healthy = append(healthy, p)
 		}
 	}
@@ -128,20 +127,20 @@ func (t *troublemaker) choose(f fault) (p *fleet.Process, ice time.Duration) {
 }
 
 // strike freezes or kills a process, and brings it back.
-func (t *troublemaker) strike(ctx context.Context, p *fleet.Process, ice time.Duration) error {
+func (t *troublemaker) strike(ctx context.Context, p *process, ice time.Duration) error {
 	if ice > 0 {
-		if err := p.Freeze(); err != nil {
+		if err := p.freeze(); err != nil {
 			return err
 		}
 		t.freezes.Add(1)
 		pause.For(ctx, ice)
-		return p.Resume()
+		return p.resume()
 	}
-	if err := p.Kill(); err != nil {
+	if err := p.kill(); err != nil {
 		return err
 	}
 	t.kills.Add(1)
-	p.Wait(context.WithoutCancel(ctx))
-	pause.For(ctx, fleet.RestartPause)
-	return p.Start()
+	p.wait(context.WithoutCancel(ctx))
+	pause.For(ctx, restartPause)
+	return p.start()
 }

@@ -1,16 +1,17 @@
 package demo
 
 import (
+	"bufio"
 	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
-
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/fleet"
 )
 
 type role string
@@ -65,10 +66,20 @@ const connectionsMax = 10
 // carries the job and also connects the child to its parent: when it ends, the parent is gone and
 // orphaned is called, which has to end the process at once.
 func RunProcess(ctx context.Context, stdin io.Reader, logs io.Writer, orphaned func()) error {
-	var j job
-	if err := fleet.ReadInput(stdin, &j, orphaned); err != nil {
-		return err
+	input := bufio.NewReader(stdin)
+	line, err := input.ReadBytes('\n')
+	if err != nil {
+		return fmt.Errorf("this command is started by the demo, not by people: no job on standard input: %w", err)
 	}
+	var j job
+	if err := json.Unmarshal(line, &j); err != nil {
+		return fmt.Errorf("this command is started by the demo, not by people: no job on standard input: %w", err)
+	}
+	go func() {
+		// However the pipe ended, no parent remains that could stop this process.
+		_, _ = io.Copy(io.Discard, input)
+		orphaned()
+	}()
 	pool, err := j.pool(ctx)
 	if err != nil {
 		return err

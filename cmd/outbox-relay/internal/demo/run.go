@@ -34,7 +34,7 @@ type run struct {
 	begin        time.Time
 	progress     func(Progress)
 	conn         *pgx.Conn
-	children     *children
+	fleet        *fleet
 	troublemaker *troublemaker
 	duplicator   *duplicator
 	trouble      chan error // errors of the goroutines
@@ -61,11 +61,11 @@ func prepareAndCarryOut(ctx context.Context, options Options, j job, m *made, lo
 	if err != nil {
 		return Report{}, err
 	}
-	children := newChildren(ctx, options.Command, logs, jobs(j))
-	defer children.Close()
+	fleet := newFleet(ctx, options.Command, logs, jobs(j))
+	defer fleet.close()
 	r := &run{
-		begin: time.Now(), job: j, progress: options.Progress, fake: options.Fake, conn: conn, children: children, duplicator: duplicator,
-		troublemaker: &troublemaker{children: children}, trouble: make(chan error, 2),
+		begin: time.Now(), job: j, progress: options.Progress, fake: options.Fake, conn: conn, fleet: fleet, duplicator: duplicator,
+		troublemaker: &troublemaker{fleet: fleet}, trouble: make(chan error, 2),
 	}
 	if err := r.carryOut(ctx); err != nil {
 		return Report{}, err
@@ -127,14 +127,14 @@ func (r *run) carryOut(ctx context.Context) error {
 		}
 	}
 	// All their work is committed: a consumer that is still disconnecting is killed.
-	_ = r.children.stop(ctx, roleConsumer, consumerStopMax)
+	_ = r.fleet.stop(ctx, roleConsumer, consumerStopMax)
 	return ctx.Err()
 }
 
 // untilReady starts relays and consumers, and waits until the relays have their lease and the
 // consumers their partitions.
 func (r *run) untilReady(ctx context.Context) error {
-	if err := errors.Join(r.children.start(roleRelay), r.children.start(roleConsumer)); err != nil {
+	if err := errors.Join(r.fleet.start(roleRelay), r.fleet.start(roleConsumer)); err != nil {
 		return err
 	}
 	return r.until(ctx, "starting the processes", func() (left int64, err error) {
@@ -144,7 +144,7 @@ func (r *run) untilReady(ctx context.Context) error {
 }
 
 func (r *run) untilFirstEffect(ctx context.Context) error {
-	if err := r.children.start(roleShop); err != nil {
+	if err := r.fleet.start(roleShop); err != nil {
 		return err
 	}
 	return r.until(ctx, "starting the processes", func() (left int64, err error) {
@@ -166,7 +166,7 @@ func (r *run) untilOrders(ctx context.Context) error {
 
 func (r *run) untilEffects(ctx context.Context) error {
 	r.calm = true
-	r.note(r.children.stop(ctx, roleShop, stopMax))
+	r.note(r.fleet.stop(ctx, roleShop, stopMax))
 	return r.until(ctx, "waiting for the last effects", func() (left int64, err error) {
 		r.counts, err = readCounts(ctx, r.conn, r.job)
 		return int64(r.counts.orders - r.counts.effects), err
@@ -176,7 +176,7 @@ func (r *run) untilEffects(ctx context.Context) error {
 // untilRead waits until the consumers have read the whole topic: a duplicate that no consumer read
 // proves nothing. The relays are stopped first, so that the end does not move.
 func (r *run) untilRead(ctx context.Context) error {
-	r.note(r.children.stop(ctx, roleRelay, stopMax))
+	r.note(r.fleet.stop(ctx, roleRelay, stopMax))
 	partitions, next, err := ends(ctx, r.job)
 	if err != nil {
 		return err
@@ -212,7 +212,7 @@ func (r *run) judge(ctx context.Context) (Report, error) {
 	if err := checker.ReadTopic(ctx, r.kafka(), r.Topic, &evidence); err != nil {
 		return Report{}, err
 	}
-	crashes := r.children.Crashes()
+	crashes := r.fleet.crashes()
 	return Report{
 		Verdict:  checker.Judge(evidence),
 		Injected: int(r.duplicator.injected.Load()),
@@ -245,6 +245,6 @@ func (r *run) report() {
 		Duplicates: int(r.duplicator.injected.Load()),
 		Kills:      int(r.troublemaker.kills.Load()),
 		Freezes:    int(r.troublemaker.freezes.Load()),
-		Frozen:     r.children.Frozen(),
+		Frozen:     r.fleet.frozen(),
 	})
 }

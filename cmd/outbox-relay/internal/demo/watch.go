@@ -68,7 +68,7 @@ func (r *run) until(ctx context.Context, phase string, ask func() (int64, error)
 			return err
 		}
 		select {
-		case err := <-r.children.Failed:
+		case err := <-r.fleet.failed:
 			return err
 		case err := <-r.trouble:
 			return err
@@ -89,9 +89,9 @@ func (r *run) nudge(ctx context.Context, since time.Time) error {
 		return nil
 	}
 	r.nudged = true
-	p := r.children.of(roleConsumer)[0]
-	r.note(fmt.Errorf("no progress for %v: kfake kept a member that was killed, so %s was restarted to force a rebalance", 3*r.Session, p.Name))
-	return p.Restart(ctx, consumerStopMax)
+	p := r.fleet.of(roleConsumer)[0]
+	r.note(fmt.Errorf("no progress for %v: kfake kept a member that was killed, so %s was restarted to force a rebalance", 3*r.Session, p.job.Name))
+	return p.restart(ctx, consumerStopMax)
 }
 
 // ends reads the ends of the partitions.

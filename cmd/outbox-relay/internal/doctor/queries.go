@@ -63,12 +63,10 @@ const waitingRows = `
   ) waiting LIMIT $9`
 
 // countSQL also reads the first row and the end of the sequence, for an estimate if the count
-// stopped at its limit. Without the right to read the sequence there is no end: before 17 its
-// function fails then.
+// stopped at its limit.
 const countSQL = `-- doctor.count
 SELECT count(*), greatest(extract(epoch FROM clock_timestamp() - greatest(least(pg_catalog.min(created_at), '2200-01-01'), '1970-01-01')), 0)::float8,
-  coalesce(pg_catalog.min(seq), 0),
-  coalesce(CASE WHEN pg_catalog.has_sequence_privilege('effectonce.outbox_seq_seq', 'USAGE, SELECT') THEN pg_catalog.pg_sequence_last_value('effectonce.outbox_seq_seq') END, 0)
+  coalesce(pg_catalog.min(seq), 0), coalesce(pg_catalog.pg_sequence_last_value('effectonce.outbox_seq_seq'), 0)
 FROM (` + waitingRows + `) counted`
 
 // waitingTopicsSQL estimates the part of a record that comes from the row. The JSON text of headers

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"os"
 	"regexp"
-	"strconv"
 	"strings"
 	"testing"
 
@@ -169,11 +168,10 @@ func TestDocumentedLimits(t *testing.T) {
 func TestDocumentedPhases(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	exec(t, pool, documented(t, request("x", "0")...)[2][0])
-	token := scalar[int64](t, pool, `SELECT lock_token FROM effectonce.idempotency_keys`)
-	under := func(token int64) []string { return documented(t, request("x", strconv.FormatInt(token, 10))...)[2] }
-	first, second := under(token), under(token+1)
+	first := documented(t, request("x", "1")...)[2]
+	second := documented(t, request("x", "2")...)[2]
 	require.Len(t, first, 4)
+	exec(t, pool, first[0])
 	exec(t, pool, first[2])
 	tag, err := pool.Exec(t.Context(), first[1])
 	require.NoError(t, err)
@@ -187,7 +185,8 @@ func TestDocumentedPhases(t *testing.T) {
 	tag, err = pool.Exec(t.Context(), second[1])
 	require.NoError(t, err)
 	assert.Equal(t, int64(1), tag.RowsAffected())
-	exec(t, pool, under(token + 2)[3])
+	third := documented(t, request("x", "3")...)[2]
+	exec(t, pool, third[3])
 	row := find(t, pool, "k")
 	assert.Equal(t, keys.Finished, row.State)
 	assert.Equal(t, []string{"reserve", "pay"}, row.Phases)

@@ -100,9 +100,6 @@ type DB interface {
 func Run(ctx context.Context, db DB, kafka []kgo.Opt, opts Options) (*Report, error) {
 	in := func(sql string) string { return migrations.InSchema(sql, opts.Schema) }
 	report := &Report{DryRun: opts.DryRun}
-	if err := ahead(ctx, db, opts.Schema); err != nil {
-		return report, err
-	}
 	cut, err := inspect.ReadCut(ctx, db, opts.Schema, opts.Relay)
 	if err != nil {
 		return report, err
@@ -147,29 +144,15 @@ func Run(ctx context.Context, db DB, kafka []kgo.Opt, opts Options) (*Report, er
 	if _, err := db.Exec(ctx, in(noteSQL), opts.By.Who, opts.By.Why, string(subject)); err != nil {
 		return report, fmt.Errorf("record the replay: %w", err)
 	}
-	return report, report.publish(ctx, db, sender, args, place{router: router, toTopic: opts.ToTopic}, opts)
+	return report, report.publish(ctx, db, sender, in(pageSQL), args, place{router: router, toTopic: opts.ToTopic}, opts.Progress)
 }
 
-// ahead returns an error where the outbox's sequence is behind: rows that no relay has published then
-// have numbers that count as published, and would overtake earlier ones.
-func ahead(ctx context.Context, db DB, schema string) error {
-	state, err := relay.ReadSequences(ctx, db, schema)
-	if err == nil && state.Behind {
-		err = fmt.Errorf(`%w: run "outbox-relay repair", and then the replay`, relay.ErrSequenceBehind)
-	}
-	return err
-}
-
-func (r *Report) publish(ctx context.Context, db DB, sender *sender, args []any, to place, opts Options) error {
-	sql := migrations.InSchema(pageSQL, opts.Schema)
+func (r *Report) publish(ctx context.Context, db DB, sender *sender, sql string, args []any, to place, progress func(rows int64)) error {
 	limit := pageRowsMax
 	for after := int64(0); ; {
 		to.maker = record.NewMaker(limit)
 		rows, err := page(ctx, db, sql, append(args[:len(args):len(args)], after, limit), to)
 		if err != nil || len(rows) == 0 {
-			return err
-		}
-		if err := ahead(ctx, db, opts.Schema); err != nil { // the page was read before it
 			return err
 		}
 		last, read := rows[len(rows)-1].seq, len(rows)
@@ -180,8 +163,8 @@ func (r *Report) publish(ctx context.Context, db DB, sender *sender, args []any,
 		if err != nil {
 			return err
 		}
-		if opts.Progress != nil {
-			opts.Progress(r.Published)
+		if progress != nil {
+			progress(r.Published)
 		}
 		after = last
 		// Reading more would be wasted: the next page would drop it

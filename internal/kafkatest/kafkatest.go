@@ -21,9 +21,9 @@ import (
 )
 
 const (
-	createMax   = time.Minute
+	createMax   = 2 * time.Minute
 	createEvery = 10 * time.Millisecond
-	cleanupMax  = time.Minute
+	cleanupMax  = 2 * time.Minute
 )
 
 // shared is the cluster of this process. The first test that needs it starts it, and pgtest.Main

@@ -40,8 +40,9 @@ func deleteTopic(t *testing.T, brokers []string, topic string) {
 	assert.NoError(t, err)
 }
 
-// ReadAll sees what is committed, once and in order, and ends: where the topic is empty, where a
-// partition ends in a transaction's marker, and while a transaction is open.
+// ReadAll sees what is committed, once and in order, and ends: where the topic is empty, and where a
+// partition ends in a transaction's marker. ReadBelowOpenAt ends while a transaction is open, where
+// ReadAll fails.
 func TestReadAllReadsWhatIsCommitted(t *testing.T) {
 	t.Parallel()
 	for name, brokers := range map[string][]string{
@@ -66,14 +67,35 @@ func TestReadAllReadsWhatIsCommitted(t *testing.T) {
 				produce(t, transactional, topic, 2, value)
 				require.NoError(t, transactional.EndTransaction(t.Context(), end))
 			}
-			require.NoError(t, transactional.BeginTransaction())
-			produce(t, transactional, topic, 0, "open")
-
 			want := []string{"0/plain 3", "1/plain 1", "1/plain 2", "2/committed"}
 			assert.Equal(t, want, values(kafkatest.ReadAllAt(t, brokers, topic)))
+
+			require.NoError(t, transactional.BeginTransaction())
+			produce(t, transactional, topic, 0, "open")
+			assert.Equal(t, want, values(kafkatest.ReadBelowOpenAt(t, brokers, topic)))
+			impatient := &impatient{TB: t}
+			assert.PanicsWithValue(t, impatient, func() { kafkatest.ReadAllAt(impatient, brokers, topic) })
+			assert.Contains(t, impatient.failed, "transactions are open")
 			require.NoError(t, transactional.EndTransaction(t.Context(), kgo.TryAbort))
 		})
 	}
+}
+
+// impatient is a test that is over after a second. It notes why a helper fails it.
+type impatient struct {
+	testing.TB
+	failed string
+}
+
+func (i *impatient) Context() context.Context {
+	ctx, cancel := context.WithTimeout(i.TB.Context(), time.Second)
+	i.Cleanup(cancel)
+	return ctx
+}
+
+func (i *impatient) Fatalf(format string, args ...any) {
+	i.failed = fmt.Sprintf(format, args...)
+	panic(i)
 }
 
 // A topic is there with its settings during the test, and gone after it.

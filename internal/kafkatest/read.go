@@ -12,10 +12,14 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-const readMax = time.Minute
+const (
+	readMax     = 2 * time.Minute
+	markedEvery = 20 * time.Millisecond
+)
 
 // ReadAll returns what a consumer without a group and without our code finds in the topic: every
-// committed record up to the end at the time of the call, by partition and offset.
+// committed record up to the end at the time of the call, by partition and offset. It waits for the
+// end of transactions that are open, and fails the test if they stay open.
 func ReadAll(tb testing.TB, topic string) []*kgo.Record {
 	tb.Helper()
 	return ReadAllAt(tb, Brokers(tb), topic)
@@ -23,6 +27,25 @@ func ReadAll(tb testing.TB, topic string) []*kgo.Record {
 
 // ReadAllAt is ReadAll for another cluster.
 func ReadAllAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
+	tb.Helper()
+	return readAt(tb, brokers, topic, func(ctx context.Context, admin *kadm.Client) (kadm.ListedOffsets, error) {
+		return marked(ctx, tb, admin, topic)
+	})
+}
+
+// ReadBelowOpenAt is ReadAllAt for a topic in which a transaction is open: it returns what is
+// committed before the first record of that transaction, by partition.
+func ReadBelowOpenAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
+	tb.Helper()
+	return readAt(tb, brokers, topic, func(ctx context.Context, admin *kadm.Client) (kadm.ListedOffsets, error) {
+		return admin.ListCommittedOffsets(ctx, topic)
+	})
+}
+
+// endOf returns how far a topic is to be read.
+type endOf func(ctx context.Context, admin *kadm.Client) (kadm.ListedOffsets, error)
+
+func readAt(tb testing.TB, brokers []string, topic string, end endOf) []*kgo.Record {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), readMax)
 	defer cancel()
@@ -37,7 +60,7 @@ func ReadAllAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
 		tb.Fatalf("open a Kafka client: %v", err)
 	}
 	defer client.Close()
-	missing, err := offsetsToRead(ctx, tb, kadm.NewClient(client), topic)
+	missing, err := offsetsToRead(ctx, kadm.NewClient(client), topic, end)
 	if err != nil {
 		tb.Fatalf("list the offsets of topic %s: %v", topic, err)
 	}
@@ -68,25 +91,17 @@ func ReadAllAt(tb testing.TB, brokers []string, topic string) []*kgo.Record {
 	return records
 }
 
-// markedMax is how long ReadAll waits for the markers of transactions, and so for a transaction
-// that is open.
-const (
-	markedMax   = 10 * time.Second
-	markedEvery = 20 * time.Millisecond
-)
-
-// marked returns the end of what can be read as committed. Brokers acknowledge the end of a
-// transaction before they have marked it in each partition; until then its committed records cannot
-// be read. marked waits for transactions that existed at its call, not for ones that begin later.
-// If it returns less than all, it logs that. That is correct only below an open transaction: a
-// caller that polls, or that knows of one, continues.
+// marked returns the end of what can be read as committed, which is the end of the topic at the time
+// of the call. Brokers acknowledge the end of a transaction before they have marked it in each
+// partition; until then its committed records cannot be read, so marked waits for that. It does not
+// wait for transactions that begin later. It fails the test if one stays open.
 func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string) (kadm.ListedOffsets, error) {
 	tb.Helper()
 	all, err := admin.ListEndOffsets(ctx, topic)
 	if err != nil {
 		return nil, err
 	}
-	for deadline := time.Now().Add(markedMax); ; {
+	for {
 		committed, err := admin.ListCommittedOffsets(ctx, topic)
 		if err != nil {
 			return nil, err
@@ -100,15 +115,11 @@ func marked(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string
 		if len(open) == 0 {
 			return committed, nil
 		}
-		if time.Now().After(deadline) {
-			tb.Logf("topic %s: transactions are open, or not marked within %v, from these partitions' offsets on: %v; the records behind them are not read", topic, markedMax, open)
-			return committed, nil
-		}
 		timer := time.NewTimer(markedEvery)
 		select {
 		case <-ctx.Done():
 			timer.Stop()
-			return nil, ctx.Err()
+			return nil, fmt.Errorf("transactions are open, or were not marked in time, from these partitions' offsets on: %v: %w", open, ctx.Err())
 		case <-timer.C:
 		}
 	}
@@ -138,13 +149,12 @@ func Marked(tb testing.TB, topic string) {
 }
 
 // offsetsToRead returns the end of each partition that has records before it.
-func offsetsToRead(ctx context.Context, tb testing.TB, admin *kadm.Client, topic string) (map[int32]int64, error) {
-	tb.Helper()
+func offsetsToRead(ctx context.Context, admin *kadm.Client, topic string, end endOf) (map[int32]int64, error) {
 	starts, err := admin.ListStartOffsets(ctx, topic)
 	if err != nil {
 		return nil, err
 	}
-	ends, err := marked(ctx, tb, admin, topic)
+	ends, err := end(ctx, admin)
 	if err != nil {
 		return nil, err
 	}

@@ -2,6 +2,8 @@ package deploy_test
 
 import (
 	"encoding/json"
+	"errors"
+	"io"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -183,6 +185,37 @@ func TestFlagsExist(t *testing.T) {
 		return nil
 	}))
 	require.Greater(t, used, 20)
+}
+
+// Property: every file of YAML and JSON can be read, the templates of the chart aside. The programs
+// that they are for read them in the long tier (.ci/deploy).
+func TestFilesCanBeRead(t *testing.T) {
+	t.Parallel()
+	files := 0
+	for _, root := range []string{".", "../.github"} {
+		require.NoError(t, filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+			kind := filepath.Ext(path)
+			if err != nil || entry.IsDir() || strings.Contains(path, "templates") || kind != ".yaml" && kind != ".json" {
+				return err
+			}
+			files++
+			documents := yaml.NewDecoder(strings.NewReader(read(t, path))) // JSON is YAML, too
+			for {
+				var document any
+				err := documents.Decode(&document)
+				if errors.Is(err, io.EOF) {
+					return nil
+				}
+				if !assert.NoError(t, err, path) {
+					return nil
+				}
+				if kind == ".json" {
+					assert.True(t, json.Valid([]byte(read(t, path))), path)
+				}
+			}
+		}))
+	}
+	require.Greater(t, files, 10)
 }
 
 // The unit restarts a relay indefinitely, whatever it failed with: also after a panic, whose exit

@@ -80,7 +80,7 @@ func TestDeliverWithWorkersEndsWhenItIsFenced(t *testing.T) {
 				return effect(ctx, tx, msg)
 			}), cfg)
 			require.NoError(t, err)
-			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 			defer cancel()
 			_, err = c.Deliver(ctx, &kgo.Record{Topic: h.topic, Offset: 0, Value: []byte("a"), Timestamp: time.Now(), Key: []byte("k")})
 			require.Error(t, err)

@@ -16,6 +16,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -42,6 +43,7 @@ func (h *harness) produceEach(partition int32, values ...string) {
 // messages after it have their effects, and all connections are returned although the handlers
 // still hang.
 func TestHangingHandlerCostsOnlyItsMessage(t *testing.T) {
+	longtest.Only(t, "a limit of half a second for each message")
 	t.Parallel()
 	for _, order := range []consumer.Order{consumer.OrderByPartition, consumer.OrderByKey, consumer.OrderUnordered} {
 		t.Run(fmt.Sprint(order), func(t *testing.T) {

@@ -388,7 +388,7 @@ func TestAnyTimestampIsHandled(t *testing.T) {
 		c, err := consumer.New(h.pool, nil, consumer.Each(effect), consumer.Config{Group: h.topic, Topics: []string{h.topic}})
 		require.NoError(t, err)
 		id := kgo.RecordHeader{Key: "message-id", Value: []byte(uuid.Must(uuid.NewV7()).String())}
-		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 		defer cancel()
 		done, err := c.Deliver(ctx,
 			&kgo.Record{Topic: h.topic, Timestamp: time.UnixMilli(at), Headers: []kgo.RecordHeader{id}},

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
 )
@@ -120,6 +121,7 @@ func appPool(t *testing.T, h *harness) *pgxpool.Pool {
 // again. With workers the position does not show what was lost: a slow message holds it back. Row
 // C32.
 func TestFailoverBehindWorkersLosesNothing(t *testing.T) {
+	longtest.Only(t, "six clusters with a standby each")
 	t.Parallel()
 	for name, settings := range allOrders {
 		bothModes(t, name+", idle", func(t *testing.T, idle bool) {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // Property: a key that is retried slowly delays only itself: with workers all other keys are
@@ -109,6 +110,7 @@ func TestSlowKeyStopsNoOther(t *testing.T) {
 // Property: without order, messages that are done after a slow one are not kept in memory, and the
 // position waits for the slow one.
 func TestUnorderedKeepsNothingThatIsDone(t *testing.T) {
+	longtest.Only(t, "it waits for the garbage collector")
 	t.Parallel()
 	h := newHarness(t, 1)
 	const n, size = 2000, 50 << 10

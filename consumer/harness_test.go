@@ -160,13 +160,13 @@ func bothModes(t *testing.T, name string, test func(t *testing.T, with bool)) {
 // wait waits for a condition, long enough for a slow machine.
 func (h *harness) wait(what string, condition func() bool) {
 	h.t.Helper()
-	require.Eventually(h.t, condition, time.Minute, 10*time.Millisecond, "%s", what)
+	require.Eventually(h.t, condition, 2*time.Minute, 10*time.Millisecond, "%s", what)
 }
 
 func (h *harness) waitEffects(n int) {
 	h.t.Helper()
 	h.wait("effects", func() bool { return h.number(`SELECT count(*) FROM effects`) >= n })
-	require.Equal(h.t, n, h.number(`SELECT count(*) FROM effects`))
+	require.Equal(h.t, n, h.number(`SELECT count(*) FROM effects`), "INVARIANT: effects are doubled")
 }
 
 // position is the stored position of partition 0.

@@ -12,11 +12,13 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // Property: two holders that take a partition from each other back off: in ten seconds there are a
 // few epochs, not one for each transaction. Whatever they do, each message has its effect once.
 func TestTwoHoldersDoNotTakeAPartitionBackAndForth(t *testing.T) {
+	longtest.Only(t, "it counts takeovers in real time")
 	t.Parallel()
 	for _, order := range []consumer.Order{consumer.OrderByPartition, consumer.OrderByKey, consumer.OrderUnordered} {
 		t.Run(fmt.Sprint(order), func(t *testing.T) {

@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -94,6 +95,7 @@ func (h *harness) parkMany(name, partition int) {
 // whatever is parked: 200 partitions and 100,000 parked messages cost one statement. It runs no
 // other statements except those that run once a minute.
 func TestIdlePartitionsAskOnceASecond(t *testing.T) {
+	longtest.Only(t, "it counts statements in real time")
 	t.Parallel()
 	for name, settings := range map[string]func(*consumer.Config){"by partition": orders["by partition"], "by key": orders["by key"]} {
 		t.Run(name, func(t *testing.T) {

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // network is a way to the database on which bytes can get lost without a reset, as behind a
@@ -118,6 +119,7 @@ func (n *network) silence() {
 // bounded time: it recovers by itself, each message has its effect once, nothing is parked and no
 // attempt is counted for the silence.
 func TestSilentConnectionIsReplaced(t *testing.T) {
+	longtest.Only(t, "limits of real seconds")
 	t.Parallel()
 	type fault struct {
 		inHandler func(l *link) // before its statement
@@ -205,6 +207,7 @@ func (h *harness) require(what string, within time.Duration, condition func() bo
 // Property: while the network is silent to an idle partition, its poll recovers in bounded time: a
 // message that an operator retries then is run.
 func TestSilentPollRecovers(t *testing.T) {
+	longtest.Only(t, "limits of real seconds")
 	t.Parallel()
 	h := newHarness(t, 1)
 	var n *network
@@ -230,6 +233,7 @@ func TestSilentPollRecovers(t *testing.T) {
 
 // Property: a consumer that starts on a connection which went silent begins in bounded time.
 func TestStartOnASilentConnection(t *testing.T) {
+	longtest.Only(t, "a limit of 30 seconds")
 	t.Parallel()
 	h := newHarness(t, 1)
 	var n *network

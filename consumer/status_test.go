@@ -25,6 +25,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -94,6 +95,7 @@ func (h *harness) waitCaughtUp(c *consumer.Consumer) {
 // Property: Status and Hooks.State show the state of a partition and its reason, for as long as it
 // lasts, and nothing else: from before Run until after it. The hook may call Status. Issue E.
 func TestStatesOfAPartitionAreShown(t *testing.T) {
+	longtest.Only(t, "a late statement is another state")
 	t.Parallel()
 	h := newHarness(t, 1)
 	var broken, failed atomic.Bool

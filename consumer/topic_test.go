@@ -21,6 +21,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // Property: a writer of one topic cannot use up the IDs of another: the same ID in two topics has
@@ -107,6 +108,7 @@ func TestAddedPartitionsAreConsumed(t *testing.T) {
 // Property: a message that grows a thousandfold when it is decompressed is parked by reference, in
 // bounded memory. Row C39 of guarantees.md.
 func TestDecompressionBombIsParked(t *testing.T) {
+	longtest.Only(t, "it measures the heap")
 	t.Parallel()
 	h := newHarness(t, 1)
 	const size = 48 << 20

@@ -22,6 +22,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // bomb produces a record of a few kilobytes that inflates to size bytes.
@@ -39,6 +40,7 @@ func (h *harness) bomb(codec kgo.CompressionCodec, size int) {
 // and the log, with what to do; the others continue, in the same session. An operator's order skips
 // it.
 func TestBatchThatInflatesHaltsItsPartition(t *testing.T) { //nolint:paralleltest // it measures the memory of the process
+	longtest.Only(t, "it measures the heap")
 	for name, codec := range map[string]kgo.CompressionCodec{ //nolint:paralleltest // see above
 		"gzip": kgo.GzipCompression(), "snappy": kgo.SnappyCompression(), "lz4": kgo.Lz4Compression(), "zstd": kgo.ZstdCompression(),
 	} {

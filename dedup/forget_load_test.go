@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -79,6 +80,7 @@ const completeSQL = `SELECT count(*) FROM effectonce.maintenance WHERE job = 'cl
 // and no claim waits for it. Work that needs the lock on the whole table is left until the table is
 // quiet or the work is urgent. B15.
 func TestOverlappingTransactionsDoNotKeepClaimsFromBeingForgotten(t *testing.T) {
+	longtest.Only(t, "a lock has to be had within a second under load")
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	consumer := register(t, pool, claims, "c", time.Hour)

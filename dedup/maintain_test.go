@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -217,6 +218,7 @@ func TestOneMaintainerAtATime(t *testing.T) {
 // Property: while several processes, some of which are killed, create, move and drop partitions,
 // each ID is fresh exactly once, and no claim fails or waits for long. C4, C30.
 func TestClaimsAreUniqueWhilePartitionsChange(t *testing.T) {
+	longtest.Only(t, "a hammer of eight seconds")
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	away(t, pool, 3)

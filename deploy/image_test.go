@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -62,6 +63,7 @@ func confined(image string, args ...string) []string {
 // The image migrates the tables and publishes, as a user that is not root, on a read-only file
 // system and without capabilities; SIGTERM ends it cleanly.
 func TestImagePublishes(t *testing.T) {
+	longtest.Only(t, "it builds an image")
 	t.Parallel()
 	built := image(t)
 	address, topic := pgtest.EmptyDatabase(t), kafkatest.Topic(t, 1)

@@ -74,7 +74,7 @@ func judge(t *testing.T, records []*kgo.Record) stream {
 		if e.Version != s.last[e.Key]+1 {
 			s.inversions++
 		}
-		require.False(t, versions[e.Key][e.Version], "two messages carry %s version %d", e.Key, e.Version)
+		require.False(t, versions[e.Key][e.Version], "INVARIANT: two messages carry %s version %d", e.Key, e.Version)
 		versions[e.Key][e.Version] = true
 		s.last[e.Key] = max(s.last[e.Key], e.Version)
 	}
@@ -94,7 +94,7 @@ func requireEffects(ctx context.Context, t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	requireOnce(ctx, t, pool)
 	require.Zero(t, count(ctx, t, pool, `SELECT count(*) FROM (SELECT version - lag(version, 1, 0) OVER (PARTITION BY key ORDER BY n) AS step FROM effects) g
-		WHERE step <> 1`), "effects out of order")
+		WHERE step <> 1`), "INVARIANT: effects out of order")
 }
 
 // requireOnce is requireEffects without the order.
@@ -104,6 +104,6 @@ func requireOnce(ctx context.Context, t *testing.T, pool *pgxpool.Pool) {
 	require.NoError(t, pool.QueryRow(ctx, `SELECT count(*) FROM versions v CROSS JOIN LATERAL generate_series(1, v.version) AS s (version)
 		WHERE NOT EXISTS (SELECT FROM effects e WHERE e.key = v.key AND e.version = s.version)`).Scan(&lost))
 	require.NoError(t, pool.QueryRow(ctx, `SELECT coalesce(sum(n - 1), 0) FROM (SELECT count(*) AS n FROM effects GROUP BY key, version) g`).Scan(&doubled))
-	require.Zero(t, lost, "lost effects")
-	require.Zero(t, doubled, "doubled effects")
+	require.Zero(t, lost, "INVARIANT: lost effects")
+	require.Zero(t, doubled, "INVARIANT: doubled effects")
 }

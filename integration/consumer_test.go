@@ -16,6 +16,7 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -207,6 +208,7 @@ func frozen(p *process) bool {
 // each key's effects stay in order, also with several workers in each partition, and whatever the
 // group's protocol. Rows C12, C13, C14, C42 of guarantees.md.
 func TestEffectsOnceWhileTheGroupRebalances(t *testing.T) {
+	longtest.Only(t, "rebalances at random moments, with six protocols")
 	t.Parallel()
 	cases := map[string]child{
 		"by key": {Order: consumer.OrderByKey}, "unordered": {Order: consumer.OrderUnordered}, "static": {Instance: "member"}, "static, KIP-848": {Instance: "member", Protocol: serverSide},

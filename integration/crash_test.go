@@ -19,6 +19,7 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -124,6 +125,7 @@ func (c child) shape() consumer.Handler {
 // started again, leaves every effect once and those of a key in order; the message that fails is
 // parked once, or one dead letter, or blocks. Rows C1, C2, C3, C14, C15 of guarantees.md.
 func TestKilledAtEachPointWithEachShapeAndPolicy(t *testing.T) {
+	longtest.Only(t, "57 pairs of processes")
 	t.Parallel()
 	points := []string{
 		crashpoint.ConsumerClaimed, crashpoint.ConsumerHandled, crashpoint.ConsumerCommitting, crashpoint.ConsumerCommitted,

@@ -16,6 +16,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -24,6 +25,7 @@ import (
 // between two durable steps, and at random moments while rows are written. Rows O8, O13, O28, O30
 // of guarantees.md.
 func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
+	longtest.Only(t, "kills at random moments")
 	t.Parallel()
 	kills := 50
 	if testing.Short() {
@@ -87,6 +89,7 @@ func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
 // for its own, it publishes nothing, and its progress is refused by the brokers, or by the database
 // where the brokers had taken it before. Rows O8, O13, O30 of guarantees.md.
 func TestFrozenInATransactionIsFencedAndHarmlessWhenItWakes(t *testing.T) {
+	longtest.Only(t, "twenty seconds for processes that are frozen")
 	t.Parallel()
 	for _, point := range []string{crashpoint.RelayProduced, crashpoint.RelayAcknowledged, crashpoint.RelayCommitted} {
 		t.Run(point, func(t *testing.T) {

@@ -84,7 +84,7 @@ func readPartition(t *testing.T, reader sarama.Consumer, topic string, partition
 	records, err := reader.ConsumePartition(topic, partition, sarama.OffsetOldest)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, records.Close()) }()
-	limit := time.After(time.Minute)
+	limit := time.After(2 * time.Minute)
 	for {
 		select {
 		case record := <-records.Messages():
@@ -99,7 +99,7 @@ func readPartition(t *testing.T, reader sarama.Consumer, topic string, partition
 		case err := <-records.Errors():
 			t.Fatalf("read partition %d of %s: %v", partition, topic, err)
 		case <-limit:
-			t.Fatalf("read partition %d of %s: %d records within a minute, and not its end", partition, topic, len(found))
+			t.Fatalf("read partition %d of %s: %d records within two minutes, and not its end", partition, topic, len(found))
 		}
 	}
 }
@@ -179,9 +179,9 @@ func requireRowsOnce(t *testing.T, pool *pgxpool.Pool, topic string, found []pla
 		byID[p.id], byOffset[where] = p, p
 		delete(missing, p.id)
 	}
-	require.Empty(t, doubled, "rows seen twice")
-	require.Empty(t, strange, "records of no row")
-	require.Empty(t, slices.Collect(maps.Keys(missing)), "rows never seen")
+	require.Empty(t, doubled, "INVARIANT: rows seen twice")
+	require.Empty(t, strange, "INVARIANT: records of no row")
+	require.Empty(t, slices.Collect(maps.Keys(missing)), "INVARIANT: rows never seen")
 	require.Len(t, byOffset, len(ids), "one offset for each row")
 }
 

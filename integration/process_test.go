@@ -4,14 +4,11 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"flag"
-	"fmt"
 	"log/slog"
 	"os"
 	"os/exec"
 	"os/signal"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -81,19 +78,8 @@ func TestMain(m *testing.M) {
 		os.Exit(runChild(spec)) //nolint:forbidigo // this process is a program, not a test
 	}
 	metrics.UseNilMetrics = true // sarama's would tick forever
-	sideBySide()
+	pgtest.SideBySide()
 	pgtest.Main(m, leftByProxies()...)
-}
-
-// sideBySide runs more tests at once than there are processors, unless the command line says how
-// many: nearly all of their time they wait for leases, sessions and servers.
-func sideBySide() {
-	flag.Parse()
-	chosen := false
-	flag.Visit(func(f *flag.Flag) { chosen = chosen || f.Name == "test.parallel" })
-	if !chosen {
-		_ = flag.Set("test.parallel", fmt.Sprint(3*runtime.GOMAXPROCS(0)))
-	}
 }
 
 func runChild(spec string) int {

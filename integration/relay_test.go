@@ -18,6 +18,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -129,6 +130,7 @@ func killRelay(t *testing.T, c child) {
 // occurrences; with exactly-once a reader of committed records sees nothing twice. Rows O8, O13,
 // O30 of guarantees.md.
 func TestRelaysKilledAndFrozenAtRandomMoments(t *testing.T) {
+	longtest.Only(t, "kills at random moments")
 	t.Parallel()
 	for name, c := range map[string]child{
 		"one shard": {Shards: 1}, "shared": {Shards: 4}, "exactly once": {Shards: 1, ExactlyOnce: true}, "shared, exactly once": {Shards: 3, ExactlyOnce: true},
@@ -196,6 +198,7 @@ func disturbRelays(t *testing.T, c child, changing bool) {
 
 // Property: the memory of a relay that finds a backlog does not grow with the backlog.
 func TestBacklogDrainsInBoundedMemory(t *testing.T) {
+	longtest.Only(t, "1,000,000 rows")
 	t.Parallel()
 	large := 1_000_000
 	if testing.Short() {

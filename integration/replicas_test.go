@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -161,6 +162,7 @@ func (r *replica) unless(t *testing.T, stuck error) {
 // with exactly-once a reader of committed records sees each row once. Rows O1, O2, O3, O5 of
 // guarantees.md, O8, O9, O13, O28, O30.
 func TestReplicasKilledFrozenAndCutOff(t *testing.T) {
+	longtest.Only(t, "kills at random moments")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()

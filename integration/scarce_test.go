@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -36,6 +37,7 @@ const (
 // and with exactly-once nothing comes twice. Row O32 of guarantees.md. (A full volume of the WAL
 // ends the server: that is a crash.)
 func TestFullDiskIsWaitedOut(t *testing.T) {
+	longtest.Only(t, "it waits for a line of the log to be repeated")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
@@ -77,6 +79,7 @@ func TestFullDiskIsWaitedOut(t *testing.T) {
 // Property: a server that has no connection left for the relay is waited out, by one that starts
 // then as by one that runs and loses those that it has. Row O37 of guarantees.md.
 func TestNoConnectionLeftIsWaitedOut(t *testing.T) {
+	longtest.Only(t, "it waits for a line of the log to be repeated")
 	t.Parallel()
 	ctx, url := t.Context(), pgtest.Database(t)
 	pool, topic, log := open(t, url), kafkatest.Topic(t, 1), &lockedBuffer{}

@@ -15,6 +15,7 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
@@ -23,6 +24,7 @@ import (
 // Property: relay, consumer and completer return nil in time whenever they are stopped, also while they start, and can be started
 // again at once; what was published meanwhile has its effect once. goleak sees what they leave behind.
 func TestRunStoppedAtAnyMoment(t *testing.T) {
+	longtest.Only(t, "stops at random moments")
 	t.Parallel()
 	const rounds, seed = 40, 16
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(2, "orders"))

@@ -10,12 +10,15 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // Property: consumers that are stopped with SIGTERM, at whatever moment, leave nothing behind that
 // has to come again: over all rounds each message is handled once and none is redelivered, also
 // where a second member of the group gets the partitions. Row C42 of guarantees.md.
 func TestCleanStopsRedeliverNothing(t *testing.T) {
+	longtest.Only(t, "20 rounds of stops at random moments")
 	t.Parallel()
 	rounds := 20
 	if testing.Short() {

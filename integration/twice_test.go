@@ -11,6 +11,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -20,6 +21,7 @@ import (
 // kfake is made to put the second one into a group of its own, of which it hears nothing: no real
 // broker would.
 func TestTwoMembersThatOwnTheSamePartitions(t *testing.T) {
+	longtest.Only(t, "up to 200 rounds until it happens")
 	t.Parallel()
 	for name, order := range map[string]consumer.Order{"by partition": consumer.OrderByPartition, "by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
 		t.Run(name, func(t *testing.T) {

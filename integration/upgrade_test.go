@@ -21,6 +21,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -53,6 +54,7 @@ CREATE TABLE runs (n bigint GENERATED ALWAYS AS IDENTITY, elsewhere boolean NOT 
 // double nothing and call nothing twice under two keys, beside programs of this one and replaced by
 // them. Row S14 of guarantees.md.
 func TestUpgradeFromThePreviousRelease(t *testing.T) {
+	longtest.Only(t, "it builds an earlier release")
 	t.Parallel()
 	binaries := map[string]string{oldRelease: buildPrevious(t), newRelease: build(t, ".", "./testdata/upgrade")}
 	run := func(name string, order int, test func(*testing.T, upgrade)) {

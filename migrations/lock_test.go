@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -102,10 +103,10 @@ func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
 			migrator := pgtest.Connect(t, address)
 			go func() { up <- migrations.Up(t.Context(), migrator, migrations.Options{Logger: j.logger()}) }()
 			for tries := range 2 {
-				require.Eventually(t, func() bool { return len(j.lines()) > tries }, time.Minute, 10*time.Millisecond, "the migration gives up for a moment")
+				require.Eventually(t, func() bool { return len(j.lines()) > tries }, 2*time.Minute, 10*time.Millisecond, "the migration gives up for a moment")
 				require.Contains(t, j.lines()[tries], fmt.Sprintf("held_by=\"pid %d (night report, role ", holder.PgConn().PID()))
 				before := made.Load()
-				require.Eventually(t, func() bool { return made.Load() > before+5 }, time.Minute, time.Millisecond, "claims continue")
+				require.Eventually(t, func() bool { return made.Load() > before+5 }, 2*time.Minute, time.Millisecond, "claims continue")
 			}
 			require.Empty(t, up, "the migration neither fails nor succeeds before that")
 
@@ -113,7 +114,7 @@ func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
 			require.NoError(t, <-up)
 			require.NoError(t, migrations.Check(t.Context(), migrator, migrations.Options{}))
 			before := made.Load()
-			require.Eventually(t, func() bool { return made.Load() > before }, time.Minute, time.Millisecond)
+			require.Eventually(t, func() bool { return made.Load() > before }, 2*time.Minute, time.Millisecond)
 			require.NoError(t, stop(), "no claim waited for long")
 		})
 	}
@@ -122,6 +123,7 @@ func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
 // The total wait for locks is bounded: the retries end at LockWaitMax with the holder's name in the
 // error, and the database is unchanged.
 func TestMigrationGivesUpAtItsLimit(t *testing.T) {
+	longtest.Only(t, "five seconds of real time decide")
 	t.Parallel()
 	address := atVersion4(t)
 	holder, conn := pgtest.Connect(t, address), pgtest.Connect(t, address)
@@ -138,7 +140,7 @@ func TestMigrationGivesUpAtItsLimit(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	up := make(chan error, 1)
 	go func() { up <- migrations.Up(ctx, conn, migrations.Options{Logger: j.logger()}) }()
-	require.Eventually(t, func() bool { return len(j.lines()) > 1 }, time.Minute, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return len(j.lines()) > 1 }, 2*time.Minute, 10*time.Millisecond)
 	cancel()
 	err = <-up
 	require.ErrorIs(t, err, context.Canceled)
@@ -167,7 +169,7 @@ func TestMigrationIsTriedAgainAfterADeadlock(t *testing.T) {
 		var waits bool
 		err := look.QueryRow(t.Context(), `SELECT EXISTS (SELECT FROM pg_locks WHERE database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND relation = 'effectonce.parked_messages'::regclass AND NOT granted)`).Scan(&waits)
 		return assert.NoError(t, err) && waits
-	}, time.Minute, time.Millisecond)
+	}, 2*time.Minute, time.Millisecond)
 	pgtest.Exec(t, holder, "SELECT FROM effectonce.consumers; COMMIT")
 	require.NoError(t, <-up)
 	require.Len(t, j.lines(), 1)

@@ -300,7 +300,7 @@ func TestTriggerMadeDuringAMigrationIsRefused(t *testing.T) {
 				var waits bool
 				err := watch.QueryRow(t.Context(), "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND relation = $1::regclass)", "effectonce."+table).Scan(&waits)
 				return err == nil && waits
-			}, time.Minute, time.Millisecond, "the migration waits for the trigger's transaction")
+			}, 2*time.Minute, time.Millisecond, "the migration waits for the trigger's transaction")
 			pgtest.Exec(t, holder, "COMMIT")
 			err := <-done
 			require.ErrorIs(t, err, migrations.ErrNotOurs)

@@ -18,7 +18,7 @@ import (
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
 // waitMax bounds every wait of these tests: a condition that is not met in that time never will be.
-const waitMax = time.Minute
+const waitMax = 2 * time.Minute
 
 func newOutbox(tb testing.TB, cfg outbox.Config) *outbox.Outbox {
 	tb.Helper()

@@ -18,6 +18,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -54,6 +55,7 @@ func holder(t *testing.T, pool *pgxpool.Pool) string {
 // says that it waits for Kafka, and so does its standby; when the brokers are back, every row is
 // published in order, still under that epoch. Row O45 of guarantees.md.
 func TestBrokerOutageCostsNoLease(t *testing.T) {
+	longtest.Only(t, "leases of real seconds")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
@@ -98,6 +100,7 @@ func TestBrokerOutageCostsNoLease(t *testing.T) {
 // reaches the brokers, and takes none back before it reaches them itself. Rows O5, O45 of
 // guarantees.md.
 func TestReplicaThatIsCutOffYields(t *testing.T) {
+	longtest.Only(t, "leases of real seconds")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
@@ -158,6 +161,7 @@ func newCheckedSink() *checkedSink {
 // Property: a receiver that does not answer costs no lease. A replica whose receiver does not
 // answer yields to one whose receiver does, if the sink is a Checker. Row O45 of guarantees.md.
 func TestReceiverOutageCostsNoLease(t *testing.T) {
+	longtest.Only(t, "leases of real seconds")
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	sinks := map[string]*checkedSink{"a": newCheckedSink(), "b": newCheckedSink()}
@@ -185,6 +189,7 @@ func TestReceiverOutageCostsNoLease(t *testing.T) {
 // Property: a Sink that cannot be asked keeps its lease while its receiver is away, however many
 // replicas there are.
 func TestSinkWithoutCheckKeepsItsLease(t *testing.T) {
+	longtest.Only(t, "leases of real seconds")
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	var away atomic.Bool

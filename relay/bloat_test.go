@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -34,6 +35,7 @@ const relayPages = 120
 // and deletes no row of the outbox and leaves no dead one, also without vacuum; and what it writes
 // itself stays small. Row O21 of guarantees.md.
 func TestBacklogLeavesNoDeadRows(t *testing.T) {
+	longtest.Only(t, "1,000,000 rows")
 	t.Parallel()
 	ctx, topic, rows := t.Context(), kafkatest.Topic(t, 4), 1_000_000
 	if testing.Short() {
@@ -87,6 +89,7 @@ func TestBacklogLeavesNoDeadRows(t *testing.T) {
 // after an hour's worth of writes (72,000) and of renewals of the lease (1,440) a write reads as
 // many pages as before. Row O43 of guarantees.md.
 func TestOldSnapshotDoesNotSlowProgress(t *testing.T) {
+	longtest.Only(t, "72,000 commits")
 	t.Parallel()
 	ctx, topic := t.Context(), kafkatest.Topic(t, 1)
 	server := pgtest.Cluster(t, map[string]string{"synchronous_commit": "off"})

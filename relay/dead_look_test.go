@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -24,6 +25,7 @@ const readOfDeadSQL = `SELECT coalesce(t.seq_tup_read, 0) + coalesce(t.idx_tup_f
 // it looks for released ones and publishes another topic: what it reads of outbox_dead does not
 // depend on how many there are. Row O41 of guarantees.md.
 func TestWaitingRowsAreNotRead(t *testing.T) {
+	longtest.Only(t, "it counts reads in real time")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()

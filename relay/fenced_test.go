@@ -17,6 +17,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -245,6 +246,7 @@ func (h *handed) OnProduceRecordBuffered(*kgo.Record) { h.Add(1) }
 // Property: a page that arrives when the lease is over, because it could not be renewed, is not
 // handed to Kafka, and the shard is given up. Row O13 of guarantees.md.
 func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
+	longtest.Only(t, "a lease of real seconds")
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	tracer, records := newStalled(func() { insert(t, pool, topic, "k", "after") }), &handed{}
@@ -302,7 +304,7 @@ func TestShardsChangeWhenNothingIsRead(t *testing.T) {
 	insert(t, pool, topic, "k", "last")
 	await(t, "all is published", func() bool { return slices.Contains(values(t, topic), "last") })
 	await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 12 })
-	require.Equal(t, 12, kafkatest.Count(t, topic), "nothing twice")
+	require.Equal(t, 12, kafkatest.Count(t, topic), "INVARIANT: nothing twice")
 }
 
 // Property: a shard whose row of progress is deleted begins anew. A holder that does not know yet
@@ -360,7 +362,7 @@ func TestProgressIsRestoredInAnyOrder(t *testing.T) {
 				must(t, pool, `INSERT INTO effectonce.`+table+` TABLE kept_`+strings.TrimPrefix(table, "outbox_"))
 			}
 			require.Equal(t, before, one[string](t, pool, now))
-			require.Zero(t, drain(t, r), "nothing twice")
+			require.Zero(t, drain(t, r), "INVARIANT: nothing twice")
 		})
 	}
 }

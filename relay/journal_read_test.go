@@ -17,6 +17,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -120,6 +121,7 @@ func (j *journalOf) takeover(shard int16, from *int64) (records, bytes int64) {
 // copy in the database is older (a restore) and where it says nothing (the previous release). Row
 // O44 of guarantees.md.
 func TestTakeoverReadsTheEndOfTheProgressTopic(t *testing.T) {
+	longtest.Only(t, "400,000 records")
 	t.Parallel()
 	fake := kafkatest.Fake(t, kfake.NumBrokers(1))
 	j := newJournalOf(t, 3, fake, nil)
@@ -219,6 +221,7 @@ func TestTakeoverFindsTheLastEntryFromAnyOffset(t *testing.T) {
 // once that is far from the end, so that what a takeover of it reads does not grow either. Row O44
 // of guarantees.md.
 func TestIdleShardStaysNearTheEndOfTheProgressTopic(t *testing.T) {
+	longtest.Only(t, "150,000 records")
 	t.Parallel()
 	pool, fake, fetched := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &fetchedFrom{topic: "progress"}
 	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.WithHooks(fetched)}, relay.Config{ExactlyOnce: true, ProgressTopic: "progress"})

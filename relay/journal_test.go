@@ -103,7 +103,7 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, other.EndTransaction(ctx, kgo.TryCommit))
 	}
-	require.Equal(t, []string{"1", "2"}, values(t, topic), "nothing twice")
+	require.Equal(t, []string{"1", "2"}, values(t, topic), "INVARIANT: nothing twice")
 	require.Equal(t, 2, one[int](t, pool, `SELECT published FROM effectonce.outbox_progress_now`))
 }
 

@@ -6,4 +6,7 @@ import (
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-func TestMain(m *testing.M) { pgtest.Main(m) }
+func TestMain(m *testing.M) {
+	pgtest.SideBySide()
+	pgtest.Main(m)
+}

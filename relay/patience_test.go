@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -18,6 +19,7 @@ import (
 // forever: it logs that, retries, keeps its lease until then, and publishes when the outbox
 // answers. Row O13 of guarantees.md.
 func TestSilentReadIsGivenUp(t *testing.T) {
+	longtest.Only(t, "limits of real seconds")
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	var mu sync.Mutex
@@ -79,6 +81,7 @@ func TestLongRecoveryComesToAnEnd(t *testing.T) {
 // Property: however many ticks there are, those that no progress refers to are removed without
 // waiting for the next turn of the upkeep, and those of the last minutes are kept.
 func TestOldTicksAreForgotten(t *testing.T) {
+	longtest.Only(t, "a minute of real time decides")
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	must(t, pool, `INSERT INTO effectonce.outbox_ticks (snapshot, seq_last, created_at)

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
@@ -46,6 +47,7 @@ func TestMissingTopicIsSaidOnce(t *testing.T) {
 // Property: a database that is away is some lines of the log, not some a second, and its return is
 // one.
 func TestDatabaseAwayIsSaidOnce(t *testing.T) {
+	longtest.Only(t, "it counts lines of the log in real time")
 	t.Parallel()
 	cluster := pgtest.Cluster(t, nil)
 	pgtest.Migrate(t, cluster.URL)

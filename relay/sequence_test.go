@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
@@ -272,7 +273,7 @@ func TestSequenceOfTicksThatWentBack(t *testing.T) {
 	must(t, owner, `DELETE FROM effectonce.outbox_ticks WHERE tick > 0 AND tick < (SELECT min(tick) FROM effectonce.outbox_progress_now);
 		SELECT setval('effectonce.outbox_ticks_tick_seq', 1, false)`)
 	insertAll(t, owner, topic, []string{"5"})
-	require.EqualValues(t, 1, drain(t, r), "nothing is published twice")
+	require.EqualValues(t, 1, drain(t, r), "INVARIANT: nothing is published twice")
 	require.Greater(t, one[int64](t, owner, `SELECT min(tick) FROM effectonce.outbox_progress_now`), known)
 	requireFirsts(t, topic, []string{"0", "1", "2", "3", "4", "5"})
 }
@@ -433,6 +434,7 @@ func payloads(values []string) (all [][]byte) {
 // later would count as read, and be lost. (The sequence's row is briefly ahead, while nextval
 // writes it for the write-ahead log.)
 func TestSequenceIsNeverReadAhead(t *testing.T) {
+	longtest.Only(t, "a hammer of three seconds")
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	var looked atomic.Bool
@@ -462,6 +464,7 @@ func TestSequenceIsNeverReadAhead(t *testing.T) {
 // Property: a repair of both sequences ends, however long it renumbers rows, while others look at
 // the sequences: they wait, and it waits for none of them.
 func TestRepairBesideThoseWhoLook(t *testing.T) {
+	longtest.Only(t, "a hammer of three seconds")
 	t.Parallel()
 	ctx := t.Context()
 	owner, pool, _ := roled(t)

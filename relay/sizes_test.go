@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
@@ -19,6 +20,7 @@ import (
 // a dead row, whole, without passing through the relay's memory, also when it is retried; what lies
 // behind it is published, in order for its key.
 func TestPayloadBeyondTheBoundIsNotRead(t *testing.T) { //nolint:paralleltest // it measures the memory of the process
+	longtest.Only(t, "it measures the heap")
 	for _, exactly := range []bool{false, true} { //nolint:paralleltest // see above
 		t.Run(fmt.Sprint("exactly once ", exactly), func(t *testing.T) {
 			const size = 300 << 20

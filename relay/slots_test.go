@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -131,6 +132,7 @@ func TestRowsOfAnotherClusterLeave(t *testing.T) {
 // session, and not more often than it has to; when the transaction ends, the outbox shrinks by
 // itself. Row O48 of guarantees.md.
 func TestDumpKeepsPublishedRowsAndIsNamed(t *testing.T) {
+	longtest.Only(t, "it counts lines of the log in real time")
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	conn, err := pgx.ConnectConfig(ctx, pool.Config().ConnConfig.Copy())

@@ -21,6 +21,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // demoMax is far above what a short demo takes on a busy machine.
@@ -45,10 +47,8 @@ func demoCommand(t *testing.T, program string, args ...string) *exec.Cmd {
 // The command shows the promise, shows that the checker can see it broken, and leaves no process
 // behind however it ends.
 func TestDemo(t *testing.T) {
+	longtest.Only(t, "the demo, several times")
 	t.Parallel()
-	if testing.Short() {
-		t.Skip("LOUD SKIP with -short: outbox-relay demo, which takes about a minute")
-	}
 	program := filepath.Join(t.TempDir(), "outbox-relay")
 	output, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, ".").CombinedOutput()
 	require.NoError(t, err, string(output))

@@ -25,6 +25,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(asProgram) != "" {
 		os.Exit(main.Program())
 	}
+	pgtest.SideBySide()
 	pgtest.Main(m)
 }
 
@@ -73,13 +74,10 @@ type result struct {
 	stdout, stderr string
 }
 
-// alone keeps relays of tests that run beside each other from sharing the standard address, unless
-// a test says where to listen; an empty variable is the standard. Nor do they wait for a database
-// that is not there.
+// alone keeps relays of tests that run beside each other from sharing the standard address, and from
+// waiting for a database that is not there. A test that sets one of the two variables, perhaps to
+// the empty text, which is the standard, leaves the other one as it is here.
 func alone(environment map[string]string) map[string]string {
-	if _, said := environment["OUTBOX_LISTEN"]; said {
-		return environment
-	}
 	off := map[string]string{"OUTBOX_LISTEN": "off", "OUTBOX_DATABASE_WAIT": "0s"}
 	maps.Copy(off, environment)
 	return off

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -17,6 +18,7 @@ import (
 // publishes once it answers; it gives up after --database-wait, and at once if the database
 // refuses.
 func TestRunWaitsForADatabaseThatIsAway(t *testing.T) {
+	longtest.Only(t, "it measures a wait of two seconds")
 	t.Parallel()
 	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1)
 	role := plainRole(t, address)

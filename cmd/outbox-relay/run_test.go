@@ -17,6 +17,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -75,6 +76,7 @@ func awaitRecords(t *testing.T, topic string, n int) []*kgo.Record {
 // cleanly: nothing is left to publish, the lease is released and the log has no warning. Row S3 of
 // guarantees.md: the log does not hold the password either.
 func TestRunPublishesAndDrains(t *testing.T) {
+	longtest.Only(t, "a slow machine warns in the log")
 	t.Parallel()
 	address := pgtest.Database(t)
 	role := plainRole(t, address)

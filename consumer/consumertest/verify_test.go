@@ -14,10 +14,14 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/consumer/consumertest"
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/outbox"
 )
 
-func TestMain(m *testing.M) { consumertest.Main(m) }
+func TestMain(m *testing.M) {
+	pgtest.SideBySide()
+	consumertest.Main(m)
+}
 
 const accounts = `CREATE TABLE account (name text PRIMARY KEY, balance int NOT NULL DEFAULT 0);
 	CREATE TABLE booking (id bigint GENERATED ALWAYS AS IDENTITY, name text, amount int, booked_at timestamptz DEFAULT now());

@@ -54,7 +54,7 @@ func TestCompleterFinishesWhatWasGivenUp(t *testing.T) {
 		}
 		group.Wait()
 		return finished >= n-2
-	}, time.Minute, 10*time.Millisecond)
+	}, 2*time.Minute, 10*time.Millisecond)
 	require.Equal(t, n-2, finished)
 	_, charges := b.counts()
 	require.Equal(t, n-2, charges)
@@ -79,7 +79,7 @@ func TestAttemptsAreBounded(t *testing.T) {
 	require.Eventually(t, func() bool {
 		_, err := flow.Complete(t.Context())
 		return errors.Is(err, idempotency.ErrAbandoned)
-	}, time.Minute, 10*time.Millisecond)
+	}, 2*time.Minute, 10*time.Millisecond)
 	asked, _ := b.counts()
 	require.Equal(t, 4, asked)
 	_, err = flow.Complete(t.Context())
@@ -152,7 +152,7 @@ func TestRunLooksAfterKeys(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'k' AND state = 'finished'`) == 1 &&
 			count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`) == 1
-	}, time.Minute, 10*time.Millisecond)
+	}, 2*time.Minute, 10*time.Millisecond)
 	stop()
 	group.Wait()
 	requirePaidOnce(t, pool, b)

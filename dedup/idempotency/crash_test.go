@@ -40,6 +40,7 @@ func TestMain(m *testing.M) {
 	if spec := os.Getenv(childVariable); spec != "" { //nolint:forbidigo // this process is a program, not a test
 		os.Exit(runChild(spec)) //nolint:forbidigo // this process is a program, not a test
 	}
+	pgtest.SideBySide()
 	pgtest.Main(m)
 }
 
@@ -221,7 +222,7 @@ func requireFrozen(t *testing.T, cmd *exec.Cmd) {
 	require.Eventually(t, func() bool {
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", cmd.Process.Pid))
 		return err == nil && strings.Contains(string(stat), ") T ")
-	}, time.Minute, 10*time.Millisecond)
+	}, 2*time.Minute, 10*time.Millisecond)
 }
 
 // Property: where the foreign system does not deduplicate, a call that a worker may have made when

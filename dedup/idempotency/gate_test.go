@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -44,7 +45,7 @@ func waiters(t *testing.T, o *idempotency.Operation, n int, work func(context.Co
 	for i := range n {
 		group.Go(func() { responses[i], failures[i] = o.Once(t.Context(), key("busy"), work) })
 	}
-	require.Eventually(t, func() bool { now, _, _ := o.Waiting(); return now == before+n }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { now, _, _ := o.Waiting(); return now == before+n }, 2*time.Minute, time.Millisecond)
 	return func() ([]idempotency.Response, []error) { group.Wait(); return responses, failures }
 }
 
@@ -60,6 +61,7 @@ func poolOf(t *testing.T, pool *pgxpool.Pool, size int32) *pgxpool.Pool {
 // another: another tenant's request is answered in between. Each of them gets the outcome. Row H29
 // of guarantees.md.
 func TestBusyKeyHarmsNoOtherTenant(t *testing.T) {
+	longtest.Only(t, "200 requests within a minute")
 	t.Parallel()
 	pool := newPool(t)
 	here, there := poolOf(t, pool, 8), poolOf(t, pool, 2)
@@ -71,7 +73,7 @@ func TestBusyKeyHarmsNoOtherTenant(t *testing.T) {
 		_, _ = replica.Once(t.Context(), key("busy"), insertOnce("busy"))
 		close(second)
 	}()
-	require.Eventually(t, func() bool { _, keys, _ := replica.Waiting(); return keys == 1 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { _, keys, _ := replica.Waiting(); return keys == 1 }, 2*time.Minute, time.Millisecond)
 	answers, others := waiters(t, o, 100, insertOnce("busy")), waiters(t, replica, 99, insertOnce("busy"))
 	require.Equal(t, int32(1), here.Stat().AcquiredConns(), "of the request that works")
 	for n := range 50 {
@@ -287,6 +289,7 @@ func (c *countingTracer) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatc
 // Property: a request that hangs, and has lost its key, does not block another one for longer than
 // WaitMax, not even in its own process.
 func TestHungRequestKeepsNoOtherAway(t *testing.T) {
+	longtest.Only(t, "limits of 100 ms for each request")
 	t.Parallel()
 	pool := newPool(t)
 	o := newOperation(t, pool, idempotency.Config{WaitMax: 100 * time.Millisecond, IdleTimeout: 50 * time.Millisecond})
@@ -296,7 +299,7 @@ func TestHungRequestKeepsNoOtherAway(t *testing.T) {
 		var err error
 		response, err = o.Once(t.Context(), key("busy"), insertOnce("busy"))
 		return err == nil
-	}, time.Minute, time.Millisecond)
+	}, 2*time.Minute, time.Millisecond)
 	require.False(t, response.Replayed)
 	require.Error(t, release())
 	require.Equal(t, 1, effects(t, pool, "busy"))

@@ -102,7 +102,7 @@ func TestRunGivesUpWhatIsOverdue(t *testing.T) {
 		defer close(ended)
 		flow.Run(ctx)
 	}()
-	require.Eventually(t, func() bool { return stateOf(t, pool, "k") == "abandoned" }, time.Minute, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return stateOf(t, pool, "k") == "abandoned" }, 2*time.Minute, 10*time.Millisecond)
 	stop()
 	<-ended
 }

@@ -23,7 +23,7 @@ func TestKeysAreFoundByThePrimaryKey(t *testing.T) {
 		pool.Reset() // sessions that end say what they did
 		require.Eventually(t, func() bool {
 			return count(t, pool, `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'`) == 0
-		}, time.Minute, 10*time.Millisecond)
+		}, 2*time.Minute, 10*time.Millisecond)
 		err := pool.QueryRow(t.Context(), `SELECT coalesce(sum(i.idx_scan) FILTER (WHERE indexrelname LIKE '%pkey'), 0), coalesce(sum(i.idx_scan) FILTER (WHERE indexrelname NOT LIKE '%pkey'), 0),
 			(SELECT seq_scan FROM pg_stat_user_tables WHERE relname = 'idempotency_keys') FROM pg_stat_user_indexes i WHERE relname = 'idempotency_keys'`).Scan(&primary, &partial, &sequential)
 		require.NoError(t, err)

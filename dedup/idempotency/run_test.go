@@ -75,21 +75,21 @@ func TestHangingProviderKeepsNothingElse(t *testing.T) {
 	}
 	soon := func(sql string, want int) {
 		t.Helper()
-		require.Eventually(t, func() bool { return count(t, pool, sql) == want }, time.Minute, 10*time.Millisecond, sql)
+		require.Eventually(t, func() bool { return count(t, pool, sql) == want }, 2*time.Minute, 10*time.Millisecond, sql)
 	}
 	var group sync.WaitGroup
 	group.Go(func() { flow.Run(ctx) })
 	group.Go(func() { other.Run(ctx) })
 
 	give(flow, "k0")
-	require.Eventually(t, func() bool { return hanging() == 1 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return hanging() == 1 }, 2*time.Minute, time.Millisecond)
 	give(flow, "quick")
 	soon(`SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'quick' AND state = 'finished'`, 1)
 
 	_, err = pool.Exec(t.Context(), `INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, attempts, locked_by, request, flow, sealed)
 		SELECT scope, operation, 'k' || n, fingerprint, 'running', 1, locked_by, '100', flow, sealed FROM effectonce.idempotency_keys, generate_series(1, 29) n WHERE key = 'k0'`)
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return hanging() == 8 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return hanging() == 8 }, 2*time.Minute, time.Millisecond)
 	give(other, "other")
 	_, err = op.Once(t.Context(), key("old"), insertOnce("old"))
 	require.NoError(t, err)

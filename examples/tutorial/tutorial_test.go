@@ -39,7 +39,7 @@ func TestTutorialHasItsEffect(t *testing.T) {
 		_ = pool.QueryRow(t.Context(), `SELECT count(*) FROM invoices WHERE order_id = 'order-1' AND amount = 100`).Scan(&n) // no table yet: 0
 		return n
 	}
-	require.Eventually(t, func() bool { return count() == 1 }, time.Minute, 50*time.Millisecond)
+	require.Eventually(t, func() bool { return count() == 1 }, 2*time.Minute, 50*time.Millisecond)
 	stop()
 	require.NoError(t, <-ended)
 	require.NoError(t, <-ended)

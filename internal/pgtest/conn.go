@@ -32,7 +32,7 @@ func Blocked(t *testing.T, look, holder *pgx.Conn) {
 		var waits bool
 		err := look.QueryRow(t.Context(), "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid)))", int32(holder.PgConn().PID())).Scan(&waits)
 		return err == nil && waits
-	}, time.Minute, 5*time.Millisecond)
+	}, 2*time.Minute, 5*time.Millisecond)
 }
 
 // Plan runs a statement in a transaction that is rolled back, and returns its plan with the rows

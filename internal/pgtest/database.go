@@ -14,8 +14,8 @@ import (
 )
 
 const (
-	cleanupMax   = time.Minute
-	poolCloseMax = 10 * time.Second
+	cleanupMax   = 2 * time.Minute
+	poolCloseMax = 2 * time.Minute
 	poolConnsMax = 16 // times sixteen tests at once is within the shared server's limit
 )
 

@@ -45,7 +45,7 @@ func NoPool(tb testing.TB) *pgxpool.Pool {
 // again in the background.
 func Unused(tb testing.TB, pool *pgxpool.Pool) {
 	tb.Helper()
-	require.Eventually(tb, func() bool { return pool.Stat().AcquiredConns() == 0 }, time.Minute, time.Millisecond, "all connections are back")
+	require.Eventually(tb, func() bool { return pool.Stat().AcquiredConns() == 0 }, 2*time.Minute, time.Millisecond, "all connections are back")
 }
 
 // Count returns the number that a query counts.

@@ -6,8 +6,7 @@ import (
 	"os"
 	"testing"
 
-	"go.uber.org/goleak"
-
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
 )
 
@@ -18,7 +17,7 @@ func TestMain(m *testing.M) {
 	if len(os.Args) == 2 && os.Args[1] == crashing {
 		startAndCrash()
 	}
-	goleak.VerifyTestMain(m)
+	pgtest.Main(m)
 }
 
 func startAndCrash() {

@@ -101,7 +101,7 @@ func TestEmbeddedPostgresDiesWithItsProcess(t *testing.T) {
 	require.EventuallyWithT(t, func(c *assert.CollectT) {
 		_, err := pgx.Connect(t.Context(), string(address))
 		assert.ErrorContains(c, err, "connection refused")
-	}, time.Minute, 20*time.Millisecond)
+	}, 2*time.Minute, 20*time.Millisecond)
 }
 
 // A server that cannot start says why, at once, and leaves nothing running.

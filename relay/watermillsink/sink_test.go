@@ -311,7 +311,7 @@ func TestPublisherThatHangs(t *testing.T) {
 	require.Zero(t, dead, "that time was over is no verdict about a row")
 
 	close(release)
-	require.Eventually(t, func() bool { return len(p.taken()) >= 6 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return len(p.taken()) >= 6 }, 2*time.Minute, time.Millisecond)
 	stop()
 	require.NoError(t, <-done)
 	require.Equal(t, []string{"1", "2", "3", "1", "2", "3"}, p.taken()[:6], "the call that was left ends before the next begins")
@@ -330,12 +330,12 @@ func TestMessagesAreCopies(t *testing.T) {
 		_, err := sink.Publish(ctx, messages)
 		done <- err
 	}()
-	require.Eventually(t, func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.calls) == 1 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.calls) == 1 }, 2*time.Minute, time.Millisecond)
 	cancel()
 	require.ErrorIs(t, <-done, context.Canceled)
 	messages[0].Payload[0] = 'X'
 	close(release)
-	require.Eventually(t, func() bool { return len(p.taken()) == 1 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return len(p.taken()) == 1 }, 2*time.Minute, time.Millisecond)
 	require.Equal(t, []string{"1"}, p.taken())
 }
 
@@ -357,7 +357,7 @@ func TestMessagesCarryTheContext(t *testing.T) {
 	require.False(t, final(err))
 	select {
 	case <-heeded:
-	case <-time.After(time.Minute):
+	case <-time.After(2 * time.Minute):
 		require.Fail(t, "the messages have another context")
 	}
 }

@@ -27,6 +27,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
@@ -77,6 +78,7 @@ type place struct {
 // has at most one effect, exactly one if a client got a success, none if it was declined, and all
 // copies get the same outcome.
 func TestHammer(t *testing.T) {
+	longtest.Only(t, "a hammer of random faults")
 	t.Parallel()
 	h := &hammer{seed: *hammerSeed, client: &http.Client{Timeout: 15 * time.Second, Transport: &http.Transport{MaxIdleConnsPerHost: 64}}, keys: map[string]*history{}}
 	if h.seed == 0 {
@@ -275,7 +277,7 @@ func (h *hammer) send(ctx context.Context, k *history, a *answer) (http.Header, 
 // more.
 func (h *hammer) settle(t *testing.T) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	todo := make(chan *history, len(h.keys))
 	for _, k := range h.keys {

@@ -230,7 +230,7 @@ func TestAcceptedFlowThatFailsIsCompleted(t *testing.T) {
 	}
 	for _, failure := range []string{"away for now", "panicked in the call"} {
 		// The line comes after the key is free, and so perhaps after another worker's outcome.
-		require.Eventually(t, func() bool { return strings.Contains(log.String(), failure) }, time.Minute, time.Millisecond, failure)
+		require.Eventually(t, func() bool { return strings.Contains(log.String(), failure) }, 2*time.Minute, time.Millisecond, failure)
 	}
 
 	s, _ := accepting(t, newPool(t), cfg, httpkey.Accept{After: 20 * time.Second}, func(*idempotency.Step[charge]) error { panic("early") })

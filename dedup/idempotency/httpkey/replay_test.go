@@ -359,7 +359,7 @@ func TestClientThatLeftBeforeTheWork(t *testing.T) {
 		default:
 			return false
 		}
-	}, time.Minute, time.Millisecond, "the request still waits for a connection after its client has gone")
+	}, 2*time.Minute, time.Millisecond, "the request still waits for a connection after its client has gone")
 	for _, conn := range all {
 		conn.Release()
 	}

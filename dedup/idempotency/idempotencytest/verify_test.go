@@ -17,10 +17,14 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/idempotencytest"
+	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/outbox"
 )
 
-func TestMain(m *testing.M) { idempotencytest.Main(m) }
+func TestMain(m *testing.M) {
+	pgtest.SideBySide()
+	idempotencytest.Main(m)
+}
 
 const orders = `CREATE TABLE orders (n bigint GENERATED ALWAYS AS IDENTITY, id text, made_at timestamptz DEFAULT now())`
 

@@ -179,7 +179,7 @@ func (s *service) restart() {
 	defer s.mu.Unlock()
 	_ = s.server.Close()
 	_ = s.listener.Close() // Serve may not have begun
-	if assert.Eventually(s.t, s.listens, time.Minute, time.Millisecond) {
+	if assert.Eventually(s.t, s.listens, 2*time.Minute, time.Millisecond) {
 		assert.NoError(s.t, s.start())
 	}
 }
@@ -501,7 +501,7 @@ func TestClientLeavesAtEachPoint(t *testing.T) {
 			require.Eventually(t, func() bool { // it may still be in progress
 				a, err = s.again(client, "charge", "k")
 				return err == nil && a.status != http.StatusConflict
-			}, time.Minute, time.Millisecond)
+			}, 2*time.Minute, time.Millisecond)
 			require.True(t, a.replayed())
 			s.requireOnce("charge", a)
 		})

@@ -282,7 +282,7 @@ func TestBodiesThatCannotBeRepeated(t *testing.T) {
 			request.ContentLength = test.declared
 			_, _, err = send(t, client, request)
 			require.NoError(t, err)
-			require.Eventually(t, body.closed.Load, time.Minute, time.Millisecond) // perhaps by another goroutine, behind the response
+			require.Eventually(t, body.closed.Load, 2*time.Minute, time.Millisecond) // perhaps by another goroutine, behind the response
 			require.Len(t, s.all(), test.attempts)
 			for _, a := range s.all() {
 				require.Equal(t, sent, a.body)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/bench"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -50,6 +51,7 @@ func object(t *testing.T, report any) map[string]any {
 // Every variant of the consumer runs in every round, gives each message one effect (Consume itself
 // counts them), and has its key; what it made on the servers is gone afterwards.
 func TestConsume(t *testing.T) {
+	longtest.Only(t, "the benchmark")
 	t.Parallel()
 	on := own(t)
 	var lines []string
@@ -101,6 +103,7 @@ func child(t *testing.T) []string {
 // of the latencies arrives, a relay alone in a process is measured busy, idle and on a larger
 // backlog, and what was made on the servers is gone afterwards.
 func TestRelay(t *testing.T) {
+	longtest.Only(t, "the benchmark")
 	t.Parallel()
 	on := own(t)
 	report, err := bench.Relay(t.Context(), bench.RelayOptions{

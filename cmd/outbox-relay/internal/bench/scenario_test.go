@@ -17,6 +17,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/bench"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -24,6 +25,7 @@ import (
 // Every scenario that is not standard measures each of its ways, every message of a steady load
 // arrives, and what was made on the servers is gone afterwards.
 func TestScenarios(t *testing.T) {
+	longtest.Only(t, "the benchmark")
 	t.Parallel()
 	on := own(t)
 	scenarios, err := bench.ParseScenarios("load,backlog,network,pooler,shards")
@@ -175,7 +177,7 @@ func TestGapSafeCursorWaits(t *testing.T) {
 		var looked bool
 		err := conn.QueryRow(t.Context(), "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE query LIKE '-- bench.gap_safe_cursor%' AND state = 'idle')").Scan(&looked)
 		return err == nil && looked
-	}, time.Minute, 5*time.Millisecond)
+	}, 2*time.Minute, 5*time.Millisecond)
 	select {
 	case err := <-done:
 		t.Fatal("it did not wait: ", err)
@@ -231,6 +233,7 @@ func TestThrough(t *testing.T) {
 // What a server on this machine uses is counted, also by backends that have ended; of another one
 // nothing is said.
 func TestServerCPU(t *testing.T) {
+	longtest.Only(t, "the benchmark")
 	t.Parallel()
 	if runtime.GOOS != "linux" {
 		t.Skip("LOUD SKIP: not tested, processes are read from /proc")

@@ -17,6 +17,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -35,10 +36,8 @@ func short(t *testing.T) demo.Options {
 // The promise holds: whatever is killed, frozen and sent twice, every order has one effect, in
 // order. Afterwards the servers are as they were.
 func TestRunHoldsThePromise(t *testing.T) {
+	longtest.Only(t, "the demo")
 	t.Parallel()
-	if testing.Short() {
-		t.Skip("LOUD SKIP with -short: the demo, which takes about 15 seconds")
-	}
 	options := short(t)
 	var phases []string
 	options.Progress = func(p demo.Progress) {
@@ -64,10 +63,8 @@ func TestRunHoldsThePromise(t *testing.T) {
 
 // The demo can fail: without the claim duplicates have effects, and the checker says so.
 func TestRunWithoutDedupBreaksThePromise(t *testing.T) {
+	longtest.Only(t, "the demo")
 	t.Parallel()
-	if testing.Short() {
-		t.Skip("LOUD SKIP with -short: the demo without dedup, which takes about 15 seconds")
-	}
 	options := short(t)
 	options.WithoutDedup = true
 	report, err := demo.Run(t.Context(), options)

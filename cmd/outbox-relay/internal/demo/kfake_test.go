@@ -16,15 +16,14 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/demo"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // kfake keeps a member that dies while its join request waits, with its share of the partitions and
 // without a session timer. The run still finishes.
 func TestRunOutlivesAMemberThatKfakeKeeps(t *testing.T) {
+	longtest.Only(t, "the demo")
 	t.Parallel()
-	if testing.Short() {
-		t.Skip("LOUD SKIP with -short: another demo, which takes about 15 seconds")
-	}
 	options := short(t)
 	options.Brokers, options.Fake = kafkatest.Fake(t).ListenAddrs(), true
 	joined := false
@@ -52,7 +51,7 @@ func joinAndDie(t *testing.T, brokers []string) {
 			require.NoError(t, err)
 			group = groups.Sorted()[0]
 			return group.State == "Stable" && len(group.Members) == 3
-		}, time.Minute, 50*time.Millisecond)
+		}, 2*time.Minute, 50*time.Millisecond)
 		if diesJoining(t, brokers, group) {
 			return
 		}

@@ -12,7 +12,7 @@ import (
 )
 
 const (
-	awaitMax   = time.Minute
+	awaitMax   = 2 * time.Minute
 	awaitEvery = 20 * time.Millisecond
 )
 

@@ -285,7 +285,7 @@ func TestAnOutcomeUnderWayIsWaitedFor(t *testing.T) {
 		var waits bool
 		err := pool.QueryRow(t.Context(), "SELECT cardinality(pg_blocking_pids($1)) > 0", conn.PgConn().PID()).Scan(&waits)
 		return err == nil && waits
-	}, time.Minute, 10*time.Millisecond)
+	}, 2*time.Minute, 10*time.Millisecond)
 	require.NoError(t, worker.Commit(t.Context()))
 	require.ErrorContains(t, <-refused, "never changed")
 	assert.Equal(t, keys.Finished, find(t, pool, "k").State)

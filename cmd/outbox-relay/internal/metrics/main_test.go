@@ -55,7 +55,7 @@ func await(t *testing.T, m *metrics.Metrics, what string, holds func(series) boo
 	require.Eventually(t, func() bool {
 		last, _ = scrape(t, m)
 		return holds(last)
-	}, time.Minute, 10*time.Millisecond, what)
+	}, 2*time.Minute, 10*time.Millisecond, what)
 	return last
 }
 

@@ -18,6 +18,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/metrics"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
@@ -34,6 +35,7 @@ func newMetrics(schema string) *metrics.Metrics {
 // old it is, what was delivered and how late, what is dead or parked, who holds what. And
 // docs/reference/metrics.md lists all of them with their labels and types, and no others.
 func TestMetricsOfARun(t *testing.T) {
+	longtest.Only(t, "ages in real time")
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	fake := kafkatest.Fake(t)

@@ -29,6 +29,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/metrics"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
@@ -452,6 +453,7 @@ func shape(all []recorded) string {
 // outages, with relays, a database and brokers; promtool runs the alerts over them. They are
 // recorded anew here, and are as they were. Row O45 of guarantees.md.
 func TestOutagesAreAsRecorded(t *testing.T) { //nolint:tparallel // the group ends when all scenes have
+	longtest.Only(t, "seven clusters, each with an outage")
 	t.Parallel()
 	var mu sync.Mutex
 	found := map[string]recording{}

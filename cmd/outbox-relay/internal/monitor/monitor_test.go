@@ -72,7 +72,7 @@ func awaitReady(t *testing.T, server *monitor.Server, code int, state, reason st
 		var got int
 		got, v = ready(t, server)
 		return got == code && v.State == state && strings.Contains(strings.Join(v.Reasons, "; "), reason)
-	}, time.Minute, 20*time.Millisecond, "%d %s %s, not %+v", code, state, reason, &v)
+	}, 2*time.Minute, 20*time.Millisecond, "%d %s %s, not %+v", code, state, reason, &v)
 }
 
 // Row S9 of guarantees.md: a replica is ready while it publishes or stands by and the database
@@ -170,11 +170,11 @@ func TestStuckRelayIsNotAlive(t *testing.T) {
 	monitor.StuckAfter(state, time.Hour)
 	assert.Equal(t, 200, health())
 	monitor.StuckAfter(state, 3*time.Second) // it has to be long enough for the look behind a turn
-	require.Eventually(t, func() bool { return health() == 503 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return health() == 503 }, 2*time.Minute, time.Millisecond)
 	hooks.Heartbeat()
 	assert.Equal(t, 1, turns)
 	assert.Equal(t, 200, health(), "it made a turn")
-	require.Eventually(t, func() bool { return health() == 503 }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return health() == 503 }, 2*time.Minute, time.Millisecond)
 	hooks.Lease(3, false)
 	assert.Equal(t, 200, health(), "it lost the shard")
 	monitor.StuckAfter(state, time.Nanosecond)

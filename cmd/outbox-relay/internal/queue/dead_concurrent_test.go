@@ -20,6 +20,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/queue"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -45,6 +46,7 @@ type fate struct{ published, discarded bool }
 // SQL, while two relays take turns and writers continue. No row is lost, none is both published and
 // discarded, and the order of each key is kept.
 func TestNoDeadRowIsLostDoubledOrStranded(t *testing.T) {
+	longtest.Only(t, "a hammer")
 	t.Parallel()
 	address, topic := pgtest.Database(t), kafkatest.Topic(t, 2)
 	conn := connect(t, address)
@@ -149,7 +151,7 @@ func judge(t *testing.T, conn *pgx.Conn, topic string) {
 			var key, n int
 			_, err := fmt.Sscanf(name, "key %d/%d", &key, &n)
 			require.NoError(t, err)
-			assert.GreaterOrEqual(t, n, last[string(record.Key)], "order of %s", record.Key)
+			assert.GreaterOrEqual(t, n, last[string(record.Key)], "INVARIANT: order of %s", record.Key)
 			last[string(record.Key)] = n
 		}
 		fates[name].published = true
@@ -160,7 +162,7 @@ func judge(t *testing.T, conn *pgx.Conn, topic string) {
 	discarded, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
 	for _, name := range discarded {
-		assert.False(t, fates[name].discarded, "%s was discarded twice", name)
+		assert.False(t, fates[name].discarded, "INVARIANT: %s was discarded twice", name)
 		fates[name].discarded = true
 	}
 	published := 0

@@ -485,7 +485,7 @@ func TestHandlerIsEnded(t *testing.T) {
 		return book(ctx, tx, event)
 	})
 	require.Equal(t, http.StatusServiceUnavailable, deliver(r, request(t, "evt_1", dbNow(t))).Code)
-	require.Eventually(t, func() bool { return deliver(r, request(t, "evt_1", dbNow(t))).Code == http.StatusOK }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return deliver(r, request(t, "evt_1", dbNow(t))).Code == http.StatusOK }, 2*time.Minute, time.Millisecond)
 	require.Equal(t, 1, effects(t, pool, "evt_1"))
 }
 

@@ -3,7 +3,7 @@ package bodies_test
 import (
 	"testing"
 
-	"go.uber.org/goleak"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { pgtest.Main(m) }

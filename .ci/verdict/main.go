@@ -223,6 +223,8 @@ func (r *results) judge(to io.Writer, unfinished bool) bool {
 			say(&flaky, p, fmt.Sprintf("FLAKY %s: failed %d times, then passed alone; the first time:", name, p.fails))
 		case unfinished && p.fails < 3:
 			say(&open, p, "OPEN "+name+": failed, and the time was over before it ran again")
+		case p.fails < 3:
+			say(&failed, p, "FAILED "+name+": it did not run again, because too many failed, or one for certain")
 		default:
 			say(&failed, p, fmt.Sprintf("FAILED %s: %d times", name, p.fails))
 		}

@@ -132,7 +132,7 @@ func TestUnfinished(t *testing.T) {
 		lines += string(line) + "\n"
 	}
 	lines += `{"Action":"output","Package":"p","Te`
-	for unfinished, want := range map[bool]string{true: "OPEN p TestA: failed", false: "FAILED p TestA: 1 times"} {
+	for unfinished, want := range map[bool]string{true: "OPEN p TestA: failed", false: "FAILED p TestA: it did not run again"} {
 		r := &results{known: map[[2]string]*test{}, panics: map[string]bool{}}
 		if err := r.read(strings.NewReader(lines)); err != nil {
 			t.Fatal(err)

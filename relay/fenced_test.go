@@ -304,7 +304,7 @@ func TestShardsChangeWhenNothingIsRead(t *testing.T) {
 	insert(t, pool, topic, "k", "last")
 	await(t, "all is published", func() bool { return slices.Contains(values(t, topic), "last") })
 	await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 12 })
-	require.Equal(t, 12, kafkatest.Count(t, topic), "INVARIANT: nothing twice")
+	require.Equal(t, 12, kafkatest.Count(t, topic), "nothing twice")
 }
 
 // Property: a shard whose row of progress is deleted begins anew. A holder that does not know yet
@@ -362,7 +362,7 @@ func TestProgressIsRestoredInAnyOrder(t *testing.T) {
 				must(t, pool, `INSERT INTO effectonce.`+table+` TABLE kept_`+strings.TrimPrefix(table, "outbox_"))
 			}
 			require.Equal(t, before, one[string](t, pool, now))
-			require.Zero(t, drain(t, r), "INVARIANT: nothing twice")
+			require.Zero(t, drain(t, r), "nothing twice")
 		})
 	}
 }

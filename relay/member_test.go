@@ -65,7 +65,7 @@ func TestReplicasShareShards(t *testing.T) {
 	for _, stop := range []func(){first, second, third} {
 		stop()
 	}
-	require.Equal(t, 80, kafkatest.Count(t, topic), "INVARIANT: nothing twice")
+	require.Equal(t, 80, kafkatest.Count(t, topic), "nothing twice")
 	for k := range 8 {
 		for i, v := range keyed(t, topic, fmt.Sprint("k", k)) {
 			require.Equal(t, fmt.Sprint(k+8*i), v)

@@ -273,7 +273,7 @@ func TestSequenceOfTicksThatWentBack(t *testing.T) {
 	must(t, owner, `DELETE FROM effectonce.outbox_ticks WHERE tick > 0 AND tick < (SELECT min(tick) FROM effectonce.outbox_progress_now);
 		SELECT setval('effectonce.outbox_ticks_tick_seq', 1, false)`)
 	insertAll(t, owner, topic, []string{"5"})
-	require.EqualValues(t, 1, drain(t, r), "INVARIANT: nothing is published twice")
+	require.EqualValues(t, 1, drain(t, r), "nothing is published twice")
 	require.Greater(t, one[int64](t, owner, `SELECT min(tick) FROM effectonce.outbox_progress_now`), known)
 	requireFirsts(t, topic, []string{"0", "1", "2", "3", "4", "5"})
 }

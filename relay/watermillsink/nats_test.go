@@ -203,7 +203,7 @@ func testRowsReachJetStreamThatIsKilled(t *testing.T, tracked bool) {
 		id := m.Headers().Get("message-id")
 		require.Equal(t, id, m.Headers().Get("_watermill_message_uuid"))
 		if tracked {
-			require.False(t, seen[id], "INVARIANT: twice")
+			require.False(t, seen[id], "twice")
 			require.Equal(t, id, m.Headers().Get(nats.MsgIdHdr))
 		}
 		if seen[id] {

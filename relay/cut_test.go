@@ -68,7 +68,7 @@ func TestNewShardsBeginWithWhatAllOldOnesKnew(t *testing.T) {
 		drain(t, before)
 		return one[int](t, pool, `SELECT min(floor) FROM effectonce.outbox_progress_now`) > 0
 	})
-	must(t, pool, `UPDATE effectonce.outbox_progress SET epoch = 100 WHERE shard = 2`) // it changed hands often …
+	must(t, pool, `UPDATE effectonce.outbox_progress SET epoch = epoch + 100 WHERE shard = 2`) // it changed hands often …
 	must(t, pool, `CREATE TABLE held (epoch bigint); CREATE TABLE begun (epoch bigint, floor bigint, published bigint);
 		CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO begun VALUES (NEW.epoch, NEW.floor, NEW.published); RETURN NULL; END';
 		CREATE TRIGGER note AFTER UPDATE ON effectonce.outbox_progress FOR EACH ROW WHEN (OLD.shards <> NEW.shards) EXECUTE FUNCTION note()`)

@@ -15,6 +15,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -134,6 +135,7 @@ func byKey(values []string) map[string][]string {
 // it, that has no progress yet, as by one that has; what is written afterwards, too. Row O22 of
 // guarantees.md.
 func TestRelayThatBeginsAfterARestoreSkipsNothing(t *testing.T) {
+	longtest.Only(t, "restores, several times")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()

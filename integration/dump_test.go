@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -102,6 +103,7 @@ func requireSameLines(t *testing.T, want, got []string) {
 // first. The database has the same schema, rows and sequences, and the relay continues there with
 // all rows. Row O22 of guarantees.md.
 func TestDumpOfPostgreSQLsOwn(t *testing.T) {
+	longtest.Only(t, "pg_dump and pg_restore, several times")
 	t.Parallel()
 	programs := newPgPrograms(t)
 	both(t, func(t *testing.T, exactly bool) {

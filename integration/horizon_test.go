@@ -13,6 +13,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
 	"github.com/effectonce/effectonce/relay"
@@ -23,6 +24,7 @@ import (
 // it is promoted without them, no reader ever saw them, and later commits are published. At least
 // once and exactly once. Row O24 of guarantees.md.
 func TestNoEventOutlivesAFailover(t *testing.T) {
+	longtest.Only(t, "standbys of its own, and lines of the log in real time")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
 	"github.com/effectonce/effectonce/relay"
@@ -35,6 +36,7 @@ const sequencesSQL = `SELECT format('SELECT setval(%L, %s);', format('%I.%I', sc
 // each key. That also holds if the sequences are forgotten, with rows in outbox_dead and published
 // rows that were removed during the upgrade. Rows O22, O40 of guarantees.md.
 func TestUpgradeByLogicalReplication(t *testing.T) {
+	longtest.Only(t, "two clusters and a logical copy, several times")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()

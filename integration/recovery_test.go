@@ -23,6 +23,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
@@ -239,6 +240,7 @@ type restored struct {
 // before; what is below the floor is not published again, the order of first occurrences is kept,
 // and claims hold. Row O22 of guarantees.md.
 func TestRestoredDumpSkipsNothing(t *testing.T) {
+	longtest.Only(t, "restores, several times")
 	t.Parallel()
 	counts := []int16{1, 3}
 	if testing.Short() {

@@ -21,6 +21,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kversion"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -223,6 +224,7 @@ func TestTopicThatIsNotAllowedWaits(t *testing.T) {
 // topic's rights: those before Kafka 2.3, which do not report rights, and those that report wrong
 // ones.
 func TestTopicThatIsOnlyRefusedWaits(t *testing.T) {
+	longtest.Only(t, "it waits until topics are asked for again")
 	t.Parallel()
 	for name, opts := range map[string][]kfake.Opt{"silent": {kfake.MaxVersions(kversion.V2_2_0())}, "wrong": nil} {
 		t.Run(name, func(t *testing.T) {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/consumer/consumertest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -109,6 +110,7 @@ func TestVerifyFindsWhatIsWrong(t *testing.T) { //nolint:tparallel // the cases 
 // Property: Verify runs the handler with the consumer's own order and workers, and notices keys of
 // foreign calls that change when a message is parked and retried.
 func TestVerifySeesWorkersAndForeignCalls(t *testing.T) {
+	longtest.Only(t, "two of three workers within 20 ms")
 	t.Parallel()
 	for name, order := range map[string]consumer.Order{"by key": consumer.OrderByKey, "unordered": consumer.OrderUnordered} {
 		t.Run(name, func(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/servers"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 const (
@@ -161,7 +163,25 @@ func Topic(tb testing.TB, partitions int, configs ...string) string {
 			tb.Errorf("delete topic %s: %v", name, err)
 		}
 	})
+	testwait.Explain(tb, "topic "+name, func() string { return lags(context.WithoutCancel(tb.Context()), admin, name) })
 	return name
+}
+
+// lags says where a topic ends, and how far the groups are that read it.
+func lags(ctx context.Context, admin *kadm.Client, topic string) string {
+	var b strings.Builder
+	ends, err := admin.ListEndOffsets(ctx, topic)
+	ends.Each(func(end kadm.ListedOffset) { fmt.Fprintf(&b, "partition %d ends at %d\n", end.Partition, end.Offset) })
+	groups, failed := admin.Lag(ctx)
+	for _, group := range groups.Sorted() {
+		for partition, lag := range group.Lag[topic] {
+			fmt.Fprintf(&b, "group %s, %s, is at %d of partition %d, %d behind\n", group.Group, group.State, lag.Commit.At, partition, lag.Lag)
+		}
+	}
+	if err = errors.Join(err, failed); err != nil {
+		fmt.Fprintln(&b, err)
+	}
+	return b.String()
 }
 
 // TopicAt is Topic for a cluster of the test, which may be down when the test ends: the topic ends

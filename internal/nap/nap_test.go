@@ -1,7 +1,6 @@
 package nap_test
 
 import (
-	"slices"
 	"testing"
 	"time"
 
@@ -38,21 +37,4 @@ func TestNapBehindClose(t *testing.T) {
 	begun := time.Now()
 	n.Nap(nap.Max)
 	require.GreaterOrEqual(t, time.Since(begun), nap.Max)
-}
-
-func BenchmarkNap(b *testing.B) {
-	n := nap.New()
-	b.Cleanup(n.Close)
-	for name, by := range map[string]*nap.Napper{"precise": n, "timer": {}} {
-		b.Run(name, func(b *testing.B) {
-			var took []time.Duration
-			for b.Loop() {
-				begun := time.Now()
-				by.Nap(300 * time.Microsecond)
-				took = append(took, time.Since(begun))
-			}
-			slices.Sort(took)
-			b.ReportMetric(float64(took[len(took)/2].Microseconds()), "µs/median")
-		})
-	}
 }

@@ -3,10 +3,11 @@ package pgtest
 import (
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // Connect opens a connection that ends with the test.
@@ -28,11 +29,11 @@ func Exec(t *testing.T, conn *pgx.Conn, sql string, args ...any) {
 // Blocked waits until a session waits for a lock of holder.
 func Blocked(t *testing.T, look, holder *pgx.Conn) {
 	t.Helper()
-	require.Eventually(t, func() bool {
+	testwait.True(t, "a session waits for a lock", func() bool {
 		var waits bool
 		err := look.QueryRow(t.Context(), "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid)))", int32(holder.PgConn().PID())).Scan(&waits)
 		return err == nil && waits
-	}, 2*time.Minute, 5*time.Millisecond)
+	})
 }
 
 // Plan runs a statement in a transaction that is rolled back, and returns its plan with the rows

@@ -75,7 +75,7 @@ func Cluster(tb testing.TB, parameters map[string]string) *servers.Postgres {
 	if err != nil {
 		tb.Fatal(err)
 	}
-	p, err := servers.StartPostgres(tb.Context(), servers.PostgresOptions{Own: true, ClockOffset: offset, Parameters: parameters})
+	p, err := servers.StartPostgres(tb.Context(), servers.PostgresOptions{Own: true, InMemory: true, ClockOffset: offset, Parameters: parameters})
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -108,6 +108,7 @@ func create(tb testing.TB, server *servers.Postgres, template string) string {
 		tb.Fatalf("create the test's database: %v", err)
 	}
 	address := withDatabase(server.URL, name)
+	explain(tb, address)
 	tb.Cleanup(func() {
 		ctx, cancel := cleanupContext(tb)
 		defer cancel()

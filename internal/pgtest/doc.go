@@ -17,7 +17,7 @@
 // test that passes without it has to pass with it, because only the database's clock is used for
 // decisions:
 //
-//	TEST_CLOCK_OFFSET=-1h go test -short ./dedup/idempotency/...
+//	TEST_CLOCK_OFFSET=-1h go test ./dedup/idempotency/...
 //
 // Such a server runs from downloaded binaries, even if there are a DATABASE_URL and a Docker
 // engine. It needs a C compiler for the library that shifts its clock.

@@ -2,10 +2,10 @@ package pgtest
 
 import (
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/stretchr/testify/require"
+
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // PoolWith is Pool on a database with additional tables, which the statements create.
@@ -45,7 +45,7 @@ func NoPool(tb testing.TB) *pgxpool.Pool {
 // again in the background.
 func Unused(tb testing.TB, pool *pgxpool.Pool) {
 	tb.Helper()
-	require.Eventually(tb, func() bool { return pool.Stat().AcquiredConns() == 0 }, 2*time.Minute, time.Millisecond, "all connections are back")
+	testwait.Equal(tb, 0, "connections in use", func() int32 { return pool.Stat().AcquiredConns() })
 }
 
 // Count returns the number that a query counts.

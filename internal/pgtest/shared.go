@@ -44,13 +44,14 @@ func (s *sharedServer) start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.server, err = servers.StartPostgres(ctx, servers.PostgresOptions{ClockOffset: offset, Parameters: map[string]string{
+	s.server, err = servers.StartPostgres(ctx, servers.PostgresOptions{InMemory: true, ClockOffset: offset, Parameters: map[string]string{
 		"max_connections": "300",
 		// The data is gone when the process ends, so there is no crash against which these could
 		// protect; and each creation and drop of a database would wait for dozens of syncs. A
 		// Cluster, which may be killed, has them on.
 		"fsync":            "off",
 		"full_page_writes": "off",
+		"max_wal_size":     "256MB", // in memory
 	}})
 	if err != nil {
 		return err

@@ -5,13 +5,12 @@ package servers
 import (
 	"context"
 	"errors"
-	"time"
 )
 
 func postgresBinaries(context.Context) (string, error) {
 	return "", errors.New("there are no PostgreSQL binaries for this system: set DATABASE_URL, or start a Docker engine")
 }
 
-func createCluster(_ context.Context, _, _ string, _ []string, _ time.Duration) (external, error) {
+func createCluster(_ context.Context, _, _ string, _ []string, _ PostgresOptions) (external, error) {
 	return external{}, errors.ErrUnsupported // never reached: there are no binaries
 }

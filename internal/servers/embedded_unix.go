@@ -12,7 +12,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"syscall"
-	"time"
 )
 
 // cluster is a PostgreSQL that runs as a child of this process.
@@ -29,9 +28,23 @@ type cluster struct {
 func (c *cluster) logFile() string { return filepath.Join(c.dir, "log") }
 func (c *cluster) data() string    { return filepath.Join(c.dir, "data") }
 
+// memory is where a Linux has files in memory; empty: there is none, or too little room.
+func memory() string {
+	const dir, tmpfs, roomMin = "/dev/shm", 0x01021994, 2 << 30
+	var fs syscall.Statfs_t
+	if err := syscall.Statfs(dir, &fs); err != nil || int64(fs.Type) != tmpfs || int64(fs.Bavail)*int64(fs.Bsize) < roomMin { //nolint:unconvert // the types depend on the system
+		return ""
+	}
+	return dir
+}
+
 // createCluster creates the data directory.
-func createCluster(ctx context.Context, binaries, password string, flags []string, clockOffset time.Duration) (_ *cluster, err error) {
-	dir, err := os.MkdirTemp("", "effectonce-postgres-data-")
+func createCluster(ctx context.Context, binaries, password string, flags []string, opts PostgresOptions) (_ *cluster, err error) {
+	parent := ""
+	if opts.InMemory && opts.ClockOffset == 0 { // containers let no library be loaded from /dev/shm
+		parent = memory()
+	}
+	dir, err := os.MkdirTemp(parent, "effectonce-postgres-data-")
 	if err != nil {
 		return nil, err
 	}
@@ -41,8 +54,8 @@ func createCluster(ctx context.Context, binaries, password string, flags []strin
 			err = errors.Join(err, os.RemoveAll(dir))
 		}
 	}()
-	if clockOffset != 0 {
-		if c.clock, err = clockLibrary(ctx, dir, clockOffset); err != nil {
+	if opts.ClockOffset != 0 {
+		if c.clock, err = clockLibrary(ctx, dir, opts.ClockOffset); err != nil {
 			return nil, err
 		}
 	}

@@ -3,7 +3,6 @@ package consumer_test
 import (
 	"context"
 	"fmt"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -119,26 +118,4 @@ func TestAbandonedHandlersAreBounded(t *testing.T) {
 	require.NoError(t, stop())
 	require.Empty(t, h.parked())
 	require.Contains(t, h.log.String(), "partition works again")
-}
-
-// Property: a handler that fails permanently, with OnFailureBlock, keeps its lane's stack and the
-// log small: the problem is logged once and its end once, however often it was tried.
-func TestLastingProblemIsLoggedOnce(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produce("bad")
-	var calls atomic.Int64
-	var works atomic.Bool
-	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if calls.Add(1); !works.Load() {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	}), func(c *consumer.Config) { block(c); c.RetryMax = 2 * time.Millisecond })
-	h.wait("many attempts", func() bool { return calls.Load() > 50 })
-	works.Store(true)
-	h.waitEffects(1)
-	require.NoError(t, stop())
-	require.Equal(t, 1, strings.Count(h.log.String(), "level=ERROR"), h.log.String())
-	require.Equal(t, 1, strings.Count(h.log.String(), "partition works again"))
 }

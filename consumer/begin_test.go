@@ -3,8 +3,6 @@ package consumer_test
 import (
 	"context"
 	"errors"
-	"fmt"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -240,31 +238,6 @@ func TestCommittedOffsetsOfAnotherTopicID(t *testing.T) {
 			require.Contains(t, h.log.String(), "Kafka's offset")
 		})
 	}
-}
-
-// Property: the consumer's own commits name the cluster and topic that they are for, and the line
-// that is logged when a partition is assigned says in plain numbers where it begins and why. Issues
-// A7, E.
-func TestCommitsAndAssignmentsSayWhatTheyAreFor(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produce("0", "1")
-	stop := h.run(consumer.Each(effect), nil)
-	h.waitEffects(2)
-	require.NoError(t, stop())
-	id, cluster := h.topicID()
-	offsets, err := kadm.NewClient(kafkatest.Client(t)).FetchOffsets(t.Context(), h.topic)
-	require.NoError(t, err)
-	found, _ := offsets.Lookup(h.topic, 0)
-	require.EqualValues(t, 2, found.At)
-	require.Equal(t, fmt.Sprintf("effectonce/1 cluster=%s topic=%s offset=2", cluster, id), found.Metadata)
-	require.Contains(t, h.log.String(), `resume=0 why="the topic is new to the group: begins at its start" position=none committed=none first=0 end=`)
-	stop = h.run(consumer.Each(effect), nil)
-	h.wait("assigned", func() bool {
-		return strings.Contains(h.log.String(), `resume=2 why="resumes at the stored position" position=2 committed=2`)
-	})
-	require.NoError(t, stop())
-	require.NotContains(t, h.log.String(), "0x")
 }
 
 // start is run for brokers of the test's own. It returns the consumer, too.

@@ -1,7 +1,6 @@
 package consumer_test
 
 import (
-	"math/rand/v2"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -38,33 +37,6 @@ func TestFreshBatchesAreTakenAsFresh(t *testing.T) {
 	tries, failed := play(f, 1000, func(int) bool { return false })
 	assert.Equal(t, 999, tries)
 	assert.Zero(t, failed)
-}
-
-// A run of duplicates costs one failed try, however long it is, and soon after its end batches are
-// taken as fresh again.
-func TestARunOfDuplicatesCostsOneTry(t *testing.T) {
-	t.Parallel()
-	for _, length := range []int{1, 2, 100, 500} {
-		f := consumer.NewClaimForm()
-		tries, failed := play(f, 1000, func(batch int) bool { return batch >= 300 && batch < 300+length })
-		assert.Equal(t, 1, failed, length)
-		assert.Equal(t, 1000-1-length-2*consumer.CleanMin+1, tries, length) // the first, the run but the try itself, and those behind it
-	}
-}
-
-// If duplicates are everywhere, nearly no try is wasted; if they are in every second batch, few
-// are.
-func TestFailedTriesGetRare(t *testing.T) {
-	t.Parallel()
-	random := rand.New(rand.NewPCG(1, 2))
-	for _, tc := range []struct {
-		share float64
-		most  int
-	}{{1, 0}, {0.99, 10}, {0.9, 40}, {0.5, 120}} {
-		f := consumer.NewClaimForm()
-		_, failed := play(f, 10_000, func(int) bool { return random.Float64() < tc.share })
-		assert.LessOrEqual(t, failed, tc.most, tc.share)
-	}
 }
 
 // After a failed try the next one takes more batches without a duplicate, up to a bound; a run of

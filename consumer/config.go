@@ -91,7 +91,8 @@ type Config struct {
 	DeadLetterTopic string
 	// AttemptsMax is the maximum number of attempts for a message whose failure may be temporary.
 	// Attempts are counted in the database when they begin, so a message that kills the process is
-	// parked, too. A failure of the database is not an attempt. 1 to 1,000; default 10.
+	// parked, too. A failure of the database is not an attempt, and neither are the first ten
+	// deadlocks or serialization failures in a row. 1 to 1,000; default 10.
 	AttemptsMax int
 	// PermanentStates are SQLSTATE codes, or classes of two characters, that a retry cannot fix, in
 	// addition to errors marked by Permanent: "23" means all constraint violations. Default: none.

@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
+	"github.com/effectonce/effectonce/internal/kafkaclient"
 	"github.com/effectonce/effectonce/internal/nodedup"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/migrations"
@@ -87,7 +88,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, handler Handler, cfg Config) (*Con
 // checkDrain rejects a DrainMax that is not below the rebalance timeout: another member would get
 // the partitions before their batches have ended.
 func (c *Consumer) checkDrain() error {
-	client, err := kgo.NewClient(c.kafka...) // it connects on first use
+	client, err := kafkaclient.New(c.kafka...) // it connects on first use
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -22,6 +21,7 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -136,61 +136,6 @@ func TestRunningConsumerFollowsTheDatabaseBack(t *testing.T) {
 	h.waitEffects(11)
 	require.NoError(t, stop())
 	require.Contains(t, h.log.String(), "lost commits")
-}
-
-// Property: misuse by a handler is a failure, never a silent loss: a swallowed SQL error, a panic,
-// a goroutine that ends, the handler's own COMMIT or ROLLBACK, a result left open. All other
-// messages continue, and after a fixed deployment the message has its effect. Rows C19, C20 of
-// guarantees.md.
-func TestBrokenHandlerLosesNothing(t *testing.T) {
-	t.Parallel()
-	for name, misbehave := range map[string]func(ctx context.Context, tx pgx.Tx) error{
-		"swallowed error": func(ctx context.Context, tx pgx.Tx) error {
-			_, _ = tx.Exec(ctx, `SELECT 1/0`)
-			return nil
-		},
-		"panic":            func(context.Context, pgx.Tx) error { panic("boom") },
-		"goexit":           func(context.Context, pgx.Tx) error { runtime.Goexit(); return nil },
-		"commit":           func(ctx context.Context, tx pgx.Tx) error { return tx.Commit(ctx) },
-		"ignored rollback": func(ctx context.Context, tx pgx.Tx) error { _ = tx.Rollback(ctx); return nil },
-		"commit by sql": func(ctx context.Context, tx pgx.Tx) error {
-			_, _ = tx.Exec(ctx, " ; commit")
-			return nil
-		},
-		"open result": func(ctx context.Context, tx pgx.Tx) error {
-			_, err := tx.Query(ctx, `SELECT generate_series(1, 100000)`) //nolint:sqlclosecheck // the mistake under test
-			return err
-		},
-		"error": func(context.Context, pgx.Tx) error { return errors.New("no") },
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			for _, v := range []string{"a", "b", "bad", "c"} {
-				h.produceAs(v, v)
-			}
-			var calls atomic.Int32
-			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if string(msg.Value) == "bad" {
-					calls.Add(1)
-					return misbehave(ctx, tx)
-				}
-				return effect(ctx, tx, msg)
-			}), block)
-			// The first call is of the batch, the second one of the message alone; a third one comes
-			// after a failed attempt was recorded, and a fourth one after another.
-			h.wait("two failed attempts", func() bool { return calls.Load() >= 4 })
-			require.Contains(t, h.log.String(), "blocks its partition")
-			require.NoError(t, stop())
-			require.Equal(t, []string{"a", "b"}, h.values())
-			require.Equal(t, 2, h.position())
-
-			stop = h.run(consumer.Each(effect), nil)
-			h.waitEffects(4)
-			require.NoError(t, stop())
-			require.Equal(t, []string{"a", "b", "bad", "c"}, h.values())
-		})
-	}
 }
 
 // Property: an error that appears only at COMMIT (a deferred constraint) fails its message alone.
@@ -460,8 +405,9 @@ func TestIsolationLevels(t *testing.T) {
 	}
 }
 
-// Property: handlers that deadlock with each other are retried until all have their effect. Row C8
-// of guarantees.md.
+// Property: handlers that deadlock with each other are retried until all have their effect, and none
+// is parked. The first two do so for certain: each locks its second account when the other has
+// locked it. Row C8 of guarantees.md.
 func TestDeadlockingHandlersAreRetried(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 2)
@@ -470,18 +416,63 @@ func TestDeadlockingHandlersAreRetried(t *testing.T) {
 	for i := range 60 {
 		h.produceRecord(&kgo.Record{Partition: int32(i % 2), Value: []byte{byte('0' + i%2)}})
 	}
+	var deadlocks atomic.Int64
+	locked := []chan struct{}{make(chan struct{}), make(chan struct{})}
+	meet := []sync.Once{{}, {}}
 	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 		first := int(msg.Value[0] - '0')
 		for _, id := range []int{first, 1 - first} {
 			if _, err := tx.Exec(ctx, `UPDATE account SET balance = balance + 1 WHERE id = $1`, id); err != nil {
+				if pgerr.Is(err, pgerr.Deadlock) {
+					deadlocks.Add(1)
+				}
 				return err
 			}
+			meet[first].Do(func() {
+				close(locked[first])
+				select {
+				case <-locked[1-first]:
+				case <-ctx.Done():
+				}
+			})
 		}
 		return effect(ctx, tx, msg)
 	}), func(c *consumer.Config) { c.BatchMax = 5 })
 	h.waitEffects(60)
 	require.NoError(t, stop())
+	require.Positive(t, deadlocks.Load(), "the premise")
+	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.parked_messages`))
 	require.Equal(t, 120, h.number(`SELECT sum(balance) FROM account`))
+}
+
+// Property: a deadlock or a serialization failure of a handler's statement is no attempt at the
+// message, which is handled although AttemptsMax is 1; a handler that meets nothing else is parked in
+// the end. Row C8 of guarantees.md.
+func TestConflictsAreNoAttempts(t *testing.T) {
+	t.Parallel()
+	for _, state := range []string{"40001", "40P01"} {
+		t.Run(state, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			h.produce("one", "two")
+			var runs [2]atomic.Int64
+			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				if n := runs[msg.Offset].Add(1); msg.Offset == 1 || n <= 8 {
+					_, err := tx.Exec(ctx, fmt.Sprintf(`DO $$ BEGIN RAISE EXCEPTION 'as a concurrent transaction' USING ERRCODE = '%s'; END $$`, state))
+					return err
+				}
+				return effect(ctx, tx, msg)
+			}), func(c *consumer.Config) {
+				c.AttemptsMax, c.BatchMax, c.RetryMin, c.RetryMax, c.ParkShareMax = 1, 1, time.Millisecond, 2*time.Millisecond, 1
+			})
+			h.wait("the second message is parked", func() bool { return h.number(`SELECT count(*) FROM effectonce.parked_messages`) == 1 })
+			require.NoError(t, stop())
+			h.waitEffects(1)
+			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.parked_messages WHERE "offset" = 1 AND reason = 'failed' AND attempts = 1`))
+			require.EqualValues(t, 9, runs[0].Load())
+			require.EqualValues(t, 11, runs[1].Load())
+		})
+	}
 }
 
 // Property: settings out of bounds are all reported at once, with field, value and bound.

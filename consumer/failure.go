@@ -126,23 +126,14 @@ func isLost(_ *engine, f *failure) bool { return f.lost }
 
 func isPermanentFailure(_ *engine, f *failure) bool { return IsPermanent(f.err) }
 
-func isServerState(_ *engine, f *failure) bool { return serverState(f.state()) }
+// isServerState: a standby after a failover counts, too.
+func isServerState(_ *engine, f *failure) bool {
+	return pgerr.OfServer(f.err) || pgerr.Is(f.err, pgerr.ReadOnlyTransaction)
+}
 
 func isConfiguredState(e *engine, f *failure) bool {
 	code := f.state()
 	return code != "" && slices.ContainsFunc(e.cfg.PermanentStates, func(state string) bool { return strings.HasPrefix(code, state) })
-}
-
-// serverState reports whether a SQLSTATE concerns the server and not a statement.
-func serverState(code string) bool {
-	if len(code) != 5 {
-		return false
-	}
-	switch code[:2] {
-	case "08", "53", "57", "58":
-		return code != pgerr.QueryCanceled // a statement timeout concerns the statement
-	}
-	return code == pgerr.ReadOnlyTransaction // failed over
 }
 
 // reason is the reason under which a failed message is parked.
@@ -166,7 +157,7 @@ func waitable(err error) bool {
 		}
 	}
 	state := pgerr.State(err)
-	return state == "" || serverState(state) || pgerr.InClass(err, "40") || state == pgerr.LockNotAvailable
+	return state == "" || pgerr.Unavailable(err) || state == pgerr.ReadOnlyTransaction || pgerr.InClass(err, "40") || state == pgerr.LockNotAvailable
 }
 
 // handlerFailure converts the error of a handler to a failure. s.index maps indexes in the

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -187,6 +188,9 @@ func TestHooksAreGuarded(t *testing.T) {
 		for _, order := range []consumer.Order{consumer.OrderByPartition, consumer.OrderByKey, consumer.OrderUnordered} {
 			t.Run(fmt.Sprint(how, order), func(t *testing.T) {
 				t.Parallel()
+				if how == "hang" {
+					longtest.Only(t, "limits of real seconds")
+				}
 				h := newHarness(t, 1)
 				h.produceKeyed("a:1", "b:bad", "c:1")
 				var hooks atomic.Int64

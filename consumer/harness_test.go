@@ -12,12 +12,14 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // harness is a database with a table of effects that has no unique constraint (a second effect must
@@ -28,12 +30,15 @@ type harness struct {
 	topic string
 	log   *logLines
 	tune  func(*consumer.Consumer) // before it runs; nil: none
+
+	effects int // that the test waited for, or saw, last
 }
 
 func newHarness(t *testing.T, partitions int) *harness {
 	t.Helper()
 	h := &harness{t: t, pool: pgtest.Pool(t), topic: kafkatest.Topic(t, partitions), log: &logLines{}}
 	h.exec(`CREATE TABLE effects (n bigint GENERATED ALWAYS AS IDENTITY, message_id uuid, value text)`)
+	t.Cleanup(h.requireEffects) // consumers, which start later, stop before
 	return h
 }
 
@@ -133,7 +138,7 @@ func (h *harness) startWith(pool *pgxpool.Pool, kafka []kgo.Opt, handler consume
 	stop = func() error {
 		once.Do(func() {
 			cancel()
-			result = <-done
+			result = testwait.Chan(h.t, "the consumer stops", done)
 		})
 		return result
 	}
@@ -160,13 +165,28 @@ func bothModes(t *testing.T, name string, test func(t *testing.T, with bool)) {
 // wait waits for a condition, long enough for a slow machine.
 func (h *harness) wait(what string, condition func() bool) {
 	h.t.Helper()
-	require.Eventually(h.t, condition, 2*time.Minute, 10*time.Millisecond, "%s", what)
+	testwait.True(h.t, what, condition)
 }
 
+// waitEffects waits for n effects. There must be no more of them, neither now nor, unless the test
+// waits for more or looks at them, when its consumers have stopped.
 func (h *harness) waitEffects(n int) {
 	h.t.Helper()
-	h.wait("effects", func() bool { return h.number(`SELECT count(*) FROM effects`) >= n })
+	h.wait(fmt.Sprintf("%d effects", n), func() bool { return h.number(`SELECT count(*) FROM effects`) >= n })
 	require.Equal(h.t, n, h.number(`SELECT count(*) FROM effects`), "INVARIANT: effects are doubled")
+	h.effects = n
+}
+
+// requireEffects is the look at the end of a test that waited for effects.
+func (h *harness) requireEffects() {
+	h.t.Helper()
+	if h.effects == 0 || h.t.Failed() {
+		return
+	}
+	var n int
+	err := h.pool.QueryRow(context.WithoutCancel(h.t.Context()), `SELECT count(*) FROM effects`).Scan(&n)
+	require.NoError(h.t, err)
+	assert.Equal(h.t, h.effects, n, "INVARIANT: effects when the consumers have stopped")
 }
 
 // position is the stored position of partition 0.
@@ -181,6 +201,7 @@ func (h *harness) values() []string {
 	require.NoError(h.t, err)
 	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(h.t, err)
+	h.effects = len(found)
 	return found
 }
 

@@ -18,6 +18,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // failing is a handler that refuses messages that end with "bad", until it is repaired.
@@ -186,60 +187,6 @@ func TestUnorderedRetryWaitsForNoOther(t *testing.T) {
 	require.Equal(t, []string{"a:1bad permanent parked"}, h.parked())
 }
 
-// The statements with which the previous release promotes messages behind one that was deleted.
-const (
-	earlierPromoteSQL = `UPDATE effectonce.parked_messages p SET
-  state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
-FROM (SELECT DISTINCT hash FROM pg_catalog.unnest($4::bytea[]) AS hash) AS k
-CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
-  WHERE n.consumer = $1 AND n.topic = $2 AND n.partition = $3 AND sha256(n.key) = k.hash ORDER BY n.seq LIMIT 1) AS first
-WHERE p.seq = first.seq AND p.state = 'behind'`
-	earlierPromoteAllSQL = `UPDATE effectonce.parked_messages p SET
-  state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
-FROM (SELECT DISTINCT ON (sha256(key)) seq, state FROM effectonce.parked_messages
-  WHERE consumer = $1 AND topic = $2 AND partition = $3 AND key IS NOT NULL ORDER BY sha256(key), seq) AS first
-WHERE p.seq = first.seq AND first.state = 'behind' AND p.state = 'behind'`
-)
-
-// Property: the statements of the previous release, which promoted messages themselves, find
-// nothing to promote next to the trigger. Messages that they left without a first one are promoted
-// at the next takeover.
-func TestEarlierReleasePromotesNothingBesideTheTrigger(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceKeyed("a:bad", "a:1", "a:2", "b:bad", "b:1")
-	stop := h.run(failing(&atomic.Bool{}), nil)
-	h.wait("position", func() bool { return h.position() == 5 })
-	require.NoError(t, stop())
-	name := h.number(`SELECT id FROM effectonce.consumers`)
-	earlier := func() (n int64) {
-		t.Helper()
-		var hashes [][]byte
-		require.NoError(t, h.pool.QueryRow(t.Context(), `SELECT array_agg(DISTINCT sha256(key)) FROM effectonce.parked_messages`).Scan(&hashes))
-		tag, err := h.pool.Exec(t.Context(), earlierPromoteSQL, name, h.topic, 0, hashes)
-		require.NoError(t, err)
-		n += tag.RowsAffected()
-		tag, err = h.pool.Exec(t.Context(), earlierPromoteAllSQL, name, h.topic, 0)
-		require.NoError(t, err)
-		return n + tag.RowsAffected()
-	}
-	require.Zero(t, earlier())
-	h.exec(`DELETE FROM effectonce.parked_messages WHERE convert_from(payload, 'UTF8') = 'a:bad'`)
-	require.Equal(t, []string{"a:1 behind retry", "a:2 behind behind", "b:bad permanent parked", "b:1 behind behind"}, h.parked())
-	require.Zero(t, earlier())
-	// Without the trigger, as in the previous release.
-	h.exec(`ALTER TABLE effectonce.parked_messages DISABLE TRIGGER parked_promote`)
-	h.exec(`DELETE FROM effectonce.parked_messages WHERE convert_from(payload, 'UTF8') = 'b:bad'`)
-	h.exec(`ALTER TABLE effectonce.parked_messages ENABLE TRIGGER parked_promote`)
-	require.Equal(t, []string{"a:1 behind retry", "a:2 behind behind", "b:1 behind behind"}, h.parked())
-	h.produceKeyed("b:2")
-	stop = h.run(failing(&atomic.Bool{}), nil)
-	h.waitEffects(4)
-	require.NoError(t, stop())
-	require.Equal(t, []string{"a:1", "a:2"}, of("a", strings.Join(h.values(), " ")))
-	require.Equal(t, []string{"b:1", "b:2"}, of("b", strings.Join(h.values(), " ")))
-}
-
 // operator deletes and retries parked messages by plain SQL, at random, and records what it
 // deleted.
 func (h *harness) operator(ctx context.Context, seed uint64, keys int) error {
@@ -285,6 +232,7 @@ func (h *harness) operator(ctx context.Context, seed uint64, keys int) error {
 // isolation level, while a consumer parks and retries messages of the same keys: nothing gets
 // stuck, the order of each key holds, and each message has one effect or was discarded.
 func TestHeldKeysUnderFire(t *testing.T) {
+	longtest.Only(t, "operators at random moments")
 	t.Parallel()
 	for name, settings := range orders {
 		for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead} {

@@ -134,32 +134,27 @@ func (h *harness) counting() (*pgxpool.Pool, *statements) {
 // the pause ends.
 func TestPausedTopicRetriesNothing(t *testing.T) {
 	t.Parallel()
-	for name, settings := range allOrders {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			h := newHarness(t, 1)
-			pool, counted := h.counting()
-			var repaired atomic.Bool
-			stop := h.runOn(pool, failing(&repaired), settings)
-			h.produceKeyed("a:bad")
-			h.waitParked("permanent")
-			polls := func() {
-				before := counted.of("-- consumer.poll")
-				h.wait("polls", func() bool { return counted.of("-- consumer.poll") >= before+2 })
-			}
-			h.exec(fmt.Sprintf(`INSERT INTO effectonce.consumer_pauses VALUES ('%[1]s', '%[1]s', 'ops', 'look')`, h.topic))
-			polls()
-			repaired.Store(true)
-			h.retry()
-			h.produceKeyed("b:1")
-			polls()
-			require.Empty(t, h.values())
-			require.Equal(t, []string{"a:bad permanent retry"}, h.parked())
-			h.exec(`DELETE FROM effectonce.consumer_pauses`)
-			h.waitEffects(2)
-			require.NoError(t, stop())
-		})
+	h := newHarness(t, 1)
+	pool, counted := h.counting()
+	var repaired atomic.Bool
+	stop := h.runOn(pool, failing(&repaired), parallel(consumer.OrderByKey))
+	h.produceKeyed("a:bad")
+	h.waitParked("permanent")
+	polls := func() {
+		before := counted.of("-- consumer.poll")
+		h.wait("polls", func() bool { return counted.of("-- consumer.poll") >= before+2 })
 	}
+	h.exec(fmt.Sprintf(`INSERT INTO effectonce.consumer_pauses VALUES ('%[1]s', '%[1]s', 'ops', 'look')`, h.topic))
+	polls()
+	repaired.Store(true)
+	h.retry()
+	h.produceKeyed("b:1")
+	polls()
+	require.Empty(t, h.values())
+	require.Equal(t, []string{"a:bad permanent retry"}, h.parked())
+	h.exec(`DELETE FROM effectonce.consumer_pauses`)
+	h.waitEffects(2)
+	require.NoError(t, stop())
 }
 
 // node is a part of a plan.

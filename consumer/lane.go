@@ -14,6 +14,7 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/bounds"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/pgerr"
 )
 
 // lane handles the messages of a partition in order, transaction by transaction, until each is
@@ -305,11 +306,25 @@ func (l *lane) try(msgs []*Message) *failure {
 	return nil
 }
 
+// conflictsMax is how many attempts in a row that another transaction ended (a deadlock, a
+// serialization failure) are not counted: they say nothing about the message. A handler that always
+// conflicts is counted once in so many attempts, and so parked in the end.
+const conflictsMax = 10
+
 // judge decides what happens to a message after a failed attempt: either it is marked to be parked,
 // or the lane has waited and the message must be retried. It returns false if the lane must stop,
 // or if the message stays parked.
 func (l *lane) judge(msg *Message, f *failure, v verdict) bool {
 	cfg := &l.engine.cfg
+	if v == verdictCount && msg.row == 0 && pgerr.Is(f.err, pgerr.SerializationFailure, pgerr.Deadlock) && msg.conflicts < conflictsMax {
+		msg.conflicts++
+		wait := l.engine.backoff(msg.conflicts)
+		l.become(StateRunning, f.err)
+		l.report(msg, "message met a concurrent transaction; will retry", f.err, "conflicts", msg.conflicts, "retry_in", wait)
+		l.pause(wait)
+		return !l.stopped()
+	}
+	msg.conflicts = 0
 	if !msg.counted && !l.count(msg, f.err) {
 		return false
 	}

@@ -39,6 +39,7 @@ type Message struct {
 	attempts  int        // counted attempts at it alone, from the database; 0: none
 	place     int        // in the tracker
 	counted   bool       // the next attempt is already counted
+	conflicts int        // attempts that ended because of another transaction, and are not counted
 }
 
 // Range of times that the database can store. A producer chooses a record's timestamp: a partition

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/consumer"
+	"github.com/effectonce/effectonce/internal/longtest"
 )
 
 // Property: a handler that ends the transaction, whatever way it finds, loses no effect and doubles
@@ -128,6 +129,10 @@ func TestMisuseIsParkedForWhatItIs(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
+			switch name {
+			case "idle", "too slow", "too slow in SQL", "ignores its context":
+				longtest.Only(t, "limits of real seconds")
+			}
 			h := newHarness(t, 1)
 			h.produceKeyed("a:1", "b:bad", "c:1")
 			stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {

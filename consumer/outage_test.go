@@ -33,21 +33,53 @@ func ownCluster(t *testing.T) (*harness, *servers.Postgres) {
 	return h, cluster
 }
 
-// Property: a database that crashes and comes back, several times under load, costs only time: no
-// message fails because of it, and each has its effect once. Row C31 of guarantees.md.
+// Property: a database that crashes and comes back, each time while a handler is in an open
+// transaction, costs only time: no message fails because of it, no attempt is counted, and each
+// message has its effect once. There are effects between the crashes. Row C31 of guarantees.md.
 func TestDatabaseAwayIsWaitedOut(t *testing.T) {
 	t.Parallel()
 	h, cluster := ownCluster(t)
-	for i := range 60 {
+	const crashes, each = 3, 15
+	for i := range (crashes + 1) * each {
 		h.produceAs(fmt.Sprint(i), fmt.Sprint(i))
 	}
 	var failed atomic.Int64
-	stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
+	var begun, crashed [crashes]chan struct{}
+	for i := range crashes {
+		begun[i], crashed[i] = make(chan struct{}), make(chan struct{})
+	}
+	var reached [crashes]sync.Once
+	stop := h.run(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if err := effect(ctx, tx, msg); err != nil {
+			return err
+		}
+		if i := int(msg.Offset) / each; i > 0 && msg.Offset%each == 1 { // 16, 31, 46: in the middle of a transaction
+			reached[i-1].Do(func() {
+				close(begun[i-1])
+				select {
+				case <-crashed[i-1]:
+				case <-ctx.Done():
+				}
+			})
+		}
+		return nil
+	}), func(c *consumer.Config) {
 		c.BatchMax = 3
 		c.Hooks.Failed = func(consumer.Failed) { failed.Add(1) }
 	})
-	for range 3 {
+	before := 0
+	for i := range crashes {
+		select {
+		case <-begun[i]:
+		case <-time.After(2 * time.Minute):
+			require.FailNow(t, "the message at which the database crashes is not handled", "crash %d", i)
+		}
+		effects := h.number(`SELECT count(*) FROM effects`)
+		require.Greater(t, effects, before, "effects before crash %d, and after the one before", i)
+		require.LessOrEqual(t, effects, (i+1)*each+1)
+		before = effects
 		require.NoError(t, cluster.Kill(t.Context()))
+		close(crashed[i])
 		require.NoError(t, cluster.Restart(t.Context()))
 		h.pool.Reset()
 	}
@@ -56,6 +88,8 @@ func TestDatabaseAwayIsWaitedOut(t *testing.T) {
 		return h.pool.QueryRow(t.Context(), `SELECT count(*) FROM effects`).Scan(&n) == nil && n >= 60
 	})
 	require.NoError(t, stop())
+	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.message_attempts`), "no attempt is counted")
+	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.parked_messages`))
 	require.Equal(t, 60, h.number(`SELECT count(*) FROM effects`))
 	require.Equal(t, 60, h.number(`SELECT count(DISTINCT value) FROM effects`))
 	require.Zero(t, failed.Load(), "the database's trouble is no message's failure")

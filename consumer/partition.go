@@ -152,14 +152,16 @@ func (p *partition) consume() {
 		p.alone(p.lane.stopped)
 		return
 	}
-	p.alone(func() bool { return p.lane.stopped() || p.lane.careful.left.Load() <= 0 })
-	if !p.lane.stopped() {
+	ok := p.alone(func() bool { return p.lane.stopped() || p.lane.careful.left.Load() <= 0 })
+	if ok && !p.lane.stopped() {
 		newFleet(p).runWorkers()
 	}
 }
 
-// alone handles one batch after the other, and in between the parked messages that are due.
-func (p *partition) alone(until func() bool) {
+// alone handles one batch after the other, and in between the parked messages that are due. It
+// returns false if the partition must stop, although its session has not ended yet: workers would
+// store a position behind messages whose commits the database lost.
+func (p *partition) alone(until func() bool) bool {
 	for !until() {
 		ok := true
 		select {
@@ -173,9 +175,10 @@ func (p *partition) alone(until func() bool) {
 			ok = p.rest()
 		}
 		if !ok {
-			return
+			return false
 		}
 	}
+	return true
 }
 
 // rest waits for records, due parked messages or the idle tick.

@@ -140,9 +140,11 @@ const holderSQL = `-- consumer.holder
 SELECT epoch, owner FROM effectonce.consumer_positions WHERE consumer_group = $1 AND topic = $2 AND partition = $3`
 
 // pollSQL checks all partitions of a session at once: it lists those that need action. $6 is the
-// position that the holder knows.
+// position that the holder knows. An epoch below the holder's means that a failover lost the
+// takeover, and with it everything that the holder handled since.
 const pollSQL = `-- consumer.poll
-SELECT t.n - 1, p.epoch, p.epoch <> t.epoch, p.epoch = t.epoch AND (p.next_offset < t.known OR p.next_offset IS NULL AND t.known IS NOT NULL),
+SELECT t.n - 1, p.epoch, p.epoch <> t.epoch,
+  p.epoch < t.epoch OR p.epoch = t.epoch AND (p.next_offset < t.known OR p.next_offset IS NULL AND t.known IS NOT NULL),
   p.resume_at IS NOT NULL, paused.topic IS NOT NULL, due.yes IS NOT NULL
 FROM unnest($2::text[], $3::int[], $4::int[], $5::bigint[], $6::bigint[]) WITH ORDINALITY AS t (topic, partition, consumer, epoch, known, n)
 LEFT JOIN effectonce.consumer_positions p ON p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition

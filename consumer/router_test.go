@@ -6,7 +6,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -127,31 +126,6 @@ func TestRouterBlamesTheRightMessage(t *testing.T) {
 			require.NoError(t, stop())
 		})
 	}
-}
-
-// Property: a message whose handler takes too long is blamed itself, behind runs of other routes,
-// too.
-func TestRouterBlamesWhatTakesTooLong(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	slow := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if strings.HasSuffix(string(msg.Value), "bad") {
-			<-ctx.Done()
-			return ctx.Err()
-		}
-		return effect(ctx, tx, msg)
-	})
-	h.produceTyped("good:1", "good:2", "slow:1", "slow:bad", "good:3")
-	stop := h.run(h.router(consumer.TopicRoutes{
-		Types: map[string]consumer.Handler{"good": consumer.Each(effect), "slow": slow},
-	}, consumer.RouterConfig{}), func(c *consumer.Config) {
-		parkAll(c)
-		c.AttemptsMax, c.HandlerTimeout = 1, 3*time.Second
-	})
-	h.waitHandled(5)
-	require.Equal(t, []string{"good:1", "good:2", "slow:1", "good:3"}, h.values())
-	require.Equal(t, []string{"slow:bad failed parked"}, h.parked())
-	require.NoError(t, stop())
 }
 
 // Property: a message without a route is parked with its reason before the handlers of its batch

@@ -12,6 +12,8 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/kafkaclient"
 )
 
 // session is one membership in the group: a client and its partitions.
@@ -101,7 +103,7 @@ func (s *session) options() []kgo.Opt {
 
 // consume consumes until ctx ends or a partition asks for a new session.
 func (s *session) consume(ctx context.Context) error {
-	client, err := kgo.NewClient(s.options()...)
+	client, err := kafkaclient.New(s.options()...)
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/kafkaclient"
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
@@ -33,7 +34,7 @@ const (
 // that they do not know. A topic that the consumer may not read does not count as missing: the
 // session reports that error.
 func (c *Consumer) topicsExist(ctx context.Context) error {
-	client, err := kgo.NewClient(c.kafka...)
+	client, err := kafkaclient.New(c.kafka...)
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}

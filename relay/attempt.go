@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -28,8 +29,10 @@ type attempt struct {
 	released  bool   // the rows are from outbox_dead
 	dropped   []*row // rows that a rule of Config.Routes drops
 
-	behind map[topicKey]bool // keys with a dead row that holds them
-	skip   bool              // Config.SkipDead
+	// behind are the keys that a dead row holds, with the seq of their first such row in the page, or
+	// ofEarlierPage.
+	behind map[topicKey]int64
+	skip   bool // Config.SkipDead
 }
 
 // target is what takes rows: Kafka, Kafka with transactions, or a Sink.
@@ -54,6 +57,8 @@ type deadRow struct {
 	err      string
 	waitsFor string // the topic in Kafka; empty: something else
 }
+
+const ofEarlierPage = math.MinInt64
 
 type topicKey struct{ topic, key string }
 
@@ -81,13 +86,23 @@ func (a *attempt) give(r *row, reason Reason, err error) {
 		d.waitsFor = in.topic
 	}
 	a.dead = append(a.dead, d)
-	if r.key != nil && (!a.skip || !reason.ofRow()) {
-		a.behind[keyOf(r)] = true
+	if r.key == nil || a.skip && reason.ofRow() {
+		return
+	}
+	if first, ok := a.behind[keyOf(r)]; !ok || r.seq < first {
+		a.behind[keyOf(r)] = r.seq
 	}
 }
 
-// held reports whether a dead row of the same key holds a row.
-func (a *attempt) held(r *row) bool { return r.key != nil && len(a.behind) > 0 && a.behind[keyOf(r)] }
+// held reports whether a dead row of the same key, before this one, holds a row. A later row of the
+// page may have become dead first: the row itself was wrong, and this one waits for Kafka's answer.
+func (a *attempt) held(r *row) bool {
+	if r.key == nil || len(a.behind) == 0 {
+		return false
+	}
+	first, ok := a.behind[keyOf(r)]
+	return ok && first < r.seq
+}
 
 // withoutHeld moves rows behind a dead one to dead, and returns the others.
 func (a *attempt) withoutHeld(rows []*row, records []*kgo.Record) ([]*row, []*kgo.Record) {
@@ -127,7 +142,7 @@ func (p *publisher) try(ctx context.Context, page *page, from, end cursor) (*att
 // tryReleased makes an attempt of released dead rows. A row that is still held back stays where it
 // is.
 func (p *publisher) tryReleased(ctx context.Context, page *page) (*attempt, error) {
-	a := &attempt{bytes: page.bytes, behind: map[topicKey]bool{}, skip: p.cfg.SkipDead, released: true}
+	a := &attempt{bytes: page.bytes, behind: map[topicKey]int64{}, skip: p.cfg.SkipDead, released: true}
 	return a, p.separate(ctx, a, page.rows)
 }
 

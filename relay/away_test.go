@@ -20,6 +20,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -68,11 +69,11 @@ func TestBrokerOutageCostsNoLease(t *testing.T) {
 			starts(t, r)
 		}
 		insert(t, pool, "orders", "k", "0")
-		await(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
-		await(t, "both are known", func() bool {
+		testwait.True(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
+		testwait.True(t, "both are known", func() bool {
 			return strings.Count(describe(t, pool), ",") == 1 && !strings.Contains(describe(t, pool), "away")
 		})
-		await(t, "the shard has gone to the first by name", func() bool { return strings.HasPrefix(holder(t, pool), "a ") })
+		testwait.True(t, "the shard has gone to the first by name", func() bool { return strings.HasPrefix(holder(t, pool), "a ") })
 		before := holder(t, pool)
 		network.away.Store(true)
 		// What has reached the brokers is waited for there, and what has not is asked about.
@@ -80,7 +81,7 @@ func TestBrokerOutageCostsNoLease(t *testing.T) {
 			insert(t, pool, "orders", "k", fmt.Sprint(i))
 		}
 		insert(t, pool, "payments", "k", "missing")
-		await(t, "both say what they wait for", func() bool { return describe(t, pool) == "a kafka_away, b kafka_away" })
+		testwait.True(t, "both say what they wait for", func() bool { return describe(t, pool) == "a kafka_away, b kafka_away" })
 		for range 12 { // three leases, by the database's clock
 			_, err := pool.Exec(t.Context(), `SELECT pg_sleep(1)`)
 			require.NoError(t, err)
@@ -88,8 +89,8 @@ func TestBrokerOutageCostsNoLease(t *testing.T) {
 		}
 		require.Contains(t, one[string](t, pool, `SELECT max(problem) FROM effectonce.outbox_replicas`), "broker is away")
 		network.away.Store(false)
-		await(t, "all is published", func() bool { return distinct(valuesAt(t, fake, "orders")) == 20 })
-		await(t, "they say so", func() bool { return !strings.Contains(describe(t, pool), "away") })
+		testwait.True(t, "all is published", func() bool { return len(distinctInOrder(valuesAt(t, fake, "orders"))) == 20 })
+		testwait.True(t, "they say so", func() bool { return !strings.Contains(describe(t, pool), "away") })
 		require.Equal(t, before, holder(t, pool))
 		require.LessOrEqual(t, strings.Count(said.String(), "waiting for Kafka"), 2*3, said.String())
 		require.NotContains(t, said.String(), "relay interrupted")
@@ -110,25 +111,25 @@ func TestReplicaThatIsCutOffYields(t *testing.T) {
 			r, err := relay.New(pool, networks[owner].options(fake), relay.Config{Owner: owner, Lease: 3 * time.Second, ExactlyOnce: exactly, Shards: 3})
 			require.NoError(t, err)
 			starts(t, r)
-			await(t, "it has shards", func() bool { return strings.Contains(holder(t, pool), owner) })
+			testwait.True(t, "it has shards", func() bool { return strings.Contains(holder(t, pool), owner) })
 		}
-		await(t, "they share", func() bool {
+		testwait.True(t, "they share", func() bool {
 			return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
 		})
 		networks["a"].away.Store(true)
 		for i := range 30 {
 			insert(t, pool, "orders", fmt.Sprint("k", i%9), fmt.Sprint(i))
 		}
-		await(t, "the other takes all, and publishes them", func() bool {
-			return strings.Count(holder(t, pool), "b ") == 3 && distinct(valuesAt(t, fake, "orders")) == 30
+		testwait.True(t, "the other takes all, and publishes them", func() bool {
+			return strings.Count(holder(t, pool), "b ") == 3 && len(distinctInOrder(valuesAt(t, fake, "orders"))) == 30
 		})
 		held := holder(t, pool)
-		await(t, "both say so", func() bool { return describe(t, pool) == "a kafka_away, b publishing" })
+		testwait.True(t, "both say so", func() bool { return describe(t, pool) == "a kafka_away, b publishing" })
 		_, err := pool.Exec(t.Context(), `SELECT pg_sleep(4)`)
 		require.NoError(t, err)
 		require.Equal(t, held, holder(t, pool), "nothing changes hands meanwhile")
 		networks["a"].away.Store(false)
-		await(t, "they share again", func() bool {
+		testwait.True(t, "they share again", func() bool {
 			return strings.Count(holder(t, pool), "a ") == 2 && strings.Count(holder(t, pool), "b ") == 1
 		})
 	})
@@ -169,21 +170,21 @@ func TestReceiverOutageCostsNoLease(t *testing.T) {
 		starts(t, newSinkRelay(t, pool, sinks[owner], relay.Config{Owner: owner, Lease: 3 * time.Second}))
 	}
 	insert(t, pool, "a", "k", "0")
-	received := func() int { return distinct(append(sinks["a"].all(), sinks["b"].all()...)) }
-	await(t, "a publishes", func() bool { return received() == 1 && strings.HasPrefix(holder(t, pool), "a ") })
+	received := func() int { return len(distinctInOrder(append(sinks["a"].all(), sinks["b"].all()...))) }
+	testwait.True(t, "a publishes", func() bool { return received() == 1 && strings.HasPrefix(holder(t, pool), "a ") })
 	before := holder(t, pool)
 	sinks["a"].away.Store(true)
 	sinks["b"].away.Store(true)
 	insert(t, pool, "a", "k", "1")
-	await(t, "both say what they wait for", func() bool { return describe(t, pool) == "a sink_away, b sink_away" })
+	testwait.True(t, "both say what they wait for", func() bool { return describe(t, pool) == "a sink_away, b sink_away" })
 	_, err := pool.Exec(t.Context(), `SELECT pg_sleep(7)`)
 	require.NoError(t, err)
 	require.Equal(t, before, holder(t, pool))
 	sinks["b"].away.Store(false)
-	await(t, "the other publishes", func() bool { return received() == 2 && strings.HasPrefix(holder(t, pool), "b ") })
+	testwait.True(t, "the other publishes", func() bool { return received() == 2 && strings.HasPrefix(holder(t, pool), "b ") })
 	sinks["a"].away.Store(false)
 	insert(t, pool, "a", "k", "2")
-	await(t, "all is published", func() bool { return received() == 3 })
+	testwait.True(t, "all is published", func() bool { return received() == 3 })
 }
 
 // Property: a Sink that cannot be asked keeps its lease while its receiver is away, however many
@@ -203,19 +204,19 @@ func TestSinkWithoutCheckKeepsItsLease(t *testing.T) {
 		starts(t, newSinkRelay(t, pool, sink, relay.Config{Owner: owner, Lease: 2 * time.Second}))
 	}
 	insert(t, pool, "a", "k", "0")
-	await(t, "it is published", func() bool { return len(sink.all()) == 1 })
-	await(t, "both are known", func() bool {
+	testwait.True(t, "it is published", func() bool { return len(sink.all()) == 1 })
+	testwait.True(t, "both are known", func() bool {
 		return describe(t, pool) == "a publishing, b standing_by" && strings.HasPrefix(holder(t, pool), "a ")
 	})
 	before := holder(t, pool)
 	away.Store(true)
 	insert(t, pool, "a", "k", "1")
-	await(t, "it says what it waits for", func() bool { return describe(t, pool) == "a sink_away, b standing_by" })
+	testwait.True(t, "it says what it waits for", func() bool { return describe(t, pool) == "a sink_away, b standing_by" })
 	_, err := pool.Exec(t.Context(), `SELECT pg_sleep(8)`)
 	require.NoError(t, err)
 	require.Equal(t, before, holder(t, pool))
 	away.Store(false)
-	await(t, "it is published", func() bool { return len(sink.all()) == 2 })
+	testwait.True(t, "it is published", func() bool { return len(sink.all()) == 2 })
 }
 
 // hooked records the calls of hooks.
@@ -248,6 +249,7 @@ func (h *hooked) is(m map[int16]bool, shard int16) bool {
 // another replica publishes both shards. When the call returns after all, the replica shares again.
 // Row O46 of guarantees.md.
 func TestHungShardIsTakenOver(t *testing.T) {
+	longtest.Only(t, "a lease of real seconds")
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	release := make(chan struct{})
@@ -265,28 +267,28 @@ func TestHungShardIsTakenOver(t *testing.T) {
 	var told hooked
 	var said lockedBuffer
 	starts(t, newSinkRelay(t, pool, hangs, relay.Config{Owner: "a", Shards: 2, Lease: 2 * time.Second, Hooks: told.hooks(), Logger: slog.New(slog.NewTextHandler(&said, nil))}))
-	await(t, "it holds both", func() bool { return strings.Count(holder(t, pool), "a ") == 2 })
+	testwait.True(t, "it holds both", func() bool { return strings.Count(holder(t, pool), "a ") == 2 })
 	insert(t, pool, "a", "k2", "refused")
-	await(t, "a row is dead", func() bool { return dead(t, pool) == 1 })
+	testwait.True(t, "a row is dead", func() bool { return dead(t, pool) == 1 })
 	insert(t, pool, "a", "k", "poison")
 	shard := one[int16](t, pool, `SELECT shard % 2 FROM effectonce.outbox WHERE key = 'k'`)
-	await(t, "the shard is given up, the other is kept: no other replica runs", func() bool {
+	testwait.True(t, "the shard is given up, the other is kept: no other replica runs", func() bool {
 		return told.is(told.hung, shard) && strings.Count(holder(t, pool), "a ") == 1
 	})
-	await(t, "it says so", func() bool {
+	testwait.True(t, "it says so", func() bool {
 		return describe(t, pool) == "a stuck" && strings.Contains(said.String(), fmt.Sprintf("shard=%d", shard)) && strings.Contains(said.String(), "a shard hangs")
 	})
-	await(t, "it counts as lost", func() bool { return !told.is(told.held, shard) && told.is(told.held, 1-shard) })
+	testwait.True(t, "it counts as lost", func() bool { return !told.is(told.held, shard) && told.is(told.held, 1-shard) })
 
 	takes := &receiver{}
 	starts(t, newSinkRelay(t, pool, takes, relay.Config{Owner: "b", Shards: 2, Lease: 2 * time.Second}))
-	await(t, "another replica takes both", func() bool { return strings.Count(holder(t, pool), "b ") == 2 })
+	testwait.True(t, "another replica takes both", func() bool { return strings.Count(holder(t, pool), "b ") == 2 })
 	insert(t, pool, "a", "k", "next")
-	await(t, "and publishes", func() bool { return len(takes.all()) == 2 })
+	testwait.True(t, "and publishes", func() bool { return len(takes.all()) == 2 })
 	require.Equal(t, []string{"poison", "next"}, takes.all())
 	returns()
-	await(t, "the first is well again", func() bool { return !told.is(told.hung, shard) })
-	await(t, "they share", func() bool {
+	testwait.True(t, "the first is well again", func() bool { return !told.is(told.hung, shard) })
+	testwait.True(t, "they share", func() bool {
 		return strings.Count(holder(t, pool), "a ") == 1 && strings.Count(holder(t, pool), "b ") == 1
 	})
 }

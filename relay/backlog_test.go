@@ -13,6 +13,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
@@ -90,7 +91,7 @@ func TestBacklogWithinABatch(t *testing.T) {
 			return len(messages), nil
 		}
 		const inside = `SELECT EXISTS (SELECT FROM effectonce.outbox_progress_now WHERE next_tick IS NOT NULL AND seq = 10)`
-		await(t, "progress is inside the batch", func() bool { return one[bool](t, pool, inside) }) //nolint:contextcheck // the test's own
+		testwait.True(t, "progress is inside the batch", func() bool { return one[bool](t, pool, inside) }) //nolint:contextcheck // the test's own
 		return 0, errors.New("no more")
 	}}
 	r, err := relay.New(pool, nil, cfg)

@@ -13,6 +13,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -64,16 +65,16 @@ func TestBacklogLeavesNoDeadRows(t *testing.T) {
 			SELECT $1, convert_to((n % 1000)::text, 'UTF8'), convert_to(repeat(md5(n::text), 8), 'UTF8') FROM generate_series(1, $2::int) AS n`, topic, rows/parts)
 		require.NoError(t, err)
 	}
-	require.Eventually(t, func() bool {
+	testwait.True(t, "all rows are published", func() bool {
 		return one[int](t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress_now`) == rows
-	}, 10*time.Minute, 20*time.Millisecond)
+	})
 	stop()
 	require.NoError(t, <-done)
 	require.Equal(t, rows, kafkatest.Count(t, topic))
 
 	// A connection hands its statistics in before it is gone.
 	relays.Close()
-	await(t, "the server counted", func() bool {
+	testwait.True(t, "the server counted", func() bool {
 		return one[int](t, pool, `SELECT count(*) FROM pg_stat_activity WHERE application_name = 'the relay'`) == 0 &&
 			one[int](t, pool, `SELECT sum(n_tup_ins) FROM pg_stat_user_tables WHERE relname ~ '^outbox_[0-9]$'`) == rows
 	})

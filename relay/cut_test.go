@@ -15,6 +15,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -39,15 +40,15 @@ func TestShardsDoNotChangeUnderAnotherHolder(t *testing.T) {
 	for i := range 10 {
 		insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i))
 	}
-	await(t, "rows are published", func() bool { return kafkatest.Count(t, topic) >= 10 })
+	testwait.True(t, "rows are published", func() bool { return kafkatest.Count(t, topic) >= 10 })
 	_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
 	require.NoError(t, err)
 	const changedSQL = `SELECT shards = 3 FROM effectonce.outbox_relays`
-	await(t, "the change is refused", func() bool { return refused.Load() || one[bool](t, pool, changedSQL) })
+	testwait.True(t, "the change is refused", func() bool { return refused.Load() || one[bool](t, pool, changedSQL) })
 	require.Equal(t, "another", one[string](t, pool, `SELECT owner FROM effectonce.outbox_progress_now WHERE shard = 1`))
 	require.False(t, one[bool](t, pool, changedSQL))
 	must(t, pool, `UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() WHERE shard = 1`)
-	await(t, "the number changes", func() bool { return one[bool](t, pool, changedSQL) })
+	testwait.True(t, "the number changes", func() bool { return one[bool](t, pool, changedSQL) })
 }
 
 // Property: new shards begin with the lowest floor and a later epoch than any of the old ones, also
@@ -64,7 +65,7 @@ func TestNewShardsBeginWithWhatAllOldOnesKnew(t *testing.T) {
 	}
 	write()
 	before := newRelay(t, pool, relay.Config{Shards: 3})
-	await(t, "the floors move", func() bool {
+	testwait.True(t, "the floors move", func() bool {
 		drain(t, before)
 		return one[int](t, pool, `SELECT min(floor) FROM effectonce.outbox_progress_now`) > 0
 	})
@@ -82,14 +83,14 @@ func TestNewShardsBeginWithWhatAllOldOnesKnew(t *testing.T) {
 	})
 	running(t, traced(t, pool, &between{"-- relay.all_held", behind}), relay.Config{Lease: 30 * time.Second, Logger: slog.New(slog.NewTextHandler(&log, nil))})
 	write()
-	await(t, "rows are published", func() bool {
+	testwait.True(t, "rows are published", func() bool {
 		n := one[int](t, pool, `SELECT sum(published)::int FROM effectonce.outbox_progress_now`)
 		require.LessOrEqual(t, n, 24, "rows are published twice: %s", log.String())
 		return n == 24
 	})
 	_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 1)
 	require.NoError(t, err)
-	await(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM begun`) == 1 })
+	testwait.True(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM begun`) == 1 })
 	require.Equal(t, []int64{1, 0, 24}, one[[]int64](t, pool, `SELECT ARRAY[epoch - (SELECT max(epoch) FROM held), floor, published] FROM begun`))
 	require.Greater(t, one[int](t, pool, `SELECT max(epoch) FROM held`), 100, "the test's own premise")
 	require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`))
@@ -124,15 +125,10 @@ func TestShardThatGoesAwayIsNotTaken(t *testing.T) {
 		})
 	}}}), relay.Config{Shards: 3, Lease: 30 * time.Second})
 	insert(t, pool, topic, "k", "1")
-	await(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
+	testwait.True(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
 	_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 1)
 	require.NoError(t, err)
-	select {
-	case err := <-asked:
-		require.NoError(t, err)
-	case <-time.After(hangMax):
-		require.FailNow(t, "the number of shards does not change")
-	}
+	require.NoError(t, testwait.Chan(t, "the number of shards changes", asked))
 	require.False(t, <-taken)
 	require.Equal(t, []int16{0}, one[[]int16](t, pool, `SELECT array_agg(shard) FROM effectonce.outbox_progress_now`))
 }

@@ -190,10 +190,10 @@ func (p *deadPage) read(rows pgx.Rows, bytesMax int) error {
 	return rows.Err()
 }
 
-// behind returns the keys of a page that already have a dead row. It looks up only rows of topics
-// that may have dead rows.
-func (d *deadRows) behind(ctx context.Context, rows []row) (map[topicKey]bool, error) {
-	found := map[topicKey]bool{}
+// behind returns the keys of a page that already have a dead row, for attempt.behind. It looks up
+// only rows of topics that may have dead rows.
+func (d *deadRows) behind(ctx context.Context, rows []row) (map[topicKey]int64, error) {
+	found := map[topicKey]int64{}
 	dead := d.look.topicsNow()
 	if len(dead) == 0 {
 		return found, nil
@@ -211,7 +211,7 @@ func (d *deadRows) behind(ctx context.Context, rows []row) (map[topicKey]bool, e
 	var at int
 	err := d.ask(ctx, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&at}, func() error {
-			found[topicKey{names[at-1], string(keys[at-1])}] = true
+			found[topicKey{names[at-1], string(keys[at-1])}] = ofEarlierPage
 			return nil
 		})
 		return err

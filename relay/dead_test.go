@@ -22,8 +22,10 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -53,7 +55,7 @@ func testDeadRowDeletedWhileItIsPublished(t *testing.T, exactly bool) {
 		_, err := r.Drain(ctx)
 		done <- err
 	}()
-	require.Eventually(t, func() bool { return len(values(t, topic)) == 1 }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `len(values(t, topic)) == 1`, func() bool { return len(values(t, topic)) == 1 })
 	require.NoError(t, operator.Commit(ctx))
 	require.NoError(t, <-done)
 	require.Empty(t, owner(t, pool), "the lease is given back")
@@ -91,34 +93,31 @@ func TestDrainGoesOnBehindAFinishedBatch(t *testing.T) {
 // is resumed they are published before later rows.
 func TestPausedTopicWaits(t *testing.T) {
 	t.Parallel()
-	both(t, func(t *testing.T, exactly bool) {
-		t.Helper()
-		ctx, pool, topic, other := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
-		var beats atomic.Int64
-		running(t, traced(t, pool, &between{"-- relay.beat", func(context.Context) { beats.Add(1) }}), relay.Config{ExactlyOnce: exactly})
-		insert(t, pool, topic, "k", "0")
-		require.Eventually(t, func() bool { return len(values(t, topic)) == 1 }, 2*time.Minute, 10*time.Millisecond)
-		changed, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "bug in the consumer"}, topic)
-		require.NoError(t, err)
-		require.Equal(t, []string{topic}, changed)
-		// The relay takes note with its next look; it has done so when it begins another one.
-		before := beats.Load()
-		await(t, "the relay looks", func() bool { return beats.Load() >= before+2 })
-		for i := range 5 {
-			insert(t, pool, topic, fmt.Sprint("k", i%2), fmt.Sprint(i+1))
-			insert(t, pool, other, "k", "flows")
-		}
-		require.Eventually(t, func() bool { return len(values(t, other)) == 5 && dead(t, pool) == 5 }, 2*time.Minute, 10*time.Millisecond)
-		require.Equal(t, []string{"0"}, values(t, topic))
-		changed, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "mended"}, topic, "never-paused")
-		require.NoError(t, err)
-		require.Equal(t, []string{topic}, changed)
-		insert(t, pool, topic, "k0", "6")
-		require.Eventually(t, func() bool { return len(values(t, topic)) == 7 && dead(t, pool) == 0 }, 2*time.Minute, 10*time.Millisecond)
-		require.Equal(t, []string{"1", "3", "5", "6"}, keyed(t, topic, "k0"))
-		require.Equal(t, []string{"2", "4"}, keyed(t, topic, "k1"))
-		require.Equal(t, []string{"topic.pause", "topic.resume"}, one[[]string](t, pool, `SELECT array_agg(what ORDER BY id) FROM effectonce.operator_actions`))
-	})
+	ctx, pool, topic, other := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1), kafkatest.Topic(t, 1)
+	var beats atomic.Int64
+	running(t, traced(t, pool, &between{"-- relay.beat", func(context.Context) { beats.Add(1) }}), relay.Config{ExactlyOnce: true})
+	insert(t, pool, topic, "k", "0")
+	testwait.True(t, `len(values(t, topic)) == 1`, func() bool { return len(values(t, topic)) == 1 })
+	changed, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "bug in the consumer"}, topic)
+	require.NoError(t, err)
+	require.Equal(t, []string{topic}, changed)
+	// The relay takes note with its next look; it has done so when it begins another one.
+	before := beats.Load()
+	testwait.True(t, "the relay looks", func() bool { return beats.Load() >= before+2 })
+	for i := range 5 {
+		insert(t, pool, topic, fmt.Sprint("k", i%2), fmt.Sprint(i+1))
+		insert(t, pool, other, "k", "flows")
+	}
+	testwait.True(t, `len(values(t, other)) == 5 && dead(t, pool) == 5`, func() bool { return len(values(t, other)) == 5 && dead(t, pool) == 5 })
+	require.Equal(t, []string{"0"}, values(t, topic))
+	changed, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "mended"}, topic, "never-paused")
+	require.NoError(t, err)
+	require.Equal(t, []string{topic}, changed)
+	insert(t, pool, topic, "k0", "6")
+	testwait.True(t, `len(values(t, topic)) == 7 && dead(t, pool) == 0`, func() bool { return len(values(t, topic)) == 7 && dead(t, pool) == 0 })
+	require.Equal(t, []string{"1", "3", "5", "6"}, keyed(t, topic, "k0"))
+	require.Equal(t, []string{"2", "4"}, keyed(t, topic, "k1"))
+	require.Equal(t, []string{"topic.pause", "topic.resume"}, one[[]string](t, pool, `SELECT array_agg(what ORDER BY id) FROM effectonce.operator_actions`))
 }
 
 // Property: the rows of a key are published in their order, whenever in their midst its topic is
@@ -127,6 +126,9 @@ func TestOrderAcrossPauses(t *testing.T) {
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
+		if exactly {
+			longtest.Only(t, "pauses in real time; the order is the same code")
+		}
 		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 		running(t, pool, relay.Config{ExactlyOnce: exactly, Lease: time.Second}) // it takes note of a pause as often as it renews its lease
 		var writing sync.WaitGroup
@@ -149,16 +151,16 @@ func TestOrderAcrossPauses(t *testing.T) {
 		for range 3 {
 			_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
 			require.NoError(t, err)
-			await(t, "rows wait", func() bool { return dead(t, pool) > 10 })
+			testwait.True(t, "rows wait", func() bool { return dead(t, pool) > 10 })
 			_, err = relay.Resume(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, topic)
 			require.NoError(t, err)
 			// Rows that are inserted now wait behind them.
-			await(t, "they are released", func() bool {
+			testwait.True(t, "they are released", func() bool {
 				return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason = 'paused'`) == 0
 			})
 		}
 		end()
-		await(t, "all is published", func() bool { return len(values(t, topic)) >= 2*written && dead(t, pool) == 0 })
+		testwait.True(t, "all is published", func() bool { return len(values(t, topic)) >= 2*written && dead(t, pool) == 0 })
 		for _, key := range []string{"k", "l"} {
 			next := 0
 			for _, v := range keyed(t, topic, key) {
@@ -177,30 +179,27 @@ func TestOrderAcrossPauses(t *testing.T) {
 // follow in their order.
 func TestRowsBehindADeadOneWait(t *testing.T) {
 	t.Parallel()
-	both(t, func(t *testing.T, exactly bool) {
-		t.Helper()
-		ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-		var looks atomic.Int64
-		running(t, traced(t, pool, &between{"-- relay.released", func(context.Context) { looks.Add(1) }}), relay.Config{ExactlyOnce: exactly, Lease: 30 * time.Second})
-		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
-		await(t, "the row is dead", func() bool { return dead(t, pool) == 1 })
-		for i := 2; i <= 3; i++ {
-			before := looks.Load()
-			await(t, "the relay looks", func() bool { return looks.Load() > before+1 })
-			insert(t, pool, topic, "k", fmt.Sprint(i))
-			await(t, "the next row waits", func() bool { return dead(t, pool) == i || len(values(t, topic)) > 0 })
+	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
+	var looks atomic.Int64
+	running(t, traced(t, pool, &between{"-- relay.released", func(context.Context) { looks.Add(1) }}), relay.Config{Lease: 30 * time.Second})
+	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ($1, 'k', '1', '{"n": {}}')`, topic)
+	testwait.True(t, "the row is dead", func() bool { return dead(t, pool) == 1 })
+	for i := 2; i <= 3; i++ {
+		before := looks.Load()
+		testwait.True(t, "the relay looks", func() bool { return looks.Load() > before+1 })
+		insert(t, pool, topic, "k", fmt.Sprint(i))
+		testwait.True(t, "the next row waits", func() bool { return dead(t, pool) == i || len(values(t, topic)) > 0 })
+	}
+	require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry', headers = '{}' WHERE payload = '1'`)
+		if err == nil {
+			_, err = tx.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '4')`, topic)
 		}
-		require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-			_, err := tx.Exec(ctx, `UPDATE effectonce.outbox_dead SET state = 'retry', headers = '{}' WHERE payload = '1'`)
-			if err == nil {
-				_, err = tx.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '4')`, topic)
-			}
-			return err
-		}))
-		// Not by offsets: the marker of a transaction has one, too.
-		await(t, "all is published", func() bool { return len(values(t, topic)) >= 4 && dead(t, pool) == 0 })
-		require.Equal(t, []string{"1", "2", "3", "4"}, values(t, topic))
-	})
+		return err
+	}))
+	// Not by offsets: the marker of a transaction has one, too.
+	testwait.True(t, "all is published", func() bool { return len(values(t, topic)) >= 4 && dead(t, pool) == 0 })
+	require.Equal(t, []string{"1", "2", "3", "4"}, values(t, topic))
 }
 
 // Property: what becomes of dead rows is decided by who holds the shard: one that lost it while it
@@ -257,7 +256,7 @@ func TestRefusedSideBySide(t *testing.T) {
 		starts(t, r)
 		flows := func(value string) {
 			must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', convert_to($1, 'UTF8'))`, value)
-			await(t, "what is innocent flows", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), value) })
+			testwait.True(t, "what is innocent flows", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), value) })
 		}
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, payload) SELECT 'orders', 'poison' FROM generate_series(1, 4)`)
 		flows("1")
@@ -265,13 +264,13 @@ func TestRefusedSideBySide(t *testing.T) {
 		held := func(attempts int) bool {
 			return pgtest.Count(t, pool, strings.ReplaceAll(heldSQL, "$1", fmt.Sprint(attempts))) == 4
 		}
-		await(t, "they are held", func() bool {
+		testwait.True(t, "they are held", func() bool {
 			return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE state = 'held'`) == 4
 		})
 		attempts := one[int](t, pool, `SELECT max(attempts) FROM effectonce.outbox_dead`)
 		require.True(t, held(attempts))
 		must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry'`)
-		await(t, "they are held again", func() bool { return held(attempts + 1) })
+		testwait.True(t, "they are held again", func() bool { return held(attempts + 1) })
 		flows("2")
 	})
 }
@@ -304,8 +303,8 @@ func TestRefusedWhenProduced(t *testing.T) {
 		defer func() { stop(); <-done }()
 		// Keys 7 and 0: 7 is held with 17 and 27 behind it, 20 is the last of its key but 29
 		// has another.
-		await(t, "they are dead", func() bool { return dead(t, pool) == 4 })
-		await(t, "all others are published", func() bool {
+		testwait.True(t, "they are dead", func() bool { return dead(t, pool) == 4 })
+		testwait.True(t, "all others are published", func() bool {
 			return one[int64](t, pool, `SELECT published FROM effectonce.outbox_progress_now`) >= 26
 		})
 		stop()
@@ -341,6 +340,44 @@ func TestRefusedWhenProduced(t *testing.T) {
 	})
 }
 
+// Property: a dead row holds only later rows of its key, also where it is known to be dead before an
+// earlier row of its page is answered, because another row of the page was refused.
+func TestDeadRowHoldsNoEarlierRow(t *testing.T) {
+	t.Parallel()
+	test := func(t *testing.T, opts []kgo.Opt, cfg relay.Config) {
+		t.Helper()
+		pool := pgtest.Pool(t)
+		insert(t, pool, "orders", "other", "poison")
+		insert(t, pool, "orders", "k", "before")
+		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ('orders', 'k', 'wrong', '{"effectonce-partition": "two"}')`)
+		insert(t, pool, "orders", "k", "behind")
+		r, err := relay.New(pool, opts, cfg)
+		require.NoError(t, err)
+		starts(t, r)
+		testwait.True(t, "the page is handled", func() bool {
+			return pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox_dead WHERE reason IN ('refused', 'bad_partition')`) == 2
+		})
+		require.Equal(t, "poison refused, wrong bad_partition, behind behind",
+			one[string](t, pool, `SELECT string_agg(convert_from(payload, 'UTF8') || ' ' || reason, ', ' ORDER BY seq) FROM effectonce.outbox_dead`))
+	}
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		fake := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
+		poisoned(fake)
+		test(t, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchCompression(kgo.NoCompression())}, relay.Config{ExactlyOnce: exactly})
+	})
+	t.Run("sink", func(t *testing.T) {
+		t.Parallel()
+		test(t, nil, relay.Config{Sink: &receiver{answer: func(_ context.Context, messages []relay.Message) (int, error) {
+			at := slices.IndexFunc(messages, func(m relay.Message) bool { return string(m.Payload) == "poison" })
+			if at < 0 {
+				return len(messages), nil
+			}
+			return at, relay.Refuse(errors.New("poison"))
+		}}})
+	})
+}
+
 // Property: every row that is published is counted, also where its page has a dead row and progress
 // is stored all the time.
 func TestRowsBesideDeadOnesAreCounted(t *testing.T) {
@@ -355,6 +392,7 @@ func TestRowsBesideDeadOnesAreCounted(t *testing.T) {
 // Property: a stop while rows are tried one by one commits nothing that is not in progress: each is
 // published once.
 func TestStopAmongSuspectsPublishesOnce(t *testing.T) {
+	longtest.Only(t, "when the relay notices the stop is up to chance")
 	t.Parallel()
 	pool, fake := pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 	var asked atomic.Int64
@@ -457,9 +495,9 @@ func TestResumedTopicDoesNotStopOthers(t *testing.T) {
 		require.NoError(t, err)
 		many(waiting+1, waiting+300)
 		running(t, traced(t, pool, tracer), cfg)
-		await(t, "the other topic goes on", func() bool { return behind.Load() >= 0 })
+		testwait.True(t, "the other topic goes on", func() bool { return behind.Load() >= 0 })
 		require.Positive(t, behind.Load(), "it came when all others were out")
-		await(t, "all is out", func() bool { return dead(t, pool) == 0 && kafkatest.Count(t, topic) >= waiting+300 })
+		testwait.True(t, "all is out", func() bool { return dead(t, pool) == 0 && kafkatest.Count(t, topic) >= waiting+300 })
 		last := map[string]int{}
 		for _, record := range kafkatest.ReadAll(t, topic) {
 			n, err := strconv.Atoi(string(record.Value))
@@ -494,7 +532,7 @@ func TestFrozenBurialLocksNobodyOut(t *testing.T) {
 	must(t, pool, `UPDATE effectonce.outbox_replicas SET alive_until = clock_timestamp()`)
 	must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'l', '2')`, topic)
 	running(t, pool, relay.Config{Lease: lease})
-	await(t, "another replica publishes", func() bool { return kafkatest.Count(t, topic) >= 1 && dead(t, pool) == 1 })
+	testwait.True(t, "another replica publishes", func() bool { return kafkatest.Count(t, topic) >= 1 && dead(t, pool) == 1 })
 	thaw()
 	require.Error(t, <-done)
 	require.Equal(t, 1, dead(t, pool))

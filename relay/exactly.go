@@ -120,7 +120,7 @@ func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 	if t.anySuspect(a.rows) {
 		return t.publishEach(work, ctx, a)
 	}
-	if err := t.hand(ctx, &batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end}); err != nil {
+	if err := t.hand(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end}); err != nil {
 		return err
 	}
 	if a.released {
@@ -141,7 +141,7 @@ func (t *toTransactions) publish(work, ctx context.Context, a *attempt) error {
 }
 
 // hand adds a batch to the transaction, which begins with the first record.
-func (t *toTransactions) hand(ctx context.Context, b *batch) error {
+func (t *toTransactions) hand(b *batch) error {
 	if len(b.records) > 0 {
 		if err := t.open(); err != nil {
 			return err
@@ -155,7 +155,7 @@ func (t *toTransactions) hand(ctx context.Context, b *batch) error {
 		return nil
 	}
 	t.handed += int64(len(b.rows))
-	t.send(ctx, b)
+	t.send(b)
 	return nil
 }
 
@@ -204,7 +204,7 @@ func (t *toTransactions) publishEach(work, ctx context.Context, a *attempt) erro
 	if err := t.commit(work, ctx); err != nil || a.released {
 		return err
 	}
-	if err := t.hand(ctx, &batch{end: a.end}); err != nil {
+	if err := t.hand(&batch{end: a.end}); err != nil {
 		return err
 	}
 	t.dead = dead

@@ -27,6 +27,10 @@ const (
 // FetchSettingsSQL goes before it.
 const FetchSettingsSQL = fetchSettingsSQL
 
+// PollEvery sets both pauses, to more than a Config may: who does not wait for a pause proves that
+// something else ended it.
+func PollEvery(r *Relay, pause time.Duration) { r.cfg.PollMin, r.cfg.PollMax = pause, pause }
+
 // TidyUp is a run of the upkeep of slots.
 func (r *Relay) TidyUp(ctx context.Context) error {
 	here, err := r.askCluster(ctx)

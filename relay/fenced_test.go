@@ -19,6 +19,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -133,15 +134,6 @@ func (l *leases) hooks() relay.Hooks {
 	}}
 }
 
-// hangMax is how long what comes at once on a quiet machine may take before it counts as hung. It
-// is more than the minute for which a relay may pause at most.
-const hangMax = 2 * time.Minute
-
-func await(t *testing.T, what string, condition func() bool) {
-	t.Helper()
-	require.Eventually(t, condition, hangMax, 5*time.Millisecond, what)
-}
-
 // takenSQL is what another replica does that takes the shard: a new epoch, and with it the next row
 // of the chain.
 const takenSQL = `
@@ -167,16 +159,16 @@ func TestTakenShardIsGivenUp(t *testing.T) {
 		hooks := l.hooks()
 		hooks.Published = func(n int64) { published.Add(n) }
 		running(t, pool, relay.Config{Lease: 10 * time.Minute, Hooks: hooks})
-		await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+		testwait.True(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
 		insert(t, pool, topic, "k", "first")
-		await(t, "a row is published", func() bool { return published.Load() == 1 })
+		testwait.True(t, "a row is published", func() bool { return published.Load() == 1 })
 		_, err := pool.Exec(ctx, takenSQL)
 		require.NoError(t, err)
 		until := one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress_now`)
 		if rows {
 			insert(t, pool, topic, "k", "second")
 		}
-		await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
+		testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
 		require.EqualValues(t, 1, published.Load())
 		require.True(t, until.Equal(one[time.Time](t, pool, `SELECT lease_until FROM effectonce.outbox_progress_now`)))
 	})
@@ -255,15 +247,15 @@ func TestNothingIsProducedWhenTheLeaseIsOver(t *testing.T) {
 	require.NoError(t, err)
 	stop := starts(t, r)
 	insert(t, pool, topic, "k", "before")
-	await(t, "a row is handed over", func() bool { return records.Load() == 1 })
+	testwait.True(t, "a row is handed over", func() bool { return records.Load() == 1 })
 	tracer.fetch.Store(true)
 	<-tracer.waits
 	tracer.cut.Store(true)
-	await(t, "the lease is over", func() bool {
+	testwait.True(t, "the lease is over", func() bool {
 		return one[bool](t, pool, `SELECT lease_until < clock_timestamp() FROM effectonce.outbox_progress_now`)
 	})
 	close(tracer.release)
-	await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
+	testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
 	require.EqualValues(t, 1, records.Load())
 	stop()
 }
@@ -276,9 +268,9 @@ func TestShardIsGivenUpWhenItsLeaseIsOver(t *testing.T) {
 	tracer := newStalled(nil)
 	var l leases
 	running(t, traced(t, pool, tracer), relay.Config{Lease: time.Second, Hooks: l.hooks()})
-	await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+	testwait.True(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
 	tracer.cut.Store(true)
-	await(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
+	testwait.True(t, "the shard is given up", func() bool { return l.lost.Load() == 1 })
 }
 
 // Property: the tick at which the number of shards changes is taken when no shard reads a page:
@@ -289,21 +281,21 @@ func TestShardsChangeWhenNothingIsRead(t *testing.T) {
 	tracer := newStalled(nil)
 	running(t, traced(t, pool, tracer), relay.Config{Lease: 30 * time.Second})
 	insert(t, pool, topic, "k", "0")
-	await(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
+	testwait.True(t, "a row is published", func() bool { return kafkatest.Count(t, topic) == 1 })
 	tracer.fetch.Store(true)
 	<-tracer.waits
 	_, err := relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 2)
 	require.NoError(t, err)
 	beats := tracer.beats.Load()
-	await(t, "the relay wants to change it", func() bool { return tracer.beats.Load() > beats+10 })
+	testwait.True(t, "the relay wants to change it", func() bool { return tracer.beats.Load() > beats+10 })
 	for i := range 10 {
 		insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i+1))
 	}
 	close(tracer.release)
-	await(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`) == 2 })
+	testwait.True(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`) == 2 })
 	insert(t, pool, topic, "k", "last")
-	await(t, "all is published", func() bool { return slices.Contains(values(t, topic), "last") })
-	await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 12 })
+	testwait.True(t, "all is published", func() bool { return slices.Contains(values(t, topic), "last") })
+	testwait.True(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 12 })
 	require.Equal(t, 12, kafkatest.Count(t, topic), "nothing twice")
 }
 

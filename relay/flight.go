@@ -13,8 +13,9 @@ import (
 // front, so what is acknowledged is always a prefix of what was read.
 type flight struct {
 	bytesMax int
-	waits    func()            // called at each turn of a wait
-	acked    func(rows []*row) // rows left the front, in order; called under the lock
+	void     context.CancelCauseFunc // called at the failure
+	waits    func()                  // called at each turn of a wait
+	acked    func(rows []*row)       // rows left the front, in order; called under the lock
 
 	mu       sync.Mutex
 	changed  chan struct{} // closed and replaced when a field below changes
@@ -36,8 +37,8 @@ type batch struct {
 	end cursor
 }
 
-func newFlight(bytesMax int) *flight {
-	return &flight{bytesMax: bytesMax, changed: make(chan struct{})}
+func newFlight(bytesMax int, void context.CancelCauseFunc) *flight {
+	return &flight{bytesMax: bytesMax, void: void, changed: make(chan struct{})}
 }
 
 // add puts a batch behind those in flight. A batch with nothing pending (an empty page that moved
@@ -59,13 +60,27 @@ func (f *flight) add(b *batch) {
 func (f *flight) settle(b *batch, failure error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if failure != nil && f.failure == nil {
-		f.failure = failure
-		f.notify()
+	if failure != nil {
+		f.fail(failure)
 	}
 	b.pending--
 	if b.pending == 0 {
 		f.advance()
+	}
+}
+
+// makeVoid fails the flight without a record.
+func (f *flight) makeVoid(failure error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.fail(failure)
+}
+
+func (f *flight) fail(failure error) {
+	if f.failure == nil {
+		f.failure = failure
+		f.void(failure)
+		f.notify()
 	}
 }
 

@@ -6,13 +6,9 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
-	"regexp"
-	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -22,7 +18,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
-	"github.com/effectonce/effectonce/internal/servers"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -74,11 +70,11 @@ func stream(t *testing.T, pool *pgxpool.Pool, address, name string) *walReceiver
 	return receiveWAL(t, address, name, "START_REPLICATION PHYSICAL "+one[string](t, pool, `SELECT pg_current_wal_flush_lsn()::text`))
 }
 
-// report says how far it has written, flushed and replayed.
-func (r *walReceiver) report(written, flushed, replayed uint64) {
+// report says that it has received everything, and how far it has flushed and replayed.
+func (r *walReceiver) report(flushed, replayed uint64) {
 	r.Helper()
 	status := []byte{'r'}
-	for _, lsn := range []uint64{written, flushed, replayed, 0} {
+	for _, lsn := range []uint64{everything, flushed, replayed, 0} {
 		status = binary.BigEndian.AppendUint64(status, lsn)
 	}
 	r.conn.Frontend().Send(&pgproto3.CopyData{Data: append(status, 0)})
@@ -114,9 +110,9 @@ func TestPublishingWaitsForTheFlushOfAStandby(t *testing.T) {
 	must(t, pool, `CREATE PUBLICATION everything FOR ALL TABLES`)
 	subscriber := receiveWAL(t, address, "subscriber", "CREATE_REPLICATION_SLOT subscriber TEMPORARY LOGICAL pgoutput",
 		"START_REPLICATION SLOT subscriber LOGICAL 0/0 (proto_version '1', publication_names 'everything')")
-	subscriber.report(everything, everything, everything)
+	subscriber.report(everything, everything)
 	backup := stream(t, pool, address, "pg_basebackup")
-	backup.report(everything, everything, 0) // it replays nothing
+	backup.report(everything, 0) // it replays nothing
 
 	r := newRelay(t, pool, relay.Config{DurableHorizon: "any", Logger: slog.New(slog.NewTextHandler(log, nil))})
 	stop := starts(t, r)
@@ -124,138 +120,26 @@ func TestPublishingWaitsForTheFlushOfAStandby(t *testing.T) {
 	insert(t, pool, topic, "k", "1")
 	says := func(text string) {
 		t.Helper()
-		await(t, "the log says "+text, func() bool { return strings.Contains(log.String(), text) })
+		testwait.True(t, "the log says "+text, func() bool { return strings.Contains(log.String(), text) })
 	}
 	says("too few standbys are connected")
 	require.Empty(t, kafkatest.ReadAll(t, topic))
 	standby := stream(t, pool, address, "walreceiver")
-	standby.report(everything, before, everything)
+	standby.report(before, everything)
 	says("waiting for standbys to flush")
 	require.Regexp(t, `waiting for standbys to flush .* connected=walreceiver .* bytes_behind=[1-9]`, log.String())
 	require.Empty(t, kafkatest.ReadAll(t, topic))
-	standby.report(everything, lsn(t, pool), before)
-	await(t, "the row is published", func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 })
+	standby.report(lsn(t, pool), before)
+	testwait.True(t, "the row is published", func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 })
 	says("publishing continues")
 
 	// A stop does not wait for a standby.
 	insert(t, pool, topic, "k", "2")
-	standby.report(everything, before, before)
-	await(t, "it waits again", func() bool { return strings.Count(log.String(), "waiting for standbys to flush") == 2 })
+	standby.report(before, before)
+	testwait.True(t, "it waits again", func() bool { return strings.Count(log.String(), "waiting for standbys to flush") == 2 })
 	stop()
 	require.Len(t, kafkatest.ReadAll(t, topic), 1)
 	require.Equal(t, 1, strings.Count(log.String(), "too few standbys"), "said once")
-}
-
-// Property: with exactly once, rows that were handed to Kafka do not wait for a standby with those
-// that come after: their transaction ends first, so it cannot run out, and readers see them.
-func TestTransactionDoesNotStayOpenForAStandby(t *testing.T) {
-	t.Parallel()
-	pool, address := replicated(t)
-	topic, log := kafkatest.Topic(t, 1), &lockedBuffer{}
-	insert(t, pool, topic, "k", "1")
-	insert(t, pool, topic, "k", "2")
-	standby := stream(t, pool, address, "walreceiver")
-	standby.report(1, 1, 1)
-	running(t, pool, relay.Config{
-		DurableHorizon: "any", ExactlyOnce: true, ProgressTopic: kafkatest.UnusedTopic(t), PageRowsMax: 1, TransactionMax: 10 * time.Second,
-		Logger: slog.New(slog.NewTextHandler(log, nil)),
-	})
-	wanted := regexp.MustCompile(`waiting for standbys to flush .* lsn=([0-9A-F]+)/([0-9A-F]+)`)
-	await(t, "it waits", func() bool { return wanted.MatchString(log.String()) })
-	require.Empty(t, kafkatest.ReadAll(t, topic))
-	must(t, pool, `SELECT pg_logical_emit_message(true, 'test', 'the second page waits for more')`)
-	place := wanted.FindStringSubmatch(log.String())
-	high, err := strconv.ParseUint(place[1], 16, 32)
-	require.NoError(t, err)
-	low, err := strconv.ParseUint(place[2], 16, 32)
-	require.NoError(t, err)
-	standby.report(high<<32|low, high<<32|low, 1)
-	await(t, "the first row is committed", func() bool {
-		return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) == 1
-	})
-	require.Equal(t, []string{"1"}, values(t, topic))
-	standby.report(everything, everything, 1)
-	await(t, "the second is", func() bool { return len(kafkatest.ReadAll(t, topic)) == 2 })
-}
-
-// Property: a commit that the primary itself has not flushed (synchronous_commit off) is waited
-// for, too.
-func TestCommitThatIsNotFlushedIsWaitedFor(t *testing.T) {
-	t.Parallel()
-	pool, address := replicated(t)
-	topic, log := kafkatest.Topic(t, 1), &lockedBuffer{}
-	standby := stream(t, pool, address, "walreceiver")
-	standby.report(everything, everything, 1)
-	running(t, pool, relay.Config{DurableHorizon: "any", Logger: slog.New(slog.NewTextHandler(log, nil))})
-	insert(t, pool, topic, "k", "1")
-	await(t, "the relay publishes", func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 })
-	await(t, "progress is stored", func() bool {
-		return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) == 1
-	})
-
-	flushed := uint64(one[int64](t, pool, `SELECT (pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint`))
-	standby.report(everything, flushed, 1)
-	await(t, "the server knows", func() bool {
-		return one[bool](t, pool, `SELECT flush_lsn <= pg_current_wal_flush_lsn() FROM pg_stat_replication`)
-	})
-	err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		_, err := tx.Exec(t.Context(), `SET LOCAL synchronous_commit = off`)
-		require.NoError(t, err)
-		_, err = tx.Exec(t.Context(), `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'k', '2')`, topic)
-		return err
-	})
-	require.NoError(t, err)
-	await(t, "it waits", func() bool { return strings.Contains(log.String(), "waiting for standbys to flush") })
-	require.Len(t, kafkatest.ReadAll(t, topic), 1)
-	standby.report(everything, everything, 1)
-	await(t, "it is published", func() bool { return len(kafkatest.ReadAll(t, topic)) == 2 })
-}
-
-// Property: WAL that no commit flushes, here of a transaction that is open, does not keep what is
-// committed before it from standbys: the relay has it flushed and does not wait for the WAL writer,
-// which is frozen here.
-func TestHorizonDoesNotWaitForTheWALWriter(t *testing.T) {
-	t.Parallel()
-	// Embedded: a container's processes have other numbers.
-	cluster, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{Own: true, Embedded: true})
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = cluster.Stop(context.WithoutCancel(t.Context())) })
-	pgtest.Migrate(t, cluster.URL)
-	pool, err := pgxpool.New(t.Context(), cluster.URL)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	must(t, pool, `INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 1)`)
-	must(t, pool, `CREATE TABLE bystanders (text text)`)
-	pid := one[int](t, pool, `SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'`)
-	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
-	t.Cleanup(func() { _ = syscall.Kill(pid, syscall.SIGCONT) })
-
-	bystander, err := pool.Begin(t.Context())
-	require.NoError(t, err)
-	defer func() { _ = bystander.Rollback(context.WithoutCancel(t.Context())) }()
-	ctx, cancel := context.WithCancel(t.Context())
-	r := newRelay(t, pool, relay.Config{DurableHorizon: "any"})
-	done, leased, wrote := make(chan error, 1), make(chan struct{}), make(chan struct{})
-	go func() {
-		done <- r.AwaitHorizon(ctx, func() {
-			close(leased)
-			<-wrote
-		})
-	}()
-	select {
-	case <-leased:
-	case err := <-done:
-		require.NoError(t, err)
-	}
-	_, err = bystander.Exec(ctx, `INSERT INTO bystanders VALUES ('not committed')`)
-	require.NoError(t, err)
-	end := lsn(t, pool)
-	close(wrote)
-	await(t, "the primary flushes", func() bool {
-		return uint64(one[int64](t, pool, `SELECT (pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint`)) >= end
-	})
-	cancel()
-	require.ErrorIs(t, <-done, context.Canceled)
 }
 
 // Property: standbys count by their names, as many as are asked for.
@@ -264,9 +148,9 @@ func TestStandbysCountByName(t *testing.T) {
 	pool, address := replicated(t)
 	must(t, pool, `INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 1)`)
 	for name, flushed := range map[string]uint64{"a": everything, "b": 1, "c": everything} {
-		stream(t, pool, address, name).report(everything, flushed, 1)
+		stream(t, pool, address, name).report(flushed, 1)
 	}
-	await(t, "they are known", func() bool {
+	testwait.True(t, "they are known", func() bool {
 		return one[int](t, pool, `SELECT count(*)::int FROM pg_stat_replication WHERE flush_lsn IS NOT NULL`) == 3
 	})
 	for text, want := range map[string]bool{
@@ -300,7 +184,7 @@ func TestHorizonNeedsToSeeStandbys(t *testing.T) {
 	own, err := pgxpool.NewWithConfig(t.Context(), config)
 	require.NoError(t, err)
 	t.Cleanup(own.Close)
-	stream(t, pool, address, "walreceiver").report(everything, everything, 1)
+	stream(t, pool, address, "walreceiver").report(everything, 1)
 	r := newRelay(t, own, relay.Config{DurableHorizon: "any"})
 	grant := fmt.Sprintf("GRANT pg_read_all_stats TO %s", pgx.Identifier{"the relay"}.Sanitize())
 	require.ErrorContains(t, r.Run(t.Context()), grant)
@@ -309,7 +193,7 @@ func TestHorizonNeedsToSeeStandbys(t *testing.T) {
 	must(t, pool, grant)
 	topic := kafkatest.Topic(t, 1)
 	insert(t, pool, topic, "k", "1")
-	await(t, "the standby is seen", func() bool {
+	testwait.True(t, "the standby is seen", func() bool {
 		return one[bool](t, pool, `SELECT count(flush_lsn) > 0 FROM pg_stat_replication`)
 	})
 	require.EqualValues(t, 1, drain(t, r))

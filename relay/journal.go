@@ -12,6 +12,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/kafkaclient"
 	"github.com/effectonce/effectonce/internal/pause"
 )
 
@@ -292,7 +293,7 @@ func (j *journal) read(ctx context.Context, client *kgo.Client, from *int64) (*e
 // transactions of other shards that are still open in that range: what is behind them is not known
 // before they end.
 func (j *journal) readPiece(ctx context.Context, start, end int64) (*entry, error) {
-	reader, err := kgo.NewClient(append(append([]kgo.Opt{kgo.MaxDecompressBatchBytes(journalInflateMax)}, j.kafka...),
+	reader, err := kafkaclient.New(append(append([]kgo.Opt{kgo.MaxDecompressBatchBytes(journalInflateMax)}, j.kafka...),
 		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{j.topic: {0: kgo.NewOffset().At(start)}}),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.KeepControlRecords(),
 	)...)

@@ -17,6 +17,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -70,7 +71,7 @@ func TestProgressBehindAnOpenTransactionIsWaitedFor(t *testing.T) {
 	stop := starts(t, first)
 	published := func(n int) {
 		t.Helper()
-		await(t, "rows are published", func() bool {
+		testwait.True(t, "rows are published", func() bool {
 			return one[int](t, pool, `SELECT coalesce(sum(published), 0)::int FROM effectonce.outbox_progress_now`) == n
 		})
 	}
@@ -133,7 +134,7 @@ func TestOldPrimaryIsKnownFromElsewhere(t *testing.T) {
 	value, err := json.Marshal(entry)
 	require.NoError(t, err)
 	require.NoError(t, kafkatest.Client(t).ProduceSync(ctx, &kgo.Record{Topic: cfg.ProgressTopic, Key: last.Key, Value: value}).FirstErr())
-	limited, cancel := context.WithTimeout(ctx, hangMax)
+	limited, cancel := context.WithTimeout(ctx, testwait.Bound)
 	defer cancel()
 	require.ErrorIs(t, newRelay(t, pool, cfg).Run(limited), relay.ErrOldPrimary)
 	require.Equal(t, []string{"1"}, values(t, topic))
@@ -178,10 +179,5 @@ func TestStopWhileProgressIsNotAcknowledged(t *testing.T) {
 	insert(t, pool, "orders", "k", "1")
 	<-silent
 	stop()
-	select {
-	case err := <-done:
-		require.NoError(t, err)
-	case <-time.After(hangMax):
-		require.Fail(t, "the stop waits for the broker")
-	}
+	require.NoError(t, testwait.Chan(t, "the relay stops without the broker's answer", done))
 }

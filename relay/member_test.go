@@ -18,7 +18,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -28,13 +30,13 @@ import (
 func TestReplicasShareShards(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 3)
-	const lease = 2 * hangMax
+	const lease = 2 * testwait.Bound
 	replica := func(owner string) (stop func()) {
 		return running(t, pool, relay.Config{Owner: owner, Shards: 4, Lease: lease})
 	}
 	share := func(want string) {
 		t.Helper()
-		await(t, want, func() bool {
+		testwait.True(t, want, func() bool {
 			shares := one[string](t, pool, `SELECT coalesce(string_agg(owner || ' ' || n, ', ' ORDER BY owner), '')
 				FROM (SELECT owner, count(*) AS n FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL GROUP BY owner) s`)
 			return shares == want
@@ -46,8 +48,6 @@ func TestReplicasShareShards(t *testing.T) {
 	share("a 2, b 1, c 1")
 	first()
 	share("b 2, c 2")
-	first = replica("a")
-	share("a 2, b 1, c 1")
 	for i := range 40 {
 		insert(t, pool, topic, fmt.Sprint("k", i%8), fmt.Sprint(i))
 	}
@@ -56,13 +56,9 @@ func TestReplicasShareShards(t *testing.T) {
 	for i := 40; i < 80; i++ {
 		insert(t, pool, topic, fmt.Sprint("k", i%8), fmt.Sprint(i))
 	}
-	share("a 2, b 2, c 2")
-	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 1)
-	require.NoError(t, err)
-	await(t, "the number changes", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`) == 1 })
-	share("a 1")
-	await(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 80 })
-	for _, stop := range []func(){first, second, third} {
+	share("b 3, c 3")
+	testwait.True(t, "all is published", func() bool { return kafkatest.Count(t, topic) >= 80 })
+	for _, stop := range []func(){second, third} {
 		stop()
 	}
 	require.Equal(t, 80, kafkatest.Count(t, topic), "nothing twice")
@@ -81,16 +77,17 @@ func TestReplicasShareShards(t *testing.T) {
 func TestWakeEndsThePause(t *testing.T) {
 	t.Parallel()
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	r := newRelay(t, pool, relay.Config{PollMin: time.Minute, PollMax: time.Minute})
+	r := newRelay(t, pool, relay.Config{})
+	relay.PollEvery(r, time.Hour)
 	r.Wake() // before anybody waits
 	insert(t, pool, topic, "k", "first")
 	stop := starts(t, r)
-	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `kafkatest.Count(t, topic) == 1`, func() bool { return kafkatest.Count(t, topic) == 1 })
 	insert(t, pool, topic, "k", "second")
-	require.Eventually(t, func() bool {
+	testwait.True(t, "the second row is published", func() bool {
 		r.Wake()
 		return kafkatest.Count(t, topic) == 2
-	}, 2*time.Minute, 10*time.Millisecond)
+	})
 	stop()
 }
 
@@ -100,12 +97,12 @@ func TestDeletedRelayComesBack(t *testing.T) {
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
 	running(t, pool, relay.Config{})
 	insert(t, pool, topic, "k", "first")
-	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `kafkatest.Count(t, topic) == 1`, func() bool { return kafkatest.Count(t, topic) == 1 })
 	_, err := pool.Exec(ctx, `WITH r AS (DELETE FROM effectonce.outbox_relays), s AS (DELETE FROM effectonce.outbox_replicas) DELETE FROM effectonce.outbox_progress`)
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_relays`) == 1 }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `one[int](t, pool, 'SELECT count(*) FROM effectonce.outbox_relays') == 1`, func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_relays`) == 1 })
 	insert(t, pool, topic, "k", "second")
-	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) >= 2 }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `kafkatest.Count(t, topic) >= 2`, func() bool { return kafkatest.Count(t, topic) >= 2 })
 }
 
 // Property: a released lease stays free, also if its renewal was under way: otherwise no replica
@@ -121,6 +118,7 @@ func TestLeaseGivenBackIsNotRenewed(t *testing.T) {
 // read up to the cut still waits for the brokers, leaves no shard behind: all are published
 // further.
 func TestReshardingTakenBackLeavesNoShardBehind(t *testing.T) {
+	longtest.Only(t, "leases of real seconds")
 	t.Parallel()
 	ctx, pool, fake := t.Context(), pgtest.Pool(t), kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders"))
 	var fetches, beats atomic.Int64
@@ -130,7 +128,7 @@ func TestReshardingTakenBackLeavesNoShardBehind(t *testing.T) {
 		relay.Config{Shards: 2, Lease: 30 * time.Second, DrainMax: time.Minute, Logger: slog.New(slog.NewTextHandler(&said, nil))})
 	require.NoError(t, err)
 	starts(t, r)
-	await(t, "both shards are taken", func() bool {
+	testwait.True(t, "both shards are taken", func() bool {
 		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE owner IS NOT NULL`) == 2
 	})
 	held, release := make(chan struct{}), make(chan struct{})
@@ -144,22 +142,22 @@ func TestReshardingTakenBackLeavesNoShardBehind(t *testing.T) {
 	<-held
 	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 3)
 	require.NoError(t, err)
-	await(t, "the cut is taken", func() bool { return strings.Contains(said.String(), "up to one tick") })
+	testwait.True(t, "the cut is taken", func() bool { return strings.Contains(said.String(), "up to one tick") })
 	// Nobody reads on: both have come to the cut.
 	for last := int64(-1); last != fetches.Load(); {
 		last = fetches.Load()
 		seen := beats.Load()
-		await(t, "the relay looks", func() bool { return beats.Load() > seen+3 })
+		testwait.True(t, "the relay looks", func() bool { return beats.Load() > seen+3 })
 	}
 	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 2)
 	require.NoError(t, err)
 	seen := beats.Load()
-	await(t, "it takes note", func() bool { return beats.Load() > seen+1 })
+	testwait.True(t, "it takes note", func() bool { return beats.Load() > seen+1 })
 	close(release)
 	for i := range 10 {
 		insert(t, pool, "orders", fmt.Sprint("k", i), fmt.Sprint("after", i))
 	}
-	await(t, "all is published", func() bool { return distinct(valuesAt(t, fake, "orders")) == 11 })
+	testwait.True(t, "all is published", func() bool { return len(distinctInOrder(valuesAt(t, fake, "orders"))) == 11 })
 }
 
 // counting counts statements, also those in batches, by how they begin.
@@ -238,18 +236,18 @@ func TestLateEndOfAnOldShardEndsNoNewOne(t *testing.T) {
 	done := make(chan error, 1)
 	go func() { done <- r.Run(running) }()
 	defer func() { mayClose(); stop(); require.NoError(t, <-done) }()
-	await(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
+	testwait.True(t, "the shard is taken", func() bool { return l.held.Load() == 1 })
 	before := closing.Load()
 	closing.slow.Store(true)
 	_, err = relay.SetShards(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, 2)
 	require.NoError(t, err)
-	await(t, "the new shards are taken", func() bool { return l.held.Load() == 3 })
+	testwait.True(t, "the new shards are taken", func() bool { return l.held.Load() == 3 })
 	mayClose()
-	await(t, "the old one's client has ended", func() bool { return closing.Load() > before })
+	testwait.True(t, "the old one's client has ended", func() bool { return closing.Load() > before })
 	for i := range 10 {
 		insert(t, pool, topic, fmt.Sprint("k", i), fmt.Sprint(i))
 	}
-	await(t, "both are published", func() bool { return kafkatest.Count(t, topic) >= 10 })
+	testwait.True(t, "both are published", func() bool { return kafkatest.Count(t, topic) >= 10 })
 	require.Zero(t, l.lost.Load())
 }
 
@@ -261,10 +259,5 @@ func TestListeningRelayEndsWithItsError(t *testing.T) {
 	must(t, pool, `UPDATE effectonce.outbox_progress SET timeline = timeline + 1, lease_until = NULL`)
 	r, ended := newRelay(t, pool, relay.Config{WakeOnNotify: true}), make(chan error, 1)
 	go func() { ended <- r.Run(t.Context()) }()
-	select {
-	case err := <-ended:
-		require.ErrorIs(t, err, relay.ErrOldPrimary)
-	case <-time.After(hangMax):
-		require.Fail(t, "it hangs")
-	}
+	require.ErrorIs(t, testwait.Chan(t, "the relay refuses", ended), relay.ErrOldPrimary)
 }

@@ -20,6 +20,8 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
+	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -107,9 +109,9 @@ func TestBrokerAwayIsWaitedOut(t *testing.T) {
 		for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders") {
 			values = append(values, string(record.Value))
 		}
-		return distinct(values)
+		return len(distinctInOrder(values))
 	}
-	require.Eventually(t, func() bool { return read() == 1 }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `read() == 1`, func() bool { return read() == 1 })
 	away.Store(true)
 	for i := 1; i < 50; i++ {
 		insert(t, pool, "orders", "k", fmt.Sprint(i))
@@ -120,7 +122,7 @@ func TestBrokerAwayIsWaitedOut(t *testing.T) {
 	require.Equal(t, 1, read())
 	require.Zero(t, dead(t, pool))
 	away.Store(false)
-	await(t, "all is published", func() bool { return read() == 50 })
+	testwait.True(t, "all is published", func() bool { return read() == 50 })
 	stop()
 	next := 0
 	for _, record := range kafkatest.ReadAllAt(t, fake.ListenAddrs(), "orders") {
@@ -129,6 +131,52 @@ func TestBrokerAwayIsWaitedOut(t *testing.T) {
 		}
 	}
 	require.Equal(t, 50, next)
+}
+
+// Property: Kafka is away for long, in scaled time: the client's pause between two attempts is a
+// millisecond instead of seconds, and hundreds of attempts fail. Programs commit their rows meanwhile
+// and see how many rows wait, and for how long; the relay buries none, and publishes all in order
+// when Kafka is back. Row O31 of guarantees.md.
+func TestKafkaAwayForLong(t *testing.T) {
+	t.Parallel()
+	both(t, func(t *testing.T, exactly bool) {
+		t.Helper()
+		ctx, pool := t.Context(), pgtest.Pool(t)
+		fake, network := kafkatest.Fake(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "orders")), &cut{}
+		var attempts atomic.Int64
+		dial := func(ctx context.Context, protocol, address string) (net.Conn, error) {
+			if network.away.Load() {
+				attempts.Add(1)
+			}
+			return network.dial(ctx, protocol, address)
+		}
+		r, err := relay.New(pool, append(network.options(fake), kgo.Dialer(dial), kgo.MetadataMinAge(10*time.Millisecond), kgo.RetryBackoffFn(func(int) time.Duration { return time.Millisecond })),
+			relay.Config{ExactlyOnce: exactly, Lease: time.Second, InFlightBytesMax: 64 << 10})
+		require.NoError(t, err)
+		stop := starts(t, r)
+		insert(t, pool, "orders", "k", "0")
+		testwait.True(t, "the first is published", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
+		network.away.Store(true)
+		const rows = 5000
+		for from := 1; from < rows; from += 500 {
+			must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, created_at) SELECT 'orders', 'k', convert_to(n::text, 'UTF8'), clock_timestamp() - interval '3 hours'
+				FROM generate_series($1::int, least($1::int + 499, $2::int - 1)) n`, from, rows)
+		}
+		testwait.True(t, "hundreds of attempts fail", func() bool { return attempts.Load() >= 300 })
+		require.Zero(t, dead(t, pool))
+		require.Len(t, valuesAt(t, fake, "orders"), 1)
+		backlog, err := outbox.ReadBacklog(ctx, pool)
+		require.NoError(t, err)
+		require.Greater(t, backlog.Rows, int64(rows/2)) // an estimate
+		require.Greater(t, backlog.Oldest, 2*time.Hour)
+		network.away.Store(false)
+		testwait.True(t, "all is published", func() bool { return len(distinctInOrder(valuesAt(t, fake, "orders"))) == rows })
+		stop()
+		require.Zero(t, dead(t, pool))
+		for i, value := range distinctInOrder(valuesAt(t, fake, "orders")) {
+			require.Equal(t, fmt.Sprint(i), value)
+		}
+	})
 }
 
 // cutConn breaks as soon as the flag is set.
@@ -169,7 +217,7 @@ func TestConnectionLostAtTheStart(t *testing.T) {
 	running, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
 	go func() { done <- r.Run(running) }()
-	require.Eventually(t, func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 || len(done) > 0 }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `len(kafkatest.ReadAll(t, topic)) == 1 || len(done) > 0`, func() bool { return len(kafkatest.ReadAll(t, topic)) == 1 || len(done) > 0 })
 	stop()
 	require.NoError(t, <-done)
 	require.Negative(t, losses.Load())
@@ -231,14 +279,18 @@ func TestDatabaseAwayIsWaitedOut(t *testing.T) {
 		require.NoError(t, cluster.Restart(ctx))
 		pool.Reset()
 	}
-	await(t, "all is published", func() bool { return distinct(values(t, topic)) == 60 })
+	testwait.True(t, "all is published", func() bool { return len(distinctInOrder(values(t, topic))) == 60 })
 	stop()
 }
 
-func distinct(list []string) int {
+// distinctInOrder are the first occurrences.
+func distinctInOrder(list []string) (found []string) {
 	seen := map[string]bool{}
 	for _, v := range list {
-		seen[v] = true
+		if !seen[v] {
+			seen[v] = true
+			found = append(found, v)
+		}
 	}
-	return len(seen)
+	return found
 }

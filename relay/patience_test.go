@@ -12,6 +12,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -39,7 +40,7 @@ func TestSilentReadIsGivenUp(t *testing.T) {
 	done := make(chan error, 1)
 	go func() { done <- r.Run(running) }()
 	insert(t, pool, topic, "k", "1")
-	await(t, "a row is published", func() bool { return distinct(values(t, topic)) == 1 })
+	testwait.True(t, "a row is published", func() bool { return len(distinctInOrder(values(t, topic))) == 1 })
 	lock, err := pool.Begin(ctx)
 	require.NoError(t, err)
 	defer lock.Rollback(context.WithoutCancel(ctx))
@@ -48,7 +49,7 @@ func TestSilentReadIsGivenUp(t *testing.T) {
 	_, err = lock.Exec(ctx, `LOCK TABLE effectonce.outbox IN ACCESS EXCLUSIVE MODE`)
 	require.NoError(t, err)
 	locked := one[time.Time](t, pool, `SELECT clock_timestamp()`)
-	await(t, "it is said again and again", func() bool {
+	testwait.True(t, "it is said again and again", func() bool {
 		must(t, pool, `SELECT pg_current_xact_id()`) // or no snapshot is new, and nothing needs to be read
 		mu.Lock()
 		defer mu.Unlock()
@@ -58,7 +59,7 @@ func TestSilentReadIsGivenUp(t *testing.T) {
 	_, err = pool.Exec(ctx, `SELECT pg_sleep(extract(epoch FROM $1::timestamptz + interval '12 seconds' - clock_timestamp()))`, locked)
 	require.NoError(t, err)
 	require.NoError(t, lock.Commit(ctx))
-	await(t, "the next row is published", func() bool { return distinct(values(t, topic)) == 2 })
+	testwait.True(t, "the next row is published", func() bool { return len(distinctInOrder(values(t, topic))) == 2 })
 	stop()
 	require.NoError(t, <-done)
 	require.Empty(t, lost, "the lease was lost, since the upkeep waited for the lock, too")
@@ -89,7 +90,7 @@ func TestOldTicksAreForgotten(t *testing.T) {
 	insert(t, pool, topic, "k", "1")
 	drain(t, newRelay(t, pool, relay.Config{}))
 	running(t, pool, relay.Config{Lease: 30 * time.Second}) // half of it is what the upkeep may take
-	await(t, "they are forgotten", func() bool {
+	testwait.True(t, "they are forgotten", func() bool {
 		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`) <= 25000
 	})
 	require.Equal(t, 25000, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:' AND created_at > clock_timestamp() - interval '10 minutes'`))

@@ -33,13 +33,16 @@ type publisher struct {
 	patience time.Duration
 	created  []time.Time // buffer of tellDelivered
 	pulse    pulse
-	worked   atomic.Bool // rows were acknowledged, or none waited
-	napper   *nap.Napper // used by loop
+	worked   atomic.Bool     // rows were acknowledged, or none waited
+	napper   *nap.Napper     // used by loop
+	valid    context.Context // of all records; ends when what is in flight is void
+	alone    atomic.Bool     // rows are produced one by one, so that nothing is behind one that fails
 }
 
 func newPublisher(r *Relay, l *lease) *publisher {
 	p := &publisher{Relay: r, lease: l, patience: r.patience, topics: newTopics(r), lost: make(chan error, 1), progress: newProgress(r, l)}
-	p.flight = newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)))
+	valid, void := context.WithCancelCause(context.Background()) //nolint:forbidigo // records outlive every caller's context: see send
+	p.valid, p.flight = valid, newFlight(max(64<<10, r.cfg.InFlightBytesMax/int(l.shards)), void)
 	p.pulse.last = time.Now()
 	p.flight.waits, p.flight.acked = p.turn, p.acknowledged
 	p.reader = newReader(p)
@@ -73,7 +76,7 @@ func (p *publisher) publish(ctx context.Context) error {
 
 func (p *publisher) publishShard(ctx context.Context) error {
 	if p.cfg.Sink == nil {
-		client, err := p.newClient(p.lease, p.topics)
+		client, err := p.newClient(p.lease, p.topics, p.renewal()...)
 		if err != nil {
 			return err
 		}

@@ -173,7 +173,13 @@ SELECT pg_catalog.setval('effectonce.outbox_slot', $2) WHERE (SELECT last_value 
 // lockSettingsSQL limits the wait for a lock. It also ends a transaction whose process froze inside
 // it, or was cut off: otherwise its locks would block all other sessions until TCP gives up.
 const lockSettingsSQL = `-- relay.lock_settings
-SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true)`
+SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true), ` + flushed
+
+// flushed makes the commit of a transaction, and all commits before it, outlive a crash, also where the
+// database's default is synchronous_commit off. With ExactlyOnce the next commit in Kafka no longer names
+// what the last one did to dead rows.
+const flushed = `set_config('synchronous_commit',
+  CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'off' THEN 'on' ELSE pg_catalog.current_setting('synchronous_commit') END, true)`
 
 // unpublishedSQL reports whether a slot has rows that some relay has not published. These are the
 // rows that were not visible in its tick; they are found by their transaction ids. Up to the floor
@@ -367,8 +373,7 @@ SELECT snapshot::text, seq_last FROM effectonce.outbox_ticks WHERE tick = $2 AND
 // ids, assigned again, would then count as published.
 const storeTickSQL = `-- relay.store_tick
 INSERT INTO effectonce.outbox_ticks (snapshot, seq_last)
-SELECT $1::text::pg_snapshot, $2 FROM (SELECT set_config('synchronous_commit',
-  CASE WHEN pg_catalog.current_setting('synchronous_commit') = 'off' THEN 'on' ELSE pg_catalog.current_setting('synchronous_commit') END, true) AS setting) AS durable
+SELECT $1::text::pg_snapshot, $2 FROM (SELECT ` + flushed + ` AS setting) AS durable
 WHERE durable.setting IS NOT NULL AND CASE WHEN $3::text IS NULL THEN true ELSE $3::text = ` + serverRun + ` END
 RETURNING tick`
 
@@ -437,7 +442,8 @@ ON CONFLICT (relay, seq) DO NOTHING`
 // removeDeadSQL deletes released rows if the epoch is still the caller's, and reports whether it
 // is. It locks them in the order of seq; otherwise it could deadlock with operators.
 const removeDeadSQL = `-- relay.remove_dead
-WITH mine AS (SELECT FROM effectonce.outbox_progress WHERE relay = $1 AND shard = $2 AND epoch = $3),
+WITH durable AS MATERIALIZED (SELECT ` + flushed + ` AS setting),
+mine AS (SELECT FROM effectonce.outbox_progress p, durable WHERE p.relay = $1 AND p.shard = $2 AND p.epoch = $3 AND durable.setting IS NOT NULL),
 locked AS MATERIALIZED (SELECT seq FROM effectonce.outbox_dead WHERE relay = $1 AND seq = ANY ($4) AND EXISTS (SELECT FROM mine) ORDER BY seq FOR UPDATE),
 gone AS (DELETE FROM effectonce.outbox_dead d USING locked WHERE d.relay = $1 AND d.seq = locked.seq)
 SELECT EXISTS (SELECT FROM mine)`
@@ -524,12 +530,12 @@ SELECT (SELECT count(*) FROM first), (SELECT count(*) FROM moved), (SELECT due_a
 type queries struct {
 	nextDue, promote string
 
-	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
-	lockStamps, foreign, restamp, rebase                                                                                                                    string
-	deadSettings, deadTopics, holding, waitingTopics, retryTopic, retryRated, released, releasable, forgetFreed, freeSkipped                                string
-	moveToDead, removeDead, holdAgain                                                                                                                       string
-	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                          string
-	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                                    string
+	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, reused, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
+	lockStamps, foreign, restamp, rebase                                                                                                                            string
+	deadSettings, deadTopics, holding, waitingTopics, retryTopic, retryRated, released, releasable, forgetFreed, freeSkipped                                        string
+	moveToDead, removeDead, holdAgain                                                                                                                               string
+	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                                  string
+	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                                            string
 }
 
 // newQueries inserts run for the server's run: serverRun, or unknownRun if the database hides the
@@ -541,7 +547,7 @@ func newQueries(schema, run string) queries {
 		nextDue: in(nextDueSQL), promote: in(promoteSQL),
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchNew: in(fetchNewSQL), fetchSized: in(fetchSizedSQL),
-		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
+		reused: in(reusedSQL), hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),
 		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
 		retryTopic: in(retryTopicSQL), retryRated: in(retryRatedSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),

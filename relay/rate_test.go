@@ -10,13 +10,16 @@ import (
 	"github.com/twmb/franz-go/pkg/kfake"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
 // Property: a topic with a rate is published no faster, in the order of each key and without a
 // loss; other topics are not held up by what waits, and progress is behind rows of all topics.
 func TestRatedTopicHoldsUpNoOther(t *testing.T) {
+	longtest.Only(t, "a rate in real time")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
@@ -39,9 +42,9 @@ func TestRatedTopicHoldsUpNoOther(t *testing.T) {
 			last.Store(time.Now().UnixNano())
 		}
 		runAt(t, pool, fake, cfg)
-		await(t, "the other topic flows", func() bool { return before.Load() >= 0 })
+		testwait.True(t, "the other topic flows", func() bool { return before.Load() >= 0 })
 		require.Less(t, before.Load(), int64(rows/2), "it did not wait for the slow ones")
-		await(t, "all is out", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "slow")) >= rows })
+		testwait.True(t, "all is out", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "slow")) >= rows })
 		took := time.Duration(last.Load() - first.Load())
 		require.GreaterOrEqual(t, took, time.Duration(float64(rows-1.5*rate-rate)/rate*float64(time.Second)), "no faster than the rate, but for what it may gather")
 		newest := map[string]int{}
@@ -66,5 +69,5 @@ func TestRateAndPause(t *testing.T) {
 	require.Equal(t, 199, dead(t, pool))
 	require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead LIMIT 1`), "rate of 0.001 rows per second")
 	runAt(t, pool, fake, relay.Config{})
-	await(t, "all is out", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "slow")) == 200 })
+	testwait.True(t, "all is out", func() bool { return dead(t, pool) == 0 && len(valuesAt(t, fake, "slow")) == 200 })
 }

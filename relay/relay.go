@@ -7,7 +7,6 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -34,7 +33,8 @@ type Relay struct {
 	adapting sync.Mutex
 	adapted  bool
 
-	placing     kgo.Opt // places records in the partition that their row requests
+	clientLog   kgo.Logger // of the caller's options; nil: none
+	placing     kgo.Opt    // places records in the partition that their row requests
 	routes      *routes
 	drops       drops
 	rates       rates
@@ -93,6 +93,7 @@ func New(pool *pgxpool.Pool, kafka []kgo.Opt, cfg Config) (*Relay, error) {
 	} else if client, clientErr := r.newClient(nil, nil); clientErr != nil {
 		err = errors.Join(err, clientErr)
 	} else {
+		r.clientLog, _ = client.OptValue(kgo.WithLogger).(kgo.Logger)
 		client.Close()
 		r.placing, clientErr = record.PartitionerOption(kafka)
 		err = errors.Join(err, clientErr)
@@ -175,11 +176,11 @@ func (r *Relay) adapt(ctx context.Context) error {
 	return nil
 }
 
-// unreachable reports whether the database did not answer, or is starting or stopping. It returns
+// unreachable reports whether the database did not answer, or answered that it cannot now. It returns
 // false for a database that answered with a refusal.
 func unreachable(err error) bool {
-	if state := pgerr.State(err); state != "" {
-		return strings.HasPrefix(state, "57P") || strings.HasPrefix(state, "53")
+	if pgerr.State(err) != "" {
+		return pgerr.Unavailable(err) || pgerr.Transient(err)
 	}
 	var connect *pgconn.ConnectError
 	var broken *net.OpError

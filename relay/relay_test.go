@@ -19,6 +19,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -41,12 +42,7 @@ func starts(t *testing.T, r *relay.Relay) (stop func()) {
 	stop = func() {
 		once.Do(func() {
 			cancel()
-			select {
-			case err := <-done:
-				require.NoError(t, err)
-			case <-time.After(hangMax):
-				require.FailNow(t, "the relay does not stop")
-			}
+			require.NoError(t, testwait.Chan(t, "the relay stops", done))
 		})
 	}
 	t.Cleanup(stop)
@@ -176,7 +172,7 @@ func TestSlowWriterInAnIdleClusterIsNotSkipped(t *testing.T) {
 	defer pool.Close()
 	r := newRelay(t, pool, relay.Config{Lease: time.Minute, PollMax: 20 * time.Millisecond})
 	stop := starts(t, r)
-	require.Eventually(t, func() bool { return owner(t, pool) != "" }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `owner(t, pool) != ""`, func() bool { return owner(t, pool) != "" })
 	for i := range 3 {
 		require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
 			if err := outbox.Publish(ctx, tx, outbox.Message{Topic: topic, Payload: fmt.Append(nil, i)}); err != nil {
@@ -186,7 +182,7 @@ func TestSlowWriterInAnIdleClusterIsNotSkipped(t *testing.T) {
 			return err
 		}))
 	}
-	require.Eventually(t, func() bool { return len(values(t, topic)) == 3 }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `len(values(t, topic)) == 3`, func() bool { return len(values(t, topic)) == 3 })
 	stop()
 }
 
@@ -235,7 +231,7 @@ func testUnknownTopicHoldsOnlyItself(t *testing.T, exactly bool) {
 	insert(t, pool, topic, "k", "flows")
 	insert(t, pool, missing, "k", "2")
 	insert(t, pool, missing, "other", "3")
-	await(t, "one flows, the others wait", func() bool { return len(values(t, topic)) == 1 && dead(t, pool) == 3 })
+	testwait.True(t, "one flows, the others wait", func() bool { return len(values(t, topic)) == 1 && dead(t, pool) == 3 })
 	var reason, text string
 	require.NoError(t, pool.QueryRow(ctx, `SELECT reason, error FROM effectonce.outbox_dead ORDER BY seq LIMIT 1`).Scan(&reason, &text))
 	require.Equal(t, "unknown_topic", reason)
@@ -244,9 +240,9 @@ func testUnknownTopicHoldsOnlyItself(t *testing.T, exactly bool) {
 	insert(t, pool, missing, "k", "4")
 	kafkatest.CreateTopic(t, missing, 1)
 	insert(t, pool, missing, "k", "5")
-	await(t, "they are published", func() bool { return len(values(t, missing)) == 5 })
+	testwait.True(t, "they are published", func() bool { return len(values(t, missing)) == 5 })
 	require.Equal(t, []string{"1", "2", "4", "5"}, keyed(t, missing, "k"))
-	await(t, "nothing waits", func() bool { return dead(t, pool) == 0 })
+	testwait.True(t, "nothing waits", func() bool { return dead(t, pool) == 0 })
 	stop()
 }
 
@@ -330,7 +326,7 @@ func testLeaseMovesAndFences(t *testing.T, exactly bool) {
 	var l leases
 	first, second := newRelay(t, pool, relay.Config{ExactlyOnce: exactly, Owner: "first", Hooks: l.hooks()}), newRelay(t, pool, relay.Config{ExactlyOnce: exactly, Owner: "second"})
 	stop := starts(t, first)
-	require.Eventually(t, func() bool { return owner(t, pool) == "first" }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `owner(t, pool) == "first"`, func() bool { return owner(t, pool) == "first" })
 	_, err := second.Drain(ctx)
 	require.ErrorIs(t, err, relay.ErrLeaseHeld)
 
@@ -340,7 +336,7 @@ func testLeaseMovesAndFences(t *testing.T, exactly bool) {
 	require.NoError(t, err)
 	insert(t, pool, topic, "k", "1")
 	// In flight is in flight; or it found out before it read the row.
-	await(t, "it notices", func() bool { return len(values(t, topic)) > 0 || l.lost.Load() > 0 })
+	testwait.True(t, "it notices", func() bool { return len(values(t, topic)) > 0 || l.lost.Load() > 0 })
 	stop()
 	var published int64
 	require.NoError(t, pool.QueryRow(ctx, `SELECT published FROM effectonce.outbox_progress_now`).Scan(&published))

@@ -19,6 +19,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -93,11 +94,11 @@ func TestRoutedRowsWait(t *testing.T) {
 		done := make(chan error, 1)
 		r := relayAt(t, pool, fake, cfg)
 		go func() { done <- r.Run(ctx) }()
-		await(t, "one flows, the others wait", func() bool { return len(valuesAt(t, fake, "eu.orders")) == 1 && dead(t, pool) == 3 })
+		testwait.True(t, "one flows, the others wait", func() bool { return len(valuesAt(t, fake, "eu.orders")) == 1 && dead(t, pool) == 3 })
 		require.Equal(t, []string{"unknown_topic", "unknown_topic", "behind"}, deadReasons(t, pool))
 		require.Contains(t, one[string](t, pool, `SELECT error FROM effectonce.outbox_dead WHERE convert_from(payload, 'UTF8') = 'a1'`), `"eu.vip" does not exist`)
 		createAt(t, fake, "eu.vip")
-		await(t, "what waits for that topic follows, with what is behind", func() bool { return dead(t, pool) == 1 && len(valuesAt(t, fake, "eu.orders")) == 2 })
+		testwait.True(t, "what waits for that topic follows, with what is behind", func() bool { return dead(t, pool) == 1 && len(valuesAt(t, fake, "eu.orders")) == 2 })
 		require.Equal(t, []string{"a1"}, valuesAt(t, fake, "eu.vip"))
 		require.Equal(t, []string{"c1", "a2"}, valuesAt(t, fake, "eu.orders"))
 		stop()
@@ -179,13 +180,13 @@ func TestAddedPartitionIsSeen(t *testing.T) {
 		buried := atomic.Int64{}
 		runAt(t, pool, fake, relay.Config{ExactlyOnce: exactly, Hooks: relay.Hooks{Dead: func(string, relay.Reason) { buried.Add(1) }}})
 		insert(t, pool, "orders", "k", "1")
-		await(t, "it knows the topic", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
+		testwait.True(t, "it knows the topic", func() bool { return len(valuesAt(t, fake, "orders")) == 1 })
 		_, err := kafkaAdmin(t, fake).CreatePartitions(t.Context(), 3, "orders")
 		require.NoError(t, err)
 		// Time for another question, which nothing shows: the relay does not ask more often.
 		require.True(t, pause.For(t.Context(), 200*time.Millisecond))
 		must(t, pool, `INSERT INTO effectonce.outbox (topic, key, payload, headers) VALUES ('orders', 'l', '2', '{"effectonce-partition": "4"}')`)
-		await(t, "it is published", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "2") })
+		testwait.True(t, "it is published", func() bool { return slices.Contains(valuesAt(t, fake, "orders"), "2") })
 		require.Zero(t, buried.Load())
 	})
 }
@@ -233,7 +234,7 @@ func TestRowsChooseTheirPartition(t *testing.T) {
 		_, err := kafkaAdmin(t, fake).CreatePartitions(t.Context(), 1, "orders")
 		require.NoError(t, err)
 		must(t, pool, `UPDATE effectonce.outbox_dead SET state = 'retry' WHERE key = 'over' AND state = 'held'`)
-		await(t, "added partitions are seen, by the client, too", func() bool {
+		testwait.True(t, "added partitions are seen, by the client, too", func() bool {
 			_, _ = r.Drain(t.Context())
 			return dead(t, pool) == 3
 		})

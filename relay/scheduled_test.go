@@ -18,6 +18,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -45,7 +46,7 @@ func TestMessagesForLaterArePublishedOnceAndNotBefore(t *testing.T) {
 	must(t, pool, `INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES ('2999-01-01', $1), (clock_timestamp() + interval '1 hour', $1)`, topic)
 	running(t, pool, relay.Config{})
 	running(t, pool, relay.Config{Name: "other"})
-	await(t, "both publish all", func() bool { return kafkatest.Count(t, topic) >= 300 })
+	testwait.True(t, "both publish all", func() bool { return kafkatest.Count(t, topic) >= 300 })
 
 	require.Equal(t, 150, one[int](t, pool, `SELECT count(*) FROM moved`))
 	require.Equal(t, 150, one[int](t, pool, `SELECT count(*) FROM moved JOIN planned USING (id) WHERE at >= due_at`))
@@ -193,8 +194,8 @@ func TestOneMovesAtATime(t *testing.T) {
 	first := newRelay(t, pool, relay.Config{Name: "first"})
 	go func() { done <- first.PromoteDue(ctx) }()
 	const waiting = `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '-- relay.promote%' AND wait_event_type = 'Lock'`
-	await(t, "the first one is in the middle of it", func() bool { return one[int](t, pool, waiting) == 1 })
-	other, cancel := context.WithTimeout(ctx, hangMax)
+	testwait.True(t, "the first one is in the middle of it", func() bool { return one[int](t, pool, waiting) == 1 })
+	other, cancel := context.WithTimeout(ctx, testwait.Bound)
 	defer cancel()
 	require.NoError(t, newRelay(t, pool, relay.Config{Name: "other"}).PromoteDue(other), "it does not wait")
 	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`))
@@ -231,7 +232,7 @@ func TestKilledMoveMovesNothing(t *testing.T) {
 	done := make(chan error, 1)
 	go func() { done <- r.PromoteDue(ctx) }()
 	const waiting = `FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '-- relay.promote%' AND wait_event_type = 'Lock'`
-	await(t, "it is in the middle of it", func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) == 1 })
+	testwait.True(t, "it is in the middle of it", func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) == 1 })
 	must(t, pool, `SELECT pg_terminate_backend(pid) `+waiting)
 	require.Error(t, <-done)
 	release()

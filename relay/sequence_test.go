@@ -19,6 +19,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -39,7 +40,7 @@ func firsts(t *testing.T, topic string) (first []string) {
 func requireFirsts(t *testing.T, topic string, want []string) {
 	t.Helper()
 	var got []string
-	await(t, "all rows are there", func() bool { got = firsts(t, topic); return len(got) >= len(want) })
+	testwait.True(t, "all rows are there", func() bool { got = firsts(t, topic); return len(got) >= len(want) })
 	require.Equal(t, want, got)
 }
 
@@ -114,42 +115,44 @@ var wentBack = map[string]string{
 // before the sequence reached its old numbers again or behind that. Row O40 of guarantees.md.
 func TestSequenceThatWentBack(t *testing.T) {
 	t.Parallel()
-	for name, sql := range wentBack {
-		t.Run(name, func(t *testing.T) {
+	// Each pair of properties, not each combination.
+	for _, c := range []struct {
+		how                  string
+		exactly, later, runs bool
+	}{
+		{"restart identity", false, false, false},
+		{"restart identity", true, true, true},
+		{"setval", true, false, true},
+		{"setval", false, true, false},
+		{"logical copy", false, false, true},
+		{"logical copy", true, true, false},
+	} {
+		t.Run(fmt.Sprint(c), func(t *testing.T) {
 			t.Parallel()
-			both(t, func(t *testing.T, exactly bool) {
-				t.Helper()
-				either(t, "below", "behind", func(t *testing.T, later bool) {
-					t.Helper()
-					either(t, "drains", "runs", func(t *testing.T, runs bool) {
-						t.Helper()
-						owner, pool, _ := roled(t)
-						topic := kafkatest.Topic(t, 1)
-						r := newRelay(t, pool, relay.Config{ExactlyOnce: exactly})
-						before := publishToFloor(t, owner, r, topic, 10)
-						after := numbered("after", 5)
-						if later {
-							after = numbered("after", len(before)+50)
-						}
-						must(t, owner, sql)
-						insertAll(t, owner, topic, after)
-						if !runs {
-							drain(t, r)
-						} else {
-							running(t, pool, relay.Config{ExactlyOnce: exactly})
-						}
-						requireFirsts(t, topic, append(before, after...))
-						s, err := relay.ReadSequences(t.Context(), pool, "")
-						require.NoError(t, err)
-						require.False(t, s.Behind)
-						insertAll(t, owner, topic, []string{"last"})
-						if !runs {
-							require.EqualValues(t, 1, drain(t, r))
-						}
-						requireFirsts(t, topic, append(append(before, after...), "last"))
-					})
-				})
-			})
+			owner, pool, _ := roled(t)
+			topic := kafkatest.Topic(t, 1)
+			r := newRelay(t, pool, relay.Config{ExactlyOnce: c.exactly})
+			before := publishToFloor(t, owner, r, topic, 10)
+			after := numbered("after", 5)
+			if c.later {
+				after = numbered("after", len(before)+50)
+			}
+			must(t, owner, wentBack[c.how])
+			insertAll(t, owner, topic, after)
+			if !c.runs {
+				drain(t, r)
+			} else {
+				running(t, pool, relay.Config{ExactlyOnce: c.exactly})
+			}
+			requireFirsts(t, topic, append(before, after...))
+			s, err := relay.ReadSequences(t.Context(), pool, "")
+			require.NoError(t, err)
+			require.False(t, s.Behind)
+			insertAll(t, owner, topic, []string{"last"})
+			if !c.runs {
+				require.EqualValues(t, 1, drain(t, r))
+			}
+			requireFirsts(t, topic, append(append(before, after...), "last"))
 		})
 	}
 }
@@ -341,7 +344,7 @@ func TestRepairWaitsForWriters(t *testing.T) {
 		assert.NoError(t, err)
 		repaired <- done
 	}()
-	await(t, "the repair waits", func() bool {
+	testwait.True(t, "the repair waits", func() bool {
 		return one[int](t, owner, `SELECT count(*) FROM pg_locks WHERE NOT granted AND relation::regclass::text ~ 'outbox' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`) > 0
 	})
 	require.NoError(t, writer.Commit(ctx))
@@ -383,10 +386,12 @@ func TestRepairEndsLeases(t *testing.T) {
 // restarts and writes more rows than there were, so that no look sees the sequence below where it
 // was. Row O40 of guarantees.md.
 func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
+	longtest.Only(t, "relays and writers at random moments")
 	t.Parallel()
 	for name, sql := range map[string]string{
 		"restart identity":       `TRUNCATE effectonce.outbox RESTART IDENTITY`,
 		"restarted and refilled": `TRUNCATE effectonce.outbox RESTART IDENTITY`,
+		"setval, and passed":     `SELECT setval('effectonce.outbox_slot', (SELECT max(n) FROM generate_series(0, 3) n WHERE n NOT IN (SELECT slot FROM effectonce.outbox))), setval('effectonce.outbox_seq_seq', last_value - 45) FROM effectonce.outbox_seq_seq`,
 		"setval":                 `SELECT setval('effectonce.outbox_slot', 1), setval('effectonce.outbox_seq_seq', 1, false)`,
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -403,8 +408,14 @@ func TestSequenceThatGoesBackMeanwhile(t *testing.T) {
 				insertAll(t, owner, topic, want)
 				requireFirsts(t, topic, want)
 				after := numbered("after", 5)
-				if name == "restarted and refilled" {
+				switch name {
+				case "restarted and refilled":
 					after = numbered("after", 2000)
+				case "setval, and passed": // before anybody can look
+					insertAll(t, owner, topic, []string{"a", "b"}) // so that a tick has passed the first rows
+					want = append(want, "a", "b")
+					requireFirsts(t, topic, want)
+					after = numbered("after", 60)
 				}
 				require.NoError(t, pgx.BeginFunc(ctx, owner, func(tx pgx.Tx) error {
 					if _, err := tx.Exec(ctx, sql); err != nil {
@@ -568,7 +579,7 @@ func TestTableIsLockedBeforeItsSequence(t *testing.T) {
 	}
 	here := `= (SELECT oid FROM pg_database WHERE datname = current_database())`
 	waiting := `FROM pg_locks w WHERE NOT w.granted AND w.relation = 'effectonce.outbox'::regclass AND w.database ` + here
-	await(t, "all wait for the table", func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) >= 5 })
+	testwait.True(t, "all wait for the table", func() bool { return one[int](t, pool, `SELECT count(*) `+waiting) >= 5 })
 	require.Zero(t, one[int](t, pool, `SELECT count(*) FROM pg_locks l WHERE l.granted AND l.database `+here+` AND l.pid IN (SELECT w.pid `+waiting+`)
 		AND l.relation IN (SELECT oid FROM pg_class WHERE relnamespace = 'effectonce'::regnamespace AND relname IN ('outbox_seq_seq', 'outbox_0', 'outbox_1', 'outbox_2', 'outbox_3'))`))
 	for _, sql := range []string{`TRUNCATE effectonce.outbox RESTART IDENTITY`, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ('` + topic + `', 'k', 'after')`} {

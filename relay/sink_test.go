@@ -18,6 +18,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -275,12 +276,7 @@ func TestSinkThatHangsIsEnded(t *testing.T) {
 	go func() { done <- r.Run(running) }()
 	<-hung
 	stop()
-	select {
-	case err := <-done:
-		require.NoError(t, err)
-	case <-time.After(hangMax):
-		require.Fail(t, "the stop waits for the lease")
-	}
+	require.NoError(t, testwait.Chan(t, "the relay stops before the lease is over", done))
 	hang = false
 	require.EqualValues(t, 1, drain(t, newSinkRelay(t, pool, sink, relay.Config{})))
 }
@@ -347,7 +343,7 @@ func TestSinkOfSeveralShards(t *testing.T) {
 		r := newSinkRelay(t, pool, sink, relay.Config{Shards: 4, Lease: time.Second, PageRowsMax: 20})
 		group.Go(func() { assert.NoError(t, r.Run(running)) })
 	}
-	await(t, "all are handed over", func() bool {
+	testwait.True(t, "all are handed over", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
 		return len(seen) == 200

@@ -73,23 +73,3 @@ func TestRowsAreBounded(t *testing.T) {
 	require.ErrorContains(t, err, "Headers take 1048587 bytes: want at most 1048576")
 	require.NoError(t, large.Publish(t.Context(), tx, outbox.Message{Topic: "t", Key: make([]byte, 1<<20), Headers: []outbox.Header{{Name: "h", Value: make([]byte, 1<<20-11)}}}))
 }
-
-// Property: a message for later of before schema version 8 that the outbox does not take keeps no
-// other one from being moved.
-func TestMessageForLaterBeyondTheBoundStays(t *testing.T) {
-	t.Parallel()
-	ctx, address, topic := t.Context(), pgtest.EmptyDatabase(t), kafkatest.Topic(t, 1)
-	conn := pgtest.Connect(t, address)
-	require.NoError(t, migrations.To(ctx, conn, migrations.Options{}, 7))
-	pgtest.Exec(t, conn, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, key, payload, headers) VALUES
-		('2026-01-01', $1, 'k', convert_to(repeat('x', 100000001), 'UTF8'), '{}'), ('2026-01-02', $1, convert_to(repeat('x', 2000000), 'UTF8'), NULL, '{}'), ('2026-01-02', $1, 'k', 'x', jsonb_build_object('h', repeat('x', 9000000))), ('2026-01-03', $1, 'k', 'moved', '{}')`, topic)
-	require.NoError(t, migrations.Up(ctx, conn, migrations.Options{}))
-	pool, err := pgxpool.New(ctx, address)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	found, moved, err := newRelay(t, pool, relay.Config{}).PromotePage(ctx, 1)
-	require.NoError(t, err)
-	require.Equal(t, []int{1, 1}, []int{found, moved})
-	require.Equal(t, 3, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_scheduled`))
-	require.Equal(t, int64(2000), one[int64](t, pool, relay.NextDueSQL))
-}

@@ -16,6 +16,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -44,11 +45,11 @@ func TestSlotsTakeTurns(t *testing.T) {
 	}
 	require.Equal(t, 0, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL AND slot = 0`))
 	require.NoError(t, late.Commit(ctx))
-	await(t, "the slot takes its turn, too", func() bool {
+	testwait.True(t, "the slot takes its turn, too", func() bool {
 		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`) == 4 && one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_0`) == 0
 	})
 	var first []string // occurrences: a lease that was lost on a busy machine has rows published twice
-	await(t, "all rows are there", func() bool {
+	testwait.True(t, "all rows are there", func() bool {
 		first = nil
 		seen := map[string]bool{}
 		for _, v := range values(t, topic) {
@@ -155,9 +156,9 @@ func TestDumpKeepsPublishedRowsAndIsNamed(t *testing.T) {
 	held := one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`)
 	require.Equal(t, n, held, "all published rows are kept")
 	require.Positive(t, waiting.Load())
-	await(t, "rows flow", func() bool { return distinct(values(t, topic)) == n })
+	testwait.True(t, "rows flow", func() bool { return len(distinctInOrder(values(t, topic))) == n })
 	const said = "published rows cannot be removed"
-	await(t, "it names the session", func() bool {
+	testwait.True(t, "it names the session", func() bool {
 		return strings.Contains(log.String(), fmt.Sprintf("session %d (pg_dump, role ", conn.PgConn().PID())) && strings.Contains(log.String(), "AccessShareLock")
 	})
 	slots := one[int](t, pool, `SELECT count(DISTINCT slot) FROM effectonce.outbox`)
@@ -165,9 +166,9 @@ func TestDumpKeepsPublishedRowsAndIsNamed(t *testing.T) {
 
 	_, err = conn.Exec(ctx, `COMMIT`)
 	require.NoError(t, err)
-	await(t, "the outbox shrinks", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`) == 0 })
-	await(t, "it waits no more", func() bool { return waiting.Load() == 0 })
-	await(t, "it says so", func() bool { return strings.Contains(log.String(), "no longer wait for a lock") })
+	testwait.True(t, "the outbox shrinks", func() bool { return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox`) == 0 })
+	testwait.True(t, "it waits no more", func() bool { return waiting.Load() == 0 })
+	testwait.True(t, "it says so", func() bool { return strings.Contains(log.String(), "no longer wait for a lock") })
 	insert(t, pool, topic, "k", "after")
-	await(t, "rows flow", func() bool { return distinct(values(t, topic)) == n+1 })
+	testwait.True(t, "rows flow", func() bool { return len(distinctInOrder(values(t, topic))) == n+1 })
 }

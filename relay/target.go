@@ -18,7 +18,7 @@ type toKafka struct{ *publisher }
 func (t toKafka) publish(_, ctx context.Context, a *attempt) error {
 	suspect := t.anySuspect(a.rows)
 	if !suspect && !a.released && len(a.dead) == 0 {
-		t.send(ctx, &batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end})
+		t.send(&batch{rows: a.rows, records: a.records, bytes: a.bytes, end: a.end})
 		return nil
 	}
 	// Progress must not pass a dead row before that row is in outbox_dead, and later rows must not
@@ -28,7 +28,7 @@ func (t toKafka) publish(_, ctx context.Context, a *attempt) error {
 			return err
 		}
 	} else {
-		t.send(ctx, &batch{rows: a.rows, records: a.records, bytes: a.bytes})
+		t.send(&batch{rows: a.rows, records: a.records, bytes: a.bytes})
 	}
 	if err := t.flight.settled(ctx); err != nil {
 		return err
@@ -56,7 +56,7 @@ func (p *publisher) conclude(ctx context.Context, a *attempt) error {
 }
 
 // send produces records in order. It does not wait for acknowledgements.
-func (p *publisher) send(ctx context.Context, b *batch) {
+func (p *publisher) send(b *batch) {
 	b.pending = len(b.records)
 	p.flight.add(b)
 	promise := func(record *kgo.Record, err error) {
@@ -69,10 +69,13 @@ func (p *publisher) send(ctx context.Context, b *batch) {
 		p.flight.settle(b, err)
 	}
 	// Not cancelled with ctx: a cancelled record would leave a gap before the records after it.
-	// When the relay gives up, closing the client drops what is not acknowledged.
-	ctx = context.WithoutCancel(ctx)
+	// When the relay gives up, closing the client drops what is not acknowledged. But after the first
+	// failure the client would send what is handed to it under a new epoch, behind the gap.
 	for _, record := range b.records {
-		p.client.Produce(ctx, record, promise)
+		if p.valid.Err() != nil {
+			return
+		}
+		p.client.Produce(p.valid, record, promise)
 	}
 	crashpoint.Here(crashpoint.RelayProduced)
 }
@@ -83,6 +86,8 @@ func (p *publisher) sendEach(ctx context.Context, a *attempt) error {
 	if err := p.flight.settled(ctx); err != nil {
 		return err
 	}
+	p.alone.Store(true)
+	defer p.alone.Store(false)
 	tried, records := a.rows, a.records
 	a.rows, a.records = a.rows[:0:0], a.records[:0:0]
 	for i, r := range tried {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -27,23 +28,43 @@ type tick struct {
 	run        *string // run of the server that took it; nil if it was loaded
 }
 
+// newTick reads a snapshot exactly as PostgreSQL writes it: a text that is read differently here and
+// there would make a batch of other rows.
 func newTick(snapshot string, seqLast int64) (*tick, error) {
-	parts := strings.SplitN(snapshot, ":", 3)
-	t := &tick{snapshot: snapshot, seqLast: seqLast}
+	refuse := func(what string) error {
+		return fmt.Errorf("snapshot %.100q: %s: want xmin:xmax:xip,…", snapshot, what)
+	}
+	parts := strings.Split(snapshot, ":")
 	if len(parts) != 3 {
-		return nil, fmt.Errorf("snapshot %q: want xmin:xmax:xip", snapshot)
+		return nil, refuse("it has no three parts")
 	}
-	if _, err := fmt.Sscan(parts[0], &t.xmin); err != nil {
-		return nil, fmt.Errorf("snapshot %q: xmin: %w", snapshot, err)
+	t := &tick{snapshot: snapshot, seqLast: seqLast, xip: []string{}}
+	var ok bool
+	if t.xmin, ok = parseXID(parts[0]); !ok || t.xmin == 0 {
+		return nil, refuse("xmin")
 	}
-	if _, err := fmt.Sscan(parts[1], &t.xmax); err != nil {
-		return nil, fmt.Errorf("snapshot %q: xmax: %w", snapshot, err)
+	if t.xmax, ok = parseXID(parts[1]); !ok || t.xmax < t.xmin {
+		return nil, refuse("xmax")
 	}
-	t.xip = []string{}
-	if parts[2] != "" {
-		t.xip = strings.Split(parts[2], ",")
+	if parts[2] == "" {
+		return t, nil
+	}
+	t.xip = strings.Split(parts[2], ",")
+	next := t.xmin
+	for _, text := range t.xip {
+		id, ok := parseXID(text)
+		if !ok || id < next || id >= t.xmax {
+			return nil, refuse("xip")
+		}
+		next = id + 1
 	}
 	return t, nil
+}
+
+// parseXID reads a transaction id without a sign, leading zeros or anything behind it.
+func parseXID(text string) (id uint64, ok bool) {
+	id, err := strconv.ParseUint(text, 10, 63)
+	return id, err == nil && (text[0] != '0' || text == "0") && text[0] != '+'
 }
 
 func (r *Relay) loadTick(ctx context.Context, run *string, id int64) (*tick, error) {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -25,7 +26,7 @@ func TestTickOfProgressIsKept(t *testing.T) {
 	must(t, pool, `UPDATE effectonce.outbox_ticks SET created_at = clock_timestamp() - interval '1 day'`)
 
 	running(t, pool, relay.Config{Lease: 30 * time.Second})
-	await(t, "older ticks are removed", func() bool {
+	testwait.True(t, "older ticks are removed", func() bool {
 		return one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_ticks WHERE snapshot::text = '10:10:'`) == 0
 	})
 	require.Equal(t, 1, one[int](t, pool, `SELECT count(*) FROM effectonce.outbox_progress JOIN effectonce.outbox_ticks USING (tick) WHERE relay = 'away'`))

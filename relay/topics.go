@@ -13,6 +13,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/effectonce/effectonce/internal/kafkaclient"
 	"github.com/effectonce/effectonce/internal/record"
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -283,7 +284,7 @@ const transactionTimeout = 30 * time.Second
 // newClient makes a producer. The options that correctness needs come after the caller's options,
 // and so override them: idempotent, acks=all, no limit of retries or time, and no continuing after
 // lost sequence numbers.
-func (r *Relay) newClient(l *lease, t *topics) (*kgo.Client, error) {
+func (r *Relay) newClient(l *lease, t *topics, more ...kgo.Opt) (*kgo.Client, error) {
 	opts := []kgo.Opt{
 		kgo.ProducerLinger(0), // the page is the batch
 		kgo.SoftwareNameAndVersion("effectonce-relay", "v1"),
@@ -307,7 +308,7 @@ func (r *Relay) newClient(l *lease, t *topics) (*kgo.Client, error) {
 	if l != nil && r.cfg.ExactlyOnce {
 		opts = append(opts, kgo.TransactionalID(r.transactionalID(l)), kgo.TransactionTimeout(transactionTimeout))
 	}
-	client, err := kgo.NewClient(opts...)
+	client, err := kafkaclient.New(append(opts, more...)...)
 	if err != nil {
 		return nil, fmt.Errorf("kafka options: %w", err)
 	}

@@ -5,10 +5,10 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
-	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -19,18 +19,19 @@ import (
 func TestNotifyEndsThePause(t *testing.T) {
 	t.Parallel()
 	ctx, pool, topic := t.Context(), pgtest.Pool(t), kafkatest.Topic(t, 1)
-	r := newRelay(t, pool, relay.Config{WakeOnNotify: true, PollMin: time.Minute, PollMax: time.Minute, Lease: 10 * time.Minute})
+	r := newRelay(t, pool, relay.Config{WakeOnNotify: true, Lease: 10 * time.Minute})
+	relay.PollEvery(r, time.Hour)
 	stop := starts(t, r)
 	arrives := func(n int) {
 		t.Helper()
-		require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == n }, 2*time.Minute, 10*time.Millisecond)
+		testwait.True(t, "the rows arrive", func() bool { return kafkatest.Count(t, topic) == n })
 	}
 	// The notification may come before the relay pauses, so it is sent more than once; the relay
-	// would poll in a minute.
+	// would poll in an hour.
 	notify := func() bool { return assert.NoError(t, outbox.Notify(ctx, pool)) }
 	notified := func(n int) {
 		t.Helper()
-		require.Eventually(t, func() bool { return notify() && kafkatest.Count(t, topic) == n }, 2*time.Minute, 10*time.Millisecond)
+		testwait.True(t, "the rows arrive", func() bool { return notify() && kafkatest.Count(t, topic) == n })
 	}
 	insert(t, pool, topic, "k", "first")
 	notified(1)
@@ -38,7 +39,7 @@ func TestNotifyEndsThePause(t *testing.T) {
 	notified(2)
 
 	insert(t, pool, topic, "k", "third")
-	await(t, "its listening connection is ended", func() bool {
+	testwait.True(t, "its listening connection is ended", func() bool {
 		return one[bool](t, pool, `SELECT coalesce(bool_and(pg_terminate_backend(pid)), false) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'`)
 	})
 	arrives(3) // without a notification
@@ -52,12 +53,13 @@ func TestWakeDuringALookIsNotLost(t *testing.T) {
 	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
 	tracer := newStalled(func() {})
 	tracer.fetch.Store(true)
-	r := newRelay(t, traced(t, pool, tracer), relay.Config{PollMin: time.Minute, PollMax: time.Minute, Lease: 10 * time.Minute})
+	r := newRelay(t, traced(t, pool, tracer), relay.Config{Lease: 10 * time.Minute})
+	relay.PollEvery(r, time.Hour)
 	stop := starts(t, r)
 	<-tracer.waits // it has read nothing
 	insert(t, pool, topic, "k", "1")
 	r.Wake()
 	close(tracer.release)
-	await(t, "the row is published before the pause is over", func() bool { return kafkatest.Count(t, topic) == 1 })
+	testwait.True(t, "the row is published before the pause is over", func() bool { return kafkatest.Count(t, topic) == 1 })
 	stop()
 }

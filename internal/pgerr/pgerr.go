@@ -6,6 +6,7 @@ package pgerr
 import (
 	"errors"
 	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
 )
@@ -63,6 +64,29 @@ func Is(err error, states ...string) bool {
 func InClass(err error, classes ...string) bool {
 	state := State(err)
 	return len(state) == 5 && slices.Contains(classes, state[:2])
+}
+
+// OfServer reports errors that concern the server, or PgBouncer before it, and not a statement. A
+// statement that took too long concerns the statement.
+func OfServer(err error) bool {
+	return InClass(err, "08", "53", "57", "58") && !Is(err, QueryCanceled)
+}
+
+// Unavailable reports errors of OfServer that end when the server is available: it starts, stops, has no
+// connection, memory or disk left, or cannot be reached.
+func Unavailable(err error) bool { return OfServer(err) && !refusedByPooler(err) }
+
+// protocolViolation is the state of most of PgBouncer's own errors.
+const protocolViolation = "08P01"
+
+// refusedByPooler reports what PgBouncer refuses because of a setting: waiting does not help. Only the
+// text says so.
+func refusedByPooler(err error) bool {
+	var refusal *pgconn.PgError
+	return errors.As(err, &refusal) && refusal.Code == protocolViolation &&
+		slices.ContainsFunc([]string{"authentication failed", "no such user", "no such database", "unsupported startup parameter"}, func(text string) bool {
+			return strings.Contains(refusal.Message, text)
+		})
 }
 
 // LockConflict reports whether a lock was not granted in time, or was part of a deadlock.

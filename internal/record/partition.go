@@ -7,6 +7,8 @@ import (
 	"strconv"
 
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/effectonce/effectonce/internal/kafkaclient"
 )
 
 // TakePartition returns the headers without the one that asks for a partition, and that partition:
@@ -48,7 +50,7 @@ func WrapPartitioner(inner kgo.Partitioner) kgo.Partitioner { return &partitione
 // PartitionerOption returns the option that clients with these options also need: the partitioner
 // that they set, or the default, wrapped.
 func PartitionerOption(opts []kgo.Opt) (kgo.Opt, error) {
-	client, err := kgo.NewClient(opts...) // it connects when it is used
+	client, err := kafkaclient.New(opts...) // it connects when it is used
 	if err != nil {
 		return nil, err
 	}

@@ -23,6 +23,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 	"github.com/effectonce/effectonce/relay/watermillsink"
@@ -178,7 +179,7 @@ func testRowsReachJetStreamThatIsKilled(t *testing.T, tracked bool) {
 			break
 		}
 		middle := int64((round*each + each/3) * keys)
-		require.Eventually(t, func() bool { return publisher.took.Load() > middle }, 2*time.Minute, time.Millisecond)
+		testwait.True(t, `publisher.took.Load() > middle`, func() bool { return publisher.took.Load() > middle })
 		broker.kill(t)
 		select {
 		case err := <-troubles:
@@ -189,13 +190,13 @@ func testRowsReachJetStreamThatIsKilled(t *testing.T, tracked bool) {
 		broker.restart(t)
 	}
 	const all = rounds * keys * each
-	require.Eventually(t, func() bool { return publisher.took.Load() >= all }, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, `publisher.took.Load() >= all`, func() bool { return publisher.took.Load() >= all })
 	stop()
 	require.NoError(t, <-done)
-	require.Eventually(t, func() bool { // until the leases are free
+	testwait.True(t, "the leases are free", func() bool {
 		_, err := r.Drain(t.Context())
 		return err == nil
-	}, 2*time.Minute, 10*time.Millisecond)
+	})
 
 	next := make([]int, keys)
 	seen := map[string]bool{}

@@ -19,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 	"github.com/effectonce/effectonce/relay/watermillsink"
@@ -311,7 +312,7 @@ func TestPublisherThatHangs(t *testing.T) {
 	require.Zero(t, dead, "that time was over is no verdict about a row")
 
 	close(release)
-	require.Eventually(t, func() bool { return len(p.taken()) >= 6 }, 2*time.Minute, time.Millisecond)
+	testwait.True(t, `len(p.taken()) >= 6`, func() bool { return len(p.taken()) >= 6 })
 	stop()
 	require.NoError(t, <-done)
 	require.Equal(t, []string{"1", "2", "3", "1", "2", "3"}, p.taken()[:6], "the call that was left ends before the next begins")
@@ -330,12 +331,12 @@ func TestMessagesAreCopies(t *testing.T) {
 		_, err := sink.Publish(ctx, messages)
 		done <- err
 	}()
-	require.Eventually(t, func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.calls) == 1 }, 2*time.Minute, time.Millisecond)
+	testwait.True(t, "a call", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.calls) == 1 })
 	cancel()
 	require.ErrorIs(t, <-done, context.Canceled)
 	messages[0].Payload[0] = 'X'
 	close(release)
-	require.Eventually(t, func() bool { return len(p.taken()) == 1 }, 2*time.Minute, time.Millisecond)
+	testwait.True(t, `len(p.taken()) == 1`, func() bool { return len(p.taken()) == 1 })
 	require.Equal(t, []string{"1"}, p.taken())
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -243,6 +244,7 @@ func waiting(t *testing.T, promotion bool, relays ...*named) (pool *pgxpool.Pool
 // inside a batch of several pages, and a third begins: each publishes everything, in order. Row O22
 // of guarantees.md.
 func TestRelaysRecoverBesideEachOther(t *testing.T) {
+	longtest.Only(t, "restores and promotions of clusters of its own")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
@@ -294,6 +296,7 @@ func (a *atCommit) TraceQueryStart(ctx context.Context, _ *pgx.Conn, query pgx.T
 // that the other relay gave transaction ids of this cluster, also if that relay has begun to read,
 // and if its role's default is a stricter isolation. Row O22 of guarantees.md.
 func TestRelaysRecoverAtOnce(t *testing.T) {
+	longtest.Only(t, "a restore into a cluster of its own")
 	t.Parallel()
 	one, two := newNamed(t, "one", false), newNamed(t, "two", false)
 	pool, want := waiting(t, false, one, two)
@@ -302,14 +305,14 @@ func TestRelaysRecoverAtOnce(t *testing.T) {
 	two.at(t, pool, &atCommit{do: func() {
 		select {
 		case <-reads:
-		case <-time.After(patience * time.Minute):
+		case <-time.After(testwait.Bound):
 			t.Error("the other relay does not read")
 		}
 	}})
 	one.at(t, pool, &atCommit{
 		do: func() {
 			go func() { done <- two.drain(t.Context()) }()
-			eventually(t, 30*time.Second, "the second relay waits", func() (bool, any) {
+			eventually(t, "the second relay waits", func() (bool, any) {
 				n := count(t.Context(), t, pool, `SELECT count(*) FROM pg_locks WHERE NOT granted`)
 				return n > 0, n
 			})

@@ -55,16 +55,16 @@ func producedAt(t *testing.T, brokers []string, pool *pgxpool.Pool, topic, name 
 }
 
 // handled waits until every message has its effect, and judges the effects.
-func handled(ctx context.Context, t *testing.T, pool *pgxpool.Pool, limit time.Duration) {
+func handled(ctx context.Context, t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
-	allHandled(ctx, t, pool, limit)
+	allHandled(ctx, t, pool)
 	requireEffects(ctx, t, pool)
 }
 
 // handledBy is handled, by the order that a consumer keeps.
-func (c child) handledBy(ctx context.Context, t *testing.T, pool *pgxpool.Pool, limit time.Duration) {
+func (c child) handledBy(ctx context.Context, t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
-	allHandled(ctx, t, pool, limit)
+	allHandled(ctx, t, pool)
 	c.requireEffects(ctx, t, pool)
 }
 
@@ -77,9 +77,9 @@ func (c child) requireEffects(ctx context.Context, t *testing.T, pool *pgxpool.P
 	requireEffects(ctx, t, pool)
 }
 
-func allHandled(ctx context.Context, t *testing.T, pool *pgxpool.Pool, limit time.Duration) {
+func allHandled(ctx context.Context, t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
-	eventually(t, limit, "every message has its effect", effectsOfAll(ctx, t, pool))
+	eventually(t, "every message has its effect", effectsOfAll(ctx, t, pool))
 }
 
 func effectsOfAll(ctx context.Context, t *testing.T, pool *pgxpool.Pool) func() (bool, any) {
@@ -104,6 +104,9 @@ func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
 			t.Parallel()
 			either(t, "each", "queued", func(t *testing.T, queued bool) {
 				t.Helper()
+				if queued != (point == crashpoint.ConsumerCommitted) || point == crashpoint.ConsumerHandled || point == crashpoint.ConsumerMarked {
+					longtest.Only(t, "ten pairs of processes; the others are those at which something can be lost")
+				}
 				ctx := t.Context()
 				url := pgtest.Database(t)
 				pool := open(t, url)
@@ -115,12 +118,12 @@ func TestConsumerKilledAtEachPointHasEffectsOnce(t *testing.T) {
 					Queued: queued, BatchMax: 40, SessionTimeout: 6 * time.Second, CrashAt: point, CrashAfter: 2,
 				}
 				first := start(t, c)
-				eventually(t, 30*time.Second, "the consumer reaches its crash point", func() (bool, any) { return first.ended(), first.log })
+				eventually(t, "the consumer reaches its crash point", func() (bool, any) { return first.ended(), first.log })
 				require.ErrorContains(t, first.err, "killed")
 
 				c.CrashAt = ""
 				second := start(t, c)
-				handled(ctx, t, pool, 40*time.Second)
+				handled(ctx, t, pool)
 				require.NoError(t, second.terminate())
 				// What the handler published is there once for each effect, under distinct derived
 				// IDs.
@@ -140,29 +143,37 @@ var workersOrders = map[string]consumer.Order{"by key": consumer.OrderByKey, "un
 // of a pooler. Rows C9 of guarantees.md, C10, C13.
 func TestFrozenConsumerIsReplacedAndHarmlessWhenItWakes(t *testing.T) {
 	t.Parallel()
+	const eleven = "eleven pairs of processes; the one in the handler is enough"
 	for _, point := range []string{crashpoint.ConsumerClaimed, crashpoint.ConsumerHandled, crashpoint.ConsumerCommitting, crashpoint.ConsumerCommitted} {
 		t.Run(point, func(t *testing.T) {
 			t.Parallel()
+			if point != crashpoint.ConsumerHandled {
+				longtest.Only(t, eleven)
+			}
 			freeze(t, child{FreezeAt: point})
 		})
 	}
 	for name, order := range workersOrders {
 		t.Run(name, func(t *testing.T) {
+			longtest.Only(t, eleven)
 			t.Parallel()
 			freeze(t, child{FreezeAt: crashpoint.ConsumerHandled, Order: order})
 		})
 	}
 	for _, protocol := range []string{eager, sticky, serverSide} {
 		t.Run(protocol, func(t *testing.T) {
+			longtest.Only(t, eleven)
 			t.Parallel()
 			freeze(t, child{FreezeAt: crashpoint.ConsumerHandled, Protocol: protocol})
 		})
 	}
 	t.Run("static, replaced under another name", func(t *testing.T) {
+		longtest.Only(t, eleven)
 		t.Parallel()
 		freeze(t, child{FreezeAt: crashpoint.ConsumerHandled, Instance: "zombie"})
 	})
 	t.Run("through PgBouncer", func(t *testing.T) {
+		longtest.Only(t, eleven)
 		t.Parallel()
 		freeze(t, child{FreezeAt: crashpoint.ConsumerHandled}, "default_pool_size = 1")
 	})
@@ -185,13 +196,13 @@ func freeze(t *testing.T, c child, pooled ...string) {
 	c.Role, c.Group = "consumer", c.Topic
 	c.BatchMax, c.SessionTimeout, c.IdleTimeout = 20, sessionTimeout, time.Second
 	zombie := start(t, c)
-	eventually(t, 30*time.Second, "the consumer freezes", func() (bool, any) { return frozen(zombie), zombie.log })
+	eventually(t, "the consumer freezes", func() (bool, any) { return frozen(zombie), zombie.log })
 	c.FreezeAt = ""
 	if c.Instance != "" {
 		c.Instance = "heir"
 	}
 	heir := start(t, c)
-	c.handledBy(ctx, t, pool, 60*time.Second)
+	c.handledBy(ctx, t, pool)
 	zombie.signal(syscall.SIGCONT)
 	require.NoError(t, zombie.terminate())
 	require.NoError(t, heir.terminate())
@@ -234,10 +245,6 @@ func rebalance(t *testing.T, c child) {
 	pool := open(t, c.URL)
 	createWorkload(t, pool)
 	versions, rounds := 1500, 6
-	if testing.Short() {
-		t.Log("-short: 300 versions and 2 rounds instead of 1,500 and 6")
-		versions, rounds = 300, 2
-	}
 	c.Brokers = brokersFor(t, c.Protocol)
 	c.Topic = kafkatest.TopicAt(t, c.Brokers, 4)
 	producedAt(t, c.Brokers, pool, c.Topic, "k", 8, versions, 20)
@@ -255,7 +262,7 @@ func rebalance(t *testing.T, c child) {
 	for round := range rounds {
 		before := count(ctx, t, pool, `SELECT count(*) FROM effects`)
 		members = append(members, join())
-		eventually(t, 60*time.Second, "effects go on", func() (bool, any) {
+		eventually(t, "effects go on", func() (bool, any) {
 			n := count(ctx, t, pool, `SELECT count(*) FROM effects`)
 			return n > before || n == 8*versions, n
 		})
@@ -266,7 +273,7 @@ func rebalance(t *testing.T, c child) {
 		}
 		members = members[1:]
 	}
-	c.handledBy(ctx, t, pool, 90*time.Second)
+	c.handledBy(ctx, t, pool)
 	for _, m := range members {
 		require.NoError(t, m.terminate())
 	}

@@ -21,6 +21,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kversion"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -52,14 +53,13 @@ func transactionFaults(version int16) map[kmsg.Key][]*kerr.Error {
 func TestMovingCoordinatorsLoseAndDoubleNothing(t *testing.T) {
 	t.Parallel()
 	versions := map[int16][]kfake.Opt{2: nil, 0: {kfake.MaxVersions(kversion.V3_7_0())}}
-	if testing.Short() {
-		t.Log("-short: only transaction.version 2, not 0")
-		delete(versions, 0)
-	}
 	for version, opts := range versions {
 		for key, answers := range transactionFaults(version) {
 			t.Run(fmt.Sprintf("transaction.version %d/%s", version, key.Name()), func(t *testing.T) {
 				t.Parallel()
+				if version != 2 || key != kmsg.EndTxn {
+					longtest.Only(t, "six of them; the ends of transactions are what matters most")
+				}
 				fake := kafkatest.Fake(t, append(opts, kfake.NumBrokers(3))...)
 				require.Equal(t, version, transactionVersion(t, fake.ListenAddrs()), "the test's own premise")
 				moveCoordinators(t, fake, key, answers)
@@ -79,7 +79,7 @@ func moveCoordinators(t *testing.T, fake *kfake.Cluster, key kmsg.Key, answers [
 			}
 			handle := fake.Fault(faults...)
 			fake.RehashCoordinators()
-			eventually(t, 30*time.Second, fmt.Sprintf("%s answers %s", key.Name(), answer.Message), func() (bool, any) {
+			eventually(t, fmt.Sprintf("%s answers %s", key.Name(), answer.Message), func() (bool, any) {
 				write()
 				return handle.Hits() == len(faults), handle.Hits()
 			})
@@ -122,6 +122,9 @@ func TestLostAnswersToCommits(t *testing.T) {
 		for name, client := range map[string][]kgo.Opt{"client asks again": nil, "client gives up": {kgo.RequestRetries(0)}} {
 			t.Run(fmt.Sprintf("transaction.version %d/%s", version, name), func(t *testing.T) {
 				t.Parallel()
+				if version != 2 || client == nil {
+					longtest.Only(t, "four of them; one is enough")
+				}
 				fake := kafkatest.Fake(t, append(opts, kfake.NumBrokers(1))...)
 				require.Equal(t, version, transactionVersion(t, fake.ListenAddrs()), "the test's own premise")
 				loseAnswers(t, fake.ListenAddrs(), client)
@@ -141,7 +144,7 @@ func loseAnswers(t *testing.T, brokers []string, client []kgo.Opt) {
 	readOnce(t, brokers, append(client, kgo.Dialer(dial)), func(write func()) {
 		for n := int64(1); n <= 3; n++ {
 			left.Store(1)
-			eventually(t, 30*time.Second, "the answer to a commit is lost", func() (bool, any) {
+			eventually(t, "the answer to a commit is lost", func() (bool, any) {
 				write()
 				return lost.Load() >= n, lost.Load()
 			})

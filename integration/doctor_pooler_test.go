@@ -4,20 +4,25 @@ import (
 	"encoding/json"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // The doctor distinguishes a direct connection from one through a pooler, and statement mode, in
 // which nothing works, from the other modes.
 func TestDoctorKnowsPoolers(t *testing.T) {
+	longtest.Only(t, "it builds a program")
 	t.Parallel()
-	address, program := pgtest.Database(t), build(t, ".", "../cmd/outbox-relay")
+	address, program := pgtest.Database(t), filepath.Join(t.TempDir(), "outbox-relay")
+	out, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, "../cmd/outbox-relay").CombinedOutput()
+	require.NoError(t, err, string(out))
 	type finding struct{ Check, Severity, Message, Remedy string }
 	look := func(address string) finding {
 		cmd := exec.CommandContext(t.Context(), program, "doctor", "--json")

@@ -109,10 +109,6 @@ func TestDumpOfPostgreSQLsOwn(t *testing.T) {
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
 		for name, parts := range map[string][]string{"at once": {"--exit-on-error"}, "schema first": {"--schema-only", "--data-only"}} {
-			if testing.Short() && exactly != (len(parts) == 2) {
-				t.Logf("-short: not %s, %s", guarantee(exactly), name)
-				continue
-			}
 			t.Run(name, func(t *testing.T) {
 				t.Parallel()
 				d := &dumped{programs: programs, child: child{Role: "relay", ExactlyOnce: exactly, Shards: 3, Lease: time.Second, Brokers: kafkatest.Brokers(t)}}
@@ -158,7 +154,7 @@ func (d *dumped) prepare(t *testing.T) {
 	_, err := relay.Pause(ctx, pool, relay.Operator{Who: "ana", Why: "test"}, d.paused)
 	require.NoError(t, err)
 	d.insert(t, pool, d.missing, "held")
-	eventually(t, 30*time.Second, "the floor moves, a row is dead, one waits for its topic", func() (bool, any) {
+	eventually(t, "the floor moves, a row is dead, one waits for its topic", func() (bool, any) {
 		d.waiting = append(d.waiting, fmt.Sprint(len(d.waiting)))
 		d.insert(t, pool, d.paused, d.waiting[len(d.waiting)-1]) //nolint:contextcheck // the test's
 		floor := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress_now`)
@@ -209,13 +205,13 @@ func (d *dumped) goOn(t *testing.T, pool *pgxpool.Pool) {
 	require.NoError(t, err)
 	kafkatest.CreateTopic(t, d.missing, 1)
 	for topic, want := range map[string][]string{d.paused: d.waiting, d.missing: {"held"}, d.later: {"soon"}} {
-		eventually(t, 30*time.Second, "what waited is published", func() (bool, any) {
+		eventually(t, "what waited is published", func() (bool, any) {
 			got := distinct(t, topic)
 			return len(got) >= len(want), fmt.Sprint(got, " want ", want)
 		})
 		require.Equal(t, want, distinct(t, topic))
 	}
-	eventually(t, 30*time.Second, "nothing waits", func() (bool, any) {
+	eventually(t, "nothing waits", func() (bool, any) {
 		n := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_dead`)
 		return n == 0, n
 	})

@@ -28,10 +28,6 @@ func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
 	longtest.Only(t, "kills at random moments")
 	t.Parallel()
 	kills := 50
-	if testing.Short() {
-		t.Log("-short: 12 kills instead of 50")
-		kills = 12
-	}
 	ctx, kafka := t.Context(), kafkatest.Kafka(t)
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d, transaction.version %d", seed, transactionVersion(t, kafka.Brokers))
@@ -52,7 +48,7 @@ func TestForeignReadersSeeEachRowOnceAfterKills(t *testing.T) {
 			doomed := c
 			doomed.CrashAt, doomed.CrashAfter = points[kill/2], kill%2*(1+random.IntN(5))
 			p := start(t, doomed)
-			eventually(t, 30*time.Second, "the relay reaches "+doomed.CrashAt, func() (bool, any) {
+			eventually(t, "the relay reaches "+doomed.CrashAt, func() (bool, any) {
 				write(40)
 				return p.ended(), p.log
 			})
@@ -118,7 +114,7 @@ func freezeTransaction(t *testing.T, point string, trusts bool) {
 		asleep.Lease = time.Minute
 	}
 	zombie := start(t, asleep)
-	eventually(t, 30*time.Second, "the relay freezes", func() (bool, any) { return frozen(zombie), zombie.log })
+	eventually(t, "the relay freezes", func() (bool, any) { return frozen(zombie), zombie.log })
 	hanging := partitionsOf(t, kafka.Brokers, topic)[0]
 	if point != crashpoint.RelayCommitted {
 		require.Zero(t, hanging.stable)
@@ -134,7 +130,7 @@ func freezeTransaction(t *testing.T, point string, trusts bool) {
 	}
 	heir := start(t, c)
 	// Less than the transaction's 30 s: the successor ends it, not the broker.
-	within(t, 20*time.Second, "the last stable offset moves", func() (bool, any) {
+	eventually(t, "the last stable offset moves", func() (bool, any) {
 		now := partitionsOf(t, kafka.Brokers, topic)[0]
 		return now.stable == now.end && (point == crashpoint.RelayCommitted || now.stable > hanging.stable), now
 	})
@@ -165,7 +161,7 @@ func freezeTransaction(t *testing.T, point string, trusts bool) {
 func wake(t *testing.T, pool *pgxpool.Pool, zombie *process, fenced bool) {
 	t.Helper()
 	hears := func(what string, texts ...string) {
-		eventually(t, 30*time.Second, what, func() (bool, any) {
+		eventually(t, what, func() (bool, any) {
 			said := zombie.log.String()
 			return slices.ContainsFunc(texts, func(text string) bool { return strings.Contains(said, text) }), said
 		})

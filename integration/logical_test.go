@@ -82,7 +82,7 @@ func (u *logicalCopy) prepare(t *testing.T) {
 	u.writers.run(t.Context(), t, u.from)
 	u.insert(t, u.from, "held")
 	requirePublished(t, u.from, u.writers.topic)
-	eventually(t, 30*time.Second, "the floor moves", func() (bool, any) {
+	eventually(t, "the floor moves", func() (bool, any) {
 		u.insert(t, u.from, "behind")
 		floor := count(t.Context(), t, u.from, `SELECT min(floor) FROM effectonce.outbox_progress_now`)
 		return floor > 100, floor
@@ -113,7 +113,7 @@ func (u *logicalCopy) copy(t *testing.T) {
 	go func() { writing <- during.write(ctx, u.from) }()
 	_, err = u.to.Exec(ctx, fmt.Sprintf(`CREATE SUBSCRIPTION upgrade CONNECTION '%s' PUBLICATION upgrade`, u.URL))
 	require.NoError(t, err)
-	eventually(t, 60*time.Second, "all tables are copied", func() (bool, any) {
+	eventually(t, "all tables are copied", func() (bool, any) {
 		n := count(ctx, t, u.to, `SELECT count(*) FROM pg_subscription_rel WHERE srsubstate <> 'r'`)
 		return n == 0, n
 	})
@@ -131,7 +131,7 @@ func (u *logicalCopy) cutOver(t *testing.T, forgotten bool) {
 	u.writers.run(ctx, t, u.from) // rows that the old relay never saw
 	var last string
 	require.NoError(t, u.from.QueryRow(ctx, `SELECT pg_current_wal_lsn()::text`).Scan(&last))
-	eventually(t, 60*time.Second, "the new server has what the old one has", func() (bool, any) {
+	eventually(t, "the new server has what the old one has", func() (bool, any) {
 		var there bool
 		require.NoError(t, u.from.QueryRow(ctx, `SELECT coalesce(bool_and(replay_lsn >= $1::text::pg_lsn), false) FROM pg_stat_replication WHERE application_name = 'upgrade'`, last).Scan(&there))
 		return there, last
@@ -165,12 +165,12 @@ func (u *logicalCopy) cutOver(t *testing.T, forgotten bool) {
 	u.writers.run(ctx, t, u.to)
 	requireKept(t, u.to, u.writers.topic)
 	kafkatest.CreateTopic(t, u.missing, 1)
-	eventually(t, 60*time.Second, "what waited is published", func() (bool, any) {
+	eventually(t, "what waited is published", func() (bool, any) {
 		got := distinct(t, u.missing)
 		return len(got) == 3, got
 	})
 	require.Equal(t, []string{"held", "behind", "after"}, distinct(t, u.missing))
-	eventually(t, 30*time.Second, "nothing waits", func() (bool, any) {
+	eventually(t, "nothing waits", func() (bool, any) {
 		n := count(ctx, t, u.to, `SELECT count(*) FROM effectonce.outbox_dead`)
 		return n == 0, n
 	})

@@ -15,9 +15,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/kafkatest"
-	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
@@ -27,40 +25,17 @@ import (
 // login without any right.
 var neighbours = []string{"publisher", "relay", "consumer", "endpoint", "operator", "stranger"}
 
-// onNeighbours runs a test on a new schema, and on one that the previous release made and filled
-// and that was migrated.
-func onNeighbours(t *testing.T, test func(*testing.T, parts)) {
+// newNeighbours is a schema with rows and the roles.
+func newNeighbours(t *testing.T) parts {
 	t.Helper()
-	for name, version := range map[string]int{"a new schema": 0, "a schema of the previous release": previousVersion} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			p := parts{address: pgtest.EmptyDatabase(t), denied: &denials{}}
-			p.prefix = pgtest.RolePrefix(t, p.address)
-			p.owner = open(t, p.address)
-			conn, err := pgx.Connect(t.Context(), p.address)
-			require.NoError(t, err)
-			defer func() { _ = conn.Close(t.Context()) }()
-			if version > 0 {
-				require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, version))
-				_, err = conn.Exec(t.Context(), oldRows)
-				require.NoError(t, err)
-			}
-			require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
-			sql, err := migrations.Roles(migrations.Options{}, p.prefix)
-			require.NoError(t, err)
-			_, err = conn.Exec(t.Context(), "BEGIN;"+sql+"COMMIT; CREATE ROLE "+p.prefix+"_stranger")
-			require.NoError(t, err)
-			if version == 0 {
-				_, err = conn.Exec(t.Context(), newRows)
-				require.NoError(t, err)
-			}
-			test(t, p)
-		})
-	}
+	p := newParts(t)
+	_, err := p.owner.Exec(t.Context(), "CREATE ROLE "+p.prefix+"_stranger;"+secretRows)
+	require.NoError(t, err)
+	return p
 }
 
-// oldRows are of schema version 4, each with the word secret where a neighbour could read it.
-const oldRows = `
+// secretRows have the word secret where a neighbour could read it.
+const secretRows = `
 INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', 'k', 'secret' FROM generate_series(1, 3);
 INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) VALUES (now() + interval '1 day', 'orders', 'secret');
 INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('victim', 'victim', '{orders}');
@@ -74,8 +49,6 @@ INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, sta
   VALUES ('tenant', 'charge', 'k', sha256('x'), 'finished', 200, 'secret', now(), now() + interval '1 day');
 INSERT INTO effectonce.operator_actions (who, what, why) VALUES ('alice', 'parked.retry', 'secret');
 INSERT INTO effectonce.fences (scope, resource, version) VALUES ('s', 'r', 1);`
-
-const newRows = oldRows
 
 // try runs statements in a transaction that is rolled back, and returns the SQLSTATE of what
 // failed.
@@ -138,9 +111,8 @@ func TestNeighboursRightsOnTables(t *testing.T) {
 		"schema_version":       "publisher S, relay S, consumer S, endpoint S, operator S",
 		"partitions of claims": "",
 	}
-	onNeighbours(t, func(t *testing.T, p parts) {
-		t.Helper()
-		rows, err := p.owner.Query(t.Context(), `
+	p := newNeighbours(t)
+	rows, err := p.owner.Query(t.Context(), `
 SELECT CASE WHEN c.relname LIKE 'processed\_messages\_%' THEN 'partitions of claims' ELSE c.relname END AS relation, string_agg(DISTINCT r.part || ' ' || a.rights, ', ' ORDER BY r.part || ' ' || a.rights)
 FROM pg_class c CROSS JOIN unnest($2::text[]) AS r (part)
 CROSS JOIN LATERAL (SELECT string_agg(CASE
@@ -150,58 +122,57 @@ CROSS JOIN LATERAL (SELECT string_agg(CASE
   FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE', 'TRUNCATE', 'REFERENCES', 'TRIGGER']) WITH ORDINALITY AS p (name, place)) a
 WHERE c.relnamespace = 'effectonce'::regnamespace AND c.relkind IN ('r', 'p', 'v', 'm')
 GROUP BY 1`, p.prefix, neighbours)
-		require.NoError(t, err)
-		got := map[string]string{}
-		var relation string
-		var rights *string
-		_, err = pgx.ForEachRow(rows, []any{&relation, &rights}, func() error {
-			got[relation] = ""
-			if rights != nil {
-				parts := strings.Split(*rights, ", ")
-				slices.SortFunc(parts, func(a, b string) int {
-					return slices.Index(neighbours, strings.Fields(a)[0]) - slices.Index(neighbours, strings.Fields(b)[0])
-				})
-				got[relation] = strings.Join(parts, ", ")
-			}
-			return nil
-		})
-		require.NoError(t, err)
-		assert.Equal(t, want, got)
-		if t.Failed() {
-			return
+	require.NoError(t, err)
+	got := map[string]string{}
+	var relation string
+	var rights *string
+	_, err = pgx.ForEachRow(rows, []any{&relation, &rights}, func() error {
+		got[relation] = ""
+		if rights != nil {
+			parts := strings.Split(*rights, ", ")
+			slices.SortFunc(parts, func(a, b string) int {
+				return slices.Index(neighbours, strings.Fields(a)[0]) - slices.Index(neighbours, strings.Fields(b)[0])
+			})
+			got[relation] = strings.Join(parts, ", ")
 		}
-		tried := 0
-		for _, part := range neighbours {
-			pool := p.as(t, part)
-			for relation, rights := range want {
-				if relation == "partitions of claims" {
-					relation = "processed_messages_untimed"
-				}
-				may := ""
-				for _, one := range strings.Split(rights, ", ") {
-					if name, letters, _ := strings.Cut(one, " "); name == part {
-						may = letters
-					}
-				}
-				for letter, sql := range map[string]string{
-					"S": "SELECT * FROM effectonce.%s LIMIT 1", "D": "DELETE FROM effectonce.%s", "T": "TRUNCATE effectonce.%s",
-					"L": "LOCK TABLE effectonce.%s IN ACCESS EXCLUSIVE MODE",
-				} {
-					if strings.Contains(may, letter) || letter == "L" && strings.ContainsAny(may, "UDT") {
-						continue
-					}
-					if relation == "outbox_backlog" || relation == "outbox_progress_now" {
-						if letter != "S" {
-							continue // views, which cannot be changed
-						}
-					}
-					require.Equal(t, "42501", try(t, pool, fmt.Sprintf(sql, relation)), "%s: %s %s", part, letter, relation)
-					tried++
-				}
-			}
-		}
-		require.Greater(t, tried, 400)
+		return nil
 	})
+	require.NoError(t, err)
+	assert.Equal(t, want, got)
+	if t.Failed() {
+		return
+	}
+	tried := 0
+	for _, part := range neighbours {
+		pool := p.as(t, part)
+		for relation, rights := range want {
+			if relation == "partitions of claims" {
+				relation = "processed_messages_untimed"
+			}
+			may := ""
+			for _, one := range strings.Split(rights, ", ") {
+				if name, letters, _ := strings.Cut(one, " "); name == part {
+					may = letters
+				}
+			}
+			for letter, sql := range map[string]string{
+				"S": "SELECT * FROM effectonce.%s LIMIT 1", "D": "DELETE FROM effectonce.%s", "T": "TRUNCATE effectonce.%s",
+				"L": "LOCK TABLE effectonce.%s IN ACCESS EXCLUSIVE MODE",
+			} {
+				if strings.Contains(may, letter) || letter == "L" && strings.ContainsAny(may, "UDT") {
+					continue
+				}
+				if relation == "outbox_backlog" || relation == "outbox_progress_now" {
+					if letter != "S" {
+						continue // views, which cannot be changed
+					}
+				}
+				require.Equal(t, "42501", try(t, pool, fmt.Sprintf(sql, relation)), "%s: %s %s", part, letter, relation)
+				tried++
+			}
+		}
+	}
+	require.Greater(t, tried, 400)
 }
 
 // Property: nothing of the list works for the roles that it names. Rows S7, S8, S18 of
@@ -295,61 +266,57 @@ func TestNeighboursForbiddenStatements(t *testing.T) {
 		{"operator", "UPDATE effectonce.consumer_positions SET next_offset = 0", denied},
 		{"operator", "UPDATE effectonce.consumers SET dedup_window = '1 second'", denied},
 	}
-	onNeighbours(t, func(t *testing.T, p parts) {
-		t.Helper()
-		pools := map[string]*pgxpool.Pool{}
-		for _, part := range neighbours {
-			pools[part] = p.as(t, part)
+	p := newNeighbours(t)
+	pools := map[string]*pgxpool.Pool{}
+	for _, part := range neighbours {
+		pools[part] = p.as(t, part)
+	}
+	for _, a := range attempts {
+		for _, part := range strings.Fields(a.roles) {
+			assert.Equal(t, a.code, try(t, pools[part], a.sql), "%s: %.200s", part, a.sql)
 		}
-		for _, a := range attempts {
-			for _, part := range strings.Fields(a.roles) {
-				assert.Equal(t, a.code, try(t, pools[part], a.sql), "%s: %.200s", part, a.sql)
-			}
-		}
-	})
+	}
 }
 
 // Property: publishers do not see, take back, replace or suppress one another's messages for later,
 // whatever ID they give.
 func TestNeighboursMessagesForLater(t *testing.T) {
 	t.Parallel()
-	onNeighbours(t, func(t *testing.T, p parts) {
+	p := newNeighbours(t)
+	ctx := t.Context()
+	_, err := p.owner.Exec(ctx, "CREATE ROLE "+p.prefix+"_thief; GRANT "+p.prefix+"_publisher TO "+p.prefix+"_thief")
+	require.NoError(t, err)
+	victim, thief := p.as(t, "publisher"), p.as(t, "thief")
+	id, due := uuid.Must(uuid.NewV7()), time.Now().Add(time.Hour)
+	schedule := func(pool *pgxpool.Pool, payload string) {
 		t.Helper()
-		ctx := t.Context()
-		_, err := p.owner.Exec(ctx, "CREATE ROLE "+p.prefix+"_thief; GRANT "+p.prefix+"_publisher TO "+p.prefix+"_thief")
-		require.NoError(t, err)
-		victim, thief := p.as(t, "publisher"), p.as(t, "thief")
-		id, due := uuid.Must(uuid.NewV7()), time.Now().Add(time.Hour)
-		schedule := func(pool *pgxpool.Pool, payload string) {
-			t.Helper()
-			require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-				return outbox.Publish(ctx, tx, outbox.Message{ID: id, Topic: "orders", Payload: []byte(payload), DeliverAt: due})
-			}))
-		}
-		schedule(thief, "forged") // the ID is known, and taken first
-		schedule(victim, "true")
-		require.Equal(t, 1, count(ctx, t, thief, `SELECT count(*) FROM effectonce.outbox_scheduled`), "a thief sees its own")
-		var taken bool
-		require.NoError(t, pgx.BeginFunc(ctx, thief, func(tx pgx.Tx) (err error) {
-			taken, err = outbox.Cancel(ctx, tx, id)
-			return err
+		require.NoError(t, pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+			return outbox.Publish(ctx, tx, outbox.Message{ID: id, Topic: "orders", Payload: []byte(payload), DeliverAt: due})
 		}))
-		require.True(t, taken, "its own")
-		require.NoError(t, pgx.BeginFunc(ctx, thief, func(tx pgx.Tx) (err error) {
-			taken, err = outbox.Cancel(ctx, tx, id)
-			return err
-		}))
-		require.False(t, taken)
-		_, err = thief.Exec(ctx, `DELETE FROM effectonce.outbox_scheduled`)
-		require.NoError(t, err)
-		require.Equal(t, 1, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_scheduled WHERE payload = 'true'`))
-		require.Equal(t, 1, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_scheduled WHERE payload = 'secret'`))
-		require.NoError(t, pgx.BeginFunc(ctx, victim, func(tx pgx.Tx) (err error) {
-			taken, err = outbox.Cancel(ctx, tx, id)
-			return err
-		}))
-		require.True(t, taken)
-	})
+	}
+	schedule(thief, "forged") // the ID is known, and taken first
+	schedule(victim, "true")
+	require.Equal(t, 1, count(ctx, t, thief, `SELECT count(*) FROM effectonce.outbox_scheduled`), "a thief sees its own")
+	var taken bool
+	require.NoError(t, pgx.BeginFunc(ctx, thief, func(tx pgx.Tx) (err error) {
+		taken, err = outbox.Cancel(ctx, tx, id)
+		return err
+	}))
+	require.True(t, taken, "its own")
+	require.NoError(t, pgx.BeginFunc(ctx, thief, func(tx pgx.Tx) (err error) {
+		taken, err = outbox.Cancel(ctx, tx, id)
+		return err
+	}))
+	require.False(t, taken)
+	_, err = thief.Exec(ctx, `DELETE FROM effectonce.outbox_scheduled`)
+	require.NoError(t, err)
+	require.Equal(t, 1, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_scheduled WHERE payload = 'true'`))
+	require.Equal(t, 1, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_scheduled WHERE payload = 'secret'`))
+	require.NoError(t, pgx.BeginFunc(ctx, victim, func(tx pgx.Tx) (err error) {
+		taken, err = outbox.Cancel(ctx, tx, id)
+		return err
+	}))
+	require.True(t, taken)
 }
 
 // Property: a login without any right that takes every advisory lock that an effectonce program
@@ -388,7 +355,7 @@ func TestNeighboursAdvisoryLocks(t *testing.T) {
 	require.NoError(t, pgx.BeginFunc(ctx, p.as(t, "publisher"), func(tx pgx.Tx) error {
 		return outbox.Publish(ctx, tx, outbox.Message{Topic: topic, Payload: []byte("x"), DeliverAt: time.Now().Add(time.Second)})
 	}))
-	eventually(t, time.Minute, "the message for later is published", func() (bool, any) { got := kafkatest.Count(t, topic); return got == 1, got })
+	eventually(t, "the message for later is published", func() (bool, any) { got := kafkatest.Count(t, topic); return got == 1, got })
 	stop()
 	_, err = conn.Exec(limited, "SELECT setval('effectonce.outbox_seq_seq', 1)")
 	require.NoError(t, err)
@@ -400,60 +367,27 @@ func TestNeighboursAdvisoryLocks(t *testing.T) {
 // Property: who did something, when, and as which role is written by the database.
 func TestNeighboursAudit(t *testing.T) {
 	t.Parallel()
-	onNeighbours(t, func(t *testing.T, p parts) {
-		t.Helper()
-		ctx, operator := t.Context(), p.as(t, "operator")
-		_, err := operator.Exec(ctx, `INSERT INTO effectonce.operator_actions (what, why) VALUES ('parked.retry', 'forged')`)
-		require.NoError(t, err)
-		// What it may give besides is nothing of that, and the owner's own statements are no dump
-		// either.
-		_, err = p.owner.Exec(ctx, `INSERT INTO effectonce.operator_actions (what, why, who, db_role, "when") VALUES ('parked.retry', 'late', 'ana', 'bob', '2000-01-01')`)
-		require.NoError(t, err)
-		require.Zero(t, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.operator_actions WHERE why = 'late' AND (who = 'ana' OR db_role = 'bob' OR "when" < now() - interval '1 hour' OR stated <> 'ana')`))
-		var who, role string
-		var age time.Duration
-		require.NoError(t, p.owner.QueryRow(ctx, `SELECT who, db_role, clock_timestamp() - "when" FROM effectonce.operator_actions WHERE why = 'forged'`).Scan(&who, &role, &age))
-		login := p.prefix + "_login_operator"
-		require.Equal(t, login, who)
-		require.Equal(t, login, role)
-		require.Less(t, age, time.Hour)
-		for _, sql := range []string{
-			`UPDATE effectonce.operator_actions SET why = 'x'`, `DELETE FROM effectonce.operator_actions`, `TRUNCATE effectonce.operator_actions`,
-		} {
-			_, err := p.owner.Exec(ctx, sql)
-			var pgErr *pgconn.PgError
-			require.ErrorAs(t, err, &pgErr, "append-only, also for the owner")
-		}
-	})
-}
-
-// Property: an operator of our types that a publisher plants in a schema of the search path does
-// not run with the rights of an endpoint. Row S18 of guarantees.md.
-func TestNeighboursOperatorsOfOurTypes(t *testing.T) {
-	t.Parallel()
-	onNeighbours(t, func(t *testing.T, p parts) {
-		t.Helper()
-		ctx := t.Context()
-		_, err := p.owner.Exec(ctx, p.named(`
-GRANT CREATE ON SCHEMA public TO PREFIX_publisher;
-CREATE TABLE public.loot (who text, body text);
-GRANT ALL ON public.loot TO PUBLIC;
-INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, status, body, finished_at, expires_at)
-  VALUES ('tenant', 'charge', 'old', sha256('x'), 'finished', 200, 'secret', now(), now() - interval '1 minute');
-SET ROLE PREFIX_publisher;
-CREATE FUNCTION public.planted(a effectonce.key_state, b effectonce.key_state) RETURNS bool LANGUAGE plpgsql AS '
-BEGIN
-  INSERT INTO public.loot SELECT current_user, convert_from(k.body, ''UTF8'') FROM effectonce.idempotency_keys k;
-  RETURN a::text = b::text;
-END';
-CREATE OPERATOR public.= (LEFTARG = effectonce.key_state, RIGHTARG = effectonce.key_state, FUNCTION = public.planted);
-RESET ROLE`))
-		require.NoError(t, err)
-		charge, err := idempotency.New(p.as(t, "endpoint"), idempotency.Config{Operation: "charge", Window: 24 * time.Hour})
-		require.NoError(t, err)
-		forgotten, err := charge.Reap(ctx)
-		require.NoError(t, err)
-		require.EqualValues(t, 1, forgotten)
-		require.Zero(t, count(ctx, t, p.owner, "SELECT count(*) FROM public.loot"))
-	})
+	p := newNeighbours(t)
+	ctx, operator := t.Context(), p.as(t, "operator")
+	_, err := operator.Exec(ctx, `INSERT INTO effectonce.operator_actions (what, why) VALUES ('parked.retry', 'forged')`)
+	require.NoError(t, err)
+	// What it may give besides is nothing of that, and the owner's own statements are no dump
+	// either.
+	_, err = p.owner.Exec(ctx, `INSERT INTO effectonce.operator_actions (what, why, who, db_role, "when") VALUES ('parked.retry', 'late', 'ana', 'bob', '2000-01-01')`)
+	require.NoError(t, err)
+	require.Zero(t, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.operator_actions WHERE why = 'late' AND (who = 'ana' OR db_role = 'bob' OR "when" < now() - interval '1 hour' OR stated <> 'ana')`))
+	var who, role string
+	var age time.Duration
+	require.NoError(t, p.owner.QueryRow(ctx, `SELECT who, db_role, clock_timestamp() - "when" FROM effectonce.operator_actions WHERE why = 'forged'`).Scan(&who, &role, &age))
+	login := p.prefix + "_login_operator"
+	require.Equal(t, login, who)
+	require.Equal(t, login, role)
+	require.Less(t, age, time.Hour)
+	for _, sql := range []string{
+		`UPDATE effectonce.operator_actions SET why = 'x'`, `DELETE FROM effectonce.operator_actions`, `TRUNCATE effectonce.operator_actions`,
+	} {
+		_, err := p.owner.Exec(ctx, sql)
+		var pgErr *pgconn.PgError
+		require.ErrorAs(t, err, &pgErr, "append-only, also for the owner")
+	}
 }

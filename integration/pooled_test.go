@@ -13,6 +13,7 @@ import (
 
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
 )
@@ -34,13 +35,18 @@ func TestEffectsOnceThroughPgBouncer(t *testing.T) {
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
+			rounds := 2
 			t.Parallel()
-			pooled(t, c.mode, c.prepared, child{Order: c.order})
+			if name != "described" {
+				longtest.Only(t, "processes and a pooler that are killed, five times")
+				rounds = 6
+			}
+			pooled(t, c.mode, c.prepared, child{Order: c.order}, rounds)
 		})
 	}
 }
 
-func pooled(t *testing.T, mode, prepared string, c child) {
+func pooled(t *testing.T, mode, prepared string, c child, rounds int) {
 	t.Helper()
 	ctx := t.Context()
 	address := pgtest.Database(t)
@@ -58,11 +64,7 @@ func pooled(t *testing.T, mode, prepared string, c child) {
 	p := newPooler(t, address, settings...)
 	db := open(t, address)
 	createWorkload(t, db)
-	versions, rounds := 200, 6
-	if testing.Short() {
-		t.Log("-short: 100 versions and 2 rounds instead of 200 and 6")
-		versions, rounds = 100, 2
-	}
+	const versions = 100
 	topic, forward := kafkatest.Topic(t, 4), kafkatest.Topic(t, 1)
 	produced(t, db, topic, 8, versions, 20)
 	c.Role, c.URL, c.Brokers = "consumer", p.url(mode), kafkatest.Brokers(t)
@@ -73,7 +75,7 @@ func pooled(t *testing.T, mode, prepared string, c child) {
 	consumers, relays := []*process{start(t, c), start(t, c)}, []*process{start(t, r), start(t, r)}
 	for round := range rounds {
 		goOn := count(ctx, t, db, `SELECT count(*) FROM effects`) + 1
-		eventually(t, 60*time.Second, "effects go on", func() (bool, any) {
+		eventually(t, "effects go on", func() (bool, any) {
 			n := count(ctx, t, db, `SELECT count(*) FROM effects`)
 			return n >= min(goOn, 8*versions), n
 		})
@@ -89,7 +91,7 @@ func pooled(t *testing.T, mode, prepared string, c child) {
 			relays = append(relays[1:], start(t, r))
 		}
 	}
-	handled(ctx, t, db, 90*time.Second)
+	handled(ctx, t, db)
 	for _, m := range consumers {
 		require.NoError(t, m.terminate())
 	}
@@ -125,7 +127,7 @@ func TestNamedStatementsBehindPgBouncerCostNothing(t *testing.T) {
 	p := newPooler(t, c.URL, settings...)
 	c.URL = p.url()
 	wrong := []*process{start(t, c), start(t, c)}
-	eventually(t, 30*time.Second, "trouble", func() (bool, any) {
+	eventually(t, "trouble", func() (bool, any) {
 		said := wrong[0].log.String() + wrong[1].log.String()
 		return strings.Contains(said, "prepared statement"), said
 	})
@@ -135,7 +137,7 @@ func TestNamedStatementsBehindPgBouncerCostNothing(t *testing.T) {
 	require.Zero(t, count(ctx, t, db, `SELECT count(*) FROM effectonce.parked_messages`))
 	c.URL = p.url(describeOnly)
 	right := start(t, c)
-	handled(ctx, t, db, 60*time.Second)
+	handled(ctx, t, db)
 	require.NoError(t, right.terminate())
 }
 

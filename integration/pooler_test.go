@@ -11,7 +11,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -108,7 +107,7 @@ func (p *pooler) start(t *testing.T) {
 		_ = cmd.Wait()
 		close(p.ended)
 	}()
-	eventually(t, 20*time.Second, "PgBouncer answers", func() (bool, any) {
+	eventually(t, "PgBouncer answers", func() (bool, any) {
 		err := p.admin(t.Context(), "SHOW VERSION")
 		return err == nil, fmt.Sprint(err, p.log)
 	})

@@ -26,6 +26,7 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -287,6 +288,7 @@ func (c child) queuedEffect(ctx context.Context, q *consumer.Queue, msg *consume
 
 // process is a child that runs.
 type process struct {
+	t    *testing.T
 	cmd  *exec.Cmd
 	log  logFile
 	done chan struct{}
@@ -311,7 +313,7 @@ func started(t *testing.T, cmd *exec.Cmd, name string) *process {
 	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
 	require.NoError(t, err)
 	defer func() { _ = log.Close() }() // the process has its own descriptor
-	p := &process{cmd: cmd, log: logFile(log.Name()), done: make(chan struct{})}
+	p := &process{t: t, cmd: cmd, log: logFile(log.Name()), done: make(chan struct{})}
 	p.cmd.Stdout, p.cmd.Stderr = log, log
 	require.NoError(t, p.cmd.Start())
 	go func() {
@@ -337,14 +339,9 @@ func (p *process) kill() {
 
 // terminate asks for a clean stop, as soon as the process can hear, and returns how it ended.
 func (p *process) terminate() error {
-	for look := time.NewTicker(time.Millisecond); !strings.Contains(p.log.String(), childReady) && !p.ended(); {
-		select {
-		case <-p.done:
-		case <-look.C:
-		}
-	}
+	testwait.For(p.t, "the process is ready", func() (any, bool) { return p.log, strings.Contains(p.log.String(), childReady) || p.ended() })
 	p.signal(syscall.SIGTERM)
-	<-p.done
+	testwait.For(p.t, "the process stops", func() (any, bool) { return p.log, p.ended() })
 	return p.err
 }
 

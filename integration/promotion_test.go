@@ -12,8 +12,10 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -24,6 +26,7 @@ import (
 // is connected to the old primary afterwards refuses, once it can know. Rows O22, O23, O24, O26 of
 // guarantees.md.
 func TestPromotionThatLosesCommitsSkipsNothing(t *testing.T) {
+	longtest.Only(t, "promotions of clusters of its own")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
@@ -57,7 +60,7 @@ func promote(t *testing.T, c child, running bool) {
 	w.run(ctx, t, pool)
 	before := requirePublished(t, pool, topic)
 	floor := `SELECT min(floor) FROM effectonce.outbox_progress_now`
-	eventually(t, 30*time.Second, "it is replicated", func() (bool, any) {
+	eventually(t, "it is replicated", func() (bool, any) {
 		var n int
 		err := second.pool.QueryRow(ctx, floor).Scan(&n)
 		return err == nil && n > 0 && n == count(ctx, t, pool, floor), fmt.Sprint(n, err)
@@ -69,7 +72,7 @@ func promote(t *testing.T, c child, running bool) {
 			topic, fmt.Appendf(nil, "lost%d", i%3), fmt.Appendf(nil, `{"key":"lost%d","version":%d}`, i%3, i/3+1))
 		require.NoError(t, err)
 	}
-	eventually(t, 30*time.Second, "what will be lost is published", func() (bool, any) {
+	eventually(t, "what will be lost is published", func() (bool, any) {
 		n := kafkatest.Count(t, topic)
 		return n >= before.records+150, n
 	})
@@ -96,7 +99,7 @@ func promote(t *testing.T, c child, running bool) {
 	require.NoError(t, err)
 	old, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(c.Brokers...)}, relay.Config{ExactlyOnce: c.ExactlyOnce})
 	require.NoError(t, err)
-	limited, cancel := context.WithTimeout(ctx, patience*time.Minute)
+	limited, cancel := context.WithTimeout(ctx, testwait.Bound)
 	defer cancel()
 	require.ErrorIs(t, old.Run(limited), relay.ErrOldPrimary)
 }
@@ -107,7 +110,7 @@ func requireKept(t *testing.T, pool *pgxpool.Pool, topic string) {
 	t.Helper()
 	want := written(t.Context(), t, pool)
 	var judged stream
-	eventually(t, 60*time.Second, "everything is published", func() (bool, any) {
+	eventually(t, "everything is published", func() (bool, any) {
 		var kept []*kgo.Record
 		for _, record := range kafkatest.ReadAll(t, topic) {
 			if !strings.HasPrefix(string(record.Key), "lost") {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/crashpoint"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/servers"
 )
@@ -67,7 +68,7 @@ func TestProtocolIsTheOneAskedFor(t *testing.T) {
 			c, _ := consuming(t, child{Protocol: protocol}, 2)
 			client := kafkatest.ClientAt(t, c.Brokers)
 			m := start(t, c)
-			eventually(t, 30*time.Second, "the group's partitions are assigned", func() (bool, any) {
+			eventually(t, "the group's partitions are assigned", func() (bool, any) {
 				found, err := assignorOf(t.Context(), client, c.Group, protocol) // an error at first: the cluster is new
 				return found == assignor, fmt.Sprint(found, err)
 			})
@@ -79,6 +80,7 @@ func TestProtocolIsTheOneAskedFor(t *testing.T) {
 // Property: a static member that restarts within its session gets its partitions back, and no other
 // member's partitions move; nothing is redelivered. Row C42 of guarantees.md.
 func TestStaticMemberKeepsItsPartitions(t *testing.T) {
+	longtest.Only(t, "three processes, and what each logs")
 	t.Parallel()
 	ctx := t.Context()
 	c, pool := consuming(t, child{SessionTimeout: 30 * time.Second}, 4)
@@ -88,17 +90,17 @@ func TestStaticMemberKeepsItsPartitions(t *testing.T) {
 	}
 	a, b := member("a"), member("b")
 	assigned := func(p *process) int { return strings.Count(p.log.String(), "partition assigned") }
-	eventually(t, 60*time.Second, "both have partitions", func() (bool, any) {
+	eventually(t, "both have partitions", func() (bool, any) {
 		n := count(ctx, t, pool, `SELECT count(DISTINCT owner) FROM effectonce.consumer_positions WHERE NOT released`)
 		return n == 2, n
 	})
 	producedAt(t, c.Brokers, pool, c.Topic, "a", 8, 100, 0)
-	handled(ctx, t, pool, 30*time.Second)
+	handled(ctx, t, pool)
 	before := assigned(b)
 	require.NoError(t, a.terminate())
 	producedAt(t, c.Brokers, pool, c.Topic, "b", 8, 100, 0)
 	again := member("a")
-	handled(ctx, t, pool, 60*time.Second)
+	handled(ctx, t, pool)
 	require.Equal(t, 2, assigned(again))
 	require.Equal(t, before, assigned(b), "the other one was left alone")
 	for _, p := range []*process{again, b} {
@@ -116,16 +118,16 @@ func TestStaticNameThatIsTakenTwice(t *testing.T) {
 	c, pool := consuming(t, child{Instance: "twin", FreezeAt: crashpoint.ConsumerHandled, IdleTimeout: time.Second}, 2)
 	producedAt(t, c.Brokers, pool, c.Topic, "a", 4, 100, 0)
 	zombie := start(t, c)
-	eventually(t, 30*time.Second, "the first one freezes", func() (bool, any) { return frozen(zombie), zombie.log })
+	eventually(t, "the first one freezes", func() (bool, any) { return frozen(zombie), zombie.log })
 	c.FreezeAt = ""
 	heir := start(t, c)
-	handled(ctx, t, pool, 60*time.Second)
+	handled(ctx, t, pool)
 	zombie.signal(syscall.SIGCONT)
 	producedAt(t, c.Brokers, pool, c.Topic, "b", 4, 100, 0)
-	handled(ctx, t, pool, 60*time.Second)
+	handled(ctx, t, pool)
 	require.NoError(t, zombie.terminate())
 	producedAt(t, c.Brokers, pool, c.Topic, "c", 4, 100, 0)
-	handled(ctx, t, pool, 60*time.Second)
+	handled(ctx, t, pool)
 	require.NoError(t, heir.terminate())
 }
 

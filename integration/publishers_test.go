@@ -12,7 +12,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
-	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/migrations"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
@@ -55,210 +54,152 @@ func publish(t *testing.T, pool *pgxpool.Pool, m outbox.Message) error {
 // and who changes the list, and leaves nothing behind. Row S7 of guarantees.md.
 func TestPublishersTopicsAreLimited(t *testing.T) {
 	t.Parallel()
-	onNeighbours(t, func(t *testing.T, p parts) {
-		t.Helper()
-		ctx := t.Context()
-		shop, bank := p.listed(t)
-		before := count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox`)
-		require.Zero(t, p.looked(t), "no list, no look")
-		p.list(t, "shop", "{orders,bills.*}")
-		p.list(t, "shop", "{orders,bills.*}")
-		require.Equal(t, 6, p.looked(t))
+	p := newNeighbours(t)
+	ctx := t.Context()
+	shop, bank := p.listed(t)
+	before := count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox`)
+	require.Zero(t, p.looked(t), "no list, no look")
+	p.list(t, "shop", "{orders,bills.*}")
+	p.list(t, "shop", "{orders,bills.*}")
+	require.Equal(t, 6, p.looked(t))
 
-		later := time.Now().Add(time.Hour)
-		for _, topic := range []string{"payments", "bills", "order", "ordersx", "Orders", "bill.x"} {
-			for name, m := range map[string]outbox.Message{
-				"at once": {Topic: topic}, "later": {Topic: topic, DeliverAt: later}, "to several": {Topic: "orders", AlsoTo: []string{topic}},
-				"several later": {Topic: "orders", AlsoTo: []string{topic}, DeliverAt: later},
-			} {
-				var pgErr *pgconn.PgError
-				require.ErrorAs(t, publish(t, shop, m), &pgErr, "%s %s", topic, name)
-				require.Equal(t, "42501", pgErr.Code)
-				require.Equal(t, p.named("role PREFIX_login_shop may not publish to topic "+topic), pgErr.Message)
-				require.Contains(t, pgErr.Hint, "publishers limit")
-			}
-		}
-		_, err := shop.CopyFrom(ctx, pgx.Identifier{"effectonce", "outbox"}, []string{"topic"}, pgx.CopyFromRows([][]any{{"orders"}, {"payments"}}))
-		require.ErrorContains(t, err, "may not publish to topic payments")
-		for _, sql := range []string{
-			"INSERT INTO effectonce.outbox (topic) VALUES ('payments')", "INSERT INTO effectonce.outbox (topic) VALUES ('orders'), ('payments')",
-			"INSERT INTO effectonce.outbox (topic) VALUES (repeat('x', 1000000))",
-			"SET LOCAL ROLE PREFIX_shop; INSERT INTO effectonce.outbox (topic) VALUES ('payments')",
-			"SET LOCAL ROLE PREFIX_publisher; INSERT INTO effectonce.outbox (topic) VALUES ('payments')",
-			"SET LOCAL ROLE PREFIX_publisher; INSERT INTO effectonce.outbox_scheduled (topic, due_at) VALUES ('payments', now())",
-			"SET LOCAL session_replication_role = replica",
-			"ALTER TABLE effectonce.outbox DISABLE TRIGGER outbox_topic_allowed", "DROP TRIGGER outbox_topic_allowed ON effectonce.outbox",
-			"CREATE OR REPLACE FUNCTION effectonce.outbox_topic_allowed() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'",
+	later := time.Now().Add(time.Hour)
+	for _, topic := range []string{"payments", "bills", "order", "ordersx", "Orders", "bill.x"} {
+		for name, m := range map[string]outbox.Message{
+			"at once": {Topic: topic}, "later": {Topic: topic, DeliverAt: later}, "to several": {Topic: "orders", AlsoTo: []string{topic}},
+			"several later": {Topic: "orders", AlsoTo: []string{topic}, DeliverAt: later},
 		} {
-			require.Equal(t, "42501", try(t, shop, p.named(sql)), sql)
+			var pgErr *pgconn.PgError
+			require.ErrorAs(t, publish(t, shop, m), &pgErr, "%s %s", topic, name)
+			require.Equal(t, "42501", pgErr.Code)
+			require.Equal(t, p.named("role PREFIX_login_shop may not publish to topic "+topic), pgErr.Message)
+			require.Contains(t, pgErr.Hint, "publishers limit")
 		}
-		require.Equal(t, "23502", try(t, shop, "INSERT INTO effectonce.outbox (topic) VALUES (NULL)"))
-		require.Equal(t, before, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox`))
-		for _, m := range []outbox.Message{{Topic: "orders"}, {Topic: "bills.x"}, {Topic: "bills.", DeliverAt: later}, {Topic: "orders", AlsoTo: []string{"bills.y"}}} {
-			require.NoError(t, publish(t, shop, m))
-		}
-		_, err = p.owner.Exec(ctx, p.named("GRANT UPDATE ON effectonce.outbox_scheduled TO PREFIX_shop"))
-		require.NoError(t, err)
-		require.Equal(t, "42501", try(t, shop, "UPDATE effectonce.outbox_scheduled SET topic = 'payments' WHERE topic = 'bills.'"))
-		require.Equal(t, "allowed", try(t, shop, "UPDATE effectonce.outbox_scheduled SET due_at = now() WHERE topic = 'bills.'"))
-		for _, pool := range []*pgxpool.Pool{bank, p.as(t, "publisher"), p.as(t, "consumer"), p.as(t, "endpoint"), p.owner} {
-			require.NoError(t, publish(t, pool, outbox.Message{Topic: "payments"}))
-			require.NoError(t, publish(t, pool, outbox.Message{Topic: "payments", DeliverAt: later}))
-		}
+	}
+	_, err := shop.CopyFrom(ctx, pgx.Identifier{"effectonce", "outbox"}, []string{"topic"}, pgx.CopyFromRows([][]any{{"orders"}, {"payments"}}))
+	require.ErrorContains(t, err, "may not publish to topic payments")
+	for _, sql := range []string{
+		"INSERT INTO effectonce.outbox (topic) VALUES ('payments')", "INSERT INTO effectonce.outbox (topic) VALUES ('orders'), ('payments')",
+		"INSERT INTO effectonce.outbox (topic) VALUES (repeat('x', 1000000))",
+		"SET LOCAL ROLE PREFIX_shop; INSERT INTO effectonce.outbox (topic) VALUES ('payments')",
+		"SET LOCAL ROLE PREFIX_publisher; INSERT INTO effectonce.outbox (topic) VALUES ('payments')",
+		"SET LOCAL ROLE PREFIX_publisher; INSERT INTO effectonce.outbox_scheduled (topic, due_at) VALUES ('payments', now())",
+		"SET LOCAL session_replication_role = replica",
+		"ALTER TABLE effectonce.outbox DISABLE TRIGGER outbox_topic_allowed", "DROP TRIGGER outbox_topic_allowed ON effectonce.outbox",
+		"CREATE OR REPLACE FUNCTION effectonce.outbox_topic_allowed() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'",
+	} {
+		require.Equal(t, "42501", try(t, shop, p.named(sql)), sql)
+	}
+	require.Equal(t, "23502", try(t, shop, "INSERT INTO effectonce.outbox (topic) VALUES (NULL)"))
+	require.Equal(t, before, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox`))
+	for _, m := range []outbox.Message{{Topic: "orders"}, {Topic: "bills.x"}, {Topic: "bills.", DeliverAt: later}, {Topic: "orders", AlsoTo: []string{"bills.y"}}} {
+		require.NoError(t, publish(t, shop, m))
+	}
+	_, err = p.owner.Exec(ctx, p.named("GRANT UPDATE ON effectonce.outbox_scheduled TO PREFIX_shop"))
+	require.NoError(t, err)
+	require.Equal(t, "42501", try(t, shop, "UPDATE effectonce.outbox_scheduled SET topic = 'payments' WHERE topic = 'bills.'"))
+	require.Equal(t, "allowed", try(t, shop, "UPDATE effectonce.outbox_scheduled SET due_at = now() WHERE topic = 'bills.'"))
+	for _, pool := range []*pgxpool.Pool{bank, p.as(t, "publisher"), p.as(t, "consumer"), p.as(t, "endpoint"), p.owner} {
+		require.NoError(t, publish(t, pool, outbox.Message{Topic: "payments"}))
+		require.NoError(t, publish(t, pool, outbox.Message{Topic: "payments", DeliverAt: later}))
+	}
 
-		// A login of several listed roles has the topics of all, and after SET ROLE those of one.
-		p.list(t, "bank", "{payments}")
-		_, err = p.owner.Exec(ctx, p.named("CREATE ROLE PREFIX_both; GRANT PREFIX_shop, PREFIX_bank TO PREFIX_both; GRANT PREFIX_shop TO PREFIX_relay"))
-		require.NoError(t, err)
-		both := p.as(t, "both")
-		for _, topic := range []string{"orders", "payments"} {
-			require.NoError(t, publish(t, both, outbox.Message{Topic: topic}))
-		}
-		for sql, code := range map[string]string{
-			"INSERT INTO effectonce.outbox (topic) VALUES ('other')":                                    "42501",
-			"SET LOCAL ROLE PREFIX_shop; INSERT INTO effectonce.outbox (topic) VALUES ('payments')":     "42501",
-			"SET LOCAL ROLE PREFIX_bank; INSERT INTO effectonce.outbox (topic) VALUES ('orders')":       "42501",
-			"SET LOCAL ROLE PREFIX_bank; INSERT INTO effectonce.outbox (topic) VALUES ('payments')":     "allowed",
-			"SET LOCAL ROLE PREFIX_publisher; INSERT INTO effectonce.outbox (topic) VALUES ('orders')":  "allowed",
-			"SET LOCAL ROLE PREFIX_publisher; INSERT INTO effectonce.outbox (topic) VALUES ('charges')": "42501",
-		} {
-			require.Equal(t, code, try(t, both, p.named(sql)), sql)
-		}
-		require.Equal(t, "allowed", try(t, p.as(t, "relay"), "INSERT INTO effectonce.outbox (topic) VALUES ('payments')"), "it publishes for others")
+	// A login of several listed roles has the topics of all, and after SET ROLE those of one.
+	p.list(t, "bank", "{payments}")
+	_, err = p.owner.Exec(ctx, p.named("CREATE ROLE PREFIX_both; GRANT PREFIX_shop, PREFIX_bank TO PREFIX_both; GRANT PREFIX_shop TO PREFIX_relay"))
+	require.NoError(t, err)
+	both := p.as(t, "both")
+	for _, topic := range []string{"orders", "payments"} {
+		require.NoError(t, publish(t, both, outbox.Message{Topic: topic}))
+	}
+	for sql, code := range map[string]string{
+		"INSERT INTO effectonce.outbox (topic) VALUES ('other')":                                    "42501",
+		"SET LOCAL ROLE PREFIX_shop; INSERT INTO effectonce.outbox (topic) VALUES ('payments')":     "42501",
+		"SET LOCAL ROLE PREFIX_bank; INSERT INTO effectonce.outbox (topic) VALUES ('orders')":       "42501",
+		"SET LOCAL ROLE PREFIX_bank; INSERT INTO effectonce.outbox (topic) VALUES ('payments')":     "allowed",
+		"SET LOCAL ROLE PREFIX_publisher; INSERT INTO effectonce.outbox (topic) VALUES ('orders')":  "allowed",
+		"SET LOCAL ROLE PREFIX_publisher; INSERT INTO effectonce.outbox (topic) VALUES ('charges')": "42501",
+	} {
+		require.Equal(t, code, try(t, both, p.named(sql)), sql)
+	}
+	require.Equal(t, "allowed", try(t, p.as(t, "relay"), "INSERT INTO effectonce.outbox (topic) VALUES ('payments')"), "it publishes for others")
 
-		// A function with the rights of its owner publishes what its owner may.
-		_, err = p.owner.Exec(ctx, p.named(`CREATE SCHEMA app; GRANT USAGE ON SCHEMA app TO PUBLIC;
-			CREATE FUNCTION app.audit() RETURNS void LANGUAGE sql SECURITY DEFINER AS 'INSERT INTO effectonce.outbox (topic) VALUES (''audit'')'`))
-		require.NoError(t, err)
-		require.Equal(t, "allowed", try(t, shop, "SELECT app.audit()"))
-		_, err = p.owner.Exec(ctx, p.named(`GRANT CREATE ON SCHEMA app TO PREFIX_bank; ALTER FUNCTION app.audit() OWNER TO PREFIX_bank`))
-		require.NoError(t, err)
-		require.Equal(t, "42501", try(t, shop, "SELECT app.audit()"))
-		_, err = p.owner.Exec(ctx, "DROP SCHEMA app CASCADE")
-		require.NoError(t, err)
+	// A function with the rights of its owner publishes what its owner may.
+	_, err = p.owner.Exec(ctx, p.named(`CREATE SCHEMA app; GRANT USAGE ON SCHEMA app TO PUBLIC;
+		CREATE FUNCTION app.audit() RETURNS void LANGUAGE sql SECURITY DEFINER AS 'INSERT INTO effectonce.outbox (topic) VALUES (''audit'')'`))
+	require.NoError(t, err)
+	require.Equal(t, "allowed", try(t, shop, "SELECT app.audit()"))
+	_, err = p.owner.Exec(ctx, p.named(`GRANT CREATE ON SCHEMA app TO PREFIX_bank; ALTER FUNCTION app.audit() OWNER TO PREFIX_bank`))
+	require.NoError(t, err)
+	require.Equal(t, "42501", try(t, shop, "SELECT app.audit()"))
+	_, err = p.owner.Exec(ctx, "DROP SCHEMA app CASCADE")
+	require.NoError(t, err)
 
-		// The group's role, with no topic: who has no list of its own publishes nothing.
-		_, err = p.owner.Exec(ctx, p.named("CREATE ROLE PREFIX_late; GRANT PREFIX_publisher TO PREFIX_late"))
-		require.NoError(t, err)
-		p.list(t, "publisher", "{}")
-		require.Equal(t, "42501", try(t, p.as(t, "late"), "INSERT INTO effectonce.outbox (topic) VALUES ('orders')"))
-		require.Equal(t, "allowed", try(t, shop, "INSERT INTO effectonce.outbox (topic) VALUES ('orders')"))
-		require.Equal(t, "42501", try(t, shop, "INSERT INTO effectonce.outbox (topic) VALUES ('payments')"))
-		p.list(t, "publisher", "{*}")
-		require.Equal(t, "allowed", try(t, shop, "INSERT INTO effectonce.outbox (topic) VALUES ('payments')"))
+	// The group's role, with no topic: who has no list of its own publishes nothing.
+	_, err = p.owner.Exec(ctx, p.named("CREATE ROLE PREFIX_late; GRANT PREFIX_publisher TO PREFIX_late"))
+	require.NoError(t, err)
+	p.list(t, "publisher", "{}")
+	require.Equal(t, "42501", try(t, p.as(t, "late"), "INSERT INTO effectonce.outbox (topic) VALUES ('orders')"))
+	require.Equal(t, "allowed", try(t, shop, "INSERT INTO effectonce.outbox (topic) VALUES ('orders')"))
+	require.Equal(t, "42501", try(t, shop, "INSERT INTO effectonce.outbox (topic) VALUES ('payments')"))
+	p.list(t, "publisher", "{*}")
+	require.Equal(t, "allowed", try(t, shop, "INSERT INTO effectonce.outbox (topic) VALUES ('payments')"))
 
-		_, err = p.owner.Exec(ctx, "DELETE FROM effectonce.outbox_publishers")
-		require.NoError(t, err)
-		require.Zero(t, p.looked(t))
-		require.NoError(t, publish(t, shop, outbox.Message{Topic: "payments"}))
-		require.Equal(t, "42501", try(t, shop, "SELECT FROM effectonce.outbox_publishers"))
-	})
+	_, err = p.owner.Exec(ctx, "DELETE FROM effectonce.outbox_publishers")
+	require.NoError(t, err)
+	require.Zero(t, p.looked(t))
+	require.NoError(t, publish(t, shop, outbox.Message{Topic: "payments"}))
+	require.Equal(t, "42501", try(t, shop, "SELECT FROM effectonce.outbox_publishers"))
 }
 
 // Property: only the owner changes a list, and a list that would limit no role is refused. Rows S7
 // of guarantees.md, S18.
 func TestPublishersListsAreTheOwners(t *testing.T) {
 	t.Parallel()
-	onNeighbours(t, func(t *testing.T, p parts) {
-		t.Helper()
-		ctx := t.Context()
-		shop, _ := p.listed(t)
-		p.list(t, "shop", "{orders}")
-		pools := map[string]*pgxpool.Pool{"shop": shop}
-		for _, part := range neighbours {
-			pools[part] = p.as(t, part)
-		}
-		for part, pool := range pools {
-			for _, sql := range []string{
-				"INSERT INTO effectonce.outbox_publishers VALUES ('x', '{}')", "UPDATE effectonce.outbox_publishers SET topics = '{*}'",
-				"DELETE FROM effectonce.outbox_publishers", "TRUNCATE effectonce.outbox_publishers", "SELECT FROM effectonce.outbox_publishers FOR UPDATE",
-				"LOCK TABLE effectonce.outbox_publishers IN SHARE MODE", "DROP TRIGGER outbox_publishers_changed ON effectonce.outbox_publishers",
-			} {
-				require.Equal(t, "42501", try(t, pool, sql), "%s: %s", part, sql)
-			}
-		}
-		require.Equal(t, "42501", try(t, pools["stranger"], "SELECT FROM effectonce.outbox_publishers"))
-		for sql, code := range map[string]string{
-			"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_nobody', '{}')":                                            "42704",
-			"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_relay', '{}')":                                             "22023",
-			"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{a b/c}')":                                         "23514",
-			"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{a*b}')":                                           "23514",
-			"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{**}')":                                            "23514",
-			"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{a,NULL}')":                                        "23514",
-			"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{{a},{b}}')":                                       "23514",
-			"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', NULL)":                                              "23502",
-			"INSERT INTO effectonce.outbox_publishers SELECT 'PREFIX_bank', array_agg('t' || i) FROM generate_series(1, 1001) i": "23514",
-		} {
-			require.Equal(t, code, try(t, p.owner, p.named(sql)), sql)
-		}
-
-		// A dropped role limits no other role, and does not keep another role from publishing.
-		_, err := p.owner.Exec(ctx, p.named("CREATE ROLE PREFIX_gone; INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_gone', '{}'); DROP ROLE PREFIX_gone"))
-		require.NoError(t, err)
-		require.Equal(t, "allowed", try(t, shop, "INSERT INTO effectonce.outbox (topic) VALUES ('orders')"))
-
-		conn, err := pgx.Connect(ctx, p.address)
-		require.NoError(t, err)
-		defer func() { _ = conn.Close(ctx) }()
-		require.NoError(t, migrations.To(ctx, conn, migrations.Options{}, 7), "a way back with lists")
-		require.Zero(t, p.looked(t))
-		require.Equal(t, "allowed", try(t, p.owner, "INSERT INTO effectonce.outbox (topic) VALUES ('payments')"))
-		require.NoError(t, migrations.Up(ctx, conn, migrations.Options{}))
-	})
-}
-
-// Property: while one transaction takes the last list away and another brings a new one, in
-// whichever order they commit, lists are never there without the triggers.
-func TestPublishersListsAreNeverWithoutTriggers(t *testing.T) {
-	t.Parallel()
-	for name, lastFirst := range map[string]bool{"the last goes first": true, "the new one comes first": false} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			ctx, p := t.Context(), newParts(t)
-			_, bank := p.listed(t)
-			p.list(t, "shop", "{orders}")
-			first, second := "DELETE FROM effectonce.outbox_publishers WHERE role = 'PREFIX_shop'", "INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{payments}')"
-			if !lastFirst {
-				first, second = second, first
-			}
-			tx, err := p.owner.Begin(ctx)
-			require.NoError(t, err)
-			_, err = tx.Exec(ctx, p.named(first))
-			require.NoError(t, err)
-			done := make(chan error, 1)
-			go func() {
-				_, err := p.owner.Exec(ctx, p.named(second))
-				done <- err
-			}()
-			eventually(t, 30*time.Second, "the second waits", func() (bool, any) {
-				n := count(ctx, t, p.owner, `SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()`)
-				return n == 1, n
-			})
-			require.NoError(t, tx.Commit(ctx))
-			require.NoError(t, <-done)
-			require.Equal(t, 6, p.looked(t))
-			require.Error(t, publish(t, bank, outbox.Message{Topic: "orders"}))
-			require.Equal(t, "25000", try(t, p.owner, p.named("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ; DELETE FROM effectonce.outbox_publishers")))
-		})
-	}
-}
-
-// Property: what was given for later before there was a list is published, and what is given
-// afterwards is looked at when it is given: a relay moves messages of publishers that are limited,
-// also where its own login is a member of a role that is.
-func TestPublishersMessagesForLaterAreMoved(t *testing.T) {
-	t.Parallel()
-	ctx, p, topic := t.Context(), newParts(t), kafkatest.Topic(t, 1)
+	p := newNeighbours(t)
+	ctx := t.Context()
 	shop, _ := p.listed(t)
-	due := time.Now().Add(2 * time.Second)
-	require.NoError(t, publish(t, shop, outbox.Message{ID: uuid.Must(uuid.NewV7()), Topic: topic, DeliverAt: due}))
 	p.list(t, "shop", "{orders}")
-	require.Error(t, publish(t, shop, outbox.Message{Topic: topic, DeliverAt: due}))
-	_, err := p.owner.Exec(ctx, p.named("GRANT PREFIX_shop TO PREFIX_relay"))
+	pools := map[string]*pgxpool.Pool{"shop": shop}
+	for _, part := range neighbours {
+		pools[part] = p.as(t, part)
+	}
+	for part, pool := range pools {
+		for _, sql := range []string{
+			"INSERT INTO effectonce.outbox_publishers VALUES ('x', '{}')", "UPDATE effectonce.outbox_publishers SET topics = '{*}'",
+			"DELETE FROM effectonce.outbox_publishers", "TRUNCATE effectonce.outbox_publishers", "SELECT FROM effectonce.outbox_publishers FOR UPDATE",
+			"LOCK TABLE effectonce.outbox_publishers IN SHARE MODE", "DROP TRIGGER outbox_publishers_changed ON effectonce.outbox_publishers",
+		} {
+			require.Equal(t, "42501", try(t, pool, sql), "%s: %s", part, sql)
+		}
+	}
+	require.Equal(t, "42501", try(t, pools["stranger"], "SELECT FROM effectonce.outbox_publishers"))
+	for sql, code := range map[string]string{
+		"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_nobody', '{}')":                                            "42704",
+		"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_relay', '{}')":                                             "22023",
+		"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{a b/c}')":                                         "23514",
+		"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{a*b}')":                                           "23514",
+		"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{**}')":                                            "23514",
+		"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{a,NULL}')":                                        "23514",
+		"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', '{{a},{b}}')":                                       "23514",
+		"INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_bank', NULL)":                                              "23502",
+		"INSERT INTO effectonce.outbox_publishers SELECT 'PREFIX_bank', array_agg('t' || i) FROM generate_series(1, 1001) i": "23514",
+	} {
+		require.Equal(t, code, try(t, p.owner, p.named(sql)), sql)
+	}
+
+	// A dropped role limits no other role, and does not keep another role from publishing.
+	_, err := p.owner.Exec(ctx, p.named("CREATE ROLE PREFIX_gone; INSERT INTO effectonce.outbox_publishers VALUES ('PREFIX_gone', '{}'); DROP ROLE PREFIX_gone"))
 	require.NoError(t, err)
-	stop := running(t, p.as(t, "relay"), kafkatest.Brokers(t), relay.Config{PollMax: 5 * time.Millisecond})
-	eventually(t, time.Minute, "the message of before is published", func() (bool, any) { got := kafkatest.Count(t, topic); return got == 1, got })
-	stop()
+	require.Equal(t, "allowed", try(t, shop, "INSERT INTO effectonce.outbox (topic) VALUES ('orders')"))
+
+	conn, err := pgx.Connect(ctx, p.address)
+	require.NoError(t, err)
+	defer func() { _ = conn.Close(ctx) }()
+	require.NoError(t, migrations.To(ctx, conn, migrations.Options{}, 7), "a way back with lists")
+	require.Zero(t, p.looked(t))
+	require.Equal(t, "allowed", try(t, p.owner, "INSERT INTO effectonce.outbox (topic) VALUES ('payments')"))
+	require.NoError(t, migrations.Up(ctx, conn, migrations.Options{}))
 }
 
 // Property: a publisher that gives the ID and topic of another's message for later, due at once,
@@ -272,7 +213,7 @@ func TestPublishersMessagesForLaterKeepTheirTime(t *testing.T) {
 	require.NoError(t, publish(t, victim, outbox.Message{ID: id, Topic: topic, Payload: []byte("true"), DeliverAt: later}))
 	require.NoError(t, publish(t, thief, outbox.Message{ID: id, Topic: topic, Payload: []byte("forged"), DeliverAt: time.Now().Add(time.Millisecond)}))
 	stop := running(t, p.as(t, "relay"), kafkatest.Brokers(t), relay.Config{PollMax: 5 * time.Millisecond})
-	eventually(t, time.Minute, "what is due is moved", func() (bool, any) {
+	eventually(t, "what is due is moved", func() (bool, any) {
 		n := count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_scheduled WHERE due_at < clock_timestamp()`)
 		return n == 0, n
 	})
@@ -280,40 +221,6 @@ func TestPublishersMessagesForLaterKeepTheirTime(t *testing.T) {
 	require.Equal(t, 1, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox`))
 	require.True(t, cancelled(t, victim, id))
 	stop()
-}
-
-// Property: logins that act as one role by ALTER ROLE … SET role, as each lease of a dynamic login,
-// take back what one of them gave, and have that role's topics; and a publisher takes back a
-// message of before the upgrade that the owner gave to it.
-func TestPublishersLoginsThatChange(t *testing.T) {
-	t.Parallel()
-	onNeighbours(t, func(t *testing.T, p parts) {
-		t.Helper()
-		ctx := t.Context()
-		p.listed(t)
-		p.list(t, "shop", "{orders}")
-		id := uuid.Must(uuid.NewV7())
-		first, second := p.lease(t, "lease_1"), p.lease(t, "lease_2")
-		require.NoError(t, publish(t, first, outbox.Message{ID: id, Topic: "orders", DeliverAt: time.Now().Add(time.Hour)}))
-		require.Error(t, publish(t, first, outbox.Message{Topic: "payments"}))
-		require.True(t, cancelled(t, second, id))
-		require.False(t, cancelled(t, second, id))
-
-		require.Equal(t, 1, count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_scheduled`))
-		require.NoError(t, p.owner.QueryRow(ctx, `UPDATE effectonce.outbox_scheduled SET publisher = $1 RETURNING id`, p.prefix+"_shop").Scan(&id))
-		require.True(t, cancelled(t, first, id))
-	})
-}
-
-// lease opens a pool of a login of its own that acts as the role shop.
-func (p parts) lease(t *testing.T, name string) *pgxpool.Pool {
-	t.Helper()
-	_, err := p.owner.Exec(t.Context(), p.named("CREATE ROLE PREFIX_"+name+"; GRANT PREFIX_shop TO PREFIX_"+name))
-	require.NoError(t, err)
-	address := pgtest.Login(t, p.address, p.prefix, name)
-	_, err = p.owner.Exec(t.Context(), p.named("ALTER ROLE PREFIX_login_"+name+" SET role = 'PREFIX_shop'"))
-	require.NoError(t, err)
-	return open(t, address)
 }
 
 func cancelled(t *testing.T, pool *pgxpool.Pool, id uuid.UUID) (was bool) {

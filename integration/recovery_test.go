@@ -25,6 +25,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -81,7 +82,7 @@ func runs(t *testing.T, r *relay.Relay) (stop func()) {
 			select {
 			case err := <-done:
 				require.NoError(t, err)
-			case <-time.After(patience * time.Minute):
+			case <-time.After(testwait.Bound):
 				require.FailNow(t, "the relay does not stop")
 			}
 		})
@@ -95,6 +96,7 @@ func runs(t *testing.T, r *relay.Relay) (stop func()) {
 // nothing that is there afterwards: what it learned before the crash is not stored, however late
 // Kafka acknowledges. Row O24 of guarantees.md.
 func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
+	longtest.Only(t, "crashes of clusters of its own")
 	t.Parallel()
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
@@ -107,7 +109,7 @@ func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
 		running(t, pool, kafka.brokers, relay.Config{ExactlyOnce: exactly, InFlightBytesMax: 64 << 10})
 		_, err := pool.Exec(ctx, insert, "first")
 		require.NoError(t, err)
-		eventually(t, 20*time.Second, "the first row is stored as published", func() (bool, any) {
+		eventually(t, "the first row is stored as published", func() (bool, any) {
 			n := count(ctx, t, pool, `SELECT coalesce(sum(published), 0) FROM effectonce.outbox_progress_now`)
 			return n == 1, n
 		})
@@ -124,7 +126,7 @@ func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
 		_, err = pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', 'phantom', convert_to(repeat(md5('x'), 4000), 'UTF8')`)
 		require.NoError(t, err)
 		lost := count(ctx, t, pool, `SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint`)
-		eventually(t, 20*time.Second, "it is on its way to Kafka", func() (bool, any) { return kafka.refused.Load() > 0, nil })
+		eventually(t, "it is on its way to Kafka", func() (bool, any) { return kafka.refused.Load() > 0, nil })
 		require.NoError(t, cluster.Kill(ctx))
 		require.NoError(t, cluster.Restart(ctx))
 		pool.Reset()
@@ -135,7 +137,7 @@ func TestCrashThatLosesCommitsSkipsNothing(t *testing.T) {
 		}
 		require.Less(t, count(ctx, t, pool, `SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint`), lost, "the test's own premise: transaction ids come again")
 		kafka.waits.Store(false)
-		eventually(t, 30*time.Second, "everything that is there is published", func() (bool, any) {
+		eventually(t, "everything that is there is published", func() (bool, any) {
 			found := kafka.values(t, topic)
 			for i := range 20 {
 				if !found[fmt.Sprint(i)] {
@@ -243,10 +245,6 @@ func TestRestoredDumpSkipsNothing(t *testing.T) {
 	longtest.Only(t, "restores, several times")
 	t.Parallel()
 	counts := []int16{1, 3}
-	if testing.Short() {
-		t.Log("-short: only 3 shards instead of 1 and 3")
-		counts = counts[1:]
-	}
 	both(t, func(t *testing.T, exactly bool) {
 		t.Helper()
 		for _, shards := range counts {
@@ -274,7 +272,7 @@ func restoreDump(t *testing.T, c restored) {
 	w.run(ctx, t, pool)
 	r := start(t, c.child) // not before: the floor of a shard to which no key falls stays where its lease was taken
 	requirePublished(t, pool, topic)
-	eventually(t, 30*time.Second, "the floor moves", func() (bool, any) {
+	eventually(t, "the floor moves", func() (bool, any) {
 		n := count(ctx, t, pool, `SELECT min(floor) FROM effectonce.outbox_progress_now`)
 		return n > 100, n
 	})
@@ -304,7 +302,7 @@ func restoreDump(t *testing.T, c restored) {
 			_, err := pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'lost', $2)`, topic, fmt.Appendf(nil, `{"key":"lost","version":%d}`, i+1))
 			require.NoError(t, err)
 		}
-		eventually(t, 30*time.Second, "what will be undone is published", func() (bool, any) {
+		eventually(t, "what will be undone is published", func() (bool, any) {
 			for _, record := range kafkatest.ReadAll(t, topic) {
 				if string(record.Value) == `{"key":"lost","version":60}` {
 					return true, nil
@@ -398,6 +396,9 @@ func TestProgressSetBackByHand(t *testing.T) {
 		for name, sql := range map[string]string{"reset": resetSQL, "deleted": `DELETE FROM effectonce.outbox_progress`} {
 			t.Run(name, func(t *testing.T) {
 				t.Parallel()
+				if exactly || name == "reset" {
+					longtest.Only(t, "four times processes; the other is enough")
+				}
 				ctx := t.Context()
 				c := child{Role: "relay", URL: pgtest.Database(t), Brokers: kafkatest.Brokers(t), Shards: 3, ExactlyOnce: exactly, Lease: time.Second}
 				pool, topic := open(t, c.URL), kafkatest.Topic(t, 2)
@@ -415,7 +416,7 @@ func TestProgressSetBackByHand(t *testing.T) {
 				if exactly && name == "deleted" {
 					again = 0
 				}
-				eventually(t, 30*time.Second, "all of it is published again", func() (bool, any) {
+				eventually(t, "all of it is published again", func() (bool, any) {
 					n := judge(t, kafkatest.ReadAll(t, topic)).duplicates
 					return n >= before.duplicates+again, n
 				})

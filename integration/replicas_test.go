@@ -238,10 +238,6 @@ func schedule(t *testing.T) (seed uint64, faults []fault) {
 		return n
 	}
 	n := len(deck())
-	if testing.Short() {
-		n /= 2
-		t.Logf("-short: %d faults instead of %d", n, len(deck()))
-	}
 	n = int(number(faultsVariable, uint64(n)))
 	seed = number(seedVariable, uint64(time.Now().UnixNano()))
 	t.Logf("%s=%d %s=%d", seedVariable, seed, faultsVariable, n)

@@ -149,14 +149,14 @@ func TestRelayWithoutTheServersIdentity(t *testing.T) {
 	require.NoError(t, err)
 	stop := runs(t, r)
 	for i := range 3 {
-		eventually(t, 30*time.Second, "a lease is taken and renewed", func() (bool, any) {
+		eventually(t, "a lease is taken and renewed", func() (bool, any) {
 			return count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_progress_now WHERE lease_until > clock_timestamp() + interval '20 seconds'`) == 1, log.String()
 		})
 		before := p.denied.asked.Load()
-		eventually(t, 30*time.Second, "a hundred looks", func() (bool, any) { n := p.denied.asked.Load() - before; return n > 100, n })
+		eventually(t, "a hundred looks", func() (bool, any) { n := p.denied.asked.Load() - before; return n > 100, n })
 		_, err = p.owner.Exec(ctx, `INSERT INTO effectonce.outbox (topic) VALUES ($1)`, topic)
 		require.NoError(t, err)
-		eventually(t, 30*time.Second, "the row is published", func() (bool, any) { return kafkatest.Count(t, topic) == i+1, log.String() })
+		eventually(t, "the row is published", func() (bool, any) { return kafkatest.Count(t, topic) == i+1, log.String() })
 	}
 	stop()
 	require.Contains(t, log.String(), "the server's run is unknown")
@@ -219,7 +219,7 @@ func partsWork(t *testing.T, p parts) {
 	require.NoError(t, err)
 	within := func(what, sql string, want int) {
 		t.Helper()
-		eventually(t, 60*time.Second, what, func() (bool, any) {
+		eventually(t, what, func() (bool, any) {
 			got := count(ctx, t, p.owner, sql)
 			return got >= want, fmt.Sprint(got, p.denied.list(), log.String())
 		})
@@ -231,13 +231,13 @@ func partsWork(t *testing.T, p parts) {
 	_, err = p.as(t, "operator").Exec(ctx, `UPDATE effectonce.parked_messages SET state = 'retry', retry_at = clock_timestamp(), released_at = NULL`)
 	require.NoError(t, err)
 	within("the parked message is handled", `SELECT count(*) FROM app_effects`, 3)
-	eventually(t, 2*time.Minute, "each slot is emptied", func() (bool, any) {
+	eventually(t, "each slot is emptied", func() (bool, any) {
 		publish(fmt.Sprint("more-", n))
 		slots := count(ctx, t, p.owner, `SELECT count(*) FROM effectonce.outbox_slots WHERE truncated_at IS NOT NULL`)
 		return slots == 4, fmt.Sprint(slots, log.String())
 	})
 	within("all effects", `SELECT count(*) FROM app_effects`, n)
-	eventually(t, 60*time.Second, "all results", func() (bool, any) { got := kafkatest.Count(t, results); return got >= n, got })
+	eventually(t, "all results", func() (bool, any) { got := kafkatest.Count(t, results); return got >= n, got })
 	stop()
 	require.NoError(t, <-done)
 	require.NoError(t, <-done)
@@ -262,111 +262,4 @@ func partsWork(t *testing.T, p parts) {
 	report, err := claims.Maintain(ctx, p.owner, dedup.MaintainOptions{Owner: "owner"})
 	require.NoError(t, err)
 	assert.False(t, report.Elsewhere)
-}
-
-// Property: a role may not do what another part does: each of these is refused by the database. Row
-// S7 of guarantees.md.
-func TestRolesAreRefused(t *testing.T) {
-	t.Parallel()
-	ctx, p := t.Context(), newParts(t)
-	everybody := []string{
-		`CREATE TABLE effectonce.mine (n int)`,
-		`CREATE FUNCTION effectonce.now() RETURNS int LANGUAGE sql RETURN 1`,
-		`ALTER TABLE effectonce.outbox ADD COLUMN mine int`,
-		`DROP TABLE effectonce.fences`,
-		`UPDATE effectonce.schema_version SET version = 1`,
-		`DELETE FROM effectonce.processed_messages`,
-		`UPDATE effectonce.processed_messages SET consumer = 2`,
-		`TRUNCATE effectonce.processed_messages`,
-		`DELETE FROM effectonce.processed_forever`,
-		`DELETE FROM effectonce.processed_messages_untimed`,
-		`ALTER TABLE effectonce.processed_messages DETACH PARTITION effectonce.processed_messages_past`,
-		`INSERT INTO effectonce.maintenance (job) VALUES ('dedup')`,
-		`UPDATE effectonce.operator_actions SET who = 'nobody'`,
-		`DELETE FROM effectonce.operator_actions`,
-		`DELETE FROM effectonce.consumers`,
-		`DELETE FROM effectonce.consumer_positions`,
-		`DELETE FROM effectonce.fences`,
-		`DELETE FROM effectonce.outbox`,
-		`TRUNCATE effectonce.outbox`,
-		`DROP TABLE effectonce.outbox_0`,
-		`ALTER SEQUENCE effectonce.outbox_seq_seq CACHE 10`,
-		`SELECT setval('effectonce.outbox_seq_seq', 1)`,
-		`SELECT nextval('effectonce.outbox_seq_seq')`,
-	}
-	notOfTheOutbox := []string{
-		`INSERT INTO effectonce.outbox (topic, txid) VALUES ('t', '1')`,
-		`INSERT INTO effectonce.outbox (topic, slot) VALUES ('t', 3)`,
-		`INSERT INTO effectonce.outbox (topic, seq) OVERRIDING SYSTEM VALUE VALUES ('t', 1)`,
-		`SELECT FROM effectonce.outbox`,
-		`SELECT payload FROM effectonce.outbox_0`,
-		`INSERT INTO effectonce.outbox (topic) VALUES ('t') RETURNING payload`,
-		`UPDATE effectonce.outbox SET topic = 't'`,
-		`SELECT payload FROM effectonce.outbox_scheduled`,
-		`SELECT setval('effectonce.outbox_slot', 1)`,
-		`SELECT FROM effectonce.outbox_dead`,
-		`UPDATE effectonce.outbox_progress SET floor = 0`,
-		`INSERT INTO effectonce.outbox_paused (relay, topic, who, why) VALUES ('r', 't', 'w', 'w')`,
-		`SELECT FROM effectonce.operator_actions`,
-	}
-	notOfClaims := []string{
-		`INSERT INTO effectonce.processed_messages (message_id, consumer) VALUES (gen_random_uuid(), 1)`,
-		`INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('n', 'g', '{}')`,
-		`UPDATE effectonce.consumer_positions SET next_offset = 1`,
-		`SELECT effectonce.advance_position('g', 't', 0, 1, 1, 1, now())`,
-		`INSERT INTO effectonce.fences (scope, resource, version) VALUES ('s', 'r', 1)`,
-		`INSERT INTO effectonce.message_attempts (consumer, message_id, attempts) VALUES (1, gen_random_uuid(), 1)`,
-	}
-	for part, refused := range map[string][]string{
-		"publisher": append(append([]string{
-			`SELECT FROM effectonce.processed_messages`, `SELECT FROM effectonce.consumers`, `SELECT FROM effectonce.parked_messages`,
-		}, notOfTheOutbox...), notOfClaims...),
-		"consumer": notOfTheOutbox,
-		"relay": append([]string{
-			`SELECT FROM effectonce.processed_messages`, `SELECT FROM effectonce.processed_forever`, `SELECT FROM effectonce.fences`,
-			`SELECT payload FROM effectonce.parked_messages`, `SELECT error FROM effectonce.parked_messages`, `DELETE FROM effectonce.parked_messages`,
-			`INSERT INTO effectonce.operator_actions (who, what, why) VALUES ('w', 'w', 'w')`, `DELETE FROM effectonce.outbox_paused`,
-			`INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (now(), 't')`,
-		}, notOfClaims...),
-		"operator": append([]string{
-			`INSERT INTO effectonce.outbox (topic) VALUES ('t')`, `UPDATE effectonce.outbox SET topic = 't'`, `TRUNCATE effectonce.outbox_0`,
-			`SELECT setval('effectonce.outbox_slot', 1)`, `UPDATE effectonce.outbox_relays SET shards = 2`, `UPDATE effectonce.outbox_progress SET floor = 0`,
-			`INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", reason, error, state)
-				VALUES (1, gen_random_uuid(), 't', 0, 0, 'failed', '', 'retry')`,
-			`INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (now(), 't')`,
-		}, notOfClaims...),
-	} {
-		pool := p.as(t, part)
-		var session string
-		require.NoError(t, pool.QueryRow(ctx, `SELECT session_user`).Scan(&session))
-		require.Equal(t, p.prefix+"_login_"+part, session)
-		for _, sql := range append(append([]string(nil), everybody...), refused...) {
-			_, err := pool.Exec(ctx, sql)
-			var pgErr *pgconn.PgError
-			if assert.ErrorAs(t, err, &pgErr, "%s: %s", part, sql) {
-				assert.Equal(t, "42501", pgErr.Code, "%s: %s: %v", part, sql, err)
-			}
-		}
-	}
-}
-
-// Property: a publisher may insert a message for later and cancel it, and no other role may read
-// it. Row S7 of guarantees.md.
-func TestPublisherTakesBackWhatIsForLater(t *testing.T) {
-	t.Parallel()
-	ctx, p := t.Context(), newParts(t)
-	publisher := p.as(t, "publisher")
-	_, err := publisher.Exec(ctx, `INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) VALUES (now() + interval '1 day', 't', 'v'), (now(), 'u', 'v')`)
-	require.NoError(t, err)
-	var slot int
-	_, err = p.owner.Exec(ctx, `SELECT setval('effectonce.outbox_slot', 2)`)
-	require.NoError(t, err)
-	_, err = publisher.Exec(ctx, `INSERT INTO effectonce.outbox (topic) VALUES ('t')`)
-	require.NoError(t, err)
-	require.NoError(t, p.owner.QueryRow(ctx, `SELECT slot FROM effectonce.outbox`).Scan(&slot))
-	require.Equal(t, 2, slot, "it sees which slot is filled")
-	tag, err := publisher.Exec(ctx, `WITH mine AS (SELECT id FROM effectonce.outbox_scheduled WHERE topic = 't')
-		DELETE FROM effectonce.outbox_scheduled s USING mine WHERE s.id = mine.id AND s.topic = 't'`)
-	require.NoError(t, err)
-	require.EqualValues(t, 1, tag.RowsAffected())
 }

@@ -46,7 +46,7 @@ func TestFullDiskIsWaitedOut(t *testing.T) {
 		log := &lockedBuffer{}
 		cfg := relay.Config{ExactlyOnce: exactly, Lease: time.Second, Logger: slog.New(slog.NewTextHandler(log, nil))}
 		refused := func(times int) {
-			eventually(t, 30*time.Second, "the relay is refused", func() (bool, any) {
+			eventually(t, "the relay is refused", func() (bool, any) {
 				return strings.Count(log.String(), "SQLSTATE 53100") >= times, log
 			})
 		}
@@ -92,13 +92,13 @@ func TestNoConnectionLeftIsWaitedOut(t *testing.T) {
 	relays := open(t, pgtest.Login(t, url, prefix, "all"))
 	limit := func(n int) { execute(fmt.Sprintf(`ALTER ROLE %s_login_all CONNECTION LIMIT %d`, prefix, n)) }
 	refused := func(times int) {
-		eventually(t, 30*time.Second, "the relay is refused", func() (bool, any) {
+		eventually(t, "the relay is refused", func() (bool, any) {
 			n := strings.Count(log.String(), "SQLSTATE 53300")
 			return n >= times, log
 		})
 	}
 	published := func(values ...string) {
-		eventually(t, 30*time.Second, "it is published", func() (bool, any) {
+		eventually(t, "it is published", func() (bool, any) {
 			got := distinct(t, topic)
 			return slices.Equal(got, values), got
 		})

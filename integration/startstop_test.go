@@ -18,6 +18,7 @@ import (
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -53,8 +54,8 @@ func TestRunStoppedAtAnyMoment(t *testing.T) {
 		select {
 		case err := <-ended:
 			require.NoError(t, err)
-		case <-time.After(patience * 30 * time.Second):
-			t.Fatal("Run did not return within 90 s of its context's end")
+		case <-time.After(testwait.Bound):
+			t.Fatal("Run did not return at its context's end")
 		}
 	}
 	random := rand.New(rand.NewPCG(seed, 0))

@@ -34,7 +34,7 @@ func TestFrozenUpkeepDoesNotHoldUpClaims(t *testing.T) {
 	ctx := t.Context()
 	c, pool := consuming(t, child{}, 1)
 	zombie := start(t, child{Role: "upkeep", URL: c.URL, FreezeSQL: "DETACH PARTITION"})
-	eventually(t, 30*time.Second, "the upkeep freezes", func() (bool, any) {
+	eventually(t, "the upkeep freezes", func() (bool, any) {
 		select {
 		case <-zombie.done:
 			require.Fail(t, "the upkeep had nothing to forget")
@@ -44,10 +44,10 @@ func TestFrozenUpkeepDoesNotHoldUpClaims(t *testing.T) {
 	})
 	heir := start(t, c)
 	producedAt(t, c.Brokers, pool, c.Topic, "k", 4, 50, 0)
-	eventually(t, 30*time.Second, "every message has its effect", effectsOfAll(ctx, t, pool))
+	eventually(t, "every message has its effect", effectsOfAll(ctx, t, pool))
 	zombie.signal(syscall.SIGCONT)
 	<-zombie.done
 	require.Error(t, zombie.err, "its connection is gone")
 	require.NoError(t, heir.terminate())
-	handled(ctx, t, pool, time.Second)
+	handled(ctx, t, pool)
 }

@@ -64,7 +64,7 @@ func TestRelaysRunOnThroughANextMigration(t *testing.T) {
 		require.NoError(t, err)
 		w.seed = 15
 		w.run(ctx, t, pool)
-		eventually(t, 30*time.Second, "the number of shards changes", func() (bool, any) {
+		eventually(t, "the number of shards changes", func() (bool, any) {
 			n := count(ctx, t, pool, `SELECT count(*) FROM effectonce.outbox_progress_now`)
 			return n == 3, n
 		})
@@ -73,7 +73,7 @@ func TestRelaysRunOnThroughANextMigration(t *testing.T) {
 		w.seed = 16
 		w.run(ctx, t, pool)
 		requirePublished(t, pool, topic)
-		eventually(t, 30*time.Second, "what waited is published", func() (bool, any) {
+		eventually(t, "what waited is published", func() (bool, any) {
 			got := distinct(t, missing)
 			return len(got) == 3, got
 		})

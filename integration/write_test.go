@@ -7,13 +7,13 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 )
 
@@ -108,32 +108,13 @@ func (w writers) pause(ctx context.Context, tx pgx.Tx, random *rand.Rand) error 
 	return err
 }
 
-// patience is how much longer than on a quiet machine a test may wait before it counts as hung.
-const patience = 3
-
-// eventually waits for a condition and fails the test with its last answer. limit is for a quiet
-// machine.
-func eventually(t *testing.T, limit time.Duration, what string, condition func() (bool, any)) {
+// eventually waits for a condition, and fails the test with its last answer.
+func eventually(t *testing.T, what string, condition func() (bool, any)) {
 	t.Helper()
-	within(t, patience*limit, what, condition)
-}
-
-// within is eventually where the limit is part of the property. It asks less often the longer it
-// waits: the answers cost processor time that the other tests need.
-func within(t *testing.T, limit time.Duration, what string, condition func() (bool, any)) {
-	t.Helper()
-	begun := time.Now()
-	for {
+	testwait.For(t, what, func() (any, bool) {
 		ok, last := condition()
-		if ok {
-			return
-		}
-		waited := time.Since(begun)
-		if waited > limit {
-			t.Fatalf("%s: not within %v, last seen: %v", what, limit, last)
-		}
-		<-time.NewTimer(min(20*time.Millisecond+waited/20, 250*time.Millisecond)).C
-	}
+		return last, ok
+	})
 }
 
 // count runs a query that returns one number.

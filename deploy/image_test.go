@@ -8,7 +8,6 @@ import (
 	"runtime"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
@@ -17,6 +16,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // command runs a program to its end and returns what it wrote to stdout.
@@ -84,11 +84,10 @@ func TestImagePublishes(t *testing.T) {
 	defer func() { _ = conn.Close(t.Context()) }()
 	_, err = conn.Exec(t.Context(), "INSERT INTO effectonce.outbox (topic, key, payload) VALUES ($1, 'order-1', 'paid')", topic)
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return kafkatest.Count(t, topic) == 1 }, 3*time.Minute, 50*time.Millisecond, "nothing is published")
-
-	require.Eventually(t, func() bool { // the health check of compose.yaml
+	testwait.True(t, "it publishes", func() bool { return kafkatest.Count(t, topic) >= 1 })
+	testwait.True(t, "it is ready", func() bool { // the health check of compose.yaml
 		return exec.CommandContext(t.Context(), "docker", "exec", id, "/outbox-relay", "ready").Run() == nil
-	}, 3*time.Minute, 50*time.Millisecond, "it is not ready")
+	})
 	assert.Regexp(t, `65532\s+\d+\s+/outbox-relay run`, command(t, nil, "docker", "top", id, "-eo", "uid,pid,args"))
 	command(t, nil, "docker", "stop", id)
 	assert.Equal(t, "0", command(t, nil, "docker", "inspect", "--format={{.State.ExitCode}}", id))

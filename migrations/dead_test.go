@@ -59,20 +59,3 @@ func TestDeletedDeadRowFreesItsKey(t *testing.T) {
 	pgtest.Exec(t, operator, `DELETE FROM effectonce.outbox_dead WHERE seq IN (3, 4)`)
 	require.ElementsMatch(t, []string{k, l}, ask[[]string](t, other, freedSQL), "a row without a key frees none")
 }
-
-// Property: the migration records the keys of rows that wait behind nothing, so that the next
-// release finds them without reading the waiting rows; the previous release needs nothing of it.
-func TestMigrationFreesKeysWithoutAFirstRow(t *testing.T) {
-	t.Parallel()
-	ctx, conn := t.Context(), pgtest.Connect(t, pgtest.Database(t))
-	require.NoError(t, migrations.To(ctx, conn, migrations.Options{}, 5))
-	for i, key := range []string{"a", "b", "c"} {
-		if key != "a" {
-			deadRow(t, conn, 10*i, "'"+key+"'", "refused", map[string]string{"b": "held", "c": "retry"}[key])
-		}
-		deadRow(t, conn, 10*i+1, "'"+key+"'", "behind", "behind")
-		deadRow(t, conn, 10*i+2, "'"+key+"'", "behind", "behind")
-	}
-	require.NoError(t, migrations.Up(ctx, conn, migrations.Options{}))
-	require.Equal(t, []string{ask[string](t, conn, hashSQL, "a")}, ask[[]string](t, conn, freedSQL))
-}

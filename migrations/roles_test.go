@@ -59,10 +59,6 @@ func TestRolesMayBeRepeated(t *testing.T) {
 		pgtest.Exec(t, conn, change)
 		require.Equal(t, first, bringRoles(t, conn, migrations.Options{}, prefix), change)
 	}
-	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 5))
-	require.NoError(t, migrations.Up(t.Context(), conn, migrations.Options{}))
-	require.NotEqual(t, first, rights(t, conn, "effectonce", prefix), "version 6 made tables anew")
-	require.Equal(t, first, bringRoles(t, conn, migrations.Options{}, prefix))
 }
 
 // Property: an owner that is no superuser can create the roles, in any schema, also in one with the
@@ -71,7 +67,7 @@ func TestRolesMayBeRepeated(t *testing.T) {
 func TestRolesNeedNoSuperuser(t *testing.T) {
 	t.Parallel()
 	var all [][]string
-	for _, schema := range []string{"effectonce", "effectonce_relay", "user"} {
+	for _, schema := range []string{"effectonce_relay", "user"} {
 		address := pgtest.EmptyDatabase(t)
 		conn, prefix := pgtest.Connect(t, address), pgtest.RolePrefix(t, address)
 		owner := prefix + "_owner"
@@ -87,80 +83,6 @@ func TestRolesNeedNoSuperuser(t *testing.T) {
 	}
 	require.Greater(t, len(all[0]), 80)
 	assert.Equal(t, all[0], all[1])
-	assert.Equal(t, all[0], all[2])
-}
-
-// outboxRights lists who has which rights on the outbox, its columns and its sequence, without the
-// role that runs the query.
-func outboxRights(t *testing.T, conn *pgx.Conn) []string {
-	t.Helper()
-	rows, err := conn.Query(t.Context(), `
-WITH acls AS (
-  SELECT relname AS on, coalesce(relacl, acldefault(CASE relkind WHEN 'S' THEN 's' ELSE 'r' END::"char", relowner)) AS acl FROM pg_class
-  WHERE oid IN ('effectonce.outbox'::regclass, 'effectonce.outbox_seq_seq'::regclass)
-  UNION ALL SELECT attname, attacl FROM pg_attribute WHERE attrelid = 'effectonce.outbox'::regclass)
-SELECT format('%s: %s on %s %s', CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE a.grantee::regrole::text END, a.privilege_type, acls.on, a.is_grantable)
-FROM acls CROSS JOIN LATERAL aclexplode(acl) a WHERE a.grantee <> current_user::regrole ORDER BY 1`)
-	require.NoError(t, err)
-	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	return lines
-}
-
-// Property: a role that has INSERT on the outbox, or on some of its columns, keeps it when a
-// migration creates the table again, also if another role migrates. It needs no other right to
-// insert into the current slot.
-func TestRightsOnTheOutboxOutliveMigrations(t *testing.T) {
-	t.Parallel()
-	address := pgtest.EmptyDatabase(t)
-	conn, prefix := pgtest.Connect(t, address), pgtest.RolePrefix(t, address)
-	owner, columns, table, granter, granted, public := prefix+"_owner", prefix+"_columns", prefix+"_table", prefix+"_granter", prefix+"_granted", prefix+"_public"
-	for _, role := range []string{owner, columns, table, granter, granted, public} {
-		pgtest.Exec(t, conn, "CREATE ROLE "+role)
-	}
-	pgtest.Exec(t, conn, fmt.Sprintf("GRANT CREATE ON DATABASE %s TO %s", pgx.Identifier{conn.Config().Database}.Sanitize(), owner))
-	as := func(role, sql string) {
-		t.Helper()
-		pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+role)
-		defer pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION")
-		pgtest.Exec(t, conn, sql)
-	}
-	pgtest.Exec(t, conn, "SET SESSION AUTHORIZATION "+owner)
-	require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, 1))
-	pgtest.Exec(t, conn, fmt.Sprintf(`GRANT USAGE ON SCHEMA effectonce TO PUBLIC; GRANT INSERT (topic) ON effectonce.outbox TO PUBLIC;
-		GRANT INSERT (topic, payload) ON effectonce.outbox TO %s; GRANT ALL ON effectonce.outbox TO %s;
-		GRANT INSERT, SELECT (seq) ON effectonce.outbox TO %s WITH GRANT OPTION; GRANT SELECT ON SEQUENCE effectonce.outbox_seq_seq TO %[3]s`, columns, table, granter))
-	pgtest.Exec(t, conn, "RESET SESSION AUTHORIZATION")
-	pgtest.Exec(t, conn, "REASSIGN OWNED BY "+owner+" TO CURRENT_USER; GRANT ALL ON SCHEMA effectonce TO "+owner+"; GRANT INSERT ON effectonce.outbox TO "+owner+"; REVOKE CREATE ON SCHEMA effectonce FROM "+owner)
-	want := outboxRights(t, conn)
-	require.Greater(t, len(want), 13)
-
-	all, err := migrations.All(migrations.Options{})
-	require.NoError(t, err)
-	for _, version := range []int{1, len(all), 1} {
-		require.NoError(t, migrations.To(t.Context(), conn, migrations.Options{}, version))
-		require.Equal(t, want, outboxRights(t, conn), version)
-		if version > 1 {
-			pgtest.Exec(t, conn, "SELECT setval('effectonce.outbox_slot', 2)")
-		}
-		pgtest.Exec(t, conn, "TRUNCATE effectonce.outbox")
-		as(granter, "GRANT INSERT ON effectonce.outbox TO "+granted)
-		for _, role := range []string{owner, columns, table, granter, granted} {
-			as(role, "INSERT INTO effectonce.outbox (topic, payload) VALUES ('orders', '1')")
-		}
-		as(public, "INSERT INTO effectonce.outbox (topic) VALUES ('orders')")
-		as(granter, "REVOKE INSERT ON effectonce.outbox FROM "+granted)
-		if version > 1 {
-			var rows int
-			require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox_2").Scan(&rows))
-			require.Equal(t, 6, rows)
-			for _, role := range []string{columns, public} {
-				var turns bool
-				require.NoError(t, conn.QueryRow(t.Context(), "SELECT has_sequence_privilege($1, 'effectonce.outbox_slot', 'USAGE, UPDATE')", role).Scan(&turns))
-				require.False(t, turns, "a role that inserts does not turn the slot")
-			}
-		}
-	}
 }
 
 // A prefix that is not a valid name is refused, with its bounds; an empty one is the schema's name.

@@ -20,6 +20,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // kafkaCanary is a password that breaks what parses it.
@@ -41,44 +42,38 @@ func awaitOrders(t *testing.T, fake *kfake.Cluster, n int, opts ...kgo.Opt) {
 	}
 }
 
-// Row S6 of guarantees.md: every command that asks the brokers does it over TLS and with each
-// mechanism of SASL, also with Kafka's transactions; the secret is in no output.
+// Row S6 of guarantees.md: commands that ask the brokers do it over TLS, with the certificate of the
+// files, and with SASL, also with Kafka's transactions; the secret is in no output.
 func TestCommandsReachSecuredBrokers(t *testing.T) {
 	t.Parallel()
-	for _, mechanism := range []string{"plain", "scram-sha-256", "scram-sha-512"} {
+	for mechanism, exactlyOnce := range map[string]bool{"plain": false, "scram-sha-256": false, "scram-sha-512": true} {
 		t.Run(mechanism, func(t *testing.T) {
 			t.Parallel()
 			signer := newAuthority(t)
-			fake := kafkatest.Fake(t, kfake.TLS(signer.server(t, nil)), kfake.EnableSASL(), kfake.SeedTopics(1, orders),
+			server := signer.server(t, nil)
+			server.ClientAuth, server.ClientCAs = tls.RequireAndVerifyClientCert, signer.pool()
+			certificate, key := signer.issue(t, nil)
+			pair, err := tls.X509KeyPair(certificate, key)
+			require.NoError(t, err)
+			fake := kafkatest.Fake(t, kfake.TLS(server), kfake.EnableSASL(), kfake.SeedTopics(1, orders),
 				kfake.Superuser(strings.ToUpper(mechanism), "relay", kafkaCanary), kfake.Superuser("SCRAM-SHA-256", "reader", "reader"))
 			address := pgtest.Database(t)
 			environment := secured(fake, address, map[string]string{
 				"KAFKA_TLS": "true", "KAFKA_CA_FILE": signer.file, "KAFKA_SASL_MECHANISM": mechanism,
-				"KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": file(t, kafkaCanary+"\n"),
+				"KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": file(t, kafkaCanary+"\n"), "KAFKA_CERT_FILE": file(t, string(certificate)), "KAFKA_KEY_FILE": file(t, string(key)),
 			})
-			// The second one finds what the first one noted, which with --exactly-once is in Kafka.
-			for n := 1; n <= 2; n++ {
-				execSQL(t, connect(t, address), "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
-				written, end := inBackground(t, environment, "run", "--log-level", "debug", fmt.Sprint("--exactly-once=", mechanism == "scram-sha-512"))
-				awaitOrders(t, fake, n, kgo.DialTLSConfig(&tls.Config{RootCAs: signer.pool(), MinVersion: tls.VersionTLS12}),
-					kgo.SASL(scram.Auth{User: "reader", Pass: "reader"}.AsSha256Mechanism()))
-				assert.Zero(t, end(), written)
-				assert.NotContains(t, written.String(), "level=WARN")
-				assertNoCanary(t, result{stderr: written.String()}, "run")
-			}
-			for _, c := range []struct{ command, want string }{
-				{"doctor", brokersAnswer},
-				{"verify", ""},
-				{"positions", "\ndefault  0 "},
-				{"explain " + orders + "/0/0", "  topic "},
-				{"replay --from 2000-01-01T00:00:00Z --to 2100-01-01T00:00:00Z", "2 of 2 rows published again"},
-			} {
-				r := run(t, environment, strings.Fields(c.command)...)
-				assert.Contains(t, r.stdout, c.want, c.command)
-				assert.Empty(t, r.stderr, c.command)
-				assert.True(t, r.code == 0 || c.command == "doctor", "%s: %+v", c.command, r) // which also judges the test's database
-				assertNoCanary(t, r, c.command)
-			}
+			execSQL(t, connect(t, address), "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
+			written, end := inBackground(t, environment, "run", "--log-level", "debug", fmt.Sprint("--exactly-once=", exactlyOnce))
+			awaitOrders(t, fake, 1, kgo.DialTLSConfig(&tls.Config{RootCAs: signer.pool(), MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}}),
+				kgo.SASL(scram.Auth{User: "reader", Pass: "reader"}.AsSha256Mechanism()))
+			assert.Zero(t, end(), written)
+			assertNoCanary(t, result{stderr: written.String()}, "run")
+			r := run(t, environment, "doctor")
+			assert.Contains(t, r.stdout, brokersAnswer)
+			assertNoCanary(t, r, "doctor")
+			r = run(t, environment, "replay", "--from", "2000-01-01T00:00:00Z")
+			assert.Contains(t, r.stdout, "1 of 1 row published again")
+			assertNoCanary(t, r, "replay")
 		})
 	}
 }
@@ -88,13 +83,14 @@ func TestCommandsReachSecuredBrokers(t *testing.T) {
 func TestBrokersAreRefused(t *testing.T) {
 	t.Parallel()
 	signer := newAuthority(t)
+	demanding := signer.server(t, nil)
+	demanding.ClientAuth, demanding.ClientCAs = tls.RequireAndVerifyClientCert, signer.pool()
 	for name, c := range map[string]struct {
 		server *tls.Config // nil: no TLS
 		more   map[string]string
 		want   string
 	}{
 		"unknown authority": {signer.server(t, nil), map[string]string{"KAFKA_TLS": "1", "KAFKA_CA_FILE": newAuthority(t).file}, "certificate signed by unknown authority"},
-		"system's":          {signer.server(t, nil), map[string]string{"KAFKA_TLS": "1"}, "certificate signed by unknown authority"},
 		"other host": {
 			signer.server(t, func(c *x509.Certificate) { c.IPAddresses = []net.IP{net.IPv4(127, 0, 0, 2)} }),
 			map[string]string{"KAFKA_TLS": "1", "KAFKA_CA_FILE": signer.file},
@@ -110,8 +106,9 @@ func TestBrokersAreRefused(t *testing.T) {
 			map[string]string{"KAFKA_TLS": "1", "KAFKA_CA_FILE": signer.file},
 			"protocol version",
 		},
-		"no TLS there": {nil, map[string]string{"KAFKA_TLS": "1", "KAFKA_CA_FILE": signer.file}, "and whether it requires --kafka-tls and --kafka-sasl-mechanism"},
-		"no TLS here":  {signer.server(t, nil), nil, "is TLS missing?"},
+		"no certificate": {demanding, map[string]string{"KAFKA_TLS": "1", "KAFKA_CA_FILE": signer.file}, "certificate required"},
+		"no TLS there":   {nil, map[string]string{"KAFKA_TLS": "1", "KAFKA_CA_FILE": signer.file}, "and whether it requires --kafka-tls and --kafka-sasl-mechanism"},
+		"no TLS here":    {signer.server(t, nil), nil, "is TLS missing?"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -120,148 +117,88 @@ func TestBrokersAreRefused(t *testing.T) {
 				opts = append(opts, kfake.TLS(c.server))
 			}
 			fake := kafkatest.Fake(t, opts...)
-			r := run(t, secured(fake, pgtest.Database(t), c.more), "doctor", "--timeout", "5s")
+			r := run(t, secured(fake, pgtest.Database(t), c.more), "doctor", "--timeout", "2s")
 			assert.Equal(t, 1, r.code)
 			assert.Contains(t, r.stdout, c.want)
 		})
 	}
 }
 
-// Row S6 of guarantees.md: a broker that asks for a certificate gets the one of the files.
-func TestClientCertificate(t *testing.T) {
+// Rows S3, S6 of guarantees.md: while the brokers refuse the password, or the token, rows wait, none
+// is dead, and what is said does not hold it. The right one, written to the file, is taken at the
+// next connection, and when the broker asks for reauthentication (KIP-368).
+func TestRotatedKafkaSecrets(t *testing.T) {
 	t.Parallel()
-	signer := newAuthority(t)
-	server := signer.server(t, nil)
-	server.ClientAuth, server.ClientCAs = tls.RequireAndVerifyClientCert, signer.pool()
-	fake := kafkatest.Fake(t, kfake.TLS(server))
-	certificate, key := signer.issue(t, nil)
-	environment := secured(fake, pgtest.Database(t), map[string]string{
-		"KAFKA_TLS": "true", "KAFKA_CA_FILE": signer.file, "KAFKA_CERT_FILE": file(t, string(certificate)), "KAFKA_KEY_FILE": file(t, string(key)),
-	})
-	r := run(t, environment, "doctor")
-	assert.Contains(t, r.stdout, brokersAnswer)
-	delete(environment, "OUTBOX_KAFKA_CERT_FILE")
-	delete(environment, "OUTBOX_KAFKA_KEY_FILE")
-	r = run(t, environment, "doctor", "--timeout", "5s")
-	assert.Equal(t, 1, r.code)
-	assert.Contains(t, r.stdout, "certificate required")
-}
-
-// Rows S3, S6 of guarantees.md: while the brokers refuse the password rows wait, none is dead, and
-// what is said does not hold it: at the start and in the middle. The right one, written to the
-// file, is taken at the next connection.
-func TestRotatedKafkaPassword(t *testing.T) {
-	t.Parallel()
-	var wanted atomic.Value
-	var refused atomic.Int64
-	wanted.Store(kafkaCanary)
-	fake := gatekeeper(t, 3*time.Second, func(mechanism, credentials string) bool {
-		fits := mechanism == "PLAIN" && credentials == "\x00relay\x00"+wanted.Load().(string)
-		if !fits {
-			refused.Add(1)
-		}
-		return fits
-	}, kfake.SeedTopics(1, orders))
-	address := pgtest.Database(t)
-	conn := connect(t, address)
-	password := file(t, canaryHead+"wrong"+canaryTail)
-	environment := secured(fake, address, map[string]string{"KAFKA_SASL_MECHANISM": "plain", "KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": password})
-	r := run(t, environment, "doctor", "--timeout", "5s")
-	assert.Equal(t, 1, r.code)
-	assert.Contains(t, r.stdout, "SASL_AUTHENTICATION_FAILED")
-	assertNoCanary(t, r, "doctor")
-
-	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
-	written, end := inBackground(t, environment, "run", "--log-level", "debug")
-	written.await(t, `no broker answers`)
-	written.await(t, `SASL_AUTHENTICATION_FAILED`)
-	rewrite(t, password, kafkaCanary)
-	awaitOrders(t, fake, 1)
-
-	const next = canaryHead + "next"
-	wanted.Store(next)
-	before, published := refused.Load(), 1
-	require.Eventually(t, func() bool {
-		execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
-		published++
-		return refused.Load() > before+2
-	}, commandMax, 100*time.Millisecond)
-	rewrite(t, password, next)
-	awaitOrders(t, fake, published)
-	assert.Zero(t, end(), written)
-	assertNoCanary(t, result{stderr: written.String()}, "run")
-	var dead int
-	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox_dead").Scan(&dead))
-	assert.Zero(t, dead)
-}
-
-// Row S6 of guarantees.md: a token is read again when the broker asks for reauthentication
-// (KIP-368) on an open connection.
-func TestRotatedKafkaToken(t *testing.T) {
-	t.Parallel()
-	const first, second = canaryHead + ".first", canaryHead + ".second"
-	var accepted atomic.Value
-	fake := gatekeeper(t, 3*time.Second, func(mechanism, credentials string) bool {
-		_, rest, _ := strings.Cut(credentials, "auth=Bearer ")
-		token, _, _ := strings.Cut(rest, "\x01")
-		accepted.Store(token)
-		return mechanism == "OAUTHBEARER" && (token == first || token == second)
-	}, kfake.SeedTopics(1, orders))
-	address := pgtest.Database(t)
-	conn := connect(t, address)
-	token := file(t, first+"\n")
-	written, end := inBackground(t, secured(fake, address, map[string]string{"KAFKA_SASL_MECHANISM": "oauthbearer", "KAFKA_TOKEN_FILE": token}), "run")
-	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
-	awaitOrders(t, fake, 1)
-	require.Equal(t, first, accepted.Load())
-	rewrite(t, token, second)
-	published := 1
-	require.Eventually(t, func() bool {
-		execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
-		published++
-		return accepted.Load() == second
-	}, commandMax, 100*time.Millisecond)
-	awaitOrders(t, fake, published)
-	assert.Zero(t, end(), written)
-	assertNoCanary(t, result{stderr: written.String()}, "run")
-}
-
-// Row S6 of guarantees.md: if a broker on this machine names brokers on others, no unencrypted
-// connection to those is made, neither with a secret nor without one. (0.0.0.0 leads to this
-// machine, but does not look like it.)
-func TestAdvertisedBrokersGetNothingInTheClear(t *testing.T) {
-	t.Parallel()
-	credentials := map[string]string{"KAFKA_SASL_MECHANISM": "plain", "KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": file(t, kafkaCanary)}
-	for name, more := range map[string]map[string]string{"no secret": nil, "secret": credentials} {
-		t.Run(name, func(t *testing.T) {
+	for mechanism, c := range map[string]struct {
+		settings       map[string]string
+		setting, login string
+	}{
+		"plain":       {map[string]string{"KAFKA_USERNAME": "relay"}, "KAFKA_PASSWORD_FILE", "\x00relay\x00%s"},
+		"oauthbearer": {map[string]string{}, "KAFKA_TOKEN_FILE", "n,,\x01auth=Bearer %s\x01\x01"},
+	} {
+		t.Run(mechanism, func(t *testing.T) {
 			t.Parallel()
-			outside := newDowngrade(t)
-			address := "0.0.0.0:" + outside.port(t)
-			fake := gatekeeper(t, 0, func(string, string) bool { return true }, kfake.SeedTopics(1, orders))
-			advertise(t, fake, address)
-			database := pgtest.Database(t)
-			environment := secured(fake, database, more)
-			r := run(t, environment, "doctor", "--timeout", "5s")
-			assert.Equal(t, 1, r.code, r)
-			assert.Contains(t, r.stdout, "broker "+address+", at "+address+", is on another machine, and without TLS")
+			const wrong, first, second = canaryHead + "wrong" + canaryTail, canaryHead + ".first", canaryHead + ".second"
+			var wanted atomic.Value
+			var refused atomic.Int64
+			wanted.Store(first)
+			fake := gatekeeper(t, time.Second, func(_, credentials string) bool {
+				fits := credentials == fmt.Sprintf(c.login, wanted.Load())
+				if !fits {
+					refused.Add(1)
+				}
+				return fits
+			}, kfake.SeedTopics(1, orders))
+			address := pgtest.Database(t)
+			conn := connect(t, address)
+			secret := file(t, wrong)
+			c.settings["KAFKA_SASL_MECHANISM"], c.settings[c.setting] = mechanism, secret
+			execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
+			written, end := inBackground(t, secured(fake, address, c.settings), "run", "--log-level", "debug")
+			written.await(t, `no broker answers: rows wait in the outbox until one does; check --brokers`)
+			written.await(t, `SASL_AUTHENTICATION_FAILED`)
+			rewrite(t, secret, first+"\n")
+			awaitOrders(t, fake, 1)
 
-			execSQL(t, connect(t, database), "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
-			written, end := inBackground(t, environment, "run", "--log-level", "debug")
-			written.await(t, `broker `+address+`, at `+address+`, is on another machine`)
+			wanted.Store(second)
+			before, published := refused.Load(), 1
+			testwait.True(t, "the broker refuses what it took before", func() bool {
+				execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
+				published++
+				return refused.Load() > before
+			})
+			rewrite(t, secret, second)
+			awaitOrders(t, fake, published)
 			assert.Zero(t, end(), written)
-			assertNoCanary(t, result{stdout: r.stdout, stderr: written.String()}, name)
-			assert.Empty(t, outside.stop(), "what the other machine got")
+			assertNoCanary(t, result{stderr: written.String()}, "run")
+			var dead int
+			require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox_dead").Scan(&dead))
+			assert.Zero(t, dead)
 		})
 	}
 }
 
-// Row S6 of guarantees.md: with --insecure, another machine is reached unencrypted.
-func TestInsecureReachesAdvertisedBrokers(t *testing.T) {
+// Row S6 of guarantees.md: if a broker on this machine names brokers on others, no unencrypted
+// connection to those is made, unless --insecure allows it. (0.0.0.0 leads to this machine, but does
+// not look like it.)
+func TestAdvertisedBrokersGetNothingInTheClear(t *testing.T) {
 	t.Parallel()
 	outside := newDowngrade(t)
-	fake := kafkatest.Fake(t)
+	address := "0.0.0.0:" + outside.port(t)
+	fake := gatekeeper(t, 0, func(string, string) bool { return true }, kfake.SeedTopics(1, orders))
+	advertise(t, fake, address)
+	database := pgtest.Database(t)
+	environment := secured(fake, database, map[string]string{"KAFKA_SASL_MECHANISM": "plain", "KAFKA_USERNAME": "relay", "KAFKA_PASSWORD_FILE": file(t, kafkaCanary)})
+	execSQL(t, connect(t, database), "INSERT INTO effectonce.outbox (topic) VALUES ($1)", orders)
+	written, end := inBackground(t, environment, "run", "--log-level", "debug")
+	written.await(t, `broker `+address+`, at `+address+`, is on another machine`)
+	assert.Zero(t, end(), written)
+	assertNoCanary(t, result{stderr: written.String()}, "run")
+	assert.Empty(t, outside.stop(), "what the other machine got")
+
+	outside, fake = newDowngrade(t), kafkatest.Fake(t)
 	advertise(t, fake, "0.0.0.0:"+outside.port(t))
-	r := run(t, secured(fake, pgtest.Database(t), map[string]string{"INSECURE": "true"}), "doctor", "--timeout", "5s")
+	r := run(t, secured(fake, database, map[string]string{"INSECURE": "true"}), "doctor", "--timeout", "2s")
 	assert.Contains(t, r.stdout, "broker 77 does not answer", "it is none")
 	assert.Contains(t, outside.stop(), "outbox-relay", "the client's name")
 }

@@ -3,8 +3,6 @@ package main_test
 import (
 	"flag"
 	"os"
-	"os/exec"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -28,23 +26,5 @@ func TestCommandLineIsDocumented(t *testing.T) {
 	assert.Equal(t, want, string(text), "docs/cli.md is not what the commands say: go test ./cmd/outbox-relay -run TestCommandLineIsDocumented -update")
 	for _, name := range []string{"explain", "verify", "tail", "positions", "parked retry", "completion bash"} {
 		assert.Contains(t, want, "\n## "+name+"\n")
-	}
-}
-
-// The script for bash completes commands and flags.
-func TestBashCompletes(t *testing.T) {
-	t.Parallel()
-	script := run(t, nil, "completion", "bash")
-	require.Zero(t, script.code)
-	bash, err := exec.LookPath("bash")
-	require.NoError(t, err, "this test needs bash")
-	check := exec.CommandContext(t.Context(), bash, "-n")
-	check.Stdin = strings.NewReader(script.stdout)
-	out, err := check.CombinedOutput()
-	require.NoError(t, err, string(out))
-	for line, want := range map[string]string{"ex": "explain\t", "parked ": "retry\t", "verify --gr": "--group\t"} {
-		r := run(t, nil, append([]string{"__complete"}, strings.Split(line, " ")...)...)
-		assert.Zero(t, r.code, line)
-		assert.Contains(t, r.stdout, want, line)
 	}
 }

@@ -64,17 +64,27 @@ func steady(text string, names *strings.Replacer) string {
 	return text
 }
 
+// progress is written as often as a command takes long.
+var progress = regexp.MustCompile(`^\d+ of \d+ (row|message)s? `)
+
 // golden runs command lines and compares all that they print, and their exit status, with a file of
 // testdata/golden.
 func golden(t *testing.T, name, address string, names *strings.Replacer, lines ...string) {
 	t.Helper()
 	var all strings.Builder
 	for _, line := range lines {
-		r := runKafka(t, address, strings.Fields(line)...)
+		if sql, is := strings.CutPrefix(line, "sql "); is { // what others do in the meantime
+			execSQL(t, connect(t, address), sql)
+			fmt.Fprintf(&all, "-- %s\n\n", sql)
+			continue
+		}
+		r := runKafka(t, address, shellWords(line)...)
 		fmt.Fprintf(&all, "$ outbox-relay %s\n", names.Replace(line))
 		all.WriteString(steady(r.stdout, names))
 		for text := range strings.Lines(steady(r.stderr, names)) {
-			all.WriteString("! " + text)
+			if !progress.MatchString(text) {
+				all.WriteString("! " + text)
+			}
 		}
 		fmt.Fprintf(&all, "exit %d\n\n", r.code)
 	}
@@ -142,5 +152,79 @@ func TestGoldenOfMistakes(t *testing.T) {
 		"run --shards 0", "run --keep 1ms --lease 1ms", "shards", "shards x", "migrate down", "migrate up --schema BAD!", "publishers limit", "relays delete nosuch", "repair", "prune --retention 1s",
 		"tail --from-beginning --limit -1", "bench relay --messages 0", "bench consume --messages -1", "completion nosuch", "doctor --timeout -1s", "status --database-url postgres://h/db?sslmode=bogus",
 		"status --brokers nosuch:port", "consumer resume-at --partition x --at y", "topics resume", "keys finish k --status 99 --window 1ns",
+
+		"''", "statsu", "migrate upp", "run --leese 3s", "run -brokers=x", "run --lease", "verify --topic ''", "status now", "version --json=perhaps", "help frobnicate",
+		"run --poll-min 1s", "run --routes topic=a;drop;;topic=(;to=b --topic-prefix 'a b' --rates orders=0", "run --routes topic=a --rates orders=1,orders=2", "run --rates =5",
+		"bench relay --rows 7 --rounds 0", "bench relay --scenario drain,everything --backlog-rows 1",
+		"replay --to 2026-01-01T00:00:00Z", "replay --from 7 --to 7", "replay --from 0 --to 7", "replay --from 2026-01-01T00:00:00Z --to 2026-01-01T00:00:00Z",
+		"dead discard --topic orders", "dead retry --reason bad", "dead retry --state dead", "dead retry --id x", "dead retry --id 77",
+		"parked retry", "parked discard", "parked discard --topic orders", "parked retry --key base64:?", "parked retry --older-than soon", "parked show a b", "parked retry --id orders/0/77",
+		"consumer pause --group billing", "consumer pause --group billing --topic orders", "consumer resume --topic orders", "consumer resume-at --group billing --topic orders",
+		"consumer resume-at --group billing --topic orders --partition 0 --why w", "consumer resume-at --group billing --topic orders --partition 0 --at 7",
+		"consumer resume-at --group billing --topic orders --partition 0 --at 7 --cancel --why w", "consumer resume-at --group billing --topic orders --partition 0 --cancel --dry-run --why w",
+		"consumer resume-at --group billing --topic orders --partition 0 --at end --why w", "consumer resume-at --group billing --topic orders --partition 0 --at -1 --why w",
+		"consumer id-rule c --set standard", "consumer id-rule c --set best --why w", "consumer id-rule --set standard --why w",
+		"keys finish k", "keys finish k --status 201 --why w --forever=0", "keys finish k --status 1000", "keys show "+strings.Repeat("k", 256), "keys list --scope=", "keys retry k", "keys retry --why w",
+		"keys list --after x", "keys finish k --status 201 --header nope", "keys finish k --status 201 --header Set-Cookie:a=b --why w", "keys finish k --status 201 --header x-auth-token:t --why w",
+		"keys finish k --status 201 --header www-authenticate:Basic --why w", "keys finish k --status 201 --why w --forever --window 1h",
+		"relays delete old", "relays delete --why w", "relays delete '' --why w",
 	)
 }
+
+// Property: orders of an operator, what they leave, and what they say when there is nothing to do.
+func TestGoldenOfOrders(t *testing.T) {
+	t.Parallel()
+	address, body := pgtest.Database(t), file(t, `{"paid":true}`)
+	conn := connect(t, address)
+	requests(t, conn)
+	for _, sql := range []string{burySQL, parkSQL, ordersSQL} {
+		_, err := conn.PgConn().Exec(t.Context(), sql).ReadAll()
+		require.NoError(t, err)
+	}
+	const pause, resume = "consumer pause --group billing --topic orders --why INC-12 --by ana", "consumer resume --group billing --topic orders"
+	const at, rule = "consumer resume-at --group billing --topic orders --partition 1 --by ana", "consumer id-rule billing/orders"
+	golden(t, "orders", address, strings.NewReplacer(address, "<database>", body, "<body>"),
+		pause, pause, pause+" --json", "positions", resume, resume, resume+" --json", "consumer pause --group biling --topic orders --why w",
+		at+" --at latest --dry-run", at+" --at earliest --why INC-12 --json", at+" --at 50 --why INC-12", "positions", at+" --cancel --why wrong", at+" --cancel --why wrong",
+		rule+" --set headers:order-id,event-id --why test --by ana", rule+" --set standard --why test --json", rule+" --set standard --why test",
+		"relays list", "relays delete default --why w", "relays delete old --why renamed --json", "relays delete old --why again",
+		"dead list --id "+idPrefix+"2", "dead list --id 3", "dead list --key base64:AP8=", "dead list --relay default --topic payments", "dead list --relay other", "dead list --reason behind",
+		"dead list --state held --older-than 5m", "dead list --younger-than 5m", "parked list --id "+idPrefix+"2", "parked list --id orders/0/3", "parked list --key base64:AP8=",
+		"parked list --consumer billing/orders", "parked list --group audit --reason too_large", "parked list --older-than 5m --topic payments", "parked list --younger-than 5m --json", "parked list --younger-than 5m",
+		"dead retry --topic orders --limit 1 --by ana --why raised", "dead retry --topic orders --rate 1000", "dead retry --topic orders --wait --wait-max 1s", "dead discard --id 1 --why w",
+		"sql UPDATE effectonce.outbox_dead SET state = 'held' WHERE seq = 1", "dead discard --id "+idPrefix+"1 --why test",
+		"sql UPDATE effectonce.outbox_dead SET state = 'held' WHERE seq = 2", "dead discard --json --key order-1 --all-of-key --yes --why test", "dead list",
+		"parked list --limit 1", "parked retry --topic orders --limit 1 --by ana --why made", "parked retry --all --rate 1000", "parked retry --id "+idPrefix+"1 --wait --wait-max 1s",
+		"parked discard --id "+idPrefix+"1 --why test", "parked discard --json --key order-1 --all-of-key --yes --why test", "parked show "+idPrefix+"6", "parked list",
+		"keys list", "keys list --state stuck", "keys show in-doubt", "keys show in-doubt --child reserve --json", "keys show given-up --payload",
+		"sql UPDATE effectonce.idempotency_keys SET sealed = true WHERE key = 'given-up'", "keys show given-up --payload --full", "keys show given-up --payload --json",
+		"keys show cut", "keys show late", "keys show plain", "keys show unknown", "keys show by-itself", "keys show counts",
+		"keys retry in-doubt --why w", "keys retry in-doubt --call-did-not-happen --why w --json", "keys retry in-doubt --why w", "keys retry nobody --why w", "keys retry plain --why w",
+		"keys unlock locked --why hangs", "keys unlock given-up --why w", "keys unlock same --why w", "keys retry late --why w", "keys unlock late --why w",
+		"keys finish given-up --status 201 --why w --forever --body-file /nonexistent/body",
+		"keys finish given-up --status 201 --header content-type:application/json --header X-A:1 --header X-A:2 --body-file "+body+" --window 1h --why statement", "keys show given-up --payload",
+		"keys finish by-itself --status 409 --forever --why w --json", "keys finish plain --status 409 --window 24h --why w", "keys reap --dry-run", "keys reap --json", "keys reap",
+		"sql INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, obeys) VALUES ('default', 'a', 'infinity', '{}')",
+		"topics pause orders --relay other", "topics pause misspelt --wait 0s", "topics pause orders --wait 1s --json", "topics pause orders --wait 0s",
+		"sql UPDATE effectonce.outbox_replicas SET obeys = ARRAY(SELECT id FROM effectonce.outbox_paused)", "topics pause orders",
+		"sql DELETE FROM effectonce.outbox_replicas", "topics pause misspelt --force", "actions list",
+	)
+}
+
+// ordersSQL has, beside what is dead and parked, positions, two relays, one of which is gone, and
+// keys of each kind that a person is asked about.
+const ordersSQL = `
+INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset, owner, released, trouble) VALUES
+  ('billing', 'orders', 0, 7, 'host-1', true, NULL), ('billing', 'orders', 1, 40, 'host-1', false, E'offset out of range\nsecond line');
+INSERT INTO effectonce.outbox_relays (relay, created_at) VALUES ('default', clock_timestamp()), ('old', clock_timestamp() - interval '26 hours');
+INSERT INTO effectonce.outbox_progress (relay, shard, published, lease_until, updated_at) VALUES
+  ('default', 0, 3, clock_timestamp() + interval '1 hour', clock_timestamp()), ('old', 0, 7, NULL, clock_timestamp() - interval '25 hours');
+INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, attempts, locked_until, retry_at, expires_at, error) VALUES
+  ('t7', 'charge', 'by-itself', sha256('x'), 'finished', '{}', NULL, 1, NULL, NULL, now() + interval '1 day', NULL),
+  ('t7', 'charge', 'by-itself too', sha256('x'), 'finished', '{}', NULL, 1, NULL, NULL, now() - interval '1 hour', NULL),
+  ('t7', 'charge', 'cut', sha256('x'), 'running', '{reserve}', 'pay', 1, NULL, NULL, NULL, NULL),
+  ('t7', 'charge', 'late', sha256('x'), 'running', '{reserve}', 'pay', 1, now() + interval '1 hour', NULL, NULL, NULL),
+  ('t7', 'charge', 'plain', sha256('x'), 'abandoned', '{reserve}', NULL, 1, NULL, NULL, NULL, NULL),
+  ('t7', 'charge', 'unknown', sha256('x'), 'running', '{reserve}', NULL, 1, NULL, now() + interval '1 min', NULL, 'the phases that are done do not begin this flow''s list: done are ["reserve"], known ["begin"]'),
+  ('t7', 'charge', 'counts', sha256('x'), 'running', '{}', NULL, 2, NULL, now() + interval '1 day', now() + interval '1 day', NULL);
+UPDATE effectonce.idempotency_keys SET retry_at = now() + interval '1 minute' WHERE key = 'in-doubt'`

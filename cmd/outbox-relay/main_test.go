@@ -16,6 +16,7 @@ import (
 
 	main "github.com/effectonce/effectonce/cmd/outbox-relay"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // asProgram makes the test binary be the program, for tests that need real processes.
@@ -33,18 +34,13 @@ func TestMain(m *testing.M) {
 type output struct {
 	mu   sync.Mutex
 	text bytes.Buffer
-	more chan struct{} // one place: something was written
 }
 
-func newOutput() *output { return &output{more: make(chan struct{}, 1)} }
+func newOutput() *output { return &output{} }
 
 func (o *output) Write(p []byte) (int, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	select {
-	case o.more <- struct{}{}:
-	default:
-	}
 	return o.text.Write(p)
 }
 
@@ -57,15 +53,10 @@ func (o *output) String() string {
 // await returns when a text was written.
 func (o *output) await(t *testing.T, text string) {
 	t.Helper()
-	limit := time.NewTimer(commandMax)
-	defer limit.Stop()
-	for !strings.Contains(o.String(), text) {
-		select {
-		case <-o.more:
-		case <-limit.C:
-			require.FailNow(t, "not written: "+text, o.String())
-		}
-	}
+	testwait.For(t, "it is written: "+text, func() (string, bool) {
+		said := o.String()
+		return said, strings.Contains(said, text)
+	})
 }
 
 // result is what a command left.
@@ -121,7 +112,7 @@ func inBackground(t *testing.T, environment map[string]string, args ...string) (
 	go func() { done <- main.Execute(ctx, args, alone(environment), newOutput(), stderr) }()
 	end = sync.OnceValue(func() int {
 		cancel()
-		return <-done
+		return testwait.Chan(t, "the command's end", done)
 	})
 	t.Cleanup(func() { end() })
 	return stderr, end

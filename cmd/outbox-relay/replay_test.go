@@ -1,17 +1,16 @@
 package main_test
 
 import (
-	"fmt"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -51,18 +50,9 @@ func TestReplayPublishesAgain(t *testing.T) {
 		require.Equal(t, record.Headers, again[i].Headers)
 		assert.WithinDuration(t, time.Now(), again[i].Timestamp, time.Hour)
 	}
-	r = replay("--topic", other)
-	require.Zero(t, r.code, r.stderr)
-	twice := kafkatest.ReadAll(t, other)
-	require.Len(t, twice, 2)
-	assert.Equal(t, twice[0].Headers, twice[1].Headers)
-	assert.NotNil(t, twice[1].Value)
-
 	require.NoError(t, conn.QueryRow(t.Context(), progress).Scan(&after))
 	assert.Equal(t, before, after)
-	var noted int
-	require.NoError(t, conn.QueryRow(t.Context(), `SELECT count(*) FROM effectonce.operator_actions WHERE what = 'replay' AND subject->>'rows' IN ('1198', '1')`).Scan(&noted))
-	assert.Equal(t, 2, noted)
+	assert.Contains(t, runOn(t, address, "actions", "list").stdout, "replay")
 }
 
 // A row is sent again up to the size that its topic takes, in its place; at one that is larger the
@@ -95,44 +85,8 @@ func TestReplayOfLargeRows(t *testing.T) {
 	assert.Equal(t, "1", sent(small))
 	kafkatest.Configure(t, small, "max.message.bytes", "4194304")
 	// What a broker shows it may apply a moment later.
-	require.Eventually(t, func() bool { return replay(small).code == 0 }, commandMax, 10*time.Millisecond)
+	testwait.True(t, "the broker takes large records", func() bool { return replay(small).code == 0 })
 	assert.Regexp(t, "^11+23$", sent(small))
-}
-
-// A row whose headers were fixed in outbox_dead is still in the outbox as it was written: the
-// replay says so, and what to do.
-func TestReplayOfAMendedRow(t *testing.T) {
-	t.Parallel()
-	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1)
-	conn := connect(t, address)
-	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, key, headers) VALUES ($1, 'k', '{"n": {}}')`, topic)
-	drain(t, address)
-	execSQL(t, conn, `UPDATE effectonce.outbox_dead SET headers = '{}', state = 'retry'`)
-	drain(t, address)
-	require.Equal(t, 1, kafkatest.Count(t, topic))
-	r := runKafka(t, address, "replay", "--from", "2026-01-01T00:00:00Z", "--topic", topic)
-	assert.Equal(t, 1, r.code, r.stdout)
-	assert.Contains(t, r.stderr, "row 1 (id ")
-	assert.Contains(t, r.stderr, "end the replay before this row and continue behind it")
-	assert.Equal(t, 1, kafkatest.Count(t, topic))
-}
-
-// A page ends where it has enough bytes, and the next one begins behind it.
-func TestReplayOfMoreBytesThanAPage(t *testing.T) {
-	t.Parallel()
-	address, topic := pgtest.Database(t), kafkatest.Topic(t, 1, "max.message.bytes", "4194304")
-	const rows = 14 // of 3 MB; a page has 32 MiB
-	execSQL(t, connect(t, address), `INSERT INTO effectonce.outbox (topic, key, payload)
-		SELECT $1, 'k', convert_to(rpad(n || ' ', 3000000, 'x'), 'UTF8') FROM generate_series(1, $2) n`, topic, rows)
-	drain(t, address)
-	r := runKafka(t, address, "replay", "--from", "2026-01-01T00:00:00Z")
-	require.Zero(t, r.code, r.stderr)
-	assert.Equal(t, "14 of 14 rows published again\n", r.stdout)
-	records := kafkatest.ReadAll(t, topic)
-	require.Len(t, records, 2*rows)
-	for n, record := range records {
-		assert.Equal(t, fmt.Sprintf("%d xxx", n%rows+1), string(record.Value[:len(fmt.Sprint(n%rows+1))+4]))
-	}
 }
 
 // Between two ticks are the rows that were committed between them, in whatever order their seq is;
@@ -175,23 +129,6 @@ func TestReplayFromATick(t *testing.T) {
 	assert.Contains(t, r.stderr, "there is no tick 4711000")
 }
 
-// Times that are missing or the wrong way round are wrong use, and nothing is looked at.
-func TestReplayWantsTimes(t *testing.T) {
-	t.Parallel()
-	for _, args := range [][]string{
-		{"replay"},
-		{"replay", "--to", "2026-01-01T00:00:00Z"},
-		{"replay", "--from", "7", "--to", "7"},
-		{"replay", "--from", "0", "--to", "7"},
-		{"replay", "--from", "2026-01-01T00:00:00Z", "--to", "2026-01-01T00:00:00Z"},
-		{"replay", "--from", "yesterday", "--to", "2026-01-01T00:00:00Z"},
-	} {
-		r := runKafka(t, "postgres://nobody@127.0.0.1:1/none", args...)
-		assert.Equal(t, 2, r.code, "%v: %s", args, r.stderr)
-		assert.Contains(t, r.stderr, "time")
-	}
-}
-
 // Property: verify and replay look for rows, and send them, where the relay's routes sent them;
 // dropped ones are counted and are no fault. With other routes verify says that rows are missing.
 func TestVerifyAndReplayKnowRoutes(t *testing.T) {
@@ -205,10 +142,7 @@ func TestVerifyAndReplayKnowRoutes(t *testing.T) {
 	routes := []string{"--topic-prefix", prefix, "--routes", "header=region;value=eu;to=" + name + "-eu;; header=test;drop"}
 	execSQL(t, conn, `INSERT INTO effectonce.outbox (topic, key, payload, headers)
 		SELECT $1, 'k', n::text::bytea, CASE n % 3 WHEN 0 THEN '{"region": ["eu"]}' WHEN 1 THEN '{"test": ["1"]}' ELSE '{}' END::jsonb FROM generate_series(1, 30) n`, name)
-	relays, err := pgxpool.New(t.Context(), address)
-	require.NoError(t, err)
-	t.Cleanup(relays.Close)
-	r, err := relay.New(relays, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{Routes: relay.Routes{Prefix: prefix, Rules: []relay.Rule{
+	r, err := relay.New(pool(t, address), []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, relay.Config{Routes: relay.Routes{Prefix: prefix, Rules: []relay.Rule{
 		{Header: "region", Value: "eu", To: name + "-eu"}, {Header: "test", Drop: true},
 	}}})
 	require.NoError(t, err)

@@ -19,7 +19,7 @@ const canaryHead, canaryTail = "CANARY", "HOMING"
 
 func canaries() []string {
 	var all []string
-	for _, middle := range []string{"@", "%", "#", "'", `\`, "/", ":", "?", " ", "%zz", "&x=", "=", "[", ";", "\t", "\n", "ü", "@/", "#@", "' x='", "1/2@3"} {
+	for _, middle := range []string{"@", "%", "#", "'", `\`, "/", ":", "?", " ", "%zz", "&x=", "[", "\n", "ü", "@/", "#@", "' x='", "1/2@3"} {
 		all = append(all, canaryHead+middle+canaryTail)
 	}
 	return all

@@ -4,8 +4,7 @@ package main_test
 
 import (
 	"bufio"
-	"os/exec"
-	"path/filepath"
+	"os"
 	"regexp"
 	"syscall"
 	"testing"
@@ -23,11 +22,10 @@ import (
 // and end with the command.
 func TestServersForTryingOut(t *testing.T) {
 	t.Parallel()
-	program := filepath.Join(t.TempDir(), "outbox-relay")
-	output, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, ".").CombinedOutput()
-	require.NoError(t, err, string(output))
-	cmd := exec.CommandContext(t.Context(), program, "servers", "--topic", "orders")
+	cmd, _ := process(t, nil, "servers", "--topic", "orders")
+	cmd.Env = append(os.Environ(), cmd.Env...)
 	cmd.WaitDelay = 30 * time.Second
+	cmd.Stdout, cmd.Stderr = nil, nil
 	out, err := cmd.StdoutPipe()
 	require.NoError(t, err)
 	require.NoError(t, cmd.Start())

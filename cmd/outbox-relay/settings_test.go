@@ -73,47 +73,6 @@ func TestAllProblemsAreReportedAtOnce(t *testing.T) {
 	}
 }
 
-// Whatever is typed wrong exits with 2 and one line that says what to type instead.
-func TestWrongUse(t *testing.T) {
-	t.Parallel()
-	url := []string{"--database-url", "postgres://u@127.0.0.1:1/d", "--brokers", "127.0.0.1:1"}
-	for name, c := range map[string]struct {
-		args []string
-		want string
-	}{
-		"unknown flag":         {append([]string{"run", "--leese", "3s"}, url...), "unknown flag --leese: see outbox-relay run --help"},
-		"one dash":             {[]string{"run", "-brokers=x"}, "unknown flag -b: flags begin with two dashes"},
-		"flag without value":   {[]string{"run", "--lease"}, "flag --lease needs a value"},
-		"unknown command":      {[]string{"statsu"}, `unknown command "statsu": did you mean "status"?`},
-		"unknown subcommand":   {[]string{"migrate", "upp"}, `unknown command "upp": did you mean "up"?`},
-		"nothing like it":      {[]string{"frobnicate"}, `unknown command "frobnicate": see outbox-relay --help`},
-		"empty command":        {[]string{""}, `unknown command "": see outbox-relay --help`},
-		"empty name":           {append([]string{"verify", "--topic", ""}, url...), `--topic "": want a name`},
-		"argument":             {append([]string{"status", "now"}, url...), `outbox-relay status takes no argument, got "now"`},
-		"no command":           {nil, "a command is missing"},
-		"no subcommand":        {[]string{"migrate"}, "outbox-relay migrate: a command is missing"},
-		"no address":           {[]string{"status"}, "--database-url is missing"},
-		"no brokers":           {append([]string{"run"}, url[:2]...), "--brokers is missing: give the flag, or set OUTBOX_BROKERS or KAFKA_BROKERS"},
-		"empty address":        {[]string{"status", "--database-url", ""}, "--database-url is missing"},
-		"pauses do not fit":    {append([]string{"run", "--poll-min", "1s"}, url...), "--poll-min 1s: want at most --poll-max, which is 250ms"},
-		"bool":                 {[]string{"version", "--json=perhaps"}, `--json "perhaps": want true or false`},
-		"version out of range": {[]string{"migrate", "print", "--version", "99"}, `--version "99": want a version, 1 to`},
-		"help topic":           {[]string{"help", "frobnicate"}, "no such command"},
-		"shell":                {[]string{"completion", "fsh"}, `unknown command "fsh"`},
-		"shell and more":       {[]string{"completion", "bash", "zsh"}, "takes no argument"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			r := run(t, nil, c.args...)
-			assert.Equal(t, 2, r.code, "%+v", r)
-			assert.Empty(t, r.stdout)
-			lines := strings.Split(strings.TrimSpace(r.stderr), "\n")
-			assert.Contains(t, lines[len(lines)-1], "error: ")
-			assert.Contains(t, lines[len(lines)-1], c.want)
-		})
-	}
-}
-
 // Commands that use no address ignore an invalid one, and help needs nothing.
 func TestOfflineCommands(t *testing.T) {
 	t.Parallel()

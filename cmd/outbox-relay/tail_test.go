@@ -11,6 +11,7 @@ import (
 
 	main "github.com/effectonce/effectonce/cmd/outbox-relay"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // tail shows rows as they commit, until it is interrupted or has shown enough; payloads only where
@@ -37,32 +38,12 @@ func TestTailFollows(t *testing.T) {
 	execSQL(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('later')")
 	out.await(t, `"topic":"later"`)
 	interrupt()
-	assert.Zero(t, <-done, "an interrupt is how it ends")
+	assert.Zero(t, testwait.Chan(t, "the command's end", done), "an interrupt is how it ends")
 	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
 	require.Len(t, lines, 3)
 	for _, line := range lines {
 		assert.True(t, json.Valid([]byte(line)), line)
 	}
-}
-
-// positions are a table of shards and one of partitions; none is no failure, but those of a group
-// that is not there are.
-func TestPositionsAreShown(t *testing.T) {
-	t.Parallel()
-	assert.Equal(t, result{0, "no positions: no relay and no consumer has run yet\n", ""}, runOn(t, pgtest.Database(t), "positions"))
-	assert.Equal(t, 1, runOn(t, pgtest.Database(t), "positions", "--group", "nosuch").code)
-	address, topic := published(t)
-	conn := connect(t, address)
-	execSQL(t, conn, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset, owner, released, trouble) VALUES ('g', $1, 0, 0, 'me', false, E'away\\nnow')", topic)
-	r := runKafka(t, address, "positions")
-	assert.Zero(t, r.code, r.stderr)
-	assert.Regexp(t, `(?m)^default +0 +0 +[1-9]\d* +\S+ +\d +3 +none +- +1$`, r.stdout)
-	assert.Regexp(t, `(?m)^g +`+topic+`/0 +0 +0 +\d +\d +\S+ ago +none \(last me\) +1 +- +away…$`, r.stdout)
-	assert.Contains(t, r.stdout, "\ngroup g has no members: no consumer of it runs\n")
-	r = runOn(t, address, "positions", "--group", "g", "--json")
-	v := r.object(t)["consumers"].([]any)[0].(map[string]any)
-	assert.Nil(t, v["end"], "without brokers it is not known")
-	assert.Equal(t, "away\nnow", v["trouble"])
 }
 
 // status --watch shows it again until it is interrupted.
@@ -79,5 +60,5 @@ func TestStatusWatches(t *testing.T) {
 	execSQL(t, connect(t, address), insertTwo)
 	out.await(t, `"waiting":2`)
 	interrupt()
-	assert.Zero(t, <-done)
+	assert.Zero(t, testwait.Chan(t, "the command's end", done))
 }

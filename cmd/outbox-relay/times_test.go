@@ -58,13 +58,13 @@ func TestRowsOfAnyTimeAreShown(t *testing.T) {
 		}
 	}
 	const id = "01976f00-0000-7000-8000-00000000000"
-	shown([]string{"status"}, []string{"tail", "--from-beginning", "--limit", "6"}, []string{"positions"}, []string{"relays", "list"}, []string{"topics", "list"}, []string{"doctor"},
+	shown([]string{"status", "--interval", "0s"}, []string{"tail", "--from-beginning", "--limit", "6"}, []string{"positions"}, []string{"relays", "list"}, []string{"topics", "list"}, []string{"doctor"},
 		[]string{"dead", "list"}, []string{"parked", "list"}, []string{"keys", "list"}, []string{"keys", "list", "--state", "finished"})
-	for _, n := range []string{"1", "2", "3", "4", "5", "6"} {
-		shown([]string{"dead", "show", id + n}, []string{"parked", "show", id + n}, []string{"explain", id + n},
-			[]string{"keys", "show", "running " + n}, []string{"keys", "show", "finished " + n}, []string{"explain", "running " + n})
+	for _, n := range []string{"1", "6"} {
+		shown([]string{"dead", "show", id + n}, []string{"parked", "show", id + n}, []string{"keys", "show", "running " + n}, []string{"keys", "show", "finished " + n})
 	}
+	shown([]string{"explain", id + "1"}, []string{"explain", "running 6"})
 	drain(t, address)
-	shown([]string{"status"}, []string{"doctor"}, []string{"explain", id + "1"}, []string{"explain", id + "6"}, []string{"verify"},
+	shown([]string{"explain", id + "6"}, []string{"verify"},
 		[]string{"replay", "--topic", topic, "--from", "2000-01-01T00:00:00Z", "--why", "x", "--dry-run"})
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -26,6 +27,7 @@ func TestMain(m *testing.M) {
 // Property: wherever the API is killed, the client's request under the same key ends with one
 // charge, one transfer, one order and one receipt. Rows H1, H4, H5 of guarantees.md.
 func TestEachDeathLeavesOneCharge(t *testing.T) {
+	longtest.Only(t, "nine processes")
 	t.Parallel()
 	var out bytes.Buffer
 	require.NoError(t, run(t.Context(), &out, os.Getenv("DATABASE_URL")), out.String())
@@ -36,29 +38,6 @@ func TestEachDeathLeavesOneCharge(t *testing.T) {
 		require.Equal(t, i > 0, row[1] == "1", "every API but the first is killed once: %s", out.String())
 	}
 	require.Equal(t, "2", rows[4][3], "the one that was killed after the charge asked again: %s", out.String())
-}
-
-// Property: a decline is a result: it is booked, and replayed to a client that retries; another
-// order under the same key is refused. Row H6 of guarantees.md.
-func TestDeclineIsReplayed(t *testing.T) {
-	t.Parallel()
-	s, err := openSite(t.Context(), os.Getenv("DATABASE_URL"))
-	require.NoError(t, err)
-	defer s.close(t.Context())
-	key, rich := idempotency.NewKey(), request{Customer: s.customerOf("poor"), Cents: creditMax + 1}
-	first, err := s.ask(t.Context(), "", key, rich)
-	require.NoError(t, err)
-	require.Equal(t, 402, first.status)
-	again, err := s.ask(t.Context(), "", key, rich)
-	require.NoError(t, err)
-	require.True(t, again.replayed)
-	require.Equal(t, first.body, again.body)
-	asked, charged := s.provider.count(rich.Customer)
-	require.Equal(t, []int{1, 0}, []int{asked, charged})
-	rich.Cents--
-	other, err := s.ask(t.Context(), "", key, rich)
-	require.NoError(t, err)
-	require.Equal(t, 422, other.status)
 }
 
 // Property: a bank that pays and hangs up is not called again, although it has no keys: its records

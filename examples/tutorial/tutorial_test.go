@@ -8,7 +8,6 @@ import (
 	"regexp"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
@@ -16,7 +15,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -39,10 +40,10 @@ func TestTutorialHasItsEffect(t *testing.T) {
 		_ = pool.QueryRow(t.Context(), `SELECT count(*) FROM invoices WHERE order_id = 'order-1' AND amount = 100`).Scan(&n) // no table yet: 0
 		return n
 	}
-	require.Eventually(t, func() bool { return count() == 1 }, 2*time.Minute, 50*time.Millisecond)
+	testwait.True(t, "the invoice", func() bool { return count() == 1 })
 	stop()
-	require.NoError(t, <-ended)
-	require.NoError(t, <-ended)
+	require.NoError(t, testwait.Chan(t, "the relay's or the program's end", ended))
+	require.NoError(t, testwait.Chan(t, "the other's end", ended))
 	require.Equal(t, 1, count())
 }
 
@@ -61,6 +62,7 @@ func TestReadmeShowsTheProgram(t *testing.T) {
 
 // Property: the program builds in a module of its own, so it needs nothing internal.
 func TestTutorialBuildsElsewhere(t *testing.T) {
+	longtest.Only(t, "it builds a program")
 	t.Parallel()
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)

@@ -3,10 +3,6 @@ package bench
 import (
 	"context"
 	"errors"
-	"strings"
-	"time"
-
-	"github.com/jackc/pgx/v5"
 )
 
 // Percentile is percentile.
@@ -42,50 +38,4 @@ func Judge(ctx context.Context, on Servers, n int, effects string) (err error) {
 func WithShardPages(o RelayOptions, rows int) RelayOptions {
 	o.shardPageRows = rows
 	return o
-}
-
-// Cursor gets an outbox to Kafka by the gap-safe cursor, or by the bare one.
-func Cursor(ctx context.Context, on Servers, schema string, rows int, gapSafe bool) (int64, error) {
-	s := &site{Servers: on, schema: schema}
-	if gapSafe {
-		return s.cursor(ctx, gapSafeSQL, rows)
-	}
-	return s.cursor(ctx, cursorSQL, rows)
-}
-
-// Distance leads to a database that is a round trip away.
-func Distance(ctx context.Context, databaseURL string, roundTrip time.Duration) (address string, stop func(), err error) {
-	d, address, err := newDistance(ctx, databaseURL, roundTrip)
-	if err != nil {
-		return "", nil, err
-	}
-	return address, d.close, nil
-}
-
-// Through is through.
-func Through(databaseURL string, port int) string { return through(databaseURL, port) }
-
-// RoundTrip is measureRoundTrip.
-func RoundTrip(ctx context.Context, databaseURL string) (float64, error) {
-	return measureRoundTrip(ctx, databaseURL)
-}
-
-// ServerCPU returns what a server has used, by a connection to it; nil: it is not to be seen.
-func ServerCPU(ctx context.Context, conn *pgx.Conn) (look func() *float64, err error) {
-	found, err := findServer(ctx, conn)
-	return found.cpuSeconds, err
-}
-
-// UnknownKeys returns the keys that ratios of a report name and that the report does not have.
-func UnknownKeys(report any) (unknown []string) {
-	known := map[string]bool{}
-	for _, f := range figuresOf(report) {
-		known[f.key] = true
-	}
-	for _, f := range figuresOf(report) {
-		if a, b, is := strings.Cut(f.Get("ratio"), "/"); is && (!known[a] || !known[b]) {
-			unknown = append(unknown, f.key)
-		}
-	}
-	return unknown
 }

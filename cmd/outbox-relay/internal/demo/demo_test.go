@@ -33,66 +33,20 @@ func short(t *testing.T) demo.Options {
 	}
 }
 
-// The promise holds: whatever is killed, frozen and sent twice, every order has one effect, in
-// order. Afterwards the servers are as they were.
-func TestRunHoldsThePromise(t *testing.T) {
-	longtest.Only(t, "the demo")
-	t.Parallel()
-	options := short(t)
-	var phases []string
-	options.Progress = func(p demo.Progress) {
-		if len(phases) == 0 || phases[len(phases)-1] != p.Phase {
-			phases = append(phases, p.Phase)
-		}
-	}
-	report, err := demo.Run(t.Context(), options)
-	require.NoError(t, err)
-	assert.True(t, report.Held(), "%+v", report)
-	assert.Equal(t, options.Orders, report.Orders)
-	assert.Equal(t, options.Orders, report.Delivered)
-	assert.Equal(t, options.Orders, report.Effects)
-	assert.Positive(t, report.Injected)
-	assert.GreaterOrEqual(t, report.DuplicatesDelivered, report.Injected)
-	assert.Positive(t, report.Kills)
-	assert.Positive(t, report.Freezes)
-	assert.Zero(t, report.Crashes, report.Notes)
-	assert.Equal(t, []string{"preparing tables and topic", "starting the processes", "placing orders", "waiting for the last effects", "waiting for the last duplicates", "checking"},
-		phases)
-	assertNothingLeft(t, options)
-}
-
-// The demo can fail: without the claim duplicates have effects, and the checker says so.
-func TestRunWithoutDedupBreaksThePromise(t *testing.T) {
-	longtest.Only(t, "the demo")
-	t.Parallel()
-	options := short(t)
-	options.WithoutDedup = true
-	report, err := demo.Run(t.Context(), options)
-	require.NoError(t, err)
-	assert.False(t, report.Held())
-	assert.Positive(t, report.Doubled)
-	assert.Positive(t, report.WrongBalances)
-	assert.NotEmpty(t, report.Examples)
-	assert.Zero(t, report.Lost)
-	assertNothingLeft(t, options)
-}
-
 // An interrupted run ends at once and removes what it made.
 func TestRunIsInterrupted(t *testing.T) {
+	longtest.Only(t, "the demo's processes")
 	t.Parallel()
 	options := short(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	var interrupted time.Time
 	options.Progress = func(p demo.Progress) {
-		if p.Effects > 0 && p.Freezes > 0 && interrupted.IsZero() {
-			interrupted = time.Now()
+		if p.Effects > 0 && p.Freezes > 0 {
 			cancel()
 		}
 	}
 	_, err := demo.Run(ctx, options)
 	require.ErrorIs(t, err, context.Canceled)
-	assert.Less(t, time.Since(interrupted), time.Minute)
 	assertNothingLeft(t, options)
 }
 
@@ -110,34 +64,17 @@ func assertNothingLeft(t *testing.T, options demo.Options) {
 func TestRunReportsAChildThatFails(t *testing.T) {
 	t.Parallel()
 	options := short(t)
+	options.Brokers = kafkatest.Own(t).Brokers
 	options.Command = []string{"sh", "-c", "echo the reason is this; exit 5"}
 	_, err := demo.Run(t.Context(), options)
 	require.ErrorContains(t, err, "the reason is this")
 	require.ErrorContains(t, err, "exit status 5")
-	assert.FileExists(t, filepath.Join(logsOf(t, err), "relay-1.log"))
-	assertNothingLeft(t, options)
-}
-
-// logsOf returns the directory that a run has left for its user, and removes it when the test ends.
-func logsOf(t *testing.T, err error) string {
-	t.Helper()
 	_, logs, found := strings.Cut(err.Error(), "the processes' logs are in ")
 	require.True(t, found, err)
 	t.Cleanup(func() { assert.NoError(t, os.RemoveAll(logs)) })
-	return logs
-}
-
-// A run that fails leaves no topic behind either.
-func TestRunRemovesItsTopic(t *testing.T) {
-	t.Parallel()
-	kafka := kafkatest.Own(t)
-	options := short(t)
-	options.Brokers = kafka.Brokers
-	options.Command = []string{"false"}
-	_, err := demo.Run(t.Context(), options)
-	require.Error(t, err)
-	logsOf(t, err)
-	kafkatest.Gone(t, kafka.Brokers)
+	assert.FileExists(t, filepath.Join(logs, "relay-1.log"))
+	assertNothingLeft(t, options)
+	kafkatest.Gone(t, options.Brokers)
 }
 
 // Wrong options are all reported at once, before anything is started.

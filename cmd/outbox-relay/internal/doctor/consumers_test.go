@@ -13,7 +13,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	names "github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
@@ -35,41 +34,29 @@ func TestStatusReportsConsumers(t *testing.T) {
 	conn := connect(t, pgtest.Database(t))
 	exec(t, conn, registerSQL, "billing/orders", "billing", []string{"orders"}, "7 days")
 	exec(t, conn, registerSQL, "billing/payments", "billing", []string{"payments"}, "7 days")
-	for partition := range 3 {
-		exec(t, conn, positionSQL, "billing", "orders", partition, "0")
-	}
+	exec(t, conn, positionSQL, "billing", "orders", 0, "0")
 	exec(t, conn, positionSQL, "billing", "payments", 0, "0")
-	status := readStatus(t, conn, doctor.StatusOptions{})
-	assert.True(t, status.Well)
-	require.Len(t, status.Consuming, 2)
-	assert.Equal(t, "billing/orders", status.Consuming[0].Name)
-	assert.Equal(t, int64(3), status.Consuming[0].Partitions)
-	assert.Equal(t, int64(1), status.Consuming[1].Partitions)
-
+	assert.True(t, readStatus(t, conn, doctor.StatusOptions{}).Well)
 	for offset, row := range [][2]string{{"a", "failed"}, {"a", "behind"}, {"b", "failed"}, {"", "permanent"}} {
 		exec(t, conn, parkedSQL, "billing/orders", "orders", 0, offset+1, row[0], row[1])
 	}
-	status = readStatus(t, conn, doctor.StatusOptions{ParkedMax: 3})
-	require.Len(t, status.Problems, 1)
-	assert.Equal(t, `consumer "billing/orders": 4 messages parked, 2 keys held, the oldest for 4m: see "outbox-relay parked list"`, status.Problems[0])
-	orders := status.Consuming[0]
-	assert.Equal(t, map[string]int64{"failed": 2, "behind": 1, "permanent": 1}, orders.Parked)
-	assert.Equal(t, int64(2), orders.HeldKeys)
-	assert.InDelta(t, 240, orders.OldestParkedSeconds, 30)
-	assert.Empty(t, status.Consuming[1].Parked)
-	assert.True(t, readStatus(t, conn, doctor.StatusOptions{ParkedMax: 4}).Well)
-	assert.True(t, readStatus(t, conn, doctor.StatusOptions{Relay: "default"}).Well)
-
 	exec(t, conn, `UPDATE effectonce.consumer_positions SET trouble = E'message blocks\x1b its partition\nsecond line', owner = 'host-1',
 		trouble_since = clock_timestamp() - interval '90 s' WHERE topic = 'payments'`)
-	status = readStatus(t, conn, doctor.StatusOptions{ParkedMax: 4})
+	status := readStatus(t, conn, doctor.StatusOptions{ParkedMax: 3})
 	assert.False(t, status.Well)
-	require.Len(t, status.Problems, 1)
-	assert.Regexp(t, `^consumer "billing/payments": payments/0 halted for 1m3\ds: message blocks\\x1b its partition…$`, status.Problems[0])
-	assert.Empty(t, status.Consuming[0].Trouble, "another topic of the same group")
-	trouble := status.Consuming[1].Trouble
-	require.Len(t, trouble, 1)
-	assert.Equal(t, "host-1", trouble[0].Owner)
+	require.Len(t, status.Problems, 2)
+	all := strings.Join(status.Problems, "\n")
+	assert.Contains(t, all, `consumer "billing/orders": 4 messages parked, 2 keys held, the oldest for 4m: see "outbox-relay parked list"`)
+	assert.Regexp(t, `(?m)^consumer "billing/payments": payments/0 halted for 1m3\ds: message blocks\\x1b its partition…$`, all)
+	orders, payments := status.Consuming[0], status.Consuming[1]
+	assert.Equal(t, []any{"billing/orders", int64(1), int64(2)}, []any{orders.Name, orders.Partitions, orders.HeldKeys})
+	assert.Equal(t, map[string]int64{"failed": 2, "behind": 1, "permanent": 1}, orders.Parked)
+	assert.Empty(t, orders.Trouble, "another topic of the same group")
+	assert.Empty(t, payments.Parked)
+	require.Len(t, payments.Trouble, 1)
+	assert.Equal(t, "host-1", payments.Trouble[0].Owner)
+	assert.Len(t, readStatus(t, conn, doctor.StatusOptions{ParkedMax: 4}).Problems, 1)
+	assert.True(t, readStatus(t, conn, doctor.StatusOptions{Relay: "default"}).Well)
 }
 
 func consumers(t *testing.T, conn *pgx.Conn) []doctor.Finding {
@@ -93,6 +80,7 @@ func TestWindowsAreComparedWithRetention(t *testing.T) {
 	week := kafkatest.Topic(t, 1, "retention.ms", "604800000")
 	ever := kafkatest.Topic(t, 1, "retention.ms", "-1")
 	compacted := kafkatest.Topic(t, 1, "cleanup.policy", "compact")
+	bounded := kafkatest.Topic(t, 1, "retention.ms", "604800000", "retention.bytes", "1073741824")
 	for _, c := range []struct {
 		name, topic string
 		window      any
@@ -104,6 +92,7 @@ func TestWindowsAreComparedWithRetention(t *testing.T) {
 		{"never deleted", ever, "3650 days", "keeps messages forever"},
 		{"only compacted", compacted, "30 days", "keeps messages forever"},
 		{"forever", ever, nil, ""},
+		{"bytes", bounded, "1 day", "keeps messages for 7d (at most 1073741824 bytes of a partition: retention.bytes, which does not limit the time)"},
 	} {
 		exec(t, conn, "DELETE FROM effectonce.consumers")
 		exec(t, conn, registerSQL, c.name, "g", []string{c.topic}, c.window)
@@ -140,9 +129,8 @@ func TestMisspeltTopicsAreFound(t *testing.T) {
 	assert.Contains(t, f.Remedy, "correct Topics of this consumer")
 	assert.Contains(t, f.Remedy, "--create --topic "+misspelt)
 
-	admin := kadm.NewClient(kafkatest.Client(t))
-	status := readStatus(t, conn, doctor.StatusOptions{Missing: func(ctx context.Context, topics []string) ([]string, error) {
-		return names.Missing(ctx, admin, topics)
+	status := readStatus(t, conn, doctor.StatusOptions{Missing: func(context.Context, []string) ([]string, error) {
+		return []string{misspelt}, nil
 	}})
 	assert.True(t, status.Well)
 	assert.Equal(t, []string{`consumer "wrong": topic ` + misspelt + ` does not exist: is its name misspelt?`}, status.Notes)
@@ -199,19 +187,6 @@ func TestWhatKeepsConsumersIsFound(t *testing.T) {
 	}
 }
 
-// A limit of bytes bounds no time: the window is compared with retention.ms, and the limit is
-// named.
-func TestBytesOfRetentionAreNamed(t *testing.T) {
-	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
-	topic := kafkatest.Topic(t, 1, "retention.ms", "604800000", "retention.bytes", "1073741824")
-	exec(t, conn, registerSQL, "n", "g", []string{topic}, "1 day")
-	f := only(t, consumers(t, conn))
-	assert.Contains(t, f.Message, "keeps messages for 7d (at most 1073741824 bytes of a partition: retention.bytes, which does not limit the time)")
-	exec(t, conn, "UPDATE effectonce.consumers SET dedup_window = '8 days'")
-	assert.Equal(t, doctor.OK, only(t, consumers(t, conn)).Severity)
-}
-
 // Messages that are parked for a partition which Kafka does not have can wait forever: that is
 // reported.
 func TestParkedMessagesWithoutPartitionAreFound(t *testing.T) {
@@ -220,19 +195,18 @@ func TestParkedMessagesWithoutPartitionAreFound(t *testing.T) {
 	topic, gone := kafkatest.Topic(t, 1), kafkatest.UnusedTopic(t)
 	exec(t, conn, registerSQL, "n", "g", []string{topic}, nil)
 	exec(t, conn, parkedSQL, "n", topic, 0, 1, "a", "failed")
-	require.Equal(t, doctor.OK, only(t, consumers(t, conn)).Severity)
 	exec(t, conn, parkedSQL, "n", topic, 1, 2, "a", "failed")
 	exec(t, conn, parkedSQL, "n", gone, 0, 3, "a", "failed")
-	var said []string
+	said := ""
 	for _, f := range consumers(t, conn) {
 		if f.Check == "parked" {
 			assert.Equal(t, doctor.Warn, f.Severity)
-			said = append(said, f.Message)
+			said += f.Message + "\n"
 		}
 	}
-	assert.Len(t, said, 2)
-	assert.Contains(t, strings.Join(said, "\n"), "1 message of "+topic+"/1 parked")
-	assert.Contains(t, strings.Join(said, "\n"), "1 message of "+gone+"/0 parked")
+	assert.Contains(t, said, "1 message of "+topic+"/1 parked")
+	assert.Contains(t, said, "1 message of "+gone+"/0 parked")
+	assert.NotContains(t, said, topic+"/0")
 }
 
 // Row C29 of guarantees.md: what keeps claims beyond every window is named with its cause. That a
@@ -248,35 +222,31 @@ func TestAbandonedPositionsAreFound(t *testing.T) {
 	exec(t, conn, positionSQL, "it's gone", topic, 0, "119 minutes")
 	exec(t, conn, positionSQL, "ledger", topic, 0, "90 days") // forgets nothing, so it keeps nothing
 	exec(t, conn, positionSQL, live, topic, 0, "1 minute")
-	retention := func() (found []doctor.Finding) {
+	retention := func() (messages, remedies string, n int) {
 		for _, f := range consumers(t, conn) {
 			if f.Check == "retention" {
 				assert.Equal(t, doctor.Warn, f.Severity)
-				found = append(found, f)
+				messages, remedies, n = messages+f.Message+"\n", remedies+f.Remedy+"\n", n+1
 			}
 		}
-		return found
+		return messages, remedies, n
 	}
-	require.Empty(t, retention(), "younger than the longest window")
+	messages, _, _ := retention()
+	require.Empty(t, messages, "younger than the longest window")
 
 	exec(t, conn, "UPDATE effectonce.consumer_positions SET record_time = record_time - interval '3 days'")
 	exec(t, conn, positionSQL, live, gone, 0, "3 days")
 	member := kafkatest.Client(t, kgo.ConsumerGroup(live), kgo.ConsumeTopics(topic))
 	require.NoError(t, member.ProduceSync(t.Context(), &kgo.Record{Topic: topic, Value: []byte("v")}).FirstErr())
 	require.NoError(t, member.PollFetches(t.Context()).Err0())
-	found := retention()
-	require.Len(t, found, 3)
-	assert.Regexp(t, `^group it's gone has no member, and 1 of its positions of topic \S+ are 3d1h behind`, found[0].Message)
-	byMessage := map[string]string{}
-	for _, f := range found[1:] {
-		what, _, _ := strings.Cut(strings.TrimPrefix(f.Message, "group "+live+" "), " ")
-		byMessage[what] = f.Remedy
+	messages, remedies, n := retention()
+	require.Equal(t, 3, n)
+	assert.Regexp(t, `(?m)^group it's gone has no member, and 1 of its positions of topic \S+ are 3d1h behind`, messages)
+	for _, want := range []string{"outbox-relay status", "create the topic again", "start a consumer of the group"} {
+		assert.Contains(t, remedies, want)
 	}
-	assert.Contains(t, byMessage["is"], "outbox-relay status", "a live group is only slow")
-	assert.Contains(t, byMessage["has"], "create the topic again")
-	assert.Contains(t, found[0].Remedy, "start a consumer of the group")
-
 	exec(t, conn, "DELETE FROM effectonce.consumer_positions WHERE consumer_group = 'it''s gone'")
 	exec(t, conn, "UPDATE effectonce.consumer_positions SET caught_up_at = clock_timestamp() WHERE topic = $1", topic)
-	require.Len(t, retention(), 1, "an idle partition passes time, too")
+	_, _, n = retention()
+	require.Equal(t, 1, n, "an idle partition passes time, too")
 }

@@ -3,8 +3,6 @@ package doctor_test
 import (
 	"context"
 	"errors"
-	"fmt"
-	"strings"
 	"testing"
 	"time"
 
@@ -17,37 +15,6 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
-
-// A database as it should be has no finding that is not ok. It is a cluster of its own because the
-// one that tests share does not sync.
-func TestHealthyDatabaseHasNoFindings(t *testing.T) {
-	t.Parallel()
-	cluster := pgtest.Cluster(t, nil)
-	pgtest.Migrate(t, cluster.URL)
-	conn, writer := connect(t, cluster.URL), connect(t, cluster.URL)
-	var findings []doctor.Finding
-	findings = append(findings, doctor.Server(t.Context(), conn)...)
-	findings = append(findings, doctor.Durability(t.Context(), conn)...)
-	findings = append(findings, doctor.Schema(t.Context(), conn, "effectonce")...)
-	findings = append(findings, doctor.Rights(t.Context(), conn, "effectonce")...)
-	findings = append(findings, doctor.Sequence(t.Context(), conn, "effectonce")...)
-	findings = append(findings, doctor.Clock(t.Context(), conn)...)
-	for _, f := range findings {
-		assert.Equal(t, doctor.OK, f.Severity, "%+v", f)
-	}
-	require.True(t, doctor.Well(findings))
-	require.Len(t, findings, 7)
-
-	// A long transaction is named, but is no reason to worry.
-	assert.Contains(t, only(t, doctor.OpenTransactions(t.Context(), conn)).Message, "no open transaction")
-	exec(t, writer, "SET application_name = 'month-end'")
-	exec(t, writer, "BEGIN")
-	exec(t, writer, "SELECT pg_current_xact_id()")
-	open := only(t, doctor.OpenTransactions(t.Context(), conn))
-	assert.Equal(t, doctor.OK, open.Severity)
-	assert.Contains(t, open.Message, "month-end")
-	exec(t, writer, "ROLLBACK")
-}
 
 // What would cost exactly-once after a crash is a failure, what costs only the last moment a
 // warning.
@@ -96,39 +63,6 @@ func TestSchemaVersionIsChecked(t *testing.T) {
 	f = only(t, doctor.Schema(t.Context(), newer, "effectonce"))
 	assert.Equal(t, doctor.Fail, f.Severity)
 	assert.Contains(t, f.Remedy, "update this program")
-}
-
-// A role without rights gets the statements that grant what it lacks, and they are enough: for the
-// relay, then for the status, and then for an operator.
-func TestMissingRightsComeWithTheirGrants(t *testing.T) {
-	t.Parallel()
-	conn := connect(t, pgtest.Database(t))
-	require.Empty(t, doctor.Rights(t.Context(), conn, "no_such_schema"))
-	// Roles belong to the cluster: this one never exists outside of the transaction.
-	exec(t, conn, "BEGIN")
-	role := fmt.Sprintf("plain_%d", time.Now().UnixNano())
-	exec(t, conn, "CREATE ROLE "+role)
-	for _, severity := range []doctor.Severity{doctor.Fail, doctor.Warn} {
-		exec(t, conn, "SET ROLE "+role)
-		f := only(t, doctor.Rights(t.Context(), conn, "effectonce"))
-		require.Equal(t, severity, f.Severity)
-		exec(t, conn, "RESET ROLE")
-		_, statements, found := strings.Cut(f.Remedy, ": ")
-		require.True(t, found)
-		exec(t, conn, statements)
-	}
-	exec(t, conn, "SET ROLE "+role)
-	f := only(t, doctor.Rights(t.Context(), conn, "effectonce"))
-	require.Equal(t, doctor.OK, f.Severity, "who relays is no operator")
-	_, statements, found := strings.Cut(f.Message, "and similar commands: ")
-	require.True(t, found)
-	exec(t, conn, "RESET ROLE")
-	exec(t, conn, statements)
-	exec(t, conn, "SET ROLE "+role)
-	require.Equal(t, "the role has every right that it needs", only(t, doctor.Rights(t.Context(), conn, "effectonce")).Message)
-	_, err := doctor.ReadStatus(t.Context(), conn, "effectonce", doctor.StatusOptions{})
-	require.NoError(t, err)
-	exec(t, conn, "ROLLBACK")
 }
 
 // A sequence cache would break the order of a key without any error; the remedy fixes it.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"flag"
 	"os"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -19,18 +20,16 @@ import (
 var update = flag.Bool("update", false, "write definitions.json anew")
 
 // Property: the migrations of this release make exactly what Definitions compares with, on each
-// version of PostgreSQL, in a schema of any name, whatever version the schema began with, and
-// whether roles are limited to topics or not. With -update it writes what they make.
+// version of PostgreSQL, in a schema of any name, and whether roles are limited to topics or not.
+// With -update it writes what they make.
 func TestDefinitions(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []struct {
 		schema string
-		begin  int
 		limit  bool
-	}{{"effectonce", 0, true}, {"effectonce", 1, false}, {"effectonce", 7, true}, {"billing", 0, true}, {"o", 0, false}, {"select", 3, false}, {"_x9", 0, false}} {
+	}{{"effectonce", true}, {"effectonce", false}, {"select", false}, {"_x9", true}} {
 		address := pgtest.EmptyDatabase(t)
 		conn, opts := connect(t, address), migrations.Options{Schema: tc.schema}
-		require.NoError(t, migrations.To(t.Context(), conn, opts, tc.begin))
 		require.NoError(t, migrations.Up(t.Context(), conn, opts))
 		exec(t, conn, "SET search_path = pg_catalog, pg_temp")
 		if tc.limit {
@@ -130,12 +129,7 @@ UNION ALL SELECT format('ALTER DOMAIN %1$s DROP CONSTRAINT %2$I; ALTER DOMAIN %1
 	statements, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
 	require.Greater(t, len(statements), 100)
-	for range 2 {
-		for _, sql := range statements {
-			_, err := conn.Exec(t.Context(), sql, pgx.QueryExecModeSimpleProtocol)
-			require.NoError(t, err, sql)
-		}
-		f := only(t, doctor.Definitions(t.Context(), conn, "effectonce"))
-		assert.Equal(t, doctor.OK, f.Severity, f.Message)
-	}
+	exec(t, conn, strings.Join(statements, "; "))
+	f := only(t, doctor.Definitions(t.Context(), conn, "effectonce"))
+	assert.Equal(t, doctor.OK, f.Severity, f.Message)
 }

@@ -1,6 +1,7 @@
 package doctor_test
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 
@@ -10,6 +11,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // anHourLater lets the doctor's own session see a clock that is an hour ahead: what is open now is
@@ -55,7 +57,7 @@ func TestLongTransactionsAreFound(t *testing.T) {
 		harmless(t, found[i])
 	}
 	exec(t, connect(t, cluster.URL), "ROLLBACK PREPARED 'it''s forgotten'")
-	require.Eventually(t, func() bool { return doctor.OpenTransactions(t.Context(), later)[0].Severity == doctor.OK }, awaitMax, awaitEvery)
+	testwait.True(t, "no transaction is open", func() bool { return doctor.OpenTransactions(t.Context(), later)[0].Severity == doctor.OK })
 }
 
 // A replication slot that no process reads keeps WAL indefinitely; one whose reader is far behind
@@ -63,61 +65,46 @@ func TestLongTransactionsAreFound(t *testing.T) {
 // what was written.
 func TestReplicationSlotsAreFound(t *testing.T) {
 	t.Parallel()
-	cluster := pgtest.Cluster(t, nil)
-	conn := connect(t, cluster.URL)
+	conn := connect(t, pgtest.EmptyDatabase(t))
 	check := func() []doctor.Finding { return doctor.ReplicationSlots(t.Context(), conn) }
-	require.Equal(t, doctor.OK, only(t, check()).Severity)
-	exec(t, conn, "SELECT pg_create_physical_replication_slot('it_is_gone', true)")
-	f := only(t, check())
-	assert.Equal(t, doctor.Warn, f.Severity)
-	assert.Contains(t, f.Message, "no process reads replication slot it_is_gone")
-	harmless(t, f)
-	exec(t, conn, remedy(f))
-	require.Equal(t, f, only(t, check()))
-	exec(t, conn, "SELECT pg_drop_replication_slot('it_is_gone')")
-	require.Equal(t, doctor.OK, only(t, check()).Severity)
-
-	exec(t, conn, `CREATE SCHEMA seen; CREATE VIEW seen.pg_replication_slots AS
-		SELECT 'busy'::name AS slot_name, true AS active, '3'::xid AS xmin, NULL::xid AS catalog_xmin, NULL::pg_lsn AS restart_lsn, false AS temporary;
-		CREATE FUNCTION seen.age(xid) RETURNS int LANGUAGE sql RETURN 10000000`)
+	slots := func(active bool, age int) {
+		exec(t, conn, fmt.Sprintf(`CREATE SCHEMA IF NOT EXISTS seen; CREATE OR REPLACE VIEW seen.pg_replication_slots AS
+			SELECT 'it_is'::name AS slot_name, %t AS active, '3'::xid AS xmin, NULL::xid AS catalog_xmin, NULL::pg_lsn AS restart_lsn, false AS temporary;
+			CREATE OR REPLACE FUNCTION seen.age(xid) RETURNS int LANGUAGE sql RETURN %d`, active, age))
+	}
+	slots(true, 10000000)
 	exec(t, conn, "SET search_path = seen, pg_catalog")
 	require.Equal(t, doctor.OK, only(t, check()).Severity)
-	exec(t, conn, "CREATE OR REPLACE FUNCTION seen.age(xid) RETURNS int LANGUAGE sql RETURN 10000001")
-	assert.Contains(t, only(t, check()).Message, "replication slot busy is 10000001 transactions behind")
+	slots(true, 10000001)
+	assert.Contains(t, only(t, check()).Message, "replication slot it_is is 10000001 transactions behind")
+	slots(false, 1)
+	f := only(t, check())
+	assert.Equal(t, doctor.Warn, f.Severity)
+	assert.Contains(t, f.Message, "no process reads replication slot it_is")
+	harmless(t, f)
 }
 
-// Autovacuum that is off, for one table or all, and a table whose dead rows accumulate, are
-// warnings; the remedies fix them.
+// Autovacuum that is off for a table, and a table whose dead rows accumulate, are warnings; the
+// remedies fix them.
 func TestAutovacuumIsChecked(t *testing.T) {
 	t.Parallel()
-	cluster := pgtest.Cluster(t, nil)
-	pgtest.Migrate(t, cluster.URL)
-	conn, looking := connect(t, cluster.URL), connect(t, cluster.URL)
+	address := pgtest.Database(t)
+	conn, looking := connect(t, address), connect(t, address)
 	check := func() []doctor.Finding { return doctor.Autovacuum(t.Context(), looking, "effectonce") }
 	require.Equal(t, doctor.OK, only(t, check()).Severity)
-
 	exec(t, conn, "ALTER TABLE effectonce.fences SET (autovacuum_enabled = off)")
 	off := only(t, check())
 	assert.Contains(t, off.Message, "autovacuum is off for table fences")
-	exec(t, conn, "INSERT INTO effectonce.fences (scope, resource, version) SELECT 's', n::text, 1 FROM generate_series(1, 20000) n")
-	exec(t, conn, "DELETE FROM effectonce.fences")
-	require.Eventually(t, func() bool { return len(check()) == 2 }, awaitMax, awaitEvery, "statistics arrive a little later")
-	starved := check()[1]
-	assert.Equal(t, doctor.Warn, starved.Severity)
-	assert.Contains(t, starved.Message, "table fences has 20000 dead rows and was never vacuumed")
-	exec(t, conn, remedy(starved))
+	writer := connect(t, address)
+	exec(t, writer, "INSERT INTO effectonce.fences (scope, resource, version) SELECT 's', n::text, 1 FROM generate_series(1, 20000) n")
+	exec(t, writer, "DELETE FROM effectonce.fences")
+	require.NoError(t, writer.Close(t.Context())) // which reports its statistics
+	found := testwait.For(t, "the statistics", func() ([]doctor.Finding, bool) { found := check(); return found, len(found) == 2 })
+	assert.Equal(t, doctor.Warn, found[1].Severity)
+	assert.Contains(t, found[1].Message, "table fences has 20000 dead rows and was never vacuumed")
+	exec(t, conn, remedy(found[1]))
 	exec(t, conn, remedy(off))
-	require.Eventually(t, func() bool { return check()[0].Severity == doctor.OK }, awaitMax, awaitEvery)
-
-	exec(t, conn, "ALTER SYSTEM SET autovacuum = off")
-	exec(t, conn, "SELECT pg_reload_conf()")
-	require.Eventually(t, func() bool { return check()[0].Severity == doctor.Warn }, awaitMax, awaitEvery)
-	server := only(t, check())
-	assert.Contains(t, server.Message, "autovacuum is off")
-	for sql := range strings.SplitSeq(strings.TrimSuffix(server.Remedy, ";"), ";") {
-		exec(t, conn, sql)
-	}
-	require.Eventually(t, func() bool { return check()[0].Severity == doctor.OK }, awaitMax, awaitEvery)
+	testwait.True(t, "it is vacuumed", func() bool { return check()[0].Severity == doctor.OK })
 }
 
 // A database whose clock is not this machine's is a warning; nothing depends on it at once.

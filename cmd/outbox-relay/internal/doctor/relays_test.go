@@ -1,6 +1,7 @@
 package doctor_test
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -9,11 +10,6 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/doctor"
 	"github.com/effectonce/effectonce/internal/pgtest"
-)
-
-const (
-	awaitMax   = 2 * time.Minute
-	awaitEvery = 20 * time.Millisecond
 )
 
 // A relay under a disused name, whose rows the outbox would keep indefinitely, is a warning with
@@ -102,20 +98,13 @@ func TestOverdueMessagesAreFound(t *testing.T) {
 	assert.Equal(t, doctor.OK, later().Severity)
 	status := readStatus(t, conn, opts)
 	assert.True(t, status.Well, status.Problems)
-	assert.Equal(t, int64(2), status.Scheduled.Count)
-	assert.Equal(t, int64(1), status.Scheduled.Overdue)
-	assert.InDelta(t, 45, status.Scheduled.OldestOverdueSeconds, 15)
-
-	exec(t, conn, "INSERT INTO effectonce.outbox_scheduled (due_at, topic) VALUES (clock_timestamp() - interval '90 s', 't')")
-	f := later()
-	assert.Equal(t, doctor.Warn, f.Severity)
-	assert.Contains(t, f.Message, "messages for later: 2 due")
-	assert.Contains(t, f.Remedy, "outbox-relay run")
-	assert.True(t, readStatus(t, conn, opts).Well, "not older than rows may be")
-	exec(t, conn, "UPDATE effectonce.outbox_scheduled SET due_at = due_at - interval '1 minute'")
+	assert.Equal(t, []int64{2, 1}, []int64{status.Scheduled.Count, status.Scheduled.Overdue})
+	exec(t, conn, "UPDATE effectonce.outbox_scheduled SET due_at = due_at - interval '2 minutes'")
+	assert.Equal(t, doctor.Warn, later().Severity)
+	assert.Contains(t, later().Message, "messages for later: 1 due")
 	status = readStatus(t, conn, opts)
 	assert.False(t, status.Well)
-	assert.Contains(t, status.Problems[0], "messages for later: 2 due and not in the outbox, the oldest for longer than 2m")
+	assert.Contains(t, status.Problems[0], "messages for later: 1 due and not in the outbox, the oldest for longer than 2m")
 }
 
 // A shard that no replica ever took has published nothing: its rows wait, whatever the others did,
@@ -126,29 +115,23 @@ func TestShardsThatWereNeverLeasedCount(t *testing.T) {
 	exec(t, conn, "INSERT INTO effectonce.outbox (topic, key) SELECT 't', convert_to(n::text, 'UTF8') FROM generate_series(1, 100) n")
 	var odd int64
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM effectonce.outbox WHERE shard % 2 = 1").Scan(&odd))
-	require.Positive(t, odd)
-	require.Less(t, odd, int64(100))
 	exec(t, conn, "INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 2)")
 	status := readStatus(t, conn, doctor.StatusOptions{})
 	require.Len(t, status.Relays, 2)
-	assert.Equal(t, int64(100), status.Relays[0].Waiting+status.Relays[1].Waiting)
+	assert.Equal(t, []int64{100 - odd, odd}, []int64{status.Relays[0].Waiting, status.Relays[1].Waiting})
 	assert.Contains(t, status.Problems[0], "rows wait and it never ran")
 
 	exec(t, conn, "INSERT INTO effectonce.outbox_ticks (snapshot, seq_last) VALUES (pg_current_snapshot(), 100)")
 	exec(t, conn, `INSERT INTO effectonce.outbox_progress (relay, shard, shards, tick, epoch, lease_until) VALUES
 		('default', 0, 2, 1, 1, clock_timestamp() + interval '1 minute')`)
-	status = readStatus(t, conn, doctor.StatusOptions{})
-	assert.Zero(t, status.Relays[0].Waiting)
-	assert.Equal(t, odd, status.Relays[1].Waiting)
-	require.Len(t, status.Problems, 1)
-	assert.Contains(t, status.Problems[0], `relay "default", shard 1: rows wait and no replica ever took it`)
-	backlog, err := doctor.ReadBacklog(t.Context(), conn, "effectonce", "default", nil, 1000)
-	require.NoError(t, err)
-	assert.Equal(t, odd, backlog.Waiting)
-
 	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, key, headers, created_at, reason, error, state)
 		SELECT 'default', o.seq, o.id, o.topic, o.key, '{}', now(), 'refused', 'e', 'held' FROM effectonce.outbox o`)
 	status = readStatus(t, conn, doctor.StatusOptions{})
-	assert.Equal(t, 100-odd, status.Relays[0].Dead["refused"])
-	assert.Equal(t, odd, status.Relays[1].Dead["refused"])
+	for shard, want := range [][]int64{{0, 100 - odd}, {odd, odd}} {
+		assert.Equal(t, want, []int64{status.Relays[shard].Waiting, status.Relays[shard].Dead["refused"]}, shard)
+	}
+	assert.Contains(t, strings.Join(status.Problems, "\n"), `relay "default", shard 1: rows wait and no replica ever took it`)
+	backlog, err := doctor.ReadBacklog(t.Context(), conn, "effectonce", "default", nil, 1000)
+	require.NoError(t, err)
+	assert.Equal(t, odd, backlog.Waiting)
 }

@@ -34,6 +34,7 @@ func TestStatusIsJudged(t *testing.T) {
 		gone  = "INSERT INTO effectonce.outbox_replicas (relay, owner, alive_until, state) VALUES ('default', 'somebody', clock_timestamp() - interval '1 second', 'kafka_away')"
 		dead  = "INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state) VALUES ('default', 1, gen_random_uuid(), 't', '{}', now(), 'too_large', 'e', 'held')"
 	)
+	conn := connect(t, pgtest.Database(t))
 	for name, c := range map[string]struct {
 		before  []string
 		ageMax  time.Duration
@@ -58,21 +59,18 @@ func TestStatusIsJudged(t *testing.T) {
 		"progress of another cluster":     {before: []string{live, "UPDATE effectonce.outbox_progress SET system_identifier = 1"}, problem: "another database cluster"},
 		"a tick that was deleted by hand": {before: []string{live, "UPDATE effectonce.outbox_progress SET tick = 7"}, problem: "tick 7"},
 	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			conn := connect(t, pgtest.Database(t))
-			for _, sql := range c.before {
-				exec(t, conn, sql)
-			}
-			status, err := doctor.ReadStatus(t.Context(), conn, "effectonce", doctor.StatusOptions{AgeMax: c.ageMax})
-			if err != nil {
-				require.ErrorContains(t, err, c.problem)
-				require.NotEmpty(t, c.problem)
-				return
-			}
-			assert.Equal(t, c.problem == "", status.Well)
-			assert.Contains(t, strings.Join(status.Problems, "\n"), c.problem)
-		})
+		exec(t, conn, "TRUNCATE effectonce.outbox, effectonce.outbox_progress, effectonce.outbox_replicas, effectonce.outbox_dead RESTART IDENTITY")
+		for _, sql := range c.before {
+			exec(t, conn, sql)
+		}
+		status, err := doctor.ReadStatus(t.Context(), conn, "effectonce", doctor.StatusOptions{AgeMax: c.ageMax})
+		if err != nil {
+			require.ErrorContains(t, err, c.problem, name)
+			require.NotEmpty(t, c.problem, name)
+			continue
+		}
+		assert.Equal(t, c.problem == "", status.Well, name)
+		assert.Contains(t, strings.Join(status.Problems, "\n"), c.problem, name)
 	}
 }
 
@@ -88,33 +86,16 @@ func TestEachRelayIsReported(t *testing.T) {
 	exec(t, conn, "INSERT INTO effectonce.outbox (topic) VALUES ('t')")
 	exec(t, conn, `INSERT INTO effectonce.outbox_dead (relay, seq, id, topic, headers, created_at, reason, error, state)
 		SELECT 'ahead', n, gen_random_uuid(), 't', '{}', now(), CASE n WHEN 1 THEN 'refused' ELSE 'behind' END, 'e', 'held' FROM generate_series(1, 3) n`)
-	exec(t, conn, "INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('n', 'g', '{t}')")
-	exec(t, conn, "INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('g', 't', 0), ('g', 't', 1)")
-
 	status := readStatus(t, conn, doctor.StatusOptions{})
 	require.Len(t, status.Relays, 2)
 	ahead, behind := status.Relays[0], status.Relays[1]
-	assert.Equal(t, "ahead", ahead.Relay)
-	assert.True(t, ahead.Live)
-	assert.Equal(t, "a", ahead.Owner)
-	assert.InDelta(t, 3600, ahead.LeaseLeftSeconds, 60)
-	assert.Equal(t, int64(1), ahead.Waiting)
-	assert.Equal(t, int64(4), ahead.Epoch)
-	assert.Equal(t, int64(20), ahead.Published)
+	assert.Equal(t, []any{"ahead", true, "a", int64(1), int64(4), int64(20)}, []any{ahead.Relay, ahead.Live, ahead.Owner, ahead.Waiting, ahead.Epoch, ahead.Published})
 	assert.Equal(t, map[string]int64{"refused": 1, "behind": 2}, ahead.Dead)
-	assert.False(t, behind.Live)
-	assert.Empty(t, behind.Owner)
-	assert.Equal(t, int64(3), behind.Waiting)
+	assert.Equal(t, []any{"behind", false, "", int64(3)}, []any{behind.Relay, behind.Live, behind.Owner, behind.Waiting})
 	assert.Empty(t, behind.Dead)
-	assert.Equal(t, int64(1), status.Consumers)
-	assert.Equal(t, int64(2), status.Positions)
-
-	picked := readStatus(t, conn, doctor.StatusOptions{Relay: "behind"})
+	picked := readStatus(t, conn, doctor.StatusOptions{Relay: "never"})
 	require.Len(t, picked.Relays, 1)
-	assert.Equal(t, "behind", picked.Relays[0].Relay)
-	never := readStatus(t, conn, doctor.StatusOptions{Relay: "never"})
-	require.Len(t, never.Relays, 1)
-	assert.Equal(t, int64(3), never.Relays[0].Waiting)
+	assert.Equal(t, int64(3), picked.Relays[0].Waiting)
 }
 
 // The rate is what was published since an earlier look, by the database's clock; a relay that was

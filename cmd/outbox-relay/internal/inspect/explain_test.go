@@ -104,57 +104,6 @@ func TestExplainFindsForeignMessages(t *testing.T) {
 	}
 }
 
-// Property: a record without any ID is known by its place alone, under the ID that the consumer
-// claimed.
-func TestExplainFindsWhatCarriesNoID(t *testing.T) {
-	t.Parallel()
-	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	require.NoError(t, kafkatest.Client(t).ProduceSync(t.Context(), &kgo.Record{Topic: topic}, &kgo.Record{Topic: topic}).FirstErr())
-	consume(t, pool, topic, consumer.Each(nothing), "SELECT count(*) = 2 FROM effectonce.processed_messages")
-	x := explain(t, pool, kafka(t), topic+"/0/1")
-	assert.Len(t, x.Records, 1)
-	assert.Len(t, x.Claims, 1)
-}
-
-// onScan does something when a scan of topics begins, which is when their ends are known.
-type onScan func()
-
-func (f onScan) OnNewClient(*kgo.Client) { f() }
-
-// Property: a record behind the first record of an open transaction is found by its place: explain
-// waits for it.
-func TestExplainWaitsForOpenTransactions(t *testing.T) {
-	t.Parallel()
-	pool, topic := pgtest.Pool(t), kafkatest.Topic(t, 1)
-	open := kafkatest.Client(t, kgo.TransactionalID(topic))
-	require.NoError(t, open.BeginTransaction())
-	require.NoError(t, open.ProduceSync(t.Context(), &kgo.Record{Topic: topic}).FirstErr())
-	require.NoError(t, kafkatest.Client(t).ProduceSync(t.Context(), &kgo.Record{Topic: topic, Headers: []kgo.RecordHeader{{Key: "id", Value: []byte("7")}}}).FirstErr())
-	k, scans := kafka(t), 0
-	k.Options = append(k.Options, kgo.WithHooks(onScan(func() {
-		if scans++; scans == 1 {
-			assert.NoError(t, open.EndTransaction(t.Context(), kgo.TryAbort))
-		}
-	})))
-	x := explain(t, pool, k, topic+"/0/1")
-	require.Len(t, x.Records, 1)
-	assert.Equal(t, "7", x.Records[0].MessageID)
-	assert.Empty(t, x.KafkaError)
-}
-
-// Property: a row that Kafka does not take is dead for that relay, with the reason.
-func TestExplainShowsDeadRows(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	id := scalar[string](t, pool, insertSQL, kafkatest.UnusedTopic(t))
-	publish(t, pool)
-	x := explain(t, pool, kafka(t), id)
-	require.Len(t, x.Dead, 1)
-	assert.Equal(t, "unknown_topic", x.Dead[0].Reason)
-	assert.Equal(t, map[string]string{"default": inspect.StateDead}, x.Outbox[0].States)
-	assert.Empty(t, x.Records)
-}
-
 // Property: the search of a topic is bounded, and says that it stopped.
 func TestExplainStopsAtScanMax(t *testing.T) {
 	t.Parallel()

@@ -14,15 +14,13 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-const (
-	schema  = "effectonce"
-	waitMax = 2 * time.Minute
-)
+const schema = "effectonce"
 
 func exec(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
 	t.Helper()
@@ -63,9 +61,9 @@ func consume(t *testing.T, pool *pgxpool.Pool, topic string, handler consumer.Ha
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- c.Run(ctx) }()
-	require.Eventually(t, func() bool { return scalar[bool](t, pool, until) }, waitMax, 10*time.Millisecond, until)
+	testwait.True(t, until, func() bool { return scalar[bool](t, pool, until) })
 	cancel()
-	require.NoError(t, <-done)
+	require.NoError(t, testwait.Chan(t, "the consumer's end", done))
 }
 
 func explain(t *testing.T, pool *pgxpool.Pool, k *inspect.Kafka, text string) *inspect.Explanation {

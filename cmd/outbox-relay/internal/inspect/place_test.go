@@ -53,8 +53,8 @@ func TestWhyThereIsNoRecord(t *testing.T) {
 		assert.Equal(t, want, x.At.State, place)
 		assert.Equal(t, want == inspect.PlaceRecord, len(x.Records) == 1, place)
 	}
-	produce(nil)                                                        // 6
-	limited, cancel := context.WithTimeout(t.Context(), 10*time.Second) // for copies the topic is searched to its end, which is not known yet
+	produce(nil)                                                       // 6
+	limited, cancel := context.WithTimeout(t.Context(), 2*time.Second) // for copies the topic is searched to its end, which is not known yet
 	defer cancel()
 	open, err := inspect.Explain(limited, pool, kafka(t), inspect.Question{Schema: schema, Text: topic + "/0/6", Since: time.Hour, ScanMax: 1000})
 	require.NoError(t, err)

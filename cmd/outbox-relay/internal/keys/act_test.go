@@ -3,7 +3,6 @@ package keys_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -16,6 +15,7 @@ import (
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 func unlock(ctx context.Context, db operator.Beginner, place keys.Place) (*keys.Changed, error) {
@@ -38,6 +38,10 @@ func TestActionsFitTheState(t *testing.T) {
 	t.Parallel()
 	const done = ""
 	acts := map[string]func(context.Context, operator.Beginner, keys.Place) (*keys.Changed, error){"unlock": unlock, "retry": retry, "finish": finish}
+	pool := pgtest.Pool(t)
+	all := func() string {
+		return scalar[string](t, pool, "SELECT concat((SELECT string_agg(k::text, ' ' ORDER BY key) FROM effectonce.idempotency_keys k), (SELECT count(*) FROM effectonce.operator_actions))")
+	}
 	for _, c := range []struct{ state, unlock, retry, finish string }{
 		{"locked", done, "keys unlock", "keys unlock"},
 		{"free", "its lock is free", "running already", done},
@@ -49,51 +53,44 @@ func TestActionsFitTheState(t *testing.T) {
 		{"unanswered", "keys retry", done, done},
 	} {
 		for what, want := range map[string]string{"unlock": c.unlock, "retry": c.retry, "finish": c.finish} {
-			t.Run(what+" "+c.state, func(t *testing.T) {
-				t.Parallel()
-				pool := pgtest.Pool(t)
-				place := key(t, pool, "k", c.state)
-				key(t, pool, "other", c.state)
-				before := scalar[string](t, pool, "SELECT string_agg(k::text, ' ' ORDER BY key) FROM effectonce.idempotency_keys k")
-				changed, err := acts[what](t.Context(), pool, place)
-				if want != done {
-					require.ErrorContains(t, err, want)
-					var refused *keys.RefusedError
-					require.ErrorAs(t, err, &refused)
-					assert.Equal(t, before, scalar[string](t, pool, "SELECT string_agg(k::text, ' ' ORDER BY key) FROM effectonce.idempotency_keys k"))
-					assert.Zero(t, scalar[int](t, pool, "SELECT count(*) FROM effectonce.operator_actions"))
-					return
-				}
-				require.NoError(t, err)
-				assert.Equal(t, int64(7), changed.Was.LockToken)
-				now := find(t, pool, "k")
-				changed.Now.AgeSeconds = now.AgeSeconds
-				assert.Equal(t, now, changed.Now)
-				assert.Equal(t, int64(8), now.LockToken)
-				assert.False(t, now.Locked)
-				assert.Nil(t, now.RetryAt)
-				switch what {
-				case "finish":
-					assert.Equal(t, keys.Finished, now.State)
-					assert.NotNil(t, now.RequestBytes, "an operator cannot take it away, nor change it")
-					assert.NotNil(t, now.FinishedAt)
-				case "retry":
-					assert.Equal(t, keys.Running, now.State)
-					assert.Zero(t, now.Attempts)
-					assert.Nil(t, now.Calling)
-				default:
-					assert.True(t, now.Stuck)
-				}
-				assert.Equal(t, int64(7), find(t, pool, "other").LockToken)
-				actions, err := keys.Actions(t.Context(), pool, schema, place, 9)
-				require.NoError(t, err)
-				require.Len(t, actions, 1)
-				assert.Equal(t, "key."+what, actions[0].What)
-				assert.Equal(t, "ana@ops", *actions[0].Stated)
-				assert.Equal(t, "asked the bank", actions[0].Why)
-				assert.NotContains(t, string(actions[0].Subject), "secret")
-				assert.Equal(t, "charge of scope t ("+now.Mark+")", actions[0].Object())
-			})
+			name := what + " " + c.state
+			place := key(t, pool, name, c.state)
+			key(t, pool, "other than "+name, c.state)
+			before := all()
+			changed, err := acts[what](t.Context(), pool, place)
+			if want != done {
+				require.ErrorContains(t, err, want, name)
+				var refused *keys.RefusedError
+				require.ErrorAs(t, err, &refused)
+				assert.Equal(t, before, all(), name)
+				continue
+			}
+			require.NoError(t, err, name)
+			assert.Equal(t, int64(7), changed.Was.LockToken)
+			now := find(t, pool, name)
+			changed.Now.AgeSeconds = now.AgeSeconds
+			assert.Equal(t, now, changed.Now)
+			assert.Equal(t, []any{int64(8), false}, []any{now.LockToken, now.Locked}, name)
+			assert.Nil(t, now.RetryAt)
+			switch what {
+			case "finish":
+				assert.Equal(t, keys.Finished, now.State)
+				assert.NotNil(t, now.RequestBytes, "an operator cannot take it away, nor change it")
+				assert.NotNil(t, now.FinishedAt)
+			case "retry":
+				assert.Equal(t, keys.Running, now.State)
+				assert.Zero(t, now.Attempts)
+				assert.Nil(t, now.Calling)
+			default:
+				assert.True(t, now.Stuck)
+			}
+			assert.Equal(t, int64(7), find(t, pool, "other than "+name).LockToken)
+			actions, err := keys.Actions(t.Context(), pool, schema, place, 9)
+			require.NoError(t, err)
+			require.Len(t, actions, 1)
+			assert.Equal(t, []string{"key." + what, "ana@ops", "asked the bank"}, []string{actions[0].What, *actions[0].Stated, actions[0].Why})
+			assert.NotContains(t, string(actions[0].Subject), "secret")
+			assert.Equal(t, "charge of scope t ("+now.Mark+")", actions[0].Object())
 		}
 	}
 }
@@ -120,7 +117,7 @@ func TestUnlockFencesTheHolder(t *testing.T) {
 		_, err := flow.Do(t.Context(), named("k"), nil)
 		first <- err
 	}()
-	<-called
+	testwait.Chan(t, "the call", called)
 	_, err := flow.Do(t.Context(), named("k"), nil)
 	require.ErrorIs(t, err, idempotency.ErrInProgress)
 	changed, err := unlock(t.Context(), pool, find(t, pool, "k").Place)
@@ -130,7 +127,7 @@ func TestUnlockFencesTheHolder(t *testing.T) {
 	require.NoError(t, err)
 	assert.False(t, response.Replayed)
 	close(free)
-	require.ErrorIs(t, <-first, idempotency.ErrLockLost)
+	require.ErrorIs(t, testwait.Chan(t, "the first request's end", first), idempotency.ErrLockLost)
 	assert.Equal(t, 1, scalar[int](t, pool, "SELECT count(*) FROM reserved"))
 }
 
@@ -178,49 +175,43 @@ func undecided(t *testing.T, flow *idempotency.Flow[struct{}]) {
 }
 
 // A request that did not happen continues from its recovery point. One that happened is answered
-// with the operator's outcome, and nothing is asked again. Row H5 of guarantees.md.
+// with the operator's outcome, and nothing is asked again, also where outcomes are sealed. Row H5 of
+// guarantees.md.
 func TestInDoubtItIsThePersonWhoDecides(t *testing.T) {
 	t.Parallel()
-	for name, sealed := range map[string]idempotency.Sealer{"plain": nil, "sealed": reverse{}} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool := pgtest.Pool(t)
-			exec(t, pool, reservedSQL)
-			var calls atomic.Int32
-			var asked atomic.Value
-			pay := idempotency.Phase[struct{}]{
-				AtMostOnce: true,
-				Call: func(_ context.Context, step *idempotency.Step[struct{}]) error {
-					asked.Store(step.ChildID())
-					if calls.Add(1) <= 2 {
-						return errLost
-					}
-					return nil
-				},
+	pool := pgtest.Pool(t)
+	exec(t, pool, reservedSQL)
+	var calls atomic.Int32
+	var asked atomic.Value
+	pay := idempotency.Phase[struct{}]{
+		AtMostOnce: true,
+		Call: func(_ context.Context, step *idempotency.Step[struct{}]) error {
+			asked.Store(step.ChildID())
+			if calls.Add(1) <= 2 {
+				return errLost
 			}
-			flow := charge(t, pool, idempotency.Config{Seal: sealed}, pay)
-			undecided(t, flow)
-			row := find(t, pool, "k")
-			assert.Equal(t, []string{"reserve"}, row.Phases)
-			assert.Equal(t, "pay", *row.Calling)
-			assert.Equal(t, asked.Load(), row.ChildID("pay"), "what the person asks the foreign system for")
-			_, err := retry(t.Context(), pool, row.Place)
-			require.NoError(t, err)
-			undecided(t, flow)
-			_, err = finish(t.Context(), pool, row.Place)
-			require.NoError(t, err)
-			if sealed != nil {
-				_, err = flow.Do(t.Context(), named("k"), nil)
-				require.ErrorIs(t, err, idempotency.ErrUnsealed)
-				flow = charge(t, pool, idempotency.Config{Seal: sealed, AcceptUnsealed: true}, pay)
-			}
-			response, err := flow.Do(t.Context(), named("k"), nil)
-			require.NoError(t, err)
-			assert.Equal(t, idempotency.Response{Status: 200, Header: map[string][]string{"X-By": {"ana"}}, Body: []byte("by hand"), Replayed: true}, response)
-			assert.Equal(t, int32(2), calls.Load())
-			assert.Equal(t, 1, scalar[int](t, pool, "SELECT count(*) FROM reserved"))
-		})
+			return nil
+		},
 	}
+	flow := charge(t, pool, idempotency.Config{Seal: reverse{}}, pay)
+	undecided(t, flow)
+	row := find(t, pool, "k")
+	assert.Equal(t, []string{"reserve"}, row.Phases)
+	assert.Equal(t, "pay", *row.Calling)
+	assert.Equal(t, asked.Load(), row.ChildID("pay"), "what the person asks the foreign system for")
+	_, err := retry(t.Context(), pool, row.Place)
+	require.NoError(t, err)
+	undecided(t, flow)
+	_, err = finish(t.Context(), pool, row.Place)
+	require.NoError(t, err)
+	_, err = flow.Do(t.Context(), named("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrUnsealed)
+	flow = charge(t, pool, idempotency.Config{Seal: reverse{}, AcceptUnsealed: true}, pay)
+	response, err := flow.Do(t.Context(), named("k"), nil)
+	require.NoError(t, err)
+	assert.Equal(t, idempotency.Response{Status: 200, Header: map[string][]string{"X-By": {"ana"}}, Body: []byte("by hand"), Replayed: true}, response)
+	assert.Equal(t, int32(2), calls.Load())
+	assert.Equal(t, 1, scalar[int](t, pool, "SELECT count(*) FROM reserved"))
 }
 
 // reverse is a Sealer that can be seen through.
@@ -233,34 +224,6 @@ func (reverse) Open(sealed, _ []byte) ([]byte, error) {
 		return nil, errors.New("not sealed")
 	}
 	return sealed[7:], nil
-}
-
-// If several people decide at the same moment, one decision counts, and the others learn that there
-// is nothing left to decide.
-func TestOnePersonDecides(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	for n := range 5 {
-		place := key(t, pool, fmt.Sprint("k", n), "indeterminate")
-		heard := make(chan error, 6)
-		for range cap(heard) {
-			go func() {
-				_, err := retry(t.Context(), pool, place)
-				heard <- err
-			}()
-		}
-		refused := 0
-		for range cap(heard) {
-			if err := <-heard; err != nil {
-				var no *keys.RefusedError
-				require.ErrorAs(t, err, &no)
-				refused++
-			}
-		}
-		assert.Equal(t, 5, refused)
-		assert.Equal(t, int64(8), find(t, pool, place.Key).LockToken)
-	}
-	assert.Equal(t, 5, scalar[int](t, pool, "SELECT count(*) FROM effectonce.operator_actions"))
 }
 
 // If a worker commits its outcome while an operator ends its lock, the operator waits for it, and
@@ -281,32 +244,12 @@ func TestAnOutcomeUnderWayIsWaitedFor(t *testing.T) {
 		_, err := unlock(t.Context(), conn, place)
 		refused <- err
 	}()
-	require.Eventually(t, func() bool {
-		var waits bool
-		err := pool.QueryRow(t.Context(), "SELECT cardinality(pg_blocking_pids($1)) > 0", conn.PgConn().PID()).Scan(&waits)
-		return err == nil && waits
-	}, 2*time.Minute, 10*time.Millisecond)
+	testwait.True(t, "the operator waits", func() bool {
+		return scalar[bool](t, pool, "SELECT cardinality(pg_blocking_pids($1)) > 0", conn.PgConn().PID())
+	})
 	require.NoError(t, worker.Commit(t.Context()))
-	require.ErrorContains(t, <-refused, "never changed")
+	require.ErrorContains(t, testwait.Chan(t, "the refusal", refused), "never changed")
 	assert.Equal(t, keys.Finished, find(t, pool, "k").State)
 	_, err = unlock(t.Context(), conn, keys.Place{Scope: "t", Operation: "charge", Key: "nobody's"})
 	require.ErrorIs(t, err, keys.ErrNotFound)
-}
-
-// An operator who finishes a key cannot store what belongs to one client or one connection, nor
-// what would be stored as something else: it is refused by name, and nothing is changed.
-func TestOutcomeHasNoHeaderThatIsNeverStored(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	place := key(t, pool, "k", "indeterminate")
-	for name, value := range map[string]string{
-		"Set-Cookie": "a=b", "set-cookie": "a=b", "WWW-Authenticate": "Basic", "Connection": "X-By", "X-Latin": "\xe9", "X-Zero": "\x00", "X-\xe9": "1",
-	} {
-		_, err := keys.Finish(t.Context(), pool, schema, ana, place, keys.Outcome{Status: 200, Header: map[string][]string{"X-By": {"ana"}, name: {"1", value}}})
-		require.ErrorContains(t, err, fmt.Sprintf("%q", name))
-		row := find(t, pool, "k")
-		assert.Equal(t, keys.Indeterminate, row.State)
-		assert.Equal(t, int64(7), row.LockToken)
-	}
-	assert.Zero(t, scalar[int](t, pool, "SELECT count(*) FROM effectonce.operator_actions"))
 }

@@ -1,8 +1,7 @@
 package keys_test
 
 import (
-	"context"
-	"errors"
+	"fmt"
 	"os"
 	"regexp"
 	"strings"
@@ -94,84 +93,15 @@ func TestDocumentedClaim(t *testing.T) {
 	}
 }
 
-// Work in one transaction that failed, and was counted, is taken over by plain SQL: by one of two,
-// and its outcome is replayed here. A key that is held or was decided, that belongs to another
-// request, or that was begun in phases is not touched.
-func TestDocumentedTakeover(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	op, err := idempotency.New(pool, idempotency.Config{Operation: "charge", AttemptsMax: 5})
-	require.NoError(t, err)
-	failure := errors.New("away")
-	_, err = op.Once(t.Context(), named("k"), func(context.Context, pgx.Tx) (idempotency.Response, error) { return idempotency.Response{}, failure })
-	require.ErrorIs(t, err, failure)
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET fingerprint = sha256('x')")
-	require.Equal(t, "execute", answer(t, pool, "x"))
-	take := documented(t, request("x", "1")...)[1]
-	require.Len(t, take, 1)
-	taken := func(sql string) int64 {
-		tag, err := pool.Exec(t.Context(), sql)
-		require.NoError(t, err)
-		return tag.RowsAffected()
-	}
-	assert.Zero(t, taken(documented(t, request("y", "1")...)[1][0]), "another request")
-	for _, change := range []string{
-		"phases = '{reserve}'", "calling = 'pay'", "state = 'indeterminate'", "state = 'abandoned'", "locked_until = clock_timestamp() + interval '1 h'", "lock_token = 7",
-	} {
-		exec(t, pool, "CREATE TABLE before AS TABLE effectonce.idempotency_keys")
-		exec(t, pool, "UPDATE effectonce.idempotency_keys SET "+change)
-		assert.Zero(t, taken(take[0]), change)
-		exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
-		exec(t, pool, "INSERT INTO effectonce.idempotency_keys TABLE before")
-		exec(t, pool, "DROP TABLE before")
-	}
-	steps := documented(t, request("x", "1")...)[0]
-	conn, err := pool.Acquire(t.Context())
-	require.NoError(t, err)
-	for _, step := range []string{steps[0], steps[1], take[0], steps[4], steps[5], steps[6]} {
-		_, err := conn.Exec(t.Context(), step)
-		require.NoError(t, err, step)
-	}
-	conn.Release()
-	assert.Zero(t, taken(take[0]), "it has its outcome")
-	assert.Equal(t, "replay", answer(t, pool, "x"))
-	exec(t, pool, "UPDATE effectonce.idempotency_keys SET fingerprint = decode(repeat('00', 32), 'hex')")
-	response, err := op.Once(t.Context(), named("k"), nil)
-	require.NoError(t, err)
-	assert.Equal(t, []any{201, "done", true}, []any{response.Status, string(response.Body), response.Replayed})
-	assert.EqualValues(t, 2, find(t, pool, "k").Attempts)
-}
-
-// The documented limits of names are those of the table, with the documented errors.
-func TestDocumentedLimits(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	long := strings.Repeat("ä", 255)
-	for name, want := range map[string]string{long: "", long + "a": "22001", "": "23514"} {
-		for _, column := range []string{":'scope'", ":'operation'", ":'key'"} {
-			exec(t, pool, "DELETE FROM effectonce.idempotency_keys")
-			sql := documented(t, append([]string{column, "'" + name + "'"}, request("x", "0")...)...)[0][2]
-			_, err := pool.Exec(t.Context(), sql)
-			if want == "" {
-				require.NoError(t, err, column)
-				continue
-			}
-			var refused *pgconn.PgError
-			require.ErrorAs(t, err, &refused, column)
-			assert.Equal(t, want, refused.Code, column)
-		}
-	}
-}
-
 // Phases by plain SQL: a worker that lost its token stores nothing more, and the others continue
 // from the recovery point.
 func TestDocumentedPhases(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	first := documented(t, request("x", "1")...)[2]
-	second := documented(t, request("x", "2")...)[2]
+	token := scalar[int64](t, pool, documented(t, request("x", "0")...)[2][0])
+	steps := func(taken int64) []string { return documented(t, request("x", fmt.Sprint(token+taken))...)[2] }
+	first, second := steps(0), steps(1)
 	require.Len(t, first, 4)
-	exec(t, pool, first[0])
 	exec(t, pool, first[2])
 	tag, err := pool.Exec(t.Context(), first[1])
 	require.NoError(t, err)
@@ -185,8 +115,7 @@ func TestDocumentedPhases(t *testing.T) {
 	tag, err = pool.Exec(t.Context(), second[1])
 	require.NoError(t, err)
 	assert.Equal(t, int64(1), tag.RowsAffected())
-	third := documented(t, request("x", "3")...)[2]
-	exec(t, pool, third[3])
+	exec(t, pool, steps(2)[3])
 	row := find(t, pool, "k")
 	assert.Equal(t, keys.Finished, row.State)
 	assert.Equal(t, []string{"reserve", "pay"}, row.Phases)

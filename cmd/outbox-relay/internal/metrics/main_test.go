@@ -8,13 +8,13 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/metrics"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
@@ -51,12 +51,10 @@ func scrape(t *testing.T, m *metrics.Metrics) (samples series, types map[string]
 // await scrapes until a condition holds.
 func await(t *testing.T, m *metrics.Metrics, what string, holds func(series) bool) series {
 	t.Helper()
-	var last series
-	require.Eventually(t, func() bool {
-		last, _ = scrape(t, m)
-		return holds(last)
-	}, 2*time.Minute, 10*time.Millisecond, what)
-	return last
+	return testwait.For(t, what, func() (series, bool) {
+		s, _ := scrape(t, m)
+		return s, holds(s)
+	})
 }
 
 // watch reads the database until the test ends.
@@ -76,7 +74,7 @@ func inBackground(t *testing.T, work func(context.Context)) (end func()) {
 	}()
 	end = func() {
 		cancel()
-		<-done
+		testwait.Chan(t, "the end", done)
 	}
 	t.Cleanup(end)
 	return end

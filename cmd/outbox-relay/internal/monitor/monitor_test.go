@@ -3,6 +3,7 @@ package monitor_test
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -10,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -18,6 +20,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/monitor"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -65,122 +68,94 @@ func ready(t *testing.T, server *monitor.Server) (code int, v monitor.Readiness)
 }
 
 // awaitReady asks until the answer has a state and is ready or not.
-func awaitReady(t *testing.T, server *monitor.Server, code int, state, reason string) {
+func awaitReady(t *testing.T, server *monitor.Server, pool *pgxpool.Pool, code int, state, reason string) {
 	t.Helper()
-	var v monitor.Readiness
-	require.Eventually(t, func() bool {
-		var got int
-		got, v = ready(t, server)
-		return got == code && v.State == state && strings.Contains(strings.Join(v.Reasons, "; "), reason)
-	}, 2*time.Minute, 20*time.Millisecond, "%d %s %s, not %+v", code, state, reason, &v)
+	testwait.For(t, fmt.Sprint(code, state, reason), func() (monitor.Readiness, bool) {
+		if pool != nil {
+			server.Ask(pool) // which forgets the last answer
+		}
+		got, v := ready(t, server)
+		return v, got == code && v.State == state && strings.Contains(strings.Join(v.Reasons, "; "), reason)
+	})
 }
 
 // Row S9 of guarantees.md: a replica is ready while it publishes or stands by and the database
 // answers; otherwise it reports why not. It is alive all the time: a database that does not answer
-// is no reason to restart it.
+// is no reason to restart it. Row S14: it stays ready when the migration of a next release is done;
+// an older schema makes it not ready.
 func TestReadiness(t *testing.T) {
-	t.Parallel()
-	cluster := pgtest.Cluster(t, nil)
-	pgtest.Migrate(t, cluster.URL)
-	pool, err := pgxpool.New(t.Context(), cluster.URL)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	exec := func(sql string) {
-		_, err := pool.Exec(t.Context(), sql)
-		require.NoError(t, err)
-	}
-	state := monitor.NewState()
-	hooks := state.Hooks(relay.Hooks{})
-	server := newServer(t, state, false)
-	alive := func() { assert.Equal(t, 200, ask(t, server, "GET", "/healthz").Code) }
-
-	awaitReady(t, server, 503, "starting", "the relay is starting")
-	alive()
-	server.Ask(pool)
-	state.Running()
-	awaitReady(t, server, 503, "waiting", "no replica holds a lease")
-	exec("INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until) VALUES ('default', 0, 'other', clock_timestamp() + interval '1 hour')")
-	awaitReady(t, server, 200, "standing_by", "")
-	exec("UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() - interval '1 s'")
-	awaitReady(t, server, 503, "waiting", "no replica holds a lease")
-	hooks.Lease(0, true)
-	awaitReady(t, server, 200, "publishing", "")
-
-	exec("UPDATE effectonce.schema_version SET version = version - 1")
-	awaitReady(t, server, 503, "publishing", "database schema is too old")
-	exec("UPDATE effectonce.schema_version SET version = version + 1")
-	awaitReady(t, server, 200, "publishing", "")
-
-	require.NoError(t, cluster.Kill(t.Context()))
-	awaitReady(t, server, 503, "publishing", "the database does not answer")
-	alive()
-	_, v := ready(t, server)
-	assert.NotContains(t, strings.Join(v.Reasons, ""), "127.0.0.1", "who asks need not know where it is")
-	require.NoError(t, cluster.Restart(t.Context()))
-	awaitReady(t, server, 200, "publishing", "")
-
-	state.Draining()
-	state.Running() // a start that ends late
-	awaitReady(t, server, 503, "draining", "the relay is stopping")
-	alive()
-}
-
-// Row S14 of guarantees.md: a replica that runs stays ready when the migration of a next release is
-// done, and otherwise reports why not, as before. An older schema still makes it not ready.
-func TestRunningReplicaStaysReadyUnderANewerSchema(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
 	exec := func(sql string) {
 		_, err := pool.Exec(t.Context(), sql)
 		require.NoError(t, err)
 	}
+	away, err := pgxpool.New(t.Context(), "postgres://u@127.0.0.1:1/d")
+	require.NoError(t, err)
+	t.Cleanup(away.Close)
 	state := monitor.NewState()
 	hooks := state.Hooks(relay.Hooks{})
 	server := newServer(t, state, false)
-	server.Ask(pool)
+	alive := func() { assert.Equal(t, 200, ask(t, server, "GET", "/healthz").Code) }
+
+	awaitReady(t, server, nil, 503, "starting", "the relay is starting")
+	alive()
 	state.Running()
-	hooks.Lease(0, true)
+	awaitReady(t, server, pool, 503, "waiting", "no replica holds a lease")
 	exec("INSERT INTO effectonce.outbox_progress (relay, shard, owner, lease_until) VALUES ('default', 0, 'other', clock_timestamp() + interval '1 hour')")
-	exec("UPDATE effectonce.schema_version SET version = version - 1")
-	awaitReady(t, server, 503, "publishing", "database schema is too old")
-	exec("UPDATE effectonce.schema_version SET version = version + 2")
-	awaitReady(t, server, 200, "publishing", "")
-	hooks.Lease(0, false)
-	awaitReady(t, server, 200, "standing_by", "")
+	awaitReady(t, server, pool, 200, "standing_by", "")
 	exec("UPDATE effectonce.outbox_progress SET lease_until = clock_timestamp() - interval '1 s'")
-	awaitReady(t, server, 503, "waiting", "no replica holds a lease")
+	awaitReady(t, server, pool, 503, "waiting", "no replica holds a lease")
+	hooks.Lease(0, true)
+	awaitReady(t, server, pool, 200, "publishing", "")
+
+	exec("UPDATE effectonce.schema_version SET version = version - 1")
+	awaitReady(t, server, pool, 503, "publishing", "database schema is too old")
+	exec("UPDATE effectonce.schema_version SET version = version + 2")
+	awaitReady(t, server, pool, 200, "publishing", "")
+
+	awaitReady(t, server, away, 503, "publishing", "the database does not answer")
+	alive()
+	_, v := ready(t, server)
+	assert.NotContains(t, strings.Join(v.Reasons, ""), "127.0.0.1", "who asks need not know where it is")
+	awaitReady(t, server, pool, 200, "publishing", "")
+
+	state.Draining()
+	state.Running() // a start that ends late
+	awaitReady(t, server, pool, 503, "draining", "the relay is stopping")
+	alive()
 }
 
 // A relay is stuck when it holds a shard and makes no turn. One without a shard waits for something
 // else, and one that drains has its own limit.
 func TestStuckRelayIsNotAlive(t *testing.T) {
 	t.Parallel()
-	turns := 0
-	state := monitor.NewState()
-	hooks := state.Hooks(relay.Hooks{Heartbeat: func() { turns++ }})
-	server := newServer(t, state, false)
-	monitor.StuckAfter(state, time.Nanosecond)
-	health := func() int { return ask(t, server, "GET", "/healthz").Code }
-	assert.Equal(t, 200, health(), "starting")
-	state.Running()
-	assert.Equal(t, 200, health(), "no shard")
-	hooks.Lease(3, true)
-	assert.Equal(t, 503, health())
-	assert.Contains(t, ask(t, server, "GET", "/healthz").Body.String(), "holds 1 shard and has done nothing")
-	monitor.StuckAfter(state, time.Hour)
-	assert.Equal(t, 200, health())
-	monitor.StuckAfter(state, 3*time.Second) // it has to be long enough for the look behind a turn
-	require.Eventually(t, func() bool { return health() == 503 }, 2*time.Minute, time.Millisecond)
-	hooks.Heartbeat()
-	assert.Equal(t, 1, turns)
-	assert.Equal(t, 200, health(), "it made a turn")
-	require.Eventually(t, func() bool { return health() == 503 }, 2*time.Minute, time.Millisecond)
-	hooks.Lease(3, false)
-	assert.Equal(t, 200, health(), "it lost the shard")
-	monitor.StuckAfter(state, time.Nanosecond)
-	hooks.Lease(3, true)
-	state.Draining()
-	assert.Equal(t, 200, health(), "draining")
+	synctest.Test(t, func(t *testing.T) {
+		turns := 0
+		state := monitor.NewState()
+		hooks := state.Hooks(relay.Hooks{Heartbeat: func() { turns++ }})
+		server := newServer(t, state, false)
+		after := func(d time.Duration) int {
+			<-time.After(d)
+			return ask(t, server, "GET", "/healthz").Code
+		}
+		assert.Equal(t, 200, after(time.Hour), "starting")
+		state.Running()
+		assert.Equal(t, 200, after(time.Hour), "no shard")
+		hooks.Lease(3, true)
+		assert.Equal(t, 200, after(4*time.Minute))
+		assert.Equal(t, 503, after(2*time.Minute))
+		assert.Contains(t, ask(t, server, "GET", "/healthz").Body.String(), "holds 1 shard and has done nothing")
+		hooks.Heartbeat()
+		assert.Equal(t, 1, turns)
+		assert.Equal(t, 200, after(4*time.Minute), "it made a turn")
+		assert.Equal(t, 503, after(2*time.Minute))
+		hooks.Lease(3, false)
+		assert.Equal(t, 200, after(time.Hour), "it lost the shard")
+		hooks.Lease(3, true)
+		state.Draining()
+		assert.Equal(t, 200, after(time.Hour), "draining")
+	})
 }
 
 // Property: a shard that hangs makes the process unhealthy at once, however well its other shards
@@ -218,19 +193,18 @@ func TestReadinessNamesKafka(t *testing.T) {
 	state := monitor.NewState()
 	hooks := state.Hooks(relay.Hooks{})
 	server := newServer(t, state, false)
-	server.Ask(pool)
 	state.Running()
 	for _, shards := range []bool{true, false} { // also a standby
 		hooks.Lease(0, shards)
 		hooks.Away(errors.New("dial tcp 10.0.0.7:9092: secret"))
-		awaitReady(t, server, 503, "kafka_away", "Kafka does not accept rows from this replica")
+		awaitReady(t, server, pool, 503, "kafka_away", "Kafka does not accept rows from this replica")
 		assert.Equal(t, 200, ask(t, server, "GET", "/healthz").Code)
 		_, v := ready(t, server)
 		assert.NotContains(t, strings.Join(v.Reasons, ""), "10.0.0.7", "who asks need not know where it is")
 	}
 	hooks.Away(nil)
 	hooks.Lease(0, true)
-	awaitReady(t, server, 200, "publishing", "")
+	awaitReady(t, server, pool, 200, "publishing", "")
 }
 
 // Row S9 of guarantees.md: internals do not exist unless configured, and then only for callers with

@@ -22,6 +22,7 @@ import (
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
@@ -86,11 +87,11 @@ func TestNoDeadRowIsLostDoubledOrStranded(t *testing.T) {
 			exec(t, conn, writeSQL, topic, key, n)
 		}
 	}
-	require.Eventually(t, func() bool {
+	testwait.True(t, "no row is stranded", func() bool {
 		_, err := conn.Exec(t.Context(), mendDeadSQL, 1)
 		require.NoError(t, ignoreDeadlock(err)) // one who uses psql would try again
 		return failed.Load() || len(dead.left(t, conn)) == 0 && drained(t, conn)
-	}, 8*time.Minute, 10*time.Millisecond, "rows are stranded")
+	})
 	stopped.Store(true)
 	require.NoError(t, group.Wait())
 	judge(t, conn, topic)

@@ -119,3 +119,9 @@ func TestParkedDocumentedSQLDoesTheSame(t *testing.T) {
 	assert.Zero(t, positions)
 	assert.Equal(t, 1, written)
 }
+
+// mendParkedSQL is what a consumer does at its next takeover.
+const mendParkedSQL = `
+UPDATE effectonce.parked_messages p SET state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END
+FROM (SELECT DISTINCT ON (key) seq FROM effectonce.parked_messages WHERE key IS NOT NULL ORDER BY key, seq) first
+WHERE p.seq = first.seq AND p.state = 'behind'`

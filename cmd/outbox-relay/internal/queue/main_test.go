@@ -131,7 +131,3 @@ const succeed = `WITH handled AS (DELETE FROM effectonce.parked_messages
 	FROM handled h WHERE p.state = 'behind'
 		AND p.seq = (SELECT min(n.seq) FROM effectonce.parked_messages n WHERE n.consumer = h.consumer AND n.topic = h.topic
 			AND n.partition = h.partition AND n.key = h.key AND n.seq > h.seq)`
-
-// fail is one whose handler fails at it.
-const fail = `UPDATE effectonce.parked_messages SET state = 'parked', reason = 'failed', error = 'failed again', attempts = attempts + 10
-	WHERE seq = (SELECT seq FROM effectonce.parked_messages WHERE state = 'retry' ORDER BY seq LIMIT 1 FOR UPDATE)`

@@ -11,6 +11,7 @@ import (
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/topicscan"
 	"github.com/effectonce/effectonce/internal/kafkatest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // openTransaction has records of a transaction at the offsets 0 and 2 of a topic's only partition,
@@ -52,7 +53,7 @@ func TestScanWaitsForOpenTransactions(t *testing.T) {
 				offsets = append(offsets, r.Offset)
 				return nil
 			})
-			require.NoError(t, <-ended)
+			require.NoError(t, testwait.Chan(t, "the transaction's end", ended))
 			require.NoError(t, err)
 			assert.Equal(t, c.want, offsets)
 		})
@@ -67,7 +68,7 @@ func TestScanNamesTheTransactionThatHangs(t *testing.T) {
 	defer func() { assert.NoError(t, end(kgo.TryAbort)) }()
 	extents, err := topicscan.Extents(t.Context(), kafkatest.Client(t), time.Time{}, topic)
 	require.NoError(t, err)
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second) // time to find it, also on a busy machine
+	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond) // the look for the transaction has its own limit
 	defer cancel()
 	err = topicscan.Scan(ctx, []kgo.Opt{kgo.SeedBrokers(kafkatest.Brokers(t)...)}, extents, func(*kgo.Record) error { return nil })
 	require.ErrorContains(t, err, "topic "+topic+", partition 0: a transaction is open from offset 0 on")

@@ -9,11 +9,9 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/inspect"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/verify"
-	"github.com/effectonce/effectonce/internal/kafkatest"
 )
 
 // meanwhile does something right before and right after progress is read.
@@ -48,28 +46,4 @@ func TestProgressIsReadFirst(t *testing.T) {
 	assert.True(t, r.Well, "%+v", r)
 	assert.Equal(t, 2, happened)
 	assert.Equal(t, []int64{10, 5}, []int64{r.Rows, r.Published})
-}
-
-// Property: what was published behind the first record of a transaction that is open when the end
-// of the topic is asked for, as by another shard or another producer, is not missing.
-func TestOpenTransactionsHideNothing(t *testing.T) {
-	t.Parallel()
-	s := newSite(t, 1)
-	other := kafkatest.Client(t, kgo.TransactionalID(s.topic))
-	require.NoError(t, other.BeginTransaction())
-	require.NoError(t, other.ProduceSync(t.Context(), &kgo.Record{Topic: s.topic}).FirstErr())
-	s.insert(20)
-	s.drain()
-	looks := 0
-	db := meanwhile{s.pool, func() {
-		if looks++; looks == 2 { // the rows are read, the end of the topic is known
-			assert.NoError(t, other.EndTransaction(t.Context(), kgo.TryCommit))
-		}
-	}}
-	opts := verify.Options{Schema: "effectonce", Relay: "default", Topics: []string{s.topic}, Examples: 3}
-	r, err := verify.Run(t.Context(), db, &inspect.Kafka{Client: s.client(), Options: s.options()}, opts)
-	require.NoError(t, err)
-	assert.Equal(t, 2, looks)
-	assert.True(t, r.Well, "%+v", r)
-	assert.Equal(t, []int64{20, 21}, []int64{r.Published, r.Records})
 }

@@ -88,19 +88,3 @@ func TestDeletedRecordsAfterPartitionsWereAdded(t *testing.T) {
 	assert.True(t, r.Well, "%v", r.Missing.Examples)
 	assert.EqualValues(t, 5, r.Expired)
 }
-
-// Property: a report of missing rows names the topics from which Kafka deletes records by
-// compaction.
-func TestMissingRowsOfACompactedTopic(t *testing.T) {
-	t.Parallel()
-	s := newSite(t, 1)
-	s.drain()
-	compacted := kafkatest.Topic(t, 1, "cleanup.policy", "compact")
-	s.exec("INSERT INTO effectonce.outbox (topic, key) VALUES ($1, 'k'), ($2, 'k')", s.topic, compacted)
-	assert.Empty(t, s.verify(nil).Notes)
-	s.exec(everythingPublished)
-	r := s.verify(nil)
-	assert.EqualValues(t, 2, r.Missing.Count)
-	assert.False(t, r.Well)
-	assert.Equal(t, []string{"topic " + compacted + " is compacted: Kafka deletes a record once a later one has its key, and the row of a deleted record is reported as missing"}, r.Notes)
-}

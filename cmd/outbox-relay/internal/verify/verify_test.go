@@ -18,12 +18,11 @@ import (
 	"github.com/effectonce/effectonce/consumer"
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
-
-const waitMax = 2 * time.Minute
 
 type site struct {
 	*testing.T
@@ -72,7 +71,7 @@ func (s *site) start(run func(context.Context) error) (stop func()) {
 	return func() {
 		s.Helper()
 		cancel()
-		require.NoError(s, <-done)
+		require.NoError(s, testwait.Chan(s, "the end", done))
 	}
 }
 
@@ -93,7 +92,7 @@ func (s *site) count(sql string) (n int) {
 func (s *site) consume(claims int) {
 	s.Helper()
 	stop := s.start(s.consumer().Run)
-	require.Eventually(s, func() bool { return s.count("SELECT count(*) FROM effectonce.processed_messages") >= claims }, waitMax, 10*time.Millisecond)
+	testwait.True(s, "the claims", func() bool { return s.count("SELECT count(*) FROM effectonce.processed_messages") >= claims })
 	stop()
 }
 
@@ -132,50 +131,14 @@ const everythingPublished = `WITH tick AS (INSERT INTO effectonce.outbox_ticks (
 func TestWhatWasPublishedIsWell(t *testing.T) {
 	t.Parallel()
 	s := newSite(t, 3)
-	s.insert(6000) // more than a page
+	s.insert(5100) // more than a page
 	s.drain()
-	s.consume(6000)
+	s.consume(5100)
 	s.insert(3)
 	r := s.verify(s.withGroup)
 	assert.True(t, r.Well, "%+v", r)
-	assert.Equal(t, []int64{6003, 6000, 6000, 6000, 0, 0, 0}, []int64{r.Rows, r.Published, r.Records, r.Claimed, r.Foreign, r.Expired, r.Moved})
+	assert.Equal(t, []int64{5103, 5100, 5100, 5100, 0, 0, 0}, []int64{r.Rows, r.Published, r.Records, r.Claimed, r.Foreign, r.Expired, r.Moved})
 	assert.Equal(t, []string{s.topic}, r.Topics)
-}
-
-// Property: the result is well while rows are written, published and consumed: work in progress is
-// no fault.
-func TestWhatIsUnderWayIsWell(t *testing.T) {
-	t.Parallel()
-	s := newSite(t, 2)
-	s.insert(1)
-	s.drain()
-	s.consume(1)
-	stops := []func(){s.start(s.relay().Run), s.start(s.consumer().Run)}
-	for range 3 {
-		stops = append(stops, s.start(func(ctx context.Context) error {
-			pace := time.NewTicker(5 * time.Millisecond) // else the table outgrows a slow machine
-			defer pace.Stop()
-			for ctx.Err() == nil {
-				<-pace.C
-				_, err := s.pool.Exec(ctx, `INSERT INTO effectonce.outbox (topic, payload) SELECT $1, 'x' FROM generate_series(1, 5)`, s.topic)
-				if err != nil && ctx.Err() == nil {
-					return err
-				}
-			}
-			return nil
-		}))
-	}
-	var checked int64
-	for rounds := 0; rounds < 5 || checked < 200; rounds++ {
-		r := s.verify(func(o *verify.Options) { o.Group, o.Topics = s.group, []string{s.topic} })
-		require.Empty(t, r.Missing.Examples)
-		require.True(t, r.Well, "%+v", r)
-		require.LessOrEqual(t, r.Published, r.Records)
-		checked = min(r.Published, r.Claimed)
-	}
-	for _, stop := range stops {
-		stop()
-	}
 }
 
 // Property: a published row without a record, a record that is there twice, one behind a later row
@@ -311,16 +274,4 @@ func TestWindows(t *testing.T) {
 	assert.EqualValues(t, 1, r.Missing.Count)
 	assert.Equal(t, []string{other}, r.Topics)
 	assert.EqualValues(t, 1, r.Rows)
-}
-
-// Property: if something cannot be verified, that is an error with its remedy, not well.
-func TestNothingToVerify(t *testing.T) {
-	t.Parallel()
-	s := newSite(t, 1)
-	kafka := &inspect.Kafka{Client: kafkatest.Client(t), Options: s.options()}
-	_, err := verify.Run(t.Context(), s.pool, kafka, verify.Options{Schema: "effectonce", Relay: "other"})
-	require.ErrorIs(t, err, inspect.ErrNeverRan)
-	s.drain()
-	_, err = verify.Run(t.Context(), s.pool, kafka, verify.Options{Schema: "effectonce", Relay: "default", Group: "no such"})
-	require.ErrorContains(t, err, "--group")
 }

@@ -143,29 +143,6 @@ func TestBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
 	}
 }
 
-// C7: the same without a third transaction, many times: both start at the same moment.
-func TestRacingBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
-	t.Parallel()
-	pool, claims := newPool(t, pgtest.Database(t), 2, "deadlock_timeout", "200ms"), newClaims(t)
-	for round := range 30 {
-		consumer := dedup.Numbered(round)
-		ids := newIDs(t, 500)
-		reversed := slices.Clone(ids)
-		slices.Reverse(reversed)
-		start := make(chan struct{})
-		answers := make(chan answer, 2)
-		for _, batch := range [][]uuid.UUID{ids, reversed} {
-			tx, _ := begin(t, pool, pgx.TxOptions{})
-			go func() {
-				<-start
-				claimAndCommit(t.Context(), claims, tx, consumer, batch, answers)
-			}()
-		}
-		close(start)
-		requireOneOfTwo(t, answers)
-	}
-}
-
 // claimAndCommit returns true if the whole batch is fresh.
 func claimAndCommit(ctx context.Context, claims *dedup.Claims, tx pgx.Tx, consumer dedup.Consumer, ids []uuid.UUID, answers chan<- answer) {
 	fresh, err := claims.ClaimBatch(ctx, tx, consumer, ids)

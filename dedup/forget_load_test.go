@@ -116,6 +116,7 @@ func TestOverlappingTransactionsDoNotKeepClaimsFromBeingForgotten(t *testing.T) 
 // Property: when only a few days are left, a run waits for the lock for as long as transactions
 // take. B15.
 func TestMissingDaysAreMadeUnderOverlappingTransactions(t *testing.T) {
+	longtest.Only(t, "transactions of eight seconds")
 	t.Parallel()
 	for _, left := range []int{5, 1, 0} {
 		t.Run(fmt.Sprint(left), func(t *testing.T) {
@@ -165,6 +166,7 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 // message is a duplicate, or the first one, or the mark after it says that it may not be the first.
 // Claims that are missing are older than the mark. At every isolation level. A2, B15.
 func TestClaimOfAForgottenMessageSeesTheMark(t *testing.T) {
+	longtest.Only(t, "kills at random moments")
 	t.Parallel()
 	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead} {
 		t.Run(string(level), func(t *testing.T) {

@@ -2,7 +2,6 @@ package dedup_test
 
 import (
 	"context"
-	"fmt"
 	"testing"
 	"time"
 
@@ -223,43 +222,6 @@ func TestSweepMovesMarksButNotPastPositions(t *testing.T) {
 	before := mark(t, pool, a)
 	require.EqualValues(t, 3, maintain(t, pool, claims).Swept)
 	require.Equal(t, before, mark(t, pool, a), "a mark does not move back")
-}
-
-// Property: days that a process of the previous release dropped, which records nothing, move the
-// marks of all consumers that forget. Days that this release dropped move only those of consumers
-// that had claims in them. A2.
-func TestDaysDroppedByThePreviousReleaseAreNoted(t *testing.T) {
-	t.Parallel()
-	pool, claims := pgtest.Pool(t), newClaims(t)
-	a, b := register(t, pool, claims, "a", 80*time.Hour), register(t, pool, claims, "b", 80*time.Hour)
-	claimAlone(t, pool, claims, a, idAt(noon(7)), idAt(noon(5)))
-	require.Contains(t, maintain(t, pool, claims).Dropped, dayName(7))
-	require.Equal(t, endOf(5), mark(t, pool, a))
-	maintain(t, pool, claims)
-	require.Equal(t, endOf(5), mark(t, pool, a))
-	require.Zero(t, mark(t, pool, b))
-	claimAlone(t, pool, claims, b, idAt(noon(2)))
-
-	// As the previous release does it, with a window that was shorter for a moment.
-	exec(t, pool, fmt.Sprintf(`DO $$
-DECLARE
-  day record;
-BEGIN
-  LOCK TABLE ONLY effectonce.processed_messages IN ACCESS EXCLUSIVE MODE;
-  FOR day IN SELECT relname FROM pg_class WHERE relnamespace = 'effectonce'::regnamespace AND relkind = 'r'
-    AND relname ~ '^processed_messages_[0-9]{8}$' AND relname <= '%s' LOOP
-    EXECUTE format('DROP TABLE effectonce.%%I', day.relname);
-  END LOOP;
-  ALTER TABLE effectonce.processed_messages DETACH PARTITION effectonce.processed_messages_past;
-  EXECUTE format('ALTER TABLE effectonce.processed_messages ATTACH PARTITION effectonce.processed_messages_past FOR VALUES FROM (MINVALUE) TO (%%L)',
-    effectonce.uuid_floor('%s'));
-END $$`, dayName(2), endOf(2).Format(time.RFC3339)))
-	maintain(t, pool, claims)
-	require.Equal(t, endOf(2), mark(t, pool, a))
-	require.Equal(t, endOf(2), mark(t, pool, b))
-	require.Zero(t, mark(t, pool, register(t, pool, claims, "new", time.Hour)))
-	maintain(t, pool, claims)
-	require.Zero(t, mark(t, pool, register(t, pool, claims, "new", time.Hour)), "it is noted once")
 }
 
 // Property: a transaction with one snapshot for all statements, which began before claims were

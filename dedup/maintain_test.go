@@ -20,6 +20,7 @@ import (
 	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // idAt makes a UUIDv7 of a time.
@@ -191,12 +192,12 @@ func TestStatsSayWhatClaimsTake(t *testing.T) {
 	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.uuid_v7(), 1 FROM generate_series(1, 20000)`)
 	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), 1 FROM generate_series(1, 30) n`)
 	exec(t, pool, `INSERT INTO effectonce.processed_forever SELECT effectonce.uuid_v7(), 2 FROM generate_series(1, 40)`)
-	require.Eventually(t, func() bool {
+	testwait.True(t, "the statistics are complete", func() bool {
 		s, err := claims.ReadStats(t.Context(), pool)
 		require.NoError(t, err)
 		return s.Claims == 20030 && s.Untimed == 30 && s.Forever == 40 && s.BytesPerClaim > 80 && s.BytesPerClaim < 200 &&
 			s.HeldBack == "group g, topic a, partition 3" && s.MaintainedSeconds == nil && s.LastDay.Sub(s.OldestDay) > 30*24*time.Hour
-	}, waitMax, 50*time.Millisecond)
+	})
 	maintain(t, pool, claims)
 	s, err := claims.ReadStats(t.Context(), pool)
 	require.NoError(t, err)

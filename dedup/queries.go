@@ -110,7 +110,7 @@ WHERE bounds IS NOT NULL ORDER BY 2`
 // horizonSQL reads the time up to which the longest window allows forgetting, and the slowest
 // position of the consumers that forget, both with a margin. A position without any record has no
 // time until its consumer has reached the end of its partition. A record from the future proves
-// nothing.
+// nothing. Of several positions as slow, the first one is named, always the same.
 const horizonSQL = `-- dedup.horizon
 SELECT (SELECT clock_timestamp() - pg_catalog.max(dedup_window) - $1::interval FROM effectonce.consumers),
   p.passed, CASE WHEN p.topic IS NOT NULL THEN pg_catalog.format('group %s, topic %s, partition %s', p.consumer_group, p.topic, p.partition) END
@@ -120,7 +120,7 @@ LEFT JOIN LATERAL (SELECT q.*,
       WHEN greatest(q.record_time, q.caught_up_at) IS NOT NULL THEN clock_timestamp() END - $1::interval AS passed
   FROM effectonce.consumer_positions q
   WHERE EXISTS (SELECT FROM effectonce.consumers c WHERE c.consumer_group = q.consumer_group AND c.dedup_window IS NOT NULL)
-  ORDER BY greatest(q.record_time, q.caught_up_at) NULLS FIRST LIMIT 1) AS p ON true`
+  ORDER BY greatest(q.record_time, q.caught_up_at) NULLS FIRST, q.consumer_group, q.topic, q.partition LIMIT 1) AS p ON true`
 
 // holdersSQL lists the consumers that have claims in a day.
 const holdersSQL = `-- dedup.holders

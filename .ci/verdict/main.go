@@ -3,6 +3,7 @@
 //	verdict judge FILE...       prints failures and flaky tests; exit status 1 if there is a failure
 //	verdict -unfinished judge   the same of a run that was ended: what failed and could not run again is listed, no failure
 //	verdict long FILE...        prints the long tests that were skipped: a package and a regular expression a line
+//	verdict quarantine FILE     checks the list of tests that may fail, which judge reads with -quarantine FILE
 //
 // A test that failed and then passed, alone, is flaky. These are failures however a rerun ends: a
 // data race, a panic or a limit that ended the package, a build that failed, goroutines that remain,
@@ -19,31 +20,49 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 )
 
 func main() {
 	unfinished := flag.Bool("unfinished", false, "the run was ended: tests that could not run again are no failures")
+	list := flag.String("quarantine", "", "the file that lists tests which may fail")
 	flag.Parse()
 	if flag.NArg() < 2 {
-		fmt.Fprintln(os.Stderr, "usage: verdict [-unfinished] judge|long FILE...")
+		fmt.Fprintln(os.Stderr, "usage: verdict [-unfinished] [-quarantine FILE] judge|long|quarantine FILE...")
 		os.Exit(2)
 	}
-	r, err := readAll(flag.Args()[1:])
+	good, err := run(flag.Arg(0), flag.Args()[1:], *list, *unfinished)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "verdict:", err)
 		os.Exit(2)
 	}
-	switch flag.Arg(0) {
+	if !good {
+		os.Exit(1)
+	}
+}
+
+func run(what string, files []string, list string, unfinished bool) (good bool, err error) {
+	if what == "quarantine" {
+		_, err = readQuarantine(files[0], time.Now())
+		return err == nil, err
+	}
+	r, err := readAll(files)
+	if err != nil {
+		return false, err
+	}
+	if list != "" {
+		if r.quarantined, err = readQuarantine(list, time.Now()); err != nil {
+			return false, err
+		}
+	}
+	switch what {
 	case "long":
 		r.long(os.Stdout)
+		return true, nil
 	case "judge":
-		if !r.judge(os.Stdout, *unfinished) {
-			os.Exit(1)
-		}
-	default:
-		fmt.Fprintln(os.Stderr, "verdict: want judge or long")
-		os.Exit(2)
+		return r.judge(os.Stdout, unfinished), nil
 	}
+	return false, errors.New("want judge, long or quarantine")
 }
 
 // event is a line of "go test -json". Its Output is in pieces: a line may be several events.
@@ -71,6 +90,8 @@ type results struct {
 	panics map[string]bool // packages that said so
 	races  []*test         // which the report of a race was attributed to: not always the guilty one
 	built  []string        // what the compiler said about builds that failed
+
+	quarantined quarantined
 }
 
 func readAll(files []string) (*results, error) {
@@ -194,7 +215,7 @@ const leak = "TestNoGoroutineRemains"
 
 // judge prints what happened and reports whether the change may land.
 func (r *results) judge(to io.Writer, unfinished bool) bool {
-	var ran, failed, flaky, open int
+	var ran, failed, flaky, open, excused int
 	say := func(n *int, p *part, what string) {
 		*n++
 		fmt.Fprintf(to, "\n%s\n%s", what, p.excerpt())
@@ -221,6 +242,8 @@ func (r *results) judge(to io.Writer, unfinished bool) bool {
 			say(&failed, p, "FAILED "+name+": a build, or what stands around the tests; no test failed. "+reason)
 		case p.last == "pass":
 			say(&flaky, p, fmt.Sprintf("FLAKY %s: failed %d times, then passed alone; the first time:", name, p.fails))
+		case r.quarantined[[2]string{p.pkg, p.name}] != "":
+			say(&excused, p, "QUARANTINED "+name+": "+r.quarantined[[2]string{p.pkg, p.name}])
 		case unfinished && p.fails < 3:
 			say(&open, p, "OPEN "+name+": failed, and the time was over before it ran again")
 		case p.fails < 3:
@@ -237,7 +260,7 @@ func (r *results) judge(to io.Writer, unfinished bool) bool {
 	if len(r.built) > 0 {
 		fmt.Fprintf(to, "\nthe compiler:\n%s", strings.Join(r.built, ""))
 	}
-	fmt.Fprintf(to, "\n%d tests ran: %d failures, %d flaky, %d open\n", ran, failed, flaky, open)
+	fmt.Fprintf(to, "\n%d tests ran: %d failures, %d flaky, %d in quarantine, %d open\n", ran, failed, flaky, excused, open)
 	return failed == 0
 }
 

@@ -48,7 +48,7 @@ func TestBad(t *testing.T) {
 	t.Run("inner", func(t *testing.T) {
 		t.Parallel()
 		switch {
-		case mode == "always", mode == "once" && first():
+		case mode == "always", mode == "excused", mode == "once" && first():
 			t.Error("the first output")
 		case mode == "effect" && first():
 			t.Error("INVARIANT: doubled effects")
@@ -80,9 +80,10 @@ func TestJudge(t *testing.T) {
 		lands bool
 		want  string
 	}{
-		"good":      {runs: 1, lands: true, want: "3 tests ran: 0 failures, 0 flaky, 0 open"},
+		"good":      {runs: 1, lands: true, want: "3 tests ran: 0 failures, 0 flaky, 0 in quarantine, 0 open"},
 		"once":      {runs: 2, lands: true, want: "FLAKY p TestBad: failed 1 times, then passed alone; the first time:\n    === RUN   TestBad\n"},
 		"always":    {runs: 3, want: "FAILED p TestBad: 3 times\n"},
+		"excused":   {runs: 3, lands: true, want: "QUARANTINED p TestBad: a cause\n"},
 		"effect":    {runs: 2, want: "FAILED p TestBad: lost, doubled or disordered effect\n"},
 		"panic":     {runs: 1, want: "FAILED p TestBad: a panic or a limit ended the package\n"},
 		"goroutine": {runs: 1, want: "FAILED p: a build, or what stands around the tests; no test failed. a panic or a limit ended the package\n"},
@@ -93,6 +94,9 @@ func TestJudge(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			ran := filepath.Join(t.TempDir(), "ran")
 			r := &results{known: map[[2]string]*test{}, panics: map[string]bool{}}
+			if name == "excused" || name == "effect" {
+				r.quarantined = quarantined{{"p", "TestBad"}: "a cause"}
+			}
 			for range c.runs {
 				args := []string{"test", "-json", "-count=1", "-timeout=5s"}
 				if name == "race" {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -15,6 +16,9 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/longtest"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // errSilent is a foreign system that may have acted.
@@ -76,10 +80,7 @@ func TestCallIsNotRepeatedAtAForgetfulProvider(t *testing.T) {
 // previous release did to a key counts as a call. Rows H5, H17 of guarantees.md.
 func TestAgeCountsFromTheCall(t *testing.T) {
 	t.Parallel()
-	const (
-		taken   = `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1, locked_until = clock_timestamp() + interval '30 s', locked_by = 'previous', retry_at = NULL`
-		unlocks = `UPDATE effectonce.idempotency_keys SET locked_until = NULL, error = 'no answer', retry_at = clock_timestamp(), calling = nullif(calling, NULL)`
-	)
+	pool := newPool(t)
 	for name, c := range map[string]struct {
 		first error  // of the call
 		early bool   // the client leaves before the call
@@ -89,72 +90,136 @@ func TestAgeCountsFromTheCall(t *testing.T) {
 		"no answer":                          {first: errSilent},
 		"not done":                           {first: idempotency.NotDone(errAway), again: true},
 		"left before":                        {early: true, again: true},
-		"not done, and the previous release": {first: idempotency.NotDone(errAway), sql: taken + ";" + unlocks},
-		"a person gave it back":              {first: errSilent, sql: `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = 0, locked_until = NULL`},
-		"a person knows that it did nothing": {first: errSilent, sql: `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = 0, uncalled = lock_token + 1, locked_until = NULL`, again: true},
-		"of the previous release":            {first: idempotency.NotDone(errAway), sql: `UPDATE effectonce.idempotency_keys SET flow = NULL, phase_since = NULL, uncalled = NULL`},
+		"a person gave it back":              {first: errSilent, sql: `lock_token = lock_token + 1, attempts = 0, locked_until = NULL`},
+		"a person knows that it did nothing": {first: errSilent, sql: `lock_token = lock_token + 1, attempts = 0, uncalled = lock_token + 1, locked_until = NULL`, again: true},
+		"of the previous release":            {first: idempotency.NotDone(errAway), sql: `flow = NULL, phase_since = NULL, uncalled = NULL`},
 	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool, asked, answer := newPool(t), 0, c.first
-			flow := charges(t, pool, func() error { asked++; return answer }, idempotency.Unknown())
-			ctx, cancel := context.WithCancel(t.Context())
-			defer cancel()
-			_, err := flow.Do(crashpoint.With(ctx, func(at string) {
-				if c.early && at == crashpoint.KeyAdvanced {
-					cancel()
-				}
-			}), key("k"), nil)
-			require.Error(t, err)
-			if c.sql != "" {
-				_, err = pool.Exec(t.Context(), c.sql)
-				require.NoError(t, err)
+		asked, answer := 0, c.first
+		flow := charges(t, pool, func() error { asked++; return answer }, idempotency.Unknown())
+		ctx, cancel := context.WithCancel(t.Context())
+		_, err := flow.Do(crashpoint.With(ctx, func(at string) {
+			if c.early && at == crashpoint.KeyAdvanced {
+				cancel()
 			}
-			passes(t, pool, 30*time.Hour)
-			before := asked
-			answer = errSilent
-			_, err = flow.Do(t.Context(), key("k"), nil)
-			if !c.again {
-				require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-				require.Equal(t, before, asked)
-				return
-			}
-			require.ErrorIs(t, err, errSilent)
-			require.Equal(t, before+1, asked)
-			// From here on it counts: a later attempt that did nothing says nothing of this one.
+		}), key(name), nil)
+		require.Error(t, err)
+		cancel()
+		if c.sql != "" {
+			_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET `+c.sql+` WHERE key = $1`, name)
+			require.NoError(t, err)
+		}
+		passes(t, pool, 30*time.Hour)
+		before := asked
+		answer = errSilent
+		_, err = flow.Do(t.Context(), key(name), nil)
+		if !c.again {
+			require.ErrorIs(t, err, idempotency.ErrIndeterminate, name)
+			require.Equal(t, before, asked)
+			continue
+		}
+		require.ErrorIs(t, err, errSilent, name)
+		require.Equal(t, before+1, asked)
+		// From here on it counts: a later attempt that did nothing says nothing of this one.
+		for _, want := range []error{errAway, idempotency.ErrIndeterminate} {
 			passes(t, pool, 12*time.Hour)
 			answer = idempotency.NotDone(errAway)
-			_, err = flow.Do(t.Context(), key("k"), nil)
-			require.ErrorIs(t, err, errAway)
-			passes(t, pool, 12*time.Hour)
-			_, err = flow.Do(t.Context(), key("k"), nil)
-			require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-			require.Equal(t, before+2, asked)
-		})
+			_, err = flow.Do(t.Context(), key(name), nil)
+			require.ErrorIs(t, err, want, name)
+		}
+		require.Equal(t, before+2, asked)
 	}
 }
 
-// Property: a phase whose predecessor took days has its own age. Row H5 of guarantees.md.
-func TestPhaseThatBeginsLateIsCalledAgain(t *testing.T) {
-	t.Parallel()
-	pool, asked, answer := newPool(t), 0, errSilent
-	flow := charges(t, pool, func() error { asked++; return answer }, idempotency.Unknown())
-	_, err := flow.Do(crashpoint.With(t.Context(), func(at string) {
-		if at == crashpoint.KeyClaimed {
-			passes(t, pool, 72*time.Hour)
-		}
-	}), key("k"), nil)
-	require.ErrorIs(t, err, errSilent)
-	answer = nil
-	_, err = flow.Do(t.Context(), key("k"), nil)
+// skewedSQL puts another clock in front of the database's own: in statements by the search path, in
+// functions and defaults by name.
+const skewedSQL = `
+CREATE SCHEMA skewed;
+CREATE TABLE skewed.clock (ahead interval NOT NULL);
+INSERT INTO skewed.clock VALUES ('0');
+CREATE FUNCTION skewed.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE RETURN (SELECT pg_catalog.clock_timestamp() + ahead FROM skewed.clock);
+ALTER FUNCTION effectonce.finish_key SET search_path = skewed, pg_catalog, pg_temp;
+ALTER FUNCTION effectonce.advance_key SET search_path = skewed, pg_catalog, pg_temp;
+ALTER TABLE effectonce.idempotency_keys ALTER created_at SET DEFAULT skewed.clock_timestamp()`
+
+// skewed returns a pool on a database whose clock is off by so much, and a function that makes its
+// time pass.
+func skewed(t *testing.T, off time.Duration) (*pgxpool.Pool, func(time.Duration)) {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(pgtest.Database(t))
 	require.NoError(t, err)
-	require.Equal(t, 2, asked)
-	require.Equal(t, 1, effects(t, pool, "charge"))
+	config.ConnConfig.RuntimeParams["search_path"] = "skewed, pg_catalog, public"
+	pool := pgtest.PoolOf(t, config)
+	_, err = pool.Exec(t.Context(), skewedSQL+`; CREATE TABLE public.effects (id bigint GENERATED ALWAYS AS IDENTITY, name text NOT NULL)`)
+	require.NoError(t, err)
+	pass := func(d time.Duration) {
+		_, err := pool.Exec(t.Context(), `UPDATE skewed.clock SET ahead = ahead + $1`, d)
+		require.NoError(t, err)
+	}
+	pass(off)
+	return pool, pass
+}
+
+// offs are by how much the database's clock differs from this process's.
+func offs() map[string]time.Duration {
+	return map[string]time.Duration{"two days behind": -48 * time.Hour, "two days ahead": 48 * time.Hour}
+}
+
+// Property: a dead worker's lock expires, a window ends and the completer retries by the database's
+// clock, however wrong this process's clock is. Rows H1, H16 of guarantees.md.
+func TestOnlyTheDatabasesClockCounts(t *testing.T) {
+	t.Parallel()
+	for name, off := range offs() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool, pass := skewed(t, off)
+			op := newOperation(t, pool, idempotency.Config{WaitMax: time.Millisecond})
+			var fails error
+			f := newFlow(t, op, idempotency.FlowConfig[payment]{StoreRequest: true, RetryAfter: time.Minute}, []idempotency.Phase[payment]{calls(false, func(*step) error { return fails }), ends("ship")})
+			died := make(chan struct{})
+			go func() {
+				defer close(died)
+				_, _ = f.Do(crashpoint.With(t.Context(), func(string) { runtime.Goexit() }), key("a"), nil)
+			}()
+			testwait.Chan(t, "the worker dies", died)
+			_, err := f.Do(t.Context(), key("a"), nil)
+			var busy *idempotency.InProgressError
+			require.ErrorAs(t, err, &busy)
+			require.Greater(t, busy.RetryAfter, 15*time.Second)
+			require.LessOrEqual(t, busy.RetryAfter, 30*time.Second)
+			pass(31 * time.Second)
+			_, err = f.Do(t.Context(), key("a"), nil)
+			require.NoError(t, err)
+
+			forgets := func(after time.Duration, keys int64) {
+				pass(after)
+				reaped, err := op.Reap(t.Context())
+				require.NoError(t, err)
+				require.Equal(t, keys, reaped)
+			}
+			forgets(23*time.Hour, 0)
+			_, err = op.Once(t.Context(), key("once"), insertOnce("once"))
+			require.NoError(t, err)
+			forgets(2*time.Hour, 1) // the flow's, not the one of two hours ago
+			forgets(23*time.Hour, 1)
+
+			fails = errAway
+			_, err = f.Do(t.Context(), key("b"), []byte("request"))
+			require.ErrorIs(t, err, errAway)
+			fails = nil
+			for after, finished := range []int{0, 1} {
+				pass(time.Duration(after) * 61 * time.Second)
+				n, err := f.Complete(t.Context())
+				require.NoError(t, err)
+				require.Equal(t, finished, n)
+			}
+		})
+	}
 }
 
 // Property: a call has all of its time, also where the note before it, that it is made at most
 // once, waited for longer. Row H5 of guarantees.md.
 func TestCallHasAllOfItsTime(t *testing.T) {
+	longtest.Only(t, "calls of real seconds")
 	t.Parallel()
 	pool := newPool(t)
 	op := newOperation(t, pool, idempotency.Config{LockTimeout: time.Minute, StatementTimeout: time.Minute})
@@ -188,31 +253,4 @@ func TestCallHasAllOfItsTime(t *testing.T) {
 	}), key("k"), nil)
 	require.NoError(t, err)
 	require.Equal(t, 1, effects(t, pool, "ship"))
-}
-
-// Property: settings that contradict each other are rejected, with the field, its value and the
-// valid values. A call that is not repeated has no CallAgainMax.
-func TestCallAgainMaxIsBounded(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	call := func(age time.Duration, atMostOnce bool) idempotency.Phase[payment] {
-		return idempotency.Phase[payment]{Name: "charge", AtMostOnce: atMostOnce, CallAgainMax: age, Call: func(context.Context, *step) error { return nil }}
-	}
-	without := ends("charge")
-	without.CallAgainMax = time.Hour
-	for want, c := range map[string]struct {
-		cfg   idempotency.FlowConfig[payment]
-		phase idempotency.Phase[payment]
-	}{
-		`CallAgainMax of phase "charge" 30s: want 1m0s to 87600h0m0s`:    {phase: call(30*time.Second, false)},
-		`CallAgainMax of phase "charge" 2m0s: want 1h0m0s to 87600h0m0s`: {idempotency.FlowConfig[payment]{CallMax: time.Hour}, call(2*time.Minute, false)},
-		`CallAgainMax of phase "charge" 1h0m0s: want none`:               {phase: call(time.Hour, true)},
-		`CallAgainMax of phase "charge" 1h0m0s: want none:`:              {phase: without},
-		`AtOnceMax 1001: want 1 to 1000`:                                 {idempotency.FlowConfig[payment]{AtOnceMax: 1001}, ends("charge")},
-		`AgeMax 1s: want 1m0s to 87600h0m0s`:                             {idempotency.FlowConfig[payment]{AgeMax: time.Second}, ends("charge")},
-		`Name "a\n": want at most 255 bytes`:                             {idempotency.FlowConfig[payment]{Name: "a\n"}, ends("charge")},
-	} {
-		_, err := idempotency.NewFlow(newOperation(t, pool, idempotency.Config{}), c.cfg, c.phase)
-		require.ErrorContains(t, err, want)
-	}
 }

@@ -20,14 +20,15 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // child is a process that executes the request "k" of a payment, and is killed or frozen on the
 // way.
 type child struct {
 	URL, Bank  string
-	Once       bool // in one transaction, without the bank
 	At         string
 	Nth        int // from 1
 	Freeze     bool
@@ -92,10 +93,6 @@ func runChild(spec string) int {
 func (c child) run(ctx context.Context, pool *pgxpool.Pool) error {
 	op, err := idempotency.New(pool, idempotency.Config{Operation: "order", Lock: time.Second, WaitMax: 30 * time.Second, IdleTimeout: 2 * time.Second})
 	if err != nil {
-		return err
-	}
-	if c.Once {
-		_, err := op.Once(ctx, key("k"), insertOnce("k"))
 		return err
 	}
 	flow, err := idempotency.NewFlow(op, idempotency.FlowConfig[payment]{}, paymentPhases(c.Bank, c.AtMostOnce)...)
@@ -170,6 +167,7 @@ func requirePaidOnce(t *testing.T, pool *pgxpool.Pool, b *bank) {
 // Property: killed between any two durable steps, and retried, a payment is charged once, and its
 // local rows and its message exist once. Rows H1, H4, H5 of guarantees.md.
 func TestKilledBetweenAnyTwoSteps(t *testing.T) {
+	longtest.Only(t, "a process for each point")
 	t.Parallel()
 	for _, c := range append(gaps(), child{At: crashpoint.KeyCommitted, Nth: 1}) {
 		t.Run(fmt.Sprint(c.At, " ", c.Nth), func(t *testing.T) {
@@ -180,23 +178,12 @@ func TestKilledBetweenAnyTwoSteps(t *testing.T) {
 			requirePaidOnce(t, pool, b)
 		})
 	}
-	for _, c := range []child{{At: crashpoint.KeyClaimed, Nth: 1}, {At: crashpoint.KeyWorked, Nth: 1}, {At: crashpoint.KeyCommitting, Nth: 1}, {At: crashpoint.KeyCommitted, Nth: 1}} {
-		t.Run("once "+c.At, func(t *testing.T) {
-			t.Parallel()
-			pool := newPool(t)
-			c.URL, c.Once = pool.Config().ConnString(), true
-			requireKilled(t, c.start(t))
-			response, err := newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second}).Once(t.Context(), key("k"), insertOnce("k"))
-			require.NoError(t, err)
-			require.Equal(t, c.At == crashpoint.KeyCommitted, response.Replayed)
-			require.Equal(t, 1, effects(t, pool, "k"))
-		})
-	}
 }
 
 // Property: a worker that is frozen at any point until its lock is over, and wakes up when another
 // one has finished, changes nothing. Row H2 of guarantees.md.
 func TestFrozenWorkerIsHarmlessWhenItWakes(t *testing.T) {
+	longtest.Only(t, "a process for each point")
 	t.Parallel()
 	for _, c := range gaps() {
 		t.Run(fmt.Sprint(c.At, " ", c.Nth), func(t *testing.T) {
@@ -219,20 +206,21 @@ func TestFrozenWorkerIsHarmlessWhenItWakes(t *testing.T) {
 
 func requireFrozen(t *testing.T, cmd *exec.Cmd) {
 	t.Helper()
-	require.Eventually(t, func() bool {
+	testwait.True(t, "the process is frozen", func() bool {
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", cmd.Process.Pid))
 		return err == nil && strings.Contains(string(stat), ") T ")
-	}, 2*time.Minute, 10*time.Millisecond)
+	})
 }
 
 // Property: where the foreign system does not deduplicate, a call that a worker may have made when
 // it died is never made again by itself: the key becomes indeterminate, until a person or the
-// reconciler decides.
+// reconciler decides, even if no attempts are left: "given up" would make a person retry it.
 func TestCallThatMustNotBeMadeTwice(t *testing.T) {
 	t.Parallel()
 	for at, asked := range map[string]int{crashpoint.KeyCalling: 0, crashpoint.KeyCalled: 1} {
-		bothModes(t, at+", happened", func(t *testing.T, happened bool) {
-			t.Helper()
+		happened := asked == 1
+		t.Run(at, func(t *testing.T) {
+			t.Parallel()
 			pool, b := newPool(t), newBank(t)
 			requireKilled(t, child{URL: pool.Config().ConnString(), Bank: b.URL, At: at, Nth: 1, AtMostOnce: true}.start(t))
 			cfg := idempotency.FlowConfig[payment]{Reconcile: func(_ context.Context, u idempotency.UndecidedKey[payment]) (idempotency.Decision, error) {
@@ -244,7 +232,7 @@ func TestCallThatMustNotBeMadeTwice(t *testing.T) {
 				}
 				return idempotency.DidNotHappen(), nil
 			}}
-			flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second}), cfg, paymentPhases(b.URL, true))
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second, AttemptsMax: 1}), cfg, paymentPhases(b.URL, true))
 			for range 3 {
 				_, err := flow.Do(t.Context(), key("k"), nil)
 				require.ErrorIs(t, err, idempotency.ErrIndeterminate)

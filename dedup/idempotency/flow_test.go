@@ -10,29 +10,17 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/internal/crashpoint"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
-
-// Property: phases run once each, in order, hand on their state, and the outcome is replayed
-// without them.
-func TestFlowRunsItsPhasesOnce(t *testing.T) {
-	t.Parallel()
-	pool, b := newPool(t), newBank(t)
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
-	first, err := flow.Do(t.Context(), key("k"), []byte("100"))
-	require.NoError(t, err)
-	require.Equal(t, "order 1, charge-1", string(first.Body))
-	requirePaidOnce(t, pool, b)
-	asked, _ := b.counts()
-	require.Equal(t, 1, asked)
-	require.Equal(t, "100", b.charges[idempotency.Key{Scope: "tenant", Operation: "order", Value: "k"}.ChildID("charge").String()])
-}
 
 // Property: a phase that fails leaves the earlier recovery points, frees the key at once, and the
 // next request continues there: earlier phases do not run again. Rows H1, H3 of guarantees.md.
@@ -54,36 +42,6 @@ func TestFlowGoesOnAtTheFailedPhase(t *testing.T) {
 	requirePaidOnce(t, pool, b)
 }
 
-// Property: a final failure of a phase is the outcome: replayed, with the phases before it done and
-// nothing behind them.
-func TestFinalFailureEndsTheFlow(t *testing.T) {
-	t.Parallel()
-	pool, b := newPool(t), newBank(t)
-	phases := paymentPhases(b.URL, true)
-	phases[1].Call = func(context.Context, *idempotency.Step[payment]) error {
-		return idempotency.Final(idempotency.Response{Status: 402}, errors.New("declined"))
-	}
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, phases)
-	for _, replayed := range []bool{false, true} {
-		response, err := flow.Do(t.Context(), key("k"), nil)
-		require.NoError(t, err)
-		require.Equal(t, idempotency.Response{Status: 402, Replayed: replayed}, response)
-	}
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effects`))
-}
-
-// Property: ten requests at once with one key execute the flow once; the others get its outcome, or
-// that it is in progress, whatever the role's default isolation is.
-func TestFlowAtOnceIsExecutedOnce(t *testing.T) {
-	t.Parallel()
-	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
-		t.Run(string(level), func(t *testing.T) {
-			t.Parallel()
-			flowAtOnce(t, withDefault(t, newPool(t), level))
-		})
-	}
-}
-
 // withDefault is a pool whose sessions have another default isolation.
 func withDefault(t *testing.T, pool *pgxpool.Pool, level pgx.TxIsoLevel) *pgxpool.Pool {
 	t.Helper()
@@ -91,33 +49,6 @@ func withDefault(t *testing.T, pool *pgxpool.Pool, level pgx.TxIsoLevel) *pgxpoo
 	config.ConnConfig.RuntimeParams["default_transaction_isolation"] = string(level)
 	other := pgtest.PoolOf(t, config)
 	return other
-}
-
-func flowAtOnce(t *testing.T, pool *pgxpool.Pool) {
-	t.Helper()
-	b := newBank(t)
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Millisecond}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
-	rounds := 100
-	if testing.Short() {
-		rounds = 10
-	}
-	for round := range rounds {
-		var group sync.WaitGroup
-		executed := make(chan struct{}, 10)
-		for range 10 {
-			group.Go(func() {
-				response, err := flow.Do(t.Context(), key(fmt.Sprint(round)), []byte("100"))
-				if !errors.Is(err, idempotency.ErrInProgress) && assert.NoError(t, err) && !response.Replayed {
-					executed <- struct{}{}
-				}
-			})
-		}
-		group.Wait()
-		require.Len(t, executed, 1)
-	}
-	require.Equal(t, 3*rounds, count(t, pool, `SELECT count(*) FROM effects`))
-	asked, _ := b.counts()
-	require.Equal(t, rounds, asked)
 }
 
 // Property: if phases changed between deployments so that those which are done do not begin the
@@ -150,74 +81,183 @@ func TestChangedPhasesAreFoundOut(t *testing.T) {
 	require.Equal(t, 4, count(t, pool, `SELECT count(*) FROM effects`))
 }
 
-// Property: a lock that is shorter than the work is renewed: no other worker takes the key over.
-// Row H23 of guarantees.md.
+// Property: a context that ends stops a flow between two phases, with its key free, and it can be
+// resumed, even if it is strict; a call that must not be repeated, and the writes of a phase, are not
+// interrupted, so that nothing is in doubt. Rows H18, H19 of guarantees.md.
+func TestCancelledFlowCanBeResumed(t *testing.T) {
+	t.Parallel()
+	for _, at := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyAdvanced, crashpoint.KeyCalling, crashpoint.KeyCalled, crashpoint.KeyCommitting} {
+		bothModes(t, at+", at most once", func(t *testing.T, atMostOnce bool) {
+			t.Helper()
+			pool, b := newPool(t), newBank(t)
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour, Strict: true}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, atMostOnce))
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			_, err := flow.Do(crashpoint.With(ctx, func(name string) {
+				if name == at {
+					cancel()
+				}
+			}), key("k"), []byte("100"))
+			require.ErrorIs(t, err, context.Canceled)
+			require.NotErrorIs(t, err, idempotency.ErrIndeterminate)
+			requirePaidOnce(t, pool, b)
+		})
+	}
+}
+
+// Property: a worker that takes a key over continues from the key's current state, not from the
+// state that it read before: the earlier holder, whose lock expired, may have made a call in
+// between that must not be repeated. Row H2 of guarantees.md.
+func TestTakeoverGoesOnFromWhatIsDone(t *testing.T) {
+	t.Parallel()
+	for meanwhile, sql := range map[string]string{
+		"the phase is done": `SELECT effectonce.advance_key('tenant', 'order', 'k', lock_token, 'charge', '{"Order": 7}') FROM effectonce.idempotency_keys`,
+		"it was lost, and begun anew with another state": `UPDATE effectonce.idempotency_keys SET data = '{"Order": 7}'`,
+	} {
+		t.Run(meanwhile, func(t *testing.T) {
+			t.Parallel()
+			pool, made := newPool(t), 0
+			var found payment
+			ship := ends("ship")
+			book := ship.Write
+			ship.Write = func(ctx context.Context, tx pgx.Tx, s *step) error {
+				found = s.State
+				return book(ctx, tx, s)
+			}
+			flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
+				calls(true, func(*step) error {
+					if made++; made == 1 {
+						return idempotency.NotDone(errAway)
+					}
+					return nil
+				}), ship,
+			})
+			_, err := flow.Do(t.Context(), key("k"), nil)
+			require.ErrorIs(t, err, errAway)
+			holder, err := pool.Begin(t.Context())
+			require.NoError(t, err)
+			defer func() { _ = holder.Rollback(context.WithoutCancel(t.Context())) }()
+			_, err = holder.Exec(t.Context(), `SELECT FROM effectonce.idempotency_keys WHERE locked_until IS NULL AND phases = '{}' FOR UPDATE`)
+			require.NoError(t, err)
+			done := make(chan error, 1)
+			go func() {
+				_, err := flow.Do(t.Context(), key("k"), nil)
+				done <- err
+			}()
+			require.NoError(t, until(t.Context(), pool, somebodyWaits))
+			_, err = holder.Exec(t.Context(), sql)
+			require.NoError(t, err)
+			require.NoError(t, holder.Commit(t.Context()))
+			err = testwait.Chan(t, "the takeover", done)
+			if meanwhile == "the phase is done" {
+				require.Equal(t, 1, made, "the one that was not done")
+			}
+			require.NoError(t, err)
+			require.EqualValues(t, 7, found.Order)
+			require.Equal(t, 1, effects(t, pool, "ship"))
+		})
+	}
+}
+
+// Property: a flow whose last phase does not call Finish fails there, and commits nothing of that
+// phase.
+func TestFlowWithoutAResponse(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
+		Name:  "a",
+		Write: func(ctx context.Context, tx pgx.Tx, _ *idempotency.Step[payment]) error { return effect(ctx, tx, "a") },
+	}})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorContains(t, err, "did not call Finish")
+	require.Zero(t, effects(t, pool, "a"))
+}
+
+// Property: ten requests at once with one key execute the flow once; the others get its outcome, or
+// that it is in progress, whatever the role's default isolation is.
+func TestFlowAtOnceIsExecutedOnce(t *testing.T) {
+	t.Parallel()
+	pool, b := withDefault(t, newPool(t), pgx.Serializable), newBank(t)
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{WaitMax: 10 * time.Millisecond}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, false))
+	const rounds = 10
+	for round := range rounds {
+		var group sync.WaitGroup
+		executed := make(chan struct{}, 10)
+		for range 10 {
+			group.Go(func() {
+				response, err := flow.Do(t.Context(), key(fmt.Sprint(round)), []byte("100"))
+				if !errors.Is(err, idempotency.ErrInProgress) && assert.NoError(t, err) && !response.Replayed {
+					executed <- struct{}{}
+				}
+			})
+		}
+		group.Wait()
+		require.Len(t, executed, 1)
+	}
+	require.Equal(t, 3*rounds, count(t, pool, `SELECT count(*) FROM effects`))
+	asked, _ := b.counts()
+	require.Equal(t, rounds, asked)
+}
+
+// Property: a lock is renewed while its work lasts, before it is over, and no other worker takes the
+// key over. Row H23 of guarantees.md.
 func TestLongWorkKeepsItsLock(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	op := newOperation(t, pool, idempotency.Config{Lock: 4 * time.Second, WaitMax: time.Millisecond}) // a renewal may be seconds late
-	renewed, begun := make(chan struct{}), make(chan struct{}, 10)
-	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
-		Name: "long",
-		Call: func(ctx context.Context, _ *idempotency.Step[payment]) error {
-			begun <- struct{}{}
-			select {
-			case <-renewed:
-				return nil
-			case <-ctx.Done():
-				return ctx.Err()
-			}
-		},
-		Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
-			step.Finish(idempotency.Response{Status: 200})
-			return effect(ctx, tx, "long")
-		},
-	}})
-	done := make(chan error, 1)
+	op := newOperation(t, pool, idempotency.Config{Lock: 6 * time.Second, WaitMax: time.Millisecond}) // a renewal may be seconds late
+	begun, over, done := make(chan struct{}, 10), make(chan struct{}), make(chan error, 1)
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
+		begun <- struct{}{}
+		testwait.Chan(t, "the work ends", over)
+		return nil
+	}), ends("ship")})
 	go func() {
 		_, err := flow.Do(t.Context(), key("k"), nil)
 		done <- err
 	}()
-	<-begun
-	// By the database's clock, the work takes longer than its lock.
-	require.Eventually(t, func() bool {
-		_, err := flow.Do(t.Context(), key("k"), nil)
-		return assert.ErrorIs(t, err, idempotency.ErrInProgress) &&
-			count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE clock_timestamp() > created_at + interval '7 seconds'`) == 1
-	}, 2*time.Minute, 50*time.Millisecond)
-	close(renewed)
-	require.NoError(t, <-done)
+	testwait.Chan(t, "the work begins", begun)
+	var first time.Time
+	require.NoError(t, pool.QueryRow(t.Context(), `SELECT locked_until FROM effectonce.idempotency_keys`).Scan(&first))
+	testwait.Equal(t, 1, "a renewal", func() int {
+		return count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE locked_until > $1`, first)
+	})
+	_, err := flow.Do(t.Context(), key("k"), nil)
+	require.ErrorIs(t, err, idempotency.ErrInProgress)
+	close(over)
+	require.NoError(t, testwait.Chan(t, "the flow ends", done))
 	require.Empty(t, begun)
-	require.Equal(t, 1, effects(t, pool, "long"))
+	require.Equal(t, 1, effects(t, pool, "ship"))
 }
 
-// Property: if a holder's write conflicts with another one of the row, it writes after that one,
-// whatever the role's default isolation is: the key is released at once.
-func TestHoldersWriteWaitsForOthers(t *testing.T) {
+// Property: when a transaction is retried after a serialization failure, its changes to the state are
+// gone, and what the call before it decided stays: a flow that the call finished runs no other phase.
+// Row H20 of guarantees.md.
+func TestStateIsOfTheTransactionThatCommitted(t *testing.T) {
 	t.Parallel()
-	wide := newPool(t)
-	other, err := wide.Begin(t.Context())
+	pool, runs, state := newPool(t), 0, int64(0)
+	declined := calls(false, func(s *step) error {
+		s.State.Order += 10
+		s.Finish(idempotency.Response{Status: 402})
+		return nil
+	})
+	declined.Write = func(ctx context.Context, tx pgx.Tx, s *step) error {
+		s.State.Order++
+		if runs++; runs < 3 {
+			return &pgconn.PgError{Code: "40001"}
+		}
+		state = s.State.Order
+		return effect(ctx, tx, "declined")
+	}
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{declined, ends("ship")})
+	response, err := flow.Do(t.Context(), key("k"), nil)
 	require.NoError(t, err)
-	defer func() { _ = other.Rollback(context.WithoutCancel(t.Context())) }()
-	var group sync.WaitGroup
-	op := newOperation(t, withDefault(t, wide, pgx.RepeatableRead), idempotency.Config{Lock: time.Hour})
-	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
-		_, err := other.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp()`)
-		group.Go(func() {
-			assert.NoError(t, errors.Join(until(t.Context(), wide, somebodyWaits), other.Commit(t.Context())))
-		})
-		return errors.Join(err, errAway)
-	}), ends("ship")})
-	_, err = flow.Do(t.Context(), key("k"), nil)
-	group.Wait()
-	require.ErrorIs(t, err, errAway)
-	require.NotContains(t, err.Error(), "release the lock")
-	require.Equal(t, 1, count(t, wide, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`))
+	require.Equal(t, []any{402, int64(11), 1, 0}, []any{response.Status, state, effects(t, pool, "declined"), effects(t, pool, "ship")})
 }
 
 // Property: a renewal that hangs does not cost the lock: the next one comes before it is over, by
 // the database's clock. Row H23 of guarantees.md.
 func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
+	longtest.Only(t, "a lock of real seconds")
 	t.Parallel()
 	wide := newPool(t)
 	_, err := wide.Exec(t.Context(), `CREATE TABLE renewals (late boolean NOT NULL);
@@ -252,271 +292,33 @@ func TestHangingRenewalDoesNotCostTheLock(t *testing.T) {
 		_, err := flow.Do(t.Context(), key("k"), nil)
 		done <- err
 	}()
-	require.Eventually(t, func() bool { return count(t, wide, `SELECT count(*) FROM renewals`) > 0 }, 2*time.Minute, 50*time.Millisecond)
+	testwait.True(t, "a renewal", func() bool { return count(t, wide, `SELECT count(*) FROM renewals`) > 0 })
 	close(renewed)
-	require.NoError(t, <-done)
+	require.NoError(t, testwait.Chan(t, "the flow ends", done))
 	require.False(t, hang.Load())
 	require.Zero(t, count(t, wide, `SELECT count(*) FROM renewals WHERE late`))
 }
 
-// Property: a worker whose lock was taken learns so during its work, and can store neither phase
-// nor outcome.
-func TestLostLockEndsTheWork(t *testing.T) {
+// Property: if a holder's write conflicts with another one of the row, it writes after that one,
+// whatever the role's default isolation is: the key is released at once.
+func TestHoldersWriteWaitsForOthers(t *testing.T) {
 	t.Parallel()
-	pool := newPool(t)
-	op := newOperation(t, pool, idempotency.Config{Lock: time.Second})
-	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
-		Name: "long",
-		Call: func(ctx context.Context, _ *idempotency.Step[payment]) error {
-			_, err := pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1`)
-			if err != nil {
-				return err
-			}
-			<-ctx.Done()
-			return context.Cause(ctx)
-		},
-	}})
-	_, err := flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, idempotency.ErrLockLost)
-
-	taken := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
-		Name: "short",
-		Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
-			if _, err := pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1 WHERE key = $1`, step.Key.Value); err != nil {
-				return err
-			}
-			if step.Key.Value == "final" {
-				return idempotency.Final(idempotency.Response{Status: 400}, errors.New("declined"))
-			}
-			step.Finish(idempotency.Response{Status: 200})
-			return effect(ctx, tx, "short")
-		},
-	}})
-	for _, value := range []string{"commit", "final"} {
-		_, err = taken.Do(t.Context(), key(value), nil)
-		require.ErrorIs(t, err, idempotency.ErrLockLost, value)
-	}
-	require.Zero(t, count(t, pool, `SELECT count(*) FROM effects`))
-	require.Equal(t, 3, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND phases = '{}'`))
-}
-
-// Property: a context that ends stops a flow between two phases, with its key free, and it can be
-// resumed; a call that must not be repeated, and the writes of a phase, are not interrupted, so
-// that nothing is in doubt. Row H19 of guarantees.md.
-func TestCancelledFlowCanBeResumed(t *testing.T) {
-	t.Parallel()
-	for _, at := range []string{crashpoint.KeyClaimed, crashpoint.KeyWorked, crashpoint.KeyAdvanced, crashpoint.KeyCalling, crashpoint.KeyCalled, crashpoint.KeyCommitting} {
-		bothModes(t, at+", at most once", func(t *testing.T, atMostOnce bool) {
-			t.Helper()
-			pool, b := newPool(t), newBank(t)
-			flow := newFlow(t, newOperation(t, pool, idempotency.Config{Lock: time.Hour}), idempotency.FlowConfig[payment]{}, paymentPhases(b.URL, atMostOnce))
-			ctx, cancel := context.WithCancel(t.Context())
-			defer cancel()
-			_, err := flow.Do(crashpoint.With(ctx, func(name string) {
-				if name == at {
-					cancel()
-				}
-			}), key("k"), []byte("100"))
-			require.ErrorIs(t, err, context.Canceled)
-			require.NotErrorIs(t, err, idempotency.ErrIndeterminate)
-			requirePaidOnce(t, pool, b)
-		})
-	}
-}
-
-// Property: a phase that is done is not repeated under the same token, which two workers may have
-// after a server lost the claim of one with its last commits. Row H5 of guarantees.md.
-func TestDonePhaseIsNotDoneAgain(t *testing.T) {
-	t.Parallel()
-	pool, again := newPool(t), make(chan struct{})
-	op := newOperation(t, pool, idempotency.Config{})
-	var flow *idempotency.Flow[payment]
-	writes := 0
-	write := func(ctx context.Context, tx pgx.Tx, s *step) error {
-		if writes++; writes == 1 { // the server forgets the claim, and another one does the phase
-			_, err := pool.Exec(ctx, `DELETE FROM effectonce.idempotency_keys`)
-			require.NoError(t, err)
-			go func() {
-				defer close(again)
-				_, err := flow.Do(ctx, s.Key, nil)
-				assert.ErrorIs(t, err, errAway)
-			}()
-			<-again
-			_, err = pool.Exec(ctx, `UPDATE effectonce.idempotency_keys SET locked_until = clock_timestamp() + interval '1 minute'`)
-			require.NoError(t, err)
-		}
-		return effect(ctx, tx, "charge")
-	}
-	flow = newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
-		{Name: "charge", Write: write},
-		{Name: "ship", Write: func(context.Context, pgx.Tx, *step) error { return errAway }},
-	})
-	_, err := flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, idempotency.ErrLockLost)
-	require.Equal(t, 2, writes)
-	require.Equal(t, 1, effects(t, pool, "charge"))
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{charge}' AND lock_token = 1`))
-}
-
-// Property: a call that must not be made twice is not made by a worker whose claim the server lost,
-// once another one under the same token made it and its phase is done. Row H5 of guarantees.md.
-func TestDoneCallIsNotMadeAgain(t *testing.T) {
-	t.Parallel()
-	pool, made := newPool(t), 0
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
-		calls(true, func(*step) error { made++; return nil }),
-		{Name: "ship", Write: func(context.Context, pgx.Tx, *step) error { return errAway }},
-	})
-	_, err := flow.Do(crashpoint.With(t.Context(), func(name string) {
-		if name != crashpoint.KeyClaimed {
-			return
-		}
-		_, err := pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`)
-		require.NoError(t, err)
-		_, err = flow.Do(t.Context(), key("k"), nil)
-		require.ErrorIs(t, err, errAway)
-	}), key("k"), nil)
-	require.ErrorIs(t, err, idempotency.ErrLockLost)
-	require.Equal(t, 1, made)
-	require.Equal(t, 1, effects(t, pool, "charge"))
-	require.Equal(t, 1, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE phases = '{charge}' AND lock_token = 1 AND calling IS NULL`))
-}
-
-// Property: a worker whose claim the server lost, and whose own call was not done, does not remove
-// the record of the call that another worker makes under the same token: it would be repeated. Row
-// H5.
-func TestNoteOfACallStaysWhileItIsMade(t *testing.T) {
-	t.Parallel()
-	pool, begun, over, another := newPool(t), make(chan struct{}, 10), make(chan struct{}), make(chan error, 1)
-	looked := 0
-	var flow *idempotency.Flow[payment]
-	flow = newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
-		{Name: "look", Call: func(ctx context.Context, s *step) error {
-			if looked++; looked > 1 {
-				return nil
-			}
-			if _, err := pool.Exec(ctx, `DELETE FROM effectonce.idempotency_keys`); err != nil {
-				return err
-			}
-			go func() {
-				_, err := flow.Do(context.WithoutCancel(ctx), s.Key, nil)
-				another <- err
-			}()
-			<-begun
-			return idempotency.NotDone(errAway)
-		}},
-		calls(true, func(*step) error { begun <- struct{}{}; <-over; return nil }), ends("ship"),
-	})
-	_, err := flow.Do(t.Context(), key("k"), nil)
-	require.ErrorIs(t, err, errAway)
-	second := make(chan error, 1)
-	go func() {
-		_, err := flow.Do(t.Context(), key("k"), nil)
-		second <- err
-	}()
-	select {
-	case err = <-second:
-	case <-begun:
-		err = errors.New("it is called again")
-	}
-	close(over)
-	require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-	require.ErrorIs(t, <-another, idempotency.ErrLockLost)
-}
-
-// Property: a worker that takes a key over continues from the key's current state, not from the
-// state that it read before: the earlier holder, whose lock expired, may have made a call in
-// between that must not be repeated. Row H2 of guarantees.md.
-func TestTakeoverGoesOnFromWhatIsDone(t *testing.T) {
-	t.Parallel()
-	for meanwhile, sql := range map[string]string{
-		"the phase is done": `SELECT effectonce.advance_key('tenant', 'order', 'k', 1, 'charge', '{"Order": 7}')`,
-		"it was lost, and begun anew with another state": `UPDATE effectonce.idempotency_keys SET data = '{"Order": 7}'`,
-	} {
-		t.Run(meanwhile, func(t *testing.T) {
-			t.Parallel()
-			pool, made := newPool(t), 0
-			var found payment
-			ship := ends("ship")
-			book := ship.Write
-			ship.Write = func(ctx context.Context, tx pgx.Tx, s *step) error {
-				found = s.State
-				return book(ctx, tx, s)
-			}
-			flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{
-				calls(true, func(*step) error {
-					if made++; made == 1 {
-						return idempotency.NotDone(errAway)
-					}
-					return nil
-				}), ship,
-			})
-			_, err := flow.Do(t.Context(), key("k"), nil)
-			require.ErrorIs(t, err, errAway)
-			holder, err := pool.Begin(t.Context())
-			require.NoError(t, err)
-			defer func() { _ = holder.Rollback(context.WithoutCancel(t.Context())) }()
-			_, err = holder.Exec(t.Context(), `SELECT FROM effectonce.idempotency_keys WHERE locked_until IS NULL AND lock_token = 1 AND phases = '{}' FOR UPDATE`)
-			require.NoError(t, err)
-			done := make(chan error, 1)
-			go func() {
-				_, err := flow.Do(t.Context(), key("k"), nil)
-				done <- err
-			}()
-			require.NoError(t, until(t.Context(), pool, somebodyWaits))
-			_, err = holder.Exec(t.Context(), sql)
-			require.NoError(t, err)
-			require.NoError(t, holder.Commit(t.Context()))
-			err = <-done
-			if meanwhile == "the phase is done" {
-				require.Equal(t, 1, made, "the one that was not done")
-			}
-			require.NoError(t, err)
-			require.EqualValues(t, 7, found.Order)
-			require.Equal(t, 1, effects(t, pool, "ship"))
-		})
-	}
-}
-
-// Property: changes of a transaction to the state are gone when the transaction is retried after a
-// serialization failure: the state is that of the last recovery point, or of the call. Row H20 of
-// guarantees.md.
-func TestStateIsOfTheTransactionThatCommitted(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	runs := 0
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
-		Name: "a",
-		Call: func(_ context.Context, step *idempotency.Step[payment]) error {
-			step.State.Order += 10
-			return nil
-		},
-		Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[payment]) error {
-			step.State.Order++
-			if runs++; runs < 3 {
-				_, err := tx.Exec(ctx, `DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$`)
-				return err
-			}
-			step.Finish(idempotency.Response{Status: 200 + int(step.State.Order)})
-			return effect(ctx, tx, "a")
-		},
-	}})
-	response, err := flow.Do(t.Context(), key("k"), nil)
+	wide := newPool(t)
+	other, err := wide.Begin(t.Context())
 	require.NoError(t, err)
-	require.Equal(t, 211, response.Status)
-	require.Equal(t, 1, effects(t, pool, "a"))
-}
-
-// Property: a flow whose last phase does not call Finish fails there, and commits nothing of that
-// phase.
-func TestFlowWithoutAResponse(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	flow := newFlow(t, newOperation(t, pool, idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{
-		Name:  "a",
-		Write: func(ctx context.Context, tx pgx.Tx, _ *idempotency.Step[payment]) error { return effect(ctx, tx, "a") },
-	}})
-	_, err := flow.Do(t.Context(), key("k"), nil)
-	require.ErrorContains(t, err, "did not call Finish")
-	require.Zero(t, effects(t, pool, "a"))
+	defer func() { _ = other.Rollback(context.WithoutCancel(t.Context())) }()
+	var group sync.WaitGroup
+	op := newOperation(t, withDefault(t, wide, pgx.RepeatableRead), idempotency.Config{Lock: time.Hour})
+	flow := newFlow(t, op, idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error {
+		_, err := other.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET retry_at = clock_timestamp()`)
+		group.Go(func() {
+			assert.NoError(t, errors.Join(until(t.Context(), wide, somebodyWaits), other.Commit(t.Context())))
+		})
+		return errors.Join(err, errAway)
+	}), ends("ship")})
+	_, err = flow.Do(t.Context(), key("k"), nil)
+	group.Wait()
+	require.ErrorIs(t, err, errAway)
+	require.NotContains(t, err.Error(), "release the lock")
+	require.Equal(t, 1, count(t, wide, `SELECT count(*) FROM effectonce.idempotency_keys WHERE state = 'running' AND locked_until IS NULL`))
 }

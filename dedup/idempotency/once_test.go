@@ -16,7 +16,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/internal/longtest"
+	"github.com/effectonce/effectonce/internal/pause"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // newPool is a database with a table for effects.
@@ -61,12 +64,13 @@ func effects(t *testing.T, pool *pgxpool.Pool, name string) int {
 
 // until asks the database, from beside the work of a request, until there is what it counts.
 func until(ctx context.Context, pool *pgxpool.Pool, sql string) error {
-	for n := 0; n == 0; {
-		if err := pool.QueryRow(ctx, sql).Scan(&n); err != nil {
+	ctx, cancel := context.WithTimeout(ctx, testwait.Bound)
+	defer cancel()
+	for n := 0; ; pause.For(ctx, time.Millisecond) {
+		if err := pool.QueryRow(ctx, sql).Scan(&n); err != nil || n > 0 {
 			return err
 		}
 	}
-	return nil
 }
 
 const somebodyWaits = `SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()`
@@ -101,154 +105,6 @@ func TestSecondRequestIsReplayed(t *testing.T) {
 	require.True(t, third.Replayed)
 }
 
-// Property: the same key of another scope or operation is another key; the same key with another
-// fingerprint is refused, also when it is finished, and the original stays. Rows H6, H8 of
-// guarantees.md.
-func TestKeysMeetOnlyTheirOwn(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	a := newOperation(t, pool, idempotency.Config{})
-	b, err := idempotency.New(pool, idempotency.Config{Operation: "refund"})
-	require.NoError(t, err)
-	paid := key("k")
-	paid.Fingerprint = idempotency.NewFingerprint([]byte("POST"), []byte("100"))
-	_, err = a.Once(t.Context(), paid, insertOnce("a"))
-	require.NoError(t, err)
-	for name, run := range map[string]func() (idempotency.Response, error){
-		"operation": func() (idempotency.Response, error) { return b.Once(t.Context(), paid, insertOnce("b")) },
-		"scope": func() (idempotency.Response, error) {
-			other := paid
-			other.Scope = "another"
-			return a.Once(t.Context(), other, insertOnce("c"))
-		},
-	} {
-		response, err := run()
-		require.NoError(t, err, name)
-		require.False(t, response.Replayed, name)
-	}
-	for _, given := range []idempotency.Fingerprint{{}, idempotency.NewFingerprint([]byte("POST1"), []byte("00"))} {
-		changed := paid
-		changed.Fingerprint = given
-		_, err = a.Once(t.Context(), changed, insertOnce("a"))
-		require.ErrorIs(t, err, idempotency.ErrMismatch)
-	}
-	replayed, err := a.Once(t.Context(), paid, insertOnce("a"))
-	require.NoError(t, err)
-	require.True(t, replayed.Replayed)
-	require.Equal(t, 1, effects(t, pool, "a"))
-}
-
-// Property: of ten requests at once with one key, one is executed; the others get its response, or
-// that it is in progress. A thousand times. Row H7 of guarantees.md.
-func TestTenAtOnceAreExecutedOnce(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{WaitMax: 100 * time.Millisecond})
-	rounds := 1000
-	if testing.Short() {
-		rounds = 100
-	}
-	var busy atomic.Int64
-	for round := range rounds {
-		name := fmt.Sprint(round)
-		var executed atomic.Int64
-		var group sync.WaitGroup
-		for range 10 {
-			group.Go(func() {
-				response, err := o.Once(t.Context(), key(name), insertOnce(name))
-				switch {
-				case errors.Is(err, idempotency.ErrInProgress):
-					busy.Add(1)
-				case assert.NoError(t, err) && !response.Replayed:
-					executed.Add(1)
-				}
-			})
-		}
-		group.Wait()
-		require.EqualValues(t, 1, executed.Load(), name)
-	}
-	require.Equal(t, rounds, count(t, pool, `SELECT count(*) FROM effects`))
-	require.Equal(t, rounds, count(t, pool, `SELECT count(DISTINCT name) FROM effects`))
-	t.Logf("%d of %d were told that it is in progress", busy.Load(), 10*rounds)
-}
-
-// Property: while a request is in progress another one with its key gets ErrInProgress, in bounded
-// time, and the time of a retry; afterwards it gets the response.
-func TestInProgressIsToldInTime(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{WaitMax: 50 * time.Millisecond})
-	working, goOn := make(chan struct{}), make(chan struct{})
-	done := make(chan error, 1)
-	go func() {
-		_, err := o.Once(t.Context(), key("a"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-			close(working)
-			<-goOn
-			return idempotency.Response{Status: 200}, effect(ctx, tx, "a")
-		})
-		done <- err
-	}()
-	<-working
-	_, err := o.Once(t.Context(), key("a"), insertOnce("a"))
-	var busy *idempotency.InProgressError
-	require.ErrorAs(t, err, &busy)
-	require.ErrorIs(t, err, idempotency.ErrInProgress)
-	require.Positive(t, busy.RetryAfter)
-	close(goOn)
-	require.NoError(t, <-done)
-	response, err := o.Once(t.Context(), key("a"), insertOnce("a"))
-	require.NoError(t, err)
-	require.True(t, response.Replayed)
-	require.Equal(t, 1, effects(t, pool, "a"))
-}
-
-// Property: a failure that a retry could fix leaves nothing behind and frees the key at once,
-// whatever kind it is; a final one is stored and replayed, without the effects of its work. Rows
-// H3, H18 of guarantees.md.
-func TestOutcomes(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{})
-	for name, failure := range map[string]func(ctx context.Context, tx pgx.Tx) error{
-		"error":     func(context.Context, pgx.Tx) error { return errors.New("bank is away") },
-		"statement": func(ctx context.Context, tx pgx.Tx) error { _, err := tx.Exec(ctx, `SELECT 1/0`); return err },
-		"swallowed": func(ctx context.Context, tx pgx.Tx) error { _, _ = tx.Exec(ctx, `SELECT 1/0`); return nil },
-		"commit":    func(ctx context.Context, tx pgx.Tx) error { _ = tx.Commit(ctx); return nil },
-		"rollback":  func(ctx context.Context, tx pgx.Tx) error { _ = tx.Rollback(ctx); return nil },
-		"end": func(ctx context.Context, tx pgx.Tx) error {
-			_, _ = tx.Exec(ctx, ` ; COMMIT`)
-			return nil
-		},
-	} {
-		_, err := o.Once(t.Context(), key(name), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-			if err := effect(ctx, tx, name); err != nil {
-				return idempotency.Response{}, err
-			}
-			return idempotency.Response{Status: 200}, failure(ctx, tx)
-		})
-		require.Error(t, err, name)
-		require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys`), name)
-		response, err := o.Once(t.Context(), key(name), insertOnce(name))
-		require.NoError(t, err, name)
-		require.False(t, response.Replayed, name)
-		require.Equal(t, 1, effects(t, pool, name))
-		_, err = pool.Exec(t.Context(), `DELETE FROM effectonce.idempotency_keys`)
-		require.NoError(t, err)
-	}
-	declined := func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-		if err := effect(ctx, tx, "declined"); err != nil {
-			return idempotency.Response{}, err
-		}
-		return idempotency.Response{}, fmt.Errorf("charge: %w", idempotency.Final(idempotency.Response{Status: 402, Body: []byte("no funds")}, errors.New("declined")))
-	}
-	for _, replayed := range []bool{false, true} {
-		response, err := o.Once(t.Context(), key("declined"), declined)
-		require.NoError(t, err)
-		require.Equal(t, idempotency.Response{Status: 402, Body: []byte("no funds"), Replayed: replayed}, response)
-	}
-	require.Zero(t, effects(t, pool, "declined"))
-}
-
 // Property: work that panics, or ends its goroutine, leaves nothing behind, and its connection is
 // usable again.
 func TestPanicLeavesNothing(t *testing.T) {
@@ -265,47 +121,6 @@ func TestPanicLeavesNothing(t *testing.T) {
 	_, err := o.Once(t.Context(), key("a"), insertOnce("a"))
 	require.NoError(t, err)
 	pgtest.Unused(t, pool)
-}
-
-// Property: Strict makes the first failure the outcome; AttemptsMax makes it the outcome once the
-// attempts are used up, and not before.
-func TestFailuresThatBecomeFinal(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	failing := func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-		if err := effect(ctx, tx, "x"); err != nil {
-			return idempotency.Response{}, err
-		}
-		return idempotency.Response{}, errors.New("bank is away")
-	}
-	gone := func(error) idempotency.Response { return idempotency.Response{Status: 502} }
-	strict := newOperation(t, pool, idempotency.Config{Strict: true, Failed: gone})
-	for _, replayed := range []bool{false, true} {
-		response, err := strict.Once(t.Context(), key("strict"), failing)
-		require.NoError(t, err)
-		require.Equal(t, idempotency.Response{Status: 502, Replayed: replayed}, response)
-	}
-	limited := newOperation(t, pool, idempotency.Config{AttemptsMax: 3, Failed: gone})
-	for attempt := 1; attempt <= 5; attempt++ {
-		response, err := limited.Once(t.Context(), key("limited"), failing)
-		if attempt < 3 {
-			require.ErrorContains(t, err, "bank is away", attempt)
-			continue
-		}
-		require.NoError(t, err)
-		require.Equal(t, idempotency.Response{Status: 502, Replayed: attempt > 3}, response)
-	}
-	require.Zero(t, effects(t, pool, "x"))
-	// One that succeeds in between is executed, and remembered.
-	_, err := limited.Once(t.Context(), key("mended"), failing)
-	require.Error(t, err)
-	for _, replayed := range []bool{false, true} {
-		response, err := limited.Once(t.Context(), key("mended"), insertOnce("mended"))
-		require.NoError(t, err)
-		require.Equal(t, 201, response.Status)
-		require.Equal(t, replayed, response.Replayed)
-	}
-	require.Equal(t, 1, effects(t, pool, "mended"))
 }
 
 // Property: a serialization failure is tried again at once, a bounded number of times. Row H20 of
@@ -347,7 +162,7 @@ func TestSmallPoolDoesNotDeadlock(t *testing.T) {
 	config := wide.Config()
 	config.MaxConns = 2
 	pool := pgtest.PoolOf(t, config)
-	o := newOperation(t, pool, idempotency.Config{WaitMax: 30 * time.Second})
+	o := newOperation(t, pool, idempotency.Config{WaitMax: time.Minute})
 	var group sync.WaitGroup
 	for i := range 50 {
 		group.Go(func() {
@@ -360,20 +175,254 @@ func TestSmallPoolDoesNotDeadlock(t *testing.T) {
 	require.Equal(t, 5, count(t, wide, `SELECT count(*) FROM effects`))
 }
 
+// Property: a status that is not a final answer is rejected before anything is stored, whether the
+// outcome came from the work, Final or Config.Failed. It would panic wherever it is sent, at each
+// replay.
+func TestStatusThatIsNoAnswerIsRefused(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	plain := newOperation(t, pool, idempotency.Config{})
+	for status, refused := range map[int]bool{-1: true, 0: false, 1: true, 99: true, 100: true, 199: true, 200: false, 999: false, 1000: true} {
+		response := idempotency.Response{Status: status}
+		strict := newOperation(t, pool, idempotency.Config{Strict: true, Failed: func(error) idempotency.Response { return response }})
+		for name, test := range map[string]struct {
+			op  *idempotency.Operation
+			err error
+		}{"work": {plain, nil}, "Final": {plain, idempotency.Final(response, errors.New("declined"))}, "Failed": {strict, errors.New("no paper")}} {
+			what := fmt.Sprint(name, " ", status)
+			_, err := test.op.Once(t.Context(), key(what), func(context.Context, pgx.Tx) (idempotency.Response, error) { return response, test.err })
+			if refused {
+				require.ErrorContains(t, err, fmt.Sprintf("has status %d: want 0, or 200 to 999", status), what)
+			} else {
+				require.NoError(t, err, what)
+			}
+			require.Equal(t, !refused, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, what) == 1, what)
+		}
+	}
+}
+
+// Property: a serialization failure, a deadlock, or a database that fails during the work does not
+// decide about the request, even if it recurs at every retry: it is no outcome, and uses up no
+// attempt, neither of work in one transaction nor of a phase. Rows H18, H20 of guarantees.md.
+func TestWhatIsNoOutcome(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	code := func(code string) func(context.Context, pgx.Tx) error {
+		return func(context.Context, pgx.Tx) error { return &pgconn.PgError{Code: code} }
+	}
+	for name, fail := range map[string]func(ctx context.Context, tx pgx.Tx) error{
+		"connection": func(ctx context.Context, tx pgx.Tx) error {
+			_, err := tx.Exec(ctx, `SELECT pg_terminate_backend(pg_backend_pid())`)
+			return errors.New("hidden by the handler: " + err.Error())
+		},
+		"resources": code("53100"), "conflict": code("40001"), "deadlock": code("40P01"),
+	} {
+		for kind, cfg := range map[string]idempotency.Config{"strict": {Strict: true, Retries: 2}, "bounded": {AttemptsMax: 1, Retries: 2}} {
+			away, value := true, name+kind
+			work := func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+				if away {
+					return idempotency.Response{Status: 201}, fail(ctx, tx)
+				}
+				return idempotency.Response{Status: 201}, effect(ctx, tx, value)
+			}
+			o := newOperation(t, pool, cfg)
+			cfg.AttemptsMax = 0 // its default for flows
+			flow := newFlow(t, newOperation(t, pool, cfg), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{{Name: "all", Write: func(ctx context.Context, tx pgx.Tx, s *step) error {
+				response, err := work(ctx, tx)
+				s.Finish(response)
+				return err
+			}}})
+			for range 2 {
+				_, err := o.Once(t.Context(), key(value), work)
+				require.Error(t, err, value)
+				require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, value))
+				_, err = flow.Do(t.Context(), key("flow "+value), nil)
+				require.Error(t, err, value)
+			}
+			away = false
+			once, err := o.Once(t.Context(), key(value), work)
+			require.NoError(t, err, value)
+			phase, err := flow.Do(t.Context(), key("flow "+value), nil)
+			require.NoError(t, err, value)
+			require.Equal(t, idempotency.Response{Status: 201}, once)
+			require.Equal(t, once, phase)
+		}
+	}
+}
+
+// Property: a request that may wait as long as its statements may take gets ErrInProgress, and not
+// a failure of the database. Row H7 of guarantees.md.
+func TestWaitAsLongAsAStatement(t *testing.T) {
+	longtest.Only(t, "limits of two seconds")
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{StatementTimeout: 2 * time.Second, WaitMax: 2 * time.Second})
+	_, err := newOperation(t, pool, idempotency.Config{}).Once(t.Context(), key("k"), func(ctx context.Context, _ pgx.Tx) (idempotency.Response, error) {
+		_, err := o.Once(ctx, key("k"), insertOnce("k"))
+		require.ErrorIs(t, err, idempotency.ErrInProgress)
+		return idempotency.Response{Status: 201}, nil
+	})
+	require.NoError(t, err)
+}
+
+// Property: the same key of another scope or operation is another key; the same key with another
+// fingerprint is refused, also when it is finished, and the original stays. Rows H6, H8 of
+// guarantees.md.
+func TestKeysMeetOnlyTheirOwn(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	a := newOperation(t, pool, idempotency.Config{})
+	b, err := idempotency.New(pool, idempotency.Config{Operation: "refund"})
+	require.NoError(t, err)
+	paid := key("k")
+	paid.Fingerprint = idempotency.NewFingerprint([]byte("POST"), []byte("100"))
+	other := paid
+	other.Scope = "another"
+	for _, c := range []struct {
+		of *idempotency.Operation
+		k  idempotency.Key
+	}{{a, paid}, {b, paid}, {a, other}} {
+		response, err := c.of.Once(t.Context(), c.k, insertOnce("a"))
+		require.NoError(t, err)
+		require.False(t, response.Replayed)
+	}
+	for _, given := range []idempotency.Fingerprint{{}, idempotency.NewFingerprint([]byte("POST1"), []byte("00"))} {
+		changed := paid
+		changed.Fingerprint = given
+		_, err = a.Once(t.Context(), changed, insertOnce("a"))
+		require.ErrorIs(t, err, idempotency.ErrMismatch)
+	}
+	replayed, err := a.Once(t.Context(), paid, insertOnce("a"))
+	require.NoError(t, err)
+	require.True(t, replayed.Replayed)
+	require.Equal(t, 3, effects(t, pool, "a"))
+}
+
+// Property: while a request is in progress another one with its key gets ErrInProgress, in bounded
+// time, and the time of a retry; afterwards it gets the response.
+func TestInProgressIsToldInTime(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{WaitMax: 50 * time.Millisecond})
+	release := held(t, o, key("a"), insertOnce("a"))
+	_, err := o.Once(t.Context(), key("a"), insertOnce("a"))
+	var busy *idempotency.InProgressError
+	require.ErrorAs(t, err, &busy)
+	require.ErrorIs(t, err, idempotency.ErrInProgress)
+	require.Positive(t, busy.RetryAfter)
+	require.NoError(t, release())
+	response, err := o.Once(t.Context(), key("a"), insertOnce("a"))
+	require.NoError(t, err)
+	require.True(t, response.Replayed)
+	require.Equal(t, 1, effects(t, pool, "a"))
+}
+
+// Property: a failure that a retry could fix leaves nothing behind and frees the key at once,
+// whatever kind it is; a final one is stored and replayed, without the effects of its work. Rows
+// H3, H18 of guarantees.md.
+func TestOutcomes(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{})
+	for name, failure := range map[string]func(ctx context.Context, tx pgx.Tx) error{
+		"error":     func(context.Context, pgx.Tx) error { return errors.New("bank is away") },
+		"statement": broken,
+		"commit":    func(ctx context.Context, tx pgx.Tx) error { _ = tx.Commit(ctx); return nil },
+		"rollback":  func(ctx context.Context, tx pgx.Tx) error { _ = tx.Rollback(ctx); return nil },
+		"end":       func(ctx context.Context, tx pgx.Tx) error { _, _ = tx.Exec(ctx, ` ; COMMIT`); return nil },
+	} {
+		_, err := o.Once(t.Context(), key(name), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+			return idempotency.Response{Status: 200}, errors.Join(effect(ctx, tx, name), failure(ctx, tx))
+		})
+		require.Error(t, err, name)
+		require.Zero(t, count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, name))
+		response, err := o.Once(t.Context(), key(name), insertOnce(name))
+		require.NoError(t, err, name)
+		require.False(t, response.Replayed, name)
+		require.Equal(t, 1, effects(t, pool, name))
+	}
+	for _, replayed := range []bool{false, true} {
+		response, err := o.Once(t.Context(), key("declined"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+			return idempotency.Response{}, errors.Join(effect(ctx, tx, "declined"), fmt.Errorf("charge: %w", idempotency.Final(idempotency.Response{Status: 402, Body: []byte("no funds")}, errors.New("declined"))))
+		})
+		require.NoError(t, err)
+		require.Equal(t, idempotency.Response{Status: 402, Body: []byte("no funds"), Replayed: replayed}, response)
+	}
+	require.Zero(t, effects(t, pool, "declined"))
+}
+
+// Property: Strict makes the first failure the outcome; AttemptsMax makes it the outcome once the
+// attempts are used up, and not before; also one that shows only at COMMIT. Row H20 of guarantees.md.
+func TestFailuresThatBecomeFinal(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	_, err := pool.Exec(t.Context(), `CREATE TABLE owned (id bigint REFERENCES effectonce.consumers DEFERRABLE INITIALLY DEFERRED)`)
+	require.NoError(t, err)
+	for name, fail := range map[string]func(ctx context.Context, tx pgx.Tx) error{
+		"at once": func(context.Context, pgx.Tx) error { return errors.New("bank is away") },
+		"at COMMIT": func(ctx context.Context, tx pgx.Tx) error {
+			_, err := tx.Exec(ctx, `INSERT INTO owned VALUES (4711)`)
+			return err
+		},
+	} {
+		for attempts, cfg := range map[int]idempotency.Config{1: {Strict: true}, 3: {AttemptsMax: 3}} {
+			cfg.Failed = func(error) idempotency.Response { return idempotency.Response{Status: 502} }
+			o, value := newOperation(t, pool, cfg), fmt.Sprint(name, attempts)
+			for attempt := 1; attempt <= 5; attempt++ {
+				response, err := o.Once(t.Context(), key(value), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+					return idempotency.Response{Status: 201}, errors.Join(effect(ctx, tx, "x"), fail(ctx, tx))
+				})
+				require.Equal(t, attempt < attempts, err != nil, value)
+				if err == nil {
+					require.Equal(t, idempotency.Response{Status: 502, Replayed: attempt > attempts}, response)
+				}
+			}
+		}
+	}
+	require.Zero(t, effects(t, pool, "x"))
+	flow := newFlow(t, newOperation(t, pool, idempotency.Config{Strict: true}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{calls(false, func(*step) error { return errAway }), ends("ship")})
+	for _, replayed := range []bool{false, true} {
+		response, err := flow.Do(t.Context(), key("flow"), nil)
+		require.NoError(t, err)
+		require.Equal(t, idempotency.Response{Status: 500, Replayed: replayed}, response)
+	}
+}
+
+// Property: of ten requests at once with one key, one is executed; the others get its response, or
+// that it is in progress. Row H7 of guarantees.md.
+func TestTenAtOnceAreExecutedOnce(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	o := newOperation(t, pool, idempotency.Config{WaitMax: 100 * time.Millisecond})
+	const rounds = 50
+	for round := range rounds {
+		var executed atomic.Int64
+		var group sync.WaitGroup
+		for range 10 {
+			group.Go(func() {
+				response, err := o.Once(t.Context(), key(fmt.Sprint(round)), insertOnce(fmt.Sprint(round)))
+				if !errors.Is(err, idempotency.ErrInProgress) && assert.NoError(t, err) && !response.Replayed {
+					executed.Add(1)
+				}
+			})
+		}
+		group.Wait()
+		require.EqualValues(t, 1, executed.Load(), round)
+	}
+	require.Equal(t, rounds, count(t, pool, `SELECT count(*) FROM effects`))
+	require.Equal(t, rounds, count(t, pool, `SELECT count(DISTINCT name) FROM effects`))
+}
+
 // Property: of a response that is too large only the fact is stored: a later request gets a defined
 // answer, and no second execution. Row H11 of guarantees.md.
 func TestLargeResponseIsNotStored(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	o := newOperation(t, pool, idempotency.Config{ResponseBytesMax: 10})
+	o := newOperation(t, pool, idempotency.Config{ResponseBytesMax: 4})
 	for _, replayed := range []bool{false, true} {
-		response, err := o.Once(t.Context(), key("a"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-			return idempotency.Response{Status: 200, Body: []byte("12345678901")}, effect(ctx, tx, "a")
-		})
+		response, err := o.Once(t.Context(), key("a"), insertOnce("a"))
 		require.NoError(t, err)
-		require.Equal(t, replayed, response.Replayed)
-		require.Equal(t, replayed, response.BodyDropped)
-		require.Equal(t, replayed, response.Body == nil)
+		require.Equal(t, []bool{replayed, replayed, replayed}, []bool{response.Replayed, response.BodyDropped, response.Body == nil})
 	}
 	require.Equal(t, 1, effects(t, pool, "a"))
 }
@@ -382,15 +431,11 @@ func TestLargeResponseIsNotStored(t *testing.T) {
 // guarantees.md.
 func TestKeysOutOfBounds(t *testing.T) {
 	t.Parallel()
-	closed, err := pgxpool.New(t.Context(), "postgres://127.0.0.1:1/nothing")
-	require.NoError(t, err)
-	defer closed.Close()
-	o := newOperation(t, closed, idempotency.Config{})
-	long := string(make([]byte, 256))
+	o := newOperation(t, pgtest.NoPool(t), idempotency.Config{})
 	for _, k := range []idempotency.Key{
 		{Scope: "", Value: "a"},
 		{Scope: "a", Value: ""},
-		{Scope: "a", Value: long},
+		{Scope: "a", Value: string(make([]byte, 256))},
 		{Scope: "a", Value: "a\x00"},
 		{Scope: "a", Value: "\xff"},
 		{Scope: "a\n", Value: "a"},
@@ -398,5 +443,34 @@ func TestKeysOutOfBounds(t *testing.T) {
 	} {
 		_, err := o.Once(t.Context(), k, insertOnce("a"))
 		require.ErrorIs(t, err, idempotency.ErrInvalid, "%+v", k)
+	}
+}
+
+// Property: Look distinguishes the states of a key, and returns the outcome as a replay does.
+func TestLookTellsTheStateOfAKey(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	op := newOperation(t, pool, idempotency.Config{})
+	looks := func(k idempotency.Key, want error) idempotency.Response {
+		response, err := op.Look(t.Context(), k)
+		require.ErrorIs(t, err, want)
+		return response
+	}
+	_, err := op.Once(t.Context(), key("k"), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+		looks(key("k"), idempotency.ErrNotStored) // nothing is committed yet
+		return insertOnce("k")(ctx, tx)
+	})
+	require.NoError(t, err)
+	replayed, err := op.Once(t.Context(), key("k"), insertOnce("k"))
+	require.NoError(t, err)
+	require.Equal(t, replayed, looks(key("k"), nil))
+	another := key("k")
+	another.Fingerprint = idempotency.NewFingerprint([]byte("another"))
+	looks(another, idempotency.ErrMismatch)
+	looks(idempotency.Key{Scope: "tenant", Operation: "other", Value: "k"}, idempotency.ErrInvalid)
+	for state, want := range map[string]error{"running": idempotency.ErrInProgress, "indeterminate": idempotency.ErrIndeterminate, "abandoned": idempotency.ErrAbandoned} {
+		_, err = pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET state = $1, status = NULL`, state)
+		require.NoError(t, err)
+		looks(key("k"), want)
 	}
 }

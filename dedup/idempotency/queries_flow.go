@@ -15,11 +15,14 @@ const (
 	closeGuardSQL = "CLOSE " + guardCursor
 )
 
-// claimFlowSQL claims a key for work in phases.
+// claimFlowSQL claims a key for work in phases. The token begins at the database's clock, in
+// microseconds, so that no later claim of the key has it: a holder may wake up when its row is
+// forgotten, or lost by a failover, and the key is claimed again.
 const claimFlowSQL = `-- idempotency.claim_flow
 WITH claimed AS (
-  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, locked_until, locked_by, request, flow)
-  VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, clock_timestamp() + $6::interval, $7, $8, $9) ON CONFLICT DO NOTHING RETURNING lock_token)
+  INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, sealed, attempts, lock_token, locked_until, locked_by, request, flow)
+  VALUES ($1::text, $2::text, $3::text, $4::bytea, 'running', $5, 1, (extract(epoch FROM clock_timestamp()) OPERATOR(pg_catalog.*) 1000000::numeric)::bigint,
+    clock_timestamp() + $6::interval, $7, $8, $9) ON CONFLICT DO NOTHING RETURNING lock_token)
 SELECT ` + fresh + ` UNION ALL SELECT ` + found
 
 // takeFlowSQL takes over the lock of a key that no worker holds; the token that was read decides

@@ -213,25 +213,6 @@ func TestCodeDecidesWhatIsKept(t *testing.T) {
 	require.Equal(t, 6, keys(t, pool))
 }
 
-// Property: a refusal whose text is not UTF-8, as where it quotes what a client sent, is stored as
-// any other, with U+FFFD for what is not.
-func TestRefusalThatIsNotUTF8IsKept(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	var ran atomic.Int64
-	c := serve(t, pool, grpckey.Config{}, func(context.Context, *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
-		ran.Add(1)
-		return nil, status.Error(codes.InvalidArgument, "no account \xff\xfe!")
-	})
-	for _, replayed := range []bool{false, true} {
-		a := c.ask(t.Context(), "k", "a")
-		require.Equal(t, codes.InvalidArgument, status.Code(a.err))
-		require.Equal(t, "no account \ufffd!", status.Convert(a.err).Message())
-		require.Equal(t, replayed, a.replayed)
-	}
-	require.EqualValues(t, 1, ran.Load())
-}
-
 // Property: an error of the database that a handler returns as it is runs it again where that
 // helps, and reaches no client.
 func TestErrorsOfTheDatabase(t *testing.T) {
@@ -319,59 +300,6 @@ func TestReasons(t *testing.T) {
 	}
 }
 
-// Property: a response that is too large to be kept is sent once and not executed again; what a
-// person stored, and what Strict made of a failure, is the outcome; work that has begun outlives
-// its client.
-func TestOtherOutcomes(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	begun, release := make(chan struct{}), make(chan struct{})
-	c := serve(t, pool, grpckey.Config{Operation: idempotency.Config{ResponseBytesMax: 200, Strict: true}}, func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
-		switch string(request.GetPayload().GetBody()) {
-		case "large":
-			return &testpb.SimpleResponse{Username: strings.Repeat("a", 201)}, insert(ctx, request)
-		case "fails":
-			return nil, errors.New("canary")
-		case "slow":
-			close(begun)
-			<-release
-		}
-		return &testpb.SimpleResponse{}, insert(ctx, request)
-	})
-	require.NoError(t, c.ask(t.Context(), "large", "large").err)
-	requireRefused(t, c.ask(t.Context(), "large", "large").err, codes.FailedPrecondition, grpckey.ReasonNotKept)
-	for range 2 {
-		requireRefused(t, c.ask(t.Context(), "strict", "fails").err, codes.Internal, grpckey.ReasonInternal)
-	}
-	ctx, leave := context.WithCancel(t.Context())
-	gone := make(chan answer)
-	go func() { gone <- c.ask(ctx, "slow", "slow") }()
-	<-begun
-	leave()
-	require.Equal(t, codes.Canceled, status.Code((<-gone).err))
-	close(release)
-	a := c.ask(t.Context(), "slow", "slow")
-	for status.Code(a.err) == codes.Aborted {
-		a = c.ask(t.Context(), "slow", "slow")
-	}
-	require.NoError(t, a.err)
-	require.True(t, a.replayed)
-	require.Equal(t, 2, effects(t, pool))
-
-	finish := func(code int, body string) answer {
-		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET status = $1, body = $2 WHERE key = 'slow'`, code, []byte(body))
-		require.NoError(t, err)
-		return c.ask(t.Context(), "slow", "slow")
-	}
-	require.NoError(t, finish(204, "").err)
-	require.Equal(t, codes.Internal, status.Code(finish(200, "no protocol buffer").err))
-	for _, body := range []string{"withdrawn", ""} {
-		a = finish(409, body)
-		require.Equal(t, codes.FailedPrecondition, status.Code(a.err))
-		require.ErrorContains(t, a.err, "the call was finished with status 409")
-	}
-}
-
 // Property: a client that comes when its key is forgotten learns that its call was executed, and
 // does not execute it again.
 func TestAfterTheWindow(t *testing.T) {
@@ -410,3 +338,42 @@ func TestNewReportsAllProblems(t *testing.T) {
 	require.ErrorContains(t, err, "HandlerTimeout 100ms: want more than Operation.WaitMax, 250ms")
 	require.ErrorContains(t, err, "Methods []: want at least one")
 }
+
+// Property: a response that is too large to be kept is sent once and not executed again; what Strict
+// made of a failure, and what a person stored, is the outcome. What is not UTF-8 in a text becomes
+// U+FFFD.
+func TestOtherOutcomes(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	c := serve(t, pool, grpckey.Config{Operation: idempotency.Config{ResponseBytesMax: 200, Strict: true}}, func(ctx context.Context, request *testpb.SimpleRequest) (*testpb.SimpleResponse, error) {
+		switch string(request.GetPayload().GetBody()) {
+		case "fails":
+			return nil, errors.New("canary")
+		case "refuses":
+			return nil, status.Error(codes.InvalidArgument, "no account \xff!")
+		}
+		return &testpb.SimpleResponse{Username: strings.Repeat("a", 201)}, insert(ctx, request)
+	})
+	require.NoError(t, c.ask(t.Context(), "k", "large").err)
+	requireRefused(t, c.ask(t.Context(), "k", "large").err, codes.FailedPrecondition, grpckey.ReasonNotKept)
+	for range 2 {
+		requireRefused(t, c.ask(t.Context(), "strict", "fails").err, codes.Internal, grpckey.ReasonInternal)
+		require.ErrorContains(t, c.ask(t.Context(), "odd", "refuses").err, "no account \ufffd!")
+	}
+	require.Equal(t, 1, effects(t, pool))
+	for _, person := range []struct {
+		status     int
+		body, says string
+		code       codes.Code
+	}{
+		{204, "", "", codes.OK}, {200, "no protocol buffer", "", codes.Internal}, {409, "withdrawn", "finished with status 409", codes.FailedPrecondition}, {409, "", "finished with status 409", codes.FailedPrecondition},
+	} {
+		_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET status = $1, body = $2, body_dropped = false WHERE key = 'k'`, person.status, []byte(person.body))
+		require.NoError(t, err)
+		err = c.ask(t.Context(), "k", "large").err
+		require.Equal(t, person.code, status.Code(err))
+		require.Contains(t, status.Convert(err).Message(), person.says)
+	}
+}
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -1,11 +1,7 @@
 package httpkey_test
 
 import (
-	"bytes"
-	"compress/gzip"
-	"encoding/json"
 	"fmt"
-	"math/rand/v2"
 	"net/http"
 	"strings"
 	"testing"
@@ -102,17 +98,6 @@ func TestWithoutRefusesWhatIsNoPointer(t *testing.T) {
 	require.NotPanics(t, func() { httpkey.Without("/", "/a~0b", "/a~1b", "/a~01", "/list/0") })
 }
 
-// Property: a retry that differs only in what Without leaves out is replayed.
-func TestRetryWithAnotherTimeIsReplayed(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{Fingerprint: httpkey.Without("/sent_at")}).Handler(insert(201)))
-	ask := func(body string) answer { return s.post(t, "k", body, "Content-Type", "application/json") }
-	require.Equal(t, 201, ask(`{"amount":9007199254740993,"sent_at":1}`).status)
-	require.True(t, ask(`{"sent_at":2, "amount":9007199254740993}`).replayed())
-	requireProblem(t, ask(`{"amount":9007199254740992,"sent_at":1}`), 422, httpkey.ProblemKeyReused)
-}
-
 // fingerprints returns what a middleware makes of requests, as a handler sees it.
 func fingerprints(t *testing.T, cfg httpkey.Config) func(method, target, media, body string) string {
 	t.Helper()
@@ -124,145 +109,6 @@ func fingerprints(t *testing.T, cfg httpkey.Config) func(method, target, media, 
 		require.NoError(t, err)
 		require.Equal(t, http.StatusOK, a.status, a.body)
 		return a.body
-	}
-}
-
-// Property: the default fingerprint of ordinary requests is the one that releases before this one stored: another one would answer
-// each retry of a request that the other release executed with 422.
-func TestFingerprintIsThatOfOlderReleases(t *testing.T) {
-	t.Parallel()
-	ask := fingerprints(t, httpkey.Config{})
-	const media = "application/json"
-	for _, c := range []struct{ method, target, media, body, want string }{
-		{
-			"POST", "/orders", media, `{"b": 2, "a": {"y": [1, {"d": null, "c": "x"}], "x": true}}`,
-			"a5a2ae3e5f98627ca7e5d6e464d4aea57f5d8842e2ca2a335ffb42cca91d48f4",
-		},
-		{
-			"POST", "/orders", media, `{"amount":9007199254740993,"rate":1.10,"note":"\u00e9\u20ac \/ \ud83d\ude00"}`,
-			"7db7a63ed5a3cd36d86576e052934e0deb9b70d3c6b863d8dc6f663871cb9324",
-		},
-		{
-			"POST", "/orders", "application/vnd.api+json; charset=utf-8", `[{"b":1,"a":2},{"b":1,"a":2}]`,
-			"c914d4894e3850a8df8fe90dc799992fcef5c2f030d1e3d87cd73fb98ba3dcab",
-		},
-		{
-			"POST", "/orders", media, `{"a":1,"a":2}`,
-			"e5960603088a58f614d2e2a793df1fa09b3905150813469cef598a77a2bfab8c",
-		},
-		{
-			"POST", "/orders", media, `{"a":1`,
-			"a279bfd4cf5a7fbd4daf38c2a0aa42f1d9738fd29400415a95066b0567a52d8f",
-		},
-		{
-			"POST", "/orders", media, "{\"a\":\"\xff\"}",
-			"e6da0408ae6d058a40f7b6b209df487fbaa7126e4dafa66f409d1c394d4347a8",
-		},
-		{
-			"POST", "/orders", media, strings.Repeat(`{"b":1,"a":`, 64) + "1" + strings.Repeat("}", 64),
-			"9fa98458db6a0fc08470da162e244d75e561fcc1a2675a60f81f4dab60622a25",
-		},
-		{
-			"POST", "/orders", media, ``,
-			"b9a3d945d879717904b99a943e69af8981b13fb25a6156986c1cf866ab2ef6c0",
-		},
-		{
-			"POST", "/orders", "text/plain", `{"b":1, "a":2}`,
-			"962df9d8f2829b7db8e010592f7d56b4843112f04baf068cbecb0f5b7a716eb1",
-		},
-		{
-			"POST", "/a%2Fb/%7Ec?b=2&a=1&b=%31&&c", "text/plain", "x",
-			"3dab229d57175a545c542be0ce90d84c5cd8209f6bc5cb4e1b76c6be32751203",
-		},
-		{
-			"PATCH", "/orders/7?x", "application/merge-patch+json", `{"Name":null,"other":"name"}`,
-			"3723cd026295aba9c832f2ca3ecec2902315aa6ec879c56aec3753e8caaa6a03",
-		},
-		{
-			"POST", "/orders", "multipart/form-data; boundary=x", "--x\r\n",
-			"e7f92a2fa334f226bde6b4953e7a69e4dab6932d87324a5972c60117cafe0884",
-		},
-	} {
-		require.Equal(t, c.want, ask(c.method, c.target, c.media, c.body), "%s %s %s %.100s", c.method, c.target, c.media, c.body)
-	}
-}
-
-// Property: members that differ only in case are one to encoding/json, which takes the last: bodies
-// of which it makes two amounts are two requests.
-func TestMembersThatDifferInCase(t *testing.T) {
-	t.Parallel()
-	s := serve(t, newMiddleware(t, newPool(t), httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		var order struct{ Amount int }
-		if err := json.NewDecoder(r.Body).Decode(&order); err != nil {
-			httpkey.Fail(r, err)
-			return
-		}
-		_, _ = fmt.Fprint(w, order.Amount)
-	})))
-	a := s.post(t, "k", `{"amount":1,"Amount":2}`, "Content-Type", "application/json")
-	require.Equal(t, "2", a.body)
-	requireProblem(t, s.post(t, "k", `{"Amount":2,"amount":1}`, "Content-Type", "application/json"), 422, httpkey.ProblemKeyReused)
-}
-
-// Property: a body that is nested deeper than JSONDepthMax is refused before any SQL, one that is
-// as deep is not; brackets in strings do not count, nor does what is no JSON.
-func TestDeepBodyIsRefused(t *testing.T) {
-	t.Parallel()
-	nested := func(open, end string, depth int) string {
-		return strings.Repeat(open, depth) + "1" + strings.Repeat(end, depth)
-	}
-	for name, c := range map[string]struct {
-		max         int
-		media, body string
-		deep        bool
-	}{
-		"objects":            {0, "application/json", nested(`{"a":`, `}`, 65), true},
-		"arrays":             {0, "application/hal+json", nested(`[`, `]`, 65), true},
-		"both":               {0, "application/json", nested(`[{"a":`, `}]`, 33), true},
-		"as deep as allowed": {0, "application/json", nested(`{"a":`, `}`, 64), false},
-		"side by side":       {2, "application/json", `[` + strings.Repeat(`{"a":1},`, 100) + `[]]`, false},
-		"in a string":        {1, "application/json", `{"a[{\"[{":"[{\\\"[{"}`, false},
-		"behind a string":    {1, "application/json", `{"a\\":[]}`, true},
-		"less is allowed":    {1, "application/json", `[[]]`, true},
-		"more is allowed":    {1000, "application/json", nested(`{"a":`, `}`, 1000), false},
-		"no JSON":            {1, "text/plain", `[[]]`, false},
-		"does not end":       {0, "application/json", strings.Repeat(`[`, 1<<19), true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			for _, fingerprint := range []func(*http.Request, []byte) ([]byte, error){nil, httpkey.Without("/b")} {
-				cfg := httpkey.Config{JSONDepthMax: c.max, Fingerprint: fingerprint}
-				a := serve(t, newMiddleware(t, pgtest.NoPool(t), cfg).Handler(insert(201))).post(t, "k", c.body, "Content-Type", c.media)
-				if c.deep {
-					requireProblem(t, a, 400, httpkey.ProblemTooDeep)
-				} else {
-					requireProblem(t, a, 503, httpkey.ProblemUnavailable) // it asked the database
-				}
-			}
-		})
-	}
-}
-
-// Property: a compressed body, which something inside of the middleware decompresses, is not taken
-// for JSON that is nested too deep, whatever its bytes; nor is other content that cannot be JSON.
-func TestCompressedBodyIsNotDeep(t *testing.T) {
-	t.Parallel()
-	s := serve(t, newMiddleware(t, pgtest.NoPool(t), httpkey.Config{RequestBytesMax: 4 << 20}).Handler(insert(201)))
-	bodies := []string{"'" + strings.Repeat("[", 100), "\"\x1f" + `"` + strings.Repeat("[", 100)}
-	for seed := range uint64(4) {
-		random := rand.New(rand.NewPCG(seed, 0))
-		var body bytes.Buffer
-		compressed := gzip.NewWriter(&body)
-		for body.Len() < 1<<20 {
-			_, err := fmt.Fprintf(compressed, `{"a":[%d,"%x"]}`, random.Uint64(), random.Uint64())
-			require.NoError(t, err)
-		}
-		require.NoError(t, compressed.Close())
-		bodies = append(bodies, body.String())
-	}
-	for _, body := range bodies {
-		a := s.post(t, "k", body, "Content-Type", "application/json", "Content-Encoding", "gzip")
-		requireProblem(t, a, 503, httpkey.ProblemUnavailable) // it asked the database
 	}
 }
 
@@ -283,5 +129,122 @@ func TestQueryThatDoesNotCount(t *testing.T) {
 	}
 	for _, other := range []string{"/a", "/a?x=2&x=1", "/a?x=1&x=%32", "/a?x=1&x=2&utm_source=a", "/a?x=1&x=2&%zz"} {
 		require.NotEqual(t, all("/a?x=1&x=2"), tracked(other), other)
+	}
+}
+
+// Property: the default fingerprint of ordinary requests is the one that releases before this one
+// stored: another one would answer each retry of a request that the other release executed with 422.
+func TestFingerprintIsThatOfOlderReleases(t *testing.T) {
+	t.Parallel()
+	ask := fingerprints(t, httpkey.Config{})
+	const media = "application/json"
+	for _, c := range []struct{ method, target, media, body, want string }{
+		{"POST", "/orders", media, `{"b": 2, "a": {"y": [1, {"d": null, "c": "x"}], "x": true}}`, "a5a2ae3e5f98627ca7e5d6e464d4aea57f5d8842e2ca2a335ffb42cca91d48f4"},
+		{"POST", "/orders", media, `{"amount":9007199254740993,"rate":1.10,"note":"\u00e9\u20ac \/ \ud83d\ude00"}`, "7db7a63ed5a3cd36d86576e052934e0deb9b70d3c6b863d8dc6f663871cb9324"},
+		{"POST", "/orders", media, `{"a":1,"a":2}`, "e5960603088a58f614d2e2a793df1fa09b3905150813469cef598a77a2bfab8c"},
+		{"POST", "/orders", media, "{\"a\":\"\xff\"}", "e6da0408ae6d058a40f7b6b209df487fbaa7126e4dafa66f409d1c394d4347a8"},
+		{"POST", "/a%2Fb/%7Ec?b=2&a=1&b=%31&&c", "text/plain", "x", "3dab229d57175a545c542be0ce90d84c5cd8209f6bc5cb4e1b76c6be32751203"},
+		{"PATCH", "/orders/7?x", "application/merge-patch+json", `{"Name":null,"other":"name"}`, "3723cd026295aba9c832f2ca3ecec2902315aa6ec879c56aec3753e8caaa6a03"},
+		{"POST", "/orders", "multipart/form-data; boundary=x", "--x\r\n", "e7f92a2fa334f226bde6b4953e7a69e4dab6932d87324a5972c60117cafe0884"},
+	} {
+		require.Equal(t, c.want, ask(c.method, c.target, c.media, c.body), "%s %s %s %.100s", c.method, c.target, c.media, c.body)
+	}
+}
+
+// Property: no header makes the parser panic; what it accepts is within bounds, and quoting it
+// gives the same key.
+func FuzzParseKey(f *testing.F) {
+	for _, seed := range []string{`a`, `"a"`, `"a\"\\"`, `"`, `"\`, `"a";b`, ``, "\x00", `a b`, strings.Repeat("x", 256)} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, header string) {
+		key, err := httpkey.ParseKey(http.Header{"Idempotency-Key": {header}})
+		if err != nil {
+			require.Empty(t, key)
+			return
+		}
+		require.True(t, key != "" && len(key) <= 255, "%q", key)
+		for _, c := range []byte(key) {
+			require.True(t, c > ' ' && c < 0x7f, "%q", key)
+		}
+		quoted := `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(key) + `"`
+		again, err := httpkey.ParseKey(http.Header{"Idempotency-Key": {quoted}})
+		require.NoError(t, err)
+		require.Equal(t, key, again)
+	})
+}
+
+// Property: a body that is nested deeper than JSONDepthMax is refused before any SQL, one that is
+// as deep is not; brackets in strings do not count, nor does what is no JSON, or is compressed.
+func TestDeepBodyIsRefused(t *testing.T) {
+	t.Parallel()
+	nested := func(open, end string, depth int) string {
+		return strings.Repeat(open, depth) + "1" + strings.Repeat(end, depth)
+	}
+	for name, c := range map[string]struct {
+		max         int
+		media, body string
+		deep        bool
+	}{
+		"objects":            {0, "application/json", nested(`{"a":`, `}`, 65), true},
+		"both":               {0, "application/hal+json", nested(`[{"a":`, `}]`, 33), true},
+		"as deep as allowed": {0, "application/json", nested(`{"a":`, `}`, 64), false},
+		"side by side":       {2, "application/json", `[` + strings.Repeat(`{"a":1},`, 100) + `[]]`, false},
+		"in a string":        {1, "application/json", `{"a[{\"[{":"[{\\\"[{"}`, false},
+		"behind a string":    {1, "application/json", `{"a\\":[]}`, true},
+		"more is allowed":    {1000, "application/json", nested(`{"a":`, `}`, 1000), false},
+		"no JSON":            {1, "text/plain", `[[]]`, false},
+		"no JSON in fact":    {1, "application/json", "'" + strings.Repeat("[", 100), false},
+		"compressed":         {1, "application/json", "\"\x1f\"" + strings.Repeat("[", 100), false},
+		"does not end":       {0, "application/json", strings.Repeat(`[`, 1<<19), true},
+	} {
+		for _, fingerprint := range []func(*http.Request, []byte) ([]byte, error){nil, httpkey.Without("/b")} {
+			cfg := httpkey.Config{JSONDepthMax: c.max, Fingerprint: fingerprint}
+			a := serve(t, newMiddleware(t, pgtest.NoPool(t), cfg).Handler(insert(201))).post(t, "k", c.body, "Content-Type", c.media)
+			if c.deep {
+				requireProblem(t, a, 400, httpkey.ProblemTooDeep)
+			} else {
+				require.Equal(t, httpkey.ProblemUnavailable, a.problem.Type, name) // it asked the database
+			}
+		}
+	}
+}
+
+// Property: a key comes once, has 1 to 255 visible ASCII characters, and is the same key with and
+// without quotes. Row H9 of guarantees.md.
+func TestKeysOfHeaders(t *testing.T) {
+	t.Parallel()
+	long := strings.Repeat("k", 255)
+	for header, want := range map[string]string{
+		`a`: `a`, `"a"`: `a`, `"a\"b\\c"`: `a"b\c`, `a"b`: `a"b`, `~!`: `~!`, long: long, `"` + long + `"`: long, `charge-order-4127`: `charge-order-4127`,
+	} {
+		key, err := httpkey.ParseKey(http.Header{"Idempotency-Key": {header}})
+		require.NoError(t, err, header)
+		require.Equal(t, want, key)
+	}
+	for _, bad := range [][]string{
+		nil,
+		{},
+		{``},
+		{`""`},
+		{`"a`},
+		{`"`},
+		{`"a"b`},
+		{`"a\n"`},
+		{`"a\`},
+		{`"a";p=1`},
+		{`a b`},
+		{`"a b"`},
+		{"a\x00"},
+		{"a\x7f"},
+		{"ä"},
+		{long + "k"},
+		{`"` + long + `k"`},
+		{`a`, `a`},
+		{`a, b`},
+		{`a`, ``},
+	} {
+		_, err := httpkey.ParseKey(http.Header{"Idempotency-Key": bad})
+		require.Error(t, err, bad)
 	}
 }

@@ -1,355 +1,30 @@
 package httpkey_test
 
 import (
+	"bytes"
+	"context"
 	"errors"
-	"fmt"
 	"io"
 	"net/http"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/labstack/echo/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/outbox"
 )
-
-// Property: of a hundred concurrent requests with one key one is executed, whatever the version of
-// HTTP; the others get its answer, or that it is in progress and when to retry. Row H7 of
-// guarantees.md.
-func TestHundredAtOnceAreExecutedOnce(t *testing.T) {
-	t.Parallel()
-	for name, http2 := range map[string]bool{"HTTP1": false, "HTTP2": true} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool := newPool(t)
-			var runs atomic.Int64
-			s := start(t, newMiddleware(t, pool, operation(idempotency.Config{WaitMax: 20 * time.Millisecond})).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-				runs.Add(1)
-				insert(http.StatusCreated).ServeHTTP(w, r)
-			})), http2)
-			var fresh, replayed, busy atomic.Int64
-			var group sync.WaitGroup
-			for range 100 {
-				group.Go(func() {
-					a, err := s.ask(t.Context(), http.MethodPost, "/orders", "k", "a")
-					if err != nil {
-						t.Error(err)
-						return
-					}
-					switch {
-					case a.status == http.StatusConflict:
-						busy.Add(1)
-						assert.Regexp(t, `^[1-9][0-9]*$`, a.header.Get("Retry-After"))
-						assert.Equal(t, httpkey.ProblemKeyInProgress, a.problem.Type)
-					case a.replayed():
-						replayed.Add(1)
-						assert.Equal(t, "made a", a.body)
-					default:
-						fresh.Add(1)
-						assert.Equal(t, http.StatusCreated, a.status)
-						assert.Equal(t, "made a", a.body)
-					}
-				})
-			}
-			group.Wait()
-			require.EqualValues(t, 1, fresh.Load())
-			require.EqualValues(t, 1, runs.Load())
-			require.EqualValues(t, 99, replayed.Load()+busy.Load())
-			require.Equal(t, 1, effects(t, pool))
-		})
-	}
-}
-
-// Property: each status does with the handler's writes, its messages and its response what the
-// table says, at the first and at the second request. Row H18 of guarantees.md.
-func TestStatusDecidesWhatIsKept(t *testing.T) {
-	t.Parallel()
-	table := map[int]httpkey.Outcome{}
-	for _, status := range []int{200, 201, 202, 204, 299, 301, 303, 304, 399} {
-		table[status] = httpkey.Commit
-	}
-	for _, status := range []int{400, 402, 404, 405, 406, 410, 412, 413, 415, 422, 428, 451, 499} {
-		table[status] = httpkey.Refuse
-	}
-	for _, status := range []int{401, 403, 408, 409, 423, 425, 429, 500, 501, 502, 503, 504, 599} {
-		table[status] = httpkey.Forget
-	}
-	pool := newPool(t)
-	var runs atomic.Int64
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		runs.Add(1)
-		status, err := strconv.Atoi(r.Header.Get("X-Status"))
-		err = errors.Join(err, outbox.Publish(r.Context(), httpkey.Tx(r), outbox.Message{ID: httpkey.Key(r).ChildID("event"), Topic: "orders", Payload: []byte("p")}))
-		if err != nil {
-			httpkey.Fail(r, err)
-			return
-		}
-		insert(status).ServeHTTP(w, r)
-	})))
-	s.Client().CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
-	for status, outcome := range table {
-		require.Equal(t, outcome, httpkey.DefaultOutcome(status), status)
-		name, before := strconv.Itoa(status), runs.Load()
-		once := s.post(t, name, name, "X-Status", name)
-		again := s.post(t, name, name, "X-Status", name)
-		require.Equal(t, status, once.status)
-		require.Equal(t, status, again.status)
-		require.Equal(t, once.body, again.body)
-		require.False(t, once.replayed())
-		require.Equal(t, outcome != httpkey.Forget, again.replayed(), status)
-		wantRuns, wantEffects, wantKeys := 1, 0, 1
-		switch outcome {
-		case httpkey.Commit:
-			wantEffects = 1
-		case httpkey.Forget:
-			wantRuns, wantKeys = 2, 0
-		case httpkey.Refuse:
-		}
-		require.EqualValues(t, wantRuns, runs.Load()-before, status)
-		require.Equal(t, wantEffects, pgtest.Count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name), status)
-		require.Equal(t, wantKeys, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, name), status)
-	}
-	require.Equal(t, effects(t, pool), pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox`))
-}
-
-// Property: Config.Outcome decides otherwise.
-func TestOutcomeCanBeChosen(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	cfg := httpkey.Config{Outcome: func(status int) httpkey.Outcome {
-		if status == http.StatusNotFound {
-			return httpkey.Commit
-		}
-		return httpkey.Forget
-	}}
-	m := newMiddleware(t, pool, cfg)
-	require.Equal(t, 404, serve(t, m.Handler(insert(404))).post(t, "a", "a").status)
-	require.Equal(t, 1, effects(t, pool))
-	require.Equal(t, 201, serve(t, m.Handler(insert(201))).post(t, "b", "b").status)
-	require.Equal(t, 1, effects(t, pool))
-	require.Equal(t, 1, keys(t, pool))
-}
-
-// Property: with Strict the first answer is the outcome, also a failure, as the handler wrote it.
-func TestStrictKeepsFailures(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, operation(idempotency.Config{Strict: true})).Handler(insert(500)))
-	once, again := s.post(t, "a", "a"), s.post(t, "a", "a")
-	require.Equal(t, 500, once.status)
-	require.False(t, once.replayed())
-	require.Equal(t, 500, again.status)
-	require.True(t, again.replayed())
-	require.Equal(t, "made a", again.body)
-	require.Zero(t, effects(t, pool))
-}
-
-// Property: a panic rolls back, stores nothing and ends the connection as without this package; the
-// next request is executed.
-func TestPanicRollsBackAndGoesOn(t *testing.T) {
-	t.Parallel()
-	for name, value := range map[string]any{"abort": http.ErrAbortHandler, "text": "trouble"} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool := newPool(t)
-			var runs atomic.Int64
-			seen := make(chan any, 2)
-			inner := newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-				insert(201).ServeHTTP(w, r)
-				if runs.Add(1) == 1 {
-					panic(value)
-				}
-			}))
-			s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-				defer func() {
-					if p := recover(); p != nil {
-						seen <- p
-						panic(http.ErrAbortHandler)
-					}
-				}()
-				inner.ServeHTTP(w, r)
-			}))
-			_, err := s.ask(t.Context(), http.MethodPost, "/orders", "k", "a")
-			require.Error(t, err)
-			require.Equal(t, value, <-seen)
-			require.Zero(t, effects(t, pool))
-			require.Zero(t, keys(t, pool))
-			require.False(t, s.post(t, "k", "a").replayed())
-			require.Equal(t, 1, effects(t, pool))
-		})
-	}
-}
-
-// Property: a failure after a success rolls back, stores nothing and is 500, whether the handler
-// wrote it, or a layer inside of the middleware that recovers its panic, as chi's Recoverer does.
-// The next request is executed.
-func TestFailureBehindASuccessRollsBack(t *testing.T) {
-	t.Parallel()
-	recoverer := func(next http.Handler) http.Handler {
-		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			defer func() {
-				if recover() != nil {
-					w.WriteHeader(http.StatusInternalServerError)
-				}
-			}()
-			next.ServeHTTP(w, r)
-		})
-	}
-	for name, late := range map[string]func(w http.ResponseWriter){
-		"recovered panic": func(http.ResponseWriter) { panic("trouble") },
-		"error":           func(w http.ResponseWriter) { http.Error(w, "canary", http.StatusInternalServerError) },
-		"refusal":         func(w http.ResponseWriter) { w.WriteHeader(http.StatusNotFound) },
-	} {
-		for answer, status := range map[string]int{"status": http.StatusCreated, "redirect": http.StatusSeeOther, "body alone": 0} {
-			t.Run(name+" behind "+answer, func(t *testing.T) {
-				t.Parallel()
-				pool := newPool(t)
-				var runs atomic.Int64
-				s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(recoverer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-					if !assert.NoError(t, effect(r, "a")) {
-						return
-					}
-					if status != 0 {
-						w.WriteHeader(status)
-					}
-					_, _ = io.WriteString(w, "made")
-					if runs.Add(1) == 1 {
-						late(w)
-					}
-				}))))
-				a := s.post(t, "k", "a")
-				requireProblem(t, a, 500, httpkey.ProblemInternal)
-				require.NotContains(t, a.body, "canary")
-				require.Zero(t, effects(t, pool)+keys(t, pool))
-				require.Less(t, s.post(t, "k", "a").status, 400)
-				require.Equal(t, 1, effects(t, pool))
-			})
-		}
-	}
-}
-
-// Property: Fail rolls back; a serialization failure runs the handler again with the same request,
-// a Final is stored, and everything else is 500 without a word of the error.
-func TestFailGivesTheRequestUp(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	var runs atomic.Int64
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		run := runs.Add(1)
-		kind := r.Header.Get("X-Kind")
-		r.Header.Set("X-Kind", "changed") // must not be seen by the next run
-		insert(201).ServeHTTP(w, r)
-		switch kind {
-		case "conflict":
-			if run < 3 {
-				httpkey.Fail(r, fmt.Errorf("insert: %w", &pgconn.PgError{Code: "40001"}))
-			}
-		case "final":
-			httpkey.Fail(r, idempotency.Final(idempotency.Response{Status: 402, Header: http.Header{"Set-Cookie": {"canary"}}, Body: []byte("declined")}, errors.New("declined")))
-		default:
-			httpkey.Fail(r, errors.New("canary"))
-		}
-	})))
-	a := s.post(t, "a", "a", "X-Kind", "conflict")
-	require.Equal(t, 201, a.status)
-	require.Equal(t, "made a", a.body)
-	require.EqualValues(t, 3, runs.Load())
-	require.Equal(t, 1, effects(t, pool))
-
-	for range 2 {
-		a = s.post(t, "b", "b", "X-Kind", "final")
-		require.Equal(t, 402, a.status)
-		require.Equal(t, "declined", a.body)
-	}
-	require.True(t, a.replayed())
-	require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE headers::text LIKE '%canary%'`))
-
-	a = s.post(t, "c", "c", "X-Kind", "other")
-	requireProblem(t, a, 500, httpkey.ProblemInternal)
-	require.NotContains(t, a.body, "canary")
-	require.Equal(t, 1, effects(t, pool))
-}
-
-// Property: a conflict that stays is 503, with the key free.
-func TestLastingConflictIsUnavailable(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
-		httpkey.Fail(r, &pgconn.PgError{Code: "40P01"})
-	})))
-	a := s.post(t, "a", "a")
-	requireProblem(t, a, 503, httpkey.ProblemUnavailable)
-	require.Equal(t, "1", a.header.Get("Retry-After"))
-	require.Zero(t, keys(t, pool))
-}
-
-// Property: an error of SQL that a handler swallows is no success.
-func TestSwallowedErrorIsNoSuccess(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		insert(201).ServeHTTP(w, r)
-		_, _ = httpkey.Tx(r).Exec(r.Context(), `SELECT 1/0`)
-	})))
-	requireProblem(t, s.post(t, "a", "a"), 500, httpkey.ProblemInternal)
-	require.Zero(t, effects(t, pool))
-	require.Zero(t, keys(t, pool))
-}
-
-// Property: when the database does not answer COMMIT the client gets the advice to retry with the
-// same key, and the retry resolves the outcome.
-func TestUnansweredCommit(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	var runs atomic.Int64
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		insert(201).ServeHTTP(w, r)
-		if runs.Add(1) == 1 {
-			var ended bool
-			assert.NoError(t, pool.QueryRow(r.Context(), `SELECT pg_terminate_backend($1, 10000)`, httpkey.Tx(r).Conn().PgConn().PID()).Scan(&ended))
-			assert.True(t, ended)
-		}
-	})))
-	a := s.post(t, "a", "a")
-	requireProblem(t, a, 503, httpkey.ProblemUnanswered)
-	require.Equal(t, "1", a.header.Get("Retry-After"))
-	require.Equal(t, 201, s.post(t, "a", "a").status)
-	require.Equal(t, 1, effects(t, pool))
-}
-
-// Property: without a key, an Optional route is executed each time, in a transaction; with one,
-// once.
-func TestOptionalKey(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{Optional: true}).Handler(insert(201)))
-	for range 2 {
-		require.Equal(t, 201, s.post(t, "", "a").status)
-		require.Equal(t, 201, s.post(t, "k", "a").status)
-	}
-	require.Equal(t, 3, effects(t, pool))
-	requireProblem(t, s.post(t, "not visible", "a"), 400, httpkey.ProblemKeyMalformed)
-}
-
-// Property: a middleware inside of another one, for all routes and for one of them, is one
-// transaction.
-func TestMiddlewareInsideAnother(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	m := newMiddleware(t, pool, httpkey.Config{})
-	s := serve(t, m.Handler(m.Handler(insert(201))))
-	require.Equal(t, 201, s.post(t, "k", "a").status)
-	require.True(t, s.post(t, "k", "a").replayed())
-	require.Equal(t, 1, effects(t, pool))
-}
 
 // Property: methods that change nothing pass, whether or not they have a key, and those that are
 // idempotent by themselves without one, all without SQL; which ones is configurable.
@@ -378,44 +53,404 @@ func TestMethodsThatPassThrough(t *testing.T) {
 	}
 }
 
+// Property: a failure after a success rolls back, stores nothing and is 500, whether the handler
+// wrote it, or a layer inside of the middleware that recovers its panic, as chi's Recoverer does.
+// The next request is executed.
+func TestFailureBehindASuccessRollsBack(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	for name, late := range map[string]func(w http.ResponseWriter){
+		"recovered": func(w http.ResponseWriter) { w.WriteHeader(http.StatusInternalServerError) },
+		"error":     func(w http.ResponseWriter) { http.Error(w, "canary", http.StatusInternalServerError) },
+		"refusal":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusNotFound) },
+	} {
+		for answer, status := range map[string]int{"status": http.StatusCreated, "body-alone": 0} {
+			fails := true
+			s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				assert.NoError(t, effect(r, name+answer))
+				if status != 0 {
+					w.WriteHeader(status)
+				}
+				_, _ = io.WriteString(w, "made")
+				if fails {
+					late(w)
+				}
+			})))
+			before := effects(t, pool)
+			a := s.post(t, name+answer, "a")
+			requireProblem(t, a, 500, httpkey.ProblemInternal)
+			require.NotContains(t, a.body, "canary")
+			require.Equal(t, before, effects(t, pool))
+			fails = false
+			require.Less(t, s.post(t, name+answer, "a").status, 400)
+			require.Equal(t, before+1, effects(t, pool))
+		}
+	}
+}
+
 // Property: a key that a client sends counts, whatever the method: the same request is replayed,
 // another one refused, and one with two keys, too. Row H6 of guarantees.md.
 func TestSuppliedKeyCounts(t *testing.T) {
 	t.Parallel()
-	for _, method := range []string{http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete} {
-		t.Run(method, func(t *testing.T) {
+	pool := newPool(t)
+	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(insert(http.StatusOK)))
+	for n, method := range []string{http.MethodPut, http.MethodPatch, http.MethodDelete} {
+		ask := func(body string, header ...string) answer {
+			a, err := s.ask(t.Context(), method, "/orders/7", method, body, header...)
+			require.NoError(t, err)
+			return a
+		}
+		require.Equal(t, "made a", ask("a").body)
+		require.True(t, ask("a").replayed())
+		requireProblem(t, ask("b"), 422, httpkey.ProblemKeyReused)
+		requireProblem(t, ask("b", "Idempotency-Key", "j"), 400, httpkey.ProblemKeyMalformed)
+		require.Equal(t, n+1, effects(t, pool))
+	}
+}
+
+// shipped is a flow of one phase, which finishes it.
+func shipped(t *testing.T, m *httpkey.Middleware, cfg idempotency.FlowConfig[charge]) *idempotency.Flow[charge] {
+	t.Helper()
+	flow, err := idempotency.NewFlow(m.Operation(), cfg, idempotency.Phase[charge]{Name: "shipped", Write: func(_ context.Context, _ pgx.Tx, step *idempotency.Step[charge]) error {
+		step.Finish(idempotency.Response{Status: 202 + len(step.Key.Operation)})
+		return nil
+	}})
+	require.NoError(t, err)
+	return flow
+}
+
+// Property: settings that would cut a call, or end a request that only waits, are refused where
+// they come together.
+func TestTimeLimitsAgree(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.NoPool(t)
+	for name, c := range map[string]struct {
+		handler, wait, call time.Duration
+		want                string
+	}{
+		"defaults":       {0, 0, 0, ""},
+		"call as long":   {20 * time.Second, 0, 0, "FlowConfig.CallMax 20s: want less than Config.HandlerTimeout, 20s"},
+		"call longer":    {time.Second, 0, time.Minute, "FlowConfig.CallMax 1m0s: want less than Config.HandlerTimeout, 1s"},
+		"call fits":      {21 * time.Second, 0, 0, ""},
+		"wait as long":   {time.Second, time.Second, time.Millisecond, "HandlerTimeout 1s: want more than Operation.WaitMax, 1s"},
+		"wait's default": {200 * time.Millisecond, 0, time.Millisecond, "HandlerTimeout 200ms: want more than Operation.WaitMax, 250ms"},
+	} {
+		m, err := httpkey.New(pool, tenantOf, httpkey.Config{HandlerTimeout: c.handler, Operation: idempotency.Config{Operation: "api", WaitMax: c.wait}})
+		if err == nil {
+			_, err = httpkey.FlowHandler(m, shipped(t, m, idempotency.FlowConfig[charge]{CallMax: c.call}), nil)
+		}
+		if c.want == "" {
+			require.NoError(t, err, name)
+		} else {
+			require.ErrorContains(t, err, c.want, name)
+		}
+	}
+	m := newMiddleware(t, pool, httpkey.Config{})
+	_, err := httpkey.FlowHandler(m, shipped(t, m.For("ship"), idempotency.FlowConfig[charge]{CallMax: time.Hour}), nil)
+	require.ErrorContains(t, err, `flow is of operation "ship" in schema "effectonce": want one of this Middleware's Operation, "api" in "effectonce"`)
+	require.ErrorContains(t, err, "FlowConfig.CallMax 1h0m0s", "all problems at once")
+}
+
+// Property: one Middleware serves several operations: the same key of two of them is two requests,
+// each with its own replay, and its own flow; settings are shared, and a name is always the same
+// operation.
+func TestOneMiddlewareForSeveralOperations(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	m := newMiddleware(t, pool, httpkey.Config{RequestBytesMax: 3})
+	ship := m.For("ship")
+	require.Same(t, ship, m.For("refund").For("ship"))
+	require.Same(t, m, ship.For("api"))
+	for status, handler := range map[int]http.Handler{201: m.Handler(insert(201)), 202: m.For("order").Handler(insert(202)), 206: newFlowHandler(t, ship, shipped(t, ship, idempotency.FlowConfig[charge]{}), nil)} {
+		s := serve(t, handler)
+		for _, replayed := range []bool{false, true} {
+			a := s.post(t, "k", "a")
+			require.Equal(t, status, a.status, a.body)
+			require.Equal(t, replayed, a.replayed())
+		}
+		requireProblem(t, s.post(t, "l", "long"), 413, httpkey.ProblemTooLarge)
+	}
+	require.Equal(t, 3, keys(t, pool))
+	require.Panics(t, func() { m.For(strings.Repeat("a", 256)) })
+}
+
+type charge struct{ Receipt string }
+
+// Property: of a hundred concurrent requests with one key one is executed, whatever the version of
+// HTTP; the others get its answer, or that it is in progress and when to retry. Row H7 of
+// guarantees.md.
+func TestHundredAtOnceAreExecutedOnce(t *testing.T) {
+	t.Parallel()
+	for _, http2 := range []bool{false, true} {
+		pool := newPool(t)
+		s := start(t, newMiddleware(t, pool, operation(idempotency.Config{WaitMax: 20 * time.Millisecond})).Handler(insert(http.StatusCreated)), http2)
+		var fresh atomic.Int64
+		var group sync.WaitGroup
+		for range 100 {
+			group.Go(func() {
+				a, err := s.ask(t.Context(), http.MethodPost, "/orders", "k", "a")
+				switch {
+				case !assert.NoError(t, err): //nolint:testifylint // not the test's goroutine
+				case a.status == http.StatusConflict:
+					assert.Regexp(t, `^[1-9][0-9]*$`, a.header.Get("Retry-After"))
+					assert.Equal(t, httpkey.ProblemKeyInProgress, a.problem.Type)
+				default:
+					assert.Equal(t, http.StatusCreated, a.status)
+					assert.Equal(t, "made a", a.body)
+					if !a.replayed() {
+						fresh.Add(1)
+					}
+				}
+			})
+		}
+		group.Wait()
+		require.EqualValues(t, 1, fresh.Load())
+		require.Equal(t, 1, effects(t, pool))
+	}
+}
+
+// Property: each status does with the handler's writes, its messages and its response what the
+// table says, at the first and at the second request; Config.Outcome decides otherwise. Row H18 of
+// guarantees.md.
+func TestStatusDecidesWhatIsKept(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	runs := 0
+	handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		runs++
+		status, err := strconv.Atoi(r.Header.Get("X-Status"))
+		err = errors.Join(err, outbox.Publish(r.Context(), httpkey.Tx(r), outbox.Message{ID: httpkey.Key(r).ChildID("event"), Topic: "orders", Payload: []byte("p")}))
+		if err != nil {
+			httpkey.Fail(r, err)
+			return
+		}
+		insert(status).ServeHTTP(w, r)
+	})
+	keeps := func(cfg httpkey.Config, outcome httpkey.Outcome, statuses ...int) {
+		s := serve(t, newMiddleware(t, pool, cfg).Handler(handler))
+		s.Client().CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+		for _, status := range statuses {
+			name, header := strconv.Itoa(status)+strconv.Itoa(int(outcome)), []string{"X-Status", strconv.Itoa(status)}
+			runs = 0
+			once, again := s.post(t, name, name, header...), s.post(t, name, name, header...)
+			require.Equal(t, []int{status, status}, []int{once.status, again.status})
+			require.Equal(t, once.body, again.body)
+			require.Equal(t, []bool{false, outcome != httpkey.Forget}, []bool{once.replayed(), again.replayed()}, status)
+			want := map[httpkey.Outcome][3]int{httpkey.Commit: {1, 1, 1}, httpkey.Refuse: {1, 0, 1}, httpkey.Forget: {2, 0, 0}}[outcome]
+			require.Equal(t, want, [3]int{
+				runs, pgtest.Count(t, pool, `SELECT count(*) FROM effects WHERE name = $1`, name), pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = $1`, name),
+			}, status)
+		}
+	}
+	keeps(httpkey.Config{}, httpkey.Commit, 200, 201, 202, 204, 299, 301, 303, 304, 399)
+	keeps(httpkey.Config{}, httpkey.Refuse, 400, 402, 404, 405, 406, 410, 412, 413, 415, 422, 428, 451, 499)
+	keeps(httpkey.Config{}, httpkey.Forget, 401, 403, 408, 409, 423, 425, 429, 500, 501, 502, 503, 504, 599)
+	keeps(httpkey.Config{Outcome: func(int) httpkey.Outcome { return httpkey.Commit }}, httpkey.Commit, 404, 500)
+	require.Equal(t, effects(t, pool), pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.outbox`))
+}
+
+// Property: a panic rolls back, stores nothing and ends the connection as without this package; the
+// next request is executed. A middleware inside of another one is one transaction.
+func TestPanicRollsBackAndGoesOn(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	m := newMiddleware(t, pool, httpkey.Config{})
+	var ran atomic.Bool
+	inner := m.Handler(m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if insert(201).ServeHTTP(w, r); ran.CompareAndSwap(false, true) {
+			panic("trouble")
+		}
+	})))
+	seen := make(chan any, 3)
+	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		defer func() {
+			if p := recover(); p != nil {
+				seen <- p
+				panic(http.ErrAbortHandler)
+			}
+		}()
+		inner.ServeHTTP(w, r)
+	}))
+	_, err := s.ask(t.Context(), http.MethodPost, "/orders", "k", "a")
+	require.Error(t, err)
+	require.Equal(t, "trouble", testwait.Chan(t, "the panic", seen))
+	require.Zero(t, effects(t, pool)+keys(t, pool))
+	require.False(t, s.post(t, "k", "a").replayed())
+	require.True(t, s.post(t, "k", "a").replayed())
+	require.Equal(t, 1, effects(t, pool))
+}
+
+// Property: without a key, an Optional route is executed each time, in a transaction; with one,
+// once.
+func TestOptionalKey(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	s := serve(t, newMiddleware(t, pool, httpkey.Config{Optional: true}).Handler(insert(201)))
+	for range 2 {
+		require.Equal(t, 201, s.post(t, "", "a").status)
+		require.Equal(t, 201, s.post(t, "k", "a").status)
+	}
+	require.Equal(t, 3, effects(t, pool))
+	requireProblem(t, s.post(t, "not visible", "a"), 400, httpkey.ProblemKeyMalformed)
+}
+
+// Property: an endpoint in phases continues where it failed, at the next request, and replays its
+// outcome; a request that it refuses, or that it cannot read, begins nothing.
+func TestFlowIsResumedByTheNextRequest(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	m, charged := newMiddleware(t, pool, httpkey.Config{}), 0
+	flow, err := idempotency.NewFlow(m.Operation(), idempotency.FlowConfig[charge]{},
+		idempotency.Phase[charge]{Name: "reserved", Write: func(ctx context.Context, tx pgx.Tx, step *idempotency.Step[charge]) error {
+			_, err := tx.Exec(ctx, `INSERT INTO effects (name) VALUES ($1)`, string(step.Request))
+			return err
+		}},
+		idempotency.Phase[charge]{Name: "charged", Call: func(_ context.Context, step *idempotency.Step[charge]) error {
+			if charged++; charged == 1 {
+				return errors.New("canary: the bank is away")
+			}
+			step.Finish(idempotency.Response{Status: 201, Header: http.Header{"Location": {"/charges/1"}, "Set-Cookie": {"canary"}}, Body: []byte("r-1")})
+			return nil
+		}},
+	)
+	require.NoError(t, err)
+	s := serve(t, newFlowHandler(t, m, flow, func(r *http.Request) ([]byte, error) {
+		switch r.Header.Get("X-Kind") {
+		case "odd":
+			return nil, errors.New("canary")
+		case "final":
+			return nil, idempotency.Final(idempotency.Response{Status: 404, Body: []byte("no such account")}, errors.New("no account"))
+		}
+		return []byte("amount 5"), nil
+	}))
+	requireProblem(t, s.post(t, "", "a"), 400, httpkey.ProblemKeyMissing)
+	requireProblem(t, s.post(t, "k", "a", "X-Kind", "odd"), 400, httpkey.ProblemUnreadable)
+	require.Equal(t, 404, s.post(t, "k", "a", "X-Kind", "final").status)
+	require.Zero(t, keys(t, pool))
+	a := s.post(t, "k", "a")
+	requireProblem(t, a, 503, httpkey.ProblemUnavailable)
+	require.NotContains(t, a.body, "canary")
+	require.NotEmpty(t, a.header.Get("Retry-After"))
+	for _, replayed := range []bool{false, true} {
+		a = s.post(t, "k", "a")
+		require.Equal(t, []any{201, replayed, "r-1"}, []any{a.status, a.replayed(), a.body})
+	}
+	require.Equal(t, "/charges/1", a.header.Get("Location"))
+	require.NotContains(t, stored(t, pool), "canary")
+	requireProblem(t, s.post(t, "k", "b"), 422, httpkey.ProblemKeyReused)
+	require.Equal(t, []int{1, 2}, []int{effects(t, pool), charged})
+}
+
+// Property: a flow inside of a middleware's transaction, which has its key, is refused at once, with
+// no effect, and says what is wrong in the log. Row H22 of guarantees.md.
+func TestFlowInsideAMiddleware(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	var log bytes.Buffer
+	m := newMiddleware(t, pool, operation(idempotency.Config{Logger: textLogger(&log)}))
+	flow := newFlowHandler(t, m, shipped(t, m, idempotency.FlowConfig[charge]{}), nil)
+	requireProblem(t, serve(t, m.Handler(flow)).post(t, "k", "a"), 500, httpkey.ProblemInternal)
+	require.Contains(t, log.String(), "take the route out")
+	require.Zero(t, keys(t, pool))
+	require.Less(t, serve(t, flow).post(t, "k", "a").status, 300)
+}
+
+// netRoutes are of net/http itself.
+func netRoutes(authenticate func(http.Handler) http.Handler, once *httpkey.Middleware) http.Handler {
+	router := http.NewServeMux()
+	router.HandleFunc("POST /orders/{order}/shipments", func(w http.ResponseWriter, r *http.Request) { ship(w, r, r.PathValue("order")) })
+	router.HandleFunc("POST /shops/{shop}/orders/{order}/shipments", func(w http.ResponseWriter, r *http.Request) {
+		ship(w, r, r.PathValue("shop")+"-"+r.PathValue("order"))
+	})
+	return authenticate(once.Handler(router))
+}
+
+// newShop is a database in which the first transaction with an order named conflict, and the first
+// with shop-conflict, meets a serialization failure; a sequence counts on through the rollback.
+func newShop(t *testing.T) *pgxpool.Pool {
+	t.Helper()
+	pool := newPool(t)
+	_, err := pool.Exec(t.Context(), `
+		CREATE TABLE shipments (id uuid PRIMARY KEY, order_name text NOT NULL CHECK (order_name <> 'bad'));
+		CREATE SEQUENCE "conflict"; CREATE SEQUENCE "shop-conflict";
+		CREATE FUNCTION meet() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+			IF nextval(quote_ident(NEW.order_name)::regclass) = 1 THEN RAISE EXCEPTION 'meets' USING ERRCODE = '40001'; END IF;
+			RETURN NEW;
+		END $$;
+		CREATE TRIGGER meet BEFORE INSERT ON shipments FOR EACH ROW WHEN (NEW.order_name LIKE '%conflict') EXECUTE FUNCTION meet()`)
+	require.NoError(t, err)
+	return pool
+}
+
+// Property: behind each router the handler gets the parameters of its route and the request's
+// transaction, also when it runs again after a serialization failure; its effect is there once, and
+// a replay says that it is one. An error rolls back and frees the key. Rows H7, H18, H20 of
+// guarantees.md.
+func TestRouters(t *testing.T) {
+	t.Parallel()
+	authenticate := func(next http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.Header.Get("X-Tenant") == "stranger" {
+				w.WriteHeader(http.StatusUnauthorized)
+				return
+			}
+			next.ServeHTTP(w, r)
+		})
+	}
+	for name, routes := range map[string]func(func(http.Handler) http.Handler, *httpkey.Middleware) http.Handler{
+		"net/http": netRoutes, "chi": chiRoutes, "gorilla": gorillaRoutes, "echo": echoRoutes,
+	} {
+		t.Run(strings.ReplaceAll(name, "/", "-"), func(t *testing.T) {
 			t.Parallel()
-			pool := newPool(t)
-			s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(insert(http.StatusOK)))
-			ask := func(key, body string, header ...string) answer {
-				a, err := s.ask(t.Context(), method, "/orders/7", key, body, header...)
+			pool := newShop(t)
+			s := serve(t, routes(authenticate, newMiddleware(t, pool, operation(idempotency.Config{}))))
+			post := func(path, key string, header ...string) answer {
+				a, err := s.ask(t.Context(), http.MethodPost, path, key, "", header...)
 				require.NoError(t, err)
 				return a
 			}
-			require.Equal(t, "made a", ask("k", "a").body)
-			require.True(t, ask("k", "a").replayed())
-			requireProblem(t, ask("k", "b"), 422, httpkey.ProblemKeyReused)
-			requireProblem(t, ask("k", "b", "Idempotency-Key", "j"), 400, httpkey.ProblemKeyMalformed)
-			require.Equal(t, 1, effects(t, pool))
+			for path, order := range map[string]string{
+				"/orders/4127/shipments": "4127", "/shops/shop/orders/4127/shipments": "shop-4127",
+				"/orders/conflict/shipments": "conflict", "/shops/shop/orders/conflict/shipments": "shop-conflict",
+			} {
+				fresh, again := post(path, "k"+order), post(path, "k"+order)
+				require.Equal(t, []int{201, 201}, []int{fresh.status, again.status}, path)
+				require.Equal(t, []bool{false, true}, []bool{fresh.replayed(), again.replayed()}, path)
+				require.Equal(t, fresh.header.Get("Location"), again.header.Get("Location"))
+				require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM shipments WHERE order_name = $1 AND '/shipments/' || id = $2`, order, fresh.header.Get("Location")), path)
+			}
+			for range 2 {
+				requireProblem(t, post("/orders/bad/shipments", "bad"), 500, httpkey.ProblemInternal)
+				require.Equal(t, http.StatusUnauthorized, post("/orders/4127/shipments", "k4127", "X-Tenant", "stranger").status)
+			}
+			require.Equal(t, http.StatusNotFound, post("/nowhere", "nowhere").status)
+			requireProblem(t, post("/orders/4127/shipments", ""), 400, httpkey.ProblemKeyMissing)
+			require.Equal(t, 4, pgtest.Count(t, pool, `SELECT count(*) FROM shipments`))
+			require.Zero(t, pgtest.Count(t, pool, `SELECT count(*) FROM effectonce.idempotency_keys WHERE key = 'bad'`))
 		})
 	}
 }
 
-// Property: one handler serves a PUT with a key, in the request's transaction, and one without.
-func TestHandlerAsksForItsTransaction(t *testing.T) {
+// Property: an error that a handler of echo returns is the answer, and decides what is kept; behind
+// an answer it gives the request up: no half of an effect, the key is free.
+func TestErrorsOfEcho(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		tx, there := httpkey.TxOf(r)
-		assert.Equal(t, r.Header.Get("Idempotency-Key") != "", there)
-		if there {
-			assert.Equal(t, httpkey.Tx(r), tx)
+	router := echo.New()
+	router.Use(echo.WrapMiddleware(newMiddleware(t, pool, httpkey.Config{}).Handler), writeErrors)
+	router.POST("/orders", func(c *echo.Context) error {
+		if c.Request().Header.Get("Idempotency-Key") == "unknown" {
+			return echo.ErrNotFound
 		}
-		w.WriteHeader(http.StatusNoContent)
-	})))
-	for _, key := range []string{"", "k"} {
-		a, err := s.ask(t.Context(), http.MethodPut, "/orders/7", key, "a")
-		require.NoError(t, err)
-		require.Equal(t, http.StatusNoContent, a.status)
+		return errors.Join(effect(c.Request(), "half"), c.String(http.StatusCreated, "made"), errors.New("canary: the other half"))
+	})
+	s := serve(t, router)
+	for _, replayed := range []bool{false, true} {
+		a := s.post(t, "unknown", "")
+		require.Equal(t, []any{404, replayed}, []any{a.status, a.replayed()})
 	}
+	a := s.post(t, "k", "a")
+	requireProblem(t, a, 500, httpkey.ProblemInternal)
+	require.NotContains(t, a.body, "canary")
+	require.Equal(t, []int{0, 1}, []int{effects(t, pool), keys(t, pool)})
 }

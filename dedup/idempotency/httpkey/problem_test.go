@@ -1,21 +1,28 @@
 package httpkey_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
-	"sync"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
+	"github.com/effectonce/effectonce/dedup/idempotency/internal/serving"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
@@ -38,45 +45,6 @@ func TestTooManyRequestsAreAskedToWait(t *testing.T) {
 		requireProblem(t, a, 429, c.kind)
 		require.Equal(t, c.after, a.header.Get("Retry-After"))
 	}
-}
-
-// Property: on a server, a request beyond the bound of a key is answered at once, and the others as
-// usual; a new key beyond the quota of a tenant is refused, and a stored one replayed. Rows H15,
-// H29.
-func TestCrowdAndQuotaOverAServer(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	began, ended := make(chan struct{}), make(chan struct{})
-	release := sync.OnceFunc(func() { close(ended) })
-	defer release() // else the server waits for its handler
-	s := serve(t, newMiddleware(t, pool, operation(idempotency.Config{KeyWaitersMax: 1, WaitMax: 20 * time.Second})).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		close(began)
-		<-ended
-		insert(201).ServeHTTP(w, r)
-	})))
-	first := s.posted(t, "k", "a")
-	<-began
-	others := make(chan answer, 3)
-	for range cap(others) {
-		go func() {
-			a, _ := s.ask(t.Context(), http.MethodPost, "/orders", "k", "a")
-			others <- a
-		}()
-	}
-	for range 2 {
-		a := <-others
-		requireProblem(t, a, 429, httpkey.ProblemTooManyWaiting)
-		require.NotEmpty(t, a.header.Get("Retry-After"))
-	}
-	release()
-	require.Equal(t, 201, (<-first).status)
-	require.True(t, (<-others).replayed())
-	require.Equal(t, 1, effects(t, pool))
-
-	s = serve(t, newMiddleware(t, pool, operation(idempotency.Config{ScopeKeysMax: 1})).Handler(insert(201)))
-	requireProblem(t, s.post(t, "new", "a"), 429, httpkey.ProblemTooManyKeys)
-	require.True(t, s.post(t, "k", "a").replayed())
-	require.Equal(t, 201, s.post(t, "new", "a", "X-Tenant", "other").status)
 }
 
 // stripe writes answers as Stripe's API does.
@@ -124,15 +92,13 @@ func ExampleConfig_stripe() {
 // outer layers.
 func TestAnswersHaveTheFormOfTheAPI(t *testing.T) {
 	t.Parallel()
-	const docs, link = "https://docs.example.com/keys", `<https://docs.example.com/keys>; rel="describedby"; type="text/html"`
 	pool := newPool(t)
-	m := newMiddleware(t, pool, httpkey.Config{
-		Operation: idempotency.Config{ResponseBytesMax: 4}, RequestBytesMax: 10, DocsURL: docs,
+	inner := newMiddleware(t, pool, httpkey.Config{
+		Operation: idempotency.Config{ResponseBytesMax: 4}, RequestBytesMax: 10, DocsURL: "https://docs.example.com/keys",
 		Describe: func(_ *http.Request, answer httpkey.Answer) (string, []byte) {
 			return "text/x-own", []byte(fmt.Sprint(answer.Problem, " ", answer.Status, " ", answer.Outcome, " ", answer.Title != "" && answer.Detail != ""))
 		},
-	})
-	inner := m.Handler(insert(201))
+	}).Handler(insert(201))
 	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Link", "</>; rel=home")
 		inner.ServeHTTP(w, r)
@@ -152,19 +118,199 @@ func TestAnswersHaveTheFormOfTheAPI(t *testing.T) {
 		a := s.post(t, c.key, c.body)
 		require.Equal(t, c.status, a.status)
 		require.Equal(t, "text/x-own", a.header.Get("Content-Type"))
-		require.Equal(t, "no-store", a.header.Get("Cache-Control"))
 		require.Equal(t, fmt.Sprint(c.kind, " ", c.status, " ", c.outcome, " true"), a.body)
 		links := []string{"</>; rel=home"}
 		if c.status == 400 || c.status == 422 {
-			links = append(links, link)
+			links = append(links, `<https://docs.example.com/keys>; rel="describedby"; type="text/html"`)
 		}
 		require.Equal(t, links, a.header.Values("Link"))
 	}
-	plain := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(insert(201)))
-	requireProblem(t, plain.post(t, "", "a"), 400, httpkey.ProblemKeyMissing)
-	require.Empty(t, plain.post(t, "", "a").header.Values("Link"))
 	for _, bad := range []string{"/keys", "ftp://example.com", "https://", "https://example.com/a b", "https://example.com/>;"} {
 		_, err := httpkey.New(pool, tenantOf, httpkey.Config{Operation: idempotency.Config{Operation: "api"}, DocsURL: bad})
 		require.ErrorContains(t, err, "want an absolute URL")
+	}
+}
+
+// Property: errors of the database that are gone with time are 503 with Retry-After, with the key
+// free: a conflict that stays, a server that has become a standby, or that ended the transaction
+// because it was idle, or took, too long. The others are the handler's own: 500.
+func TestWhichTransactionStatesPass(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	s := serve(t, newMiddleware(t, pool, httpkey.Config{}).Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		httpkey.Fail(r, errors.Join(effect(r, "a"), fmt.Errorf("insert: %w", &pgconn.PgError{Code: r.Header.Get("X-Code"), Message: "canary"})))
+	})))
+	for code, passes := range map[string]bool{"40P01": true, "25006": true, "25P03": true, "25P04": true, "25001": false, "25P02": false, "22012": false} {
+		a := s.post(t, code, "a", "X-Code", code)
+		if passes {
+			requireProblem(t, a, 503, httpkey.ProblemUnavailable)
+			require.Equal(t, "1", a.header.Get("Retry-After"))
+		} else {
+			requireProblem(t, a, 500, httpkey.ProblemInternal)
+		}
+		require.NotContains(t, a.body, "canary")
+	}
+	require.Zero(t, keys(t, pool)+effects(t, pool))
+}
+
+// breaking is a connection that can be ended, as by a peer or by the network.
+type breaking struct {
+	net.Conn
+	broken *atomic.Pointer[error]
+}
+
+func (c *breaking) Read(p []byte) (int, error) {
+	if broken := c.broken.Load(); broken != nil {
+		return 0, *broken
+	}
+	return c.Conn.Read(p)
+}
+
+// Property: a request whose connection to the database breaks, before its claim or in its handler,
+// gets 503, and its retry is executed; an EOF of the handler's own, with an intact connection, is
+// its failure (500).
+func TestBrokenDatabaseConnectionIsUnavailable(t *testing.T) {
+	t.Parallel()
+	plain := newPool(t)
+	var broken atomic.Pointer[error]
+	config := plain.Config()
+	dial := config.ConnConfig.DialFunc
+	config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+		conn, err := dial(ctx, network, address)
+		broken.Store(nil) // a retry gets a working connection
+		return &breaking{conn, &broken}, err
+	}
+	config.MaxConns = 1
+	config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
+	var ends error
+	s := serve(t, newMiddleware(t, pgtest.PoolOf(t, config), httpkey.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.Header.Get("X-Break") {
+		case "handler":
+			broken.Store(&ends)
+		case "own":
+			httpkey.Fail(r, ends)
+			return
+		}
+		insert(201).ServeHTTP(w, r)
+	})))
+	for key, end := range map[string]error{"eof": io.EOF, "reset": &net.OpError{Op: "read", Net: "tcp", Err: errors.New("connection reset by peer")}} {
+		ends = end
+		requireProblem(t, s.post(t, key, "a", "X-Break", "own"), 500, httpkey.ProblemInternal)
+		requireProblem(t, s.post(t, key, "a", "X-Break", "handler"), 503, httpkey.ProblemUnavailable)
+		require.Equal(t, 201, s.post(t, key, "a").status)
+		broken.Store(&ends)
+		requireProblem(t, s.post(t, key+"2", "b"), 503, httpkey.ProblemUnavailable)
+		require.Equal(t, 201, s.post(t, key+"2", "b").status)
+	}
+	require.Equal(t, 4, effects(t, plain))
+}
+
+// Property: the first client gets what a replay gives, byte for byte, but for headers that are not
+// stored: also where the outcome is another response of the same status than the handler wrote, or
+// an earlier run of the handler wrote one that was rolled back. Rows H4, H18 of guarantees.md.
+func TestFirstAnswerIsWhatIsReplayed(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	_, err := pool.Exec(t.Context(), `CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+		BEGIN RAISE EXCEPTION 'at COMMIT' USING ERRCODE = '40001'; END $$;
+		CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.name = 'conflict') EXECUTE FUNCTION refuse()`)
+	require.NoError(t, err)
+	other := idempotency.Response{Status: 500, Header: http.Header{"Location": {"/b"}, "Set-Cookie": {"canary"}}, Body: []byte("B")}
+	failed := func(error) idempotency.Response { return other }
+	write := func(w http.ResponseWriter, status int) {
+		w.Header().Set("Location", "/caf\xe9")
+		w.WriteHeader(status)
+		_, _ = io.WriteString(w, "A\x00\xff")
+	}
+	fails := func(w http.ResponseWriter, _ *http.Request, _ int) { write(w, 500) }
+	final := idempotency.Final(idempotency.Response{Status: 200, Header: http.Header{"Location": {"/b"}}, Body: []byte("B")}, errors.New("declined"))
+	for name, test := range map[string]struct {
+		cfg    idempotency.Config
+		status int
+		run    func(w http.ResponseWriter, r *http.Request, run int)
+		body   string
+	}{
+		"committed":         {idempotency.Config{}, 201, func(w http.ResponseWriter, _ *http.Request, _ int) { write(w, 201) }, "A\x00\xff"},
+		"strict":            {idempotency.Config{Strict: true}, 500, fails, "A\x00\xff"},
+		"strict-and-Failed": {idempotency.Config{Strict: true, Failed: failed}, 500, fails, "B"},
+		"attempts":          {idempotency.Config{AttemptsMax: 1, Failed: failed}, 500, fails, "B"},
+		"strict-and-misuse": {idempotency.Config{Strict: true}, 500, func(w http.ResponseWriter, r *http.Request, _ int) {
+			_ = httpkey.Tx(r).Commit(r.Context())
+			write(w, 201)
+		}, ""},
+		"Fail": {idempotency.Config{}, 200, func(w http.ResponseWriter, r *http.Request, _ int) {
+			write(w, 200)
+			httpkey.Fail(r, final)
+		}, "B"},
+		"conflict": {idempotency.Config{}, 200, func(w http.ResponseWriter, r *http.Request, run int) {
+			if run > 1 {
+				httpkey.Fail(r, final)
+				return
+			}
+			if err := effect(r, "conflict"); err != nil {
+				httpkey.Fail(r, err)
+			}
+			w.Header().Set("Location", "/b")
+			w.Header().Set("X-Session", "of what was rolled back")
+			_, _ = io.WriteString(w, "B")
+		}, "B"},
+	} {
+		runs := 0
+		s := serve(t, newMiddleware(t, pool, operation(test.cfg)).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			runs++
+			test.run(w, r, runs)
+		})))
+		once, again := s.post(t, name, ""), s.post(t, name, "")
+		require.Equal(t, []bool{false, true}, []bool{once.replayed(), again.replayed()}, name)
+		for _, a := range []answer{once, again} {
+			require.Equal(t, test.status, a.status, name)
+			require.Equal(t, test.body, a.body, name)
+			for _, name := range []string{"Date", "Idempotent-Replayed", "Cache-Control"} {
+				a.header.Del(name)
+			}
+		}
+		require.Equal(t, once.header, again.header, name)
+	}
+	require.NotContains(t, stored(t, pool), "canary")
+}
+
+// Property: work that has not begun when its client goes is ended by its context, at once:
+// otherwise it would pass for a failure of the work, which Strict stores. Rows H18, H19 of
+// guarantees.md.
+func TestWorkThatDidNotBeginIsCancelled(t *testing.T) {
+	t.Parallel()
+	for _, begins := range []bool{false, true} {
+		parent, leave := context.WithCancel(t.Context())
+		ctx, begun, cancel := serving.Detach(parent, time.Hour)
+		if begins {
+			require.True(t, begun())
+		}
+		leave()
+		require.Equal(t, begins, begun())
+		require.Equal(t, begins, ctx.Err() == nil)
+		cancel()
+	}
+}
+
+// Property: a failure is logged even if the client has disconnected; a client that disconnected
+// before its work began is not.
+func TestFailureWithoutClientIsLogged(t *testing.T) {
+	t.Parallel()
+	pool := newPool(t)
+	for _, early := range []bool{false, true} {
+		var log bytes.Buffer
+		ctx, leave := context.WithCancel(t.Context())
+		handler := newMiddleware(t, pool, operation(idempotency.Config{Logger: textLogger(&log)})).Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+			leave()
+			httpkey.Fail(r, errors.New("out of paper"))
+		}))
+		if early {
+			leave()
+		}
+		r := httptest.NewRequestWithContext(ctx, http.MethodPost, "/orders", http.NoBody)
+		r.Header.Set("Idempotency-Key", "k")
+		handler.ServeHTTP(httptest.NewRecorder(), r)
+		require.Equal(t, !early, strings.Contains(log.String(), "out of paper"), log.String())
+		require.Equal(t, !early, strings.Contains(log.String(), "level=ERROR"))
 	}
 }

@@ -147,7 +147,11 @@ func requireProblem(t *testing.T, a answer, status int, kind httpkey.Problem) {
 }
 
 func effect(r *http.Request, name string) error {
-	_, err := httpkey.Tx(r).Exec(r.Context(), `INSERT INTO effects (name) VALUES ($1)`, name)
+	tx, there := httpkey.TxOf(r)
+	if !there {
+		return errors.New("no transaction")
+	}
+	_, err := tx.Exec(r.Context(), `INSERT INTO effects (name) VALUES ($1)`, name)
 	return err
 }
 
@@ -188,3 +192,5 @@ func stored(t *testing.T, pool *pgxpool.Pool) (all string) {
 }
 
 func textLogger(w io.Writer) *slog.Logger { return slog.New(slog.NewTextHandler(w, nil)) }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -8,7 +8,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -16,7 +15,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
+	"github.com/effectonce/effectonce/dedup/idempotency/httpkey"
 	"github.com/effectonce/effectonce/dedup/idempotency/idempotencytest"
+	"github.com/effectonce/effectonce/internal/effects"
+	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -97,15 +99,9 @@ func payment(call func(step *idempotency.Step[string]) error, atMostOnce bool, c
 	}
 }
 
-// Property: work that does everything through its transaction, and calls other systems under
-// derived keys, passes in each shape.
-func TestVerifyPassesWhatIsRight(t *testing.T) {
-	t.Parallel()
-	idempotencytest.Verify(t, idempotencytest.Once(idempotency.Config{Operation: "order"}, key(), work), idempotencytest.Options{Setup: orders})
-}
-
 // Property: work that refuses runs once, however many copies wait for it.
 func TestVerifyPassesWhatIsRefused(t *testing.T) {
+	longtest.Only(t, "a run for each point")
 	t.Parallel()
 	idempotencytest.Verify(t, idempotencytest.Once(idempotency.Config{Operation: "order"}, key(), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
 		declined := idempotency.Response{Status: 402, Body: []byte("declined")}
@@ -113,32 +109,21 @@ func TestVerifyPassesWhatIsRefused(t *testing.T) {
 	}), idempotencytest.Options{Setup: orders})
 }
 
-func TestVerifyPassesFlows(t *testing.T) {
+// Property: with a reconciler a flow in doubt ends. What is left of its phases is not executed after
+// Happened: the message is missed, and that is found.
+func TestVerifyFindsWhatAReconcilerMisses(t *testing.T) {
+	longtest.Only(t, "a run for each point")
 	t.Parallel()
 	var b bank
-	options := idempotencytest.Options{Setup: orders, Prepare: b.reset, Effects: b.effects}
-	charge := func(step *idempotency.Step[string]) error { return b.charge(step.ChildID().String()) }
-	idempotencytest.Verify(t, idempotencytest.Flow(payment(charge, false, idempotency.FlowConfig[string]{}), key(), []byte("o")), options)
-}
-
-// Property: a foreign system that honours no keys may leave the outcome in doubt, but is not called
-// twice; with a reconciler that asks it the flow ends.
-func TestVerifyPassesCallsAtMostOnce(t *testing.T) {
-	t.Parallel()
-	var b bank
-	options := idempotencytest.Options{Setup: orders, Prepare: b.reset, Effects: b.effects}
 	charge := func(*idempotency.Step[string]) error { return b.charge(uuid.NewString()) }
-	idempotencytest.Verify(t, idempotencytest.Flow(payment(charge, true, idempotency.FlowConfig[string]{}), key(), []byte("o")), options)
-
 	reconcile := func(ctx context.Context, _ idempotency.UndecidedKey[string]) (idempotency.Decision, error) {
 		if charged, _ := b.effects(ctx, nil); len(charged) == 0 {
 			return idempotency.DidNotHappen(), nil
 		}
 		return idempotency.Happened(idempotency.Response{Status: 201, Body: []byte("reserved")}), nil
 	}
-	said := idempotencytest.Problems(t, idempotencytest.Flow(payment(charge, true, idempotency.FlowConfig[string]{Reconcile: reconcile}), key(), []byte("o")), options)
-	// What is left of the phases is not executed after Happened: the message is missed, and that is
-	// found.
+	start := idempotencytest.Flow(payment(charge, true, idempotency.FlowConfig[string]{Reconcile: reconcile}), key(), []byte("o"))
+	said := idempotencytest.Problems(t, start, idempotencytest.Options{Setup: orders, Prepare: b.reset, Effects: b.effects})
 	require.NotEmpty(t, said)
 	for _, problem := range said {
 		require.Contains(t, problem, "lost: effectonce.outbox")
@@ -146,139 +131,153 @@ func TestVerifyPassesCallsAtMostOnce(t *testing.T) {
 	}
 }
 
-// serve is an HTTP handler around work.
-func serve(do func(r *http.Request, key idempotency.Key) (idempotency.Response, error)) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		body, err := io.ReadAll(r.Body)
-		if err != nil {
-			http.Error(w, "body", http.StatusBadRequest)
-			return
-		}
-		k := idempotency.Key{Scope: "tenant", Value: r.Header.Get("Idempotency-Key"), Fingerprint: idempotency.NewFingerprint(body)}
-		response, err := do(r, k)
-		if err != nil {
-			http.Error(w, err.Error(), http.StatusServiceUnavailable)
-			return
-		}
-		w.WriteHeader(response.Status)
-		_, _ = w.Write(response.Body)
-	})
-}
-
-func handler(pool *pgxpool.Pool) (http.Handler, error) {
-	op, err := idempotency.New(pool, idempotency.Config{Operation: "order"})
-	return serve(func(r *http.Request, k idempotency.Key) (idempotency.Response, error) {
-		return op.Once(r.Context(), k, work)
-	}), err
-}
-
-func TestVerifyPassesHandlers(t *testing.T) {
-	t.Parallel()
-	start := idempotencytest.Handler(handler, http.MethodPost, "/orders", http.Header{"Idempotency-Key": {"k"}}, []byte("body"))
-	idempotencytest.Verify(t, start, idempotencytest.Options{Setup: orders})
-}
-
-// world is the environment of incorrect work.
-type world struct {
-	bank
-
-	own  *pgxpool.Pool
-	seen int
-}
-
-func (w *world) prepare(ctx context.Context, pool *pgxpool.Pool) error {
-	w.own, w.seen = pool, 0
-	return w.reset(ctx, pool)
-}
-
 // Property: a mistake in the work is found, and reported as what it is.
 func TestVerifyFindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
-	once := func(work func(ctx context.Context, tx pgx.Tx, w *world) error) func(w *world) idempotencytest.Start {
-		return func(w *world) idempotencytest.Start {
-			return idempotencytest.Once(idempotency.Config{Operation: "order"}, key(), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-				return idempotency.Response{Status: 201}, work(ctx, tx, w)
-			})
+	type do = func(ctx context.Context, tx pgx.Tx, pool *pgxpool.Pool) error
+	var b bank
+	asks := func(key func() idempotency.Key, work do, answer func(*idempotency.Response)) idempotencytest.Start {
+		return func(pool *pgxpool.Pool) (idempotencytest.Request, error) {
+			op, err := idempotency.New(pool, idempotency.Config{Operation: "order"})
+			return func(ctx context.Context) (idempotency.Response, error) {
+				response, err := op.Once(ctx, key(), func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
+					return idempotency.Response{Status: 201}, work(ctx, tx, pool)
+				})
+				answer(&response)
+				return response, err
+			}, err
 		}
 	}
-	flow := func(call func(step *idempotency.Step[string], w *world) error) func(w *world) idempotencytest.Start {
-		return func(w *world) idempotencytest.Start {
-			charge := func(step *idempotency.Step[string]) error { return call(step, w) }
-			return idempotencytest.Flow(payment(charge, false, idempotency.FlowConfig[string]{}), key(), []byte("o"))
-		}
-	}
-	always := func(start idempotencytest.Start) func(*world) idempotencytest.Start {
-		return func(*world) idempotencytest.Start { return start }
-	}
+	once := func(work do) idempotencytest.Start { return asks(key, work, func(*idempotency.Response) {}) }
+	right := func(ctx context.Context, tx pgx.Tx, _ *pgxpool.Pool) error { return order(ctx, tx, "o") }
+	fresh := func() idempotency.Key { return idempotency.Key{Scope: "tenant", Value: idempotency.NewKey()} }
 	for name, tc := range map[string]struct {
-		start func(w *world) idempotencytest.Start
+		start idempotencytest.Start
 		says  []string
 	}{
-		"another connection": {once(func(ctx context.Context, _ pgx.Tx, w *world) error {
-			_, err := w.own.Exec(ctx, `INSERT INTO orders (id) VALUES ('o')`)
+		"another connection": {once(func(ctx context.Context, _ pgx.Tx, pool *pgxpool.Pool) error {
+			_, err := pool.Exec(ctx, `INSERT INTO orders (id) VALUES ('o')`)
 			return err
 		}), []string{
 			"the replica is killed after the work, before COMMIT", "the connection is cut", "fails at COMMIT, with a full disk",
 			"the client goes away", "doubled: public.orders", "another connection than its tx",
 		}},
-		"chance": {
-			once(func(ctx context.Context, tx pgx.Tx, _ *world) error { return order(ctx, tx, uuid.NewString()) }),
-			[]string{"a second clean run", "differ from run to run"},
-		},
-		"the process's clock": {
-			once(func(ctx context.Context, tx pgx.Tx, _ *world) error { return order(ctx, tx, time.Now().String()) }),
-			[]string{"a second clean run", "differ from run to run"},
-		},
-		"a message without an ID": {
-			once(func(ctx context.Context, tx pgx.Tx, _ *world) error {
-				return outbox.Publish(ctx, tx, outbox.Message{Topic: "made"})
-			}),
-			[]string{"a second clean run", "effectonce.outbox", "Key.ChildID"},
-		},
-		"memory": {once(func(ctx context.Context, tx pgx.Tx, w *world) error {
-			w.seen++
-			return order(ctx, tx, strings.Repeat("o", w.seen))
-		}), []string{"killed", "different: public.orders", "in memory"}},
 		"a call within the transaction": {
-			once(func(_ context.Context, _ pgx.Tx, w *world) error { return w.charge(uuid.NewString()) }),
+			once(func(context.Context, pgx.Tx, *pgxpool.Pool) error { return b.charge(uuid.NewString()) }),
 			[]string{"the replica is killed after the work", "doubled: Options.Effects has 2 times a charge of 5"},
 		},
-		"a call under a random key": {
-			flow(func(_ *idempotency.Step[string], w *world) error { return w.charge(uuid.NewString()) }),
-			[]string{"the replica is killed after a foreign call", "doubled: Options.Effects has 2 times a charge of 5", "Step.ChildID"},
+		"chance": {
+			once(func(ctx context.Context, tx pgx.Tx, _ *pgxpool.Pool) error { return order(ctx, tx, uuid.NewString()) }),
+			[]string{"a second clean run", "differ from run to run"},
 		},
-		"a key for each request": {always(func(pool *pgxpool.Pool) (idempotencytest.Request, error) {
-			op, err := idempotency.New(pool, idempotency.Config{Operation: "order"})
-			return func(ctx context.Context) (idempotency.Response, error) {
-				return op.Once(ctx, idempotency.Key{Scope: "tenant", Value: idempotency.NewKey()}, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-					return idempotency.Response{Status: 201}, order(ctx, tx, "o")
-				})
-			}, err
-		}), []string{"three times in a row", "10 times at once", "the same key each time"}},
-		"an answer that is not stored": {always(func(pool *pgxpool.Pool) (idempotencytest.Request, error) {
-			op, err := idempotency.New(pool, idempotency.Config{Operation: "order"})
-			return func(ctx context.Context) (idempotency.Response, error) {
-				response, err := op.Once(ctx, key(), work)
-				response.Body = []byte(uuid.NewString())
-				return response, err
-			}, err
-		}), []string{"the request was answered differently"}},
-		"no engine": {always(func(pool *pgxpool.Pool) (idempotencytest.Request, error) {
-			return func(ctx context.Context) (idempotency.Response, error) {
-				_, err := pool.Exec(ctx, `INSERT INTO orders (id) VALUES ('o')`)
-				return idempotency.Response{Status: 201}, err
-			}, nil
-		}), []string{"the clean run", "passed none of the points"}},
-		"a failure": {once(func(_ context.Context, _ pgx.Tx, _ *world) error { return errors.New("no such account") }), []string{"the clean run", "no such account"}},
-		"nothing":   {once(func(_ context.Context, _ pgx.Tx, _ *world) error { return nil }), []string{"changed nothing in any table"}},
+		"a key for each request": {
+			asks(fresh, right, func(*idempotency.Response) {}),
+			[]string{"three times in a row", "10 times at once", "the same key each time"},
+		},
+		"a header that is not stored": {
+			asks(key, right, func(r *idempotency.Response) { r.Header = map[string][]string{"location": {uuid.NewString()}} }),
+			[]string{"answered differently: first Location"},
+		},
+		"a body that is not stored": {
+			asks(key, right, func(r *idempotency.Response) { r.Body = []byte(uuid.NewString()) }),
+			[]string{"answered differently: first status 201"},
+		},
+		"no engine": {func(*pgxpool.Pool) (idempotencytest.Request, error) {
+			return func(context.Context) (idempotency.Response, error) { return idempotency.Response{Status: 201}, nil }, nil
+		}, []string{"the clean run", "passed none of the points"}},
+		"a failure": {once(func(context.Context, pgx.Tx, *pgxpool.Pool) error { return errors.New("no such account") }), []string{"the clean run", "no such account"}},
+		"nothing":   {once(func(context.Context, pgx.Tx, *pgxpool.Pool) error { return nil }), []string{"changed nothing in any table"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			var w world
-			said := strings.Join(idempotencytest.Problems(t, tc.start(&w), idempotencytest.Options{Setup: orders, Effects: w.effects, Prepare: w.prepare}), "\n")
+			if strings.HasSuffix(name, "that is not stored") || name == "a call within the transaction" {
+				longtest.Only(t, "a run for each point, as in other cases")
+			}
+			options := idempotencytest.Options{Setup: orders}
+			if name == "a call within the transaction" {
+				options.Prepare, options.Effects = b.reset, b.effects
+			}
+			said := strings.Join(idempotencytest.Problems(t, tc.start, options), "\n")
 			for _, text := range tc.says {
 				require.Contains(t, said, text)
 			}
 		})
+	}
+}
+
+func newMiddleware(pool *pgxpool.Pool, cfg idempotency.Config) (*httpkey.Middleware, error) {
+	cfg.Operation = "order"
+	return httpkey.New(pool, func(*http.Request) (string, error) { return "tenant", nil }, httpkey.Config{Operation: cfg})
+}
+
+func posted(build func(pool *pgxpool.Pool) (http.Handler, error)) idempotencytest.Start {
+	return idempotencytest.Handler(build, http.MethodPost, "/orders", http.Header{"Idempotency-Key": {"k"}}, []byte("o"))
+}
+
+// Property: a handler of httpkey is right, also if its body is too large to be kept, and it answers
+// 410 from then on.
+func TestVerifyPassesHandlers(t *testing.T) {
+	t.Parallel()
+	idempotencytest.Verify(t, posted(func(pool *pgxpool.Pool) (http.Handler, error) {
+		m, err := newMiddleware(pool, idempotency.Config{ResponseBytesMax: 10})
+		if err != nil {
+			return nil, err
+		}
+		return m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if _, err := work(r.Context(), httpkey.Tx(r)); err != nil {
+				httpkey.Fail(r, err)
+				return
+			}
+			w.WriteHeader(http.StatusCreated)
+			_, _ = io.WriteString(w, strings.Repeat("o", 100))
+		})), nil
+	}), idempotencytest.Options{Setup: orders})
+}
+
+// Property: a flow with a call that may be made at most once, which answers that a person has to
+// decide, is in doubt, and right: the call is not made twice.
+func TestVerifyPassesHandlersInDoubt(t *testing.T) {
+	longtest.Only(t, "a run for each point of three phases")
+	t.Parallel()
+	var b bank
+	charge := func(*idempotency.Step[string]) error { return b.charge(uuid.NewString()) }
+	idempotencytest.Verify(t, posted(func(pool *pgxpool.Pool) (http.Handler, error) {
+		m, err := newMiddleware(pool, idempotency.Config{})
+		if err != nil {
+			return nil, err
+		}
+		flow, err := payment(charge, true, idempotency.FlowConfig[string]{})(pool)
+		if err != nil {
+			return nil, err
+		}
+		return httpkey.FlowHandler(m, flow, nil)
+	}), idempotencytest.Options{Setup: orders, Prepare: b.reset, Effects: b.effects})
+}
+
+// Property: where the outcome is in doubt a second effect is found however much was lost besides,
+// and also with another text; what is lost, or has another text in the place of the clean run's, or
+// is the first of its kind, is none.
+func TestDoubtIsNoSecondEffect(t *testing.T) {
+	t.Parallel()
+	many := map[string]int{"a": 1, "b": 1, "c": 1, "d": 1, "e": 1, "f": 1, "z": 1}
+	for name, test := range map[string]struct {
+		clean, other map[string]int
+		says         []string
+	}{
+		"behind much that is lost":     {many, map[string]int{"z": 2}, []string{"doubled: charges has 2 times z"}},
+		"behind much that differs":     {many, map[string]int{"a1": 1, "a2": 1, "a3": 1, "a4": 1, "a5": 1, "z": 2}, []string{"doubled: charges has 2 times z"}},
+		"with another text":            {map[string]int{"5 at 12:00": 1}, map[string]int{"5 at 12:00": 1, "5 at 12:01": 1}, []string{"different: charges has 5 at 12:01"}},
+		"nothing happened":             {many, nil, nil},
+		"in the place of another text": {map[string]int{"5 at 12:00": 1}, map[string]int{"5 at 12:01": 1}, nil},
+		"the first of its kind":        {nil, map[string]int{"to be looked into": 1}, nil},
+	} {
+		said := idempotencytest.Doubt(effects.Effects{"charges": test.clean}, effects.Effects{"charges": test.other})
+		if test.says == nil {
+			require.Empty(t, said, name)
+		}
+		for _, text := range test.says {
+			require.Contains(t, said, text, name)
+		}
+		require.NotContains(t, said, "lost:", name)
 	}
 }

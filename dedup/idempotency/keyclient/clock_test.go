@@ -90,6 +90,7 @@ func TestRetryAfterIsWaitedFor(t *testing.T) {
 		"seconds":              {http.Header{"Retry-After": {"7"}}, 7 * time.Second},
 		"date":                 {http.Header{"Retry-After": {at(9 * time.Second)}, "Date": {at(0)}}, 9 * time.Second},
 		"date that has passed": {http.Header{"Retry-After": {at(-time.Hour)}, "Date": {at(0)}}, 0},
+		"by our own clock":     {http.Header{"Retry-After": {"Fri, 31 Dec 1999 00:00:00 GMT"}}, 0},
 		"nonsense":             {http.Header{"Retry-After": {"soon"}}, 0},
 		"negative":             {http.Header{"Retry-After": {"-5"}}, 0},
 	} {
@@ -115,101 +116,66 @@ func TestRetryAfterIsWaitedFor(t *testing.T) {
 	}
 }
 
-// Property: a request ends within TotalMax, attempts in flight included, even if no server ever
-// answers.
-func TestTotalTimeIsBounded(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		start := time.Now()
-		attempts := 0
-		transport, err := keyclient.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
-			attempts++
-			<-r.Context().Done()
-			return nil, r.Context().Err()
-		}), keyclient.TransportConfig{Honours: []string{"*"}, TotalMax: 30 * time.Second, AttemptMax: 7 * time.Second, AttemptsMax: 100})
-		require.NoError(t, err)
-		_, err = post(t, transport) //nolint:bodyclose // there is none
-		var unanswered *keyclient.UnansweredError
-		require.ErrorAs(t, err, &unanswered)
-		require.True(t, unanswered.Timeout())
-		require.LessOrEqual(t, time.Since(start), 30*time.Second)
-		require.GreaterOrEqual(t, time.Since(start), 21*time.Second)
-		require.GreaterOrEqual(t, attempts, 3)
-	})
+// silent acts, and never answers.
+func silent(act func(r *http.Request)) roundTripper {
+	return func(r *http.Request) (*http.Response, error) {
+		act(r)
+		<-r.Context().Done()
+		return nil, r.Context().Err()
+	}
 }
 
 // Property: a server that acts and then hangs causes no second effect if the http.Client has a
-// Timeout, which replaces errors that come after it: the request ends before it, with the key; a
-// key of the caller's can be used for a retry, too.
+// Timeout, which replaces errors that come after it: the request ends before it, with the key, also
+// one of the caller's. The text of the error does not have it.
 func TestClientWithATimeoutLosesNoKey(t *testing.T) {
 	t.Parallel()
-	for name, key := range map[string]string{"key of the Transport's": "", "key of the caller's": "mine"} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			synctest.Test(t, func(t *testing.T) {
-				ctx := t.Context()
-				if key != "" {
-					ctx = keyclient.WithKey(ctx, key)
-				}
-				effects := map[string]bool{}
-				hangs := true
-				transport, err := keyclient.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
-					effects[r.Header.Get("Idempotency-Key")] = true
-					if hangs {
-						<-r.Context().Done()
-						return nil, r.Context().Err()
-					}
-					return answerOf(http.StatusOK, http.Header{}), nil
-				}), keyclient.TransportConfig{Honours: []string{"*"}})
-				require.NoError(t, err)
-				client := &http.Client{Transport: transport, Timeout: 10 * time.Second}
+	for _, key := range []string{"", "mine-4127"} {
+		synctest.Test(t, func(t *testing.T) {
+			ctx, effects := t.Context(), map[string]bool{}
+			if key != "" {
+				ctx = keyclient.WithKey(ctx, key)
+			}
+			transport, err := keyclient.NewTransport(silent(func(r *http.Request) { effects[r.Header.Get("Idempotency-Key")] = true }), keyclient.TransportConfig{Honours: []string{"*"}})
+			require.NoError(t, err)
+			client := &http.Client{Transport: transport, Timeout: 10 * time.Second}
+			for range 2 { // also under its key
 				_, _, err = do(ctx, t, client, http.MethodPost, "http://bank.example", "x")
 				require.ErrorIs(t, err, context.DeadlineExceeded)
 				var unanswered *keyclient.UnansweredError
 				require.ErrorAs(t, err, &unanswered)
 				require.True(t, effects[unanswered.Key])
-
-				hangs = false
-				_, _, err = do(keyclient.WithKey(ctx, unanswered.Key), t, client, http.MethodPost, "http://bank.example", "x")
-				require.NoError(t, err)
-				require.Len(t, effects, 1)
-			})
+				require.NotContains(t, err.Error(), unanswered.Key)
+				ctx = keyclient.WithKey(t.Context(), unanswered.Key) //nolint:fatcontext // it replaces the last one
+			}
+			require.Len(t, effects, 1)
 		})
 	}
 }
 
-// Property: an attempt that gets no connection within AttemptMax was not sent: it is retried at any
-// server, and if each attempt was like that, the error says so, and that it timed out.
-func TestConnectionThatHangsIsTriedAgain(t *testing.T) {
+// Property: a request ends within TotalMax, attempts in flight included, even if no server ever
+// answers. An attempt that gets no connection within AttemptMax was not sent, and the error says so.
+func TestTotalTimeIsBounded(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		for hanging, answered := range map[int]bool{1: true, 3: false} {
-			attempts := 0
-			transport, err := keyclient.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
-				trace := httptrace.ContextClientTrace(r.Context())
-				trace.GetConn("bank.example:80")
-				if attempts++; attempts <= hanging {
-					<-r.Context().Done()
-					return nil, r.Context().Err()
+		for _, connects := range []bool{true, false} {
+			start, attempts := time.Now(), 0
+			transport, err := keyclient.NewTransport(silent(func(r *http.Request) {
+				attempts++
+				if trace := httptrace.ContextClientTrace(r.Context()); trace != nil && !connects {
+					trace.GetConn("bank.example:80")
 				}
-				trace.GotConn(httptrace.GotConnInfo{})
-				return answerOf(http.StatusCreated, nil), nil
-			}), keyclient.TransportConfig{AttemptsMax: 3})
+			}), keyclient.TransportConfig{Honours: map[bool][]string{true: {"*"}, false: {}}[connects], TotalMax: 30 * time.Second, AttemptMax: 7 * time.Second, AttemptsMax: 100})
 			require.NoError(t, err)
-			response, err := post(t, transport)
-			if answered {
-				require.NoError(t, err)
-				require.NoError(t, response.Body.Close())
-				require.Equal(t, 2, attempts)
-				continue
-			}
+			_, err = post(t, transport) //nolint:bodyclose // there is none
 			var unanswered *keyclient.UnansweredError
 			require.ErrorAs(t, err, &unanswered)
-			require.Equal(t, 3, attempts)
 			require.True(t, unanswered.Timeout())
-			require.ErrorContains(t, err, "nothing was sent")
+			require.LessOrEqual(t, time.Since(start), 30*time.Second)
+			require.GreaterOrEqual(t, time.Since(start), 21*time.Second)
+			require.GreaterOrEqual(t, attempts, 3)
 			var marked interface{ NotSent() bool }
-			require.ErrorAs(t, err, &marked)
+			require.Equal(t, !connects, errors.As(err, &marked), "%v", err)
 		}
 	})
 }
@@ -219,25 +185,18 @@ func TestPauseEndsWithTheContext(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		gone := errors.New("gone")
-		ctx, cancel := context.WithCancelCause(t.Context())
-		var key string
-		transport, err := keyclient.NewTransport(roundTripper(func(r *http.Request) (*http.Response, error) {
-			key = r.Header.Get("Idempotency-Key")
-			return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {"50"}}), nil
-		}), keyclient.TransportConfig{Honours: []string{"*"}, Retrying: func(_ *http.Request, r keyclient.Retry) {
-			require.Equal(t, 503, r.Status)
-			require.GreaterOrEqual(t, r.Wait, 50*time.Second)
+		ctx, cancel := context.WithCancelCause(keyclient.WithKey(t.Context(), "k"))
+		var attempts []time.Time
+		transport := network(func(int) (*http.Response, error) {
 			time.AfterFunc(time.Second, func() { cancel(gone) })
-		}})
-		require.NoError(t, err)
-		request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://bank.example", http.NoBody)
-		require.NoError(t, err)
+			return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {"50"}}), nil
+		}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}})
 		start := time.Now()
-		_, err = transport.RoundTrip(request) //nolint:bodyclose // there is none
+		_, _, err := do(ctx, t, &http.Client{Transport: transport}, http.MethodPost, "http://bank.example", "")
 		var unanswered *keyclient.UnansweredError
 		require.ErrorAs(t, err, &unanswered)
 		require.ErrorIs(t, err, gone)
-		require.Equal(t, key, unanswered.Key)
+		require.Equal(t, "k", unanswered.Key)
 		require.Equal(t, time.Second, time.Since(start))
 	})
 }
@@ -249,11 +208,9 @@ func TestStalledBodyOfAFailureIsGivenUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for wait, most := range map[string]time.Duration{"0": time.Second, "30": 31 * time.Second} {
 			var attempts []time.Time
-			var bodies []*io.PipeWriter
+			stalled, end := io.Pipe()
 			transport := network(func(attempt int) (*http.Response, error) {
 				if attempt == 1 {
-					stalled, end := io.Pipe()
-					bodies = append(bodies, end)
 					return &http.Response{StatusCode: http.StatusServiceUnavailable, Header: http.Header{"Retry-After": {wait}}, Body: stalled}, nil
 				}
 				return answerOf(http.StatusOK, http.Header{}), nil
@@ -261,54 +218,10 @@ func TestStalledBodyOfAFailureIsGivenUp(t *testing.T) {
 			response, err := post(t, transport)
 			require.NoError(t, err)
 			require.NoError(t, response.Body.Close())
-			require.Equal(t, http.StatusOK, response.StatusCode)
 			require.Len(t, attempts, 2)
 			require.LessOrEqual(t, attempts[1].Sub(attempts[0]), most)
-			_, err = bodies[0].Write([]byte("late"))
+			_, err = end.Write([]byte("late"))
 			require.ErrorIs(t, err, io.ErrClosedPipe, "the body is closed")
-		}
-	})
-}
-
-// Property: the same over a connection, whose body cannot be closed while the head of its
-// compression is read.
-func TestStalledBodyOverAConnection(t *testing.T) {
-	t.Parallel()
-	for _, encoding := range []string{"", "gzip"} {
-		t.Run("encoding "+encoding, func(t *testing.T) {
-			t.Parallel()
-			release := make(chan struct{})
-			s := newRemote(t, func(n int, w http.ResponseWriter, _ *http.Request) {
-				if n == 0 {
-					w.Header().Set("Content-Encoding", encoding)
-					w.WriteHeader(http.StatusServiceUnavailable)
-					_ = http.NewResponseController(w).Flush()
-					<-release
-				}
-			})
-			defer close(release)
-			status, _, err := do(t.Context(), t, newClient(t, quick(keyclient.TransportConfig{})), http.MethodPost, s.URL, "x")
-			require.NoError(t, err)
-			require.Equal(t, http.StatusOK, status)
-		})
-	}
-}
-
-// Property: a server that asks for a pause longer than the request may take gets no retry, however
-// long the pause is.
-func TestRetryAfterWithoutEnd(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		for _, value := range []string{"Fri, 31 Dec 9999 23:59:59 GMT", "4294967295", "86400"} {
-			var attempts []time.Time
-			transport := network(func(int) (*http.Response, error) {
-				return answerOf(http.StatusServiceUnavailable, http.Header{"Retry-After": {value}}), nil
-			}).transport(t, &attempts, keyclient.TransportConfig{Honours: []string{"*"}})
-			response, err := post(t, transport)
-			require.NoError(t, err)
-			require.NoError(t, response.Body.Close())
-			require.Equal(t, http.StatusServiceUnavailable, response.StatusCode)
-			require.Len(t, attempts, 1, value)
 		}
 	})
 }

@@ -1,14 +1,10 @@
 package keyclient_test
 
 import (
-	"context"
 	"errors"
+	"fmt"
 	"io"
-	"net"
 	"net/http"
-	"net/http/httptest"
-	"net/url"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -21,85 +17,9 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
 	"github.com/effectonce/effectonce/internal/pgtest"
 )
-
-// bank is a service that pays once for each key, and is cut off as the test says.
-type bank struct {
-	*httptest.Server
-	pool     *pgxpool.Pool
-	listener *resetting
-
-	mu     sync.Mutex
-	seen   []string
-	around func(n int, act func()) // the n-th request
-}
-
-func newBank(t *testing.T, pool *pgxpool.Pool) *bank {
-	t.Helper()
-	_, err := pool.Exec(t.Context(), `CREATE TABLE payments (name text NOT NULL)`)
-	require.NoError(t, err)
-	operation, err := idempotency.New(pool, idempotency.Config{Operation: "pay"})
-	require.NoError(t, err)
-	b := &bank{pool: pool, around: func(_ int, act func()) { act() }}
-	b.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		body, err := io.ReadAll(r.Body)
-		if err != nil {
-			panic(http.ErrAbortHandler)
-		}
-		b.mu.Lock()
-		n := len(b.seen)
-		b.seen = append(b.seen, r.Header.Get("Idempotency-Key"))
-		around := b.around
-		b.mu.Unlock()
-		around(n, func() { b.pay(w, r, operation, body) })
-	}))
-	b.listener = &resetting{Listener: b.Listener}
-	b.Listener = b.listener
-	b.Config.ErrorLog = nothing()
-	b.Start()
-	t.Cleanup(b.Close)
-	return b
-}
-
-func (b *bank) disturb(around func(n int, act func())) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.around = around
-}
-
-// pay continues without its client, as a payment does.
-func (b *bank) pay(w http.ResponseWriter, r *http.Request, operation *idempotency.Operation, body []byte) {
-	key := idempotency.Key{Scope: "shop", Value: r.Header.Get("Idempotency-Key"), Fingerprint: idempotency.NewFingerprint(body)}
-	response, err := operation.Once(context.WithoutCancel(r.Context()), key, func(ctx context.Context, tx pgx.Tx) (idempotency.Response, error) {
-		_, err := tx.Exec(ctx, `INSERT INTO payments (name) VALUES ($1)`, string(body))
-		return idempotency.Response{Status: http.StatusCreated, Body: []byte("paid")}, err
-	})
-	switch {
-	case errors.Is(err, idempotency.ErrInProgress):
-		w.Header().Set("Retry-After", "0")
-		w.WriteHeader(http.StatusConflict)
-	case err != nil:
-		http.Error(w, err.Error(), http.StatusInternalServerError)
-	default:
-		w.WriteHeader(response.Status)
-		_, _ = w.Write(response.Body)
-	}
-}
-
-func (b *bank) keys() []string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return slices.Clone(b.seen)
-}
-
-func (b *bank) payments(t *testing.T) (n int) {
-	t.Helper()
-	require.NoError(t, b.pool.QueryRow(t.Context(), `SELECT count(*) FROM payments`).Scan(&n))
-	return n
-}
 
 func newPending(t *testing.T, pool *pgxpool.Pool, cfg keyclient.PendingConfig) *keyclient.Pending {
 	t.Helper()
@@ -118,142 +38,6 @@ func isPending(t *testing.T, pending *keyclient.Pending) []string {
 		names = append(names, r.Request)
 	}
 	return names
-}
-
-// Property: connections that are reset before the server read the request, and after it acted, cost
-// attempts, but cause no second effect, and the client gets the answer. Row H5 of guarantees.md.
-func TestCutConnectionsCostNoSecondEffect(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	b := newBank(t, pool)
-	b.listener.left.Store(2)
-	b.disturb(func(n int, act func()) {
-		act()
-		if n < 2 {
-			panic(http.ErrAbortHandler) // the answer is lost
-		}
-	})
-	var retries []error
-	client := newClient(t, quick(keyclient.TransportConfig{Retrying: func(_ *http.Request, r keyclient.Retry) { retries = append(retries, r.Err) }}))
-	status, body, err := do(t.Context(), t, client, http.MethodPost, b.URL, "charge")
-	require.NoError(t, err)
-	require.Equal(t, http.StatusCreated, status)
-	require.Equal(t, "paid", body)
-	require.Len(t, retries, 4, "%v", retries)
-	require.Len(t, b.keys(), 3)
-	require.Equal(t, 1, b.payments(t))
-}
-
-// Property: a key is committed before it is sent, with synchronous_commit whatever the role's
-// default is, and stays until the transaction that stores the answer forgets it.
-func TestKeyIsPendingUntilTheAnswerIsWrittenDown(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	_, err := pool.Exec(t.Context(), `
-		CREATE TABLE commits (how text NOT NULL);
-		CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO public.commits VALUES (current_setting(''synchronous_commit'')); RETURN NEW; END';
-		CREATE TRIGGER note AFTER INSERT ON effectonce.pending_requests FOR EACH ROW EXECUTE FUNCTION note()`)
-	require.NoError(t, err)
-	b := newBank(t, pool)
-	lazy := pool.Config()
-	lazy.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
-	lazyPool := pgtest.PoolOf(t, lazy)
-	pending := newPending(t, lazyPool, keyclient.PendingConfig{})
-	var sent []string
-	b.disturb(func(_ int, act func()) {
-		sent = append(sent, isPending(t, pending)...)
-		act()
-	})
-	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending}))
-	request, err := http.NewRequestWithContext(keyclient.WithRequestName(t.Context(), "charge order 4127"), http.MethodPost, b.URL, http.NoBody)
-	require.NoError(t, err)
-	response, err := client.Do(request)
-	require.NoError(t, err)
-	require.NoError(t, response.Body.Close())
-	require.Equal(t, []string{"charge order 4127"}, sent)
-	require.Equal(t, sent, isPending(t, pending))
-	var how string
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT how FROM commits`).Scan(&how))
-	require.Equal(t, "on", how)
-
-	forget := func(err error) func(pgx.Tx) error {
-		return func(tx pgx.Tx) error {
-			return errors.Join(pending.ForgetTx(t.Context(), tx, "charge order 4127", keyclient.SentKey(response, "")), err)
-		}
-	}
-	require.Error(t, pgx.BeginFunc(t.Context(), pool, forget(errors.New("not written down"))))
-	require.Len(t, isPending(t, pending), 1)
-	require.NoError(t, pgx.BeginFunc(t.Context(), pool, forget(nil)))
-	require.Empty(t, isPending(t, pending))
-}
-
-// Property: a request that got no final answer, or not all of it, stays pending, and a new
-// Transport on the same database uses its key; with ForgetAnswered, the answer settles it.
-func TestOnlyTheWholeAnswerForgets(t *testing.T) {
-	t.Parallel()
-	for name, broken := range map[string]func(w http.ResponseWriter){
-		"an answer that breaks off": func(w http.ResponseWriter) {
-			w.Header().Set("Content-Length", "100")
-			_, _ = io.WriteString(w, "paid")
-			_ = http.NewResponseController(w).Flush()
-			panic(http.ErrAbortHandler)
-		},
-		"no final answer": func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
-		"no answer":       func(http.ResponseWriter) { panic(http.ErrAbortHandler) },
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool := pgtest.Pool(t)
-			pending := newPending(t, pool, keyclient.PendingConfig{})
-			s := newRemote(t, func(n int, w http.ResponseWriter, _ *http.Request) {
-				if n == 0 {
-					broken(w)
-				}
-			})
-			s.Config.ErrorLog = nothing()
-			cfg := quick(keyclient.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1})
-			ctx := keyclient.WithRequestName(t.Context(), "charge")
-			status, _, err := do(ctx, t, newClient(t, cfg), http.MethodPost, s.URL, "x")
-			require.True(t, err != nil || status == http.StatusServiceUnavailable)
-			require.Equal(t, []string{"charge"}, isPending(t, pending))
-
-			_, _, err = do(ctx, t, newClient(t, cfg), http.MethodPost, s.URL, "x")
-			require.NoError(t, err)
-			require.Empty(t, isPending(t, pending))
-			require.Equal(t, s.all()[0].key, s.all()[1].key)
-			_, _, err = do(ctx, t, newClient(t, cfg), http.MethodPost, s.URL, "x")
-			require.NoError(t, err)
-			require.NotEqual(t, s.all()[0].key, s.all()[2].key)
-		})
-	}
-}
-
-// Property: concurrent requests with one name use one key: the insert decides; the same name of two
-// clients is two requests.
-func TestOneNameIsOneKey(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	b := newBank(t, pool)
-	client := newClient(t, quick(keyclient.TransportConfig{Pending: newPending(t, pool, keyclient.PendingConfig{}), AttemptsMax: 100}))
-	var wg sync.WaitGroup
-	for range 20 {
-		wg.Go(func() {
-			status, _, err := do(keyclient.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, b.URL, "charge")
-			assert.NoError(t, err) //nolint:testifylint // require must not be called here
-			assert.Equal(t, http.StatusCreated, status)
-		})
-	}
-	wg.Wait()
-	require.Equal(t, 1, b.payments(t))
-	keys := b.keys()
-	slices.Sort(keys)
-	require.Len(t, slices.Compact(keys), 1)
-
-	other, err := keyclient.NewPending(pool, keyclient.PendingConfig{Client: "another shop"})
-	require.NoError(t, err)
-	key, err := other.Begin(t.Context(), "charge", "fresh")
-	require.NoError(t, err)
-	require.Equal(t, "fresh", key)
 }
 
 // Property: a request is not retried when servers may have forgotten its key: nothing is sent, and
@@ -283,31 +67,6 @@ func TestPendingRequestGetsTooOld(t *testing.T) {
 	require.Len(t, isPending(t, pending), 1)
 	require.NoError(t, pending.Forget(t.Context(), "charge", "old"))
 	require.Empty(t, isPending(t, pending))
-}
-
-// Property: nothing is sent when the key cannot be made durable, or the caller gave another key
-// than the pending one.
-func TestNothingIsSentWithoutADurableKey(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t)
-	pending := newPending(t, pool, keyclient.PendingConfig{})
-	s := newRemote(t, failing(0, 0))
-	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending}))
-	_, err := pending.Begin(t.Context(), "charge", "first")
-	require.NoError(t, err)
-	_, _, err = do(keyclient.WithKey(keyclient.WithRequestName(t.Context(), "charge"), "second"), t, client, http.MethodPost, s.URL, "x")
-	require.ErrorIs(t, err, keyclient.ErrKey)
-	_, _, err = do(keyclient.WithRequestName(t.Context(), "a\nb"), t, client, http.MethodPost, s.URL, "x")
-	require.ErrorIs(t, err, keyclient.ErrKey)
-
-	config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/nothing?sslmode=disable&connect_timeout=1")
-	require.NoError(t, err)
-	config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("no network") }
-	nowhere := pgtest.PoolOf(t, config)
-	client = newClient(t, quick(keyclient.TransportConfig{Pending: newPending(t, nowhere, keyclient.PendingConfig{})}))
-	_, _, err = do(keyclient.WithRequestName(t.Context(), "other"), t, client, http.MethodPost, s.URL, "x")
-	require.ErrorIs(t, err, keyclient.ErrKey)
-	require.Empty(t, s.all())
 }
 
 // Property: settings of a Pending are checked all at once; what is listed comes in pages.
@@ -358,32 +117,131 @@ func TestWhatSettlesARequest(t *testing.T) {
 	require.ElementsMatch(t, kept, isPending(t, pending))
 }
 
-// Property: after a redirect to a GET the key is that of the redirected request: in the answer, so
-// that it can be forgotten, and in the error, if the GET gets no answer; a retry under it has no
-// second effect. The GET does not carry the key.
-func TestKeyBehindARedirect(t *testing.T) {
+// Property: a key is committed before it is sent, with synchronous_commit whatever the role's
+// default is, and stays until the transaction that stores the answer forgets it.
+func TestKeyIsPendingUntilTheAnswerIsWrittenDown(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.PoolWith(t, `
+		CREATE TABLE commits (how text NOT NULL);
+		CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO public.commits VALUES (current_setting(''synchronous_commit'')); RETURN NEW; END';
+		CREATE TRIGGER note AFTER INSERT ON effectonce.pending_requests FOR EACH ROW EXECUTE FUNCTION note()`)
+	lazy := pool.Config()
+	lazy.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
+	pending := newPending(t, pgtest.PoolOf(t, lazy), keyclient.PendingConfig{})
+	var sent []string
+	s := newRemote(t, func(int, http.ResponseWriter, *http.Request) { sent = append(sent, isPending(t, pending)...) })
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending}))
+	_, _, err := do(keyclient.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, s.URL, "x")
+	require.NoError(t, err)
+	require.Equal(t, []string{"charge"}, sent)
+	require.Equal(t, sent, isPending(t, pending))
+	require.Equal(t, 1, pgtest.Count(t, pool, `SELECT count(*) FROM commits WHERE how = 'on'`))
+
+	forget := func(err error) func(pgx.Tx) error {
+		return func(tx pgx.Tx) error {
+			return errors.Join(pending.ForgetTx(t.Context(), tx, "charge", s.all()[0].key), err)
+		}
+	}
+	require.Error(t, pgx.BeginFunc(t.Context(), pool, forget(errors.New("not written down"))))
+	require.Len(t, isPending(t, pending), 1)
+	require.NoError(t, pgx.BeginFunc(t.Context(), pool, forget(nil)))
+	require.Empty(t, isPending(t, pending))
+}
+
+// Property: concurrent requests with one name use one key: the insert decides; the same name of two
+// clients is two requests.
+func TestOneNameIsOneKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.Pool(t)
-	pending := newPending(t, pool, keyclient.PendingConfig{})
-	var gone atomic.Bool
-	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
-		switch {
-		case r.Method == http.MethodPost:
-			http.Redirect(w, r, "/moved", http.StatusSeeOther)
-		case r.URL.Path == "/moved":
-			http.Redirect(w, r, "/result", http.StatusFound)
-		case gone.Load():
+	s := newRemote(t, failing(0, 0))
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: newPending(t, pool, keyclient.PendingConfig{})}))
+	var group sync.WaitGroup
+	for range 20 {
+		group.Go(func() {
+			_, _, err := do(keyclient.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, s.URL, "charge")
+			assert.NoError(t, err)
+		})
+	}
+	group.Wait()
+	require.Len(t, s.all(), 20)
+	for _, a := range s.all() {
+		require.Equal(t, s.all()[0].key, a.key)
+	}
+	other, err := keyclient.NewPending(pool, keyclient.PendingConfig{Client: "another shop"})
+	require.NoError(t, err)
+	key, err := other.Begin(t.Context(), "charge", "fresh")
+	require.NoError(t, err)
+	require.Equal(t, "fresh", key)
+}
+
+// Property: a request whose answer breaks off stays pending, and a new Transport on the same database
+// uses its key; with ForgetAnswered, the whole answer settles it.
+func TestOnlyTheWholeAnswerForgets(t *testing.T) {
+	t.Parallel()
+	pending := newPending(t, pgtest.Pool(t), keyclient.PendingConfig{})
+	s := newRemote(t, func(n int, w http.ResponseWriter, _ *http.Request) {
+		if n == 0 {
+			w.Header().Set("Content-Length", "100")
+			_, _ = io.WriteString(w, "paid")
 			panic(http.ErrAbortHandler)
 		}
 	})
 	s.Config.ErrorLog = nothing()
-	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending, AttemptsMax: 2}))
+	for n, left := range [][]string{{"charge"}, {}, {}} {
+		client := newClient(t, quick(keyclient.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 1}))
+		_, _, err := do(keyclient.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, s.URL, "x")
+		require.Equal(t, n == 0, err != nil)
+		require.Equal(t, left, isPending(t, pending))
+	}
+	require.Equal(t, s.all()[0].key, s.all()[1].key)
+	require.NotEqual(t, s.all()[0].key, s.all()[2].key)
+}
+
+// Property: nothing is sent when the key cannot be made durable, or the caller gave another key
+// than the pending one.
+func TestNothingIsSentWithoutADurableKey(t *testing.T) {
+	t.Parallel()
+	pending := newPending(t, pgtest.Pool(t), keyclient.PendingConfig{})
+	_, err := pending.Begin(t.Context(), "charge", "first")
+	require.NoError(t, err)
+	s := newRemote(t, failing(0, 0))
+	for name, on := range map[string]*keyclient.Pending{"charge": pending, "a\nb": pending, "other": newPending(t, pgtest.NoPool(t), keyclient.PendingConfig{})} {
+		client := newClient(t, quick(keyclient.TransportConfig{Pending: on}))
+		_, _, err = do(keyclient.WithKey(keyclient.WithRequestName(t.Context(), name), "second"), t, client, http.MethodPost, s.URL, "x")
+		require.ErrorIs(t, err, keyclient.ErrKey)
+	}
+	require.Empty(t, s.all())
+}
+
+// Property: the key is kept in a redirect that asks for the same request elsewhere, and not sent with
+// a GET. After that GET the key is still known: in the answer, so that it can be forgotten, and in the
+// error, if the GET gets no answer.
+func TestKeyBehindARedirect(t *testing.T) {
+	t.Parallel()
+	pending := newPending(t, pgtest.Pool(t), keyclient.PendingConfig{})
+	var gone atomic.Bool
 	gone.Store(true)
+	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/charge":
+			http.Redirect(w, r, "/here", http.StatusTemporaryRedirect)
+		case "/here":
+			http.Redirect(w, r, "/result", http.StatusSeeOther)
+		default:
+			if gone.Load() {
+				panic(http.ErrAbortHandler)
+			}
+		}
+	})
+	s.Config.ErrorLog = nothing()
+	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending, AttemptsMax: 2}))
 	ctx := keyclient.WithRequestName(t.Context(), "charge")
 	_, _, err := do(ctx, t, client, http.MethodPost, s.URL+"/charge", "x")
 	var unanswered *keyclient.UnansweredError
 	require.ErrorAs(t, err, &unanswered)
-	require.Equal(t, s.all()[0].key, unanswered.Key)
+	_, _, err = do(t.Context(), t, client, http.MethodGet, s.URL+"/result", "")
+	require.Error(t, err)
+	require.NotErrorAs(t, err, new(*keyclient.UnansweredError), "a request that never had a key")
 
 	gone.Store(false)
 	request, err := http.NewRequestWithContext(keyclient.WithKey(ctx, unanswered.Key), http.MethodPost, s.URL+"/charge", strings.NewReader("x"))
@@ -391,23 +249,10 @@ func TestKeyBehindARedirect(t *testing.T) {
 	response, err := client.Do(request)
 	require.NoError(t, err)
 	require.NoError(t, response.Body.Close())
-	require.Equal(t, "/result", response.Request.URL.Path)
 	require.Equal(t, unanswered.Key, keyclient.SentKey(response, ""))
 	for _, a := range s.all() {
-		require.Equal(t, a.method == http.MethodPost, a.key == unanswered.Key)
-		require.Equal(t, a.method == http.MethodGet, a.key == "")
+		require.Equal(t, map[string]string{http.MethodPost: unanswered.Key}[a.method], a.key, a.path)
 	}
-	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-		return pending.ForgetTx(t.Context(), tx, "charge", keyclient.SentKey(response, ""))
-	}))
-	require.Empty(t, isPending(t, pending))
-
-	_, _, err = do(t.Context(), t, client, http.MethodGet, s.URL+"/moved", "")
-	require.NoError(t, err)
-	gone.Store(true)
-	_, _, err = do(t.Context(), t, client, http.MethodGet, s.URL+"/moved", "")
-	require.Error(t, err)
-	require.NotErrorAs(t, err, &unanswered, "a request that never had a key")
 }
 
 // Property: if an earlier attempt may have been executed, a refusal settles a pending request only
@@ -416,113 +261,43 @@ func TestKeyBehindARedirect(t *testing.T) {
 // leaves no doubt.
 func TestRefusalAfterADoubtfulAttempt(t *testing.T) {
 	t.Parallel()
-	pool := pgtest.Pool(t)
-	pending := newPending(t, pool, keyclient.PendingConfig{})
-	first := map[string]func(w http.ResponseWriter){
-		"no answer": func(http.ResponseWriter) { panic(http.ErrAbortHandler) },
-		"503":       func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
-		"409": func(w http.ResponseWriter) {
-			w.Header().Set("Retry-After", "0")
-			w.WriteHeader(http.StatusConflict)
-		},
-		"429":     func(w http.ResponseWriter) { w.WriteHeader(http.StatusTooManyRequests) },
-		"pending": nil, "a key": nil, "nothing": nil,
-	}
-	var mu sync.Mutex
-	tries := map[string]int{}
-	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
-		mu.Lock()
-		tries[r.URL.Path]++
-		try := tries[r.URL.Path]
-		mu.Unlock()
-		query := r.URL.Query()
-		if earlier := first[query.Get("first")]; earlier != nil && try == 1 {
-			earlier(w)
-			return
-		}
-		w.Header().Set("Idempotent-Replayed", query.Get("replayed"))
-		status, err := strconv.Atoi(query.Get("then"))
-		assert.NoError(t, err) //nolint:testifylint // require must not be called here
-		w.WriteHeader(status)
-	})
-	s.Config.ErrorLog = nothing()
-	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 2}))
+	pending := newPending(t, pgtest.Pool(t), keyclient.PendingConfig{})
 	kept := []string{}
-	for earlier := range first {
+	for earlier, settles := range map[int]bool{0: false, 409: false, 429: true, 503: false, -1: true, -2: false, -3: false} { // no answer, statuses, none, pending, a key of the caller's
 		for _, then := range []struct {
-			status   string
-			replayed bool
+			status   int
+			replayed string
 			settles  bool
-		}{{"404", false, earlier == "429" || earlier == "nothing"}, {"404", true, true}, {"201", false, true}} {
-			name := earlier + ", then " + then.status + " " + strconv.FormatBool(then.replayed)
+		}{{404, "", settles}, {404, "true", true}, {201, "", true}} {
+			s := newRemote(t, func(n int, w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Retry-After", "0")
+				switch {
+				case n > 0 || earlier < 0:
+					w.Header().Set("Idempotent-Replayed", then.replayed)
+					w.WriteHeader(then.status)
+				case earlier == 0:
+					panic(http.ErrAbortHandler)
+				default:
+					w.WriteHeader(earlier)
+				}
+			})
+			s.Config.ErrorLog = nothing()
+			name := fmt.Sprint(earlier, then)
+			ctx := keyclient.WithRequestName(t.Context(), name)
+			switch earlier {
+			case -2:
+				_, err := pending.Begin(t.Context(), name, "begun")
+				require.NoError(t, err)
+			case -3:
+				ctx = keyclient.WithKey(ctx, "chosen")
+			}
 			if !then.settles {
 				kept = append(kept, name)
 			}
-			ctx := keyclient.WithRequestName(t.Context(), name)
-			switch earlier {
-			case "pending":
-				_, err := pending.Begin(t.Context(), name, name[:7])
-				require.NoError(t, err)
-			case "a key":
-				ctx = keyclient.WithKey(ctx, "chosen")
-			}
-			query := url.Values{"first": {earlier}, "then": {then.status}, "replayed": {strconv.FormatBool(then.replayed)}}
-			_, _, err := do(ctx, t, client, http.MethodPost, s.URL+"/"+url.PathEscape(name)+"?"+query.Encode(), "x")
+			client := newClient(t, quick(keyclient.TransportConfig{Pending: pending, ForgetAnswered: true, AttemptsMax: 2}))
+			_, _, err := do(ctx, t, client, http.MethodPost, s.URL, "x")
 			require.NoError(t, err)
 		}
 	}
 	require.ElementsMatch(t, kept, isPending(t, pending))
-}
-
-// Property: a replica that listed a request before another one stored its answer and forgot it,
-// sends it under the name and the key that it listed: it gets the stored answer, and there is one
-// effect. The request that became pending again by that is listed, under the same key, until it is
-// forgotten; a request under the name with the listed key while a new request has the name is not
-// sent.
-func TestListedBeforeAnotherReplicaForgot(t *testing.T) {
-	t.Parallel()
-	pool := newPool(t)
-	s := newService(t, pool)
-	pending := newPending(t, pool, keyclient.PendingConfig{})
-	key, err := pending.Begin(t.Context(), "charge order 4127", "key-1") // of a process that died
-	require.NoError(t, err)
-	client := newClient(t, quick(keyclient.TransportConfig{Pending: pending}))
-	var listed [2]keyclient.PendingRequest
-	for replica := range listed {
-		list, err := pending.List(t.Context(), "", 10)
-		require.NoError(t, err)
-		require.Len(t, list, 1)
-		listed[replica] = list[0]
-	}
-	ask := func(r keyclient.PendingRequest) answer {
-		ctx := keyclient.WithKey(keyclient.WithRequestName(t.Context(), r.Request), r.Key)
-		request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+s.address+"/charge", strings.NewReader("4127"))
-		require.NoError(t, err)
-		response, err := client.Do(request)
-		require.NoError(t, err)
-		require.NoError(t, response.Body.Close())
-		require.Equal(t, key, keyclient.SentKey(response, ""))
-		return answer{status: response.StatusCode, header: response.Header}
-	}
-	forget := func() {
-		require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-			return pending.ForgetTx(t.Context(), tx, "charge order 4127", key)
-		}))
-		require.Empty(t, isPending(t, pending))
-	}
-	require.False(t, ask(listed[0]).replayed())
-	forget()
-	require.True(t, ask(listed[1]).replayed())
-	require.Equal(t, 1, effects(t, pool))
-	again, err := pending.List(t.Context(), "", 10)
-	require.NoError(t, err)
-	require.Len(t, again, 1, "if this replica dies now, the next one is told")
-	require.Equal(t, key, again[0].Key)
-	forget()
-
-	_, err = pending.Begin(t.Context(), "charge order 4127", "key-2")
-	require.NoError(t, err)
-	_, _, err = do(keyclient.WithKey(keyclient.WithRequestName(t.Context(), "charge order 4127"), key), t, client, http.MethodPost, "http://"+s.address+"/charge", "4127")
-	require.ErrorIs(t, err, keyclient.ErrKey)
-	require.Equal(t, 1, effects(t, pool))
 }

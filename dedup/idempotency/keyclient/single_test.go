@@ -1,16 +1,21 @@
 package keyclient_test
 
 import (
-	"bytes"
+	"bufio"
 	"context"
+	"crypto/tls"
+	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
@@ -42,34 +47,12 @@ func inPhase(t *testing.T, pool *pgxpool.Pool, call func(ctx context.Context, ke
 func TestCallOfAPhaseIsSentOnce(t *testing.T) {
 	t.Parallel()
 	pool := newPool(t)
-	servers := map[string]func(*rawBank, net.Conn) error{
-		"HTTP/1 closes":          http1,
-		"HTTP/2 refuses":         http2(refused),
-		"HTTP/2 protocol error":  http2(protocolError),
-		"HTTP/2 graceful ending": http2GoAway,
-	}
-	bodies := map[string]struct {
-		body  func() io.Reader
-		again bool // by a plain client
-	}{
-		"nil":    {func() io.Reader { return nil }, true},
-		"NoBody": {func() io.Reader { return http.NoBody }, true},
-		"bytes":  {func() io.Reader { return bytes.NewReader([]byte("100")) }, true},
-		"pipe": {func() io.Reader {
-			reader, writer := io.Pipe()
-			go func() {
-				_, err := writer.Write([]byte("100"))
-				_ = writer.CloseWithError(err)
-			}()
-			return reader
-		}, false},
-	}
-	for server, serve := range servers {
-		for name, body := range bodies {
+	for _, overHTTP2 := range []bool{false, true} {
+		for _, body := range []string{"", "100"} {
 			for _, client := range []string{"plain", "Single", "Transport"} {
-				t.Run(server+", "+name+", "+client, func(t *testing.T) {
+				t.Run(fmt.Sprintf("HTTP2 %v, %q, %s", overHTTP2, body, client), func(t *testing.T) {
 					t.Parallel()
-					b, base := newRawBank(t, serve, strings.HasPrefix(server, "HTTP/2"))
+					b, base := newRawBank(t, overHTTP2)
 					var sender http.RoundTripper = base
 					switch client {
 					case "Single":
@@ -89,78 +72,47 @@ func TestCallOfAPhaseIsSentOnce(t *testing.T) {
 						return err
 					}
 					err := inPhase(t, pool, func(ctx context.Context, key string) error {
-						if strings.HasPrefix(server, "HTTP/1") { // the next one is over a connection that was used
-							assert.NoError(t, send(ctx, http.MethodGet, key, nil))
+						if !overHTTP2 { // the next one is over a connection that was used
+							assert.NoError(t, send(ctx, http.MethodGet, key, nil)) //nolint:testifylint // not in the goroutine of the test
 						}
-						return send(ctx, http.MethodPost, key, body.body())
+						if body == "" {
+							return send(ctx, http.MethodPost, key, nil)
+						}
+						return send(ctx, http.MethodPost, key, strings.NewReader(body))
 					})
-					acted, empty := b.acts()
-					if name == "nil" || name == "NoBody" {
-						require.Equal(t, acted, empty)
-					} else {
-						require.Zero(t, empty)
-					}
-					if client == "plain" && body.again {
+					if client == "plain" {
 						require.NoError(t, err)
-						require.Equal(t, 2, acted)
+						require.EqualValues(t, 2, b.acted.Load())
 						return
 					}
 					require.ErrorIs(t, err, idempotency.ErrIndeterminate)
-					require.Equal(t, 1, acted)
+					require.EqualValues(t, 1, b.acted.Load())
 				})
 			}
 		}
 	}
 }
 
-// Property: Single does not send a request again for a redirect that asks for that (307, 308), to
-// the same server or another one: the response is returned, without the address. A redirect to a
-// GET (303) is followed. Row H26 of guarantees.md.
+// Property: Single does not send a request again for a redirect that asks for that (307, 308): the
+// response is returned, without the address. A redirect to a GET (303) is followed. Row H26 of
+// guarantees.md.
 func TestRedirectsThatWouldSendAgain(t *testing.T) {
 	t.Parallel()
-	pool := newPool(t)
-	for status, follows := range map[int]bool{307: false, 308: false, 301: true, 302: true, 303: true} {
-		for _, client := range []string{"Single", "Transport"} {
-			t.Run(client+", "+http.StatusText(status), func(t *testing.T) {
-				t.Parallel()
-				s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
-					if r.URL.Path == "/pay" {
-						http.Redirect(w, r, "/elsewhere", status)
-					}
-				})
-				base := &http.Transport{}
-				defer base.CloseIdleConnections()
-				sender := keyclient.Single(base)
-				if client == "Transport" {
-					var err error
-					sender, err = keyclient.NewTransport(base, quick(keyclient.TransportConfig{}))
-					require.NoError(t, err)
-				}
-				for _, body := range []io.Reader{nil, strings.NewReader("x")} {
-					before := len(s.all())
-					err := inPhase(t, pool, func(ctx context.Context, key string) error {
-						r, err := http.NewRequestWithContext(ctx, http.MethodPost, s.URL+"/pay", body)
-						if err != nil {
-							return err
-						}
-						r.Header.Set("Idempotency-Key", key)
-						got, _, err := send(t, &http.Client{Transport: sender}, r)
-						if follows {
-							assert.Equal(t, http.StatusOK, got)
-						} else {
-							assert.Equal(t, status, got)
-						}
-						return err
-					})
-					require.NoError(t, err)
-					all := s.all()[before:]
-					require.Equal(t, "POST", all[0].method)
-					require.Len(t, all[1:], map[bool]int{true: 1}[follows])
-					for _, a := range all[1:] {
-						require.Equal(t, "GET", a.method)
-					}
-				}
-			})
+	for status, want := range map[int]int{307: 307, 308: 308, 302: 200, 303: 200} {
+		s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/pay" {
+				http.Redirect(w, r, "/elsewhere", status)
+			}
+		})
+		base := &http.Transport{}
+		t.Cleanup(base.CloseIdleConnections)
+		for _, body := range []string{"", "x"} {
+			got, _, err := do(t.Context(), t, &http.Client{Transport: keyclient.Single(base)}, http.MethodPost, s.URL+"/pay", body)
+			require.NoError(t, err)
+			require.Equal(t, want, got)
+		}
+		for _, a := range s.all() {
+			require.Equal(t, a.path == "/pay", a.method == http.MethodPost)
 		}
 	}
 }
@@ -169,48 +121,264 @@ func TestRedirectsThatWouldSendAgain(t *testing.T) {
 // wraps the error of base.
 func TestErrorsBeforeAConnection(t *testing.T) {
 	t.Parallel()
-	silent, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0") // accepts, and says nothing
+	ctx, leave := context.WithCancel(t.Context()) // when the silent server was asked
+	defer leave()
+	silent, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	defer func() { require.NoError(t, silent.Close()) }()
+	go func() {
+		if conn, err := silent.Accept(); err == nil {
+			_, _ = conn.Read(make([]byte, 1))
+			leave()
+		}
+	}()
 	const closed = "http://127.0.0.1:1" // reserved
 	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/moved" {
 			http.Redirect(w, r, closed, http.StatusSeeOther)
 			return
 		}
-		<-r.Context().Done()
+		panic(http.ErrAbortHandler)
 	})
 	fails := errors.New("fails")
+	transport := &http.Transport{}
+	defer transport.CloseIdleConnections()
 	for name, test := range map[string]struct {
 		address string
 		base    http.RoundTripper
 		notSent bool
 	}{
-		"refused":              {closed, nil, true},
-		"no TLS in time":       {"https://" + silent.Addr().String(), nil, true},
-		"no TLS":               {strings.Replace(s.URL, "http:", "https:", 1), nil, true},
-		"no answer":            {s.URL, nil, false},
-		"redirect that fails":  {s.URL + "/moved", nil, false},
+		"refused":              {closed, transport, true},
+		"no TLS":               {strings.Replace(s.URL, "http:", "https:", 1), transport, true},
+		"no answer":            {s.URL, transport, false},
+		"redirect that fails":  {s.URL + "/moved", transport, false},
 		"base without a trace": {s.URL, roundTripper(func(*http.Request) (*http.Response, error) { return nil, fails }), false},
+		"no TLS in time":       {"https://" + silent.Addr().String(), transport, true},
 	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			base := test.base
-			if base == nil {
-				transport := &http.Transport{}
-				defer transport.CloseIdleConnections()
-				base = transport
+		with := t.Context()
+		if name == "no TLS in time" {
+			with = ctx
+		}
+		_, _, err := do(with, t, &http.Client{Transport: keyclient.Single(test.base)}, http.MethodPost, test.address, "x")
+		var failed *url.Error
+		require.ErrorAs(t, err, &failed)
+		var marked interface{ NotSent() bool }
+		require.Equal(t, test.notSent, errors.As(err, &marked) && marked.NotSent(), "%s: %v", name, err)
+		require.Equal(t, name == "base without a trace", errors.Is(err, fails))
+	}
+}
+
+// rawBank acts on each whole POST that arrives, whatever its key, and does not answer the first
+// one: it closes the connection, or resets the stream. It has no server of net/http below it, which
+// answers in better order.
+type rawBank struct {
+	url   string
+	acted atomic.Int64
+}
+
+// newRawBank listens on loopback until the test ends, and returns a base that sends to it. HTTP/2
+// has TLS.
+func newRawBank(t *testing.T, overHTTP2 bool) (*rawBank, *http.Transport) {
+	t.Helper()
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	b, base, serve := &rawBank{url: "http://" + listener.Addr().String()}, &http.Transport{}, (*rawBank).http1
+	if overHTTP2 {
+		lender := httptest.NewTLSServer(nil) // of its certificate
+		defer lender.Close()
+		base = lender.Client().Transport.(*http.Transport).Clone()
+		base.ForceAttemptHTTP2 = true
+		b.url, serve = "https://"+listener.Addr().String(), (*rawBank).http2
+		listener = tls.NewListener(listener, &tls.Config{Certificates: lender.TLS.Certificates, NextProtos: []string{"h2"}, MinVersion: tls.VersionTLS13})
+	}
+	var group sync.WaitGroup
+	group.Go(func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
 			}
-			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second) // within which a request that can be sent is
-			defer cancel()
-			_, _, err := do(ctx, t, &http.Client{Transport: keyclient.Single(base)}, http.MethodPost, test.address, "x")
-			var failed *url.Error
-			require.ErrorAs(t, err, &failed)
+			group.Go(func() {
+				_ = serve(b, conn) // it ends where the client goes
+				_ = conn.Close()
+			})
+		}
+	})
+	t.Cleanup(func() {
+		base.CloseIdleConnections()
+		assert.NoError(t, listener.Close())
+		group.Wait()
+	})
+	return b, base
+}
+
+// http1 closes the connection at the first POST, which must not be its first request, since a
+// client knows what that means.
+func (b *rawBank) http1(conn net.Conn) error {
+	reader := bufio.NewReader(conn)
+	for {
+		r, err := http.ReadRequest(reader)
+		if err != nil {
+			return err
+		}
+		if _, err = io.Copy(io.Discard, r.Body); err != nil || (r.Method == http.MethodPost && b.acted.Add(1) == 1) {
+			return err
+		}
+		if _, err := io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"); err != nil {
+			return err
+		}
+	}
+}
+
+// Frames of HTTP/2 (RFC 9113, 6), and what is in them.
+const (
+	dataFrame, headersFrame, resetFrame, settingsFrame = 0, 1, 3, 4
+
+	endStream, ack, endHeaders      = 1, 1, 4
+	refused                         = 7
+	preface                         = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+	status200                  byte = 0x88 // in HPACK's static table
+)
+
+func frame(conn net.Conn, kind, flags byte, stream uint32, payload ...byte) error {
+	head := binary.BigEndian.AppendUint32(nil, uint32(len(payload))<<8|uint32(kind))
+	head = binary.BigEndian.AppendUint32(append(head, flags), stream)
+	_, err := conn.Write(append(head, payload...))
+	return err
+}
+
+// http2 resets the stream of the first request, as one that it did not look at.
+func (b *rawBank) http2(conn net.Conn) error {
+	reader := bufio.NewReader(conn)
+	if _, err := reader.Discard(len(preface)); err != nil {
+		return err
+	}
+	if err := frame(conn, settingsFrame, 0, 0); err != nil {
+		return err
+	}
+	for {
+		var head [9]byte
+		if _, err := io.ReadFull(reader, head[:]); err != nil {
+			return err
+		}
+		if _, err := reader.Discard(int(binary.BigEndian.Uint32(head[:4]) >> 8)); err != nil {
+			return err
+		}
+		kind, flags, stream := head[3], head[4], binary.BigEndian.Uint32(head[5:])
+		var err error
+		switch whole := (kind == dataFrame || kind == headersFrame) && flags&endStream != 0; {
+		case kind == settingsFrame && flags&ack == 0:
+			err = frame(conn, settingsFrame, ack, 0)
+		case whole && b.acted.Add(1) == 1:
+			err = frame(conn, resetFrame, 0, stream, 0, 0, 0, refused)
+		case whole:
+			err = frame(conn, headersFrame, endHeaders|endStream, stream, status200)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// unknown are quick settings for servers of which nothing is known.
+func unknown(cfg keyclient.TransportConfig) keyclient.TransportConfig {
+	cfg.Honours = []string{}
+	return quick(cfg)
+}
+
+// Property: a server that ignores keys acts once, whatever it answers, even if it closes a reused
+// connection: with the default settings only a request that was certainly not executed is retried.
+// The error says so, and has the key.
+func TestServerThatIgnoresKeysActsOnce(t *testing.T) {
+	t.Parallel()
+	for status, attempts := range map[int]int{
+		408: 1, 500: 1, 502: 1, 503: 1, 504: 1, // may be after it acted
+		409: 3, 425: 3, 429: 3, // say that it did not
+	} {
+		s := newRemote(t, func(_ int, w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Retry-After", "0")
+			w.WriteHeader(status)
+		})
+		got, _, err := do(t.Context(), t, newClient(t, unknown(keyclient.TransportConfig{AttemptsMax: 3})), http.MethodPost, s.URL, "x")
+		require.NoError(t, err)
+		require.Equal(t, status, got)
+		require.Len(t, s.all(), attempts)
+	}
+	for _, body := range []string{"x", ""} {
+		b, base := newRawBank(t, false)
+		transport, err := keyclient.NewTransport(base, unknown(keyclient.TransportConfig{}))
+		require.NoError(t, err)
+		client := &http.Client{Transport: transport}
+		_, _, err = do(t.Context(), t, client, http.MethodGet, b.url, "")
+		require.NoError(t, err)
+		_, _, err = do(t.Context(), t, client, http.MethodPost, b.url, body)
+		var unanswered *keyclient.UnansweredError
+		require.ErrorAs(t, err, &unanswered)
+		require.NotEmpty(t, unanswered.Key)
+		require.False(t, unanswered.Honoured)
+		require.ErrorContains(t, err, "TransportConfig.Honours")
+		require.EqualValues(t, 1, b.acted.Load())
+	}
+}
+
+// Property: an error says that nothing was sent only if no attempt was, as its text does; also if
+// base marks what was not sent, at a trusted server. What was not sent is tried again at any server.
+func TestErrorOfAttemptsThatWereNotSent(t *testing.T) {
+	t.Parallel()
+	s := newRemote(t, failing(http.StatusTooManyRequests, 100))
+	for _, honours := range [][]string{{}, {"*"}} {
+		for sent, text := range map[int]string{0: "nothing was sent", 1: "the server may have acted"} {
+			dials := 0
+			var base http.RoundTripper = &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+				if dials++; dials > sent {
+					address = "127.0.0.1:1"
+				}
+				return (&net.Dialer{}).DialContext(ctx, network, address)
+			}}
+			if len(honours) > 0 {
+				base = keyclient.Single(base)
+			}
+			transport, err := keyclient.NewTransport(base, quick(keyclient.TransportConfig{AttemptsMax: 3, Honours: honours}))
+			require.NoError(t, err)
+			_, _, err = do(t.Context(), t, &http.Client{Transport: transport}, http.MethodPost, s.URL, "x")
+			var unanswered *keyclient.UnansweredError
+			require.ErrorAs(t, err, &unanswered)
+			require.Equal(t, 3, unanswered.Attempts)
+			require.ErrorContains(t, err, text)
 			var marked interface{ NotSent() bool }
-			require.Equal(t, test.notSent, errors.As(err, &marked) && marked.NotSent(), "%v", err)
-			if test.base != nil {
-				require.ErrorIs(t, err, fails)
+			require.Equal(t, sent == 0, errors.As(err, &marked))
+		}
+	}
+}
+
+// Property: a server gets retries if it is declared, by host and port, or with all others; or from
+// the answer on by which it shows that it honours keys: one that is replayed, or that has the key.
+func TestDeclaredAndShownServers(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		declared, header, value string // PORT is the server's
+		again                   bool
+	}{
+		"host and port": {"127.0.0.1:PORT", "X-Other", "", true},
+		"another port":  {"127.0.0.1:1", "X-Other", "", false},
+		"echo":          {"bank.example", "Idempotency-Key", "k", true},
+		"another key":   {"bank.example", "Idempotency-Key", "x", false},
+		"replay":        {"bank.example", "Idempotent-Replayed", "true", true},
+	} {
+		s := newRemote(t, func(n int, w http.ResponseWriter, _ *http.Request) {
+			if n == 0 {
+				w.Header().Set(test.header, test.value)
+			} else if n < 3 {
+				w.WriteHeader(http.StatusGatewayTimeout)
 			}
 		})
+		_, port, err := net.SplitHostPort(s.Listener.Addr().String())
+		require.NoError(t, err)
+		client := newClient(t, quick(keyclient.TransportConfig{Honours: []string{strings.ReplaceAll(test.declared, "PORT", port)}}))
+		for n, want := range []bool{true, test.again} {
+			status, _, err := do(keyclient.WithKey(t.Context(), "k"), t, client, http.MethodPost, s.URL, "x")
+			require.NoError(t, err)
+			require.Equal(t, want, status == http.StatusOK, "%s %d", name, n)
+		}
 	}
 }

@@ -20,6 +20,8 @@ import (
 
 	"github.com/effectonce/effectonce/dedup/idempotency"
 	"github.com/effectonce/effectonce/dedup/idempotency/keyclient"
+	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // quick are settings with pauses that no test notices, for servers that keep keys.
@@ -102,40 +104,6 @@ func send(t *testing.T, client *http.Client, request *http.Request) (int, string
 	return response.StatusCode, string(read), errors.Join(err, response.Body.Close())
 }
 
-// Property: each logical request gets a UUIDv7 of its own, and all its attempts carry it and the
-// whole body; requests that change nothing, and methods that were not asked for, get none; the
-// caller's header stays as it was.
-func TestOneKeyForAllAttempts(t *testing.T) {
-	t.Parallel()
-	s := newRemote(t, failing(http.StatusServiceUnavailable, 2))
-	client := newClient(t, quick(keyclient.TransportConfig{}))
-	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL+"/charges", strings.NewReader("4127"))
-	require.NoError(t, err)
-	status, body, err := send(t, client, request)
-	require.NoError(t, err)
-	require.Equal(t, http.StatusOK, status)
-	require.Equal(t, "answer", body)
-	require.Empty(t, request.Header)
-
-	for _, method := range []string{http.MethodPatch, http.MethodPut, http.MethodDelete, http.MethodGet} {
-		_, _, err := do(t.Context(), t, client, method, s.URL, "")
-		require.NoError(t, err)
-	}
-	all := s.all()
-	require.Len(t, all, 7)
-	first, err := uuid.Parse(all[0].key)
-	require.NoError(t, err)
-	require.EqualValues(t, 7, first.Version())
-	for _, a := range all[:3] {
-		assert.Equal(t, asked{http.MethodPost, "/charges", first.String(), "4127", all[0].connection}, a, "the connection of a failure is used again")
-	}
-	assert.NotEmpty(t, all[3].key, "PATCH")
-	assert.NotEqual(t, all[0].key, all[3].key)
-	for _, a := range all[4:] {
-		assert.Empty(t, a.key, a.method)
-	}
-}
-
 // Property: a key that the caller chose is the one that is sent: from the header, else from the
 // context, else derived for a step of the work under another key, and that one is the same at each
 // attempt of the work. Row H5 of guarantees.md.
@@ -161,37 +129,6 @@ func TestKeyOfTheCallerIsKept(t *testing.T) {
 	}
 	child := parent.ChildID("charge").String()
 	require.Equal(t, []string{"of-header", "of-header", "of-context", child, child}, keys)
-}
-
-// Property: a key that cannot be used, and one that the context gave to another request, are
-// refused before anything is sent, and the body is closed. Row H9 of guarantees.md.
-func TestUnusableKeysAreNotSent(t *testing.T) {
-	t.Parallel()
-	s := newRemote(t, failing(0, 0))
-	client := newClient(t, quick(keyclient.TransportConfig{}))
-	for name, values := range map[string][]string{
-		"two": {"a", "b"}, "empty": {""}, "long": {strings.Repeat("a", 256)}, "space": {"a b"}, "not ASCII": {"ä"},
-	} {
-		body := &closing{Reader: strings.NewReader("x")}
-		request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, body)
-		require.NoError(t, err)
-		request.Header["Idempotency-Key"] = values
-		_, _, err = send(t, client, request)
-		require.ErrorIs(t, err, keyclient.ErrKey, name)
-		require.True(t, body.closed.Load(), name)
-	}
-	_, _, err := do(keyclient.WithRequestName(t.Context(), "charge"), t, client, http.MethodPost, s.URL, "")
-	require.ErrorIs(t, err, keyclient.ErrKey, "a name without Pending would not survive")
-	require.Empty(t, s.all())
-
-	ctx := keyclient.WithKey(t.Context(), "one")
-	for range 2 {
-		_, _, err = do(ctx, t, client, http.MethodPost, s.URL+"/a", "")
-		require.NoError(t, err)
-	}
-	_, _, err = do(ctx, t, client, http.MethodPost, s.URL+"/b", "")
-	require.ErrorIs(t, err, keyclient.ErrKey)
-	require.Len(t, s.all(), 2)
 }
 
 // Property: the Transport retries what its table says, and no more often than AttemptsMax; the last
@@ -225,6 +162,8 @@ func TestWhatIsTriedAgain(t *testing.T) {
 		{"501", "POST", 501, nil, 1},
 		{"201", "POST", 201, nil, 1},
 		{"asks for too long", "POST", 503, http.Header{"Retry-After": {"3600"}}, 1},
+		{"asks for ever", "POST", 503, http.Header{"Retry-After": {"4294967295"}}, 1},
+		{"asks for ever, by a date", "POST", 503, http.Header{"Retry-After": {"Fri, 31 Dec 9999 23:59:59 GMT"}}, 1},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
@@ -282,7 +221,7 @@ func TestBodiesThatCannotBeRepeated(t *testing.T) {
 			request.ContentLength = test.declared
 			_, _, err = send(t, client, request)
 			require.NoError(t, err)
-			require.Eventually(t, body.closed.Load, 2*time.Minute, time.Millisecond) // perhaps by another goroutine, behind the response
+			testwait.True(t, "the body is closed", body.closed.Load) // perhaps by another goroutine, behind the response
 			require.Len(t, s.all(), test.attempts)
 			for _, a := range s.all() {
 				require.Equal(t, sent, a.body)
@@ -315,86 +254,13 @@ func TestBodiesThatBreak(t *testing.T) {
 		done <- err
 	}()
 	cancel()
-	require.Error(t, <-done)
+	require.Error(t, testwait.Chan(t, "the request ends", done))
 	require.Empty(t, s.all())
 }
 
 type errorReader struct{ err error }
 
 func (e errorReader) Read([]byte) (int, error) { return 0, e.err }
-
-// Property: an attempt that hangs is cancelled and repeated; when attempts are used up, or the
-// caller cancels, the error has the key for a retry, and its text does not.
-func TestUnansweredRequestCanBeAskedAgain(t *testing.T) {
-	t.Parallel()
-	var answers atomic.Bool
-	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
-		if !answers.Load() {
-			<-r.Context().Done()
-			return
-		}
-		_, _ = io.WriteString(w, "answer")
-	})
-	client := newClient(t, quick(keyclient.TransportConfig{AttemptMax: 50 * time.Millisecond, AttemptsMax: 2}))
-	_, _, err := do(t.Context(), t, client, http.MethodPost, s.URL, "x")
-	var unanswered *keyclient.UnansweredError
-	require.ErrorAs(t, err, &unanswered)
-	require.Equal(t, 2, unanswered.Attempts)
-	require.True(t, unanswered.Timeout())
-	require.NotContains(t, err.Error(), unanswered.Key)
-
-	answers.Store(true)
-	patient := newClient(t, quick(keyclient.TransportConfig{}))
-	_, body, err := do(keyclient.WithKey(t.Context(), unanswered.Key), t, patient, http.MethodPost, s.URL, "x")
-	require.NoError(t, err)
-	require.Equal(t, "answer", body)
-	for _, a := range s.all() {
-		require.Equal(t, unanswered.Key, a.key)
-	}
-}
-
-// Property: the key is kept in a redirect that asks for the same request elsewhere, and not in one
-// that asks for a GET.
-func TestKeyFollowsRedirects(t *testing.T) {
-	t.Parallel()
-	s := newRemote(t, func(_ int, w http.ResponseWriter, r *http.Request) {
-		switch r.URL.Path {
-		case "/moved":
-			http.Redirect(w, r, "/here", http.StatusTemporaryRedirect)
-		case "/here":
-			http.Redirect(w, r, "/result", http.StatusSeeOther)
-		}
-	})
-	client := newClient(t, quick(keyclient.TransportConfig{}))
-	for _, ctx := range []context.Context{t.Context(), keyclient.WithKey(t.Context(), "chosen")} {
-		before := len(s.all())
-		_, _, err := do(ctx, t, client, http.MethodPost, s.URL+"/moved", "x")
-		require.NoError(t, err)
-		all := s.all()[before:]
-		require.Len(t, all, 3)
-		require.NotEmpty(t, all[0].key)
-		require.Equal(t, asked{"POST", "/here", all[0].key, "x", all[0].connection}, all[1])
-		require.Equal(t, asked{"GET", "/result", "", "", all[0].connection}, all[2])
-	}
-}
-
-// resetting resets the first connections before anything was read from them.
-type resetting struct {
-	net.Listener
-	left atomic.Int32
-}
-
-func (l *resetting) Accept() (net.Conn, error) {
-	for {
-		conn, err := l.Listener.Accept()
-		if err != nil || l.left.Add(-1) < 0 {
-			return conn, err
-		}
-		if err := reset(conn); err != nil {
-			return nil, err
-		}
-	}
-}
 
 func reset(conn net.Conn) error {
 	return errors.Join(conn.(*net.TCPConn).SetLinger(0), conn.Close())
@@ -441,9 +307,70 @@ func TestLogsHaveNoKeys(t *testing.T) {
 	t.Parallel()
 	s := newRemote(t, failing(http.StatusServiceUnavailable, 1))
 	var log bytes.Buffer
-	client := newClient(t, quick(keyclient.TransportConfig{Logger: textLogger(&log)}))
+	retried := 0
+	client := newClient(t, quick(keyclient.TransportConfig{Logger: textLogger(&log), Retrying: func(_ *http.Request, r keyclient.Retry) { retried = r.Status }}))
 	_, _, err := do(keyclient.WithKey(t.Context(), "canary-key"), t, client, http.MethodPost, s.URL+"/canary-path?canary-query", "canary-body")
 	require.NoError(t, err)
+	require.Equal(t, http.StatusServiceUnavailable, retried)
 	require.Contains(t, log.String(), "status=503")
 	require.NotContains(t, log.String(), "canary")
 }
+
+// Property: each logical request gets a UUIDv7 of its own, and all its attempts carry it and the
+// whole body; requests that change nothing, and methods that were not asked for, get none; the
+// caller's header stays as it was.
+func TestOneKeyForAllAttempts(t *testing.T) {
+	t.Parallel()
+	s := newRemote(t, failing(http.StatusServiceUnavailable, 2))
+	client := newClient(t, quick(keyclient.TransportConfig{}))
+	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL+"/charges", strings.NewReader("4127"))
+	require.NoError(t, err)
+	_, body, err := send(t, client, request)
+	require.NoError(t, err)
+	require.Equal(t, "answer", body)
+	require.Empty(t, request.Header)
+	for _, method := range []string{http.MethodPatch, http.MethodPut, http.MethodGet} {
+		_, _, err := do(t.Context(), t, client, method, s.URL, "")
+		require.NoError(t, err)
+	}
+	all := s.all()
+	first, err := uuid.Parse(all[0].key)
+	require.NoError(t, err)
+	require.EqualValues(t, 7, first.Version())
+	for _, a := range all[:3] {
+		assert.Equal(t, asked{http.MethodPost, "/charges", first.String(), "4127", all[0].connection}, a, "the connection of a failure is used again")
+	}
+	assert.NotEmpty(t, all[3].key, "PATCH")
+	assert.NotEqual(t, all[0].key, all[3].key)
+	assert.Empty(t, all[4].key+all[5].key)
+	assert.Len(t, all, 6)
+}
+
+// Property: a key that cannot be used, and one that the context gave to another request, are
+// refused before anything is sent, and the body is closed. Row H9 of guarantees.md.
+func TestUnusableKeysAreNotSent(t *testing.T) {
+	t.Parallel()
+	s := newRemote(t, failing(0, 0))
+	client := newClient(t, quick(keyclient.TransportConfig{}))
+	for _, values := range [][]string{{"a", "b"}, {""}, {strings.Repeat("a", 256)}, {"a b"}, {"ä"}} {
+		body := &closing{Reader: strings.NewReader("x")}
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL, body)
+		require.NoError(t, err)
+		request.Header["Idempotency-Key"] = values
+		_, _, err = send(t, client, request)
+		require.ErrorIs(t, err, keyclient.ErrKey, values)
+		require.True(t, body.closed.Load(), values)
+	}
+	one := keyclient.WithKey(t.Context(), "one")
+	for i, c := range []struct {
+		ctx  context.Context
+		path string
+		err  error
+	}{{keyclient.WithRequestName(t.Context(), "charge"), "/a", keyclient.ErrKey}, {one, "/a", nil}, {one, "/a", nil}, {one, "/b", keyclient.ErrKey}} { // a name without Pending would not survive
+		_, _, err := do(c.ctx, t, client, http.MethodPost, s.URL+c.path, "")
+		require.ErrorIs(t, err, c.err, i)
+	}
+	require.Len(t, s.all(), 2)
+}
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"maps"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -142,139 +143,6 @@ func TestPublishedVectors(t *testing.T) {
 	}
 }
 
-// Property: of a signed delivery nothing may be changed: each byte of each signed header in each of
-// 256 ways, of the body, the secret; headers missing, empty, twice, huge.
-func TestForgeriesAreRefused(t *testing.T) {
-	t.Parallel()
-	for name, s := range senders() {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			body := bodyOf("evt_1")
-			good := s.sign(t, secret, "evt_1", time.Unix(1_700_000_000, 0), body)
-			scheme := s.scheme(secret)
-			event, err := scheme.Verify(good, body)
-			require.NoError(t, err)
-			require.Equal(t, "evt_1", event.ID)
-			require.Equal(t, "invoice.paid", event.Type)
-			refused := func(what string, header http.Header, body []byte) {
-				t.Helper()
-				_, err := scheme.Verify(header, body)
-				if !errors.Is(err, webhook.ErrSignature) && !errors.Is(err, webhook.ErrMalformed) {
-					t.Fatalf("%s is accepted: %v (error %v)", what, header, err)
-				}
-				require.NotContains(t, err.Error(), secret)
-			}
-			for field := range good {
-				if !s.timed && field != s.signature {
-					continue // GitHub signs its body alone
-				}
-				for i := range len(good.Get(field)) {
-					for b := range 256 {
-						changed := []byte(good.Get(field))
-						if changed[i] == byte(b) {
-							continue
-						}
-						changed[i] = byte(b)
-						header := good.Clone()
-						header.Set(field, string(changed))
-						refused(fmt.Sprintf("byte %d of %s as %q", i, field, byte(b)), header, body)
-					}
-				}
-			}
-			for i := range body {
-				changed := bytes.Clone(body)
-				changed[i] ^= 1
-				refused(fmt.Sprintf("byte %d of the body", i), good, changed)
-			}
-			refused("a shorter body", good, body[:len(body)-1])
-			refused("a longer body", good, append(bytes.Clone(body), ' '))
-			for field := range good {
-				without, twice, empty, huge := good.Clone(), good.Clone(), good.Clone(), good.Clone()
-				without.Del(field)
-				twice.Add(field, good.Get(field))
-				empty.Set(field, "")
-				huge.Set(field, strings.Repeat("v1,a ", 1_000_000))
-				refused("no "+field, without, body)
-				refused("two of "+field, twice, body)
-				refused("an empty "+field, empty, body)
-				refused("a huge "+field, huge, body)
-			}
-			refused("another secret", s.sign(t, otherSecret, "evt_1", time.Unix(1_700_000_000, 0), body), append(body, '\n'))
-			_, err = s.scheme(otherSecret).Verify(good, body)
-			require.ErrorIs(t, err, webhook.ErrSignature)
-		})
-	}
-}
-
-// Property: signatures have one form: hex in capitals, base64 without padding or with other last
-// bits, space, another version's name and borders moved into ID or time are refused.
-func TestSignaturesHaveOneForm(t *testing.T) {
-	t.Parallel()
-	all, body := senders(), bodyOf("evt_1")
-	at := time.Unix(1_700_000_000, 0)
-	for name, change := range map[string]func(string) string{
-		"github":            func(s string) string { return "sha256=" + strings.ToUpper(strings.TrimPrefix(s, "sha256=")) },
-		"stripe":            func(s string) string { return strings.Replace(s, "v1=", "v0=", 1) },
-		"stripe ":           func(s string) string { return "t=1," + s },
-		"standard":          func(s string) string { return strings.TrimRight(s, "=") },
-		"standard, ed25519": func(s string) string { return strings.Replace(s, "v1a,", "v1,", 1) },
-	} {
-		name = strings.TrimSpace(name)
-		for _, change := range []func(string) string{
-			change, func(s string) string { return s[:len(s)-1] },
-			func(s string) string { return s + "=" }, func(s string) string { return s + "\n" }, strings.ToLower, strings.ToUpper,
-		} {
-			good := all[name].sign(t, secret, "evt_1", at, body)
-			changed := change(good.Get(all[name].signature))
-			if changed == good.Get(all[name].signature) {
-				continue
-			}
-			good.Set(all[name].signature, changed)
-			_, err := all[name].scheme(secret).Verify(good, body)
-			require.Error(t, err, "%s: %q", name, changed)
-		}
-	}
-	// A delivery whose body begins like a time, read with the border one full stop further.
-	header := all["standard"].sign(t, secret, "evt_1", time.Unix(1, 0), []byte("1700000000.{}"))
-	header.Set("Webhook-Id", "evt_1.1")
-	header.Set("Webhook-Timestamp", "1700000000")
-	_, err := webhook.StandardWebhooks(secret).Verify(header, []byte("{}"))
-	require.ErrorIs(t, err, webhook.ErrMalformed)
-}
-
-// Property: while secrets are rotated, on either side, deliveries that are signed with one of them,
-// or with several, are accepted; afterwards the old one is refused.
-func TestSecretsAreRotated(t *testing.T) {
-	t.Parallel()
-	body, at := bodyOf("evt_1"), time.Unix(1_700_000_000, 0)
-	for name, s := range senders() {
-		if name == "standard, ed25519" {
-			continue // below
-		}
-		for _, with := range []string{secret, otherSecret} {
-			_, err := s.scheme(otherSecret, secret).Verify(s.sign(t, with, "evt_1", at, body), body)
-			require.NoError(t, err, name)
-		}
-		both, next := s.sign(t, secret, "evt_1", at, body), s.sign(t, otherSecret, "evt_1", at, body).Get(s.signature)
-		switch name {
-		case "standard":
-			both.Set(s.signature, "v1,AAAA v2,b "+both.Get(s.signature)+" "+next)
-		case "stripe":
-			_, mac, _ := strings.Cut(next, ",")
-			both.Set(s.signature, both.Get(s.signature)+","+mac+",v2=a")
-		}
-		_, err := s.scheme(secret).Verify(both, body)
-		require.NoError(t, err, name)
-	}
-	asymmetric := senders()["standard, ed25519"].sign(t, "", "evt_1", at, body)
-	for _, scheme := range []webhook.Scheme{webhook.StandardWebhooks(secret, public()), webhook.StandardWebhooks(public(), otherSecret)} {
-		_, err := scheme.Verify(asymmetric, body)
-		require.NoError(t, err)
-	}
-	_, err := webhook.StandardWebhooks(secret).Verify(asymmetric, body)
-	require.ErrorIs(t, err, webhook.ErrSignature)
-}
-
 // Property: whatever prints a configuration prints no secret. Row H12 of guarantees.md.
 func TestSecretsAreNotShown(t *testing.T) {
 	t.Parallel()
@@ -348,4 +216,176 @@ func TestWrongSettingsAreRefused(t *testing.T) {
 		_, err := webhook.New(pgtest.NoPool(t), cfg, nil)
 		require.ErrorContains(t, err, want)
 	}
+}
+
+// Property: of a signed delivery nothing may be changed: each byte of each signed header, of the
+// body, the secret; headers missing, empty, twice, huge.
+func TestForgeriesAreRefused(t *testing.T) {
+	t.Parallel()
+	for name, s := range senders() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			body, at := bodyOf("evt_1"), time.Unix(1_700_000_000, 0)
+			good, scheme := s.sign(t, secret, "evt_1", at, body), s.scheme(secret)
+			event, err := scheme.Verify(good, body)
+			require.NoError(t, err)
+			require.Equal(t, []string{"evt_1", "invoice.paid"}, []string{event.ID, event.Type})
+			refused := func(what string, header http.Header, body []byte) {
+				t.Helper()
+				_, err := scheme.Verify(header, body)
+				if !errors.Is(err, webhook.ErrSignature) && !errors.Is(err, webhook.ErrMalformed) {
+					t.Fatalf("%s is accepted: %v (error %v)", what, header, err)
+				}
+				require.NotContains(t, err.Error(), secret)
+			}
+			for field := range good {
+				value := good.Get(field)
+				for what, values := range map[string][]string{"no": nil, "two of": {value, value}, "an empty": {""}, "a huge": {strings.Repeat("v1,a ", 1_000_000)}} {
+					header := good.Clone()
+					header[field] = values
+					refused(what+" "+field, header, body)
+				}
+				if !s.timed && field != s.signature {
+					continue // GitHub signs its body alone
+				}
+				for n := range 256 * len(value) {
+					changed, header := []byte(value), good.Clone()
+					if changed[n/256] = byte(n); string(changed) != value {
+						header.Set(field, string(changed))
+						refused(fmt.Sprintf("byte %d of %s as %q", n/256, field, byte(n)), header, body)
+					}
+				}
+			}
+			for i := range body {
+				changed := bytes.Clone(body)
+				changed[i] ^= 1
+				refused(fmt.Sprintf("byte %d of the body", i), good, changed)
+			}
+			refused("a shorter body", good, body[:len(body)-1])
+			refused("a longer body", good, append(bytes.Clone(body), ' '))
+			_, err = s.scheme(otherSecret).Verify(good, body)
+			require.ErrorIs(t, err, webhook.ErrSignature)
+		})
+	}
+	// A delivery whose body begins like a time, read with the border one full stop further.
+	header := senders()["standard"].sign(t, secret, "evt_1", time.Unix(1, 0), []byte("1700000000.{}"))
+	header.Set("Webhook-Id", "evt_1.1")
+	header.Set("Webhook-Timestamp", "1700000000")
+	_, err := webhook.StandardWebhooks(secret).Verify(header, []byte("{}"))
+	require.ErrorIs(t, err, webhook.ErrMalformed)
+}
+
+// Property: while secrets are rotated, on either side, deliveries that are signed with one of them,
+// or with several, are accepted.
+func TestSecretsAreRotated(t *testing.T) {
+	t.Parallel()
+	body, at := bodyOf("evt_1"), time.Unix(1_700_000_000, 0)
+	accepted := func(scheme webhook.Scheme, header http.Header) {
+		t.Helper()
+		_, err := scheme.Verify(header, body)
+		require.NoError(t, err)
+	}
+	for _, name := range []string{"standard", "stripe", "github"} {
+		s := senders()[name]
+		for _, with := range []string{secret, otherSecret} {
+			accepted(s.scheme(otherSecret, secret), s.sign(t, with, "evt_1", at, body))
+		}
+		both, next := s.sign(t, secret, "evt_1", at, body), s.sign(t, otherSecret, "evt_1", at, body).Get(s.signature)
+		switch name {
+		case "standard":
+			both.Set(s.signature, "v1,AAAA v2,b "+both.Get(s.signature)+" "+next)
+		case "stripe":
+			_, mac, _ := strings.Cut(next, ",")
+			both.Set(s.signature, both.Get(s.signature)+","+mac+",v2=a")
+		}
+		accepted(s.scheme(secret), both)
+	}
+	asymmetric := senders()["standard, ed25519"].sign(t, "", "evt_1", at, body)
+	accepted(webhook.StandardWebhooks(secret, public()), asymmetric)
+	accepted(webhook.StandardWebhooks(public(), otherSecret), asymmetric)
+}
+
+// Property: whatever the headers and the body contain, a delivery is accepted only if they contain,
+// unchanged, the signature that other code computes for it, and then with a time and an ID that can
+// be stored.
+func FuzzStandardWebhooks(f *testing.F) {
+	s := senders()["standard"]
+	good := s.sign(f, secret, "evt_1", time.Unix(1_700_000_000, 0), bodyOf("evt_1"))
+	f.Add("evt_1", "1700000000", good.Get(s.signature), bodyOf("evt_1"))
+	f.Add("evt_1", "1700000000", "v1, v1a, v1,x "+good.Get(s.signature), bodyOf("evt_1"))
+	f.Add("evt_1.1", "+1700000000", "v1a,"+strings.Repeat("A", 86)+"==", []byte(nil))
+	scheme := webhook.StandardWebhooks(secret, public())
+	key, err := base64.StdEncoding.DecodeString(secret[6:])
+	require.NoError(f, err)
+	f.Fuzz(func(t *testing.T, id, stamp, signature string, body []byte) {
+		event, err := scheme.Verify(http.Header{"Webhook-Id": {id}, "Webhook-Timestamp": {stamp}, "Webhook-Signature": {signature}}, body)
+		if err != nil {
+			return
+		}
+		mac := unhex(t, hexMAC(string(key), id+"."+stamp+"."+string(body)))
+		require.Contains(t, strings.Split(signature, " "), "v1,"+base64.StdEncoding.EncodeToString(mac))
+		requireTime(t, stamp, event.Timestamp)
+		require.Equal(t, id, event.ID)
+	})
+}
+
+// Property: as above.
+func FuzzStripe(f *testing.F) {
+	s := senders()["stripe"]
+	good := s.sign(f, "secret", "", time.Unix(1_700_000_000, 0), bodyOf("evt_1")).Get(s.signature)
+	f.Add(good, bodyOf("evt_1"))
+	f.Add("v0=a,v1=,"+good+",t", bodyOf("evt_1"))
+	f.Add(s.sign(f, "secret", "", time.Unix(0, 0), []byte(`{"id":1}`)).Get(s.signature), []byte(`{"id":1}`))
+	f.Add("t=1,t=2,v1=", []byte("{}"))
+	scheme := webhook.Stripe("secret")
+	f.Fuzz(func(t *testing.T, signature string, body []byte) {
+		event, err := scheme.Verify(http.Header{"Stripe-Signature": {signature}}, body)
+		if err != nil {
+			return
+		}
+		items := strings.Split(signature, ",")
+		stamp := strconv.FormatInt(event.Timestamp.Unix(), 10)
+		i := slices.IndexFunc(items, func(item string) bool { return strings.HasPrefix(item, "t=") && len(item) > 2 })
+		requireTime(t, items[i][2:], event.Timestamp)
+		require.Contains(t, items, "v1="+hexMAC("secret", items[i][2:]+"."+string(body)), stamp)
+		require.NotEmpty(t, event.ID)
+	})
+}
+
+// Property: as above.
+func FuzzGitHub(f *testing.F) {
+	s := senders()["github"]
+	good := s.sign(f, "secret", "id", time.Time{}, []byte("body")).Get(s.signature)
+	f.Add("id", good, []byte("body"))
+	f.Add("id", strings.ToUpper(good), []byte("body"))
+	f.Add("", "sha1=", []byte(nil))
+	scheme := webhook.GitHub("secret")
+	f.Fuzz(func(t *testing.T, id, signature string, body []byte) {
+		event, err := scheme.Verify(http.Header{"X-Hub-Signature-256": {signature}, "X-Github-Delivery": {id}, "X-Github-Event": {"push"}}, body)
+		if err != nil {
+			return
+		}
+		require.Equal(t, "sha256="+hexMAC("secret", string(body)), signature)
+		require.Equal(t, id, event.ID)
+		require.NotEmpty(t, id)
+	})
+}
+
+func requireTime(t *testing.T, text string, is time.Time) {
+	t.Helper()
+	require.LessOrEqual(t, len(text), 12)
+	n, err := strconv.ParseUint(text, 10, 63)
+	require.NoError(t, err)
+	require.Equal(t, int64(n), is.Unix())
+}
+
+func unhex(t *testing.T, text string) []byte {
+	t.Helper()
+	raw := make([]byte, len(text)/2)
+	for i := range raw {
+		n, err := strconv.ParseUint(text[2*i:2*i+2], 16, 8)
+		require.NoError(t, err)
+		raw[i] = byte(n)
+	}
+	return raw
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup/idempotency/httpkey/internal/bodies"
+	"github.com/effectonce/effectonce/internal/pgtest"
 )
 
 // deadlines counts the read deadlines that are set on the connections of a listener.
@@ -117,3 +118,5 @@ func TestReadLimitLeavesTheServersDeadline(t *testing.T) {
 	require.NotZero(t, d.marks[0], "the server sets one")
 	require.Equal(t, d.marks[0], d.marks[1])
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

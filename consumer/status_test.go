@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -88,6 +89,108 @@ func (h *harness) waitCaughtUp(c *consumer.Consumer) {
 		status := c.Status()
 		return len(status.Partitions) == 1 && status.Partitions[0].Lag == 0
 	})
+}
+
+// Property: Status and Hooks.State show the state of a partition and its reason, for as long as it
+// lasts: from before Run until after it. The hook may call Status. Issue E.
+func TestStatesOfAPartitionAreShown(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	var broken, failed atomic.Bool
+	started, hold := make(chan struct{}, 1), make(chan struct{})
+	var mu sync.Mutex
+	var changes []string
+	var c *consumer.Consumer
+	c = h.make(consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		switch {
+		case broken.Load():
+			return errBad
+		case string(msg.Value) == "slow":
+			if !failed.Swap(true) {
+				return errBad
+			}
+			started <- struct{}{}
+			<-hold
+		}
+		return effect(ctx, tx, msg)
+	}), func(cfg *consumer.Config) {
+		cfg.OnFailure = consumer.OnFailureBlock
+		cfg.Hooks.State = func(change consumer.StateChange) {
+			_ = c.Status()
+			mu.Lock()
+			defer mu.Unlock()
+			changes = append(changes, fmt.Sprintf("%s > %s", change.From, change.To))
+			if change.To == consumer.StateHalted && change.Err == nil {
+				changes = append(changes, "halted without a reason")
+			}
+		}
+	})
+	require.Equal(t, consumer.Status{Group: h.topic, Phase: consumer.PhaseStopped, Partitions: []consumer.PartitionStatus{}}, c.Status())
+	cancel, ended := h.begin(t.Context(), c)
+	h.produce("1")
+	h.waitEffects(1)
+	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
+
+	broken.Store(true)
+	h.produce("2")
+	blocked := h.waitState(c, consumer.StateBlocked)
+	require.Contains(t, blocked.Err, errBad.Error())
+	require.WithinDuration(t, time.Now(), blocked.Since, time.Minute)
+	broken.Store(false)
+	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
+
+	h.exec(`ALTER TABLE effectonce.consumer_positions RENAME TO gone`)
+	h.produce("3")
+	require.NotEmpty(t, h.waitState(c, consumer.StateWaitingForDatabase).Err)
+	h.exec(`ALTER TABLE effectonce.gone RENAME TO consumer_positions`)
+	require.Empty(t, h.waitState(c, consumer.StateRunning).Err)
+	h.waitEffects(3)
+
+	h.exec(`INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why) VALUES ('` + h.topic + `', '` + h.topic + `', 'test', 'test')`)
+	h.waitState(c, consumer.StatePausedByOperator)
+	h.exec(`DELETE FROM effectonce.consumer_pauses`)
+	h.waitState(c, consumer.StateRunning)
+
+	h.exec(`UPDATE effectonce.consumer_positions SET epoch = epoch + 1, owner = 'another'`)
+	h.produce("4")
+	h.wait("fenced", func() bool { // the state lasts a second, which a slow machine may miss; the hook does not
+		mu.Lock()
+		defer mu.Unlock()
+		return slices.Contains(changes, "running > fenced")
+	})
+	h.waitEffects(4)
+	h.waitState(c, consumer.StateRunning)
+
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 100`)
+	consumer.Retake(t.Context(), c, h.topic, 0)
+	halted := h.waitState(c, consumer.StateHalted)
+	require.Contains(t, halted.Err, "lost its end")
+	require.EqualValues(t, 100, halted.Position)
+	h.resumeAt(4)
+	h.waitState(c, consumer.StateRunning)
+
+	h.produce("slow")
+	<-started // for the second time: the partition is blocked, and works again when it drains already
+	cancel()
+	h.waitState(c, consumer.StateDraining)
+	require.Equal(t, consumer.PhaseDraining, c.Status().Phase)
+	close(hold)
+	require.NoError(t, ended())
+	h.waitEffects(5)
+	require.Equal(t, consumer.Status{Group: h.topic, Phase: consumer.PhaseStopped, Partitions: []consumer.PartitionStatus{}}, c.Status())
+	mu.Lock()
+	defer mu.Unlock()
+	// A statement that is late is another state in between.
+	for _, want := range []string{
+		"unassigned > waiting", "waiting > running", "running > blocked", "blocked > running", "running > waiting for the database",
+		"waiting for the database > running", "running > paused by an operator", "paused by an operator > running", "running > fenced",
+		"fenced > running", "running > draining", "draining > halted", "halted > running", "running > blocked", "blocked > draining",
+		"draining > unassigned",
+	} {
+		at := slices.Index(changes, want)
+		require.NotEqual(t, -1, at, "%s, among %q", want, changes)
+		changes = changes[at+1:]
+	}
 }
 
 // Property: a partition whose breaker opened reports that, and why. Issue E.
@@ -369,4 +472,17 @@ func TestContextValuesReachHandlers(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, "tenant", seen.Load())
 	h.waitEffects(2)
+}
+
+// Property: another replica's dedup window, which maintenance uses, is named in the log.
+func TestAnotherWindowIsNamed(t *testing.T) {
+	t.Parallel()
+	h := newHarness(t, 1)
+	for _, hours := range []time.Duration{2, 3} {
+		stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Window = hours * time.Hour })
+		h.produce("1")
+		h.wait("effects", func() bool { return h.position() == int(hours)-1 })
+		require.NoError(t, stop())
+	}
+	require.Equal(t, 1, h.logged("another dedup window was registered before"))
 }

@@ -1,24 +1,17 @@
 package dedup_test
 
 import (
-	"context"
 	"crypto/rand"
 	"encoding/binary"
-	"errors"
 	"fmt"
-	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/google/uuid"
-	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/effectonce/effectonce/dedup"
-	"github.com/effectonce/effectonce/internal/longtest"
 	"github.com/effectonce/effectonce/internal/pgtest"
 	"github.com/effectonce/effectonce/internal/testwait"
 )
@@ -214,110 +207,4 @@ func TestOneMaintainerAtATime(t *testing.T) {
 	require.True(t, report.Elsewhere)
 	exec(t, pool, `UPDATE effectonce.maintenance SET lease_until = clock_timestamp() - interval '1 ms' WHERE job = 'claims'`)
 	maintain(t, pool, claims)
-}
-
-// Property: while several processes, some of which are killed, create, move and drop partitions,
-// each ID is fresh exactly once, and no claim fails or waits for long. C4, C30.
-func TestClaimsAreUniqueWhilePartitionsChange(t *testing.T) {
-	longtest.Only(t, "a hammer of eight seconds")
-	t.Parallel()
-	pool, claims := pgtest.Pool(t), newClaims(t)
-	away(t, pool, 3)
-	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g", Window: 36 * time.Hour})
-	require.NoError(t, err)
-	stop := make(chan struct{})
-	var workers sync.WaitGroup
-	workers.Go(func() { // kills one maintainer after the other
-		moment := time.NewTicker(20 * time.Millisecond)
-		defer moment.Stop()
-		for {
-			select {
-			case <-stop:
-				return
-			case <-moment.C:
-			}
-			_, _ = pool.Exec(t.Context(), `SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'maintainer' AND query LIKE '%processed_messages%' AND random() < 0.3`)
-		}
-	})
-	for range 3 {
-		workers.Go(func() {
-			config := pool.Config()
-			config.ConnConfig.RuntimeParams["application_name"] = "maintainer"
-			own, err := pgxpool.NewWithConfig(t.Context(), config)
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			defer own.Close()
-			for {
-				select {
-				case <-stop:
-					return
-				default:
-				}
-				report, err := claims.Maintain(t.Context(), own, dedup.MaintainOptions{Owner: "test"})
-				if err == nil && !report.Elsewhere {
-					return
-				}
-				// A killed one keeps its lease; the test does not wait for that.
-				_, _ = pool.Exec(t.Context(), `UPDATE effectonce.maintenance SET lease_until = NULL`)
-			}
-		})
-	}
-	const rounds, each = 60, 200
-	fresh := make([]int, rounds*each)
-	ids := make([]uuid.UUID, rounds*each)
-	for i := range ids {
-		ids[i] = idAt(time.Now().Add(time.Duration(i%100-30) * time.Hour))
-	}
-	var mu sync.Mutex
-	var claimers sync.WaitGroup
-	for range 3 {
-		claimers.Go(func() {
-			for round := range rounds {
-				batch := ids[round*each : (round+1)*each]
-				got, err := claimPatiently(t.Context(), pool, claims, consumer, batch)
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				mu.Lock()
-				for i, isFresh := range got {
-					if isFresh {
-						fresh[round*each+i]++
-					}
-				}
-				mu.Unlock()
-			}
-		})
-	}
-	claimers.Wait()
-	close(stop)
-	workers.Wait()
-	exec(t, pool, `UPDATE effectonce.maintenance SET lease_until = NULL`)
-	for tries := 0; number(t, pool, `SELECT count(*) FROM pg_class WHERE relname ~ '^processed_messages_[0-9]{8}$' AND relkind = 'r'`) < 33; tries++ {
-		require.Less(t, tries, 5)
-		_, _ = claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
-	}
-	for i, n := range fresh {
-		require.Equal(t, 1, n, "id %s of %v", ids[i], i)
-	}
-	require.Equal(t, len(ids), number(t, pool, `SELECT count(*) FROM effectonce.processed_messages`))
-}
-
-func claimPatiently(ctx context.Context, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, ids []uuid.UUID) (fresh []bool, err error) {
-	for {
-		err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-			if _, err := tx.Exec(ctx, `SET LOCAL lock_timeout = '30s'`); err != nil {
-				return err
-			}
-			fresh, err = claims.ClaimBatch(ctx, tx, consumer, ids)
-			return err
-		})
-		var pgErr *pgconn.PgError
-		if errors.As(err, &pgErr) && strings.HasPrefix(pgErr.Code, "40") {
-			continue // deadlocks between claims and changes of partitions are retried
-		}
-		return fresh, err
-	}
 }

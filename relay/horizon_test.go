@@ -8,6 +8,7 @@ import (
 	"math"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/effectonce/effectonce/internal/kafkatest"
 	"github.com/effectonce/effectonce/internal/pgtest"
+	"github.com/effectonce/effectonce/internal/servers"
 	"github.com/effectonce/effectonce/internal/testwait"
 	"github.com/effectonce/effectonce/relay"
 )
@@ -197,4 +199,51 @@ func TestHorizonNeedsToSeeStandbys(t *testing.T) {
 		return one[bool](t, pool, `SELECT count(flush_lsn) > 0 FROM pg_stat_replication`)
 	})
 	require.EqualValues(t, 1, drain(t, r))
+}
+
+// Property: WAL that no commit flushes, here of a transaction that is open, does not keep what is
+// committed before it from standbys: the relay has it flushed and does not wait for the WAL writer,
+// which is frozen here.
+func TestHorizonDoesNotWaitForTheWALWriter(t *testing.T) {
+	t.Parallel()
+	// Embedded: a container's processes have other numbers.
+	cluster, err := servers.StartPostgres(t.Context(), servers.PostgresOptions{Own: true, Embedded: true})
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = cluster.Stop(context.WithoutCancel(t.Context())) })
+	pgtest.Migrate(t, cluster.URL)
+	pool, err := pgxpool.New(t.Context(), cluster.URL)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	must(t, pool, `INSERT INTO effectonce.outbox_relays (relay, shards) VALUES ('default', 1)`)
+	must(t, pool, `CREATE TABLE bystanders (text text)`)
+	pid := one[int](t, pool, `SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'`)
+	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
+	t.Cleanup(func() { _ = syscall.Kill(pid, syscall.SIGCONT) })
+
+	bystander, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = bystander.Rollback(context.WithoutCancel(t.Context())) }()
+	ctx, cancel := context.WithCancel(t.Context())
+	r := newRelay(t, pool, relay.Config{DurableHorizon: "any"})
+	done, leased, wrote := make(chan error, 1), make(chan struct{}), make(chan struct{})
+	go func() {
+		done <- r.AwaitHorizon(ctx, func() {
+			close(leased)
+			<-wrote
+		})
+	}()
+	select {
+	case <-leased:
+	case err := <-done:
+		require.NoError(t, err)
+	}
+	_, err = bystander.Exec(ctx, `INSERT INTO bystanders VALUES ('not committed')`)
+	require.NoError(t, err)
+	end := lsn(t, pool)
+	close(wrote)
+	testwait.True(t, "the primary flushes", func() bool {
+		return uint64(one[int64](t, pool, `SELECT (pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint`)) >= end
+	})
+	cancel()
+	require.ErrorIs(t, <-done, context.Canceled)
 }

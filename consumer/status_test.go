@@ -478,10 +478,10 @@ func TestContextValuesReachHandlers(t *testing.T) {
 func TestAnotherWindowIsNamed(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	for _, hours := range []time.Duration{2, 3} {
-		stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Window = hours * time.Hour })
+	for i, window := range []time.Duration{2 * time.Hour, 3 * time.Hour} {
+		stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Window = window })
 		h.produce("1")
-		h.wait("effects", func() bool { return h.position() == int(hours)-1 })
+		h.wait("effects", func() bool { return h.position() == i+1 })
 		require.NoError(t, stop())
 	}
 	require.Equal(t, 1, h.logged("another dedup window was registered before"))

@@ -30,7 +30,7 @@ func TestNothingIsPublishedBehindARefusedBatch(t *testing.T) {
 			fake.KeepControl()
 			produce := request.(*kmsg.ProduceRequest)
 			var batch kmsg.RecordBatch
-			if err := batch.ReadFrom(produce.Topics[0].Partitions[0].Records); err == nil && batch.NumRecords == page && batches.Add(1)%7 == 0 && refused.Load() < times {
+			if err := batch.ReadFrom(produce.Topics[0].Partitions[0].Records); err == nil && batch.NumRecords > 1 && batches.Add(1)%5 == 0 && refused.Load() < times {
 				refused.Add(1)
 				return refuse(produce, kerr.InvalidRecord), nil, true
 			}
@@ -43,7 +43,7 @@ func TestNothingIsPublishedBehindARefusedBatch(t *testing.T) {
 		testwait.True(t, "all rows are published", func() bool {
 			return one[int64](t, pool, `SELECT coalesce(sum(published), 0)::bigint FROM effectonce.outbox_progress_now`) >= rows
 		})
-		require.Greater(t, refused.Load(), int64(times/4)) // a busy machine makes batches that are not whole pages
+		require.Positive(t, refused.Load()) // how many depends on how many rows the client puts into a batch
 		last := 0
 		for _, value := range valuesAt(t, fake, "orders") {
 			n, err := strconv.Atoi(value)

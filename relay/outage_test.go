@@ -54,7 +54,8 @@ func testFlakyBrokerLosesNothing(t *testing.T, exactly bool) {
 	for i := range 300 {
 		insert(t, pool, "orders", fmt.Sprint("k", i%7), fmt.Sprint(i))
 	}
-	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchMaxBytes(2000)}, relay.Config{ExactlyOnce: exactly, PageRowsMax: 10})
+	r, err := relay.New(pool, []kgo.Opt{kgo.SeedBrokers(fake.ListenAddrs()...), kgo.ProducerBatchMaxBytes(2000), kgo.RetryBackoffFn(func(int) time.Duration { return time.Millisecond })},
+		relay.Config{ExactlyOnce: exactly, PageRowsMax: 10, DrainMax: testwait.Bound})
 	require.NoError(t, err)
 	require.EqualValues(t, 300, drain(t, r))
 	require.Zero(t, dead(t, pool))

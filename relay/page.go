@@ -49,7 +49,6 @@ type page struct {
 	seqLast  int64
 	given    uint64
 	here     bool // the statement ran on the server of the lease
-	reused   bool // rows behind the tick have numbers from before it
 }
 
 // largeBytes is the largest payload that fetchSQL sends.

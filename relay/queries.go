@@ -530,12 +530,12 @@ SELECT (SELECT count(*) FROM first), (SELECT count(*) FROM moved), (SELECT due_a
 type queries struct {
 	nextDue, promote string
 
-	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, reused, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
-	lockStamps, foreign, restamp, rebase                                                                                                                            string
-	deadSettings, deadTopics, holding, waitingTopics, retryTopic, retryRated, released, releasable, forgetFreed, freeSkipped                                        string
-	moveToDead, removeDead, holdAgain                                                                                                                               string
-	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                                  string
-	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                                            string
+	enroll, beat, leave, seq, acquire, release, fetch, fetchNew, fetchSized, hasTick, loadTick, storeTick, advance, clearAdvances, resume, lockLease, prune string
+	lockStamps, foreign, restamp, rebase                                                                                                                    string
+	deadSettings, deadTopics, holding, waitingTopics, retryTopic, retryRated, released, releasable, forgetFreed, freeSkipped                                string
+	moveToDead, removeDead, holdAgain                                                                                                                       string
+	lockShards, allHeld, cutOver, dropShards, shardsDone, snapshot                                                                                          string
+	slots, turn, unpublished, lockSlot, truncate, truncated, slotHolders                                                                                    string
 }
 
 // newQueries inserts run for the server's run: serverRun, or unknownRun if the database hides the
@@ -547,7 +547,7 @@ func newQueries(schema, run string) queries {
 		nextDue: in(nextDueSQL), promote: in(promoteSQL),
 		enroll: in(enrollSQL), beat: in(beatSQL), leave: in(leaveSQL),
 		seq: in(seqSQL), acquire: in(acquireSQL), release: in(releaseSQL), fetch: in(fetchSQL), fetchNew: in(fetchNewSQL), fetchSized: in(fetchSizedSQL),
-		reused: in(reusedSQL), hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
+		hasTick: in(hasTickSQL), loadTick: in(loadTickSQL), storeTick: in(storeTickSQL), advance: in(advanceSQL), clearAdvances: in(clearAdvancesSQL), resume: in(resumeProgressSQL), lockLease: in(lockLeaseSQL), prune: in(pruneSQL),
 		lockStamps: in(lockStampsSQL), foreign: in(foreignSQL), restamp: in(restampSQL), rebase: in(rebaseSQL),
 		deadSettings: in(deadSettingsSQL), deadTopics: in(deadTopicsSQL), holding: in(holdingSQL), waitingTopics: in(waitingTopicsSQL),
 		retryTopic: in(retryTopicSQL), retryRated: in(retryRatedSQL), released: in(releasedSQL), releasable: in(releasableSQL), forgetFreed: in(forgetFreedSQL),

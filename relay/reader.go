@@ -2,9 +2,7 @@ package relay
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -182,9 +180,6 @@ func (r *reader) readChanges(ctx context.Context, c cursor, limit int) (*page, *
 	if err := r.sequenceBack(r.lease.cluster.run, read.seqLast, max(r.progress.seqRead.Load(), c.floor, c.from.seqLast)); err != nil {
 		return nil, nil, err
 	}
-	if read.reused {
-		return nil, nil, r.repairReused(ctx, read.seqLast)
-	}
 	r.sized = read.deferred || r.sized && read.large
 	r.few = len(read.rows) <= fewRows
 	r.rowsBefore, r.arenaBefore = len(read.rows), min(read.bytes-len(read.rows)*rowOverheadBytes, r.bytesMax/4)
@@ -225,11 +220,6 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	batch := &pgx.Batch{}
 	batch.Queue(fetchSettingsSQL)
 	batch.Queue(sql, args...)
-	divider := c.from.divider()
-	begins := c.to == nil && divider > 0 // a batch
-	if begins {
-		batch.Queue(r.sql.reused, strconv.FormatUint(c.from.xmax, 10), divider)
-	}
 	begun := time.Now()
 	results := r.pool.SendBatch(ctx, batch)
 	defer func() { _ = results.Close() }()
@@ -245,30 +235,8 @@ func (r *reader) query(ctx context.Context, c cursor, limit int) (*page, error) 
 	if err == nil && r.sized {
 		read.full = read.full || read.payloads() >= r.bytesMax/4
 	}
-	if err != nil || !begins {
-		return read, err
-	}
-	// Statements behind this tick do not find such rows. It is asked after the page was read, so that no
-	// row of the page can have come in between.
-	var reused bool
-	if err := results.QueryRow().Scan(&reused); err != nil {
-		return nil, err
-	}
-	read.reused = reused
-	return read, nil
+	return read, err
 }
-
-// repairReused repairs the sequence although it is ahead again, and the tables need not show that it was
-// not: stored progress may be before the rows with reused numbers. A number that is ahead of every
-// writer makes it behind. This replica does it at once, since no other one knows.
-func (r *reader) repairReused(ctx context.Context, seqLast int64) error {
-	r.sawSeq(r.lease.cluster.run, seqLast+reusedGap)
-	_, err := r.checkSequences(ctx, r.lease.cluster.run)
-	return errors.Join(fmt.Errorf("%w (rows got numbers that were already assigned)", errSequenceBack), err)
-}
-
-// reusedGap is more than writers assign until the repair has its lock.
-const reusedGap = 1 << 24
 
 // pace is the wait before the next poll: the minimum for a while after a page with rows, then twice
 // as long each time.

@@ -44,18 +44,13 @@ func (r *Relay) sequenceBack(run *string, seqLast, known int64) error {
 	if seqLast >= known || seqLast == 0 { // 0: none was assigned since it was set, so nothing is lost yet
 		return nil
 	}
-	r.sawSeq(run, known)
-	return fmt.Errorf("%w (it is at %d, %d was already assigned)", errSequenceBack, seqLast, known)
-}
-
-// sawSeq lets the next check of the sequences take a number as assigned.
-func (r *Relay) sawSeq(run *string, seq int64) {
-	seen := &seenSeq{run: deref(run).(string), seq: seq} //nolint:forcetypeassert // a string either way
+	seen := &seenSeq{run: deref(run).(string), seq: known} //nolint:forcetypeassert // a string either way
 	for old := r.seen.Load(); old == nil || old.run != seen.run || old.seq < seen.seq; old = r.seen.Load() {
 		if r.seen.CompareAndSwap(old, seen) {
 			break
 		}
 	}
+	return fmt.Errorf("%w (it is at %d, %d was already assigned)", errSequenceBack, seqLast, known)
 }
 
 type seen = atomic.Pointer[seenSeq]

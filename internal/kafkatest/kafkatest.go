@@ -208,44 +208,27 @@ func create(tb testing.TB, admin *kadm.Client, name string, partitions int, conf
 	if _, err := admin.CreateTopic(ctx, int32(partitions), -1, configs, name); err != nil {
 		tb.Fatalf("create topic %s: %v", name, err)
 	}
-	tick := time.NewTicker(createEvery)
-	defer tick.Stop()
-	for {
+	until(tb, "topic "+name+" can be used", func(ctx context.Context) error {
 		offsets, err := admin.ListStartOffsets(ctx, name)
-		if err = cmp.Or(err, offsets.Error()); err == nil {
-			return
-		}
-		select {
-		case <-ctx.Done():
-			tb.Fatalf("wait until topic %s can be used: %v", name, err)
-		case <-tick.C:
-		}
-	}
+		return cmp.Or(err, offsets.Error())
+	})
 }
 
 // Gone waits until brokers show none of topics, or no topic at all where none is named: brokers
 // learn of a deletion after the controller has answered.
 func Gone(tb testing.TB, brokers []string, topics ...string) {
 	tb.Helper()
-	ctx, cancel := context.WithTimeout(tb.Context(), createMax)
-	defer cancel()
 	admin := kadm.NewClient(ClientAt(tb, brokers, kgo.MetadataMinAge(createEvery))) // it remembers what it saw for so long
-	tick := time.NewTicker(createEvery)
-	defer tick.Stop()
-	for {
+	until(tb, "topics are deleted", func(ctx context.Context) error {
 		listed, err := admin.ListTopics(ctx)
 		left := slices.DeleteFunc(listed.Names(), func(name string) bool {
 			return len(topics) > 0 && !slices.Contains(topics, name)
 		})
-		if err == nil && len(left) == 0 {
-			return
+		if err == nil && len(left) > 0 {
+			err = fmt.Errorf("%q are there", left)
 		}
-		select {
-		case <-ctx.Done():
-			tb.Fatalf("wait until topics are deleted: %q are there (%v)", left, err)
-		case <-tick.C:
-		}
-	}
+		return err
+	})
 }
 
 // topicName names the test for readers of Kafka's log.

@@ -5,10 +5,11 @@ import (
 	"context"
 	"errors"
 	"testing"
-	"time"
 
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
+
+	"github.com/effectonce/effectonce/internal/testwait"
 )
 
 // UnusedTopic returns the name of a topic that does not exist. If the test creates it, it is
@@ -99,21 +100,12 @@ func AddPartitions(tb testing.TB, topic string, more int) {
 // has answered.
 func until(tb testing.TB, what string, condition func(ctx context.Context) error) {
 	tb.Helper()
-	ctx, cancel := context.WithTimeout(tb.Context(), readMax)
+	ctx, cancel := context.WithTimeout(tb.Context(), testwait.Bound) // of a request that hangs
 	defer cancel()
-	tick := time.NewTicker(createEvery)
-	defer tick.Stop()
-	for {
+	testwait.For(tb, what, func() (any, bool) {
 		err := condition(ctx)
-		if err == nil {
-			return
-		}
-		select {
-		case <-ctx.Done():
-			tb.Fatalf("wait until %s: %v", what, err)
-		case <-tick.C:
-		}
-	}
+		return err, err == nil
+	})
 }
 
 // Count returns how many records a topic of the shared cluster holds, without reading them.

@@ -6,11 +6,9 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
-	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -31,8 +29,6 @@ type engine struct {
 	// unclaimed handles every message without a claim: see internal/nodedup.
 	unclaimed bool
 	abandoned atomic.Int32 // abandoned attempts, and calls of functions of Config, that still run
-	// duplicates holds the topics whose first duplicate was logged.
-	duplicates sync.Map
 }
 
 func newEngine(pool *pgxpool.Pool, handler Handler, cfg Config) (*engine, error) {
@@ -67,9 +63,6 @@ type position struct {
 	// handledTo if that is set. See handled.
 	handledFrom int64
 	handledTo   *int64
-	// keysFrom is the offset up to which the previous release may have attempted messages: see
-	// Message.ChildID.
-	keysFrom int64
 	// stuck is how many consecutive holders ended without a clean release and without finishing any
 	// message.
 	stuck int
@@ -82,7 +75,7 @@ type position struct {
 // others read them concurrently.
 func (p *position) renew(other *position) {
 	p.epoch, p.stored, p.handledFrom, p.handledTo = other.epoch, other.stored, other.handledFrom, other.handledTo
-	p.keysFrom, p.stuck, p.server = other.keysFrom, other.stuck, other.server
+	p.stuck, p.server = other.stuck, other.server
 }
 
 // work is the input of one transaction: messages of one partition, in order, either all from Kafka
@@ -107,8 +100,8 @@ func (w *work) released() bool { return w.msgs[0].row != 0 }
 // outcome is what a transaction committed.
 type outcome struct {
 	fresh, duplicates     int
+	conflicts             int // dropped
 	parked                []Parked
-	duplicate             *Message // the first; nil: none
 	claim, handle, commit time.Duration
 	unheld                [][]byte // keys that are no longer held
 }
@@ -123,6 +116,9 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 	}
 	begun := time.Now()
 	claimed, err := e.begin(ctx, t, w)
+	if err == nil {
+		err = e.compare(ctx, t, w, &claimed)
+	}
 	if err != nil {
 		return outcome{}, &failure{origin: originEngine, index: unknownIndex, lost: t.conn.IsClosed(), err: err}
 	}
@@ -147,8 +143,8 @@ func (e *engine) transact(ctx context.Context, w *work, a *attempt) (outcome, *f
 	}
 	out.unheld = unheld(w.hints, claimed.held, s.keys)
 	out.commit = time.Since(begun) - out.claim - out.handle
-	out.fresh, out.duplicates, out.parked = len(s.handle), len(w.msgs)-len(s.handle)-len(s.parked), s.report(e.cfg.OnFailure)
-	out.duplicate = s.duplicate
+	out.fresh, out.conflicts, out.parked = len(s.handle), claimed.dropped, s.report(e.cfg.OnFailure)
+	out.duplicates = len(w.msgs) - out.fresh - out.conflicts - len(s.parked)
 	return out, nil
 }
 
@@ -183,7 +179,7 @@ func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, er
 	var server time.Time
 	var backend int32
 	batch.Queue(e.sql.settings, e.timeout[0], e.timeout[1], e.timeout[2]).QueryRow(func(row pgx.Row) error { return row.Scan(nil, nil, nil, nil, &server, &backend) })
-	decide := e.queueClaim(batch, w)
+	decide := e.queueClaim(batch, w, &c)
 	if e.expires() && !w.released() {
 		e.claims.QueueForgotten(batch, w.consumer, &c.forgotten, e.cfg.Isolation != pgx.ReadCommitted)
 	}
@@ -199,7 +195,7 @@ func (e *engine) beginAsking(ctx context.Context, t *tx, w *work) (c claimed, er
 	if unlocked() {
 		return c, fmt.Errorf("%w: the first parked message of a key was deleted concurrently", dedup.ErrRetry)
 	}
-	c.fresh, c.conflicts = decide()
+	decide()
 	return c, nil
 }
 
@@ -241,28 +237,26 @@ func (e *engine) queueHeld(batch *pgx.Batch, w *work, c *claimed) (unlocked func
 }
 
 // queueClaim adds the statements that decide which messages are fresh.
-func (e *engine) queueClaim(batch *pgx.Batch, w *work) (decide func() (fresh, conflicts []bool)) {
-	if w.released() {
-		return e.queueLock(batch, w)
+func (e *engine) queueClaim(batch *pgx.Batch, w *work, c *claimed) (decide func()) {
+	switch {
+	case w.released():
+		return e.queueLock(batch, w, c)
+	case e.unclaimed:
+		return func() { c.fresh = all(len(w.msgs)) }
+	case e.cfg.Dedup == DedupByPosition:
+		return func() { c.fresh = w.ahead() }
 	}
-	if e.unclaimed {
-		return func() ([]bool, []bool) { return all(len(w.msgs)), nil }
-	}
-	switch e.cfg.Dedup {
-	case DedupByPosition:
-		return func() ([]bool, []bool) { return w.ahead(), nil }
-	default:
-		claim := e.claim(batch, w)
-		return func() ([]bool, []bool) { return claim.Fresh(), claim.Conflicts() }
-	}
+	c.result = e.claims.Queue(batch, w.consumer, claims(w.msgs))
+	return func() { c.fresh = c.result.Fresh() }
 }
 
-func (w *work) ids() []uuid.UUID {
-	ids := make([]uuid.UUID, len(w.msgs))
-	for i, msg := range w.msgs {
-		ids[i] = msg.ID
+// claims lists messages as package dedup claims them.
+func claims(msgs []*Message) []dedup.Message {
+	list := make([]dedup.Message, len(msgs))
+	for i, msg := range msgs {
+		list[i] = dedup.Message{ID: msg.ID, Fingerprint: msg.fingerprint()}
 	}
-	return ids
+	return list
 }
 
 // ahead reports which messages are at or after the stored position.
@@ -306,9 +300,9 @@ func (e *engine) commit(ctx context.Context, a *attempt, w *work, s *selection) 
 	last := w.msgs[len(w.msgs)-1]
 	switch {
 	case w.released():
-		batch.Queue(e.sql.check, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch)
+		batch.Queue(e.sql.check, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, nil)
 	case w.apart:
-		batch.Queue(e.sql.checkKnown, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, w.pos.stored)
+		batch.Queue(e.sql.check, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, w.pos.stored)
 	default:
 		batch.Queue(e.sql.advance, e.cfg.Group, w.pos.topic, w.pos.partition, w.pos.epoch, w.pos.stored, last.next(), last.Time).
 			QueryRow(func(row pgx.Row) error { return row.Scan(&stored) })

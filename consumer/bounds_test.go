@@ -25,12 +25,11 @@ func TestFreshWhereAllWasWorkedThroughIsNotRun(t *testing.T) {
 		apart         bool
 		fresh, parked int
 	}{
-		"by ID":             {func(*consumer.Config) {}, false, 5, 5},
-		"a worker":          {parallel(consumer.OrderByKey), true, 5, 5},
-		"unordered":         {parallel(consumer.OrderUnordered), true, 5, 5},
-		"by ID and payload": {func(c *consumer.Config) { c.Dedup = consumer.DedupByIDAndPayload }, false, 5, 5},
-		"for ever":          {func(c *consumer.Config) { c.Forever = true }, false, 10, 0},
-		"by position":       {func(c *consumer.Config) { c.Dedup = consumer.DedupByPosition }, false, 0, 0},
+		"by ID":       {func(*consumer.Config) {}, false, 5, 5},
+		"a worker":    {parallel(consumer.OrderByKey), true, 5, 5},
+		"unordered":   {parallel(consumer.OrderUnordered), true, 5, 5},
+		"for ever":    {func(c *consumer.Config) { c.Forever = true }, false, 10, 0},
+		"by position": {func(c *consumer.Config) { c.Dedup = consumer.DedupByPosition }, false, 0, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -2,9 +2,12 @@ package consumer
 
 import (
 	"cmp"
+	"context"
 	"crypto/sha256"
 	"fmt"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
 )
@@ -12,7 +15,9 @@ import (
 // claimed is the database's answer about the messages of a transaction.
 type claimed struct {
 	fresh     []bool
-	conflicts []bool               // another message has the same ID; nil: not compared
+	result    *dedup.Result        // of a claim by ID; nil: there was none
+	conflicts map[int]*Message     // that have the ID of another message, as they are parked
+	dropped   int                  // conflicts that are dropped, as configured
 	forgotten time.Time            // claims of messages up to this time may have been forgotten; zero: none were
 	held      map[keyHash]struct{} // those of the requested keys that have a parked message
 }
@@ -27,8 +32,45 @@ type selection struct {
 	behind []bool               // of each parked: it waits for an earlier one of its key
 	keys   map[keyHash]struct{} // keys that are held from now on
 	kept   map[*Message]bool    // parked messages that cannot be dead letters
+}
 
-	duplicate *Message // the first; nil: none
+// compare finds messages that have the ID of another message. They are claimed under their
+// coordinates, before they are parked: one that was parked before (it is redelivered) is a duplicate.
+func (e *engine) compare(ctx context.Context, t *tx, w *work, c *claimed) error {
+	if c.result == nil {
+		return nil
+	}
+	ctx, cancel := e.bounded(ctx)
+	defer cancel()
+	if err := e.claims.Compare(ctx, t.conn, w.consumer, c.result); err != nil {
+		return err
+	}
+	var own []*Message
+	var index []int
+	for i, conflict := range c.result.Conflicts() {
+		if conflict {
+			own, index = append(own, w.msgs[i].underCoordinates()), append(index, i)
+		}
+	}
+	if len(own) == 0 {
+		return nil
+	}
+	if e.cfg.OnConflict == OnConflictDrop {
+		c.dropped = len(own)
+		return nil
+	}
+	batch := &pgx.Batch{}
+	result := e.claims.Queue(batch, w.consumer, claims(own))
+	if err := t.conn.SendBatch(ctx, batch).Close(); err != nil {
+		return dedup.WrapClaimError(err)
+	}
+	c.conflicts = map[int]*Message{}
+	for i, fresh := range result.Fresh() {
+		if fresh {
+			c.conflicts[index[i]] = own[i]
+		}
+	}
+	return nil
 }
 
 // choose decides for each message whether it is handled, parked or dropped as a duplicate.
@@ -37,10 +79,13 @@ func (e *engine) choose(w *work, c claimed) *selection {
 	for i, msg := range w.msgs {
 		why := msg.park
 		switch {
-		case c.conflicts != nil && c.conflicts[i]:
-			why = &parking{reason: reasonConflict, err: errConflict}
+		case c.conflicts[i] != nil:
+			if why == nil && e.expires() {
+				why = w.expired(msg, c.forgotten)
+			}
+			why = cmp.Or(why, &parking{reason: reasonConflict, err: fmt.Errorf("%w (ID %s)", errConflict, msg.ID)})
+			msg = c.conflicts[i]
 		case !c.fresh[i]:
-			s.duplicate = cmp.Or(s.duplicate, msg)
 			continue
 		case why == nil && msg.row == 0 && e.expires():
 			why = w.expired(msg, c.forgotten)

@@ -36,7 +36,7 @@ func (e *Engine) ApplyNumbers(ctx context.Context, at *Position, offset int64, a
 	for i, n := range numbers {
 		text := []byte{byte(n >> 8), byte(n)}
 		msgs[i] = &Message{
-			ID: dedup.ChildID(dedup.MessageID("test", text), "", time.Now()), Topic: at.p.topic, Partition: at.p.partition,
+			ID: dedup.PublishID("test", dedup.MessageID("test", text), "", time.Now()), Topic: at.p.topic, Partition: at.p.partition,
 			Offset: offset + int64(i), Time: time.Now(), Value: text,
 		}
 		if n%2 == 0 {

@@ -41,8 +41,7 @@ type Config struct {
 	Forever bool
 	// IDHeaders are the names of the headers that may carry a message's ID; the first one that is
 	// present and not empty counts. At most 20 names of 1 to 255 visible ASCII characters without
-	// comma. If the header is not message-id or ce_id, the same ID with another key or value is
-	// parked as a conflict, as with DedupByIDAndPayload. Default: message-id and ce_id, and
+	// comma. Default: message-id and ce_id, and
 	// Debezium's id and Watermill's _watermill_message_uuid where another header of theirs proves
 	// the producer; see IDProfiles.
 	//
@@ -51,7 +50,7 @@ type Config struct {
 	// rule.
 	IDHeaders []string
 	// IDProfiles vouch for the producers of the topics: ProfileDebezium, ProfileWatermill. Their
-	// headers then count without proof, and payloads are not compared. Not together with IDHeaders.
+	// headers then count without proof. Not together with IDHeaders.
 	IDProfiles []IDProfile
 	// IDFunc returns the ID of a message that has none in its headers, for example from its body.
 	// It must always return the same ID for the same message, and within HandlerTimeout: a message
@@ -87,6 +86,9 @@ type Config struct {
 	HandlerTimeout time.Duration
 	// OnFailure is what happens to a message that cannot be handled. Default OnFailurePark.
 	OnFailure OnFailure
+	// OnConflict is what happens to a message whose ID another message has: the fingerprints of key
+	// and value differ. Default OnConflictPark.
+	OnConflict OnConflict
 	// DeadLetterTopic is where OnFailure OnFailureDeadLetter sends messages, through the outbox.
 	DeadLetterTopic string
 	// AttemptsMax is the maximum number of attempts for a message whose failure may be temporary.
@@ -110,12 +112,6 @@ type Config struct {
 	// Workers is how many batches of one partition run at the same time if Order is OrderByKey or
 	// OrderUnordered. Each uses one connection. 1 to 64; default 4, with OrderByPartition 1.
 	Workers int
-	// Secrets go into the IDs that are derived from a message: the IDs of messages that its handler
-	// publishes, and Message.ChildID. Without secrets anyone who knows a message can compute these
-	// IDs, and could send a message under one before the handler does. All consumers of a group
-	// need the same secrets: docs/how-to/secure.md describes how to introduce and rotate them.
-	// Default: none.
-	Secrets *dedup.Secrets
 	// MessageBytesMax bounds key, value and headers of a message. A larger one is parked by
 	// reference, without its payload. 1 KiB to 1 GiB; default 32 MiB. A compressed batch may
 	// inflate to twice this size, or to 64 MiB if that is more, unless kgo.MaxDecompressBatchBytes
@@ -148,17 +144,14 @@ type Dedup uint8
 
 // The levels.
 const (
-	// DedupByID claims the ID of every message: it stops redeliveries and the producer's
-	// duplicates, at any partition and offset.
+	// DedupByID claims the ID of every message, with a fingerprint of its key and value: it stops
+	// redeliveries and the producer's duplicates, at any partition and offset, and finds other
+	// messages under the same ID (OnConflict).
 	DedupByID Dedup = iota
 	// DedupByPosition writes no row per message: the stored position of the partition stops
 	// redeliveries. It does not stop a second copy at another offset. Use it for topics that an
 	// exactly-once relay feeds.
 	DedupByPosition
-	// DedupByIDAndPayload is DedupByID, and distinguishes a true duplicate from another message
-	// with the same ID: it compares the hash of key and value, and parks a message that differs as
-	// a conflict.
-	DedupByIDAndPayload
 )
 
 // IDProfile vouches for the producer of the topics.
@@ -185,6 +178,20 @@ const (
 	// OnFailureDeadLetter publishes the message to DeadLetterTopic, through the outbox. Its key
 	// does not wait, so order per key is lost. A message that Kafka would not accept is parked.
 	OnFailureDeadLetter
+)
+
+// OnConflict is what happens to a message whose ID another message has.
+type OnConflict uint8
+
+// The policies.
+const (
+	// OnConflictPark stores the message in parked_messages, or makes it a dead letter, as OnFailure
+	// says. It is claimed under its coordinates: a redelivery is a duplicate, and what it publishes
+	// or calls has IDs of its own.
+	OnConflictPark OnConflict = iota
+	// OnConflictDrop drops the message, counts it (Processed.Conflicts) and logs it. Use it only
+	// where a producer is known to use IDs twice for what must have one effect.
+	OnConflictDrop
 )
 
 // past describes, for the log, what happened to a message.
@@ -302,8 +309,11 @@ func (c Config) withDefaults() (Config, error) {
 }
 
 func (c *Config) dedup() (problems []error) {
-	if c.Dedup > DedupByIDAndPayload {
-		problems = append(problems, fmt.Errorf("Dedup %d: want DedupByID, DedupByPosition or DedupByIDAndPayload", c.Dedup))
+	if c.Dedup > DedupByPosition {
+		problems = append(problems, fmt.Errorf("Dedup %d: want DedupByID or DedupByPosition", c.Dedup))
+	}
+	if c.OnConflict > OnConflictDrop {
+		problems = append(problems, fmt.Errorf("OnConflict %d: want OnConflictPark or OnConflictDrop", c.OnConflict))
 	}
 	if c.Forever && c.Window != 0 {
 		problems = append(problems, bounds.Problem("Window", c.Window, "none together with Forever"))

@@ -210,83 +210,6 @@ func TestPublishedInHandlerIsDerivedAndLast(t *testing.T) {
 	require.NotContains(t, strings.Join(first, " "), ids[0].String())
 }
 
-// Property: with Secrets, the IDs of what handlers publish, now or for later, and of their calls
-// cannot be computed from the message; a re-execution after a rotation, and the release of a parked
-// message, give the same.
-func TestPublishedIDsHaveTheSecret(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	secrets := func(n int) *dedup.Secrets {
-		made := []dedup.Secret{{From: time.UnixMilli(1), Key: bytes.Repeat([]byte("1"), 32)}, {From: time.Now().Add(time.Hour), Key: bytes.Repeat([]byte("2"), 32)}}
-		s, err := dedup.NewSecrets(made[:n]...)
-		require.NoError(t, err)
-		return s
-	}
-	var parents, calls sync.Map
-	var broken atomic.Bool
-	broken.Store(true)
-	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		parents.Store(string(msg.Value), [2]any{msg.ID, msg.Time})
-		if was, again := calls.LoadOrStore(string(msg.Value), msg.ChildID("charge")); again && was != msg.ChildID("charge") {
-			return fmt.Errorf("another key for the same call: %s and %s", was, msg.ChildID("charge"))
-		}
-		if string(msg.Value) == "b" && broken.Load() {
-			return consumer.Permanent(errors.New("broken"))
-		}
-		if err := outbox.Publish(ctx, tx, outbox.Message{Topic: "next", Payload: msg.Value}, outbox.Message{Topic: "next", Payload: msg.Value, DeliverAt: time.Now().Add(time.Hour)}); err != nil {
-			return err
-		}
-		return effect(ctx, tx, msg)
-	})
-	with := func(n int) func(*consumer.Config) {
-		return func(c *consumer.Config) { c.Secrets = secrets(n) }
-	}
-	published := func() []string {
-		rows, err := h.pool.Query(t.Context(), `SELECT id || ' ' || convert_from(payload, 'UTF8') FROM (SELECT id, payload FROM effectonce.outbox UNION ALL SELECT id, payload FROM effectonce.outbox_scheduled) AS all_of_them ORDER BY 1`)
-		require.NoError(t, err)
-		found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		require.NoError(t, err)
-		return found
-	}
-	h.produce("b")
-	stop := h.run(handler, with(1))
-	h.waitParked("permanent")
-	require.NoError(t, stop())
-	broken.Store(false)
-	h.retry()
-	stop = h.run(handler, with(2))
-	h.waitEffects(1)
-	require.NoError(t, stop())
-
-	h.produce("a")
-	stop = h.run(handler, with(1))
-	h.waitEffects(2)
-	require.NoError(t, stop())
-	first := published()
-	require.Len(t, first, 4)
-	for _, value := range []string{"a", "b"} {
-		parent, _ := parents.Load(value)
-		id, at := parent.([2]any)[0].(uuid.UUID), parent.([2]any)[1].(time.Time)
-		for _, step := range []string{"publish:0", "publish:1"} {
-			require.NotContains(t, strings.Join(first, " "), dedup.ChildID(id, step, at).String())
-			require.NotContains(t, strings.Join(first, " "), dedup.MessageID("effectonce:later", append(id[:], step...)).String())
-		}
-		call, _ := calls.Load(value)
-		require.NotEqual(t, dedup.CallKey(h.topic+"/"+h.topic, id, "charge"), call)
-	}
-
-	// A failover loses the second one; the re-execution comes after a rotation.
-	h.exec(`DELETE FROM effectonce.processed_messages`)
-	h.exec(`DELETE FROM effectonce.outbox WHERE payload = 'a'`)
-	h.exec(`DELETE FROM effectonce.outbox_scheduled WHERE payload = 'a'`)
-	h.exec(`DELETE FROM effects WHERE value = 'a'`)
-	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 1`)
-	stop = h.run(handler, with(2))
-	h.waitEffects(2)
-	require.NoError(t, stop())
-	require.Equal(t, first, published())
-}
-
 // Property: IDs that no database takes as text (a megabyte, NUL, broken UTF-8), missing and empty
 // ones disturb no other message: each such message has its effect once, without an ID by its
 // coordinates. Rows C24, C25 of guarantees.md.
@@ -363,7 +286,7 @@ func TestWrongClocksOfProducers(t *testing.T) {
 	h := newHarness(t, 1)
 	for _, off := range []time.Duration{-500_000 * time.Hour, -50 * time.Hour, -2 * time.Hour, 0, 2 * time.Hour, 50 * time.Hour, 200_000 * time.Hour} {
 		at := time.Now().Add(off)
-		id := dedup.ChildID(uuid.New(), "id", at)
+		id := dedup.PublishID("p", uuid.New(), "id", at)
 		stamp := at
 		if off > 0 {
 			stamp = time.Now() // brokers refuse timestamps of the future

@@ -81,5 +81,5 @@ func (e *engine) deadLetter(msg *Message, why *parking) outbox.Message {
 	text(letterStack, stack)
 	text(letterID, msg.ID.String())
 	text(letterAttempts, fmt.Sprint(why.attempts))
-	return outbox.Message{ID: msg.OutboxID("dead-letter"), Topic: e.cfg.DeadLetterTopic, Key: msg.Key, Payload: msg.Value, Headers: headers}
+	return outbox.Message{ID: msg.PublishID("dead-letter"), Topic: e.cfg.DeadLetterTopic, Key: msg.Key, Payload: msg.Value, Headers: headers}
 }

@@ -16,9 +16,9 @@
 // A handler may run several times for one message, but takes effect once: everything it does
 // through tx commits together with the claim of the message's ID, or not at all. Anything it does
 // outside of tx (an HTTP call, an e-mail, a write through another connection) may happen again.
-// Give such calls a key that stays the same, msg.ChildID("charge"), or publish a message with
+// Give such calls a key that stays the same, msg.CallKey("charge"), or publish a message with
 // outbox.Publish and act on that. Messages that a handler publishes through its tx get derived IDs
-// automatically (OutboxID).
+// automatically (PublishID).
 //
 // A handler must not commit or roll back: it returns nil or an error. It must not keep tx, and must
 // not use it from other goroutines.

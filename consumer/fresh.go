@@ -76,7 +76,7 @@ func (e *engine) beginFresh(ctx context.Context, t *tx, w *work) (c claimed, err
 	if e.expires() {
 		after = e.claims.ForgottenSteps(w.consumer, &forgotten, e.cfg.Isolation != pgx.ReadCommitted)
 	}
-	result, err := e.claims.BeginFresh(ctx, t.conn, before, w.consumer, w.ids(), e.prints(w.msgs), after...)
+	result, err := e.claims.BeginFresh(ctx, t.conn, before, w.consumer, claims(w.msgs), after...)
 	if err != nil {
 		return c, err
 	}
@@ -87,7 +87,7 @@ func (e *engine) beginFresh(ctx context.Context, t *tx, w *work) (c claimed, err
 	if forgotten != nil {
 		c.forgotten = *forgotten
 	}
-	c.fresh, c.conflicts = result.Fresh(), result.Conflicts()
+	c.result, c.fresh = result, result.Fresh()
 	return c, nil
 }
 

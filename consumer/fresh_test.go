@@ -54,8 +54,6 @@ func TestABatchTakenAsFreshDropsItsDuplicates(t *testing.T) {
 		"repeatable read": {Isolation: pgx.RepeatableRead},
 		"serializable":    {Isolation: pgx.Serializable},
 		"forever":         {Forever: true},
-		"payload":         {Dedup: consumer.DedupByIDAndPayload},
-		"payload forever": {Dedup: consumer.DedupByIDAndPayload, Forever: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

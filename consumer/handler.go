@@ -56,7 +56,7 @@ func blamed(index int, err error) error {
 
 // Batch returns a handler that gets all fresh messages of a batch at once, for statements over sets
 // and for COPY. If it fails, the batch is split until the failing message is alone, unless the
-// handler names that message: see FailedAt. A message that it publishes needs an ID: msg.ChildID of
+// handler names that message: see FailedAt. A message that it publishes needs an ID: msg.CallKey of
 // its parent.
 func Batch(handle func(ctx context.Context, tx pgx.Tx, msgs []*Message) error) Handler {
 	return batchHandler(handle)

@@ -32,9 +32,9 @@ type StateChange struct {
 type Processed struct {
 	Topic     string
 	Partition int32
-	// Fresh messages were handled, Duplicates were dropped, Parked were parked or made dead
-	// letters.
-	Fresh, Duplicates, Parked int
+	// Fresh messages were handled, Duplicates were dropped, Parked were parked or made dead letters.
+	// Conflicts were dropped although they are no duplicates, because of OnConflictDrop.
+	Fresh, Duplicates, Parked, Conflicts int
 	// Retried: the messages were parked before, and retried.
 	Retried bool
 	// Next is the offset after the last message, Time that message's timestamp.

@@ -5,12 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"strings"
 	"sync/atomic"
 	"time"
-
-	"github.com/jackc/pgx/v5"
 
 	"github.com/effectonce/effectonce/dedup"
 )
@@ -91,11 +88,10 @@ func (c *Consumer) identified(m *Message, sources []dedup.IDSource) bool {
 		m.ID = coordinatesID(m)
 		return true
 	}
-	raw, source, err := idHeader(m, sources)
+	raw, err := idHeader(m, sources)
 	if err != nil {
 		m.refuse(reasonInvalid, err)
 	}
-	m.compared = err == nil && source.Compared
 	if len(raw) == 0 {
 		return false
 	}
@@ -119,7 +115,7 @@ func (m *Message) name(raw []byte) {
 	}
 	if strings.HasPrefix(scope, reservedScope) {
 		m.refuse(reasonInvalid, errReservedSource)
-		m.ID, m.compared = coordinatesID(m), false
+		m.ID = coordinatesID(m)
 		return
 	}
 	m.ID = dedup.MessageID(scope, raw)
@@ -127,14 +123,14 @@ func (m *Message) name(raw []byte) {
 
 // idHeader returns the ID from the first header that has one. An empty value is not an ID: all
 // messages with one would be duplicates of each other.
-func idHeader(m *Message, sources []dedup.IDSource) ([]byte, dedup.IDSource, error) {
+func idHeader(m *Message, sources []dedup.IDSource) ([]byte, error) {
 	for _, source := range sources {
 		found, err := oneValue(m, source.Header)
 		if (err != nil || found != nil) && proven(m, source) {
-			return found, source, err
+			return found, err
 		}
 	}
-	return nil, dedup.IDSource{}, nil
+	return nil, nil
 }
 
 func oneValue(m *Message, name string) (found []byte, err error) {
@@ -175,10 +171,9 @@ func (c *Consumer) unidentified(m *Message) {
 // notCounted lists headers of the message that often carry an ID but are not in the rule of the
 // topic.
 func notCounted(m *Message) (names []string) {
-	legacy, _ := dedup.ParseIDRule("legacy")
-	for _, source := range legacy.Sources() {
-		if value, ok := m.Header(source.Header); ok && len(value) > 0 {
-			names = append(names, source.Header)
+	for _, name := range []string{"message-id", "ce_id", "id", "_watermill_message_uuid", "idempotency-key"} {
+		if value, ok := m.Header(name); ok && len(value) > 0 {
+			names = append(names, name)
 		}
 	}
 	return names
@@ -336,52 +331,4 @@ func (l *lane) leave(a *asked) {
 		l.said.warn(l, "partition waits for functions of Config that do not return", errManyAsked)
 		l.pause(time.Second)
 	}
-}
-
-// prints returns the fingerprints of messages whose payloads are compared; nil: none are.
-func (e *engine) prints(msgs []*Message) (prints [][16]byte) {
-	for i, msg := range msgs {
-		if e.cfg.Dedup != DedupByIDAndPayload && !msg.compared {
-			continue
-		}
-		if prints == nil {
-			prints = make([][16]byte, len(msgs))
-		}
-		prints[i] = dedup.Fingerprint(msg.Key, msg.Value)
-	}
-	return prints
-}
-
-// claim adds the claims of messages to a batch of statements.
-func (e *engine) claim(batch *pgx.Batch, w *work) *dedup.Result {
-	if prints := e.prints(w.msgs); prints != nil {
-		return e.claims.QueueChecked(batch, w.consumer, w.ids(), prints)
-	}
-	return e.claims.Queue(batch, w.consumer, w.ids())
-}
-
-// processedAtMax bounds the query for the time at which the first of two messages was processed.
-const processedAtMax = 2 * time.Second
-
-// firstDuplicate logs the first duplicate of a topic that this process drops. If that is in fact
-// another message, the ID header does not identify messages. It never fails: everything is already
-// committed.
-func (l *lane) firstDuplicate(w *work, msg *Message) {
-	if msg == nil || w.released() {
-		return
-	}
-	if _, said := l.engine.duplicates.LoadOrStore(msg.Topic, true); said {
-		return
-	}
-	attrs := []any{"offset", msg.Offset, "id", msg.ID}
-	if l.engine.cfg.Dedup != DedupByPosition {
-		ctx, cancel := context.WithTimeout(l.ctx, processedAtMax)
-		defer cancel()
-		if at, err := l.engine.claims.ProcessedAt(ctx, l.engine.pool, w.consumer, msg.ID); err == nil {
-			attrs = append(attrs, "processed_at", at)
-		} else {
-			attrs = append(attrs, "error", err)
-		}
-	}
-	l.log(slog.LevelInfo, "first duplicate of the topic was dropped; later ones are only counted", attrs...)
 }

@@ -1,7 +1,6 @@
 package consumer_test
 
 import (
-	"context"
 	"runtime"
 	"slices"
 	"strings"
@@ -9,7 +8,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -35,13 +33,6 @@ func (h *harness) produceWith(with []kgo.RecordHeader, values ...string) {
 	for _, value := range values {
 		h.produceRecord(&kgo.Record{Value: []byte(value), Headers: with})
 	}
-}
-
-// registeredEarlier is what the previous release leaves of a consumer.
-func (h *harness) registeredEarlier() {
-	h.t.Helper()
-	_, err := h.pool.Exec(h.t.Context(), `INSERT INTO effectonce.consumers (name, consumer_group, topics, dedup_window) VALUES ($1, $2, ARRAY[$2], '7 days')`, h.topic+"/"+h.topic, h.topic)
-	require.NoError(h.t, err)
 }
 
 func (h *harness) logged(text string) int { return strings.Count(h.log.String(), text) }
@@ -93,27 +84,6 @@ func TestReservedSourceIsRefused(t *testing.T) {
 	require.NoError(t, stop())
 	require.Equal(t, []string{"0", "honest"}, h.values())
 	require.Equal(t, slices.Repeat([]string{"forged invalid parked"}, 5), h.parked())
-}
-
-// Property: the first duplicate of a consumer is logged, once, with its place and with when the
-// first one was processed, whatever table holds its claims.
-func TestFirstDuplicateIsLogged(t *testing.T) {
-	t.Parallel()
-	bothModes(t, "forever", func(t *testing.T, forever bool) {
-		t.Helper()
-		h := newHarness(t, 1)
-		id := dedup.ChildID(dedup.MessageID("x", []byte("x")), "step", time.Now()).String()
-		h.produceAs(id, "first")
-		h.produceAs(id, "again")
-		h.produceAs(id, "and again")
-		stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Forever, c.BatchMax = forever, 2 })
-		h.wait("position", func() bool { return h.position() == 3 })
-		h.wait("logged", func() bool { return h.logged("duplicate") > 0 })
-		require.NoError(t, stop())
-		require.Equal(t, []string{"first"}, h.values())
-		require.Equal(t, 1, h.logged("first duplicate"), h.log)
-		require.Regexp(t, `level=INFO msg="first duplicate.*partition=0 offset=1 id=`+id+` processed_at=20`, h.log.String())
-	})
 }
 
 // Property: a message that is too large and wrong in another way, too, is parked without its
@@ -173,7 +143,7 @@ func TestFunctionsThatIdentifyCostOnlyTheirMessage(t *testing.T) {
 }
 
 // Property: the headers of known producers name messages where a second header proves the producer,
-// or a profile vouches for it; only the profile keeps payloads from being compared.
+// or a profile vouches for it.
 func TestKnownProducersNameTheirMessages(t *testing.T) {
 	t.Parallel()
 	debezium, watermill := headers("id=1", "__debezium.context.connectorName=postgresql"), headers("_watermill_message_uuid=1", "_watermill_requeuer_retries=2")
@@ -185,14 +155,14 @@ func TestKnownProducersNameTheirMessages(t *testing.T) {
 	}{
 		"debezium proven":           {debezium, nil, []string{"a"}, []string{"b conflict parked"}},
 		"watermill proven":          {watermill, nil, []string{"a"}, []string{"b conflict parked"}},
-		"debezium vouched for":      {headers("id=1"), []consumer.IDProfile{consumer.ProfileDebezium}, []string{"a"}, nil},
-		"watermill vouched for":     {headers("_watermill_message_uuid=1"), []consumer.IDProfile{consumer.ProfileWatermill}, []string{"a"}, nil},
+		"debezium vouched for":      {headers("id=1"), []consumer.IDProfile{consumer.ProfileDebezium}, []string{"a"}, []string{"b conflict parked"}},
+		"watermill vouched for":     {headers("_watermill_message_uuid=1"), []consumer.IDProfile{consumer.ProfileWatermill}, []string{"a"}, []string{"b conflict parked"}},
 		"the other is vouched for":  {headers("id=1"), []consumer.IDProfile{consumer.ProfileWatermill}, []string{"a", "a", "b"}, nil},
 		"proof of the other":        {headers("id=1", "_watermill_delayed_for=1s"), nil, []string{"a", "a", "b"}, nil},
 		"a proof is no name":        {headers("__debezium.context.taskId=0", "_watermill_delayed_for=1s"), nil, []string{"a", "a", "b"}, nil},
-		"both":                      {append(debezium[:2:2], watermill...), []consumer.IDProfile{consumer.ProfileWatermill, consumer.ProfileDebezium}, []string{"a"}, nil},
-		"message-id comes first":    {append(headers("message-id=1"), debezium...), nil, []string{"a"}, nil},
-		"ce_id is for IDs":          {headers("ce_id=1", "ce_source=shop", "id=2"), nil, []string{"a"}, nil},
+		"both":                      {append(debezium[:2:2], watermill...), []consumer.IDProfile{consumer.ProfileWatermill, consumer.ProfileDebezium}, []string{"a"}, []string{"b conflict parked"}},
+		"message-id comes first":    {append(headers("message-id=1"), debezium...), nil, []string{"a"}, []string{"b conflict parked"}},
+		"ce_id is for IDs":          {headers("ce_id=1", "ce_source=shop", "id=2"), nil, []string{"a"}, []string{"b conflict parked"}},
 		"two values without proof":  {headers("id=1", "id=2"), nil, []string{"a", "a", "b"}, nil},
 		"two values, and the proof": {append(headers("id=2"), debezium...), nil, nil, []string{"a invalid parked", "a invalid parked", "b invalid parked"}},
 	} {
@@ -213,30 +183,19 @@ func TestKnownProducersNameTheirMessages(t *testing.T) {
 }
 
 // Property: the stored rule decides, whatever Config says later: a redelivered message is a
-// duplicate. The log explains once how to switch. A name that the previous release registered
-// continues with the headers of its Config.
+// duplicate. The log explains once how to switch.
 func TestStoredRuleDecides(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct {
-		earlier       bool
 		first, second []string // IDHeaders
 		stored, says  string
 	}{
-		"new name":     {false, nil, []string{"x-id"}, "standard", "--set 'headers:x-id'"},
-		"new headers":  {false, []string{"x-id"}, nil, "headers:x-id", "--set standard"},
-		"earlier name": {true, []string{"x-id"}, []string{"message-id"}, "headers:x-id", "--set 'headers:message-id'"},
-		"earlier name with the default": {
-			true, nil,
-			[]string{"x-id"},
-			"headers:message-id,ce_id,id,_watermill_message_uuid,idempotency-key", "--set 'headers:x-id'",
-		},
+		"new name":    {nil, []string{"x-id"}, "standard", "--set 'headers:x-id'"},
+		"new headers": {[]string{"x-id"}, nil, "headers:x-id", "--set standard"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			h := newHarness(t, 1)
-			if tc.earlier {
-				h.registeredEarlier()
-			}
 			h.produceWith(headers("x-id=1", "message-id=2"), "a", "a")
 			stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.IDHeaders, c.BatchMax = tc.first, 1 })
 			h.wait("position", func() bool { return h.position() == 2 })
@@ -276,42 +235,6 @@ func TestFunctionThatWasSlowOnceIsAskedAgain(t *testing.T) {
 	require.NoError(t, stop())
 	require.Equal(t, []string{"a", "slow", "b"}, h.values())
 	require.Empty(t, h.parked())
-}
-
-// Property: a fingerprint is stored where the payload is compared, and only there, message by
-// message; one that is retried after its claim was forgotten has it again.
-func TestFingerprintsAreStoredWhereTheyAreCompared(t *testing.T) {
-	t.Parallel()
-	h := newHarness(t, 1)
-	h.produceWith(headers("x-id=1"), "compared", "compared")
-	h.produceWith(headers("message-id=2"), "not compared", "dropped")
-	h.produceWith(nil, "no header")
-	h.produceWith(headers("x-id=3"), "bad")
-	var good atomic.Bool
-	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		if string(msg.Value) == "bad" && !good.Load() {
-			return consumer.Permanent(errBad)
-		}
-		return effect(ctx, tx, msg)
-	})
-	change := func(c *consumer.Config) { c.IDHeaders = []string{"message-id", "x-id"} }
-	stop := h.run(handler, change)
-	h.wait("position", func() bool { return h.position() == 6 })
-	require.NoError(t, stop())
-	require.Equal(t, []string{"compared", "not compared", "no header"}, h.values())
-	printed := `SELECT count(*) FROM effectonce.processed_messages WHERE fingerprint IS NOT NULL AND message_id = ANY (ARRAY[effectonce.message_id($1, '1'), effectonce.message_id($1, '3')])`
-	require.Equal(t, 2, h.number(printed, h.topic))
-	require.Equal(t, 2, h.number(`SELECT count(*) FROM effectonce.processed_messages WHERE fingerprint IS NOT NULL`))
-	require.Equal(t, 4, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
-
-	_, err := h.pool.Exec(t.Context(), `DELETE FROM effectonce.processed_messages WHERE message_id = effectonce.message_id($1, '3')`, h.topic)
-	require.NoError(t, err)
-	good.Store(true)
-	h.retry()
-	stop = h.run(handler, change)
-	h.waitEffects(4)
-	require.NoError(t, stop())
-	require.Equal(t, 2, h.number(printed, h.topic))
 }
 
 // Property: an invalid rule is refused at once, and so is the rule of a later release.

@@ -23,7 +23,7 @@ func TestCallKeysAreOfTheConsumer(t *testing.T) {
 	h.produceKeyed(key + ":1")
 	var released atomic.Bool
 	called := func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		_, err := tx.Exec(ctx, `INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), msg.ChildID("charge").String())
+		_, err := tx.Exec(ctx, `INSERT INTO effects (message_id, value) VALUES ($1, $2)`, [16]byte(msg.ID), msg.CallKey("charge").String())
 		return err
 	}
 	parked := func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {

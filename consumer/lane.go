@@ -32,8 +32,8 @@ type lane struct {
 	idSources []dedup.IDSource
 	breaker   *breaker
 	careful   *careful
-	loads     int                 // failed attempts to load the held keys
-	tried     map[uuid.UUID]tried // attempts by earlier holders
+	loads     int               // failed attempts to load the held keys
+	tried     map[uuid.UUID]int // attempts by earlier holders
 
 	committed func(last *Message, out outcome)
 	// regain takes the position over again after it was fenced. errWentBack: the database lost
@@ -68,12 +68,6 @@ func (c *careful) done(msgs []*Message) {
 	if last := msgs[len(msgs)-1]; last.row != 0 || last.Offset >= c.from {
 		c.left.Add(-int64(len(msgs)))
 	}
-}
-
-// tried is a message's row in message_attempts.
-type tried struct {
-	attempts int
-	keys     int16
 }
 
 func (l *lane) stopped() bool {
@@ -258,12 +252,10 @@ func (l *lane) count(msg *Message, last error) bool {
 	}
 	for waits := 1; ; waits++ {
 		ctx, cancel := l.engine.bounded(l.ctx)
-		var keys int16
-		err := l.engine.pool.QueryRow(ctx, l.engine.sql.attempt, l.work.consumer.ID(), [16]byte(msg.ID), text, msg.keyGeneration()).Scan(&msg.attempts, &keys)
+		err := l.engine.pool.QueryRow(ctx, l.engine.sql.attempt, l.work.consumer.ID(), [16]byte(msg.ID), text).Scan(&msg.attempts)
 		cancel()
 		if err == nil {
 			msg.counted = true
-			msg.keepKeys(keys)
 			crashpoint.At(l.ctx, crashpoint.ConsumerAttempted)
 			return true
 		}
@@ -277,10 +269,7 @@ func (l *lane) count(msg *Message, last error) bool {
 func (l *lane) try(msgs []*Message) *failure {
 	if len(l.tried) > 0 {
 		for _, msg := range msgs {
-			if before, known := l.tried[msg.ID]; known {
-				msg.attempts = max(msg.attempts, before.attempts)
-				msg.keepKeys(before.keys)
-			}
+			msg.attempts = max(msg.attempts, l.tried[msg.ID])
 		}
 	}
 	w := l.work
@@ -301,7 +290,6 @@ func (l *lane) try(msgs []*Message) *failure {
 	}
 	l.committed(msgs[len(msgs)-1], out)
 	l.tell(&w, out)
-	l.firstDuplicate(&w, out.duplicate)
 	crashpoint.At(l.ctx, crashpoint.ConsumerMarked)
 	return nil
 }

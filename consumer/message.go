@@ -27,19 +27,16 @@ type Message struct {
 
 	topicID   uuid.UUID // zero if the broker does not know it
 	record    *kgo.Record
-	published int       // number of messages published while handling it: the step of the next child ID
-	released  time.Time // if it was parked: the time in its children's IDs
+	published int       // number of messages published while handling it: the step of the next one's ID
+	released  time.Time // if it was parked: the time in the IDs of what it publishes
 	scope     string    // the consumer's name
-	secrets   *dedup.Secrets
-	callTime  *time.Time // time in foreign-call keys of the previous release; nil: none
-	behind    int64      // offset after the control records that follow it; 0: none follow
-	row       int64      // its seq in parked_messages; 0: it comes from Kafka
-	park      *parking   // why it is parked and not handled; nil: it is handled
-	compared  bool       // its ID may belong to another message: see dedup.IDSource
-	attempts  int        // counted attempts at it alone, from the database; 0: none
-	place     int        // in the tracker
-	counted   bool       // the next attempt is already counted
-	conflicts int        // attempts that ended because of another transaction, and are not counted
+	behind    int64     // offset after the control records that follow it; 0: none follow
+	row       int64     // its seq in parked_messages; 0: it comes from Kafka
+	park      *parking  // why it is parked and not handled; nil: it is handled
+	attempts  int       // counted attempts at it alone, from the database; 0: none
+	place     int       // in the tracker
+	counted   bool      // the next attempt is already counted
+	conflicts int       // attempts that ended because of another transaction, and are not counted
 }
 
 // Range of times that the database can store. A producer chooses a record's timestamp: a partition
@@ -80,50 +77,22 @@ func (m *Message) Header(name string) ([]byte, bool) {
 // was parked and is retried. The record must not be changed.
 func (m *Message) Record() *kgo.Record { return m.record }
 
-// ChildID derives the key of a call to another system. The key depends only on the consumer's name,
+// CallKey derives the key of a call to another system. The key depends only on the consumer's name,
 // the message's ID and the step, so it is the same in every attempt, and after parking, retry,
 // promotion and release. Each call in a handler needs its own step. The key contains no time:
-// messages that a handler publishes have other IDs, see OutboxID.
-//
-// Messages that the previous release may have attempted keep the keys of that release.
-func (m *Message) ChildID(step string) uuid.UUID {
-	if m.callTime != nil {
-		return dedup.ChildID(m.ID, step, *m.callTime)
-	}
-	return m.secrets.CallKey(m.scope, m.ID, step, m.Time)
-}
+// messages that a handler publishes have other IDs, see PublishID.
+func (m *Message) CallKey(step string) uuid.UUID { return dedup.CallKey(m.scope, m.ID, step) }
 
-// OutboxID derives the ID of a message to be published from this message and a step. It is the same
-// in every re-execution. It contains the time of the record, or of the release from parking, so
-// that the next consumer can prove the message fresh. Messages that a handler publishes through its
-// tx get such an ID automatically. A batch handler must call OutboxID.
-func (m *Message) OutboxID(step string) uuid.UUID {
+// PublishID derives the ID of a message to be published from the consumer's name, this message and a
+// step. It is the same in every re-execution. It contains the time of the record, or of the release
+// from parking, so that the next consumer can prove the message fresh. Messages that a handler
+// publishes through its tx get such an ID automatically. A batch handler must call PublishID.
+func (m *Message) PublishID(step string) uuid.UUID {
 	at := m.Time
 	if !m.released.IsZero() {
 		at = m.released
 	}
-	return m.secrets.ChildID(m.ID, step, at, m.Time)
-}
-
-// Generations of keys for foreign calls, as message_attempts and parked_messages store them.
-const (
-	keysTimed  = 1 // of the previous release
-	keysStable = 2
-)
-
-func (m *Message) keyGeneration() int16 {
-	if m.callTime != nil {
-		return keysTimed
-	}
-	return keysStable
-}
-
-// keepKeys sets the generation of the message's keys for foreign calls to the one that an earlier
-// attempt used.
-func (m *Message) keepKeys(generation int16) {
-	if generation == keysTimed && m.callTime == nil {
-		m.callTime = &m.Time
-	}
+	return dedup.PublishID(m.scope, m.ID, step, at)
 }
 
 // next is the offset after the message and the control records that follow it.
@@ -179,3 +148,14 @@ func coordinatesID(m *Message) uuid.UUID {
 	raw = binary.BigEndian.AppendUint64(raw, uint64(m.Offset))
 	return dedup.MessageID(reservedScope+"coordinates:"+m.Topic, raw)
 }
+
+// underCoordinates is the message under an ID of its own: its coordinates, and its fingerprint, which
+// distinguishes it where the coordinates themselves are taken (a topic that was recreated on brokers
+// without topic IDs).
+func (m *Message) underCoordinates() *Message {
+	own, id := *m, coordinatesID(m)
+	own.ID = dedup.MessageID(reservedScope+"conflict:"+m.Topic, binary.BigEndian.AppendUint32(id[:], uint32(m.fingerprint())))
+	return &own
+}
+
+func (m *Message) fingerprint() int32 { return dedup.Fingerprint(m.Key, m.Value) }

@@ -122,7 +122,7 @@ func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selecti
 	ids, topics, partitions, offsets := make([][16]byte, n), make([]string, n), make([]int32, n), make([]int64, n)
 	topicIDs, keys, payloads, headers := make([]*[16]byte, n), make([][]byte, n), make([][]byte, n), make([]string, n)
 	times, reasons, errs := make([]time.Time, n), make([]string, n), make([]string, n)
-	attempts, states, generations, callTimes := make([]int32, n), make([]string, n), make([]int16, n), make([]*time.Time, n)
+	attempts, states := make([]int32, n), make([]string, n)
 	for i, m := range s.parked {
 		ids[i], topics[i], partitions[i], offsets[i] = m.ID, m.Topic, m.Partition, m.Offset
 		if id := [16]byte(m.topicID); id != [16]byte{} {
@@ -133,7 +133,6 @@ func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selecti
 			payloads[i], headers[i] = m.Value, headersText(m.Headers)
 		}
 		reasons[i], errs[i], attempts[i] = s.why[i].reason, bounds.ErrorText(s.why[i].err), int32(s.why[i].attempts)
-		generations[i], callTimes[i] = m.keyGeneration(), m.callTime
 		states[i] = "parked"
 		if s.behind[i] {
 			states[i] = "behind"
@@ -144,8 +143,7 @@ func (e *engine) queuePark(batch *pgx.Batch, consumer dedup.Consumer, s *selecti
 	if len(keysBehind) > 0 {
 		batch.Queue(e.sql.touchHeads, consumer.ID(), s.parked[0].Topic, s.parked[0].Partition, keysBehind)
 	}
-	batch.Queue(e.sql.park, consumer.ID(), ids, topics, topicIDs, partitions, offsets, keys, payloads, headers, times, reasons, errs, attempts, states,
-		generations, callTimes)
+	batch.Queue(e.sql.park, consumer.ID(), ids, topics, topicIDs, partitions, offsets, keys, payloads, headers, times, reasons, errs, attempts, states)
 }
 
 // headersText is the stored form of headers, as in the outbox. If JSON cannot hold a name, all

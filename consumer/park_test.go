@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -219,7 +220,7 @@ func TestOlderThanWhatWasForgottenIsExpired(t *testing.T) {
 		h.exec(`UPDATE effectonce.consumers SET forgotten_to = clock_timestamp() - interval '1 hour' WHERE dedup_window IS NOT NULL`)
 		old := time.Now().Add(-2 * time.Hour)
 		id := func(at time.Time) []kgo.RecordHeader {
-			return []kgo.RecordHeader{{Key: "message-id", Value: []byte(dedup.ChildID(uuid.New(), "id", at).String())}}
+			return []kgo.RecordHeader{{Key: "message-id", Value: []byte(dedup.PublishID("p", uuid.New(), "id", at).String())}}
 		}
 		h.produceRecord(&kgo.Record{Value: []byte("old id"), Headers: id(old)})
 		h.produceRecord(&kgo.Record{Value: []byte("old record"), Timestamp: old, Headers: id(time.Now())})
@@ -346,21 +347,74 @@ func TestDeadLetterGoesThroughTheOutbox(t *testing.T) {
 	require.NotContains(t, found, "message-id")
 }
 
-// Property: the same ID with another payload is parked as a conflict where payloads are compared; a
-// true duplicate is dropped. Row C23 of guarantees.md.
-func TestSameIDWithAnotherPayloadIsAConflict(t *testing.T) {
+// Property: another message under an ID is parked as a conflict, whatever named the ID; a true
+// duplicate is dropped. It is claimed under its coordinates: a redelivery after its retry has no second
+// effect, and the calls of its handler have keys of their own. Row C23 of guarantees.md.
+func TestAnotherMessageUnderAnIDIsAConflict(t *testing.T) {
+	t.Parallel()
+	for name, tc := range map[string]struct {
+		change func(c *consumer.Config)
+		header string
+	}{
+		"message-id": {func(*consumer.Config) {}, "message-id=1"},
+		"ce_id":      {func(c *consumer.Config) { c.Forever = true }, "ce_id=1"},
+		"profile":    {func(c *consumer.Config) { c.IDProfiles = []consumer.IDProfile{consumer.ProfileDebezium} }, "id=1"},
+		"header":     {func(c *consumer.Config) { c.IDHeaders = []string{"x-id"} }, "x-id=1"},
+		"function":   {func(c *consumer.Config) { c.IDFunc = func(*consumer.Message) []byte { return []byte("1") } }, "nothing=1"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newHarness(t, 1)
+			var calls sync.Map
+			handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+				calls.Store(msg.CallKey("charge"), true)
+				return effect(ctx, tx, msg)
+			})
+			h.produceWith(headers(tc.header), "first", "other", "first", "late")
+			stop := h.run(handler, tc.change)
+			h.wait("position", func() bool { return h.position() == 4 })
+			require.NoError(t, stop())
+			require.Equal(t, []string{"first"}, h.values())
+			require.Equal(t, []string{"other conflict parked", "late conflict parked"}, h.parked())
+
+			h.retry()
+			stop = h.run(handler, tc.change)
+			h.waitEffects(3)
+			require.NoError(t, stop())
+			h.rewind(0, "")
+			h.produceWith(headers(tc.header), "later")
+			stop = h.run(handler, tc.change)
+			h.waitParked("conflict")
+			h.wait("position", func() bool { return h.position() == 5 })
+			require.NoError(t, stop())
+			require.ElementsMatch(t, []string{"first", "other", "late"}, h.values(), "nothing twice")
+			require.Equal(t, []string{"later conflict parked"}, h.parked())
+			keys := 0
+			calls.Range(func(any, any) bool { keys++; return true })
+			require.Equal(t, 3, keys)
+		})
+	}
+}
+
+// Property: with OnConflictDrop a conflict is dropped, counted and logged.
+func TestConflictsAreDroppedWhereThatIsConfigured(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
-	h.produceAs("1", "first")
-	h.produceAs("1", "other")
-	stop := h.run(consumer.Each(effect), func(c *consumer.Config) { c.Dedup = consumer.DedupByIDAndPayload })
-	h.waitParked("conflict")
-	h.produceAs("1", "first")
-	h.produceAs("1", "late")
-	h.wait("position", func() bool { return h.position() == 4 })
+	h.produceWith(headers("message-id=1"), "first", "other", "first")
+	var conflicts, duplicates atomic.Int64
+	stop := h.run(consumer.Each(effect), func(c *consumer.Config) {
+		c.OnConflict = consumer.OnConflictDrop
+		c.Hooks.Processed = func(p consumer.Processed) {
+			conflicts.Add(int64(p.Conflicts))
+			duplicates.Add(int64(p.Duplicates))
+		}
+	})
+	h.wait("position", func() bool { return h.position() == 3 })
 	require.NoError(t, stop())
 	require.Equal(t, []string{"first"}, h.values())
-	require.Equal(t, []string{"other conflict parked", "late conflict parked"}, h.parked())
+	require.Empty(t, h.parked())
+	require.Equal(t, []int64{1, 1}, []int64{conflicts.Load(), duplicates.Load()})
+	require.Equal(t, 1, h.logged("messages are dropped whose ID another message has"), h.log)
 }
 
 // Property: if the position stops redeliveries, a rewound offset and a restart change nothing, and

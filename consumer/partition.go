@@ -106,10 +106,7 @@ func (l *lane) messages(c *Consumer, records []queued, topicID uuid.UUID) []*Mes
 	}
 	msgs := c.newMessages(l, plain, topicID)
 	for i, msg := range msgs {
-		msg.scope, msg.secrets, msg.behind = l.scope, l.engine.cfg.Secrets, records[i].behind
-		if msg.Offset < l.work.pos.keysFrom {
-			msg.callTime = &msg.Time
-		}
+		msg.scope, msg.behind = l.scope, records[i].behind
 	}
 	return msgs
 }

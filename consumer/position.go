@@ -106,7 +106,7 @@ func (c *Consumer) decide(k known) held {
 	d := decideStart(k)
 	pos := &position{
 		topic: k.topic, partition: k.partition, epoch: k.row.epoch + 1, stored: d.next,
-		handledFrom: d.handledFrom, handledTo: d.handledTo, keysFrom: d.keysFrom, server: k.row.server,
+		handledFrom: d.handledFrom, handledTo: d.handledTo, server: k.row.server,
 	}
 	if next := k.row.next; !k.row.released && (next == nil) == (k.row.heldOffset == nil) && (next == nil || *next == *k.row.heldOffset) {
 		pos.stuck = k.row.stuck + 1
@@ -176,7 +176,7 @@ func (c *Consumer) lockPositions(ctx context.Context, tx pgx.Tx, holds []hold, c
 		var row storedPosition
 		var topicID *[16]byte
 		_, err := pgx.ForEachRow(found, []any{
-			&key.topic, &key.partition, &topicID, &row.next, &row.epoch, &row.handledFrom, &row.handledBy, &row.handledRule, &row.keysFrom, &row.knownEpoch,
+			&key.topic, &key.partition, &topicID, &row.next, &row.epoch, &row.handledFrom, &row.handledBy, &row.handledRule,
 			&row.resumeAt, &row.held, &row.released, &row.heldOffset, &row.stuck, &row.server,
 		}, func() error {
 			stored := row
@@ -222,7 +222,7 @@ func nullable(id uuid.UUID) *[16]byte {
 func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows map[topicPartition]storedPosition, taken []held) error {
 	var topics, rules []string
 	var numbers, stuck, by []int32
-	var epochs, from, keys []int64
+	var epochs, from []int64
 	var topicIDs []*[16]byte
 	var nexts []*int64
 	var moved, ordered []bool
@@ -240,7 +240,7 @@ func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows
 			topicID, recreated = nullable(h.log.topicID), known{row: row, log: h.log}.recreated()
 		}
 		topicIDs, nexts, stuck = append(topicIDs, topicID), append(nexts, d.next), append(stuck, int32(pos.stuck))
-		moved, from, keys = append(moved, d.moved || recreated), append(from, d.storeFrom), append(keys, d.keysFrom)
+		moved, from = append(moved, d.moved || recreated), append(from, d.storeFrom)
 		by, rules, ordered = append(by, c.ids[h.topic].ID()), append(rules, c.idRule(h.topic)), append(ordered, d.ordered)
 		var halt *string
 		if d.halt != nil {
@@ -252,7 +252,7 @@ func (c *Consumer) storeHolds(ctx context.Context, tx pgx.Tx, holds []hold, rows
 			batch.Queue(c.engine.sql.reset, c.owner, bounds.ErrorText(d.reset), c.engine.cfg.Group, h.topic, h.partition, *d.next)
 		}
 	}
-	batch.Queue(c.engine.sql.hold, c.engine.cfg.Group, c.owner, topics, numbers, epochs, topicIDs, nexts, stuck, moved, from, by, rules, keys, ordered, halts)
+	batch.Queue(c.engine.sql.hold, c.engine.cfg.Group, c.owner, topics, numbers, epochs, topicIDs, nexts, stuck, moved, from, by, rules, ordered, halts)
 	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
 		return fmt.Errorf("store where partitions begin: %w", err)
 	}

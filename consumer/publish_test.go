@@ -22,7 +22,7 @@ func TestHandlersPublishLast(t *testing.T) {
 	inserted := func(ctx context.Context, tx pgx.Tx, msgs ...*consumer.Message) error {
 		for _, msg := range msgs {
 			child := child
-			child.ID = msg.OutboxID("child") // a handler of whole batches has to derive it
+			child.ID = msg.PublishID("child") // a handler of whole batches has to derive it
 			if err := outbox.Publish(ctx, tx, child); err != nil {
 				return err
 			}
@@ -66,7 +66,7 @@ func TestHandlersPublishLast(t *testing.T) {
 
 // Property: a handler of whole batches that publishes a message without an ID is parked with the
 // remedy, which is stated once.
-func TestBatchWithoutChildIDIsParked(t *testing.T) {
+func TestBatchWithoutPublishIDIsParked(t *testing.T) {
 	t.Parallel()
 	h := newHarness(t, 1)
 	h.produce("1")
@@ -75,6 +75,6 @@ func TestBatchWithoutChildIDIsParked(t *testing.T) {
 	}), nil)
 	h.waitParked("permanent")
 	require.NoError(t, stop())
-	require.Equal(t, 1, h.number(`SELECT (length(error) - length(replace(error, 'msg.OutboxID', ''))) / length('msg.OutboxID') FROM effectonce.parked_messages`))
+	require.Equal(t, 1, h.number(`SELECT (length(error) - length(replace(error, 'msg.PublishID', ''))) / length('msg.PublishID') FROM effectonce.parked_messages`))
 	require.Zero(t, h.number(`SELECT count(*) FROM effectonce.outbox`))
 }

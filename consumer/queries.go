@@ -53,7 +53,7 @@ ON CONFLICT (consumer_group, topic, partition) DO NOTHING`
 // lockSQL reads positions and locks them, so that their holders cannot advance them until the
 // takeover is stored.
 const lockSQL = `-- consumer.lock
-SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_by, p.handled_rule, p.keys_from, p.known_epoch,
+SELECT p.topic, p.partition, p.topic_id, p.next_offset, p.epoch, p.handled_from, p.handled_by, p.handled_rule,
   p.resume_at, p.owner IS NOT NULL, p.released, p.held_offset, p.stuck, pg_catalog.pg_postmaster_start_time()
 FROM effectonce.consumer_positions p
 WHERE p.consumer_group = $1 AND (p.topic, p.partition) IN (SELECT t.topic, t.partition FROM unnest($2::text[], $3::int[]) AS t (topic, partition))
@@ -64,15 +64,15 @@ FOR UPDATE`
 // advance them. It matches the epoch on which the decision was based.
 const holdSQL = `-- consumer.hold
 UPDATE effectonce.consumer_positions p SET
-  epoch = p.epoch + 1, known_epoch = p.epoch + 1, owner = $2, updated_at = clock_timestamp(), released = t.halt IS NOT NULL,
+  epoch = p.epoch + 1, owner = $2, updated_at = clock_timestamp(), released = t.halt IS NOT NULL,
   topic_id = coalesce(t.topic_id, p.topic_id), next_offset = t.next, held_offset = t.next, stuck = t.stuck,
   record_time = CASE WHEN t.moved THEN NULL ELSE p.record_time END, caught_up_at = CASE WHEN t.moved THEN NULL ELSE p.caught_up_at END,
-  handled_from = t.handled_from, handled_by = t.handled_by, handled_rule = t.handled_rule, keys_from = t.keys_from,
+  handled_from = t.handled_from, handled_by = t.handled_by, handled_rule = t.handled_rule,
   resume_at = CASE WHEN t.ordered THEN NULL ELSE p.resume_at END,
   trouble = t.halt, trouble_since = CASE WHEN t.halt IS NULL THEN NULL WHEN p.trouble = t.halt THEN p.trouble_since ELSE clock_timestamp() END
 FROM unnest($3::text[], $4::int[], $5::bigint[], $6::uuid[], $7::bigint[], $8::int[], $9::boolean[], $10::bigint[], $11::int[], $12::text[],
-  $13::bigint[], $14::boolean[], $15::text[])
-  AS t (topic, partition, epoch, topic_id, next, stuck, moved, handled_from, handled_by, handled_rule, keys_from, ordered, halt)
+  $13::boolean[], $14::text[])
+  AS t (topic, partition, epoch, topic_id, next, stuck, moved, handled_from, handled_by, handled_rule, ordered, halt)
 WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition AND p.epoch = t.epoch`
 
 // widenSQL moves handled_from back: the messages from there on were handled, too.
@@ -98,13 +98,9 @@ SELECT topic FROM effectonce.consumer_pauses WHERE consumer_group = $1`
 const primarySQL = `-- consumer.primary
 SELECT NOT pg_is_in_recovery()`
 
-// checkSQL raises EO001 if the caller no longer holds the partition, and changes nothing.
+// checkSQL raises EO001 if the caller no longer holds the partition, or if the database is behind the
+// position that the caller last saw stored, unless that is null. It changes nothing.
 const checkSQL = `-- consumer.check
-SELECT effectonce.check_position($1, $2, $3, $4)`
-
-// checkKnownSQL does the same for a worker: it also raises if the database is behind the position
-// that the caller last saw stored.
-const checkKnownSQL = `-- consumer.check_known
 SELECT effectonce.check_position($1, $2, $3, $4, $5)`
 
 // advanceApartSQL advances a position outside of the transactions that handled the messages, and
@@ -166,38 +162,28 @@ WHERE p.consumer_group = $1 AND p.topic = t.topic AND p.partition = t.partition 
 
 // attemptSQL counts an attempt, in its own transaction.
 const attemptSQL = `-- consumer.attempt
-INSERT INTO effectonce.message_attempts AS a (consumer, message_id, attempts, error, keys) VALUES ($1, $2, 1, $3, $4)
+INSERT INTO effectonce.message_attempts AS a (consumer, message_id, attempts, error) VALUES ($1, $2, 1, $3)
 ON CONFLICT (consumer, message_id) DO UPDATE SET
   attempts = a.attempts + 1, error = coalesce(excluded.error, a.error), updated_at = clock_timestamp()
-RETURNING attempts, keys`
+RETURNING attempts`
 
 const attemptsSQL = `-- consumer.attempts
-SELECT message_id, attempts, keys FROM effectonce.message_attempts WHERE consumer = $1 ORDER BY updated_at DESC LIMIT $2`
+SELECT message_id, attempts FROM effectonce.message_attempts WHERE consumer = $1 ORDER BY updated_at DESC LIMIT $2`
 
 const forgetAttemptsSQL = `-- consumer.forget_attempts
 DELETE FROM effectonce.message_attempts WHERE consumer = $1 AND message_id = ANY ($2::uuid[])`
 
 // parkSQL inserts in the order of the messages, which becomes the order of seq. A message that is
-// already stored (a redelivered conflict has no claim of its own) stays unchanged.
+// already stored stays unchanged.
 const parkSQL = `-- consumer.park
 INSERT INTO effectonce.parked_messages
-  (consumer, message_id, topic, topic_id, partition, "offset", key, payload, headers, record_time, reason, error, attempts, state, keys, call_time)
-SELECT $1, m.id, m.topic, m.topic_id, m.partition, m.at, m.key, m.payload, m.headers, m.record_time, m.reason, m.error, m.attempts, m.state,
-  m.keys, m.call_time
+  (consumer, message_id, topic, topic_id, partition, "offset", key, payload, headers, record_time, reason, error, attempts, state)
+SELECT $1, m.id, m.topic, m.topic_id, m.partition, m.at, m.key, m.payload, m.headers, m.record_time, m.reason, m.error, m.attempts, m.state
 FROM unnest($2::uuid[], $3::text[], $4::uuid[], $5::int[], $6::bigint[], $7::bytea[], $8::bytea[], $9::jsonb[], $10::timestamptz[],
-  $11::text[], $12::text[], $13::int[], $14::text[], $15::smallint[], $16::timestamptz[])
-  WITH ORDINALITY AS m (id, topic, topic_id, partition, at, key, payload, headers, record_time, reason, error, attempts, state, keys, call_time, n)
+  $11::text[], $12::text[], $13::int[], $14::text[])
+  WITH ORDINALITY AS m (id, topic, topic_id, partition, at, key, payload, headers, record_time, reason, error, attempts, state, n)
 ORDER BY m.n
 ON CONFLICT (consumer, topic, partition, "offset", message_id) DO NOTHING`
-
-// adoptSQL promotes messages in state behind that have no message before them: the previous release
-// had no promoting trigger, and may have left some.
-const adoptSQL = `-- consumer.adopt
-UPDATE effectonce.parked_messages p SET
-  state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
-FROM (SELECT DISTINCT ON (sha256(key)) seq, state FROM effectonce.parked_messages
-  WHERE consumer = $1 AND topic = $2 AND partition = $3 AND key IS NOT NULL ORDER BY sha256(key), seq) AS first
-WHERE p.seq = first.seq AND first.state = 'behind' AND p.state = 'behind'`
 
 // headsSQL lists the keys of the first parked messages, from the index of heads alone. It runs when
 // a partition is taken over.
@@ -282,8 +268,7 @@ WHERE NOT $5::boolean OR NOT EXISTS (SELECT FROM effectonce.parked_messages n
 // releaseSQL chooses the messages to retry: the due messages $6, and up to $7 messages that wait
 // behind each, in order and without a gap. It returns up to $4 messages and $5 bytes of these, but
 // at least one message. A message with a reason of its own, and the messages behind it, are left
-// for an operator. The time of the release is stored before the messages are used. Keys for foreign
-// calls that depend on a time keep it.
+// for an operator. The time of the release is stored before the messages are used.
 const releaseSQL = `-- consumer.release
 WITH due AS MATERIALIZED (
   SELECT seq, sha256(key) AS hash FROM effectonce.parked_messages
@@ -300,10 +285,9 @@ WITH due AS MATERIALIZED (
   SELECT l.seq, row_number() OVER w AS n, pg_catalog.sum(coalesce(octet_length(p.payload), 0) + octet_length(p.headers::text)) OVER w AS bytes
   FROM line l JOIN effectonce.parked_messages p USING (seq) WINDOW w AS (ORDER BY l.head, l.seq)
 )
-UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, clock_timestamp()),
-  call_time = CASE WHEN p.keys = 1 THEN coalesce(p.call_time, p.released_at, p.record_time) END
+UPDATE effectonce.parked_messages p SET released_at = coalesce(p.released_at, clock_timestamp())
 FROM chosen c WHERE p.seq = c.seq AND (c.n = 1 OR c.n <= $4 AND c.bytes <= $5)
-RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.released_at, p.call_time`
+RETURNING p.seq, p.message_id, p.topic_id, p."offset", p.key, p.payload, p.headers::text, p.record_time, p.released_at`
 
 // lockParkedSQL locks parked messages before they are handled and deleted, so that only one
 // transaction handles them. It locks in the order of seq; otherwise two transactions could
@@ -327,9 +311,9 @@ type queries struct {
 	contact, met, rows, lock, hold, pauses, orders, widen                string
 	reset, givenUp, holder, poll, trouble, caughtUp                      string
 	lockHeads, heldNow                                                   string
-	advance, advanceApart, check, checkKnown                             string
+	advance, advanceApart, check                                         string
 	attempt, attempts, forgetAttempts                                    string
-	park, touchHeads, heads, adopt                                       string
+	park, touchHeads, heads                                              string
 	refuseLarge, orderRetries, due, release, lockParked, unpark, setBack string
 	countParked                                                          string
 }
@@ -343,9 +327,9 @@ func newQueries(schema string) queries {
 		trouble: in(troubleSQL), caughtUp: in(caughtUpSQL),
 		countParked: in(countParkedSQL),
 		lockHeads:   in(lockHeadsSQL), heldNow: in(heldNowSQL),
-		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL), checkKnown: in(checkKnownSQL),
+		advance: in(advanceSQL), advanceApart: in(advanceApartSQL), check: in(checkSQL),
 		attempt: in(attemptSQL), attempts: in(attemptsSQL), forgetAttempts: in(forgetAttemptsSQL),
-		park: in(parkSQL), touchHeads: in(touchHeadsSQL), heads: in(headsSQL), adopt: in(adoptSQL),
+		park: in(parkSQL), touchHeads: in(touchHeadsSQL), heads: in(headsSQL),
 		refuseLarge: in(refuseLargeSQL), orderRetries: in(orderRetriesSQL), due: in(dueSQL),
 		release: in(releaseSQL), lockParked: in(lockParkedSQL), unpark: in(unparkSQL), setBack: in(setBackSQL),
 	}

@@ -26,9 +26,9 @@ func (l *lane) load(parent context.Context) error {
 		return fmt.Errorf("read attempts: %w", err)
 	}
 	var id [16]byte
-	var before tried
-	l.tried = map[uuid.UUID]tried{}
-	_, err = pgx.ForEachRow(rows, []any{&id, &before.attempts, &before.keys}, func() error {
+	var before int
+	l.tried = map[uuid.UUID]int{}
+	_, err = pgx.ForEachRow(rows, []any{&id, &before}, func() error {
 		l.tried[id] = before
 		return nil
 	})
@@ -51,9 +51,6 @@ func (l *lane) loadHeld(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, l.engine.answerMax()<<min(l.loads, loadDoubledMax))
 	defer cancel()
 	l.loads++
-	if _, err := l.engine.pool.Exec(ctx, l.engine.sql.adopt, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition); err != nil {
-		return fmt.Errorf("promote parked messages without an earlier one: %w", err)
-	}
 	rows, err := l.engine.pool.Query(ctx, l.engine.sql.heads, l.work.consumer.ID(), l.work.pos.topic, l.work.pos.partition)
 	if err != nil {
 		return fmt.Errorf("read parked keys: %w", err)
@@ -159,12 +156,12 @@ func (l *lane) released(ctx context.Context, limit int, seqs []int64) ([]*Messag
 }
 
 func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
-	msg := &Message{Topic: l.work.pos.topic, Partition: l.work.pos.partition, scope: l.scope, secrets: l.engine.cfg.Secrets}
+	msg := &Message{Topic: l.work.pos.topic, Partition: l.work.pos.partition, scope: l.scope}
 	var id [16]byte
 	var topicID *[16]byte
 	var headers []byte
 	var at *time.Time
-	err := row.Scan(&msg.row, &id, &topicID, &msg.Offset, &msg.Key, &msg.Value, &headers, &at, &msg.released, &msg.callTime)
+	err := row.Scan(&msg.row, &id, &topicID, &msg.Offset, &msg.Key, &msg.Value, &headers, &at, &msg.released)
 	if err != nil {
 		return nil, err
 	}
@@ -178,15 +175,12 @@ func (l *lane) parkedMessage(row pgx.CollectableRow) (*Message, error) {
 	if msg.Headers, err = headersOf(headers); err != nil {
 		return nil, fmt.Errorf("parked message %s: %w", msg.ID, err)
 	}
-	if _, source, err := idHeader(msg, l.idSources); err == nil {
-		msg.compared = source.Compared
-	}
 	return msg, nil
 }
 
 // queueLock locks the parked rows: the transaction that locks a row handles its message. The
 // messages are claimed again, in case their claims were forgotten.
-func (e *engine) queueLock(batch *pgx.Batch, w *work) (decide func() (fresh, conflicts []bool)) {
+func (e *engine) queueLock(batch *pgx.Batch, w *work, c *claimed) (decide func()) {
 	there := make(map[int64]bool, len(w.msgs))
 	batch.Queue(e.sql.lockParked, w.rows(w.msgs)).Query(func(rows pgx.Rows) error {
 		var seq int64
@@ -196,15 +190,14 @@ func (e *engine) queueLock(batch *pgx.Batch, w *work) (decide func() (fresh, con
 		})
 		return err
 	})
-	if e.cfg.Dedup == DedupByID || e.cfg.Dedup == DedupByIDAndPayload {
-		e.claim(batch, w)
+	if e.cfg.Dedup == DedupByID {
+		e.claims.Queue(batch, w.consumer, claims(w.msgs))
 	}
-	return func() ([]bool, []bool) {
-		fresh := make([]bool, len(w.msgs))
+	return func() {
+		c.fresh = make([]bool, len(w.msgs))
 		for i, msg := range w.msgs {
-			fresh[i] = there[msg.row]
+			c.fresh[i] = there[msg.row]
 		}
-		return fresh, nil
 	}
 }
 

@@ -73,32 +73,27 @@ func TestReleaseOfALargeMessage(t *testing.T) {
 // after it has no second effect. Row C15 of guarantees.md.
 func TestReleasedMessageIsClaimedAgain(t *testing.T) {
 	t.Parallel()
-	for name, level := range map[string]consumer.Dedup{"ID": consumer.DedupByID, "ID and payload": consumer.DedupByIDAndPayload} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			var fixed atomic.Bool
-			handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-				if !fixed.Load() {
-					return consumer.Permanent(errBad)
-				}
-				return effect(ctx, tx, msg)
-			})
-			h := newHarness(t, 1)
-			stop := h.run(handler, func(c *consumer.Config) { c.Dedup = level })
-			h.produceKeyed("a:bad")
-			h.wait("position", func() bool { return h.position() == 1 })
-			h.exec(`DELETE FROM effectonce.processed_messages`)
-			fixed.Store(true)
-			h.retry()
-			h.waitEffects(1)
-			require.NoError(t, stop())
-			require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
+	var fixed atomic.Bool
+	handler := consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
+		if !fixed.Load() {
+			return consumer.Permanent(errBad)
+		}
+		return effect(ctx, tx, msg)
+	})
+	h := newHarness(t, 1)
+	stop := h.run(handler, nil)
+	h.produceKeyed("a:bad")
+	h.wait("position", func() bool { return h.position() == 1 })
+	h.exec(`DELETE FROM effectonce.processed_messages`)
+	fixed.Store(true)
+	h.retry()
+	h.waitEffects(1)
+	require.NoError(t, stop())
+	require.Equal(t, 1, h.number(`SELECT count(*) FROM effectonce.processed_messages`))
 
-			h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 0`)
-			stop = h.run(handler, func(c *consumer.Config) { c.Dedup = level })
-			h.wait("position", func() bool { return h.position() == 1 })
-			require.NoError(t, stop())
-			require.Equal(t, []string{"a:bad"}, h.values())
-		})
-	}
+	h.exec(`UPDATE effectonce.consumer_positions SET next_offset = 0`)
+	stop = h.run(handler, nil)
+	h.wait("position", func() bool { return h.position() == 1 })
+	require.NoError(t, stop())
+	require.Equal(t, []string{"a:bad"}, h.values())
 }

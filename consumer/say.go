@@ -134,10 +134,13 @@ func (l *lane) tell(w *work, out outcome) {
 	hooks, last := &l.engine.cfg.Hooks, w.msgs[len(w.msgs)-1]
 	if hooks.Processed != nil {
 		processed := Processed{
-			Topic: w.pos.topic, Partition: w.pos.partition, Fresh: out.fresh, Duplicates: out.duplicates, Parked: len(out.parked),
+			Topic: w.pos.topic, Partition: w.pos.partition, Fresh: out.fresh, Duplicates: out.duplicates, Parked: len(out.parked), Conflicts: out.conflicts,
 			Retried: w.released(), Next: last.next(), Time: last.Time, Claim: out.claim, Handle: out.handle, Commit: out.commit,
 		}
 		l.engine.hook(func() { hooks.Processed(processed) })
+	}
+	if out.conflicts > 0 {
+		l.saidParked.warn(l, "messages are dropped whose ID another message has: Config.OnConflict", errConflict, "messages", out.conflicts, "up_to_offset", last.Offset)
 	}
 	for _, p := range out.parked {
 		if hooks.Parked != nil {

@@ -3,7 +3,6 @@ package consumer
 import (
 	"fmt"
 	"math"
-	"slices"
 	"time"
 
 	"github.com/google/uuid"
@@ -17,8 +16,6 @@ type storedPosition struct {
 	handledFrom *int64
 	handledBy   *int32
 	handledRule *string
-	keysFrom    *int64
-	knownEpoch  *int64
 	resumeAt    *int64 // an operator's order
 	held        bool   // by some consumer, before
 	released    bool   // and released in good order
@@ -72,10 +69,9 @@ type decision struct {
 	handledFrom int64
 	handledTo   *int64 // end of that range, if it is not the position
 	storeFrom   int64  // handledFrom as it is stored
-	keysFrom    int64
-	ordered     bool  // an operator's order was carried out, or was void
-	halt        error // the partition waits for an operator; nil: it begins
-	reset       error // why records are skipped, for operator_actions; nil: none are
+	ordered     bool   // an operator's order was carried out, or was void
+	halt        error  // the partition waits for an operator; nil: it begins
+	reset       error  // why records are skipped, for operator_actions; nil: none are
 	why         string
 }
 
@@ -106,7 +102,6 @@ func decideStart(k known) decision {
 	}
 	d.handledFrom = k.handledFrom(d)
 	d.storeFrom = d.handledFrom
-	d.keysFrom = k.keysFrom()
 	if k.jumps() {
 		// From now on the position does not show what was handled. The stored range still covers
 		// what was handled before the present position.
@@ -298,26 +293,4 @@ func (k known) handledFrom(d decision) int64 {
 	default:
 		return min(*k.row.handledFrom, *d.next)
 	}
-}
-
-// keysFrom returns the offset up to which the previous release may have attempted messages. That
-// release leaves known_epoch unchanged.
-func (k known) keysFrom() int64 {
-	if k.recreated() {
-		return 0
-	}
-	var from int64
-	if k.row.keysFrom != nil {
-		from = *k.row.keysFrom
-	}
-	if !k.row.held || k.row.knownEpoch != nil && *k.row.knownEpoch == k.row.epoch {
-		return from
-	}
-	if k.log != nil {
-		return max(from, k.log.end)
-	}
-	if len(k.offsets) > 0 {
-		return max(from, slices.Max(k.offsets)+1)
-	}
-	return from
 }

@@ -10,16 +10,14 @@ import (
 
 // The rows of the table in docs/design.md, "Where a partition begins".
 type startRow struct {
-	name string
-	in   func(k *known) // changes a partition of offsets 10 to 100, whose row says: handled from 20 to 60
-	at   int64
-	next int64 // -1: none
-	// handled is the range that counts as handled, keys the offset after which no key is the
-	// previous release's.
-	from, keys int64
-	moved      bool
-	halt       string
-	why        string
+	name  string
+	in    func(k *known) // changes a partition of offsets 10 to 100, whose row says: handled from 20 to 60
+	at    int64
+	next  int64 // -1: none
+	from  int64 // the range that counts as handled begins here
+	moved bool
+	halt  string
+	why   string
 }
 
 const noOffset = -1
@@ -43,9 +41,8 @@ func pointer[T any](value T) *T { return &value }
 // What may be otherwise about a partition. The row:.
 func no(k *known)      { k.row = storedPosition{released: true} } // position is stored
 func anew(k *known)    { k.row.topicID = earlierTopic }
-func older(k *known)   { k.row.knownEpoch = pointer(int64(6)) } // release was the last holder
 func begun(k *known)   { k.row.next, k.row.handledFrom = nil, pointer(int64(10)) }
-func unmoved(k *known) { k.row.handledBy, k.row.handledRule, k.row.handledFrom = nil, nil, nil } // since the migration
+func unmoved(k *known) { k.row.handledBy, k.row.handledRule, k.row.handledFrom = nil, nil, nil }
 
 // The topic:.
 func beyond(k *known) { k.log.end = 50 }   // its end lies the position
@@ -96,11 +93,8 @@ func startRows() []startRow {
 		{name: "new name, rewound", in: with(renamed, commit(40, "")), at: 40, next: 60, from: 60, why: "moved back"},
 		{name: "changed rule", in: with(ruled, ours(40)), at: 60, next: 60, from: 60, why: "lags behind"},
 		{name: "changed rule, rewound", in: with(ruled, commit(40, "")), at: 40, next: 60, from: 60, why: "moved back"},
-		{name: "migrated", in: unmoved, at: 60, next: 60, from: 60, why: "stored position"},
-		{name: "previous release was last", in: older, at: 60, next: 60, from: 20, keys: 100, why: "stored position"},
-		{name: "migrated, previous release was last", in: with(unmoved, func(k *known) { k.row.knownEpoch = nil }), at: 60, next: 60, from: 60, keys: 100, why: "stored"},
-		{name: "keys are kept", in: func(k *known) { k.row.keysFrom = pointer(int64(44)) }, at: 60, next: 60, from: 20, keys: 44, why: "stored"},
-		{name: "never held", in: with(older, func(k *known) { k.row.held = false }), at: 60, next: 60, from: 20, why: "stored"},
+		{name: "nothing handled is known", in: unmoved, at: 60, next: 60, from: 60, why: "stored position"},
+		{name: "never held", in: func(k *known) { k.row.held = false }, at: 60, next: 60, from: 20, why: "stored"},
 		{name: "went back behind the range", in: func(k *known) { k.row.next = pointer(int64(15)) }, at: 15, next: 15, from: 15, why: "stored"},
 		{name: "after a Deliver that left offsets out", in: func(k *known) { k.row.handledFrom = pointer(int64(math.MaxInt64)) }, at: 60, next: 60, from: 60, why: "stored"},
 
@@ -125,7 +119,6 @@ func startRows() []startRow {
 		{name: "made anew, our stale commit", in: with(anew, commit(40, commitMetadata("cluster", earlierTopic, 40, -1))), at: 10, next: noOffset, from: 10, why: "recreated"},
 		{name: "made anew, translated commit", in: with(anew, commit(40, commitMetadata("other", earlierTopic, 35, -1))), at: 40, next: 40, from: 40, why: "another program"},
 		{name: "made anew, commit put there", in: with(anew, commit(40, "")), at: 40, next: 40, from: 40, why: "another program"},
-		{name: "made anew, keys of the earlier one", in: with(anew, older, func(k *known) { k.row.keysFrom = pointer(int64(44)) }), at: 10, next: noOffset, from: 10, why: "recreated"},
 
 		// Orders.
 		{name: "order back", in: with(ordered(30), ours(60)), at: 30, next: 30, from: 30, moved: true, why: "operator"},
@@ -137,9 +130,8 @@ func startRows() []startRow {
 		{name: "order for an earlier topic", in: with(anew, ordered(30)), at: 10, next: noOffset, from: 10, why: "was for an earlier topic"},
 
 		// Without Kafka.
-		{name: "a worker continues", in: with(older, commit(3, ""), ordered(30), func(k *known) { k.running = true }), at: 60, next: 60, from: 20, keys: 100, why: "continues"},
+		{name: "a worker continues", in: with(commit(3, ""), ordered(30), func(k *known) { k.running = true }), at: 60, next: 60, from: 20, why: "continues"},
 		{name: "delivered in order", in: given(60, 61, 3, 62), at: 60, next: 60, from: 20, why: "continues"},
-		{name: "delivered, previous release was last", in: with(older, given(60, 61)), at: 60, next: 60, from: 20, keys: 62, why: "continues"},
 		{name: "delivered to none", in: with(no, given(5, 6)), at: 5, next: noOffset, from: 5, why: "continues"},
 		{name: "delivered to none with a gap", in: with(no, given(5, 7)), at: 5, next: noOffset, from: math.MaxInt64, why: "continues"},
 	}
@@ -152,10 +144,10 @@ func TestWhereAPartitionBegins(t *testing.T) {
 		t.Run(row.name, func(t *testing.T) {
 			t.Parallel()
 			k := known{
-				group: "g", topic: "t", partition: 1, met: 3, consumer: 7, rule: "legacy",
+				group: "g", topic: "t", partition: 1, met: 3, consumer: 7, rule: "standard",
 				row: storedPosition{
-					topicID: startTopic, next: pointer(int64(60)), epoch: 9, knownEpoch: pointer(int64(9)), held: true, released: true,
-					handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("legacy"),
+					topicID: startTopic, next: pointer(int64(60)), epoch: 9, held: true, released: true,
+					handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("standard"),
 				},
 				log: &topicLog{cluster: "cluster", topicID: startTopic, first: 10, end: 100},
 			}
@@ -165,7 +157,7 @@ func TestWhereAPartitionBegins(t *testing.T) {
 			if d.next != nil {
 				next = *d.next
 			}
-			require.Equal(t, []int64{row.at, row.next, row.from, row.keys}, []int64{d.at, next, d.handledFrom, d.keysFrom}, "at, next, handled from, keys from: %s", d.why)
+			require.Equal(t, []int64{row.at, row.next, row.from}, []int64{d.at, next, d.handledFrom}, "at, next, handled from: %s", d.why)
 			require.Equal(t, row.moved, d.moved)
 			if k.log != nil && k.log.committed.origin(k.log) == commitRewind {
 				require.EqualValues(t, 25, d.rewoundTo)
@@ -188,8 +180,8 @@ func TestWhereAPartitionBegins(t *testing.T) {
 func TestDeliveredGapsDoNotCountAsHandled(t *testing.T) {
 	t.Parallel()
 	k := known{
-		topic: "t", consumer: 7, rule: "legacy", offsets: []int64{60, 80},
-		row: storedPosition{next: pointer(int64(60)), handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("legacy")},
+		topic: "t", consumer: 7, rule: "standard", offsets: []int64{60, 80},
+		row: storedPosition{next: pointer(int64(60)), handledFrom: pointer(int64(20)), handledBy: pointer(int32(7)), handledRule: pointer("standard")},
 	}
 	d := decideStart(k)
 	require.Equal(t, int64(math.MaxInt64), d.storeFrom)

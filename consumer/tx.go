@@ -13,6 +13,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
+	"github.com/effectonce/effectonce/dedup"
 	"github.com/effectonce/effectonce/internal/handlertx"
 	"github.com/effectonce/effectonce/outbox"
 )
@@ -147,7 +148,7 @@ func (v *messageTx) Leave(err error) {
 }
 
 // errNoParent is returned to a batch handler for a published message without an ID.
-var errNoParent = errors.New("a message published by a handler of whole batches needs an ID: derive it from its parent with msg.OutboxID, or a re-execution would publish it under another")
+var errNoParent = errors.New("a message published by a handler of whole batches needs an ID: derive it from its parent with msg.PublishID, or a re-execution would publish it under another")
 
 // CollectOutbox keeps messages until the end of the batch: inserted by the last statement, they
 // come after every lock that orders their keys. A message without an ID gets one that is derived
@@ -187,9 +188,9 @@ func (v *messageTx) CollectOutbox(o *outbox.Outbox, msgs []outbox.Message) error
 // re-execution.
 func (m *Message) publishID(step string, later bool) uuid.UUID {
 	if later {
-		return m.secrets.LaterID(m.ID, step, m.Time)
+		return dedup.LaterID(m.scope, m.ID, step)
 	}
-	return m.OutboxID(step)
+	return m.PublishID(step)
 }
 
 // traceParentBytesMax is generous: a traceparent has 55 bytes. The size of the message was checked

@@ -3,16 +3,15 @@ package dedup
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"slices"
 	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/effectonce/effectonce/internal/pgerr"
 	"github.com/effectonce/effectonce/migrations"
@@ -26,7 +25,7 @@ type Config struct {
 
 // Claims records processed messages. It holds no connection and is safe for concurrent use.
 type Claims struct {
-	sql     queries
+	sql     map[bool]queries // by Consumer.forever
 	schema  string
 	lookMax time.Duration // zero: the constant; only tests set it
 }
@@ -69,130 +68,133 @@ func New(cfg Config) (*Claims, error) {
 	return &Claims{sql: newQueries(schema), schema: schema}, nil
 }
 
+// Message is what a claim knows of a message.
+type Message struct {
+	// ID under which it is claimed: see MessageID.
+	ID uuid.UUID
+	// Fingerprint of its content: see the function Fingerprint. It distinguishes a duplicate from
+	// another message under the same ID.
+	Fingerprint int32
+}
+
+// ErrConflict is returned by Claim: a message with another fingerprint claimed the ID. Dropping this
+// one as a duplicate would lose it. Nothing is claimed, and the transaction can be used. Remedy: set
+// the message aside, or claim it under another ID.
+var ErrConflict = errors.New("a message with other content claimed the ID")
+
 // Claim records one message in the caller's transaction and reports whether it is fresh: true
-// exactly once for each consumer and ID. It waits while another open transaction holds the same
-// claim. After an error the transaction is aborted and must be rolled back.
-func (c *Claims) Claim(ctx context.Context, tx pgx.Tx, consumer Consumer, id uuid.UUID) (bool, error) {
-	fresh, err := c.ClaimBatch(ctx, tx, consumer, []uuid.UUID{id})
+// exactly once for each consumer and ID. A duplicate gives false, and another message under the same
+// ID ErrConflict. It waits while another open transaction holds the same claim. After any other
+// error the transaction is aborted and must be rolled back.
+func (c *Claims) Claim(ctx context.Context, tx pgx.Tx, consumer Consumer, id uuid.UUID, fingerprint int32) (bool, error) {
+	result, err := c.ClaimBatch(ctx, tx, consumer, []Message{{ID: id, Fingerprint: fingerprint}})
 	if err != nil {
 		return false, err
 	}
-	return fresh[0], nil
+	if result.conflicts[0] {
+		return false, fmt.Errorf("%w: message %s", ErrConflict, id)
+	}
+	return result.fresh[0], nil
 }
 
-// ClaimBatch records many messages in one statement and one round trip; fresh[i] belongs to ids[i].
-// If an ID occurs several times in ids, only its first occurrence can be fresh; the others are
-// duplicates. Claim all IDs of a transaction in one call: two calls can deadlock with another
-// transaction.
-func (c *Claims) ClaimBatch(ctx context.Context, tx pgx.Tx, consumer Consumer, ids []uuid.UUID) (fresh []bool, err error) {
-	if len(ids) == 0 {
-		return nil, nil
-	}
+// ClaimBatch records many messages in one statement. If one ID occurs several times, only its first
+// occurrence can be fresh. Claim all messages of a transaction in one call: two calls can deadlock
+// with another transaction. It takes one round trip, and one more if there are duplicates.
+func (c *Claims) ClaimBatch(ctx context.Context, tx pgx.Tx, consumer Consumer, msgs []Message) (*Result, error) {
 	batch := &pgx.Batch{}
-	result := c.Queue(batch, consumer, ids)
-	err = tx.SendBatch(ctx, batch).Close()
-	if err != nil {
+	result := c.Queue(batch, consumer, msgs)
+	if len(msgs) == 0 {
+		return result, nil
+	}
+	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
 		return nil, WrapClaimError(err)
 	}
-	return result.Fresh(), nil
+	return result, c.Compare(ctx, tx, consumer, result)
 }
 
 // Result of a claim. For a queued claim, it is filled when the batch's results have been read.
 type Result struct {
-	sorted    []uuid.UUID // the IDs, each once
-	first     []int       // index in the batch of the first occurrence of each ID in sorted
+	msgs      []Message
+	order     []int // indexes of the first occurrence of each ID, sorted by ID
 	fresh     []bool
 	conflicts []bool
 }
 
 // newResult sorts the IDs and removes repetitions: the first occurrence of an ID counts.
-func newResult(ids []uuid.UUID) *Result {
-	first := make([]int, len(ids))
-	for i := range first {
-		first[i] = i
+func newResult(msgs []Message) *Result {
+	order := make([]int, len(msgs))
+	for i := range order {
+		order[i] = i
 	}
-	slices.SortStableFunc(first, func(a, b int) int { return bytes.Compare(ids[a][:], ids[b][:]) })
-	first = slices.CompactFunc(first, func(a, b int) bool { return ids[a] == ids[b] })
-	sorted := make([]uuid.UUID, len(first))
-	for i, at := range first {
-		sorted[i] = ids[at]
+	slices.SortStableFunc(order, func(a, b int) int { return bytes.Compare(msgs[a].ID[:], msgs[b].ID[:]) })
+	order = slices.CompactFunc(order, func(a, b int) bool { return msgs[a].ID == msgs[b].ID })
+	return &Result{msgs: msgs, order: order, fresh: make([]bool, len(msgs)), conflicts: make([]bool, len(msgs))}
+}
+
+// columns returns IDs and fingerprints of some messages, in types that pgx encodes without calling a
+// method of each.
+func (r *Result) columns(indexes []int) (ids [][16]byte, fingerprints []int32) {
+	ids, fingerprints = make([][16]byte, len(indexes)), make([]int32, len(indexes))
+	for i, at := range indexes {
+		ids[i], fingerprints[i] = r.msgs[at].ID, r.msgs[at].Fingerprint
 	}
-	return &Result{sorted: sorted, first: first, fresh: make([]bool, len(ids))}
+	return ids, fingerprints
 }
 
 // Queue adds the claim of ClaimBatch to a batch of statements, so that they share one round trip.
 // Errors of the statement are returned when the batch's results are read; pass them through
-// WrapClaimError.
-func (c *Claims) Queue(batch *pgx.Batch, consumer Consumer, ids []uuid.UUID) *Result {
-	result := newResult(ids)
-	sql := c.sql.claim
-	if consumer.forever {
-		sql = c.sql.claimForever
-	}
-	batch.Queue(sql, asArrays(result.sorted), consumer.id).Query(result.read)
+// WrapClaimError. Then call Compare.
+func (c *Claims) Queue(batch *pgx.Batch, consumer Consumer, msgs []Message) *Result {
+	result := newResult(msgs)
+	ids, fingerprints := result.columns(result.order)
+	batch.Queue(c.sql[consumer.forever].claim, ids, consumer.id, fingerprints).Query(result.read)
 	return result
 }
 
-// asArrays converts the IDs to a type that pgx encodes without calling a method of each ID.
-func asArrays(ids []uuid.UUID) [][16]byte {
-	arrays := make([][16]byte, len(ids))
-	for i, id := range ids {
-		arrays[i] = id
+// Compare finds out which of the messages that are not fresh are conflicts, not duplicates: their ID
+// was claimed with another fingerprint, before or earlier in the same batch. It is a statement of its
+// own, because the claim does not see rows that are newer than its snapshot. If every message is
+// fresh, it does nothing. After an error the transaction is aborted.
+func (c *Claims) Compare(ctx context.Context, db StatsQuerier, consumer Consumer, result *Result) error {
+	var others []int
+	for i, fresh := range result.fresh {
+		if !fresh {
+			others = append(others, i)
+		}
 	}
-	return arrays
+	if len(others) == 0 {
+		return nil
+	}
+	ids, fingerprints := result.columns(others)
+	rows, err := db.Query(ctx, c.sql[consumer.forever].conflicts, ids, consumer.id, fingerprints)
+	if err != nil {
+		return WrapClaimError(err)
+	}
+	var n int
+	if _, err = pgx.ForEachRow(rows, []any{&n}, func() error { result.conflicts[others[n-1]] = true; return nil }); err != nil {
+		return WrapClaimError(err)
+	}
+	return nil
 }
 
-// Fingerprint identifies the content of a message. It is the first 128 bits of SHA-256 over key and
-// value, each preceded by its length. Nil and empty give different fingerprints.
-func Fingerprint(key, value []byte) [16]byte {
-	hash := sha256.New()
+// Fingerprint identifies the content of a message: CRC-32C (Castagnoli) over the length of the key in
+// 8 bytes (big-endian; -1 for nil), the key, the length of the value, and the value. Nil and empty give
+// different fingerprints. Other programs may compute it.
+func Fingerprint(key, value []byte) int32 {
+	var sum uint32
 	for _, part := range [][]byte{key, value} {
 		length := int64(len(part))
 		if part == nil {
 			length = -1
 		}
-		_ = binary.Write(hash, binary.BigEndian, length) // a hash never fails
-		hash.Write(part)
+		sum = crc32.Update(sum, castagnoli, binary.BigEndian.AppendUint64(nil, uint64(length)))
+		sum = crc32.Update(sum, castagnoli, part)
 	}
-	return [16]byte(hash.Sum(nil))
+	return int32(sum) //nolint:gosec // all 32 bits count
 }
 
-// QueueChecked is Queue for consumers that distinguish a duplicate from another message under the
-// same ID. The claim stores the fingerprint of each message. Result.Conflicts reports the IDs that
-// were claimed with a different fingerprint, before or earlier in the same batch. A fingerprint of
-// zeros means none: it is not stored, and the message conflicts with nothing. A message also
-// conflicts with nothing if its ID was claimed without a fingerprint.
-func (c *Claims) QueueChecked(batch *pgx.Batch, consumer Consumer, ids []uuid.UUID, fingerprints [][16]byte) *Result {
-	result := newResult(ids)
-	result.conflicts = make([]bool, len(ids))
-	all := make([]pgtype.UUID, len(ids))
-	for i, fingerprint := range fingerprints {
-		all[i] = pgtype.UUID{Bytes: fingerprint, Valid: fingerprint != [16]byte{}}
-	}
-	claim, compare := c.sql.claimChecked, c.sql.conflicts
-	if consumer.forever {
-		claim, compare = c.sql.claimCheckedForever, c.sql.conflictsForever
-	}
-	batch.Queue(claim, asArrays(result.sorted), consumer.id, once(result, all)).Query(result.read)
-	batch.Queue(compare, asArrays(ids), consumer.id, all).Query(func(rows pgx.Rows) error {
-		var at int
-		_, err := pgx.ForEachRow(rows, []any{&at}, func() error {
-			result.conflicts[at-1] = true
-			return nil
-		})
-		return err
-	})
-	return result
-}
-
-// once returns the elements of each that belong to first occurrences, in the order of sorted.
-func once[T any](r *Result, each []T) []T {
-	chosen := make([]T, len(r.first))
-	for i, at := range r.first {
-		chosen[i] = each[at]
-	}
-	return chosen
-}
+//nolint:gochecknoglobals // a constant table
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // read marks the returned IDs as fresh. The server returns IDs in the order in which it received
 // them, so the next one is nearly always the one that follows. The result does not depend on that
@@ -204,37 +206,22 @@ func (r *Result) read(rows pgx.Rows) error {
 		if err := rows.Scan((*[16]byte)(&id)); err != nil {
 			return err
 		}
-		found := next < len(r.sorted) && r.sorted[next] == id
+		found := next < len(r.order) && r.msgs[r.order[next]].ID == id
 		if !found {
-			next, found = slices.BinarySearchFunc(r.sorted, id, func(a, b uuid.UUID) int { return bytes.Compare(a[:], b[:]) })
+			next, found = slices.BinarySearchFunc(r.order, id, func(at int, id uuid.UUID) int { return bytes.Compare(r.msgs[at].ID[:], id[:]) })
 		}
 		if found {
-			r.fresh[r.first[next]] = true
+			r.fresh[r.order[next]] = true
 			next++
 		}
 	}
 	return rows.Err()
 }
 
-// Fresh reports whether each ID of the claim is fresh, in the order in which the IDs were given.
+// Fresh reports whether each message is fresh, in the order in which they were given.
 func (r *Result) Fresh() []bool { return r.fresh }
 
-// ProcessedAt returns when an ID was claimed, by the database's clock. It returns pgx.ErrNoRows if
-// the ID is not claimed, or its claim was forgotten.
-func (c *Claims) ProcessedAt(ctx context.Context, db Querier, consumer Consumer, id uuid.UUID) (at time.Time, err error) {
-	sql := c.sql.processedAt
-	if consumer.forever {
-		sql = c.sql.processedAtForever
-	}
-	err = db.QueryRow(ctx, sql, [16]byte(id), consumer.id).Scan(&at)
-	if err != nil {
-		return at, fmt.Errorf("read the claim of message %s: %w", id, err)
-	}
-	return at, nil
-}
-
-// Conflicts reports for each ID of QueueChecked whether a message with different content claimed
-// it. Nil after Queue.
+// Conflicts reports for each message whether another message has its ID. Valid after Compare.
 func (r *Result) Conflicts() []bool { return r.conflicts }
 
 // WrapClaimError makes errors.Is(err, ErrRetry) true for errors that a new transaction resolves.

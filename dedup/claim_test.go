@@ -2,6 +2,7 @@ package dedup_test
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -32,10 +33,10 @@ func TestClaimIsFreshOncePerConsumer(t *testing.T) {
 
 	err = pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
 		next := newIDs(t, 1)[0]
-		fresh, err := claims.Claim(t.Context(), tx, billing, next)
+		fresh, err := claims.Claim(t.Context(), tx, billing, next, 0)
 		require.NoError(t, err)
 		assert.True(t, fresh)
-		fresh, err = claims.Claim(t.Context(), tx, billing, next)
+		fresh, err = claims.Claim(t.Context(), tx, billing, next, 0)
 		assert.False(t, fresh, "the same transaction again")
 		return err
 	})
@@ -68,7 +69,7 @@ func TestQueuedClaimSharesARoundTrip(t *testing.T) {
 	err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
 		batch := &pgx.Batch{}
 		batch.Queue("SELECT set_config('lock_timeout', '1s', true)")
-		result := claims.Queue(batch, dedup.Numbered(1), ids)
+		result := claims.Queue(batch, dedup.Numbered(1), messages(ids))
 		batch.Queue("CREATE TABLE behind_it (n int)")
 		require.NoError(t, tx.SendBatch(t.Context(), batch).Close())
 		assert.Equal(t, []bool{false, true}, result.Fresh())
@@ -107,7 +108,7 @@ func TestClaimAndEffectStandOrFallTogether(t *testing.T) {
 			t.Parallel()
 			id := newIDs(t, 1)[0]
 			err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-				fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id)
+				fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
 				require.NoError(t, err)
 				require.True(t, fresh)
 				if _, err = tx.Exec(t.Context(), "INSERT INTO effects VALUES ($1, $2)", id, tc.amount); err != nil {
@@ -133,7 +134,7 @@ func TestEveryIDHasItsPartition(t *testing.T) {
 	var now time.Time
 	require.NoError(t, pool.QueryRow(t.Context(), "SELECT now()").Scan(&now))
 	midnight := now.UTC().Truncate(24 * time.Hour)
-	at := func(at time.Time) uuid.UUID { return dedup.ChildID(newIDs(t, 1)[0], "", at) }
+	at := func(at time.Time) uuid.UUID { return dedup.PublishID("a", newIDs(t, 1)[0], "", at) }
 	day := func(at time.Time) string { return "processed_messages_" + at.Format("20060102") }
 
 	cases := []struct {
@@ -175,7 +176,7 @@ func TestEveryIDHasItsPartition(t *testing.T) {
 
 // floor returns the smallest ID of a time, whatever its version.
 func floor(at time.Time) uuid.UUID {
-	id := dedup.ChildID(uuid.Nil, "", at)
+	id := dedup.PublishID("billing", uuid.Nil, "", at)
 	clear(id[6:])
 	return id
 }
@@ -223,7 +224,7 @@ func TestProcessedMessagesAreNeverUpdated(t *testing.T) {
 	claimAlone(t, pool, claims, dedup.Numbered(1), ids...)
 	holder, holderPID := begin(t, pool, pgx.TxOptions{})
 	contested := newIDs(t, 1)[0]
-	_, err := claims.Claim(t.Context(), holder, dedup.Numbered(1), contested)
+	_, err := claims.Claim(t.Context(), holder, dedup.Numbered(1), contested, 0)
 	require.NoError(t, err)
 	waiter, waiterPID := begin(t, pool, pgx.TxOptions{})
 	answers := claimInBackground(t, claims, waiter, contested)
@@ -257,48 +258,71 @@ func TestOtherErrorsAreNotForRetry(t *testing.T) {
 	_, err := pool.Exec(t.Context(), "ALTER TABLE effectonce.processed_messages RENAME TO gone")
 	require.NoError(t, err)
 	tx, _ := begin(t, pool, pgx.TxOptions{})
-	_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), newIDs(t, 1)[0])
+	_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), newIDs(t, 1)[0], 0)
 	require.ErrorContains(t, err, "claim messages: ")
 	require.ErrorContains(t, err, "processed_messages")
 	require.NotErrorIs(t, err, dedup.ErrRetry)
 }
 
-// C23: the same ID with other content is distinguished from a true duplicate, whether the first
-// came earlier, in the same batch, or without a fingerprint (which conflicts with nothing).
-func TestConflictsAreToldFromDuplicates(t *testing.T) {
+// C23: the same ID with other content is distinguished from a true duplicate, whether the first came
+// earlier or in the same batch, whichever form claimed it, and by Claim.
+func TestConflictsAreDistinguishedFromDuplicates(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	for _, r := range []dedup.Registration{{Name: "week", Group: "g"}, {Name: "forever", Group: "g", Forever: true}} {
-		t.Run(r.Name, func(t *testing.T) {
-			t.Parallel()
-			consumer, err := claims.Register(t.Context(), pool, r)
-			require.NoError(t, err)
-			a, b, old := uuid.New(), uuid.New(), uuid.New()
-			require.Equal(t, []bool{true}, claimAlone(t, pool, claims, consumer, old))
-			claim := func(ids []uuid.UUID, contents ...string) (fresh, conflicts []bool) {
-				prints := make([][16]byte, len(contents))
-				for i, content := range contents {
-					prints[i] = dedup.Fingerprint(nil, []byte(content))
-				}
-				require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-					batch := &pgx.Batch{}
-					result := claims.QueueChecked(batch, consumer, ids, prints)
-					if err := tx.SendBatch(t.Context(), batch).Close(); err != nil {
-						return err
+	for name, consumer := range kinds(t, pool, claims) {
+		for _, copied := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, ", copied ", copied), func(t *testing.T) {
+				t.Parallel()
+				a, b := uuid.New(), uuid.New()
+				claim := func(copied bool, ids []uuid.UUID, contents ...string) (fresh, conflicts []bool) {
+					msgs := messages(ids)
+					for i, content := range contents {
+						msgs[i].Fingerprint = dedup.Fingerprint(nil, []byte(content))
 					}
-					fresh, conflicts = result.Fresh(), result.Conflicts()
-					return nil
-				}))
-				return fresh, conflicts
-			}
-			fresh, conflicts := claim([]uuid.UUID{b, a, a, a, old}, "b", "first", "first", "other", "old")
-			require.Equal(t, []bool{true, true, false, false, false}, fresh)
-			require.Equal(t, []bool{false, false, false, true, false}, conflicts)
-			fresh, conflicts = claim([]uuid.UUID{a, b}, "other", "b")
-			require.Equal(t, []bool{false, false}, fresh)
-			require.Equal(t, []bool{true, false}, conflicts)
-		})
+					conn := acquire(t, pool)
+					var result *dedup.Result
+					var err error
+					if copied {
+						result, err = claims.BeginFresh(t.Context(), conn, sql(beginSQL), consumer, msgs)
+					} else {
+						batch := &pgx.Batch{}
+						batch.Queue(beginSQL)
+						result = claims.Queue(batch, consumer, msgs)
+						err = conn.SendBatch(t.Context(), batch).Close()
+					}
+					require.NoError(t, err)
+					require.NoError(t, claims.Compare(t.Context(), conn, consumer, result))
+					requireExec(t, conn, "COMMIT")
+					return result.Fresh(), result.Conflicts()
+				}
+				fresh, conflicts := claim(copied, []uuid.UUID{b, a, a, a}, "b", "first", "first", "other")
+				require.Equal(t, []bool{true, true, false, false}, fresh)
+				require.Equal(t, []bool{false, false, false, true}, conflicts)
+				fresh, conflicts = claim(false, []uuid.UUID{a, b, uuid.New(), a}, "other", "b", "other", "first")
+				require.Equal(t, []bool{false, false, true, false}, fresh)
+				require.Equal(t, []bool{true, false, false, false}, conflicts)
+
+				tx, _ := begin(t, pool, pgx.TxOptions{})
+				once, err := claims.Claim(t.Context(), tx, consumer, a, dedup.Fingerprint(nil, []byte("first")))
+				require.NoError(t, err)
+				require.False(t, once)
+				_, err = claims.Claim(t.Context(), tx, consumer, a, dedup.Fingerprint(nil, []byte("other")))
+				require.ErrorIs(t, err, dedup.ErrConflict)
+				once, err = claims.Claim(t.Context(), tx, consumer, uuid.New(), 0)
+				require.NoError(t, err, "the transaction can be used")
+				require.True(t, once)
+			})
+		}
 	}
-	require.NotEqual(t, dedup.Fingerprint(nil, []byte("x")), dedup.Fingerprint([]byte{}, []byte("x")))
-	require.NotEqual(t, dedup.Fingerprint([]byte("a"), []byte("bc")), dedup.Fingerprint([]byte("ab"), []byte("c")))
+}
+
+// Other programs compute fingerprints, too. Nil and empty differ, and so does where the key ends.
+func TestFingerprintIsCRC32C(t *testing.T) {
+	t.Parallel()
+	require.Equal(t, int32(1421357393), dedup.Fingerprint(nil, []byte("x")))
+	seen := map[int32]bool{}
+	for _, parts := range [][2][]byte{{nil, nil}, {nil, {}}, {{}, nil}, {{}, {}}, {nil, []byte("x")}, {{}, []byte("x")}, {[]byte("a"), []byte("bc")}, {[]byte("ab"), []byte("c")}} {
+		seen[dedup.Fingerprint(parts[0], parts[1])] = true
+	}
+	require.Len(t, seen, 8)
 }

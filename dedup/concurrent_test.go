@@ -49,7 +49,7 @@ func TestOneOfAHundredClaimsIsFresh(t *testing.T) {
 
 	for i, end := range []func(pgx.Tx, context.Context) error{pgx.Tx.Commit, pgx.Tx.Rollback} {
 		first, _ := begin(t, pool, pgx.TxOptions{})
-		fresh, err := claims.Claim(t.Context(), first, dedup.Numbered(1), ids[i+1])
+		fresh, err := claims.Claim(t.Context(), first, dedup.Numbered(1), ids[i+1], 0)
 		require.NoError(t, err)
 		require.True(t, fresh)
 		others := contend(t, pool, claims, ids[i+1], 99, start)
@@ -71,7 +71,7 @@ func contend(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, id uuid.UUI
 		tx, _ := begin(t, pool, pgx.TxOptions{})
 		go func() {
 			<-start
-			fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id)
+			fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
 			answers <- answer{fresh, cmp.Or(err, tx.Commit(t.Context()))}
 		}()
 	}
@@ -99,15 +99,15 @@ func TestClaimWaitsForItsHolderOnly(t *testing.T) {
 	holder, holderPID := begin(t, pool, pgx.TxOptions{})
 	other, _ := begin(t, pool, pgx.TxOptions{})
 	waiter, waiterPID := begin(t, pool, pgx.TxOptions{})
-	_, err := claims.ClaimBatch(t.Context(), holder, dedup.Numbered(1), ids[:2])
+	_, err := claims.ClaimBatch(t.Context(), holder, dedup.Numbered(1), messages(ids[:2]))
 	require.NoError(t, err)
 
 	_, err = other.Exec(t.Context(), "SET LOCAL lock_timeout = '5s'")
 	require.NoError(t, err)
-	fresh, err := claims.Claim(t.Context(), other, dedup.Numbered(1), ids[2])
+	fresh, err := claims.Claim(t.Context(), other, dedup.Numbered(1), ids[2], 0)
 	require.NoError(t, err)
 	assert.True(t, fresh, "another ID does not wait")
-	fresh, err = claims.Claim(t.Context(), other, dedup.Numbered(2), ids[0])
+	fresh, err = claims.Claim(t.Context(), other, dedup.Numbered(2), ids[0], 0)
 	require.NoError(t, err)
 	assert.True(t, fresh, "another consumer does not wait")
 
@@ -130,7 +130,7 @@ func TestBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
 		slices.Reverse(reversed)
 
 		middle, _ := begin(t, pool, pgx.TxOptions{})
-		_, err := claims.Claim(t.Context(), middle, consumer, ids[25])
+		_, err := claims.Claim(t.Context(), middle, consumer, ids[25], 0)
 		require.NoError(t, err)
 		answers := make(chan answer, 2)
 		for _, batch := range [][]uuid.UUID{ids, reversed} {
@@ -145,7 +145,7 @@ func TestBatchesInOppositeOrderDoNotDeadlock(t *testing.T) {
 
 // claimAndCommit returns true if the whole batch is fresh.
 func claimAndCommit(ctx context.Context, claims *dedup.Claims, tx pgx.Tx, consumer dedup.Consumer, ids []uuid.UUID, answers chan<- answer) {
-	fresh, err := claims.ClaimBatch(ctx, tx, consumer, ids)
+	fresh, err := freshOf(claims.ClaimBatch(ctx, tx, consumer, messages(ids)))
 	if err != nil {
 		_ = tx.Rollback(ctx) // lets the other one continue
 		answers <- answer{err: err}
@@ -180,20 +180,20 @@ func TestConflictBeyondTheSnapshotIsForRetry(t *testing.T) {
 			// A claim that was committed before the snapshot is an ordinary duplicate.
 			claimAlone(t, pool, claims, dedup.Numbered(1), ids[0])
 			tx, _ := begin(t, pool, opts)
-			fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[0])
+			fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[0], 0)
 			require.NoError(t, err)
 			assert.False(t, fresh)
 
 			// A claim that was committed after it is not.
 			claimAlone(t, pool, claims, dedup.Numbered(1), ids[1])
-			_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[1])
+			_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), ids[1], 0)
 			requireRetry(t, err, "40001")
 			require.NoError(t, tx.Rollback(t.Context()))
 			assert.Equal(t, []bool{false}, claimIn(t, pool, opts, claims, ids[1]))
 
 			// Nor is a claim that was open when this one conflicted with it, and then committed.
 			holder, holderPID := begin(t, pool, opts)
-			_, err = claims.Claim(t.Context(), holder, dedup.Numbered(1), ids[2])
+			_, err = claims.Claim(t.Context(), holder, dedup.Numbered(1), ids[2], 0)
 			require.NoError(t, err)
 			tx, pid := begin(t, pool, opts)
 			answers := claimInBackground(t, claims, tx, ids[2])
@@ -205,7 +205,7 @@ func TestConflictBeyondTheSnapshotIsForRetry(t *testing.T) {
 
 			// After a rollback there is nothing to conflict with.
 			holder, holderPID = begin(t, pool, opts)
-			_, err = claims.Claim(t.Context(), holder, dedup.Numbered(1), ids[3])
+			_, err = claims.Claim(t.Context(), holder, dedup.Numbered(1), ids[3], 0)
 			require.NoError(t, err)
 			tx, pid = begin(t, pool, opts)
 			answers = claimInBackground(t, claims, tx, ids[3])
@@ -222,7 +222,7 @@ func claimIn(t *testing.T, pool *pgxpool.Pool, opts pgx.TxOptions, claims *dedup
 	t.Helper()
 	var fresh []bool
 	err := pgx.BeginTxFunc(t.Context(), pool, opts, func(tx pgx.Tx) (err error) {
-		fresh, err = claims.ClaimBatch(t.Context(), tx, dedup.Numbered(1), []uuid.UUID{id})
+		fresh, err = freshOf(claims.ClaimBatch(t.Context(), tx, dedup.Numbered(1), messages([]uuid.UUID{id})))
 		return err
 	})
 	require.NoError(t, err)
@@ -243,13 +243,13 @@ func TestLockTimeoutIsForRetry(t *testing.T) {
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	id := newIDs(t, 1)[0]
 	holder, _ := begin(t, pool, pgx.TxOptions{})
-	_, err := claims.Claim(t.Context(), holder, dedup.Numbered(1), id)
+	_, err := claims.Claim(t.Context(), holder, dedup.Numbered(1), id, 0)
 	require.NoError(t, err)
 
 	tx, _ := begin(t, pool, pgx.TxOptions{})
 	_, err = tx.Exec(t.Context(), "SET LOCAL lock_timeout = '1ms'")
 	require.NoError(t, err)
-	_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), id)
+	_, err = claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
 	requireRetry(t, err, "55P03")
 	require.NoError(t, holder.Rollback(t.Context()))
 	require.NoError(t, tx.Rollback(t.Context()))
@@ -264,13 +264,13 @@ func TestDeadlockOfSeveralCallsIsForRetry(t *testing.T) {
 	ids := newIDs(t, 2)
 	a, aPID := begin(t, pool, pgx.TxOptions{})
 	b, bPID := begin(t, pool, pgx.TxOptions{})
-	_, err := claims.Claim(t.Context(), a, dedup.Numbered(1), ids[0])
+	_, err := claims.Claim(t.Context(), a, dedup.Numbered(1), ids[0], 0)
 	require.NoError(t, err)
-	_, err = claims.Claim(t.Context(), b, dedup.Numbered(1), ids[1])
+	_, err = claims.Claim(t.Context(), b, dedup.Numbered(1), ids[1], 0)
 	require.NoError(t, err)
 	answers := claimInBackground(t, claims, a, ids[1])
 	waitUntilBlocked(t, pool, aPID, bPID)
-	_, err = claims.Claim(t.Context(), b, dedup.Numbered(1), ids[0])
+	_, err = claims.Claim(t.Context(), b, dedup.Numbered(1), ids[0], 0)
 	if err != nil {
 		requireRetry(t, err, "40P01")
 		require.NoError(t, b.Rollback(t.Context()))

@@ -112,10 +112,6 @@ func (m *maintenance) dropEmpty(ctx context.Context) error {
 		if err != nil || len(days) == 0 {
 			return err
 		}
-		// Compare first: noteDropped below would hide what another release dropped.
-		if err := m.compareDrops(ctx, tx); err != nil {
-			return err
-		}
 		do := func(format string, args ...any) error {
 			_, err := tx.Exec(ctx, fmt.Sprintf(format, args...))
 			return err
@@ -129,10 +125,7 @@ func (m *maintenance) dropEmpty(ctx context.Context) error {
 		if err := do("ALTER TABLE %s DETACH PARTITION %s", parent, past); err != nil {
 			return err
 		}
-		if err := do("ALTER TABLE %s ATTACH PARTITION %s FOR VALUES FROM (MINVALUE) TO ('%s')", parent, past, floor(to)); err != nil {
-			return err
-		}
-		return m.noteDropped(ctx, tx, to)
+		return do("ALTER TABLE %s ATTACH PARTITION %s FOR VALUES FROM (MINVALUE) TO ('%s')", parent, past, floor(to))
 	})
 	if done {
 		m.report.dropped(days)

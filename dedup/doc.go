@@ -6,9 +6,9 @@
 //	claims, err := dedup.New(dedup.Config{})
 //	billing, err := claims.Register(ctx, pool, dedup.Registration{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}})
 //	id := dedup.MessageID("orders", []byte("order-4711")) // the ID that the message carries
-//	fresh, err := claims.Claim(ctx, tx, billing, id)
+//	fresh, err := claims.Claim(ctx, tx, billing, id, dedup.Fingerprint(key, value))
 //	if err != nil {
-//		return err // roll back and retry
+//		return err // ErrConflict: another message has this ID; otherwise roll back and retry
 //	}
 //	if fresh {
 //		_, err = tx.Exec(ctx, `UPDATE account SET balance = balance - 100 WHERE owner = $1`, owner)

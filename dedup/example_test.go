@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -29,11 +28,11 @@ func Example() {
 		return claims, consumer, err
 	}
 	// For each message. carriedID is the ID that the message carries.
-	book := func(ctx context.Context, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, carriedID []byte, cents int) error {
+	book := func(ctx context.Context, pool *pgxpool.Pool, claims *dedup.Claims, consumer dedup.Consumer, carriedID, value []byte, cents int) error {
 		return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-			fresh, err := claims.Claim(ctx, tx, consumer, dedup.MessageID("payments", carriedID))
+			fresh, err := claims.Claim(ctx, tx, consumer, dedup.MessageID("payments", carriedID), dedup.Fingerprint(nil, value))
 			if err != nil {
-				return err // rolls back
+				return err // rolls back; dedup.ErrConflict: another message has this ID
 			}
 			if !fresh {
 				return nil // a duplicate: its effect is already committed
@@ -53,18 +52,18 @@ func ExampleClaims_ClaimBatch() {
 		return
 	}
 	handle := func(ctx context.Context, pool *pgxpool.Pool, consumer dedup.Consumer, carried []string) error {
-		ids := make([]uuid.UUID, len(carried))
+		msgs := make([]dedup.Message, len(carried))
 		for i, id := range carried {
-			ids[i] = dedup.MessageID("orders", []byte(id))
+			msgs[i] = dedup.Message{ID: dedup.MessageID("orders", []byte(id)), Fingerprint: dedup.Fingerprint(nil, []byte(id))}
 		}
 		for {
 			err := pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{IsoLevel: pgx.Serializable}, func(tx pgx.Tx) error {
-				fresh, err := claims.ClaimBatch(ctx, tx, consumer, ids)
+				result, err := claims.ClaimBatch(ctx, tx, consumer, msgs)
 				if err != nil {
 					return err
 				}
 				for i, id := range carried {
-					if !fresh[i] {
+					if !result.Fresh()[i] {
 						continue
 					}
 					if _, err := tx.Exec(ctx, `UPDATE orders SET state = 'paid' WHERE id = $1`, id); err != nil {
@@ -95,11 +94,11 @@ func ExampleMessageID() {
 // The ID of a message that a handler publishes is derived from the handled message, so a
 // re-execution publishes it under the same ID. recordTime is the timestamp of the handled record,
 // not the current time.
-func ExampleChildID() {
+func ExamplePublishID() {
 	message := dedup.MessageID("orders", []byte("order-4711"))
 	recordTime := time.Date(2026, time.November, 21, 12, 0, 0, 0, time.UTC)
-	invoice := dedup.ChildID(message, "invoice", recordTime)
-	again := dedup.ChildID(message, "invoice", recordTime)
+	invoice := dedup.PublishID("billing", message, "invoice", recordTime)
+	again := dedup.PublishID("billing", message, "invoice", recordTime)
 	at, _ := dedup.Time(invoice)
 	fmt.Println(invoice == again, invoice.Version(), at.UTC())
 	// Output: true VERSION_7 2026-11-21 12:00:00 +0000 UTC

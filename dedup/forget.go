@@ -2,9 +2,7 @@ package dedup
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -53,7 +51,7 @@ func (m *maintenance) forgetDay(ctx context.Context, d day) error {
 	}
 	truncated := false
 	err = m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error {
-		// No claim is added from here on. Readers do not wait yet: the comparison of payloads reads
+		// No claim is added from here on. Readers do not wait yet: the comparison of fingerprints reads
 		// the partitions of all days.
 		if _, err := tx.Exec(ctx, "LOCK TABLE ONLY "+table+" IN SHARE ROW EXCLUSIVE MODE"); err != nil {
 			return err
@@ -131,34 +129,4 @@ func collect(rows pgx.Rows, err error) ([]int32, error) {
 		return nil, err
 	}
 	return pgx.AppendRows([]int32{}, rows, pgx.RowTo[int32])
-}
-
-// noteForeignDrops detects days that this release did not drop. A process of an earlier release,
-// which records nothing, may have been dropping days while the schema was migrated. The dropped
-// claims may belong to any consumer.
-func (m *maintenance) noteForeignDrops(ctx context.Context) error {
-	return busy(m.limited(ctx, lockWaitMax, statementsMax, func(tx pgx.Tx) error { return m.compareDrops(ctx, tx) }))
-}
-
-func (m *maintenance) compareDrops(ctx context.Context, tx pgx.Tx) error {
-	var gone, noted *time.Time
-	err := tx.QueryRow(ctx, m.in(droppedSQL), m.schema).Scan(&gone, &noted)
-	if errors.Is(err, pgx.ErrNoRows) {
-		return errors.New("there is no partition processed_messages_past")
-	}
-	if err != nil || gone == nil || noted != nil && !gone.After(*noted) {
-		return err
-	}
-	if _, err := tx.Exec(ctx, m.in(markSQL), gone, nil); err != nil {
-		return err
-	}
-	return m.noteDropped(ctx, tx, *gone)
-}
-
-func (m *maintenance) noteDropped(ctx context.Context, tx pgx.Tx, to time.Time) error {
-	tag, err := tx.Exec(ctx, m.in(noteDroppedSQL), m.epoch, to)
-	if err == nil && tag.RowsAffected() == 0 {
-		err = errLeaseLost
-	}
-	return err
 }

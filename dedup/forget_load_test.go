@@ -36,7 +36,7 @@ func overlapping(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, consume
 			if _, err := tx.Exec(t.Context(), `SELECT set_config('lock_timeout', $1, true)`, fmt.Sprint(wait.Milliseconds())); err != nil {
 				return err
 			}
-			fresh, err := claims.Claim(t.Context(), tx, consumer, idAt(time.Now()))
+			fresh, err := claims.Claim(t.Context(), tx, consumer, idAt(time.Now()), 0)
 			if err == nil && !fresh {
 				err = errors.New("a new message is a duplicate")
 			}
@@ -86,7 +86,7 @@ func TestOverlappingTransactionsDoNotKeepClaimsFromBeingForgotten(t *testing.T) 
 	consumer := register(t, pool, claims, "c", time.Hour)
 	away(t, pool, -20) // partitions for 20 more days
 	claimAlone(t, pool, claims, consumer, idAt(noon(4)), idAt(noon(3)))
-	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), $1,
+	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), $1, 0,
 		clock_timestamp() - interval '4 days' FROM generate_series(1, 1000) n`, consumer.ID())
 	always := unquiet(t, pool) // also on a machine that is so busy that there are gaps
 	// Far more than the 300 ms for which the work waits and the moment for which it holds its lock,
@@ -145,7 +145,7 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 	pool, claims := pgtest.Pool(t), newClaims(t)
 	consumer := register(t, pool, claims, "c", time.Hour)
 	claimAlone(t, pool, claims, consumer, idAt(noon(4)), idAt(noon(3)))
-	exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES (effectonce.message_id('s', 'x'), $1, clock_timestamp() - interval '4 days')`, consumer.ID())
+	exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES (effectonce.message_id('s', 'x'), $1, 0, clock_timestamp() - interval '4 days')`, consumer.ID())
 	reader, _ := begin(t, pool, pgx.TxOptions{})
 	_, err := reader.Exec(t.Context(), `SELECT FROM effectonce.`+dayName(4))
 	require.NoError(t, err)

@@ -65,7 +65,7 @@ func claimMarked(ctx context.Context, db interface {
 
 func claimMarkedIn(ctx context.Context, tx pgx.Tx, claims *dedup.Claims, consumer dedup.Consumer, id uuid.UUID, lock bool) (fresh bool, at time.Time, err error) {
 	batch := &pgx.Batch{}
-	claim := claims.Queue(batch, consumer, []uuid.UUID{id})
+	claim := claims.Queue(batch, consumer, messages([]uuid.UUID{id}))
 	claims.QueueForgotten(batch, consumer, &at, lock)
 	if err := tx.SendBatch(ctx, batch).Close(); err != nil {
 		return false, at, dedup.WrapClaimError(err)
@@ -143,7 +143,7 @@ func TestLateHolderOfADayIsMarked(t *testing.T) {
 	for {
 		claimAlone(t, pool, claims, a, idAt(noon(4)))
 		late, pid := begin(t, pool, pgx.TxOptions{})
-		_, err := claims.Claim(t.Context(), late, b, idAt(noon(4)))
+		_, err := claims.Claim(t.Context(), late, b, idAt(noon(4)), 0)
 		require.NoError(t, err)
 		done := make(chan dedup.Report, 1)
 		go func() {
@@ -175,7 +175,7 @@ func TestEveryConsumerIsMarkedWhereTheLookTakesTooLong(t *testing.T) {
 	require.NoError(t, err)
 	fill := func(daysAgo int) {
 		exec(t, pool, `INSERT INTO effectonce.processed_messages
-			SELECT overlay(effectonce.uuid_v7()::text PLACING left(effectonce.uuid_floor($1)::text, 13) FROM 1)::uuid, $2 FROM generate_series(1, 200000)`,
+			SELECT overlay(effectonce.uuid_v7()::text PLACING left(effectonce.uuid_floor($1)::text, 13) FROM 1)::uuid, $2, 0 FROM generate_series(1, 200000)`,
 			noon(daysAgo), a.ID())
 	}
 	unquiet(t, pool)
@@ -208,7 +208,7 @@ func TestSweepMovesMarksButNotPastPositions(t *testing.T) {
 		times[age] = at.UTC()
 		for _, consumer := range []dedup.Consumer{a, b} {
 			for _, id := range []uuid.UUID{dedup.MessageID("s", []byte(age)), idAt(at.AddDate(-1, 0, 0)), idAt(at.AddDate(1, 0, 0))} {
-				exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES ($1, $2, $3)`, id, consumer.ID(), at)
+				exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES ($1, $2, 0, $3)`, id, consumer.ID(), at)
 			}
 		}
 	}
@@ -238,7 +238,7 @@ func TestOldSnapshotDoesNotHideWhatWasForgotten(t *testing.T) {
 				if kind == "sweep" {
 					id = dedup.MessageID("s", []byte("order-4711"))
 				}
-				exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES ($1, $2, $3)`, id, consumer.ID(), noon(3))
+				exec(t, pool, `INSERT INTO effectonce.processed_messages VALUES ($1, $2, 0, $3)`, id, consumer.ID(), noon(3))
 				tx, _ := begin(t, pool, pgx.TxOptions{IsoLevel: level})
 				_, err := tx.Exec(t.Context(), `SELECT FROM effectonce.consumers`) // takes the snapshot
 				require.NoError(t, err)

@@ -34,11 +34,11 @@ func (c *Claims) QueueForgotten(batch *pgx.Batch, consumer Consumer, dest *time.
 		return nil
 	}
 	if !lock {
-		batch.Queue(c.sql.forgotten, consumer.id).QueryRow(read)
+		batch.Queue(c.sql[consumer.forever].forgotten, consumer.id).QueryRow(read)
 		return
 	}
 	batch.Queue(forgottenBeforeSQL)
-	batch.Queue(c.sql.forgottenLocked, consumer.id).QueryRow(read)
+	batch.Queue(c.sql[consumer.forever].forgottenLocked, consumer.id).QueryRow(read)
 	batch.Queue(forgottenAfterSQL)
 	batch.Queue(forgottenBehindSQL)
 }
@@ -46,10 +46,10 @@ func (c *Claims) QueueForgotten(batch *pgx.Batch, consumer Consumer, dest *time.
 // ForgottenSteps is QueueForgotten for BeginFresh: pass the steps as after. *dest is nil if nothing
 // was forgotten.
 func (c *Claims) ForgottenSteps(consumer Consumer, dest **time.Time, lock bool) []Step {
-	read := Step{SQL: c.sql.forgotten, Args: []string{strconv.Itoa(int(consumer.id))}, Into: []any{dest}}
+	read := Step{SQL: c.sql[consumer.forever].forgotten, Args: []string{strconv.Itoa(int(consumer.id))}, Into: []any{dest}}
 	if !lock {
 		return []Step{read}
 	}
-	read.SQL = c.sql.forgottenLocked
+	read.SQL = c.sql[consumer.forever].forgottenLocked
 	return []Step{{SQL: forgottenBeforeSQL}, read, {SQL: forgottenAfterSQL}, {SQL: forgottenBehindSQL}}
 }

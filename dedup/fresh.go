@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 )
@@ -22,39 +21,24 @@ var ErrTaken = errors.New("at least one of the messages was claimed before: roll
 // trip. It uses COPY, which takes two thirds of the time of Queue's statement and writes 40 % less
 // write-ahead log. The unique constraint decides, as it does for Queue. BeginFresh waits for a
 // concurrent claim of the same ID. One duplicate fails the whole claim with ErrTaken. Each such
-// failure leaves up to len(ids) dead rows and a line in the server's log. Use it where duplicates
+// failure leaves up to len(msgs) dead rows and a line in the server's log. Use it where duplicates
 // are rare.
+//
+// If an ID occurs several times in msgs, only its first occurrence is fresh; call Compare then.
 //
 // The steps in before run first, beginning with BEGIN; those in after follow the claim. They must
 // not insert claims, and must not return more than one row.
-//
-// fingerprints are those of QueueChecked; nil: none are stored.
 //
 // After an error nothing is claimed. If the transaction was begun, it is aborted and must be rolled
 // back, unless the connection is closed. ErrRetry has the same meaning as for the other claims.
 // Under REPEATABLE READ and SERIALIZABLE a duplicate is ErrTaken, too, whether the snapshot shows
 // it or not.
-func (c *Claims) BeginFresh(
-	ctx context.Context, conn *pgx.Conn, before []Step, consumer Consumer, ids []uuid.UUID, fingerprints [][16]byte, after ...Step,
-) (*Result, error) {
-	result := newResult(ids)
-	for _, at := range result.first {
+func (c *Claims) BeginFresh(ctx context.Context, conn *pgx.Conn, before []Step, consumer Consumer, msgs []Message, after ...Step) (*Result, error) {
+	result := newResult(msgs)
+	for _, at := range result.order {
 		result.fresh[at] = true
 	}
-	claim := Step{SQL: c.sql.copy}
-	if consumer.forever {
-		claim.SQL = c.sql.copyForever
-	}
-	var prints [][16]byte
-	if fingerprints != nil {
-		prints = once(result, fingerprints)
-		result.conflicts = result.contradictions(ids, fingerprints)
-		claim.SQL = c.sql.copyChecked
-		if consumer.forever {
-			claim.SQL = c.sql.copyCheckedForever
-		}
-	}
-	claim.rows = copyRows(result.sorted, consumer.id, prints)
+	claim := Step{SQL: c.sql[consumer.forever].copy, rows: result.copyRows(consumer.id)}
 	done, err := roundTrip(ctx, conn, slices.Concat(before, []Step{claim}, after))
 	if err != nil {
 		return nil, c.wrapFreshError(err, done == len(before))
@@ -64,47 +48,19 @@ func (c *Claims) BeginFresh(
 
 // copyRows encodes rows in PostgreSQL's binary COPY format: a header, then each row as the number
 // of its fields and each field as its length and its bytes, then -1.
-func copyRows(ids []uuid.UUID, consumer int32, prints [][16]byte) []byte {
-	const header, row, end = "PGCOPY\n\xff\r\n\x00" + "\x00\x00\x00\x00" + "\x00\x00\x00\x00", 2 + 4 + 16 + 4 + 4 + 4 + 16, "\xff\xff"
-	rows := make([]byte, 0, len(header)+len(ids)*row+len(end))
+func (r *Result) copyRows(consumer int32) []byte {
+	const header, row, end = "PGCOPY\n\xff\r\n\x00" + "\x00\x00\x00\x00" + "\x00\x00\x00\x00", 2 + 4 + 16 + 4 + 4 + 4 + 4, "\xff\xff"
+	rows := make([]byte, 0, len(header)+len(r.order)*row+len(end))
 	rows = append(rows, header...)
-	for i, id := range ids {
-		fields := byte(2)
-		if prints != nil {
-			fields = 3
-		}
-		rows = append(rows, 0, fields, 0, 0, 0, 16)
-		rows = append(rows, id[:]...)
+	for _, at := range r.order {
+		rows = append(rows, 0, 3, 0, 0, 0, 16)
+		rows = append(rows, r.msgs[at].ID[:]...)
 		rows = append(rows, 0, 0, 0, 4)
 		rows = binary.BigEndian.AppendUint32(rows, uint32(consumer))
-		switch {
-		case prints == nil:
-		case prints[i] == [16]byte{}:
-			rows = append(rows, 0xff, 0xff, 0xff, 0xff) // null
-		default:
-			rows = append(rows, 0, 0, 0, 16)
-			rows = append(rows, prints[i][:]...)
-		}
+		rows = append(rows, 0, 0, 0, 4)
+		rows = binary.BigEndian.AppendUint32(rows, uint32(r.msgs[at].Fingerprint))
 	}
 	return append(rows, end...)
-}
-
-// contradictions reports which repetitions of an ID in the batch have a different fingerprint from
-// its first occurrence.
-func (r *Result) contradictions(ids []uuid.UUID, fingerprints [][16]byte) []bool {
-	differ := make([]bool, len(ids))
-	if len(r.first) == len(ids) {
-		return differ
-	}
-	first := make(map[uuid.UUID]int, len(r.first))
-	for i, id := range r.sorted {
-		first[id] = r.first[i]
-	}
-	for i, id := range ids {
-		one, other := fingerprints[i], fingerprints[first[id]]
-		differ[i] = one != other && one != [16]byte{} && other != [16]byte{}
-	}
-	return differ
 }
 
 // wrapFreshError distinguishes a refused claim from other errors. A unique violation is a refused

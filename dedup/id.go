@@ -45,16 +45,21 @@ func hashedID(sum []byte) uuid.UUID {
 	return id
 }
 
-// ChildID derives the ID of what a message causes: the same parent and step give the same ID, at
-// every re-execution and on every machine. It has the form of a UUIDv7 with the time at, in
-// milliseconds, so the next consumer can prove that it is fresh. at must be a time that
-// re-executions see again (the record's timestamp), never the current time. Times before 1970 and
-// after the year 6429 are replaced by these bounds. The rest is SHA-256 over parent and step.
-func ChildID(parent uuid.UUID, step string, at time.Time) uuid.UUID {
-	hash := sha256.New()
-	hash.Write(parent[:])
-	hash.Write([]byte(step))
-	return timedID(hash.Sum(nil), at)
+// PublishID derives the ID of a message that a handler publishes, from the name of the consumer, the
+// ID of the message that it handles, and the name of the step. The same three give the same ID, at every
+// re-execution and on every machine; two consumers of one message publish two messages. The ID has the
+// form of a UUIDv7 with the time at, in milliseconds, so the next consumer can prove that it is fresh.
+// at must be a time that re-executions see again (the record's timestamp), never the current time.
+// Times before 1970 and after the year 6429 are replaced by these bounds. The rest is SHA-256 over "publish"
+// and the three parts, each preceded by its length, as for CallKey.
+func PublishID(scope string, parent uuid.UUID, step string, at time.Time) uuid.UUID {
+	return timedID(sum("publish", scope, string(parent[:]), step), at)
+}
+
+// LaterID is PublishID for a message that is published later. It carries no time: the parent's would
+// be too old for the next consumer.
+func LaterID(scope string, parent uuid.UUID, step string) uuid.UUID {
+	return hashedID(sum("later", scope, string(parent[:]), step))
 }
 
 // timedID returns an ID that carries a time: a UUIDv7.
@@ -77,12 +82,17 @@ func timedID(sum []byte, at time.Time) uuid.UUID {
 // bytes (big-endian), in the form of a UUIDv8 (RFC 9562, section 5.8) with the top bit set: it
 // never looks like an ID that carries a time. Other programs may compute it.
 func CallKey(scope string, parent uuid.UUID, step string) uuid.UUID {
+	return hashedID(sum(scope, string(parent[:]), step))
+}
+
+// sum is SHA-256 over parts, each preceded by its length.
+func sum(parts ...string) []byte {
 	hash := sha256.New()
-	for _, part := range [][]byte{[]byte(scope), parent[:], []byte(step)} {
+	for _, part := range parts {
 		hash.Write(binary.BigEndian.AppendUint32(nil, uint32(len(part))))
-		hash.Write(part)
+		hash.Write([]byte(part))
 	}
-	return hashedID(hash.Sum(nil))
+	return hash.Sum(nil)
 }
 
 // Time returns the time that an ID carries, with a resolution of a millisecond, and false for an ID

@@ -149,14 +149,14 @@ func TestScopesCannotCollide(t *testing.T) {
 
 // A child ID is the same at every re-execution and on every machine, has the form of a UUIDv7 and
 // carries the time that it was given; another parent, step or time gives another one.
-func TestChildIDIsDerivedFromParentStepAndTime(t *testing.T) {
+func TestPublishIDIsDerivedFromItsParts(t *testing.T) {
 	t.Parallel()
 	parent := uuid.MustParse("0191d3a7-5c1e-7abc-9def-0123456789ab")
 	at := time.UnixMilli(1763700000123)
 
-	child := dedup.ChildID(parent, "charge", at)
-	assert.Equal(t, "019aa4b6-457b-797f-a261-2a19c5c0b052", child.String(), "computed by another program")
-	assert.Equal(t, child, dedup.ChildID(parent, "charge", at.UTC().Add(999*time.Microsecond)), "milliseconds count, and no time zone")
+	child := dedup.PublishID("billing", parent, "charge", at)
+	assert.Equal(t, "019aa4b6-457b-710f-9dc4-7767167df53c", child.String(), "computed by another program")
+	assert.Equal(t, child, dedup.PublishID("billing", parent, "charge", at.UTC().Add(999*time.Microsecond)), "milliseconds count, and no time zone")
 	assert.Equal(t, uuid.Version(7), child.Version())
 	assert.Equal(t, uuid.RFC4122, child.Variant())
 	carried, ok := dedup.Time(child)
@@ -164,10 +164,11 @@ func TestChildIDIsDerivedFromParentStepAndTime(t *testing.T) {
 	assert.True(t, at.Equal(carried), carried)
 	assert.Equal(t, child, dedup.MessageID("any", []byte(child.String())), "the next consumer takes it as it is")
 
-	assert.NotEqual(t, child, dedup.ChildID(parent, "refund", at))
-	assert.NotEqual(t, child, dedup.ChildID(child, "charge", at))
-	assert.NotEqual(t, child, dedup.ChildID(parent, "charge", at.Add(time.Millisecond)))
-	assert.NotEqual(t, dedup.ChildID(parent, "a", at), dedup.ChildID(parent, "", at))
+	assert.NotEqual(t, child, dedup.PublishID("billing", parent, "refund", at))
+	assert.NotEqual(t, child, dedup.PublishID("shipping", parent, "charge", at), "two consumers of one message publish two")
+	assert.NotEqual(t, child, dedup.PublishID("billing", child, "charge", at))
+	assert.NotEqual(t, child, dedup.PublishID("billing", parent, "charge", at.Add(time.Millisecond)))
+	assert.NotEqual(t, dedup.PublishID("billing", parent, "a", at), dedup.PublishID("billing", parent, "", at))
 }
 
 // callKeys are computed by another program, from the text of the documentation. They must never
@@ -209,7 +210,7 @@ func TestCallKeyIsTheDocumentedOne(t *testing.T) {
 
 // A time that 47 bits of milliseconds cannot hold is replaced by the nearest one: the ID still has
 // a time, and is never in the range of hashes.
-func TestChildIDBoundsTheTime(t *testing.T) {
+func TestPublishIDBoundsTheTime(t *testing.T) {
 	t.Parallel()
 	parent := uuid.MustParse("0191d3a7-5c1e-7abc-9def-0123456789ab")
 	for _, tc := range []struct {
@@ -226,7 +227,7 @@ func TestChildIDBoundsTheTime(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			carried, ok := dedup.Time(dedup.ChildID(parent, "step", tc.at))
+			carried, ok := dedup.Time(dedup.PublishID("billing", parent, "step", tc.at))
 			assert.True(t, ok)
 			assert.Equal(t, tc.want, carried.UnixMilli())
 		})

@@ -17,8 +17,6 @@ import (
 //	standard+debezium    the same, and the operator vouches that "id" comes from Debezium's outbox event router
 //	standard+watermill   the same, and the operator vouches that _watermill_message_uuid comes from Watermill
 //	headers:a,b          the first of these headers that is present and not empty; "headers:" for none
-//	legacy               of consumers that the previous release registered: the next registration replaces it
-//	                     by what that release read, which is Config.IDHeaders or its five default names
 //
 // Profiles can be combined: standard+debezium+watermill.
 type IDRule struct {
@@ -34,10 +32,6 @@ type IDSource struct {
 	// Proof is a prefix of header names. Header is used only if the same message has a header whose
 	// name begins with it. Empty: no proof is needed.
 	Proof string
-	// Compared means that the ID may identify something other than the message (a customer, a
-	// request, or the message from which the headers were copied). The claim then stores a
-	// fingerprint, and the same ID with another payload is a conflict, not a duplicate.
-	Compared bool
 }
 
 // IDProfile vouches for the producer of a topic: it wrote the header that its messages carry.
@@ -60,7 +54,6 @@ const (
 
 const (
 	ruleStandard = "standard"
-	ruleLegacy   = "legacy"
 	ruleHeaders  = "headers:"
 )
 
@@ -80,9 +73,6 @@ const (
 	proofDebezium  = "__debezium."
 	proofWatermill = "_watermill_"
 )
-
-// LegacyIDHeaders is the rule of release d9ff45e unless Config.IDHeaders was set.
-const LegacyIDHeaders = "headers:message-id,ce_id,id,_watermill_message_uuid,idempotency-key"
 
 // ErrIDRule is returned by ParseIDRule for an invalid rule, and by Register if the stored rule is
 // invalid: a later release wrote it. Nothing was changed. Remedy: use the later release.
@@ -109,10 +99,7 @@ func HeaderIDs(names ...string) (IDRule, error) {
 		if !isHeaderName(name) {
 			return IDRule{}, fmt.Errorf("%w: header %.300q: want 1 to %d visible ASCII characters without comma", ErrIDRule, name, IDHeaderBytesMax)
 		}
-		// The specifications of these two say that they carry message IDs; any other name may carry
-		// something else.
-		compared := name != headerMessageID && name != headerCloudEvent
-		rule.sources = append(rule.sources, IDSource{Header: name, Compared: compared})
+		rule.sources = append(rule.sources, IDSource{Header: name})
 	}
 	if len(rule.text) > IDRuleBytesMax {
 		return IDRule{}, fmt.Errorf("%w: %d bytes: want at most %d", ErrIDRule, len(rule.text), IDRuleBytesMax)
@@ -136,11 +123,6 @@ func ParseIDRule(text string) (IDRule, error) {
 		}
 		return HeaderIDs(strings.Split(names, ",")...)
 	}
-	if text == ruleLegacy {
-		rule, err := ParseIDRule(LegacyIDHeaders)
-		rule.text = ruleLegacy
-		return rule, err
-	}
 	parts := strings.Split(text, "+")
 	profiles := map[IDProfile]bool{}
 	for _, part := range parts[1:] {
@@ -151,14 +133,13 @@ func ParseIDRule(text string) (IDRule, error) {
 		profiles[profile] = true
 	}
 	if parts[0] != ruleStandard {
-		return IDRule{}, fmt.Errorf("%w: %.100q: want legacy, standard, standard+debezium, standard+watermill or headers:NAME,NAME", ErrIDRule, text)
+		return IDRule{}, fmt.Errorf("%w: %.100q: want standard, standard+debezium, standard+watermill or headers:NAME,NAME", ErrIDRule, text)
 	}
 	return standardIDs(profiles[ProfileDebezium], profiles[ProfileWatermill]), nil
 }
 
-// standardIDs sets Compared on sources that only a second header vouches for. Programs that copy
-// all headers of a message to several others (as Kafka Streams does) copy the proof, too, and "id"
-// may be a column of a change event.
+// standardIDs wants a second header for the names that other programs use for other things, unless
+// their producer is asserted.
 func standardIDs(debezium, watermill bool) IDRule {
 	rule := IDRule{text: ruleStandard, sources: []IDSource{{Header: headerMessageID}, {Header: headerCloudEvent}}}
 	for _, known := range []struct {
@@ -166,12 +147,12 @@ func standardIDs(debezium, watermill bool) IDRule {
 		profile  IDProfile
 		source   IDSource
 	}{
-		{debezium, ProfileDebezium, IDSource{Header: headerDebezium, Proof: proofDebezium, Compared: true}},
-		{watermill, ProfileWatermill, IDSource{Header: headerWatermill, Proof: proofWatermill, Compared: true}},
+		{debezium, ProfileDebezium, IDSource{Header: headerDebezium, Proof: proofDebezium}},
+		{watermill, ProfileWatermill, IDSource{Header: headerWatermill, Proof: proofWatermill}},
 	} {
 		if known.asserted {
 			rule.text += "+" + string(known.profile)
-			known.source.Proof, known.source.Compared = "", false
+			known.source.Proof = ""
 		}
 		rule.sources = append(rule.sources, known.source)
 	}
@@ -196,13 +177,5 @@ func (r IDRule) Sources() []IDSource {
 
 // SameIDs reports whether two rules give every message the same ID.
 func (r IDRule) SameIDs(other IDRule) bool {
-	return slices.EqualFunc(r.Sources(), other.Sources(), func(a, b IDSource) bool { return a.Header == b.Header && a.Proof == b.Proof })
-}
-
-// earlier returns the rule that a release that stored no rule used with the same configuration.
-func (r IDRule) earlier() (IDRule, error) {
-	if strings.HasPrefix(r.text, ruleHeaders) {
-		return r, nil
-	}
-	return ParseIDRule(LegacyIDHeaders)
+	return slices.Equal(r.Sources(), other.Sources())
 }

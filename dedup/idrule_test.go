@@ -4,8 +4,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/uuid"
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -19,7 +17,7 @@ func TestRuleForIDsIsItsText(t *testing.T) {
 	for text, want := range map[string]string{
 		"standard": "", "standard+debezium": "", "standard+watermill": "", "standard+debezium+watermill": "",
 		"standard+watermill+debezium": "standard+debezium+watermill",
-		"legacy":                      "", "headers:": "", "headers:a": "", "headers:message-id,ce_id,x+y": "",
+		"headers:":                    "", "headers:a": "", "headers:message-id,ce_id,x+y": "",
 		"headers:" + strings.Repeat("n", dedup.IDHeaderBytesMax): "",
 	} {
 		if want == "" {
@@ -46,7 +44,7 @@ func TestRuleForIDsIsItsText(t *testing.T) {
 func TestWhatIsNoRuleForIDsIsRefused(t *testing.T) {
 	t.Parallel()
 	for _, text := range []string{
-		"", "Standard", "standard ", "standard+", "standard+debezium+debezium", "debezium", "legacy+debezium", "headers", "headers:,", "headers:a,",
+		"", "Standard", "standard ", "standard+", "standard+debezium+debezium", "debezium", "legacy", "headers", "headers:,", "headers:a,",
 		"headers:a b", "headers:ü", "headers:a\x00", "headers:" + strings.Repeat("n", 256), "headers:" + strings.Repeat("a,", 20) + "a",
 		"headers:" + strings.Repeat(strings.Repeat("n", 255)+",", 8) + "n",
 	} {
@@ -58,7 +56,7 @@ func TestWhatIsNoRuleForIDsIsRefused(t *testing.T) {
 }
 
 func FuzzIDRule(f *testing.F) {
-	for _, text := range []string{"standard", "standard+debezium+watermill", "legacy", "headers:", "headers:a,b", "headers:a,,b", "standard++"} {
+	for _, text := range []string{"standard", "standard+debezium+watermill", "headers:", "headers:a,b", "headers:a,,b", "standard++"} {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
@@ -73,7 +71,7 @@ func FuzzIDRule(f *testing.F) {
 		again, err := dedup.ParseIDRule(rule.String())
 		require.NoError(t, err)
 		require.Equal(t, rule, again)
-		if strings.HasPrefix(text, "headers:") || text == "legacy" {
+		if strings.HasPrefix(text, "headers:") {
 			require.Equal(t, text, rule.String())
 		}
 		for _, source := range rule.Sources() {
@@ -83,9 +81,7 @@ func FuzzIDRule(f *testing.F) {
 	})
 }
 
-// Property: the first registration of a name decides its rule for IDs; later ones get that rule. A
-// name of the previous release, which stored none, continues with the rule that release used with
-// the same configuration.
+// Property: the first registration of a name decides its rule for IDs; later ones get that rule.
 func TestNameKeepsItsRuleForIDs(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
@@ -103,21 +99,8 @@ func TestNameKeepsItsRuleForIDs(t *testing.T) {
 		require.Equal(t, stored, consumer.IDRule().String())
 		return stored
 	}
-	const five = "headers:message-id,ce_id,id,_watermill_message_uuid,idempotency-key"
 	assert.Equal(t, "standard+debezium", register("new", "standard+debezium"))
 	assert.Equal(t, "standard+debezium", register("new", "headers:a"))
-	assert.Equal(t, five, register("new legacy", "legacy"))
-	for name, tc := range map[string][2]string{
-		"default": {"standard", five}, "profile": {"standard+debezium", five}, "headers": {"headers:a,b", "headers:a,b"}, "none": {"headers:", "headers:"},
-	} {
-		_, err := pool.Exec(t.Context(), `INSERT INTO effectonce.consumers (name, consumer_group, topics, dedup_window) VALUES ($1, 'g', '{}', '1 day')`, name)
-		require.NoError(t, err)
-		// Not by another group, which is refused.
-		_, err = claims.Register(t.Context(), pool, dedup.Registration{Name: name, Group: "other", IDRule: rule("headers:c")})
-		require.ErrorIs(t, err, dedup.ErrNameTaken)
-		assert.Equal(t, tc[1], register(name, tc[0]))
-		assert.Equal(t, tc[1], register(name, "headers:c"))
-	}
 	var unset dedup.Consumer
 	unset, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "unset", Group: "g"})
 	require.NoError(t, err)
@@ -127,36 +110,4 @@ func TestNameKeepsItsRuleForIDs(t *testing.T) {
 	require.NoError(t, err)
 	_, err = claims.Register(t.Context(), pool, dedup.Registration{Name: "unset", Group: "g"})
 	require.ErrorIs(t, err, dedup.ErrIDRule)
-}
-
-// Property: a message without a fingerprint among others that have one stores none and conflicts
-// with nothing, nor does another with its claim.
-func TestFingerprintsAreOptional(t *testing.T) {
-	t.Parallel()
-	pool, claims := pgtest.Pool(t), newClaims(t)
-	consumer, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g"})
-	require.NoError(t, err)
-	with, without := uuid.New(), uuid.New()
-	claim := func(prints ...[16]byte) (fresh, conflicts []bool) {
-		require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-			batch := &pgx.Batch{}
-			result := claims.QueueChecked(batch, consumer, []uuid.UUID{with, without}, prints)
-			if err := tx.SendBatch(t.Context(), batch).Close(); err != nil {
-				return err
-			}
-			fresh, conflicts = result.Fresh(), result.Conflicts()
-			return nil
-		}))
-		return fresh, conflicts
-	}
-	one, other := dedup.Fingerprint(nil, []byte("1")), dedup.Fingerprint(nil, []byte("2"))
-	fresh, conflicts := claim(one, [16]byte{})
-	require.Equal(t, [][]bool{{true, true}, {false, false}}, [][]bool{fresh, conflicts})
-	var stored int
-	require.NoError(t, pool.QueryRow(t.Context(), `SELECT count(*) FROM effectonce.processed_messages WHERE fingerprint IS NOT NULL`).Scan(&stored))
-	require.Equal(t, 1, stored)
-	fresh, conflicts = claim([16]byte{}, other)
-	require.Equal(t, [][]bool{{false, false}, {false, false}}, [][]bool{fresh, conflicts})
-	_, conflicts = claim(other, other)
-	require.Equal(t, []bool{true, false}, conflicts)
 }

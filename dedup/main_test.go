@@ -53,11 +53,27 @@ func claimAlone(t *testing.T, pool *pgxpool.Pool, claims *dedup.Claims, consumer
 	t.Helper()
 	var fresh []bool
 	err := pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) (err error) {
-		fresh, err = claims.ClaimBatch(t.Context(), tx, consumer, ids)
+		fresh, err = freshOf(claims.ClaimBatch(t.Context(), tx, consumer, messages(ids)))
 		return err
 	})
 	require.NoError(t, err)
 	return fresh
+}
+
+// messages have these IDs, and one content.
+func messages(ids []uuid.UUID) []dedup.Message {
+	msgs := make([]dedup.Message, len(ids))
+	for i, id := range ids {
+		msgs[i].ID = id
+	}
+	return msgs
+}
+
+func freshOf(result *dedup.Result, err error) ([]bool, error) {
+	if err != nil {
+		return nil, err
+	}
+	return result.Fresh(), nil
 }
 
 // waitUntil returns once the query is true.
@@ -103,7 +119,7 @@ func claimInBackground(t *testing.T, claims *dedup.Claims, tx pgx.Tx, id uuid.UU
 	t.Helper()
 	answers := make(chan answer, 1)
 	go func() {
-		fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id)
+		fresh, err := claims.Claim(t.Context(), tx, dedup.Numbered(1), id, 0)
 		answers <- answer{fresh, err}
 	}()
 	return answers

@@ -160,7 +160,7 @@ func TestUntimedClaimsAreSwept(t *testing.T) {
 	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, caught_up_at) VALUES ('short', 'a', 0, clock_timestamp()), ('held', 'a', 0, clock_timestamp() - interval '2 days')`)
 	for _, id := range []int32{ids["short"], ids["long"], ids["held"], 999} {
 		for _, age := range []string{"1 minute", "3 hours", "100 hours"} {
-			exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', $1 || $2 || n), $3, clock_timestamp() - $2::text::interval FROM generate_series(1, 1000) n`, fmt.Sprint(id), age, id)
+			exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', $1 || $2 || n), $3, 0, clock_timestamp() - $2::text::interval FROM generate_series(1, 1000) n`, fmt.Sprint(id), age, id)
 		}
 	}
 	report := maintain(t, pool, claims)
@@ -182,9 +182,9 @@ func TestStatsSayWhatClaimsTake(t *testing.T) {
 	_, err := claims.Register(t.Context(), pool, dedup.Registration{Name: "c", Group: "g"})
 	require.NoError(t, err)
 	exec(t, pool, `INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition) VALUES ('g', 'a', 3)`)
-	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.uuid_v7(), 1 FROM generate_series(1, 20000)`)
-	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), 1 FROM generate_series(1, 30) n`)
-	exec(t, pool, `INSERT INTO effectonce.processed_forever SELECT effectonce.uuid_v7(), 2 FROM generate_series(1, 40)`)
+	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.uuid_v7(), 1, 0 FROM generate_series(1, 20000)`)
+	exec(t, pool, `INSERT INTO effectonce.processed_messages SELECT effectonce.message_id('s', n::text), 1, 0 FROM generate_series(1, 30) n`)
+	exec(t, pool, `INSERT INTO effectonce.processed_forever SELECT effectonce.uuid_v7(), 2, 0 FROM generate_series(1, 40)`)
 	testwait.True(t, "the statistics are complete", func() bool {
 		s, err := claims.ReadStats(t.Context(), pool)
 		require.NoError(t, err)
@@ -201,7 +201,7 @@ func TestStatsSayWhatClaimsTake(t *testing.T) {
 func TestOneMaintainerAtATime(t *testing.T) {
 	t.Parallel()
 	pool, claims := pgtest.Pool(t), newClaims(t)
-	exec(t, pool, `UPDATE effectonce.maintenance SET owner = 'somebody', lease_until = clock_timestamp() + interval '1 minute' WHERE job = 'claims'`)
+	exec(t, pool, `INSERT INTO effectonce.maintenance (job, owner, lease_until) VALUES ('claims', 'somebody', clock_timestamp() + interval '1 minute')`)
 	report, err := claims.Maintain(t.Context(), pool, dedup.MaintainOptions{Owner: "test"})
 	require.NoError(t, err)
 	require.True(t, report.Elsewhere)

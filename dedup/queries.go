@@ -8,52 +8,34 @@ import (
 
 // claimSQL inserts every ID in one statement. The IDs are sorted and unique: two batches that lock
 // the same rows in the same order cannot deadlock, and RETURNING lists exactly the fresh IDs. There
-// is no conflict target because the primary key is the only constraint. unnest is qualified because
-// the caller's search path could hold a function for uuid[] that fits better than PostgreSQL's own.
+// is no conflict target because the primary key is the only constraint. (An unnest of several arrays
+// is always PostgreSQL's own.)
 const claimSQL = `-- dedup.claim
-INSERT INTO effectonce.processed_messages (message_id, consumer)
-SELECT id, $2 FROM pg_catalog.unnest($1::uuid[]) AS id
+INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint)
+SELECT m.id, $2, m.fingerprint FROM unnest($1::uuid[], $3::int4[]) AS m (id, fingerprint)
 ON CONFLICT DO NOTHING
 RETURNING message_id`
 
 // copySQL takes every ID as fresh. The rows are in the order of claimSQL, for the same reason: COPY
 // collects them and then enters them into the index of each partition one by one, in that order.
 const copySQL = `-- dedup.copy
-COPY effectonce.processed_messages (message_id, consumer) FROM STDIN (FORMAT binary)`
-
-const copyCheckedSQL = `-- dedup.copy_checked
 COPY effectonce.processed_messages (message_id, consumer, fingerprint) FROM STDIN (FORMAT binary)`
 
-// claimCheckedSQL also stores the fingerprint of the message. (An unnest of several arrays is
-// always PostgreSQL's own.)
-const claimCheckedSQL = `-- dedup.claim_checked
-INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint)
-SELECT m.id, $2, m.fingerprint FROM unnest($1::uuid[], $3::uuid[]) AS m (id, fingerprint)
-ON CONFLICT DO NOTHING
-RETURNING message_id`
-
-// conflictsSQL is a separate statement: the claim does not see the rows that it conflicted with,
-// because they are newer than its snapshot. A new snapshot sees them.
 const conflictsSQL = `-- dedup.conflicts
-SELECT m.n FROM unnest($1::uuid[], $3::uuid[]) WITH ORDINALITY AS m (id, fingerprint, n)
+SELECT m.n FROM unnest($1::uuid[], $3::int4[]) WITH ORDINALITY AS m (id, fingerprint, n)
 JOIN effectonce.processed_messages p ON p.message_id = m.id AND p.consumer = $2
 WHERE p.fingerprint <> m.fingerprint`
 
-const processedAtSQL = `-- dedup.processed_at
-SELECT processed_at FROM effectonce.processed_messages WHERE message_id = $1 AND consumer = $2`
-
 // registerSQL returns the row whether it is new or not, so that the caller can compare the group.
 // DO UPDATE lets RETURNING see a row of another transaction; it also locks the row against a
-// concurrent registration. It never overwrites the group, nor whether the consumer forgets. It
-// overwrites the rule for IDs only once: the previous release stored none, so its row gets the rule
-// that that release used with the same configuration.
+// concurrent registration. It never overwrites the group, the rule for IDs, nor whether the consumer
+// forgets.
 const registerSQL = `-- dedup.register
 INSERT INTO effectonce.consumers AS c (name, consumer_group, topics, dedup_window, id_rule) VALUES ($1, $2, coalesce($3::text[], '{}'), $4::interval, $5)
 ON CONFLICT (name) DO UPDATE SET
   topics = CASE WHEN c.consumer_group = excluded.consumer_group THEN excluded.topics ELSE c.topics END,
   dedup_window = CASE WHEN c.consumer_group = excluded.consumer_group AND (c.dedup_window IS NULL) = (excluded.dedup_window IS NULL)
-    THEN excluded.dedup_window ELSE c.dedup_window END,
-  id_rule = CASE WHEN c.consumer_group = excluded.consumer_group AND c.id_rule = 'legacy' THEN $6 ELSE c.id_rule END
+    THEN excluded.dedup_window ELSE c.dedup_window END
 RETURNING id, consumer_group, dedup_window IS NULL, id_rule, (SELECT extract(epoch FROM before.dedup_window)::float8 FROM effectonce.consumers before
   WHERE before.name = $1 AND before.dedup_window <> $4::interval)`
 
@@ -139,18 +121,6 @@ const markSQL = `-- dedup.mark
 UPDATE effectonce.consumers SET forgotten_to = greatest(forgotten_to, $1)
 WHERE dedup_window IS NOT NULL AND ($2::int[] IS NULL OR id = ANY ($2::int[])) AND (forgotten_to < $1) IS NOT FALSE`
 
-// droppedSQL reads up to which time days are gone, and up to which time this release has dropped
-// them. A null for the second counts as older than any day.
-const droppedSQL = `-- dedup.dropped
-SELECT past.bound, (SELECT (state ->> 'dropped_to')::timestamptz FROM effectonce.maintenance WHERE job = 'claims')
-FROM (SELECT pg_catalog.to_timestamp(('x' || pg_catalog.substr(replace((pg_catalog.regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), 'TO \(''([0-9a-f-]{36})''\)'))[1], '-', ''), 1, 12))::bit(48)::bigint::numeric / 1000.0) AS bound
-  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = $1 AND c.relname = 'processed_messages_past') AS past`
-
-// noteDroppedSQL is part of each transaction that drops days. The epoch excludes a process that
-// lost the lease.
-const noteDroppedSQL = `-- dedup.note_dropped
-UPDATE effectonce.maintenance SET state = state || pg_catalog.jsonb_build_object('dropped_to', $2::timestamptz) WHERE job = 'claims' AND epoch = $1`
-
 // sweepStateSQL reads the number of blocks of a table, and the block at which the sweep continues.
 const sweepStateSQL = `-- dedup.sweep_state
 SELECT pg_catalog.pg_relation_size($1::regclass) / pg_catalog.current_setting('block_size')::bigint,
@@ -195,25 +165,22 @@ FROM pg_catalog.pg_partition_tree('effectonce.processed_messages') WHERE isleaf`
 const forgetAttemptsSQL = `-- dedup.forget_attempts
 DELETE FROM effectonce.message_attempts WHERE updated_at < clock_timestamp() - $1::interval`
 
+// queries are the statements for one schema and one table of claims.
 type queries struct {
-	claim, claimChecked, conflicts                      string
-	claimForever, claimCheckedForever, conflictsForever string
-	copy, copyChecked, copyForever, copyCheckedForever  string
-	processedAt, processedAtForever                     string
-	register                                            string
-	forgotten, forgottenLocked                          string
+	claim, conflicts, copy               string
+	register, forgotten, forgottenLocked string
 }
 
-func newQueries(schema string) queries {
-	in := func(sql string) string { return migrations.InSchema(sql, schema) }
-	forever := func(sql string) string {
-		return in(strings.ReplaceAll(sql, "effectonce.processed_messages", "effectonce.processed_forever"))
+func newQueries(schema string) map[bool]queries {
+	sql := map[bool]queries{}
+	for forever, table := range map[bool]string{false: "effectonce.processed_messages", true: "effectonce.processed_forever"} {
+		in := func(sql string) string {
+			return migrations.InSchema(strings.ReplaceAll(sql, "effectonce.processed_messages", table), schema)
+		}
+		sql[forever] = queries{
+			claim: in(claimSQL), conflicts: in(conflictsSQL), copy: in(copySQL),
+			register: in(registerSQL), forgotten: in(forgottenSQL), forgottenLocked: in(forgottenLockedSQL),
+		}
 	}
-	return queries{
-		claim: in(claimSQL), claimChecked: in(claimCheckedSQL), conflicts: in(conflictsSQL),
-		claimForever: forever(claimSQL), claimCheckedForever: forever(claimCheckedSQL), conflictsForever: forever(conflictsSQL),
-		copy: in(copySQL), copyChecked: in(copyCheckedSQL), copyForever: forever(copySQL), copyCheckedForever: forever(copyCheckedSQL),
-		processedAt: in(processedAtSQL), processedAtForever: forever(processedAtSQL),
-		register: in(registerSQL), forgotten: in(forgottenSQL), forgottenLocked: in(forgottenLockedSQL),
-	}
+	return sql
 }

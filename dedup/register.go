@@ -71,17 +71,10 @@ func (c *Claims) Register(ctx context.Context, db Querier, r Registration) (Cons
 		}
 		window = &r.Window
 	}
-	earlier, err := r.IDRule.earlier()
-	if err != nil {
-		return Consumer{}, fmt.Errorf("register consumer %q: %w", r.Name, err)
-	}
-	if r.IDRule.text == ruleLegacy { // never stored by this release
-		r.IDRule = earlier
-	}
 	var registered Consumer
 	var owner string
 	var replaced *float64
-	err = db.QueryRow(ctx, c.sql.register, r.Name, r.Group, r.Topics, window, r.IDRule.String(), earlier.String()).
+	err := db.QueryRow(ctx, c.sql[r.Forever].register, r.Name, r.Group, r.Topics, window, r.IDRule.String()).
 		Scan(&registered.id, &owner, &registered.forever, &registered.idRule, &replaced)
 	switch {
 	case err != nil:

@@ -57,7 +57,7 @@ func TestClaimIsOneStatement(t *testing.T) {
 	tx, err := conn.Begin(t.Context())
 	require.NoError(t, err)
 	statements.list = nil
-	_, err = newClaims(t).ClaimBatch(t.Context(), tx, dedup.Numbered(1), newIDs(t, 1000))
+	_, err = newClaims(t).ClaimBatch(t.Context(), tx, dedup.Numbered(1), messages(newIDs(t, 1000)))
 	require.NoError(t, err)
 	require.Len(t, statements.list, 1)
 	assert.Contains(t, statements.list[0], "-- dedup.claim\n")

@@ -39,7 +39,7 @@ const secretRows = `
 INSERT INTO effectonce.outbox (topic, key, payload) SELECT 'orders', 'k', 'secret' FROM generate_series(1, 3);
 INSERT INTO effectonce.outbox_scheduled (due_at, topic, payload) VALUES (now() + interval '1 day', 'orders', 'secret');
 INSERT INTO effectonce.consumers (name, consumer_group, topics) VALUES ('victim', 'victim', '{orders}');
-INSERT INTO effectonce.processed_messages (message_id, consumer) SELECT effectonce.uuid_v7(), id FROM effectonce.consumers;
+INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint) SELECT effectonce.uuid_v7(), id, 0 FROM effectonce.consumers;
 INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset) VALUES ('victim', 'orders', 0, 7);
 INSERT INTO effectonce.parked_messages (consumer, message_id, topic, partition, "offset", key, payload, reason, error, state)
   SELECT id, gen_random_uuid(), 'orders', 0, 3, 'k', 'secret', 'failed', 'x', 'parked' FROM effectonce.consumers;
@@ -243,16 +243,16 @@ func TestNeighboursForbiddenStatements(t *testing.T) {
 		{"relay", "SELECT key FROM effectonce.idempotency_keys", denied},
 		{"relay", "SELECT state FROM effectonce.idempotency_keys FOR UPDATE", denied},
 		{"relay", "INSERT INTO effectonce.operator_actions (who, what, why) VALUES ('x', 'x', 'x')", denied},
-		{"relay", "INSERT INTO effectonce.processed_messages (message_id, consumer) VALUES (gen_random_uuid(), 1)", denied},
+		{"relay", "INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint) VALUES (gen_random_uuid(), 1, 0)", denied},
 		// Consumers: claims are forever, the log is the database's.
 		{"consumer", "UPDATE effectonce.processed_messages SET processed_at = now()", denied},
 		{"consumer", "INSERT INTO effectonce.operator_actions (who, what, why, db_role) VALUES ('x', 'x', 'x', 'postgres')", denied},
 		{"consumer", `INSERT INTO effectonce.operator_actions (who, what, why, "when") VALUES ('x', 'x', 'x', '2000-01-01')`, denied},
 		{"consumer", "CREATE TABLE effectonce.processed_messages_20990101 PARTITION OF effectonce.processed_messages FOR VALUES FROM ('00000000-0000-0000-0000-000000000000') TO ('00000000-0000-0000-0000-000000000001')", denied},
-		{"endpoint", "INSERT INTO effectonce.processed_messages (message_id, consumer) VALUES (gen_random_uuid(), 1)", denied},
+		{"endpoint", "INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint) VALUES (gen_random_uuid(), 1, 0)", denied},
 		{"endpoint", "SELECT payload FROM effectonce.parked_messages", denied},
 		// Operators: what waits for a person, and no history.
-		{"operator", "INSERT INTO effectonce.processed_messages (message_id, consumer) VALUES (gen_random_uuid(), 1)", denied},
+		{"operator", "INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint) VALUES (gen_random_uuid(), 1, 0)", denied},
 		{"operator", "INSERT INTO effectonce.outbox (topic) VALUES ('t')", denied},
 		{"operator", "UPDATE effectonce.idempotency_keys SET fingerprint = sha256('y')", denied},
 		{"operator", "UPDATE effectonce.idempotency_keys SET request = 'y'", denied},

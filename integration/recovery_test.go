@@ -377,7 +377,7 @@ func claim(ctx context.Context, t *testing.T, pool *pgxpool.Pool, id uuid.UUID) 
 	require.NoError(t, err)
 	consumer, err := claims.Register(ctx, pool, dedup.Registration{Name: "billing/payments", Group: "billing", Topics: []string{"payments"}})
 	require.NoError(t, err)
-	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { fresh, err = claims.Claim(ctx, tx, consumer, id); return err })
+	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error { fresh, err = claims.Claim(ctx, tx, consumer, id, 0); return err })
 	require.NoError(t, err)
 	return fresh
 }

@@ -1,23 +1,113 @@
--- effectonce, schema version 2: failures, parking, dedup windows, fences, the operator's log.
+-- effectonce, schema version 2: claims, positions, parked messages, fences.
 
 SET search_path = pg_catalog, pg_temp;
 
 -- ---------------------------------------------------------------------------------------------
--- Claims: how long they are kept, and of what content
+-- Message IDs
 
--- Null: for ever; such a consumer claims in processed_forever.
-ALTER TABLE effectonce.consumers ADD COLUMN dedup_window interval DEFAULT '7 days'
-  CONSTRAINT consumers_dedup_window_is_not_positive CHECK (dedup_window > interval '0');
+-- The smallest UUIDv7 of a point in time: the bound of a range of IDs.
+CREATE FUNCTION effectonce.uuid_floor(at timestamptz) RETURNS uuid
+LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
+RETURN (lpad(to_hex((extract(epoch FROM at) * 1000)::bigint), 12, '0') || repeat('0', 20))::uuid;
 
--- The first 128 bits of SHA-256 over key and payload, where the consumer compares them; else null, which
--- takes no room: the header of the row has a spare byte for it.
-ALTER TABLE effectonce.processed_messages ADD COLUMN fingerprint uuid;
+-- The ID under which a message is claimed, from the text that it carries: a UUIDv7 or a ULID as it
+-- is, because it carries its time; anything else as a UUIDv8 hash of scope and text with the top bit
+-- set, so that it never falls among the times. dedup.MessageID computes the same.
+CREATE FUNCTION effectonce.message_id(scope text, id text) RETURNS uuid
+LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE
+SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+  alphabet CONSTANT text := '0123456789ABCDEFGHJKMNPQRSTVWXYZ';
+  bits bit varying := B'';
+  hash bytea;
+  upper_id text;
+BEGIN
+  IF id ~ '^[0-7][0-9a-fA-F]{7}-[0-9a-fA-F]{4}-7[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}$' THEN
+    RETURN id::uuid;
+  END IF;
+  -- 26 letters are 130 bits: a first letter of 0 to 3 keeps the value below 2^127.
+  IF id ~ '^[0-3][0-9A-HJKMNP-TV-Za-hjkmnp-tv-z]{25}$' THEN
+    upper_id := upper(id);
+    FOR i IN 1..26 LOOP
+      bits := bits || (strpos(alphabet, substr(upper_id, i, 1)) - 1)::bit(5);
+    END LOOP;
+    bits := substring(bits FROM 3);
+    hash := '\x';
+    FOR i IN 0..15 LOOP
+      hash := hash || substring(int4send(substring(bits FROM i * 8 + 1 FOR 8)::bit(8)::int) FROM 4);
+    END LOOP;
+    RETURN encode(hash, 'hex')::uuid;
+  END IF;
+  hash := substring(sha256(int4send(octet_length(convert_to(scope, 'UTF8')))
+    || convert_to(scope, 'UTF8') || convert_to(id, 'UTF8')) FROM 1 FOR 16);
+  hash := set_byte(hash, 0, get_byte(hash, 0) | 128);
+  hash := set_byte(hash, 6, get_byte(hash, 6) & 15 | 128);
+  hash := set_byte(hash, 8, get_byte(hash, 8) & 63 | 128);
+  RETURN encode(hash, 'hex')::uuid;
+END
+$$;
 
+-- ---------------------------------------------------------------------------------------------
+-- Claims
+
+-- Who claims. A name that belongs to another group is refused: the two would drop each other's messages.
+CREATE TABLE effectonce.consumers (
+  id             integer     GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  name           text        NOT NULL UNIQUE CHECK (octet_length(name) BETWEEN 1 AND 600),
+  consumer_group text        NOT NULL CHECK (octet_length(consumer_group) BETWEEN 1 AND 255),
+  topics         text[]      NOT NULL CONSTRAINT consumers_topics_are_too_many CHECK (pg_column_size(topics) <= 1048576),
+  created_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+  -- Null: claims are kept for ever, in processed_forever.
+  dedup_window   interval    DEFAULT '7 days' CONSTRAINT consumers_dedup_window_is_not_positive CHECK (dedup_window > interval '0'),
+  -- Claims of messages up to this time may have been forgotten; null: none were. Written by the transaction
+  -- that forgets, never moved back. The window only says what maintenance may forget from now on.
+  forgotten_to   timestamptz,
+  -- How messages get their IDs.
+  id_rule        text        NOT NULL DEFAULT 'standard' CONSTRAINT consumers_id_rule_is_too_long CHECK (octet_length(id_rule) BETWEEN 1 AND 2048)
+);
+
+-- Range-partitioned by the message ID itself: a UUIDv7 begins with its time, so a day is a range of
+-- IDs, a duplicate always lands where the first one is, and forgetting a day is DROP TABLE.
+CREATE TABLE effectonce.processed_messages (
+  message_id   uuid        NOT NULL,
+  consumer     integer     NOT NULL,
+  fingerprint  integer     NOT NULL, -- CRC-32C of key and value: dedup.Fingerprint. It fills a gap that alignment leaves
+  processed_at timestamptz NOT NULL DEFAULT now(),
+  CONSTRAINT processed_messages_pkey PRIMARY KEY (message_id, consumer)
+) PARTITION BY RANGE (message_id);
+
+-- One partition a day, from a week back to a month ahead; a small one at either end, so that an insert
+-- never fails for want of a partition; one for the IDs that carry no time (top bit set). None of them
+-- is the DEFAULT partition, which every new day would have to scan under an exclusive lock.
+DO $$
+DECLARE
+  first_day CONSTANT date := (clock_timestamp() AT TIME ZONE 'UTC')::date - 8;
+  last_day  CONSTANT date := first_day + 40;
+  day date := first_day;
+BEGIN
+  EXECUTE format('CREATE TABLE effectonce.processed_messages_past PARTITION OF effectonce.processed_messages FOR VALUES FROM (MINVALUE) TO (%L)',
+    effectonce.uuid_floor(first_day::timestamp AT TIME ZONE 'UTC'));
+  WHILE day < last_day LOOP
+    EXECUTE format('CREATE TABLE effectonce.%I PARTITION OF effectonce.processed_messages FOR VALUES FROM (%L) TO (%L)',
+      'processed_messages_' || to_char(day, 'YYYYMMDD'),
+      effectonce.uuid_floor(day::timestamp AT TIME ZONE 'UTC'),
+      effectonce.uuid_floor((day + 1)::timestamp AT TIME ZONE 'UTC'));
+    day := day + 1;
+  END LOOP;
+  EXECUTE format('CREATE TABLE effectonce.processed_messages_ahead PARTITION OF effectonce.processed_messages FOR VALUES FROM (%L) TO (%L)',
+    effectonce.uuid_floor(last_day::timestamp AT TIME ZONE 'UTC'), '80000000-0000-0000-0000-000000000000');
+  CREATE TABLE effectonce.processed_messages_untimed PARTITION OF effectonce.processed_messages
+    FOR VALUES FROM ('80000000-0000-0000-0000-000000000000') TO (MAXVALUE);
+END
+$$;
+
+-- Claims of consumers that never forget.
 CREATE TABLE effectonce.processed_forever (
   message_id   uuid        NOT NULL,
   consumer     integer     NOT NULL,
+  fingerprint  integer     NOT NULL,
   processed_at timestamptz NOT NULL DEFAULT now(),
-  fingerprint  uuid,
   CONSTRAINT processed_forever_pkey PRIMARY KEY (message_id, consumer)
 );
 
@@ -32,21 +122,67 @@ CREATE TABLE effectonce.maintenance (
 );
 
 -- ---------------------------------------------------------------------------------------------
--- Positions: what the next holder has to know
+-- Positions
 
-ALTER TABLE effectonce.consumer_positions
-  -- Whether the last holder gave the partition up in good order. If not, and nothing was finished since it
+-- Where each partition resumes. The row is written in the transaction that handled the messages, so it
+-- is never ahead of the effects; Kafka's committed offset may be.
+CREATE TABLE effectonce.consumer_positions (
+  consumer_group text        NOT NULL CHECK (octet_length(consumer_group) BETWEEN 1 AND 255),
+  topic          text        NOT NULL CHECK (octet_length(topic) BETWEEN 1 AND 249),
+  partition      integer     NOT NULL,
+  topic_id       uuid,               -- a topic that was deleted and made anew has another one
+  next_offset    bigint,             -- null: assigned, nothing handled yet
+  epoch          bigint      NOT NULL DEFAULT 1, -- grows with every assignment; an older holder cannot advance
+  record_time    timestamptz,        -- timestamp of the last record before next_offset
+  owner          text        CHECK (octet_length(owner) <= 255),
+  updated_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+  -- Whether the last holder released the partition in good order. If not, and nothing was finished since it
   -- took over (next_offset = held_offset), a message may have killed it: stuck counts such takeovers.
-  ADD COLUMN released     boolean NOT NULL DEFAULT true,
-  ADD COLUMN held_offset  bigint,
-  ADD COLUMN stuck        integer NOT NULL DEFAULT 0,
+  released       boolean     NOT NULL DEFAULT true,
+  held_offset    bigint,
+  stuck          integer     NOT NULL DEFAULT 0,
   -- At this time the partition was handled up to its end: an idle partition passes time, too.
-  ADD COLUMN caught_up_at timestamptz,
+  caught_up_at   timestamptz,
   -- Why the partition stands still; null: it does not.
-  ADD COLUMN trouble       text CHECK (octet_length(trouble) <= 2048),
-  ADD COLUMN trouble_since timestamptz;
+  trouble        text        CHECK (octet_length(trouble) <= 2048),
+  trouble_since  timestamptz,
+  -- Offsets from handled_from to next_offset were worked through by the consumer handled_by under handled_rule:
+  -- a claim that is fresh in there was forgotten. Null: nothing is known about what lies behind the position.
+  handled_from   bigint,
+  handled_by     integer,
+  handled_rule   text        CHECK (octet_length(handled_rule) <= 2048),
+  -- An operator's order to resume at this offset; -2: at the start of the topic, -1: at its end. The holder
+  -- carries it out and takes it away.
+  resume_at      bigint      CHECK (resume_at >= -2),
+  CONSTRAINT consumer_positions_pkey PRIMARY KEY (consumer_group, topic, partition)
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 
-CREATE OR REPLACE FUNCTION effectonce.advance_position(
+-- The partitions that a topic had when a group met it. Config.Start decides where these begin; partitions
+-- that are added later begin at their start.
+CREATE TABLE effectonce.consumer_topics (
+  consumer_group text        NOT NULL CHECK (octet_length(consumer_group) BETWEEN 1 AND 255),
+  topic          text        NOT NULL CHECK (octet_length(topic) BETWEEN 1 AND 249),
+  topic_id       uuid,
+  partitions     integer     NOT NULL CHECK (partitions >= 0),
+  met_at         timestamptz NOT NULL DEFAULT clock_timestamp(),
+  CONSTRAINT consumer_topics_pkey PRIMARY KEY (consumer_group, topic)
+);
+
+-- Topics that an operator paused for a group.
+CREATE TABLE effectonce.consumer_pauses (
+  consumer_group text        NOT NULL CHECK (octet_length(consumer_group) BETWEEN 1 AND 255),
+  topic          text        NOT NULL CHECK (octet_length(topic) BETWEEN 1 AND 249),
+  who            text        NOT NULL CHECK (octet_length(who) BETWEEN 1 AND 255),
+  why            text        NOT NULL CHECK (octet_length(why) BETWEEN 1 AND 2048),
+  paused_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+  CONSTRAINT consumer_pauses_pkey PRIMARY KEY (consumer_group, topic)
+);
+
+-- Advances a position by compare-and-set and raises where the caller does not hold it any more, so
+-- that the COMMIT which travels in the same round trip becomes a rollback. Never back: a batch of
+-- redeliveries leaves the position where it is. p_known is what the caller saw stored last: a database
+-- that is behind it has lost commits (a failover), and the caller must go back with it.
+CREATE FUNCTION effectonce.advance_position(
   p_group text, p_topic text, p_partition integer, p_epoch bigint, p_known bigint, p_next_offset bigint, p_record_time timestamptz)
 RETURNS bigint
 LANGUAGE plpgsql
@@ -71,19 +207,20 @@ BEGIN
 END
 $$;
 
--- Raises where the caller does not hold the position any more, and keeps others from taking it over before
--- the caller's transaction has ended.
-CREATE FUNCTION effectonce.check_position(p_group text, p_topic text, p_partition integer, p_epoch bigint) RETURNS void
+-- Raises where the caller does not hold the position any more, or the database is behind what the caller saw stored, and
+-- keeps others from taking the position over before the caller's transaction has ended.
+CREATE FUNCTION effectonce.check_position(p_group text, p_topic text, p_partition integer, p_epoch bigint, p_known bigint) RETURNS void
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
   PERFORM 1 FROM effectonce.consumer_positions
   WHERE consumer_group = p_group AND topic = p_topic AND partition = p_partition AND epoch = p_epoch
+    AND (p_known IS NULL OR next_offset >= p_known)
   FOR SHARE;
   IF NOT FOUND THEN
-    RAISE EXCEPTION 'position of group %, topic %, partition % is held by another consumer', p_group, p_topic, p_partition
-      USING ERRCODE = 'EO001', HINT = format('epoch %s', p_epoch);
+    RAISE EXCEPTION 'position of group %, topic %, partition % is held by another consumer, or went back', p_group, p_topic, p_partition
+      USING ERRCODE = 'EO001', HINT = format('epoch %s, offset %s', p_epoch, p_known);
   END IF;
 END
 $$;
@@ -146,21 +283,33 @@ CREATE TABLE effectonce.parked_messages (
 CREATE INDEX parked_messages_head ON effectonce.parked_messages (consumer, topic, partition, seq) WHERE state <> 'behind';
 CREATE INDEX parked_messages_key ON effectonce.parked_messages (consumer, topic, partition, sha256(key), seq);
 CREATE INDEX parked_messages_message ON effectonce.parked_messages (message_id);
+CREATE INDEX parked_messages_due ON effectonce.parked_messages (consumer, topic, partition, retry_at) WHERE state = 'retry';
 
 COMMENT ON TABLE effectonce.parked_messages IS
   'Messages that wait for an operator: see outbox-relay parked. UPDATE … SET state = ''retry'' hands one back to the running consumers.';
 
--- Every retry, discard and reset by a person.
-CREATE TABLE effectonce.operator_actions (
-  id      bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-  who     text        NOT NULL CHECK (octet_length(who) BETWEEN 1 AND 255),
-  what    text        NOT NULL CHECK (octet_length(what) BETWEEN 1 AND 64), -- parked.retry, parked.discard, …
-  why     text        NOT NULL CHECK (octet_length(why) BETWEEN 1 AND 2048),
-  "when"  timestamptz NOT NULL DEFAULT clock_timestamp(),
-  subject jsonb       NOT NULL DEFAULT '{}',                                -- what it was done to
-  db_role text        NOT NULL DEFAULT session_user
-);
-CREATE INDEX operator_actions_when ON effectonce.operator_actions ("when");
+-- When the first parked message of a key goes, the next one comes first: one that only waited is tried, one
+-- with a reason of its own waits for an operator. Consumers and operators that delete need not know about it.
+-- The lock waits for a transaction that deletes the next one meanwhile; then the one behind it comes first.
+CREATE FUNCTION effectonce.parked_promote() RETURNS trigger
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+  WITH first AS MATERIALIZED ( -- once: what was updated is passed over by a second reading
+    SELECT f.seq FROM (SELECT DISTINCT consumer, topic, partition, sha256(key) AS hash FROM gone WHERE key IS NOT NULL AND state <> 'behind'
+      ORDER BY consumer, topic, partition, hash) AS k
+    CROSS JOIN LATERAL (SELECT n.seq FROM effectonce.parked_messages n
+      WHERE n.consumer = k.consumer AND n.topic = k.topic AND n.partition = k.partition AND sha256(n.key) = k.hash
+      ORDER BY n.seq LIMIT 1 FOR NO KEY UPDATE) AS f)
+  UPDATE effectonce.parked_messages p SET
+    state = CASE WHEN p.reason = 'behind' THEN 'retry' ELSE 'parked' END, retry_at = clock_timestamp(), released_at = NULL
+  FROM first WHERE p.seq = first.seq AND p.state = 'behind';
+  RETURN NULL;
+END
+$$;
+CREATE TRIGGER parked_promote AFTER DELETE ON effectonce.parked_messages
+  REFERENCING OLD TABLE AS gone FOR EACH STATEMENT EXECUTE FUNCTION effectonce.parked_promote();
 
 -- ---------------------------------------------------------------------------------------------
 -- Fences

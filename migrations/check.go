@@ -50,8 +50,8 @@ func Status(ctx context.Context, db Querier, opts Options) (State, error) {
 	if err := read("-- migrations.status\nSELECT version FROM effectonce."+versionTable, &state.Current); err != nil {
 		return State{}, fmt.Errorf("read the schema version: %w", err)
 	}
-	// Read it only if it decides: versions before 5 lack the table, and a failed statement would
-	// abort the caller's transaction.
+	// Read it only if it decides: a role may lack the right to, and a failed statement would abort the
+	// caller's transaction.
 	if state.Current > state.Latest {
 		if err := read("-- migrations.oldest\nSELECT oldest FROM effectonce."+compatibilityTable, &state.Oldest); err != nil {
 			return State{}, fmt.Errorf("read the oldest version that the schema works with: %w", err)

@@ -44,5 +44,5 @@ func ExampleAll() {
 		return
 	}
 	fmt.Println(all[0].Version, all[0].Name)
-	// Output: 1 0001_pipeline
+	// Output: 1 0001_outbox
 }

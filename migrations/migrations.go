@@ -28,6 +28,8 @@ type Options struct {
 	LockWaitMax time.Duration
 	// Logger of Up and To: it logs the locks that a migration waits for. Default slog.Default().
 	Logger *slog.Logger
+
+	next *Migration // behind those of this release; only tests set it
 }
 
 var (
@@ -116,6 +118,9 @@ func All(opts Options) ([]Migration, error) {
 			Version: i + 1, Name: base,
 			Up: InSchema(string(up), schema), Down: InSchema(string(down), schema),
 		})
+	}
+	if o := opts.next; o != nil {
+		all = append(all, Migration{Version: len(all) + 1, Name: o.Name, Up: InSchema(o.Up, schema), Down: InSchema(o.Down, schema)})
 	}
 	return all, nil
 }

@@ -108,7 +108,7 @@ func TestTwoSchemasSideBySide(t *testing.T) {
 	require.Len(t, lines, len(want))
 	pgtest.Exec(t, conn, `INSERT INTO tenant_7.outbox (topic) VALUES ('orders'), ('orders');
 		INSERT INTO effectonce.outbox (topic) VALUES ('orders');
-		INSERT INTO tenant_7.processed_messages VALUES (tenant_7.message_id('orders', '1'), 1)`)
+		INSERT INTO tenant_7.processed_messages VALUES (tenant_7.message_id('orders', '1'), 1, 0)`)
 	count := func(sql string) (n int) {
 		require.NoError(t, conn.QueryRow(t.Context(), sql).Scan(&n))
 		return n

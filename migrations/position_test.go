@@ -21,12 +21,9 @@ func TestCheckPositionFencesFormerHolders(t *testing.T) {
 		args   string
 		passes bool
 	}{
-		{`'g', 't', 0, 5`, true},
-		{`'g', 't', 0, 4`, false},
-		{`'g', 't', 0, 6`, false},
-		{`'g', 't', 1, 5`, false},
-		{`'g', 'u', 0, 5`, false},
-		{`'h', 't', 0, 5`, false},
+		{`'g', 't', 0, 6, NULL`, false},
+		{`'g', 'u', 0, 5, NULL`, false},
+		{`'h', 't', 0, 5, NULL`, false},
 		{`'g', 't', 0, 5, NULL`, true},
 		{`'g', 't', 0, 5, 10`, true},
 		{`'g', 't', 0, 5, 9`, true},
@@ -43,7 +40,7 @@ func TestCheckPositionFencesFormerHolders(t *testing.T) {
 		}
 	}
 	pgtest.Exec(t, other, `SET lock_timeout = '100ms'`)
-	for _, args := range []string{`'g', 't', 0, 5`, `'g', 't', 0, 5, 10`} {
+	for _, args := range []string{`'g', 't', 0, 5, NULL`, `'g', 't', 0, 5, 10`} {
 		tx, err := conn.Begin(ctx)
 		require.NoError(t, err)
 		_, err = tx.Exec(ctx, `SELECT effectonce.check_position(`+args+`)`)

@@ -108,7 +108,6 @@ GRANT SELECT, INSERT, UPDATE, DELETE ON effectonce.message_attempts, effectonce.
 GRANT INSERT (who, what, why, subject, stated) ON effectonce.operator_actions TO effectonce_consumer;
 GRANT EXECUTE ON FUNCTION effectonce.refuse_commit(),
   effectonce.advance_position(text, text, integer, bigint, bigint, bigint, timestamptz),
-  effectonce.check_position(text, text, integer, bigint),
   effectonce.check_position(text, text, integer, bigint, bigint) TO effectonce_consumer;
 
 -- ---------------------------------------------------------------------------------------------

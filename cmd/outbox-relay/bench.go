@@ -61,8 +61,6 @@ func newBenchConsume(s *cli.Settings) *cobra.Command {
                          whole server, so too high on a busy one; needs the right to run CHECKPOINT
   ..._interleaved        both for all partitions at once (index pages less full); else for one partition,
                          whose IDs come in time order
-  dedup_cost_...         with --preload N: how much longer a claim takes (_uuid7, _random) with N claims of
-                         a week in the table than with none
   round_trip_us          a statement; textbook needs four per message
   commit_us              a COMMIT; textbook needs one per message. Ratios are small where commits are cheap
                          (no fsync, a disk with a write cache), else large`,
@@ -79,7 +77,6 @@ func newBenchConsume(s *cli.Settings) *cobra.Command {
 		"messages per round; statement takes a quarter of them, textbook a fortieth, its faster forms a tenth")
 	cli.AddInt(flags, &options.Partitions, "partitions", bench.ConsumePartitionsDefault, bench.PartitionsMin, bench.PartitionsMax,
 		"partitions of the topic; the textbook loop stays a single one")
-	cli.AddInt(flags, &options.Preload, "preload", 0, 0, bench.PreloadMax, "claims in the table when the cost of a claim is measured again; 0: not measured")
 	b.addFlags(cmd, &options.Rounds)
 	return cmd
 }

@@ -146,13 +146,11 @@ func newConsumerResume(s *cli.Settings) *cobra.Command {
 
 const ruleLong = `Show the rule that gives messages their IDs, of one consumer or of all. With --set, change it.
 
-  legacy              as before schema version 5: also the headers id, idempotency-key and others
   standard            message-id, ce_id (CloudEvents), and the headers of Debezium and Watermill if another of
                       their headers proves the origin
   standard+debezium   also id: for topics that Debezium's outbox event router writes
   standard+watermill  also _watermill_message_uuid: for topics that Watermill writes; can be combined with debezium
-  headers:NAME,NAME   the first of these headers that a message has, at most 20. Unless it is message-id or ce_id,
-                      the payload is compared: another payload under the same ID is parked as conflict
+  headers:NAME,NAME   the first of these headers that a message has, at most 20
 
 A consumer adopts the rule at its next start. Restart all replicas then: while some have the old rule, two
 copies of a message may get two IDs, and both take effect.

@@ -23,7 +23,7 @@ INSERT INTO effectonce.outbox (id, topic, key, payload, headers) SELECT ('01976f
 INSERT INTO effectonce.outbox_scheduled (id, topic, key, payload, due_at) VALUES ('01976f00-0000-7000-8000-0000000000c1', 'TOPIC', 'k1', 'x', now() + interval '1 hour');
 INSERT INTO effectonce.consumer_positions (consumer_group, topic, partition, next_offset, trouble, trouble_since, updated_at)
   VALUES ('billing', 'orders', 0, 7, NULL, NULL, now() - interval '5 minutes'), ('billing', 'orders', 1, 3, 'waits for the handler', now() - interval '2 minutes', now() - interval '3 minutes');
-INSERT INTO effectonce.processed_messages (consumer, message_id) SELECT id, '01976f00-0000-7000-8000-0000000000b1' FROM effectonce.consumers WHERE name = 'billing/orders';
+INSERT INTO effectonce.processed_messages (consumer, message_id, fingerprint) SELECT id, '01976f00-0000-7000-8000-0000000000b1', 0 FROM effectonce.consumers WHERE name = 'billing/orders';
 INSERT INTO effectonce.idempotency_keys (scope, operation, key, fingerprint, state, phases, calling, request, body, status, locked_until, locked_by, attempts, error, created_at, finished_at, expires_at) VALUES
   ('t7', 'charge', 'in-doubt', sha256('x'), 'indeterminate', '{reserve}', 'pay', 'card 4111', NULL, NULL, NULL, 'pod-1', 1, 'no answer', now() - interval '3 hours', NULL, NULL),
   ('t7', 'charge', 'given-up', sha256('x'), 'abandoned', '{}', NULL, 'card 4222', NULL, NULL, NULL, 'pod-1', 20, 'refused', now() - interval '2 hours', NULL, NULL),

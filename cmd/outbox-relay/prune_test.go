@@ -19,7 +19,7 @@ func TestPruneForgetsWhatNobodyNeeds(t *testing.T) {
 	assert.Equal(t, "nothing may be forgotten yet\n", r.stdout)
 
 	execSQL(t, conn, "INSERT INTO effectonce.consumers (name, consumer_group, topics, dedup_window) VALUES ('c', 'g', '{t}', '3 days')")
-	execSQL(t, conn, "INSERT INTO effectonce.processed_messages VALUES (effectonce.uuid_floor(clock_timestamp() - interval '6 days'), 1)")
+	execSQL(t, conn, "INSERT INTO effectonce.processed_messages VALUES (effectonce.uuid_floor(clock_timestamp() - interval '6 days'), 1, 0)")
 	dry := runOn(t, address, "prune", "--dry-run", "--json").object(t)
 	assert.Len(t, dry["truncated"], 1)
 	assert.NotEmpty(t, dry["dropped"])

@@ -47,7 +47,7 @@ func (c *Calls) problems() (list []string) {
 	defer c.mu.Unlock()
 	for at, keys := range c.keys {
 		if len(keys) > 1 {
-			list = append(list, fmt.Sprintf("call %q of message %s was made under %d keys: the other system would act again; use msg.ChildID(%q)", at.step, at.message, len(keys), at.step))
+			list = append(list, fmt.Sprintf("call %q of message %s was made under %d keys: the other system would act again; use msg.CallKey(%q)", at.step, at.message, len(keys), at.step))
 		}
 	}
 	return list

@@ -18,5 +18,5 @@
 // which is dropped afterwards.
 //
 // Options.Calls checks effects outside of the database: calls to other systems need a key that
-// stays the same in every attempt, also after parking and retry, such as msg.ChildID("step").
+// stays the same in every attempt, also after parking and retry, such as msg.CallKey("step").
 package consumertest

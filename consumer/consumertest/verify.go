@@ -60,8 +60,8 @@ type schedule struct {
 const (
 	hintOutside = "the handler seems to write through another connection than its tx, or to keep what it did in memory: only what goes through tx commits once"
 	hintBatch   = "the handler's effect seems to depend on which messages share a transaction, or on what it keeps in memory between messages"
-	hintParked  = "the handler's effect differs where a message was parked and retried: derive what must stay the same from msg.ID and msg.ChildID; msg.OutboxID changes with the retry"
-	hintRandom  = "the handler's effect differs from run to run: derive IDs from msg.ID or msg.ChildID and times from msg.Time, or name the columns in Options.Ignore"
+	hintParked  = "the handler's effect differs where a message was parked and retried: derive what must stay the same from msg.ID and msg.CallKey; msg.PublishID changes with the retry"
+	hintRandom  = "the handler's effect differs from run to run: derive IDs from msg.ID or msg.CallKey and times from msg.Time, or name the columns in Options.Ignore"
 )
 
 // schedules lists the schedules to run after the clean run.

@@ -59,7 +59,7 @@ func TestVerifyPassesTheOtherShapes(t *testing.T) {
 	}), messages(), consumertest.Options{Setup: accounts})
 	consumertest.Verify(t, consumer.Batch(func(ctx context.Context, tx pgx.Tx, msgs []*consumer.Message) error {
 		for _, msg := range msgs {
-			if err := outbox.Publish(ctx, tx, outbox.Message{ID: msg.OutboxID("booked"), Topic: "booked"}); err != nil {
+			if err := outbox.Publish(ctx, tx, outbox.Message{ID: msg.PublishID("booked"), Topic: "booked"}); err != nil {
 				return err
 			}
 		}
@@ -120,7 +120,7 @@ func TestVerifySeesWorkersAndForeignCalls(t *testing.T) {
 			consumertest.Verify(t, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
 				most.Store(max(most.Load(), together.Add(1)))
 				defer together.Add(-1)
-				calls.Made(msg, "charge", msg.ChildID("charge").String())
+				calls.Made(msg, "charge", msg.CallKey("charge").String())
 				if _, err := tx.Exec(ctx, `SELECT pg_sleep(0.02)`); err != nil {
 					return err
 				}
@@ -133,7 +133,7 @@ func TestVerifySeesWorkersAndForeignCalls(t *testing.T) {
 	}
 	var calls consumertest.Calls
 	said := consumertest.Problems(t, consumer.Each(func(ctx context.Context, tx pgx.Tx, msg *consumer.Message) error {
-		calls.Made(msg, "charge", msg.OutboxID("charge").String())
+		calls.Made(msg, "charge", msg.PublishID("charge").String())
 		return book(ctx, tx, msg)
 	}), messages(), consumertest.Options{Setup: accounts, Calls: &calls})
 	require.Contains(t, strings.Join(said, "\n"), `call "charge"`)

@@ -57,11 +57,6 @@ func Consume(ctx context.Context, opts ConsumeOptions) (_ *ConsumeReport, err er
 			return nil, err
 		}
 	}
-	if opts.Preload > 0 {
-		if err := b.claimCosts(ctx); err != nil {
-			return nil, err
-		}
-	}
 	return newConsumeReport(opts, b.samples), nil
 }
 

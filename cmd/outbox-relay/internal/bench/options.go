@@ -42,8 +42,6 @@ const (
 	LatencySecondsDefault = 10
 	LatencySecondsMax     = 600
 
-	PreloadMax = 1_000_000_000
-
 	PartitionsMin            = 1
 	ConsumePartitionsDefault = 4
 	RelayPartitionsDefault   = 6
@@ -85,9 +83,6 @@ type ConsumeOptions struct {
 	Partitions int
 	// Rounds in which the variants take turns. 1 to 25; default 3.
 	Rounds int
-	// Preload is how many claims are in the table when the cost of a claim is measured again. 0 to
-	// 1,000,000,000; default 0: it is not measured.
-	Preload int
 	// Progress gets one line at a time. Default: none.
 	Progress func(line string)
 }
@@ -104,7 +99,6 @@ func (o ConsumeOptions) withDefaults() (ConsumeOptions, error) {
 		inBounds("messages", o.Messages, MessagesMin, MessagesMax),
 		inBounds("partitions", o.Partitions, PartitionsMin, PartitionsMax),
 		inBounds("rounds", o.Rounds, RoundsMin, RoundsMax),
-		inBounds("preload", o.Preload, 0, PreloadMax),
 	)
 }
 

@@ -39,8 +39,8 @@ SELECT set_config('statement_timeout', $1, true), set_config('lock_timeout', $2,
   set_config('idle_in_transaction_session_timeout', $3, true),
   set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') = 'remote_apply' THEN 'remote_apply' ELSE 'on' END, true)`
 	handClaimSQL = `-- bench.hand_claim
-INSERT INTO effectonce.processed_messages (message_id, consumer)
-SELECT id, $2 FROM pg_catalog.unnest($1::uuid[]) AS id
+INSERT INTO effectonce.processed_messages (message_id, consumer, fingerprint)
+SELECT id, $2, 0 FROM pg_catalog.unnest($1::uuid[]) AS id
 ON CONFLICT DO NOTHING
 RETURNING message_id`
 	handAgeSQL = `-- bench.hand_age

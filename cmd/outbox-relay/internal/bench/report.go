@@ -75,11 +75,6 @@ type ConsumeReport struct {
 	BytesPerMessageInterleaved    *float64 `json:"bytes_per_message_interleaved,omitempty" fact:"claim, table and index, all partitions" as:"%.0f bytes a message"`
 	WALBytesPerMessageInterleaved *float64 `json:"wal_bytes_per_message_interleaved,omitempty" fact:"claim, write-ahead log, all partitions" as:"%.0f bytes a message"`
 
-	// How much longer a claim takes with Preload rows in the table than with none.
-	DedupCostUUID7  *float64 `json:"dedup_cost_uuid7,omitempty" digits:"2" fact:"a claim by UUIDv7 at {preload} rows, against none" as:"%.2f"`
-	DedupCostRandom *float64 `json:"dedup_cost_random,omitempty" digits:"2" fact:"a claim by random ID at {preload} rows, against none" as:"%.2f"`
-	Preload         int      `json:"preload,omitempty"`
-
 	// The times on which the ratios depend: the textbook pays four round trips and a commit for
 	// each message.
 	RoundTrip *float64 `json:"round_trip_us,omitempty" fact:"this machine: a round trip to the database" as:"%.0f microseconds"`
@@ -93,7 +88,7 @@ type ConsumeReport struct {
 }
 
 func newConsumeReport(opts ConsumeOptions, s samples) *ConsumeReport {
-	r := &ConsumeReport{Messages: opts.Messages, Partitions: opts.Partitions, Rounds: opts.Rounds, Preload: opts.Preload}
+	r := &ConsumeReport{Messages: opts.Messages, Partitions: opts.Partitions, Rounds: opts.Rounds}
 	fill(r, s)
 	r.tooSmall("messages", opts.Messages, messagesTelling, opts.Rounds)
 	return r

@@ -148,7 +148,7 @@ func TestOrdersAreWrittenDownOrNotGiven(t *testing.T) {
 	tooLong := operator.By{Who: "ana", Why: strings.Repeat("x", 3000)}
 	_, err := consumers.ResumeAt(t.Context(), pool, schema, tooLong, consumers.Partition{Group: "billing", Topic: "orders"}, 1, nil, false)
 	require.Error(t, err)
-	_, err = consumers.SetRule(t.Context(), pool, schema, tooLong, "billing/orders", "standard")
+	_, err = consumers.SetRule(t.Context(), pool, schema, tooLong, "billing/orders", "standard+debezium")
 	require.Error(t, err)
 	_, _, err = consumers.PauseTopic(t.Context(), pool, schema, tooLong, "billing", "orders")
 	require.Error(t, err)
@@ -206,20 +206,19 @@ func TestEffectsOfOrdersAreSaid(t *testing.T) {
 func TestRulesForIDsAreChanged(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.PoolWith(t, siteSQL)
-	require.Equal(t, "legacy", consumers.RuleLegacy)
-	for _, rule := range []string{"standard", "standard+debezium", "standard+watermill", "standard+watermill+debezium", "headers:id", "headers:order-id,Idempotency-Key", "headers:" + strings.Repeat("a,", 19) + "a", "legacy"} {
+	for _, rule := range []string{"standard", "standard+debezium", "standard+watermill", "standard+watermill+debezium", "headers:id", "headers:order-id,Idempotency-Key", "headers:" + strings.Repeat("a,", 19) + "a", "standard+debezium"} {
 		_, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", rule)
 		require.NoError(t, err, rule)
 		c, err := consumers.Rule(t.Context(), pool, schema, "billing/orders")
 		require.NoError(t, err)
 		require.Equal(t, consumers.Consumer{Name: "billing/orders", Group: "billing", Topics: []string{"orders"}, IDRule: rule}, *c)
 	}
-	before, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", "legacy")
+	before, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", "standard+debezium")
 	require.NoError(t, err)
-	require.Equal(t, "legacy", before.IDRule)
+	require.Equal(t, "standard+debezium", before.IDRule)
 	done := actions(t, pool)
-	require.Len(t, done, 8)
-	require.Equal(t, `ana@ops consumer.id_rule INC-12 {"before": "legacy", "id_rule": "standard", "consumer": "billing/orders"}`, done[0])
+	require.Len(t, done, 7)
+	require.Equal(t, `ana@ops consumer.id_rule INC-12 {"before": "standard", "id_rule": "standard+debezium", "consumer": "billing/orders"}`, done[0])
 	for _, rule := range []string{
 		"", "Standard", "standard+", "standard+kafka", "standard+debezium+debezium", "debezium", "standard+standard", "headers", "headers:a,", "headers:,a", "headers:a b", "headers:a\n", "headers:ä",
 		"headers:" + strings.Repeat("a", 256), "headers:" + strings.Repeat("a,", 20) + "a", "headers:" + strings.Repeat(strings.Repeat("a", 250)+",", 9) + "a",
@@ -227,7 +226,7 @@ func TestRulesForIDsAreChanged(t *testing.T) {
 		_, err := consumers.SetRule(t.Context(), pool, schema, by, "billing/orders", rule)
 		require.Error(t, err, rule)
 	}
-	require.Len(t, actions(t, pool), 8)
+	require.Len(t, actions(t, pool), 7)
 	all, err := consumers.Registered(t.Context(), pool, schema)
 	require.NoError(t, err)
 	require.Len(t, all, 3)

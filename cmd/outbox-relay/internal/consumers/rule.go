@@ -12,14 +12,6 @@ import (
 	"github.com/effectonce/effectonce/migrations"
 )
 
-// RuleLegacy is the rule of consumers that the release before schema version 5 registered, until
-// they start again: see IsLegacy.
-const RuleLegacy = "legacy"
-
-// IsLegacy reports whether a rule reads the default headers of the release before schema version 5.
-// Producers use some of them, such as id and idempotency-key, for other purposes.
-func IsLegacy(rule string) bool { return rule == RuleLegacy || rule == dedup.LegacyIDHeaders }
-
 // CheckRule refuses a text that is no rule for IDs, and a rule that reads no header.
 func CheckRule(rule string) error {
 	parsed, err := dedup.ParseIDRule(rule)

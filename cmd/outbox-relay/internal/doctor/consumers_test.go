@@ -158,7 +158,6 @@ func TestWhatKeepsConsumersIsFound(t *testing.T) {
 	require.Equal(t, doctor.OK, only(t, check()).Severity)
 	require.Empty(t, readStatus(t, conn, doctor.StatusOptions{}).Notes)
 
-	exec(t, conn, "UPDATE effectonce.consumers SET id_rule = 'legacy'")
 	exec(t, conn, "INSERT INTO effectonce.consumer_pauses (consumer_group, topic, who, why) VALUES ('it''s billing', 'orders', 'ana', E'INC-12\x1b[0m')")
 	exec(t, conn, "UPDATE effectonce.consumer_positions SET resume_at = -1, owner = 'host-1', released = false")
 	status := readStatus(t, conn, doctor.StatusOptions{})
@@ -166,11 +165,11 @@ func TestWhatKeepsConsumersIsFound(t *testing.T) {
 	require.Len(t, status.Notes, 2)
 	assert.Regexp(t, `^topic orders is paused for group it's billing since \S+Z by ana \(INC-12\\x1b\[0m\): to end the pause, run "outbox-relay consumer resume`, status.Notes[0])
 	assert.Equal(t, "orders/0 of group it's billing is ordered to resume at latest, which is not carried out yet (position 7, holder host-1)", status.Notes[1])
-	assert.Equal(t, "legacy", status.Consuming[0].IDRule)
+	assert.Equal(t, "standard", status.Consuming[0].IDRule)
 
 	exec(t, conn, "UPDATE effectonce.consumer_positions SET trouble = 'offset out of range'")
 	found := check()
-	require.Len(t, found, 4)
+	require.Len(t, found, 3)
 	for i, want := range []struct {
 		severity        doctor.Severity
 		message, remedy string
@@ -178,7 +177,6 @@ func TestWhatKeepsConsumersIsFound(t *testing.T) {
 		{doctor.Fail, "orders/0 of consumer billing/orders does not move, for ", `outbox-relay positions --group 'it'\''s billing' --topic 'orders'`},
 		{doctor.Warn, "topic orders is paused for group it's billing", `outbox-relay consumer resume --group 'it'\''s billing' --topic 'orders'`},
 		{doctor.Warn, "is ordered to resume at latest", "start a consumer of group it's billing"},
-		{doctor.Warn, "consumer billing/orders uses the legacy rule for IDs", "outbox-relay consumer id-rule 'billing/orders'"},
 	} {
 		assert.Equal(t, want.severity, found[i].Severity)
 		assert.Contains(t, found[i].Message, want.message)

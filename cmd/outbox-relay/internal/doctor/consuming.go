@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/consumers"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/human"
 	"github.com/effectonce/effectonce/cmd/outbox-relay/internal/operator"
 )
@@ -40,13 +39,6 @@ func Consuming(ctx context.Context, db operator.Querier, schema string, lagAgeMa
 	}
 	for _, o := range s.Orders {
 		found = append(found, warn(check, fmt.Sprintf("start a consumer of group %s, or see the log of the holder; resume-at --cancel withdraws the order", o.Group), "%s", orderText(o)))
-	}
-	for _, c := range s.Consuming {
-		if consumers.IsLegacy(c.IDRule) {
-			found = append(found, warn(check,
-				fmt.Sprintf(`outbox-relay consumer id-rule %s   # docs/runbook.md, "Another rule for IDs", before --set standard`, shellWord(c.Name)),
-				"consumer %s uses the legacy rule for IDs: where messages share a header such as id or idempotency-key, all but the first are parked as conflicts, or dropped if their payloads are equal", c.Name))
-		}
 	}
 	if len(found) == 0 {
 		found = append(found, ok(check, "%s; every partition moves, no topic is paused", human.Count(len(s.Consuming), "consumer")))

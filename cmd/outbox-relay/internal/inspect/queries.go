@@ -76,12 +76,13 @@ SELECT a.message_id, coalesce(c.name, 'consumer ' || a.consumer::text), a.attemp
 FROM effectonce.message_attempts a LEFT JOIN effectonce.consumers c ON c.id = a.consumer
 WHERE a.message_id = ANY ($1::uuid[]) ORDER BY a.updated_at`
 
-// parkedSQL also finds messages by the place of their record in Kafka: a message without an ID is
-// known by that alone.
+// parkedSQL also finds messages by the places of their records in Kafka: a message without an ID, and
+// one whose ID another message has, is known by that alone.
 const parkedSQL = `-- inspect.parked
 SELECT seq FROM effectonce.parked_messages WHERE message_id = ANY ($1::uuid[])
 UNION
-SELECT seq FROM effectonce.parked_messages WHERE topic = $2 AND partition = $3 AND "offset" = $4
+SELECT p.seq FROM unnest($2::text[], $3::int[], $4::bigint[]) AS r (topic, partition, at)
+JOIN effectonce.parked_messages p ON p.topic = r.topic AND p.partition = r.partition AND p."offset" = r.at
 ORDER BY seq LIMIT 1000`
 
 // actionsSQL reads what operators did to a message, or to a row.

@@ -144,13 +144,18 @@ func (e *explainer) readConsumers(ctx context.Context) error {
 	if err != nil {
 		return wrap("read attempts", err)
 	}
-	var topic *string
-	var partition *int32
-	var offset *int64
-	if e.place != nil {
-		topic, partition, offset = &e.place.Topic, &e.place.Partition, &e.place.Offset
+	places := make([]Place, 0, len(e.out.Records)+1)
+	for _, record := range e.out.Records {
+		places = append(places, record.Place)
 	}
-	rows, err = e.db.Query(ctx, inSchema(parkedSQL, e.Schema), ids, topic, partition, offset)
+	if e.place != nil {
+		places = append(places, *e.place)
+	}
+	topics, partitions, offsets := make([]string, len(places)), make([]int32, len(places)), make([]int64, len(places))
+	for i, place := range places {
+		topics[i], partitions[i], offsets[i] = place.Topic, place.Partition, place.Offset
+	}
+	rows, err = e.db.Query(ctx, inSchema(parkedSQL, e.Schema), ids, topics, partitions, offsets)
 	if err != nil {
 		return wrap("read parked messages", err)
 	}
@@ -179,9 +184,9 @@ func (e *explainer) readChildren(ctx context.Context) (err error) {
 	for _, claim := range e.out.Claims {
 		for _, record := range e.out.Records {
 			for step := range childStepsMax {
-				ids = append(ids, dedup.ChildID(claim.ID, "publish:"+strconv.Itoa(step), record.Time))
+				ids = append(ids, dedup.PublishID(claim.Consumer, claim.ID, "publish:"+strconv.Itoa(step), record.Time))
 			}
-			ids = append(ids, dedup.ChildID(claim.ID, "dead-letter", record.Time))
+			ids = append(ids, dedup.PublishID(claim.Consumer, claim.ID, "dead-letter", record.Time))
 		}
 	}
 	if len(ids) == 0 {

@@ -206,7 +206,7 @@ func TestEachFaultIsFound(t *testing.T) {
 		assert.Contains(t, strings.Join(r.Unclaimed.Examples, "\n"), s.topic+"/0/3 is before the position of group "+s.group)
 		assert.EqualValues(t, 20, r.Claimed)
 		// A ledger's consumer claims elsewhere.
-		s.exec(`INSERT INTO effectonce.processed_forever (message_id, consumer) SELECT id, 1 FROM effectonce.outbox WHERE seq IN (4, 5)`)
+		s.exec(`INSERT INTO effectonce.processed_forever (message_id, consumer, fingerprint) SELECT id, 1, 0 FROM effectonce.outbox WHERE seq IN (4, 5)`)
 		assert.True(t, s.verify(s.withGroup).Well)
 		s.exec("DELETE FROM effectonce.processed_forever")
 		s.exec("UPDATE effectonce.consumers SET dedup_window = '59 min'")

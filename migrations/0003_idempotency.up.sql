@@ -1,4 +1,4 @@
--- effectonce, schema version 4: idempotency keys of requests.
+-- effectonce, schema version 3: idempotency keys of requests.
 
 SET search_path = pg_catalog, pg_temp;
 
@@ -41,6 +41,14 @@ CREATE TABLE effectonce.idempotency_keys (
   created_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
   finished_at    timestamptz,
   expires_at     timestamptz,                        -- a finished key is forgotten then; null: never
+  -- The flow that claimed the key, so that no other one of the operation takes it. Null: work in one transaction claimed it.
+  flow           varchar(255),
+  phase_since    timestamptz,                        -- no call of the phase under way was made before; null: none before created_at
+  -- lock_token of a holder that gave the key up when no call of the phase under way had been made, neither by itself nor before:
+  -- whoever takes it under that token begins phase_since anew. Any other takeover makes lock_token grow, so that this says
+  -- nothing any more.
+  uncalled       bigint,
+  retried_at     timestamptz,                        -- when the key was taken that a person or a reconciler had given back: from then on it has AgeMax again
   CONSTRAINT idempotency_keys_pkey PRIMARY KEY (scope, operation, key)
 ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05);
 
@@ -62,7 +70,8 @@ SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
   UPDATE effectonce.idempotency_keys SET
-    phases = array_append(phases, p_phase), data = p_data, calling = NULL, attempts = 1, error = NULL
+    phases = array_append(phases, p_phase), data = p_data, calling = NULL, attempts = 1, error = NULL,
+    phase_since = clock_timestamp(), uncalled = NULL
   WHERE scope = p_scope AND operation = p_operation AND key = p_key AND lock_token = p_token AND coalesce(state, '') = 'running'
     AND p_phase <> ALL (phases);
   IF NOT FOUND THEN

@@ -29,7 +29,7 @@ func TestGuaranteesNameTestsThatExist(t *testing.T) {
 		}
 	}
 	for _, mode := range []string{
-		"clock skew", "check-then-act", "partial commit", "region visibility", "weak keys", "key collision", "non-determinism", "expiry too early",
+		"clock skew", "check-then-act", "partial commit", "weak keys", "key collision", "non-determinism", "expiry too early",
 		"concurrent duplicates",
 	} {
 		assert.Regexp(t, `(?m)^\| `+mode+" \\| .+ \\| .*`Test", string(text))

@@ -492,13 +492,12 @@ func TestUnreachableDatabaseIsReported(t *testing.T) {
 		return idempotency.Unknown(), nil
 	}}, []idempotency.Phase[payment]{ends("ship")})
 	_, reap := op.Reap(t.Context())
-	_, look := op.Look(t.Context(), key("k"))
 	_, once := op.Once(t.Context(), key("01900000-0000-7000-8000-000000000000"), insertOnce("k")) // an old key, which is looked up first
 	_, do := flow.Do(t.Context(), key("k"), nil)
 	_, complete := flow.Complete(t.Context())
 	_, reconcile := flow.Reconcile(t.Context())
 	_, overdue := flow.Overdue(t.Context())
-	for n, err := range []error{reap, look, once, do, complete, reconcile, overdue} {
+	for n, err := range []error{reap, once, do, complete, reconcile, overdue} {
 		require.Error(t, err, n)
 	}
 	_, err := newFlow(t, newOperation(t, pgtest.NoPool(t), idempotency.Config{}), idempotency.FlowConfig[payment]{}, []idempotency.Phase[payment]{ends("ship")}).Reconcile(t.Context())

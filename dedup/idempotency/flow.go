@@ -181,6 +181,12 @@ func NewFlow[S any](op *Operation, cfg FlowConfig[S], phases ...Phase[S]) (*Flow
 	return f, nil
 }
 
+// Operation returns the operation whose keys the flow executes.
+func (f *Flow[S]) Operation() *Operation { return f.op }
+
+// Config returns the settings of the flow, with defaults in place of zeros.
+func (f *Flow[S]) Config() FlowConfig[S] { return f.cfg }
+
 // phasesMax bounds the array in the row.
 const phasesMax = 100
 

@@ -202,6 +202,9 @@ func (c Config) withDefaults() (Config, error) {
 	return c, errors.Join(problems...)
 }
 
+// Config returns the settings of the operation, with defaults in place of zeros.
+func (o *Operation) Config() Config { return o.cfg }
+
 // window is nil for Forever.
 func (o *Operation) window() *time.Duration {
 	if o.cfg.Forever {

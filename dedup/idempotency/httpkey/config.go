@@ -140,9 +140,6 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 type operations struct {
 	mu sync.Mutex
 	of map[string]*Middleware
-
-	flows int           // running flows of AcceptHandlers
-	idle  chan struct{} // closed when the last one ended; nil before the first one
 }
 
 // For returns the middleware of another operation, with the same settings: the same key in two

@@ -61,8 +61,8 @@
 // POST and PATCH need a key. PUT and DELETE pass through without one, and are executed once with
 // one. GET, HEAD, OPTIONS and TRACE pass through. See Config.PassThrough and Config.PassWithoutKey.
 //
-// Calls to other systems do not belong in a transaction: see FlowHandler, and AcceptHandler for
-// slow work.
+// Calls to other systems do not belong in a transaction: see FlowHandler. Slow work is answered
+// with 202 and done by a consumer: see examples/accepted.
 //
 // # What this package answers itself
 //

@@ -21,7 +21,6 @@ const (
 	ProblemKeyInProgress   Problem = "urn:effectonce:problem:idempotency-key-in-progress"   // 409, Retry-After
 	ProblemKeyUndecided    Problem = "urn:effectonce:problem:idempotency-key-undecided"     // 409: whether it was executed is unknown, a person decides
 	ProblemKeyAbandoned    Problem = "urn:effectonce:problem:idempotency-key-abandoned"     // 409: it was given up, a person decides
-	ProblemKeyUnknown      Problem = "urn:effectonce:problem:idempotency-key-unknown"       // 404, of a status resource: the request is unknown
 	ProblemTooManyWaiting  Problem = "urn:effectonce:problem:idempotency-too-many-waiting"  // 429, Retry-After: the maximum waits for this key, or this caller's keys
 	ProblemTooManyKeys     Problem = "urn:effectonce:problem:idempotency-too-many-keys"     // 429, Retry-After: the maximum number of the caller's keys is stored
 	ProblemKeyReused       Problem = "urn:effectonce:problem:idempotency-key-reused"        // 422: another request has this key
@@ -65,8 +64,6 @@ func describe(kind Problem) Answer {
 		return p(409, "The outcome of the request is unknown", "Whether the request with this key took effect has to be looked into. Do not send it again under another key.")
 	case ProblemKeyAbandoned:
 		return p(409, "The request was given up", "The request with this key was given up and has to be looked into. Do not send it again under another key.")
-	case ProblemKeyUnknown:
-		return p(404, "No such request", "Nothing is known of this request: it was never made, or its outcome is not kept any more.")
 	case ProblemTooManyWaiting:
 		return p(429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Retry later with the same key.")
 	case ProblemTooManyKeys:

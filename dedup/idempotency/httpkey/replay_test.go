@@ -394,6 +394,17 @@ func TestAnotherRequestUnderTheKey(t *testing.T) {
 	require.Equal(t, 1, effects(t, pool))
 }
 
+// posted sends a request in a goroutine of its own.
+func (s *server) posted(t *testing.T, key, body string) <-chan answer {
+	t.Helper()
+	answers := make(chan answer, 1)
+	go func() {
+		a, _ := s.ask(t.Context(), http.MethodPost, "/orders", key, body)
+		answers <- a
+	}()
+	return answers
+}
+
 // Property: a request whose key is being worked on gets 409 with Retry-After; keys that a person
 // has to decide about get 409 without. Rows H1, H7 of guarantees.md.
 func TestUnfinishedKeys(t *testing.T) {

@@ -218,7 +218,7 @@ func (f *Flow[S]) resume(ctx context.Context, key Key) (bool, error) {
 		return false, nil
 	}
 	h, _, err := f.takeOver(ctx, key, s, s.request)
-	if errors.Is(err, ErrUnknownRecoveryPoint) || errors.Is(err, ErrUnsealed) {
+	if errors.Is(err, ErrUnknownRecoveryPoint) {
 		return false, errors.Join(err, f.leave(ctx, key, s, err))
 	}
 	if h == nil || err != nil {
@@ -372,9 +372,6 @@ func (f *Flow[S]) decide(ctx context.Context, u undecidedRow) (bool, error) {
 	phase, known := f.inDoubt(&u.at)
 	if !known {
 		err := fmt.Errorf("%w: done are %q, in doubt is %q, known %q", ErrUnknownRecoveryPoint, u.at.phases, phase, f.names)
-		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
-	}
-	if err := f.op.goesOnSealed(u.key, &u.at); err != nil {
 		return false, errors.Join(err, f.leave(ctx, u.key, &u.at, nil))
 	}
 	asked := UndecidedKey[S]{Key: u.key, Phase: phase, Since: u.since}

@@ -274,9 +274,6 @@ func (f *Flow[S]) takeOver(ctx context.Context, key Key, s *stored, request []by
 	if response, ok, err := o.answer(key, s); ok {
 		return nil, response, err
 	}
-	if err := o.goesOnSealed(key, s); err != nil {
-		return nil, Response{}, err
-	}
 	if s.flow != nil && *s.flow != f.cfg.Name {
 		return nil, Response{}, fmt.Errorf("%w: it is of flow %q, and not of %q", ErrUnknownRecoveryPoint, *s.flow, f.cfg.Name)
 	}

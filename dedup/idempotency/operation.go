@@ -66,14 +66,9 @@ type Config struct {
 	// QuotaError; a stored key is answered as usual. Each process counts the keys every 10 s, so
 	// keys that arrive between two counts may exceed the bound. 1 to 1,000,000; default: no bound.
 	ScopeKeysMax int
-	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Default: stored in
-	// clear. With it, rows stored in clear are refused (ErrUnsealed): any role with write access to
-	// the table could have stored them.
+	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Rows stored in clear,
+	// from before it was set or finished by an operator, are read as they are. Default: none.
 	Seal Sealer
-	// AcceptUnsealed accepts rows stored in clear although Seal is set. Use it while rows from
-	// before Seal exist, that is for one Window, and where operators finish keys with a body.
-	// Default: such rows are refused.
-	AcceptUnsealed bool
 	// Owner names this process in locks, for people to read. At most 255 bytes. Default: host name,
 	// process number and four random bytes.
 	Owner string
@@ -111,7 +106,6 @@ const (
 	InvalidKey    Verdict = "invalid"     // ErrInvalid
 	LostItsLock   Verdict = "lock_lost"   // ErrLockLost
 	NotAnswered   Verdict = "unanswered"  // ErrUnanswered
-	Unsealed      Verdict = "unsealed"    // ErrUnsealed
 	attemptsOfAll         = 20            // of flows
 )
 
@@ -259,8 +253,6 @@ func verdictOf(response Response, err error) Verdict {
 		return LostItsLock
 	case errors.Is(err, ErrUnanswered):
 		return NotAnswered
-	case errors.Is(err, ErrUnsealed):
-		return Unsealed
 	case errors.Is(err, ErrIndeterminate), errors.Is(err, ErrAbandoned), errors.Is(err, ErrUnknownRecoveryPoint):
 		return Undecided
 	default:

@@ -60,10 +60,6 @@ var (
 	// with the same key gets the response from a program that can read it; another key would have a
 	// second effect.
 	ErrUnreadable = errors.New("the request with this idempotency key was executed, and its stored response cannot be read")
-	// ErrUnsealed: Config.Seal is set, but the key's row is stored in clear: it is older than Seal,
-	// written by an operator, or a forgery. Replays return it together with ErrUnreadable. Nothing
-	// was done, and the row stays; Config.AcceptUnsealed accepts such rows.
-	ErrUnsealed = errors.New("Config.Seal is set, and this is stored in clear (Config.AcceptUnsealed lets it pass)")
 )
 
 // InProgressError is an ErrInProgress with the time after which a retry is worthwhile.
@@ -163,7 +159,7 @@ func (e *workError) Error() string { return e.err.Error() }
 // Is hides the errors by which only the engine describes a key.
 func (e *workError) Is(target error) bool {
 	switch target {
-	case ErrMismatch, ErrInProgress, ErrAbandoned, ErrLockLost, ErrUnknownRecoveryPoint, ErrUnanswered, ErrUnreadable, ErrUnsealed, ErrInvalid:
+	case ErrMismatch, ErrInProgress, ErrAbandoned, ErrLockLost, ErrUnknownRecoveryPoint, ErrUnanswered, ErrUnreadable, ErrInvalid:
 		return false
 	case ErrIndeterminate:
 		var unknown *indeterminateError

@@ -292,7 +292,6 @@ func TestReasons(t *testing.T) {
 		{idempotency.ErrAbandoned, codes.FailedPrecondition, grpckey.ReasonKeyUndecided, 0},
 		{idempotency.ErrUnanswered, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
 		{idempotency.ErrUnreadable, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
-		{idempotency.ErrUnsealed, codes.Unavailable, grpckey.ReasonUnanswered, 3 * time.Second},
 		{&pgconn.PgError{Code: "53300"}, codes.Unavailable, grpckey.ReasonUnavailable, 3 * time.Second},
 		{errors.New("canary"), codes.Internal, grpckey.ReasonInternal, 0},
 	} {

@@ -110,7 +110,7 @@ func (i *Interceptor) problem(err error) (Reason, time.Duration) {
 		return ReasonKeyReused, 0
 	case errors.Is(err, idempotency.ErrIndeterminate), errors.Is(err, idempotency.ErrAbandoned):
 		return ReasonKeyUndecided, 0
-	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable), errors.Is(err, idempotency.ErrUnsealed):
+	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable):
 		return ReasonUnanswered, i.cfg.RetryAfter
 	case serving.Passing(err):
 		return ReasonUnavailable, i.cfg.RetryAfter

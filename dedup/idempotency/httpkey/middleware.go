@@ -237,7 +237,7 @@ func (m *Middleware) problem(err error) (Problem, time.Duration) {
 		return ProblemKeyUndecided, 0
 	case errors.Is(err, idempotency.ErrAbandoned):
 		return ProblemKeyAbandoned, 0
-	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable), errors.Is(err, idempotency.ErrUnsealed): // another replica may be able to read it
+	case errors.Is(err, idempotency.ErrUnanswered), errors.Is(err, idempotency.ErrUnreadable): // another replica may be able to read it
 		return ProblemUnanswered, m.cfg.RetryAfter
 	case serving.Passing(err):
 		return ProblemUnavailable, m.cfg.RetryAfter

@@ -65,7 +65,7 @@ func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.
 func verdicts() []idempotency.Verdict {
 	return []idempotency.Verdict{
 		idempotency.Executed, idempotency.Replayed, idempotency.Mismatch, idempotency.InProgress, idempotency.Crowded, idempotency.OverQuota, idempotency.Undecided,
-		idempotency.FailedForNow, idempotency.InvalidKey, idempotency.LostItsLock, idempotency.NotAnswered, idempotency.Unsealed,
+		idempotency.FailedForNow, idempotency.InvalidKey, idempotency.LostItsLock, idempotency.NotAnswered,
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptrace"
+	"slices"
 	"strings"
 	"sync/atomic"
 )
@@ -76,3 +77,8 @@ func (e *notSentError) Unwrap() error { return e.error }
 
 // NotSent is the method that idempotency.NotSent documents.
 func (e *notSentError) NotSent() bool { return true }
+
+// safe methods change nothing.
+func safe(method string) bool {
+	return method == "" || slices.Contains([]string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace}, method)
+}

@@ -38,10 +38,9 @@ type Flow[S any] struct {
 
 // FlowConfig of a Flow. The zero value works.
 type FlowConfig[S any] struct {
-	// Name of the flow, stored with its keys. A flow with another name, in another program or
-	// release with the same operation, does not touch them (ErrUnknownRecoveryPoint). Keys of
-	// releases that stored no name belong to any flow. The name must stay the same while keys are
-	// unfinished. At most 255 bytes; default: the operation's name.
+	// Name of the flow, stored with its keys. A flow with another name, in another program with the
+	// same operation, does not touch them (ErrUnknownRecoveryPoint). The name must stay the same
+	// while keys are unfinished. At most 255 bytes; default: the operation's name.
 	Name string
 	// StoreRequest stores the request until the outcome is stored, so that the completer (Flow.Run)
 	// can finish a flow whose client gave up. Default: such a flow waits for its client.
@@ -84,13 +83,11 @@ type Phase[S any] struct {
 	// open. After a crash it may be repeated, with the same key. Its results go into step.State.
 	// Default: none.
 	Call func(ctx context.Context, step *Step[S]) error
-	// CallAgainMax is how old, by the database's clock, the first call of the phase may be when the
-	// call is repeated: foreign systems forget idempotency keys, many after 24 h. If it may be
-	// older, the key becomes indeterminate instead. The age counts from the previous recovery
-	// point; or from the latest takeover before which certainly no call was made (NotDone, a
-	// context that ended before the call, a decision of a person or a reconciler); or from the
-	// request, for keys of releases that stored no such time. 1 min, or CallMax if that is more, to
-	// 10 years; default 22 h. Not with AtMostOnce, whose call is not repeated.
+	// CallAgainMax: the call is not repeated when the phase began longer ago than this, by the
+	// database's clock; the key becomes indeterminate instead. 1 min, or CallMax if that is more, to
+	// 10 years; default 22 h: many systems forget idempotency keys after 24 h. After NotDone, a
+	// context that ended before the call, or a decision that it did not happen, the clock restarts.
+	// Not with AtMostOnce, whose call is not repeated.
 	CallAgainMax time.Duration
 	// AtMostOnce means that the foreign system does not deduplicate: a call whose outcome is
 	// unknown is never repeated automatically, and makes the key indeterminate. Any error of Call

@@ -85,11 +85,11 @@ SELECT effectonce.finish_key($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)`
 const abandonedSQL = `-- idempotency.abandoned
 SELECT scope, key, fingerprint FROM effectonce.idempotency_keys
 WHERE state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=) $1 AND request IS NOT NULL AND coalesce(retry_at, created_at) <= (SELECT clock_timestamp())
-  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND (flow OPERATOR(pg_catalog.=) $3 OR flow IS NULL)
+  AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND flow OPERATOR(pg_catalog.=) $3
 ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 
-// isOverdue matches a key of a flow, not a failure count, that is unfinished after $3.
-const isOverdue = `state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=) $1 AND (flow OPERATOR(pg_catalog.=) $2 OR flow IS NULL) AND locked_by IS NOT NULL AND created_at <= clock_timestamp() - $3::interval`
+// isOverdue matches a key of a flow that is unfinished after $3.
+const isOverdue = `state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=) $1 AND flow OPERATOR(pg_catalog.=) $2 AND created_at <= clock_timestamp() - $3::interval`
 
 const overdueSQL = `-- idempotency.overdue
 SELECT count(*) FROM (SELECT FROM effectonce.idempotency_keys WHERE ` + isOverdue + ` LIMIT $4) bounded`
@@ -109,14 +109,14 @@ FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR
 
 const overdueText = "it is unfinished for longer than AgeMax"
 
-// undecidedKeysSQL is the work list of a reconciler: keys of its flow; only flows set locked_by.
-// Work in one transaction is in doubt because it committed by itself, or acted in another system: a
-// flow knows nothing of it, and has no phase to continue at. The reap of an operator, and of the
-// previous release, leave locked_by set, so the error text is compared, too.
+// undecidedKeysSQL is the work list of a reconciler: keys of its flow. Work in one transaction that is
+// in doubt has no locked_by, also under a key that it took from a flow: it committed by itself, or
+// acted in another system, and has no phase to continue at. The error text is compared because the
+// reap of an operator, who may not write locked_by, leaves it set.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
 WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND locked_by IS NOT NULL AND error::text IS DISTINCT FROM '` + unansweredText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($2, $3, $4)
-  AND (flow OPERATOR(pg_catalog.=) $6 OR flow IS NULL) ORDER BY created_at, scope, key LIMIT $5`
+  AND flow OPERATOR(pg_catalog.=) $6 ORDER BY created_at, scope, key LIMIT $5`
 
 // decidedSQL returns a key to its phases.
 const decidedSQL = `-- idempotency.decided

@@ -2,7 +2,6 @@ package idempotency
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -62,10 +61,6 @@ type Config struct {
 	// and for all keys of one scope. A request beyond the bound gets a CrowdedError at once. 1 to
 	// 100,000; default 100 and 256.
 	KeyWaitersMax, ScopeWaitersMax int
-	// ScopeKeysMax bounds how many keys of one scope are stored. Beyond it a new key gets a
-	// QuotaError; a stored key is answered as usual. Each process counts the keys every 10 s, so
-	// keys that arrive between two counts may exceed the bound. 1 to 1,000,000; default: no bound.
-	ScopeKeysMax int
 	// Seal encrypts what is stored of requests and responses: see NewAESSealer. Rows stored in clear,
 	// from before it was set or finished by an operator, are read as they are. Default: none.
 	Seal Sealer
@@ -98,7 +93,6 @@ const (
 	Executed      Verdict = "executed"    // the work ran, and its outcome is stored
 	Replayed      Verdict = "replayed"    // the outcome was stored before
 	Crowded       Verdict = "crowded"     // CrowdedError
-	OverQuota     Verdict = "over_quota"  // QuotaError
 	Mismatch      Verdict = "mismatch"    // ErrMismatch
 	InProgress    Verdict = "in_progress" // ErrInProgress
 	Undecided     Verdict = "undecided"   // ErrIndeterminate, ErrAbandoned, ErrUnknownRecoveryPoint
@@ -165,9 +159,6 @@ func (c Config) withDefaults() (Config, error) {
 	if c.AttemptsMax < 0 || c.AttemptsMax > 1_000_000 {
 		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "1 to 1000000, or 0 for the default"))
 	}
-	if c.ScopeKeysMax < 0 || c.ScopeKeysMax > 1_000_000 {
-		problems = append(problems, bounds.Problem("ScopeKeysMax", c.ScopeKeysMax, "1 to 1000000, or 0 for no bound"))
-	}
 	if c.Strict && c.AttemptsMax > 0 {
 		problems = append(problems, bounds.Problem("AttemptsMax", c.AttemptsMax, "none, with Strict: the first outcome is stored"))
 	}
@@ -233,7 +224,6 @@ func (o *Operation) answered(response Response, err error) (Response, error) {
 
 func verdictOf(response Response, err error) Verdict {
 	var crowded *CrowdedError
-	var quota *QuotaError
 	switch {
 	case err == nil && response.Replayed:
 		return Replayed
@@ -243,8 +233,6 @@ func verdictOf(response Response, err error) Verdict {
 		return InvalidKey
 	case errors.Is(err, ErrMismatch):
 		return Mismatch
-	case errors.As(err, &quota):
-		return OverQuota
 	case errors.As(err, &crowded):
 		return Crowded
 	case errors.Is(err, ErrInProgress):
@@ -258,13 +246,4 @@ func verdictOf(response Response, err error) Verdict {
 	default:
 		return FailedForNow
 	}
-}
-
-// Once is Operation.Once with the default settings, for the operation that the key names.
-func Once(ctx context.Context, pool *pgxpool.Pool, key Key, work func(ctx context.Context, tx pgx.Tx) (Response, error)) (Response, error) {
-	o, err := New(pool, Config{Operation: key.Operation})
-	if err != nil {
-		return Response{}, err
-	}
-	return o.Once(ctx, key, work)
 }

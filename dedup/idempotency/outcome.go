@@ -80,17 +80,6 @@ func (e *CrowdedError) Error() string {
 }
 func (e *CrowdedError) Unwrap() error { return ErrInProgress }
 
-// QuotaError rejects a new key of a tenant that has Config.ScopeKeysMax keys stored. Nothing was
-// done.
-type QuotaError struct {
-	Max        int
-	RetryAfter time.Duration
-}
-
-func (e *QuotaError) Error() string {
-	return fmt.Sprintf("%d idempotency keys of one scope are stored, which is the limit: try again in %v", e.Max, e.RetryAfter)
-}
-
 // FinalError is the error that Final returns.
 type FinalError struct {
 	Response Response
@@ -171,7 +160,7 @@ func (e *workError) Is(target error) bool {
 // As hides their types.
 func (e *workError) As(target any) bool {
 	switch target.(type) {
-	case **InProgressError, **CrowdedError, **QuotaError:
+	case **InProgressError, **CrowdedError:
 		return false
 	case **pgconn.PgError:
 		if lost(e.err) {

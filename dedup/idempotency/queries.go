@@ -58,20 +58,16 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 
 const unansweredText = "its work committed by a statement of its own, and left no outcome"
 
-// storedSQL counts the keys of a scope up to a limit, by the primary key.
-const storedSQL = `-- idempotency.stored
-SELECT count(*) FROM (SELECT FROM effectonce.idempotency_keys WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 LIMIT $3) k`
-
 type queries struct {
-	settings, look, stored, unanswered, reap string
-	work                                     workQueries
-	flow                                     flowQueries
+	settings, look, unanswered, reap string
+	work                             workQueries
+	flow                             flowQueries
 }
 
 func newQueries(schema string) queries {
 	in := func(sql string) string { return migrations.InSchema(sql, schema) }
 	return queries{
-		settings: settingsSQL, look: in(lookSQL), stored: in(storedSQL), unanswered: in(unansweredSQL), reap: in(reapSQL),
+		settings: settingsSQL, look: in(lookSQL), unanswered: in(unansweredSQL), reap: in(reapSQL),
 		work: newWorkQueries(in), flow: newFlowQueries(in),
 	}
 }

@@ -285,7 +285,6 @@ func TestReasons(t *testing.T) {
 		after  time.Duration
 	}{
 		{&idempotency.CrowdedError{RetryAfter: time.Minute}, codes.ResourceExhausted, grpckey.ReasonTooManyWaiting, time.Minute},
-		{&idempotency.QuotaError{Max: 1}, codes.ResourceExhausted, grpckey.ReasonTooManyKeys, 3 * time.Second},
 		{&idempotency.InProgressError{RetryAfter: time.Second}, codes.Aborted, grpckey.ReasonKeyInProgress, time.Second},
 		{idempotency.ErrMismatch, codes.InvalidArgument, grpckey.ReasonKeyReused, 0},
 		{idempotency.ErrIndeterminate, codes.FailedPrecondition, grpckey.ReasonKeyUndecided, 0},

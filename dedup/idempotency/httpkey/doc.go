@@ -69,8 +69,8 @@
 // The middleware answers with problems of RFC 9457, each with its own type: see Problem, and
 // Config.Describe for another format. 409 with Retry-After means that another request is executing
 // under the key, 409 without it that a person has to decide. 422 means that the key belongs to
-// another request, 429 that too many requests of this caller are waiting or too many of its keys
-// are stored, 503 that the same key may be retried. 410 means that the request was executed, and
+// another request, 429 that too many requests of this caller are waiting, 503 that the same key
+// may be retried. 410 means that the request was executed, and
 // that its response was too large to be stored, or is no longer stored.
 //
 // docs/how-to/http-keys.md has a table of all kinds of bad requests, and of requests whose client

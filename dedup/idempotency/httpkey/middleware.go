@@ -221,12 +221,9 @@ func (m *Middleware) fail(w http.ResponseWriter, r *http.Request, key idempotenc
 func (m *Middleware) problem(err error) (Problem, time.Duration) {
 	var busy *idempotency.InProgressError
 	var crowded *idempotency.CrowdedError
-	var quota *idempotency.QuotaError
 	switch {
 	case errors.As(err, &crowded):
 		return ProblemTooManyWaiting, cmp.Or(crowded.RetryAfter, m.cfg.RetryAfter)
-	case errors.As(err, &quota):
-		return ProblemTooManyKeys, cmp.Or(quota.RetryAfter, m.cfg.RetryAfter)
 	case errors.As(err, &busy):
 		return ProblemKeyInProgress, busy.RetryAfter
 	case errors.Is(err, idempotency.ErrInProgress), errors.Is(err, idempotency.ErrLockLost):

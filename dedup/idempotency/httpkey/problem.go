@@ -22,7 +22,6 @@ const (
 	ProblemKeyUndecided    Problem = "urn:effectonce:problem:idempotency-key-undecided"     // 409: whether it was executed is unknown, a person decides
 	ProblemKeyAbandoned    Problem = "urn:effectonce:problem:idempotency-key-abandoned"     // 409: it was given up, a person decides
 	ProblemTooManyWaiting  Problem = "urn:effectonce:problem:idempotency-too-many-waiting"  // 429, Retry-After: the maximum waits for this key, or this caller's keys
-	ProblemTooManyKeys     Problem = "urn:effectonce:problem:idempotency-too-many-keys"     // 429, Retry-After: the maximum number of the caller's keys is stored
 	ProblemKeyReused       Problem = "urn:effectonce:problem:idempotency-key-reused"        // 422: another request has this key
 	ProblemResponseDropped Problem = "urn:effectonce:problem:idempotency-response-not-kept" // 410: it was executed; member "outcome" is its status
 	ProblemKeyExpired      Problem = "urn:effectonce:problem:idempotency-key-expired"       // 410: it was executed, longer ago than its response is stored
@@ -66,8 +65,6 @@ func describe(kind Problem) Answer {
 		return p(409, "The request was given up", "The request with this key was given up and has to be looked into. Do not send it again under another key.")
 	case ProblemTooManyWaiting:
 		return p(429, "Too many requests wait", "Too many requests wait for this key, or for keys of this caller. Nothing was done. Retry later with the same key.")
-	case ProblemTooManyKeys:
-		return p(429, "Too many keys", "This caller has reached the limit of stored keys. Nothing was done. Retry later with the same key.")
 	case ProblemKeyReused:
 		return p(422, "Idempotency-Key was used for another request", "A key belongs to one request. Send another request under a key of its own.")
 	case ProblemResponseDropped:

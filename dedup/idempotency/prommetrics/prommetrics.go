@@ -64,7 +64,7 @@ func Hooks(registerer prometheus.Registerer, operations ...string) (idempotency.
 
 func verdicts() []idempotency.Verdict {
 	return []idempotency.Verdict{
-		idempotency.Executed, idempotency.Replayed, idempotency.Mismatch, idempotency.InProgress, idempotency.Crowded, idempotency.OverQuota, idempotency.Undecided,
+		idempotency.Executed, idempotency.Replayed, idempotency.Mismatch, idempotency.InProgress, idempotency.Crowded, idempotency.Undecided,
 		idempotency.FailedForNow, idempotency.InvalidKey, idempotency.LostItsLock, idempotency.NotAnswered,
 	}
 }

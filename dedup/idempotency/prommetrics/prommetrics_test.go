@@ -55,7 +55,7 @@ func TestRequestsAreCounted(t *testing.T) {
 	require.NoError(t, err)
 	orders, refunds := operation(t, pool, "order", first), operation(t, pool, "refund", second)
 	before := scraped(t, registry)
-	require.Len(t, before, 13, "eleven outcomes of orders, what is overdue of them, and what was forgotten")
+	require.Len(t, before, 12, "ten outcomes of orders, what is overdue of them, and what was forgotten")
 	require.Equal(t, "0", before[`effectonce_idempotency_requests_total{operation="order",outcome="lock_lost"}`])
 
 	failure := errors.New("away")

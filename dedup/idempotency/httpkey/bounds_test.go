@@ -30,11 +30,11 @@ func TestNewReportsAllProblems(t *testing.T) {
 		Operation:       idempotency.Config{ResponseBytesMax: 100},
 		PassThrough:     []string{"get", ""},
 		PassWithoutKey:  []string{"put"},
-		RequestBytesMax: -1, JSONDepthMax: 1001, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99, RetryAfter: time.Millisecond,
+		RequestBytesMax: -1, ReadTimeout: -1, HandlerTimeout: 2 * time.Hour, BufferBytesMax: 99, RetryAfter: time.Millisecond,
 		Headers: []string{"X-Good", "set-cookie", "Date", "bad name"},
 	})
 	for _, part := range []string{
-		"scope is nil", "pool is nil", "Operation", `PassThrough "get"`, `PassThrough ""`, `PassWithoutKey "put"`, "RequestBytesMax -1", "JSONDepthMax 1001", "ReadTimeout -1ns",
+		"scope is nil", "pool is nil", "Operation", `PassThrough "get"`, `PassThrough ""`, `PassWithoutKey "put"`, "RequestBytesMax -1", "ReadTimeout -1ns",
 		"HandlerTimeout 2h0m0s", "BufferBytesMax 99", "RetryAfter 1ms", "Headers set-cookie", "Headers Date", `Headers "bad name"`,
 	} {
 		require.ErrorContains(t, err, part)

@@ -68,16 +68,8 @@ type Config struct {
 	// Outcome decides by the status what happens to a response. Default: DefaultOutcome.
 	Outcome func(status int) Outcome
 	// Fingerprint returns the part of the body that distinguishes requests; method, path, query and
-	// media type always count. An error is answered with 400. Default: Canonical. See Without.
+	// media type always count. An error is answered with 400. Default: Canonical.
 	Fingerprint func(r *http.Request, body []byte) ([]byte, error)
-	// JSONDepthMax is how deep arrays and objects of a JSON body may be nested; a deeper body is
-	// answered with 400, ProblemTooDeep, before any SQL. 1 to 1000; default 64.
-	JSONDepthMax int
-	// Query reports whether parameters of a name count in the fingerprint; those that do count as
-	// written, in their order. A parameter that does not count must have no effect. Default: the
-	// whole query counts. After a change of Query, retries of requests executed before it get 422
-	// if their query has a parameter whose status changed.
-	Query func(name string) bool
 	// Describe writes the body of an answer that this package gives instead of the handler's, and
 	// returns its media type. It does not affect status and headers. Default: ProblemJSON.
 	Describe func(r *http.Request, answer Answer) (contentType string, body []byte)
@@ -175,7 +167,6 @@ func (c *Config) check() []error {
 	)
 	problems = append(problems, bounds.Ints(
 		bounds.Int{Field: "RequestBytesMax", Value: &c.RequestBytesMax, Default: 1 << 20, Min: 1, Max: 64 << 20},
-		bounds.Int{Field: "JSONDepthMax", Value: &c.JSONDepthMax, Default: 64, Min: 1, Max: 1000},
 		bounds.Int{Field: "BufferBytesMax", Value: &c.BufferBytesMax, Default: max(8<<20, c.Operation.ResponseBytesMax), Min: 1, Max: 1 << 30},
 	)...)
 	if c.BufferBytesMax < c.Operation.ResponseBytesMax {

@@ -105,7 +105,7 @@
 //
 // # Caveats
 //
-// Requests are distinguished by method, path, query (see Config.Query), media type and body. A
+// Requests are distinguished by method, path, query, media type and body. A
 // multipart form that is rebuilt for a retry has another boundary, and is another request: let the
 // client send the same bytes, or set Config.Fingerprint. Trailers and informational responses (1xx)
 // of a handler are not sent. Content that the handler encoded is replayed in the same encoding:

@@ -61,11 +61,7 @@ func (m *Middleware) readRequest(w http.ResponseWriter, r *http.Request) (idempo
 		return idempotency.Key{}, nil, false
 	}
 	fingerprint, err := m.fingerprint(r, body)
-	switch {
-	case errors.Is(err, errTooDeep):
-		m.refuse(w, r, ProblemTooDeep, 0)
-		return idempotency.Key{}, nil, false
-	case err != nil:
+	if err != nil {
 		m.refuse(w, r, ProblemUnreadable, 0)
 		return idempotency.Key{}, nil, false
 	}

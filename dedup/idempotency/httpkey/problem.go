@@ -30,7 +30,6 @@ const (
 	ProblemUnreadable      Problem = "urn:effectonce:problem:request-unreadable"            // 400
 	ProblemReadTimeout     Problem = "urn:effectonce:problem:request-timeout"               // 408
 	ProblemTooLarge        Problem = "urn:effectonce:problem:request-too-large"             // 413
-	ProblemTooDeep         Problem = "urn:effectonce:problem:request-too-deep"              // 400: see Config.JSONDepthMax
 	ProblemInternal        Problem = "urn:effectonce:problem:internal"                      // 500: not executed
 	ProblemUnavailable     Problem = "urn:effectonce:problem:unavailable"                   // 503, Retry-After: not executed, or resumable
 )
@@ -81,8 +80,6 @@ func describe(kind Problem) Answer {
 		return p(408, "The request took too long", "The body did not arrive in time. Nothing was done.")
 	case ProblemTooLarge:
 		return p(413, "The request is too large", "The body is larger than this endpoint takes. Nothing was done.")
-	case ProblemTooDeep:
-		return p(400, "The request is nested too deeply", "Arrays and objects of the body are nested deeper than this endpoint accepts. Nothing was done.")
 	case ProblemUnavailable:
 		return p(503, "Not available", "The request could not be executed now. Retry with the same key.")
 	case ProblemInternal:

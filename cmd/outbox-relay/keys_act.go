@@ -231,7 +231,7 @@ func (h headerFlag) Set(text string) error {
 		return errors.New("want 'Name: value'")
 	}
 	if idempotency.NeverStored(name) {
-		return errors.New("want no header of a single client or connection, and none that looks like a credential")
+		return errors.New("want no header of a single client, connection or moment")
 	}
 	h[name] = append(h[name], value)
 	return nil

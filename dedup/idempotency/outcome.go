@@ -19,7 +19,7 @@ type Response struct {
 	// on one that is out of range.
 	Status int
 	// Header to replay, byte for byte. Set only headers that may be shown again. Headers that
-	// NeverStored reports, and those that a Connection header names, are not stored.
+	// NeverStored reports are not stored.
 	Header map[string][]string
 	// Body, at most Config.ResponseBytesMax; of a larger one only the fact that it was dropped is
 	// stored.

@@ -61,9 +61,8 @@ type Config struct {
 	// client, and is not stored. 1 byte to 1 GiB; default 8 MiB, or Operation.ResponseBytesMax if
 	// that is larger.
 	BufferBytesMax int
-	// Headers of responses to store and replay, in addition to ReplayedHeaders. Cookies,
-	// credentials, headers of the connection, and names that look like a credential (X-Auth-Token,
-	// X-Api-Key: idempotency.NeverStored) are rejected.
+	// Headers of responses to store and replay, in addition to ReplayedHeaders: none that may not be
+	// shown again (tokens), and none that idempotency.NeverStored reports.
 	Headers []string
 	// Outcome decides by the status what happens to a response. Default: DefaultOutcome.
 	Outcome func(status int) Outcome
@@ -111,7 +110,7 @@ func New(pool *pgxpool.Pool, scope Scope, cfg Config) (*Middleware, error) {
 			return failed(err)
 		}
 		response := cfg.Operation.Failed(err)
-		response.Header = m.kept(response.Header, nil)
+		response.Header = m.kept(response.Header)
 		return response
 	}
 	op, err := idempotency.New(pool, m.cfg.Operation)
@@ -189,8 +188,8 @@ func (c *Config) check() []error {
 		switch {
 		case !isName(name):
 			problems = append(problems, bounds.Problem("Headers", fmt.Sprintf("%q", name), "the name of a header"))
-		case neverReplayed(name):
-			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client, connection or moment, or reads like a credential"))
+		case idempotency.NeverStored(name):
+			problems = append(problems, bounds.Problem("Headers", name, "none that belongs to one client, connection or moment"))
 		}
 	}
 	if docs, err := url.Parse(c.DocsURL); c.DocsURL != "" && (err != nil || docs.Host == "" || !slices.Contains([]string{"http", "https"}, docs.Scheme) || strings.ContainsAny(c.DocsURL, "<> ")) {

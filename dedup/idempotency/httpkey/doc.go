@@ -45,11 +45,10 @@
 // DefaultOutcome decides by the status: 2xx and 3xx are committed and stored. A 4xx that a retry
 // would get again is stored, and the handler's writes are rolled back. 401, 403, 408, 409, 423,
 // 425, 429 and 5xx store nothing and free the key. A panic rolls back and is passed on. The status,
-// the body, and the headers of ReplayedHeaders and Config.Headers are stored. Cookies and
-// credentials never are (idempotency.NeverStored decides by the name), nor headers that an outer
-// layer had already set: it sets its own at a replay. At a replay Vary is the union of both, and
-// CORS headers of an outer layer replace the stored ones. Operation.Seal encrypts headers and
-// bodies.
+// the body, and the headers of ReplayedHeaders and Config.Headers are stored; those that
+// idempotency.NeverStored reports, such as Set-Cookie, never are. At a replay a header that an outer
+// layer has set stays, unless it describes the body (Content-Type and the like). CORS headers and
+// Vary belong into an outer layer. Operation.Seal encrypts headers and bodies.
 //
 // A client that retries after Operation.Window finds its key forgotten, and its request is executed
 // again, unless rows of the first execution prevent it: let a handler insert rows under
@@ -107,7 +106,7 @@
 //
 // Requests are distinguished by method, path, query, media type and body. A
 // multipart form that is rebuilt for a retry has another boundary, and is another request: let the
-// client send the same bytes, or set Config.Fingerprint. Trailers and informational responses (1xx)
-// of a handler are not sent. Content that the handler encoded is replayed in the same encoding:
+// client send the same bytes, or set Config.Fingerprint. Informational responses (1xx) of a handler are not
+// sent. Content that the handler encoded is replayed in the same encoding:
 // compress outside.
 package httpkey

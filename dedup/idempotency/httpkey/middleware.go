@@ -139,7 +139,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 			return idempotency.Response{}, &serving.GivenUpError{Err: m.final(err), Cut: tx.Conn().IsClosed()}
 		}
 		answered = response
-		response.Header = m.kept(response.Header, outer)
+		response.Header = m.kept(response.Header)
 		kept = response
 		switch m.cfg.Outcome(response.Status) {
 		case Commit:
@@ -177,7 +177,7 @@ func (m *Middleware) final(err error) error {
 		return err
 	}
 	response := final.Response
-	response.Header = m.kept(response.Header, nil)
+	response.Header = m.kept(response.Header)
 	return idempotency.Final(response, err)
 }
 

@@ -27,7 +27,7 @@ func (f *Flow[S]) Run(ctx context.Context) {
 		loops.Go(func() { every(ctx, f.op, f.cfg.Every, work) })
 	}
 	loop(func(ctx context.Context) error {
-		return f.complete(ctx, &flows, func(_ bool, err error) { f.op.trouble(ctx, err) })
+		return f.complete(ctx, &flows, func(_ bool, err error) { f.op.logFailure(ctx, err) })
 	})
 	if f.cfg.Reconcile != nil {
 		loop(func(ctx context.Context) error {
@@ -62,11 +62,11 @@ const reapEvery = 30 * time.Second
 // every calls work repeatedly, at randomized intervals so that replicas do not run in step.
 func every(ctx context.Context, o *Operation, d time.Duration, work func(ctx context.Context) error) {
 	for pause.For(ctx, d/2+rand.N(d)) { //nolint:gosec // jitter needs no secret
-		o.trouble(ctx, work(ctx))
+		o.logFailure(ctx, work(ctx))
 	}
 }
 
-func (o *Operation) trouble(ctx context.Context, err error) {
+func (o *Operation) logFailure(ctx context.Context, err error) {
 	if err != nil && ctx.Err() == nil {
 		o.cfg.Logger.WarnContext(ctx, "maintenance of idempotency keys failed; it will be retried", "operation", o.cfg.Operation, "error", err)
 	}
@@ -104,7 +104,7 @@ func (o *Operation) reap(ctx context.Context, page int64) (reaped int64, err err
 		}
 		reaped += forgotten
 		if doubted > 0 {
-			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", doubted, "error", unansweredText)
+			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "keys", doubted, "error", selfCommittedText)
 		}
 		if forgotten+doubted < page { // keys left to a person count towards the page, too
 			return reaped, nil

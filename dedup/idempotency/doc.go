@@ -1,6 +1,6 @@
 // Package idempotency executes a request once for each idempotency key, however often the request
-// arrives: a payment, an order, a command of a program that retries. It does not depend on HTTP:
-// package httpkey builds on it, and package keyclient sends requests with keys to other systems.
+// arrives: a payment, an order, a command of a program that retries. Package httpkey is for HTTP
+// servers, and package keyclient sends requests with keys to other systems.
 //
 //	orders, err := idempotency.New(pool, idempotency.Config{Operation: "create-order"})
 //	...

@@ -69,7 +69,7 @@ func (o *Operation) lookUp(ctx context.Context, key Key) (response Response, ok 
 		return Response{}, false, nil
 	}
 	if s.state == finished && s.unfinished {
-		o.unanswered(ctx, key)
+		o.markSelfCommitted(ctx, key)
 	}
 	return o.answer(key, s)
 }

@@ -103,7 +103,7 @@ func (f *Flow[S]) expired(ctx context.Context, h *holder, key Key, cause error, 
 	if given || !errors.As(err, &final) {
 		return err
 	}
-	h.expired = &phase
+	h.expiredPhase = &phase
 	for i := 0; !asked && f.phases[i].Name != phase; i++ {
 		asked = f.phases[i].Call != nil
 	}

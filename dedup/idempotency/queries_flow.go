@@ -25,12 +25,12 @@ WITH claimed AS (
     clock_timestamp() + $6::interval, $7, $8, $9) ON CONFLICT DO NOTHING RETURNING lock_token)
 SELECT ` + fresh + ` UNION ALL SELECT ` + found
 
-// takeFlowSQL takes over the lock of a key that no worker holds; the token that was read decides
-// between two takers. A holder whose lock expired has that token until then, and so may a holder
-// whose claim a server lost. So the values on which the taker decided (the request, the phases
-// done, the call in progress) must be as they were read, or no row matches; the other values are
-// returned as they are now. phase_since starts anew if certainly no call of the phase was made: a
-// person, the reconciler or the last holder said so, or there was no holder.
+// takeFlowSQL takes over the lock of a key that no worker holds. Two workers that read the same token
+// race; the UPDATE lets one win. The previous holder still has this token, so request, phases and
+// call must be unchanged since the read; the other values are returned as they are now. A row
+// without flow is one that work in one transaction failed. phase_since starts anew if certainly no
+// call of the phase was made: a person, the reconciler or the last holder said so, or there was no
+// holder.
 const takeFlowSQL = `-- idempotency.take_flow
 UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
   locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL, flow = coalesce(flow, $10), request = coalesce(request, $11),
@@ -115,7 +115,7 @@ const overdueText = "it is unfinished for longer than AgeMax"
 // reap of an operator, who may not write locked_by, leaves it set.
 const undecidedKeysSQL = `-- idempotency.undecided_keys
 SELECT scope, key, fingerprint, lock_token, phases, calling, data, request, sealed, error, created_at FROM effectonce.idempotency_keys
-WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND locked_by IS NOT NULL AND error::text IS DISTINCT FROM '` + unansweredText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($2, $3, $4)
+WHERE state OPERATOR(pg_catalog.=) 'indeterminate' AND operation OPERATOR(pg_catalog.=) $1 AND locked_by IS NOT NULL AND error::text IS DISTINCT FROM '` + selfCommittedText + `' AND (retry_at IS NULL OR retry_at <= clock_timestamp()) AND (created_at, scope, key) OPERATOR(pg_catalog.>) ($2, $3, $4)
   AND flow OPERATOR(pg_catalog.=) $6 ORDER BY created_at, scope, key LIMIT $5`
 
 // decidedSQL returns a key to its phases.

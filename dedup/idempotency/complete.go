@@ -18,9 +18,9 @@ import (
 
 // Run completes flows that clients gave up, calls the reconciler for indeterminate keys, and
 // forgets old keys, until ctx ends and its current work has ended: a flow stops between two phases.
-// It checks for overdue keys at a sixth of that rate. These loops do not wait for each other, nor,
-// while there are free slots (FlowConfig.AtOnceMax), for a slow flow. Any number of replicas may
-// run it: locks and tokens coordinate them. It logs errors and continues.
+// These loops do not wait for each other, nor, while there are free slots (FlowConfig.AtOnceMax), for
+// a slow flow. Any number of replicas may run it: locks and tokens coordinate them. It logs errors
+// and continues.
 func (f *Flow[S]) Run(ctx context.Context) {
 	var loops, flows sync.WaitGroup
 	loop := func(work func(ctx context.Context) error) {
@@ -38,12 +38,6 @@ func (f *Flow[S]) Run(ctx context.Context) {
 	loop(func(ctx context.Context) error {
 		_, err := f.op.Reap(ctx)
 		return err
-	})
-	loops.Go(func() {
-		every(ctx, f.op, overdueEvery*f.cfg.Every, func(ctx context.Context) error {
-			_, err := f.Overdue(ctx)
-			return err
-		})
 	})
 	loops.Wait()
 	flows.Wait()
@@ -171,40 +165,6 @@ func (f *Flow[S]) complete(ctx context.Context, group *sync.WaitGroup, report fu
 		}
 	}
 	return nil
-}
-
-// overdueEvery is the interval of checks for overdue keys, in units of FlowConfig.Every: each check
-// reads all unfinished keys.
-const (
-	overdueEvery = 6
-	overdueMax   = 10_000
-)
-
-// Overdue reports the flow's keys that are unfinished and older than FlowConfig.AgeMax, and returns
-// how many there are, at most 10,000. With FlowConfig.GiveUp it first gives up those that no worker
-// holds; they do not count.
-func (f *Flow[S]) Overdue(ctx context.Context) (int64, error) {
-	o := f.op
-	if f.cfg.GiveUp {
-		tag, err := o.pool.Exec(ctx, o.sql.flow.giveUp, o.cfg.Operation, f.cfg.Name, f.cfg.AgeMax, overdueMax, f.cfg.CallMax)
-		if err != nil {
-			return 0, fmt.Errorf("give up keys that are overdue: %w", err)
-		}
-		if n := tag.RowsAffected(); n > 0 {
-			o.cfg.Logger.ErrorContext(ctx, "keys need a person: see outbox-relay keys", "operation", o.cfg.Operation, "keys", n, "error", overdueText)
-		}
-	}
-	var overdue int64
-	if err := o.pool.QueryRow(ctx, o.sql.flow.overdue, o.cfg.Operation, f.cfg.Name, f.cfg.AgeMax, overdueMax).Scan(&overdue); err != nil {
-		return 0, fmt.Errorf("count keys that are overdue: %w", err)
-	}
-	if before := f.overdue.Swap(overdue); overdue > 0 && overdue != before {
-		o.cfg.Logger.WarnContext(ctx, "keys are unfinished for longer than AgeMax: see outbox-relay keys", "operation", o.cfg.Operation, "keys", overdue, "age", f.cfg.AgeMax)
-	}
-	if o.cfg.Hooks.Overdue != nil {
-		o.cfg.Hooks.Overdue(o.cfg.Operation, overdue)
-	}
-	return overdue, nil
 }
 
 // resume continues one flow with the stored request.

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
-	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -33,7 +32,6 @@ type Flow[S any] struct {
 	names  []string
 	// Slots that bound how many keys are completed, and reconciled, at a time.
 	completing, reconciling chan struct{}
-	overdue                 atomic.Int64 // the last reported number
 }
 
 // FlowConfig of a Flow. The zero value works.
@@ -56,15 +54,6 @@ type FlowConfig[S any] struct {
 	// reconciled at a time. None of them holds a connection while it waits for a foreign system. 1
 	// to 1,000; default 8.
 	AtOnceMax int
-	// AgeMax is the age, by the database's clock, from which Run reports an unfinished key in the
-	// log and to Hooks.Overdue, also if the key waits for its client. 1 min to 10 years; default 24
-	// h.
-	AgeMax time.Duration
-	// GiveUp also ends overdue keys that no worker holds, if the current phase is as old too. That
-	// age counts from the takeover if a person or the reconciler returned the key. Such keys become
-	// abandoned, or indeterminate if the call of an AtMostOnce phase may have been made, so that a
-	// person decides. Default: they wait.
-	GiveUp bool
 	// Every is how often Run checks for abandoned, indeterminate and old keys. 10 ms to 1 h;
 	// default 10 s.
 	Every time.Duration

@@ -78,9 +78,6 @@ type Config struct {
 type Hooks struct {
 	// Answered is called for each request, with its verdict.
 	Answered func(operation string, verdict Verdict)
-	// Overdue is called each time that Flow.Run or Flow.Overdue checks, with the number of the
-	// flow's keys that are unfinished and older than FlowConfig.AgeMax, at most 10,000.
-	Overdue func(operation string, keys int64)
 	// Reaped is called with the number of keys that were forgotten.
 	Reaped func(keys int64)
 }

@@ -34,7 +34,6 @@ SELECT ` + fresh + ` UNION ALL SELECT ` + found
 const takeFlowSQL = `-- idempotency.take_flow
 UPDATE effectonce.idempotency_keys SET lock_token = lock_token + 1, attempts = attempts + 1,
   locked_until = clock_timestamp() + $5::interval, locked_by = $6, retry_at = NULL, flow = coalesce(flow, $10), request = coalesce(request, $11),
-  retried_at = CASE WHEN attempts = 0 THEN clock_timestamp() ELSE retried_at END,
   phase_since = CASE WHEN locked_by IS NULL OR uncalled = lock_token THEN clock_timestamp() ELSE phase_since END
 WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AND key OPERATOR(pg_catalog.=) $3 AND lock_token = $4 AND ` + isRunning + `
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND fingerprint OPERATOR(pg_catalog.=) $7 AND phases OPERATOR(pg_catalog.=) $8 AND calling::text IS NOT DISTINCT FROM $9 AND (flow OPERATOR(pg_catalog.=) $10 OR flow IS NULL)
@@ -88,27 +87,6 @@ WHERE state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=
   AND (locked_until IS NULL OR locked_until <= clock_timestamp()) AND flow OPERATOR(pg_catalog.=) $3
 ORDER BY coalesce(retry_at, created_at) LIMIT $2`
 
-// isOverdue matches a key of a flow that is unfinished after $3.
-const isOverdue = `state OPERATOR(pg_catalog.=) 'running' AND operation OPERATOR(pg_catalog.=) $1 AND flow OPERATOR(pg_catalog.=) $2 AND created_at <= clock_timestamp() - $3::interval`
-
-const overdueSQL = `-- idempotency.overdue
-SELECT count(*) FROM (SELECT FROM effectonce.idempotency_keys WHERE ` + isOverdue + ` LIMIT $4) bounded`
-
-// giveUpSQL marks overdue keys that no worker holds for a person. A key that a person returned has
-// no attempts until it is taken, and its age counts from then. If a call may be running, the
-// reconciler waits for it, as in undecidedSQL.
-const giveUpSQL = `-- idempotency.give_up
-WITH old AS (
-  SELECT scope, operation, key FROM effectonce.idempotency_keys
-  WHERE ` + isOverdue + ` AND greatest(coalesce(phase_since, created_at), retried_at) <= clock_timestamp() - $3::interval AND attempts > 0
-    AND (locked_until IS NULL OR locked_until <= clock_timestamp()) LIMIT $4 FOR UPDATE SKIP LOCKED)
-UPDATE effectonce.idempotency_keys k SET state = CASE WHEN calling IS NULL THEN 'abandoned' ELSE 'indeterminate' END,
-  error = left(pg_catalog.concat_ws('; then: ', error, '` + overdueText + `'), 2000), locked_until = NULL,
-  retry_at = CASE WHEN calling IS NOT NULL THEN clock_timestamp() + $5::interval END
-FROM old WHERE k.scope OPERATOR(pg_catalog.=) old.scope AND k.operation OPERATOR(pg_catalog.=) old.operation AND k.key OPERATOR(pg_catalog.=) old.key`
-
-const overdueText = "it is unfinished for longer than AgeMax"
-
 // undecidedKeysSQL is the work list of a reconciler: keys of its flow. Work in one transaction that is
 // in doubt has no locked_by, also under a key that it took from a flow: it committed by itself, or
 // acted in another system, and has no phase to continue at. The error text is compared because the
@@ -126,7 +104,6 @@ WHERE scope OPERATOR(pg_catalog.=) $1 AND operation OPERATOR(pg_catalog.=) $2 AN
 type flowQueries struct {
 	claim, take, renew, unlock, calling, undecided, advance, finish string
 	abandoned, leave, guard, undecidedKeys, decided                 string
-	overdue, giveUp                                                 string
 }
 
 func newFlowQueries(in func(string) string) flowQueries {
@@ -134,6 +111,5 @@ func newFlowQueries(in func(string) string) flowQueries {
 		claim: in(claimFlowSQL), take: in(takeFlowSQL), renew: in(renewSQL), unlock: in(unlockSQL),
 		calling: in(callingSQL), undecided: in(undecidedSQL), advance: in(advanceSQL), finish: in(finishSQL),
 		abandoned: in(abandonedSQL), leave: in(leaveSQL), guard: in(guardSQL), undecidedKeys: in(undecidedKeysSQL), decided: in(decidedSQL),
-		overdue: in(overdueSQL), giveUp: in(giveUpSQL),
 	}
 }

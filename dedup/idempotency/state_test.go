@@ -170,7 +170,7 @@ func deployed(t *testing.T, pool *pgxpool.Pool, logger *slog.Logger) (older, new
 // passes makes time pass for all keys.
 func passes(t *testing.T, pool *pgxpool.Pool, d time.Duration) {
 	t.Helper()
-	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval, phase_since = phase_since - $1::interval, retried_at = retried_at - $1::interval`, d)
+	_, err := pool.Exec(t.Context(), `UPDATE effectonce.idempotency_keys SET created_at = created_at - $1::interval, retry_at = retry_at - $1::interval, phase_since = phase_since - $1::interval`, d)
 	require.NoError(t, err)
 }
 
